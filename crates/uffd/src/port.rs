@@ -1,0 +1,150 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! One userfaultfd and what can be done with it.
+
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd, RawFd};
+
+use crate::abi;
+use crate::message::RawMessage;
+use crate::outcome::Outcome;
+
+/// Fills pages of a watched address space: the seam between real descriptors and simulations.
+pub trait FillPort {
+    /// Copies `src` (whole pages) to `dst` and wakes who waits there.
+    fn copy(&self, dst: u64, src: &[u8]) -> Outcome;
+    /// Maps the zero page over `len` bytes at `dst` and wakes who waits there.
+    fn zero(&self, dst: u64, len: u64) -> Outcome;
+    /// Makes later access to `len` missing bytes at `dst` raise SIGBUS, and wakes who waits there.
+    fn poison(&self, dst: u64, len: u64) -> Outcome;
+    /// Wakes threads that wait in the range.
+    ///
+    /// # Errors
+    /// The kernel's errno; ESRCH when the address space is gone.
+    fn wake(&self, start: u64, len: u64) -> io::Result<()>;
+}
+
+/// An owned userfaultfd.
+///
+/// Closing the last descriptor of a userfaultfd turns every page still missing into zeros
+/// (`fs/userfaultfd.c: userfaultfd_release`), so the owner decides when it drops.
+#[derive(Debug)]
+pub struct Uffd(OwnedFd);
+
+impl Uffd {
+    /// Takes a descriptor on which UFFDIO_API is done already (CRIU's, or one from a fork event) and makes it
+    /// non-blocking: a blocking one reports POLLERR instead of readiness.
+    ///
+    /// # Errors
+    /// `fcntl` refused the descriptor.
+    pub fn adopt(fd: OwnedFd) -> io::Result<Self> {
+        // SAFETY: F_GETFL and F_SETFL take and return plain integers.
+        let flags = unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_GETFL) };
+        if flags < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        // SAFETY: as above.
+        if unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_SETFL, flags | libc::O_NONBLOCK) } < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        Ok(Self(fd))
+    }
+
+    /// Opens a userfaultfd for this process, kernel-mode faults included, and negotiates `features`.
+    ///
+    /// # Errors
+    /// EPERM without root or `vm.unprivileged_userfaultfd=1`; EINVAL when a feature is missing.
+    pub fn open(features: u64) -> io::Result<Self> {
+        // SAFETY: the syscall takes flags only and returns a new descriptor or -1.
+        let fd = unsafe { libc::syscall(libc::SYS_userfaultfd, libc::O_CLOEXEC | libc::O_NONBLOCK) };
+        let fd = RawFd::try_from(fd).unwrap_or(-1);
+        if fd < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        // SAFETY: a fresh descriptor that nobody else owns.
+        let uffd = Self(unsafe { OwnedFd::from_raw_fd(fd) });
+        abi::api(uffd.as_fd(), &mut abi::Api { api: abi::UFFD_API, features, ioctls: 0 })?;
+        Ok(uffd)
+    }
+
+    /// Watches `len` bytes at `start` for missing pages.
+    ///
+    /// # Errors
+    /// EINVAL for a mapping that cannot be watched, EBUSY when another userfaultfd has it.
+    pub fn register_missing(&self, start: u64, len: u64) -> io::Result<()> {
+        let range = abi::Range { start, len };
+        abi::register(
+            self.as_fd(),
+            &mut abi::Register { range, mode: abi::REGISTER_MODE_MISSING, ioctls: 0 },
+        )
+    }
+
+    /// Reads the messages that wait, as many as `slots` holds; 0 when none does. The kernel fills slots in
+    /// order, so with zeroed slots the memory itself tells what was delivered, even if the reader dies.
+    ///
+    /// # Errors
+    /// The kernel's errno other than EAGAIN.
+    pub fn read(&self, slots: &mut [RawMessage]) -> io::Result<usize> {
+        // SAFETY: the slots are exclusively ours, and any bytes make a valid RawMessage (integers only).
+        let read = unsafe {
+            libc::read(self.0.as_raw_fd(), slots.as_mut_ptr().cast(), std::mem::size_of_val(slots))
+        };
+        match usize::try_from(read) {
+            Ok(bytes) => Ok(bytes / size_of::<RawMessage>()),
+            Err(_) => match io::Error::last_os_error() {
+                error if error.kind() == io::ErrorKind::WouldBlock => Ok(0),
+                error => Err(error),
+            },
+        }
+    }
+
+    /// True while a fork, remap, unmap or remove of the target waits to be read or to take effect. A copy of
+    /// nothing is refused with EINVAL, but only after this check (`fs/userfaultfd.c: userfaultfd_copy`).
+    #[must_use]
+    pub fn changing(&self) -> bool {
+        let result = abi::copy(self.as_fd(), &mut abi::Copy::default());
+        result.is_err_and(|error| error.raw_os_error() == Some(libc::EAGAIN))
+    }
+}
+
+impl FillPort for Uffd {
+    fn copy(&self, dst: u64, src: &[u8]) -> Outcome {
+        let len = src.len() as u64;
+        let mut arg = abi::Copy { dst, src: src.as_ptr() as u64, len, mode: 0, copy: 0 };
+        let result = abi::copy(self.as_fd(), &mut arg);
+        Outcome::new(result, arg.copy, len)
+    }
+
+    fn zero(&self, dst: u64, len: u64) -> Outcome {
+        let mut arg = abi::Fill { range: abi::Range { start: dst, len }, mode: 0, done: 0 };
+        let result = abi::zeropage(self.as_fd(), &mut arg);
+        Outcome::new(result, arg.done, len)
+    }
+
+    fn poison(&self, dst: u64, len: u64) -> Outcome {
+        let mut arg = abi::Fill { range: abi::Range { start: dst, len }, mode: 0, done: 0 };
+        let result = abi::poison(self.as_fd(), &mut arg);
+        Outcome::new(result, arg.done, len)
+    }
+
+    fn wake(&self, start: u64, len: u64) -> io::Result<()> {
+        abi::wake(self.as_fd(), &mut abi::Range { start, len })
+    }
+}
+
+impl AsFd for Uffd {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+}
+
+impl AsRawFd for Uffd {
+    fn as_raw_fd(&self) -> RawFd {
+        self.0.as_raw_fd()
+    }
+}
+
+impl IntoRawFd for Uffd {
+    fn into_raw_fd(self) -> RawFd {
+        self.0.into_raw_fd()
+    }
+}
