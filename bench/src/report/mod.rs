@@ -1,0 +1,58 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! From samples to what people read.
+
+mod figures;
+mod text;
+
+use serde::Serialize;
+
+use crate::disk::DiskLimits;
+use crate::lazy::Sample;
+pub(crate) use text::{markdown, terminal};
+
+/// All of one run; this, as JSON, is the machine-readable result.
+#[derive(Debug, Serialize)]
+pub(crate) struct Comparison {
+    pub(crate) setting: Setting,
+    pub(crate) limits: Limits,
+    pub(crate) samples: Vec<Sample>,
+}
+
+/// Where and how the samples were taken.
+#[derive(Debug, Serialize)]
+pub(crate) struct Setting {
+    /// What each server says of its version, stock first.
+    pub(crate) versions: Vec<String>,
+    pub(crate) kernel: String,
+    pub(crate) cpu: String,
+    pub(crate) cpus: usize,
+    pub(crate) size_mib: u64,
+    /// The image was dropped from the page cache before each restore; otherwise it was all cached.
+    pub(crate) cold: bool,
+}
+
+impl Setting {
+    pub(crate) fn of_this_machine(versions: &[String], size_mib: u64, cold: bool) -> Self {
+        let line = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
+        let cpuinfo = line("/proc/cpuinfo");
+        let model = cpuinfo.lines().find_map(|entry| entry.strip_prefix("model name"));
+        let model = model.and_then(|entry| entry.split_once(": ")).map(|(_, name)| name);
+        Self {
+            versions: versions.to_vec(),
+            kernel: line("/proc/sys/kernel/osrelease").trim().to_owned(),
+            cpu: model.unwrap_or("unknown CPU").to_owned(),
+            cpus: std::thread::available_parallelism().map_or(1, std::num::NonZero::get),
+            size_mib,
+            cold,
+        }
+    }
+}
+
+/// What the machine can do, measured in the same run. GB is 10^9 bytes.
+#[derive(Debug, Serialize)]
+pub(crate) struct Limits {
+    /// UFFDIO_COPY from a cached buffer with one and with two threads.
+    pub(crate) fill_gb_per_s: [f64; 2],
+    /// Only for cold runs.
+    pub(crate) disk: Option<DiskLimits>,
+}
