@@ -1,2 +1,38 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Where bytes come from: pages files read once, into a bounded pool, by io_uring, plain reads or a simulation
+//! Where bytes come from: pages files read once, into a bounded pool, by io_uring, plain reads or a simulation.
+//!
+//! The way of a byte: a [`PagesFile`] is read block by block ([`BLOCK`]) by an [`Engine`] into a buffer that
+//! the [`BlockCache`] lends, and is then published there as a [`BlockRef`] for every session that wants it.
+//! One cache serves all threads; each thread owns one engine.
+//!
+//! What holds here:
+//! - *Never invented bytes*: a buffer is published only by whoever holds it, and a read that is `Ok` has
+//!   filled all of it. A file that ends early is an error that names the file, never zeros.
+//! - *Bounded memory*: all buffers live in one mapping whose size is the budget.
+//! - *Single flight*: a block that several callers want is read once.
+
+mod buffer;
+mod cache;
+pub mod engine;
+mod error;
+mod file;
+mod metrics;
+mod slots;
+mod waker;
+
+pub use buffer::BufferSlice;
+pub use cache::{Acquire, BlockCache, BlockRef, DEFAULT_BUDGET, DEMAND_BUFFERS, LoadGuard};
+pub use engine::{Best, Done, Engine, How, Psync, Read, Sim, SimPlan, Uring, best, read_now};
+pub use error::{ReadError, StoreError};
+pub use file::{FileKey, PagesFile};
+pub use metrics::{Counters, Metrics};
+pub use waker::Waker;
+
+/// Bytes in a page: the smallest thing that is read, and the alignment of every buffer and direct read.
+pub const PAGE: usize = 4096;
+
+/// Bytes in a block, an aligned piece of a pages file: the unit of reading, caching and single flight.
+///
+/// 64 pages: large enough that a disk reads at full speed, small enough that a page fault which waits for
+/// one block waits well under a millisecond on NVMe.
+pub const BLOCK: usize = 256 * 1024;

@@ -1,0 +1,197 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Engines: how bytes get from a file into a buffer. All three follow the same rules about short reads,
+//! errors and retries ([`transfer`]), so that what a caller sees differs only in speed.
+
+mod psync;
+mod sim;
+mod transfer;
+mod uring;
+
+use std::os::fd::RawFd;
+use std::sync::Arc;
+
+use crate::buffer::BufferSlice;
+use crate::cache::BlockCache;
+use crate::error::{ReadError, StoreError};
+use crate::file::PagesFile;
+use crate::metrics::Metrics;
+
+pub use psync::Psync;
+pub use sim::{Sim, SimPlan};
+pub use transfer::{MAX_EIO_RETRIES, MAX_INTERRUPTIONS, MAX_SHORT_READS};
+pub use uring::Uring;
+
+use transfer::{Step, Transfer};
+
+/// Block reads in flight in one engine. 32 x 256 KiB = 8 MiB: more than an NVMe drive's bandwidth times its
+/// latency (7 GB/s x 0.2 ms = 1.4 MB) several times over, and still a small part of the default budget.
+pub const DEPTH_BLOCKS: usize = 32;
+
+/// Demand reads in flight in one engine: one for every demand buffer there is, so that a page fault is never
+/// refused because the background is busy.
+pub const DEPTH_DEMAND: usize = crate::cache::DEMAND_BUFFERS as usize;
+
+/// Whether a read goes past the page cache or through it; [`PagesFile::how`] decides by measurement.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum How {
+    /// `O_DIRECT`: no copy and no page cache. Falls back to buffered where the file or the offset does not
+    /// allow it.
+    Direct,
+    /// Through the page cache.
+    Buffered,
+}
+
+/// One read to be done. It owns its buffer until it comes back in a [`Done`].
+#[derive(Debug)]
+pub struct Read {
+    /// The caller's name for it, returned unchanged.
+    pub ticket: u64,
+    /// Where from.
+    pub file: Arc<PagesFile>,
+    /// Byte offset in the file.
+    pub offset: u64,
+    /// Where to; its length is the number of bytes wanted.
+    pub dst: BufferSlice,
+    /// Past or through the page cache.
+    pub how: How,
+}
+
+/// A read that is over, in any order.
+#[derive(Debug)]
+pub struct Done {
+    /// The read's ticket.
+    pub ticket: u64,
+    /// The read's buffer: filled to its whole length when `result` is `Ok`, else not to be used as data.
+    pub dst: BufferSlice,
+    /// What came of it.
+    pub result: Result<(), ReadError>,
+}
+
+/// Reads files into buffers, several at a time. Owned by one thread.
+pub trait Engine {
+    /// Starts a read; does not wait for it.
+    ///
+    /// # Errors
+    /// Gives the read back when [`DEPTH_BLOCKS`] block reads, or [`DEPTH_DEMAND`] demand reads, are in
+    /// flight: reap, then submit again.
+    // The read itself is the error value: boxing it would allocate on the path that is busiest.
+    #[allow(clippy::result_large_err)]
+    fn submit(&mut self, read: Read) -> Result<(), Read>;
+
+    /// Appends the reads that are over to `done`; does not wait.
+    fn reap(&mut self, done: &mut Vec<Done>);
+
+    /// A descriptor that is readable (level-triggered) when `reap` has work; never read it. None: call `reap`
+    /// again and again while reads are in flight. With reads in flight wait for it with a time limit of a
+    /// second or less all the same: a kernel out of memory may have put a submission off until the next call.
+    fn poll_fd(&self) -> Option<RawFd>;
+
+    /// Reads submitted and not yet reaped.
+    fn in_flight(&self) -> usize;
+}
+
+/// The engine that suits this machine, and why it is not io_uring when it is not.
+pub struct Best {
+    /// The engine. Use and drop it on the thread that called [`best`].
+    pub engine: Box<dyn Engine>,
+    /// For the log: why io_uring is not used, or what it has to do without. None: nothing is missing.
+    pub note: Option<String>,
+}
+
+impl std::fmt::Debug for Best {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Best").field("note", &self.note).finish_non_exhaustive()
+    }
+}
+
+/// Picks io_uring where the kernel allows it, else plain reads on threads. Call it on the thread that will
+/// use the engine: a ring belongs to one thread.
+///
+/// # Errors
+/// [`StoreError::Setup`] when neither can be set up.
+pub fn best(cache: &Arc<BlockCache>) -> Result<Best, StoreError> {
+    match Uring::new(cache) {
+        Ok(ring) => {
+            let note = ring.note();
+            Ok(Best { engine: Box::new(ring), note })
+        }
+        Err(error) => {
+            let note = Some(format!("io_uring is not available ({error}); reading with threads instead"));
+            Ok(Best { engine: Box::new(Psync::new(cache)?), note })
+        }
+    }
+}
+
+/// Reads now, through the page cache, on the calling thread. For bytes that [`PagesFile::is_cached`]: others
+/// make the caller wait for the disk.
+///
+/// # Errors
+/// As an engine's read: [`ReadError`]. The buffer is filled when `Ok`, else its contents are not to be used.
+pub fn read_now(file: &PagesFile, offset: u64, dst: &mut [u8]) -> Result<(), ReadError> {
+    use std::os::unix::fs::FileExt;
+    let mut transfer = Transfer::buffered(offset, dst.len());
+    loop {
+        let next = transfer.next(file);
+        let got = next.file.read_at(&mut dst[next.at..next.at + next.len], next.offset);
+        if let Step::Finished(result) = transfer.step(file, got) {
+            return result;
+        }
+    }
+}
+
+/// How many reads of either kind are in flight, against their bounds.
+#[derive(Debug, Default)]
+struct Depth {
+    blocks: usize,
+    demand: usize,
+}
+
+impl Depth {
+    fn total(&self) -> usize {
+        self.blocks + self.demand
+    }
+
+    /// Counts a read in, or says that its kind is full.
+    fn enter(&mut self, dst: &BufferSlice, metrics: &Metrics) -> bool {
+        let (count, bound) =
+            if dst.is_demand() { (&mut self.demand, DEPTH_DEMAND) } else { (&mut self.blocks, DEPTH_BLOCKS) };
+        if *count >= bound {
+            Metrics::add(&metrics.refused, 1);
+            return false;
+        }
+        *count += 1;
+        true
+    }
+
+    fn leave(&mut self, dst: &BufferSlice) {
+        if dst.is_demand() {
+            self.demand -= 1;
+        } else {
+            self.blocks -= 1;
+        }
+    }
+}
+
+/// A read under way.
+#[derive(Debug)]
+struct Flight {
+    read: Read,
+    transfer: Transfer,
+}
+
+impl Flight {
+    fn new(read: Read) -> Self {
+        let direct = read.how == How::Direct;
+        let transfer = if direct {
+            Transfer::direct(&read.file, read.offset, read.dst.len(), read.dst.capacity())
+        } else {
+            Transfer::buffered(read.offset, read.dst.len())
+        };
+        Self { read, transfer }
+    }
+
+    fn done(self, result: Result<(), ReadError>, metrics: &Metrics) -> Done {
+        self.transfer.count(metrics);
+        Done { ticket: self.read.ticket, dst: self.read.dst, result }
+    }
+}

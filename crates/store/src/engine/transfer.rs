@@ -1,0 +1,169 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The rules of one read, whoever carries out its system calls: what is read next, and what a result means.
+
+use std::fs::File;
+use std::io;
+
+use crate::PAGE;
+use crate::error::ReadError;
+use crate::file::PagesFile;
+use crate::metrics::Metrics;
+
+/// Short reads that are continued within one read: as many as a block has pages. Any real file system gives
+/// at least a page at a time, so more are a fault of the storage and not worth waiting for.
+pub const MAX_SHORT_READS: u32 = 64;
+
+/// Times that EIO is tried again: multipath and network storage recover within a few tries, a bad disk never.
+pub const MAX_EIO_RETRIES: u32 = 3;
+
+/// Times that EINTR, EAGAIN or ENOMEM are tried again in one read. They pass by themselves.
+pub const MAX_INTERRUPTIONS: u32 = 64;
+
+/// Progress of one read.
+#[derive(Debug)]
+pub(crate) struct Transfer {
+    offset: u64,
+    len: usize,
+    /// Bytes that a direct read may write; `len` rounded up to pages.
+    direct_len: usize,
+    direct: bool,
+    done: usize,
+    shorts: u32,
+    eio: u32,
+    interruptions: u32,
+    refused_direct: bool,
+    bytes_direct: u64,
+    bytes_buffered: u64,
+}
+
+/// The next system call: read `len` bytes at `offset` of `file` to position `at` of the buffer.
+#[derive(Debug)]
+pub(crate) struct Next<'a> {
+    pub(crate) file: &'a File,
+    pub(crate) offset: u64,
+    pub(crate) at: usize,
+    pub(crate) len: usize,
+}
+
+/// What to do after a system call.
+#[derive(Debug)]
+pub(crate) enum Step {
+    Again,
+    Finished(Result<(), ReadError>),
+}
+
+impl Transfer {
+    pub(crate) fn buffered(offset: u64, len: usize) -> Self {
+        Self {
+            offset,
+            len,
+            direct_len: 0,
+            direct: false,
+            done: 0,
+            shorts: 0,
+            eio: 0,
+            interruptions: 0,
+            refused_direct: false,
+            bytes_direct: 0,
+            bytes_buffered: 0,
+        }
+    }
+
+    /// Direct where the file, the offset and the buffer allow it.
+    pub(crate) fn direct(file: &PagesFile, offset: u64, len: usize, capacity: usize) -> Self {
+        let direct_len = len.next_multiple_of(PAGE);
+        let aligned = offset.is_multiple_of(PAGE as u64) && direct_len <= capacity;
+        let direct = aligned && file.direct().is_some();
+        Self { direct, direct_len, ..Self::buffered(offset, len) }
+    }
+
+    pub(crate) fn next<'a>(&self, file: &'a PagesFile) -> Next<'a> {
+        // io_uring takes offset -1 for "where the file's cursor is" and would read other bytes; here, as for
+        // pread, it is beyond every file.
+        let offset = self.offset.saturating_add(self.done as u64).min(i64::MAX as u64);
+        match file.direct() {
+            Some(direct) if self.direct => {
+                Next { file: direct, offset, at: self.done, len: self.direct_len - self.done }
+            }
+            _ => Next { file: file.buffered(), offset, at: self.done, len: self.len - self.done },
+        }
+    }
+
+    /// Takes the result of the system call that `next` asked for.
+    pub(crate) fn step(&mut self, file: &PagesFile, got: io::Result<usize>) -> Step {
+        match got {
+            Ok(n) => self.advance(file, n),
+            Err(error) => self.refused(file, error),
+        }
+    }
+
+    fn advance(&mut self, file: &PagesFile, n: usize) -> Step {
+        if self.direct {
+            self.bytes_direct += n as u64;
+        } else {
+            self.bytes_buffered += n as u64;
+        }
+        self.done += n;
+        if self.done >= self.len {
+            return Step::Finished(Ok(()));
+        }
+        if n == 0 {
+            return Step::Finished(Err(ReadError::Short {
+                file: file.name().to_path_buf(),
+                offset: self.offset,
+                expected: self.len,
+                got: self.done,
+            }));
+        }
+        self.shorts += 1;
+        if self.shorts > MAX_SHORT_READS {
+            return Step::Finished(Err(ReadError::Fragmented {
+                file: file.name().to_path_buf(),
+                offset: self.offset,
+                expected: self.len,
+                got: self.done,
+                reads: self.shorts,
+            }));
+        }
+        // An unaligned short read is the end of the file, or nothing that a direct read could continue.
+        self.direct &= self.done.is_multiple_of(PAGE);
+        Step::Again
+    }
+
+    fn refused(&mut self, file: &PagesFile, error: io::Error) -> Step {
+        let again = match error.raw_os_error() {
+            Some(libc::EINVAL) if self.direct => {
+                self.direct = false;
+                self.refused_direct = true;
+                true
+            }
+            Some(libc::EIO) => {
+                self.eio += 1;
+                self.eio <= MAX_EIO_RETRIES
+            }
+            Some(libc::EINTR | libc::EAGAIN | libc::ENOMEM) => {
+                self.interruptions += 1;
+                self.interruptions <= MAX_INTERRUPTIONS
+            }
+            _ => false,
+        };
+        if again {
+            return Step::Again;
+        }
+        Step::Finished(Err(ReadError::Io {
+            file: file.name().to_path_buf(),
+            offset: self.offset,
+            expected: self.len,
+            tries: (self.eio + self.interruptions + u32::from(self.refused_direct)).max(1),
+            source: error,
+        }))
+    }
+
+    /// Adds what this read did to the counters, once it is over.
+    pub(crate) fn count(&self, metrics: &Metrics) {
+        let retries = self.shorts + self.eio + self.interruptions + u32::from(self.refused_direct);
+        Metrics::add(&metrics.bytes_direct, self.bytes_direct);
+        Metrics::add(&metrics.bytes_buffered, self.bytes_buffered);
+        Metrics::add(&metrics.retries, u64::from(retries));
+    }
+}

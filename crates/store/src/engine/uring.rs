@@ -1,0 +1,400 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Reads by io_uring: one system call starts a read, an eventfd tells when it is over.
+//!
+//! The eventfd, not the ring's own descriptor: a ring with deferred completions wakes its eventfd when one is
+//! waiting to be run, but wakes a poller of the ring only when the completion has been run, which nobody does
+//! while the poller sleeps (seen on Linux 6.18).
+
+use std::io;
+use std::marker::PhantomData;
+use std::os::fd::{AsRawFd, RawFd};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use io_uring::{IoUring, Probe, opcode, squeue, types};
+
+use super::transfer::Step;
+use super::{DEPTH_BLOCKS, DEPTH_DEMAND, Depth, Done, Engine, Flight, Read};
+use crate::BLOCK;
+use crate::cache::BlockCache;
+use crate::error::StoreError;
+use crate::metrics::Metrics;
+use crate::waker::Waker;
+
+/// Reads in flight at most; the submission queue has room for all of them and the completion queue for twice
+/// as many, so neither overflows.
+const DEPTH: usize = DEPTH_BLOCKS + DEPTH_DEMAND;
+
+/// Largest registered buffer the kernel takes (SZ_1G); larger pools are registered in pieces. A multiple of
+/// [`BLOCK`], so no buffer crosses from one piece to the next.
+const PIECE: usize = 1 << 30;
+
+const _: () = assert!(PIECE.is_multiple_of(BLOCK));
+
+/// Times that the kernel is asked to take a submission before it is left to the next call. Only memory
+/// pressure makes it refuse.
+const MAX_ENTERS: u32 = 8;
+
+/// How long a dropped engine waits for the kernel to finish its reads before it leaks their buffers.
+const DROP_PATIENCE: Duration = Duration::from_secs(10);
+
+/// How long set-up waits for a ring that should wake a poller after [`PROBE_DELAY`].
+const PROBE_PATIENCE: Duration = Duration::from_millis(200);
+
+/// When the set-up probe's timer fires: late enough that the poller sleeps by then.
+const PROBE_DELAY: Duration = Duration::from_millis(2);
+
+/// Reads by io_uring. See [`Engine`]. Belongs to the thread that made it, and so is not `Send`: the kernel
+/// runs a ring's deferred work in that thread only.
+pub struct Uring {
+    ring: IoUring,
+    cache: Arc<BlockCache>,
+    flights: Vec<Option<Flight>>,
+    vacant: Vec<usize>,
+    depth: Depth,
+    finished: Waker,
+    deferred: bool,
+    registration: io::Result<()>,
+    _one_thread: PhantomData<*mut ()>,
+}
+
+/// Ring flavours, best first.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Flavour {
+    /// Completions run when this thread asks for them (Linux 6.1).
+    Deferred,
+    /// Completions run at this thread's next system call, without interrupting it (5.19).
+    Cooperative,
+    Plain,
+}
+
+impl Uring {
+    /// Sets a ring up on this thread, and registers the cache's memory with it when the limits allow.
+    ///
+    /// # Errors
+    /// [`StoreError::Setup`] when the kernel has no io_uring, forbids it, or lacks its read operation.
+    pub fn new(cache: &Arc<BlockCache>) -> Result<Self, StoreError> {
+        let setup = |act| move |error| StoreError::Setup { act, error };
+        let (ring, finished, flavour) = build().map_err(setup("setting up an io_uring"))?;
+        let mut probe = Probe::new();
+        let probed = ring.submitter().register_probe(&mut probe);
+        probed.map_err(setup("asking io_uring for its operations"))?;
+        if !probe.is_supported(opcode::Read::CODE) || !probe.is_supported(opcode::ReadFixed::CODE) {
+            let error = io::Error::from_raw_os_error(libc::EOPNOTSUPP);
+            return Err(setup("asking io_uring to read files")(error));
+        }
+        let registration = register(&ring, cache);
+        Ok(Self::assemble(cache, (ring, finished, flavour), registration))
+    }
+
+    fn assemble(
+        cache: &Arc<BlockCache>,
+        (ring, finished, flavour): (IoUring, Waker, Flavour),
+        registration: io::Result<()>,
+    ) -> Self {
+        Self {
+            ring,
+            cache: Arc::clone(cache),
+            flights: (0..DEPTH).map(|_| None).collect(),
+            vacant: (0..DEPTH).rev().collect(),
+            depth: Depth::default(),
+            finished,
+            deferred: flavour == Flavour::Deferred,
+            registration,
+            _one_thread: PhantomData,
+        }
+    }
+
+    /// Whether completions run only when asked for, which is the cheapest.
+    pub fn is_deferred(&self) -> bool {
+        self.deferred
+    }
+
+    /// Whether the cache's memory is registered, so that reads need not pin it each time.
+    pub fn is_registered(&self) -> bool {
+        self.registration.is_ok()
+    }
+
+    /// For the log: what this ring has to do without.
+    pub(super) fn note(&self) -> Option<String> {
+        let defer = (!self.deferred).then(|| "deferred completions are not available".to_owned());
+        let fixed = self.registration.as_ref().err().map(|error| {
+            format!("registering the cache's memory failed ({error}; raise RLIMIT_MEMLOCK), reads pin it each time")
+        });
+        match (defer, fixed) {
+            (None, None) => None,
+            (a, b) => Some([a, b].into_iter().flatten().collect::<Vec<_>>().join("; ")),
+        }
+    }
+
+    /// Queues the next system call of the read in `slot`. The submission queue always has room: it is as
+    /// long as there are slots, and each has at most one call queued or running.
+    fn queue(&mut self, slot: usize) {
+        let Some(flight) = self.flights[slot].as_mut() else { return };
+        let next = flight.transfer.next(&flight.read.file);
+        let dst = &mut flight.read.dst;
+        // SAFETY: Transfer keeps at + len within the buffer's capacity.
+        let start = unsafe { dst.as_mut_ptr_whole().add(next.at) };
+        // A buffer is at most a BLOCK long.
+        let len = u32::try_from(next.len).unwrap_or(0);
+        let fd = types::Fd(next.file.as_raw_fd());
+        let fixed = self.registration.is_ok() && Arc::ptr_eq(dst.home(), &self.cache);
+        let entry = if fixed {
+            let piece = (start.addr() - self.cache.pool().base().addr()) / PIECE;
+            let piece = u16::try_from(piece).unwrap_or(u16::MAX);
+            opcode::ReadFixed::new(fd, start, len, piece).offset(next.offset).build()
+        } else {
+            opcode::Read::new(fd, start, len).offset(next.offset).build()
+        };
+        push(&mut self.ring, &entry.user_data(slot as u64));
+    }
+
+    /// Gives queued calls to the kernel and lets it run deferred completions.
+    fn enter(&mut self) {
+        for _ in 0..MAX_ENTERS {
+            // Errors mean "not now": interrupted, or no memory. What stays queued goes with the next call.
+            if self.ring.submit().is_ok() && self.ring.submission().is_empty() {
+                return;
+            }
+        }
+    }
+
+    /// Whether there are completions to take or to run, or calls that the kernel has not taken yet.
+    fn has_work(&mut self) -> bool {
+        if !self.ring.completion().is_empty() {
+            return true;
+        }
+        let queue = self.ring.submission();
+        queue.taskrun() || queue.cq_overflow() || !queue.is_empty()
+    }
+
+    /// Takes completions from the ring; reads that are not over yet are queued again.
+    fn collect(&mut self, done: &mut Vec<Done>) {
+        loop {
+            let Some(completion) = self.ring.completion().next() else { return };
+            let Ok(slot) = usize::try_from(completion.user_data()) else { continue };
+            let Some(flight) = self.flights.get_mut(slot).and_then(Option::as_mut) else { continue };
+            let got = usize::try_from(completion.result())
+                .map_err(|_| io::Error::from_raw_os_error(-completion.result()));
+            match flight.transfer.step(&flight.read.file, got) {
+                Step::Again => self.queue(slot),
+                Step::Finished(result) => {
+                    let Some(flight) = self.flights[slot].take() else { continue };
+                    self.vacant.push(slot);
+                    self.depth.leave(&flight.read.dst);
+                    done.push(flight.done(result, self.cache.metrics()));
+                }
+            }
+        }
+    }
+}
+
+impl Engine for Uring {
+    fn submit(&mut self, read: Read) -> Result<(), Read> {
+        let metrics: &Metrics = self.cache.metrics();
+        if !self.depth.enter(&read.dst, metrics) {
+            return Err(read);
+        }
+        let Some(slot) = self.vacant.pop() else {
+            // As many slots as both depths allow: not reached.
+            self.depth.leave(&read.dst);
+            return Err(read);
+        };
+        self.flights[slot] = Some(Flight::new(read));
+        self.queue(slot);
+        self.enter();
+        Ok(())
+    }
+
+    fn reap(&mut self, done: &mut Vec<Done>) {
+        // Ends: each round takes at least one completion, and every read has a bounded number of them. The
+        // eventfd is drained before each look, not after: what comes later signals it again. Running deferred
+        // completions signals it too, hence in every round.
+        loop {
+            self.finished.drain();
+            if !self.has_work() {
+                return;
+            }
+            self.enter();
+            self.collect(done);
+        }
+    }
+
+    fn poll_fd(&self) -> Option<RawFd> {
+        Some(self.finished.as_raw_fd())
+    }
+
+    fn in_flight(&self) -> usize {
+        self.depth.total()
+    }
+}
+
+impl Drop for Uring {
+    fn drop(&mut self) {
+        // The kernel may still be writing to the buffers: they must outlive its reads.
+        let give_up = Instant::now() + DROP_PATIENCE;
+        let mut done = Vec::new();
+        while self.depth.total() > 0 && Instant::now() < give_up {
+            self.reap(&mut done);
+            done.clear();
+            if self.depth.total() > 0 {
+                wait_readable(self.finished.as_raw_fd(), Duration::from_millis(100));
+            }
+        }
+        for flight in self.flights.iter_mut().filter_map(Option::take) {
+            // Storage that does not answer: better to lose a buffer than to have it written to after reuse.
+            std::mem::forget(flight);
+        }
+    }
+}
+
+impl std::fmt::Debug for Uring {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Uring")
+            .field("depth", &self.depth)
+            .field("deferred", &self.deferred)
+            .field("registration", &self.registration)
+            .finish_non_exhaustive()
+    }
+}
+
+/// Makes the best ring that the kernel accepts and that wakes who waits for its eventfd.
+fn build() -> io::Result<(IoUring, Waker, Flavour)> {
+    for flavour in [Flavour::Deferred, Flavour::Cooperative] {
+        let Ok((mut ring, finished)) = build_as(flavour) else { continue };
+        if flavour != Flavour::Deferred || wakes_poller(&mut ring, &finished) {
+            return Ok((ring, finished, flavour));
+        }
+    }
+    let (ring, finished) = build_as(Flavour::Plain)?;
+    Ok((ring, finished, Flavour::Plain))
+}
+
+fn build_as(flavour: Flavour) -> io::Result<(IoUring, Waker)> {
+    let mut builder = IoUring::builder();
+    builder.dontfork();
+    if flavour != Flavour::Plain {
+        builder.setup_coop_taskrun().setup_taskrun_flag();
+    }
+    if flavour == Flavour::Deferred {
+        builder.setup_single_issuer().setup_defer_taskrun();
+    }
+    let ring = builder.build(u32::try_from(DEPTH.next_power_of_two()).unwrap_or(u32::MAX))?;
+    let finished = Waker::new()?;
+    ring.submitter().register_eventfd(finished.as_raw_fd())?;
+    Ok((ring, finished))
+}
+
+/// Whether a completion that happens while this thread sleeps in poll on the eventfd ends that sleep.
+fn wakes_poller(ring: &mut IoUring, finished: &Waker) -> bool {
+    let delay = types::Timespec::from(PROBE_DELAY);
+    push(ring, &opcode::Timeout::new(&raw const delay).build());
+    // The kernel has copied `delay` when submit returns.
+    if ring.submit().is_err() {
+        return false;
+    }
+    let woken = wait_readable(finished.as_raw_fd(), PROBE_PATIENCE);
+    let completed = woken && ring.submit_and_wait(1).is_ok() && ring.completion().next().is_some();
+    finished.drain();
+    completed
+}
+
+/// Registers the whole pool, so that reads need not look its pages up each time.
+fn register(ring: &IoUring, cache: &BlockCache) -> io::Result<()> {
+    let (base, len) = (cache.pool().base(), cache.pool().len());
+    let pieces: Vec<libc::iovec> = (0..len)
+        .step_by(PIECE)
+        .map(|from| libc::iovec { iov_base: base.wrapping_add(from).cast(), iov_len: PIECE.min(len - from) })
+        .collect();
+    // SAFETY: the pieces are the pool's mapping, which lives as long as the cache that Uring holds; the kernel
+    // pins the pages for as long as the ring lives.
+    unsafe { ring.submitter().register_buffers(&pieces) }
+}
+
+fn push(ring: &mut IoUring, entry: &squeue::Entry) {
+    // SAFETY: the entry's pointers stay valid until its completion: a read's buffer and file are owned by its
+    // slot in `flights`, which outlives the read (see Drop); the probe's timespec is copied at submission.
+    let pushed = unsafe { ring.submission().push(entry) };
+    // See `queue`: the submission queue is as long as there are slots.
+    pushed.unwrap_or_else(|_| unreachable!("the submission queue is shorter than the number of slots"));
+}
+
+/// Waits until the descriptor is readable; false when the time is up first.
+fn wait_readable(fd: RawFd, patience: Duration) -> bool {
+    let mut poll = libc::pollfd { fd, events: libc::POLLIN, revents: 0 };
+    let millis = i32::try_from(patience.as_millis()).unwrap_or(i32::MAX);
+    // SAFETY: one pollfd that lives across the call.
+    let ready = unsafe { libc::poll(&raw mut poll, 1, millis) };
+    ready > 0
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Acquire, How, PagesFile, Waker};
+    use std::io::Write;
+
+    /// Every ring that an older or stricter kernel could leave us with.
+    fn all_kinds(cache: &Arc<BlockCache>) -> Vec<Uring> {
+        let mut kinds = Vec::new();
+        for flavour in [Flavour::Deferred, Flavour::Cooperative, Flavour::Plain] {
+            for registered in [true, false] {
+                let (ring, finished) = build_as(flavour).expect("this kernel has every kind of ring");
+                let refusal = || Err(io::Error::from_raw_os_error(libc::ENOMEM));
+                let registration = if registered { register(&ring, cache) } else { refusal() };
+                kinds.push(Uring::assemble(cache, (ring, finished, flavour), registration));
+            }
+        }
+        kinds
+    }
+
+    #[test]
+    fn every_kind_of_ring_reads_the_same_bytes_and_wakes_its_poller() {
+        let mut temp = tempfile::NamedTempFile::new().unwrap();
+        let content: Vec<u8> = (0..4 * BLOCK).map(|i| u8::try_from(i % 251).unwrap()).collect();
+        temp.write_all(&content).unwrap();
+        temp.as_file().sync_all().unwrap();
+        let file = PagesFile::open(temp.path()).unwrap();
+        let cache = BlockCache::new(8 * BLOCK).unwrap();
+        let waker = Waker::new().unwrap();
+        for mut ring in all_kinds(&cache) {
+            for how in [How::Direct, How::Buffered] {
+                let Acquire::Load(mut guard) = cache.acquire(&file, 2, &waker) else { panic!("not a load") };
+                let dst = guard.take_slice().unwrap();
+                let read = Read { ticket: 7, file: Arc::clone(&file), offset: guard.offset(), dst, how };
+                ring.submit(read).unwrap();
+                let mut done = Vec::new();
+                while done.is_empty() {
+                    let readable = wait_readable(ring.poll_fd().unwrap(), Duration::from_secs(5));
+                    assert!(readable, "{ring:?} did not become readable");
+                    ring.reap(&mut done);
+                }
+                let over = done.pop().unwrap();
+                over.result.unwrap();
+                let block = guard.publish(over.dst);
+                assert!(*block == content[2 * BLOCK..3 * BLOCK], "{ring:?} {how:?}: wrong bytes");
+                block.discard();
+            }
+        }
+    }
+
+    #[test]
+    fn a_sleeping_poller_is_woken_by_every_kind_of_ring() {
+        for flavour in [Flavour::Deferred, Flavour::Cooperative, Flavour::Plain] {
+            let (mut ring, finished) = build_as(flavour).expect("this kernel has every kind of ring");
+            for _ in 0..20 {
+                assert!(wakes_poller(&mut ring, &finished), "{flavour:?}");
+                assert!(!wait_readable(finished.as_raw_fd(), Duration::ZERO), "{flavour:?} is never silent");
+            }
+        }
+    }
+
+    #[test]
+    fn a_ring_that_lacks_something_says_what_and_what_to_do() {
+        let cache = BlockCache::new(8 * BLOCK).unwrap();
+        let kinds = all_kinds(&cache);
+        assert_eq!(kinds[0].note(), None);
+        assert!(kinds[1].note().unwrap().contains("RLIMIT_MEMLOCK"));
+        assert!(kinds[2].note().unwrap().contains("deferred"));
+    }
+}

@@ -1,0 +1,220 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! One pages file: its identity, its two descriptors, and whether the page cache has it.
+
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use crate::engine::How;
+use crate::error::{ReadError, StoreError};
+use crate::{BLOCK, PAGE};
+
+/// cachestat(2): since Linux 6.5, the same number on every architecture but alpha.
+const SYS_CACHESTAT: libc::c_long = 451;
+
+/// What tells one content from another: two opens of one unchanged file have equal keys.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct FileKey {
+    /// Device of the file system.
+    pub dev: u64,
+    /// Inode number.
+    pub ino: u64,
+    /// Length in bytes.
+    pub len: u64,
+    /// Time of last change of the contents: seconds and nanoseconds.
+    pub mtime: (i64, i64),
+}
+
+/// An open pages file. Its length and key are those at open: a file that shrinks later gives
+/// [`ReadError::Short`], one that is rewritten in place must be opened again.
+#[derive(Debug)]
+pub struct PagesFile {
+    name: PathBuf,
+    buffered: File,
+    direct: Option<File>,
+    key: FileKey,
+    cachestat_works: AtomicBool,
+}
+
+/// struct cachestat_range of linux/mman.h.
+#[repr(C)]
+struct CachestatRange {
+    off: u64,
+    len: u64,
+}
+
+/// struct cachestat of linux/mman.h. All fields count pages.
+#[repr(C)]
+#[derive(Default)]
+struct Cachestat {
+    cached: u64,
+    dirty: u64,
+    writeback: u64,
+    evicted: u64,
+    recently_evicted: u64,
+}
+
+const _: () = assert!(size_of::<CachestatRange>() == 16 && size_of::<Cachestat>() == 40);
+
+impl PagesFile {
+    /// Opens a pages file for reading.
+    ///
+    /// # Errors
+    /// [`StoreError::Open`] and [`StoreError::NotRegular`], with the path.
+    pub fn open(path: impl AsRef<Path>) -> Result<Arc<Self>, StoreError> {
+        let path = path.as_ref();
+        // O_NONBLOCK: opening a FIFO by mistake must be refused below, not block here.
+        let file = OpenOptions::new()
+            .read(true)
+            .custom_flags(libc::O_NONBLOCK)
+            .open(path)
+            .map_err(|error| StoreError::Open { file: path.to_path_buf(), error })?;
+        Self::from_file(file, path)
+    }
+
+    /// Takes over a file that is already open for reading; `name` is for messages only.
+    ///
+    /// # Errors
+    /// [`StoreError::Open`] and [`StoreError::NotRegular`], with the name.
+    pub fn from_file(file: File, name: impl Into<PathBuf>) -> Result<Arc<Self>, StoreError> {
+        let name = name.into();
+        let meta = file.metadata().map_err(|error| StoreError::Open { file: name.clone(), error })?;
+        if !meta.is_file() {
+            return Err(StoreError::NotRegular { file: name });
+        }
+        let key = FileKey {
+            dev: meta.dev(),
+            ino: meta.ino(),
+            len: meta.len(),
+            mtime: (meta.mtime(), meta.mtime_nsec()),
+        };
+        // Through /proc: the same inode, even when the path now names another file or none.
+        let direct = OpenOptions::new()
+            .read(true)
+            .custom_flags(libc::O_DIRECT)
+            .open(format!("/proc/self/fd/{}", file.as_raw_fd()))
+            .ok();
+        Ok(Arc::new(Self { name, buffered: file, direct, key, cachestat_works: AtomicBool::new(true) }))
+    }
+
+    /// The name in messages.
+    pub fn name(&self) -> &Path {
+        &self.name
+    }
+
+    /// Length in bytes at open.
+    pub fn len(&self) -> u64 {
+        self.key.len
+    }
+
+    /// Whether the file was empty at open.
+    pub fn is_empty(&self) -> bool {
+        self.key.len == 0
+    }
+
+    /// The content's identity.
+    pub fn key(&self) -> FileKey {
+        self.key
+    }
+
+    /// Whether the file system let us open the file for direct reads.
+    pub fn has_direct(&self) -> bool {
+        self.direct.is_some()
+    }
+
+    /// Number of blocks; the last one may be shorter than [`BLOCK`].
+    pub fn blocks(&self) -> u64 {
+        self.key.len.div_ceil(BLOCK as u64)
+    }
+
+    /// Whether the page cache holds all of these bytes. `true` where the kernel cannot tell (before 6.5, or
+    /// refused): buffered reads are right everywhere.
+    pub fn is_cached(&self, offset: u64, len: usize) -> bool {
+        match self.cachestat(offset, len) {
+            Some((stat, pages)) => stat.cached >= pages,
+            None => true,
+        }
+    }
+
+    /// How to read these bytes, by measurement: past the page cache when it lacks some of them, through it
+    /// when it has them. A range with dirty pages is read through it: a direct read would wait for the disk.
+    pub fn how(&self, offset: u64, len: usize) -> How {
+        if self.direct.is_none() {
+            return How::Buffered;
+        }
+        match self.cachestat(offset, len) {
+            Some((stat, pages)) if stat.cached < pages && stat.dirty + stat.writeback == 0 => How::Direct,
+            _ => How::Buffered,
+        }
+    }
+
+    /// Checks that the file has these bytes, by its length at open.
+    ///
+    /// # Errors
+    /// [`ReadError::Short`] when the range ends beyond the file.
+    pub fn check_range(&self, offset: u64, len: usize) -> Result<(), ReadError> {
+        let there = self.key.len.saturating_sub(offset);
+        match usize::try_from(there) {
+            Ok(got) if got < len => {
+                Err(ReadError::Short { file: self.name.clone(), offset, expected: len, got })
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Valid bytes of a block: [`BLOCK`], less at the end. A block beyond the end counts as whole, so that
+    /// reading it is the error and not a block of nothing.
+    pub(crate) fn block_len(&self, block: u64) -> usize {
+        let there = self.key.len.saturating_sub(block.saturating_mul(BLOCK as u64));
+        match usize::try_from(there) {
+            Ok(tail @ 1..BLOCK) => tail,
+            _ => BLOCK,
+        }
+    }
+
+    pub(crate) fn buffered(&self) -> &File {
+        &self.buffered
+    }
+
+    pub(crate) fn direct(&self) -> Option<&File> {
+        self.direct.as_ref()
+    }
+
+    /// The page cache's state of a range, and the number of pages in the range; None where it cannot be had.
+    fn cachestat(&self, offset: u64, len: usize) -> Option<(Cachestat, u64)> {
+        if !self.cachestat_works.load(Ordering::Relaxed) {
+            return None;
+        }
+        let end = offset.saturating_add(len as u64).min(self.key.len);
+        if end <= offset {
+            return None;
+        }
+        let pages = end.div_ceil(PAGE as u64) - offset / PAGE as u64;
+        let range = CachestatRange { off: offset, len: end - offset };
+        let mut stat = Cachestat::default();
+        // SAFETY: range and stat have the kernel's layout (sizes asserted above) and live across the call; the
+        // kernel reads the one and writes the other.
+        let rc = unsafe {
+            libc::syscall(
+                SYS_CACHESTAT,
+                self.buffered.as_raw_fd(),
+                &raw const range,
+                &raw mut stat,
+                0 as libc::c_uint,
+            )
+        };
+        if rc == 0 {
+            return Some((stat, pages));
+        }
+        let errno = io::Error::last_os_error().raw_os_error();
+        if matches!(errno, Some(libc::ENOSYS | libc::EPERM | libc::EACCES | libc::EOPNOTSUPP)) {
+            // It will not change for this file: ask no more.
+            self.cachestat_works.store(false, Ordering::Relaxed);
+        }
+        None
+    }
+}
