@@ -16,39 +16,59 @@ use crate::processes::Process;
 pub(crate) struct DiskLimits {
     /// One sequential reader, 1 MiB blocks, 16 in flight: GB/s.
     pub(crate) sequential_gb_per_s: f64,
-    /// One random 4 KiB read at a time while that reader runs: the least that a cold fault can cost, in µs.
-    pub(crate) random_p50_us: f64,
-    /// Its 99th percentile, in µs.
-    pub(crate) random_p99_us: f64,
+    /// One random 4 KiB read at a time and nothing else: the least that a cold fault can cost.
+    pub(crate) random_alone: ReadLatency,
+    /// The same while the sequential reader runs: what a fault costs behind so deep a queue.
+    pub(crate) random_beside: ReadLatency,
+}
+
+/// Latency of reads in µs.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub(crate) struct ReadLatency {
+    pub(crate) p50_us: f64,
+    pub(crate) p99_us: f64,
 }
 
 const SEQUENTIAL_LIMIT_S: u64 = 15;
-const RANDOM_S: u64 = 5;
+const RANDOM_S: u64 = 3;
 const START_AND_END: Duration = Duration::from_secs(30);
-const SEQUENTIAL: &[&str] = &["--rw=read", "--bs=1M", "--iodepth=16", "--ioengine=io_uring"];
-const RANDOM: &[&str] = &["--rw=randread", "--bs=4k", "--iodepth=1", "--ioengine=psync"];
 
-/// Reads `file`, which must not change meanwhile; takes at most 20 s. `work` gets fio's output files.
+/// Reads `file`, which must not change meanwhile, for at most 21 s. `work` gets fio's output files.
 pub(crate) fn measure(file: &Path, work: &Path) -> anyhow::Result<DiskLimits> {
-    let limit = format!("--runtime={SEQUENTIAL_LIMIT_S}");
-    let mut alone = vec!["--name=sequential", &limit];
-    alone.extend(SEQUENTIAL);
-    let alone = fio(file, work, &alone)?;
-    let time = format!("--runtime={RANDOM_S}");
-    let mut both = vec!["--name=sequential", "--time_based", &time];
-    both.extend(SEQUENTIAL);
-    both.extend(["--name=random", "--time_based", &time]);
-    both.extend(RANDOM);
-    limits(&alone, &fio(file, work, &both)?)
+    // libaio where io_uring is switched off (sysctl kernel.io_uring_disabled).
+    let (engine, sequential) = match sequential_alone(file, work, "--ioengine=io_uring") {
+        Ok(report) => ("--ioengine=io_uring", report),
+        Err(_) => ("--ioengine=libaio", sequential_alone(file, work, "--ioengine=libaio")?),
+    };
+    let timed = vec!["--time_based".to_owned(), format!("--runtime={RANDOM_S}")];
+    let random_job = [&["--name=random"], RANDOM].concat();
+    let random = fio(file, work, &[timed.clone(), owned(&random_job)].concat())?;
+    let sequential_job = [&["--name=sequential", engine], SEQUENTIAL].concat();
+    let both = fio(file, work, &[timed, owned(&sequential_job), owned(&random_job)].concat())?;
+    limits(&sequential, &random, &both)
 }
 
-fn fio(file: &Path, work: &Path, jobs: &[&str]) -> anyhow::Result<String> {
+const SEQUENTIAL: &[&str] = &["--rw=read", "--bs=1M", "--iodepth=16"];
+const RANDOM: &[&str] = &["--rw=randread", "--bs=4k", "--iodepth=1", "--ioengine=psync"];
+
+fn owned(arguments: &[&str]) -> Vec<String> {
+    arguments.iter().map(|&argument| argument.to_owned()).collect()
+}
+
+/// The file once from its start, or as far as the time limit allows.
+fn sequential_alone(file: &Path, work: &Path, engine: &str) -> anyhow::Result<String> {
+    let job = [&["--name=sequential", engine], SEQUENTIAL].concat();
+    fio(file, work, &[vec![format!("--runtime={SEQUENTIAL_LIMIT_S}")], owned(&job)].concat())
+}
+
+fn fio(file: &Path, work: &Path, jobs: &[String]) -> anyhow::Result<String> {
     let output = work.join("fio.json");
     let mut command = Command::new("fio");
     command.args(["--readonly", "--direct=1", "--output-format=json", "--group_reporting=0"]);
-    command.arg(format!("--output={}", output.display())).stdin(Stdio::null()).stdout(Stdio::null());
+    command.arg(format!("--output={}", output.display()));
     // Options before the first --name hold for every job.
     command.arg(format!("--filename={}", file.display())).args(jobs).current_dir(work);
+    command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
     let limit = Duration::from_secs(SEQUENTIAL_LIMIT_S) + START_AND_END;
     let exit = Process::spawn(&mut command).context("is fio installed?")?.wait(limit)?;
     let text = std::fs::read_to_string(&output).unwrap_or_default();
@@ -58,19 +78,21 @@ fn fio(file: &Path, work: &Path, jobs: &[&str]) -> anyhow::Result<String> {
     Ok(text)
 }
 
-fn limits(alone: &str, both: &str) -> anyhow::Result<DiskLimits> {
-    let sequential = read_of(alone, "sequential")?;
-    let random = read_of(both, "random")?;
-    let percentile = |name: &str| {
-        let value = random["clat_ns"]["percentile"][name].as_f64();
-        value.map(|ns| ns / 1e3).with_context(|| format!("fio reports no percentile {name}"))
-    };
-    let rate = sequential["bw_bytes"].as_f64().context("fio reports no bw_bytes")?;
+fn limits(sequential: &str, random: &str, both: &str) -> anyhow::Result<DiskLimits> {
+    let rate = read_of(sequential, "sequential")?["bw_bytes"].as_f64().context("fio reports no bw_bytes")?;
     Ok(DiskLimits {
         sequential_gb_per_s: rate / 1e9,
-        random_p50_us: percentile("50.000000")?,
-        random_p99_us: percentile("99.000000")?,
+        random_alone: latency(&read_of(random, "random")?)?,
+        random_beside: latency(&read_of(both, "random")?)?,
     })
+}
+
+fn latency(read: &Value) -> anyhow::Result<ReadLatency> {
+    let percentile = |name: &str| {
+        let value = read["clat_ns"]["percentile"][name].as_f64();
+        value.map(|ns| ns / 1e3).with_context(|| format!("fio reports no percentile {name}"))
+    };
+    Ok(ReadLatency { p50_us: percentile("50.000000")?, p99_us: percentile("99.000000")? })
 }
 
 /// The `read` object of a job. fio writes warnings before its JSON.
@@ -88,12 +110,18 @@ mod tests {
 
     #[test]
     fn fio_reports_are_read_with_warnings_before_them() {
-        let alone = r#"fio: a warning
+        let sequential = r#"fio: a warning
             {"jobs": [{"jobname": "sequential", "read": {"bw_bytes": 2500000000}}]}"#;
-        let both = r#"{"jobs": [{"jobname": "sequential", "read": {}}, {"jobname": "random", "read":
+        let random = r#"{"jobs": [{"jobname": "random", "read":
             {"clat_ns": {"percentile": {"50.000000": 90000, "99.000000": 1500000}}}}]}"#;
-        let expected = DiskLimits { sequential_gb_per_s: 2.5, random_p50_us: 90.0, random_p99_us: 1500.0 };
-        assert_eq!(limits(alone, both).unwrap(), expected);
-        assert!(limits(both, alone).is_err());
+        let both = r#"{"jobs": [{"jobname": "sequential", "read": {}}, {"jobname": "random", "read":
+            {"clat_ns": {"percentile": {"50.000000": 900000, "99.000000": 15000000}}}}]}"#;
+        let expected = DiskLimits {
+            sequential_gb_per_s: 2.5,
+            random_alone: ReadLatency { p50_us: 90.0, p99_us: 1500.0 },
+            random_beside: ReadLatency { p50_us: 900.0, p99_us: 15_000.0 },
+        };
+        assert_eq!(limits(sequential, random, both).unwrap(), expected);
+        assert!(limits(random, sequential, both).is_err());
     }
 }

@@ -63,8 +63,7 @@ fn fill(uffd: &Uffd, start: u64, bytes: u64, threads: u32) -> anyhow::Result<Dur
     let began = Instant::now();
     std::thread::scope(|scope| {
         let workers: Vec<_> = (0..threads).map(|_| scope.spawn(work)).collect();
-        let results = workers.into_iter().map(|worker| worker.join());
-        results.map(|result| result.expect("a fill thread panicked")).collect::<anyhow::Result<()>>()
+        workers.into_iter().try_for_each(|worker| worker.join().expect("a fill thread panicked"))
     })?;
     Ok(began.elapsed())
 }

@@ -5,6 +5,7 @@ use std::fmt::Write as _;
 
 use super::Comparison;
 use super::figures::{FIGURES, Spread};
+use crate::disk::ReadLatency;
 use crate::lazy::Server;
 
 const COLUMNS: usize = 5;
@@ -105,11 +106,13 @@ fn notes(comparison: &Comparison) -> Vec<String> {
         ),
     ];
     if let Some(disk) = &comparison.limits.disk {
+        let latency =
+            |read: ReadLatency| format!("p50 {} µs, p99 {} µs", number(read.p50_us), number(read.p99_us));
         notes.push(format!(
-            "Limit of the disk: {} GB/s sequential; 4 KiB at random beside it p50 {} µs, p99 {} µs.",
+            "Limit of the disk: {} GB/s sequential; 4 KiB at random {}, beside the sequential reader {}.",
             number(disk.sequential_gb_per_s),
-            number(disk.random_p50_us),
-            number(disk.random_p99_us)
+            latency(disk.random_alone),
+            latency(disk.random_beside)
         ));
     }
     let rate = FIGURES.iter().find(|figure| figure.name == "rate from restore's return");
@@ -141,11 +144,15 @@ mod tests {
             size_mib: 64,
             cold,
         };
-        let disk =
-            DiskLimits { sequential_gb_per_s: 1.5, random_p50_us: 90.0, random_p99_us: 1200.0 };
+        let latency = ReadLatency { p50_us: 90.0, p99_us: 1200.0 };
+        let disk = DiskLimits { sequential_gb_per_s: 1.5, random_alone: latency, random_beside: latency };
         let mut samples = vec![sample(Server::Stock, 1, 8.0), sample(Server::Rewake, 1, 2.0)];
         samples[1].rate_from_return = Some(0.75);
-        Comparison { setting, limits: Limits { fill_gb_per_s: [2.0, 3.0], disk: cold.then_some(disk) }, samples }
+        Comparison {
+            setting,
+            limits: Limits { fill_gb_per_s: [2.0, 3.0], disk: cold.then_some(disk) },
+            samples,
+        }
     }
 
     #[test]

@@ -1,0 +1,98 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The bench against a real CRIU: it must measure two servers side by side, and must never report figures of a
+//! server that did not restore the memory. Needs root and CRIU (`criu` on the PATH, or REWAKE_CRIU).
+
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+/// CRIU's path, or none with the reason printed.
+fn criu() -> Option<PathBuf> {
+    let name = std::env::var("REWAKE_CRIU").unwrap_or_else(|_| "criu".to_owned());
+    let found = Command::new("sh").args(["-c", "command -v \"$0\"", &name]).output().unwrap();
+    let path = PathBuf::from(String::from_utf8(found.stdout).unwrap().trim());
+    let check = Command::new(&name).arg("check").output();
+    if check.is_ok_and(|output| output.status.success()) {
+        return Some(path);
+    }
+    eprintln!("skipped: `{name} check` fails (not root, no CRIU, or a kernel without what it needs)");
+    None
+}
+
+fn bench(criu: &Path, rewake: &Path, directory: &Path) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_rewake-bench"));
+    command.args(["lazy", "--size-mib", "32", "--rounds", "2", "--criu"]).arg(criu);
+    command.arg("--rewake").arg(rewake).arg("--dir").arg(directory);
+    command.arg("--json").arg(directory.join("out.json"));
+    command.arg("--markdown").arg(directory.join("out.md")).output().unwrap()
+}
+
+/// A program that stands in for `rewake` and runs `script`, with CRIU's path in $CRIU.
+fn stand_in(directory: &Path, criu: &Path, script: &str) -> PathBuf {
+    let path = directory.join("rewake");
+    let text = format!(
+        "#!/bin/sh\nCRIU={}\n[ \"$1\" = --version ] && exec $CRIU \"$@\"\n{script}\n",
+        criu.display()
+    );
+    std::fs::write(&path, text).unwrap();
+    std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).unwrap();
+    path
+}
+
+fn images_left(directory: &Path) -> usize {
+    let entries = std::fs::read_dir(directory).unwrap().flatten();
+    entries.filter(|entry| entry.file_name().to_string_lossy().starts_with("rewake-bench-")).count()
+}
+
+#[test]
+fn two_servers_are_measured_in_turn_and_nothing_is_left_behind() {
+    let Some(criu) = criu() else { return };
+    let directory = tempfile::tempdir().unwrap();
+    // The same server on both sides: pairs must exist, and no ratio may be far from one by construction.
+    let output = bench(&criu, &criu, directory.path());
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let json = std::fs::read(directory.path().join("out.json")).unwrap();
+    let result: serde_json::Value = serde_json::from_slice(&json).unwrap();
+    let samples = result["samples"].as_array().unwrap();
+    let order: Vec<&str> = samples.iter().map(|sample| sample["server"].as_str().unwrap()).collect();
+    assert_eq!(order, ["stock", "rewake", "stock", "rewake"]);
+    for sample in samples {
+        assert!(sample["restore_s"].as_f64() < sample["resident_s"].as_f64(), "{sample}");
+        assert!(sample["cpu_s_per_gb"].as_f64().unwrap() > 0.0, "{sample}");
+        assert!(sample["memory"]["largest"].as_u64().unwrap() > 1 << 20, "{sample}");
+        assert!(sample["touched"]["faults"].as_u64().unwrap() > 0, "{sample}");
+        assert_eq!(sample["touched"]["wrong_words"], 0, "{sample}");
+    }
+    assert!(result["limits"]["fill_gb_per_s"][1].as_f64().unwrap() > 0.0);
+    assert!(std::fs::read_to_string(directory.path().join("out.md")).unwrap().contains("| fault p99 | µs |"));
+    assert_eq!(images_left(directory.path()), 0);
+}
+
+#[test]
+fn a_server_that_gives_wrong_bytes_gets_no_figures() {
+    let Some(criu) = criu() else { return };
+    let directory = tempfile::tempdir().unwrap();
+    // Arguments: lazy-pages -o LOG --status-fd N -D IMAGES -W WORK
+    let script = "
+        cp -r \"$7\" \"$9/spoiled\"
+        pages=$(ls -S \"$9\"/spoiled/pages-*.img | head -n 1)
+        dd if=/dev/zero of=\"$pages\" bs=4096 seek=4000 count=1 conv=notrunc 2>/dev/null
+        exec $CRIU lazy-pages -o lazy.log --status-fd \"$5\" -D \"$9/spoiled\" -W \"$9\"";
+    let rewake = stand_in(directory.path(), &criu, script);
+    let output = bench(&criu, &rewake, directory.path());
+    let error = String::from_utf8_lossy(&output.stderr);
+    assert!(!output.status.success() && error.contains("wrong bytes"), "{error}");
+    assert!(output.stdout.is_empty());
+    assert_eq!(images_left(directory.path()), 0);
+}
+
+#[test]
+fn a_server_that_dies_before_it_listens_is_named() {
+    let Some(criu) = criu() else { return };
+    let directory = tempfile::tempdir().unwrap();
+    let rewake = stand_in(directory.path(), &criu, "echo no luck > lazy.log; exit 3");
+    let output = bench(&criu, &rewake, directory.path());
+    let error = String::from_utf8_lossy(&output.stderr);
+    assert!(!output.status.success(), "{error}");
+    assert!(error.contains("round 1 with Rewake") && error.contains("no luck"), "{error}");
+}
