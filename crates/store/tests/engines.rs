@@ -26,7 +26,7 @@ fn engines(cache: &Arc<BlockCache>) -> Vec<(&'static str, Box<dyn Engine>)> {
 const LEN: usize = 3 * BLOCK + 5 * PAGE + 904;
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(150))]
+    #![proptest_config(ProptestConfig { cases: 150, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
     fn every_engine_gives_the_files_bytes(

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Engines: how bytes get from a file into a buffer. All three follow the same rules about short reads,
-//! errors and retries ([`transfer`]), so that what a caller sees differs only in speed.
+//! errors and retries (module `transfer`), so that what a caller sees differs only in speed.
 
 mod psync;
 mod sim;

@@ -167,3 +167,74 @@ impl Transfer {
         Metrics::add(&metrics.retries, u64::from(retries));
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LEN: usize = 2 * PAGE;
+
+    fn file() -> std::sync::Arc<PagesFile> {
+        let temp = tempfile::tempfile().unwrap();
+        temp.set_len(LEN as u64).unwrap();
+        PagesFile::from_file(temp, "pages-1.img").unwrap()
+    }
+
+    fn errno(code: i32) -> io::Result<usize> {
+        Err(io::Error::from_raw_os_error(code))
+    }
+
+    /// Steps with the same result until the read is over; how many steps that took.
+    fn steps(transfer: &mut Transfer, got: impl Fn() -> io::Result<usize>) -> (u32, Result<(), ReadError>) {
+        let file = file();
+        for step in 1..1000 {
+            if let Step::Finished(result) = transfer.step(&file, got()) {
+                return (step, result);
+            }
+        }
+        panic!("a read without end");
+    }
+
+    #[test]
+    fn a_refused_direct_read_goes_on_through_the_page_cache() {
+        let file = file();
+        let mut transfer = Transfer::direct(&file, 0, LEN, LEN);
+        assert_eq!(transfer.direct, file.has_direct());
+        transfer.direct = true;
+        assert!(matches!(transfer.step(&file, errno(libc::EINVAL)), Step::Again));
+        assert!(std::ptr::eq(transfer.next(&file).file, file.buffered()));
+        assert!(matches!(transfer.step(&file, Ok(LEN)), Step::Finished(Ok(()))));
+        assert_eq!((transfer.bytes_direct, transfer.bytes_buffered), (0, LEN as u64));
+    }
+
+    #[test]
+    fn an_unaligned_read_or_a_small_buffer_is_never_direct() {
+        let file = file();
+        assert!(!Transfer::direct(&file, 512, LEN, LEN).direct);
+        assert!(!Transfer::direct(&file, 0, LEN - 1, LEN - 1).direct);
+        assert!(!Transfer::direct(&file, 0, LEN + 1, LEN + 1).direct);
+    }
+
+    #[test]
+    fn every_way_to_try_again_has_its_bound() {
+        let buffered = || Transfer::buffered(0, LEN);
+        let (tries, result) = steps(&mut buffered(), || errno(libc::EIO));
+        assert_eq!(tries, MAX_EIO_RETRIES + 1);
+        assert!(matches!(result, Err(ReadError::Io { tries: 4, .. })), "{result:?}");
+        let (tries, result) = steps(&mut buffered(), || errno(libc::EAGAIN));
+        assert_eq!(tries, MAX_INTERRUPTIONS + 1);
+        assert!(matches!(result, Err(ReadError::Io { .. })), "{result:?}");
+        let (tries, result) = steps(&mut buffered(), || Ok(1));
+        assert_eq!(tries, MAX_SHORT_READS + 1);
+        assert!(matches!(result, Err(ReadError::Fragmented { got: 65, .. })), "{result:?}");
+    }
+
+    #[test]
+    fn any_other_error_ends_the_read_at_once() {
+        let (tries, result) = steps(&mut Transfer::buffered(0, LEN), || errno(libc::EBADF));
+        assert_eq!(tries, 1);
+        assert!(matches!(result, Err(ReadError::Io { tries: 1, .. })), "{result:?}");
+        let (tries, _) = steps(&mut Transfer::buffered(0, LEN), || errno(libc::EINVAL));
+        assert_eq!(tries, 1, "EINVAL of a buffered read is an error");
+    }
+}
