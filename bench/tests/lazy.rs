@@ -4,7 +4,8 @@
 
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::process::{Command, Output, Stdio};
+use std::time::{Duration, Instant};
 
 /// CRIU's path, or none with the reason printed.
 fn criu() -> Option<PathBuf> {
@@ -95,4 +96,29 @@ fn a_server_that_dies_before_it_listens_is_named() {
     let error = String::from_utf8_lossy(&output.stderr);
     assert!(!output.status.success(), "{error}");
     assert!(error.contains("round 1 with Rewake") && error.contains("no luck"), "{error}");
+}
+
+#[test]
+fn an_interrupted_run_leaves_nothing_behind() {
+    let Some(criu) = criu() else { return };
+    let directory = tempfile::tempdir().unwrap();
+    // Ignores the status descriptor for longer than anybody would wait, and dies with the bench's cleaning up.
+    let script = "echo $$ > ../../server; exec sleep 20";
+    let rewake = stand_in(directory.path(), &criu, script);
+    let mut command = Command::new(env!("CARGO_BIN_EXE_rewake-bench"));
+    command.args(["lazy", "--size-mib", "32", "--criu"]).arg(&criu).arg("--rewake").arg(&rewake);
+    let mut bench = command.arg("--dir").arg(directory.path()).stderr(Stdio::null()).spawn().unwrap();
+    let server = directory.path().join("server");
+    while !server.exists() {
+        assert!(bench.try_wait().unwrap().is_none(), "the bench ended before its server ran");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    let pid = i32::try_from(bench.id()).unwrap();
+    nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), nix::sys::signal::Signal::SIGTERM).unwrap();
+    let interrupted = Instant::now();
+    assert!(!bench.wait().unwrap().success());
+    assert!(interrupted.elapsed() < Duration::from_secs(5), "{:?}", interrupted.elapsed());
+    assert_eq!(images_left(directory.path()), 0);
+    let server = std::fs::read_to_string(server).unwrap();
+    assert!(!Path::new("/proc").join(server.trim()).exists(), "the server still runs");
 }

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, bail};
 use nix::unistd::Pid;
 
-use crate::processes::Process;
+use crate::processes::{Process, check_interrupted};
 
 /// A dumped toucher: it can be restored any number of times, one after another.
 #[derive(Debug)]
@@ -96,6 +96,7 @@ fn start_toucher(base: &Path, report: &Path, size_mib: u64) -> anyhow::Result<Pr
     let mut toucher = Process::spawn(&mut command)?;
     let deadline = Instant::now() + time_limit(size_mib);
     while !ready.exists() {
+        check_interrupted()?;
         if let Ok(exit) = toucher.wait(Duration::from_millis(5)) {
             bail!("the process to dump ended early ({}): is there memory for {size_mib} MiB?", exit.status);
         }

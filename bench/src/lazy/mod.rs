@@ -12,6 +12,7 @@ use serde::Serialize;
 
 use crate::disk::{self, DiskLimits};
 use crate::fill;
+use crate::processes::catch_interrupts;
 use crate::report::{self, Comparison, Limits, Setting};
 use image::Image;
 pub(crate) use round::Sample;
@@ -63,6 +64,7 @@ pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
     if !nix::unistd::geteuid().is_root() {
         bail!("rewake-bench lazy dumps and restores processes with CRIU: run it as root");
     }
+    catch_interrupts()?;
     let parent = options.dir.clone().unwrap_or_else(std::env::temp_dir);
     let parent = parent.canonicalize().with_context(|| parent.display().to_string())?;
     let mut directory = tempfile::Builder::new()

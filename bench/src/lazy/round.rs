@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! One restore through one server.
 
-use std::io::Read as _;
+use std::io::{PipeReader, Read as _};
 use std::os::fd::{AsFd as _, AsRawFd as _};
 use std::path::Path;
 use std::process::Command;
@@ -9,16 +9,18 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail};
 use nix::fcntl::{FcntlArg, FdFlag, fcntl};
-use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::poll::{PollFd, PollFlags, poll};
 use nix::sys::signal::Signal;
 use serde::Serialize;
 
 use super::Server;
 use super::image::{Image, log_tail, quiet};
-use crate::processes::{Exit, PeakMemory, Process, Sampler};
+use crate::processes::{Exit, PeakMemory, Process, Sampler, check_interrupted};
 use crate::touch;
 
 const DAEMON_READY: Duration = Duration::from_secs(30);
+/// How long an interruption may go unnoticed.
+const SLICE_MS: u8 = 200;
 
 /// What one restore took. Times in seconds; GB is 10^9 bytes of the touched memory.
 #[derive(Debug, Clone, Serialize)]
@@ -85,14 +87,25 @@ fn start_daemon(program: &Path, image: &Image, work: &Path) -> anyhow::Result<Pr
     command.arg("-D").arg(image.directory()).arg("-W").arg(work).current_dir(work);
     let daemon = Process::spawn(quiet(&mut command))?;
     drop(ready);
-    let limit = PollTimeout::try_from(DAEMON_READY)?;
     let mut byte = [0xff];
-    let told = poll(&mut [PollFd::new(status.as_fd(), PollFlags::POLLIN)], limit).context("poll")?;
-    if told == 0 || status.read(&mut byte)? != 1 || byte[0] != 0 {
+    if !readable(&status, DAEMON_READY)? || status.read(&mut byte)? != 1 || byte[0] != 0 {
         let log = log_tail(&work.join("lazy.log"));
         bail!("{} did not say that it listens within {DAEMON_READY:?}\n{log}", program.display());
     }
     Ok(daemon)
+}
+
+/// True when the pipe can be read, or is at its end, within `limit`.
+fn readable(pipe: &PipeReader, limit: Duration) -> anyhow::Result<bool> {
+    let deadline = Instant::now() + limit;
+    while Instant::now() < deadline {
+        check_interrupted()?;
+        let ready = poll(&mut [PollFd::new(pipe.as_fd(), PollFlags::POLLIN)], SLICE_MS);
+        if ready.is_ok_and(|count| count > 0) {
+            return Ok(true);
+        }
+    }
+    Ok(false)
 }
 
 fn restore(criu: &Path, image: &Image, work: &Path) -> anyhow::Result<(Process, Exit)> {

@@ -4,18 +4,46 @@
 mod tree;
 
 use std::os::fd::{AsFd as _, FromRawFd as _, OwnedFd, RawFd};
+use std::os::unix::process::ExitStatusExt as _;
 use std::process::{Command, ExitStatus};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use nix::sys::signal::{Signal, kill};
+use nix::sys::signal::{SaFlags, SigAction, SigHandler, SigSet, Signal, kill, sigaction};
 use nix::unistd::Pid;
 
 pub(crate) use tree::{PeakMemory, Sampler};
 
 /// Time in which a killed process must be gone.
 const KILL_WAIT: Duration = Duration::from_secs(10);
+/// How long an interruption may go unnoticed.
+const SLICE: Duration = Duration::from_millis(200);
+static INTERRUPTED: AtomicBool = AtomicBool::new(false);
+
+extern "C" fn on_interrupt(_: libc::c_int) {
+    INTERRUPTED.store(true, Ordering::Relaxed);
+}
+
+/// From here on SIGINT and SIGTERM make waits fail, so that whoever waits cleans up behind itself.
+pub(crate) fn catch_interrupts() -> anyhow::Result<()> {
+    let action = SigAction::new(SigHandler::Handler(on_interrupt), SaFlags::SA_RESTART, SigSet::empty());
+    for signal in [Signal::SIGINT, Signal::SIGTERM] {
+        // SAFETY: the handler does one atomic store.
+        unsafe { sigaction(signal, &action) }.context("sigaction")?;
+    }
+    Ok(())
+}
+
+/// # Errors
+/// SIGINT or SIGTERM came.
+pub(crate) fn check_interrupted() -> anyhow::Result<()> {
+    if INTERRUPTED.load(Ordering::Relaxed) {
+        bail!("interrupted");
+    }
+    Ok(())
+}
 
 /// A child of this process; killed with its descendants when dropped.
 #[derive(Debug)]
@@ -72,27 +100,31 @@ impl Process {
 
     /// True when the process ends within `limit`.
     fn ends_within(&self, limit: Duration) -> anyhow::Result<bool> {
-        let deadline = Instant::now() + limit;
-        loop {
-            let left = deadline.saturating_duration_since(Instant::now());
-            let left = PollTimeout::try_from(left).unwrap_or(PollTimeout::MAX);
-            match poll(&mut [PollFd::new(self.pidfd.as_fd(), PollFlags::POLLIN)], left) {
-                Ok(ready) => return Ok(ready > 0),
-                Err(nix::errno::Errno::EINTR) => {}
-                Err(error) => return Err(error).context("poll of a pidfd"),
-            }
+        let limit = PollTimeout::try_from(limit).unwrap_or(PollTimeout::MAX);
+        match poll(&mut [PollFd::new(self.pidfd.as_fd(), PollFlags::POLLIN)], limit) {
+            Ok(ready) => Ok(ready > 0),
+            Err(nix::errno::Errno::EINTR) => Ok(false),
+            Err(error) => Err(error).context("poll of a pidfd"),
         }
     }
 
     /// Waits for the end.
     ///
     /// # Errors
-    /// Still running after `limit`.
+    /// Still running after `limit`, or interrupted.
     pub(crate) fn wait(&mut self, limit: Duration) -> anyhow::Result<Exit> {
-        use std::os::unix::process::ExitStatusExt as _;
-        if !self.ends_within(limit)? {
-            bail!("{}, pid {}, still runs after {limit:?}", self.name, self.pid);
+        let deadline = Instant::now() + limit;
+        while !self.ends_within(deadline.saturating_duration_since(Instant::now()).min(SLICE))? {
+            check_interrupted()?;
+            if Instant::now() >= deadline {
+                bail!("{}, pid {}, still runs after {limit:?}", self.name, self.pid);
+            }
         }
+        self.reap()
+    }
+
+    /// Takes the status of a process that has ended.
+    fn reap(&mut self) -> anyhow::Result<Exit> {
         let at = Instant::now();
         let mut status = 0;
         // SAFETY: rusage is plain integers, for which zeros are valid.
@@ -123,7 +155,13 @@ impl Drop for Process {
         for pid in doomed {
             let _ = kill(pid, Signal::SIGKILL);
         }
-        let _ = self.wait(KILL_WAIT);
+        let deadline = Instant::now() + KILL_WAIT;
+        while Instant::now() < deadline {
+            if self.ends_within(SLICE).unwrap_or(true) {
+                let _ = self.reap();
+                return;
+            }
+        }
     }
 }
 
