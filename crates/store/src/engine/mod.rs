@@ -84,6 +84,7 @@ pub trait Engine {
     /// A descriptor that is readable (level-triggered) when `reap` has work; never read it. None: call `reap`
     /// again and again while reads are in flight. With reads in flight wait for it with a time limit of a
     /// second or less all the same: a kernel out of memory may have put a submission off until the next call.
+    /// Take EINTR for a wake-up: io_uring's own work in this thread interrupts waits.
     fn poll_fd(&self) -> Option<RawFd>;
 
     /// Reads submitted and not yet reaped.

@@ -319,13 +319,21 @@ fn push(ring: &mut IoUring, entry: &squeue::Entry) {
     pushed.unwrap_or_else(|_| unreachable!("the submission queue is shorter than the number of slots"));
 }
 
-/// Waits until the descriptor is readable; false when the time is up first.
+/// Waits until the descriptor is readable; false when the time is up first. An interruption does not count:
+/// the teardown of another ring of this thread causes them.
 fn wait_readable(fd: RawFd, patience: Duration) -> bool {
-    let mut poll = libc::pollfd { fd, events: libc::POLLIN, revents: 0 };
-    let millis = i32::try_from(patience.as_millis()).unwrap_or(i32::MAX);
-    // SAFETY: one pollfd that lives across the call.
-    let ready = unsafe { libc::poll(&raw mut poll, 1, millis) };
-    ready > 0
+    let give_up = Instant::now() + patience;
+    loop {
+        let left = give_up.saturating_duration_since(Instant::now());
+        let mut poll = libc::pollfd { fd, events: libc::POLLIN, revents: 0 };
+        // SAFETY: one pollfd that lives across the call.
+        let ready =
+            unsafe { libc::poll(&raw mut poll, 1, i32::try_from(left.as_millis()).unwrap_or(i32::MAX)) };
+        let interrupted = ready < 0 && io::Error::last_os_error().kind() == io::ErrorKind::Interrupted;
+        if !interrupted {
+            return ready > 0;
+        }
+    }
 }
 
 #[cfg(test)]

@@ -35,10 +35,18 @@ pub fn make_cold(temp: &NamedTempFile) {
     assert_eq!(rc, 0);
 }
 
+/// Whether the descriptor becomes readable in time; an interruption by io_uring's own work does not count.
 pub fn readable(fd: RawFd, patience: Duration) -> bool {
-    let mut poll = libc::pollfd { fd, events: libc::POLLIN, revents: 0 };
-    // SAFETY: one pollfd that lives across the call.
-    unsafe { libc::poll(&raw mut poll, 1, i32::try_from(patience.as_millis()).unwrap()) > 0 }
+    let give_up = Instant::now() + patience;
+    loop {
+        let left = give_up.saturating_duration_since(Instant::now());
+        let mut poll = libc::pollfd { fd, events: libc::POLLIN, revents: 0 };
+        // SAFETY: one pollfd that lives across the call.
+        let ready = unsafe { libc::poll(&raw mut poll, 1, i32::try_from(left.as_millis()).unwrap()) };
+        if ready >= 0 || std::io::Error::last_os_error().kind() != std::io::ErrorKind::Interrupted {
+            return ready > 0;
+        }
+    }
 }
 
 /// Reaps until `count` reads are over, sleeping on the engine's descriptor where it has one.
