@@ -1,0 +1,281 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! What an image holds for one process, and in which order it lies in the files.
+
+use std::ops::Range;
+
+use crate::{BLOCK_PAGES, PAGE_SIZE, index};
+
+/// Pages of one plan at most: 16 TiB, far beyond any process that is dumped, and 1 GiB of page state.
+const MAX_PAGES: u64 = 1 << 32;
+
+/// Bytes in a block.
+const BLOCK: u64 = BLOCK_PAGES * PAGE_SIZE;
+
+/// Pages that lie together in a file and in the address space.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Extent {
+    /// Address at dump time, which is the target address until the program moves the page. Bytes.
+    pub target: u64,
+    /// Index of the file in a list that the caller keeps.
+    pub file: u32,
+    /// Where the first page's bytes are in the file. Bytes, a multiple of the page size.
+    pub file_offset: u64,
+    /// Length in pages, at least one. An extent lies inside one mapping.
+    pub pages: u64,
+}
+
+/// A page of a plan: 0, 1, 2… in the order of (file, offset in the file).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct PageIx(pub u64);
+
+/// A block of a plan: its place in [`Plan::blocks`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct BlockIx(pub usize);
+
+/// An aligned stretch of [`BLOCK_PAGES`] pages of a file with at least one page of the plan in it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Block {
+    /// Index of the file.
+    pub file: u32,
+    /// Offset in the file, in blocks.
+    pub index: u64,
+    /// The first page of the plan in it.
+    pub first: PageIx,
+    /// Pages of the plan in it: `first`, `first + 1`…
+    pub pages: u64,
+}
+
+impl Block {
+    pub(crate) fn range(&self) -> Range<u64> {
+        self.first.0..self.first.0 + self.pages
+    }
+}
+
+/// Where every lazy page of one process lies in its image. Never changes.
+#[derive(Debug)]
+pub struct Plan {
+    /// In the order of (file, file offset), which is page order.
+    extents: Vec<Extent>,
+    /// First page of each extent.
+    first_pages: Vec<u64>,
+    /// Targets of the extents, ascending, and which extent each is.
+    targets: Vec<u64>,
+    by_target: Vec<u32>,
+    blocks: Vec<Block>,
+    pages: u64,
+}
+
+/// Why extents are not a plan.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum PlanError {
+    /// An address or offset is not a multiple of the page size.
+    #[error("making a page plan: {0:x?} is not aligned to pages of 4096 bytes; the image is damaged")]
+    Unaligned(Extent),
+    /// An extent without pages.
+    #[error("making a page plan: {0:x?} has no pages; leave it out")]
+    Empty(Extent),
+    /// An extent ends beyond the last address or offset.
+    #[error("making a page plan: {0:x?} ends beyond the last 64-bit address or offset; the image is damaged")]
+    Overflow(Extent),
+    /// Two extents want the same address.
+    #[error("making a page plan: {0:x?} and {1:x?} have an address in common; the image is damaged")]
+    TargetOverlap(Extent, Extent),
+    /// Two extents have bytes of a file in common.
+    #[error("making a page plan: {0:x?} and {1:x?} have file bytes in common; the image is damaged")]
+    FileOverlap(Extent, Extent),
+    /// More than 2^32 pages.
+    #[error("making a page plan: more than {MAX_PAGES} pages (16 TiB) in one process; the image is damaged")]
+    TooLarge,
+}
+
+impl Extent {
+    pub(crate) fn target_end(&self) -> u64 {
+        self.target + self.pages * PAGE_SIZE
+    }
+
+    fn file_end(&self) -> u64 {
+        self.file_offset + self.pages * PAGE_SIZE
+    }
+
+    fn validate(&self) -> Result<(), PlanError> {
+        if !self.target.is_multiple_of(PAGE_SIZE) || !self.file_offset.is_multiple_of(PAGE_SIZE) {
+            return Err(PlanError::Unaligned(*self));
+        }
+        if self.pages == 0 {
+            return Err(PlanError::Empty(*self));
+        }
+        if self.pages > MAX_PAGES {
+            return Err(PlanError::TooLarge);
+        }
+        let bytes = self.pages * PAGE_SIZE; // at most 2^44
+        match (self.target.checked_add(bytes), self.file_offset.checked_add(bytes)) {
+            (Some(_), Some(_)) => Ok(()),
+            _ => Err(PlanError::Overflow(*self)),
+        }
+    }
+}
+
+impl Plan {
+    /// A plan of `extents`, given in any order. O(n log n).
+    ///
+    /// # Errors
+    /// Extents that are unaligned, empty, too long, or have an address or file bytes in common.
+    pub fn new(mut extents: Vec<Extent>) -> Result<Self, PlanError> {
+        extents.iter().try_for_each(Extent::validate)?;
+        extents.sort_unstable_by_key(|extent| (extent.file, extent.file_offset));
+        for pair in extents.windows(2) {
+            let [a, b] = [pair[0], pair[1]];
+            if a.file == b.file && a.file_end() > b.file_offset {
+                return Err(PlanError::FileOverlap(a, b));
+            }
+        }
+        let mut pages = 0;
+        let mut first_pages = Vec::with_capacity(extents.len());
+        for extent in &extents {
+            first_pages.push(pages);
+            pages += extent.pages;
+            if pages > MAX_PAGES {
+                return Err(PlanError::TooLarge);
+            }
+        }
+        let (targets, by_target) = sort_targets(&extents)?;
+        let blocks = blocks(&extents, &first_pages);
+        Ok(Self { extents, first_pages, targets, by_target, blocks, pages })
+    }
+
+    /// Pages in all.
+    #[must_use]
+    pub fn pages(&self) -> u64 {
+        self.pages
+    }
+
+    /// The blocks, in the order of (file, offset).
+    #[must_use]
+    pub fn blocks(&self) -> &[Block] {
+        &self.blocks
+    }
+
+    /// One block.
+    ///
+    /// # Panics
+    /// `block` is not of this plan.
+    #[must_use]
+    pub fn block(&self, block: BlockIx) -> Block {
+        self.blocks[block.0]
+    }
+
+    /// The block that `page` lies in. `page` must be of this plan.
+    pub(crate) fn block_of(&self, page: u64) -> BlockIx {
+        BlockIx(self.blocks.partition_point(|block| block.first.0 <= page) - 1)
+    }
+
+    /// The extent that `page` lies in, with its number. `page` must be of this plan.
+    pub(crate) fn extent_of(&self, page: u64) -> Placed {
+        self.placed(self.first_pages.partition_point(|first| *first <= page) - 1)
+    }
+
+    /// The page that was dumped from `address`.
+    pub(crate) fn page_at(&self, address: u64) -> Option<u64> {
+        let order = self.targets.partition_point(|target| *target <= address).checked_sub(1)?;
+        let placed = self.placed(self.by_target[order] as usize);
+        let page = (address - placed.extent.target) / PAGE_SIZE;
+        (page < placed.extent.pages).then_some(placed.first + page)
+    }
+
+    /// Pages dumped from the addresses `start..end`, extent by extent in the order of addresses.
+    pub(crate) fn pages_in(&self, start: u64, end: u64) -> impl Iterator<Item = (Placed, Range<u64>)> {
+        let from = self.targets.partition_point(|target| *target <= start).saturating_sub(1);
+        let extents = self.by_target[from..].iter().map(|number| self.placed(*number as usize));
+        extents.take_while(move |placed| placed.extent.target < end).filter_map(move |placed| {
+            let first = start.max(placed.extent.target);
+            let last = end.min(placed.extent.target_end());
+            (first < last).then(|| (placed, placed.page_at(first)..placed.page_at(last)))
+        })
+    }
+
+    /// Pages of the plan between two page numbers, extent by extent.
+    pub(crate) fn split(&self, pages: Range<u64>) -> impl Iterator<Item = (Placed, Range<u64>)> {
+        let mut at = pages.start;
+        std::iter::from_fn(move || {
+            if at >= pages.end {
+                return None;
+            }
+            let placed = self.extent_of(at);
+            let piece = at..pages.end.min(placed.end());
+            at = piece.end;
+            Some((placed, piece))
+        })
+    }
+
+    fn placed(&self, number: usize) -> Placed {
+        Placed { extent: self.extents[number], first: self.first_pages[number] }
+    }
+}
+
+/// An extent and its first page.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Placed {
+    pub(crate) extent: Extent,
+    pub(crate) first: u64,
+}
+
+impl Placed {
+    /// The page after its last.
+    pub(crate) fn end(&self) -> u64 {
+        self.first + self.extent.pages
+    }
+
+    /// The address that one of its pages was dumped from.
+    pub(crate) fn target_of(&self, page: u64) -> u64 {
+        self.extent.target + (page - self.first) * PAGE_SIZE
+    }
+
+    /// Where the bytes of one of its pages are in the file.
+    pub(crate) fn offset_of(&self, page: u64) -> u64 {
+        self.extent.file_offset + (page - self.first) * PAGE_SIZE
+    }
+
+    /// How far into their block the bytes of one of its pages are.
+    pub(crate) fn block_offset_of(&self, page: u64) -> usize {
+        index(self.offset_of(page) % BLOCK)
+    }
+
+    fn page_at(&self, address: u64) -> u64 {
+        self.first + (address - self.extent.target) / PAGE_SIZE
+    }
+}
+
+fn sort_targets(extents: &[Extent]) -> Result<(Vec<u64>, Vec<u32>), PlanError> {
+    // At most MAX_PAGES extents, so that their numbers fit; the last one is 2^32 - 1.
+    let mut by_target: Vec<u32> = (0..=u32::MAX).take(extents.len()).collect();
+    by_target.sort_unstable_by_key(|number| extents[*number as usize].target);
+    for pair in by_target.windows(2) {
+        let [a, b] = [extents[pair[0] as usize], extents[pair[1] as usize]];
+        if a.target_end() > b.target {
+            return Err(PlanError::TargetOverlap(a, b));
+        }
+    }
+    let targets = by_target.iter().map(|number| extents[*number as usize].target).collect();
+    Ok((targets, by_target))
+}
+
+fn blocks(extents: &[Extent], first_pages: &[u64]) -> Vec<Block> {
+    let mut blocks: Vec<Block> = Vec::new();
+    for (extent, first) in extents.iter().zip(first_pages) {
+        let mut offset = extent.file_offset;
+        while offset < extent.file_end() {
+            let index = offset / BLOCK;
+            let end = extent.file_end().min((index + 1).saturating_mul(BLOCK));
+            let pages = (end - offset) / PAGE_SIZE;
+            match blocks.last_mut() {
+                Some(last) if (last.file, last.index) == (extent.file, index) => last.pages += pages,
+                _ => {
+                    let first = PageIx(first + (offset - extent.file_offset) / PAGE_SIZE);
+                    blocks.push(Block { file: extent.file, index, first, pages });
+                }
+            }
+            offset = end;
+        }
+    }
+    blocks
+}
