@@ -1,0 +1,107 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Starting other programs, with errors that say which program, and what it said last.
+
+use std::process::{Command, Output, Stdio};
+
+use anyhow::{Context as _, bail};
+
+/// Runs to the end with this terminal; an exit status other than 0 is an error.
+pub(crate) fn run(command: &mut Command) -> anyhow::Result<()> {
+    let status = command.status().with_context(|| cannot_start(command))?;
+    if !status.success() {
+        bail!("`{}` failed: {status}", line(command));
+    }
+    Ok(())
+}
+
+/// Runs to the end in silence and gives standard output; the error quotes what the program complained about.
+pub(crate) fn capture(command: &mut Command) -> anyhow::Result<String> {
+    let output = command.stdin(Stdio::null()).output().with_context(|| cannot_start(command))?;
+    if !output.status.success() {
+        bail!("`{}` failed: {}: {}", line(command), output.status, complaint(&output));
+    }
+    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+}
+
+/// Whether a program of this name is on the path.
+pub(crate) fn on_path(name: &str) -> bool {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    std::env::split_paths(&path).any(|directory| directory.join(name).is_file())
+}
+
+/// The command as one would type it, without quoting and without `-o` settings: apt's fill a screen.
+fn line(command: &Command) -> String {
+    let mut words = vec![command.get_program().to_string_lossy().into_owned()];
+    let mut arguments = command.get_args();
+    while let Some(word) = arguments.next() {
+        if word == "-o" {
+            arguments.next();
+        } else {
+            words.push(word.to_string_lossy().into_owned());
+        }
+    }
+    words.join(" ")
+}
+
+fn cannot_start(command: &Command) -> String {
+    format!("start `{}`", command.get_program().to_string_lossy())
+}
+
+/// The first error lines in apt's and CRIU's style, or else the last line.
+fn complaint(output: &Output) -> String {
+    let mut text = String::from_utf8_lossy(&output.stderr).into_owned();
+    if text.trim().is_empty() {
+        text = String::from_utf8_lossy(&output.stdout).into_owned();
+    }
+    let lines: Vec<&str> = text.lines().map(str::trim).filter(|line| !line.is_empty()).collect();
+    let marked =
+        |line: &&&str| line.starts_with("E: ") || line.starts_with("Err:") || line.contains("Error (");
+    let errors: Vec<&str> = lines.iter().filter(marked).take(3).copied().collect();
+    match (errors.is_empty(), lines.last()) {
+        (false, _) => errors.join("; "),
+        (true, Some(last)) => (*last).to_owned(),
+        (true, None) => "it said nothing".to_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn shell(script: &str) -> Command {
+        let mut command = Command::new("sh");
+        command.args(["-c", script]);
+        command
+    }
+
+    #[test]
+    fn a_failure_names_the_program_and_quotes_its_error_lines() {
+        let error = capture(&mut shell("echo noise; echo 'E: no such suite' >&2; echo bye >&2; exit 100"));
+        let error = error.unwrap_err().to_string();
+        assert!(error.starts_with("`sh -c ") && error.ends_with(": E: no such suite"), "{error}");
+    }
+
+    #[test]
+    fn settings_are_left_out_of_the_command_line() {
+        let mut command = Command::new("apt-get");
+        command.args(["-o", "Dir::State=/x", "update", "-o", "a=b"]);
+        assert_eq!(line(&command), "apt-get update");
+    }
+
+    #[test]
+    fn a_failure_without_error_lines_quotes_the_last_line() {
+        let error = capture(&mut shell("echo first >&2; echo last >&2; exit 1")).unwrap_err().to_string();
+        assert!(error.ends_with("last"), "{error}");
+    }
+
+    #[test]
+    fn success_gives_standard_output() {
+        assert_eq!(capture(&mut shell("echo out; echo err >&2")).unwrap(), "out\n");
+    }
+
+    #[test]
+    fn a_program_that_does_not_exist_is_named() {
+        let error = run(&mut Command::new("no-such-program-here")).unwrap_err();
+        assert!(format!("{error:#}").contains("start `no-such-program-here`"));
+    }
+}

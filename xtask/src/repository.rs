@@ -1,0 +1,76 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Where things lie in this repository, and cargo commands that run in it.
+
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::Context as _;
+
+use crate::program;
+
+/// The repository's root.
+pub(crate) fn root() -> &'static Path {
+    let xtask = Path::new(env!("CARGO_MANIFEST_DIR"));
+    xtask.parent().unwrap_or(xtask)
+}
+
+/// What set-up and the demo make; ignored by git, may be deleted at any time.
+pub(crate) fn scratch() -> PathBuf {
+    root().join(".rewake")
+}
+
+/// Cargo (the one that runs this program), in the repository's root.
+pub(crate) fn cargo() -> Command {
+    let program = std::env::var_os("CARGO").unwrap_or_else(|| OsString::from("cargo"));
+    let mut command = Command::new(program);
+    // Set by `cargo run` for this program alone; they would be wrong for the commands below it.
+    command.env_remove("CARGO_MANIFEST_DIR").env_remove("CARGO_PKG_NAME").current_dir(root());
+    command
+}
+
+/// The folder that cargo builds into, whatever configuration chose it.
+pub(crate) fn target() -> anyhow::Result<PathBuf> {
+    let metadata = program::capture(cargo().args(["metadata", "--no-deps", "--format-version=1"]))?;
+    let directory = field(&metadata, "target_directory");
+    directory
+        .map(PathBuf::from)
+        .context("`cargo metadata` names no target_directory: is cargo 1.95 or newer?")
+}
+
+/// A release program of this workspace, built now; `package` may have several.
+pub(crate) fn build_release(package: &str, program: &str) -> anyhow::Result<PathBuf> {
+    program::run(cargo().args(["build", "--release", "--package", package, "--bin", program]))?;
+    Ok(target()?.join("release").join(program))
+}
+
+/// A string field of a JSON text; enough for paths, which cargo writes with `\\` and `\"` as the only escapes.
+fn field(json: &str, name: &str) -> Option<String> {
+    let (_, rest) = json.split_once(&format!("\"{name}\":\""))?;
+    let mut value = String::new();
+    let mut characters = rest.chars();
+    loop {
+        match characters.next()? {
+            '"' => return Some(value),
+            '\\' => value.push(characters.next()?),
+            other => value.push(other),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_field_is_found_with_its_escapes_undone() {
+        let json = r#"{"packages":[],"target_directory":"/a b/\"c\"\\d","version":1}"#;
+        assert_eq!(field(json, "target_directory").as_deref(), Some(r#"/a b/"c"\d"#));
+        assert_eq!(field(json, "missing"), None);
+    }
+
+    #[test]
+    fn the_root_is_the_folder_of_the_workspace() {
+        assert!(root().join("Cargo.toml").is_file() && root().join("xtask").is_dir());
+    }
+}

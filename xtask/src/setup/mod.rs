@@ -1,0 +1,54 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! `cargo xtask setup`: everything that tests, demo and bench need beyond Rust; quick when it is all there.
+
+mod criu;
+mod fetch;
+mod packages;
+
+use std::fs::{self, File};
+
+use anyhow::Context as _;
+
+use crate::{repository, root};
+pub(crate) use criu::Criu;
+pub(crate) use fetch::Suite;
+
+/// Packages and the CRIU to work with.
+pub(crate) fn run() -> anyhow::Result<Criu> {
+    root::become_root()?;
+    let _lock = lock()?;
+    packages::install()?;
+    let criu = criu::locate()?;
+    say(&format!("CRIU {}: {}", criu.version, criu.path.display()));
+    Ok(criu)
+}
+
+/// CRIU of one Debian suite, whatever else the machine has.
+pub(crate) fn run_for(suite: Suite) -> anyhow::Result<Criu> {
+    root::become_root()?;
+    let _lock = lock()?;
+    packages::install()?;
+    let criu = fetch::criu(suite)?;
+    say(&format!("CRIU {}: {}", criu.version, criu.path.display()));
+    Ok(criu)
+}
+
+/// A second CRIU, on the other side of the change of page-server protocol that came with 4.2.
+pub(crate) fn run_other_than(first: &Criu) -> anyhow::Result<Criu> {
+    run_for(if first.version >= Suite::Sid.oldest() { Suite::Trixie } else { Suite::Sid })
+}
+
+/// One set-up at a time; the lock goes with the process.
+fn lock() -> anyhow::Result<File> {
+    let scratch = repository::scratch();
+    fs::create_dir_all(&scratch).with_context(|| format!("create {}", scratch.display()))?;
+    let path = scratch.join("setup.lock");
+    let file = File::create(&path).with_context(|| format!("create {}", path.display()))?;
+    file.lock().with_context(|| format!("lock {}", path.display()))?;
+    Ok(file)
+}
+
+/// Progress goes to standard error: standard output is the programs' own.
+fn say(line: &str) {
+    eprintln!("setup: {line}");
+}
