@@ -1,2 +1,28 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! End to end tests with the real CRIU
+//! End to end tests with the real CRIU: a target program is dumped, restored with lazy pages, and checks every
+//! byte of its memory itself.
+//!
+//! * [`Scene`]: one dumped target with its directories; starts servers, restores, collects the verdict.
+//! * [`Server`]: `rewake lazy-pages`, or CRIU's own with `REWAKE_TEST_SERVER=stock` (to see which tests it fails).
+//! * [`Criu`]: the dump and restore commands, from `CRIU` (default: `criu` on the path) and `CRIU_ALT`.
+//! * [`images`]: surgery on CRIU images, with a codec of its own so that it does not share our reader's mistakes.
+//! * [`pattern`]: what the pages hold.
+//!
+//! `REWAKE_BIN` names the daemon; without it the newest `rewake` beside the test programs is taken.
+//! The tests need root. With `CI` set a skipped test fails, unless a probe proved that the machine cannot run it.
+
+#![forbid(unsafe_code)]
+
+pub mod criu;
+pub mod images;
+pub mod pattern;
+pub mod process;
+pub mod scene;
+pub mod server;
+mod skip;
+pub mod verdict;
+
+pub use criu::Criu;
+pub use scene::Scene;
+pub use server::{Refusal, Server, Setup};
+pub use verdict::Verdict;

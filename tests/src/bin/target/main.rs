@@ -1,0 +1,80 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The program that gets dumped and restored: fills memory, says "ready" through a file, waits for the file
+//! "go", acts, checks every byte and writes what it found to the file "verdict". It holds no pipe, socket or
+//! terminal. Exit status: 0 all good, 1 wrong bytes seen, 3 a part of it was killed, 2 it could not work.
+
+mod active;
+mod discard;
+mod family;
+mod impostor;
+mod leave;
+mod memory;
+mod mixed;
+mod moving;
+mod plain;
+mod sparse;
+mod stage;
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::Parser;
+
+use stage::Stage;
+
+/// What to play, and how large.
+#[derive(Debug, Parser)]
+struct Arguments {
+    /// The scenario's name.
+    scenario: String,
+    /// Directory of ready, go and verdict.
+    #[arg(long)]
+    dir: PathBuf,
+    /// Size of the main region in MiB.
+    #[arg(long, default_value_t = 16)]
+    mib: usize,
+    /// Seed of the content and of every random choice.
+    #[arg(long, default_value_t = 1)]
+    seed: u64,
+    /// The task that an impostor claims to be.
+    #[arg(long, default_value_t = 0)]
+    pid: i32,
+    /// The page server's socket, for an impostor.
+    #[arg(long, default_value = "")]
+    socket: PathBuf,
+}
+
+fn main() -> ExitCode {
+    let arguments = Arguments::parse();
+    // A session of its own, as CRIU wants it; fails only after exec, where it leads one already.
+    let _ = nix::unistd::setsid();
+    Stage::report_panics(&arguments.dir);
+    let stage = Stage::new(arguments.dir, arguments.mib, arguments.seed);
+    let result = match arguments.scenario.as_str() {
+        "plain" => plain::sequential(&stage),
+        "random" => plain::random(&stage),
+        "rewrite" => plain::rewrite(&stage),
+        "thp" => plain::huge(&stage),
+        "zeros" => plain::zeros(&stage),
+        "threads" => family::threads(&stage),
+        "tree" => family::tree(&stage),
+        "zombies" => family::zombies(&stage),
+        "fork" => family::fork_missing(&stage),
+        "mremap" => moving::mremap(&stage),
+        "munmap" => discard::unmap(&stage),
+        "dontneed" => discard::dontneed(&stage),
+        "free" => discard::free(&stage),
+        "sparse" => sparse::untouched(&stage),
+        "sparse-unmap" => sparse::unmap_most(&stage, 64),
+        "sparse-dontneed" => sparse::discard_most(&stage, 64),
+        "dense-unmap" => sparse::unmap_most(&stage, 1),
+        "mixed" => mixed::run(&stage),
+        "exit-early" => leave::exit_early(&stage),
+        "exec-early" => leave::exec_early(&stage),
+        "after-exec" => leave::after_exec(&stage),
+        "impostor" => impostor::run(&stage, arguments.pid, &arguments.socket),
+        "active" => active::run(&stage),
+        other => Err(anyhow::anyhow!("no scenario is called {other:?}")),
+    };
+    stage.end(result)
+}

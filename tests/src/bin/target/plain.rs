@@ -1,0 +1,84 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! One process, one region.
+
+use rewake_tests::pattern::{BASE, Pattern, Random};
+
+use crate::memory::{Expect, Region};
+use crate::stage::Stage;
+
+/// Lowest page first.
+pub(crate) fn sequential(stage: &Stage) -> anyhow::Result<()> {
+    let region = stage.filled()?;
+    stage.ready_then_go()?;
+    region.check_all(stage);
+    Ok(())
+}
+
+/// Every page in random order, again and again; one last time after the test says "stop".
+pub(crate) fn random(stage: &Stage) -> anyhow::Result<()> {
+    let region = stage.filled()?;
+    stage.ready_then_go()?;
+    let mut random = Random::new(stage.seed);
+    loop {
+        let last = stage.stop_asked();
+        for page in random.shuffled(region.pages) {
+            region.check(stage, page, Expect::Of(region.pattern, page));
+        }
+        if last || !stage.clean() {
+            return Ok(());
+        }
+    }
+}
+
+/// Random pages get read, half of them rewritten; no write may be lost to a late copy.
+pub(crate) fn rewrite(stage: &Stage) -> anyhow::Result<()> {
+    let region = stage.filled()?;
+    stage.ready_then_go()?;
+    let mut random = Random::new(stage.seed);
+    let mut generation = vec![0; region.pages];
+    for _ in 0..region.pages * 3 {
+        let page = random.below(region.pages);
+        if random.below(2) == 0 {
+            generation[page] += 1;
+            region.write(page, region.pattern.at(generation[page]));
+        } else {
+            region.check(stage, page, Expect::Of(region.pattern.at(generation[page]), page));
+        }
+    }
+    for (page, generation) in generation.into_iter().enumerate() {
+        region.check(stage, page, Expect::Of(region.pattern.at(generation), page));
+    }
+    Ok(())
+}
+
+/// Memory in transparent huge pages.
+pub(crate) fn huge(stage: &Stage) -> anyhow::Result<()> {
+    let region = Region::map(BASE, stage.pages, Pattern::new(stage.seed))?;
+    region.advise(0, region.pages, libc::MADV_HUGEPAGE)?;
+    region.fill_all();
+    stage.ready_then_go()?;
+    let mut random = Random::new(stage.seed);
+    for page in random.shuffled(region.pages) {
+        region.check(stage, page, Expect::Of(region.pattern, page));
+    }
+    Ok(())
+}
+
+/// Every third page was written with zeros: it is in the image, and may be a hole of the file there.
+pub(crate) fn zeros(stage: &Stage) -> anyhow::Result<()> {
+    let region = Region::map(BASE, stage.pages, Pattern::new(stage.seed))?;
+    let zero = |page: usize| page % 3 == 1;
+    for page in 0..region.pages {
+        if zero(page) {
+            region.put(page, 0, 0);
+        } else {
+            region.write(page, region.pattern);
+        }
+    }
+    stage.ready_then_go()?;
+    for page in 0..region.pages {
+        let expect = if zero(page) { Expect::Zero } else { Expect::Of(region.pattern, page) };
+        region.check(stage, page, expect);
+    }
+    Ok(())
+}

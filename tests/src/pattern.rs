@@ -1,0 +1,103 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! What a page of a target holds: a function of seed, generation and page number, so that a zero page, a page
+//! of another place, a page shifted by a few bytes and a page from before the last write all look wrong.
+
+/// Bytes in a page.
+pub const PAGE: usize = 4096;
+const _: () = assert!(PAGE as u64 == rewake_uffd::PAGE_SIZE);
+/// 64-bit words in a page.
+pub const WORDS: usize = PAGE / 8;
+
+/// Where every target maps its main region: fixed, so that a client that is not the target can stand in for it.
+pub const BASE: usize = 0x1000_0000_0000;
+
+/// The content of one region at one time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Pattern {
+    /// Tells regions apart.
+    pub seed: u64,
+    /// Tells writes to one page apart; 0 is what was there when the image was made.
+    pub generation: u64,
+}
+
+impl Pattern {
+    /// The content before any rewrite.
+    #[must_use]
+    pub fn new(seed: u64) -> Self {
+        Self { seed, generation: 0 }
+    }
+
+    /// The same region, written again.
+    #[must_use]
+    pub fn at(self, generation: u64) -> Self {
+        Self { generation, ..self }
+    }
+
+    /// The 64-bit word number `index` of page `page`; never 0.
+    #[must_use]
+    pub fn word(self, page: usize, index: usize) -> u64 {
+        let place = (page as u64) << 9 | index as u64;
+        let key = mix(self.seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ self.generation.rotate_left(40));
+        mix(place.wrapping_add(key)) | 1
+    }
+}
+
+/// A bijective scrambler (the finaliser of SplitMix64).
+#[must_use]
+pub fn mix(value: u64) -> u64 {
+    let value = (value ^ (value >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let value = (value ^ (value >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    value ^ (value >> 31)
+}
+
+/// Small seeded generator: the tests must be repeatable from a printed seed.
+#[derive(Clone, Debug)]
+pub struct Random(u64);
+
+impl Random {
+    /// A generator that gives the same numbers for the same seed.
+    #[must_use]
+    pub fn new(seed: u64) -> Self {
+        Self(seed)
+    }
+
+    /// A number below `limit` (which must not be 0).
+    pub fn below(&mut self, limit: usize) -> usize {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        usize::try_from(mix(self.0) % limit as u64).unwrap_or(0)
+    }
+
+    /// The numbers 0 to `count` - 1 in an order of their own.
+    pub fn shuffled(&mut self, count: usize) -> Vec<usize> {
+        let mut order: Vec<usize> = (0..count).collect();
+        for last in (1..count).rev() {
+            order.swap(last, self.below(last + 1));
+        }
+        order
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn words_of_other_places_and_generations_differ() {
+        let pattern = Pattern::new(7);
+        let mut seen: Vec<u64> = (0..64 * WORDS).map(|i| pattern.word(i / WORDS, i % WORDS)).collect();
+        seen.extend((0..WORDS).map(|i| pattern.at(1).word(0, i)));
+        seen.extend((0..WORDS).map(|i| Pattern::new(8).word(0, i)));
+        let all = seen.len();
+        seen.sort_unstable();
+        seen.dedup();
+        assert_eq!(seen.len(), all);
+    }
+
+    #[test]
+    fn a_shuffle_visits_every_page_once() {
+        let mut order = Random::new(3).shuffled(1000);
+        assert_ne!(order[..10], [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]);
+        order.sort_unstable();
+        assert!(order.iter().enumerate().all(|(index, page)| index == *page));
+    }
+}

@@ -1,0 +1,280 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The page server under test.
+
+use std::env;
+use std::fs::{self, File};
+use std::io::Read;
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::time::Duration;
+
+use anyhow::{Context, bail, ensure};
+use nix::fcntl::OFlag;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::{Pid, pipe2};
+
+use crate::criu::Criu;
+use crate::process::{children, kill_all, until, wait_child};
+
+/// Time until a server listens or refuses.
+const START: Duration = Duration::from_secs(10);
+
+/// How a server is started.
+#[derive(Clone, Debug)]
+pub struct Setup {
+    program: PathBuf,
+    stock: bool,
+    images: PathBuf,
+    work: PathBuf,
+    extra: Vec<String>,
+    joined: bool,
+    own_work: bool,
+}
+
+/// Why a server did not start.
+#[derive(Clone, Debug)]
+pub struct Refusal {
+    /// How it ended.
+    pub status: ExitStatus,
+    /// What it wrote to standard error, standard output and its log.
+    pub text: String,
+}
+
+impl Refusal {
+    /// True when one line holds all of `parts`.
+    #[must_use]
+    pub fn line_with(&self, parts: &[&str]) -> bool {
+        self.text.lines().any(|line| parts.iter().all(|part| line.contains(part)))
+    }
+}
+
+/// True when `REWAKE_TEST_SERVER=stock` asks for CRIU's own page server.
+#[must_use]
+pub fn stock() -> bool {
+    env::var("REWAKE_TEST_SERVER").is_ok_and(|value| value == "stock")
+}
+
+/// The daemon under test: `REWAKE_BIN`, or the newest `rewake` that was built beside the test programs.
+fn rewake() -> anyhow::Result<PathBuf> {
+    if let Some(path) = env::var_os("REWAKE_BIN") {
+        return Ok(path.into());
+    }
+    let profiles = crate::scene::built_programs()?;
+    let target = profiles.parent().context("the target folder")?;
+    let built = |profile: &str| {
+        let path = target.join(profile).join("rewake");
+        let modified = fs::metadata(&path).and_then(|metadata| metadata.modified()).ok()?;
+        Some((modified, path))
+    };
+    let newest = [built("debug"), built("release")].into_iter().flatten().max();
+    newest.map(|(_, path)| path).with_context(|| {
+        format!("no rewake in {}: `cargo build --release -p rewake`, or set REWAKE_BIN", target.display())
+    })
+}
+
+impl Setup {
+    /// A server for `images` with its socket and log in `work`.
+    ///
+    /// # Errors
+    /// No program to start.
+    pub fn new(criu: &Criu, images: &Path, work: &Path) -> anyhow::Result<Self> {
+        let program = if stock() { criu.command("").get_program().into() } else { rewake()? };
+        Ok(Self {
+            program,
+            stock: stock(),
+            images: images.to_owned(),
+            work: work.to_owned(),
+            extra: Vec::new(),
+            joined: false,
+            own_work: true,
+        })
+    }
+
+    /// With one more option.
+    #[must_use]
+    pub fn with(mut self, option: &str) -> Self {
+        self.extra.push(option.to_owned());
+        self
+    }
+
+    /// With options spelled `--option=value` and in words, instead of `-o value`.
+    #[must_use]
+    pub fn joined(mut self) -> Self {
+        self.joined = true;
+        self
+    }
+
+    /// With its socket and log in the images directory, as it is without a work directory.
+    #[must_use]
+    pub fn without_work_dir(mut self) -> Self {
+        self.work.clone_from(&self.images);
+        self.own_work = false;
+        self
+    }
+
+    /// The log file.
+    #[must_use]
+    pub fn log(&self) -> PathBuf {
+        self.work.join("lazy.log")
+    }
+
+    /// The command line without `--status-fd`.
+    #[must_use]
+    pub fn command(&self) -> Command {
+        let mut command = Command::new(&self.program);
+        command.arg("lazy-pages");
+        if self.joined {
+            command.arg("--no-default-config");
+            command.arg(format!("--images-dir={}", self.images.display()));
+            command.args(["--log-file=lazy.log", "--verbosity=4"]);
+        } else {
+            command.arg("-D").arg(&self.images).args(["-o", "lazy.log", "-v4"]);
+        }
+        if self.own_work {
+            command.arg(if self.joined { "--work-dir" } else { "-W" }).arg(&self.work);
+        }
+        command.args(&self.extra).stdin(Stdio::null());
+        command
+    }
+
+    fn output(&self) -> PathBuf {
+        self.work.join("lazy.out")
+    }
+
+    /// Starts the server and waits until it listens.
+    ///
+    /// # Errors
+    /// The outer one: the machine or the test is broken. The inner one: the server refused.
+    pub fn start(&self) -> anyhow::Result<Result<Server, Refusal>> {
+        let (reader, writer) = pipe2(OFlag::O_CLOEXEC).context("status pipe")?;
+        let output = File::create(self.output()).context("create the server's output file")?;
+        let mut command = with_status_fd(&self.command(), writer);
+        command.stdout(output.try_clone()?).stderr(output);
+        let mut child = command.spawn().context("start the server")?;
+        drop(command);
+        if ready(reader)? {
+            return Ok(Ok(Server { child, setup: self.clone(), seen: Vec::new() }));
+        }
+        let Some(status) = wait_child(&mut child, START) else {
+            child.kill()?;
+            child.wait()?;
+            bail!("the server neither said that it is ready nor ended within {START:?}");
+        };
+        Ok(Err(Refusal { status, text: self.text() }))
+    }
+
+    /// Starts the server, which must not refuse.
+    ///
+    /// # Errors
+    /// It refused, or the machine is broken.
+    pub fn listening(&self) -> anyhow::Result<Server> {
+        self.start()?.map_err(|refusal| anyhow::anyhow!("refused: {}\n{}", refusal.status, refusal.text))
+    }
+
+    /// Everything that the server wrote.
+    #[must_use]
+    pub fn text(&self) -> String {
+        let read = |path| String::from_utf8_lossy(&fs::read(path).unwrap_or_default()).into_owned();
+        format!("{}\n{}", read(self.output()), read(self.log()))
+    }
+}
+
+/// The same command with `--status-fd`. A shell puts the pipe at a number of its choice and then becomes the
+/// command, so that only this child inherits it and nothing of ours runs between fork and exec.
+fn with_status_fd(command: &Command, pipe: OwnedFd) -> Command {
+    let mut shell = Command::new("/bin/sh");
+    shell.args(["-c", "exec \"$@\" 7>&0 0</dev/null", "sh"]);
+    shell.arg(command.get_program()).args(command.get_args()).args(["--status-fd", "7"]);
+    shell.stdin(pipe);
+    shell
+}
+
+/// True when the byte that means "listening" came; false when the pipe was closed without it.
+fn ready(reader: OwnedFd) -> anyhow::Result<bool> {
+    let limit = PollTimeout::try_from(START).context("time limit")?;
+    let came =
+        poll(&mut [PollFd::new(reader.as_fd(), PollFlags::POLLIN)], limit).context("wait for status")?;
+    if came == 0 {
+        return Ok(false);
+    }
+    let mut byte = [1];
+    let count = File::from(reader).read(&mut byte).context("read the status pipe")?;
+    ensure!(count == 0 || byte == [0], "the status byte is {byte:?}, expected a zero byte");
+    Ok(count == 1)
+}
+
+/// A page server that listens or serves. Dropping it kills it and its children.
+#[derive(Debug)]
+pub struct Server {
+    child: Child,
+    setup: Setup,
+    /// Every child it was seen to have: they outlive it when it is killed.
+    seen: Vec<Pid>,
+}
+
+impl Server {
+    /// Its process.
+    #[must_use]
+    pub fn pid(&self) -> Pid {
+        Pid::from_raw(self.child.id().cast_signed())
+    }
+
+    /// The process that serves: its child. None for a server without children.
+    pub fn worker(&mut self) -> Option<Pid> {
+        let found = children(self.pid());
+        self.seen.extend(&found);
+        found.into_iter().max()
+    }
+
+    /// Kills the process that serves; false when there is none any more.
+    pub fn kill_worker(&mut self) -> bool {
+        let serving = if self.setup.stock { Some(self.pid()) } else { self.worker() };
+        serving.is_some_and(|pid| kill(pid, Signal::SIGKILL).is_ok())
+    }
+
+    /// Kills the process that was started, and leaves its children alone.
+    pub fn kill_supervisor(&mut self) -> bool {
+        self.worker();
+        self.child.try_wait().is_ok_and(|ended| ended.is_none()) && self.child.kill().is_ok()
+    }
+
+    /// Asks it to end.
+    ///
+    /// # Errors
+    /// It is gone already.
+    pub fn terminate(&self) -> anyhow::Result<()> {
+        kill(self.pid(), Signal::SIGTERM).context("SIGTERM to the server")
+    }
+
+    /// Waits for its end.
+    ///
+    /// # Errors
+    /// It did not end in time; with what it wrote last.
+    pub fn ended(&mut self, limit: Duration) -> anyhow::Result<ExitStatus> {
+        wait_child(&mut self.child, limit).with_context(|| format!("the server did not end within {limit:?}"))
+    }
+
+    /// Everything that it wrote.
+    #[must_use]
+    pub fn text(&self) -> String {
+        self.setup.text()
+    }
+
+    /// Waits until it has no children; its own end is not waited for.
+    #[must_use]
+    pub fn childless(&mut self, limit: Duration) -> bool {
+        until(limit, || self.worker().is_none().then_some(())).is_some()
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        self.worker();
+        // A supervisor that sees its child die starts another: it goes first.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+        kill_all(&self.seen);
+    }
+}

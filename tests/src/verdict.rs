@@ -1,0 +1,47 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! How a target ended.
+
+use nix::sys::wait::WaitStatus;
+
+/// How a target ended, from its exit status and what it wrote.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Verdict {
+    /// Every byte was right.
+    Ok,
+    /// Wrong bytes were seen: the one thing that must never happen.
+    Bad(String),
+    /// It, or a process below it, was killed (by SIGKILL, or by SIGBUS on access) without seeing wrong bytes.
+    Killed(String),
+    /// The target could not do its work for another reason.
+    Broken(String),
+    /// It did not end in time.
+    Hung,
+}
+
+impl Verdict {
+    /// The verdict for a wait status (none: did not end) and the text of the verdict file.
+    #[must_use]
+    pub fn new(status: Option<WaitStatus>, text: &str) -> Self {
+        let lines =
+            |start: &str| -> Vec<&str> { text.lines().filter(|line| line.starts_with(start)).collect() };
+        if !lines("BAD").is_empty() {
+            return Self::Bad(lines("BAD").join("\n"));
+        }
+        if !lines("ERROR").is_empty() {
+            return Self::Broken(lines("ERROR").join("\n"));
+        }
+        match status {
+            None => Self::Hung,
+            Some(WaitStatus::Exited(_, 0)) if text.lines().last() == Some("OK") => Self::Ok,
+            Some(WaitStatus::Exited(_, 3)) => Self::Killed(lines("LOST").join("\n")),
+            Some(WaitStatus::Signaled(_, signal, _)) => Self::Killed(format!("by {signal}")),
+            Some(other) => Self::Broken(format!("{other:?}, verdict file: {text:?}")),
+        }
+    }
+
+    /// True for [`Verdict::Killed`].
+    #[must_use]
+    pub fn killed(&self) -> bool {
+        matches!(self, Self::Killed(_))
+    }
+}

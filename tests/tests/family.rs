@@ -1,0 +1,46 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Threads, trees of processes, processes that are born or gone while memory is missing.
+
+use std::fs;
+
+use rewake_tests::{Criu, Scene, need};
+
+fn plays(scenario: &str, mib: usize) {
+    let criu = need!(Criu::main());
+    Scene::dumped(&criu, scenario, mib).unwrap().play().unwrap();
+}
+
+#[test]
+fn threads_that_fault_at_the_same_time_see_right_bytes() {
+    plays("threads", 16);
+}
+
+#[test]
+fn every_process_of_a_tree_gets_its_own_memory_from_its_own_pages_file() {
+    let criu = need!(Criu::main());
+    let scene = Scene::dumped(&criu, "tree", 8).unwrap();
+    let files = fs::read_dir(scene.images()).unwrap().flatten();
+    let pages = files.filter(|file| file.file_name().to_string_lossy().starts_with("pages-")).count();
+    assert!(pages >= 7, "{pages} pages files for seven processes");
+    scene.play().unwrap();
+}
+
+#[test]
+fn zombies_in_the_tree_do_not_hold_anything_up() {
+    plays("zombies", 16);
+}
+
+#[test]
+fn children_born_while_memory_is_missing_see_the_bytes_of_their_birth() {
+    plays("fork", 32);
+}
+
+#[test]
+fn a_target_that_exits_with_memory_missing_leaves_a_server_that_ends_well() {
+    plays("exit-early", 64);
+}
+
+#[test]
+fn a_target_that_execs_with_memory_missing_leaves_a_server_that_ends_well() {
+    plays("exec-early", 64);
+}

@@ -1,0 +1,96 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Restores that die on the way, and who owns the socket.
+
+use std::fs;
+use std::io::Write;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::time::Duration;
+
+use rewake_tests::process::run;
+use rewake_tests::scene::{ACT, END};
+use rewake_tests::{Criu, Scene, need};
+
+#[test]
+fn a_restore_that_dies_before_its_finish_notice_kills_the_target_and_never_shows_zeros() {
+    let criu = need!(Criu::main());
+    let scene = Scene::dumped(&criu, "plain", 64).unwrap();
+    let mut server = scene.serve().unwrap();
+    let mut impostor = scene.target_as("impostor").unwrap();
+    impostor.args(["--pid", &scene.pid().to_string(), "--socket"]).arg(scene.socket());
+    let status = run(&mut impostor, ACT).unwrap();
+    let written = scene.written();
+    assert_eq!(status.code(), Some(3), "expected a killed client, which wrote: {written}");
+    assert!(!written.contains("BAD"), "{written}");
+    let status = server.ended(END).unwrap();
+    assert_eq!(status.code(), Some(1), "{}", server.text());
+}
+
+/// A client that connects, sends these bytes and goes away: the server must end, and not with success.
+fn cut_handshake(bytes: impl FnOnce(&Scene) -> Vec<u8>) {
+    let criu = need!(Criu::main());
+    let scene = Scene::dumped(&criu, "plain", 4).unwrap();
+    let mut server = scene.serve().unwrap();
+    let mut stream = UnixStream::connect(scene.socket()).unwrap();
+    stream.write_all(&bytes(&scene)).unwrap();
+    drop(stream);
+    let status = server.ended(END).unwrap();
+    assert_eq!(status.code(), Some(1), "{}", server.text());
+}
+
+#[test]
+fn a_restore_that_dies_right_after_connecting_is_a_failure() {
+    cut_handshake(|_| Vec::new());
+}
+
+#[test]
+fn a_restore_that_dies_within_a_pid_is_a_failure() {
+    cut_handshake(|scene| scene.pid().as_raw().to_ne_bytes()[..2].to_vec());
+}
+
+#[test]
+fn a_restore_that_dies_before_it_hands_the_memory_over_is_a_failure() {
+    cut_handshake(|scene| scene.pid().as_raw().to_ne_bytes().to_vec());
+}
+
+#[test]
+fn a_task_that_hands_over_no_descriptor_is_a_failure() {
+    cut_handshake(|scene| [&scene.pid().as_raw().to_ne_bytes()[..], &[0]].concat());
+}
+
+#[test]
+fn a_task_that_is_not_in_the_images_is_a_failure() {
+    cut_handshake(|scene| (scene.pid().as_raw() + 1).to_ne_bytes().to_vec());
+}
+
+#[test]
+fn a_server_to_which_no_restore_comes_ends_when_asked() {
+    let criu = need!(Criu::main());
+    let scene = Scene::dumped(&criu, "plain", 4).unwrap();
+    let mut server = scene.serve().unwrap();
+    assert!(server.ended(Duration::from_millis(300)).is_err(), "it must wait for its restore");
+    server.terminate().unwrap();
+    server.ended(END).unwrap();
+    assert!(server.childless(END));
+}
+
+#[test]
+fn a_socket_file_that_nobody_listens_on_is_replaced() {
+    let criu = need!(Criu::main());
+    let scene = Scene::dumped(&criu, "plain", 16).unwrap();
+    drop(UnixListener::bind(scene.socket()).unwrap());
+    assert!(fs::exists(scene.socket()).unwrap());
+    scene.play().unwrap();
+}
+
+#[test]
+fn a_second_server_on_a_live_socket_is_refused_and_the_first_still_serves() {
+    let criu = need!(Criu::main());
+    let scene = Scene::dumped(&criu, "plain", 16).unwrap();
+    let mut server = scene.serve().unwrap();
+    let refusal = scene.setup().unwrap().start().unwrap().expect_err("two servers on one socket");
+    assert!(refusal.status.code().is_some_and(|code| code != 0), "{}", refusal.status);
+    assert!(refusal.line_with(&["lazy-pages.socket"]), "{}", refusal.text);
+    scene.go().unwrap();
+    scene.restore().unwrap();
+    scene.expect_good_end(&mut server).unwrap();
+}

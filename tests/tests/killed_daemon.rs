@@ -1,0 +1,170 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The page server is killed at random moments while a target's memory streams in. The target checks its memory all
+//! the time: it ends well or is killed, and never sees a wrong byte.
+//!
+//! `REWAKE_KILLS` is the number of restores (default 40), `REWAKE_SEED` repeats the moments of another run.
+
+use std::env;
+use std::fmt;
+use std::thread::{scope, sleep};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use rewake_tests::pattern::Random;
+use rewake_tests::scene::END;
+use rewake_tests::{Criu, Scene, Server, Verdict, need};
+
+/// Time a target has to end after the last kill: far beyond what any of them needs.
+const LIMIT: Duration = Duration::from_secs(15);
+
+/// Who is killed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Victim {
+    /// The process that serves; every fourth time its successor too.
+    Worker,
+    /// The process that was started.
+    Supervisor,
+    /// Nobody: the started process is asked to end (SIGTERM).
+    Asked,
+}
+
+/// How the restores of one test ended.
+#[derive(Debug, Default)]
+struct Outcomes {
+    good: usize,
+    killed: usize,
+    restore_failed: usize,
+    /// The server was done before the kill; counted besides the outcome.
+    too_late: usize,
+    /// What must not happen: wrong bytes, hanging, anything unexplained.
+    wrong: Vec<String>,
+}
+
+impl fmt::Display for Outcomes {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { good, killed, restore_failed, too_late, wrong } = self;
+        write!(
+            out,
+            "{good} ended well, {killed} targets killed, {restore_failed} restores failed, {} WRONG \
+             ({too_late} kills came too late)",
+            wrong.len()
+        )
+    }
+}
+
+fn rounds(part: usize) -> usize {
+    let all = env::var("REWAKE_KILLS").map_or(40, |text| text.parse().expect("REWAKE_KILLS is a number"));
+    (all / part).max(1)
+}
+
+fn seed() -> u64 {
+    let now = || SystemTime::now().duration_since(UNIX_EPOCH).expect("the clock is past 1970").subsec_nanos();
+    env::var("REWAKE_SEED")
+        .map_or_else(|_| now().into(), |text| text.parse().expect("REWAKE_SEED is a number"))
+}
+
+/// Time from the start of a restore to the end of its server when nothing is killed.
+fn undisturbed(scene: &mut Scene) -> Duration {
+    let mut server = scene.serve().unwrap();
+    scene.go().unwrap();
+    scene.stop().unwrap();
+    let start = Instant::now();
+    scene.restore().unwrap();
+    scene.expect_good_end(&mut server).unwrap();
+    let took = start.elapsed();
+    scene.next_round().unwrap();
+    took
+}
+
+/// Kills at a random moment within `span` of the restore's start; false when there was nobody left.
+fn kill(server: &mut Server, victim: Victim, span: Duration, random: &mut Random) -> bool {
+    let mut nap = |span: Duration| {
+        let micros = usize::try_from(span.as_micros()).unwrap();
+        sleep(Duration::from_micros(random.below(micros + 1) as u64));
+    };
+    nap(span);
+    let hit = match victim {
+        Victim::Worker => server.kill_worker(),
+        Victim::Supervisor => server.kill_supervisor(),
+        Victim::Asked => server.terminate().is_ok(),
+    };
+    if victim == Victim::Worker && random.below(4) == 0 {
+        sleep(Duration::from_micros(random.below(20_000) as u64));
+        server.kill_worker();
+    }
+    hit
+}
+
+/// One restore with one kill.
+fn round(scene: &Scene, victim: Victim, span: Duration, random: &mut Random, sum: &mut Outcomes) {
+    let mut server = scene.serve().unwrap();
+    scene.go().unwrap();
+    let restored = scope(|scope| {
+        let restore = scope.spawn(|| scene.restore());
+        if !kill(&mut server, victim, span, random) {
+            sum.too_late += 1;
+        }
+        restore.join().expect("the restore thread")
+    });
+    scene.stop().unwrap();
+    if let Err(error) = restored {
+        if scene.written().contains("BAD") {
+            sum.wrong.push(format!("{}\n{}", scene.written(), scene.logs()));
+        }
+        eprintln!("restore failed: {}", error.to_string().lines().last().unwrap_or_default());
+        sum.restore_failed += 1;
+        return;
+    }
+    match scene.verdict(LIMIT).unwrap() {
+        Verdict::Ok => sum.good += 1,
+        Verdict::Killed(_) => sum.killed += 1,
+        other => sum.wrong.push(format!("{other:?}\n{}", scene.logs())),
+    }
+    let ended = server.ended(END);
+    let childless = server.childless(END);
+    if ended.is_err() || !childless {
+        sum.wrong.push(format!("the server is still there ({ended:?})\n{}", scene.logs()));
+    }
+}
+
+/// Restores one image again and again, each time with a kill.
+fn campaign(criu: &Criu, scenario: &str, victim: Victim, rounds: usize) -> Outcomes {
+    let seed = seed();
+    let mut random = Random::new(seed);
+    let mut scene = Scene::dumped(criu, scenario, 64).unwrap();
+    let span = undisturbed(&mut scene);
+    let mut sum = Outcomes::default();
+    for _ in 0..rounds {
+        round(&scene, victim, span, &mut random, &mut sum);
+        scene.next_round().unwrap();
+    }
+    eprintln!("{scenario}, {victim:?} killed, REWAKE_SEED={seed}, within {span:?}: {sum}");
+    assert!(sum.wrong.is_empty(), "{}", sum.wrong.join("\n==========\n"));
+    assert!(sum.too_late < rounds.div_ceil(2), "most kills came too late to mean anything");
+    sum
+}
+
+#[test]
+fn a_killed_worker_is_replaced_and_the_target_sees_right_bytes() {
+    let criu = need!(Criu::main());
+    let sum = campaign(&criu, "random", Victim::Worker, rounds(1));
+    assert_eq!(sum.killed, 0, "a lost worker is replaced, its target lives");
+}
+
+#[test]
+fn a_worker_killed_while_the_target_forks_drops_and_moves_memory_is_replaced() {
+    let criu = need!(Criu::main());
+    let sum = campaign(&criu, "active", Victim::Worker, rounds(2));
+    assert_eq!(sum.killed, 0, "a lost worker is replaced, its target lives");
+}
+
+#[test]
+fn a_killed_supervisor_never_shows_wrong_bytes() {
+    let criu = need!(Criu::main());
+    campaign(&criu, "random", Victim::Supervisor, rounds(4));
+}
+
+#[test]
+fn a_server_asked_to_end_never_shows_wrong_bytes() {
+    let criu = need!(Criu::main());
+    campaign(&criu, "random", Victim::Asked, rounds(4));
+}

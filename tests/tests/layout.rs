@@ -1,0 +1,61 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The target changes its address space while memory is missing.
+
+use std::fs;
+
+use rewake_tests::{Criu, Scene, need, skip};
+
+fn plays(scenario: &str, mib: usize) {
+    let criu = need!(Criu::main());
+    Scene::dumped(&criu, scenario, mib).unwrap().play().unwrap();
+}
+
+#[test]
+fn missing_memory_can_be_moved_grown_and_shrunk() {
+    plays("mremap", 32);
+}
+
+#[test]
+fn unmapped_memory_stays_gone_and_its_neighbours_come_back() {
+    plays("munmap", 32);
+}
+
+#[test]
+fn memory_given_back_with_dontneed_reads_zero_for_ever() {
+    plays("dontneed", 32);
+}
+
+#[test]
+fn memory_given_back_with_free_reads_old_bytes_or_zero() {
+    plays("free", 32);
+}
+
+#[test]
+fn reads_writes_drops_moves_and_forks_at_random_always_see_right_bytes() {
+    let criu = need!(Criu::main());
+    let scene = Scene::dumped(&criu, "active", 32).unwrap();
+    scene.stop().unwrap();
+    scene.play().unwrap();
+}
+
+#[test]
+fn more_than_two_gib_of_missing_memory_can_be_unmapped_at_once() {
+    plays("sparse-unmap", 3072);
+}
+
+#[test]
+fn more_than_two_gib_of_missing_memory_can_be_given_back_at_once() {
+    plays("sparse-dontneed", 3072);
+}
+
+#[test]
+fn more_than_two_gib_of_missing_memory_that_was_all_written_can_be_unmapped_at_once() {
+    const MIB: usize = 2560;
+    let text = fs::read_to_string("/proc/meminfo").unwrap();
+    let line = text.lines().find(|line| line.starts_with("MemAvailable:")).unwrap();
+    let available = line.split_whitespace().nth(1).unwrap().parse::<usize>().unwrap() >> 10;
+    if available < 3 * MIB {
+        skip!(unable, "MemAvailable in /proc/meminfo is {available} MiB, {} are needed", 3 * MIB);
+    }
+    plays("dense-unmap", MIB);
+}
