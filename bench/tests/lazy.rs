@@ -61,7 +61,10 @@ fn two_servers_are_measured_in_turn_and_nothing_is_left_behind() {
         assert!(sample["restore_s"].as_f64() < sample["resident_s"].as_f64(), "{sample}");
         assert!(sample["cpu_s_per_gb"].as_f64().unwrap() > 0.0, "{sample}");
         assert!(sample["memory"]["largest"].as_u64().unwrap() > 1 << 20, "{sample}");
-        assert!(sample["touched"]["faults"].as_u64().unwrap() > 0, "{sample}");
+        assert!(sample["touched"]["touches"].as_u64().unwrap() > 0, "{sample}");
+        // On a busy machine all may be resident before the first touch.
+        let faults = sample["touched"]["faults"].as_u64().unwrap();
+        assert_eq!(faults > 0, sample["touched"]["latency"]["max"].as_u64().is_some(), "{sample}");
         assert_eq!(sample["touched"]["wrong_words"], 0, "{sample}");
     }
     assert!(result["limits"]["fill_gb_per_s"][1].as_f64().unwrap() > 0.0);
@@ -109,7 +112,7 @@ fn an_interrupted_run_leaves_nothing_behind() {
     command.args(["lazy", "--size-mib", "32", "--criu"]).arg(&criu).arg("--rewake").arg(&rewake);
     let mut bench = command.arg("--dir").arg(directory.path()).stderr(Stdio::null()).spawn().unwrap();
     let server = directory.path().join("server");
-    while !server.exists() {
+    while !std::fs::read(&server).is_ok_and(|pid| pid.ends_with(b"\n")) {
         assert!(bench.try_wait().unwrap().is_none(), "the bench ended before its server ran");
         std::thread::sleep(Duration::from_millis(10));
     }
