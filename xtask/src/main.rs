@@ -4,10 +4,12 @@
 #![forbid(unsafe_code)]
 
 mod apt;
+mod commands;
 mod program;
 mod repository;
 mod root;
 mod setup;
+mod tidy;
 
 use std::process::ExitCode;
 
@@ -16,14 +18,20 @@ use anyhow::bail;
 const HELP: &str = "\
 cargo xtask <command>
 
-  setup [--criu trixie|sid]   get what the other commands need: packages, CRIU
+  setup [--criu trixie|sid]  get what the other commands need: packages, CRIU (test, demo, bench call it)
+  test [filter]              every check and test, on two versions of CRIU; with a filter only tests of that name
+  bench lazy [options]       stock `criu lazy-pages` and rewake side by side; `bench lazy --help` for options
+  tidy                       the style rules that rustfmt and clippy do not know
+  codegen                    write the code generated from proto/ anew
+
+setup, test and bench need root and start again under sudo. CRIU=/path chooses a CRIU. More: docs/setup.md
 ";
 
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let words: Vec<&str> = arguments.iter().map(String::as_str).collect();
     match dispatch(&words) {
-        Ok(code) => code,
+        Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("xtask: {error:#}");
             ExitCode::FAILURE
@@ -31,12 +39,17 @@ fn main() -> ExitCode {
     }
 }
 
-fn dispatch(words: &[&str]) -> anyhow::Result<ExitCode> {
+fn dispatch(words: &[&str]) -> anyhow::Result<()> {
     match words {
         ["setup"] => setup::run().map(drop)?,
         ["setup", "--criu", suite] => setup::run_for(setup::Suite::named(suite)?).map(drop)?,
+        ["test"] => commands::test::run(None)?,
+        ["test", filter] => commands::test::run(Some(filter))?,
+        ["bench", "lazy", more @ ..] => commands::bench::lazy(more)?,
+        ["tidy"] => tidy::check()?,
+        ["codegen"] => commands::codegen::run()?,
         [] | ["help" | "--help" | "-h"] => print!("{HELP}"),
         other => bail!("`{}` is no command of xtask; `cargo xtask help` lists them", other.join(" ")),
     }
-    Ok(ExitCode::SUCCESS)
+    Ok(())
 }

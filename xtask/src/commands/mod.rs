@@ -1,0 +1,6 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! What `cargo xtask` does once the machine is set up.
+
+pub(crate) mod bench;
+pub(crate) mod codegen;
+pub(crate) mod test;

@@ -1,0 +1,171 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! `cargo xtask test`: every check of this repository, on two versions of CRIU. Goes on after a failure, so that
+//! one run tells all, and fails at the end.
+
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, anyhow, bail, ensure};
+
+use crate::setup::{self, Criu};
+use crate::{program, repository, tidy};
+
+/// Files that one test run keeps open at most, with room: userfaultfds, sockets and images of many processes.
+const OPEN_FILES: u64 = 16_384;
+
+/// Runs all; with a filter only the tests whose names contain it, and no style checks.
+pub(crate) fn run(filter: Option<&str>) -> anyhow::Result<()> {
+    let criu = setup::run()?;
+    let other = setup::run_other_than(&criu);
+    raise_open_files()?;
+    describe_machine(&criu, other.as_ref().ok())?;
+    let environment = environment(&criu, other.as_ref().ok())?;
+    let mut report = Report::default();
+    report.step("set-up of a second CRIU", || other.as_ref().map(drop).map_err(|error| anyhow!("{error:#}")));
+    if filter.is_none() {
+        report.step("tidy", tidy::check);
+        report.step("cargo fmt", || cargo(&["fmt", "--all", "--check"], &[]));
+        report.step("cargo clippy", || {
+            cargo(&["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"], &[])
+        });
+    }
+    let filter: Vec<&str> = filter.into_iter().collect();
+    let built = report.step("release build", || {
+        cargo(&["build", "--release", "--package", "rewake", "--package", "rewake-tests", "--bins"], &[])
+    });
+    report.step("tests of every crate", || {
+        cargo(&[&["test", "--workspace", "--exclude", "rewake-tests"], &filter[..]].concat(), &environment)
+    });
+    report.step("end to end tests", || {
+        ensure!(built, "not run: the release build failed");
+        let arguments =
+            [&["test", "--release", "--package", "rewake-tests"], &filter[..], &["--", "--test-threads=2"]];
+        cargo(&arguments.concat(), &environment)
+    });
+    report.end()
+}
+
+/// What the tests read: the CRIUs to drive and the daemon to try.
+fn environment(criu: &Criu, other: Option<&Criu>) -> anyhow::Result<Vec<(&'static str, String)>> {
+    let text = |path: &std::path::Path| {
+        path.to_str().map(str::to_owned).with_context(|| format!("{} is not UTF-8", path.display()))
+    };
+    let criu = text(&criu.path)?;
+    let mut environment = vec![
+        ("REWAKE_CRIU", criu.clone()),
+        ("CRIU", criu),
+        ("REWAKE_BIN", text(&repository::target()?.join("release/rewake"))?),
+    ];
+    if let Some(other) = other {
+        environment.push(("CRIU_ALT", text(&other.path)?));
+    }
+    Ok(environment)
+}
+
+fn cargo(arguments: &[&str], environment: &[(&str, String)]) -> anyhow::Result<()> {
+    let mut command = repository::cargo();
+    program::run(command.args(arguments).envs(environment.iter().map(|(name, value)| (name, value))))
+}
+
+fn describe_machine(criu: &Criu, other: Option<&Criu>) -> anyhow::Result<()> {
+    let kernel =
+        std::fs::read_to_string("/proc/sys/kernel/osrelease").context("read the kernel's release")?;
+    let cores = std::thread::available_parallelism().context("count the cores")?;
+    let other = other.map_or_else(|| "none".to_owned(), |other| other.version.to_string());
+    println!("kernel {}, {cores} cores, CRIU {} and {other}", kernel.trim(), criu.version);
+    Ok(())
+}
+
+/// Raises this process's limit, which every test inherits.
+fn raise_open_files() -> anyhow::Result<()> {
+    let limits = std::fs::read_to_string("/proc/self/limits").context("read /proc/self/limits")?;
+    let (soft, hard) = open_files(&limits).context("no \"Max open files\" in /proc/self/limits")?;
+    if soft >= OPEN_FILES {
+        return Ok(());
+    }
+    let limit = format!("--nofile={OPEN_FILES}:{}", hard.max(OPEN_FILES));
+    let pid = std::process::id().to_string();
+    program::capture(Command::new("prlimit").args(["--pid", &pid, &limit])).with_context(|| {
+        format!("the tests need {OPEN_FILES} open files, and this shell allows {soft} (at most {hard}): raise `ulimit -n`")
+    })?;
+    Ok(())
+}
+
+/// Soft and hard limit; `unlimited` is the largest number.
+fn open_files(limits: &str) -> Option<(u64, u64)> {
+    let line = limits.lines().find_map(|line| line.strip_prefix("Max open files"))?;
+    let mut numbers = line.split_whitespace().map(|word| match word {
+        "unlimited" => Some(u64::MAX),
+        number => number.parse().ok(),
+    });
+    Some((numbers.next()??, numbers.next()??))
+}
+
+/// What ran, for how long, and how it ended.
+#[derive(Debug, Default)]
+struct Report {
+    steps: Vec<(&'static str, Duration, Option<String>)>,
+}
+
+impl Report {
+    /// Runs one step, whatever happened before it; true if it succeeded.
+    fn step(&mut self, name: &'static str, act: impl FnOnce() -> anyhow::Result<()>) -> bool {
+        println!("\n== {name}");
+        let start = Instant::now();
+        let failure = act().err().map(|error| format!("{error:#}"));
+        if let Some(failure) = &failure {
+            println!("{failure}");
+        }
+        let succeeded = failure.is_none();
+        self.steps.push((name, start.elapsed(), failure));
+        succeeded
+    }
+
+    /// Prints the summary; an error if any step failed.
+    fn end(&self) -> anyhow::Result<()> {
+        println!("\n== summary");
+        for (name, time, failure) in &self.steps {
+            let verdict = if failure.is_some() { "FAILED" } else { "ok" };
+            println!("{verdict:>6}  {:>7.1} s  {name}", time.as_secs_f64());
+        }
+        let failed: Vec<&str> =
+            self.steps.iter().filter(|(_, _, failure)| failure.is_some()).map(|(name, ..)| *name).collect();
+        if !failed.is_empty() {
+            bail!("failed: {}", failed.join(", "));
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_failure_stops_nothing_and_fails_the_run() {
+        let mut report = Report::default();
+        let mut ran = 0;
+        assert!(!report.step("first", || bail!("broken")));
+        assert!(report.step("second", || {
+            ran += 1;
+            Ok(())
+        }));
+        assert_eq!(ran, 1);
+        assert_eq!(report.end().unwrap_err().to_string(), "failed: first");
+    }
+
+    #[test]
+    fn a_run_without_failures_succeeds() {
+        let mut report = Report::default();
+        report.step("only", || Ok(()));
+        assert!(report.end().is_ok());
+    }
+
+    #[test]
+    fn limits_are_read_as_the_kernel_writes_them() {
+        let text = "Limit                     Soft Limit           Hard Limit           Units\n\
+            Max open files            1024                 unlimited            files\n";
+        assert_eq!(open_files(text), Some((1024, u64::MAX)));
+        assert_eq!(open_files("Max cpu time  unlimited\n"), None);
+    }
+}
