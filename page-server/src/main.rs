@@ -1,3 +1,24 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! rewake: the page server and its command line
-fn main() {}
+//! `rewake`: see `rewake --help`.
+
+use std::io::Write as _;
+use std::process::ExitCode;
+
+use clap::Parser as _;
+use rewake::cli::{Cli, Command};
+use rewake::{commands, criu_args};
+
+fn main() -> ExitCode {
+    let cli = Cli::parse_from(criu_args::normalise(std::env::args_os()));
+    let result = match &cli.command {
+        Command::LazyPages(options) => commands::lazy_pages::run(options),
+    };
+    match result {
+        Ok(code) => ExitCode::from(code),
+        Err(error) => {
+            // Nowhere left to complain if stderr is closed.
+            let _ = writeln!(std::io::stderr(), "rewake: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}

@@ -1,0 +1,95 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The command line.
+
+use std::path::PathBuf;
+
+use clap::{Args, Parser, Subcommand};
+
+/// Brings processes back before their memory: a page server for `criu restore --lazy-pages`.
+#[derive(Debug, Parser)]
+#[command(name = "rewake", version, max_term_width = 100)]
+pub struct Cli {
+    /// What to do.
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+/// The commands.
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Serves one restore: a drop-in for `criu lazy-pages`, with its options
+    LazyPages(LazyPages),
+}
+
+/// Options of `criu lazy-pages`, with CRIU's names and meanings.
+#[derive(Debug, Args)]
+pub struct LazyPages {
+    /// Directory of the images
+    #[arg(short = 'D', long, default_value = ".", value_name = "DIR")]
+    pub images_dir: PathBuf,
+    /// Directory for the socket, the log and the pidfile [default: the images directory]
+    #[arg(short = 'W', long, value_name = "DIR")]
+    pub work_dir: Option<PathBuf>,
+    /// Log file, relative to the work directory [default: stderr]
+    #[arg(short = 'o', long, value_name = "FILE")]
+    pub log_file: Option<PathBuf>,
+    /// Log level: -v0 nothing but failures, -v1 errors, -v2 warnings, -v3 information, -v4 everything
+    #[arg(long, default_value_t = 2, value_name = "LEVEL")]
+    pub verbosity: u8,
+    /// Go to the background once the socket is ready
+    #[arg(short = 'd', long)]
+    pub daemon: bool,
+    /// Write the daemon's pid to this file, relative to the work directory (with -d)
+    #[arg(long, value_name = "FILE")]
+    pub pidfile: Option<PathBuf>,
+    /// Write one zero byte to this descriptor once the socket is ready, and close it
+    #[arg(long, value_name = "FD")]
+    pub status_fd: Option<i32>,
+    /// End when no restore has connected after this many seconds [default: wait]
+    #[arg(long, value_name = "SECONDS")]
+    pub connect_timeout: Option<u64>,
+    /// Accepted for compatibility: there is no configuration file
+    #[arg(long, hide = true)]
+    pub no_default_config: bool,
+    #[command(flatten)]
+    pub(crate) remote: Remote,
+}
+
+/// Options of `criu lazy-pages` that are known and not served yet: refused by name rather than misread.
+#[derive(Debug, Args)]
+pub struct Remote {
+    /// Not yet: get pages from a remote page server
+    #[arg(long, hide = true)]
+    pub page_server: bool,
+    /// Not yet: its address
+    #[arg(long, hide = true, value_name = "ADDRESS")]
+    pub address: Option<String>,
+    /// Not yet: its port
+    #[arg(long, hide = true, value_name = "PORT")]
+    pub port: Option<u16>,
+    /// Not yet: its socket
+    #[arg(long, hide = true, value_name = "FD")]
+    pub ps_socket: Option<i32>,
+    /// Not yet: encrypt the connection
+    #[arg(long, hide = true)]
+    pub tls: bool,
+    /// Not yet: punch what was read out of the images
+    #[arg(long, hide = true)]
+    pub auto_dedup: bool,
+}
+
+impl Remote {
+    /// The first option given that is not served yet.
+    #[must_use]
+    pub fn refused(&self) -> Option<&'static str> {
+        let given = [
+            (self.page_server, "--page-server"),
+            (self.address.is_some(), "--address"),
+            (self.port.is_some(), "--port"),
+            (self.ps_socket.is_some(), "--ps-socket"),
+            (self.tls, "--tls"),
+            (self.auto_dedup, "--auto-dedup"),
+        ];
+        given.into_iter().find_map(|(given, name)| given.then_some(name))
+    }
+}

@@ -1,0 +1,4 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! One file a command.
+
+pub mod lazy_pages;

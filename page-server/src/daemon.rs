@@ -1,0 +1,307 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The control side of a worker: sessions from the first connection to the last page.
+
+use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
+use std::os::unix::net::UnixListener;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use anyhow::{Context as _, bail};
+use rewake_store::{BlockCache, DEFAULT_BUDGET};
+use tokio::io::unix::AsyncFd;
+use tracing::{info, warn};
+
+use crate::fill::{Pool, Task};
+use crate::image::{Image, TaskPlan};
+use crate::ledger::{Ledger, NO_FD, Received, SessionSlot, SessionState};
+use crate::session::Session;
+use crate::{socket, spaces, sys};
+
+/// "ReSTore Finished" (criu/uffd.c), sent by the restore when all tasks are in place. No pid is this large.
+const FINISHED: u32 = 0x5253_5446;
+
+/// A worker's state: one for all sessions.
+#[derive(Debug)]
+pub struct Daemon {
+    pub(crate) ledger: Ledger,
+    pub(crate) pool: Pool,
+    sessions: Mutex<Vec<Arc<Session>>>,
+}
+
+/// How a session ended well.
+#[derive(Debug, Clone)]
+pub struct Summary {
+    /// Tasks restored, zombies included.
+    pub tasks: usize,
+    /// Pages brought back with bytes and as zero pages.
+    pub pages_copied: u64,
+    /// Zero pages.
+    pub pages_zero: u64,
+    /// Faults served.
+    pub faults: u64,
+    /// From the restore's connection to the last page.
+    pub elapsed: Duration,
+}
+
+impl Daemon {
+    /// Starts the reactors of a fresh worker.
+    ///
+    /// # Errors
+    /// Memory, descriptors or threads are refused.
+    pub fn start(ledger: Ledger) -> anyhow::Result<Arc<Self>> {
+        let cache = BlockCache::new(DEFAULT_BUDGET)?;
+        let pool = Pool::start(&cache, ledger)?;
+        Ok(Arc::new(Self { ledger, pool, sessions: Mutex::default() }))
+    }
+
+    /// The sessions being served.
+    pub fn sessions(&self) -> Vec<Arc<Session>> {
+        self.sessions.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Opens a session: checks the whole image, then listens where the restore will look.
+    ///
+    /// # Errors
+    /// The image cannot be served, the socket not be bound, or too many sessions are open.
+    pub fn open(&self, images: &Path, work: &Path) -> anyhow::Result<OpenSession> {
+        let image = Image::open(images)?;
+        let listener = socket::listen(work)?;
+        let Some(index) = self.ledger.take_session() else {
+            bail!("{} restores are being served: wait for one to end", crate::ledger::MAX_SESSIONS)
+        };
+        let slot = &self.ledger.sessions()[index];
+        if let Err(error) = slot.set_paths(images, work) {
+            slot.set_state(SessionState::Free);
+            return Err(error.into());
+        }
+        slot.inbox.reset();
+        slot.listener.store(listener.as_raw_fd(), Ordering::Release);
+        info!(session = index, tasks = image.tasks(), lazy_pages = image.lazy_pages(), "listening for {}", images.display());
+        Ok(self.track(OpenSession { image, slot, listener: Some(listener), connection: None, session: Arc::new(Session::new(index, images.to_owned())) }))
+    }
+
+    /// Takes up the sessions that a dead worker left.
+    ///
+    /// # Errors
+    /// An image cannot be read any more: its processes are killed first.
+    pub fn inherit(&self) -> anyhow::Result<Vec<OpenSession>> {
+        self.ledger.reclaim();
+        let mut sessions = Vec::new();
+        for (index, slot) in self.ledger.sessions().iter().enumerate() {
+            if slot.state() != SessionState::Free {
+                let session = self.inherit_one(index, slot);
+                sessions.push(self.track(session.inspect_err(|_| {
+                    spaces::kill(self.ledger, index);
+                })?));
+            }
+        }
+        Ok(sessions)
+    }
+
+    fn inherit_one(&self, index: usize, slot: &'static SessionSlot) -> anyhow::Result<OpenSession> {
+        let (images, _work) = slot.paths();
+        let image = Image::open(&images)?;
+        let session = Arc::new(Session::new(index, images));
+        if slot.state() == SessionState::Running {
+            session.release();
+        }
+        let own = |number: i32| {
+            // SAFETY: the dead worker left it open in the shared table for us; the ledger names it once.
+            (number != NO_FD).then(|| unsafe { sys::take_over(number) })
+        };
+        let listener = own(slot.listener.load(Ordering::Acquire)).map(UnixListener::from);
+        let connection = own(slot.connection.load(Ordering::Acquire));
+        for task in spaces::inherit(self.ledger, &image, &session, &self.pool)? {
+            self.pool.submit(task);
+        }
+        info!(session = index, "taken over in state {:?}", slot.state());
+        Ok(OpenSession { image, slot, listener, connection, session })
+    }
+
+    fn track(&self, session: OpenSession) -> OpenSession {
+        let mut sessions = self.sessions.lock().unwrap_or_else(PoisonError::into_inner);
+        sessions.push(Arc::clone(&session.session));
+        self.pool.set_sessions(sessions.len());
+        session
+    }
+
+    fn forget(&self, session: &Arc<Session>) {
+        let mut sessions = self.sessions.lock().unwrap_or_else(PoisonError::into_inner);
+        sessions.retain(|other| !Arc::ptr_eq(other, session));
+        self.pool.set_sessions(sessions.len());
+    }
+
+    /// Serves a session to its end.
+    ///
+    /// # Errors
+    /// The restore or the image failed. The restored processes were killed, or can never read a page that
+    /// was not brought back.
+    pub async fn serve(&self, mut open: OpenSession, connect_limit: Option<Duration>) -> anyhow::Result<Summary> {
+        let session = Arc::clone(&open.session);
+        let outcome = self.follow(&mut open, connect_limit).await;
+        if let Err(error) = &outcome {
+            session.fail(&format!("{error:#}"));
+            self.pool.look_again();
+        }
+        while !session.is_empty() {
+            session.changed().await;
+        }
+        let tasks = open.slot.tasks.load(Ordering::Relaxed) as usize;
+        open.close();
+        self.forget(&session);
+        outcome?;
+        if let Some(reason) = session.failure() {
+            bail!("{reason}");
+        }
+        let count = |counter: &std::sync::atomic::AtomicU64| counter.load(Ordering::Relaxed);
+        Ok(Summary {
+            tasks,
+            pages_copied: count(&session.stats.pages_copied),
+            pages_zero: count(&session.stats.pages_zero),
+            faults: count(&session.stats.faults),
+            elapsed: session.since.elapsed(),
+        })
+    }
+
+    async fn follow(&self, open: &mut OpenSession, connect_limit: Option<Duration>) -> anyhow::Result<()> {
+        if open.slot.state() == SessionState::Listening {
+            let accepted = open.accept();
+            match connect_limit {
+                Some(limit) => tokio::time::timeout(limit, accepted).await.with_context(|| {
+                    format!("no `criu restore` connected within {} s: start one, or this again", limit.as_secs())
+                })??,
+                None => accepted.await?,
+            }
+        }
+        if open.slot.state() != SessionState::Running {
+            self.handshake(open).await?;
+        }
+        open.session.release();
+        self.pool.look_again();
+        loop {
+            if open.session.is_empty() || open.session.has_failed() {
+                return Ok(());
+            }
+            open.session.changed().await;
+        }
+    }
+
+    /// Receives every task's userfaultfd, serving their faults from the first on, then the finish notice.
+    async fn handshake(&self, open: &mut OpenSession) -> anyhow::Result<()> {
+        let Some(connection) = open.connection.as_ref() else { bail!("the connection with the restore is lost") };
+        let readable = AsyncFd::register(connection.try_clone().context("watching the restore")?)?;
+        loop {
+            match open.slot.inbox.next(connection.as_fd()).context("receiving from the restore")? {
+                Received::Empty => {
+                    tokio::select! {
+                        ready = readable.readable() => ready?.clear_ready(),
+                        () = open.session.changed() => if open.session.has_failed() { return Ok(()) },
+                    }
+                }
+                Received::Closed => bail!(
+                    "`criu restore` ended before it said that it had finished ({} of {} tasks had reported): see its log",
+                    open.slot.tasks.load(Ordering::Relaxed),
+                    open.image.tasks()
+                ),
+                Received::Word(FINISHED) => {
+                    let tasks = open.slot.tasks.load(Ordering::Relaxed) as usize;
+                    if tasks < open.image.tasks() {
+                        bail!("`criu restore` finished with {tasks} of {} tasks reported", open.image.tasks());
+                    }
+                    open.slot.set_state(SessionState::Running);
+                    open.slot.inbox.done();
+                    return Ok(());
+                }
+                Received::Word(word) => self.announced(open, i32::from_ne_bytes(word.to_ne_bytes()))?,
+                Received::Descriptor { image_pid, uffd, host_pid } => {
+                    self.task_arrived(open, image_pid, uffd, host_pid)?;
+                }
+            }
+        }
+    }
+
+    fn announced(&self, open: &OpenSession, pid: i32) -> anyhow::Result<()> {
+        let known = |pid: i32| u32::try_from(pid).is_ok_and(|pid| open.image.has_task(pid));
+        if pid < 0 && known(-pid) {
+            open.slot.tasks.fetch_add(1, Ordering::AcqRel);
+            open.slot.inbox.done();
+            return Ok(());
+        }
+        if !known(pid) {
+            bail!("the restore announced task {pid}, which is not in {}: wrong images directory?", open.session.images.display());
+        }
+        open.slot.inbox.expect_descriptor(pid);
+        Ok(())
+    }
+
+    fn task_arrived(&self, open: &OpenSession, image_pid: i32, number: i32, host_pid: i32) -> anyhow::Result<()> {
+        if !spaces::is_known(self.ledger, number) {
+            // SAFETY: just received (or received by a dead worker), and in no slot: owned by nobody.
+            let uffd = unsafe { sys::take_over(number) };
+            let plan = self.plan(open, image_pid)?;
+            let home = self.pool.choose_home();
+            let arrived = spaces::Arrival { image_pid, host_pid, uffd, home };
+            self.pool.submit(spaces::open(self.ledger, plan, &open.session, arrived)?);
+        }
+        open.slot.tasks.fetch_add(1, Ordering::AcqRel);
+        open.slot.inbox.done();
+        Ok(())
+    }
+
+    fn plan<'a>(&self, open: &'a OpenSession, image_pid: i32) -> anyhow::Result<&'a TaskPlan> {
+        let plan = u32::try_from(image_pid).ok().and_then(|pid| open.image.plan(pid));
+        plan.with_context(|| format!("task {image_pid} has no memory in {}", open.session.images.display()))
+    }
+}
+
+/// A session that is listening or further.
+#[derive(Debug)]
+pub struct OpenSession {
+    /// What the reactors see of it.
+    pub session: Arc<Session>,
+    image: Image,
+    slot: &'static SessionSlot,
+    listener: Option<UnixListener>,
+    connection: Option<OwnedFd>,
+}
+
+impl OpenSession {
+    /// Waits for the restore and takes its connection.
+    async fn accept(&mut self) -> anyhow::Result<()> {
+        let Some(listener) = self.listener.as_ref() else { bail!("the listening socket is lost") };
+        let readable = AsyncFd::register(listener.try_clone().context("watching the socket")?)?;
+        let connection = loop {
+            readable.readable().await?.clear_ready();
+            match listener.accept() {
+                Ok((connection, _)) => break OwnedFd::from(connection),
+                Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {}
+                Err(error) => return Err(error).context("accepting the restore's connection"),
+            }
+        };
+        sys::pass_credentials(connection.as_fd()).context("asking for the restore's pids")?;
+        self.slot.connection.store(connection.as_raw_fd(), Ordering::Release);
+        self.slot.set_state(SessionState::Handshake);
+        self.connection = Some(connection);
+        self.slot.listener.store(NO_FD, Ordering::Release);
+        self.listener = None;
+        Ok(())
+    }
+
+    /// Frees the slot and closes the sockets.
+    fn close(mut self) {
+        let (_, work): (PathBuf, PathBuf) = self.slot.paths();
+        self.slot.listener.store(NO_FD, Ordering::Release);
+        self.slot.connection.store(NO_FD, Ordering::Release);
+        self.slot.set_state(SessionState::Free);
+        if self.listener.take().is_some() {
+            if let Err(error) = socket::remove(&work) {
+                warn!(%error, "removing the socket in {}", work.display());
+            }
+        }
+    }
+}
+
+/// Submitted to a reactor when a task reports.
+pub type Adoption = Task;

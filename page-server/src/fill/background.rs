@@ -1,0 +1,194 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Everything that nobody waits for yet, block by block, one bounded step at a time.
+
+use std::sync::Arc;
+
+use rewake_pager::{BlockIx, Finish, PageIx};
+use rewake_store::{Acquire, BlockRef, BufferSlice, Done, LoadGuard, PagesFile, Read, read_now};
+
+use super::reactor::Reactor;
+use super::space::{AddressSpace, Filled};
+
+/// Blocks that one reactor has under way on the disk: enough that a 1.5 GB/s disk is never idle between two
+/// of them, few enough that a demand read does not queue long behind them (docs/performance.md).
+const READ_AHEAD: usize = 3;
+/// Bytes read from the page cache in one step, about 10 µs, between two looks at the faults.
+const WARM_STEP: usize = 64 * 1024;
+
+/// A block claimed for one address space.
+#[derive(Debug)]
+pub(super) struct Claim {
+    space: Arc<AddressSpace>,
+    block: BlockIx,
+}
+
+/// A block on its way from the disk.
+#[derive(Debug)]
+pub(super) struct Load {
+    claim: Claim,
+    guard: LoadGuard,
+}
+
+/// A block whose bytes are here, or in the page cache.
+#[derive(Debug)]
+pub(super) struct Work {
+    claim: Claim,
+    next: PageIx,
+    bytes: Bytes,
+}
+
+#[derive(Debug)]
+enum Bytes {
+    Here(BlockRef),
+    /// In the page cache: being read into the buffer, `filled` bytes so far.
+    Warm { guard: LoadGuard, buffer: BufferSlice, filled: usize },
+}
+
+impl Reactor {
+    /// One step. False: there is nothing to do now.
+    pub(super) fn background(&mut self) -> bool {
+        self.read_ahead();
+        let Some(work) = self.ready.pop_front() else { return false };
+        if !work.claim.space.wants_background() {
+            return true; // dropped with its buffer: the process ended
+        }
+        match work.bytes {
+            Bytes::Warm { guard, buffer, filled } => self.read_warm(work.claim, work.next, guard, buffer, filled),
+            Bytes::Here(block) => self.fill_piece(work.claim, work.next, block),
+        }
+        true
+    }
+
+    /// Claims blocks until enough are under way.
+    fn read_ahead(&mut self) {
+        for claim in std::mem::take(&mut self.waiting) {
+            self.acquire(claim);
+        }
+        while self.ready.is_empty() && self.loads.len() + self.waiting.len() < READ_AHEAD
+            || self.loads.len() + self.waiting.len() + self.ready.len() < READ_AHEAD && !self.loads.is_empty()
+        {
+            let Some(claim) = self.claim() else { return };
+            if !self.acquire(claim) {
+                return;
+            }
+        }
+    }
+
+    /// The next block of the next address space that wants one.
+    fn claim(&mut self) -> Option<Claim> {
+        let count = self.spaces.len();
+        for step in 0..count {
+            let space = self.spaces.get((self.turn + step) % count)?;
+            if !space.wants_background() {
+                continue;
+            }
+            if let Some(block) = space.layout().claim() {
+                self.turn = (self.turn + step + 1) % count;
+                return Some(Claim { space: Arc::clone(space), block });
+            }
+        }
+        None
+    }
+
+    /// Gets the claimed block's bytes under way. False when no buffer is free.
+    fn acquire(&mut self, claim: Claim) -> bool {
+        let (file, index, first) = {
+            let layout = claim.space.layout();
+            let block = layout.plan().block(claim.block);
+            (Arc::clone(&claim.space.files[block.file as usize]), block.index, block.first)
+        };
+        match self.shared.cache.acquire(&file, index, &self.waker) {
+            Acquire::Hit(block) => self.ready.push_back(Work { claim, next: first, bytes: Bytes::Here(block) }),
+            Acquire::Load(guard) => self.load(claim, &file, first, guard),
+            Acquire::Pending => self.waiting.push(claim),
+            Acquire::Full => {
+                claim.space.layout().release(claim.block, Finish::Retry);
+                return false;
+            }
+        }
+        true
+    }
+
+    fn load(&mut self, claim: Claim, file: &Arc<PagesFile>, first: PageIx, mut guard: LoadGuard) {
+        let Some(buffer) = guard.take_slice() else { unreachable!("a fresh guard has its buffer") };
+        let offset = guard.offset();
+        if file.is_cached(offset, buffer.len()) {
+            let bytes = Bytes::Warm { guard, buffer, filled: 0 };
+            self.ready.push_back(Work { claim, next: first, bytes });
+            return;
+        }
+        let how = file.how(offset, buffer.len());
+        let entry = self.loads.vacant_entry();
+        let read = Read { ticket: entry.key() as u64, file: Arc::clone(file), offset, dst: buffer, how };
+        match self.engine.submit(read) {
+            Ok(()) => {
+                entry.insert(Load { claim, guard });
+            }
+            // The ring is full of other reads: this block's turn comes again.
+            Err(_full) => claim.space.layout().release(claim.block, Finish::Retry),
+        }
+    }
+
+    /// A background read is back.
+    pub(super) fn block_read(&mut self, done: Done) {
+        let Ok(key) = usize::try_from(done.ticket) else { return };
+        let Some(Load { claim, guard }) = self.loads.try_remove(key) else { return };
+        match done.result {
+            Ok(()) => self.here(claim, guard, done.dst),
+            Err(error) => {
+                guard.fail();
+                claim.space.session.fail(&error.to_string());
+                self.shared.attention_all();
+            }
+        }
+    }
+
+    fn here(&mut self, claim: Claim, guard: LoadGuard, buffer: BufferSlice) {
+        let first = claim.space.layout().plan().block(claim.block).first;
+        let block = guard.publish(buffer);
+        self.ready.push_back(Work { claim, next: first, bytes: Bytes::Here(block) });
+    }
+
+    fn read_warm(&mut self, claim: Claim, next: PageIx, guard: LoadGuard, mut buffer: BufferSlice, filled: usize) {
+        let end = buffer.len().min(filled + WARM_STEP);
+        let file = {
+            let layout = claim.space.layout();
+            Arc::clone(&claim.space.files[layout.plan().block(claim.block).file as usize])
+        };
+        if let Err(error) = read_now(&file, guard.offset() + filled as u64, &mut buffer[filled..end]) {
+            guard.fail();
+            claim.space.session.fail(&error.to_string());
+            self.shared.attention_all();
+            return;
+        }
+        if end == buffer.len() {
+            self.here(claim, guard, buffer);
+        } else {
+            let bytes = Bytes::Warm { guard, buffer, filled: end };
+            self.ready.push_front(Work { claim, next, bytes });
+        }
+    }
+
+    fn fill_piece(&mut self, claim: Claim, from: PageIx, block: BlockRef) {
+        let (filled, next) = claim.space.fill_piece(claim.block, from, &block, &mut self.runs);
+        match (filled, next) {
+            (Filled::All, Some(next)) => {
+                self.ready.push_front(Work { claim, next, bytes: Bytes::Here(block) });
+            }
+            (Filled::All, None) => self.finish(&claim, block),
+            (Filled::Changing(next), _) => {
+                self.stalled = true;
+                self.ready.push_back(Work { claim, next, bytes: Bytes::Here(block) });
+            }
+            (Filled::Gone, _) => self.gone(&claim.space),
+            (Filled::Failed(errno), _) => self.refused(&claim.space, errno),
+        }
+    }
+
+    fn finish(&mut self, claim: &Claim, block: BlockRef) {
+        // Kept for a second session of the same image; alone, the same warm buffer is used again.
+        if self.shared.lone_session() { block.discard() } else { drop(block) }
+        claim.space.layout().release(claim.block, Finish::Done);
+        self.shared.check_finished(&claim.space);
+    }
+}

@@ -1,0 +1,148 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Pages that threads wait for.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use rewake_pager::{Locate, PAGE_SIZE, Place};
+use rewake_store::{Acquire, BLOCK, Done, PagesFile, Read, read_now};
+
+use super::reactor::Reactor;
+use super::space::{AddressSpace, Filled};
+
+/// A thread waits for the page at `address`.
+#[derive(Debug)]
+pub(super) struct Demand {
+    pub(super) space: Arc<AddressSpace>,
+    pub(super) address: u64,
+    /// When its message was read.
+    pub(super) since: Instant,
+    /// File and offset of the read that is under way for it.
+    pub(super) reading: Option<(u32, u64)>,
+}
+
+/// Marks tickets of demand reads; the rest is the index of the [`Demand`].
+pub(super) const DEMAND_TICKET: u64 = 1 << 63;
+
+impl Reactor {
+    /// Serves a fault now if its bytes are in memory, otherwise asks the disk for that page alone, ahead of
+    /// what is read in the background.
+    pub(super) fn serve(&mut self, demand: Demand) {
+        if demand.space.is_gone() || demand.space.session.has_failed() {
+            return;
+        }
+        let space = Arc::clone(&demand.space);
+        let layout = space.layout();
+        let place = match layout.locate(demand.address) {
+            // A page that we filled and that faults again was never touched by the program (its loss would
+            // have been an event): a fork does not copy zero pages, for one. Its bytes are the image's.
+            Locate::Missing(place) | Locate::Resident(place) => place,
+            Locate::Unbacked => {
+                let filled = space.fill_demand(&layout, demand.address, None, None);
+                drop(layout);
+                return self.served(demand, filled);
+            }
+        };
+        let Some(file) = space.files.get(place.file as usize) else {
+            unreachable!("the plan was made with these files")
+        };
+        layout.promote(place.block);
+        if self.bytes_at_hand(file, place) {
+            let filled = space.fill_demand(&layout, demand.address, Some(place.page), Some(&self.page[..]));
+            drop(layout);
+            return self.served(demand, filled);
+        }
+        drop(layout);
+        self.read_page(demand, file, place);
+    }
+
+    /// Copies the page's bytes into `self.page` if they are in the page cache or in the block cache.
+    fn bytes_at_hand(&mut self, file: &Arc<PagesFile>, place: Place) -> bool {
+        if file.is_cached(place.file_offset, self.page.len()) {
+            // A failure here is found again, and reported, by the read that follows.
+            return read_now(file, place.file_offset, &mut self.page[..]).is_ok();
+        }
+        // When the answer is Load, the guard is dropped here: nobody waits, and one page is read faster alone.
+        let acquired = self.shared.cache.acquire(file, place.file_offset / BLOCK as u64, &self.waker);
+        let Acquire::Hit(block) = acquired else { return false };
+        let start = in_block(place.file_offset);
+        let Some(bytes) = block.get(start..start + self.page.len()) else { return false };
+        self.page.copy_from_slice(bytes);
+        true
+    }
+
+    fn read_page(&mut self, mut demand: Demand, file: &Arc<PagesFile>, place: Place) {
+        let same = |other: &Demand| {
+            other.address == demand.address && Arc::ptr_eq(&other.space, &demand.space)
+        };
+        if self.demands.iter().any(|(_, other)| same(other)) {
+            return; // on its way already; the fill wakes every thread that waits for the page
+        }
+        let Some(dst) = self.shared.cache.demand_buffer() else {
+            self.deferred.push(demand);
+            return;
+        };
+        let entry = self.demands.vacant_entry();
+        let ticket = DEMAND_TICKET | entry.key() as u64;
+        let how = file.how(place.file_offset, dst.len());
+        let read = Read { ticket, file: Arc::clone(file), offset: place.file_offset, dst, how };
+        match self.engine.submit(read) {
+            Ok(()) => {
+                demand.reading = Some((place.file, place.file_offset));
+                entry.insert(demand);
+            }
+            Err(_full) => self.deferred.push(demand),
+        }
+    }
+
+    /// A demand read is back.
+    pub(super) fn page_read(&mut self, done: Done) {
+        let Ok(key) = usize::try_from(done.ticket & !DEMAND_TICKET) else { return };
+        let Some(demand) = self.demands.try_remove(key) else { return };
+        if let Err(error) = done.result {
+            demand.space.session.fail(&error.to_string());
+            self.shared.attention_all();
+            return;
+        }
+        let space = Arc::clone(&demand.space);
+        let layout = space.layout();
+        match layout.locate(demand.address) {
+            Locate::Missing(place) | Locate::Resident(place) if demand.reading == Some((place.file, place.file_offset)) => {
+                let filled = space.fill_demand(&layout, demand.address, Some(place.page), Some(&done.dst));
+                drop(layout);
+                self.served(demand, filled);
+            }
+            // The program moved or dropped the page while it was read.
+            _ => {
+                drop(layout);
+                self.serve(demand);
+            }
+        }
+    }
+
+    fn served(&mut self, demand: Demand, filled: Filled) {
+        match filled {
+            Filled::All => {
+                demand.space.session.stats.fault(demand.since.elapsed());
+                self.shared.check_finished(&demand.space);
+            }
+            Filled::Changing(_) => self.deferred.push(demand),
+            Filled::Gone => self.gone(&demand.space),
+            Filled::Failed(errno) => self.refused(&demand.space, errno),
+        }
+    }
+
+    /// Tries again what had to wait for the program or for a buffer. True when some still waits.
+    pub(super) fn retry_deferred(&mut self) -> bool {
+        for demand in std::mem::take(&mut self.deferred) {
+            self.serve(demand);
+        }
+        !self.deferred.is_empty()
+    }
+}
+
+fn in_block(offset: u64) -> usize {
+    usize::try_from(offset % BLOCK as u64).unwrap_or(0)
+}
+
+const _: () = assert!(BLOCK as u64 == rewake_pager::BLOCK_PAGES * PAGE_SIZE);

@@ -1,0 +1,23 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The data plane: named threads ("reactors") that serve page faults and fill memory in the background.
+//!
+//! Every address space has one *home* reactor: it alone reads the userfaultfd, so events are seen in order.
+//! Background blocks of any address space are filled by all reactors.
+//!
+//! * [`space`]: one address space and the pieces of filling it.
+//! * `reactor`: a thread's loop: events, completions, one bounded piece of background work, again.
+//! * `events`: what a fork, mremap, munmap or madvise changes.
+//! * `demand`: a page that a thread waits for.
+//! * `background`: everything else, block by block.
+//! * `condemn`: ending a session whose bytes cannot be had.
+
+mod background;
+mod condemn;
+mod demand;
+mod events;
+mod reactor;
+pub mod space;
+pub mod stats;
+
+pub use reactor::{Pool, Task};
+pub use space::AddressSpace;

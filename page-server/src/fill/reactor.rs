@@ -1,0 +1,456 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! A reactor thread: look at events and completions, do one bounded piece of background work, again.
+
+use std::io;
+use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, RawFd};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use anyhow::Context as _;
+use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
+use rewake_pager::Run;
+use rewake_store::{BlockCache, Done, Engine, PAGE, Waker};
+use slab::Slab;
+use tracing::{debug, error, info};
+
+use super::background::{Claim, Load, Work};
+use super::demand::{DEMAND_TICKET, Demand};
+use super::events::{Home, News};
+use super::space::AddressSpace;
+use crate::ledger::{Journal, Ledger, NO_FD};
+
+/// Reactors at most. Filling is bound by memory bandwidth: more threads than this fight over it.
+const MAX_REACTORS: usize = 8;
+/// Longest sleep with nothing to do: bounds the harm of a wake-up lost to a bug of ours.
+const IDLE: Duration = Duration::from_secs(1);
+/// Sleep while waiting for a program to finish changing its layout, after [`SPINS`] tries without one.
+const STALL: Duration = Duration::from_millis(1);
+const SPINS: u32 = 64;
+/// Descriptors looked at after one wait; the rest are found by the next.
+const EVENTS: usize = 64;
+
+const WAKER: u64 = 0;
+const ENGINE: u64 = 1;
+const FIRST_HOME: u64 = 2;
+
+/// What a reactor is asked to do.
+#[derive(Debug)]
+pub enum Task {
+    /// Be home to an address space. `inherited`: a predecessor served it.
+    Adopt {
+        /// The address space, already published in the ledger.
+        space: Arc<AddressSpace>,
+        /// Its journal.
+        journal: Journal,
+        /// True at takeover: messages may be pending and threads waiting whose faults were read.
+        inherited: bool,
+    },
+}
+
+#[derive(Debug)]
+struct Handle {
+    waker: Waker,
+    inbox: Mutex<Vec<Task>>,
+    /// A home may have something to look at: failed, finished, or without a process.
+    attention: AtomicBool,
+}
+
+/// What all reactors share.
+#[derive(Debug)]
+pub(super) struct Shared {
+    pub(super) cache: Arc<BlockCache>,
+    pub(super) ledger: Ledger,
+    spaces: Mutex<Vec<Arc<AddressSpace>>>,
+    version: AtomicUsize,
+    sessions: AtomicUsize,
+    handles: Vec<Handle>,
+}
+
+impl Shared {
+    /// Has every reactor look after its homes.
+    pub(super) fn attention_all(&self) {
+        for handle in &self.handles {
+            handle.attention.store(true, Ordering::Release);
+            handle.waker.wake();
+        }
+    }
+
+    fn attention(&self, space: &AddressSpace) {
+        if let Some(handle) = self.handles.get(space.home) {
+            handle.attention.store(true, Ordering::Release);
+            handle.waker.wake();
+        }
+    }
+
+    /// Tells the home of an address space in which nothing is missing any more.
+    pub(super) fn check_finished(&self, space: &AddressSpace) {
+        if space.session.is_released() && space.layout().missing() == 0 {
+            self.attention(space);
+        }
+    }
+
+    /// True when no second session could want the same blocks.
+    pub(super) fn lone_session(&self) -> bool {
+        self.sessions.load(Ordering::Relaxed) <= 1
+    }
+
+    fn add(&self, space: &Arc<AddressSpace>) {
+        self.spaces.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::clone(space));
+        self.version.fetch_add(1, Ordering::Release);
+    }
+
+    fn remove(&self, space: &Arc<AddressSpace>) {
+        let mut spaces = self.spaces.lock().unwrap_or_else(PoisonError::into_inner);
+        spaces.retain(|other| !Arc::ptr_eq(other, space));
+        self.version.fetch_add(1, Ordering::Release);
+    }
+}
+
+/// The reactors.
+#[derive(Debug)]
+pub struct Pool {
+    shared: Arc<Shared>,
+    next_home: AtomicUsize,
+    _threads: Vec<JoinHandle<()>>,
+}
+
+impl Pool {
+    /// Starts a reactor for each processor, [`MAX_REACTORS`] at most.
+    ///
+    /// # Errors
+    /// Descriptors, memory or threads are refused.
+    pub fn start(cache: &Arc<BlockCache>, ledger: Ledger) -> anyhow::Result<Self> {
+        let count = std::thread::available_parallelism().map_or(1, usize::from).min(MAX_REACTORS);
+        let handle = || {
+            anyhow::Ok(Handle {
+                waker: Waker::new().context("making an eventfd")?,
+                inbox: Mutex::default(),
+                attention: AtomicBool::new(false),
+            })
+        };
+        let shared = Arc::new(Shared {
+            cache: Arc::clone(cache),
+            ledger,
+            spaces: Mutex::default(),
+            version: AtomicUsize::new(0),
+            sessions: AtomicUsize::new(0),
+            handles: (0..count).map(|_| handle()).collect::<Result<_, _>>()?,
+        });
+        let start = |index: usize| {
+            let shared = Arc::clone(&shared);
+            let thread = std::thread::Builder::new().name(format!("fill-{index}"));
+            thread.spawn(move || run(index, shared)).context("starting a reactor thread")
+        };
+        let threads = (0..count).map(start).collect::<Result<_, _>>()?;
+        Ok(Self { shared, next_home: AtomicUsize::new(0), _threads: threads })
+    }
+
+    /// The reactor that the next address space should have as its home.
+    #[must_use]
+    pub fn choose_home(&self) -> usize {
+        self.next_home.fetch_add(1, Ordering::Relaxed) % self.shared.handles.len()
+    }
+
+    /// Hands a task to the reactor of its address space.
+    pub fn submit(&self, task: Task) {
+        let Task::Adopt { space, .. } = &task;
+        let Some(handle) = self.shared.handles.get(space.home) else { return };
+        handle.inbox.lock().unwrap_or_else(PoisonError::into_inner).push(task);
+        handle.waker.wake();
+    }
+
+    /// Something about a session changed: it was released, or it failed.
+    pub fn look_again(&self) {
+        self.shared.attention_all();
+    }
+
+    /// Sessions being served, for the choice between keeping and reusing buffers.
+    pub fn set_sessions(&self, count: usize) {
+        self.shared.sessions.store(count, Ordering::Relaxed);
+    }
+}
+
+/// One thread's state. The work itself is in `demand`, `background`, `events` and `condemn`.
+pub(super) struct Reactor {
+    index: usize,
+    pub(super) shared: Arc<Shared>,
+    pub(super) engine: Box<dyn Engine>,
+    pub(super) waker: Waker,
+    epoll: Epoll,
+    pub(super) homes: Slab<Home>,
+    /// Address spaces of all reactors, as of `version`.
+    pub(super) spaces: Vec<Arc<AddressSpace>>,
+    version: usize,
+    pub(super) turn: usize,
+    pub(super) demands: Slab<Demand>,
+    pub(super) deferred: Vec<Demand>,
+    pub(super) loads: Slab<Load>,
+    pub(super) waiting: Vec<Claim>,
+    pub(super) ready: std::collections::VecDeque<Work>,
+    pub(super) runs: Vec<Run>,
+    pub(super) page: Box<[u8; PAGE]>,
+    /// A background piece met a program that is changing its layout.
+    pub(super) stalled: bool,
+    spins: u32,
+    idle: bool,
+    /// An address space of a failed session could not be ended yet.
+    unended: bool,
+    done: Vec<Done>,
+}
+
+fn run(index: usize, shared: Arc<Shared>) {
+    match Reactor::new(index, shared) {
+        Ok(mut reactor) => loop {
+            reactor.turn();
+        },
+        Err(error) => {
+            // Without its reactors the worker cannot keep what it promised: the supervisor starts another.
+            error!("reactor {index}: {error:#}");
+            std::process::abort();
+        }
+    }
+}
+
+impl Reactor {
+    fn new(index: usize, shared: Arc<Shared>) -> anyhow::Result<Self> {
+        let best = rewake_store::best(&shared.cache)?;
+        if let Some(note) = best.note.filter(|_| index == 0) {
+            info!("{note}");
+        }
+        let epoll = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC).context("making an epoll")?;
+        let waker = shared.handles.get(index).context("no handle for this reactor")?.waker.clone();
+        let reactor = Self {
+            index,
+            shared,
+            engine: best.engine,
+            waker,
+            epoll,
+            homes: Slab::new(),
+            spaces: Vec::new(),
+            version: 0,
+            turn: 0,
+            demands: Slab::new(),
+            deferred: Vec::new(),
+            loads: Slab::new(),
+            waiting: Vec::new(),
+            ready: std::collections::VecDeque::new(),
+            runs: Vec::new(),
+            page: Box::new([0; PAGE]),
+            stalled: false,
+            spins: 0,
+            idle: false,
+            unended: false,
+            done: Vec::new(),
+        };
+        reactor.watch(reactor.waker.as_raw_fd(), WAKER)?;
+        if let Some(fd) = reactor.engine.poll_fd() {
+            reactor.watch(fd, ENGINE)?;
+        }
+        Ok(reactor)
+    }
+
+    fn turn(&mut self) {
+        self.wait();
+        self.reap();
+        let deferred = self.retry_deferred();
+        self.refresh();
+        self.stalled = deferred;
+        let busy = self.background();
+        self.spins = if self.stalled { self.spins.saturating_add(1) } else { 0 };
+        if self.stalled && self.spins < SPINS {
+            std::thread::yield_now();
+        }
+        self.idle = !busy && !self.stalled;
+    }
+
+    /// Looks at what is ready; sleeps only when the last turn found nothing to do.
+    fn wait(&mut self) {
+        let timeout = if self.idle && !self.unended {
+            IDLE
+        } else if self.idle || self.spins >= SPINS {
+            STALL
+        } else {
+            Duration::ZERO
+        };
+        let timeout = EpollTimeout::try_from(timeout).unwrap_or(EpollTimeout::ZERO);
+        let mut events = [EpollEvent::empty(); EVENTS];
+        let count = match self.epoll.wait(&mut events, timeout) {
+            Ok(count) => count,
+            Err(nix::Error::EINTR) => 0,
+            Err(error) => {
+                error!("reactor {}: epoll: {error}", self.index);
+                std::process::abort();
+            }
+        };
+        for event in events.iter().take(count) {
+            match event.data() {
+                WAKER => self.woken(),
+                ENGINE => {}
+                token => self.home_ready(token - FIRST_HOME),
+            }
+        }
+        if self.unended {
+            self.look_after_homes();
+        }
+    }
+
+    fn woken(&mut self) {
+        self.waker.drain();
+        let Some(handle) = self.shared.handles.get(self.index) else { return };
+        let tasks = std::mem::take(&mut *handle.inbox.lock().unwrap_or_else(PoisonError::into_inner));
+        let attention = handle.attention.swap(false, Ordering::AcqRel);
+        for Task::Adopt { space, journal, inherited } in tasks {
+            let mut home = Home::new(space, journal);
+            if inherited {
+                self.inherit(&mut home);
+            }
+            self.adopt(home);
+        }
+        if attention {
+            self.look_after_homes();
+        }
+    }
+
+    /// Takes up where a dead worker left off.
+    fn inherit(&mut self, home: &mut Home) {
+        let mut news = News::default();
+        if let Err(error) = home.finish_pending(self.shared.ledger, &mut news) {
+            home.space.session.fail(&format!("taking over: {error}"));
+        }
+        // Faults that were read and not served are known to nobody: whoever waits must fault again. A fault
+        // can wait anywhere in a mapping, so everything is woken.
+        let all = u64::MAX >> 17 & !(rewake_uffd::PAGE_SIZE - 1);
+        if let Err(error) = rewake_uffd::FillPort::wake(&home.space.uffd, 0x1000, all - 0x1000) {
+            debug!(%error, "waking after takeover");
+        }
+        self.deliver(&Arc::clone(&home.space), news);
+    }
+
+    /// Watches an address space and serves it from now on.
+    fn adopt(&mut self, home: Home) {
+        let space = Arc::clone(&home.space);
+        let key = self.homes.insert(home);
+        let token = FIRST_HOME + 2 * key as u64;
+        let pidfd = space.slot.pidfd.load(Ordering::Acquire);
+        let watched = self.watch(space.uffd.as_raw_fd(), token).and_then(|()| {
+            if pidfd == NO_FD { Ok(()) } else { self.watch(pidfd, token + 1) }
+        });
+        if let Err(error) = watched {
+            space.session.fail(&format!("watching a userfaultfd: {error}"));
+        }
+        self.shared.add(&space);
+        self.shared.attention(&space);
+    }
+
+    fn home_ready(&mut self, token: u64) {
+        let Ok(key) = usize::try_from(token / 2) else { return };
+        if token % 2 == 1 {
+            if let Some(home) = self.homes.get(key) {
+                let space = Arc::clone(&home.space);
+                self.gone(&space);
+            }
+            return;
+        }
+        let mut news = News::default();
+        let Some(home) = self.homes.get_mut(key) else { return };
+        let space = Arc::clone(&home.space);
+        if let Err(error) = home.read_events(self.shared.ledger, &mut news) {
+            space.session.fail(&format!("reading a userfaultfd: {error}"));
+            self.shared.attention_all();
+        }
+        self.deliver(&space, news);
+    }
+
+    fn deliver(&mut self, space: &Arc<AddressSpace>, news: News) {
+        for child in news.children {
+            self.adopt(child);
+        }
+        let since = Instant::now();
+        for address in news.faults {
+            self.serve(Demand { space: Arc::clone(space), address, since, reading: None });
+        }
+        self.shared.check_finished(space);
+    }
+
+    /// Finished reads: pages first, they are waited for.
+    fn reap(&mut self) {
+        if self.engine.in_flight() == 0 {
+            return;
+        }
+        let mut done: Vec<Done> = std::mem::take(&mut self.done);
+        self.engine.reap(&mut done);
+        done.sort_by_key(|done| done.ticket & DEMAND_TICKET == 0);
+        for done in done.drain(..) {
+            if done.ticket & DEMAND_TICKET == 0 { self.block_read(done) } else { self.page_read(done) }
+        }
+        self.done = done;
+    }
+
+    fn refresh(&mut self) {
+        let version = self.shared.version.load(Ordering::Acquire);
+        if version != self.version {
+            self.version = version;
+            self.spaces.clone_from(&self.shared.spaces.lock().unwrap_or_else(PoisonError::into_inner));
+            self.turn = 0;
+        }
+    }
+
+    /// The process or its memory ended.
+    pub(super) fn gone(&mut self, space: &Arc<AddressSpace>) {
+        space.set_gone();
+        self.shared.attention(space);
+    }
+
+    /// The kernel refused a fill for a reason that waiting does not cure.
+    pub(super) fn refused(&mut self, space: &Arc<AddressSpace>, errno: i32) {
+        let error = io::Error::from_raw_os_error(errno);
+        space.session.fail(&format!("filling memory of a restored process: {error}"));
+        self.shared.attention_all();
+    }
+
+    /// Retires address spaces that are done, ends those of failed sessions.
+    fn look_after_homes(&mut self) {
+        let finished = |home: &Home| {
+            let space = &home.space;
+            space.is_gone() || space.session.is_released() && space.layout().missing() == 0
+        };
+        self.unended = false;
+        let keys: Vec<usize> = self.homes.iter().map(|(key, _)| key).collect();
+        for key in keys {
+            let Some(home) = self.homes.get(key) else { continue };
+            let failed = home.space.session.has_failed();
+            if finished(home) || failed && super::condemn::end(&home.space) {
+                self.retire(key);
+            } else {
+                self.unended |= failed;
+            }
+        }
+    }
+
+    /// Lets go of an address space: nothing is missing in it, or nobody is left to miss it.
+    fn retire(&mut self, key: usize) {
+        let space = Arc::clone(&self.homes.remove(key).space);
+        let pidfd = space.slot.pidfd.load(Ordering::Acquire);
+        self.unwatch(space.uffd.as_fd());
+        if pidfd != NO_FD {
+            // SAFETY: the slot owns this descriptor until it is retired, below.
+            self.unwatch(unsafe { BorrowedFd::borrow_raw(pidfd) });
+        }
+        self.shared.remove(&space);
+        space.retire();
+        space.session.space_closed();
+    }
+
+    fn watch(&self, fd: RawFd, token: u64) -> io::Result<()> {
+        // SAFETY: callers pass descriptors that they own and that outlive this call.
+        let fd = unsafe { BorrowedFd::borrow_raw(fd) };
+        Ok(self.epoll.add(fd, EpollEvent::new(EpollFlags::EPOLLIN, token))?)
+    }
+
+    fn unwatch(&self, fd: BorrowedFd<'_>) {
+        // Only a descriptor that was never added is refused.
+        let _ = self.epoll.delete(fd);
+    }
+}

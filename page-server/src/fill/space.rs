@@ -1,0 +1,278 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! One restored address space and the pieces of filling it.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+
+use rewake_pager::{BlockIx, PAGE_SIZE, PageIx, Run, Space};
+use rewake_store::PagesFile;
+use rewake_uffd::{FillPort, Outcome, Stop, Uffd};
+
+use super::stats::add;
+use crate::ledger::{NO_FD, SpaceSlot};
+use crate::session::Session;
+use crate::sys;
+
+/// Pages in one piece of background work: 32 KiB, about 12 µs. A demand fault waits for at most one piece of
+/// its home reactor and one of each helper; larger pieces fill no faster (docs/performance.md).
+pub const PIECE_PAGES: u64 = 8;
+
+/// One address space.
+///
+/// `layout` is held shared from the moment a page's address is looked up until the fill of that address
+/// returns, and exclusively while events are read: reading an event lets the program go on, so an address
+/// looked up before may mean something else after. This is the one lock that is held over a system call
+/// (docs/decisions/0004-layout-lock.md).
+#[derive(Debug)]
+pub struct AddressSpace {
+    /// The restore that it belongs to.
+    pub session: Arc<Session>,
+    /// Its place in the ledger.
+    pub slot: &'static SpaceSlot,
+    /// The watched process's userfaultfd.
+    pub uffd: Uffd,
+    /// Files that the plan's extents name by index.
+    pub files: Arc<Vec<Arc<PagesFile>>>,
+    /// Index of the reactor that reads its events.
+    pub home: usize,
+    layout: RwLock<Space>,
+    gone: AtomicBool,
+}
+
+/// How a piece of filling ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Filled {
+    /// All pages asked for are dealt with.
+    All,
+    /// The program is changing its layout: read events, then go on at this page.
+    Changing(PageIx),
+    /// The address space does not exist any more.
+    Gone,
+    /// The kernel refused with this errno.
+    Failed(i32),
+}
+
+impl AddressSpace {
+    /// An address space in `slot` that is not yet served.
+    #[must_use]
+    pub fn new(
+        session: Arc<Session>,
+        slot: &'static SpaceSlot,
+        uffd: Uffd,
+        files: Arc<Vec<Arc<PagesFile>>>,
+        space: Space,
+        home: usize,
+    ) -> Self {
+        Self { session, slot, uffd, files, home, layout: RwLock::new(space), gone: AtomicBool::new(false) }
+    }
+
+    /// Shared access: addresses found under it stay true until it is dropped.
+    pub fn layout(&self) -> RwLockReadGuard<'_, Space> {
+        // Readers cannot leave it half-changed, and a writer that panicked ends the worker.
+        self.layout.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Exclusive access, for reading events.
+    pub fn layout_mut(&self) -> RwLockWriteGuard<'_, Space> {
+        self.layout.write().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// True when the process or its memory ended.
+    pub fn is_gone(&self) -> bool {
+        self.gone.load(Ordering::Acquire)
+    }
+
+    /// Notes that the process or its memory ended.
+    pub fn set_gone(&self) {
+        self.gone.store(true, Ordering::Release);
+    }
+
+    /// Takes it out of the ledger and closes what the ledger held for it. The userfaultfd itself closes with
+    /// the last reference: a fill may be under way on another thread.
+    pub fn retire(&self) {
+        self.slot.retire();
+        for number in [&self.slot.pidfd, &self.slot.journal] {
+            let number = number.swap(NO_FD, Ordering::AcqRel);
+            if number != NO_FD {
+                // SAFETY: the slot owned it, and this swap took it out.
+                drop(unsafe { sys::take_over(number) });
+            }
+        }
+    }
+
+    /// True when background blocks of it are wanted.
+    pub fn wants_background(&self) -> bool {
+        self.session.is_released() && !self.is_gone() && !self.session.has_failed()
+    }
+
+    /// Fills the missing pages of `block` from `from` on, one piece, out of the block's bytes. `runs` is
+    /// scratch space. Gives the page to go on at, none when the block is finished.
+    pub fn fill_piece(
+        &self,
+        block: BlockIx,
+        from: PageIx,
+        bytes: &[u8],
+        runs: &mut Vec<Run>,
+    ) -> (Filled, Option<PageIx>) {
+        let layout = self.layout();
+        runs.clear();
+        let next = layout.runs(block, from, PIECE_PAGES, runs);
+        for run in runs.iter() {
+            let source = &bytes[run.block_offset..run.block_offset + pages_len(run.pages)];
+            match self.fill_run(&layout, run, source) {
+                Filled::All => {}
+                Filled::Changing(page) => return (Filled::Changing(page), Some(page)),
+                end => return (end, None),
+            }
+        }
+        (Filled::All, next)
+    }
+
+    fn fill_run(&self, layout: &Space, run: &Run, source: &[u8]) -> Filled {
+        let mut done = 0;
+        while done < source.len() {
+            let rest = &source[done..];
+            let (zero, len) = leading_stretch(rest);
+            let target = run.target + done as u64;
+            let page = PageIx(run.page.0 + done as u64 / PAGE_SIZE);
+            match self.fill_stretch(layout, target, page, &rest[..len], zero) {
+                Filled::All => done += len,
+                end => return end,
+            }
+        }
+        Filled::All
+    }
+
+    /// Fills pages that are all zero or all not.
+    fn fill_stretch(&self, layout: &Space, target: u64, page: PageIx, bytes: &[u8], zero: bool) -> Filled {
+        let mut done = 0;
+        let mut limit = bytes.len();
+        while done < bytes.len() {
+            let end = bytes.len().min(done + limit);
+            let piece = &bytes[done..end];
+            let outcome = self.fill(target + done as u64, piece, zero);
+            self.note(layout, PageIx(page.0 + done as u64 / PAGE_SIZE), outcome, zero);
+            done += bytes_len(outcome.bytes);
+            match outcome.stop {
+                None => {}
+                Some(Stop::Present) => {
+                    layout.set_resident(PageIx(page.0 + done as u64 / PAGE_SIZE), 1);
+                    done += PAGE_LEN;
+                }
+                Some(Stop::Changing) => {
+                    add(&self.session.stats.put_off, 1);
+                    return Filled::Changing(PageIx(page.0 + done as u64 / PAGE_SIZE));
+                }
+                // A fill may not cross the border of two mappings, and mprotect makes new borders: page by
+                // page. A single page that is not mapped cannot be missed; nothing is left to fill there.
+                Some(Stop::NotMapped) if piece.len() > PAGE_LEN => limit = PAGE_LEN,
+                Some(Stop::NotMapped) => {
+                    let dropped = layout.set_resident(PageIx(page.0 + done as u64 / PAGE_SIZE), 1);
+                    add(&self.session.stats.pages_dropped, dropped);
+                    done += PAGE_LEN;
+                }
+                Some(Stop::Gone) => return Filled::Gone,
+                Some(Stop::BadSource) => return Filled::Failed(libc::EFAULT),
+                Some(Stop::Failed(errno)) => return Filled::Failed(errno),
+            }
+        }
+        Filled::All
+    }
+
+    fn fill(&self, target: u64, bytes: &[u8], zero: bool) -> Outcome {
+        if zero { self.uffd.zero(target, bytes.len() as u64) } else { self.uffd.copy(target, bytes) }
+    }
+
+    fn note(&self, layout: &Space, page: PageIx, outcome: Outcome, zero: bool) {
+        if outcome.bytes > 0 {
+            let pages = layout.set_resident(page, outcome.bytes / PAGE_SIZE);
+            let stats = &self.session.stats;
+            add(if zero { &stats.pages_zero } else { &stats.pages_copied }, pages);
+        }
+    }
+
+    /// Serves the one page at `target` for a thread that waits there; `bytes` none for a zero page that no
+    /// image page stands behind. The caller holds the layout or is the home reactor, between two reads.
+    pub fn fill_demand(&self, layout: &Space, target: u64, page: Option<PageIx>, bytes: Option<&[u8]>) -> Filled {
+        let outcome = match bytes {
+            Some(bytes) if !is_zero(bytes) => self.uffd.copy(target, bytes),
+            _ => self.uffd.zero(target, PAGE_SIZE),
+        };
+        if let Some(page) = page {
+            self.note(layout, page, outcome, bytes.is_none_or(is_zero));
+        }
+        match outcome.stop {
+            None => Filled::All,
+            // Present: another thread's fault or a background piece was quicker. Not mapped: the thread will
+            // find out by itself. Either way it must not go on waiting.
+            Some(Stop::Present | Stop::NotMapped) => {
+                if let Some(page) = page.filter(|_| outcome.stop == Some(Stop::Present)) {
+                    layout.set_resident(page, 1);
+                }
+                // ESRCH here is found again by the next fill.
+                let _ = self.uffd.wake(target, PAGE_SIZE);
+                Filled::All
+            }
+            Some(Stop::Changing) => {
+                add(&self.session.stats.put_off, 1);
+                Filled::Changing(page.unwrap_or(PageIx(0)))
+            }
+            Some(Stop::Gone) => Filled::Gone,
+            Some(Stop::BadSource) => Filled::Failed(libc::EFAULT),
+            Some(Stop::Failed(errno)) => Filled::Failed(errno),
+        }
+    }
+}
+
+#[expect(clippy::cast_possible_truncation, reason = "4096")]
+const PAGE_LEN: usize = PAGE_SIZE as usize;
+
+fn pages_len(pages: u64) -> usize {
+    bytes_len(pages * PAGE_SIZE)
+}
+
+/// Lengths here are at most one block.
+#[expect(clippy::cast_possible_truncation, reason = "64-bit only: CRIU's lazy pages are")]
+fn bytes_len(bytes: u64) -> usize {
+    bytes as usize
+}
+
+/// Whether the first page is zero, and how many bytes of whole pages from the start are alike in that.
+fn leading_stretch(bytes: &[u8]) -> (bool, usize) {
+    let mut pages = bytes.chunks(PAGE_LEN);
+    let zero = pages.next().is_some_and(is_zero);
+    let more = pages.take_while(|page| is_zero(page) == zero).count();
+    (zero, (more + 1) * PAGE_LEN)
+}
+
+/// True when every byte is zero. Most pages that are not show it in the first words.
+fn is_zero(page: &[u8]) -> bool {
+    page.iter().take(16).all(|byte| *byte == 0)
+        && page.chunks(256).all(|chunk| chunk.iter().fold(0, |all, byte| all | byte) == 0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_page_with_one_byte_set_anywhere_is_not_zero() {
+        let mut page = vec![0; PAGE_LEN];
+        assert!(is_zero(&page));
+        for at in [0, 15, 16, 255, 256, 2048, 4095] {
+            page[at] = 1;
+            assert!(!is_zero(&page), "{at}");
+            page[at] = 0;
+        }
+    }
+
+    #[test]
+    fn stretches_of_zero_and_other_pages_are_told_apart() {
+        let mut bytes = vec![0; 5 * PAGE_LEN];
+        bytes[2 * PAGE_LEN] = 1;
+        bytes[4 * PAGE_LEN - 1] = 1;
+        assert_eq!(leading_stretch(&bytes), (true, 2 * PAGE_LEN));
+        assert_eq!(leading_stretch(&bytes[2 * PAGE_LEN..]), (false, 2 * PAGE_LEN));
+        assert_eq!(leading_stretch(&bytes[4 * PAGE_LEN..]), (true, PAGE_LEN));
+    }
+}

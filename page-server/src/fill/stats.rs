@@ -1,0 +1,131 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Counters of one session, written by reactors and read by whoever shows progress.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+/// Buckets of the fault histogram: four to each power of two of nanoseconds, so within 25 %.
+const BUCKETS: usize = 160;
+
+/// What a session did so far. All counts since the worker started.
+#[derive(Debug)]
+pub struct Stats {
+    /// Pages with bytes in the image that the session must bring back, over all address spaces.
+    pub pages_total: AtomicU64,
+    /// Pages filled by us with bytes.
+    pub pages_copied: AtomicU64,
+    /// Pages filled by us with the zero page.
+    pub pages_zero: AtomicU64,
+    /// Pages that need not come back any more: unmapped, dropped or replaced by the program.
+    pub pages_dropped: AtomicU64,
+    /// Faults served.
+    pub faults: AtomicU64,
+    /// Fills that the kernel put off because the program was changing its layout.
+    pub put_off: AtomicU64,
+    /// Events: forks, remaps, removes and unmaps.
+    pub events: AtomicU64,
+    latencies: [AtomicU64; BUCKETS],
+}
+
+impl Default for Stats {
+    fn default() -> Self {
+        Self {
+            pages_total: AtomicU64::new(0),
+            pages_copied: AtomicU64::new(0),
+            pages_zero: AtomicU64::new(0),
+            pages_dropped: AtomicU64::new(0),
+            faults: AtomicU64::new(0),
+            put_off: AtomicU64::new(0),
+            events: AtomicU64::new(0),
+            latencies: [const { AtomicU64::new(0) }; BUCKETS],
+        }
+    }
+}
+
+/// Adds to a counter that only informs.
+pub(crate) fn add(counter: &AtomicU64, amount: u64) {
+    counter.fetch_add(amount, Ordering::Relaxed);
+}
+
+impl Stats {
+    /// Notes a fault served `latency` after its message was read.
+    pub fn fault(&self, latency: Duration) {
+        add(&self.faults, 1);
+        if let Some(bucket) = self.latencies.get(bucket(latency)) {
+            add(bucket, 1);
+        }
+    }
+
+    /// Pages brought back so far.
+    #[must_use]
+    pub fn pages_resident(&self) -> u64 {
+        self.pages_copied.load(Ordering::Relaxed) + self.pages_zero.load(Ordering::Relaxed)
+    }
+
+    /// The latency that `share` (0..=1) of the faults did not exceed; none before the first fault.
+    #[must_use]
+    pub fn fault_quantile(&self, share: f64) -> Option<Duration> {
+        let counts: Vec<u64> = self.latencies.iter().map(|count| count.load(Ordering::Relaxed)).collect();
+        let total: u64 = counts.iter().sum();
+        if total == 0 {
+            return None;
+        }
+        #[expect(
+            clippy::cast_possible_truncation,
+            clippy::cast_sign_loss,
+            clippy::cast_precision_loss,
+            reason = "a rank: far below 2^52 and not negative"
+        )]
+        let rank = ((total as f64 * share).ceil() as u64).clamp(1, total);
+        let mut seen = 0;
+        let index = counts.iter().position(|count| {
+            seen += count;
+            seen >= rank
+        })?;
+        Some(upper(index))
+    }
+}
+
+fn bucket(latency: Duration) -> usize {
+    let nanos = u64::try_from(latency.as_nanos()).unwrap_or(u64::MAX).max(4);
+    let power = 63 - nanos.leading_zeros() as usize;
+    #[expect(clippy::cast_possible_truncation, reason = "two bits")]
+    let quarter = (nanos >> (power - 2) & 3) as usize;
+    ((power - 2) * 4 + quarter).min(BUCKETS - 1)
+}
+
+fn upper(bucket: usize) -> Duration {
+    let (power, quarter) = (bucket / 4 + 2, bucket as u64 % 4);
+    Duration::from_nanos((5 + quarter) << (power - 2))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_quantile_is_within_a_quarter_of_the_truth() {
+        let stats = Stats::default();
+        for micros in 1..=1000 {
+            stats.fault(Duration::from_micros(micros));
+        }
+        for (share, truth) in [(0.5, 500.0), (0.99, 990.0), (1.0, 1000.0)] {
+            let found = stats.fault_quantile(share).unwrap().as_secs_f64() * 1e6;
+            assert!(found >= truth && found <= truth * 1.26, "{share}: {found} for {truth}");
+        }
+    }
+
+    #[test]
+    fn no_faults_no_quantile() {
+        assert_eq!(Stats::default().fault_quantile(0.99), None);
+    }
+
+    #[test]
+    fn extreme_latencies_are_counted() {
+        let stats = Stats::default();
+        stats.fault(Duration::ZERO);
+        stats.fault(Duration::MAX);
+        assert_eq!(stats.faults.load(Ordering::Relaxed), 2);
+        assert!(stats.fault_quantile(1.0).unwrap() > Duration::from_secs(60));
+    }
+}

@@ -1,0 +1,270 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Receiving the restore's messages so that a successor sees what its predecessor had taken.
+//!
+//! The protocol (criu/uffd.c): an `int32` pid, then, unless it is negative (a zombie), one byte with the
+//! task's userfaultfd attached; after the last task the word "restore finished". Each is received by one
+//! `recvmsg` whose buffers, control data included, lie in the ledger.
+
+use std::cell::UnsafeCell;
+use std::io;
+use std::os::fd::{AsRawFd as _, BorrowedFd};
+use std::sync::atomic::{AtomicU32, Ordering};
+
+/// Room for SCM_RIGHTS with one descriptor and SCM_CREDENTIALS.
+const CONTROL: usize = 128;
+
+/// The message being received for one session.
+#[repr(C)]
+pub struct Inbox {
+    /// 0: a word is awaited; 1: the byte that carries the descriptor of `pid`.
+    step: AtomicU32,
+    area: UnsafeCell<Area>,
+}
+
+#[repr(C, align(8))]
+struct Area {
+    control: [u8; CONTROL],
+    word: [u8; 4],
+    word_len: u32,
+    pid: i32,
+}
+
+/// One message.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Received {
+    /// Nothing more for now.
+    Empty,
+    /// The peer is gone.
+    Closed,
+    /// A word: a task's pid, `-pid` of a zombie, or the finish notice.
+    Word(u32),
+    /// The userfaultfd of the task announced before, and the host pid of the process that sent it.
+    Descriptor {
+        /// Pid that names the images.
+        image_pid: i32,
+        /// The userfaultfd's number.
+        uffd: i32,
+        /// Pid on this host; 0 when the kernel attached none.
+        host_pid: i32,
+    },
+}
+
+// The byte offset arithmetic of CMSG_*; libc's functions are const and safe to call on plain lengths.
+const fn space(len: usize) -> usize {
+    (len + 7) & !7
+}
+const HEADER: usize = size_of::<libc::cmsghdr>();
+
+impl Inbox {
+    /// Readies an inbox for a new session.
+    pub fn reset(&self) {
+        self.step.store(0, Ordering::Relaxed);
+        // SAFETY: only the control thread, which owns the session, uses the area; see `area`.
+        unsafe { *self.area.get() = EMPTY };
+    }
+
+    /// The caller is the one control thread of the worker, or its successor once it is dead.
+    #[expect(clippy::mut_from_ref, reason = "shared memory: exclusiveness is by process and thread")]
+    fn area(&self) -> &mut Area {
+        // SAFETY: sessions are handled by the control thread alone, and no reference outlives a call of this
+        // module's functions, which do not call one another while holding one.
+        unsafe { &mut *self.area.get() }
+    }
+
+    /// A descriptor that was received and not yet given a slot.
+    #[must_use]
+    pub fn descriptor(&self) -> Option<i32> {
+        (self.step.load(Ordering::Acquire) == 1).then(|| parse(&self.area().control).0).flatten()
+    }
+
+    /// The next message, without waiting: one that a predecessor had received comes first.
+    ///
+    /// After [`Received::Word`] call [`Inbox::expect_descriptor`] or [`Inbox::done`]; after
+    /// [`Received::Descriptor`] call [`Inbox::done`], once its effect is noted.
+    ///
+    /// # Errors
+    /// The socket failed, or the peer does not speak the protocol.
+    pub fn next(&self, socket: BorrowedFd<'_>) -> io::Result<Received> {
+        let step = self.step.load(Ordering::Acquire);
+        let received = self.take(step)?;
+        if received != Received::Empty {
+            return Ok(received);
+        }
+        let wanted = if step == 0 { 4 - self.area().word_len as usize } else { 1 };
+        match self.receive(socket, step, wanted)? {
+            None => Ok(Received::Empty),
+            Some(0) => Ok(Received::Closed),
+            Some(bytes) => {
+                if step == 0 {
+                    let area = self.area();
+                    area.word_len = u32::try_from(area.word_len as usize + bytes).unwrap_or(4);
+                }
+                self.take(step)
+            }
+        }
+    }
+
+    /// The task `pid` will send its userfaultfd next.
+    pub fn expect_descriptor(&self, pid: i32) {
+        let area = self.area();
+        area.control = [0; CONTROL];
+        area.pid = pid;
+        self.step.store(1, Ordering::Release);
+    }
+
+    /// The message is dealt with.
+    pub fn done(&self) {
+        let area = self.area();
+        area.word_len = 0;
+        area.word = [0; 4];
+        self.step.store(0, Ordering::Release);
+    }
+
+    fn take(&self, step: u32) -> io::Result<Received> {
+        let area = self.area();
+        if step == 0 {
+            let word = u32::from_ne_bytes(area.word);
+            // A predecessor may have died after the kernel wrote the word and before it noted its length.
+            let complete = area.word_len == 4 || (area.word_len == 0 && word != 0);
+            return Ok(if complete { Received::Word(word) } else { Received::Empty });
+        }
+        match parse(&area.control) {
+            (Some(uffd), host_pid) => {
+                Ok(Received::Descriptor { image_pid: area.pid, uffd, host_pid: host_pid.unwrap_or(0) })
+            }
+            (None, Some(_)) => Err(io::Error::new(
+                io::ErrorKind::InvalidData,
+                format!("task {} sent a byte without a userfaultfd: not `criu restore --lazy-pages`", area.pid),
+            )),
+            (None, None) => Ok(Received::Empty),
+        }
+    }
+
+    /// One `recvmsg` into the ledger: bytes received, or none when it would wait.
+    fn receive(&self, socket: BorrowedFd<'_>, step: u32, wanted: usize) -> io::Result<Option<usize>> {
+        let area = self.area();
+        let mut byte = 0_u8;
+        let base: *mut u8 = if step == 0 {
+            area.word.as_mut_ptr().wrapping_add(area.word_len as usize)
+        } else {
+            &raw mut byte
+        };
+        let mut discarded = [0_u8; CONTROL];
+        let control = if step == 0 { &mut discarded } else { &mut area.control };
+        let mut iov = libc::iovec { iov_base: base.cast(), iov_len: wanted };
+        // SAFETY: all-zero is a valid msghdr.
+        let mut header: libc::msghdr = unsafe { std::mem::zeroed() };
+        header.msg_iov = &raw mut iov;
+        header.msg_iovlen = 1;
+        header.msg_control = control.as_mut_ptr().cast();
+        header.msg_controllen = control.len();
+        let flags = libc::MSG_DONTWAIT | libc::MSG_CMSG_CLOEXEC;
+        // SAFETY: the header points at live buffers of the lengths given: `word` has room for the bytes that
+        // are still wanted, and the control area is CONTROL bytes.
+        let received = unsafe { libc::recvmsg(socket.as_raw_fd(), &raw mut header, flags) };
+        match usize::try_from(received) {
+            Ok(bytes) => Ok(Some(bytes)),
+            Err(_) => match io::Error::last_os_error() {
+                error if error.kind() == io::ErrorKind::WouldBlock => Ok(None),
+                error if error.raw_os_error() == Some(libc::ECONNRESET) => Ok(Some(0)),
+                error => Err(error),
+            },
+        }
+    }
+}
+
+const EMPTY: Area = Area { control: [0; CONTROL], word: [0; 4], word_len: 0, pid: 0 };
+
+/// Descriptor and sender's pid in a zeroed control area that the kernel may have filled.
+fn parse(control: &[u8; CONTROL]) -> (Option<i32>, Option<i32>) {
+    let (mut descriptor, mut pid) = (None, None);
+    let mut offset = 0;
+    while offset + HEADER + 4 <= CONTROL {
+        let number = |at: usize| {
+            let mut bytes = [0; 4];
+            bytes.copy_from_slice(&control[at..at + 4]);
+            i32::from_ne_bytes(bytes)
+        };
+        // struct cmsghdr on LP64: length u64, level i32, type i32, then the data.
+        let len = usize::try_from(number(offset)).unwrap_or(0);
+        if len < HEADER + 4 {
+            break;
+        }
+        match (number(offset + 8), number(offset + 12)) {
+            (libc::SOL_SOCKET, libc::SCM_RIGHTS) => descriptor = Some(number(offset + HEADER)),
+            (libc::SOL_SOCKET, libc::SCM_CREDENTIALS) => pid = Some(number(offset + HEADER)),
+            _ => {}
+        }
+        offset += space(len);
+    }
+    (descriptor, pid)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};
+    use std::io::{IoSlice, Write as _};
+    use std::os::fd::AsFd as _;
+    use std::os::unix::net::UnixStream;
+
+    fn pair() -> (Inbox, UnixStream, UnixStream) {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        crate::sys::pass_credentials(ours.as_fd()).unwrap();
+        (Inbox { step: AtomicU32::new(0), area: UnsafeCell::new(EMPTY) }, ours, theirs)
+    }
+
+    fn send_fd(socket: &UnixStream, fd: i32) {
+        let (iov, fds) = ([IoSlice::new(&[0])], [fd]);
+        sendmsg::<()>(socket.as_raw_fd(), &iov, &[ControlMessage::ScmRights(&fds)], MsgFlags::empty(), None).unwrap();
+    }
+
+    #[test]
+    fn a_task_hands_over_its_descriptor_and_is_known_by_its_host_pid() {
+        let (inbox, ours, mut theirs) = pair();
+        assert_eq!(inbox.next(ours.as_fd()).unwrap(), Received::Empty);
+        theirs.write_all(&77_i32.to_ne_bytes()).unwrap();
+        assert_eq!(inbox.next(ours.as_fd()).unwrap(), Received::Word(77));
+        inbox.expect_descriptor(77);
+        send_fd(&theirs, 0);
+        let Received::Descriptor { image_pid: 77, uffd, host_pid } = inbox.next(ours.as_fd()).unwrap() else {
+            panic!("no descriptor")
+        };
+        assert!(uffd > 2);
+        assert_eq!(host_pid, i32::try_from(std::process::id()).unwrap());
+        inbox.done();
+        drop(theirs);
+        assert_eq!(inbox.next(ours.as_fd()).unwrap(), Received::Closed);
+    }
+
+    #[test]
+    fn what_a_dead_worker_received_is_received_again_by_its_successor() {
+        let (inbox, ours, mut theirs) = pair();
+        theirs.write_all(&5_i32.to_ne_bytes()).unwrap();
+        inbox.receive(ours.as_fd(), 0, 4).unwrap(); // ... and died before noting that it had
+        assert_eq!(inbox.next(ours.as_fd()).unwrap(), Received::Word(5));
+        inbox.expect_descriptor(5);
+        send_fd(&theirs, 0);
+        inbox.receive(ours.as_fd(), 1, 1).unwrap();
+        assert!(inbox.descriptor().is_some());
+        assert!(matches!(inbox.next(ours.as_fd()).unwrap(), Received::Descriptor { image_pid: 5, .. }));
+    }
+
+    #[test]
+    fn a_word_in_pieces_is_put_together() {
+        let (inbox, ours, mut theirs) = pair();
+        let word = 0x5253_5446_u32.to_ne_bytes();
+        theirs.write_all(&word[..1]).unwrap();
+        assert_eq!(inbox.next(ours.as_fd()).unwrap(), Received::Empty);
+        theirs.write_all(&word[1..]).unwrap();
+        assert_eq!(inbox.next(ours.as_fd()).unwrap(), Received::Word(0x5253_5446));
+    }
+
+    #[test]
+    fn a_byte_without_a_descriptor_is_refused() {
+        let (inbox, ours, mut theirs) = pair();
+        inbox.expect_descriptor(5);
+        theirs.write_all(&[0]).unwrap();
+        assert!(inbox.next(ours.as_fd()).is_err());
+    }
+}

@@ -1,0 +1,370 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The ledger: what a successor must know if the worker dies at any instruction.
+//!
+//! Shared memory, mapped before the supervisor forks the worker, and a descriptor table that both share
+//! (`CLONE_FILES`). Descriptors therefore outlive the worker under the same numbers, and the ledger says what
+//! they are. Messages that can be received only once (userfaultfd events, the restore's handshake) are
+//! received *into* the ledger: the kernel's own write is the record, so there is no instant at which one is
+//! taken but not noted. See `docs/decisions/0003-no-orphan-faults.md`.
+
+mod handshake;
+mod journal;
+
+use std::io;
+use std::sync::atomic::{AtomicI32, AtomicU32, AtomicU64, Ordering};
+
+use rewake_uffd::RawMessage;
+
+pub use handshake::{Inbox, Received};
+pub use journal::{Journal, Replay};
+
+use crate::sys;
+
+/// Restores served at once by one daemon. A slot is about 4.5 KiB.
+pub const MAX_SESSIONS: usize = 256;
+/// Address spaces watched at once: every task of every session and every child that it forks meanwhile.
+pub const MAX_SPACES: usize = 4096;
+/// Messages taken by one read of a userfaultfd.
+pub const MAX_MESSAGES: usize = 32;
+/// Longest path of an image or work directory.
+pub const MAX_PATH: usize = 2048;
+
+const FREE: u32 = 0;
+const LIVE: u32 = 1;
+const TAKEN: u32 = 2;
+
+/// `-1`: no descriptor.
+pub const NO_FD: i32 = -1;
+
+/// State of a session slot.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u32)]
+pub enum SessionState {
+    /// Not in use.
+    Free = 0,
+    /// The socket waits for `criu restore`.
+    Listening = 1,
+    /// Tasks are handing over their descriptors.
+    Handshake = 2,
+    /// All tasks are known; the notice "restore finished" is awaited.
+    Restoring = 3,
+    /// The restored tree runs.
+    Running = 4,
+}
+
+impl SessionState {
+    fn from_number(number: u32) -> Self {
+        match number {
+            1 => Self::Listening,
+            2 => Self::Handshake,
+            3 => Self::Restoring,
+            4 => Self::Running,
+            _ => Self::Free,
+        }
+    }
+}
+
+/// One restore.
+#[repr(C)]
+pub struct SessionSlot {
+    state: AtomicU32,
+    /// Tasks that have reported, zombies included.
+    pub tasks: AtomicU32,
+    /// Listening socket, or [`NO_FD`].
+    pub listener: AtomicI32,
+    /// Connection with the restore, or [`NO_FD`].
+    pub connection: AtomicI32,
+    /// Handshake message being received.
+    pub inbox: Inbox,
+    images: PathCell,
+    work: PathCell,
+}
+
+impl SessionSlot {
+    /// Current state.
+    #[must_use]
+    pub fn state(&self) -> SessionState {
+        SessionState::from_number(self.state.load(Ordering::Acquire))
+    }
+
+    /// Moves to `state`; everything written before is visible to a successor that sees it.
+    pub fn set_state(&self, state: SessionState) {
+        self.state.store(state as u32, Ordering::Release);
+    }
+
+    /// Directories of the images and of the socket.
+    #[must_use]
+    pub fn paths(&self) -> (std::path::PathBuf, std::path::PathBuf) {
+        (self.images.get(), self.work.get())
+    }
+
+    /// Notes the directories.
+    ///
+    /// # Errors
+    /// A path longer than [`MAX_PATH`].
+    pub fn set_paths(&self, images: &std::path::Path, work: &std::path::Path) -> io::Result<()> {
+        self.images.set(images)?;
+        self.work.set(work)
+    }
+}
+
+/// A path in shared memory: written once while the slot is free, read by successors.
+#[repr(C)]
+struct PathCell {
+    len: AtomicU32,
+    bytes: [std::sync::atomic::AtomicU8; MAX_PATH],
+}
+
+impl PathCell {
+    fn set(&self, path: &std::path::Path) -> io::Result<()> {
+        use std::os::unix::ffi::OsStrExt as _;
+        let bytes = path.as_os_str().as_bytes();
+        let len = u32::try_from(bytes.len()).ok().filter(|&len| len as usize <= MAX_PATH);
+        let Some(len) = len else {
+            let what = format!("{}: path longer than {MAX_PATH} bytes: use a shorter one", path.display());
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, what));
+        };
+        for (cell, byte) in self.bytes.iter().zip(bytes) {
+            cell.store(*byte, Ordering::Relaxed);
+        }
+        self.len.store(len, Ordering::Release);
+        Ok(())
+    }
+
+    fn get(&self) -> std::path::PathBuf {
+        use std::os::unix::ffi::OsStringExt as _;
+        let len = (self.len.load(Ordering::Acquire) as usize).min(MAX_PATH);
+        let bytes = self.bytes.iter().take(len).map(|cell| cell.load(Ordering::Relaxed)).collect();
+        std::ffi::OsString::from_vec(bytes).into()
+    }
+}
+
+/// One watched address space.
+#[repr(C)]
+pub struct SpaceSlot {
+    live: AtomicU32,
+    /// Session slot it belongs to.
+    pub session: AtomicU32,
+    /// Pid that names the images (the pid inside the restored pid namespace).
+    pub image_pid: AtomicI32,
+    /// Pid on this host; 0 for a child forked after the restore, whose pid no event tells.
+    pub host_pid: AtomicI32,
+    /// The userfaultfd.
+    pub uffd: AtomicI32,
+    /// Process descriptor, or [`NO_FD`].
+    pub pidfd: AtomicI32,
+    /// Journal file, or [`NO_FD`].
+    pub journal: AtomicI32,
+    /// 1 when the journal could not hold the layout: a successor cannot serve this one, only end it.
+    pub lossy: AtomicU32,
+    /// See [`Journal`].
+    commit: AtomicU64,
+    messages: std::cell::UnsafeCell<[RawMessage; MAX_MESSAGES]>,
+}
+
+impl SpaceSlot {
+    /// True when the slot describes an address space with missing pages.
+    #[must_use]
+    pub fn is_live(&self) -> bool {
+        self.live.load(Ordering::Acquire) == LIVE
+    }
+
+    /// Publishes the filled slot to successors and guardians.
+    pub fn publish(&self) {
+        self.live.store(LIVE, Ordering::Release);
+    }
+
+    /// Takes the slot out: its descriptors are about to be closed, or its process is gone.
+    pub fn retire(&self) {
+        self.live.store(FREE, Ordering::Release);
+    }
+
+    /// Waits until the process has ended, if its descriptor is known. Only system calls.
+    fn wait_for_end(&self) {
+        let pidfd = self.pidfd.load(Ordering::Acquire);
+        while pidfd != NO_FD && !sys::has_ended(pidfd) {
+            // SAFETY: a plain wait of a millisecond.
+            unsafe { libc::poll(std::ptr::null_mut(), 0, 1) };
+        }
+    }
+
+    /// Kills the process if its descriptor is known. Only system calls: guardians use it after a bare clone.
+    pub fn kill(&self) -> bool {
+        let pidfd = self.pidfd.load(Ordering::Acquire);
+        pidfd != NO_FD && sys::pidfd_kill(pidfd).is_ok()
+    }
+}
+
+/// The whole shared region.
+#[repr(C)]
+pub struct Layout {
+    /// Times a worker was started; the first is 1.
+    pub generation: AtomicU32,
+    ready: AtomicU32,
+    sessions: [SessionSlot; MAX_SESSIONS],
+    spaces: [SpaceSlot; MAX_SPACES],
+}
+
+/// Handle to the shared region; lives as long as the process.
+#[derive(Clone, Copy)]
+pub struct Ledger(&'static Layout);
+
+impl std::fmt::Debug for Ledger {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Ledger").field("generation", &self.0.generation).finish_non_exhaustive()
+    }
+}
+
+// SAFETY: all fields are atomics but the message area, which is reached only through the slot's one `Journal`.
+unsafe impl Sync for SpaceSlot {}
+// SAFETY: all fields are atomics but the inbox's area, which only the control thread reaches.
+unsafe impl Sync for SessionSlot {}
+
+impl std::fmt::Debug for SessionSlot {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("SessionSlot").field("state", &self.state()).finish_non_exhaustive()
+    }
+}
+
+impl Ledger {
+    /// Maps a new, empty ledger, shared with every later fork.
+    ///
+    /// # Errors
+    /// ENOMEM.
+    pub fn new() -> io::Result<Self> {
+        let len = size_of::<Layout>();
+        // SAFETY: a new anonymous mapping; nothing else lies there.
+        let map = unsafe {
+            libc::mmap(
+                std::ptr::null_mut(),
+                len,
+                libc::PROT_READ | libc::PROT_WRITE,
+                libc::MAP_SHARED | libc::MAP_ANONYMOUS,
+                -1,
+                0,
+            )
+        };
+        if map == libc::MAP_FAILED {
+            return Err(io::Error::last_os_error());
+        }
+        // SAFETY: page aligned, zeroed (all-zero is a valid Layout: integers and free slots), never unmapped.
+        let layout: &'static Layout = unsafe { &*map.cast::<Layout>() };
+        for slot in &layout.sessions {
+            slot.listener.store(NO_FD, Ordering::Relaxed);
+            slot.connection.store(NO_FD, Ordering::Relaxed);
+        }
+        for slot in &layout.spaces {
+            slot.uffd.store(NO_FD, Ordering::Relaxed);
+            slot.pidfd.store(NO_FD, Ordering::Relaxed);
+            slot.journal.store(NO_FD, Ordering::Relaxed);
+        }
+        Ok(Self(layout))
+    }
+
+    /// Times a worker was started.
+    #[must_use]
+    pub fn generation(&self) -> u32 {
+        self.0.generation.load(Ordering::Acquire)
+    }
+
+    /// Counts a start.
+    pub fn next_generation(&self) -> u32 {
+        self.0.generation.fetch_add(1, Ordering::AcqRel) + 1
+    }
+
+    /// True once some worker told whoever waits that the daemon is ready.
+    #[must_use]
+    pub fn is_ready(&self) -> bool {
+        self.0.ready.load(Ordering::Acquire) == 1
+    }
+
+    /// Notes that it was told.
+    pub fn set_ready(&self) {
+        self.0.ready.store(1, Ordering::Release);
+    }
+
+    /// All session slots.
+    #[must_use]
+    pub fn sessions(&self) -> &'static [SessionSlot] {
+        &self.0.sessions
+    }
+
+    /// All space slots.
+    #[must_use]
+    pub fn spaces(&self) -> &'static [SpaceSlot] {
+        &self.0.spaces
+    }
+
+    /// The live address spaces.
+    pub fn live_spaces(&self) -> impl Iterator<Item = (usize, &'static SpaceSlot)> + use<> {
+        self.0.spaces.iter().enumerate().filter(|(_, slot)| slot.is_live())
+    }
+
+    /// A free session slot, taken in state [`SessionState::Listening`] with no descriptors.
+    #[must_use]
+    pub fn take_session(&self) -> Option<usize> {
+        let free = |slot: &SessionSlot| {
+            let (free, listening) = (SessionState::Free as u32, SessionState::Listening as u32);
+            slot.state.compare_exchange(free, listening, Ordering::AcqRel, Ordering::Relaxed).is_ok()
+        };
+        let index = self.0.sessions.iter().position(free)?;
+        let slot = self.0.sessions.get(index)?;
+        slot.tasks.store(0, Ordering::Relaxed);
+        slot.listener.store(NO_FD, Ordering::Relaxed);
+        slot.connection.store(NO_FD, Ordering::Relaxed);
+        Some(index)
+    }
+
+    /// A free space slot with no descriptors. Not live until published.
+    #[must_use]
+    pub fn take_space(&self) -> Option<usize> {
+        let free = |slot: &SpaceSlot| {
+            slot.live.compare_exchange(FREE, TAKEN, Ordering::AcqRel, Ordering::Relaxed).is_ok()
+        };
+        let index = self.0.spaces.iter().position(free)?;
+        let slot = self.0.spaces.get(index)?;
+        for fd in [&slot.uffd, &slot.pidfd, &slot.journal] {
+            fd.store(NO_FD, Ordering::Relaxed);
+        }
+        slot.lossy.store(0, Ordering::Relaxed);
+        slot.host_pid.store(0, Ordering::Relaxed);
+        slot.commit.store(0, Ordering::Relaxed);
+        Some(index)
+    }
+
+    /// Frees the slots that a dead worker had taken and not published.
+    pub fn reclaim(&self) {
+        for slot in &self.0.spaces {
+            let _ = slot.live.compare_exchange(TAKEN, FREE, Ordering::AcqRel, Ordering::Relaxed);
+        }
+    }
+
+    /// Descriptors that a successor needs; everything else that a dead worker left open may be closed.
+    pub fn descriptors(&self) -> impl Iterator<Item = i32> + use<> {
+        let sessions = self.0.sessions.iter().filter(|slot| slot.state() != SessionState::Free);
+        let of_session = |slot: &SessionSlot| {
+            let [a, b] = [&slot.listener, &slot.connection].map(|fd| fd.load(Ordering::Acquire));
+            [a, b].into_iter().chain(slot.inbox.descriptor())
+        };
+        let of_space = |slot: &'static SpaceSlot| {
+            let own = [&slot.uffd, &slot.pidfd, &slot.journal].map(|fd| fd.load(Ordering::Acquire));
+            own.into_iter().chain(journal::forked_descriptors(slot))
+        };
+        sessions
+            .flat_map(of_session)
+            .chain(self.live_spaces().flat_map(move |(_, slot)| of_space(slot)))
+            .filter(|&fd| fd != NO_FD)
+    }
+
+    /// Kills every process that still has missing pages and waits until they are dead: dead processes read
+    /// nothing, so the descriptors may close then. Only system calls.
+    pub fn end_all(&self) -> usize {
+        let killed = self.0.spaces.iter().filter(|slot| slot.is_live() && slot.kill()).count();
+        self.0.spaces.iter().filter(|slot| slot.is_live()).for_each(SpaceSlot::wait_for_end);
+        killed
+    }
+}
+
+/// Serialises the tests that look at this process's descriptors.
+#[cfg(test)]
+pub(crate) static DESCRIPTOR_TESTS: std::sync::Mutex<()> = std::sync::Mutex::new(());

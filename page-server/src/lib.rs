@@ -1,0 +1,24 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The page server: serves restores while their processes run already.
+//!
+//! * [`supervisor`], [`guardian`], [`ledger`]: nothing is lost when a process of ours dies.
+//! * [`worker`], [`daemon`], [`socket`]: sessions, on one control thread.
+//! * [`session`], [`image`], [`spaces`]: what a session is, what it serves, whom.
+//! * [`fill`]: the data plane.
+//! * [`cli`], [`commands`], [`criu_args`], [`logging`]: for people and their scripts.
+
+pub mod cli;
+pub mod commands;
+pub mod criu_args;
+pub mod daemon;
+pub mod fill;
+pub mod guardian;
+pub mod image;
+pub mod ledger;
+pub mod logging;
+pub mod session;
+pub mod socket;
+pub mod spaces;
+pub mod supervisor;
+pub mod sys;
+pub mod worker;

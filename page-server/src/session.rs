@@ -1,0 +1,96 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! One restore being served, as the control thread and the reactors share it.
+
+use std::path::PathBuf;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::time::Instant;
+
+use tokio::sync::Notify;
+use tracing::error;
+
+use crate::fill::stats::Stats;
+
+/// One restore.
+#[derive(Debug)]
+pub struct Session {
+    /// Its slot in the ledger, which is also its number for people.
+    pub index: usize,
+    /// Image directory.
+    pub images: PathBuf,
+    /// When the worker took it up.
+    pub since: Instant,
+    /// Counters.
+    pub stats: Stats,
+    released: AtomicBool,
+    failure: OnceLock<String>,
+    open_spaces: AtomicUsize,
+    changed: Notify,
+}
+
+impl Session {
+    /// A session with no address spaces yet.
+    #[must_use]
+    pub fn new(index: usize, images: PathBuf) -> Self {
+        Self {
+            index,
+            images,
+            since: Instant::now(),
+            stats: Stats::default(),
+            released: AtomicBool::new(false),
+            failure: OnceLock::new(),
+            open_spaces: AtomicUsize::new(0),
+            changed: Notify::new(),
+        }
+    }
+
+    /// The restore finished: background filling may begin, and what is resident may be let go.
+    pub fn release(&self) {
+        self.released.store(true, Ordering::Release);
+    }
+
+    /// True after [`Session::release`].
+    pub fn is_released(&self) -> bool {
+        self.released.load(Ordering::Acquire)
+    }
+
+    /// Ends the session: bytes of the image cannot be had. The first reason is kept and logged.
+    pub fn fail(&self, reason: &str) {
+        if self.failure.set(reason.to_owned()).is_ok() {
+            error!(session = self.index, "{reason}; ending the restored processes of {}", self.images.display());
+            self.changed.notify_one();
+        }
+    }
+
+    /// True after [`Session::fail`].
+    pub fn has_failed(&self) -> bool {
+        self.failure.get().is_some()
+    }
+
+    /// Why it failed.
+    pub fn failure(&self) -> Option<&str> {
+        self.failure.get().map(String::as_str)
+    }
+
+    /// One more address space to serve.
+    pub fn space_opened(&self) {
+        self.open_spaces.fetch_add(1, Ordering::AcqRel);
+    }
+
+    /// One less.
+    pub fn space_closed(&self) {
+        if self.open_spaces.fetch_sub(1, Ordering::AcqRel) == 1 {
+            self.changed.notify_one();
+        }
+    }
+
+    /// True when no address space needs serving.
+    pub fn is_empty(&self) -> bool {
+        self.open_spaces.load(Ordering::Acquire) == 0
+    }
+
+    /// Waits until the session failed or its last address space was closed. One waiter.
+    pub async fn changed(&self) {
+        self.changed.notified().await;
+    }
+}

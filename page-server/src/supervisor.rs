@@ -1,0 +1,151 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The supervisor: a small process that outlives the worker and holds every descriptor it had.
+//!
+//! It does nothing but wait. When the worker dies it starts another, which takes over from the ledger. When
+//! that does not help it kills the restored processes, so that none reads a page that was never brought back.
+
+use std::collections::BTreeSet;
+use std::io::Write as _;
+use std::os::fd::{IntoRawFd, OwnedFd, RawFd};
+use std::time::{Duration, Instant};
+
+use anyhow::Context as _;
+use nix::sys::signal::{SigSet, SigmaskHow, Signal, kill, sigprocmask};
+use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
+use nix::unistd::Pid;
+use tracing::{error, info, warn};
+
+use crate::ledger::Ledger;
+use crate::sys::{self, Fork};
+
+/// Workers that may die within [`WINDOW`] before the supervisor gives up: a fault that every worker meets at
+/// once is not cured by another.
+const MAX_DEATHS: usize = 8;
+const WINDOW: Duration = Duration::from_secs(10);
+
+/// What a worker is started with.
+#[derive(Debug)]
+pub struct Start {
+    /// The ledger.
+    pub ledger: Ledger,
+    /// True when an earlier worker died.
+    pub successor: bool,
+    /// The supervisor's pid.
+    pub supervisor: i32,
+    /// Descriptors that are not the worker's to close: those open before the first worker was.
+    inherited: BTreeSet<i32>,
+    /// Descriptors to write a zero byte to, and to close, when the daemon is ready.
+    notify: Vec<RawFd>,
+}
+
+/// Runs `worker` in a child until it exits by itself; gives its exit code. `notify` are descriptors to be
+/// told once, when a worker is ready.
+///
+/// # Errors
+/// The ledger or the first worker cannot be made.
+pub fn supervise(notify: Vec<OwnedFd>, worker: impl Fn(&Start) -> u8) -> anyhow::Result<u8> {
+    let ledger = Ledger::new().context("mapping the ledger")?;
+    let signals: SigSet = [Signal::SIGCHLD, Signal::SIGTERM, Signal::SIGINT].into_iter().collect();
+    sigprocmask(SigmaskHow::SIG_BLOCK, Some(&signals), None).context("blocking signals")?;
+    let inherited = open_descriptors().context("listing descriptors")?;
+    // Plain numbers from here on: the worker closes them in the table that both share.
+    let notify: Vec<RawFd> = notify.into_iter().map(IntoRawFd::into_raw_fd).collect();
+    let supervisor = nix::unistd::getpid().as_raw();
+    let mut deaths = Vec::new();
+    loop {
+        let (inherited, notify) = (inherited.clone(), notify.clone());
+        let start = Start { ledger, successor: !deaths.is_empty(), supervisor, inherited, notify };
+        // SAFETY: this process has one thread, so the child may do anything.
+        match unsafe { sys::fork_sharing_files() }.context("starting a worker")? {
+            Fork::Child => {
+                // Unwinding out of here would run the supervisor's code in the worker.
+                let code = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+                    let _ = sigprocmask(SigmaskHow::SIG_UNBLOCK, Some(&signals), None);
+                    worker(&start)
+                }));
+                std::process::exit(code.map_or(101, i32::from));
+            }
+            Fork::Parent(pid) => {
+                let how = match wait_for(Pid::from_raw(pid), &signals)? {
+                    Ended::Exited(101) => "panicked".to_owned(),
+                    Ended::Exited(code) => return Ok(u8::try_from(code).unwrap_or(1)),
+                    Ended::Killed(signal) => format!("was killed by {signal}"),
+                };
+                deaths.push(Instant::now());
+                deaths.retain(|death| death.elapsed() < WINDOW);
+                if deaths.len() >= MAX_DEATHS {
+                    error!("{MAX_DEATHS} workers died within {} s, the last {how}", WINDOW.as_secs());
+                    break;
+                }
+                warn!("worker {pid} {how}: starting a successor");
+            }
+        }
+    }
+    let killed = ledger.end_all();
+    error!("killed {killed} restored processes whose memory cannot be brought back");
+    Ok(1)
+}
+
+enum Ended {
+    Exited(i32),
+    Killed(Signal),
+}
+
+/// Waits for the worker's end, passing requests to stop on to it.
+fn wait_for(worker: Pid, signals: &SigSet) -> anyhow::Result<Ended> {
+    loop {
+        match signals.wait().context("waiting for signals")? {
+            Signal::SIGCHLD => {}
+            signal => {
+                info!("{signal}: asking the worker to stop");
+                // Gone already: the SIGCHLD is on its way.
+                let _ = kill(worker, Signal::SIGTERM);
+            }
+        }
+        match waitpid(worker, Some(WaitPidFlag::WNOHANG)).context("waiting for the worker")? {
+            WaitStatus::Exited(_, code) => return Ok(Ended::Exited(code)),
+            WaitStatus::Signaled(_, signal, _) => return Ok(Ended::Killed(signal)),
+            _ => {}
+        }
+    }
+}
+
+fn open_descriptors() -> std::io::Result<BTreeSet<i32>> {
+    let entries = std::fs::read_dir("/proc/self/fd")?;
+    Ok(entries.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok()).collect())
+}
+
+impl Start {
+    /// Closes what a dead worker left open and nobody needs: its rings, files and event descriptors.
+    ///
+    /// # Errors
+    /// The descriptors cannot be listed.
+    pub fn close_leftovers(&self) -> std::io::Result<()> {
+        let mut needed: BTreeSet<i32> = self.ledger.descriptors().chain(self.inherited.iter().copied()).collect();
+        if self.ledger.is_ready() {
+            // Closed by then; the numbers may have been the dead worker's for something else.
+            self.notify.iter().for_each(|number| drop(needed.remove(number)));
+        }
+        for number in open_descriptors()?.difference(&needed) {
+            // The listing's own descriptor is among them, closed already: EBADF is harmless.
+            // SAFETY: it belonged to the dead worker; nothing in this process owns it.
+            let _ = unsafe { libc::close(*number) };
+        }
+        Ok(())
+    }
+
+    /// Tells whoever waits that the daemon is ready; once, whichever worker gets there.
+    pub fn ready(&self) {
+        if self.ledger.is_ready() {
+            return;
+        }
+        for number in &self.notify {
+            // SAFETY: open until a worker set the ledger's flag, and owned by nobody.
+            let mut file = std::fs::File::from(unsafe { sys::take_over(*number) });
+            if let Err(error) = file.write_all(&[0]) {
+                warn!(%error, "telling on descriptor {number} that the daemon is ready");
+            }
+        }
+        self.ledger.set_ready();
+    }
+}

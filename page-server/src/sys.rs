@@ -1,0 +1,119 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The few system calls that nix does not wrap. One safe function each; no policy here.
+
+use std::io;
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+
+fn check(result: libc::c_long) -> io::Result<libc::c_long> {
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
+}
+
+fn to_fd(number: libc::c_long) -> io::Result<OwnedFd> {
+    let fd = RawFd::try_from(number).map_err(io::Error::other)?;
+    // SAFETY: callers pass what a descriptor-making system call has just returned: open and owned by nobody.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
+/// A descriptor for process `pid` (`pidfd_open(2)`, Linux 5.3).
+///
+/// # Errors
+/// ESRCH when there is no such process.
+pub fn pidfd_open(pid: i32) -> io::Result<OwnedFd> {
+    // SAFETY: two integers in, a descriptor out.
+    to_fd(check(unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) })?)
+}
+
+/// Sends SIGKILL through a pidfd: never to a process that took over the number.
+///
+/// # Errors
+/// ESRCH when the process is gone already.
+pub fn pidfd_kill(pidfd: RawFd) -> io::Result<()> {
+    // SAFETY: integers and a null siginfo; a closed descriptor gives EBADF.
+    check(unsafe { libc::syscall(libc::SYS_pidfd_send_signal, pidfd, libc::SIGKILL, 0, 0) }).map(drop)
+}
+
+/// What [`fork_sharing_files`] returned in this process.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Fork {
+    /// The parent, with the child's pid.
+    Parent(i32),
+    /// The child.
+    Child,
+}
+
+/// Forks a process that shares this one's descriptor table (`clone(CLONE_FILES)`): what either opens, both
+/// hold, and it stays open until both are gone. Memory is copied as by `fork`.
+///
+/// # Safety
+/// As for `fork`: when other threads exist, the child may only make system calls and touch memory that no
+/// other thread could have locked or left half-changed.
+///
+/// # Errors
+/// EAGAIN, ENOMEM.
+pub unsafe fn fork_sharing_files() -> io::Result<Fork> {
+    let flags = libc::CLONE_FILES | libc::SIGCHLD;
+    // SAFETY: no new stack, no thread-local changes: a fork with one more flag. The caller keeps fork's rule.
+    let pid = check(unsafe { libc::syscall(libc::SYS_clone, flags, 0, 0, 0, 0) })?;
+    let pid = i32::try_from(pid).map_err(io::Error::other)?;
+    Ok(if pid == 0 { Fork::Child } else { Fork::Parent(pid) })
+}
+
+/// A new anonymous memory file of `len` bytes, closed on exec.
+///
+/// # Errors
+/// EMFILE, ENOMEM.
+pub fn memory_file(name: &std::ffi::CStr, len: u64) -> io::Result<OwnedFd> {
+    // SAFETY: a live C string and integer flags.
+    let fd = check(unsafe { libc::syscall(libc::SYS_memfd_create, name.as_ptr(), libc::MFD_CLOEXEC) })?;
+    let fd = to_fd(fd)?;
+    let file = std::fs::File::from(fd);
+    file.set_len(len)?;
+    Ok(file.into())
+}
+
+/// Makes `fd` owned again in a process that took over the descriptor table of a dead one.
+///
+/// # Safety
+/// `fd` must be open and owned by nobody in this process.
+#[must_use]
+pub unsafe fn take_over(fd: RawFd) -> OwnedFd {
+    // SAFETY: passed on to the caller.
+    unsafe { OwnedFd::from_raw_fd(fd) }
+}
+
+/// A second descriptor for the same open file, closed on exec.
+///
+/// # Errors
+/// EMFILE.
+pub fn duplicate(fd: BorrowedFd<'_>) -> io::Result<OwnedFd> {
+    fd.try_clone_to_owned()
+}
+
+/// True when the process behind `pidfd` has ended: a pidfd is readable then.
+#[must_use]
+pub fn has_ended(pidfd: RawFd) -> bool {
+    let mut poll = libc::pollfd { fd: pidfd, events: libc::POLLIN, revents: 0 };
+    // SAFETY: one live pollfd; no wait.
+    unsafe { libc::poll(&raw mut poll, 1, 0) == 1 }
+}
+
+/// Asks that a stream socket attach its peer's pid to every message (`SO_PASSCRED`).
+///
+/// # Errors
+/// The kernel's errno.
+pub fn pass_credentials(socket: BorrowedFd<'_>) -> io::Result<()> {
+    let on: libc::c_int = 1;
+    #[expect(clippy::cast_possible_truncation, reason = "4")]
+    let len = size_of::<libc::c_int>() as libc::socklen_t;
+    // SAFETY: the option's value is a live int of the length given.
+    let result = unsafe {
+        libc::setsockopt(
+            socket.as_raw_fd(),
+            libc::SOL_SOCKET,
+            libc::SO_PASSCRED,
+            (&raw const on).cast(),
+            len,
+        )
+    };
+    check(result.into()).map(drop)
+}

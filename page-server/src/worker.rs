@@ -1,0 +1,94 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! A worker process: reactors, the control thread, and what it does when it is asked to stop.
+
+use std::os::fd::{AsRawFd as _, OwnedFd};
+use std::sync::Arc;
+
+use anyhow::{Context as _, bail};
+use tokio::io::unix::AsyncFd;
+use tokio::signal::unix::{SignalKind, signal};
+use tracing::{error, info, warn};
+
+use crate::daemon::Daemon;
+use crate::supervisor::Start;
+use crate::{guardian, sys};
+
+/// Runs `work` on the control thread of a worker.
+///
+/// # Errors
+/// What `work` gives, or the worker cannot be set up, or it was asked to stop.
+pub fn block_on<T>(start: &Start, work: impl AsyncFnOnce(&Arc<Daemon>) -> anyhow::Result<T>) -> anyhow::Result<T> {
+    start.close_leftovers().context("closing what the last worker left open")?;
+    let generation = start.ledger.next_generation();
+    if generation > 1 {
+        warn!(generation, "taking over");
+    }
+    crash_on_panic();
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().context("making a runtime")?;
+    runtime.block_on(async {
+        let daemon = Daemon::start(start.ledger)?;
+        tokio::select! {
+            result = work(&daemon) => result,
+            result = stop_requests(&daemon) => result.and_then(|()| bail!("asked to stop")),
+            error = keep_guarded(start) => Err(error),
+        }
+    })
+}
+
+/// A worker that lost a thread keeps no promise: the supervisor starts another.
+fn crash_on_panic() {
+    std::panic::set_hook(Box::new(|panic| {
+        error!("{panic}");
+        std::process::abort();
+    }));
+}
+
+/// Ends at once when no restored process depends on this worker. Otherwise the first request lets the
+/// sessions finish, and the second ends them.
+async fn stop_requests(daemon: &Daemon) -> anyhow::Result<()> {
+    let mut requests = signal(SignalKind::terminate()).context("watching SIGTERM")?;
+    // The terminal sends SIGINT to the supervisor too, which passes it on as SIGTERM.
+    let mut interrupts = signal(SignalKind::interrupt()).context("watching SIGINT")?;
+    tokio::spawn(async move { while interrupts.recv().await.is_some() {} });
+    let mut asked = false;
+    while requests.recv().await.is_some() {
+        let depending: usize = daemon.sessions().iter().filter(|session| !session.is_empty()).count();
+        if depending == 0 {
+            break;
+        }
+        if asked {
+            for session in daemon.sessions() {
+                session.fail("asked twice to stop");
+            }
+            daemon.pool.look_again();
+        } else {
+            asked = true;
+            info!(sessions = depending, "asked to stop: once all memory is back; ask again to end the processes now");
+        }
+    }
+    Ok(())
+}
+
+/// Watches the supervisor; when it is killed, a guardian takes its place. Never returns while all is well.
+async fn keep_guarded(start: &Start) -> anyhow::Error {
+    match supervisor_ended(start.supervisor).await {
+        Ok(()) => {
+            guardian::start(start.ledger);
+            std::future::pending().await
+        }
+        Err(error) => error,
+    }
+}
+
+async fn supervisor_ended(pid: i32) -> anyhow::Result<()> {
+    let pidfd: OwnedFd = match sys::pidfd_open(pid) {
+        Ok(pidfd) => pidfd,
+        Err(error) if error.raw_os_error() == Some(libc::ESRCH) => return Ok(()),
+        Err(error) => return Err(error).context("watching the supervisor"),
+    };
+    let watched = AsyncFd::register(pidfd).context("watching the supervisor")?;
+    while !sys::has_ended(watched.as_raw_fd()) {
+        watched.readable().await?.clear_ready();
+    }
+    Ok(())
+}
