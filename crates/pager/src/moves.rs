@@ -83,14 +83,14 @@ impl Moves {
         taken
     }
 
-    /// Pieces that begin at `page` or later, in page order.
-    pub(crate) fn from_page(&self, page: u64) -> impl Iterator<Item = Moved> {
+    /// Pieces whose first page is `page` or later, in page order.
+    pub(crate) fn starting_at(&self, page: u64) -> impl Iterator<Item = Moved> {
         self.by_page.range(page..).map(|(_, target)| self.by_target[target])
     }
 
     /// Every piece, in page order.
     pub(crate) fn iter(&self) -> impl Iterator<Item = Moved> {
-        self.from_page(0)
+        self.starting_at(0)
     }
 
     /// Why the two sides do not tell the same, or overlap.

@@ -50,7 +50,7 @@ impl Space {
     }
 
     fn append_detached(&self, mut start: u64, end: u64, out: &mut Vec<Segment>) {
-        for moved in self.moves.from_page(start).take_while(|moved| moved.page < end) {
+        for moved in self.moves.starting_at(start).take_while(|moved| moved.page < end) {
             if start < moved.page {
                 out.push(dropped(start, moved.page));
             }

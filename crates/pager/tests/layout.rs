@@ -1,0 +1,240 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! What single operations must do, and what must be refused.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use rewake_pager::{
+    BLOCK_PAGES, BlockIx, Change, ChangeError, Extent, Finish, Locate, PAGE_SIZE, PageIx, Plan, PlanError,
+    RestoreError, Run, Segment, Space,
+};
+
+const GIB: u64 = 1 << 30;
+
+fn extent(target: u64, file_offset: u64, pages: u64) -> Extent {
+    Extent { target: target * PAGE_SIZE, file: 0, file_offset: file_offset * PAGE_SIZE, pages }
+}
+
+fn space(extents: &[Extent]) -> Space {
+    Space::new(Arc::new(Plan::new(extents.to_vec()).unwrap()))
+}
+
+fn remap(from: u64, to: u64, pages: u64) -> Change {
+    Change::Remap { from: from * PAGE_SIZE, to: to * PAGE_SIZE, len: pages * PAGE_SIZE }
+}
+
+fn all_runs(space: &Space, block: usize) -> Vec<Run> {
+    let mut runs = Vec::new();
+    assert_eq!(space.runs(BlockIx(block), PageIx(0), u64::MAX, &mut runs), None);
+    runs
+}
+
+#[test]
+fn a_plan_of_nothing_is_complete() {
+    let space = space(&[]);
+    assert_eq!(space.locate(0x1000), Locate::Unbacked);
+    assert_eq!(space.claim(), None);
+    assert!(space.background_done());
+    space.check().unwrap();
+}
+
+#[test]
+fn damaged_plans_are_refused() {
+    let refused = |extents: &[Extent]| Plan::new(extents.to_vec()).unwrap_err();
+    let odd = Extent { target: 1, ..extent(0, 0, 1) };
+    assert_eq!(refused(&[odd]), PlanError::Unaligned(odd));
+    let odd = Extent { file_offset: 512, ..extent(0, 0, 1) };
+    assert_eq!(refused(&[odd]), PlanError::Unaligned(odd));
+    assert_eq!(refused(&[extent(0, 0, 0)]), PlanError::Empty(extent(0, 0, 0)));
+    assert_eq!(refused(&[extent(0, 0, u64::MAX)]), PlanError::TooLarge);
+    let last = Extent { target: u64::MAX - 4095, ..extent(0, 0, 1) };
+    assert_eq!(refused(&[last]), PlanError::Overflow(last));
+    let (a, b) = (extent(10, 0, 5), extent(14, 5, 1));
+    assert_eq!(refused(&[b, a]), PlanError::TargetOverlap(a, b));
+    let (a, b) = (extent(10, 0, 5), extent(20, 4, 1));
+    assert_eq!(refused(&[b, a]), PlanError::FileOverlap(a, b));
+    let elsewhere = Extent { file: 1, ..b };
+    assert_eq!(Plan::new(vec![a, elsewhere]).unwrap().pages(), 6);
+}
+
+#[test]
+fn blocks_are_aligned_in_the_file_and_name_only_lazy_pages() {
+    let plan = Plan::new(vec![extent(1000, 60, 10), extent(500, 200, 1), extent(0, 130, 2)]).unwrap();
+    let blocks: Vec<_> =
+        plan.blocks().iter().map(|block| (block.index, block.first.0, block.pages)).collect();
+    assert_eq!(blocks, [(0, 0, 4), (1, 4, 6), (2, 10, 2), (3, 12, 1)]);
+}
+
+#[test]
+fn a_run_ends_where_an_extent_ends() {
+    // Contiguous in memory and in the file, but two mappings: one fill may not cross.
+    let space = space(&[extent(100, 0, 3), extent(103, 3, 2)]);
+    let told: Vec<_> =
+        all_runs(&space, 0).iter().map(|run| (run.target / PAGE_SIZE, run.page.0, run.pages)).collect();
+    assert_eq!(told, [(100, 0, 3), (103, 3, 2)]);
+}
+
+#[test]
+fn missing_pages_that_follow_one_another_are_one_run() {
+    let space = space(&[extent(100, 0, 40)]);
+    space.set_resident(PageIx(10), 5);
+    let told: Vec<_> = all_runs(&space, 0).iter().map(|run| (run.page.0, run.pages)).collect();
+    assert_eq!(told, [(0, 10), (15, 25)]);
+}
+
+#[test]
+fn dropped_pages_are_never_filled_again() {
+    let mut space = space(&[extent(100, 0, 10)]);
+    space.apply(&Change::Remove { start: 102 * PAGE_SIZE, end: 104 * PAGE_SIZE }).unwrap();
+    assert_eq!(space.locate(102 * PAGE_SIZE), Locate::Unbacked);
+    assert_eq!((space.missing(), space.total()), (8, 8));
+    assert_eq!(all_runs(&space, 0).iter().map(|run| run.pages).sum::<u64>(), 8);
+    // A late note about a page that was filled just before it was dropped changes nothing.
+    assert_eq!(space.set_resident(PageIx(2), 1), 0);
+    space.check().unwrap();
+}
+
+#[test]
+fn a_moved_page_keeps_its_bytes_and_its_residency() {
+    let mut space = space(&[extent(100, 0, 4)]);
+    space.set_resident(PageIx(1), 1);
+    space.apply(&remap(100, 9000, 4)).unwrap();
+    let at = |page: u64| space.locate(page * PAGE_SIZE);
+    assert!(matches!(at(9001), Locate::Resident(place) if place.page == PageIx(1)));
+    assert!(matches!(at(9002), Locate::Missing(place) if place.file_offset == 2 * PAGE_SIZE));
+    assert_eq!(at(101), Locate::Unbacked);
+    assert_eq!(space.missing(), 3);
+}
+
+#[test]
+fn what_a_move_lands_on_is_gone() {
+    let mut space = space(&[extent(100, 0, 4), extent(200, 4, 4)]);
+    space.apply(&remap(100, 202, 4)).unwrap();
+    assert_eq!((space.total(), space.missing()), (6, 6));
+    assert!(matches!(space.locate(202 * PAGE_SIZE), Locate::Missing(place) if place.page == PageIx(0)));
+    space.check().unwrap();
+}
+
+#[test]
+fn a_page_moved_back_home_leaves_nothing_to_remember() {
+    let mut space = space(&[extent(100, 0, 4)]);
+    space.apply(&remap(100, 900, 4)).unwrap();
+    assert_eq!(space.snapshot(), [Segment { target: 900 * PAGE_SIZE, page: PageIx(0), pages: 4 }]);
+    space.apply(&remap(900, 100, 4)).unwrap();
+    assert_eq!(space.snapshot(), []);
+}
+
+#[test]
+fn changes_that_no_kernel_reports_are_refused_and_do_nothing() {
+    let mut space = space(&[extent(100, 0, 4)]);
+    for bad in [
+        Change::Remove { start: 100 * PAGE_SIZE, end: 101 * PAGE_SIZE + 1 },
+        Change::Remap { from: 0, to: PAGE_SIZE, len: 100 },
+    ] {
+        assert_eq!(space.apply(&bad), Err(ChangeError::Unaligned(bad)));
+    }
+    let beyond = Change::Remap { from: 0, to: u64::MAX - 4095, len: PAGE_SIZE };
+    for bad in [Change::Unmap { start: 2 * PAGE_SIZE, end: PAGE_SIZE }, beyond] {
+        assert_eq!(space.apply(&bad), Err(ChangeError::BadRange(bad)));
+    }
+    let bad = remap(100, 102, 4);
+    assert_eq!(space.apply(&bad), Err(ChangeError::Overlap(bad)));
+    assert_eq!((space.total(), space.snapshot()), (4, vec![]));
+}
+
+#[test]
+fn ranges_beyond_four_gib_are_dropped_whole() {
+    let at = |gib: u64| gib * GIB / PAGE_SIZE;
+    let mut space = space(&[extent(100, 0, 4), extent(at(5), 4, 4), extent(at(7), 8, 4)]);
+    space.apply(&Change::Unmap { start: 0, end: 6 * GIB }).unwrap();
+    assert_eq!(space.total(), 4);
+    space.apply(&Change::Remove { start: 0, end: u64::MAX - 4095 }).unwrap();
+    assert_eq!((space.total(), space.missing()), (0, 0));
+    assert_eq!(space.claim(), None);
+}
+
+#[test]
+fn a_child_goes_its_own_way() {
+    let mut parent = space(&[extent(100, 0, 4)]);
+    parent.set_resident(PageIx(0), 1);
+    let child = parent.fork();
+    parent.apply(&Change::Unmap { start: 0, end: 102 * PAGE_SIZE }).unwrap();
+    child.set_resident(PageIx(1), 1);
+    assert_eq!((parent.missing(), child.missing(), child.total()), (2, 2, 4));
+    assert!(child.claim().is_some());
+}
+
+#[test]
+fn a_block_released_too_early_is_claimed_again() {
+    let space = space(&[extent(100, 0, 4)]);
+    let block = space.claim().unwrap();
+    assert_eq!(space.claim(), None);
+    space.release(block, Finish::Done);
+    assert_eq!(space.claim(), Some(block));
+    space.set_resident(PageIx(0), 4);
+    space.release(block, Finish::Done);
+    assert_eq!(space.claim(), None);
+    space.check().unwrap();
+}
+
+#[test]
+fn a_record_of_another_image_is_refused() {
+    let plan = Arc::new(Plan::new(vec![extent(100, 0, 4), extent(200, 4, 4)]).unwrap());
+    let restore = |segments: &[Segment]| Space::restore(Arc::clone(&plan), segments).map(drop);
+    let segment =
+        |target: u64, page, pages| Segment { target: target * PAGE_SIZE, page: PageIx(page), pages };
+    let beyond = segment(900, 6, 3);
+    assert_eq!(restore(&[beyond]), Err(RestoreError::BadPages(beyond)));
+    let again = segment(900, 1, 1);
+    assert_eq!(restore(&[segment(800, 0, 2), again]), Err(RestoreError::BadPages(again)));
+    let occupied = segment(201, 0, 2);
+    assert_eq!(restore(&[occupied]), Err(RestoreError::BadTarget(occupied)));
+    let twice = segment(801, 2, 2);
+    assert_eq!(restore(&[segment(800, 0, 2), twice]), Err(RestoreError::BadTarget(twice)));
+    assert_eq!(restore(&[segment(900, 2, 4)]), Ok(()));
+}
+
+/// A million extents of one page, whose order in memory is the reverse of the file's.
+fn million() -> Vec<Extent> {
+    const COUNT: u64 = 1_000_000;
+    (0..COUNT).map(|number| extent(2 * (COUNT - number), number, 1)).collect()
+}
+
+#[test]
+fn a_million_extents_are_planned_and_walked_in_seconds() {
+    // The bounds are wide for a loaded machine; anything quadratic would take hours.
+    let extents = million();
+    let begin = Instant::now();
+    let space = Space::new(Arc::new(Plan::new(extents).unwrap()));
+    let planned = begin.elapsed();
+    let mut runs = Vec::new();
+    let mut blocks = 0;
+    while let Some(block) = space.claim() {
+        runs.clear();
+        assert_eq!(space.runs(block, PageIx(0), BLOCK_PAGES, &mut runs), None);
+        for run in &runs {
+            space.set_resident(run.page, run.pages);
+        }
+        space.release(block, Finish::Done);
+        blocks += 1;
+    }
+    let walked = begin.elapsed() - planned;
+    assert_eq!((blocks, space.missing()), (1_000_000_u64.div_ceil(BLOCK_PAGES), 0));
+    println!("a million extents: planned in {planned:?}, walked in {walked:?}");
+    assert!(planned < Duration::from_secs(5) && walked < Duration::from_secs(5), "{planned:?} {walked:?}");
+}
+
+#[test]
+fn one_huge_extent_is_dropped_and_moved_in_milliseconds() {
+    let pages = 64 * GIB / PAGE_SIZE;
+    let mut space = space(&[extent(1 << 20, 0, pages)]);
+    let start = PAGE_SIZE << 20;
+    let begin = Instant::now();
+    space.apply(&Change::Remap { from: start, to: start + 100 * GIB, len: 3 * GIB }).unwrap();
+    space.apply(&Change::Remove { start: start + 100 * GIB, end: start + 102 * GIB }).unwrap();
+    space.apply(&Change::Unmap { start: start + 3 * GIB, end: start + 63 * GIB }).unwrap();
+    let took = begin.elapsed();
+    assert_eq!(space.total(), 2 * GIB / PAGE_SIZE);
+    println!("65 GiB changed in {took:?}");
+    assert!(took < Duration::from_secs(1), "{took:?}");
+}
