@@ -20,9 +20,10 @@ pub(crate) struct Image {
     page_files: Vec<PathBuf>,
 }
 
-/// Bound of any act that moves the whole memory once: ten times longer than slow storage (100 MB/s) needs.
+/// Bound of any act that moves the whole memory once. Generous because stock's cost of a fault grows with the number
+/// of ranges that earlier faults have cut: its time grows faster than the size.
 pub(crate) fn time_limit(size_mib: u64) -> Duration {
-    Duration::from_secs(60 + size_mib / 10)
+    Duration::from_secs(120 + size_mib / 4)
 }
 
 impl Image {
