@@ -10,7 +10,6 @@ use std::time::Duration;
 
 use anyhow::{Context as _, bail};
 use rewake_store::{BlockCache, DEFAULT_BUDGET};
-use tokio::io::unix::AsyncFd;
 use tracing::{info, warn};
 
 use crate::fill::{Pool, Task};
@@ -191,7 +190,7 @@ impl Daemon {
     /// Receives every task's userfaultfd, serving their faults from the first on, then the finish notice.
     async fn handshake(&self, open: &mut OpenSession) -> anyhow::Result<()> {
         let Some(connection) = open.connection.as_ref() else { bail!("the connection with the restore is lost") };
-        let readable = AsyncFd::register(connection.try_clone().context("watching the restore")?)?;
+        let readable = sys::watch(connection.try_clone()?).context("watching the restore")?;
         loop {
             match open.slot.inbox.next(connection.as_fd()).context("receiving from the restore")? {
                 Received::Empty => {
@@ -271,7 +270,7 @@ impl OpenSession {
     /// Waits for the restore and takes its connection.
     async fn accept(&mut self) -> anyhow::Result<()> {
         let Some(listener) = self.listener.as_ref() else { bail!("the listening socket is lost") };
-        let readable = AsyncFd::register(listener.try_clone().context("watching the socket")?)?;
+        let readable = sys::watch(listener.try_clone()?.into()).context("watching the socket")?;
         let connection = loop {
             readable.readable().await?.clear_ready();
             match listener.accept() {

@@ -4,6 +4,8 @@
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 
+use tokio::io::unix::AsyncFd;
+
 fn check(result: libc::c_long) -> io::Result<libc::c_long> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
 }
@@ -95,6 +97,15 @@ pub fn has_ended(pidfd: RawFd) -> bool {
     let mut poll = libc::pollfd { fd: pidfd, events: libc::POLLIN, revents: 0 };
     // SAFETY: one live pollfd; no wait.
     unsafe { libc::poll(&raw mut poll, 1, 0) == 1 }
+}
+
+/// Has the runtime watch a descriptor.
+///
+/// # Errors
+/// The descriptor cannot be watched.
+pub fn watch(fd: OwnedFd) -> io::Result<AsyncFd<OwnedFd>> {
+    // SAFETY: an OwnedFd always gives the same descriptor and keeps it open while it lives.
+    unsafe { AsyncFd::register(fd) }.map_err(Into::into)
 }
 
 /// Asks that a stream socket attach its peer's pid to every message (`SO_PASSCRED`).

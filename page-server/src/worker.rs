@@ -5,7 +5,6 @@ use std::os::fd::{AsRawFd as _, OwnedFd};
 use std::sync::Arc;
 
 use anyhow::{Context as _, bail};
-use tokio::io::unix::AsyncFd;
 use tokio::signal::unix::{SignalKind, signal};
 use tracing::{error, info, warn};
 
@@ -86,7 +85,7 @@ async fn supervisor_ended(pid: i32) -> anyhow::Result<()> {
         Err(error) if error.raw_os_error() == Some(libc::ESRCH) => return Ok(()),
         Err(error) => return Err(error).context("watching the supervisor"),
     };
-    let watched = AsyncFd::register(pidfd).context("watching the supervisor")?;
+    let watched = sys::watch(pidfd).context("watching the supervisor")?;
     while !sys::has_ended(watched.as_raw_fd()) {
         watched.readable().await?.clear_ready();
     }
