@@ -1,2 +1,36 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! CRIU image formats: read, write, validate; never trusts a length
+//! CRIU image formats: read, write, validate; never trusts a length.
+//!
+//! [`ImageDir`] is the way in: it gives the inventory, the tasks, their mappings and their pages, each checked
+//! as it is read. [`ImageDir::lazy_plan`] says for every page that a task may be restored without where its
+//! bytes are, parent images included. [`write`] makes images, for tests.
+//!
+//! Facts about the formats: CRIU 4.1.1 and 4.2.1; everything here reads both.
+#![forbid(unsafe_code)]
+
+mod dir;
+mod error;
+mod frame;
+pub mod fuzz;
+mod generated;
+mod inventory;
+mod mm;
+mod pagemap;
+mod plan;
+mod stats;
+mod tasks;
+pub mod write;
+
+pub use dir::{ImageDir, MAX_PARENTS};
+pub use error::{ImageError, Result};
+pub use inventory::{IMAGE_VERSION, Inventory};
+pub use mm::{MAX_VMAS, Mm, Vma};
+pub use pagemap::{Generation, MAX_PAGEMAP_ENTRIES, PageFlags, Pagemap, PagemapEntry};
+pub use plan::{LazyExtent, LazyPlan, PagesFile};
+pub use stats::PageStats;
+pub use tasks::{MAX_TASKS, Task, TaskState};
+
+/// Bytes in a page of an image: CRIU writes base pages only.
+pub const PAGE: u64 = 4096;
+/// [`PAGE`] as the length of a buffer.
+const PAGE_LEN: usize = 4096;

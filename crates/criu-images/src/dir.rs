@@ -1,0 +1,157 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! An image directory, held open: every file is opened relative to it, so that it cannot change underneath.
+
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+use nix::errno::Errno;
+use nix::fcntl::{OFlag, openat};
+use nix::sys::stat::Mode;
+
+use crate::error::{ImageError, Result};
+use crate::frame::{Kind, Records};
+use crate::inventory::{self, Inventory};
+use crate::mm::{self, Mm};
+use crate::pagemap::{self, Pagemap};
+use crate::tasks::{self, Task};
+use crate::{frame, plan};
+
+/// The longest chain of parents that is followed: each level holds a descriptor, and an incremental series
+/// of more dumps than this is better started anew.
+pub const MAX_PARENTS: usize = 128;
+
+/// An open image directory.
+#[derive(Debug)]
+pub struct ImageDir {
+    fd: OwnedFd,
+    path: PathBuf,
+    /// Device and inode of this directory and of those whose `parent` links led here.
+    line: Vec<(u64, u64)>,
+}
+
+impl ImageDir {
+    /// Opens a directory. Nothing in it is read yet.
+    ///
+    /// # Errors
+    /// It is not there, or not a directory, or may not be read.
+    pub fn open(path: impl AsRef<Path>) -> Result<Self> {
+        let path = path.as_ref().to_path_buf();
+        let fd =
+            open_dir(nix::fcntl::AT_FDCWD, &path).map_err(|errno| io_error("open", &path, errno.into()))?;
+        Self::from_fd(fd, path, Vec::new())
+    }
+
+    fn from_fd(fd: OwnedFd, path: PathBuf, mut line: Vec<(u64, u64)>) -> Result<Self> {
+        let dir = File::from(fd);
+        let meta = dir.metadata().map_err(|error| io_error("stat", &path, error))?;
+        let id = (meta.dev(), meta.ino());
+        if line.contains(&id) {
+            return Err(ImageError::ParentCycle { file: path });
+        }
+        if line.len() > MAX_PARENTS {
+            return Err(ImageError::TooManyParents { file: path, limit: MAX_PARENTS });
+        }
+        line.push(id);
+        Ok(Self { fd: dir.into(), path, line })
+    }
+
+    /// The path that it was opened by, for messages.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The directory that the `parent` link leads to, or `None` where there is no link, or it leads nowhere.
+    ///
+    /// # Errors
+    /// The link leads back to a descendant, or is the [`MAX_PARENTS`]th and one, or cannot be followed.
+    pub fn parent(&self) -> Result<Option<Self>> {
+        let path = self.path.join("parent");
+        match open_dir(self.fd.as_fd(), Path::new("parent")) {
+            Ok(fd) => Self::from_fd(fd, path, self.line.clone()).map(Some),
+            Err(Errno::ENOENT) => Ok(None),
+            Err(errno) => Err(io_error("open", &path, errno.into())),
+        }
+    }
+
+    /// What the dump says about itself.
+    ///
+    /// # Errors
+    /// The file is missing, damaged, or of another version of the format.
+    pub fn inventory(&self) -> Result<Inventory> {
+        inventory::parse(self.required(
+            "inventory.img",
+            &frame::INVENTORY,
+            "the inventory of a CRIU image",
+        )?)
+    }
+
+    /// All tasks, zombies included, parents before children.
+    ///
+    /// # Errors
+    /// `pstree.img` or a task's `core-PID.img` is missing or damaged.
+    pub fn tasks(&self) -> Result<Vec<Task>> {
+        let tree = self.required("pstree.img", &frame::PSTREE, "the process tree of a CRIU image")?;
+        let mut tasks = tasks::parse_tree(tree)?;
+        for task in &mut tasks {
+            let core = self.required(&format!("core-{}.img", task.pid), &frame::CORE, "the task's state")?;
+            (task.state, task.comm) = tasks::parse_core(core)?;
+        }
+        Ok(tasks)
+    }
+
+    /// The mappings of a task.
+    ///
+    /// # Errors
+    /// The file is missing (zombies have none) or damaged.
+    pub fn mm(&self, pid: u32) -> Result<Mm> {
+        mm::parse(self.required(&format!("mm-{pid}.img"), &frame::MM, "the task's mappings")?)
+    }
+
+    /// The pages of a task, or `None` where this directory has none of it.
+    ///
+    /// # Errors
+    /// The file is damaged.
+    pub fn pagemap(&self, pid: u32) -> Result<Option<Pagemap>> {
+        self.records(&plan::pagemap_name(pid), &frame::PAGEMAP)?.map(pagemap::parse).transpose()
+    }
+
+    /// Opens a regular file for reading, with its length in bytes; `None` where there is none.
+    pub(crate) fn file(&self, name: &str) -> Result<Option<(PathBuf, File, u64)>> {
+        let path = self.path.join(name);
+        // O_NONBLOCK: opening a FIFO by mistake must be refused below, not block here.
+        let flags = OFlag::O_RDONLY | OFlag::O_CLOEXEC | OFlag::O_NONBLOCK | OFlag::O_NOCTTY;
+        let file = match openat(self.fd.as_fd(), name, flags, Mode::empty()) {
+            Ok(fd) => File::from(fd),
+            Err(Errno::ENOENT) => return Ok(None),
+            Err(errno) => return Err(io_error("open", &path, errno.into())),
+        };
+        let meta = file.metadata().map_err(|error| io_error("stat", &path, error))?;
+        if !meta.is_file() {
+            let (expected, found) = ("a regular file".into(), "another kind of file".into());
+            return Err(ImageError::Unsupported { file: path, expected, found });
+        }
+        Ok(Some((path, file, meta.len())))
+    }
+
+    fn records(&self, name: &str, kind: &'static Kind) -> Result<Option<Records<File>>> {
+        let Some((path, file, len)) = self.file(name)? else { return Ok(None) };
+        Records::new(kind, &path, file, len).map(Some)
+    }
+
+    fn required(&self, name: &str, kind: &'static Kind, expected: &'static str) -> Result<Records<File>> {
+        let missing = || ImageError::Missing { file: self.path.join(name), expected };
+        self.records(name, kind)?.ok_or_else(missing)
+    }
+}
+
+fn open_dir(at: impl AsFd, path: &Path) -> nix::Result<OwnedFd> {
+    openat(at, path, OFlag::O_RDONLY | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC, Mode::empty())
+}
+
+pub(crate) fn io_error(act: &'static str, file: &Path, source: io::Error) -> ImageError {
+    ImageError::Io { act, file: file.to_path_buf(), source }
+}

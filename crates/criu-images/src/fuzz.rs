@@ -1,0 +1,86 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The one entry that everything which throws bytes at the parsers uses: cargo-fuzz, the corpus's replay, and
+//! the random mutations of the ordinary tests.
+
+use std::io::Cursor;
+use std::path::Path;
+
+use crate::frame::{self, Kind, Records};
+use crate::{Result, inventory, mm, pagemap, tasks, write};
+
+/// An image file in memory.
+type Bytes = Cursor<Vec<u8>>;
+
+/// Which parser.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum FuzzKind {
+    /// `inventory.img`.
+    Inventory,
+    /// `pstree.img`.
+    Pstree,
+    /// `core-PID.img`.
+    Core,
+    /// `mm-PID.img`.
+    Mm,
+    /// `pagemap-PID.img`.
+    Pagemap,
+}
+
+impl FuzzKind {
+    /// Every kind, with the name of its corpus folder and fuzz target.
+    pub const ALL: [(Self, &'static str); 5] = [
+        (Self::Inventory, "inventory"),
+        (Self::Pstree, "pstree"),
+        (Self::Core, "core"),
+        (Self::Mm, "mm"),
+        (Self::Pagemap, "pagemap"),
+    ];
+}
+
+/// Parses `bytes` as a file of `kind`. True when they were accepted.
+///
+/// # Panics
+/// Bytes were accepted that break what the parser promises, or that read differently when written again.
+pub fn fuzz_one(kind: FuzzKind, bytes: &[u8]) -> bool {
+    match kind {
+        FuzzKind::Inventory => {
+            again(bytes, &frame::INVENTORY, inventory::parse, |value| Some(write::inventory_bytes(value)))
+        }
+        FuzzKind::Pstree => {
+            again(bytes, &frame::PSTREE, tasks::parse_tree, |value| Some(write::tree_bytes(value)))
+        }
+        FuzzKind::Core => open(bytes, &frame::CORE).and_then(tasks::parse_core).is_ok(),
+        FuzzKind::Mm => again(bytes, &frame::MM, mm::parse, |mm| {
+            assert!(mm.vmas.windows(2).all(|pair| pair[0].end <= pair[1].start), "mappings are in order");
+            assert!(mm.vmas.iter().all(|vma| vma.pages() > 0), "mappings are not empty");
+            Some(write::mm_bytes(mm))
+        }),
+        FuzzKind::Pagemap => again(bytes, &frame::PAGEMAP, pagemap::parse, |map| {
+            let entries = &map.entries;
+            assert!(entries.windows(2).all(|pair| pair[0].end() <= pair[1].vaddr), "runs are in order");
+            assert!(entries.iter().all(|entry| entry.file_offset <= map.file_len), "runs are in the file");
+            let stats = map.stats();
+            assert_eq!(stats.total, stats.lazy + stats.eager);
+            write::pagemap_bytes(map)
+        }),
+    }
+}
+
+fn open(bytes: &[u8], kind: &'static Kind) -> Result<Records<Bytes>> {
+    Records::new(kind, Path::new(kind.name), Cursor::new(bytes.to_vec()), bytes.len() as u64)
+}
+
+/// Parses, writes, and parses again.
+fn again<T: PartialEq + std::fmt::Debug>(
+    bytes: &[u8],
+    kind: &'static Kind,
+    parse: impl Fn(Records<Bytes>) -> Result<T>,
+    write: impl Fn(&T) -> Option<Vec<u8>>,
+) -> bool {
+    let Ok(value) = open(bytes, kind).and_then(&parse) else { return false };
+    if let Some(written) = write(&value) {
+        let reread = open(&written, kind).and_then(&parse);
+        assert_eq!(reread.ok(), Some(value), "what was written reads the same");
+    }
+    true
+}

@@ -1,0 +1,8 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Rust for the messages of `proto/`, committed; `tests/generated.rs` keeps it current.
+
+#[rustfmt::skip]
+#[allow(missing_docs, unreachable_pub)]
+mod criu;
+
+pub(crate) use criu::*;

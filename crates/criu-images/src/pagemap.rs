@@ -1,0 +1,174 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! `pagemap-ID.img`: which pages an image has, and where in its pages file they are.
+
+use std::io::Read;
+
+use crate::PAGE;
+use crate::error::{ImageError, Result};
+use crate::frame::Records;
+use crate::generated::{PagemapEntry as Raw, PagemapHead};
+
+/// The most entries that one pagemap may have: each needs 32 bytes of memory.
+pub const MAX_PAGEMAP_ENTRIES: usize = 1 << 26;
+
+/// Flags of a pagemap entry. Bits without a name here are kept.
+#[derive(Clone, Copy, PartialEq, Eq, Default)]
+pub struct PageFlags(pub u32);
+
+impl PageFlags {
+    /// The pages are in the parent image.
+    pub const PARENT: Self = Self(1);
+    /// The pages may be restored lazily.
+    pub const LAZY: Self = Self(2);
+    /// The pages are in the pages file.
+    pub const PRESENT: Self = Self(4);
+
+    /// Whether all of `flags` are set.
+    #[must_use]
+    pub fn has(self, flags: Self) -> bool {
+        self.0 & flags.0 == flags.0
+    }
+}
+
+impl std::ops::BitOr for PageFlags {
+    type Output = Self;
+
+    fn bitor(self, other: Self) -> Self {
+        Self(self.0 | other.0)
+    }
+}
+
+impl std::fmt::Debug for PageFlags {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "PageFlags({:#x})", self.0)
+    }
+}
+
+/// Which field holds an entry's number of pages.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Generation {
+    /// CRIU up to 4.1.1: 32 bits.
+    Narrow,
+    /// CRIU 4.2 and later: 64 bits, and a zero in the old field.
+    Wide,
+}
+
+/// A run of pages.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PagemapEntry {
+    /// Address of the first page at the dump.
+    pub vaddr: u64,
+    /// Number of pages, at least 1.
+    pub pages: u64,
+    /// Where they are. PARENT goes before PRESENT, as in CRIU.
+    pub flags: PageFlags,
+    /// For pages with PRESENT: offset in bytes in the pages file.
+    pub file_offset: u64,
+}
+
+impl PagemapEntry {
+    /// First address behind the run.
+    #[must_use]
+    pub fn end(&self) -> u64 {
+        self.vaddr + self.pages * PAGE
+    }
+}
+
+/// The pages of one task (or shared memory object) in one image directory.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Pagemap {
+    /// N of `pages-N.img`.
+    pub pages_id: u32,
+    /// Runs in ascending order of address; none overlaps another.
+    pub entries: Vec<PagemapEntry>,
+    /// How the counts were written; [`Generation::Wide`] where there are no entries.
+    pub generation: Generation,
+    /// Bytes that the pages file must have.
+    pub file_len: u64,
+}
+
+impl Pagemap {
+    /// A pagemap of runs (address, pages, flags) in ascending order, with its offsets worked out.
+    ///
+    /// # Panics
+    /// A run that ends behind the address space.
+    #[must_use]
+    pub fn new(
+        pages_id: u32,
+        generation: Generation,
+        runs: impl IntoIterator<Item = (u64, u64, PageFlags)>,
+    ) -> Self {
+        let mut map = Self { pages_id, entries: Vec::new(), generation, file_len: 0 };
+        for (vaddr, pages, flags) in runs {
+            map.push(PagemapEntry { vaddr, pages, flags, file_offset: map.file_len });
+        }
+        map
+    }
+
+    fn push(&mut self, entry: PagemapEntry) {
+        if entry.flags.has(PageFlags::PRESENT) {
+            // No overflow: entries do not overlap, so the sum is at most the end of the last.
+            self.file_len += entry.pages * PAGE;
+        }
+        self.entries.push(entry);
+    }
+}
+
+pub(crate) fn parse<R: Read>(mut records: Records<R>) -> Result<Pagemap> {
+    let Some((offset, head)) = records.message::<PagemapHead>()? else { return Err(records.no_record()) };
+    let Some(pages_id) = head.pages_id else {
+        return Err(records.damaged(offset, "the number of the pages file", "none"));
+    };
+    let mut map = Pagemap { pages_id, entries: Vec::new(), generation: Generation::Wide, file_len: 0 };
+    let mut end = 0;
+    while let Some((offset, raw)) = records.message::<Raw>()? {
+        if raw.nr_pages.is_none() {
+            map.generation = Generation::Narrow;
+        }
+        let entry = normalise(&raw, map.file_len)
+            .ok_or_else(|| records.damaged(offset, "whole pages inside the address space", show(&raw)))?;
+        if entry.vaddr < end {
+            let expected = format!("an address from {end:#x}, behind the entry before");
+            return Err(records.damaged(offset, expected, show(&raw)));
+        }
+        if map.entries.len() == MAX_PAGEMAP_ENTRIES {
+            return Err(ImageError::TooMany {
+                file: records.file().to_path_buf(),
+                offset,
+                what: "entries and more",
+                found: MAX_PAGEMAP_ENTRIES as u64,
+                limit_name: "MAX_PAGEMAP_ENTRIES",
+                limit: MAX_PAGEMAP_ENTRIES as u64,
+            });
+        }
+        end = entry.end();
+        map.push(entry);
+    }
+    Ok(map)
+}
+
+/// One reading of all generations of the record; `None` when it is not whole pages inside the address space.
+fn normalise(raw: &Raw, file_offset: u64) -> Option<PagemapEntry> {
+    let vaddr = raw.vaddr?;
+    let pages = raw.nr_pages.or_else(|| raw.compat_nr_pages.map(u64::from))?;
+    let flags = match (raw.in_parent, raw.flags) {
+        (Some(true), flags) => PageFlags(flags.unwrap_or(0)) | PageFlags::PARENT,
+        (_, Some(flags)) => PageFlags(flags),
+        (_, None) => PageFlags::PRESENT,
+    };
+    let end = pages.checked_mul(PAGE).and_then(|len| vaddr.checked_add(len));
+    (vaddr % PAGE == 0 && pages > 0 && end.is_some()).then_some(PagemapEntry {
+        vaddr,
+        pages,
+        flags,
+        file_offset,
+    })
+}
+
+fn show(raw: &Raw) -> String {
+    let pages = raw.nr_pages.or_else(|| raw.compat_nr_pages.map(u64::from));
+    match (raw.vaddr, pages) {
+        (Some(vaddr), Some(pages)) => format!("{pages} pages at {vaddr:#x}"),
+        (vaddr, pages) => format!("address {vaddr:x?}, pages {pages:?}"),
+    }
+}

@@ -1,0 +1,239 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Where the bytes of every lazy page of a task are.
+
+use std::fs::File;
+use std::path::PathBuf;
+
+use crate::PAGE;
+use crate::dir::ImageDir;
+use crate::error::{ImageError, Result};
+use crate::mm::Vma;
+use crate::pagemap::{PageFlags, Pagemap, PagemapEntry};
+
+/// One open `pages-N.img`.
+#[derive(Debug)]
+pub struct PagesFile {
+    /// For messages.
+    pub path: PathBuf,
+    /// The file, open for reading.
+    pub file: File,
+    /// Its length in bytes when it was opened: at least what its pagemap needs.
+    pub len: u64,
+}
+
+/// A run of lazy pages that is contiguous in memory, in one mapping, and in one file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LazyExtent {
+    /// Address of the first page at the dump.
+    pub vaddr: u64,
+    /// Number of pages, at least 1.
+    pub pages: u64,
+    /// Offset of the first page in the file, in bytes.
+    pub file_offset: u64,
+    /// Index in [`LazyPlan::files`].
+    pub file: u32,
+}
+
+impl LazyExtent {
+    /// First address behind the run.
+    #[must_use]
+    pub fn end(&self) -> u64 {
+        self.vaddr + self.pages * PAGE
+    }
+}
+
+/// Everything that is needed to serve one task's missing pages.
+#[derive(Debug)]
+pub struct LazyPlan {
+    /// The pages files of the image and of its parents, each once. Not all need be used.
+    pub files: Vec<PagesFile>,
+    /// The lazy pages in ascending order of address. None crosses a border between mappings.
+    pub extents: Vec<LazyExtent>,
+    /// Lazy pages that are in no file: `criu dump --lazy-pages` kept them back for its page server.
+    pub remote_pages: u64,
+}
+
+impl ImageDir {
+    /// Works out where the lazy pages of a task are.
+    ///
+    /// # Errors
+    /// A file that is needed is missing, damaged or truncated; a page is in no parent; a lazy page lies
+    /// where no lazy restore can put it.
+    pub fn lazy_plan(&self, pid: u32) -> Result<LazyPlan> {
+        let mm = self.mm(pid)?;
+        let (levels, files) = self.chain(pid)?;
+        let pagemap = self.path().join(pagemap_name(pid));
+        let mut planner =
+            Planner { pagemap, levels: &levels, vmas: &mm.vmas, extents: Vec::new(), remote: 0 };
+        planner.run()?;
+        let Planner { mut extents, remote: remote_pages, .. } = planner;
+        extents.shrink_to_fit();
+        Ok(LazyPlan { files, extents, remote_pages })
+    }
+
+    /// The task's pages here, then in the parents as far as lazy pages can be there.
+    fn chain(&self, pid: u32) -> Result<(Vec<Level>, Vec<PagesFile>)> {
+        let (mut levels, mut files) = (Vec::new(), Vec::new());
+        let missing = || ImageError::Missing {
+            file: self.path().join(pagemap_name(pid)),
+            expected: "the pages of a task that has memory",
+        };
+        let map = self.pagemap(pid)?.ok_or_else(missing)?;
+        let lazy = PageFlags::PARENT | PageFlags::LAZY;
+        let mut ancestor = self.add_level(map, &mut levels, &mut files, lazy)?;
+        while let Some(dir) = ancestor {
+            let Some(map) = dir.pagemap(pid)? else { break };
+            ancestor = dir.add_level(map, &mut levels, &mut files, PageFlags::PARENT)?;
+        }
+        Ok((levels, files))
+    }
+
+    /// Adds this directory's pages to the chain; gives the parent when pages with `wanted` may be there.
+    fn add_level(
+        &self,
+        map: Pagemap,
+        levels: &mut Vec<Level>,
+        files: &mut Vec<PagesFile>,
+        wanted: PageFlags,
+    ) -> Result<Option<ImageDir>> {
+        // The number of levels is below MAX_PARENTS + 2.
+        let file = u32::try_from(files.len()).unwrap_or(u32::MAX);
+        let parent =
+            if map.entries.iter().any(|entry| entry.flags.has(wanted)) { self.parent()? } else { None };
+        files.extend(self.pages_file(&map)?);
+        levels.push(Level { dir: self.path().to_path_buf(), map, file });
+        Ok(parent)
+    }
+
+    /// The pages file of a pagemap, checked to be long enough; `None` when no page is in it.
+    pub(crate) fn pages_file(&self, map: &Pagemap) -> Result<Option<PagesFile>> {
+        if map.file_len == 0 {
+            return Ok(None);
+        }
+        let name = pages_name(map.pages_id);
+        let Some((path, file, len)) = self.file(&name)? else {
+            let expected = "the pages that a pagemap lists";
+            return Err(ImageError::Missing { file: self.path().join(name), expected });
+        };
+        if len < map.file_len {
+            return Err(ImageError::PagesTruncated { file: path, len, expected: map.file_len });
+        }
+        Ok(Some(PagesFile { path, file, len }))
+    }
+}
+
+/// One image directory of the chain.
+#[derive(Debug)]
+struct Level {
+    dir: PathBuf,
+    map: Pagemap,
+    /// Index of its pages file; of nothing when no page is present in it.
+    file: u32,
+}
+
+/// Walks the lazy entries in order of address.
+struct Planner<'a> {
+    pagemap: PathBuf,
+    levels: &'a [Level],
+    /// Mappings that end behind what is done.
+    vmas: &'a [Vma],
+    extents: Vec<LazyExtent>,
+    remote: u64,
+}
+
+impl Planner<'_> {
+    fn run(&mut self) -> Result<()> {
+        let levels = self.levels;
+        for entry in levels.iter().take(1).flat_map(|level| &level.map.entries) {
+            if entry.flags.has(PageFlags::LAZY) {
+                self.place(0, entry, entry.vaddr, entry.end())?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Finds the pages of `start..end`, which `entry` of the level covers.
+    fn place(&mut self, level: usize, entry: &PagemapEntry, start: u64, end: u64) -> Result<()> {
+        if entry.flags.has(PageFlags::PARENT) {
+            self.look_up(level + 1, start, end)
+        } else if entry.flags.has(PageFlags::PRESENT) {
+            self.push(self.levels[level].file, entry.file_offset + (start - entry.vaddr), start, end)
+        } else if entry.flags.has(PageFlags::LAZY) {
+            self.remote += (end - start) / PAGE;
+            Ok(())
+        } else {
+            Err(self.lacking(level, start, end))
+        }
+    }
+
+    /// Finds the pages of `start..end` in a parent, whose entries may be shorter.
+    fn look_up(&mut self, level: usize, start: u64, end: u64) -> Result<()> {
+        let levels = self.levels;
+        let Some(parent) = levels.get(level) else { return Err(self.lacking(level, start, end)) };
+        let first = parent.map.entries.partition_point(|entry| entry.end() <= start);
+        let mut at = start;
+        for entry in &parent.map.entries[first..] {
+            if at == end {
+                break;
+            }
+            if entry.vaddr > at {
+                return Err(self.lacking(level, at, entry.vaddr.min(end)));
+            }
+            let stop = entry.end().min(end);
+            self.place(level, entry, at, stop)?;
+            at = stop;
+        }
+        if at == end { Ok(()) } else { Err(self.lacking(level, at, end)) }
+    }
+
+    /// Adds pages that were found, split at the borders of mappings.
+    fn push(&mut self, file: u32, mut file_offset: u64, mut vaddr: u64, end: u64) -> Result<()> {
+        while vaddr < end {
+            let vma = self.vma(vaddr, end)?;
+            let stop = vma.end.min(end);
+            let pages = (stop - vaddr) / PAGE;
+            match self.extents.last_mut() {
+                Some(last)
+                    if vaddr != vma.start
+                        && (last.end(), last.file) == (vaddr, file)
+                        && last.file_offset + last.pages * PAGE == file_offset =>
+                {
+                    last.pages += pages;
+                }
+                _ => self.extents.push(LazyExtent { vaddr, pages, file_offset, file }),
+            }
+            file_offset += stop - vaddr;
+            vaddr = stop;
+        }
+        Ok(())
+    }
+
+    /// The mapping at `vaddr`, which must be one that CRIU registers.
+    fn vma(&mut self, vaddr: u64, end: u64) -> Result<Vma> {
+        let done = self.vmas.iter().take_while(|vma| vma.end <= vaddr).count();
+        self.vmas = &self.vmas[done..];
+        let (found, stop) = match self.vmas.first() {
+            Some(vma) if vma.start <= vaddr && vma.can_be_lazy() => return Ok(*vma),
+            Some(vma) if vma.start <= vaddr => (vma.kind(), vma.end.min(end)),
+            Some(vma) => ("no mapping", vma.start.min(end)),
+            None => ("no mapping", end),
+        };
+        let file = self.pagemap.clone();
+        Err(ImageError::NotLazyable { file, vaddr, pages: (stop - vaddr) / PAGE, found })
+    }
+
+    fn lacking(&self, level: usize, vaddr: u64, end: u64) -> ImageError {
+        let last =
+            |levels: &[Level]| levels.last().map_or_else(PathBuf::new, |level| level.dir.join("parent"));
+        let parent = self.levels.get(level).map_or_else(|| last(self.levels), |level| level.dir.clone());
+        ImageError::NotInParent { file: self.pagemap.clone(), vaddr, pages: (end - vaddr) / PAGE, parent }
+    }
+}
+
+pub(crate) fn pagemap_name(id: u32) -> String {
+    format!("pagemap-{id}.img")
+}
+
+pub(crate) fn pages_name(pages_id: u32) -> String {
+    format!("pages-{pages_id}.img")
+}

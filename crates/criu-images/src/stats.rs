@@ -1,0 +1,78 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Counts for people: how much of a task is where.
+
+use std::os::unix::fs::FileExt;
+
+use crate::dir::{ImageDir, io_error};
+use crate::error::Result;
+use crate::pagemap::{PageFlags, Pagemap};
+use crate::{PAGE, PAGE_LEN};
+
+/// Pages read at a time while counting zeros.
+const SCAN_PAGES: u64 = 256;
+
+/// How many pages of a task are where. Shared memory is not counted: it has pagemaps of its own.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct PageStats {
+    /// All pages that the pagemap lists.
+    pub total: u64,
+    /// In this image's pages file.
+    pub present: u64,
+    /// In a parent image.
+    pub in_parent: u64,
+    /// In neither: with the page server of a `criu dump --lazy-pages`.
+    pub remote: u64,
+    /// May be restored after the task runs, wherever they are.
+    pub lazy: u64,
+    /// Must be restored before the task runs: `total` without `lazy`.
+    pub eager: u64,
+}
+
+impl Pagemap {
+    /// Counts the pages.
+    #[must_use]
+    pub fn stats(&self) -> PageStats {
+        let mut stats = PageStats::default();
+        for entry in &self.entries {
+            let pages = entry.pages;
+            stats.total += pages;
+            if entry.flags.has(PageFlags::PARENT) {
+                stats.in_parent += pages;
+            } else if entry.flags.has(PageFlags::PRESENT) {
+                stats.present += pages;
+            } else {
+                stats.remote += pages;
+            }
+            if entry.flags.has(PageFlags::LAZY) {
+                stats.lazy += pages;
+            } else {
+                stats.eager += pages;
+            }
+        }
+        stats
+    }
+}
+
+impl ImageDir {
+    /// Reads the whole pages file of a task and counts the pages of zeros in it; 0 for a task without pages.
+    ///
+    /// # Errors
+    /// A file is missing, damaged or truncated, or cannot be read.
+    pub fn zero_pages(&self, pid: u32) -> Result<u64> {
+        let Some(map) = self.pagemap(pid)? else { return Ok(0) };
+        let Some(pages) = self.pages_file(&map)? else { return Ok(0) };
+        let mut buffer = Vec::new();
+        let (mut zeros, mut at) = (0, 0);
+        while at < map.file_len {
+            let len = (map.file_len - at).min(SCAN_PAGES * PAGE);
+            // At most 1 MiB, see SCAN_PAGES.
+            buffer.resize(usize::try_from(len).unwrap_or(usize::MAX), 0);
+            let read = pages.file.read_exact_at(&mut buffer, at);
+            read.map_err(|error| io_error("read", &pages.path, error))?;
+            let pages = buffer.chunks_exact(PAGE_LEN);
+            zeros += pages.filter(|page| page.iter().all(|byte| *byte == 0)).count() as u64;
+            at += len;
+        }
+        Ok(zeros)
+    }
+}

@@ -1,0 +1,148 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Makes images, for tests: small ones from nothing, and incremental pairs out of plain dumps.
+//!
+//! What this module writes from nothing has the fields that [`crate::ImageDir`] reads, which is less than
+//! `criu restore` asks for. A directory that [`split_into_parent`] changed stays as good for CRIU as it was.
+
+mod split;
+
+use std::fs;
+use std::path::Path;
+
+use prost::Message;
+
+pub use split::{Place, split_into_parent};
+
+use crate::dir::io_error;
+use crate::error::{ImageError, Result};
+use crate::frame::{self, file_of};
+use crate::generated::{
+    CoreEntry, InventoryEntry, MmEntry, PagemapEntry as RawPagemapEntry, PagemapHead, PluginsEntry,
+    PstreeEntry, TaskCoreEntry, VmaEntry,
+};
+use crate::inventory::Inventory;
+use crate::mm::{Mm, Vma};
+use crate::pagemap::{Generation, Pagemap, PagemapEntry};
+use crate::plan::{pagemap_name, pages_name};
+use crate::tasks::Task;
+
+/// Writes `inventory.img`.
+///
+/// # Errors
+/// The file cannot be written.
+pub fn inventory(dir: &Path, inventory: &Inventory) -> Result<()> {
+    put(dir, "inventory.img", &inventory_bytes(inventory))
+}
+
+/// Writes `pstree.img` and every task's `core-PID.img`.
+///
+/// # Errors
+/// A file cannot be written.
+pub fn tasks(dir: &Path, tasks: &[Task]) -> Result<()> {
+    put(dir, "pstree.img", &tree_bytes(tasks))?;
+    tasks.iter().try_for_each(|task| put(dir, &format!("core-{}.img", task.pid), &core_bytes(task)))
+}
+
+/// Writes `mm-PID.img`.
+///
+/// # Errors
+/// The file cannot be written.
+pub fn mm(dir: &Path, pid: u32, mm: &Mm) -> Result<()> {
+    put(dir, &format!("mm-{pid}.img"), &mm_bytes(mm))
+}
+
+/// Writes `pagemap-PID.img`.
+///
+/// # Errors
+/// The file cannot be written, or an entry is too long for the generation.
+pub fn pagemap(dir: &Path, pid: u32, map: &Pagemap) -> Result<()> {
+    let path = dir.join(pagemap_name(pid));
+    let bytes = pagemap_bytes(map).ok_or_else(|| ImageError::Unsupported {
+        file: path,
+        expected: "less than 2^32 pages in an entry of CRIU before 4.2".into(),
+        found: "more".into(),
+    })?;
+    put(dir, &pagemap_name(pid), &bytes)
+}
+
+/// Writes `pages-N.img`: the present pages one after another.
+///
+/// # Errors
+/// The file cannot be written.
+pub fn pages(dir: &Path, pages_id: u32, bytes: &[u8]) -> Result<()> {
+    put(dir, &pages_name(pages_id), bytes)
+}
+
+fn put(dir: &Path, name: &str, bytes: &[u8]) -> Result<()> {
+    let path = dir.join(name);
+    fs::write(&path, bytes).map_err(|error| io_error("write", &path, error))
+}
+
+pub(crate) fn inventory_bytes(inventory: &Inventory) -> Vec<u8> {
+    let plugins =
+        (!inventory.plugins.is_empty()).then(|| PluginsEntry { plugins: inventory.plugins.clone() });
+    let entry = InventoryEntry {
+        img_version: Some(inventory.version),
+        fdinfo_per_id: Some(true),
+        ns_per_id: Some(true),
+        plugins_entry: plugins,
+        dump_criu_run_id: inventory.run_id.clone(),
+    };
+    file_of(&frame::INVENTORY, [entry.encode_to_vec()])
+}
+
+pub(crate) fn tree_bytes(tasks: &[Task]) -> Vec<u8> {
+    let entry = |task: &Task| {
+        PstreeEntry {
+            pid: Some(task.pid),
+            ppid: Some(task.ppid),
+            pgid: Some(task.pgid),
+            sid: Some(task.sid),
+            threads: task.threads.clone(),
+        }
+        .encode_to_vec()
+    };
+    file_of(&frame::PSTREE, tasks.iter().map(entry))
+}
+
+pub(crate) fn core_bytes(task: &Task) -> Vec<u8> {
+    let state = Some(task.state.to_raw());
+    let tc = TaskCoreEntry { task_state: state, exit_code: Some(0), comm: Some(task.comm.clone()) };
+    file_of(&frame::CORE, [CoreEntry { tc: Some(tc) }.encode_to_vec()])
+}
+
+pub(crate) fn mm_bytes(mm: &Mm) -> Vec<u8> {
+    let entry = |vma: &Vma| VmaEntry {
+        start: Some(vma.start),
+        end: Some(vma.end),
+        pgoff: Some(0),
+        shmid: Some(0),
+        prot: Some(vma.prot),
+        flags: Some(vma.flags),
+        status: Some(vma.status),
+        fd: Some(-1),
+    };
+    let vmas = mm.vmas.iter().chain(&mm.guards).map(entry).collect();
+    file_of(&frame::MM, [MmEntry { vmas }.encode_to_vec()])
+}
+
+/// `None` when an entry is too long for its generation.
+pub(crate) fn pagemap_bytes(map: &Pagemap) -> Option<Vec<u8>> {
+    let head = PagemapHead { pages_id: Some(map.pages_id) }.encode_to_vec();
+    let entry = |entry: &PagemapEntry| {
+        let (narrow, wide) = match map.generation {
+            Generation::Narrow => (u32::try_from(entry.pages).ok()?, None),
+            Generation::Wide => (0, Some(entry.pages)),
+        };
+        let raw = RawPagemapEntry {
+            vaddr: Some(entry.vaddr),
+            compat_nr_pages: Some(narrow),
+            in_parent: None,
+            flags: Some(entry.flags.0),
+            nr_pages: wide,
+        };
+        Some(raw.encode_to_vec())
+    };
+    let entries = map.entries.iter().map(entry).collect::<Option<Vec<_>>>()?;
+    Some(file_of(&frame::PAGEMAP, std::iter::once(head).chain(entries)))
+}
