@@ -63,9 +63,17 @@ impl Scene {
         let mut target = scene.target()?.spawn().context("start the target")?;
         scene.pid = Pid::from_raw(target.id().cast_signed());
         let ready = scene.files().join("ready");
-        until(ACT, || ready.exists().then_some(())).context("the target did not get ready")?;
+        let mut ended = None;
+        until(ACT, || {
+            ended = target.try_wait().ok().flatten();
+            (ended.is_some() || ready.exists()).then_some(())
+        })
+        .context("the target did not get ready in time")?;
+        ensure!(ended.is_none(), "the target ended before the dump: {ended:?}\n{}", scene.written());
         scene.criu.dump(scene.pid, &scene.images())?;
         target.wait().context("collect the dumped target")?;
+        // Its children were killed too and have fallen to this process; their pids must be free for the restore.
+        scene.kill_restored();
         Ok(scene)
     }
 
@@ -229,7 +237,7 @@ impl Scene {
         fs::create_dir(self.work()).context("create the work directory")
     }
 
-    /// Kills everything that was restored.
+    /// Kills what is left of the target and collects it.
     pub fn kill_restored(&self) {
         if self.pid.as_raw() > 0 {
             while let members = session(self.pid)

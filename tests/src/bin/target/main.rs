@@ -40,12 +40,15 @@ struct Arguments {
     #[arg(long, default_value_t = 0)]
     pid: i32,
     /// The page server's socket, for an impostor.
-    #[arg(long, default_value = "")]
+    #[arg(long, default_value = "lazy-pages.socket")]
     socket: PathBuf,
 }
 
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
+    // Whatever the test's own parents left open: CRIU would have to dump it.
+    // SAFETY: nothing in this program has opened a descriptor yet.
+    unsafe { libc::close_range(3, libc::c_uint::MAX, 0) };
     // A session of its own, as CRIU wants it; fails only after exec, where it leads one already.
     let _ = nix::unistd::setsid();
     Stage::report_panics(&arguments.dir);
