@@ -4,7 +4,7 @@
 //! A [`Plan`] says which bytes of which file belong at which address when the process starts; it never
 //! changes and is shared by a process and everything forked from it. A [`Space`] follows one address space
 //! from there: pages become resident, the program drops and moves memory, forks. It does no I/O, has no
-//! clock and starts no thread, so that all of it can be tested by simulation (`tests/simulation.rs`).
+//! clock and starts no thread, so that all of it can be tested by simulation (`tests/simulation`).
 //!
 //! # The rule for callers
 //! Reading an event from a userfaultfd lets the program go on; an address that was looked up before the

@@ -1,0 +1,340 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The daemon as its rules have it: an event reader for each address space, fill workers, demand faults,
+//! a journal that outlives a crash.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use rewake_pager::{
+    BLOCK_PAGES, BlockIx, Change, Finish, Locate, PAGE_SIZE, PageIx, Place, Plan, Run, Segment, Space,
+};
+
+use crate::image_value;
+use crate::kernel::{Message, Mm, Stop, Value};
+use crate::rng::Rng;
+
+/// What a successor of a crashed daemon finds.
+#[derive(Debug, Default)]
+struct Journal {
+    snapshot: Option<Vec<Segment>>,
+    changes: Vec<Change>,
+    /// Read from the kernel and not dealt with.
+    pending: VecDeque<Message>,
+}
+
+/// One address space that is served.
+#[derive(Debug)]
+struct Served {
+    space: Space,
+    journal: Journal,
+    /// The layout lock.
+    shared: usize,
+    exclusive: bool,
+}
+
+#[derive(Debug)]
+enum Worker {
+    Idle,
+    Reading {
+        mm: usize,
+        block: BlockIx,
+        left: u64,
+    },
+    Ready {
+        mm: usize,
+        block: BlockIx,
+        from: PageIx,
+    },
+    /// Addresses were looked up; the lock is held.
+    Filling {
+        mm: usize,
+        block: BlockIx,
+        runs: VecDeque<Run>,
+        next: Option<PageIx>,
+    },
+}
+
+#[derive(Debug)]
+struct Demand {
+    mm: usize,
+    page: u64,
+    doing: Serving,
+}
+
+#[derive(Debug)]
+enum Serving {
+    Lookup {
+        have: Option<Place>,
+    },
+    /// Looked up; the lock is held.
+    Fill {
+        place: Option<Place>,
+    },
+}
+
+/// The daemon.
+#[derive(Debug)]
+pub(crate) struct Handler {
+    plan: Arc<Plan>,
+    /// By address space; none when it is not served (yet, or any more).
+    served: Vec<Option<Served>>,
+    workers: Vec<Worker>,
+    demands: Vec<Demand>,
+    /// Off in the canary: looks up and fills without the layout lock.
+    pub(crate) locking: bool,
+    /// One read in so many fails; zero for never.
+    pub(crate) failures: u64,
+    /// A source failed: the session is over.
+    pub(crate) failed: bool,
+}
+
+impl Served {
+    fn new(space: Space, snapshot: Option<Vec<Segment>>) -> Self {
+        let journal = Journal { snapshot, ..Journal::default() };
+        Self { space, journal, shared: 0, exclusive: false }
+    }
+}
+
+impl Handler {
+    pub(crate) fn new(plan: Plan, workers: usize) -> Self {
+        let plan = Arc::new(plan);
+        let first = Served::new(Space::new(Arc::clone(&plan)), None);
+        let workers = (0..workers).map(|_| Worker::Idle).collect();
+        let (locking, failures, failed) = (true, 0, false);
+        Self { plan, served: vec![Some(first)], workers, demands: Vec::new(), locking, failures, failed }
+    }
+
+    /// True when every address space was let go of, with nothing missing.
+    pub(crate) fn has_finished(&self) -> bool {
+        self.served.iter().all(Option::is_none)
+    }
+
+    pub(crate) fn check(&self) -> Result<(), String> {
+        self.served.iter().flatten().try_for_each(|served| served.space.check())
+    }
+
+    /// One step of the event reader of `mm`: takes the lock and reads, or deals with one message.
+    pub(crate) fn read_events(&mut self, mm: usize, kernel: &mut [Mm], rng: &mut Rng) {
+        let locking = self.locking;
+        let Some(served) = self.served.get_mut(mm).and_then(Option::as_mut) else { return };
+        if !served.exclusive {
+            if kernel[mm].has_messages() && (served.shared == 0 || !locking) {
+                served.exclusive = true;
+                let most = rng.index(4) + 1;
+                served.journal.pending.extend((0..most).map_while(|_| kernel[mm].read()));
+            }
+            return;
+        }
+        match served.journal.pending.pop_front() {
+            None => served.exclusive = false,
+            Some(Message::Fault(page)) => {
+                self.demands.push(Demand { mm, page, doing: Serving::Lookup { have: None } });
+            }
+            Some(Message::Fork(child)) => {
+                let space = served.space.fork();
+                let snapshot = Some(space.snapshot());
+                let len = self.served.len().max(child + 1);
+                self.served.resize_with(len, || None);
+                self.served[child] = Some(Served::new(space, snapshot));
+            }
+            Some(message) => served.change(&to_change(&message), rng),
+        }
+    }
+
+    /// Lets go of `mm` when nothing is missing in it. Gives children that nobody will serve.
+    pub(crate) fn retire(&mut self, mm: usize, kernel: &mut [Mm]) -> Vec<usize> {
+        let Some(Some(served)) = self.served.get(mm) else { return Vec::new() };
+        if served.exclusive || !served.journal.pending.is_empty() || !served.space.background_done() {
+            return Vec::new();
+        }
+        self.served[mm] = None;
+        self.demands.retain(|demand| demand.mm != mm);
+        kernel[mm].close()
+    }
+
+    /// The daemon dies between two instructions; a successor takes over from the journals.
+    pub(crate) fn crash(&mut self, kernel: &mut [Mm]) {
+        self.workers.iter_mut().for_each(|worker| *worker = Worker::Idle);
+        self.demands.clear();
+        for (mm, served) in self.served.iter_mut().enumerate() {
+            let Some(served) = served else { continue };
+            served.space = served.journal.replay(&self.plan);
+            served.shared = 0;
+            // It deals with what was read before anything is filled.
+            served.exclusive = !served.journal.pending.is_empty();
+            kernel[mm].wake_all();
+        }
+    }
+
+    /// One step of a fill worker.
+    pub(crate) fn work(&mut self, number: usize, kernel: &mut [Mm], rng: &mut Rng) {
+        let worker = std::mem::replace(&mut self.workers[number], Worker::Idle);
+        let mm = match worker {
+            Worker::Idle => rng.index(self.served.len()),
+            Worker::Reading { mm, .. } | Worker::Ready { mm, .. } | Worker::Filling { mm, .. } => mm,
+        };
+        let Some(served) = self.served.get_mut(mm).and_then(Option::as_mut) else { return };
+        self.workers[number] = match worker {
+            Worker::Idle => match served.space.claim() {
+                Some(block) => Worker::Reading { mm, block, left: rng.within(0..6) },
+                None => Worker::Idle,
+            },
+            Worker::Reading { left: 0, .. } if self.failures > 0 && rng.once_in(self.failures) => {
+                self.failed = true;
+                Worker::Idle
+            }
+            // Now and then no buffer is free.
+            Worker::Reading { block, left: 0, .. } if rng.once_in(12) => {
+                served.space.release(block, Finish::Retry);
+                Worker::Idle
+            }
+            Worker::Reading { block, left: 0, .. } => Worker::Ready { mm, block, from: PageIx(0) },
+            Worker::Reading { block, left, .. } => Worker::Reading { mm, block, left: left - 1 },
+            Worker::Ready { block, from, .. } if served.exclusive && self.locking => {
+                Worker::Ready { mm, block, from }
+            }
+            Worker::Ready { block, from, .. } => {
+                served.shared += 1;
+                let mut runs = Vec::new();
+                let next = served.space.runs(block, from, rng.within(1..9), &mut runs);
+                Worker::Filling { mm, block, runs: runs.into(), next }
+            }
+            Worker::Filling { block, runs, next, .. } => {
+                served.fill_next(mm, block, runs, next, &mut kernel[mm])
+            }
+        };
+    }
+
+    /// One step of a random demand.
+    pub(crate) fn serve(&mut self, kernel: &mut [Mm], rng: &mut Rng) {
+        if self.demands.is_empty() {
+            return;
+        }
+        let number = rng.index(self.demands.len());
+        let demand = &mut self.demands[number];
+        let (mm, page) = (demand.mm, demand.page);
+        let Some(served) = self.served.get_mut(mm).and_then(Option::as_mut) else { return };
+        match demand.doing {
+            Serving::Lookup { .. } if served.exclusive && self.locking => {}
+            Serving::Lookup { have } => {
+                let place = match served.space.locate(page * PAGE_SIZE) {
+                    Locate::Missing(place) | Locate::Resident(place) => Some(place),
+                    Locate::Unbacked => None,
+                };
+                if place == have || place.is_none() {
+                    served.shared += 1;
+                    demand.doing = Serving::Fill { place };
+                    return;
+                }
+                // The page alone is read without the lock; then it is looked up again.
+                place.into_iter().for_each(|place| served.space.promote(place.block));
+                self.failed |= self.failures > 0 && rng.once_in(self.failures);
+                demand.doing = Serving::Lookup { have: place };
+            }
+            Serving::Fill { place } => {
+                served.shared -= 1;
+                if served.fill_demand(page, place, &mut kernel[mm]) {
+                    self.demands.swap_remove(number);
+                } else {
+                    demand.doing = Serving::Lookup { have: None };
+                }
+            }
+        }
+    }
+}
+
+impl Served {
+    fn change(&mut self, change: &Change, rng: &mut Rng) {
+        self.space.apply(change).unwrap();
+        self.journal.changes.push(*change);
+        if rng.once_in(6) {
+            self.journal.snapshot = Some(self.space.snapshot());
+            self.journal.changes.clear();
+        }
+    }
+
+    fn fill_next(
+        &mut self,
+        mm: usize,
+        block: BlockIx,
+        mut runs: VecDeque<Run>,
+        next: Option<PageIx>,
+        kernel: &mut Mm,
+    ) -> Worker {
+        let Some(mut run) = runs.pop_front() else {
+            self.shared -= 1;
+            let Some(from) = next else {
+                self.space.release(block, Finish::Done);
+                return Worker::Idle;
+            };
+            return Worker::Ready { mm, block, from };
+        };
+        let place = self.space.plan().block(block);
+        let offset = place.index * BLOCK_PAGES + run.block_offset as u64 / PAGE_SIZE;
+        let values: Vec<Value> =
+            (offset..offset + run.pages).map(|page| image_value(place.file, page)).collect();
+        let (mut done, stop) = kernel.fill(run.target / PAGE_SIZE, &values);
+        match stop {
+            Some(Stop::Changing) => {
+                self.shared -= 1;
+                return Worker::Ready { mm, block, from: run.page };
+            }
+            Some(Stop::Present) => {
+                kernel.wake(run.target / PAGE_SIZE + done);
+                done += 1;
+            }
+            Some(Stop::NotMapped) => done += 1,
+            None => {}
+        }
+        self.space.set_resident(run.page, done);
+        if done < run.pages {
+            let bytes = usize::try_from(done * PAGE_SIZE).unwrap();
+            run = Run {
+                target: run.target + done * PAGE_SIZE,
+                page: PageIx(run.page.0 + done),
+                pages: run.pages - done,
+                block_offset: run.block_offset + bytes,
+            };
+            runs.push_front(run);
+        }
+        Worker::Filling { mm, block, runs, next }
+    }
+
+    /// True when the thread that waits need wait no longer.
+    fn fill_demand(&self, page: u64, place: Option<Place>, kernel: &mut Mm) -> bool {
+        let value = place.map_or(0, |place| image_value(place.file, place.file_offset / PAGE_SIZE));
+        let (done, stop) = kernel.fill(page, &[value]);
+        if stop == Some(Stop::Changing) {
+            return false;
+        }
+        kernel.wake(page);
+        if done == 1 || stop == Some(Stop::Present) {
+            let _ = place.map(|place| self.space.set_resident(place.page, 1));
+        }
+        true
+    }
+}
+
+impl Journal {
+    fn replay(&self, plan: &Arc<Plan>) -> Space {
+        let plan = Arc::clone(plan);
+        let mut space = match &self.snapshot {
+            Some(segments) => Space::restore(plan, segments).unwrap(),
+            None => Space::new(plan),
+        };
+        self.changes.iter().for_each(|change| space.apply(change).unwrap());
+        space
+    }
+}
+
+fn to_change(message: &Message) -> Change {
+    let bytes = |pages: u64| pages * PAGE_SIZE;
+    match message {
+        Message::Remove(range) => Change::Remove { start: bytes(range.start), end: bytes(range.end) },
+        Message::Unmap(range) => Change::Unmap { start: bytes(range.start), end: bytes(range.end) },
+        Message::Remap { from, to, len } => {
+            Change::Remap { from: bytes(*from), to: bytes(*to), len: bytes(*len) }
+        }
+        Message::Fault(_) | Message::Fork(_) => unreachable!("not a change"),
+    }
+}
