@@ -124,7 +124,7 @@ impl Start {
         let mut needed: BTreeSet<i32> = self.ledger.descriptors().chain(self.inherited.iter().copied()).collect();
         if self.ledger.is_ready() {
             // Closed by then; the numbers may have been the dead worker's for something else.
-            self.notify.iter().for_each(|number| drop(needed.remove(number)));
+            needed.retain(|number| !self.notify.contains(number));
         }
         for number in open_descriptors()?.difference(&needed) {
             // The listing's own descriptor is among them, closed already: EBADF is harmless.

@@ -192,7 +192,8 @@ fn parse(control: &[u8; CONTROL]) -> (Option<i32>, Option<i32>) {
         }
         match (number(offset + 8), number(offset + 12)) {
             (libc::SOL_SOCKET, libc::SCM_RIGHTS) => descriptor = Some(number(offset + HEADER)),
-            (libc::SOL_SOCKET, libc::SCM_CREDENTIALS) => pid = Some(number(offset + HEADER)),
+            // Pid 0: attached by a receive that found nothing (the kernel does that on EAGAIN too).
+            (libc::SOL_SOCKET, libc::SCM_CREDENTIALS) => pid = Some(number(offset + HEADER)).filter(|&pid| pid > 0),
             _ => {}
         }
         offset += space(len);
@@ -226,6 +227,8 @@ mod tests {
         theirs.write_all(&77_i32.to_ne_bytes()).unwrap();
         assert_eq!(inbox.next(ours.as_fd()).unwrap(), Received::Word(77));
         inbox.expect_descriptor(77);
+        assert_eq!(inbox.next(ours.as_fd()).unwrap(), Received::Empty);
+        assert_eq!(inbox.next(ours.as_fd()).unwrap(), Received::Empty);
         send_fd(&theirs, 0);
         let Received::Descriptor { image_pid: 77, uffd, host_pid } = inbox.next(ours.as_fd()).unwrap() else {
             panic!("no descriptor")
