@@ -20,11 +20,12 @@ cargo xtask <command>
 
   setup [--criu trixie|sid]  get what the other commands need: packages, CRIU (test, demo, bench call it)
   test [filter]              every check and test, on two versions of CRIU; with a filter only tests of that name
+  demo                       dump a process, restore it with CRIU alone and with rewake, check every byte
   bench lazy [options]       stock `criu lazy-pages` and rewake side by side; `bench lazy --help` for options
   tidy                       the style rules that rustfmt and clippy do not know
   codegen                    write the code generated from proto/ anew
 
-setup, test and bench need root and start again under sudo. CRIU=/path chooses a CRIU. More: docs/setup.md
+setup, test, demo and bench need root and start again under sudo. CRIU=/path chooses a CRIU. More: docs/setup.md
 ";
 
 fn main() -> ExitCode {
@@ -45,6 +46,7 @@ fn dispatch(words: &[&str]) -> anyhow::Result<()> {
         ["setup", "--criu", suite] => setup::run_for(setup::Suite::named(suite)?).map(drop)?,
         ["test"] => commands::test::run(None)?,
         ["test", filter] => commands::test::run(Some(filter))?,
+        ["demo"] => commands::demo::run()?,
         ["bench", "lazy", more @ ..] => commands::bench::lazy(more)?,
         ["tidy"] => tidy::check()?,
         ["codegen"] => commands::codegen::run()?,

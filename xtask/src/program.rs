@@ -57,11 +57,12 @@ fn complaint(output: &Output) -> String {
     let marked =
         |line: &&&str| line.starts_with("E: ") || line.starts_with("Err:") || line.contains("Error (");
     let errors: Vec<&str> = lines.iter().filter(marked).take(3).copied().collect();
-    match (errors.is_empty(), lines.last()) {
+    let text = match (errors.is_empty(), lines.last()) {
         (false, _) => errors.join("; "),
         (true, Some(last)) => (*last).to_owned(),
         (true, None) => "it said nothing".to_owned(),
-    }
+    };
+    text.trim_end_matches('.').to_owned()
 }
 
 #[cfg(test)]

@@ -9,6 +9,9 @@ use anyhow::{Context as _, bail};
 
 use crate::{program, repository};
 
+/// The one platform that set-up knows.
+const TARGET: &str = "x86_64-unknown-linux-gnu";
+
 /// Returns as root, or not at all: otherwise this program starts again under `sudo`.
 ///
 /// Below sudo, cargo builds into `.rewake/target`, so that no file of root's lands in the user's own build folder.
@@ -30,7 +33,7 @@ pub(crate) fn become_root() -> anyhow::Result<()> {
         );
     }
     // What cargo still has to download belongs to the user.
-    program::run(repository::cargo().args(["fetch", "--quiet"]))?;
+    program::run(repository::cargo().args(["fetch", "--quiet", "--target", TARGET]))?;
     Err(again_under_sudo()?.exec()).context("start `sudo` with this program")
 }
 

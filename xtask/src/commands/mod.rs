@@ -3,4 +3,5 @@
 
 pub(crate) mod bench;
 pub(crate) mod codegen;
+pub(crate) mod demo;
 pub(crate) mod test;

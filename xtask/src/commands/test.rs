@@ -76,18 +76,20 @@ fn describe_machine(criu: &Criu, other: Option<&Criu>) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Raises this process's limit, which every test inherits.
+/// Raises this process's limit, which every test inherits, as far as it may go.
 fn raise_open_files() -> anyhow::Result<()> {
     let limits = std::fs::read_to_string("/proc/self/limits").context("read /proc/self/limits")?;
     let (soft, hard) = open_files(&limits).context("no \"Max open files\" in /proc/self/limits")?;
-    if soft >= OPEN_FILES {
-        return Ok(());
+    let limit = OPEN_FILES.min(hard);
+    if limit < OPEN_FILES {
+        println!(
+            "only {limit} open files are allowed here, {OPEN_FILES} are wanted: tests with many processes may fail"
+        );
     }
-    let limit = format!("--nofile={OPEN_FILES}:{}", hard.max(OPEN_FILES));
-    let pid = std::process::id().to_string();
-    program::capture(Command::new("prlimit").args(["--pid", &pid, &limit])).with_context(|| {
-        format!("the tests need {OPEN_FILES} open files, and this shell allows {soft} (at most {hard}): raise `ulimit -n`")
-    })?;
+    if soft < limit {
+        let limit = format!("--nofile={limit}:");
+        program::capture(Command::new("prlimit").args(["--pid", &std::process::id().to_string(), &limit]))?;
+    }
     Ok(())
 }
 

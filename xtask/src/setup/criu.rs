@@ -76,7 +76,8 @@ fn on_path() -> Option<PathBuf> {
 /// Runs `criu --version`; the command may name a loader and its arguments first.
 pub(super) fn version_of(mut command: Command) -> anyhow::Result<Version> {
     let text = program::capture(command.arg("--version"))?;
-    parse_version(&text).with_context(|| format!("no CRIU version in its answer {text:?}"))
+    let first = || text.lines().next().unwrap_or_default();
+    parse_version(&text).with_context(|| format!("`--version` gives no version of CRIU but {:?}", first()))
 }
 
 /// `Version: 4.2.1` in the first line; a missing patch number is 0.

@@ -72,8 +72,9 @@ pub(super) fn criu(suite: Suite) -> anyhow::Result<Criu> {
 fn fetch(suite: Suite, home: &Path) -> anyhow::Result<()> {
     let release = fs::read_to_string("/etc/os-release").context("read /etc/os-release")?;
     let candidates = sources(&release, Path::new("/etc/apt"))?;
-    let partial = home.with_extension("partial");
-    remove(&partial)?;
+    clear_partials(home)?;
+    // A killed set-up's apt may still be writing into its own.
+    let partial = home.with_extension(format!("partial-{}", std::process::id()));
     let mut refusals = Vec::new();
     for archive in candidates {
         say(&format!("fetching CRIU of Debian {suite} and its libraries from {}", archive.address()));
@@ -91,6 +92,19 @@ fn fetch(suite: Suite, home: &Path) -> anyhow::Result<()> {
          date, and that the mirror has {suite}), or set CRIU=/path/to/criu",
         refusals.join("; ")
     )
+}
+
+/// Removes what set-ups that were killed left.
+fn clear_partials(home: &Path) -> anyhow::Result<()> {
+    let Some(folder) = home.parent().filter(|folder| folder.is_dir()) else { return Ok(()) };
+    for file in fs::read_dir(folder).with_context(|| format!("list {}", folder.display()))? {
+        let path = file.with_context(|| format!("list {}", folder.display()))?.path();
+        let extension = path.extension().unwrap_or_default().to_string_lossy();
+        if path.file_stem() == home.file_name() && extension.starts_with("partial-") {
+            remove(&path)?;
+        }
+    }
+    Ok(())
 }
 
 /// The machine's own entries for Debian's archive, the most likely first.
@@ -241,6 +255,18 @@ mod tests {
         let release = "ID=debian\nVERSION_CODENAME=bookworm\n";
         let error = sources(release, Path::new("/nowhere")).unwrap_err().to_string();
         assert!(error.contains("suite bookworm") && error.contains("CRIU=/path/to/criu"), "{error}");
+    }
+
+    #[test]
+    fn only_this_suites_partials_are_cleared() {
+        let folder = std::env::temp_dir().join(format!("rewake-partials-{}", std::process::id()));
+        for name in ["sid", "sid.partial-1", "trixie.partial-2"] {
+            fs::create_dir_all(folder.join(name)).unwrap();
+        }
+        clear_partials(&folder.join("sid")).unwrap();
+        let left = ["sid", "sid.partial-1", "trixie.partial-2"].map(|name| folder.join(name).exists());
+        fs::remove_dir_all(&folder).unwrap();
+        assert_eq!(left, [true, false, true]);
     }
 
     #[test]

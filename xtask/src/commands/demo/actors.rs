@@ -1,0 +1,169 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The processes of the demo; none of them outlives it.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, bail, ensure};
+
+/// The test suite's target program: fills memory, says "ready" through a file, waits for the file "go", checks every
+/// byte, writes "OK" or what is wrong to the file "verdict".
+pub(super) struct Target {
+    /// Of the first life only.
+    child: Option<Child>,
+    pid: u32,
+    files: PathBuf,
+}
+
+impl Target {
+    /// Returns when the memory is filled.
+    pub(super) fn start(program: &Path, files: &Path, mib: u64, limit: Duration) -> anyhow::Result<Self> {
+        let mut command = Command::new(program);
+        command.args(["random", "--mib", &mib.to_string(), "--dir"]).arg(files);
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+        let child = command.spawn().with_context(|| format!("start {}", program.display()))?;
+        let mut target = Self { pid: child.id(), child: Some(child), files: files.to_owned() };
+        wait_until(limit, "the process did not get ready", || {
+            ensure!(target.is_first_life_running()?, "the process ended before it was ready");
+            Ok(target.files.join("ready").exists())
+        })?;
+        Ok(target)
+    }
+
+    /// The same before the dump and after each restore.
+    pub(super) fn pid(&self) -> u32 {
+        self.pid
+    }
+
+    /// Collects the dumped process, so that its pid is free, and lets the restored one act at once, one pass long.
+    pub(super) fn dumped(mut self) -> anyhow::Result<Self> {
+        if let Some(mut child) = self.child.take() {
+            child.wait().context("collect the dumped process")?;
+        }
+        for name in ["go", "stop"] {
+            let path = self.files.join(name);
+            fs::write(&path, "").with_context(|| format!("write {}", path.display()))?;
+        }
+        Ok(self)
+    }
+
+    /// Waits for the restored process to end with the verdict that its memory is right.
+    pub(super) fn check(&self, limit: Duration) -> anyhow::Result<()> {
+        wait_until(limit, "the restored process did not end", || Ok(!is_running(self.pid)))?;
+        let verdict = fs::read_to_string(self.verdict()).unwrap_or_default();
+        if verdict.trim() != "OK" {
+            bail!("the restored process did not find its memory right: {verdict:?}");
+        }
+        Ok(())
+    }
+
+    /// Forgets the verdict, for another restore.
+    pub(super) fn again(&self) -> anyhow::Result<()> {
+        fs::remove_file(self.verdict()).context("remove the verdict")
+    }
+
+    fn verdict(&self) -> PathBuf {
+        self.files.join("verdict")
+    }
+
+    fn is_first_life_running(&mut self) -> anyhow::Result<bool> {
+        let Some(child) = &mut self.child else { return Ok(false) };
+        Ok(child.try_wait().context("look after the process")?.is_none())
+    }
+}
+
+impl Drop for Target {
+    fn drop(&mut self) {
+        if let Some(child) = &mut self.child {
+            // Gone already is as good.
+            let _ = child.kill();
+            let _ = child.wait();
+        } else if is_running(self.pid) {
+            let _ = Command::new("kill").args(["-KILL", &self.pid.to_string()]).status();
+        }
+    }
+}
+
+/// `rewake lazy-pages`.
+pub(super) struct Server(Child);
+
+impl Server {
+    /// Returns when it listens: it says so on descriptor 3, as `criu lazy-pages` does.
+    pub(super) fn start(rewake: &Path, images: &Path, work: &Path, limit: Duration) -> anyhow::Result<Self> {
+        let ready = work.join("server-ready");
+        let mut command = Command::new("sh");
+        command.args(["-c", r#"ready=$1; shift; exec "$@" 3>"$ready""#, "sh"]).arg(&ready).arg(rewake);
+        command.args(["lazy-pages", "--status-fd", "3", "-o", "lazy-pages.log", "-D"]).arg(images);
+        let child =
+            command.arg("-W").arg(work).stdin(Stdio::null()).spawn().context("start the page server")?;
+        let mut server = Self(child);
+        wait_until(limit, "the page server did not get ready", || {
+            ensure!(server.0.try_wait()?.is_none(), "the page server ended before it was ready");
+            Ok(fs::metadata(&ready).is_ok_and(|file| file.len() > 0))
+        })?;
+        Ok(server)
+    }
+
+    /// Waits for its end, which must be a good one.
+    pub(super) fn finished(mut self, limit: Duration) -> anyhow::Result<()> {
+        let mut end = None;
+        wait_until(limit, "the page server did not end", || {
+            end = self.0.try_wait()?;
+            Ok(end.is_some())
+        })?;
+        ensure!(end.is_some_and(|status| status.success()), "the page server failed: {end:?}");
+        Ok(())
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        // Gone already is as good.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+fn wait_until(
+    limit: Duration,
+    failure: &str,
+    mut done: impl FnMut() -> anyhow::Result<bool>,
+) -> anyhow::Result<()> {
+    let start = Instant::now();
+    while !done()? {
+        ensure!(start.elapsed() < limit, "{failure} within {} s", limit.as_secs());
+        sleep(Duration::from_millis(1));
+    }
+    Ok(())
+}
+
+/// Whether a process of this pid exists and is no zombie.
+fn is_running(pid: u32) -> bool {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    // The state follows the name, which is in parentheses and may hold any character.
+    let state = stat.rsplit_once(") ").and_then(|(_, rest)| rest.chars().next());
+    state.is_some_and(|state| !matches!(state, 'Z' | 'X'))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn processes_that_ended_are_not_running_even_as_zombies() {
+        assert!(is_running(std::process::id()));
+        let mut child = Command::new("true").spawn().unwrap();
+        wait_until(Duration::from_secs(10), "still running", || Ok(!is_running(child.id()))).unwrap();
+        child.wait().unwrap();
+        assert!(!is_running(child.id()));
+    }
+
+    #[test]
+    fn waiting_has_a_limit() {
+        let error = wait_until(Duration::ZERO, "nothing came", || Ok(false)).unwrap_err().to_string();
+        assert_eq!(error, "nothing came within 0 s");
+    }
+}
