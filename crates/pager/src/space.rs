@@ -324,13 +324,11 @@ impl Space {
         if mapped != self.mapped {
             return Err(format!("{mapped} pages are mapped, {} are counted", self.mapped));
         }
-        let mut at = 0;
-        while at < all.end {
-            let page = self.settled.next_clear(at..all.end);
-            if page < all.end && self.detached.get(page) && self.moves.at_page(page).is_none() {
-                return Err(format!("page {page} is missing and mapped nowhere"));
+        for (_, pages) in self.settled.clear_stretches(all).flat_map(|pages| self.plan.split(pages)) {
+            let placed: u64 = self.targets(0, pages.clone()).map(|(_, piece)| piece.end - piece.start).sum();
+            if placed < pages.end - pages.start {
+                return Err(format!("a page of {pages:?} is missing and mapped nowhere"));
             }
-            at = page + 1;
         }
         self.schedule.check(|block| self.has_missing(block))
     }

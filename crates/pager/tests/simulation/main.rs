@@ -21,8 +21,8 @@ use rng::Rng;
 const ADDRESSES: u64 = 220;
 /// Address spaces at most, so that forks of forks come to an end.
 const SPACES: usize = 4;
-/// Steps until a run counts as hanging; the longest of 100 000 seeds took a fifth.
-const STEPS: u64 = 60_000; //MAXCHECK
+/// Steps until a run counts as hanging; the longest of thousands took a third.
+const STEPS: u64 = 60_000;
 
 /// Crashes in one run at most: what a crash costs must not eat up all progress.
 const CRASHES: u64 = 8;
@@ -161,7 +161,7 @@ impl World {
                 let value = kernel.access(*page, 0).ok_or("a page is missing and nobody serves it")?;
                 if !expected.contains(&value) {
                     return Err(format!(
-                        "address space {mm}: page {page} ended as {value}, not one of {expected:?}"
+                        "address space {mm}: page {page} ended as {value}, one of {expected:?} was expected"
                     ));
                 }
             }
@@ -205,17 +205,17 @@ fn run(variant: Variant, count: u64) -> Vec<End> {
 
 #[test]
 fn every_page_that_a_program_reads_is_right() {
-    assert!(run(Variant::Plain, 3000).iter().all(|end| *end == End::Finished));
+    assert!(run(Variant::Plain, 2000).iter().all(|end| *end == End::Finished));
 }
 
 #[test]
 fn a_successor_of_a_crashed_daemon_goes_on_without_a_wrong_page() {
-    assert!(run(Variant::Crashes, 3000).iter().all(|end| *end == End::Finished));
+    assert!(run(Variant::Crashes, 2000).iter().all(|end| *end == End::Finished));
 }
 
 #[test]
 fn a_source_that_fails_ends_the_session_before_a_wrong_page_is_read() {
-    let ends = run(Variant::SourceFails, 2000);
+    let ends = run(Variant::SourceFails, 1000);
     assert!(ends.contains(&End::Killed));
 }
 
@@ -223,7 +223,7 @@ fn a_source_that_fails_ends_the_session_before_a_wrong_page_is_read() {
 fn without_the_layout_lock_a_stale_page_is_found() {
     let wrong = |seed: &u64| {
         let end = World::new(*seed, Variant::NoLock).run();
-        end.is_err_and(|error| error.contains("page"))
+        end.is_err_and(|error| error.contains(" expected"))
     };
     let seed = (0..2000).find(wrong).expect("the simulation is blind: no seed found a stale page");
     println!("found by seed {seed}");
