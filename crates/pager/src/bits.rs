@@ -40,6 +40,11 @@ impl Bits {
         }
     }
 
+    /// How many bits are set.
+    pub(crate) fn count(&self) -> u64 {
+        self.words.iter().map(|word| u64::from(word.load(Ordering::Acquire).count_ones())).sum()
+    }
+
     /// The first clear bit of `range`; its end when there is none.
     pub(crate) fn next_clear(&self, range: Range<u64>) -> u64 {
         self.find(range, |word| !word)
@@ -106,6 +111,7 @@ mod tests {
         assert_eq!(bits.set(0..200), 190);
         assert_eq!(bits.set(0..200), 0);
         bits.clear(63..129);
+        assert_eq!(bits.count(), 134);
         assert_eq!(bits.set(0..200), 66);
     }
 

@@ -233,15 +233,17 @@ impl Space {
         }
     }
 
-    /// The address space of a child forked at this moment: what is resident here is resident there.
+    /// The address space of a child forked at this moment: what is resident here is resident there. (The
+    /// kernel may leave out pages that were filled with zeros: a fault there is located as resident.)
     #[must_use]
     pub fn fork(&self) -> Self {
+        let settled = self.settled.clone();
         Self {
             plan: Arc::clone(&self.plan),
-            settled: self.settled.clone(),
+            missing: AtomicU64::new(self.plan.pages() - settled.count()),
+            settled,
             detached: self.detached.clone(),
             moves: self.moves.clone(),
-            missing: AtomicU64::new(self.missing()),
             mapped: self.mapped,
             schedule: Schedule::new(self.plan.blocks().len()),
         }

@@ -178,6 +178,29 @@ fn a_block_released_too_early_is_claimed_again() {
 }
 
 #[test]
+fn threads_that_share_a_space_fill_every_page_once() {
+    let space = space(&[extent(100, 0, 5000), extent(9000, 7000, 3000)]);
+    let filled: u64 = std::thread::scope(|scope| {
+        let worker = || {
+            let mut filled = 0;
+            while let Some(block) = space.claim() {
+                space.promote(BlockIx(block.0 * 7 % space.plan().blocks().len()));
+                for run in all_runs(&space, block.0) {
+                    filled += space.set_resident(run.page, run.pages);
+                    filled += space.set_resident(run.page, run.pages);
+                }
+                space.release(block, Finish::Done);
+            }
+            filled
+        };
+        let workers: Vec<_> = (0..4).map(|_| scope.spawn(worker)).collect();
+        workers.into_iter().map(|worker| worker.join().unwrap()).sum()
+    });
+    assert_eq!((filled, space.missing()), (8000, 0));
+    space.check().unwrap();
+}
+
+#[test]
 fn a_record_of_another_image_is_refused() {
     let plan = Arc::new(Plan::new(vec![extent(100, 0, 4), extent(200, 4, 4)]).unwrap());
     let restore = |segments: &[Segment]| Space::restore(Arc::clone(&plan), segments).map(drop);
