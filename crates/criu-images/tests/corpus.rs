@@ -1,0 +1,86 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The fuzzers' corpus, replayed and mutated: what cargo-fuzz does for hours, here for two seconds on stable Rust.
+
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use rewake_criu_images::fuzz::{FuzzKind, fuzz_one};
+
+/// Time for random mutations of all kinds together.
+const MUTATION_TIME: Duration = Duration::from_secs(2);
+/// The most mutants of one kind: on a fast machine this ends the run.
+const MUTANTS: u64 = 200_000;
+
+/// Files of a kind's corpus, by name.
+fn corpus(name: &str) -> Vec<(PathBuf, Vec<u8>)> {
+    let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("fuzz/corpus").join(name);
+    let entries = std::fs::read_dir(&folder).unwrap_or_else(|error| panic!("{}: {error}", folder.display()));
+    let mut files: Vec<PathBuf> = entries.map(|entry| entry.expect("a folder is read").path()).collect();
+    files.sort();
+    files.into_iter().map(|path| (path.clone(), std::fs::read(path).expect("a seed is read"))).collect()
+}
+
+/// xorshift64*: the same numbers on every run.
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, limit: usize) -> usize {
+        self.0 ^= self.0 >> 12;
+        self.0 ^= self.0 << 25;
+        self.0 ^= self.0 >> 27;
+        usize::try_from(self.0.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 33).expect("31 bits") % limit.max(1)
+    }
+}
+
+/// Numbers that parsers trip over, as bytes.
+const EDGES: [&[u8]; 6] =
+    [&[0], &[0xff; 4], &[0xff; 10], &[0, 0, 0, 0x80], &[0x80; 9], &[0xff, 0xff, 0xff, 0xff, 0xff, 1]];
+
+fn mutate(seed: &[u8], random: &mut Random) -> Vec<u8> {
+    let mut bytes = seed.to_vec();
+    for _ in 0..=random.below(4) {
+        let at = random.below(bytes.len());
+        let end = (at + 1 + random.below(16)).min(bytes.len());
+        match random.below(6) {
+            0 if !bytes.is_empty() => bytes[at] ^= 1 << random.below(8),
+            1 if !bytes.is_empty() => bytes[at] = u8::try_from(random.below(256)).expect("a byte"),
+            2 => bytes.truncate(at),
+            3 => drop(bytes.drain(at..end)),
+            4 => {
+                let copy = bytes[at..end].to_vec();
+                bytes.splice(at..at, copy);
+            }
+            _ => drop(bytes.splice(at..at, EDGES[random.below(EDGES.len())].iter().copied())),
+        }
+    }
+    bytes
+}
+
+#[test]
+fn every_seed_whose_name_says_so_is_accepted_and_every_other_is_refused() {
+    for (kind, name) in FuzzKind::ALL {
+        let corpus = corpus(name);
+        assert!(!corpus.is_empty(), "{name} has no seeds");
+        for (path, bytes) in corpus {
+            let good =
+                path.file_name().and_then(|name| name.to_str()).is_some_and(|name| name.starts_with("good-"));
+            assert_eq!(fuzz_one(kind, &bytes), good, "{}", path.display());
+        }
+    }
+}
+
+#[test]
+fn mutants_of_the_corpus_neither_panic_nor_break_what_parsers_promise() {
+    let share = MUTATION_TIME / u32::try_from(FuzzKind::ALL.len()).expect("a few kinds");
+    for (kind, name) in FuzzKind::ALL {
+        let corpus = corpus(name);
+        let mut random = Random(0x9e37_79b9_7f4a_7c15);
+        let (start, mut accepted, mut mutants) = (Instant::now(), 0, 0);
+        while mutants < MUTANTS && start.elapsed() < share {
+            let (_, seed) = &corpus[random.below(corpus.len())];
+            accepted += u64::from(fuzz_one(kind, &mutate(seed, &mut random)));
+            mutants += 1;
+        }
+        assert!(accepted > 0 && accepted < mutants, "{name}: {accepted} of {mutants} mutants were accepted");
+    }
+}

@@ -1,0 +1,151 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Images of the real CRIU are read, and CRIU reads what `split_into_parent` makes of them. Needs root and CRIU
+//! (`CRIU` and `CRIU_ALT` name two versions); prints why it does not run elsewhere.
+
+mod common;
+
+use std::collections::BTreeMap;
+use std::ffi::OsString;
+use std::os::unix::fs::FileExt;
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use common::contents;
+use rewake_criu_images::write::{Place, split_into_parent};
+use rewake_criu_images::{ImageDir, PAGE, Task, TaskState};
+
+/// Time for the target to start and to be gone.
+const LIMIT: Duration = Duration::from_secs(10);
+
+/// A shell that holds a zombie: a parent that never waits, with memory of its own.
+const TARGET: &str = "true & exec sleep 1000";
+
+fn criu(program: &OsString, arguments: &[&str], images: &Path) -> bool {
+    let log = images.join("criu.log");
+    let mut command = Command::new(program);
+    command.args(arguments).arg("--images-dir").arg(images).arg("--log-file").arg(&log);
+    let status = command.stdout(Stdio::null()).stderr(Stdio::null()).status();
+    status.is_ok_and(|status| status.success())
+}
+
+/// CRIU of these variables that works here.
+fn programs() -> Vec<OsString> {
+    let mut programs = Vec::new();
+    for (variable, fallback) in [("CRIU", Some("criu")), ("CRIU_ALT", None)] {
+        let Some(program) = std::env::var_os(variable).or_else(|| fallback.map(OsString::from)) else {
+            eprintln!("SKIPPED: {variable} does not name a CRIU");
+            continue;
+        };
+        let check = Command::new(&program).arg("check").stdout(Stdio::null()).stderr(Stdio::null()).status();
+        match check {
+            _ if !nix::unistd::geteuid().is_root() => eprintln!("SKIPPED: CRIU needs root"),
+            Ok(status) if status.success() => programs.push(program),
+            other => eprintln!("SKIPPED: {} check: {other:?}", program.display()),
+        }
+    }
+    programs
+}
+
+/// The target, killed at the end of the test whoever runs it.
+struct Target(Child);
+
+impl Target {
+    fn start() -> Self {
+        let mut command = Command::new("sh");
+        command.args(["-c", TARGET]).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+        // SAFETY: setsid only, which is async-signal-safe: CRIU dumps whole sessions.
+        unsafe { command.pre_exec(|| nix::unistd::setsid().map(drop).map_err(Into::into)) };
+        let target = Self(command.spawn().expect("a shell"));
+        let name = || std::fs::read_to_string(format!("/proc/{}/comm", target.pid())).unwrap_or_default();
+        until("the target sleeps", || name() == "sleep\n" && target.state() == Some('S'));
+        target
+    }
+
+    fn pid(&self) -> u32 {
+        self.0.id()
+    }
+
+    /// The letter of /proc/PID/stat.
+    fn state(&self) -> Option<char> {
+        let stat = std::fs::read_to_string(format!("/proc/{}/stat", self.pid())).ok()?;
+        stat.rsplit_once(") ")?.1.chars().next()
+    }
+}
+
+impl Drop for Target {
+    fn drop(&mut self) {
+        let pid = nix::unistd::Pid::from_raw(i32::try_from(self.pid()).expect("a pid"));
+        // Fails when it has ended already, which is as good.
+        let _ = nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGKILL);
+        reap();
+    }
+}
+
+/// Waits for all children, orphans that this process got as their subreaper included: a pid must be free
+/// before CRIU can restore it.
+fn reap() {
+    while nix::sys::wait::wait().is_ok() {}
+}
+
+fn until(what: &str, mut done: impl FnMut() -> bool) {
+    let start = Instant::now();
+    while !done() {
+        assert!(start.elapsed() < LIMIT, "{what}: not after {LIMIT:?}");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+fn every_second_page(vaddr: u64) -> Place {
+    if (vaddr / PAGE).is_multiple_of(2) { Place::LazyParent } else { Place::Here }
+}
+
+fn check_tasks(tasks: &[Task], pid: u32) {
+    assert_eq!((tasks[0].pid, tasks[0].state, tasks[0].comm.as_str()), (pid, TaskState::Alive, "sleep"));
+    assert_eq!(tasks[0].threads, [pid]);
+    assert_eq!((tasks[1].ppid, tasks[1].state.has_memory()), (pid, false));
+}
+
+#[test]
+fn a_real_image_is_read_and_restores_after_it_was_split_in_two() {
+    for program in programs() {
+        let folder = tempfile::tempdir().unwrap();
+        let (dir, parent) = (folder.path().join("images"), folder.path().join("before"));
+        std::fs::create_dir(&dir).unwrap();
+        nix::sys::prctl::set_child_subreaper(true).unwrap();
+        let target = Target::start();
+        let pid = target.pid();
+        let dumped = criu(&program, &["dump", "--tree", &pid.to_string()], &dir);
+        assert!(dumped, "{}", std::fs::read_to_string(dir.join("criu.log")).unwrap_or_default());
+        reap();
+
+        let image = ImageDir::open(&dir).unwrap();
+        image.inventory().unwrap();
+        check_tasks(&image.tasks().unwrap(), pid);
+        let stats = image.pagemap(pid).unwrap().unwrap().stats();
+        let whole: BTreeMap<_, _> = contents(&image.lazy_plan(pid).unwrap()).into_iter().collect();
+        assert!(stats.lazy > 0 && stats.eager > 0 && stats.present == stats.total, "{stats:?}");
+        assert_eq!(whole.len() as u64, stats.lazy);
+
+        split_into_parent(&dir, pid, &parent, |vaddr, _| every_second_page(vaddr)).unwrap();
+        let plan = image.lazy_plan(pid).unwrap();
+        assert_eq!(plan.files.len(), 2);
+        let split: BTreeMap<_, _> = contents(&plan).into_iter().collect();
+        assert_eq!(split, whole);
+
+        let restored = criu(&program, &["restore", "--restore-detached"], &dir);
+        assert!(restored, "{}", std::fs::read_to_string(dir.join("criu.log")).unwrap_or_default());
+        let memory = std::fs::File::open(format!("/proc/{pid}/mem")).unwrap();
+        let mm = image.mm(pid).unwrap();
+        let heap = mm.vmas.iter().find(|vma| vma.kind() == "heap").expect("the target has a heap");
+        let mut compared = 0;
+        for (number, wanted) in whole.range(heap.start / PAGE..heap.end / PAGE) {
+            let mut bytes = vec![0; wanted.len()];
+            memory.read_exact_at(&mut bytes, number * PAGE).unwrap();
+            assert!(bytes == *wanted, "page {number:#x} of the heap differs after the restore");
+            compared += 1;
+        }
+        assert!(compared > 1, "{compared} pages of the heap were compared");
+    }
+}

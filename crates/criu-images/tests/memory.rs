@@ -1,0 +1,81 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! What a file can make a parser allocate is in proportion to its length, whatever it says. One test only:
+//! the count is the process's.
+
+mod common;
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+
+use common::hex;
+use rewake_criu_images::fuzz::{FuzzKind, fuzz_one};
+
+struct Counting;
+
+static NOW: AtomicUsize = AtomicUsize::new(0);
+static PEAK: AtomicUsize = AtomicUsize::new(0);
+
+// SAFETY: every call goes to the system's allocator unchanged; counting touches atomics only.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        PEAK.fetch_max(NOW.fetch_add(layout.size(), Relaxed) + layout.size(), Relaxed);
+        // SAFETY: the caller keeps GlobalAlloc's contract, which is System's.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
+        NOW.fetch_sub(layout.size(), Relaxed);
+        // SAFETY: as in alloc.
+        unsafe { System.dealloc(pointer, layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+/// Fixed buffers and messages.
+const BASE: usize = 64 << 10;
+/// Bytes of memory for one byte of a file: its copy in memory, a string of two bytes with its 24-byte header, a vector
+/// that doubles while the old half is still there, and room.
+const FACTOR: usize = 64;
+
+fn peak(kind: FuzzKind, bytes: &[u8]) -> usize {
+    let before = NOW.load(Relaxed);
+    PEAK.store(before, Relaxed);
+    fuzz_one(kind, bytes);
+    PEAK.load(Relaxed) - before
+}
+
+fn file(header: &str, record: &[u8]) -> Vec<u8> {
+    let mut bytes = hex(header);
+    bytes.extend_from_slice(&u32::try_from(record.len()).unwrap().to_le_bytes());
+    bytes.extend_from_slice(record);
+    bytes
+}
+
+#[test]
+fn memory_is_in_proportion_to_the_file_and_never_to_what_it_claims() {
+    let wide_open = hex("19435654 25400856 02000000 0801 ffff0000 08");
+    let mm = "19435654 20284957";
+    let inputs = [
+        ("a record that claims 64 KiB", FuzzKind::Pagemap, wide_open),
+        ("a record that claims 256 MiB", FuzzKind::Mm, hex(&format!("{mm} 00000010 72"))),
+        ("a record that claims 4 GiB", FuzzKind::Pstree, hex("19435654 30302750 ffffffff 08")),
+        ("a million empty mappings", FuzzKind::Mm, file(mm, &hex("7200").repeat(1 << 20))),
+        ("small mappings", FuzzKind::Mm, file(mm, &hex("720b 0800 108020 30223801 2000").repeat(1 << 16))),
+        (
+            "nested names",
+            FuzzKind::Inventory,
+            file("16313158", &{
+                let mut record = hex("08026280a007");
+                record.extend(hex("6200").repeat(60_000 + 1440));
+                record
+            }),
+        ),
+        ("many threads", FuzzKind::Pstree, file("19435654 30302750", &hex("2801").repeat(1 << 20))),
+    ];
+    for (name, kind, bytes) in inputs {
+        let (peak, limit) = (peak(kind, &bytes), BASE + FACTOR * bytes.len());
+        assert!(peak <= limit, "{name}: {} bytes took {peak}, expected at most {limit}", bytes.len());
+    }
+}
