@@ -100,8 +100,10 @@ impl File<'_> {
             let line = line_of(self.whole, start);
             let (what, wanted) = match promise(rest) {
                 Some(Promise::Kept(what)) => (what, &["SAFETY:"][..]),
-                Some(Promise::Asked(what)) => (what, &["# Safety", "SAFETY:"][..]),
-                None => continue,
+                Some(Promise::Asked(what)) if !self.in_trait_impl(line) => {
+                    (what, &["# Safety", "SAFETY:"][..])
+                }
+                _ => continue,
             };
             if !self.explained(line, wanted) {
                 let advice =
@@ -132,6 +134,14 @@ impl File<'_> {
             }
         }
         false
+    }
+
+    /// Whether the item of `line` belongs to an `impl Trait for Type`: the trait has said what callers must hold.
+    fn in_trait_impl(&self, line: usize) -> bool {
+        let depth = indentation(self.code[line]);
+        let outer =
+            self.code[..line].iter().rfind(|code| !code.trim().is_empty() && indentation(code) < depth);
+        outer.is_some_and(|code| !words(code, "impl").is_empty() && !words(code, "for").is_empty())
     }
 
     fn printing(&self) -> Vec<Finding> {
@@ -225,6 +235,10 @@ fn body_end(code: &str) -> Option<usize> {
     None
 }
 
+fn indentation(line: &str) -> usize {
+    line.len() - line.trim_start().len()
+}
+
 /// The line (from 0) of a position.
 fn line_of(text: &str, position: usize) -> usize {
     text.as_bytes()[..position].iter().filter(|byte| **byte == b'\n').count()
@@ -308,6 +322,7 @@ mod tests {
         let texts = [
             "fn f() {\n    // SAFETY: it holds,\n    // and why.\n    let x =\n        unsafe { g() };\n}\n",
             "fn f() {\n    // SAFETY: it holds.\n    match unsafe { g() } {\n        _ => {}\n    }\n}\n",
+            "// SAFETY: System.\nunsafe impl GlobalAlloc for S {\n    unsafe fn alloc(&self) {}\n\n    unsafe fn free(&self) {}\n}\n",
             "// SAFETY: no state.\nunsafe impl Send for S {}\n",
             "/// Words.\n///\n/// # Safety\n/// The pointer lives.\n#[inline]\npub unsafe fn f() {}\n",
             "type F = unsafe fn(u32);\ntype G = unsafe extern \"C\" fn();\nunsafe extern \"C\" {}\n#[unsafe(no_mangle)]\nfn f() {}\n",

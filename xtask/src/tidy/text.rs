@@ -119,13 +119,13 @@ fn normal(path: &Path) -> PathBuf {
     normal
 }
 
-/// Packages take their licence from the workspace.
+/// Packages take their licence from the workspace, unless they are a workspace of their own.
 fn licence(document: &Document) -> Option<Finding> {
     let lines: Vec<String> =
         document.text.lines().map(|line| line.chars().filter(|c| !c.is_whitespace()).collect()).collect();
     let package = lines.iter().position(|line| line == "[package]")?;
-    let inherited = |line: &String| line == "license.workspace=true" || line == "license={workspace=true}";
-    if lines.iter().any(inherited) {
+    let fine = ["license.workspace=true", "license={workspace=true}", "[workspace]"];
+    if lines.iter().any(|line| fine.contains(&line.as_str())) {
         return None;
     }
     Some(document.finding(package, "licence", "add `license.workspace = true` to [package]"))
@@ -176,6 +176,7 @@ mod tests {
         assert_eq!(found("x/Cargo.toml", "# c\n[package]\nname = \"x\"\n"), [(2, "licence")]);
         assert_eq!(found("x/Cargo.toml", "[package]\nlicense.workspace = true\n"), []);
         assert_eq!(found("x/Cargo.toml", "[package]\nlicense = { workspace = true }\n"), []);
+        assert_eq!(found("x/fuzz/Cargo.toml", "[package]\nlicense = \"MIT\"\n[workspace]\n"), []);
         assert_eq!(found("Cargo.toml", "[workspace]\nmembers = []\n"), []);
     }
 }

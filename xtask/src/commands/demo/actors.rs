@@ -2,6 +2,7 @@
 //! The processes of the demo; none of them outlives it.
 
 use std::fs;
+use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::thread::sleep;
@@ -50,9 +51,8 @@ impl Target {
         Ok(self)
     }
 
-    /// Waits for the restored process to end with the verdict that its memory is right.
-    pub(super) fn check(&self, limit: Duration) -> anyhow::Result<()> {
-        wait_until(limit, "the restored process did not end", || Ok(!is_running(self.pid)))?;
+    /// What the restored process, which has ended, wrote of its memory: it must be right.
+    pub(super) fn check(&self) -> anyhow::Result<()> {
         let verdict = fs::read_to_string(self.verdict()).unwrap_or_default();
         if verdict.trim() != "OK" {
             bail!("the restored process did not find its memory right: {verdict:?}");
@@ -85,6 +85,69 @@ impl Drop for Target {
             let _ = Command::new("kill").args(["-KILL", &self.pid.to_string()]).status();
         }
     }
+}
+
+/// `criu restore`, which stays as the parent of what it restored and collects it: with `-d` that would be left to
+/// init, and a container's init may leave the pid taken for ever.
+pub(super) struct Restore {
+    criu: Child,
+    log: PathBuf,
+}
+
+impl Restore {
+    /// Returns when the process runs again: CRIU tells a script of it.
+    pub(super) fn start(
+        criu: &Path,
+        images: &Path,
+        work: &Path,
+        more: &[&str],
+        limit: Duration,
+    ) -> anyhow::Result<Self> {
+        let (script, resumed, log) = (work.join("on-event"), work.join("resumed"), work.join("restore.log"));
+        fs::write(&script, ON_EVENT).with_context(|| format!("write {}", script.display()))?;
+        fs::set_permissions(&script, fs::Permissions::from_mode(0o755))
+            .context("make a script executable")?;
+        let mut command = Command::new(criu);
+        command.args(["restore", "-D"]).arg(images).arg("-W").arg(work).args(["-o", "restore.log"]);
+        // CRIU works in the work folder, and hands the name to a shell: a relative one needs no quoting.
+        command.args(["--action-script", "./on-event"]).args(more);
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+        let mut restore = Self { criu: command.spawn().context("start `criu restore`")?, log };
+        wait_until(limit, "`criu restore` did not finish", || {
+            let resumed = resumed.exists();
+            ensure!(
+                resumed || restore.criu.try_wait()?.is_none(),
+                "`criu restore` failed: {}",
+                last_error(&restore.log)
+            );
+            Ok(resumed)
+        })?;
+        fs::remove_file(&resumed).with_context(|| format!("remove {}", resumed.display()))?;
+        Ok(restore)
+    }
+
+    /// Waits for the end of the restored process.
+    pub(super) fn ended(mut self, limit: Duration) -> anyhow::Result<()> {
+        wait_until(limit, "the restored process did not end", || Ok(self.criu.try_wait()?.is_some()))
+    }
+}
+
+impl Drop for Restore {
+    fn drop(&mut self) {
+        // Gone already is as good. The restored process is the target's to end.
+        let _ = self.criu.kill();
+        let _ = self.criu.wait();
+    }
+}
+
+/// CRIU runs it at every event of a restore.
+const ON_EVENT: &str = "#!/bin/sh\n[ \"$CRTOOLS_SCRIPT_ACTION\" != post-resume ] || : > resumed\n";
+
+/// The last complaint of a log of CRIU's.
+fn last_error(log: &Path) -> String {
+    let text = fs::read_to_string(log).unwrap_or_default();
+    let error = text.lines().rfind(|line| line.contains("Error (")).unwrap_or("no error in its log");
+    format!("{error} (log: {})", log.display())
 }
 
 /// `rewake lazy-pages`.
@@ -159,6 +222,16 @@ mod tests {
         wait_until(Duration::from_secs(10), "still running", || Ok(!is_running(child.id()))).unwrap();
         child.wait().unwrap();
         assert!(!is_running(child.id()));
+    }
+
+    #[test]
+    fn the_last_error_of_a_log_is_quoted() {
+        let log = std::env::temp_dir().join(format!("rewake-log-{}", std::process::id()));
+        fs::write(&log, "fine\nError (a.c:1): first\nError (b.c:2): last\nfine\n").unwrap();
+        let error = last_error(&log);
+        fs::remove_file(&log).unwrap();
+        assert!(error.starts_with("Error (b.c:2): last (log: "), "{error}");
+        assert!(last_error(&log).starts_with("no error in its log"));
     }
 
     #[test]

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, ensure};
 
 use crate::{program, repository, setup};
-use actors::{Server, Target};
+use actors::{Restore, Server, Target};
 
 /// Memory of the process, in MiB.
 const MEMORY_MIB: u64 = 1024;
@@ -72,18 +72,20 @@ impl Stage {
         let size = image_bytes(&self.images())? >> 20;
         say(dumping, &format!("CRIU has dumped it ({size} MiB of pages) and it is gone"));
 
-        let ((), eager) = timed(|| self.restore(&[]))?;
+        let (restored, eager) = timed(|| self.restore(&[]))?;
         say(eager, "CRIU alone: the process runs again, after all of its memory was read");
-        target.check(LIMIT)?;
+        restored.ended(LIMIT)?;
+        target.check()?;
         println!("{:12}  it has checked every byte: all right", "");
         target.again()?;
 
         let lazy = Instant::now();
         let server = Server::start(rewake, &self.images(), &self.work(), LIMIT)?;
-        self.restore(&["--lazy-pages"])?;
+        let restored = self.restore(&["--lazy-pages"])?;
         let running = lazy.elapsed();
         say(running, "with rewake: the process runs again, its memory is still on the way");
-        target.check(LIMIT)?;
+        restored.ended(LIMIT)?;
+        target.check()?;
         say(lazy.elapsed(), "it has touched and checked every byte in random order meanwhile: all right");
         server.finished(LIMIT)?;
         say(lazy.elapsed(), "rewake has brought everything and has ended");
@@ -98,10 +100,8 @@ impl Stage {
         program::capture(&mut command).map(drop)
     }
 
-    fn restore(&self, more: &[&str]) -> anyhow::Result<()> {
-        let mut command = std::process::Command::new(&self.criu);
-        command.args(["restore", "-d", "-D"]).arg(self.images()).arg("-W").arg(self.work());
-        program::capture(command.args(["-o", "restore.log"]).args(more)).map(drop)
+    fn restore(&self, more: &[&str]) -> anyhow::Result<Restore> {
+        Restore::start(&self.criu, &self.images(), &self.work(), more, LIMIT)
     }
 }
 
