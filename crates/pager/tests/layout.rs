@@ -165,6 +165,20 @@ fn a_child_goes_its_own_way() {
 }
 
 #[test]
+fn what_is_touched_comes_first_and_what_is_there_not_at_all() {
+    let space = space(&[extent(100, 0, 10 * BLOCK_PAGES)]);
+    let touched = match space.locate((100 + 6 * BLOCK_PAGES + 3) * PAGE_SIZE) {
+        Locate::Missing(place) => place.block,
+        other => panic!("{other:?}"),
+    };
+    space.promote(touched);
+    space.set_resident(PageIx(0), 2 * BLOCK_PAGES);
+    let order: Vec<_> = std::iter::from_fn(|| space.claim()).map(|block| block.0).collect();
+    assert_eq!(order, [6, 7, 2, 3, 4, 5, 8, 9]);
+    assert_eq!(space.promotions_lost(), 0);
+}
+
+#[test]
 fn a_block_released_too_early_is_claimed_again() {
     let space = space(&[extent(100, 0, 4)]);
     let block = space.claim().unwrap();
