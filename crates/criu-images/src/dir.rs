@@ -16,7 +16,7 @@ use crate::frame::{Kind, Records};
 use crate::inventory::{self, Inventory};
 use crate::mm::{self, Mm};
 use crate::pagemap::{self, Pagemap};
-use crate::tasks::{self, Task};
+use crate::tasks::{self, Task, TaskState};
 use crate::{frame, plan};
 
 /// The longest chain of parents that is followed: each level holds a descriptor, and an incremental series
@@ -94,13 +94,27 @@ impl ImageDir {
     /// # Errors
     /// `pstree.img` or a task's `core-PID.img` is missing or damaged.
     pub fn tasks(&self) -> Result<Vec<Task>> {
-        let tree = self.required("pstree.img", &frame::PSTREE, "the process tree of a CRIU image")?;
-        let mut tasks = tasks::parse_tree(tree)?;
+        let mut tasks = self.tree()?;
         for task in &mut tasks {
-            let core = self.required(&format!("core-{}.img", task.pid), &frame::CORE, "the task's state")?;
-            (task.state, task.comm) = tasks::parse_core(core)?;
+            (task.state, task.comm) = self.core(task.pid)?;
         }
         Ok(tasks)
+    }
+
+    /// As [`ImageDir::tasks`], with nobody's state and short name: what can be told where a `core-PID.img` is damaged.
+    ///
+    /// # Errors
+    /// `pstree.img` is missing or damaged.
+    pub fn tree(&self) -> Result<Vec<Task>> {
+        tasks::parse_tree(self.required("pstree.img", &frame::PSTREE, "the process tree of a CRIU image")?)
+    }
+
+    /// State and short name of a task.
+    ///
+    /// # Errors
+    /// The task's `core-PID.img` is missing or damaged.
+    pub fn core(&self, pid: u32) -> Result<(TaskState, String)> {
+        tasks::parse_core(self.required(&format!("core-{pid}.img"), &frame::CORE, "the task's state")?)
     }
 
     /// The mappings of a task.
