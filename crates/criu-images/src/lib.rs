@@ -3,7 +3,7 @@
 //!
 //! [`ImageDir`] is the way in: it gives the inventory, the tasks, their mappings and their pages, each checked
 //! as it is read. [`ImageDir::lazy_plan`] says for every page that a task may be restored without where its
-//! bytes are, parent images included. [`write`] makes images, for tests.
+//! bytes are, parent images included. [`mod@write`] makes images, for tests.
 //!
 //! Facts about the formats: CRIU 4.1.1 and 4.2.1; everything here reads both.
 #![forbid(unsafe_code)]

@@ -16,9 +16,9 @@ pub const MAX_TASKS: usize = 1 << 22;
 pub enum TaskState {
     /// Ran.
     Alive,
-    /// Was gone when CRIU looked.
+    /// Ended, and its parent has not waited for it yet; has no memory. CRIU 4.1 and 4.2 write zombies so.
     Dead,
-    /// Waits for its parent; has no memory.
+    /// CRIU's other number for the same.
     Zombie,
     /// Stopped by a signal; has memory.
     Stopped,
