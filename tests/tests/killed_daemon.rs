@@ -97,13 +97,17 @@ fn kill(server: &mut Server, victim: Victim, span: Duration, random: &mut Random
 }
 
 /// One restore with one kill.
-fn round(scene: &Scene, victim: Victim, span: Duration, random: &mut Random, sum: &mut Outcomes) {
+fn round(scene: &Scene, victim: Victim, span: &mut Duration, random: &mut Random, sum: &mut Outcomes) {
     let mut server = scene.serve().unwrap();
     scene.go().unwrap();
     let restored = scope(|scope| {
         let restore = scope.spawn(|| scene.restore());
-        if !kill(&mut server, victim, span, random) {
+        // The machine's speed changes: the span follows it.
+        if kill(&mut server, victim, *span, random) {
+            *span = span.mul_f64(1.05);
+        } else {
             sum.too_late += 1;
+            *span = span.mul_f64(0.8);
         }
         restore.join().expect("the restore thread")
     });
@@ -135,10 +139,10 @@ fn campaign(criu: &Criu, scenario: &str, victim: Victim, rounds: usize) -> Outco
     let seed = seed();
     let mut random = Random::new(seed);
     let mut scene = Scene::dumped(criu, scenario, 64).unwrap();
-    let span = undisturbed(&mut scene);
+    let mut span = undisturbed(&mut scene);
     let mut sum = Outcomes::default();
     for _ in 0..rounds {
-        round(&scene, victim, span, &mut random, &mut sum);
+        round(&scene, victim, &mut span, &mut random, &mut sum);
         scene.next_round().unwrap();
     }
     eprintln!("{scenario}, {victim:?} killed, REWAKE_SEED={seed}, within {span:?}: {sum}");

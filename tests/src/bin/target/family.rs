@@ -2,6 +2,7 @@
 //! Several threads or processes.
 
 use anyhow::{Context, ensure};
+use nix::sys::signal::Signal;
 use nix::sys::wait::{WaitStatus, waitpid};
 use nix::unistd::Pid;
 use rewake_tests::pattern::{BASE, Pattern, Random};
@@ -128,9 +129,14 @@ pub(crate) fn fork_missing(stage: &Stage) -> anyhow::Result<()> {
 pub(crate) fn collect(stage: &Stage, children: &[Pid], known: u8) -> u8 {
     children.iter().fold(known, |worst, child| match waitpid(*child, None) {
         Ok(WaitStatus::Exited(_, status)) => worst.max(u8::try_from(status).unwrap_or(2)),
-        Ok(WaitStatus::Signaled(_, signal, _)) => {
+        Ok(WaitStatus::Signaled(_, signal @ (Signal::SIGKILL | Signal::SIGBUS), _)) => {
             stage.lost(&format!("child {child} killed by {signal}"));
             worst.max(3)
+        }
+        // Another signal: its own memory misled it.
+        Ok(WaitStatus::Signaled(_, signal, _)) => {
+            stage.bad(&format!("child {child} killed by {signal}"));
+            worst.max(1)
         }
         _ => worst.max(2),
     })

@@ -14,13 +14,15 @@ pub(crate) fn untouched(stage: &Stage) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Five sixths of a region of which every `stride`th page is in the image are unmapped at once.
+/// Five sixths of a region of which every `stride`th page is in the image are unmapped at once. Stays alive until
+/// the test says "stop": only a living target shows whether the server gets done with the rest.
 pub(crate) fn unmap_most(stage: &Stage, stride: usize) -> anyhow::Result<()> {
     let region = strided(stage, stride)?;
     stage.ready_then_go()?;
     let gone = region.pages / 6 * 5;
     region.unmap(0, gone)?;
     check(stage, region, stride, gone);
+    stage.wait_for_stop();
     Ok(())
 }
 
@@ -32,6 +34,7 @@ pub(crate) fn discard_most(stage: &Stage, stride: usize) -> anyhow::Result<()> {
     region.advise(0, gone, libc::MADV_DONTNEED)?;
     check(stage, region, stride, gone);
     (0..gone).step_by(stride).for_each(|page| region.check(stage, page, Expect::Zero));
+    stage.wait_for_stop();
     Ok(())
 }
 

@@ -58,7 +58,16 @@ impl Stage {
 
     /// Returns when the test says "go".
     pub(crate) fn wait_for_go(&self) {
-        while !self.dir.join("go").exists() {
+        self.wait_for("go");
+    }
+
+    /// Returns when the test says "stop".
+    pub(crate) fn wait_for_stop(&self) {
+        self.wait_for("stop");
+    }
+
+    fn wait_for(&self, name: &str) {
+        while !self.dir.join(name).exists() {
             sleep(Duration::from_millis(1));
         }
     }
