@@ -3,8 +3,9 @@
 //!
 //! * [`supervisor`], [`guardian`], [`ledger`]: nothing is lost when a process of ours dies.
 //! * [`worker`], [`daemon`], [`socket`]: sessions, on one control thread.
-//! * [`session`], [`image`], [`spaces`]: what a session is, what it serves, whom.
+//! * [`session`], [`image`], [`spaces`], [`processes`]: what a session is, what it serves, whom.
 //! * [`fill`]: the data plane.
+//! * [`inspect`]: what an image holds.
 //! * [`cli`], [`commands`], [`criu_args`], [`logging`]: for people and their scripts.
 
 pub mod cli;
@@ -14,8 +15,10 @@ pub mod daemon;
 pub mod fill;
 pub mod guardian;
 pub mod image;
+pub mod inspect;
 pub mod ledger;
 pub mod logging;
+pub mod processes;
 pub mod session;
 pub mod socket;
 pub mod spaces;

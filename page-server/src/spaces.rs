@@ -15,7 +15,7 @@ use crate::fill::{AddressSpace, Pool, Task};
 use crate::image::{Image, TaskPlan};
 use crate::ledger::{Journal, Ledger, MAX_SPACES, SpaceSlot};
 use crate::session::Session;
-use crate::sys;
+use crate::{processes, sys};
 
 /// A task that has just sent its userfaultfd.
 #[derive(Debug)]
@@ -67,28 +67,39 @@ pub fn open(ledger: Ledger, plan: &TaskPlan, session: &Arc<Session>, arrival: Ar
 /// Makes the tasks for all address spaces of a session that a dead worker served.
 ///
 /// # Errors
-/// The image lacks a task that was served, or a journal cannot be read. Nothing was closed: the caller kills.
+/// The image lacks a task that was served, or a journal cannot be read. The session's processes are dead then.
 pub fn inherit(ledger: Ledger, image: &Image, session: &Arc<Session>, pool: &Pool) -> anyhow::Result<Vec<Task>> {
     let mut tasks = Vec::new();
     for (_, slot) in of_session(ledger, session.index) {
-        if slot.lossy.load(Ordering::Acquire) == 1 {
-            slot.kill();
-            session.fail("the worker died while a process's memory was in more pieces than its journal holds");
+        match inherit_one(slot, image, session, pool) {
+            Ok(task) => tasks.push(task),
+            Err(error) => {
+                // Before the tasks are dropped, and with them the last references to their userfaultfds.
+                end(ledger, session.index);
+                return Err(error);
+            }
         }
-        let pid = slot.image_pid.load(Ordering::Relaxed);
-        let plan = u32::try_from(pid).ok().and_then(|pid| image.plan(pid));
-        let plan = plan.with_context(|| format!("task {pid} is not in the image any more"))?;
-        let journal = Journal::open(slot).context("mapping a journal")?;
-        let space = rebuild(plan, &journal)?;
-        // SAFETY: the ledger names it once, and its owner is dead.
-        let uffd = Uffd::adopt(unsafe { sys::take_over(slot.uffd.load(Ordering::Acquire)) })?;
-        session.space_opened();
-        session.stats.pages_total.fetch_add(space.missing(), Ordering::Relaxed);
-        let files = Arc::clone(&plan.files);
-        let space = AddressSpace::new(Arc::clone(session), slot, uffd, files, space, pool.choose_home());
-        tasks.push(Task::Adopt { space: Arc::new(space), journal, inherited: true });
     }
     Ok(tasks)
+}
+
+fn inherit_one(slot: &'static SpaceSlot, image: &Image, session: &Arc<Session>, pool: &Pool) -> anyhow::Result<Task> {
+    if slot.lossy.load(Ordering::Acquire) == 1 {
+        slot.kill();
+        session.fail("the worker died while a process's memory was in more pieces than its journal holds");
+    }
+    let pid = slot.image_pid.load(Ordering::Relaxed);
+    let plan = u32::try_from(pid).ok().and_then(|pid| image.plan(pid));
+    let plan = plan.with_context(|| format!("task {pid} is not in the image any more"))?;
+    let journal = Journal::open(slot).context("mapping a journal")?;
+    let space = rebuild(plan, &journal)?;
+    // SAFETY: the ledger names it once, and its owner is dead.
+    let uffd = Uffd::adopt(unsafe { sys::take_over(slot.uffd.load(Ordering::Acquire)) })?;
+    session.space_opened();
+    session.stats.pages_total.fetch_add(space.missing(), Ordering::Relaxed);
+    let files = Arc::clone(&plan.files);
+    let space = AddressSpace::new(Arc::clone(session), slot, uffd, files, space, pool.choose_home());
+    Ok(Task::Adopt { space: Arc::new(space), journal, inherited: true })
 }
 
 /// The layout that the journal tells, every mapped page missing: those that are present say so when filled.
@@ -106,12 +117,19 @@ fn rebuild(plan: &TaskPlan, journal: &Journal) -> anyhow::Result<Space> {
     Ok(space)
 }
 
-/// Kills the processes of a session that cannot be taken over, and lets go of them once they are dead.
-pub fn kill(ledger: Ledger, session: usize) {
+/// Kills the processes of a session that cannot be taken over, waits for their end, and takes them out of the
+/// ledger: what is dead misses nothing, so their descriptors may close.
+pub fn end(ledger: Ledger, session: usize) {
     for (_, slot) in of_session(ledger, session) {
+        let pid = slot.host_pid.load(Ordering::Relaxed);
+        processes::kill_descendants(pid);
         if !slot.kill() {
-            warn!(pid = slot.host_pid.load(Ordering::Relaxed), "a process with lost memory could not be killed");
+            warn!(pid, "a process with lost memory could not be killed");
         }
+    }
+    for (_, slot) in of_session(ledger, session) {
+        slot.wait_for_end();
+        slot.retire();
     }
 }
 

@@ -7,6 +7,7 @@
 use std::collections::BTreeSet;
 use std::io::Write as _;
 use std::os::fd::{IntoRawFd, OwnedFd, RawFd};
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
@@ -16,12 +17,15 @@ use nix::unistd::Pid;
 use tracing::{error, info, warn};
 
 use crate::ledger::Ledger;
+use crate::processes;
 use crate::sys::{self, Fork};
 
 /// Workers that may die within [`WINDOW`] before the supervisor gives up: a fault that every worker meets at
 /// once is not cured by another.
 const MAX_DEATHS: usize = 8;
 const WINDOW: Duration = Duration::from_secs(10);
+/// Exit code of a worker that panicked before its reactors ran.
+const PANICKED: i32 = 101;
 
 /// What a worker is started with.
 #[derive(Debug)]
@@ -63,32 +67,51 @@ pub fn supervise(notify: Vec<OwnedFd>, worker: impl Fn(&Start) -> u8) -> anyhow:
                     let _ = sigprocmask(SigmaskHow::SIG_UNBLOCK, Some(&signals), None);
                     worker(&start)
                 }));
-                std::process::exit(code.map_or(101, i32::from));
+                std::process::exit(code.map_or(PANICKED, i32::from));
             }
-            Fork::Parent(pid) => {
-                let how = match wait_for(Pid::from_raw(pid), &signals)? {
-                    Ended::Exited(101) => "panicked".to_owned(),
-                    Ended::Exited(code) => return Ok(u8::try_from(code).unwrap_or(1)),
-                    Ended::Killed(signal) => format!("was killed by {signal}"),
-                };
-                deaths.push(Instant::now());
-                deaths.retain(|death| death.elapsed() < WINDOW);
-                if deaths.len() >= MAX_DEATHS {
-                    error!("{MAX_DEATHS} workers died within {} s, the last {how}", WINDOW.as_secs());
-                    break;
+            Fork::Parent(pid) => match wait_for(Pid::from_raw(pid), &signals)? {
+                Ended::Exited(code) if code != PANICKED => {
+                    end_all(ledger);
+                    return Ok(u8::try_from(code).unwrap_or(1));
                 }
-                warn!("worker {pid} {how}: starting a successor");
-            }
+                how => {
+                    deaths.push(Instant::now());
+                    deaths.retain(|death| death.elapsed() < WINDOW);
+                    if deaths.len() >= MAX_DEATHS {
+                        error!("{MAX_DEATHS} workers died within {} s, the last {how}", WINDOW.as_secs());
+                        end_all(ledger);
+                        return Ok(1);
+                    }
+                    warn!("worker {pid} {how}: starting a successor");
+                }
+            },
         }
     }
+}
+
+/// Before the last descriptor closes: ends the processes that still have missing pages. None, when all is well.
+fn end_all(ledger: Ledger) {
+    for (_, slot) in ledger.live_spaces() {
+        processes::kill_descendants(slot.host_pid.load(Ordering::Acquire));
+    }
     let killed = ledger.end_all();
-    error!("killed {killed} restored processes whose memory cannot be brought back");
-    Ok(1)
+    if killed > 0 {
+        error!("killed {killed} restored processes whose memory cannot be brought back");
+    }
 }
 
 enum Ended {
     Exited(i32),
     Killed(Signal),
+}
+
+impl std::fmt::Display for Ended {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Exited(code) => write!(f, "exited with {code}"),
+            Self::Killed(signal) => write!(f, "was killed by {signal}"),
+        }
+    }
 }
 
 /// Waits for the worker's end, passing requests to stop on to it.

@@ -9,7 +9,7 @@ use tracing::error;
 
 use super::space::AddressSpace;
 use crate::ledger::NO_FD;
-use crate::sys;
+use crate::{processes, sys};
 
 /// Kills the process, or, where its pid is not known (a child forked after the restore), makes every page
 /// that is still missing raise SIGBUS. True when the userfaultfd may be closed: nothing can read a zero page
@@ -19,6 +19,7 @@ pub(super) fn end(space: &AddressSpace) -> bool {
     if pidfd == NO_FD {
         return poison(space);
     }
+    processes::kill_descendants(space.slot.host_pid.load(Ordering::Relaxed));
     if let Err(error) = sys::pidfd_kill(pidfd)
         && error.raw_os_error() != Some(libc::ESRCH)
     {

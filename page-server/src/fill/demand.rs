@@ -2,6 +2,7 @@
 //! Pages that threads wait for.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use rewake_pager::{Locate, PAGE_SIZE, Place};
@@ -124,6 +125,7 @@ impl Reactor {
         match filled {
             Filled::All => {
                 demand.space.session.stats.fault(demand.since.elapsed());
+                self.shared.served.fetch_add(1, Ordering::Relaxed);
                 self.shared.check_finished(&demand.space);
             }
             Filled::Changing(_) => self.deferred.push(demand),

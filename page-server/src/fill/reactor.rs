@@ -20,6 +20,7 @@ use super::demand::{DEMAND_TICKET, Demand};
 use super::events::{Home, News};
 use super::space::AddressSpace;
 use crate::ledger::{Journal, Ledger, NO_FD};
+use crate::sys;
 
 /// Reactors at most. Filling is bound by memory bandwidth: more threads than this fight over it.
 const MAX_REACTORS: usize = 8;
@@ -65,6 +66,8 @@ pub(super) struct Shared {
     spaces: Mutex<Vec<Arc<AddressSpace>>>,
     version: AtomicUsize,
     sessions: AtomicUsize,
+    /// Faults served, by all reactors: see [`Reactor::make_way`].
+    pub(super) served: AtomicUsize,
     handles: Vec<Handle>,
 }
 
@@ -136,6 +139,7 @@ impl Pool {
             spaces: Mutex::default(),
             version: AtomicUsize::new(0),
             sessions: AtomicUsize::new(0),
+            served: AtomicUsize::new(0),
             handles: (0..count).map(|_| handle()).collect::<Result<_, _>>()?,
         });
         let start = |index: usize| {
@@ -194,6 +198,7 @@ pub(super) struct Reactor {
     /// A background piece met a program that is changing its layout.
     pub(super) stalled: bool,
     spins: u32,
+    served: usize,
     idle: bool,
     /// An address space of a failed session could not be ended yet.
     unended: bool,
@@ -215,6 +220,9 @@ fn run(index: usize, shared: Arc<Shared>) {
 
 impl Reactor {
     fn new(index: usize, shared: Arc<Shared>) -> anyhow::Result<Self> {
+        if let Err(error) = sys::short_time_slice() {
+            debug!(%error, "no short time slice");
+        }
         let best = rewake_store::best(&shared.cache)?;
         if let Some(note) = best.note.filter(|_| index == 0) {
             info!("{note}");
@@ -240,6 +248,7 @@ impl Reactor {
             page: Box::new([0; PAGE]),
             stalled: false,
             spins: 0,
+            served: 0,
             idle: false,
             unended: false,
             done: Vec::new(),
@@ -255,6 +264,7 @@ impl Reactor {
         self.wait();
         self.reap();
         let deferred = self.retry_deferred();
+        self.make_way();
         self.refresh();
         self.stalled = deferred;
         let busy = self.background();
@@ -263,6 +273,16 @@ impl Reactor {
             std::thread::yield_now();
         }
         self.idle = !busy && !self.stalled;
+    }
+
+    /// A thread whose fault was just served wants a processor, and reactors that fill in the background hold
+    /// all of them: without this it waits for the end of a time slice, many times what its fault took.
+    fn make_way(&mut self) {
+        let served = self.shared.served.load(Ordering::Relaxed);
+        if served != self.served {
+            self.served = served;
+            std::thread::yield_now();
+        }
     }
 
     /// Looks at what is ready; sleeps only when the last turn found nothing to do.

@@ -155,8 +155,10 @@ impl AddressSpace {
             done += bytes_len(outcome.bytes);
             match outcome.stop {
                 None => {}
+                // Filled by a fault in the same instant, or by a worker that died.
                 Some(Stop::Present) => {
-                    layout.set_resident(PageIx(page.0 + done as u64 / PAGE_SIZE), 1);
+                    let copied = layout.set_resident(PageIx(page.0 + done as u64 / PAGE_SIZE), 1);
+                    add(&self.session.stats.pages_copied, copied);
                     done += PAGE_LEN;
                 }
                 Some(Stop::Changing) => {

@@ -2,7 +2,7 @@
 //! Counters of one session, written by reactors and read by whoever shows progress.
 
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Buckets of the fault histogram: four to each power of two of nanoseconds, so within 25 %.
 const BUCKETS: usize = 160;
@@ -24,6 +24,10 @@ pub struct Stats {
     pub put_off: AtomicU64,
     /// Events: forks, remaps, removes and unmaps.
     pub events: AtomicU64,
+    /// Nanoseconds from `start` to the first and the last fault served; 0: none.
+    first_fault: AtomicU64,
+    last_fault: AtomicU64,
+    start: Instant,
     latencies: [AtomicU64; BUCKETS],
 }
 
@@ -37,6 +41,9 @@ impl Default for Stats {
             faults: AtomicU64::new(0),
             put_off: AtomicU64::new(0),
             events: AtomicU64::new(0),
+            first_fault: AtomicU64::new(0),
+            last_fault: AtomicU64::new(0),
+            start: Instant::now(),
             latencies: [const { AtomicU64::new(0) }; BUCKETS],
         }
     }
@@ -51,9 +58,28 @@ impl Stats {
     /// Notes a fault served `latency` after its message was read.
     pub fn fault(&self, latency: Duration) {
         add(&self.faults, 1);
+        let now = self.elapsed();
+        self.last_fault.fetch_max(now, Ordering::Relaxed);
+        if self.first_fault.load(Ordering::Relaxed) == 0 {
+            // Lost to another reactor in the same instant: its fault was the first.
+            let _ = self.first_fault.compare_exchange(0, now, Ordering::Relaxed, Ordering::Relaxed);
+        }
         if let Some(bucket) = self.latencies.get(bucket(latency)) {
             add(bucket, 1);
         }
+    }
+
+    /// Nanoseconds since the counts began, 1 at least.
+    #[must_use]
+    pub fn elapsed(&self) -> u64 {
+        u64::try_from(self.start.elapsed().as_nanos()).unwrap_or(u64::MAX).max(1)
+    }
+
+    /// When the first and the last fault so far were served, in nanoseconds as [`Stats::elapsed`] counts; 0:
+    /// no fault yet.
+    #[must_use]
+    pub fn fault_times(&self) -> (u64, u64) {
+        (self.first_fault.load(Ordering::Relaxed), self.last_fault.load(Ordering::Relaxed))
     }
 
     /// Pages brought back so far.
@@ -89,7 +115,6 @@ impl Stats {
 fn bucket(latency: Duration) -> usize {
     let nanos = u64::try_from(latency.as_nanos()).unwrap_or(u64::MAX).max(4);
     let power = 63 - nanos.leading_zeros() as usize;
-    #[expect(clippy::cast_possible_truncation, reason = "two bits")]
     let quarter = (nanos >> (power - 2) & 3) as usize;
     ((power - 2) * 4 + quarter).min(BUCKETS - 1)
 }
@@ -118,6 +143,19 @@ mod tests {
     #[test]
     fn no_faults_no_quantile() {
         assert_eq!(Stats::default().fault_quantile(0.99), None);
+    }
+
+    #[test]
+    fn the_first_and_the_last_fault_are_known_by_their_times() {
+        let stats = Stats::default();
+        assert_eq!(stats.fault_times(), (0, 0));
+        stats.fault(Duration::ZERO);
+        let (first, last) = stats.fault_times();
+        assert!(first > 0 && first == last);
+        std::thread::sleep(Duration::from_millis(1));
+        stats.fault(Duration::ZERO);
+        assert_eq!(stats.fault_times().0, first);
+        assert!(stats.fault_times().1 >= first + 1_000_000 && stats.fault_times().1 <= stats.elapsed());
     }
 
     #[test]

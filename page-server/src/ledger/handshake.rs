@@ -21,6 +21,12 @@ pub struct Inbox {
     area: UnsafeCell<Area>,
 }
 
+impl std::fmt::Debug for Inbox {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Inbox").field("step", &self.step).finish_non_exhaustive()
+    }
+}
+
 #[repr(C, align(8))]
 struct Area {
     control: [u8; CONTROL],

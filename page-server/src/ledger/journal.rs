@@ -60,7 +60,6 @@ struct Commit {
 
 impl Commit {
     fn decode(word: u64) -> Self {
-        #[expect(clippy::cast_possible_truncation, reason = "masked")]
         let [half, records, applied] =
             [(word >> 63) as usize, (word >> 8 & 0xff_ffff) as usize, (word & 0xff) as usize];
         Self { half, records: records.min(HALF), applied: applied.min(MAX_MESSAGES) }

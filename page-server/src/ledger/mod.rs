@@ -7,8 +7,10 @@
 //! received *into* the ledger: the kernel's own write is the record, so there is no instant at which one is
 //! taken but not noted. See `docs/decisions/0003-no-orphan-faults.md`.
 
+mod bytes;
 mod handshake;
 mod journal;
+mod outcomes;
 
 use std::io;
 use std::sync::atomic::{AtomicI32, AtomicU32, AtomicU64, Ordering};
@@ -17,6 +19,7 @@ use rewake_uffd::RawMessage;
 
 pub use handshake::{Inbox, Received};
 pub use journal::{Journal, Replay};
+pub use outcomes::Outcomes;
 
 use crate::sys;
 
@@ -68,6 +71,7 @@ impl SessionState {
 #[repr(C)]
 pub struct SessionSlot {
     state: AtomicU32,
+    number: AtomicU64,
     /// Tasks that have reported, zombies included.
     pub tasks: AtomicU32,
     /// Listening socket, or [`NO_FD`].
@@ -85,6 +89,12 @@ impl SessionSlot {
     #[must_use]
     pub fn state(&self) -> SessionState {
         SessionState::from_number(self.state.load(Ordering::Acquire))
+    }
+
+    /// The session's number: given once in the daemon's life, unlike the slot.
+    #[must_use]
+    pub fn number(&self) -> u64 {
+        self.number.load(Ordering::Acquire)
     }
 
     /// Moves to `state`; everything written before is visible to a successor that sees it.
@@ -110,32 +120,21 @@ impl SessionSlot {
 
 /// A path in shared memory: written once while the slot is free, read by successors.
 #[repr(C)]
-struct PathCell {
-    len: AtomicU32,
-    bytes: [std::sync::atomic::AtomicU8; MAX_PATH],
-}
+struct PathCell(bytes::ByteCell<MAX_PATH>);
 
 impl PathCell {
     fn set(&self, path: &std::path::Path) -> io::Result<()> {
         use std::os::unix::ffi::OsStrExt as _;
-        let bytes = path.as_os_str().as_bytes();
-        let len = u32::try_from(bytes.len()).ok().filter(|&len| len as usize <= MAX_PATH);
-        let Some(len) = len else {
-            let what = format!("{}: path longer than {MAX_PATH} bytes: use a shorter one", path.display());
-            return Err(io::Error::new(io::ErrorKind::InvalidInput, what));
-        };
-        for (cell, byte) in self.bytes.iter().zip(bytes) {
-            cell.store(*byte, Ordering::Relaxed);
+        if self.0.set(path.as_os_str().as_bytes()) {
+            return Ok(());
         }
-        self.len.store(len, Ordering::Release);
-        Ok(())
+        let what = format!("{}: path longer than {MAX_PATH} bytes: use a shorter one", path.display());
+        Err(io::Error::new(io::ErrorKind::InvalidInput, what))
     }
 
     fn get(&self) -> std::path::PathBuf {
         use std::os::unix::ffi::OsStringExt as _;
-        let len = (self.len.load(Ordering::Acquire) as usize).min(MAX_PATH);
-        let bytes = self.bytes.iter().take(len).map(|cell| cell.load(Ordering::Relaxed)).collect();
-        std::ffi::OsString::from_vec(bytes).into()
+        std::ffi::OsString::from_vec(self.0.get()).into()
     }
 }
 
@@ -180,7 +179,7 @@ impl SpaceSlot {
     }
 
     /// Waits until the process has ended, if its descriptor is known. Only system calls.
-    fn wait_for_end(&self) {
+    pub fn wait_for_end(&self) {
         let pidfd = self.pidfd.load(Ordering::Acquire);
         while pidfd != NO_FD && !sys::has_ended(pidfd) {
             // SAFETY: a plain wait of a millisecond.
@@ -197,10 +196,11 @@ impl SpaceSlot {
 
 /// The whole shared region.
 #[repr(C)]
-pub struct Layout {
+struct Layout {
     /// Times a worker was started; the first is 1.
-    pub generation: AtomicU32,
+    generation: AtomicU32,
     ready: AtomicU32,
+    outcomes: Outcomes,
     sessions: [SessionSlot; MAX_SESSIONS],
     spaces: [SpaceSlot; MAX_SPACES],
 }
@@ -283,6 +283,12 @@ impl Ledger {
         self.0.ready.store(1, Ordering::Release);
     }
 
+    /// How sessions ended.
+    #[must_use]
+    pub fn outcomes(&self) -> &'static Outcomes {
+        &self.0.outcomes
+    }
+
     /// All session slots.
     #[must_use]
     pub fn sessions(&self) -> &'static [SessionSlot] {
@@ -309,6 +315,7 @@ impl Ledger {
         };
         let index = self.0.sessions.iter().position(free)?;
         let slot = self.0.sessions.get(index)?;
+        slot.number.store(self.0.outcomes.next_number(), Ordering::Release);
         slot.tasks.store(0, Ordering::Relaxed);
         slot.listener.store(NO_FD, Ordering::Relaxed);
         slot.connection.store(NO_FD, Ordering::Relaxed);
@@ -364,7 +371,3 @@ impl Ledger {
         killed
     }
 }
-
-/// Serialises the tests that look at this process's descriptors.
-#[cfg(test)]
-pub(crate) static DESCRIPTOR_TESTS: std::sync::Mutex<()> = std::sync::Mutex::new(());

@@ -1,0 +1,63 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The processes behind address spaces, as /proc tells them.
+
+use std::collections::BTreeSet;
+
+use crate::sys;
+
+/// Processes looked at when a restored tree is ended; more than that is a fork bomb, which is left to others.
+const MAX_PROCESSES: usize = 4096;
+
+/// Kills every living descendant of `pid`. A child forked after the restore is known by its userfaultfd only,
+/// and no event tells its pid; its parent still does.
+pub fn kill_descendants(pid: i32) {
+    for child in descendants(pid) {
+        // Between the listing and this a pid can only have gone, or become another child of the same tree.
+        if let Ok(pidfd) = sys::pidfd_open(child) {
+            let _ = sys::pidfd_kill(std::os::fd::AsRawFd::as_raw_fd(&pidfd));
+        }
+    }
+}
+
+fn descendants(pid: i32) -> BTreeSet<i32> {
+    let mut found = BTreeSet::new();
+    let mut open = vec![pid];
+    while let Some(pid) = open.pop() {
+        for child in children(pid) {
+            if found.len() < MAX_PROCESSES && found.insert(child) {
+                open.push(child);
+            }
+        }
+    }
+    found
+}
+
+fn children(pid: i32) -> Vec<i32> {
+    let Ok(threads) = std::fs::read_dir(format!("/proc/{pid}/task")) else { return Vec::new() };
+    let list = |thread: std::io::Result<std::fs::DirEntry>| {
+        std::fs::read_to_string(thread.ok()?.path().join("children")).ok()
+    };
+    let lists: Vec<String> = threads.filter_map(list).collect();
+    lists.iter().flat_map(|list| list.split_ascii_whitespace()).filter_map(|pid| pid.parse().ok()).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::process::Command;
+
+    #[test]
+    fn children_of_children_are_killed_and_the_process_itself_is_not() {
+        let mut shell = Command::new("sh").args(["-c", "sh -c 'sleep 100; true'; sleep 100"]).spawn().unwrap();
+        let pid = i32::try_from(shell.id()).unwrap();
+        while descendants(pid).len() < 2 {
+            std::thread::yield_now();
+        }
+        // The outer shell goes on to its own sleep, which is killed too.
+        while shell.try_wait().unwrap().is_none() {
+            kill_descendants(pid);
+            std::thread::yield_now();
+        }
+        assert!(descendants(pid).is_empty());
+    }
+}
