@@ -130,7 +130,7 @@ fn round(scene: &Scene, victim: Victim, span: &mut Duration, random: &mut Random
     let ended = server.ended(END);
     let childless = server.childless(END);
     if ended.is_err() || !childless {
-        sum.wrong.push(format!("the server is still there ({ended:?})\n{}", scene.logs()));
+        sum.wrong.push(format!("the server, or a child of it, is still there\n{}", scene.logs()));
     }
 }
 
