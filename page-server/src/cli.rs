@@ -19,6 +19,8 @@ pub struct Cli {
 pub enum Command {
     /// Serves one restore: a drop-in for `criu lazy-pages`, with its options
     LazyPages(LazyPages),
+    /// Shows what is in an image, and whether it can be served
+    Inspect(Inspect),
 }
 
 /// Options of `criu lazy-pages`, with CRIU's names and meanings.
@@ -92,4 +94,18 @@ impl Remote {
         ];
         given.into_iter().find_map(|(given, name)| given.then_some(name))
     }
+}
+
+/// Options of `rewake inspect`.
+#[derive(Debug, Args)]
+pub struct Inspect {
+    /// Directory of the images
+    #[arg(value_name = "IMG")]
+    pub images_dir: PathBuf,
+    /// Every mapping too
+    #[arg(long)]
+    pub vmas: bool,
+    /// Everything, for programs (docs/inspect.md)
+    #[arg(long)]
+    pub json: bool,
 }

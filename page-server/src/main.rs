@@ -12,6 +12,7 @@ fn main() -> ExitCode {
     let cli = Cli::parse_from(criu_args::normalise(std::env::args_os()));
     let result = match &cli.command {
         Command::LazyPages(options) => commands::lazy_pages::run(options),
+        Command::Inspect(options) => commands::inspect::run(options),
     };
     match result {
         Ok(code) => ExitCode::from(code),

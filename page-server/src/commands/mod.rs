@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! One file a command.
 
+pub mod inspect;
 pub mod lazy_pages;

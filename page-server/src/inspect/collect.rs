@@ -1,0 +1,260 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Reads an image directory: everything that can be read, and one message for everything that cannot.
+
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::path::Path;
+
+use rewake_criu_images::{ImageDir, ImageError, Mm, PAGE, PageFlags, Pagemap, Task, TaskState, Vma};
+
+use super::{FileReport, Lazy, Pages, Report, TaskReport, Totals, Verdict, VmaReport};
+
+/// Reads the directory.
+///
+/// # Errors
+/// The directory cannot be opened. All else that is wrong is in [`Report::damage`].
+pub fn collect(path: &Path) -> Result<Report, ImageError> {
+    let mut reader = Reader { image: ImageDir::open(path)?, damage: Damage::default(), owners: BTreeMap::new() };
+    let parents = reader.parents();
+    let inventory = reader.image.inventory();
+    let inventory = reader.damage.kept(inventory);
+    let tree = reader.image.tree();
+    let tree = in_tree_order(reader.damage.kept(tree).unwrap_or_default());
+    let tasks: Vec<_> = tree.into_iter().map(|(task, depth)| reader.task(task, depth, parents.first())).collect();
+    let files = reader.files();
+    let totals = Totals::of(&tasks, &files);
+    let damage = reader.damage.messages;
+    Ok(Report {
+        images_dir: path.display().to_string(),
+        parent_dirs: parents.iter().map(real_path).collect(),
+        image_version: inventory.as_ref().map(|inventory| inventory.version),
+        run_id: inventory.as_ref().and_then(|inventory| inventory.run_id.clone()),
+        plugins: inventory.map(|inventory| inventory.plugins).unwrap_or_default(),
+        page_bytes: PAGE,
+        lazy: verdict(&totals.pages, &damage),
+        tasks,
+        totals,
+        files,
+        damage,
+    })
+}
+
+/// Messages, each once.
+#[derive(Debug, Default)]
+struct Damage {
+    messages: Vec<String>,
+    seen: HashSet<String>,
+}
+
+impl Damage {
+    fn kept<T>(&mut self, result: Result<T, impl std::fmt::Display>) -> Option<T> {
+        match result {
+            Ok(value) => Some(value),
+            Err(error) => {
+                self.note(&error.to_string());
+                None
+            }
+        }
+    }
+
+    fn note(&mut self, message: &str) {
+        if self.seen.insert(message.into()) {
+            self.messages.push(message.into());
+        }
+    }
+}
+
+struct Reader {
+    image: ImageDir,
+    damage: Damage,
+    /// The task of each pages file, by the number in the file's name.
+    owners: BTreeMap<u32, u32>,
+}
+
+impl Reader {
+    /// The chain of parent images as far as it can be followed.
+    fn parents(&mut self) -> Vec<ImageDir> {
+        let mut parents: Vec<ImageDir> = Vec::new();
+        while let Some(parent) = self.damage.kept(parents.last().unwrap_or(&self.image).parent()).flatten() {
+            parents.push(parent);
+        }
+        parents
+    }
+
+    fn task(&mut self, task: Task, depth: usize, parent: Option<&ImageDir>) -> TaskReport {
+        let core = self.damage.kept(self.image.core(task.pid));
+        let (mm, pages) = match &core {
+            Some((state, _)) if !state.has_memory() => (None, None),
+            _ => self.memory(task.pid, core.is_some(), parent),
+        };
+        let map = pages.as_ref().map(|(map, _)| map);
+        let (state, comm) = core.map_or((None, None), |(state, comm)| (Some(state_name(state)), Some(comm)));
+        TaskReport {
+            pid: task.pid,
+            ppid: task.ppid,
+            pgid: task.pgid,
+            sid: task.sid,
+            depth,
+            state,
+            comm,
+            threads: task.threads,
+            mapped_bytes: mm.as_ref().map(|mm| bytes(&mm.vmas, |_| true)),
+            lazy_able_bytes: mm.as_ref().map(|mm| bytes(&mm.vmas, Vma::can_be_lazy)),
+            vmas: mm.map(|mm| vma_reports(&mm, map)),
+            pages: pages.map(|(_, pages)| pages),
+        }
+    }
+
+    /// The memory of a task. Where it is not `certain` that the task has any, its absence is no damage.
+    fn memory(
+        &mut self,
+        pid: u32,
+        certain: bool,
+        parent: Option<&ImageDir>,
+    ) -> (Option<Mm>, Option<(Pagemap, Pages)>) {
+        let mm = match self.image.mm(pid) {
+            Err(ImageError::Missing { .. }) if !certain => return (None, None),
+            other => self.damage.kept(other),
+        };
+        let Some(map) = self.damage.kept(self.image.pagemap(pid)) else { return (mm, None) };
+        if mm.is_some() && self.damage.kept(self.image.lazy_plan(pid)).is_some() {
+            self.check_parent(pid, map.as_ref(), parent);
+        }
+        let Some(map) = map else { return (mm, None) };
+        self.owners.insert(map.pages_id, pid);
+        let zero = self.damage.kept(self.image.zero_pages(pid));
+        let pages = Pages::new(&map.stats(), zero);
+        (mm, Some((map, pages)))
+    }
+
+    /// Lazy pages are looked for by the plan; this is for those that `criu restore` takes from the parent.
+    fn check_parent(&mut self, pid: u32, map: Option<&Pagemap>, parent: Option<&ImageDir>) {
+        let in_parent = |entry: &&rewake_criu_images::PagemapEntry| entry.flags.has(PageFlags::PARENT);
+        let Some(first) = map.and_then(|map| map.entries.iter().find(in_parent)) else { return };
+        let found = match parent.map(|parent| parent.pagemap(pid)).transpose() {
+            Ok(found) => found.flatten(),
+            Err(error) => return self.damage.note(&error.to_string()),
+        };
+        if found.is_none() {
+            let here = self.image.path();
+            let error = ImageError::NotInParent {
+                file: here.join(format!("pagemap-{pid}.img")),
+                vaddr: first.vaddr,
+                pages: first.pages,
+                parent: here.join("parent"),
+            };
+            self.damage.note(&error.to_string());
+        }
+    }
+
+    /// All `*.img` files of the directory.
+    fn files(&mut self) -> Vec<FileReport> {
+        let here = self.image.path().to_path_buf();
+        let named = |error: std::io::Error| format!("{}: cannot list it: {error}", here.display());
+        let Some(entries) = self.damage.kept(std::fs::read_dir(&here).map_err(named)) else { return Vec::new() };
+        let mut files = Vec::new();
+        for entry in entries {
+            let Some(entry) = self.damage.kept(entry.map_err(named)) else { break };
+            let name = entry.file_name().to_string_lossy().into_owned();
+            if !name.ends_with(".img") {
+                continue;
+            }
+            let stat = entry.path().metadata().map_err(|error| format!("{}: {error}", entry.path().display()));
+            let Some(stat) = self.damage.kept(stat) else { continue };
+            let number = name.strip_prefix("pages-").and_then(|rest| rest.strip_suffix(".img"));
+            let owner = number.and_then(|number| self.owners.get(&number.parse().ok()?));
+            files.push(FileReport { bytes: stat.len(), task: owner.copied(), name });
+        }
+        files.sort_unstable_by(|a, b| a.name.cmp(&b.name));
+        files
+    }
+}
+
+fn verdict(pages: &Pages, damage: &[String]) -> Lazy {
+    if !damage.is_empty() {
+        return Lazy { verdict: Verdict::No, reason: Some("the image is damaged".into()) };
+    }
+    if pages.remote > 0 {
+        let reason = format!(
+            "{} pages are only with the page server of the `criu dump --lazy-pages` that made the image",
+            pages.remote
+        );
+        return Lazy { verdict: Verdict::NeedsPageServer, reason: Some(reason) };
+    }
+    Lazy { verdict: Verdict::Yes, reason: None }
+}
+
+fn state_name(state: TaskState) -> String {
+    match state {
+        TaskState::Alive => "alive".into(),
+        TaskState::Stopped => "stopped".into(),
+        TaskState::Zombie => "zombie".into(),
+        TaskState::Dead => "dead".into(),
+        TaskState::Unknown(number) => format!("unknown {number}"),
+    }
+}
+
+fn real_path(image: &ImageDir) -> String {
+    let path = image.path();
+    path.canonicalize().unwrap_or_else(|_| path.to_path_buf()).display().to_string()
+}
+
+fn bytes(vmas: &[Vma], wanted: impl Fn(&Vma) -> bool) -> u64 {
+    // No overflow: mappings do not overlap.
+    vmas.iter().filter(|vma| wanted(vma)).map(|vma| vma.end - vma.start).sum()
+}
+
+/// The mappings with their pages, then the guards inside them.
+fn vma_reports(mm: &Mm, map: Option<&Pagemap>) -> Vec<VmaReport> {
+    let mut entries = map.map_or(&[][..], |map| &map.entries);
+    let report = |vma: &Vma, lazy_able, pages, lazy_pages| VmaReport {
+        start: vma.start,
+        end: vma.end,
+        bytes: vma.end - vma.start,
+        kind: vma.kind(),
+        prot: vma.prot,
+        lazy_able,
+        pages,
+        lazy_pages,
+    };
+    let with_pages = |vma: &Vma| {
+        let (mut pages, mut lazy_pages) = (0, 0);
+        while let Some((entry, rest)) = entries.split_first() {
+            let (start, end) = (entry.vaddr.max(vma.start), entry.end().min(vma.end));
+            if start < end {
+                pages += (end - start) / PAGE;
+                lazy_pages += if entry.flags.has(PageFlags::LAZY) { (end - start) / PAGE } else { 0 };
+            }
+            if entry.end() > vma.end {
+                break;
+            }
+            entries = rest;
+        }
+        report(vma, vma.can_be_lazy(), pages, lazy_pages)
+    };
+    let mut reports: Vec<_> = mm.vmas.iter().map(with_pages).collect();
+    reports.extend(mm.guards.iter().map(|guard| report(guard, false, 0, 0)));
+    reports
+}
+
+/// Each task behind its parent, with its depth. Tasks that descend from themselves, as in a damaged image only,
+/// come last.
+fn in_tree_order(tasks: Vec<Task>) -> Vec<(Task, usize)> {
+    let index: HashMap<u32, usize> = tasks.iter().enumerate().map(|(at, task)| (task.pid, at)).collect();
+    let mut children: Vec<Vec<usize>> = vec![Vec::new(); tasks.len()];
+    let mut roots = Vec::new();
+    for (at, task) in tasks.iter().enumerate() {
+        match index.get(&task.ppid) {
+            Some(parent) => children[*parent].push(at),
+            None => roots.push(at),
+        }
+    }
+    let mut tasks: Vec<_> = tasks.into_iter().map(Some).collect();
+    let mut ordered = Vec::with_capacity(tasks.len());
+    let mut stack: Vec<_> = roots.into_iter().rev().map(|at| (at, 0)).collect();
+    while let Some((at, depth)) = stack.pop() {
+        ordered.extend(tasks[at].take().map(|task| (task, depth)));
+        stack.extend(children[at].iter().rev().map(|child| (*child, depth + 1)));
+    }
+    ordered.extend(tasks.into_iter().flatten().map(|task| (task, 0)));
+    ordered
+}

@@ -1,0 +1,220 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! What is in an image directory, for people and scripts. The numbers' meaning: `docs/inspect.md`.
+//!
+//! * [`collect`]: reads everything that can be read, and lists what cannot.
+//! * [`text`]: the tables.
+
+pub mod collect;
+pub mod text;
+
+use rewake_criu_images::PageStats;
+use serde::{Serialize, Serializer};
+
+/// One image directory. As JSON it is the stable shape of `rewake inspect --json`: fields are added, never
+/// renamed. What could not be read is null, and `damage` says why.
+#[derive(Debug, Serialize)]
+pub struct Report {
+    /// As given.
+    pub images_dir: String,
+    /// Parent images, the nearest first.
+    pub parent_dirs: Vec<String>,
+    /// Version of the image format.
+    pub image_version: Option<u32>,
+    /// Identity of the dump, where CRIU wrote one.
+    pub run_id: Option<String>,
+    /// CRIU plugins that the restore will need.
+    pub plugins: Vec<String>,
+    /// Bytes in a page.
+    pub page_bytes: u64,
+    /// Whether a restore can be served lazily.
+    pub lazy: Lazy,
+    /// Tasks, each behind its parent.
+    pub tasks: Vec<TaskReport>,
+    /// Sums over what could be read.
+    pub totals: Totals,
+    /// The directory's image files, by name.
+    pub files: Vec<FileReport>,
+    /// What is damaged or missing, one message each.
+    pub damage: Vec<String>,
+}
+
+/// Whether a restore can be served lazily.
+#[derive(Debug, Serialize)]
+pub struct Lazy {
+    /// The answer.
+    pub verdict: Verdict,
+    /// Why it is not a plain yes.
+    pub reason: Option<String>,
+}
+
+/// Whether an image can be served lazily.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Verdict {
+    /// From its files alone.
+    Yes,
+    /// Some pages are with the page server of the dump only.
+    NeedsPageServer,
+    /// It is damaged.
+    No,
+}
+
+/// One task.
+#[derive(Debug, Serialize)]
+pub struct TaskReport {
+    /// The task, in its pid namespace.
+    pub pid: u32,
+    /// Its parent, 0 for the root.
+    pub ppid: u32,
+    /// Its process group.
+    pub pgid: u32,
+    /// Its session.
+    pub sid: u32,
+    /// Steps from the root of the tree.
+    #[serde(skip)]
+    pub depth: usize,
+    /// alive, stopped, zombie, dead, or "unknown N".
+    pub state: Option<String>,
+    /// Its short name.
+    pub comm: Option<String>,
+    /// All its threads, the main one included.
+    pub threads: Vec<u32>,
+    /// Sum of its mappings.
+    pub mapped_bytes: Option<u64>,
+    /// Sum of its mappings that CRIU restores lazily.
+    pub lazy_able_bytes: Option<u64>,
+    /// Its pages; null for a task without memory.
+    pub pages: Option<Pages>,
+    /// Its mappings; null for a task without memory.
+    pub vmas: Option<Vec<VmaReport>>,
+}
+
+/// Numbers of pages. `total = lazy + eager = present + parent + remote`.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+pub struct Pages {
+    /// Listed in the image.
+    pub total: u64,
+    /// Restored after the task runs.
+    pub lazy: u64,
+    /// Restored before the task runs.
+    pub eager: u64,
+    /// In this directory.
+    pub present: u64,
+    /// In a parent image.
+    pub parent: u64,
+    /// With the page server of the dump.
+    pub remote: u64,
+    /// Of the present ones, those with nothing but zeros; null when they could not be read.
+    pub zero: Option<u64>,
+}
+
+impl Pages {
+    fn new(stats: &PageStats, zero: Option<u64>) -> Self {
+        Self {
+            total: stats.total,
+            lazy: stats.lazy,
+            eager: stats.eager,
+            present: stats.present,
+            parent: stats.in_parent,
+            remote: stats.remote,
+            zero,
+        }
+    }
+
+    /// Adds another task's. A damaged image can claim more than 64 bits hold.
+    fn add(&mut self, other: &Self) {
+        let sums = [
+            (&mut self.total, other.total),
+            (&mut self.lazy, other.lazy),
+            (&mut self.eager, other.eager),
+            (&mut self.present, other.present),
+            (&mut self.parent, other.parent),
+            (&mut self.remote, other.remote),
+        ];
+        for (sum, more) in sums {
+            *sum = sum.saturating_add(more);
+        }
+        self.zero = self.zero.zip(other.zero).map(|(sum, more)| sum.saturating_add(more));
+    }
+}
+
+/// One mapping, or a guard inside one.
+#[derive(Debug, Serialize)]
+pub struct VmaReport {
+    /// First address, as hexadecimal text: JSON's numbers end at 2^53.
+    #[serde(serialize_with = "hexadecimal")]
+    pub start: u64,
+    /// First address behind it.
+    #[serde(serialize_with = "hexadecimal")]
+    pub end: u64,
+    /// Its length.
+    pub bytes: u64,
+    /// What it is.
+    pub kind: &'static str,
+    /// PROT_* as text: `rwx`.
+    #[serde(serialize_with = "protection")]
+    pub prot: u32,
+    /// Whether CRIU restores it lazily.
+    pub lazy_able: bool,
+    /// Its pages that the image lists; the others are zeros or the file's.
+    pub pages: u64,
+    /// Those restored after the task runs.
+    pub lazy_pages: u64,
+}
+
+/// One file of the directory.
+#[derive(Debug, Serialize)]
+pub struct FileReport {
+    /// Its name.
+    pub name: String,
+    /// Its length.
+    pub bytes: u64,
+    /// For a pages file: the task whose pages these are; null for shared memory and other files.
+    pub task: Option<u32>,
+}
+
+/// Sums over what could be read.
+#[derive(Debug, Default, PartialEq, Eq, Serialize)]
+pub struct Totals {
+    /// Tasks.
+    pub tasks: usize,
+    /// Threads.
+    pub threads: usize,
+    /// Mappings.
+    pub mapped_bytes: u64,
+    /// Mappings that CRIU restores lazily.
+    pub lazy_able_bytes: u64,
+    /// Pages of tasks; shared memory is not counted.
+    pub pages: Pages,
+    /// Image files.
+    pub files: usize,
+    /// Their lengths.
+    pub file_bytes: u64,
+}
+
+impl Totals {
+    fn of(tasks: &[TaskReport], files: &[FileReport]) -> Self {
+        let pages = Pages { zero: Some(0), ..Pages::default() };
+        let mut totals = Self { tasks: tasks.len(), files: files.len(), pages, ..Self::default() };
+        for task in tasks {
+            totals.threads = totals.threads.saturating_add(task.threads.len());
+            totals.mapped_bytes = totals.mapped_bytes.saturating_add(task.mapped_bytes.unwrap_or(0));
+            totals.lazy_able_bytes = totals.lazy_able_bytes.saturating_add(task.lazy_able_bytes.unwrap_or(0));
+            if let Some(pages) = &task.pages {
+                totals.pages.add(pages);
+            }
+        }
+        totals.file_bytes = files.iter().fold(0, |sum, file| u64::saturating_add(sum, file.bytes));
+        totals
+    }
+}
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde's signature")]
+fn hexadecimal<S: Serializer>(address: &u64, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.collect_str(&format_args!("{address:#x}"))
+}
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde's signature")]
+fn protection<S: Serializer>(prot: &u32, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.serialize_str(&text::protection(*prot))
+}

@@ -1,0 +1,195 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The report as tables.
+
+use std::fmt::Write as _;
+use std::io::{self, Write};
+
+use rewake_criu_images::PAGE;
+
+use super::{Pages, Report, TaskReport, Verdict, VmaReport};
+
+/// Levels of the tree that are shown by indentation; deeper ones line up with the last.
+const MAX_INDENT: usize = 16;
+
+/// Writes the tables; the mappings too when `vmas`.
+///
+/// # Errors
+/// `out` refuses.
+pub fn write(report: &Report, vmas: bool, out: &mut impl Write) -> io::Result<()> {
+    header(report, out)?;
+    tasks(report, out)?;
+    if vmas {
+        report.tasks.iter().try_for_each(|task| mappings(task, out))?;
+    }
+    files(report, out)?;
+    for damage in &report.damage {
+        writeln!(out, "damage: {}", printable(damage))?;
+    }
+    Ok(())
+}
+
+fn header(report: &Report, out: &mut impl Write) -> io::Result<()> {
+    writeln!(out, "image:   {}", printable(&report.images_dir))?;
+    for parent in &report.parent_dirs {
+        writeln!(out, "parent:  {}", printable(parent))?;
+    }
+    if let Some(run_id) = &report.run_id {
+        writeln!(out, "run id:  {}", printable(run_id))?;
+    }
+    if !report.plugins.is_empty() {
+        writeln!(out, "plugins: {}", printable(&report.plugins.join(", ")))?;
+    }
+    let pages = &report.totals.pages;
+    let answer = match report.lazy.verdict {
+        Verdict::Yes => "yes",
+        Verdict::NeedsPageServer => "with a page server only",
+        Verdict::No => "no",
+    };
+    write!(out, "lazily:  {answer}")?;
+    match &report.lazy.reason {
+        Some(reason) => writeln!(out, ": {reason}")?,
+        None => writeln!(out, ": {} of {} after the tasks run", size(pages.lazy), size(pages.total))?,
+    }
+    writeln!(out)
+}
+
+fn tasks(report: &Report, out: &mut impl Write) -> io::Result<()> {
+    writeln!(
+        out,
+        "{:>10}  {:<10} {:>7} {:>10} {:>10} {:>10} {:>10} {:>10} {:>10} {:>10} {:>10}  COMMAND",
+        "PID", "STATE", "THREADS", "MAPPED", "DUMPED", "LAZY", "EAGER", "PRESENT", "PARENT", "REMOTE", "ZERO"
+    )?;
+    for task in &report.tasks {
+        let without = if task.state.as_deref().is_some_and(|state| matches!(state, "zombie" | "dead")) { "-" } else { "?" };
+        let mapped = task.mapped_bytes.map_or_else(|| without.into(), human);
+        write!(out, "{:>10}  ", task.pid)?;
+        write!(out, "{:<10} ", task.state.as_deref().unwrap_or("?"))?;
+        row(task.threads.len(), &mapped, task.pages.as_ref(), without, out)?;
+        let indent = 2 * task.depth.min(MAX_INDENT);
+        writeln!(out, "  {:indent$}{}", "", printable(task.comm.as_deref().unwrap_or("?")))?;
+    }
+    let totals = &report.totals;
+    write!(out, "{:>10}  {:<10} ", "total", format!("{} tasks", totals.tasks))?;
+    row(totals.threads, &human(totals.mapped_bytes), Some(&totals.pages), "?", out)?;
+    writeln!(out, "\n")
+}
+
+/// The columns that tasks and totals have in common.
+fn row(
+    threads: usize,
+    mapped: &str,
+    pages: Option<&Pages>,
+    without: &str,
+    out: &mut impl Write,
+) -> io::Result<()> {
+    write!(out, "{threads:>7} {mapped:>10}")?;
+    let Some(pages) = pages else { return (0..7).try_for_each(|_| write!(out, " {without:>10}")) };
+    let Pages { total, lazy, eager, present, parent, remote, zero } = *pages;
+    for pages in [total, lazy, eager, present, parent, remote].map(Some).into_iter().chain([zero]) {
+        write!(out, " {:>10}", pages.map_or_else(|| "?".into(), size))?;
+    }
+    Ok(())
+}
+
+fn mappings(task: &TaskReport, out: &mut impl Write) -> io::Result<()> {
+    let Some(vmas) = &task.vmas else { return Ok(()) };
+    writeln!(out, "mappings of {} ({})", task.pid, printable(task.comm.as_deref().unwrap_or("?")))?;
+    writeln!(
+        out,
+        "{:>16}-{:<16} {:>10}  {:<12} PROT  {:<9} {:>10} {:>10}",
+        "START", "END", "SIZE", "KIND", "LAZY-ABLE", "DUMPED", "LAZY"
+    )?;
+    for vma in vmas {
+        let VmaReport { start, end, bytes, kind, prot, lazy_able, pages, lazy_pages } = vma;
+        let (length, prot) = (human(*bytes), protection(*prot));
+        let lazy_able = if *lazy_able { "yes" } else { "no" };
+        let (pages, lazy) = (size(*pages), size(*lazy_pages));
+        writeln!(out, "{start:>16x}-{end:<16x} {length:>10}  {kind:<12} {prot:<4}  {lazy_able:<9} {pages:>10} {lazy:>10}")?;
+    }
+    writeln!(out)
+}
+
+/// Pages files each, the others as one line.
+fn files(report: &Report, out: &mut impl Write) -> io::Result<()> {
+    let (pages, others): (Vec<_>, Vec<_>) = report.files.iter().partition(|file| file.name.starts_with("pages-"));
+    for file in pages {
+        let owner = file.task.map_or_else(String::new, |pid| format!("  task {pid}"));
+        writeln!(out, "{:>10}  {}{owner}", human(file.bytes), printable(&file.name))?;
+    }
+    let bytes = others.iter().fold(0, |sum, file| u64::saturating_add(sum, file.bytes));
+    writeln!(out, "{:>10}  {} other image files", human(bytes), others.len())
+}
+
+/// PROT_* as `rwx`.
+#[must_use]
+pub fn protection(prot: u32) -> String {
+    [(1, 'r'), (2, 'w'), (4, 'x')].map(|(bit, letter)| if prot & bit == 0 { '-' } else { letter }).iter().collect()
+}
+
+/// Pages as bytes for people.
+fn size(pages: u64) -> String {
+    human(pages.saturating_mul(PAGE))
+}
+
+/// Bytes for people: four digits at most, and a binary unit.
+#[must_use]
+pub fn human(bytes: u64) -> String {
+    if bytes < 1024 {
+        return if bytes == 0 { "0".into() } else { format!("{bytes} B") };
+    }
+    // In tenths, so that no float rounds 1023.96 up to 1024.0.
+    let mut tenths = u128::from(bytes) * 10 / 1024;
+    let mut units = ["KiB", "MiB", "GiB", "TiB", "PiB", "EiB"].iter();
+    let mut unit = units.next();
+    while tenths >= 10 * 1024
+        && let Some(next) = units.next()
+    {
+        tenths /= 1024;
+        unit = Some(next);
+    }
+    format!("{}.{} {}", tenths / 10, tenths % 10, unit.unwrap_or(&"EiB"))
+}
+
+/// Text of an image or a path without its control characters: it must not move the reader's cursor.
+fn printable(text: &str) -> String {
+    let mut clean = String::with_capacity(text.len());
+    for letter in text.chars() {
+        if letter.is_control() {
+            // Writing to a string cannot fail.
+            let _ = write!(clean, "{}", letter.escape_default());
+        } else {
+            clean.push(letter);
+        }
+    }
+    clean
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_have_binary_units_and_are_never_rounded_up() {
+        let cases = [
+            (0, "0"),
+            (1023, "1023 B"),
+            (4096, "4.0 KiB"),
+            (1024 * 1024 - 1, "1023.9 KiB"),
+            (240 << 20, "240.0 MiB"),
+            (u64::MAX, "15.9 EiB"),
+        ];
+        for (bytes, text) in cases {
+            assert_eq!(human(bytes), text);
+        }
+    }
+
+    #[test]
+    fn control_characters_of_an_image_do_not_reach_the_terminal() {
+        assert_eq!(printable("a\u{1b}[2J\nb é"), "a\\u{1b}[2J\\nb é");
+    }
+
+    #[test]
+    fn protection_is_three_letters() {
+        assert_eq!([0, 1, 3, 5, 7].map(protection), ["---", "r--", "rw-", "r-x", "rwx"]);
+    }
+}
