@@ -13,13 +13,15 @@ use super::{FileReport, Lazy, Pages, Report, TaskReport, Totals, Verdict, VmaRep
 /// # Errors
 /// The directory cannot be opened. All else that is wrong is in [`Report::damage`].
 pub fn collect(path: &Path) -> Result<Report, ImageError> {
-    let mut reader = Reader { image: ImageDir::open(path)?, damage: Damage::default(), owners: BTreeMap::new() };
+    let mut reader =
+        Reader { image: ImageDir::open(path)?, damage: Damage::default(), owners: BTreeMap::new() };
     let parents = reader.parents();
     let inventory = reader.image.inventory();
     let inventory = reader.damage.kept(inventory);
     let tree = reader.image.tree();
     let tree = in_tree_order(reader.damage.kept(tree).unwrap_or_default());
-    let tasks: Vec<_> = tree.into_iter().map(|(task, depth)| reader.task(task, depth, parents.first())).collect();
+    let tasks: Vec<_> =
+        tree.into_iter().map(|(task, depth)| reader.task(task, depth, parents.first())).collect();
     let files = reader.files();
     let totals = Totals::of(&tasks, &files);
     let damage = reader.damage.messages;
@@ -150,7 +152,9 @@ impl Reader {
     fn files(&mut self) -> Vec<FileReport> {
         let here = self.image.path().to_path_buf();
         let named = |error: std::io::Error| format!("{}: cannot list it: {error}", here.display());
-        let Some(entries) = self.damage.kept(std::fs::read_dir(&here).map_err(named)) else { return Vec::new() };
+        let Some(entries) = self.damage.kept(std::fs::read_dir(&here).map_err(named)) else {
+            return Vec::new();
+        };
         let mut files = Vec::new();
         for entry in entries {
             let Some(entry) = self.damage.kept(entry.map_err(named)) else { break };
@@ -158,7 +162,8 @@ impl Reader {
             if !name.ends_with(".img") {
                 continue;
             }
-            let stat = entry.path().metadata().map_err(|error| format!("{}: {error}", entry.path().display()));
+            let stat =
+                entry.path().metadata().map_err(|error| format!("{}: {error}", entry.path().display()));
             let Some(stat) = self.damage.kept(stat) else { continue };
             let number = name.strip_prefix("pages-").and_then(|rest| rest.strip_suffix(".img"));
             let owner = number.and_then(|number| self.owners.get(&number.parse().ok()?));

@@ -218,3 +218,6 @@ fn hexadecimal<S: Serializer>(address: &u64, serializer: S) -> Result<S::Ok, S::
 fn protection<S: Serializer>(prot: &u32, serializer: S) -> Result<S::Ok, S::Error> {
     serializer.serialize_str(&text::protection(*prot))
 }
+
+#[cfg(test)]
+mod tests;

@@ -48,7 +48,9 @@ fn header(report: &Report, out: &mut impl Write) -> io::Result<()> {
     write!(out, "lazily:  {answer}")?;
     match &report.lazy.reason {
         Some(reason) => writeln!(out, ": {reason}")?,
-        None => writeln!(out, ": {} of {} after the tasks run", size(pages.lazy), size(pages.total))?,
+        None => {
+            writeln!(out, ": {} of {} come back after the tasks run", size(pages.lazy), size(pages.total))?
+        }
     }
     writeln!(out)
 }
@@ -60,7 +62,11 @@ fn tasks(report: &Report, out: &mut impl Write) -> io::Result<()> {
         "PID", "STATE", "THREADS", "MAPPED", "DUMPED", "LAZY", "EAGER", "PRESENT", "PARENT", "REMOTE", "ZERO"
     )?;
     for task in &report.tasks {
-        let without = if task.state.as_deref().is_some_and(|state| matches!(state, "zombie" | "dead")) { "-" } else { "?" };
+        let without = if task.state.as_deref().is_some_and(|state| matches!(state, "zombie" | "dead")) {
+            "-"
+        } else {
+            "?"
+        };
         let mapped = task.mapped_bytes.map_or_else(|| without.into(), human);
         write!(out, "{:>10}  ", task.pid)?;
         write!(out, "{:<10} ", task.state.as_deref().unwrap_or("?"))?;
@@ -104,14 +110,18 @@ fn mappings(task: &TaskReport, out: &mut impl Write) -> io::Result<()> {
         let (length, prot) = (human(*bytes), protection(*prot));
         let lazy_able = if *lazy_able { "yes" } else { "no" };
         let (pages, lazy) = (size(*pages), size(*lazy_pages));
-        writeln!(out, "{start:>16x}-{end:<16x} {length:>10}  {kind:<12} {prot:<4}  {lazy_able:<9} {pages:>10} {lazy:>10}")?;
+        writeln!(
+            out,
+            "{start:>16x}-{end:<16x} {length:>10}  {kind:<12} {prot:<4}  {lazy_able:<9} {pages:>10} {lazy:>10}"
+        )?;
     }
     writeln!(out)
 }
 
 /// Pages files each, the others as one line.
 fn files(report: &Report, out: &mut impl Write) -> io::Result<()> {
-    let (pages, others): (Vec<_>, Vec<_>) = report.files.iter().partition(|file| file.name.starts_with("pages-"));
+    let (pages, others): (Vec<_>, Vec<_>) =
+        report.files.iter().partition(|file| file.name.starts_with("pages-"));
     for file in pages {
         let owner = file.task.map_or_else(String::new, |pid| format!("  task {pid}"));
         writeln!(out, "{:>10}  {}{owner}", human(file.bytes), printable(&file.name))?;
@@ -123,7 +133,10 @@ fn files(report: &Report, out: &mut impl Write) -> io::Result<()> {
 /// PROT_* as `rwx`.
 #[must_use]
 pub fn protection(prot: u32) -> String {
-    [(1, 'r'), (2, 'w'), (4, 'x')].map(|(bit, letter)| if prot & bit == 0 { '-' } else { letter }).iter().collect()
+    [(1, 'r'), (2, 'w'), (4, 'x')]
+        .map(|(bit, letter)| if prot & bit == 0 { '-' } else { letter })
+        .iter()
+        .collect()
 }
 
 /// Pages as bytes for people.
