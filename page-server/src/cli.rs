@@ -21,6 +21,8 @@ pub enum Command {
     LazyPages(LazyPages),
     /// Shows what is in an image, and whether it can be served
     Inspect(Inspect),
+    /// Checks whether this machine has what Rewake needs
+    Doctor(Doctor),
 }
 
 /// Options of `criu lazy-pages`, with CRIU's names and meanings.
@@ -94,6 +96,14 @@ impl Remote {
         ];
         given.into_iter().find_map(|(given, name)| given.then_some(name))
     }
+}
+
+/// Options of `rewake doctor`.
+#[derive(Debug, Args)]
+pub struct Doctor {
+    /// Everything, for programs (docs/doctor.md)
+    #[arg(long)]
+    pub json: bool,
 }
 
 /// Options of `rewake inspect`.

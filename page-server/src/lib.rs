@@ -5,13 +5,14 @@
 //! * [`worker`], [`daemon`], [`socket`]: sessions, on one control thread.
 //! * [`session`], [`image`], [`spaces`], [`processes`]: what a session is, what it serves, whom.
 //! * [`fill`]: the data plane.
-//! * [`inspect`]: what an image holds.
+//! * [`inspect`], [`doctor`]: what an image holds, and what a machine lacks.
 //! * [`cli`], [`commands`], [`criu_args`], [`logging`]: for people and their scripts.
 
 pub mod cli;
 pub mod commands;
 pub mod criu_args;
 pub mod daemon;
+pub mod doctor;
 pub mod fill;
 pub mod guardian;
 pub mod image;

@@ -13,6 +13,7 @@ fn main() -> ExitCode {
     let result = match &cli.command {
         Command::LazyPages(options) => commands::lazy_pages::run(options),
         Command::Inspect(options) => commands::inspect::run(options),
+        Command::Doctor(options) => commands::doctor::run(options),
     };
     match result {
         Ok(code) => ExitCode::from(code),

@@ -192,8 +192,8 @@ fn state_name(state: TaskState) -> String {
     match state {
         TaskState::Alive => "alive".into(),
         TaskState::Stopped => "stopped".into(),
-        TaskState::Zombie => "zombie".into(),
-        TaskState::Dead => "dead".into(),
+        // Two numbers of CRIU's for one thing.
+        TaskState::Zombie | TaskState::Dead => "zombie".into(),
         TaskState::Unknown(number) => format!("unknown {number}"),
     }
 }

@@ -73,7 +73,7 @@ pub struct TaskReport {
     /// Steps from the root of the tree.
     #[serde(skip)]
     pub depth: usize,
-    /// alive, stopped, zombie, dead, or "unknown N".
+    /// alive, stopped, zombie, or "unknown N".
     pub state: Option<String>,
     /// Its short name.
     pub comm: Option<String>,

@@ -49,7 +49,7 @@ fn header(report: &Report, out: &mut impl Write) -> io::Result<()> {
     match &report.lazy.reason {
         Some(reason) => writeln!(out, ": {reason}")?,
         None => {
-            writeln!(out, ": {} of {} come back after the tasks run", size(pages.lazy), size(pages.total))?
+            writeln!(out, ": {} of {} come back after the tasks run", size(pages.lazy), size(pages.total))?;
         }
     }
     writeln!(out)
@@ -62,11 +62,7 @@ fn tasks(report: &Report, out: &mut impl Write) -> io::Result<()> {
         "PID", "STATE", "THREADS", "MAPPED", "DUMPED", "LAZY", "EAGER", "PRESENT", "PARENT", "REMOTE", "ZERO"
     )?;
     for task in &report.tasks {
-        let without = if task.state.as_deref().is_some_and(|state| matches!(state, "zombie" | "dead")) {
-            "-"
-        } else {
-            "?"
-        };
+        let without = if task.state.as_deref() == Some("zombie") { "-" } else { "?" };
         let mapped = task.mapped_bytes.map_or_else(|| without.into(), human);
         write!(out, "{:>10}  ", task.pid)?;
         write!(out, "{:<10} ", task.state.as_deref().unwrap_or("?"))?;

@@ -1,0 +1,310 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Verdicts about the kernel and its limits. Pure: facts in, a check out.
+
+use std::io;
+
+use rewake_store::DEFAULT_BUDGET;
+
+use super::Check;
+use crate::ledger::MAX_SPACES;
+
+/// The oldest kernel with all that the daemon cannot do without: pidfd_open(2).
+const OLDEST: [u32; 2] = [5, 3];
+/// The features that CRIU asks a userfaultfd for (`include/uapi/linux/userfaultfd.h`).
+pub const FEATURES: [(u64, &str); 4] =
+    [(0x2, "fork events"), (0x4, "remap events"), (0x8, "remove events"), (0x40, "unmap events")];
+/// `UFFD_FEATURE_POISON`, Linux 6.6.
+pub const FEATURE_POISON: u64 = 1 << 14;
+/// Pipes of this length in bytes are what CRIU's page server asks for.
+const PIPE_BYTES: u64 = 4 << 20;
+
+/// The most io_urings that the daemon sets up; each registers the whole cache.
+const RINGS: u64 = 8;
+
+const CAP_IPC_LOCK: u64 = 1 << 14;
+const CAP_SYS_PTRACE: u64 = 1 << 19;
+const CAP_SYS_RESOURCE: u64 = 1 << 24;
+
+/// What the kernel says of itself.
+#[derive(Debug, Clone)]
+pub struct Kernel {
+    /// As `uname -r`.
+    pub release: String,
+    /// The architecture that this program was built for.
+    pub machine: &'static str,
+    /// Bytes in a page.
+    pub page_bytes: u64,
+}
+
+/// The first two numbers of a release such as `6.18.44-cloud-amd64`.
+#[must_use]
+pub fn parse_release(release: &str) -> Option<[u32; 2]> {
+    let mut numbers = release.split(|letter: char| !letter.is_ascii_digit());
+    Some([numbers.next()?.parse().ok()?, numbers.next()?.parse().ok()?])
+}
+
+/// New enough, and with pages of 4 KiB.
+#[must_use]
+pub fn version(kernel: &Kernel) -> Check {
+    let Kernel { release, machine, page_bytes } = kernel;
+    let found = format!("Linux {release} on {machine}, pages of {page_bytes} bytes");
+    let [major, minor] = OLDEST;
+    if *page_bytes != rewake_uffd::PAGE_SIZE {
+        return Check::failed(
+            "kernel",
+            found,
+            "use a kernel with pages of 4096 bytes: others are not supported",
+        );
+    }
+    match parse_release(release) {
+        Some(version) if version >= OLDEST => Check::ok("kernel", found),
+        Some(_) => Check::failed(
+            "kernel",
+            found,
+            format!("use Linux {major}.{minor} or newer; 6.6 or newer is best"),
+        ),
+        None => {
+            Check::warning("kernel", found, format!("make sure that it is Linux {major}.{minor} or newer"))
+        }
+    }
+}
+
+/// Usable, with all that CRIU asks for.
+#[must_use]
+pub fn userfaultfd(outcome: &io::Result<Vec<&'static str>>, capabilities: u64, unprivileged: bool) -> Check {
+    let name = "userfaultfd";
+    let privileged = capabilities & CAP_SYS_PTRACE != 0;
+    let missing = match outcome {
+        Ok(missing) => missing,
+        Err(error) => {
+            let advice = match error.raw_os_error() {
+                Some(libc::ENOSYS) => "use a kernel built with CONFIG_USERFAULTFD",
+                Some(libc::EPERM) if privileged || unprivileged => {
+                    "a seccomp filter or a security module forbids it: allow userfaultfd(2) in the container's profile"
+                }
+                Some(libc::EPERM) => {
+                    "run as root, or with CAP_SYS_PTRACE, or: sysctl -w vm.unprivileged_userfaultfd=1"
+                }
+                _ => {
+                    "make sure that this process may open descriptors, and that its sandbox allows userfaultfd(2)"
+                }
+            };
+            return Check::failed(name, format!("cannot be used: {error}"), advice);
+        }
+    };
+    if missing.is_empty() {
+        let by = if privileged { "CAP_SYS_PTRACE" } else { "vm.unprivileged_userfaultfd=1" };
+        return Check::ok(name, format!("usable by {by}, with fork, remap, remove and unmap events"));
+    }
+    let found = format!("usable, without {}: `criu restore --lazy-pages` needs them", missing.join(", "));
+    let advice = if privileged {
+        "use Linux 4.11 or newer"
+    } else {
+        "run as root, or with CAP_SYS_PTRACE, which fork events need"
+    };
+    Check::failed(name, found, advice)
+}
+
+/// Whether lost pages can be made to raise SIGBUS.
+#[must_use]
+pub fn poison(works: bool) -> Check {
+    let name = "userfaultfd poison";
+    if works {
+        return Check::ok(name, "pages that are lost for good can raise SIGBUS");
+    }
+    let found = "not available: should an image become unreadable, a process that cannot be found and killed waits \
+                 for ever instead";
+    Check::warning(name, found, "use Linux 6.6 or newer, with userfaultfd allowed")
+}
+
+/// How files are read.
+#[must_use]
+pub fn io_uring(outcome: Result<Option<String>, String>) -> Check {
+    let name = "io_uring";
+    match outcome {
+        Ok(None) => Check::ok(name, "usable"),
+        Ok(Some(note)) => {
+            let advice = "reads are slower, and that is all; to change it use Linux 6.1 or newer, sysctl -w kernel.io_uring_disabled=0, \
+                          allow io_uring in the container's seccomp profile, and raise RLIMIT_MEMLOCK";
+            Check::warning(name, note, advice)
+        }
+        Err(error) => Check::failed(name, error, "free some memory, or raise this process's limits"),
+    }
+}
+
+/// Whether the way of reading a file can be chosen by what is in memory.
+#[must_use]
+pub fn cachestat(works: bool) -> Check {
+    let name = "cachestat";
+    if works {
+        return Check::ok(name, "usable: images that are not in the page cache are read past it");
+    }
+    let found = "cannot be used: all images are read through the page cache";
+    Check::warning(
+        name,
+        found,
+        "use Linux 6.5 or newer, and allow cachestat(2) in the container's seccomp profile",
+    )
+}
+
+/// Room for the descriptors of restored processes.
+#[must_use]
+pub fn open_files(limit: u64) -> Check {
+    // A userfaultfd and a pidfd for each address space that the daemon can hold, with room for files and sockets.
+    let wanted = 2 * MAX_SPACES as u64 + 1024;
+    if limit >= wanted {
+        return Check::ok("open files", amount(limit));
+    }
+    let found = format!("at most {limit}: each restored process takes two");
+    let advice = format!("ulimit -n {wanted}, or LimitNOFILE={wanted} in the unit");
+    Check::warning("open files", found, advice)
+}
+
+/// Room for the buffers that io_uring registers.
+#[must_use]
+pub fn locked_memory(soft: u64, capabilities: u64) -> Check {
+    let name = "locked memory";
+    if capabilities & CAP_IPC_LOCK != 0 {
+        return Check::ok(name, "unlimited by CAP_IPC_LOCK");
+    }
+    let wanted = DEFAULT_BUDGET as u64 * RINGS;
+    if soft >= wanted {
+        return Check::ok(name, amount(soft));
+    }
+    let found = format!("at most {soft} bytes: io_uring may have to pin each read's buffer anew");
+    Check::warning(name, found, format!("ulimit -l {}, or LimitMEMLOCK={wanted} in the unit", wanted / 1024))
+}
+
+/// Room in pipes for CRIU's page server.
+#[must_use]
+pub fn pipe_size(bytes: u64, capabilities: u64) -> Check {
+    let name = "pipe size";
+    if bytes >= PIPE_BYTES {
+        return Check::ok(name, format!("fs.pipe-max-size is {bytes}"));
+    }
+    if capabilities & CAP_SYS_RESOURCE != 0 {
+        return Check::ok(name, format!("fs.pipe-max-size is {bytes}, and CAP_SYS_RESOURCE lifts it"));
+    }
+    let found = format!(
+        "fs.pipe-max-size is {bytes}: too little for `criu dump --lazy-pages` and `criu page-server --lazy-pages`; \
+         nothing else minds"
+    );
+    Check::warning(name, found, format!("sysctl -w fs.pipe-max-size={PIPE_BYTES}"))
+}
+
+/// Whether there is a GPU to care for.
+#[must_use]
+pub fn gpu(has_kfd: bool) -> Check {
+    if has_kfd {
+        return Check::info("gpu", "/dev/kfd is there; this version brings CPU memory back only");
+    }
+    Check::info("gpu", "no AMD GPU: CPU memory only")
+}
+
+/// A limit in words: the largest number is none.
+fn amount(limit: u64) -> String {
+    if limit == u64::MAX { "unlimited".into() } else { limit.to_string() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::Verdict;
+    use super::*;
+
+    fn linux(release: &str) -> Check {
+        version(&Kernel { release: release.into(), machine: "x86_64", page_bytes: 4096 })
+    }
+
+    #[test]
+    fn releases_of_all_kinds_are_read() {
+        assert_eq!(parse_release("6.18.44-cloud-amd64"), Some([6, 18]));
+        assert_eq!(parse_release("5.10"), Some([5, 10]));
+        assert_eq!(parse_release("6.1-rc3"), Some([6, 1]));
+        assert_eq!(parse_release(""), None);
+        assert_eq!(parse_release("mine"), None);
+    }
+
+    #[test]
+    fn kernels_before_pidfd_open_fail() {
+        assert_eq!(linux("5.3.0").verdict, Verdict::Ok);
+        assert_eq!(linux("6.18.44").verdict, Verdict::Ok);
+        assert_eq!(linux("5.2.21").verdict, Verdict::Failed);
+        assert_eq!(linux("4.19.0").verdict, Verdict::Failed);
+        assert_eq!(linux("mine").verdict, Verdict::Warning);
+    }
+
+    #[test]
+    fn large_pages_fail() {
+        let kernel = Kernel { release: "6.18.44".into(), machine: "aarch64", page_bytes: 65536 };
+        assert_eq!(version(&kernel).verdict, Verdict::Failed);
+    }
+
+    #[test]
+    fn the_features_are_crius() {
+        assert_eq!(FEATURES.iter().fold(0, |bits, (bit, _)| bits | bit), rewake_uffd::abi::FEATURES_CRIU);
+    }
+
+    #[test]
+    fn userfaultfd_is_good_by_capability_or_by_sysctl() {
+        assert_eq!(userfaultfd(&Ok(vec![]), CAP_SYS_PTRACE, false).verdict, Verdict::Ok);
+        assert!(userfaultfd(&Ok(vec![]), 0, true).found.contains("vm.unprivileged_userfaultfd"));
+    }
+
+    #[test]
+    fn a_refused_userfaultfd_fails_and_the_way_out_fits_the_reason() {
+        let refused = |errno, capabilities| {
+            let check = userfaultfd(&Err(io::Error::from_raw_os_error(errno)), capabilities, false);
+            assert_eq!(check.verdict, Verdict::Failed);
+            check.advice.unwrap()
+        };
+        assert!(refused(libc::EPERM, 0).contains("vm.unprivileged_userfaultfd=1"));
+        assert!(refused(libc::EPERM, CAP_SYS_PTRACE).contains("seccomp"));
+        assert!(refused(libc::ENOSYS, CAP_SYS_PTRACE).contains("CONFIG_USERFAULTFD"));
+    }
+
+    #[test]
+    fn every_event_that_criu_asks_for_is_needed() {
+        let check = userfaultfd(&Ok(vec!["fork events"]), 0, true);
+        assert_eq!(check.verdict, Verdict::Failed);
+        assert!(check.found.contains("without fork events"));
+        assert!(check.advice.unwrap().contains("CAP_SYS_PTRACE"));
+    }
+
+    #[test]
+    fn io_uring_is_a_wish_and_reading_is_a_need() {
+        assert_eq!(io_uring(Ok(None)).verdict, Verdict::Ok);
+        let slow = io_uring(Ok(Some("reading with threads instead".into())));
+        assert_eq!((slow.verdict, slow.found.as_str()), (Verdict::Warning, "reading with threads instead"));
+        assert_eq!(io_uring(Err("no memory".into())).verdict, Verdict::Failed);
+    }
+
+    #[test]
+    fn small_pipes_matter_only_without_the_capability() {
+        assert_eq!(pipe_size(PIPE_BYTES, 0).verdict, Verdict::Ok);
+        assert_eq!(pipe_size(1 << 20, CAP_SYS_RESOURCE).verdict, Verdict::Ok);
+        let check = pipe_size(1 << 20, 0);
+        assert_eq!(check.verdict, Verdict::Warning);
+        assert_eq!(check.advice.unwrap(), "sysctl -w fs.pipe-max-size=4194304");
+    }
+
+    #[test]
+    fn limits_are_wishes() {
+        assert_eq!(open_files(1 << 20).verdict, Verdict::Ok);
+        assert_eq!(open_files(u64::MAX).found, "unlimited");
+        assert_eq!(open_files(1024).verdict, Verdict::Warning);
+        assert_eq!(locked_memory(8 << 20, CAP_IPC_LOCK).verdict, Verdict::Ok);
+        assert_eq!(locked_memory(8 << 20, 0).verdict, Verdict::Warning);
+        assert_eq!(locked_memory(256 << 20, 0).verdict, Verdict::Ok);
+    }
+
+    #[test]
+    fn poison_and_cachestat_are_wishes() {
+        assert_eq!([poison(true).verdict, cachestat(true).verdict], [Verdict::Ok; 2]);
+        assert_eq!([poison(false).verdict, cachestat(false).verdict], [Verdict::Warning; 2]);
+    }
+
+    #[test]
+    fn a_machine_without_a_gpu_is_fine() {
+        assert_eq!((gpu(false).verdict, gpu(false).found.contains("CPU memory only")), (Verdict::Info, true));
+    }
+}

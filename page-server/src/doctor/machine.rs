@@ -1,0 +1,101 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Facts about this machine. No judgement here.
+
+use std::io;
+use std::path::Path;
+
+use nix::sys::resource::{Resource, getrlimit};
+use rewake_store::{BlockCache, DEFAULT_BUDGET, best};
+use rewake_uffd::Uffd;
+
+use super::kernel::{FEATURES, Kernel};
+
+/// cachestat(2): the same number on every architecture but alpha.
+const SYS_CACHESTAT: libc::c_long = 451;
+
+/// The kernel's release and the machine.
+#[must_use]
+pub fn kernel() -> Kernel {
+    let page = nix::unistd::sysconf(nix::unistd::SysconfVar::PAGE_SIZE).ok().flatten();
+    Kernel {
+        release: text("/proc/sys/kernel/osrelease").unwrap_or_default(),
+        machine: std::env::consts::ARCH,
+        page_bytes: page.and_then(|bytes| u64::try_from(bytes).ok()).unwrap_or(0),
+    }
+}
+
+/// The capabilities that are in effect, as the kernel's bits.
+#[must_use]
+pub fn capabilities() -> u64 {
+    let status = text("/proc/self/status").unwrap_or_default();
+    let line = status.lines().find_map(|line| line.strip_prefix("CapEff:"));
+    line.and_then(|digits| u64::from_str_radix(digits.trim(), 16).ok()).unwrap_or(0)
+}
+
+/// Why a userfaultfd cannot be had, or the names of the features of [`FEATURES`] that it lacks.
+///
+/// # Errors
+/// The kernel's answer.
+pub fn userfaultfd() -> io::Result<Vec<&'static str>> {
+    Uffd::open(0)?;
+    Ok(FEATURES.iter().filter(|(bit, _)| !userfaultfd_feature(*bit)).map(|(_, name)| *name).collect())
+}
+
+/// Whether a userfaultfd can have this feature.
+#[must_use]
+pub fn userfaultfd_feature(bit: u64) -> bool {
+    Uffd::open(bit).is_ok()
+}
+
+/// `vm.unprivileged_userfaultfd`.
+#[must_use]
+pub fn unprivileged_userfaultfd() -> bool {
+    text("/proc/sys/vm/unprivileged_userfaultfd").is_some_and(|value| value == "1")
+}
+
+/// Sets an engine up as the daemon does: nothing, what is missing, or why there is none at all.
+///
+/// # Errors
+/// No way of reading works.
+pub fn io_uring() -> Result<Option<String>, String> {
+    let best = BlockCache::new(DEFAULT_BUDGET).and_then(|cache| best(&cache));
+    best.map(|best| best.note).map_err(|error| error.to_string())
+}
+
+/// Whether the kernel can tell what of a file is in memory.
+#[must_use]
+pub fn cachestat() -> bool {
+    let nothing = std::ptr::null_mut::<libc::c_void>();
+    // SAFETY: there is no descriptor -1: the kernel refuses the call before it looks at the pointers.
+    unsafe { libc::syscall(SYS_CACHESTAT, -1, nothing, nothing, 0) };
+    io::Error::last_os_error().raw_os_error() == Some(libc::EBADF)
+}
+
+/// Descriptors that this process may have open (the soft limit).
+#[must_use]
+pub fn open_files() -> u64 {
+    getrlimit(Resource::RLIMIT_NOFILE).map_or(0, |(soft, _)| soft)
+}
+
+/// Bytes that this process may lock or register (the soft limit).
+#[must_use]
+pub fn locked_memory() -> u64 {
+    getrlimit(Resource::RLIMIT_MEMLOCK).map_or(0, |(soft, _)| soft)
+}
+
+/// `fs.pipe-max-size`, in bytes.
+#[must_use]
+pub fn pipe_max_size() -> u64 {
+    text("/proc/sys/fs/pipe-max-size").and_then(|value| value.parse().ok()).unwrap_or(0)
+}
+
+/// Whether the driver for AMD GPUs is there.
+#[must_use]
+pub fn has_kfd() -> bool {
+    Path::new("/dev/kfd").exists()
+}
+
+/// A small file without the blanks around; none when it cannot be read.
+fn text(path: &str) -> Option<String> {
+    Some(std::fs::read_to_string(path).ok()?.trim().to_owned())
+}

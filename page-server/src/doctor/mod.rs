@@ -1,0 +1,131 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Whether this machine has what Rewake needs, and what to do where it has not. Checks and limits:
+//! `docs/doctor.md`.
+//!
+//! * [`machine`]: facts, as they are. [`program`]: facts from CRIU.
+//! * [`kernel`], [`criu`]: verdicts, from facts only.
+//! * [`text`]: the report for people.
+
+pub mod criu;
+pub mod kernel;
+pub mod machine;
+pub mod program;
+pub mod text;
+
+use serde::Serialize;
+
+/// How a check came out.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Verdict {
+    /// As it should be.
+    Ok,
+    /// Good to know; nothing is missing.
+    Info,
+    /// Works, with less than there could be.
+    Warning,
+    /// Rewake cannot work.
+    Failed,
+}
+
+/// One check's outcome.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Check {
+    /// What was looked at. Stable: scripts may look for it.
+    pub name: &'static str,
+    /// How it came out.
+    pub verdict: Verdict,
+    /// What was found, and what follows from it.
+    pub found: String,
+    /// The way out, for warnings and failures.
+    pub advice: Option<String>,
+}
+
+impl Check {
+    fn ok(name: &'static str, found: impl Into<String>) -> Self {
+        Self { name, verdict: Verdict::Ok, found: found.into(), advice: None }
+    }
+
+    fn info(name: &'static str, found: impl Into<String>) -> Self {
+        Self { name, verdict: Verdict::Info, found: found.into(), advice: None }
+    }
+
+    fn warning(name: &'static str, found: impl Into<String>, advice: impl Into<String>) -> Self {
+        Self { name, verdict: Verdict::Warning, found: found.into(), advice: Some(advice.into()) }
+    }
+
+    fn failed(name: &'static str, found: impl Into<String>, advice: impl Into<String>) -> Self {
+        Self { name, verdict: Verdict::Failed, found: found.into(), advice: Some(advice.into()) }
+    }
+}
+
+/// All checks. As JSON it is the stable shape of `rewake doctor --json`.
+#[derive(Debug, Serialize)]
+pub struct Report {
+    /// The worst verdict.
+    pub verdict: Verdict,
+    /// Every check, the kernel's first.
+    pub checks: Vec<Check>,
+}
+
+impl Report {
+    fn new(checks: Vec<Check>) -> Self {
+        let verdict = checks.iter().map(|check| check.verdict).max().unwrap_or(Verdict::Ok);
+        Self { verdict, checks }
+    }
+}
+
+/// Looks at this machine.
+#[must_use]
+pub fn examine() -> Report {
+    let capabilities = machine::capabilities();
+    let is_root = nix::unistd::geteuid().is_root();
+    let mut checks = vec![
+        kernel::version(&machine::kernel()),
+        kernel::userfaultfd(&machine::userfaultfd(), capabilities, machine::unprivileged_userfaultfd()),
+        kernel::poison(machine::userfaultfd_feature(kernel::FEATURE_POISON)),
+        kernel::io_uring(machine::io_uring()),
+        kernel::cachestat(machine::cachestat()),
+        kernel::open_files(machine::open_files()),
+        kernel::locked_memory(machine::locked_memory(), capabilities),
+        kernel::pipe_size(machine::pipe_max_size(), capabilities),
+        kernel::gpu(machine::has_kfd()),
+    ];
+    checks.extend(criu::verdicts(&program::examine(), is_root));
+    Report::new(checks)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_report_is_as_bad_as_its_worst_check() {
+        let ok = Check::ok("a", "");
+        let info = Check::info("b", "");
+        let warning = Check::warning("c", "", "");
+        let failed = Check::failed("d", "", "");
+        let worst =
+            |checks: &[&Check]| Report::new(checks.iter().map(|check| (*check).clone()).collect()).verdict;
+        assert_eq!(worst(&[&ok]), Verdict::Ok);
+        assert_eq!(worst(&[&info, &ok]), Verdict::Info);
+        assert_eq!(worst(&[&warning, &info]), Verdict::Warning);
+        assert_eq!(worst(&[&failed, &warning, &ok]), Verdict::Failed);
+    }
+
+    #[test]
+    fn json_has_the_documented_shape() {
+        let report =
+            Report::new(vec![Check::ok("kernel", "Linux 6.18"), Check::warning("criu", "old", "newer")]);
+        let expected = r#"{"verdict":"warning","checks":[{"name":"kernel","verdict":"ok","found":"Linux 6.18","advice":null},{"name":"criu","verdict":"warning","found":"old","advice":"newer"}]}"#;
+        assert_eq!(serde_json::to_string(&report).unwrap(), expected);
+    }
+
+    #[test]
+    fn whatever_this_machine_is_every_check_says_something_and_the_bad_ones_a_way_out() {
+        for check in examine().checks {
+            assert!(!check.found.is_empty(), "{check:?}");
+            assert_eq!(check.advice.is_some(), check.verdict >= Verdict::Warning, "{check:?}");
+        }
+    }
+}
