@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Reading an address space's events and doing what they say.
 
+use std::collections::BTreeSet;
 use std::io;
 use std::os::fd::AsRawFd as _;
 use std::sync::Arc;
@@ -38,10 +39,19 @@ impl Home {
     }
 
     /// Does what messages say that a dead predecessor received and did not deal with.
-    pub(super) fn finish_pending(&mut self, ledger: Ledger, news: &mut News) -> io::Result<()> {
+    /// `known` are the userfaultfds that had a slot when it died: a fork whose child is among them is done but
+    /// for the note that it is.
+    pub(super) fn finish_pending(
+        &mut self,
+        ledger: Ledger,
+        known: &BTreeSet<i32>,
+        news: &mut News,
+    ) -> io::Result<()> {
         let space = Arc::clone(&self.space);
         let mut layout = space.layout_mut();
+        let done = |message: Message| matches!(message, Message::Fork { uffd } if known.contains(&uffd));
         self.messages = self.journal.pending();
+        self.messages.retain(|(_, message)| !done(*message));
         self.apply(&mut layout, ledger, news)
     }
 
@@ -69,7 +79,7 @@ impl Home {
                 Message::Unmap { start, end } => self.change(layout, index, Change::Unmap { start, end }),
                 Message::Remap { from, to, len } => self.change(layout, index, Change::Remap { from, to, len }),
                 Message::Fork { uffd } => {
-                    news.children.extend(self.fork(layout, ledger, uffd)?);
+                    news.children.push(self.fork(layout, ledger, uffd)?);
                     self.journal.dealt_with(index);
                 }
                 Message::Unknown(event) => warn!(event, "unknown userfaultfd event ignored"),
@@ -97,13 +107,8 @@ impl Home {
     }
 
     /// Takes over the address space of a child that was just forked.
-    fn fork(&mut self, layout: &Space, ledger: Ledger, number: i32) -> io::Result<Option<Self>> {
-        let known = |slot: &crate::ledger::SpaceSlot| slot.uffd.load(Ordering::Acquire) == number;
-        if ledger.live_spaces().any(|(_, slot)| known(slot)) {
-            // A predecessor died between giving it a slot and noting that it had.
-            return Ok(None);
-        }
-        // SAFETY: the kernel opened this descriptor for the message; no slot has it, so nobody owns it.
+    fn fork(&mut self, layout: &Space, ledger: Ledger, number: i32) -> io::Result<Self> {
+        // SAFETY: the kernel opened this descriptor for the message, and it is dealt with once: nobody owns it.
         let uffd = Uffd::adopt(unsafe { sys::take_over(number) })?;
         let parent = &self.space;
         let Some(slot) = ledger.take_space().and_then(|index| ledger.spaces().get(index)) else {
@@ -122,6 +127,6 @@ impl Home {
         let files = Arc::clone(&parent.files);
         let space = AddressSpace::new(Arc::clone(&parent.session), slot, uffd, files, child, parent.home);
         debug!(missing = space.layout().missing(), "child forked");
-        Ok(Some(Self::new(Arc::new(space), journal)))
+        Ok(Self::new(Arc::new(space), journal))
     }
 }

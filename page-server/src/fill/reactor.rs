@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! A reactor thread: look at events and completions, do one bounded piece of background work, again.
 
+use std::collections::BTreeSet;
 use std::io;
 use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, RawFd};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -32,6 +33,11 @@ const SPINS: u32 = 64;
 /// Descriptors looked at after one wait; the rest are found by the next.
 const EVENTS: usize = 64;
 
+/// Where mappings can be: above the default `vm.mmap_min_addr`, below the end of user space on x86_64 with
+/// four-level page tables. The kernel refuses to wake outside it.
+const LOWEST_ADDRESS: u64 = 0x1_0000;
+const HIGHEST_ADDRESS: u64 = 0x7fff_ffff_f000;
+
 const WAKER: u64 = 0;
 const ENGINE: u64 = 1;
 const FIRST_HOME: u64 = 2;
@@ -39,14 +45,15 @@ const FIRST_HOME: u64 = 2;
 /// What a reactor is asked to do.
 #[derive(Debug)]
 pub enum Task {
-    /// Be home to an address space. `inherited`: a predecessor served it.
+    /// Be home to an address space.
     Adopt {
         /// The address space, already published in the ledger.
         space: Arc<AddressSpace>,
         /// Its journal.
         journal: Journal,
-        /// True at takeover: messages may be pending and threads waiting whose faults were read.
-        inherited: bool,
+        /// At takeover, the userfaultfds that had slots then: messages may be pending, and threads waiting
+        /// whose faults were read.
+        inherited: Option<Arc<BTreeSet<i32>>>,
     },
 }
 
@@ -323,8 +330,8 @@ impl Reactor {
         let attention = handle.attention.swap(false, Ordering::AcqRel);
         for Task::Adopt { space, journal, inherited } in tasks {
             let mut home = Home::new(space, journal);
-            if inherited {
-                self.inherit(&mut home);
+            if let Some(known) = inherited {
+                self.inherit(&mut home, &known);
             }
             self.adopt(home);
         }
@@ -334,15 +341,15 @@ impl Reactor {
     }
 
     /// Takes up where a dead worker left off.
-    fn inherit(&mut self, home: &mut Home) {
+    fn inherit(&mut self, home: &mut Home, known: &BTreeSet<i32>) {
         let mut news = News::default();
-        if let Err(error) = home.finish_pending(self.shared.ledger, &mut news) {
+        if let Err(error) = home.finish_pending(self.shared.ledger, known, &mut news) {
             home.space.session.fail(&format!("taking over: {error}"));
         }
         // Faults that were read and not served are known to nobody: whoever waits must fault again. A fault
         // can wait anywhere in a mapping, so everything is woken.
-        let all = u64::MAX >> 17 & !(rewake_uffd::PAGE_SIZE - 1);
-        if let Err(error) = rewake_uffd::FillPort::wake(&home.space.uffd, 0x1000, all - 0x1000) {
+        let (start, end) = (LOWEST_ADDRESS, HIGHEST_ADDRESS);
+        if let Err(error) = rewake_uffd::FillPort::wake(&home.space.uffd, start, end - start) {
             debug!(%error, "waking after takeover");
         }
         self.deliver(&Arc::clone(&home.space), news);
@@ -459,7 +466,7 @@ impl Reactor {
             self.unwatch(unsafe { BorrowedFd::borrow_raw(pidfd) });
         }
         self.shared.remove(&space);
-        space.retire();
+        space.slot.retire();
         space.session.space_closed();
     }
 

@@ -9,9 +9,8 @@ use rewake_store::PagesFile;
 use rewake_uffd::{FillPort, Outcome, Stop, Uffd};
 
 use super::stats::add;
-use crate::ledger::{NO_FD, SpaceSlot};
+use crate::ledger::SpaceSlot;
 use crate::session::Session;
-use crate::sys;
 
 /// Pages in one piece of background work: 32 KiB, about 12 µs. A demand fault waits for at most one piece of
 /// its home reactor and one of each helper; larger pieces fill no faster (docs/performance.md).
@@ -85,19 +84,6 @@ impl AddressSpace {
     /// Notes that the process or its memory ended.
     pub fn set_gone(&self) {
         self.gone.store(true, Ordering::Release);
-    }
-
-    /// Takes it out of the ledger and closes what the ledger held for it. The userfaultfd itself closes with
-    /// the last reference: a fill may be under way on another thread.
-    pub fn retire(&self) {
-        self.slot.retire();
-        for number in [&self.slot.pidfd, &self.slot.journal] {
-            let number = number.swap(NO_FD, Ordering::AcqRel);
-            if number != NO_FD {
-                // SAFETY: the slot owned it, and this swap took it out.
-                drop(unsafe { sys::take_over(number) });
-            }
-        }
     }
 
     /// True when background blocks of it are wanted.

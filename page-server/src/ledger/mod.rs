@@ -173,8 +173,18 @@ impl SpaceSlot {
         self.live.store(LIVE, Ordering::Release);
     }
 
-    /// Takes the slot out: its descriptors are about to be closed, or its process is gone.
+    /// Takes the slot out: its process is gone, or nothing is missing in it. Closes its process descriptor and
+    /// journal, when no successor would look for them any more and before anybody else can have the slot. The
+    /// userfaultfd is its owner's to close: a fill may be under way on another thread.
     pub fn retire(&self) {
+        self.live.store(TAKEN, Ordering::Release);
+        for number in [&self.pidfd, &self.journal] {
+            let number = number.swap(NO_FD, Ordering::AcqRel);
+            if number != NO_FD {
+                // SAFETY: the slot owned it, and this swap took it out.
+                drop(unsafe { sys::take_over(number) });
+            }
+        }
         self.live.store(FREE, Ordering::Release);
     }
 
