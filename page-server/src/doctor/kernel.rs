@@ -71,7 +71,7 @@ pub fn version(kernel: &Kernel) -> Check {
 
 /// Usable, with all that CRIU asks for.
 #[must_use]
-pub fn userfaultfd(outcome: &io::Result<Vec<&'static str>>, capabilities: u64, unprivileged: bool) -> Check {
+pub fn userfaultfd(outcome: &io::Result<Vec<&'static str>>, capabilities: u64) -> Check {
     let name = "userfaultfd";
     let privileged = capabilities & CAP_SYS_PTRACE != 0;
     let missing = match outcome {
@@ -79,12 +79,11 @@ pub fn userfaultfd(outcome: &io::Result<Vec<&'static str>>, capabilities: u64, u
         Err(error) => {
             let advice = match error.raw_os_error() {
                 Some(libc::ENOSYS) => "use a kernel built with CONFIG_USERFAULTFD",
-                Some(libc::EPERM) if privileged || unprivileged => {
+                Some(libc::EPERM) if privileged => {
                     "a seccomp filter or a security module forbids it: allow userfaultfd(2) in the container's profile"
                 }
-                Some(libc::EPERM) => {
-                    "run as root, or with CAP_SYS_PTRACE, or: sysctl -w vm.unprivileged_userfaultfd=1"
-                }
+                // vm.unprivileged_userfaultfd=1 would let it open one, and still refuse it fork events.
+                Some(libc::EPERM) => "run as root, or with CAP_SYS_PTRACE",
                 _ => {
                     "make sure that this process may open descriptors, and that its sandbox allows userfaultfd(2)"
                 }
@@ -93,14 +92,13 @@ pub fn userfaultfd(outcome: &io::Result<Vec<&'static str>>, capabilities: u64, u
         }
     };
     if missing.is_empty() {
-        let by = if privileged { "CAP_SYS_PTRACE" } else { "vm.unprivileged_userfaultfd=1" };
-        return Check::ok(name, format!("usable by {by}, with fork, remap, remove and unmap events"));
+        return Check::ok(name, "usable, with fork, remap, remove and unmap events");
     }
     let found = format!("usable, without {}: `criu restore --lazy-pages` needs them", missing.join(", "));
     let advice = if privileged {
         "use Linux 4.11 or newer"
     } else {
-        "run as root, or with CAP_SYS_PTRACE, which fork events need"
+        "run as root, or with CAP_SYS_PTRACE: vm.unprivileged_userfaultfd=1 does not allow fork events"
     };
     Check::failed(name, found, advice)
 }
@@ -245,26 +243,25 @@ mod tests {
     }
 
     #[test]
-    fn userfaultfd_is_good_by_capability_or_by_sysctl() {
-        assert_eq!(userfaultfd(&Ok(vec![]), CAP_SYS_PTRACE, false).verdict, Verdict::Ok);
-        assert!(userfaultfd(&Ok(vec![]), 0, true).found.contains("vm.unprivileged_userfaultfd"));
+    fn a_userfaultfd_with_everything_passes() {
+        assert_eq!(userfaultfd(&Ok(vec![]), CAP_SYS_PTRACE).verdict, Verdict::Ok);
     }
 
     #[test]
     fn a_refused_userfaultfd_fails_and_the_way_out_fits_the_reason() {
         let refused = |errno, capabilities| {
-            let check = userfaultfd(&Err(io::Error::from_raw_os_error(errno)), capabilities, false);
+            let check = userfaultfd(&Err(io::Error::from_raw_os_error(errno)), capabilities);
             assert_eq!(check.verdict, Verdict::Failed);
             check.advice.unwrap()
         };
-        assert!(refused(libc::EPERM, 0).contains("vm.unprivileged_userfaultfd=1"));
+        assert!(refused(libc::EPERM, 0).contains("CAP_SYS_PTRACE"));
         assert!(refused(libc::EPERM, CAP_SYS_PTRACE).contains("seccomp"));
         assert!(refused(libc::ENOSYS, CAP_SYS_PTRACE).contains("CONFIG_USERFAULTFD"));
     }
 
     #[test]
     fn every_event_that_criu_asks_for_is_needed() {
-        let check = userfaultfd(&Ok(vec!["fork events"]), 0, true);
+        let check = userfaultfd(&Ok(vec!["fork events"]), 0);
         assert_eq!(check.verdict, Verdict::Failed);
         assert!(check.found.contains("without fork events"));
         assert!(check.advice.unwrap().contains("CAP_SYS_PTRACE"));

@@ -47,12 +47,6 @@ pub fn userfaultfd_feature(bit: u64) -> bool {
     Uffd::open(bit).is_ok()
 }
 
-/// `vm.unprivileged_userfaultfd`.
-#[must_use]
-pub fn unprivileged_userfaultfd() -> bool {
-    text("/proc/sys/vm/unprivileged_userfaultfd").is_some_and(|value| value == "1")
-}
-
 /// Sets an engine up as the daemon does: nothing, what is missing, or why there is none at all.
 ///
 /// # Errors

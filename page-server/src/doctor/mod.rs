@@ -82,7 +82,7 @@ pub fn examine() -> Report {
     let is_root = nix::unistd::geteuid().is_root();
     let mut checks = vec![
         kernel::version(&machine::kernel()),
-        kernel::userfaultfd(&machine::userfaultfd(), capabilities, machine::unprivileged_userfaultfd()),
+        kernel::userfaultfd(&machine::userfaultfd(), capabilities),
         kernel::poison(machine::userfaultfd_feature(kernel::FEATURE_POISON)),
         kernel::io_uring(machine::io_uring()),
         kernel::cachestat(machine::cachestat()),

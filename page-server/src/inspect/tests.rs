@@ -9,7 +9,7 @@ use rewake_criu_images::{
 };
 
 use super::collect::collect;
-use super::{Report, Verdict, text};
+use super::{Pages, Report, Verdict, text};
 
 const LAZY: PageFlags = PageFlags(6);
 const EAGER: PageFlags = PageFlags(4);
@@ -188,6 +188,9 @@ fn tasks_that_descend_from_themselves_are_shown_once_each() {
 
 #[test]
 fn sums_of_a_hostile_image_stay_in_range() {
+    let mut pages = Pages { total: u64::MAX, ..Pages::default() };
+    pages.add(&Pages { total: 1, ..Pages::default() });
+    assert_eq!(pages.total, u64::MAX);
     let root = family();
     let dir = image(&root);
     for (pid, pages_id) in [(7, 1), (20, 2), (30, 3)] {
