@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The command line.
 
+use std::ffi::OsString;
 use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand};
@@ -19,6 +20,12 @@ pub struct Cli {
 pub enum Command {
     /// Serves one restore: a drop-in for `criu lazy-pages`, with its options
     LazyPages(LazyPages),
+    /// Serves many restores, one after another and at once
+    Serve(Serve),
+    /// Runs `criu restore` and shows how the memory comes back
+    Restore(Restore),
+    /// Shows what a running `rewake serve` does
+    Status(Status),
     /// Shows what is in an image, and whether it can be served
     Inspect(Inspect),
     /// Checks whether this machine has what Rewake needs
@@ -116,6 +123,71 @@ pub struct Inspect {
     #[arg(long)]
     pub vmas: bool,
     /// Everything, for programs (docs/inspect.md)
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Options of `rewake serve`.
+#[derive(Debug, Args)]
+pub struct Serve {
+    /// Control socket [default: /run/rewake/rewake.sock for root, else $XDG_RUNTIME_DIR/rewake.sock]
+    #[arg(long, value_name = "PATH")]
+    pub socket: Option<PathBuf>,
+    /// Log file [default: stderr]
+    #[arg(short = 'o', long, value_name = "FILE")]
+    pub log_file: Option<PathBuf>,
+    /// Log level: -v0 nothing but failures, -v1 errors, -v2 warnings, -v3 information, -v4 everything
+    #[arg(long, default_value_t = 2, value_name = "LEVEL")]
+    pub verbosity: u8,
+    /// Go to the background once clients are answered
+    #[arg(short = 'd', long)]
+    pub daemon: bool,
+    /// Write the daemon's pid to this file (with -d)
+    #[arg(long, value_name = "FILE")]
+    pub pidfile: Option<PathBuf>,
+    /// Write one zero byte to this descriptor once clients are answered, and close it
+    #[arg(long, value_name = "FD")]
+    pub status_fd: Option<i32>,
+    /// For `rewake restore`'s own daemon: end with its session
+    #[arg(long, hide = true)]
+    pub until_idle: bool,
+}
+
+/// Options of `rewake restore`.
+#[derive(Debug, Args)]
+pub struct Restore {
+    /// Directory of the images
+    #[arg(short = 'D', long, value_name = "DIR")]
+    pub images_dir: PathBuf,
+    /// Directory for the restore's socket, log and other files, kept afterwards [default: one for this restore
+    /// alone, removed afterwards]
+    #[arg(short = 'W', long, value_name = "DIR")]
+    pub work_dir: Option<PathBuf>,
+    /// Control socket of the daemon to use [default: that of a running `rewake serve`; else a daemon for this
+    /// restore alone is started]
+    #[arg(long, value_name = "PATH")]
+    pub socket: Option<PathBuf>,
+    /// The CRIU program [default: what the environment variable CRIU says, else criu from the path]
+    #[arg(long, value_name = "PATH")]
+    pub criu: Option<PathBuf>,
+    /// Show nothing while it runs, and no timeline
+    #[arg(short = 'q', long)]
+    pub quiet: bool,
+    /// Write the timeline to stdout as JSON
+    #[arg(long)]
+    pub json: bool,
+    /// Options for `criu restore`
+    #[arg(last = true, value_name = "CRIU OPTIONS")]
+    pub criu_options: Vec<OsString>,
+}
+
+/// Options of `rewake status`.
+#[derive(Debug, Args)]
+pub struct Status {
+    /// Control socket [default: as for `rewake serve`]
+    #[arg(long, value_name = "PATH")]
+    pub socket: Option<PathBuf>,
+    /// Everything, for programs
     #[arg(long)]
     pub json: bool,
 }

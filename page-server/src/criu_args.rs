@@ -5,9 +5,13 @@ use std::ffi::OsString;
 
 /// Rewrites `-v`, `-v4`, `-vvv` and `--verbosity` without a value to `--verbosity=N`.
 pub fn normalise(args: impl Iterator<Item = OsString>) -> Vec<OsString> {
-    args.map(|arg| match arg.to_str().and_then(verbosity) {
-        Some(level) => format!("--verbosity={level}").into(),
-        None => arg,
+    let mut ours = true; // up to `--`; what follows is for another program
+    args.map(|arg| {
+        ours &= arg != "--";
+        match arg.to_str().and_then(verbosity) {
+            Some(level) if ours => format!("--verbosity={level}").into(),
+            _ => arg,
+        }
     })
     .collect()
 }
@@ -37,6 +41,11 @@ mod tests {
         for (given, level) in [("-v", 1), ("-vv", 2), ("-vvvv", 4), ("-v4", 4), ("-v0", 0), ("--verbosity", 1)] {
             assert_eq!(normalised(&[given]), [format!("--verbosity={level}")], "{given}");
         }
+    }
+
+    #[test]
+    fn options_for_another_program_are_left_alone() {
+        assert_eq!(normalised(&["-v", "--", "-v4"]), ["--verbosity=1", "--", "-v4"]);
     }
 
     #[test]

@@ -12,7 +12,7 @@ use anyhow::{Context as _, bail};
 use rewake_store::{BlockCache, DEFAULT_BUDGET};
 use tracing::{info, warn};
 
-use crate::fill::{Pool, Task};
+use crate::fill::Pool;
 use crate::image::{Image, TaskPlan};
 use crate::ledger::{Ledger, NO_FD, Received, SessionSlot, SessionState};
 use crate::session::Session;
@@ -26,6 +26,9 @@ const FINISHED: u32 = 0x5253_5446;
 pub struct Daemon {
     pub(crate) ledger: Ledger,
     pub(crate) pool: Pool,
+    pub(crate) cache: Arc<BlockCache>,
+    /// True once the daemon was asked to stop: no new sessions.
+    pub(crate) stopping: tokio::sync::watch::Sender<bool>,
     sessions: Mutex<Vec<Arc<Session>>>,
 }
 
@@ -52,7 +55,8 @@ impl Daemon {
     pub fn start(ledger: Ledger) -> anyhow::Result<Arc<Self>> {
         let cache = BlockCache::new(DEFAULT_BUDGET)?;
         let pool = Pool::start(&cache, ledger)?;
-        Ok(Arc::new(Self { ledger, pool, sessions: Mutex::default() }))
+        let (stopping, _) = tokio::sync::watch::channel(false);
+        Ok(Arc::new(Self { ledger, pool, cache, stopping, sessions: Mutex::default() }))
     }
 
     /// The sessions being served.
@@ -78,25 +82,24 @@ impl Daemon {
         slot.inbox.reset();
         slot.listener.store(listener.as_raw_fd(), Ordering::Release);
         info!(session = index, tasks = image.tasks(), lazy_pages = image.lazy_pages(), "listening for {}", images.display());
-        Ok(self.track(OpenSession { image, slot, listener: Some(listener), connection: None, session: Arc::new(Session::new(index, images.to_owned())) }))
+        Ok(self.track(OpenSession { image, slot, listener: Some(listener), connection: None, session: Arc::new(Session::new(index, images.to_owned())), arrived: false }))
     }
 
-    /// Takes up the sessions that a dead worker left.
-    ///
-    /// # Errors
-    /// An image cannot be read any more: its processes are killed first.
-    pub fn inherit(&self) -> anyhow::Result<Vec<OpenSession>> {
+    /// Takes up the sessions that a dead worker left. Those that cannot be, because an image cannot be read any
+    /// more, are ended: their processes are dead before this returns.
+    pub fn inherit(&self) -> Vec<Result<OpenSession, Lost>> {
         self.ledger.reclaim();
-        let mut sessions = Vec::new();
-        for (index, slot) in self.ledger.sessions().iter().enumerate() {
-            if slot.state() != SessionState::Free {
-                let session = self.inherit_one(index, slot);
-                sessions.push(self.track(session.inspect_err(|_| {
-                    spaces::kill(self.ledger, index);
-                })?));
-            }
-        }
-        Ok(sessions)
+        let taken = self.ledger.sessions().iter().enumerate().filter(|(_, slot)| slot.state() != SessionState::Free);
+        let inherit = |(index, slot): (usize, &'static SessionSlot)| {
+            let session = self.inherit_one(index, slot);
+            session.map(|session| self.track(session)).map_err(|error| {
+                spaces::end(self.ledger, index);
+                let (images, work) = slot.paths();
+                slot.set_state(SessionState::Free);
+                Lost { number: slot.number(), images, work, error: error.context("taking over from a dead worker") }
+            })
+        };
+        taken.map(inherit).collect()
     }
 
     fn inherit_one(&self, index: usize, slot: &'static SessionSlot) -> anyhow::Result<OpenSession> {
@@ -112,11 +115,13 @@ impl Daemon {
         };
         let listener = own(slot.listener.load(Ordering::Acquire)).map(UnixListener::from);
         let connection = own(slot.connection.load(Ordering::Acquire));
+        // Before any reactor may close a descriptor and free its number.
+        let arrived = slot.inbox.descriptor().is_some_and(|number| spaces::is_known(self.ledger, number));
         for task in spaces::inherit(self.ledger, &image, &session, &self.pool)? {
             self.pool.submit(task);
         }
         info!(session = index, "taken over in state {:?}", slot.state());
-        Ok(OpenSession { image, slot, listener, connection, session })
+        Ok(OpenSession { image, slot, listener, connection, session, arrived })
     }
 
     fn track(&self, session: OpenSession) -> OpenSession {
@@ -138,8 +143,19 @@ impl Daemon {
     /// The restore or the image failed. The restored processes were killed, or can never read a page that
     /// was not brought back.
     pub async fn serve(&self, mut open: OpenSession, connect_limit: Option<Duration>) -> anyhow::Result<Summary> {
+        let outcome = self.run(&mut open, connect_limit).await;
+        self.close(open);
+        outcome
+    }
+
+    /// As [`Daemon::serve`]; the session stays in the ledger until [`Daemon::close`], so that its outcome can
+    /// be noted before.
+    ///
+    /// # Errors
+    /// As [`Daemon::serve`].
+    pub async fn run(&self, open: &mut OpenSession, connect_limit: Option<Duration>) -> anyhow::Result<Summary> {
         let session = Arc::clone(&open.session);
-        let outcome = self.follow(&mut open, connect_limit).await;
+        let outcome = self.follow(open, connect_limit).await;
         if let Err(error) = &outcome {
             session.fail(&format!("{error:#}"));
             self.pool.look_again();
@@ -147,16 +163,13 @@ impl Daemon {
         while !session.is_empty() {
             session.changed().await;
         }
-        let tasks = open.slot.tasks.load(Ordering::Relaxed) as usize;
-        open.close();
-        self.forget(&session);
         outcome?;
         if let Some(reason) = session.failure() {
             bail!("{reason}");
         }
         let count = |counter: &std::sync::atomic::AtomicU64| counter.load(Ordering::Relaxed);
         Ok(Summary {
-            tasks,
+            tasks: open.tasks() as usize,
             pages_copied: count(&session.stats.pages_copied),
             pages_zero: count(&session.stats.pages_zero),
             faults: count(&session.stats.faults),
@@ -164,14 +177,28 @@ impl Daemon {
         })
     }
 
+    /// Lets go of a session that has ended.
+    pub fn close(&self, open: OpenSession) {
+        self.forget(&open.session);
+        open.close();
+    }
+
     async fn follow(&self, open: &mut OpenSession, connect_limit: Option<Duration>) -> anyhow::Result<()> {
         if open.slot.state() == SessionState::Listening {
-            let accepted = open.accept();
-            match connect_limit {
-                Some(limit) => tokio::time::timeout(limit, accepted).await.with_context(|| {
-                    format!("no `criu restore` connected within {} s: start one, or this again", limit.as_secs())
-                })??,
-                None => accepted.await?,
+            let session = Arc::clone(&open.session);
+            let limit = async {
+                match connect_limit {
+                    Some(limit) => tokio::time::sleep(limit).await,
+                    None => std::future::pending().await,
+                }
+            };
+            tokio::select! {
+                accepted = open.accept() => accepted?,
+                () = session.changed() => return Ok(()), // failed: nothing else happens before a restore connects
+                () = limit => bail!(
+                    "no `criu restore` connected within {} s: start one, or this again",
+                    connect_limit.unwrap_or_default().as_secs_f32()
+                ),
             }
         }
         if open.slot.state() != SessionState::Running {
@@ -192,7 +219,7 @@ impl Daemon {
         let Some(connection) = open.connection.as_ref() else { bail!("the connection with the restore is lost") };
         let readable = sys::watch(connection.try_clone()?).context("watching the restore")?;
         loop {
-            match open.slot.inbox.next(connection.as_fd()).context("receiving from the restore")? {
+            match open.slot.inbox.next(readable.get_ref().as_fd()).context("receiving from the restore")? {
                 Received::Empty => {
                     tokio::select! {
                         ready = readable.readable() => ready?.clear_ready(),
@@ -235,8 +262,8 @@ impl Daemon {
         Ok(())
     }
 
-    fn task_arrived(&self, open: &OpenSession, image_pid: i32, number: i32, host_pid: i32) -> anyhow::Result<()> {
-        if !spaces::is_known(self.ledger, number) {
+    fn task_arrived(&self, open: &mut OpenSession, image_pid: i32, number: i32, host_pid: i32) -> anyhow::Result<()> {
+        if !std::mem::take(&mut open.arrived) {
             // SAFETY: just received (or received by a dead worker), and in no slot: owned by nobody.
             let uffd = unsafe { sys::take_over(number) };
             let plan = self.plan(open, image_pid)?;
@@ -264,9 +291,36 @@ pub struct OpenSession {
     slot: &'static SessionSlot,
     listener: Option<UnixListener>,
     connection: Option<OwnedFd>,
+    /// The message in the inbox was dealt with by a worker that died before it could say so.
+    arrived: bool,
+}
+
+/// A session that a successor could not take up.
+#[derive(Debug)]
+pub struct Lost {
+    /// The session's number.
+    pub number: u64,
+    /// Its image directory.
+    pub images: PathBuf,
+    /// Its work directory.
+    pub work: PathBuf,
+    /// Why.
+    pub error: anyhow::Error,
 }
 
 impl OpenSession {
+    /// Tasks that have reported.
+    #[must_use]
+    pub fn tasks(&self) -> u32 {
+        self.slot.tasks.load(Ordering::Relaxed)
+    }
+
+    /// How far it is.
+    #[must_use]
+    pub fn slot(&self) -> &'static SessionSlot {
+        self.slot
+    }
+
     /// Waits for the restore and takes its connection.
     async fn accept(&mut self) -> anyhow::Result<()> {
         let Some(listener) = self.listener.as_ref() else { bail!("the listening socket is lost") };
@@ -294,13 +348,10 @@ impl OpenSession {
         self.slot.listener.store(NO_FD, Ordering::Release);
         self.slot.connection.store(NO_FD, Ordering::Release);
         self.slot.set_state(SessionState::Free);
-        if self.listener.take().is_some() {
-            if let Err(error) = socket::remove(&work) {
-                warn!(%error, "removing the socket in {}", work.display());
-            }
+        if self.listener.take().is_some()
+            && let Err(error) = socket::remove(&work)
+        {
+            warn!(%error, "removing the socket in {}", work.display());
         }
     }
 }
-
-/// Submitted to a reactor when a task reports.
-pub type Adoption = Task;

@@ -6,10 +6,12 @@
 //! * [`session`], [`image`], [`spaces`], [`processes`]: what a session is, what it serves, whom.
 //! * [`fill`]: the data plane.
 //! * [`inspect`], [`doctor`]: what an image holds, and what a machine lacks.
-//! * [`cli`], [`commands`], [`criu_args`], [`logging`]: for people and their scripts.
+//! * [`control`]: what a long-lived daemon and its clients say to each other.
+//! * [`cli`], [`commands`], [`criu_args`], [`logging`], [`units`]: for people and their scripts.
 
 pub mod cli;
 pub mod commands;
+pub mod control;
 pub mod criu_args;
 pub mod daemon;
 pub mod doctor;
@@ -25,4 +27,5 @@ pub mod socket;
 pub mod spaces;
 pub mod supervisor;
 pub mod sys;
+pub mod units;
 pub mod worker;

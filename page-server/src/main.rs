@@ -12,6 +12,9 @@ fn main() -> ExitCode {
     let cli = Cli::parse_from(criu_args::normalise(std::env::args_os()));
     let result = match &cli.command {
         Command::LazyPages(options) => commands::lazy_pages::run(options),
+        Command::Serve(options) => commands::serve::run(options),
+        Command::Restore(options) => commands::restore::run(options),
+        Command::Status(options) => commands::status::run(options),
         Command::Inspect(options) => commands::inspect::run(options),
         Command::Doctor(options) => commands::doctor::run(options),
     };

@@ -3,7 +3,7 @@
 
 use std::path::PathBuf;
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::Instant;
 
 use tokio::sync::Notify;
@@ -23,6 +23,7 @@ pub struct Session {
     /// Counters.
     pub stats: Stats,
     released: AtomicBool,
+    running_ns: AtomicU64,
     failure: OnceLock<String>,
     open_spaces: AtomicUsize,
     changed: Notify,
@@ -38,6 +39,7 @@ impl Session {
             since: Instant::now(),
             stats: Stats::default(),
             released: AtomicBool::new(false),
+            running_ns: AtomicU64::new(0),
             failure: OnceLock::new(),
             open_spaces: AtomicUsize::new(0),
             changed: Notify::new(),
@@ -46,7 +48,15 @@ impl Session {
 
     /// The restore finished: background filling may begin, and what is resident may be let go.
     pub fn release(&self) {
-        self.released.store(true, Ordering::Release);
+        if !self.released.swap(true, Ordering::AcqRel) {
+            self.running_ns.store(self.stats.elapsed(), Ordering::Relaxed);
+        }
+    }
+
+    /// When the restore finished, in nanoseconds as [`Stats::elapsed`] counts; 0: not yet.
+    #[must_use]
+    pub fn running_ns(&self) -> u64 {
+        self.running_ns.load(Ordering::Relaxed)
     }
 
     /// True after [`Session::release`].

@@ -2,6 +2,7 @@
 //! Address spaces between the ledger and the reactors: opened when a task reports, taken over from a dead
 //! worker, killed when neither can be.
 
+use std::collections::BTreeSet;
 use std::os::fd::{AsRawFd as _, IntoRawFd as _, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -61,7 +62,7 @@ pub fn open(ledger: Ledger, plan: &TaskPlan, session: &Arc<Session>, arrival: Ar
     let space = Space::new(Arc::clone(&plan.plan));
     let files = Arc::clone(&plan.files);
     let space = AddressSpace::new(Arc::clone(session), slot, uffd, files, space, arrival.home);
-    Ok(Task::Adopt { space: Arc::new(space), journal, inherited: false })
+    Ok(Task::Adopt { space: Arc::new(space), journal, inherited: None })
 }
 
 /// Makes the tasks for all address spaces of a session that a dead worker served.
@@ -70,8 +71,10 @@ pub fn open(ledger: Ledger, plan: &TaskPlan, session: &Arc<Session>, arrival: Ar
 /// The image lacks a task that was served, or a journal cannot be read. The session's processes are dead then.
 pub fn inherit(ledger: Ledger, image: &Image, session: &Arc<Session>, pool: &Pool) -> anyhow::Result<Vec<Task>> {
     let mut tasks = Vec::new();
+    let known: BTreeSet<i32> = ledger.live_spaces().map(|(_, slot)| slot.uffd.load(Ordering::Acquire)).collect();
+    let known = Arc::new(known);
     for (_, slot) in of_session(ledger, session.index) {
-        match inherit_one(slot, image, session, pool) {
+        match inherit_one(slot, image, session, pool, &known) {
             Ok(task) => tasks.push(task),
             Err(error) => {
                 // Before the tasks are dropped, and with them the last references to their userfaultfds.
@@ -83,7 +86,13 @@ pub fn inherit(ledger: Ledger, image: &Image, session: &Arc<Session>, pool: &Poo
     Ok(tasks)
 }
 
-fn inherit_one(slot: &'static SpaceSlot, image: &Image, session: &Arc<Session>, pool: &Pool) -> anyhow::Result<Task> {
+fn inherit_one(
+    slot: &'static SpaceSlot,
+    image: &Image,
+    session: &Arc<Session>,
+    pool: &Pool,
+    known: &Arc<BTreeSet<i32>>,
+) -> anyhow::Result<Task> {
     if slot.lossy.load(Ordering::Acquire) == 1 {
         slot.kill();
         session.fail("the worker died while a process's memory was in more pieces than its journal holds");
@@ -99,7 +108,7 @@ fn inherit_one(slot: &'static SpaceSlot, image: &Image, session: &Arc<Session>, 
     session.stats.pages_total.fetch_add(space.missing(), Ordering::Relaxed);
     let files = Arc::clone(&plan.files);
     let space = AddressSpace::new(Arc::clone(session), slot, uffd, files, space, pool.choose_home());
-    Ok(Task::Adopt { space: Arc::new(space), journal, inherited: true })
+    Ok(Task::Adopt { space: Arc::new(space), journal, inherited: Some(Arc::clone(known)) })
 }
 
 /// The layout that the journal tells, every mapped page missing: those that are present say so when filled.

@@ -4,13 +4,18 @@
 use std::os::fd::{AsRawFd as _, OwnedFd};
 use std::sync::Arc;
 
-use anyhow::{Context as _, bail};
+use anyhow::Context as _;
 use tokio::signal::unix::{SignalKind, signal};
 use tracing::{error, info, warn};
 
 use crate::daemon::Daemon;
 use crate::supervisor::Start;
 use crate::{guardian, sys};
+
+/// Why [`block_on`] ended: SIGTERM, and no restored process depends on this worker.
+#[derive(Debug, thiserror::Error)]
+#[error("asked to stop")]
+pub struct AskedToStop;
 
 /// Runs `work` on the control thread of a worker.
 ///
@@ -28,7 +33,7 @@ pub fn block_on<T>(start: &Start, work: impl AsyncFnOnce(&Arc<Daemon>) -> anyhow
         let daemon = Daemon::start(start.ledger)?;
         tokio::select! {
             result = work(&daemon) => result,
-            result = stop_requests(&daemon) => result.and_then(|()| bail!("asked to stop")),
+            result = stop_requests(&daemon) => result.and_then(|()| Err(AskedToStop.into())),
             error = keep_guarded(start) => Err(error),
         }
     })
@@ -62,6 +67,7 @@ async fn stop_requests(daemon: &Daemon) -> anyhow::Result<()> {
             daemon.pool.look_again();
         } else {
             asked = true;
+            daemon.stopping.send_replace(true);
             info!(sessions = depending, "asked to stop: once all memory is back; ask again to end the processes now");
         }
     }

@@ -1,17 +1,16 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! `rewake lazy-pages`: serves one restore, in the place of `criu lazy-pages`.
 
-use std::fs::File;
-use std::io::{Read as _, Write as _};
+use std::io::Write as _;
 use std::os::fd::{FromRawFd as _, OwnedFd};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context as _, bail};
-use nix::unistd::ForkResult;
 use tracing::{error, info};
 
+use super::{detach, directory};
 use crate::cli::LazyPages;
 use crate::daemon::{Daemon, Summary};
 use crate::supervisor::{self, Start};
@@ -36,7 +35,7 @@ pub fn run(options: &LazyPages) -> anyhow::Result<u8> {
     let status = options.status_fd.map(|number| unsafe { OwnedFd::from_raw_fd(number) });
     let mut notify: Vec<OwnedFd> = status.into_iter().collect();
     if options.daemon
-        && let Some(code) = background(options, &mut notify)?
+        && let Some(code) = detach::background(options.pidfile.as_deref(), &mut notify)?
     {
         return Ok(code);
     }
@@ -63,9 +62,9 @@ async fn session(
     work: &Path,
     limit: Option<Duration>,
 ) -> anyhow::Result<Summary> {
-    let inherited = if start.successor { daemon.inherit()?.pop() } else { None };
+    let inherited = if start.successor { daemon.inherit().pop() } else { None };
     let open = match inherited {
-        Some(open) => open,
+        Some(inherited) => inherited.map_err(|lost| lost.error)?,
         None => daemon.open(images, work)?,
     };
     start.ready();
@@ -90,37 +89,4 @@ fn complain(options: &LazyPages, error: &anyhow::Error) {
         // Nobody reads it: the exit code says the rest.
         let _ = writeln!(std::io::stderr(), "rewake: {error:#}");
     }
-}
-
-/// `-d`: goes to the background. In the parent gives the exit code, once the socket is ready or the child
-/// has failed; in the child gives none.
-fn background(options: &LazyPages, notify: &mut Vec<OwnedFd>) -> anyhow::Result<Option<u8>> {
-    let (mut ready, told) = std::io::pipe().context("making a pipe")?;
-    // SAFETY: this process has one thread.
-    match unsafe { nix::unistd::fork() }.context("going to the background")? {
-        ForkResult::Child => {
-            nix::unistd::setsid().context("leaving the session")?;
-            notify.push(told.into());
-            Ok(None)
-        }
-        ForkResult::Parent { child } => {
-            drop(told);
-            if ready.read(&mut [1]).unwrap_or(0) != 1 {
-                return Ok(Some(1)); // the child has said why
-            }
-            if let Some(path) = &options.pidfile {
-                let file = File::create_new(path).and_then(|mut file| write!(file, "{child}"));
-                file.with_context(|| format!("--pidfile {}", path.display()))?;
-            }
-            Ok(Some(0))
-        }
-    }
-}
-
-fn directory(path: &Path, option: &str) -> anyhow::Result<PathBuf> {
-    let full = path.canonicalize().with_context(|| format!("{option} {}", path.display()))?;
-    if !full.is_dir() {
-        bail!("{option} {}: expected a directory", path.display());
-    }
-    Ok(full)
 }

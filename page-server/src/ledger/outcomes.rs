@@ -6,9 +6,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use super::bytes::ByteCell;
 
 /// Ended sessions that are remembered.
-pub const KEPT: usize = 64;
+const KEPT: usize = 64;
 /// Bytes of one record; about two paths and a reason.
-pub const MAX_RECORD: usize = 6 * 1024;
+const MAX_RECORD: usize = 6 * 1024;
 
 /// The latest [`KEPT`] records and the counts of all. Written by the control thread only.
 #[repr(C)]

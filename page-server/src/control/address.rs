@@ -1,0 +1,138 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Where the control socket is, and who may speak on it.
+
+use std::fs::{DirBuilder, File};
+use std::io;
+use std::os::unix::fs::DirBuilderExt as _;
+use std::os::unix::net::{UnixDatagram, UnixListener};
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context as _, bail};
+use nix::fcntl::{Flock, FlockArg};
+use nix::sys::stat::{Mode, umask};
+use nix::unistd::geteuid;
+
+/// Folder of root's socket.
+const RUN: &str = "/run/rewake";
+const NAME: &str = "rewake.sock";
+
+/// The socket of a daemon that was started without `--socket`: `/run/rewake/rewake.sock` for root,
+/// `$XDG_RUNTIME_DIR/rewake.sock` for others.
+///
+/// # Errors
+/// Not root, and the variable is not set.
+pub fn default_socket() -> anyhow::Result<PathBuf> {
+    if geteuid().is_root() {
+        return Ok(Path::new(RUN).join(NAME));
+    }
+    let folder = std::env::var_os("XDG_RUNTIME_DIR").filter(|folder| !folder.is_empty());
+    let folder = folder.context("XDG_RUNTIME_DIR is not set: say where the socket is with --socket")?;
+    Ok(Path::new(&folder).join(NAME))
+}
+
+/// Binds the socket, for this user only, and listens. A stale socket file is replaced; one that a daemon listens
+/// on is not. One thread only: the process's umask is changed for a moment.
+///
+/// # Errors
+/// The folder is missing or not writable, the path is too long for a socket (107 bytes), something that is no
+/// socket has the name, or a daemon listens there.
+pub fn bind(path: &Path) -> anyhow::Result<UnixListener> {
+    let folder = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    if folder == Path::new(RUN) {
+        let made = DirBuilder::new().recursive(true).mode(0o700).create(folder);
+        made.with_context(|| format!("making {RUN}"))?;
+    }
+    // Two daemons that start at once must not both find the other's file stale.
+    let lock = File::open(folder).with_context(|| format!("opening {}", folder.display()))?;
+    let _lock = Flock::lock(lock, FlockArg::LockExclusive)
+        .map_err(|(_, error)| error)
+        .with_context(|| format!("locking {}", folder.display()))?;
+    match state(path) {
+        State::Free => {}
+        State::Stale => std::fs::remove_file(path).with_context(|| format!("replacing {}", path.display()))?,
+        State::Served => bail!("{}: a daemon listens here: use it, or give another --socket", path.display()),
+        State::Other(error) => return Err(error).with_context(|| format!("{}: not a socket", path.display())),
+    }
+    let before = umask(Mode::from_bits_truncate(0o177));
+    let bound = UnixListener::bind(path);
+    umask(before);
+    let listener = bound.with_context(|| format!("binding {}", path.display()))?;
+    listener.set_nonblocking(true)?;
+    Ok(listener)
+}
+
+enum State {
+    Free,
+    Stale,
+    Served,
+    Other(io::Error),
+}
+
+/// Asked with a datagram socket: a daemon's accept queue is not disturbed, and the kernel's answer tells a
+/// bound stream socket (wrong type) from a stale file (refused).
+fn state(path: &Path) -> State {
+    let asked = UnixDatagram::unbound().and_then(|probe| probe.connect(path));
+    let Err(error) = asked else { return State::Served };
+    let is_socket = || {
+        use std::os::unix::fs::FileTypeExt as _;
+        std::fs::symlink_metadata(path).is_ok_and(|found| found.file_type().is_socket())
+    };
+    match error.raw_os_error() {
+        Some(libc::ENOENT) if std::fs::symlink_metadata(path).is_err() => State::Free,
+        Some(libc::EPROTOTYPE) => State::Served,
+        Some(libc::ECONNREFUSED) if is_socket() => State::Stale,
+        _ => State::Other(error),
+    }
+}
+
+/// True for the peers that a daemon of user `ours` listens to: the same user, and root.
+#[must_use]
+pub fn may_speak(peer: u32, ours: u32) -> bool {
+    peer == ours || peer == 0
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::PermissionsExt as _;
+
+    #[test]
+    fn the_socket_is_for_its_user_only() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("s");
+        let _listener = bind(&path).unwrap();
+        assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
+    }
+
+    #[test]
+    fn a_stale_socket_file_is_replaced() {
+        let dir = tempfile::tempdir().unwrap();
+        drop(bind(&dir.path().join("s")).unwrap());
+        bind(&dir.path().join("s")).unwrap();
+    }
+
+    #[test]
+    fn a_served_socket_is_refused_and_not_disturbed() {
+        let dir = tempfile::tempdir().unwrap();
+        let first = bind(&dir.path().join("s")).unwrap();
+        let error = bind(&dir.path().join("s")).unwrap_err().to_string();
+        assert!(error.contains("a daemon listens here"), "{error}");
+        assert_eq!(first.accept().unwrap_err().kind(), io::ErrorKind::WouldBlock);
+    }
+
+    #[test]
+    fn a_file_that_is_no_socket_is_left_alone() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("precious");
+        std::fs::write(&path, "bytes").unwrap();
+        let error = format!("{:#}", bind(&path).unwrap_err());
+        assert!(error.contains("not a socket"), "{error}");
+        assert_eq!(std::fs::read(&path).unwrap(), b"bytes");
+    }
+
+    #[test]
+    fn only_the_same_user_and_root_may_speak() {
+        assert!(may_speak(1000, 1000) && may_speak(0, 1000) && may_speak(0, 0));
+        assert!(!may_speak(1001, 1000) && !may_speak(1000, 0));
+    }
+}

@@ -1,0 +1,41 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The control protocol between `rewake serve` and its clients: `proto/control.proto` over a UNIX socket.
+//!
+//! * [`proto`]: the messages, generated.
+//! * [`frame`]: a message on a stream: a length, then that many bytes, within a time.
+//! * [`address`]: where the socket is, who may speak.
+//! * [`registry`], [`server`]: the daemon's side.
+//! * [`client`]: the other side.
+
+use std::time::Duration;
+
+pub mod address;
+pub mod client;
+pub mod frame;
+mod generated;
+pub mod registry;
+pub mod server;
+
+/// The messages of `proto/control.proto`.
+pub mod proto {
+    pub use super::generated::*;
+}
+
+/// Version of the protocol that this program speaks: both sides must speak the same.
+pub const VERSION: u32 = 1;
+/// Longest message, in bytes.
+pub const MAX_MESSAGE: usize = 1 << 20;
+/// Time that one message may take to come or to go, and that a connection may be idle between requests.
+pub const MESSAGE_LIMIT: Duration = Duration::from_secs(10);
+/// Time between two reports of a followed session.
+pub const REPORT: Duration = Duration::from_millis(100);
+/// Time that a restore has to connect when its client sets no limit.
+pub const CONNECT_LIMIT: Duration = Duration::from_secs(60);
+/// Clients at once. More are turned away.
+pub const MAX_CLIENTS: usize = 256;
+
+/// The greeting that either side begins with.
+#[must_use]
+pub fn hello() -> proto::Hello {
+    proto::Hello { version: VERSION, program: concat!("rewake ", env!("CARGO_PKG_VERSION")).to_owned() }
+}
