@@ -6,11 +6,12 @@ use std::sync::Arc;
 use rewake_pager::{BlockIx, Finish, PageIx};
 use rewake_store::{Acquire, BlockRef, BufferSlice, Done, LoadGuard, PagesFile, Read, read_now};
 
+use super::pace::Begun;
 use super::reactor::Reactor;
 use super::space::{AddressSpace, Filled};
 
-/// Blocks that one reactor has under way on the disk: enough that a 1.5 GB/s disk is never idle between two
-/// of them, few enough that a demand read does not queue long behind them (docs/performance.md).
+/// Blocks that one reactor has claimed ahead, wherever their bytes are; how many may be on the disk at once
+/// is for `pace` to say.
 const READ_AHEAD: usize = 3;
 /// Bytes read from the page cache in one step, about 10 µs, between two looks at the faults.
 const WARM_STEP: usize = 64 * 1024;
@@ -27,6 +28,7 @@ pub(super) struct Claim {
 pub(super) struct Load {
     claim: Claim,
     guard: LoadGuard,
+    begun: Begun,
 }
 
 /// A block whose bytes are here, or in the page cache.
@@ -64,13 +66,27 @@ impl Reactor {
         for claim in std::mem::take(&mut self.waiting) {
             self.acquire(claim);
         }
-        while self.ready.is_empty() && self.loads.len() + self.waiting.len() < READ_AHEAD
-            || self.loads.len() + self.waiting.len() + self.ready.len() < READ_AHEAD && !self.loads.is_empty()
-        {
+        self.held_back = false;
+        while self.wants_more() {
+            if !self.shared.pace.allows() {
+                self.held_back = true;
+                return;
+            }
             let Some(claim) = self.claim() else { return };
             if !self.acquire(claim) {
                 return;
             }
+        }
+    }
+
+    /// A warm block is read when its turn comes, so that its bytes are still in the processor's cache when
+    /// they are copied; only the disk is asked ahead.
+    fn wants_more(&self) -> bool {
+        let coming = self.loads.len() + self.waiting.len();
+        if self.loads.is_empty() {
+            self.ready.is_empty() && coming < READ_AHEAD
+        } else {
+            coming + self.ready.len() < READ_AHEAD
         }
     }
 
@@ -120,21 +136,29 @@ impl Reactor {
         let how = file.how(offset, buffer.len());
         let entry = self.loads.vacant_entry();
         let read = Read { ticket: entry.key() as u64, file: Arc::clone(file), offset, dst: buffer, how };
+        let begun = self.shared.pace.begin();
         match self.engine.submit(read) {
             Ok(()) => {
-                entry.insert(Load { claim, guard });
+                entry.insert(Load { claim, guard, begun });
             }
-            // The ring is full of other reads: this block's turn comes again.
-            Err(_full) => claim.space.layout().release(claim.block, Finish::Retry),
+            Err(_full) => {
+                // The ring is full of other reads: this block's turn comes again.
+                self.shared.pace.end(begun);
+                claim.space.layout().release(claim.block, Finish::Retry);
+            }
         }
     }
 
     /// A background read is back.
     pub(super) fn block_read(&mut self, done: Done) {
         let Ok(key) = usize::try_from(done.ticket) else { return };
-        let Some(Load { claim, guard }) = self.loads.try_remove(key) else { return };
+        let Some(Load { claim, guard, begun }) = self.loads.try_remove(key) else { return };
+        self.shared.pace.end(begun);
         match done.result {
-            Ok(()) => self.here(claim, guard, done.dst),
+            Ok(()) => {
+                self.here(claim, guard, done.dst);
+                self.retry_blocked();
+            }
             Err(error) => {
                 guard.fail();
                 claim.space.session.fail(&error.to_string());

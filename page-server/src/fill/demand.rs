@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use rewake_pager::{Locate, PAGE_SIZE, Place};
-use rewake_store::{Acquire, BLOCK, Done, PagesFile, Read, read_now};
+use rewake_store::{Acquire, BLOCK, DEMAND, Done, PagesFile, Read, read_now};
 
 use super::reactor::Reactor;
 use super::space::{AddressSpace, Filled};
@@ -18,16 +18,39 @@ pub(super) struct Demand {
     pub(super) address: u64,
     /// When its message was read.
     pub(super) since: Instant,
-    /// File and offset of the read that is under way for it.
-    pub(super) reading: Option<(u32, u64)>,
+    /// What is being read for it.
+    pub(super) reading: Option<Window>,
+}
+
+/// Part of one block of a file: the page that is waited for, and its neighbours.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Window {
+    file: u32,
+    offset: u64,
+}
+
+impl Window {
+    fn around(place: Place) -> Self {
+        Self { file: place.file, offset: place.file_offset / DEMAND as u64 * DEMAND as u64 }
+    }
+}
+
+/// Where a page's bytes are.
+enum Bytes {
+    /// In the reactor's page buffer.
+    Here,
+    /// In a block that some reactor is reading.
+    Coming,
+    /// Nowhere in memory.
+    OnDisk,
 }
 
 /// Marks tickets of demand reads; the rest is the index of the [`Demand`].
 pub(super) const DEMAND_TICKET: u64 = 1 << 63;
 
 impl Reactor {
-    /// Serves a fault now if its bytes are in memory, otherwise asks the disk for that page alone, ahead of
-    /// what is read in the background.
+    /// Serves a fault now if its bytes are in memory, otherwise asks the disk for that page and its neighbours,
+    /// ahead of what is read in the background.
     pub(super) fn serve(&mut self, demand: Demand) {
         if demand.space.is_gone() || demand.space.session.has_failed() {
             return;
@@ -48,56 +71,69 @@ impl Reactor {
             unreachable!("the plan was made with these files")
         };
         layout.promote(place.block);
-        if self.bytes_at_hand(file, place) {
-            let filled = space.fill_demand(&layout, demand.address, Some(place.page), Some(&self.page[..]));
-            drop(layout);
-            return self.served(demand, filled);
+        match self.bytes_at_hand(file, place) {
+            Bytes::Here => {
+                let filled = space.fill_demand(&layout, demand.address, Some(place.page), Some(&self.page[..]));
+                drop(layout);
+                self.served(demand, filled);
+            }
+            Bytes::Coming => self.blocked.push(demand),
+            Bytes::OnDisk => {
+                drop(layout);
+                self.read_window(demand, file, Window::around(place));
+            }
         }
-        drop(layout);
-        self.read_page(demand, file, place);
     }
 
     /// Copies the page's bytes into `self.page` if they are in the page cache or in the block cache.
-    fn bytes_at_hand(&mut self, file: &Arc<PagesFile>, place: Place) -> bool {
-        if file.is_cached(place.file_offset, self.page.len()) {
-            // A failure here is found again, and reported, by the read that follows.
-            return read_now(file, place.file_offset, &mut self.page[..]).is_ok();
+    fn bytes_at_hand(&mut self, file: &Arc<PagesFile>, place: Place) -> Bytes {
+        // A failure to read is found again, and reported, by the read that follows.
+        if file.is_cached(place.file_offset, self.page.len())
+            && read_now(file, place.file_offset, &mut self.page[..]).is_ok()
+        {
+            return Bytes::Here;
         }
-        // When the answer is Load, the guard is dropped here: nobody waits, and one page is read faster alone.
-        let acquired = self.shared.cache.acquire(file, place.file_offset / BLOCK as u64, &self.waker);
-        let Acquire::Hit(block) = acquired else { return false };
-        let start = in_block(place.file_offset);
-        let Some(bytes) = block.get(start..start + self.page.len()) else { return false };
-        self.page.copy_from_slice(bytes);
-        true
+        match self.shared.cache.acquire(file, place.file_offset / BLOCK as u64, &self.waker) {
+            Acquire::Hit(block) => {
+                let start = in_block(place.file_offset);
+                let Some(bytes) = block.get(start..start + self.page.len()) else { return Bytes::OnDisk };
+                self.page.copy_from_slice(bytes);
+                Bytes::Here
+            }
+            // Its read was begun before this one could be.
+            Acquire::Pending => Bytes::Coming,
+            // The guard of a load is dropped here: nobody waits for the whole block.
+            Acquire::Load(_) | Acquire::Full => Bytes::OnDisk,
+        }
     }
 
-    fn read_page(&mut self, mut demand: Demand, file: &Arc<PagesFile>, place: Place) {
-        let same = |other: &Demand| {
-            other.address == demand.address && Arc::ptr_eq(&other.space, &demand.space)
-        };
+    fn read_window(&mut self, mut demand: Demand, file: &Arc<PagesFile>, window: Window) {
+        let same =
+            |other: &Demand| other.reading == Some(window) && Arc::ptr_eq(&other.space, &demand.space);
         if self.demands.iter().any(|(_, other)| same(other)) {
-            return; // on its way already; the fill wakes every thread that waits for the page
+            return; // on its way already; the fill wakes every thread that waits in the window
         }
-        let Some(dst) = self.shared.cache.demand_buffer() else {
+        self.shared.pace.disk_fault();
+        let Some(mut dst) = self.shared.cache.demand_buffer() else {
             self.deferred.push(demand);
             return;
         };
         let entry = self.demands.vacant_entry();
         let ticket = DEMAND_TICKET | entry.key() as u64;
-        let how = file.how(place.file_offset, dst.len());
-        let read = Read { ticket, file: Arc::clone(file), offset: place.file_offset, dst, how };
+        dst.truncate(usize::try_from(file.len() - window.offset).unwrap_or(DEMAND));
+        let how = file.how(window.offset, dst.len());
+        let read = Read { ticket, file: Arc::clone(file), offset: window.offset, dst, how };
         match self.engine.submit(read) {
             Ok(()) => {
-                demand.reading = Some((place.file, place.file_offset));
+                demand.reading = Some(window);
                 entry.insert(demand);
             }
             Err(_full) => self.deferred.push(demand),
         }
     }
 
-    /// A demand read is back.
-    pub(super) fn page_read(&mut self, done: Done) {
+    /// A demand read is back: the page that is waited for first, then its neighbours.
+    pub(super) fn window_read(&mut self, done: Done) {
         let Ok(key) = usize::try_from(done.ticket & !DEMAND_TICKET) else { return };
         let Some(demand) = self.demands.try_remove(key) else { return };
         if let Err(error) = done.result {
@@ -107,17 +143,35 @@ impl Reactor {
         }
         let space = Arc::clone(&demand.space);
         let layout = space.layout();
-        match layout.locate(demand.address) {
-            Locate::Missing(place) | Locate::Resident(place) if demand.reading == Some((place.file, place.file_offset)) => {
-                let filled = space.fill_demand(&layout, demand.address, Some(place.page), Some(&done.dst));
-                drop(layout);
-                self.served(demand, filled);
-            }
+        let place = match layout.locate(demand.address) {
+            Locate::Missing(place) | Locate::Resident(place) => Some(place),
+            Locate::Unbacked => None,
+        };
+        let Some(place) = place.filter(|place| demand.reading == Some(Window::around(*place))) else {
             // The program moved or dropped the page while it was read.
-            _ => {
-                drop(layout);
-                self.serve(demand);
-            }
+            drop(layout);
+            return self.serve(demand);
+        };
+        let start = in_block(place.file_offset) % DEMAND;
+        let Some(page) = done.dst.get(start..start + self.page.len()) else {
+            unreachable!("the window was cut at the file's end, where pages end too")
+        };
+        let filled = space.fill_demand(&layout, demand.address, Some(place.page), Some(page));
+        drop(layout);
+        self.served(demand, filled);
+        let from = in_block(place.file_offset) - start;
+        match space.fill_window(place.block, from, &done.dst, &mut self.runs) {
+            // What is put off stays missing: the background gets there.
+            Filled::All | Filled::Changing(_) => self.shared.check_finished(&space),
+            Filled::Gone => self.gone(&space),
+            Filled::Failed(errno) => self.refused(&space, errno),
+        }
+    }
+
+    /// Serves what waited for a block to arrive.
+    pub(super) fn retry_blocked(&mut self) {
+        for demand in std::mem::take(&mut self.blocked) {
+            self.serve(demand);
         }
     }
 

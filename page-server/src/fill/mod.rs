@@ -9,12 +9,14 @@
 //! * `events`: what a fork, mremap, munmap or madvise changes.
 //! * `demand`: a page that a thread waits for.
 //! * `background`: everything else, block by block.
+//! * `pace`: how much of the disk the background may have.
 //! * `condemn`: ending a session whose bytes cannot be had.
 
 mod background;
 mod condemn;
 mod demand;
 mod events;
+mod pace;
 mod reactor;
 pub mod space;
 pub mod stats;

@@ -19,6 +19,7 @@ use tracing::{debug, error, info};
 use super::background::{Claim, Load, Work};
 use super::demand::{DEMAND_TICKET, Demand};
 use super::events::{Home, News};
+use super::pace::{CALM, Pace};
 use super::space::AddressSpace;
 use crate::ledger::{Journal, Ledger, NO_FD};
 use crate::sys;
@@ -73,6 +74,7 @@ pub(super) struct Shared {
     spaces: Mutex<Vec<Arc<AddressSpace>>>,
     version: AtomicUsize,
     sessions: AtomicUsize,
+    pub(super) pace: Pace,
     /// Faults served, by all reactors: see [`Reactor::make_way`].
     pub(super) served: AtomicUsize,
     handles: Vec<Handle>,
@@ -146,6 +148,7 @@ impl Pool {
             spaces: Mutex::default(),
             version: AtomicUsize::new(0),
             sessions: AtomicUsize::new(0),
+            pace: Pace::new(count),
             served: AtomicUsize::new(0),
             handles: (0..count).map(|_| handle()).collect::<Result<_, _>>()?,
         });
@@ -197,6 +200,8 @@ pub(super) struct Reactor {
     pub(super) turn: usize,
     pub(super) demands: Slab<Demand>,
     pub(super) deferred: Vec<Demand>,
+    /// Demands whose block some reactor is reading.
+    pub(super) blocked: Vec<Demand>,
     pub(super) loads: Slab<Load>,
     pub(super) waiting: Vec<Claim>,
     pub(super) ready: std::collections::VecDeque<Work>,
@@ -207,6 +212,8 @@ pub(super) struct Reactor {
     spins: u32,
     served: usize,
     idle: bool,
+    /// Background reads wait until fewer threads do.
+    pub(super) held_back: bool,
     /// An address space of a failed session could not be ended yet.
     unended: bool,
     done: Vec<Done>,
@@ -248,6 +255,7 @@ impl Reactor {
             turn: 0,
             demands: Slab::new(),
             deferred: Vec::new(),
+            blocked: Vec::new(),
             loads: Slab::new(),
             waiting: Vec::new(),
             ready: std::collections::VecDeque::new(),
@@ -257,6 +265,7 @@ impl Reactor {
             spins: 0,
             served: 0,
             idle: false,
+            held_back: false,
             unended: false,
             done: Vec::new(),
         };
@@ -294,7 +303,9 @@ impl Reactor {
 
     /// Looks at what is ready; sleeps only when the last turn found nothing to do.
     fn wait(&mut self) {
-        let timeout = if self.idle && !self.unended {
+        let timeout = if self.idle && self.held_back {
+            CALM
+        } else if self.idle && !self.unended {
             IDLE
         } else if self.idle || self.spins >= SPINS {
             STALL
@@ -325,6 +336,7 @@ impl Reactor {
 
     fn woken(&mut self) {
         self.waker.drain();
+        self.retry_blocked();
         let Some(handle) = self.shared.handles.get(self.index) else { return };
         let tasks = std::mem::take(&mut *handle.inbox.lock().unwrap_or_else(PoisonError::into_inner));
         let attention = handle.attention.swap(false, Ordering::AcqRel);
@@ -410,7 +422,7 @@ impl Reactor {
         self.engine.reap(&mut done);
         done.sort_by_key(|done| done.ticket & DEMAND_TICKET == 0);
         for done in done.drain(..) {
-            if done.ticket & DEMAND_TICKET == 0 { self.block_read(done) } else { self.page_read(done) }
+            if done.ticket & DEMAND_TICKET == 0 { self.block_read(done) } else { self.window_read(done) }
         }
         self.done = done;
     }

@@ -4,7 +4,7 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
-use rewake_pager::{BlockIx, PAGE_SIZE, PageIx, Run, Space};
+use rewake_pager::{BLOCK_PAGES, BlockIx, PAGE_SIZE, PageIx, Run, Space};
 use rewake_store::PagesFile;
 use rewake_uffd::{FillPort, Outcome, Stop, Uffd};
 
@@ -112,6 +112,32 @@ impl AddressSpace {
             }
         }
         (Filled::All, next)
+    }
+
+    /// Fills the missing pages of `block` that lie in `bytes`, which begin `from` bytes into the block.
+    pub fn fill_window(&self, block: BlockIx, from: usize, bytes: &[u8], runs: &mut Vec<Run>) -> Filled {
+        let layout = self.layout();
+        runs.clear();
+        layout.runs(block, layout.plan().block(block).first, BLOCK_PAGES, runs);
+        for run in runs.iter() {
+            let start = run.block_offset.max(from);
+            let end = (run.block_offset + pages_len(run.pages)).min(from + bytes.len());
+            if start >= end {
+                continue;
+            }
+            let skipped = (start - run.block_offset) as u64;
+            let part = Run {
+                target: run.target + skipped,
+                page: PageIx(run.page.0 + skipped / PAGE_SIZE),
+                pages: (end - start) as u64 / PAGE_SIZE,
+                block_offset: start,
+            };
+            match self.fill_run(&layout, &part, &bytes[start - from..end - from]) {
+                Filled::All => {}
+                stopped => return stopped,
+            }
+        }
+        Filled::All
     }
 
     fn fill_run(&self, layout: &Space, run: &Run, source: &[u8]) -> Filled {
