@@ -38,7 +38,9 @@ mod tests {
 
     #[test]
     fn verbosity_in_all_of_crius_spellings() {
-        for (given, level) in [("-v", 1), ("-vv", 2), ("-vvvv", 4), ("-v4", 4), ("-v0", 0), ("--verbosity", 1)] {
+        for (given, level) in
+            [("-v", 1), ("-vv", 2), ("-vvvv", 4), ("-v4", 4), ("-v0", 0), ("--verbosity", 1)]
+        {
             assert_eq!(normalised(&[given]), [format!("--verbosity={level}")], "{given}");
         }
     }

@@ -64,6 +64,14 @@ impl Daemon {
         self.sessions.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
+    /// Sessions that a restore has connected to.
+    #[must_use]
+    pub fn restores_under_way(&self) -> usize {
+        let connected =
+            |slot: &&SessionSlot| !matches!(slot.state(), SessionState::Free | SessionState::Listening);
+        self.ledger.sessions().iter().filter(connected).count()
+    }
+
     /// Opens a session: checks the whole image, then listens where the restore will look.
     ///
     /// # Errors
@@ -81,22 +89,41 @@ impl Daemon {
         }
         slot.inbox.reset();
         slot.listener.store(listener.as_raw_fd(), Ordering::Release);
-        info!(session = index, tasks = image.tasks(), lazy_pages = image.lazy_pages(), "listening for {}", images.display());
-        Ok(self.track(OpenSession { image, slot, listener: Some(listener), connection: None, session: Arc::new(Session::new(index, images.to_owned())), arrived: false }))
+        info!(
+            session = slot.number(),
+            tasks = image.tasks(),
+            lazy_pages = image.lazy_pages(),
+            "listening for {}",
+            images.display()
+        );
+        Ok(self.track(OpenSession {
+            image,
+            slot,
+            listener: Some(listener),
+            connection: None,
+            session: Arc::new(Session::new(index, slot.number(), images.to_owned())),
+            arrived: false,
+        }))
     }
 
     /// Takes up the sessions that a dead worker left. Those that cannot be, because an image cannot be read any
     /// more, are ended: their processes are dead before this returns.
     pub fn inherit(&self) -> Vec<Result<OpenSession, Lost>> {
         self.ledger.reclaim();
-        let taken = self.ledger.sessions().iter().enumerate().filter(|(_, slot)| slot.state() != SessionState::Free);
+        let taken =
+            self.ledger.sessions().iter().enumerate().filter(|(_, slot)| slot.state() != SessionState::Free);
         let inherit = |(index, slot): (usize, &'static SessionSlot)| {
             let session = self.inherit_one(index, slot);
             session.map(|session| self.track(session)).map_err(|error| {
                 spaces::end(self.ledger, index);
                 let (images, work) = slot.paths();
                 slot.set_state(SessionState::Free);
-                Lost { number: slot.number(), images, work, error: error.context("taking over from a dead worker") }
+                Lost {
+                    number: slot.number(),
+                    images,
+                    work,
+                    error: error.context("taking over from a dead worker"),
+                }
             })
         };
         taken.map(inherit).collect()
@@ -105,7 +132,7 @@ impl Daemon {
     fn inherit_one(&self, index: usize, slot: &'static SessionSlot) -> anyhow::Result<OpenSession> {
         let (images, _work) = slot.paths();
         let image = Image::open(&images)?;
-        let session = Arc::new(Session::new(index, images));
+        let session = Arc::new(Session::new(index, slot.number(), images));
         if slot.state() == SessionState::Running {
             session.release();
         }
@@ -120,7 +147,7 @@ impl Daemon {
         for task in spaces::inherit(self.ledger, &image, &session, &self.pool)? {
             self.pool.submit(task);
         }
-        info!(session = index, "taken over in state {:?}", slot.state());
+        info!(session = session.number, "taken over in state {:?}", slot.state());
         Ok(OpenSession { image, slot, listener, connection, session, arrived })
     }
 
@@ -142,7 +169,11 @@ impl Daemon {
     /// # Errors
     /// The restore or the image failed. The restored processes were killed, or can never read a page that
     /// was not brought back.
-    pub async fn serve(&self, mut open: OpenSession, connect_limit: Option<Duration>) -> anyhow::Result<Summary> {
+    pub async fn serve(
+        &self,
+        mut open: OpenSession,
+        connect_limit: Option<Duration>,
+    ) -> anyhow::Result<Summary> {
         let outcome = self.run(&mut open, connect_limit).await;
         self.close(open);
         outcome
@@ -153,7 +184,11 @@ impl Daemon {
     ///
     /// # Errors
     /// As [`Daemon::serve`].
-    pub async fn run(&self, open: &mut OpenSession, connect_limit: Option<Duration>) -> anyhow::Result<Summary> {
+    pub async fn run(
+        &self,
+        open: &mut OpenSession,
+        connect_limit: Option<Duration>,
+    ) -> anyhow::Result<Summary> {
         let session = Arc::clone(&open.session);
         let outcome = self.follow(open, connect_limit).await;
         if let Err(error) = &outcome {
@@ -216,7 +251,9 @@ impl Daemon {
 
     /// Receives every task's userfaultfd, serving their faults from the first on, then the finish notice.
     async fn handshake(&self, open: &mut OpenSession) -> anyhow::Result<()> {
-        let Some(connection) = open.connection.as_ref() else { bail!("the connection with the restore is lost") };
+        let Some(connection) = open.connection.as_ref() else {
+            bail!("the connection with the restore is lost")
+        };
         let readable = sys::watch(connection.try_clone()?).context("watching the restore")?;
         loop {
             match open.slot.inbox.next(readable.get_ref().as_fd()).context("receiving from the restore")? {
@@ -234,7 +271,10 @@ impl Daemon {
                 Received::Word(FINISHED) => {
                     let tasks = open.slot.tasks.load(Ordering::Relaxed) as usize;
                     if tasks < open.image.tasks() {
-                        bail!("`criu restore` finished with {tasks} of {} tasks reported", open.image.tasks());
+                        bail!(
+                            "`criu restore` finished with {tasks} of {} tasks reported",
+                            open.image.tasks()
+                        );
                     }
                     open.slot.set_state(SessionState::Running);
                     open.slot.inbox.done();
@@ -256,13 +296,22 @@ impl Daemon {
             return Ok(());
         }
         if !known(pid) {
-            bail!("the restore announced task {pid}, which is not in {}: wrong images directory?", open.session.images.display());
+            bail!(
+                "the restore announced task {pid}, which is not in {}: wrong images directory?",
+                open.session.images.display()
+            );
         }
         open.slot.inbox.expect_descriptor(pid);
         Ok(())
     }
 
-    fn task_arrived(&self, open: &mut OpenSession, image_pid: i32, number: i32, host_pid: i32) -> anyhow::Result<()> {
+    fn task_arrived(
+        &self,
+        open: &mut OpenSession,
+        image_pid: i32,
+        number: i32,
+        host_pid: i32,
+    ) -> anyhow::Result<()> {
         if !std::mem::take(&mut open.arrived) {
             // SAFETY: just received (or received by a dead worker), and in no slot: owned by nobody.
             let uffd = unsafe { sys::take_over(number) };

@@ -14,8 +14,10 @@ use crate::fill::stats::Stats;
 /// One restore.
 #[derive(Debug)]
 pub struct Session {
-    /// Its slot in the ledger, which is also its number for people.
+    /// Its slot in the ledger.
     pub index: usize,
+    /// Its number: for people, and never given again.
+    pub number: u64,
     /// Image directory.
     pub images: PathBuf,
     /// When the worker took it up.
@@ -32,9 +34,10 @@ pub struct Session {
 impl Session {
     /// A session with no address spaces yet.
     #[must_use]
-    pub fn new(index: usize, images: PathBuf) -> Self {
+    pub fn new(index: usize, number: u64, images: PathBuf) -> Self {
         Self {
             index,
+            number,
             images,
             since: Instant::now(),
             stats: Stats::default(),
@@ -67,7 +70,11 @@ impl Session {
     /// Ends the session: bytes of the image cannot be had. The first reason is kept and logged.
     pub fn fail(&self, reason: &str) {
         if self.failure.set(reason.to_owned()).is_ok() {
-            error!(session = self.index, "{reason}; ending the restored processes of {}", self.images.display());
+            error!(
+                session = self.number,
+                "{reason}; ending the restored processes of {}",
+                self.images.display()
+            );
             self.changed.notify_one();
         }
     }

@@ -41,10 +41,16 @@ pub fn is_known(ledger: Ledger, number: i32) -> bool {
 ///
 /// # Errors
 /// No free slot, or descriptors are refused.
-pub fn open(ledger: Ledger, plan: &TaskPlan, session: &Arc<Session>, arrival: Arrival) -> anyhow::Result<Task> {
+pub fn open(
+    ledger: Ledger,
+    plan: &TaskPlan,
+    session: &Arc<Session>,
+    arrival: Arrival,
+) -> anyhow::Result<Task> {
     let uffd = Uffd::adopt(arrival.uffd).context("adopting a userfaultfd")?;
     let slot = ledger.take_space().and_then(|index| ledger.spaces().get(index));
-    let slot = slot.with_context(|| format!("more than {MAX_SPACES} address spaces at once: run a second daemon"))?;
+    let slot =
+        slot.with_context(|| format!("more than {MAX_SPACES} address spaces at once: run a second daemon"))?;
     slot.session.store(u32::try_from(session.index).unwrap_or(u32::MAX), Ordering::Relaxed);
     slot.image_pid.store(arrival.image_pid, Ordering::Relaxed);
     slot.host_pid.store(arrival.host_pid, Ordering::Relaxed);
@@ -58,7 +64,7 @@ pub fn open(ledger: Ledger, plan: &TaskPlan, session: &Arc<Session>, arrival: Ar
     slot.publish();
     session.space_opened();
     session.stats.pages_total.fetch_add(plan.plan.pages(), Ordering::Relaxed);
-    debug!(session = session.index, pid = arrival.image_pid, pages = plan.plan.pages(), "task arrived");
+    debug!(session = session.number, pid = arrival.image_pid, pages = plan.plan.pages(), "task arrived");
     let space = Space::new(Arc::clone(&plan.plan));
     let files = Arc::clone(&plan.files);
     let space = AddressSpace::new(Arc::clone(session), slot, uffd, files, space, arrival.home);
@@ -69,9 +75,15 @@ pub fn open(ledger: Ledger, plan: &TaskPlan, session: &Arc<Session>, arrival: Ar
 ///
 /// # Errors
 /// The image lacks a task that was served, or a journal cannot be read. The session's processes are dead then.
-pub fn inherit(ledger: Ledger, image: &Image, session: &Arc<Session>, pool: &Pool) -> anyhow::Result<Vec<Task>> {
+pub fn inherit(
+    ledger: Ledger,
+    image: &Image,
+    session: &Arc<Session>,
+    pool: &Pool,
+) -> anyhow::Result<Vec<Task>> {
     let mut tasks = Vec::new();
-    let known: BTreeSet<i32> = ledger.live_spaces().map(|(_, slot)| slot.uffd.load(Ordering::Acquire)).collect();
+    let known: BTreeSet<i32> =
+        ledger.live_spaces().map(|(_, slot)| slot.uffd.load(Ordering::Acquire)).collect();
     let known = Arc::new(known);
     for (_, slot) in of_session(ledger, session.index) {
         match inherit_one(slot, image, session, pool, &known) {
@@ -146,4 +158,3 @@ fn of_session(ledger: Ledger, session: usize) -> impl Iterator<Item = (usize, &'
     let session = u32::try_from(session).unwrap_or(u32::MAX);
     ledger.live_spaces().filter(move |(_, slot)| slot.session.load(Ordering::Acquire) == session)
 }
-

@@ -21,14 +21,18 @@ pub struct AskedToStop;
 ///
 /// # Errors
 /// What `work` gives, or the worker cannot be set up, or it was asked to stop.
-pub fn block_on<T>(start: &Start, work: impl AsyncFnOnce(&Arc<Daemon>) -> anyhow::Result<T>) -> anyhow::Result<T> {
+pub fn block_on<T>(
+    start: &Start,
+    work: impl AsyncFnOnce(&Arc<Daemon>) -> anyhow::Result<T>,
+) -> anyhow::Result<T> {
     start.close_leftovers().context("closing what the last worker left open")?;
     let generation = start.ledger.next_generation();
     if generation > 1 {
         warn!(generation, "taking over");
     }
     crash_on_panic();
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().context("making a runtime")?;
+    let runtime =
+        tokio::runtime::Builder::new_current_thread().enable_all().build().context("making a runtime")?;
     runtime.block_on(async {
         let daemon = Daemon::start(start.ledger)?;
         tokio::select! {
@@ -56,7 +60,7 @@ async fn stop_requests(daemon: &Daemon) -> anyhow::Result<()> {
     tokio::spawn(async move { while interrupts.recv().await.is_some() {} });
     let mut asked = false;
     while requests.recv().await.is_some() {
-        let depending: usize = daemon.sessions().iter().filter(|session| !session.is_empty()).count();
+        let depending = daemon.restores_under_way();
         if depending == 0 {
             break;
         }
@@ -68,7 +72,10 @@ async fn stop_requests(daemon: &Daemon) -> anyhow::Result<()> {
         } else {
             asked = true;
             daemon.stopping.send_replace(true);
-            info!(sessions = depending, "asked to stop: once all memory is back; ask again to end the processes now");
+            info!(
+                sessions = depending,
+                "asked to stop: once all memory is back; ask again to end the processes now"
+            );
         }
     }
     Ok(())

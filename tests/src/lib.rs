@@ -4,6 +4,7 @@
 //!
 //! * [`Scene`]: one dumped target with its directories; starts servers, restores, collects the verdict.
 //! * [`Server`]: `rewake lazy-pages`, or CRIU's own with `REWAKE_TEST_SERVER=stock` (to see which tests it fails).
+//! * [`daemon`]: `rewake serve` and the commands that talk to it.
 //! * [`Criu`]: the dump and restore commands, from `CRIU` (default: `criu` on the path) and `CRIU_ALT`.
 //! * [`images`]: surgery on CRIU images, with a codec of its own so that it does not share our reader's mistakes.
 //! * [`pattern`]: what the pages hold.
@@ -14,6 +15,7 @@
 #![forbid(unsafe_code)]
 
 pub mod criu;
+pub mod daemon;
 pub mod images;
 pub mod pattern;
 pub mod process;

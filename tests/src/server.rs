@@ -57,7 +57,10 @@ pub fn stock() -> bool {
 }
 
 /// The daemon under test: `REWAKE_BIN`, or the newest `rewake` that was built beside the test programs.
-fn rewake() -> anyhow::Result<PathBuf> {
+///
+/// # Errors
+/// There is none.
+pub fn rewake() -> anyhow::Result<PathBuf> {
     if let Some(path) = env::var_os("REWAKE_BIN") {
         return Ok(path.into());
     }

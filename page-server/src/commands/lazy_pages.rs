@@ -29,7 +29,8 @@ pub fn run(options: &LazyPages) -> anyhow::Result<u8> {
         Some(path) => directory(path, "-W")?,
         None => images.clone(),
     };
-    std::env::set_current_dir(&work).with_context(|| format!("entering work directory {}", work.display()))?;
+    std::env::set_current_dir(&work)
+        .with_context(|| format!("entering work directory {}", work.display()))?;
     logging::start(options.log_file.as_deref(), options.verbosity)?;
     // SAFETY: the caller gave this descriptor to us, to write to and to close.
     let status = options.status_fd.map(|number| unsafe { OwnedFd::from_raw_fd(number) });

@@ -12,9 +12,9 @@ use tracing::{error, info, warn};
 
 use super::detach;
 use crate::cli::Serve;
+use crate::control::address;
 use crate::control::registry::Facts;
 use crate::control::server::{self, Until};
-use crate::control::address;
 use crate::supervisor::{self, Start};
 use crate::{logging, worker};
 

@@ -52,7 +52,7 @@ pub(super) fn state(session: &proto::Session) -> &'static str {
 
 fn as_table(status: &proto::Status) -> String {
     let mut text = String::new();
-    let daemon = status.daemon.clone().unwrap_or_default();
+    let daemon = status.daemon.unwrap_or_default();
     let cache = daemon.cache.unwrap_or_default();
     // Writing to a String cannot fail, here and below.
     let _ = writeln!(
@@ -97,7 +97,8 @@ fn as_table(status: &proto::Status) -> String {
 
 fn line(text: &mut String, session: &proto::Session) {
     let pages = |pages: u64| units::bytes(pages * rewake_uffd::PAGE_SIZE);
-    let latency = |nanos: u64| if nanos == 0 { "-".to_owned() } else { units::latency(Duration::from_nanos(nanos)) };
+    let latency =
+        |nanos: u64| if nanos == 0 { "-".to_owned() } else { units::latency(Duration::from_nanos(nanos)) };
     let _ = writeln!(
         text,
         "{:>7}  {:<9}  {:>7}  {:>22}  {:>8}  {:>8}  {:>8}  {}",
@@ -113,7 +114,7 @@ fn line(text: &mut String, session: &proto::Session) {
 }
 
 fn as_json(status: &proto::Status) -> Value {
-    let daemon = status.daemon.clone().unwrap_or_default();
+    let daemon = status.daemon.unwrap_or_default();
     let cache = daemon.cache.unwrap_or_default();
     json!({
         "daemon": {
@@ -181,7 +182,11 @@ mod tests {
             fault_p99_ns: 85_000,
             ..Default::default()
         };
-        let ended = |ok, reason: &str, summary| proto::Ended { ok, reason: reason.to_owned(), summary: Some(summary) };
+        let ended = |ok, reason: &str, summary| proto::Ended {
+            ok,
+            reason: reason.to_owned(),
+            summary: Some(summary),
+        };
         proto::Status {
             sessions: vec![session(7, State::Running)],
             recent: vec![
@@ -195,7 +200,9 @@ mod tests {
     #[test]
     fn the_table_shows_every_session_and_why_one_failed() {
         let text = as_table(&example());
-        for part in ["daemon 77", "5 served", "running", "512.0 KiB / 1.0 MiB", "85 µs", "complete", "ends early"] {
+        for part in
+            ["daemon 77", "5 served", "running", "512.0 KiB / 1.0 MiB", "85 µs", "complete", "ends early"]
+        {
             assert!(text.contains(part), "{part:?} is not in\n{text}");
         }
     }

@@ -37,7 +37,8 @@ pub fn default_socket() -> anyhow::Result<PathBuf> {
 /// The folder is missing or not writable, the path is too long for a socket (107 bytes), something that is no
 /// socket has the name, or a daemon listens there.
 pub fn bind(path: &Path) -> anyhow::Result<UnixListener> {
-    let folder = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let folder =
+        path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or_else(|| Path::new("."));
     if folder == Path::new(RUN) {
         let made = DirBuilder::new().recursive(true).mode(0o700).create(folder);
         made.with_context(|| format!("making {RUN}"))?;
@@ -49,9 +50,13 @@ pub fn bind(path: &Path) -> anyhow::Result<UnixListener> {
         .with_context(|| format!("locking {}", folder.display()))?;
     match state(path) {
         State::Free => {}
-        State::Stale => std::fs::remove_file(path).with_context(|| format!("replacing {}", path.display()))?,
+        State::Stale => {
+            std::fs::remove_file(path).with_context(|| format!("replacing {}", path.display()))?;
+        }
         State::Served => bail!("{}: a daemon listens here: use it, or give another --socket", path.display()),
-        State::Other(error) => return Err(error).with_context(|| format!("{}: not a socket", path.display())),
+        State::Other(error) => {
+            return Err(error).with_context(|| format!("{}: not a socket", path.display()));
+        }
     }
     let before = umask(Mode::from_bits_truncate(0o177));
     let bound = UnixListener::bind(path);

@@ -34,7 +34,9 @@ pub enum ClientError {
         error: io::Error,
     },
     /// The daemon is of another version.
-    #[error("the daemon ({program}) speaks version {version} of the control protocol, this program {VERSION}: restart it")]
+    #[error(
+        "the daemon ({program}) speaks version {version} of the control protocol, this program {VERSION}: restart it"
+    )]
     Version {
         /// What it says it is.
         program: String,
@@ -76,12 +78,15 @@ impl Client {
     pub async fn connect(path: &Path) -> Result<Self, ClientError> {
         let connected = UnixStream::connect(path).await;
         let stream = connected.map_err(|error| match error.kind() {
-            io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused => ClientError::NoDaemon(path.to_owned()),
+            io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused => {
+                ClientError::NoDaemon(path.to_owned())
+            }
             _ => ClientError::Connect { path: path.to_owned(), error },
         })?;
         let mut client = Self { stream };
         send(&mut client.stream, &hello()).await?;
-        let theirs: proto::Hello = receive(&mut client.stream, MESSAGE_LIMIT).await?.ok_or(ClientError::Closed)?;
+        let theirs: proto::Hello =
+            receive(&mut client.stream, MESSAGE_LIMIT).await?.ok_or(ClientError::Closed)?;
         if theirs.version != VERSION {
             return Err(ClientError::Version { program: theirs.program, version: theirs.version });
         }
@@ -105,7 +110,12 @@ impl Client {
     ///
     /// # Errors
     /// The image cannot be served, or the connection broke.
-    pub async fn open(&mut self, images: &Path, work: &Path, connect_limit: Duration) -> Result<u64, ClientError> {
+    pub async fn open(
+        &mut self,
+        images: &Path,
+        work: &Path,
+        connect_limit: Duration,
+    ) -> Result<u64, ClientError> {
         let open = proto::Open {
             images_dir: images.as_os_str().as_bytes().to_vec(),
             work_dir: work.as_os_str().as_bytes().to_vec(),

@@ -57,7 +57,9 @@ pub async fn receive<M: Message + Default>(
     timeout(limit, receive_all(stream)).await.map_err(|_| FrameError::Late(limit))?
 }
 
-async fn receive_all<M: Message + Default>(stream: &mut (impl AsyncRead + Unpin)) -> Result<Option<M>, FrameError> {
+async fn receive_all<M: Message + Default>(
+    stream: &mut (impl AsyncRead + Unpin),
+) -> Result<Option<M>, FrameError> {
     let mut len = [0; 4];
     let first = stream.read(&mut len).await?;
     if first == 0 {

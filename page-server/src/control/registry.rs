@@ -79,7 +79,12 @@ impl Registry {
     }
 
     fn lost(&self, lost: &Lost) {
-        error!(session = lost.number, "{:#}; ended the restored processes of {}", lost.error, lost.images.display());
+        error!(
+            session = lost.number,
+            "{:#}; ended the restored processes of {}",
+            lost.error,
+            lost.images.display()
+        );
         let summary = proto::Session {
             session: lost.number,
             images_dir: lost.images.as_os_str().as_bytes().to_vec(),
@@ -116,15 +121,15 @@ impl Registry {
         let registry = Rc::clone(self);
         tokio::task::spawn_local(async move {
             let result = registry.daemon.run(&mut open, Some(limit)).await;
-            match &result {
-                Ok(summary) => info!(
+            // A failure was logged when it happened.
+            if let Ok(summary) = &result {
+                info!(
                     session = number,
                     faults = summary.faults,
                     pages = summary.pages_copied + summary.pages_zero,
                     seconds = format!("{:.3}", summary.elapsed.as_secs_f64()),
                     "all memory is back"
-                ),
-                Err(error) => error!(session = number, "{error:#}"),
+                );
             }
             let reason = result.err().map(|error| format!("{error:#}"));
             registry.note(live.report(), reason.as_deref());

@@ -65,7 +65,8 @@ pub async fn run(
             let registry = Registry::new(daemon);
             registry.inherit();
             let (clients, client_left) = (Cell::new(0), Notify::new());
-            let server = Rc::new(Server { daemon: Arc::clone(daemon), registry, facts, clients, client_left });
+            let server =
+                Rc::new(Server { daemon: Arc::clone(daemon), registry, facts, clients, client_left });
             ready();
             tokio::select! {
                 () = Rc::clone(&server).accept(listener) => {}
@@ -144,7 +145,10 @@ impl Server {
         let Some(theirs) = receive::<proto::Hello>(&mut stream, MESSAGE_LIMIT).await? else { return Ok(()) };
         send(&mut stream, &hello()).await?;
         if theirs.version != VERSION {
-            warn!("{} speaks version {} of the control protocol, this daemon {VERSION}", theirs.program, theirs.version);
+            warn!(
+                "{} speaks version {} of the control protocol, this daemon {VERSION}",
+                theirs.program, theirs.version
+            );
             return Ok(());
         }
         while let Some(request) = receive::<Request>(&mut stream, MESSAGE_LIMIT).await? {
@@ -190,7 +194,10 @@ impl Server {
             let (kind, last) = match known {
                 Some(Known::Live(session)) => (reply::Kind::Progress(session), false),
                 Some(Known::Ended(ended)) => (reply::Kind::Ended(ended), true),
-                None => (failure(&format!("session {number} is not known: it ended long ago, or never was")), true),
+                None => (
+                    failure(&format!("session {number} is not known: it ended long ago, or never was")),
+                    true,
+                ),
             };
             send(stream, &Reply { kind: Some(kind) }).await?;
             if last {

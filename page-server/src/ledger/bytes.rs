@@ -14,7 +14,9 @@ pub(super) struct ByteCell<const N: usize> {
 impl<const N: usize> ByteCell<N> {
     /// Takes the bytes; false, and nothing changed, when they are too many.
     pub(super) fn set(&self, bytes: &[u8]) -> bool {
-        let Some(len) = u32::try_from(bytes.len()).ok().filter(|&len| len as usize <= N) else { return false };
+        let Some(len) = u32::try_from(bytes.len()).ok().filter(|&len| len as usize <= N) else {
+            return false;
+        };
         for (cell, byte) in self.bytes.iter().zip(bytes) {
             cell.store(*byte, Ordering::Relaxed);
         }

@@ -86,7 +86,8 @@ fn line(session: &Session) -> String {
     }
     let (back, all) = (resident(session), total(session).max(1));
     let full = usize::try_from(WIDTH as u64 * back.min(all) / all).unwrap_or(WIDTH);
-    let streaming = if session.running_ns == 0 { 0 } else { session.elapsed_ns.saturating_sub(session.running_ns) };
+    let streaming =
+        if session.running_ns == 0 { 0 } else { session.elapsed_ns.saturating_sub(session.running_ns) };
     let left = if back == 0 {
         "-".to_owned()
     } else {
@@ -126,7 +127,8 @@ mod tests {
             elapsed_ns: 2_000_000_000,
             ..Default::default()
         };
-        let wanted = "[======                  ] 1.0 GiB / 4.0 GiB  1.07 GB/s  12 faults, p99 85 µs  3.00 s left";
+        let wanted =
+            "[======                  ] 1.0 GiB / 4.0 GiB  1.07 GB/s  12 faults, p99 85 µs  3.00 s left";
         assert_eq!(line(&session), wanted);
     }
 

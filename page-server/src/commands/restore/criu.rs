@@ -13,7 +13,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use tokio::io::unix::AsyncFd;
 
-use crate::sys;
+use crate::{processes, sys};
 
 /// CRIU's log when its options name none.
 const LOG: &str = "restore.log";
@@ -84,7 +84,12 @@ impl Criu {
         stdout: bool,
     ) -> anyhow::Result<Self> {
         let mut command = Command::new(program);
-        command.args([OsStr::new("restore"), OsStr::new("--lazy-pages"), OsStr::new("-D"), images.as_os_str()]);
+        command.args([
+            OsStr::new("restore"),
+            OsStr::new("--lazy-pages"),
+            OsStr::new("-D"),
+            images.as_os_str(),
+        ]);
         command.arg("-W").arg(work);
         if options.log.is_none() {
             command.args(["-o", LOG]);
@@ -95,8 +100,9 @@ impl Criu {
         }
         let child = command.spawn();
         let child = child.with_context(|| format!("starting {} (name it with --criu)", program.display()))?;
-        let pidfd = sys::pidfd_open(child.id().cast_signed()).and_then(sys::watch).context("watching criu")?;
-        let log = work.join(options.log.as_deref().unwrap_or(Path::new(LOG)));
+        let pidfd =
+            sys::pidfd_open(child.id().cast_signed()).and_then(sys::watch).context("watching criu")?;
+        let log = work.join(options.log.as_deref().unwrap_or_else(|| Path::new(LOG)));
         Ok(Self { child, pidfd, log })
     }
 
@@ -109,6 +115,12 @@ impl Criu {
     /// Sends a signal; an ended CRIU is as good.
     pub(super) fn signal(&self, signal: Signal) {
         let _ = kill(Pid::from_raw(self.child.id().cast_signed()), signal);
+    }
+
+    /// Kills it and the tasks that it has made: they are parts of a tree that will never run.
+    pub(super) fn kill_tree(&self) {
+        processes::kill_descendants(self.child.id().cast_signed());
+        self.signal(Signal::SIGKILL);
     }
 
     /// The last error lines of its log.

@@ -62,7 +62,17 @@ async fn restore(options: &Restore, given: &Options, images: &Path) -> anyhow::R
     let (sender, latest) = watch::channel(Session::default());
     let timeline = Timeline { session, own_daemon: place.own_daemon, ..Default::default() };
     let detached = given.detached;
-    let mut course = Course { socket: &place.socket, session, started, detached, criu, latest, timeline, exit: None, told: false };
+    let mut course = Course {
+        socket: &place.socket,
+        session,
+        started,
+        detached,
+        criu,
+        latest,
+        timeline,
+        exit: None,
+        told: false,
+    };
     let mut bar = Bar::new(options.quiet);
     let how = {
         let followed = client::follow(&place.socket, session, &sender);
@@ -75,9 +85,13 @@ async fn restore(options: &Restore, given: &Options, images: &Path) -> anyhow::R
 /// SIGINT and SIGTERM, as they come.
 fn signals() -> anyhow::Result<mpsc::Receiver<Signal>> {
     let (sender, receiver) = mpsc::channel(1);
-    for (kind, number) in [(SignalKind::interrupt(), Signal::SIGINT), (SignalKind::terminate(), Signal::SIGTERM)] {
+    for (kind, number) in
+        [(SignalKind::interrupt(), Signal::SIGINT), (SignalKind::terminate(), Signal::SIGTERM)]
+    {
         let (mut requests, sender) = (signal(kind).context("watching signals")?, sender.clone());
-        tokio::spawn(async move { while requests.recv().await.is_some() && sender.send(number).await.is_ok() {} });
+        tokio::spawn(
+            async move { while requests.recv().await.is_some() && sender.send(number).await.is_ok() {} },
+        );
     }
     Ok(receiver)
 }
@@ -141,7 +155,7 @@ impl Course<'_> {
                     deadline = None;
                     self.look();
                     if self.exit.is_none() {
-                        self.criu.signal(Signal::SIGKILL);
+                        self.criu.kill_tree();
                     } else if self.timeline.alive_ms.is_none() {
                         bail!("criu ended, and session {} did not: see `rewake status`", self.session);
                     }
@@ -176,9 +190,11 @@ impl Course<'_> {
             // A daemon that has just lost its worker answers a moment later: the last report has to do.
             let status = async { Client::connect(self.socket).await?.status().await };
             let status = timeout(REPORT, status).await.ok().and_then(Result::ok).unwrap_or_default();
-            let sessions = status.sessions.iter().chain(status.recent.iter().filter_map(|ended| ended.summary.as_ref()));
+            let sessions =
+                status.sessions.iter().chain(status.recent.iter().filter_map(|ended| ended.summary.as_ref()));
             let found = sessions.into_iter().find(|session| session.session == self.session).cloned();
-            self.timeline.alive_resident_bytes = resident(&found.unwrap_or_else(|| self.latest.borrow().clone()));
+            self.timeline.alive_resident_bytes =
+                resident(&found.unwrap_or_else(|| self.latest.borrow().clone()));
         }
         Ok(())
     }
@@ -192,8 +208,8 @@ impl Course<'_> {
 
     fn ended(&mut self, result: &Result<Ended, ClientError>) {
         if let Ok(ended) = result {
-            let clock = Clock::new(self.started, ended.summary.as_ref().unwrap_or(&Session::default()));
-            self.timeline.end(ended, clock);
+            let session = ended.summary.clone().unwrap_or_default();
+            self.timeline.end(ended, Clock::new(self.started, &session));
         }
     }
 
@@ -207,11 +223,14 @@ impl Course<'_> {
 
     async fn interrupted(&mut self, signal: Signal) -> anyhow::Result<How> {
         if self.exit.is_none() {
-            self.criu.signal(signal);
-            if timeout(END_LIMIT, self.criu.ended()).await.is_err() {
-                self.criu.signal(Signal::SIGKILL);
+            if self.latest.borrow().running_ns == 0 {
+                self.criu.kill_tree();
+                self.end_session().await;
+            } else {
+                self.criu.signal(signal);
             }
-            self.end_session().await;
+            // One that does not end takes no notice of us: neither do we.
+            let _ = timeout(END_LIMIT, self.criu.ended()).await;
         }
         Ok(How::Interrupted(signal))
     }
@@ -238,7 +257,10 @@ impl Course<'_> {
         }
         match &self.timeline.reason {
             Some(reason) if exit.success() || ran => bail!("the restored processes were ended: {reason}"),
-            _ if !ran => bail!("criu restore failed ({exit}); nothing was restored"),
+            Some(reason) if !ran => {
+                bail!("criu restore failed ({exit}); nothing was restored; the page server: {reason}")
+            }
+            None if !ran => bail!("criu restore failed ({exit}); nothing was restored"),
             _ => {}
         }
         self.tell(bar);
@@ -246,7 +268,8 @@ impl Course<'_> {
     }
 
     fn stopped(&self, signal: Signal) -> u8 {
-        let fate = if self.latest.borrow().running_ns == 0 { "ended" } else { "go on; so does their page server" };
+        let fate =
+            if self.latest.borrow().running_ns == 0 { "ended" } else { "go on; so does their page server" };
         write(&format!("rewake: {signal}: the restored processes {fate}\n"));
         128 + u8::try_from(signal as i32).unwrap_or(0)
     }

@@ -56,7 +56,7 @@ impl Place {
             Some(path) => path,
             None => {
                 // Beside the socket: a daemon with a /tmp of its own would not find it there.
-                let folder = folder(socket.parent().unwrap_or(Path::new("/")))?;
+                let folder = folder(socket.parent().unwrap_or_else(|| Path::new("/")))?;
                 let path = folder.path().to_owned();
                 folders.push(folder);
                 path
@@ -88,5 +88,8 @@ fn start_daemon(folder: &Path) -> anyhow::Result<PathBuf> {
         return Ok(socket);
     }
     let said = fs::read_to_string(&complaints).unwrap_or_default();
-    bail!("a daemon for this restore could not be started: {}", said.lines().last().unwrap_or("it said nothing"))
+    bail!(
+        "a daemon for this restore could not be started: {}",
+        said.lines().last().unwrap_or("it said nothing")
+    )
 }

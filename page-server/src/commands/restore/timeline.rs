@@ -96,7 +96,8 @@ impl Timeline {
         self.faults = session.faults;
         self.fault_p50_us = micros(session.fault_p50_ns);
         self.fault_p99_us = micros(session.fault_p99_ns);
-        let streaming = self.all_resident_ms.zip(clock.at(session.running_ns)).map(|(end, start)| end - start);
+        let streaming =
+            self.all_resident_ms.zip(clock.at(session.running_ns)).map(|(end, start)| end - start);
         self.gb_per_s = streaming.filter(|&ms| ms > 0.0).map(|ms| resident(&session) as f64 / ms / 1e6);
     }
 
@@ -117,7 +118,10 @@ impl Timeline {
             let _ = writeln!(text, "{ms:8.1} ms  {what}");
         }
         let micros = |micros: Option<f64>| {
-            micros.map_or_else(|| "-".to_owned(), |micros| units::latency(Duration::from_secs_f64(micros / 1e6)))
+            micros.map_or_else(
+                || "-".to_owned(),
+                |micros| units::latency(Duration::from_secs_f64(micros / 1e6)),
+            )
         };
         let _ = writeln!(
             text,

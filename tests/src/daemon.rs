@@ -1,0 +1,147 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! `rewake serve` under test, and the commands that talk to it.
+
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Output, Stdio};
+use std::time::Duration;
+
+use anyhow::{Context, ensure};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use serde_json::Value;
+use tempfile::TempDir;
+
+use crate::criu::Criu;
+use crate::process::{children, kill_all, tail, until, wait_child};
+use crate::server::rewake;
+
+/// Time until a daemon answers.
+const START: Duration = Duration::from_secs(10);
+
+/// A running `rewake serve` with a socket of its own. Dropping it kills it and its workers.
+#[derive(Debug)]
+pub struct Daemon {
+    dir: TempDir,
+    child: Child,
+}
+
+impl Daemon {
+    /// Starts one and waits until it answers.
+    ///
+    /// # Errors
+    /// It does not, with the end of its log.
+    pub fn start() -> anyhow::Result<Self> {
+        let dir = tempfile::Builder::new().prefix("rewake-serve-").tempdir().context("make a directory")?;
+        let log = File::create(dir.path().join("serve.err"))?;
+        let mut command = Command::new(rewake()?);
+        command.arg("serve").arg("--socket").arg(dir.path().join("socket"));
+        command.args(["-v4", "-o"]).arg(dir.path().join("serve.log"));
+        let child = command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log).spawn()?;
+        let daemon = Self { dir, child };
+        until(START, || daemon.status().ok()).with_context(|| format!("no answer\n{}", daemon.logs()))?;
+        Ok(daemon)
+    }
+
+    /// Its control socket.
+    #[must_use]
+    pub fn socket(&self) -> PathBuf {
+        self.dir.path().join("socket")
+    }
+
+    /// What `rewake status --json` says.
+    ///
+    /// # Errors
+    /// It fails.
+    pub fn status(&self) -> anyhow::Result<Value> {
+        let mut command = Command::new(rewake()?);
+        let output = command.args(["status", "--json", "--socket"]).arg(self.socket()).output()?;
+        ensure!(output.status.success(), "rewake status: {}", String::from_utf8_lossy(&output.stderr));
+        serde_json::from_slice(&output.stdout).context("what rewake status says")
+    }
+
+    /// A `rewake restore` that uses this daemon.
+    ///
+    /// # Errors
+    /// No program to start.
+    pub fn restore(&self, criu: &Criu, images: &Path) -> anyhow::Result<Command> {
+        let mut command = restore(criu, images)?;
+        command.arg("--socket").arg(self.socket());
+        Ok(command)
+    }
+
+    /// Kills the worker.
+    ///
+    /// # Errors
+    /// The daemon does not answer, or the worker is gone.
+    pub fn kill_worker(&self) -> anyhow::Result<()> {
+        let pid = self.status()?["daemon"]["worker_pid"].as_i64().context("the worker's pid")?;
+        kill(Pid::from_raw(i32::try_from(pid)?), Signal::SIGKILL).context("kill the worker")
+    }
+
+    /// Asks it to end.
+    ///
+    /// # Errors
+    /// It is gone already.
+    pub fn terminate(&self) -> anyhow::Result<()> {
+        kill(Pid::from_raw(self.child.id().cast_signed()), Signal::SIGTERM).context("SIGTERM to the daemon")
+    }
+
+    /// Waits for its end.
+    ///
+    /// # Errors
+    /// It did not end in time.
+    pub fn ended(&mut self, limit: Duration) -> anyhow::Result<ExitStatus> {
+        wait_child(&mut self.child, limit).with_context(|| format!("it did not end\n{}", self.logs()))
+    }
+
+    /// The ends of its logs.
+    #[must_use]
+    pub fn logs(&self) -> String {
+        tail(&self.dir.path().join("serve.log"), 60) + &tail(&self.dir.path().join("serve.err"), 20)
+    }
+}
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            eprintln!("{}", self.logs());
+        }
+        let workers = children(Pid::from_raw(self.child.id().cast_signed()));
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+        kill_all(&workers);
+    }
+}
+
+/// `rewake restore --json` of an image, with no daemon named and no CRIU options yet.
+///
+/// # Errors
+/// No program to start.
+pub fn restore(criu: &Criu, images: &Path) -> anyhow::Result<Command> {
+    let mut command = Command::new(rewake()?);
+    command.args(["restore", "--json", "-D"]).arg(images).env("CRIU", criu.command("").get_program());
+    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    Ok(command)
+}
+
+/// The timeline of a restore that must have gone well.
+///
+/// # Errors
+/// It did not, with what it wrote.
+pub fn timeline(output: &Output) -> anyhow::Result<Value> {
+    let errors = String::from_utf8_lossy(&output.stderr);
+    ensure!(output.status.success(), "rewake restore: {}\n{errors}", output.status);
+    let timeline: Value = serde_json::from_slice(&output.stdout).context("the timeline")?;
+    ensure!(timeline["ok"] == true, "{timeline}\n{errors}");
+    Ok(timeline)
+}
+
+/// The processes whose command line names `text`.
+#[must_use]
+pub fn processes_naming(text: &str) -> Vec<String> {
+    let Ok(entries) = fs::read_dir("/proc") else { return Vec::new() };
+    let lines = entries.flatten().filter_map(|entry| fs::read(entry.path().join("cmdline")).ok());
+    let lines = lines.map(|line| String::from_utf8_lossy(&line).replace('\0', " "));
+    lines.filter(|line| line.contains(text)).collect()
+}

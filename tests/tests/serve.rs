@@ -1,0 +1,288 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! `rewake serve`, `rewake restore` and `rewake status`: many restores, at once, with failures among them.
+
+use std::fs::{self, File};
+use std::os::unix::fs::PermissionsExt as _;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+
+use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
+use rewake_tests::daemon::{Daemon, processes_naming, restore, timeline};
+use rewake_tests::images::{self, Pagemap, pagemap_path, pages_path};
+use rewake_tests::process::{run, until};
+use rewake_tests::scene::{ACT, END};
+use rewake_tests::{Criu, Scene, Verdict, need, skip};
+use serde_json::Value;
+
+/// The pages file of a scene's one process.
+fn pages_file(scene: &Scene) -> PathBuf {
+    let pagemap = Pagemap::read(&pagemap_path(&scene.images(), scene.pid())).unwrap();
+    pages_path(&scene.images(), &pagemap)
+}
+
+/// `rewake restore -- -d` with the scene's work directory, not yet started.
+fn detached(daemon: &Daemon, criu: &Criu, scene: &Scene) -> Command {
+    let mut command = daemon.restore(criu, &scene.images()).unwrap();
+    command.arg("-W").arg(scene.work()).args(["--", "-d", "-v4"]);
+    command
+}
+
+fn session(status: &Value, state: &str) -> Option<Value> {
+    let live = status["sessions"].as_array().unwrap().iter();
+    let recent = status["recent"].as_array().unwrap().iter().map(|ended| &ended["summary"]);
+    live.chain(recent).find(|session| session["state"] == state).cloned()
+}
+
+/// Some once a restore has connected, and may not have ended.
+fn under_way(daemon: &Daemon) -> Option<()> {
+    let status = daemon.status().ok()?;
+    let states = ["restoring", "running", "complete"];
+    states.iter().any(|state| session(&status, state).is_some()).then_some(())
+}
+
+#[test]
+fn one_daemon_serves_one_restore_after_another() {
+    let criu = need!(Criu::main());
+    let mut scene = Scene::dumped(&criu, "plain", 32).unwrap();
+    let daemon = Daemon::start().unwrap();
+    for round in 1..=2 {
+        scene.go().unwrap();
+        let output = detached(&daemon, &criu, &scene).output().unwrap();
+        let told = timeline(&output).unwrap();
+        assert_eq!(scene.verdict(ACT).unwrap(), Verdict::Ok);
+        assert_eq!((&told["session"], &told["own_daemon"]), (&round.into(), &false.into()));
+        assert!(told["alive_ms"].as_f64() <= told["all_resident_ms"].as_f64(), "{told}");
+        assert!(told["copied_bytes"].as_u64() >= Some(32 << 20), "{told}");
+        let status = daemon.status().unwrap();
+        assert_eq!(status["daemon"]["sessions_served"], round);
+        assert_eq!(session(&status, "complete").unwrap()["images_dir"], scene.images().to_str().unwrap());
+        scene.next_round().unwrap();
+    }
+}
+
+/// `rewake restore` in new pid and mount namespaces, where `files` lies over the target's own: the same image can
+/// run there beside itself.
+fn in_namespaces(daemon: &Daemon, criu: &Criu, scene: &Scene, files: &Path) -> Child {
+    let inner = daemon.restore(criu, &scene.images()).unwrap();
+    let mut command = Command::new("unshare");
+    command.args(["--mount", "--pid", "--fork", "--mount-proc", "sh", "-c"]);
+    command.arg("mount --bind \"$0\" \"$1\" && shift && exec \"$@\"").arg(files).arg(scene.files());
+    command.arg(inner.get_program()).args(inner.get_args()).args(["--", "-v4"]);
+    command.env("CRIU", criu.command("").get_program());
+    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+}
+
+#[test]
+fn three_restores_of_one_image_at_once_share_what_is_read() {
+    let criu = need!(Criu::main());
+    let mut probe = Command::new("unshare");
+    if !run(probe.args(["--mount", "--pid", "--fork", "--mount-proc", "true"]), ACT)
+        .is_ok_and(|status| status.success())
+    {
+        skip!(unable, "no new pid namespaces here (unshare --pid)");
+    }
+    let scene = Scene::dumped(&criu, "plain", 128).unwrap();
+    let daemon = Daemon::start().unwrap();
+    let dir = tempfile::tempdir().unwrap();
+    let pages = File::open(pages_file(&scene)).unwrap();
+    pages.sync_all().unwrap();
+    posix_fadvise(&pages, 0, 0, PosixFadviseAdvice::POSIX_FADV_DONTNEED).unwrap();
+
+    let folders: Vec<PathBuf> = (0..3).map(|number| dir.path().join(number.to_string())).collect();
+    let start = |folder: &PathBuf| {
+        fs::create_dir(folder).unwrap();
+        in_namespaces(&daemon, &criu, &scene, folder)
+    };
+    let restores: Vec<Child> = folders.iter().map(start).collect();
+    let all_live = || {
+        let status = daemon.status().ok()?;
+        let running = status["sessions"].as_array()?.iter().filter(|session| session["tasks"] == 1).count();
+        (running + status["recent"].as_array()?.len() == 3).then_some(())
+    };
+    until(ACT, all_live).expect("three sessions");
+    for folder in &folders {
+        fs::write(folder.join("go"), "").unwrap();
+    }
+    for (restore, folder) in restores.into_iter().zip(&folders) {
+        timeline(&restore.wait_with_output().unwrap()).unwrap();
+        assert_eq!(fs::read_to_string(folder.join("verdict")).unwrap(), "OK\n");
+    }
+    let status = daemon.status().unwrap();
+    assert_eq!(status["daemon"]["sessions_served"], 3, "{status}");
+    let blocks = pages.metadata().unwrap().len().div_ceil(256 * 1024);
+    let loads = status["cache"]["loads"].as_u64().unwrap();
+    eprintln!("{loads} loads of {blocks} blocks for three restores: {}", status["cache"]);
+    assert!(loads < 3 * blocks, "{loads} loads of {blocks} blocks: nothing was shared");
+}
+
+/// A CRIU that cuts the pages file of the served copy in half, which the daemon has checked by then, and restores
+/// from the scene's own images: CRIU 4.2 reads a cut file in an endless loop.
+fn saboteur(criu: &Criu, scene: &Scene, served: &Path) -> PathBuf {
+    let path = scene.work().join("criu");
+    let program = criu.command("").get_program().to_owned();
+    let pages = served.join(pages_file(scene).file_name().unwrap());
+    let half = pages.metadata().unwrap().len() / 2;
+    let script = format!(
+        "#!/bin/sh\ntruncate -s {half} {}\nact=$1 lazy=$2\nshift 4\nexec {} $act $lazy -D {} \"$@\"\n",
+        pages.display(),
+        program.display(),
+        scene.images().display(),
+    );
+    fs::write(&path, script).unwrap();
+    fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
+    path
+}
+
+#[test]
+fn a_failing_session_harms_no_other() {
+    let criu = need!(Criu::main());
+    let good = Scene::dumped(&criu, "random", 64).unwrap();
+    let bad = Scene::dumped(&criu, "plain", 64).unwrap();
+    let daemon = Daemon::start().unwrap();
+    good.go().unwrap();
+    let restoring = detached(&daemon, &criu, &good).spawn().unwrap();
+
+    bad.go().unwrap();
+    let served = bad.images().join("served");
+    images::copy(&bad.images(), &served).unwrap();
+    let broken = saboteur(&criu, &bad, &served);
+    let mut command = daemon.restore(&criu, &served).unwrap();
+    command.arg("-W").arg(bad.work()).arg("--criu").arg(broken).args(["--", "-d"]);
+    let output = command.output().unwrap();
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{said}");
+    assert!(said.contains("pages-1.img: the file ends"), "{said}");
+    assert!(!bad.written().contains("BAD") && !bad.written().contains("OK"), "{}", bad.written());
+
+    timeline(&restoring.wait_with_output().unwrap()).unwrap();
+    good.stop().unwrap();
+    assert_eq!(good.verdict(ACT).unwrap(), Verdict::Ok);
+    let status = daemon.status().unwrap();
+    assert_eq!(
+        (&status["daemon"]["sessions_served"], &status["daemon"]["sessions_failed"]),
+        (&1.into(), &1.into())
+    );
+    assert_eq!(status["daemon"]["generation"], 1, "no worker died of it");
+}
+
+#[test]
+fn sessions_and_their_clients_outlive_a_killed_worker() {
+    let criu = need!(Criu::main());
+    let scene = Scene::dumped(&criu, "random", 64).unwrap();
+    let daemon = Daemon::start().unwrap();
+    let restoring = detached(&daemon, &criu, &scene).spawn().unwrap();
+    until(ACT, || under_way(&daemon)).expect("a restore under way");
+    daemon.kill_worker().unwrap();
+    scene.go().unwrap();
+    timeline(&restoring.wait_with_output().unwrap()).unwrap();
+    scene.stop().unwrap();
+    assert_eq!(scene.verdict(ACT).unwrap(), Verdict::Ok);
+
+    daemon.kill_worker().unwrap();
+    let status = until(END, || daemon.status().ok().filter(|status| status["daemon"]["generation"] == 3));
+    let status = status.expect("an answer of the third worker");
+    assert_eq!(status["daemon"]["sessions_served"], 1, "what ended is not forgotten: {status}");
+    assert_eq!(session(&status, "complete").unwrap()["session"], 1);
+}
+
+#[test]
+fn a_restore_without_a_daemon_starts_and_ends_its_own() {
+    let criu = need!(Criu::main());
+    if UnixStream::connect("/run/rewake/rewake.sock").is_ok() {
+        skip!("a daemon listens on /run/rewake/rewake.sock");
+    }
+    let scene = Scene::dumped(&criu, "plain", 32).unwrap();
+    scene.go().unwrap();
+    let temp = tempfile::tempdir().unwrap();
+    let mut command = restore(&criu, &scene.images()).unwrap();
+    let output = command.args(["--", "-d"]).env("TMPDIR", temp.path()).output().unwrap();
+    let told = timeline(&output).unwrap();
+    assert_eq!(told["own_daemon"], true);
+    assert_eq!(scene.verdict(ACT).unwrap(), Verdict::Ok);
+    let ours = temp.path().to_str().unwrap();
+    until(END, || processes_naming(ours).is_empty().then_some(())).expect("its daemon ends");
+    assert_eq!(fs::read_dir(temp.path()).unwrap().count(), 0, "nothing is left behind");
+}
+
+#[test]
+fn without_d_the_restore_lasts_as_long_as_the_tree_and_ends_as_criu_does() {
+    let criu = need!(Criu::main());
+    let scene = Scene::dumped(&criu, "plain", 32).unwrap();
+    let daemon = Daemon::start().unwrap();
+    let mut restoring = daemon.restore(&criu, &scene.images()).unwrap().spawn().unwrap();
+    until(ACT, || session(&daemon.status().ok()?, "complete")).expect("all memory is back");
+    assert!(restoring.try_wait().unwrap().is_none(), "the tree still runs");
+    scene.go().unwrap();
+    let told = timeline(&restoring.wait_with_output().unwrap()).unwrap();
+    assert_eq!(told["criu_exit_code"], 0);
+    assert!(told["criu_ended_ms"].as_f64() >= told["all_resident_ms"].as_f64(), "{told}");
+    assert_eq!(scene.written(), "OK\n");
+}
+
+#[test]
+fn a_failed_criu_is_told_and_leaves_no_session_and_no_directory() {
+    let criu = need!(Criu::main());
+    let scene = Scene::dumped(&criu, "plain", 8).unwrap();
+    let daemon = Daemon::start().unwrap();
+    fs::write(scene.images().join("core-1.img"), "").unwrap(); // harmless: not of this tree
+    fs::remove_file(scene.images().join(format!("fs-{}.img", scene.pid()))).unwrap();
+    let mut command = daemon.restore(&criu, &scene.images()).unwrap();
+    let output = command.args(["--", "-d"]).output().unwrap();
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{said}");
+    assert!(said.contains("criu: ") && said.contains("Error ("), "{said}");
+    assert!(said.contains("nothing was restored"), "{said}");
+    let status = daemon.status().unwrap();
+    assert_eq!(
+        (status["sessions"].as_array().unwrap().len(), &status["daemon"]["sessions_failed"]),
+        (0, &1.into())
+    );
+    let folder = daemon.socket();
+    let left: Vec<_> =
+        fs::read_dir(folder.parent().unwrap()).unwrap().flatten().map(|entry| entry.file_name()).collect();
+    assert!(!left.iter().any(|name| name.to_string_lossy().starts_with("restore-")), "{left:?}");
+}
+
+#[test]
+fn an_image_that_cannot_be_served_is_one_clear_line_and_nothing_is_started() {
+    let criu = need!(Criu::main());
+    let scene = Scene::dumped(&criu, "plain", 8).unwrap();
+    let daemon = Daemon::start().unwrap();
+    File::options().write(true).open(pages_file(&scene)).unwrap().set_len(4096).unwrap();
+    for mut command in
+        [daemon.restore(&criu, &scene.images()).unwrap(), restore(&criu, &scene.images()).unwrap()]
+    {
+        let output = command.arg("--").arg("-d").output().unwrap();
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert_eq!((output.status.code(), said.lines().count()), (Some(1), 1), "{said}");
+        assert!(said.contains("pages-") && said.contains("nothing was started"), "{said}");
+    }
+    assert_eq!(daemon.status().unwrap()["daemon"]["sessions_failed"], 0);
+}
+
+#[test]
+fn a_daemon_asked_to_end_lets_its_sessions_finish_first() {
+    let criu = need!(Criu::main());
+    let scene = Scene::dumped(&criu, "random", 256).unwrap();
+    let mut daemon = Daemon::start().unwrap();
+    scene.go().unwrap();
+    let restoring = detached(&daemon, &criu, &scene).spawn().unwrap();
+    until(ACT, || under_way(&daemon)).expect("a restore under way");
+    daemon.terminate().unwrap();
+    timeline(&restoring.wait_with_output().unwrap()).unwrap();
+    assert_eq!(daemon.ended(END).unwrap().code(), Some(0));
+    assert!(!daemon.socket().exists());
+    scene.stop().unwrap();
+    assert_eq!(scene.verdict(ACT).unwrap(), Verdict::Ok);
+}
+
+#[test]
+fn an_idle_daemon_asked_to_end_ends_at_once() {
+    need!(Criu::main());
+    let mut daemon = Daemon::start().unwrap();
+    daemon.terminate().unwrap();
+    assert_eq!(daemon.ended(Duration::from_secs(5)).unwrap().code(), Some(0));
+    assert!(!daemon.socket().exists());
+}
