@@ -110,6 +110,12 @@ impl Daemon {
     /// more, are ended: their processes are dead before this returns.
     pub fn inherit(&self) -> Vec<Result<OpenSession, Lost>> {
         self.ledger.reclaim();
+        for slot in self.ledger.sessions() {
+            // It died while it opened the session: nobody was told of it yet.
+            if slot.state() == SessionState::Listening && slot.listener.load(Ordering::Acquire) == NO_FD {
+                slot.set_state(SessionState::Free);
+            }
+        }
         let taken =
             self.ledger.sessions().iter().enumerate().filter(|(_, slot)| slot.state() != SessionState::Free);
         let inherit = |(index, slot): (usize, &'static SessionSlot)| {
@@ -175,6 +181,7 @@ impl Daemon {
         connect_limit: Option<Duration>,
     ) -> anyhow::Result<Summary> {
         let outcome = self.run(&mut open, connect_limit).await;
+        self.ledger.outcomes().note(open.session.number, outcome.is_ok(), &[]);
         self.close(open);
         outcome
     }

@@ -36,7 +36,8 @@ impl Image {
         images.inventory()?;
         let mut plans = BTreeMap::new();
         for task in images.tasks()? {
-            let plan = if task.state.has_memory() { Some(Self::task(&images, path, task.pid)?) } else { None };
+            let plan =
+                if task.state.has_memory() { Some(Self::task(&images, path, task.pid)?) } else { None };
             plans.insert(task.pid, plan);
         }
         Ok(Self { plans })

@@ -24,7 +24,8 @@ pub fn start(file: Option<&Path>, verbosity: u8) -> anyhow::Result<()> {
         // A second start, as in tests, keeps the first's settings.
         None => drop(builder.without_time().with_writer(std::io::stderr).try_init()),
         Some(path) => {
-            let file = std::fs::File::create(path).with_context(|| format!("making log file {}", path.display()))?;
+            let file =
+                std::fs::File::create(path).with_context(|| format!("making log file {}", path.display()))?;
             drop(builder.with_thread_names(true).with_writer(Mutex::new(file)).try_init());
         }
     }

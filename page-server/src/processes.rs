@@ -48,7 +48,8 @@ mod tests {
 
     #[test]
     fn children_of_children_are_killed_and_the_process_itself_is_not() {
-        let mut shell = Command::new("sh").args(["-c", "sh -c 'sleep 100; true'; sleep 100"]).spawn().unwrap();
+        let mut shell =
+            Command::new("sh").args(["-c", "sh -c 'sleep 100; true'; sleep 100"]).spawn().unwrap();
         let pid = i32::try_from(shell.id()).unwrap();
         while descendants(pid).len() < 2 {
             std::thread::yield_now();

@@ -144,11 +144,10 @@ impl Start {
     /// # Errors
     /// The descriptors cannot be listed.
     pub fn close_leftovers(&self) -> std::io::Result<()> {
-        let mut needed: BTreeSet<i32> = self.ledger.descriptors().chain(self.inherited.iter().copied()).collect();
-        if self.ledger.is_ready() {
-            // Closed by then; the numbers may have been the dead worker's for something else.
-            needed.retain(|number| !self.notify.contains(number));
-        }
+        // A notified descriptor is closed, and its number may be anything's by now: a userfaultfd's, too.
+        let notified = |number: &i32| self.ledger.is_ready() && self.notify.contains(number);
+        let inherited = self.inherited.iter().copied().filter(|number| !notified(number));
+        let needed: BTreeSet<i32> = self.ledger.descriptors().chain(inherited).collect();
         for number in open_descriptors()?.difference(&needed) {
             // The listing's own descriptor is among them, closed already: EBADF is harmless.
             // SAFETY: it belonged to the dead worker; nothing in this process owns it.

@@ -152,13 +152,7 @@ pub fn pass_credentials(socket: BorrowedFd<'_>) -> io::Result<()> {
     let len = size_of::<libc::c_int>() as libc::socklen_t;
     // SAFETY: the option's value is a live int of the length given.
     let result = unsafe {
-        libc::setsockopt(
-            socket.as_raw_fd(),
-            libc::SOL_SOCKET,
-            libc::SO_PASSCRED,
-            (&raw const on).cast(),
-            len,
-        )
+        libc::setsockopt(socket.as_raw_fd(), libc::SOL_SOCKET, libc::SO_PASSCRED, (&raw const on).cast(), len)
     };
     check(result.into()).map(drop)
 }

@@ -44,7 +44,7 @@ pub fn run(options: &LazyPages) -> anyhow::Result<u8> {
     supervisor::supervise(notify, |start| {
         match worker::block_on(start, async |daemon| session(start, daemon, &images, &work, limit).await) {
             Ok(summary) => {
-                report(&summary);
+                summary.iter().for_each(report);
                 0
             }
             Err(error) => {
@@ -62,14 +62,17 @@ async fn session(
     images: &Path,
     work: &Path,
     limit: Option<Duration>,
-) -> anyhow::Result<Summary> {
+) -> anyhow::Result<Option<Summary>> {
     let inherited = if start.successor { daemon.inherit().pop() } else { None };
-    let open = match inherited {
-        Some(inherited) => inherited.map_err(|lost| lost.error)?,
-        None => daemon.open(images, work)?,
+    let open = match (inherited, start.ledger.outcomes().counts()) {
+        (Some(inherited), _) => inherited.map_err(|lost| lost.error)?,
+        (None, (0, 0)) => daemon.open(images, work)?,
+        // The last worker died with its work done: there is one restore to serve, and it was.
+        (None, (_, 0)) => return Ok(None),
+        (None, _) => bail!("the restore had failed already: see above"),
     };
     start.ready();
-    daemon.serve(open, limit).await
+    Ok(Some(daemon.serve(open, limit).await?))
 }
 
 fn report(summary: &Summary) {

@@ -43,7 +43,11 @@ pub(super) struct Work {
 enum Bytes {
     Here(BlockRef),
     /// In the page cache: being read into the buffer, `filled` bytes so far.
-    Warm { guard: LoadGuard, buffer: BufferSlice, filled: usize },
+    Warm {
+        guard: LoadGuard,
+        buffer: BufferSlice,
+        filled: usize,
+    },
 }
 
 impl Reactor {
@@ -55,7 +59,9 @@ impl Reactor {
             return true; // dropped with its buffer: the process ended
         }
         match work.bytes {
-            Bytes::Warm { guard, buffer, filled } => self.read_warm(work.claim, work.next, guard, buffer, filled),
+            Bytes::Warm { guard, buffer, filled } => {
+                self.read_warm(work.claim, work.next, guard, buffer, filled)
+            }
             Bytes::Here(block) => self.fill_piece(work.claim, work.next, block),
         }
         true
@@ -114,7 +120,9 @@ impl Reactor {
             (Arc::clone(&claim.space.files[block.file as usize]), block.index, block.first)
         };
         match self.shared.cache.acquire(&file, index, &self.waker) {
-            Acquire::Hit(block) => self.ready.push_back(Work { claim, next: first, bytes: Bytes::Here(block) }),
+            Acquire::Hit(block) => {
+                self.ready.push_back(Work { claim, next: first, bytes: Bytes::Here(block) })
+            }
             Acquire::Load(guard) => self.load(claim, &file, first, guard),
             Acquire::Pending => self.waiting.push(claim),
             Acquire::Full => {
@@ -173,7 +181,14 @@ impl Reactor {
         self.ready.push_back(Work { claim, next: first, bytes: Bytes::Here(block) });
     }
 
-    fn read_warm(&mut self, claim: Claim, next: PageIx, guard: LoadGuard, mut buffer: BufferSlice, filled: usize) {
+    fn read_warm(
+        &mut self,
+        claim: Claim,
+        next: PageIx,
+        guard: LoadGuard,
+        mut buffer: BufferSlice,
+        filled: usize,
+    ) {
         let end = buffer.len().min(filled + WARM_STEP);
         let file = {
             let layout = claim.space.layout();
@@ -211,7 +226,11 @@ impl Reactor {
 
     fn finish(&mut self, claim: &Claim, block: BlockRef) {
         // Kept for a second session of the same image; alone, the same warm buffer is used again.
-        if self.shared.lone_session() { block.discard() } else { drop(block) }
+        if self.shared.lone_session() {
+            block.discard()
+        } else {
+            drop(block)
+        }
         claim.space.layout().release(claim.block, Finish::Done);
         self.shared.check_finished(&claim.space);
     }

@@ -73,7 +73,8 @@ impl Reactor {
         layout.promote(place.block);
         match self.bytes_at_hand(file, place) {
             Bytes::Here => {
-                let filled = space.fill_demand(&layout, demand.address, Some(place.page), Some(&self.page[..]));
+                let filled =
+                    space.fill_demand(&layout, demand.address, Some(place.page), Some(&self.page[..]));
                 drop(layout);
                 self.served(demand, filled);
             }
@@ -108,8 +109,7 @@ impl Reactor {
     }
 
     fn read_window(&mut self, mut demand: Demand, file: &Arc<PagesFile>, window: Window) {
-        let same =
-            |other: &Demand| other.reading == Some(window) && Arc::ptr_eq(&other.space, &demand.space);
+        let same = |other: &Demand| other.reading == Some(window) && Arc::ptr_eq(&other.space, &demand.space);
         if self.demands.iter().any(|(_, other)| same(other)) {
             return; // on its way already; the fill wakes every thread that waits in the window
         }

@@ -95,7 +95,8 @@ mod tests {
     #[test]
     fn without_faults_every_reactor_reads_ahead() {
         let pace = Pace::new(2);
-        let begun: Vec<Begun> = std::iter::from_fn(|| pace.allows().then(|| pace.begin())).take(100).collect();
+        let begun: Vec<Begun> =
+            std::iter::from_fn(|| pace.allows().then(|| pace.begin())).take(100).collect();
         assert_eq!(begun.len(), 2 * CALM_DEPTH);
         begun.into_iter().for_each(|begun| pace.end(begun));
         assert!(pace.allows());
@@ -118,7 +119,8 @@ mod tests {
         let pace = Pace::new(2);
         pace.block.store(50_000, Ordering::Relaxed);
         pace.disk_fault();
-        let begun: Vec<Begun> = std::iter::from_fn(|| pace.allows().then(|| pace.begin())).take(100).collect();
+        let begun: Vec<Begun> =
+            std::iter::from_fn(|| pace.allows().then(|| pace.begin())).take(100).collect();
         assert_eq!(begun.len(), 6);
     }
 }

@@ -322,12 +322,13 @@ impl Reactor {
                 std::process::abort();
             }
         };
-        for event in events.iter().take(count) {
-            match event.data() {
-                WAKER => self.woken(),
-                ENGINE => {}
-                token => self.home_ready(token - FIRST_HOME),
-            }
+        let tokens = || events.iter().take(count).map(EpollEvent::data);
+        for token in tokens().filter(|token| *token >= FIRST_HOME) {
+            self.home_ready(token - FIRST_HOME);
+        }
+        // Last: it may retire homes, and a token of this round must not be taken for a later home's.
+        if tokens().any(|token| token == WAKER) {
+            self.woken();
         }
         if self.unended {
             self.look_after_homes();
@@ -373,9 +374,9 @@ impl Reactor {
         let key = self.homes.insert(home);
         let token = FIRST_HOME + 2 * key as u64;
         let pidfd = space.slot.pidfd.load(Ordering::Acquire);
-        let watched = self.watch(space.uffd.as_raw_fd(), token).and_then(|()| {
-            if pidfd == NO_FD { Ok(()) } else { self.watch(pidfd, token + 1) }
-        });
+        let watched = self
+            .watch(space.uffd.as_raw_fd(), token)
+            .and_then(|()| if pidfd == NO_FD { Ok(()) } else { self.watch(pidfd, token + 1) });
         if let Err(error) = watched {
             space.session.fail(&format!("watching a userfaultfd: {error}"));
         }
@@ -388,7 +389,9 @@ impl Reactor {
         if token % 2 == 1 {
             if let Some(home) = self.homes.get(key) {
                 let space = Arc::clone(&home.space);
-                self.gone(&space);
+                if sys::has_ended(space.slot.pidfd.load(Ordering::Acquire)) {
+                    self.gone(&space);
+                }
             }
             return;
         }

@@ -207,7 +207,13 @@ impl AddressSpace {
 
     /// Serves the one page at `target` for a thread that waits there; `bytes` none for a zero page that no
     /// image page stands behind. The caller holds the layout or is the home reactor, between two reads.
-    pub fn fill_demand(&self, layout: &Space, target: u64, page: Option<PageIx>, bytes: Option<&[u8]>) -> Filled {
+    pub fn fill_demand(
+        &self,
+        layout: &Space,
+        target: u64,
+        page: Option<PageIx>,
+        bytes: Option<&[u8]>,
+    ) -> Filled {
         let outcome = match bytes {
             Some(bytes) if !is_zero(bytes) => self.uffd.copy(target, bytes),
             _ => self.uffd.zero(target, PAGE_SIZE),
@@ -221,7 +227,7 @@ impl AddressSpace {
             // find out by itself. Either way it must not go on waiting.
             Some(Stop::Present | Stop::NotMapped) => {
                 if let Some(page) = page.filter(|_| outcome.stop == Some(Stop::Present)) {
-                    layout.set_resident(page, 1);
+                    add(&self.session.stats.pages_copied, layout.set_resident(page, 1));
                 }
                 // ESRCH here is found again by the next fill.
                 let _ = self.uffd.wake(target, PAGE_SIZE);

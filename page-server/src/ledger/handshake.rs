@@ -140,7 +140,10 @@ impl Inbox {
             }
             (None, Some(_)) => Err(io::Error::new(
                 io::ErrorKind::InvalidData,
-                format!("task {} sent a byte without a userfaultfd: not `criu restore --lazy-pages`", area.pid),
+                format!(
+                    "task {} sent a byte without a userfaultfd: not `criu restore --lazy-pages`",
+                    area.pid
+                ),
             )),
             (None, None) => Ok(Received::Empty),
         }
@@ -199,7 +202,9 @@ fn parse(control: &[u8; CONTROL]) -> (Option<i32>, Option<i32>) {
         match (number(offset + 8), number(offset + 12)) {
             (libc::SOL_SOCKET, libc::SCM_RIGHTS) => descriptor = Some(number(offset + HEADER)),
             // Pid 0: attached by a receive that found nothing (the kernel does that on EAGAIN too).
-            (libc::SOL_SOCKET, libc::SCM_CREDENTIALS) => pid = Some(number(offset + HEADER)).filter(|&pid| pid > 0),
+            (libc::SOL_SOCKET, libc::SCM_CREDENTIALS) => {
+                pid = Some(number(offset + HEADER)).filter(|&pid| pid > 0)
+            }
             _ => {}
         }
         offset += space(len);
@@ -223,7 +228,8 @@ mod tests {
 
     fn send_fd(socket: &UnixStream, fd: i32) {
         let (iov, fds) = ([IoSlice::new(&[0])], [fd]);
-        sendmsg::<()>(socket.as_raw_fd(), &iov, &[ControlMessage::ScmRights(&fds)], MsgFlags::empty(), None).unwrap();
+        sendmsg::<()>(socket.as_raw_fd(), &iov, &[ControlMessage::ScmRights(&fds)], MsgFlags::empty(), None)
+            .unwrap();
     }
 
     #[test]

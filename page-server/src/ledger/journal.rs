@@ -269,7 +269,9 @@ mod tests {
     #[test]
     fn a_message_received_and_not_dealt_with_is_found_again() {
         let mut journal = journal();
-        let raw = |page: u64| RawMessage::encode(rewake_uffd::abi::EVENT_REMOVE, [page * 4096, (page + 1) * 4096, 0]);
+        let raw = |page: u64| {
+            RawMessage::encode(rewake_uffd::abi::EVENT_REMOVE, [page * 4096, (page + 1) * 4096, 0])
+        };
         journal.messages()[0] = raw(1);
         journal.messages()[1] = raw(2);
         journal.record_change(0, &change(1), Vec::new);
