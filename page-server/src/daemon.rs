@@ -205,7 +205,7 @@ impl Daemon {
         while !session.is_empty() {
             session.changed().await;
         }
-        outcome?;
+        // The first reason: what followed, such as the end of a restore whose tasks were killed, is its doing.
         if let Some(reason) = session.failure() {
             bail!("{reason}");
         }
