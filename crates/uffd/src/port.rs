@@ -6,9 +6,11 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd, RawF
 
 use crate::abi;
 use crate::message::RawMessage;
-use crate::outcome::Outcome;
+use crate::outcome::{Outcome, Stop};
 
 /// Fills pages of a watched address space: the seam between real descriptors and simulations.
+///
+/// [`Stop::NotMapped`] is final only if nobody reads the descriptor's messages meanwhile.
 pub trait FillPort {
     /// Copies `src` (whole pages) to `dst` and wakes who waits there.
     fn copy(&self, dst: u64, src: &[u8]) -> Outcome;
@@ -104,6 +106,16 @@ impl Uffd {
         let result = abi::copy(self.as_fd(), &mut abi::Copy::default());
         result.is_err_and(|error| error.raw_os_error() == Some(libc::EAGAIN))
     }
+
+    /// The kernel looks for the mapping before it looks again whether one is being changed (Linux 6.18,
+    /// `mm/userfaultfd.c: mfill_atomic`), so a change that began in between gives ENOENT for memory that has
+    /// only moved. As long as its event is not read, which callers keep others from doing, it shows.
+    fn settle(&self, outcome: Outcome) -> Outcome {
+        if outcome.stop == Some(Stop::NotMapped) && self.changing() {
+            return Outcome { stop: Some(Stop::Changing), ..outcome };
+        }
+        outcome
+    }
 }
 
 impl FillPort for Uffd {
@@ -111,19 +123,19 @@ impl FillPort for Uffd {
         let len = src.len() as u64;
         let mut arg = abi::Copy { dst, src: src.as_ptr() as u64, len, mode: 0, copy: 0 };
         let result = abi::copy(self.as_fd(), &mut arg);
-        Outcome::new(result, arg.copy, len)
+        self.settle(Outcome::new(result, arg.copy, len))
     }
 
     fn zero(&self, dst: u64, len: u64) -> Outcome {
         let mut arg = abi::Fill { range: abi::Range { start: dst, len }, mode: 0, done: 0 };
         let result = abi::zeropage(self.as_fd(), &mut arg);
-        Outcome::new(result, arg.done, len)
+        self.settle(Outcome::new(result, arg.done, len))
     }
 
     fn poison(&self, dst: u64, len: u64) -> Outcome {
         let mut arg = abi::Fill { range: abi::Range { start: dst, len }, mode: 0, done: 0 };
         let result = abi::poison(self.as_fd(), &mut arg);
-        Outcome::new(result, arg.done, len)
+        self.settle(Outcome::new(result, arg.done, len))
     }
 
     fn wake(&self, start: u64, len: u64) -> io::Result<()> {
