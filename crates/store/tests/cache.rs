@@ -10,8 +10,8 @@ use std::time::Duration;
 
 use common::{fill, finish, load, pages, readable};
 use rewake_store::{
-    Acquire, BLOCK, BlockCache, DEMAND, DEMAND_BUFFERS, Engine, PAGE, PagesFile, Read, ReadError, Sim, SimPlan,
-    StoreError, Uring, Waker, read_now,
+    Acquire, BLOCK, BlockCache, DEMAND, DEMAND_BUFFERS, Engine, PAGE, PagesFile, Read, ReadError, Sim,
+    SimPlan, StoreError, Uring, Waker, read_now,
 };
 
 fn cache_of(blocks: usize) -> Arc<BlockCache> {
