@@ -74,10 +74,7 @@ impl Uffd {
     /// EINVAL for a mapping that cannot be watched, EBUSY when another userfaultfd has it.
     pub fn register_missing(&self, start: u64, len: u64) -> io::Result<()> {
         let range = abi::Range { start, len };
-        abi::register(
-            self.as_fd(),
-            &mut abi::Register { range, mode: abi::REGISTER_MODE_MISSING, ioctls: 0 },
-        )
+        abi::register(self.as_fd(), &mut abi::Register { range, mode: abi::REGISTER_MODE_MISSING, ioctls: 0 })
     }
 
     /// Reads the messages that wait, as many as `slots` holds; 0 when none does. The kernel fills slots in

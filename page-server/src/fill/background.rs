@@ -60,7 +60,7 @@ impl Reactor {
         }
         match work.bytes {
             Bytes::Warm { guard, buffer, filled } => {
-                self.read_warm(work.claim, work.next, guard, buffer, filled)
+                self.read_warm(work.claim, work.next, guard, buffer, filled);
             }
             Bytes::Here(block) => self.fill_piece(work.claim, work.next, block),
         }
@@ -121,7 +121,7 @@ impl Reactor {
         };
         match self.shared.cache.acquire(&file, index, &self.waker) {
             Acquire::Hit(block) => {
-                self.ready.push_back(Work { claim, next: first, bytes: Bytes::Here(block) })
+                self.ready.push_back(Work { claim, next: first, bytes: Bytes::Here(block) });
             }
             Acquire::Load(guard) => self.load(claim, &file, first, guard),
             Acquire::Pending => self.waiting.push(claim),
@@ -227,9 +227,9 @@ impl Reactor {
     fn finish(&mut self, claim: &Claim, block: BlockRef) {
         // Kept for a second session of the same image; alone, the same warm buffer is used again.
         if self.shared.lone_session() {
-            block.discard()
+            block.discard();
         } else {
-            drop(block)
+            drop(block);
         }
         claim.space.layout().release(claim.block, Finish::Done);
         self.shared.check_finished(&claim.space);

@@ -78,7 +78,7 @@ impl Home {
                 Message::Remove { start, end } => self.change(layout, index, Change::Remove { start, end }),
                 Message::Unmap { start, end } => self.change(layout, index, Change::Unmap { start, end }),
                 Message::Remap { from, to, len } => {
-                    self.change(layout, index, Change::Remap { from, to, len })
+                    self.change(layout, index, Change::Remap { from, to, len });
                 }
                 Message::Fork { uffd } => {
                     news.children.push(self.fork(layout, ledger, uffd)?);

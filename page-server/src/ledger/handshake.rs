@@ -203,7 +203,7 @@ fn parse(control: &[u8; CONTROL]) -> (Option<i32>, Option<i32>) {
             (libc::SOL_SOCKET, libc::SCM_RIGHTS) => descriptor = Some(number(offset + HEADER)),
             // Pid 0: attached by a receive that found nothing (the kernel does that on EAGAIN too).
             (libc::SOL_SOCKET, libc::SCM_CREDENTIALS) => {
-                pid = Some(number(offset + HEADER)).filter(|&pid| pid > 0)
+                pid = Some(number(offset + HEADER)).filter(|&pid| pid > 0);
             }
             _ => {}
         }
