@@ -10,10 +10,9 @@ use std::sync::Arc;
 use memmap2::{Advice, MmapMut, MmapRaw};
 
 use crate::cache::BlockCache;
-use crate::cache::DEMAND_BLOCKS;
-use crate::{BLOCK, DEMAND};
+use crate::{BLOCK, PAGE};
 
-/// The mapping behind a cache: block buffers, then the demand buffers.
+/// The mapping behind a cache: block buffers, then one block's worth of demand buffers.
 #[derive(Debug)]
 pub(crate) struct Pool {
     map: MmapRaw,
@@ -31,7 +30,7 @@ pub(crate) enum Place {
 
 impl Pool {
     pub(crate) fn new(blocks: u32) -> io::Result<Self> {
-        let map = MmapMut::map_anon((blocks as usize + DEMAND_BLOCKS) * BLOCK)?;
+        let map = MmapMut::map_anon((blocks as usize + 1) * BLOCK)?;
         // A child must not share pages that the kernel may be reading into.
         map.advise(Advice::DontFork)?;
         Ok(Self { map: MmapRaw::from(map), blocks })
@@ -48,8 +47,8 @@ impl Pool {
     pub(crate) fn at(&self, place: Place) -> NonNull<u8> {
         let offset = match place {
             Place::Block(index) if index < self.blocks => index as usize * BLOCK,
-            Place::Demand(index) if (index as usize) < DEMAND_BLOCKS * BLOCK / DEMAND => {
-                self.blocks as usize * BLOCK + index as usize * DEMAND
+            Place::Demand(index) if (index as usize) < BLOCK / PAGE => {
+                self.blocks as usize * BLOCK + index as usize * PAGE
             }
             other => unreachable!("no buffer {other:?} in a pool of {} blocks", self.blocks),
         };
@@ -87,15 +86,15 @@ impl BufferSlice {
         self.len = self.len.min(len);
     }
 
-    /// Whether this is one of the small buffers for what threads wait for.
+    /// Whether this is one of the small buffers for single pages.
     pub fn is_demand(&self) -> bool {
         matches!(self.place, Place::Demand(_))
     }
 
-    /// Bytes of memory behind the slice, a multiple of [`PAGE`](crate::PAGE); at least `len()`. Direct reads, whose
+    /// Bytes of memory behind the slice, a multiple of [`PAGE`]; at least `len()`. Direct reads, whose
     /// length must be aligned, may write up to here.
     pub(crate) fn capacity(&self) -> usize {
-        if self.is_demand() { DEMAND } else { BLOCK }
+        if self.is_demand() { PAGE } else { BLOCK }
     }
 
     pub(crate) fn home(&self) -> &Arc<BlockCache> {

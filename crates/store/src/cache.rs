@@ -12,22 +12,19 @@ use crate::file::PagesFile;
 use crate::metrics::Metrics;
 use crate::slots::{Found, Key, Slots};
 use crate::waker::Waker;
-use crate::{BLOCK, DEMAND};
+use crate::{BLOCK, PAGE};
 
-/// Default budget in bytes: 124 blocks and the demand buffers. Enough to keep one engine's queue full
+/// Default budget in bytes: 127 blocks and the demand buffers. Enough to keep one engine's queue full
 /// ([`crate::engine::DEPTH_BLOCKS`]) while as many blocks again are being copied out and some stay for a
 /// second session.
 pub const DEFAULT_BUDGET: usize = 32 * 1024 * 1024;
 
-/// Number of [`DEMAND`]-sized buffers for what threads wait for.
+/// Number of one-page buffers for demand reads; together they take one block of the budget.
 ///
-/// A disk serves few random reads at a time; a seventeenth waits for the first to come back.
-pub const DEMAND_BUFFERS: u32 = 16;
+/// A demand read is one page fault, and a thread has one fault at a time: 64 faulting threads at once.
+pub const DEMAND_BUFFERS: u32 = 64;
 
-/// Blocks of the budget that the demand buffers take.
-pub(crate) const DEMAND_BLOCKS: usize = DEMAND_BUFFERS as usize * DEMAND / BLOCK;
-
-const _: () = assert!(DEMAND_BLOCKS * BLOCK == DEMAND_BUFFERS as usize * DEMAND);
+const _: () = assert!(DEMAND_BUFFERS as usize * PAGE == BLOCK);
 
 /// A bounded cache of blocks, shared by all threads.
 pub struct BlockCache {
@@ -56,14 +53,14 @@ impl BlockCache {
     /// Memory is taken from the system as buffers are first used, or at once by an engine that registers it.
     ///
     /// # Errors
-    /// [`StoreError::Budget`] for less than one block and the demand buffers; [`StoreError::Setup`] when memory is refused.
+    /// [`StoreError::Budget`] for less than two blocks; [`StoreError::Setup`] when memory is refused.
     pub fn new(budget: usize) -> Result<Arc<Self>, StoreError> {
-        let least = (DEMAND_BLOCKS + 1) * BLOCK;
+        let least = 2 * BLOCK;
         if budget < least {
             return Err(StoreError::Budget { budget, least });
         }
         // More than u32::MAX blocks is a pebibyte: such a budget is as good as that many.
-        let blocks = u32::try_from(budget / BLOCK - DEMAND_BLOCKS).unwrap_or(u32::MAX / 2);
+        let blocks = u32::try_from(budget / BLOCK - 1).unwrap_or(u32::MAX - 1);
         let pool = Pool::new(blocks)
             .map_err(|error| StoreError::Setup { act: "mapping the block cache's memory", error })?;
         let metrics = Arc::new(Metrics::default());
@@ -97,10 +94,10 @@ impl BlockCache {
         }
     }
 
-    /// A buffer for a page fault that waits, or None when all [`DEMAND_BUFFERS`] are in use.
+    /// A one-page buffer for a page fault that waits, or None when all [`DEMAND_BUFFERS`] are in use.
     pub fn demand_buffer(self: &Arc<Self>) -> Option<BufferSlice> {
         let index = self.lock().take_demand()?;
-        Some(BufferSlice::new(Arc::clone(self), Place::Demand(index), DEMAND))
+        Some(BufferSlice::new(Arc::clone(self), Place::Demand(index), PAGE))
     }
 
     /// Number of block buffers.

@@ -31,10 +31,6 @@ pub use waker::Waker;
 /// Bytes in a page: the smallest thing that is read, and the alignment of every buffer and direct read.
 pub const PAGE: usize = 4096;
 
-/// Bytes of a demand read at most: the page that a thread waits for, and its neighbours. On a disk that needs
-/// 100 µs for a page, these cost a third more and save sixteen such reads.
-pub const DEMAND: usize = 64 * 1024;
-
 /// Bytes in a block, an aligned piece of a pages file: the unit of reading, caching and single flight.
 ///
 /// 64 pages: large enough that a disk reads at full speed, small enough that a page fault which waits for

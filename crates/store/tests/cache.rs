@@ -10,12 +10,12 @@ use std::time::Duration;
 
 use common::{fill, finish, load, pages, readable};
 use rewake_store::{
-    Acquire, BLOCK, BlockCache, DEMAND, DEMAND_BUFFERS, Engine, PAGE, PagesFile, Read, ReadError, Sim,
-    SimPlan, StoreError, Uring, Waker, read_now,
+    Acquire, BLOCK, BlockCache, DEMAND_BUFFERS, Engine, PAGE, PagesFile, Read, ReadError, Sim, SimPlan,
+    StoreError, Uring, Waker, read_now,
 };
 
 fn cache_of(blocks: usize) -> Arc<BlockCache> {
-    let cache = BlockCache::new((blocks + 4) * BLOCK).unwrap();
+    let cache = BlockCache::new((blocks + 1) * BLOCK).unwrap();
     assert_eq!(cache.capacity(), blocks);
     cache
 }
@@ -205,7 +205,7 @@ fn the_last_block_is_as_long_as_the_file_and_one_beyond_it_is_an_error() {
 }
 
 #[test]
-fn demand_buffers_are_aligned_are_bounded_and_come_back() {
+fn demand_buffers_are_pages_are_bounded_and_come_back() {
     let cache = cache_of(1);
     let all: Vec<_> = (0..DEMAND_BUFFERS).map(|_| cache.demand_buffer().unwrap()).collect();
     assert!(cache.demand_buffer().is_none());
@@ -213,15 +213,15 @@ fn demand_buffers_are_aligned_are_bounded_and_come_back() {
     starts.sort_unstable();
     starts.dedup();
     assert_eq!(starts.len(), all.len(), "two buffers share memory");
-    assert!(all.iter().all(|b| b.len() == DEMAND && b.as_ptr().addr().is_multiple_of(PAGE)));
+    assert!(all.iter().all(|b| b.len() == PAGE && b.as_ptr().addr().is_multiple_of(PAGE)));
     drop(all);
     assert!(cache.demand_buffer().is_some());
 }
 
 #[test]
 fn a_budget_without_room_for_a_block_is_refused() {
-    assert!(matches!(BlockCache::new(5 * BLOCK - 1), Err(StoreError::Budget { .. })));
-    assert_eq!(BlockCache::new(5 * BLOCK).unwrap().capacity(), 1);
+    assert!(matches!(BlockCache::new(2 * BLOCK - 1), Err(StoreError::Budget { .. })));
+    assert_eq!(BlockCache::new(2 * BLOCK).unwrap().capacity(), 1);
 }
 
 /// Acquires until there is a hit or a load, sleeping on the waker in between.

@@ -33,7 +33,7 @@ proptest! {
         reads in prop::collection::vec((0..LEN as u64 + 9000, 0..=BLOCK, any::<bool>(), any::<bool>()), 1..6),
     ) {
         let (_temp, file, bytes) = pages(LEN);
-        let cache = BlockCache::new(7 * BLOCK).unwrap();
+        let cache = BlockCache::new(4 * BLOCK).unwrap();
         for (name, mut engine) in engines(&cache) {
             for &(offset, len, direct, aligned) in &reads {
                 let offset = if aligned { offset / PAGE as u64 * PAGE as u64 } else { offset };
@@ -59,7 +59,7 @@ proptest! {
 #[test]
 fn a_cold_file_read_directly_stays_out_of_the_page_cache() {
     let (temp, file, bytes) = pages(LEN);
-    let cache = BlockCache::new(7 * BLOCK).unwrap();
+    let cache = BlockCache::new(4 * BLOCK).unwrap();
     for (name, mut engine) in engines(&cache).into_iter().take(2) {
         make_cold(&temp);
         if file.how(0, BLOCK) == How::Buffered {
@@ -82,7 +82,7 @@ fn a_cold_file_read_directly_stays_out_of_the_page_cache() {
 #[test]
 fn a_direct_read_of_an_unaligned_tail_is_right() {
     let (_temp, file, bytes) = pages(LEN);
-    let cache = BlockCache::new(7 * BLOCK).unwrap();
+    let cache = BlockCache::new(4 * BLOCK).unwrap();
     for (name, mut engine) in engines(&cache) {
         let tail = LEN - 3 * BLOCK;
         let got = read_once(&mut *engine, &cache, &file, (3 * BLOCK as u64, tail, How::Direct)).unwrap();
@@ -94,7 +94,7 @@ fn a_direct_read_of_an_unaligned_tail_is_right() {
 fn a_file_truncated_after_open_is_an_error_that_names_it() {
     for how in [How::Direct, How::Buffered] {
         let (temp, file, _) = pages(LEN);
-        let cache = BlockCache::new(7 * BLOCK).unwrap();
+        let cache = BlockCache::new(4 * BLOCK).unwrap();
         temp.as_file().set_len(BLOCK as u64 + 904).unwrap();
         for (name, mut engine) in engines(&cache) {
             let error = read_once(&mut *engine, &cache, &file, (BLOCK as u64, BLOCK, how)).unwrap_err();
@@ -112,7 +112,7 @@ fn a_file_truncated_after_open_is_an_error_that_names_it() {
 #[test]
 fn an_offset_no_file_can_have_is_an_error() {
     let (_temp, file, _) = pages(LEN);
-    let cache = BlockCache::new(7 * BLOCK).unwrap();
+    let cache = BlockCache::new(4 * BLOCK).unwrap();
     for (name, mut engine) in engines(&cache) {
         for offset in [u64::MAX, !4095, i64::MAX as u64] {
             for how in [How::Direct, How::Buffered] {
@@ -130,15 +130,14 @@ fn demand_read(
     ticket: u64,
     offset: u64,
 ) -> Read {
-    let mut dst = cache.demand_buffer().unwrap();
-    dst.truncate(PAGE);
+    let dst = cache.demand_buffer().unwrap();
     Read { ticket, file: Arc::clone(file), offset, dst, how: How::Direct }
 }
 
 #[test]
 fn a_passing_eio_is_retried_and_a_lasting_one_is_reported() {
     let (temp, file, bytes) = pages(LEN);
-    let cache = BlockCache::new(7 * BLOCK).unwrap();
+    let cache = BlockCache::new(4 * BLOCK).unwrap();
     let broken = 5 * PAGE as u64..6 * PAGE as u64;
     let plan = SimPlan { seed: 3, eio_percent: 20, broken: Some(broken), ..SimPlan::default() };
     let mut engine = Sim::new(&cache, plan);
@@ -169,22 +168,22 @@ fn a_passing_eio_is_retried_and_a_lasting_one_is_reported() {
 fn the_same_seed_gives_the_same_order_and_another_seed_another() {
     let order = |seed| {
         let (_temp, file, _) = pages(LEN);
-        let cache = BlockCache::new(7 * BLOCK).unwrap();
+        let cache = BlockCache::new(4 * BLOCK).unwrap();
         let mut engine = Sim::new(&cache, SimPlan { seed, max_delay: 9, ..SimPlan::default() });
-        for page in 0..16 {
+        for page in 0..40 {
             engine.submit(demand_read(&cache, &file, page, page * PAGE as u64)).unwrap();
         }
-        finish(&mut engine, 16).iter().map(|done| done.ticket).collect::<Vec<_>>()
+        finish(&mut engine, 40).iter().map(|done| done.ticket).collect::<Vec<_>>()
     };
     assert_eq!(order(1), order(1));
     assert_ne!(order(1), order(2));
-    assert_ne!(order(1), (0..16).collect::<Vec<_>>());
+    assert_ne!(order(1), (0..40).collect::<Vec<_>>());
 }
 
 #[test]
 fn a_full_engine_gives_block_reads_back_but_still_takes_demand_reads() {
     let (_temp, file, bytes) = pages(LEN);
-    let cache = BlockCache::new((DEPTH_BLOCKS + 6) * BLOCK).unwrap();
+    let cache = BlockCache::new((DEPTH_BLOCKS + 3) * BLOCK).unwrap();
     let waker = Waker::new().unwrap();
     for (name, mut engine) in engines(&cache) {
         let mut guards = Vec::new();
@@ -223,7 +222,7 @@ fn a_full_engine_gives_block_reads_back_but_still_takes_demand_reads() {
 #[test]
 fn a_dropped_engine_gives_its_buffers_back_only_when_the_reads_are_over() {
     let (temp, file, _) = pages(LEN);
-    let cache = BlockCache::new(7 * BLOCK).unwrap();
+    let cache = BlockCache::new(4 * BLOCK).unwrap();
     for _ in 0..20 {
         for (name, mut engine) in engines(&cache) {
             make_cold(&temp);
@@ -246,7 +245,7 @@ fn a_dropped_engine_gives_its_buffers_back_only_when_the_reads_are_over() {
 #[test]
 fn epoll_sleeps_on_the_engine_until_its_reads_are_over() {
     let (temp, file, _) = pages(LEN);
-    let cache = BlockCache::new(7 * BLOCK).unwrap();
+    let cache = BlockCache::new(4 * BLOCK).unwrap();
     for (name, mut engine) in engines(&cache).into_iter().take(2) {
         let fd = engine.poll_fd().unwrap();
         // SAFETY: epoll_create1 takes no pointers; the descriptor is closed below.
@@ -282,7 +281,7 @@ fn epoll_sleeps_on_the_engine_until_its_reads_are_over() {
 #[test]
 fn the_best_engine_here_reads() {
     let (_temp, file, bytes) = pages(LEN);
-    let cache = BlockCache::new(7 * BLOCK).unwrap();
+    let cache = BlockCache::new(4 * BLOCK).unwrap();
     let mut best = best(&cache).unwrap();
     eprintln!("{best:?}");
     assert!(!readable(best.engine.poll_fd().unwrap(), Duration::ZERO));

@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use rewake_pager::{Locate, PAGE_SIZE, Place};
-use rewake_store::{Acquire, BLOCK, DEMAND, Done, PagesFile, Read, read_now};
+use rewake_store::{Acquire, BLOCK, Done, PagesFile, Read, read_now};
 
 use super::reactor::Reactor;
 use super::space::{AddressSpace, Filled};
@@ -18,21 +18,8 @@ pub(super) struct Demand {
     pub(super) address: u64,
     /// When its message was read.
     pub(super) since: Instant,
-    /// What is being read for it.
-    pub(super) reading: Option<Window>,
-}
-
-/// Part of one block of a file: the page that is waited for, and its neighbours.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Window {
-    file: u32,
-    offset: u64,
-}
-
-impl Window {
-    fn around(place: Place) -> Self {
-        Self { file: place.file, offset: place.file_offset / DEMAND as u64 * DEMAND as u64 }
-    }
+    /// File and offset of the read that is under way for it.
+    pub(super) reading: Option<(u32, u64)>,
 }
 
 /// Where a page's bytes are.
@@ -49,8 +36,8 @@ enum Bytes {
 pub(super) const DEMAND_TICKET: u64 = 1 << 63;
 
 impl Reactor {
-    /// Serves a fault now if its bytes are in memory, otherwise asks the disk for that page and its neighbours,
-    /// ahead of what is read in the background.
+    /// Serves a fault now if its bytes are in memory, otherwise asks the disk for that page alone, ahead of
+    /// what is read in the background.
     pub(super) fn serve(&mut self, demand: Demand) {
         if demand.space.is_gone() || demand.space.session.has_failed() {
             return;
@@ -81,7 +68,7 @@ impl Reactor {
             Bytes::Coming => self.blocked.push(demand),
             Bytes::OnDisk => {
                 drop(layout);
-                self.read_window(demand, file, Window::around(place));
+                self.read_page(demand, file, place);
             }
         }
     }
@@ -108,32 +95,32 @@ impl Reactor {
         }
     }
 
-    fn read_window(&mut self, mut demand: Demand, file: &Arc<PagesFile>, window: Window) {
-        let same = |other: &Demand| other.reading == Some(window) && Arc::ptr_eq(&other.space, &demand.space);
+    fn read_page(&mut self, mut demand: Demand, file: &Arc<PagesFile>, place: Place) {
+        let page = Some((place.file, place.file_offset));
+        let same = |other: &Demand| other.reading == page && Arc::ptr_eq(&other.space, &demand.space);
         if self.demands.iter().any(|(_, other)| same(other)) {
-            return; // on its way already; the fill wakes every thread that waits in the window
+            return; // on its way already; the fill wakes every thread that waits for the page
         }
         self.shared.pace.disk_fault();
-        let Some(mut dst) = self.shared.cache.demand_buffer() else {
+        let Some(dst) = self.shared.cache.demand_buffer() else {
             self.deferred.push(demand);
             return;
         };
         let entry = self.demands.vacant_entry();
         let ticket = DEMAND_TICKET | entry.key() as u64;
-        dst.truncate(usize::try_from(file.len() - window.offset).unwrap_or(DEMAND));
-        let how = file.how(window.offset, dst.len());
-        let read = Read { ticket, file: Arc::clone(file), offset: window.offset, dst, how };
+        let how = file.how(place.file_offset, dst.len());
+        let read = Read { ticket, file: Arc::clone(file), offset: place.file_offset, dst, how };
         match self.engine.submit(read) {
             Ok(()) => {
-                demand.reading = Some(window);
+                demand.reading = page;
                 entry.insert(demand);
             }
             Err(_full) => self.deferred.push(demand),
         }
     }
 
-    /// A demand read is back: the page that is waited for first, then its neighbours.
-    pub(super) fn window_read(&mut self, done: Done) {
+    /// A demand read is back.
+    pub(super) fn page_read(&mut self, done: Done) {
         let Ok(key) = usize::try_from(done.ticket & !DEMAND_TICKET) else { return };
         let Some(demand) = self.demands.try_remove(key) else { return };
         if let Err(error) = done.result {
@@ -147,25 +134,15 @@ impl Reactor {
             Locate::Missing(place) | Locate::Resident(place) => Some(place),
             Locate::Unbacked => None,
         };
-        let Some(place) = place.filter(|place| demand.reading == Some(Window::around(*place))) else {
+        let Some(place) = place.filter(|place| demand.reading == Some((place.file, place.file_offset)))
+        else {
             // The program moved or dropped the page while it was read.
             drop(layout);
             return self.serve(demand);
         };
-        let start = in_block(place.file_offset) % DEMAND;
-        let Some(page) = done.dst.get(start..start + self.page.len()) else {
-            unreachable!("the window was cut at the file's end, where pages end too")
-        };
-        let filled = space.fill_demand(&layout, demand.address, Some(place.page), Some(page));
+        let filled = space.fill_demand(&layout, demand.address, Some(place.page), Some(&done.dst));
         drop(layout);
         self.served(demand, filled);
-        let from = in_block(place.file_offset) - start;
-        match space.fill_window(place.block, from, &done.dst, &mut self.runs) {
-            // What is put off stays missing: the background gets there.
-            Filled::All | Filled::Changing(_) => self.shared.check_finished(&space),
-            Filled::Gone => self.gone(&space),
-            Filled::Failed(errno) => self.refused(&space, errno),
-        }
     }
 
     /// Serves what waited for a block to arrive.
@@ -180,6 +157,7 @@ impl Reactor {
             Filled::All => {
                 demand.space.session.stats.fault(demand.since.elapsed());
                 self.shared.served.fetch_add(1, Ordering::Relaxed);
+                demand.space.note_fault();
                 self.shared.check_finished(&demand.space);
             }
             Filled::Changing(_) => self.deferred.push(demand),

@@ -12,7 +12,7 @@ const QUEUE: Duration = Duration::from_micros(300);
 /// Blocks under way at most while threads wait: beyond it even a fast disk gains nothing.
 const BUSY_DEPTH: usize = 8;
 /// So long after the last fault that needed the disk, the next one is not expected any more.
-pub(super) const CALM: Duration = Duration::from_millis(5);
+const CALM: Duration = Duration::from_millis(5);
 
 /// The pace of background reads, shared by all reactors.
 #[derive(Debug)]

@@ -16,10 +16,10 @@ use rewake_store::{BlockCache, Done, Engine, PAGE, Waker};
 use slab::Slab;
 use tracing::{debug, error, info};
 
-use super::background::{Claim, Load, Work};
+use super::background::{Claim, Load, Step, Work};
 use super::demand::{DEMAND_TICKET, Demand};
 use super::events::{Home, News};
-use super::pace::{CALM, Pace};
+use super::pace::Pace;
 use super::space::AddressSpace;
 use crate::ledger::{Journal, Ledger, NO_FD};
 use crate::sys;
@@ -31,6 +31,8 @@ const IDLE: Duration = Duration::from_secs(1);
 /// Sleep while waiting for a program to finish changing its layout, after [`SPINS`] tries without one.
 const STALL: Duration = Duration::from_millis(1);
 const SPINS: u32 = 64;
+/// Sleep of a reactor that leaves the disk to those who wait.
+const HELD: Duration = Duration::from_millis(1);
 /// Descriptors looked at after one wait; the rest are found by the next.
 const EVENTS: usize = 64;
 
@@ -214,6 +216,8 @@ pub(super) struct Reactor {
     idle: bool,
     /// Background reads wait until fewer threads do.
     pub(super) held_back: bool,
+    /// The last block was not in the page cache.
+    pub(super) cold: bool,
     /// An address space of a failed session could not be ended yet.
     unended: bool,
     done: Vec<Done>,
@@ -266,6 +270,7 @@ impl Reactor {
             served: 0,
             idle: false,
             held_back: false,
+            cold: false,
             unended: false,
             done: Vec::new(),
         };
@@ -301,10 +306,21 @@ impl Reactor {
         }
     }
 
+    /// How long the next step may be. One reactor, the one after the home, leaves its processor to faulting
+    /// threads: with every processor filling, a thread waits longer for one than for its page.
+    pub(super) fn step(&self, space: &AddressSpace) -> Step {
+        let count = self.shared.handles.len();
+        match space.is_faulting() {
+            false => Step::Full,
+            true if count > 1 && (space.home + 1) % count == self.index => Step::Brief,
+            true => Step::Half,
+        }
+    }
+
     /// Looks at what is ready; sleeps only when the last turn found nothing to do.
     fn wait(&mut self) {
         let timeout = if self.idle && self.held_back {
-            CALM
+            HELD
         } else if self.idle && !self.unended {
             IDLE
         } else if self.idle || self.spins >= SPINS {
@@ -425,7 +441,7 @@ impl Reactor {
         self.engine.reap(&mut done);
         done.sort_by_key(|done| done.ticket & DEMAND_TICKET == 0);
         for done in done.drain(..) {
-            if done.ticket & DEMAND_TICKET == 0 { self.block_read(done) } else { self.window_read(done) }
+            if done.ticket & DEMAND_TICKET == 0 { self.block_read(done) } else { self.page_read(done) }
         }
         self.done = done;
     }

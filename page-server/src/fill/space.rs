@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! One restored address space and the pieces of filling it.
 
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::time::Instant;
 
-use rewake_pager::{BLOCK_PAGES, BlockIx, PAGE_SIZE, PageIx, Run, Space};
+use rewake_pager::{BlockIx, PAGE_SIZE, PageIx, Run, Space};
 use rewake_store::PagesFile;
 use rewake_uffd::{FillPort, Outcome, Stop, Uffd};
 
@@ -12,9 +13,8 @@ use super::stats::add;
 use crate::ledger::SpaceSlot;
 use crate::session::Session;
 
-/// Pages in one piece of background work: 32 KiB, about 12 µs. A demand fault waits for at most one piece of
-/// its home reactor and one of each helper; larger pieces fill no faster (docs/performance.md).
-pub const PIECE_PAGES: u64 = 8;
+/// So long after a fault the next one is expected.
+const FAULTING_MICROS: u64 = 500;
 
 /// One address space.
 ///
@@ -36,6 +36,9 @@ pub struct AddressSpace {
     pub home: usize,
     layout: RwLock<Space>,
     gone: AtomicBool,
+    since: Instant,
+    /// When a fault was last served: microseconds from `since`, 0 for never.
+    last_fault: AtomicU64,
 }
 
 /// How a piece of filling ended.
@@ -62,7 +65,17 @@ impl AddressSpace {
         space: Space,
         home: usize,
     ) -> Self {
-        Self { session, slot, uffd, files, home, layout: RwLock::new(space), gone: AtomicBool::new(false) }
+        Self {
+            session,
+            slot,
+            uffd,
+            files,
+            home,
+            layout: RwLock::new(space),
+            gone: AtomicBool::new(false),
+            since: Instant::now(),
+            last_fault: AtomicU64::new(0),
+        }
     }
 
     /// Shared access: addresses found under it stay true until it is dropped.
@@ -86,23 +99,39 @@ impl AddressSpace {
         self.gone.store(true, Ordering::Release);
     }
 
+    /// A fault was served.
+    pub fn note_fault(&self) {
+        self.last_fault.store(self.micros().max(1), Ordering::Relaxed);
+    }
+
+    /// True while threads of it fault in quick succession.
+    pub fn is_faulting(&self) -> bool {
+        let last = self.last_fault.load(Ordering::Relaxed);
+        last != 0 && self.micros().saturating_sub(last) < FAULTING_MICROS
+    }
+
+    fn micros(&self) -> u64 {
+        u64::try_from(self.since.elapsed().as_micros()).unwrap_or(u64::MAX)
+    }
+
     /// True when background blocks of it are wanted.
     pub fn wants_background(&self) -> bool {
         self.session.is_released() && !self.is_gone() && !self.session.has_failed()
     }
 
-    /// Fills the missing pages of `block` from `from` on, one piece, out of the block's bytes. `runs` is
+    /// Fills the missing pages of `block` from `from` on, `pages` at most, out of the block's bytes. `runs` is
     /// scratch space. Gives the page to go on at, none when the block is finished.
     pub fn fill_piece(
         &self,
         block: BlockIx,
         from: PageIx,
+        pages: u64,
         bytes: &[u8],
         runs: &mut Vec<Run>,
     ) -> (Filled, Option<PageIx>) {
         let layout = self.layout();
         runs.clear();
-        let next = layout.runs(block, from, PIECE_PAGES, runs);
+        let next = layout.runs(block, from, pages, runs);
         for run in runs.iter() {
             let source = &bytes[run.block_offset..run.block_offset + pages_len(run.pages)];
             match self.fill_run(&layout, run, source) {
@@ -112,32 +141,6 @@ impl AddressSpace {
             }
         }
         (Filled::All, next)
-    }
-
-    /// Fills the missing pages of `block` that lie in `bytes`, which begin `from` bytes into the block.
-    pub fn fill_window(&self, block: BlockIx, from: usize, bytes: &[u8], runs: &mut Vec<Run>) -> Filled {
-        let layout = self.layout();
-        runs.clear();
-        layout.runs(block, layout.plan().block(block).first, BLOCK_PAGES, runs);
-        for run in runs.iter() {
-            let start = run.block_offset.max(from);
-            let end = (run.block_offset + pages_len(run.pages)).min(from + bytes.len());
-            if start >= end {
-                continue;
-            }
-            let skipped = (start - run.block_offset) as u64;
-            let part = Run {
-                target: run.target + skipped,
-                page: PageIx(run.page.0 + skipped / PAGE_SIZE),
-                pages: (end - start) as u64 / PAGE_SIZE,
-                block_offset: start,
-            };
-            match self.fill_run(&layout, &part, &bytes[start - from..end - from]) {
-                Filled::All => {}
-                stopped => return stopped,
-            }
-        }
-        Filled::All
     }
 
     fn fill_run(&self, layout: &Space, run: &Run, source: &[u8]) -> Filled {

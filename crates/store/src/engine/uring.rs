@@ -363,7 +363,7 @@ mod tests {
         temp.write_all(&content).unwrap();
         temp.as_file().sync_all().unwrap();
         let file = PagesFile::open(temp.path()).unwrap();
-        let cache = BlockCache::new(11 * BLOCK).unwrap();
+        let cache = BlockCache::new(8 * BLOCK).unwrap();
         let waker = Waker::new().unwrap();
         for mut ring in all_kinds(&cache) {
             for how in [How::Direct, How::Buffered] {
@@ -399,7 +399,7 @@ mod tests {
 
     #[test]
     fn a_ring_that_lacks_something_says_what_and_what_to_do() {
-        let cache = BlockCache::new(11 * BLOCK).unwrap();
+        let cache = BlockCache::new(8 * BLOCK).unwrap();
         let kinds = all_kinds(&cache);
         assert_eq!(kinds[0].note(), None);
         assert!(kinds[1].note().unwrap().contains("RLIMIT_MEMLOCK"));
