@@ -202,6 +202,9 @@ impl Daemon {
             session.fail(&format!("{error:#}"));
             self.pool.look_again();
         }
+        if session.has_failed() {
+            self.pool.look_again();
+        }
         while !session.is_empty() {
             session.changed().await;
         }

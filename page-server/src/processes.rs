@@ -2,21 +2,33 @@
 //! The processes behind address spaces, as /proc tells them.
 
 use std::collections::BTreeSet;
+use std::os::fd::{AsRawFd as _, RawFd};
 
 use crate::sys;
 
 /// Processes looked at when a restored tree is ended; more than that is a fork bomb, which is left to others.
 const MAX_PROCESSES: usize = 4096;
 
-/// Kills every living descendant of `pid`. A child forked after the restore is known by its userfaultfd only,
-/// and no event tells its pid; its parent still does.
-pub fn kill_descendants(pid: i32) {
-    for child in descendants(pid) {
-        // Between the listing and this a pid can only have gone, or become another child of the same tree.
-        if let Ok(pidfd) = sys::pidfd_open(child) {
-            let _ = sys::pidfd_kill(std::os::fd::AsRawFd::as_raw_fd(&pidfd));
+/// Kills every living descendant of the process `pid` behind `pidfd`. A child forked after the restore is known
+/// by its userfaultfd only, and no event tells its pid; its parent still does.
+pub fn kill_descendants(pid: i32, pidfd: RawFd) {
+    let listed = descendants(pid);
+    // Until it is reaped the number is its own; after that the list may be a stranger's.
+    if pidfd < 0 || sys::has_ended(pidfd) {
+        return;
+    }
+    for &child in &listed {
+        let Ok(pidfd) = sys::pidfd_open(child) else { continue };
+        // The number may have gone to another process between the listing and the descriptor.
+        if parent(child).is_some_and(|parent| parent == pid || listed.contains(&parent)) {
+            let _ = sys::pidfd_kill(pidfd.as_raw_fd());
         }
     }
+}
+
+fn parent(pid: i32) -> Option<i32> {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
+    status.lines().find_map(|line| line.strip_prefix("PPid:"))?.trim().parse().ok()
 }
 
 fn descendants(pid: i32) -> BTreeSet<i32> {
@@ -54,9 +66,10 @@ mod tests {
         while descendants(pid).len() < 2 {
             std::thread::yield_now();
         }
+        let pidfd = sys::pidfd_open(pid).unwrap();
         // The outer shell goes on to its own sleep, which is killed too.
         while shell.try_wait().unwrap().is_none() {
-            kill_descendants(pid);
+            kill_descendants(pid, pidfd.as_raw_fd());
             std::thread::yield_now();
         }
         assert!(descendants(pid).is_empty());

@@ -143,7 +143,7 @@ fn rebuild(plan: &TaskPlan, journal: &Journal) -> anyhow::Result<Space> {
 pub fn end(ledger: Ledger, session: usize) {
     for (_, slot) in of_session(ledger, session) {
         let pid = slot.host_pid.load(Ordering::Relaxed);
-        processes::kill_descendants(pid);
+        processes::kill_descendants(pid, slot.pidfd.load(Ordering::Acquire));
         if !slot.kill() {
             warn!(pid, "a process with lost memory could not be killed");
         }

@@ -51,6 +51,7 @@ pub fn supervise(notify: Vec<OwnedFd>, worker: impl Fn(&Start) -> u8) -> anyhow:
     let ledger = Ledger::new().context("mapping the ledger")?;
     let signals: SigSet = [Signal::SIGCHLD, Signal::SIGTERM, Signal::SIGINT].into_iter().collect();
     sigprocmask(SigmaskHow::SIG_BLOCK, Some(&signals), None).context("blocking signals")?;
+    raise_descriptor_limit();
     let inherited = open_descriptors().context("listing descriptors")?;
     // Plain numbers from here on: the worker closes them in the table that both share.
     let notify: Vec<RawFd> = notify.into_iter().map(IntoRawFd::into_raw_fd).collect();
@@ -89,10 +90,23 @@ pub fn supervise(notify: Vec<OwnedFd>, worker: impl Fn(&Start) -> u8) -> anyhow:
     }
 }
 
+/// Every forked child takes two descriptors, and one that cannot be had costs a process: the hard limit, then.
+fn raise_descriptor_limit() {
+    use nix::sys::resource::{Resource, getrlimit, setrlimit};
+    let raised = getrlimit(Resource::RLIMIT_NOFILE)
+        .and_then(|(_, hard)| setrlimit(Resource::RLIMIT_NOFILE, hard, hard));
+    if let Err(error) = raised {
+        warn!(%error, "raising the limit of open files");
+    }
+}
+
 /// Before the last descriptor closes: ends the processes that still have missing pages. None, when all is well.
 fn end_all(ledger: Ledger) {
     for (_, slot) in ledger.live_spaces() {
-        processes::kill_descendants(slot.host_pid.load(Ordering::Acquire));
+        processes::kill_descendants(
+            slot.host_pid.load(Ordering::Acquire),
+            slot.pidfd.load(Ordering::Acquire),
+        );
     }
     let killed = ledger.end_all();
     if killed > 0 {
@@ -161,13 +175,16 @@ impl Start {
         if self.ledger.is_ready() {
             return;
         }
-        for number in &self.notify {
-            // SAFETY: open until a worker set the ledger's flag, and owned by nobody.
-            let mut file = std::fs::File::from(unsafe { sys::take_over(*number) });
+        // SAFETY: open until a worker set the ledger's flag, and owned by nobody.
+        let own = |number: &RawFd| std::fs::File::from(unsafe { sys::take_over(*number) });
+        let mut files: Vec<std::fs::File> = self.notify.iter().map(own).collect();
+        for file in &mut files {
             if let Err(error) = file.write_all(&[0]) {
-                warn!(%error, "telling on descriptor {number} that the daemon is ready");
+                warn!(%error, "telling that the daemon is ready");
             }
         }
+        // Before they are closed: a successor must not take what has their numbers by then for them.
         self.ledger.set_ready();
+        drop(files);
     }
 }

@@ -25,6 +25,8 @@ pub const UFFDIO_WAKE: libc::c_ulong = ioc(2, 0x02, size_of::<Range>());
 pub const UFFDIO_COPY: libc::c_ulong = ioc(3, 0x03, size_of::<Copy>());
 /// Map the zero page (`UFFDIO_ZEROPAGE`).
 pub const UFFDIO_ZEROPAGE: libc::c_ulong = ioc(3, 0x04, size_of::<Fill>());
+/// Map pages that a shared-memory file has (`UFFDIO_CONTINUE`, Linux 5.13).
+pub const UFFDIO_CONTINUE: libc::c_ulong = ioc(3, 0x07, size_of::<Fill>());
 /// Make access raise SIGBUS (`UFFDIO_POISON`, Linux 6.6).
 pub const UFFDIO_POISON: libc::c_ulong = ioc(3, 0x08, size_of::<Fill>());
 
@@ -113,6 +115,7 @@ const _: () = {
     assert!(UFFDIO_WAKE == 0x8010_aa02);
     assert!(UFFDIO_COPY == 0xc028_aa03);
     assert!(UFFDIO_ZEROPAGE == 0xc020_aa04);
+    assert!(UFFDIO_CONTINUE == 0xc020_aa07);
     assert!(UFFDIO_POISON == 0xc020_aa08);
     assert!(size_of::<Range>() == 16);
     assert!(size_of::<Api>() == 24);
@@ -185,6 +188,10 @@ request!(
 request!(
     /// Maps zero pages.
     zeropage, UFFDIO_ZEROPAGE, Fill
+);
+request!(
+    /// Maps pages of a shared-memory file.
+    continue_minor, UFFDIO_CONTINUE, Fill
 );
 request!(
     /// Poisons pages.

@@ -115,6 +115,15 @@ impl Uffd {
     }
 }
 
+/// Whether the watched memory has ended with its last process. Asked by a request that anonymous memory
+/// refuses (UFFDIO_CONTINUE), so that it changes nothing. Only a system call.
+#[must_use]
+pub fn memory_is_gone(uffd: BorrowedFd<'_>) -> bool {
+    let range = abi::Range { start: 0x1_0000, len: crate::PAGE_SIZE };
+    let result = abi::continue_minor(uffd, &mut abi::Fill { range, mode: 0, done: 0 });
+    result.is_err_and(|error| error.raw_os_error() == Some(libc::ESRCH))
+}
+
 impl FillPort for Uffd {
     fn copy(&self, dst: u64, src: &[u8]) -> Outcome {
         let len = src.len() as u64;

@@ -19,7 +19,7 @@ pub(super) fn end(space: &AddressSpace) -> bool {
     if pidfd == NO_FD {
         return poison(space);
     }
-    processes::kill_descendants(space.slot.host_pid.load(Ordering::Relaxed));
+    processes::kill_descendants(space.slot.host_pid.load(Ordering::Relaxed), pidfd);
     if let Err(error) = sys::pidfd_kill(pidfd)
         && error.raw_os_error() != Some(libc::ESRCH)
     {

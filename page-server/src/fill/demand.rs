@@ -97,7 +97,11 @@ impl Reactor {
 
     fn read_page(&mut self, mut demand: Demand, file: &Arc<PagesFile>, place: Place) {
         let page = Some((place.file, place.file_offset));
-        let same = |other: &Demand| other.reading == page && Arc::ptr_eq(&other.space, &demand.space);
+        let same = |other: &Demand| {
+            other.reading == page
+                && other.address == demand.address
+                && Arc::ptr_eq(&other.space, &demand.space)
+        };
         if self.demands.iter().any(|(_, other)| same(other)) {
             return; // on its way already; the fill wakes every thread that waits for the page
         }

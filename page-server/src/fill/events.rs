@@ -3,7 +3,6 @@
 
 use std::collections::BTreeSet;
 use std::io;
-use std::os::fd::AsRawFd as _;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -51,8 +50,13 @@ impl Home {
         let mut layout = space.layout_mut();
         let done = |message: Message| matches!(message, Message::Fork { uffd } if known.contains(&uffd));
         self.messages = self.journal.pending();
+        let last = self.messages.last().map(|(index, _)| *index);
         self.messages.retain(|(_, message)| !done(*message));
-        self.apply(&mut layout, ledger, news)
+        self.apply(&mut layout, ledger, news)?;
+        if let Some(last) = last {
+            self.journal.dealt_with(last);
+        }
+        Ok(())
     }
 
     /// Reads events until none waits. Everything but faults is done at once, in order, before any fill can
@@ -108,10 +112,9 @@ impl Home {
         debug!(image_pid = self.space.slot.image_pid.load(Ordering::Relaxed), ?change, "layout");
     }
 
-    /// Takes over the address space of a child that was just forked.
+    /// Takes over the address space of a child that was just forked. On failure its descriptor stays open, and
+    /// the child waits rather than read zeros until it is killed with its tree.
     fn fork(&mut self, layout: &Space, ledger: Ledger, number: i32) -> io::Result<Self> {
-        // SAFETY: the kernel opened this descriptor for the message, and it is dealt with once: nobody owns it.
-        let uffd = Uffd::adopt(unsafe { sys::take_over(number) })?;
         let parent = &self.space;
         let Some(slot) = ledger.take_space().and_then(|index| ledger.spaces().get(index)) else {
             let what = format!("more than {MAX_SPACES} address spaces at once: run a second daemon");
@@ -119,9 +122,11 @@ impl Home {
         };
         slot.session.store(parent.slot.session.load(Ordering::Relaxed), Ordering::Relaxed);
         slot.image_pid.store(parent.slot.image_pid.load(Ordering::Relaxed), Ordering::Relaxed);
-        slot.uffd.store(uffd.as_raw_fd(), Ordering::Relaxed);
+        slot.uffd.store(number, Ordering::Relaxed);
         let child = layout.fork();
         let mut journal = Journal::create(slot)?;
+        // SAFETY: the kernel opened this descriptor for the message, and it is dealt with once: nobody owns it.
+        let uffd = Uffd::adopt(unsafe { sys::take_over(number) })?;
         journal.rewrite(&child.snapshot(), 0);
         slot.publish();
         add(&parent.session.stats.pages_total, child.missing());

@@ -18,6 +18,7 @@ mod demand;
 mod events;
 mod pace;
 mod reactor;
+mod shared;
 pub mod space;
 pub mod stats;
 

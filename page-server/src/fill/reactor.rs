@@ -20,6 +20,7 @@ use super::background::{Claim, Load, Step, Work};
 use super::demand::{DEMAND_TICKET, Demand};
 use super::events::{Home, News};
 use super::pace::Pace;
+use super::shared::{Handle, Shared};
 use super::space::AddressSpace;
 use crate::ledger::{Journal, Ledger, NO_FD};
 use crate::sys;
@@ -58,68 +59,6 @@ pub enum Task {
         /// whose faults were read.
         inherited: Option<Arc<BTreeSet<i32>>>,
     },
-}
-
-#[derive(Debug)]
-struct Handle {
-    waker: Waker,
-    inbox: Mutex<Vec<Task>>,
-    /// A home may have something to look at: failed, finished, or without a process.
-    attention: AtomicBool,
-}
-
-/// What all reactors share.
-#[derive(Debug)]
-pub(super) struct Shared {
-    pub(super) cache: Arc<BlockCache>,
-    pub(super) ledger: Ledger,
-    spaces: Mutex<Vec<Arc<AddressSpace>>>,
-    version: AtomicUsize,
-    sessions: AtomicUsize,
-    pub(super) pace: Pace,
-    /// Faults served, by all reactors: see [`Reactor::make_way`].
-    pub(super) served: AtomicUsize,
-    handles: Vec<Handle>,
-}
-
-impl Shared {
-    /// Has every reactor look after its homes.
-    pub(super) fn attention_all(&self) {
-        for handle in &self.handles {
-            handle.attention.store(true, Ordering::Release);
-            handle.waker.wake();
-        }
-    }
-
-    fn attention(&self, space: &AddressSpace) {
-        if let Some(handle) = self.handles.get(space.home) {
-            handle.attention.store(true, Ordering::Release);
-            handle.waker.wake();
-        }
-    }
-
-    /// Tells the home of an address space in which nothing is missing any more.
-    pub(super) fn check_finished(&self, space: &AddressSpace) {
-        if space.session.is_released() && space.layout().missing() == 0 {
-            self.attention(space);
-        }
-    }
-
-    /// True when no second session could want the same blocks.
-    pub(super) fn lone_session(&self) -> bool {
-        self.sessions.load(Ordering::Relaxed) <= 1
-    }
-
-    fn add(&self, space: &Arc<AddressSpace>) {
-        self.spaces.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::clone(space));
-        self.version.fetch_add(1, Ordering::Release);
-    }
-
-    fn remove(&self, space: &Arc<AddressSpace>) {
-        let mut spaces = self.spaces.lock().unwrap_or_else(PoisonError::into_inner);
-        spaces.retain(|other| !Arc::ptr_eq(other, space));
-        self.version.fetch_add(1, Ordering::Release);
-    }
 }
 
 /// The reactors.
@@ -216,6 +155,7 @@ pub(super) struct Reactor {
     idle: bool,
     /// Background reads wait until fewer threads do.
     pub(super) held_back: bool,
+    engine_ready: bool,
     /// The last block was not in the page cache.
     pub(super) cold: bool,
     /// An address space of a failed session could not be ended yet.
@@ -270,6 +210,7 @@ impl Reactor {
             served: 0,
             idle: false,
             held_back: false,
+            engine_ready: false,
             cold: false,
             unended: false,
             done: Vec::new(),
@@ -346,6 +287,7 @@ impl Reactor {
         if tokens().any(|token| token == WAKER) {
             self.woken();
         }
+        self.engine_ready = tokens().any(|token| token == ENGINE);
         if self.unended {
             self.look_after_homes();
         }
@@ -405,9 +347,7 @@ impl Reactor {
         if token % 2 == 1 {
             if let Some(home) = self.homes.get(key) {
                 let space = Arc::clone(&home.space);
-                if sys::has_ended(space.slot.pidfd.load(Ordering::Acquire)) {
-                    self.gone(&space);
-                }
+                self.process_ended(&space);
             }
             return;
         }
@@ -419,6 +359,20 @@ impl Reactor {
             self.shared.attention_all();
         }
         self.deliver(&space, news);
+    }
+
+    /// The process ended. Its memory may live on in another that shares it (vfork): then it is served on, and
+    /// its end is found by a fill.
+    fn process_ended(&mut self, space: &Arc<AddressSpace>) {
+        let pidfd = space.slot.pidfd.load(Ordering::Acquire);
+        if pidfd == NO_FD || !sys::has_ended(pidfd) {
+            return;
+        }
+        // SAFETY: the slot owns this descriptor until it is retired.
+        self.unwatch(unsafe { BorrowedFd::borrow_raw(pidfd) });
+        if rewake_uffd::memory_is_gone(space.uffd.as_fd()) {
+            self.gone(space);
+        }
     }
 
     fn deliver(&mut self, space: &Arc<AddressSpace>, news: News) {
@@ -434,7 +388,8 @@ impl Reactor {
 
     /// Finished reads: pages first, they are waited for.
     fn reap(&mut self) {
-        if self.engine.in_flight() == 0 {
+        // Its eventfd may tell of reads that were taken before it was written: taken back here all the same.
+        if self.engine.in_flight() == 0 && !self.engine_ready {
             return;
         }
         let mut done: Vec<Done> = std::mem::take(&mut self.done);

@@ -13,6 +13,7 @@ mod journal;
 mod outcomes;
 
 use std::io;
+use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicI32, AtomicU32, AtomicU64, Ordering};
 
 use rewake_uffd::RawMessage;
@@ -188,10 +189,18 @@ impl SpaceSlot {
         self.live.store(FREE, Ordering::Release);
     }
 
-    /// Waits until the process has ended, if its descriptor is known. Only system calls.
+    /// Asks the kernel whether the memory still exists. Only a system call.
+    fn memory_is_gone(&self) -> bool {
+        // SAFETY: the slot's userfaultfd, open while the slot is live.
+        let uffd = unsafe { BorrowedFd::borrow_raw(self.uffd.load(Ordering::Acquire)) };
+        rewake_uffd::memory_is_gone(uffd)
+    }
+
+    /// Waits until the process has ended; a child whose pid is not known, until its memory has. Only system
+    /// calls: without an end it goes on for ever, and with it the descriptors.
     pub fn wait_for_end(&self) {
         let pidfd = self.pidfd.load(Ordering::Acquire);
-        while pidfd != NO_FD && !sys::has_ended(pidfd) {
+        while if pidfd == NO_FD { !self.memory_is_gone() } else { !sys::has_ended(pidfd) } {
             // SAFETY: a plain wait of a millisecond.
             unsafe { libc::poll(std::ptr::null_mut(), 0, 1) };
         }

@@ -4,6 +4,7 @@
 use std::ffi::{OsStr, OsString};
 use std::fs;
 use std::io;
+use std::os::fd::AsRawFd as _;
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -119,7 +120,11 @@ impl Criu {
 
     /// Kills it and the tasks that it has made: they are parts of a tree that will never run.
     pub(super) fn kill_tree(&self) {
-        processes::kill_descendants(self.child.id().cast_signed());
+        let pid = self.child.id().cast_signed();
+        // Not collected yet, so the number is its own.
+        if let Ok(pidfd) = crate::sys::pidfd_open(pid) {
+            processes::kill_descendants(pid, pidfd.as_raw_fd());
+        }
         self.signal(Signal::SIGKILL);
     }
 
