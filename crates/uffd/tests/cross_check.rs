@@ -2,12 +2,19 @@
 //! Our ABI module against the `userfaultfd` crate and against the kernel: what one side does, the other sees.
 
 use std::os::fd::{AsFd as _, AsRawFd as _, FromRawFd as _, IntoRawFd as _, OwnedFd};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
 
 use rewake_uffd::{FillPort as _, Message, PAGE_SIZE, RawMessage, Stop, Uffd, abi, memory_is_gone};
 use userfaultfd::{Event, FeatureFlags, UffdBuilder};
 
 const PAGE: usize = 4096;
+
+/// One test at a time: a fork in one is an event, and a second owner of descriptors, in the others.
+fn alone() -> MutexGuard<'static, ()> {
+    static ALONE: Mutex<()> = Mutex::new(());
+    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 /// Anonymous memory that is never unmapped: test threads may still wait in it.
 fn map(pages: usize) -> *mut u8 {
@@ -62,6 +69,7 @@ fn next(uffd: &Uffd) -> Message {
 
 #[test]
 fn a_fault_on_a_range_registered_by_the_crate_is_read_and_served_by_us() {
+    let _alone = alone();
     let (uffd, start) = watched(4);
     let reader = thread::spawn(move || read_byte(start + PAGE_SIZE + 5));
     assert_eq!(next(&uffd), Message::Fault { address: start + PAGE_SIZE });
@@ -72,6 +80,7 @@ fn a_fault_on_a_range_registered_by_the_crate_is_read_and_served_by_us() {
 
 #[test]
 fn a_fault_on_a_range_registered_by_us_is_read_and_served_by_the_crate() {
+    let _alone = alone();
     let ours = Uffd::open(abi::FEATURES_CRIU).unwrap();
     let start = map(2) as u64;
     ours.register_missing(start, 2 * PAGE_SIZE).unwrap();
@@ -93,6 +102,7 @@ fn a_fault_on_a_range_registered_by_us_is_read_and_served_by_the_crate() {
 
 #[test]
 fn a_fill_over_a_present_page_stops_there_and_says_so() {
+    let _alone = alone();
     let (uffd, start) = watched(4);
     assert!(uffd.copy(start + 2 * PAGE_SIZE, &[1; PAGE]).complete(PAGE_SIZE));
     let first = uffd.copy(start, &[2; 4 * PAGE]);
@@ -104,6 +114,7 @@ fn a_fill_over_a_present_page_stops_there_and_says_so() {
 
 #[test]
 fn zero_pages_are_zero_and_a_range_that_is_not_watched_is_told() {
+    let _alone = alone();
     let (uffd, start) = watched(2);
     assert!(uffd.zero(start, 2 * PAGE_SIZE).complete(2 * PAGE_SIZE));
     assert_eq!(read_byte(start + PAGE_SIZE), 0);
@@ -113,6 +124,7 @@ fn zero_pages_are_zero_and_a_range_that_is_not_watched_is_told() {
 
 #[test]
 fn while_the_program_drops_memory_fills_are_put_off_until_the_event_is_read() {
+    let _alone = alone();
     let (uffd, start) = watched(4);
     assert!(!uffd.changing());
     let dropper = thread::spawn(move || {
@@ -131,6 +143,7 @@ fn while_the_program_drops_memory_fills_are_put_off_until_the_event_is_read() {
 
 #[test]
 fn a_poisoned_page_stays_poisoned_after_the_descriptor_is_closed() {
+    let _alone = alone();
     let (uffd, start) = watched(1);
     assert!(uffd.poison(start, PAGE_SIZE).complete(PAGE_SIZE));
     drop(uffd);
@@ -143,6 +156,7 @@ fn a_poisoned_page_stays_poisoned_after_the_descriptor_is_closed() {
 
 #[test]
 fn asking_whether_memory_is_gone_changes_nothing() {
+    let _alone = alone();
     let (uffd, start) = watched(1);
     assert!(!memory_is_gone(uffd.as_fd()));
     assert!(uffd.copy(start, &[1; PAGE]).complete(PAGE_SIZE));
@@ -151,6 +165,7 @@ fn asking_whether_memory_is_gone_changes_nothing() {
 
 #[test]
 fn closing_the_last_descriptor_gives_zeros_which_is_why_it_must_not_happen() {
+    let _alone = alone();
     let (uffd, start) = watched(1);
     drop(uffd);
     assert_eq!(read_byte(start), 0);
