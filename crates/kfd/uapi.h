@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: MIT OR Apache-2.0 */
 /* What bindgen reads: the kernel's headers for users, and the ioctl numbers as constants that it can evaluate. */
 #include <linux/kfd_ioctl.h>
+#include <linux/kfd_sysfs.h>
 #include <drm/drm.h>
 #include <drm/amdgpu_drm.h>
 

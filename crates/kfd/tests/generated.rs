@@ -20,7 +20,8 @@ const TYPES: [&str; 4] = [
     "drm_number",
 ];
 /// Constants: allocation, queue, event, SVM and mmap kinds; domains, chunks, operations, queries.
-const CONSTANTS: &str = "KFD_IOC(TL)?_.*|KFD_MMAP_.*|KFD_INVALID_FD|AMDGPU_GEM_(DOMAIN_(CPU|GTT|VRAM|DOORBELL)|CREATE_(CPU_ACCESS_REQUIRED|NO_CPU_ACCESS\
+const CONSTANTS: &str = "KFD_IOC(TL)?_.*|KFD_INVALID_FD|KFD_SIGNAL_EVENT_LIMIT|KFD_M(AX|IN)_QUEUE_.*\
+     |HSA_CAP_SVMAPI_SUPPORTED|HSA_MEM_HEAP_TYPE_.*|HSA_IOLINK_TYPE_(PCIEXPRESS|XGMI)|AMDGPU_GEM_(DOMAIN_(CPU|GTT|VRAM|DOORBELL)|CREATE_(CPU_ACCESS_REQUIRED|NO_CPU_ACCESS\
      |VRAM_CLEARED)|USERPTR_.*|OP_.*)|AMDGPU_VA_OP_.*|AMDGPU_VM_(DELAY_UPDATE|PAGE_(READABLE|WRITEABLE|EXECUTABLE|PRT))\
      |AMDGPU_CHUNK_ID_.*|AMDGPU_HW_IP_(GFX|COMPUTE|DMA)|AMDGPU_CTX_OP_.*|AMDGPU_CTX_(NO|GUILTY|INNOCENT|UNKNOWN)_RESET|AMDGPU_CTX_QUERY2_FLAGS_.*|AMDGPU_BO_LIST_OP_.*|AMDGPU_INFO_(ACCEL_WORKING|HW_IP_INFO|DEV_INFO|MEMORY\
      |VRAM_GTT)";
@@ -33,6 +34,8 @@ fn generate(include: &Path) -> String {
         .clang_arg("-I/usr/include/x86_64-linux-gnu")
         .use_core()
         .layout_tests(false)
+        .derive_partialeq(true)
+        .derive_eq(true)
         .generate_comments(false)
         .prepend_enum_name(false)
         .disable_header_comment()

@@ -7,6 +7,9 @@ pub const KFD_IOC_QUEUE_TYPE_SDMA: u32 = 1;
 pub const KFD_IOC_QUEUE_TYPE_COMPUTE_AQL: u32 = 2;
 pub const KFD_IOC_QUEUE_TYPE_SDMA_XGMI: u32 = 3;
 pub const KFD_IOC_QUEUE_TYPE_SDMA_BY_ENG_ID: u32 = 4;
+pub const KFD_MAX_QUEUE_PERCENTAGE: u32 = 100;
+pub const KFD_MAX_QUEUE_PRIORITY: u32 = 15;
+pub const KFD_MIN_QUEUE_RING_SIZE: u32 = 1024;
 pub const KFD_IOC_CACHE_POLICY_COHERENT: u32 = 0;
 pub const KFD_IOC_CACHE_POLICY_NONCOHERENT: u32 = 1;
 pub const KFD_INVALID_FD: u32 = 4294967295;
@@ -22,6 +25,7 @@ pub const KFD_IOC_EVENT_MEMORY: u32 = 8;
 pub const KFD_IOC_WAIT_RESULT_COMPLETE: u32 = 0;
 pub const KFD_IOC_WAIT_RESULT_TIMEOUT: u32 = 1;
 pub const KFD_IOC_WAIT_RESULT_FAIL: u32 = 2;
+pub const KFD_SIGNAL_EVENT_LIMIT: u32 = 4096;
 pub const KFD_IOC_ALLOC_MEM_FLAGS_VRAM: u32 = 1;
 pub const KFD_IOC_ALLOC_MEM_FLAGS_GTT: u32 = 2;
 pub const KFD_IOC_ALLOC_MEM_FLAGS_USERPTR: u32 = 4;
@@ -45,6 +49,15 @@ pub const KFD_IOCTL_SVM_FLAG_GPU_READ_MOSTLY: u32 = 32;
 pub const KFD_IOCTL_SVM_FLAG_GPU_ALWAYS_MAPPED: u32 = 64;
 pub const KFD_IOCTL_SVM_FLAG_EXT_COHERENT: u32 = 128;
 pub const KFD_IOC_PROFILER_VERSION_NUM: u32 = 1;
+pub const HSA_CAP_SVMAPI_SUPPORTED: u32 = 134217728;
+pub const HSA_MEM_HEAP_TYPE_SYSTEM: u32 = 0;
+pub const HSA_MEM_HEAP_TYPE_FB_PUBLIC: u32 = 1;
+pub const HSA_MEM_HEAP_TYPE_FB_PRIVATE: u32 = 2;
+pub const HSA_MEM_HEAP_TYPE_GPU_GDS: u32 = 3;
+pub const HSA_MEM_HEAP_TYPE_GPU_LDS: u32 = 4;
+pub const HSA_MEM_HEAP_TYPE_GPU_SCRATCH: u32 = 5;
+pub const HSA_IOLINK_TYPE_PCIEXPRESS: u32 = 2;
+pub const HSA_IOLINK_TYPE_XGMI: u32 = 11;
 pub const AMDGPU_GEM_DOMAIN_CPU: u32 = 1;
 pub const AMDGPU_GEM_DOMAIN_GTT: u32 = 2;
 pub const AMDGPU_GEM_DOMAIN_VRAM: u32 = 4;
@@ -109,13 +122,13 @@ pub type __s32 = ::core::ffi::c_int;
 pub type __u32 = ::core::ffi::c_uint;
 pub type __u64 = ::core::ffi::c_ulonglong;
 #[repr(C)]
-#[derive(Debug, Copy, Clone)]
+#[derive(Debug, Copy, Clone, PartialEq, Eq)]
 pub struct kfd_ioctl_get_version_args {
     pub major_version: __u32,
     pub minor_version: __u32,
 }
 #[repr(C)]
-#[derive(Debug, Copy, Clone)]
+#[derive(Debug, Copy, Clone, PartialEq, Eq)]
 pub struct kfd_ioctl_create_queue_args {
     pub ring_base_address: __u64,
     pub write_pointer_address: __u64,
@@ -136,13 +149,13 @@ pub struct kfd_ioctl_create_queue_args {
     pub metadata_ring_size: __u32,
 }
 #[repr(C)]
-#[derive(Debug, Copy, Clone)]
+#[derive(Debug, Copy, Clone, PartialEq, Eq)]
 pub struct kfd_ioctl_destroy_queue_args {
     pub queue_id: __u32,
     pub pad: __u32,
 }
 #[repr(C)]
-#[derive(Debug, Copy, Clone)]
+#[derive(Debug, Copy, Clone, PartialEq, Eq)]
 pub struct kfd_ioctl_update_queue_args {
     pub ring_base_address: __u64,
     pub queue_id: __u32,
@@ -151,14 +164,14 @@ pub struct kfd_ioctl_update_queue_args {
     pub queue_priority: __u32,
 }
 #[repr(C)]
-#[derive(Debug, Copy, Clone)]
+#[derive(Debug, Copy, Clone, PartialEq, Eq)]
 pub struct kfd_ioctl_get_available_memory_args {
     pub available: __u64,
     pub gpu_id: __u32,
     pub pad: __u32,
 }
 #[repr(C)]
-#[derive(Debug, Copy, Clone)]
+#[derive(Debug, Copy, Clone, PartialEq, Eq)]
 pub struct kfd_process_device_apertures {
     pub lds_base: __u64,
     pub lds_limit: __u64,
@@ -170,14 +183,14 @@ pub struct kfd_process_device_apertures {
     pub pad: __u32,
 }
 #[repr(C)]
-#[derive(Debug, Copy, Clone)]
+#[derive(Debug, Copy, Clone, PartialEq, Eq)]
 pub struct kfd_ioctl_get_process_apertures_new_args {
     pub kfd_process_device_apertures_ptr: __u64,
     pub num_of_nodes: __u32,
     pub pad: __u32,
 }
 #[repr(C)]
-#[derive(Debug, Copy, Clone)]
+#[derive(Debug, Copy, Clone, PartialEq, Eq)]
 pub struct kfd_ioctl_create_event_args {
     pub event_page_offset: __u64,
     pub event_trigger_data: __u32,
@@ -188,25 +201,25 @@ pub struct kfd_ioctl_create_event_args {
     pub event_slot_index: __u32,
 }
 #[repr(C)]
-#[derive(Debug, Copy, Clone)]
+#[derive(Debug, Copy, Clone, PartialEq, Eq)]
 pub struct kfd_ioctl_destroy_event_args {
     pub event_id: __u32,
     pub pad: __u32,
 }
 #[repr(C)]
-#[derive(Debug, Copy, Clone)]
+#[derive(Debug, Copy, Clone, PartialEq, Eq)]
 pub struct kfd_ioctl_set_event_args {
     pub event_id: __u32,
     pub pad: __u32,
 }
 #[repr(C)]
-#[derive(Debug, Copy, Clone)]
+#[derive(Debug, Copy, Clone, PartialEq, Eq)]
 pub struct kfd_ioctl_reset_event_args {
     pub event_id: __u32,
     pub pad: __u32,
 }
 #[repr(C)]
-#[derive(Debug, Copy, Clone)]
+#[derive(Debug, Copy, Clone, PartialEq, Eq)]
 pub struct kfd_memory_exception_failure {
     pub NotPresent: __u32,
     pub ReadOnly: __u32,
@@ -214,7 +227,7 @@ pub struct kfd_memory_exception_failure {
     pub imprecise: __u32,
 }
 #[repr(C)]
-#[derive(Debug, Copy, Clone)]
+#[derive(Debug, Copy, Clone, PartialEq, Eq)]
 pub struct kfd_hsa_memory_exception_data {
     pub failure: kfd_memory_exception_failure,
     pub va: __u64,
@@ -222,7 +235,7 @@ pub struct kfd_hsa_memory_exception_data {
     pub ErrorType: __u32,
 }
 #[repr(C)]
-#[derive(Debug, Copy, Clone)]
+#[derive(Debug, Copy, Clone, PartialEq, Eq)]
 pub struct kfd_hsa_hw_exception_data {
     pub reset_type: __u32,
     pub reset_cause: __u32,
@@ -230,7 +243,7 @@ pub struct kfd_hsa_hw_exception_data {
     pub gpu_id: __u32,
 }
 #[repr(C)]
-#[derive(Debug, Copy, Clone)]
+#[derive(Debug, Copy, Clone, PartialEq, Eq)]
 pub struct kfd_hsa_signal_event_data {
     pub last_event_age: __u64,
 }
@@ -250,7 +263,7 @@ pub union kfd_event_data__bindgen_ty_1 {
     pub signal_event_data: kfd_hsa_signal_event_data,
 }
 #[repr(C)]
-#[derive(Debug, Copy, Clone)]
+#[derive(Debug, Copy, Clone, PartialEq, Eq)]
 pub struct kfd_ioctl_wait_events_args {
     pub events_ptr: __u64,
     pub num_events: __u32,
@@ -259,13 +272,13 @@ pub struct kfd_ioctl_wait_events_args {
     pub wait_result: __u32,
 }
 #[repr(C)]
-#[derive(Debug, Copy, Clone)]
+#[derive(Debug, Copy, Clone, PartialEq, Eq)]
 pub struct kfd_ioctl_acquire_vm_args {
     pub drm_fd: __u32,
     pub gpu_id: __u32,
 }
 #[repr(C)]
-#[derive(Debug, Copy, Clone)]
+#[derive(Debug, Copy, Clone, PartialEq, Eq)]
 pub struct kfd_ioctl_alloc_memory_of_gpu_args {
     pub va_addr: __u64,
     pub size: __u64,
@@ -275,12 +288,12 @@ pub struct kfd_ioctl_alloc_memory_of_gpu_args {
     pub flags: __u32,
 }
 #[repr(C)]
-#[derive(Debug, Copy, Clone)]
+#[derive(Debug, Copy, Clone, PartialEq, Eq)]
 pub struct kfd_ioctl_free_memory_of_gpu_args {
     pub handle: __u64,
 }
 #[repr(C)]
-#[derive(Debug, Copy, Clone)]
+#[derive(Debug, Copy, Clone, PartialEq, Eq)]
 pub struct kfd_ioctl_map_memory_to_gpu_args {
     pub handle: __u64,
     pub device_ids_array_ptr: __u64,
@@ -288,7 +301,7 @@ pub struct kfd_ioctl_map_memory_to_gpu_args {
     pub n_success: __u32,
 }
 #[repr(C)]
-#[derive(Debug, Copy, Clone)]
+#[derive(Debug, Copy, Clone, PartialEq, Eq)]
 pub struct kfd_ioctl_unmap_memory_from_gpu_args {
     pub handle: __u64,
     pub device_ids_array_ptr: __u64,
@@ -296,7 +309,7 @@ pub struct kfd_ioctl_unmap_memory_from_gpu_args {
     pub n_success: __u32,
 }
 #[repr(C)]
-#[derive(Debug, Copy, Clone)]
+#[derive(Debug, Copy, Clone, PartialEq, Eq)]
 pub struct kfd_ioctl_get_dmabuf_info_args {
     pub size: __u64,
     pub metadata_ptr: __u64,
@@ -306,7 +319,7 @@ pub struct kfd_ioctl_get_dmabuf_info_args {
     pub dmabuf_fd: __u32,
 }
 #[repr(C)]
-#[derive(Debug, Copy, Clone)]
+#[derive(Debug, Copy, Clone, PartialEq, Eq)]
 pub struct kfd_ioctl_import_dmabuf_args {
     pub va_addr: __u64,
     pub handle: __u64,
@@ -314,7 +327,7 @@ pub struct kfd_ioctl_import_dmabuf_args {
     pub dmabuf_fd: __u32,
 }
 #[repr(C)]
-#[derive(Debug, Copy, Clone)]
+#[derive(Debug, Copy, Clone, PartialEq, Eq)]
 pub struct kfd_ioctl_export_dmabuf_args {
     pub handle: __u64,
     pub flags: __u32,
@@ -344,7 +357,7 @@ pub const KFD_QUEUE_EVICTION_CRIU_CHECKPOINT: KFD_QUEUE_EVICTION_TRIGGERS = 4;
 pub const KFD_QUEUE_EVICTION_CRIU_RESTORE: KFD_QUEUE_EVICTION_TRIGGERS = 5;
 pub type KFD_QUEUE_EVICTION_TRIGGERS = ::core::ffi::c_uint;
 #[repr(C)]
-#[derive(Debug, Copy, Clone)]
+#[derive(Debug, Copy, Clone, PartialEq, Eq)]
 pub struct kfd_ioctl_smi_events_args {
     pub gpuid: __u32,
     pub anon_fd: __u32,
@@ -356,7 +369,7 @@ pub const KFD_CRIU_OP_RESTORE: kfd_criu_op = 3;
 pub const KFD_CRIU_OP_RESUME: kfd_criu_op = 4;
 pub type kfd_criu_op = ::core::ffi::c_uint;
 #[repr(C)]
-#[derive(Debug, Copy, Clone)]
+#[derive(Debug, Copy, Clone, PartialEq, Eq)]
 pub struct kfd_ioctl_criu_args {
     pub devices: __u64,
     pub bos: __u64,
@@ -369,7 +382,7 @@ pub struct kfd_ioctl_criu_args {
     pub op: __u32,
 }
 #[repr(C)]
-#[derive(Debug, Copy, Clone)]
+#[derive(Debug, Copy, Clone, PartialEq, Eq)]
 pub struct kfd_criu_device_bucket {
     pub user_gpu_id: __u32,
     pub actual_gpu_id: __u32,
@@ -377,7 +390,7 @@ pub struct kfd_criu_device_bucket {
     pub pad: __u32,
 }
 #[repr(C)]
-#[derive(Debug, Copy, Clone)]
+#[derive(Debug, Copy, Clone, PartialEq, Eq)]
 pub struct kfd_criu_bo_bucket {
     pub addr: __u64,
     pub size: __u64,
@@ -404,25 +417,25 @@ pub const KFD_IOCTL_SVM_ATTR_CLR_FLAGS: kfd_ioctl_svm_attr_type = 6;
 pub const KFD_IOCTL_SVM_ATTR_GRANULARITY: kfd_ioctl_svm_attr_type = 7;
 pub type kfd_ioctl_svm_attr_type = ::core::ffi::c_uint;
 #[repr(C)]
-#[derive(Debug, Copy, Clone)]
+#[derive(Debug, Copy, Clone, PartialEq, Eq)]
 pub struct kfd_ioctl_svm_attribute {
     pub type_: __u32,
     pub value: __u32,
 }
 #[repr(C)]
-#[derive(Debug, Copy, Clone)]
+#[derive(Debug, Copy, Clone, PartialEq, Eq)]
 pub struct kfd_ioctl_set_xnack_mode_args {
     pub xnack_enabled: __s32,
 }
 #[repr(C)]
-#[derive(Debug, Copy, Clone)]
+#[derive(Debug, Copy, Clone, PartialEq, Eq)]
 pub struct kfd_ioctl_runtime_enable_args {
     pub r_debug: __u64,
     pub mode_mask: __u32,
     pub capabilities_mask: __u32,
 }
 #[repr(C)]
-#[derive(Debug, Copy, Clone)]
+#[derive(Debug, Copy, Clone, PartialEq, Eq)]
 pub struct drm_amdgpu_gem_create_in {
     pub bo_size: __u64,
     pub alignment: __u64,
@@ -430,7 +443,7 @@ pub struct drm_amdgpu_gem_create_in {
     pub domain_flags: __u64,
 }
 #[repr(C)]
-#[derive(Debug, Copy, Clone)]
+#[derive(Debug, Copy, Clone, PartialEq, Eq)]
 pub struct drm_amdgpu_gem_create_out {
     pub handle: __u32,
     pub _pad: __u32,
@@ -442,7 +455,7 @@ pub union drm_amdgpu_gem_create {
     pub out: drm_amdgpu_gem_create_out,
 }
 #[repr(C)]
-#[derive(Debug, Copy, Clone)]
+#[derive(Debug, Copy, Clone, PartialEq, Eq)]
 pub struct drm_amdgpu_bo_list_in {
     pub operation: __u32,
     pub list_handle: __u32,
@@ -451,13 +464,13 @@ pub struct drm_amdgpu_bo_list_in {
     pub bo_info_ptr: __u64,
 }
 #[repr(C)]
-#[derive(Debug, Copy, Clone)]
+#[derive(Debug, Copy, Clone, PartialEq, Eq)]
 pub struct drm_amdgpu_bo_list_entry {
     pub bo_handle: __u32,
     pub bo_priority: __u32,
 }
 #[repr(C)]
-#[derive(Debug, Copy, Clone)]
+#[derive(Debug, Copy, Clone, PartialEq, Eq)]
 pub struct drm_amdgpu_bo_list_out {
     pub list_handle: __u32,
     pub _pad: __u32,
@@ -469,7 +482,7 @@ pub union drm_amdgpu_bo_list {
     pub out: drm_amdgpu_bo_list_out,
 }
 #[repr(C)]
-#[derive(Debug, Copy, Clone)]
+#[derive(Debug, Copy, Clone, PartialEq, Eq)]
 pub struct drm_amdgpu_ctx_in {
     pub op: __u32,
     pub flags: __u32,
@@ -484,20 +497,20 @@ pub union drm_amdgpu_ctx_out {
     pub pstate: drm_amdgpu_ctx_out__bindgen_ty_3,
 }
 #[repr(C)]
-#[derive(Debug, Copy, Clone)]
+#[derive(Debug, Copy, Clone, PartialEq, Eq)]
 pub struct drm_amdgpu_ctx_out__bindgen_ty_1 {
     pub ctx_id: __u32,
     pub _pad: __u32,
 }
 #[repr(C)]
-#[derive(Debug, Copy, Clone)]
+#[derive(Debug, Copy, Clone, PartialEq, Eq)]
 pub struct drm_amdgpu_ctx_out__bindgen_ty_2 {
     pub flags: __u64,
     pub hangs: __u32,
     pub reset_status: __u32,
 }
 #[repr(C)]
-#[derive(Debug, Copy, Clone)]
+#[derive(Debug, Copy, Clone, PartialEq, Eq)]
 pub struct drm_amdgpu_ctx_out__bindgen_ty_3 {
     pub flags: __u32,
     pub _pad: __u32,
@@ -509,7 +522,7 @@ pub union drm_amdgpu_ctx {
     pub out: drm_amdgpu_ctx_out,
 }
 #[repr(C)]
-#[derive(Debug, Copy, Clone)]
+#[derive(Debug, Copy, Clone, PartialEq, Eq)]
 pub struct drm_amdgpu_gem_userptr {
     pub addr: __u64,
     pub size: __u64,
@@ -517,13 +530,13 @@ pub struct drm_amdgpu_gem_userptr {
     pub handle: __u32,
 }
 #[repr(C)]
-#[derive(Debug, Copy, Clone)]
+#[derive(Debug, Copy, Clone, PartialEq, Eq)]
 pub struct drm_amdgpu_gem_mmap_in {
     pub handle: __u32,
     pub _pad: __u32,
 }
 #[repr(C)]
-#[derive(Debug, Copy, Clone)]
+#[derive(Debug, Copy, Clone, PartialEq, Eq)]
 pub struct drm_amdgpu_gem_mmap_out {
     pub addr_ptr: __u64,
 }
@@ -534,7 +547,7 @@ pub union drm_amdgpu_gem_mmap {
     pub out: drm_amdgpu_gem_mmap_out,
 }
 #[repr(C)]
-#[derive(Debug, Copy, Clone)]
+#[derive(Debug, Copy, Clone, PartialEq, Eq)]
 pub struct drm_amdgpu_wait_cs_in {
     pub handle: __u64,
     pub timeout: __u64,
@@ -544,7 +557,7 @@ pub struct drm_amdgpu_wait_cs_in {
     pub ctx_id: __u32,
 }
 #[repr(C)]
-#[derive(Debug, Copy, Clone)]
+#[derive(Debug, Copy, Clone, PartialEq, Eq)]
 pub struct drm_amdgpu_wait_cs_out {
     pub status: __u64,
 }
@@ -555,7 +568,7 @@ pub union drm_amdgpu_wait_cs {
     pub out: drm_amdgpu_wait_cs_out,
 }
 #[repr(C)]
-#[derive(Debug, Copy, Clone)]
+#[derive(Debug, Copy, Clone, PartialEq, Eq)]
 pub struct drm_amdgpu_gem_vm_entry {
     pub addr: __u64,
     pub size: __u64,
@@ -563,7 +576,7 @@ pub struct drm_amdgpu_gem_vm_entry {
     pub flags: __u64,
 }
 #[repr(C)]
-#[derive(Debug, Copy, Clone)]
+#[derive(Debug, Copy, Clone, PartialEq, Eq)]
 pub struct drm_amdgpu_gem_op {
     pub handle: __u32,
     pub op: __u32,
@@ -572,14 +585,14 @@ pub struct drm_amdgpu_gem_op {
     pub padding: __u32,
 }
 #[repr(C)]
-#[derive(Debug, Copy, Clone)]
+#[derive(Debug, Copy, Clone, PartialEq, Eq)]
 pub struct drm_amdgpu_gem_list_handles {
     pub entries: __u64,
     pub num_entries: __u32,
     pub padding: __u32,
 }
 #[repr(C)]
-#[derive(Debug, Copy, Clone)]
+#[derive(Debug, Copy, Clone, PartialEq, Eq)]
 pub struct drm_amdgpu_gem_list_handles_entry {
     pub gem_handle: __u32,
     pub flags: __u32,
@@ -589,7 +602,7 @@ pub struct drm_amdgpu_gem_list_handles_entry {
     pub alignment: __u64,
 }
 #[repr(C)]
-#[derive(Debug, Copy, Clone)]
+#[derive(Debug, Copy, Clone, PartialEq, Eq)]
 pub struct drm_amdgpu_gem_va {
     pub handle: __u32,
     pub _pad: __u32,
@@ -604,14 +617,14 @@ pub struct drm_amdgpu_gem_va {
     pub input_fence_syncobj_handles: __u64,
 }
 #[repr(C)]
-#[derive(Debug, Copy, Clone)]
+#[derive(Debug, Copy, Clone, PartialEq, Eq)]
 pub struct drm_amdgpu_cs_chunk {
     pub chunk_id: __u32,
     pub length_dw: __u32,
     pub chunk_data: __u64,
 }
 #[repr(C)]
-#[derive(Debug, Copy, Clone)]
+#[derive(Debug, Copy, Clone, PartialEq, Eq)]
 pub struct drm_amdgpu_cs_in {
     pub ctx_id: __u32,
     pub bo_list_handle: __u32,
@@ -620,7 +633,7 @@ pub struct drm_amdgpu_cs_in {
     pub chunks: __u64,
 }
 #[repr(C)]
-#[derive(Debug, Copy, Clone)]
+#[derive(Debug, Copy, Clone, PartialEq, Eq)]
 pub struct drm_amdgpu_cs_out {
     pub handle: __u64,
 }
@@ -631,7 +644,7 @@ pub union drm_amdgpu_cs {
     pub out: drm_amdgpu_cs_out,
 }
 #[repr(C)]
-#[derive(Debug, Copy, Clone)]
+#[derive(Debug, Copy, Clone, PartialEq, Eq)]
 pub struct drm_amdgpu_cs_chunk_ib {
     pub _pad: __u32,
     pub flags: __u32,
@@ -642,7 +655,7 @@ pub struct drm_amdgpu_cs_chunk_ib {
     pub ring: __u32,
 }
 #[repr(C)]
-#[derive(Debug, Copy, Clone)]
+#[derive(Debug, Copy, Clone, PartialEq, Eq)]
 pub struct drm_amdgpu_cs_chunk_dep {
     pub ip_type: __u32,
     pub ip_instance: __u32,
@@ -651,20 +664,20 @@ pub struct drm_amdgpu_cs_chunk_dep {
     pub handle: __u64,
 }
 #[repr(C)]
-#[derive(Debug, Copy, Clone)]
+#[derive(Debug, Copy, Clone, PartialEq, Eq)]
 pub struct drm_amdgpu_cs_chunk_fence {
     pub handle: __u32,
     pub offset: __u32,
 }
 #[repr(C)]
-#[derive(Debug, Copy, Clone)]
+#[derive(Debug, Copy, Clone, PartialEq, Eq)]
 pub struct drm_amdgpu_cs_chunk_syncobj {
     pub handle: __u32,
     pub flags: __u32,
     pub point: __u64,
 }
 #[repr(C)]
-#[derive(Debug, Copy, Clone)]
+#[derive(Debug, Copy, Clone, PartialEq, Eq)]
 pub struct drm_amdgpu_query_fw {
     pub fw_type: __u32,
     pub ip_instance: __u32,
@@ -691,19 +704,19 @@ pub union drm_amdgpu_info__bindgen_ty_1 {
     pub video_cap: drm_amdgpu_info__bindgen_ty_1__bindgen_ty_6,
 }
 #[repr(C)]
-#[derive(Debug, Copy, Clone)]
+#[derive(Debug, Copy, Clone, PartialEq, Eq)]
 pub struct drm_amdgpu_info__bindgen_ty_1__bindgen_ty_1 {
     pub id: __u32,
     pub _pad: __u32,
 }
 #[repr(C)]
-#[derive(Debug, Copy, Clone)]
+#[derive(Debug, Copy, Clone, PartialEq, Eq)]
 pub struct drm_amdgpu_info__bindgen_ty_1__bindgen_ty_2 {
     pub type_: __u32,
     pub ip_instance: __u32,
 }
 #[repr(C)]
-#[derive(Debug, Copy, Clone)]
+#[derive(Debug, Copy, Clone, PartialEq, Eq)]
 pub struct drm_amdgpu_info__bindgen_ty_1__bindgen_ty_3 {
     pub dword_offset: __u32,
     pub count: __u32,
@@ -711,23 +724,23 @@ pub struct drm_amdgpu_info__bindgen_ty_1__bindgen_ty_3 {
     pub flags: __u32,
 }
 #[repr(C)]
-#[derive(Debug, Copy, Clone)]
+#[derive(Debug, Copy, Clone, PartialEq, Eq)]
 pub struct drm_amdgpu_info__bindgen_ty_1__bindgen_ty_4 {
     pub type_: __u32,
     pub offset: __u32,
 }
 #[repr(C)]
-#[derive(Debug, Copy, Clone)]
+#[derive(Debug, Copy, Clone, PartialEq, Eq)]
 pub struct drm_amdgpu_info__bindgen_ty_1__bindgen_ty_5 {
     pub type_: __u32,
 }
 #[repr(C)]
-#[derive(Debug, Copy, Clone)]
+#[derive(Debug, Copy, Clone, PartialEq, Eq)]
 pub struct drm_amdgpu_info__bindgen_ty_1__bindgen_ty_6 {
     pub type_: __u32,
 }
 #[repr(C)]
-#[derive(Debug, Copy, Clone)]
+#[derive(Debug, Copy, Clone, PartialEq, Eq)]
 pub struct drm_amdgpu_heap_info {
     pub total_heap_size: __u64,
     pub usable_heap_size: __u64,
@@ -735,14 +748,14 @@ pub struct drm_amdgpu_heap_info {
     pub max_allocation: __u64,
 }
 #[repr(C)]
-#[derive(Debug, Copy, Clone)]
+#[derive(Debug, Copy, Clone, PartialEq, Eq)]
 pub struct drm_amdgpu_memory_info {
     pub vram: drm_amdgpu_heap_info,
     pub cpu_accessible_vram: drm_amdgpu_heap_info,
     pub gtt: drm_amdgpu_heap_info,
 }
 #[repr(C)]
-#[derive(Debug, Copy, Clone)]
+#[derive(Debug, Copy, Clone, PartialEq, Eq)]
 pub struct drm_amdgpu_info_device {
     pub device_id: __u32,
     pub chip_rev: __u32,
@@ -811,7 +824,7 @@ pub struct drm_amdgpu_info_device {
     pub userq_ip_mask: __u32,
 }
 #[repr(C)]
-#[derive(Debug, Copy, Clone)]
+#[derive(Debug, Copy, Clone, PartialEq, Eq)]
 pub struct drm_amdgpu_info_hw_ip {
     pub hw_ip_version_major: __u32,
     pub hw_ip_version_minor: __u32,

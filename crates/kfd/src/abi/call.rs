@@ -1,0 +1,544 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! One safe function for each ioctl that anybody here uses. Errors are the kernel's errno, unchanged.
+//!
+//! A call that a signal interrupts is made again, at most [`INTERRUPTIONS`] times; CRIU operations never are: some of
+//! them do harm when repeated.
+
+use std::ffi::c_void;
+use std::io;
+use std::os::fd::{AsRawFd as _, BorrowedFd, FromRawFd as _, OwnedFd};
+
+use super::generated::*;
+use super::memory::Mapping;
+
+/// How often an interrupted call is made again before its EINTR is reported.
+const INTERRUPTIONS: u32 = 64;
+
+/// A struct that the kernel fills.
+///
+/// # Safety
+/// `repr(C)`, integers only: every bit pattern is valid, and reading one leaks nothing.
+pub unsafe trait Argument: Copy {
+    /// All bytes zero.
+    #[must_use]
+    fn zeroed() -> Self {
+        // SAFETY: the trait's promise: every bit pattern is valid.
+        unsafe { std::mem::zeroed() }
+    }
+}
+
+macro_rules! arguments {
+    ($($name:ident),* $(,)?) => { $(
+        // SAFETY: bindgen's rendering of a kernel struct or union of integers.
+        unsafe impl Argument for $name {}
+    )* };
+}
+arguments! {
+    kfd_ioctl_get_version_args, kfd_ioctl_create_queue_args, kfd_ioctl_destroy_queue_args,
+    kfd_ioctl_update_queue_args, kfd_ioctl_create_event_args, kfd_ioctl_destroy_event_args,
+    kfd_ioctl_set_event_args, kfd_ioctl_reset_event_args, kfd_ioctl_wait_events_args, kfd_event_data,
+    kfd_ioctl_get_process_apertures_new_args, kfd_process_device_apertures, kfd_ioctl_acquire_vm_args,
+    kfd_ioctl_alloc_memory_of_gpu_args, kfd_ioctl_free_memory_of_gpu_args, kfd_ioctl_map_memory_to_gpu_args,
+    kfd_ioctl_unmap_memory_from_gpu_args, kfd_ioctl_get_dmabuf_info_args, kfd_ioctl_import_dmabuf_args,
+    kfd_ioctl_export_dmabuf_args, kfd_ioctl_smi_events_args, kfd_ioctl_set_xnack_mode_args, kfd_ioctl_criu_args,
+    kfd_criu_device_bucket, kfd_criu_bo_bucket, kfd_ioctl_get_available_memory_args, kfd_ioctl_runtime_enable_args,
+    kfd_ioctl_svm_attribute, drm_amdgpu_gem_create, drm_amdgpu_gem_mmap, drm_amdgpu_gem_userptr, drm_amdgpu_gem_va,
+    drm_amdgpu_ctx, drm_amdgpu_bo_list, drm_amdgpu_cs, drm_amdgpu_wait_cs, drm_amdgpu_info, drm_amdgpu_gem_op,
+    drm_amdgpu_cs_chunk_ib, drm_amdgpu_info_hw_ip, drm_amdgpu_info_device, drm_amdgpu_memory_info, drm_amdgpu_gem_list_handles,
+}
+
+/// Any ioctl on any descriptor, once.
+///
+/// # Errors
+/// The kernel's errno.
+///
+/// # Safety
+/// `argument` is valid for what ioctl `number` of that descriptor reads and writes there, and so is every address
+/// inside it. Tests that misuse the drivers need this; nothing else does.
+pub unsafe fn raw(fd: BorrowedFd<'_>, number: u32, argument: *mut c_void) -> io::Result<i32> {
+    // SAFETY: the caller's promise.
+    let result = unsafe { libc::ioctl(fd.as_raw_fd(), libc::c_ulong::from(number), argument) };
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
+}
+
+/// # Safety
+/// `number` takes an `A`, and addresses inside `argument` are valid for what the kernel does with them.
+unsafe fn once<A: Argument>(fd: BorrowedFd<'_>, number: u32, argument: &mut A) -> io::Result<()> {
+    // SAFETY: the caller's promise; `argument` is a live exclusive reference to bytes of any value.
+    unsafe { raw(fd, number, std::ptr::from_mut(argument).cast()) }.map(drop)
+}
+
+/// # Safety
+/// As [`once`].
+unsafe fn again<A: Argument>(fd: BorrowedFd<'_>, number: u32, argument: &mut A) -> io::Result<()> {
+    let mut left = INTERRUPTIONS;
+    loop {
+        // SAFETY: the caller's promise.
+        match unsafe { once(fd, number, argument) } {
+            Err(error) if error.kind() == io::ErrorKind::Interrupted && left > 0 => left -= 1,
+            done => return done,
+        }
+    }
+}
+
+macro_rules! plain {
+    ($($(#[$doc:meta])* $name:ident($number:ident, $argument:ty);)*) => { $(
+        $(#[$doc])*
+        ///
+        /// # Errors
+        /// The kernel's errno.
+        pub fn $name(fd: BorrowedFd<'_>, argument: &mut $argument) -> io::Result<()> {
+            // SAFETY: this number takes this struct, and no field of it is an address that the kernel uses in
+            // this process: GPU addresses go through the GPU's page table.
+            unsafe { again(fd, $number, argument) }
+        }
+    )* };
+}
+plain! {
+    /// Interface version.
+    get_version(IOC_GET_VERSION, kfd_ioctl_get_version_args);
+    /// Makes a render node's address space the process's compute address space on that GPU.
+    acquire_vm(IOC_ACQUIRE_VM, kfd_ioctl_acquire_vm_args);
+    /// Frees a buffer.
+    free_memory(IOC_FREE_MEMORY_OF_GPU, kfd_ioctl_free_memory_of_gpu_args);
+    /// Free VRAM.
+    available_memory(IOC_AVAILABLE_MEMORY, kfd_ioctl_get_available_memory_args);
+    /// A buffer from a dma-buf.
+    import_dmabuf(IOC_IMPORT_DMABUF, kfd_ioctl_import_dmabuf_args);
+    /// A queue; its addresses are the GPU's.
+    create_queue(IOC_CREATE_QUEUE, kfd_ioctl_create_queue_args);
+    /// Other ring or share of time for a queue.
+    update_queue(IOC_UPDATE_QUEUE, kfd_ioctl_update_queue_args);
+    /// Ends a queue.
+    destroy_queue(IOC_DESTROY_QUEUE, kfd_ioctl_destroy_queue_args);
+    /// An event.
+    create_event(IOC_CREATE_EVENT, kfd_ioctl_create_event_args);
+    /// Ends an event.
+    destroy_event(IOC_DESTROY_EVENT, kfd_ioctl_destroy_event_args);
+    /// Signals an event from the CPU.
+    set_event(IOC_SET_EVENT, kfd_ioctl_set_event_args);
+    /// Takes an event's signal back.
+    reset_event(IOC_RESET_EVENT, kfd_ioctl_reset_event_args);
+    /// Retry of GPU page faults: set (0, 1) or ask (-1).
+    set_xnack_mode(IOC_SET_XNACK_MODE, kfd_ioctl_set_xnack_mode_args);
+    /// Allocates, frees or asks about a submission context.
+    ctx(DRM_AMD_CTX, drm_amdgpu_ctx);
+}
+
+/// Allocates a buffer, not a userptr one.
+///
+/// # Errors
+/// The kernel's errno; EINVAL without a call if the flags ask for a userptr buffer.
+pub fn alloc_memory(fd: BorrowedFd<'_>, argument: &mut kfd_ioctl_alloc_memory_of_gpu_args) -> io::Result<()> {
+    if argument.flags & KFD_IOC_ALLOC_MEM_FLAGS_USERPTR != 0 {
+        return Err(io::Error::from_raw_os_error(libc::EINVAL));
+    }
+    // SAFETY: without USERPTR no field is an address of this process.
+    unsafe { again(fd, IOC_ALLOC_MEMORY_OF_GPU, argument) }
+}
+
+/// Allocates a userptr buffer on `memory`, whose address goes where other buffers' mmap offset comes from.
+///
+/// # Errors
+/// The kernel's errno.
+pub fn alloc_userptr(
+    fd: BorrowedFd<'_>,
+    memory: &Mapping,
+    argument: &mut kfd_ioctl_alloc_memory_of_gpu_args,
+) -> io::Result<()> {
+    argument.flags |= KFD_IOC_ALLOC_MEM_FLAGS_USERPTR;
+    argument.mmap_offset = memory.address();
+    argument.size = memory.len();
+    // SAFETY: a `Mapping` is memory that others may write at any time; when it goes, the kernel notices.
+    unsafe { again(fd, IOC_ALLOC_MEMORY_OF_GPU, argument) }
+}
+
+/// Maps a buffer into the page tables of GPUs; gives how many the kernel reached, also when it failed.
+///
+/// # Errors
+/// The kernel's errno.
+pub fn map_memory(fd: BorrowedFd<'_>, handle: u64, gpus: &[u32]) -> (u32, io::Result<()>) {
+    let mut argument = kfd_ioctl_map_memory_to_gpu_args {
+        handle,
+        device_ids_array_ptr: gpus.as_ptr() as u64,
+        n_devices: u32::try_from(gpus.len()).unwrap_or(u32::MAX),
+        n_success: 0,
+    };
+    // SAFETY: the array is live and has that many entries; the kernel only reads it.
+    let result = unsafe { again(fd, IOC_MAP_MEMORY_TO_GPU, &mut argument) };
+    (argument.n_success, result)
+}
+
+/// Takes a buffer out of the page tables of GPUs; gives how many the kernel reached, also when it failed.
+///
+/// # Errors
+/// The kernel's errno.
+pub fn unmap_memory(fd: BorrowedFd<'_>, handle: u64, gpus: &[u32]) -> (u32, io::Result<()>) {
+    let mut argument = kfd_ioctl_unmap_memory_from_gpu_args {
+        handle,
+        device_ids_array_ptr: gpus.as_ptr() as u64,
+        n_devices: u32::try_from(gpus.len()).unwrap_or(u32::MAX),
+        n_success: 0,
+    };
+    // SAFETY: as `map_memory`.
+    let result = unsafe { again(fd, IOC_UNMAP_MEMORY_FROM_GPU, &mut argument) };
+    (argument.n_success, result)
+}
+
+/// The address ranges of every GPU of this process.
+///
+/// # Errors
+/// The kernel's errno.
+pub fn apertures(fd: BorrowedFd<'_>, into: &mut [kfd_process_device_apertures]) -> io::Result<usize> {
+    let mut argument = kfd_ioctl_get_process_apertures_new_args::zeroed();
+    argument.kfd_process_device_apertures_ptr = into.as_mut_ptr() as u64;
+    argument.num_of_nodes = u32::try_from(into.len()).unwrap_or(u32::MAX);
+    // SAFETY: the kernel writes at most that many entries of integers.
+    unsafe { again(fd, IOC_GET_PROCESS_APERTURES_NEW, &mut argument) }?;
+    Ok(into.len().min(argument.num_of_nodes as usize))
+}
+
+/// Waits for one or all of `events`, `milliseconds` at most; gives `KFD_IOC_WAIT_RESULT_*`.
+///
+/// # Errors
+/// The kernel's errno.
+pub fn wait_events(
+    fd: BorrowedFd<'_>,
+    events: &mut [kfd_event_data],
+    all: bool,
+    milliseconds: u32,
+) -> io::Result<u32> {
+    let mut argument = kfd_ioctl_wait_events_args::zeroed();
+    argument.events_ptr = events.as_mut_ptr() as u64;
+    argument.num_events = u32::try_from(events.len()).unwrap_or(u32::MAX);
+    argument.wait_for_all = u32::from(all);
+    argument.timeout = milliseconds;
+    // SAFETY: the kernel reads and writes that many live entries of integers.
+    unsafe { again(fd, IOC_WAIT_EVENTS, &mut argument) }?;
+    Ok(argument.wait_result)
+}
+
+/// Size, flags and GPU of a dma-buf.
+///
+/// # Errors
+/// The kernel's errno.
+pub fn dmabuf_info(fd: BorrowedFd<'_>, dmabuf: BorrowedFd<'_>) -> io::Result<kfd_ioctl_get_dmabuf_info_args> {
+    let mut argument = kfd_ioctl_get_dmabuf_info_args::zeroed();
+    argument.dmabuf_fd = number(dmabuf);
+    // SAFETY: no metadata buffer is given.
+    unsafe { again(fd, IOC_GET_DMABUF_INFO, &mut argument) }?;
+    Ok(argument)
+}
+
+/// Sets (`KFD_IOCTL_SVM_OP_SET_ATTR`) or gets attributes of a range of this process's memory.
+///
+/// # Errors
+/// The kernel's errno.
+pub fn svm(
+    fd: BorrowedFd<'_>,
+    start: u64,
+    size: u64,
+    op: kfd_ioctl_svm_op,
+    attributes: &mut [kfd_ioctl_svm_attribute],
+) -> io::Result<()> {
+    /// `struct kfd_ioctl_svm_args`: 24 bytes before its array.
+    const HEADER: usize = 3;
+    let count = u32::try_from(attributes.len()).unwrap_or(u32::MAX);
+    let mut words = vec![start, size, u64::from(op) | u64::from(count) << 32];
+    words.extend(attributes.iter().map(|a| u64::from(a.type_) | u64::from(a.value) << 32));
+    // The array's bytes count in the number's size field, 14 bits at bit 16.
+    let bytes = u32::try_from(attributes.len() * 8).ok().filter(|bytes| *bytes < (1 << 14) - 24);
+    let bytes = bytes.ok_or_else(|| io::Error::from_raw_os_error(libc::EINVAL))?;
+    // SAFETY: the kernel reads and writes `words` by the number's size, which is theirs. The range is named, not
+    // borrowed: its pages stay this process's, and the GPU's writes to them are those that the program asked for.
+    unsafe { raw(fd, IOC_SVM + (bytes << 16), words.as_mut_ptr().cast()) }?;
+    for (attribute, word) in attributes.iter_mut().zip(&words[HEADER..]) {
+        let (low, high) = (word & 0xffff_ffff, word >> 32);
+        *attribute = kfd_ioctl_svm_attribute {
+            type_: u32::try_from(low).unwrap_or_default(),
+            value: u32::try_from(high).unwrap_or_default(),
+        };
+    }
+    Ok(())
+}
+
+/// A dma-buf of a buffer (`libc::O_RDWR` and the like as flags).
+///
+/// # Errors
+/// The kernel's errno.
+pub fn export_dmabuf(fd: BorrowedFd<'_>, handle: u64, flags: u32) -> io::Result<OwnedFd> {
+    let mut argument = kfd_ioctl_export_dmabuf_args { handle, flags, dmabuf_fd: KFD_INVALID_FD };
+    // SAFETY: no field is an address.
+    unsafe { again(fd, IOC_EXPORT_DMABUF, &mut argument) }?;
+    // SAFETY: the kernel has just installed it for this call.
+    unsafe { adopt(argument.dmabuf_fd) }
+}
+
+/// A stream of a GPU's system management events.
+///
+/// # Errors
+/// The kernel's errno.
+pub fn smi_events(fd: BorrowedFd<'_>, gpu: u32) -> io::Result<OwnedFd> {
+    let mut argument = kfd_ioctl_smi_events_args { gpuid: gpu, anon_fd: KFD_INVALID_FD };
+    // SAFETY: no field is an address.
+    unsafe { again(fd, IOC_SMI_EVENTS, &mut argument) }?;
+    // SAFETY: the kernel has just installed it for this call.
+    unsafe { adopt(argument.anon_fd) }
+}
+
+/// A checkpoint operation with its arrays, made once; gives the dma-buf of each buffer that the kernel exported.
+///
+/// # Errors
+/// The kernel's errno; counts in `argument` are what the kernel left there. EINVAL without a call if a count in
+/// `argument` is beyond its array.
+pub fn criu(
+    fd: BorrowedFd<'_>,
+    argument: &mut kfd_ioctl_criu_args,
+    devices: &mut [kfd_criu_device_bucket],
+    bos: &mut [kfd_criu_bo_bucket],
+    private: &mut [u8],
+) -> io::Result<Vec<Option<OwnedFd>>> {
+    let fits = argument.num_devices as usize <= devices.len()
+        && argument.num_bos as usize <= bos.len()
+        && argument.priv_data_size <= private.len() as u64;
+    if !fits {
+        return Err(io::Error::from_raw_os_error(libc::EINVAL));
+    }
+    argument.devices = devices.as_mut_ptr() as u64;
+    argument.bos = bos.as_mut_ptr() as u64;
+    argument.priv_data = private.as_mut_ptr() as u64;
+    let exports = [KFD_CRIU_OP_CHECKPOINT, KFD_CRIU_OP_RESTORE].contains(&argument.op);
+    // SAFETY: the three addresses are of live exclusive slices of integers, no shorter than the counts say.
+    unsafe { once(fd, IOC_CRIU_OP, argument) }?;
+    let exported = bos.iter().take(if exports { argument.num_bos as usize } else { 0 });
+    let adopt = |bo: &kfd_criu_bo_bucket| match bo.dmabuf_fd {
+        KFD_INVALID_FD => Ok(None),
+        // SAFETY: these two operations install a descriptor for this call in every other entry.
+        fd => unsafe { adopt(fd) }.map(Some),
+    };
+    exported.map(adopt).collect()
+}
+
+/// One answer of a render node's INFO ioctl: the kernel writes at most the struct's size, older ones less.
+///
+/// # Errors
+/// The kernel's errno.
+pub fn info<A: Argument>(fd: BorrowedFd<'_>, query: u32, hardware: u32) -> io::Result<A> {
+    let mut answer = A::zeroed();
+    let mut argument = drm_amdgpu_info::zeroed();
+    argument.return_pointer = std::ptr::from_mut(&mut answer) as u64;
+    argument.return_size = u32::try_from(size_of::<A>()).unwrap_or(0);
+    argument.query = query;
+    argument.__bindgen_anon_1.query_hw_ip.type_ = hardware;
+    // SAFETY: `answer` is live, of that size, and takes any bytes.
+    unsafe { again(fd, DRM_AMD_INFO, &mut argument) }?;
+    Ok(answer)
+}
+
+/// A submission context; gives its number.
+///
+/// # Errors
+/// The kernel's errno.
+pub fn ctx_alloc(fd: BorrowedFd<'_>) -> io::Result<u32> {
+    let mut argument = drm_amdgpu_ctx::zeroed();
+    argument.in_.op = AMDGPU_CTX_OP_ALLOC_CTX;
+    ctx(fd, &mut argument)?;
+    // SAFETY: integers, and the kernel has written this side of the union.
+    Ok(unsafe { argument.out.alloc.ctx_id })
+}
+
+/// A GEM buffer of a render node; gives its handle.
+///
+/// # Errors
+/// The kernel's errno.
+pub fn gem_alloc(fd: BorrowedFd<'_>, size: u64, domains: u64, flags: u64) -> io::Result<u32> {
+    let mut argument = drm_amdgpu_gem_create::zeroed();
+    argument.in_ = drm_amdgpu_gem_create_in { bo_size: size, alignment: 4096, domains, domain_flags: flags };
+    // SAFETY: no field is an address.
+    unsafe { again(fd, DRM_AMD_GEM_CREATE, &mut argument) }?;
+    // SAFETY: integers, and the kernel has written this side of the union.
+    Ok(unsafe { argument.out.handle })
+}
+
+/// Where to `mmap` a GEM buffer.
+///
+/// # Errors
+/// The kernel's errno.
+pub fn gem_offset(fd: BorrowedFd<'_>, handle: u32) -> io::Result<u64> {
+    let mut argument = drm_amdgpu_gem_mmap::zeroed();
+    argument.in_.handle = handle;
+    // SAFETY: no field is an address.
+    unsafe { again(fd, DRM_AMD_GEM_MMAP, &mut argument) }?;
+    // SAFETY: integers, and the kernel has written this side of the union.
+    Ok(unsafe { argument.out.addr_ptr })
+}
+
+/// Waits for a submission; whether it is done.
+///
+/// # Errors
+/// The kernel's errno.
+pub fn wait_submission(fd: BorrowedFd<'_>, wanted: drm_amdgpu_wait_cs_in) -> io::Result<bool> {
+    let mut argument = drm_amdgpu_wait_cs::zeroed();
+    argument.in_ = wanted;
+    // SAFETY: no field is an address.
+    unsafe { again(fd, DRM_AMD_WAIT_CS, &mut argument) }?;
+    // SAFETY: integers, and the kernel has written this side of the union.
+    Ok(unsafe { argument.out.status } == 0)
+}
+
+/// GPU page table of a render node: the 6.12 part of the struct, without timelines of syncobjs.
+///
+/// # Errors
+/// The kernel's errno.
+pub fn gem_va(fd: BorrowedFd<'_>, argument: &mut drm_amdgpu_gem_va) -> io::Result<()> {
+    argument.num_syncobj_handles = 0;
+    argument.input_fence_syncobj_handles = 0;
+    // SAFETY: the one field that is an address of this process has just been cleared.
+    unsafe { again(fd, DRM_AMD_GEM_VA, argument) }
+}
+
+/// A GEM buffer on `memory` (`AMDGPU_GEM_USERPTR_*` flags); gives its handle.
+///
+/// # Errors
+/// The kernel's errno.
+pub fn gem_userptr(fd: BorrowedFd<'_>, memory: &Mapping, flags: u32) -> io::Result<u32> {
+    let mut argument =
+        drm_amdgpu_gem_userptr { addr: memory.address(), size: memory.len(), flags, handle: 0 };
+    // SAFETY: as `alloc_userptr`.
+    unsafe { again(fd, DRM_AMD_GEM_USERPTR, &mut argument) }?;
+    Ok(argument.handle)
+}
+
+/// A list of GEM buffers for submissions; gives its handle.
+///
+/// # Errors
+/// The kernel's errno.
+pub fn bo_list_create(fd: BorrowedFd<'_>, buffers: &[drm_amdgpu_bo_list_entry]) -> io::Result<u32> {
+    let mut argument = drm_amdgpu_bo_list::zeroed();
+    argument.in_ = bo_list(buffers);
+    // SAFETY: the entries are live, as many and as large as the struct says, and only read.
+    unsafe { again(fd, DRM_AMD_BO_LIST, &mut argument) }?;
+    // SAFETY: integers, and the kernel has written this side of the union.
+    Ok(unsafe { argument.out.list_handle })
+}
+
+/// Ends a list of GEM buffers.
+///
+/// # Errors
+/// The kernel's errno.
+pub fn bo_list_destroy(fd: BorrowedFd<'_>, list: u32) -> io::Result<()> {
+    let mut argument = drm_amdgpu_bo_list::zeroed();
+    argument.in_.operation = AMDGPU_BO_LIST_OP_DESTROY;
+    argument.in_.list_handle = list;
+    // SAFETY: no entries are given.
+    unsafe { again(fd, DRM_AMD_BO_LIST, &mut argument) }
+}
+
+fn bo_list(buffers: &[drm_amdgpu_bo_list_entry]) -> drm_amdgpu_bo_list_in {
+    drm_amdgpu_bo_list_in {
+        operation: AMDGPU_BO_LIST_OP_CREATE,
+        list_handle: 0,
+        bo_number: u32::try_from(buffers.len()).unwrap_or(u32::MAX),
+        bo_info_size: 8,
+        bo_info_ptr: buffers.as_ptr() as u64,
+    }
+}
+
+/// One part of a command submission.
+#[derive(Debug, Clone, Copy)]
+pub enum Chunk<'a> {
+    /// Commands to run.
+    Commands(&'a drm_amdgpu_cs_chunk_ib),
+    /// A 64-bit word that the GPU writes the submission's number to.
+    Fence(&'a drm_amdgpu_cs_chunk_fence),
+    /// Submissions to wait for.
+    Dependencies(&'a [drm_amdgpu_cs_chunk_dep]),
+    /// Buffers that the submission uses, instead of a list.
+    Buffers(&'a [drm_amdgpu_bo_list_entry]),
+    /// Points to wait for.
+    TimelineWait(&'a [drm_amdgpu_cs_chunk_syncobj]),
+    /// Points to signal.
+    TimelineSignal(&'a [drm_amdgpu_cs_chunk_syncobj]),
+    /// Binary syncobjs to wait for, by handle.
+    SyncobjIn(&'a [u32]),
+    /// Binary syncobjs to signal, by handle.
+    SyncobjOut(&'a [u32]),
+}
+
+/// Submits commands; gives the submission's number in its context and ring.
+///
+/// # Errors
+/// The kernel's errno.
+pub fn submit(fd: BorrowedFd<'_>, context: u32, list: u32, chunks: &[Chunk<'_>]) -> io::Result<u64> {
+    let lists: Vec<drm_amdgpu_bo_list_in> = chunks
+        .iter()
+        .map(|chunk| {
+            let buffers = if let Chunk::Buffers(buffers) = chunk { *buffers } else { &[] };
+            drm_amdgpu_bo_list_in { operation: u32::MAX, list_handle: u32::MAX, ..bo_list(buffers) }
+        })
+        .collect();
+    let headers: Vec<drm_amdgpu_cs_chunk> =
+        chunks.iter().zip(&lists).map(|(chunk, list)| header(chunk, list)).collect();
+    let addresses: Vec<u64> = headers.iter().map(|header| std::ptr::from_ref(header) as u64).collect();
+    let mut argument = drm_amdgpu_cs::zeroed();
+    argument.in_ = drm_amdgpu_cs_in {
+        ctx_id: context,
+        bo_list_handle: list,
+        num_chunks: u32::try_from(addresses.len()).unwrap_or(u32::MAX),
+        flags: 0,
+        chunks: addresses.as_ptr() as u64,
+    };
+    // SAFETY: every address is of something live in this function or its arguments, as long as its count says, and
+    // only read.
+    unsafe { again(fd, DRM_AMD_CS, &mut argument) }?;
+    // SAFETY: integers, and the kernel has written this side of the union.
+    Ok(unsafe { argument.out.handle })
+}
+
+fn header(chunk: &Chunk<'_>, list: &drm_amdgpu_bo_list_in) -> drm_amdgpu_cs_chunk {
+    fn of<T>(chunk_id: u32, entries: &[T]) -> drm_amdgpu_cs_chunk {
+        let length_dw = u32::try_from(size_of_val(entries) / 4).unwrap_or(u32::MAX);
+        drm_amdgpu_cs_chunk { chunk_id, length_dw, chunk_data: entries.as_ptr() as u64 }
+    }
+    match chunk {
+        Chunk::Commands(commands) => of(AMDGPU_CHUNK_ID_IB, std::slice::from_ref(*commands)),
+        Chunk::Fence(fence) => of(AMDGPU_CHUNK_ID_FENCE, std::slice::from_ref(*fence)),
+        Chunk::Dependencies(others) => of(AMDGPU_CHUNK_ID_DEPENDENCIES, others),
+        Chunk::Buffers(_) => of(AMDGPU_CHUNK_ID_BO_HANDLES, std::slice::from_ref(list)),
+        Chunk::TimelineWait(points) => of(AMDGPU_CHUNK_ID_SYNCOBJ_TIMELINE_WAIT, points),
+        Chunk::TimelineSignal(points) => of(AMDGPU_CHUNK_ID_SYNCOBJ_TIMELINE_SIGNAL, points),
+        Chunk::SyncobjIn(handles) => of(AMDGPU_CHUNK_ID_SYNCOBJ_IN, handles),
+        Chunk::SyncobjOut(handles) => of(AMDGPU_CHUNK_ID_SYNCOBJ_OUT, handles),
+    }
+}
+
+/// What an event told when it was waited for: a memory exception's fields, zero for other kinds.
+#[must_use]
+pub fn memory_exception(event: &kfd_event_data) -> kfd_hsa_memory_exception_data {
+    // SAFETY: all members of the union are integers, and this one is the largest.
+    unsafe { event.__bindgen_anon_1.memory_exception_data }
+}
+
+/// The number that the kernel's structs carry for a descriptor.
+#[must_use]
+pub fn number(fd: BorrowedFd<'_>) -> u32 {
+    // A descriptor is never negative.
+    fd.as_raw_fd().unsigned_abs()
+}
+
+/// Takes over a descriptor that the kernel has installed and named in a struct.
+///
+/// # Errors
+/// `number` is not an open descriptor of this process.
+///
+/// # Safety
+/// The kernel gave `number` to this process in the call just made, and nobody has taken it over yet.
+unsafe fn adopt(number: u32) -> io::Result<OwnedFd> {
+    let fd = i32::try_from(number).map_err(|_| io::Error::from_raw_os_error(libc::EBADF))?;
+    // SAFETY: a descriptor number asks for nothing in memory.
+    if unsafe { libc::fcntl(fd, libc::F_GETFD) } < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: open, and the caller's promise makes it ours alone.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+}

@@ -1,0 +1,276 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Memory that a GPU, a device or another process may write at any time: never borrowed, only read and written with
+//! bounds checked, by volatile and atomic accesses.
+
+use std::io;
+use std::os::fd::{AsRawFd as _, BorrowedFd};
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+
+/// Bytes in a page.
+pub const PAGE: u64 = 4096;
+
+/// A range of this process's addresses, unmapped when dropped.
+#[derive(Debug)]
+pub struct Mapping {
+    start: NonNull<u8>,
+    length: usize,
+    access: Access,
+}
+
+/// What the CPU may do in a mapping.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Access {
+    /// The addresses are only taken.
+    None,
+    /// Loads and stores.
+    ReadWrite,
+}
+
+impl Access {
+    fn protection(self) -> i32 {
+        match self {
+            Self::None => libc::PROT_NONE,
+            Self::ReadWrite => libc::PROT_READ | libc::PROT_WRITE,
+        }
+    }
+}
+
+// SAFETY: a mapping belongs to the process, not to a thread, and is touched by volatile and atomic accesses only.
+unsafe impl Send for Mapping {}
+// SAFETY: as above: no reference to its bytes is ever made.
+unsafe impl Sync for Mapping {}
+
+impl Mapping {
+    /// Private zeroed memory.
+    ///
+    /// # Errors
+    /// The kernel's errno.
+    pub fn anonymous(length: u64) -> io::Result<Self> {
+        Self::map(length, Access::ReadWrite, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, None)
+    }
+
+    /// Addresses with nothing behind them, to put devices at later.
+    ///
+    /// # Errors
+    /// The kernel's errno.
+    pub fn reserve(length: u64) -> io::Result<Self> {
+        Self::map(length, Access::None, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE, None)
+    }
+
+    /// `length` bytes of a device or file from `offset`, wherever there is room.
+    ///
+    /// # Errors
+    /// The kernel's errno.
+    pub fn shared(fd: BorrowedFd<'_>, offset: u64, length: u64) -> io::Result<Self> {
+        Self::map(length, Access::ReadWrite, libc::MAP_SHARED, Some((fd, offset)))
+    }
+
+    fn map(length: u64, access: Access, flags: i32, file: Option<(BorrowedFd<'_>, u64)>) -> io::Result<Self> {
+        let invalid = || io::Error::from_raw_os_error(libc::EINVAL);
+        let length = usize::try_from(length).ok().filter(|length| *length > 0).ok_or_else(invalid)?;
+        let (fd, offset) = file.map_or((-1, 0), |(fd, offset)| (fd.as_raw_fd(), offset));
+        // SAFETY: without MAP_FIXED the kernel chooses free addresses.
+        let start = unsafe {
+            libc::mmap(std::ptr::null_mut(), length, access.protection(), flags, fd, offset.cast_signed())
+        };
+        if start == libc::MAP_FAILED {
+            return Err(io::Error::last_os_error());
+        }
+        let start = NonNull::new(start.cast()).ok_or_else(invalid)?;
+        Ok(Self { start, length, access })
+    }
+
+    /// Puts a device or file in the place of all of this mapping. As ROCm's library does, a forked child gets none of it.
+    ///
+    /// # Errors
+    /// The kernel's errno; the addresses may then be empty.
+    pub fn replace(&mut self, fd: BorrowedFd<'_>, offset: u64, access: Access) -> io::Result<()> {
+        // SAFETY: exactly the addresses that this mapping owns, and nothing refers to its bytes.
+        let start = unsafe {
+            libc::mmap(
+                self.start.as_ptr().cast(),
+                self.length,
+                access.protection(),
+                libc::MAP_SHARED | libc::MAP_FIXED,
+                fd.as_raw_fd(),
+                offset.cast_signed(),
+            )
+        };
+        if start == libc::MAP_FAILED {
+            self.access = Access::None;
+            return Err(io::Error::last_os_error());
+        }
+        self.access = access;
+        self.advise(libc::MADV_DONTFORK)
+    }
+
+    /// First address; the GPU's too, where the two are kept equal.
+    #[must_use]
+    pub fn address(&self) -> u64 {
+        self.start.as_ptr() as u64
+    }
+
+    /// Bytes.
+    #[must_use]
+    pub fn len(&self) -> u64 {
+        self.length as u64
+    }
+
+    /// Never: a mapping has at least one byte.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.length == 0
+    }
+
+    /// What the CPU may do here.
+    #[must_use]
+    pub fn access(&self) -> Access {
+        self.access
+    }
+
+    /// Gives the pages back to the kernel: anonymous memory reads zero afterwards.
+    ///
+    /// # Errors
+    /// The kernel's errno.
+    pub fn discard(&self) -> io::Result<()> {
+        self.advise(libc::MADV_DONTNEED)
+    }
+
+    fn advise(&self, advice: i32) -> io::Result<()> {
+        // SAFETY: the addresses are this mapping's, and nothing borrows their bytes.
+        let result = unsafe { libc::madvise(self.start.as_ptr().cast(), self.length, advice) };
+        if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+    }
+
+    /// The address of `length` bytes at `at`.
+    ///
+    /// # Panics
+    /// Beyond the end, misaligned, or in a mapping without access: a mistake of the program.
+    fn at(&self, at: u64, length: usize, align: u64) -> *mut u8 {
+        let end = at.checked_add(length as u64).filter(|end| *end <= self.len());
+        assert!(end.is_some(), "{length} bytes at {at:#x} of a mapping of {:#x}", self.len());
+        assert!(at.is_multiple_of(align), "{at:#x} is not aligned to {align}");
+        assert!(self.access == Access::ReadWrite, "the mapping has no access");
+        let at = usize::try_from(at).unwrap_or(self.length);
+        // SAFETY: within the mapping, as just checked.
+        unsafe { self.start.as_ptr().add(at) }
+    }
+
+    /// Copies bytes out.
+    ///
+    /// # Panics
+    /// Beyond the end.
+    pub fn read(&self, at: u64, into: &mut [u8]) {
+        let from = self.at(at, into.len(), 1);
+        let words = if from.addr().is_multiple_of(8) { into.len() / 8 } else { 0 };
+        for word in 0..words {
+            // SAFETY: in bounds by `at`, aligned; volatile because others write here.
+            let value = unsafe { from.cast::<u64>().add(word).read_volatile() };
+            into[word * 8..word * 8 + 8].copy_from_slice(&value.to_ne_bytes());
+        }
+        for (byte, into) in into.iter_mut().enumerate().skip(words * 8) {
+            // SAFETY: in bounds by `at`.
+            *into = unsafe { from.add(byte).read_volatile() };
+        }
+    }
+
+    /// Copies bytes in.
+    ///
+    /// # Panics
+    /// Beyond the end.
+    pub fn write(&self, at: u64, bytes: &[u8]) {
+        let to = self.at(at, bytes.len(), 1);
+        let words = if to.addr().is_multiple_of(8) { bytes.len() / 8 } else { 0 };
+        for (word, chunk) in bytes.chunks_exact(8).take(words).enumerate() {
+            let value = u64::from_ne_bytes(chunk.try_into().unwrap_or_default());
+            // SAFETY: in bounds by `at`, aligned; volatile because others read here.
+            unsafe { to.cast::<u64>().add(word).write_volatile(value) };
+        }
+        for (byte, value) in bytes.iter().enumerate().skip(words * 8) {
+            // SAFETY: in bounds by `at`.
+            unsafe { to.add(byte).write_volatile(*value) };
+        }
+    }
+
+    /// Loads a 64-bit word; what was written before its store is seen after it.
+    ///
+    /// # Panics
+    /// Beyond the end or misaligned.
+    #[must_use]
+    pub fn load64(&self, at: u64) -> u64 {
+        let word = self.at(at, 8, 8).cast();
+        // SAFETY: in bounds and aligned; all accesses to it are atomic or volatile.
+        unsafe { AtomicU64::from_ptr(word) }.load(Ordering::Acquire)
+    }
+
+    /// Stores a 64-bit word after everything written before.
+    ///
+    /// # Panics
+    /// Beyond the end or misaligned.
+    pub fn store64(&self, at: u64, value: u64) {
+        let word = self.at(at, 8, 8).cast();
+        // SAFETY: as `load64`.
+        unsafe { AtomicU64::from_ptr(word) }.store(value, Ordering::Release);
+    }
+
+    /// Loads a 32-bit word.
+    ///
+    /// # Panics
+    /// Beyond the end or misaligned.
+    #[must_use]
+    pub fn load32(&self, at: u64) -> u32 {
+        let word = self.at(at, 4, 4).cast();
+        // SAFETY: as `load64`.
+        unsafe { AtomicU32::from_ptr(word) }.load(Ordering::Acquire)
+    }
+
+    /// Stores a 32-bit word after everything written before.
+    ///
+    /// # Panics
+    /// Beyond the end or misaligned.
+    pub fn store32(&self, at: u64, value: u32) {
+        let word = self.at(at, 4, 4).cast();
+        // SAFETY: as `load64`.
+        unsafe { AtomicU32::from_ptr(word) }.store(value, Ordering::Release);
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: the addresses are this mapping's, and nothing borrows their bytes.
+        unsafe { libc::munmap(self.start.as_ptr().cast(), self.length) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bytes_and_words_are_the_same_memory_at_any_alignment() {
+        let memory = Mapping::anonymous(PAGE).unwrap();
+        let bytes: Vec<u8> = (1..=21).collect();
+        memory.write(3, &bytes);
+        let mut back = [0; 23];
+        memory.read(2, &mut back);
+        assert_eq!((back[0], &back[1..22], back[22]), (0, &bytes[..], 0));
+        assert_eq!(memory.load64(8), u64::from_le_bytes([6, 7, 8, 9, 10, 11, 12, 13]));
+        memory.store32(8, 0xdead_beef);
+        assert_eq!(memory.load64(8), 0x0d0c_0b0a_dead_beef);
+        memory.discard().unwrap();
+        assert_eq!(memory.load64(8), 0);
+    }
+
+    #[test]
+    #[should_panic(expected = "8 bytes at 0xff9 of a mapping of 0x1000")]
+    fn nothing_is_read_beyond_the_end() {
+        Mapping::anonymous(PAGE).unwrap().read(PAGE - 7, &mut [0; 8]);
+    }
+
+    #[test]
+    #[should_panic(expected = "no access")]
+    fn a_reservation_is_not_touched() {
+        let _ = Mapping::reserve(PAGE).unwrap().load64(0);
+    }
+}

@@ -1,0 +1,209 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! How work is encoded: AQL packets of the HSA standard for compute queues, SDMA packets for copy engines.
+
+/// An AQL packet.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Aql([u8; 64]);
+
+/// Waits for all packets before, and makes memory the same for all: `barrier`, acquire and release of system scope.
+const ORDERED: u16 = 1 << 8 | 2 << 9 | 2 << 11;
+const DISPATCH: u16 = 2;
+const BARRIER_AND: u16 = 3;
+const BARRIER_OR: u16 = 5;
+
+impl Aql {
+    /// Bytes.
+    pub const SIZE: u64 = 64;
+    /// Header of a slot that holds no packet yet.
+    pub const INVALID: u32 = 1;
+
+    /// Runs a kernel after all packets before it. `kernel` is the address of its code object's descriptor,
+    /// `arguments` that of its arguments, `signal` that of the signal that is decremented at the end (0: none).
+    #[must_use]
+    pub fn dispatch(kernel: u64, arguments: u64, signal: u64) -> Self {
+        let mut packet = Self::header(DISPATCH | ORDERED);
+        packet.put16(2, 1); // dimensions
+        packet.put16(4, 1);
+        packet.put16(6, 1);
+        packet.put16(8, 1);
+        packet.put32(12, 1);
+        packet.put32(16, 1);
+        packet.put32(20, 1);
+        packet.put64(32, kernel);
+        packet.put64(40, arguments);
+        packet.put64(56, signal);
+        packet
+    }
+
+    /// Waits until all of up to five signals are 0, or until one of them is.
+    #[must_use]
+    pub fn barrier(signals: &[u64; 5], any: bool, signal: u64) -> Self {
+        let mut packet = Self::header(ORDERED | if any { BARRIER_OR } else { BARRIER_AND });
+        for (index, dependency) in signals.iter().enumerate() {
+            packet.put64(8 + index * 8, *dependency);
+        }
+        packet.put64(56, signal);
+        packet
+    }
+
+    /// A packet of a kind that does not exist: tests see what a GPU makes of it.
+    #[must_use]
+    pub fn of_kind(kind: u16) -> Self {
+        Self::header(kind)
+    }
+
+    fn header(header: u16) -> Self {
+        let mut packet = Self([0; 64]);
+        packet.put16(0, header);
+        packet
+    }
+
+    fn put16(&mut self, at: usize, value: u16) {
+        self.0[at..at + 2].copy_from_slice(&value.to_le_bytes());
+    }
+
+    fn put32(&mut self, at: usize, value: u32) {
+        self.0[at..at + 4].copy_from_slice(&value.to_le_bytes());
+    }
+
+    fn put64(&mut self, at: usize, value: u64) {
+        self.0[at..at + 8].copy_from_slice(&value.to_le_bytes());
+    }
+
+    /// As in memory.
+    #[must_use]
+    pub fn bytes(&self) -> &[u8; 64] {
+        &self.0
+    }
+}
+
+/// A signal in memory, as ROCr lays it out (`amd_signal_t`): what a packet decrements at its end.
+#[derive(Debug, Clone, Copy)]
+pub struct Signal;
+
+impl Signal {
+    /// Bytes, and alignment.
+    pub const SIZE: u64 = 64;
+    /// Where its value is.
+    pub const VALUE: u64 = 8;
+
+    /// The bytes of a signal of that value; at its end a GPU writes `event` to `mailbox` and interrupts (0, 0: neither).
+    #[must_use]
+    pub fn bytes(value: i64, mailbox: u64, event: u32) -> [u8; 64] {
+        let mut bytes = [0; 64];
+        bytes[..8].copy_from_slice(&1_i64.to_le_bytes()); // a user signal
+        bytes[8..16].copy_from_slice(&value.to_le_bytes());
+        bytes[16..24].copy_from_slice(&mailbox.to_le_bytes());
+        bytes[24..28].copy_from_slice(&event.to_le_bytes());
+        bytes
+    }
+}
+
+/// Packets for copy engines of GFX9 and newer (`sdma_v4_4_2.c`, `vega10_sdma_pkt_open.h`).
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Sdma(Vec<u8>);
+
+impl Sdma {
+    /// Bytes that one packet copies or fills at most, valid on all of them.
+    pub const LARGEST: u64 = 1 << 22;
+
+    /// No packets.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Copies bytes, with as many packets as it takes. The count field holds one less than the bytes.
+    #[must_use]
+    pub fn copy(mut self, to: u64, from: u64, bytes: u64) -> Self {
+        let mut done = 0;
+        while done < bytes {
+            let part = (bytes - done).min(Self::LARGEST);
+            self = self.copy_with_count(to + done, from + done, u32::try_from(part - 1).unwrap_or(u32::MAX));
+            done += part;
+        }
+        self
+    }
+
+    /// One copy packet with the count field as given: tests give wrong ones.
+    #[must_use]
+    pub fn copy_with_count(self, to: u64, from: u64, count: u32) -> Self {
+        self.word(1).word(count).word(0).address(from).address(to)
+    }
+
+    /// Fills with a 32-bit word; bytes is a multiple of 4, of one packet.
+    #[must_use]
+    pub fn fill(self, to: u64, word: u32, bytes: u64) -> Self {
+        let count = u32::try_from(bytes.saturating_sub(1)).unwrap_or(u32::MAX);
+        self.word(11 | 2 << 30).address(to).word(word).word(count)
+    }
+
+    /// Writes a 32-bit word when all before is done.
+    #[must_use]
+    pub fn fence(self, to: u64, word: u32) -> Self {
+        self.word(5).address(to).word(word)
+    }
+
+    /// Interrupts.
+    #[must_use]
+    pub fn trap(self) -> Self {
+        self.word(6).word(0)
+    }
+
+    /// Does nothing, in one word.
+    #[must_use]
+    pub fn nop(self) -> Self {
+        self.word(0)
+    }
+
+    /// Any word: tests write nonsense.
+    #[must_use]
+    pub fn word(mut self, word: u32) -> Self {
+        self.0.extend(word.to_le_bytes());
+        self
+    }
+
+    fn address(self, address: u64) -> Self {
+        let (low, high) = (address & 0xffff_ffff, address >> 32);
+        self.word(u32::try_from(low).unwrap_or(0)).word(u32::try_from(high).unwrap_or(0))
+    }
+
+    /// As in memory.
+    #[must_use]
+    pub fn bytes(&self) -> &[u8] {
+        &self.0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn words(packets: &Sdma) -> Vec<u32> {
+        packets.bytes().chunks(4).map(|word| u32::from_le_bytes(word.try_into().unwrap())).collect()
+    }
+
+    #[test]
+    fn a_copy_counts_one_less_than_its_bytes_and_is_cut_at_the_largest() {
+        let one = Sdma::new().copy(0x2_0000_1000, 0x1_0000_2000, 256);
+        assert_eq!(words(&one), [1, 255, 0, 0x2000, 1, 0x1000, 2]);
+        let two = words(&Sdma::new().copy(0x8000_0000, 0, Sdma::LARGEST + 4));
+        assert_eq!((two.len(), two[1], two[8], two[12]), (14, 0x3f_ffff, 3, 0x8040_0000));
+    }
+
+    #[test]
+    fn a_dispatch_has_its_addresses_where_hsa_says() {
+        let packet = *Aql::dispatch(0x11, 0x22, 0x33).bytes();
+        let at = |at: usize| u64::from_le_bytes(packet[at..at + 8].try_into().unwrap());
+        assert_eq!((packet[0], at(32), at(40), at(56)), (2, 0x11, 0x22, 0x33));
+        assert_eq!(u16::from_le_bytes([packet[0], packet[1]]) >> 8 & 1, 1, "the barrier bit");
+    }
+
+    #[test]
+    fn a_barrier_names_five_signals() {
+        let packet = *Aql::barrier(&[1, 2, 3, 4, 5], false, 6).bytes();
+        let at = |at: usize| u64::from_le_bytes(packet[at..at + 8].try_into().unwrap());
+        assert_eq!((packet[0], at(8), at(40), at(56)), (3, 1, 5, 6));
+        assert_eq!(Aql::barrier(&[0; 5], true, 0).bytes()[0], 5);
+    }
+}
