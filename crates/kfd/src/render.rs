@@ -6,9 +6,17 @@ use std::fs::{File, OpenOptions};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::path::PathBuf;
 
-use crate::abi::call::{Argument as _, Chunk};
+use crate::abi::call::Argument as _;
+use crate::abi::drm::{self as gem, Chunk};
 use crate::abi::memory::Mapping;
-use crate::abi::{call, *};
+use crate::abi::{
+    AMDGPU_CTX_OP_FREE_CTX, AMDGPU_GEM_USERPTR_ANONONLY, AMDGPU_GEM_USERPTR_REGISTER,
+    AMDGPU_GEM_USERPTR_VALIDATE, AMDGPU_HW_IP_DMA, AMDGPU_INFO_DEV_INFO, AMDGPU_INFO_HW_IP_INFO,
+    AMDGPU_INFO_MEMORY, AMDGPU_VA_OP_MAP, AMDGPU_VA_OP_UNMAP, AMDGPU_VM_PAGE_EXECUTABLE,
+    AMDGPU_VM_PAGE_READABLE, AMDGPU_VM_PAGE_WRITEABLE, drm_amdgpu_bo_list_entry, drm_amdgpu_cs_chunk_ib,
+    drm_amdgpu_ctx, drm_amdgpu_gem_va, drm_amdgpu_info_device, drm_amdgpu_info_hw_ip, drm_amdgpu_memory_info,
+    drm_amdgpu_wait_cs_in,
+};
 use crate::{Act, Error};
 
 /// An open render node: one GPU address space, one table of GEM handles.
@@ -56,7 +64,7 @@ impl Render {
     /// INFO failed.
     pub fn device_info(&self) -> Result<drm_amdgpu_info_device, Error> {
         let act = Act::named("AMDGPU_INFO DEV_INFO");
-        call::info(self.as_fd(), AMDGPU_INFO_DEV_INFO, 0).map_err(act.failed())
+        gem::info(self.as_fd(), AMDGPU_INFO_DEV_INFO, 0).map_err(act.failed())
     }
 
     /// An engine's version, alignments and rings (`AMDGPU_HW_IP_*`).
@@ -65,7 +73,7 @@ impl Render {
     /// INFO failed.
     pub fn engine_info(&self, engine: u32) -> Result<drm_amdgpu_info_hw_ip, Error> {
         let act = Act::named("AMDGPU_INFO HW_IP_INFO");
-        call::info(self.as_fd(), AMDGPU_INFO_HW_IP_INFO, engine).map_err(act.failed())
+        gem::info(self.as_fd(), AMDGPU_INFO_HW_IP_INFO, engine).map_err(act.failed())
     }
 
     /// Sizes and use of memory.
@@ -74,7 +82,7 @@ impl Render {
     /// INFO failed.
     pub fn memory_info(&self) -> Result<drm_amdgpu_memory_info, Error> {
         let act = Act::named("AMDGPU_INFO MEMORY");
-        call::info(self.as_fd(), AMDGPU_INFO_MEMORY, 0).map_err(act.failed())
+        gem::info(self.as_fd(), AMDGPU_INFO_MEMORY, 0).map_err(act.failed())
     }
 
     /// A submission context.
@@ -82,7 +90,7 @@ impl Render {
     /// # Errors
     /// CTX failed.
     pub fn context(&self) -> Result<u32, Error> {
-        call::ctx_alloc(self.as_fd()).map_err(Act::named("AMDGPU_CTX ALLOC").failed())
+        gem::ctx_alloc(self.as_fd()).map_err(Act::named("AMDGPU_CTX ALLOC").failed())
     }
 
     /// Ends a submission context.
@@ -93,7 +101,7 @@ impl Render {
         let mut argument = drm_amdgpu_ctx::zeroed();
         argument.in_.op = AMDGPU_CTX_OP_FREE_CTX;
         argument.in_.ctx_id = context;
-        call::ctx(self.as_fd(), &mut argument).map_err(Act::named("AMDGPU_CTX FREE").failed())
+        gem::ctx(self.as_fd(), &mut argument).map_err(Act::named("AMDGPU_CTX FREE").failed())
     }
 
     /// A GEM buffer of `AMDGPU_GEM_DOMAIN_*`; gives its handle.
@@ -102,7 +110,7 @@ impl Render {
     /// GEM_CREATE failed.
     pub fn create(&self, size: u64, domain: u32, flags: u64) -> Result<u32, Error> {
         let act = Act::named("AMDGPU_GEM_CREATE").at(0, size);
-        call::gem_alloc(self.as_fd(), size, u64::from(domain), flags).map_err(act.failed())
+        gem::gem_alloc(self.as_fd(), size, u64::from(domain), flags).map_err(act.failed())
     }
 
     /// A GEM buffer on host memory; gives its handle.
@@ -112,7 +120,7 @@ impl Render {
     pub fn userptr(&self, memory: &Mapping) -> Result<u32, Error> {
         let flags = AMDGPU_GEM_USERPTR_ANONONLY | AMDGPU_GEM_USERPTR_REGISTER | AMDGPU_GEM_USERPTR_VALIDATE;
         let act = Act::named("AMDGPU_GEM_USERPTR").at(memory.address(), memory.len());
-        call::gem_userptr(self.as_fd(), memory, flags).map_err(act.failed())
+        gem::gem_userptr(self.as_fd(), memory, flags).map_err(act.failed())
     }
 
     /// The CPU's view of a GEM buffer.
@@ -120,7 +128,7 @@ impl Render {
     /// # Errors
     /// GEM_MMAP or `mmap` failed.
     pub fn map(&self, handle: u32, size: u64) -> Result<Mapping, Error> {
-        let offset = call::gem_offset(self.as_fd(), handle);
+        let offset = gem::gem_offset(self.as_fd(), handle);
         let offset = offset.map_err(Act::named("AMDGPU_GEM_MMAP").failed())?;
         Mapping::shared(self.as_fd(), offset, size)
             .map_err(Act::named("mmap of a GEM buffer").at(offset, size).failed())
@@ -160,7 +168,7 @@ impl Render {
             ..drm_amdgpu_gem_va::zeroed()
         };
         let act = Act::named("AMDGPU_GEM_VA").at(address, size);
-        call::gem_va(self.as_fd(), &mut argument).map_err(act.failed())
+        gem::gem_va(self.as_fd(), &mut argument).map_err(act.failed())
     }
 
     /// Runs `bytes` of copy engine packets at a GPU address, using `buffers` by handle, on a ring of a context.
@@ -189,7 +197,7 @@ impl Render {
         let mut chunks = vec![Chunk::Commands(&commands), Chunk::Buffers(&buffers)];
         chunks.extend(more);
         let act = Act::named("AMDGPU_CS").at(commands.va_start, u64::from(bytes));
-        let number = call::submit(self.as_fd(), context, 0, &chunks).map_err(act.failed())?;
+        let number = gem::submit(self.as_fd(), context, 0, &chunks).map_err(act.failed())?;
         Ok(Submission { context, ring, number })
     }
 
@@ -206,6 +214,6 @@ impl Render {
             ring: submission.ring,
             ctx_id: submission.context,
         };
-        call::wait_submission(self.as_fd(), wanted).map_err(Act::named("AMDGPU_WAIT_CS").failed())
+        gem::wait_submission(self.as_fd(), wanted).map_err(Act::named("AMDGPU_WAIT_CS").failed())
     }
 }

@@ -2,12 +2,13 @@
 //! The kernel's numbers and structs for `/dev/kfd` and amdgpu render nodes, and all calls that need them.
 //!
 //! * [`generated`]: bindgen's output from the kernel's headers; `layout` asserts sizes, offsets and numbers.
-//! * [`call`]: one safe function for each ioctl, and [`call::raw`] for tests that misuse them.
+//! * [`call`], [`drm`]: one safe function for each ioctl of `/dev/kfd` and of render nodes, and [`call::raw`] for tests that misuse them.
 //! * [`memory`]: mappings that another party writes too: only raw, checked access.
 //!
 //! Nothing outside this module needs `unsafe`.
 
 pub mod call;
+pub mod drm;
 #[allow(missing_docs, missing_debug_implementations, reason = "generated: the kernel's headers describe it")]
 #[allow(non_camel_case_types, non_snake_case, unreachable_pub, clippy::all, reason = "generated")]
 pub mod generated;

@@ -1,0 +1,211 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! One safe function for each of a render node's ioctls that anybody here uses. Errors are the kernel's errno.
+
+use std::io;
+use std::os::fd::BorrowedFd;
+
+use super::call::{Argument, again};
+use super::generated::*;
+use super::memory::Mapping;
+
+/// Allocates, frees or asks about a submission context.
+///
+/// # Errors
+/// The kernel's errno.
+pub fn ctx(fd: BorrowedFd<'_>, argument: &mut drm_amdgpu_ctx) -> io::Result<()> {
+    // SAFETY: no field is an address.
+    unsafe { again(fd, DRM_AMD_CTX, argument) }
+}
+
+/// One answer of a render node's INFO ioctl: the kernel writes at most the struct's size, older ones less.
+///
+/// # Errors
+/// The kernel's errno.
+pub fn info<A: Argument>(fd: BorrowedFd<'_>, query: u32, hardware: u32) -> io::Result<A> {
+    let mut answer = A::zeroed();
+    let mut argument = drm_amdgpu_info::zeroed();
+    argument.return_pointer = std::ptr::from_mut(&mut answer) as u64;
+    argument.return_size = u32::try_from(size_of::<A>()).unwrap_or(0);
+    argument.query = query;
+    argument.__bindgen_anon_1.query_hw_ip.type_ = hardware;
+    // SAFETY: `answer` is live, of that size, and takes any bytes.
+    unsafe { again(fd, DRM_AMD_INFO, &mut argument) }?;
+    Ok(answer)
+}
+
+/// A submission context; gives its number.
+///
+/// # Errors
+/// The kernel's errno.
+pub fn ctx_alloc(fd: BorrowedFd<'_>) -> io::Result<u32> {
+    let mut argument = drm_amdgpu_ctx::zeroed();
+    argument.in_.op = AMDGPU_CTX_OP_ALLOC_CTX;
+    ctx(fd, &mut argument)?;
+    // SAFETY: integers, and the kernel has written this side of the union.
+    Ok(unsafe { argument.out.alloc.ctx_id })
+}
+
+/// A GEM buffer of a render node; gives its handle.
+///
+/// # Errors
+/// The kernel's errno.
+pub fn gem_alloc(fd: BorrowedFd<'_>, size: u64, domains: u64, flags: u64) -> io::Result<u32> {
+    let mut argument = drm_amdgpu_gem_create::zeroed();
+    argument.in_ = drm_amdgpu_gem_create_in { bo_size: size, alignment: 4096, domains, domain_flags: flags };
+    // SAFETY: no field is an address.
+    unsafe { again(fd, DRM_AMD_GEM_CREATE, &mut argument) }?;
+    // SAFETY: integers, and the kernel has written this side of the union.
+    Ok(unsafe { argument.out.handle })
+}
+
+/// Where to `mmap` a GEM buffer.
+///
+/// # Errors
+/// The kernel's errno.
+pub fn gem_offset(fd: BorrowedFd<'_>, handle: u32) -> io::Result<u64> {
+    let mut argument = drm_amdgpu_gem_mmap::zeroed();
+    argument.in_.handle = handle;
+    // SAFETY: no field is an address.
+    unsafe { again(fd, DRM_AMD_GEM_MMAP, &mut argument) }?;
+    // SAFETY: integers, and the kernel has written this side of the union.
+    Ok(unsafe { argument.out.addr_ptr })
+}
+
+/// Waits for a submission; whether it is done.
+///
+/// # Errors
+/// The kernel's errno.
+pub fn wait_submission(fd: BorrowedFd<'_>, wanted: drm_amdgpu_wait_cs_in) -> io::Result<bool> {
+    let mut argument = drm_amdgpu_wait_cs::zeroed();
+    argument.in_ = wanted;
+    // SAFETY: no field is an address.
+    unsafe { again(fd, DRM_AMD_WAIT_CS, &mut argument) }?;
+    // SAFETY: integers, and the kernel has written this side of the union.
+    Ok(unsafe { argument.out.status } == 0)
+}
+
+/// GPU page table of a render node: the 6.12 part of the struct, without timelines of syncobjs.
+///
+/// # Errors
+/// The kernel's errno.
+pub fn gem_va(fd: BorrowedFd<'_>, argument: &mut drm_amdgpu_gem_va) -> io::Result<()> {
+    argument.num_syncobj_handles = 0;
+    argument.input_fence_syncobj_handles = 0;
+    // SAFETY: the one field that is an address of this process has just been cleared.
+    unsafe { again(fd, DRM_AMD_GEM_VA, argument) }
+}
+
+/// A GEM buffer on `memory` (`AMDGPU_GEM_USERPTR_*` flags); gives its handle.
+///
+/// # Errors
+/// The kernel's errno.
+pub fn gem_userptr(fd: BorrowedFd<'_>, memory: &Mapping, flags: u32) -> io::Result<u32> {
+    let mut argument =
+        drm_amdgpu_gem_userptr { addr: memory.address(), size: memory.len(), flags, handle: 0 };
+    // SAFETY: as `alloc_userptr`.
+    unsafe { again(fd, DRM_AMD_GEM_USERPTR, &mut argument) }?;
+    Ok(argument.handle)
+}
+
+/// A list of GEM buffers for submissions; gives its handle.
+///
+/// # Errors
+/// The kernel's errno.
+pub fn bo_list_create(fd: BorrowedFd<'_>, buffers: &[drm_amdgpu_bo_list_entry]) -> io::Result<u32> {
+    let mut argument = drm_amdgpu_bo_list::zeroed();
+    argument.in_ = bo_list(buffers);
+    // SAFETY: the entries are live, as many and as large as the struct says, and only read.
+    unsafe { again(fd, DRM_AMD_BO_LIST, &mut argument) }?;
+    // SAFETY: integers, and the kernel has written this side of the union.
+    Ok(unsafe { argument.out.list_handle })
+}
+
+/// Ends a list of GEM buffers.
+///
+/// # Errors
+/// The kernel's errno.
+pub fn bo_list_destroy(fd: BorrowedFd<'_>, list: u32) -> io::Result<()> {
+    let mut argument = drm_amdgpu_bo_list::zeroed();
+    argument.in_.operation = AMDGPU_BO_LIST_OP_DESTROY;
+    argument.in_.list_handle = list;
+    // SAFETY: no entries are given.
+    unsafe { again(fd, DRM_AMD_BO_LIST, &mut argument) }
+}
+
+fn bo_list(buffers: &[drm_amdgpu_bo_list_entry]) -> drm_amdgpu_bo_list_in {
+    drm_amdgpu_bo_list_in {
+        operation: AMDGPU_BO_LIST_OP_CREATE,
+        list_handle: 0,
+        bo_number: u32::try_from(buffers.len()).unwrap_or(u32::MAX),
+        bo_info_size: 8,
+        bo_info_ptr: buffers.as_ptr() as u64,
+    }
+}
+
+/// One part of a command submission.
+#[derive(Debug, Clone, Copy)]
+pub enum Chunk<'a> {
+    /// Commands to run.
+    Commands(&'a drm_amdgpu_cs_chunk_ib),
+    /// A 64-bit word that the GPU writes the submission's number to.
+    Fence(&'a drm_amdgpu_cs_chunk_fence),
+    /// Submissions to wait for.
+    Dependencies(&'a [drm_amdgpu_cs_chunk_dep]),
+    /// Buffers that the submission uses, instead of a list.
+    Buffers(&'a [drm_amdgpu_bo_list_entry]),
+    /// Points to wait for.
+    TimelineWait(&'a [drm_amdgpu_cs_chunk_syncobj]),
+    /// Points to signal.
+    TimelineSignal(&'a [drm_amdgpu_cs_chunk_syncobj]),
+    /// Binary syncobjs to wait for, by handle.
+    SyncobjIn(&'a [u32]),
+    /// Binary syncobjs to signal, by handle.
+    SyncobjOut(&'a [u32]),
+}
+
+/// Submits commands; gives the submission's number in its context and ring.
+///
+/// # Errors
+/// The kernel's errno.
+pub fn submit(fd: BorrowedFd<'_>, context: u32, list: u32, chunks: &[Chunk<'_>]) -> io::Result<u64> {
+    let lists: Vec<drm_amdgpu_bo_list_in> = chunks
+        .iter()
+        .map(|chunk| {
+            let buffers = if let Chunk::Buffers(buffers) = chunk { *buffers } else { &[] };
+            drm_amdgpu_bo_list_in { operation: u32::MAX, list_handle: u32::MAX, ..bo_list(buffers) }
+        })
+        .collect();
+    let headers: Vec<drm_amdgpu_cs_chunk> =
+        chunks.iter().zip(&lists).map(|(chunk, list)| header(chunk, list)).collect();
+    let addresses: Vec<u64> = headers.iter().map(|header| std::ptr::from_ref(header) as u64).collect();
+    let mut argument = drm_amdgpu_cs::zeroed();
+    argument.in_ = drm_amdgpu_cs_in {
+        ctx_id: context,
+        bo_list_handle: list,
+        num_chunks: u32::try_from(addresses.len()).unwrap_or(u32::MAX),
+        flags: 0,
+        chunks: addresses.as_ptr() as u64,
+    };
+    // SAFETY: every address is of something live in this function or its arguments, as long as its count says, and
+    // only read.
+    unsafe { again(fd, DRM_AMD_CS, &mut argument) }?;
+    // SAFETY: integers, and the kernel has written this side of the union.
+    Ok(unsafe { argument.out.handle })
+}
+
+fn header(chunk: &Chunk<'_>, list: &drm_amdgpu_bo_list_in) -> drm_amdgpu_cs_chunk {
+    fn of<T>(chunk_id: u32, entries: &[T]) -> drm_amdgpu_cs_chunk {
+        let length_dw = u32::try_from(size_of_val(entries) / 4).unwrap_or(u32::MAX);
+        drm_amdgpu_cs_chunk { chunk_id, length_dw, chunk_data: entries.as_ptr() as u64 }
+    }
+    match chunk {
+        Chunk::Commands(commands) => of(AMDGPU_CHUNK_ID_IB, std::slice::from_ref(*commands)),
+        Chunk::Fence(fence) => of(AMDGPU_CHUNK_ID_FENCE, std::slice::from_ref(*fence)),
+        Chunk::Dependencies(others) => of(AMDGPU_CHUNK_ID_DEPENDENCIES, others),
+        Chunk::Buffers(_) => of(AMDGPU_CHUNK_ID_BO_HANDLES, std::slice::from_ref(list)),
+        Chunk::TimelineWait(points) => of(AMDGPU_CHUNK_ID_SYNCOBJ_TIMELINE_WAIT, points),
+        Chunk::TimelineSignal(points) => of(AMDGPU_CHUNK_ID_SYNCOBJ_TIMELINE_SIGNAL, points),
+        Chunk::SyncobjIn(handles) => of(AMDGPU_CHUNK_ID_SYNCOBJ_IN, handles),
+        Chunk::SyncobjOut(handles) => of(AMDGPU_CHUNK_ID_SYNCOBJ_OUT, handles),
+    }
+}
