@@ -1,0 +1,162 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The workload, run as a program of its own.
+
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::thread;
+use std::time::Duration;
+
+use anyhow::{Context as _, bail};
+use gpu_app::client;
+use gpu_app::model::Model;
+use gpu_app::shape::Shape;
+
+/// Looks for the server's READY, and time between them: two minutes.
+const LOOKS: u32 = 1200;
+const LOOK: Duration = Duration::from_millis(100);
+
+/// A server that runs.
+#[derive(Debug)]
+pub struct App {
+    child: Option<Child>,
+    socket: PathBuf,
+    model: Model,
+}
+
+impl App {
+    /// Starts a server of this shape with its files in `folder`, and waits until it serves. It is a session leader
+    /// without a terminal, as CRIU wants it.
+    ///
+    /// # Errors
+    /// It does not come up; with what it said.
+    pub fn start(shape: &Shape, folder: &Path) -> anyhow::Result<Self> {
+        let socket = folder.join("app.sock");
+        let log = folder.join("app.log");
+        let output = File::create(&log).with_context(|| format!("create {}", log.display()))?;
+        let mut child = Command::new("setsid")
+            .arg(program()?)
+            .args(["serve", "--socket"])
+            .arg(&socket)
+            .args(shape.arguments())
+            .stdin(Stdio::null())
+            .stdout(output.try_clone()?)
+            .stderr(output)
+            .spawn()
+            .context("start gpu-app")?;
+        for _ in 0..LOOKS {
+            let said = std::fs::read_to_string(&log).unwrap_or_default();
+            if said.contains("READY") {
+                return Ok(Self { child: Some(child), socket, model: Model::new(shape) });
+            }
+            if let Some(status) = child.try_wait()? {
+                bail!("gpu-app ended, {status}: {said}");
+            }
+            thread::sleep(LOOK);
+        }
+        // The error tells.
+        let _ = child.kill();
+        bail!("gpu-app does not serve: {}", std::fs::read_to_string(&log).unwrap_or_default())
+    }
+
+    /// Its number.
+    #[must_use]
+    pub fn pid(&self) -> Option<u32> {
+        self.child.as_ref().map(Child::id)
+    }
+
+    /// Its socket.
+    #[must_use]
+    pub fn socket(&self) -> &Path {
+        &self.socket
+    }
+
+    /// Waits for a process that was dumped and killed; it may come back by other means.
+    pub fn was_dumped(&mut self) {
+        if let Some(mut child) = self.child.take() {
+            // Killed by the dump: there is no other end.
+            let _ = child.wait();
+        }
+    }
+
+    /// Asks for tokens and compares them with the model's.
+    ///
+    /// # Errors
+    /// No answer, or a wrong one.
+    pub fn answers(&self, prompt: &[u32], count: usize) -> anyhow::Result<()> {
+        client::start(&self.socket, prompt, count)?;
+        self.answer_is(prompt, count)
+    }
+
+    /// Compares an answer that was begun with the model's.
+    ///
+    /// # Errors
+    /// No answer, or a wrong one.
+    pub fn answer_is(&self, prompt: &[u32], count: usize) -> anyhow::Result<()> {
+        let (found, right) = (client::result(&self.socket)?, self.model.generate(prompt, count));
+        if found != right {
+            bail!("the answer to {prompt:?} is {found:?}, expected {right:?}");
+        }
+        Ok(())
+    }
+
+    /// Rounds of what goes on beside the answers.
+    ///
+    /// # Errors
+    /// One of them went wrong.
+    pub fn rounds(&self) -> anyhow::Result<u64> {
+        let answer = client::ask(&self.socket, "check")?;
+        let rounds = answer.strip_prefix("ok ").and_then(|rounds| rounds.parse().ok());
+        rounds.with_context(|| format!("`check` was answered by {answer:?}"))
+    }
+
+    /// Waits until some more rounds have gone right.
+    ///
+    /// # Errors
+    /// One of them went wrong, or they do not come.
+    pub fn goes_on(&self, more: u64) -> anyhow::Result<()> {
+        let before = self.rounds()?;
+        for _ in 0..LOOKS {
+            if self.rounds()? >= before + more {
+                return Ok(());
+            }
+            thread::sleep(LOOK);
+        }
+        bail!("no {more} rounds after {before}")
+    }
+
+    /// Ends it in good order.
+    ///
+    /// # Errors
+    /// It does not listen.
+    pub fn quit(mut self) -> anyhow::Result<()> {
+        client::ask(&self.socket, "quit")?;
+        if let Some(mut child) = self.child.take() {
+            let status = child.wait()?;
+            if !status.success() {
+                bail!("gpu-app ended by {status}");
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Drop for App {
+    fn drop(&mut self) {
+        if let Some(mut child) = self.child.take() {
+            // A test that failed before `quit`: its own error tells.
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+    }
+}
+
+/// `GPU_APP`, or the program beside the folder of this test's own.
+fn program() -> anyhow::Result<PathBuf> {
+    if let Some(path) = std::env::var_os("GPU_APP") {
+        return Ok(path.into());
+    }
+    let own = std::env::current_exe().context("this program's path")?;
+    let found = own.ancestors().skip(1).map(|folder| folder.join("gpu-app")).find(|path| path.is_file());
+    found.context("no gpu-app beside the tests: build it (`cargo build -p gpu-app`), or set GPU_APP")
+}

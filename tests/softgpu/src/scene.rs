@@ -1,0 +1,225 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! One test: its own process, and more of them in other roles if it wants.
+
+use std::io::{BufRead as _, BufReader, Write as _};
+use std::path::Path;
+use std::process::{Child, ChildStdin, ChildStdout, Command, ExitStatus, Stdio};
+use std::sync::{Mutex, PoisonError};
+use std::thread;
+use std::time::Duration;
+
+use rewake_kfd::topology::Topology;
+
+use crate::judge::Judge;
+
+/// Names the test whose body a process is to run.
+const TEST: &str = "SOFTGPU_TEST";
+/// Names the role of a further process of a test.
+const ROLE: &str = "SOFTGPU_ROLE";
+/// Set where a GPU must be there: skipping is failing.
+const REQUIRED: &str = "SOFTGPU_REQUIRED";
+/// Begins a line from a peer, among those of the test harness.
+const MARK: &str = "@ ";
+/// What a process says when its body has run to the end.
+const RAN: &str = "the body ran";
+/// Looks at a process that should end, and time between them: four minutes, under emulation too.
+const LOOKS: u32 = 2400;
+const LOOK: Duration = Duration::from_millis(100);
+/// Looks at what is still alive after a process has ended: the driver takes processes apart in the background.
+const LAST_LOOKS: u32 = 100;
+
+/// What a test's body has.
+#[derive(Debug)]
+pub struct Scene {
+    name: &'static str,
+    role: Option<String>,
+}
+
+/// Another process of the same test, in another role.
+#[derive(Debug)]
+pub struct Peer {
+    child: Child,
+    input: Option<ChildStdin>,
+    output: BufReader<ChildStdout>,
+}
+
+/// Runs `body` in a new process, on a machine with so many GPUs; `name` is the test's own.
+///
+/// # Panics
+/// The body did, did not end in time, broke a rule that the judge knows, or left something behind. Where GPUs are
+/// missing, too, if they are required.
+pub fn isolated(name: &'static str, gpus: usize, body: fn(&Scene)) {
+    static ALONE: Mutex<()> = Mutex::new(());
+    if std::env::var(TEST).is_ok_and(|test| test == name) {
+        let scene = Scene { name, role: std::env::var(ROLE).ok() };
+        body(&scene);
+        scene.say(RAN);
+        return;
+    }
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Err(reason) = found(gpus) {
+        assert!(std::env::var_os(REQUIRED).is_none(), "{REQUIRED} is set, but {reason}");
+        eprintln!("SKIPPED: {reason}");
+        return;
+    }
+    let judge = Judge::find();
+    if let Some(judge) = &judge {
+        judge.clear();
+    }
+    let before = judge.as_ref().map(Judge::alive);
+    let mut peer = Peer::start(name, None, Stdio::inherit());
+    peer.listen_to_the_end();
+    if let (Some(judge), Some(before)) = (judge, before) {
+        assert_eq!(judge.violations(), Vec::<String>::new(), "the judge's list after {name}");
+        let alike = (0..LAST_LOOKS).any(|_| {
+            judge.alive() == before || {
+                thread::sleep(LOOK);
+                false
+            }
+        });
+        assert!(alike, "left behind by {name}: {:?}, before it {before:?}", judge.alive());
+    }
+}
+
+/// Whether this machine has the GPUs that a test needs, and if not, why not.
+///
+/// # Errors
+/// What is missing.
+pub fn found(gpus: usize) -> Result<(), String> {
+    if !Path::new("/dev/kfd").exists() {
+        return Err(
+            "no /dev/kfd: `cargo xtask vm test` runs these tests in a machine that has one".to_owned()
+        );
+    }
+    if !nix::unistd::geteuid().is_root() {
+        return Err("checkpoint operations need root".to_owned());
+    }
+    let count = Topology::read().map_err(|error| error.to_string())?.gpus().count();
+    if count < gpus { Err(format!("{gpus} GPUs are needed, and there are {count}")) } else { Ok(()) }
+}
+
+impl Scene {
+    /// Which of the test's processes this is; None for the first.
+    #[must_use]
+    pub fn role(&self) -> Option<&str> {
+        self.role.as_deref()
+    }
+
+    /// Starts the same test's body in another role.
+    #[must_use]
+    pub fn peer(&self, role: &str) -> Peer {
+        Peer::start(self.name, Some(role), Stdio::piped())
+    }
+
+    /// Says a line to the process that started this one.
+    ///
+    /// # Panics
+    /// Nobody listens.
+    pub fn say(&self, line: &str) {
+        let mut output = std::io::stdout().lock();
+        writeln!(output, "\n{MARK}{line}").expect("standard output is open");
+        output.flush().expect("standard output is open");
+    }
+
+    /// Waits for a line from the process that started this one.
+    ///
+    /// # Panics
+    /// It has ended.
+    #[must_use]
+    pub fn hear(&self) -> String {
+        let mut line = String::new();
+        let length = std::io::stdin().lock().read_line(&mut line).expect("standard input can be read");
+        assert!(length > 0, "{}: the first process has ended", self.name);
+        line.trim().to_owned()
+    }
+}
+
+impl Peer {
+    fn start(name: &str, role: Option<&str>, input: Stdio) -> Self {
+        let program = std::env::current_exe().expect("this program's path");
+        let mut command = Command::new(program);
+        command.args(["--exact", name, "--nocapture", "--test-threads=1"]).env(TEST, name);
+        if let Some(role) = role {
+            command.env(ROLE, role);
+        }
+        let mut child =
+            command.stdin(input).stdout(Stdio::piped()).spawn().expect("this program can be started");
+        let output = BufReader::new(child.stdout.take().expect("a piped output"));
+        Self { input: child.stdin.take(), child, output }
+    }
+
+    /// Its number.
+    #[must_use]
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Says a line to it.
+    ///
+    /// # Panics
+    /// It has ended.
+    pub fn say(&mut self, line: &str) {
+        let input = self.input.as_mut().expect("a peer with an input");
+        writeln!(input, "{line}").expect("the peer listens");
+    }
+
+    /// Waits for its next line.
+    ///
+    /// # Panics
+    /// It ends first.
+    #[must_use]
+    pub fn hear(&mut self) -> String {
+        self.next().unwrap_or_else(|| panic!("the peer ended: {:?}", self.child.wait()))
+    }
+
+    fn next(&mut self) -> Option<String> {
+        let mut line = String::new();
+        loop {
+            line.clear();
+            if self.output.read_line(&mut line).expect("the peer's output can be read") == 0 {
+                return None;
+            }
+            if let Some(said) = line.strip_prefix(MARK) {
+                return Some(said.trim().to_owned());
+            }
+        }
+    }
+
+    /// Waits until its body has run and it has ended.
+    ///
+    /// # Panics
+    /// The body failed or never ran.
+    pub fn finish(mut self) {
+        drop(self.input.take());
+        self.listen_to_the_end();
+    }
+
+    fn listen_to_the_end(&mut self) {
+        let mut last = None;
+        while let Some(line) = self.next() {
+            last = Some(line);
+        }
+        let status = self.wait();
+        assert!(status.success(), "the test's process: {status}");
+        assert_eq!(last.as_deref(), Some(RAN), "the test's process ran no test of that name");
+    }
+
+    /// Kills it, as a crash would.
+    pub fn kill(mut self) {
+        // One that has ended is as good.
+        let _ = self.child.kill();
+        self.wait();
+    }
+
+    fn wait(&mut self) -> ExitStatus {
+        for _ in 0..LOOKS {
+            if let Some(status) = self.child.try_wait().expect("a child to wait for") {
+                return status;
+            }
+            thread::sleep(LOOK);
+        }
+        // Best effort: the panic tells.
+        let _ = self.child.kill();
+        panic!("process {} did not end", self.child.id());
+    }
+}
