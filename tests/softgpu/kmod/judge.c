@@ -6,6 +6,8 @@
  *   violations_count  all of them, also those that the list has no room for
  *   clear             any write empties both
  *   state             what is alive, one "name count" a line
+ *
+ * The rest is for the test harness: harness.c.
  */
 #include <linux/debugfs.h>
 #include <linux/module.h>
@@ -13,6 +15,7 @@
 #include <linux/slab.h>
 #include <linux/spinlock.h>
 
+#include "harness.h"
 #include "judge.h"
 #include "softgpu.h"
 
@@ -149,6 +152,7 @@ void sg_judge_init(void)
 	debugfs_create_file("violations_count", 0444, sg_folder, NULL, &violations_count_fops);
 	debugfs_create_file("state", 0444, sg_folder, NULL, &state_fops);
 	debugfs_create_file("clear", 0200, sg_folder, NULL, &sg_clear_fops);
+	sg_harness_init(sg_folder);
 }
 
 void sg_judge_exit(void)

@@ -1,0 +1,22 @@
+/* SPDX-License-Identifier: GPL-2.0 OR MIT */
+/* What execution keeps for every GPU. */
+#ifndef SOFTGPU_EXEC_DEVICE_H
+#define SOFTGPU_EXEC_DEVICE_H
+
+#include <linux/idr.h>
+
+#include "ring.h"
+#include "smi.h"
+
+#define SG_MAX_RINGS	16
+
+struct sg_exec_device {
+	struct sg_smi smi;
+	struct ida sdma_ids;		/* of user queues on engines for PCIe */
+	struct ida xgmi_ids;		/* and on those for links between GPUs */
+	unsigned int ring_count;
+	struct sg_ring rings[SG_MAX_RINGS];
+	atomic_t resets;		/* rings that hung, ever */
+};
+
+#endif

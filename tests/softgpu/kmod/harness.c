@@ -1,0 +1,150 @@
+// SPDX-License-Identifier: GPL-2.0 OR MIT
+/*
+ * For the test harness, in debugfs beside the judge's book:
+ *
+ *   declare_zero  "pid gpu_id va size": these pages are zero in the image too
+ *   break_gate    "pid queue": this queue runs whatever the gate says, so that
+ *                 a test can see the judge notice
+ */
+#include <linux/debugfs.h>
+#include <linux/module.h>
+#include <linux/pid.h>
+#include <linux/sched/mm.h>
+#include <linux/sched/task.h>
+#include <linux/uaccess.h>
+
+#include "harness.h"
+#include "queue.h"
+
+/* One line. */
+#define SG_LINE		128
+
+/* With a reference; ERR_PTR(-ESRCH): it has no GPU. */
+static struct sg_process *sg_process_by_pid(pid_t pid)
+{
+	struct task_struct *task = get_pid_task(find_vpid(pid), PIDTYPE_PID);
+	struct sg_process *p = NULL;
+	struct mm_struct *mm;
+
+	if (!task)
+		return ERR_PTR(-ESRCH);
+	mm = get_task_mm(task);
+	put_task_struct(task);
+	if (mm) {
+		p = sg_process_by_mm(mm);
+		mmput(mm);
+	}
+	return p ?: ERR_PTR(-ESRCH);
+}
+
+static int sg_declare(struct sg_vm *vm, u64 va, u64 size)
+{
+	struct sg_page_ref ref;
+	u64 at;
+	int err;
+
+	if ((va | size) & ~PAGE_MASK || va + size < va)
+		return -EINVAL;
+	for (at = va; at < va + size; at += PAGE_SIZE) {
+		err = sg_vm_page(vm, at, false, GFP_KERNEL, &ref);
+		if (err)
+			return err;
+		if (ref.bo)
+			sg_bo_declare(ref.bo, (u64)ref.index << PAGE_SHIFT, PAGE_SIZE);
+		sg_page_put(&ref);
+		if (fatal_signal_pending(current))
+			return -EINTR;
+		cond_resched();
+	}
+	return 0;
+}
+
+static int sg_declare_zero(const char *line)
+{
+	struct sg_process *p;
+	struct sg_pdd *pdd;
+	u64 va, size;
+	u32 gpu_id;
+	pid_t pid;
+	int err = -EINVAL;
+
+	if (sscanf(line, "%d %u %lli %lli", &pid, &gpu_id, &va, &size) != 4)
+		return -EINVAL;
+	p = sg_process_by_pid(pid);
+	if (IS_ERR(p))
+		return PTR_ERR(p);
+	mutex_lock(&p->lock);
+	pdd = sg_pdd_by_user_id(p, gpu_id);
+	if (pdd && pdd->vm)
+		err = sg_declare(pdd->vm, va, size);
+	mutex_unlock(&p->lock);
+	sg_process_put(p);
+	return err;
+}
+
+static int sg_break_gate(const char *line)
+{
+	struct sg_process *p;
+	struct sg_queue *q;
+	int err = -EINVAL;
+	pid_t pid;
+	u32 id;
+
+	if (sscanf(line, "%d %u", &pid, &id) != 2 || id >= SG_MAX_QUEUES)
+		return -EINVAL;
+	p = sg_process_by_pid(pid);
+	if (IS_ERR(p))
+		return PTR_ERR(p);
+	mutex_lock(&p->lock);
+	q = idr_find(&p->queues->ids, id);
+	if (q) {
+		WRITE_ONCE(q->run.ungated, true);
+		sg_run_kick(q);
+		err = 0;
+	}
+	mutex_unlock(&p->lock);
+	sg_process_put(p);
+	return err;
+}
+
+static ssize_t sg_harness_write(const char __user *from, size_t len, int (*act)(const char *line))
+{
+	char line[SG_LINE];
+	int err;
+
+	if (len >= sizeof(line))
+		return -EINVAL;
+	if (copy_from_user(line, from, len))
+		return -EFAULT;
+	line[len] = '\0';
+	err = act(line);
+	return err ?: len;
+}
+
+static ssize_t sg_declare_zero_write(struct file *file, const char __user *from, size_t len, loff_t *pos)
+{
+	return sg_harness_write(from, len, sg_declare_zero);
+}
+
+static ssize_t sg_break_gate_write(struct file *file, const char __user *from, size_t len, loff_t *pos)
+{
+	return sg_harness_write(from, len, sg_break_gate);
+}
+
+static const struct file_operations sg_declare_zero_fops = {
+	.owner = THIS_MODULE,
+	.open = simple_open,
+	.write = sg_declare_zero_write,
+};
+
+static const struct file_operations sg_break_gate_fops = {
+	.owner = THIS_MODULE,
+	.open = simple_open,
+	.write = sg_break_gate_write,
+};
+
+void sg_harness_init(struct dentry *folder)
+{
+	debugfs_create_file("declare_zero", 0200, folder, NULL, &sg_declare_zero_fops);
+	debugfs_create_file("break_gate", 0200, folder, NULL, &sg_break_gate_fops);
+}
