@@ -10,6 +10,7 @@ mod repository;
 mod root;
 mod setup;
 mod tidy;
+mod vm;
 
 use std::process::ExitCode;
 
@@ -22,17 +23,18 @@ cargo xtask <command>
   test [filter]              every check and test, on two versions of CRIU; with a filter only tests of that name
   demo                       dump a process, restore it with CRIU alone and with rewake, check every byte
   bench lazy [options]       stock `criu lazy-pages` and rewake side by side; `bench lazy --help` for options
+  vm [options] -- command    run a command in a virtual machine with the software GPU; docs/vm.md has the options
   tidy                       the style rules that rustfmt and clippy do not know
   codegen                    write the code generated from proto/ anew
 
-setup, test, demo and bench need root and start again under sudo. CRIU=/path chooses a CRIU. More: docs/setup.md
+setup, test, demo, bench and vm need root and start again under sudo. CRIU=/path chooses a CRIU. More: docs/setup.md
 ";
 
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let words: Vec<&str> = arguments.iter().map(String::as_str).collect();
     match dispatch(&words) {
-        Ok(()) => ExitCode::SUCCESS,
+        Ok(code) => code,
         Err(error) => {
             eprintln!("xtask: {error:#}");
             ExitCode::FAILURE
@@ -40,7 +42,7 @@ fn main() -> ExitCode {
     }
 }
 
-fn dispatch(words: &[&str]) -> anyhow::Result<()> {
+fn dispatch(words: &[&str]) -> anyhow::Result<ExitCode> {
     match words {
         ["setup"] => setup::run().map(drop)?,
         ["setup", "--criu", suite] => setup::run_for(setup::Suite::named(suite)?).map(drop)?,
@@ -48,10 +50,11 @@ fn dispatch(words: &[&str]) -> anyhow::Result<()> {
         ["test", filter] => commands::test::run(Some(filter))?,
         ["demo"] => commands::demo::run()?,
         ["bench", "lazy", more @ ..] => commands::bench::lazy(more)?,
+        ["vm", more @ ..] => return vm::run(more),
         ["tidy"] => tidy::check()?,
         ["codegen"] => commands::codegen::run()?,
         [] | ["help" | "--help" | "-h"] => print!("{HELP}"),
         other => bail!("`{}` is no command of xtask; `cargo xtask help` lists them", other.join(" ")),
     }
-    Ok(())
+    Ok(ExitCode::SUCCESS)
 }

@@ -70,8 +70,7 @@ pub(super) fn criu(suite: Suite) -> anyhow::Result<Criu> {
 
 /// Builds everything in a folder beside, and renames that into place when it has been seen to work.
 fn fetch(suite: Suite, home: &Path) -> anyhow::Result<()> {
-    let release = fs::read_to_string("/etc/os-release").context("read /etc/os-release")?;
-    let candidates = sources(&release, Path::new("/etc/apt"))?;
+    let candidates = super::archives()?;
     clear_partials(home)?;
     // A killed set-up's apt may still be writing into its own.
     let partial = home.with_extension(format!("partial-{}", std::process::id()));
@@ -108,14 +107,14 @@ fn clear_partials(home: &Path) -> anyhow::Result<()> {
 }
 
 /// The machine's own entries for Debian's archive, the most likely first.
-fn sources(os_release: &str, etc_apt: &Path) -> anyhow::Result<Vec<apt::Entry>> {
+pub(super) fn sources(os_release: &str, etc_apt: &Path) -> anyhow::Result<Vec<apt::Entry>> {
     let field = |name: &str| {
         let value = os_release.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix('='));
         value.map(|value| value.trim_matches('"').to_owned())
     };
     ensure!(
         field("ID").as_deref() == Some("debian"),
-        "set-up fetches CRIU from Debian's archive only, and /etc/os-release does not say ID=debian: set CRIU=/path/to/criu"
+        "set-up fetches from Debian's archive only, and /etc/os-release does not say ID=debian: set CRIU=/path/to/criu"
     );
     let codename = field("VERSION_CODENAME").context(
         "/etc/os-release has no VERSION_CODENAME to find Debian's archive by: set CRIU=/path/to/criu",

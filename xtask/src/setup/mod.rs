@@ -6,10 +6,11 @@ mod fetch;
 mod packages;
 
 use std::fs::{self, File};
+use std::path::Path;
 
 use anyhow::Context as _;
 
-use crate::{repository, root};
+use crate::{apt, repository, root};
 pub(crate) use criu::Criu;
 pub(crate) use fetch::Suite;
 
@@ -17,7 +18,7 @@ pub(crate) use fetch::Suite;
 pub(crate) fn run() -> anyhow::Result<Criu> {
     root::become_root()?;
     let _lock = lock()?;
-    packages::install()?;
+    packages::install(&[])?;
     let criu = criu::locate()?;
     say(&format!("CRIU {}: {}", criu.version, criu.path.display()));
     Ok(criu)
@@ -27,7 +28,7 @@ pub(crate) fn run() -> anyhow::Result<Criu> {
 pub(crate) fn run_for(suite: Suite) -> anyhow::Result<Criu> {
     root::become_root()?;
     let _lock = lock()?;
-    packages::install()?;
+    packages::install(&[])?;
     let criu = fetch::criu(suite)?;
     say(&format!("CRIU {}: {}", criu.version, criu.path.display()));
     Ok(criu)
@@ -36,6 +37,18 @@ pub(crate) fn run_for(suite: Suite) -> anyhow::Result<Criu> {
 /// A second CRIU, on the other side of the change of page-server protocol that came with 4.2.
 pub(crate) fn run_other_than(first: &Criu) -> anyhow::Result<Criu> {
     run_for(if first.version >= Suite::Sid.oldest() { Suite::Trixie } else { Suite::Sid })
+}
+
+/// These packages of the system's own, beside those that everything needs.
+pub(crate) fn install(packages: &[&'static str]) -> anyhow::Result<()> {
+    let _lock = lock()?;
+    packages::install(packages)
+}
+
+/// Debian's archive, as this machine's apt knows it; the most likely entry first.
+pub(crate) fn archives() -> anyhow::Result<Vec<apt::Entry>> {
+    let release = fs::read_to_string("/etc/os-release").context("read /etc/os-release")?;
+    fetch::sources(&release, Path::new("/etc/apt"))
 }
 
 /// One set-up at a time; the lock goes with the process.

@@ -16,8 +16,8 @@ const PACKAGES: [&str; 4] = [
     "debian-archive-keyring", // signatures of the suites that CRIU comes from
 ];
 
-/// Installs what is missing; touches nothing when nothing is.
-pub(super) fn install() -> anyhow::Result<()> {
+/// Installs what is missing of the packages that everything needs, and of these; touches nothing when nothing is.
+pub(super) fn install(more: &[&'static str]) -> anyhow::Result<()> {
     if std::env::consts::ARCH != "x86_64" {
         bail!(
             "set-up knows amd64 only, and this machine is {}: CRIU's wrapper names its loader",
@@ -30,7 +30,7 @@ pub(super) fn install() -> anyhow::Result<()> {
         );
     }
     let mut missing = Vec::new();
-    for package in PACKAGES {
+    for package in PACKAGES.iter().chain(more).copied() {
         if !is_installed(package)? {
             missing.push(package);
         }

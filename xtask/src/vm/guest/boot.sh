@@ -1,0 +1,58 @@
+#!/bin/sh
+# SPDX-License-Identifier: MIT OR Apache-2.0
+# The machine's first process: makes it a place where CRIU works, runs the command, reports its exit status.
+# Beside it: `settings` (what to share and load), `command`, and softgpu.ko if there is one.
+
+say() { echo "rewake: $*" > /dev/kmsg; }
+
+finish() {
+	echo "$1" > "$status_port"
+	exec busybox poweroff -f
+}
+
+mount -t proc proc /proc
+mount -t sysfs sys /sys
+mount -t devtmpfs dev /dev
+mkdir -p /dev/pts /dev/shm
+mount -t devpts -o gid=5,mode=620,ptmxmode=666 pts /dev/pts
+mount -t tmpfs shm /dev/shm
+mount -t tmpfs -o mode=1777 tmp /tmp
+mount -t debugfs debug /sys/kernel/debug
+mount -t cgroup2 cgroup /sys/fs/cgroup
+ln -sf /proc/self/fd /dev/fd
+ln -sf /proc/self/fd/0 /dev/stdin
+ln -sf /proc/self/fd/1 /dev/stdout
+ln -sf /proc/self/fd/2 /dev/stderr
+hostname vm
+ip link set lo up
+dmesg -n 7
+# What CRIU looks at (without nf_tables it does not start on 6.12), then what shares the host's folders.
+modprobe -a unix_diag inet_diag tcp_diag udp_diag netlink_diag af_packet_diag raw_diag tun veth nf_tables \
+	virtio_console 9pnet_virtio 9p
+status_port=/dev/$(basename "$(dirname "$(grep -lx status /sys/class/virtio-ports/*/name)")")
+
+. /run/rewake/settings
+for share in $shares; do
+	tag=${share%%=*} path=${share#*=}
+	mkdir -p "$path"
+	mount -t 9p -o ro,trans=virtio,version=9p2000.L,cache=loose,msize=1048576 "$tag" "$path" || finish 125
+done
+
+if [ -e "$SOFTGPU_KO" ]; then
+	modprobe -a $(modinfo -F depends "$SOFTGPU_KO" | tr , ' ')
+	if ! insmod "$SOFTGPU_KO" $module_arguments; then
+		say "cannot load softgpu.ko with: $module_arguments"
+		finish 125
+	fi
+fi
+
+export HOME=/root PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin LC_ALL=C.UTF-8 SOFTGPU_KO
+cd "$directory" || finish 125
+say "ready"
+if [ "$interactive" = yes ]; then
+	setsid --ctty --wait sh /run/rewake/command < /dev/hvc0 > /dev/hvc0 2>&1
+else
+	stty -F /dev/hvc0 raw -echo
+	setsid --wait sh /run/rewake/command < /dev/null > /dev/hvc0 2>&1
+fi
+finish $?

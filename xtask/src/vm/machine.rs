@@ -1,0 +1,226 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! One run of the machine: QEMU from its start to its end, and the verdict.
+
+use std::ffi::OsString;
+use std::fs;
+use std::io::IsTerminal as _;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, bail, ensure};
+
+use super::options::Options;
+use super::{accelerator, cache, console, home, initramfs, say};
+use crate::{program, repository};
+
+const BOOT: &str = include_str!("guest/boot.sh");
+/// How often the machine's end is looked for.
+const GLANCE: Duration = Duration::from_millis(20);
+/// What `boot.sh` reports when it does not get as far as the command.
+const NOT_STARTED: u8 = 125;
+/// Only what is wrong goes to the (slow) console until the command starts. A kernel that oopsed is not worth going on
+/// with. Emulated processors have no flaws to work around.
+const KERNEL: &str = "console=ttyS0 loglevel=5 panic=-1 panic_on_oops=1 mitigations=off";
+
+/// What a machine is made of.
+#[derive(Debug)]
+pub(super) struct Parts {
+    pub(super) kernel: PathBuf,
+    pub(super) disk: PathBuf,
+    pub(super) initramfs: PathBuf,
+    /// softgpu.ko
+    pub(super) module: Option<PathBuf>,
+}
+
+/// Boots, runs the command, gives its exit code. An error if the machine failed, or its kernel complained.
+pub(super) fn run(options: &Options, parts: &Parts) -> anyhow::Result<u8> {
+    let folder = home().join("runs").join(std::process::id().to_string());
+    cache::remove(&folder)?;
+    cache::create(&folder)?;
+    let result = supervise(options, parts, &folder);
+    let log = folder.join("console.log");
+    let console =
+        fs::read(&log).map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).unwrap_or_default();
+    let result = match (console::trouble(&console), result) {
+        (Some(line), Ok(status)) => {
+            Err(anyhow::anyhow!("the machine's kernel says: {line} (the command's exit code was {status})"))
+        }
+        (Some(line), Err(error)) => Err(error.context(format!("the machine's kernel says: {line}"))),
+        (None, result) => result,
+    };
+    if matches!(result, Ok(0)) {
+        cache::remove(&folder)?;
+    } else {
+        let kept = home().join("console.log");
+        fs::rename(&log, &kept).with_context(|| format!("keep {} as {}", log.display(), kept.display()))?;
+        cache::remove(&folder)?;
+        say(&format!("the console's log: {}", kept.display()));
+    }
+    result
+}
+
+fn supervise(options: &Options, parts: &Parts, folder: &Path) -> anyhow::Result<u8> {
+    let interactive = std::io::stdin().is_terminal() && std::io::stdout().is_terminal();
+    let shares = shares()?;
+    let initrd = initrd(options, parts, folder, &shares, interactive)?;
+    let mut qemu = Command::new("qemu-system-x86_64");
+    qemu.args(arguments(options, parts, folder, &shares)).args(accelerator::arguments(parts)?);
+    qemu.arg("-initrd").arg(initrd);
+    if !interactive {
+        qemu.stdin(Stdio::null());
+    }
+    let mut child = qemu.spawn().context("start `qemu-system-x86_64`")?;
+    let end = wait(&mut child, options.time_limit)?;
+    if interactive {
+        // QEMU was in charge of the terminal, and leaves it as it was unless it is killed.
+        program::run(Command::new("stty").arg("sane"))?;
+    }
+    let Some(end) = end else {
+        bail!("the time limit of {} s is over, and the machine was stopped", options.time_limit.as_secs());
+    };
+    ensure!(end.success(), "`qemu-system-x86_64` failed: {end}");
+    let status = fs::read_to_string(folder.join("status")).unwrap_or_default();
+    let status = status.trim().parse().ok().with_context(|| {
+        "the machine ended before the command did: did its kernel stop, or the command power it off?"
+            .to_owned()
+    })?;
+    ensure!(
+        status != NOT_STARTED,
+        "the machine could not start the command; its console's last lines say why"
+    );
+    Ok(status)
+}
+
+/// The end of the machine; nothing if it had to be stopped.
+pub(super) fn wait(child: &mut Child, limit: Duration) -> anyhow::Result<Option<ExitStatus>> {
+    let start = Instant::now();
+    while start.elapsed() < limit {
+        if let Some(status) = child.try_wait().context("wait for QEMU")? {
+            return Ok(Some(status));
+        }
+        std::thread::sleep(GLANCE);
+    }
+    child.kill().context("stop QEMU")?;
+    child.wait().context("wait for QEMU")?;
+    Ok(None)
+}
+
+/// The host's folders that the command sees at the same paths, read only: the repository, and where cargo builds.
+fn shares() -> anyhow::Result<Vec<(String, PathBuf)>> {
+    let mut folders = vec![repository::root().to_owned()];
+    let target = repository::target()?;
+    if !target.starts_with(repository::root()) {
+        cache::create(&target)?;
+        folders.push(target);
+    }
+    Ok(folders.into_iter().enumerate().map(|(number, folder)| (format!("share{number}"), folder)).collect())
+}
+
+fn arguments(options: &Options, parts: &Parts, folder: &Path, shares: &[(String, PathBuf)]) -> Vec<OsString> {
+    let path = |path: &Path| path.display().to_string().replace(',', ",,");
+    let mut words: Vec<String> = [
+        "-nodefaults",
+        "-no-user-config",
+        "-display",
+        "none",
+        "-no-reboot",
+        "-cpu",
+        "max",
+        "-machine",
+        "q35",
+        "-device",
+        "virtio-rng-pci",
+        "-device",
+        "virtio-serial-pci",
+        // Where the command reads and writes.
+        "-chardev",
+        "stdio,id=terminal,signal=off",
+        "-device",
+        "virtconsole,chardev=terminal",
+    ]
+    .map(str::to_owned)
+    .to_vec();
+    let mut more = |option: &str, value: String| words.extend([option.to_owned(), value]);
+    more("-smp", options.processors.to_string());
+    more("-m", options.memory.to_string());
+    more("-chardev", format!("file,id=status,path={}", path(&folder.join("status"))));
+    more("-device", "virtserialport,chardev=status,name=status".to_owned());
+    more("-serial", format!("file:{}", path(&folder.join("console.log"))));
+    // Writes go to a file that QEMU removes.
+    more("-drive", format!("file={},format=raw,if=virtio,snapshot=on", path(&parts.disk)));
+    for (tag, shared) in shares {
+        let value = format!(
+            "local,path={},mount_tag={tag},security_model=none,readonly=on,multidevs=remap",
+            path(shared)
+        );
+        more("-virtfs", value);
+    }
+    more("-append", KERNEL.to_owned());
+    more("-kernel", parts.kernel.display().to_string());
+    words.into_iter().map(OsString::from).collect()
+}
+
+/// The kernel's initramfs with this run's files behind it.
+fn initrd(
+    options: &Options,
+    parts: &Parts,
+    folder: &Path,
+    shares: &[(String, PathBuf)],
+    interactive: bool,
+) -> anyhow::Result<PathBuf> {
+    let stage = folder.join("stage");
+    let inside = stage.join("rewake");
+    cache::create(&inside)?;
+    let write = |name: &str, text: &str| {
+        fs::write(inside.join(name), text).with_context(|| format!("write {name} for the machine"))
+    };
+    write("boot.sh", BOOT)?;
+    write(
+        "command",
+        &format!("exec {}\n", options.command.iter().map(|word| quote(word)).collect::<Vec<_>>().join(" ")),
+    )?;
+    let shares: Vec<String> = shares.iter().map(|(tag, path)| format!("{tag}={}", path.display())).collect();
+    let settings = [
+        ("shares", shares.join(" ")),
+        ("module_arguments", options.module_arguments.clone()),
+        ("directory", repository::root().display().to_string()),
+        ("interactive", if interactive { "yes" } else { "no" }.to_owned()),
+        ("SOFTGPU_KO", "/run/rewake/softgpu.ko".to_owned()),
+    ];
+    write("settings", &settings.map(|(name, value)| format!("{name}={}\n", quote(&value))).concat())?;
+    if let Some(module) = &parts.module {
+        fs::copy(module, inside.join("softgpu.ko")).with_context(|| format!("copy {}", module.display()))?;
+    }
+    let own = folder.join("own.cpio");
+    initramfs::pack(&stage, &own)?;
+    let mut whole =
+        fs::read(&parts.initramfs).with_context(|| format!("read {}", parts.initramfs.display()))?;
+    whole.extend(fs::read(&own).with_context(|| format!("read {}", own.display()))?);
+    let initrd = folder.join("initrd");
+    fs::write(&initrd, whole).with_context(|| format!("write {}", initrd.display()))?;
+    Ok(initrd)
+}
+
+/// A word for a shell.
+fn quote(word: &str) -> String {
+    format!("'{}'", word.replace('\'', r"'\''"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn words_reach_the_command_as_they_are() {
+        assert_eq!(quote("it's $HOME"), r"'it'\''s $HOME'");
+    }
+
+    #[test]
+    fn a_program_that_does_not_end_is_stopped() {
+        let mut child = Command::new("sleep").arg("60").spawn().unwrap();
+        assert!(wait(&mut child, Duration::from_millis(50)).unwrap().is_none());
+        let mut child = Command::new("true").spawn().unwrap();
+        assert!(wait(&mut child, Duration::from_secs(60)).unwrap().unwrap().success());
+    }
+}

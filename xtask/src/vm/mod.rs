@@ -1,0 +1,69 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! `cargo xtask vm`: a virtual machine with a Debian kernel and the software GPU, made on first use from Debian's
+//! packages, kept under `.rewake/vm`. docs/vm.md tells how it works.
+
+mod accelerator;
+mod cache;
+mod console;
+mod disk;
+mod initramfs;
+mod machine;
+mod module;
+mod options;
+mod system;
+
+use std::fs::File;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use anyhow::Context as _;
+
+use crate::{repository, root, setup};
+pub(crate) use options::Options;
+
+/// Runs one command in the machine; its exit code is this one's.
+pub(crate) fn run(words: &[&str]) -> anyhow::Result<ExitCode> {
+    let options = Options::parse(words)?;
+    root::become_root()?;
+    let status = boot(&options)?;
+    Ok(ExitCode::from(status))
+}
+
+/// Makes what is missing or stale, then starts the machine.
+fn boot(options: &Options) -> anyhow::Result<u8> {
+    let parts = {
+        let _lock = lock()?;
+        setup::install(&system::HOST_PACKAGES)?;
+        let system = system::ready()?;
+        machine::Parts {
+            kernel: system::kernel(options.series)?,
+            disk: disk::ready(&system)?,
+            initramfs: initramfs::ready(&system, options.series)?,
+            module: repository::root()
+                .join("tests/softgpu/kmod/Kbuild")
+                .exists()
+                .then(|| module::ready(&system, options.series))
+                .transpose()?,
+        }
+    };
+    machine::run(options, &parts)
+}
+
+/// Everything of the machine.
+fn home() -> PathBuf {
+    repository::scratch().join("vm")
+}
+
+/// One at a time makes things here; the lock goes with the file.
+fn lock() -> anyhow::Result<File> {
+    cache::create(&home())?;
+    let path = home().join("lock");
+    let file = File::create(&path).with_context(|| format!("create {}", path.display()))?;
+    file.lock().with_context(|| format!("lock {}", path.display()))?;
+    Ok(file)
+}
+
+/// Progress goes to standard error: standard output is the command's.
+fn say(line: &str) {
+    eprintln!("vm: {line}");
+}

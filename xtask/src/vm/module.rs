@@ -1,0 +1,84 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The software GPU's kernel module, built inside the system for each kernel.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use anyhow::Context as _;
+
+use super::cache::{self, Inputs};
+use super::options::Series;
+use super::{home, say, system};
+use crate::{program, repository};
+
+/// softgpu.ko for a kernel.
+pub(super) fn ready(system: &Path, series: Series) -> anyhow::Result<PathBuf> {
+    let sources = sources()?;
+    let module = home().join(format!("softgpu-{}.ko", series.name()));
+    let mut inputs = Inputs::default().made(system)?;
+    for source in &sources {
+        inputs = inputs.text(&name(source)).file(source)?;
+    }
+    cache::ready(&module, &inputs, || make(system, series, &sources, &module))?;
+    Ok(module)
+}
+
+fn sources() -> anyhow::Result<Vec<PathBuf>> {
+    let folder = repository::root().join("tests/softgpu/kmod");
+    let mut sources = Vec::new();
+    for file in fs::read_dir(&folder).with_context(|| format!("list {}", folder.display()))? {
+        let path = file.with_context(|| format!("list {}", folder.display()))?.path();
+        let extension = path.extension().unwrap_or_default();
+        if extension == "c" || extension == "h" || ["Kbuild", "Makefile"].contains(&name(&path).as_str()) {
+            sources.push(path);
+        }
+    }
+    sources.sort();
+    Ok(sources)
+}
+
+fn make(system: &Path, series: Series, sources: &[PathBuf], module: &Path) -> anyhow::Result<()> {
+    let release = system::release(system, series)?;
+    say(&format!("building softgpu.ko for {release}"));
+    let inside = Path::new("/build").join(series.name());
+    let stage = system.join("build").join(series.name());
+    // Objects of the last build stay, and make does what is needed; sources that are gone do not.
+    cache::create(&stage)?;
+    for file in fs::read_dir(&stage).with_context(|| format!("list {}", stage.display()))? {
+        let path = file.with_context(|| format!("list {}", stage.display()))?.path();
+        if !sources.iter().any(|source| name(source) == name(&path)) && is_source(&path) {
+            cache::remove(&path)?;
+        }
+    }
+    for source in sources {
+        update(source, &stage.join(name(source)))?;
+    }
+    // objtool wants /proc.
+    let script = "mount -t proc proc /proc && trap 'umount /proc' EXIT && make -C \"/lib/modules/$0/build\" \"M=$1\" \
+                  -j\"$(nproc)\" modules";
+    let mut make = system::inside(system, "unshare");
+    make.args(["--mount", "sh", "-ec", script, &release]).arg(&inside);
+    program::run(make.stdout(std::io::stderr()))?;
+    let built = stage.join("softgpu.ko");
+    fs::copy(&built, module).with_context(|| format!("copy {} to {}", built.display(), module.display()))?;
+    Ok(())
+}
+
+fn is_source(path: &Path) -> bool {
+    let name = name(path);
+    let made = name.ends_with(".mod.c");
+    !made && (name.ends_with(".c") || name.ends_with(".h"))
+}
+
+/// Copies only what differs, so that make sees what changed.
+fn update(from: &Path, to: &Path) -> anyhow::Result<()> {
+    let bytes = fs::read(from).with_context(|| format!("read {}", from.display()))?;
+    if fs::read(to).is_ok_and(|old| old == bytes) {
+        return Ok(());
+    }
+    fs::write(to, bytes).with_context(|| format!("write {}", to.display()))
+}
+
+fn name(path: &Path) -> String {
+    path.file_name().unwrap_or_default().to_string_lossy().into_owned()
+}

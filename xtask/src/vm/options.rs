@@ -1,0 +1,133 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The arguments of `cargo xtask vm`.
+
+use std::time::Duration;
+
+use anyhow::{Context as _, bail, ensure};
+
+/// A kernel series that Debian has; the newest of it is taken.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Series {
+    /// Debian 13's.
+    Linux6_12,
+    /// Debian sid's.
+    Linux7,
+}
+
+impl Series {
+    pub(crate) const ALL: [Self; 2] = [Self::Linux6_12, Self::Linux7];
+
+    /// As in the option, and in the root's `/kernels`.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Linux6_12 => "6.12",
+            Self::Linux7 => "7",
+        }
+    }
+
+    fn named(name: &str) -> anyhow::Result<Self> {
+        let found = Self::ALL.into_iter().find(|series| series.name() == name);
+        found.with_context(|| format!("--kernel {name}: no such kernel; use 6.12 or 7"))
+    }
+}
+
+/// One run of the machine.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Options {
+    pub(crate) series: Series,
+    /// Virtual processors.
+    pub(crate) processors: u32,
+    /// Memory, MiB; the host gives what is touched.
+    pub(crate) memory: u32,
+    /// Parameters of softgpu.ko.
+    pub(crate) module_arguments: String,
+    /// From the start of the machine to its end.
+    pub(crate) time_limit: Duration,
+    /// Program and arguments; not empty.
+    pub(crate) command: Vec<String>,
+}
+
+impl Options {
+    /// The defaults for a command.
+    pub(crate) fn new(command: Vec<String>) -> Self {
+        Self {
+            series: Series::Linux6_12,
+            processors: 2,
+            memory: 4096,
+            module_arguments: String::new(),
+            time_limit: Duration::from_secs(600),
+            command,
+        }
+    }
+
+    /// `[--option value]... -- command argument...`
+    pub(crate) fn parse(words: &[&str]) -> anyhow::Result<Self> {
+        let split = words.iter().position(|word| *word == "--");
+        let (before, command) = words.split_at(split.context(
+            "the command comes after `--`, for example: cargo xtask vm --kernel 7 -- sh -c 'uname -r'",
+        )?);
+        let command: Vec<String> = command[1..].iter().map(|word| (*word).to_owned()).collect();
+        ensure!(!command.is_empty(), "there is no command after `--`");
+        let mut options = Self::new(command);
+        let mut words = before.iter();
+        while let Some(&option) = words.next() {
+            let value = || words.clone().next().with_context(|| format!("{option} needs a value"));
+            match option {
+                "--kernel" => options.series = Series::named(value()?)?,
+                "--smp" => options.processors = number(option, value()?)?,
+                "--mem" => options.memory = number(option, value()?)?,
+                "--module-args" => options.module_arguments = (*value()?).to_owned(),
+                "--time-limit" => {
+                    options.time_limit = Duration::from_secs(number(option, value()?)?.into());
+                }
+                other => bail!(
+                    "`{other}` is no option of `cargo xtask vm`: --kernel, --smp, --mem (MiB), --module-args and \
+                     --time-limit (seconds) are"
+                ),
+            }
+            words.next();
+        }
+        Ok(options)
+    }
+}
+
+fn number(option: &str, text: &str) -> anyhow::Result<u32> {
+    let number = text.parse().ok().filter(|number| *number > 0);
+    number.with_context(|| format!("{option} {text}: expected a whole number above 0"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn refusal(words: &[&str]) -> String {
+        format!("{:#}", Options::parse(words).unwrap_err())
+    }
+
+    #[test]
+    fn a_command_alone_gets_the_defaults() {
+        let options = Options::parse(&["--", "ls", "-l"]).unwrap();
+        assert_eq!(options, Options::new(vec!["ls".to_owned(), "-l".to_owned()]));
+    }
+
+    #[test]
+    fn options_come_before_the_dashes_and_the_commands_own_after() {
+        let words = ["--kernel", "7", "--smp", "3", "--mem", "512", "--module-args", "gpus=2 xnack=1"];
+        let more = ["--time-limit", "9", "--", "sh", "--", "--smp"];
+        let options = Options::parse(&[&words[..], &more[..]].concat()).unwrap();
+        assert_eq!((options.series, options.processors, options.memory), (Series::Linux7, 3, 512));
+        assert_eq!(options.module_arguments, "gpus=2 xnack=1");
+        assert_eq!(options.time_limit, Duration::from_secs(9));
+        assert_eq!(options.command, ["sh", "--", "--smp"]);
+    }
+
+    #[test]
+    fn what_is_wrong_is_named() {
+        assert!(refusal(&["ls"]).contains("after `--`"));
+        assert!(refusal(&["--"]).contains("no command"));
+        assert!(refusal(&["--kernel", "5", "--", "ls"]).contains("6.12 or 7"));
+        assert!(refusal(&["--smp", "0", "--", "ls"]).contains("--smp 0"));
+        assert!(refusal(&["--smp", "--", "ls"]).contains("--smp needs a value"));
+        assert!(refusal(&["--gpu", "1", "--", "ls"]).contains("`--gpu` is no option"));
+    }
+}
