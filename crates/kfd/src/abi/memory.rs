@@ -47,7 +47,16 @@ impl Mapping {
     /// # Errors
     /// The kernel's errno.
     pub fn anonymous(length: u64) -> io::Result<Self> {
-        Self::map(length, Access::ReadWrite, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, None)
+        Self::map(0, length, Access::ReadWrite, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, None)
+    }
+
+    /// Private zeroed memory at an address where nothing is: a process that is put back has its memory where it was.
+    ///
+    /// # Errors
+    /// The kernel's errno; EEXIST where something is.
+    pub fn anonymous_at(address: u64, length: u64) -> io::Result<Self> {
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED_NOREPLACE;
+        Self::map(address, length, Access::ReadWrite, flags, None)
     }
 
     /// Addresses with nothing behind them, to put devices at later.
@@ -55,7 +64,13 @@ impl Mapping {
     /// # Errors
     /// The kernel's errno.
     pub fn reserve(length: u64) -> io::Result<Self> {
-        Self::map(length, Access::None, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE, None)
+        Self::map(
+            0,
+            length,
+            Access::None,
+            libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE,
+            None,
+        )
     }
 
     /// `length` bytes of a device or file from `offset`, wherever there is room.
@@ -63,17 +78,23 @@ impl Mapping {
     /// # Errors
     /// The kernel's errno.
     pub fn shared(fd: BorrowedFd<'_>, offset: u64, length: u64) -> io::Result<Self> {
-        Self::map(length, Access::ReadWrite, libc::MAP_SHARED, Some((fd, offset)))
+        Self::map(0, length, Access::ReadWrite, libc::MAP_SHARED, Some((fd, offset)))
     }
 
-    fn map(length: u64, access: Access, flags: i32, file: Option<(BorrowedFd<'_>, u64)>) -> io::Result<Self> {
+    fn map(
+        address: u64,
+        length: u64,
+        access: Access,
+        flags: i32,
+        file: Option<(BorrowedFd<'_>, u64)>,
+    ) -> io::Result<Self> {
         let invalid = || io::Error::from_raw_os_error(libc::EINVAL);
         let length = usize::try_from(length).ok().filter(|length| *length > 0).ok_or_else(invalid)?;
         let (fd, offset) = file.map_or((-1, 0), |(fd, offset)| (fd.as_raw_fd(), offset));
-        // SAFETY: without MAP_FIXED the kernel chooses free addresses.
-        let start = unsafe {
-            libc::mmap(std::ptr::null_mut(), length, access.protection(), flags, fd, offset.cast_signed())
-        };
+        let wanted = std::ptr::with_exposed_provenance_mut(usize::try_from(address).map_err(|_| invalid())?);
+        // SAFETY: without MAP_FIXED the kernel takes free addresses only.
+        let start =
+            unsafe { libc::mmap(wanted, length, access.protection(), flags, fd, offset.cast_signed()) };
         if start == libc::MAP_FAILED {
             return Err(io::Error::last_os_error());
         }

@@ -1,0 +1,244 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Submissions to copy engines through a render node, as a restore uses them.
+
+use std::os::fd::AsFd as _;
+
+use drm::control::Device as _;
+use rewake_kfd::abi::drm::Chunk;
+use rewake_kfd::abi::memory::Mapping;
+use rewake_kfd::abi::{
+    AMDGPU_GEM_CREATE_CPU_ACCESS_REQUIRED, AMDGPU_GEM_DOMAIN_GTT, AMDGPU_GEM_DOMAIN_VRAM, AMDGPU_HW_IP_DMA,
+    drm_amdgpu_bo_list_entry, drm_amdgpu_cs_chunk_dep, drm_amdgpu_cs_chunk_syncobj,
+};
+use rewake_kfd::packet::Sdma;
+use rewake_kfd::render::{Render, Submission};
+use rewake_kfd::topology::Topology;
+use softgpu_tests::{Judge, isolated};
+
+/// Where buffers go in the render node's address space.
+const COMMANDS: u64 = 0x1_0000_0000;
+const ONE: u64 = 0x1_0010_0000;
+const TWO: u64 = 0x1_0020_0000;
+const SIZE: u64 = 64 * 1024;
+/// Far away, in nanoseconds of the monotonic clock.
+const LATE: u64 = u64::MAX >> 1;
+
+/// A render node with commands and two buffers.
+struct Bench {
+    render: Render,
+    context: u32,
+    commands: (u32, Mapping),
+    one: (u32, Mapping),
+    two: (u32, Mapping),
+}
+
+impl Bench {
+    fn new() -> Self {
+        let topology = Topology::read().unwrap();
+        let render = Render::open(topology.gpus().next().unwrap().render_minor()).unwrap();
+        let buffer = |address: u64| {
+            let flags = u64::from(AMDGPU_GEM_CREATE_CPU_ACCESS_REQUIRED);
+            let handle = render.create(SIZE, AMDGPU_GEM_DOMAIN_GTT, flags).unwrap();
+            render.map_gpu(handle, address, SIZE).unwrap();
+            (handle, render.map(handle, SIZE).unwrap())
+        };
+        let (commands, one, two) = (buffer(COMMANDS), buffer(ONE), buffer(TWO));
+        Self { context: render.context().unwrap(), render, commands, one, two }
+    }
+
+    fn submit(&self, ring: u32, packets: &Sdma, more: &[Chunk<'_>]) -> Result<Submission, rewake_kfd::Error> {
+        // Engines take whole groups of eight words.
+        let mut packets = packets.clone();
+        while !packets.bytes().len().is_multiple_of(32) {
+            packets = packets.nop();
+        }
+        let at = u64::from(ring) * 4096;
+        self.commands.1.write(at, packets.bytes());
+        let commands = (COMMANDS + at, u32::try_from(packets.bytes().len()).unwrap());
+        let buffers = [self.commands.0, self.one.0, self.two.0];
+        self.render.copy_engine(self.context, ring, commands, &buffers, more)
+    }
+
+    fn run(&self, packets: &Sdma) {
+        let submission = self.submit(0, packets, &[]).unwrap();
+        assert!(self.render.wait(submission, LATE).unwrap());
+    }
+}
+
+#[test]
+fn packets_copy_fill_and_write_fences() {
+    isolated("packets_copy_fill_and_write_fences", 1, |_| {
+        let bench = Bench::new();
+        let bytes: Vec<u8> = (0..SIZE).map(|byte| u8::try_from(byte % 253).unwrap()).collect();
+        bench.one.1.write(0, &bytes);
+        bench.run(
+            &Sdma::new().copy(TWO, ONE, SIZE).fill(TWO + 4096, 0x5555_5555, 8).fence(TWO + 8192, 77).trap(),
+        );
+        let mut right = bytes;
+        right[4096..4104].fill(0x55);
+        right[8192..8196].copy_from_slice(&77_u32.to_le_bytes());
+        let mut read = vec![0; usize::try_from(SIZE).unwrap()];
+        bench.two.1.read(0, &mut read);
+        assert!(read == right);
+    });
+}
+
+#[test]
+fn the_count_is_one_less_than_the_bytes() {
+    isolated("the_count_is_one_less_than_the_bytes", 1, |_| {
+        let bench = Bench::new();
+        bench.one.1.write(0, &[9; 64]);
+        bench.run(&Sdma::new().copy_with_count(TWO, ONE, 15));
+        let mut read = [0; 20];
+        bench.two.1.read(0, &mut read);
+        assert_eq!((&read[..16], &read[16..]), (&[9; 16][..], &[0; 4][..]));
+    });
+}
+
+#[test]
+fn one_byte_too_many_beyond_the_buffer_is_reported() {
+    isolated("one_byte_too_many_beyond_the_buffer_is_reported", 1, |_| {
+        let Some(judge) = Judge::find() else { return };
+        let bench = Bench::new();
+        let count = u32::try_from(SIZE).unwrap();
+        let submission = bench.submit(0, &Sdma::new().copy_with_count(TWO, ONE, count), &[]).unwrap();
+        // Done, or failed: reported either way.
+        let _ = bench.render.wait(submission, LATE);
+        let lines = judge.take("sdma-overrun");
+        assert!(lines[0].contains(&std::process::id().to_string()), "{lines:?}");
+        // Inside the buffer it hurts nobody, and stock CRIU does it.
+        let bench = Bench::new();
+        bench.run(&Sdma::new().copy_with_count(TWO, ONE, 4096));
+        assert_eq!(judge.violations(), Vec::<String>::new());
+    });
+}
+
+#[test]
+fn two_rings_work_and_wait_for_each_other() {
+    isolated("two_rings_work_and_wait_for_each_other", 1, |_| {
+        let bench = Bench::new();
+        if bench.render.engine_info(AMDGPU_HW_IP_DMA).unwrap().available_rings & 0b10 == 0 {
+            return;
+        }
+        for round in 0..32_u32 {
+            let first = bench.submit(0, &Sdma::new().fill(ONE, round, SIZE), &[]).unwrap();
+            let after = [drm_amdgpu_cs_chunk_dep {
+                ip_type: AMDGPU_HW_IP_DMA,
+                ip_instance: 0,
+                ring: 0,
+                ctx_id: bench.context,
+                handle: first.number,
+            }];
+            let chunk = [Chunk::Dependencies(&after)];
+            let second = bench.submit(1, &Sdma::new().copy(TWO, ONE, SIZE), &chunk).unwrap();
+            assert!(bench.render.wait(second, LATE).unwrap());
+            assert_eq!((bench.two.1.load32(0), bench.two.1.load32(SIZE - 4)), (round, round));
+        }
+    });
+}
+
+#[test]
+fn timelines_are_waited_for_and_signalled() {
+    isolated("timelines_are_waited_for_and_signalled", 1, |_| {
+        let bench = Bench::new();
+        let timeline = bench.render.create_syncobj(false).unwrap();
+        let point = |point| [drm_amdgpu_cs_chunk_syncobj { handle: u32::from(timeline), flags: 0, point }];
+        for step in 1..=8 {
+            let (before, after) = (point(step - 1), point(step));
+            let mut chunks = vec![Chunk::TimelineSignal(&after)];
+            if step > 1 {
+                chunks.push(Chunk::TimelineWait(&before));
+            }
+            let fill = Sdma::new().fill(ONE, u32::try_from(step).unwrap(), 64);
+            bench.submit(u32::try_from(step % 2).unwrap(), &fill, &chunks).unwrap();
+        }
+        let waited = bench.render.syncobj_timeline_wait(&[timeline], &[8], i64::MAX, false, true, false);
+        waited.unwrap();
+        let mut points = [0];
+        bench.render.syncobj_timeline_query(&[timeline], &mut points, false).unwrap();
+        assert_eq!((points[0], bench.one.1.load32(0)), (8, 8));
+        bench.render.destroy_syncobj(timeline).unwrap();
+    });
+}
+
+#[test]
+fn nonsense_in_a_ring_is_a_lost_submission_not_a_lost_machine() {
+    isolated("nonsense_in_a_ring_is_a_lost_submission_not_a_lost_machine", 1, |_| {
+        let bench = Bench::new();
+        let submission = bench.submit(0, &Sdma::new().word(0xff), &[]).unwrap();
+        let error = bench.render.wait(submission, LATE).unwrap_err();
+        assert_eq!(error.errno(), Some(libc::ECANCELED), "{error}");
+        let other = Bench::new();
+        other.run(&Sdma::new().fill(ONE, 5, 64));
+        assert_eq!(other.one.1.load32(0), 5);
+    });
+}
+
+#[test]
+fn host_memory_is_copied_from_in_place() {
+    isolated("host_memory_is_copied_from_in_place", 1, |_| {
+        let bench = Bench::new();
+        let memory = Mapping::anonymous(SIZE).unwrap();
+        memory.write(0, &[6; 4096]);
+        let handle = bench.render.userptr(&memory).unwrap();
+        let address = 0x1_0030_0000;
+        bench.render.map_gpu(handle, address, SIZE).unwrap();
+        let packets = Sdma::new().copy(ONE, address, 4096);
+        bench.commands.1.write(0, packets.nop().bytes());
+        let buffers = [bench.commands.0, bench.one.0, handle];
+        let submission = bench.render.copy_engine(bench.context, 0, (COMMANDS, 32), &buffers, &[]).unwrap();
+        assert!(bench.render.wait(submission, LATE).unwrap());
+        assert_eq!(bench.one.1.load64(4088), 0x0606_0606_0606_0606);
+    });
+}
+
+#[test]
+fn a_list_of_buffers_serves_for_many_submissions() {
+    isolated("a_list_of_buffers_serves_for_many_submissions", 1, |_| {
+        use rewake_kfd::abi::{drm, drm_amdgpu_cs_chunk_ib};
+        let bench = Bench::new();
+        let entry = |handle| drm_amdgpu_bo_list_entry { bo_handle: handle, bo_priority: 0 };
+        let fd = bench.render.as_fd();
+        let list = drm::bo_list_create(fd, &[entry(bench.commands.0), entry(bench.one.0)]).unwrap();
+        let packets = Sdma::new().fill(ONE, 3, 64).nop().nop().nop();
+        bench.commands.1.write(0, packets.bytes());
+        let commands = drm_amdgpu_cs_chunk_ib {
+            _pad: 0,
+            flags: 0,
+            va_start: COMMANDS,
+            ib_bytes: 32,
+            ip_type: AMDGPU_HW_IP_DMA,
+            ip_instance: 0,
+            ring: 0,
+        };
+        for _ in 0..3 {
+            let number = drm::submit(fd, bench.context, list, &[Chunk::Commands(&commands)]).unwrap();
+            let submission = Submission { context: bench.context, ring: 0, number };
+            assert!(bench.render.wait(submission, LATE).unwrap());
+        }
+        assert_eq!(bench.one.1.load32(60), 3);
+        drm::bo_list_destroy(fd, list).unwrap();
+        let gone = drm::submit(fd, bench.context, list, &[Chunk::Commands(&commands)]).unwrap_err();
+        assert_eq!(gone.raw_os_error(), Some(libc::ENOENT));
+    });
+}
+
+#[test]
+fn vram_is_reached_by_copies_alone() {
+    isolated("vram_is_reached_by_copies_alone", 1, |_| {
+        let bench = Bench::new();
+        let handle = bench.render.create(SIZE, AMDGPU_GEM_DOMAIN_VRAM, 0).unwrap();
+        let address = 0x1_0040_0000;
+        bench.render.map_gpu(handle, address, SIZE).unwrap();
+        bench.one.1.write(0, &[8; 128]);
+        let packets = Sdma::new().copy(address, ONE, 128).copy(TWO, address, 128).nop().nop();
+        bench.commands.1.write(0, packets.bytes());
+        let buffers = [bench.commands.0, bench.one.0, bench.two.0, handle];
+        let submission = bench.render.copy_engine(bench.context, 0, (COMMANDS, 64), &buffers, &[]).unwrap();
+        assert!(bench.render.wait(submission, LATE).unwrap());
+        assert_eq!(bench.two.1.load64(120), 0x0808_0808_0808_0808);
+        bench.render.unmap_gpu(handle, address, SIZE).unwrap();
+        let again = bench.render.unmap_gpu(handle, address, SIZE).unwrap_err();
+        assert_eq!(again.errno(), Some(libc::EINVAL));
+    });
+}

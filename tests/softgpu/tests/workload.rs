@@ -1,0 +1,102 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The workload's answers are the model's, in every mode and shape.
+
+use gpu_app::shape::{Mode, Shape};
+use softgpu_tests::app::App;
+use softgpu_tests::isolated;
+
+/// Something small enough for emulation.
+fn shape() -> Shape {
+    Shape { layers: 3, layer_kib: 64, cache_mib: 2, queues: 1, ..Shape::small() }
+}
+
+fn answers(shape: &Shape, rounds: u64) {
+    let folder = tempfile::tempdir().unwrap();
+    let app = App::start(shape, folder.path()).unwrap();
+    app.answers(&[1, 2, 3], 4).unwrap();
+    if rounds > 0 {
+        app.goes_on(rounds).unwrap();
+    }
+    app.answers(&[200], 3).unwrap();
+    app.quit().unwrap();
+}
+
+#[test]
+fn a_server_answers() {
+    isolated("a_server_answers", 1, |_| answers(&shape(), 0));
+}
+
+#[test]
+fn a_server_answers_with_several_queues() {
+    isolated("a_server_answers_with_several_queues", 1, |_| {
+        answers(&Shape { queues: 3, layers: 5, ..shape() }, 0);
+    });
+}
+
+#[test]
+fn a_server_answers_on_two_gpus() {
+    isolated("a_server_answers_on_two_gpus", 2, |_| answers(&Shape { gpus: 2, ..shape() }, 0));
+}
+
+#[test]
+fn a_server_answers_with_two_processes() {
+    isolated("a_server_answers_with_two_processes", 1, |_| {
+        answers(&Shape { processes: 2, ..shape() }, 0);
+    });
+}
+
+#[test]
+fn a_server_answers_with_a_buffer_shared_by_two_processes() {
+    isolated("a_server_answers_with_a_buffer_shared_by_two_processes", 1, |_| {
+        answers(&Shape { processes: 2, mode: Mode::SharedBo, ..shape() }, 0);
+    });
+}
+
+#[test]
+fn a_server_answers_while_long_dispatches_run() {
+    isolated("a_server_answers_while_long_dispatches_run", 1, |_| {
+        answers(&Shape { mode: Mode::MidDispatch, ..shape() }, 2);
+    });
+}
+
+#[test]
+fn a_server_answers_while_the_cpu_reads_weights() {
+    isolated("a_server_answers_while_the_cpu_reads_weights", 1, |_| {
+        let topology = rewake_kfd::topology::Topology::read().unwrap();
+        if topology.gpus().all(rewake_kfd::topology::Node::has_large_bar) {
+            answers(&Shape { mode: Mode::CpuReads, ..shape() }, 20);
+        } else {
+            let folder = tempfile::tempdir().unwrap();
+            let shape = Shape { mode: Mode::CpuReads, ..shape() };
+            let error = App::start(&shape, folder.path()).unwrap_err().to_string();
+            assert!(error.contains("needs GPUs with a large BAR"), "{error}");
+        }
+    });
+}
+
+#[test]
+fn a_server_answers_while_buffers_come_and_go() {
+    isolated("a_server_answers_while_buffers_come_and_go", 1, |_| {
+        answers(&Shape { mode: Mode::Allocating, ..shape() }, 6);
+    });
+}
+
+#[test]
+fn a_server_answers_with_all_dispatched_at_once() {
+    isolated("a_server_answers_with_all_dispatched_at_once", 1, |_| {
+        answers(&Shape { mode: Mode::Graph, queues: 2, ..shape() }, 0);
+    });
+}
+
+#[test]
+fn nonsense_is_refused_and_the_server_goes_on() {
+    isolated("nonsense_is_refused_and_the_server_goes_on", 1, |_| {
+        let folder = tempfile::tempdir().unwrap();
+        let app = App::start(&shape(), folder.path()).unwrap();
+        for request in ["", "start", "start many", "start 1 -5", "result", "fly"] {
+            assert!(gpu_app::client::ask(app.socket(), request).is_err(), "{request:?}");
+        }
+        app.answers(&[], 1).unwrap();
+        app.quit().unwrap();
+    });
+}
