@@ -34,6 +34,7 @@ struct sg_entry {
 
 static const char * const sg_violation_names[SG_VIOLATIONS] = {
 	[SG_GPU_READ_NOT_RESTORED] = "gpu-read-not-restored",
+	[SG_CPU_READ_NOT_RESTORED] = "cpu-read-not-restored",
 	[SG_QUEUE_RAN_GATED] = "queue-ran-gated",
 	[SG_STALE_USERPTR] = "stale-userptr",
 	[SG_RESUME_REPEATED] = "resume-repeated",

@@ -13,6 +13,7 @@ struct sg_device;
 
 enum sg_violation {
 	SG_GPU_READ_NOT_RESTORED,	/* memory between RESTORE and its load was read */
+	SG_CPU_READ_NOT_RESTORED,	/* the same, through a CPU mapping */
 	SG_QUEUE_RAN_GATED,		/* evicted, percent 0 or paused, and ran */
 	SG_STALE_USERPTR,		/* host pages that the process does not have any more */
 	SG_RESUME_REPEATED,		/* CRIU_OP RESUME twice for one RESTORE */

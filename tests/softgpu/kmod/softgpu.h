@@ -77,20 +77,21 @@ extern struct sg_params sg_params;
 
 struct sg_chip {
 	const char *name;		/* "90a": the parameter's value */
+	const char *marketing;
+	const char *codename;		/* `name` in the topology */
 	u32 gfx_target;			/* 90010 */
 	u32 gc_version;			/* IP_VERSION(9, 4, 2) as 0x090402 */
 	u32 sdma_version;		/* 0x040400 */
 	u32 family;			/* AMDGPU_FAMILY_* */
 	u32 device_id;
-	u32 capability, capability2;
-	u64 debug_prop;
+	u32 capability;
 	u32 simd_count, simd_per_cu, cu_per_array, arrays, engines;
-	u32 waves_per_simd, lds_kib, wave_size;
+	u32 waves_per_simd, lds_kib, wave_size, scratch_slots;
 	u32 xccs;
 	u32 sdma_engines, sdma_xgmi_engines, sdma_queues_per_engine;
 	u32 cp_queues, gws;
 	u32 engine_clock_mhz, memory_clock_mhz, memory_width;
-	u32 cwsr_size, ctl_stack_size, eop_size;
+	u32 cwsr_size, ctl_stack_size, eop_size, debug_size;	/* a compute queue must bring, for one XCC */
 	u32 mqd_size;			/* of one XCC */
 	u32 fw_version, sdma_fw_version;
 	u32 sdma_copy_max;		/* bytes of one linear copy */
@@ -110,9 +111,8 @@ struct sg_device {
 	atomic64_t vram_used, visible_used, gtt_used;
 	u64 unique_id;
 	struct page *mmio;		/* what MMIO_REMAP maps */
+	struct page *sink;		/* where writes to PRT mappings go */
 	struct device *parent;
-	struct kobject *node;		/* in the topology */
-	struct ida sdma_ids, xgmi_ids;	/* user SDMA queues: exact ids on restore */
 	struct sg_exec_device *exec;
 };
 
@@ -135,14 +135,15 @@ struct sg_device *sg_device_by_id(u32 gpu_id);
  */
 struct sg_host {
 	struct mmu_interval_notifier notifier;
+	void *owner;			/* who is told: a BO, an allocation, an SVM range */
 	struct mm_struct *mm;
 	unsigned long start, npages;
 	bool readonly;
-	spinlock_t lock;
-	struct page **pages;		/* NULL: none */
+	bool registered;		/* notifications come */
+	spinlock_t lock;		/* N */
+	struct page **pages;		/* of `npages`; filled in while valid or stale */
 	bool valid;
-	bool stale;			/* notified while notifications were blocked */
-	unsigned long seq;
+	bool stale;			/* notified, but its GPU's queues were not stopped */
 	unsigned int spans;		/* pages that a slice has in its hands */
 	wait_queue_head_t idle;
 };
@@ -176,9 +177,10 @@ struct sg_bo {
 	u32 domain;			/* AMDGPU_GEM_DOMAIN_* */
 	u64 flags;			/* AMDGPU_GEM_CREATE_* */
 	u64 alignment;
+	struct mutex metadata_lock;
 	u64 tiling, metadata_flags;	/* GEM_METADATA */
-	void *metadata;
 	u32 metadata_size;
+	u8 metadata[256];
 	bool kfd;			/* made by KFD */
 	pid_t pid;			/* of who made it, for the judge */
 
@@ -188,9 +190,9 @@ struct sg_bo {
 
 	struct sg_host *host;		/* SG_STORE_HOST */
 	struct sg_bo *origin;		/* SG_STORE_ALIAS: whose pages these are */
-	void *vmap;			/* SG_STORE_FOREIGN */
-	struct page **fixed;		/* SG_STORE_FIXED */
-	struct iosys_map *import_map;
+	struct dma_buf *foreign;	/* SG_STORE_FOREIGN */
+	void *vmap;			/* its memory */
+	struct page *fixed;		/* SG_STORE_FIXED: the first, the others follow */
 };
 
 static inline struct sg_bo *sg_bo_of(struct drm_gem_object *obj)
@@ -251,6 +253,8 @@ void *sg_bo_kmap(struct sg_bo *bo, unsigned long npages);
 void sg_bo_kunmap(struct sg_bo *bo, void *at);
 
 struct sg_bo *sg_bo_create(struct sg_device *dev, u64 size, u64 alignment, u32 domain, u64 flags);
+/* From RESTORE: no page of it was loaded yet. */
+int sg_bo_mark_missing(struct sg_bo *bo);
 
 /* ---- GPU page tables: one for every DRM file ---- */
 
@@ -265,6 +269,7 @@ struct sg_mapping {
 	struct sg_bo *bo;		/* NULL: PRT */
 	u64 offset;			/* bytes into the BO */
 	u32 flags;
+	bool gem;			/* made by GEM_VA: goes with the handle */
 	bool gone;			/* removed; waits for its users */
 	unsigned int users;
 };
@@ -326,8 +331,9 @@ struct sg_mem {
 	u64 va, size;
 	u32 alloc_flags;		/* KFD_IOC_ALLOC_MEM_FLAGS_* */
 	bool imported;
-	struct sg_mapping *maps[SG_MAX_GPUS];	/* by GPU index */
-	unsigned long mapped;		/* bit per GPU: asked for; a host BO that is invalid has no map yet */
+	/* By GPU index; the second is the same memory again, behind the first (AQL_QUEUE_MEM). */
+	struct sg_mapping *maps[SG_MAX_GPUS][2];
+	struct dma_buf *dmabuf;		/* exported as or imported from; NULL: neither yet */
 	/* userptr */
 	u64 user_addr;
 	u32 invalid;			/* N notify_lock: notifications since it was valid */
@@ -346,10 +352,12 @@ struct sg_pdd {
 	u64 *doorbells;
 	unsigned int evicted;		/* under p->queue_lock: runs at 0 */
 	u64 evicted_at, evicted_ns;	/* for stats_<gpu>/evicted_ms */
-	atomic64_t vram;		/* sysfs */
+	atomic64_t vram;		/* bytes, for sysfs */
 	struct kobject *stats;
+	struct kobj_attribute vram_attr, evict_attr;
+	char vram_name[24];
 	u64 tba, tma;			/* SET_TRAP_HANDLER */
-	bool runtime;			/* RUNTIME_ENABLE */
+	u64 scratch;			/* SET_SCRATCH_BACKING_VA */
 };
 
 enum sg_evict_trigger {			/* as in SMI events */
@@ -399,14 +407,15 @@ struct sg_process {
 	bool xnack;
 
 	bool queues_paused;		/* by PROCESS_INFO; under lock */
-	struct kobject kobj;		/* sysfs proc/<pid> */
+	struct kobject *kobj;		/* sysfs proc/<pid>; NULL: none */
 	struct kobject *kobj_queues;
 	struct work_struct free_work;
-	bool sysfs;
+	u64 runtime_debug;		/* RUNTIME_ENABLE: address of the runtime's debug record */
 	bool runtime_enabled;
 };
 
 struct sg_pdd *sg_pdd_by_user_id(struct sg_process *p, u32 user_gpu_id);
+
 static inline struct sg_pdd *sg_pdd_of(struct sg_process *p, struct sg_device *dev)
 {
 	return p->pdds[dev->index];
