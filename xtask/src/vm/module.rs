@@ -3,6 +3,7 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 
 use anyhow::Context as _;
 
@@ -10,6 +11,10 @@ use super::cache::{self, Inputs};
 use super::options::Series;
 use super::{home, say, system};
 use crate::{program, repository};
+
+/// objtool wants /proc; the mount goes with the mount namespace.
+const BUILD: &str = "mount -t proc proc \"$0/proc\" && \
+                     exec chroot \"$0\" make -C \"/lib/modules/$1/build\" \"M=$2\" -j\"$(nproc)\" modules";
 
 /// softgpu.ko for a kernel.
 pub(super) fn ready(system: &Path, series: Series) -> anyhow::Result<PathBuf> {
@@ -53,12 +58,9 @@ fn make(system: &Path, series: Series, sources: &[PathBuf], module: &Path) -> an
     for source in sources {
         update(source, &stage.join(name(source)))?;
     }
-    // objtool wants /proc.
-    let script = "mount -t proc proc /proc && trap 'umount /proc' EXIT && make -C \"/lib/modules/$0/build\" \"M=$1\" \
-                  -j\"$(nproc)\" modules";
-    let mut make = system::inside(system, "unshare");
-    make.args(["--mount", "sh", "-ec", script, &release]).arg(&inside);
-    program::run(make.stdout(std::io::stderr()))?;
+    let mut make = Command::new("unshare");
+    make.args(["--mount", "sh", "-ec", BUILD]).arg(system).arg(&release).arg(&inside).env("LC_ALL", "C");
+    program::run(make.stdout(std::io::stderr()).env_remove("MAKEFLAGS"))?;
     let built = stage.join("softgpu.ko");
     fs::copy(&built, module).with_context(|| format!("copy {} to {}", built.display(), module.display()))?;
     Ok(())

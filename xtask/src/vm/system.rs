@@ -83,7 +83,7 @@ pub(super) fn release(system: &Path, series: Series) -> anyhow::Result<String> {
 /// A command inside.
 pub(super) fn inside(system: &Path, program: &str) -> Command {
     let mut command = Command::new("chroot");
-    command.arg(system).arg(program).env("LC_ALL", "C").env_remove("MAKEFLAGS");
+    command.arg(system).arg(program).env("LC_ALL", "C");
     command
 }
 
