@@ -10,20 +10,27 @@
 /* A slice must not wait for reclaim, and a lack of pages is not worth a warning. */
 #define SG_SLICE_GFP	(GFP_NOWAIT | __GFP_NOWARN)
 
-/* What memory that was never written reads as: a page of SG_POISON. */
+/* What memory that was never written reads as: a page of SG_POISON. One for all GPUs. */
 static void *sg_poison_page;
+static unsigned int sg_poison_users;
 
 int sg_access_init(void)
 {
+	if (sg_poison_users++)
+		return 0;
 	sg_poison_page = (void *)__get_free_page(GFP_KERNEL);
-	if (!sg_poison_page)
+	if (!sg_poison_page) {
+		sg_poison_users--;
 		return -ENOMEM;
+	}
 	memset(sg_poison_page, SG_POISON, PAGE_SIZE);
 	return 0;
 }
 
 void sg_access_exit(void)
 {
+	if (--sg_poison_users)
+		return;
 	free_page((unsigned long)sg_poison_page);
 	sg_poison_page = NULL;
 }

@@ -48,6 +48,7 @@ static struct sg_ctx *sg_ctx_new(struct sg_device *dev)
 	if (!ctx)
 		return NULL;
 	kref_init(&ctx->ref);
+	ctx->dev = dev;
 	spin_lock_init(&ctx->lock);
 	mutex_init(&ctx->submit);
 	ctx->resets = ctx->resets_seen = atomic_read(&dev->exec->resets);
@@ -183,7 +184,9 @@ int sg_ctx_ioctl(struct drm_device *drm, void *data, struct drm_file *drm_file)
 
 int sg_ctx_line(struct sg_ctx *ctx, u32 ip_type, u32 instance, u32 ring, struct sg_entity **line)
 {
-	if (ip_type != AMDGPU_HW_IP_DMA || instance || ring >= SG_CTX_LINES)
+	/* Of the engines that amdgpu has, SDMA is here; there may be no ring of it. */
+	if (ip_type != AMDGPU_HW_IP_DMA || instance || ring >= SG_CTX_LINES ||
+	    !ctx->dev->exec->ring_count)
 		return -EINVAL;
 	*line = &ctx->lines[ring];
 	return READ_ONCE((*line)->error);

@@ -30,6 +30,7 @@ struct sg_entity {
 
 struct sg_ctx {
 	struct kref ref;
+	struct sg_device *dev;
 	spinlock_t lock;
 	struct mutex submit;		/* orders submissions; outside of reservations */
 	unsigned int resets, resets_seen;	/* of the GPU, when made and when last asked */

@@ -53,6 +53,7 @@ int sg_agent_refuse(struct sg_agent *agent, u64 va, bool write);
 /* Outside of a slice, after -EAGAIN or -EFAULT: 0 if the access may now succeed. */
 int sg_agent_help(struct sg_agent *agent, int err);
 
+/* For every GPU, as modules come and go: not at the same time. */
 int sg_access_init(void);
 void sg_access_exit(void);
 

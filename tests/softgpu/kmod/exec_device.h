@@ -8,7 +8,7 @@
 #include "ring.h"
 #include "smi.h"
 
-#define SG_MAX_RINGS	16
+#define SG_MAX_RINGS	8U
 
 struct sg_exec_device {
 	struct sg_smi smi;

@@ -8,34 +8,15 @@
  */
 #include <linux/debugfs.h>
 #include <linux/module.h>
-#include <linux/pid.h>
-#include <linux/sched/mm.h>
-#include <linux/sched/task.h>
+#include <linux/sched/signal.h>
 #include <linux/uaccess.h>
 
 #include "harness.h"
+#include "process.h"
 #include "queue.h"
 
 /* One line. */
 #define SG_LINE		128
-
-/* With a reference; ERR_PTR(-ESRCH): it has no GPU. */
-static struct sg_process *sg_process_by_pid(pid_t pid)
-{
-	struct task_struct *task = get_pid_task(find_vpid(pid), PIDTYPE_PID);
-	struct sg_process *p = NULL;
-	struct mm_struct *mm;
-
-	if (!task)
-		return ERR_PTR(-ESRCH);
-	mm = get_task_mm(task);
-	put_task_struct(task);
-	if (mm) {
-		p = sg_process_by_mm(mm);
-		mmput(mm);
-	}
-	return p ?: ERR_PTR(-ESRCH);
-}
 
 static int sg_declare(struct sg_vm *vm, u64 va, u64 size)
 {
@@ -71,8 +52,8 @@ static int sg_declare_zero(const char *line)
 	if (sscanf(line, "%d %u %lli %lli", &pid, &gpu_id, &va, &size) != 4)
 		return -EINVAL;
 	p = sg_process_by_pid(pid);
-	if (IS_ERR(p))
-		return PTR_ERR(p);
+	if (!p)
+		return -ESRCH;
 	mutex_lock(&p->lock);
 	pdd = sg_pdd_by_user_id(p, gpu_id);
 	if (pdd && pdd->vm)
@@ -93,8 +74,8 @@ static int sg_break_gate(const char *line)
 	if (sscanf(line, "%d %u", &pid, &id) != 2 || id >= SG_MAX_QUEUES)
 		return -EINVAL;
 	p = sg_process_by_pid(pid);
-	if (IS_ERR(p))
-		return PTR_ERR(p);
+	if (!p)
+		return -ESRCH;
 	mutex_lock(&p->lock);
 	q = idr_find(&p->queues->ids, id);
 	if (q) {

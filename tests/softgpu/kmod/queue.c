@@ -33,6 +33,8 @@ int sg_queues_init(struct sg_process *p)
 
 void sg_queues_exit(struct sg_process *p)
 {
+	if (!p->queues)
+		return;
 	sg_queues_kill(p);
 	idr_destroy(&p->queues->ids);
 	kvfree(p->queues);

@@ -315,12 +315,17 @@ static int sg_ring_init(struct sg_ring *ring, struct sg_device *dev, unsigned in
 
 int sg_exec_device_init(struct sg_device *dev)
 {
-	unsigned int i, rings = clamp(sg_params.sdma_rings, 1U, SG_MAX_RINGS);
+	unsigned int i, rings = min(sg_params.sdma_rings, SG_MAX_RINGS);
 	struct sg_exec_device *exec = kzalloc(sizeof(*exec), GFP_KERNEL);
-	int err = 0;
+	int err;
 
 	if (!exec)
 		return -ENOMEM;
+	err = sg_access_init();
+	if (err) {
+		kfree(exec);
+		return err;
+	}
 	sg_smi_init(&exec->smi);
 	ida_init(&exec->sdma_ids);
 	ida_init(&exec->xgmi_ids);
@@ -348,6 +353,7 @@ void sg_exec_device_exit(struct sg_device *dev)
 	ida_destroy(&exec->xgmi_ids);
 	kfree(exec);
 	dev->exec = NULL;
+	sg_access_exit();
 }
 
 int sg_exec_file_open(struct sg_file *file)
