@@ -104,7 +104,14 @@ impl Device {
     /// # Errors
     /// The render node cannot be opened, or ACQUIRE_VM failed: EBUSY if the process has an address space there.
     pub fn open(kfd: &Arc<Kfd>, node: &Node) -> Result<Arc<Self>, Error> {
-        let render = Render::open(node.render_minor())?;
+        Self::with(kfd, Render::open(node.render_minor())?, node)
+    }
+
+    /// Makes the address space of `render` the one for compute, unless it is already, as after a restore.
+    ///
+    /// # Errors
+    /// ACQUIRE_VM failed: EBUSY if the process has another address space there.
+    pub fn with(kfd: &Arc<Kfd>, render: Render, node: &Node) -> Result<Arc<Self>, Error> {
         let mut argument =
             kfd_ioctl_acquire_vm_args { drm_fd: call::number(render.as_fd()), gpu_id: node.gpu_id };
         call::acquire_vm(kfd.as_fd(), &mut argument)

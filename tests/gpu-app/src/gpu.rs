@@ -43,6 +43,14 @@ impl Gpus {
         for node in topology.gpus().take(count) {
             devices.push(Device::open(&kfd, node)?);
         }
+        Self::on(devices)
+    }
+
+    /// The same on devices that are open already.
+    ///
+    /// # Errors
+    /// One of them refuses.
+    pub fn on(devices: Vec<Arc<Device>>) -> anyhow::Result<Arc<Self>> {
         let ids: Vec<u32> = devices.iter().map(|device| device.gpu_id()).collect();
         let first = devices.first().context("no GPU is wanted")?;
         let events = Events::new(first, &ids)?;

@@ -3,14 +3,18 @@
 //! without CRIU, for tests of the operations themselves.
 
 use std::fs::File;
-use std::io::{self, Read, Write};
+use std::io::{self, Read, Seek as _, SeekFrom, Write};
 use std::os::fd::AsFd as _;
 use std::path::Path;
+use std::sync::Arc;
 
 use anyhow::{Context as _, ensure};
-use rewake_kfd::abi::memory::Mapping;
-use rewake_kfd::abi::{kfd_criu_bo_bucket, kfd_criu_device_bucket};
-use rewake_kfd::criu::{Counts, Image};
+use rewake_kfd::abi::memory::{Mapping, PAGE};
+use rewake_kfd::abi::{KFD_IOC_ALLOC_MEM_FLAGS_USERPTR, call, kfd_criu_bo_bucket, kfd_criu_device_bucket};
+use rewake_kfd::criu::{self, Image};
+use rewake_kfd::render::Render;
+use rewake_kfd::topology::Topology;
+use rewake_kfd::{Device, Kfd};
 
 /// What is written and read.
 #[derive(Debug)]
@@ -19,13 +23,15 @@ pub struct Snapshot {
     pub image: Image,
     /// Bytes of each buffer that has some of its own.
     pub contents: Vec<Option<Vec<u8>>>,
+    /// Address and bytes of the program's memory that GPUs reach.
+    pub memory: Vec<(u64, Vec<u8>)>,
 }
 
 impl Snapshot {
-    /// Takes the bytes of every buffer that was exported, through the CPU.
+    /// Takes the bytes of this process: of every buffer that was exported, and of its own memory that GPUs reach.
     ///
     /// # Errors
-    /// A buffer cannot be mapped.
+    /// A buffer cannot be mapped, or the kernel's data makes no sense.
     pub fn of(image: Image) -> anyhow::Result<Self> {
         let mut contents = Vec::new();
         for (bo, dmabuf) in image.bos.iter().zip(&image.dmabufs) {
@@ -38,7 +44,67 @@ impl Snapshot {
                 None => None,
             });
         }
-        Ok(Self { image, contents })
+        let private = image.private()?;
+        let mut memory = Vec::new();
+        for (bo, private) in image.bos.iter().zip(&private.bos) {
+            if bo.alloc_flags & KFD_IOC_ALLOC_MEM_FLAGS_USERPTR != 0 {
+                memory.push((private.user_address, own_memory(private.user_address, bo.size)?));
+            }
+        }
+        for range in private.ranges() {
+            memory.push((range.page * PAGE, own_memory(range.page * PAGE, range.pages * PAGE)?));
+        }
+        Ok(Self { image, contents, memory })
+    }
+
+    /// Puts the program's memory where it was, in a process where nothing is there.
+    ///
+    /// # Errors
+    /// Something is.
+    pub fn put_memory(&self) -> anyhow::Result<Vec<Mapping>> {
+        let mut all = Vec::new();
+        for (address, bytes) in &self.memory {
+            let memory = Mapping::anonymous_at(*address, bytes.len() as u64)
+                .with_context(|| format!("memory at {address:#x}"))?;
+            memory.write(0, bytes);
+            all.push(memory);
+        }
+        Ok(all)
+    }
+
+    /// Has the kernel make everything anew, on the GPUs of the same names; nothing is loaded yet.
+    ///
+    /// # Errors
+    /// The operation failed, or a GPU is missing.
+    pub fn restore(&mut self, kfd: &Arc<Kfd>) -> anyhow::Result<Vec<Arc<Device>>> {
+        let topology = Topology::read()?;
+        let mut renders = Vec::new();
+        for device in &mut self.image.devices {
+            let node = topology.gpus().find(|node| node.gpu_id == device.user_gpu_id);
+            let node = node.with_context(|| format!("no GPU {:#x}", device.user_gpu_id))?;
+            let render = Render::open(node.render_minor())?;
+            device.drm_fd = call::number(render.as_fd());
+            renders.push((render, node));
+        }
+        criu::restore(kfd.as_fd(), &mut self.image)?;
+        let mut devices = Vec::new();
+        for (render, node) in renders {
+            devices.push(Device::with(kfd, render, node)?);
+        }
+        Ok(devices)
+    }
+
+    /// A view of the buffer at an address: the whole of it, and where in it the address is.
+    ///
+    /// # Errors
+    /// No exported buffer is there.
+    pub fn view(&self, address: u64) -> anyhow::Result<(Mapping, u64)> {
+        let inside = |bo: &kfd_criu_bo_bucket| (bo.addr..bo.addr + bo.size).contains(&address);
+        let mut all = self.image.bos.iter().zip(&self.image.dmabufs);
+        let found = all.find(|(bo, dmabuf)| inside(bo) && dmabuf.is_some());
+        let (bo, dmabuf) = found.with_context(|| format!("no exported buffer at {address:#x}"))?;
+        let dmabuf = dmabuf.as_ref().context("an exported buffer")?;
+        Ok((Mapping::shared(dmabuf.as_fd(), 0, bo.size)?, address - bo.addr))
     }
 
     /// Writes bytes back into the buffers of a restored process; `wanted` chooses by place in the list.
@@ -76,7 +142,14 @@ impl Snapshot {
             put(&mut file, u64::from(bytes.is_some()))?;
             file.write_all(bytes.as_deref().unwrap_or_default())?;
         }
-        file.write_all(&image.private).context("write a snapshot")
+        file.write_all(&image.private).context("write a snapshot")?;
+        put(&mut file, self.memory.len() as u64)?;
+        for (address, bytes) in &self.memory {
+            put(&mut file, *address)?;
+            put(&mut file, bytes.len() as u64)?;
+            file.write_all(bytes)?;
+        }
+        Ok(())
     }
 
     /// Reads what [`Snapshot::write`] wrote.
@@ -117,20 +190,23 @@ impl Snapshot {
             image.bos.push(bo);
         }
         file.read_exact(&mut image.private)?;
-        Ok(Self { image, contents })
-    }
-
-    /// The counts that the kernel would tell.
-    #[must_use]
-    pub fn counts(&self) -> Counts {
-        Counts {
-            pid: 0,
-            devices: u32::try_from(self.image.devices.len()).unwrap_or(u32::MAX),
-            bos: u32::try_from(self.image.bos.len()).unwrap_or(u32::MAX),
-            objects: self.image.objects,
-            private: self.image.private.len() as u64,
+        let mut memory = Vec::new();
+        for _ in 0..get(&mut file)? {
+            let address = get(&mut file)?;
+            let mut bytes = vec![0; usize::try_from(get(&mut file)?)?];
+            file.read_exact(&mut bytes)?;
+            memory.push((address, bytes));
         }
+        Ok(Self { image, contents, memory })
     }
+}
+
+fn own_memory(address: u64, length: u64) -> anyhow::Result<Vec<u8>> {
+    let mut file = File::open("/proc/self/mem").context("open this process's memory")?;
+    file.seek(SeekFrom::Start(address))?;
+    let mut bytes = vec![0; usize::try_from(length)?];
+    file.read_exact(&mut bytes).with_context(|| format!("read {length:#x} bytes at {address:#x}"))?;
+    Ok(bytes)
 }
 
 fn put(file: &mut impl Write, value: u64) -> io::Result<()> {

@@ -2,7 +2,10 @@
 //! System calls that no crate at hand has.
 
 use std::io;
-use std::os::fd::{AsRawFd as _, FromRawFd as _, OwnedFd};
+use std::os::fd::{AsRawFd as _, BorrowedFd, FromRawFd as _, OwnedFd};
+
+use rewake_kfd::abi::call;
+use rewake_kfd::abi::memory::Mapping;
 
 /// A copy of descriptor `number` of process `pid`: the same open file.
 ///
@@ -25,6 +28,45 @@ pub fn descriptor_of(pid: u32, number: i32) -> io::Result<OwnedFd> {
 /// The kernel's errno.
 pub fn seize(pid: u32) -> io::Result<()> {
     trace(libc::PTRACE_SEIZE, pid)
+}
+
+/// Makes an ioctl with any number and argument; gives the kernel's errno, 0 for none. What looks like an address of
+/// this process among the argument's 64-bit words must lie in `arena`; otherwise the word is zeroed first.
+pub fn misuse(fd: BorrowedFd<'_>, number: u32, argument: &mut [u8], arena: &Mapping) -> i32 {
+    /// No struct of these drivers is longer than what an ioctl's number can say.
+    const ROOM: usize = 1 << 14;
+    let mut room = vec![0_u64; ROOM / 8];
+    for (word, bytes) in room.iter_mut().zip(argument.chunks(8)) {
+        let mut whole = [0; 8];
+        whole[..bytes.len()].copy_from_slice(bytes);
+        *word = u64::from_le_bytes(whole);
+        if (1 << 16..1 << 47).contains(word)
+            && !(arena.address()..arena.address() + arena.len() / 2).contains(word)
+        {
+            *word = 0;
+        }
+    }
+    // SAFETY: the argument has room for whatever size the number names; addresses in it are not this process's, or
+    // lie in the first
+    // half of an arena whose bytes nobody borrows: programs that are placed at random have nothing below 4 GiB.
+    let result = unsafe { call::raw(fd, number, room.as_mut_ptr().cast()) };
+    for (bytes, word) in argument.chunks_mut(8).zip(&room) {
+        bytes.copy_from_slice(&word.to_le_bytes()[..bytes.len()]);
+    }
+    result.err().and_then(|error| error.raw_os_error()).unwrap_or(0)
+}
+
+/// The same with an address instead of an argument, one where no program has memory.
+///
+/// # Panics
+/// It might.
+#[must_use]
+pub fn misuse_at(fd: BorrowedFd<'_>, number: u32, address: u64) -> i32 {
+    assert!(!(1 << 16..1 << 47).contains(&address), "{address:#x} may be memory");
+    let pointer = std::ptr::without_provenance_mut(usize::try_from(address).unwrap_or(0));
+    // SAFETY: nothing is at that address that the kernel could write to.
+    let result = unsafe { call::raw(fd, number, pointer) };
+    result.err().and_then(|error| error.raw_os_error()).unwrap_or(0)
 }
 
 fn trace(request: libc::c_uint, pid: u32) -> io::Result<()> {

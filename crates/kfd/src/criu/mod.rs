@@ -117,6 +117,14 @@ fn operation(op: kfd_criu_op) -> kfd_ioctl_criu_args {
 }
 
 impl Image {
+    /// The private data, read.
+    ///
+    /// # Errors
+    /// [`Error::Blob`].
+    pub fn private(&self) -> Result<blob::Private, Error> {
+        blob::Private::read(&self.private, self.devices.len(), self.bos.len(), self.objects as usize)
+    }
+
     fn operation(&self, op: kfd_criu_op) -> kfd_ioctl_criu_args {
         let mut argument = operation(op);
         argument.num_devices = u32::try_from(self.devices.len()).unwrap_or(u32::MAX);
