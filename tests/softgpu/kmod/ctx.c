@@ -108,7 +108,7 @@ static bool sg_ctx_guilty(const struct sg_ctx *ctx)
 	int line;
 
 	for (line = 0; line < SG_CTX_LINES; line++)
-		if (READ_ONCE(ctx->lines[line].error) == -ETIME)
+		if (READ_ONCE(ctx->lines[line].error))
 			return true;
 	return false;
 }

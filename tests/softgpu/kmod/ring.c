@@ -16,6 +16,8 @@
 
 /* How long a file that is closed waits for its jobs. */
 #define SG_FLUSH_MS		1000
+/* The error of the job that a ring was reset for. */
+#define SG_GUILTY		(SG_MODERN ? -ETIME : -ECANCELED)
 /* How often the pages of userptr BOs are looked up again for one job. */
 #define SG_REVALIDATIONS	64
 
@@ -214,8 +216,8 @@ static int sg_job_hung(struct sg_job *job, const struct sg_agent *agent, int err
 			    err == -EFAULT ? "a memory fault" : "something that it cannot execute",
 			    agent->fault_va);
 	atomic_inc(&dev->exec->resets);
-	WRITE_ONCE(job->entity->error, -ETIME);
-	return -ETIME;
+	WRITE_ONCE(job->entity->error, SG_GUILTY);
+	return SG_GUILTY;
 }
 
 static int sg_job_run(struct sg_job *job)
