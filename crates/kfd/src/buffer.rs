@@ -9,6 +9,11 @@ use crate::abi::memory::{Access, Mapping, PAGE};
 use crate::abi::{call, *};
 use crate::{Act, Device, Error};
 
+/// Doorbells are mapped from /dev/kfd at an offset made of this and the GPU's id (kfd_priv.h); what ALLOC_MEMORY_OF_GPU
+/// gives for them is an offset of the render node, where they cannot be mapped.
+const DOORBELLS_OFFSET: u64 = 3 << 62;
+const GPU_OFFSET_SHIFT: u32 = 46;
+
 /// Where a buffer's bytes are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
@@ -94,7 +99,11 @@ impl Buffer {
         let act = Act::named("ALLOC_MEMORY_OF_GPU").on(device.gpu_id()).at(argument.va_addr, size);
         call::alloc_memory(device.kfd().as_fd(), &mut argument).map_err(act.failed())?;
         let object = Object::new(device, argument.handle, argument.va_addr, size);
-        Ok(Self { object, offset: argument.mmap_offset, kind: spec.kind, place })
+        let offset = match spec.kind {
+            Kind::Doorbell => DOORBELLS_OFFSET | u64::from(device.gpu_id()) << GPU_OFFSET_SHIFT,
+            _ => argument.mmap_offset,
+        };
+        Ok(Self { object, offset, kind: spec.kind, place })
     }
 
     /// Allocates, maps to the device's GPU and to the CPU: what most users want.
