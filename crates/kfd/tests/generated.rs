@@ -31,7 +31,7 @@ fn generate(include: &Path) -> String {
     let mut builder = bindgen::builder()
         .header(manifest.join("uapi.h").to_str().expect("a UTF-8 path"))
         .clang_arg(format!("-I{}", include.display()))
-        .clang_arg("-I/usr/include/x86_64-linux-gnu")
+        .clang_arg(format!("-I{}", include.join("x86_64-linux-gnu").display()))
         .use_core()
         .layout_tests(false)
         .derive_partialeq(true)

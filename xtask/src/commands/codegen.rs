@@ -1,17 +1,25 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! `cargo xtask codegen`: writes the code that is generated from `proto/` anew.
+//! `cargo xtask codegen`: writes the code that is generated from `proto/` and from the kernel's headers anew.
 
-use crate::{program, repository};
+use crate::{program, repository, vm};
 
-/// Packages that have generated code, and beside it the test that compares it with its source.
+/// Packages that have code generated from `proto/`, and beside it the test that compares it with its source.
 const PACKAGES: [&str; 2] = ["rewake-criu-images", "rewake"];
+/// The package whose code is generated from the kernel's headers.
+const KERNEL: &str = "rewake-kfd";
 
-/// Needs no set-up: the generator is pure Rust, and the test that compares its output also blesses it.
+/// `proto/` needs no set-up: the generator is pure Rust, and the test that compares its output also blesses it. The
+/// headers are those of the virtual machine's Debian, which is made first if there is none.
 pub(crate) fn run() -> anyhow::Result<()> {
     for package in PACKAGES {
-        let mut cargo = repository::cargo();
-        cargo.args(["test", "--package", package, "--test", "generated"]);
-        program::run(cargo.env("REWAKE_BLESS", "1"))?;
+        program::run(generate(package).env("REWAKE_BLESS", "1"))?;
     }
-    Ok(())
+    let headers = vm::headers()?;
+    program::run(generate(KERNEL).env("REWAKE_BLESS", "1").env("REWAKE_UAPI", headers))
+}
+
+fn generate(package: &str) -> std::process::Command {
+    let mut cargo = repository::cargo();
+    cargo.args(["test", "--package", package, "--test", "generated"]);
+    cargo
 }

@@ -49,6 +49,14 @@ fn boot(options: &Options) -> anyhow::Result<u8> {
     machine::run(options, &parts)
 }
 
+/// The folder of the kernel's headers for users, of Debian's newest.
+pub(crate) fn headers() -> anyhow::Result<PathBuf> {
+    root::become_root()?;
+    let _lock = lock()?;
+    setup::install(&system::HOST_PACKAGES)?;
+    Ok(system::ready()?.join("usr/include"))
+}
+
 /// Everything of the machine.
 fn home() -> PathBuf {
     repository::scratch().join("vm")
