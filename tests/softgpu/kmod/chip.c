@@ -6,7 +6,7 @@
 
 /* Doorbells of 8 bytes, 4 watch points, memory exceptions are reported. */
 #define SG_CAP_USUAL	(2 << 12 | 0x80 | 2 << 8)
-#define SG_CAP_SVM	(SG_MODERN ? 0x08000000 : 0)
+#define SG_CAP_SVM	(SG_HAS_SVM ? 0x08000000 : 0)
 
 /*
  * Sizes of the context save area, for one XCC: registers and LDS of all CUs

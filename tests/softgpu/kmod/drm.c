@@ -4,6 +4,7 @@
 #include <drm/drm_file.h>
 #include <drm/drm_gem.h>
 #include <drm/drm_ioctl.h>
+#include <drm/drm_print.h>
 #include <linux/module.h>
 #include <linux/slab.h>
 

@@ -249,6 +249,7 @@ static void sg_process_mn_release(struct mmu_notifier *mn, struct mm_struct *mm)
 	WRITE_ONCE(p->mm_gone, true);
 	sg_queues_kill(p);
 	sg_userptr_stop(p);
+	sg_svm_stop(p);
 	mmu_notifier_put(mn);
 }
 

@@ -49,8 +49,10 @@
 #define SG_DOORBELL_BYTES	SZ_8K	/* of one process on one GPU: 1024 of 8 bytes */
 #define SG_POISON		0xb5	/* every byte of fresh VRAM with fresh=poison */
 
-/* Kernels from 7.x on have SVM, XNACK and multi-XCC queue images (KFD ABI 1.23). */
+/* Kernels from 7.x on have multi-XCC queue images and newer calls (KFD ABI 1.23). */
 #define SG_MODERN		(LINUX_VERSION_CODE >= KERNEL_VERSION(7, 0, 0))
+/* As in the kernel at hand: Debian's 6.12 has no SVM and with it no choice of XNACK. */
+#define SG_HAS_SVM		IS_ENABLED(CONFIG_HSA_AMD_SVM)
 
 struct sg_exec_device;		/* exec's: rings of a GPU */
 struct sg_exec_file;		/* exec's: contexts and BO lists of a DRM file */

@@ -6,7 +6,8 @@
 #include "softgpu.h"
 
 void sg_svm_init(struct sg_process *p);
-/* The address space has ended, nothing runs any more. */
+/* The worker ends and does not come back: the address space is going away. */
+void sg_svm_stop(struct sg_process *p);
 void sg_svm_exit(struct sg_process *p);
 
 int sg_svm_ioctl(struct sg_process *p, struct kfd_ioctl_svm_args *args);
@@ -28,5 +29,6 @@ int sg_svm_criu_dump(struct sg_process *p, u8 __user *priv, u64 *offset);
 int sg_svm_criu_restore(struct sg_process *p, u8 __user *priv, u64 *offset, u64 size);
 /* From RESUME: attributes are set one range after the other; after a failure the rest is dropped. */
 int sg_svm_criu_resume(struct sg_process *p);
+void sg_svm_criu_drop(struct sg_process *p);
 
 #endif

@@ -7,6 +7,10 @@ void sg_svm_init(struct sg_process *p)
 {
 }
 
+void sg_svm_stop(struct sg_process *p)
+{
+}
+
 void sg_svm_exit(struct sg_process *p)
 {
 }

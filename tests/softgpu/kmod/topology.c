@@ -5,6 +5,7 @@
 #include <linux/device.h>
 #include <linux/kernel.h>
 #include <linux/mm.h>
+#include <linux/module.h>
 
 #include "chip.h"
 #include "sysfs_dir.h"
@@ -19,6 +20,7 @@
 #define SG_HIVE			0x5067c0de00000001ULL
 
 static struct sg_dir *sg_topology;
+static struct sg_dir *sg_driver;
 
 struct sg_link {
 	unsigned int type, from, to, weight, bandwidth_mbps;
@@ -210,6 +212,21 @@ static int sg_nodes_add(struct sg_dir *topology)
 	return err;
 }
 
+/* Tools ask in /sys/module whether the driver is there. */
+static void sg_driver_add(void)
+{
+	struct kset *modules = THIS_MODULE->mkobj.kobj.kset;
+	struct kobject *real = kset_find_obj(modules, "amdgpu");
+
+	if (real) {
+		kobject_put(real);
+		return;
+	}
+	sg_driver = sg_dir_add(NULL, &modules->kobj, "amdgpu");
+	if (!IS_ERR(sg_driver))
+		sg_dir_file(sg_driver, "initstate", "live\n");
+}
+
 int sg_topology_init(struct device *kfd)
 {
 	int err;
@@ -223,10 +240,13 @@ int sg_topology_init(struct device *kfd)
 	err = err ?: sg_nodes_add(sg_topology);
 	if (err)
 		sg_dir_remove(sg_topology);
+	else
+		sg_driver_add();
 	return err;
 }
 
 void sg_topology_exit(void)
 {
+	sg_dir_remove(sg_driver);
 	sg_dir_remove(sg_topology);
 }

@@ -263,12 +263,17 @@ struct sg_bo *sg_vm_lookup_bo(struct sg_vm *vm, u64 va, u64 size)
 	return bo;
 }
 
-bool sg_vm_mapped(struct sg_vm *vm, u64 va)
+bool sg_vm_overlaps(struct sg_vm *vm, unsigned long first, unsigned long last)
 {
-	bool mapped;
+	bool overlaps;
 
 	spin_lock(&vm->lock);
-	mapped = sg_vm_first(vm, va >> PAGE_SHIFT, va >> PAGE_SHIFT);
+	overlaps = sg_vm_first(vm, first, last);
 	spin_unlock(&vm->lock);
-	return mapped;
+	return overlaps;
+}
+
+bool sg_vm_mapped(struct sg_vm *vm, u64 va)
+{
+	return sg_vm_overlaps(vm, va >> PAGE_SHIFT, va >> PAGE_SHIFT);
 }

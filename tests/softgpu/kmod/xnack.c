@@ -12,7 +12,7 @@ bool sg_xnack_possible(struct sg_process *p)
 	return p->n_pdds && p->pdds[0]->dev->chip->xnack;
 }
 
-#if SG_MODERN
+#if SG_HAS_SVM
 int sg_xnack_ioctl(struct sg_process *p, struct kfd_ioctl_set_xnack_mode_args *args)
 {
 	int err = 0;
