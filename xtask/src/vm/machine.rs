@@ -21,7 +21,7 @@ const GLANCE: Duration = Duration::from_millis(20);
 const NOT_STARTED: u8 = 125;
 /// Only what is wrong goes to the (slow) console until the command starts. A kernel that oopsed is not worth going on
 /// with. Emulated processors have no flaws to work around.
-const KERNEL: &str = "console=ttyS0 loglevel=5 panic=-1 panic_on_oops=1 mitigations=off";
+const KERNEL: &str = "console=ttyS0 loglevel=5 panic=-1 oops=panic mitigations=off";
 
 /// What a machine is made of.
 #[derive(Debug)]

@@ -14,7 +14,7 @@ use crate::{program, repository};
 
 /// objtool wants /proc; the mount goes with the mount namespace.
 const BUILD: &str = "mount -t proc proc \"$0/proc\" && \
-                     exec chroot \"$0\" make -C \"/lib/modules/$1/build\" \"M=$2\" -j\"$(nproc)\" modules";
+                     exec chroot \"$0\" make -s -C \"/lib/modules/$1/build\" \"M=$2\" -j\"$(nproc)\" modules";
 
 /// softgpu.ko for a kernel.
 pub(super) fn ready(system: &Path, series: Series) -> anyhow::Result<PathBuf> {

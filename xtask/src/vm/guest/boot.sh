@@ -51,8 +51,31 @@ cd "$directory" || finish 125
 say "ready"
 if [ "$interactive" = yes ]; then
 	setsid --ctty --wait sh /run/rewake/command < /dev/hvc0 > /dev/hvc0 2>&1
+	status=$?
 else
+	# Not the terminal itself: to the command its output is a pipe, as it is below any other harness.
+	exec 3<> /dev/hvc0
 	stty -F /dev/hvc0 raw -echo
-	setsid --wait sh /run/rewake/command < /dev/null > /dev/hvc0 2>&1
+	mkfifo /run/rewake/output
+	cat /run/rewake/output >&3 &
+	output=$!
+	setsid --wait sh /run/rewake/command < /dev/null > /run/rewake/output 2>&1
+	status=$?
 fi
-finish $?
+
+# Whatever the command left behind ends now; then nothing may hold the GPUs.
+for round in 1 2; do
+	for process in /proc/[0-9]*; do
+		process=${process#/proc/}
+		[ "$process" = $$ ] || [ "$process" = "$output" ] || kill -9 "$process"
+	done
+done 2> /dev/null
+wait
+if [ -e /sys/module/softgpu ]; then
+	for try in 1 2 3 4 5; do
+		rmmod softgpu 2> /dev/null && break
+		sleep 0.2
+	done
+	[ ! -e /sys/module/softgpu ] || say "leak: softgpu.ko is held though every process is gone"
+fi
+finish $status
