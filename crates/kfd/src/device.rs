@@ -12,9 +12,6 @@ use crate::render::Render;
 use crate::topology::Node;
 use crate::{Act, Error};
 
-/// GPUs that a process has at most (`MAX_GPU_INSTANCE`).
-const GPUS: usize = 64;
-
 /// An open `/dev/kfd`: this process's compute state. All opens of one process share it.
 #[derive(Debug)]
 pub struct Kfd {
@@ -49,11 +46,7 @@ impl Kfd {
     /// # Errors
     /// GET_PROCESS_APERTURES_NEW failed.
     pub fn apertures(&self) -> Result<Vec<kfd_process_device_apertures>, Error> {
-        let mut apertures = vec![kfd_process_device_apertures::zeroed(); GPUS];
-        let act = Act::named("GET_PROCESS_APERTURES_NEW");
-        let count = call::apertures(self.as_fd(), &mut apertures).map_err(act.failed())?;
-        apertures.truncate(count);
-        Ok(apertures)
+        call::apertures(self.as_fd()).map_err(Act::named("GET_PROCESS_APERTURES_NEW").failed())
     }
 
     /// Whether GPU page faults are retried in this process.

@@ -140,11 +140,23 @@ impl Gpus {
         Ok(buffer)
     }
 
-    /// VRAM of the first GPU that all GPUs reach, to be shared with other processes.
+    /// Whether all GPUs reach each other's VRAM: one GPU alone does, others by links of their own. (Debian's kernels
+    /// have no access to a peer's VRAM over PCIe.)
+    #[must_use]
+    pub fn reach_each_other(&self) -> bool {
+        let hive = |device: &Arc<Device>| device.node().property("hive_id");
+        let first = hive(&self.devices[0]);
+        self.count() == 1 || (first != 0 && self.devices.iter().all(|device| hive(device) == first))
+    }
+
+    /// What all GPUs reach, to be shared with other processes: VRAM of the first GPU if they can, or host memory.
     ///
     /// # Errors
     /// The driver refuses.
     pub fn shared(&self, bytes: u64) -> anyhow::Result<Buffer> {
+        if !self.reach_each_other() {
+            return self.host(bytes);
+        }
         let mut buffer = self.local(0, bytes)?;
         buffer.map(&self.ids())?;
         Ok(buffer)

@@ -30,8 +30,11 @@ pub fn seize(pid: u32) -> io::Result<()> {
     trace(libc::PTRACE_SEIZE, pid)
 }
 
-/// Makes an ioctl with any number and argument; gives the kernel's errno, 0 for none. What looks like an address of
-/// this process among the argument's 64-bit words must lie in `arena`; otherwise the word is zeroed first.
+/// Makes an ioctl with any number and argument; gives the kernel's errno, 0 for none. A 64-bit word of the argument
+/// that is an address of this process's memory, outside of `arena`'s first half, is zeroed first.
+///
+/// # Panics
+/// This process's memory map cannot be read.
 pub fn misuse(fd: BorrowedFd<'_>, number: u32, argument: &mut [u8], arena: &Mapping) -> i32 {
     /// No struct of these drivers is longer than what an ioctl's number can say.
     const ROOM: usize = 1 << 14;
@@ -40,20 +43,34 @@ pub fn misuse(fd: BorrowedFd<'_>, number: u32, argument: &mut [u8], arena: &Mapp
         let mut whole = [0; 8];
         whole[..bytes.len()].copy_from_slice(bytes);
         *word = u64::from_le_bytes(whole);
-        if (1 << 16..1 << 47).contains(word)
-            && !(arena.address()..arena.address() + arena.len() / 2).contains(word)
-        {
+        let own = arena.address()..arena.address() + arena.len() / 2;
+        if !own.contains(word) && is_memory(*word) {
             *word = 0;
         }
     }
     // SAFETY: the argument has room for whatever size the number names; addresses in it are not this process's, or
-    // lie in the first
-    // half of an arena whose bytes nobody borrows: programs that are placed at random have nothing below 4 GiB.
+    // lie in the first half of an arena whose bytes nobody borrows.
     let result = unsafe { call::raw(fd, number, room.as_mut_ptr().cast()) };
     for (bytes, word) in argument.chunks_mut(8).zip(&room) {
         bytes.copy_from_slice(&word.to_le_bytes()[..bytes.len()]);
     }
     result.err().and_then(|error| error.raw_os_error()).unwrap_or(0)
+}
+
+/// Whether this process has memory at an address, or within a gigabyte above it.
+fn is_memory(address: u64) -> bool {
+    /// Lower, no program that is placed at random has anything.
+    const LOWEST: u64 = 2 << 32;
+    if !(LOWEST..1 << 47).contains(&address) {
+        return false;
+    }
+    let maps = std::fs::read_to_string("/proc/self/maps").expect("this process's memory map");
+    maps.lines().any(|line| {
+        let (start, end) =
+            line.split(' ').next().and_then(|range| range.split_once('-')).unwrap_or(("0", "0"));
+        let hex = |digits| u64::from_str_radix(digits, 16).unwrap_or(0);
+        (hex(start).saturating_sub(1 << 30)..hex(end)).contains(&address)
+    })
 }
 
 /// The same with an address instead of an argument, one where no program has memory.

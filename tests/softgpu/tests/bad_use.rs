@@ -207,7 +207,7 @@ fn render_cases(handle: u32) -> Vec<Case> {
         ("GEM_VA of kind 99", DRM_AMD_GEM_VA, va().u32(8, 99), libc::EINVAL),
         ("GEM_VA with odd flags", DRM_AMD_GEM_VA, va().u32(12, 1 << 30), libc::EINVAL),
         ("GEM_VA beyond the buffer", DRM_AMD_GEM_VA, va().u64(32, 1 << 30), libc::EINVAL),
-        ("GEM_VA that unmaps nothing", DRM_AMD_GEM_VA, va().u32(8, 2), libc::EINVAL),
+        ("GEM_VA that unmaps nothing", DRM_AMD_GEM_VA, va().u32(8, 2), libc::ENOENT),
         ("CTX of kind 99", DRM_AMD_CTX, zeros(16).u32(0, 99), libc::EINVAL),
         ("CTX free of none", DRM_AMD_CTX, zeros(16).u32(0, 2).u32(8, 999), libc::EINVAL),
         ("CS of no context", DRM_AMD_CS, zeros(24).u32(0, 999).u32(8, 1), libc::EINVAL),

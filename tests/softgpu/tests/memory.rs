@@ -154,7 +154,17 @@ fn memory_beyond_the_bar_is_for_gpus_alone() {
 fn a_gpu_writes_the_memory_of_another() {
     isolated("a_gpu_writes_the_memory_of_another", 2, |_| {
         let gpus = Gpus::open(2).unwrap();
-        let theirs = gpus.shared(4096).unwrap();
+        let mut theirs = gpus.local(0, 4096).unwrap();
+        let second = gpus.device(1).gpu_id();
+        if !gpus.reach_each_other() {
+            assert_eq!(
+                theirs.map(&[second]).unwrap_err().errno(),
+                Some(libc::EINVAL),
+                "no link between them"
+            );
+            return;
+        }
+        theirs.map(&[second]).unwrap();
         let back = gpus.host(4096).unwrap();
         let mut lane = Lane::new(&gpus, 2, 1).unwrap();
         let fill = Kernel::Fill { to: theirs.address(), words: 1024, value: 0xabcd_0123 };

@@ -187,13 +187,17 @@ pub fn unmap_memory(fd: BorrowedFd<'_>, handle: u64, gpus: &[u32]) -> (u32, io::
 ///
 /// # Errors
 /// The kernel's errno.
-pub fn apertures(fd: BorrowedFd<'_>, into: &mut [kfd_process_device_apertures]) -> io::Result<usize> {
+pub fn apertures(fd: BorrowedFd<'_>) -> io::Result<Vec<kfd_process_device_apertures>> {
     let mut argument = kfd_ioctl_get_process_apertures_new_args::zeroed();
-    argument.kfd_process_device_apertures_ptr = into.as_mut_ptr() as u64;
-    argument.num_of_nodes = u32::try_from(into.len()).unwrap_or(u32::MAX);
-    // SAFETY: the kernel writes at most that many entries of integers.
+    // Asked for none, it tells how many there are; asked for more than there are nodes, it refuses.
+    // SAFETY: it writes no entries.
     unsafe { again(fd, IOC_GET_PROCESS_APERTURES_NEW, &mut argument) }?;
-    Ok(into.len().min(argument.num_of_nodes as usize))
+    let mut all = vec![kfd_process_device_apertures::zeroed(); argument.num_of_nodes as usize];
+    argument.kfd_process_device_apertures_ptr = all.as_mut_ptr() as u64;
+    // SAFETY: it writes at most that many entries of integers.
+    unsafe { again(fd, IOC_GET_PROCESS_APERTURES_NEW, &mut argument) }?;
+    all.truncate(argument.num_of_nodes as usize);
+    Ok(all)
 }
 
 /// Waits for one or all of `events`, `milliseconds` at most; gives `KFD_IOC_WAIT_RESULT_*`.
