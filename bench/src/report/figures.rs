@@ -33,7 +33,7 @@ macro_rules! figure {
 }
 
 /// In the order of the table.
-pub(crate) const FIGURES: [Figure; 13] = [
+pub(crate) const FIGURES: [Figure; 14] = [
     figure!("criu restore returns after", "s", Some(Lower), |s| Some(s.restore_s)),
     figure!("all memory resident after", "s", Some(Lower), |s| Some(s.resident_s)),
     figure!("rate from restore's start", "GB/s", Some(Higher), |s| Some(s.rate_from_start)),
@@ -43,6 +43,8 @@ pub(crate) const FIGURES: [Figure; 13] = [
     figure!("fault p99", "µs", Some(Lower), |s| latency_us(s, |l| l.p99)),
     figure!("fault p99.9", "µs", Some(Lower), |s| latency_us(s, |l| l.p999)),
     figure!("fault max", "µs", Some(Lower), |s| latency_us(s, |l| l.max)),
+    figure!("time in faults, all together", "s", Some(Lower), |s| latency_us(s, |l| l.sum)
+        .map(|us| us / 1e6)),
     figure!("faults", "", None, |s| Some(s.touched.faults as f64)),
     figure!("daemon CPU", "s/GB", Some(Lower), |s| Some(s.cpu_s_per_gb)),
     figure!("daemon peak RSS, largest process", "MiB", Some(Lower), |s| Some(s.memory.largest as f64 / MIB)),
@@ -98,7 +100,8 @@ pub(crate) mod tests {
     use crate::touch::{Percentiles, Report};
 
     pub(crate) fn sample(server: Server, round: u64, resident_s: f64) -> Sample {
-        let latency = Percentiles { p50: 10_000, p90: 20_000, p99: 30_000, p999: 40_000, max: 50_000 };
+        let latency =
+            Percentiles { p50: 10_000, p90: 20_000, p99: 30_000, p999: 40_000, max: 50_000, sum: 60_000 };
         Sample {
             server,
             round,

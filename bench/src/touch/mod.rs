@@ -47,7 +47,7 @@ pub(crate) struct Report {
     pub(crate) wrong_words: u64,
 }
 
-/// Exact percentiles (nearest rank), in the unit of the samples.
+/// Exact percentiles (nearest rank) and the sum, in the unit of the samples.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Percentiles {
     pub(crate) p50: u64,
@@ -55,6 +55,7 @@ pub(crate) struct Percentiles {
     pub(crate) p99: u64,
     pub(crate) p999: u64,
     pub(crate) max: u64,
+    pub(crate) sum: u64,
 }
 
 impl Percentiles {
@@ -63,7 +64,14 @@ impl Percentiles {
         samples.sort_unstable();
         let max = *samples.last()?;
         let rank = |per_mille: usize| samples[(samples.len() * per_mille).div_ceil(1000).max(1) - 1];
-        Some(Self { p50: rank(500), p90: rank(900), p99: rank(990), p999: rank(999), max })
+        Some(Self {
+            p50: rank(500),
+            p90: rank(900),
+            p99: rank(990),
+            p999: rank(999),
+            max,
+            sum: samples.iter().sum(),
+        })
     }
 }
 
@@ -158,9 +166,9 @@ mod tests {
     #[test]
     fn percentiles_are_samples_at_the_nearest_rank() {
         let mut samples: Vec<u64> = (1..=1000).rev().collect();
-        let expected = Percentiles { p50: 500, p90: 900, p99: 990, p999: 999, max: 1000 };
+        let expected = Percentiles { p50: 500, p90: 900, p99: 990, p999: 999, max: 1000, sum: 500_500 };
         assert_eq!(Percentiles::of(&mut samples), Some(expected));
-        let one = Percentiles { p50: 7, p90: 7, p99: 7, p999: 7, max: 7 };
+        let one = Percentiles { p50: 7, p90: 7, p99: 7, p999: 7, max: 7, sum: 7 };
         assert_eq!(Percentiles::of(&mut [7]), Some(one));
         assert_eq!(Percentiles::of(&mut []), None);
     }

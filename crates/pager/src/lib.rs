@@ -37,10 +37,10 @@ pub use space::{Locate, Place, Run, Space};
 
 /// Bytes in a page: the only size that CRIU serves lazily on x86-64.
 pub const PAGE_SIZE: u64 = 4096;
-/// Pages in a block, an aligned 256 KiB of a pages file and the unit of reading: large enough that a disk
-/// reaches its full speed with a few of them under way, small enough that one is read in a fraction of a
-/// millisecond.
-pub const BLOCK_PAGES: u64 = 64;
+/// Pages in a block, an aligned 64 KiB of a pages file and the unit of claiming and reading: small enough that
+/// a thread which waits for one waits hardly longer than for a page, large enough that reading blocks instead
+/// of pages wastes nothing of the disk.
+pub const BLOCK_PAGES: u64 = 16;
 
 /// Counts and indices are 64 bits wide everywhere; slices want `usize`.
 #[expect(clippy::cast_possible_truncation, reason = "the same width, asserted below")]

@@ -116,6 +116,19 @@ impl Schedule {
     }
 
     /// Ends a claim.
+    pub(crate) fn has_claimable(&self) -> bool {
+        self.waiting.load(Ordering::Acquire) > 0
+    }
+
+    /// Claims this very block; false when it is claimed or done.
+    pub(crate) fn claim_block(&self, block: BlockIx) -> bool {
+        let claimed = self.enter(block.0, State::Missing) || self.enter(block.0, State::Queued);
+        if claimed {
+            self.waiting.fetch_sub(1, Ordering::AcqRel);
+        }
+        claimed
+    }
+
     pub(crate) fn release(&self, block: BlockIx, finish: Finish) {
         match finish {
             Finish::Done => {

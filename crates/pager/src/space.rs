@@ -262,6 +262,18 @@ impl Space {
         }
     }
 
+    /// False when every block is claimed or done. Another thread may change that at any moment.
+    #[must_use]
+    pub fn has_claimable(&self) -> bool {
+        self.schedule.has_claimable()
+    }
+
+    /// Claims `block`, which a thread waits for. False when it is claimed, or nothing is missing in it.
+    #[must_use]
+    pub fn claim_block(&self, block: BlockIx) -> bool {
+        self.has_missing(block) && self.schedule.claim_block(block)
+    }
+
     /// A page of `block` was touched: it and the next one are claimed before others.
     pub fn promote(&self, block: BlockIx) {
         self.schedule.promote(block);

@@ -14,15 +14,16 @@ use crate::slots::{Found, Key, Slots};
 use crate::waker::Waker;
 use crate::{BLOCK, PAGE};
 
-/// Default budget in bytes: 127 blocks and the demand buffers. Enough to keep one engine's queue full
+/// Default budget in bytes: 511 blocks and the demand buffers. Enough to keep one engine's queue full
 /// ([`crate::engine::DEPTH_BLOCKS`]) while as many blocks again are being copied out and some stay for a
 /// second session.
 pub const DEFAULT_BUDGET: usize = 32 * 1024 * 1024;
 
 /// Number of one-page buffers for demand reads; together they take one block of the budget.
 ///
-/// A demand read is one page fault, and a thread has one fault at a time: 64 faulting threads at once.
-pub const DEMAND_BUFFERS: u32 = 64;
+/// Most faults load their block; these serve faults in blocks that are claimed but not being read yet, and those
+/// before the background may begin.
+pub const DEMAND_BUFFERS: u32 = 16;
 
 const _: () = assert!(DEMAND_BUFFERS as usize * PAGE == BLOCK);
 

@@ -11,6 +11,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::engine::How;
 use crate::error::{ReadError, StoreError};
+use crate::windows::Windows;
 use crate::{BLOCK, PAGE};
 
 /// cachestat(2): since Linux 6.5, the same number on every architecture but alpha.
@@ -38,6 +39,7 @@ pub struct PagesFile {
     direct: Option<File>,
     key: FileKey,
     cachestat_works: AtomicBool,
+    windows: Windows,
 }
 
 /// struct cachestat_range of linux/mman.h.
@@ -98,7 +100,9 @@ impl PagesFile {
             .custom_flags(libc::O_DIRECT)
             .open(format!("/proc/self/fd/{}", file.as_raw_fd()))
             .ok();
-        Ok(Arc::new(Self { name, buffered: file, direct, key, cachestat_works: AtomicBool::new(true) }))
+        let windows = Windows::new(key.len);
+        let cachestat_works = AtomicBool::new(true);
+        Ok(Arc::new(Self { name, buffered: file, direct, key, cachestat_works, windows }))
     }
 
     /// The name in messages.
@@ -131,10 +135,13 @@ impl PagesFile {
         self.key.len.div_ceil(BLOCK as u64)
     }
 
-    /// Whether the page cache holds all of these bytes. `true` where the kernel cannot tell (before 6.5, or
-    /// refused): buffered reads are right everywhere.
+    /// Whether these bytes are to be read from the page cache: it holds all of them, and most of what is around
+    /// them. `true` where the kernel cannot tell (before 6.5, or refused): buffered reads are right everywhere.
     pub fn is_cached(&self, offset: u64, len: usize) -> bool {
-        match self.cachestat(offset, len) {
+        if self.is_cold(offset) {
+            return false;
+        }
+        match self.cachestat(offset, len as u64) {
             Some((stat, pages)) => stat.cached >= pages,
             None => true,
         }
@@ -146,10 +153,22 @@ impl PagesFile {
         if self.direct.is_none() {
             return How::Buffered;
         }
-        match self.cachestat(offset, len) {
+        if self.is_cold(offset) {
+            return How::Direct;
+        }
+        match self.cachestat(offset, len as u64) {
             Some((stat, pages)) if stat.cached < pages && stat.dirty + stat.writeback == 0 => How::Direct,
             _ => How::Buffered,
         }
+    }
+
+    /// Whether `offset` lies where less than seven eighths were in the page cache when first asked for.
+    fn is_cold(&self, offset: u64) -> bool {
+        self.direct.is_some()
+            && self.windows.is_cold(offset, |start, len| match self.cachestat(start, len) {
+                Some((stat, pages)) => stat.cached >= pages - pages / 8 || stat.dirty + stat.writeback > 0,
+                None => true,
+            })
     }
 
     /// Checks that the file has these bytes, by its length at open.
@@ -185,11 +204,11 @@ impl PagesFile {
     }
 
     /// The page cache's state of a range, and the number of pages in the range; None where it cannot be had.
-    fn cachestat(&self, offset: u64, len: usize) -> Option<(Cachestat, u64)> {
+    fn cachestat(&self, offset: u64, len: u64) -> Option<(Cachestat, u64)> {
         if !self.cachestat_works.load(Ordering::Relaxed) {
             return None;
         }
-        let end = offset.saturating_add(len as u64).min(self.key.len);
+        let end = offset.saturating_add(len).min(self.key.len);
         if end <= offset {
             return None;
         }

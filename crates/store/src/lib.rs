@@ -19,6 +19,7 @@ mod file;
 mod metrics;
 mod slots;
 mod waker;
+mod windows;
 
 pub use buffer::BufferSlice;
 pub use cache::{Acquire, BlockCache, BlockRef, DEFAULT_BUDGET, DEMAND_BUFFERS, LoadGuard};
@@ -33,6 +34,7 @@ pub const PAGE: usize = 4096;
 
 /// Bytes in a block, an aligned piece of a pages file: the unit of reading, caching and single flight.
 ///
-/// 64 pages: large enough that a disk reads at full speed, small enough that a page fault which waits for
-/// one block waits well under a millisecond on NVMe.
-pub const BLOCK: usize = 256 * 1024;
+/// 16 pages: a page fault may wait for a whole block (on disks that take 40 µs for a page, a block takes 75), so
+/// that nothing is read twice. For a disk's full speed, adjacent blocks are submitted together
+/// ([`Engine::flush`]): the kernel makes one request of them.
+pub const BLOCK: usize = 64 * 1024;

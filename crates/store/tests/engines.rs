@@ -23,7 +23,7 @@ fn engines(cache: &Arc<BlockCache>) -> Vec<(&'static str, Box<dyn Engine>)> {
 }
 
 /// Length of the file in these tests: not a whole number of blocks, nor of pages.
-const LEN: usize = 3 * BLOCK + 5 * PAGE + 904;
+const LEN: usize = 12 * BLOCK + 5 * PAGE + 904;
 
 proptest! {
     #![proptest_config(ProptestConfig { cases: 150, failure_persistence: None, ..ProptestConfig::default() })]
@@ -170,10 +170,10 @@ fn the_same_seed_gives_the_same_order_and_another_seed_another() {
         let (_temp, file, _) = pages(LEN);
         let cache = BlockCache::new(4 * BLOCK).unwrap();
         let mut engine = Sim::new(&cache, SimPlan { seed, max_delay: 9, ..SimPlan::default() });
-        for page in 0..40 {
+        for page in 0..DEPTH_DEMAND as u64 {
             engine.submit(demand_read(&cache, &file, page, page * PAGE as u64)).unwrap();
         }
-        finish(&mut engine, 40).iter().map(|done| done.ticket).collect::<Vec<_>>()
+        finish(&mut engine, DEPTH_DEMAND).iter().map(|done| done.ticket).collect::<Vec<_>>()
     };
     assert_eq!(order(1), order(1));
     assert_ne!(order(1), order(2));
@@ -197,8 +197,8 @@ fn a_full_engine_gives_block_reads_back_but_still_takes_demand_reads() {
         for ticket in 0..DEPTH_BLOCKS as u64 {
             engine.submit(block_read(ticket)).unwrap_or_else(|_| panic!("{name} is full at {ticket}"));
         }
-        let back = engine.submit(block_read(99)).expect_err("one read more than the depth");
-        assert_eq!(back.ticket, 99, "{name}");
+        let back = engine.submit(block_read(999)).expect_err("one read more than the depth");
+        assert_eq!(back.ticket, 999, "{name}");
         for ticket in 0..DEPTH_DEMAND as u64 {
             let read = demand_read(&cache, &file, 1000 + ticket, ticket * PAGE as u64);
             engine.submit(read).unwrap_or_else(|_| panic!("{name} refused demand read {ticket}"));
@@ -230,6 +230,7 @@ fn a_dropped_engine_gives_its_buffers_back_only_when_the_reads_are_over() {
                 let read = demand_read(&cache, &file, ticket, ticket * PAGE as u64);
                 engine.submit(read).unwrap_or_else(|_| panic!("{name} refused {ticket}"));
             }
+            engine.flush();
             drop(engine);
             let mut all: Vec<_> = (0..DEPTH_DEMAND).map(|_| cache.demand_buffer().unwrap()).collect();
             all.iter_mut().for_each(|buffer| buffer.fill(0xAB));
@@ -265,6 +266,7 @@ fn epoll_sleeps_on_the_engine_until_its_reads_are_over() {
         for round in 0..50 {
             make_cold(&temp);
             engine.submit(demand_read(&cache, &file, round, round * PAGE as u64)).unwrap();
+            engine.flush();
             let mut done = Vec::new();
             while done.is_empty() {
                 assert_eq!(wait(5000), 1, "{name}: round {round}: no wake-up");

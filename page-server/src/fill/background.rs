@@ -6,13 +6,13 @@ use std::sync::Arc;
 use rewake_pager::{BlockIx, Finish, PageIx};
 use rewake_store::{Acquire, BlockRef, BufferSlice, Done, LoadGuard, PagesFile, Read, read_now};
 
-use super::pace::Begun;
+use super::pace::{BATCH, Begun};
 use super::reactor::Reactor;
 use super::space::{AddressSpace, Filled};
 
 /// Blocks that one reactor has claimed ahead, wherever their bytes are; how many may be on the disk at once
 /// is for `pace` to say.
-const READ_AHEAD: usize = 3;
+const READ_AHEAD: usize = 3 * BATCH;
 /// How much is done between two looks at the faults.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Step {
@@ -56,7 +56,8 @@ pub(super) struct Claim {
 pub(super) struct Load {
     claim: Claim,
     guard: LoadGuard,
-    begun: Begun,
+    /// None for a block that a thread waits for: the background's pace does not count it.
+    begun: Option<Begun>,
 }
 
 /// A block whose bytes are here, or in the page cache.
@@ -106,15 +107,12 @@ impl Reactor {
             self.acquire(claim);
         }
         while self.wants_more() {
-            if !self.shared.pace.allows() {
-                self.held_back = true;
-                return;
-            }
-            let Some(claim) = self.claim() else { return };
-            if !self.acquire(claim) {
-                return;
+            self.held_back = !self.shared.pace.allows();
+            if self.held_back || !self.claim_batch() {
+                break;
             }
         }
+        self.engine.flush();
     }
 
     /// A warm block is read when its turn comes, so that its bytes are still in the processor's cache when
@@ -122,26 +120,64 @@ impl Reactor {
     fn wants_more(&self) -> bool {
         let coming = self.loads.len() + self.waiting.len();
         if self.cold {
-            coming + self.ready.len() < READ_AHEAD
+            coming + self.ready.len() + BATCH <= READ_AHEAD
         } else {
             self.ready.is_empty() && coming < READ_AHEAD
         }
     }
 
-    /// The next block of the next address space that wants one.
-    fn claim(&mut self) -> Option<Claim> {
-        let count = self.spaces.len();
-        for step in 0..count {
-            let space = self.spaces.get((self.turn + step) % count)?;
-            if !space.wants_background() {
-                continue;
-            }
-            if let Some(block) = space.layout().claim() {
-                self.turn = (self.turn + step + 1) % count;
-                return Some(Claim { space: Arc::clone(space), block });
+    /// Claims blocks of the next address space that wants some: together, because adjacent ones make one
+    /// request to the disk. False when there are none, or no buffers.
+    fn claim_batch(&mut self) -> bool {
+        let Some(space) = self.next_space() else { return false };
+        for n in 0..if self.cold { BATCH } else { 1 } {
+            let Some(block) = space.layout().claim() else { return n > 0 };
+            if !self.acquire(Claim { space: Arc::clone(&space), block }) {
+                return false;
             }
         }
-        None
+        true
+    }
+
+    fn next_space(&mut self) -> Option<Arc<AddressSpace>> {
+        let count = self.spaces.len();
+        let wants = |space: &Arc<AddressSpace>| space.wants_background() && space.layout().has_claimable();
+        let step = (0..count).find(|step| wants(&self.spaces[(self.turn + step) % count]))?;
+        let space = Arc::clone(&self.spaces[(self.turn + step) % count]);
+        self.turn = (self.turn + step + 1) % count;
+        Some(space)
+    }
+
+    /// Loads the block that a thread waits for, before all others. False when it cannot be loaded now: somebody
+    /// else claimed it, or there is no buffer.
+    pub(super) fn load_wanted(&mut self, space: &Arc<AddressSpace>, block: BlockIx) -> bool {
+        if !space.wants_background() {
+            return false;
+        }
+        let (file, index, first) = {
+            let layout = space.layout();
+            if !layout.claim_block(block) {
+                return false;
+            }
+            let block = layout.plan().block(block);
+            (Arc::clone(&space.files[block.file as usize]), block.index, block.first)
+        };
+        let claim = Claim { space: Arc::clone(space), block };
+        match self.shared.cache.acquire(&file, index, &self.waker) {
+            Acquire::Hit(block) => {
+                self.ready.push_front(Work { claim, next: first, bytes: Bytes::Here(block) });
+            }
+            Acquire::Load(mut guard) => {
+                let Some(buffer) = guard.take_slice() else { unreachable!("a fresh guard has its buffer") };
+                return self.read_block(claim, &file, guard, buffer, None);
+            }
+            Acquire::Pending => self.waiting.push(claim),
+            Acquire::Full => {
+                space.layout().release(block, Finish::Retry);
+                return false;
+            }
+        }
+        true
     }
 
     /// Gets the claimed block's bytes under way. False when no buffer is free.
@@ -174,18 +210,34 @@ impl Reactor {
             self.ready.push_back(Work { claim, next: first, bytes });
             return;
         }
-        let how = file.how(offset, buffer.len());
-        let entry = self.loads.vacant_entry();
-        let read = Read { ticket: entry.key() as u64, file: Arc::clone(file), offset, dst: buffer, how };
         let begun = self.shared.pace.begin();
+        self.read_block(claim, file, guard, buffer, Some(begun));
+    }
+
+    /// Reads a block from the disk. False when the engine is full: the block's turn comes again.
+    fn read_block(
+        &mut self,
+        claim: Claim,
+        file: &Arc<PagesFile>,
+        guard: LoadGuard,
+        dst: BufferSlice,
+        begun: Option<Begun>,
+    ) -> bool {
+        let offset = guard.offset();
+        let how = file.how(offset, dst.len());
+        let entry = self.loads.vacant_entry();
+        let read = Read { ticket: entry.key() as u64, file: Arc::clone(file), offset, dst, how };
         match self.engine.submit(read) {
             Ok(()) => {
                 entry.insert(Load { claim, guard, begun });
+                true
             }
             Err(_full) => {
-                // The ring is full of other reads: this block's turn comes again.
-                self.shared.pace.end(begun);
+                if let Some(begun) = begun {
+                    self.shared.pace.end(begun);
+                }
                 claim.space.layout().release(claim.block, Finish::Retry);
+                false
             }
         }
     }
@@ -194,10 +246,13 @@ impl Reactor {
     pub(super) fn block_read(&mut self, done: Done) {
         let Ok(key) = usize::try_from(done.ticket) else { return };
         let Some(Load { claim, guard, begun }) = self.loads.try_remove(key) else { return };
-        self.shared.pace.end(begun);
+        let wanted = begun.is_none();
+        if let Some(begun) = begun {
+            self.shared.pace.end(begun);
+        }
         match done.result {
             Ok(()) => {
-                self.here(claim, guard, done.dst);
+                self.here(claim, guard, done.dst, wanted);
                 self.retry_blocked();
             }
             Err(error) => {
@@ -208,10 +263,11 @@ impl Reactor {
         }
     }
 
-    fn here(&mut self, claim: Claim, guard: LoadGuard, buffer: BufferSlice) {
+    fn here(&mut self, claim: Claim, guard: LoadGuard, buffer: BufferSlice, wanted: bool) {
         let first = claim.space.layout().plan().block(claim.block).first;
-        let block = guard.publish(buffer);
-        self.ready.push_back(Work { claim, next: first, bytes: Bytes::Here(block) });
+        let work = Work { claim, next: first, bytes: Bytes::Here(guard.publish(buffer)) };
+        // The neighbours of a touched page are likely to be touched next.
+        if wanted { self.ready.push_front(work) } else { self.ready.push_back(work) }
     }
 
     fn read_warm(
@@ -235,7 +291,7 @@ impl Reactor {
             return;
         }
         if end == buffer.len() {
-            self.here(claim, guard, buffer);
+            self.here(claim, guard, buffer, false);
         } else {
             let bytes = Bytes::Warm { guard, buffer, filled: end };
             self.ready.push_front(Work { claim, next, bytes });

@@ -36,8 +36,8 @@ enum Bytes {
 pub(super) const DEMAND_TICKET: u64 = 1 << 63;
 
 impl Reactor {
-    /// Serves a fault now if its bytes are in memory, otherwise asks the disk for that page alone, ahead of
-    /// what is read in the background.
+    /// Serves a fault now if its bytes are in memory, otherwise asks the disk for its block, ahead of what is
+    /// read in the background: for the page alone when the block is claimed already and not being read yet.
     pub(super) fn serve(&mut self, demand: Demand) {
         if demand.space.is_gone() || demand.space.session.has_failed() {
             return;
@@ -68,7 +68,12 @@ impl Reactor {
             Bytes::Coming => self.blocked.push(demand),
             Bytes::OnDisk => {
                 drop(layout);
-                self.read_page(demand, file, place);
+                self.shared.pace.disk_fault();
+                if self.load_wanted(&space, place.block) {
+                    self.blocked.push(demand);
+                } else {
+                    self.read_page(demand, file, place);
+                }
             }
         }
     }
@@ -105,7 +110,6 @@ impl Reactor {
         if self.demands.iter().any(|(_, other)| same(other)) {
             return; // on its way already; the fill wakes every thread that waits for the page
         }
-        self.shared.pace.disk_fault();
         let Some(dst) = self.shared.cache.demand_buffer() else {
             self.deferred.push(demand);
             return;

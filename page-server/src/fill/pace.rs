@@ -4,13 +4,16 @@
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-/// Blocks under way on the disk for each reactor when nobody waits for it: enough that it is never idle
+/// Blocks submitted together: adjacent ones make one request to the disk, and below 256 KiB a request costs
+/// more by its number than by its length.
+pub(super) const BATCH: usize = 4;
+/// Batches under way on the disk for each reactor when nobody waits for it: enough that it is never idle
 /// between two of them.
-const CALM_DEPTH: usize = 3;
-/// Reads that may lie between a demand read and the disk: about this much time of them.
+const CALM_BATCHES: usize = 3;
+/// Reads that may lie between a demand read and the disk: about this much time of them, and one batch at least.
 const QUEUE: Duration = Duration::from_micros(300);
-/// Blocks under way at most while threads wait: beyond it even a fast disk gains nothing.
-const BUSY_DEPTH: usize = 8;
+/// Batches under way at most while threads wait: beyond it even a fast disk gains nothing.
+const BUSY_BATCHES: usize = 8;
 /// So long after the last fault that needed the disk, the next one is not expected any more.
 const CALM: Duration = Duration::from_millis(5);
 
@@ -51,10 +54,11 @@ impl Pace {
         self.disk_fault.store(nanos(self.start.elapsed()).max(1), Ordering::Relaxed);
     }
 
-    /// Whether one more block may be read.
+    /// Whether one more batch may be read.
     pub(super) fn allows(&self) -> bool {
         let reading = self.reading.load(Ordering::Relaxed);
-        reading == 0 || reading < if self.is_calm() { CALM_DEPTH * self.reactors } else { self.busy_depth() }
+        let most = if self.is_calm() { CALM_BATCHES * self.reactors } else { self.busy_batches() };
+        reading == 0 || reading + BATCH <= most * BATCH
     }
 
     fn is_calm(&self) -> bool {
@@ -62,9 +66,9 @@ impl Pace {
         last == 0 || nanos(self.start.elapsed()).saturating_sub(last) > nanos(CALM)
     }
 
-    fn busy_depth(&self) -> usize {
-        let block = self.block.load(Ordering::Relaxed).max(1);
-        usize::try_from(nanos(QUEUE) / block).unwrap_or(BUSY_DEPTH).clamp(1, BUSY_DEPTH)
+    fn busy_batches(&self) -> usize {
+        let batch = BATCH as u64 * self.block.load(Ordering::Relaxed).max(1);
+        usize::try_from(nanos(QUEUE) / batch).unwrap_or(BUSY_BATCHES).clamp(1, BUSY_BATCHES)
     }
 
     /// A background read goes to the disk.
@@ -92,35 +96,58 @@ fn nanos(duration: Duration) -> u64 {
 mod tests {
     use super::*;
 
+    /// Begins batches until no more are allowed.
+    fn begin_all(pace: &Pace) -> Vec<Begun> {
+        let mut begun = Vec::new();
+        while pace.allows() {
+            begun.extend((0..BATCH).map(|_| pace.begin()));
+            assert!(begun.len() <= 1000, "without end");
+        }
+        begun
+    }
+
     #[test]
     fn without_faults_every_reactor_reads_ahead() {
         let pace = Pace::new(2);
-        let begun: Vec<Begun> =
-            std::iter::from_fn(|| pace.allows().then(|| pace.begin())).take(100).collect();
-        assert_eq!(begun.len(), 2 * CALM_DEPTH);
+        let begun = begin_all(&pace);
+        assert_eq!(begun.len(), 2 * CALM_BATCHES * BATCH);
         begun.into_iter().for_each(|begun| pace.end(begun));
         assert!(pace.allows());
     }
 
     #[test]
-    fn while_threads_wait_for_a_slow_disk_one_block_is_under_way() {
+    fn while_threads_wait_for_a_slow_disk_one_batch_is_under_way() {
         let pace = Pace::new(2);
-        let slow = Begun { at: Instant::now().checked_sub(Duration::from_millis(1)).unwrap(), depth: 1 };
-        pace.reading.store(1, Ordering::Relaxed);
-        pace.end(slow);
+        pace.block.store(250_000, Ordering::Relaxed);
         pace.disk_fault();
-        assert!(pace.allows());
-        let _begun = pace.begin();
-        assert!(!pace.allows());
+        assert_eq!(begin_all(&pace).len(), BATCH);
     }
 
     #[test]
     fn a_fast_disk_gets_more() {
         let pace = Pace::new(2);
-        pace.block.store(50_000, Ordering::Relaxed);
+        pace.block.store(12_500, Ordering::Relaxed);
         pace.disk_fault();
-        let begun: Vec<Begun> =
-            std::iter::from_fn(|| pace.allows().then(|| pace.begin())).take(100).collect();
-        assert_eq!(begun.len(), 6);
+        assert_eq!(begin_all(&pace).len(), 6 * BATCH);
+    }
+
+    #[test]
+    fn what_a_block_takes_is_its_share_of_the_reads_it_waited_with() {
+        let pace = Pace::new(1);
+        let at = Instant::now().checked_sub(Duration::from_millis(8)).unwrap();
+        pace.reading.store(4, Ordering::Relaxed);
+        pace.end(Begun { at, depth: 4 });
+        let block = Duration::from_nanos(pace.block.load(Ordering::Relaxed));
+        assert!((Duration::from_millis(2)..Duration::from_millis(4)).contains(&block), "{block:?}");
+    }
+
+    #[test]
+    fn some_time_after_the_last_fault_the_disk_is_the_background_s_again() {
+        let pace = Pace::new(2);
+        pace.block.store(1_000_000, Ordering::Relaxed);
+        pace.disk_fault();
+        assert!(!pace.is_calm());
+        std::thread::sleep(2 * CALM);
+        assert!(pace.is_calm());
     }
 }

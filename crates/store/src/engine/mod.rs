@@ -23,9 +23,9 @@ pub use uring::Uring;
 
 use transfer::{Step, Transfer};
 
-/// Block reads in flight in one engine. 32 x 256 KiB = 8 MiB: more than an NVMe drive's bandwidth times its
+/// Block reads in flight in one engine. 128 x 64 KiB = 8 MiB: more than an NVMe drive's bandwidth times its
 /// latency (7 GB/s x 0.2 ms = 1.4 MB) several times over, and still a small part of the default budget.
-pub const DEPTH_BLOCKS: usize = 32;
+pub const DEPTH_BLOCKS: usize = 128;
 
 /// Demand reads in flight in one engine: one for every demand buffer there is, so that a page fault is never
 /// refused because the background is busy.
@@ -69,7 +69,7 @@ pub struct Done {
 
 /// Reads files into buffers, several at a time. Owned by one thread.
 pub trait Engine {
-    /// Starts a read; does not wait for it.
+    /// Takes a read; it starts at the next [`Engine::flush`] or [`Engine::reap`], if not at once.
     ///
     /// # Errors
     /// Gives the read back when [`DEPTH_BLOCKS`] block reads, or [`DEPTH_DEMAND`] demand reads, are in
@@ -77,6 +77,10 @@ pub trait Engine {
     // The read itself is the error value: boxing it would allocate on the path that is busiest.
     #[allow(clippy::result_large_err)]
     fn submit(&mut self, read: Read) -> Result<(), Read>;
+
+    /// Starts the reads submitted since the last call, all together: the kernel makes one request of those that
+    /// are adjacent. Does not wait for them.
+    fn flush(&mut self);
 
     /// Appends the reads that are over to `done`; does not wait.
     fn reap(&mut self, done: &mut Vec<Done>);

@@ -138,6 +138,9 @@ impl Engine for Psync {
         Ok(())
     }
 
+    /// Reads start as they are submitted.
+    fn flush(&mut self) {}
+
     fn reap(&mut self, done: &mut Vec<Done>) {
         self.shared.finished.drain();
         std::mem::swap(&mut self.spare, &mut self.shared.lock().done);

@@ -91,6 +91,9 @@ impl Engine for Sim {
         Ok(())
     }
 
+    /// Reads start as they are submitted.
+    fn flush(&mut self) {}
+
     fn reap(&mut self, done: &mut Vec<Done>) {
         self.now += 1;
         for _ in 0..self.flights.len() {

@@ -202,8 +202,13 @@ impl Engine for Uring {
         };
         self.flights[slot] = Some(Flight::new(read));
         self.queue(slot);
-        self.enter();
         Ok(())
+    }
+
+    fn flush(&mut self) {
+        if !self.ring.submission().is_empty() {
+            self.enter();
+        }
     }
 
     fn reap(&mut self, done: &mut Vec<Done>) {
@@ -371,6 +376,7 @@ mod tests {
                 let dst = guard.take_slice().unwrap();
                 let read = Read { ticket: 7, file: Arc::clone(&file), offset: guard.offset(), dst, how };
                 ring.submit(read).unwrap();
+                ring.flush();
                 let mut done = Vec::new();
                 while done.is_empty() {
                     let readable = wait_readable(ring.poll_fd().unwrap(), Duration::from_secs(5));

@@ -51,6 +51,7 @@ pub fn readable(fd: RawFd, patience: Duration) -> bool {
 
 /// Reaps until `count` reads are over, sleeping on the engine's descriptor where it has one.
 pub fn finish(engine: &mut dyn Engine, count: usize) -> Vec<Done> {
+    engine.flush();
     let mut done = Vec::new();
     let start = Instant::now();
     while done.len() < count {
