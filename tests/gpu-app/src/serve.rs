@@ -55,15 +55,16 @@ pub fn serve(shape: &Shape, path: &Path) -> anyhow::Result<()> {
     }
     let listener = UnixListener::bind(path).with_context(|| format!("listen on {}", path.display()))?;
     println!("READY");
-    Desk { server: Arc::new(Mutex::new(server)), under_way: None, side }.answer(&listener)
+    Desk { side, under_way: None, server: Arc::new(Mutex::new(server)) }.answer(&listener)
 }
 
 /// Where requests are taken.
 #[derive(Debug)]
 struct Desk {
-    server: Arc<Mutex<Server>>,
-    under_way: Option<JoinHandle<anyhow::Result<Vec<u32>>>>,
+    // Fields drop in order: what goes on beside uses the server's memory.
     side: Option<Side>,
+    under_way: Option<JoinHandle<anyhow::Result<Vec<u32>>>>,
+    server: Arc<Mutex<Server>>,
 }
 
 impl Desk {
