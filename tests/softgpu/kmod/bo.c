@@ -107,8 +107,11 @@ struct sg_bo *sg_bo_create_store(struct sg_device *dev, enum sg_store store, u64
 	struct sg_bo *bo;
 	int err;
 
-	if (!size || size > SZ_1T * 16)
+	if (!size)
 		return ERR_PTR(-EINVAL);
+	/* More than any chip can address. */
+	if (size > 16ULL * SZ_1T)
+		return ERR_PTR(-ENOMEM);
 	bo = kzalloc(sizeof(*bo), GFP_KERNEL);
 	if (!bo)
 		return ERR_PTR(-ENOMEM);
