@@ -166,6 +166,9 @@ fn the_damage_of_a_second_resume_stale_memory() {
     isolated("the_damage_of_a_second_resume_stale_memory", 1, |scene| {
         restored(scene, |mut restored| {
             let kfd = Arc::clone(restored.gpus.device(0).kfd());
+            // Queues run, so the first RESUME's work is done: only now does a second one do its harm.
+            let fill = Kernel::Fill { to: restored.out.address(), words: 2, value: 0 };
+            restored.lane.run(&[on_first(fill)]).unwrap();
             assert!(criu::resume(kfd.as_fd(), std::process::id()).is_err());
             restored.judge.take("resume-repeated");
             let memory = restored.gpus.registered(&vec![1; 1 << 20]).unwrap();
