@@ -24,6 +24,7 @@ cargo xtask <command>
   demo                       dump a process, restore it with CRIU alone and with rewake, check every byte
   bench lazy [options]       stock `criu lazy-pages` and rewake side by side; `bench lazy --help` for options
   vm [options] -- command    run a command in a virtual machine with the software GPU; docs/vm.md has the options
+  vm test [filter]           the tests of the software GPU, on both kernels
   tidy                       the style rules that rustfmt and clippy do not know
   codegen                    write the code generated from proto/ anew
 
@@ -50,6 +51,8 @@ fn dispatch(words: &[&str]) -> anyhow::Result<ExitCode> {
         ["test", filter] => commands::test::run(Some(filter))?,
         ["demo"] => commands::demo::run()?,
         ["bench", "lazy", more @ ..] => commands::bench::lazy(more)?,
+        ["vm", "test"] => vm::test(None)?,
+        ["vm", "test", filter] => vm::test(Some(filter))?,
         ["vm", more @ ..] => return vm::run(more),
         ["tidy"] => tidy::check()?,
         ["codegen"] => commands::codegen::run()?,

@@ -23,6 +23,15 @@ pub(crate) fn capture(command: &mut Command) -> anyhow::Result<String> {
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
+/// Runs to the end with this terminal for what it complains about, and gives standard output.
+pub(crate) fn listen(command: &mut Command) -> anyhow::Result<String> {
+    let output = command.stderr(Stdio::inherit()).output().with_context(|| cannot_start(command))?;
+    if !output.status.success() {
+        bail!("`{}` failed: {}", line(command), output.status);
+    }
+    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+}
+
 /// Whether a program of this name is on the path.
 pub(crate) fn on_path(name: &str) -> bool {
     let path = std::env::var_os("PATH").unwrap_or_default();

@@ -45,7 +45,7 @@ pub(crate) fn build_release(package: &str, program: &str) -> anyhow::Result<Path
 }
 
 /// A string field of a JSON text; enough for paths, which cargo writes with `\\` and `\"` as the only escapes.
-fn field(json: &str, name: &str) -> Option<String> {
+pub(crate) fn field(json: &str, name: &str) -> Option<String> {
     let (_, rest) = json.split_once(&format!("\"{name}\":\""))?;
     let mut value = String::new();
     let mut characters = rest.chars();

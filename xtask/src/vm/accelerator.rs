@@ -33,7 +33,8 @@ pub(super) fn arguments(parts: &Parts) -> anyhow::Result<[&'static str; 2]> {
 
 /// Whether the kernel gets as far as the initramfs's first program, which powers the machine off.
 fn boots(parts: &Parts) -> anyhow::Result<bool> {
-    let mut qemu = Command::new("qemu-system-x86_64");
+    let mut qemu = Command::new("setpriv");
+    qemu.args(["--pdeathsig", "KILL", "qemu-system-x86_64"]);
     qemu.args([
         "-nodefaults",
         "-no-user-config",

@@ -36,7 +36,7 @@ pub(super) struct Parts {
 /// Boots, runs the command, gives its exit code. An error if the machine failed, or its kernel complained.
 pub(super) fn run(options: &Options, parts: &Parts) -> anyhow::Result<u8> {
     let folder = home().join("runs").join(std::process::id().to_string());
-    cache::remove(&folder)?;
+    clear_runs()?;
     cache::create(&folder)?;
     let result = supervise(options, parts, &folder);
     let log = folder.join("console.log");
@@ -60,11 +60,27 @@ pub(super) fn run(options: &Options, parts: &Parts) -> anyhow::Result<u8> {
     result
 }
 
+/// Removes what runs left that were killed, and an earlier one of this process.
+fn clear_runs() -> anyhow::Result<()> {
+    let runs = home().join("runs");
+    cache::create(&runs)?;
+    let own = std::process::id().to_string();
+    for run in fs::read_dir(&runs).with_context(|| format!("list {}", runs.display()))? {
+        let run = run.with_context(|| format!("list {}", runs.display()))?;
+        if run.file_name() == *own || !Path::new("/proc").join(run.file_name()).exists() {
+            cache::remove(&run.path())?;
+        }
+    }
+    Ok(())
+}
+
 fn supervise(options: &Options, parts: &Parts, folder: &Path) -> anyhow::Result<u8> {
     let interactive = std::io::stdin().is_terminal() && std::io::stdout().is_terminal();
     let shares = shares()?;
     let initrd = initrd(options, parts, folder, &shares, interactive)?;
-    let mut qemu = Command::new("qemu-system-x86_64");
+    // The machine ends with this program, however that ends.
+    let mut qemu = Command::new("setpriv");
+    qemu.args(["--pdeathsig", "KILL", "qemu-system-x86_64"]);
     qemu.args(arguments(options, parts, folder, &shares)).args(accelerator::arguments(parts)?);
     qemu.arg("-initrd").arg(initrd);
     if !interactive {
@@ -203,7 +219,7 @@ fn initrd(
 }
 
 /// A word for a shell.
-fn quote(word: &str) -> String {
+pub(super) fn quote(word: &str) -> String {
     format!("'{}'", word.replace('\'', r"'\''"))
 }
 

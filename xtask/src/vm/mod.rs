@@ -10,6 +10,7 @@ mod initramfs;
 mod machine;
 mod module;
 mod options;
+mod suite;
 mod system;
 
 use std::fs::File;
@@ -27,6 +28,11 @@ pub(crate) fn run(words: &[&str]) -> anyhow::Result<ExitCode> {
     root::become_root()?;
     let status = boot(&options)?;
     Ok(ExitCode::from(status))
+}
+
+/// Runs the tests that need a GPU.
+pub(crate) fn test(filter: Option<&str>) -> anyhow::Result<()> {
+    suite::run(filter)
 }
 
 /// Makes what is missing or stale, then starts the machine.
