@@ -5,6 +5,7 @@
 #include <linux/slab.h>
 #include <linux/uaccess.h>
 
+#include "leak.h"
 #include "mem.h"
 #include "prime.h"
 
@@ -90,6 +91,7 @@ static struct sg_mem *sg_dmabuf_mem(struct sg_pdd *pdd, struct dma_buf *dmabuf, 
 	}
 	get_dma_buf(dmabuf);
 	mem->dmabuf = dmabuf;
+	sg_leak_adopt(mem);
 	return mem;
 revoke:
 	drm_vma_node_revoke(&mem->bo->base.vma_node, file);

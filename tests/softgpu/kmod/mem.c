@@ -8,6 +8,7 @@
 #include "chardev.h"
 #include "doorbell.h"
 #include "gem.h"
+#include "leak.h"
 #include "mem.h"
 #include "userptr.h"
 
@@ -112,6 +113,7 @@ int sg_mem_create(struct sg_pdd *pdd, const struct sg_mem_request *request, stru
 	}
 	if (mem->alloc_flags & KFD_IOC_ALLOC_MEM_FLAGS_VRAM)
 		atomic64_add(mem->size, &pdd->vram);
+	sg_leak_adopt(mem);
 	*out = mem;
 	return 0;
 userptr:
@@ -150,6 +152,7 @@ void sg_mem_destroy(struct sg_mem *mem)
 	drm_vma_node_revoke(&mem->bo->base.vma_node, sg_pdd_file(pdd));
 	if (mem->dmabuf)
 		dma_buf_put(mem->dmabuf);
+	sg_leak_disown(mem);
 	sg_bo_put(mem->bo);
 	kfree(mem);
 }

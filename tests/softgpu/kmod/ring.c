@@ -12,6 +12,7 @@
 #include "ctx.h"
 #include "exec.h"
 #include "exec_device.h"
+#include "leak.h"
 #include "sdma.h"
 
 /* How long a file that is closed waits for its jobs. */
@@ -349,6 +350,7 @@ void sg_exec_device_exit(struct sg_device *dev)
 
 	if (!exec)
 		return;
+	sg_leak_exit();
 	for (i = 0; i < exec->ring_count; i++)
 		kthread_stop(exec->rings[i].worker);
 	ida_destroy(&exec->sdma_ids);

@@ -184,6 +184,7 @@ struct sg_bo {
 	u32 metadata_size;
 	u8 metadata[256];
 	bool kfd;			/* made by KFD */
+	atomic_t allocations;		/* of KFD processes that have it; aliases' count here */
 	pid_t pid;			/* of who made it, for the judge */
 
 	spinlock_t lock;		/* N */

@@ -1,0 +1,14 @@
+/* SPDX-License-Identifier: GPL-2.0 OR MIT */
+/* Memory that outlives the processes that had it. */
+#ifndef SOFTGPU_LEAK_H
+#define SOFTGPU_LEAK_H
+
+struct sg_mem;
+
+/* A KFD allocation has its BO from now on, until just before it lets go of it. */
+void sg_leak_adopt(struct sg_mem *mem);
+void sg_leak_disown(struct sg_mem *mem);
+/* Nothing is watched afterwards. */
+void sg_leak_exit(void);
+
+#endif
