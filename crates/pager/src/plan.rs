@@ -155,6 +155,13 @@ impl Plan {
         &self.blocks
     }
 
+    /// The first block at or after offset `index` (in blocks) of a file; None when the file has none there.
+    #[must_use]
+    pub fn block_from(&self, file: u32, index: u64) -> Option<BlockIx> {
+        let at = self.blocks.partition_point(|block| (block.file, block.index) < (file, index));
+        self.blocks.get(at).filter(|block| block.file == file).map(|_| BlockIx(at))
+    }
+
     /// One block.
     ///
     /// # Panics

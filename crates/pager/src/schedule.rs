@@ -120,6 +120,15 @@ impl Schedule {
         self.waiting.load(Ordering::Acquire) > 0
     }
 
+    pub(crate) fn position(&self) -> Option<BlockIx> {
+        let at = self.cursor.load(Ordering::Acquire);
+        (0 < at && at < self.blocks).then_some(BlockIx(at))
+    }
+
+    pub(crate) fn begin_at(&self, block: BlockIx) {
+        self.cursor.store(block.0, Ordering::Release);
+    }
+
     /// Claims this very block; false when it is claimed or done.
     pub(crate) fn claim_block(&self, block: BlockIx) -> bool {
         let claimed = self.enter(block.0, State::Missing) || self.enter(block.0, State::Queued);
@@ -238,6 +247,17 @@ mod tests {
     fn without_faults_blocks_come_in_order() {
         let schedule = Schedule::new(100);
         assert_eq!(claims(&schedule), (0..100).collect::<Vec<_>>());
+        schedule.check(|_| true).unwrap();
+    }
+
+    #[test]
+    fn claims_that_begin_in_the_middle_come_to_the_start_in_the_end() {
+        let schedule = Schedule::new(100);
+        assert_eq!(schedule.position(), None);
+        schedule.begin_at(BlockIx(70));
+        assert_eq!(schedule.claim(), Some(BlockIx(70)));
+        assert_eq!(schedule.position(), Some(BlockIx(71)));
+        assert_eq!(claims(&schedule), (71..100).chain(0..70).collect::<Vec<_>>());
         schedule.check(|_| true).unwrap();
     }
 

@@ -268,6 +268,17 @@ impl Space {
         self.schedule.has_claimable()
     }
 
+    /// Where the claims in order have come to; None before the first and after the last.
+    #[must_use]
+    pub fn position(&self) -> Option<BlockIx> {
+        self.schedule.position()
+    }
+
+    /// Claims in order go on from `block`, and come to those before it when they have been at the end.
+    pub fn begin_at(&self, block: BlockIx) {
+        self.schedule.begin_at(block);
+    }
+
     /// Claims `block`, which a thread waits for. False when it is claimed, or nothing is missing in it.
     #[must_use]
     pub fn claim_block(&self, block: BlockIx) -> bool {

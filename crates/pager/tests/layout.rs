@@ -66,6 +66,15 @@ fn blocks_are_aligned_in_the_file_and_name_only_lazy_pages() {
 }
 
 #[test]
+fn a_block_is_found_by_file_and_offset() {
+    let second = Extent { file: 1, ..extent(3000, 32, 16) };
+    let plan = Plan::new(vec![extent(1000, 12, 10), extent(500, 50, 1), second]).unwrap();
+    let found = |file, index| plan.block_from(file, index).map(|block| block.0);
+    assert_eq!([found(0, 0), found(0, 2), found(0, 3)], [Some(0), Some(2), Some(2)]);
+    assert_eq!([found(0, 4), found(1, 0), found(1, 3), found(2, 0)], [None, Some(3), None, None]);
+}
+
+#[test]
 fn a_run_ends_where_an_extent_ends() {
     // Contiguous in memory and in the file, but two mappings: one fill may not cross.
     let space = space(&[extent(100, 0, 3), extent(103, 3, 2)]);

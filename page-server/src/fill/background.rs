@@ -145,6 +145,10 @@ impl Reactor {
         let step = (0..count).find(|step| wants(&self.spaces[(self.turn + step) % count]))?;
         let space = Arc::clone(&self.spaces[(self.turn + step) % count]);
         self.turn = (self.turn + step + 1) % count;
+        if space.begins() {
+            let others = self.spaces.iter().filter(|other| !Arc::ptr_eq(other, &space));
+            others.filter(|other| other.wants_background()).for_each(|other| space.join(other));
+        }
         Some(space)
     }
 

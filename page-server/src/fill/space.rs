@@ -36,6 +36,7 @@ pub struct AddressSpace {
     pub home: usize,
     layout: RwLock<Space>,
     gone: AtomicBool,
+    begun: AtomicBool,
     since: Instant,
     /// When a fault was last served: microseconds from `since`, 0 for never.
     last_fault: AtomicU64,
@@ -73,6 +74,7 @@ impl AddressSpace {
             home,
             layout: RwLock::new(space),
             gone: AtomicBool::new(false),
+            begun: AtomicBool::new(false),
             since: Instant::now(),
             last_fault: AtomicU64::new(0),
         }
@@ -97,6 +99,28 @@ impl AddressSpace {
     /// Notes that the process or its memory ended.
     pub fn set_gone(&self) {
         self.gone.store(true, Ordering::Release);
+    }
+
+    /// True once: for the caller that claims its first background block.
+    pub fn begins(&self) -> bool {
+        !self.begun.swap(true, Ordering::Relaxed)
+    }
+
+    /// Has claims go on where another restore of the same image has come to, so that they share what is read
+    /// from there on. What lies before it is read again in the end: it is long out of the cache.
+    pub fn join(&self, other: &Self) {
+        let at = {
+            let layout = other.layout();
+            let Some(position) = layout.position() else { return };
+            layout.plan().block(position)
+        };
+        let Some(file) = other.files.get(at.file as usize) else { return };
+        let Some(own) = self.files.iter().position(|own| own.key() == file.key()) else { return };
+        let layout = self.layout();
+        let block = u32::try_from(own).ok().and_then(|own| layout.plan().block_from(own, at.index));
+        if let Some(block) = block {
+            layout.begin_at(block);
+        }
     }
 
     /// A fault was served.
