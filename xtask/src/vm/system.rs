@@ -19,7 +19,7 @@ pub(super) const HOST_PACKAGES: [&str; 5] =
     ["mmdebstrap", "debian-archive-keyring", "e2fsprogs", "cpio", "qemu-system-x86"];
 
 /// What the system has beside Debian's essential packages and what `system.sh` adds.
-const PACKAGES: [&str; 30] = [
+const PACKAGES: [&str; 31] = [
     // To build kernel modules: compilers of both kernels come with their headers.
     "gcc",
     "make",
@@ -42,10 +42,11 @@ const PACKAGES: [&str; 30] = [
     // Programs that look at GPUs and that are not ours.
     "rocminfo",
     "libdrm-amdgpu1",
-    "libdrm-dev",
+    "libdrm-tests",
     // What CRIU's C plugin for GPUs is built with.
     "libbsd-dev",
     "libcap-dev",
+    "libdrm-dev",
     "libgnutls28-dev",
     "libnet1-dev",
     "libnl-3-dev",
