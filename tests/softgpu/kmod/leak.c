@@ -44,14 +44,11 @@ void sg_leak_adopt(struct sg_mem *mem)
 	atomic_inc(&sg_leak_bo(mem)->allocations);
 }
 
+/* Beside the caller's reference there are others, and they are no allocation's and no handle's: a dma-buf's. */
 static bool sg_only_exported(struct sg_bo *bo)
 {
-	bool only;
-
-	mutex_lock(&bo->base.dev->object_name_lock);
-	only = bo->base.dma_buf && !bo->base.handle_count;
-	mutex_unlock(&bo->base.dev->object_name_lock);
-	return only && !atomic_read(&bo->allocations);
+	return kref_read(&bo->base.refcount) > 1 && !READ_ONCE(bo->base.handle_count) &&
+	       !atomic_read(&bo->allocations);
 }
 
 void sg_leak_disown(struct sg_mem *mem)

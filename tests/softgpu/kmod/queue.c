@@ -265,7 +265,8 @@ static void sg_queue_remove(struct sg_queue *q)
 	struct sg_process *p = q->process;
 
 	mutex_lock(&p->queue_lock);
-	/* Who evicts from now on does not see it: it must stand still already. */
+	/* Who evicts from now on does not see it: it must stand still already, also where a test broke its gate. */
+	WRITE_ONCE(q->run.ungated, false);
 	sg_queue_gate(q, true);
 	list_del(&q->link);
 	mutex_unlock(&p->queue_lock);

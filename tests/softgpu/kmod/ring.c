@@ -22,14 +22,21 @@
 /* How often the pages of userptr BOs are looked up again for one job. */
 #define SG_REVALIDATIONS	64
 
-ktime_t sg_copy_until(ktime_t from, const struct sg_sdma *sdma)
+static ktime_t sg_later(ktime_t from, u64 ns)
 {
-	u64 ns = sdma->packets * sg_params.copy_latency_us * NSEC_PER_USEC;
 	ktime_t now = ktime_get();
 
-	if (sg_params.copy_mbps)
-		ns += div_u64(sdma->moved * 1000, sg_params.copy_mbps);
 	return ns ? ktime_add_ns(ktime_after(from, now) ? from : now, ns) : from;
+}
+
+ktime_t sg_copied_until(ktime_t from, u64 bytes)
+{
+	return sg_later(from, sg_params.copy_mbps ? div_u64(bytes * 1000, sg_params.copy_mbps) : 0);
+}
+
+ktime_t sg_submitted_until(ktime_t from)
+{
+	return sg_later(from, (u64)sg_params.copy_latency_us * NSEC_PER_USEC);
 }
 
 void sg_job_free(struct sg_job *job)
@@ -183,9 +190,8 @@ static int sg_job_run_ib(struct sg_job *job, const struct sg_ib *ib, struct sg_a
 		if (READ_ONCE(job->killed) || kthread_should_stop())
 			return -ECANCELED;
 		sdma.moved = 0;
-		sdma.packets = 0;
 		result = sg_sdma_step(&sdma);
-		job->ring->busy_until = sg_copy_until(job->ring->busy_until, &sdma);
+		job->ring->busy_until = sg_copied_until(job->ring->busy_until, sdma.moved);
 		sg_ring_wait_until(job->ring, job);
 		switch (result) {
 		case SG_SDMA_IDLE:
@@ -227,6 +233,8 @@ static int sg_job_run(struct sg_job *job)
 	unsigned int i;
 	int err = READ_ONCE(job->entity->error) ? -ECANCELED : 0;
 
+	job->ring->busy_until = sg_submitted_until(job->ring->busy_until);
+	sg_ring_wait_until(job->ring, job);
 	for (i = 0; i < job->ib_count && !err; i++)
 		err = sg_job_run_ib(job, &job->ibs[i], &agent);
 	if (err && err != -ECANCELED)

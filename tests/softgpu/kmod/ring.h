@@ -13,7 +13,6 @@
 struct sg_bo;
 struct sg_entity;
 struct sg_file;
-struct sg_sdma;
 struct task_struct;
 
 /* An engine: a thread, and what it has to execute. */
@@ -70,7 +69,8 @@ void sg_ring_push(struct sg_job *job);
 void sg_rings_flush(struct sg_file *file);
 void sg_job_free(struct sg_job *job);
 
-/* Until when an engine is busy with what a step moved, `from` on. */
-ktime_t sg_copy_until(ktime_t from, const struct sg_sdma *sdma);
+/* Until when an engine is busy, by the parameters, if it was so until `from`: with bytes, with a submission. */
+ktime_t sg_copied_until(ktime_t from, u64 bytes);
+ktime_t sg_submitted_until(ktime_t from);
 
 #endif

@@ -44,6 +44,8 @@ static void sg_agent_of_queue(struct sg_queue *q, struct sg_agent *agent)
 
 static int sg_run_read_wptr(struct sg_queue *q, struct sg_agent *agent)
 {
+	if (sg_queue_is_sdma(q))
+		q->run.not_before = sg_submitted_until(q->run.not_before);
 	strscpy(agent->packet, "write-pointer");
 	return sg_vm_access(agent, q->props.write_ptr, &q->run.wptr, sizeof(q->run.wptr), false);
 }
@@ -95,7 +97,7 @@ static int sg_run_sdma_step(struct sg_queue *q, struct sg_agent *agent)
 	result = sg_sdma_step(&sdma);
 	run->rptr = sdma.at;
 	run->sdma_done = sdma.done;
-	run->not_before = sg_copy_until(run->not_before, &sdma);
+	run->not_before = sg_copied_until(run->not_before, sdma.moved);
 	switch (result) {
 	case SG_SDMA_MORE:
 	case SG_SDMA_IDLE:
@@ -146,10 +148,9 @@ static int sg_run_locked(struct sg_queue *q, struct sg_agent *agent)
 		result = sg_run_map(q, agent);
 	else if (sg_doorbell_rung(q))
 		result = sg_run_read_wptr(q, agent);
-	while (!result) {
+	while (!result && !ktime_after(q->run.not_before, end)) {
 		result = sg_run_step(q, agent);
-		if (atomic_read(&q->run.stoppers) || ktime_after(ktime_get(), end) ||
-		    ktime_after(q->run.not_before, end))
+		if (atomic_read(&q->run.stoppers) || ktime_after(ktime_get(), end))
 			break;
 	}
 	err = q->run.mapped ? sg_run_report(q, agent) : 0;

@@ -103,7 +103,6 @@ static int sg_sdma_copy(struct sg_sdma *sdma, const u32 *p)
 	u64 stop = min(bytes, sdma->done + SG_SDMA_STEP);
 	int err;
 
-	sdma->packets += !sdma->done;
 	while (sdma->done < stop) {
 		size_t n = min(stop, bytes > 1 ? bytes - 1 : 1) - sdma->done;
 
@@ -148,7 +147,6 @@ static int sg_sdma_fill(struct sg_sdma *sdma, const u32 *p)
 	if (size == 2)
 		bytes = ((bytes - 1) & ~3ULL) + 4;
 	stop = min(bytes, sdma->done + SG_SDMA_STEP);
-	sdma->packets += !sdma->done;
 	while (sdma->done < stop) {
 		err = sg_span_get(sdma->agent, dst + sdma->done, stop - sdma->done, true, &to);
 		if (err)

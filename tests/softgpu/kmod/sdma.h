@@ -17,7 +17,6 @@ struct sg_sdma {
 	u64 end;		/* bytes to execute */
 	u64 done;		/* of the packet at hand: bytes copied or filled */
 	u64 moved;		/* all bytes moved by this call: what bandwidth is made of */
-	u64 packets;		/* copies and fills begun by this call */
 	struct sg_process *process;	/* of a user queue: traps raise its events; NULL: a ring */
 };
 
