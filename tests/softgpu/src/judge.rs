@@ -65,6 +65,14 @@ impl Judge {
         fs::write(self.folder.join("declare_zero"), line).expect("the judge can be told what is zero");
     }
 
+    /// From now on this queue runs whatever the gate says: for a test that wants to see it noticed.
+    ///
+    /// # Panics
+    /// The judge does not listen.
+    pub fn break_gate(&self, pid: u32, queue: u32) {
+        fs::write(self.folder.join("break_gate"), format!("{pid} {queue}\n")).expect("a gate can be broken");
+    }
+
     /// What is alive, by name.
     ///
     /// # Panics

@@ -45,7 +45,8 @@ fn a_descriptor_that_alone_keeps_memory_is_reported() {
         let Some(judge) = Judge::find() else { return };
         if scene.role().is_some() {
             let gpus = Gpus::open(1).unwrap();
-            let dmabuf = gpus.local(0, 4096).unwrap().export().unwrap();
+            let own = gpus.local(0, 4096).unwrap();
+            let dmabuf = own.export().unwrap();
             scene.say(&dmabuf.as_raw_fd().to_string());
             let _ = scene.hear();
             return;
