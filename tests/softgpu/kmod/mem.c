@@ -231,13 +231,15 @@ out:
 static int sg_mem_unmap(struct sg_mem *mem, struct sg_device *dev)
 {
 	struct sg_process *p = mem->pdd->process;
-	int err = -EINVAL;
+	int err = 0;
 
 	mutex_lock(&p->mem_lock);
-	if (mem->maps[dev->index][0]) {
+	if (!mem->maps[dev->index][0])
+		err = -EINVAL;
+	else if (atomic_read(&mem->bo->queues))
+		err = -EBUSY;
+	else
 		sg_mem_unmap_all(mem, dev->index);
-		err = 0;
-	}
 	mutex_unlock(&p->mem_lock);
 	return err;
 }

@@ -10,6 +10,7 @@
 #include "process.h"
 #include "svm.h"
 #include "userptr.h"
+#include "vm.h"
 
 static DEFINE_MUTEX(sg_processes_lock);
 static LIST_HEAD(sg_processes);
@@ -23,12 +24,6 @@ int sg_processes_init(void)
 	return sg_process_wq ? 0 : -ENOMEM;
 }
 
-void sg_processes_exit(void)
-{
-	/* No descriptor is open any more: what is left was released by its address space. */
-	mmu_notifier_synchronize();
-	destroy_workqueue(sg_process_wq);
-}
 
 void sg_process_get(struct sg_process *p)
 {
@@ -108,7 +103,7 @@ static void sg_pdds_free(struct sg_process *p)
 		struct sg_pdd *pdd = p->pdds[i];
 
 		if (pdd->drm_file) {
-			pdd->vm->process = NULL;
+			sg_vm_release(pdd->vm);
 			fput(pdd->drm_file);
 		}
 		idr_destroy(&pdd->handles);
@@ -119,15 +114,14 @@ static void sg_pdds_free(struct sg_process *p)
 
 static void sg_process_free(struct sg_process *p)
 {
-	sg_process_sysfs_del(p);
 	sg_smi_process_end(p);
 	sg_userptr_stop(p);
 	sg_svm_exit(p);
 	sg_queues_exit(p);
 	sg_events_exit(&p->events);
 	sg_pdds_free(p);
-	if (p->lead)
-		put_task_struct(p->lead);
+	put_task_struct(p->lead);
+	mmdrop(p->mm);
 	mutex_destroy(&p->lock);
 	kfree(p);
 	sg_died(SG_PROCESSES);
@@ -175,6 +169,7 @@ static struct sg_process *sg_process_alloc(void)
 	sg_svm_init(p);
 	sg_events_init(&p->events);
 	p->mm = current->mm;
+	mmgrab(p->mm);
 	p->lead = get_task_struct(current->group_leader);
 	p->xnack = sg_xnack_default();
 	err = sg_queues_init(p);
@@ -238,19 +233,28 @@ static void sg_process_mn_free(struct mmu_notifier *mn)
 	sg_process_put(container_of(mn, struct sg_process, mn));
 }
 
-/* The address space ends: nothing of this process may run when this returns. */
-static void sg_process_mn_release(struct mmu_notifier *mn, struct mm_struct *mm)
+/* Nothing of this process may run when this returns. */
+static void sg_process_end(struct sg_process *p)
 {
-	struct sg_process *p = container_of(mn, struct sg_process, mn);
-
-	mutex_lock(&sg_processes_lock);
-	list_del_init(&p->link);
-	mutex_unlock(&sg_processes_lock);
 	WRITE_ONCE(p->mm_gone, true);
 	sg_queues_kill(p);
 	sg_userptr_stop(p);
 	sg_svm_stop(p);
-	mmu_notifier_put(mn);
+	sg_process_sysfs_del(p);
+	mmu_notifier_put(&p->mn);
+}
+
+static void sg_process_mn_release(struct mmu_notifier *mn, struct mm_struct *mm)
+{
+	struct sg_process *p = container_of(mn, struct sg_process, mn);
+	bool ours;
+
+	mutex_lock(&sg_processes_lock);
+	ours = !list_empty(&p->link);
+	list_del_init(&p->link);
+	mutex_unlock(&sg_processes_lock);
+	if (ours)
+		sg_process_end(p);
 }
 
 static const struct mmu_notifier_ops sg_process_mn_ops = {
@@ -272,4 +276,21 @@ int sg_pdd_acquire(struct sg_pdd *pdd, struct file *drm_file)
 	pdd->vm = &file->vm;
 	pdd->drm_file = drm_file;
 	return 0;
+}
+
+/* No descriptor is open any more, but programs that once had one may live. */
+void sg_processes_exit(void)
+{
+	struct sg_process *p;
+
+	mutex_lock(&sg_processes_lock);
+	while ((p = list_first_entry_or_null(&sg_processes, struct sg_process, link))) {
+		list_del_init(&p->link);
+		mutex_unlock(&sg_processes_lock);
+		sg_process_end(p);
+		mutex_lock(&sg_processes_lock);
+	}
+	mutex_unlock(&sg_processes_lock);
+	mmu_notifier_synchronize();
+	destroy_workqueue(sg_process_wq);
 }

@@ -11,7 +11,19 @@
 static int sg_queue_hold(struct sg_queue *q, enum sg_queue_buffer which, u64 va, u64 size)
 {
 	q->buffers[which] = sg_vm_lookup_bo(q->pdd->vm, va, size & PAGE_MASK);
-	return q->buffers[which] ? 0 : -EINVAL;
+	if (!q->buffers[which])
+		return -EINVAL;
+	atomic_inc(&q->buffers[which]->queues);
+	return 0;
+}
+
+static void sg_queue_release(struct sg_queue *q, enum sg_queue_buffer which)
+{
+	if (!q->buffers[which])
+		return;
+	atomic_dec(&q->buffers[which]->queues);
+	sg_bo_put(q->buffers[which]);
+	q->buffers[which] = NULL;
 }
 
 static int sg_queue_hold_compute(struct sg_queue *q)
@@ -67,8 +79,8 @@ int sg_queue_take_ring(struct sg_queue *q, u64 address, u64 size)
 
 	if (!ring)
 		return sg_params.strict ? -EFAULT : 0;
-	if (q->buffers[SG_BUFFER_RING])
-		sg_bo_put(q->buffers[SG_BUFFER_RING]);
+	sg_queue_release(q, SG_BUFFER_RING);
+	atomic_inc(&ring->queues);
 	q->buffers[SG_BUFFER_RING] = ring;
 	return 0;
 }
@@ -77,9 +89,6 @@ void sg_queue_drop_buffers(struct sg_queue *q)
 {
 	int i;
 
-	for (i = 0; i < SG_BUFFERS; i++) {
-		if (q->buffers[i])
-			sg_bo_put(q->buffers[i]);
-		q->buffers[i] = NULL;
-	}
+	for (i = 0; i < SG_BUFFERS; i++)
+		sg_queue_release(q, i);
 }

@@ -16,7 +16,7 @@
  *	N p->notify_lock	evicted_bos, invalid counts, blocked notifications
  *	N p->queue_lock		queue lists, eviction counts
  *	N run lock of a queue	one slice of its work
- *	N host->lock, vm->lock, bo->lock, events' state: spinlocks
+ *	N vm->lock > svm.tree_lock > host->lock; bo->lock; events' state: spinlocks
  *
  * What the GPU executes runs in slices under a run lock, looks pages up with
  * sg_vm_page() and gives them back before the slice ends. Unmapping waits for
@@ -186,6 +186,7 @@ struct sg_bo {
 	bool kfd;			/* made by KFD */
 	atomic_t allocations;		/* of KFD processes that have it; aliases' count here */
 	pid_t pid;			/* of who made it, for the judge */
+	atomic_t queues;		/* that have it as a buffer: KFD does not unmap it then */
 
 	spinlock_t lock;		/* N */
 	struct xarray pages;		/* struct sg_bo_page, by index; under `lock` */

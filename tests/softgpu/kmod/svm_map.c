@@ -217,16 +217,19 @@ static int sg_svm_fault_locked(struct sg_process *p, unsigned long page, unsigne
 
 int sg_svm_fault(struct sg_vm *vm, u64 va, bool write)
 {
-	struct sg_process *p = vm->process;
-	int err;
+	struct sg_process *p = sg_vm_process(vm);
+	int err = -EFAULT;
 
-	if (!p || !p->xnack || !mmget_not_zero(p->mm))
+	if (!p)
 		return -EFAULT;
-	mutex_lock(&p->mem_lock);
-	mutex_lock(&p->svm.lock);
-	err = sg_svm_fault_locked(p, va >> PAGE_SHIFT, vm->dev->index, write);
-	mutex_unlock(&p->svm.lock);
-	mutex_unlock(&p->mem_lock);
-	mmput_async(p->mm);
+	if (p->xnack && mmget_not_zero(p->mm)) {
+		mutex_lock(&p->mem_lock);
+		mutex_lock(&p->svm.lock);
+		err = sg_svm_fault_locked(p, va >> PAGE_SHIFT, vm->dev->index, write);
+		mutex_unlock(&p->svm.lock);
+		mutex_unlock(&p->mem_lock);
+		mmput_async(p->mm);
+	}
+	sg_process_put(p);
 	return err;
 }

@@ -96,4 +96,6 @@ void sg_process_sysfs_del(struct sg_process *p)
 	}
 	kobject_del(p->kobj);
 	kobject_put(p->kobj);
+	p->kobj = NULL;
+	p->kobj_queues = NULL;
 }

@@ -130,7 +130,8 @@ int sg_userptr_add(struct sg_mem *mem, bool restore)
 	int err = 0;
 
 	mutex_lock(&p->mem_lock);
-	host = sg_host_create(p->mm, mem->user_addr, sg_bo_npages(mem->bo), false, &sg_userptr_ops, mem);
+	/* Of whoever calls: also when a tracer restores. */
+	host = sg_host_create(current->mm, mem->user_addr, sg_bo_npages(mem->bo), false, &sg_userptr_ops, mem);
 	if (IS_ERR(host)) {
 		err = PTR_ERR(host);
 		goto out;

@@ -16,6 +16,25 @@ void sg_vm_init(struct sg_vm *vm, struct sg_device *dev)
 	init_waitqueue_head(&vm->unused);
 }
 
+void sg_vm_release(struct sg_vm *vm)
+{
+	spin_lock(&vm->lock);
+	vm->process = NULL;
+	spin_unlock(&vm->lock);
+}
+
+struct sg_process *sg_vm_process(struct sg_vm *vm)
+{
+	struct sg_process *p;
+
+	spin_lock(&vm->lock);
+	p = vm->process;
+	if (p && !kref_get_unless_zero(&p->ref))
+		p = NULL;
+	spin_unlock(&vm->lock);
+	return p;
+}
+
 static struct sg_mapping *sg_mapping_of(struct interval_tree_node *node)
 {
 	return node ? container_of(node, struct sg_mapping, node) : NULL;
@@ -220,12 +239,13 @@ int sg_vm_page(struct sg_vm *vm, u64 va, bool write, gfp_t gfp, struct sg_page_r
 		spin_unlock(&vm->lock);
 		return -EFAULT;
 	}
-	if (mapping)
-		mapping->users++;
+	if (!mapping) {
+		err = vm->process ? sg_svm_page(vm->process, vm->dev, va, write, ref) : -EFAULT;
+		spin_unlock(&vm->lock);
+		return err;
+	}
+	mapping->users++;
 	spin_unlock(&vm->lock);
-	if (!mapping)
-		return vm->process ? sg_svm_page(vm->process, vm->dev, va, write, ref) : -EFAULT;
-
 	ref->mapping = mapping;
 	if (!mapping->bo)
 		return sg_vm_prt_page(vm, write, ref);

@@ -16,6 +16,10 @@ void sg_vm_forget(struct sg_vm *vm, struct sg_bo *bo);
 /* Calls `each` for every mapping of this BO, until it returns an error. */
 int sg_vm_each(struct sg_vm *vm, struct sg_bo *bo,
 	       int (*each)(struct sg_mapping *mapping, void *data), void *data);
+/* The process whose compute VM it is has ended. */
+void sg_vm_release(struct sg_vm *vm);
+/* That process, with a reference, or NULL. */
+struct sg_process *sg_vm_process(struct sg_vm *vm);
 /* Is anything mapped in these pages? */
 bool sg_vm_overlaps(struct sg_vm *vm, unsigned long first, unsigned long last);
 void sg_mapping_put(struct sg_mapping *mapping);
