@@ -120,7 +120,18 @@ fn make(system: &Path) -> anyhow::Result<()> {
 }
 
 fn mmdebstrap(partial: &Path, sources: &Path, script: &Path) -> Command {
-    let mut command = Command::new("mmdebstrap");
+    // If this program is killed, so is all that mmdebstrap started, and its mounts go with their namespace.
+    let mut command = Command::new("setpriv");
+    command.args([
+        "--pdeathsig",
+        "KILL",
+        "unshare",
+        "--mount-proc",
+        "--pid",
+        "--fork",
+        "--kill-child",
+        "mmdebstrap",
+    ]);
     command.args(["--mode=root", "--variant=apt", "--format=directory", "--skip=cleanup/apt"]);
     for option in [
         // A mirror's snapshot may be older than its signature lives.

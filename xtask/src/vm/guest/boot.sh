@@ -59,7 +59,7 @@ else
 	mkfifo /run/rewake/output
 	cat /run/rewake/output >&3 &
 	output=$!
-	setsid --wait sh /run/rewake/command < /dev/null > /run/rewake/output 2>&1
+	setsid --wait sh /run/rewake/command < /dev/null > /run/rewake/output 2>&1 3>&-
 	status=$?
 fi
 
