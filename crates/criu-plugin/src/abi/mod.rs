@@ -1,0 +1,20 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! CRIU's plugin interface (`criu-plugin.h`) and all unsafe code.
+//!
+//! * [`descriptor`]: the object that CRIU looks for, and how it is fitted to the host.
+//! * [`entry`]: the C functions that CRIU calls.
+//! * [`symbols`]: CRIU's functions that plugins call.
+//! * [`mark`]: which process this is.
+
+mod descriptor;
+mod entry;
+mod mark;
+mod symbols;
+
+pub(crate) use descriptor::restore_file_can_wait;
+pub use descriptor::{Descriptor, HOOKS, Registered};
+pub(crate) use mark::ProcessMark;
+pub(crate) use symbols::{
+    Level, add_inventory_plugin, check_and_remove_inventory_plugin, fdstore_add, fdstore_get,
+    find_unused_fd_pid, image_dir, log, run_id, set_fds_event,
+};

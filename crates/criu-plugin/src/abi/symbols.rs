@@ -1,0 +1,120 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! CRIU's functions. None is linked against: each is looked up when it is needed, by name, in the program that loaded the
+//! plugin.
+//!
+//! Prototypes: CRIU's headers `criu-plugin.h`, `log.h`, `image.h`, `fdstore.h`, `files.h`, `crtools.h`; the same from 4.1 to
+//! the development branch of November 2025.
+
+use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::ptr::NonNull;
+
+use crate::host::HostError;
+
+/// CRIU's log levels (`log.h`).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Level {
+    Error = 1,
+    Warn = 2,
+    Info = 3,
+    Debug = 4,
+}
+
+/// The address of what the host calls `name`.
+pub(super) fn find(name: &CStr) -> Option<NonNull<c_void>> {
+    // SAFETY: looks a name up; the string is terminated.
+    NonNull::new(unsafe { libc::dlsym(libc::RTLD_DEFAULT, name.as_ptr()) })
+}
+
+/// A function of the host as a pointer of the given type.
+macro_rules! function {
+    ($name:ident: $type:ty) => {{
+        const NAME: &str = stringify!($name);
+        const SYMBOL: &CStr = match CStr::from_bytes_with_nul(concat!(stringify!($name), "\0").as_bytes()) {
+            Ok(name) => name,
+            Err(_) => unreachable!(),
+        };
+        let address = find(SYMBOL).ok_or(HostError::Missing(NAME))?;
+        // SAFETY: what the host exports by this name is CRIU's function with this prototype.
+        let function: $type = unsafe { std::mem::transmute(address.as_ptr()) };
+        function
+    }};
+}
+
+/// Writes one line to CRIU's log; to standard error if the host has none.
+pub(crate) fn log(level: Level, line: &str) {
+    let line = line.replace('\0', " ");
+    if print(level, &line).is_err() {
+        eprintln!("{line}");
+    }
+}
+
+fn print(level: Level, line: &str) -> Result<(), HostError> {
+    let print = function!(print_on_level: unsafe extern "C" fn(c_uint, *const c_char, ...));
+    let Ok(line) = CString::new(line) else { return Ok(()) };
+    // SAFETY: the format takes one string; both are terminated and outlive the call.
+    unsafe { print(level as c_uint, c"%s\n".as_ptr(), line.as_ptr()) };
+    Ok(())
+}
+
+/// `criu_get_image_dir`; none if it gives no descriptor. The descriptor lives as long as the process.
+pub(crate) fn image_dir() -> Result<Option<BorrowedFd<'static>>, HostError> {
+    let get = function!(criu_get_image_dir: unsafe extern "C" fn() -> c_int);
+    // SAFETY: takes nothing, gives the number of one of CRIU's service descriptors.
+    let fd = unsafe { get() };
+    // SAFETY: not -1; CRIU keeps its service descriptors open until after the last hook.
+    Ok((fd >= 0).then(|| unsafe { BorrowedFd::borrow_raw(fd) }))
+}
+
+/// `add_inventory_plugin`: negative on failure. A second call adds the name a second time, which no restore accepts.
+pub(crate) fn add_inventory_plugin(name: &CStr) -> Result<c_int, HostError> {
+    let add = function!(add_inventory_plugin: unsafe extern "C" fn(*const c_char) -> c_int);
+    // SAFETY: the name is terminated; CRIU copies it.
+    Ok(unsafe { add(name.as_ptr()) })
+}
+
+/// `check_and_remove_inventory_plugin`
+pub(crate) fn check_and_remove_inventory_plugin(name: &CStr) -> Result<bool, HostError> {
+    let check =
+        function!(check_and_remove_inventory_plugin: unsafe extern "C" fn(*const c_char, usize) -> bool);
+    // SAFETY: the name is terminated and this long; it is compared only.
+    Ok(unsafe { check(name.as_ptr(), name.count_bytes()) })
+}
+
+/// `fdstore_add`: an id, negative on failure.
+pub(crate) fn fdstore_add(fd: BorrowedFd<'_>) -> Result<c_int, HostError> {
+    let add = function!(fdstore_add: unsafe extern "C" fn(c_int) -> c_int);
+    // SAFETY: the descriptor is open; CRIU sends itself a copy.
+    Ok(unsafe { add(fd.as_raw_fd()) })
+}
+
+/// `fdstore_get`; none on failure.
+pub(crate) fn fdstore_get(id: c_int) -> Result<Option<OwnedFd>, HostError> {
+    let get = function!(fdstore_get: unsafe extern "C" fn(c_int) -> c_int);
+    // SAFETY: takes a number; one that is not in the store gives -1.
+    let fd = unsafe { get(id) };
+    // SAFETY: not -1: a new descriptor that CRIU leaves to the caller.
+    Ok((fd >= 0).then(|| unsafe { OwnedFd::from_raw_fd(fd) }))
+}
+
+/// `criu_run_id`
+pub(crate) fn run_id() -> Result<String, HostError> {
+    let id = find(c"criu_run_id").ok_or(HostError::Missing("criu_run_id"))?;
+    // SAFETY: an array of CRIU's that holds a terminated string, written once, before plugins are loaded.
+    let id = unsafe { CStr::from_ptr(id.as_ptr().cast_const().cast()) };
+    Ok(id.to_string_lossy().into_owned())
+}
+
+/// `find_unused_fd_pid`. CRIU asserts that there is such a task.
+pub(crate) fn find_unused_fd_pid(pid: i32) -> Result<c_int, HostError> {
+    let find_unused = function!(find_unused_fd_pid: unsafe extern "C" fn(libc::pid_t) -> c_int);
+    // SAFETY: takes a number; without such a task CRIU ends the process itself.
+    Ok(unsafe { find_unused(pid) })
+}
+
+/// `set_fds_event`. CRIU asserts that there is such a task.
+pub(crate) fn set_fds_event(pid: i32) -> Result<c_int, HostError> {
+    let set = function!(set_fds_event: unsafe extern "C" fn(libc::pid_t) -> c_int);
+    // SAFETY: takes a number; without such a task CRIU ends the process itself.
+    Ok(unsafe { set(pid) })
+}

@@ -1,0 +1,158 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! What CRIU offers to its plugins.
+
+use std::ffi::CStr;
+use std::fmt;
+use std::marker::PhantomData;
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use crate::abi::{self, Level};
+
+/// Whether the plugin's name is in the inventory of the image that is being dumped. A plugin is loaded once a process.
+static RECORDED: AtomicBool = AtomicBool::new(false);
+
+/// Why the host did not do it.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum HostError {
+    /// The program that loaded the plugin does not have the function.
+    #[error("this CRIU has no {0}: expected CRIU 4.1 or newer; use such a one")]
+    Missing(&'static str),
+    /// The function failed; CRIU has logged why.
+    #[error("CRIU's {0} failed: see the line of its log before this one")]
+    Failed(&'static str),
+}
+
+/// The CRIU that a hook was called by. It cannot leave the hook's thread: CRIU's functions, its log among them, are for
+/// its own thread only.
+#[derive(Debug)]
+pub struct Host {
+    name: &'static CStr,
+    own_thread: PhantomData<*const ()>,
+}
+
+impl Host {
+    pub(crate) fn new(name: &'static CStr) -> Self {
+        Self { name, own_thread: PhantomData }
+    }
+
+    /// Logs an error.
+    pub fn error(&self, message: impl fmt::Display) {
+        abi::log(Level::Error, &format!("Error ({}): {message}", self.name()));
+    }
+
+    /// Logs a warning.
+    pub fn warn(&self, message: impl fmt::Display) {
+        abi::log(Level::Warn, &format!("Warn  ({}): {message}", self.name()));
+    }
+
+    /// Logs what an operator may want to know (`-v3`).
+    pub fn info(&self, message: impl fmt::Display) {
+        abi::log(Level::Info, &format!("{}: {message}", self.name()));
+    }
+
+    /// Logs what a developer may want to know (`-v4`).
+    pub fn debug(&self, message: impl fmt::Display) {
+        abi::log(Level::Debug, &format!("{}: {message}", self.name()));
+    }
+
+    fn name(&self) -> std::borrow::Cow<'static, str> {
+        self.name.to_string_lossy()
+    }
+
+    /// The image directory, in tasks that are being restored, too.
+    ///
+    /// # Errors
+    /// [`HostError`]
+    pub fn image_dir(&self) -> Result<BorrowedFd<'_>, HostError> {
+        abi::image_dir()?.ok_or(HostError::Failed("criu_get_image_dir"))
+    }
+
+    /// Names the plugin in the image: a restore then insists on having it. Any number of times in one dump; the name gets
+    /// there once.
+    ///
+    /// # Errors
+    /// [`HostError`]
+    pub fn record_in_inventory(&self) -> Result<(), HostError> {
+        if !RECORDED.load(Ordering::Relaxed) {
+            non_negative("add_inventory_plugin", abi::add_inventory_plugin(self.name)?)?;
+            RECORDED.store(true, Ordering::Relaxed);
+        }
+        Ok(())
+    }
+
+    /// Whether the image names the plugin, which is struck off the list by this: once a restore. True for images without
+    /// a list (before CRIU 4.1).
+    pub(crate) fn take_from_inventory(&self) -> bool {
+        abi::check_and_remove_inventory_plugin(self.name).unwrap_or(true)
+    }
+
+    /// Puts a copy of a descriptor into the store that all processes of this restore share; gives its id.
+    ///
+    /// # Errors
+    /// [`HostError`]
+    pub fn store_fd(&self, fd: BorrowedFd<'_>) -> Result<i32, HostError> {
+        non_negative("fdstore_add", abi::fdstore_add(fd)?)
+    }
+
+    /// A copy of a descriptor from that store.
+    ///
+    /// # Errors
+    /// [`HostError`]
+    pub fn stored_fd(&self, id: i32) -> Result<OwnedFd, HostError> {
+        abi::fdstore_get(id)?.ok_or(HostError::Failed("fdstore_get"))
+    }
+
+    /// The unique name of this run of CRIU.
+    ///
+    /// # Errors
+    /// [`HostError::Missing`]
+    pub fn run_id(&self) -> Result<String, HostError> {
+        abi::run_id()
+    }
+
+    /// A descriptor number that the restored task `pid` (as in its namespace) will not use, and all above. CRIU ends at once
+    /// if there is no such task.
+    ///
+    /// # Errors
+    /// [`HostError`]
+    pub fn unused_fd(&self, pid: i32) -> Result<i32, HostError> {
+        non_negative("find_unused_fd_pid", abi::find_unused_fd_pid(pid)?)
+    }
+
+    /// Whether [`crate::Restored::Later`] is understood.
+    #[must_use]
+    pub fn can_wait(&self) -> bool {
+        abi::restore_file_can_wait()
+    }
+
+    /// Makes CRIU ask again for the files of task `pid` (as in its namespace) that were [`crate::Restored::Later`]. CRIU
+    /// ends at once if there is no such task.
+    ///
+    /// # Errors
+    /// [`HostError`]
+    pub fn wake_files(&self, pid: i32) -> Result<(), HostError> {
+        non_negative("set_fds_event", abi::set_fds_event(pid)?).map(drop)
+    }
+}
+
+fn non_negative(function: &'static str, result: i32) -> Result<i32, HostError> {
+    if result < 0 { Err(HostError::Failed(function)) } else { Ok(result) }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::AsFd;
+
+    use super::*;
+
+    #[test]
+    fn what_a_program_lacks_is_named() {
+        let host = Host::new(c"test");
+        assert_eq!(host.image_dir().unwrap_err(), HostError::Missing("criu_get_image_dir"));
+        assert_eq!(host.store_fd(std::io::stdin().as_fd()), Err(HostError::Missing("fdstore_add")));
+        assert_eq!(host.run_id(), Err(HostError::Missing("criu_run_id")));
+        let text = host.unused_fd(1).unwrap_err().to_string();
+        assert_eq!(text, "this CRIU has no find_unused_fd_pid: expected CRIU 4.1 or newer; use such a one");
+    }
+}

@@ -1,0 +1,87 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! CRIU plugins in Rust. A crate of type `cdylib` implements [`Plugin`] and names it to [`register!`]:
+//!
+//! ```
+//! use std::os::fd::{AsFd, BorrowedFd};
+//! use rewake_criu_plugin::{Answer, Host, Plugin, Refusal, Stage, register};
+//!
+//! struct Terminal;
+//!
+//! impl Plugin for Terminal {
+//!     const NAME: &'static std::ffi::CStr = c"terminal_plugin";
+//!
+//!     fn init(host: &Host, stage: Stage) -> Answer<Self> {
+//!         host.info(format_args!("loaded for {stage:?}"));
+//!         Ok(Self)
+//!     }
+//!
+//!     fn dump_file(&mut self, host: &Host, file: BorrowedFd<'_>, id: u32) -> Answer {
+//!         let copy = file.try_clone_to_owned()?;
+//!         host.record_in_inventory()?;
+//!         Err(Refusal::NotMine)
+//!     }
+//! }
+//!
+//! register!(Terminal);
+//! # fn main() {}
+//! ```
+//!
+//! What this crate takes care of:
+//!
+//! * **One binary for every CRIU.** A CRIU refuses, and ends, when a plugin has more hooks than it knows. The descriptor
+//!   is fitted to the host while it is loaded; a hook that the host lacks is simply never called. All functions of the
+//!   host are looked up at run time, so that the file loads anywhere; one that is missing gives
+//!   [`HostError::Missing`].
+//! * **Errors and panics** in a hook become one line in CRIU's log and a failed dump or restore; nothing unwinds into CRIU.
+//! * **Processes.** Hooks of the restore run in the restored tasks, which are forks of CRIU with a copy of the plugin. What
+//!   belongs to CRIU's main process (see [`Plugin`]) is refused anywhere else.
+//! * **The inventory**: the plugin's name gets into the image once, and is asked for once.
+//!
+//! Facts: CRIU 4.1.1 and 4.2.1; the signatures of later ones from its development branch of November 2025.
+
+mod abi;
+mod answer;
+mod host;
+mod plugin;
+mod runtime;
+
+pub use abi::{Descriptor, HOOKS, Registered};
+pub use answer::{Answer, Mapping, Refusal, Restored};
+pub use host::{Host, HostError};
+pub use plugin::{Plugin, Stage};
+pub use runtime::Slot;
+
+/// Makes a type the plugin of this `cdylib`: exports `CR_PLUGIN_DESC` and fits it to the CRIU that loads it.
+///
+/// Once a `cdylib`; it must be built with unwinding panics, as cargo does by default.
+#[macro_export]
+macro_rules! register {
+    ($plugin:ty) => {
+        const _: () = {
+            assert!(
+                cfg!(panic = "unwind"),
+                "a CRIU plugin must catch panics: build it with panic = \"unwind\""
+            );
+
+            static SLOT: $crate::Slot<$plugin> = $crate::Slot::new();
+
+            impl $crate::Registered for $plugin {
+                fn slot() -> &'static $crate::Slot<Self> {
+                    &SLOT
+                }
+            }
+
+            #[unsafe(no_mangle)]
+            pub static CR_PLUGIN_DESC: $crate::Descriptor = $crate::Descriptor::of::<$plugin>();
+
+            extern "C" fn fit_to_host() {
+                CR_PLUGIN_DESC.fit_to_host();
+            }
+
+            // Runs while CRIU's dlopen does, before it looks at the descriptor.
+            #[used]
+            #[unsafe(link_section = ".init_array")]
+            static ON_LOAD: extern "C" fn() = fit_to_host;
+        };
+    };
+}
