@@ -22,21 +22,19 @@
 /* How often the pages of userptr BOs are looked up again for one job. */
 #define SG_REVALIDATIONS	64
 
-static ktime_t sg_later(ktime_t from, u64 ns)
-{
-	ktime_t now = ktime_get();
-
-	return ns ? ktime_add_ns(ktime_after(from, now) ? from : now, ns) : from;
-}
-
+/* An engine that was late makes up for it: on average its bandwidth is the parameter's. */
 ktime_t sg_copied_until(ktime_t from, u64 bytes)
 {
-	return sg_later(from, sg_params.copy_mbps ? div_u64(bytes * 1000, sg_params.copy_mbps) : 0);
+	if (!sg_params.copy_mbps)
+		return from;
+	return ktime_add_ns(from, div_u64(bytes * 1000, sg_params.copy_mbps));
 }
 
 ktime_t sg_submitted_until(ktime_t from)
 {
-	return sg_later(from, (u64)sg_params.copy_latency_us * NSEC_PER_USEC);
+	ktime_t now = ktime_get();
+
+	return ktime_add_us(ktime_after(from, now) ? from : now, sg_params.copy_latency_us);
 }
 
 void sg_job_free(struct sg_job *job)

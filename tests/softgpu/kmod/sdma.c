@@ -319,8 +319,10 @@ int sg_sdma_step(struct sg_sdma *sdma)
 	if (err)
 		return err == -ENODATA ? SG_SDMA_HANG : err;
 	op = p[0] & 0xff;
-	if (op >= ARRAY_SIZE(sg_sdma_fixed) || !sg_sdma_fixed[op])
+	if (op >= ARRAY_SIZE(sg_sdma_fixed) || !sg_sdma_fixed[op]) {
+		snprintf(sdma->agent->packet, SG_PACKET_NAME, "sdma:%llu:opcode-%u", sdma->at, op);
 		return SG_SDMA_HANG;
+	}
 	snprintf(sdma->agent->packet, SG_PACKET_NAME, "sdma:%llu:%s", sdma->at, sg_sdma_names[op]);
 	err = sg_sdma_fetch(sdma, 1, p + 1, sg_sdma_fixed[op] - 1);
 	if (!err)

@@ -2,6 +2,7 @@
 //! Submissions to copy engines through a render node, as a restore uses them.
 
 use std::os::fd::AsFd as _;
+use std::time::{Duration, Instant};
 
 use drm::control::Device as _;
 use rewake_kfd::abi::drm::Chunk;
@@ -243,5 +244,36 @@ fn vram_is_reached_by_copies_alone() {
         bench.render.unmap_gpu(handle, address, SIZE).unwrap();
         let again = bench.render.unmap_gpu(handle, address, SIZE).unwrap_err();
         assert_eq!(again.errno(), Some(libc::ENOENT));
+    });
+}
+
+/// In MB/s; 0: as fast as it gets. Real GPUs have no such parameter.
+fn bandwidth() -> u64 {
+    let parameter = std::fs::read_to_string("/sys/module/softgpu/parameters/copy_mbps");
+    parameter.ok().and_then(|text| text.trim().parse().ok()).unwrap_or(0)
+}
+
+#[test]
+fn every_ring_has_the_bandwidth_that_was_asked_for() {
+    isolated("every_ring_has_the_bandwidth_that_was_asked_for", 1, |_| {
+        if bandwidth() == 0 {
+            eprintln!("SKIPPED: softgpu.ko was loaded without copy_mbps");
+            return;
+        }
+        let bench = Bench::new();
+        let packets = (0..128).fold(Sdma::new(), |packets, _| packets.copy(TWO, ONE, SIZE));
+        let elapsed = |rings: std::ops::Range<u32>| {
+            let start = Instant::now();
+            let submissions: Vec<_> = rings.map(|ring| bench.submit(ring, &packets, &[]).unwrap()).collect();
+            assert!(submissions.into_iter().all(|submission| bench.render.wait(submission, LATE).unwrap()));
+            start.elapsed()
+        };
+        let right = Duration::from_micros(128 * SIZE / bandwidth());
+        let (one, two) = (elapsed(0..1), elapsed(0..2));
+        assert!(one >= right && one < right * 2, "one ring took {one:?}, its bytes make {right:?}");
+        assert!(
+            two >= right && two < right * 3 / 2,
+            "two rings took {two:?}: they overlap, so {right:?} is right"
+        );
     });
 }
