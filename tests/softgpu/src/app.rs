@@ -19,9 +19,12 @@ const LOOK: Duration = Duration::from_millis(100);
 /// A server that runs.
 #[derive(Debug)]
 pub struct App {
+    pid: u32,
+    /// None once it has been dumped: what comes back is nobody's child.
     child: Option<Child>,
     socket: PathBuf,
     model: Model,
+    quit: bool,
 }
 
 impl App {
@@ -47,7 +50,8 @@ impl App {
         for _ in 0..LOOKS {
             let said = std::fs::read_to_string(&log).unwrap_or_default();
             if said.contains("READY") {
-                return Ok(Self { child: Some(child), socket, model: Model::new(shape) });
+                let pid = child.id();
+                return Ok(Self { pid, child: Some(child), socket, model: Model::new(shape), quit: false });
             }
             if let Some(status) = child.try_wait()? {
                 bail!("gpu-app ended, {status}: {said}");
@@ -131,6 +135,7 @@ impl App {
     /// It does not listen.
     pub fn quit(mut self) -> anyhow::Result<()> {
         client::ask(&self.socket, "quit")?;
+        self.quit = true;
         if let Some(mut child) = self.child.take() {
             let status = child.wait()?;
             if !status.success() {
@@ -143,10 +148,13 @@ impl App {
 
 impl Drop for App {
     fn drop(&mut self) {
+        // After `quit` there is nothing to end; a test that failed before has told why.
         if let Some(mut child) = self.child.take() {
-            // A test that failed before `quit`: its own error tells.
             let _ = child.kill();
             let _ = child.wait();
+        } else if !self.quit {
+            let pid = nix::unistd::Pid::from_raw(self.pid.cast_signed());
+            let _ = nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGKILL);
         }
     }
 }
