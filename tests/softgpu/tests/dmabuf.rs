@@ -33,7 +33,7 @@ fn an_import_is_the_same_memory_elsewhere() {
         assert_ne!(info.flags & KFD_IOC_ALLOC_MEM_FLAGS_VRAM, 0);
         let other = gpus.import(dmabuf.as_fd()).unwrap();
         assert_ne!(other.address(), own.address());
-        lane.run(&[fill(other.address() + 4096, 0x1234_5678)]).unwrap();
+        lane.run(&[fill(own.address(), 0), fill(other.address() + 4096, 0x1234_5678)]).unwrap();
         let seen = Mapping::shared(dmabuf.as_fd(), 0, 8192).unwrap();
         assert_eq!(
             (seen.load32(4092), seen.load32(4096)),
