@@ -30,7 +30,10 @@ struct Shape {
 const SHAPES: [Shape; 4] = [
     Shape { series: Series::Linux6_12, module_arguments: "gpus=2 gfx=90a xgmi=1" },
     Shape { series: Series::Linux7, module_arguments: "gpus=2 gfx=90a xgmi=1" },
-    Shape { series: Series::Linux6_12, module_arguments: "gpus=2 gfx=1100 small_bar=1 fresh=zero copy_mbps=100" },
+    Shape {
+        series: Series::Linux6_12,
+        module_arguments: "gpus=2 gfx=1100 small_bar=1 fresh=zero copy_mbps=100",
+    },
     Shape { series: Series::Linux7, module_arguments: "gpus=2 gfx=942 xnack=1 seed=7" },
 ];
 
