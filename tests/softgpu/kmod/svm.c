@@ -139,6 +139,9 @@ static int sg_svm_set_one(struct sg_svm_range *range, unsigned long first, unsig
 	if (IS_ERR_OR_NULL(range))
 		return -ENOMEM;
 	range->attrs = new;
+	spin_lock(&p->svm.tree_lock);
+	range->mapped &= new.access | new.in_place;
+	spin_unlock(&p->svm.tree_lock);
 	return update ? sg_svm_map(range, sg_svm_wanted(range)) : 0;
 }
 
