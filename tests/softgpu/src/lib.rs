@@ -5,6 +5,7 @@
 //! behind when it ends is a test too. After it the judge's list is empty and nothing is left alive.
 
 pub mod app;
+pub mod criu;
 pub mod judge;
 pub mod scene;
 pub mod snapshot;
