@@ -8,6 +8,7 @@
 //! * [`Criu`]: the dump and restore commands, from `CRIU` (default: `criu` on the path) and `CRIU_ALT`.
 //! * [`images`]: surgery on CRIU images, with a codec of its own so that it does not share our reader's mistakes.
 //! * [`pattern`]: what the pages hold.
+//! * [`plugins`]: a target with a mapped device, and CRIU with plugins.
 //!
 //! `REWAKE_BIN` names the daemon; without it the newest `rewake` beside the test programs is taken.
 //! The tests need root. With `CI` set a skipped test fails, unless a probe proved that the machine cannot run it.
@@ -18,6 +19,7 @@ pub mod criu;
 pub mod daemon;
 pub mod images;
 pub mod pattern;
+pub mod plugins;
 pub mod process;
 pub mod scene;
 pub mod server;

@@ -113,7 +113,8 @@ fn hooks_of_host() -> Option<u32> {
 fn hooks_by_size(size: u64) -> Option<u32> {
     const LIST_HEAD: u64 = 2 * size_of::<*const c_void>() as u64;
     let heads = u32::try_from(size / LIST_HEAD).ok()?;
-    (size % LIST_HEAD == 0).then(|| heads.checked_sub(1)).flatten().filter(|hooks| *hooks >= FEWEST)
+    let whole = size.is_multiple_of(LIST_HEAD);
+    heads.checked_sub(1).filter(|hooks| whole && *hooks >= FEWEST)
 }
 
 #[cfg(test)]

@@ -3,6 +3,7 @@
 
 use std::ffi::{CStr, c_char, c_int};
 use std::os::fd::{BorrowedFd, IntoRawFd};
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::descriptor::{Registered, restore_file_can_wait};
 use crate::answer::{Answer, Mapping, Refusal, Restored};
@@ -16,6 +17,9 @@ const NOT_MINE: c_int = -libc::ENOTSUP;
 const FAILED: c_int = -1;
 /// A descriptor that no process can have open: its mmap fails.
 const UNMAPPABLE: c_int = c_int::MAX;
+
+/// Whether this process is a task whose restore fails in the end, since a mapping went wrong: one line about that is enough.
+static DOOMED: AtomicBool = AtomicBool::new(false);
 
 pub(super) extern "C" fn init<P: Registered>(stage: c_int) -> c_int {
     let host = Host::new(P::NAME);
@@ -152,15 +156,20 @@ pub(super) extern "C" fn update_vma_map<P: Registered>(
     new_offset: *mut u64,
     file: *mut c_int,
 ) -> c_int {
-    let answer = hook("UPDATE_VMA_MAP", Place::Task, |plugin: &mut P, host| {
+    let act = |plugin: &mut P, host: &Host| {
         // SAFETY: a string of CRIU's that lives through the call.
         plugin.update_mapping(host, unsafe { text(path) }, address, old_offset)
-    });
+    };
+    let doomed = DOOMED.load(Ordering::Relaxed);
+    let answer = if doomed { Err(No::Failed) } else { hook("UPDATE_VMA_MAP", Place::Task, act) };
     let (offset, fd) = match answer {
         Ok(Mapping { offset, file }) => (offset, file.map(IntoRawFd::into_raw_fd)),
         Err(No::NotMine) => return NOT_MINE,
-        // CRIU would map the old file at the old offset.
-        Err(No::Failed) => (old_offset, Some(UNMAPPABLE)),
+        // CRIU takes no error here: it would map the old file at the old offset.
+        Err(No::Failed) => {
+            DOOMED.store(true, Ordering::Relaxed);
+            (old_offset, Some(UNMAPPABLE))
+        }
     };
     // SAFETY: addresses of two variables of CRIU's, which reads them after the call.
     unsafe {

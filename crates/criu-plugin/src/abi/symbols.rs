@@ -6,6 +6,7 @@
 //! the development branch of November 2025.
 
 use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
+use std::io::Write as _;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::ptr::NonNull;
 
@@ -45,7 +46,8 @@ macro_rules! function {
 pub(crate) fn log(level: Level, line: &str) {
     let line = line.replace('\0', " ");
     if print(level, &line).is_err() {
-        eprintln!("{line}");
+        // Nobody else to tell if this fails.
+        let _ = writeln!(std::io::stderr(), "{line}");
     }
 }
 

@@ -4,6 +4,7 @@
 //! terminal. Exit status: 0 all good, 1 wrong bytes seen, 3 a part of it was killed, 2 it could not work.
 
 mod active;
+mod device;
 mod discard;
 mod family;
 mod impostor;
@@ -42,6 +43,9 @@ struct Arguments {
     /// The page server's socket, for an impostor.
     #[arg(long, default_value = "lazy-pages.socket")]
     socket: PathBuf,
+    /// The device to map.
+    #[arg(long, default_value = "/dev/loop0")]
+    device: PathBuf,
 }
 
 fn main() -> ExitCode {
@@ -77,6 +81,7 @@ fn main() -> ExitCode {
         "after-exec" => leave::after_exec(&stage),
         "impostor" => impostor::run(&stage, arguments.pid, &arguments.socket),
         "active" => active::run(&stage),
+        "device" => device::run(&stage, &arguments.device),
         other => Err(anyhow::anyhow!("no scenario is called {other:?}")),
     };
     stage.end(result)
