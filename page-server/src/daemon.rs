@@ -77,6 +77,7 @@ impl Daemon {
     /// # Errors
     /// The image cannot be served, the socket not be bound, or too many sessions are open.
     pub fn open(&self, images: &Path, work: &Path) -> anyhow::Result<OpenSession> {
+        spaces::sweep(self.ledger);
         let image = Image::open(images)?;
         let listener = socket::listen(work)?;
         let Some(index) = self.ledger.take_session() else {
@@ -107,7 +108,7 @@ impl Daemon {
     }
 
     /// Takes up the sessions that a dead worker left. Those that cannot be, because an image cannot be read any
-    /// more, are ended: their processes are dead before this returns.
+    /// more, are ended with their processes.
     pub fn inherit(&self) -> Vec<Result<OpenSession, Lost>> {
         self.ledger.reclaim();
         for slot in self.ledger.sessions() {
@@ -121,6 +122,9 @@ impl Daemon {
         let inherit = |(index, slot): (usize, &'static SessionSlot)| {
             let session = self.inherit_one(index, slot);
             session.map(|session| self.track(session)).map_err(|error| {
+                if !slot.inbox.descriptor().is_some_and(|number| spaces::is_known(self.ledger, number)) {
+                    self.turn_away(slot);
+                }
                 spaces::end(self.ledger, index);
                 let (images, work) = slot.paths();
                 slot.set_state(SessionState::Free);
@@ -150,7 +154,7 @@ impl Daemon {
         let connection = own(slot.connection.load(Ordering::Acquire));
         // Before any reactor may close a descriptor and free its number.
         let arrived = slot.inbox.descriptor().is_some_and(|number| spaces::is_known(self.ledger, number));
-        for task in spaces::inherit(self.ledger, &image, &session, &self.pool)? {
+        for task in spaces::inherit(self.ledger, &image, &session, &self.pool) {
             self.pool.submit(task);
         }
         info!(session = session.number, "taken over in state {:?}", slot.state());
@@ -323,16 +327,41 @@ impl Daemon {
         host_pid: i32,
     ) -> anyhow::Result<()> {
         if !std::mem::take(&mut open.arrived) {
-            // SAFETY: just received (or received by a dead worker), and in no slot: owned by nobody.
-            let uffd = unsafe { sys::take_over(number) };
-            let plan = self.plan(open, image_pid)?;
-            let home = self.pool.choose_home();
-            let arrived = spaces::Arrival { image_pid, host_pid, uffd, home };
-            self.pool.submit(spaces::open(self.ledger, plan, &open.session, arrived)?);
+            if !sys::is_userfaultfd(number) {
+                open.slot.inbox.done();
+                // SAFETY: received, and in no slot: owned by nobody. No memory depends on it.
+                drop(unsafe { sys::take_over(number) });
+                bail!(
+                    "task {image_pid} sent a descriptor that is no userfaultfd: not `criu restore --lazy-pages`"
+                );
+            }
+            let arrived =
+                spaces::Arrival { image_pid, host_pid, uffd: number, home: self.pool.choose_home() };
+            let plan = self.plan(open, image_pid);
+            match plan.and_then(|plan| spaces::open(self.ledger, plan, &open.session, &arrived)) {
+                Ok(task) => self.pool.submit(task),
+                Err(error) => {
+                    self.turn_away(open.slot);
+                    return Err(error);
+                }
+            }
         }
         open.slot.tasks.fetch_add(1, Ordering::AcqRel);
         open.slot.inbox.done();
         Ok(())
+    }
+
+    /// Ends the task whose userfaultfd is in the inbox and in no slot, if there is one.
+    fn turn_away(&self, slot: &SessionSlot) {
+        let Some((number, host_pid)) = slot.inbox.undelivered() else { return };
+        let ended = spaces::refuse(self.ledger, number, host_pid);
+        // Between the two: a successor must neither lose the descriptor of a living task nor look for one that
+        // is closed.
+        slot.inbox.done();
+        if ended {
+            // SAFETY: received, in no slot, and out of the inbox now: owned by nobody.
+            drop(unsafe { sys::take_over(number) });
+        }
     }
 
     fn plan<'a>(&self, open: &'a OpenSession, image_pid: i32) -> anyhow::Result<&'a TaskPlan> {

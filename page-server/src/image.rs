@@ -20,7 +20,7 @@ pub struct TaskPlan {
 }
 
 /// A checked image directory.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct Image {
     /// Tasks by the pid that names their images; none for those without memory (zombies).
     plans: BTreeMap<u32, Option<TaskPlan>>,

@@ -28,4 +28,6 @@ pub mod spaces;
 pub mod supervisor;
 pub mod sys;
 pub mod units;
+#[cfg(test)]
+mod watched;
 pub mod worker;

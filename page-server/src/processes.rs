@@ -59,6 +59,42 @@ mod tests {
     use std::process::Command;
 
     #[test]
+    fn when_the_process_has_ended_its_number_may_be_a_stranger_s_whose_children_live_on() {
+        let mut stranger = Command::new("sh").args(["-c", "sleep 100; true"]).spawn().unwrap();
+        let pid = i32::try_from(stranger.id()).unwrap();
+        while descendants(pid).is_empty() {
+            std::thread::yield_now();
+        }
+        let mut ended = Command::new("true").spawn().unwrap();
+        let pidfd = sys::pidfd_open(i32::try_from(ended.id()).unwrap()).unwrap();
+        ended.wait().unwrap();
+        for pidfd in [pidfd.as_raw_fd(), crate::ledger::NO_FD] {
+            kill_descendants(pid, pidfd);
+        }
+        assert!(stranger.try_wait().unwrap().is_none(), "its child was killed");
+        let pidfd = sys::pidfd_open(pid).unwrap();
+        kill_descendants(pid, pidfd.as_raw_fd());
+        stranger.wait().unwrap();
+    }
+
+    #[test]
+    fn a_child_of_any_thread_is_found() {
+        let (tell, told) = std::sync::mpsc::channel();
+        let (end, ended) = std::sync::mpsc::channel::<()>();
+        let thread = std::thread::spawn(move || {
+            let mut child = Command::new("sleep").arg("100").spawn().unwrap();
+            tell.send(i32::try_from(child.id()).unwrap()).unwrap();
+            let _ = ended.recv();
+            child.kill().unwrap();
+            child.wait().unwrap();
+        });
+        let child = told.recv().unwrap();
+        assert!(descendants(i32::try_from(std::process::id()).unwrap()).contains(&child));
+        drop(end);
+        thread.join().unwrap();
+    }
+
+    #[test]
     fn children_of_children_are_killed_and_the_process_itself_is_not() {
         let mut shell =
             Command::new("sh").args(["-c", "sh -c 'sleep 100; true'; sleep 100"]).spawn().unwrap();

@@ -3,20 +3,25 @@
 //! worker, killed when neither can be.
 
 use std::collections::BTreeSet;
-use std::os::fd::{AsRawFd as _, IntoRawFd as _, OwnedFd};
+use std::os::fd::{BorrowedFd, IntoRawFd as _, RawFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
 
-use anyhow::Context as _;
+use anyhow::{Context as _, bail};
 use rewake_pager::Space;
 use rewake_uffd::Uffd;
-use tracing::{debug, warn};
+use tracing::{debug, error, warn};
 
 use crate::fill::{AddressSpace, Pool, Task};
 use crate::image::{Image, TaskPlan};
-use crate::ledger::{Journal, Ledger, MAX_SPACES, SpaceSlot};
+use crate::ledger::{Journal, Ledger, MAX_SPACES, NO_SESSION, SpaceSlot};
 use crate::session::Session;
 use crate::{processes, sys};
+
+/// How long a killed process may take to end before it is given up.
+const DEATH: Duration = Duration::from_secs(1);
+const DEATH_POLL: Duration = Duration::from_millis(1);
 
 /// A task that has just sent its userfaultfd.
 #[derive(Debug)]
@@ -25,8 +30,8 @@ pub struct Arrival {
     pub image_pid: i32,
     /// Pid on this host; 0 when the kernel did not tell.
     pub host_pid: i32,
-    /// Its userfaultfd.
-    pub uffd: OwnedFd,
+    /// Its userfaultfd, open and not owned yet.
+    pub uffd: RawFd,
     /// Reactor to serve it.
     pub home: usize,
 }
@@ -40,27 +45,24 @@ pub fn is_known(ledger: Ledger, number: i32) -> bool {
 /// Notes a new address space in the ledger and makes the task for its reactor.
 ///
 /// # Errors
-/// No free slot, or descriptors are refused.
+/// No free slot, or descriptors are refused. The userfaultfd is still open and owned by nobody: see [`refuse`].
 pub fn open(
     ledger: Ledger,
     plan: &TaskPlan,
     session: &Arc<Session>,
-    arrival: Arrival,
+    arrival: &Arrival,
 ) -> anyhow::Result<Task> {
-    let uffd = Uffd::adopt(arrival.uffd).context("adopting a userfaultfd")?;
     let slot = ledger.take_space().and_then(|index| ledger.spaces().get(index));
     let slot =
         slot.with_context(|| format!("more than {MAX_SPACES} address spaces at once: run a second daemon"))?;
-    slot.session.store(u32::try_from(session.index).unwrap_or(u32::MAX), Ordering::Relaxed);
+    slot.session.store(u32::try_from(session.index).unwrap_or(NO_SESSION), Ordering::Relaxed);
     slot.image_pid.store(arrival.image_pid, Ordering::Relaxed);
     slot.host_pid.store(arrival.host_pid, Ordering::Relaxed);
-    slot.uffd.store(uffd.as_raw_fd(), Ordering::Relaxed);
-    match sys::pidfd_open(arrival.host_pid) {
-        Ok(pidfd) => slot.pidfd.store(pidfd.into_raw_fd(), Ordering::Relaxed),
-        // It can still be served and poisoned, but not killed.
-        Err(error) => warn!(%error, pid = arrival.host_pid, "no process descriptor for a restored task"),
-    }
-    let journal = Journal::create(slot).context("making a journal")?;
+    slot.uffd.store(arrival.uffd, Ordering::Relaxed);
+    let journal = watch_process(slot).and_then(|()| Journal::create(slot).context("making a journal"));
+    let journal = journal.inspect_err(|_| slot.retire())?;
+    // SAFETY: just received (or received by a dead worker), and in no slot: owned by nobody.
+    let uffd = Uffd::adopt(unsafe { sys::take_over(arrival.uffd) }).context("adopting a userfaultfd")?;
     slot.publish();
     session.space_opened();
     session.stats.pages_total.fetch_add(plan.plan.pages(), Ordering::Relaxed);
@@ -71,31 +73,69 @@ pub fn open(
     Ok(Task::Adopt { space: Arc::new(space), journal, inherited: None })
 }
 
-/// Makes the tasks for all address spaces of a session that a dead worker served.
-///
-/// # Errors
-/// The image lacks a task that was served, or a journal cannot be read. The session's processes are dead then.
-pub fn inherit(
-    ledger: Ledger,
-    image: &Image,
-    session: &Arc<Session>,
-    pool: &Pool,
-) -> anyhow::Result<Vec<Task>> {
-    let mut tasks = Vec::new();
+fn watch_process(slot: &SpaceSlot) -> anyhow::Result<()> {
+    let pid = slot.host_pid.load(Ordering::Relaxed);
+    match sys::pidfd_open(pid) {
+        Ok(pidfd) => slot.pidfd.store(pidfd.into_raw_fd(), Ordering::Relaxed),
+        Err(error) if matches!(error.raw_os_error(), Some(libc::EMFILE | libc::ENFILE | libc::ENOMEM)) => {
+            return Err(error).context("opening a process descriptor for a restored task");
+        }
+        // It has ended, or its pid is not known here: it can still be served and poisoned, but not killed.
+        Err(error) => warn!(%error, pid, "no process descriptor for a restored task"),
+    }
+    Ok(())
+}
+
+/// Ends a task that was not taken up. True when it has ended, so that its userfaultfd may be closed; otherwise
+/// that is kept open under a slot of its own, and the task waits rather than read zeros.
+pub fn refuse(ledger: Ledger, number: RawFd, host_pid: i32) -> bool {
+    // SAFETY: received, and in no slot: open, and owned by nobody.
+    let uffd = unsafe { BorrowedFd::borrow_raw(number) };
+    let ends = Instant::now() + DEATH;
+    while !rewake_uffd::memory_is_gone(uffd) {
+        if Instant::now() >= ends {
+            error!(
+                pid = host_pid,
+                "a task that cannot be served could not be killed: it waits for ever; kill it"
+            );
+            keep(ledger, number);
+            return false;
+        }
+        // As long as its memory is there the number is its own: it is the process that sent the descriptor.
+        sys::kill(host_pid);
+        std::thread::sleep(DEATH_POLL);
+    }
+    true
+}
+
+/// Gives a userfaultfd that nobody serves a slot, so that successors and the supervisor keep it open.
+fn keep(ledger: Ledger, number: RawFd) {
+    let Some(slot) = ledger.take_space().and_then(|index| ledger.spaces().get(index)) else {
+        return error!(
+            "more than {MAX_SPACES} address spaces: its userfaultfd is lost when this worker ends"
+        );
+    };
+    slot.session.store(NO_SESSION, Ordering::Relaxed);
+    slot.uffd.store(number, Ordering::Relaxed);
+    slot.publish();
+}
+
+/// Makes the tasks for all address spaces of a session that a dead worker served. Those that cannot be taken
+/// up are ended, and the session has failed then.
+pub fn inherit(ledger: Ledger, image: &Image, session: &Arc<Session>, pool: &Pool) -> Vec<Task> {
     let known: BTreeSet<i32> =
         ledger.live_spaces().map(|(_, slot)| slot.uffd.load(Ordering::Acquire)).collect();
     let known = Arc::new(known);
-    for (_, slot) in of_session(ledger, session.index) {
-        match inherit_one(slot, image, session, pool, &known) {
-            Ok(task) => tasks.push(task),
+    let take_up =
+        |(_, slot): (usize, &'static SpaceSlot)| match inherit_one(slot, image, session, pool, &known) {
+            Ok(task) => Some(task),
             Err(error) => {
-                // Before the tasks are dropped, and with them the last references to their userfaultfds.
-                end(ledger, session.index);
-                return Err(error);
+                session.fail(&format!("{:#}", error.context("taking over from a dead worker")));
+                abandon(slot);
+                None
             }
-        }
-    }
-    Ok(tasks)
+        };
+    of_session(ledger, session.index).filter_map(take_up).collect()
 }
 
 fn inherit_one(
@@ -106,8 +146,7 @@ fn inherit_one(
     known: &Arc<BTreeSet<i32>>,
 ) -> anyhow::Result<Task> {
     if slot.lossy.load(Ordering::Acquire) == 1 {
-        slot.kill();
-        session.fail("the worker died while a process's memory was in more pieces than its journal holds");
+        bail!("a process's memory was in more pieces than its journal holds");
     }
     let pid = slot.image_pid.load(Ordering::Relaxed);
     let plan = u32::try_from(pid).ok().and_then(|pid| image.plan(pid));
@@ -138,23 +177,129 @@ fn rebuild(plan: &TaskPlan, journal: &Journal) -> anyhow::Result<Space> {
     Ok(space)
 }
 
-/// Kills the processes of a session that cannot be taken over, waits for their end, and takes them out of the
-/// ledger: what is dead misses nothing, so their descriptors may close.
+/// Ends the processes of a session that cannot be taken over at all, because its image cannot be read. Those
+/// that do not end within [`DEATH`] are reported, and keep their userfaultfds.
 pub fn end(ledger: Ledger, session: usize) {
     for (_, slot) in of_session(ledger, session) {
-        let pid = slot.host_pid.load(Ordering::Relaxed);
-        processes::kill_descendants(pid, slot.pidfd.load(Ordering::Acquire));
-        if !slot.kill() {
-            warn!(pid, "a process with lost memory could not be killed");
-        }
+        abandon(slot);
     }
-    for (_, slot) in of_session(ledger, session) {
-        slot.wait_for_end();
-        slot.retire();
+    let ends = Instant::now() + DEATH;
+    while let left = sweep(ledger)
+        && left > 0
+    {
+        if Instant::now() >= ends {
+            error!(
+                "{left} processes without their memory could not be killed: they wait for ever; kill them"
+            );
+            return;
+        }
+        std::thread::sleep(DEATH_POLL);
     }
 }
 
+/// Kills the process of an address space that nobody can serve, and its descendants. Its userfaultfd stays open
+/// until its memory is gone: a child whose pid is not known waits rather than read zeros.
+fn abandon(slot: &SpaceSlot) {
+    let pid = slot.host_pid.load(Ordering::Relaxed);
+    processes::kill_descendants(pid, slot.pidfd.load(Ordering::Acquire));
+    if !slot.kill() {
+        warn!(pid, "a process with lost memory could not be killed");
+    }
+    slot.session.store(NO_SESSION, Ordering::Release);
+}
+
+/// Closes the userfaultfds of abandoned address spaces whose memory is gone; how many are left.
+pub fn sweep(ledger: Ledger) -> usize {
+    let abandoned = |(_, slot): &(usize, &SpaceSlot)| slot.session.load(Ordering::Acquire) == NO_SESSION;
+    let mut left = 0;
+    for (_, slot) in ledger.live_spaces().filter(abandoned) {
+        if slot.memory_is_gone() {
+            let number = slot.uffd.load(Ordering::Acquire);
+            slot.retire();
+            // SAFETY: nobody served it, so nobody but the slot owned it.
+            drop(unsafe { sys::take_over(number) });
+        } else {
+            left += 1;
+        }
+    }
+    left
+}
+
 fn of_session(ledger: Ledger, session: usize) -> impl Iterator<Item = (usize, &'static SpaceSlot)> {
-    let session = u32::try_from(session).unwrap_or(u32::MAX);
+    let session = u32::try_from(session).unwrap_or(NO_SESSION);
     ledger.live_spaces().filter(move |(_, slot)| slot.session.load(Ordering::Acquire) == session)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::PathBuf;
+
+    use rewake_pager::Plan;
+    use rewake_store::{BlockCache, DEFAULT_BUDGET};
+
+    use super::*;
+    use crate::watched::{self, Watched};
+
+    fn session() -> Arc<Session> {
+        Arc::new(Session::new(0, 1, PathBuf::new()))
+    }
+
+    #[test]
+    fn a_task_for_which_there_is_no_room_is_dead_before_its_memory_is_let_go_of() {
+        let task = Watched::start(watched::touch);
+        let ledger = Ledger::new().unwrap();
+        while ledger.take_space().is_some() {}
+        let plan = TaskPlan { plan: Arc::new(Plan::new(Vec::new()).unwrap()), files: Arc::default() };
+        let arrival = Arrival { image_pid: task.pid, host_pid: task.pid, uffd: task.uffd, home: 0 };
+        assert!(open(ledger, &plan, &session(), &arrival).is_err());
+        assert!(watched::is_open(task.uffd) && task.lives());
+        assert!(refuse(ledger, task.uffd, task.pid));
+        watched::until(|| !task.lives());
+        assert!(watched::is_open(task.uffd));
+    }
+
+    #[test]
+    fn a_task_that_cannot_be_killed_keeps_waiting_and_the_ledger_its_userfaultfd() {
+        let task = Watched::start(watched::touch);
+        let ledger = Ledger::new().unwrap();
+        assert!(!refuse(ledger, task.uffd, 0));
+        assert!(task.lives());
+        assert_eq!(ledger.descriptors().collect::<Vec<_>>(), [task.uffd]);
+        assert_eq!(sweep(ledger), 1);
+        sys::kill(task.pid);
+        watched::until(|| sweep(ledger) == 0);
+        assert!(!watched::is_open(task.uffd) && ledger.descriptors().count() == 0);
+    }
+
+    #[test]
+    fn what_cannot_be_taken_over_is_killed_or_keeps_waiting() {
+        let ledger = Ledger::new().unwrap();
+        let pool = Pool::start(&BlockCache::new(DEFAULT_BUDGET).unwrap(), ledger).unwrap();
+        let session = session();
+        let [known, unknown, torn] = [(); 3].map(|()| Watched::start(watched::touch));
+        known.slot(ledger, &session, true);
+        unknown.slot(ledger, &session, false);
+        torn.slot(ledger, &session, false).lossy.store(1, Ordering::Relaxed);
+        assert!(inherit(ledger, &Image::default(), &session, &pool).is_empty());
+        assert!(session.failure().is_some_and(|reason| reason.contains("not in the image")), "{session:?}");
+        watched::until(|| !known.lives());
+        for left in [&unknown, &torn] {
+            assert!(left.lives() && watched::is_open(left.uffd));
+            assert!(ledger.descriptors().any(|number| number == left.uffd), "a successor must keep it open");
+        }
+        drop((unknown, torn));
+        watched::until(|| sweep(ledger) == 0);
+    }
+
+    #[test]
+    fn a_session_that_nobody_can_serve_does_not_hold_up_the_others() {
+        let ledger = Ledger::new().unwrap();
+        let session = session();
+        let task = Watched::start(watched::touch);
+        task.slot(ledger, &session, false);
+        let begun = Instant::now();
+        end(ledger, session.index);
+        assert!(begun.elapsed() < 2 * DEATH);
+        assert!(task.lives() && watched::is_open(task.uffd));
+    }
 }

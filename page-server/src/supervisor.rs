@@ -16,7 +16,7 @@ use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
 use nix::unistd::Pid;
 use tracing::{error, info, warn};
 
-use crate::ledger::Ledger;
+use crate::ledger::{Ledger, NO_FD};
 use crate::processes;
 use crate::sys::{self, Fork};
 
@@ -24,6 +24,8 @@ use crate::sys::{self, Fork};
 /// once is not cured by another.
 const MAX_DEATHS: usize = 8;
 const WINDOW: Duration = Duration::from_secs(10);
+/// Before the next try after the kernel refused a fork: with [`MAX_DEATHS`], two seconds in all.
+const FORK_PAUSE: Duration = Duration::from_millis(250);
 /// Exit code of a worker that panicked before its reactors ran.
 const PANICKED: i32 = 101;
 
@@ -56,37 +58,56 @@ pub fn supervise(notify: Vec<OwnedFd>, worker: impl Fn(&Start) -> u8) -> anyhow:
     // Plain numbers from here on: the worker closes them in the table that both share.
     let notify: Vec<RawFd> = notify.into_iter().map(IntoRawFd::into_raw_fd).collect();
     let supervisor = nix::unistd::getpid().as_raw();
-    let mut deaths = Vec::new();
+    let first = Start { ledger, successor: false, supervisor, inherited, notify };
+    let ended = keep_a_worker(first, &signals, worker);
+    // Whatever the reason, an error of ours included: with this process the last descriptors close.
+    end_all(ledger);
+    ended
+}
+
+/// Starts a worker and, as long as that helps, a successor for each that dies. Gives the exit code.
+fn keep_a_worker(mut start: Start, signals: &SigSet, worker: impl Fn(&Start) -> u8) -> anyhow::Result<u8> {
+    let mut deaths = Deaths::default();
     loop {
-        let (inherited, notify) = (inherited.clone(), notify.clone());
-        let start = Start { ledger, successor: !deaths.is_empty(), supervisor, inherited, notify };
         // SAFETY: this process has one thread, so the child may do anything.
-        match unsafe { sys::fork_sharing_files() }.context("starting a worker")? {
-            Fork::Child => {
+        let died = match unsafe { sys::fork_sharing_files() } {
+            Ok(Fork::Child) => {
                 // Unwinding out of here would run the supervisor's code in the worker.
                 let code = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-                    let _ = sigprocmask(SigmaskHow::SIG_UNBLOCK, Some(&signals), None);
+                    let _ = sigprocmask(SigmaskHow::SIG_UNBLOCK, Some(signals), None);
                     worker(&start)
                 }));
                 std::process::exit(code.map_or(PANICKED, i32::from));
             }
-            Fork::Parent(pid) => match wait_for(Pid::from_raw(pid), &signals)? {
-                Ended::Exited(code) if code != PANICKED => {
-                    end_all(ledger);
-                    return Ok(u8::try_from(code).unwrap_or(1));
-                }
-                how => {
-                    deaths.push(Instant::now());
-                    deaths.retain(|death| death.elapsed() < WINDOW);
-                    if deaths.len() >= MAX_DEATHS {
-                        error!("{MAX_DEATHS} workers died within {} s, the last {how}", WINDOW.as_secs());
-                        end_all(ledger);
-                        return Ok(1);
-                    }
-                    warn!("worker {pid} {how}: starting a successor");
-                }
+            Ok(Fork::Parent(pid)) => match wait_for(Pid::from_raw(pid), signals)? {
+                Ended::Exited(code) if code != PANICKED => return Ok(u8::try_from(code).unwrap_or(1)),
+                how => format!("worker {pid} {how}"),
             },
+            Err(error) if !start.successor => return Err(error).context("starting a worker"),
+            Err(error) => {
+                std::thread::sleep(FORK_PAUSE);
+                format!("starting a worker: {error}")
+            }
+        };
+        if deaths.too_many() {
+            error!("{MAX_DEATHS} workers died within {} s, the last: {died}", WINDOW.as_secs());
+            return Ok(1);
         }
+        warn!("{died}: starting a successor");
+        start.successor = true;
+    }
+}
+
+/// When workers died lately.
+#[derive(Debug, Default)]
+struct Deaths(Vec<Instant>);
+
+impl Deaths {
+    /// One more; true when another worker would not help.
+    fn too_many(&mut self) -> bool {
+        self.0.push(Instant::now());
+        self.0.retain(|death| death.elapsed() < WINDOW);
+        self.0.len() >= MAX_DEATHS
     }
 }
 
@@ -107,6 +128,11 @@ fn end_all(ledger: Ledger) {
             slot.host_pid.load(Ordering::Acquire),
             slot.pidfd.load(Ordering::Acquire),
         );
+    }
+    let unknown =
+        ledger.live_spaces().filter(|(_, slot)| slot.pidfd.load(Ordering::Acquire) == NO_FD).count();
+    if unknown > 0 {
+        warn!("waiting for the end of {unknown} forked processes whose memory cannot be brought back");
     }
     let killed = ledger.end_all();
     if killed > 0 {

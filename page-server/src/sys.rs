@@ -34,6 +34,14 @@ pub fn pidfd_kill(pidfd: RawFd) -> io::Result<()> {
     check(unsafe { libc::syscall(libc::SYS_pidfd_send_signal, pidfd, libc::SIGKILL, 0, 0) }).map(drop)
 }
 
+/// Sends SIGKILL to process `pid`; to nobody when that is no process's number.
+pub fn kill(pid: i32) {
+    if pid > 0 {
+        // SAFETY: two integers. A number above 0 names one process, never a group.
+        unsafe { libc::kill(pid, libc::SIGKILL) };
+    }
+}
+
 /// What [`fork_sharing_files`] returned in this process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fork {
@@ -81,6 +89,13 @@ pub fn memory_file(name: &std::ffi::CStr, len: u64) -> io::Result<OwnedFd> {
 pub unsafe fn take_over(fd: RawFd) -> OwnedFd {
     // SAFETY: passed on to the caller.
     unsafe { OwnedFd::from_raw_fd(fd) }
+}
+
+/// True when descriptor `number` of this process is a userfaultfd.
+#[must_use]
+pub fn is_userfaultfd(number: RawFd) -> bool {
+    let link = std::fs::read_link(format!("/proc/self/fd/{number}"));
+    link.is_ok_and(|link| link.as_os_str() == "anon_inode:[userfaultfd]")
 }
 
 /// A second descriptor for the same open file, closed on exec.

@@ -3,18 +3,23 @@
 
 use std::time::Duration;
 
-/// `512.0 KiB`, `1.5 GiB`.
+/// `0 B`, `1023 B`, `512.0 KiB`, `1.5 GiB`: four digits at most, never rounded up to the next unit.
 #[must_use]
-#[expect(clippy::cast_precision_loss, reason = "one decimal is shown")]
 pub fn bytes(count: u64) -> String {
-    let units = ["B", "KiB", "MiB", "GiB", "TiB"];
-    let mut value = count as f64;
-    let mut unit = 0;
-    while value >= 1024.0 && unit + 1 < units.len() {
-        value /= 1024.0;
-        unit += 1;
+    if count < 1024 {
+        return format!("{count} B");
     }
-    if unit == 0 { format!("{count} B") } else { format!("{value:.1} {}", units[unit]) }
+    // In tenths, so that no float rounds 1023.96 up to 1024.0.
+    let mut tenths = u128::from(count) * 10 / 1024;
+    let mut units = ["KiB", "MiB", "GiB", "TiB", "PiB", "EiB"].iter();
+    let mut unit = units.next();
+    while tenths >= 10 * 1024
+        && let Some(next) = units.next()
+    {
+        tenths /= 1024;
+        unit = Some(next);
+    }
+    format!("{}.{} {}", tenths / 10, tenths % 10, unit.unwrap_or(&"EiB"))
 }
 
 /// `850 ns`, `85 µs`, `1.2 ms`, `3.0 s`.
@@ -51,8 +56,22 @@ mod tests {
     use super::*;
 
     #[test]
+    fn sizes_have_binary_units_and_are_never_rounded_up() {
+        let cases = [
+            (0, "0 B"),
+            (1023, "1023 B"),
+            (4096, "4.0 KiB"),
+            (1024 * 1024 - 1, "1023.9 KiB"),
+            (1536 << 20, "1.5 GiB"),
+            (u64::MAX, "15.9 EiB"),
+        ];
+        for (count, text) in cases {
+            assert_eq!(bytes(count), text);
+        }
+    }
+
+    #[test]
     fn numbers_are_short_and_have_units() {
-        assert_eq!([0, 1023, 1024, 1536 << 20].map(bytes), ["0 B", "1023 B", "1.0 KiB", "1.5 GiB"]);
         let nanos = [999, 85_400, 1_250_000, 3_000_000_000].map(Duration::from_nanos);
         assert_eq!(nanos.map(latency), ["999 ns", "85 µs", "1.2 ms", "3.0 s"]);
         let times = [0.42, 12.34, 312.0, 11_100.0].map(Duration::from_secs_f64);

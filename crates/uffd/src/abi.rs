@@ -17,8 +17,6 @@ const fn ioc(dir: u32, nr: u32, size: usize) -> libc::c_ulong {
 pub const UFFDIO_API: libc::c_ulong = ioc(3, 0x3f, size_of::<Api>());
 /// Register a range (`UFFDIO_REGISTER`).
 pub const UFFDIO_REGISTER: libc::c_ulong = ioc(3, 0x00, size_of::<Register>());
-/// Stop watching a range (`UFFDIO_UNREGISTER`).
-pub const UFFDIO_UNREGISTER: libc::c_ulong = ioc(2, 0x01, size_of::<Range>());
 /// Wake threads that wait in a range (`UFFDIO_WAKE`).
 pub const UFFDIO_WAKE: libc::c_ulong = ioc(2, 0x02, size_of::<Range>());
 /// Fill missing pages from our memory (`UFFDIO_COPY`).
@@ -111,7 +109,6 @@ pub struct Fill {
 const _: () = {
     assert!(UFFDIO_API == 0xc018_aa3f);
     assert!(UFFDIO_REGISTER == 0xc020_aa00);
-    assert!(UFFDIO_UNREGISTER == 0x8010_aa01);
     assert!(UFFDIO_WAKE == 0x8010_aa02);
     assert!(UFFDIO_COPY == 0xc028_aa03);
     assert!(UFFDIO_ZEROPAGE == 0xc020_aa04);
@@ -172,10 +169,6 @@ request!(
 request!(
     /// Registers a range.
     register, UFFDIO_REGISTER, Register
-);
-request!(
-    /// Unregisters a range.
-    unregister, UFFDIO_UNREGISTER, Range
 );
 request!(
     /// Wakes waiters.

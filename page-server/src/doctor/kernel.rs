@@ -18,9 +18,6 @@ pub const FEATURE_POISON: u64 = 1 << 14;
 /// Pipes of this length in bytes are what CRIU's page server asks for.
 const PIPE_BYTES: u64 = 4 << 20;
 
-/// The most io_urings that the daemon sets up; each registers the whole cache.
-const RINGS: u64 = 8;
-
 const CAP_IPC_LOCK: u64 = 1 << 14;
 const CAP_SYS_PTRACE: u64 = 1 << 19;
 const CAP_SYS_RESOURCE: u64 = 1 << 24;
@@ -158,14 +155,14 @@ pub fn open_files(limit: u64) -> Check {
     Check::warning("open files", found, advice)
 }
 
-/// Room for the buffers that io_uring registers.
+/// Room for the buffers that io_uring registers: each reactor has a ring, and each ring the whole cache.
 #[must_use]
-pub fn locked_memory(soft: u64, capabilities: u64) -> Check {
+pub fn locked_memory(soft: u64, capabilities: u64, reactors: u64) -> Check {
     let name = "locked memory";
     if capabilities & CAP_IPC_LOCK != 0 {
         return Check::ok(name, "unlimited by CAP_IPC_LOCK");
     }
-    let wanted = DEFAULT_BUDGET as u64 * RINGS;
+    let wanted = DEFAULT_BUDGET as u64 * reactors;
     if soft >= wanted {
         return Check::ok(name, amount(soft));
     }
@@ -289,9 +286,10 @@ mod tests {
         assert_eq!(open_files(1 << 20).verdict, Verdict::Ok);
         assert_eq!(open_files(u64::MAX).found, "unlimited");
         assert_eq!(open_files(1024).verdict, Verdict::Warning);
-        assert_eq!(locked_memory(8 << 20, CAP_IPC_LOCK).verdict, Verdict::Ok);
-        assert_eq!(locked_memory(8 << 20, 0).verdict, Verdict::Warning);
-        assert_eq!(locked_memory(256 << 20, 0).verdict, Verdict::Ok);
+        assert_eq!(locked_memory(8 << 20, CAP_IPC_LOCK, 8).verdict, Verdict::Ok);
+        assert_eq!(locked_memory(8 << 20, 0, 8).verdict, Verdict::Warning);
+        assert_eq!(locked_memory(256 << 20, 0, 8).verdict, Verdict::Ok);
+        assert_eq!(locked_memory(64 << 20, 0, 2).verdict, Verdict::Ok);
     }
 
     #[test]

@@ -87,7 +87,7 @@ pub fn examine() -> Report {
         kernel::io_uring(machine::io_uring()),
         kernel::cachestat(machine::cachestat()),
         kernel::open_files(machine::open_files()),
-        kernel::locked_memory(machine::locked_memory(), capabilities),
+        kernel::locked_memory(machine::locked_memory(), capabilities, crate::fill::reactors() as u64),
         kernel::pipe_size(machine::pipe_max_size(), capabilities),
         kernel::gpu(machine::has_kfd()),
     ];

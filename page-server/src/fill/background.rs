@@ -309,7 +309,7 @@ impl Reactor {
                 self.ready.push_front(Work { claim, next, bytes: Bytes::Here(block) });
             }
             (Filled::All, None) => self.finish(&claim, block),
-            (Filled::Changing(next), _) => {
+            (Filled::Later(next), _) => {
                 self.stalled = true;
                 self.ready.push_back(Work { claim, next, bytes: Bytes::Here(block) });
             }

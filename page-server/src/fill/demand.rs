@@ -168,7 +168,7 @@ impl Reactor {
                 demand.space.note_fault();
                 self.shared.check_finished(&demand.space);
             }
-            Filled::Changing(_) => self.deferred.push(demand),
+            Filled::Later(_) => self.deferred.push(demand),
             Filled::Gone => self.gone(&demand.space),
             Filled::Failed(errno) => self.refused(&demand.space, errno),
         }

@@ -3,6 +3,7 @@
 
 use std::collections::BTreeSet;
 use std::io;
+use std::os::fd::{BorrowedFd, RawFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -20,6 +21,7 @@ use crate::sys;
 pub(super) struct Home {
     pub(super) space: Arc<AddressSpace>,
     journal: Journal,
+    /// Received and not dealt with: empty between two calls, unless a forked child found no place.
     messages: Vec<(usize, Message)>,
 }
 
@@ -64,6 +66,7 @@ impl Home {
     pub(super) fn read_events(&mut self, ledger: Ledger, news: &mut News) -> io::Result<()> {
         let space = Arc::clone(&self.space);
         let mut layout = space.layout_mut();
+        self.apply(&mut layout, ledger, news)?;
         // Bounded: a thread has one fault or event at a time, so what waits is at most what runs there.
         while self.journal.receive(&space.uffd, &mut self.messages)? {
             self.apply(&mut layout, ledger, news)?;
@@ -71,33 +74,65 @@ impl Home {
         self.apply(&mut layout, ledger, news)
     }
 
-    fn apply(&mut self, layout: &mut Space, ledger: Ledger, news: &mut News) -> io::Result<()> {
-        let messages = std::mem::take(&mut self.messages);
-        for &(index, message) in &messages {
-            match message {
-                Message::Fault { address } => {
-                    news.faults.push(address);
-                    continue;
-                }
-                Message::Remove { start, end } => self.change(layout, index, Change::Remove { start, end }),
-                Message::Unmap { start, end } => self.change(layout, index, Change::Unmap { start, end }),
-                Message::Remap { from, to, len } => {
-                    self.change(layout, index, Change::Remap { from, to, len });
-                }
-                Message::Fork { uffd } => {
-                    news.children.push(self.fork(layout, ledger, uffd)?);
-                    self.journal.dealt_with(index);
-                }
-                Message::Unknown(event) => warn!(event, "unknown userfaultfd event ignored"),
-            }
-            add(&self.space.session.stats.events, 1);
+    /// Deals with what was received. After an error call it again: meanwhile nothing more is received, so the
+    /// ledger goes on to name the descriptors of children that have no place of their own.
+    pub(super) fn settle(&mut self, ledger: Ledger, news: &mut News) -> io::Result<()> {
+        if self.messages.is_empty() {
+            return Ok(());
         }
-        if let Some((index, _)) = messages.last() {
+        let space = Arc::clone(&self.space);
+        self.apply(&mut space.layout_mut(), ledger, news)
+    }
+
+    fn apply(&mut self, layout: &mut Space, ledger: Ledger, news: &mut News) -> io::Result<()> {
+        let mut messages = std::mem::take(&mut self.messages);
+        let mut dealt = 0_usize;
+        let mut result = Ok(());
+        for &(index, message) in &messages {
+            result = self.deal_with(index, message, layout, ledger, news);
+            if result.is_err() {
+                break;
+            }
+            dealt += 1;
+        }
+        if let Some((index, _)) = dealt.checked_sub(1).and_then(|last| messages.get(last)) {
             // Faults need nothing noted: a successor wakes every waiting thread, which then faults again.
             self.journal.dealt_with(*index);
         }
+        messages.drain(..dealt);
         self.messages = messages;
-        self.messages.clear();
+        result
+    }
+
+    fn deal_with(
+        &mut self,
+        index: usize,
+        message: Message,
+        layout: &mut Space,
+        ledger: Ledger,
+        news: &mut News,
+    ) -> io::Result<()> {
+        match message {
+            Message::Fault { address } => {
+                news.faults.push(address);
+                return Ok(());
+            }
+            Message::Remove { start, end } => self.change(layout, index, Change::Remove { start, end }),
+            Message::Unmap { start, end } => self.change(layout, index, Change::Unmap { start, end }),
+            Message::Remap { from, to, len } => self.change(layout, index, Change::Remap { from, to, len }),
+            Message::Fork { uffd } if Self::is_gone(uffd) => {
+                // Before it is closed: a successor must not take what has its number by then for it.
+                self.journal.dealt_with(index);
+                // SAFETY: the kernel opened this descriptor for the message: nobody owns it.
+                drop(unsafe { sys::take_over(uffd) });
+            }
+            Message::Fork { uffd } => {
+                news.children.push(self.fork(layout, ledger, uffd)?);
+                self.journal.dealt_with(index);
+            }
+            Message::Unknown(event) => warn!(event, "unknown userfaultfd event ignored"),
+        }
+        add(&self.space.session.stats.events, 1);
         Ok(())
     }
 
@@ -112,9 +147,15 @@ impl Home {
         debug!(image_pid = self.space.slot.image_pid.load(Ordering::Relaxed), ?change, "layout");
     }
 
-    /// Takes over the address space of a child that was just forked. On failure its descriptor stays open, and
-    /// the child waits rather than read zeros until it is killed with its tree.
-    fn fork(&mut self, layout: &Space, ledger: Ledger, number: i32) -> io::Result<Self> {
+    /// True when a forked child has ended before it got a place.
+    fn is_gone(child: RawFd) -> bool {
+        // SAFETY: the kernel opened it for a message that is not dealt with, so it is open still.
+        rewake_uffd::memory_is_gone(unsafe { BorrowedFd::borrow_raw(child) })
+    }
+
+    /// Takes over the address space of a forked child. On failure its descriptor stays open and the message is
+    /// tried again: until then the child waits rather than read zeros.
+    fn fork(&mut self, layout: &Space, ledger: Ledger, number: RawFd) -> io::Result<Self> {
         let parent = &self.space;
         let Some(slot) = ledger.take_space().and_then(|index| ledger.spaces().get(index)) else {
             let what = format!("more than {MAX_SPACES} address spaces at once: run a second daemon");
@@ -124,8 +165,9 @@ impl Home {
         slot.image_pid.store(parent.slot.image_pid.load(Ordering::Relaxed), Ordering::Relaxed);
         slot.uffd.store(number, Ordering::Relaxed);
         let child = layout.fork();
-        let mut journal = Journal::create(slot)?;
+        let mut journal = Journal::create(slot).inspect_err(|_| slot.retire())?;
         // SAFETY: the kernel opened this descriptor for the message, and it is dealt with once: nobody owns it.
+        // None that is open is refused, so that none is closed here.
         let uffd = Uffd::adopt(unsafe { sys::take_over(number) })?;
         journal.rewrite(&child.snapshot(), 0);
         slot.publish();
@@ -135,5 +177,69 @@ impl Home {
         let space = AddressSpace::new(Arc::clone(&parent.session), slot, uffd, files, child, parent.home);
         debug!(missing = space.layout().missing(), "child forked");
         Ok(Self::new(Arc::new(space), journal))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::AsRawFd as _;
+    use std::path::PathBuf;
+
+    use super::*;
+    use crate::session::Session;
+    use crate::watched::{self, Watched};
+
+    fn home(parent: &Watched, ledger: Ledger) -> Home {
+        let session = Arc::new(Session::new(0, 1, PathBuf::new()));
+        session.release();
+        let slot = parent.slot(ledger, &session, true);
+        let journal = Journal::create(slot).unwrap();
+        Home::new(parent.address_space(&session, slot), journal)
+    }
+
+    #[test]
+    fn a_child_without_a_place_is_kept_until_it_has_one_and_then_never_reads_zeros() {
+        let parent = Watched::start(watched::fork_and_touch);
+        let ledger = Ledger::new().unwrap();
+        let mut home = home(&parent, ledger);
+        let spare = ledger.take_space().unwrap();
+        while ledger.take_space().is_some() {}
+        let mut news = News::default();
+        while home.read_events(ledger, &mut news).is_ok() {}
+        assert!(home.read_events(ledger, &mut news).is_err(), "it must not be forgotten");
+        let slot = home.space.slot;
+        let own = [&slot.uffd, &slot.pidfd, &slot.journal].map(|number| number.load(Ordering::Relaxed));
+        let kept: Vec<i32> = ledger.descriptors().filter(|number| !own.contains(number)).collect();
+        assert!(matches!(kept[..], [number] if watched::is_open(number)), "{kept:?}");
+        assert!(news.children.is_empty());
+
+        ledger.spaces()[spare].retire();
+        home.settle(ledger, &mut news).unwrap();
+        let child = news.children.pop().expect("there is room for it now");
+        assert_eq!(child.space.uffd.as_raw_fd(), kept[0]);
+        child.space.session.fail("a test");
+        watched::until(|| super::super::condemn::end(&child.space));
+        watched::until(|| child.space.slot.memory_is_gone());
+        assert!(parent.lives());
+    }
+
+    #[test]
+    fn a_child_that_ended_before_it_had_a_place_needs_none() {
+        let parent = Watched::start(watched::fork_and_touch);
+        let ledger = Ledger::new().unwrap();
+        let mut home = home(&parent, ledger);
+        while ledger.take_space().is_some() {}
+        let mut news = News::default();
+        while home.read_events(ledger, &mut news).is_ok() {}
+        let slot = home.space.slot;
+        watched::until(|| {
+            crate::processes::kill_descendants(parent.pid, slot.pidfd.load(Ordering::Relaxed));
+            home.messages
+                .iter()
+                .all(|(_, message)| matches!(message, Message::Fork { uffd } if Home::is_gone(*uffd)))
+        });
+        home.settle(ledger, &mut news).unwrap();
+        assert!(news.children.is_empty());
+        assert!(ledger.descriptors().count() == 3, "nothing is left of the child");
     }
 }

@@ -10,6 +10,7 @@
 //! * `demand`: a page that a thread waits for.
 //! * `background`: everything else, block by block.
 //! * `pace`: how much of the disk the background may have.
+//! * `shortage`: how long memory is waited for that the kernel refuses.
 //! * `condemn`: ending a session whose bytes cannot be had.
 
 mod background;
@@ -19,8 +20,9 @@ mod events;
 mod pace;
 mod reactor;
 mod shared;
+mod shortage;
 pub mod space;
 pub mod stats;
 
-pub use reactor::{Pool, Task};
+pub use reactor::{Pool, Task, reactors};
 pub use space::AddressSpace;

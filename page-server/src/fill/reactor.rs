@@ -61,6 +61,12 @@ pub enum Task {
     },
 }
 
+/// How many reactors there are: one for each processor, [`MAX_REACTORS`] at most.
+#[must_use]
+pub fn reactors() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from).min(MAX_REACTORS)
+}
+
 /// The reactors.
 #[derive(Debug)]
 pub struct Pool {
@@ -70,12 +76,12 @@ pub struct Pool {
 }
 
 impl Pool {
-    /// Starts a reactor for each processor, [`MAX_REACTORS`] at most.
+    /// Starts them, [`reactors`] of them.
     ///
     /// # Errors
     /// Descriptors, memory or threads are refused.
     pub fn start(cache: &Arc<BlockCache>, ledger: Ledger) -> anyhow::Result<Self> {
-        let count = std::thread::available_parallelism().map_or(1, usize::from).min(MAX_REACTORS);
+        let count = reactors();
         let handle = || {
             anyhow::Ok(Handle {
                 waker: Waker::new().context("making an eventfd")?,
@@ -418,8 +424,7 @@ impl Reactor {
 
     /// The kernel refused a fill for a reason that waiting does not cure.
     pub(super) fn refused(&mut self, space: &Arc<AddressSpace>, errno: i32) {
-        let error = io::Error::from_raw_os_error(errno);
-        space.session.fail(&format!("filling memory of a restored process: {error}"));
+        space.session.fail(&space.complaint(errno));
         self.shared.attention_all();
     }
 
@@ -434,17 +439,34 @@ impl Reactor {
         for key in keys {
             let Some(home) = self.homes.get(key) else { continue };
             let failed = home.space.session.has_failed();
-            if finished(home) || failed && super::condemn::end(&home.space) {
+            let done = finished(home) || failed && super::condemn::end(&home.space);
+            if done && self.children_are_home(key) {
                 self.retire(key);
             } else {
-                self.unended |= failed;
+                self.unended |= failed || done;
             }
         }
+    }
+
+    /// False while a forked child has no place in the ledger: its parent's messages are all that tells a
+    /// successor of it.
+    fn children_are_home(&mut self, key: usize) -> bool {
+        let Some(home) = self.homes.get_mut(key) else { return true };
+        let mut news = News::default();
+        let settled = home.settle(self.shared.ledger, &mut news).is_ok();
+        let space = Arc::clone(&home.space);
+        self.deliver(&space, news);
+        settled
     }
 
     /// Lets go of an address space: nothing is missing in it, or nobody is left to miss it.
     fn retire(&mut self, key: usize) {
         let space = Arc::clone(&self.homes.remove(key).space);
+        // Its events are read by nobody from here on: a fill that one of them put off would be put off, and hold
+        // the descriptor open, for ever.
+        space.set_gone();
+        let promotions_lost = space.layout().promotions_lost();
+        debug!(session = space.session.number, promotions_lost, "an address space needs nothing more");
         let pidfd = space.slot.pidfd.load(Ordering::Acquire);
         self.unwatch(space.uffd.as_fd());
         if pidfd != NO_FD {

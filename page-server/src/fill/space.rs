@@ -8,7 +8,9 @@ use std::time::Instant;
 use rewake_pager::{BlockIx, PAGE_SIZE, PageIx, Run, Space};
 use rewake_store::PagesFile;
 use rewake_uffd::{FillPort, Outcome, Stop, Uffd};
+use tracing::{info, warn};
 
+use super::shortage::{PATIENCE, Refused, Shortage};
 use super::stats::add;
 use crate::ledger::SpaceSlot;
 use crate::session::Session;
@@ -40,6 +42,7 @@ pub struct AddressSpace {
     since: Instant,
     /// When a fault was last served: microseconds from `since`, 0 for never.
     last_fault: AtomicU64,
+    shortage: Shortage,
 }
 
 /// How a piece of filling ended.
@@ -47,8 +50,9 @@ pub struct AddressSpace {
 pub enum Filled {
     /// All pages asked for are dealt with.
     All,
-    /// The program is changing its layout: read events, then go on at this page.
-    Changing(PageIx),
+    /// The program is changing its layout, so events must be read first, or the kernel has no memory at the
+    /// moment: go on at this page later.
+    Later(PageIx),
     /// The address space does not exist any more.
     Gone,
     /// The kernel refused with this errno.
@@ -77,6 +81,7 @@ impl AddressSpace {
             begun: AtomicBool::new(false),
             since: Instant::now(),
             last_fault: AtomicU64::new(0),
+            shortage: Shortage::default(),
         }
     }
 
@@ -160,7 +165,7 @@ impl AddressSpace {
             let source = &bytes[run.block_offset..run.block_offset + pages_len(run.pages)];
             match self.fill_run(&layout, run, source) {
                 Filled::All => {}
-                Filled::Changing(page) => return (Filled::Changing(page), Some(page)),
+                Filled::Later(page) => return (Filled::Later(page), Some(page)),
                 end => return (end, None),
             }
         }
@@ -202,7 +207,7 @@ impl AddressSpace {
                 }
                 Some(Stop::Changing) => {
                     add(&self.session.stats.put_off, 1);
-                    return Filled::Changing(PageIx(page.0 + done as u64 / PAGE_SIZE));
+                    return Filled::Later(PageIx(page.0 + done as u64 / PAGE_SIZE));
                 }
                 // A fill may not cross the border of two mappings, and mprotect makes new borders: page by
                 // page. A single page that is not mapped cannot be missed; nothing is left to fill there.
@@ -214,14 +219,57 @@ impl AddressSpace {
                 }
                 Some(Stop::Gone) => return Filled::Gone,
                 Some(Stop::BadSource) => return Filled::Failed(libc::EFAULT),
-                Some(Stop::Failed(errno)) => return Filled::Failed(errno),
+                Some(Stop::Failed(errno)) => {
+                    return self.refused(errno, PageIx(page.0 + done as u64 / PAGE_SIZE));
+                }
             }
         }
         Filled::All
     }
 
     fn fill(&self, target: u64, bytes: &[u8], zero: bool) -> Outcome {
-        if zero { self.uffd.zero(target, bytes.len() as u64) } else { self.uffd.copy(target, bytes) }
+        let outcome =
+            if zero { self.uffd.zero(target, bytes.len() as u64) } else { self.uffd.copy(target, bytes) };
+        if outcome.bytes > 0
+            && let Some(refusals) = self.shortage.over()
+        {
+            info!(session = self.session.number, refusals, "there is memory again");
+        }
+        outcome
+    }
+
+    /// The kernel refused to fill `page`: want of memory may pass, nothing else does.
+    fn refused(&self, errno: i32, page: PageIx) -> Filled {
+        if errno != libc::ENOMEM {
+            return Filled::Failed(errno);
+        }
+        add(&self.session.stats.starved, 1);
+        match self.shortage.refused(self.micros()) {
+            Refused::TooLong => return Filled::Failed(errno),
+            Refused::Again => {}
+            Refused::First => {
+                warn!(
+                    session = self.session.number,
+                    "no memory for a restored process (ENOMEM): trying for {} s",
+                    PATIENCE.as_secs()
+                );
+            }
+        }
+        Filled::Later(page)
+    }
+
+    /// What to say of a fill that failed with `errno`.
+    pub fn complaint(&self, errno: i32) -> String {
+        let error = std::io::Error::from_raw_os_error(errno);
+        if errno != libc::ENOMEM {
+            return format!("filling memory of a restored process: {error}");
+        }
+        format!(
+            "filling memory of a restored process: {error}, {} times within {} s: raise the memory limit of its \
+             control group, or free memory on this host",
+            self.shortage.refusals(),
+            PATIENCE.as_secs()
+        )
     }
 
     fn note(&self, layout: &Space, page: PageIx, outcome: Outcome, zero: bool) {
@@ -242,8 +290,8 @@ impl AddressSpace {
         bytes: Option<&[u8]>,
     ) -> Filled {
         let outcome = match bytes {
-            Some(bytes) if !is_zero(bytes) => self.uffd.copy(target, bytes),
-            _ => self.uffd.zero(target, PAGE_SIZE),
+            Some(bytes) if !is_zero(bytes) => self.fill(target, bytes, false),
+            _ => self.fill(target, &[0; PAGE_LEN], true),
         };
         if let Some(page) = page {
             self.note(layout, page, outcome, bytes.is_none_or(is_zero));
@@ -262,11 +310,11 @@ impl AddressSpace {
             }
             Some(Stop::Changing) => {
                 add(&self.session.stats.put_off, 1);
-                Filled::Changing(page.unwrap_or(PageIx(0)))
+                Filled::Later(page.unwrap_or(PageIx(0)))
             }
             Some(Stop::Gone) => Filled::Gone,
             Some(Stop::BadSource) => Filled::Failed(libc::EFAULT),
-            Some(Stop::Failed(errno)) => Filled::Failed(errno),
+            Some(Stop::Failed(errno)) => self.refused(errno, page.unwrap_or(PageIx(0))),
         }
     }
 }

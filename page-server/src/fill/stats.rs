@@ -22,6 +22,8 @@ pub struct Stats {
     pub faults: AtomicU64,
     /// Fills that the kernel put off because the program was changing its layout.
     pub put_off: AtomicU64,
+    /// Fills that the kernel refused for want of memory, and that were tried again.
+    pub starved: AtomicU64,
     /// Events: forks, remaps, removes and unmaps.
     pub events: AtomicU64,
     /// Nanoseconds from `start` to the first and the last fault served; 0: none.
@@ -40,6 +42,7 @@ impl Default for Stats {
             pages_dropped: AtomicU64::new(0),
             faults: AtomicU64::new(0),
             put_off: AtomicU64::new(0),
+            starved: AtomicU64::new(0),
             events: AtomicU64::new(0),
             first_fault: AtomicU64::new(0),
             last_fault: AtomicU64::new(0),

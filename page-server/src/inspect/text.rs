@@ -7,6 +7,7 @@ use std::io::{self, Write};
 use rewake_criu_images::PAGE;
 
 use super::{Pages, Report, TaskReport, Verdict, VmaReport};
+use crate::units;
 
 /// Levels of the tree that are shown by indentation; deeper ones line up with the last.
 const MAX_INDENT: usize = 16;
@@ -63,7 +64,7 @@ fn tasks(report: &Report, out: &mut impl Write) -> io::Result<()> {
     )?;
     for task in &report.tasks {
         let without = if task.state.as_deref() == Some("zombie") { "-" } else { "?" };
-        let mapped = task.mapped_bytes.map_or_else(|| without.into(), human);
+        let mapped = task.mapped_bytes.map_or_else(|| without.into(), cell);
         write!(out, "{:>10}  ", task.pid)?;
         write!(out, "{:<10} ", task.state.as_deref().unwrap_or("?"))?;
         row(task.threads.len(), &mapped, task.pages.as_ref(), without, out)?;
@@ -72,7 +73,7 @@ fn tasks(report: &Report, out: &mut impl Write) -> io::Result<()> {
     }
     let totals = &report.totals;
     write!(out, "{:>10}  {:<10} ", "total", format!("{} tasks", totals.tasks))?;
-    row(totals.threads, &human(totals.mapped_bytes), Some(&totals.pages), "?", out)?;
+    row(totals.threads, &cell(totals.mapped_bytes), Some(&totals.pages), "?", out)?;
     writeln!(out, "\n")
 }
 
@@ -103,7 +104,7 @@ fn mappings(task: &TaskReport, out: &mut impl Write) -> io::Result<()> {
     )?;
     for vma in vmas {
         let VmaReport { start, end, bytes, kind, prot, lazy_able, pages, lazy_pages } = vma;
-        let (length, prot) = (human(*bytes), protection(*prot));
+        let (length, prot) = (units::bytes(*bytes), protection(*prot));
         let lazy_able = if *lazy_able { "yes" } else { "no" };
         let (pages, lazy) = (size(*pages), size(*lazy_pages));
         writeln!(
@@ -120,10 +121,10 @@ fn files(report: &Report, out: &mut impl Write) -> io::Result<()> {
         report.files.iter().partition(|file| file.name.starts_with("pages-"));
     for file in pages {
         let owner = file.task.map_or_else(String::new, |pid| format!("  task {pid}"));
-        writeln!(out, "{:>10}  {}{owner}", human(file.bytes), printable(&file.name))?;
+        writeln!(out, "{:>10}  {}{owner}", units::bytes(file.bytes), printable(&file.name))?;
     }
     let bytes = others.iter().fold(0, |sum, file| u64::saturating_add(sum, file.bytes));
-    writeln!(out, "{:>10}  {} other image files", human(bytes), others.len())
+    writeln!(out, "{:>10}  {} other image files", cell(bytes), others.len())
 }
 
 /// PROT_* as `rwx`.
@@ -137,26 +138,12 @@ pub fn protection(prot: u32) -> String {
 
 /// Pages as bytes for people.
 fn size(pages: u64) -> String {
-    human(pages.saturating_mul(PAGE))
+    cell(pages.saturating_mul(PAGE))
 }
 
-/// Bytes for people: four digits at most, and a binary unit.
-#[must_use]
-pub fn human(bytes: u64) -> String {
-    if bytes < 1024 {
-        return if bytes == 0 { "0".into() } else { format!("{bytes} B") };
-    }
-    // In tenths, so that no float rounds 1023.96 up to 1024.0.
-    let mut tenths = u128::from(bytes) * 10 / 1024;
-    let mut units = ["KiB", "MiB", "GiB", "TiB", "PiB", "EiB"].iter();
-    let mut unit = units.next();
-    while tenths >= 10 * 1024
-        && let Some(next) = units.next()
-    {
-        tenths /= 1024;
-        unit = Some(next);
-    }
-    format!("{}.{} {}", tenths / 10, tenths % 10, unit.unwrap_or(&"EiB"))
+/// Bytes in a column of sizes, where a unit would hide that there is nothing.
+fn cell(bytes: u64) -> String {
+    if bytes == 0 { "0".into() } else { units::bytes(bytes) }
 }
 
 /// Text of an image or a path without its control characters: it must not move the reader's cursor.
@@ -176,21 +163,6 @@ fn printable(text: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn sizes_have_binary_units_and_are_never_rounded_up() {
-        let cases = [
-            (0, "0"),
-            (1023, "1023 B"),
-            (4096, "4.0 KiB"),
-            (1024 * 1024 - 1, "1023.9 KiB"),
-            (240 << 20, "240.0 MiB"),
-            (u64::MAX, "15.9 EiB"),
-        ];
-        for (bytes, text) in cases {
-            assert_eq!(human(bytes), text);
-        }
-    }
 
     #[test]
     fn control_characters_of_an_image_do_not_reach_the_terminal() {

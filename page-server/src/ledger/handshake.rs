@@ -80,7 +80,17 @@ impl Inbox {
     /// A descriptor that was received and not yet given a slot.
     #[must_use]
     pub fn descriptor(&self) -> Option<i32> {
-        (self.step.load(Ordering::Acquire) == 1).then(|| parse(&self.area().control).0).flatten()
+        self.undelivered().map(|(descriptor, _)| descriptor)
+    }
+
+    /// As [`Inbox::descriptor`], with the host pid of the process that sent it, 0 when the kernel told none.
+    #[must_use]
+    pub fn undelivered(&self) -> Option<(i32, i32)> {
+        if self.step.load(Ordering::Acquire) != 1 {
+            return None;
+        }
+        let (descriptor, pid) = parse(&self.area().control);
+        Some((descriptor?, pid.unwrap_or(0)))
     }
 
     /// The next message, without waiting: one that a predecessor had received comes first.

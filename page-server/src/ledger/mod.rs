@@ -39,6 +39,9 @@ const TAKEN: u32 = 2;
 
 /// `-1`: no descriptor.
 pub const NO_FD: i32 = -1;
+/// The session of an address space that nobody serves any more and whose memory is not gone yet: all that is
+/// left to do is to keep its userfaultfd open.
+pub const NO_SESSION: u32 = u32::MAX;
 
 /// State of a session slot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -190,17 +193,17 @@ impl SpaceSlot {
     }
 
     /// Asks the kernel whether the memory still exists. Only a system call.
-    fn memory_is_gone(&self) -> bool {
+    pub fn memory_is_gone(&self) -> bool {
         // SAFETY: the slot's userfaultfd, open while the slot is live.
         let uffd = unsafe { BorrowedFd::borrow_raw(self.uffd.load(Ordering::Acquire)) };
         rewake_uffd::memory_is_gone(uffd)
     }
 
-    /// Waits until the process has ended; a child whose pid is not known, until its memory has. Only system
-    /// calls: without an end it goes on for ever, and with it the descriptors.
+    /// Waits until the memory is gone, and with it every process that could read it: that of the slot, a child
+    /// whose pid is not known, or one that shares it. Only system calls: without an end it goes on for ever, and
+    /// with it the descriptors.
     pub fn wait_for_end(&self) {
-        let pidfd = self.pidfd.load(Ordering::Acquire);
-        while if pidfd == NO_FD { !self.memory_is_gone() } else { !sys::has_ended(pidfd) } {
+        while !self.memory_is_gone() {
             // SAFETY: a plain wait of a millisecond.
             unsafe { libc::poll(std::ptr::null_mut(), 0, 1) };
         }
