@@ -7,6 +7,7 @@
 //! * [`daemon`]: `rewake serve` and the commands that talk to it.
 //! * [`Criu`]: the dump and restore commands, from `CRIU` (default: `criu` on the path) and `CRIU_ALT`.
 //! * [`images`]: surgery on CRIU images, with a codec of its own so that it does not share our reader's mistakes.
+//! * [`limit`]: memory that the kernel refuses.
 //! * [`pattern`]: what the pages hold.
 //! * [`plugins`]: a target with a mapped device, and CRIU with plugins.
 //!
@@ -18,6 +19,7 @@
 pub mod criu;
 pub mod daemon;
 pub mod images;
+pub mod limit;
 pub mod pattern;
 pub mod plugins;
 pub mod process;

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Giving memory back while it is missing.
 
+use std::time::{Duration, Instant};
+
 use crate::memory::{Expect, Region};
 use crate::stage::Stage;
 
@@ -67,5 +69,19 @@ pub(crate) fn free(stage: &Stage) -> anyhow::Result<()> {
         };
         region.check(stage, page, expect);
     }
+    Ok(())
+}
+
+/// The first MADV_DONTNEED after all memory is back: nobody reads its event any more, so it must not wait for one.
+pub(crate) fn promptly(stage: &Stage) -> anyhow::Result<()> {
+    let region = stage.filled()?;
+    stage.ready_then_go()?;
+    let begun = Instant::now();
+    region.advise(0, 1, libc::MADV_DONTNEED)?;
+    let took = begun.elapsed();
+    if took > Duration::from_millis(200) {
+        stage.bad(&format!("MADV_DONTNEED took {took:?}"));
+    }
+    region.check(stage, 0, Expect::Zero);
     Ok(())
 }

@@ -71,6 +71,7 @@ fn main() -> ExitCode {
         "munmap" => discard::unmap(&stage),
         "dontneed" => discard::dontneed(&stage),
         "free" => discard::free(&stage),
+        "prompt" => discard::promptly(&stage),
         "sparse" => sparse::untouched(&stage),
         "sparse-unmap" => sparse::unmap_most(&stage, 64),
         "sparse-dontneed" => sparse::discard_most(&stage, 64),
