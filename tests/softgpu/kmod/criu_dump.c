@@ -201,7 +201,8 @@ out:
 	return err;
 }
 
-static int sg_dump_events(struct sg_process *p, u8 __user *priv, u64 *offset)
+/* Events and ranges may be made meanwhile by who is not stopped: then they do not fit. */
+static int sg_dump_events(struct sg_process *p, u8 __user *priv, u64 *offset, u64 limit)
 {
 	unsigned int count = sg_events_count(p);
 	struct sg_criu_event *events = kvcalloc(count, sizeof(*events), GFP_KERNEL);
@@ -212,6 +213,8 @@ static int sg_dump_events(struct sg_process *p, u8 __user *priv, u64 *offset)
 	dumped = sg_events_dump(p, events, count);
 	if (dumped < 0)
 		err = dumped;
+	else if (*offset + dumped * sizeof(*events) > limit)
+		err = -EINVAL;
 	else if (copy_to_user(priv + *offset, events, dumped * sizeof(*events)))
 		err = -EFAULT;
 	else
@@ -238,7 +241,7 @@ int sg_criu_checkpoint(struct sg_process *p, struct kfd_ioctl_criu_args *args)
 	bos_at = offset;
 	offset += (u64)counts.bos * sizeof(struct sg_criu_bo_priv);
 	err = err ?: sg_queues_criu_dump(p, priv, &offset);
-	err = err ?: sg_dump_events(p, priv, &offset);
-	err = err ?: sg_svm_criu_dump(p, priv, &offset);
+	err = err ?: sg_dump_events(p, priv, &offset, counts.bytes);
+	err = err ?: sg_svm_criu_dump(p, priv, &offset, counts.bytes);
 	return err ?: sg_dump_bos(p, counts.bos, u64_to_user_ptr(args->bos), priv + bos_at);
 }

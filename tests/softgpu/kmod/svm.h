@@ -25,7 +25,8 @@ int sg_svm_page(struct sg_process *p, struct sg_device *dev, u64 va, bool write,
 
 /* CRIU, under p->lock. */
 void sg_svm_criu_info(struct sg_process *p, u32 *count, u64 *bytes);
-int sg_svm_criu_dump(struct sg_process *p, u8 __user *priv, u64 *offset);
+/* -EINVAL: it goes beyond `limit`. */
+int sg_svm_criu_dump(struct sg_process *p, u8 __user *priv, u64 *offset, u64 limit);
 int sg_svm_criu_restore(struct sg_process *p, u8 __user *priv, u64 *offset, u64 size);
 /* From RESUME: attributes are set one range after the other; after a failure the rest is dropped. */
 int sg_svm_criu_resume(struct sg_process *p);

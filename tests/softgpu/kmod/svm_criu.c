@@ -77,7 +77,7 @@ static void sg_svm_questions(struct sg_process *p, struct kfd_ioctl_svm_attribut
 	}
 }
 
-int sg_svm_criu_dump(struct sg_process *p, u8 __user *priv, u64 *offset)
+int sg_svm_criu_dump(struct sg_process *p, u8 __user *priv, u64 *offset, u64 limit)
 {
 	size_t bytes = sg_svm_priv_bytes(p);
 	struct sg_svm_priv *to;
@@ -94,7 +94,9 @@ int sg_svm_criu_dump(struct sg_process *p, u8 __user *priv, u64 *offset)
 		to->start = first;
 		to->npages = npages;
 		sg_svm_questions(p, to->attrs);
-		err = sg_svm_get(p, first, npages, sg_attr_count(p), to->attrs);
+		err = *offset + bytes > limit ? -EINVAL : 0;
+		if (!err)
+			err = sg_svm_get(p, first, npages, sg_attr_count(p), to->attrs);
 		if (!err && copy_to_user(priv + *offset, to, bytes))
 			err = -EFAULT;
 		*offset += bytes;

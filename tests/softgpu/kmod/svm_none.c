@@ -46,7 +46,7 @@ void sg_svm_criu_info(struct sg_process *p, u32 *count, u64 *bytes)
 	*bytes = 0;
 }
 
-int sg_svm_criu_dump(struct sg_process *p, u8 __user *priv, u64 *offset)
+int sg_svm_criu_dump(struct sg_process *p, u8 __user *priv, u64 *offset, u64 limit)
 {
 	return 0;
 }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0 OR MIT
 /* The tree of SVM ranges of a process: making, splitting, giving up. */
 #include <linux/mm.h>
+#include <linux/sched/mm.h>
 #include <linux/slab.h>
 
 #include "svm.h"
@@ -70,93 +71,117 @@ void sg_svm_delete(struct sg_svm_range *range)
 	kfree(range);
 }
 
-/* A part of a range that was, mapped where the whole was. */
-static struct sg_svm_range *sg_svm_part(struct sg_process *p, unsigned long first, unsigned long last,
-					const struct sg_svm_attrs *attrs, unsigned long mapped)
-{
-	struct sg_svm_range *range;
+/* Where a range is cut, at most: in front of and behind a part, and around what is gone. */
+#define SG_SVM_MAX_PARTS	(3 + SG_SVM_MAX_GONE)
 
-	if (first > last)
-		return NULL;
-	range = sg_svm_insert(p, first, last, attrs);
-	/* A page that is missing by now is found by its use, or by who set the attributes. */
-	if (!IS_ERR(range) && mapped)
-		sg_svm_map(range, mapped);
-	return range;
+struct sg_svm_parts {
+	struct sg_pages at[SG_SVM_MAX_PARTS];
+	unsigned int count;
+};
+
+static void sg_parts_add(struct sg_svm_parts *parts, unsigned long first, unsigned long last)
+{
+	if (first > last || parts->count == SG_SVM_MAX_PARTS)
+		return;
+	parts->at[parts->count].first = first;
+	parts->at[parts->count].last = last;
+	parts->count++;
+}
+
+static void sg_parts_remove(struct sg_svm_parts *parts, const struct sg_pages *gone)
+{
+	struct sg_svm_parts left = {};
+	unsigned int i;
+
+	for (i = 0; i < parts->count; i++) {
+		const struct sg_pages *part = &parts->at[i];
+
+		if (gone->last < part->first || gone->first > part->last) {
+			sg_parts_add(&left, part->first, part->last);
+			continue;
+		}
+		if (gone->first > part->first)
+			sg_parts_add(&left, part->first, gone->first - 1);
+		if (gone->last < part->last)
+			sg_parts_add(&left, gone->last + 1, part->last);
+	}
+	*parts = left;
 }
 
 /*
- * The driver splits its page lists; here the parts look their pages up again,
- * while the queues stand still.
+ * In the place of a range, these parts of it, less what is gone. The driver
+ * splits its page lists; here the parts look their pages up again, while the
+ * queues stand still. A page that is missing then is found by its use.
  */
-static struct sg_svm_range *sg_svm_replace(struct sg_svm_range *range, unsigned long first, unsigned long last,
-					   bool keep_middle)
+static void sg_svm_replace(struct sg_svm_range *range, struct sg_svm_parts *parts)
 {
-	unsigned long start = range->node.start, end = range->node.last, mapped = range->mapped;
 	struct sg_svm_attrs attrs = range->attrs;
-	struct sg_svm_range *middle = NULL;
+	unsigned long mapped = range->mapped;
 	struct sg_process *p = range->p;
+	unsigned int i;
 
 	if (mapped)
 		sg_process_evict_queues(p, SG_EVICT_SVM);
+	/* From here on no notification adds to what is gone. */
+	sg_host_unregister(&range->host);
+	for (i = 0; i < range->n_gone; i++)
+		sg_parts_remove(parts, &range->gone[i]);
 	sg_svm_delete(range);
-	if (first > start)
-		sg_svm_part(p, start, first - 1, &attrs, mapped);
-	if (last < end)
-		sg_svm_part(p, last + 1, end, &attrs, mapped);
-	if (keep_middle)
-		middle = sg_svm_part(p, first, last, &attrs, mapped);
+	for (i = 0; i < parts->count; i++) {
+		range = sg_svm_insert(p, parts->at[i].first, parts->at[i].last, &attrs);
+		if (!IS_ERR(range))
+			sg_svm_map(range, mapped);
+	}
 	if (mapped)
 		sg_process_restore_queues(p);
-	return middle;
 }
 
 struct sg_svm_range *sg_svm_carve(struct sg_svm_range *range, unsigned long first, unsigned long last)
 {
+	struct sg_svm_parts parts = {};
+	struct sg_process *p = range->p;
+
 	first = max(first, range->node.start);
 	last = min(last, range->node.last);
 	if (first == range->node.start && last == range->node.last)
 		return range;
-	return sg_svm_replace(range, first, last, true);
+	if (first > range->node.start)
+		sg_parts_add(&parts, range->node.start, first - 1);
+	sg_parts_add(&parts, first, last);
+	if (last < range->node.last)
+		sg_parts_add(&parts, last + 1, range->node.last);
+	sg_svm_replace(range, &parts);
+	range = sg_svm_first(p, first, last);
+	return range && range->node.start >= first && range->node.last <= last ? range : NULL;
 }
 
-/* One part that was unmapped, and no more. False: there is none. */
 static bool sg_svm_flush_one(struct sg_process *p)
 {
-	unsigned long first = 0, last = 0;
+	struct sg_svm_parts parts = {};
 	struct sg_svm_range *range;
+	bool gone;
 
 	for (range = sg_svm_first(p, 0, ULONG_MAX); range; range = sg_svm_next(range, 0, ULONG_MAX)) {
 		mutex_lock(&p->notify_lock);
-		if (range->n_gone) {
-			first = range->gone[0].first;
-			last = range->gone[0].last;
-		}
+		gone = range->n_gone;
 		mutex_unlock(&p->notify_lock);
-		if (last) {
-			struct { unsigned long first, last; } rest[SG_SVM_MAX_GONE];
-			unsigned int i, n = range->n_gone;
-
-			for (i = 1; i < n; i++) {
-				rest[i].first = range->gone[i].first;
-				rest[i].last = range->gone[i].last;
-			}
-			sg_svm_replace(range, first, last, false);
-			/* Its other parts are gone in what is left of it. */
-			for (i = 1; i < n; i++)
-				while ((range = sg_svm_first(p, rest[i].first, rest[i].last)))
-					sg_svm_replace(range, max(rest[i].first, range->node.start),
-						       min(rest[i].last, range->node.last), false);
-			return true;
-		}
+		if (!gone)
+			continue;
+		sg_parts_add(&parts, range->node.start, range->node.last);
+		sg_svm_replace(range, &parts);
+		return true;
 	}
 	return false;
 }
 
 void sg_svm_flush(struct sg_process *p)
 {
+	/* What is left of ranges looks its pages up, and hears of changes: nothing can when the memory is going. */
+	if (!mmget_not_zero(p->mm))
+		return;
 	while (sg_svm_flush_one(p))
 		cond_resched();
+	mmput_async(p->mm);
 }
 
 void sg_svm_init(struct sg_process *p)

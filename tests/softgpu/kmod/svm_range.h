@@ -9,6 +9,10 @@
 #define SG_SVM_MAX_GONE		8	/* parts of a range that were unmapped, until the whole is given up */
 #define SG_SVM_GRANULARITY	9	/* log2 of the pages that a retry fault maps */
 
+struct sg_pages {
+	unsigned long first, last;
+};
+
 struct sg_svm_attrs {
 	u32 preferred, prefetch, flags;
 	u8 granularity;
@@ -23,7 +27,7 @@ struct sg_svm_range {
 	unsigned long mapped;		/* N svm.tree_lock; bit per GPU */
 	atomic_t invalid;		/* notifications since it was valid */
 	/* N notify_lock: parts that the process has unmapped. */
-	struct { unsigned long first, last; } gone[SG_SVM_MAX_GONE];
+	struct sg_pages gone[SG_SVM_MAX_GONE];
 	unsigned int n_gone;
 };
 
@@ -34,7 +38,7 @@ struct sg_svm_range *sg_svm_insert(struct sg_process *p, unsigned long first, un
 				   const struct sg_svm_attrs *attrs);
 void sg_svm_delete(struct sg_svm_range *range);
 void sg_svm_defaults(struct sg_process *p, struct sg_svm_attrs *attrs);
-/* Parts in front of `first` and behind `last` become ranges of their own. NULL: no memory. */
+/* Parts in front of `first` and behind `last` become ranges of their own. NULL: it is gone, or no memory. */
 struct sg_svm_range *sg_svm_carve(struct sg_svm_range *range, unsigned long first, unsigned long last);
 /* What the process has unmapped is taken out of its ranges. Also with mem_lock held. */
 void sg_svm_flush(struct sg_process *p);
