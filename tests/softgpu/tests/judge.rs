@@ -191,12 +191,19 @@ fn a_save_area_that_is_not_the_one_that_was_saved() {
         let gpus = Gpus::open(1).unwrap();
         let mut lane = Lane::new(&gpus, 1, 1).unwrap();
         let kfd = Arc::clone(gpus.device(0).kfd());
-        lane.launch(&[on_first(Kernel::Spin { microseconds: 3_000_000 })]).unwrap();
-        thread::sleep(Duration::from_millis(200));
+        // Long, so that it is under way when the queue is stopped, on a slow machine too.
+        lane.launch(&[on_first(Kernel::Spin { microseconds: 30_000_000 })]).unwrap();
+        thread::sleep(Duration::from_secs(1));
         criu::process_info(kfd.as_fd()).unwrap();
         lane.queues(0)[0].save_area().discard().unwrap();
         criu::unpause(kfd.as_fd()).unwrap();
-        thread::sleep(Duration::from_millis(500));
+        // The queue comes back when the area's new pages were looked up.
+        for _ in 0..100 {
+            if !judge.violations().is_empty() {
+                break;
+            }
+            thread::sleep(Duration::from_millis(100));
+        }
         judge.take("save-area-stale");
     });
 }
