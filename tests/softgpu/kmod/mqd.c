@@ -231,5 +231,5 @@ int sg_save_area_read(struct sg_queue *q, struct sg_agent *agent)
 		   "queue %u: the save area has save %llu of packet %llu, the MQD has %llu of %llu",
 		   q->id, wave.sequence, wave.packet, q->run.sequence, q->run.rptr);
 	q->run.dead = true;
-	return -ENOEXEC;
+	return -EIO;
 }

@@ -157,6 +157,18 @@ static int sg_run_locked(struct sg_queue *q, struct sg_agent *agent)
 	return result < 0 ? result : err ?: result;
 }
 
+static const char *sg_run_why(int err)
+{
+	switch (err) {
+	case -EFAULT:
+		return "a memory fault";
+	case -EIO:
+		return "a save area that is not its own";
+	default:
+		return "something that it cannot execute";
+	}
+}
+
 /* The queue is stopped for good; user space is told as by the hardware. */
 static void sg_run_fail(struct sg_queue *q, struct sg_agent *agent, int err)
 {
@@ -171,8 +183,7 @@ static void sg_run_fail(struct sg_queue *q, struct sg_agent *agent, int err)
 	mutex_unlock(&q->run.lock);
 	pr_info_ratelimited("softgpu: process %d, GPU %u, queue %u: stopped at %s by %s at 0x%llx\n",
 			    agent->pid, q->pdd->dev->gpu_id, q->id, agent->packet,
-			    err == -EFAULT ? "a memory fault" : "something that it cannot execute",
-			    agent->fault_va);
+			    sg_run_why(err), agent->fault_va);
 	if (err != -EFAULT)
 		return;
 	sg_smi_vm_fault(q->pdd->dev, q->process);
