@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, anyhow, bail, ensure};
 
 use crate::setup::{self, Criu};
-use crate::{program, repository, tidy};
+use crate::{program, repository, tidy, vm};
 
 /// Files that one test run keeps open at most, with room: userfaultfds, sockets and images of many processes.
 const OPEN_FILES: u64 = 16_384;
@@ -29,6 +29,7 @@ pub(crate) fn run(filter: Option<&str>) -> anyhow::Result<()> {
             cargo(&["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"], &[])
         });
     }
+    let name = filter;
     let filter: Vec<&str> = filter.into_iter().collect();
     let built = report.step("release build", || {
         cargo(&["build", "--release", "--package", "rewake", "--package", "rewake-tests", "--bins"], &[])
@@ -42,6 +43,7 @@ pub(crate) fn run(filter: Option<&str>) -> anyhow::Result<()> {
             [&["test", "--release", "--package", "rewake-tests"], &filter[..], &["--", "--test-threads=2"]];
         cargo(&arguments.concat(), &environment)
     });
+    report.step("tests in the virtual machine", || vm::test(name));
     report.end()
 }
 

@@ -30,7 +30,7 @@ pub(super) struct Parts {
     pub(super) disk: PathBuf,
     pub(super) initramfs: PathBuf,
     /// softgpu.ko
-    pub(super) module: Option<PathBuf>,
+    pub(super) module: PathBuf,
 }
 
 /// Boots, runs the command, gives its exit code. An error if the machine failed, or its kernel complained.
@@ -205,9 +205,8 @@ fn initrd(
         ("SOFTGPU_KO", "/run/rewake/softgpu.ko".to_owned()),
     ];
     write("settings", &settings.map(|(name, value)| format!("{name}={}\n", quote(&value))).concat())?;
-    if let Some(module) = &parts.module {
-        fs::copy(module, inside.join("softgpu.ko")).with_context(|| format!("copy {}", module.display()))?;
-    }
+    fs::copy(&parts.module, inside.join("softgpu.ko"))
+        .with_context(|| format!("copy {}", parts.module.display()))?;
     let own = folder.join("own.cpio");
     initramfs::pack(&stage, &own)?;
     let mut whole =

@@ -45,11 +45,7 @@ fn boot(options: &Options) -> anyhow::Result<u8> {
             kernel: system::kernel(options.series)?,
             disk: disk::ready(&system)?,
             initramfs: initramfs::ready(&system, options.series)?,
-            module: repository::root()
-                .join("tests/softgpu/kmod/Kbuild")
-                .exists()
-                .then(|| module::ready(&system, options.series))
-                .transpose()?,
+            module: module::ready(&system, options.series)?,
         }
     };
     machine::run(options, &parts)

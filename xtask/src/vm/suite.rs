@@ -3,6 +3,7 @@
 //! both kernels and of several shapes of GPU.
 
 use std::path::PathBuf;
+use std::process::Command;
 use std::time::{Duration, Instant};
 
 use anyhow::{bail, ensure};
@@ -40,7 +41,12 @@ const SHAPES: [Shape; 4] = [
 /// All tests in every machine, or those whose names contain the filter. Goes on after a failure.
 pub(super) fn run(filter: Option<&str>) -> anyhow::Result<()> {
     root::become_root()?;
-    let script = script(&tests()?, filter);
+    let tests = tests_named(tests()?, filter)?;
+    if tests.is_empty() {
+        println!("no test of that name runs in the machine");
+        return Ok(());
+    }
+    let script = script(&tests, filter);
     let mut failures = Vec::new();
     let start = Instant::now();
     for shape in &SHAPES {
@@ -77,6 +83,17 @@ fn tests() -> anyhow::Result<Vec<PathBuf>> {
     Ok(tests)
 }
 
+/// The programs that have a test whose name contains the filter.
+fn tests_named(mut tests: Vec<PathBuf>, filter: Option<&str>) -> anyhow::Result<Vec<PathBuf>> {
+    let Some(filter) = filter else { return Ok(tests) };
+    let mut failure = None;
+    tests.retain(|test| {
+        let list = program::capture(Command::new(test).args(["--list", "--format=terse", filter]));
+        list.map_err(|error| failure = Some(error)).is_ok_and(|list| list.contains(": test"))
+    });
+    failure.map_or(Ok(tests), Err)
+}
+
 fn executables(messages: &str) -> Vec<PathBuf> {
     let found = messages.lines().filter(|line| line.contains("\"reason\":\"compiler-artifact\""));
     found.filter_map(|line| repository::field(line, "executable").map(PathBuf::from)).collect()
@@ -109,7 +126,7 @@ mod tests {
     #[test]
     fn one_failure_fails_the_script_and_stops_nothing() {
         let script = script(&[PathBuf::from("/bin/false"), PathBuf::from("/bin/true")], Some("it's"));
-        let output = std::process::Command::new("sh").args(["-c", &script]).output().unwrap();
+        let output = Command::new("sh").args(["-c", &script]).output().unwrap();
         assert_eq!(output.status.code(), Some(1));
         assert_eq!(String::from_utf8_lossy(&output.stdout), "\n/bin/false\n\n/bin/true\n");
         assert!(script.contains(r"'/bin/true' --test-threads=1 'it'\''s'"));

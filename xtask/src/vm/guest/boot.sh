@@ -1,7 +1,7 @@
 #!/bin/sh
 # SPDX-License-Identifier: MIT OR Apache-2.0
 # The machine's first process: makes it a place where CRIU works, runs the command, reports its exit status.
-# Beside it: `settings` (what to share and load), `command`, and softgpu.ko if there is one.
+# Beside it: `settings` (what to share, how to load), `command`, softgpu.ko.
 
 say() { echo "rewake: $*" > /dev/kmsg; }
 
@@ -38,12 +38,10 @@ for share in $shares; do
 	mount -t 9p -o ro,trans=virtio,version=9p2000.L,cache=loose,msize=1048576 "$tag" "$path" || finish 125
 done
 
-if [ -e "$SOFTGPU_KO" ]; then
-	modprobe -a $(modinfo -F depends "$SOFTGPU_KO" | tr , ' ')
-	if ! insmod "$SOFTGPU_KO" $module_arguments; then
-		say "cannot load softgpu.ko with: $module_arguments"
-		finish 125
-	fi
+modprobe -a $(modinfo -F depends "$SOFTGPU_KO" | tr , ' ')
+if ! insmod "$SOFTGPU_KO" $module_arguments; then
+	say "cannot load softgpu.ko with: $module_arguments"
+	finish 125
 fi
 
 export HOME=/root PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin LC_ALL=C.UTF-8 SOFTGPU_KO
