@@ -45,7 +45,7 @@ static void sg_drm_postclose(struct drm_device *drm, struct drm_file *file_priv)
 	sg_died(SG_DRM_FILES);
 }
 
-/* Debian's AMDGPU_VM and AMDGPU_SCHED: reserving a VMID is granted, nothing depends on it. */
+/* Reserving a VMID is granted; nothing depends on it. */
 static int sg_vm_ioctl(struct drm_device *drm, void *data, struct drm_file *file)
 {
 	union drm_amdgpu_vm *args = data;
