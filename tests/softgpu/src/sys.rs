@@ -31,11 +31,11 @@ pub fn seize(pid: u32) -> io::Result<()> {
 }
 
 /// Makes an ioctl with any number and argument; gives the kernel's errno, 0 for none. A 64-bit word of the argument
-/// that is an address of this process's memory, outside of `arena`'s first half, is zeroed first.
+/// that is an address of this process's memory is zeroed first, but for the first half of each mapping of `arena`.
 ///
 /// # Panics
 /// This process's memory map cannot be read.
-pub fn misuse(fd: BorrowedFd<'_>, number: u32, argument: &mut [u8], arena: &Mapping) -> i32 {
+pub fn misuse(fd: BorrowedFd<'_>, number: u32, argument: &mut [u8], arena: &[&Mapping]) -> i32 {
     /// No struct of these drivers is longer than what an ioctl's number can say.
     const ROOM: usize = 1 << 14;
     let mut room = vec![0_u64; ROOM / 8];
@@ -43,13 +43,13 @@ pub fn misuse(fd: BorrowedFd<'_>, number: u32, argument: &mut [u8], arena: &Mapp
         let mut whole = [0; 8];
         whole[..bytes.len()].copy_from_slice(bytes);
         *word = u64::from_le_bytes(whole);
-        let own = arena.address()..arena.address() + arena.len() / 2;
-        if !own.contains(word) && is_memory(*word) {
+        let half = |own: &&Mapping| own.address()..own.address() + own.len() / 2;
+        if !arena.iter().any(|own| half(own).contains(word)) && is_memory(*word) {
             *word = 0;
         }
     }
     // SAFETY: the argument has room for whatever size the number names; addresses in it are not this process's, or
-    // lie in the first half of an arena whose bytes nobody borrows.
+    // lie in the first half of a mapping whose bytes nobody borrows.
     let result = unsafe { call::raw(fd, number, room.as_mut_ptr().cast()) };
     for (bytes, word) in argument.chunks_mut(8).zip(&room) {
         bytes.copy_from_slice(&word.to_le_bytes()[..bytes.len()]);

@@ -41,7 +41,7 @@ type Case = (&'static str, u32, Bytes, i32);
 fn check(fd: BorrowedFd<'_>, arena: &Mapping, cases: &[Case]) {
     let mut wrong = Vec::new();
     for (what, number, bytes, right) in cases {
-        let found = sys::misuse(fd, *number, &mut bytes.0.clone(), arena);
+        let found = sys::misuse(fd, *number, &mut bytes.0.clone(), &[arena]);
         if found != *right {
             wrong.push(format!("{what}: errno {found}, expected {right}"));
         }

@@ -102,6 +102,109 @@ fn render_number(random: &mut Random) -> u32 {
     }
 }
 
+/// What a field of a well-formed call holds.
+#[derive(Clone, Copy)]
+enum Field {
+    Is(u64),
+    OneOf(&'static [u64]),
+    /// Of the process's GPU.
+    Gpu,
+    /// A buffer of KFD's, a GEM handle, or a queue, event, context or syncobj: what some call gave.
+    Given,
+    /// A GPU address where a buffer may be.
+    Place,
+    /// Of the ring that is mapped, or of the page of pointers.
+    Ring,
+    Pointers,
+    /// Of memory in the arena; its first word is the GPU.
+    Arena,
+}
+
+use Field::{Arena, Given, Gpu, Is, OneOf, Place, Pointers, Ring};
+
+/// Kinds of KFD's memory, writable and executable; also two at once.
+const KINDS: &[u64] =
+    &[0x8000_0001, 0x8000_0002, 0xc000_0001, 0x8000_0004, 0x8000_0008, 0x8000_0010, 0x8000_0003];
+const SIZES: &[u64] = &[4096, 8192, 1 << 16, 1 << 20];
+const SMALL: &[u64] = &[0, 1, 2, 3];
+
+/// A number, and for each field its place, its bytes and what it holds.
+type Call = (u32, &'static [(usize, usize, Field)]);
+/// Calls that do something.
+const CALLS_THAT_WORK: &[Call] = &[
+    (
+        IOC_ALLOC_MEMORY_OF_GPU,
+        &[(0, 8, Place), (8, 8, OneOf(SIZES)), (24, 8, Arena), (32, 4, Gpu), (36, 4, OneOf(KINDS))],
+    ),
+    (IOC_FREE_MEMORY_OF_GPU, &[(0, 8, Given)]),
+    (IOC_MAP_MEMORY_TO_GPU, &[(0, 8, Given), (8, 8, Arena), (16, 4, Is(1))]),
+    (IOC_UNMAP_MEMORY_FROM_GPU, &[(0, 8, Given), (8, 8, Arena), (16, 4, Is(1))]),
+    (IOC_EXPORT_DMABUF, &[(0, 8, Given), (8, 4, OneOf(&[2, 0o2000002]))]),
+    (IOC_IMPORT_DMABUF, &[(0, 8, Place), (16, 4, Gpu), (20, 4, Given)]),
+    (
+        IOC_CREATE_QUEUE,
+        &[
+            (0, 8, Ring),
+            (8, 8, Pointers),
+            (16, 8, Pointers),
+            (32, 4, Is(1 << 16)),
+            (36, 4, Gpu),
+            (40, 4, OneOf(&[1, 2, 3, 4])),
+            (44, 4, OneOf(&[0, 50, 100])),
+            (48, 4, OneOf(&[0, 15])),
+        ],
+    ),
+    (
+        IOC_UPDATE_QUEUE,
+        &[(0, 8, Ring), (8, 4, OneOf(SMALL)), (12, 4, Is(1 << 16)), (16, 4, OneOf(&[0, 100]))],
+    ),
+    (IOC_DESTROY_QUEUE, &[(0, 4, OneOf(SMALL))]),
+    (IOC_CREATE_EVENT, &[(12, 4, OneOf(&[0, 3, 8])), (16, 4, OneOf(&[0, 1]))]),
+    (IOC_SET_EVENT, &[(0, 4, OneOf(SMALL))]),
+    (IOC_DESTROY_EVENT, &[(0, 4, OneOf(SMALL))]),
+    (
+        IOC_CRIU_OP,
+        &[
+            (48, 4, OneOf(SMALL)),
+            (0, 8, Arena),
+            (8, 8, Arena),
+            (16, 8, Arena),
+            (32, 4, OneOf(SMALL)),
+            (24, 8, Is(4096)),
+        ],
+    ),
+    (
+        IOC_SVM + (16 << 16),
+        &[
+            (0, 8, Arena),
+            (8, 8, OneOf(SIZES)),
+            (16, 4, OneOf(&[0, 1])),
+            (20, 4, Is(2)),
+            (24, 4, Is(2)),
+            (28, 4, Gpu),
+            (32, 4, OneOf(&[5, 6, 7])),
+            (36, 4, OneOf(&[1, 0x40, 9])),
+        ],
+    ),
+    (DRM_AMD_GEM_CREATE, &[(0, 8, OneOf(SIZES)), (16, 8, OneOf(&[2, 4, 6])), (24, 8, OneOf(&[0, 1]))]),
+    (DRM_AMD_GEM_USERPTR, &[(0, 8, Arena), (8, 8, OneOf(SIZES)), (16, 4, Is(14))]),
+    (
+        DRM_AMD_GEM_VA,
+        &[
+            (0, 4, Given),
+            (8, 4, OneOf(&[1, 2, 3, 4])),
+            (12, 4, OneOf(&[2, 6, 14, 16])),
+            (16, 8, Place),
+            (32, 8, OneOf(SIZES)),
+        ],
+    ),
+    (DRM_AMD_CTX, &[(0, 4, OneOf(&[1, 2, 3, 4])), (8, 4, OneOf(SMALL))]),
+    (DRM_AMD_CS, &[(0, 4, OneOf(SMALL)), (8, 4, Is(1)), (16, 8, Arena)]),
+    (DRM_GEM_CLOSE, &[(0, 4, Given)]),
+    (DRM_PRIME_HANDLE_TO_FD, &[(0, 4, Given), (4, 4, OneOf(&[0, 2]))]),
+    (DRM_PRIME_FD_TO_HANDLE, &[(8, 4, Given)]),
+];
+
 /// A 64-bit word that a driver may take for something: often a real handle, address, size or descriptor.
 fn word(random: &mut Random, pool: &[u64]) -> u64 {
     match random.below(6) {
@@ -133,11 +236,9 @@ fn shorten(number: u32, argument: &mut [u8]) {
     }
 }
 
-fn one_call(random: &mut Random, pool: &mut [u64], fds: &[(BorrowedFd<'_>, bool)], arena: &Mapping) {
-    let (fd, kfd) = random.of(fds);
-    let number = if kfd { kfd_number(random) } else { render_number(random) };
-    let size = usize::try_from(number >> 16 & 0x3fff).unwrap();
-    let mut argument = vec![0; size];
+/// An argument of nothing but chance.
+fn noise(random: &mut Random, pool: &[u64], number: u32) -> Vec<u8> {
+    let mut argument = vec![0; usize::try_from(number >> 16 & 0x3fff).unwrap()];
     for chunk in argument.chunks_mut(8) {
         let bytes = word(random, pool).to_le_bytes();
         let length = chunk.len();
@@ -146,15 +247,78 @@ fn one_call(random: &mut Random, pool: &mut [u64], fds: &[(BorrowedFd<'_>, bool)
             chunk[..length / 2].fill(0);
         }
     }
+    argument
+}
+
+/// Addresses and names that calls that work are made of.
+struct World {
+    gpu: u64,
+    ring: u64,
+    pointers: u64,
+    arena: u64,
+}
+
+/// An argument that may be right, or is wrong in one field.
+fn nearly_right(
+    random: &mut Random,
+    pool: &[u64],
+    world: &World,
+    fields: &[(usize, usize, Field)],
+    number: u32,
+) -> Vec<u8> {
+    let mut argument = vec![0; usize::try_from(number >> 16 & 0x3fff).unwrap()];
+    let wrong = random.below(fields.len() as u64 * 3);
+    for (index, (at, length, field)) in (0_u64..).zip(fields) {
+        let value = match *field {
+            _ if index == wrong => word(random, pool),
+            Is(value) => value,
+            OneOf(values) => random.of(values),
+            Gpu => world.gpu,
+            Given => random.of(pool),
+            Place => 0x10_0000 + random.below(16) * 0x1_0000,
+            Ring => world.ring,
+            Pointers => world.pointers,
+            Arena => world.arena + random.below(8) * 0x1_0000,
+        };
+        argument[*at..*at + *length].copy_from_slice(&value.to_le_bytes()[..*length]);
+    }
+    argument
+}
+
+fn one_call(
+    random: &mut Random,
+    pool: &mut [u64],
+    fds: &[(BorrowedFd<'_>, bool)],
+    (world, arena): (&World, &[&Mapping]),
+) {
+    let (mut fd, kfd) = random.of(fds);
+    let (number, mut argument) = if random.below(3) == 0 {
+        let number = if kfd { kfd_number(random) } else { render_number(random) };
+        (number, noise(random, pool, number))
+    } else {
+        let (number, fields) = random.of(CALLS_THAT_WORK);
+        if (number >> 8 & 0xff == 0x4b) != kfd {
+            fd = fds[if kfd { 1 } else { 0 }].0;
+        }
+        (number, nearly_right(random, pool, world, fields, number))
+    };
     shorten(number, &mut argument);
     if sys::misuse(fd, number, &mut argument, arena) == 0 {
         // What the driver gave is what it may be given next.
-        for chunk in argument.chunks_exact(8) {
-            let place = usize::try_from(random.below(64)).unwrap();
-            let given = u64::from_le_bytes(chunk.try_into().unwrap());
-            if given != 0 && place < pool.len() {
-                pool[place] = given;
-            }
+        let given = match number & 0xffff {
+            0x4b16 => &argument[16..24],
+            0x4b1d => &argument[8..16],
+            0x4b24 => &argument[12..16],
+            0x6440 | 0x642e => &argument[0..4],
+            0x642d => &argument[8..12],
+            0x6451 => &argument[20..24],
+            _ => &[],
+        };
+        if !given.is_empty() {
+            let mut whole = [0; 8];
+            whole[..given.len()].copy_from_slice(given);
+            let place = usize::try_from(random.below(pool.len() as u64)).unwrap();
+            pool[place] = u64::from_le_bytes(whole);
         }
     }
     if random.below(32) == 0 {
@@ -170,7 +334,7 @@ fn calls(seed: u64) {
     let other = Render::open(device.node().render_minor()).unwrap();
     let arena = Mapping::anonymous(1 << 20).unwrap();
     let mut random = Random(seed | 1);
-    let host = gpus.host(1 << 16).unwrap();
+    let (host, pointers) = (gpus.host(1 << 16).unwrap(), gpus.host(4096).unwrap());
     let mut pool: Vec<u64> = vec![0; 64];
     for (index, slot) in pool.iter_mut().enumerate() {
         let gpu = u64::from(device.gpu_id());
@@ -178,13 +342,22 @@ fn calls(seed: u64) {
         let known = [gpu, gpu << 32 | gpu, host.handle(), host.address(), address, 4096, 1 << 16];
         *slot = known[index % known.len()];
     }
+    let world = World {
+        gpu: u64::from(device.gpu_id()),
+        ring: host.address(),
+        pointers: pointers.address(),
+        arena: arena.address(),
+    };
     let fds = [(kfd.as_fd(), true), (device.render().as_fd(), false), (other.as_fd(), false)];
     for _ in 0..CALLS {
         for _ in 0..8 {
             let at = random.below((1 << 19) - 8) & !7;
             arena.store64(at, word(&mut random, &pool));
         }
-        one_call(&mut random, &mut pool, &fds, &arena);
+        for list in 0..8 {
+            arena.store64(list * 0x1_0000, world.gpu);
+        }
+        one_call(&mut random, &mut pool, &fds, (&world, &[&arena, host.cpu(), pointers.cpu()]));
     }
 }
 
