@@ -8,6 +8,7 @@ use std::thread;
 use std::time::Duration;
 
 use anyhow::{Context as _, bail, ensure};
+use rewake_kfd::topology::{Node, Topology};
 
 /// Where `cargo xtask vm` puts the plugin that it builds from Debian's source of CRIU.
 const STOCK_PLUGIN: &str = "/usr/local/lib/criu";
@@ -73,6 +74,20 @@ impl Criu {
         let errors: Vec<&str> = text.lines().filter(|line| line.contains("Error")).take(QUOTED).collect();
         bail!("criu {arguments:?}: {status}:\n{}", errors.join("\n"))
     }
+}
+
+/// Whether queues of these GPUs can be restored at all. MES has no way, and Linux 7.2 compares the size of all XCCs'
+/// MQDs with that of one (`kfd_criu_restore_queue`).
+///
+/// # Panics
+/// The machine cannot be asked.
+#[must_use]
+pub fn queues_come_back() -> bool {
+    let release = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap();
+    let strict = fs::read_to_string("/sys/module/softgpu/parameters/strict");
+    let lenient = strict.is_ok_and(|strict| strict.trim() == "N") || release.starts_with("6.12");
+    let one = |node: &Node| node.property("num_xcc") < 2 || lenient;
+    Topology::read().unwrap().gpus().all(|node| node.gfx_version().major < 11 && one(node))
 }
 
 /// Waits until a restored process has ended.

@@ -15,8 +15,9 @@ use rewake_kfd::abi::{
     kfd_ioctl_get_version_args,
 };
 use rewake_kfd::criu::{self, Counts};
-use rewake_kfd::topology::{Node, Topology};
+use rewake_kfd::topology::Topology;
 use rewake_kfd::{Error, Kfd};
+use softgpu_tests::criu::queues_come_back;
 use softgpu_tests::snapshot::Snapshot;
 use softgpu_tests::{Judge, Scene, isolated, sys};
 
@@ -28,16 +29,6 @@ fn errno<T>(result: Result<T, Error>) -> Option<i32> {
 
 fn fill(to: u64, value: u32) -> Step {
     Step { gpu: 0, queue: 0, kernel: Kernel::Fill { to, words: 1, value } }
-}
-
-/// Whether queues of these GPUs can be restored at all. MES has no way, and Linux 7.2 compares the size of all XCCs'
-/// MQDs with that of one (`kfd_criu_restore_queue`).
-fn queues_come_back() -> bool {
-    let release = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap();
-    let strict = std::fs::read_to_string("/sys/module/softgpu/parameters/strict");
-    let lenient = strict.is_ok_and(|strict| strict.trim() == "N") || release.starts_with("6.12");
-    let one = |node: &Node| node.property("num_xcc") < 2 || lenient;
-    Topology::read().unwrap().gpus().all(|node| node.gfx_version().major < 11 && one(node))
 }
 
 #[test]

@@ -10,8 +10,9 @@ use std::time::Duration;
 
 use gpu_app::client;
 use gpu_app::shape::{Mode, Shape};
+use rewake_kfd::topology::{Node, Topology};
 use softgpu_tests::app::App;
-use softgpu_tests::criu::{Criu, wait_for_the_end_of};
+use softgpu_tests::criu::{Criu, queues_come_back, wait_for_the_end_of};
 use softgpu_tests::{Judge, isolated};
 
 /// Something small enough for emulation.
@@ -46,7 +47,13 @@ fn there_and_back(shape: &Shape) {
     if let Some(before) = before {
         goes_back_to(&before);
     }
-    criu.restore().unwrap();
+    let restored = criu.restore();
+    if !queues_come_back() {
+        let error = restored.unwrap_err().to_string();
+        assert!(error.contains("Restore ioctl failed: Invalid argument"), "{error}");
+        return;
+    }
+    restored.unwrap();
     app.answer_is(&[7, 8], 12).unwrap();
     app.answers(&[200], 3).unwrap();
     if busy {
@@ -88,7 +95,10 @@ fn while_buffers_come_and_go() {
 #[test]
 fn while_the_cpu_reads_weights() {
     isolated("while_the_cpu_reads_weights", 1, |_| {
-        there_and_back(&Shape { mode: Mode::CpuReads, ..shape() });
+        // Without a large BAR there is nothing to read; the workload's own tests see it refuse.
+        if Topology::read().unwrap().gpus().all(Node::has_large_bar) {
+            there_and_back(&Shape { mode: Mode::CpuReads, ..shape() });
+        }
     });
 }
 
