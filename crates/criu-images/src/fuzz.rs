@@ -6,7 +6,7 @@ use std::io::Cursor;
 use std::path::Path;
 
 use crate::frame::{self, Kind, Records};
-use crate::{Result, inventory, mm, pagemap, tasks, write};
+use crate::{Result, amdgpu, inventory, mm, pagemap, tasks, write};
 
 /// An image file in memory.
 type Bytes = Cursor<Vec<u8>>;
@@ -24,16 +24,22 @@ pub enum FuzzKind {
     Mm,
     /// `pagemap-PID.img`.
     Pagemap,
+    /// `amdgpu-kfd-ID.img`.
+    AmdgpuKfd,
+    /// `amdgpu-renderD-ID.img`.
+    AmdgpuRender,
 }
 
 impl FuzzKind {
     /// Every kind, with the name of its corpus folder and fuzz target.
-    pub const ALL: [(Self, &'static str); 5] = [
+    pub const ALL: [(Self, &'static str); 7] = [
         (Self::Inventory, "inventory"),
         (Self::Pstree, "pstree"),
         (Self::Core, "core"),
         (Self::Mm, "mm"),
         (Self::Pagemap, "pagemap"),
+        (Self::AmdgpuKfd, "amdgpu-kfd"),
+        (Self::AmdgpuRender, "amdgpu-render"),
     ];
 }
 
@@ -63,7 +69,34 @@ pub fn fuzz_one(kind: FuzzKind, bytes: &[u8]) -> bool {
             assert_eq!(stats.total, stats.lazy + stats.eager);
             write::pagemap_bytes(map)
         }),
+        FuzzKind::AmdgpuKfd => amdgpu_again(bytes, amdgpu::parse_kfd, |image| {
+            for node in &image.nodes {
+                let (stretches, len) = image.pages(node.properties.gpu_id);
+                let end =
+                    |stretch: &amdgpu::Stretch| stretch.file_offset + image.buffers[stretch.buffer].size;
+                let ends = stretches.iter().map(end).max().unwrap_or(8);
+                assert_eq!(ends, len, "contents are in the file");
+            }
+            image.to_bytes()
+        }),
+        FuzzKind::AmdgpuRender => amdgpu_again(bytes, amdgpu::parse_render, amdgpu::RenderImage::to_bytes),
     }
+}
+
+/// Parses, writes, and parses again.
+fn amdgpu_again<T: PartialEq + std::fmt::Debug>(
+    bytes: &[u8],
+    parse: impl Fn(&Path, &[u8]) -> Result<T>,
+    write: impl Fn(&T) -> Vec<u8>,
+) -> bool {
+    let file = Path::new("amdgpu");
+    let read = |bytes: &[u8]| {
+        let contents = amdgpu::contents(file, Cursor::new(bytes), bytes.len() as u64)?;
+        parse(file, &contents)
+    };
+    let Ok(value) = read(bytes) else { return false };
+    assert_eq!(read(&write(&value)).ok(), Some(value), "what was written reads the same");
+    true
 }
 
 fn open(bytes: &[u8], kind: &'static Kind) -> Result<Records<Bytes>> {

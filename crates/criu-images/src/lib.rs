@@ -8,6 +8,7 @@
 //! Facts about the formats: CRIU 4.1.1 and 4.2.1; everything here reads both.
 #![forbid(unsafe_code)]
 
+pub mod amdgpu;
 mod dir;
 mod error;
 mod frame;

@@ -53,6 +53,12 @@ fn file(header: &str, record: &[u8]) -> Vec<u8> {
     bytes
 }
 
+/// A file of CRIU's amdgpu plugin.
+fn amdgpu(start: &str, rest: &[u8]) -> Vec<u8> {
+    let contents = [&hex(start), rest].concat();
+    [&(contents.len() as u64).to_le_bytes()[..], &contents].concat()
+}
+
 #[test]
 fn memory_is_in_proportion_to_the_file_and_never_to_what_it_claims() {
     let wide_open = hex("19435654 25400856 02000000 0801 ffff0000 08");
@@ -73,6 +79,16 @@ fn memory_is_in_proportion_to_the_file_and_never_to_what_it_claims() {
             }),
         ),
         ("many threads", FuzzKind::Pstree, file("19435654 30302750", &hex("2801").repeat(1 << 20))),
+        ("contents that claim 256 MiB", FuzzKind::AmdgpuKfd, hex("0000001000000000 08")),
+        // A million of them, as it says.
+        ("empty nodes", FuzzKind::AmdgpuKfd, amdgpu("10808040 1800", &hex("2200").repeat(1 << 20))),
+        ("empty buffers", FuzzKind::AmdgpuKfd, amdgpu("1000 1800 28808040", &hex("3200").repeat(1 << 20))),
+        ("empty buffers", FuzzKind::AmdgpuRender, amdgpu("0801 20808040", &hex("2a00").repeat(1 << 20))),
+        (
+            "empty mappings",
+            FuzzKind::AmdgpuRender,
+            amdgpu("0801 2001 2a848080 01 48808040", &hex("5200").repeat(1 << 20)),
+        ),
     ];
     for (name, kind, bytes) in inputs {
         let (peak, limit) = (peak(kind, &bytes), BASE + FACTOR * bytes.len());

@@ -4,5 +4,9 @@
 #[rustfmt::skip]
 #[allow(missing_docs, unreachable_pub)]
 mod criu;
+/// Of CRIU's amdgpu plugin.
+#[rustfmt::skip]
+#[allow(missing_docs, unreachable_pub)]
+pub(crate) mod amdgpu;
 
 pub(crate) use criu::*;

@@ -1,0 +1,81 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Messages that are rows of numbers, all of which must be there.
+
+use std::path::Path;
+
+use prost::Message;
+
+use super::contents::{HEADER, damaged};
+use crate::error::{ImageError, Result};
+
+/// A field that a message must have and has not.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Missing(pub(super) &'static str);
+
+/// A public struct, and its two ways to and from the generated message: fields have the same names.
+macro_rules! record {
+    ($(#[$meta:meta])* $name:ident = $raw:path { $($(#[$doc:meta])* $field:ident: $type:ty,)* }) => {
+        $(#[$meta])*
+        #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+        pub struct $name {
+            $($(#[$doc])* pub $field: $type,)*
+        }
+
+        impl $name {
+            fn from_raw(raw: &$raw) -> Result<Self, $crate::amdgpu::record::Missing> {
+                Ok(Self { $($field: raw.$field.ok_or($crate::amdgpu::record::Missing(stringify!($field)))?,)* })
+            }
+
+            #[allow(clippy::needless_update, reason = "not every message has more than its numbers")]
+            fn to_raw(self) -> $raw {
+                $raw { $($field: Some(self.$field),)* ..Default::default() }
+            }
+        }
+    };
+}
+pub(super) use record;
+
+/// Errors about one file's contents.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Contents<'a>(pub(super) &'a Path);
+
+impl Contents<'_> {
+    pub(super) fn damaged(self, expected: impl Into<String>, found: impl Into<String>) -> ImageError {
+        damaged(self.0, HEADER, expected, found)
+    }
+
+    /// Decodes one message.
+    pub(super) fn decode<M: Message + Default>(self, what: &str, bytes: &[u8]) -> Result<M> {
+        M::decode(bytes).map_err(|error| self.damaged(what, error.to_string()))
+    }
+
+    /// Every field that `what` must have.
+    pub(super) fn whole<T>(self, what: &str, value: Result<T, Missing>) -> Result<T> {
+        value.map_err(|Missing(field)| self.damaged(format!("{what} with the field {field}"), "one without"))
+    }
+
+    /// Checks a count against the list that it counts, and the list against a limit.
+    pub(super) fn count(
+        self,
+        what: &'static str,
+        claimed: Option<u64>,
+        found: usize,
+        limit: (&'static str, usize),
+    ) -> Result<()> {
+        if claimed != Some(found as u64) {
+            let claimed = claimed.map_or_else(|| "no count of them".to_owned(), |count| count.to_string());
+            return Err(self.damaged(format!("as many {what} as it says ({claimed})"), found.to_string()));
+        }
+        if found > limit.1 {
+            return Err(ImageError::TooMany {
+                file: self.0.to_path_buf(),
+                offset: HEADER,
+                what,
+                found: found as u64,
+                limit_name: limit.0,
+                limit: limit.1 as u64,
+            });
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,207 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The images of CRIU's amdgpu plugin: what reads, and what is said about what does not.
+
+mod common;
+
+use std::path::PathBuf;
+
+use common::{Images, put, refusal};
+use proptest::prelude::*;
+use rewake_criu_images::ImageDir;
+use rewake_criu_images::amdgpu::{
+    KfdBuffer, KfdImage, Link, Mapping, Node, Properties, RenderBuffer, RenderContents, RenderImage, Stretch,
+    kfd_name, pages_name, render_name,
+};
+
+/// A file of the fuzzers' corpus: written by hand, not by this crate.
+fn seed(name: &str) -> Vec<u8> {
+    let path = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("fuzz/corpus").join(name);
+    std::fs::read(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
+}
+
+fn read_kfd(bytes: &[u8]) -> rewake_criu_images::Result<KfdImage> {
+    let images = Images::new();
+    put(&images.path("a"), &kfd_name(7), bytes);
+    Ok(ImageDir::open(images.path("a"))?.kfd(7)?.expect("the file is there"))
+}
+
+fn read_render(bytes: &[u8]) -> rewake_criu_images::Result<RenderImage> {
+    let images = Images::new();
+    put(&images.path("a"), &render_name(8), bytes);
+    Ok(ImageDir::open(images.path("a"))?.render_node(8)?.expect("the file is there"))
+}
+
+#[test]
+fn files_are_named_as_by_criu_s_plugin() {
+    assert_eq!(kfd_name(10), "amdgpu-kfd-10.img");
+    assert_eq!(render_name(11), "amdgpu-renderD-11.img");
+    assert_eq!(pages_name(10, 0xab), "amdgpu-pages-10-00ab.img");
+    assert_eq!(pages_name(10, 0x1_2345), "amdgpu-pages-10-12345.img");
+}
+
+#[test]
+fn a_process_without_a_gpu_has_none_of_the_files() {
+    let images = Images::new();
+    put(&images.path("a"), "inventory.img", &[]);
+    let dir = ImageDir::open(images.path("a")).unwrap();
+    assert_eq!(dir.kfd(7).unwrap(), None);
+    assert_eq!(dir.render_node(7).unwrap(), None);
+}
+
+#[test]
+fn the_state_of_both_kinds_of_criu_reads_and_is_written_byte_for_byte() {
+    for (name, handle) in [("amdgpu-kfd/good-4.2", None), ("amdgpu-kfd/good-dev", Some(1))] {
+        let bytes = seed(name);
+        let image = read_kfd(&bytes).unwrap();
+        assert_eq!((image.pid, image.gpus, image.objects), (77, 2, 2));
+        let nodes: Vec<_> = image.nodes.iter().map(|node| node.properties).collect();
+        let ids: Vec<_> = nodes.iter().map(|node| (node.node_id, node.gpu_id)).collect();
+        assert_eq!(ids, [(0, 0), (1, 0x1234), (2, 0xab)]);
+        assert_eq!(
+            (nodes[1].device_id, nodes[1].drm_render_minor, nodes[1].vram_size),
+            (0x740c, 129, 64 << 30)
+        );
+        assert_eq!(image.nodes[1].links, [Link { kind: 11, to_node: 0 }]);
+        let first = KfdBuffer {
+            address: 0x7f00_0000_0000,
+            size: 2 << 20,
+            offset: 1 << 32,
+            alloc_flags: 0xd000_0001,
+            gpu_id: 0x1234,
+            handle,
+        };
+        assert_eq!(image.buffers[0], first);
+        assert_eq!(image.private.len(), 304);
+        assert_eq!(image.to_bytes(), bytes, "{name}");
+    }
+}
+
+#[test]
+fn what_is_left_of_a_longer_file_does_not_count() {
+    assert_eq!(
+        read_kfd(&seed("amdgpu-kfd/good-longer-before")).unwrap(),
+        read_kfd(&seed("amdgpu-kfd/good-dev")).unwrap()
+    );
+}
+
+#[test]
+fn a_pages_file_has_the_buffers_with_contents_of_one_gpu_back_to_back() {
+    let image = read_kfd(&seed("amdgpu-kfd/good-dev")).unwrap();
+    assert_eq!(
+        image.pages(0x1234),
+        (vec![Stretch { buffer: 0, file_offset: 8 }], 8 + (2 << 20)),
+        "no doorbells"
+    );
+    assert_eq!(image.pages(0xab), (vec![Stretch { buffer: 1, file_offset: 8 }], 8 + 4096));
+    assert_eq!(image.pages(0x99), (vec![], 8));
+    let buffer = |size, alloc_flags| KfdBuffer { size, alloc_flags, gpu_id: 1, ..KfdBuffer::default() };
+    let buffers = vec![buffer(4096, 1), buffer(100, 4), buffer(8192, 2), buffer(4096, 3)];
+    let image = KfdImage { buffers, ..KfdImage::default() };
+    let stretch = |buffer, file_offset| Stretch { buffer, file_offset };
+    assert_eq!(image.pages(1), (vec![stretch(0, 8), stretch(2, 4104), stretch(3, 12296)], 16392));
+}
+
+#[test]
+fn a_render_node_of_both_kinds_of_criu_reads_and_is_written_byte_for_byte() {
+    let old = seed("amdgpu-render/good-4.2");
+    assert_eq!(read_render(&old).unwrap(), RenderImage { gpu_id: 0x1234, contents: None });
+    let new = seed("amdgpu-render/good-dev");
+    let contents = read_render(&new).unwrap().contents.unwrap();
+    assert_eq!((contents.id, contents.minor, contents.buffers.len()), (9, 128, 2));
+    let second = Mapping { address: 0x7e00_0000_2000, size: 4096, offset: 4096, flags: 6 };
+    assert_eq!(contents.buffers[0].mappings[1], second);
+    assert!(contents.buffers[0].is_import && !contents.buffers[1].is_import);
+    for bytes in [old, new] {
+        assert_eq!(read_render(&bytes).unwrap().to_bytes(), bytes);
+    }
+}
+
+#[test]
+fn damage_is_told_with_what_was_expected_and_found() {
+    let said = |name: &str| refusal(read_kfd(&seed(&format!("amdgpu-kfd/{name}"))));
+    for (name, parts) in [
+        ("bad-count", ["as many buffers as it says (9)", "found 3"]),
+        ("bad-foreign-gpu", ["buffers of the GPUs of its topology", "one of GPU 0x99 at 0x1000"]),
+        ("bad-empty-buffer", ["a buffer inside the address space", "0 bytes at 0x1000"]),
+        (
+            "bad-sum",
+            ["contents of less than 2^63 bytes for one GPU", "more with the 9223372036854775807 bytes"],
+        ),
+        ("bad-length", ["1099511627776 bytes of contents", "CONTENTS_LIMIT"]),
+        ("bad-short", ["contents of", "bytes to the end"]),
+    ] {
+        let said = said(name);
+        assert!(parts.iter().all(|part| said.contains(part)) && said.contains("amdgpu-kfd-7.img"), "{said}");
+    }
+    let said = refusal(read_render(&seed("amdgpu-render/bad-half")));
+    assert!(said.contains("no count of them"), "{said}");
+}
+
+#[test]
+fn a_missing_field_is_named() {
+    // A state whose only buffer has an address and nothing else.
+    let contents = common::hex("08 01 10 00 18 00 28 01 32 02 08 05 38 00 40 00 48 00 52 00");
+    let file = [&20_u64.to_le_bytes()[..], &contents].concat();
+    assert!(refusal(read_kfd(&file)).contains("expected a buffer with the field size"));
+    // The same without a buffer, and then without the private data.
+    let file = |contents: &[u8]| [&(contents.len() as u64).to_le_bytes()[..], contents].concat();
+    let contents = common::hex("08 01 10 00 18 00 28 00 38 00 40 00 48 00 52 00");
+    assert!(read_kfd(&file(&contents)).is_ok());
+    assert!(refusal(read_kfd(&file(&contents[..14]))).contains("the field priv_data"));
+}
+
+prop_compose! {
+    fn node()(gpu_id in 0_u32..4, numbers: [u32; 4], vram_size: u64, links in proptest::collection::vec(any::<(u32, u32)>(), 0..4)) -> Node {
+        let [node_id, capability, fw_version, domain] = numbers;
+        let properties = Properties { node_id, gpu_id, capability, fw_version, domain, vram_size, ..Properties::default() };
+        Node { properties, links: links.into_iter().map(|(kind, to_node)| Link { kind, to_node }).collect() }
+    }
+}
+
+prop_compose! {
+    fn buffer()(address in 0_u64..1 << 48, size in 1_u64..1 << 40, offset: u64, alloc_flags: u32, gpu_id in 0_u32..4, handle: Option<u32>) -> KfdBuffer {
+        KfdBuffer { address, size, offset, alloc_flags, gpu_id, handle }
+    }
+}
+
+proptest! {
+    #[test]
+    fn a_state_reads_as_it_was_written(
+        nodes in proptest::collection::vec(node(), 0..8),
+        buffers in proptest::collection::vec(buffer(), 0..50),
+        private in proptest::collection::vec(any::<u8>(), 0..400),
+        numbers: (u32, u32, u64, u32),
+    ) {
+        let known = |gpu_id| gpu_id != 0 && nodes.iter().any(|node| node.properties.gpu_id == gpu_id);
+        let buffers = buffers.into_iter().filter(|buffer| known(buffer.gpu_id)).collect();
+        let (pid, objects, shared_memory_size, shared_memory_magic) = numbers;
+        let gpus = u32::try_from(nodes.len() / 2).unwrap();
+        let image = KfdImage { pid, gpus, nodes, buffers, objects, shared_memory_size, shared_memory_magic, private };
+        prop_assert_eq!(read_kfd(&image.to_bytes()).unwrap(), image);
+    }
+
+    #[test]
+    fn a_render_node_reads_as_it_was_written(
+        gpu_id: u32,
+        contents: Option<(u32, u32)>,
+        buffers in proptest::collection::vec((1_u64.., any::<[u32; 3]>(), any::<bool>(), proptest::collection::vec(any::<[u64; 4]>(), 0..4)), 0..20),
+    ) {
+        let mapping = |[address, size, offset, flags]: [u64; 4]| Mapping { address, size, offset, flags };
+        let buffers = buffers.into_iter().map(|(size, [preferred_domains, handle, flags], is_import, mappings)| RenderBuffer {
+            size, preferred_domains, handle, is_import, alloc_flags: flags.into(),
+            mappings: mappings.into_iter().map(mapping).collect(),
+            ..RenderBuffer::default()
+        }).collect();
+        let contents = contents.map(|(id, minor)| RenderContents { id, minor, buffers });
+        let image = RenderImage { gpu_id, contents };
+        prop_assert_eq!(read_render(&image.to_bytes()).unwrap(), image);
+    }
+
+    #[test]
+    fn no_bytes_make_a_parser_panic(contents in proptest::collection::vec(any::<u8>(), 0..200), cut in 0_usize..208) {
+        let mut file = [&(contents.len() as u64).to_le_bytes()[..], &contents].concat();
+        let _ = (read_kfd(&file), read_render(&file));
+        file.truncate(cut);
+        let _ = (read_kfd(&file), read_render(&file));
+    }
+}
