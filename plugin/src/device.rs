@@ -2,26 +2,28 @@
 //! Which files are AMD GPUs'.
 
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
+
+use rewake_kfd::topology::{Node, Topology};
 
 /// Major number of every DRM device.
 const DRM: u32 = 226;
-/// The first minor number of render nodes.
-const RENDER: u32 = 128;
 
 /// The device numbers of this machine's GPUs.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(crate) struct Devices {
-    sysfs: PathBuf,
-    /// Of the compute driver: `/dev/kfd`.
+    /// Of the compute driver, `/dev/kfd`; none without one.
     kfd: Option<(u32, u32)>,
+    /// Minor numbers of the GPUs' render nodes.
+    render: Vec<u32>,
 }
 
 impl Devices {
-    /// Looks for the compute driver.
-    pub(crate) fn of_machine(sysfs: &Path) -> Self {
-        let kfd = fs::read_to_string(sysfs.join("class/kfd/kfd/dev")).ok();
-        Self { sysfs: sysfs.to_owned(), kfd: kfd.and_then(|text| numbers(&text)) }
+    /// Asks the compute driver, if there is one; `class` is `/sys/class/kfd/kfd`.
+    pub(crate) fn of_machine(class: &Path) -> Result<Self, rewake_kfd::Error> {
+        let Ok(text) = fs::read_to_string(class.join("dev")) else { return Ok(Self::default()) };
+        let topology = Topology::read_from(&class.join("topology"))?;
+        Ok(Self { kfd: numbers(&text), render: topology.gpus().map(Node::render_minor).collect() })
     }
 
     /// Whether a process can compute on an AMD GPU here.
@@ -38,13 +40,7 @@ impl Devices {
         if self.kfd == Some((major, minor)) {
             return Some("/dev/kfd".to_owned());
         }
-        (major == DRM && minor >= RENDER && self.is_amd(major, minor))
-            .then(|| format!("the render node /dev/dri/renderD{minor}"))
-    }
-
-    fn is_amd(&self, major: u32, minor: u32) -> bool {
-        let driver = self.sysfs.join(format!("dev/char/{major}:{minor}/device/driver"));
-        fs::read_link(driver).is_ok_and(|link| link.file_name().is_some_and(|name| name == "amdgpu"))
+        (major == DRM && self.render.contains(&minor)).then(|| format!("/dev/dri/renderD{minor}"))
     }
 }
 
@@ -61,8 +57,6 @@ fn numbers(text: &str) -> Option<(u32, u32)> {
 
 #[cfg(test)]
 mod tests {
-    use std::os::unix::fs::symlink;
-
     use super::*;
 
     fn status(kind: libc::mode_t, major: u32, minor: u32) -> libc::stat {
@@ -73,30 +67,38 @@ mod tests {
 
     #[test]
     fn a_machine_without_the_compute_driver_has_no_gpu() {
-        let sysfs = tempfile::tempdir().unwrap();
-        let devices = Devices::of_machine(sysfs.path());
+        let class = tempfile::tempdir().unwrap();
+        let devices = Devices::of_machine(&class.path().join("kfd")).unwrap();
         assert!(!devices.any());
         assert_eq!(devices.name_of(&status(libc::S_IFCHR, 10, 232)), None);
     }
 
     #[test]
-    fn gpus_are_known_by_their_numbers_and_drivers() {
-        let sysfs = tempfile::tempdir().unwrap();
-        fs::create_dir_all(sysfs.path().join("class/kfd/kfd")).unwrap();
-        fs::write(sysfs.path().join("class/kfd/kfd/dev"), "511:0\n").unwrap();
-        for (node, driver) in [("226:128", "amdgpu"), ("226:129", "i915"), ("226:0", "amdgpu")] {
-            let device = sysfs.path().join("dev/char").join(node).join("device");
-            fs::create_dir_all(&device).unwrap();
-            symlink(format!("../bus/pci/drivers/{driver}"), device.join("driver")).unwrap();
+    fn gpus_are_known_by_the_driver_s_numbers() {
+        let class = tempfile::tempdir().unwrap();
+        let put = |name: &str, text: &str| {
+            let path = class.path().join(name);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, text).unwrap();
+        };
+        put("dev", "511:0\n");
+        put("topology/generation_id", "1\n");
+        for (node, gpu_id, minor) in [(0, 0, 0), (1, 0x1234, 129)] {
+            put(&format!("topology/nodes/{node}/name"), "\n");
+            put(&format!("topology/nodes/{node}/gpu_id"), &format!("{gpu_id}\n"));
+            put(&format!("topology/nodes/{node}/properties"), &format!("drm_render_minor {minor}\n"));
+            for folder in ["mem_banks", "caches", "io_links"] {
+                fs::create_dir(class.path().join(format!("topology/nodes/{node}/{folder}"))).unwrap();
+            }
         }
-        let devices = Devices::of_machine(sysfs.path());
+        let devices = Devices::of_machine(class.path()).unwrap();
         let name = |kind, major, minor| devices.name_of(&status(kind, major, minor));
         assert!(devices.any());
         assert_eq!(name(libc::S_IFCHR, 511, 0).as_deref(), Some("/dev/kfd"));
-        assert_eq!(name(libc::S_IFCHR, 226, 128).as_deref(), Some("the render node /dev/dri/renderD128"));
+        assert_eq!(name(libc::S_IFCHR, 226, 129).as_deref(), Some("/dev/dri/renderD129"));
         assert_eq!(name(libc::S_IFBLK, 511, 0), None, "a block device");
-        assert_eq!(name(libc::S_IFCHR, 226, 129), None, "another maker's");
-        assert_eq!(name(libc::S_IFCHR, 226, 0), None, "a display");
+        assert_eq!(name(libc::S_IFCHR, 226, 128), None, "another maker's");
+        assert_eq!(name(libc::S_IFCHR, 226, 0), None, "a CPU has no render node");
         assert_eq!(name(libc::S_IFCHR, 511, 1), None);
     }
 

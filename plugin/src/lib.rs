@@ -23,9 +23,7 @@ use device::Devices;
 #[derive(Debug, thiserror::Error)]
 enum Unable {
     /// In a process.
-    #[error(
-        "{0} is in use, and this amdgpu_plugin.so cannot dump GPUs yet: use the one of CRIU, or dump without it"
-    )]
+    #[error("{0} is in use, and this amdgpu_plugin.so cannot dump GPUs yet: use the one of CRIU")]
     Dump(String),
     /// In an image.
     #[error("{0}: GPU state, which this amdgpu_plugin.so cannot restore yet: use the one of CRIU")]
@@ -44,7 +42,7 @@ impl Plugin for Amdgpu {
     const NAME: &'static CStr = c"amdgpu_plugin";
 
     fn init(host: &Host, stage: Stage) -> Answer<Self> {
-        let devices = Devices::of_machine(Path::new("/sys"));
+        let devices = Devices::of_machine(Path::new("/sys/class/kfd/kfd"))?;
         let aside = match stage {
             Stage::Dump | Stage::PreDump if !devices.any() => "this machine has no AMD GPU",
             Stage::Restore { named: false } => "the image has no AMD GPU's state",

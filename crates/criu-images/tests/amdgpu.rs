@@ -77,6 +77,26 @@ fn the_state_of_both_kinds_of_criu_reads_and_is_written_byte_for_byte() {
 }
 
 #[test]
+fn what_criu_s_plugin_wrote_reads_and_is_written_byte_for_byte() {
+    // Of gpu-app on one soft GPU, dumped by CRIU 4.2.1 and its plugin.
+    let bytes = seed("amdgpu-kfd/good-stock-4.2.1");
+    let image = read_kfd(&bytes).unwrap();
+    assert_eq!((image.gpus, image.nodes.len()), (1, 2));
+    // GPU and CPU, in the plugin's order: the last node first.
+    let ids: Vec<_> =
+        image.nodes.iter().map(|node| (node.properties.node_id, node.properties.gpu_id)).collect();
+    assert_eq!(ids, [(1, 0x30e1), (0, 0)]);
+    assert_eq!(image.nodes[0].properties.drm_render_minor, 128);
+    assert_eq!(image.nodes[0].links, [Link { kind: 2, to_node: 0 }]);
+    // The length of amdgpu-pages-27-30e1.img.
+    assert_eq!(image.pages(0x30e1).1, 4_550_664);
+    assert_eq!(image.to_bytes(), bytes);
+    let bytes = seed("amdgpu-render/good-stock-4.2.1");
+    assert_eq!(read_render(&bytes).unwrap(), RenderImage { gpu_id: 0x30e1, contents: None });
+    assert_eq!(read_render(&bytes).unwrap().to_bytes(), bytes);
+}
+
+#[test]
 fn what_is_left_of_a_longer_file_does_not_count() {
     assert_eq!(
         read_kfd(&seed("amdgpu-kfd/good-longer-before")).unwrap(),
