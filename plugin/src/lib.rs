@@ -4,8 +4,8 @@
 //! Today it knows what belongs to a GPU and refuses to dump or restore it, with a line that says so. Where nothing does,
 //! it steps aside: dumps and restores of other processes go as if it were not there.
 //!
-//! * [`device`]: whether a file is an AMD GPU's.
-//! * [`image`]: whether an image holds the state of one.
+//! * `device`: whether a file is an AMD GPU's.
+//! * `image`: whether an image holds the state of one.
 #![deny(unsafe_code)]
 
 mod device;
