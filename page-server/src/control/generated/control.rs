@@ -178,7 +178,7 @@ pub struct Daemon {
 /// The block cache that all sessions share. Counts are since the present worker started.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Cache {
-    /// Buffers of 256 KiB.
+    /// Buffers of 64 KiB.
     #[prost(uint64, tag = "1")]
     pub blocks: u64,
     /// Blocks found, loaded, and found being loaded for another.
