@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! An image directory, held open: every file is opened relative to it, so that it cannot change underneath.
 
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -12,6 +13,7 @@ use nix::fcntl::{OFlag, openat};
 use nix::sys::stat::Mode;
 
 use crate::error::{ImageError, Result};
+use crate::files;
 use crate::frame::{Kind, Records};
 use crate::inventory::{self, Inventory};
 use crate::mm::{self, Mm};
@@ -42,6 +44,14 @@ impl ImageDir {
         let fd =
             open_dir(nix::fcntl::AT_FDCWD, &path).map_err(|errno| io_error("open", &path, errno.into()))?;
         Self::from_fd(fd, path, Vec::new())
+    }
+
+    /// The directory behind a descriptor; `path` is for messages.
+    ///
+    /// # Errors
+    /// It cannot be asked for its identity.
+    pub fn of(fd: OwnedFd, path: impl AsRef<Path>) -> Result<Self> {
+        Self::from_fd(fd, path.as_ref().to_path_buf(), Vec::new())
     }
 
     fn from_fd(fd: OwnedFd, path: PathBuf, mut line: Vec<(u64, u64)>) -> Result<Self> {
@@ -123,6 +133,15 @@ impl ImageDir {
     /// The file is missing (zombies have none) or damaged.
     pub fn mm(&self, pid: u32) -> Result<Mm> {
         mm::parse(self.required(&format!("mm-{pid}.img"), &frame::MM, "the task's mappings")?)
+    }
+
+    /// Paths of all files that tasks had open or mapped, by their ids; a file without one (a pipe, a socket, a memfd) has `None`.
+    /// `None` where there is no `files.img`.
+    ///
+    /// # Errors
+    /// The file is damaged.
+    pub fn files(&self) -> Result<Option<BTreeMap<u32, Option<PathBuf>>>> {
+        self.records("files.img", &frame::FILES)?.map(files::parse).transpose()
     }
 
     /// The pages of a task, or `None` where this directory has none of it.

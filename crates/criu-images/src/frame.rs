@@ -35,6 +35,9 @@ pub(crate) const PSTREE: Kind =
 pub(crate) const CORE: Kind = Kind { name: "core", magic: 0x5505_3847, common: true, record_limit: 16 << 20 };
 /// `mm-PID.img`: about 50 bytes a mapping.
 pub(crate) const MM: Kind = Kind { name: "mm", magic: 0x5749_2820, common: true, record_limit: 256 << 20 };
+/// `files.img`: a path and some numbers a file; about 60 bytes for each file that an inotify or epoll watches.
+pub(crate) const FILES: Kind =
+    Kind { name: "files", magic: 0x5630_3138, common: true, record_limit: 256 << 20 };
 /// `pagemap-ID.img`: about 20 bytes a record.
 pub(crate) const PAGEMAP: Kind =
     Kind { name: "pagemap", magic: 0x5608_4025, common: true, record_limit: 64 << 10 };

@@ -6,7 +6,7 @@ use std::io::Cursor;
 use std::path::Path;
 
 use crate::frame::{self, Kind, Records};
-use crate::{Result, amdgpu, inventory, mm, pagemap, tasks, write};
+use crate::{Result, amdgpu, files, inventory, mm, pagemap, rewake, tasks, write};
 
 /// An image file in memory.
 type Bytes = Cursor<Vec<u8>>;
@@ -24,22 +24,31 @@ pub enum FuzzKind {
     Mm,
     /// `pagemap-PID.img`.
     Pagemap,
+    /// `files.img`.
+    Files,
     /// `amdgpu-kfd-ID.img`.
     AmdgpuKfd,
     /// `amdgpu-renderD-ID.img`.
     AmdgpuRender,
+    /// `amdgpu-dmabuf_ID.img`.
+    AmdgpuDmabuf,
+    /// `rewake-shared.img`.
+    RewakeShared,
 }
 
 impl FuzzKind {
     /// Every kind, with the name of its corpus folder and fuzz target.
-    pub const ALL: [(Self, &'static str); 7] = [
+    pub const ALL: [(Self, &'static str); 10] = [
         (Self::Inventory, "inventory"),
         (Self::Pstree, "pstree"),
         (Self::Core, "core"),
         (Self::Mm, "mm"),
         (Self::Pagemap, "pagemap"),
+        (Self::Files, "files"),
         (Self::AmdgpuKfd, "amdgpu-kfd"),
         (Self::AmdgpuRender, "amdgpu-render"),
+        (Self::AmdgpuDmabuf, "amdgpu-dmabuf"),
+        (Self::RewakeShared, "rewake-shared"),
     ];
 }
 
@@ -61,6 +70,7 @@ pub fn fuzz_one(kind: FuzzKind, bytes: &[u8]) -> bool {
             assert!(mm.vmas.iter().all(|vma| vma.pages() > 0), "mappings are not empty");
             Some(write::mm_bytes(mm))
         }),
+        FuzzKind::Files => again(bytes, &frame::FILES, files::parse, |files| Some(write::files_bytes(files))),
         FuzzKind::Pagemap => again(bytes, &frame::PAGEMAP, pagemap::parse, |map| {
             let entries = &map.entries;
             assert!(entries.windows(2).all(|pair| pair[0].end() <= pair[1].vaddr), "runs are in order");
@@ -80,6 +90,8 @@ pub fn fuzz_one(kind: FuzzKind, bytes: &[u8]) -> bool {
             image.to_bytes()
         }),
         FuzzKind::AmdgpuRender => amdgpu_again(bytes, amdgpu::parse_render, amdgpu::RenderImage::to_bytes),
+        FuzzKind::AmdgpuDmabuf => amdgpu_again(bytes, amdgpu::parse_dmabuf, amdgpu::DmabufImage::to_bytes),
+        FuzzKind::RewakeShared => amdgpu_again(bytes, rewake::parse_shared, rewake::SharedImage::to_bytes),
     }
 }
 
@@ -91,7 +103,7 @@ fn amdgpu_again<T: PartialEq + std::fmt::Debug>(
 ) -> bool {
     let file = Path::new("amdgpu");
     let read = |bytes: &[u8]| {
-        let contents = amdgpu::contents(file, Cursor::new(bytes), bytes.len() as u64)?;
+        let contents = amdgpu::contents::contents(file, Cursor::new(bytes), bytes.len() as u64)?;
         parse(file, &contents)
     };
     let Ok(value) = read(bytes) else { return false };

@@ -11,6 +11,7 @@
 pub mod amdgpu;
 mod dir;
 mod error;
+mod files;
 mod frame;
 pub mod fuzz;
 mod generated;
@@ -18,12 +19,14 @@ mod inventory;
 mod mm;
 mod pagemap;
 mod plan;
+pub mod rewake;
 mod stats;
 mod tasks;
 pub mod write;
 
 pub use dir::{ImageDir, MAX_PARENTS};
 pub use error::{ImageError, Result};
+pub use files::MAX_FILES;
 pub use inventory::{IMAGE_VERSION, Inventory};
 pub use mm::{MAX_VMAS, Mm, Vma};
 pub use pagemap::{Generation, MAX_PAGEMAP_ENTRIES, PageFlags, Pagemap, PagemapEntry};

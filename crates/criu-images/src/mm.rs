@@ -14,16 +14,23 @@ use crate::generated::VmaEntry;
 pub const MAX_VMAS: usize = 1 << 22;
 
 /// MAP_* of the kernel's mman.h, the same on x86-64 and arm64.
+const MAP_SHARED: u32 = 0x1;
 const MAP_PRIVATE: u32 = 0x2;
 const MAP_ANONYMOUS: u32 = 0x20;
 const MAP_LOCKED: u32 = 0x2000;
 const MAP_HUGETLB: u32 = 0x4_0000;
 
+/// Of the kernel's mman-common.h.
+const MADV_DONTFORK: u32 = 10;
+
 /// Bits of a mapping's status in the image.
 const STATUS_VSYSCALL: u32 = 1 << 2;
 const STATUS_VDSO: u32 = 1 << 3;
+const STATUS_FILE_PRIVATE: u32 = 1 << 6;
+const STATUS_FILE_SHARED: u32 = 1 << 7;
 const STATUS_VVAR: u32 = 1 << 12;
 const STATUS_GUARD: u32 = 1 << 16;
+const STATUS_PLUGIN: u32 = 1 << 27;
 
 /// What a mapping is, by its status bits: the first that is set names it.
 const KINDS: &[(u32, &str)] = &[
@@ -31,7 +38,7 @@ const KINDS: &[(u32, &str)] = &[
     (STATUS_VSYSCALL, "vsyscall"),
     (STATUS_VDSO, "vdso"),
     (STATUS_VVAR, "vvar"),
-    (1 << 27, "plugin"),
+    (STATUS_PLUGIN, "plugin"),
     (1 << 10, "sysv-shm"),
     (1 << 11, "socket"),
     (1 << 13, "aio-ring"),
@@ -39,8 +46,8 @@ const KINDS: &[(u32, &str)] = &[
     (1 << 15, "shadow-stack"),
     (1 << 1, "stack"),
     (1 << 5, "heap"),
-    (1 << 6, "file-private"),
-    (1 << 7, "file-shared"),
+    (STATUS_FILE_PRIVATE, "file-private"),
+    (STATUS_FILE_SHARED, "file-shared"),
     (1 << 8, "anon-shared"),
     (1 << 9, "anon-private"),
 ];
@@ -58,6 +65,12 @@ pub struct Vma {
     pub flags: u32,
     /// CRIU's bits: what kind of mapping it is.
     pub status: u32,
+    /// Where in its file it begins, in bytes.
+    pub offset: u64,
+    /// What it is of: a file's id in `files.img`, or CRIU's number of shared memory; 0 for private memory.
+    pub object: u64,
+    /// The MADV_* that were in force, a bit for each number.
+    pub advice: u64,
 }
 
 impl Vma {
@@ -75,6 +88,37 @@ impl Vma {
     #[must_use]
     pub fn kind(&self) -> &'static str {
         KINDS.iter().find(|(bit, _)| self.status & bit != 0).map_or("other", |(_, name)| name)
+    }
+
+    /// Whether it is shared with whoever maps its file.
+    #[must_use]
+    pub fn is_shared(&self) -> bool {
+        self.flags & MAP_SHARED != 0
+    }
+
+    /// Whether forks leave it out (MADV_DONTFORK).
+    #[must_use]
+    pub fn is_not_for_children(&self) -> bool {
+        self.advice & 1 << MADV_DONTFORK != 0
+    }
+
+    /// Whether it is memory without a file.
+    #[must_use]
+    pub fn is_anonymous(&self) -> bool {
+        self.flags & MAP_ANONYMOUS != 0
+    }
+
+    /// Whether a plugin said at the dump that it is of a device of its own.
+    #[must_use]
+    pub fn is_of_plugin(&self) -> bool {
+        self.status & STATUS_PLUGIN != 0
+    }
+
+    /// The file that it is of, by its id in `files.img` ([`crate::ImageDir::files`]); `None` where the image does not say so.
+    #[must_use]
+    pub fn file(&self) -> Option<u32> {
+        let of_file = self.status & (STATUS_FILE_PRIVATE | STATUS_FILE_SHARED) != 0;
+        u32::try_from(self.object).ok().filter(|_| of_file)
     }
 
     /// Its length in pages.
@@ -192,5 +236,8 @@ fn vma(body: &[u8]) -> Result<Vma, Refused> {
     if start >= end || start % PAGE != 0 || end % PAGE != 0 {
         return Err(damage("a mapping of whole pages with start < end", format!("{start:#x}-{end:#x}")));
     }
-    Ok(Vma { start, end, prot: entry.prot.unwrap_or(0), flags, status })
+    let offset = entry.pgoff.unwrap_or(0);
+    let object = entry.shmid.unwrap_or(0);
+    let (prot, advice) = (entry.prot.unwrap_or(0), entry.madv.unwrap_or(0));
+    Ok(Vma { start, end, prot, flags, status, offset, object, advice })
 }

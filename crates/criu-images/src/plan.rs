@@ -10,14 +10,14 @@ use crate::error::{ImageError, Result};
 use crate::mm::Vma;
 use crate::pagemap::{PageFlags, Pagemap, PagemapEntry};
 
-/// One open `pages-N.img`.
+/// One open file of pages: `pages-N.img`, or the contents of buffers of a GPU.
 #[derive(Debug)]
 pub struct PagesFile {
     /// For messages.
     pub path: PathBuf,
     /// The file, open for reading.
     pub file: File,
-    /// Its length in bytes when it was opened: at least what its pagemap needs.
+    /// Its length in bytes when it was opened: at least what the image says.
     pub len: u64,
 }
 

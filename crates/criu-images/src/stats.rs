@@ -3,9 +3,13 @@
 
 use std::os::unix::fs::FileExt;
 
+use nix::errno::Errno;
+use nix::unistd::{Whence, lseek};
+
 use crate::dir::{ImageDir, io_error};
 use crate::error::Result;
 use crate::pagemap::{PageFlags, Pagemap};
+use crate::plan::PagesFile;
 use crate::{PAGE, PAGE_LEN};
 
 /// Pages read at a time while counting zeros.
@@ -61,18 +65,46 @@ impl ImageDir {
     pub fn zero_pages(&self, pid: u32) -> Result<u64> {
         let Some(map) = self.pagemap(pid)? else { return Ok(0) };
         let Some(pages) = self.pages_file(&map)? else { return Ok(0) };
+        Ok(pages.zero_bytes(0, map.file_len)? / PAGE)
+    }
+}
+
+impl PagesFile {
+    /// Counts the bytes of those pages between `offset` and `end` that have nothing but zeros. Pages are counted from
+    /// `offset` on; the last one may be shorter. Holes of the file are not read.
+    ///
+    /// # Errors
+    /// The file cannot be read, or ends before `end`.
+    pub fn zero_bytes(&self, offset: u64, end: u64) -> Result<u64> {
         let mut buffer = Vec::new();
-        let (mut zeros, mut at) = (0, 0);
-        while at < map.file_len {
-            let len = (map.file_len - at).min(SCAN_PAGES * PAGE);
+        let (mut zeros, mut at) = (0, offset);
+        while at < end {
+            let hole = self.next_data(at).clamp(at, end);
+            let pages = if hole == end { end - at } else { (hole - at) / PAGE * PAGE };
+            if pages > 0 {
+                (zeros, at) = (zeros + pages, at + pages);
+                continue;
+            }
+            let len = (end - at).min(SCAN_PAGES * PAGE);
             // At most 1 MiB, see SCAN_PAGES.
             buffer.resize(usize::try_from(len).unwrap_or(usize::MAX), 0);
-            let read = pages.file.read_exact_at(&mut buffer, at);
-            read.map_err(|error| io_error("read", &pages.path, error))?;
-            let pages = buffer.chunks_exact(PAGE_LEN);
-            zeros += pages.filter(|page| page.iter().all(|byte| *byte == 0)).count() as u64;
+            let read = self.file.read_exact_at(&mut buffer, at);
+            read.map_err(|error| io_error("read", &self.path, error))?;
+            let empty = buffer.chunks(PAGE_LEN).filter(|page| page.iter().all(|byte| *byte == 0));
+            zeros += empty.map(|page| page.len() as u64).sum::<u64>();
             at += len;
         }
         Ok(zeros)
+    }
+
+    /// Where the first data at `at` or behind begins: at the file's end at the latest, and at `at` where the file
+    /// system does not tell.
+    fn next_data(&self, at: u64) -> u64 {
+        let Ok(offset) = i64::try_from(at) else { return at };
+        match lseek(&self.file, offset, Whence::SeekData) {
+            Ok(data) => u64::try_from(data).unwrap_or(at),
+            Err(Errno::ENXIO) => self.len.max(at),
+            Err(_) => at,
+        }
     }
 }

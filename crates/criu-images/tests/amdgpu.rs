@@ -3,15 +3,16 @@
 
 mod common;
 
+use std::os::unix::fs::FileExt as _;
 use std::path::PathBuf;
 
 use common::{Images, put, refusal};
 use proptest::prelude::*;
-use rewake_criu_images::ImageDir;
 use rewake_criu_images::amdgpu::{
-    KfdBuffer, KfdImage, Link, Mapping, Node, Properties, RenderBuffer, RenderContents, RenderImage, Stretch,
-    kfd_name, pages_name, render_name,
+    DmabufImage, GpuFile, KfdBuffer, KfdImage, Link, Mapping, Node, Properties, RenderBuffer, RenderContents,
+    RenderImage, Stretch, dmabuf_name, drm_pages_name, kfd_name, pages_name, render_name,
 };
+use rewake_criu_images::{ImageDir, PagesFile};
 
 /// A file of the fuzzers' corpus: written by hand, not by this crate.
 fn seed(name: &str) -> Vec<u8> {
@@ -31,12 +32,42 @@ fn read_render(bytes: &[u8]) -> rewake_criu_images::Result<RenderImage> {
     Ok(ImageDir::open(images.path("a"))?.render_node(8)?.expect("the file is there"))
 }
 
+fn read_dmabuf(bytes: &[u8]) -> rewake_criu_images::Result<DmabufImage> {
+    let images = Images::new();
+    put(&images.path("a"), &dmabuf_name(9), bytes);
+    Ok(ImageDir::open(images.path("a"))?.dmabuf(9)?.expect("the file is there"))
+}
+
 #[test]
 fn files_are_named_as_by_criu_s_plugin() {
     assert_eq!(kfd_name(10), "amdgpu-kfd-10.img");
     assert_eq!(render_name(11), "amdgpu-renderD-11.img");
     assert_eq!(pages_name(10, 0xab), "amdgpu-pages-10-00ab.img");
     assert_eq!(pages_name(10, 0x1_2345), "amdgpu-pages-10-12345.img");
+    assert_eq!(dmabuf_name(12), "amdgpu-dmabuf_12.img");
+    assert_eq!(drm_pages_name(11, 128, 0x1f), "amdgpu-drm-pages-11-128-001f.img");
+}
+
+#[test]
+fn files_are_known_by_their_names_and_no_others_are() {
+    let known = |name: &str| GpuFile::of_name(name);
+    assert_eq!(known("amdgpu-kfd-10.img"), Some(GpuFile::Kfd(10)));
+    assert_eq!(known("amdgpu-renderD-11.img"), Some(GpuFile::Render(11)));
+    assert_eq!(known("amdgpu-dmabuf_12.img"), Some(GpuFile::Dmabuf(12)));
+    for other in [
+        "amdgpu-pages-10-00ab.img",
+        "amdgpu-pages-10-1111.img",
+        "amdgpu-drm-pages-11-128-0001.img",
+        "amdgpu-kfd-010.img",
+        "amdgpu-abc-10.img",
+        "amdgpu-kfd--1.img",
+        "amdgpu-kfd-.img",
+        "amdgpu-kfd-4294967296.img",
+        "kfd-10.img",
+        "pages-1.img",
+    ] {
+        assert_eq!(known(other), None, "{other}");
+    }
 }
 
 #[test]
@@ -46,6 +77,7 @@ fn a_process_without_a_gpu_has_none_of_the_files() {
     let dir = ImageDir::open(images.path("a")).unwrap();
     assert_eq!(dir.kfd(7).unwrap(), None);
     assert_eq!(dir.render_node(7).unwrap(), None);
+    assert_eq!(dir.dmabuf(7).unwrap(), None);
 }
 
 #[test]
@@ -137,6 +169,93 @@ fn a_render_node_of_both_kinds_of_criu_reads_and_is_written_byte_for_byte() {
 }
 
 #[test]
+fn a_dma_buf_reads_and_is_written_byte_for_byte() {
+    for (name, handle) in [("good-dev", 5), ("good-largest", u32::MAX)] {
+        let bytes = seed(&format!("amdgpu-dmabuf/{name}"));
+        assert_eq!(read_dmabuf(&bytes).unwrap(), DmabufImage { handle });
+        assert_eq!(read_dmabuf(&bytes).unwrap().to_bytes(), bytes);
+    }
+    let said = refusal(read_dmabuf(&seed("amdgpu-dmabuf/bad-nothing")));
+    assert!(
+        said.contains("amdgpu-dmabuf_9.img") && said.contains("a dma-buf with the field handle"),
+        "{said}"
+    );
+}
+
+/// Two buffers with contents on GPU 0xab, of 8192 and 6000 bytes, and a file for them.
+fn with_pages(file: &[u8]) -> (Images, KfdImage) {
+    let buffer = |size| KfdBuffer { size, alloc_flags: 1, gpu_id: 0xab, ..KfdBuffer::default() };
+    let image = KfdImage { buffers: vec![buffer(8192), buffer(6000)], ..KfdImage::default() };
+    let images = Images::new();
+    put(&images.path("a"), &pages_name(7, 0xab), file);
+    (images, image)
+}
+
+fn open_pages((images, image): &(Images, KfdImage)) -> rewake_criu_images::Result<PagesFile> {
+    ImageDir::open(images.path("a"))?.gpu_pages(7, image, 0xab)
+}
+
+#[test]
+fn the_contents_of_a_gpu_are_opened_when_they_are_as_many_as_the_image_says() {
+    let file = |claimed: u64, len: usize| [&claimed.to_le_bytes()[..], &vec![1; len]].concat();
+    assert_eq!(open_pages(&with_pages(&file(14_192, 14_192))).unwrap().len, 14_200);
+    assert!(open_pages(&with_pages(&file(14_192, 14_193))).is_ok(), "a longer file was there before");
+    let said = |file: &[u8]| refusal(open_pages(&with_pages(file)));
+    assert!(said(&file(14_192, 14_191)).contains("14199 bytes, expected 14200"));
+    assert!(said(&[]).contains("0 bytes, expected 14200"));
+    let other = said(&file(14_191, 14_192));
+    assert!(other.contains("contents of 14192 bytes, as in amdgpu-kfd-7.img, found 14191 bytes"), "{other}");
+    let (images, image) = with_pages(&[]);
+    std::fs::remove_file(images.path("a").join(pages_name(7, 0xab))).unwrap();
+    let missing = refusal(open_pages(&(images, image)));
+    assert!(missing.contains("amdgpu-pages-7-00ab.img: expected the contents of buffers"), "{missing}");
+}
+
+#[test]
+fn a_render_node_s_contents_have_a_header_that_means_nothing() {
+    let buffer = RenderBuffer { size: 4096, ..RenderBuffer::default() };
+    let contents = RenderContents { id: 11, minor: 128, buffers: vec![buffer.clone(), buffer] };
+    let images = Images::new();
+    put(&images.path("a"), &drm_pages_name(11, 128, 1), &[0xaa; 4104]);
+    put(&images.path("a"), &drm_pages_name(11, 128, 0), &[0; 4103]);
+    let dir = ImageDir::open(images.path("a")).unwrap();
+    assert_eq!(dir.render_pages(&contents, 1).unwrap().len, 4104);
+    assert!(refusal(dir.render_pages(&contents, 0)).contains("4103 bytes, expected 4104"));
+}
+
+#[test]
+fn a_restore_reads_the_contents_of_mapped_buffers_in_vram_and_gtt() {
+    let buffer = |preferred_domains, mappings: usize| RenderBuffer {
+        preferred_domains,
+        mappings: vec![Mapping::default(); mappings],
+        ..RenderBuffer::default()
+    };
+    assert!(buffer(4, 1).has_contents() && buffer(2, 2).has_contents() && buffer(6, 1).has_contents());
+    assert!(!buffer(4, 0).has_contents() && !buffer(1, 1).has_contents() && !buffer(0x38, 1).has_contents());
+}
+
+#[test]
+fn zeros_are_counted_in_pages_from_any_offset_and_holes_are_zeros() {
+    let images = Images::new();
+    let path = images.path("a");
+    // Header; then a page of zeros, one that is not, a hole of 4 MiB that ends in the middle of a page, and 100 bytes.
+    let hole = 4 << 20;
+    put(&path, "pages", &[&[1; 8][..], &[0; 4096], &[0, 7].repeat(2048)].concat());
+    let file = std::fs::File::options().read(true).write(true).open(path.join("pages")).unwrap();
+    let end = 8 + 8192 + hole;
+    file.write_all_at(&[9], end - 1).unwrap();
+    file.set_len(end + 100).unwrap();
+    let pages = PagesFile { path: path.join("pages"), file, len: end + 100 };
+    assert_eq!(pages.zero_bytes(8, 8 + 8192).unwrap(), 4096);
+    assert_eq!(pages.zero_bytes(8, end).unwrap(), 4096 + hole - 4096);
+    assert_eq!(pages.zero_bytes(8, end + 100).unwrap(), 4096 + hole - 4096 + 100);
+    assert_eq!(pages.zero_bytes(end, end + 100).unwrap(), 100, "shorter than a page");
+    assert_eq!(pages.zero_bytes(0, 8).unwrap(), 0);
+    assert_eq!(pages.zero_bytes(8, 8).unwrap(), 0);
+    assert!(refusal(pages.zero_bytes(8, end + 101)).contains("pages: cannot read it"));
+}
+
+#[test]
 fn damage_is_told_with_what_was_expected_and_found() {
     let said = |name: &str| refusal(read_kfd(&seed(&format!("amdgpu-kfd/{name}"))));
     for (name, parts) in [
@@ -168,6 +287,41 @@ fn a_missing_field_is_named() {
     let contents = common::hex("08 01 10 00 18 00 28 00 38 00 40 00 48 00 52 00");
     assert!(read_kfd(&file(&contents)).is_ok());
     assert!(refusal(read_kfd(&file(&contents[..14]))).contains("the field priv_data"));
+}
+
+/// Reads one kind of file of a directory.
+type Read = fn(&ImageDir) -> rewake_criu_images::Result<bool>;
+
+#[test]
+fn a_file_cut_anywhere_is_read_or_refused_in_one_line_with_its_name() {
+    let kinds: [(&str, String, Read); 3] = [
+        ("amdgpu-kfd/good-dev", kfd_name(7), |dir| dir.kfd(7).map(|image| image.is_some())),
+        ("amdgpu-render/good-dev", render_name(8), |dir| dir.render_node(8).map(|image| image.is_some())),
+        ("amdgpu-dmabuf/good-largest", dmabuf_name(9), |dir| dir.dmabuf(9).map(|image| image.is_some())),
+    ];
+    let images = Images::new();
+    put(&images.path("a"), "inventory.img", &[]);
+    let dir = ImageDir::open(images.path("a")).unwrap();
+    for (name, file, read) in kinds {
+        let whole = seed(name);
+        let read = |bytes: &[u8]| {
+            // Anew: some file systems flush a file that is cut and written again.
+            let _ = std::fs::remove_file(images.path("a").join(&file));
+            put(&images.path("a"), &file, bytes);
+            read(&dir)
+        };
+        for cut in 0..whole.len() {
+            let mut refused = vec![read(&whole[..cut]).expect_err("less than all of it")];
+            // The same cut with a length that is true: it ends between two fields, or inside one.
+            if let Some(contents) = whole[..cut].get(8..) {
+                refused.extend(read(&[&(contents.len() as u64).to_le_bytes(), contents].concat()).err());
+            }
+            for said in refused.iter().map(ToString::to_string) {
+                let one_line = !said.contains('\n') && said.len() < 400;
+                assert!(said.contains(&file) && one_line, "{name} cut at {cut}: {said}");
+            }
+        }
+    }
 }
 
 prop_compose! {
@@ -218,10 +372,15 @@ proptest! {
     }
 
     #[test]
+    fn a_dma_buf_reads_as_it_was_written(handle: u32) {
+        prop_assert_eq!(read_dmabuf(&DmabufImage { handle }.to_bytes()).unwrap(), DmabufImage { handle });
+    }
+
+    #[test]
     fn no_bytes_make_a_parser_panic(contents in proptest::collection::vec(any::<u8>(), 0..200), cut in 0_usize..208) {
         let mut file = [&(contents.len() as u64).to_le_bytes()[..], &contents].concat();
-        let _ = (read_kfd(&file), read_render(&file));
+        let _ = (read_kfd(&file), read_render(&file), read_dmabuf(&file));
         file.truncate(cut);
-        let _ = (read_kfd(&file), read_render(&file));
+        let _ = (read_kfd(&file), read_render(&file), read_dmabuf(&file));
     }
 }

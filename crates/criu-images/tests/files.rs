@@ -3,6 +3,11 @@
 
 mod common;
 
+use std::collections::BTreeMap;
+use std::ffi::OsString;
+use std::os::unix::ffi::OsStringExt as _;
+use std::path::PathBuf;
+
 use common::*;
 use rewake_criu_images::{
     Generation, ImageDir, ImageError, Inventory, PAGE, PageFlags, Task, TaskState, write,
@@ -194,6 +199,43 @@ fn hostile_mappings_are_refused() {
     assert!(refusal(mm("72ffffffffffffffffff01")).contains("expected a field inside"));
     assert!(refusal(mm("73")).contains("wire type"));
     assert!(refusal(mm("80")).contains("varint"));
+}
+
+const FILES_MAGIC: &str = "19435654 38313056";
+
+fn files(records: &[&str]) -> rewake_criu_images::Result<BTreeMap<u32, Option<PathBuf>>> {
+    let images = Images::new();
+    let record = |text: &&str| format!("{:02x}000000 {text}", hex(text).len());
+    let records: String = records.iter().map(record).collect();
+    put(&images.path("a"), "files.img", &hex(&format!("{FILES_MAGIC}{records}")));
+    ImageDir::open(images.path("a"))?.files().map(|files| files.expect("there is a files.img"))
+}
+
+#[test]
+fn files_are_known_by_their_paths_or_have_none() {
+    // As CRIU 4.2.1 writes a device, whose path need not be UTF-8, and a memfd.
+    let device = "0801 1002 1a06 0802 3202 2fff";
+    let memfd = "0812 1005 a201 04 0805 1000";
+    let path = PathBuf::from(OsString::from_vec(b"/\xff".to_vec()));
+    assert_eq!(files(&[device, memfd]).unwrap(), BTreeMap::from([(2, Some(path)), (5, None)]));
+    assert_eq!(ImageDir::open(Images::new().add("a", &[], &[])).unwrap().files().unwrap(), None);
+}
+
+#[test]
+fn damaged_files_are_refused() {
+    assert!(refusal(files(&["0801"])).contains("a file with an id"));
+    assert!(refusal(files(&["1002 1a00"])).contains("a file with its path, found 0x2 without"));
+    let path = "1002 1a03 3201 2f";
+    assert!(refusal(files(&[path, path])).contains("every path once, found another of 0x2"));
+}
+
+#[test]
+fn a_mapping_says_which_file_it_is_of() {
+    let vma = |status, object| rewake_criu_images::Vma { status, object, ..anonymous(1, 1) };
+    assert_eq!(vma(1 << 7 | 1, 9).file(), Some(9), "shared");
+    assert_eq!(vma(1 << 27 | 1 << 6 | 1, 9).file(), Some(9), "private, of a device");
+    assert_eq!(vma(1 << 8 | 1, 9).file(), None, "shared memory has numbers of its own");
+    assert_eq!(vma(1 << 7 | 1, 1 << 32).file(), None, "no file has such a number");
 }
 
 #[test]

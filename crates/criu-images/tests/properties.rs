@@ -8,12 +8,13 @@ use proptest::prelude::*;
 use rewake_criu_images::fuzz::{FuzzKind, fuzz_one};
 use rewake_criu_images::{Generation, ImageDir, Mm, PAGE, PageFlags, Pagemap, Vma, write};
 
-const HEADERS: [(FuzzKind, &str); 5] = [
+const HEADERS: [(FuzzKind, &str); 6] = [
     (FuzzKind::Inventory, "16313158"),
     (FuzzKind::Pstree, "19435654 30302750"),
     (FuzzKind::Core, "19435654 47380555"),
     (FuzzKind::Mm, "19435654 20284957"),
     (FuzzKind::Pagemap, "19435654 25400856"),
+    (FuzzKind::Files, "19435654 38313056"),
 ];
 
 proptest! {
@@ -42,14 +43,14 @@ proptest! {
 
     #[test]
     fn mappings_read_as_they_were_written(
-        vmas in proptest::collection::vec((0_u64..1 << 20, 1_u64..1 << 20, any::<[u32; 3]>()), 0..200),
+        vmas in proptest::collection::vec((0_u64..1 << 20, 1_u64..1 << 20, any::<[u32; 4]>()), 0..200),
     ) {
         let mut mm = Mm::default();
         let mut next = 0;
-        for (gap, pages, [prot, flags, status]) in vmas {
+        for (gap, pages, [prot, flags, status, object]) in vmas {
             let start = next + gap * PAGE;
             next = start + pages * PAGE;
-            let vma = Vma { start, end: next, prot, flags, status };
+            let vma = Vma { start, end: next, prot, flags, status, offset: 0, object: object.into(), advice: 0 };
             if status & 1 << 16 != 0 { mm.guards.push(vma) } else { mm.vmas.push(vma) }
         }
         let images = Images::new();

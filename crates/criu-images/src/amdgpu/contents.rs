@@ -47,7 +47,7 @@ pub(crate) fn contents(file: &Path, mut input: impl Read, len: u64) -> Result<Ve
 }
 
 /// A whole file with these contents.
-pub(super) fn file_of(contents: &[u8]) -> Vec<u8> {
+pub(crate) fn file_of(contents: &[u8]) -> Vec<u8> {
     [&(contents.len() as u64).to_le_bytes(), contents].concat()
 }
 

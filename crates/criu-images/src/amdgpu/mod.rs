@@ -4,22 +4,30 @@
 //!
 //! * [`KfdImage`]: `amdgpu-kfd-ID.img`, the compute driver's state of one process, with the layout of the
 //!   `amdgpu-pages-ID-GPU.img` beside it.
-//! * [`RenderImage`]: `amdgpu-renderD-ID.img`, one open render node.
+//! * [`RenderImage`]: `amdgpu-renderD-ID.img`, one open render node, with an `amdgpu-drm-pages-ID-MINOR-INDEX.img` for
+//!   each buffer.
+//! * [`DmabufImage`]: `amdgpu-dmabuf_ID.img`, one open dma-buf.
+//! * `pages`: the contents of buffers.
 //!
 //! ID is the id of the open file in `files.img`.
 
-mod contents;
+pub(crate) mod contents;
+mod dmabuf;
 mod kfd;
-mod record;
+mod pages;
+pub(crate) mod record;
 mod render;
 
 pub use contents::CONTENTS_LIMIT;
+pub use dmabuf::DmabufImage;
 pub use kfd::{KfdBuffer, KfdImage, Link, MAX_BUFFERS, MAX_NODES, Node, Properties, Stretch};
 pub use render::{Mapping, RenderBuffer, RenderContents, RenderImage};
 
-pub(crate) use contents::contents;
+pub(crate) use dmabuf::parse as parse_dmabuf;
 pub(crate) use kfd::parse as parse_kfd;
 pub(crate) use render::parse as parse_render;
+
+use contents::contents;
 
 use crate::dir::ImageDir;
 use crate::error::Result;
@@ -42,6 +50,43 @@ pub fn pages_name(id: u32, gpu_id: u32) -> String {
     format!("amdgpu-pages-{id}-{gpu_id:04x}.img")
 }
 
+/// The name of the image of the open dma-buf `id`.
+#[must_use]
+pub fn dmabuf_name(id: u32) -> String {
+    format!("amdgpu-dmabuf_{id}.img")
+}
+
+/// The name of the file with the contents of buffer `index` of the open file `id` of `/dev/dri/renderD<minor>`.
+#[must_use]
+pub fn drm_pages_name(id: u32, minor: u32, index: usize) -> String {
+    format!("amdgpu-drm-pages-{id}-{minor}-{index:04x}.img")
+}
+
+/// An image of an open file, by its id.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum GpuFile {
+    /// [`ImageDir::kfd`]
+    Kfd(u32),
+    /// [`ImageDir::render_node`]
+    Render(u32),
+    /// [`ImageDir::dmabuf`]
+    Dmabuf(u32),
+}
+
+impl GpuFile {
+    /// What a file of an image directory is by its name.
+    #[must_use]
+    pub fn of_name(name: &str) -> Option<Self> {
+        let id: u32 = name.strip_suffix(".img")?.rsplit(['-', '_']).next()?.parse().ok()?;
+        let named = [
+            (Self::Kfd(id), kfd_name(id)),
+            (Self::Render(id), render_name(id)),
+            (Self::Dmabuf(id), dmabuf_name(id)),
+        ];
+        named.into_iter().find_map(|(file, known)| (known == name).then_some(file))
+    }
+}
+
 impl ImageDir {
     /// What the process that has the open file `id` of `/dev/kfd` has on its GPUs; `None` where there is no such image.
     ///
@@ -59,5 +104,14 @@ impl ImageDir {
     pub fn render_node(&self, id: u32) -> Result<Option<RenderImage>> {
         let Some((path, file, len)) = self.file(&render_name(id))? else { return Ok(None) };
         render::parse(&path, &contents(&path, file, len)?).map(Some)
+    }
+
+    /// The open dma-buf `id`; `None` where there is no such image.
+    ///
+    /// # Errors
+    /// The file is damaged or cannot be read.
+    pub fn dmabuf(&self, id: u32) -> Result<Option<DmabufImage>> {
+        let Some((path, file, len)) = self.file(&dmabuf_name(id))? else { return Ok(None) };
+        dmabuf::parse(&path, &contents(&path, file, len)?).map(Some)
     }
 }

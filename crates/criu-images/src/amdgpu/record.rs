@@ -10,7 +10,7 @@ use crate::error::{ImageError, Result};
 
 /// A field that a message must have and has not.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Missing(pub(super) &'static str);
+pub(crate) struct Missing(pub(crate) &'static str);
 
 /// A public struct, and its two ways to and from the generated message: fields have the same names.
 macro_rules! record {
@@ -33,29 +33,29 @@ macro_rules! record {
         }
     };
 }
-pub(super) use record;
+pub(crate) use record;
 
 /// Errors about one file's contents.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Contents<'a>(pub(super) &'a Path);
+pub(crate) struct Contents<'a>(pub(crate) &'a Path);
 
 impl Contents<'_> {
-    pub(super) fn damaged(self, expected: impl Into<String>, found: impl Into<String>) -> ImageError {
+    pub(crate) fn damaged(self, expected: impl Into<String>, found: impl Into<String>) -> ImageError {
         damaged(self.0, HEADER, expected, found)
     }
 
     /// Decodes one message.
-    pub(super) fn decode<M: Message + Default>(self, what: &str, bytes: &[u8]) -> Result<M> {
+    pub(crate) fn decode<M: Message + Default>(self, what: &str, bytes: &[u8]) -> Result<M> {
         M::decode(bytes).map_err(|error| self.damaged(what, error.to_string()))
     }
 
     /// Every field that `what` must have.
-    pub(super) fn whole<T>(self, what: &str, value: Result<T, Missing>) -> Result<T> {
+    pub(crate) fn whole<T>(self, what: &str, value: Result<T, Missing>) -> Result<T> {
         value.map_err(|Missing(field)| self.damaged(format!("{what} with the field {field}"), "one without"))
     }
 
     /// Checks a count against the list that it counts, and the list against a limit.
-    pub(super) fn count(
+    pub(crate) fn count(
         self,
         what: &'static str,
         claimed: Option<u64>,
@@ -66,6 +66,11 @@ impl Contents<'_> {
             let claimed = claimed.map_or_else(|| "no count of them".to_owned(), |count| count.to_string());
             return Err(self.damaged(format!("as many {what} as it says ({claimed})"), found.to_string()));
         }
+        self.limit(what, found, limit)
+    }
+
+    /// Checks a count against a limit, which has a name.
+    pub(crate) fn limit(self, what: &'static str, found: usize, limit: (&'static str, usize)) -> Result<()> {
         if found > limit.1 {
             return Err(ImageError::TooMany {
                 file: self.0.to_path_buf(),

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use prost::Message;
 
-use super::contents::file_of;
+use super::contents::{HEADER, file_of};
 use super::kfd::MAX_BUFFERS;
 use super::record::{Contents, Missing, record};
 use crate::error::Result;
@@ -34,7 +34,7 @@ pub struct RenderContents {
 /// A buffer object of a render node.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct RenderBuffer {
-    /// Address of a CPU mapping; 0 without.
+    /// Address of the last of `mappings`, where its CPU mappings are looked for; 0 without.
     pub address: u64,
     /// Size in bytes, at least 1.
     pub size: u64,
@@ -65,6 +65,22 @@ record! {
         offset: u64,
         /// `AMDGPU_VM_PAGE_*`
         flags: u64,
+    }
+}
+
+/// `AMDGPU_GEM_DOMAIN_GTT` and `_VRAM`.
+const WITH_CONTENTS: u32 = 2 | 4;
+
+impl RenderContents {
+    /// Offset of a buffer's contents in its file, in bytes.
+    pub const PAGES_OFFSET: u64 = HEADER;
+}
+
+impl RenderBuffer {
+    /// Whether a restore reads the buffer's contents (`restore_bo_contents_drm` in `plugins/amdgpu/amdgpu_plugin_drm.c`).
+    #[must_use]
+    pub fn has_contents(&self) -> bool {
+        self.preferred_domains & WITH_CONTENTS != 0 && !self.mappings.is_empty()
     }
 }
 

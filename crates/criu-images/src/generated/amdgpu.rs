@@ -161,6 +161,12 @@ pub struct RenderBuffer {
     #[prost(bytes = "vec", repeated, tag = "10")]
     pub mappings: ::prost::alloc::vec::Vec<::prost::alloc::vec::Vec<u8>>,
 }
+/// amdgpu-dmabuf_ID.img: an open dma-buf. CRIU up to 4.2.1 writes none.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct DmabufImage {
+    #[prost(uint32, optional, tag = "1")]
+    pub handle: ::core::option::Option<u32>,
+}
 /// Where a buffer is in the render node's address space.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Mapping {

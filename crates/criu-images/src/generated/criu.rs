@@ -76,6 +76,22 @@ pub struct VmaEntry {
     pub status: ::core::option::Option<u32>,
     #[prost(sint64, optional, tag = "8")]
     pub fd: ::core::option::Option<i64>,
+    #[prost(uint64, optional, tag = "9")]
+    pub madv: ::core::option::Option<u64>,
+}
+/// files.img, one record a file; what else CRIU knows of it is in fields that are not listed.
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct FileEntry {
+    #[prost(uint32, optional, tag = "2")]
+    pub id: ::core::option::Option<u32>,
+    #[prost(message, optional, tag = "3")]
+    pub reg: ::core::option::Option<RegFileEntry>,
+}
+/// A file that was opened by a path, devices among them. Paths are bytes: they need not be UTF-8.
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct RegFileEntry {
+    #[prost(bytes = "vec", optional, tag = "6")]
+    pub name: ::core::option::Option<::prost::alloc::vec::Vec<u8>>,
 }
 /// First record of pagemap-ID.img: N of the pages-N.img that holds the pages.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]

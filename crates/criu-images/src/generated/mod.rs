@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Rust for the messages of `proto/`, committed; `tests/generated.rs` keeps it current.
+//! Rust for the messages of `proto/`, committed; `xtask/tests/generated.rs` keeps it current.
 
 #[rustfmt::skip]
 #[allow(missing_docs, unreachable_pub)]
@@ -8,5 +8,9 @@ mod criu;
 #[rustfmt::skip]
 #[allow(missing_docs, unreachable_pub)]
 pub(crate) mod amdgpu;
+/// Of this project's plugin for GPUs.
+#[rustfmt::skip]
+#[allow(missing_docs, unreachable_pub)]
+pub(crate) mod gpu;
 
 pub(crate) use criu::*;

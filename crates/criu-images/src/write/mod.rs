@@ -6,8 +6,10 @@
 
 mod split;
 
+use std::collections::BTreeMap;
 use std::fs;
-use std::path::Path;
+use std::os::unix::ffi::OsStrExt as _;
+use std::path::{Path, PathBuf};
 
 use prost::Message;
 
@@ -17,8 +19,8 @@ use crate::dir::io_error;
 use crate::error::{ImageError, Result};
 use crate::frame::{self, file_of};
 use crate::generated::{
-    CoreEntry, InventoryEntry, MmEntry, PagemapEntry as RawPagemapEntry, PagemapHead, PluginsEntry,
-    PstreeEntry, TaskCoreEntry, VmaEntry,
+    CoreEntry, FileEntry, InventoryEntry, MmEntry, PagemapEntry as RawPagemapEntry, PagemapHead,
+    PluginsEntry, PstreeEntry, RegFileEntry, TaskCoreEntry, VmaEntry,
 };
 use crate::inventory::Inventory;
 use crate::mm::{Mm, Vma};
@@ -49,6 +51,14 @@ pub fn tasks(dir: &Path, tasks: &[Task]) -> Result<()> {
 /// The file cannot be written.
 pub fn mm(dir: &Path, pid: u32, mm: &Mm) -> Result<()> {
     put(dir, &format!("mm-{pid}.img"), &mm_bytes(mm))
+}
+
+/// Writes `files.img`: paths by ids, as [`crate::ImageDir::files`] gives them.
+///
+/// # Errors
+/// The file cannot be written.
+pub fn files(dir: &Path, files: &BTreeMap<u32, Option<PathBuf>>) -> Result<()> {
+    put(dir, "files.img", &files_bytes(files))
 }
 
 /// Writes `pagemap-PID.img`.
@@ -115,15 +125,25 @@ pub(crate) fn mm_bytes(mm: &Mm) -> Vec<u8> {
     let entry = |vma: &Vma| VmaEntry {
         start: Some(vma.start),
         end: Some(vma.end),
-        pgoff: Some(0),
-        shmid: Some(0),
+        pgoff: Some(vma.offset),
+        shmid: Some(vma.object),
         prot: Some(vma.prot),
         flags: Some(vma.flags),
         status: Some(vma.status),
         fd: Some(-1),
+        madv: (vma.advice != 0).then_some(vma.advice),
     };
     let vmas = mm.vmas.iter().chain(&mm.guards).map(entry).collect();
     file_of(&frame::MM, [MmEntry { vmas }.encode_to_vec()])
+}
+
+pub(crate) fn files_bytes(files: &BTreeMap<u32, Option<PathBuf>>) -> Vec<u8> {
+    let entry = |(id, path): (&u32, &Option<PathBuf>)| {
+        let name = path.as_ref().map(|path| path.as_os_str().as_bytes().to_vec());
+        let reg = name.map(|name| RegFileEntry { name: Some(name) });
+        FileEntry { id: Some(*id), reg }.encode_to_vec()
+    };
+    file_of(&frame::FILES, files.iter().map(entry))
 }
 
 /// `None` when an entry is too long for its generation.

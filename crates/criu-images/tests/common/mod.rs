@@ -22,7 +22,16 @@ pub(crate) const REMOTE: PageFlags = PageFlags(2);
 
 /// Private anonymous memory of these pages.
 pub(crate) fn anonymous(first: u64, pages: u64) -> Vma {
-    Vma { start: first * PAGE, end: (first + pages) * PAGE, prot: 3, flags: 0x22, status: 1 << 9 | 1 }
+    Vma {
+        start: first * PAGE,
+        end: (first + pages) * PAGE,
+        prot: 3,
+        flags: 0x22,
+        status: 1 << 9 | 1,
+        offset: 0,
+        object: 0,
+        advice: 0,
+    }
 }
 
 /// Content that tells every page of every image apart.

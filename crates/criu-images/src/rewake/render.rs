@@ -1,0 +1,114 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! What is kept of an open render node beside its `amdgpu-renderD-ID.img`.
+
+use std::collections::BTreeSet;
+
+use prost::Message;
+
+use super::shared::{BufferUser, MAX_SHARED};
+use crate::amdgpu::record::{Contents, Missing};
+use crate::error::Result;
+use crate::generated::gpu as raw;
+
+/// An open render node.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct RenderFile {
+    /// Id of the open file, which [`crate::amdgpu::render_name`] names the image of.
+    pub id: u32,
+    /// Id of the `/dev/kfd` of the process whose compute address space on that GPU is this file's; `None`: nobody's.
+    pub kfd: Option<u32>,
+    /// Numbers of its submission contexts, ascending.
+    pub contexts: Vec<u32>,
+    /// Its buffers that others make anew, each once.
+    pub imports: Vec<RenderImport>,
+}
+
+/// A buffer of a render node that somebody else makes anew.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RenderImport {
+    /// Index in [`crate::amdgpu::RenderContents::buffers`].
+    pub buffer: u32,
+    /// Who makes it.
+    pub owner: BufferOwner,
+}
+
+/// Who makes a buffer anew.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum BufferOwner {
+    /// A process, as memory of its compute side.
+    Kfd(BufferUser),
+    /// Another render node.
+    Render {
+        /// Id of the open file.
+        id: u32,
+        /// Index in that one's [`crate::amdgpu::RenderContents::buffers`].
+        buffer: u32,
+    },
+}
+
+impl RenderFile {
+    pub(super) fn encode(&self) -> Vec<u8> {
+        let import = |import: &RenderImport| {
+            let (kfd, render, there) = match import.owner {
+                BufferOwner::Kfd(user) => (Some(user.kfd), None, user.buffer),
+                BufferOwner::Render { id, buffer } => (None, Some(id), buffer),
+            };
+            let raw = raw::RenderImport { buffer: Some(import.buffer), kfd, render, there: Some(there) };
+            raw.encode_to_vec()
+        };
+        raw::RenderFile {
+            id: Some(self.id),
+            kfd: self.kfd,
+            contexts: self.contexts.clone(),
+            imports: self.imports.iter().map(import).collect(),
+        }
+        .encode_to_vec()
+    }
+}
+
+pub(super) fn parse_all(contents: Contents<'_>, raw: &[Vec<u8>]) -> Result<Vec<RenderFile>> {
+    contents.limit("render nodes", raw.len(), ("MAX_SHARED", MAX_SHARED))?;
+    let mut ids = BTreeSet::new();
+    let mut files = Vec::new();
+    for bytes in raw {
+        let file = file(contents, bytes)?;
+        if !ids.insert(file.id) {
+            return Err(contents.damaged("each render node once", format!("file {} twice", file.id)));
+        }
+        files.push(file);
+    }
+    Ok(files)
+}
+
+fn file(contents: Contents<'_>, bytes: &[u8]) -> Result<RenderFile> {
+    let raw: raw::RenderFile = contents.decode("a render node", bytes)?;
+    let id = contents.whole("a render node", raw.id.ok_or(Missing("id")))?;
+    contents.limit("contexts", raw.contexts.len(), ("MAX_SHARED", MAX_SHARED))?;
+    contents.limit("imports", raw.imports.len(), ("MAX_SHARED", MAX_SHARED))?;
+    if raw.contexts.first() == Some(&0) || !raw.contexts.is_sorted_by(|one, next| one < next) {
+        return Err(contents.damaged("contexts by ascending numbers from 1", format!("{:?}", raw.contexts)));
+    }
+    let mut buffers = BTreeSet::new();
+    let mut imports = Vec::new();
+    for bytes in &raw.imports {
+        let import = import(contents, bytes)?;
+        if !buffers.insert(import.buffer) {
+            let found = format!("buffer {} of file {id} twice", import.buffer);
+            return Err(contents.damaged("each import once", found));
+        }
+        imports.push(import);
+    }
+    Ok(RenderFile { id, kfd: raw.kfd, contexts: raw.contexts, imports })
+}
+
+fn import(contents: Contents<'_>, bytes: &[u8]) -> Result<RenderImport> {
+    let raw: raw::RenderImport = contents.decode("an import", bytes)?;
+    let need = |name, value: Option<u32>| contents.whole("an import", value.ok_or(Missing(name)));
+    let (buffer, there) = (need("buffer", raw.buffer)?, need("there", raw.there)?);
+    let owner = match (raw.kfd, raw.render) {
+        (Some(kfd), None) => BufferOwner::Kfd(BufferUser { kfd, buffer: there }),
+        (None, Some(id)) => BufferOwner::Render { id, buffer: there },
+        _ => return Err(contents.damaged("an import from one owner", "none, or two")),
+    };
+    Ok(RenderImport { buffer, owner })
+}
