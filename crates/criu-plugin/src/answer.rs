@@ -41,10 +41,15 @@ pub struct Mapping {
     pub file: Option<OwnedFd>,
 }
 
-/// An error with its causes, on one line.
+/// An error with its causes, on one line. A cause that the error before it has told already is not told again.
 pub(crate) fn one_line(error: &(dyn Error + 'static)) -> String {
     let causes = std::iter::successors(Some(error), |error| (*error).source());
-    let text: Vec<String> = causes.map(ToString::to_string).collect();
+    let mut text: Vec<String> = Vec::new();
+    for cause in causes.map(ToString::to_string) {
+        if !text.last().is_some_and(|told| told.ends_with(&cause)) {
+            text.push(cause);
+        }
+    }
     text.join(": ").split_whitespace().collect::<Vec<_>>().join(" ")
 }
 
@@ -59,6 +64,11 @@ mod tests {
         struct Outer(#[source] std::io::Error);
         let error = Outer(std::io::Error::other("disk on fire"));
         assert_eq!(one_line(&error), "read the image: disk on fire");
+        #[derive(Debug, thiserror::Error)]
+        #[error("restore: {0}")]
+        struct Telling(#[source] Outer);
+        let error = Telling(Outer(std::io::Error::other("disk on fire")));
+        assert_eq!(one_line(&error), "restore: read the image: disk on fire");
     }
 
     #[test]

@@ -56,6 +56,14 @@ impl Host {
         abi::log(Level::Debug, &format!("{}: {message}", self.name()));
     }
 
+    /// The file that CRIU logs to, for a process that outlives it.
+    ///
+    /// # Errors
+    /// [`HostError`]
+    pub fn log_file(&self) -> Result<BorrowedFd<'_>, HostError> {
+        abi::log_file()?.ok_or(HostError::Failed("log_get_fd"))
+    }
+
     fn name(&self) -> std::borrow::Cow<'static, str> {
         self.name.to_string_lossy()
     }
@@ -151,6 +159,7 @@ mod tests {
         let host = Host::new(c"test");
         assert_eq!(host.image_dir().unwrap_err(), HostError::Missing("criu_get_image_dir"));
         assert_eq!(host.store_fd(std::io::stdin().as_fd()), Err(HostError::Missing("fdstore_add")));
+        assert_eq!(host.log_file().unwrap_err(), HostError::Missing("log_get_fd"));
         assert_eq!(host.run_id(), Err(HostError::Missing("criu_run_id")));
         let text = host.unused_fd(1).unwrap_err().to_string();
         assert_eq!(text, "this CRIU has no find_unused_fd_pid: expected CRIU 4.1 or newer; use such a one");

@@ -77,6 +77,12 @@ impl Kfd {
     }
 }
 
+impl From<Kfd> for OwnedFd {
+    fn from(kfd: Kfd) -> Self {
+        kfd.file.into()
+    }
+}
+
 impl AsFd for Kfd {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.file.as_fd()

@@ -8,6 +8,7 @@
 //! * [`ComputeQueue`], [`SdmaQueue`], [`Events`]: work, and waiting for it. [`packet`]: its encoding.
 //! * [`svm`]: attributes of ordinary memory.
 //! * [`criu`]: checkpoint operations and the kernel's private data.
+//! * [`mapping`]: which GPUs take the places of an image's. [`settings`]: what its user may switch.
 //! * [`render`]: submissions through a render node.
 //!
 //! Sources: `include/uapi/linux/kfd_ioctl.h`, `include/uapi/drm/amdgpu_drm.h`, `drivers/gpu/drm/amd/amdkfd` of
@@ -18,8 +19,10 @@
 #[allow(unsafe_code, reason = "the one place for it")]
 pub mod abi;
 pub mod criu;
+pub mod mapping;
 pub mod packet;
 pub mod render;
+pub mod settings;
 pub mod svm;
 pub mod topology;
 

@@ -99,27 +99,98 @@ impl Signal {
     }
 }
 
-/// Packets for copy engines of GFX9 and newer (`sdma_v4_4_2.c`, `vega10_sdma_pkt_open.h`).
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Sdma(Vec<u8>);
+/// How an engine's packets count bytes, by the version of its IP. Kernel: `emit_copy_buffer` of `cik_sdma.c`,
+/// `sdma_v2_4.c`, `sdma_v3_0.c` (bytes), `sdma_v4_0.c` and newer (one less).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Rule {
+    /// Bytes that one packet copies or fills at most.
+    largest: u64,
+    /// What the count field lacks to the bytes.
+    less: u64,
+}
+
+impl Rule {
+    /// Of engines of GFX9 and newer: 4 MiB, though some take 1 GiB. Older headers define 22 bits of count.
+    pub const GFX9: Self = Self { largest: 1 << 22, less: 1 };
+
+    /// Of an engine's IP version, as INFO tells it; None for versions whose packets nobody here knows.
+    #[must_use]
+    pub fn of(major: u32) -> Option<Self> {
+        match major {
+            2 => Some(Self { largest: 0x1f_ffff, less: 0 }),
+            3 => Some(Self { largest: 0x3f_ffe0, less: 0 }),
+            4..=7 => Some(Self::GFX9),
+            _ => None,
+        }
+    }
+
+    /// Packets that copy so many bytes.
+    #[must_use]
+    pub fn copies(self, bytes: u64) -> u64 {
+        bytes.div_ceil(self.largest)
+    }
+
+    /// Packets that fill so many bytes: each a whole number of words.
+    #[must_use]
+    pub fn fills(self, bytes: u64) -> u64 {
+        bytes.div_ceil(self.largest_fill())
+    }
+
+    fn largest_fill(self) -> u64 {
+        self.largest & !3
+    }
+
+    fn count(self, bytes: u64) -> u32 {
+        u32::try_from(bytes - self.less).unwrap_or(u32::MAX)
+    }
+}
+
+/// Packets for copy engines (`sdma_v4_4_2.c`, `vega10_sdma_pkt_open.h`).
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Sdma {
+    bytes: Vec<u8>,
+    rule: Rule,
+}
+
+impl Default for Sdma {
+    fn default() -> Self {
+        Self::by(Rule::GFX9)
+    }
+}
 
 impl Sdma {
-    /// Bytes that one packet copies or fills at most, valid on all of them.
-    pub const LARGEST: u64 = 1 << 22;
+    /// Bytes that one packet copies or fills at most, on GFX9 and newer.
+    pub const LARGEST: u64 = Rule::GFX9.largest;
+    /// Bytes of a copy packet, the longest here.
+    pub const COPY: u64 = 28;
 
-    /// No packets.
+    /// No packets, for GFX9 and newer.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Copies bytes, with as many packets as it takes. The count field holds one less than the bytes.
+    /// No packets, for engines of that rule.
+    #[must_use]
+    pub fn by(rule: Rule) -> Self {
+        Self { bytes: Vec::new(), rule }
+    }
+
+    /// No packets any more; the memory for them stays.
+    #[must_use]
+    pub fn cleared(mut self) -> Self {
+        self.bytes.clear();
+        self
+    }
+
+    /// Copies bytes, with as many packets as it takes.
     #[must_use]
     pub fn copy(mut self, to: u64, from: u64, bytes: u64) -> Self {
         let mut done = 0;
         while done < bytes {
-            let part = (bytes - done).min(Self::LARGEST);
-            self = self.copy_with_count(to + done, from + done, u32::try_from(part - 1).unwrap_or(u32::MAX));
+            let part = (bytes - done).min(self.rule.largest);
+            let count = self.rule.count(part);
+            self = self.copy_with_count(to + done, from + done, count);
             done += part;
         }
         self
@@ -131,11 +202,17 @@ impl Sdma {
         self.word(1).word(count).word(0).address(from).address(to)
     }
 
-    /// Fills with a 32-bit word; bytes is a multiple of 4, of one packet.
+    /// Fills with a 32-bit word, with as many packets as it takes; bytes is a multiple of 4.
     #[must_use]
-    pub fn fill(self, to: u64, word: u32, bytes: u64) -> Self {
-        let count = u32::try_from(bytes.saturating_sub(1)).unwrap_or(u32::MAX);
-        self.word(11 | 2 << 30).address(to).word(word).word(count)
+    pub fn fill(mut self, to: u64, word: u32, bytes: u64) -> Self {
+        let mut done = 0;
+        while done < bytes {
+            let part = (bytes - done).min(self.rule.largest_fill());
+            let count = self.rule.count(part);
+            self = self.word(11 | 2 << 30).address(to + done).word(word).word(count);
+            done += part;
+        }
+        self
     }
 
     /// Writes a 32-bit word when all before is done.
@@ -159,7 +236,7 @@ impl Sdma {
     /// Any word: tests write nonsense.
     #[must_use]
     pub fn word(mut self, word: u32) -> Self {
-        self.0.extend(word.to_le_bytes());
+        self.bytes.extend(word.to_le_bytes());
         self
     }
 
@@ -171,7 +248,7 @@ impl Sdma {
     /// As in memory.
     #[must_use]
     pub fn bytes(&self) -> &[u8] {
-        &self.0
+        &self.bytes
     }
 }
 
@@ -189,6 +266,36 @@ mod tests {
         assert_eq!(words(&one), [1, 255, 0, 0x2000, 1, 0x1000, 2]);
         let two = words(&Sdma::new().copy(0x8000_0000, 0, Sdma::LARGEST + 4));
         assert_eq!((two.len(), two[1], two[8], two[12]), (14, 0x3f_ffff, 3, 0x8040_0000));
+    }
+
+    #[test]
+    fn a_fill_counts_and_is_cut_as_a_copy_is() {
+        assert_eq!(words(&Sdma::new().fill(0x2_0000_1000, 7, 256)), [0x8000_000b, 0x1000, 2, 7, 255]);
+        let two = words(&Sdma::new().fill(0x8000_0000, 7, Sdma::LARGEST + 8));
+        assert_eq!((two.len(), two[4], two[6], two[9]), (10, 0x3f_ffff, 0x8040_0000, 7));
+    }
+
+    #[test]
+    fn older_engines_count_bytes_and_unknown_ones_have_no_rule() {
+        let (two, three) = (Rule::of(2).unwrap(), Rule::of(3).unwrap());
+        assert_eq!(words(&Sdma::by(three).copy(0, 0, 256))[1], 256);
+        assert_eq!((two.copies(0x1f_ffff), two.copies(0x20_0000), two.fills(0x1f_ffff)), (1, 2, 2));
+        assert_eq!(words(&Sdma::by(two).fill(0, 0, 0x20_0000))[4], 0x1f_fffc, "whole words");
+        assert_eq!((three.copies(0x3f_ffe0), three.copies(0x3f_ffe1)), (1, 2));
+        for (version, known) in
+            [(0, false), (1, false), (4, true), (5, true), (6, true), (7, true), (8, false)]
+        {
+            assert_eq!(Rule::of(version), known.then_some(Rule::GFX9), "version {version}");
+        }
+    }
+
+    #[test]
+    fn packets_are_made_in_the_same_memory_again() {
+        let packets = Sdma::new().copy(0, 0, 1);
+        assert_eq!(packets.bytes().len() as u64, Sdma::COPY);
+        let memory = packets.bytes().as_ptr();
+        let again = packets.cleared().fill(0, 0, 4);
+        assert_eq!((again.bytes().len(), again.bytes().as_ptr()), (20, memory));
     }
 
     #[test]

@@ -3,26 +3,34 @@
 //! PRIME, syncobjs, closing of handles) comes from the `drm` crate; amdgpu's own calls are here.
 
 use std::fs::{File, OpenOptions};
-use std::os::fd::{AsFd, BorrowedFd};
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::PathBuf;
+
+use drm::control::Device as _;
 
 use crate::abi::call::Argument as _;
 use crate::abi::drm::{self as gem, Chunk};
-use crate::abi::memory::Mapping;
+use crate::abi::memory::{Mapping, PAGE};
 use crate::abi::{
     AMDGPU_CTX_OP_FREE_CTX, AMDGPU_GEM_USERPTR_ANONONLY, AMDGPU_GEM_USERPTR_REGISTER,
     AMDGPU_GEM_USERPTR_VALIDATE, AMDGPU_HW_IP_DMA, AMDGPU_INFO_DEV_INFO, AMDGPU_INFO_HW_IP_INFO,
     AMDGPU_INFO_MEMORY, AMDGPU_VA_OP_MAP, AMDGPU_VA_OP_UNMAP, AMDGPU_VM_PAGE_EXECUTABLE,
     AMDGPU_VM_PAGE_READABLE, AMDGPU_VM_PAGE_WRITEABLE, drm_amdgpu_bo_list_entry, drm_amdgpu_cs_chunk_ib,
-    drm_amdgpu_ctx, drm_amdgpu_gem_va, drm_amdgpu_info_device, drm_amdgpu_info_hw_ip, drm_amdgpu_memory_info,
+    drm_amdgpu_ctx, drm_amdgpu_gem_create_in, drm_amdgpu_gem_list_handles_entry, drm_amdgpu_gem_va,
+    drm_amdgpu_gem_vm_entry, drm_amdgpu_info_device, drm_amdgpu_info_hw_ip, drm_amdgpu_memory_info,
     drm_amdgpu_wait_cs_in,
 };
 use crate::{Act, Error};
+
+/// The bit of a GPU's address that the ones above it repeat (`AMDGPU_GMC_HOLE_START`).
+const SIGN: u64 = 1 << 47;
 
 /// An open render node: one GPU address space, one table of GEM handles.
 #[derive(Debug)]
 pub struct Render {
     file: File,
+    minor: u32,
 }
 
 impl AsFd for Render {
@@ -53,9 +61,21 @@ impl Render {
     pub fn open(minor: u32) -> Result<Self, Error> {
         let path = PathBuf::from(format!("/dev/dri/renderD{minor}"));
         match OpenOptions::new().read(true).write(true).open(&path) {
-            Ok(file) => Ok(Self { file }),
+            Ok(file) => Ok(Self { file, minor }),
             Err(source) => Err(Error::Open { path, source }),
         }
+    }
+
+    /// One that is open already.
+    #[must_use]
+    pub fn of(file: OwnedFd, minor: u32) -> Self {
+        Self { file: file.into(), minor }
+    }
+
+    /// Its number in `/dev/dri`.
+    #[must_use]
+    pub fn minor(&self) -> u32 {
+        self.minor
     }
 
     /// The device's shape.
@@ -104,6 +124,14 @@ impl Render {
         gem::ctx(self.as_fd(), &mut argument).map_err(Act::named("AMDGPU_CTX FREE").failed())
     }
 
+    /// What has happened to a context since it was made: `AMDGPU_CTX_QUERY2_FLAGS_*`.
+    ///
+    /// # Errors
+    /// CTX failed.
+    pub fn context_state(&self, context: u32) -> Result<u64, Error> {
+        gem::ctx_state(self.as_fd(), context).map_err(Act::named("AMDGPU_CTX QUERY_STATE2").failed())
+    }
+
     /// A GEM buffer of `AMDGPU_GEM_DOMAIN_*`; gives its handle.
     ///
     /// # Errors
@@ -121,6 +149,103 @@ impl Render {
         let flags = AMDGPU_GEM_USERPTR_ANONONLY | AMDGPU_GEM_USERPTR_REGISTER | AMDGPU_GEM_USERPTR_VALIDATE;
         let act = Act::named("AMDGPU_GEM_USERPTR").at(memory.address(), memory.len());
         gem::gem_userptr(self.as_fd(), memory, flags).map_err(act.failed())
+    }
+
+    /// A GEM buffer with all that can be said of one; gives its handle.
+    ///
+    /// # Errors
+    /// GEM_CREATE failed.
+    pub fn create_as(&self, wanted: drm_amdgpu_gem_create_in) -> Result<u32, Error> {
+        let act = Act::named("AMDGPU_GEM_CREATE").at(0, wanted.bo_size);
+        gem::gem_create(self.as_fd(), wanted).map_err(act.failed())
+    }
+
+    /// What a GEM buffer was made with; None if there is no such handle.
+    ///
+    /// # Errors
+    /// GEM_OP failed.
+    pub fn created_as(&self, handle: u32) -> Result<Option<drm_amdgpu_gem_create_in>, Error> {
+        let act = Act::named("AMDGPU_GEM_OP GET_GEM_CREATE_INFO");
+        unless(gem::gem_create_info(self.as_fd(), handle), libc::ENOENT).map_err(act.failed())
+    }
+
+    /// All GEM buffers that this file has a handle of; None where the kernel cannot tell.
+    ///
+    /// # Errors
+    /// GEM_LIST_HANDLES failed.
+    pub fn handles(&self) -> Result<Option<Vec<drm_amdgpu_gem_list_handles_entry>>, Error> {
+        let act = Act::named("AMDGPU_GEM_LIST_HANDLES");
+        unless(gem::gem_list(self.as_fd()), libc::EINVAL).map_err(act.failed())
+    }
+
+    /// Where a GEM buffer is in this file's address space.
+    ///
+    /// # Errors
+    /// GEM_OP failed.
+    pub fn mappings(&self, handle: u32) -> Result<Vec<drm_amdgpu_gem_vm_entry>, Error> {
+        let act = Act::named("AMDGPU_GEM_OP GET_MAPPING_INFO");
+        gem::gem_mappings(self.as_fd(), handle).map_err(act.failed())
+    }
+
+    /// Where to `mmap` a GEM buffer; None if the CPU has no access to it.
+    ///
+    /// # Errors
+    /// GEM_MMAP failed.
+    pub fn offset(&self, handle: u32) -> Result<Option<u64>, Error> {
+        unless(gem::gem_offset(self.as_fd(), handle), libc::EPERM)
+            .map_err(Act::named("AMDGPU_GEM_MMAP").failed())
+    }
+
+    /// Whether the driver lets this file map the buffer at an offset. Only files that have the buffer may: by a handle, or
+    /// because their address space is the compute side's that has it (`drm_vma_node_is_allowed`).
+    ///
+    /// # Errors
+    /// Nothing is there.
+    pub fn may_map(&self, offset: u64) -> Result<bool, Error> {
+        match Mapping::untouched(self.as_fd(), offset, PAGE) {
+            Ok(_) => Ok(true),
+            // Allowed, if the CPU had access to it.
+            Err(error) if error.raw_os_error() == Some(libc::EPERM) => Ok(true),
+            Err(error) if error.raw_os_error() == Some(libc::EACCES) => Ok(false),
+            Err(error) => Err(Act::named("mmap of a GEM buffer").at(offset, PAGE).failed()(error)),
+        }
+    }
+
+    /// A dma-buf of a GEM buffer; None if it may not leave the file: host memory, or bound to the address space.
+    ///
+    /// # Errors
+    /// PRIME_HANDLE_TO_FD failed.
+    pub fn export(&self, handle: u32) -> Result<Option<OwnedFd>, Error> {
+        let act = Act::named("PRIME_HANDLE_TO_FD");
+        let flags = (libc::O_CLOEXEC | libc::O_RDWR).cast_unsigned();
+        let dmabuf = name(handle).and_then(|name| self.buffer_to_prime_fd(name, flags));
+        unless(dmabuf, libc::EPERM).map_err(act.failed())
+    }
+
+    /// A GEM buffer from a dma-buf; gives its handle.
+    ///
+    /// # Errors
+    /// PRIME_FD_TO_HANDLE failed.
+    pub fn import(&self, dmabuf: BorrowedFd<'_>) -> Result<u32, Error> {
+        let handle = self.prime_fd_to_buffer(dmabuf).map_err(Act::named("PRIME_FD_TO_HANDLE").failed())?;
+        Ok(handle.into())
+    }
+
+    /// Ends a GEM buffer's handle.
+    ///
+    /// # Errors
+    /// GEM_CLOSE failed.
+    pub fn close(&self, handle: u32) -> Result<(), Error> {
+        name(handle).and_then(|name| self.close_buffer(name)).map_err(Act::named("GEM_CLOSE").failed())
+    }
+
+    /// Whether there is a submission context of that number. Nothing changes.
+    ///
+    /// # Errors
+    /// CTX failed.
+    pub fn has_context(&self, context: u32) -> Result<bool, Error> {
+        let state = unless(gem::ctx_state(self.as_fd(), context), libc::EINVAL);
+        Ok(state.map_err(Act::named("AMDGPU_CTX QUERY_STATE2").failed())?.is_some())
     }
 
     /// The CPU's view of a GEM buffer.
@@ -151,6 +276,28 @@ impl Render {
         self.page_table(handle, AMDGPU_VA_OP_UNMAP, 0, address, size)
     }
 
+    /// Maps a part of a GEM buffer as [`Render::mappings`] told it. The driver takes addresses of the upper half with
+    /// their sign, and tells them without.
+    ///
+    /// # Errors
+    /// GEM_VA failed.
+    pub fn map_again(&self, handle: u32, mapping: &drm_amdgpu_gem_vm_entry) -> Result<(), Error> {
+        let act = Act::named("AMDGPU_GEM_VA").at(mapping.addr, mapping.size);
+        let flags = u32::try_from(mapping.flags);
+        let flags = flags.map_err(|_| io::Error::from_raw_os_error(libc::EINVAL));
+        let flags = flags.map_err(act.clone().failed())?;
+        let mut argument = drm_amdgpu_gem_va {
+            handle,
+            operation: AMDGPU_VA_OP_MAP,
+            flags,
+            va_address: if mapping.addr & SIGN == 0 { mapping.addr } else { mapping.addr | !(SIGN - 1) },
+            offset_in_bo: mapping.offset,
+            map_size: mapping.size,
+            ..drm_amdgpu_gem_va::zeroed()
+        };
+        gem::gem_va(self.as_fd(), &mut argument).map_err(act.failed())
+    }
+
     fn page_table(
         &self,
         handle: u32,
@@ -179,8 +326,26 @@ impl Render {
         &self,
         context: u32,
         ring: u32,
-        (commands, bytes): (u64, u32),
+        commands: (u64, u32),
         buffers: &[u32],
+        more: &[Chunk<'_>],
+    ) -> Result<Submission, Error> {
+        let buffers: Vec<_> = buffers.iter().copied().map(listed).collect();
+        let mut chunks = vec![Chunk::Buffers(&buffers)];
+        chunks.extend(more);
+        self.submit(context, ring, commands, &chunks)
+    }
+
+    /// Runs `bytes` of copy engine packets at a GPU address on a ring of a context, with the submission's other parts.
+    /// Nothing is allocated.
+    ///
+    /// # Errors
+    /// CS failed.
+    pub fn submit(
+        &self,
+        context: u32,
+        ring: u32,
+        (commands, bytes): (u64, u32),
         more: &[Chunk<'_>],
     ) -> Result<Submission, Error> {
         let commands = drm_amdgpu_cs_chunk_ib {
@@ -190,14 +355,15 @@ impl Render {
             ring,
             ..drm_amdgpu_cs_chunk_ib::zeroed()
         };
-        let buffers: Vec<drm_amdgpu_bo_list_entry> = buffers
-            .iter()
-            .map(|handle| drm_amdgpu_bo_list_entry { bo_handle: *handle, bo_priority: 0 })
-            .collect();
-        let mut chunks = vec![Chunk::Commands(&commands), Chunk::Buffers(&buffers)];
-        chunks.extend(more);
         let act = Act::named("AMDGPU_CS").at(commands.va_start, u64::from(bytes));
-        let number = gem::submit(self.as_fd(), context, 0, &chunks).map_err(act.failed())?;
+        let mut chunks = [Chunk::Commands(&commands); gem::CHUNKS];
+        let chunks = if let Some(rest) = chunks.get_mut(1..=more.len()) {
+            rest.copy_from_slice(more);
+            &chunks[..=more.len()]
+        } else {
+            more // too many: submit says so
+        };
+        let number = gem::submit(self.as_fd(), context, 0, chunks).map_err(act.failed())?;
         Ok(Submission { context, ring, number })
     }
 
@@ -216,4 +382,23 @@ impl Render {
         };
         gem::wait_submission(self.as_fd(), wanted).map_err(Act::named("AMDGPU_WAIT_CS").failed())
     }
+}
+
+/// None for one of the kernel's answers.
+fn unless<T>(answer: io::Result<T>, errno: i32) -> io::Result<Option<T>> {
+    match answer {
+        Err(error) if error.raw_os_error() == Some(errno) => Ok(None),
+        other => other.map(Some),
+    }
+}
+
+/// The crate's name of a handle; none is 0.
+fn name(handle: u32) -> io::Result<drm::buffer::Handle> {
+    drm::control::from_u32(handle).ok_or_else(|| io::Error::from_raw_os_error(libc::ENOENT))
+}
+
+/// A GEM buffer in a submission's list of those that it uses.
+#[must_use]
+pub fn listed(handle: u32) -> drm_amdgpu_bo_list_entry {
+    drm_amdgpu_bo_list_entry { bo_handle: handle, bo_priority: 0 }
 }

@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Topology and private checkpoint data: a known good one is read whole, and nothing else makes them panic.
+//! Topology: a known good one is read whole, and nothing else makes it panic.
 
 use std::fs;
 use std::path::Path;
 
 use proptest::prelude::*;
-use rewake_kfd::criu::blob::{self, Object, Private};
 use rewake_kfd::topology::{GfxVersion, Topology};
 
 /// Two GPUs like MI200 beside one CPU.
@@ -67,74 +66,6 @@ fn a_node_that_the_cgroup_hides_is_left_out_and_a_broken_one_is_named() {
     fs::write(root.path().join("nodes/2/properties"), "x".repeat(5000)).unwrap();
     let error = Topology::read_from(root.path()).unwrap_err().to_string();
     assert!(error.contains("longer than 4096 bytes"), "{error}");
-}
-
-/// One GPU, one buffer mapped on it, one of each kind of object.
-fn good_blob() -> Vec<u8> {
-    let mut bytes = vec![0; blob::PROCESS + blob::DEVICE + blob::BO];
-    bytes[0] = 1;
-    let bo = blob::PROCESS + blob::DEVICE;
-    bytes[bo..bo + 8].copy_from_slice(&0x7000_u64.to_le_bytes());
-    bytes[bo + 8] = 9;
-    bytes[bo + 12] = 77;
-    let mut queue = [0; blob::QUEUE];
-    queue[8] = 0x10;
-    queue[108] = 3; // bytes of control stack
-    queue[112] = 2; // bytes of MQD
-    bytes.extend(queue);
-    bytes.extend([0xaa, 0xbb, 1, 2, 3]);
-    let mut event = [0; blob::EVENT];
-    (event[0], event[16], event[28]) = (1, 42, 1);
-    bytes.extend(event);
-    let mut range = [0; blob::RANGE + 5 * 8];
-    (range[0], range[8], range[16], range[24], range[28]) = (2, 5, 6, 7, 8);
-    bytes.extend(range);
-    bytes
-}
-
-#[test]
-fn private_data_is_read_by_its_layout() {
-    let private = Private::read(&good_blob(), 1, 1, 3).unwrap();
-    let bo = &private.bos[0];
-    assert_eq!((bo.user_address, bo.idr_handle, bo.mapped.as_slice()), (0x7000, 9, &[77][..]));
-    let queue = private.queues().next().unwrap();
-    assert_eq!(
-        (queue.ring, &queue.mqd[..], &queue.control_stack[..]),
-        (0x10, &[0xaa, 0xbb][..], &[1, 2, 3][..])
-    );
-    let event = private.events().next().unwrap();
-    assert_eq!((event.id, event.signalled), (42, true));
-    let range = private.ranges().next().unwrap();
-    assert_eq!((range.page, range.pages, range.attributes.len(), range.attributes[0]), (5, 6, 5, (7, 8)));
-    assert!(matches!(private.objects[0], Object::Queue(_)));
-}
-
-#[test]
-fn private_data_that_ends_early_or_late_is_refused() {
-    let good = good_blob();
-    for length in 0..good.len() {
-        assert!(Private::read(&good[..length], 1, 1, 3).is_err(), "{length} bytes");
-    }
-    let mut long = good;
-    long.push(0);
-    let error = Private::read(&long, 1, 1, 3).unwrap_err().to_string();
-    assert!(error.contains("1 bytes after the last object"), "{error}");
-    assert!(Private::read(&long, usize::MAX, usize::MAX, usize::MAX).is_err());
-}
-
-proptest! {
-    #[test]
-    fn no_private_data_panics(bytes: Vec<u8>, devices in 0_usize..70, bos in 0_usize..9, objects in 0_usize..9) {
-        let _ = Private::read(&bytes, devices, bos, objects);
-    }
-
-    #[test]
-    fn no_changed_private_data_panics(at in 0_usize..500, value: u8) {
-        let mut bytes = good_blob();
-        let length = bytes.len();
-        bytes[at % length] = value;
-        let _ = Private::read(&bytes, 1, 1, 3);
-    }
 }
 
 proptest! {

@@ -68,6 +68,15 @@ pub(crate) fn image_dir() -> Result<Option<BorrowedFd<'static>>, HostError> {
     Ok((fd >= 0).then(|| unsafe { BorrowedFd::borrow_raw(fd) }))
 }
 
+/// `log_get_fd`; none if it gives no descriptor. The descriptor lives as long as the process.
+pub(crate) fn log_file() -> Result<Option<BorrowedFd<'static>>, HostError> {
+    let get = function!(log_get_fd: unsafe extern "C" fn() -> c_int);
+    // SAFETY: takes nothing, gives the number of one of CRIU's service descriptors, or 2.
+    let fd = unsafe { get() };
+    // SAFETY: not -1; CRIU keeps its log open until after the last hook.
+    Ok((fd >= 0).then(|| unsafe { BorrowedFd::borrow_raw(fd) }))
+}
+
 /// `add_inventory_plugin`: negative on failure. A second call adds the name a second time, which no restore accepts.
 pub(crate) fn add_inventory_plugin(name: &CStr) -> Result<c_int, HostError> {
     let add = function!(add_inventory_plugin: unsafe extern "C" fn(*const c_char) -> c_int);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! One safe function for each ioctl that anybody here uses. Errors are the kernel's errno, unchanged.
 //!
-//! A call that a signal interrupts is made again, at most [`INTERRUPTIONS`] times; CRIU operations never are: some of
+//! A call that a signal interrupts is made again, at most `INTERRUPTIONS` times; CRIU operations never are: some of
 //! them do harm when repeated.
 
 use std::ffi::c_void;
@@ -45,6 +45,7 @@ arguments! {
     kfd_ioctl_svm_attribute, drm_amdgpu_gem_create, drm_amdgpu_gem_mmap, drm_amdgpu_gem_userptr, drm_amdgpu_gem_va,
     drm_amdgpu_ctx, drm_amdgpu_bo_list, drm_amdgpu_cs, drm_amdgpu_wait_cs, drm_amdgpu_info, drm_amdgpu_gem_op,
     drm_amdgpu_cs_chunk_ib, drm_amdgpu_info_hw_ip, drm_amdgpu_info_device, drm_amdgpu_memory_info, drm_amdgpu_gem_list_handles,
+    drm_amdgpu_gem_list_handles_entry, drm_amdgpu_gem_vm_entry, drm_amdgpu_gem_create_in,
 }
 
 /// Any ioctl on any descriptor, once.
@@ -318,7 +319,9 @@ pub fn criu(
         // SAFETY: these two operations install a descriptor for this call in every other entry.
         fd => unsafe { adopt(fd) }.map(Some),
     };
-    exported.map(adopt).collect()
+    // All are taken over before the first that cannot be ends this.
+    let adopted: Vec<_> = exported.map(adopt).collect();
+    adopted.into_iter().collect()
 }
 
 /// What an event told when it was waited for: a memory exception's fields, zero for other kinds.
@@ -335,7 +338,8 @@ pub fn number(fd: BorrowedFd<'_>) -> u32 {
     fd.as_raw_fd().unsigned_abs()
 }
 
-/// Takes over a descriptor that the kernel has installed and named in a struct.
+/// Takes over a descriptor that the kernel has installed and named in a struct, and closes it on exec: checkpoint
+/// operations install dma-bufs that stay open there.
 ///
 /// # Errors
 /// `number` is not an open descriptor of this process.
@@ -345,7 +349,7 @@ pub fn number(fd: BorrowedFd<'_>) -> u32 {
 unsafe fn adopt(number: u32) -> io::Result<OwnedFd> {
     let fd = i32::try_from(number).map_err(|_| io::Error::from_raw_os_error(libc::EBADF))?;
     // SAFETY: a descriptor number asks for nothing in memory.
-    if unsafe { libc::fcntl(fd, libc::F_GETFD) } < 0 {
+    if unsafe { libc::fcntl(fd, libc::F_SETFD, libc::FD_CLOEXEC) } < 0 {
         return Err(io::Error::last_os_error());
     }
     // SAFETY: open, and the caller's promise makes it ours alone.

@@ -45,13 +45,34 @@ pub fn ctx_alloc(fd: BorrowedFd<'_>) -> io::Result<u32> {
     Ok(unsafe { argument.out.alloc.ctx_id })
 }
 
+/// What has happened to a context since it was made: `AMDGPU_CTX_QUERY2_FLAGS_*`.
+///
+/// # Errors
+/// The kernel's errno.
+pub fn ctx_state(fd: BorrowedFd<'_>, context: u32) -> io::Result<u64> {
+    let mut argument = drm_amdgpu_ctx::zeroed();
+    argument.in_.op = AMDGPU_CTX_OP_QUERY_STATE2;
+    argument.in_.ctx_id = context;
+    ctx(fd, &mut argument)?;
+    // SAFETY: integers, and the kernel has written this side of the union.
+    Ok(unsafe { argument.out.state.flags })
+}
+
 /// A GEM buffer of a render node; gives its handle.
 ///
 /// # Errors
 /// The kernel's errno.
 pub fn gem_alloc(fd: BorrowedFd<'_>, size: u64, domains: u64, flags: u64) -> io::Result<u32> {
+    gem_create(fd, drm_amdgpu_gem_create_in { bo_size: size, alignment: 4096, domains, domain_flags: flags })
+}
+
+/// A GEM buffer of a render node with all that can be said of one; gives its handle.
+///
+/// # Errors
+/// The kernel's errno.
+pub fn gem_create(fd: BorrowedFd<'_>, wanted: drm_amdgpu_gem_create_in) -> io::Result<u32> {
     let mut argument = drm_amdgpu_gem_create::zeroed();
-    argument.in_ = drm_amdgpu_gem_create_in { bo_size: size, alignment: 4096, domains, domain_flags: flags };
+    argument.in_ = wanted;
     // SAFETY: no field is an address.
     unsafe { again(fd, DRM_AMD_GEM_CREATE, &mut argument) }?;
     // SAFETY: integers, and the kernel has written this side of the union.
@@ -93,6 +114,71 @@ pub fn gem_va(fd: BorrowedFd<'_>, argument: &mut drm_amdgpu_gem_va) -> io::Resul
     argument.input_fence_syncobj_handles = 0;
     // SAFETY: the one field that is an address of this process has just been cleared.
     unsafe { again(fd, DRM_AMD_GEM_VA, argument) }
+}
+
+/// What a GEM buffer was made with: `alignment` in bytes.
+///
+/// # Errors
+/// The kernel's errno; ENOENT if there is no such handle.
+pub fn gem_create_info(fd: BorrowedFd<'_>, handle: u32) -> io::Result<drm_amdgpu_gem_create_in> {
+    let mut info = drm_amdgpu_gem_create_in::zeroed();
+    let mut argument = drm_amdgpu_gem_op {
+        handle,
+        op: AMDGPU_GEM_OP_GET_GEM_CREATE_INFO,
+        value: std::ptr::from_mut(&mut info) as u64,
+        ..drm_amdgpu_gem_op::zeroed()
+    };
+    // SAFETY: `info` is live, of the size that this operation writes, and takes any bytes.
+    unsafe { again(fd, DRM_AMD_GEM_OP, &mut argument) }?;
+    Ok(info)
+}
+
+/// All GEM buffers that a render node has a handle of. Linux 7.0 and newer.
+///
+/// # Errors
+/// The kernel's errno; EINVAL where the kernel has no such call.
+pub fn gem_list(fd: BorrowedFd<'_>) -> io::Result<Vec<drm_amdgpu_gem_list_handles_entry>> {
+    let empty = drm_amdgpu_gem_list_handles_entry::zeroed();
+    lengthening(empty, |entries| {
+        let mut argument = drm_amdgpu_gem_list_handles::zeroed();
+        argument.entries = entries.as_mut_ptr() as u64;
+        argument.num_entries = u32::try_from(entries.len()).unwrap_or(u32::MAX);
+        // SAFETY: as many entries as it says are live, and take any bytes.
+        unsafe { again(fd, DRM_AMD_GEM_LIST_HANDLES, &mut argument) }?;
+        Ok(argument.num_entries)
+    })
+}
+
+/// Where a GEM buffer is in the render node's address space. Linux 7.0 and newer.
+///
+/// # Errors
+/// The kernel's errno; EINVAL where the kernel has no such call.
+pub fn gem_mappings(fd: BorrowedFd<'_>, handle: u32) -> io::Result<Vec<drm_amdgpu_gem_vm_entry>> {
+    lengthening(drm_amdgpu_gem_vm_entry::zeroed(), |entries| {
+        let mut argument = drm_amdgpu_gem_op {
+            handle,
+            op: AMDGPU_GEM_OP_GET_MAPPING_INFO,
+            value: entries.as_mut_ptr() as u64,
+            num_entries: u32::try_from(entries.len()).unwrap_or(u32::MAX),
+            ..drm_amdgpu_gem_op::zeroed()
+        };
+        // SAFETY: as many entries as it says are live, and take any bytes.
+        unsafe { again(fd, DRM_AMD_GEM_OP, &mut argument) }?;
+        Ok(argument.num_entries)
+    })
+}
+
+/// Calls `fill`, which says how many entries there are, with a longer list until it was long enough.
+fn lengthening<A: Argument>(empty: A, fill: impl Fn(&mut [A]) -> io::Result<u32>) -> io::Result<Vec<A>> {
+    let mut entries = vec![empty; 8];
+    loop {
+        let count = fill(&mut entries)? as usize;
+        if count <= entries.len() {
+            entries.truncate(count);
+            return Ok(entries);
+        }
+        entries = vec![empty; count];
+    }
 }
 
 /// A GEM buffer on `memory` (`AMDGPU_GEM_USERPTR_*` flags); gives its handle.
@@ -163,26 +249,34 @@ pub enum Chunk<'a> {
     SyncobjOut(&'a [u32]),
 }
 
-/// Submits commands; gives the submission's number in its context and ring.
+/// Parts that one submission has at most: one of each kind.
+pub const CHUNKS: usize = 8;
+
+/// Submits commands; gives the submission's number in its context and ring. Nothing is allocated.
 ///
 /// # Errors
-/// The kernel's errno.
+/// The kernel's errno; E2BIG without a call for more than [`CHUNKS`] parts.
 pub fn submit(fd: BorrowedFd<'_>, context: u32, list: u32, chunks: &[Chunk<'_>]) -> io::Result<u64> {
-    let lists: Vec<drm_amdgpu_bo_list_in> = chunks
-        .iter()
-        .map(|chunk| {
-            let buffers = if let Chunk::Buffers(buffers) = chunk { *buffers } else { &[] };
-            drm_amdgpu_bo_list_in { operation: u32::MAX, list_handle: u32::MAX, ..bo_list(buffers) }
-        })
-        .collect();
-    let headers: Vec<drm_amdgpu_cs_chunk> =
-        chunks.iter().zip(&lists).map(|(chunk, list)| header(chunk, list)).collect();
-    let addresses: Vec<u64> = headers.iter().map(|header| std::ptr::from_ref(header) as u64).collect();
+    if chunks.len() > CHUNKS {
+        return Err(io::Error::from_raw_os_error(libc::E2BIG));
+    }
+    let mut lists =
+        [drm_amdgpu_bo_list_in { operation: u32::MAX, list_handle: u32::MAX, ..bo_list(&[]) }; CHUNKS];
+    let mut headers = [drm_amdgpu_cs_chunk { chunk_id: 0, length_dw: 0, chunk_data: 0 }; CHUNKS];
+    let mut addresses = [0_u64; CHUNKS];
+    for (index, chunk) in chunks.iter().enumerate() {
+        if let Chunk::Buffers(buffers) = chunk {
+            lists[index] =
+                drm_amdgpu_bo_list_in { operation: u32::MAX, list_handle: u32::MAX, ..bo_list(buffers) };
+        }
+        headers[index] = header(chunk, &lists[index]);
+        addresses[index] = std::ptr::from_ref(&headers[index]) as u64;
+    }
     let mut argument = drm_amdgpu_cs::zeroed();
     argument.in_ = drm_amdgpu_cs_in {
         ctx_id: context,
         bo_list_handle: list,
-        num_chunks: u32::try_from(addresses.len()).unwrap_or(u32::MAX),
+        num_chunks: u32::try_from(chunks.len()).unwrap_or(u32::MAX),
         flags: 0,
         chunks: addresses.as_ptr() as u64,
     };

@@ -10,6 +10,9 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 /// Bytes in a page.
 pub const PAGE: u64 = 4096;
 
+/// Words that [`Mapping::is_zero`] looks at before it decides.
+const WORDS: usize = 16;
+
 /// A range of this process's addresses, unmapped when dropped.
 #[derive(Debug)]
 pub struct Mapping {
@@ -79,6 +82,14 @@ impl Mapping {
     /// The kernel's errno.
     pub fn shared(fd: BorrowedFd<'_>, offset: u64, length: u64) -> io::Result<Self> {
         Self::map(0, length, Access::ReadWrite, libc::MAP_SHARED, Some((fd, offset)))
+    }
+
+    /// `length` bytes of a device or file from `offset`, not to be touched: to see whether the driver would map it.
+    ///
+    /// # Errors
+    /// The kernel's errno.
+    pub fn untouched(fd: BorrowedFd<'_>, offset: u64, length: u64) -> io::Result<Self> {
+        Self::map(0, length, Access::None, libc::MAP_SHARED, Some((fd, offset)))
     }
 
     fn map(
@@ -158,6 +169,14 @@ impl Mapping {
         self.advise(libc::MADV_DONTNEED)
     }
 
+    /// Gets all pages now, writable, so that no access waits for one later.
+    ///
+    /// # Errors
+    /// The kernel's errno: ENOMEM where there is not memory enough, EINVAL before Linux 5.14.
+    pub fn populate(&self) -> io::Result<()> {
+        self.advise(libc::MADV_POPULATE_WRITE)
+    }
+
     fn advise(&self, advice: i32) -> io::Result<()> {
         // SAFETY: the addresses are this mapping's, and nothing borrows their bytes.
         let result = unsafe { libc::madvise(self.start.as_ptr().cast(), self.length, advice) };
@@ -214,6 +233,95 @@ impl Mapping {
         }
     }
 
+    /// The address of `length` bytes at `at`, for calls that take one (io_uring, `pread`). Whoever uses it keeps the
+    /// mapping alive, and makes no reference of it: others may write there.
+    ///
+    /// # Panics
+    /// Beyond the end.
+    #[must_use]
+    pub fn pointer(&self, at: u64, length: usize) -> NonNull<u8> {
+        NonNull::new(self.at(at, length, 1)).unwrap_or(self.start)
+    }
+
+    /// Whether `length` bytes at `at` are all zero. It looks at all of them unless one is not, as fast as memory is.
+    ///
+    /// # Panics
+    /// Beyond the end.
+    #[must_use]
+    pub fn is_zero(&self, at: u64, length: usize) -> bool {
+        let start = self.at(at, length, 1);
+        let head = start.align_offset(8).min(length);
+        let words = (length - head) / 8;
+        // SAFETY: in bounds by `at`; volatile because others write here.
+        let byte = |index: usize| unsafe { start.add(index).read_volatile() };
+        // SAFETY: as above, and aligned behind the head.
+        let word = |index: usize| unsafe { start.add(head).cast::<u64>().add(index).read_volatile() };
+        let blocks = words / WORDS;
+        (0..head).all(|index| byte(index) == 0)
+            && (0..blocks)
+                .all(|block| (0..WORDS).fold(0, |all, index| all | word(block * WORDS + index)) == 0)
+            && (blocks * WORDS..words).all(|index| word(index) == 0)
+            && (head + words * 8..length).all(|index| byte(index) == 0)
+    }
+
+    /// Copies `length` bytes at `at` to another mapping (device memory: in words, where both are aligned alike), past the
+    /// CPU's caches: they would first read what is overwritten.
+    ///
+    /// # Panics
+    /// Beyond the end of either.
+    pub fn copy(&self, at: u64, to: &Self, to_at: u64, length: usize) {
+        let (from, to) = (self.at(at, length, 1), to.at(to_at, length, 1));
+        let alike = from.addr() % 8 == to.addr() % 8;
+        let head = if alike { from.align_offset(8).min(length) } else { length };
+        let words = (length - head) / 8;
+        // SAFETY: both in bounds by `at`; volatile because others read and write there.
+        let byte = |index: usize| unsafe { to.add(index).write_volatile(from.add(index).read_volatile()) };
+        (0..head).for_each(byte);
+        for index in 0..words {
+            // SAFETY: as above, and both are aligned behind the head.
+            unsafe {
+                let value = from.add(head).cast::<u64>().add(index).read_volatile();
+                write_past_caches(to.add(head).cast::<u64>().add(index), value);
+            }
+        }
+        order_writes();
+        (head + words * 8..length).for_each(byte);
+    }
+
+    /// Reads `length` bytes of a file from `offset` on to here, as far as the page cache has them, without waiting; how many.
+    ///
+    /// # Errors
+    /// The kernel's errno: EAGAIN where it has none.
+    ///
+    /// # Panics
+    /// Beyond the end.
+    pub fn read_cached(
+        &self,
+        at: u64,
+        file: BorrowedFd<'_>,
+        offset: u64,
+        length: usize,
+    ) -> io::Result<usize> {
+        let part = libc::iovec { iov_base: self.at(at, length, 1).cast(), iov_len: length };
+        // SAFETY: in bounds by `at`, and borrowed by nobody.
+        let got = unsafe {
+            libc::preadv2(file.as_raw_fd(), &raw const part, 1, offset.cast_signed(), libc::RWF_NOWAIT)
+        };
+        usize::try_from(got).map_err(|_| io::Error::last_os_error())
+    }
+
+    /// Fills `words` 32-bit words at `at`.
+    ///
+    /// # Panics
+    /// Beyond the end or misaligned.
+    pub fn fill32(&self, at: u64, words: usize, value: u32) {
+        let to = self.at(at, words * 4, 4).cast::<u32>();
+        for index in 0..words {
+            // SAFETY: in bounds and aligned by `at`; volatile because others read here.
+            unsafe { to.add(index).write_volatile(value) };
+        }
+    }
+
     /// Loads a 64-bit word; what was written before its store is seen after it.
     ///
     /// # Panics
@@ -233,6 +341,18 @@ impl Mapping {
         let word = self.at(at, 8, 8).cast();
         // SAFETY: as `load64`.
         unsafe { AtomicU64::from_ptr(word) }.store(value, Ordering::Release);
+    }
+
+    /// Puts `new` where `old` is, in one step; whether `old` was there.
+    ///
+    /// # Panics
+    /// Beyond the end or misaligned.
+    #[must_use]
+    pub fn replace64(&self, at: u64, old: u64, new: u64) -> bool {
+        let word = self.at(at, 8, 8).cast();
+        // SAFETY: as `load64`.
+        let word = unsafe { AtomicU64::from_ptr(word) };
+        word.compare_exchange(old, new, Ordering::AcqRel, Ordering::Acquire).is_ok()
     }
 
     /// Loads a 32-bit word.
@@ -264,6 +384,32 @@ impl Drop for Mapping {
     }
 }
 
+/// Writes a word, as by `write_volatile`. [`order_writes`] comes before any other access to it.
+///
+/// # Safety
+/// As `write_volatile`'s.
+unsafe fn write_past_caches(to: *mut u64, value: u64) {
+    // SAFETY: the caller's promise; every processor of x86-64 has the instruction.
+    #[cfg(target_arch = "x86_64")]
+    unsafe {
+        std::arch::x86_64::_mm_stream_si64(to.cast(), value.cast_signed());
+    }
+    // SAFETY: the caller's promise.
+    #[cfg(not(target_arch = "x86_64"))]
+    unsafe {
+        to.write_volatile(value);
+    }
+}
+
+/// What was written past the caches comes before all that follows.
+fn order_writes() {
+    // SAFETY: it only orders; every processor of x86-64 has the instruction.
+    #[cfg(target_arch = "x86_64")]
+    unsafe {
+        std::arch::x86_64::_mm_sfence();
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -279,8 +425,45 @@ mod tests {
         assert_eq!(memory.load64(8), u64::from_le_bytes([6, 7, 8, 9, 10, 11, 12, 13]));
         memory.store32(8, 0xdead_beef);
         assert_eq!(memory.load64(8), 0x0d0c_0b0a_dead_beef);
+        assert!(!memory.replace64(8, 1, 2));
+        assert!(memory.replace64(8, 0x0d0c_0b0a_dead_beef, 2));
+        assert_eq!(memory.load64(8), 2);
         memory.discard().unwrap();
         assert_eq!(memory.load64(8), 0);
+    }
+
+    #[test]
+    fn one_byte_that_is_not_zero_is_found_wherever_it_is() {
+        let memory = Mapping::anonymous(PAGE).unwrap();
+        for (at, length) in [(0, 4096), (3, 1000), (5, 2), (8, 131), (7, 0)] {
+            assert!(memory.is_zero(at, length), "{length} bytes at {at}");
+            for byte in 0..length as u64 {
+                memory.write(at + byte, &[1]);
+                assert!(!memory.is_zero(at, length), "{length} bytes at {at}, byte {byte}");
+                memory.write(at + byte, &[0]);
+            }
+        }
+        memory.write(2, &[1]);
+        memory.write(1003, &[1]);
+        assert!(memory.is_zero(3, 1000), "what stands beside does not count");
+    }
+
+    #[test]
+    fn bytes_are_copied_between_mappings_at_any_alignment() {
+        let (from, to) = (Mapping::anonymous(PAGE).unwrap(), Mapping::anonymous(PAGE).unwrap());
+        let bytes: Vec<u8> = (0..4096_u32).map(|byte| u8::try_from(byte % 251).unwrap() + 1).collect();
+        from.write(0, &bytes);
+        for (at, to_at, length) in [(0, 0, 4096), (3, 11, 100), (3, 4, 100), (8, 0, 7), (5, 13, 2), (0, 9, 0)]
+        {
+            to.fill32(0, 1024, 0);
+            from.copy(at, &to, to_at, length);
+            let mut right = vec![0; 4096];
+            let (at, to_at) = (usize::try_from(at).unwrap(), usize::try_from(to_at).unwrap());
+            right[to_at..to_at + length].copy_from_slice(&bytes[at..at + length]);
+            let mut read = vec![0; 4096];
+            to.read(0, &mut read);
+            assert!(read == right, "{length} bytes from {at} to {to_at}");
+        }
     }
 
     #[test]

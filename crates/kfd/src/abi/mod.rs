@@ -3,6 +3,7 @@
 //!
 //! * [`generated`]: bindgen's output from the kernel's headers; `layout` asserts sizes, offsets and numbers.
 //! * [`call`], [`drm`]: one safe function for each ioctl of `/dev/kfd` and of render nodes, and [`call::raw`] for tests that misuse them.
+//! * [`udmabuf`]: dma-bufs of ordinary memory.
 //! * [`memory`]: mappings that another party writes too: only raw, checked access.
 //!
 //! Nothing outside this module needs `unsafe`.
@@ -14,5 +15,6 @@ pub mod drm;
 pub mod generated;
 mod layout;
 pub mod memory;
+pub mod udmabuf;
 
 pub use generated::*;

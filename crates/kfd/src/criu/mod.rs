@@ -3,6 +3,11 @@
 //! target itself, or the thread that traces its leader; and CAP_CHECKPOINT_RESTORE or CAP_SYS_ADMIN.
 //!
 //! The kernel's rules, which are not checked here: pause and unpause strictly in turn, resume exactly once.
+//!
+//! No operation is made again here, whatever its error is. A [`process_info`] or [`checkpoint`] that failed has left
+//! nothing behind and may be tried again (EINTR, EAGAIN). A [`restore`] that failed may have made a part: the process
+//! is lost. A [`resume`] that failed has counted: trying again looks like success and leaves memory unprotected
+//! (`amdgpu_amdkfd_criu_resume`, `kfd_criu_resume_svm`).
 
 pub mod blob;
 

@@ -122,6 +122,13 @@ impl Node {
         GfxVersion { major: version / 10_000, minor: version / 100 % 100, step: version % 100 }
     }
 
+    /// Whether its queues are run by firmware (MES), which has no way to take a saved one: Linux 7.2 refuses to restore it,
+    /// and 6.12 has no pointer where it looks (`kfd_process_queue_manager.c`).
+    #[must_use]
+    pub fn has_mes(&self) -> bool {
+        self.gfx_version().major >= 11
+    }
+
     /// Whether ordinary memory can be shared with it by attributes of ranges.
     #[must_use]
     pub fn has_svm(&self) -> bool {
@@ -228,9 +235,15 @@ impl Link {
         get32(&self.0, "node_from")
     }
 
+    /// `HSA_IOLINK_TYPE_*`: 2 is PCIe, 11 is XGMI.
+    #[must_use]
+    pub fn kind(&self) -> u32 {
+        get32(&self.0, "type")
+    }
+
     /// Whether it is a link between GPUs alone.
     #[must_use]
     pub fn is_xgmi(&self) -> bool {
-        get32(&self.0, "type") == HSA_IOLINK_TYPE_XGMI
+        self.kind() == HSA_IOLINK_TYPE_XGMI
     }
 }
