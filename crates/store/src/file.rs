@@ -2,20 +2,17 @@
 //! One pages file: its identity, its two descriptors, and whether the page cache has it.
 
 use std::fs::{File, OpenOptions};
-use std::io;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use crate::BLOCK;
 use crate::engine::How;
 use crate::error::{ReadError, StoreError};
+use crate::page_cache::{self, Cachestat};
 use crate::windows::Windows;
-use crate::{BLOCK, PAGE};
-
-/// cachestat(2): since Linux 6.5, the same number on every architecture but alpha.
-const SYS_CACHESTAT: libc::c_long = 451;
 
 /// What tells one content from another: two opens of one unchanged file have equal keys.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -41,26 +38,6 @@ pub struct PagesFile {
     cachestat_works: AtomicBool,
     windows: Windows,
 }
-
-/// struct cachestat_range of linux/mman.h.
-#[repr(C)]
-struct CachestatRange {
-    off: u64,
-    len: u64,
-}
-
-/// struct cachestat of linux/mman.h. All fields count pages.
-#[repr(C)]
-#[derive(Default)]
-struct Cachestat {
-    cached: u64,
-    dirty: u64,
-    writeback: u64,
-    evicted: u64,
-    recently_evicted: u64,
-}
-
-const _: () = assert!(size_of::<CachestatRange>() == 16 && size_of::<Cachestat>() == 40);
 
 impl PagesFile {
     /// Opens a pages file for reading.
@@ -212,24 +189,10 @@ impl PagesFile {
         if end <= offset {
             return None;
         }
-        let pages = end.div_ceil(PAGE as u64) - offset / PAGE as u64;
-        let range = CachestatRange { off: offset, len: end - offset };
-        let mut stat = Cachestat::default();
-        // SAFETY: range and stat have the kernel's layout (sizes asserted above) and live across the call; the
-        // kernel reads the one and writes the other.
-        let rc = unsafe {
-            libc::syscall(
-                SYS_CACHESTAT,
-                self.buffered.as_raw_fd(),
-                &raw const range,
-                &raw mut stat,
-                0 as libc::c_uint,
-            )
+        let errno = match page_cache::cachestat(&self.buffered, offset, end - offset) {
+            Ok(stat) => return Some((stat, page_cache::pages(offset, end - offset))),
+            Err(error) => error.raw_os_error(),
         };
-        if rc == 0 {
-            return Some((stat, pages));
-        }
-        let errno = io::Error::last_os_error().raw_os_error();
         if matches!(errno, Some(libc::ENOSYS | libc::EPERM | libc::EACCES | libc::EOPNOTSUPP)) {
             // It will not change for this file: ask no more.
             self.cachestat_works.store(false, Ordering::Relaxed);

@@ -5,6 +5,8 @@
 //! the [`BlockCache`] lends, and is then published there as a [`BlockRef`] for every session that wants it.
 //! One cache serves all threads; each thread owns one engine.
 //!
+//! Beside it, [`files`]: transfers of large pieces in both directions, for the contents of buffer objects.
+//!
 //! What holds here:
 //! - *Never invented bytes*: a buffer is published only by whoever holds it, and a read that is `Ok` has
 //!   filled all of it. A file that ends early is an error that names the file, never zeros.
@@ -16,7 +18,10 @@ mod cache;
 pub mod engine;
 mod error;
 mod file;
+pub mod files;
 mod metrics;
+mod page_cache;
+mod ring;
 mod slots;
 mod waker;
 mod windows;

@@ -3,7 +3,7 @@
 
 use std::fs::File;
 use std::io::{self, Read, Write};
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::sync::Arc;
 
 /// Wakes one reactor. Clones share the eventfd. It stays readable from a [`wake`](Waker::wake) until
@@ -43,6 +43,12 @@ impl Waker {
 
     pub(crate) fn same(&self, other: &Waker) -> bool {
         Arc::ptr_eq(&self.eventfd, &other.eventfd)
+    }
+}
+
+impl AsFd for Waker {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.eventfd.as_fd()
     }
 }
 

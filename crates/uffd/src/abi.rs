@@ -30,6 +30,10 @@ pub const UFFDIO_POISON: libc::c_ulong = ioc(3, 0x08, size_of::<Fill>());
 
 /// `UFFDIO_REGISTER_MODE_MISSING`
 pub const REGISTER_MODE_MISSING: u64 = 1;
+/// UFFD_FEATURE_EVENT_FORK: a child that inherits a watched mapping is told of.
+pub const FEATURE_FORK: u64 = 0x2;
+/// UFFD_FEATURE_EVENT_REMAP: `mremap` is told of, and what it moves stays watched.
+pub const FEATURE_REMAP: u64 = 0x4;
 /// Feature bits that CRIU asks for: FORK, REMAP, REMOVE, UNMAP events.
 pub const FEATURES_CRIU: u64 = 0x2 | 0x4 | 0x8 | 0x40;
 

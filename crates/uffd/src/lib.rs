@@ -18,7 +18,7 @@ mod port;
 
 pub use message::{Message, RawMessage};
 pub use outcome::{Outcome, Stop};
-pub use port::{FillPort, Uffd, memory_is_gone};
+pub use port::{FillPort, Uffd, memory_is_gone, unready};
 
 /// Bytes in a page. Rewake runs where CRIU's lazy pages do with 4 KiB pages (x86_64).
 pub const PAGE_SIZE: u64 = 4096;

@@ -56,16 +56,16 @@ impl Uffd {
     /// # Errors
     /// EPERM without root or `vm.unprivileged_userfaultfd=1`; EINVAL when a feature is missing.
     pub fn open(features: u64) -> io::Result<Self> {
-        // SAFETY: the syscall takes flags only and returns a new descriptor or -1.
-        let fd = unsafe { libc::syscall(libc::SYS_userfaultfd, libc::O_CLOEXEC | libc::O_NONBLOCK) };
-        let fd = RawFd::try_from(fd).unwrap_or(-1);
-        if fd < 0 {
-            return Err(io::Error::last_os_error());
-        }
-        // SAFETY: a fresh descriptor that nobody else owns.
-        let uffd = Self(unsafe { OwnedFd::from_raw_fd(fd) });
-        abi::api(uffd.as_fd(), &mut abi::Api { api: abi::UFFD_API, features, ioctls: 0 })?;
-        Ok(uffd)
+        Self::begin(unready()?, features)
+    }
+
+    /// Takes a descriptor that is [`unready`], of this process's memory or another's, and negotiates `features`.
+    ///
+    /// # Errors
+    /// EINVAL when a feature is missing, or when that was done before.
+    pub fn begin(fd: OwnedFd, features: u64) -> io::Result<Self> {
+        abi::api(fd.as_fd(), &mut abi::Api { api: abi::UFFD_API, features, ioctls: 0 })?;
+        Ok(Self(fd))
     }
 
     /// Watches `len` bytes at `start` for missing pages.
@@ -113,6 +113,22 @@ impl Uffd {
         }
         outcome
     }
+}
+
+/// A userfaultfd for this process's memory, non-blocking, kernel-mode faults included: it watches nothing before
+/// [`Uffd::begin`], which another process may call.
+///
+/// # Errors
+/// EPERM without root or `vm.unprivileged_userfaultfd=1`.
+pub fn unready() -> io::Result<OwnedFd> {
+    // SAFETY: the syscall takes flags only and returns a new descriptor or -1.
+    let fd = unsafe { libc::syscall(libc::SYS_userfaultfd, libc::O_CLOEXEC | libc::O_NONBLOCK) };
+    let fd = RawFd::try_from(fd).unwrap_or(-1);
+    if fd < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: a fresh descriptor that nobody else owns.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
 /// Whether the watched memory has ended with its last process. Asked by a request that anonymous memory

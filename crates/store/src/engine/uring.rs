@@ -11,7 +11,7 @@ use std::os::fd::{AsRawFd, RawFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use io_uring::{IoUring, Probe, opcode, squeue, types};
+use io_uring::{IoUring, Probe, opcode, types};
 
 use super::transfer::Step;
 use super::{DEPTH_BLOCKS, DEPTH_DEMAND, Depth, Done, Engine, Flight, Read};
@@ -19,6 +19,7 @@ use crate::BLOCK;
 use crate::cache::BlockCache;
 use crate::error::StoreError;
 use crate::metrics::Metrics;
+use crate::ring::{Flavour, build, push, wait_readable};
 use crate::waker::Waker;
 
 /// Reads in flight at most; the submission queue has room for all of them and the completion queue for twice
@@ -38,12 +39,6 @@ const MAX_ENTERS: u32 = 8;
 /// How long a dropped engine waits for the kernel to finish its reads before it leaks their buffers.
 const DROP_PATIENCE: Duration = Duration::from_secs(10);
 
-/// How long set-up waits for a ring that should wake a poller after [`PROBE_DELAY`].
-const PROBE_PATIENCE: Duration = Duration::from_millis(200);
-
-/// When the set-up probe's timer fires: late enough that the poller sleeps by then.
-const PROBE_DELAY: Duration = Duration::from_millis(2);
-
 /// Reads by io_uring. See [`Engine`]. Belongs to the thread that made it, and so is not `Send`: the kernel
 /// runs a ring's deferred work in that thread only.
 pub struct Uring {
@@ -58,16 +53,6 @@ pub struct Uring {
     _one_thread: PhantomData<*mut ()>,
 }
 
-/// Ring flavours, best first.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Flavour {
-    /// Completions run when this thread asks for them (Linux 6.1).
-    Deferred,
-    /// Completions run at this thread's next system call, without interrupting it (5.19).
-    Cooperative,
-    Plain,
-}
-
 impl Uring {
     /// Sets a ring up on this thread, and registers the cache's memory with it when the limits allow.
     ///
@@ -75,7 +60,7 @@ impl Uring {
     /// [`StoreError::Setup`] when the kernel has no io_uring, forbids it, or lacks its read operation.
     pub fn new(cache: &Arc<BlockCache>) -> Result<Self, StoreError> {
         let setup = |act| move |error| StoreError::Setup { act, error };
-        let (ring, finished, flavour) = build().map_err(setup("setting up an io_uring"))?;
+        let (ring, finished, flavour) = build(DEPTH).map_err(setup("setting up an io_uring"))?;
         let mut probe = Probe::new();
         let probed = ring.submitter().register_probe(&mut probe);
         probed.map_err(setup("asking io_uring for its operations"))?;
@@ -146,7 +131,8 @@ impl Uring {
         } else {
             opcode::Read::new(fd, start, len).offset(next.offset).build()
         };
-        push(&mut self.ring, &entry.user_data(slot as u64));
+        // SAFETY: the buffer and the file are owned by the slot in `flights`, which outlives the read (see Drop).
+        unsafe { push(&mut self.ring, &entry.user_data(slot as u64)) };
     }
 
     /// Gives queued calls to the kernel and lets it run deferred completions.
@@ -263,47 +249,6 @@ impl std::fmt::Debug for Uring {
     }
 }
 
-/// Makes the best ring that the kernel accepts and that wakes who waits for its eventfd.
-fn build() -> io::Result<(IoUring, Waker, Flavour)> {
-    for flavour in [Flavour::Deferred, Flavour::Cooperative] {
-        let Ok((mut ring, finished)) = build_as(flavour) else { continue };
-        if flavour != Flavour::Deferred || wakes_poller(&mut ring, &finished) {
-            return Ok((ring, finished, flavour));
-        }
-    }
-    let (ring, finished) = build_as(Flavour::Plain)?;
-    Ok((ring, finished, Flavour::Plain))
-}
-
-fn build_as(flavour: Flavour) -> io::Result<(IoUring, Waker)> {
-    let mut builder = IoUring::builder();
-    builder.dontfork();
-    if flavour != Flavour::Plain {
-        builder.setup_coop_taskrun().setup_taskrun_flag();
-    }
-    if flavour == Flavour::Deferred {
-        builder.setup_single_issuer().setup_defer_taskrun();
-    }
-    let ring = builder.build(u32::try_from(DEPTH.next_power_of_two()).unwrap_or(u32::MAX))?;
-    let finished = Waker::new()?;
-    ring.submitter().register_eventfd(finished.as_raw_fd())?;
-    Ok((ring, finished))
-}
-
-/// Whether a completion that happens while this thread sleeps in poll on the eventfd ends that sleep.
-fn wakes_poller(ring: &mut IoUring, finished: &Waker) -> bool {
-    let delay = types::Timespec::from(PROBE_DELAY);
-    push(ring, &opcode::Timeout::new(&raw const delay).build());
-    // The kernel has copied `delay` when submit returns.
-    if ring.submit().is_err() {
-        return false;
-    }
-    let woken = wait_readable(finished.as_raw_fd(), PROBE_PATIENCE);
-    let completed = woken && ring.submit_and_wait(1).is_ok() && ring.completion().next().is_some();
-    finished.drain();
-    completed
-}
-
 /// Registers the whole pool, so that reads need not look its pages up each time.
 fn register(ring: &IoUring, cache: &BlockCache) -> io::Result<()> {
     let (base, len) = (cache.pool().base(), cache.pool().len());
@@ -316,34 +261,10 @@ fn register(ring: &IoUring, cache: &BlockCache) -> io::Result<()> {
     unsafe { ring.submitter().register_buffers(&pieces) }
 }
 
-fn push(ring: &mut IoUring, entry: &squeue::Entry) {
-    // SAFETY: the entry's pointers stay valid until its completion: a read's buffer and file are owned by its
-    // slot in `flights`, which outlives the read (see Drop); the probe's timespec is copied at submission.
-    let pushed = unsafe { ring.submission().push(entry) };
-    // See `queue`: the submission queue is as long as there are slots.
-    pushed.unwrap_or_else(|_| unreachable!("the submission queue is shorter than the number of slots"));
-}
-
-/// Waits until the descriptor is readable; false when the time is up first. An interruption does not count:
-/// the teardown of another ring of this thread causes them.
-fn wait_readable(fd: RawFd, patience: Duration) -> bool {
-    let give_up = Instant::now() + patience;
-    loop {
-        let left = give_up.saturating_duration_since(Instant::now());
-        let mut poll = libc::pollfd { fd, events: libc::POLLIN, revents: 0 };
-        // SAFETY: one pollfd that lives across the call.
-        let ready =
-            unsafe { libc::poll(&raw mut poll, 1, i32::try_from(left.as_millis()).unwrap_or(i32::MAX)) };
-        let interrupted = ready < 0 && io::Error::last_os_error().kind() == io::ErrorKind::Interrupted;
-        if !interrupted {
-            return ready > 0;
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::ring::build_as;
     use crate::{Acquire, How, PagesFile, Waker};
     use std::io::Write;
 
@@ -352,7 +273,7 @@ mod tests {
         let mut kinds = Vec::new();
         for flavour in [Flavour::Deferred, Flavour::Cooperative, Flavour::Plain] {
             for registered in [true, false] {
-                let (ring, finished) = build_as(flavour).expect("this kernel has every kind of ring");
+                let (ring, finished) = build_as(flavour, DEPTH).expect("this kernel has every kind of ring");
                 let refusal = || Err(io::Error::from_raw_os_error(libc::ENOMEM));
                 let registration = if registered { register(&ring, cache) } else { refusal() };
                 kinds.push(Uring::assemble(cache, (ring, finished, flavour), registration));
@@ -388,17 +309,6 @@ mod tests {
                 let block = guard.publish(over.dst);
                 assert!(*block == content[2 * BLOCK..3 * BLOCK], "{ring:?} {how:?}: wrong bytes");
                 block.discard();
-            }
-        }
-    }
-
-    #[test]
-    fn a_sleeping_poller_is_woken_by_every_kind_of_ring() {
-        for flavour in [Flavour::Deferred, Flavour::Cooperative, Flavour::Plain] {
-            let (mut ring, finished) = build_as(flavour).expect("this kernel has every kind of ring");
-            for _ in 0..20 {
-                assert!(wakes_poller(&mut ring, &finished), "{flavour:?}");
-                assert!(!wait_readable(finished.as_raw_fd(), Duration::ZERO), "{flavour:?} is never silent");
             }
         }
     }

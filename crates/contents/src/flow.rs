@@ -1,0 +1,479 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! What is under way between files and buffers: engines, staging memory, transfers of files, and the waiting for them.
+
+use std::ops::RangeInclusive;
+use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use rewake_amdgpu::{Bo, CopyEngine, Memory, MemoryDevice, Shape, Slot, Staging, Ticket, Transfer, Way};
+use rewake_kfd::abi::memory::Mapping;
+use rewake_kfd::render::Render;
+use rewake_kfd::settings::max_buffer_size;
+use rewake_store::files::{FileRing, Finished, Request};
+
+use crate::error::{Error, Stuck};
+use crate::order::{Chunk, Order, small_first};
+use crate::pages::{CHUNK, PagesFile, Piece};
+use crate::report::Moved;
+use crate::window::Window;
+
+/// Slots of staging memory for each GPU, 16 MiB: enough for a disk and two rings to be busy. More take longer to make than
+/// they save.
+const SLOTS_OF_A_GPU: u32 = 8;
+/// And in all, 48 MiB: three chunks of each of eight GPUs.
+const SLOTS: u32 = 24;
+/// One copied, one read or written: with fewer nothing is under way beside anything.
+const FEWEST_SLOTS: u64 = 2;
+/// Copies from staging memory that are submitted ahead, for each ring: one is copied, and the next one is there when it ends.
+/// More would only make demands wait.
+const AHEAD: usize = 2;
+/// Transfers of files at once: a slot's data may be in several pieces.
+const TRANSFERS: usize = 64;
+/// How long nothing may happen before the restore or dump fails.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(120);
+/// Between two looks at engines that cannot tell when something has ended.
+const BLIND: u16 = 1;
+/// And at those that can.
+const LOOK: u16 = 1000;
+
+/// The buffers' memory of one process, or of one render node: its files, and the buffers' dma-bufs. A buffer without one is
+/// left alone by a restore.
+#[derive(Debug, Clone, Copy)]
+pub struct Process<'a> {
+    /// Its files.
+    pub files: &'a [PagesFile],
+    /// By the image's number of the buffer.
+    pub dmabufs: &'a [Option<OwnedFd>],
+}
+
+/// Where buffers are.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Sink<'a> {
+    /// On the GPUs that the files name.
+    Gpus,
+    /// In memory that stands in for them.
+    Memory(&'a Arc<MemoryDevice>),
+}
+
+/// A file, whose it is and what copies its bytes.
+#[derive(Debug, Clone, Copy)]
+struct Part<'a> {
+    file: &'a PagesFile,
+    process: usize,
+    engine: usize,
+}
+
+/// What was in a chunk that is done.
+pub(crate) struct Done {
+    /// Whose it was.
+    pub(crate) process: usize,
+    /// The GPU's render node.
+    pub(crate) minor: u32,
+    /// Bytes of buffers.
+    pub(crate) bytes: u64,
+    /// Buffers of which it was the last chunk.
+    pub(crate) whole: Vec<usize>,
+}
+
+/// Copies of a chunk that an engine works on.
+#[derive(Debug, Clone, Copy)]
+struct Copying {
+    ticket: Ticket,
+    chunk: Chunk,
+    /// None: nothing of it goes through staging memory.
+    slot: Option<Slot>,
+}
+
+/// A buffer that has bytes in a file.
+#[derive(Debug, Clone)]
+struct Buffer {
+    /// Which file of all processes'.
+    file: usize,
+    /// That it has bytes in.
+    chunks: RangeInclusive<u64>,
+    /// Those of them that are not done.
+    left: u64,
+    /// What the engine calls it, from the first copy to the last.
+    bo: Option<Bo>,
+}
+
+/// All that is under way.
+pub(crate) struct Flow<'a> {
+    pub(crate) staging: Staging,
+    pub(crate) moved: Moved,
+    processes: &'a [Process<'a>],
+    parts: Vec<Part<'a>>,
+    engines: Vec<CopyEngine>,
+    /// The files' side of the slots, if files cannot be read into staging memory.
+    own: Option<Arc<Mapping>>,
+    ring: FileRing<Window>,
+    /// By process and buffer.
+    buffers: Vec<Vec<Option<Buffer>>>,
+    order: Order,
+    free: Vec<Slot>,
+    copying: Vec<Copying>,
+    /// Done without an engine's work.
+    straight: Vec<Chunk>,
+    last: Instant,
+    transfers: Vec<Transfer>,
+}
+
+impl<'a> Flow<'a> {
+    /// An engine for each GPU, and nothing under way. Chunks come as they are in the files.
+    pub(crate) fn new(processes: &'a [Process<'a>], sink: Sink<'_>) -> Result<Self, Error> {
+        let (parts, minors) = parts(processes);
+        let buffers = buffers(processes, &parts);
+        let all: u64 = parts.iter().map(|part| part.file.chunks()).sum();
+        let most = (max_buffer_size()?.unwrap_or(u64::MAX) / CHUNK).max(FEWEST_SLOTS);
+        let slots = SLOTS.min(SLOTS_OF_A_GPU.saturating_mul(u32::try_from(minors.len()).unwrap_or(SLOTS)));
+        let slots = u32::try_from(most.min(all.max(FEWEST_SLOTS))).unwrap_or(slots).min(slots);
+        let (staging, engines) = engines(sink, &minors, Shape { slots, slot_bytes: CHUNK })?;
+        let own = match staging.memory() {
+            Memory::Pages => None,
+            Memory::Gtt => Some(Arc::new(Mapping::anonymous(u64::from(slots) * CHUNK)?)),
+        };
+        let window =
+            own.as_ref().map_or_else(|| Window::Staging(staging.clone()), |own| Window::Own(Arc::clone(own)));
+        let order = Order::new(parts.iter().map(|part| (0..part.file.chunks()).collect()));
+        Ok(Self {
+            free: staging.slots().collect(),
+            staging,
+            moved: Moved::default(),
+            processes,
+            parts,
+            engines,
+            own,
+            ring: FileRing::new(window, TRANSFERS)?,
+            buffers,
+            order,
+            copying: Vec::new(),
+            straight: Vec::new(),
+            last: Instant::now(),
+            transfers: Vec::new(),
+        })
+    }
+
+    /// The file of a chunk.
+    pub(crate) fn file(&self, chunk: Chunk) -> &'a PagesFile {
+        self.parts[chunk.file].file
+    }
+
+    /// All files.
+    pub(crate) fn files(&self) -> impl Iterator<Item = &'a PagesFile> {
+        self.parts.iter().map(|part| part.file)
+    }
+
+    /// For the log: the ways that bytes go.
+    pub(crate) fn notes(&self) -> Vec<String> {
+        let ways = self.engines.iter().map(|engine| format!("renderD{}: {}", engine.minor(), engine.way()));
+        ways.chain(self.ring.note()).collect()
+    }
+
+    /// Small buffers come before large ones: there are many of them in a chunk, and it costs nothing.
+    pub(crate) fn small_first(&mut self) {
+        let sequence = |part: &Part<'_>| {
+            let here = &self.processes[part.process].dmabufs;
+            let mut small = vec![0; usize::try_from(part.file.chunks()).unwrap_or(usize::MAX)];
+            let stretches = part.file.stretches().iter();
+            for stretch in stretches.filter(|of| of.bytes < CHUNK && here[of.buffer].is_some()) {
+                for number in stretch.chunks().into_iter().flatten() {
+                    small[usize::try_from(number).unwrap_or(usize::MAX)] += 1;
+                }
+            }
+            small_first(&small)
+        };
+        self.order = Order::new(self.parts.iter().map(sequence));
+    }
+
+    /// Wants a buffer before all others that are not under way and that nobody demanded before. One that is not loaded is
+    /// left alone.
+    pub(crate) fn demand(&mut self, process: usize, buffer: usize) {
+        if self.processes[process].dmabufs[buffer].is_some()
+            && let Some(Buffer { file, chunks, .. }) = &self.buffers[process][buffer]
+        {
+            self.order.demand(*file, chunks.clone());
+        }
+    }
+
+    /// The next chunk of a GPU that has room for copies; None if there is none now.
+    pub(crate) fn next_chunk(&self) -> Option<Chunk> {
+        self.order.next(|file| self.engines[self.parts[file].engine].room() > 0)
+    }
+
+    /// Takes what [`Flow::next_chunk`] gave.
+    pub(crate) fn take_chunk(&mut self, chunk: Chunk) {
+        self.order.take(chunk);
+        self.last = Instant::now();
+    }
+
+    /// Whether all chunks have been taken.
+    pub(crate) fn all_taken(&self) -> bool {
+        self.order.all_taken()
+    }
+
+    /// Whether it was demanded.
+    pub(crate) fn is_demanded(&self, chunk: Chunk) -> bool {
+        self.order.is_demanded(chunk)
+    }
+
+    pub(crate) fn free_slot(&mut self) -> Option<Slot> {
+        self.free.pop()
+    }
+
+    pub(crate) fn give_back(&mut self, slot: Slot) {
+        self.free.push(slot);
+    }
+
+    /// Whether every slot is free and no engine works.
+    pub(crate) fn is_idle(&self) -> bool {
+        self.copying.is_empty() && self.straight.is_empty() && self.free.len() == self.staging.slots().len()
+    }
+
+    /// Whether the bytes of a buffer are to be moved.
+    pub(crate) fn is_here(&self, chunk: Chunk, piece: &Piece) -> bool {
+        self.processes[self.parts[chunk.file].process].dmabufs[piece.buffer].is_some()
+    }
+
+    /// The engine's name for a piece's buffer.
+    pub(crate) fn bo(&mut self, chunk: Chunk, piece: &Piece) -> Result<Bo, Error> {
+        let Part { process, engine, .. } = self.parts[chunk.file];
+        let buffer = self.buffers[process][piece.buffer].as_mut().expect("what has a piece has bytes");
+        if let Some(bo) = buffer.bo {
+            return Ok(bo);
+        }
+        let dmabuf = self.processes[process].dmabufs[piece.buffer].as_ref();
+        let dmabuf = dmabuf.ok_or(Stuck::NoBytes(piece.buffer))?;
+        // The kernel rounds to pages.
+        let bo = self.engines[engine].import(dmabuf.as_fd(), 1)?;
+        buffer.bo = Some(bo);
+        self.moved.buffers += 1;
+        Ok(bo)
+    }
+
+    /// An empty list for [`Flow::copy`], used again and again.
+    pub(crate) fn list(&mut self) -> Vec<Transfer> {
+        let mut list = std::mem::take(&mut self.transfers);
+        list.clear();
+        list
+    }
+
+    /// Starts the copies of a chunk, for which there is room.
+    pub(crate) fn copy(
+        &mut self,
+        chunk: Chunk,
+        slot: Option<Slot>,
+        transfers: Vec<Transfer>,
+    ) -> Result<(), Error> {
+        let ticket = self.engines[self.parts[chunk.file].engine].submit(&transfers)?;
+        self.moved.submissions += 1;
+        self.transfers = transfers;
+        self.copying.push(Copying { ticket, chunk, slot });
+        self.last = Instant::now();
+        Ok(())
+    }
+
+    /// Whether the CPU copies, and could as well read bytes of the file that the page cache has: these.
+    pub(crate) fn may_read_straight(&self, chunk: Chunk, offset: u64, bytes: u64) -> bool {
+        let Part { file, engine, .. } = self.parts[chunk.file];
+        let by_cpu = matches!(self.engines[engine].way(), Way::Cpu { .. });
+        by_cpu && file.file.is_cached(offset, usize::try_from(bytes).unwrap_or(usize::MAX))
+    }
+
+    /// Reads a piece from the page cache into its buffer, if that has all of it; whether it has.
+    pub(crate) fn read_straight(&mut self, chunk: Chunk, piece: &Piece) -> Result<bool, Error> {
+        let bo = self.bo(chunk, piece)?;
+        let Part { file, engine, .. } = self.parts[chunk.file];
+        let from = (file.file.file().as_fd(), piece.offset);
+        Ok(self.engines[engine].read_cached((bo, piece.at), from, piece.bytes)?)
+    }
+
+    /// All of a chunk was read straight into its buffers.
+    pub(crate) fn was_read_straight(&mut self, chunk: Chunk) {
+        self.straight.push(chunk);
+        self.last = Instant::now();
+    }
+
+    /// Whether the copies of a chunk in a slot may be submitted now.
+    pub(crate) fn may_copy(&self, chunk: Chunk) -> bool {
+        self.copies_to_come(chunk) > 0 && self.engines[self.parts[chunk.file].engine].room() > 0
+    }
+
+    /// Whether a chunk that needs no slot may be submitted now: copies from slots find room all the same, or what was read
+    /// would wait for all that is only filled.
+    pub(crate) fn may_fill(&self, chunk: Chunk) -> bool {
+        self.engines[self.parts[chunk.file].engine].room() > self.copies_to_come(chunk)
+    }
+
+    /// How many copies from slots may be submitted to a chunk's engine before one of them has ended.
+    fn copies_to_come(&self, chunk: Chunk) -> usize {
+        let engine = self.parts[chunk.file].engine;
+        let of_engine =
+            |copying: &&Copying| copying.slot.is_some() && self.parts[copying.chunk.file].engine == engine;
+        let ahead = self.copying.iter().filter(of_engine).count();
+        let rings = match self.engines[engine].way() {
+            Way::Rings { rings, .. } => *rings,
+            Way::Cpu { .. } => 1,
+        };
+        (AHEAD * rings).saturating_sub(ahead)
+    }
+
+    /// The chunks whose copies have ended, with their slots.
+    pub(crate) fn copied(&mut self, into: &mut Vec<(Chunk, Option<Slot>)>) -> Result<(), Error> {
+        into.extend(self.straight.drain(..).map(|chunk| (chunk, None)));
+        for engine in &mut self.engines {
+            for done in engine.finished()? {
+                done.result?;
+                let index = self.copying.iter().position(|copying| copying.ticket == done.ticket);
+                if let Some(copying) = index.map(|index| self.copying.swap_remove(index)) {
+                    into.push((copying.chunk, copying.slot));
+                    self.last = Instant::now();
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// A chunk is done: buffers that have no more are let go of.
+    pub(crate) fn chunk_done(&mut self, chunk: Chunk) -> Result<Done, Error> {
+        let Part { file, process, engine } = self.parts[chunk.file];
+        let mut done = Done { process, minor: file.minor, bytes: 0, whole: Vec::new() };
+        for piece in file.pieces(chunk.number) {
+            let Some(buffer) = &mut self.buffers[process][piece.buffer] else { continue };
+            buffer.left -= 1;
+            // Those that are left alone have none.
+            let Some(bo) = buffer.bo else { continue };
+            done.bytes += piece.bytes;
+            if buffer.left == 0 {
+                buffer.bo = None;
+                self.engines[engine].release(bo)?;
+                done.whole.push(piece.buffer);
+            }
+        }
+        Ok(done)
+    }
+
+    /// Where a slot is in the memory that files are read into and written from.
+    pub(crate) fn window(slot: Slot) -> usize {
+        slot.index() as usize * usize::try_from(CHUNK).unwrap_or(usize::MAX)
+    }
+
+    /// Whether one more transfer can be started. [`Flow::transfer`] needs it.
+    pub(crate) fn has_transfers(&self, count: usize) -> bool {
+        TRANSFERS - self.ring.in_flight() >= count
+    }
+
+    /// Starts a transfer of a file.
+    pub(crate) fn transfer(&mut self, request: Request) {
+        // Room was asked for.
+        assert!(self.ring.submit(request).is_ok(), "more transfers than agreed");
+        self.last = Instant::now();
+    }
+
+    /// Whether transfers of files have ended already.
+    pub(crate) fn has_transferred(&self) -> bool {
+        self.ring.has_finished()
+    }
+
+    /// The transfers of files that have ended.
+    pub(crate) fn transferred(&mut self, into: &mut Vec<Finished>) {
+        self.ring.flush();
+        self.ring.finished(into);
+        if !into.is_empty() {
+            self.last = Instant::now();
+        }
+    }
+
+    /// Where files cannot be read into staging memory, copies a slot there...
+    pub(crate) fn bring_in(&self, slot: Slot, bytes: u64) {
+        if let Some(own) = &self.own {
+            let mut copy = vec![0; usize::try_from(bytes).unwrap_or(0)];
+            own.read(Self::window(slot) as u64, &mut copy);
+            self.staging.write(rewake_amdgpu::Place { slot, at: 0 }, &copy);
+        }
+    }
+
+    /// ... and back.
+    pub(crate) fn bring_out(&self, slot: Slot, bytes: u64) {
+        if let Some(own) = &self.own {
+            let mut copy = vec![0; usize::try_from(bytes).unwrap_or(0)];
+            self.staging.read(rewake_amdgpu::Place { slot, at: 0 }, &mut copy);
+            own.write(Self::window(slot) as u64, &copy);
+        }
+    }
+
+    /// Sleeps until something may have ended, or until `wake` can be read.
+    pub(crate) fn wait(&mut self, wake: Option<BorrowedFd<'_>>) -> Result<(), Error> {
+        if self.last.elapsed() > PATIENCE {
+            return self.diagnose();
+        }
+        let mut fds = vec![PollFd::new(self.ring.event(), PollFlags::POLLIN)];
+        fds.extend(wake.map(|wake| PollFd::new(wake, PollFlags::POLLIN)));
+        let busy = || self.engines.iter().filter(|engine| engine.in_flight() > 0);
+        fds.extend(busy().filter_map(CopyEngine::event_fd).map(|fd| PollFd::new(fd, PollFlags::POLLIN)));
+        let blind = busy().any(|engine| engine.event_fd().is_none());
+        match poll(&mut fds, PollTimeout::from(if blind { BLIND } else { LOOK })) {
+            Ok(_) | Err(nix::errno::Errno::EINTR) => Ok(()),
+            Err(errno) => Err(errno.into()),
+        }
+    }
+
+    fn diagnose(&mut self) -> Result<(), Error> {
+        if let Some(copying) = self.copying.first() {
+            // The engine says what it knows.
+            let engine = self.parts[copying.chunk.file].engine;
+            self.engines[engine].wait(copying.ticket, Instant::now())?;
+        }
+        match self.ring.in_flight() {
+            0 => Err(Stuck::Nothing.into()),
+            count => Err(Stuck::Files(count).into()),
+        }
+    }
+}
+
+/// An engine for each GPU, and the staging memory of all.
+fn engines(sink: Sink<'_>, minors: &[u32], shape: Shape) -> Result<(Staging, Vec<CopyEngine>), Error> {
+    let Sink::Memory(memory) = sink else {
+        let renders: Vec<Render> = minors.iter().copied().map(Render::open).collect::<Result<_, _>>()?;
+        let staging = Staging::new(shape, &renders.iter().collect::<Vec<_>>())?;
+        let engines = renders.into_iter().map(|render| CopyEngine::open(render, &staging));
+        let engines = engines.collect::<Result<_, _>>()?;
+        return Ok((staging, engines));
+    };
+    let staging = Staging::pages(shape)?;
+    let engines = minors.iter().map(|minor| CopyEngine::in_memory(*minor, memory, &staging));
+    let engines = engines.collect::<Result<_, _>>()?;
+    Ok((staging, engines))
+}
+
+/// All files that have chunks, and the render nodes of their GPUs, each once.
+fn parts<'a>(processes: &'a [Process<'a>]) -> (Vec<Part<'a>>, Vec<u32>) {
+    let (mut parts, mut minors) = (Vec::new(), Vec::new());
+    let files = processes.iter().enumerate();
+    let files = files.flat_map(|(process, of)| of.files.iter().map(move |file| (process, file)));
+    for (process, file) in files.filter(|(_, file)| file.chunks() > 0) {
+        let engine = minors.iter().position(|minor| *minor == file.minor).unwrap_or_else(|| {
+            minors.push(file.minor);
+            minors.len() - 1
+        });
+        parts.push(Part { file, process, engine });
+    }
+    (parts, minors)
+}
+
+/// What has bytes in a file, by process and buffer.
+fn buffers(processes: &[Process<'_>], parts: &[Part<'_>]) -> Vec<Vec<Option<Buffer>>> {
+    let mut buffers: Vec<Vec<Option<Buffer>>> =
+        processes.iter().map(|process| vec![None; process.dmabufs.len()]).collect();
+    for (file, part) in parts.iter().enumerate() {
+        for stretch in part.file.stretches() {
+            let buffer = stretch.chunks().map(|chunks| {
+                let left = chunks.end() - chunks.start() + 1;
+                Buffer { file, chunks, left, bo: None }
+            });
+            buffers[part.process][stretch.buffer] = buffer;
+        }
+    }
+    buffers
+}

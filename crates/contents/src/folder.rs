@@ -1,0 +1,62 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Files of an image directory, which is known by a descriptor: a plugin of CRIU is given no path.
+
+use std::fs::File;
+use std::io::{self, Write as _};
+use std::os::fd::BorrowedFd;
+
+use nix::errno::Errno;
+use nix::fcntl::{OFlag, openat};
+use nix::sys::stat::Mode;
+
+/// A file of the image could not be read or written.
+#[derive(Debug, thiserror::Error)]
+#[error("{act} {name} in the image directory")]
+pub struct FileError {
+    act: &'static str,
+    name: String,
+    #[source]
+    source: io::Error,
+}
+
+impl FileError {
+    /// For `map_err`: what was done to which file.
+    pub fn of(act: &'static str, name: &str) -> impl FnOnce(io::Error) -> Self {
+        let name = name.to_owned();
+        move |source| Self { act, name, source }
+    }
+
+    /// Whether the file is not there.
+    pub fn is_missing(&self) -> bool {
+        self.source.kind() == io::ErrorKind::NotFound
+    }
+}
+
+/// A new file in the image directory, readable by its owner only. One of that name is emptied.
+pub fn create(folder: BorrowedFd<'_>, name: &str) -> Result<File, FileError> {
+    let flags = OFlag::O_RDWR | OFlag::O_CREAT | OFlag::O_TRUNC | OFlag::O_CLOEXEC | OFlag::O_NOFOLLOW;
+    let file = openat(folder, name, flags, Mode::S_IRUSR | Mode::S_IWUSR);
+    file.map(File::from).map_err(|errno| FileError::of("create", name)(errno.into()))
+}
+
+/// A file of the image directory, for reading.
+pub fn open(folder: BorrowedFd<'_>, name: &str) -> Result<File, FileError> {
+    let file = openat(folder, name, OFlag::O_RDONLY | OFlag::O_CLOEXEC | OFlag::O_NONBLOCK, Mode::empty());
+    let file = file.map(File::from).map_err(|errno: Errno| FileError::of("open", name)(errno.into()))?;
+    let kind = file.metadata().map_err(FileError::of("stat", name))?;
+    if !kind.is_file() {
+        return Err(FileError::of("open", name)(io::Error::other("not a regular file")));
+    }
+    Ok(file)
+}
+
+/// A file of the image directory past the page cache, where the file system permits it; for reading, or for writing too.
+pub fn open_direct(folder: BorrowedFd<'_>, name: &str, write: bool) -> Option<File> {
+    let access = if write { OFlag::O_RDWR } else { OFlag::O_RDONLY };
+    openat(folder, name, access | OFlag::O_CLOEXEC | OFlag::O_DIRECT, Mode::empty()).ok().map(File::from)
+}
+
+/// Writes a small file whole.
+pub fn write(folder: BorrowedFd<'_>, name: &str, bytes: &[u8]) -> Result<(), FileError> {
+    create(folder, name)?.write_all(bytes).map_err(FileError::of("write", name))
+}

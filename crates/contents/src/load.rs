@@ -1,0 +1,305 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! From files to buffers: what is no hole of a chunk is read into its slot and copied; holes are filled by the GPU, and
+//! nothing is read for them. What is demanded meanwhile comes first, into slots and out of them.
+
+use std::sync::Arc;
+
+use rewake_amdgpu::{Place, Slot, Transfer};
+use rewake_store::files::{Direction, Request};
+
+use crate::desk::Desk;
+use crate::error::Error;
+use crate::flow::Flow;
+use crate::folder::FileError;
+use crate::order::Chunk;
+use crate::pages::{PagesFile, Piece};
+use crate::report::Moved;
+
+/// Bytes of a page: what direct reads are multiples of.
+const PAGE: u64 = 4096;
+/// Pieces that a chunk is read in. With more of them everything between the last ones is read, too.
+const MOST: usize = 16;
+/// Words that the GPU fills with.
+const WORD: u64 = 4;
+
+/// Bytes of a file that are not a hole, whole pages.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Run {
+    start: u64,
+    end: u64,
+}
+
+/// A chunk in a slot.
+#[derive(Debug, Clone)]
+struct Held {
+    chunk: Chunk,
+    runs: Vec<Run>,
+    /// Reads that have not ended.
+    left: usize,
+}
+
+/// Loads all, and tells of each buffer, by process and number, as soon as it is whole.
+pub(crate) fn run(
+    flow: &mut Flow<'_>,
+    desk: &Desk,
+    resident: &mut dyn FnMut(usize, usize),
+) -> Result<Moved, Error> {
+    let mut held: Vec<Option<Held>> = vec![None; flow.staging.slots().len()];
+    let (mut over, mut copied) = (Vec::new(), Vec::new());
+    let mut read: Vec<Slot> = Vec::new();
+    loop {
+        if desk.is_given_up() {
+            return Err(Error::GivenUp);
+        }
+        for (process, buffer) in desk.demands() {
+            flow.demand(process, buffer);
+        }
+        let mut idle = !start(flow, &mut held)?;
+        flow.transferred(&mut over);
+        for finished in over.drain(..) {
+            finished.result?;
+            idle = false;
+            let index = usize::try_from(finished.token).unwrap_or(usize::MAX);
+            let Some(entry) = held.get_mut(index).and_then(Option::as_mut) else { continue };
+            entry.left -= 1;
+            if entry.left == 0 {
+                read.extend(flow.staging.slots().nth(index));
+            }
+        }
+        idle &= !copy_read(flow, &mut held, &mut read)?;
+        flow.copied(&mut copied)?;
+        for (chunk, slot) in copied.drain(..) {
+            let done = flow.chunk_done(chunk)?;
+            if !done.whole.is_empty() {
+                // Who hears of a buffer lets others see it.
+                let file = flow.file(chunk);
+                file.check_unchanged().map_err(FileError::of("read", &file.name))?;
+            }
+            slot.into_iter().for_each(|slot| flow.give_back(slot));
+            desk.count(done.process, done.minor, done.bytes);
+            done.whole.into_iter().for_each(|buffer| resident(done.process, buffer));
+            idle = false;
+        }
+        if flow.all_taken() && flow.is_idle() {
+            for file in flow.files() {
+                file.check_unchanged().map_err(FileError::of("read", &file.name))?;
+            }
+            return Ok(flow.moved);
+        }
+        if idle {
+            flow.wait(Some(desk.event()))?;
+            desk.awake();
+        }
+    }
+}
+
+/// Starts the copies of slots that were read, as far as they may be: what was demanded first, then in the order in which they
+/// were read; whether any was.
+fn copy_read(flow: &mut Flow<'_>, held: &mut [Option<Held>], read: &mut Vec<Slot>) -> Result<bool, Error> {
+    let count = read.len();
+    read.sort_by_key(|slot| {
+        let entry = held[slot.index() as usize].as_ref();
+        !entry.is_some_and(|entry| flow.is_demanded(entry.chunk))
+    });
+    for slot in std::mem::take(read) {
+        let entry = held[slot.index() as usize].take().expect("a slot that was read holds a chunk");
+        if flow.may_copy(entry.chunk) {
+            copy_in(flow, &entry, slot)?;
+        } else {
+            held[slot.index() as usize] = Some(entry);
+            read.push(slot);
+        }
+    }
+    Ok(read.len() < count)
+}
+
+/// Starts chunks as long as there are slots and room; whether any was.
+fn start(flow: &mut Flow<'_>, held: &mut [Option<Held>]) -> Result<bool, Error> {
+    let mut any = false;
+    while flow.has_transfers(MOST)
+        && let Some(chunk) = flow.next_chunk()
+    {
+        let file = flow.file(chunk);
+        let (first, end) = file.range(chunk.number);
+        let wanted = file.pieces(chunk.number).any(|piece| flow.is_here(chunk, &piece));
+        let runs = if wanted { runs(file, chunk)? } else { Vec::new() };
+        if runs.is_empty() {
+            if !flow.may_fill(chunk) {
+                break;
+            }
+            flow.take_chunk(chunk);
+            account(flow, end - first, end - first);
+            fill(flow, chunk)?;
+        } else if straight(flow, chunk, &runs)? {
+            flow.take_chunk(chunk);
+            account(flow, end - first, zeros(&runs, first, end));
+            // It took this thread's time.
+            return Ok(true);
+        } else {
+            let Some(slot) = flow.free_slot() else { break };
+            flow.take_chunk(chunk);
+            account(flow, end - first, zeros(&runs, first, end));
+            held[slot.index() as usize] = Some(read(flow, chunk, slot, runs));
+            if flow.has_transferred() {
+                // The page cache had it, and getting it took this thread's time: the GPU gets it before the next one.
+                return Ok(true);
+            }
+        }
+        any = true;
+    }
+    Ok(any)
+}
+
+/// Bytes of a chunk that are in no run.
+fn zeros(runs: &[Run], first: u64, end: u64) -> u64 {
+    end - first - runs.iter().map(|run| run.end.min(end) - run.start).sum::<u64>()
+}
+
+fn account(flow: &mut Flow<'_>, bytes: u64, zero: u64) {
+    flow.moved.bytes += bytes;
+    flow.moved.zero += zero;
+}
+
+/// What of a chunk is to be read.
+fn runs(file: &PagesFile, chunk: Chunk) -> Result<Vec<Run>, Error> {
+    let (first, end) = file.range(chunk.number);
+    let mut runs: Vec<Run> = Vec::new();
+    let mut from = first;
+    while from < end
+        && let Some((start, stop)) = file.data(from, end).map_err(FileError::of("search", &file.name))?
+    {
+        let run = Run { start: start - start % PAGE, end: stop.next_multiple_of(PAGE) };
+        match runs.last_mut() {
+            Some(last) if run.start <= last.end => last.end = run.end,
+            _ => runs.push(run),
+        }
+        from = stop;
+    }
+    if runs.len() > MOST {
+        let end = runs[runs.len() - 1].end;
+        runs.truncate(MOST);
+        runs[MOST - 1].end = end;
+    }
+    // The GPU fills whole words: buffers of odd sizes, which drivers do not have, are read.
+    let odd = |piece: Piece| !piece.at.is_multiple_of(WORD) || !piece.bytes.is_multiple_of(WORD);
+    if file.pieces(chunk.number).any(odd) {
+        runs = vec![Run { start: first, end: end.next_multiple_of(PAGE) }];
+    }
+    Ok(runs)
+}
+
+/// Starts the reads of a chunk.
+fn read(flow: &mut Flow<'_>, chunk: Chunk, slot: Slot, runs: Vec<Run>) -> Held {
+    let file = flow.file(chunk);
+    let (first, _) = file.range(chunk.number);
+    for run in &runs {
+        let size = |bytes: u64| usize::try_from(bytes).unwrap_or(usize::MAX);
+        flow.transfer(Request {
+            file: Arc::clone(&file.file),
+            direction: Direction::Read,
+            offset: run.start,
+            at: Flow::window(slot) + size(run.start - first),
+            bytes: size(run.end - run.start),
+            needed: size(run.end.min(file.length) - run.start),
+            token: u64::from(slot.index()),
+        });
+    }
+    Held { chunk, left: runs.len(), runs }
+}
+
+/// Where the CPU copies: a chunk without holes that is in the page cache is read into its buffers at once, without staging
+/// memory between. Whether it was; if not, parts of it may have been, and all of it goes the other way.
+fn straight(flow: &mut Flow<'_>, chunk: Chunk, runs: &[Run]) -> Result<bool, Error> {
+    let file = flow.file(chunk);
+    let (first, end) = file.range(chunk.number);
+    if zeros(runs, first, end) > 0 || !flow.may_read_straight(chunk, first, end - first) {
+        return Ok(false);
+    }
+    for piece in file.pieces(chunk.number) {
+        if flow.is_here(chunk, &piece) && !flow.read_straight(chunk, &piece)? {
+            return Ok(false);
+        }
+    }
+    flow.was_read_straight(chunk);
+    Ok(true)
+}
+
+/// Starts the copies of a chunk that was read, and fills what was not.
+fn copy_in(flow: &mut Flow<'_>, held: &Held, slot: Slot) -> Result<(), Error> {
+    let (file, chunk) = (flow.file(held.chunk), held.chunk);
+    let (first, end) = file.range(chunk.number);
+    flow.bring_in(slot, (end - first).next_multiple_of(PAGE));
+    let mut transfers = flow.list();
+    for piece in file.pieces(chunk.number) {
+        if !flow.is_here(chunk, &piece) {
+            continue;
+        }
+        let bo = flow.bo(chunk, &piece)?;
+        for (part, data) in parts(piece, &held.runs) {
+            let from = Place { slot, at: part.offset - first };
+            transfers.push(match data {
+                true => Transfer::Load { bo, at: part.at, from, bytes: part.bytes },
+                false => Transfer::Fill { bo, at: part.at, bytes: part.bytes, word: 0 },
+            });
+        }
+    }
+    if transfers.is_empty() {
+        // All of it belongs to others.
+        flow.give_back(slot);
+        return Ok(());
+    }
+    flow.copy(chunk, Some(slot), transfers)
+}
+
+/// Fills a chunk that is one hole.
+fn fill(flow: &mut Flow<'_>, chunk: Chunk) -> Result<(), Error> {
+    let file = flow.file(chunk);
+    let mut transfers = flow.list();
+    for piece in file.pieces(chunk.number) {
+        if flow.is_here(chunk, &piece) {
+            let bo = flow.bo(chunk, &piece)?;
+            transfers.push(Transfer::Fill { bo, at: piece.at, bytes: piece.bytes, word: 0 });
+        }
+    }
+    if transfers.is_empty() { Ok(()) } else { flow.copy(chunk, None, transfers) }
+}
+
+/// A piece cut at the borders of runs; whether each part is in one.
+fn parts(piece: Piece, runs: &[Run]) -> impl Iterator<Item = (Piece, bool)> {
+    let end = piece.offset + piece.bytes;
+    let mut offset = piece.offset;
+    std::iter::from_fn(move || {
+        if offset >= end {
+            return None;
+        }
+        let run = runs.iter().find(|run| run.end > offset);
+        let (stop, data) = match run {
+            Some(run) if run.start <= offset => (run.end, true),
+            Some(run) => (run.start, false),
+            None => (end, false),
+        };
+        let bytes = stop.min(end) - offset;
+        let part = Piece { at: piece.at + (offset - piece.offset), offset, bytes, ..piece };
+        offset += bytes;
+        Some((part, data))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_piece_is_cut_where_data_begins_and_ends() {
+        let runs = [Run { start: 4096, end: 8192 }, Run { start: 12288, end: 16384 }];
+        let piece = Piece { buffer: 0, at: 100, offset: 4000, bytes: 9000 };
+        let cut: Vec<(u64, u64, bool)> =
+            parts(piece, &runs).map(|(part, data)| (part.at, part.bytes, data)).collect();
+        assert_eq!(cut, [(100, 96, false), (196, 4096, true), (4292, 4096, false), (8388, 712, true)]);
+        let cut: Vec<(u64, bool)> = parts(Piece { buffer: 0, at: 0, offset: 16384, bytes: 10 }, &runs)
+            .map(|(part, data)| (part.bytes, data))
+            .collect();
+        assert_eq!(cut, [(10, false)]);
+        assert_eq!(parts(piece, &[]).count(), 1);
+    }
+}

@@ -1,0 +1,66 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! A load behind processes that run already.
+
+use std::sync::Arc;
+
+use rewake_amdgpu::MemoryDevice;
+
+use crate::desk::Desk;
+use crate::error::Error;
+use crate::flow::{Process, Sink};
+use crate::load;
+use crate::report::Report;
+
+/// A load that has not begun.
+///
+/// Small buffers are loaded first, for there are hundreds in a chunk; then the large ones, in the order of the files. What is
+/// demanded at the [`Desk`] goes before all that is not under way. Under way are, and a demand may have to wait for, at most:
+/// * as many chunks of 2 MiB as staging memory has slots, 8 for each GPU and at most 24, being read or in their slots: fewer
+///   would leave disks idle. The first of them that ends makes room for what was demanded.
+/// * Of them, on the GPU's copy rings, 2 for each ring; the others are overtaken. A ring is busy with less only if it is
+///   faster than this thread wakes.
+/// * 8 fills for each ring: nothing is read for them, and GPUs fill as fast as their memory is.
+#[derive(Debug)]
+pub struct Loading<'a> {
+    processes: &'a [Process<'a>],
+    sink: Sink<'a>,
+    desk: Desk,
+}
+
+impl<'a> Loading<'a> {
+    /// Of all these processes' buffers that have a dma-buf. Nothing is read yet, and no GPU opened.
+    ///
+    /// # Errors
+    /// There is no descriptor left.
+    pub fn new(processes: &'a [Process<'a>]) -> Result<Self, Error> {
+        Ok(Self { processes, sink: Sink::Gpus, desk: Desk::new(processes)? })
+    }
+
+    /// As [`Loading::new`], where the buffers are memfds of `memory`, which stands in for all GPUs: none is opened.
+    ///
+    /// # Errors
+    /// There is no descriptor left.
+    pub fn into_memory(processes: &'a [Process<'a>], memory: &'a Arc<MemoryDevice>) -> Result<Self, Error> {
+        Ok(Self { processes, sink: Sink::Memory(memory), desk: Desk::new(processes)? })
+    }
+
+    /// Where others ask for buffers, now or while it runs.
+    #[must_use]
+    pub fn desk(&self) -> Desk {
+        self.desk.clone()
+    }
+
+    /// Loads; ends when all is there. `resident` hears once of every buffer of some bytes, by its process and its number
+    /// in the image, when all its bytes are there: at once, and in the thread that loads, which does nothing else meanwhile.
+    /// None where there is nothing to read.
+    ///
+    /// # Errors
+    /// As [`load`](crate::load()).
+    pub fn run(self, mut resident: impl FnMut(usize, usize) + Send) -> Result<Option<Report>, Error> {
+        let Self { processes, sink, desk } = self;
+        crate::run("loaded", processes, sink, |flow| {
+            flow.small_first();
+            load::run(flow, &desk, &mut resident)
+        })
+    }
+}

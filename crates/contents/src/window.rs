@@ -1,0 +1,41 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! What `rewake_store` must be promised about memory.
+
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use rewake_amdgpu::{Place, Shape, Staging};
+use rewake_kfd::abi::memory::Mapping;
+use rewake_store::files::Memory;
+
+/// Memory that files are read into and written from, slot after slot.
+#[derive(Debug)]
+pub(crate) enum Window {
+    /// Staging memory of ordinary pages.
+    Staging(Staging),
+    /// This process's own, beside staging memory that files cannot be read into.
+    Own(Arc<Mapping>),
+}
+
+// SAFETY: both are mapped until the last clone is dropped, and neither is ever borrowed: all accesses are volatile copies.
+unsafe impl Memory for Window {
+    fn start(&self) -> NonNull<u8> {
+        match self {
+            Self::Staging(staging) => {
+                let slot = staging.slots().next().expect("staging memory has slots");
+                staging.pointer(Place { slot, at: 0 }, 0)
+            }
+            Self::Own(mapping) => mapping.pointer(0, 0),
+        }
+    }
+
+    fn bytes(&self) -> usize {
+        match self {
+            Self::Staging(staging) => {
+                let Shape { slots, slot_bytes } = staging.shape();
+                usize::try_from(u64::from(slots) * slot_bytes).unwrap_or(0)
+            }
+            Self::Own(mapping) => usize::try_from(mapping.len()).unwrap_or(0),
+        }
+    }
+}

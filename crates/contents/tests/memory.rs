@@ -1,0 +1,183 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! A load from files of an image into memory that stands in for GPUs.
+
+use std::fs::File;
+use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
+use std::os::unix::fs::FileExt as _;
+use std::sync::Arc;
+
+use nix::sys::memfd::{MFdFlags, memfd_create};
+use rewake_contents::{Loading, MemoryDevice, PagesFile, Process, Report};
+use rewake_criu_images::amdgpu::{KfdBuffer, KfdImage, pages_name};
+
+const CHUNK: usize = 2 << 20;
+const HEADER: u64 = 8;
+
+/// A process with buffers on GPUs 7 and 8, its files, and memory for them.
+struct Scene {
+    folder: tempfile::TempDir,
+    image: KfdImage,
+    memfds: Vec<Option<OwnedFd>>,
+    device: Arc<MemoryDevice>,
+}
+
+fn pattern(seed: usize, bytes: usize) -> Vec<u8> {
+    (0..bytes).map(|index| u8::try_from((index / 4096 * 13 + index + seed * 29) % 251).unwrap() + 1).collect()
+}
+
+impl Scene {
+    /// Buffers of these sizes, by turns on both GPUs. Their memory is not zero before anything is loaded; their files are holes.
+    fn new(sizes: &[usize]) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let buffer = |(index, size): (usize, &usize)| KfdBuffer {
+            size: *size as u64,
+            gpu_id: 7 + u32::try_from(index % 2).unwrap(),
+            alloc_flags: 1,
+            ..KfdBuffer::default()
+        };
+        let image =
+            KfdImage { buffers: sizes.iter().enumerate().map(buffer).collect(), ..KfdImage::default() };
+        for gpu in [7, 8] {
+            let (_, length) = image.pages(gpu);
+            let file = File::create(folder.path().join(pages_name(3, gpu))).unwrap();
+            file.set_len(length).unwrap();
+            file.write_all_at(&(length - HEADER).to_le_bytes(), 0).unwrap();
+        }
+        let memfd = |size: &usize| {
+            let memfd = File::from(memfd_create(c"bo", MFdFlags::MFD_CLOEXEC).unwrap());
+            memfd.write_all_at(&vec![0xee; *size], 0).unwrap();
+            OwnedFd::from(memfd)
+        };
+        let memfds: Vec<OwnedFd> = sizes.iter().map(memfd).collect();
+        let device = MemoryDevice::new(memfds.iter().map(|memfd| memfd.as_fd())).unwrap();
+        Self { folder, image, memfds: memfds.into_iter().map(Some).collect(), device }
+    }
+
+    /// Writes bytes of a buffer to its file.
+    fn put(&self, buffer: usize, at: usize, bytes: &[u8]) {
+        let gpu = self.image.buffers[buffer].gpu_id;
+        let (stretches, _) = self.image.pages(gpu);
+        let offset = stretches.iter().find(|stretch| stretch.buffer == buffer).unwrap().file_offset;
+        let file = File::options().write(true).open(self.folder.path().join(pages_name(3, gpu))).unwrap();
+        file.write_all_at(bytes, offset + at as u64).unwrap();
+    }
+
+    /// Writes the files to the disk and takes them out of the page cache.
+    fn chill(&self) {
+        for gpu in [7, 8] {
+            let file = File::open(self.folder.path().join(pages_name(3, gpu))).unwrap();
+            file.sync_all().unwrap();
+            let all = nix::fcntl::PosixFadviseAdvice::POSIX_FADV_DONTNEED;
+            nix::fcntl::posix_fadvise(&file, 0, 0, all).unwrap();
+        }
+    }
+
+    /// Loads; with the buffers in the order in which they were whole.
+    fn load(&self, demanded: &[usize]) -> (Report, Vec<usize>) {
+        let folder = File::open(self.folder.path()).unwrap();
+        let file = |gpu| PagesFile::open(folder.as_fd(), 3, &self.image, gpu, 120 + gpu).unwrap();
+        let files = [file(7), file(8)];
+        let processes = [Process { files: &files, dmabufs: &self.memfds }];
+        let loading = Loading::into_memory(&processes, &self.device).unwrap();
+        let desk = loading.desk();
+        demanded.iter().for_each(|buffer| desk.demand(0, *buffer));
+        let mut whole = Vec::new();
+        let report = loading.run(|_, buffer| whole.push(buffer)).unwrap().unwrap();
+        for progress in desk.progress() {
+            assert_eq!(progress.resident, progress.all, "{progress:?}");
+        }
+        (report, whole)
+    }
+
+    fn memory(&self, buffer: usize) -> Vec<u8> {
+        let size = usize::try_from(self.image.buffers[buffer].size).unwrap();
+        let mut bytes = vec![0; size];
+        let memfd = self.memfds[buffer].as_ref().unwrap();
+        // By number: reading needs a file, and the descriptor is the scene's.
+        let file = File::open(format!("/proc/self/fd/{}", memfd.as_raw_fd())).unwrap();
+        file.read_exact_at(&mut bytes, 0).unwrap();
+        bytes
+    }
+}
+
+#[test]
+fn every_byte_comes_from_the_page_cache_and_from_the_disk() {
+    let sizes = [4096, 5 * CHUNK, 65536, 3 * CHUNK + 4096, 4096, 12 * CHUNK, 4096];
+    for cold in [false, true] {
+        let scene = Scene::new(&sizes);
+        for (buffer, size) in sizes.iter().enumerate() {
+            scene.put(buffer, 0, &pattern(buffer, *size));
+        }
+        if cold {
+            scene.chill();
+        }
+        let (report, mut whole) = scene.load(&[]);
+        whole.sort_unstable();
+        assert_eq!(whole, [0, 1, 2, 3, 4, 5, 6], "each is told of once");
+        assert_eq!((report.moved.buffers, report.moved.zero), (7, 0));
+        assert_eq!(
+            report.ways,
+            ["renderD127", "renderD128"]
+                .map(|node| format!("{node}: copies by the CPU (memory in a GPU's place)"))
+        );
+        for (buffer, size) in sizes.iter().enumerate() {
+            assert!(scene.memory(buffer) == pattern(buffer, *size), "buffer {buffer}, cold: {cold}");
+        }
+    }
+}
+
+#[test]
+fn holes_of_a_file_are_zeros_whatever_was_there_before() {
+    let size = 4 * CHUNK;
+    let scene = Scene::new(&[size, 4096]);
+    let data = pattern(1, 300_000);
+    scene.put(0, CHUNK + 123_456, &data);
+    scene.chill();
+    let (report, _) = scene.load(&[]);
+    assert!(report.moved.zero > 3 * CHUNK as u64, "{report}");
+    let mut right = vec![0; size];
+    right[CHUNK + 123_456..][..data.len()].copy_from_slice(&data);
+    assert!(scene.memory(0) == right);
+    assert_eq!(scene.memory(1), [0; 4096]);
+}
+
+#[test]
+fn what_is_demanded_before_it_begins_is_whole_first_and_small_ones_before_large_ones() {
+    // Those on GPU 7 are every other one.
+    let sizes = [12 * CHUNK, 4096, 12 * CHUNK, 4096, 3 * CHUNK, 4096, 6 * CHUNK, 4096, 4096];
+    let scene = Scene::new(&sizes);
+    for (buffer, size) in sizes.iter().enumerate() {
+        scene.put(buffer, 0, &pattern(buffer, *size));
+    }
+    let whole = scene.load(&[4, 2]).1;
+    let of_7: Vec<usize> = whole.into_iter().filter(|buffer| buffer % 2 == 0).collect();
+    assert_eq!(of_7, [4, 2, 8, 0, 6]);
+}
+
+#[test]
+fn what_is_read_does_not_wait_for_all_that_is_only_filled() {
+    // All but one are holes, and that one in part: it is copied from staging memory.
+    let scene = Scene::new(&[CHUNK; 160]);
+    let (demanded, data) = (80, pattern(1, 4096));
+    scene.put(demanded, CHUNK / 2, &data);
+    scene.chill();
+    let whole = scene.load(&[demanded]).1;
+    let of_7: Vec<usize> = whole.into_iter().filter(|buffer| buffer % 2 == 0).collect();
+    let place = of_7.iter().position(|buffer| *buffer == demanded).unwrap();
+    assert!(place < of_7.len() / 2, "{place} of {}", of_7.len());
+    assert_eq!(scene.memory(demanded)[CHUNK / 2..][..data.len()], data);
+}
+
+#[test]
+fn a_buffer_that_is_not_handed_over_is_left_alone() {
+    let mut scene = Scene::new(&[8192, 4096, 3 * CHUNK]);
+    scene.put(0, 0, &pattern(0, 8192));
+    scene.put(2, 0, &pattern(2, 3 * CHUNK));
+    let kept = scene.memfds[2].take();
+    let (_, mut whole) = scene.load(&[2]);
+    whole.sort_unstable();
+    assert_eq!(whole, [0, 1]);
+    scene.memfds[2] = kept;
+    assert!(scene.memory(2) == vec![0xee; 3 * CHUNK]);
+    assert!(scene.memory(0) == pattern(0, 8192));
+}

@@ -1,0 +1,216 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! One transfer, and the rules by which it goes on after a system call that did less than all of it.
+
+use std::io;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use super::TransferFile;
+
+/// Calls for one transfer that do less than is left: each must do at least a page on any real file system, and a
+/// transfer of 2 MiB has 512.
+const MAX_SHORT: u32 = 1024;
+/// EIO is tried again: see [`crate::engine`]. A disk that fails more often is broken.
+const MAX_EIO: u32 = 3;
+/// EINTR, EAGAIN and ENOMEM are tried again; they pass by themselves.
+const MAX_INTERRUPTIONS: u32 = 64;
+
+/// Which way bytes go.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Direction {
+    /// From the file into memory.
+    Read,
+    /// From memory into the file.
+    Write,
+}
+
+impl Direction {
+    pub(super) fn act(self) -> &'static str {
+        match self {
+            Self::Read => "read",
+            Self::Write => "write",
+        }
+    }
+}
+
+/// A stretch of a file and as many bytes of memory.
+#[derive(Debug, Clone)]
+pub struct Request {
+    /// The file.
+    pub file: Arc<TransferFile>,
+    /// Which way.
+    pub direction: Direction,
+    /// First byte in the file.
+    pub offset: u64,
+    /// First byte in the memory.
+    pub at: usize,
+    /// How many, at least one. Past the page cache, but for reads of what it has, if all three are multiples of a page.
+    pub bytes: usize,
+    /// How many of them a read must get: less than `bytes` where the file ends inside its last page.
+    pub needed: usize,
+    /// The caller's own.
+    pub token: u64,
+}
+
+/// A transfer that is over.
+#[derive(Debug)]
+pub struct Finished {
+    /// The request's.
+    pub token: u64,
+    /// Whether it was done whole.
+    pub result: Result<(), TransferError>,
+}
+
+/// A transfer failed.
+#[derive(Debug, thiserror::Error)]
+#[error("{act} {bytes} bytes at {offset} of {}", file.display())]
+pub struct TransferError {
+    pub(super) act: &'static str,
+    pub(super) file: PathBuf,
+    pub(super) offset: u64,
+    pub(super) bytes: usize,
+    pub(super) source: io::Error,
+}
+
+/// A transfer on its way.
+#[derive(Debug)]
+pub(super) struct Progress {
+    pub(super) request: Request,
+    done: usize,
+    short: u32,
+    eio: u32,
+    interruptions: u32,
+}
+
+/// After a call.
+#[derive(Debug)]
+pub(super) enum Step {
+    Again,
+    Over(Finished),
+}
+
+impl Progress {
+    pub(super) fn new(request: Request) -> Self {
+        Self { request, done: 0, short: 0, eio: 0, interruptions: 0 }
+    }
+
+    /// File offset, place in the memory and bytes of the next call.
+    pub(super) fn next(&self) -> (u64, usize, usize) {
+        let Request { offset, at, bytes, .. } = self.request;
+        (offset + self.done as u64, at + self.done, bytes - self.done)
+    }
+
+    /// Takes the result of the call that [`Progress::next`] asked for; `direct` if it went past the page cache.
+    pub(super) fn step(&mut self, direct: bool, got: io::Result<usize>) -> Step {
+        match got {
+            Ok(0) => self.over(Err(match self.request.direction {
+                Direction::Read => io::ErrorKind::UnexpectedEof.into(),
+                Direction::Write => io::ErrorKind::WriteZero.into(),
+            })),
+            Ok(bytes) => {
+                self.done += bytes;
+                self.short += 1;
+                let wanted = match self.request.direction {
+                    Direction::Read => self.request.needed,
+                    Direction::Write => self.request.bytes,
+                };
+                if self.done >= wanted {
+                    return self.over(Ok(()));
+                }
+                if self.short > MAX_SHORT {
+                    return self
+                        .over(Err(io::Error::other(format!("only {} in {MAX_SHORT} calls", self.done))));
+                }
+                Step::Again
+            }
+            Err(error) => self.refused(direct, error),
+        }
+    }
+
+    fn refused(&mut self, direct: bool, error: io::Error) -> Step {
+        let again = match error.raw_os_error() {
+            Some(libc::EINVAL) if direct => {
+                self.request.file.refuse_direct();
+                true
+            }
+            Some(libc::EIO) => {
+                self.eio += 1;
+                self.eio <= MAX_EIO
+            }
+            Some(libc::EINTR | libc::EAGAIN | libc::ENOMEM) => {
+                self.interruptions += 1;
+                self.interruptions <= MAX_INTERRUPTIONS
+            }
+            _ => false,
+        };
+        if again { Step::Again } else { self.over(Err(error)) }
+    }
+
+    fn over(&self, result: io::Result<()>) -> Step {
+        let Request { file, token, .. } = &self.request;
+        let result = result.map_err(|source| file.error(&self.request, source));
+        Step::Over(Finished { token: *token, result })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(bytes: usize, needed: usize) -> Progress {
+        let file = TransferFile::new("pages.img", tempfile::tempfile().unwrap(), None);
+        let direction = Direction::Read;
+        Progress::new(Request { file, direction, offset: 4096, at: 8192, bytes, needed, token: 7 })
+    }
+
+    fn errno(code: i32) -> io::Result<usize> {
+        Err(io::Error::from_raw_os_error(code))
+    }
+
+    fn failure(step: Step) -> String {
+        let Step::Over(Finished { token: 7, result: Err(error) }) = step else { panic!("{step:?}") };
+        format!("{error}: {}", error.source)
+    }
+
+    #[test]
+    fn a_short_call_is_continued_where_it_ended() {
+        let mut progress = read(8192, 8192);
+        assert!(matches!(progress.step(true, Ok(4096)), Step::Again));
+        assert_eq!(progress.next(), (8192, 12288, 4096));
+        assert!(matches!(progress.step(true, Ok(4096)), Step::Over(Finished { result: Ok(()), .. })));
+    }
+
+    #[test]
+    fn a_read_may_end_with_the_file_but_never_before_what_is_needed() {
+        assert!(matches!(read(8192, 5000).step(true, Ok(5000)), Step::Over(Finished { result: Ok(()), .. })));
+        let mut progress = read(8192, 5000);
+        assert!(matches!(progress.step(true, Ok(4999)), Step::Again));
+        let text = failure(progress.step(true, Ok(0)));
+        assert_eq!(text, "read 8192 bytes at 4096 of pages.img: unexpected end of file");
+    }
+
+    #[test]
+    fn every_way_to_try_again_has_its_bound() {
+        for (code, bound) in [(libc::EIO, MAX_EIO), (libc::EAGAIN, MAX_INTERRUPTIONS)] {
+            let mut progress = read(8192, 8192);
+            let tries = (0..1000).take_while(|_| matches!(progress.step(true, errno(code)), Step::Again));
+            assert_eq!(tries.count(), bound as usize);
+        }
+        let mut progress = read(1 << 20, 1 << 20);
+        let tries = (0..5000).take_while(|_| matches!(progress.step(true, Ok(1)), Step::Again));
+        assert_eq!(tries.count(), MAX_SHORT as usize);
+    }
+
+    #[test]
+    fn a_refused_direct_call_goes_through_the_page_cache_from_then_on() {
+        let file = || tempfile::tempfile().unwrap();
+        let transferred = TransferFile::new("pages.img", file(), Some(file()));
+        let mut progress = read(8192, 8192);
+        progress.request.file = Arc::clone(&transferred);
+        assert!(transferred.at(0, 0, 4096).1);
+        assert!(!transferred.at(8, 0, 4096).1 && !transferred.at(0, 8, 4096).1 && !transferred.at(0, 0, 8).1);
+        assert!(matches!(progress.step(true, errno(libc::EINVAL)), Step::Again));
+        assert!(!transferred.at(0, 0, 4096).1);
+        assert!(failure(progress.step(false, errno(libc::EINVAL))).contains("Invalid argument"));
+    }
+}

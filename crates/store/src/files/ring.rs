@@ -1,0 +1,502 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The transfers under way.
+
+use std::io;
+use std::marker::PhantomData;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::time::{Duration, Instant};
+
+use io_uring::{IoUring, opcode, types};
+
+use super::Memory;
+use super::request::{Direction, Finished, Progress, Request, Step};
+use crate::error::StoreError;
+use crate::ring::{build, push, wait_readable};
+use crate::waker::Waker;
+
+/// How long a dropped ring waits for the kernel to finish its transfers before it leaks their memory.
+const DROP_PATIENCE: Duration = Duration::from_secs(10);
+/// Times that the kernel is asked to take submissions before they are left to the next call.
+const MAX_ENTERS: u32 = 8;
+
+/// Transfers between files and `M`. Belongs to the thread that made it.
+pub struct FileRing<M: Memory> {
+    way: Way,
+    /// By slot; as many as may be under way.
+    flights: Vec<Option<Flight>>,
+    vacant: Vec<usize>,
+    event: Waker,
+    /// Ended without the ring: plain calls end at once.
+    over: Vec<Finished>,
+    /// Last, and leaked rather than dropped under a transfer: the kernel may write to it until then.
+    memory: Option<M>,
+    one_thread: PhantomData<*mut ()>,
+}
+
+#[derive(Debug)]
+struct Flight {
+    progress: Progress,
+    direct: bool,
+}
+
+enum Way {
+    Uring(Box<IoUring>),
+    Plain(io::Error),
+}
+
+impl<M: Memory> FileRing<M> {
+    /// A ring for at most `depth` transfers at once. Without io_uring ([`FileRing::note`]) each is done when it is submitted.
+    ///
+    /// # Errors
+    /// [`StoreError::Setup`] when descriptors are out.
+    pub fn new(memory: M, depth: usize) -> Result<Self, StoreError> {
+        let (way, event) = match build(depth) {
+            Ok((ring, event, _)) => (Way::Uring(Box::new(ring)), event),
+            Err(error) => {
+                let event = Waker::new();
+                let event = event.map_err(|error| StoreError::Setup { act: "making an eventfd", error })?;
+                (Way::Plain(error), event)
+            }
+        };
+        let (flights, vacant) = ((0..depth).map(|_| None).collect(), (0..depth).rev().collect());
+        let (over, memory, one_thread) = (Vec::new(), Some(memory), PhantomData);
+        Ok(Self { way, flights, vacant, event, over, memory, one_thread })
+    }
+
+    /// For the log: why transfers are one at a time, if they are.
+    pub fn note(&self) -> Option<String> {
+        match &self.way {
+            Way::Uring(_) => None,
+            Way::Plain(error) => {
+                Some(format!("no io_uring ({error}): files are read and written one piece at a time"))
+            }
+        }
+    }
+
+    /// Transfers under way.
+    pub fn in_flight(&self) -> usize {
+        self.flights.len() - self.vacant.len()
+    }
+
+    /// Readable when a transfer may have ended.
+    pub fn event(&self) -> BorrowedFd<'_> {
+        self.event.as_fd()
+    }
+
+    /// Starts a transfer; the kernel gets it with [`FileRing::flush`]. What is read and in the page cache comes from there,
+    /// now. Given back when as many as possible are under way.
+    ///
+    /// # Errors
+    /// The request.
+    ///
+    /// # Panics
+    /// It goes beyond the memory, or is of no bytes: a mistake of the program.
+    pub fn submit(&mut self, request: Request) -> Result<(), Request> {
+        let end = request.at.checked_add(request.bytes);
+        let inside = end.is_some_and(|end| end <= self.memory.as_ref().map_or(0, Memory::bytes));
+        assert!(inside && request.bytes > 0 && request.needed <= request.bytes, "{request:?}");
+        let Some(slot) = self.vacant.pop() else { return Err(request) };
+        let mut progress = Progress::new(request);
+        if let Some(finished) = self.read_cached(&mut progress) {
+            self.vacant.push(slot);
+            self.over.push(finished);
+            self.event.wake();
+            return Ok(());
+        }
+        self.flights[slot] = Some(Flight { progress, direct: false });
+        match self.way {
+            Way::Uring(_) => self.queue(slot),
+            Way::Plain(_) => self.do_now(slot),
+        }
+        Ok(())
+    }
+
+    /// Whether transfers have ended that [`FileRing::finished`] has not told of: reads of what was in the page cache.
+    pub fn has_finished(&self) -> bool {
+        !self.over.is_empty()
+    }
+
+    /// Reads what is all in the page cache: the disk is slower. None if it is not, or not any more; then what is left
+    /// goes the ordinary way.
+    fn read_cached(&self, progress: &mut Progress) -> Option<Finished> {
+        let memory = self.memory.as_ref()?;
+        let (offset, at, bytes) = progress.next();
+        let Request { file, direction, .. } = &progress.request;
+        // Asked for before: on its own RWF_NOWAIT would start reads ahead of what is not there.
+        if *direction == Direction::Write || !file.is_cached(offset, bytes) {
+            return None;
+        }
+        let got = cached(memory, file.file().as_raw_fd(), offset, at, bytes);
+        match if got > 0 { progress.step(false, Ok(got)) } else { Step::Again } {
+            Step::Over(finished) => Some(finished),
+            Step::Again => None,
+        }
+    }
+
+    /// Gives the kernel what was submitted.
+    pub fn flush(&mut self) {
+        let Way::Uring(ring) = &mut self.way else { return };
+        for _ in 0..MAX_ENTERS {
+            if ring.submission().is_empty() {
+                return;
+            }
+            // Errors mean "not now": what stays queued goes with the next call.
+            let _ = ring.submit();
+        }
+    }
+
+    /// Takes the transfers that are over, without waiting.
+    pub fn finished(&mut self, into: &mut Vec<Finished>) {
+        into.append(&mut self.over);
+        // Ends: every round takes a completion, and each transfer has a bounded number of them.
+        loop {
+            self.event.drain();
+            if !self.has_work() {
+                return;
+            }
+            if let Way::Uring(ring) = &mut self.way {
+                let _ = ring.submit();
+            }
+            self.collect(into);
+        }
+    }
+
+    fn has_work(&mut self) -> bool {
+        let Way::Uring(ring) = &mut self.way else { return false };
+        if !ring.completion().is_empty() {
+            return true;
+        }
+        let queue = ring.submission();
+        queue.taskrun() || queue.cq_overflow() || !queue.is_empty()
+    }
+
+    fn collect(&mut self, into: &mut Vec<Finished>) {
+        loop {
+            let Way::Uring(ring) = &mut self.way else { return };
+            let Some(completion) = ring.completion().next() else { return };
+            let Ok(slot) = usize::try_from(completion.user_data()) else { continue };
+            let got = usize::try_from(completion.result())
+                .map_err(|_| io::Error::from_raw_os_error(-completion.result()));
+            let Some(flight) = self.flights.get_mut(slot).and_then(Option::as_mut) else { continue };
+            match flight.progress.step(flight.direct, got) {
+                Step::Again => self.queue(slot),
+                Step::Over(finished) => {
+                    self.flights[slot] = None;
+                    self.vacant.push(slot);
+                    into.push(finished);
+                }
+            }
+        }
+    }
+
+    /// Queues the next call of the transfer in `slot`. There is room: one call for each slot.
+    fn queue(&mut self, slot: usize) {
+        let (Some(flight), Way::Uring(ring)) = (self.flights[slot].as_mut(), &mut self.way) else { return };
+        let Some(memory) = &self.memory else { return };
+        let (offset, at, bytes) = flight.progress.next();
+        let request = &flight.progress.request;
+        let (file, direct) = request.file.at(offset, at, bytes);
+        flight.direct = direct;
+        let start = memory.start().as_ptr().wrapping_add(at);
+        // More than a transfer ever has: the kernel does less, and it is continued.
+        let length = u32::try_from(bytes).unwrap_or(1 << 30);
+        let fd = types::Fd(file.as_raw_fd());
+        let entry = match request.direction {
+            Direction::Read => opcode::Read::new(fd, start, length).offset(offset).build(),
+            Direction::Write => opcode::Write::new(fd, start, length).offset(offset).build(),
+        };
+        // SAFETY: `submit` has checked that the bytes are the memory's; memory and file are this ring's until the call is
+        // over (see Drop).
+        unsafe { push(ring, &entry.user_data(slot as u64)) };
+    }
+
+    /// Without io_uring: all of it, now.
+    fn do_now(&mut self, slot: usize) {
+        let (Some(mut flight), Some(memory)) = (self.flights[slot].take(), &self.memory) else { return };
+        self.vacant.push(slot);
+        loop {
+            let (offset, at, bytes) = flight.progress.next();
+            let request = &flight.progress.request;
+            let (file, direct) = request.file.at(offset, at, bytes);
+            let got = plain(memory, file.as_raw_fd(), request.direction, offset, at, bytes);
+            if let Step::Over(finished) = flight.progress.step(direct, got) {
+                self.over.push(finished);
+                break;
+            }
+        }
+        self.event.wake();
+    }
+}
+
+/// Reads what the page cache has of these bytes, from the first on, without waiting; how many.
+fn cached<M: Memory>(memory: &M, fd: i32, offset: u64, at: usize, bytes: usize) -> usize {
+    let start = memory.start().as_ptr().wrapping_add(at);
+    let part = libc::iovec { iov_base: start.cast(), iov_len: bytes };
+    // SAFETY: `submit` has checked that the bytes are the memory's, which is writable and borrowed by nobody.
+    let got = unsafe { libc::preadv2(fd, &raw const part, 1, offset.cast_signed(), libc::RWF_NOWAIT) };
+    usize::try_from(got).unwrap_or(0)
+}
+
+/// One positioned call.
+fn plain<M: Memory>(
+    memory: &M,
+    fd: i32,
+    direction: Direction,
+    offset: u64,
+    at: usize,
+    bytes: usize,
+) -> io::Result<usize> {
+    let start = memory.start().as_ptr().wrapping_add(at);
+    let offset = offset.cast_signed();
+    let got = match direction {
+        // SAFETY: `submit` has checked that the bytes are the memory's, which is writable and borrowed by nobody.
+        Direction::Read => unsafe { libc::pread(fd, start.cast(), bytes, offset) },
+        // SAFETY: as above; only read.
+        Direction::Write => unsafe { libc::pwrite(fd, start.cast(), bytes, offset) },
+    };
+    usize::try_from(got).map_err(|_| io::Error::last_os_error())
+}
+
+impl<M: Memory> Drop for FileRing<M> {
+    fn drop(&mut self) {
+        let give_up = Instant::now() + DROP_PATIENCE;
+        let mut over = Vec::new();
+        while self.in_flight() > 0 && Instant::now() < give_up {
+            self.finished(&mut over);
+            over.clear();
+            if self.in_flight() > 0 {
+                wait_readable(self.event.as_raw_fd(), Duration::from_millis(100));
+            }
+        }
+        if self.in_flight() > 0 {
+            // Storage that does not answer: better to lose the memory than to have it written to after reuse.
+            std::mem::forget((self.memory.take(), std::mem::take(&mut self.flights)));
+        }
+    }
+}
+
+impl<M: Memory> std::fmt::Debug for FileRing<M> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("FileRing")
+            .field("in_flight", &self.in_flight())
+            .field("note", &self.note())
+            .finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::{File, OpenOptions};
+    use std::os::unix::fs::{FileExt, OpenOptionsExt};
+    use std::path::Path;
+    use std::ptr::NonNull;
+    use std::sync::Arc;
+
+    use super::*;
+    use crate::PAGE;
+    use crate::files::TransferFile;
+
+    const BYTES: usize = 64 * PAGE;
+
+    /// Pages of this process's.
+    struct Pages(memmap2::MmapRaw);
+
+    // SAFETY: mapped until the value is dropped, and never borrowed.
+    unsafe impl Memory for Arc<Pages> {
+        fn start(&self) -> NonNull<u8> {
+            NonNull::new(self.0.as_mut_ptr()).unwrap()
+        }
+
+        fn bytes(&self) -> usize {
+            self.0.len()
+        }
+    }
+
+    impl Pages {
+        fn new() -> Arc<Self> {
+            Arc::new(Self(memmap2::MmapOptions::new().len(BYTES).map_anon().unwrap().into()))
+        }
+
+        fn put(&self, at: usize, bytes: &[u8]) {
+            // SAFETY: inside, and nothing else runs.
+            unsafe { self.0.as_mut_ptr().add(at).copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
+        }
+
+        fn get(&self, at: usize, bytes: usize) -> Vec<u8> {
+            // SAFETY: as above.
+            unsafe { std::slice::from_raw_parts(self.0.as_ptr().add(at), bytes) }.to_vec()
+        }
+    }
+
+    fn pattern(bytes: usize, seed: usize) -> Vec<u8> {
+        (0..bytes).map(|index| u8::try_from((index * 7 + seed) % 251).unwrap()).collect()
+    }
+
+    fn both(path: &Path) -> Arc<TransferFile> {
+        let open = |flags| OpenOptions::new().read(true).write(true).custom_flags(flags).open(path);
+        TransferFile::new(path, open(0).unwrap(), open(libc::O_DIRECT).ok())
+    }
+
+    /// With io_uring, and as if there were none.
+    fn rings(memory: &Arc<Pages>) -> [FileRing<Arc<Pages>>; 2] {
+        let mut plain = FileRing::new(Arc::clone(memory), 4).unwrap();
+        plain.way = Way::Plain(io::Error::from_raw_os_error(libc::ENOSYS));
+        [FileRing::new(Arc::clone(memory), 4).unwrap(), plain]
+    }
+
+    fn all(ring: &mut FileRing<Arc<Pages>>) -> Vec<Finished> {
+        let (mut over, wanted) = (Vec::new(), ring.in_flight() + ring.over.len());
+        ring.flush();
+        while over.len() < wanted {
+            assert!(wait_readable(ring.event().as_raw_fd(), Duration::from_secs(5)), "{ring:?} is silent");
+            ring.finished(&mut over);
+        }
+        over
+    }
+
+    #[test]
+    fn bytes_go_to_a_file_and_come_back_at_any_alignment() {
+        let temp = tempfile::NamedTempFile::new().unwrap();
+        let memory = Pages::new();
+        for mut ring in rings(&memory) {
+            assert_eq!(ring.note().is_some(), matches!(ring.way, Way::Plain(_)));
+            for (token, (offset, at, bytes)) in
+                [(0, 0, 2 * PAGE), (8, 3 * PAGE, 100), (PAGE as u64, 5, PAGE)].into_iter().enumerate()
+            {
+                let (file, token) = (both(temp.path()), token as u64);
+                memory.put(at, &pattern(bytes, at));
+                let request = |direction, at| Request {
+                    file: Arc::clone(&file),
+                    direction,
+                    offset,
+                    at,
+                    bytes,
+                    needed: bytes,
+                    token,
+                };
+                ring.submit(request(Direction::Write, at)).unwrap();
+                all(&mut ring).pop().unwrap().result.unwrap();
+                ring.submit(request(Direction::Read, 32 * PAGE)).unwrap();
+                let over = all(&mut ring).pop().unwrap();
+                assert!(over.result.is_ok() && over.token == token);
+                assert!(memory.get(32 * PAGE, bytes) == pattern(bytes, at), "{ring:?}: {offset} {at}");
+            }
+        }
+    }
+
+    #[test]
+    fn the_last_page_of_a_file_may_be_asked_for_whole() {
+        let temp = tempfile::NamedTempFile::new().unwrap();
+        temp.as_file().write_all_at(&pattern(PAGE + 10, 3), 0).unwrap();
+        let memory = Pages::new();
+        for mut ring in rings(&memory) {
+            let request = |needed| Request {
+                file: both(temp.path()),
+                direction: Direction::Read,
+                offset: 0,
+                at: 0,
+                bytes: 2 * PAGE,
+                needed,
+                token: 1,
+            };
+            ring.submit(request(PAGE + 10)).unwrap();
+            all(&mut ring).pop().unwrap().result.unwrap();
+            assert!(memory.get(0, PAGE + 10) == pattern(PAGE + 10, 3));
+            ring.submit(request(PAGE + 11)).unwrap();
+            let error = all(&mut ring).pop().unwrap().result.unwrap_err();
+            assert!(error.to_string().starts_with("read 8192 bytes at 0 of "), "{error}");
+        }
+    }
+
+    #[test]
+    fn no_more_are_under_way_than_agreed_and_none_is_lost() {
+        let temp = tempfile::NamedTempFile::new().unwrap();
+        temp.as_file().set_len(BYTES as u64).unwrap();
+        let memory = Pages::new();
+        let [mut ring, _] = rings(&memory);
+        let file = both(temp.path());
+        let request = |token| Request {
+            file: Arc::clone(&file),
+            direction: Direction::Read,
+            offset: 0,
+            at: 0,
+            bytes: PAGE,
+            needed: PAGE,
+            token,
+        };
+        for token in 0..4 {
+            ring.submit(request(token)).unwrap();
+        }
+        assert_eq!(ring.submit(request(4)).unwrap_err().token, 4);
+        let mut tokens: Vec<u64> = all(&mut ring).iter().map(|over| over.token).collect();
+        tokens.sort_unstable();
+        assert_eq!(tokens, [0, 1, 2, 3]);
+        ring.submit(request(4)).unwrap();
+        all(&mut ring).pop().unwrap().result.unwrap();
+    }
+
+    #[test]
+    fn what_is_in_the_page_cache_is_there_at_once_and_what_is_not_stays_out_of_it() {
+        let temp = tempfile::NamedTempFile::new_in(env!("CARGO_MANIFEST_DIR")).unwrap();
+        let bytes = pattern(8 * PAGE + 10, 5);
+        temp.as_file().write_all_at(&bytes, 0).unwrap();
+        temp.as_file().sync_all().unwrap();
+        let file = both(temp.path());
+        let memory = Pages::new();
+        for mut ring in rings(&memory) {
+            let plain = ring.note().is_some();
+            let mut read = || {
+                let file = Arc::clone(&file);
+                let (bytes, needed) = (9 * PAGE, 8 * PAGE + 10);
+                let direction = Direction::Read;
+                ring.submit(Request { file, direction, offset: 0, at: 0, bytes, needed, token: 0 }).unwrap();
+                let at_once = ring.in_flight() == 0 && matches!(ring.way, Way::Uring(_));
+                all(&mut ring).pop().unwrap().result.unwrap();
+                assert!(memory.get(0, needed) == pattern(needed, 5));
+                memory.put(0, &[0; 9 * PAGE]);
+                at_once
+            };
+            drop_cached(&file);
+            for _ in 0..2 {
+                assert!(!read());
+                assert!(!file.is_cached(8 * PAGE as u64, 1), "a read past the page cache has filled it");
+            }
+            std::fs::read(temp.path()).unwrap();
+            assert!(file.is_cached(0, 9 * PAGE));
+            assert!(read() || plain);
+            drop_cached(&file);
+            let mut first = [0; 10];
+            fadvise(&file, libc::POSIX_FADV_RANDOM);
+            file.file().read_exact_at(&mut first, 0).unwrap();
+            fadvise(&file, libc::POSIX_FADV_NORMAL);
+            assert!(file.is_cached(0, PAGE) && !file.is_cached(0, 9 * PAGE), "only its first page");
+            assert!(!read());
+        }
+    }
+
+    fn fadvise(file: &TransferFile, advice: i32) {
+        // SAFETY: it takes no pointers.
+        assert_eq!(unsafe { libc::posix_fadvise(file.file().as_raw_fd(), 0, 0, advice) }, 0);
+    }
+
+    fn drop_cached(file: &TransferFile) {
+        fadvise(file, libc::POSIX_FADV_DONTNEED);
+        assert!(
+            !file.is_cached(0, PAGE),
+            "the file system keeps all files in the page cache: it cannot be tried here"
+        );
+    }
+
+    #[test]
+    fn an_error_names_the_act_the_place_and_the_file() {
+        let memory = Pages::new();
+        for mut ring in rings(&memory) {
+            let file = TransferFile::new("read-only.img", File::open("/dev/null").unwrap(), None);
+            let direction = Direction::Write;
+            ring.submit(Request { file, direction, offset: 8, at: 0, bytes: 9, needed: 9, token: 0 })
+                .unwrap();
+            let error = all(&mut ring).pop().unwrap().result.unwrap_err();
+            assert_eq!(error.to_string(), "write 9 bytes at 8 of read-only.img");
+        }
+    }
+}
