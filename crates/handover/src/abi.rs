@@ -1,0 +1,16 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Descriptors that the kernel has just made for us.
+
+use std::os::fd::{FromRawFd as _, OwnedFd, RawFd};
+
+/// Takes over descriptors that have just been received in a message.
+pub(crate) fn adopt(received: Vec<RawFd>) -> impl Iterator<Item = OwnedFd> {
+    // SAFETY: the kernel has installed them for this process in the call that gave their numbers, and nobody else knows.
+    received.into_iter().map(|fd| unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
+/// Takes over what accept4 has just given.
+pub(crate) fn accepted(number: RawFd) -> OwnedFd {
+    // SAFETY: the kernel has installed it for this process in that call, and nobody else knows.
+    unsafe { OwnedFd::from_raw_fd(number) }
+}

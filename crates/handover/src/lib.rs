@@ -1,0 +1,28 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! What CRIU's plugin for AMD GPUs hands to the page server while a restore goes on: processes, their buffers, and the
+//! gates that keep their GPUs still, as messages with descriptors over a local socket. Who says what and when stands in
+//! `proto/handover.proto`.
+//!
+//! * [`Channel`]: one end, blocking, with a deadline for every step.
+//! * [`Listener`], [`connect`]: how the ends meet.
+//! * [`Gated`]: whose gate is shut, for those who would dump it.
+
+mod abi;
+mod channel;
+mod error;
+mod gated;
+mod generated;
+mod socket;
+
+/// The messages.
+pub mod proto {
+    pub use super::generated::*;
+}
+
+pub use channel::{Channel, MAX_DESCRIPTORS, PATIENCE};
+pub use error::Error;
+pub use gated::{FOLDER, Gated};
+pub use socket::{Listener, SOCKET, connect};
+
+/// Of the conversation. It changes when a message changes its meaning.
+pub const VERSION: u32 = 2;
