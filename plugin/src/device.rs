@@ -1,10 +1,14 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Which files are AMD GPUs'.
 
-use std::fs;
 use std::path::Path;
+use std::{fs, io};
 
+use nix::sys::stat::stat;
 use rewake_kfd::topology::{Node, Topology};
+
+/// Where the compute driver shows itself.
+pub(crate) const CLASS: &str = "/sys/class/kfd/kfd";
 
 /// Major number of every DRM device.
 const DRM: u32 = 226;
@@ -19,7 +23,7 @@ pub(crate) struct Devices {
 }
 
 impl Devices {
-    /// Asks the compute driver, if there is one; `class` is `/sys/class/kfd/kfd`.
+    /// Asks the compute driver, if there is one; `class` is [`CLASS`].
     pub(crate) fn of_machine(class: &Path) -> Result<Self, rewake_kfd::Error> {
         let Ok(text) = fs::read_to_string(class.join("dev")) else { return Ok(Self::default()) };
         let topology = Topology::read_from(&class.join("topology"))?;
@@ -31,22 +35,49 @@ impl Devices {
         self.kfd.is_some()
     }
 
-    /// What to call a file, if it is an AMD GPU's.
-    pub(crate) fn name_of(&self, status: &libc::stat) -> Option<String> {
+    /// Which part of a GPU a file is, if it is one.
+    pub(crate) fn gpu(&self, status: &libc::stat) -> Option<Gpu> {
         if status.st_mode & libc::S_IFMT != libc::S_IFCHR {
             return None;
         }
         let (major, minor) = (libc::major(status.st_rdev), libc::minor(status.st_rdev));
         if self.kfd == Some((major, minor)) {
-            return Some("/dev/kfd".to_owned());
+            return Some(Gpu::Kfd);
         }
-        (major == DRM && self.render.contains(&minor)).then(|| format!("/dev/dri/renderD{minor}"))
+        (major == DRM && self.render.contains(&minor)).then_some(Gpu::Render(minor))
+    }
+
+    /// A task's descriptors of GPUs. What cannot be looked at is none.
+    pub(crate) fn open_in(&self, pid: i32) -> io::Result<Vec<(i32, Gpu)>> {
+        let mut found = Vec::new();
+        for entry in fs::read_dir(format!("/proc/{pid}/fd"))? {
+            let entry = entry?;
+            let number = entry.file_name().to_str().and_then(|name| name.parse().ok());
+            let gpu = stat(&entry.path()).ok().and_then(|status| self.gpu(&status));
+            found.extend(number.zip(gpu));
+        }
+        Ok(found)
     }
 }
 
-/// Whether a path is that of a compute driver or render node, wherever it was dumped.
-pub(crate) fn is_path_of_gpu(path: &str) -> bool {
-    path.ends_with("/dev/kfd") || path.contains("/dev/dri/renderD")
+/// A file of an AMD GPU.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Gpu {
+    /// `/dev/kfd`, for all of them.
+    Kfd,
+    /// `/dev/dri/renderDN` of one.
+    Render(u32),
+}
+
+impl Gpu {
+    /// By a path, wherever it was dumped: containers may have their devices in other places.
+    pub(crate) fn of_path(path: &str) -> Option<Self> {
+        if path.ends_with("/dev/kfd") {
+            return Some(Self::Kfd);
+        }
+        let (_, minor) = path.rsplit_once("/dev/dri/renderD")?;
+        minor.parse().ok().map(Self::Render)
+    }
 }
 
 /// `MAJOR:MINOR`
@@ -70,7 +101,7 @@ mod tests {
         let class = tempfile::tempdir().unwrap();
         let devices = Devices::of_machine(&class.path().join("kfd")).unwrap();
         assert!(!devices.any());
-        assert_eq!(devices.name_of(&status(libc::S_IFCHR, 10, 232)), None);
+        assert_eq!(devices.gpu(&status(libc::S_IFCHR, 10, 232)), None);
     }
 
     #[test]
@@ -92,10 +123,10 @@ mod tests {
             }
         }
         let devices = Devices::of_machine(class.path()).unwrap();
-        let name = |kind, major, minor| devices.name_of(&status(kind, major, minor));
+        let name = |kind, major, minor| devices.gpu(&status(kind, major, minor));
         assert!(devices.any());
-        assert_eq!(name(libc::S_IFCHR, 511, 0).as_deref(), Some("/dev/kfd"));
-        assert_eq!(name(libc::S_IFCHR, 226, 129).as_deref(), Some("/dev/dri/renderD129"));
+        assert_eq!(name(libc::S_IFCHR, 511, 0), Some(Gpu::Kfd));
+        assert_eq!(name(libc::S_IFCHR, 226, 129), Some(Gpu::Render(129)));
         assert_eq!(name(libc::S_IFBLK, 511, 0), None, "a block device");
         assert_eq!(name(libc::S_IFCHR, 226, 128), None, "another maker's");
         assert_eq!(name(libc::S_IFCHR, 226, 0), None, "a CPU has no render node");
@@ -104,8 +135,11 @@ mod tests {
 
     #[test]
     fn paths_in_containers_count() {
-        assert!(is_path_of_gpu("/dev/kfd") && is_path_of_gpu("/dev/dri/renderD128"));
-        assert!(is_path_of_gpu("/rootfs/dev/kfd"));
-        assert!(!is_path_of_gpu("/dev/loop0") && !is_path_of_gpu("/srv/dev/kfd.txt"));
+        assert_eq!(Gpu::of_path("/dev/kfd"), Some(Gpu::Kfd));
+        assert_eq!(Gpu::of_path("/rootfs/dev/kfd"), Some(Gpu::Kfd));
+        assert_eq!(Gpu::of_path("/dev/dri/renderD128"), Some(Gpu::Render(128)));
+        for other in ["/dev/loop0", "/srv/dev/kfd.txt", "/dev/dri/renderD", "/dev/dri/renderDx"] {
+            assert_eq!(Gpu::of_path(other), None, "{other}");
+        }
     }
 }

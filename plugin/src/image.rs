@@ -1,45 +1,131 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What CRIU's plugin leaves in an image.
+//! The files that the plugin has in an image directory.
 
-use std::os::fd::BorrowedFd;
+use std::collections::BTreeMap;
+use std::io;
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::path::Path;
 
-use nix::errno::Errno;
-use nix::fcntl::AtFlags;
-use nix::sys::stat::fstatat;
+use nix::dir::Dir;
+use nix::fcntl::{AtFlags, OFlag, openat};
+use nix::sys::stat::{Mode, fstatat};
+use rewake_criu_images::ImageDir;
+use rewake_criu_images::amdgpu::{KfdImage, RenderImage};
 
-/// The image file with the GPU state of the open file `id`; none if the file is no GPU's.
-pub(crate) fn gpu_state(images: BorrowedFd<'_>, id: u32) -> nix::Result<Option<String>> {
-    for kind in ["kfd-", "renderD-", "dmabuf_"] {
-        let name = format!("amdgpu-{kind}{id}.img");
-        match fstatat(images, name.as_str(), AtFlags::empty()) {
-            Ok(_) => return Ok(Some(name)),
-            Err(Errno::ENOENT) => {}
-            Err(error) => return Err(error),
-        }
+/// How CRIU's image directory is called in messages: a plugin is given a descriptor, not a path.
+pub(crate) const FOLDER: &str = "the image directory";
+
+/// `criu --stream`: files of the image go through these sockets of criu-image-streamer, in one direction and once.
+const STREAMS: [&str; 2] = ["streamer-capture.sock", "streamer-serve.sock"];
+
+#[derive(Debug, thiserror::Error)]
+#[error("GPU state cannot be streamed ({0} is in the image directory): leave --stream away")]
+struct Streamed(&'static str);
+
+/// Refuses an image that is streamed: what is written beside the stream would be lost.
+pub(crate) fn refuse_stream(folder: BorrowedFd<'_>) -> Answer<()> {
+    match STREAMS.into_iter().find(|name| fstatat(folder, *name, AtFlags::empty()).is_ok()) {
+        Some(name) => Err(Streamed(name).into()),
+        None => Ok(()),
     }
-    Ok(None)
+}
+
+/// The state of all GPU files of an image.
+#[derive(Debug)]
+pub(crate) struct Images {
+    /// By the id of the open `/dev/kfd`, each a process's.
+    pub(crate) kfd: Vec<(u32, KfdImage)>,
+    /// By the id of the open render node.
+    pub(crate) render: BTreeMap<u32, RenderImage>,
+}
+
+impl Images {
+    /// Reads and checks all of it; none if the image has none.
+    pub(crate) fn read(folder: BorrowedFd<'_>) -> Answer<Option<Self>> {
+        let (mut kfd, mut render) = (BTreeMap::new(), BTreeMap::new());
+        let images = ImageDir::of(again(folder)?, Path::new(FOLDER))?;
+        for name in names(folder)? {
+            if let Some(id) = id_in(&name, "amdgpu-kfd-") {
+                kfd.extend(images.kfd(id)?.map(|image| (id, image)));
+            } else if let Some(id) = id_in(&name, "amdgpu-renderD-") {
+                render.extend(images.render_node(id)?.map(|image| (id, image)));
+            }
+        }
+        let none = kfd.is_empty() && render.is_empty();
+        Ok((!none).then(|| Self { kfd: kfd.into_iter().collect(), render }))
+    }
+}
+
+type Answer<T> = Result<T, Box<dyn std::error::Error + Send + Sync>>;
+
+/// N of `amdgpu-…-N.img`.
+fn id_in(name: &str, start: &str) -> Option<u32> {
+    let number = name.strip_prefix(start)?.strip_suffix(".img")?;
+    // As it is written: no sign, no zeros in front.
+    number.parse().ok().filter(|id: &u32| id.to_string() == number)
+}
+
+fn names(folder: BorrowedFd<'_>) -> Answer<Vec<String>> {
+    let mut names = Vec::new();
+    for entry in Dir::from_fd(again(folder)?)?.into_iter() {
+        names.extend(entry?.file_name().to_str().ok().map(str::to_owned));
+    }
+    Ok(names)
+}
+
+/// The folder opened anew: a copy of a descriptor would share its place in the list of names.
+pub(crate) fn again(folder: BorrowedFd<'_>) -> io::Result<OwnedFd> {
+    Ok(openat(folder, ".", OFlag::O_RDONLY | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC, Mode::empty())?)
 }
 
 #[cfg(test)]
 mod tests {
     use std::fs::{self, File};
-    use std::os::fd::AsFd;
+    use std::os::fd::AsFd as _;
 
     use super::*;
 
+    fn images(folder: &Path) -> Answer<Option<Images>> {
+        Images::read(File::open(folder).unwrap().as_fd())
+    }
+
     #[test]
-    fn the_state_of_a_file_is_found_by_its_id() {
+    fn an_image_without_gpu_state_has_none() {
         let folder = tempfile::tempdir().unwrap();
-        for name in
-            ["amdgpu-kfd-7.img", "amdgpu-renderD-8.img", "amdgpu-dmabuf_9.img", "amdgpu-pages-6-0000.img"]
-        {
+        fs::write(folder.path().join("amdgpu-pages-6-0000.img"), "").unwrap();
+        fs::write(folder.path().join("amdgpu-kfd-007.img"), "").unwrap();
+        assert!(images(folder.path()).unwrap().is_none());
+    }
+
+    #[test]
+    fn files_are_found_by_their_names_and_ids() {
+        let folder = tempfile::tempdir().unwrap();
+        let put = |name: &str, bytes: Vec<u8>| fs::write(folder.path().join(name), bytes).unwrap();
+        put("amdgpu-kfd-12.img", KfdImage { pid: 5, ..KfdImage::default() }.to_bytes());
+        put("amdgpu-renderD-13.img", RenderImage { gpu_id: 9, contents: None }.to_bytes());
+        let images = images(folder.path()).unwrap().unwrap();
+        assert_eq!((images.kfd[0].0, images.kfd[0].1.pid), (12, 5));
+        assert_eq!(images.render[&13].gpu_id, 9);
+    }
+
+    #[test]
+    fn a_streamed_image_is_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let open = File::open(folder.path()).unwrap();
+        refuse_stream(open.as_fd()).unwrap();
+        for name in STREAMS {
             fs::write(folder.path().join(name), "").unwrap();
+            let error = refuse_stream(open.as_fd()).unwrap_err().to_string();
+            assert!(error.contains(name) && error.contains("--stream"), "{error}");
+            fs::remove_file(folder.path().join(name)).unwrap();
         }
-        let images = File::open(folder.path()).unwrap();
-        let state = |id| gpu_state(images.as_fd(), id).unwrap();
-        assert_eq!(state(7).as_deref(), Some("amdgpu-kfd-7.img"));
-        assert_eq!(state(8).as_deref(), Some("amdgpu-renderD-8.img"));
-        assert_eq!(state(9).as_deref(), Some("amdgpu-dmabuf_9.img"));
-        assert_eq!(state(6), None);
+    }
+
+    #[test]
+    fn a_damaged_file_is_named() {
+        let folder = tempfile::tempdir().unwrap();
+        fs::write(folder.path().join("amdgpu-kfd-12.img"), [1, 2]).unwrap();
+        let error = images(folder.path()).unwrap_err().to_string();
+        assert!(error.contains("amdgpu-kfd-12.img"), "{error}");
     }
 }

@@ -1,15 +1,29 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! CRIU's plugin for AMD GPUs, by the name of CRIU's own one.
+//! CRIU's plugin for AMD GPUs, by the name, and with the image files, of CRIU's own one: what one dumps the other
+//! restores. Where nothing belongs to a GPU it steps aside: dumps and restores go as if it were not there.
 //!
-//! Today it knows what belongs to a GPU and refuses to dump or restore it, with a line that says so. Where nothing does,
-//! it steps aside: dumps and restores of other processes go as if it were not there.
-//!
-//! * `device`: whether a file is an AMD GPU's.
-//! * `image`: whether an image holds the state of one.
+//! * [`dump`]: processes paused, their GPU state and memory written, paused until CRIU has their memory, too.
+//! * [`restore`]: GPU state made anew in the restored tasks, memory loaded, queues started once.
+//! * [`contents`]: the memory of buffers, to and from the image.
+//! * `shared`, in both: buffers that processes have in common, open dma-bufs, two `/dev/kfd`s of one process. CRIU's
+//!   images have no place for that: `rewake-shared.img` has it, beside what CRIU's own plugin restores as copies.
+//! * `hsakmt`: what ROCm's library shares between processes. `abi`, `kcmp`: the only `unsafe` code.
+//! * `guard`: what is done when CRIU itself is killed. `device`: whether a file is an AMD GPU's.
+//! * `image`: the image's files. `topology`: the machine as images tell it.
 #![deny(unsafe_code)]
 
+#[allow(unsafe_code, reason = "the one place for it")]
+mod abi;
+mod contents;
 mod device;
+mod dump;
+mod guard;
+mod hsakmt;
 mod image;
+#[allow(unsafe_code, reason = "the system call has no other form")]
+mod kcmp;
+mod restore;
+mod topology;
 
 use std::ffi::CStr;
 use std::os::fd::BorrowedFd;
@@ -18,22 +32,15 @@ use std::path::Path;
 use rewake_criu_plugin::{Answer, Host, Mapping, Plugin, Refusal, Restored, Stage, register};
 
 use device::Devices;
-
-/// GPU state where none can be handled.
-#[derive(Debug, thiserror::Error)]
-enum Unable {
-    /// In a process.
-    #[error("{0} is in use, and this amdgpu_plugin.so cannot dump GPUs yet: use the one of CRIU")]
-    Dump(String),
-    /// In an image.
-    #[error("{0}: GPU state, which this amdgpu_plugin.so cannot restore yet: use the one of CRIU")]
-    Restore(String),
-}
+use dump::Dump;
+use image::Images;
+use restore::Restore;
 
 /// The plugin of one CRIU command.
 #[derive(Debug)]
-struct Amdgpu {
-    devices: Devices,
+enum Amdgpu {
+    Dump(Box<Dump>),
+    Restore(Box<Restore>),
 }
 
 register!(Amdgpu);
@@ -42,45 +49,76 @@ impl Plugin for Amdgpu {
     const NAME: &'static CStr = c"amdgpu_plugin";
 
     fn init(host: &Host, stage: Stage) -> Answer<Self> {
-        let devices = Devices::of_machine(Path::new("/sys/class/kfd/kfd"))?;
-        let aside = match stage {
-            Stage::Dump | Stage::PreDump if !devices.any() => "this machine has no AMD GPU",
-            Stage::Restore { named: false } => "the image has no AMD GPU's state",
-            _ => return Ok(Self { devices }),
+        let aside = |why| {
+            host.info(format_args!("{why}: stepping aside"));
+            Err(Refusal::NotMine)
         };
-        host.info(format_args!("{aside}: stepping aside"));
+        match stage {
+            Stage::Dump | Stage::PreDump => {
+                let devices = Devices::of_machine(Path::new(device::CLASS))?;
+                if !devices.any() {
+                    return aside("this machine has no AMD GPU");
+                }
+                Ok(Self::Dump(Box::new(Dump::new(devices))))
+            }
+            // The stock plugin does not name itself where no render node is mapped.
+            Stage::Restore { named } => match Images::read(host.image_dir()?)? {
+                Some(images) => Ok(Self::Restore(Box::new(Restore::new(host, images)?))),
+                None => {
+                    if named {
+                        image::refuse_stream(host.image_dir()?)?;
+                    }
+                    aside("the image has no AMD GPU's state")
+                }
+            },
+        }
+    }
+
+    fn exit(self, host: &Host, _: Stage, result: i32) {
+        match self {
+            Self::Dump(dump) => dump.end(host),
+            Self::Restore(restore) => restore.end(host, result),
+        }
+    }
+
+    fn handle_device_mapping(&mut self, host: &Host, _: BorrowedFd<'_>, status: &libc::stat) -> Answer {
+        self.dumping()?.mapping(host, status)
+    }
+
+    fn checkpoint_devices(&mut self, _: &Host, pid: i32) -> Answer {
+        self.dumping()?.task(pid)?;
+        // Other plugins have something to do then.
         Err(Refusal::NotMine)
     }
 
-    fn handle_device_mapping(&mut self, _: &Host, _: BorrowedFd<'_>, status: &libc::stat) -> Answer {
-        self.refuse(status)
-    }
-
-    fn dump_file(&mut self, _: &Host, file: BorrowedFd<'_>, _: u32) -> Answer {
-        self.refuse(&nix::sys::stat::fstat(file)?)
+    fn dump_file(&mut self, host: &Host, file: BorrowedFd<'_>, id: u32) -> Answer {
+        self.dumping()?.file(host, file, id)
     }
 
     fn restore_file(&mut self, host: &Host, id: u32) -> Answer<Restored> {
-        match image::gpu_state(host.image_dir()?, id)? {
-            Some(name) => Err(Unable::Restore(name).into()),
-            None => Err(Refusal::NotMine),
-        }
+        self.restoring()?.file(host, id)
     }
 
-    fn update_mapping(&mut self, _: &Host, path: &CStr, _: u64, _: u64) -> Answer<Mapping> {
-        let path = path.to_string_lossy();
-        if device::is_path_of_gpu(&path) {
-            return Err(Unable::Restore(format!("a mapping of {path}")).into());
-        }
-        Err(Refusal::NotMine)
+    fn update_mapping(&mut self, host: &Host, path: &CStr, address: u64, offset: u64) -> Answer<Mapping> {
+        self.restoring()?.mapping(host, &path.to_string_lossy(), address, offset)
+    }
+
+    fn post_forking(&mut self, host: &Host) -> Answer {
+        self.restoring()?.forked(host);
+        Ok(())
+    }
+
+    fn resume_devices_late(&mut self, host: &Host, pid: i32) -> Answer {
+        self.restoring()?.resume(host, pid)
     }
 }
 
 impl Amdgpu {
-    fn refuse(&self, status: &libc::stat) -> Answer {
-        match self.devices.name_of(status) {
-            Some(name) => Err(Unable::Dump(name).into()),
-            None => Err(Refusal::NotMine),
-        }
+    fn dumping(&mut self) -> Answer<&mut Dump> {
+        if let Self::Dump(dump) = self { Ok(dump) } else { Err(Refusal::NotMine) }
+    }
+
+    fn restoring(&mut self) -> Answer<&mut Restore> {
+        if let Self::Restore(restore) = self { Ok(restore) } else { Err(Refusal::NotMine) }
     }
 }

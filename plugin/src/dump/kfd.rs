@@ -1,0 +1,114 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! A process's compute state.
+
+use std::os::fd::{AsFd as _, BorrowedFd};
+
+use rewake_contents::{PagesFile, Process, folder};
+use rewake_criu_images::amdgpu::{KfdBuffer, KfdImage, Node, kfd_name};
+use rewake_criu_plugin::{Answer, Host};
+use rewake_kfd::abi::{kfd_criu_bo_bucket, kfd_criu_device_bucket};
+use rewake_kfd::criu::{self, Counts, Image};
+use rewake_kfd::topology::Topology;
+
+use super::dmabuf;
+use super::shared::Shared;
+use crate::{contents, hsakmt, topology};
+
+/// A GPU in the process has another name than in the machine once it was restored on another one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Name {
+    /// In the machine.
+    pub(super) actual: u32,
+    /// In the process.
+    pub(super) user: u32,
+}
+
+#[derive(Debug, thiserror::Error)]
+#[error("the process uses GPU {0:#x}, which the driver's topology does not have: is it hidden from CRIU?")]
+struct UnknownGpu(u32);
+
+/// What was written of a process.
+#[derive(Debug)]
+pub(super) struct Written {
+    pub(super) names: Vec<Name>,
+    pub(super) buffers: Vec<KfdBuffer>,
+}
+
+/// Writes the state of the paused process that opened `file`.
+pub(super) fn dump(
+    host: &Host,
+    file: BorrowedFd<'_>,
+    id: u32,
+    counts: &Counts,
+    shared: &mut Shared,
+) -> Answer<Written> {
+    let state = criu::checkpoint(file, counts)?;
+    let folder = host.image_dir()?;
+    let machine = Topology::read()?;
+    let mut image = KfdImage {
+        pid: counts.pid,
+        gpus: counts.devices,
+        nodes: nodes(&machine, &state.devices)?,
+        buffers: state.bos.iter().map(buffer).collect(),
+        objects: counts.objects,
+        shared_memory_size: 0,
+        shared_memory_magic: 0,
+        private: state.private.clone(),
+    };
+    let inodes = state.dmabufs.iter().map(|dmabuf| dmabuf.as_ref().map(|fd| dmabuf::inode(fd.as_fd())));
+    shared.process(id, &mut image.buffers, &inodes.map(Option::transpose).collect::<Result<Vec<_>, _>>()?);
+    let image = hsakmt::note(image)?;
+    host.info(format_args!(
+        "process {}: {} GPUs, {} buffers, {} queues, events and ranges",
+        counts.pid, counts.devices, counts.bos, counts.objects
+    ));
+    save(host, folder, id, &image, &state, &machine)?;
+    folder::write(folder, &kfd_name(id), &image.to_bytes())?;
+    let name =
+        |bucket: &kfd_criu_device_bucket| Name { actual: bucket.actual_gpu_id, user: bucket.user_gpu_id };
+    Ok(Written { names: state.devices.iter().map(name).collect(), buffers: image.buffers })
+}
+
+/// All nodes, with the GPUs' names in the process; the last one first, as the stock plugin writes them.
+fn nodes(machine: &Topology, gpus: &[kfd_criu_device_bucket]) -> Result<Vec<Node>, UnknownGpu> {
+    let known =
+        |bucket: &&kfd_criu_device_bucket| machine.gpus().all(|gpu| gpu.gpu_id != bucket.actual_gpu_id);
+    if let Some(unknown) = gpus.iter().find(known) {
+        return Err(UnknownGpu(unknown.actual_gpu_id));
+    }
+    let node = |node: &rewake_kfd::topology::Node| {
+        let bucket = gpus.iter().find(|bucket| bucket.actual_gpu_id == node.gpu_id);
+        let mut node = topology::to_image(&node.into());
+        node.properties.gpu_id = bucket.map_or(0, |bucket| bucket.user_gpu_id);
+        node
+    };
+    Ok(machine.nodes.iter().rev().map(node).collect())
+}
+
+fn buffer(bo: &kfd_criu_bo_bucket) -> KfdBuffer {
+    KfdBuffer {
+        address: bo.addr,
+        size: bo.size,
+        offset: bo.offset,
+        alloc_flags: bo.alloc_flags,
+        gpu_id: bo.gpu_id,
+        handle: None,
+    }
+}
+
+/// Writes the memory of all buffers, a file for each GPU.
+fn save(
+    host: &Host,
+    folder: BorrowedFd<'_>,
+    id: u32,
+    image: &KfdImage,
+    state: &Image,
+    machine: &Topology,
+) -> Answer {
+    let mut files = Vec::new();
+    for bucket in &state.devices {
+        let Some(gpu) = machine.gpus().find(|gpu| gpu.gpu_id == bucket.actual_gpu_id) else { continue };
+        files.push(PagesFile::create(folder, id, image, bucket.user_gpu_id, gpu.render_minor())?);
+    }
+    contents::save(host, &[Process { files: &files, dmabufs: &state.dmabufs }])
+}

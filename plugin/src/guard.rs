@@ -1,0 +1,65 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! CRIU killed in the middle: what it has stopped goes on without it, and what only its plugin does is not done. A process that
+//! outlives CRIU does the least that must be.
+//!
+//! * In a dump: the tasks go on, and their queues would stay paused for ever. The guard lets them go on.
+//! * In a restore, the tasks would wait for CRIU for ever, or run before their GPUs' memory is there. The guard kills them. CRIU
+//!   4.1 says nothing when it forks them: its tasks have a guard when they are whole only, and what CRIU's death leaves before
+//!   that may run.
+
+use std::fs;
+use std::os::fd::{BorrowedFd, OwnedFd};
+
+use nix::sys::signal::{Signal, kill};
+use nix::sys::wait::{WaitPidFlag, waitpid};
+use nix::unistd::Pid;
+use rewake_criu_plugin::Host;
+
+use crate::abi::{self, Duty};
+
+/// The guard; dropped, it is gone.
+#[derive(Debug)]
+pub(crate) struct Guard(Pid);
+
+impl Guard {
+    /// Before the queues behind `kfd` are paused; one of `tasks` is whose file that is. None, with a warning, if it cannot
+    /// be started.
+    pub(crate) fn of_queues(host: &Host, kfd: BorrowedFd<'_>, tasks: &[i32]) -> Option<Self> {
+        Self::start(host, &Duty::GoOn(kfd, tasks), "queues stay paused")
+    }
+
+    /// Before a restored tree may run: of its first task, or of whatever CRIU has forked.
+    pub(crate) fn of_trees(host: &Host, roots: &[i32]) -> Option<Self> {
+        // One that has ended needs no guard.
+        let open = |root: &i32| Some((*root, abi::task(*root).ok()?));
+        let roots: Vec<(i32, OwnedFd)> = roots.iter().filter_map(open).collect();
+        Self::start(host, &Duty::Kill(&roots), "tasks run without their GPUs' memory")
+    }
+
+    fn start(host: &Host, duty: &Duty<'_>, otherwise: &str) -> Option<Self> {
+        match abi::fork_guard(duty, host.log_file().ok()) {
+            Ok(pid) => Some(Self(pid)),
+            Err(error) => {
+                host.warn(format_args!(
+                    "start a process that outlives CRIU: {error}; if CRIU is killed now, {otherwise}"
+                ));
+                None
+            }
+        }
+    }
+}
+
+impl Drop for Guard {
+    fn drop(&mut self) {
+        // It is this process's child until it is waited for, so that its number is nobody else's. Neither can fail then.
+        let _ = kill(self.0, Signal::SIGKILL);
+        let _ = waitpid(self.0, Some(WaitPidFlag::__WALL));
+    }
+}
+
+/// Children of this process's first thread.
+pub(crate) fn children() -> Vec<i32> {
+    let own = format!("/proc/self/task/{}/children", std::process::id());
+    let numbers = fs::read_to_string(own).unwrap_or_default();
+    numbers.split_whitespace().filter_map(|number| number.parse().ok()).collect()
+}

@@ -1,0 +1,153 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The buffers' memory, loaded in CRIU's main process when every task is whole: for all processes at once, with one staging
+//! memory, and where threads may be left behind (io_uring has some). Tasks hand their buffers over as dma-bufs.
+
+use std::io::{IoSlice, IoSliceMut};
+use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
+
+use nix::errno::Errno;
+use nix::sys::socket::{
+    AddressFamily, ControlMessage, ControlMessageOwned, MsgFlags, SockFlag, SockType, recvmsg, sendmsg,
+    setsockopt, socketpair, sockopt,
+};
+use rewake_contents::{PagesFile, Process};
+use rewake_criu_plugin::{Answer, Host};
+use rewake_handover::MAX_DESCRIPTORS;
+
+use super::Restore;
+use super::places::gpus;
+use crate::contents;
+
+/// Bytes of a buffer's number in a message.
+const NUMBER: usize = 4;
+/// Wanted of the socket: some KiB for a message, and a hundred messages more than the largest process had.
+const SOCKET_BYTES: usize = 16 << 20;
+
+#[derive(Debug, thiserror::Error)]
+enum Lost {
+    #[error("hand over {0} buffers: the socket takes no more")]
+    Full(usize),
+    #[error(
+        "the buffers of process {0} were handed over in a way that makes no sense: a fault of the plugin"
+    )]
+    Garbled(u32),
+    #[error(
+        "the buffers of the render node of file {0:#x} were handed over in a way that makes no sense: a fault of the plugin"
+    )]
+    NodeGarbled(u32),
+}
+
+impl Restore {
+    /// In a task: hands buffers over. Gives the id of the socket that has them in CRIU's store.
+    pub(super) fn hand_over(host: &Host, dmabufs: &[Option<OwnedFd>]) -> Answer<i32> {
+        let flags = SockFlag::SOCK_CLOEXEC;
+        let (to, from) = socketpair(AddressFamily::Unix, SockType::SeqPacket, None, flags)?;
+        // Without the right to more than the system's limit that must do.
+        let _ = setsockopt(&to, sockopt::SndBufForce, &SOCKET_BYTES);
+        let with_bytes: Vec<(usize, &OwnedFd)> = dmabufs
+            .iter()
+            .enumerate()
+            .filter_map(|(buffer, dmabuf)| Some((buffer, dmabuf.as_ref()?)))
+            .collect();
+        for part in with_bytes.chunks(MAX_DESCRIPTORS) {
+            let numbers: Vec<u8> = part
+                .iter()
+                .flat_map(|(buffer, _)| u32::try_from(*buffer).unwrap_or(u32::MAX).to_le_bytes())
+                .collect();
+            let fds: Vec<i32> = part.iter().map(|(_, fd)| fd.as_raw_fd()).collect();
+            let rights = [ControlMessage::ScmRights(&fds)];
+            let bytes = [IoSlice::new(&numbers)];
+            match sendmsg::<()>(to.as_raw_fd(), &bytes, &rights, MsgFlags::MSG_DONTWAIT, None) {
+                Ok(_) => {}
+                Err(Errno::EAGAIN) => return Err(Lost::Full(with_bytes.len()).into()),
+                Err(errno) => return Err(errno.into()),
+            }
+        }
+        Ok(host.store_fd(from.as_fd())?)
+    }
+
+    /// In the main process: loads the memory of all that was handed over, but what a page server takes.
+    pub(super) fn load(&self, host: &Host) -> Answer {
+        let mut memory = self.handed_over(host)?;
+        if let Some(server) = &self.server {
+            server.take(host, self, &mut memory)?;
+        }
+        let now: Vec<Process<'_>> = memory.iter().map(Memory::process).collect();
+        contents::load(host, &now)
+    }
+
+    fn handed_over(&self, host: &Host) -> Answer<Vec<Memory>> {
+        let folder = host.image_dir()?;
+        let mut memory = Vec::new();
+        for (index, (id, image)) in self.images.kfd.iter().enumerate() {
+            let Some(stored) = self.board.contents(index) else { continue };
+            let mut files = Vec::new();
+            for gpu in gpus(image) {
+                let minor = self.places.of(gpu)?.minor;
+                files.push(PagesFile::open(folder, *id, image, gpu.gpu_id, minor)?);
+            }
+            let dmabufs = receive(&host.stored_fd(stored)?, image.buffers.len())?;
+            let dmabufs = dmabufs.ok_or(Lost::Garbled(image.pid))?;
+            memory.push(Memory { process: Some(index), files, dmabufs });
+        }
+        for (index, node) in self.nodes.iter().enumerate() {
+            let Some(stored) = self.board.node_contents(index) else { continue };
+            let dmabufs = receive(&host.stored_fd(stored)?, node.contents.buffers.len())?;
+            let dmabufs = dmabufs.ok_or(Lost::NodeGarbled(node.id))?;
+            memory.push(Memory { process: None, files: node.files(folder, &dmabufs)?, dmabufs });
+        }
+        Ok(memory)
+    }
+}
+
+/// Buffers of a process, or of a render node, whose memory is to be loaded.
+pub(super) struct Memory {
+    /// Which process, if it is one that computes.
+    pub(super) process: Option<usize>,
+    files: Vec<PagesFile>,
+    /// By the image's number of the buffer; those without one are left alone.
+    pub(super) dmabufs: Vec<Option<OwnedFd>>,
+}
+
+impl Memory {
+    fn process(&self) -> Process<'_> {
+        Process { files: &self.files, dmabufs: &self.dmabufs }
+    }
+}
+
+/// The dma-bufs of `count` buffers; none if what was sent makes no sense.
+fn receive(from: &OwnedFd, count: usize) -> Answer<Option<Vec<Option<OwnedFd>>>> {
+    let mut dmabufs: Vec<Option<OwnedFd>> = (0..count).map(|_| None).collect();
+    let mut space = nix::cmsg_space!([i32; MAX_DESCRIPTORS]);
+    loop {
+        let mut numbers = [0; MAX_DESCRIPTORS * NUMBER];
+        let (length, fds) = {
+            let mut bytes = [IoSliceMut::new(&mut numbers)];
+            let message = recvmsg::<()>(
+                from.as_raw_fd(),
+                &mut bytes,
+                Some(&mut space),
+                MsgFlags::MSG_CMSG_CLOEXEC | MsgFlags::MSG_DONTWAIT,
+            )?;
+            let mut fds = Vec::new();
+            for control in message.cmsgs()? {
+                if let ControlMessageOwned::ScmRights(received) = control {
+                    fds.extend(crate::abi::adopt(received));
+                }
+            }
+            (message.bytes, fds)
+        };
+        // The sender's end was closed when it had sent everything.
+        if length == 0 {
+            return Ok(Some(dmabufs));
+        }
+        let (numbers, rest) = numbers[..length].as_chunks::<NUMBER>();
+        if !rest.is_empty() || numbers.len() != fds.len() {
+            return Ok(None);
+        }
+        for (number, fd) in numbers.iter().zip(fds) {
+            let Some(place) = dmabufs.get_mut(u32::from_le_bytes(*number) as usize) else { return Ok(None) };
+            *place = Some(fd);
+        }
+    }
+}

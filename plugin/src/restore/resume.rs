@@ -1,0 +1,156 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The queues' start, in CRIU's main process, when every task is whole and about to run.
+//!
+//! RESUME once a process and never again: a second one does harm ([`criu::resume`]). CRIU ignores what this hook says, so a
+//! failure ends the tasks here: none runs with a GPU that does not.
+
+use std::os::fd::AsFd as _;
+
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use rewake_criu_plugin::{Answer, Host, Refusal};
+use rewake_kfd::{Error, Kfd, criu};
+
+use crate::guard::{self, Guard};
+
+/// What has been started.
+#[derive(Debug, Default)]
+pub(super) struct Resume {
+    /// Children of this process that CRIU has not forked for this restore: who executed it may have left some.
+    strangers: Vec<i32>,
+    /// CRIU's own, opened when it is first needed.
+    kfd: Option<Kfd>,
+    /// Tasks that CRIU has named, in order.
+    tasks: Vec<i32>,
+    started: usize,
+    all: bool,
+    failed: bool,
+    /// From when tasks are forked until all queues are started; with CRIU 4.1 from when they are whole.
+    guard: Option<Guard>,
+}
+
+#[derive(Debug, thiserror::Error)]
+#[error("killed: the queues of another task could not be started")]
+struct Together;
+
+#[derive(Debug, thiserror::Error)]
+#[error("task {task} cannot go on, all restored tasks are killed")]
+struct Killed {
+    task: i32,
+    #[source]
+    why: Box<dyn std::error::Error + Send + Sync>,
+}
+
+impl Resume {
+    /// Before a task is forked.
+    pub(super) fn new() -> Self {
+        Self { strangers: guard::children(), ..Self::default() }
+    }
+
+    /// The first task is forked. From now on tasks that CRIU leaves to themselves are killed.
+    pub(super) fn forked(&mut self, host: &Host) {
+        let mut roots = guard::children();
+        roots.retain(|child| !self.strangers.contains(child));
+        // A sibling (`--restore-sibling`) is found when its name is told: [`Resume::begin`].
+        if roots.is_empty() {
+            return;
+        }
+        self.guard = Guard::of_trees(host, &roots);
+    }
+
+    /// Whether no task was named yet.
+    pub(super) fn begin(&mut self, host: &Host, pid: i32) -> bool {
+        let first = self.tasks.is_empty();
+        if first && self.guard.is_none() {
+            self.guard = Guard::of_trees(host, &[pid]);
+        }
+        first
+    }
+
+    /// Starts the queues of a task, if it has some, when it is `ready`: the memory of all is loaded, or behind a gate. `made`:
+    /// how many processes have some.
+    pub(super) fn task(
+        &mut self,
+        host: &Host,
+        pid: i32,
+        ready: impl FnOnce() -> Answer,
+        made: usize,
+    ) -> Answer {
+        let done = self.next(host, pid, ready);
+        self.all = !self.failed && self.started == made;
+        done
+    }
+
+    /// Whether the queues of all processes were started.
+    pub(super) fn all_started(&self) -> bool {
+        self.all
+    }
+
+    /// Once all queues were started, CRIU's end does no harm.
+    pub(super) fn no_more_guard(&mut self) {
+        if self.all {
+            self.guard = None;
+        }
+    }
+
+    fn next(&mut self, host: &Host, pid: i32, ready: impl FnOnce() -> Answer) -> Answer {
+        if self.tasks.contains(&pid) {
+            return Err(Refusal::NotMine);
+        }
+        self.tasks.push(pid);
+        if self.failed {
+            end(host, &[pid]);
+            return Err(Together.into());
+        }
+        let started = ready().and_then(|()| Ok(self.start(pid)?));
+        match started {
+            Ok(true) => {
+                self.started += 1;
+                Ok(())
+            }
+            Ok(false) => Err(Refusal::NotMine),
+            Err(refusal) => Err(self.fail(host, pid, refusal)),
+        }
+    }
+
+    /// Ends all tasks.
+    pub(super) fn fail(&mut self, host: &Host, task: i32, refusal: Refusal) -> Refusal {
+        let Refusal::Failed(why) = refusal else { return refusal };
+        self.failed = true;
+        end(host, &self.tasks);
+        Killed { task, why }.into()
+    }
+
+    /// Whether there was something to start.
+    fn start(&mut self, pid: i32) -> Result<bool, Error> {
+        let kfd = match self.kfd.take() {
+            Some(kfd) => kfd,
+            None => Kfd::open()?,
+        };
+        let done = criu::resume(self.kfd.insert(kfd).as_fd(), pid.unsigned_abs());
+        match done {
+            Ok(()) => Ok(true),
+            Err(error) if error.errno() == Some(libc::ESRCH) => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Says so if processes were left standing: they would wait for their GPUs for ever.
+    pub(super) fn end(self, host: &Host, result: i32, made: usize) {
+        if result == 0 && !self.failed && made != self.started {
+            host.error(format_args!(
+                "killing the restored tasks: queues of {} processes were started, of {made} that were restored",
+                self.started
+            ));
+            end(host, &self.tasks);
+        }
+    }
+}
+
+fn end(host: &Host, tasks: &[i32]) {
+    for pid in tasks {
+        if let Err(errno) = kill(Pid::from_raw(*pid), Signal::SIGKILL) {
+            host.warn(format_args!("kill {pid}: {errno}"));
+        }
+    }
+}
