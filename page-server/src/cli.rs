@@ -22,9 +22,13 @@ pub enum Command {
     LazyPages(LazyPages),
     /// Serves many restores, one after another and at once
     Serve(Serve),
+    /// Runs `criu dump`, with the plugin for GPUs
+    Dump(Dump),
     /// Runs `criu restore` and shows how the memory comes back
     Restore(Restore),
-    /// Shows what a running `rewake serve` does
+    /// Loads memory of GPUs behind the processes of one restore: `rewake restore` starts it
+    StreamGpu(StreamGpu),
+    /// Shows what a running `rewake serve` does, or how far a restore of GPU memory is
     Status(Status),
     /// Shows what is in an image, and whether it can be served
     Inspect(Inspect),
@@ -105,6 +109,24 @@ impl Remote {
     }
 }
 
+/// Options of `rewake stream-gpu`.
+#[derive(Debug, Args)]
+pub struct StreamGpu {
+    /// CRIU's work directory (its -W, else its -D): the plugin looks for the socket there
+    #[arg(short = 'W', long, default_value = ".", value_name = "DIR")]
+    pub work_dir: PathBuf,
+    /// Log file [default: stderr]
+    #[arg(short = 'o', long, value_name = "FILE")]
+    pub log_file: Option<PathBuf>,
+    /// Log level: as of `rewake lazy-pages`
+    #[arg(long, default_value_t = 2, value_name = "LEVEL")]
+    pub verbosity: u8,
+    /// Write one zero byte to this descriptor once the socket is ready; then `s` for each process that runs while its GPUs
+    /// stand still, and `o` when all of them go on, or `k` when they were killed. It is open until nobody is left to say more
+    #[arg(long, value_name = "FD")]
+    pub status_fd: Option<i32>,
+}
+
 /// Options of `rewake doctor`.
 #[derive(Debug, Args)]
 pub struct Doctor {
@@ -153,6 +175,37 @@ pub struct Serve {
     pub until_idle: bool,
 }
 
+/// Which programs `rewake dump` and `rewake restore` run.
+#[derive(Debug, Args)]
+pub struct Programs {
+    /// The CRIU program [default: what the environment variable CRIU says, else criu from the path]
+    #[arg(long, value_name = "PATH")]
+    pub criu: Option<PathBuf>,
+    /// Folder with amdgpu_plugin.so, and no other .so than CRIU's plugins [default: where there is a GPU,
+    /// $CRIU_LIBS_DIR, else the folder installed with this program]
+    #[arg(long, value_name = "DIR")]
+    pub plugin_dir: Option<PathBuf>,
+}
+
+/// Options of `rewake dump`.
+#[derive(Debug, Args)]
+pub struct Dump {
+    /// The process to dump, with its children
+    #[arg(short = 't', long, value_name = "PID")]
+    pub tree: u32,
+    /// Directory for the images
+    #[arg(short = 'D', long, value_name = "DIR")]
+    pub images_dir: PathBuf,
+    /// Directory for the log [default: the images directory]
+    #[arg(short = 'W', long, value_name = "DIR")]
+    pub work_dir: Option<PathBuf>,
+    #[command(flatten)]
+    pub(crate) programs: Programs,
+    /// Options for `criu dump`
+    #[arg(last = true, value_name = "CRIU OPTIONS")]
+    pub criu_options: Vec<OsString>,
+}
+
 /// Options of `rewake restore`.
 #[derive(Debug, Args)]
 pub struct Restore {
@@ -167,9 +220,8 @@ pub struct Restore {
     /// restore alone is started]
     #[arg(long, value_name = "PATH")]
     pub socket: Option<PathBuf>,
-    /// The CRIU program [default: what the environment variable CRIU says, else criu from the path]
-    #[arg(long, value_name = "PATH")]
-    pub criu: Option<PathBuf>,
+    #[command(flatten)]
+    pub(crate) programs: Programs,
     /// Show nothing while it runs, and no timeline
     #[arg(short = 'q', long)]
     pub quiet: bool,
@@ -187,6 +239,9 @@ pub struct Status {
     /// Control socket [default: as for `rewake serve`]
     #[arg(long, value_name = "PATH")]
     pub socket: Option<PathBuf>,
+    /// The work directory of a restore: how far its memory of GPUs is
+    #[arg(short = 'W', long, value_name = "DIR", conflicts_with = "socket")]
+    pub work_dir: Option<PathBuf>,
     /// Everything, for programs
     #[arg(long)]
     pub json: bool,

@@ -1,35 +1,48 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! When the supervisor itself is killed: a last guardian that ends the restored processes if the worker dies
-//! too. It shares the worker's descriptors, so none of them closes before those processes are dead.
+//! A guardian ends the restored processes if the worker dies and the supervisor is not there any more: it was killed, or is in the same
+//! moment. It shares the worker's descriptors, so none of them closes before those processes are dead.
 
 use std::os::fd::{AsRawFd as _, OwnedFd};
 
-use tracing::{error, warn};
+use nix::sys::signal::{SigSet, SigmaskHow};
+use tracing::error;
 
 use crate::ledger::Ledger;
 use crate::sys::{self, Fork};
 
-/// Starts a guardian of this process.
-pub fn start(ledger: Ledger) {
-    let worker = match sys::pidfd_open(nix::unistd::getpid().as_raw()) {
-        Ok(worker) => worker,
-        Err(error) => return error!(%error, "no guardian: a killed worker will not be noticed"),
-    };
-    // SAFETY: other threads exist, so the child keeps to system calls, its stack and the ledger's atomics.
-    match unsafe { sys::fork_sharing_files() } {
-        Ok(Fork::Child) => watch(ledger, &worker),
-        Ok(Fork::Parent(pid)) => warn!("the supervisor is gone; guardian {pid} took its place"),
-        Err(error) => error!(%error, "no guardian: a killed worker will not be noticed"),
+/// Starts a guardian of this process; its number. No signal but SIGKILL ends it. None, with an error in the log, if it cannot be
+/// started.
+pub fn start(ledger: Ledger) -> Option<i32> {
+    let started = fork(ledger);
+    if let Err(error) = &started {
+        error!(%error, "no guardian: a killed worker may not be noticed");
     }
-    // Descriptors are shared: closing it here would close it for the guardian.
-    std::mem::forget(worker);
+    started.ok()
+}
+
+fn fork(ledger: Ledger) -> std::io::Result<i32> {
+    let worker = sys::pidfd_open(nix::unistd::getpid().as_raw())?;
+    // What stops a whole group of processes is for the worker to judge.
+    let before = SigSet::all().thread_swap_mask(SigmaskHow::SIG_SETMASK)?;
+    // SAFETY: other threads may exist, so the child keeps to system calls, its stack and the ledger's atomics.
+    let forked = unsafe { sys::fork_sharing_files() };
+    if let Ok(Fork::Child) = forked {
+        watch(ledger, &worker);
+    }
+    before.thread_set_mask()?;
+    match forked? {
+        Fork::Parent(pid) => {
+            // Descriptors are shared: closing it here would close it for the guardian.
+            std::mem::forget(worker);
+            Ok(pid)
+        }
+        Fork::Child => unreachable!("it never returns"),
+    }
 }
 
 /// Waits for the worker's end, then kills whatever still has missing pages. Only system calls.
 fn watch(ledger: Ledger, worker: &OwnedFd) -> ! {
-    let mut poll = libc::pollfd { fd: worker.as_raw_fd(), events: libc::POLLIN, revents: 0 };
-    // SAFETY: one live pollfd; EINTR is tried again, and a pidfd is readable only when its process ended.
-    while unsafe { libc::poll(&raw mut poll, 1, -1) } != 1 {}
+    sys::wait_for_end(worker.as_raw_fd());
     ledger.end_all();
     // SAFETY: ends this process without running destructors of the worker's memory.
     unsafe { libc::_exit(0) }

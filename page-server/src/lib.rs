@@ -6,6 +6,9 @@
 //! * [`session`], [`image`], [`spaces`], [`processes`]: what a session is, what it serves, whom.
 //! * [`fill`]: the data plane.
 //! * [`inspect`], [`doctor`]: what an image holds, and what a machine lacks.
+//! * [`gpu_stream`]: memory of GPUs behind running processes.
+//! * [`timeline`]: how that goes, for people and programs.
+//! * [`gpu_plugin`]: where CRIU finds its plugin for GPUs.
 //! * [`control`]: what a long-lived daemon and its clients say to each other.
 //! * [`cli`], [`commands`], [`criu_args`], [`logging`], [`units`]: for people and their scripts.
 
@@ -16,6 +19,8 @@ pub mod criu_args;
 pub mod daemon;
 pub mod doctor;
 pub mod fill;
+pub mod gpu_plugin;
+pub mod gpu_stream;
 pub mod guardian;
 pub mod image;
 pub mod inspect;
@@ -27,6 +32,7 @@ pub mod socket;
 pub mod spaces;
 pub mod supervisor;
 pub mod sys;
+pub mod timeline;
 pub mod units;
 #[cfg(test)]
 mod watched;

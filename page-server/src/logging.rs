@@ -20,6 +20,8 @@ pub fn start(file: Option<&Path>, verbosity: u8) -> anyhow::Result<()> {
         _ => LevelFilter::DEBUG,
     };
     let builder = tracing_subscriber::fmt().with_max_level(level).with_target(false).with_ansi(false);
+    // Nobody who reads stderr is no reason to end: the library's own complaint would go there, too, and panic.
+    let builder = builder.log_internal_errors(false);
     match file {
         // A second start, as in tests, keeps the first's settings.
         None => drop(builder.without_time().with_writer(std::io::stderr).try_init()),

@@ -13,7 +13,9 @@ fn main() -> ExitCode {
     let result = match &cli.command {
         Command::LazyPages(options) => commands::lazy_pages::run(options),
         Command::Serve(options) => commands::serve::run(options),
+        Command::Dump(options) => commands::dump::run(options),
         Command::Restore(options) => commands::restore::run(options),
+        Command::StreamGpu(options) => commands::stream_gpu::run(options),
         Command::Status(options) => commands::status::run(options),
         Command::Inspect(options) => commands::inspect::run(options),
         Command::Doctor(options) => commands::doctor::run(options),

@@ -16,7 +16,7 @@ use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
 use nix::unistd::Pid;
 use tracing::{error, info, warn};
 
-use crate::ledger::{Ledger, NO_FD};
+use crate::ledger::{Ledger, NO_FD, SessionSlot, SessionState};
 use crate::processes;
 use crate::sys::{self, Fork};
 
@@ -28,6 +28,15 @@ const WINDOW: Duration = Duration::from_secs(10);
 const FORK_PAUSE: Duration = Duration::from_millis(250);
 /// Exit code of a worker that panicked before its reactors ran.
 const PANICKED: i32 = 101;
+
+/// Exit code when a worker was asked to stop before it had anything to do: as a shell tells it.
+pub const STOPPED: u8 = 128 + 15;
+
+/// The exit code of a command for which that is as good an end as any.
+#[must_use]
+pub fn asked_to_stop_is_well(code: u8) -> u8 {
+    if code == STOPPED { 0 } else { code }
+}
 
 /// What a worker is started with.
 #[derive(Debug)]
@@ -59,10 +68,18 @@ pub fn supervise(notify: Vec<OwnedFd>, worker: impl Fn(&Start) -> u8) -> anyhow:
     let notify: Vec<RawFd> = notify.into_iter().map(IntoRawFd::into_raw_fd).collect();
     let supervisor = nix::unistd::getpid().as_raw();
     let first = Start { ledger, successor: false, supervisor, inherited, notify };
-    let ended = keep_a_worker(first, &signals, worker);
-    // Whatever the reason, an error of ours included: with this process the last descriptors close.
-    end_all(ledger);
-    ended
+    // Whatever the reason, an error of ours or a panic included: with this process the last descriptors close.
+    let _last = Last(ledger);
+    keep_a_worker(first, &signals, worker)
+}
+
+/// Dropped, it ends all that depends on this process.
+struct Last(Ledger);
+
+impl Drop for Last {
+    fn drop(&mut self) {
+        end_all(self.0);
+    }
 }
 
 /// Starts a worker and, as long as that helps, a successor for each that dies. Gives the exit code.
@@ -81,6 +98,8 @@ fn keep_a_worker(mut start: Start, signals: &SigSet, worker: impl Fn(&Start) -> 
             }
             Ok(Fork::Parent(pid)) => match wait_for(Pid::from_raw(pid), signals)? {
                 Ended::Exited(code) if code != PANICKED => return Ok(u8::try_from(code).unwrap_or(1)),
+                // As it was asked to. One that is depended on sees to that itself, but for its first moment.
+                Ended::Stopped if !is_depended_on(start.ledger) => return Ok(STOPPED),
                 how => format!("worker {pid} {how}"),
             },
             Err(error) if !start.successor => return Err(error).context("starting a worker"),
@@ -96,6 +115,12 @@ fn keep_a_worker(mut start: Start, signals: &SigSet, worker: impl Fn(&Start) -> 
         warn!("{died}: starting a successor");
         start.successor = true;
     }
+}
+
+/// Whether restored processes, or those being restored, need a worker.
+fn is_depended_on(ledger: Ledger) -> bool {
+    let idle = |slot: &SessionSlot| matches!(slot.state(), SessionState::Free | SessionState::Listening);
+    ledger.gates().any() || ledger.live_spaces().next().is_some() || !ledger.sessions().iter().all(idle)
 }
 
 /// When workers died lately.
@@ -141,6 +166,8 @@ fn end_all(ledger: Ledger) {
 }
 
 enum Ended {
+    /// By the request to stop that was passed on.
+    Stopped,
     Exited(i32),
     Killed(Signal),
 }
@@ -148,6 +175,7 @@ enum Ended {
 impl std::fmt::Display for Ended {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
+            Self::Stopped => write!(f, "stopped when asked to"),
             Self::Exited(code) => write!(f, "exited with {code}"),
             Self::Killed(signal) => write!(f, "was killed by {signal}"),
         }
@@ -156,17 +184,20 @@ impl std::fmt::Display for Ended {
 
 /// Waits for the worker's end, passing requests to stop on to it.
 fn wait_for(worker: Pid, signals: &SigSet) -> anyhow::Result<Ended> {
+    let mut asked = false;
     loop {
         match signals.wait().context("waiting for signals")? {
             Signal::SIGCHLD => {}
             signal => {
                 info!("{signal}: asking the worker to stop");
+                asked = true;
                 // Gone already: the SIGCHLD is on its way.
                 let _ = kill(worker, Signal::SIGTERM);
             }
         }
         match waitpid(worker, Some(WaitPidFlag::WNOHANG)).context("waiting for the worker")? {
             WaitStatus::Exited(_, code) => return Ok(Ended::Exited(code)),
+            WaitStatus::Signaled(_, Signal::SIGTERM, _) if asked => return Ok(Ended::Stopped),
             WaitStatus::Signaled(_, signal, _) => return Ok(Ended::Killed(signal)),
             _ => {}
         }

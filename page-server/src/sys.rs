@@ -34,12 +34,28 @@ pub fn pidfd_kill(pidfd: RawFd) -> io::Result<()> {
     check(unsafe { libc::syscall(libc::SYS_pidfd_send_signal, pidfd, libc::SIGKILL, 0, 0) }).map(drop)
 }
 
+/// The number of the process behind a pidfd, for this process (`/proc/self/fdinfo`, Linux 5.3).
+///
+/// # Errors
+/// ESRCH when it has been waited for.
+pub fn pidfd_pid(pidfd: RawFd) -> io::Result<i32> {
+    let text = std::fs::read_to_string(format!("/proc/self/fdinfo/{pidfd}"))?;
+    let pid = text.lines().find_map(|line| line.strip_prefix("Pid:")?.trim().parse().ok());
+    pid.filter(|pid| *pid > 0).ok_or_else(|| io::Error::from_raw_os_error(libc::ESRCH))
+}
+
 /// Sends SIGKILL to process `pid`; to nobody when that is no process's number.
 pub fn kill(pid: i32) {
     if pid > 0 {
         // SAFETY: two integers. A number above 0 names one process, never a group.
         unsafe { libc::kill(pid, libc::SIGKILL) };
     }
+}
+
+/// Writes one byte for whoever reads; nobody may, and nobody is told.
+pub fn write_byte(number: RawFd, byte: u8) {
+    // SAFETY: one live byte; a closed descriptor gives EBADF, and a pipe without a reader EPIPE: Rust has SIGPIPE ignored.
+    unsafe { libc::write(number, (&raw const byte).cast(), 1) };
 }
 
 /// What [`fork_sharing_files`] returned in this process.
@@ -104,6 +120,13 @@ pub fn is_userfaultfd(number: RawFd) -> bool {
 /// EMFILE.
 pub fn duplicate(fd: BorrowedFd<'_>) -> io::Result<OwnedFd> {
     fd.try_clone_to_owned()
+}
+
+/// Until the process has ended. Only system calls.
+pub fn wait_for_end(pidfd: RawFd) {
+    let mut poll = libc::pollfd { fd: pidfd, events: libc::POLLIN, revents: 0 };
+    // SAFETY: one live pollfd; EINTR is tried again, and a pidfd is readable only when its process ended.
+    while unsafe { libc::poll(&raw mut poll, 1, -1) } != 1 || poll.revents == 0 {}
 }
 
 /// True when the process behind `pidfd` has ended: a pidfd is readable then.

@@ -44,11 +44,15 @@ pub fn seconds(time: Duration) -> String {
     }
 }
 
-/// Bytes in nanoseconds as `2.31 GB/s`; a dash when there was no time.
+/// Bytes in nanoseconds as `2.31 GB/s`, less than a tenth of one as `6.29 MB/s`; a dash when there was no time.
 #[must_use]
 #[expect(clippy::cast_precision_loss, reason = "two decimals are shown")]
 pub fn rate(bytes: u64, nanos: u64) -> String {
-    if nanos == 0 { "-".to_owned() } else { format!("{:.2} GB/s", bytes as f64 / nanos as f64) }
+    match bytes as f64 / nanos as f64 {
+        _ if nanos == 0 => "-".to_owned(),
+        slow if slow < 0.1 => format!("{:.2} MB/s", slow * 1e3),
+        fast => format!("{fast:.2} GB/s"),
+    }
 }
 
 #[cfg(test)]
@@ -77,6 +81,6 @@ mod tests {
         let times = [0.42, 12.34, 312.0, 11_100.0].map(Duration::from_secs_f64);
         assert_eq!(times.map(seconds), ["0.42 s", "12.3 s", "5 min 12 s", "3 h 05 min"]);
         assert_eq!(rate(2_310_000_000, 1_000_000_000), "2.31 GB/s");
-        assert_eq!(rate(1, 0), "-");
+        assert_eq!((rate(99_000_000, 1_000_000_000), rate(1, 0)), ("99.00 MB/s".to_owned(), "-".to_owned()));
     }
 }

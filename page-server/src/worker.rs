@@ -85,7 +85,9 @@ async fn stop_requests(daemon: &Daemon) -> anyhow::Result<()> {
 async fn keep_guarded(start: &Start) -> anyhow::Error {
     match supervisor_ended(start.supervisor).await {
         Ok(()) => {
-            guardian::start(start.ledger);
+            if let Some(pid) = guardian::start(start.ledger) {
+                warn!("the supervisor is gone; guardian {pid} took its place");
+            }
             std::future::pending().await
         }
         Err(error) => error,

@@ -2,7 +2,6 @@
 //! `rewake lazy-pages`: serves one restore, in the place of `criu lazy-pages`.
 
 use std::io::Write as _;
-use std::os::fd::{FromRawFd as _, OwnedFd};
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -10,7 +9,7 @@ use std::time::Duration;
 use anyhow::{Context as _, bail};
 use tracing::{error, info};
 
-use super::{detach, directory};
+use super::{detach, directory, to_notify};
 use crate::cli::LazyPages;
 use crate::daemon::{Daemon, Summary};
 use crate::supervisor::{self, Start};
@@ -32,16 +31,14 @@ pub fn run(options: &LazyPages) -> anyhow::Result<u8> {
     std::env::set_current_dir(&work)
         .with_context(|| format!("entering work directory {}", work.display()))?;
     logging::start(options.log_file.as_deref(), options.verbosity)?;
-    // SAFETY: the caller gave this descriptor to us, to write to and to close.
-    let status = options.status_fd.map(|number| unsafe { OwnedFd::from_raw_fd(number) });
-    let mut notify: Vec<OwnedFd> = status.into_iter().collect();
+    let mut notify = to_notify(options.status_fd);
     if options.daemon
         && let Some(code) = detach::background(options.pidfile.as_deref(), &mut notify)?
     {
         return Ok(code);
     }
     let limit = options.connect_timeout.map(Duration::from_secs);
-    supervisor::supervise(notify, |start| {
+    let code = supervisor::supervise(notify, |start| {
         match worker::block_on(start, async |daemon| session(start, daemon, &images, &work, limit).await) {
             Ok(summary) => {
                 summary.iter().for_each(report);
@@ -53,7 +50,8 @@ pub fn run(options: &LazyPages) -> anyhow::Result<u8> {
                 1
             }
         }
-    })
+    })?;
+    Ok(supervisor::asked_to_stop_is_well(code))
 }
 
 async fn session(

@@ -1,16 +1,21 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! One file a command.
 
+mod criu;
 pub mod doctor;
+pub mod dump;
 pub mod inspect;
 pub mod lazy_pages;
+mod picture;
 mod print;
 pub mod restore;
 pub mod serve;
 pub mod status;
+pub mod stream_gpu;
 
 mod detach;
 
+use std::os::fd::{FromRawFd as _, OwnedFd, RawFd};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, bail};
@@ -22,4 +27,10 @@ fn directory(path: &Path, option: &str) -> anyhow::Result<PathBuf> {
         bail!("{option} {}: expected a directory", path.display());
     }
     Ok(full)
+}
+
+/// The descriptor of `--status-fd`, if it was given; to be asked for once.
+fn to_notify(status: Option<RawFd>) -> Vec<OwnedFd> {
+    // SAFETY: who started us gave this descriptor to us, to write to and to close.
+    status.map(|number| unsafe { OwnedFd::from_raw_fd(number) }).into_iter().collect()
 }

@@ -2,7 +2,6 @@
 //! `rewake serve`: a daemon that serves many restores, one after another and at once.
 
 use std::io::Write as _;
-use std::os::fd::{FromRawFd as _, OwnedFd};
 use std::os::unix::net::UnixListener;
 use std::path::{Path, absolute};
 use std::time::Instant;
@@ -10,7 +9,7 @@ use std::time::Instant;
 use anyhow::Context as _;
 use tracing::{error, info, warn};
 
-use super::detach;
+use super::{detach, to_notify};
 use crate::cli::Serve;
 use crate::control::address;
 use crate::control::registry::Facts;
@@ -32,9 +31,7 @@ pub fn run(options: &Serve) -> anyhow::Result<u8> {
     // Bound before the first fork: all workers share the one listener, and clients that come between the death
     // of a worker and its successor's start wait in its queue.
     let listener = address::bind(&socket)?;
-    // SAFETY: the caller gave this descriptor to us, to write to and to close.
-    let status = options.status_fd.map(|number| unsafe { OwnedFd::from_raw_fd(number) });
-    let mut notify: Vec<OwnedFd> = status.into_iter().collect();
+    let mut notify = to_notify(options.status_fd);
     if options.daemon
         && let Some(code) = detach::background(pidfile.as_deref(), &mut notify)?
     {
@@ -48,7 +45,7 @@ pub fn run(options: &Serve) -> anyhow::Result<u8> {
         worker_main(start, &listener, facts, until, options.log_file.is_some())
     });
     remove(&socket);
-    code
+    code.map(supervisor::asked_to_stop_is_well)
 }
 
 fn worker_main(start: &Start, listener: &UnixListener, facts: Facts, until: Until, logged: bool) -> u8 {

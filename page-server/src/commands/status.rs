@@ -5,16 +5,17 @@ use std::ffi::OsStr;
 use std::fmt::Write as _;
 use std::io::Write as _;
 use std::os::unix::ffi::OsStrExt as _;
-use std::path::absolute;
+use std::path::{Path, absolute};
 use std::time::Duration;
 
-use anyhow::Context as _;
+use anyhow::{Context as _, bail};
 use serde_json::{Value, json};
 
+use super::picture;
 use crate::cli::Status;
-use crate::control::address;
-use crate::control::client::Client;
+use crate::control::client::{Client, ClientError};
 use crate::control::proto::{self, State};
+use crate::control::{self, address};
 use crate::units;
 
 /// Runs the command; gives the exit code.
@@ -22,25 +23,53 @@ use crate::units;
 /// # Errors
 /// No daemon listens, or it cannot be talked to.
 pub fn run(options: &Status) -> anyhow::Result<u8> {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    if let Some(work) = &options.work_dir {
+        let picture = runtime.block_on(streaming(work))?;
+        let lines = picture::lines(&picture).join("\n");
+        return shown(&if options.json {
+            format!("{:#}\n", picture::as_json(&picture))
+        } else {
+            lines + "\n"
+        });
+    }
     let socket = match &options.socket {
         Some(path) => absolute(path)?,
         None => address::default_socket()?,
     };
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let status = runtime.block_on(async { Client::connect(&socket).await?.status().await })?;
-    let text = if options.json { format!("{:#}\n", as_json(&status)) } else { as_table(&status) };
+    shown(&if options.json { format!("{:#}\n", as_json(&status)) } else { as_table(&status) })
+}
+
+fn shown(text: &str) -> anyhow::Result<u8> {
     std::io::stdout().write_all(text.as_bytes()).context("writing the status")?;
     Ok(0)
 }
 
+/// Asks the streamer of a work directory.
+async fn streaming(work: &Path) -> anyhow::Result<proto::Streaming> {
+    match Client::connect(&control::streaming::socket(work)).await {
+        Ok(mut client) => Ok(client.streaming().await?),
+        Err(ClientError::NoDaemon(_)) => {
+            bail!("{}: no memory of GPUs is loaded for a restore with this work directory", work.display())
+        }
+        Err(error) => Err(error.into()),
+    }
+}
+
 /// Path bytes for people.
 pub(super) fn path(bytes: &[u8]) -> String {
-    std::path::Path::new(OsStr::from_bytes(bytes)).display().to_string()
+    Path::new(OsStr::from_bytes(bytes)).display().to_string()
 }
 
 /// State for people and programs.
 pub(super) fn state(session: &proto::Session) -> &'static str {
-    match session.state() {
+    state_name(session.state())
+}
+
+/// The same, for whatever has one.
+pub(super) fn state_name(state: State) -> &'static str {
+    match state {
         State::Unknown => "unknown",
         State::Listening => "listening",
         State::Restoring => "restoring",

@@ -3,13 +3,15 @@
 
 use std::fs::{DirBuilder, File};
 use std::io;
+use std::os::fd::AsRawFd as _;
 use std::os::unix::fs::DirBuilderExt as _;
 use std::os::unix::net::{UnixDatagram, UnixListener};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, bail};
 use nix::fcntl::{Flock, FlockArg};
-use nix::sys::stat::{Mode, umask};
+use nix::sys::socket::{AddressFamily, Backlog, SockFlag, SockType, UnixAddr, listen, socket};
+use nix::sys::stat::{Mode, fchmod};
 use nix::unistd::geteuid;
 
 /// Folder of root's socket.
@@ -31,7 +33,7 @@ pub fn default_socket() -> anyhow::Result<PathBuf> {
 }
 
 /// Binds the socket, for this user only, and listens. A stale socket file is replaced; one that a daemon listens
-/// on is not. One thread only: the process's umask is changed for a moment.
+/// on is not.
 ///
 /// # Errors
 /// The folder is missing or not writable, the path is too long for a socket (107 bytes), something that is no
@@ -58,12 +60,18 @@ pub fn bind(path: &Path) -> anyhow::Result<UnixListener> {
             return Err(error).with_context(|| format!("{}: not a socket", path.display()));
         }
     }
-    let before = umask(Mode::from_bits_truncate(0o177));
-    let bound = UnixListener::bind(path);
-    umask(before);
-    let listener = bound.with_context(|| format!("binding {}", path.display()))?;
-    listener.set_nonblocking(true)?;
-    Ok(listener)
+    listener(path).with_context(|| format!("binding {}", path.display()))
+}
+
+/// The file takes the mode that its socket has when it is bound (`unix_bind_bsd` of net/unix/af_unix.c), less the
+/// umask: there is no moment at which others could connect, and what the process's umask is does not matter.
+fn listener(path: &Path) -> io::Result<UnixListener> {
+    let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
+    let made = socket(AddressFamily::Unix, SockType::Stream, flags, None)?;
+    fchmod(&made, Mode::S_IRUSR | Mode::S_IWUSR)?;
+    nix::sys::socket::bind(made.as_raw_fd(), &UnixAddr::new(path)?)?;
+    listen(&made, Backlog::MAXCONN)?;
+    Ok(UnixListener::from(made))
 }
 
 enum State {

@@ -147,6 +147,17 @@ impl Client {
         }
     }
 
+    /// How far `rewake stream-gpu` is.
+    ///
+    /// # Errors
+    /// It is none, or the connection broke.
+    pub async fn streaming(&mut self) -> Result<proto::Streaming, ClientError> {
+        match self.ask(request::Kind::Streaming(proto::AskStreaming {})).await? {
+            reply::Kind::Streaming(streaming) => Ok(streaming),
+            _ => Err(ClientError::Unexpected),
+        }
+    }
+
     /// Follows a session to its end; `report` is called every 100 ms.
     ///
     /// # Errors

@@ -4,17 +4,21 @@
 //! * [`proto`]: the messages, generated.
 //! * [`frame`]: a message on a stream: a length, then that many bytes, within a time.
 //! * [`address`]: where the socket is, who may speak.
+//! * `door`: clients, up to their first request.
 //! * [`registry`], [`server`]: the daemon's side.
+//! * [`streaming`]: the side of `rewake stream-gpu`, which says how far it is.
 //! * [`client`]: the other side.
 
 use std::time::Duration;
 
 pub mod address;
 pub mod client;
+mod door;
 pub mod frame;
 mod generated;
 pub mod registry;
 pub mod server;
+pub mod streaming;
 
 /// The messages of `proto/control.proto`.
 pub mod proto {

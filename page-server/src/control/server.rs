@@ -10,23 +10,22 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context as _;
-use nix::unistd::geteuid;
 use tokio::net::{UnixListener, UnixStream};
 use tokio::sync::Notify;
 use tokio::task::LocalSet;
 use tokio::time::{MissedTickBehavior, interval, sleep, timeout};
 use tracing::{debug, info, warn};
 
-use super::address::may_speak;
+use super::door;
 use super::frame::{FrameError, receive, send};
 use super::proto::{self, Reply, Request, reply, request};
 use super::registry::{Facts, Known, Registry};
-use super::{CONNECT_LIMIT, MAX_CLIENTS, MESSAGE_LIMIT, REPORT, VERSION, hello};
+use super::{CONNECT_LIMIT, MAX_CLIENTS, MESSAGE_LIMIT, REPORT};
 use crate::daemon::Daemon;
 
 /// Time that clients have to take their last answers when the daemon ends.
 const GRACE: Duration = Duration::from_secs(2);
-/// Sleep after an accept that failed: descriptors are used up, most likely.
+/// Between two looks whether a session was opened.
 const BREATH: Duration = Duration::from_millis(100);
 
 /// When the daemon ends.
@@ -79,23 +78,8 @@ pub async fn run(
 
 impl Server {
     async fn accept(self: Rc<Self>, listener: UnixListener) {
-        let ours = geteuid().as_raw();
         loop {
-            let stream = match listener.accept().await {
-                Ok((stream, _)) => stream,
-                Err(error) => {
-                    warn!(%error, "accepting a client");
-                    sleep(BREATH).await;
-                    continue;
-                }
-            };
-            match stream.peer_cred() {
-                Ok(peer) if may_speak(peer.uid(), ours) => {}
-                peer => {
-                    warn!(?peer, "a client of another user was turned away");
-                    continue;
-                }
-            }
+            let stream = door::next(&listener).await;
             if self.clients.get() >= MAX_CLIENTS {
                 warn!("more than {MAX_CLIENTS} clients at once: one was turned away");
                 continue;
@@ -142,13 +126,7 @@ impl Server {
     }
 
     async fn client(&self, mut stream: UnixStream) -> Result<(), FrameError> {
-        let Some(theirs) = receive::<proto::Hello>(&mut stream, MESSAGE_LIMIT).await? else { return Ok(()) };
-        send(&mut stream, &hello()).await?;
-        if theirs.version != VERSION {
-            warn!(
-                "{} speaks version {} of the control protocol, this daemon {VERSION}",
-                theirs.program, theirs.version
-            );
+        if !door::greet(&mut stream).await? {
             return Ok(());
         }
         while let Some(request) = receive::<Request>(&mut stream, MESSAGE_LIMIT).await? {
@@ -166,7 +144,9 @@ impl Server {
                     Err(error) => failure(&format!("{error:#}")),
                 },
                 Some(request::Kind::Status(_)) => reply::Kind::Status(self.registry.status(self.facts)),
-                None => failure("a request that this daemon does not know"),
+                Some(request::Kind::Streaming(_)) | None => {
+                    failure("a request that this daemon does not know")
+                }
             };
             send(&mut stream, &Reply { kind: Some(answer) }).await?;
         }

@@ -187,15 +187,6 @@ pub fn pipe_size(bytes: u64, capabilities: u64) -> Check {
     Check::warning(name, found, format!("sysctl -w fs.pipe-max-size={PIPE_BYTES}"))
 }
 
-/// Whether there is a GPU to care for.
-#[must_use]
-pub fn gpu(has_kfd: bool) -> Check {
-    if has_kfd {
-        return Check::info("gpu", "/dev/kfd is there; this version brings CPU memory back only");
-    }
-    Check::info("gpu", "no AMD GPU: CPU memory only")
-}
-
 /// A limit in words: the largest number is none.
 fn amount(limit: u64) -> String {
     if limit == u64::MAX { "unlimited".into() } else { limit.to_string() }
@@ -296,10 +287,5 @@ mod tests {
     fn poison_and_cachestat_are_wishes() {
         assert_eq!([poison(true).verdict, cachestat(true).verdict], [Verdict::Ok; 2]);
         assert_eq!([poison(false).verdict, cachestat(false).verdict], [Verdict::Warning; 2]);
-    }
-
-    #[test]
-    fn a_machine_without_a_gpu_is_fine() {
-        assert_eq!((gpu(false).verdict, gpu(false).found.contains("CPU memory only")), (Verdict::Info, true));
     }
 }

@@ -2,7 +2,6 @@
 //! Facts about this machine. No judgement here.
 
 use std::io;
-use std::path::Path;
 
 use nix::sys::resource::{Resource, getrlimit};
 use rewake_store::{BlockCache, DEFAULT_BUDGET, best};
@@ -81,12 +80,6 @@ pub fn locked_memory() -> u64 {
 #[must_use]
 pub fn pipe_max_size() -> u64 {
     text("/proc/sys/fs/pipe-max-size").and_then(|value| value.parse().ok()).unwrap_or(0)
-}
-
-/// Whether the driver for AMD GPUs is there.
-#[must_use]
-pub fn has_kfd() -> bool {
-    Path::new("/dev/kfd").exists()
 }
 
 /// A small file without the blanks around; none when it cannot be read.

@@ -2,11 +2,13 @@
 //! Whether this machine has what Rewake needs, and what to do where it has not. Checks and limits:
 //! `docs/doctor.md`.
 //!
-//! * [`machine`]: facts, as they are. [`program`]: facts from CRIU.
-//! * [`kernel`], [`criu`]: verdicts, from facts only.
+//! * [`machine`], [`gpu_machine`]: facts, as they are. [`program`]: facts from CRIU.
+//! * [`kernel`], [`gpu`], [`criu`]: verdicts, from facts only.
 //! * [`text`]: the report for people.
 
 pub mod criu;
+pub mod gpu;
+pub mod gpu_machine;
 pub mod kernel;
 pub mod machine;
 pub mod program;
@@ -89,8 +91,8 @@ pub fn examine() -> Report {
         kernel::open_files(machine::open_files()),
         kernel::locked_memory(machine::locked_memory(), capabilities, crate::fill::reactors() as u64),
         kernel::pipe_size(machine::pipe_max_size(), capabilities),
-        kernel::gpu(machine::has_kfd()),
     ];
+    checks.extend(gpu::verdicts(gpu_machine::facts(capabilities).as_ref()));
     checks.extend(criu::verdicts(&program::examine(), is_root));
     Report::new(checks)
 }

@@ -6,7 +6,7 @@ use std::path::Path;
 
 use rewake_criu_images::{ImageDir, ImageError, Mm, PAGE, PageFlags, Pagemap, Task, TaskState, Vma};
 
-use super::{FileReport, Lazy, Pages, Report, TaskReport, Totals, Verdict, VmaReport};
+use super::{FileReport, Lazy, Pages, Report, TaskReport, Totals, Verdict, VmaReport, gpu};
 
 /// Reads the directory.
 ///
@@ -23,6 +23,8 @@ pub fn collect(path: &Path) -> Result<Report, ImageError> {
     let tasks: Vec<_> =
         tree.into_iter().map(|(task, depth)| reader.task(task, depth, parents.first())).collect();
     let files = reader.files();
+    let gpu =
+        gpu::collect::collect(&reader.image, files.iter().map(|file| file.name.as_str()), &mut reader.damage);
     let totals = Totals::of(&tasks, &files);
     let damage = reader.damage.messages;
     Ok(Report {
@@ -34,6 +36,7 @@ pub fn collect(path: &Path) -> Result<Report, ImageError> {
         page_bytes: PAGE,
         lazy: verdict(&totals.pages, &damage),
         tasks,
+        gpu,
         totals,
         files,
         damage,
@@ -42,13 +45,13 @@ pub fn collect(path: &Path) -> Result<Report, ImageError> {
 
 /// Messages, each once.
 #[derive(Debug, Default)]
-struct Damage {
+pub(super) struct Damage {
     messages: Vec<String>,
     seen: HashSet<String>,
 }
 
 impl Damage {
-    fn kept<T>(&mut self, result: Result<T, impl std::fmt::Display>) -> Option<T> {
+    pub(super) fn kept<T>(&mut self, result: Result<T, impl std::fmt::Display>) -> Option<T> {
         match result {
             Ok(value) => Some(value),
             Err(error) => {

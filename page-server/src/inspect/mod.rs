@@ -2,9 +2,11 @@
 //! What is in an image directory, for people and scripts. The numbers' meaning: `docs/inspect.md`.
 //!
 //! * [`collect`]: reads everything that can be read, and lists what cannot.
+//! * [`gpu`]: the part of CRIU's amdgpu plugin.
 //! * [`text`]: the tables.
 
 pub mod collect;
+pub mod gpu;
 pub mod text;
 
 use rewake_criu_images::PageStats;
@@ -30,6 +32,8 @@ pub struct Report {
     pub lazy: Lazy,
     /// Tasks, each behind its parent.
     pub tasks: Vec<TaskReport>,
+    /// What is on GPUs.
+    pub gpu: gpu::GpuReport,
     /// Sums over what could be read.
     pub totals: Totals,
     /// The directory's image files, by name.

@@ -22,7 +22,16 @@ fn task(pid: u32, ppid: u32, state: TaskState, comm: &str, threads: &[u32]) -> T
 }
 
 fn vma(first: u64, pages: u64, prot: u32, flags: u32, status: u32) -> Vma {
-    Vma { start: first * PAGE, end: (first + pages) * PAGE, prot, flags, status: status | 1 }
+    Vma {
+        start: first * PAGE,
+        end: (first + pages) * PAGE,
+        prot,
+        flags,
+        status: status | 1,
+        offset: 0,
+        object: 0,
+        advice: 0,
+    }
 }
 
 /// Mappings: 16 pages of a program's text, 64 of heap, 8 of stack that are locked, and vsyscall.
@@ -37,6 +46,9 @@ fn mm() -> Mm {
             prot: 5,
             flags: 0x22,
             status: 1 << 2 | 1,
+            offset: 0,
+            object: 0,
+            advice: 0,
         },
     ];
     Mm { vmas, guards: vec![vma(0x520, 1, 3, 0x22, 1 << 16)] }
@@ -196,7 +208,16 @@ fn sums_of_a_hostile_image_stay_in_range() {
     for (pid, pages_id) in [(7, 1), (20, 2), (30, 3)] {
         let map = Pagemap::new(pages_id, Generation::Wide, [(0, (1 << 52) - 1, PageFlags(0))]);
         write::pagemap(&dir, pid, &map).unwrap();
-        let whole = Vma { start: 0, end: u64::MAX - 0xfff, prot: 0, flags: 0, status: 0 };
+        let whole = Vma {
+            start: 0,
+            end: u64::MAX - 0xfff,
+            prot: 0,
+            flags: 0,
+            status: 0,
+            offset: 0,
+            object: 0,
+            advice: 0,
+        };
         write::mm(&dir, pid, &Mm { vmas: vec![whole], guards: Vec::new() }).unwrap();
     }
     let report = collect(&dir).unwrap();

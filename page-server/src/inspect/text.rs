@@ -6,7 +6,7 @@ use std::io::{self, Write};
 
 use rewake_criu_images::PAGE;
 
-use super::{Pages, Report, TaskReport, Verdict, VmaReport};
+use super::{Pages, Report, TaskReport, Verdict, VmaReport, gpu};
 use crate::units;
 
 /// Levels of the tree that are shown by indentation; deeper ones line up with the last.
@@ -22,6 +22,7 @@ pub fn write(report: &Report, vmas: bool, out: &mut impl Write) -> io::Result<()
     if vmas {
         report.tasks.iter().try_for_each(|task| mappings(task, out))?;
     }
+    gpu::text::write(&report.gpu, out)?;
     files(report, out)?;
     for damage in &report.damage {
         writeln!(out, "damage: {}", printable(damage))?;
@@ -142,7 +143,7 @@ fn size(pages: u64) -> String {
 }
 
 /// Bytes in a column of sizes, where a unit would hide that there is nothing.
-fn cell(bytes: u64) -> String {
+pub(super) fn cell(bytes: u64) -> String {
     if bytes == 0 { "0".into() } else { units::bytes(bytes) }
 }
 

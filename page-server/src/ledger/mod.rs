@@ -8,6 +8,7 @@
 //! taken but not noted. See `docs/decisions/0003-no-orphan-faults.md`.
 
 mod bytes;
+mod gates;
 mod handshake;
 mod journal;
 mod outcomes;
@@ -18,6 +19,7 @@ use std::sync::atomic::{AtomicI32, AtomicU32, AtomicU64, Ordering};
 
 use rewake_uffd::RawMessage;
 
+pub use gates::{Gates, NotShut, Word};
 pub use handshake::{Inbox, Received};
 pub use journal::{Journal, Replay};
 pub use outcomes::Outcomes;
@@ -223,6 +225,7 @@ struct Layout {
     generation: AtomicU32,
     ready: AtomicU32,
     outcomes: Outcomes,
+    gates: Gates,
     sessions: [SessionSlot; MAX_SESSIONS],
     spaces: [SpaceSlot; MAX_SPACES],
 }
@@ -385,10 +388,17 @@ impl Ledger {
             .filter(|&fd| fd != NO_FD)
     }
 
-    /// Kills every process that still has missing pages and waits until they are dead: dead processes read
-    /// nothing, so the descriptors may close then. Only system calls.
+    /// Processes before shut gates.
+    #[must_use]
+    pub fn gates(&self) -> &'static Gates {
+        &self.0.gates
+    }
+
+    /// Kills every process that still has missing pages or stands before a gate, and waits until the former are dead: dead
+    /// processes read nothing, so the descriptors may close then. Only system calls.
     pub fn end_all(&self) -> usize {
-        let killed = self.0.spaces.iter().filter(|slot| slot.is_live() && slot.kill()).count();
+        let gated = self.0.gates.end_all();
+        let killed = gated + self.0.spaces.iter().filter(|slot| slot.is_live() && slot.kill()).count();
         self.0.spaces.iter().filter(|slot| slot.is_live()).for_each(SpaceSlot::wait_for_end);
         killed
     }

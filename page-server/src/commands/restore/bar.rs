@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What `rewake restore` shows while memory comes back: one line, redrawn on a terminal, else one each second.
+//! What `rewake restore` shows while memory comes back: a line or some, redrawn on a terminal, else each second.
 
 use std::io::{IsTerminal as _, Write as _, stderr};
 use std::time::{Duration, Instant};
@@ -11,12 +11,13 @@ use crate::units;
 const PLAIN: Duration = Duration::from_secs(1);
 const WIDTH: usize = 24;
 
-/// The line.
+/// The lines.
 #[derive(Debug)]
 pub(super) struct Bar {
     how: How,
     last: Instant,
-    drawn: bool,
+    /// Lines on the terminal that are to be redrawn.
+    drawn: usize,
 }
 
 #[derive(Debug, PartialEq, Eq)]
@@ -34,20 +35,24 @@ impl Bar {
             false if stderr().is_terminal() => How::Redrawn,
             false => How::Plain,
         };
-        Self { how, last: Instant::now(), drawn: false }
+        Self { how, last: Instant::now(), drawn: 0 }
     }
 
     /// Shows the present state, if it is time to.
     pub(super) fn show(&mut self, session: &Session) {
-        let text = match self.how {
+        self.show_lines(&[line(session)]);
+    }
+
+    /// Shows these lines in place of the last, if it is time to.
+    pub(super) fn show_lines(&mut self, lines: &[String]) {
+        match self.how {
             How::Quiet => return,
             How::Plain if self.last.elapsed() < PLAIN => return,
-            How::Plain => format!("{}\n", line(session)),
-            How::Redrawn => format!("\r\x1b[K{}", line(session)),
-        };
+            How::Plain => write(&format!("{}\n", lines.join("\n"))),
+            How::Redrawn => write(&redrawn(self.drawn, lines)),
+        }
         self.last = Instant::now();
-        self.drawn = true;
-        write(&text);
+        self.drawn = lines.len();
     }
 
     /// Shows some lines, unless quiet.
@@ -59,10 +64,17 @@ impl Bar {
 
     /// Makes room for other lines.
     pub(super) fn clear(&mut self) {
-        if self.how == How::Redrawn && std::mem::take(&mut self.drawn) {
-            write("\r\x1b[K");
+        if self.how == How::Redrawn && self.drawn > 0 {
+            write(&redrawn(std::mem::take(&mut self.drawn), &[]));
         }
     }
+}
+
+/// For a terminal, which stands at the end of the last of `drawn` lines. While they are written it does not break long ones:
+/// they would not be as many as they are.
+fn redrawn(drawn: usize, lines: &[String]) -> String {
+    let up = if drawn > 1 { format!("\x1b[{}A", drawn - 1) } else { String::new() };
+    format!("\r{up}\x1b[J\x1b[?7l{}\x1b[?7h", lines.join("\r\n"))
 }
 
 /// To stderr: when nobody reads it, the restore goes on all the same.
@@ -130,6 +142,14 @@ mod tests {
         let wanted =
             "[======                  ] 1.0 GiB / 4.0 GiB  1.07 GB/s  12 faults, p99 85 µs  3.00 s left";
         assert_eq!(line(&session), wanted);
+    }
+
+    #[test]
+    fn lines_are_redrawn_where_they_were() {
+        let lines = ["a".to_owned(), "b".to_owned()];
+        assert_eq!(redrawn(0, &lines), "\r\x1b[J\x1b[?7la\r\nb\x1b[?7h");
+        assert_eq!(redrawn(2, &lines[..1]), "\r\x1b[1A\x1b[J\x1b[?7la\x1b[?7h");
+        assert_eq!(redrawn(1, &[]), "\r\x1b[J\x1b[?7l\x1b[?7h");
     }
 
     #[test]

@@ -2,13 +2,14 @@
 //! `rewake restore`: runs `criu restore` with a daemon behind it, and shows how the memory comes back.
 
 mod bar;
-mod criu;
+mod gpu;
+mod live;
 mod place;
+mod streamer;
 mod timeline;
 
 use std::io::Write as _;
-use std::os::unix::process::ExitStatusExt as _;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::ExitStatus;
 use std::time::{Duration, Instant};
 
@@ -19,17 +20,46 @@ use tokio::sync::{mpsc, watch};
 use tokio::time::{Instant as Deadline, interval, sleep_until, timeout};
 
 use self::bar::{Bar, resident, write};
-use self::criu::{Criu, Options};
 use self::place::Place;
 use self::timeline::{Clock, Timeline};
+use super::criu::{self, Act, Criu, Options};
 use super::directory;
 use crate::cli::Restore;
 use crate::control::client::{self, Client, ClientError};
 use crate::control::proto::{Ended, Session};
 use crate::control::{CONNECT_LIMIT, REPORT};
+use crate::gpu_plugin;
 
 /// Time that CRIU has to notice that its session ended, and a session that its CRIU did.
 const END_LIMIT: Duration = Duration::from_secs(10);
+
+/// Options that are for `rewake restore` itself, not for CRIU.
+const OURS: [&str; 4] = ["-D", "--images-dir", "-W", "--work-dir"];
+
+/// What to restore, and how.
+#[derive(Debug, Clone, Copy)]
+struct Order<'a> {
+    options: &'a Restore,
+    given: &'a Options,
+    images: &'a Path,
+    plugins: Option<&'a Path>,
+}
+
+impl Order<'_> {
+    /// Starts CRIU, with these options of ours.
+    fn start(&self, work: &Path, ours: &[&str]) -> anyhow::Result<Criu> {
+        let act = Act {
+            name: "restore",
+            images: self.images,
+            work,
+            ours,
+            plugins: self.plugins,
+            given: &self.options.criu_options,
+            options: self.given,
+        };
+        Criu::start(&self.options.programs.criu(), &act, !self.options.json)
+    }
+}
 
 /// Runs the command; gives the exit code: CRIU's own once the tree ran, 1 before.
 ///
@@ -37,21 +67,22 @@ const END_LIMIT: Duration = Duration::from_secs(10);
 /// The image cannot be served, there is no daemon or no CRIU: nothing was started.
 pub fn run(options: &Restore) -> anyhow::Result<u8> {
     let images = directory(&options.images_dir, "-D")?;
-    let given = Options::read(&options.criu_options)?;
+    let given = Options::read(&options.criu_options, &OURS)?;
+    let gpu = gpu_plugin::image_has_gpu(&images).with_context(|| format!("reading {}", images.display()))?;
+    let plugins = options.programs.plugins(gpu, &given)?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    runtime.block_on(restore(options, &given, &images))
+    let order = Order { options, given: &given, images: &images, plugins: plugins.as_deref() };
+    if gpu { runtime.block_on(gpu::restore(&order)) } else { runtime.block_on(restore(&order)) }
 }
 
-async fn restore(options: &Restore, given: &Options, images: &Path) -> anyhow::Result<u8> {
+async fn restore(order: &Order<'_>) -> anyhow::Result<u8> {
+    let Order { options, given, images, .. } = *order;
     let mut signals = signals()?;
     let (place, mut client) = Place::find(options, images).await?;
     let opened = client.open(images, &place.work, CONNECT_LIMIT).await;
     let session = opened.context("this image cannot be served; nothing was started")?;
-    let program = options.criu.clone().or_else(|| std::env::var_os("CRIU").map(PathBuf::from));
-    let program = program.unwrap_or_else(|| "criu".into());
     let started = Instant::now();
-    let criu = Criu::start(&program, images, &place.work, &options.criu_options, given, !options.json);
-    let criu = match criu {
+    let criu = match order.start(&place.work, &["--lazy-pages"]) {
         Ok(criu) => criu,
         Err(error) => {
             client.end(session).await.context("ending the session")?;
@@ -244,9 +275,7 @@ impl Course<'_> {
         let exit = self.exit.unwrap_or_default();
         let ran = self.timeline.alive_ms.is_some() && (exit.success() || !self.detached);
         if !exit.success() {
-            for line in self.criu.errors() {
-                write(&format!("criu: {line}\n"));
-            }
+            self.criu.show_errors();
         }
         if let Err(error) = &result {
             self.timeline.reason = Some(error.to_string());
@@ -264,7 +293,7 @@ impl Course<'_> {
             _ => {}
         }
         self.tell(bar);
-        Ok(code(exit))
+        Ok(criu::code(exit))
     }
 
     fn stopped(&self, signal: Signal) -> u8 {
@@ -284,10 +313,4 @@ async fn until(deadline: Option<Deadline>) {
         Some(deadline) => sleep_until(deadline).await,
         None => std::future::pending().await,
     }
-}
-
-/// As a shell tells it: 128 and the signal for a killed program.
-fn code(exit: ExitStatus) -> u8 {
-    let code = exit.code().unwrap_or_else(|| 128 + exit.signal().unwrap_or(0));
-    u8::try_from(code).unwrap_or(1)
 }

@@ -67,7 +67,8 @@ impl Place {
     }
 }
 
-fn folder(parent: &Path) -> anyhow::Result<TempDir> {
+/// A private folder, removed when dropped.
+pub(super) fn folder(parent: &Path) -> anyhow::Result<TempDir> {
     let private = fs::Permissions::from_mode(0o700);
     let made = tempfile::Builder::new().prefix("restore-").permissions(private).tempdir_in(parent);
     made.with_context(|| format!("making a work directory in {}", parent.display()))

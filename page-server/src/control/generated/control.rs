@@ -12,7 +12,7 @@ pub struct Hello {
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Request {
-    #[prost(oneof = "request::Kind", tags = "1, 2, 3, 4")]
+    #[prost(oneof = "request::Kind", tags = "1, 2, 3, 4, 5")]
     pub kind: ::core::option::Option<request::Kind>,
 }
 /// Nested message and enum types in `Request`.
@@ -27,11 +27,14 @@ pub mod request {
         End(super::End),
         #[prost(message, tag = "4")]
         Status(super::AskStatus),
+        /// The only one that `rewake stream-gpu` answers; no other program does.
+        #[prost(message, tag = "5")]
+        Streaming(super::AskStreaming),
     }
 }
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct Reply {
-    #[prost(oneof = "reply::Kind", tags = "1, 2, 3, 4, 5")]
+    #[prost(oneof = "reply::Kind", tags = "1, 2, 3, 4, 5, 6")]
     pub kind: ::core::option::Option<reply::Kind>,
 }
 /// Nested message and enum types in `Reply`.
@@ -48,6 +51,8 @@ pub mod reply {
         Ended(super::Ended),
         #[prost(message, tag = "5")]
         Status(super::Status),
+        #[prost(message, tag = "6")]
+        Streaming(super::Streaming),
     }
 }
 /// The request was understood and is refused; the connection stays usable.
@@ -198,6 +203,62 @@ pub struct Cache {
     /// Reads issued again.
     #[prost(uint64, tag = "8")]
     pub retries: u64,
+}
+/// Answer: Streaming.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct AskStreaming {}
+/// A restore whose memory of GPUs is loaded behind its processes. Times are since it was handed over.
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct Streaming {
+    /// LISTENING: nothing was handed over yet. RUNNING: it is loaded, or gates are shut.
+    #[prost(enumeration = "State", tag = "1")]
+    pub state: i32,
+    #[prost(uint64, tag = "2")]
+    pub elapsed_us: u64,
+    /// Bytes a second that came lately.
+    #[prost(uint64, tag = "3")]
+    pub rate: u64,
+    #[prost(message, repeated, tag = "4")]
+    pub processes: ::prost::alloc::vec::Vec<StreamedProcess>,
+}
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct StreamedProcess {
+    /// 0: not known yet.
+    #[prost(int32, tag = "1")]
+    pub pid: i32,
+    #[prost(string, tag = "2")]
+    pub name: ::prost::alloc::string::String,
+    /// 0: not yet.
+    #[prost(uint64, tag = "3")]
+    pub runs_us: u64,
+    /// When its gate was opened, or it had ended before that; 0: its GPUs stand still.
+    #[prost(uint64, tag = "4")]
+    pub gate_open_us: u64,
+    /// Touches of CPUs that were served, and how long the longest waited.
+    #[prost(uint64, tag = "5")]
+    pub faults: u64,
+    #[prost(uint64, tag = "6")]
+    pub longest_fault_us: u64,
+    /// Buffers whose placeholders were swapped for the device.
+    #[prost(uint64, tag = "7")]
+    pub swaps: u64,
+    #[prost(message, repeated, tag = "8")]
+    pub memory: ::prost::alloc::vec::Vec<StreamedMemory>,
+}
+/// A process's memory of one GPU.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct StreamedMemory {
+    /// N of its /dev/dri/renderDN.
+    #[prost(uint32, tag = "1")]
+    pub minor: u32,
+    #[prost(uint64, tag = "2")]
+    pub bytes: u64,
+    /// Of them, bytes that are there.
+    #[prost(uint64, tag = "3")]
+    pub resident: u64,
+    /// Bytes a second that came lately.
+    #[prost(uint64, tag = "4")]
+    pub rate: u64,
 }
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, ::prost::Enumeration)]
 #[repr(i32)]

@@ -1,0 +1,302 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The `criu dump` and `criu restore` that commands of ours run.
+
+use std::ffi::OsString;
+use std::fs;
+use std::io::{self, Write as _};
+use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
+use std::os::unix::process::ExitStatusExt as _;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+
+use anyhow::{Context as _, bail};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use tokio::io::unix::AsyncFd;
+
+use crate::cli::Programs;
+use crate::{gpu_plugin, processes, sys};
+
+/// Error lines of the log that are shown.
+const SHOWN: usize = 8;
+/// Bytes of the log's end that are looked at.
+const LOOKED_AT: usize = 256 * 1024;
+
+/// What the options for CRIU say that matters here.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(super) struct Options {
+    /// `-d` of a restore: CRIU ends once the tree runs.
+    pub(super) detached: bool,
+    /// Its log, relative to the work directory.
+    pub(super) log: Option<PathBuf>,
+    /// A folder of plugins is given.
+    pub(super) plugins: bool,
+}
+
+impl Options {
+    /// Reads the options; `ours` are those that the command has itself.
+    ///
+    /// # Errors
+    /// One of `ours` is given.
+    pub(super) fn read(options: &[OsString], ours: &[&str]) -> anyhow::Result<Self> {
+        let mut found = Self::default();
+        let mut options = options.iter();
+        while let Some(option) = options.next() {
+            let text = option.to_string_lossy();
+            let (name, value) = match text.split_once('=') {
+                Some((name, value)) => (name, Some(value.to_owned())),
+                None => (&*text, None),
+            };
+            match name {
+                "-d" | "--restore-detached" => found.detached = true,
+                "-L" | "--libdir" => found.plugins = true,
+                "-o" | "--log-file" => {
+                    let value = value.map(OsString::from).or_else(|| options.next().cloned());
+                    found.log = Some(value.with_context(|| format!("{name}: expected a file"))?.into());
+                }
+                name if ours.contains(&name) => bail!("{name}: give it before `--`: rewake needs it too"),
+                _ => {}
+            }
+        }
+        Ok(found)
+    }
+}
+
+/// One command of CRIU.
+#[derive(Debug)]
+pub(super) struct Act<'a> {
+    /// `dump` or `restore`.
+    pub(super) name: &'static str,
+    /// The images directory.
+    pub(super) images: &'a Path,
+    /// The work directory.
+    pub(super) work: &'a Path,
+    /// Options that we give.
+    pub(super) ours: &'a [&'a str],
+    /// A folder of plugins.
+    pub(super) plugins: Option<&'a Path>,
+    /// Options of the user's, last.
+    pub(super) given: &'a [OsString],
+    /// The same, read.
+    pub(super) options: &'a Options,
+}
+
+impl Act<'_> {
+    /// The command line.
+    pub(super) fn command(&self, program: &Path) -> Command {
+        let mut command = Command::new(program);
+        command.arg(self.name).args(self.ours).arg("-D").arg(self.images).arg("-W").arg(self.work);
+        if self.options.log.is_none() {
+            command.arg("-o").arg(self.log_name());
+        }
+        if let Some(folder) = self.plugins {
+            command.arg("--libdir").arg(folder);
+        }
+        command.args(self.given);
+        command
+    }
+
+    /// Where CRIU writes its log.
+    pub(super) fn log(&self) -> PathBuf {
+        self.work.join(self.log_name())
+    }
+
+    fn log_name(&self) -> PathBuf {
+        self.options.log.clone().unwrap_or_else(|| format!("{}.log", self.name).into())
+    }
+}
+
+impl Programs {
+    /// CRIU.
+    pub(super) fn criu(&self) -> PathBuf {
+        let program = self.criu.clone().or_else(|| std::env::var_os("CRIU").map(PathBuf::from));
+        program.unwrap_or_else(|| "criu".into())
+    }
+
+    /// The folder of plugins to give to CRIU: none where no GPU `needs` one and none was chosen, and none besides one that
+    /// CRIU's options name.
+    ///
+    /// # Errors
+    /// The chosen folder has no plugin, or there are two.
+    pub(super) fn plugins(&self, needed: bool, options: &Options) -> anyhow::Result<Option<PathBuf>> {
+        match (&self.plugin_dir, options.plugins) {
+            (Some(_), true) => bail!("--plugin-dir and CRIU's --libdir are one thing: give one of them"),
+            (None, true) => Ok(None),
+            (None, false) if !needed => Ok(None),
+            (chosen, false) => gpu_plugin::find(chosen.as_deref()),
+        }
+    }
+}
+
+/// For a failure where a GPU is in play and CRIU was given no folder of plugins.
+pub(super) const NO_PLUGIN: &str = "; no amdgpu_plugin.so was found, so CRIU had to do with the plugins in its own \
+                                    folder (name ours with --plugin-dir)";
+
+/// A CRIU under way.
+#[derive(Debug)]
+pub(super) struct Criu {
+    child: Child,
+    pidfd: AsyncFd<OwnedFd>,
+    log: PathBuf,
+}
+
+impl Criu {
+    /// Starts it. With `stdout` false its output goes to stderr.
+    ///
+    /// # Errors
+    /// There is no such program.
+    pub(super) fn start(program: &Path, act: &Act<'_>, stdout: bool) -> anyhow::Result<Self> {
+        let mut command = act.command(program);
+        if !stdout {
+            command.stdout(Stdio::from(sys::duplicate(io::stderr().as_fd())?));
+        }
+        let child = command.spawn().with_context(|| starting(program))?;
+        let pidfd =
+            sys::pidfd_open(child.id().cast_signed()).and_then(sys::watch).context("watching criu")?;
+        Ok(Self { child, pidfd, log: act.log() })
+    }
+
+    /// Waits for its end. May be dropped and called again.
+    pub(super) async fn ended(&mut self) -> anyhow::Result<ExitStatus> {
+        self.pidfd.readable().await.context("watching criu")?.retain_ready();
+        self.child.wait().context("waiting for criu")
+    }
+
+    /// Sends a signal; an ended CRIU is as good.
+    pub(super) fn signal(&self, signal: Signal) {
+        let _ = kill(Pid::from_raw(self.child.id().cast_signed()), signal);
+    }
+
+    /// Kills it and the tasks that it has made: they are parts of a tree that will never run.
+    pub(super) fn kill_tree(&self) {
+        let pid = self.child.id().cast_signed();
+        // Not collected yet, so the number is its own.
+        if let Ok(pidfd) = crate::sys::pidfd_open(pid) {
+            processes::kill_descendants(pid, pidfd.as_raw_fd());
+        }
+        self.signal(Signal::SIGKILL);
+    }
+
+    /// Shows the last error lines of its log.
+    pub(super) fn show_errors(&self) {
+        show_errors(&self.log);
+    }
+}
+
+/// For an error of starting CRIU.
+pub(super) fn starting(program: &Path) -> String {
+    format!("starting {} (name it with --criu)", program.display())
+}
+
+/// Shows the last error lines of a log of CRIU on stderr.
+pub(super) fn show_errors(log: &Path) {
+    let bytes = fs::read(log).unwrap_or_default();
+    for line in errors(&String::from_utf8_lossy(&bytes[bytes.len().saturating_sub(LOOKED_AT)..])) {
+        // When nobody reads it, the exit code says the rest.
+        let _ = writeln!(io::stderr(), "criu: {line}");
+    }
+}
+
+/// The exit code of a program as a shell tells it: 128 and the signal for a killed one.
+pub(super) fn code(exit: ExitStatus) -> u8 {
+    let code = exit.code().unwrap_or_else(|| 128 + exit.signal().unwrap_or(0));
+    u8::try_from(code).unwrap_or(1)
+}
+
+/// Lines that CRIU marks as errors, the last ones.
+fn errors(log: &str) -> Vec<String> {
+    let lines: Vec<&str> = log.lines().filter(|line| line.contains("Error (")).collect();
+    lines[lines.len().saturating_sub(SHOWN)..].iter().map(|line| (*line).to_owned()).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(options: &[&str]) -> anyhow::Result<Options> {
+        Options::read(&strings(options), &["-D", "--images-dir", "-W", "--work-dir"])
+    }
+
+    fn strings(options: &[&str]) -> Vec<OsString> {
+        options.iter().map(OsString::from).collect()
+    }
+
+    /// A command line in words.
+    fn words(command: &Command) -> String {
+        let words: Vec<_> = command.get_args().map(|word| word.to_string_lossy()).collect();
+        words.join(" ")
+    }
+
+    #[test]
+    fn detached_in_both_spellings() {
+        assert!(!read(&["-v4", "--shell-job"]).unwrap().detached);
+        assert!(read(&["-d"]).unwrap().detached && read(&["--restore-detached"]).unwrap().detached);
+    }
+
+    #[test]
+    fn the_log_in_all_spellings() {
+        for options in [&["-o", "-d"][..], &["--log-file", "-d"], &["--log-file=-d"]] {
+            let found = read(options).unwrap();
+            assert_eq!(found, Options { log: Some("-d".into()), ..Options::default() }, "{options:?}");
+        }
+        assert!(read(&["-o"]).is_err());
+    }
+
+    #[test]
+    fn directories_are_refused_by_name() {
+        for option in ["-D", "--images-dir=/x", "-W", "--work-dir"] {
+            let error = read(&[option]).unwrap_err().to_string();
+            assert!(error.starts_with(option.split('=').next().unwrap()), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_command_line_is_ours_then_the_log_and_the_plugins_then_the_user_s() {
+        let given = strings(&["-v4", "--shell-job"]);
+        let options = Options::default();
+        let (images, work) = (Path::new("/img"), Path::new("/jobs"));
+        let act = Act {
+            name: "dump",
+            images,
+            work,
+            ours: &["-t", "7"],
+            plugins: Some(Path::new("/plugins")),
+            given: &given,
+            options: &options,
+        };
+        let line = "dump -t 7 -D /img -W /jobs -o dump.log --libdir /plugins -v4 --shell-job";
+        assert_eq!(words(&act.command(Path::new("criu"))), line);
+        assert_eq!(act.log(), Path::new("/jobs/dump.log"));
+        let options = Options { log: Some("/tmp/x".into()), ..Options::default() };
+        let act = Act { plugins: None, options: &options, ..act };
+        assert_eq!(words(&act.command(Path::new("criu"))), "dump -t 7 -D /img -W /jobs -v4 --shell-job");
+        assert_eq!(act.log(), Path::new("/tmp/x"));
+    }
+
+    #[test]
+    fn a_folder_of_plugins_is_given_once_and_only_where_it_is_wanted() {
+        let chosen = tempfile::tempdir().unwrap();
+        fs::write(chosen.path().join(gpu_plugin::FILE), "").unwrap();
+        let none = Programs { criu: None, plugin_dir: None };
+        let one = Programs { criu: None, plugin_dir: Some(chosen.path().to_owned()) };
+        let plain = Options::default();
+        assert_eq!(none.plugins(false, &plain).unwrap(), None, "nothing needs it");
+        assert_eq!(one.plugins(false, &plain).unwrap().as_deref(), Some(chosen.path()), "it was asked for");
+        for option in [&["-L", "/x"][..], &["--libdir", "/x"], &["--libdir=/x"]] {
+            let given = read(option).unwrap();
+            assert_eq!(none.plugins(true, &given).unwrap(), None, "{option:?}");
+            assert!(one.plugins(true, &given).unwrap_err().to_string().contains("--libdir"), "{option:?}");
+        }
+    }
+
+    #[test]
+    fn only_the_last_error_lines_of_a_log_are_shown() {
+        let mut log = String::from("(00.1) Warn  (x.c:1): no\n");
+        for number in 0..20 {
+            log.push_str(&format!("(00.2) Error (criu/x.c:{number}): went wrong\n(00.2) fine\n"));
+        }
+        let shown = errors(&log);
+        assert_eq!(shown.len(), SHOWN);
+        assert!(shown.iter().all(|line| line.contains("went wrong")) && shown[SHOWN - 1].contains("x.c:19"));
+    }
+}

@@ -1,0 +1,250 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Verdicts about GPUs and what CRIU needs for them. Pure: facts in, checks out.
+
+use std::path::PathBuf;
+
+use rewake_amdgpu::{Memory, Way};
+use rewake_kfd::topology::GfxVersion;
+
+use super::Check;
+use crate::units;
+
+/// The first interface of the compute driver with checkpoints.
+const OLDEST: (u32, u32) = (1, 8);
+/// `CAP_SYS_ADMIN` and `CAP_CHECKPOINT_RESTORE` (`include/uapi/linux/capability.h`).
+const CAPABILITIES: u64 = 1 << 21 | 1 << 40;
+/// Chips from this generation on schedule their queues by MES, which cannot give a queue's state back.
+const FIRST_WITH_MES: u32 = 11;
+
+/// What was found of a machine with AMD's compute driver.
+#[derive(Debug, Clone)]
+pub struct Facts {
+    /// Version of the driver's interface, or why `/dev/kfd` cannot be used.
+    pub version: Result<(u32, u32), String>,
+    /// GPUs, or why the topology cannot be read.
+    pub gpus: Result<Vec<Gpu>, String>,
+    /// Effective capabilities, as the kernel's bits.
+    pub capabilities: u64,
+    /// Whether this is the initial user namespace: capabilities of others do not count here.
+    pub initial_user_namespace: bool,
+    /// Checks that environment variables turn off, or what is wrong with one.
+    pub switched_off: Result<Vec<&'static str>, String>,
+    /// Where the plugin is.
+    pub plugin: Plugin,
+}
+
+/// A GPU.
+#[derive(Debug, Clone)]
+pub struct Gpu {
+    /// The driver's name for it.
+    pub gpu_id: u32,
+    /// Its instruction set.
+    pub gfx: GfxVersion,
+    /// Compute dies that share each queue.
+    pub xccs: u64,
+    /// Bytes of its memory.
+    pub vram: u64,
+    /// N of `/dev/dri/renderDN`.
+    pub minor: u32,
+    /// How bytes would go to it and from it, or why they cannot.
+    pub copies: Result<Copies, String>,
+}
+
+/// How bytes go to a GPU and from it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Copies {
+    /// The way.
+    pub way: Way,
+    /// Whether the kernel tells when a copy has ended (`SYNCOBJ_EVENTFD`).
+    pub told: bool,
+}
+
+/// Where the plugin is.
+#[derive(Debug, Clone, Default)]
+pub struct Plugin {
+    /// The folder that `rewake dump` and `rewake restore` would give to CRIU.
+    pub found: Option<PathBuf>,
+    /// `$CRIU_LIBS_DIR`, where that is set.
+    pub variable: Option<PathBuf>,
+    /// CRIU's default folder, when there is an `amdgpu_plugin.so` in it: CRIU's own one.
+    pub stock: Option<PathBuf>,
+}
+
+/// All checks of GPUs: one where there is no driver.
+#[must_use]
+pub fn verdicts(facts: Option<&Facts>) -> Vec<Check> {
+    let Some(facts) = facts else { return vec![Check::info("gpu", "no AMD GPU: CPU memory only")] };
+    let mut checks =
+        vec![driver(&facts.version), privilege(facts.capabilities, facts.initial_user_namespace)];
+    match &facts.gpus {
+        Err(error) => {
+            let advice = "make /sys/class/kfd readable in this container, or report what is wrong with it";
+            checks.push(Check::failed("gpu topology", error, advice));
+        }
+        Ok(gpus) => {
+            checks.push(topology(gpus));
+            checks.push(queues(gpus));
+            checks.push(copies(gpus));
+        }
+    }
+    checks.push(switches(&facts.switched_off));
+    checks.push(plugin(&facts.plugin));
+    checks
+}
+
+fn driver(version: &Result<(u32, u32), String>) -> Check {
+    let name = "gpu";
+    match version {
+        Ok((major, minor)) if (*major, *minor) >= OLDEST => {
+            Check::ok(name, format!("/dev/kfd, interface {major}.{minor}"))
+        }
+        Ok((major, minor)) => {
+            let (oldest_major, oldest_minor) = OLDEST;
+            let found = format!(
+                "/dev/kfd has interface {major}.{minor}, and checkpoints came with {oldest_major}.{oldest_minor}"
+            );
+            Check::failed(name, found, "use Linux 5.18 or newer")
+        }
+        Err(error) => {
+            let advice = "run as root or in the group render, and let the container use /dev/kfd and a GPU";
+            Check::failed(name, error, advice)
+        }
+    }
+}
+
+fn privilege(capabilities: u64, initial_user_namespace: bool) -> Check {
+    let name = "gpu privilege";
+    if capabilities & CAPABILITIES == 0 {
+        let found = "without CAP_CHECKPOINT_RESTORE and CAP_SYS_ADMIN: the driver refuses checkpoints";
+        return Check::failed(name, found, "run as root, or with CAP_CHECKPOINT_RESTORE");
+    }
+    if !initial_user_namespace {
+        let found = "in a user namespace, whose capabilities the driver does not count";
+        return Check::failed(
+            name,
+            found,
+            "run in the initial user namespace: in a container without one of its own",
+        );
+    }
+    Check::ok(name, "checkpoints are allowed")
+}
+
+fn topology(gpus: &[Gpu]) -> Check {
+    let name = "gpu topology";
+    if gpus.is_empty() {
+        let advice = "let the device cgroup of this container have a GPU's /dev/dri/renderD* too";
+        return Check::failed(name, "no GPU that this process may use", advice);
+    }
+    let gpu = |gpu: &Gpu| {
+        let Gpu { gpu_id, vram, minor, .. } = gpu;
+        format!("{gpu_id:#x} {} {}, renderD{minor}", chip(gpu.gfx), units::bytes(*vram))
+    };
+    Check::ok(name, gpus.iter().map(gpu).collect::<Vec<_>>().join("; "))
+}
+
+/// `gfx90a`: the stepping is hexadecimal.
+fn chip(GfxVersion { major, minor, step }: GfxVersion) -> String {
+    format!("gfx{major}{minor}{step:x}")
+}
+
+/// Which GPUs' queues come back. Sources: `kfd_process_queue_manager.c`, `kfd_mqd_manager_v9.c` of Linux 6.12 and 7.2.
+fn queues(gpus: &[Gpu]) -> Check {
+    let name = "gpu queues";
+    let reason = |gpu: &Gpu| {
+        let why = if gpu.gfx.major >= FIRST_WITH_MES {
+            "are scheduled by MES"
+        } else if gpu.xccs > 1 {
+            "are spread over several XCCs"
+        } else {
+            return None;
+        };
+        Some(format!("those of {:#x} ({}) {why}", gpu.gpu_id, chip(gpu.gfx)))
+    };
+    let reasons: Vec<String> = gpus.iter().filter_map(reason).collect();
+    if reasons.is_empty() {
+        return Check::ok(name, "the driver can restore them");
+    }
+    let found = format!("the driver of Linux 6.12 or 7.2 cannot restore all queues: {}", reasons.join("; "));
+    let advice = "on these GPUs dump processes without queues only (such as ones with a render node alone), or use a newer \
+                  kernel that can";
+    Check::warning(name, found, advice)
+}
+
+fn copies(gpus: &[Gpu]) -> Check {
+    let name = "gpu copies";
+    let told = |gpu: &Gpu| {
+        let (id, minor) = (gpu.gpu_id, gpu.minor);
+        match &gpu.copies {
+            Ok(Copies { way, told: true, .. }) => format!("{id:#x}: {way}"),
+            Ok(Copies { way, .. }) => format!("{id:#x}: {way}, whose ends are not told"),
+            Err(error) => format!("{id:#x}: renderD{minor}: {error}"),
+        }
+    };
+    let found = gpus.iter().map(told).collect::<Vec<_>>().join("; ");
+    let any = |bad: fn(&Copies) -> bool| gpus.iter().any(|gpu| gpu.copies.as_ref().is_ok_and(bad));
+    if gpus.iter().any(|gpu| gpu.copies.is_err()) {
+        let advice = "let this process read and write /dev/dri/renderD* of each GPU, in its container too";
+        return Check::failed(name, found, advice);
+    }
+    let mut advice = Vec::new();
+    if any(|copies| matches!(copies.way, Way::Cpu { .. })) {
+        advice.push("dumps of GPUs that the CPU copies from take long: their driver offers no copy ring");
+    }
+    if any(|copies| matches!(copies.way, Way::Rings { memory: Memory::Gtt, .. })) {
+        advice.push(
+            "modprobe udmabuf, let this process open /dev/udmabuf, and leave its size_limit_mb at 64 or more",
+        );
+    }
+    if any(|copies| !copies.told) {
+        advice.push("use Linux 6.6 or newer (SYNCOBJ_EVENTFD)");
+    }
+    if advice.is_empty() {
+        return Check::ok(name, found);
+    }
+    Check::warning(name, found, advice.join("; "))
+}
+
+fn switches(switched_off: &Result<Vec<&'static str>, String>) -> Check {
+    let name = "gpu checks";
+    match switched_off {
+        Ok(off) if off.is_empty() => {
+            Check::ok(name, "a restore checks that its GPUs are like the dumped ones")
+        }
+        Ok(off) => {
+            let found = format!(
+                "switched off in this environment: {}; a restore on GPUs that differ there is tried",
+                off.join(", ")
+            );
+            Check::info(name, found)
+        }
+        Err(error) => Check::failed(name, error, "correct the variable, or unset it"),
+    }
+}
+
+fn plugin(plugin: &Plugin) -> Check {
+    let name = "gpu plugin";
+    let stock = plugin.stock.as_ref().map(|folder| folder.display());
+    let advice = "`cargo xtask plugin` in Rewake's source tree builds it; --plugin-dir names its folder";
+    match (&plugin.found, &stock, &plugin.variable) {
+        (Some(folder), Some(stock), _) if *folder != plugin.stock.clone().unwrap_or_default() => {
+            let found =
+                format!("{}; CRIU by itself, without --libdir, takes the one in {stock}", folder.display());
+            Check::info(name, found)
+        }
+        (Some(folder), ..) => Check::ok(name, folder.display().to_string()),
+        (None, _, Some(variable)) => {
+            let found = format!("CRIU_LIBS_DIR is {}, and has no amdgpu_plugin.so", variable.display());
+            Check::failed(name, found, format!("unset CRIU_LIBS_DIR, or put the plugin there; {advice}"))
+        }
+        (None, Some(stock), None) => {
+            Check::warning(name, format!("there is only the one of CRIU, in {stock}"), advice)
+        }
+        (None, None, None) => {
+            let found = "there is none: processes that use a GPU can be neither dumped nor restored";
+            Check::failed(name, found, advice)
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

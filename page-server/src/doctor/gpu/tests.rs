@@ -1,0 +1,173 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Which facts about GPUs lead to which verdicts.
+
+use super::super::Verdict;
+use super::*;
+
+fn gfx(major: u32, minor: u32, step: u32) -> GfxVersion {
+    GfxVersion { major, minor, step }
+}
+
+fn by_rings(memory: Memory) -> Way {
+    Way::Rings { rings: 2, version: (4, 4), memory, why: None }
+}
+
+fn best() -> Copies {
+    Copies { way: by_rings(Memory::Pages), told: true }
+}
+
+fn gpu(gpu_id: u32, gfx: GfxVersion) -> Gpu {
+    Gpu { gpu_id, gfx, xccs: 1, vram: 64 << 30, minor: 128, copies: Ok(best()) }
+}
+
+/// A machine on which everything is right.
+fn good() -> Facts {
+    Facts {
+        version: Ok((1, 17)),
+        gpus: Ok(vec![gpu(0x1234, gfx(9, 0, 10))]),
+        capabilities: CAPABILITIES,
+        initial_user_namespace: true,
+        switched_off: Ok(Vec::new()),
+        plugin: Plugin { found: Some("/opt/rewake".into()), ..Plugin::default() },
+    }
+}
+
+/// The one check that is not ok, or the last one of a machine where all are.
+fn odd(facts: &Facts) -> Check {
+    let mut checks = verdicts(Some(facts));
+    let (bad, good): (Vec<_>, Vec<_>) = checks.drain(..).partition(|check| check.verdict != Verdict::Ok);
+    assert!(bad.len() <= 1, "{bad:?}");
+    bad.into_iter().chain(good.into_iter().rev()).next().unwrap()
+}
+
+fn outcome(facts: &Facts) -> (&'static str, Verdict) {
+    let check = odd(facts);
+    (check.name, check.verdict)
+}
+
+fn with_plugin(plugin: Plugin) -> Facts {
+    Facts { plugin, ..good() }
+}
+
+fn with_copies(copies: Result<Copies, String>) -> Facts {
+    Facts { gpus: Ok(vec![gpu(1, gfx(9, 0, 10)), Gpu { copies, ..gpu(2, gfx(9, 0, 10)) }]), ..good() }
+}
+
+#[test]
+fn a_machine_without_a_gpu_has_one_line_and_nothing_is_wrong() {
+    let checks = verdicts(None);
+    assert_eq!(checks, [Check::info("gpu", "no AMD GPU: CPU memory only")]);
+}
+
+#[test]
+fn a_good_machine_passes_every_check() {
+    let checks = verdicts(Some(&good()));
+    let names: Vec<_> = checks.iter().map(|check| check.name).collect();
+    let all =
+        ["gpu", "gpu privilege", "gpu topology", "gpu queues", "gpu copies", "gpu checks", "gpu plugin"];
+    assert_eq!(names, all);
+    assert!(checks.iter().all(|check| check.verdict == Verdict::Ok), "{checks:?}");
+    assert_eq!(checks[2].found, "0x1234 gfx90a 64.0 GiB, renderD128");
+}
+
+#[test]
+fn a_driver_without_checkpoints_or_out_of_reach_fails() {
+    assert_eq!(outcome(&Facts { version: Ok((1, 8)), ..good() }).1, Verdict::Ok);
+    assert_eq!(outcome(&Facts { version: Ok((1, 7)), ..good() }), ("gpu", Verdict::Failed));
+    let unusable = odd(&Facts { version: Err("open /dev/kfd: EACCES".into()), ..good() });
+    assert_eq!((unusable.name, unusable.verdict), ("gpu", Verdict::Failed));
+    assert!(unusable.found.contains("EACCES"), "{unusable:?}");
+}
+
+#[test]
+fn one_capability_in_the_initial_user_namespace_is_needed() {
+    for capability in [1 << 21, 1 << 40] {
+        assert_eq!(outcome(&Facts { capabilities: capability, ..good() }).1, Verdict::Ok);
+    }
+    let failed = ("gpu privilege", Verdict::Failed);
+    assert_eq!(outcome(&Facts { capabilities: !CAPABILITIES, ..good() }), failed);
+    let inside = odd(&Facts { initial_user_namespace: false, ..good() });
+    assert_eq!((inside.name, inside.verdict), failed);
+    assert!(inside.found.contains("user namespace"), "{inside:?}");
+}
+
+#[test]
+fn a_topology_that_cannot_be_read_or_is_empty_fails() {
+    let failed = ("gpu topology", Verdict::Failed);
+    assert_eq!(outcome(&Facts { gpus: Err("generation_id: no number".into()), ..good() }), failed);
+    assert_eq!(outcome(&Facts { gpus: Ok(Vec::new()), ..good() }), failed);
+}
+
+#[test]
+fn gpus_whose_queues_do_not_come_back_are_named_with_the_reason() {
+    for (gpus, reason) in [
+        (vec![gpu(0x11, gfx(11, 0, 0))], "those of 0x11 (gfx1100) are scheduled by MES"),
+        (vec![gpu(0x12, gfx(12, 0, 1))], "those of 0x12 (gfx1201) are scheduled by MES"),
+        (
+            vec![Gpu { xccs: 8, ..gpu(0x94, gfx(9, 4, 2)) }],
+            "those of 0x94 (gfx942) are spread over several XCCs",
+        ),
+    ] {
+        let check = odd(&Facts { gpus: Ok(gpus), ..good() });
+        assert_eq!((check.name, check.verdict), ("gpu queues", Verdict::Warning));
+        assert!(check.found.ends_with(reason), "{check:?}");
+    }
+    let both = vec![gpu(1, gfx(11, 0, 0)), gpu(2, gfx(10, 3, 0))];
+    let check = odd(&Facts { gpus: Ok(both), ..good() });
+    assert!(check.found.contains("0x1 (gfx1100)") && !check.found.contains("0x2"), "{check:?}");
+}
+
+#[test]
+fn copies_by_less_than_the_best_way_are_a_warning_with_what_is_missing() {
+    let by_cpu = Way::Cpu { why: "no ring".into() };
+    for (way, told, asked) in
+        [(by_cpu, "by the CPU (no ring)", "copy ring"), (by_rings(Memory::Gtt), "GTT", "udmabuf")]
+    {
+        let check = odd(&with_copies(Ok(Copies { way, told: true })));
+        assert_eq!((check.name, check.verdict), ("gpu copies", Verdict::Warning));
+        assert!(check.found.contains("0x2: ") && check.found.contains(told), "{check:?}");
+        let advice = check.advice.unwrap();
+        assert!(advice.contains(asked) && !advice.contains("6.6"), "{advice}");
+    }
+    let check = odd(&with_copies(Ok(Copies { told: false, ..best() })));
+    let advice = check.advice.unwrap();
+    assert!(advice.contains("6.6") && !advice.contains("udmabuf"), "{advice}");
+}
+
+#[test]
+fn a_render_node_that_cannot_be_used_fails() {
+    let check = odd(&with_copies(Err("EACCES".into())));
+    assert_eq!((check.name, check.verdict), ("gpu copies", Verdict::Failed));
+    assert!(check.found.contains("0x2: renderD128: EACCES"), "{check:?}");
+}
+
+#[test]
+fn checks_that_are_switched_off_are_told_and_wrong_values_fail() {
+    let off = odd(&Facts { switched_off: Ok(vec!["KFD_NUMA_CHECK"]), ..good() });
+    assert_eq!((off.name, off.verdict), ("gpu checks", Verdict::Info));
+    assert!(off.found.contains("KFD_NUMA_CHECK"), "{off:?}");
+    let wrong = Facts { switched_off: Err("KFD_NUMA_CHECK=2: expected 0, NO, 1 or YES".into()), ..good() };
+    assert_eq!(outcome(&wrong), ("gpu checks", Verdict::Failed));
+}
+
+#[test]
+fn the_plugin_is_ours_or_crius_or_missing() {
+    let (ours, stock): (PathBuf, PathBuf) = ("/opt/rewake".into(), "/usr/lib/criu/".into());
+    let both = odd(&with_plugin(Plugin { found: Some(ours), stock: Some(stock.clone()), variable: None }));
+    assert_eq!((both.name, both.verdict), ("gpu plugin", Verdict::Info));
+    assert!(both.found.contains("/opt/rewake; CRIU by itself"), "{both:?}");
+    // Given by the variable: there is no second one.
+    let one = Plugin {
+        found: Some("/usr/lib/criu".into()),
+        stock: Some(stock.clone()),
+        variable: Some(stock.clone()),
+    };
+    assert_eq!(outcome(&with_plugin(one)).1, Verdict::Ok);
+    let only_stock = Plugin { stock: Some(stock.clone()), ..Plugin::default() };
+    assert_eq!(outcome(&with_plugin(only_stock)), ("gpu plugin", Verdict::Warning));
+    assert_eq!(outcome(&with_plugin(Plugin::default())), ("gpu plugin", Verdict::Failed));
+    let elsewhere =
+        odd(&with_plugin(Plugin { variable: Some("/x".into()), stock: Some(stock), found: None }));
+    assert_eq!((elsewhere.name, elsewhere.verdict), ("gpu plugin", Verdict::Failed));
+    assert!(elsewhere.found.contains("CRIU_LIBS_DIR is /x"), "{elsewhere:?}");
+}

@@ -1,0 +1,74 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Facts about this machine's GPUs. No judgement here.
+
+use std::os::unix::fs::MetadataExt as _;
+use std::path::PathBuf;
+
+use rewake_amdgpu::{CopyEngine, Shape, Staging};
+use rewake_kfd::render::Render;
+use rewake_kfd::settings::{Checks, Switch};
+use rewake_kfd::topology::{Node, Topology};
+use rewake_kfd::{Error, Kfd};
+
+use super::gpu::{Copies, Facts, Gpu, Plugin};
+use crate::gpu_plugin;
+
+/// Where CRIU looks by itself (`CR_PLUGIN_DEFAULT`).
+const DEFAULT: &str = "/usr/lib/criu";
+/// Number of the initial user namespace (`PROC_USER_INIT_INO` of Linux).
+const INITIAL_USER_NAMESPACE: u64 = 0xefff_fffd;
+/// As much as the largest piece of memory that a GPU is given at once: limits of udmabuf show with it.
+const TRIAL: Shape = Shape { slots: 16, slot_bytes: 2 << 20 };
+
+/// Looks at the GPUs; none without AMD's compute driver.
+#[must_use]
+pub fn facts(capabilities: u64) -> Option<Facts> {
+    if !gpu_plugin::machine_has_gpu() {
+        return None;
+    }
+    let told = |error: Error| error.to_string();
+    Some(Facts {
+        version: Kfd::open().and_then(|kfd| kfd.version()).map_err(told),
+        gpus: Topology::read().map(|topology| topology.gpus().map(gpu).collect()).map_err(told),
+        capabilities,
+        // Where there is no /proc, there are no namespaces to be seen either.
+        initial_user_namespace: std::fs::metadata("/proc/self/ns/user")
+            .map_or(true, |namespace| namespace.ino() == INITIAL_USER_NAMESPACE),
+        switched_off: switched_off(),
+        plugin: plugin(),
+    })
+}
+
+fn gpu(node: &Node) -> Gpu {
+    Gpu {
+        gpu_id: node.gpu_id,
+        gfx: node.gfx_version(),
+        xccs: node.property("num_xcc"),
+        vram: node.vram(),
+        minor: node.render_minor(),
+        copies: copies(node.render_minor()),
+    }
+}
+
+/// Sets copies up as the plugin does.
+fn copies(minor: u32) -> Result<Copies, String> {
+    let render = Render::open(minor).map_err(|error| error.to_string())?;
+    let staging = Staging::new(TRIAL, &[&render]).map_err(|error| error.to_string())?;
+    let engine = CopyEngine::open(render, &staging).map_err(|error| error.to_string())?;
+    Ok(Copies { way: engine.way().clone(), told: engine.event_fd().is_some() })
+}
+
+fn switched_off() -> Result<Vec<&'static str>, String> {
+    let checks = Checks::from_environment().map_err(|error| error.to_string())?;
+    Ok(Switch::ALL.into_iter().filter(|switch| !checks.has(*switch)).map(Switch::variable).collect())
+}
+
+fn plugin() -> Plugin {
+    let stock = PathBuf::from(DEFAULT);
+    Plugin {
+        // Nothing was chosen that could be refused.
+        found: gpu_plugin::find(None).unwrap_or_default(),
+        variable: gpu_plugin::variable(),
+        stock: Some(stock).filter(|folder| folder.join(gpu_plugin::FILE).is_file()),
+    }
+}

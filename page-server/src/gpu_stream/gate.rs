@@ -1,0 +1,41 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! What keeps a process's GPUs still: the driver's CRIU operations PROCESS_INFO, by the plugin, and UNPAUSE, here.
+
+use std::os::fd::{BorrowedFd, RawFd};
+use std::time::Duration;
+
+use anyhow::Context as _;
+use rewake_kfd::criu;
+use rewake_tracer::with_tracer;
+
+use crate::sys;
+
+/// How long CRIU may take to let go of a process that it has restored.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// The gate of a process.
+#[derive(Debug)]
+pub(super) struct Gate<'a> {
+    /// Its process descriptor, in the ledger.
+    pub(super) process: RawFd,
+    /// Its `/dev/kfd`.
+    pub(super) kfd: BorrowedFd<'a>,
+}
+
+impl Gate<'_> {
+    /// Opens it: once, when all is loaded.
+    ///
+    /// # Errors
+    /// The process cannot be traced, or the driver refuses: it stands still.
+    pub(super) fn open(&self) -> anyhow::Result<()> {
+        let pid = sys::pidfd_pid(self.process).context("finding the process")?;
+        let done = with_tracer(pid, PATIENCE, || criu::unpause(self.kfd));
+        let done = done.with_context(|| format!("tracing process {pid}"))?;
+        done.with_context(|| format!("letting the GPUs of process {pid} go on"))
+    }
+
+    /// Whether there is nobody behind it.
+    pub(super) fn has_ended(&self) -> bool {
+        sys::has_ended(self.process)
+    }
+}

@@ -1,0 +1,227 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! What the plugin hands over, and when: `proto/handover.proto`.
+
+use std::os::fd::{AsFd as _, OwnedFd};
+use std::path::Path;
+
+use anyhow::{Context as _, bail, ensure};
+use rewake_contents::{PagesFile, Process};
+use rewake_criu_images::ImageDir;
+use rewake_criu_images::amdgpu::{KfdImage, kfd_name};
+use rewake_handover::proto::{self, to_plugin, to_server};
+use rewake_handover::{Channel, Error, Listener, VERSION};
+
+use super::gate::Gate;
+use super::parts::Buffer;
+use super::placeholders::{Handed, Placeholders};
+use crate::ledger::Ledger;
+
+/// How the image directory is called in messages: it comes as a descriptor.
+const FOLDER: &str = "the image directory";
+
+/// A restore, ready to be taken over.
+#[derive(Debug)]
+pub(super) struct Taken {
+    channel: Channel,
+    processes: Vec<Computing>,
+}
+
+/// A process that computes.
+#[derive(Debug)]
+struct Computing {
+    /// N of its `amdgpu-kfd-N.img`.
+    id: u32,
+    image: KfdImage,
+    kfd: OwnedFd,
+    /// Their names in the image, and N of `/dev/dri/renderDN`.
+    gpus: Vec<(u32, u32)>,
+    files: Vec<PagesFile>,
+    /// Of what is to be loaded here, by the image's number of the buffer.
+    dmabufs: Vec<Option<OwnedFd>>,
+    placeholders: Option<Handed>,
+}
+
+/// A process that stands before its gate.
+#[derive(Debug)]
+pub(super) struct Gated<'a> {
+    pub(super) gate: Gate<'a>,
+    /// Where its CPUs reach what is to be loaded, if they do.
+    pub(super) placeholders: Option<Placeholders<'a>>,
+}
+
+/// Takes what the plugin that comes hands over, and opens all files: what cannot be is refused while nothing runs yet.
+pub(super) fn take(listener: &Listener) -> anyhow::Result<Taken> {
+    loop {
+        let mut taken = Taken { channel: listener.accept()?, processes: Vec::new() };
+        // Somebody looked whether there is one here.
+        let first = match taken.hear() {
+            Err(Error::Closed) => continue,
+            first => first.map_err(anyhow::Error::from),
+        };
+        // Whoever else comes loads everything at once.
+        listener.close();
+        match first.and_then(|(what, _)| taken.collect(&what)) {
+            Ok(()) => return Ok(taken),
+            Err(error) => {
+                // The plugin says so in CRIU's log; it may have gone.
+                let reason = format!("{error:#}");
+                let _ = taken.say(to_plugin::What::Refused(proto::Refused { reason }));
+                return Err(error);
+            }
+        }
+    }
+}
+
+impl Taken {
+    fn collect(&mut self, first: &to_server::What) -> anyhow::Result<()> {
+        let &to_server::What::Hello(proto::Hello { version }) = first else { bail!(odd("Hello", first)) };
+        ensure!(
+            version == VERSION,
+            "the plugin speaks version {version}, this is {VERSION}: install both of one release"
+        );
+        self.say(to_plugin::What::Hello(proto::Hello { version }))?;
+        // CRIU restores all tasks meanwhile.
+        self.channel.wait_for_ever()?;
+        let mut folder = None;
+        loop {
+            let (what, mut with) = self.hear()?;
+            match what {
+                to_server::What::Image(_) => folder = with.pop(),
+                to_server::What::Process(process) => {
+                    let folder = folder.as_ref().context("a process came before its image directory")?;
+                    self.processes.push(Computing::open(folder, &process, with.pop())?);
+                }
+                to_server::What::Buffers(buffers) => self.last()?.take(&buffers, with)?,
+                to_server::What::Placeholders(told) => {
+                    self.last()?.placeholders = Some(Handed::new(&told, with)?);
+                }
+                to_server::What::Mappings(told) => {
+                    let placeholders = self.last()?.placeholders.as_mut();
+                    placeholders.context("mappings came before their placeholders")?.add(told)?;
+                }
+                to_server::What::Ready(_) => return Ok(self.say(to_plugin::What::Ready(proto::Ready {}))?),
+                other => bail!(odd("what is to be loaded", &other)),
+            }
+        }
+    }
+
+    fn last(&mut self) -> anyhow::Result<&mut Computing> {
+        self.processes.last_mut().context("something of a process came before the process")
+    }
+
+    /// Waits until all processes stand before their gates, and answers for them from then on. By their places among
+    /// [`Taken::processes`].
+    pub(super) fn go(&self, ledger: Ledger) -> anyhow::Result<Vec<(usize, Gated<'_>)>> {
+        let gated = self.all_started(ledger);
+        match &gated {
+            Ok(_) => self.say(to_plugin::What::Go(proto::Go {}))?,
+            Err(error) => {
+                let reason = format!("{error:#}");
+                let _ = self.say(to_plugin::What::Refused(proto::Refused { reason }));
+            }
+        }
+        gated
+    }
+
+    fn all_started(&self, ledger: Ledger) -> anyhow::Result<Vec<(usize, Gated<'_>)>> {
+        let mut started: Vec<(usize, Gated<'_>)> = Vec::new();
+        loop {
+            let (what, mut with) = self.hear()?;
+            match what {
+                to_server::What::Started(process) => {
+                    let announced = self.processes.iter().position(|of| of.id == process.kfd);
+                    let place = announced.filter(|place| !started.iter().any(|(there, _)| there == place));
+                    let place = place
+                        .with_context(|| format!("{} was not announced, or twice", kfd_name(process.kfd)))?;
+                    let pidfd = with.pop().context("a process came without its descriptor")?;
+                    started.push((place, self.processes[place].started(place, pidfd, ledger)?));
+                }
+                to_server::What::Go(_) => break,
+                other => bail!(odd("Go", &other)),
+            }
+        }
+        let is_missing = |place: &usize| !started.iter().any(|(there, _)| there == place);
+        if let Some(place) = (0..self.processes.len()).find(is_missing) {
+            bail!("{}: its process was announced, and did not start", kfd_name(self.processes[place].id));
+        }
+        Ok(started)
+    }
+
+    /// What is to be loaded.
+    pub(super) fn processes(&self) -> impl Iterator<Item = Process<'_>> {
+        self.processes.iter().map(|of| Process { files: &of.files, dmabufs: &of.dmabufs })
+    }
+
+    fn say(&self, what: to_plugin::What) -> Result<(), Error> {
+        self.channel.send(&proto::ToPlugin { what: Some(what) }, &[])
+    }
+
+    fn hear(&self) -> Result<(to_server::What, Vec<OwnedFd>), Error> {
+        let (message, with) = self.channel.receive::<proto::ToServer>()?;
+        let what = message.what;
+        let what =
+            what.ok_or_else(|| Error::Garbled { expected: "a message", found: "an empty one".to_owned() })?;
+        Ok((what, with))
+    }
+}
+
+impl Computing {
+    fn open(folder: &OwnedFd, process: &proto::Process, kfd: Option<OwnedFd>) -> anyhow::Result<Self> {
+        let images = ImageDir::of(folder.try_clone()?, Path::new(FOLDER))?;
+        let image = images.kfd(process.kfd)?;
+        let image = image.with_context(|| format!("{} is not in {FOLDER}", kfd_name(process.kfd)))?;
+        let mut files = Vec::new();
+        for gpu in &process.gpus {
+            files.push(PagesFile::open(folder.as_fd(), process.kfd, &image, gpu.gpu_id, gpu.minor)?);
+        }
+        let dmabufs = (0..image.buffers.len()).map(|_| None).collect();
+        let kfd = kfd.context("a process came without its /dev/kfd")?;
+        let gpus = process.gpus.iter().map(|gpu| (gpu.gpu_id, gpu.minor)).collect();
+        Ok(Self { id: process.kfd, image, kfd, gpus, files, dmabufs, placeholders: None })
+    }
+
+    /// It stands before its gate, stopped, with all its mappings: its placeholders are watched from now on, and it is killed if nobody
+    /// would open the gate.
+    fn started(&self, place: usize, pidfd: OwnedFd, ledger: Ledger) -> anyhow::Result<Gated<'_>> {
+        let process = ledger.gates().shut(pidfd)?;
+        let placeholders = match &self.placeholders {
+            Some(handed) => Some(handed.watch(place, process, self.mapped(handed)?)?),
+            None => None,
+        };
+        Ok(Gated { gate: Gate { process, kfd: self.kfd.as_fd() }, placeholders })
+    }
+
+    /// The buffers that placeholders stand for.
+    fn mapped(&self, handed: &Handed) -> anyhow::Result<Vec<Buffer<'_>>> {
+        let of = |number: usize| {
+            let buffer = self.image.buffers.get(number)?;
+            let gpu = self.gpus.iter().find(|(name, _)| *name == buffer.gpu_id)?;
+            let dmabuf = self.dmabufs[number].as_ref()?.as_fd();
+            Some(Buffer { number, gpu: *gpu, dmabuf, bytes: buffer.size })
+        };
+        let known = |number| {
+            of(number).with_context(|| format!("a placeholder came for buffer {number}, which did not"))
+        };
+        handed.buffers().into_iter().map(known).collect()
+    }
+
+    fn take(&mut self, buffers: &proto::Buffers, dmabufs: Vec<OwnedFd>) -> anyhow::Result<()> {
+        ensure!(
+            buffers.numbers.len() == dmabufs.len(),
+            "{} buffers came with {} descriptors",
+            buffers.numbers.len(),
+            dmabufs.len()
+        );
+        for (number, dmabuf) in buffers.numbers.iter().zip(dmabufs) {
+            let count = self.image.buffers.len();
+            let place = self.dmabufs.get_mut(*number as usize);
+            let place = place.with_context(|| format!("buffer {number} came, of {count} in the image"))?;
+            *place = Some(dmabuf);
+        }
+        Ok(())
+    }
+}
+
+fn odd(expected: &str, found: &to_server::What) -> String {
+    format!("expected {expected}, found {found:?}: are plugin and server of one version?")
+}

@@ -1,0 +1,118 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The memory of GPUs, loaded behind processes that run already.
+//!
+//! The plugin restores all but the contents of buffers that may come later, shuts the gate of every process (PROCESS_INFO),
+//! resumes it, and hands over ([`intake`]). Here the rest is loaded; CPUs that touch it wait for it ([`touches`], [`placeholders`]). Then
+//! the gates are opened ([`gate`]): no queue runs before every byte that its GPU may reach is there (I2). A process whose gate
+//! nobody would open any more is killed, by the supervisor if need be.
+
+mod gate;
+mod intake;
+mod parts;
+mod placeholders;
+#[cfg(test)]
+mod program;
+mod progress;
+mod touches;
+mod view;
+
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::mpsc::channel;
+use std::time::{Duration, Instant};
+
+use anyhow::Context as _;
+use nix::sys::signal::{SigSet, SigmaskHow, Signal, sigprocmask};
+use rewake_contents::{Loading, Process, Report};
+use rewake_handover::Listener;
+use tracing::{info, warn};
+
+use placeholders::Placeholders;
+use touches::{Resident, Touches};
+
+use crate::ledger::Ledger;
+use crate::sys;
+use crate::timeline::Timeline;
+
+/// How one restore went.
+#[derive(Debug)]
+pub struct Summary {
+    /// Processes that compute.
+    pub processes: usize,
+    /// What was loaded behind them; none if nothing was left for that.
+    pub loaded: Option<Report>,
+    /// How often CPUs waited for memory.
+    pub touches: u64,
+    /// From the moment at which they ran until the last gate was open.
+    pub took: Duration,
+}
+
+/// Loads all of it, serves whoever touches it meanwhile, and says how far it is. When it is done no placeholder is left.
+fn load(
+    processes: &[Process<'_>],
+    placeholders: Vec<Placeholders<'_>>,
+    ledger: Ledger,
+    timeline: &Timeline,
+) -> anyhow::Result<(Option<Report>, u64)> {
+    let loading = Loading::new(processes)?;
+    let resident = Resident::new(processes.len(), &placeholders)?;
+    let touches = Touches::new(placeholders, loading.desk(), &resident, timeline);
+    let (desk, giving_up) = (loading.desk(), loading.desk());
+    let (over, ended) = channel::<()>();
+    std::thread::scope(|scope| {
+        scope.spawn(move || progress::follow(&desk, timeline, &ended));
+        let touches = scope.spawn(|| {
+            // What they wait for would never come, and what they have would be zeros.
+            let touched = catch_unwind(AssertUnwindSafe(|| touches.run()));
+            if !matches!(touched, Ok(Ok(_))) {
+                ledger.gates().end_all();
+                giving_up.give_up();
+            }
+            touched
+        });
+        let loaded = loading.run(|process, buffer| resident.tell(process, buffer));
+        resident.ended(loaded.is_ok());
+        drop(over);
+        let touched = touches.join().and_then(|touched| touched);
+        // Why it was given up, before that it was.
+        let touched = touched.unwrap_or_else(|panic| resume_unwind(panic))?;
+        Ok((loaded?, touched))
+    })
+}
+
+/// Serves the one restore that comes, and tells `timeline` how.
+///
+/// # Errors
+/// The plugin gave up, or memory could not be loaded: gates are shut then, and the ledger knows whose.
+pub fn serve(listener: &Listener, ledger: Ledger, timeline: &Timeline) -> anyhow::Result<Summary> {
+    let taken = intake::take(listener)?;
+    timeline.handed_over();
+    // Asked to stop, it goes on from here: it takes as long as it takes to load, and then no gate is shut.
+    let stop: SigSet = [Signal::SIGTERM, Signal::SIGINT].into_iter().collect();
+    sigprocmask(SigmaskHow::SIG_BLOCK, Some(&stop), None).context("blocking signals")?;
+    let (mut gates, mut placeholders) = (Vec::new(), Vec::new());
+    for (place, gated) in taken.go(ledger)? {
+        timeline.runs(place, sys::pidfd_pid(gated.gate.process).unwrap_or_default());
+        gates.push((place, gated.gate));
+        placeholders.extend(gated.placeholders);
+    }
+    let start = Instant::now();
+    info!(processes = gates.len(), "loading memory of GPUs behind running processes");
+    let processes: Vec<Process<'_>> = taken.processes().collect();
+    let (loaded, touches) =
+        load(&processes, placeholders, ledger, timeline).context("loading memory of GPUs")?;
+    for (place, gate) in &gates {
+        match gate.open() {
+            Ok(()) => {
+                timeline.gate_opened(*place);
+                ledger.gates().opened(gate.process);
+            }
+            Err(error) if gate.has_ended() => {
+                timeline.gone(*place);
+                warn!("a process ended before its GPUs went on: {error:#}");
+                ledger.gates().opened(gate.process);
+            }
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(Summary { processes: gates.len(), loaded, touches, took: start.elapsed() })
+}

@@ -1,0 +1,307 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Who waits for device memory that CPUs have touched: buffers are demanded, and the device put in the placeholders' place as soon as
+//! they are there; the rest when all is.
+
+use std::collections::btree_map::{BTreeMap, Entry};
+use std::collections::{BTreeSet, VecDeque};
+use std::os::fd::AsFd as _;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, bail};
+use nix::errno::Errno;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::eventfd::{EfdFlags, EventFd};
+use rewake_contents::Desk;
+use tracing::{debug, info};
+
+use super::placeholders::{Outcome, Placeholders};
+use super::view::Views;
+use crate::timeline::Timeline;
+
+/// Between two tries of what a process that does not stand still keeps us from, and between two stops of one that does, for it to run;
+/// milliseconds.
+const AGAIN: u16 = 5;
+/// Buffers that become the device in one stop when nobody waits for them. One is 0.2 ms and more, and reading the mappings 2 to 3 us for each
+/// that the process has (`docs/performance.md`): with thousands of them the stop is about 20 ms.
+const AT_ONCE: usize = 64;
+/// For a process to stand still, when all is there or after it last did. It is killed then: its placeholders would be there for ever.
+const PATIENCE: Duration = Duration::from_secs(120);
+
+/// What is there: told by the load, asked by those who wait.
+#[derive(Debug)]
+pub(super) struct Resident {
+    /// By process and buffer; without those that no placeholder stands for.
+    buffers: Vec<BTreeMap<usize, AtomicBool>>,
+    all: AtomicBool,
+    given_up: AtomicBool,
+    news: EventFd,
+}
+
+impl Resident {
+    /// Of so many processes.
+    pub(super) fn new(processes: usize, places: &[Placeholders<'_>]) -> anyhow::Result<Self> {
+        let mut buffers: Vec<BTreeMap<usize, AtomicBool>> = (0..processes).map(|_| BTreeMap::new()).collect();
+        for placeholders in places {
+            let none = |buffer| (buffer, AtomicBool::new(false));
+            buffers[placeholders.process()] = placeholders.left().map(none).collect();
+        }
+        Ok(Self {
+            buffers,
+            all: AtomicBool::new(false),
+            given_up: AtomicBool::new(false),
+            news: EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK).context("eventfd")?,
+        })
+    }
+
+    /// A buffer is.
+    pub(super) fn tell(&self, process: usize, buffer: usize) {
+        if let Some(flag) = self.buffers[process].get(&buffer) {
+            flag.store(true, Ordering::Release);
+            self.wake();
+        }
+    }
+
+    /// The load has ended: all are, or it has failed.
+    pub(super) fn ended(&self, well: bool) {
+        if well { &self.all } else { &self.given_up }.store(true, Ordering::Release);
+        self.wake();
+    }
+
+    fn wake(&self) {
+        // It fails where it would count too far: then there is news anyway.
+        let _ = self.news.write(1);
+    }
+
+    fn has(&self, process: usize, buffer: usize) -> bool {
+        self.all.load(Ordering::Acquire)
+            || self.buffers[process].get(&buffer).is_some_and(|flag| flag.load(Ordering::Acquire))
+    }
+}
+
+/// A page that threads of a process wait for: the process, among those loaded, and the address. A thread that is interrupted asks again.
+type Touch = (usize, u64);
+
+/// What nobody waited for, of a process.
+#[derive(Debug)]
+struct Rest {
+    /// When the process last stood still, or all was there.
+    stood: Instant,
+    /// Buffers that have become the device.
+    buffers: usize,
+    /// How long it stood still for that.
+    stopped: Duration,
+}
+
+/// All processes' placeholders.
+#[derive(Debug)]
+pub(super) struct Touches<'a> {
+    /// When all is there, the first is next.
+    places: VecDeque<Placeholders<'a>>,
+    /// By process, when all is there.
+    rest: BTreeMap<usize, Rest>,
+    desk: Desk,
+    resident: &'a Resident,
+    timeline: &'a Timeline,
+    views: Views,
+    /// Since when.
+    waiting: BTreeMap<Touch, Instant>,
+    /// Whether a process did not stand still: it is tried again.
+    again: bool,
+    /// Of touches.
+    served: u64,
+}
+
+impl<'a> Touches<'a> {
+    pub(super) fn new(
+        places: Vec<Placeholders<'a>>,
+        desk: Desk,
+        resident: &'a Resident,
+        timeline: &'a Timeline,
+    ) -> Self {
+        Self {
+            places: places.into(),
+            rest: BTreeMap::new(),
+            desk,
+            resident,
+            timeline,
+            views: Views::default(),
+            waiting: BTreeMap::new(),
+            again: false,
+            served: 0,
+        }
+    }
+
+    /// Serves until the device is everywhere; how many touches there were. Nothing to do where the load fails: whoever is behind
+    /// a gate is killed.
+    ///
+    /// # Errors
+    /// A process's placeholders cannot be served, or not replaced.
+    pub(super) fn run(mut self) -> anyhow::Result<u64> {
+        while !self.places.is_empty() && !self.resident.given_up.load(Ordering::Acquire) {
+            self.wait()?;
+            self.hear()?;
+            self.serve()?;
+            if self.resident.all.load(Ordering::Acquire) {
+                self.finish()?;
+            }
+        }
+        Ok(self.served)
+    }
+
+    /// Until something is touched, or there, or to be tried again.
+    fn wait(&self) -> anyhow::Result<()> {
+        let timeout = match self.resident.all.load(Ordering::Acquire) {
+            // Others run while one stands still.
+            true => (AGAIN / u16::try_from(self.places.len()).unwrap_or(u16::MAX)).max(1).into(),
+            false if self.again => AGAIN.into(),
+            false => PollTimeout::NONE,
+        };
+        let mut fds = vec![PollFd::new(self.resident.news.as_fd(), PollFlags::POLLIN)];
+        fds.extend(self.places.iter().map(|place| PollFd::new(place.uffd(), PollFlags::POLLIN)));
+        match poll(&mut fds, timeout) {
+            Ok(_) | Err(Errno::EINTR) => {}
+            Err(errno) => return Err(errno).context("waiting for touches"),
+        }
+        // Nothing to read is no error.
+        let _ = self.resident.news.read();
+        Ok(())
+    }
+
+    /// Takes what was touched.
+    fn hear(&mut self) -> anyhow::Result<()> {
+        for placeholders in &mut self.places {
+            for address in placeholders.touched()? {
+                if let Entry::Vacant(touch) = self.waiting.entry((placeholders.process(), address)) {
+                    touch.insert(Instant::now());
+                    self.served += 1;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Lets go on whoever waits for what is there, and asks for what is not. A process that does not stand still is left alone after one try: it may be waiting for
+    /// its own messages to be read.
+    fn serve(&mut self) -> anyhow::Result<()> {
+        let mut moving = BTreeSet::new();
+        for ((process, address), since) in std::mem::take(&mut self.waiting) {
+            // When a userfaultfd is closed its waiters look again.
+            let of = self.places.iter_mut().find(|of| of.process() == process);
+            let Some(placeholders) = of else { continue };
+            let Some(touched) = placeholders.at(address)? else {
+                // The device is there by now, or nothing is.
+                placeholders.wake(address, rewake_uffd::PAGE_SIZE);
+                continue;
+            };
+            let is_there = self.resident.has(process, touched.buffer);
+            if !is_there {
+                self.desk.demand(process, touched.buffer);
+            }
+            if !is_there || moving.contains(&process) {
+                self.waiting.insert((process, address), since);
+                continue;
+            }
+            match placeholders.swap(&BTreeSet::from([touched.buffer]), &mut self.views)? {
+                Outcome::Done { stopped } => {
+                    placeholders.wake(address, rewake_uffd::PAGE_SIZE);
+                    self.timeline.swapped(process, touched.buffer, stopped);
+                }
+                Outcome::NotNow(why) => {
+                    debug!("a copy for process {}: {why}", placeholders.pid());
+                    placeholders.copy(address, touched, &mut self.views)?;
+                    moving.insert(process);
+                }
+                Outcome::Ended => continue,
+            }
+            let waited = since.elapsed();
+            self.timeline.fault(process, touched.buffer, address, waited);
+            debug!(
+                "process {} touched buffer {} at {address:#x}, and waited {waited:?}",
+                placeholders.pid(),
+                touched.buffer
+            );
+        }
+        self.again = !moving.is_empty();
+        Ok(())
+    }
+
+    /// Puts the device where it is not yet, in one stop of one process. One that does not stand still now is tried again.
+    fn finish(&mut self) -> anyhow::Result<()> {
+        let Some(mut placeholders) = self.places.pop_front() else { return Ok(()) };
+        let (process, pid) = (placeholders.process(), placeholders.pid());
+        let new = || Rest { stood: Instant::now(), buffers: 0, stopped: Duration::ZERO };
+        let rest = self.rest.entry(process).or_insert_with(new);
+        let buffers: BTreeSet<usize> = placeholders.left().take(AT_ONCE).collect();
+        if !buffers.is_empty() {
+            match placeholders.swap(&buffers, &mut self.views)? {
+                Outcome::Done { stopped } => {
+                    rest.stood = Instant::now();
+                    rest.buffers += buffers.len();
+                    rest.stopped += stopped;
+                    let share = stopped / u32::try_from(buffers.len()).unwrap_or(u32::MAX);
+                    buffers.iter().for_each(|buffer| self.timeline.swapped(process, *buffer, share));
+                }
+                Outcome::NotNow(why) if rest.stood.elapsed() > PATIENCE => {
+                    bail!("process {pid} did not stand still for {PATIENCE:?}: {why}")
+                }
+                Outcome::NotNow(_) => {}
+                Outcome::Ended => {
+                    placeholders.close();
+                    return Ok(());
+                }
+            }
+        }
+        if placeholders.left().next().is_some() {
+            self.places.push_back(placeholders);
+        } else {
+            let Rest { buffers, stopped, .. } = rest;
+            info!("process {pid}: {buffers} more mapped buffers are the device's now, {stopped:?}");
+            placeholders.close();
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::AsRawFd as _;
+
+    use rewake_contents::{Loading, Process};
+
+    use super::super::program::{LAST, Program};
+    use super::*;
+    use crate::watched::until;
+
+    /// So many that two stops are not enough.
+    const BUFFERS: usize = 2 * AT_ONCE + 1;
+
+    #[test]
+    fn what_nobody_waits_for_becomes_the_device_in_several_stops_and_touches_are_heard_between_them() {
+        let program = Program::start(BUFFERS);
+        let (pidfd, handed, timeline) = (program.pidfd(), program.handed(), Timeline::default());
+        let places = vec![handed.watch(0, pidfd.as_raw_fd(), program.buffers()).unwrap()];
+        let resident = Resident::new(1, &places).unwrap();
+        let processes = [Process { files: &[], dmabufs: &[] }];
+        let desk = Loading::new(&processes).unwrap().desk();
+        let mut touches = Touches::new(places, desk, &resident, &timeline);
+        resident.ended(true);
+
+        touches.finish().unwrap();
+        assert_eq!(program.mappings(), (AT_ONCE + 1, AT_ONCE));
+
+        program.touch();
+        let mut message = [PollFd::new(touches.places[0].uffd(), PollFlags::POLLIN)];
+        assert_eq!(poll(&mut message, 10_000_u16), Ok(1));
+        touches.hear().unwrap();
+        touches.serve().unwrap();
+        until(|| program.read() == LAST);
+        assert_eq!(program.mappings(), (AT_ONCE, AT_ONCE + 1));
+
+        assert_eq!(touches.run().unwrap(), 1);
+        assert_eq!(program.mappings(), (0, BUFFERS));
+        let of = &timeline.record().processes[0];
+        assert_eq!((of.swaps, of.faults), (BUFFERS as u64, 1));
+        assert!(of.stopped_us > 0);
+    }
+}

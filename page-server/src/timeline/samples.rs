@@ -1,0 +1,124 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! How much was there when, in bounded memory.
+
+/// A plot is not wider than this.
+const MOST: usize = 512;
+/// Numbers in all samples together: 512 KiB of them, however many processes there are.
+const VALUES: usize = 1 << 16;
+/// A plot of fewer says nothing.
+const FEWEST: usize = 16;
+
+/// At one moment.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Sample {
+    pub(super) at_us: u64,
+    pub(super) faults: u64,
+    /// Bytes of each process's memory of each GPU.
+    pub(super) resident: Vec<u64>,
+}
+
+/// Samples at even distances. When there is no room each second one is dropped, and from then on only each second one of
+/// those that come is kept: the first and the newest always are.
+#[derive(Debug, Default)]
+pub(super) struct Samples {
+    kept: Vec<Sample>,
+    /// Not at the distance yet; the newest.
+    newest: Option<Sample>,
+    /// Of how many that come one is kept: 2 to this.
+    thinned: u32,
+    came: usize,
+}
+
+impl Samples {
+    /// One more.
+    pub(super) fn push(&mut self, sample: Sample) {
+        let number = self.came;
+        self.came += 1;
+        if !number.is_multiple_of(self.distance()) {
+            self.newest = Some(sample);
+            return;
+        }
+        if self.kept.len() >= room(sample.resident.len()) {
+            self.thin();
+            if !number.is_multiple_of(self.distance()) {
+                self.newest = Some(sample);
+                return;
+            }
+        }
+        self.newest = None;
+        self.kept.push(sample);
+    }
+
+    fn distance(&self) -> usize {
+        1 << self.thinned.min(usize::BITS - 1)
+    }
+
+    fn thin(&mut self) {
+        self.thinned += 1;
+        let mut number = 0;
+        self.kept.retain(|_| {
+            number += 1;
+            number % 2 == 1
+        });
+    }
+
+    /// All that are left.
+    pub(super) fn iter(&self) -> impl Iterator<Item = &Sample> {
+        self.kept.iter().chain(&self.newest)
+    }
+}
+
+/// Samples of so many numbers each.
+fn room(numbers: usize) -> usize {
+    (VALUES / numbers.max(1)).clamp(FEWEST, MOST)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn after(count: u64, numbers: usize) -> Samples {
+        let mut samples = Samples::default();
+        for at_us in 0..count {
+            samples.push(Sample { at_us, faults: 0, resident: vec![at_us; numbers] });
+        }
+        samples
+    }
+
+    fn times(samples: &Samples) -> Vec<u64> {
+        samples.iter().map(|sample| sample.at_us).collect()
+    }
+
+    #[test]
+    fn nothing_is_lost_while_there_is_room() {
+        assert_eq!(times(&after(512, 1)), (0..512).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn when_there_is_none_each_second_one_goes_and_distances_stay_even() {
+        let every_second: Vec<u64> = (0..513).step_by(2).collect();
+        assert_eq!(times(&after(513, 1)), every_second);
+        let mut and_the_newest = every_second;
+        and_the_newest.push(513);
+        assert_eq!(times(&after(514, 1)), and_the_newest);
+    }
+
+    #[test]
+    fn however_long_it_takes_the_first_and_the_newest_are_there() {
+        for count in [1, 2, 511, 1023, 1024, 1025, 100_000, 1_000_001] {
+            let times = times(&after(count, 1));
+            assert_eq!((times.first(), times.last()), (Some(&0), Some(&(count - 1))), "{count}");
+            assert!(times.len() <= MOST + 1, "{} of {count}", times.len());
+            let even = times.windows(2).map(|two| two[1] - two[0]).collect::<Vec<_>>();
+            let (_, even) = even.split_last().unwrap_or((&0, &[]));
+            assert!(even.windows(2).all(|two| two[0] == two[1]), "{count}: {even:?}");
+        }
+    }
+
+    #[test]
+    fn of_many_processes_there_are_fewer_samples() {
+        let samples = after(3000, 1024);
+        assert!(times(&samples).len() <= 65, "{}", times(&samples).len());
+        assert_eq!(room(1 << 20), FEWEST);
+    }
+}
