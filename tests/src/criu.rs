@@ -39,6 +39,11 @@ impl Criu {
         Self::probed(env::var_os("CRIU_ALT").ok_or("CRIU_ALT does not name a second CRIU")?)
     }
 
+    /// Both.
+    pub fn both() -> [Result<Self, String>; 2] {
+        [Self::main(), Self::alternative()]
+    }
+
     fn probed(path: OsString) -> Result<Self, String> {
         if !nix::unistd::geteuid().is_root() {
             return Err("CRIU needs root".to_owned());

@@ -31,6 +31,14 @@ pub fn observer() -> anyhow::Result<PathBuf> {
     built("examples/libobserver.so")
 }
 
+/// The plugin that gives some mappings of a device a file of its own.
+///
+/// # Errors
+/// It is not built.
+pub fn placeholders() -> anyhow::Result<PathBuf> {
+    built("examples/libplaceholders.so")
+}
+
 /// A library with the symbols of a later CRIU.
 ///
 /// # Errors

@@ -27,3 +27,13 @@ macro_rules! need {
         }
     };
 }
+
+/// Ends the test where there is a GPU: such a machine has tests of its own.
+#[macro_export]
+macro_rules! need_no_gpu {
+    () => {
+        if std::path::Path::new("/sys/class/kfd").exists() {
+            $crate::skip!(unable, "/sys/class/kfd: this machine has an AMD GPU");
+        }
+    };
+}

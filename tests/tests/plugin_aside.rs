@@ -5,21 +5,7 @@ use std::fs;
 use std::path::Path;
 
 use rewake_tests::plugins::{Rig, amdgpu, observer};
-use rewake_tests::{Criu, Verdict, need};
-
-/// The versions of CRIU at hand.
-fn criu() -> [Result<Criu, String>; 2] {
-    [Criu::main(), Criu::alternative()]
-}
-
-/// A machine with a GPU has tests of its own.
-macro_rules! need_no_gpu {
-    () => {
-        if Path::new("/sys/class/kfd").exists() {
-            rewake_tests::skip!(unable, "/sys/class/kfd: this machine has an AMD GPU");
-        }
-    };
-}
+use rewake_tests::{Criu, Verdict, need, need_no_gpu};
 
 /// How often the images' inventory holds a text.
 fn named(rig: &Rig, name: &str) -> usize {
@@ -30,7 +16,7 @@ fn named(rig: &Rig, name: &str) -> usize {
 #[test]
 fn a_process_without_devices_is_dumped_and_restored_as_without_the_plugin() {
     need_no_gpu!();
-    for criu in criu() {
+    for criu in Criu::both() {
         let criu = need!(criu);
         let mut rig = need!(Rig::new(&criu, "plain", &[amdgpu().unwrap()]).unwrap());
         rig.dump(&[]).unwrap();
@@ -52,7 +38,7 @@ fn a_process_without_devices_is_dumped_and_restored_as_without_the_plugin() {
 #[test]
 fn devices_of_another_plugin_are_left_to_it() {
     need_no_gpu!();
-    for criu in criu() {
+    for criu in Criu::both() {
         let criu = need!(criu);
         let plugins = [amdgpu().unwrap(), observer().unwrap()];
         let mut rig = need!(Rig::new(&criu, "device", &plugins).unwrap());
@@ -67,7 +53,7 @@ fn devices_of_another_plugin_are_left_to_it() {
 #[test]
 fn a_device_that_no_plugin_takes_fails_the_dump_as_without_plugins() {
     need_no_gpu!();
-    for criu in criu() {
+    for criu in Criu::both() {
         let criu = need!(criu);
         let mut rig = need!(Rig::new(&criu, "device", &[amdgpu().unwrap()]).unwrap());
         rig.dump(&[]).expect_err("no plugin takes the device");
@@ -78,20 +64,23 @@ fn a_device_that_no_plugin_takes_fails_the_dump_as_without_plugins() {
 
 #[test]
 fn an_image_with_gpu_state_is_refused_with_the_file_s_name() {
-    for criu in criu() {
+    need_no_gpu!();
+    for criu in Criu::both() {
         let criu = need!(criu);
         let mut rig = need!(Rig::new(&criu, "device", &[observer().unwrap()]).unwrap());
         rig.dump(&[]).unwrap();
         // What the stock plugin would have left: its name in place of the observer's, and its file.
         let id = observed_file(&rig);
-        fs::write(rig.path(&format!("images/amdgpu-kfd-{id}.img")), "").unwrap();
+        let stock = "../crates/criu-images/fuzz/corpus/amdgpu-kfd/good-stock-4.2.1";
+        let stock = Path::new(env!("CARGO_MANIFEST_DIR")).join(stock);
+        fs::copy(stock, rig.path(&format!("images/amdgpu-kfd-{id}.img"))).unwrap();
         rename_in_inventory(&rig);
         fs::remove_file(rig.path("plugins/libobserver.so")).unwrap();
         fs::copy(amdgpu().unwrap(), rig.path("plugins/amdgpu_plugin.so")).unwrap();
         rig.restore(&[]).expect_err("GPU state");
         let lines = rig.log_lines("restore", "Error (amdgpu_plugin): ");
         assert_eq!(lines.len(), 1, "{lines:?}");
-        let said = format!("RESTORE_EXT_FILE: amdgpu-kfd-{id}.img: GPU state");
+        let said = format!("init: amdgpu-kfd-{id}.img: GPU state, and this machine has no AMD GPU");
         assert!(lines[0].contains(&said), "{lines:?}");
     }
 }

@@ -7,10 +7,12 @@ use std::time::Duration;
 
 use anyhow::{Context as _, bail, ensure};
 use rewake_kfd::abi::KFD_IOC_ALLOC_MEM_FLAGS_PUBLIC;
-use rewake_kfd::abi::memory::Mapping;
+use rewake_kfd::abi::memory::{Access, Mapping, PAGE};
 use rewake_kfd::packet::Sdma;
 use rewake_kfd::topology::Topology;
-use rewake_kfd::{Buffer, Device, Event, Events, Kfd, Kind, QueueSpec, SdmaQueue, Spec, Userptr, doorbells};
+use rewake_kfd::{
+    Buffer, Device, Event, Events, Kfd, Kind, QueueSpec, SdmaQueue, Spec, Userptr, doorbells, svm,
+};
 
 use crate::kernel;
 
@@ -143,6 +145,20 @@ impl Gpus {
         Ok(buffer)
     }
 
+    /// The same, mapped without access for the CPU.
+    ///
+    /// # Errors
+    /// The driver refuses.
+    pub fn local_without_access(&self, gpu: usize, bytes: u64) -> anyhow::Result<Buffer> {
+        let device = &self.devices[gpu];
+        let mut spec = Spec::vram(bytes);
+        spec.flags &= !KFD_IOC_ALLOC_MEM_FLAGS_PUBLIC;
+        let mut buffer = Buffer::alloc(device, spec)?;
+        buffer.map(&[device.gpu_id()])?;
+        buffer.map_cpu_without_access()?;
+        Ok(buffer)
+    }
+
     /// Whether all GPUs reach each other's VRAM: one GPU alone does, others by links of their own. (Debian's kernels
     /// have no access to a peer's VRAM over PCIe.)
     #[must_use]
@@ -180,11 +196,52 @@ impl Gpus {
     /// # Errors
     /// The driver refuses.
     pub fn registered(&self, bytes: &[u8]) -> anyhow::Result<Userptr> {
-        let memory = Mapping::anonymous((bytes.len() as u64).next_multiple_of(4096))?;
+        let memory = Mapping::anonymous((bytes.len() as u64).next_multiple_of(PAGE))?;
         memory.write(0, bytes);
         let mut userptr = Userptr::register(&self.devices[0], memory)?;
         userptr.map(&self.ids())?;
         Ok(userptr)
+    }
+
+    /// Zeroed memory of this process with attributes by which all GPUs reach it in place.
+    ///
+    /// # Errors
+    /// The kernel has no SVM: EPERM.
+    pub fn attributed(&self, bytes: u64) -> anyhow::Result<Mapping> {
+        let memory = Mapping::anonymous(bytes.next_multiple_of(PAGE))?;
+        for device in &self.devices {
+            svm::map_always(device, &memory).context("--mode svm needs a kernel with SVM")?;
+        }
+        Ok(memory)
+    }
+}
+
+/// Memory that GPUs reach, of any kind; at one address for them and the CPU.
+#[derive(Debug)]
+pub enum Memory {
+    /// The driver's.
+    Buffer(Buffer),
+    /// The program's, known to the driver.
+    Registered(Userptr),
+    /// The program's, with SVM attributes.
+    Attributed(Mapping),
+}
+
+impl Memory {
+    /// The CPU's view of it.
+    #[must_use]
+    pub fn cpu(&self) -> &Mapping {
+        match self {
+            Self::Buffer(buffer) => buffer.cpu(),
+            Self::Registered(userptr) => userptr.cpu(),
+            Self::Attributed(memory) => memory,
+        }
+    }
+
+    /// Its address.
+    #[must_use]
+    pub fn address(&self) -> u64 {
+        self.cpu().address()
     }
 }
 
@@ -212,12 +269,12 @@ impl Uploader {
         })
     }
 
-    /// Writes `bytes` that `source` gives (from which byte, into what) to a buffer: by the CPU where it can.
+    /// Writes `bytes` that `source` gives (from which byte, into what) to memory: by the CPU where it can.
     ///
     /// # Errors
     /// The copy engine does not finish.
-    pub fn write(&mut self, to: &Buffer, bytes: u64, source: impl Fn(u64, &mut [u8])) -> anyhow::Result<()> {
-        let direct = to.cpu().access() == rewake_kfd::abi::memory::Access::ReadWrite;
+    pub fn write(&mut self, to: &Memory, bytes: u64, source: impl Fn(u64, &mut [u8])) -> anyhow::Result<()> {
+        let direct = to.cpu().access() == Access::ReadWrite;
         let mut part = vec![0; usize::try_from(STAGING)?];
         for at in (0..bytes).step_by(part.len()) {
             let length = (bytes - at).min(STAGING);

@@ -6,7 +6,8 @@
 //! * [`kernel`]: the soft GPU's built-in kernels, and what each computes.
 //! * [`model`]: the same answers without any GPU.
 //! * [`gpu`]: one process's GPUs: memory, queues, events. [`chain`]: dispatches that wait for each other.
-//! * [`stage`]: the layers of one process. [`family`]: several processes. [`side`]: what goes on beside.
+//! * [`stage`]: the layers of one process. [`family`]: several processes. [`small`]: many small buffers.
+//! * [`side`]: what goes on beside. [`rendered`]: a process without compute.
 //! * [`serve`]: the socket; [`client`]: the other end of it.
 
 #![deny(unsafe_code)]
@@ -17,8 +18,10 @@ pub mod family;
 pub mod gpu;
 pub mod kernel;
 pub mod model;
+pub mod rendered;
 pub mod serve;
 pub mod shape;
 pub mod side;
+pub mod small;
 pub mod stage;
 pub mod weights;

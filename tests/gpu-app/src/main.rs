@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use clap::{Parser, Subcommand};
 use gpu_app::model::Model;
 use gpu_app::shape::Shape;
-use gpu_app::{client, family, serve};
+use gpu_app::{client, family, rendered, serve};
 
 #[derive(Debug, Parser)]
 #[command(about = "A small inference server on GPUs, for tests to dump and restore")]
@@ -35,6 +35,12 @@ enum Act {
         #[command(flatten)]
         shape: Shape,
     },
+    /// The server's process with render nodes only
+    #[command(hide = true)]
+    Rendered {
+        #[command(flatten)]
+        shape: Shape,
+    },
     /// Asks a server for tokens
     Ask {
         #[arg(long)]
@@ -43,7 +49,7 @@ enum Act {
         tokens: usize,
         prompt: Vec<u32>,
     },
-    /// Sends a server one line: start, result, check or quit
+    /// Sends a server one line: start, result, check, rendered or quit
     Tell {
         #[arg(long)]
         socket: PathBuf,
@@ -63,6 +69,7 @@ fn main() -> anyhow::Result<()> {
     match Arguments::parse().act {
         Act::Serve { socket, shape } => serve::serve(&shape, &socket),
         Act::Stage { process, shape } => family::work(&shape, process),
+        Act::Rendered { shape } => rendered::work(&shape),
         Act::Ask { socket, tokens, prompt } => {
             print_tokens(&client::generate(&socket, &prompt, tokens)?);
             Ok(())

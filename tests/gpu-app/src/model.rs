@@ -3,15 +3,18 @@
 //!
 //! One step takes a token: its embedding goes through all layers (`out = W x`, then `x += 3 out`); every layer's
 //! result is hashed, whole; the activation is kept in the cache and all of the used cache is hashed; a list in host
-//! memory is chased. The next token is made of the two hashes and of where the chase ended. Hashes and odd
-//! multipliers lose nothing, so that one changed bit of any weight changes what follows.
+//! memory is chased. The next token is made of the two hashes and of where the chase ended. What the first step
+//! hashes first is made of all small buffers. Hashes and odd multipliers lose nothing, so that one changed bit of any
+//! weight changes what follows.
 
-use crate::kernel::{axpy, dot, hash, pairs, words};
+use crate::kernel::{axpy, dot, hash, longs, pairs, words};
 use crate::shape::{LINKS, Mode, Shape, VOCABULARY, WIDTH};
 use crate::weights;
 
 /// What one layer's result is multiplied by before it is added.
 pub const RESIDUAL: u32 = 3;
+/// Bytes of a small buffer.
+pub const SMALL: usize = 4096;
 
 /// The server's memory, and the hash that goes from step to step.
 #[derive(Debug)]
@@ -20,12 +23,28 @@ pub struct Model {
     layers: Vec<Vec<u32>>,
     embeddings: Vec<u32>,
     links: Vec<u64>,
+    /// What an answer begins with.
+    start: u64,
 }
 
-/// What a step hashes first, before anything is known.
+/// What caches are hashed from, and the start of an answer without small buffers.
 #[must_use]
 pub fn first_hash(shape: &Shape) -> u64 {
     hash([shape.seed, shape.layers, shape.layer_kib], 0x5eed)
+}
+
+/// What the first step hashes first: all small buffers, by the hash of each.
+#[must_use]
+pub fn start(shape: &Shape, small: impl IntoIterator<Item = u64>) -> u64 {
+    hash(small, first_hash(shape))
+}
+
+/// The hash of a small buffer.
+#[must_use]
+pub fn small_hash(shape: &Shape, buffer: u64) -> u64 {
+    let mut bytes = [0; SMALL];
+    weights::small(shape.seed, buffer, &mut bytes);
+    hash(longs(&bytes), buffer)
 }
 
 /// Where a chase begins and how far it goes.
@@ -54,13 +73,14 @@ impl Model {
     pub fn new(shape: &Shape) -> Self {
         let layer = |layer| {
             let mut bytes = vec![0; usize::try_from(shape.layer_bytes()).unwrap_or(0)];
-            weights::layer(shape.seed, layer, 0, &mut bytes);
+            weights::layer(shape, layer, 0, &mut bytes);
             words(&bytes).collect()
         };
         Self {
             layers: (0..shape.layers).map(layer).collect(),
             embeddings: words(&weights::embeddings(shape.seed)).collect(),
             links: weights::links(shape.seed),
+            start: start(shape, (0..shape.small_bos).map(|buffer| small_hash(shape, buffer))),
             shape: shape.clone(),
         }
     }
@@ -73,7 +93,7 @@ impl Model {
     /// The answer: `count` tokens after `prompt`.
     #[must_use]
     pub fn generate(&self, prompt: &[u32], count: usize) -> Vec<u32> {
-        let mut state = State { hash: first_hash(&self.shape), x: Vec::new(), cache: Vec::new(), step: 0 };
+        let mut state = State { hash: self.start, x: Vec::new(), cache: Vec::new(), step: 0 };
         let mut token = 0;
         let mut answer = Vec::new();
         // An empty prompt is one of token 0.
@@ -100,7 +120,7 @@ impl Model {
         for _ in 0..steps {
             at = self.links[usize::try_from(at).unwrap_or(0)];
         }
-        let seed = if self.shape.mode == Mode::Graph { first_hash(&self.shape) } else { state.hash };
+        let seed = if self.shape.mode == Mode::Graph { self.start } else { state.hash };
         let mut layers = seed;
         for layer in &self.layers {
             let out: Vec<u32> = layer.chunks(state.x.len()).map(|row| dot(row, &state.x)).collect();
@@ -152,6 +172,15 @@ mod tests {
     fn the_number_of_processes_and_queues_changes_no_answer() {
         let other = Shape { processes: 3, queues: 5, gpus: 2, cache_mib: 1, ..shape() };
         assert_eq!(Model::new(&shape()).generate(&[9], 4), Model::new(&other).generate(&[9], 4));
+    }
+
+    #[test]
+    fn small_buffers_and_zeros_change_answers() {
+        let answer = |shape: &Shape| Model::new(shape).generate(&[4], 2);
+        let small = |small_bos| Shape { small_bos, ..shape() };
+        assert_ne!(answer(&shape()), answer(&small(1)));
+        assert_ne!(answer(&small(2)), answer(&small(1)));
+        assert_ne!(answer(&shape()), answer(&Shape { zero_share: 50, ..shape() }));
     }
 
     #[test]

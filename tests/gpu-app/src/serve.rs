@@ -4,6 +4,7 @@
 //! * `start N TOKEN...`: begins to generate N tokens after the prompt; answers `started`
 //! * `result`: waits for them; answers `tokens TOKEN...`
 //! * `check`: answers `ok ROUNDS`, the rounds of what goes on beside, or `failed REASON`
+//! * `rendered PART`: answers `ok`, or `failed REASON`: a part of the process with render nodes only
 //! * `quit`: answers `bye` and ends
 //!
 //! Anything wrong is answered by `failed REASON`. Nobody needs to be connected while tokens are made.
@@ -21,13 +22,19 @@ use anyhow::{Context as _, anyhow, bail, ensure};
 use crate::chain::Step;
 use crate::family::Relative;
 use crate::gpu::Gpus;
+use crate::kernel::Kernel;
 use crate::model;
+use crate::rendered::Rendered;
 use crate::shape::{Mode, Shape};
 use crate::side::Side;
+use crate::small::Small;
 use crate::stage::{ACTIVATION, Ends, Stage};
 
 /// Bytes of a request's line, at most.
 const LINE: u64 = 1 << 20;
+
+/// Microseconds of a GPU's time for each of the tokens that are dispatched at once, so that a dump finds them waiting.
+const BUSY: u64 = 250_000;
 
 /// The first process's part and the other processes.
 #[derive(Debug)]
@@ -35,6 +42,7 @@ struct Server {
     shape: Shape,
     stage: Stage,
     ends: Ends,
+    small: Small,
     relatives: Vec<Relative>,
 }
 
@@ -53,9 +61,10 @@ pub fn serve(shape: &Shape, path: &Path) -> anyhow::Result<()> {
         }
         _ => {}
     }
+    let rendered = if shape.mode == Mode::RenderOnly { Some(Rendered::start(shape)?) } else { None };
     let listener = UnixListener::bind(path).with_context(|| format!("listen on {}", path.display()))?;
     println!("READY");
-    Desk { side, under_way: None, server: Arc::new(Mutex::new(server)) }.answer(&listener)
+    Desk { side, rendered, under_way: None, server: Arc::new(Mutex::new(server)) }.answer(&listener)
 }
 
 /// Where requests are taken.
@@ -63,6 +72,7 @@ pub fn serve(shape: &Shape, path: &Path) -> anyhow::Result<()> {
 struct Desk {
     // Fields drop in order: what goes on beside uses the server's memory.
     side: Option<Side>,
+    rendered: Option<Rendered>,
     under_way: Option<JoinHandle<anyhow::Result<Vec<u32>>>>,
     server: Arc<Mutex<Server>>,
 }
@@ -110,8 +120,12 @@ impl Desk {
                 Ok(rounds) => Ok(format!("ok {rounds}")),
                 Err(failure) => bail!("{failure}"),
             },
+            ["rendered", part] => {
+                self.rendered.as_mut().context("no process has render nodes only")?.check(part)?;
+                Ok("ok".to_owned())
+            }
             ["quit"] => Ok("bye".to_owned()),
-            other => bail!("{other:?} is no request: start, result, check or quit"),
+            other => bail!("{other:?} is no request: start, result, check, rendered or quit"),
         }
     }
 }
@@ -135,15 +149,17 @@ impl Server {
         for process in 1..shape.processes {
             relatives.push(Relative::start(shape, process, dmabuf.as_ref().map(|fd| fd.as_fd()))?);
         }
-        Ok(Self { shape: shape.clone(), stage, ends: Ends::load(shape, gpus)?, relatives })
+        let (ends, small) = (Ends::load(shape, gpus)?, Small::load(shape, gpus)?);
+        Ok(Self { shape: shape.clone(), stage, ends, small, relatives })
     }
 
     fn generate(&mut self, prompt: &[u32], count: usize) -> anyhow::Result<Vec<u32>> {
         let prompt = if prompt.is_empty() { &[0] } else { prompt };
+        let start = self.small.start(self.stage.lane())?;
         if self.shape.mode == Mode::Graph {
-            return self.generate_at_once(prompt, count);
+            return self.generate_at_once(prompt, count, start);
         }
-        let (mut hash, mut token) = (model::first_hash(&self.shape), 0);
+        let (mut hash, mut token) = (start, 0);
         let mut step = 0;
         for given in prompt {
             (hash, token) = self.step(*given, step, hash)?;
@@ -179,8 +195,7 @@ impl Server {
     }
 
     /// All steps are given to the GPUs before anything is read.
-    fn generate_at_once(&mut self, prompt: &[u32], count: usize) -> anyhow::Result<Vec<u32>> {
-        let seed = model::first_hash(&self.shape);
+    fn generate_at_once(&mut self, prompt: &[u32], count: usize, seed: u64) -> anyhow::Result<Vec<u32>> {
         let mut steps: Vec<Step> = Vec::new();
         let first = prompt.len() as u64;
         let last = first + count as u64;
@@ -188,6 +203,7 @@ impl Server {
             let given = usize::try_from(step).ok().and_then(|step| prompt.get(step));
             let token = (given.copied().unwrap_or(0), step);
             steps.extend(self.ends.before(&self.stage, token, given.is_some(), step));
+            steps.push(Step { gpu: 0, queue: 0, kernel: Kernel::Spin { microseconds: BUSY } });
             steps.extend(self.stage.layer_steps(seed, step));
             steps.extend(self.ends.after(&self.stage, step, step));
         }

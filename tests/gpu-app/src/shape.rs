@@ -12,6 +12,9 @@ pub const VOCABULARY: u64 = 256;
 /// Entries of the list that is chased.
 pub const LINKS: u64 = 2048;
 
+/// Small buffers, at most: what is dispatched at once has a bound.
+pub const SMALL_BOS: u64 = 8000;
+
 /// Options of the server that its answers, or its memory, depend on.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Shape {
@@ -36,6 +39,12 @@ pub struct Shape {
     /// What weights are made of.
     #[arg(long, default_value_t = 1)]
     pub seed: u64,
+    /// Percent of every layer, at its end, that is zeros.
+    #[arg(long, default_value_t = 0)]
+    pub zero_share: u64,
+    /// Buffers of one page each, in VRAM that the CPU reaches or in host memory, in the first process.
+    #[arg(long, default_value_t = 0)]
+    pub small_bos: u64,
     /// What goes on besides.
     #[arg(long, value_enum, default_value_t = Mode::Idle)]
     pub mode: Mode,
@@ -56,6 +65,29 @@ pub enum Mode {
     Allocating,
     /// All tokens of an answer are dispatched at once, and nothing is read in between.
     Graph,
+    /// Weights are in registered memory of the program; in more of it, CPU and GPUs change numbers in turn.
+    Userptr,
+    /// CPU and GPUs change numbers in turn, in host memory that the driver allocates.
+    Gtt,
+    /// The same in memory of the program that has SVM attributes (Linux 7).
+    Svm,
+    /// Weights are mapped without access for the CPU, as ROCm's library does where it needs none.
+    NoAccess,
+    /// One more process has render nodes only: buffers, submissions, no compute.
+    RenderOnly,
+}
+
+impl Mode {
+    /// Whether what goes on besides is counted in rounds.
+    #[must_use]
+    pub fn has_rounds(self) -> bool {
+        match self {
+            Self::Idle | Self::SharedBo | Self::Graph | Self::NoAccess | Self::RenderOnly => false,
+            Self::MidDispatch | Self::CpuReads | Self::Allocating | Self::Userptr | Self::Gtt | Self::Svm => {
+                true
+            }
+        }
+    }
 }
 
 impl Shape {
@@ -70,6 +102,8 @@ impl Shape {
             queues: 2,
             processes: 1,
             seed: 1,
+            zero_share: 0,
+            small_bos: 0,
             mode: Mode::Idle,
         }
     }
@@ -84,6 +118,8 @@ impl Shape {
         ensure!((1..=4096).contains(&self.layers), "--layers {}: 1 to 4096", self.layers);
         ensure!((1..=1 << 20).contains(&self.layer_kib), "--layer-kib {}: 1 to 1048576", self.layer_kib);
         ensure!((1..=1 << 20).contains(&self.cache_mib), "--cache-mib {}: 1 to 1048576", self.cache_mib);
+        ensure!(self.zero_share <= 100, "--zero-share {}: 0 to 100 percent", self.zero_share);
+        ensure!(self.small_bos <= SMALL_BOS, "--small-bos {}: 0 to {SMALL_BOS}", self.small_bos);
         ensure!(
             (1..=self.layers).contains(&self.processes),
             "--processes {}: 1 to the number of layers",
@@ -113,6 +149,8 @@ impl Shape {
             ("--queues", self.queues.to_string()),
             ("--processes", self.processes.to_string()),
             ("--seed", self.seed.to_string()),
+            ("--zero-share", self.zero_share.to_string()),
+            ("--small-bos", self.small_bos.to_string()),
             ("--mode", mode.map_or_else(String::new, |mode| mode.get_name().to_owned())),
         ];
         options.into_iter().flat_map(|(name, value)| [name.to_owned(), value]).collect()
@@ -128,6 +166,12 @@ impl Shape {
     #[must_use]
     pub fn layer_bytes(&self) -> u64 {
         self.layer_kib * 1024
+    }
+
+    /// Bytes of a layer's weights that are not zeros; whole rows.
+    #[must_use]
+    pub fn dense_bytes(&self) -> u64 {
+        (self.rows() - self.rows() * self.zero_share / 100) * WIDTH * 4
     }
 
     /// Bytes of a layer's result: whole 64-bit words.
@@ -165,6 +209,8 @@ mod tests {
         let refused = |shape: Shape| shape.check().unwrap_err().to_string();
         assert!(refused(Shape { layers: 0, ..Shape::small() }).contains("--layers 0"));
         assert!(refused(Shape { processes: 5, ..Shape::small() }).contains("--processes 5"));
+        assert!(refused(Shape { zero_share: 101, ..Shape::small() }).contains("--zero-share 101"));
+        assert!(refused(Shape { small_bos: 8001, ..Shape::small() }).contains("--small-bos 8001"));
         assert!(refused(Shape { mode: Mode::SharedBo, ..Shape::small() }).contains("shared-bo"));
         assert!(Shape::small().check().is_ok());
     }

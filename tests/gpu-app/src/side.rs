@@ -11,14 +11,24 @@ use rewake_kfd::Buffer;
 use rewake_kfd::abi::memory::Access;
 
 use crate::chain::{Lane, Step};
-use crate::gpu::Gpus;
+use crate::gpu::{Gpus, Memory};
 use crate::kernel::{Kernel, axpy, hash, pairs, words};
 use crate::shape::{Mode, Shape};
 use crate::weights;
 
-/// Sums in one batch of long dispatches, and how long each is kept long.
-const BATCH: u32 = 4;
-const BUSY: u64 = 20_000;
+/// What is dispatched at once: sums, and microseconds of a GPU's time behind each of them.
+#[derive(Debug)]
+struct Batch {
+    sums: u32,
+    busy: u64,
+}
+
+/// Three seconds: more than CRIU needs from stopping a process to pausing its queues, in an emulated machine too. A
+/// dump that comes just after a round finds GPUs in the middle of the next one.
+const LONG: Batch = Batch { sums: 60, busy: 50_000 };
+const SHORT: Batch = Batch { sums: 16, busy: 0 };
+/// Bytes of the memory that CPU and GPUs change in turn.
+const TURNS: u64 = 64 * 1024;
 /// Bytes that the CPU compares in one round.
 const COMPARED: usize = 16 * 1024;
 /// Pages of the largest buffer that comes and goes.
@@ -43,12 +53,18 @@ impl Side {
     ///
     /// # Errors
     /// The driver refuses, or the CPU cannot reach weights.
-    pub fn start(shape: &Shape, gpus: &Arc<Gpus>, weights: &Arc<Buffer>) -> anyhow::Result<Option<Self>> {
+    pub fn start(shape: &Shape, gpus: &Arc<Gpus>, weights: &Arc<Memory>) -> anyhow::Result<Option<Self>> {
         let work: Box<dyn FnMut(u64) -> anyhow::Result<()> + Send> = match shape.mode {
-            Mode::Idle | Mode::SharedBo | Mode::Graph => return Ok(None),
+            Mode::Idle | Mode::SharedBo | Mode::Graph | Mode::NoAccess | Mode::RenderOnly => return Ok(None),
             Mode::MidDispatch => Box::new(long_sums(shape, gpus, weights)?),
             Mode::CpuReads => Box::new(comparison(shape, weights)?),
             Mode::Allocating => Box::new(coming_and_going(shape, gpus)?),
+            Mode::Userptr => {
+                let memory = gpus.registered(&vec![0; usize::try_from(TURNS)?])?;
+                Box::new(turns(shape, gpus, Memory::Registered(memory), &LONG)?)
+            }
+            Mode::Gtt => Box::new(turns(shape, gpus, Memory::Buffer(gpus.host(TURNS)?), &SHORT)?),
+            Mode::Svm => Box::new(turns(shape, gpus, Memory::Attributed(gpus.attributed(TURNS)?), &LONG)?),
         };
         let state = Arc::new(State::default());
         let thread = thread::spawn({
@@ -93,6 +109,14 @@ impl Drop for Side {
     }
 }
 
+impl Batch {
+    fn steps(&self, sum: Kernel, gpu: usize) -> Vec<Step> {
+        let busy = (self.busy > 0).then_some(Kernel::Spin { microseconds: self.busy });
+        let one = || std::iter::once(sum).chain(busy);
+        (0..self.sums).flat_map(|_| one()).map(|kernel| Step { gpu, queue: 0, kernel }).collect()
+    }
+}
+
 fn alone(kernel: Kernel) -> Step {
     Step { gpu: 0, queue: 0, kernel }
 }
@@ -101,7 +125,7 @@ fn alone(kernel: Kernel) -> Step {
 fn long_sums(
     shape: &Shape,
     gpus: &Arc<Gpus>,
-    weights: &Arc<Buffer>,
+    weights: &Arc<Memory>,
 ) -> anyhow::Result<impl FnMut(u64) -> anyhow::Result<()> + Send + use<>> {
     let mut lane = Lane::new(gpus, 1, 1)?;
     let bytes = shape.layer_bytes();
@@ -109,19 +133,15 @@ fn long_sums(
     let result = gpus.host(8)?;
     lane.run(&[alone(Kernel::Fill { to: y.address(), words: bytes / 4, value: 0 })])?;
     let mut numbers = vec![0; usize::try_from(bytes)?];
-    weights::layer(shape.seed, 0, 0, &mut numbers);
+    weights::layer(shape, 0, 0, &mut numbers);
     let mut expected = vec![0; numbers.len() / 4];
     let sum = Kernel::Axpy { y: y.address(), x: weights.address(), words: bytes / 4, a: 1 };
     Ok(move |_| {
-        let mut steps = Vec::new();
-        for _ in 0..BATCH {
-            steps.push(alone(sum));
-            steps.push(alone(Kernel::Spin { microseconds: BUSY }));
-        }
+        let mut steps = LONG.steps(sum, 0);
         steps.push(alone(Kernel::Hash { out: result.address(), from: y.address(), bytes, seed: 7 }));
         lane.run(&steps)?;
         let weights: Vec<u32> = words(&numbers).collect();
-        axpy(&mut expected, &weights, BATCH);
+        axpy(&mut expected, &weights, LONG.sums);
         let (found, right) = (result.cpu().load64(0), hash(pairs(&expected), 7));
         ensure!(
             found == right,
@@ -134,20 +154,20 @@ fn long_sums(
 /// Reads weights through the buffer's mapping and compares.
 fn comparison(
     shape: &Shape,
-    weights: &Arc<Buffer>,
+    weights: &Arc<Memory>,
 ) -> anyhow::Result<impl FnMut(u64) -> anyhow::Result<()> + Send + use<>> {
     ensure!(
         weights.cpu().access() == Access::ReadWrite,
         "--mode cpu-reads needs GPUs with a large BAR: the CPU cannot reach weights on these"
     );
-    let (seed, bytes, address) = (shape.seed, shape.layer_bytes(), weights.address());
+    let (shape, bytes, address) = (shape.clone(), shape.layer_bytes(), weights.address());
     let weights = Arc::clone(weights);
     Ok(move |round: u64| {
         let length = COMPARED.min(usize::try_from(bytes)?);
         let at = round.wrapping_mul(40_507) * 8 % (bytes - length as u64 + 8) / 8 * 8;
         let (mut found, mut right) = (vec![0; length], vec![0; length]);
         weights.cpu().read(at, &mut found);
-        weights::layer(seed, 0, at, &mut right);
+        weights::layer(&shape, 0, at, &mut right);
         let wrong = found.iter().zip(&right).position(|(found, right)| found != right);
         if let Some(wrong) = wrong {
             let place = address + at + wrong as u64;
@@ -156,6 +176,15 @@ fn comparison(
         thread::sleep(Duration::from_millis(2));
         Ok(())
     })
+}
+
+/// A new buffer. The driver gives buffers new offsets when they are restored, and a program that was dumped between ALLOC and
+/// mmap asks for the old one: no plugin can help (docs/plugin.md, "Limits"), and once is forgiven.
+fn mapped(make: impl Fn() -> anyhow::Result<Buffer>) -> anyhow::Result<Buffer> {
+    const EINVAL: i32 = nix::errno::Errno::EINVAL as i32;
+    let is_stale =
+        |error: &anyhow::Error| error.downcast_ref().and_then(rewake_kfd::Error::errno) == Some(EINVAL);
+    make().or_else(|error| if is_stale(&error) { make() } else { Err(error) })
 }
 
 /// Allocates a buffer of a changing kind and size, fills it, hashes it, frees it.
@@ -183,11 +212,49 @@ fn coming_and_going(
             Ok(())
         };
         match round % 3 {
-            0 => check(gpus.local(0, bytes).context("VRAM")?.address()),
-            1 => check(gpus.host(bytes).context("host memory")?.address()),
+            0 => check(mapped(|| gpus.local(0, bytes)).context("VRAM")?.address()),
+            1 => check(mapped(|| gpus.host(bytes)).context("host memory")?.address()),
             _ => check(
                 gpus.registered(&vec![0; usize::try_from(bytes)?]).context("registered memory")?.address(),
             ),
         }
+    })
+}
+
+/// In one memory: the CPU writes the first half and one word of the second, a GPU (each in turn) adds the first half
+/// to the second several times, the CPU compares the second. What either side did not see, or what was done twice,
+/// stays wrong; a dump in the middle finds some sums done and others waiting.
+fn turns(
+    shape: &Shape,
+    gpus: &Arc<Gpus>,
+    memory: Memory,
+    batch: &'static Batch,
+) -> anyhow::Result<impl FnMut(u64) -> anyhow::Result<()> + Send + use<>> {
+    let mut lane = Lane::new(gpus, gpus.count(), 1)?;
+    let (seed, count, half) = (shape.seed, gpus.count() as u64, TURNS / 2);
+    let (x, y) = (memory.address(), memory.address() + half);
+    let sum = Kernel::Axpy { y, x, words: half / 4, a: 1 };
+    let mut expected = vec![0_u32; usize::try_from(half / 4)?];
+    let (mut given, mut found) = (vec![0; usize::try_from(half)?], vec![0; usize::try_from(half)?]);
+    Ok(move |round: u64| {
+        weights::given(seed, round, &mut given);
+        memory.cpu().write(0, &given);
+        let place = usize::try_from(round % (half / 4))?;
+        expected[place] ^= 0xffff;
+        memory.cpu().write(half + place as u64 * 4, &expected[place].to_le_bytes());
+        let gpu = usize::try_from(round % count)?;
+        lane.run(&batch.steps(sum, gpu))?;
+        let given: Vec<u32> = words(&given).collect();
+        axpy(&mut expected, &given, batch.sums);
+        memory.cpu().read(half, &mut found);
+        let wrong = words(&found).zip(&expected).position(|(found, right)| found != *right);
+        if let Some(wrong) = wrong {
+            let (place, right) = (y + wrong as u64 * 4, expected[wrong]);
+            anyhow::bail!(
+                "GPU {gpu} left {:#x} at {place:#x}, expected {right:#x}",
+                memory.cpu().load32(half + wrong as u64 * 4)
+            );
+        }
+        Ok(())
     })
 }

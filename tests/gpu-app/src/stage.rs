@@ -8,10 +8,10 @@ use anyhow::ensure;
 use rewake_kfd::{Buffer, Userptr};
 
 use crate::chain::{Lane, SLOTS, Step};
-use crate::gpu::{Gpus, Uploader};
+use crate::gpu::{Gpus, Memory, Uploader};
 use crate::kernel::Kernel;
 use crate::model::{self, RESIDUAL};
-use crate::shape::{Shape, VOCABULARY, WIDTH};
+use crate::shape::{Mode, Shape, VOCABULARY, WIDTH};
 use crate::weights;
 
 /// Bytes of an activation.
@@ -26,7 +26,7 @@ pub struct Stage {
     layers: Range<u64>,
     lane: Lane,
     _uploaders: Vec<Uploader>,
-    weights: Vec<Arc<Buffer>>,
+    weights: Vec<Arc<Memory>>,
     x: Buffer,
     outputs: Buffer,
     results: Buffer,
@@ -38,6 +38,16 @@ pub struct Ends {
     embeddings: Userptr,
     links: Userptr,
     cache: Buffer,
+}
+
+/// Memory for the weights of one layer.
+fn place(shape: &Shape, gpus: &Gpus, gpu: usize) -> anyhow::Result<Memory> {
+    let bytes = shape.layer_bytes();
+    Ok(match shape.mode {
+        Mode::Userptr => Memory::Registered(gpus.registered(&vec![0; usize::try_from(bytes)?])?),
+        Mode::NoAccess => Memory::Buffer(gpus.local_without_access(gpu, bytes)?),
+        _ => Memory::Buffer(gpus.local(gpu, bytes)?),
+    })
 }
 
 impl Stage {
@@ -54,10 +64,10 @@ impl Stage {
         let mut weights = Vec::new();
         for (index, layer) in layers.clone().enumerate() {
             let gpu = index % gpus.count();
-            let buffer = gpus.local(gpu, shape.layer_bytes())?;
-            let numbers = |at, part: &mut [u8]| weights::layer(shape.seed, layer, at, part);
-            uploaders[gpu].write(&buffer, shape.layer_bytes(), numbers)?;
-            weights.push(Arc::new(buffer));
+            let memory = place(shape, gpus, gpu)?;
+            let numbers = |at, part: &mut [u8]| weights::layer(shape, layer, at, part);
+            uploaders[gpu].write(&memory, shape.layer_bytes(), numbers)?;
+            weights.push(Arc::new(memory));
         }
         let count = weights.len() as u64;
         Ok(Self {
@@ -85,7 +95,7 @@ impl Stage {
 
     /// Their weights.
     #[must_use]
-    pub fn weights(&self) -> &[Arc<Buffer>] {
+    pub fn weights(&self) -> &[Arc<Memory>] {
         &self.weights
     }
 

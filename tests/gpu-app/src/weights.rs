@@ -1,11 +1,14 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The server's numbers: any of them from the seed and its place, so that anybody can check any byte.
 
-use crate::shape::{LINKS, VOCABULARY, WIDTH};
+use crate::shape::{LINKS, Shape, VOCABULARY, WIDTH};
 
 /// Names of what has numbers besides layers, which are 0 and up.
 const EMBEDDINGS: u64 = 1 << 32;
 const LINK_ORDER: u64 = 2 << 32;
+const SMALL: u64 = 3 << 32;
+const RENDERED: u64 = 4 << 32;
+const GIVEN: u64 = 5 << 32;
 
 /// Two 32-bit numbers of `what` at place `pair` (Steele, Lea and Flood's SplitMix64).
 #[must_use]
@@ -25,8 +28,26 @@ fn bytes_of(seed: u64, what: u64, first_pair: u64, into: &mut [u8]) {
 }
 
 /// Bytes of a layer's weights from byte `at`, a multiple of 8.
-pub fn layer(seed: u64, layer: u64, at: u64, into: &mut [u8]) {
-    bytes_of(seed, layer, at / 8, into);
+pub fn layer(shape: &Shape, layer: u64, at: u64, into: &mut [u8]) {
+    let dense = usize::try_from(shape.dense_bytes().saturating_sub(at)).unwrap_or(usize::MAX).min(into.len());
+    let (dense, zeros) = into.split_at_mut(dense);
+    bytes_of(shape.seed, layer, at / 8, dense);
+    zeros.fill(0);
+}
+
+/// Bytes of a small buffer.
+pub fn small(seed: u64, buffer: u64, into: &mut [u8]) {
+    bytes_of(seed, SMALL + buffer, 0, into);
+}
+
+/// Bytes of what a process with render nodes only keeps on one of them.
+pub fn rendered(seed: u64, gpu: usize, into: &mut [u8]) {
+    bytes_of(seed, RENDERED + gpu as u64, 0, into);
+}
+
+/// Bytes that the CPU gives to a GPU in one round.
+pub fn given(seed: u64, round: u64, into: &mut [u8]) {
+    bytes_of(seed, GIVEN + round, 0, into);
 }
 
 /// The table of embeddings.
@@ -61,13 +82,29 @@ mod tests {
 
     #[test]
     fn any_part_of_a_layer_is_the_same_as_in_the_whole() {
+        let shape = Shape { seed: 7, ..Shape::small() };
         let mut whole = [0; 256];
-        layer(7, 3, 0, &mut whole);
+        layer(&shape, 3, 0, &mut whole);
         let mut part = [0; 64];
-        layer(7, 3, 128, &mut part);
+        layer(&shape, 3, 128, &mut part);
         assert_eq!(part, whole[128..192]);
-        layer(7, 4, 128, &mut part);
+        layer(&shape, 4, 128, &mut part);
         assert_ne!(part, whole[128..192]);
+    }
+
+    #[test]
+    fn zeros_are_at_the_end_and_the_rest_is_as_without_them() {
+        let part = |zero_share, at| {
+            let mut part = [1; 4096];
+            layer(&Shape { zero_share, layer_kib: 64, ..Shape::small() }, 0, at, &mut part);
+            part
+        };
+        // Half of 64 rows of 1 KiB.
+        assert_eq!(part(50, 28 * 1024), part(0, 28 * 1024));
+        assert_eq!(part(50, 30 * 1024)[..2048], part(0, 30 * 1024)[..2048]);
+        assert_eq!(part(50, 30 * 1024)[2048..], [0; 2048]);
+        assert_eq!(part(50, 60 * 1024), [0; 4096]);
+        assert_eq!(part(100, 0), [0; 4096]);
     }
 
     #[test]

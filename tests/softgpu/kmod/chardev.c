@@ -10,6 +10,7 @@
 
 #include "chardev.h"
 #include "criu.h"
+#include "faults.h"
 #include "mem.h"
 #include "process.h"
 #include "svm.h"
@@ -23,6 +24,7 @@ static const struct class sg_kfd_class = {
 };
 
 struct sg_ioctl {
+	const char *name;
 	unsigned int cmd;
 	sg_ioctl_fn fn;
 	bool criu;
@@ -67,7 +69,8 @@ static int sg_fn_refused(struct file *filp, struct sg_process *p, void *data)
 	return -EPERM;
 }
 
-#define SG_IOCTL(command, function)	[_IOC_NR(command)] = { .cmd = command, .fn = function }
+#define SG_IOCTL(command, function) \
+	[_IOC_NR(command)] = { .name = #command, .cmd = command, .fn = function }
 
 static const struct sg_ioctl sg_ioctls[] = {
 	SG_IOCTL(AMDKFD_IOC_GET_VERSION, sg_ioctl_version),
@@ -103,7 +106,9 @@ static const struct sg_ioctl sg_ioctls[] = {
 	SG_IOCTL(AMDKFD_IOC_SMI_EVENTS, sg_fn_smi),
 	SG_IOCTL(AMDKFD_IOC_SVM, sg_fn_svm),
 	SG_IOCTL(AMDKFD_IOC_SET_XNACK_MODE, sg_fn_xnack),
-	[_IOC_NR(AMDKFD_IOC_CRIU_OP)] = { .cmd = AMDKFD_IOC_CRIU_OP, .fn = sg_fn_criu, .criu = true },
+	[_IOC_NR(AMDKFD_IOC_CRIU_OP)] = {
+		.name = "AMDKFD_IOC_CRIU_OP", .cmd = AMDKFD_IOC_CRIU_OP, .fn = sg_fn_criu, .criu = true,
+	},
 	SG_IOCTL(AMDKFD_IOC_AVAILABLE_MEMORY, sg_fn_available),
 	SG_IOCTL(AMDKFD_IOC_EXPORT_DMABUF, sg_fn_export),
 	SG_IOCTL(AMDKFD_IOC_RUNTIME_ENABLE, sg_ioctl_runtime_enable),
@@ -159,7 +164,55 @@ static int sg_call(struct file *filp, const struct sg_ioctl *ioctl, unsigned int
 	return err;
 }
 
-static long sg_kfd_ioctl(struct file *filp, unsigned int cmd, unsigned long arg)
+static const char * const sg_criu_names[] = {
+	[KFD_CRIU_OP_PROCESS_INFO] = "/PROCESS_INFO",
+	[KFD_CRIU_OP_CHECKPOINT] = "/CHECKPOINT",
+	[KFD_CRIU_OP_UNPAUSE] = "/UNPAUSE",
+	[KFD_CRIU_OP_RESTORE] = "/RESTORE",
+	[KFD_CRIU_OP_RESUME] = "/RESUME",
+};
+
+static void sg_kfd_name(char name[SG_CALL_NAME], unsigned int nr, const char *more)
+{
+	const char *full = nr < ARRAY_SIZE(sg_ioctls) ? sg_ioctls[nr].name : NULL;
+
+	if (full)
+		snprintf(name, SG_CALL_NAME, "kfd/%s%s", full + strlen("AMDKFD_IOC_"), more);
+	else
+		snprintf(name, SG_CALL_NAME, "kfd/0x%02x", nr);
+}
+
+static void sg_kfd_call_name(char name[SG_CALL_NAME], unsigned int cmd, unsigned long arg)
+{
+	const struct kfd_ioctl_criu_args __user *criu = (void __user *)arg;
+	const char *more = "";
+	u32 op;
+
+	if (_IOC_NR(cmd) == _IOC_NR(AMDKFD_IOC_CRIU_OP) && !get_user(op, &criu->op) &&
+	    op < ARRAY_SIZE(sg_criu_names))
+		more = sg_criu_names[op];
+	sg_kfd_name(name, _IOC_NR(cmd), more);
+}
+
+bool sg_kfd_call_known(const char *wanted)
+{
+	char name[SG_CALL_NAME];
+	unsigned int i;
+
+	for (i = 0; i < ARRAY_SIZE(sg_ioctls); i++) {
+		sg_kfd_name(name, i, "");
+		if (sg_ioctls[i].name && !strcmp(name, wanted))
+			return true;
+	}
+	for (i = 0; i < ARRAY_SIZE(sg_criu_names); i++) {
+		sg_kfd_name(name, _IOC_NR(AMDKFD_IOC_CRIU_OP), sg_criu_names[i]);
+		if (!strcmp(name, wanted))
+			return true;
+	}
+	return false;
+}
+
+static long sg_kfd_call(struct file *filp, unsigned int cmd, unsigned long arg)
 {
 	unsigned int nr = _IOC_NR(cmd), usize = _IOC_SIZE(cmd);
 	const struct sg_ioctl *ioctl;
@@ -181,6 +234,11 @@ static long sg_kfd_ioctl(struct file *filp, unsigned int cmd, unsigned long arg)
 	err = sg_call(filp, ioctl, usize, data, arg);
 	kfree(data);
 	return err;
+}
+
+static long sg_kfd_ioctl(struct file *filp, unsigned int cmd, unsigned long arg)
+{
+	return sg_faults_around(filp, cmd, arg, sg_kfd_call, sg_kfd_call_name);
 }
 
 static int sg_kfd_open(struct inode *inode, struct file *filp)

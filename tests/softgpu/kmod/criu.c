@@ -4,6 +4,7 @@
 #include <linux/sched.h>
 
 #include "criu.h"
+#include "harness.h"
 #include "process.h"
 #include "svm.h"
 #include "userptr.h"
@@ -25,6 +26,7 @@ static int sg_criu_process_info(struct sg_process *p, struct kfd_ioctl_criu_args
 	if (p->queues_paused)
 		sg_criu_out_of_turn(p, "PROCESS_INFO", "queues are paused already: they will not start again");
 	sg_process_evict_queues(p, SG_EVICT_CHECKPOINT);
+	sg_harness_paused(p);
 	p->queues_paused = true;
 	args->pid = task_pid_nr_ns(p->lead, task_active_pid_ns(p->lead));
 	sg_criu_count(p, &counts);

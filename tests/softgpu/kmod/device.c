@@ -51,7 +51,7 @@ static void sg_device_shape(struct sg_device *dev, unsigned int index, const str
 {
 	dev->index = index;
 	dev->chip = chip;
-	dev->gpu_id = sg_gpu_id(index);
+	dev->gpu_id = sg_gpu_id(sg_params.reverse ? sg_params.gpus - 1 - index : index);
 	dev->vram_bytes = (u64)sg_params.vram_mib * SZ_1M;
 	dev->visible_bytes = sg_params.small_bar ? min_t(u64, dev->vram_bytes, SG_SMALL_BAR) : dev->vram_bytes;
 	dev->gtt_bytes = SG_GTT_BYTES;

@@ -9,6 +9,7 @@
 #include <linux/slab.h>
 
 #include "device.h"
+#include "faults.h"
 #include "gem.h"
 #include "prime.h"
 #include "process.h"
@@ -84,11 +85,66 @@ static const struct drm_ioctl_desc sg_drm_ioctls[] = {
 #endif
 };
 
+/* DRM's own calls, of those that a driver like this one has. */
+#define SG_CORE(name)	{ DRM_IOCTL_NR(DRM_IOCTL_##name), #name }
+
+static const struct {
+	unsigned int nr;
+	const char *name;
+} sg_core_calls[] = {
+	SG_CORE(VERSION), SG_CORE(GET_CAP), SG_CORE(SET_CLIENT_CAP),
+	SG_CORE(GEM_CLOSE), SG_CORE(PRIME_HANDLE_TO_FD), SG_CORE(PRIME_FD_TO_HANDLE),
+	SG_CORE(SYNCOBJ_CREATE), SG_CORE(SYNCOBJ_DESTROY), SG_CORE(SYNCOBJ_HANDLE_TO_FD),
+	SG_CORE(SYNCOBJ_FD_TO_HANDLE), SG_CORE(SYNCOBJ_WAIT), SG_CORE(SYNCOBJ_RESET),
+	SG_CORE(SYNCOBJ_SIGNAL), SG_CORE(SYNCOBJ_TIMELINE_WAIT), SG_CORE(SYNCOBJ_QUERY),
+	SG_CORE(SYNCOBJ_TRANSFER), SG_CORE(SYNCOBJ_TIMELINE_SIGNAL), SG_CORE(SYNCOBJ_EVENTFD),
+};
+
+static void sg_drm_name(char name[SG_CALL_NAME], unsigned int nr)
+{
+	unsigned int own = nr - DRM_COMMAND_BASE, i;
+
+	if (nr >= DRM_COMMAND_BASE && own < ARRAY_SIZE(sg_drm_ioctls) && sg_drm_ioctls[own].name) {
+		snprintf(name, SG_CALL_NAME, "amdgpu/%s", sg_drm_ioctls[own].name + strlen("AMDGPU_"));
+		return;
+	}
+	for (i = 0; i < ARRAY_SIZE(sg_core_calls); i++) {
+		if (sg_core_calls[i].nr == nr) {
+			snprintf(name, SG_CALL_NAME, "drm/%s", sg_core_calls[i].name);
+			return;
+		}
+	}
+	snprintf(name, SG_CALL_NAME, "drm/0x%02x", nr);
+}
+
+static void sg_drm_call_name(char name[SG_CALL_NAME], unsigned int cmd, unsigned long arg)
+{
+	sg_drm_name(name, DRM_IOCTL_NR(cmd));
+}
+
+bool sg_drm_call_known(const char *wanted)
+{
+	char name[SG_CALL_NAME];
+	unsigned int nr;
+
+	for (nr = 0; nr <= _IOC_NRMASK; nr++) {
+		sg_drm_name(name, nr);
+		if (!strcmp(name, wanted))
+			return true;
+	}
+	return false;
+}
+
+static long sg_drm_ioctl(struct file *filp, unsigned int cmd, unsigned long arg)
+{
+	return sg_faults_around(filp, cmd, arg, drm_ioctl, sg_drm_call_name);
+}
+
 static const struct file_operations sg_drm_fops = {
 	.owner = THIS_MODULE,
 	.open = drm_open,
 	.release = drm_release,
-	.unlocked_ioctl = drm_ioctl,
+	.unlocked_ioctl = sg_drm_ioctl,
 	.compat_ioctl = drm_compat_ioctl,
 	.mmap = drm_gem_mmap,
 	.poll = drm_poll,

@@ -267,7 +267,7 @@ static void sg_list_entry(struct drm_amdgpu_gem_list_handles_entry *entry, struc
 	entry->size = bo->base.size;
 	entry->preferred_domains = bo->domain;
 	entry->alloc_flags = bo->flags & SG_CREATE_FLAGS;
-	entry->alignment = bo->alignment;
+	entry->alignment = PAGE_ALIGN(bo->alignment) >> PAGE_SHIFT;	/* in pages here */
 	if (bo->foreign || bo->origin)
 		entry->flags |= AMDGPU_GEM_LIST_HANDLES_FLAG_IS_IMPORT;
 }

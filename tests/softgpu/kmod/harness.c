@@ -5,10 +5,15 @@
  *   declare_zero  "pid gpu_id va size": these pages are zero in the image too
  *   break_gate    "pid queue": this queue runs whatever the gate says, so that
  *                 a test can see the judge notice
+ *   paused        read: "waves N" and "packets N": dispatches that PROCESS_INFO
+ *                 found in their middle, and packets that it found waiting
+ *   gates         read: "pid paused evicted..." for each process, paused 1 from
+ *                 PROCESS_INFO to UNPAUSE, then the eviction count of each GPU
  */
 #include <linux/debugfs.h>
 #include <linux/module.h>
 #include <linux/sched/signal.h>
+#include <linux/seq_file.h>
 #include <linux/uaccess.h>
 
 #include "harness.h"
@@ -124,8 +129,51 @@ static const struct file_operations sg_break_gate_fops = {
 	.write = sg_break_gate_write,
 };
 
+static atomic64_t sg_paused_waves, sg_paused_packets;
+
+void sg_harness_paused(struct sg_process *p)
+{
+	struct sg_queue *q;
+
+	list_for_each_entry(q, &p->queues->all, link) {
+		if (sg_queue_is_sdma(q))
+			continue;
+		atomic64_add(q->run.in_flight, &sg_paused_waves);
+		atomic64_add(q->run.wptr - q->run.rptr, &sg_paused_packets);
+	}
+}
+
+static int paused_show(struct seq_file *seq, void *data)
+{
+	seq_printf(seq, "waves %lld\npackets %lld\n", atomic64_read(&sg_paused_waves),
+		   atomic64_read(&sg_paused_packets));
+	return 0;
+}
+DEFINE_SHOW_ATTRIBUTE(paused);
+
+/* A glance: counts change at any time. */
+static void sg_gate_show(struct sg_process *p, void *data)
+{
+	struct seq_file *seq = data;
+	unsigned int i;
+
+	seq_printf(seq, "%d %d", sg_process_pid(p), READ_ONCE(p->queues_paused));
+	for (i = 0; i < p->n_pdds; i++)
+		seq_printf(seq, " %u", READ_ONCE(p->pdds[i]->evicted));
+	seq_putc(seq, '\n');
+}
+
+static int gates_show(struct seq_file *seq, void *data)
+{
+	sg_processes_each(sg_gate_show, seq);
+	return 0;
+}
+DEFINE_SHOW_ATTRIBUTE(gates);
+
 void sg_harness_init(struct dentry *folder)
 {
+	debugfs_create_file("paused", 0400, folder, NULL, &paused_fops);
+	debugfs_create_file("gates", 0400, folder, NULL, &gates_fops);
 	debugfs_create_file("declare_zero", 0200, folder, NULL, &sg_declare_zero_fops);
 	debugfs_create_file("break_gate", 0200, folder, NULL, &sg_break_gate_fops);
 }

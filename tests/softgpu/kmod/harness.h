@@ -4,8 +4,12 @@
 #define SOFTGPU_HARNESS_H
 
 struct dentry;
+struct sg_process;
 
 /* Makes the harness's files in the judge's folder, which takes them away with itself. */
 void sg_harness_init(struct dentry *folder);
+
+/* PROCESS_INFO has just stopped the queues of this process; under its lock. */
+void sg_harness_paused(struct sg_process *p);
 
 #endif

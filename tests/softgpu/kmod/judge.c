@@ -7,7 +7,7 @@
  *   clear             any write empties both
  *   state             what is alive, one "name count" a line
  *
- * The rest is for the test harness: harness.c.
+ * The rest is for the test harness: harness.c and faults.c.
  */
 #include <linux/debugfs.h>
 #include <linux/module.h>
@@ -15,6 +15,7 @@
 #include <linux/slab.h>
 #include <linux/spinlock.h>
 
+#include "faults.h"
 #include "harness.h"
 #include "judge.h"
 #include "softgpu.h"
@@ -154,6 +155,7 @@ void sg_judge_init(void)
 	debugfs_create_file("state", 0444, sg_folder, NULL, &state_fops);
 	debugfs_create_file("clear", 0200, sg_folder, NULL, &sg_clear_fops);
 	sg_harness_init(sg_folder);
+	sg_faults_init(sg_folder);
 }
 
 void sg_judge_exit(void)

@@ -40,6 +40,8 @@ module_param_named(sdma_rings, sg_params.sdma_rings, uint, 0444);
 MODULE_PARM_DESC(sdma_rings, "SDMA rings of a render node, 0 to 8");
 module_param_named(seed, sg_params.seed, uint, 0444);
 MODULE_PARM_DESC(seed, "what gpu ids are made of");
+module_param_named(reverse, sg_params.reverse, bool, 0444);
+MODULE_PARM_DESC(reverse, "the same gpu ids, in the other order of nodes and render nodes");
 module_param_named(strict, sg_params.strict, bool, 0444);
 MODULE_PARM_DESC(strict, "queue buffers must be exactly mapped BOs, as newer kernels demand");
 

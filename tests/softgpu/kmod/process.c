@@ -79,6 +79,16 @@ struct sg_process *sg_process_by_pid(pid_t pid)
 	return p;
 }
 
+void sg_processes_each(void (*act)(struct sg_process *p, void *data), void *data)
+{
+	struct sg_process *p;
+
+	mutex_lock(&sg_processes_lock);
+	list_for_each_entry(p, &sg_processes, link)
+		act(p, data);
+	mutex_unlock(&sg_processes_lock);
+}
+
 struct sg_pdd *sg_pdd_by_user_id(struct sg_process *p, u32 user_gpu_id)
 {
 	unsigned int i;

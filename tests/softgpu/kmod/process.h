@@ -12,6 +12,9 @@ struct sg_process *sg_process_open(void);
 /* By pid, as the caller's pid namespace has it. With a reference, or NULL. */
 struct sg_process *sg_process_by_pid(pid_t pid);
 
+/* All of them, in no order; no lock but the list's is held. */
+void sg_processes_each(void (*act)(struct sg_process *p, void *data), void *data);
+
 /* Takes the GPU's address space from an open render node. On success the pdd has the file. */
 int sg_pdd_acquire(struct sg_pdd *pdd, struct file *drm_file);
 

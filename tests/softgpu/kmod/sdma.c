@@ -75,6 +75,19 @@ static int sg_sdma_packet_end(struct sg_sdma *sdma, u64 dwords)
 }
 
 /*
+ * Whether a packet's last byte is the first of a dword, there or here: only
+ * then can it be outside of what the others are in, and only then is it
+ * copied by itself, as a dword that is written in two parts does not count
+ * as restored.
+ */
+static bool sg_sdma_byte_alone(u64 dst, u64 src, u64 bytes)
+{
+	u64 last = bytes - 1;
+
+	return last && (IS_ALIGNED(dst + last, sizeof(u32)) || IS_ALIGNED(src + last, sizeof(u32)));
+}
+
+/*
  * The last byte of a packet where all others are inside a mapping and it is
  * not, or where it alone reads what is not loaded: the sign of a count that
  * is bytes instead of bytes - 1.
@@ -101,12 +114,13 @@ static int sg_sdma_copy(struct sg_sdma *sdma, const u32 *p)
 	u64 bytes = (p[1] & SG_SDMA_COUNT_MASK) + 1ULL;
 	u64 src = sg_address(p + 3), dst = sg_address(p + 5);
 	u64 stop = min(bytes, sdma->done + SG_SDMA_STEP);
+	bool alone = sg_sdma_byte_alone(dst, src, bytes);
 	int err;
 
 	while (sdma->done < stop) {
-		size_t n = min(stop, bytes > 1 ? bytes - 1 : 1) - sdma->done;
+		size_t n = min(stop, alone ? bytes - 1 : bytes) - sdma->done;
 
-		if (sdma->done && sdma->done == bytes - 1) {
+		if (alone && sdma->done == bytes - 1) {
 			err = sg_sdma_last_byte(sdma, dst + sdma->done, src + sdma->done);
 			n = 1;
 		} else {

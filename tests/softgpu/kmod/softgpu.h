@@ -72,6 +72,7 @@ struct sg_params {
 	unsigned int copy_latency_us;
 	unsigned int sdma_rings;	/* kernel rings, what HW_IP_INFO reports */
 	unsigned int seed;
+	bool reverse;			/* gpu ids in the other order */
 	bool strict;
 };
 

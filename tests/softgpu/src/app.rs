@@ -83,6 +83,18 @@ impl App {
         }
     }
 
+    /// Kills it, as a crash would; it may come back from an image.
+    ///
+    /// # Errors
+    /// It cannot be killed.
+    pub fn kill(&mut self) -> anyhow::Result<()> {
+        if let Some(mut child) = self.child.take() {
+            child.kill().context("kill gpu-app")?;
+            child.wait()?;
+        }
+        Ok(())
+    }
+
     /// Asks for tokens and compares them with the model's.
     ///
     /// # Errors
@@ -127,6 +139,23 @@ impl App {
             thread::sleep(LOOK);
         }
         bail!("no {more} rounds after {before}")
+    }
+
+    /// Waits for the moment at which a new round begins: a dump that begins now finds GPUs at work, in the modes in
+    /// which a round takes seconds.
+    ///
+    /// # Errors
+    /// A round went wrong, or none ends.
+    pub fn gets_busy(&self) -> anyhow::Result<()> {
+        self.goes_on(1)
+    }
+
+    /// Checks a part of its process with render nodes only: `node`, `fresh` or `kept`.
+    ///
+    /// # Errors
+    /// What is wrong there.
+    pub fn rendered(&self, part: &str) -> anyhow::Result<()> {
+        client::ask(&self.socket, &format!("rendered {part}")).map(drop)
     }
 
     /// Ends it in good order.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The real CRIU with its stock plugin for GPUs: programs that are not this project's.
+//! The real CRIU, in two versions, with a plugin for GPUs: this project's, or the stock one that is written in C.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -10,39 +10,70 @@ use std::time::Duration;
 use anyhow::{Context as _, bail, ensure};
 use rewake_kfd::topology::{Node, Topology};
 
+use crate::streamer;
+
 /// Where `cargo xtask vm` puts the plugin that it builds from Debian's source of CRIU.
 const STOCK_PLUGIN: &str = "/usr/local/lib/criu";
+/// Beside the test programs: where `cargo xtask plugin` puts this project's.
+const OWN_PLUGIN: &str = "criu-plugin";
 /// Lines of CRIU's log that an error quotes.
 const QUOTED: usize = 12;
 /// Looks for the end of a restored process, and time between them: a minute.
 const LOOKS: u32 = 600;
 const LOOK: Duration = Duration::from_millis(100);
 
-/// CRIU with one plugin and one folder of images.
-#[derive(Debug)]
+/// Whose plugin CRIU loads. Both read and write the same images.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Plugin {
+    /// This project's; `REWAKE_PLUGIN` names its folder, otherwise looked for beside the tests.
+    Ours,
+    /// CRIU's own, of 4.2; `STOCK_PLUGIN` names its folder.
+    Stock,
+}
+
+/// Which CRIU.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Version {
+    /// 4.2; `CRIU`, or `criu` on the path.
+    V4_2,
+    /// 4.1; `CRIU_4_1`, or `criu-4.1` on the path.
+    V4_1,
+}
+
+/// CRIU with one plugin and one folder of images; several may share the folder.
+#[derive(Debug, Clone)]
 pub struct Criu {
     program: PathBuf,
     plugin: PathBuf,
     images: PathBuf,
+    environment: Vec<(String, String)>,
 }
 
 impl Criu {
-    /// `CRIU` (or `criu` on the path) and the stock plugin in `STOCK_PLUGIN` (or where the machine has it).
+    /// `images` is made if it is not there.
     ///
     /// # Errors
     /// The plugin is not there, or the folder cannot be made.
-    pub fn stock(images: &Path) -> anyhow::Result<Self> {
-        let place = |name: &str, default: &str| {
-            std::env::var_os(name).map_or_else(|| PathBuf::from(default), PathBuf::from)
+    pub fn with(plugin: Plugin, version: Version, images: &Path) -> anyhow::Result<Self> {
+        let program = match version {
+            Version::V4_2 => place("CRIU").unwrap_or_else(|| "criu".into()),
+            Version::V4_1 => place("CRIU_4_1").unwrap_or_else(|| "criu-4.1".into()),
         };
-        let plugin = place("STOCK_PLUGIN", STOCK_PLUGIN);
-        ensure!(
-            plugin.join("amdgpu_plugin.so").is_file(),
-            "no amdgpu_plugin.so in {}: set STOCK_PLUGIN to its folder",
-            plugin.display()
-        );
         fs::create_dir_all(images).with_context(|| format!("create {}", images.display()))?;
-        Ok(Self { program: place("CRIU", "criu"), plugin, images: images.to_owned() })
+        Ok(Self { program, plugin: plugin.folder()?, images: images.to_owned(), environment: Vec::new() })
+    }
+
+    /// Sets an environment variable for CRIU, which its plugin reads: a switch of the topology's checks, say.
+    #[must_use]
+    pub fn variable(mut self, name: &str, value: &str) -> Self {
+        self.environment.push((name.to_owned(), value.to_owned()));
+        self
+    }
+
+    /// Where the images are.
+    #[must_use]
+    pub fn images(&self) -> &Path {
+        &self.images
     }
 
     /// Dumps a process with its children; they end.
@@ -50,7 +81,15 @@ impl Criu {
     /// # Errors
     /// What CRIU complained about.
     pub fn dump(&self, pid: u32) -> anyhow::Result<()> {
-        self.run(&["dump", "--tree", &pid.to_string()], "dump.log")
+        self.run(&["dump", "--tree", &pid.to_string()])
+    }
+
+    /// Dumps a process with its children; they go on.
+    ///
+    /// # Errors
+    /// What CRIU complained about.
+    pub fn dump_running(&self, pid: u32) -> anyhow::Result<()> {
+        self.run(&["dump", "--leave-running", "--tree", &pid.to_string()])
     }
 
     /// Restores what was dumped; it runs when this returns, as nobody's child.
@@ -58,22 +97,92 @@ impl Criu {
     /// # Errors
     /// What CRIU complained about.
     pub fn restore(&self) -> anyhow::Result<()> {
-        self.run(&["restore", "--restore-detached"], "restore.log")
+        self.run(&["restore", "--restore-detached"])
     }
 
-    fn run(&self, arguments: &[&str], log: &str) -> anyhow::Result<()> {
-        let mut command = Command::new(&self.program);
-        command.args(arguments).arg("--images-dir").arg(&self.images).arg("--libdir").arg(&self.plugin);
-        command.args(["-v4", "--log-file", log]).stdin(Stdio::null()).stdout(Stdio::null());
+    /// Runs CRIU to its end with the images, the plugin and a log; the first argument is what it is to do.
+    ///
+    /// # Errors
+    /// What CRIU complained about: it failed, or did not start.
+    pub fn run(&self, arguments: &[&str]) -> anyhow::Result<()> {
+        let mut command = self.command(arguments);
         let status = command.status().with_context(|| format!("start {}", self.program.display()))?;
         if status.success() {
             return Ok(());
         }
-        let text = fs::read(self.images.join(log)).unwrap_or_default();
-        let text = String::from_utf8_lossy(&text);
-        let errors: Vec<&str> = text.lines().filter(|line| line.contains("Error")).take(QUOTED).collect();
-        bail!("criu {arguments:?}: {status}:\n{}", errors.join("\n"))
+        let log = self.log(arguments[0]);
+        bail!("{} {arguments:?}: {status}:\n{}", self.program.display(), quoted(&log))
     }
+
+    /// The command that [`Criu::run`] runs, for a test that does something else with it. What the last one wrote is gone.
+    ///
+    /// # Panics
+    /// There are no arguments.
+    #[must_use]
+    pub fn command(&self, arguments: &[&str]) -> Command {
+        let act = arguments.first().expect("what CRIU is to do");
+        // One that is killed early does not come to that itself.
+        let _ = fs::remove_file(self.images.join(format!("{act}.log")));
+        let mut command = Command::new(&self.program);
+        command.args(arguments).arg("--images-dir").arg(&self.images).arg("--libdir").arg(&self.plugin);
+        command.args(["-v4", "--log-file", &format!("{act}.log")]);
+        let environment = self.environment.iter().map(|(name, value)| (name, value));
+        command.envs(environment).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+        command
+    }
+
+    /// `rewake dump` or `rewake restore` with the same CRIU, plugin and images; CRIU's own options go behind `--`.
+    ///
+    /// # Errors
+    /// There is no such program.
+    pub fn of_rewake(&self, act: &str) -> anyhow::Result<Command> {
+        let mut command = Command::new(streamer::program()?);
+        command.arg(act).arg("--criu").arg(&self.program).arg("--plugin-dir").arg(&self.plugin);
+        command.arg("-D").arg(&self.images).arg("-W").arg(&self.images).stdin(Stdio::null());
+        Ok(command)
+    }
+
+    /// What it wrote at the last `dump`, `restore`...; empty if it never got so far.
+    #[must_use]
+    pub fn log(&self, act: &str) -> String {
+        let text = fs::read(self.images.join(format!("{act}.log"))).unwrap_or_default();
+        String::from_utf8_lossy(&text).into_owned()
+    }
+}
+
+impl Plugin {
+    /// The folder that has it.
+    fn folder(self) -> anyhow::Result<PathBuf> {
+        let (folder, remedy) = match self {
+            Self::Ours => {
+                let own = std::env::current_exe().context("this program's path")?;
+                let mut beside = own.ancestors().skip(1).map(|folder| folder.join(OWN_PLUGIN));
+                let found = place("REWAKE_PLUGIN").or_else(|| beside.find(|folder| folder.is_dir()));
+                (found.unwrap_or_else(|| OWN_PLUGIN.into()), "`cargo xtask plugin`, or set REWAKE_PLUGIN")
+            }
+            Self::Stock => (
+                place("STOCK_PLUGIN").unwrap_or_else(|| STOCK_PLUGIN.into()),
+                "set STOCK_PLUGIN to its folder",
+            ),
+        };
+        let found = folder.join("amdgpu_plugin.so").is_file();
+        ensure!(found, "no amdgpu_plugin.so in {}: {remedy}", folder.display());
+        Ok(folder)
+    }
+}
+
+fn place(variable: &str) -> Option<PathBuf> {
+    std::env::var_os(variable).map(PathBuf::from)
+}
+
+/// The lines of a log that say what went wrong; the last ones if none does.
+fn quoted(log: &str) -> String {
+    let errors: Vec<&str> = log.lines().filter(|line| line.contains("Error")).take(QUOTED).collect();
+    if errors.is_empty() {
+        let lines: Vec<&str> = log.lines().collect();
+        return lines[lines.len().saturating_sub(QUOTED)..].join("\n");
+    }
+    errors.join("\n")
 }
 
 /// Whether queues of these GPUs can be restored at all. MES has no way, and Linux 7.2 compares the size of all XCCs'
@@ -102,4 +211,19 @@ pub fn wait_for_the_end_of(pid: u32) -> anyhow::Result<()> {
         thread::sleep(LOOK);
     }
     bail!("the restored process {pid} does not end")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn errors_are_quoted_and_without_any_the_end_of_the_log() {
+        let noise = |count: u32| (0..count).map(|line| format!("(00.1) line {line}\n")).collect::<String>();
+        let log = noise(50) + "(00.2) Error (criu/a.c:1): no\n" + &noise(50);
+        assert_eq!(quoted(&log), "(00.2) Error (criu/a.c:1): no");
+        assert_eq!(quoted(&noise(50)).lines().count(), QUOTED);
+        assert!(quoted(&noise(50)).ends_with("line 49"));
+        assert_eq!(quoted(""), "");
+    }
 }

@@ -4,8 +4,35 @@
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::PathBuf;
+use std::thread;
+use std::time::Duration;
 
-const FOLDER: &str = "/sys/kernel/debug/softgpu";
+/// Where they are.
+pub(crate) const FOLDER: &str = "/sys/kernel/debug/softgpu";
+
+/// Looks at a process that stands still, and time between them: three seconds.
+const LOOKS: u32 = 60;
+const LOOK: Duration = Duration::from_millis(50);
+
+/// What keeps a process's queues from running.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Gate {
+    /// The process.
+    pub pid: u32,
+    /// PROCESS_INFO was called, and UNPAUSE was not.
+    pub paused: bool,
+    /// How often its queues were stopped and not started again, for each GPU.
+    pub evicted: Vec<u32>,
+}
+
+/// Work on compute queues at the moments when they were paused.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Paused {
+    /// Dispatches in their middle.
+    pub waves: u64,
+    /// Packets that were not done, those of these dispatches among them.
+    pub packets: u64,
+}
 
 /// The judge's files.
 #[derive(Debug)]
@@ -79,16 +106,71 @@ impl Judge {
     /// The file cannot be read.
     #[must_use]
     pub fn alive(&self) -> BTreeMap<String, u64> {
-        let text = self.read("state");
-        let count = |line: &str| {
-            let (name, count) = line.split_once(' ')?;
-            Some((name.to_owned(), count.trim().parse().ok()?))
+        counts(&self.read("state"))
+    }
+
+    /// What PROCESS_INFO has found under way, of all processes since the module was loaded.
+    ///
+    /// # Panics
+    /// The file cannot be read, or makes no sense.
+    #[must_use]
+    pub fn paused(&self) -> Paused {
+        let counts = counts(&self.read("paused"));
+        Paused { waves: counts["waves"], packets: counts["packets"] }
+    }
+
+    /// Every process that has compute state, with its gates, at this moment.
+    ///
+    /// # Panics
+    /// The file cannot be read, or makes no sense.
+    #[must_use]
+    pub fn gates(&self) -> Vec<Gate> {
+        let text = self.read("gates");
+        let gate = |line: &str| {
+            let numbers: Option<Vec<u32>> = line.split(' ').map(|number| number.parse().ok()).collect();
+            let [pid, paused, evicted @ ..] = &numbers?[..] else { return None };
+            Some(Gate { pid: *pid, paused: *paused == 1, evicted: evicted.to_vec() })
         };
-        text.lines().filter_map(count).collect()
+        text.lines().map(|line| gate(line).unwrap_or_else(|| panic!("no gate: {line:?}"))).collect()
+    }
+
+    /// Processes whose queues stand still and do not start again by themselves: paused, or evicted by something that
+    /// was never undone. The driver, too, stops queues for moments, so that it takes seconds to say yes.
+    ///
+    /// # Panics
+    /// As [`Judge::gates`].
+    #[must_use]
+    pub fn standing_still(&self) -> Vec<Gate> {
+        let still = |gate: &Gate| gate.paused || gate.evicted.iter().any(|count| *count != 0);
+        let mut found: Vec<Gate> = self.gates().into_iter().filter(still).collect();
+        for _ in 0..LOOKS {
+            if found.is_empty() {
+                break;
+            }
+            thread::sleep(LOOK);
+            let now = self.gates();
+            found.retain_mut(|old| {
+                let new = now.iter().find(|new| new.pid == old.pid && still(new));
+                new.is_some_and(|new| {
+                    *old = new.clone();
+                    true
+                })
+            });
+        }
+        found
     }
 
     fn read(&self, name: &str) -> String {
         let path = self.folder.join(name);
         fs::read_to_string(&path).unwrap_or_else(|error| panic!("read {}: {error}", path.display()))
     }
+}
+
+/// `name count` on each line.
+fn counts(text: &str) -> BTreeMap<String, u64> {
+    let count = |line: &str| {
+        let (name, count) = line.split_once(' ')?;
+        Some((name.to_owned(), count.trim().parse().ok()?))
+    };
+    text.lines().filter_map(count).collect()
 }

@@ -6,10 +6,22 @@
 
 pub mod app;
 pub mod criu;
+pub mod dumped;
+pub mod faults;
 pub mod judge;
+pub mod machine;
 pub mod scene;
+pub mod server;
 pub mod snapshot;
-pub mod sys;
+pub mod streamer;
 
+pub mod sys;
+pub mod toucher;
+
+pub use faults::Faults;
 pub use judge::Judge;
+pub use machine::Machine;
 pub use scene::{Peer, Scene, isolated};
+pub use server::Server;
+pub use streamer::Streamer;
+pub use toucher::Toucher;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! One test: its own process, and more of them in other roles if it wants.
 
+use std::fs::File;
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::path::Path;
 use std::process::{Child, ChildStdin, ChildStdout, Command, ExitStatus, Stdio};
@@ -10,6 +11,7 @@ use std::time::Duration;
 
 use rewake_kfd::topology::Topology;
 
+use crate::faults::Faults;
 use crate::judge::Judge;
 
 /// Names the test whose body a process is to run.
@@ -66,6 +68,8 @@ pub fn isolated(name: &'static str, gpus: usize, body: fn(&Scene)) {
     if let Some(judge) = &judge {
         judge.clear();
     }
+    // An earlier test's may have outlived it.
+    drop(Faults::find());
     let before = judge.as_ref().map(Judge::alive);
     let mut peer = Peer::start(name, None, Stdio::inherit());
     peer.listen_to_the_end();
@@ -111,6 +115,20 @@ impl Scene {
         Peer::start(self.name, Some(role), Stdio::piped())
     }
 
+    /// Starts the same test's body in another role as the leader of a session of its own, without a terminal, as CRIU
+    /// wants what it dumps.
+    ///
+    /// # Panics
+    /// It cannot be started.
+    #[must_use]
+    pub fn apart(&self, role: &str, output: File) -> Child {
+        let mut command = Command::new("setsid");
+        command.arg(std::env::current_exe().expect("this program's path"));
+        command.args(arguments(self.name)).env(TEST, self.name).env(ROLE, role);
+        let errors = output.try_clone().expect("a copy of a descriptor");
+        command.stdin(Stdio::null()).stdout(output).stderr(errors).spawn().expect("setsid can be started")
+    }
+
     /// Says a line to the process that started this one.
     ///
     /// # Panics
@@ -134,11 +152,16 @@ impl Scene {
     }
 }
 
+/// Arguments of a test program that runs one test.
+fn arguments(name: &str) -> [&str; 4] {
+    ["--exact", name, "--nocapture", "--test-threads=1"]
+}
+
 impl Peer {
     fn start(name: &str, role: Option<&str>, input: Stdio) -> Self {
         let program = std::env::current_exe().expect("this program's path");
         let mut command = Command::new(program);
-        command.args(["--exact", name, "--nocapture", "--test-threads=1"]).env(TEST, name);
+        command.args(arguments(name)).env(TEST, name);
         if let Some(role) = role {
             command.env(ROLE, role);
         }
@@ -192,6 +215,11 @@ impl Peer {
     pub fn finish(mut self) {
         drop(self.input.take());
         self.listen_to_the_end();
+    }
+
+    /// Waits until it has ended, however.
+    pub fn end(mut self) -> ExitStatus {
+        self.wait()
     }
 
     fn listen_to_the_end(&mut self) {

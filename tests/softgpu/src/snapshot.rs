@@ -46,7 +46,7 @@ impl Snapshot {
         }
         let private = image.private()?;
         let mut memory = Vec::new();
-        for (bo, private) in image.bos.iter().zip(&private.bos) {
+        for (bo, private) in image.bos.iter().zip(private.bos()) {
             if bo.alloc_flags & KFD_IOC_ALLOC_MEM_FLAGS_USERPTR != 0 {
                 memory.push((private.user_address, own_memory(private.user_address, bo.size)?));
             }

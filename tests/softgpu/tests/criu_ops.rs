@@ -48,17 +48,21 @@ fn a_process_is_counted_and_told_to_the_last_byte() {
         assert_eq!(image.devices.iter().map(|device| device.actual_gpu_id).collect::<Vec<_>>(), ids);
         // Reading to the last byte by the documented layout is the proof of sizes and offsets.
         let private = image.private().unwrap();
+        for dmabuf in image.dmabufs.iter().flatten() {
+            let flags = nix::fcntl::fcntl(dmabuf, nix::fcntl::FcntlArg::F_GETFD).unwrap();
+            assert_eq!(flags, libc::FD_CLOEXEC, "a dma-buf would outlive an exec");
+        }
         let place = image.bos.iter().position(|bo| bo.addr == local.address()).expect("the VRAM buffer");
         let bo = image.bos[place];
         assert_eq!((bo.size, bo.offset, bo.gpu_id), (12288, local.offset(), ids[0]));
         assert_ne!(bo.alloc_flags & KFD_IOC_ALLOC_MEM_FLAGS_VRAM, 0);
-        assert_eq!(u64::from(private.bos[place].idr_handle), local.handle() & 0xffff_ffff);
-        assert_eq!(private.bos[place].mapped, [ids[0]]);
+        assert_eq!(u64::from(private.bos()[place].idr_handle), local.handle() & 0xffff_ffff);
+        assert_eq!(private.bos()[place].mapped(), [ids[0]]);
         assert!(image.dmabufs[place].is_some());
 
         let place = image.bos.iter().position(|bo| bo.addr == host.address()).expect("the userptr buffer");
         assert_ne!(image.bos[place].alloc_flags & KFD_IOC_ALLOC_MEM_FLAGS_USERPTR, 0);
-        assert_eq!(private.bos[place].user_address, host.address());
+        assert_eq!(private.bos()[place].user_address, host.address());
         assert!(image.dmabufs[place].is_none());
         let own = KFD_IOC_ALLOC_MEM_FLAGS_VRAM | KFD_IOC_ALLOC_MEM_FLAGS_GTT;
         for (bo, dmabuf) in image.bos.iter().zip(&image.dmabufs) {
@@ -75,7 +79,7 @@ fn a_process_is_counted_and_told_to_the_last_byte() {
             assert_eq!((queue.percent, queue.priority, queue.gpu), (100, 7, ids[0]));
             assert_eq!((queue.save_area, queue.write_pointer % 4096), (own.save_area().address(), 0));
             assert_eq!(queue.read_pointer - queue.write_pointer, 128);
-            assert!(!queue.mqd.is_empty() && !queue.control_stack.is_empty());
+            assert!(!queue.mqd().is_empty() && !queue.control_stack().is_empty());
         }
         // Of the process: one for a lane's end, one for faults. The first has the page.
         let events: Vec<_> = private.events().collect();
@@ -83,6 +87,27 @@ fn a_process_is_counted_and_told_to_the_last_byte() {
         assert_eq!(events.iter().filter(|event| event.page != 0).count(), 1, "{events:?}");
         let ranges = private.ranges().count();
         assert_eq!(ranges > 0, gpus.device(0).node().has_svm(), "save areas are ranges where there are such");
+    });
+}
+
+#[test]
+fn private_data_comes_back_byte_for_byte() {
+    isolated("private_data_comes_back_byte_for_byte", 1, |_| {
+        let gpus = Gpus::open(1).unwrap();
+        let _lane = Lane::new(&gpus, 1, 2).unwrap();
+        let _local = gpus.local(0, 12288).unwrap();
+        let _host = gpus.registered(&[1; 8192]).unwrap();
+        let kfd = gpus.device(0).kfd().as_fd();
+        let counts = criu::process_info(kfd).unwrap();
+        let image = criu::checkpoint(kfd, &counts).unwrap();
+        criu::unpause(kfd).unwrap();
+
+        let mut private = image.private().unwrap();
+        assert_eq!(private.write(), image.private);
+        private.queues_mut().for_each(|queue| queue.percent = 0);
+        let gated = private.write();
+        let changed = gated.iter().zip(&image.private).filter(|(new, old)| new != old).count();
+        assert_eq!((gated.len(), changed), (image.private.len(), 2), "100 % of two queues, one byte each");
     });
 }
 

@@ -269,7 +269,9 @@ fn every_ring_has_the_bandwidth_that_was_asked_for() {
             start.elapsed()
         };
         let right = Duration::from_micros(128 * SIZE / bandwidth());
-        let (one, two) = (elapsed(0..1), elapsed(0..2));
+        // The machine may have other things to do now and then.
+        let least = |rings: std::ops::Range<u32>| (0..5).map(|_| elapsed(rings.clone())).min().unwrap();
+        let (one, two) = (least(0..1), least(0..2));
         assert!(one >= right && one < right * 2, "one ring took {one:?}, its bytes make {right:?}");
         assert!(
             two >= right && two < right * 3 / 2,

@@ -2,6 +2,7 @@
 //! The workload's answers are the model's, in every mode and shape.
 
 use gpu_app::shape::{Mode, Shape};
+use rewake_kfd::Kfd;
 use softgpu_tests::app::App;
 use softgpu_tests::isolated;
 
@@ -85,6 +86,76 @@ fn a_server_answers_while_buffers_come_and_go() {
 fn a_server_answers_with_all_dispatched_at_once() {
     isolated("a_server_answers_with_all_dispatched_at_once", 1, |_| {
         answers(&Shape { mode: Mode::Graph, queues: 2, ..shape() }, 0);
+    });
+}
+
+#[test]
+fn a_server_answers_on_two_gpus_with_two_processes() {
+    isolated("a_server_answers_on_two_gpus_with_two_processes", 2, |_| {
+        answers(&Shape { gpus: 2, processes: 2, layers: 5, ..shape() }, 0);
+    });
+}
+
+#[test]
+fn a_server_answers_from_registered_memory() {
+    isolated("a_server_answers_from_registered_memory", 2, |_| {
+        answers(&Shape { mode: Mode::Userptr, gpus: 2, ..shape() }, 2);
+    });
+}
+
+#[test]
+fn a_server_answers_while_numbers_change_in_host_memory() {
+    isolated("a_server_answers_while_numbers_change_in_host_memory", 2, |_| {
+        answers(&Shape { mode: Mode::Gtt, gpus: 2, ..shape() }, 6);
+    });
+}
+
+#[test]
+fn a_server_answers_while_numbers_change_in_memory_with_attributes() {
+    isolated("a_server_answers_while_numbers_change_in_memory_with_attributes", 2, |_| {
+        let shape = Shape { mode: Mode::Svm, gpus: 2, ..shape() };
+        if Kfd::open().unwrap().xnack().is_ok() {
+            answers(&shape, 2);
+        } else {
+            let folder = tempfile::tempdir().unwrap();
+            let error = App::start(&shape, folder.path()).unwrap_err().to_string();
+            assert!(error.contains("needs a kernel with SVM") && error.contains("not permitted"), "{error}");
+        }
+    });
+}
+
+#[test]
+fn a_server_answers_from_weights_that_the_cpu_cannot_reach() {
+    isolated("a_server_answers_from_weights_that_the_cpu_cannot_reach", 1, |_| {
+        let folder = tempfile::tempdir().unwrap();
+        let app = App::start(&Shape { mode: Mode::NoAccess, ..shape() }, folder.path()).unwrap();
+        app.answers(&[1, 2, 3], 4).unwrap();
+        let maps = std::fs::read_to_string(format!("/proc/{}/maps", app.pid().unwrap())).unwrap();
+        let closed = maps.lines().filter(|line| line.contains("---s") && line.contains("/dev/dri/renderD"));
+        assert_eq!(closed.count(), 3, "a mapping without access for each layer: {maps}");
+        app.quit().unwrap();
+    });
+}
+
+#[test]
+fn a_server_answers_beside_a_process_with_render_nodes_only() {
+    isolated("a_server_answers_beside_a_process_with_render_nodes_only", 2, |_| {
+        let folder = tempfile::tempdir().unwrap();
+        let shape = Shape { mode: Mode::RenderOnly, gpus: 2, ..shape() };
+        let app = App::start(&shape, folder.path()).unwrap();
+        app.answers(&[1, 2, 3], 4).unwrap();
+        for part in ["node", "fresh", "kept", "kept", "fresh"] {
+            app.rendered(part).unwrap();
+        }
+        assert!(app.rendered("other").unwrap_err().to_string().contains("node, fresh or kept"));
+        app.quit().unwrap();
+    });
+}
+
+#[test]
+fn a_server_answers_with_many_small_buffers_and_zeros() {
+    isolated("a_server_answers_with_many_small_buffers_and_zeros", 2, |_| {
+        answers(&Shape { small_bos: 301, zero_share: 40, gpus: 2, ..shape() }, 0);
     });
 }
 

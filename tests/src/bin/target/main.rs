@@ -9,6 +9,7 @@ mod discard;
 mod family;
 mod impostor;
 mod leave;
+mod mappings;
 mod memory;
 mod mixed;
 mod moving;
@@ -83,6 +84,7 @@ fn main() -> ExitCode {
         "impostor" => impostor::run(&stage, arguments.pid, &arguments.socket),
         "active" => active::run(&stage),
         "device" => device::run(&stage, &arguments.device),
+        "mappings" => mappings::run(&stage, &arguments.device),
         other => Err(anyhow::anyhow!("no scenario is called {other:?}")),
     };
     stage.end(result)

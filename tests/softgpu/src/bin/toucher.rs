@@ -1,0 +1,266 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! A program with one thread, buffers that its CPU reaches, in VRAM where it can, and memory of its own: it touches the buffers as it is asked to,
+//! by user code or through the kernel, and registers its memory with the driver. Orders come as the file `order` of its folder, answers go to `answer`: `ok`, or what was wrong.
+//!
+//! `toucher FOLDER` makes the buffers; `toucher FOLDER COUNT` so many large ones instead, zeros but for their last page; `toucher FOLDER
+//! again` is what it executes when it is asked to.
+
+use std::fs::{self, File};
+use std::io::{Read as _, Write as _};
+use std::os::unix::process::CommandExt as _;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::Arc;
+use std::thread;
+use std::time::Duration;
+
+use anyhow::{Context as _, bail, ensure};
+use rewake_kfd::abi::memory::Mapping;
+use rewake_kfd::topology::Topology;
+use rewake_kfd::{Buffer, Device, Kfd, Spec, Userptr};
+use softgpu_tests::toucher::{BUFFERS, BYTES, LARGE, LOOK, READ, TAIL, pattern};
+
+/// The number of the pattern in its own memory.
+const OWN: usize = 7;
+/// How often that is there: what a page server brings in a second or more, under emulation.
+const OWN_TIMES: usize = 16;
+/// Touches memory in a child that has none of it.
+const SIGSEGV: i32 = 11;
+
+fn main() -> anyhow::Result<()> {
+    let mut arguments = std::env::args().skip(1);
+    let folder = PathBuf::from(arguments.next().context("usage: toucher FOLDER")?);
+    let large = match arguments.next() {
+        Some(again) if again == "again" => {
+            answer(&folder, "ok")?;
+            loop {
+                thread::sleep(Duration::from_secs(1));
+            }
+        }
+        Some(count) => Some(count.parse().context("COUNT")?),
+        None => None,
+    };
+    let topology = Topology::read()?;
+    let node = topology.gpus().next().context("no GPU")?;
+    let device = Device::open(&Arc::new(Kfd::open()?), node)?;
+    let mut memories = Vec::new();
+    for number in 0..large.unwrap_or(BUFFERS) {
+        let spec = if node.has_large_bar() { Spec::vram } else { Spec::gtt };
+        let bytes = if large.is_some() { LARGE } else { BYTES };
+        let buffer = Buffer::mapped(&device, spec(bytes as u64))?;
+        match large {
+            Some(_) => buffer.cpu().write((LARGE - TAIL) as u64, &pattern(number)[..TAIL]),
+            None => buffer.cpu().write(0, &pattern(number)),
+        }
+        memories.push(Memory {
+            number,
+            address: buffer.address(),
+            bytes,
+            given: Vec::new(),
+            _buffer: buffer,
+        });
+    }
+    let mut own = Own { device, memory: None };
+    answer(&folder, "ok")?;
+    loop {
+        let path = folder.join("order");
+        let Ok(order) = fs::read_to_string(&path) else {
+            thread::sleep(LOOK);
+            continue;
+        };
+        fs::remove_file(&path)?;
+        let done = obey(&order, &mut memories, &mut own, &folder);
+        answer(&folder, &done.map_or_else(|error| format!("{error:#}"), |()| "ok".to_owned()))?;
+    }
+}
+
+/// Whole, or not there.
+fn answer(folder: &Path, text: &str) -> anyhow::Result<()> {
+    let part = folder.join("answer.part");
+    fs::write(&part, text)?;
+    Ok(fs::rename(part, folder.join("answer"))?)
+}
+
+fn obey(order: &str, memories: &mut [Memory], own: &mut Own, folder: &Path) -> anyhow::Result<()> {
+    let (what, number) = order.split_once(' ').context("WHAT NUMBER")?;
+    let memory = memories.get_mut(number.parse::<usize>()?).context("no such buffer")?;
+    match what {
+        "check" => memory.check(),
+        "allocate" => own.allocate(),
+        "register" => own.register(),
+        "tail" => memory.tail(),
+        "write" => memory.write(&folder.join("out")),
+        "read" => memory.read(&folder.join("in")),
+        "move" => memory.moved(),
+        "halve" => memory.halve(),
+        "protect" => memory.protect(),
+        "halve-write" => memory.halved().and_then(|()| memory.write(&folder.join("out"))),
+        "fork" => memory.fork(),
+        "bequeath" => memory.bequeath(&folder.join("child")),
+        "execute" => Err(Command::new(std::env::current_exe()?).arg(folder).arg("again").exec().into()),
+        "end" => std::process::exit(0),
+        _ => bail!("{what}?"),
+    }
+}
+
+/// Memory of the program itself, and the GPU that it is registered with.
+struct Own {
+    device: Arc<Device>,
+    memory: Option<Mapping>,
+}
+
+impl Own {
+    fn allocate(&mut self) -> anyhow::Result<()> {
+        let memory = Mapping::anonymous((OWN_TIMES * BYTES) as u64)?;
+        let pattern = pattern(OWN);
+        (0..OWN_TIMES).for_each(|part| memory.write((part * BYTES) as u64, &pattern));
+        self.memory = Some(memory);
+        Ok(())
+    }
+
+    /// Nothing of it has been looked at since it was written.
+    fn register(&mut self) -> anyhow::Result<()> {
+        let memory = self.memory.take().context("there is none")?;
+        let userptr = Userptr::register(&self.device, memory)?;
+        let (pattern, mut found) = (pattern(OWN), vec![0; BYTES]);
+        for part in 0..OWN_TIMES {
+            userptr.cpu().read((part * BYTES) as u64, &mut found);
+            ensure!(found == pattern, "its own memory is another");
+        }
+        Ok(())
+    }
+}
+
+/// A buffer, and where it is mapped.
+struct Memory {
+    number: usize,
+    address: u64,
+    bytes: usize,
+    /// What was read into it.
+    given: Vec<u8>,
+    _buffer: Buffer,
+}
+
+impl Memory {
+    fn bytes(&self) -> &[u8] {
+        let start = std::ptr::with_exposed_provenance(usize::try_from(self.address).unwrap_or(0));
+        // SAFETY: mapped by this program, which has one thread, and nothing writes to it while it is looked at.
+        unsafe { std::slice::from_raw_parts(start, self.bytes) }
+    }
+
+    fn expected(&self) -> Vec<u8> {
+        let mut expected = pattern(self.number);
+        expected[READ..READ + self.given.len()].copy_from_slice(&self.given);
+        expected.truncate(self.bytes);
+        expected
+    }
+
+    /// By user code.
+    fn check(&self) -> anyhow::Result<()> {
+        let expected = self.expected();
+        let wrong = self.bytes().iter().zip(&expected).position(|(found, right)| found != right);
+        if let Some(at) = wrong {
+            bail!(
+                "{:#x} at byte {at} of buffer {}, expected {:#x}",
+                self.bytes()[at],
+                self.number,
+                expected[at]
+            );
+        }
+        Ok(())
+    }
+
+    /// The last page, by user code.
+    fn tail(&self) -> anyhow::Result<()> {
+        let pattern = pattern(self.number);
+        let expected = if self.bytes == LARGE { &pattern[..TAIL] } else { &pattern[BYTES - TAIL..] };
+        let found = &self.bytes()[self.bytes - TAIL..];
+        ensure!(found == expected, "the last page of buffer {} is another", self.number);
+        Ok(())
+    }
+
+    /// The kernel reads it.
+    fn write(&self, path: &Path) -> anyhow::Result<()> {
+        File::create(path)?.write_all(self.bytes())?;
+        ensure!(fs::read(path)? == self.expected(), "the kernel has read something else");
+        Ok(())
+    }
+
+    /// The kernel writes to it.
+    fn read(&mut self, path: &Path) -> anyhow::Result<()> {
+        self.given = fs::read(path)?;
+        let start = std::ptr::with_exposed_provenance_mut::<u8>(usize::try_from(self.address)? + READ);
+        // SAFETY: as in `bytes`; nothing else looks at it meanwhile.
+        let into = unsafe { std::slice::from_raw_parts_mut(start, self.given.len()) };
+        Ok(File::open(path)?.read_exact(into)?)
+    }
+
+    fn moved(&mut self) -> anyhow::Result<()> {
+        let old = std::ptr::with_exposed_provenance_mut(usize::try_from(self.address)?);
+        let wanted =
+            std::ptr::with_exposed_provenance_mut::<libc::c_void>(usize::try_from(self.address)? + (1 << 40));
+        let flags = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
+        // SAFETY: nothing is mapped a TiB further on, and nothing refers to the old place.
+        let new = unsafe { libc::mremap(old, self.bytes, self.bytes, flags, wanted) };
+        ensure!(new == wanted, "mremap: {}", std::io::Error::last_os_error());
+        self.address = new.expose_provenance() as u64;
+        self.check()
+    }
+
+    fn halve(&mut self) -> anyhow::Result<()> {
+        self.halved()?;
+        self.check()
+    }
+
+    fn halved(&mut self) -> anyhow::Result<()> {
+        let half = self.bytes / 2;
+        let start = std::ptr::with_exposed_provenance_mut(usize::try_from(self.address)? + half);
+        // SAFETY: nothing refers to it.
+        ensure!(unsafe { libc::munmap(start, half) } == 0, "munmap: {}", std::io::Error::last_os_error());
+        self.bytes = half;
+        Ok(())
+    }
+
+    fn protect(&self) -> anyhow::Result<()> {
+        let start = std::ptr::with_exposed_provenance_mut(usize::try_from(self.address)?);
+        // SAFETY: nothing writes to it any more.
+        let done = unsafe { libc::mprotect(start, self.bytes, libc::PROT_READ) };
+        ensure!(done == 0, "mprotect: {}", std::io::Error::last_os_error());
+        self.check()
+    }
+
+    /// A child has device memory after all, and tells what it sees.
+    fn bequeath(&self, path: &Path) -> anyhow::Result<()> {
+        let start = std::ptr::with_exposed_provenance_mut(usize::try_from(self.address)?);
+        // SAFETY: no byte changes.
+        let done = unsafe { libc::madvise(start, self.bytes, libc::MADV_DOFORK) };
+        ensure!(done == 0, "madvise: {}", std::io::Error::last_os_error());
+        // SAFETY: one thread.
+        if unsafe { libc::fork() } == 0 {
+            let seen = self.check().map_or_else(|error| format!("{error:#}"), |()| "ok".to_owned());
+            fs::write(path, seen)?;
+            // SAFETY: ends the child at once.
+            unsafe { libc::_exit(0) };
+        }
+        self.check()
+    }
+
+    /// A child has no device memory, and its parent has it as before.
+    fn fork(&self) -> anyhow::Result<()> {
+        // SAFETY: one thread; the child only looks at memory.
+        let child = unsafe { libc::fork() };
+        if child == 0 {
+            let ends = i32::from(self.bytes()[0]);
+            // SAFETY: ends the child at once.
+            unsafe { libc::_exit(ends) };
+        }
+        let mut status = 0;
+        // SAFETY: one live integer.
+        unsafe { libc::waitpid(child, &raw mut status, 0) };
+        ensure!(
+            libc::WIFSIGNALED(status) && libc::WTERMSIG(status) == SIGSEGV,
+            "a child has device memory: {status:#x}"
+        );
+        self.check()
+    }
+}

@@ -1,0 +1,190 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! A workload's server that was dumped, and comes back with its memory loaded behind it.
+
+use std::path::{Path, PathBuf};
+use std::process::{Child, Stdio};
+use std::thread;
+use std::time::Duration;
+
+use gpu_app::shape::{Mode, Shape};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+
+use crate::criu::{Criu, Plugin, Version, queues_come_back, wait_for_the_end_of};
+use crate::server::small;
+use crate::streamer::children;
+use crate::{Judge, Server, Streamer};
+
+/// So slow that [`unreached`] takes two seconds, while everything else goes on at once.
+pub const SLOW: [(&str, &str); 2] = [("copy_mbps", "6"), ("sdma_rings", "1")];
+
+/// Looks for something that comes soon: twenty seconds.
+const LOOKS: u32 = 2000;
+
+/// Twelve MiB that no CPU reaches.
+#[must_use]
+pub fn unreached() -> Shape {
+    Shape { mode: Mode::NoAccess, layer_kib: 4096, ..small() }
+}
+
+/// A server that was dumped.
+#[derive(Debug)]
+pub struct Dumped {
+    /// The server.
+    pub server: Server,
+    /// CRIU with its images.
+    pub criu: Criu,
+    _folder: tempfile::TempDir,
+}
+
+impl Dumped {
+    /// None where queues do not come back: other tests see that.
+    ///
+    /// # Panics
+    /// It cannot be dumped.
+    #[must_use]
+    pub fn of(shape: &Shape, version: Version) -> Option<Self> {
+        if !queues_come_back() {
+            return None;
+        }
+        let folder = tempfile::tempdir().unwrap();
+        let mut server = Server::start(shape, folder.path());
+        let criu = Criu::with(Plugin::Ours, version, &folder.path().join("images")).unwrap();
+        criu.dump(server.pid).unwrap();
+        server.was_dumped();
+        Some(Self { server, criu, _folder: folder })
+    }
+
+    /// A streamer that CRIU's plugin finds.
+    ///
+    /// # Panics
+    /// It does not start.
+    #[must_use]
+    pub fn streamer(&self) -> Streamer {
+        Streamer::start(self.criu.images()).unwrap()
+    }
+
+    /// Restores it; it runs, and its GPUs stand still.
+    ///
+    /// # Panics
+    /// It is not so.
+    #[must_use]
+    pub fn comes_back_paused(&self) -> Streamer {
+        let streamer = self.streamer();
+        self.criu.restore().unwrap();
+        assert!(is_paused(self.server.pid), "{}", streamer.said());
+        streamer
+    }
+
+    /// Restores it, and waits until its GPUs run; what the streamer said.
+    ///
+    /// # Panics
+    /// It is not so.
+    pub fn comes_back(&self) -> String {
+        let mut streamer = self.streamer();
+        self.criu.restore().unwrap();
+        let status = streamer.end().unwrap();
+        assert!(status.success(), "{}", streamer.said());
+        streamer.said()
+    }
+
+    /// Has `rewake restore` restore it; it runs, and its GPUs stand still.
+    ///
+    /// # Panics
+    /// It is not so.
+    #[must_use]
+    pub fn restoring(&self) -> Restoring {
+        let restoring = Restoring::start(&self.criu);
+        // CRIU has ended then.
+        let runs = || is_paused(self.server.pid) && children(restoring.0.id()).len() == 1;
+        assert!((0..LOOKS).any(|_| nap() && runs()), "{:?}", restoring.end());
+        restoring
+    }
+
+    /// Kills what was restored.
+    ///
+    /// # Panics
+    /// It is not there, or does not end.
+    pub fn ends(&self) {
+        dies(self.server.pid);
+        wait_for_the_end_of(self.server.pid).unwrap();
+    }
+}
+
+/// `rewake restore` under way.
+#[derive(Debug)]
+pub struct Restoring(Child);
+
+impl Restoring {
+    /// Starts it.
+    ///
+    /// # Panics
+    /// It does not start.
+    #[must_use]
+    pub fn start(criu: &Criu) -> Self {
+        let mut command = criu.of_rewake("restore").unwrap();
+        Self(command.args(["--", "-d"]).stderr(Stdio::piped()).spawn().unwrap())
+    }
+
+    /// The supervisor of its streamer, and the workers, of which there is one at least.
+    ///
+    /// # Panics
+    /// There is none.
+    #[must_use]
+    pub fn streamer(&self) -> (u32, Vec<u32>) {
+        let is_one = |pid: &u32| {
+            let line = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+            String::from_utf8_lossy(&line).contains("stream-gpu") && !children(*pid).is_empty()
+        };
+        let one = |_| children(self.0.id()).into_iter().find(is_one);
+        let supervisor = (0..LOOKS).filter(|_| nap()).find_map(one).expect("there is a streamer");
+        (supervisor, children(supervisor))
+    }
+
+    /// Waits for its end: whether it went well, and what it said.
+    ///
+    /// # Panics
+    /// It does not end.
+    #[must_use]
+    pub fn end(mut self) -> (bool, String) {
+        let ended = (0..3 * LOOKS).any(|_| nap() && self.0.try_wait().unwrap().is_some());
+        if !ended {
+            dies(self.0.id());
+        }
+        assert!(ended, "rewake restore does not end: {:?}", self.0.wait_with_output());
+        let done = self.0.wait_with_output().unwrap();
+        (done.status.success(), String::from_utf8(done.stderr).unwrap())
+    }
+}
+
+/// Kills a process that is there.
+///
+/// # Panics
+/// It is not.
+pub fn dies(pid: u32) {
+    kill(Pid::from_raw(pid.cast_signed()), Signal::SIGKILL).unwrap();
+}
+
+/// Of the process, at this moment.
+#[must_use]
+pub fn is_paused(pid: u32) -> bool {
+    let gates = Judge::find().map_or_else(Vec::new, |judge| judge.gates());
+    gates.iter().any(|gate| gate.pid == pid && gate.paused)
+}
+
+/// The files with the memory of buffers.
+///
+/// # Panics
+/// The folder cannot be read.
+#[must_use]
+pub fn pages(images: &Path) -> Vec<PathBuf> {
+    let files = std::fs::read_dir(images).unwrap().map(|file| file.unwrap().path());
+    files.filter(|path| path.file_name().unwrap().to_string_lossy().starts_with("amdgpu-pages-")).collect()
+}
+
+/// A moment; always true.
+#[must_use]
+pub fn nap() -> bool {
+    thread::sleep(Duration::from_millis(10));
+    true
+}

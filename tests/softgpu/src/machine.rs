@@ -1,0 +1,95 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The soft GPUs of this machine, exchanged: softgpu.ko loaded anew with other parameters.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::thread;
+use std::time::Duration;
+
+use crate::Judge;
+
+const PARAMETERS: &str = "/sys/module/softgpu/parameters";
+/// Tries to unload the module, and time between them: the driver takes ended processes apart in the background.
+const TRIES: u32 = 200;
+const BETWEEN: Duration = Duration::from_millis(50);
+
+/// The machine as it was found; dropped, it is so again.
+#[derive(Debug)]
+pub struct Machine {
+    module: PathBuf,
+    found: BTreeMap<String, String>,
+}
+
+impl Machine {
+    /// None where GPUs are real. `SOFTGPU_KO` names the module's file.
+    ///
+    /// # Panics
+    /// The module's parameters cannot be read.
+    #[must_use]
+    pub fn find() -> Option<Self> {
+        let module = PathBuf::from(std::env::var_os("SOFTGPU_KO")?);
+        let files = fs::read_dir(PARAMETERS).ok()?.flatten();
+        let parameter = |path: &Path| {
+            let value = fs::read_to_string(path).expect("a parameter can be read");
+            (path.file_name().unwrap_or_default().to_string_lossy().into_owned(), value.trim().to_owned())
+        };
+        Some(Self { module, found: files.map(|file| parameter(&file.path())).collect() })
+    }
+
+    /// A parameter as it was found.
+    ///
+    /// # Panics
+    /// There is no such one.
+    #[must_use]
+    pub fn found(&self, name: &str) -> &str {
+        self.found.get(name).unwrap_or_else(|| panic!("the module has no parameter {name}"))
+    }
+
+    /// Changes some of the parameters; all others are as they were found. What the judge has noted so far goes.
+    ///
+    /// # Panics
+    /// The judge has noted a violation, a process uses a GPU, or the module does not load.
+    pub fn becomes(&self, changes: &[(&str, &str)]) {
+        if let Some(judge) = Judge::find() {
+            assert_eq!(judge.violations(), Vec::<String>::new(), "before the machine changes");
+        }
+        let done = self.load(changes);
+        assert_eq!(done, Ok(()), "{changes:?}");
+    }
+
+    fn load(&self, changes: &[(&str, &str)]) -> Result<(), String> {
+        let mut last = String::new();
+        let unloaded = (0..TRIES).any(|_| {
+            let unloaded = run(Command::new("rmmod").arg("softgpu"));
+            unloaded.map_err(|error| last = error).is_ok() || {
+                thread::sleep(BETWEEN);
+                false
+            }
+        });
+        if !unloaded {
+            return Err(last);
+        }
+        let mut parameters = self.found.clone();
+        parameters.extend(changes.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())));
+        let words = parameters.iter().map(|(name, value)| format!("{name}={value}"));
+        run(Command::new("insmod").arg(&self.module).args(words))
+    }
+}
+
+impl Drop for Machine {
+    fn drop(&mut self) {
+        if let Err(error) = self.load(&[]) {
+            eprintln!("the machine stays changed: {error}");
+        }
+    }
+}
+
+fn run(command: &mut Command) -> Result<(), String> {
+    let output = command.output().map_err(|error| format!("{command:?}: {error}"))?;
+    if output.status.success() {
+        return Ok(());
+    }
+    Err(format!("{command:?}: {}: {}", output.status, String::from_utf8_lossy(&output.stderr).trim()))
+}

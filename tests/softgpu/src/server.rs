@@ -1,0 +1,103 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The workload's server, dumped in the middle of an answer: what tests of every plugin do with it.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::thread;
+use std::time::Duration;
+
+use gpu_app::client;
+use gpu_app::shape::{Mode, Shape};
+
+use crate::Judge;
+use crate::app::App;
+use crate::criu::wait_for_the_end_of;
+
+/// The answer that is under way at the dump.
+const PROMPT: [u32; 2] = [7, 8];
+const TOKENS: usize = 12;
+/// The driver takes ended processes apart in the background; ten seconds are much, under emulation too.
+const LOOKS: u32 = 100;
+const LOOK: Duration = Duration::from_millis(100);
+
+/// Something small enough for emulation.
+#[must_use]
+pub fn small() -> Shape {
+    Shape { layers: 3, layer_kib: 64, cache_mib: 2, queues: 1, ..Shape::small() }
+}
+
+/// A server with an answer under way.
+#[derive(Debug)]
+pub struct Server {
+    /// The server.
+    pub app: App,
+    /// Its first process.
+    pub pid: u32,
+    mode: Mode,
+    judge: Option<Judge>,
+    alive: BTreeMap<String, u64>,
+    packets: u64,
+}
+
+impl Server {
+    /// Starts it, looks at some tokens, waits for what goes on beside, and begins an answer.
+    ///
+    /// # Panics
+    /// Any of that goes wrong.
+    #[must_use]
+    pub fn start(shape: &Shape, folder: &Path) -> Self {
+        let judge = Judge::find();
+        let alive = judge.as_ref().map(Judge::alive).unwrap_or_default();
+        let app = App::start(shape, folder).unwrap();
+        app.answers(&[1, 2, 3], 4).unwrap();
+        if shape.mode.has_rounds() {
+            app.gets_busy().unwrap();
+        }
+        client::start(app.socket(), &PROMPT, TOKENS).unwrap();
+        let pid = app.pid().unwrap();
+        let packets = judge.as_ref().map_or(0, |judge| judge.paused().packets);
+        Self { app, pid, mode: shape.mode, judge, alive, packets }
+    }
+
+    /// It was dumped: in the middle of work if it is made for that, and nothing of it is left on the GPUs.
+    ///
+    /// # Panics
+    /// It was idle, or something is left.
+    pub fn was_dumped(&mut self) {
+        self.app.was_dumped();
+        let Some(judge) = &self.judge else { return };
+        if matches!(self.mode, Mode::MidDispatch | Mode::Graph | Mode::Userptr | Mode::Svm) {
+            let packets = judge.paused().packets - self.packets;
+            assert!(packets > 1, "{packets} packets under way at the dump");
+        }
+        for _ in 0..LOOKS {
+            if judge.alive() == self.alive {
+                return;
+            }
+            thread::sleep(LOOK);
+        }
+        assert_eq!(judge.alive(), self.alive, "alive on the GPUs when the dumped processes are gone");
+    }
+
+    /// The answer that was begun is right, and one that is asked for now.
+    ///
+    /// # Errors
+    /// A token is wrong, or does not come.
+    pub fn answers(&self) -> anyhow::Result<()> {
+        self.app.answer_is(&PROMPT, TOKENS)?;
+        self.app.answers(&[200], 3)
+    }
+
+    /// It answers, goes on with the rest, and ends in good order.
+    ///
+    /// # Panics
+    /// It does not.
+    pub fn ends_well(self) {
+        self.answers().unwrap();
+        if self.mode.has_rounds() {
+            self.app.goes_on(2).unwrap();
+        }
+        self.app.quit().unwrap();
+        wait_for_the_end_of(self.pid).unwrap();
+    }
+}

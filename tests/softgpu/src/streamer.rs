@@ -1,0 +1,123 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! `rewake stream-gpu`, which loads memory of GPUs behind restored processes, and `rewake lazy-pages`, which does memory of CPUs.
+
+use std::fs::File;
+use std::io::Read as _;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::thread;
+use std::time::Duration;
+
+use anyhow::{Context as _, bail};
+
+/// Looks for its end, and time between them: a minute.
+const LOOKS: u32 = 1200;
+const LOOK: Duration = Duration::from_millis(50);
+
+/// One of them; killed when dropped.
+#[derive(Debug)]
+pub struct Streamer {
+    child: Child,
+    log: PathBuf,
+}
+
+impl Streamer {
+    /// Starts it for a restore whose work directory this is; it listens when this returns.
+    ///
+    /// # Errors
+    /// There is no such program (`REWAKE_BIN`, or beside this test), or it does not start.
+    pub fn start(work: &Path) -> anyhow::Result<Self> {
+        let mut command = Command::new(program()?);
+        command.arg("stream-gpu").arg("-W").arg(work).args(["-v4", "--status-fd", "1"]);
+        Self::listens(command, work.join("stream-gpu.log"))
+    }
+
+    /// Starts the one for CPUs, for a restore of these images that has `--lazy-pages`; it listens when this returns.
+    ///
+    /// # Errors
+    /// As [`Streamer::start`].
+    pub fn of_cpus(images: &Path) -> anyhow::Result<Self> {
+        let mut command = Command::new(program()?);
+        command.arg("lazy-pages").arg("-D").arg(images).args(["-v4", "--status-fd", "1"]);
+        Self::listens(command, images.join("lazy-pages.log"))
+    }
+
+    fn listens(mut command: Command, log: PathBuf) -> anyhow::Result<Self> {
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(File::create(&log)?);
+        let mut child = command.spawn().with_context(|| format!("start {command:?}"))?;
+        let told = child.stdout.take().context("no output")?.read_exact(&mut [0]);
+        let streamer = Self { child, log };
+        told.with_context(|| format!("{command:?} does not listen: {}", streamer.said()))?;
+        Ok(streamer)
+    }
+
+    /// Its supervisor's number.
+    #[must_use]
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Its workers' numbers.
+    #[must_use]
+    pub fn workers(&self) -> Vec<u32> {
+        children(self.pid())
+    }
+
+    /// Waits for its end.
+    ///
+    /// # Errors
+    /// It does not end.
+    pub fn end(&mut self) -> anyhow::Result<ExitStatus> {
+        for _ in 0..LOOKS {
+            if let Some(status) = self.child.try_wait()? {
+                return Ok(status);
+            }
+            thread::sleep(LOOK);
+        }
+        bail!("it does not end: {}", self.said())
+    }
+
+    /// Whether it has ended.
+    ///
+    /// # Errors
+    /// It cannot be looked at.
+    pub fn has_ended(&mut self) -> anyhow::Result<bool> {
+        Ok(self.child.try_wait()?.is_some())
+    }
+
+    /// What it wrote.
+    #[must_use]
+    pub fn said(&self) -> String {
+        std::fs::read_to_string(&self.log).unwrap_or_default()
+    }
+}
+
+impl Drop for Streamer {
+    fn drop(&mut self) {
+        // It may have ended.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// The children of all threads of a process.
+#[must_use]
+pub fn children(pid: u32) -> Vec<u32> {
+    let threads = std::fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();
+    let lists = threads.filter_map(|thread| std::fs::read_to_string(thread.path().join("children")).ok());
+    lists
+        .flat_map(|list| list.split_whitespace().map(str::to_owned).collect::<Vec<_>>())
+        .filter_map(|pid| pid.parse().ok())
+        .collect()
+}
+
+/// Tests lie in `debug/deps`, programs in `debug`.
+pub(crate) fn program() -> anyhow::Result<PathBuf> {
+    let own = std::env::current_exe().context("this program's path")?;
+    let beside = own.ancestors().nth(2).map(|folder| folder.join("rewake"));
+    let given = std::env::var_os("REWAKE_BIN").map(PathBuf::from);
+    given
+        .or(beside)
+        .filter(|path| path.is_file())
+        .context("no rewake: `cargo build -p rewake`, or set REWAKE_BIN")
+}

@@ -1,0 +1,123 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The program `toucher`: started, asked, looked at.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::thread;
+use std::time::Duration;
+
+use anyhow::{Context as _, bail};
+
+/// Its buffers, and bytes of each.
+pub const BUFFERS: usize = 2;
+/// Enough to come later.
+pub const BYTES: usize = 4 << 20;
+/// Bytes of a large one, and of what is in it: the rest is zeros, at no cost for images.
+pub const LARGE: usize = 64 << 20;
+/// At the end.
+pub const TAIL: usize = 4096;
+/// Where what it reads goes to, in a buffer: not at the beginning of a page.
+pub const READ: usize = (1 << 20) + 123;
+/// Between two looks at a file.
+pub const LOOK: Duration = Duration::from_millis(2);
+/// A minute.
+const LOOKS: u32 = 30_000;
+
+/// What is in a buffer: no two pages are alike.
+#[must_use]
+pub fn pattern(buffer: usize) -> Vec<u8> {
+    let word = |at: usize| ((at * 2 + buffer + 1) as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15).to_le_bytes();
+    (0..BYTES / 8).flat_map(word).collect()
+}
+
+/// It, at work.
+#[derive(Debug)]
+pub struct Toucher {
+    folder: PathBuf,
+    pid: u32,
+    child: Option<Child>,
+}
+
+impl Toucher {
+    /// Starts `program` with its files in `folder`, and waits until it has its buffers; so many large ones, if that is told.
+    ///
+    /// # Errors
+    /// It does not come up.
+    pub fn start(program: &str, folder: &Path, large: Option<usize>) -> anyhow::Result<Self> {
+        let log = fs::File::create(folder.join("log"))?;
+        let mut command = Command::new("setsid");
+        command
+            .arg(program)
+            .arg(folder)
+            .args(large.map(|count| count.to_string()))
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(log);
+        let child = command.spawn().context("start toucher")?;
+        let toucher = Self { folder: folder.to_owned(), pid: child.id(), child: Some(child) };
+        toucher.answer()?;
+        Ok(toucher)
+    }
+
+    /// Its number.
+    #[must_use]
+    pub fn pid(&self) -> u32 {
+        self.pid
+    }
+
+    /// It was dumped, and has ended; what comes back is nobody's child.
+    ///
+    /// # Errors
+    /// It cannot be waited for.
+    pub fn was_dumped(&mut self) -> anyhow::Result<()> {
+        self.child.take().map_or(Ok(()), |mut child| Ok(child.wait().map(drop)?))
+    }
+
+    /// Asks it, and waits for its answer.
+    ///
+    /// # Errors
+    /// Those of both.
+    pub fn asked(&self, order: &str) -> anyhow::Result<()> {
+        self.ask(order)?;
+        self.answer().with_context(|| order.to_owned())
+    }
+
+    /// Asks it.
+    ///
+    /// # Errors
+    /// The file cannot be written.
+    pub fn ask(&self, order: &str) -> anyhow::Result<()> {
+        let part = self.folder.join("order.part");
+        fs::write(&part, order)?;
+        Ok(fs::rename(part, self.folder.join("order"))?)
+    }
+
+    /// What it has answered since, if it has; what it was asked is forgotten.
+    #[must_use]
+    pub fn answered(&self) -> Option<String> {
+        let _ = fs::remove_file(self.folder.join("order"));
+        self.take_answer()
+    }
+
+    fn take_answer(&self) -> Option<String> {
+        let path = self.folder.join("answer");
+        let answer = fs::read_to_string(&path).ok()?;
+        let _ = fs::remove_file(&path);
+        Some(answer)
+    }
+
+    /// Waits for the answer to what it was asked last.
+    ///
+    /// # Errors
+    /// It was something else than `ok`, or did not come.
+    pub fn answer(&self) -> anyhow::Result<()> {
+        for _ in 0..LOOKS {
+            if let Some(answer) = self.take_answer() {
+                return if answer == "ok" { Ok(()) } else { bail!(answer) };
+            }
+            thread::sleep(LOOK);
+        }
+        bail!("no answer: {}", fs::read_to_string(self.folder.join("log")).unwrap_or_default())
+    }
+}

@@ -1,0 +1,249 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! A load that another thread asks for buffers: what is wanted comes first, and is told as soon as it is there.
+
+use std::fs::File;
+use std::os::fd::{AsFd as _, OwnedFd};
+use std::os::unix::fs::FileExt as _;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, channel};
+use std::thread;
+
+use gpu_app::gpu::Gpus;
+use rewake_contents::{Desk, Loading, PagesFile, Process, Progress, Report};
+use rewake_criu_images::amdgpu::{KfdBuffer, KfdImage, pages_name};
+use rewake_kfd::Buffer;
+use softgpu_tests::{Machine, Scene, isolated};
+
+const KIB: u64 = 1 << 10;
+const MIB: u64 = 1 << 20;
+/// What files are read and copied in.
+const CHUNK: u64 = 2 * MIB;
+/// Before the first byte of the first buffer.
+const HEADER: u64 = 8;
+/// N of `amdgpu-kfd-N.img`.
+const ID: u32 = 3;
+/// In buffers before they are loaded.
+const STALE: u8 = 0xaa;
+
+/// All memory can be looked at by the CPU.
+const SEEN: (&str, &str) = ("small_bar", "0");
+/// A chunk is copied in an eleventh of a second.
+const SLOW: [(&str, &str); 3] = [("copy_mbps", "24"), ("sdma_rings", "1"), SEEN];
+
+/// A buffer of an image.
+#[derive(Debug, Clone, Copy)]
+struct Made {
+    gpu: usize,
+    bytes: u64,
+    hole: bool,
+    /// Loaded by nobody.
+    left: bool,
+}
+
+fn made(bytes: u64) -> Made {
+    Made { gpu: 0, bytes, hole: false, left: false }
+}
+
+/// A process's buffers, stale, and files for them.
+struct Image {
+    made: Vec<Made>,
+    buffers: Vec<Buffer>,
+    files: Vec<PagesFile>,
+    dmabufs: Vec<Option<OwnedFd>>,
+    minors: Vec<u32>,
+    _folder: tempfile::TempDir,
+}
+
+/// All bytes of a buffer by its number; none of them is zero or stale.
+fn byte(buffer: usize) -> u8 {
+    u8::try_from(buffer % 150).unwrap() + 1
+}
+
+impl Image {
+    fn new(gpus: &Arc<Gpus>, made: &[Made]) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let image = |made: &Made| KfdBuffer {
+            size: made.bytes,
+            gpu_id: gpus.device(made.gpu).gpu_id(),
+            alloc_flags: 1,
+            ..KfdBuffer::default()
+        };
+        let image = KfdImage { buffers: made.iter().map(image).collect(), ..KfdImage::default() };
+        let buffer = |made: &Made| {
+            let buffer = gpus.local(made.gpu, made.bytes).unwrap();
+            buffer.cpu().write(0, &vec![STALE; usize::try_from(made.bytes).unwrap()]);
+            buffer
+        };
+        let buffers: Vec<Buffer> = made.iter().map(buffer).collect();
+        let export = |(made, buffer): (&Made, &Buffer)| (!made.left).then(|| buffer.export().unwrap());
+        let dmabufs = made.iter().zip(&buffers).map(export).collect();
+        let (mut files, mut minors) = (Vec::new(), Vec::new());
+        for gpu in 0..gpus.count() {
+            let gpu_id = gpus.device(gpu).gpu_id();
+            let file = File::create(folder.path().join(pages_name(ID, gpu_id))).unwrap();
+            let mut end = HEADER;
+            for (number, made) in made.iter().enumerate().filter(|(_, made)| made.gpu == gpu) {
+                if !made.hole {
+                    let bytes = vec![byte(number); usize::try_from(made.bytes).unwrap()];
+                    file.write_all_at(&bytes, end).unwrap();
+                }
+                end += made.bytes;
+            }
+            file.set_len(end).unwrap();
+            file.write_all_at(&(end - HEADER).to_le_bytes(), 0).unwrap();
+            let open = File::open(folder.path()).unwrap();
+            minors.push(gpus.device(gpu).node().render_minor());
+            files.push(PagesFile::open(open.as_fd(), ID, &image, gpu_id, minors[gpu]).unwrap());
+        }
+        Self { made: made.to_vec(), buffers, files, dmabufs, minors, _folder: folder }
+    }
+
+    /// Loads it in a thread of its own, beside which `act` hears the numbers of buffers as they become resident.
+    fn load<T>(&self, act: impl FnOnce(&Desk, &Receiver<usize>) -> T) -> (Report, T) {
+        let processes = [Process { files: &self.files, dmabufs: &self.dmabufs }];
+        let loading = Loading::new(&processes).unwrap();
+        let desk = loading.desk();
+        let (tell, told) = channel();
+        thread::scope(|scope| {
+            let load = scope.spawn(move || {
+                loading.run(move |process, buffer| {
+                    assert_eq!(process, 0);
+                    tell.send(buffer).unwrap();
+                })
+            });
+            let answer = act(&desk, &told);
+            (load.join().unwrap().unwrap().expect("there was something to load"), answer)
+        })
+    }
+
+    /// That all its bytes are there, or none of one that is left alone.
+    fn is_right(&self, buffer: usize) -> bool {
+        let right = match self.made[buffer] {
+            Made { left: true, .. } => STALE,
+            Made { hole: true, .. } => 0,
+            _ => byte(buffer),
+        };
+        let mut bytes = vec![!right; usize::try_from(self.made[buffer].bytes).unwrap()];
+        self.buffers[buffer].cpu().read(0, &mut bytes);
+        bytes.iter().all(|byte| *byte == right)
+    }
+}
+
+/// Runs `body` where copies are slow, in another process: the machine changes while nobody uses it.
+fn slowly(scene: &Scene, body: fn()) {
+    if scene.role().is_some() {
+        return body();
+    }
+    let Some(machine) = Machine::find() else { return };
+    machine.becomes(&SLOW);
+    assert!(scene.peer("loads").end().success());
+}
+
+/// Runs `body` where the CPU can look at all memory, in the same way; on real GPUs as they are.
+fn seen(scene: &Scene, body: fn()) {
+    if scene.role().is_some() {
+        return body();
+    }
+    let Some(machine) = Machine::find() else { return body() };
+    machine.becomes(&[SEEN]);
+    assert!(scene.peer("loads").end().success());
+}
+
+fn resident(desk: &Desk) -> u64 {
+    desk.progress().iter().map(|progress| progress.resident).sum()
+}
+
+#[test]
+fn a_demanded_buffer_at_the_far_end_waits_for_no_more_than_is_under_way() {
+    isolated("a_demanded_buffer_at_the_far_end_waits_for_no_more_than_is_under_way", 1, |scene| {
+        slowly(scene, || {
+            let image = Image::new(&Gpus::open(1).unwrap(), &[made(CHUNK); 24]);
+            let (_, order) = image.load(|desk, told| {
+                let first = told.recv().unwrap();
+                assert_eq!(first, 0, "in file order until somebody wants something");
+                let mut order = vec![first];
+                let before = resident(desk);
+                desk.demand(0, 23);
+                desk.demand(0, 20);
+                for wanted in [23, 20] {
+                    while order.last() != Some(&wanted) {
+                        order.push(told.recv().unwrap());
+                    }
+                    assert!(image.is_right(wanted), "{wanted} is told before its bytes are there");
+                }
+                // Their own four chunks, two on the ring, one that went there when the first slot came free; and this thread is late.
+                let meanwhile = resident(desk) - before;
+                assert!(meanwhile <= 9 * CHUNK, "{} chunks, order {order:?}", meanwhile / CHUNK);
+                order.extend(told.iter());
+                order
+            });
+            let mut sorted = order.clone();
+            sorted.sort_unstable();
+            assert_eq!(sorted, (0..24).collect::<Vec<_>>(), "each once: {order:?}");
+            assert!((0..24).all(|buffer| image.is_right(buffer)));
+        });
+    });
+}
+
+#[test]
+fn small_buffers_come_before_large_ones() {
+    isolated("small_buffers_come_before_large_ones", 1, |scene| {
+        slowly(scene, || {
+            let small = [made(4 * KIB); 300];
+            let image = Image::new(&Gpus::open(1).unwrap(), &[&[made(5 * CHUNK); 2][..], &small].concat());
+            let (_, order) = image.load(|_, told| told.iter().collect::<Vec<usize>>());
+            let large = order.iter().position(|buffer| *buffer < 2);
+            assert_eq!(large, Some(300), "{order:?}");
+        });
+    });
+}
+
+#[test]
+fn each_buffer_is_told_once_and_progress_counts_what_is_loaded() {
+    isolated("each_buffer_is_told_once_and_progress_counts_what_is_loaded", 2, |scene| {
+        seen(scene, || {
+            let mut all = vec![made(64 * KIB); 40];
+            all.extend([made(5 * MIB), made(3 * CHUNK), made(12 * KIB), made(3 * MIB)]);
+            all[7].hole = true;
+            all[8].left = true;
+            all[41].hole = true;
+            all[43].left = true;
+            for gpu in [10, 11, 40] {
+                all[gpu].gpu = 1;
+            }
+            let image = Image::new(&Gpus::open(2).unwrap(), &all);
+            let sum = |gpu: usize| {
+                all.iter().filter(|made| made.gpu == gpu && !made.left).map(|made| made.bytes).sum::<u64>()
+            };
+            let progress = |resident: fn(u64) -> u64| {
+                let of = |gpu: usize| Progress {
+                    process: 0,
+                    minor: image.minors[gpu],
+                    resident: resident(sum(gpu)),
+                    all: sum(gpu),
+                };
+                vec![of(0), of(1)]
+            };
+            let processes = [Process { files: &image.files, dmabufs: &image.dmabufs }];
+            assert_eq!(Loading::new(&processes).unwrap().desk().progress(), progress(|_| 0));
+            let (report, mut order) = image.load(|desk, told| {
+                // Left alone, unknown, of no process; a hole, twice; and one that is there already.
+                for (process, buffer) in [(0, 8), (0, 43), (0, 44), (1, 0), (0, 41), (0, 41)] {
+                    desk.demand(process, buffer);
+                }
+                let first = told.recv().unwrap();
+                desk.demand(0, first);
+                let order: Vec<usize> = std::iter::once(first).chain(told.iter()).collect();
+                assert_eq!(desk.progress(), progress(|all| all));
+                desk.demand(0, 0);
+                order
+            });
+            assert_eq!(report.moved.buffers, 42);
+            order.sort_unstable();
+            assert_eq!(order, (0..44).filter(|buffer| !all[*buffer].left).collect::<Vec<_>>());
+            for (buffer, made) in all.iter().enumerate() {
+                assert!(image.is_right(buffer), "{buffer}: {made:?}");
+            }
+        });
+    });
+}

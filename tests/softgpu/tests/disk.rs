@@ -1,0 +1,55 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The machine's scratch disk is as fast as it was made, whoever measures on it: `cargo xtask vm --disk MIB@MBPS`.
+
+use std::fs::{File, OpenOptions};
+use std::io::{Read, Seek as _, SeekFrom, Write};
+use std::os::unix::fs::OpenOptionsExt as _;
+use std::time::Instant;
+
+use softgpu_tests::isolated;
+
+const PLACE: &str = "/mnt/disk/measured";
+/// Bytes of one request, and what the disk wants them aligned to.
+const PART: usize = 1 << 20;
+const ALIGNMENT: usize = 4096;
+/// Measured for so long: after a rest the disk gives a tenth of a second's bytes at once.
+const SECONDS: usize = 3;
+
+/// Millions of bytes a second.
+fn rate(parts: usize, mut act: impl FnMut()) -> f64 {
+    let start = Instant::now();
+    (0..parts).for_each(|_| act());
+    f64::from(u32::try_from(parts * PART).unwrap()) / start.elapsed().as_secs_f64() / 1e6
+}
+
+#[test]
+fn the_scratch_disk_has_its_rate() {
+    isolated("the_scratch_disk_has_its_rate", 0, |_| {
+        let Ok(rate_wanted) = std::env::var("DISK_MBPS") else {
+            assert!(std::env::var_os("SOFTGPU_REQUIRED").is_none(), "no scratch disk in this machine");
+            eprintln!("SKIPPED: `cargo xtask vm --disk 256@50` gives the machine a scratch disk");
+            return;
+        };
+        let wanted: u32 = rate_wanted.parse().expect("a disk with a rate");
+        let parts = usize::try_from(wanted).unwrap() * SECONDS * 1_000_000 / PART;
+        let mut room = vec![7; PART + ALIGNMENT];
+        let at = room.as_ptr().align_offset(ALIGNMENT);
+        let part = &mut room[at..at + PART];
+        let mut options = OpenOptions::new();
+        // Past the page cache.
+        options.read(true).write(true).create(true).truncate(true).custom_flags(libc::O_DIRECT);
+        let mut file: File = options.open(PLACE).expect("a file on the scratch disk");
+        let written = rate(parts, || file.write_all(part).unwrap());
+        file.seek(SeekFrom::Start(0)).unwrap();
+        part.fill(0);
+        let read = rate(parts, || file.read_exact(part).unwrap());
+        assert!(part.iter().all(|byte| *byte == 7));
+        std::fs::remove_file(PLACE).unwrap();
+        println!("written at {written:.1} MB/s, read at {read:.1} MB/s, made for {wanted}");
+        for rate in [written, read] {
+            let share = rate / f64::from(wanted);
+            // Never faster, but for the first tenth of a second; slower if this machine has other work.
+            assert!((0.75..1.05).contains(&share), "{rate:.1} MB/s on a disk made for {wanted}");
+        }
+    });
+}

@@ -1,0 +1,150 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! What others are told of processes whose gates are shut: who would dump them, and who waits for their restore.
+
+use std::fs::OpenOptions;
+use std::path::PathBuf;
+
+use nix::sys::signal::{Signal, kill};
+use nix::sys::stat::Mode;
+use nix::unistd::{Pid, mkfifo};
+use softgpu_tests::criu::{Criu, Plugin, Version, wait_for_the_end_of};
+use softgpu_tests::dumped::{Dumped, Restoring, SLOW, dies, is_paused, pages, unreached};
+use softgpu_tests::streamer::children;
+use softgpu_tests::{Machine, isolated};
+
+/// A server that was dumped, on a machine on which loading it takes two seconds.
+fn dumped() -> Option<Dumped> {
+    Machine::find()?.becomes(&SLOW);
+    Dumped::of(&unreached(), Version::V4_2)
+}
+
+/// For a dump of the process that was restored: a folder of its own.
+fn again(dumped: &Dumped) -> Criu {
+    Criu::with(Plugin::Ours, Version::V4_2, &dumped.criu.images().with_file_name("again")).unwrap()
+}
+
+fn signal(pids: &[u32], signal: Signal) {
+    pids.iter().for_each(|pid| kill(Pid::from_raw(pid.cast_signed()), signal).unwrap());
+}
+
+/// What everybody can see of processes with this pid that are not to be dumped.
+fn told(pid: u32) -> Vec<PathBuf> {
+    let files = std::fs::read_dir("/run/rewake-gated").unwrap().map(|file| file.unwrap().path());
+    let of_it = format!("{pid}-");
+    files.filter(|path| path.file_name().unwrap().to_str().unwrap().starts_with(&of_it)).collect()
+}
+
+#[test]
+fn a_process_whose_gate_is_shut_is_not_dumped_and_goes_on() {
+    isolated("a_process_whose_gate_is_shut_is_not_dumped_and_goes_on", 1, |_| {
+        let Some(mut dumped) = dumped() else { return };
+        let mut streamer = dumped.comes_back_paused();
+        signal(&streamer.workers(), Signal::SIGSTOP);
+        let again = again(&dumped);
+        let refused = again.dump(dumped.server.pid).unwrap_err().to_string();
+        assert!(refused.contains("its GPUs stand still until their memory is loaded"), "{refused}");
+        assert!(is_paused(dumped.server.pid), "{refused}");
+        assert!(pages(again.images()).is_empty(), "nothing was begun");
+        signal(&streamer.workers(), Signal::SIGCONT);
+        assert!(streamer.end().unwrap().success(), "{}", streamer.said());
+        assert!(told(dumped.server.pid).is_empty());
+        again.dump(dumped.server.pid).unwrap();
+        dumped.server.was_dumped();
+        again.restore().unwrap();
+        dumped.server.ends_well();
+    });
+}
+
+#[test]
+fn nothing_is_told_of_those_that_have_ended() {
+    isolated("nothing_is_told_of_those_that_have_ended", 1, |_| {
+        let Some(dumped) = dumped() else { return };
+        for itself in [false, true] {
+            let mut streamer = dumped.comes_back_paused();
+            assert_eq!(told(dumped.server.pid).len(), 1);
+            let dying = if itself { vec![dumped.server.pid] } else { streamer.workers() };
+            dying.into_iter().for_each(dies);
+            assert_eq!(streamer.end().unwrap().success(), itself, "{}", streamer.said());
+            wait_for_the_end_of(dumped.server.pid).unwrap();
+            assert!(told(dumped.server.pid).is_empty());
+        }
+        dumped.comes_back();
+        dumped.server.ends_well();
+    });
+}
+
+#[test]
+fn rewake_restore_says_what_became_of_it_whoever_is_left_to_know() {
+    isolated("rewake_restore_says_what_became_of_it_whoever_is_left_to_know", 1, |_| {
+        let Some(dumped) = dumped() else { return };
+
+        let restoring = dumped.restoring();
+        dies(restoring.streamer().0);
+        let (well, said) = restoring.end();
+        assert!(well && said.contains("GPUs run; all memory resident"), "{said}");
+        assert!(!is_paused(dumped.server.pid), "{said}");
+        dumped.server.answers().unwrap();
+        dumped.ends();
+
+        let restoring = dumped.restoring();
+        let (supervisor, workers) = restoring.streamer();
+        dies(supervisor);
+        workers.into_iter().for_each(dies);
+        let (well, said) = restoring.end();
+        assert!(!well && said.contains("that use GPUs were killed"), "{said}");
+        wait_for_the_end_of(dumped.server.pid).unwrap();
+        dumped.comes_back();
+        dumped.server.ends_well();
+    });
+}
+
+#[test]
+fn where_nobody_is_left_to_know_that_is_said_and_what_stands_still_is_not_dumped() {
+    isolated("where_nobody_is_left_to_know_that_is_said_and_what_stands_still_is_not_dumped", 1, |_| {
+        let Some(mut dumped) = dumped() else { return };
+        let restoring = dumped.restoring();
+        let (supervisor, workers) = restoring.streamer();
+        // It must not see its worker die.
+        signal(&[supervisor], Signal::SIGSTOP);
+        // Nor the guardian, a child of it.
+        let guardians: Vec<u32> = workers.iter().flat_map(|worker| children(*worker)).collect();
+        guardians.into_iter().chain(workers).chain([supervisor]).for_each(dies);
+        let (well, said) = restoring.end();
+        assert!(!well && said.contains("GPUs stand still for ever: kill them"), "{said}");
+        assert!(is_paused(dumped.server.pid), "{said}");
+        let again = again(&dumped);
+        let refused = again.dump(dumped.server.pid).unwrap_err().to_string();
+        assert!(refused.contains("its GPUs stand still"), "{refused}");
+        dumped.ends();
+        // What is told of it stays, and is not told of the next with its pid.
+        assert_eq!(told(dumped.server.pid).len(), 1);
+        dumped.comes_back();
+        assert_eq!(told(dumped.server.pid).len(), 1);
+        again.dump(dumped.server.pid).unwrap();
+        dumped.server.was_dumped();
+        again.restore().unwrap();
+        told(dumped.server.pid).into_iter().for_each(|stale| std::fs::remove_file(stale).unwrap());
+        dumped.server.ends_well();
+    });
+}
+
+#[test]
+fn rewake_restore_leaves_no_streamer_behind_that_took_nothing_over() {
+    isolated("rewake_restore_leaves_no_streamer_behind_that_took_nothing_over", 1, |_| {
+        let Some(dumped) = dumped() else { return };
+        // CRIU waits for somebody who writes it.
+        let tree = dumped.criu.images().join("pstree.img");
+        std::fs::remove_file(&tree).unwrap();
+        mkfifo(&tree, Mode::S_IRUSR | Mode::S_IWUSR).unwrap();
+        let restoring = Restoring::start(&dumped.criu);
+        let (supervisor, workers) = restoring.streamer();
+        dies(supervisor);
+        // It is empty: CRIU fails, and nobody comes to the streamer.
+        drop(OpenOptions::new().write(true).open(&tree).unwrap());
+        let (well, said) = restoring.end();
+        assert!(!well && said.contains("criu restore failed"), "{said}");
+        for worker in workers {
+            wait_for_the_end_of(worker).unwrap();
+        }
+    });
+}

@@ -1,0 +1,176 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! This project's plugin dumps the workload and restores it, and takes the stock plugin's place on either side.
+
+use gpu_app::shape::{Mode, Shape};
+use rewake_kfd::topology::{Node, Topology};
+use softgpu_tests::criu::{Criu, Plugin, Version, queues_come_back};
+use softgpu_tests::server::small;
+use softgpu_tests::{Server, isolated};
+
+/// Who dumps, and who restores.
+#[derive(Debug, Clone, Copy)]
+struct Way {
+    dump: Plugin,
+    restore: Plugin,
+    version: Version,
+}
+
+const OURS: Way = Way { dump: Plugin::Ours, restore: Plugin::Ours, version: Version::V4_2 };
+
+/// Without copy rings the stock plugin copies nothing, and does not say so.
+fn stock_can_copy() -> bool {
+    let rings = std::fs::read_to_string("/sys/module/softgpu/parameters/sdma_rings");
+    rings.map_or(true, |rings| rings.trim() != "0")
+}
+
+/// Tokens before a dump, an answer begun before it and finished after the restore, tokens after.
+fn there_and_back(shape: &Shape, way: Way) {
+    let folder = tempfile::tempdir().unwrap();
+    let images = folder.path().join("images");
+    let mut server = Server::start(shape, folder.path());
+    let guarded = threads_have_guard_pages(server.pid);
+    let dumped = Criu::with(way.dump, way.version, &images).unwrap().dump(server.pid);
+    if guarded && way.version == Version::V4_1 {
+        let error = dumped.unwrap_err().to_string();
+        assert!(error.contains("Can't splice all pages to pipe"), "{error}");
+        // It goes on, queues and all.
+        return server.ends_well();
+    }
+    dumped.unwrap();
+    server.was_dumped();
+    if way.restore == Plugin::Stock && !stock_can_copy() {
+        return;
+    }
+    let restored = Criu::with(way.restore, way.version, &images).unwrap().restore();
+    if way.dump == Plugin::Stock && !stock_can_copy() {
+        let error = restored.unwrap_err().to_string();
+        assert!(error.contains("8 bytes, where buffers need"), "{error}");
+        return;
+    }
+    if queues_come_back() {
+        restored.unwrap();
+        server.ends_well();
+    } else {
+        refused(way.restore, &restored.unwrap_err().to_string());
+    }
+}
+
+/// Queues do not come back here: the kernel's answer, in each plugin's words, but where we know it before.
+fn refused(by: Plugin, error: &str) {
+    let firmware = Topology::read().unwrap().gpus().any(Node::has_mes);
+    let said = match by {
+        Plugin::Ours if firmware => "GFX11 and newer run queues by firmware",
+        Plugin::Ours => "RESTORE: Invalid argument",
+        Plugin::Stock => "Restore ioctl failed: Invalid argument",
+    };
+    assert!(error.contains(said), "{error}");
+}
+
+#[test]
+fn one_gpu() {
+    isolated("one_gpu", 1, |_| there_and_back(&small(), OURS));
+}
+
+/// Linux 6.13 has guard pages and glibc 2.42 puts them under threads' stacks; CRIU 4.1 does not know them, and fails.
+fn threads_have_guard_pages(pid: u32) -> bool {
+    let maps = std::fs::read_to_string(format!("/proc/{pid}/smaps")).unwrap();
+    maps.lines().any(|line| line.starts_with("VmFlags:") && line.split_whitespace().any(|flag| flag == "gu"))
+}
+
+#[test]
+fn one_gpu_with_criu_4_1() {
+    isolated("one_gpu_with_criu_4_1", 1, |_| {
+        there_and_back(&small(), Way { version: Version::V4_1, ..OURS });
+    });
+}
+
+#[test]
+fn the_stock_plugin_restores_what_we_dumped() {
+    isolated("the_stock_plugin_restores_what_we_dumped", 1, |_| {
+        there_and_back(&small(), Way { restore: Plugin::Stock, ..OURS });
+    });
+}
+
+#[test]
+fn we_restore_what_the_stock_plugin_dumped() {
+    isolated("we_restore_what_the_stock_plugin_dumped", 1, |_| {
+        there_and_back(&small(), Way { dump: Plugin::Stock, ..OURS });
+    });
+}
+
+#[test]
+fn two_gpus() {
+    isolated("two_gpus", 2, |_| there_and_back(&Shape { gpus: 2, queues: 2, ..small() }, OURS));
+}
+
+#[test]
+fn in_the_middle_of_dispatches() {
+    isolated("in_the_middle_of_dispatches", 1, |_| {
+        there_and_back(&Shape { mode: Mode::MidDispatch, ..small() }, OURS);
+    });
+}
+
+#[test]
+fn a_queue_full_of_work() {
+    isolated("a_queue_full_of_work", 1, |_| there_and_back(&Shape { mode: Mode::Graph, ..small() }, OURS));
+}
+
+#[test]
+fn while_buffers_come_and_go() {
+    isolated("while_buffers_come_and_go", 1, |_| {
+        there_and_back(&Shape { mode: Mode::Allocating, ..small() }, OURS);
+    });
+}
+
+#[test]
+fn while_the_cpu_reads_weights() {
+    isolated("while_the_cpu_reads_weights", 1, |_| {
+        // Without a large BAR there is nothing to read; the workload's own tests see it refuse.
+        if Topology::read().unwrap().gpus().all(Node::has_large_bar) {
+            there_and_back(&Shape { mode: Mode::CpuReads, ..small() }, OURS);
+        }
+    });
+}
+
+#[test]
+fn two_processes() {
+    isolated("two_processes", 1, |_| there_and_back(&Shape { processes: 2, ..small() }, OURS));
+}
+
+#[test]
+fn two_processes_on_two_gpus() {
+    isolated("two_processes_on_two_gpus", 2, |_| {
+        there_and_back(&Shape { gpus: 2, processes: 2, layers: 5, ..small() }, OURS);
+    });
+}
+
+#[test]
+fn weights_in_registered_memory() {
+    isolated("weights_in_registered_memory", 2, |_| {
+        there_and_back(&Shape { mode: Mode::Userptr, gpus: 2, ..small() }, OURS);
+    });
+}
+
+#[test]
+fn while_numbers_change_in_host_memory() {
+    isolated("while_numbers_change_in_host_memory", 2, |_| {
+        there_and_back(&Shape { mode: Mode::Gtt, gpus: 2, ..small() }, OURS);
+    });
+}
+
+#[test]
+fn memory_with_svm_attributes() {
+    isolated("memory_with_svm_attributes", 1, |_| {
+        // Linux 6.12 as Debian has it knows none; the workload's own tests see it refuse.
+        if Topology::read().unwrap().gpus().all(Node::has_svm) {
+            there_and_back(&Shape { mode: Mode::Svm, ..small() }, OURS);
+        }
+    });
+}
+
+#[test]
+fn weights_that_the_cpu_cannot_reach() {
+    isolated("weights_that_the_cpu_cannot_reach", 1, |_| {
+        there_and_back(&Shape { mode: Mode::NoAccess, ..small() }, OURS);
+    });
+}

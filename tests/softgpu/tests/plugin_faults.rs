@@ -1,0 +1,392 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! A dump or a restore that fails, or is killed, at any call to the GPUs' drivers: what was dumped goes on, what was to be
+//! restored is gone, and the log says why.
+//!
+//! One call of each kind is tried; `PLUGIN_EVERY_FAULT=1` tries each call.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::os::unix::process::ExitStatusExt as _;
+use std::path::Path;
+use std::process::{Command, ExitStatus};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use gpu_app::shape::Shape;
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use softgpu_tests::app::App;
+use softgpu_tests::criu::{Criu, Plugin, Version, queues_come_back, wait_for_the_end_of};
+use softgpu_tests::faults::{Call, Calls, Fault};
+use softgpu_tests::{Faults, Judge, isolated};
+
+/// CRIU's calls and those of the tasks that it restores. The driver compares the name of the caller's first thread.
+const CRIU: Calls<'_> = Calls { comm: Some("criu"), call: None };
+/// What a call fails with, in turn.
+const ERRNOS: [i32; 3] = [libc::EIO, libc::ENOMEM, libc::EINTR];
+const PAUSE: &str = "kfd/CRIU_OP/PROCESS_INFO";
+const GO_ON: &str = "kfd/CRIU_OP/UNPAUSE";
+const RESUME: &str = "kfd/CRIU_OP/RESUME";
+/// The process that the plugin leaves to look after a dump.
+const GUARD: &str = "rewake-guard";
+/// Looks at something that happens soon, and time between them: ten seconds.
+const LOOKS: u32 = 200;
+const LOOK: Duration = Duration::from_millis(50);
+
+fn shape() -> Shape {
+    Shape { layers: 1, layer_kib: 64, cache_mib: 1, queues: 1, ..Shape::small() }
+}
+
+/// A call that is tried.
+#[derive(Debug)]
+struct Tried {
+    name: String,
+    /// Among those of its kind, from 1: how often the plugin looks whether something is done is different every time.
+    nth: u64,
+}
+
+/// Which calls are tried: the first of each kind; or all.
+fn tried(calls: &[Call]) -> Vec<Tried> {
+    let mut counts: BTreeMap<&str, u64> = BTreeMap::new();
+    let mut all = Vec::new();
+    for call in calls {
+        let count = counts.entry(&call.name).or_default();
+        *count += 1;
+        all.push(Tried { name: call.name.clone(), nth: *count });
+    }
+    all.retain(|call| every() || call.nth == 1);
+    all
+}
+
+/// Before and after each call where all are tried, otherwise in turn.
+fn kills(index: usize) -> Vec<Fault> {
+    let both = [Fault::KillBefore, Fault::KillAfter];
+    if every() { both.to_vec() } else { vec![both[index % 2]] }
+}
+
+fn every() -> bool {
+    std::env::var_os("PLUGIN_EVERY_FAULT").is_some()
+}
+
+fn moments() -> u32 {
+    if every() { 60 } else { 8 }
+}
+
+fn soon(what: &str, there: impl Fn() -> bool) {
+    for _ in 0..LOOKS {
+        if there() {
+            return;
+        }
+        thread::sleep(LOOK);
+    }
+    let left: Vec<String> = [named("criu"), named(GUARD)].concat().into_iter().map(doing).collect();
+    panic!("{what}: not after {:?}; left: {left:?}", LOOK * LOOKS);
+}
+
+/// Ends what CRIU's death can leave in its own program: children that try what the kernel can do, and a task that it has forked
+/// but not told the plugin of. They wait for ever.
+fn sweep() {
+    for pid in named("criu") {
+        let _ = kill(Pid::from_raw(pid.cast_signed()), Signal::SIGKILL);
+    }
+    soon("killed", || named("criu").is_empty());
+}
+
+/// What a process is at, for whoever looks for the reason.
+fn doing(pid: u32) -> String {
+    let read = |name| fs::read_to_string(format!("/proc/{pid}/{name}")).unwrap_or_default();
+    format!("{}: {}: {}", read("stat"), read("syscall"), read("stack"))
+}
+
+/// Processes by their name.
+fn named(name: &str) -> Vec<u32> {
+    let pids =
+        fs::read_dir("/proc").unwrap().flatten().filter_map(|entry| entry.file_name().to_str()?.parse().ok());
+    let is =
+        |pid: &u32| fs::read_to_string(format!("/proc/{pid}/comm")).is_ok_and(|comm| comm.trim() == name);
+    pids.filter(is).collect()
+}
+
+/// What the plugin says went wrong.
+fn errors(log: &str) -> Vec<&str> {
+    log.lines().filter(|line| line.contains("Error (amdgpu_plugin)")).collect()
+}
+
+/// A server that is dumped or restored again and again.
+struct Stage {
+    faults: Faults,
+    judge: Judge,
+    criu: Criu,
+    app: App,
+    pid: u32,
+    alive: BTreeMap<String, u64>,
+    _folder: tempfile::TempDir,
+}
+
+impl Stage {
+    /// None where GPUs are real: these do not fail when asked to.
+    fn set() -> Option<Self> {
+        let (faults, judge) = (Faults::find()?, Judge::find()?);
+        let alive = judge.alive();
+        let folder = tempfile::tempdir().unwrap();
+        let criu = Criu::with(Plugin::Ours, Version::V4_2, &folder.path().join("images")).unwrap();
+        let app = App::start(&shape(), folder.path()).unwrap();
+        app.answers(&[1], 1).unwrap();
+        let pid = app.pid().unwrap();
+        Some(Self { faults, judge, criu, app, pid, alive, _folder: folder })
+    }
+
+    fn dump(&self) -> Command {
+        self.criu.command(&["dump", "--leave-running", "--tree", &self.pid.to_string()])
+    }
+
+    fn restore(&self) -> Command {
+        self.criu.command(&["restore", "--restore-detached"])
+    }
+
+    /// The calls of CRIU while `act` runs.
+    fn calls(&self, mut act: Command) -> Vec<Call> {
+        self.faults.count(CRIU);
+        assert!(act.status().unwrap().success(), "without a fault");
+        self.faults.off();
+        self.faults.calls()
+    }
+
+    /// Runs `act` with a fault at a call; None if the call did not come.
+    fn with(&self, call: &Tried, fault: Fault, mut act: Command) -> Option<ExitStatus> {
+        self.faults.fail(call.nth, fault, Calls { call: Some(&call.name), ..CRIU });
+        let status = act.status().unwrap();
+        let hit = self.faults.hit();
+        self.faults.off();
+        hit.then_some(status)
+    }
+
+    /// Nothing stands still, and no process of CRIU is left.
+    fn goes_on(&self, after: &str) {
+        soon(after, || named("criu").is_empty() && named(GUARD).is_empty());
+        assert_eq!(self.judge.standing_still(), [], "{after}");
+        self.app.answers(&[3], 1).unwrap_or_else(|error| panic!("{after}: {error:#}"));
+    }
+
+    /// The image is as good as before.
+    fn comes_back(&self) {
+        let restored = self.restore().status().unwrap();
+        assert!(restored.success(), "{}", tail(&self.criu.log("restore")));
+        self.goes_on("restored");
+    }
+
+    /// Whether its process has, and is not more than a number.
+    fn has_ended(&self) -> bool {
+        !Path::new("/proc").join(self.pid.to_string()).join("exe").exists()
+    }
+
+    /// Whatever was to be restored is gone, from the GPUs, too.
+    fn is_gone(&self, after: &str) {
+        let task = Path::new("/proc").join(self.pid.to_string());
+        soon(after, || !task.exists() && named("criu").is_empty() && self.judge.alive() == self.alive);
+    }
+
+    /// Ends the process, wherever it has come from.
+    fn end(&mut self) {
+        kill(Pid::from_raw(self.pid.cast_signed()), Signal::SIGKILL).unwrap();
+        self.app.was_dumped();
+        wait_for_the_end_of(self.pid).unwrap();
+    }
+
+    /// Dumps it for good.
+    fn leave(&mut self) {
+        self.criu.dump(self.pid).unwrap();
+        self.app.was_dumped();
+        wait_for_the_end_of(self.pid).unwrap();
+    }
+
+    /// The one line of the plugin that says why, with the name of the call, or what came of it.
+    fn says_why(&self, act: &str, call: &Tried, errno: i32) {
+        let log = self.criu.log(act);
+        let errors = errors(&log);
+        let name = call.name.split_once('/').unwrap().1.replace('/', " ");
+        let told = |line: &str| line.contains(&name) || line.contains(&format!("(os error {errno})"));
+        assert!(errors.len() == 1 && told(errors[0]), "{call:?}: {errors:#?}\n{}", tail(&log));
+    }
+}
+
+fn tail(log: &str) -> String {
+    let lines: Vec<&str> = log.lines().collect();
+    lines[lines.len().saturating_sub(15)..].join("\n")
+}
+
+#[test]
+fn a_dump_that_fails_says_why_and_leaves_all_running() {
+    isolated("a_dump_that_fails_says_why_and_leaves_all_running", 1, |_| {
+        let Some(mut stage) = Stage::set() else { return };
+        let calls = stage.calls(stage.dump());
+        let mut failed = 0;
+        for (index, call) in tried(&calls).iter().enumerate() {
+            let errno = ERRNOS[index % ERRNOS.len()];
+            let Some(status) = stage.with(call, Fault::Errno(errno), stage.dump()) else { continue };
+            if !status.success() {
+                failed += 1;
+                stage.says_why("dump", call, errno);
+            }
+            stage.goes_on(&format!("{errno} of {call:?}"));
+        }
+        assert!(failed > 1, "of {}", calls.len());
+        stage.end();
+    });
+}
+
+#[test]
+fn criu_killed_in_a_dump_leaves_all_running() {
+    isolated("criu_killed_in_a_dump_leaves_all_running", 1, |_| {
+        let Some(mut stage) = Stage::set() else { return };
+        let calls = stage.calls(stage.dump());
+        for (index, call) in tried(&calls).iter().enumerate() {
+            for fault in kills(index) {
+                let Some(status) = stage.with(call, fault, stage.dump()) else { continue };
+                assert_eq!(status.signal(), Some(libc::SIGKILL), "{call:?}");
+                stage.goes_on(&format!("{fault:?} {call:?}"));
+                let log = stage.criu.log("dump");
+                assert!(log.contains("the queues of a process go on"), "{fault:?} {call:?}: {}", tail(&log));
+                // The guard cannot know whether CRIU died just before it had paused, or just after it had undone it; the kernel
+                // does, and says EINVAL.
+                let edge = [(PAUSE, Fault::KillBefore), (GO_ON, Fault::KillAfter)];
+                if edge.contains(&(call.name.as_str(), fault)) {
+                    assert_eq!(stage.judge.take("unpause-out-of-turn").len(), 1);
+                }
+            }
+        }
+        stage.end();
+    });
+}
+
+#[test]
+fn criu_killed_at_any_moment_of_a_dump_leaves_nothing_paused() {
+    isolated("criu_killed_at_any_moment_of_a_dump_leaves_nothing_paused", 1, |_| {
+        let Some(mut stage) = Stage::set() else { return };
+        let start = Instant::now();
+        assert!(stage.dump().status().unwrap().success());
+        let (whole, moments) = (start.elapsed(), moments());
+        let mut survived = 0;
+        for moment in 0..moments {
+            let mut criu = stage.dump().spawn().unwrap();
+            thread::sleep(whole * moment / moments);
+            let _ = criu.kill();
+            criu.wait().unwrap();
+            let after = format!("killed after {:?} of {whole:?}", whole * moment / moments);
+            soon(&after, || named(GUARD).is_empty());
+            sweep();
+            assert_eq!(stage.judge.standing_still(), [], "{after}");
+            if let Err(error) = stage.app.answers(&[3], 1) {
+                // CRIU's own code in the task does not survive CRIU at every moment: it has ended, or is about to.
+                soon(&format!("{after}: {error:#}"), || stage.has_ended());
+                stage.app.was_dumped();
+                stage = Stage::set().unwrap();
+            } else {
+                survived += 1;
+            }
+        }
+        assert!(survived * 2 > moments, "{survived} of {moments}");
+        stage.end();
+    });
+}
+
+#[test]
+fn a_restore_that_fails_says_why_and_leaves_nothing() {
+    isolated("a_restore_that_fails_says_why_and_leaves_nothing", 1, |_| {
+        let Some(mut stage) = Stage::set() else { return };
+        stage.leave();
+        if !queues_come_back() {
+            return;
+        }
+        let calls = stage.calls(stage.restore());
+        stage.goes_on("without a fault");
+        stage.end();
+        let mut failed = 0;
+        for (index, call) in tried(&calls).iter().enumerate() {
+            let errno = ERRNOS[index % ERRNOS.len()];
+            let after = format!("{errno} of {call:?}");
+            let Some(status) = stage.with(call, Fault::Errno(errno), stage.restore()) else {
+                stage.end();
+                continue;
+            };
+            // Only its own kind is counted.
+            let again = call.name == RESUME && stage.faults.seen() != 1;
+            assert!(!again, "{after}: never a second time");
+            if status.success() {
+                stage.goes_on(&after);
+                stage.end();
+            } else {
+                failed += 1;
+                stage.says_why("restore", call, errno);
+            }
+            stage.is_gone(&after);
+        }
+        assert!(failed > 1, "of {}", calls.len());
+        stage.comes_back();
+        stage.end();
+    });
+}
+
+#[test]
+fn criu_killed_in_a_restore_leaves_nothing() {
+    isolated("criu_killed_in_a_restore_leaves_nothing", 1, |_| {
+        let Some(mut stage) = Stage::set() else { return };
+        stage.leave();
+        if !queues_come_back() {
+            return;
+        }
+        let calls = stage.calls(stage.restore());
+        stage.end();
+        for (index, call) in tried(&calls).iter().enumerate() {
+            for fault in kills(index) {
+                let after = format!("{fault:?} {call:?}");
+                let Some(status) = stage.with(call, fault, stage.restore()) else {
+                    stage.end();
+                    continue;
+                };
+                // A task that is killed ends the restore; CRIU itself cannot end it any more.
+                assert!(!status.success(), "{after}");
+                stage.is_gone(&after);
+                if status.signal().is_some() {
+                    let log = stage.criu.log("restore");
+                    assert!(log.contains("the restored tasks are killed"), "{after}: {}", tail(&log));
+                }
+            }
+        }
+        stage.comes_back();
+        stage.end();
+    });
+}
+
+#[test]
+fn criu_killed_at_any_moment_of_a_restore_lets_nothing_run_that_is_not_whole() {
+    isolated("criu_killed_at_any_moment_of_a_restore_lets_nothing_run_that_is_not_whole", 1, |_| {
+        let Some(mut stage) = Stage::set() else { return };
+        stage.leave();
+        if !queues_come_back() {
+            return;
+        }
+        let start = Instant::now();
+        assert!(stage.restore().status().unwrap().success());
+        let (whole, moments) = (start.elapsed(), moments());
+        stage.end();
+        let task = Path::new("/proc").join(stage.pid.to_string());
+        for moment in 0..moments {
+            let mut criu = stage.restore().spawn().unwrap();
+            thread::sleep(whole * moment / moments);
+            // It may have come to its end.
+            let _ = criu.kill();
+            criu.wait().unwrap();
+            let after = format!("killed after {:?} of {whole:?}", whole * moment / moments);
+            soon(&after, || named(GUARD).is_empty());
+            sweep();
+            if task.exists() && !stage.criu.log("restore").contains("the restored tasks are killed") {
+                stage.goes_on(&after);
+                let _ = kill(Pid::from_raw(stage.pid.cast_signed()), Signal::SIGKILL);
+            }
+            stage.is_gone(&after);
+        }
+        stage.comes_back();
+        stage.end();
+    });
+}

@@ -1,0 +1,214 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Buffers and contexts of render nodes themselves come back: by number, place and contents. Kernels that do not tell what a
+//! render node has make a dump fail that would lose it.
+
+mod cast;
+mod stage;
+
+use std::fs;
+use std::path::Path;
+
+use cast::Cast;
+use gpu_app::shape::{Mode, Shape};
+use rewake_criu_images::ImageDir;
+use rewake_criu_images::rewake::SHARED_NAME;
+use softgpu_tests::app::App;
+use softgpu_tests::criu::{Criu, Plugin, Version, queues_come_back, wait_for_the_end_of};
+use softgpu_tests::isolated;
+
+/// Whether the kernel tells what a render node has.
+fn told() -> bool {
+    !release().starts_with("6.12")
+}
+
+fn release() -> String {
+    fs::read_to_string("/proc/sys/kernel/osrelease").unwrap()
+}
+
+/// CRIU 4.1 where it can dump threads: see the tests of shared buffers.
+fn older() -> Version {
+    if told() { Version::V4_2 } else { Version::V4_1 }
+}
+
+/// Something small, beside a process that renders on both GPUs.
+fn shape() -> Shape {
+    let mode = Mode::RenderOnly;
+    Shape { layers: 2, layer_kib: 64, cache_mib: 2, queues: 1, gpus: 2, mode, ..Shape::small() }
+}
+
+fn workload(version: Version) {
+    let folder = tempfile::tempdir().unwrap();
+    let images = folder.path().join("images");
+    let criu = Criu::with(Plugin::Ours, version, &images).unwrap();
+    let mut app = App::start(&shape(), folder.path()).unwrap();
+    app.rendered("kept").unwrap();
+    let pid = app.pid().unwrap();
+    let dumped = criu.dump(pid);
+    if !told() {
+        let error = dumped.unwrap_err().to_string();
+        assert!(error.contains("this kernel does not tell where they are mapped"), "{error}");
+        app.rendered("kept").unwrap();
+        app.answers(&[1, 2, 3], 3).unwrap();
+        return app.quit().unwrap();
+    }
+    dumped.unwrap();
+    app.was_dumped();
+    let restored = criu.restore();
+    if !queues_come_back() {
+        return assert!(restored.is_err());
+    }
+    restored.unwrap();
+    for part in ["node", "kept", "fresh", "kept"] {
+        app.rendered(part).unwrap();
+    }
+    app.answers(&[1, 2, 3], 3).unwrap();
+    app.quit().unwrap();
+    wait_for_the_end_of(pid).unwrap();
+}
+
+#[test]
+fn a_process_that_renders_beside_one_that_computes() {
+    isolated("a_process_that_renders_beside_one_that_computes", 2, |_| workload(Version::V4_2));
+}
+
+#[test]
+fn a_process_that_renders_with_an_older_criu() {
+    isolated("a_process_that_renders_with_an_older_criu", 2, |_| workload(older()));
+}
+
+/// As it restores its own: what computes is there, what was on a render node is not. Of a process that only renders it
+/// restores nothing at all.
+#[test]
+fn the_stock_plugin_restores_what_we_dumped_as_its_own() {
+    isolated("the_stock_plugin_restores_what_we_dumped_as_its_own", 1, |scene| {
+        if !told() || !queues_come_back() {
+            return;
+        }
+        cast::play(scene, "beside", |cast| {
+            let before = cast.ask("look");
+            assert!(before.contains("file 0: 1 "));
+            cast.dump(Version::V4_2);
+            cast.restore_by(Plugin::Stock, Version::V4_2);
+            let view =
+                |look: &str| look[look.find("; view").unwrap()..look.find("; contexts").unwrap()].to_owned();
+            let after = cast.ask("look");
+            assert_eq!(view(&after), view(&before));
+            assert!(!after.contains("file 0: 1 "));
+            cast.kill();
+        });
+    });
+}
+
+/// A cast is dumped, restored, looked at, and restored a second time. Where the kernel does not tell, the dump is refused.
+fn there_and_back(cast: &mut Cast, version: Version) {
+    let before = cast.ask("look");
+    if !told() {
+        let error = cast.refused(version);
+        assert!(error.contains("this kernel does not tell where they are mapped"), "{error}");
+        return assert_eq!(cast.ask("look"), before);
+    }
+    cast.dump(version);
+    for _ in 0..2 {
+        cast.restore(version);
+        assert_eq!(cast.ask("look"), before);
+        assert_eq!(cast.ask("use"), "done");
+        cast.kill();
+    }
+}
+
+#[test]
+fn numbers_places_and_contents_are_the_same() {
+    isolated("numbers_places_and_contents_are_the_same", 1, |scene| {
+        cast::play(scene, "numbers", |cast| there_and_back(cast, older()));
+    });
+}
+
+#[test]
+fn two_files_with_a_buffer_in_common() {
+    isolated("two_files_with_a_buffer_in_common", 1, |scene| {
+        cast::play(scene, "common", |cast| there_and_back(cast, Version::V4_2));
+    });
+}
+
+#[test]
+fn rendering_beside_computing_in_one_process() {
+    isolated("rendering_beside_computing_in_one_process", 1, |scene| {
+        if queues_come_back() {
+            cast::play(scene, "mixed", |cast| there_and_back(cast, Version::V4_2));
+        }
+    });
+}
+
+#[test]
+fn a_render_node_that_is_open_and_not_used() {
+    isolated("a_render_node_that_is_open_and_not_used", 1, |scene| {
+        cast::play(scene, "idle", |cast| {
+            let before = cast.ask("look");
+            cast.dump(Version::V4_2);
+            cast.restore(Version::V4_2);
+            assert_eq!(cast.ask("look"), before);
+            cast.kill();
+        });
+    });
+}
+
+#[test]
+fn what_cannot_come_back_is_refused_and_stays() {
+    isolated("what_cannot_come_back_is_refused_and_stays", 1, |scene| {
+        let all = [
+            ("userptr", "is host memory of the process (GEM_USERPTR)"),
+            ("always-valid", "bound to its address space (VM_ALWAYS_VALID)"),
+            ("foreign", "came as a dma-buf from another driver"),
+        ];
+        // One process has one role: the other ones are of the same test.
+        for (role, reason) in all {
+            cast::play(scene, role, |cast| {
+                let error = cast.refused(Version::V4_2);
+                let reason = if told() { reason } else { "this kernel does not tell where they are mapped" };
+                assert!(error.contains(reason), "{role}: {error}");
+                cast.ask("look");
+            });
+        }
+    });
+}
+
+/// As CRIU's development branch writes images: nothing of ours beside, alignments in pages, headers without a meaning.
+#[test]
+fn images_of_later_versions_of_criu_s_plugin() {
+    isolated("images_of_later_versions_of_criu_s_plugin", 1, |scene| {
+        cast::play(scene, "numbers", |cast| {
+            if !told() {
+                return;
+            }
+            let before = cast.ask("look");
+            cast.dump(Version::V4_2);
+            as_of_criu(&cast.images());
+            cast.restore(Version::V4_2);
+            let without_contexts = |look: &str| look.split(" contexts").next().map(str::to_owned);
+            assert_eq!(without_contexts(&cast.ask("look")), without_contexts(&before));
+            cast.kill();
+        });
+    });
+}
+
+fn as_of_criu(folder: &Path) {
+    fs::remove_file(folder.join(SHARED_NAME)).unwrap();
+    for entry in fs::read_dir(folder).unwrap() {
+        let path = entry.unwrap().path();
+        let name = path.file_name().unwrap().to_str().unwrap().to_owned();
+        if name.starts_with("amdgpu-drm-pages-") {
+            let mut bytes = fs::read(&path).unwrap();
+            bytes[..8].fill(0xa5);
+            fs::write(&path, bytes).unwrap();
+        } else if let Some(id) = name.strip_prefix("amdgpu-renderD-") {
+            let id = id.strip_suffix(".img").unwrap().parse().unwrap();
+            let mut image = ImageDir::open(folder).unwrap().render_node(id).unwrap().unwrap();
+            image
+                .contents
+                .iter_mut()
+                .flat_map(|all| &mut all.buffers)
+                .for_each(|buffer| buffer.alignment /= 4096);
+            fs::write(&path, image.to_bytes()).unwrap();
+        }
+    }
+}

@@ -1,0 +1,321 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Processes that run before their GPUs' memory is there: the gate is shut until it is, and nobody waits for ever.
+
+use std::fs::OpenOptions;
+use std::os::unix::fs::FileExt as _;
+use std::path::Path;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use gpu_app::shape::{Mode, Shape};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use softgpu_tests::criu::{Version, wait_for_the_end_of};
+use softgpu_tests::dumped::{Dumped, SLOW, dies, is_paused, pages, unreached};
+use softgpu_tests::server::small;
+use softgpu_tests::{Machine, Streamer, isolated};
+
+/// Exit code of a streamer that was asked to stop and had taken nothing over.
+const STOPPED: i32 = 143;
+
+/// Since the start of `criu restore`.
+#[derive(Debug, Clone, Copy)]
+struct Times {
+    runs: Duration,
+    gpus_run: Duration,
+    /// The answer that was begun before the dump, and another.
+    answers: Duration,
+}
+
+/// Restores it, asks it something, and ends it.
+fn time(dumped: &Dumped, streamer: Option<&mut Streamer>) -> Times {
+    let start = Instant::now();
+    dumped.criu.restore().unwrap();
+    let runs = start.elapsed();
+    if let Some(streamer) = streamer {
+        assert!(streamer.end().unwrap().success(), "{}", streamer.said());
+    }
+    let gpus_run = start.elapsed();
+    dumped.server.answers().unwrap();
+    let answers = start.elapsed();
+    dumped.ends();
+    Times { runs, gpus_run, answers }
+}
+
+fn there_and_back(shape: &Shape) {
+    let Some(dumped) = Dumped::of(shape, Version::V4_2) else { return };
+    let said = dumped.comes_back();
+    assert!(said.contains("GPUs go on"), "{said}");
+    dumped.server.ends_well();
+}
+
+#[test]
+fn a_process_runs_before_its_memory_is_there_and_its_gpus_when_it_is() {
+    isolated("a_process_runs_before_its_memory_is_there_and_its_gpus_when_it_is", 1, |_| {
+        let Some(machine) = Machine::find() else { return };
+        machine.becomes(&SLOW);
+        let Some(dumped) = Dumped::of(&unreached(), Version::V4_2) else { return };
+        let mut streamer = dumped.streamer();
+        dumped.criu.restore().unwrap();
+        let alive = Instant::now();
+        assert!(is_paused(dumped.server.pid), "{}", streamer.said());
+        let said = dumped.criu.log("restore");
+        assert!(said.contains("buffers come later"), "{said}");
+        assert!(streamer.end().unwrap().success(), "{}", streamer.said());
+        assert!(alive.elapsed() > Duration::from_millis(500), "after {:?}", alive.elapsed());
+        assert!(!is_paused(dumped.server.pid), "{}", streamer.said());
+        dumped.server.ends_well();
+    });
+}
+
+#[test]
+fn how_long_a_restore_takes_does_not_grow_with_memory_that_only_gpus_reach() {
+    isolated("how_long_a_restore_takes_does_not_grow_with_memory_that_only_gpus_reach", 1, |_| {
+        let sizes = [2 << 10, 32 << 10];
+        let dumped = sizes.map(|layer_kib| Dumped::of(&Shape { layer_kib, ..unreached() }, Version::V4_2));
+        let [Some(small), Some(large)] = dumped else { return };
+        let mut least = [Duration::MAX; 2];
+        // Two rounds where nothing else runs; more where the machine has other things to do now and then.
+        for round in 0..6 {
+            for (size, dumped) in [&small, &large].into_iter().enumerate() {
+                let eager = time(dumped, None);
+                let mut streamer = dumped.streamer();
+                let behind = time(dumped, Some(&mut streamer));
+                for (how, Times { runs, gpus_run, answers }) in [("at once", eager), ("behind", behind)] {
+                    eprintln!(
+                        "{} KiB {how}: runs after {runs:?}, GPUs after {gpus_run:?}, answered {answers:?}",
+                        3 * sizes[size]
+                    );
+                }
+                least[size] = least[size].min(behind.runs);
+            }
+            // All at once it takes more than twice as long.
+            if round > 0 && least[1] < least[0] * 3 / 2 {
+                return;
+            }
+        }
+        panic!("{:?} with 6 MiB, {:?} with 96", least[0], least[1]);
+    });
+}
+
+#[test]
+fn by_one_command() {
+    isolated("by_one_command", 1, |_| {
+        let Some(machine) = Machine::find() else { return };
+        machine.becomes(&SLOW);
+        let Some(dumped) = Dumped::of(&unreached(), Version::V4_2) else { return };
+        let mut command = dumped.criu.of_rewake("restore").unwrap();
+        let done = command.arg("--json").args(["--", "-d", "-v4"]).output().unwrap();
+        let (said, timeline) =
+            (String::from_utf8(done.stderr).unwrap(), String::from_utf8(done.stdout).unwrap());
+        assert!(done.status.success(), "{said}");
+        assert!(
+            said.contains("process is alive") && said.contains("GPUs run; all memory resident"),
+            "{said}"
+        );
+        let at = |name: &str| -> f64 {
+            let line = timeline.lines().find_map(|line| line.trim().strip_prefix(&format!("\"{name}\": ")));
+            line.unwrap().trim_end_matches(',').parse().unwrap()
+        };
+        assert!(at("all_resident_ms") > at("alive_ms") + 500.0, "{timeline}");
+        dumped.server.ends_well();
+    });
+}
+
+#[test]
+fn a_second_time_from_one_image() {
+    isolated("a_second_time_from_one_image", 1, |_| {
+        let Some(dumped) = Dumped::of(&unreached(), Version::V4_2) else { return };
+        dumped.comes_back();
+        dumped.server.answers().unwrap();
+        dumped.ends();
+        dumped.comes_back();
+        dumped.server.ends_well();
+    });
+}
+
+#[test]
+fn two_processes_on_two_gpus() {
+    isolated("two_processes_on_two_gpus", 2, |_| {
+        there_and_back(&Shape { gpus: 2, processes: 2, layers: 5, layer_kib: 64, ..unreached() });
+    });
+}
+
+#[test]
+fn in_the_middle_of_dispatches() {
+    isolated("in_the_middle_of_dispatches", 1, |_| {
+        there_and_back(&Shape { mode: Mode::MidDispatch, ..small() });
+    });
+}
+
+#[test]
+fn a_queue_full_of_work() {
+    isolated("a_queue_full_of_work", 1, |_| there_and_back(&Shape { mode: Mode::Graph, ..small() }));
+}
+
+#[test]
+fn a_buffer_that_processes_share() {
+    isolated("a_buffer_that_processes_share", 1, |_| {
+        there_and_back(&Shape { mode: Mode::SharedBo, processes: 2, ..small() });
+    });
+}
+
+#[test]
+fn weights_in_registered_memory() {
+    isolated("weights_in_registered_memory", 1, |_| {
+        there_and_back(&Shape { mode: Mode::Userptr, ..small() });
+    });
+}
+
+#[test]
+fn a_streamer_that_dies_takes_what_stands_still_with_it() {
+    isolated("a_streamer_that_dies_takes_what_stands_still_with_it", 1, |_| {
+        let Some(machine) = Machine::find() else { return };
+        machine.becomes(&SLOW);
+        let Some(dumped) = Dumped::of(&unreached(), Version::V4_2) else { return };
+        let mut streamer = dumped.comes_back_paused();
+        streamer.workers().into_iter().for_each(dies);
+        assert!(!streamer.end().unwrap().success());
+        wait_for_the_end_of(dumped.server.pid).unwrap();
+        assert!(
+            streamer.said().contains("the worker died while it loaded memory of GPUs"),
+            "{}",
+            streamer.said()
+        );
+        dumped.comes_back();
+        dumped.server.ends_well();
+    });
+}
+
+#[test]
+fn without_its_supervisor_it_goes_on_and_its_death_is_noticed_all_the_same() {
+    isolated("without_its_supervisor_it_goes_on_and_its_death_is_noticed_all_the_same", 1, |_| {
+        let Some(machine) = Machine::find() else { return };
+        machine.becomes(&SLOW);
+        let Some(dumped) = Dumped::of(&unreached(), Version::V4_2) else { return };
+        for both in [false, true] {
+            let mut streamer = dumped.comes_back_paused();
+            let workers = streamer.workers();
+            dies(streamer.pid());
+            streamer.end().unwrap();
+            if both {
+                workers.into_iter().for_each(dies);
+            } else {
+                dumped.server.answers().unwrap();
+                assert!(!is_paused(dumped.server.pid), "{}", streamer.said());
+                dies(dumped.server.pid);
+            }
+            wait_for_the_end_of(dumped.server.pid).unwrap();
+        }
+        dumped.comes_back();
+        dumped.server.ends_well();
+    });
+}
+
+#[test]
+fn killed_at_any_moment_nobody_stands_still() {
+    isolated("killed_at_any_moment_nobody_stands_still", 1, |_| {
+        let Some(machine) = Machine::find() else { return };
+        machine.becomes(&[("copy_mbps", "24"), ("sdma_rings", "1")]);
+        let Some(dumped) = Dumped::of(&unreached(), Version::V4_2) else { return };
+        let start = Instant::now();
+        dumped.comes_back();
+        let whole = start.elapsed();
+        dumped.ends();
+        let moments: u32 = std::env::var("REWAKE_KILLS").map_or(8, |kills| kills.parse().unwrap());
+        let (mut killed, mut went_on) = (0, 0);
+        for moment in 0..moments {
+            let mut streamer = dumped.streamer();
+            let workers = streamer.workers();
+            let mut criu = dumped.criu.command(&["restore", "--restore-detached"]).spawn().unwrap();
+            thread::sleep(whole * moment / moments);
+            for worker in workers {
+                // It may have ended.
+                let _ = kill(Pid::from_raw(worker.cast_signed()), Signal::SIGKILL);
+            }
+            let restored = criu.wait().unwrap().success();
+            let streamed = streamer.end().unwrap().success();
+            let after = format!("killed at {moment} of {moments}, restored {restored}: {}", streamer.said());
+            if streamed && restored {
+                // Before anything was handed over, or when all was done.
+                dumped.server.answers().unwrap_or_else(|error| panic!("{after}: {error:#}"));
+                went_on += 1;
+                dies(dumped.server.pid);
+            } else {
+                killed += 1;
+            }
+            wait_for_the_end_of(dumped.server.pid).unwrap_or_else(|error| panic!("{after}: {error:#}"));
+        }
+        assert!(killed > 0 && went_on > 0, "{killed} killed, {went_on} went on");
+        dumped.comes_back();
+        dumped.server.ends_well();
+    });
+}
+
+#[test]
+fn an_image_that_gets_shorter_meanwhile_is_never_zeros() {
+    isolated("an_image_that_gets_shorter_meanwhile_is_never_zeros", 1, |_| {
+        let Some(machine) = Machine::find() else { return };
+        machine.becomes(&SLOW);
+        let Some(dumped) = Dumped::of(&unreached(), Version::V4_2) else { return };
+        let mut streamer = dumped.comes_back_paused();
+        for file in pages(dumped.criu.images()) {
+            OpenOptions::new().write(true).open(file).unwrap().set_len(1 << 20).unwrap();
+        }
+        assert!(!streamer.end().unwrap().success());
+        wait_for_the_end_of(dumped.server.pid).unwrap();
+        assert!(streamer.said().contains("read amdgpu-pages-"), "{}", streamer.said());
+    });
+}
+
+#[test]
+fn an_image_that_is_written_meanwhile_is_not_gone_on_with() {
+    isolated("an_image_that_is_written_meanwhile_is_not_gone_on_with", 1, |_| {
+        let Some(machine) = Machine::find() else { return };
+        machine.becomes(&SLOW);
+        let Some(dumped) = Dumped::of(&unreached(), Version::V4_2) else { return };
+        let mut streamer = dumped.comes_back_paused();
+        for file in pages(dumped.criu.images()) {
+            OpenOptions::new().write(true).open(file).unwrap().write_all_at(&[1], 1 << 20).unwrap();
+        }
+        assert!(!streamer.end().unwrap().success());
+        wait_for_the_end_of(dumped.server.pid).unwrap();
+        assert!(streamer.said().contains("it was written while it was loaded"), "{}", streamer.said());
+    });
+}
+
+fn damage(images: &Path) {
+    for file in pages(images) {
+        let file = OpenOptions::new().write(true).open(file).unwrap();
+        file.write_all_at(&1_u64.to_le_bytes(), 0).unwrap();
+    }
+}
+
+#[test]
+fn an_image_that_cannot_be_streamed_is_refused_before_anything_runs() {
+    isolated("an_image_that_cannot_be_streamed_is_refused_before_anything_runs", 1, |_| {
+        let Some(dumped) = Dumped::of(&unreached(), Version::V4_2) else { return };
+        let mut streamer = dumped.streamer();
+        damage(dumped.criu.images());
+        let error = dumped.criu.restore().unwrap_err().to_string();
+        assert!(error.contains("contents of 1 bytes by its header"), "{error}");
+        wait_for_the_end_of(dumped.server.pid).unwrap();
+        kill(Pid::from_raw(streamer.pid().cast_signed()), Signal::SIGTERM).unwrap();
+        // It refused, or was asked to stop and had taken nothing over.
+        assert!(matches!(streamer.end().unwrap().code(), Some(1 | STOPPED)), "{}", streamer.said());
+    });
+}
+
+#[test]
+fn a_streamer_to_which_nobody_comes_ends_when_asked() {
+    isolated("a_streamer_to_which_nobody_comes_ends_when_asked", 1, |_| {
+        let folder = tempfile::tempdir().unwrap();
+        let mut streamer = Streamer::start(folder.path()).unwrap();
+        assert!(!streamer.has_ended().unwrap());
+        let second = Streamer::start(folder.path()).unwrap_err();
+        assert!(format!("{second:#}").contains("somebody listens there"), "{second:#}");
+        kill(Pid::from_raw(streamer.pid().cast_signed()), Signal::SIGTERM).unwrap();
+        assert_eq!(streamer.end().unwrap().code(), Some(STOPPED));
+        assert!(!folder.path().join("rewake-gpu.socket").exists());
+    });
+}

@@ -1,0 +1,214 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! What people see of memory that is loaded behind a process: while it is, and afterwards.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use gpu_app::shape::{Mode, Shape};
+use rewake_criu_images::ImageDir;
+use serde_json::Value;
+use softgpu_tests::criu::{Criu, Plugin, Version, queues_come_back, wait_for_the_end_of};
+use softgpu_tests::server::small;
+use softgpu_tests::streamer::children;
+use softgpu_tests::{Judge, Machine, Server, Streamer, isolated};
+
+/// Twelve MiB that no CPU reaches take two seconds, while everything else goes on at once.
+const SLOW: [(&str, &str); 2] = [("copy_mbps", "6"), ("sdma_rings", "1")];
+const UNREACHED: u64 = 12 << 20;
+
+/// A server that was dumped.
+struct Dumped {
+    server: Server,
+    criu: Criu,
+    _folder: tempfile::TempDir,
+}
+
+/// None where queues do not come back: other tests see that.
+fn dumped(shape: &Shape) -> Option<Dumped> {
+    if !queues_come_back() {
+        return None;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let mut server = Server::start(shape, folder.path());
+    let criu = Criu::with(Plugin::Ours, Version::V4_2, &folder.path().join("images")).unwrap();
+    criu.dump(server.pid).unwrap();
+    server.was_dumped();
+    Some(Dumped { server, criu, _folder: folder })
+}
+
+fn unreached() -> Shape {
+    Shape { mode: Mode::NoAccess, layer_kib: 4096, ..small() }
+}
+
+impl Dumped {
+    /// What `rewake status` says, to stdout and stderr, and whether it did well.
+    fn status(&self, options: &[&str]) -> (String, bool) {
+        let rewake = self.criu.of_rewake("status").unwrap().get_program().to_owned();
+        let mut command = Command::new(rewake);
+        command.args(["status", "-W"]).arg(self.criu.images());
+        let done = command.args(options).output().unwrap();
+        let text = [done.stdout, done.stderr].concat();
+        (String::from_utf8(text).unwrap(), done.status.success())
+    }
+
+    fn timeline(&self) -> Value {
+        let text = fs::read_to_string(self.criu.images().join("rewake-timeline.json")).unwrap();
+        serde_json::from_str(&text).unwrap()
+    }
+}
+
+fn is_paused(pid: u32) -> bool {
+    let gates = Judge::find().map_or_else(Vec::new, |judge| judge.gates());
+    gates.iter().any(|gate| gate.pid == pid && gate.paused)
+}
+
+/// Bytes of all buffers of the image.
+fn of_buffers(images: &Path) -> u64 {
+    let images = ImageDir::open(images).unwrap();
+    let kfd = (0..1000).filter_map(|id| images.kfd(id).unwrap());
+    kfd.flat_map(|image| image.buffers).map(|buffer| buffer.size).sum()
+}
+
+/// Of the memory of all processes and GPUs.
+fn sum(of: &Value, name: &str) -> u64 {
+    of["memory"].as_array().unwrap().iter().map(|memory| memory[name].as_u64().unwrap()).sum()
+}
+
+#[test]
+fn who_asks_while_it_loads_is_told_and_what_there_was_to_see_is_left() {
+    isolated("who_asks_while_it_loads_is_told_and_what_there_was_to_see_is_left", 1, |_| {
+        let Some(machine) = Machine::find() else { return };
+        machine.becomes(&SLOW);
+        let Some(dumped) = dumped(&unreached()) else { return };
+        let mut streamer = Streamer::start(dumped.criu.images()).unwrap();
+        let (said, _) = dumped.status(&[]);
+        assert_eq!(said, "waiting for criu\n");
+        dumped.criu.restore().unwrap();
+        let (said, done) = dumped.status(&["--json"]);
+        assert!(is_paused(dumped.server.pid), "it was too fast to be asked: {}", streamer.said());
+        assert!(done, "{said}");
+        let now: Value = serde_json::from_str(&said).unwrap();
+        let process = &now["processes"][0];
+        assert_eq!(
+            (now["state"].as_str(), process["pid"].as_u64()),
+            (Some("running"), Some(dumped.server.pid.into()))
+        );
+        assert!(process["runs_us"].as_u64() > Some(0) && process["gate_open_us"] == 0, "{said}");
+        let (bytes, resident) = (sum(process, "bytes"), sum(process, "resident"));
+        assert!(
+            bytes >= UNREACHED && bytes <= of_buffers(dumped.criu.images()) && resident < bytes,
+            "{said}"
+        );
+        let (said, _) = dumped.status(&[]);
+        assert!(said.contains(" renderD128 ") && said.contains("0 of 1 gates open"), "{said}");
+
+        assert!(streamer.end().unwrap().success(), "{}", streamer.said());
+        let (said, done) = dumped.status(&[]);
+        assert!(!done && said.contains("no memory of GPUs is loaded"), "{said}");
+        is_whole(&dumped.timeline(), bytes);
+        let page = fs::read_to_string(dumped.criu.images().join("rewake-timeline.html")).unwrap();
+        assert!(page.contains("<polyline class=\"memory") && page.ends_with("</html>\n"), "{page}");
+        dumped.server.ends_well();
+    });
+}
+
+/// All of it was there before its process's gate was opened, and came little by little.
+fn is_whole(timeline: &Value, bytes: u64) {
+    assert_eq!(timeline["state"], "complete", "{timeline}");
+    assert_eq!((sum(timeline, "bytes"), sum(timeline, "resident")), (bytes, bytes), "{timeline}");
+    let opened = timeline["processes"][0]["gate_open_us"].as_u64().unwrap();
+    for memory in timeline["memory"].as_array().unwrap() {
+        let resident = memory["resident_us"].as_u64().unwrap();
+        assert!(resident > 500_000 && opened >= resident, "{timeline}");
+        let samples: Vec<u64> =
+            memory["samples"].as_array().unwrap().iter().map(|sample| sample.as_u64().unwrap()).collect();
+        assert!(samples.is_sorted(), "{samples:?}");
+        assert_eq!(samples.last().copied(), memory["bytes"].as_u64());
+        let mut steps = samples;
+        steps.dedup();
+        assert!(steps.len() > 4, "{steps:?}");
+    }
+}
+
+#[test]
+fn one_command_shows_it_all() {
+    isolated("one_command_shows_it_all", 2, |_| {
+        let Some(machine) = Machine::find() else { return };
+        machine.becomes(&SLOW);
+        let Some(dumped) = dumped(&Shape { gpus: 2, processes: 2, layers: 6, ..unreached() }) else { return };
+        let mut command = dumped.criu.of_rewake("restore").unwrap();
+        let done = command.args(["--", "-d", "-v4"]).output().unwrap();
+        let said = String::from_utf8(done.stderr).unwrap();
+        assert!(done.status.success(), "{said}");
+        let line = |part: &str| {
+            said.lines().position(|line| line.contains(part)).unwrap_or_else(|| panic!("no {part:?}: {said}"))
+        };
+        let course = [
+            "0 of 2 gates open",
+            "memory of GPUs, since",
+            "all memory is there",
+            "its GPUs run, the last of 2",
+            "there after",
+        ];
+        let places = course.map(line);
+        assert!(places.is_sorted(), "{said}");
+        let timeline = dumped.timeline();
+        let pids: Vec<u64> =
+            timeline["processes"].as_array().unwrap().iter().map(|of| of["pid"].as_u64().unwrap()).collect();
+        let mut both = children(dumped.server.pid);
+        both.push(dumped.server.pid);
+        assert!(
+            pids.len() == 2 && both.iter().all(|pid| pids.contains(&u64::from(*pid))),
+            "{pids:?} {both:?}"
+        );
+        for pid in pids {
+            let shown = |line: &str| line.starts_with(&format!("{pid} gpu-app ")) && line.ends_with('█');
+            assert!(said.lines().skip(places[4]).any(shown), "process {pid}: {said}");
+        }
+        dumped.server.ends_well();
+    });
+}
+
+#[test]
+fn buffers_that_become_the_device_are_in_it() {
+    isolated("buffers_that_become_the_device_are_in_it", 1, |_| {
+        let Some(dumped) = dumped(&small()) else { return };
+        let mut streamer = Streamer::start(dumped.criu.images()).unwrap();
+        dumped.criu.restore().unwrap();
+        assert!(streamer.end().unwrap().success(), "{}", streamer.said());
+        let timeline = dumped.timeline();
+        let process = &timeline["processes"][0];
+        let swaps = timeline["longest_swaps"].as_array().unwrap();
+        assert!(!swaps.is_empty() && Some(swaps.len() as u64) == process["swaps"].as_u64(), "{timeline}");
+        let stopped: u64 = swaps.iter().map(|swap| swap["stopped_us"].as_u64().unwrap()).sum();
+        assert!(stopped > 0 && Some(stopped) == process["stopped_us"].as_u64(), "{timeline}");
+        dumped.server.ends_well();
+    });
+}
+
+#[test]
+fn a_load_that_fails_says_why_in_what_it_leaves() {
+    isolated("a_load_that_fails_says_why_in_what_it_leaves", 1, |_| {
+        let Some(machine) = Machine::find() else { return };
+        machine.becomes(&SLOW);
+        let Some(dumped) = dumped(&unreached()) else { return };
+        let mut streamer = Streamer::start(dumped.criu.images()).unwrap();
+        dumped.criu.restore().unwrap();
+        for file in pages(dumped.criu.images()) {
+            fs::OpenOptions::new().write(true).open(file).unwrap().set_len(1 << 20).unwrap();
+        }
+        assert!(!streamer.end().unwrap().success());
+        wait_for_the_end_of(dumped.server.pid).unwrap();
+        let timeline = dumped.timeline();
+        let reason = timeline["reason"].as_str().unwrap_or_default();
+        assert!(timeline["state"] == "failed" && reason.contains("amdgpu-pages-"), "{timeline}");
+        assert!(timeline["processes"][0]["gate_open_us"].is_null(), "{timeline}");
+    });
+}
+
+/// The files with the memory of buffers.
+fn pages(images: &Path) -> Vec<PathBuf> {
+    let files = fs::read_dir(images).unwrap().map(|file| file.unwrap().path());
+    files.filter(|path| path.file_name().unwrap().to_string_lossy().starts_with("amdgpu-pages-")).collect()
+}

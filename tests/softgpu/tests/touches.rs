@@ -1,0 +1,230 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! CPUs that touch device memory before it is there: they wait for that buffer, and see what was in it; what they do to its mappings
+//! meanwhile is as if it had been there.
+
+use std::fs;
+use std::time::{Duration, Instant};
+
+use gpu_app::shape::{Mode, Shape};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use rewake_kfd::topology::{Node, Topology};
+use softgpu_tests::criu::{Criu, Plugin, Version, wait_for_the_end_of};
+use softgpu_tests::dumped::{self, SLOW, dies, is_paused};
+use softgpu_tests::server::small;
+use softgpu_tests::toucher::pattern;
+use softgpu_tests::{Machine, Streamer, Toucher, isolated};
+
+/// Two large buffers take seven seconds.
+const MODERATE: [(&str, &str); 2] = [("copy_mbps", "20"), ("sdma_rings", "1")];
+/// What the kernel writes to a buffer.
+static GIVEN: [u8; 700_001] = [0x5a; 700_001];
+
+/// What the streamer says: it was served, or first with a copy.
+const SWAPPED: &str = "touched buffer";
+const COPIED: &str = "a copy for process";
+
+/// A toucher that was dumped.
+struct Dumped {
+    toucher: Toucher,
+    criu: Criu,
+    folder: tempfile::TempDir,
+    /// Dropped, it is as it was.
+    _machine: Machine,
+}
+
+/// None where GPUs are real: they have their own pace.
+fn dumped(version: Version) -> Option<Dumped> {
+    dumped_on(&SLOW, None, version)
+}
+
+/// With so many large buffers, if that is told.
+fn dumped_on(machine: &[(&str, &str)], large: Option<usize>, version: Version) -> Option<Dumped> {
+    let found = Machine::find()?;
+    found.becomes(machine);
+    let folder = tempfile::tempdir().unwrap();
+    let mut toucher = Toucher::start(env!("CARGO_BIN_EXE_toucher"), folder.path(), large).unwrap();
+    let criu = Criu::with(Plugin::Ours, version, &folder.path().join("images")).unwrap();
+    criu.dump(toucher.pid()).unwrap();
+    toucher.was_dumped().unwrap();
+    fs::write(folder.path().join("in"), GIVEN).unwrap();
+    Some(Dumped { toucher, criu, folder, _machine: found })
+}
+
+impl Dumped {
+    /// Restores it; it runs, and its memory is placeholders.
+    fn comes_back(&self) -> Streamer {
+        let streamer = Streamer::start(self.criu.images()).unwrap();
+        self.criu.restore().unwrap();
+        let said = self.criu.log("restore");
+        assert!(said.contains("2 mappings are placeholders until then"), "{said}");
+        assert!(is_paused(self.toucher.pid()), "{}", streamer.said());
+        streamer
+    }
+
+    /// Restores it, and asks it while its memory is loaded; what the streamer said.
+    fn does_meanwhile(&self, order: &str) -> String {
+        let mut streamer = self.comes_back();
+        self.toucher.asked(order).unwrap_or_else(|error| panic!("{error:#}\n{}", streamer.said()));
+        assert!(streamer.end().unwrap().success(), "{order}: {}", streamer.said());
+        streamer.said()
+    }
+
+    fn ends(&self) {
+        dies(self.toucher.pid());
+        wait_for_the_end_of(self.toucher.pid()).unwrap();
+    }
+
+    /// Each of these orders meanwhile, and all that it has afterwards, in restores of one image.
+    fn obeys(&self, orders: &[&str], how: &str) {
+        for order in orders {
+            let said = self.does_meanwhile(order);
+            assert!(said.contains(how), "{order}: {said}");
+            let timeline = fs::read_to_string(self.criu.images().join("rewake-timeline.json")).unwrap();
+            let timeline: serde_json::Value = serde_json::from_str(&timeline).unwrap();
+            assert!(timeline["processes"][0]["faults"].as_u64().unwrap() > 0, "{order}: {timeline}");
+            for buffer in ["check 0", "check 1"] {
+                self.toucher.asked(buffer).unwrap_or_else(|error| panic!("after {order}: {error:#}\n{said}"));
+            }
+            self.ends();
+        }
+    }
+}
+
+#[test]
+fn by_its_own_code() {
+    isolated("by_its_own_code", 1, |_| {
+        let Some(dumped) = dumped(Version::V4_2) else { return };
+        dumped.obeys(&["check 0"], SWAPPED);
+    });
+}
+
+#[test]
+fn what_is_touched_comes_before_the_rest() {
+    isolated("what_is_touched_comes_before_the_rest", 1, |_| {
+        let Some(dumped) = dumped_on(&MODERATE, Some(2), Version::V4_2) else { return };
+        let mut streamer = dumped.comes_back();
+        let start = Instant::now();
+        dumped.toucher.asked("tail 1").unwrap();
+        let answered = start.elapsed();
+        assert!(streamer.end().unwrap().success(), "{}", streamer.said());
+        // Without having been touched it would have been the last.
+        let all = start.elapsed();
+        assert!(answered < all * 9 / 10, "{answered:?} of {all:?}: {}", streamer.said());
+        dumped.ends();
+    });
+}
+
+#[test]
+fn by_the_kernel_on_behalf_of_its_only_thread() {
+    isolated("by_the_kernel_on_behalf_of_its_only_thread", 1, |_| {
+        let Some(dumped) = dumped(Version::V4_2) else { return };
+        // It reads, from a buffer; it writes, and the device has that afterwards.
+        dumped.obeys(&["write 1", "read 0"], COPIED);
+        assert_eq!(fs::read(dumped.folder.path().join("out")).unwrap(), pattern(1));
+        // A copy that would go beyond what is left of its mapping.
+        dumped.obeys(&["halve-write 0"], COPIED);
+    });
+}
+
+#[test]
+fn in_mappings_that_are_changed_meanwhile() {
+    isolated("in_mappings_that_are_changed_meanwhile", 1, |_| {
+        let Some(dumped) = dumped(Version::V4_2) else { return };
+        dumped.obeys(&["move 1", "halve 0", "protect 1", "fork 0"], SWAPPED);
+    });
+}
+
+#[test]
+fn a_program_that_executes_another_or_ends_meanwhile_is_gone() {
+    isolated("a_program_that_executes_another_or_ends_meanwhile_is_gone", 1, |_| {
+        let Some(dumped) = dumped(Version::V4_2) else { return };
+        dumped.does_meanwhile("execute 0");
+        dumped.ends();
+        let mut streamer = dumped.comes_back();
+        dumped.toucher.ask("end 0").unwrap();
+        wait_for_the_end_of(dumped.toucher.pid()).unwrap();
+        assert!(streamer.end().unwrap().success(), "{}", streamer.said());
+    });
+}
+
+#[test]
+fn a_program_that_bequeaths_what_is_not_there_is_killed_with_its_children() {
+    isolated("a_program_that_bequeaths_what_is_not_there_is_killed_with_its_children", 1, |_| {
+        let Some(dumped) = dumped(Version::V4_2) else { return };
+        let mut streamer = dumped.comes_back();
+        dumped.toucher.ask("bequeath 1").unwrap();
+        assert!(!streamer.end().unwrap().success(), "{}", streamer.said());
+        assert!(streamer.said().contains("has forked with device memory"), "{}", streamer.said());
+        wait_for_the_end_of(dumped.toucher.pid()).unwrap();
+        // Whatever it saw before it was killed.
+        let seen = fs::read_to_string(dumped.folder.path().join("child")).ok();
+        assert!(seen.as_deref().is_none_or(|seen| seen == "ok"), "{seen:?}");
+        let answer = dumped.toucher.answered();
+        assert!(answer.as_deref().is_none_or(|answer| answer == "ok"), "{answer:?}");
+    });
+}
+
+#[test]
+fn killed_while_it_waits() {
+    isolated("killed_while_it_waits", 1, |_| {
+        let Some(dumped) = dumped(Version::V4_2) else { return };
+        let mut streamer = dumped.comes_back();
+        dumped.toucher.ask("check 1").unwrap();
+        std::thread::sleep(Duration::from_millis(100));
+        dumped.ends();
+        assert!(streamer.end().unwrap().success(), "{}", streamer.said());
+    });
+}
+
+#[test]
+fn killed_at_any_moment_a_streamer_leaves_nothing_wrong_to_read() {
+    isolated("killed_at_any_moment_a_streamer_leaves_nothing_wrong_to_read", 1, |_| {
+        let Some(dumped) = dumped(Version::V4_2) else { return };
+        let moments = 6;
+        for moment in 0..moments {
+            let mut streamer = dumped.comes_back();
+            // Of both: while it is loaded, while it is put in its place.
+            dumped.toucher.ask(if moment % 2 == 0 { "check 1" } else { "write 1" }).unwrap();
+            std::thread::sleep(Duration::from_millis(1500) * moment / moments);
+            // Its worker, or all but the guardian.
+            let supervisor = (moment % 3 == 2).then(|| streamer.pid());
+            for process in supervisor.into_iter().chain(streamer.workers()) {
+                let _ = kill(Pid::from_raw(process.cast_signed()), Signal::SIGKILL);
+            }
+            if streamer.end().unwrap().success() {
+                // It came too late: all was there.
+                dumped.toucher.asked("check 0").unwrap();
+                dumped.ends();
+            } else {
+                wait_for_the_end_of(dumped.toucher.pid()).unwrap();
+            }
+            let answer = dumped.toucher.answered();
+            assert!(answer.as_deref().is_none_or(|answer| answer == "ok"), "{answer:?}: {}", streamer.said());
+        }
+    });
+}
+
+#[test]
+fn with_criu_4_1() {
+    isolated("with_criu_4_1", 1, |_| {
+        let Some(dumped) = dumped(Version::V4_1) else { return };
+        dumped.obeys(&["check 1", "read 0"], SWAPPED);
+    });
+}
+
+#[test]
+fn a_server_that_reads_its_weights_by_cpu_and_gpu() {
+    isolated("a_server_that_reads_its_weights_by_cpu_and_gpu", 1, |_| {
+        let Some(machine) = Machine::find() else { return };
+        machine.becomes(&SLOW);
+        if !Topology::read().unwrap().gpus().all(Node::has_large_bar) {
+            return;
+        }
+        let shape = Shape { mode: Mode::CpuReads, layer_kib: 4096, ..small() };
+        let Some(dumped) = dumped::Dumped::of(&shape, Version::V4_2) else { return };
+        let said = dumped.comes_back();
+        assert!(said.contains("touched buffer"), "{said}");
+        dumped.server.ends_well();
+    });
+}
