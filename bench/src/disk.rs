@@ -35,11 +35,7 @@ const START_AND_END: Duration = Duration::from_secs(30);
 
 /// Reads `file`, which must not change meanwhile, for at most 21 s. `work` gets fio's output files.
 pub(crate) fn measure(file: &Path, work: &Path) -> anyhow::Result<DiskLimits> {
-    // libaio where io_uring is switched off (sysctl kernel.io_uring_disabled).
-    let (engine, sequential) = match sequential_alone(file, work, "--ioengine=io_uring") {
-        Ok(report) => ("--ioengine=io_uring", report),
-        Err(_) => ("--ioengine=libaio", sequential_alone(file, work, "--ioengine=libaio")?),
-    };
+    let (engine, sequential) = sequential_by_the_best(file, work)?;
     let timed = vec!["--time_based".to_owned(), format!("--runtime={RANDOM_S}")];
     let random_job = [&["--name=random"], RANDOM].concat();
     let random = fio(file, work, &[timed.clone(), owned(&random_job)].concat())?;
@@ -53,6 +49,22 @@ const RANDOM: &[&str] = &["--rw=randread", "--bs=4k", "--iodepth=1", "--ioengine
 
 fn owned(arguments: &[&str]) -> Vec<String> {
     arguments.iter().map(|&argument| argument.to_owned()).collect()
+}
+
+/// The rate, in GB/s, of one sequential reader of `file` with O_DIRECT, for at most 15 s. `work` gets fio's output file.
+pub(crate) fn sequential(file: &Path, work: &Path) -> anyhow::Result<f64> {
+    let (_, report) = sequential_by_the_best(file, work)?;
+    rate(&report)
+}
+
+/// By which engine of fio, and its report.
+fn sequential_by_the_best(file: &Path, work: &Path) -> anyhow::Result<(&'static str, String)> {
+    // libaio where io_uring is switched off (sysctl kernel.io_uring_disabled).
+    let (best, other) = ("--ioengine=io_uring", "--ioengine=libaio");
+    match sequential_alone(file, work, best) {
+        Ok(report) => Ok((best, report)),
+        Err(_) => Ok((other, sequential_alone(file, work, other)?)),
+    }
 }
 
 /// The file once from its start, or as far as the time limit allows.
@@ -79,12 +91,17 @@ fn fio(file: &Path, work: &Path, jobs: &[String]) -> anyhow::Result<String> {
 }
 
 fn limits(sequential: &str, random: &str, both: &str) -> anyhow::Result<DiskLimits> {
-    let rate = read_of(sequential, "sequential")?["bw_bytes"].as_f64().context("fio reports no bw_bytes")?;
     Ok(DiskLimits {
-        sequential_gb_per_s: rate / 1e9,
+        sequential_gb_per_s: rate(sequential)?,
         random_alone: latency(&read_of(random, "random")?)?,
         random_beside: latency(&read_of(both, "random")?)?,
     })
+}
+
+/// Of the sequential reader, in GB/s.
+fn rate(report: &str) -> anyhow::Result<f64> {
+    let rate = read_of(report, "sequential")?["bw_bytes"].as_f64();
+    Ok(rate.context("fio reports no bw_bytes")? / 1e9)
 }
 
 fn latency(read: &Value) -> anyhow::Result<ReadLatency> {

@@ -1,15 +1,21 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Side-by-side comparisons with the stock daemon.
+//! Side-by-side comparisons with the stock daemon and the stock plugin.
 //!
 //! * [`lazy`]: one comparison, from the dump to the samples of every round.
 //! * [`touch`]: the process that is dumped and restored; it measures its own page faults.
 //! * [`disk`], [`fill`]: what the machine itself can do, measured in the same run.
 //! * [`processes`]: processes that cannot outlive the bench, their CPU time and memory.
+//! * [`plugin`]: CRIU's plugins for AMD GPUs, on one process and one disk.
+//! * [`engine`]: what loads GPUs' memory, beside memcpy and the disk.
+//! * [`cache`]: what of a file is in the page cache.
 //! * [`report`]: from samples to a table, Markdown and JSON.
 
+mod cache;
 mod disk;
+mod engine;
 mod fill;
 mod lazy;
+mod plugin;
 mod processes;
 mod report;
 mod touch;
@@ -27,6 +33,10 @@ struct Arguments {
 enum Command {
     /// Restores one image in turn through `criu lazy-pages` and `rewake lazy-pages` (needs root)
     Lazy(lazy::Options),
+    /// Dumps and restores a process on GPUs in turn with CRIU's own plugin and with rewake's (needs root, GPUs)
+    Plugin(plugin::Options),
+    /// Loads an image of GPU memory into this machine's memory, in turn with memcpy and fio (needs root)
+    Engine(engine::Options),
     /// The process that `lazy` dumps and restores
     #[command(hide = true)]
     Toucher(touch::Options),
@@ -38,6 +48,8 @@ enum Command {
 fn main() -> anyhow::Result<()> {
     match Arguments::parse().command {
         Command::Lazy(options) => lazy::run(&options),
+        Command::Plugin(options) => plugin::run(&options),
+        Command::Engine(options) => engine::run(&options),
         Command::Toucher(options) => touch::run(&options),
         Command::FillTarget(options) => fill::run_target(&options),
     }

@@ -15,14 +15,19 @@ mod vm;
 use std::process::ExitCode;
 
 use anyhow::bail;
+use commands::plugin::Profile;
 
 const HELP: &str = "\
 cargo xtask <command>
 
   setup [--criu trixie|sid]  get what the other commands need: packages, CRIU (test, demo, bench call it)
   test [filter]              every check and test, on two versions of CRIU; with a filter only tests of that name
-  demo                       dump a process, restore it with CRIU alone and with rewake, check every byte
+  demo                       an inference server on a software GPU, dumped and restored in the middle of an answer
+  demo --cpu                 dump a process, restore it with CRIU alone and with rewake, check every byte
   bench lazy [options]       stock `criu lazy-pages` and rewake side by side; `bench lazy --help` for options
+  bench plugin [options]     CRIU's plugin for GPUs and rewake's side by side, in virtual machines; 10 minutes
+  bench engine [options]     what loads GPUs' memory, without a GPU, beside memcpy and fio; `bench engine --help`
+  plugin [--release]         build the CRIU plugin and print its folder, for `criu --libdir`
   vm [options] -- command    run a command in a virtual machine with the software GPU; docs/vm.md has the options
   vm test [filter]           the tests of the software GPU, on both kernels
   tidy                       the style rules that rustfmt and clippy do not know
@@ -49,8 +54,15 @@ fn dispatch(words: &[&str]) -> anyhow::Result<ExitCode> {
         ["setup", "--criu", suite] => setup::run_for(setup::Suite::named(suite)?).map(drop)?,
         ["test"] => commands::test::run(None)?,
         ["test", filter] => commands::test::run(Some(filter))?,
-        ["demo"] => commands::demo::run()?,
+        ["demo"] => commands::demo::gpu::run()?,
+        ["demo", "--cpu"] => commands::demo::cpu::run()?,
+        // Inside the machine.
+        ["demo", "--scene", program, plugin, rewake] => commands::demo::scene::play(program, plugin, rewake)?,
         ["bench", "lazy", more @ ..] => commands::bench::lazy(more)?,
+        ["bench", "plugin", more @ ..] => commands::bench::plugin(more)?,
+        ["bench", "engine", more @ ..] => commands::bench::engine(more)?,
+        ["plugin"] => commands::plugin::run(Profile::Debug)?,
+        ["plugin", "--release"] => commands::plugin::run(Profile::Release)?,
         ["vm", "test"] => vm::test(None)?,
         ["vm", "test", filter] => vm::test(Some(filter))?,
         ["vm", more @ ..] => return vm::run(more),

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! One comparison: dump a process once, restore it in turn through each server, collect what both sides saw.
 
-mod cache;
 mod image;
 mod round;
 
@@ -10,6 +9,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context as _, bail};
 use serde::Serialize;
 
+use crate::cache;
 use crate::disk::{self, DiskLimits};
 use crate::fill;
 use crate::processes::catch_interrupts;

@@ -89,7 +89,8 @@ impl Drop for Sampler {
     }
 }
 
-fn high_water_mark(pid: Pid) -> Option<u64> {
+/// Largest resident memory of a process so far, in bytes; none if it is gone.
+pub(crate) fn high_water_mark(pid: Pid) -> Option<u64> {
     parse_high_water_mark(&std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?)
 }
 

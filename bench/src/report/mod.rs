@@ -8,7 +8,8 @@ use serde::Serialize;
 
 use crate::disk::DiskLimits;
 use crate::lazy::Sample;
-pub(crate) use text::{markdown, terminal};
+pub(crate) use figures::Spread;
+pub(crate) use text::{markdown, number, spread, terminal};
 
 /// All of one run; this, as JSON, is the machine-readable result.
 #[derive(Debug, Serialize)]

@@ -80,13 +80,13 @@ fn rows(comparison: &Comparison) -> Vec<[String; COLUMNS]> {
 }
 
 /// `median (min .. max)`, or a dash.
-fn spread(spread: Option<Spread>) -> String {
+pub(crate) fn spread(spread: Option<Spread>) -> String {
     let Some(Spread { min, median, max }) = spread else { return "-".to_owned() };
     format!("{} ({} .. {})", number(median), number(min), number(max))
 }
 
 /// Three significant digits; whole numbers from 100 on.
-fn number(value: f64) -> String {
+pub(crate) fn number(value: f64) -> String {
     match value.abs() {
         size if size == 0.0 || size >= 99.95 => format!("{value:.0}"),
         size if size >= 9.995 => format!("{value:.1}"),

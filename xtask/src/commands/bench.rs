@@ -1,12 +1,15 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! `cargo xtask bench lazy`: the same image through stock CRIU and through rewake, side by side.
+//! `cargo xtask bench`: `lazy`, the same image through stock CRIU and through rewake; `plugin`, the same process on GPUs
+//! through CRIU's own plugin and through this project's; `engine`, what loads GPUs' memory beside memcpy and the disk.
 
 use std::os::unix::process::CommandExt as _;
+use std::path::Path;
 use std::process::Command;
 
-use anyhow::Context as _;
+use anyhow::{Context as _, ensure};
 
-use crate::{repository, setup};
+use super::plugin::{self, Profile};
+use crate::{repository, root, setup, vm};
 
 /// Ends as `rewake-bench lazy`, with `more` passed through.
 pub(crate) fn lazy(more: &[&str]) -> anyhow::Result<()> {
@@ -16,4 +19,107 @@ pub(crate) fn lazy(more: &[&str]) -> anyhow::Result<()> {
     let mut command = Command::new(&bench);
     command.arg("lazy").arg("--criu").arg(&criu.path).arg("--rewake").arg(rewake).args(more);
     Err(command.exec()).with_context(|| format!("start {}", bench.display()))
+}
+
+/// Ends as `rewake-bench engine`, with `more` passed through.
+pub(crate) fn engine(more: &[&str]) -> anyhow::Result<()> {
+    root::become_root()?;
+    let bench = repository::build_release("rewake-bench", "rewake-bench")?;
+    let error = Command::new(&bench).arg("engine").args(more).exec();
+    Err(error).with_context(|| format!("start {}", bench.display()))
+}
+
+/// A machine in which the plugins are compared. Both speeds are so low that they decide, and not the emulated processor.
+#[derive(Debug)]
+struct Machine {
+    name: &'static str,
+    /// Of the disk, in 10^6 bytes a second.
+    disk_mbps: u32,
+    module_arguments: &'static str,
+    options: &'static [&'static str],
+}
+
+/// One ring each, so that a GPU copies at `copy_mbps`: of several, CRIU's own plugin uses one. The slower the machine, the
+/// less is moved: all of them together take ten minutes.
+const MACHINES: [Machine; 4] = [
+    Machine {
+        name: "disk and copies at 40 MB/s",
+        disk_mbps: 40,
+        module_arguments: "sdma_rings=1 copy_mbps=40",
+        options: &["--small-bos", "1000"],
+    },
+    Machine {
+        name: "disk at 20 MB/s, copies at 40 MB/s",
+        disk_mbps: 20,
+        module_arguments: "sdma_rings=1 copy_mbps=40",
+        options: &["--rounds", "2", "--mib", "80"],
+    },
+    Machine {
+        name: "disk at 40 MB/s, copies at 20 MB/s",
+        disk_mbps: 40,
+        module_arguments: "sdma_rings=1 copy_mbps=20",
+        options: &["--rounds", "2", "--mib", "80"],
+    },
+    Machine {
+        name: "two GPUs: disk at 40 MB/s, copies at 20 MB/s on each",
+        disk_mbps: 40,
+        module_arguments: "gpus=2 sdma_rings=1 copy_mbps=20",
+        options: &["--rounds", "2", "--mib", "240", "--gpus", "2"],
+    },
+];
+/// Room for two images of the largest process and the files of plain loops.
+const DISK_MIB: u32 = 1024;
+const MEMORY_MIB: u32 = 6000;
+
+/// Runs `rewake-bench plugin` in each machine, with `more` passed through; tables come on standard output.
+pub(crate) fn plugin(more: &[&str]) -> anyhow::Result<()> {
+    root::become_root()?;
+    let bench = repository::build_release("rewake-bench", "rewake-bench")?;
+    let app = repository::build_release("gpu-app", "gpu-app")?;
+    let plugin = plugin::make(Profile::Release)?;
+    for machine in &MACHINES {
+        println!("\n### {}\n", machine.name);
+        let code = vm::boot(&machine.options([&bench, &app, &plugin], more))?;
+        ensure!(code == 0, "{}: rewake-bench failed (exit code {code})", machine.name);
+    }
+    Ok(())
+}
+
+impl Machine {
+    fn options(&self, [bench, app, plugin]: [&Path; 3], more: &[&str]) -> vm::Options {
+        let mut command = vec![
+            "env".to_owned(),
+            format!("GPU_APP={}", app.display()),
+            format!("REWAKE_PLUGIN={}", plugin.display()),
+            bench.display().to_string(),
+        ];
+        command.extend(["plugin", "--dir", "/mnt/disk"].map(str::to_owned));
+        command.extend(self.options.iter().chain(more).map(|word| (*word).to_owned()));
+        let mut options = vm::Options::new(command);
+        self.module_arguments.clone_into(&mut options.module_arguments);
+        options.disk = Some(vm::Disk { mib: DISK_MIB, mbps: Some(self.disk_mbps) });
+        options.memory = MEMORY_MIB;
+        options
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_machine_is_as_it_is_named_and_gets_the_callers_options_last() {
+        let paths = ["/t/bench", "/t/app", "/t/plugin"].map(Path::new);
+        let options = MACHINES[3].options(paths, &["--dir", "/x"]);
+        assert_eq!(options.disk, Some(vm::Disk { mib: DISK_MIB, mbps: Some(40) }));
+        assert!(
+            options.module_arguments.contains("gpus=2") && options.module_arguments.contains("copy_mbps=20")
+        );
+        let command = options.command.join(" ");
+        assert!(
+            command.starts_with("env GPU_APP=/t/app REWAKE_PLUGIN=/t/plugin /t/bench plugin "),
+            "{command}"
+        );
+        assert!(command.ends_with("--gpus 2 --dir /x"), "{command}");
+    }
 }

@@ -4,4 +4,5 @@
 pub(crate) mod bench;
 pub(crate) mod codegen;
 pub(crate) mod demo;
+pub(crate) mod plugin;
 pub(crate) mod test;

@@ -11,17 +11,20 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, bail, ensure};
 
 use super::options::Options;
-use super::{accelerator, cache, console, home, initramfs, say};
+use super::{accelerator, cache, console, disk, home, initramfs, say};
+use crate::commands::plugin::{self, Profile};
 use crate::{program, repository};
 
 const BOOT: &str = include_str!("guest/boot.sh");
+/// What the command printed, as a file.
+pub(super) const OUTPUT: &str = "output.log";
 /// How often the machine's end is looked for.
 const GLANCE: Duration = Duration::from_millis(20);
 /// What `boot.sh` reports when it does not get as far as the command.
 const NOT_STARTED: u8 = 125;
 /// Only what is wrong goes to the (slow) console until the command starts. A kernel that oopsed is not worth going on
 /// with. Emulated processors have no flaws to work around.
-const KERNEL: &str = "console=ttyS0 loglevel=5 panic=-1 oops=panic mitigations=off";
+const KERNEL: &str = "console=ttyS0 loglevel=5 panic=-1 oops=panic mitigations=off no_timer_check";
 
 /// What a machine is made of.
 #[derive(Debug)]
@@ -52,10 +55,16 @@ pub(super) fn run(options: &Options, parts: &Parts) -> anyhow::Result<u8> {
     if matches!(result, Ok(0)) {
         cache::remove(&folder)?;
     } else {
-        let kept = home().join("console.log");
-        fs::rename(&log, &kept).with_context(|| format!("keep {} as {}", log.display(), kept.display()))?;
+        for name in ["console.log", OUTPUT] {
+            let (made, kept) = (folder.join(name), home().join(name));
+            if !made.exists() {
+                continue;
+            }
+            fs::rename(&made, &kept)
+                .with_context(|| format!("keep {} as {}", made.display(), kept.display()))?;
+            say(&format!("kept: {}", kept.display()));
+        }
         cache::remove(&folder)?;
-        say(&format!("the console's log: {}", kept.display()));
     }
     result
 }
@@ -83,6 +92,10 @@ fn supervise(options: &Options, parts: &Parts, folder: &Path) -> anyhow::Result<
     qemu.args(["--pdeathsig", "KILL", "qemu-system-x86_64"]);
     qemu.args(arguments(options, parts, folder, &shares)).args(accelerator::arguments(parts)?);
     qemu.arg("-initrd").arg(initrd);
+    if let Some(scratch) = &options.disk {
+        let path = disk::scratch(scratch, folder)?;
+        qemu.args(disk::scratch_arguments(scratch, &escaped(&path)));
+    }
     if !interactive {
         qemu.stdin(Stdio::null());
     }
@@ -133,8 +146,12 @@ fn shares() -> anyhow::Result<Vec<(String, PathBuf)>> {
     Ok(folders.into_iter().enumerate().map(|(number, folder)| (format!("share{number}"), folder)).collect())
 }
 
+/// A path in the value of an option of QEMU's.
+fn escaped(path: &Path) -> String {
+    path.display().to_string().replace(',', ",,")
+}
+
 fn arguments(options: &Options, parts: &Parts, folder: &Path, shares: &[(String, PathBuf)]) -> Vec<OsString> {
-    let path = |path: &Path| path.display().to_string().replace(',', ",,");
     let mut words: Vec<String> = [
         "-nodefaults",
         "-no-user-config",
@@ -149,26 +166,27 @@ fn arguments(options: &Options, parts: &Parts, folder: &Path, shares: &[(String,
         "virtio-rng-pci",
         "-device",
         "virtio-serial-pci",
-        // Where the command reads and writes.
-        "-chardev",
-        "stdio,id=terminal,signal=off",
-        "-device",
-        "virtconsole,chardev=terminal",
     ]
     .map(str::to_owned)
     .to_vec();
     let mut more = |option: &str, value: String| words.extend([option.to_owned(), value]);
+    // Where the command reads and writes.
+    let log = escaped(&folder.join(OUTPUT));
+    more("-chardev", format!("stdio,id=terminal,signal=off,logfile={log}"));
+    more("-device", "virtconsole,chardev=terminal".to_owned());
     more("-smp", options.processors.to_string());
     more("-m", options.memory.to_string());
-    more("-chardev", format!("file,id=status,path={}", path(&folder.join("status"))));
+    more("-chardev", format!("file,id=status,path={}", escaped(&folder.join("status"))));
     more("-device", "virtserialport,chardev=status,name=status".to_owned());
-    more("-serial", format!("file:{}", path(&folder.join("console.log"))));
+    more("-serial", format!("file:{}", escaped(&folder.join("console.log"))));
     // Writes go to a file that QEMU removes.
-    more("-drive", format!("file={},format=raw,if=virtio,snapshot=on", path(&parts.disk)));
+    more("-drive", format!("if=none,id=system,file={},format=raw,snapshot=on", escaped(&parts.disk)));
+    // The first disk, which the initramfs mounts.
+    more("-device", "virtio-blk-pci,drive=system".to_owned());
     for (tag, shared) in shares {
         let value = format!(
             "local,path={},mount_tag={tag},security_model=none,readonly=on,multidevs=remap",
-            path(shared)
+            escaped(shared)
         );
         more("-virtfs", value);
     }
@@ -201,8 +219,13 @@ fn initrd(
         ("shares", shares.join(" ")),
         ("module_arguments", options.module_arguments.clone()),
         ("directory", repository::root().display().to_string()),
+        (
+            "disk_mbps",
+            options.disk.and_then(|disk| disk.mbps).map_or_else(String::new, |mbps| mbps.to_string()),
+        ),
         ("interactive", if interactive { "yes" } else { "no" }.to_owned()),
         ("SOFTGPU_KO", "/run/rewake/softgpu.ko".to_owned()),
+        ("REWAKE_PLUGIN", plugin::folder(Profile::Debug)?.display().to_string()),
     ];
     write("settings", &settings.map(|(name, value)| format!("{name}={}\n", quote(&value))).concat())?;
     fs::copy(&parts.module, inside.join("softgpu.ko"))

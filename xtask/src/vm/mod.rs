@@ -20,7 +20,7 @@ use std::process::ExitCode;
 use anyhow::Context as _;
 
 use crate::{repository, root, setup};
-pub(crate) use options::Options;
+pub(crate) use options::{Disk, Options};
 
 /// Runs one command in the machine; its exit code is this one's.
 pub(crate) fn run(words: &[&str]) -> anyhow::Result<ExitCode> {
@@ -35,8 +35,8 @@ pub(crate) fn test(filter: Option<&str>) -> anyhow::Result<()> {
     suite::run(filter)
 }
 
-/// Makes what is missing or stale, then starts the machine.
-fn boot(options: &Options) -> anyhow::Result<u8> {
+/// Makes what is missing or stale, then starts the machine; gives the command's exit code.
+pub(crate) fn boot(options: &Options) -> anyhow::Result<u8> {
     let parts = {
         let _lock = lock()?;
         setup::install(&system::HOST_PACKAGES)?;
@@ -49,6 +49,18 @@ fn boot(options: &Options) -> anyhow::Result<u8> {
         }
     };
     machine::run(options, &parts)
+}
+
+/// What the command of the last machine that failed printed.
+fn last_output() -> anyhow::Result<String> {
+    let path = home().join(machine::OUTPUT);
+    let bytes = std::fs::read(&path).with_context(|| format!("read {}", path.display()))?;
+    Ok(String::from_utf8_lossy(&bytes).into_owned())
+}
+
+/// Whether a machine was made here before, so that the next starts at once.
+pub(crate) fn is_made() -> bool {
+    home().join("disk.ext4.stamp").exists()
 }
 
 /// The folder of the kernel's headers for users, of Debian's newest.

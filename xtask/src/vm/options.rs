@@ -5,6 +5,9 @@ use std::time::Duration;
 
 use anyhow::{Context as _, bail, ensure};
 
+/// Room for the file system itself, with some to spare. MiB.
+const SMALLEST_DISK: u32 = 16;
+
 /// A kernel series that Debian has; the newest of it is taken.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Series {
@@ -31,6 +34,25 @@ impl Series {
     }
 }
 
+/// A scratch disk of the machine.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Disk {
+    /// Size, MiB; the host gives what is written.
+    pub(crate) mib: u32,
+    /// Reads and writes together, in 10^6 bytes a second; as fast as the host's without.
+    pub(crate) mbps: Option<u32>,
+}
+
+impl Disk {
+    /// `MIB` or `MIB@MBPS`.
+    fn parse(text: &str) -> anyhow::Result<Self> {
+        let (size, rate) = text.split_once('@').map_or((text, None), |(size, rate)| (size, Some(rate)));
+        let mib = number("--disk", size)?;
+        ensure!(mib >= SMALLEST_DISK, "--disk {mib}: at least {SMALLEST_DISK} MiB");
+        Ok(Self { mib, mbps: rate.map(|rate| number("--disk, MB/s", rate)).transpose()? })
+    }
+}
+
 /// One run of the machine.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Options {
@@ -41,6 +63,8 @@ pub(crate) struct Options {
     pub(crate) memory: u32,
     /// Parameters of softgpu.ko.
     pub(crate) module_arguments: String,
+    /// A disk beside the system's, for measurements.
+    pub(crate) disk: Option<Disk>,
     /// From the start of the machine to its end.
     pub(crate) time_limit: Duration,
     /// Program and arguments; not empty.
@@ -55,6 +79,7 @@ impl Options {
             processors: 2,
             memory: 4096,
             module_arguments: String::new(),
+            disk: None,
             time_limit: Duration::from_secs(600),
             command,
         }
@@ -77,12 +102,13 @@ impl Options {
                 "--smp" => options.processors = number(option, value()?)?,
                 "--mem" => options.memory = number(option, value()?)?,
                 "--module-args" => options.module_arguments = (*value()?).to_owned(),
+                "--disk" => options.disk = Some(Disk::parse(value()?)?),
                 "--time-limit" => {
                     options.time_limit = Duration::from_secs(number(option, value()?)?.into());
                 }
                 other => bail!(
-                    "`{other}` is no option of `cargo xtask vm`: --kernel, --smp, --mem (MiB), --module-args and \
-                     --time-limit (seconds) are"
+                    "`{other}` is no option of `cargo xtask vm`: --kernel, --smp, --mem (MiB), --module-args, \
+                     --disk (MiB or MiB@MB/s) and --time-limit (seconds) are"
                 ),
             }
             words.next();
@@ -113,12 +139,19 @@ mod tests {
     #[test]
     fn options_come_before_the_dashes_and_the_commands_own_after() {
         let words = ["--kernel", "7", "--smp", "3", "--mem", "512", "--module-args", "gpus=2 xnack=1"];
-        let more = ["--time-limit", "9", "--", "sh", "--", "--smp"];
+        let more = ["--disk", "512@200", "--time-limit", "9", "--", "sh", "--", "--smp"];
         let options = Options::parse(&[&words[..], &more[..]].concat()).unwrap();
         assert_eq!((options.series, options.processors, options.memory), (Series::Linux7, 3, 512));
         assert_eq!(options.module_arguments, "gpus=2 xnack=1");
+        assert_eq!(options.disk, Some(Disk { mib: 512, mbps: Some(200) }));
         assert_eq!(options.time_limit, Duration::from_secs(9));
         assert_eq!(options.command, ["sh", "--", "--smp"]);
+    }
+
+    #[test]
+    fn a_disk_without_a_rate_is_as_fast_as_the_host_s() {
+        let options = Options::parse(&["--disk", "64", "--", "ls"]).unwrap();
+        assert_eq!(options.disk, Some(Disk { mib: 64, mbps: None }));
     }
 
     #[test]
@@ -127,6 +160,9 @@ mod tests {
         assert!(refusal(&["--"]).contains("no command"));
         assert!(refusal(&["--kernel", "5", "--", "ls"]).contains("6.12 or 7"));
         assert!(refusal(&["--smp", "0", "--", "ls"]).contains("--smp 0"));
+        assert!(refusal(&["--disk", "9", "--", "ls"]).contains("at least 16 MiB"));
+        assert!(refusal(&["--disk", "64@fast", "--", "ls"]).contains("MB/s fast"));
+        assert!(refusal(&["--disk", "64@", "--", "ls"]).contains("whole number above 0"));
         assert!(refusal(&["--smp", "--", "ls"]).contains("--smp needs a value"));
         assert!(refusal(&["--gpu", "1", "--", "ls"]).contains("`--gpu` is no option"));
     }

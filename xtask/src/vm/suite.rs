@@ -2,22 +2,28 @@
 //! `cargo xtask vm test`: the tests of the software GPU, and those that need one, built here and run in machines of
 //! both kernels and of several shapes of GPU.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
 use anyhow::{bail, ensure};
 
-use super::boot;
-use super::options::{Options, Series};
+use super::options::{Disk, Options, Series};
+use super::{boot, last_output};
+use crate::commands::plugin::{self, Profile};
 use crate::{program, repository, root};
 
 /// Packages whose tests run in the machine.
 const TESTED: [&str; 1] = ["softgpu-tests"];
 /// Programs that they start.
-const PROGRAMS: [&str; 1] = ["gpu-app"];
+const PROGRAMS: [&str; 2] = ["gpu-app", "rewake"];
+/// A scratch disk for those that measure.
+const DISK: Disk = Disk { mib: 256, mbps: Some(50) };
 /// A test that hangs must not hang the suite.
-const TIME_LIMIT: Duration = Duration::from_secs(900);
+const TIME_LIMIT: Duration = Duration::from_secs(1800);
+
+/// What the script prints before the path of a program that failed.
+const FAILED: &str = "failed: ";
 
 /// One machine that the tests run in.
 #[derive(Debug)]
@@ -25,17 +31,28 @@ struct Shape {
     series: Series,
     /// softgpu.ko's parameters.
     module_arguments: &'static str,
+    /// Which test programs; none: all.
+    only: Option<&'static [&'static str]>,
 }
 
-/// Both kernels, each family of GPU, large and small BAR, fresh memory poisoned and cleared.
-const SHAPES: [Shape; 4] = [
-    Shape { series: Series::Linux6_12, module_arguments: "gpus=2 gfx=90a xgmi=1" },
-    Shape { series: Series::Linux7, module_arguments: "gpus=2 gfx=90a xgmi=1" },
+/// What copies contents, for machines that differ in nothing else.
+const COPIERS: &[&str] = &["copy_engine", "plugin", "plugin_contents"];
+
+/// Both kernels, each family of GPU, large and small BAR, fresh memory poisoned and cleared, with copy rings and without.
+const SHAPES: [Shape; 5] = [
+    Shape { series: Series::Linux6_12, module_arguments: "gpus=2 gfx=90a xgmi=1", only: None },
+    Shape { series: Series::Linux7, module_arguments: "gpus=2 gfx=90a xgmi=1", only: None },
     Shape {
         series: Series::Linux6_12,
         module_arguments: "gpus=2 gfx=1100 small_bar=1 fresh=zero copy_mbps=100",
+        only: None,
     },
-    Shape { series: Series::Linux7, module_arguments: "gpus=2 gfx=942 xnack=1 seed=7" },
+    Shape { series: Series::Linux7, module_arguments: "gpus=2 gfx=942 xnack=1 seed=7", only: None },
+    Shape {
+        series: Series::Linux6_12,
+        module_arguments: "gpus=2 gfx=90a xgmi=1 sdma_rings=0 fresh=poison",
+        only: Some(COPIERS),
+    },
 ];
 
 /// All tests in every machine, or those whose names contain the filter. Goes on after a failure.
@@ -46,19 +63,24 @@ pub(super) fn run(filter: Option<&str>) -> anyhow::Result<()> {
         println!("no test of that name runs in the machine");
         return Ok(());
     }
-    let script = script(&tests, filter);
     let mut failures = Vec::new();
     let start = Instant::now();
     for shape in &SHAPES {
+        let tests = tests_for(&tests, shape.only);
+        if tests.is_empty() {
+            continue;
+        }
+        let script = script(&tests, filter);
         let name = format!("Linux {}, {}", shape.series.name(), shape.module_arguments);
         println!("\n=== {name}");
         let mut options = Options::new(["sh", "-c", &script].map(str::to_owned).to_vec());
         options.series = shape.series;
         shape.module_arguments.clone_into(&mut options.module_arguments);
+        options.disk = Some(DISK);
         options.time_limit = TIME_LIMIT;
         match boot(&options) {
             Ok(0) => {}
-            Ok(code) => failures.push(format!("{name}: tests failed (exit code {code})")),
+            Ok(_) => failures.push(format!("{name}: {}", failed(&last_output()?))),
             Err(error) => failures.push(format!("{name}: {error:#}")),
         }
         println!("=== {:.0} s so far", start.elapsed().as_secs_f64());
@@ -69,18 +91,31 @@ pub(super) fn run(filter: Option<&str>) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The test programs, built now with the programs that they start.
+/// The test programs, built now with the programs that they start and the plugin that CRIU loads.
 fn tests() -> anyhow::Result<Vec<PathBuf>> {
     let packages = |names: &[&str]| -> Vec<String> {
         names.iter().flat_map(|name| ["--package".to_owned(), (*name).to_owned()]).collect()
     };
     program::run(repository::cargo().arg("build").args(packages(&PROGRAMS)))?;
+    plugin::make(Profile::Debug)?;
     let arguments = ["test", "--no-run", "--message-format=json-render-diagnostics", "--lib", "--tests"];
     let mut cargo = repository::cargo();
     let messages = program::listen(cargo.args(arguments).args(packages(&TESTED)))?;
     let tests: Vec<PathBuf> = executables(&messages);
     ensure!(!tests.is_empty(), "cargo names no test program of {}", TESTED.join(", "));
     Ok(tests)
+}
+
+/// Those of the programs that a machine runs. Cargo calls a test program `NAME-HASH`.
+fn tests_for(tests: &[PathBuf], only: Option<&[&str]>) -> Vec<PathBuf> {
+    let name = |test: &PathBuf| -> Option<String> {
+        let name = test.file_name()?.to_str()?;
+        Some(name.rsplit_once('-')?.0.to_owned())
+    };
+    let wanted = |test: &&PathBuf| {
+        only.is_none_or(|only| name(test).is_some_and(|name| only.contains(&name.as_str())))
+    };
+    tests.iter().filter(wanted).cloned().collect()
 }
 
 /// The programs that have a test whose name contains the filter.
@@ -94,9 +129,14 @@ fn tests_named(mut tests: Vec<PathBuf>, filter: Option<&str>) -> anyhow::Result<
     failure.map_or(Ok(tests), Err)
 }
 
+/// Test programs only: cargo names the package's other programs as well, which it makes for the tests to start.
 fn executables(messages: &str) -> Vec<PathBuf> {
-    let found = messages.lines().filter(|line| line.contains("\"reason\":\"compiler-artifact\""));
-    found.filter_map(|line| repository::field(line, "executable").map(PathBuf::from)).collect()
+    let is_test = |line: &&str| {
+        let profile = line.split_once("\"profile\":{").and_then(|(_, rest)| rest.split_once('}'));
+        profile.is_some_and(|(profile, _)| profile.contains("\"test\":true"))
+    };
+    let made = messages.lines().filter(|line| line.contains("\"reason\":\"compiler-artifact\""));
+    made.filter(is_test).filter_map(|line| repository::field(line, "executable").map(PathBuf::from)).collect()
 }
 
 /// Runs every program, and fails if one did. Where a GPU must be there, a test that skips itself fails.
@@ -105,9 +145,27 @@ fn script(tests: &[PathBuf], filter: Option<&str>) -> String {
     let filter = filter.map(|filter| format!(" {}", super::machine::quote(filter))).unwrap_or_default();
     for test in tests {
         let path = super::machine::quote(&test.display().to_string());
-        script += &format!("echo; echo {path}; {path} --test-threads=1{filter} || failed=1\n");
+        script += &format!(
+            "echo; echo {path}; {path} --test-threads=1{filter} || {{ failed=1; echo {FAILED}{path}; }}\n"
+        );
     }
     script + "exit $failed\n"
+}
+
+/// Which programs failed, by what [`script`] printed, and which tests of each, by what Rust's test harness did.
+fn failed(output: &str) -> String {
+    let mut programs = Vec::new();
+    let mut tests = Vec::new();
+    for line in output.lines().map(str::trim_end) {
+        if let Some(test) = line.strip_prefix("---- ").and_then(|rest| rest.strip_suffix(" stdout ----")) {
+            tests.push(test);
+        } else if let Some(program) = line.strip_prefix(FAILED) {
+            let program = Path::new(program).file_name().unwrap_or_default().to_string_lossy();
+            programs.push(format!("{program} failed ({})", tests.join(", ")));
+            tests.clear();
+        }
+    }
+    programs.join(", ")
 }
 
 #[cfg(test)]
@@ -116,11 +174,20 @@ mod tests {
 
     #[test]
     fn test_programs_are_those_that_cargo_says_it_made() {
-        let messages = r#"{"reason":"compiler-artifact","target":{"name":"a"},"executable":null,"fresh":true}
-{"reason":"compiler-artifact","target":{"name":"b"},"executable":"/t/deps/b-1","fresh":true}
+        let messages = r#"{"reason":"compiler-artifact","target":{"name":"a"},"profile":{"test":false},"executable":null,"fresh":true}
+{"reason":"compiler-artifact","target":{"name":"b"},"profile":{"opt_level":"0","test":true},"executable":"/t/deps/b-1","fresh":true}
+{"reason":"compiler-artifact","target":{"name":"c","test":true},"profile":{"test":false},"executable":"/t/c","fresh":true}
 {"reason":"build-script-executed","executable":"/t/no"}
 {"reason":"build-finished","success":true}"#;
         assert_eq!(executables(messages), [PathBuf::from("/t/deps/b-1")]);
+    }
+
+    #[test]
+    fn a_machine_may_run_some_programs_only() {
+        let tests = ["/t/plugin-1a", "/t/plugin_contents-2b", "/t/sdma-3c"].map(PathBuf::from);
+        assert_eq!(tests_for(&tests, None), tests);
+        assert_eq!(tests_for(&tests, Some(&["plugin", "sdma"])), [tests[0].clone(), tests[2].clone()]);
+        assert!(tests_for(&tests, Some(&["judge"])).is_empty());
     }
 
     #[test]
@@ -128,7 +195,17 @@ mod tests {
         let script = script(&[PathBuf::from("/bin/false"), PathBuf::from("/bin/true")], Some("it's"));
         let output = Command::new("sh").args(["-c", &script]).output().unwrap();
         assert_eq!(output.status.code(), Some(1));
-        assert_eq!(String::from_utf8_lossy(&output.stdout), "\n/bin/false\n\n/bin/true\n");
+        assert_eq!(
+            String::from_utf8_lossy(&output.stdout),
+            "\n/bin/false\nfailed: /bin/false\n\n/bin/true\n"
+        );
         assert!(script.contains(r"'/bin/true' --test-threads=1 'it'\''s'"));
+    }
+
+    #[test]
+    fn what_failed_is_told_by_name() {
+        let output = "running 2 tests\r\n---- a::one stdout ----\r\npanicked\r\n---- two stdout ----\r\n\
+            failed: /t/deps/first-1f\r\ntest three ... ok\r\nfailed: /t/deps/second-2\r\n";
+        assert_eq!(failed(output), "first-1f failed (a::one, two), second-2 failed ()");
     }
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The processes of the demo; none of them outlives it.
+//! The processes of the demo without GPUs; none of them outlives it.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt as _;

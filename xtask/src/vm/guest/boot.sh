@@ -38,16 +38,21 @@ for share in $shares; do
 	mount -t 9p -o ro,trans=virtio,version=9p2000.L,cache=loose,msize=1048576 "$tag" "$path" || finish 125
 done
 
+for block in /sys/block/vd*; do
+	[ "$(cat "$block/serial")" = scratch ] || continue
+	mkdir -p /mnt/disk
+	mount -t ext4 -o noatime "/dev/${block##*/}" /mnt/disk || finish 125
+	# The rate that it was made with, in 10^6 bytes a second; empty if none.
+	export DISK_MBPS="$disk_mbps"
+done
+
 modprobe -a $(modinfo -F depends "$SOFTGPU_KO" | tr , ' ')
 if ! insmod "$SOFTGPU_KO" $module_arguments; then
 	say "cannot load softgpu.ko with: $module_arguments"
 	finish 125
 fi
 
-# CRIU without hardware breakpoints: they have the kernel rewrite its own code, and an emulated processor that is in
-# the middle of it can trip over the marker (Oops: int3 in __schedule).
-export CRIU_FAULT=130
-export HOME=/root PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin LC_ALL=C.UTF-8 SOFTGPU_KO
+export HOME=/root PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin LC_ALL=C.UTF-8 SOFTGPU_KO REWAKE_PLUGIN
 cd "$directory" || finish 125
 say "ready"
 if [ "$interactive" = yes ]; then

@@ -1,0 +1,228 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! An image with the memory of one GPU, as CRIU's plugin writes it, and memory of the same shape to load it into.
+
+use std::fs::File;
+use std::io::Write as _;
+use std::os::fd::{AsFd as _, OwnedFd};
+use std::os::unix::fs::FileExt as _;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use anyhow::{Context as _, ensure};
+use nix::fcntl::{FallocateFlags, fallocate};
+use nix::sys::memfd::{MFdFlags, memfd_create};
+use rewake_contents::{MemoryDevice, PagesFile, Process};
+use rewake_criu_images::ImageDir;
+use rewake_criu_images::amdgpu::{KfdBuffer, KfdImage, Node, Properties, kfd_name, pages_name};
+
+use super::view::View;
+
+/// The process's number in the image.
+const ID: u32 = 1;
+const GPU: u32 = 7;
+/// Of a render node that is not opened.
+const MINOR: u32 = 128;
+/// `KFD_IOC_ALLOC_MEM_FLAGS_VRAM`
+const VRAM: u32 = 1;
+/// Bytes that come before the buffers' in a pages file: their length.
+const HEADER: u64 = 8;
+/// What is generated, and compared, at a time.
+const PIECE: usize = 2 << 20;
+const KIB: u64 = 1 << 10;
+const MIB: u64 = 1 << 20;
+
+/// An image directory, and memory for what is in it.
+pub(super) struct Image {
+    directory: PathBuf,
+    kfd: KfdImage,
+    files: Vec<PagesFile>,
+    memfds: Vec<Option<OwnedFd>>,
+    device: Arc<MemoryDevice>,
+}
+
+/// Sizes of buffers, as inference servers have them: 256 pages, 32 of 64 KiB, 8 of 2 MiB and some bytes that end in no
+/// chunk's border, and large ones for all the rest.
+fn sizes(mib: u64) -> Vec<u64> {
+    let groups = [(256, 4 * KIB), (32, 64 * KIB), (8, 2 * MIB + 4 * KIB)];
+    let mut sizes: Vec<u64> = groups.iter().flat_map(|(count, size)| vec![*size; *count]).collect();
+    let mut left = (mib * MIB).saturating_sub(sizes.iter().sum());
+    while left > 0 {
+        let size = left.min(64 * MIB);
+        sizes.push(size);
+        left -= size;
+    }
+    sizes
+}
+
+/// Words that neither repeat nor can be guessed; none is zero.
+struct Words(u64);
+
+impl Words {
+    /// Fills whole words.
+    fn fill(&mut self, bytes: &mut [u8]) {
+        for word in bytes.chunks_exact_mut(8) {
+            self.0 ^= self.0 << 13;
+            self.0 ^= self.0 >> 7;
+            self.0 ^= self.0 << 17;
+            word.copy_from_slice(&self.0.to_ne_bytes());
+        }
+    }
+
+    fn new() -> Self {
+        Self(0x9e37_79b9_7f4a_7c15)
+    }
+}
+
+impl Image {
+    /// Writes one to a directory that is there and empty. All of it is on the disk then.
+    pub(super) fn make(directory: &Path, mib: u64) -> anyhow::Result<Self> {
+        let mut address = 0x7000_0000_0000;
+        let buffer = |size: u64| {
+            let buffer = KfdBuffer { address, size, gpu_id: GPU, alloc_flags: VRAM, ..KfdBuffer::default() };
+            address += size.next_multiple_of(2 * MIB);
+            buffer
+        };
+        let node =
+            Node { properties: Properties { gpu_id: GPU, ..Properties::default() }, links: Vec::new() };
+        let kfd = KfdImage {
+            pid: 1,
+            gpus: 1,
+            nodes: vec![node],
+            buffers: sizes(mib).into_iter().map(buffer).collect(),
+            ..KfdImage::default()
+        };
+        std::fs::write(directory.join(kfd_name(ID)), kfd.to_bytes()).context("write the driver's state")?;
+        write_pages(&directory.join(pages_name(ID, GPU)), &kfd).context("write the buffers' memory")?;
+        Self::open(directory)
+    }
+
+    /// As `rewake stream-gpu` reads it; with memory that is all there.
+    fn open(directory: &Path) -> anyhow::Result<Self> {
+        let kfd =
+            ImageDir::open(directory)?.kfd(ID)?.context("the image that was just written is not there")?;
+        let folder = File::open(directory).context("open the image directory")?;
+        let file = PagesFile::open(folder.as_fd(), ID, &kfd, GPU, MINOR)?;
+        let memfds: Vec<OwnedFd> =
+            kfd.buffers.iter().map(|buffer| memory(buffer.size)).collect::<anyhow::Result<_>>()?;
+        let device = MemoryDevice::new(memfds.iter().map(|memfd| memfd.as_fd())).context("map the memory")?;
+        let memfds = memfds.into_iter().map(Some).collect();
+        Ok(Self { directory: directory.to_owned(), kfd, files: vec![file], memfds, device })
+    }
+
+    /// What is to be loaded, and what into.
+    pub(super) fn to_load(&self) -> ([Process<'_>; 1], &Arc<MemoryDevice>) {
+        ([Process { files: &self.files, dmabufs: &self.memfds }], &self.device)
+    }
+
+    /// The file that all of the buffers' bytes are in.
+    pub(super) fn pages(&self) -> PathBuf {
+        self.directory.join(pages_name(ID, GPU))
+    }
+
+    /// Of all buffers.
+    pub(super) fn bytes(&self) -> u64 {
+        self.kfd.buffers.iter().map(|buffer| buffer.size).sum()
+    }
+
+    /// Buffers.
+    pub(super) fn buffers(&self) -> usize {
+        self.kfd.buffers.len()
+    }
+
+    /// Each buffer's first byte in the file, and its memory.
+    pub(super) fn views(&self) -> anyhow::Result<Vec<(u64, View)>> {
+        let mut offset = HEADER;
+        let view = |(buffer, memfd): (&KfdBuffer, &Option<OwnedFd>)| {
+            let memfd = memfd.as_ref().context("every buffer has memory")?;
+            let view = View::writable(memfd.as_fd(), usize::try_from(buffer.size)?)?;
+            let at = offset;
+            offset += buffer.size;
+            Ok((at, view))
+        };
+        self.kfd.buffers.iter().zip(&self.memfds).map(view).collect()
+    }
+
+    /// Overwrites all memory with what the image has nowhere.
+    pub(super) fn poison(&self) -> anyhow::Result<()> {
+        self.views()?.iter_mut().for_each(|(_, view)| view.bytes_mut().fill(0));
+        Ok(())
+    }
+
+    /// Compares all memory with what was written to the image.
+    pub(super) fn check(&self) -> anyhow::Result<()> {
+        let (mut words, mut right) = (Words::new(), vec![0; PIECE]);
+        for (offset, view) in self.views()? {
+            for (index, piece) in view.bytes().chunks(PIECE).enumerate() {
+                let right = &mut right[..piece.len()];
+                words.fill(right);
+                let at = offset + (index * PIECE) as u64;
+                ensure!(piece == right, "what was loaded is not what is in the image from {at:#x} on");
+            }
+        }
+        Ok(())
+    }
+}
+
+fn write_pages(path: &Path, kfd: &KfdImage) -> anyhow::Result<()> {
+    let mut file = std::io::BufWriter::with_capacity(PIECE, File::create(path)?);
+    let (_, length) = kfd.pages(GPU);
+    file.write_all(&(length - HEADER).to_le_bytes())?;
+    let (mut words, mut piece) = (Words::new(), vec![0; PIECE]);
+    for buffer in &kfd.buffers {
+        let mut left = usize::try_from(buffer.size)?;
+        while left > 0 {
+            let part = &mut piece[..left.min(PIECE)];
+            words.fill(part);
+            file.write_all(part)?;
+            left -= part.len();
+        }
+    }
+    file.into_inner().context("write the last bytes")?.sync_all().context("sync")
+}
+
+fn memory(bytes: u64) -> anyhow::Result<OwnedFd> {
+    let memfd = memfd_create(c"bench memory", MFdFlags::MFD_CLOEXEC).context("memfd_create")?;
+    fallocate(&memfd, FallocateFlags::empty(), 0, bytes.cast_signed())
+        .context("get memory: is there enough?")?;
+    Ok(memfd)
+}
+
+/// Reads `view.len()` bytes from `offset` on into a view.
+pub(super) fn read(file: &File, offset: u64, view: &mut View) -> anyhow::Result<()> {
+    file.read_exact_at(view.bytes_mut(), offset).context("read the pages file")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_image_is_what_the_engine_takes_and_a_wrong_word_is_seen() {
+        let directory = tempfile::tempdir().unwrap();
+        let image = Image::make(directory.path(), 24).unwrap();
+        assert_eq!(image.bytes(), 24 * MIB);
+        assert_eq!(image.files.len(), 1, "its length was checked when it was opened");
+        image.check().unwrap_err();
+        let file = File::open(image.pages()).unwrap();
+        let mut views = image.views().unwrap();
+        views.iter_mut().for_each(|(offset, view)| read(&file, *offset, view).unwrap());
+        image.check().unwrap();
+        let (offset, last) = views.last_mut().unwrap();
+        *last.bytes_mut().last_mut().unwrap() ^= 1;
+        let error = image.check().unwrap_err().to_string();
+        assert!(
+            error.contains(&format!(
+                "{:#x}",
+                (last.bytes().len() as u64 - 1) / PIECE as u64 * PIECE as u64 + *offset
+            )),
+            "{error}"
+        );
+    }
+
+    #[test]
+    fn sizes_are_mixed_and_add_up() {
+        let sizes = sizes(100);
+        assert_eq!(sizes.iter().sum::<u64>(), 100 * MIB);
+        assert!(sizes.contains(&(4 * KIB)) && sizes.iter().any(|size| *size > 32 * MIB));
+    }
+}

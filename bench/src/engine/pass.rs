@@ -1,0 +1,107 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! One pass over all bytes of an image: by the engine, by memcpy, by read.
+
+use std::fs::File;
+use std::os::fd::AsFd as _;
+use std::time::Instant;
+
+use anyhow::{Context as _, ensure};
+use nix::sys::resource::{UsageWho, getrusage};
+use nix::sys::time::TimeValLike as _;
+use nix::unistd::Pid;
+use rewake_contents::Loading;
+
+use super::image::{Image, read};
+use super::view::View;
+use crate::processes::high_water_mark;
+
+/// What one pass took.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) struct Pass {
+    pub(super) gb_per_s: f64,
+    /// Of all of the bench's threads, user and system.
+    pub(super) cpu_s_per_gb: f64,
+    /// Resident memory at its largest, above what there was before: bytes.
+    pub(super) memory: u64,
+}
+
+/// The engine, from its opening to its end. Every byte that it loaded is compared.
+pub(super) fn engine(image: &Image) -> anyhow::Result<Pass> {
+    image.poison()?;
+    let (processes, device) = image.to_load();
+    let mut whole = 0;
+    let pass = measured(image.bytes(), || {
+        let loading = Loading::into_memory(&processes, device)?;
+        loading.run(|_, _| whole += 1)?.context("there is nothing to load")
+    })?;
+    ensure!(whole == image.buffers(), "the engine told of {whole} of {} buffers", image.buffers());
+    image.check()?;
+    Ok(pass)
+}
+
+/// One memcpy for each buffer, out of a mapping of the file; both sides were mapped and in memory before.
+pub(super) fn memcpy(image: &Image) -> anyhow::Result<Pass> {
+    let file = File::open(image.pages()).context("open the pages file")?;
+    let length = usize::try_from(file.metadata()?.len())?;
+    let from = View::readable(file.as_fd(), length)?;
+    let mut views = image.views()?;
+    let parts: Vec<usize> =
+        views.iter().map(|(offset, _)| usize::try_from(*offset)).collect::<Result<_, _>>()?;
+    measured(image.bytes(), || {
+        for ((_, view), at) in views.iter_mut().zip(parts) {
+            let into = view.bytes_mut();
+            into.copy_from_slice(&from.bytes()[at..at + into.len()]);
+        }
+        Ok(())
+    })
+}
+
+/// One `pread` for each buffer, into memory that was mapped and there before.
+pub(super) fn pread(image: &Image) -> anyhow::Result<Pass> {
+    let file = File::open(image.pages()).context("open the pages file")?;
+    let mut views = image.views()?;
+    measured(image.bytes(), || views.iter_mut().try_for_each(|(offset, view)| read(&file, *offset, view)))
+}
+
+fn measured<T>(bytes: u64, act: impl FnOnce() -> anyhow::Result<T>) -> anyhow::Result<Pass> {
+    // The high-water mark is what is resident now.
+    std::fs::write("/proc/self/clear_refs", "5").context("reset the high-water mark")?;
+    let resident = || high_water_mark(Pid::this()).context("VmHWM");
+    let (before, cpu, start) = (resident()?, cpu_seconds()?, Instant::now());
+    act()?;
+    let gb = bytes as f64 / 1e9;
+    Ok(Pass {
+        gb_per_s: gb / start.elapsed().as_secs_f64(),
+        cpu_s_per_gb: (cpu_seconds()? - cpu) / gb,
+        memory: resident()?.saturating_sub(before),
+    })
+}
+
+fn cpu_seconds() -> anyhow::Result<f64> {
+    let usage = getrusage(UsageWho::RUSAGE_SELF).context("getrusage")?;
+    Ok((usage.user_time() + usage.system_time()).num_microseconds() as f64 / 1e6)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_pass_has_a_rate_the_cpu_time_of_all_threads_and_the_memory_that_it_had_for_a_while() {
+        let bytes = 256 << 20;
+        let pass = measured(1_000_000_000, || {
+            let spin = |seconds: f64| {
+                let start = cpu_seconds().unwrap();
+                while cpu_seconds().unwrap() - start < seconds {}
+            };
+            std::thread::scope(|scope| scope.spawn(|| spin(0.2)).join()).unwrap();
+            drop(vec![1_u8; bytes]);
+            Ok(())
+        })
+        .unwrap();
+        assert!(pass.gb_per_s > 0.1 && pass.gb_per_s < 5.1, "{pass:?}");
+        assert!(pass.cpu_s_per_gb >= 0.2, "{pass:?}");
+        // Other tests get and free some meanwhile.
+        assert!(pass.memory >= bytes as u64 / 2, "{pass:?}");
+    }
+}

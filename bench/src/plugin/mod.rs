@@ -1,0 +1,148 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! One process on GPUs, dumped and restored in turn by CRIU with its own plugin and with this project's, on a disk and
+//! with copy engines of known speed. `cargo xtask bench plugin` makes machines where both are so slow that they decide,
+//! and not the processor.
+//!
+//! * [`limits`]: what the disk, the copy engines and a serial loop over both do in the same run.
+//! * [`round`]: a dump and a restore. [`log`]: what CRIU's log tells of them.
+//! * [`table`]: the figures, and what is wanted of them.
+
+mod limits;
+mod log;
+mod round;
+mod table;
+
+use std::path::PathBuf;
+
+use anyhow::{Context as _, ensure};
+use gpu_app::shape::Shape;
+use softgpu_tests::criu::Plugin;
+
+use crate::processes::catch_interrupts;
+use limits::Limits;
+use round::{Sample, Subject};
+
+/// Buffers that weights are in: two for each of two GPUs.
+const LAYERS: u64 = 4;
+/// KiB of a layer of a process whose memory is no load.
+const TINY_KIB: u64 = 4;
+
+/// Arguments of `rewake-bench plugin`. Of an option that is given twice the second counts.
+#[derive(Debug, clap::Args)]
+#[command(args_override_self = true)]
+pub(crate) struct Options {
+    /// Weights of the process in MiB, all random
+    #[arg(long, default_value_t = 128, value_parser = clap::value_parser!(u64).range(4..=1 << 20))]
+    mib: u64,
+    /// GPUs that have a part of them each
+    #[arg(long, default_value_t = 1)]
+    gpus: usize,
+    /// Dumps and restores with each plugin
+    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u64).range(1..=100))]
+    rounds: u64,
+    /// Also a process with so many buffers of one page each
+    #[arg(long, default_value_t = 0)]
+    small_bos: u64,
+    /// Where images lie: the disk that is measured
+    #[arg(long)]
+    dir: PathBuf,
+}
+
+/// All of one run.
+#[derive(Debug)]
+struct Comparison {
+    mib: u64,
+    gpus: usize,
+    rounds: u64,
+    /// What the machine was made for, in millions of bytes a second.
+    made_for: MadeFor,
+    limits: Limits,
+    /// Of a process without a load, one of each plugin.
+    tiny: Vec<Sample>,
+    samples: Vec<Sample>,
+    /// Of a process with small buffers.
+    small: Option<Sample>,
+}
+
+/// Speeds that the machine promises; none where nobody does.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+struct MadeFor {
+    disk: Option<f64>,
+    /// All GPUs together.
+    copies: Option<f64>,
+}
+
+/// Measures and prints the table.
+pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
+    ensure!(
+        nix::unistd::geteuid().is_root(),
+        "rewake-bench plugin dumps processes with CRIU: run it as root"
+    );
+    catch_interrupts()?;
+    // A restored process is handed to the nearest such ancestor: this one then sees its end.
+    nix::sys::prctl::set_child_subreaper(true).context("PR_SET_CHILD_SUBREAPER")?;
+    let comparison = measure(options)?;
+    print!("{}", table::text(&comparison));
+    Ok(())
+}
+
+fn measure(options: &Options) -> anyhow::Result<Comparison> {
+    let large = Shape {
+        gpus: options.gpus,
+        layers: LAYERS,
+        layer_kib: options.mib * 1024 / LAYERS,
+        cache_mib: 1,
+        queues: 1,
+        ..Shape::small()
+    };
+    let tiny = Shape { layer_kib: TINY_KIB, ..large.clone() };
+    eprintln!("measuring the disk and the copy engines");
+    let limits = limits::measure(options.gpus, options.mib, &options.dir)?;
+    eprintln!("a process with {} KiB of weights", LAYERS * TINY_KIB);
+    let tiny_samples = rounds(&tiny, options, 1, &[Plugin::Stock, Plugin::Ours])?;
+    eprintln!("a process with {} MiB of weights", options.mib);
+    let samples = rounds(&large, options, options.rounds, &[Plugin::Stock, Plugin::Ours])?;
+    let mut small = None;
+    if options.small_bos > 0 {
+        eprintln!("a process with {} buffers of one page each", options.small_bos);
+        let shape = Shape { small_bos: options.small_bos, ..tiny };
+        small = rounds(&shape, options, 1, &[Plugin::Ours])?.pop();
+    }
+    Ok(Comparison {
+        mib: options.mib,
+        gpus: options.gpus,
+        rounds: options.rounds,
+        made_for: made_for(options.gpus),
+        limits,
+        tiny: tiny_samples,
+        samples,
+        small,
+    })
+}
+
+/// A process of this shape, dumped and restored with the plugins in turn.
+fn rounds(shape: &Shape, options: &Options, count: u64, plugins: &[Plugin]) -> anyhow::Result<Vec<Sample>> {
+    let mut subject = Subject::start(shape, &options.dir)?;
+    let mut samples = Vec::new();
+    for round in 1..=count {
+        for plugin in plugins {
+            let sample = subject.there_and_back(*plugin);
+            samples.push(sample.with_context(|| format!("round {round} with {plugin:?}"))?);
+        }
+    }
+    subject.quit()?;
+    Ok(samples)
+}
+
+/// As `cargo xtask vm` says of its disk, and softgpu.ko of its copy engines.
+fn made_for(gpus: usize) -> MadeFor {
+    let parameter = |name: &str| {
+        let text = std::fs::read_to_string(format!("/sys/module/softgpu/parameters/{name}")).ok()?;
+        text.trim().parse::<f64>().ok().filter(|value| *value > 0.0)
+    };
+    let disk = std::env::var("DISK_MBPS").ok().and_then(|text| text.parse().ok());
+    // Contexts reach two of a GPU's rings.
+    let rings = parameter("sdma_rings").map(|rings| rings.min(2.0));
+    let copies = parameter("copy_mbps").zip(rings).map(|(rate, rings)| rate * rings * gpus as f64);
+    MadeFor { disk, copies }
+}
