@@ -11,13 +11,13 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, bail, ensure};
 
 use super::options::Options;
-use super::{accelerator, cache, console, disk, home, initramfs, say};
+use super::{cache, console, disk, home, initramfs, say};
 use crate::commands::plugin::{self, Profile};
 use crate::{program, repository};
 
 const BOOT: &str = include_str!("guest/boot.sh");
 /// What the command printed, as a file.
-pub(super) const OUTPUT: &str = "output.log";
+const OUTPUT: &str = "output.log";
 /// How often the machine's end is looked for.
 const GLANCE: Duration = Duration::from_millis(20);
 /// What `boot.sh` reports when it does not get as far as the command.
@@ -37,11 +37,11 @@ pub(super) struct Parts {
 }
 
 /// Boots, runs the command, gives its exit code. An error if the machine failed, or its kernel complained.
-pub(super) fn run(options: &Options, parts: &Parts) -> anyhow::Result<u8> {
+pub(super) fn run(options: &Options, parts: &Parts, accelerator: [&str; 2]) -> anyhow::Result<u8> {
     let folder = home().join("runs").join(std::process::id().to_string());
     clear_runs()?;
     cache::create(&folder)?;
-    let result = supervise(options, parts, &folder);
+    let result = supervise(options, parts, accelerator, &folder);
     let log = folder.join("console.log");
     let console =
         fs::read(&log).map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).unwrap_or_default();
@@ -83,14 +83,14 @@ fn clear_runs() -> anyhow::Result<()> {
     Ok(())
 }
 
-fn supervise(options: &Options, parts: &Parts, folder: &Path) -> anyhow::Result<u8> {
+fn supervise(options: &Options, parts: &Parts, accelerator: [&str; 2], folder: &Path) -> anyhow::Result<u8> {
     let interactive = std::io::stdin().is_terminal() && std::io::stdout().is_terminal();
     let shares = shares()?;
     let initrd = initrd(options, parts, folder, &shares, interactive)?;
     // The machine ends with this program, however that ends.
     let mut qemu = Command::new("setpriv");
     qemu.args(["--pdeathsig", "KILL", "qemu-system-x86_64"]);
-    qemu.args(arguments(options, parts, folder, &shares)).args(accelerator::arguments(parts)?);
+    qemu.args(arguments(options, parts, folder, &shares)).args(accelerator);
     qemu.arg("-initrd").arg(initrd);
     if let Some(scratch) = &options.disk {
         let path = disk::scratch(scratch, folder)?;

@@ -37,25 +37,20 @@ pub(crate) fn test(filter: Option<&str>) -> anyhow::Result<()> {
 
 /// Makes what is missing or stale, then starts the machine; gives the command's exit code.
 pub(crate) fn boot(options: &Options) -> anyhow::Result<u8> {
-    let parts = {
+    let (parts, accelerator) = {
         let _lock = lock()?;
         setup::install(&system::HOST_PACKAGES)?;
         let system = system::ready()?;
-        machine::Parts {
+        let parts = machine::Parts {
             kernel: system::kernel(options.series)?,
             disk: disk::ready(&system)?,
             initramfs: initramfs::ready(&system, options.series)?,
             module: module::ready(&system, options.series)?,
-        }
+        };
+        let accelerator = accelerator::arguments(&parts)?;
+        (parts, accelerator)
     };
-    machine::run(options, &parts)
-}
-
-/// What the command of the last machine that failed printed.
-fn last_output() -> anyhow::Result<String> {
-    let path = home().join(machine::OUTPUT);
-    let bytes = std::fs::read(&path).with_context(|| format!("read {}", path.display()))?;
-    Ok(String::from_utf8_lossy(&bytes).into_owned())
+    machine::run(options, &parts, accelerator)
 }
 
 /// Whether a machine was made here before, so that the next starts at once.

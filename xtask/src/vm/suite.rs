@@ -2,14 +2,16 @@
 //! `cargo xtask vm test`: the tests of the software GPU, and those that need one, built here and run in machines of
 //! both kernels and of several shapes of GPU.
 
+use std::io::{BufRead as _, BufReader};
 use std::path::{Path, PathBuf};
-use std::process::Command;
-use std::time::{Duration, Instant};
+use std::process::{Command, Stdio};
+use std::sync::Mutex;
+use std::thread;
+use std::time::Instant;
 
-use anyhow::{bail, ensure};
+use anyhow::{Context as _, bail, ensure};
 
-use super::options::{Disk, Options, Series};
-use super::{boot, last_output};
+use super::options::Series;
 use crate::commands::plugin::{self, Profile};
 use crate::{program, repository, root};
 
@@ -17,10 +19,12 @@ use crate::{program, repository, root};
 const TESTED: [&str; 1] = ["softgpu-tests"];
 /// Programs that they start.
 const PROGRAMS: [&str; 2] = ["gpu-app", "rewake"];
-/// A scratch disk for those that measure.
-const DISK: Disk = Disk { mib: 256, mbps: Some(50) };
-/// A test that hangs must not hang the suite.
-const TIME_LIMIT: Duration = Duration::from_secs(1800);
+/// A scratch disk for those that measure: MiB and 10^6 bytes a second.
+const DISK: &str = "256@50";
+/// A test that hangs must not hang the suite. Seconds.
+const TIME_LIMIT: &str = "1800";
+/// Machines at once: an emulated one keeps one processor busy, and may have 4 GiB of memory.
+const AT_ONCE: usize = 2;
 
 /// What the script prints before the path of a program that failed.
 const FAILED: &str = "failed: ";
@@ -63,32 +67,63 @@ pub(super) fn run(filter: Option<&str>) -> anyhow::Result<()> {
         println!("no test of that name runs in the machine");
         return Ok(());
     }
-    let mut failures = Vec::new();
+    let waiting = Mutex::new(SHAPES.iter().enumerate());
     let start = Instant::now();
-    for shape in &SHAPES {
-        let tests = tests_for(&tests, shape.only);
-        if tests.is_empty() {
-            continue;
+    let next = || waiting.lock().ok().and_then(|mut waiting| waiting.next());
+    let work = || -> Vec<String> {
+        let mut failures = Vec::new();
+        while let Some((number, shape)) = next() {
+            let tests = tests_for(&tests, shape.only);
+            if tests.is_empty() {
+                continue;
+            }
+            let name = format!("Linux {}, {}", shape.series.name(), shape.module_arguments);
+            println!("=== {number}: {name}");
+            if let Err(error) = shape.test(number, &script(&tests, filter)) {
+                failures.push(format!("{name}: {error:#}"));
+            }
+            println!("=== {number}: ended, {:.0} s so far", start.elapsed().as_secs_f64());
         }
-        let script = script(&tests, filter);
-        let name = format!("Linux {}, {}", shape.series.name(), shape.module_arguments);
-        println!("\n=== {name}");
-        let mut options = Options::new(["sh", "-c", &script].map(str::to_owned).to_vec());
-        options.series = shape.series;
-        shape.module_arguments.clone_into(&mut options.module_arguments);
-        options.disk = Some(DISK);
-        options.time_limit = TIME_LIMIT;
-        match boot(&options) {
-            Ok(0) => {}
-            Ok(_) => failures.push(format!("{name}: {}", failed(&last_output()?))),
-            Err(error) => failures.push(format!("{name}: {error:#}")),
-        }
-        println!("=== {:.0} s so far", start.elapsed().as_secs_f64());
-    }
+        failures
+    };
+    let at_once = thread::available_parallelism().map_or(1, |cores| cores.get().min(AT_ONCE));
+    let failures: Vec<String> = thread::scope(|scope| {
+        let lanes: Vec<_> = (0..at_once).map(|_| scope.spawn(work)).collect();
+        let ended = lanes.into_iter().map(|lane| lane.join());
+        ended.flat_map(|failures| failures.unwrap_or_else(|_| vec!["a lane panicked".to_owned()])).collect()
+    });
     if !failures.is_empty() {
         bail!("{}", failures.join("; "));
     }
     Ok(())
+}
+
+impl Shape {
+    /// Runs a script in such a machine, in a process of its own that ends with this one; prints what it prints, with the
+    /// machine's number before each line.
+    fn test(&self, number: usize, script: &str) -> anyhow::Result<()> {
+        let own = std::env::current_exe().context("find this program")?;
+        let (output, end) = std::io::pipe().context("make a pipe")?;
+        let mut machine = Command::new("setpriv");
+        machine.args(["--pdeathsig", "KILL"]).arg(own).args(["vm", "--kernel", self.series.name()]);
+        machine.args(["--module-args", self.module_arguments, "--disk", DISK, "--time-limit", TIME_LIMIT]);
+        machine.args(["--", "sh", "-c", script]).stdin(Stdio::null());
+        machine.stdout(end.try_clone().context("share the pipe")?).stderr(end);
+        let mut child = machine.spawn().context("start a machine")?;
+        // The pipe ends when nobody has its other end: not this process either.
+        drop(machine);
+        let mut said = String::new();
+        for line in BufReader::new(output).split(b'\n') {
+            let line = line.context("read what the machine says")?;
+            let line = String::from_utf8_lossy(&line);
+            println!("{number}| {}", line.trim_end());
+            said += &line;
+            said.push('\n');
+        }
+        let status = child.wait().context("wait for the machine")?;
+        ensure!(status.success(), "{}", failed(&said));
+        Ok(())
+    }
 }
 
 /// The test programs, built now with the programs that they start and the plugin that CRIU loads.
@@ -152,7 +187,8 @@ fn script(tests: &[PathBuf], filter: Option<&str>) -> String {
     script + "exit $failed\n"
 }
 
-/// Which programs failed, by what [`script`] printed, and which tests of each, by what Rust's test harness did.
+/// Which programs failed, by what [`script`] printed, and which tests of each, by what Rust's test harness did; or
+/// what `cargo xtask vm` says of the machine.
 fn failed(output: &str) -> String {
     let mut programs = Vec::new();
     let mut tests = Vec::new();
@@ -163,6 +199,8 @@ fn failed(output: &str) -> String {
             let program = Path::new(program).file_name().unwrap_or_default().to_string_lossy();
             programs.push(format!("{program} failed ({})", tests.join(", ")));
             tests.clear();
+        } else if let Some(error) = line.strip_prefix("xtask: ") {
+            programs.push(error.to_owned());
         }
     }
     programs.join(", ")
@@ -205,7 +243,7 @@ mod tests {
     #[test]
     fn what_failed_is_told_by_name() {
         let output = "running 2 tests\r\n---- a::one stdout ----\r\npanicked\r\n---- two stdout ----\r\n\
-            failed: /t/deps/first-1f\r\ntest three ... ok\r\nfailed: /t/deps/second-2\r\n";
-        assert_eq!(failed(output), "first-1f failed (a::one, two), second-2 failed ()");
+            failed: /t/deps/first-1f\r\ntest three ... ok\r\nfailed: /t/deps/second-2\r\nxtask: it is late\n";
+        assert_eq!(failed(output), "first-1f failed (a::one, two), second-2 failed (), it is late");
     }
 }
