@@ -9,6 +9,7 @@
 //! * [`svm`]: attributes of ordinary memory.
 //! * [`criu`]: checkpoint operations and the kernel's private data.
 //! * [`mapping`]: which GPUs take the places of an image's. [`settings`]: what its user may switch.
+//! * [`smi`]: what the driver tells of queues.
 //! * [`render`]: submissions through a render node.
 //!
 //! Sources: `include/uapi/linux/kfd_ioctl.h`, `include/uapi/drm/amdgpu_drm.h`, `drivers/gpu/drm/amd/amdkfd` of
@@ -23,6 +24,7 @@ pub mod mapping;
 pub mod packet;
 pub mod render;
 pub mod settings;
+pub mod smi;
 pub mod svm;
 pub mod topology;
 

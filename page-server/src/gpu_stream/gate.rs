@@ -23,15 +23,16 @@ pub(super) struct Gate<'a> {
 }
 
 impl Gate<'_> {
-    /// Opens it: once, when all is loaded.
+    /// Opens it: once, when all is loaded. The process's number.
     ///
     /// # Errors
     /// The process cannot be traced, or the driver refuses: it stands still.
-    pub(super) fn open(&self) -> anyhow::Result<()> {
+    pub(super) fn open(&self) -> anyhow::Result<i32> {
         let pid = sys::pidfd_pid(self.process).context("finding the process")?;
         let done = with_tracer(pid, PATIENCE, || criu::unpause(self.kfd));
         let done = done.with_context(|| format!("tracing process {pid}"))?;
-        done.with_context(|| format!("letting the GPUs of process {pid} go on"))
+        done.with_context(|| format!("letting the GPUs of process {pid} go on"))?;
+        Ok(pid)
     }
 
     /// Whether there is nobody behind it.

@@ -11,6 +11,7 @@ use rewake_criu_images::amdgpu::{KfdImage, kfd_name};
 use rewake_handover::proto::{self, to_plugin, to_server};
 use rewake_handover::{Channel, Error, Listener, VERSION};
 
+use super::confirm::{self, Confirm};
 use super::gate::Gate;
 use super::parts::Buffer;
 use super::placeholders::{Handed, Placeholders};
@@ -49,8 +50,9 @@ pub(super) struct Gated<'a> {
     pub(super) placeholders: Option<Placeholders<'a>>,
 }
 
-/// Takes what the plugin that comes hands over, and opens all files: what cannot be is refused while nothing runs yet.
-pub(super) fn take(listener: &Listener) -> anyhow::Result<Taken> {
+/// Takes what the plugin that comes hands over, and opens all files: what cannot be is refused while nothing runs yet. From before
+/// the gates are shut `confirm` listens.
+pub(super) fn take(listener: &Listener, confirm: &mut Option<Confirm>) -> anyhow::Result<Taken> {
     loop {
         let mut taken = Taken { channel: listener.accept()?, processes: Vec::new() };
         // Somebody looked whether there is one here.
@@ -60,7 +62,7 @@ pub(super) fn take(listener: &Listener) -> anyhow::Result<Taken> {
         };
         // Whoever else comes loads everything at once.
         listener.close();
-        match first.and_then(|(what, _)| taken.collect(&what)) {
+        match first.and_then(|(what, _)| taken.collect(&what, confirm)) {
             Ok(()) => return Ok(taken),
             Err(error) => {
                 // The plugin says so in CRIU's log; it may have gone.
@@ -73,7 +75,7 @@ pub(super) fn take(listener: &Listener) -> anyhow::Result<Taken> {
 }
 
 impl Taken {
-    fn collect(&mut self, first: &to_server::What) -> anyhow::Result<()> {
+    fn collect(&mut self, first: &to_server::What, confirm: &mut Option<Confirm>) -> anyhow::Result<()> {
         let &to_server::What::Hello(proto::Hello { version }) = first else { bail!(odd("Hello", first)) };
         ensure!(
             version == VERSION,
@@ -99,7 +101,11 @@ impl Taken {
                     let placeholders = self.last()?.placeholders.as_mut();
                     placeholders.context("mappings came before their placeholders")?.add(told)?;
                 }
-                to_server::What::Ready(_) => return Ok(self.say(to_plugin::What::Ready(proto::Ready {}))?),
+                to_server::What::Ready(_) => {
+                    let minors = (0..self.processes.len()).flat_map(|place| self.minors(place));
+                    confirm::trying(confirm, |confirm| confirm.listen(minors));
+                    return Ok(self.say(to_plugin::What::Ready(proto::Ready {}))?);
+                }
                 other => bail!(odd("what is to be loaded", &other)),
             }
         }
@@ -150,6 +156,11 @@ impl Taken {
     /// What is to be loaded.
     pub(super) fn processes(&self) -> impl Iterator<Item = Process<'_>> {
         self.processes.iter().map(|of| Process { files: &of.files, dmabufs: &of.dmabufs })
+    }
+
+    /// N of the `/dev/dri/renderDN` of a process's GPUs.
+    pub(super) fn minors(&self, place: usize) -> impl Iterator<Item = u32> {
+        self.processes[place].gpus.iter().map(|(_, minor)| *minor)
     }
 
     fn say(&self, what: to_plugin::What) -> Result<(), Error> {

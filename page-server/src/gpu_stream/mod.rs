@@ -3,9 +3,10 @@
 //!
 //! The plugin restores all but the contents of buffers that may come later, shuts the gate of every process (PROCESS_INFO),
 //! resumes it, and hands over ([`intake`]). Here the rest is loaded; CPUs that touch it wait for it ([`touches`], [`placeholders`]). Then
-//! the gates are opened ([`gate`]): no queue runs before every byte that its GPU may reach is there (I2). A process whose gate
-//! nobody would open any more is killed, by the supervisor if need be.
+//! the gates are opened ([`gate`]): no queue runs before every byte that its GPU may reach is there (I2); and it is looked whether all do
+//! ([`confirm`]). A process whose gate nobody would open any more is killed, by the supervisor if need be.
 
+mod confirm;
 mod gate;
 mod intake;
 mod parts;
@@ -26,12 +27,17 @@ use rewake_contents::{Loading, Process, Report};
 use rewake_handover::Listener;
 use tracing::{info, warn};
 
+use confirm::{Confirm, Opened};
 use placeholders::Placeholders;
 use touches::{Resident, Touches};
 
 use crate::ledger::Ledger;
 use crate::sys;
 use crate::timeline::Timeline;
+
+/// For queues to run whose gates are open. Memory that programs have registered is mapped first, which takes as long as finding its
+/// pages does.
+const CONFIRMED: Duration = Duration::from_secs(10);
 
 /// How one restore went.
 #[derive(Debug)]
@@ -52,6 +58,7 @@ fn load(
     placeholders: Vec<Placeholders<'_>>,
     ledger: Ledger,
     timeline: &Timeline,
+    confirm: &mut Option<Confirm>,
 ) -> anyhow::Result<(Option<Report>, u64)> {
     let loading = Loading::new(processes)?;
     let resident = Resident::new(processes.len(), &placeholders)?;
@@ -59,7 +66,9 @@ fn load(
     let (desk, giving_up) = (loading.desk(), loading.desk());
     let (over, ended) = channel::<()>();
     std::thread::scope(|scope| {
-        scope.spawn(move || progress::follow(&desk, timeline, &ended));
+        scope.spawn(move || {
+            progress::follow(&desk, timeline, &ended, || confirm::trying(confirm, Confirm::hear));
+        });
         let touches = scope.spawn(|| {
             // What they wait for would never come, and what they have would be zeros.
             let touched = catch_unwind(AssertUnwindSafe(|| touches.run()));
@@ -79,12 +88,23 @@ fn load(
     })
 }
 
+/// Waits until the queues run whose gates are open, and says whose do not.
+fn look_at_queues(confirm: Option<Confirm>, opened: &[Opened]) {
+    let Some(mut confirm) = confirm else { return };
+    match confirm.run(opened, CONFIRMED) {
+        Ok(wrong) if wrong.is_empty() => info!("the driver confirms that queues run"),
+        Ok(wrong) => wrong.iter().for_each(|wrong| warn!("after {CONFIRMED:?} {wrong}")),
+        Err(error) => confirm::not(&error),
+    }
+}
+
 /// Serves the one restore that comes, and tells `timeline` how.
 ///
 /// # Errors
 /// The plugin gave up, or memory could not be loaded: gates are shut then, and the ledger knows whose.
 pub fn serve(listener: &Listener, ledger: Ledger, timeline: &Timeline) -> anyhow::Result<Summary> {
-    let taken = intake::take(listener)?;
+    let mut confirm = Confirm::new().map_err(|error| confirm::not(&error)).ok();
+    let taken = intake::take(listener, &mut confirm)?;
     timeline.handed_over();
     // Asked to stop, it goes on from here: it takes as long as it takes to load, and then no gate is shut.
     let stop: SigSet = [Signal::SIGTERM, Signal::SIGINT].into_iter().collect();
@@ -99,11 +119,14 @@ pub fn serve(listener: &Listener, ledger: Ledger, timeline: &Timeline) -> anyhow
     info!(processes = gates.len(), "loading memory of GPUs behind running processes");
     let processes: Vec<Process<'_>> = taken.processes().collect();
     let (loaded, touches) =
-        load(&processes, placeholders, ledger, timeline).context("loading memory of GPUs")?;
+        load(&processes, placeholders, ledger, timeline, &mut confirm).context("loading memory of GPUs")?;
+    let mut opened = Vec::new();
     for (place, gate) in &gates {
         match gate.open() {
-            Ok(()) => {
+            Ok(pid) => {
                 timeline.gate_opened(*place);
+                let minors = taken.minors(*place).collect();
+                opened.push(Opened { pid: pid.unsigned_abs(), process: gate.process, minors });
                 ledger.gates().opened(gate.process);
             }
             Err(error) if gate.has_ended() => {
@@ -114,5 +137,7 @@ pub fn serve(listener: &Listener, ledger: Ledger, timeline: &Timeline) -> anyhow
             Err(error) => return Err(error),
         }
     }
-    Ok(Summary { processes: gates.len(), loaded, touches, took: start.elapsed() })
+    let took = start.elapsed();
+    look_at_queues(confirm, &opened);
+    Ok(Summary { processes: gates.len(), loaded, touches, took })
 }

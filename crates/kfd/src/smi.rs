@@ -1,0 +1,178 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! System management events: what the driver tells of a GPU's queues (`kfd_smi_events.c`).
+
+use std::fs::File;
+use std::io::{ErrorKind, Read as _, Write as _};
+use std::os::fd::{AsFd, BorrowedFd};
+
+use crate::abi::{KFD_SMI_EVENT_ALL_PROCESS, KFD_SMI_EVENT_QUEUE_EVICTION, KFD_SMI_EVENT_QUEUE_RESTORE};
+use crate::{Act, Error, Kfd};
+
+/// All that the driver keeps for a reader.
+const FIFO: usize = 8192;
+
+/// A process's queues on a GPU were counted out or in: they run when they were counted in as often as out.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct QueueEvent {
+    /// The process, as the first pid namespace numbers it; some kernels, as its own does.
+    pub pid: u32,
+    /// The GPU's id in the topology.
+    pub gpu: u32,
+    /// Which.
+    pub what: What,
+}
+
+/// What happens to queues.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum What {
+    /// QUEUE_EVICTION: counted out.
+    Out,
+    /// QUEUE_RESTORE: counted in.
+    In,
+    /// QUEUE_RESTORE, rescheduled: they were to be counted in, and something that GPUs reach could not be had; it is tried
+    /// again.
+    PutOff,
+}
+
+/// The events of one GPU's queues, of all processes.
+#[derive(Debug)]
+pub struct Stream {
+    events: File,
+    /// What was read of a line whose end was not.
+    begun: Vec<u8>,
+}
+
+impl Stream {
+    /// From now on. Needs CAP_SYS_ADMIN to see others' than this process's.
+    ///
+    /// # Errors
+    /// SMI_EVENTS failed, or the driver does not take the choice of events.
+    pub fn open(kfd: &Kfd, gpu: u32) -> Result<Self, Error> {
+        let mut events = File::from(kfd.smi_events(gpu)?);
+        let bit = |event: u32| 1_u64 << (event - 1);
+        let chosen = bit(KFD_SMI_EVENT_ALL_PROCESS)
+            | bit(KFD_SMI_EVENT_QUEUE_EVICTION)
+            | bit(KFD_SMI_EVENT_QUEUE_RESTORE);
+        events.write_all(&chosen.to_ne_bytes()).map_err(Act::named("choose SMI events").on(gpu).failed())?;
+        Ok(Self { events, begun: Vec::new() })
+    }
+
+    /// What has happened since it was last asked; does not wait. What the driver has no room for is lost: 8 KiB, some
+    /// 200 events.
+    ///
+    /// # Errors
+    /// The kernel's.
+    pub fn read(&mut self) -> std::io::Result<Vec<QueueEvent>> {
+        let mut found = Vec::new();
+        let mut bytes = [0; FIFO];
+        loop {
+            match self.events.read(&mut bytes) {
+                Ok(0) => return Ok(found),
+                Ok(count) => found.extend(take(&mut self.begun, &bytes[..count])),
+                Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(found),
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+            }
+        }
+    }
+}
+
+impl AsFd for Stream {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.events.as_fd()
+    }
+}
+
+/// The events of whole lines. Some kernels put a NUL where a letter is meant, before a line's end.
+fn take(begun: &mut Vec<u8>, bytes: &[u8]) -> Vec<QueueEvent> {
+    begun.extend_from_slice(bytes);
+    let Some(end) = begun.iter().rposition(|byte| *byte == b'\n') else {
+        // No line is as long: this is something else.
+        if begun.len() > FIFO {
+            begun.clear();
+        }
+        return Vec::new();
+    };
+    let rest = begun.split_off(end + 1);
+    let whole = std::mem::replace(begun, rest);
+    whole.split(|byte| matches!(byte, b'\n' | 0)).filter_map(parse).collect()
+}
+
+/// `9 NANOSECONDS -PID GPU TRIGGER` or `a NANOSECONDS -PID GPU [HOW]`: numbers of events and GPUs are hexadecimal
+/// (`KFD_EVENT_FMT_*` of `kfd_ioctl.h`).
+fn parse(line: &[u8]) -> Option<QueueEvent> {
+    let mut words = std::str::from_utf8(line).ok()?.split_ascii_whitespace();
+    let event = u32::from_str_radix(words.next()?, 16).ok()?;
+    let pid = words.nth(1)?.strip_prefix('-')?.parse().ok()?;
+    let gpu = u32::from_str_radix(words.next()?, 16).ok()?;
+    let what = match (event, words.next()) {
+        (KFD_SMI_EVENT_QUEUE_EVICTION, _) => What::Out,
+        (KFD_SMI_EVENT_QUEUE_RESTORE, Some("R")) => What::PutOff,
+        (KFD_SMI_EVENT_QUEUE_RESTORE, _) => What::In,
+        _ => return None,
+    };
+    Some(QueueEvent { pid, gpu, what })
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn all(pieces: &[&[u8]]) -> Vec<QueueEvent> {
+        let mut begun = Vec::new();
+        pieces.iter().flat_map(|piece| take(&mut begun, piece)).collect()
+    }
+
+    fn event(pid: u32, gpu: u32, what: What) -> QueueEvent {
+        QueueEvent { pid, gpu, what }
+    }
+
+    #[test]
+    fn queues_are_counted_out_and_in_and_put_off() {
+        let said = b"9 5012345 -812 1a2b 5\na 5012399 -812 1a2b R\na 5012400 -812 1a2b 0\n";
+        let events = [What::Out, What::PutOff, What::In].map(|what| event(812, 0x1a2b, what));
+        assert_eq!(all(&[said]), events);
+    }
+
+    #[test]
+    fn older_kernels_leave_the_letter_out_or_make_it_a_nul() {
+        let in_ = event(7, 0xff, What::In);
+        assert_eq!(all(&[b"a 1 -7 ff\n"]), [in_]);
+        assert_eq!(all(&[b"a 1 -7 ff \0\na 2 -7 ff \0\n"]), [in_, in_]);
+    }
+
+    #[test]
+    fn a_line_may_come_in_pieces() {
+        assert_eq!(all(&[b"9 1 -3", b"1 e", b" 5\n9"]), [event(31, 0xe, What::Out)]);
+    }
+
+    #[test]
+    fn other_events_are_passed_over() {
+        assert!(all(&[b"1 2f:worker\n2 0:1\nb 1 -7 @10(20) ff 1\n\n", b"9 1 -7\n9 1 7 ff 5\n"]).is_empty());
+    }
+
+    #[test]
+    fn what_is_no_line_is_not_kept() {
+        let mut begun = Vec::new();
+        for _ in 0..100 {
+            assert!(take(&mut begun, &[b'x'; 1000]).is_empty());
+        }
+        assert!(begun.len() <= FIFO + 1000);
+    }
+
+    proptest! {
+        #[test]
+        fn pieces_are_as_good_as_the_whole(bytes in "([9a1] [0-9]{1,3} -?[0-9]{1,3} [0-9a-f]{1,4} [0R\0\n]{0,2}\n?){0,8}", cut: usize) {
+            let bytes = bytes.as_bytes();
+            let cut = cut % (bytes.len() + 1);
+            prop_assert_eq!(all(&[&bytes[..cut], &bytes[cut..]]), all(&[bytes]));
+        }
+
+        #[test]
+        fn any_bytes_are_borne(pieces: Vec<Vec<u8>>) {
+            all(&pieces.iter().map(Vec::as_slice).collect::<Vec<_>>());
+        }
+    }
+}
