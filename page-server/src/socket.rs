@@ -60,11 +60,13 @@ fn is_served(path: &Path) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use nix::sys::stat::{Mode, SFlag, mknod};
 
     #[test]
     fn a_stale_socket_file_is_replaced() {
         let dir = tempfile::tempdir().unwrap();
-        drop(UnixListener::bind(dir.path().join(NAME)).unwrap());
+        // No socket was ever bound to it: a child of another test may have a copy of one that is dropped.
+        mknod(&dir.path().join(NAME), SFlag::S_IFSOCK, Mode::S_IRUSR | Mode::S_IWUSR, 0).unwrap();
         listen(dir.path()).unwrap();
     }
 

@@ -2,8 +2,8 @@
 //! A process whose memory is watched and missing, for tests of what becomes of it.
 
 use std::fs::File;
-use std::io::Read as _;
-use std::os::fd::{AsFd as _, AsRawFd as _, FromRawFd as _, IntoRawFd as _, OwnedFd, RawFd};
+use std::io::{Read as _, Write as _};
+use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, FromRawFd as _, IntoRawFd as _, OwnedFd, RawFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -46,7 +46,7 @@ impl Watched {
         let pid = unsafe { libc::fork() };
         assert!(pid >= 0);
         if pid == 0 {
-            // Its copy of the other end would keep it waiting for itself.
+            // With its own copy of the other end it would outlast a test that fails before it is told to go on.
             // SAFETY: this process's own copy, not used again.
             unsafe { libc::close(take.as_raw_fd()) };
             child(start as u64, tell.as_raw_fd(), taken.as_raw_fd(), act);
@@ -60,7 +60,8 @@ impl Watched {
             unsafe { libc::syscall(libc::SYS_pidfd_getfd, pidfd.as_raw_fd(), i32::from_ne_bytes(number), 0) };
         let uffd = RawFd::try_from(uffd).unwrap();
         assert!(uffd >= 0);
-        drop(take); // now it may close its own, and go on
+        // Now it may close its own, and go on. Told by a byte: children of other tests may have copies of this end.
+        File::from(take).write_all(&[0]).unwrap();
         Self { pid, uffd, start: start as u64 }
     }
 
@@ -89,6 +90,12 @@ impl Watched {
         // SAFETY: this process's own descriptor; the tests use `self.uffd` as a number from here on.
         let uffd = Uffd::adopt(unsafe { OwnedFd::from_raw_fd(self.uffd) }).unwrap();
         Arc::new(AddressSpace::new(Arc::clone(session), slot, uffd, Arc::default(), space, 0))
+    }
+
+    /// One more descriptor for its userfaultfd, which is still open.
+    pub(crate) fn copy(&self) -> OwnedFd {
+        // SAFETY: tests call this before anything could have closed it.
+        unsafe { BorrowedFd::borrow_raw(self.uffd) }.try_clone_to_owned().unwrap()
     }
 
     /// True while it can run.
@@ -157,8 +164,20 @@ pub(crate) fn is_open(number: RawFd) -> bool {
     unsafe { libc::fcntl(number, libc::F_GETFD) >= 0 }
 }
 
+/// True when descriptor `number` is open and for the same file as `copy`: other tests may have got the number since.
+pub(crate) fn is_open_for(number: RawFd, copy: &OwnedFd) -> bool {
+    /// `enum kcmp_type` of linux/kcmp.h.
+    const KCMP_FILE: i32 = 0;
+    let own = std::process::id();
+    // SAFETY: integers only.
+    let order = unsafe { libc::syscall(libc::SYS_kcmp, own, own, KCMP_FILE, number, copy.as_raw_fd()) };
+    let error = std::io::Error::last_os_error();
+    assert!(order >= 0 || error.raw_os_error() == Some(libc::EBADF), "kcmp: {error}");
+    order == 0
+}
+
 /// Looks until it is so; not for ever.
-pub(crate) fn until(what: impl Fn() -> bool) {
+pub(crate) fn until(mut what: impl FnMut() -> bool) {
     let end = Instant::now() + Duration::from_secs(10);
     while !what() {
         assert!(Instant::now() < end, "it does not come to that");

@@ -13,8 +13,8 @@ use nix::unistd::Pid;
 
 use crate::process::{run, tail};
 
-/// Time that one CRIU command may take.
-const LIMIT: Duration = Duration::from_secs(60);
+/// Time that one CRIU command may take: only so that none hangs for ever.
+const LIMIT: Duration = Duration::from_secs(300);
 
 /// One CRIU program.
 #[derive(Clone, Debug)]

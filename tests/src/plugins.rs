@@ -18,8 +18,8 @@ use crate::process::{adopt_orphans, kill_all, run, session, tail, until, wait_pi
 use crate::scene::{ACT, built_programs};
 use crate::verdict::Verdict;
 
-/// Time that one CRIU command may take.
-const LIMIT: Duration = Duration::from_secs(60);
+/// Time that one CRIU command may take: only so that none hangs for ever.
+const LIMIT: Duration = Duration::from_secs(300);
 /// Size of the device in bytes.
 const DEVICE: u64 = 1 << 20;
 

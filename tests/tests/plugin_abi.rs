@@ -5,7 +5,7 @@ use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::{env, fs, ptr};
+use std::{fs, ptr};
 
 use rewake_tests::plugins::{amdgpu, later_criu, observer};
 
@@ -109,6 +109,15 @@ fn alone(act: impl FnOnce()) {
     assert_eq!(status, 0, "see above");
 }
 
+/// Sets a variable in a process that [`alone`] made. Another thread may have held the lock of the standard library's
+/// own way to do so when that was forked: nobody would ever let go of it there.
+fn set_variable(name: &CStr, value: &Path) {
+    let value = CString::new(value.as_os_str().as_bytes()).unwrap();
+    // SAFETY: terminated strings, which are copied. This process has one thread, and the test program never changes its
+    // environment: no thread was changing it when this process was forked.
+    assert_eq!(unsafe { libc::setenv(name.as_ptr(), value.as_ptr(), 1) }, 0);
+}
+
 #[test]
 fn a_program_without_a_symbol_of_criu_can_load_them_and_gets_the_fewest_hooks() {
     for (plugin, name) in plugins().iter().zip([c"amdgpu_plugin", c"observer"]) {
@@ -151,11 +160,9 @@ fn a_later_criu_gets_all_hooks_and_an_answer_in_its_second_argument() {
     fs::write(images.path().join("observer-7.img"), "/dev/null").unwrap();
     for (later, id, expected) in [(false, 8, None), (true, 7, Some(true))] {
         alone(|| {
-            // SAFETY: this process has one thread.
-            unsafe { env::set_var("LATER_CRIU_IMAGES", images.path()) };
+            set_variable(c"LATER_CRIU_IMAGES", images.path());
             if later {
-                // SAFETY: as above.
-                unsafe { env::set_var("OBSERVER_LATER", "1") };
+                set_variable(c"OBSERVER_LATER", Path::new("1"));
             }
             open(&later_criu().unwrap(), libc::RTLD_GLOBAL);
             let descriptor = load(&observer().unwrap());
@@ -186,8 +193,7 @@ fn an_earlier_criu_is_not_written_to_through_an_argument_that_it_does_not_pass()
 fn a_fork_of_criu_does_not_run_what_belongs_to_the_main_process() {
     let calls = tempfile::NamedTempFile::new().unwrap();
     alone(|| {
-        // SAFETY: this process has one thread.
-        unsafe { env::set_var("OBSERVER_LOG", calls.path()) };
+        set_variable(c"OBSERVER_LOG", calls.path());
         let descriptor = load(&observer().unwrap());
         assert_eq!((descriptor.init)(DUMP), 0);
         // SAFETY: hook 11 takes a pid.

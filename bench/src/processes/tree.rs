@@ -42,8 +42,8 @@ pub(crate) struct PeakMemory {
     pub(crate) processes: usize,
 }
 
-/// Reads VmHWM of a process and its descendants every 20 ms until finished or dropped. The kernel keeps the
-/// peak, so only growth in a process's last 20 ms can be missed.
+/// Reads VmHWM of a process and its descendants every 20 ms until finished or dropped, and once more then. The
+/// kernel keeps the peak, so only growth in a process's last 20 ms can be missed.
 #[derive(Debug)]
 pub(crate) struct Sampler {
     stop: Arc<AtomicBool>,
@@ -56,16 +56,19 @@ impl Sampler {
         let seen = Arc::clone(&stop);
         let thread = std::thread::spawn(move || {
             let mut peaks = BTreeMap::new();
-            while !seen.load(Ordering::Relaxed) {
+            loop {
+                let is_last = seen.load(Ordering::Relaxed);
                 for pid in descendants(root).into_iter().chain([root]) {
                     if let Some(peak) = high_water_mark(pid) {
                         let known = peaks.entry(pid.as_raw()).or_insert(0);
                         *known = peak.max(*known);
                     }
                 }
+                if is_last {
+                    return peaks;
+                }
                 std::thread::sleep(INTERVAL);
             }
-            peaks
         });
         Self { stop, thread: Some(thread) }
     }

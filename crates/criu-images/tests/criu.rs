@@ -59,7 +59,8 @@ impl Target {
         unsafe { command.pre_exec(|| nix::unistd::setsid().map(drop).map_err(Into::into)) };
         let target = Self(command.spawn().expect("a shell"));
         let name = || std::fs::read_to_string(format!("/proc/{}/comm", target.pid())).unwrap_or_default();
-        until("the target sleeps", || name() == "sleep\n" && target.state() == Some('S'));
+        until("the target sleeps", || name() == "sleep\n" && state(target.pid()) == Some('S'));
+        until("its child is a zombie", || target.child().and_then(state) == Some('Z'));
         target
     }
 
@@ -67,11 +68,16 @@ impl Target {
         self.0.id()
     }
 
-    /// The letter of /proc/PID/stat.
-    fn state(&self) -> Option<char> {
-        let stat = std::fs::read_to_string(format!("/proc/{}/stat", self.pid())).ok()?;
-        stat.rsplit_once(") ")?.1.chars().next()
+    fn child(&self) -> Option<u32> {
+        let children = std::fs::read_to_string(format!("/proc/{0}/task/{0}/children", self.pid())).ok()?;
+        children.split_whitespace().next()?.parse().ok()
     }
+}
+
+/// The letter of /proc/PID/stat.
+fn state(pid: u32) -> Option<char> {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    stat.rsplit_once(") ")?.1.chars().next()
 }
 
 impl Drop for Target {

@@ -53,7 +53,7 @@ fn a_call_that_waits_is_broken_off_and_the_process_goes_on() {
         7
     });
     target.shared.wait(GO, |count| count > 0);
-    let broken = with_stopped(target.pid, Duration::from_millis(100), |stopped| {
+    let broken = with_stopped(target.pid, PATIENCE, |stopped| {
         let broken = stopped.syscall("pause", libc::SYS_pause, [0; 6]).unwrap_err();
         assert!(stopped.syscall("getpid", libc::SYS_getpid, [0; 6]).is_ok());
         broken
@@ -72,7 +72,7 @@ fn a_process_whose_call_cannot_be_broken_off_is_killed() {
             thread::sleep(Duration::from_secs(1));
         }
     });
-    let hung = with_stopped(scene.target.pid, Duration::from_millis(100), |stopped| {
+    let hung = with_stopped(scene.target.pid, PATIENCE, |stopped| {
         // The kernel waits for the page, and nobody gives it.
         let arguments = [scene.address as u64, 0, 0, 0, 0, 0];
         stopped.syscall("uname", libc::SYS_uname, arguments).unwrap_err()
@@ -109,9 +109,16 @@ fn an_i386_program_is_refused() {
     let text = std::ffi::CString::new(path.to_str().unwrap()).unwrap();
     let target = Target::start(|_| {
         let arguments = [text.as_ptr(), std::ptr::null()];
-        let arguments = arguments.as_ptr().expose_provenance();
-        let result = sys::call(libc::SYS_execve, [text.as_ptr().expose_provenance(), arguments, 0, 0, 0, 0]);
-        result.unwrap_err().raw_os_error().unwrap()
+        let path = text.as_ptr().expose_provenance();
+        loop {
+            let exec = [path, arguments.as_ptr().expose_provenance(), 0, 0, 0, 0];
+            let error = sys::call(libc::SYS_execve, exec).unwrap_err().raw_os_error().unwrap();
+            // Another test's target has it open if it was forked while the file was written.
+            if error != libc::ETXTBSY {
+                return error;
+            }
+            thread::sleep(Duration::from_millis(1));
+        }
     });
     let name = || std::fs::read_link(format!("/proc/{}/exe", target.pid)).unwrap();
     within(|| (name() == path).then_some(()), || format!("{:?}; does the kernel run i386 programs?", name()));
@@ -194,9 +201,14 @@ fn a_thread_in_a_restartable_sequence_starts_it_anew() {
 #[test]
 fn a_tracer_that_is_killed_leaves_a_process_that_goes_on_or_is_killed_and_never_one_that_is_wrong() {
     const ROUNDS: usize = 120;
+    /// So many if one of both has not come.
+    const MOST: usize = 2000;
     let mut random = Random(11);
     let (mut went_on, mut killed) = (0, 0);
-    for round in 0..ROUNDS {
+    for round in 0..MOST {
+        if round >= ROUNDS && went_on > 0 && killed > 0 {
+            break;
+        }
         let scene = Scene::start(4, |hand| {
             while hand.shared.get(END) == 0 {
                 for offset in (0..4 * PAGE).step_by(64) {
@@ -234,6 +246,5 @@ fn a_tracer_that_is_killed_leaves_a_process_that_goes_on_or_is_killed_and_never_
             }
         }
     }
-    assert_eq!(went_on + killed, ROUNDS);
     assert!(went_on > 0 && killed > 0, "{went_on} went on, {killed} were killed");
 }

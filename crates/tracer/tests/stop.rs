@@ -89,8 +89,9 @@ fn threads_that_are_born_meanwhile_stand_still_too() {
         let (listed, stopped, counts) = with_stopped(target.pid, PATIENCE, |stopped| {
             let before = target.shared.get(RESULT);
             let threads: BTreeSet<i32> = stopped.threads().iter().copied().collect();
-            let running = target.threads().into_iter().filter(|tid| !"tZX".contains(target.state(*tid)));
-            let running: Vec<i32> = running.collect();
+            // One that is gone by now had ended.
+            let runs = |tid: &i32| target.state_of_any(*tid).is_some_and(|state| !"tZX".contains(state));
+            let running: Vec<i32> = target.threads().into_iter().filter(runs).collect();
             thread::sleep(Duration::from_millis(1));
             (running, threads.len(), (before, target.shared.get(RESULT)))
         })
@@ -112,14 +113,15 @@ struct Sleeper {
     wake: fn(&Target, i32),
 }
 
-const SLEEP: Duration = Duration::from_millis(400);
+/// Long: until it is over each target must have been asked, also on a busy machine.
+const SLEEP: Duration = Duration::from_secs(3);
 
 fn address<T>(value: &T) -> usize {
     (&raw const *value).expose_provenance()
 }
 
 fn sleep_time() -> libc::timespec {
-    libc::timespec { tv_sec: 0, tv_nsec: SLEEP.subsec_nanos().into() }
+    libc::timespec { tv_sec: SLEEP.as_secs().try_into().unwrap(), tv_nsec: SLEEP.subsec_nanos().into() }
 }
 
 fn write_to(_: &Target, pipe: i32) {
@@ -183,12 +185,29 @@ fn epoll_for_time(_: Shared, [reader, _]: [i32; 2]) -> std::io::Result<i64> {
 }
 
 const NONE: Duration = Duration::ZERO;
+/// Those with a time first: they are asked while it runs.
 const SLEEPERS: [Sleeper; 8] = [
     Sleeper {
         name: "nanosleep",
         number: libc::SYS_nanosleep,
         call: nanosleep,
         expected: Ok(0),
+        at_least: SLEEP,
+        wake: nothing,
+    },
+    Sleeper {
+        name: "poll, timed",
+        number: libc::SYS_poll,
+        call: poll_for_time,
+        expected: Ok(0),
+        at_least: SLEEP,
+        wake: nothing,
+    },
+    Sleeper {
+        name: "futex, timed",
+        number: libc::SYS_futex,
+        call: futex_for_time,
+        expected: Err(libc::ETIMEDOUT),
         at_least: SLEEP,
         wake: nothing,
     },
@@ -201,28 +220,12 @@ const SLEEPERS: [Sleeper; 8] = [
         wake: write_to,
     },
     Sleeper {
-        name: "poll, timed",
-        number: libc::SYS_poll,
-        call: poll_for_time,
-        expected: Ok(0),
-        at_least: SLEEP,
-        wake: nothing,
-    },
-    Sleeper {
         name: "poll",
         number: libc::SYS_poll,
         call: poll_without_end,
         expected: Ok(1),
         at_least: NONE,
         wake: write_to,
-    },
-    Sleeper {
-        name: "futex, timed",
-        number: libc::SYS_futex,
-        call: futex_for_time,
-        expected: Err(libc::ETIMEDOUT),
-        at_least: SLEEP,
-        wake: nothing,
     },
     Sleeper {
         name: "futex",
@@ -253,7 +256,7 @@ const SLEEPERS: [Sleeper; 8] = [
 
 #[test]
 fn sleeping_calls_return_what_they_would_have() {
-    for sleeper in &SLEEPERS {
+    let start = |sleeper: &'static Sleeper| {
         let (reader, writer) = sys::pipe();
         let ends = [reader.as_raw_fd(), writer.as_raw_fd()];
         let target = Target::start(|shared| {
@@ -267,14 +270,21 @@ fn sleeping_calls_return_what_they_would_have() {
             shared.set(RESULT, result.cast_unsigned().wrapping_add(1 << 32));
             0
         });
+        (sleeper, target, [reader, writer])
+    };
+    // All at once: they sleep side by side.
+    let targets: Vec<_> = SLEEPERS.iter().map(start).collect();
+    for (sleeper, target, _) in &targets {
         target.sleeps_in(target.pid, sleeper.number);
         // The sole thread is made to call: its own call is broken into, and started again, each time.
-        asked(&target);
+        asked(target);
         if sleeper.expected != Err(libc::EINTR) {
-            asked(&target);
-            asked(&target);
+            asked(target);
+            asked(target);
         }
-        (sleeper.wake)(&target, ends[1]);
+    }
+    for (sleeper, target, [_, writer]) in &targets {
+        (sleeper.wake)(target, writer.as_raw_fd());
         let result = target.shared.wait(RESULT, |result| result != 0).wrapping_sub(1 << 32).cast_signed();
         let result = if result < 0 { Err(i32::try_from(-result).unwrap()) } else { Ok(result) };
         assert_eq!(result, sleeper.expected, "{}", sleeper.name);

@@ -13,7 +13,7 @@ use std::time::Duration;
 use rewake_tracer::{Error, Reason, Stopped, present};
 use rewake_uffd::FillPort as _;
 use support::memory::{DEVICE_OFFSET, FREE, Hand, PAGE, Scene, content, count_in};
-use support::{Random, sys};
+use support::{Random, sys, within};
 
 const RESULT: usize = FREE;
 const GO: usize = FREE + 1;
@@ -129,6 +129,10 @@ fn sixteen_threads_that_compute_in_it_lose_no_value() {
     thread::sleep(Duration::from_millis(20));
     scene.swap_part(scene.length / 2, scene.length / 2).unwrap();
     thread::sleep(Duration::from_millis(50));
+    // The last word of each thread's round: on a busy machine not all have made one yet.
+    let last = WORDS - THREADS..WORDS;
+    let counted = |word: usize| scene.device_word(word * 8) != content(word * 8);
+    within(|| last.clone().all(counted).then_some(()), || "not all have counted".to_owned());
     scene.shared().set(END, 1);
     scene.shared().wait(RESULT, |value| value != 0);
     for word in 0..WORDS {
@@ -197,7 +201,8 @@ fn nothing_is_swapped_while_a_thread_is_moving_it() {
     // Its mremap is over when the event of it is read.
     let tid = i32::try_from(scene.shared().wait(TID, |tid| tid != 0)).unwrap();
     scene.target.sleeps_in(tid, libc::SYS_mremap);
-    let short = Duration::from_millis(50);
+    // It passes to the end, as one thread does not stop: enough for the other to.
+    let short = Duration::from_secs(2);
     rewake_tracer::with_stopped(scene.target.pid, short, |stopped| {
         let refused = scene.swap_in(stopped, &[scene.request(0, scene.length)]).unwrap_err();
         let Error::Unstoppable { threads, .. } = &refused else { panic!("{refused}") };

@@ -107,6 +107,7 @@ pub fn may_speak(peer: u32, ours: u32) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use nix::sys::stat::{SFlag, mknod};
     use std::os::unix::fs::PermissionsExt as _;
 
     #[test]
@@ -120,8 +121,10 @@ mod tests {
     #[test]
     fn a_stale_socket_file_is_replaced() {
         let dir = tempfile::tempdir().unwrap();
-        drop(bind(&dir.path().join("s")).unwrap());
-        bind(&dir.path().join("s")).unwrap();
+        let path = dir.path().join("s");
+        // No socket was ever bound to it: a child of another test may have a copy of one that is dropped.
+        mknod(&path, SFlag::S_IFSOCK, Mode::S_IRUSR | Mode::S_IWUSR, 0).unwrap();
+        bind(&path).unwrap();
     }
 
     #[test]

@@ -205,7 +205,7 @@ mod tests {
         let spare = ledger.take_space().unwrap();
         while ledger.take_space().is_some() {}
         let mut news = News::default();
-        while home.read_events(ledger, &mut news).is_ok() {}
+        watched::until(|| home.read_events(ledger, &mut news).is_err());
         assert!(home.read_events(ledger, &mut news).is_err(), "it must not be forgotten");
         let slot = home.space.slot;
         let own = [&slot.uffd, &slot.pidfd, &slot.journal].map(|number| number.load(Ordering::Relaxed));
@@ -230,7 +230,7 @@ mod tests {
         let mut home = home(&parent, ledger);
         while ledger.take_space().is_some() {}
         let mut news = News::default();
-        while home.read_events(ledger, &mut news).is_ok() {}
+        watched::until(|| home.read_events(ledger, &mut news).is_err());
         let slot = home.space.slot;
         watched::until(|| {
             crate::processes::kill_descendants(parent.pid, slot.pidfd.load(Ordering::Relaxed));

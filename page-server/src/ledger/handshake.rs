@@ -227,6 +227,7 @@ mod tests {
     use super::*;
     use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};
     use std::io::{IoSlice, Write as _};
+    use std::net::Shutdown;
     use std::os::fd::AsFd as _;
     use std::os::unix::net::UnixStream;
 
@@ -258,7 +259,8 @@ mod tests {
         assert!(uffd > 2);
         assert_eq!(host_pid, i32::try_from(std::process::id()).unwrap());
         inbox.done();
-        drop(theirs);
+        // Not dropped: a child of another test may have a copy of it.
+        theirs.shutdown(Shutdown::Both).unwrap();
         assert_eq!(inbox.next(ours.as_fd()).unwrap(), Received::Closed);
     }
 

@@ -114,9 +114,11 @@ mod tests {
     #[test]
     fn a_criu_that_is_too_old_is_refused_by_name() {
         let path = env::temp_dir().join(format!("rewake-old-criu-{}", std::process::id()));
-        std::fs::write(&path, "#!/bin/sh\necho 'Version: 3.17.1'\n").unwrap();
-        let mode = std::os::unix::fs::PermissionsExt::from_mode(0o755);
-        std::fs::set_permissions(&path, mode).unwrap();
+        let text = "#!/bin/sh\necho 'Version: 3.17.1'\n";
+        // By a shell: a program that this process writes cannot be run while a child of another test has it open too.
+        let mut write = Command::new("sh");
+        write.args(["-c", "printf %s \"$1\" > \"$0\" && chmod 755 \"$0\""]).arg(&path).arg(text);
+        assert!(write.status().unwrap().success());
         let error = Criu::probe(&path, OLDEST).unwrap_err().to_string();
         std::fs::remove_file(&path).unwrap();
         assert!(error.contains("CRIU 3.17.1") && error.contains("4.1.1 or newer"), "{error}");

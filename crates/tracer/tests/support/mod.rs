@@ -75,11 +75,16 @@ impl Target {
 
     /// The state letter of a thread.
     pub fn state(&self, tid: i32) -> char {
-        status_field(self.pid, tid, "State:").chars().next().unwrap()
+        self.state_of_any(tid).expect("a thread")
+    }
+
+    /// The same, of a thread that may be gone.
+    pub fn state_of_any(&self, tid: i32) -> Option<char> {
+        status_field(self.pid, tid, "State:")?.chars().next()
     }
 
     pub fn tracer(&self) -> String {
-        status_field(self.pid, self.pid, "TracerPid:")
+        status_field(self.pid, self.pid, "TracerPid:").expect("a process")
     }
 
     pub fn threads(&self) -> Vec<i32> {
@@ -119,9 +124,10 @@ impl Drop for Target {
     }
 }
 
-fn status_field(pid: i32, tid: i32, name: &str) -> String {
-    let text = fs::read_to_string(format!("/proc/{pid}/task/{tid}/status")).unwrap();
-    text.lines().find_map(|line| line.strip_prefix(name)).unwrap().trim().to_owned()
+/// None for a thread that is gone.
+fn status_field(pid: i32, tid: i32, name: &str) -> Option<String> {
+    let text = fs::read_to_string(format!("/proc/{pid}/task/{tid}/status")).ok()?;
+    Some(text.lines().find_map(|line| line.strip_prefix(name)).unwrap().trim().to_owned())
 }
 
 /// Numbers that look random and are the same in each run (splitmix64).

@@ -79,7 +79,8 @@ pub(crate) fn promptly(stage: &Stage) -> anyhow::Result<()> {
     let begun = Instant::now();
     region.advise(0, 1, libc::MADV_DONTNEED)?;
     let took = begun.elapsed();
-    if took > Duration::from_millis(200) {
+    // One that waited would wait for ever.
+    if took > Duration::from_secs(5) {
         stage.bad(&format!("MADV_DONTNEED took {took:?}"));
     }
     region.check(stage, 0, Expect::Zero);
