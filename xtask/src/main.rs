@@ -26,6 +26,7 @@ cargo xtask <command>
   demo --cpu                 dump a process, restore it with CRIU alone and with rewake, check every byte
   bench lazy [options]       stock `criu lazy-pages` and rewake side by side; `bench lazy --help` for options
   bench plugin [options]     CRIU's plugin for GPUs and rewake's side by side, in virtual machines; 10 minutes
+  bench behind               how soon a process runs whose GPU has much memory, in a virtual machine; 10 minutes
   bench engine [options]     what loads GPUs' memory, without a GPU, beside memcpy and fio; `bench engine --help`
   plugin [--release]         build the CRIU plugin and print its folder, for `criu --libdir`
   vm [options] -- command    run a command in a virtual machine with the software GPU; docs/vm.md has the options
@@ -60,6 +61,7 @@ fn dispatch(words: &[&str]) -> anyhow::Result<ExitCode> {
         ["demo", "--scene", program, plugin, rewake] => commands::demo::scene::play(program, plugin, rewake)?,
         ["bench", "lazy", more @ ..] => commands::bench::lazy(more)?,
         ["bench", "plugin", more @ ..] => commands::bench::plugin(more)?,
+        ["bench", "behind"] => commands::bench::behind()?,
         ["bench", "engine", more @ ..] => commands::bench::engine(more)?,
         ["plugin"] => commands::plugin::run(Profile::Debug)?,
         ["plugin", "--release"] => commands::plugin::run(Profile::Release)?,

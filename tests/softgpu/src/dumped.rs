@@ -18,6 +18,9 @@ use crate::{Judge, Server, Streamer};
 /// So slow that [`unreached`] takes two seconds, while everything else goes on at once.
 pub const SLOW: [(&str, &str); 2] = [("copy_mbps", "6"), ("sdma_rings", "1")];
 
+/// So slow that people can look at it meanwhile: four seconds.
+pub const SLOWER: [(&str, &str); 2] = [("copy_mbps", "3"), ("sdma_rings", "1")];
+
 /// Looks for something that comes soon: twenty seconds.
 const LOOKS: u32 = 2000;
 
@@ -51,7 +54,7 @@ impl Dumped {
         let mut server = Server::start(shape, folder.path());
         let criu = Criu::with(Plugin::Ours, version, &folder.path().join("images")).unwrap();
         criu.dump(server.pid).unwrap();
-        server.was_dumped();
+        server.was_dumped(&criu);
         Some(Self { server, criu, _folder: folder })
     }
 
@@ -163,6 +166,14 @@ impl Restoring {
 /// It is not.
 pub fn dies(pid: u32) {
     kill(Pid::from_raw(pid.cast_signed()), Signal::SIGKILL).unwrap();
+}
+
+/// Sends processes that are there a signal.
+///
+/// # Panics
+/// One is not.
+pub fn signal(pids: &[u32], signal: Signal) {
+    pids.iter().for_each(|pid| kill(Pid::from_raw(pid.cast_signed()), signal).unwrap());
 }
 
 /// Of the process, at this moment.

@@ -10,6 +10,7 @@ pub mod dumped;
 pub mod faults;
 pub mod judge;
 pub mod machine;
+pub mod random;
 pub mod scene;
 pub mod server;
 pub mod snapshot;

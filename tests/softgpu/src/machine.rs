@@ -12,7 +12,7 @@ use crate::Judge;
 
 const PARAMETERS: &str = "/sys/module/softgpu/parameters";
 /// Tries to unload the module, and time between them: the driver takes ended processes apart in the background.
-const TRIES: u32 = 200;
+const TRIES: u32 = 1200;
 const BETWEEN: Duration = Duration::from_millis(50);
 
 /// The machine as it was found; dropped, it is so again.

@@ -28,7 +28,7 @@ const RAN: &str = "the body ran";
 const LOOKS: u32 = 2400;
 const LOOK: Duration = Duration::from_millis(100);
 /// Looks at what is still alive after a process has ended: the driver takes processes apart in the background.
-const LAST_LOOKS: u32 = 100;
+const LAST_LOOKS: u32 = 600;
 
 /// What a test's body has.
 #[derive(Debug)]

@@ -2,7 +2,8 @@
 //! The workload's server, dumped in the middle of an answer: what tests of every plugin do with it.
 
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::fs;
+use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::Duration;
 
@@ -11,13 +12,15 @@ use gpu_app::shape::{Mode, Shape};
 
 use crate::Judge;
 use crate::app::App;
-use crate::criu::wait_for_the_end_of;
+use crate::criu::{Criu, wait_for_the_end_of};
 
 /// The answer that is under way at the dump.
 const PROMPT: [u32; 2] = [7, 8];
 const TOKENS: usize = 12;
-/// The driver takes ended processes apart in the background; ten seconds are much, under emulation too.
-const LOOKS: u32 = 100;
+/// Servers that are dumped until one is in the middle of work: on a slow machine its work may be over before CRIU comes to it.
+const DUMPS: u32 = 3;
+/// The driver takes ended processes apart in the background; a minute is much, under emulation too.
+const LOOKS: u32 = 600;
 const LOOK: Duration = Duration::from_millis(100);
 
 /// Something small enough for emulation.
@@ -33,7 +36,8 @@ pub struct Server {
     pub app: App,
     /// Its first process.
     pub pid: u32,
-    mode: Mode,
+    shape: Shape,
+    folder: PathBuf,
     judge: Option<Judge>,
     alive: BTreeMap<String, u64>,
     packets: u64,
@@ -56,20 +60,41 @@ impl Server {
         client::start(app.socket(), &PROMPT, TOKENS).unwrap();
         let pid = app.pid().unwrap();
         let packets = judge.as_ref().map_or(0, |judge| judge.paused().packets);
-        Self { app, pid, mode: shape.mode, judge, alive, packets }
+        Self { app, pid, shape: shape.clone(), folder: folder.to_owned(), judge, alive, packets }
     }
 
-    /// It was dumped: in the middle of work if it is made for that, and nothing of it is left on the GPUs.
+    /// It was dumped by `criu`: in the middle of work if it is made for that, and nothing of it is left on the GPUs. If it was
+    /// idle, this is another then, dumped in its stead.
     ///
     /// # Panics
-    /// It was idle, or something is left.
-    pub fn was_dumped(&mut self) {
+    /// All were idle, or something is left.
+    pub fn was_dumped(&mut self, criu: &Criu) {
+        self.is_gone();
+        for _ in 1..DUMPS {
+            if self.packets_under_way().is_none_or(|packets| packets > 1) {
+                return;
+            }
+            fs::remove_dir_all(criu.images()).unwrap();
+            fs::create_dir(criu.images()).unwrap();
+            *self = Self::start(&self.shape, &self.folder);
+            criu.dump(self.pid).unwrap();
+            self.is_gone();
+        }
+        let packets = self.packets_under_way();
+        assert!(packets.is_none_or(|packets| packets > 1), "{packets:?} packets under way at the dump");
+    }
+
+    /// At the dump; None where it is not made for that.
+    fn packets_under_way(&self) -> Option<u64> {
+        let judge = self.judge.as_ref()?;
+        let busy = matches!(self.shape.mode, Mode::MidDispatch | Mode::Graph | Mode::Userptr | Mode::Svm);
+        busy.then(|| judge.paused().packets - self.packets)
+    }
+
+    /// It has ended, and nothing of it is left on the GPUs.
+    fn is_gone(&mut self) {
         self.app.was_dumped();
         let Some(judge) = &self.judge else { return };
-        if matches!(self.mode, Mode::MidDispatch | Mode::Graph | Mode::Userptr | Mode::Svm) {
-            let packets = judge.paused().packets - self.packets;
-            assert!(packets > 1, "{packets} packets under way at the dump");
-        }
         for _ in 0..LOOKS {
             if judge.alive() == self.alive {
                 return;
@@ -94,7 +119,7 @@ impl Server {
     /// It does not.
     pub fn ends_well(self) {
         self.answers().unwrap();
-        if self.mode.has_rounds() {
+        if self.shape.mode.has_rounds() {
             self.app.goes_on(2).unwrap();
         }
         self.app.quit().unwrap();

@@ -111,13 +111,14 @@ pub fn children(pid: u32) -> Vec<u32> {
         .collect()
 }
 
-/// Tests lie in `debug/deps`, programs in `debug`.
+/// Programs lie in `debug`, tests in `debug/deps`.
 pub(crate) fn program() -> anyhow::Result<PathBuf> {
     let own = std::env::current_exe().context("this program's path")?;
-    let beside = own.ancestors().nth(2).map(|folder| folder.join("rewake"));
+    let beside = own.ancestors().skip(1).take(2).map(|folder| folder.join("rewake"));
     let given = std::env::var_os("REWAKE_BIN").map(PathBuf::from);
     given
-        .or(beside)
-        .filter(|path| path.is_file())
+        .into_iter()
+        .chain(beside)
+        .find(|path| path.is_file())
         .context("no rewake: `cargo build -p rewake`, or set REWAKE_BIN")
 }

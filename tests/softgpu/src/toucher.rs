@@ -13,9 +13,7 @@ use anyhow::{Context as _, bail};
 pub const BUFFERS: usize = 2;
 /// Enough to come later.
 pub const BYTES: usize = 4 << 20;
-/// Bytes of a large one, and of what is in it: the rest is zeros, at no cost for images.
-pub const LARGE: usize = 64 << 20;
-/// At the end.
+/// At the end of a buffer. Of a large one all else is zeros, at no cost for images.
 pub const TAIL: usize = 4096;
 /// Where what it reads goes to, in a buffer: not at the beginning of a page.
 pub const READ: usize = (1 << 20) + 123;
@@ -24,11 +22,26 @@ pub const LOOK: Duration = Duration::from_millis(2);
 /// A minute.
 const LOOKS: u32 = 30_000;
 
+/// Large buffers in the place of others.
+#[derive(Debug, Clone, Copy)]
+pub struct Large {
+    /// How many.
+    pub count: usize,
+    /// Of each.
+    pub mib: usize,
+}
+
 /// What is in a buffer: no two pages are alike.
 #[must_use]
 pub fn pattern(buffer: usize) -> Vec<u8> {
+    pattern_of(buffer, BYTES)
+}
+
+/// Its first bytes, whole words of eight.
+#[must_use]
+pub fn pattern_of(buffer: usize, bytes: usize) -> Vec<u8> {
     let word = |at: usize| ((at * 2 + buffer + 1) as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15).to_le_bytes();
-    (0..BYTES / 8).flat_map(word).collect()
+    (0..bytes / 8).flat_map(word).collect()
 }
 
 /// It, at work.
@@ -40,17 +53,17 @@ pub struct Toucher {
 }
 
 impl Toucher {
-    /// Starts `program` with its files in `folder`, and waits until it has its buffers; so many large ones, if that is told.
+    /// Starts `program` with its files in `folder`, and waits until it has its buffers; large ones, if that is told.
     ///
     /// # Errors
     /// It does not come up.
-    pub fn start(program: &str, folder: &Path, large: Option<usize>) -> anyhow::Result<Self> {
+    pub fn start(program: &str, folder: &Path, large: Option<Large>) -> anyhow::Result<Self> {
         let log = fs::File::create(folder.join("log"))?;
         let mut command = Command::new("setsid");
         command
             .arg(program)
             .arg(folder)
-            .args(large.map(|count| count.to_string()))
+            .args(large.into_iter().flat_map(|large| [large.count.to_string(), large.mib.to_string()]))
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .stderr(log);

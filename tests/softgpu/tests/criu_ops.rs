@@ -280,7 +280,7 @@ fn summing(_: &Scene) -> (Snapshot, String) {
     let ones = gpus.registered(&[1, 0, 0, 0].repeat(1 << 16)).unwrap();
     let sums = gpus.host(words * 4).unwrap();
     let sum = Kernel::Axpy { y: sums.address(), x: ones.address(), words, a: 1 };
-    let busy = Kernel::Spin { microseconds: 2000 };
+    let busy = Kernel::Spin { microseconds: 20_000 };
     let steps = [sum, busy].map(|kernel| Step { gpu: 0, queue: 0, kernel });
     lane.launch(&steps.repeat(20)).unwrap();
     while sums.cpu().load32(0) < 5 {

@@ -9,32 +9,13 @@ use gpu_app::gpu::Gpus;
 use rewake_kfd::abi::memory::Mapping;
 use rewake_kfd::abi::*;
 use rewake_kfd::render::Render;
+use softgpu_tests::random::Random;
 use softgpu_tests::{Judge, Scene, isolated, sys};
 
 /// Calls of each process.
 const CALLS: u32 = 4000;
 /// `SOFTGPU_FUZZ_SEED` chooses another.
 const SEED: u64 = 0x5eed_0003;
-
-/// Marsaglia's xorshift.
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0
-    }
-
-    fn below(&mut self, end: u64) -> u64 {
-        self.next() % end
-    }
-
-    fn of<T: Copy>(&mut self, list: &[T]) -> T {
-        list[usize::try_from(self.below(list.len() as u64)).unwrap()]
-    }
-}
 
 /// Sizes of arguments of KFD's calls, by number; all others take 64 bytes.
 fn kfd_number(random: &mut Random) -> u32 {
@@ -208,7 +189,7 @@ const CALLS_THAT_WORK: &[Call] = &[
 /// A 64-bit word that a driver may take for something: often a real handle, address, size or descriptor.
 fn word(random: &mut Random, pool: &[u64]) -> u64 {
     match random.below(6) {
-        0 => random.next(),
+        0 => random.number(),
         1 => random.below(16) | random.below(16) << 32,
         2 => 1 << random.below(64),
         3 => (1 << random.below(64)) - 1,

@@ -4,11 +4,11 @@
 use std::fs::OpenOptions;
 use std::path::PathBuf;
 
-use nix::sys::signal::{Signal, kill};
+use nix::sys::signal::Signal;
 use nix::sys::stat::Mode;
-use nix::unistd::{Pid, mkfifo};
+use nix::unistd::mkfifo;
 use softgpu_tests::criu::{Criu, Plugin, Version, wait_for_the_end_of};
-use softgpu_tests::dumped::{Dumped, Restoring, SLOW, dies, is_paused, pages, unreached};
+use softgpu_tests::dumped::{Dumped, Restoring, SLOW, dies, is_paused, pages, signal, unreached};
 use softgpu_tests::streamer::children;
 use softgpu_tests::{Machine, isolated};
 
@@ -21,10 +21,6 @@ fn dumped() -> Option<Dumped> {
 /// For a dump of the process that was restored: a folder of its own.
 fn again(dumped: &Dumped) -> Criu {
     Criu::with(Plugin::Ours, Version::V4_2, &dumped.criu.images().with_file_name("again")).unwrap()
-}
-
-fn signal(pids: &[u32], signal: Signal) {
-    pids.iter().for_each(|pid| kill(Pid::from_raw(pid.cast_signed()), signal).unwrap());
 }
 
 /// What everybody can see of processes with this pid that are not to be dumped.
@@ -49,7 +45,7 @@ fn a_process_whose_gate_is_shut_is_not_dumped_and_goes_on() {
         assert!(streamer.end().unwrap().success(), "{}", streamer.said());
         assert!(told(dumped.server.pid).is_empty());
         again.dump(dumped.server.pid).unwrap();
-        dumped.server.was_dumped();
+        dumped.server.was_dumped(&again);
         again.restore().unwrap();
         dumped.server.ends_well();
     });
@@ -121,7 +117,7 @@ fn where_nobody_is_left_to_know_that_is_said_and_what_stands_still_is_not_dumped
         dumped.comes_back();
         assert_eq!(told(dumped.server.pid).len(), 1);
         again.dump(dumped.server.pid).unwrap();
-        dumped.server.was_dumped();
+        dumped.server.was_dumped(&again);
         again.restore().unwrap();
         told(dumped.server.pid).into_iter().for_each(|stale| std::fs::remove_file(stale).unwrap());
         dumped.server.ends_well();

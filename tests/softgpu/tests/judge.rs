@@ -198,7 +198,7 @@ fn a_save_area_that_is_not_the_one_that_was_saved() {
         lane.queues(0)[0].save_area().discard().unwrap();
         criu::unpause(kfd.as_fd()).unwrap();
         // The queue comes back when the area's new pages were looked up.
-        for _ in 0..100 {
+        for _ in 0..600 {
             if !judge.violations().is_empty() {
                 break;
             }

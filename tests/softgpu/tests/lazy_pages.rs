@@ -11,8 +11,8 @@ use softgpu_tests::dumped::{Dumped, dies, nap, unreached};
 use softgpu_tests::server::small;
 use softgpu_tests::{Streamer, Toucher, isolated};
 
-/// Looks for something that comes soon: ten seconds.
-const LOOKS: u32 = 1000;
+/// Looks for something that comes soon: a minute.
+const LOOKS: u32 = 6000;
 /// What CRIU says when tasks are whole, and when they run.
 const WHOLE: &str = "Run late stage hook";
 const GOES_ON: &str = "Restore finished successfully";

@@ -29,7 +29,8 @@ fn there_and_back(shape: &Shape, way: Way) {
     let images = folder.path().join("images");
     let mut server = Server::start(shape, folder.path());
     let guarded = threads_have_guard_pages(server.pid);
-    let dumped = Criu::with(way.dump, way.version, &images).unwrap().dump(server.pid);
+    let criu = Criu::with(way.dump, way.version, &images).unwrap();
+    let dumped = criu.dump(server.pid);
     if guarded && way.version == Version::V4_1 {
         let error = dumped.unwrap_err().to_string();
         assert!(error.contains("Can't splice all pages to pipe"), "{error}");
@@ -37,7 +38,7 @@ fn there_and_back(shape: &Shape, way: Way) {
         return server.ends_well();
     }
     dumped.unwrap();
-    server.was_dumped();
+    server.was_dumped(&criu);
     if way.restore == Plugin::Stock && !stock_can_copy() {
         return;
     }

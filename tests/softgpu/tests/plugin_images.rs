@@ -9,6 +9,7 @@ use std::thread;
 use std::time::Duration;
 
 use gpu_app::shape::Shape;
+use nix::errno::Errno;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use rewake_criu_images::ImageDir;
@@ -181,7 +182,7 @@ impl Dumped {
     fn nothing_is_left(&self) {
         wait_for_the_end_of(self.pid).unwrap();
         let judge = Judge::find().unwrap();
-        let gone = (0..100).any(|_| {
+        let gone = (0..600).any(|_| {
             judge.alive() == self.alive || {
                 thread::sleep(Duration::from_millis(50));
                 false
@@ -300,7 +301,9 @@ fn random_damage_does_no_harm() {
             let plugin = |line: &&str| line.contains("Error (amdgpu_plugin)");
             assert!(!log.contains("panicked"), "{number}, {name}: {}", tail(log));
             if ended.success {
-                end(dumped.pid);
+                // It may have ended itself: see below.
+                let killed = kill(Pid::from_raw(dumped.pid.cast_signed()), Signal::SIGKILL);
+                assert!(matches!(killed, Ok(()) | Err(Errno::ESRCH)), "{number}, {name}: {killed:?}");
             } else {
                 assert!(log.lines().any(|line| plugin(&line)), "{number}, {name}: {}", tail(log));
             }

@@ -27,7 +27,7 @@ fn started(shape: &Shape, folder: &Path) -> (Server, Criu) {
 /// Dumps and restores it. False where queues cannot come back: it is seen that they do not.
 fn dumped_and_restored(server: &mut Server, criu: &Criu) -> bool {
     criu.dump(server.pid).unwrap();
-    server.was_dumped();
+    server.was_dumped(criu);
     let restored = criu.restore();
     if !queues_come_back() {
         let error = restored.unwrap_err().to_string();

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Processes that run before their GPUs' memory is there: the gate is shut until it is, and nobody waits for ever.
 
-use std::fs::OpenOptions;
+use std::fs::{self, OpenOptions};
 use std::os::unix::fs::FileExt as _;
 use std::path::Path;
 use std::thread;
@@ -11,10 +11,12 @@ use gpu_app::shape::{Mode, Shape};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use softgpu_tests::criu::{Version, wait_for_the_end_of};
-use softgpu_tests::dumped::{Dumped, SLOW, dies, is_paused, pages, unreached};
+use softgpu_tests::dumped::{Dumped, SLOW, SLOWER, dies, is_paused, nap, pages, unreached};
 use softgpu_tests::server::small;
 use softgpu_tests::{Machine, Streamer, isolated};
 
+/// Looks for something that comes soon: a minute.
+const LOOKS: u32 = 6000;
 /// Exit code of a streamer that was asked to stop and had taken nothing over.
 const STOPPED: i32 = 143;
 
@@ -45,7 +47,7 @@ fn time(dumped: &Dumped, streamer: Option<&mut Streamer>) -> Times {
 fn there_and_back(shape: &Shape) {
     let Some(dumped) = Dumped::of(shape, Version::V4_2) else { return };
     let said = dumped.comes_back();
-    assert!(said.contains("GPUs go on"), "{said}");
+    assert!(said.contains("the driver confirms that queues run") && said.contains("GPUs go on"), "{said}");
     dumped.server.ends_well();
 }
 
@@ -57,12 +59,14 @@ fn a_process_runs_before_its_memory_is_there_and_its_gpus_when_it_is() {
         let Some(dumped) = Dumped::of(&unreached(), Version::V4_2) else { return };
         let mut streamer = dumped.streamer();
         dumped.criu.restore().unwrap();
-        let alive = Instant::now();
         assert!(is_paused(dumped.server.pid), "{}", streamer.said());
         let said = dumped.criu.log("restore");
         assert!(said.contains("buffers come later"), "{said}");
         assert!(streamer.end().unwrap().success(), "{}", streamer.said());
-        assert!(alive.elapsed() > Duration::from_millis(500), "after {:?}", alive.elapsed());
+        let timeline = fs::read_to_string(dumped.criu.images().join("rewake-timeline.json")).unwrap();
+        let timeline: serde_json::Value = serde_json::from_str(&timeline).unwrap();
+        let at = |what: &str| timeline["processes"][0][what].as_u64().unwrap();
+        assert!(at("gate_open_us") > at("runs_us") + 500_000, "{timeline}");
         assert!(!is_paused(dumped.server.pid), "{}", streamer.said());
         dumped.server.ends_well();
     });
@@ -102,7 +106,7 @@ fn how_long_a_restore_takes_does_not_grow_with_memory_that_only_gpus_reach() {
 fn by_one_command() {
     isolated("by_one_command", 1, |_| {
         let Some(machine) = Machine::find() else { return };
-        machine.becomes(&SLOW);
+        machine.becomes(&SLOWER);
         let Some(dumped) = Dumped::of(&unreached(), Version::V4_2) else { return };
         let mut command = dumped.criu.of_rewake("restore").unwrap();
         let done = command.arg("--json").args(["--", "-d", "-v4"]).output().unwrap();
@@ -212,6 +216,28 @@ fn without_its_supervisor_it_goes_on_and_its_death_is_noticed_all_the_same() {
     });
 }
 
+/// Restores it, kills the streamer's workers when `moment` has come, and sees that nobody stands still; whether it went on.
+fn killed_at(dumped: &Dumped, name: &str, moment: impl FnOnce()) -> bool {
+    let mut streamer = dumped.streamer();
+    let workers = streamer.workers();
+    let mut criu = dumped.criu.command(&["restore", "--restore-detached"]).spawn().unwrap();
+    moment();
+    for worker in workers {
+        // It may have ended.
+        let _ = kill(Pid::from_raw(worker.cast_signed()), Signal::SIGKILL);
+    }
+    let restored = criu.wait().unwrap().success();
+    let streamed = streamer.end().unwrap().success();
+    let after = format!("killed {name}, restored {restored}: {}", streamer.said());
+    if streamed && restored {
+        // Before anything was handed over, or when all was done.
+        dumped.server.answers().unwrap_or_else(|error| panic!("{after}: {error:#}"));
+        dies(dumped.server.pid);
+    }
+    wait_for_the_end_of(dumped.server.pid).unwrap_or_else(|error| panic!("{after}: {error:#}"));
+    streamed && restored
+}
+
 #[test]
 fn killed_at_any_moment_nobody_stands_still() {
     isolated("killed_at_any_moment_nobody_stands_still", 1, |_| {
@@ -223,30 +249,16 @@ fn killed_at_any_moment_nobody_stands_still() {
         let whole = start.elapsed();
         dumped.ends();
         let moments: u32 = std::env::var("REWAKE_KILLS").map_or(8, |kills| kills.parse().unwrap());
-        let (mut killed, mut went_on) = (0, 0);
-        for moment in 0..moments {
-            let mut streamer = dumped.streamer();
-            let workers = streamer.workers();
-            let mut criu = dumped.criu.command(&["restore", "--restore-detached"]).spawn().unwrap();
-            thread::sleep(whole * moment / moments);
-            for worker in workers {
-                // It may have ended.
-                let _ = kill(Pid::from_raw(worker.cast_signed()), Signal::SIGKILL);
-            }
-            let restored = criu.wait().unwrap().success();
-            let streamed = streamer.end().unwrap().success();
-            let after = format!("killed at {moment} of {moments}, restored {restored}: {}", streamer.said());
-            if streamed && restored {
-                // Before anything was handed over, or when all was done.
-                dumped.server.answers().unwrap_or_else(|error| panic!("{after}: {error:#}"));
-                went_on += 1;
-                dies(dumped.server.pid);
-            } else {
-                killed += 1;
-            }
-            wait_for_the_end_of(dumped.server.pid).unwrap_or_else(|error| panic!("{after}: {error:#}"));
+        assert!(killed_at(&dumped, "at once", || ()), "nothing was handed over yet");
+        let stands_still = || assert!((0..LOOKS).any(|_| nap() && is_paused(dumped.server.pid)));
+        assert!(
+            !killed_at(&dumped, "while it stands still", stands_still),
+            "nobody was left to open its gate"
+        );
+        for moment in 1..moments {
+            let name = format!("at {moment} of {moments}");
+            killed_at(&dumped, &name, || thread::sleep(whole * moment / moments));
         }
-        assert!(killed > 0 && went_on > 0, "{killed} killed, {went_on} went on");
         dumped.comes_back();
         dumped.server.ends_well();
     });

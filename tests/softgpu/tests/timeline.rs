@@ -9,6 +9,7 @@ use gpu_app::shape::{Mode, Shape};
 use rewake_criu_images::ImageDir;
 use serde_json::Value;
 use softgpu_tests::criu::{Criu, Plugin, Version, queues_come_back, wait_for_the_end_of};
+use softgpu_tests::dumped::SLOWER;
 use softgpu_tests::server::small;
 use softgpu_tests::streamer::children;
 use softgpu_tests::{Judge, Machine, Server, Streamer, isolated};
@@ -33,7 +34,7 @@ fn dumped(shape: &Shape) -> Option<Dumped> {
     let mut server = Server::start(shape, folder.path());
     let criu = Criu::with(Plugin::Ours, Version::V4_2, &folder.path().join("images")).unwrap();
     criu.dump(server.pid).unwrap();
-    server.was_dumped();
+    server.was_dumped(&criu);
     Some(Dumped { server, criu, _folder: folder })
 }
 
@@ -79,7 +80,7 @@ fn sum(of: &Value, name: &str) -> u64 {
 fn who_asks_while_it_loads_is_told_and_what_there_was_to_see_is_left() {
     isolated("who_asks_while_it_loads_is_told_and_what_there_was_to_see_is_left", 1, |_| {
         let Some(machine) = Machine::find() else { return };
-        machine.becomes(&SLOW);
+        machine.becomes(&SLOWER);
         let Some(dumped) = dumped(&unreached()) else { return };
         let mut streamer = Streamer::start(dumped.criu.images()).unwrap();
         let (said, _) = dumped.status(&[]);

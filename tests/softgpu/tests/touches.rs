@@ -3,6 +3,7 @@
 //! meanwhile is as if it had been there.
 
 use std::fs;
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use gpu_app::shape::{Mode, Shape};
@@ -10,15 +11,20 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use rewake_kfd::topology::{Node, Topology};
 use softgpu_tests::criu::{Criu, Plugin, Version, wait_for_the_end_of};
-use softgpu_tests::dumped::{self, SLOW, dies, is_paused};
+use softgpu_tests::dumped::{self, SLOW, dies, is_paused, nap, signal};
 use softgpu_tests::server::small;
-use softgpu_tests::toucher::pattern;
+use softgpu_tests::streamer::children;
+use softgpu_tests::toucher::{Large, pattern};
 use softgpu_tests::{Machine, Streamer, Toucher, isolated};
 
-/// Two large buffers take seven seconds.
+const TWO: Large = Large { count: 2, mib: 64 };
+/// [`TWO`] take seven seconds.
 const MODERATE: [(&str, &str); 2] = [("copy_mbps", "20"), ("sdma_rings", "1")];
 /// What the kernel writes to a buffer.
 static GIVEN: [u8; 700_001] = [0x5a; 700_001];
+
+/// Looks for something that comes soon: a minute.
+const LOOKS: u32 = 6000;
 
 /// What the streamer says: it was served, or first with a copy.
 const SWAPPED: &str = "touched buffer";
@@ -38,8 +44,8 @@ fn dumped(version: Version) -> Option<Dumped> {
     dumped_on(&SLOW, None, version)
 }
 
-/// With so many large buffers, if that is told.
-fn dumped_on(machine: &[(&str, &str)], large: Option<usize>, version: Version) -> Option<Dumped> {
+/// With large buffers, if that is told.
+fn dumped_on(machine: &[(&str, &str)], large: Option<Large>, version: Version) -> Option<Dumped> {
     let found = Machine::find()?;
     found.becomes(machine);
     let folder = tempfile::tempdir().unwrap();
@@ -52,22 +58,41 @@ fn dumped_on(machine: &[(&str, &str)], large: Option<usize>, version: Version) -
 }
 
 impl Dumped {
-    /// Restores it; it runs, and its memory is placeholders.
+    /// Restores it; it runs, and its memory is placeholders, for as long as nobody [asks](Self::asks) it: the streamer is stopped.
     fn comes_back(&self) -> Streamer {
         let streamer = Streamer::start(self.criu.images()).unwrap();
         self.criu.restore().unwrap();
+        signal(&streamer.workers(), Signal::SIGSTOP);
         let said = self.criu.log("restore");
         assert!(said.contains("2 mappings are placeholders until then"), "{said}");
         assert!(is_paused(self.toucher.pid()), "{}", streamer.said());
         streamer
     }
 
+    /// Asks it; when it has begun, the streamer goes on.
+    fn asks(&self, streamer: &Streamer, order: &str) {
+        self.toucher.ask(order).unwrap();
+        let begun = (0..LOOKS).any(|_| nap() && !self.folder.path().join("order").exists());
+        signal(&streamer.workers(), Signal::SIGCONT);
+        assert!(begun, "{order}: {}", streamer.said());
+    }
+
     /// Restores it, and asks it while its memory is loaded; what the streamer said.
     fn does_meanwhile(&self, order: &str) -> String {
         let mut streamer = self.comes_back();
-        self.toucher.asked(order).unwrap_or_else(|error| panic!("{error:#}\n{}", streamer.said()));
+        self.asks(&streamer, order);
+        self.toucher.answer().unwrap_or_else(|error| panic!("{order}: {error:#}\n{}", streamer.said()));
         assert!(streamer.end().unwrap().success(), "{order}: {}", streamer.said());
         streamer.said()
+    }
+
+    /// Whether it runs with its gate open, and does not end: its streamer was killed when all was there.
+    fn goes_on(&self) -> bool {
+        let task = Path::new("/proc").join(self.toucher.pid().to_string());
+        let decided = (0..LOOKS).any(|_| nap() && !is_paused(self.toucher.pid()));
+        assert!(decided, "it stands still, and nobody ends it");
+        // One that is ending has no gate any more, and then no program.
+        task.join("exe").exists()
     }
 
     fn ends(&self) {
@@ -102,10 +127,11 @@ fn by_its_own_code() {
 #[test]
 fn what_is_touched_comes_before_the_rest() {
     isolated("what_is_touched_comes_before_the_rest", 1, |_| {
-        let Some(dumped) = dumped_on(&MODERATE, Some(2), Version::V4_2) else { return };
+        let Some(dumped) = dumped_on(&MODERATE, Some(TWO), Version::V4_2) else { return };
         let mut streamer = dumped.comes_back();
         let start = Instant::now();
-        dumped.toucher.asked("tail 1").unwrap();
+        dumped.asks(&streamer, "tail 1");
+        dumped.toucher.answer().unwrap();
         let answered = start.elapsed();
         assert!(streamer.end().unwrap().success(), "{}", streamer.said());
         // Without having been touched it would have been the last.
@@ -142,7 +168,7 @@ fn a_program_that_executes_another_or_ends_meanwhile_is_gone() {
         dumped.does_meanwhile("execute 0");
         dumped.ends();
         let mut streamer = dumped.comes_back();
-        dumped.toucher.ask("end 0").unwrap();
+        dumped.asks(&streamer, "end 0");
         wait_for_the_end_of(dumped.toucher.pid()).unwrap();
         assert!(streamer.end().unwrap().success(), "{}", streamer.said());
     });
@@ -153,7 +179,7 @@ fn a_program_that_bequeaths_what_is_not_there_is_killed_with_its_children() {
     isolated("a_program_that_bequeaths_what_is_not_there_is_killed_with_its_children", 1, |_| {
         let Some(dumped) = dumped(Version::V4_2) else { return };
         let mut streamer = dumped.comes_back();
-        dumped.toucher.ask("bequeath 1").unwrap();
+        dumped.asks(&streamer, "bequeath 1");
         assert!(!streamer.end().unwrap().success(), "{}", streamer.said());
         assert!(streamer.said().contains("has forked with device memory"), "{}", streamer.said());
         wait_for_the_end_of(dumped.toucher.pid()).unwrap();
@@ -170,7 +196,7 @@ fn killed_while_it_waits() {
     isolated("killed_while_it_waits", 1, |_| {
         let Some(dumped) = dumped(Version::V4_2) else { return };
         let mut streamer = dumped.comes_back();
-        dumped.toucher.ask("check 1").unwrap();
+        dumped.asks(&streamer, "check 1");
         std::thread::sleep(Duration::from_millis(100));
         dumped.ends();
         assert!(streamer.end().unwrap().success(), "{}", streamer.said());
@@ -185,16 +211,23 @@ fn killed_at_any_moment_a_streamer_leaves_nothing_wrong_to_read() {
         for moment in 0..moments {
             let mut streamer = dumped.comes_back();
             // Of both: while it is loaded, while it is put in its place.
-            dumped.toucher.ask(if moment % 2 == 0 { "check 1" } else { "write 1" }).unwrap();
+            dumped.asks(&streamer, if moment % 2 == 0 { "check 1" } else { "write 1" });
             std::thread::sleep(Duration::from_millis(1500) * moment / moments);
             // Its worker, or all but the guardian.
             let supervisor = (moment % 3 == 2).then(|| streamer.pid());
-            for process in supervisor.into_iter().chain(streamer.workers()) {
+            let workers = streamer.workers();
+            let guardians: Vec<u32> = workers.iter().flat_map(|worker| children(*worker)).collect();
+            for process in supervisor.into_iter().chain(workers) {
                 let _ = kill(Pid::from_raw(process.cast_signed()), Signal::SIGKILL);
             }
-            if streamer.end().unwrap().success() {
+            let well = streamer.end().unwrap().success();
+            // They kill whom they must before they end.
+            guardians.into_iter().for_each(|guardian| wait_for_the_end_of(guardian).unwrap());
+            if well || dumped.goes_on() {
                 // It came too late: all was there.
+                dumped.toucher.answer().unwrap();
                 dumped.toucher.asked("check 0").unwrap();
+                dumped.toucher.asked("check 1").unwrap();
                 dumped.ends();
             } else {
                 wait_for_the_end_of(dumped.toucher.pid()).unwrap();

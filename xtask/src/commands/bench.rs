@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! `cargo xtask bench`: `lazy`, the same image through stock CRIU and through rewake; `plugin`, the same process on GPUs
-//! through CRIU's own plugin and through this project's; `engine`, what loads GPUs' memory beside memcpy and the disk.
+//! through CRIU's own plugin and through this project's; `behind`, how soon a process runs whose GPU's memory comes later;
+//! `engine`, what loads GPUs' memory beside memcpy and the disk.
 
 use std::os::unix::process::CommandExt as _;
 use std::path::Path;
 use std::process::Command;
+use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
 
@@ -82,6 +84,33 @@ pub(crate) fn plugin(more: &[&str]) -> anyhow::Result<()> {
         let code = vm::boot(&machine.options([&bench, &app, &plugin], more))?;
         ensure!(code == 0, "{}: rewake-bench failed (exit code {code})", machine.name);
     }
+    Ok(())
+}
+
+/// Room for the images, which are mostly holes, and for 8 GiB on the GPU.
+const BEHIND_MEMORY_MIB: u32 = 13_000;
+/// 8 GiB are made and dumped first.
+const BEHIND_TIME_LIMIT: Duration = Duration::from_secs(1800);
+
+/// Runs `measure-behind` in a machine.
+pub(crate) fn behind() -> anyhow::Result<()> {
+    root::become_root()?;
+    let rewake = repository::build_release("rewake", "rewake")?;
+    repository::build_release("softgpu-tests", "toucher")?;
+    let measure = repository::build_release("softgpu-tests", "measure-behind")?;
+    let plugin = plugin::make(Profile::Release)?;
+    let command = [
+        "env".to_owned(),
+        format!("REWAKE_BIN={}", rewake.display()),
+        format!("REWAKE_PLUGIN={}", plugin.display()),
+        measure.display().to_string(),
+    ];
+    let mut options = vm::Options::new(command.to_vec());
+    "gpus=1 gfx=90a vram_mib=9216".clone_into(&mut options.module_arguments);
+    options.memory = BEHIND_MEMORY_MIB;
+    options.time_limit = BEHIND_TIME_LIMIT;
+    let code = vm::boot(&options)?;
+    ensure!(code == 0, "measure-behind failed (exit code {code})");
     Ok(())
 }
 

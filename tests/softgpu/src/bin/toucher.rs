@@ -2,7 +2,7 @@
 //! A program with one thread, buffers that its CPU reaches, in VRAM where it can, and memory of its own: it touches the buffers as it is asked to,
 //! by user code or through the kernel, and registers its memory with the driver. Orders come as the file `order` of its folder, answers go to `answer`: `ok`, or what was wrong.
 //!
-//! `toucher FOLDER` makes the buffers; `toucher FOLDER COUNT` so many large ones instead, zeros but for their last page; `toucher FOLDER
+//! `toucher FOLDER` makes the buffers; `toucher FOLDER COUNT MIB` so many large ones instead, zeros but for their last page; `toucher FOLDER
 //! again` is what it executes when it is asked to.
 
 use std::fs::{self, File};
@@ -18,7 +18,7 @@ use anyhow::{Context as _, bail, ensure};
 use rewake_kfd::abi::memory::Mapping;
 use rewake_kfd::topology::Topology;
 use rewake_kfd::{Buffer, Device, Kfd, Spec, Userptr};
-use softgpu_tests::toucher::{BUFFERS, BYTES, LARGE, LOOK, READ, TAIL, pattern};
+use softgpu_tests::toucher::{BUFFERS, BYTES, LOOK, Large, READ, TAIL, pattern, pattern_of};
 
 /// The number of the pattern in its own memory.
 const OWN: usize = 7;
@@ -37,25 +37,29 @@ fn main() -> anyhow::Result<()> {
                 thread::sleep(Duration::from_secs(1));
             }
         }
-        Some(count) => Some(count.parse().context("COUNT")?),
+        Some(count) => {
+            let mib = arguments.next().context("MIB")?;
+            Some(Large { count: count.parse().context("COUNT")?, mib: mib.parse().context("MIB")? })
+        }
         None => None,
     };
     let topology = Topology::read()?;
     let node = topology.gpus().next().context("no GPU")?;
     let device = Device::open(&Arc::new(Kfd::open()?), node)?;
     let mut memories = Vec::new();
-    for number in 0..large.unwrap_or(BUFFERS) {
+    for number in 0..large.map_or(BUFFERS, |large| large.count) {
         let spec = if node.has_large_bar() { Spec::vram } else { Spec::gtt };
-        let bytes = if large.is_some() { LARGE } else { BYTES };
+        let bytes = large.map_or(BYTES, |large| large.mib << 20);
         let buffer = Buffer::mapped(&device, spec(bytes as u64))?;
         match large {
-            Some(_) => buffer.cpu().write((LARGE - TAIL) as u64, &pattern(number)[..TAIL]),
+            Some(_) => buffer.cpu().write((bytes - TAIL) as u64, &pattern_of(number, TAIL)),
             None => buffer.cpu().write(0, &pattern(number)),
         }
         memories.push(Memory {
             number,
             address: buffer.address(),
             bytes,
+            large: large.is_some(),
             given: Vec::new(),
             _buffer: buffer,
         });
@@ -136,6 +140,7 @@ struct Memory {
     number: usize,
     address: u64,
     bytes: usize,
+    large: bool,
     /// What was read into it.
     given: Vec<u8>,
     _buffer: Buffer,
@@ -172,8 +177,10 @@ impl Memory {
 
     /// The last page, by user code.
     fn tail(&self) -> anyhow::Result<()> {
-        let pattern = pattern(self.number);
-        let expected = if self.bytes == LARGE { &pattern[..TAIL] } else { &pattern[BYTES - TAIL..] };
+        let expected = match self.large {
+            true => pattern_of(self.number, TAIL),
+            false => pattern(self.number).split_off(BYTES - TAIL),
+        };
         let found = &self.bytes()[self.bytes - TAIL..];
         ensure!(found == expected, "the last page of buffer {} is another", self.number);
         Ok(())

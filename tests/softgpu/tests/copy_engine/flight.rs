@@ -14,37 +14,40 @@ use softgpu_tests::isolated;
 
 use crate::{
     MIB, SMALL, Through, engine, has_bandwidth, has_rings, import, pattern, place, read, render, run, soon,
+    where_copies_wait,
 };
 
 #[test]
 fn many_in_flight_beat_one_at_a_time() {
-    isolated("flight::many_in_flight_beat_one_at_a_time", 1, |_| {
-        const BYTES: u64 = MIB / 2;
-        if !has_bandwidth() {
-            return;
-        }
-        let gpus = Gpus::open(1).unwrap();
-        let (staging, mut engine) = engine(&gpus, Through::Pages, Shape { slots: 16, slot_bytes: BYTES });
-        let buffer = gpus.host(BYTES).unwrap();
-        let bo = import(&mut engine, &buffer);
-        let save = |slot| [Transfer::Save { bo, at: 0, to: place(&staging, slot, 0), bytes: BYTES }];
-        let alone = |engine: &mut CopyEngine| (0..16).for_each(|slot| run(engine, &save(slot)));
-        let together = |engine: &mut CopyEngine| {
-            let tickets: Vec<Ticket> = (0..16).map(|slot| engine.submit(&save(slot)).unwrap()).collect();
-            assert_eq!((engine.room(), engine.in_flight() > 2), (2 * IN_FLIGHT - engine.in_flight(), true));
-            tickets.into_iter().for_each(|ticket| engine.wait(ticket, soon()).unwrap());
-        };
-        let mut fastest = |work: &dyn Fn(&mut CopyEngine)| {
-            let once = |_| {
-                let start = Instant::now();
-                work(&mut engine);
-                start.elapsed()
+    isolated("flight::many_in_flight_beat_one_at_a_time", 1, |scene| {
+        where_copies_wait(scene, "20", || {
+            const BYTES: u64 = MIB / 2;
+            let gpus = Gpus::open(1).unwrap();
+            let (staging, mut engine) = engine(&gpus, Through::Pages, Shape { slots: 16, slot_bytes: BYTES });
+            let buffer = gpus.host(BYTES).unwrap();
+            let bo = import(&mut engine, &buffer);
+            let save = |slot| [Transfer::Save { bo, at: 0, to: place(&staging, slot, 0), bytes: BYTES }];
+            let alone = |engine: &mut CopyEngine| (0..16).for_each(|slot| run(engine, &save(slot)));
+            let together = |engine: &mut CopyEngine| {
+                let tickets: Vec<Ticket> = (0..16).map(|slot| engine.submit(&save(slot)).unwrap()).collect();
+                assert_eq!(
+                    (engine.room(), engine.in_flight() > 2),
+                    (2 * IN_FLIGHT - engine.in_flight(), true)
+                );
+                tickets.into_iter().for_each(|ticket| engine.wait(ticket, soon()).unwrap());
             };
-            (0..3).map(once).min().unwrap()
-        };
-        let (alone, together) = (fastest(&alone), fastest(&together));
-        eprintln!("16 transfers of {BYTES} bytes: {alone:.1?} one at a time, {together:.1?} all at once");
-        assert!(together * 3 < alone * 2, "one at a time takes {alone:?}, all at once {together:?}");
+            let mut fastest = |work: &dyn Fn(&mut CopyEngine)| {
+                let once = |_| {
+                    let start = Instant::now();
+                    work(&mut engine);
+                    start.elapsed()
+                };
+                (0..3).map(once).min().unwrap()
+            };
+            let (alone, together) = (fastest(&alone), fastest(&together));
+            eprintln!("16 transfers of {BYTES} bytes: {alone:.1?} one at a time, {together:.1?} all at once");
+            assert!(together * 3 < alone * 2, "one at a time takes {alone:?}, all at once {together:?}");
+        });
     });
 }
 
@@ -138,42 +141,49 @@ fn what_ends_is_told_once_and_can_be_polled_for() {
                 }
             }
             assert_eq!((engine.finished().unwrap().count(), engine.in_flight()), (0, 0));
-            assert!(!readable(&engine, 0), "{through:?}: all is told");
+            // The kernel may signal the end of what was told already, once for each.
+            let quiet = (0..=5).any(|_| {
+                !readable(&engine, 0) || {
+                    assert_eq!(engine.finished().unwrap().count(), 0, "{through:?}: told twice");
+                    false
+                }
+            });
+            assert!(quiet, "{through:?}: all is told");
         }
     });
 }
 
 #[test]
 fn a_late_submission_is_named_and_ends_later() {
-    isolated("flight::a_late_submission_is_named_and_ends_later", 1, |_| {
-        if !has_bandwidth() {
-            return;
-        }
-        let gpus = Gpus::open(1).unwrap();
-        let (staging, mut engine) = engine(&gpus, Through::Pages, Shape { slots: 1, slot_bytes: 16 * MIB });
-        let buffer = gpus.host(16 * MIB).unwrap();
-        let bo = import(&mut engine, &buffer);
-        let load = |mib| [Transfer::Load { bo, at: 0, from: place(&staging, 0, 0), bytes: mib * MIB }];
-        let tickets = [8, 16, 8].map(|mib| engine.submit(&load(mib)).unwrap());
-        let deadline = Instant::now() + Duration::from_millis(10);
-        let troubles = tickets.map(|ticket| match engine.wait(ticket, deadline).unwrap_err() {
-            Error::Late(trouble) => *trouble,
-            error => panic!("{error}"),
+    isolated("flight::a_late_submission_is_named_and_ends_later", 1, |scene| {
+        where_copies_wait(scene, "10", || {
+            let gpus = Gpus::open(1).unwrap();
+            let (staging, mut engine) =
+                engine(&gpus, Through::Pages, Shape { slots: 1, slot_bytes: 16 * MIB });
+            let buffer = gpus.host(16 * MIB).unwrap();
+            let bo = import(&mut engine, &buffer);
+            let load = |mib| [Transfer::Load { bo, at: 0, from: place(&staging, 0, 0), bytes: mib * MIB }];
+            let tickets = [8, 16, 8].map(|mib| engine.submit(&load(mib)).unwrap());
+            let deadline = Instant::now() + Duration::from_millis(10);
+            let troubles = tickets.map(|ticket| match engine.wait(ticket, deadline).unwrap_err() {
+                Error::Late(trouble) => *trouble,
+                error => panic!("{error}"),
+            });
+            let [one, two, three] = troubles;
+            assert_ne!(one.ring, two.ring, "both rings work");
+            assert_eq!(three.ring, one.ring, "the ring with fewer bytes gets the next");
+            assert_eq!([one, two, three].map(|late| late.bytes / MIB), [8, 16, 8]);
+            assert_eq!([one, two, three].map(|late| late.queued / MIB), [16, 16, 16]);
+            for late in troubles {
+                assert!((Duration::from_millis(10)..Duration::from_secs(60)).contains(&late.age), "{late}");
+                assert_eq!(
+                    (late.minor, late.transfers, late.errno, late.state),
+                    (engine.minor(), 1, None, Some(0))
+                );
+            }
+            assert_eq!(engine.in_flight(), 3, "still");
+            tickets.into_iter().for_each(|ticket| engine.wait(ticket, soon()).unwrap());
         });
-        let [one, two, three] = troubles;
-        assert_ne!(one.ring, two.ring, "both rings work");
-        assert_eq!(three.ring, one.ring, "the ring with fewer bytes gets the next");
-        assert_eq!([one, two, three].map(|late| late.bytes / MIB), [8, 16, 8]);
-        assert_eq!([one, two, three].map(|late| late.queued / MIB), [16, 16, 16]);
-        for late in troubles {
-            assert!((Duration::from_millis(10)..Duration::from_secs(60)).contains(&late.age), "{late}");
-            assert_eq!(
-                (late.minor, late.transfers, late.errno, late.state),
-                (engine.minor(), 1, None, Some(0))
-            );
-        }
-        assert_eq!(engine.in_flight(), 3, "still");
-        tickets.into_iter().for_each(|ticket| engine.wait(ticket, soon()).unwrap());
     });
 }
 

@@ -12,6 +12,7 @@ use gpu_app::gpu::Gpus;
 use rewake_amdgpu::{Bo, CopyEngine, Memory, Place, Shape, Staging, Transfer, Way};
 use rewake_kfd::Buffer;
 use rewake_kfd::render::Render;
+use softgpu_tests::{Machine, Scene};
 
 const MIB: u64 = 1 << 20;
 const SMALL: Shape = Shape { slots: 8, slot_bytes: 256 << 10 };
@@ -90,6 +91,20 @@ fn has_bandwidth() -> bool {
         eprintln!("SKIPPED: softgpu.ko was loaded without copy_mbps");
     }
     found
+}
+
+/// Runs `body` where rings copy so many MB/s, so few that copies wait instead of computing, in another process: the machine changes while
+/// nobody uses it. Not where there are no rings, or GPUs are real.
+fn where_copies_wait(scene: &Scene, mbps: &str, body: fn()) {
+    if scene.role().is_some() {
+        return body();
+    }
+    if !has_rings() {
+        return;
+    }
+    let Some(machine) = Machine::find() else { return };
+    machine.becomes(&[("copy_mbps", mbps)]);
+    scene.peer("copies").finish();
 }
 
 /// Whether the GPU has rings: tests of what only rings do are passed over without.

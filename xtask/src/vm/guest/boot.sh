@@ -78,8 +78,10 @@ for round in 1 2; do
 done 2> /dev/null
 wait
 if [ -e /sys/module/softgpu ]; then
-	for try in 1 2 3 4 5; do
-		rmmod softgpu 2> /dev/null && break
+	# The driver takes processes apart in the background: ten seconds are much.
+	tries=50
+	until rmmod softgpu 2> /dev/null || [ "$tries" = 0 ]; do
+		tries=$((tries - 1))
 		sleep 0.2
 	done
 	[ ! -e /sys/module/softgpu ] || say "leak: softgpu.ko is held though every process is gone"

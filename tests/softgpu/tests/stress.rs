@@ -1,0 +1,120 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! One image, restored again and again at any pace, with a program that does anything before its memory is there: all that it
+//! sees is as if it had been there. A few times; `RESTORE_ROUNDS` says how often, `RESTORE_SEED` what it does.
+
+use std::fs;
+use std::time::Duration;
+
+use anyhow::{Context as _, ensure};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use softgpu_tests::criu::{Criu, Plugin, Version, wait_for_the_end_of};
+use softgpu_tests::random::Random;
+use softgpu_tests::toucher::BUFFERS;
+use softgpu_tests::{Machine, Streamer, Toucher, isolated};
+
+/// Of both versions of CRIU together.
+const ROUNDS: u64 = 6;
+const SEED: u64 = 0x5eed_0005;
+/// Of the copy rings, 10^6 bytes a second: it takes from nearly two seconds to no time that can be seen.
+const PACES: [&str; 4] = ["5", "10", "40", "400"];
+/// Of eight ends of a round those below this are not left to the program: it ends, executes another, is killed.
+const LIVES: u64 = 3;
+/// What the kernel writes to a buffer.
+static GIVEN: [u8; 700_001] = [0xa5; 700_001];
+
+fn number(name: &str) -> Option<u64> {
+    std::env::var(name).ok().map(|text| text.parse().unwrap_or_else(|_| panic!("{name}={text}: a number")))
+}
+
+/// What a program may still do with a buffer.
+#[derive(Debug, Clone, Copy)]
+struct Buffer {
+    writable: bool,
+    whole: bool,
+}
+
+/// What it does in a round, in order.
+fn orders(random: &mut Random) -> Vec<String> {
+    let mut buffers = [Buffer { writable: true, whole: true }; BUFFERS];
+    (0..random.below(7))
+        .map(|_| {
+            let which = usize::try_from(random.below(BUFFERS as u64)).unwrap();
+            let buffer = &mut buffers[which];
+            let mut can = vec!["check", "tail", "write", "move", "fork", "protect"];
+            can.extend(buffer.writable.then_some("read"));
+            can.extend(buffer.whole.then_some(["halve", "halve-write"]).into_iter().flatten());
+            let what = random.of(&can);
+            buffer.writable &= what != "protect";
+            buffer.whole &= !what.starts_with("halve");
+            // The last page is another then, or not as it was.
+            let what = if what == "tail" && !buffer.whole { "check" } else { what };
+            format!("{what} {which}")
+        })
+        .collect()
+}
+
+#[test]
+fn whatever_it_does_before_its_memory_is_there() {
+    isolated("whatever_it_does_before_its_memory_is_there", 1, |_| {
+        let Some(machine) = Machine::find() else { return };
+        let mut random = Random(number("RESTORE_SEED").unwrap_or(SEED));
+        let rounds = number("RESTORE_ROUNDS").unwrap_or(ROUNDS);
+        for version in [Version::V4_2, Version::V4_1] {
+            let folder = tempfile::tempdir().unwrap();
+            let mut toucher = Toucher::start(env!("CARGO_BIN_EXE_toucher"), folder.path(), None).unwrap();
+            let criu = Criu::with(Plugin::Ours, version, &folder.path().join("images")).unwrap();
+            criu.dump(toucher.pid()).unwrap();
+            toucher.was_dumped().unwrap();
+            fs::write(folder.path().join("in"), GIVEN).unwrap();
+            for round in 0..rounds / 2 {
+                let pace = random.of(&PACES);
+                let (orders, end) = (orders(&mut random), random.below(8));
+                let story = format!("round {round} of {version:?}: {pace} MB/s, {orders:?}, {end}");
+                eprintln!("{story}");
+                machine.becomes(&[("copy_mbps", pace), ("sdma_rings", "1")]);
+                let done = restore(&toucher, &criu, &orders, end, &mut random);
+                done.unwrap_or_else(|why| panic!("{story}: {why:#}"));
+            }
+        }
+    });
+}
+
+/// One round; what went wrong.
+fn restore(
+    toucher: &Toucher,
+    criu: &Criu,
+    orders: &[String],
+    end: u64,
+    random: &mut Random,
+) -> anyhow::Result<()> {
+    let mut streamer = Streamer::start(criu.images())?;
+    criu.restore()?;
+    let done = act(toucher, orders, end, random);
+    let status = streamer.end()?;
+    let done = done.and_then(|()| {
+        ensure!(status.success(), "the streamer failed: {status}");
+        let buffers = if end < LIVES { 0..0 } else { 0..BUFFERS };
+        buffers.into_iter().try_for_each(|buffer| toucher.asked(&format!("check {buffer}")))
+    });
+    // It may have ended as it was told.
+    let _ = kill(Pid::from_raw(toucher.pid().cast_signed()), Signal::SIGKILL);
+    wait_for_the_end_of(toucher.pid())?;
+    // What it was asked last, and did not do any more.
+    let _ = toucher.answered();
+    done.with_context(|| streamer.said())
+}
+
+/// What it does before its memory is there.
+fn act(toucher: &Toucher, orders: &[String], end: u64, random: &mut Random) -> anyhow::Result<()> {
+    for order in orders {
+        std::thread::sleep(Duration::from_millis(random.below(300)));
+        toucher.asked(order)?;
+    }
+    match end {
+        0 => toucher.ask("end 0"),
+        1 => toucher.asked("execute 0"),
+        2 => Ok(kill(Pid::from_raw(toucher.pid().cast_signed()), Signal::SIGKILL)?),
+        LIVES.. => Ok(()),
+    }
+}
