@@ -26,9 +26,20 @@ pub fn kill_descendants(pid: i32, pidfd: RawFd) {
     }
 }
 
+/// The number that a process has in its own pid namespace.
+#[must_use]
+pub fn own_number(pid: i32) -> Option<i32> {
+    status(pid, "NSpid:")?.split_whitespace().last()?.parse().ok()
+}
+
 fn parent(pid: i32) -> Option<i32> {
+    status(pid, "PPid:")?.trim().parse().ok()
+}
+
+/// What follows a name in its status.
+fn status(pid: i32, name: &str) -> Option<String> {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
-    status.lines().find_map(|line| line.strip_prefix("PPid:"))?.trim().parse().ok()
+    Some(status.lines().find_map(|line| line.strip_prefix(name))?.to_owned())
 }
 
 fn descendants(pid: i32) -> BTreeSet<i32> {
@@ -57,6 +68,13 @@ fn children(pid: i32) -> Vec<i32> {
 mod tests {
     use super::*;
     use std::process::Command;
+
+    #[test]
+    fn here_a_process_has_the_number_that_it_has_itself() {
+        let own = std::process::id().cast_signed();
+        assert_eq!(own_number(own), Some(own));
+        assert_eq!(own_number(-1), None);
+    }
 
     #[test]
     fn when_the_process_has_ended_its_number_may_be_a_stranger_s_whose_children_live_on() {

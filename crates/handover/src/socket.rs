@@ -4,6 +4,7 @@
 use std::fs;
 use std::io;
 use std::os::fd::{AsRawFd as _, OwnedFd};
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
 use nix::errno::Errno;
@@ -23,6 +24,8 @@ pub const SOCKET: &str = "rewake-gpu.socket";
 pub struct Listener {
     socket: OwnedFd,
     path: PathBuf,
+    /// At its end another may have the name.
+    file: File,
 }
 
 impl Listener {
@@ -53,7 +56,8 @@ impl Listener {
         bind(socket.as_raw_fd(), &address).map_err(Error::of("bind the socket"))?;
         let one = Backlog::new(1).map_err(Error::of("listen"))?;
         socket::listen(&socket, one).map_err(Error::of("listen"))?;
-        Ok(Self { socket, path })
+        let file = file(&path).map_err(|source| Error::Socket { act: "look at the socket", source })?;
+        Ok(Self { socket, path, file })
     }
 
     /// Takes whoever has come; waits for it. How often that was somebody who only looked does not matter: it is this user or root,
@@ -75,14 +79,28 @@ impl Listener {
     pub fn close(&self) {
         // Neither can fail in a way that matters: whoever came too late is turned away, or finds nothing.
         let _ = socket::shutdown(self.socket.as_raw_fd(), Shutdown::Both);
-        let _ = fs::remove_file(&self.path);
+        self.remove();
     }
+
+    /// Whoever has removed it has done no harm.
+    fn remove(&self) {
+        if file(&self.path).is_ok_and(|there| there == self.file) {
+            let _ = fs::remove_file(&self.path);
+        }
+    }
+}
+
+/// A file: device, inode, and when that became this one, as its number is another's soon.
+type File = (u64, u64, i64, i64);
+
+fn file(path: &Path) -> io::Result<File> {
+    let there = fs::symlink_metadata(path)?;
+    Ok((there.dev(), there.ino(), there.ctime(), there.ctime_nsec()))
 }
 
 impl Drop for Listener {
     fn drop(&mut self) {
-        // Whoever removed it has done no harm.
-        let _ = fs::remove_file(&self.path);
+        self.remove();
     }
 }
 

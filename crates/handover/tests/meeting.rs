@@ -7,6 +7,7 @@ use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
 use std::os::unix::fs::PermissionsExt as _;
 use std::os::unix::net::UnixListener;
 use std::thread;
+use std::time::Duration;
 
 use nix::sys::socket::{AddressFamily, MsgFlags, SockFlag, SockType, send, socketpair};
 use rewake_handover::proto::{self, to_server};
@@ -86,6 +87,13 @@ fn one_server_listens_in_a_folder_and_only_for_its_user() {
     assert_eq!(heard, hello());
     listener.close();
     assert!(!path.exists() && connect(&path).unwrap().is_none(), "who comes too late finds nobody");
+    // The name is another's from then on.
+    thread::sleep(Duration::from_millis(20));
+    let next = Listener::new(folder.path()).unwrap();
+    drop(listener);
+    assert!(path.exists(), "the next one's");
+    drop(next);
+    assert!(!path.exists());
 }
 
 #[test]

@@ -8,7 +8,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 use crate::abi::{KFD_SMI_EVENT_ALL_PROCESS, KFD_SMI_EVENT_QUEUE_EVICTION, KFD_SMI_EVENT_QUEUE_RESTORE};
 use crate::{Act, Error, Kfd};
 
-/// All that the driver keeps for a reader.
+/// What is read at once: all that the driver keeps for a reader, or more (`MAX_KFIFO_SIZE`).
 const FIFO: usize = 8192;
 
 /// A process's queues on a GPU were counted out or in: they run when they were counted in as often as out.
@@ -29,8 +29,8 @@ pub enum What {
     Out,
     /// QUEUE_RESTORE: counted in.
     In,
-    /// QUEUE_RESTORE, rescheduled: they were to be counted in, and something that GPUs reach could not be had; it is tried
-    /// again.
+    /// QUEUE_RESTORE, rescheduled: they were to be counted in, and memory that GPUs reach could not be had or has changed; it is
+    /// tried again.
     PutOff,
 }
 
@@ -57,8 +57,8 @@ impl Stream {
         Ok(Self { events, begun: Vec::new() })
     }
 
-    /// What has happened since it was last asked; does not wait. What the driver has no room for is lost: 8 KiB, some
-    /// 200 events.
+    /// What has happened since it was last asked; does not wait. What the driver has no room for is lost, the newest first: with
+    /// Linux 6.12 it keeps 1 KiB, some 30 events.
     ///
     /// # Errors
     /// The kernel's.

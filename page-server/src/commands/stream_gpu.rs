@@ -72,7 +72,8 @@ fn one(start: &Start, listener: &Listener, window: Option<&Window>, work: &Path)
         processes = done.processes,
         touches = done.touches,
         seconds = format!("{:.3}", done.took.as_secs_f64()),
-        "GPUs go on"
+        "{}",
+        if done.held == 0 { "GPUs go on" } else { "gates are open, and not all GPUs go on" }
     );
     Ok(())
 }

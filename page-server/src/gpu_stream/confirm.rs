@@ -1,19 +1,21 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Whether queues run when their gates are open.
 //!
-//! A driver that was asked to let them go on says yes, and may still hold them back: what RESUME has begun maps all that GPUs reach,
-//! and tries again for ever if something cannot be had. It counts a process's queues on each GPU out and in, and tells of it; they
-//! run when they were counted in as often as out.
+//! A driver that was asked to let them go on says yes, and may still hold them: what RESUME has begun maps all that GPUs reach, and
+//! tries again for ever if something cannot be had. It counts a process's queues on each GPU out and in, and tells of it; they run
+//! when they were counted in as often as out. It keeps as little as 1 KiB of that, so that somebody must listen all the time.
 
 use std::collections::BTreeMap;
-use std::collections::btree_map::Entry;
 use std::os::fd::{AsFd as _, RawFd};
-use std::os::unix::fs::MetadataExt as _;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, ensure};
+use anyhow::Context as _;
 use nix::errno::Errno;
-use nix::poll::{PollFd, PollFlags, poll};
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::eventfd::{EfdFlags, EventFd};
+use nix::sys::signal::{SigSet, SigmaskHow};
 use rewake_kfd::Kfd;
 use rewake_kfd::smi::{QueueEvent, Stream, What};
 use rewake_kfd::topology::Topology;
@@ -23,152 +25,195 @@ use crate::sys;
 
 /// RESTORE has counted all out, once, before anything is handed over.
 const BY_RESTORE: i64 = 1;
-/// Inode of the first pid namespace (`PROC_PID_INIT_INO`, include/linux/proc_ns.h).
-const FIRST_PID_NAMESPACE: u64 = 0xEFFF_FFFC;
 /// Between two looks at who has ended.
-const LOOK: u16 = 20;
+const LOOK: Duration = Duration::from_millis(20);
 
 /// A process whose gate is open.
 #[derive(Debug)]
 pub(super) struct Opened {
-    pub(super) pid: u32,
+    /// Its number here, and the one that it has itself: kernels tell either.
+    pub(super) numbers: [u32; 2],
     /// Its process descriptor, in the ledger.
     pub(super) process: RawFd,
     /// N of the `/dev/dri/renderDN` of its GPUs.
     pub(super) minors: Vec<u32>,
 }
 
-/// A process's queues on a GPU.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-struct Queues {
-    /// How much more often counted out than in since it is looked at.
-    out: i64,
-    put_off: u64,
+/// What is known of all of them.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(super) struct Verdict {
+    /// Queues that have run: of a process on a GPU each.
+    pub(super) ran: usize,
+    /// Whose are held, a line each.
+    pub(super) held: Vec<String>,
+    /// Of whose nothing can be told, a line each.
+    pub(super) unknown: Vec<String>,
 }
 
-/// What the driver has told.
+/// A process's queues on a GPU.
+#[derive(Debug, Clone, Copy)]
+struct Queues {
+    /// How much more often counted out than in.
+    held: i64,
+    /// Since they were last counted in.
+    put_off: u64,
+    /// They were counted in as often as out, once.
+    ran: bool,
+}
+
+/// What the driver has told, by process and GPU.
 #[derive(Debug, Default)]
 struct Told(BTreeMap<(u32, u32), Queues>);
 
-/// Hears what the driver tells of some GPUs.
+/// Hears what the driver tells of some GPUs, in a thread of its own, until it is dropped.
 #[derive(Debug)]
 pub(super) struct Confirm {
-    kfd: Kfd,
-    /// By N of `/dev/dri/renderDN`, with the GPU's id in the topology.
-    streams: BTreeMap<u32, (u32, Stream)>,
-    told: Told,
+    /// Ids in the topology, by N of `/dev/dri/renderDN`.
+    gpus: BTreeMap<u32, u32>,
+    shared: Arc<Shared>,
+    thread: Option<JoinHandle<()>>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    told: Mutex<Told>,
+    news: Condvar,
+    stop: EventFd,
 }
 
 impl Confirm {
-    /// Of no GPU yet. To be made when nobody waits: the driver lets nobody in while it takes a process apart that has ended
-    /// (`kfd_create_process`).
-    ///
-    /// # Errors
-    /// There is no driver, or it does not tell who is meant.
-    pub(super) fn new() -> anyhow::Result<Self> {
-        let space = std::fs::metadata("/proc/self/ns/pid").context("finding the pid namespace")?;
-        ensure!(
-            space.ino() == FIRST_PID_NAMESPACE,
-            "the driver calls processes by their numbers in the first pid namespace, and this is in another"
-        );
-        Ok(Self { kfd: Kfd::open()?, streams: BTreeMap::new(), told: Told::default() })
-    }
-
     /// Listens, from now on, to the GPUs with these render nodes: after RESTORE, before PROCESS_INFO.
     ///
     /// # Errors
-    /// The driver does not tell.
-    pub(super) fn listen(&mut self, minors: impl IntoIterator<Item = u32>) -> anyhow::Result<()> {
+    /// The driver does not tell, or there is no thread left.
+    pub(super) fn new(kfd: &Kfd, minors: impl IntoIterator<Item = u32>) -> anyhow::Result<Self> {
         let topology = Topology::read()?;
+        let (mut gpus, mut streams) = (BTreeMap::new(), Vec::new());
         for minor in minors {
             let gpu = topology.gpus().find(|gpu| gpu.render_minor() == minor);
             let gpu = gpu.with_context(|| format!("renderD{minor} is not in the topology"))?.gpu_id;
-            if let Entry::Vacant(place) = self.streams.entry(minor) {
-                place.insert((gpu, Stream::open(&self.kfd, gpu)?));
+            if gpus.insert(minor, gpu).is_none() {
+                streams.push(Stream::open(kfd, gpu)?);
             }
         }
-        Ok(())
+        let stop = EventFd::from_flags(EfdFlags::EFD_CLOEXEC).context("eventfd")?;
+        let shared = Arc::new(Shared { told: Mutex::default(), news: Condvar::new(), stop });
+        let thread = {
+            let shared = Arc::clone(&shared);
+            // Signals are the main thread's.
+            let before = SigSet::all().thread_swap_mask(SigmaskHow::SIG_BLOCK).context("blocking signals")?;
+            let thread = std::thread::Builder::new().name("queues".to_owned()).spawn(move || {
+                if let Err(error) = shared.listen(&mut streams) {
+                    warn!("whether queues run will not be told: {error:#}");
+                }
+            });
+            before.thread_set_mask().context("unblocking signals")?;
+            thread.context("starting a thread")?
+        };
+        Ok(Self { gpus, shared, thread: Some(thread) })
     }
 
-    /// Takes what was told, often enough that nothing is lost.
-    ///
-    /// # Errors
-    /// The driver's.
-    pub(super) fn hear(&mut self) -> anyhow::Result<()> {
-        for (_, stream) in self.streams.values_mut() {
-            self.told.take(&stream.read().context("reading SMI events")?);
-        }
-        Ok(())
-    }
-
-    /// Waits until the queues of all these run, whose gates are open; at most `patience`. Whoever has ended is not waited
-    /// for. Says what is wrong with the others, a line each.
-    ///
-    /// # Errors
-    /// The driver's.
-    pub(super) fn run(&mut self, opened: &[Opened], patience: Duration) -> anyhow::Result<Vec<String>> {
+    /// Waits until all queues of these have run whose gates are open; at most `patience`, and not for whoever has ended. Nothing is known
+    /// where the driver could not be heard to the end, which was said then.
+    pub(super) fn wait(&self, opened: &[Opened], patience: Duration) -> Verdict {
         let start = Instant::now();
+        let mut told = self.shared.told();
         loop {
-            self.hear()?;
-            let alive = opened.iter().filter(|of| !sys::has_ended(of.process));
-            let wrong: Vec<String> = alive.flat_map(|of| self.wrong(of)).collect();
-            if wrong.is_empty() || start.elapsed() >= patience {
-                return Ok(wrong);
+            let alive: Vec<&Opened> = opened.iter().filter(|of| !sys::has_ended(of.process)).collect();
+            let verdict = told.verdict(&alive, &self.gpus);
+            if self.thread.as_ref().is_some_and(JoinHandle::is_finished) {
+                return Verdict::default();
             }
-            let streams = self.streams.values();
-            let mut fds: Vec<PollFd<'_>> =
-                streams.map(|(_, stream)| PollFd::new(stream.as_fd(), PollFlags::POLLIN)).collect();
-            match poll(&mut fds, LOOK) {
+            if verdict.held.is_empty() || start.elapsed() >= patience {
+                return verdict;
+            }
+            let waited = self.shared.news.wait_timeout(told, LOOK);
+            told = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+}
+
+impl Drop for Confirm {
+    fn drop(&mut self) {
+        // Neither fails: the counter is at 0, and the thread does not panic.
+        let _ = self.shared.stop.write(1);
+        let _ = self.thread.take().map(JoinHandle::join);
+    }
+}
+
+impl Shared {
+    fn told(&self) -> MutexGuard<'_, Told> {
+        self.told.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Until it is to stop.
+    fn listen(&self, streams: &mut [Stream]) -> anyhow::Result<()> {
+        loop {
+            let mut fds = vec![PollFd::new(self.stop.as_fd(), PollFlags::POLLIN)];
+            fds.extend(streams.iter().map(|stream| PollFd::new(stream.as_fd(), PollFlags::POLLIN)));
+            match poll(&mut fds, PollTimeout::NONE) {
                 Ok(_) | Err(Errno::EINTR) => {}
                 Err(errno) => return Err(errno).context("waiting for SMI events"),
             }
+            if fds[0].any() == Some(true) {
+                return Ok(());
+            }
+            for stream in &mut *streams {
+                let events = stream.read().context("reading SMI events")?;
+                self.told().take(&events);
+            }
+            self.news.notify_all();
         }
-    }
-
-    fn wrong(&self, of: &Opened) -> impl Iterator<Item = String> {
-        let streams = of.minors.iter().filter_map(|minor| self.streams.get(minor));
-        streams.filter_map(|(gpu, _)| self.told.wrong(of.pid, *gpu))
-    }
-}
-
-/// Says that nothing will be confirmed.
-pub(super) fn not(why: &anyhow::Error) {
-    warn!("whether queues run will not be confirmed: {why:#}");
-}
-
-/// Does something with it, which is no more if that fails.
-pub(super) fn trying(confirm: &mut Option<Confirm>, act: impl FnOnce(&mut Confirm) -> anyhow::Result<()>) {
-    if let Some(Err(error)) = confirm.as_mut().map(act) {
-        not(&error);
-        *confirm = None;
     }
 }
 
 impl Told {
     fn take(&mut self, events: &[QueueEvent]) {
         for event in events {
-            let queues = self.0.entry((event.pid, event.gpu)).or_default();
+            let new = Queues { held: BY_RESTORE, put_off: 0, ran: false };
+            let queues = self.0.entry((event.pid, event.gpu)).or_insert(new);
             match event.what {
-                What::Out => queues.out += 1,
-                What::In => queues.out -= 1,
+                What::Out => queues.held += 1,
                 What::PutOff => queues.put_off += 1,
+                What::In => {
+                    queues.held -= 1;
+                    queues.put_off = 0;
+                    queues.ran |= queues.held == 0;
+                }
             }
         }
     }
 
-    /// What is wrong with a process's queues on a GPU; nothing if they run.
-    fn wrong(&self, pid: u32, gpu: u32) -> Option<String> {
-        let queues = format!("queues of process {pid} on GPU {gpu:#x}");
-        // PROCESS_INFO was to be told of.
-        let Some(&Queues { out, put_off }) = self.0.get(&(pid, gpu)) else {
-            return Some(format!("the driver has told nothing of {queues} (is CAP_SYS_ADMIN there?)"));
-        };
-        let held = BY_RESTORE + out;
-        let why = match put_off {
-            0 => String::new(),
-            times => format!("; it has put them off {times} times for memory that it cannot have"),
-        };
-        (held > 0).then(|| format!("the driver holds {queues} back, {held} times{why}"))
+    /// Of all of these, with GPUs' ids by their render nodes.
+    fn verdict(&self, opened: &[&Opened], gpus: &BTreeMap<u32, u32>) -> Verdict {
+        let mut verdict = Verdict::default();
+        for of in opened {
+            for gpu in of.minors.iter().filter_map(|minor| gpus.get(minor)) {
+                let queues = format!("queues of process {} on GPU {gpu:#x}", of.numbers[0]);
+                match self.queues(of, opened, *gpu) {
+                    // PROCESS_INFO must have been told of, and nothing is counted in more often than out.
+                    None => verdict.unknown.push(format!(
+                        "the driver has told nothing of the {queues} (CAP_SYS_ADMIN? another pid namespace?)"
+                    )),
+                    Some(Queues { held: ..0, .. }) => {
+                        verdict.unknown.push(format!("not all was heard that the driver told of the {queues}"));
+                    }
+                    Some(Queues { ran: true, .. }) => verdict.ran += 1,
+                    Some(Queues { held, put_off, .. }) => verdict.held.push(format!(
+                        "the driver holds the {queues}, {held} times, and has put them off {put_off} times since it last did not: \
+                         memory that the GPU reaches cannot be had, or changes"
+                    )),
+                }
+            }
+        }
+        verdict
+    }
+
+    /// A process's, by the number that the driver calls it by; none if that may be another's.
+    fn queues(&self, of: &Opened, all: &[&Opened], gpu: u32) -> Option<Queues> {
+        let [here, own] = of.numbers;
+        let alone = all.iter().filter(|other| other.numbers.contains(&own)).count() == 1;
+        self.0.get(&(here, gpu)).or_else(|| self.0.get(&(own, gpu)).filter(|_| alone)).copied()
     }
 }
 
@@ -176,40 +221,63 @@ impl Told {
 mod tests {
     use super::*;
 
-    fn told(events: &[What]) -> Told {
+    fn opened(here: u32, own: u32) -> Opened {
+        Opened { numbers: [here, own], process: -1, minors: vec![128] }
+    }
+
+    fn told_of(pid: u32, events: &[What]) -> Told {
         let mut told = Told::default();
-        told.take(
-            &events.iter().map(|what| QueueEvent { pid: 7, gpu: 0x1a, what: *what }).collect::<Vec<_>>(),
-        );
+        told.take(&events.iter().map(|what| QueueEvent { pid, gpu: 0x1a, what: *what }).collect::<Vec<_>>());
         told
     }
 
+    fn verdict(told: &Told, opened: &[Opened]) -> (usize, usize, usize) {
+        let of: Vec<&Opened> = opened.iter().collect();
+        let Verdict { ran, held, unknown } = told.verdict(&of, &BTreeMap::from([(128, 0x1a)]));
+        (ran, held.len(), unknown.len())
+    }
+
+    const RAN: (usize, usize, usize) = (1, 0, 0);
+    const HELD: (usize, usize, usize) = (0, 1, 0);
+    const UNKNOWN: (usize, usize, usize) = (0, 0, 1);
+
     #[test]
-    fn queues_run_when_the_gate_is_open_and_what_resume_began_is_done_in_any_order() {
-        // PROCESS_INFO; then UNPAUSE and RESUME's worker.
-        assert!(told(&[What::Out, What::In]).wrong(7, 0x1a).is_some());
-        assert_eq!(told(&[What::Out, What::In, What::In]).wrong(7, 0x1a), None);
+    fn queues_run_when_the_gate_is_open_and_what_resume_began_is_done() {
+        // PROCESS_INFO; then UNPAUSE and RESUME's worker, in any order.
+        assert_eq!(verdict(&told_of(7, &[What::Out, What::In]), &[opened(7, 7)]), HELD);
+        assert_eq!(verdict(&told_of(7, &[What::Out, What::In, What::In]), &[opened(7, 7)]), RAN);
     }
 
     #[test]
-    fn what_is_evicted_meanwhile_must_come_back() {
-        let events = [What::Out, What::In, What::Out, What::In];
-        assert!(told(&events).wrong(7, 0x1a).unwrap().contains("process 7 on GPU 0x1a back, 1 times"));
-        assert_eq!(told(&[&events[..], &[What::In]].concat()).wrong(7, 0x1a), None);
+    fn what_is_held_before_they_ran_must_be_let_go_of_and_afterwards_it_is_no_matter() {
+        let before = [What::Out, What::In, What::Out, What::In];
+        assert_eq!(verdict(&told_of(7, &before), &[opened(7, 7)]), HELD);
+        let after = [What::Out, What::In, What::In, What::Out];
+        assert_eq!(verdict(&told_of(7, &after), &[opened(7, 7)]), RAN);
     }
 
     #[test]
-    fn memory_that_cannot_be_had_is_the_reason() {
-        let wrong = told(&[What::Out, What::In, What::PutOff, What::PutOff]).wrong(7, 0x1a).unwrap();
-        assert!(wrong.contains("put them off 2 times"), "{wrong}");
+    fn what_keeps_them_is_told() {
+        let told = told_of(7, &[What::PutOff, What::Out, What::In, What::PutOff, What::PutOff]);
+        let held = told.verdict(&[&opened(7, 7)], &BTreeMap::from([(128, 0x1a)])).held;
+        assert!(held[0].contains("process 7 on GPU 0x1a, 1 times, and has put them off 2 times"), "{held:?}");
     }
 
     #[test]
-    fn another_s_queues_and_another_gpu_s_tell_nothing() {
-        let told = told(&[What::Out, What::In, What::In]);
-        for (pid, gpu) in [(8, 0x1a), (7, 0x1b)] {
-            let wrong = told.wrong(pid, gpu).unwrap();
-            assert!(wrong.contains("has told nothing"), "{wrong}");
+    fn what_was_not_heard_confirms_nothing() {
+        assert_eq!(verdict(&Told::default(), &[opened(7, 7)]), UNKNOWN);
+        assert_eq!(verdict(&told_of(8, &[What::Out, What::In, What::In]), &[opened(7, 7)]), UNKNOWN);
+        assert_eq!(verdict(&told_of(7, &[What::In, What::In]), &[opened(7, 7)]), UNKNOWN);
+    }
+
+    #[test]
+    fn the_driver_calls_a_process_in_a_namespace_by_either_number() {
+        let events = [What::Out, What::In, What::In];
+        for pid in [4711, 12] {
+            assert_eq!(verdict(&told_of(pid, &events), &[opened(4711, 12)]), RAN);
         }
+        // Whose is 12?
+        assert_eq!(verdict(&told_of(12, &events), &[opened(4711, 12), opened(4800, 12)]), (0, 0, 2));
+        assert_eq!(verdict(&told_of(12, &events), &[opened(4711, 12), opened(12, 9)]), (1, 0, 1));
     }
 }

@@ -10,8 +10,10 @@ use rewake_criu_images::ImageDir;
 use rewake_criu_images::amdgpu::{KfdImage, kfd_name};
 use rewake_handover::proto::{self, to_plugin, to_server};
 use rewake_handover::{Channel, Error, Listener, VERSION};
+use rewake_kfd::Kfd;
+use tracing::warn;
 
-use super::confirm::{self, Confirm};
+use super::confirm::Confirm;
 use super::gate::Gate;
 use super::parts::Buffer;
 use super::placeholders::{Handed, Placeholders};
@@ -25,6 +27,8 @@ const FOLDER: &str = "the image directory";
 pub(super) struct Taken {
     channel: Channel,
     processes: Vec<Computing>,
+    /// From before the gates are shut; none where the driver does not tell.
+    pub(super) confirm: Option<Confirm>,
 }
 
 /// A process that computes.
@@ -50,11 +54,10 @@ pub(super) struct Gated<'a> {
     pub(super) placeholders: Option<Placeholders<'a>>,
 }
 
-/// Takes what the plugin that comes hands over, and opens all files: what cannot be is refused while nothing runs yet. From before
-/// the gates are shut `confirm` listens.
-pub(super) fn take(listener: &Listener, confirm: &mut Option<Confirm>) -> anyhow::Result<Taken> {
+/// Takes what the plugin that comes hands over, and opens all files: what cannot be is refused while nothing runs yet.
+pub(super) fn take(listener: &Listener) -> anyhow::Result<Taken> {
     loop {
-        let mut taken = Taken { channel: listener.accept()?, processes: Vec::new() };
+        let mut taken = Taken { channel: listener.accept()?, processes: Vec::new(), confirm: None };
         // Somebody looked whether there is one here.
         let first = match taken.hear() {
             Err(Error::Closed) => continue,
@@ -62,7 +65,7 @@ pub(super) fn take(listener: &Listener, confirm: &mut Option<Confirm>) -> anyhow
         };
         // Whoever else comes loads everything at once.
         listener.close();
-        match first.and_then(|(what, _)| taken.collect(&what, confirm)) {
+        match first.and_then(|(what, _)| taken.collect(&what)) {
             Ok(()) => return Ok(taken),
             Err(error) => {
                 // The plugin says so in CRIU's log; it may have gone.
@@ -75,7 +78,7 @@ pub(super) fn take(listener: &Listener, confirm: &mut Option<Confirm>) -> anyhow
 }
 
 impl Taken {
-    fn collect(&mut self, first: &to_server::What, confirm: &mut Option<Confirm>) -> anyhow::Result<()> {
+    fn collect(&mut self, first: &to_server::What) -> anyhow::Result<()> {
         let &to_server::What::Hello(proto::Hello { version }) = first else { bail!(odd("Hello", first)) };
         ensure!(
             version == VERSION,
@@ -84,6 +87,8 @@ impl Taken {
         self.say(to_plugin::What::Hello(proto::Hello { version }))?;
         // CRIU restores all tasks meanwhile.
         self.channel.wait_for_ever()?;
+        // While the driver takes an ended process apart, nobody can open it; now nobody waits.
+        let driver = Kfd::open().map_err(anyhow::Error::from);
         let mut folder = None;
         loop {
             let (what, mut with) = self.hear()?;
@@ -103,7 +108,11 @@ impl Taken {
                 }
                 to_server::What::Ready(_) => {
                     let minors = (0..self.processes.len()).flat_map(|place| self.minors(place));
-                    confirm::trying(confirm, |confirm| confirm.listen(minors));
+                    let confirm = driver.and_then(|kfd| Confirm::new(&kfd, minors));
+                    match confirm {
+                        Ok(confirm) => self.confirm = Some(confirm),
+                        Err(error) => warn!("whether queues run will not be told: {error:#}"),
+                    }
                     return Ok(self.say(to_plugin::What::Ready(proto::Ready {}))?);
                 }
                 other => bail!(odd("what is to be loaded", &other)),

@@ -27,13 +27,14 @@ use rewake_contents::{Loading, Process, Report};
 use rewake_handover::Listener;
 use tracing::{info, warn};
 
-use confirm::{Confirm, Opened};
+use confirm::{Confirm, Opened, Verdict};
+use intake::Taken;
 use placeholders::Placeholders;
 use touches::{Resident, Touches};
 
 use crate::ledger::Ledger;
-use crate::sys;
 use crate::timeline::Timeline;
+use crate::{processes, sys};
 
 /// For queues to run whose gates are open. Memory that programs have registered is mapped first, which takes as long as finding its
 /// pages does.
@@ -50,6 +51,8 @@ pub struct Summary {
     pub touches: u64,
     /// From the moment at which they ran until the last gate was open.
     pub took: Duration,
+    /// Queues, of a process on a GPU each, that the driver still held some time afterwards.
+    pub held: usize,
 }
 
 /// Loads all of it, serves whoever touches it meanwhile, and says how far it is. When it is done no placeholder is left.
@@ -58,7 +61,6 @@ fn load(
     placeholders: Vec<Placeholders<'_>>,
     ledger: Ledger,
     timeline: &Timeline,
-    confirm: &mut Option<Confirm>,
 ) -> anyhow::Result<(Option<Report>, u64)> {
     let loading = Loading::new(processes)?;
     let resident = Resident::new(processes.len(), &placeholders)?;
@@ -66,9 +68,7 @@ fn load(
     let (desk, giving_up) = (loading.desk(), loading.desk());
     let (over, ended) = channel::<()>();
     std::thread::scope(|scope| {
-        scope.spawn(move || {
-            progress::follow(&desk, timeline, &ended, || confirm::trying(confirm, Confirm::hear));
-        });
+        scope.spawn(move || progress::follow(&desk, timeline, &ended));
         let touches = scope.spawn(|| {
             // What they wait for would never come, and what they have would be zeros.
             let touched = catch_unwind(AssertUnwindSafe(|| touches.run()));
@@ -88,27 +88,8 @@ fn load(
     })
 }
 
-/// Waits until the queues run whose gates are open, and says whose do not.
-fn look_at_queues(confirm: Option<Confirm>, opened: &[Opened]) {
-    let Some(mut confirm) = confirm else { return };
-    match confirm.run(opened, CONFIRMED) {
-        Ok(wrong) if wrong.is_empty() => info!("the driver confirms that queues run"),
-        Ok(wrong) => wrong.iter().for_each(|wrong| warn!("after {CONFIRMED:?} {wrong}")),
-        Err(error) => confirm::not(&error),
-    }
-}
-
-/// Serves the one restore that comes, and tells `timeline` how.
-///
-/// # Errors
-/// The plugin gave up, or memory could not be loaded: gates are shut then, and the ledger knows whose.
-pub fn serve(listener: &Listener, ledger: Ledger, timeline: &Timeline) -> anyhow::Result<Summary> {
-    let mut confirm = Confirm::new().map_err(|error| confirm::not(&error)).ok();
-    let taken = intake::take(listener, &mut confirm)?;
-    timeline.handed_over();
-    // Asked to stop, it goes on from here: it takes as long as it takes to load, and then no gate is shut.
-    let stop: SigSet = [Signal::SIGTERM, Signal::SIGINT].into_iter().collect();
-    sigprocmask(SigmaskHow::SIG_BLOCK, Some(&stop), None).context("blocking signals")?;
+/// Loads what was taken over, and opens the gates: of whom, in the end.
+fn serve_taken(taken: &Taken, ledger: Ledger, timeline: &Timeline) -> anyhow::Result<(Summary, Vec<Opened>)> {
     let (mut gates, mut placeholders) = (Vec::new(), Vec::new());
     for (place, gated) in taken.go(ledger)? {
         timeline.runs(place, sys::pidfd_pid(gated.gate.process).unwrap_or_default());
@@ -119,15 +100,16 @@ pub fn serve(listener: &Listener, ledger: Ledger, timeline: &Timeline) -> anyhow
     info!(processes = gates.len(), "loading memory of GPUs behind running processes");
     let processes: Vec<Process<'_>> = taken.processes().collect();
     let (loaded, touches) =
-        load(&processes, placeholders, ledger, timeline, &mut confirm).context("loading memory of GPUs")?;
+        load(&processes, placeholders, ledger, timeline).context("loading memory of GPUs")?;
     let mut opened = Vec::new();
     for (place, gate) in &gates {
         match gate.open() {
             Ok(pid) => {
                 timeline.gate_opened(*place);
-                let minors = taken.minors(*place).collect();
-                opened.push(Opened { pid: pid.unsigned_abs(), process: gate.process, minors });
                 ledger.gates().opened(gate.process);
+                let numbers = [pid, processes::own_number(pid).unwrap_or(pid)].map(i32::unsigned_abs);
+                let minors = taken.minors(*place).collect();
+                opened.push(Opened { numbers, process: gate.process, minors });
             }
             Err(error) if gate.has_ended() => {
                 timeline.gone(*place);
@@ -137,7 +119,36 @@ pub fn serve(listener: &Listener, ledger: Ledger, timeline: &Timeline) -> anyhow
             Err(error) => return Err(error),
         }
     }
-    let took = start.elapsed();
-    look_at_queues(confirm, &opened);
-    Ok(Summary { processes: gates.len(), loaded, touches, took })
+    Ok((Summary { processes: gates.len(), loaded, touches, took: start.elapsed(), held: 0 }, opened))
+}
+
+/// Waits until the queues run whose gates are open, and says whose do not, and of whose nothing can be told. How many do not.
+fn look_at_queues(confirm: &Confirm, opened: &[Opened]) -> usize {
+    let Verdict { ran, held, unknown } = confirm.wait(opened, CONFIRMED);
+    held.iter().for_each(|held| warn!("after {CONFIRMED:?} {held}"));
+    unknown.iter().for_each(|unknown| info!("{unknown}"));
+    if held.is_empty() && ran > 0 {
+        info!("the driver lets queues run: {ran}, of a process on a GPU each");
+    }
+    held.len()
+}
+
+/// Serves the one restore that comes, and tells `timeline` how.
+///
+/// # Errors
+/// The plugin gave up, or memory could not be loaded: gates are shut then, and the ledger knows whose.
+pub fn serve(listener: &Listener, ledger: Ledger, timeline: &Timeline) -> anyhow::Result<Summary> {
+    let mut taken = intake::take(listener)?;
+    let confirm = taken.confirm.take();
+    timeline.handed_over();
+    // Asked to stop, it goes on from here: it takes as long as it takes to load, and then no gate is shut.
+    let stop: SigSet = [Signal::SIGTERM, Signal::SIGINT].into_iter().collect();
+    sigprocmask(SigmaskHow::SIG_BLOCK, Some(&stop), None).context("blocking signals")?;
+    let (mut summary, opened) = serve_taken(&taken, ledger, timeline)?;
+    // Who ends now is taken apart by the driver: nothing of it is open here.
+    drop(taken);
+    if let Some(confirm) = confirm {
+        summary.held = look_at_queues(&confirm, &opened);
+    }
+    Ok(summary)
 }

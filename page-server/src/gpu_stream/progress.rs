@@ -15,14 +15,13 @@ const LOOK: Duration = Duration::from_millis(20);
 /// Between two lines in the log.
 const REPORT: Duration = Duration::from_secs(1);
 
-/// Tells `timeline`, often, and the log, until the other half of `ended` is dropped; and what was there then. Calls `look` as often.
-pub(super) fn follow(desk: &Desk, timeline: &Timeline, ended: &Receiver<()>, mut look: impl FnMut()) {
+/// Tells `timeline`, often, and the log, until the other half of `ended` is dropped; and what was there then.
+pub(super) fn follow(desk: &Desk, timeline: &Timeline, ended: &Receiver<()>) {
     let mut logged = Instant::now();
     timeline.sample(&desk.progress());
     while ended.recv_timeout(LOOK) == Err(RecvTimeoutError::Timeout) {
         let progress = desk.progress();
         timeline.sample(&progress);
-        look();
         if logged.elapsed() >= REPORT {
             logged = Instant::now();
             progress.iter().for_each(log);

@@ -83,6 +83,11 @@ impl App {
         }
     }
 
+    /// It was dumped, and will not come back: nothing of it is left to end.
+    pub fn is_over(&mut self) {
+        self.quit = true;
+    }
+
     /// Kills it, as a crash would; it may come back from an image.
     ///
     /// # Errors

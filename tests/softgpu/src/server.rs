@@ -76,6 +76,7 @@ impl Server {
             }
             fs::remove_dir_all(criu.images()).unwrap();
             fs::create_dir(criu.images()).unwrap();
+            self.app.is_over();
             *self = Self::start(&self.shape, &self.folder);
             criu.dump(self.pid).unwrap();
             self.is_gone();

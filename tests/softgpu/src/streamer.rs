@@ -116,9 +116,8 @@ pub(crate) fn program() -> anyhow::Result<PathBuf> {
     let own = std::env::current_exe().context("this program's path")?;
     let beside = own.ancestors().skip(1).take(2).map(|folder| folder.join("rewake"));
     let given = std::env::var_os("REWAKE_BIN").map(PathBuf::from);
+    let there = |path: &PathBuf| path.is_file();
     given
-        .into_iter()
-        .chain(beside)
-        .find(|path| path.is_file())
+        .map_or_else(|| beside.into_iter().find(there), |given| Some(given).filter(there))
         .context("no rewake: `cargo build -p rewake`, or set REWAKE_BIN")
 }

@@ -60,6 +60,7 @@ fn whatever_it_does_before_its_memory_is_there() {
         let Some(machine) = Machine::find() else { return };
         let mut random = Random(number("RESTORE_SEED").unwrap_or(SEED));
         let rounds = number("RESTORE_ROUNDS").unwrap_or(ROUNDS);
+        assert!(random.0 != 0 && rounds > 1, "RESTORE_SEED is not 0, RESTORE_ROUNDS 2 at least");
         for version in [Version::V4_2, Version::V4_1] {
             let folder = tempfile::tempdir().unwrap();
             let mut toucher = Toucher::start(env!("CARGO_BIN_EXE_toucher"), folder.path(), None).unwrap();

@@ -121,7 +121,8 @@ impl Shape {
             said.push('\n');
         }
         let status = child.wait().context("wait for the machine")?;
-        ensure!(status.success(), "{}", failed(&said));
+        let failed = failed(&said);
+        ensure!(status.success(), "{}", if failed.is_empty() { status.to_string() } else { failed });
         Ok(())
     }
 }

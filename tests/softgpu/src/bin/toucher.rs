@@ -204,10 +204,12 @@ impl Memory {
 
     fn moved(&mut self) -> anyhow::Result<()> {
         let old = std::ptr::with_exposed_provenance_mut(usize::try_from(self.address)?);
-        let wanted =
-            std::ptr::with_exposed_provenance_mut::<libc::c_void>(usize::try_from(self.address)? + (1 << 40));
+        let kind = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+        // SAFETY: a new mapping, anywhere.
+        let wanted = unsafe { libc::mmap(std::ptr::null_mut(), self.bytes, libc::PROT_NONE, kind, -1, 0) };
+        ensure!(wanted != libc::MAP_FAILED, "mmap: {}", std::io::Error::last_os_error());
         let flags = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
-        // SAFETY: nothing is mapped a TiB further on, and nothing refers to the old place.
+        // SAFETY: onto that mapping, and nothing refers to the old place.
         let new = unsafe { libc::mremap(old, self.bytes, self.bytes, flags, wanted) };
         ensure!(new == wanted, "mremap: {}", std::io::Error::last_os_error());
         self.address = new.expose_provenance() as u64;
