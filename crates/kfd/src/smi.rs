@@ -83,7 +83,7 @@ impl AsFd for Stream {
     }
 }
 
-/// The events of whole lines. Some kernels put a NUL where a letter is meant, before a line's end.
+/// The events of whole lines.
 fn take(begun: &mut Vec<u8>, bytes: &[u8]) -> Vec<QueueEvent> {
     begun.extend_from_slice(bytes);
     let Some(end) = begun.iter().rposition(|byte| *byte == b'\n') else {
@@ -95,10 +95,10 @@ fn take(begun: &mut Vec<u8>, bytes: &[u8]) -> Vec<QueueEvent> {
     };
     let rest = begun.split_off(end + 1);
     let whole = std::mem::replace(begun, rest);
-    whole.split(|byte| matches!(byte, b'\n' | 0)).filter_map(parse).collect()
+    whole.split(|byte| *byte == b'\n').filter_map(parse).collect()
 }
 
-/// `9 NANOSECONDS -PID GPU TRIGGER` or `a NANOSECONDS -PID GPU [HOW]`: numbers of events and GPUs are hexadecimal
+/// `9 NANOSECONDS -PID GPU TRIGGER` or `a NANOSECONDS -PID GPU [HOW]`: numbers of events and GPUs are hexadecimal; some kernels put a NUL for HOW
 /// (`KFD_EVENT_FMT_*` of `kfd_ioctl.h`).
 fn parse(line: &[u8]) -> Option<QueueEvent> {
     let mut words = std::str::from_utf8(line).ok()?.split_ascii_whitespace();

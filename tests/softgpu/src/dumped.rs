@@ -150,7 +150,7 @@ impl Restoring {
     /// It does not end.
     #[must_use]
     pub fn end(mut self) -> (bool, String) {
-        let ended = (0..3 * LOOKS).any(|_| nap() && self.0.try_wait().unwrap().is_some());
+        let ended = soon(|| self.0.try_wait().unwrap().is_some());
         if !ended {
             dies(self.0.id());
         }
@@ -165,7 +165,7 @@ impl Restoring {
 /// # Panics
 /// It is not.
 pub fn dies(pid: u32) {
-    kill(Pid::from_raw(pid.cast_signed()), Signal::SIGKILL).unwrap();
+    signal(&[pid], Signal::SIGKILL);
 }
 
 /// Sends processes that are there a signal.
@@ -193,9 +193,14 @@ pub fn pages(images: &Path) -> Vec<PathBuf> {
     files.filter(|path| path.file_name().unwrap().to_string_lossy().starts_with("amdgpu-pages-")).collect()
 }
 
-/// A moment; always true.
+/// Whether it is so within a minute.
 #[must_use]
-pub fn nap() -> bool {
+pub fn soon(mut there: impl FnMut() -> bool) -> bool {
+    (0..3 * LOOKS).any(|_| nap() && there())
+}
+
+/// A moment; always true.
+fn nap() -> bool {
     thread::sleep(Duration::from_millis(10));
     true
 }

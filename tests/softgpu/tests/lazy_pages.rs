@@ -7,12 +7,10 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use rewake_kfd::topology::{Node, Topology};
 use softgpu_tests::criu::{Criu, Plugin, Version, wait_for_the_end_of};
-use softgpu_tests::dumped::{Dumped, dies, nap, unreached};
+use softgpu_tests::dumped::{Dumped, dies, soon, unreached};
 use softgpu_tests::server::small;
 use softgpu_tests::{Streamer, Toucher, isolated};
 
-/// Looks for something that comes soon: a minute.
-const LOOKS: u32 = 6000;
 /// What CRIU says when tasks are whole, and when they run.
 const WHOLE: &str = "Run late stage hook";
 const GOES_ON: &str = "Restore finished successfully";
@@ -24,7 +22,7 @@ fn comes_back(criu: &Criu, pages: &mut Streamer) {
     let mut restoring = criu.command(&["restore", "--restore-detached", "--lazy-pages"]).spawn().unwrap();
     let mut comes_to = |said: &str| {
         let mut ended = || restoring.try_wait().unwrap().is_some();
-        (0..LOOKS).any(|_| nap() && (criu.log("restore").contains(said) || ended())) && !ended()
+        soon(|| criu.log("restore").contains(said) || ended()) && !ended()
     };
     let signalled = |signal| {
         for pid in [pages.pid()].into_iter().chain(pages.workers()) {

@@ -11,12 +11,10 @@ use gpu_app::shape::{Mode, Shape};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use softgpu_tests::criu::{Version, wait_for_the_end_of};
-use softgpu_tests::dumped::{Dumped, SLOW, SLOWER, dies, is_paused, nap, pages, unreached};
+use softgpu_tests::dumped::{Dumped, SLOW, SLOWER, dies, is_paused, pages, soon, unreached};
 use softgpu_tests::server::small;
 use softgpu_tests::{Machine, Streamer, isolated};
 
-/// Looks for something that comes soon: a minute.
-const LOOKS: u32 = 6000;
 /// Exit code of a streamer that was asked to stop and had taken nothing over.
 const STOPPED: i32 = 143;
 
@@ -250,7 +248,7 @@ fn killed_at_any_moment_nobody_stands_still() {
         dumped.ends();
         let moments: u32 = std::env::var("REWAKE_KILLS").map_or(8, |kills| kills.parse().unwrap());
         assert!(killed_at(&dumped, "at once", || ()), "nothing was handed over yet");
-        let stands_still = || assert!((0..LOOKS).any(|_| nap() && is_paused(dumped.server.pid)));
+        let stands_still = || assert!(soon(|| is_paused(dumped.server.pid)));
         assert!(
             !killed_at(&dumped, "while it stands still", stands_still),
             "nobody was left to open its gate"

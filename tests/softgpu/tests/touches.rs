@@ -11,7 +11,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use rewake_kfd::topology::{Node, Topology};
 use softgpu_tests::criu::{Criu, Plugin, Version, wait_for_the_end_of};
-use softgpu_tests::dumped::{self, SLOW, dies, is_paused, nap, signal};
+use softgpu_tests::dumped::{self, SLOW, dies, is_paused, signal};
 use softgpu_tests::server::small;
 use softgpu_tests::streamer::children;
 use softgpu_tests::toucher::{Large, pattern};
@@ -22,9 +22,6 @@ const TWO: Large = Large { count: 2, mib: 64 };
 const MODERATE: [(&str, &str); 2] = [("copy_mbps", "20"), ("sdma_rings", "1")];
 /// What the kernel writes to a buffer.
 static GIVEN: [u8; 700_001] = [0x5a; 700_001];
-
-/// Looks for something that comes soon: a minute.
-const LOOKS: u32 = 6000;
 
 /// What the streamer says: it was served, or first with a copy.
 const SWAPPED: &str = "touched buffer";
@@ -72,7 +69,7 @@ impl Dumped {
     /// Asks it; when it has begun, the streamer goes on.
     fn asks(&self, streamer: &Streamer, order: &str) {
         self.toucher.ask(order).unwrap();
-        let begun = (0..LOOKS).any(|_| nap() && !self.folder.path().join("order").exists());
+        let begun = dumped::soon(|| !self.folder.path().join("order").exists());
         signal(&streamer.workers(), Signal::SIGCONT);
         assert!(begun, "{order}: {}", streamer.said());
     }
@@ -89,7 +86,7 @@ impl Dumped {
     /// Whether it runs with its gate open, and does not end: its streamer was killed when all was there.
     fn goes_on(&self) -> bool {
         let task = Path::new("/proc").join(self.toucher.pid().to_string());
-        let decided = (0..LOOKS).any(|_| nap() && !is_paused(self.toucher.pid()));
+        let decided = dumped::soon(|| !is_paused(self.toucher.pid()));
         assert!(decided, "it stands still, and nobody ends it");
         // One that is ending has no gate any more, and then no program.
         task.join("exe").exists()
