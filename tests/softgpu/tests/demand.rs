@@ -163,10 +163,11 @@ fn a_demanded_buffer_at_the_far_end_waits_for_no_more_than_is_under_way() {
                 let (first, _) = told.recv().unwrap();
                 assert_eq!(first, 0, "in file order until somebody wants something");
                 let mut order = vec![first];
-                let before = resident(desk);
-                let mut by_then = before;
                 desk.demand(0, 23);
                 desk.demand(0, 20);
+                // Only now: what is loaded before this thread comes to demand them is nobody's fault.
+                let before = resident(desk);
+                let mut by_then = before;
                 for wanted in [23, 20] {
                     while order.last() != Some(&wanted) {
                         let (buffer, bytes) = told.recv().unwrap();
@@ -175,8 +176,8 @@ fn a_demanded_buffer_at_the_far_end_waits_for_no_more_than_is_under_way() {
                     }
                     assert!(image.is_right(wanted), "{wanted} is told before its bytes are there");
                 }
-                // Their own four chunks, two on the ring, one that went there when the first slot came free; and this thread may have
-                // been late to demand them.
+                // Their own four chunks of the file, two on the ring, one that went there when the first slot came free, and one whose
+                // demand came a moment after it was chosen.
                 let meanwhile = by_then - before;
                 assert!(meanwhile <= 8 * CHUNK, "{} chunks, order {order:?}", meanwhile / CHUNK);
                 order.extend(told.iter().map(|(buffer, _)| buffer));
