@@ -9,7 +9,7 @@
 //! * [`svm`]: attributes of ordinary memory.
 //! * [`criu`]: checkpoint operations and the kernel's private data.
 //! * [`mapping`]: which GPUs take the places of an image's. [`settings`]: what its user may switch.
-//! * [`smi`]: what the driver tells of queues.
+//! * [`held`]: calls that wait for memory. [`smi`]: what the driver tells of queues.
 //! * [`render`]: submissions through a render node.
 //!
 //! Sources: `include/uapi/linux/kfd_ioctl.h`, `include/uapi/drm/amdgpu_drm.h`, `drivers/gpu/drm/amd/amdkfd` of
@@ -20,6 +20,7 @@
 #[allow(unsafe_code, reason = "the one place for it")]
 pub mod abi;
 pub mod criu;
+pub mod held;
 pub mod mapping;
 pub mod packet;
 pub mod render;

@@ -3,6 +3,7 @@
 //!
 //! * [`generated`]: bindgen's output from the kernel's headers; `layout` asserts sizes, offsets and numbers.
 //! * [`call`], [`drm`]: one safe function for each ioctl of `/dev/kfd` and of render nodes, and [`call::raw`] for tests that misuse them.
+//! * [`registering`]: which of them hand a program's memory to the driver.
 //! * [`udmabuf`]: dma-bufs of ordinary memory.
 //! * [`memory`]: mappings that another party writes too: only raw, checked access.
 //!
@@ -15,6 +16,7 @@ pub mod drm;
 pub mod generated;
 mod layout;
 pub mod memory;
+pub mod registering;
 pub mod udmabuf;
 
 pub use generated::*;

@@ -1,0 +1,228 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Instructions of BPF programs (`Documentation/bpf/standardization/instruction-set.rst`), and their jumps by label.
+
+use crate::abi::Instruction;
+
+/// A register.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u8)]
+pub(crate) enum Register {
+    /// What a function gives.
+    R0 = 0,
+    /// Arguments, lost in a call: to 5.
+    R1,
+    R2,
+    R3,
+    R4,
+    /// Kept over calls: to 9.
+    R6 = 6,
+    R7,
+    R8,
+    R9,
+    /// The end of the stack.
+    R10,
+}
+
+/// How many bytes are loaded or stored.
+#[derive(Debug, Clone, Copy)]
+#[repr(u8)]
+pub(crate) enum Width {
+    Word = 0x00,
+    Double = 0x18,
+}
+
+/// When a jump is taken.
+#[derive(Debug, Clone, Copy)]
+#[repr(u8)]
+pub(crate) enum When {
+    Equal = 0x10,
+    NotEqual = 0x50,
+    /// Unsigned.
+    AtMost = 0xb0,
+}
+
+/// 64 bits, of what is done with a register and a number.
+#[derive(Debug, Clone, Copy)]
+#[repr(u8)]
+pub(crate) enum Act {
+    Add = 0x00,
+    And = 0x50,
+    Left = 0x60,
+    Right = 0x70,
+    Set = 0xb0,
+}
+
+/// A function of the kernel, by its number in `bpf.h`.
+#[derive(Debug, Clone, Copy)]
+#[repr(i32)]
+pub(crate) enum Helper {
+    CopyFromUser = 148,
+    Loop = 181,
+}
+
+/// Class: with a number (or, with [`SOURCE`], a register) in 64 bits; in 32 bits for jumps.
+const ALU64: u8 = 0x07;
+const JUMP: u8 = 0x05;
+const JUMP32: u8 = 0x06;
+const LOAD: u8 = 0x61;
+const STORE: u8 = 0x63;
+const LOAD_IMMEDIATE: u8 = 0x18;
+const NEGATE: u8 = 0x80;
+const SOURCE: u8 = 0x08;
+const CALL: u8 = 0x85;
+const EXIT: u8 = 0x95;
+/// The source of a LOAD_IMMEDIATE of a function of the program.
+const PSEUDO_FUNCTION: u8 = 4;
+
+/// A place in the code.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Label(usize);
+
+/// Code under way.
+#[derive(Debug, Default)]
+pub(crate) struct Code {
+    instructions: Vec<Instruction>,
+    /// Where labels are, once they are known.
+    labels: Vec<Option<usize>>,
+    /// What goes to a label.
+    uses: Vec<(usize, Label)>,
+}
+
+impl Code {
+    fn push(&mut self, code: u8, to: Register, from: u8, offset: i16, immediate: i32) {
+        self.instructions.push(Instruction { code, registers: to as u8 | from << 4, offset, immediate });
+    }
+
+    /// A place that is told later, by [`Code::here`].
+    pub(crate) fn label(&mut self) -> Label {
+        self.labels.push(None);
+        Label(self.labels.len() - 1)
+    }
+
+    /// The next instruction's place is this label's.
+    pub(crate) fn here(&mut self, label: Label) {
+        self.labels[label.0] = Some(self.instructions.len());
+    }
+
+    /// `to = from`.
+    pub(crate) fn copy(&mut self, to: Register, from: Register) {
+        self.push(ALU64 | SOURCE | Act::Set as u8, to, from as u8, 0, 0);
+    }
+
+    /// `to += from`.
+    pub(crate) fn add(&mut self, to: Register, from: Register) {
+        self.push(ALU64 | SOURCE | Act::Add as u8, to, from as u8, 0, 0);
+    }
+
+    /// `to = -to`.
+    pub(crate) fn negate(&mut self, to: Register) {
+        self.push(ALU64 | NEGATE, to, 0, 0, 0);
+    }
+
+    /// With a number, whose sign counts in all 64 bits.
+    pub(crate) fn with(&mut self, act: Act, to: Register, number: i32) {
+        self.push(ALU64 | act as u8, to, 0, 0, number);
+    }
+
+    /// `to = *(from + offset)`.
+    pub(crate) fn load(&mut self, width: Width, to: Register, from: Register, offset: i16) {
+        self.push(LOAD | width as u8, to, from as u8, offset, 0);
+    }
+
+    /// `*(to + offset) = from`.
+    pub(crate) fn store(&mut self, width: Width, to: Register, offset: i16, from: Register) {
+        self.push(STORE | width as u8, to, from as u8, offset, 0);
+    }
+
+    /// Calls the function at `label` as often as R1 says, with its turn, and with what is on the stack at `context`.
+    pub(crate) fn each(&mut self, label: Label, context: i16) {
+        self.uses.push((self.instructions.len(), label));
+        self.push(LOAD_IMMEDIATE, Register::R2, PSEUDO_FUNCTION, 0, 0);
+        self.push(0, Register::R0, 0, 0, 0);
+        self.copy(Register::R3, Register::R10);
+        self.with(Act::Add, Register::R3, i32::from(context));
+        self.with(Act::Set, Register::R4, 0);
+        self.call(Helper::Loop);
+    }
+
+    pub(crate) fn jump(&mut self, label: Label) {
+        self.uses.push((self.instructions.len(), label));
+        self.push(JUMP, Register::R0, 0, 0, 0);
+    }
+
+    /// If the register's lower 32 bits are so.
+    pub(crate) fn jump_if(&mut self, when: When, left: Register, number: i32, label: Label) {
+        self.uses.push((self.instructions.len(), label));
+        self.push(JUMP32 | when as u8, left, 0, 0, number);
+    }
+
+    /// If all 64 bits are so.
+    pub(crate) fn jump_if_all(&mut self, when: When, left: Register, number: i32, label: Label) {
+        self.uses.push((self.instructions.len(), label));
+        self.push(JUMP | when as u8, left, 0, 0, number);
+    }
+
+    pub(crate) fn call(&mut self, helper: Helper) {
+        self.push(CALL, Register::R0, 0, 0, helper as i32);
+    }
+
+    /// Ends the function, which gives `number`.
+    pub(crate) fn exit(&mut self, number: i32) {
+        self.with(Act::Set, Register::R0, number);
+        self.push(EXIT, Register::R0, 0, 0, 0);
+    }
+
+    /// All of it, and where `wanted` are.
+    ///
+    /// # Panics
+    /// A label is nowhere, or too far away.
+    pub(crate) fn finish<const N: usize>(mut self, wanted: [Label; N]) -> (Vec<Instruction>, [u32; N]) {
+        let place = |label: Label| self.labels[label.0].expect("every label is somewhere");
+        for (at, label) in &self.uses {
+            let distance = place(*label).cast_signed() - at.cast_signed() - 1;
+            let instruction = &mut self.instructions[*at];
+            if instruction.code == LOAD_IMMEDIATE {
+                instruction.immediate = i32::try_from(distance).expect("a short program");
+            } else {
+                instruction.offset = i16::try_from(distance).expect("a short program");
+            }
+        }
+        let places = wanted.map(|label| u32::try_from(place(label)).expect("a short program"));
+        (self.instructions, places)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn jumps_go_to_their_labels() {
+        let mut code = Code::default();
+        let (back, end) = (code.label(), code.label());
+        code.here(back);
+        code.jump_if(When::Equal, Register::R2, 7, end);
+        code.each(end, -8);
+        code.jump(back);
+        code.here(end);
+        code.exit(0);
+        let (code, places) = code.finish([back, end]);
+        assert_eq!(places, [0, 8]);
+        assert_eq!(code[0], Instruction { code: 0x16, registers: 2, offset: 7, immediate: 7 });
+        assert_eq!(code[1], Instruction { code: 0x18, registers: 0x42, offset: 0, immediate: 6 });
+        assert_eq!(code[6], Instruction { code: 0x85, registers: 0, offset: 0, immediate: 181 });
+        assert_eq!(code[7], Instruction { code: 0x05, registers: 0, offset: -8, immediate: 0 });
+        assert_eq!(code[8], Instruction { code: 0xb7, registers: 0, offset: 0, immediate: 0 });
+        assert_eq!(code[9].code, 0x95);
+    }
+
+    #[test]
+    fn memory_is_named_by_register_and_offset() {
+        let mut code = Code::default();
+        code.load(Width::Double, Register::R6, Register::R10, -8);
+        code.store(Width::Word, Register::R10, -16, Register::R7);
+        let (code, []) = code.finish([]);
+        assert_eq!(code[0], Instruction { code: 0x79, registers: 0xa6, offset: -8, immediate: 0 });
+        assert_eq!(code[1], Instruction { code: 0x63, registers: 0x7a, offset: -16, immediate: 0 });
+    }
+}

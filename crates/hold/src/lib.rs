@@ -1,0 +1,123 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Calls that hand memory to a driver wait until it is there.
+//!
+//! A driver that looks at a program's pages does not wait for a userfaultfd (`mm/hmm.c` faults without FAULT_FLAG_ALLOW_RETRY), so
+//! that an ioctl which names memory that is still missing fails. A [`Hold`] is a small program at the kernel's `file_ioctl` hook
+//! (BPF LSM, sleepable): before such an ioctl begins, it reads a byte of each page that the ioctl names, and each of these reads
+//! waits as the program's own would. The ioctl is not changed, and who makes it does not matter.
+//!
+//! It needs CAP_BPF and CAP_PERFMON (or root), and a kernel with `CONFIG_BPF_LSM` that has `bpf` among its security modules
+//! (`/sys/kernel/security/lsm`). The kernel takes it away when its last descriptor is closed.
+
+mod abi;
+mod code;
+mod kernel;
+mod program;
+mod types;
+
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+use program::Offsets;
+
+/// An ioctl of some devices that hands a range of the caller's memory over.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Call {
+    /// The devices, as `st_rdev` tells them.
+    pub devices: Vec<libc::dev_t>,
+    /// `_IOC_NR` of the ioctl.
+    pub number: u8,
+    /// Bytes of its argument, [`MAX_ARGUMENT`] at most.
+    pub bytes: u8,
+    /// Where the argument has the range's address, 8 bytes.
+    pub address: u8,
+    /// Where it has the range's length in bytes, 8 bytes.
+    pub length: u8,
+    /// Which of these ioctls hand memory over; none: all.
+    pub only: Option<Only>,
+}
+
+/// Ioctls whose argument has `wanted` under `mask`, in 4 bytes at `at`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Only {
+    /// Bytes into the argument.
+    pub at: u8,
+    /// The bits that matter.
+    pub mask: i32,
+    /// What they are.
+    pub wanted: i32,
+}
+
+/// Bytes that an argument may have.
+pub const MAX_ARGUMENT: u8 = 64;
+
+/// Why calls are not held.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// There are none, or they cannot be read.
+    #[error("the kernel does not tell its types: is it built with CONFIG_DEBUG_INFO_BTF?")]
+    NoTypes(#[source] io::Error),
+    /// They are not as they should be.
+    #[error("{path}: {0}", path = kernel::PATH)]
+    Types(&'static str),
+    /// A function or a field.
+    #[error("it has no {0}: is it built with CONFIG_BPF_LSM?")]
+    Missing(&'static str),
+    /// A call of bpf(2).
+    #[error("the kernel refuses {what}: as root, with bpf in /sys/kernel/security/lsm?{said}")]
+    Refused {
+        /// What it was asked for.
+        what: &'static str,
+        /// What its verifier said last.
+        said: String,
+        /// Its errno.
+        #[source]
+        source: io::Error,
+    },
+}
+
+/// Calls are held as long as this, or a copy of its descriptor, is open.
+#[derive(Debug)]
+pub struct Hold(OwnedFd);
+
+impl Hold {
+    /// Holds these calls of whoever makes them, from now on.
+    ///
+    /// # Errors
+    /// The kernel cannot, or does not allow it.
+    ///
+    /// # Panics
+    /// A call's fields lie outside its argument.
+    pub fn new(calls: &[Call]) -> Result<Self, Error> {
+        let kernel = std::fs::read(kernel::PATH).map_err(Error::NoTypes)?;
+        let found = kernel::find(&kernel)?;
+        let offsets = Offsets { inode: found.file_inode, device: found.inode_device };
+        let (code, [round, touch]) = program::code(calls, &offsets);
+        let types = abi::load_types(&types::TYPES).map_err(refused("types of a program"))?;
+        let functions = [
+            abi::Function { at: 0, type_id: types::HOLD },
+            abi::Function { at: round, type_id: types::ROUND },
+            abi::Function { at: touch, type_id: types::TOUCH },
+        ];
+        let (loaded, said) = abi::load(&code, &types, &functions, found.hook);
+        let program =
+            loaded.map_err(|source| Error::Refused { what: "a program at file_ioctl", said, source })?;
+        abi::attach(&program).map(Self).map_err(refused("to run a program at file_ioctl"))
+    }
+}
+
+impl AsFd for Hold {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+}
+
+impl From<Hold> for OwnedFd {
+    fn from(hold: Hold) -> Self {
+        hold.0
+    }
+}
+
+fn refused(what: &'static str) -> impl Fn(io::Error) -> Error {
+    move |source| Error::Refused { what, said: String::new(), source }
+}

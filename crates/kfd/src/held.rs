@@ -1,0 +1,46 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Calls that register memory wait until it is there, whoever makes them: the driver itself does not wait for a userfaultfd.
+
+use std::fs;
+use std::os::unix::fs::MetadataExt as _;
+use std::path::Path;
+
+use rewake_hold::{Call, Hold};
+
+use crate::abi::registering;
+use crate::topology::Topology;
+
+/// Why such calls are not held.
+#[derive(Debug, thiserror::Error)]
+pub enum NotHeld {
+    /// The GPUs of this machine are not known.
+    #[error(transparent)]
+    Machine(#[from] crate::Error),
+    /// A device of theirs.
+    #[error("look at {0}")]
+    Device(String, #[source] std::io::Error),
+    /// The kernel does not.
+    #[error(transparent)]
+    Kernel(#[from] rewake_hold::Error),
+}
+
+/// Holds them on all of this machine's GPUs, from now on and as long as what this gives is open.
+///
+/// # Errors
+/// The driver is not there, or the kernel cannot hold calls: see [`Hold`].
+pub fn registering() -> Result<Hold, NotHeld> {
+    Ok(Hold::new(&calls()?)?)
+}
+
+fn calls() -> Result<[Call; 3], NotHeld> {
+    let mut render = Vec::new();
+    for gpu in Topology::read()?.gpus() {
+        render.push(number(&format!("/dev/dri/renderD{}", gpu.render_minor()))?);
+    }
+    Ok(registering::calls(number("/dev/kfd")?, &render))
+}
+
+fn number(path: &str) -> Result<libc::dev_t, NotHeld> {
+    let device = fs::metadata(Path::new(path)).map_err(|error| NotHeld::Device(path.to_owned(), error))?;
+    Ok(device.rdev())
+}
