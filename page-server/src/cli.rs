@@ -115,6 +115,9 @@ pub struct StreamGpu {
     /// CRIU's work directory (its -W, else its -D): the plugin looks for the socket there
     #[arg(short = 'W', long, default_value = ".", value_name = "DIR")]
     pub work_dir: PathBuf,
+    /// Directory of the images: brings memory of CPUs back, too, for a `criu restore --lazy-pages`
+    #[arg(short = 'D', long, value_name = "DIR")]
+    pub images_dir: Option<PathBuf>,
     /// Log file [default: stderr]
     #[arg(short = 'o', long, value_name = "FILE")]
     pub log_file: Option<PathBuf>,

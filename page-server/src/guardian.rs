@@ -10,24 +10,33 @@ use tracing::error;
 use crate::ledger::Ledger;
 use crate::sys::{self, Fork};
 
+/// Whom it ends.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Whom {
+    /// All that have missing pages or stand before gates.
+    All,
+    /// Those before gates: a successor may take over the others.
+    Gated,
+}
+
 /// Starts a guardian of this process; its number. No signal but SIGKILL ends it. None, with an error in the log, if it cannot be
 /// started.
-pub fn start(ledger: Ledger) -> Option<i32> {
-    let started = fork(ledger);
+pub fn start(ledger: Ledger, whom: Whom) -> Option<i32> {
+    let started = fork(ledger, whom);
     if let Err(error) = &started {
         error!(%error, "no guardian: a killed worker may not be noticed");
     }
     started.ok()
 }
 
-fn fork(ledger: Ledger) -> std::io::Result<i32> {
+fn fork(ledger: Ledger, whom: Whom) -> std::io::Result<i32> {
     let worker = sys::pidfd_open(nix::unistd::getpid().as_raw())?;
     // What stops a whole group of processes is for the worker to judge.
     let before = SigSet::all().thread_swap_mask(SigmaskHow::SIG_SETMASK)?;
     // SAFETY: other threads may exist, so the child keeps to system calls, its stack and the ledger's atomics.
     let forked = unsafe { sys::fork_sharing_files() };
     if let Ok(Fork::Child) = forked {
-        watch(ledger, &worker);
+        watch(ledger, whom, &worker);
     }
     before.thread_set_mask()?;
     match forked? {
@@ -40,10 +49,13 @@ fn fork(ledger: Ledger) -> std::io::Result<i32> {
     }
 }
 
-/// Waits for the worker's end, then kills whatever still has missing pages. Only system calls.
-fn watch(ledger: Ledger, worker: &OwnedFd) -> ! {
+/// Waits for the worker's end, then ends them. Only system calls.
+fn watch(ledger: Ledger, whom: Whom, worker: &OwnedFd) -> ! {
     sys::wait_for_end(worker.as_raw_fd());
-    ledger.end_all();
+    match whom {
+        Whom::All => ledger.end_all(),
+        Whom::Gated => ledger.gates().end_all(),
+    };
     // SAFETY: ends this process without running destructors of the worker's memory.
     unsafe { libc::_exit(0) }
 }

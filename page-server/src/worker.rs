@@ -9,8 +9,9 @@ use tokio::signal::unix::{SignalKind, signal};
 use tracing::{error, info, warn};
 
 use crate::daemon::Daemon;
+use crate::guardian::{self, Whom};
 use crate::supervisor::Start;
-use crate::{guardian, sys};
+use crate::sys;
 
 /// Why [`block_on`] ended: SIGTERM, and no restored process depends on this worker.
 #[derive(Debug, thiserror::Error)]
@@ -85,7 +86,7 @@ async fn stop_requests(daemon: &Daemon) -> anyhow::Result<()> {
 async fn keep_guarded(start: &Start) -> anyhow::Error {
     match supervisor_ended(start.supervisor).await {
         Ok(()) => {
-            if let Some(pid) = guardian::start(start.ledger) {
+            if let Some(pid) = guardian::start(start.ledger, Whom::All) {
                 warn!("the supervisor is gone; guardian {pid} took its place");
             }
             std::future::pending().await

@@ -60,16 +60,18 @@ impl Listener {
         Ok(Self { socket, path, file })
     }
 
-    /// Takes whoever has come; waits for it. How often that was somebody who only looked does not matter: it is this user or root,
+    /// Takes whoever has come; waits for it, or until it is closed: none then. How often that was somebody who only looked does not matter: it is this user or root,
     /// nothing is kept of it, and waiting goes on as before.
     ///
     /// # Errors
     /// It is a stranger's, or the kernel refuses.
-    pub fn accept(&self) -> Result<Channel, Error> {
+    pub fn accept(&self) -> Result<Option<Channel>, Error> {
         loop {
             match accept4(self.socket.as_raw_fd(), SockFlag::SOCK_CLOEXEC) {
-                Ok(number) => break Channel::new(accepted(number)),
+                Ok(number) => break Channel::new(accepted(number)).map(Some),
                 Err(Errno::EINTR) => {}
+                // It was shut down.
+                Err(Errno::EINVAL) => break Ok(None),
                 Err(errno) => break Err(Error::of("accept a connection")(errno)),
             }
         }

@@ -18,7 +18,7 @@ fn pair() -> (OwnedFd, OwnedFd) {
 }
 
 fn hello() -> proto::ToServer {
-    proto::ToServer { what: Some(to_server::What::Hello(proto::Hello { version: VERSION })) }
+    proto::ToServer { what: Some(to_server::What::Hello(proto::Hello { version: VERSION, holds: false })) }
 }
 
 #[test]
@@ -76,13 +76,13 @@ fn one_server_listens_in_a_folder_and_only_for_its_user() {
     let second = Listener::new(folder.path()).unwrap_err().to_string();
     assert!(second.contains("somebody listens there"), "{second}");
     // The second one looked, and is gone.
-    let looked = listener.accept().unwrap();
+    let looked = listener.accept().unwrap().unwrap();
     assert!(matches!(looked.receive::<proto::ToServer>(), Err(Error::Closed)));
     let plugin = thread::spawn({
         let path = path.clone();
         move || connect(&path).unwrap().unwrap().send(&hello(), &[]).unwrap()
     });
-    let (heard, _) = listener.accept().unwrap().receive::<proto::ToServer>().unwrap();
+    let (heard, _) = listener.accept().unwrap().unwrap().receive::<proto::ToServer>().unwrap();
     plugin.join().unwrap();
     assert_eq!(heard, hello());
     listener.close();
@@ -109,8 +109,8 @@ fn a_work_directory_may_have_a_longer_name_than_a_socket() {
     let near = format!("/proc/self/fd/{}/{SOCKET}", here.as_raw_fd());
     connect(near.as_ref()).unwrap().unwrap().send(&hello(), &[]).unwrap();
     // The second listener has looked, and gone.
-    assert!(matches!(listener.accept().unwrap().receive::<proto::ToServer>(), Err(Error::Closed)));
-    assert_eq!(listener.accept().unwrap().receive::<proto::ToServer>().unwrap().0, hello());
+    assert!(matches!(listener.accept().unwrap().unwrap().receive::<proto::ToServer>(), Err(Error::Closed)));
+    assert_eq!(listener.accept().unwrap().unwrap().receive::<proto::ToServer>().unwrap().0, hello());
     drop(listener);
     assert!(!work.join(SOCKET).exists());
 }

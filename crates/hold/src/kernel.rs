@@ -52,7 +52,7 @@ pub(crate) fn find(btf: &[u8]) -> Result<Found, Error> {
             (FUNCTION, HOOK) => hook = Some(id),
             (STRUCT, b"file") => file_inode = member(types, names, body, info, b"f_inode")?.or(file_inode),
             (STRUCT, b"inode") => {
-                inode_device = member(types, names, body, info, b"i_rdev")?.or(inode_device)
+                inode_device = member(types, names, body, info, b"i_rdev")?.or(inode_device);
             }
             _ => {}
         }

@@ -54,7 +54,8 @@ pub fn run(options: &LazyPages) -> anyhow::Result<u8> {
     Ok(supervisor::asked_to_stop_is_well(code))
 }
 
-async fn session(
+/// Serves the one restore that there is; none if a worker that died had.
+pub(super) async fn session(
     start: &Start,
     daemon: &Arc<Daemon>,
     images: &Path,
@@ -73,7 +74,7 @@ async fn session(
     Ok(Some(daemon.serve(open, limit).await?))
 }
 
-fn report(summary: &Summary) {
+pub(super) fn report(summary: &Summary) {
     let pages = summary.pages_copied + summary.pages_zero;
     info!(
         tasks = summary.tasks,

@@ -1,21 +1,35 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! `rewake stream-gpu`: loads memory of GPUs behind the processes of one restore.
+//! `rewake stream-gpu`: loads memory of GPUs behind the processes of one restore, and with `-D` brings memory of their CPUs back, too.
 
 use std::os::fd::{AsFd as _, OwnedFd};
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::thread::{self, JoinHandle};
 
 use anyhow::{Context as _, ensure};
 use rewake_handover::{FOLDER, Gated, Listener};
+use rewake_kfd::held;
 use tracing::{error, info, warn};
 
-use super::{directory, to_notify};
+use super::{directory, lazy_pages, to_notify};
 use crate::cli::StreamGpu;
 use crate::control::streaming::Window;
 use crate::gpu_stream::Summary;
-use crate::supervisor::{self, Start};
+use crate::guardian::{self, Whom};
+use crate::ledger::Ledger;
+use crate::supervisor::{self, STOPPED, Start};
 use crate::timeline::record::State;
 use crate::timeline::{Timeline, files};
-use crate::{gpu_stream, guardian, logging};
+use crate::worker::{self, AskedToStop};
+use crate::{gpu_stream, logging};
+
+/// Where the plugin and people find it.
+#[derive(Debug)]
+struct Doors {
+    listener: Listener,
+    window: Option<Window>,
+    work: PathBuf,
+}
 
 /// Runs the command; gives the exit code: 0 when all is loaded, [`supervisor::STOPPED`] when it was asked to stop and had
 /// taken nothing over.
@@ -24,6 +38,7 @@ use crate::{gpu_stream, guardian, logging};
 /// Options or directories are wrong, or somebody serves there already.
 pub fn run(options: &StreamGpu) -> anyhow::Result<u8> {
     let work = directory(&options.work_dir, "-W")?;
+    let images = options.images_dir.as_deref().map(|images| directory(images, "-D")).transpose()?;
     logging::start(options.log_file.as_deref(), options.verbosity)?;
     Gated::prepare().with_context(|| format!("make {FOLDER}, which says who is not to be dumped yet"))?;
     let listener = Listener::new(&work)?;
@@ -31,6 +46,7 @@ pub fn run(options: &StreamGpu) -> anyhow::Result<u8> {
     // Loading matters more than being seen.
     let window =
         Window::new(&work).inspect_err(|error| warn!("nobody can ask how far it is: {error:#}")).ok();
+    let doors = Arc::new(Doors { listener, window, work });
     let notify = to_notify(options.status_fd);
     // Until the end, and all processes that there will be have it.
     let words: Option<OwnedFd> = notify.first().map(OwnedFd::try_clone).transpose()?;
@@ -38,32 +54,96 @@ pub fn run(options: &StreamGpu) -> anyhow::Result<u8> {
         if let Some(words) = &words {
             start.ledger.gates().tell(words.as_fd());
         }
-        match one(start, &listener, window.as_ref(), &work) {
-            Ok(()) => 0,
-            Err(error) => {
-                error!("{error:#}");
-                1
-            }
-        }
+        let done = match &images {
+            Some(images) => both(start, &doors, images),
+            None => gpus_alone(start, &doors).map(|()| 0),
+        };
+        done.unwrap_or_else(|error| {
+            error!("{error:#}");
+            1
+        })
     })
 }
 
-fn one(start: &Start, listener: &Listener, window: Option<&Window>, work: &Path) -> anyhow::Result<()> {
+fn gpus_alone(start: &Start, doors: &Doors) -> anyhow::Result<()> {
     if start.successor {
-        // What was half loaded cannot be gone on with: what stands before a gate is killed.
-        ensure!(!start.ledger.gates().any(), "the worker died while it loaded memory of GPUs");
-        return Ok(());
+        return nothing_was_half_loaded(start);
     }
+    let timeline = begin(start, doors)?;
+    start.ready();
+    gpus(doors, false, start.ledger, &timeline)
+}
+
+/// What cannot be gone on with: what stands before a gate is killed.
+fn nothing_was_half_loaded(start: &Start) -> anyhow::Result<()> {
+    ensure!(!start.ledger.gates().any(), "the worker died while it loaded memory of GPUs");
+    Ok(())
+}
+
+fn begin(start: &Start, doors: &Doors) -> anyhow::Result<Timeline> {
     // From the beginning: placeholders read as zeros when the last of these processes dies, even if all do at once but one.
-    guardian::start(start.ledger);
+    guardian::start(start.ledger, Whom::Gated);
     let timeline = Timeline::default();
-    if let Some(window) = window {
+    if let Some(window) = &doors.window {
         window.show(timeline.clone())?;
     }
-    start.ready();
-    let done = gpu_stream::serve(listener, start.ledger, &timeline);
-    keep(&timeline, &done, work);
-    let done = done?;
+    Ok(timeline)
+}
+
+/// Memory of CPUs, by reactors of its own, and of GPUs, in a thread of its own.
+fn both(start: &Start, doors: &Arc<Doors>, images: &Path) -> anyhow::Result<u8> {
+    if start.successor {
+        nothing_was_half_loaded(start)?;
+        doors.listener.close();
+    }
+    let mut gpus = None;
+    let pages = worker::block_on(start, async |daemon| {
+        if !start.successor {
+            gpus = Some(in_a_thread(start, doors)?);
+        }
+        lazy_pages::session(start, daemon, images, &doors.work, None).await
+    });
+    match pages {
+        Ok(summary) => summary.iter().for_each(lazy_pages::report),
+        Err(error) if error.is::<AskedToStop>() && !start.ledger.gates().any() => return Ok(STOPPED),
+        // The supervisor kills whoever stands before a gate.
+        Err(error) => return Err(error),
+    }
+    // Whoever has not come by now does not come any more.
+    doors.listener.close();
+    let Some(gpus) = gpus else { return Ok(0) };
+    gpus.join().map_or_else(|panic| std::panic::resume_unwind(panic), |done| done.map(|()| 0))
+}
+
+fn in_a_thread(start: &Start, doors: &Arc<Doors>) -> anyhow::Result<JoinHandle<anyhow::Result<()>>> {
+    let timeline = begin(start, doors)?;
+    let holds = match held::registering() {
+        Ok(hold) => {
+            start.ledger.keep(hold.into());
+            true
+        }
+        Err(error) => {
+            let error = anyhow::Error::from(error);
+            warn!(
+                "memory of CPUs of processes with GPUs comes before they run: calls that register some cannot be held: {error:#}"
+            );
+            false
+        }
+    };
+    let (doors, ledger) = (Arc::clone(doors), start.ledger);
+    let load = move || {
+        // Those that it has not opened.
+        gpus(&doors, holds, ledger, &timeline).inspect_err(|_| {
+            ledger.gates().end_all();
+        })
+    };
+    thread::Builder::new().name("gpus".to_owned()).spawn(load).context("starting a thread")
+}
+
+fn gpus(doors: &Doors, holds: bool, ledger: Ledger, timeline: &Timeline) -> anyhow::Result<()> {
+    let done = gpu_stream::serve(&doors.listener, holds, ledger, timeline);
+    keep(timeline, &done, &doors.work);
+    let Some(done) = done? else { return Ok(()) };
     if let Some(report) = &done.loaded {
         report.ways.iter().for_each(|way| info!("{way}"));
         info!("{report}");
@@ -79,7 +159,7 @@ fn one(start: &Start, listener: &Listener, window: Option<&Window>, work: &Path)
 }
 
 /// Leaves what there was to see, if there was anything.
-fn keep(timeline: &Timeline, done: &anyhow::Result<Summary>, work: &Path) {
+fn keep(timeline: &Timeline, done: &anyhow::Result<Option<Summary>>, work: &Path) {
     if timeline.record().state == State::Waiting {
         return;
     }

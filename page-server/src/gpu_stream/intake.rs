@@ -55,9 +55,11 @@ pub(super) struct Gated<'a> {
 }
 
 /// Takes what the plugin that comes hands over, and opens all files: what cannot be is refused while nothing runs yet.
-pub(super) fn take(listener: &Listener) -> anyhow::Result<Taken> {
+/// None if the listener is closed before. `holds`: see `proto/handover.proto`.
+pub(super) fn take(listener: &Listener, holds: bool) -> anyhow::Result<Option<Taken>> {
     loop {
-        let mut taken = Taken { channel: listener.accept()?, processes: Vec::new(), confirm: None };
+        let Some(channel) = listener.accept()? else { return Ok(None) };
+        let mut taken = Taken { channel, processes: Vec::new(), confirm: None };
         // Somebody looked whether there is one here.
         let first = match taken.hear() {
             Err(Error::Closed) => continue,
@@ -65,8 +67,8 @@ pub(super) fn take(listener: &Listener) -> anyhow::Result<Taken> {
         };
         // Whoever else comes loads everything at once.
         listener.close();
-        match first.and_then(|(what, _)| taken.collect(&what)) {
-            Ok(()) => return Ok(taken),
+        match first.and_then(|(what, _)| taken.collect(&what, holds)) {
+            Ok(()) => return Ok(Some(taken)),
             Err(error) => {
                 // The plugin says so in CRIU's log; it may have gone.
                 let reason = format!("{error:#}");
@@ -78,13 +80,13 @@ pub(super) fn take(listener: &Listener) -> anyhow::Result<Taken> {
 }
 
 impl Taken {
-    fn collect(&mut self, first: &to_server::What) -> anyhow::Result<()> {
-        let &to_server::What::Hello(proto::Hello { version }) = first else { bail!(odd("Hello", first)) };
+    fn collect(&mut self, first: &to_server::What, holds: bool) -> anyhow::Result<()> {
+        let &to_server::What::Hello(proto::Hello { version, .. }) = first else { bail!(odd("Hello", first)) };
         ensure!(
             version == VERSION,
             "the plugin speaks version {version}, this is {VERSION}: install both of one release"
         );
-        self.say(to_plugin::What::Hello(proto::Hello { version }))?;
+        self.say(to_plugin::What::Hello(proto::Hello { version, holds }))?;
         // CRIU restores all tasks meanwhile.
         self.channel.wait_for_ever()?;
         // While the driver takes an ended process apart, nobody can open it; now nobody waits.

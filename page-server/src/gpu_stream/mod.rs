@@ -133,12 +133,18 @@ fn look_at_queues(confirm: &Confirm, opened: &[Opened]) -> usize {
     held.len()
 }
 
-/// Serves the one restore that comes, and tells `timeline` how.
+/// Serves the one restore that comes, and tells `timeline` how. `holds`: memory of its CPUs comes from here, too, and calls that register
+/// some are held. None if the listener is closed before one comes.
 ///
 /// # Errors
 /// The plugin gave up, or memory could not be loaded: gates are shut then, and the ledger knows whose.
-pub fn serve(listener: &Listener, ledger: Ledger, timeline: &Timeline) -> anyhow::Result<Summary> {
-    let mut taken = intake::take(listener)?;
+pub fn serve(
+    listener: &Listener,
+    holds: bool,
+    ledger: Ledger,
+    timeline: &Timeline,
+) -> anyhow::Result<Option<Summary>> {
+    let Some(mut taken) = intake::take(listener, holds)? else { return Ok(None) };
     let confirm = taken.confirm.take();
     timeline.handed_over();
     // Asked to stop, it goes on from here: it takes as long as it takes to load, and then no gate is shut.
@@ -150,5 +156,5 @@ pub fn serve(listener: &Listener, ledger: Ledger, timeline: &Timeline) -> anyhow
     if let Some(confirm) = confirm {
         summary.held = look_at_queues(&confirm, &opened);
     }
-    Ok(summary)
+    Ok(Some(summary))
 }

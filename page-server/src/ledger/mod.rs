@@ -14,7 +14,7 @@ mod journal;
 mod outcomes;
 
 use std::io;
-use std::os::fd::BorrowedFd;
+use std::os::fd::{BorrowedFd, IntoRawFd as _, OwnedFd};
 use std::sync::atomic::{AtomicI32, AtomicU32, AtomicU64, Ordering};
 
 use rewake_uffd::RawMessage;
@@ -224,6 +224,8 @@ struct Layout {
     /// Times a worker was started; the first is 1.
     generation: AtomicU32,
     ready: AtomicU32,
+    /// What holds calls that register memory: a descriptor, one more than its number. 0 is none.
+    hold: AtomicI32,
     outcomes: Outcomes,
     gates: Gates,
     sessions: [SessionSlot; MAX_SESSIONS],
@@ -308,6 +310,11 @@ impl Ledger {
         self.0.ready.store(1, Ordering::Release);
     }
 
+    /// Calls that register memory are held as long as a process of this server lives.
+    pub fn keep(&self, hold: OwnedFd) {
+        self.0.hold.store(hold.into_raw_fd() + 1, Ordering::Release);
+    }
+
     /// How sessions ended.
     #[must_use]
     pub fn outcomes(&self) -> &'static Outcomes {
@@ -385,6 +392,7 @@ impl Ledger {
         sessions
             .flat_map(of_session)
             .chain(self.live_spaces().flat_map(move |(_, slot)| of_space(slot)))
+            .chain([self.0.hold.load(Ordering::Acquire) - 1])
             .filter(|&fd| fd != NO_FD)
     }
 

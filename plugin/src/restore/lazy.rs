@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Memory of CPUs that comes lazily (`criu restore --lazy-pages`) in tasks that use GPUs: it is there before their queues start.
+//! Memory of CPUs that comes lazily (`criu restore --lazy-pages`) in tasks that use GPUs: what GPUs may reach is there before their
+//! queues start.
 //!
 //! The driver looks for pages of a process without waiting for a userfaultfd (`mm/hmm.c: hmm_vma_fault` faults without
 //! FAULT_FLAG_ALLOW_RETRY): a registered page that is missing at RESUME is none to the GPU, and one that a program registers
-//! later is EFAULT to it. So all of it comes first, not only what is registered by now.
+//! later is EFAULT to it. So all of it comes first; only what is registered by now where the page server holds calls that register
+//! more (decision 11). A GPU that retries its faults (XNACK) reaches all memory of its process.
 
 use std::fs::File;
 use std::io::{self, BufReader, IoSliceMut};
@@ -12,9 +14,13 @@ use std::ops::Range;
 use nix::errno::Errno;
 use nix::sys::uio::{RemoteIoVec, process_vm_readv};
 use nix::unistd::Pid;
+use rewake_criu_images::amdgpu::KfdImage;
 use rewake_criu_plugin::{Answer, Host};
+use rewake_kfd::abi::KFD_IOC_ALLOC_MEM_FLAGS_USERPTR;
 use rewake_kfd::abi::memory::PAGE;
+use rewake_kfd::criu::blob::Private;
 
+use super::places::gpus;
 use crate::device::Devices;
 
 /// Pages that one call asks for: the kernel's bound (UIO_MAXIOV).
@@ -36,14 +42,67 @@ enum Missing {
     Page { pid: i32, address: u64, errno: Errno },
 }
 
-/// Waits until all memory of a stopped task that uses a GPU is there, if a server brings it.
-pub(super) fn wait(host: &Host, devices: &Devices, pid: i32) -> Answer {
+/// What is to be there.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum First {
+    All,
+    /// What GPUs may reach, sorted.
+    Registered(Vec<Range<u64>>),
+}
+
+impl First {
+    /// Of a task with this compute state, or none, where calls that register more are held.
+    pub(super) fn of(image: Option<&KfdImage>) -> Answer<Self> {
+        let Some(image) = image else { return Ok(Self::Registered(Vec::new())) };
+        let (devices, bos) = (gpus(image).count(), image.buffers.len());
+        let private = Private::read(&image.private, devices, bos, image.objects as usize)?;
+        if private.xnack_mode != 0 {
+            return Ok(Self::All);
+        }
+        let all = image.buffers.iter().zip(private.bos());
+        let userptrs = all
+            .filter(|(buffer, _)| buffer.alloc_flags & KFD_IOC_ALLOC_MEM_FLAGS_USERPTR != 0)
+            .map(|(buffer, bo)| bo.user_address..bo.user_address.saturating_add(buffer.size));
+        let shared = private.ranges().map(|range| {
+            let start = range.page.saturating_mul(PAGE);
+            start..start.saturating_add(range.pages.saturating_mul(PAGE))
+        });
+        let mut ranges: Vec<Range<u64>> = userptrs.chain(shared).collect();
+        ranges.sort_by_key(|range| range.start);
+        Ok(Self::Registered(ranges))
+    }
+
+    /// What of these, sorted, is to be there.
+    fn among(&self, missing: Vec<Range<u64>>) -> Vec<Range<u64>> {
+        let Self::Registered(registered) = self else { return missing };
+        let mut found = Vec::new();
+        for range in registered {
+            let page = range.start / PAGE * PAGE..range.end.next_multiple_of(PAGE);
+            let behind = missing.partition_point(|missing| missing.end <= page.start);
+            let both = missing[behind..].iter().take_while(|missing| missing.start < page.end);
+            found.extend(both.map(|missing| missing.start.max(page.start)..missing.end.min(page.end)));
+        }
+        found
+    }
+}
+
+/// Waits until memory of a stopped task that uses a GPU is there, if a server brings it.
+pub(super) fn wait(
+    host: &Host,
+    devices: &Devices,
+    pid: i32,
+    first: impl FnOnce() -> Answer<First>,
+) -> Answer {
     let unknown = |of| move |source| Missing::Unknown { pid, of, source };
     if devices.open_in(pid).map_err(unknown("its files"))?.is_empty() {
         return Ok(());
     }
     let smaps = File::open(format!("/proc/{pid}/smaps")).map_err(unknown("its mappings"))?;
-    let ranges = missing(BufReader::new(smaps)).map_err(unknown("its mappings"))?;
+    let missing = missing(BufReader::new(smaps)).map_err(unknown("its mappings"))?;
+    if missing.is_empty() {
+        return Ok(());
+    }
+    let ranges = first()?.among(missing);
     if ranges.is_empty() {
         return Ok(());
     }
@@ -116,6 +175,24 @@ mod tests {
             40000-41000 r--p 00001000 08:01 77   /a um VmFlags: file\n\
             VmFlags: rd mr um\n";
         assert_eq!(missing(smaps.as_bytes()).unwrap(), [0x1_0000..0x1_2000, 0x4_0000..0x4_1000]);
+    }
+
+    #[test]
+    fn of_what_is_missing_only_what_is_registered_comes_first() {
+        let missing = vec![0x1000..0x5000, 0x8000..0x9000, 0xa000..0xf000];
+        let first = |registered: &[Range<u64>]| First::Registered(registered.to_vec()).among(missing.clone());
+        assert_eq!(First::All.among(missing.clone()), missing);
+        assert_eq!(first(&[]), []);
+        assert_eq!(
+            first(&[0x2800..0x2801, 0x4000..0xb000]),
+            [0x2000..0x3000, 0x4000..0x5000, 0x8000..0x9000, 0xa000..0xb000]
+        );
+        assert_eq!(first(&[0x5000..0x8000, 0xf000..0x1_0000]), []);
+    }
+
+    #[test]
+    fn what_gpus_reach_is_known_by_the_image() {
+        assert_eq!(First::of(None).unwrap(), First::Registered(Vec::new()));
     }
 
     #[test]

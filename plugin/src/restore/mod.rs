@@ -30,6 +30,7 @@ use crate::image::Images;
 use board::Board;
 use buffers::Buffers;
 use later::Later;
+use lazy::First;
 use places::Places;
 use render::Node;
 use resume::Resume;
@@ -174,7 +175,7 @@ impl Restore {
         let (images, devices, board, server) = (&self.images, &self.devices, &self.board, &self.server);
         let ready = || {
             loaded?;
-            lazy::wait(host, devices, pid)?;
+            lazy::wait(host, devices, pid, || first(images, server.as_ref(), pid))?;
             server.as_ref().map_or(Ok(()), |server| server.gate(host, images, board, pid))
         };
         let mut done = self.resume.task(host, pid, ready, self.board.count());
@@ -190,6 +191,15 @@ impl Restore {
     pub(crate) fn end(self, host: &Host, result: i32) {
         self.resume.end(host, result, self.board.count());
     }
+}
+
+/// What memory of a task's CPUs is to be there before its queues start.
+fn first(images: &Images, server: Option<&Server>, pid: i32) -> Answer<First> {
+    if !server.is_some_and(Server::holds) {
+        return Ok(First::All);
+    }
+    let Some(number) = streaming::number_in_image(pid) else { return Ok(First::All) };
+    First::of(images.kfd.iter().map(|(_, image)| image).find(|image| image.pid == number))
 }
 
 /// The `/dev/kfd` of a process.

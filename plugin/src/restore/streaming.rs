@@ -22,7 +22,11 @@ const AT_ONCE: usize = 64;
 
 /// The page server.
 #[derive(Debug)]
-pub(super) struct Server(Channel);
+pub(super) struct Server {
+    channel: Channel,
+    /// Calls that register memory wait until it is there.
+    holds: bool,
+}
 
 /// A process would stand still, or have placeholders, for ever.
 #[derive(Debug, thiserror::Error)]
@@ -37,15 +41,20 @@ impl Server {
     /// The one that listens in CRIU's work directory; none if there is none, and everything is loaded at once.
     pub(super) fn find(host: &Host) -> Answer<Option<Self>> {
         let Some(channel) = connect(Path::new(SOCKET))? else { return Ok(None) };
-        let server = Self(channel);
-        server.say(to_server::What::Hello(proto::Hello { version: VERSION }), &[])?;
+        let server = Self { channel, holds: false };
+        server.say(to_server::What::Hello(proto::Hello { version: VERSION, holds: false }), &[])?;
         match server.hear()? {
             to_plugin::What::Hello(hello) if hello.version == VERSION => {
                 host.info("a page server takes what may come later");
-                Ok(Some(server))
+                Ok(Some(Self { holds: hello.holds, ..server }))
             }
             other => Err(unexpected("its version", &other).into()),
         }
+    }
+
+    /// Whether calls that register memory wait until it is there.
+    pub(super) fn holds(&self) -> bool {
+        self.holds
     }
 
     /// Gives it all buffers that may come later, with their placeholders. What is left in `memory` is to be loaded now: gates hold
@@ -153,11 +162,11 @@ impl Server {
     }
 
     fn say(&self, what: to_server::What, descriptors: &[BorrowedFd<'_>]) -> Result<(), Error> {
-        self.0.send(&proto::ToServer { what: Some(what) }, descriptors)
+        self.channel.send(&proto::ToServer { what: Some(what) }, descriptors)
     }
 
     fn hear(&self) -> Result<to_plugin::What, Error> {
-        let (message, _) = self.0.receive::<proto::ToPlugin>()?;
+        let (message, _) = self.channel.receive::<proto::ToPlugin>()?;
         match message.what {
             Some(to_plugin::What::Refused(refused)) => Err(Error::Refused(refused.reason)),
             Some(what) => Ok(what),
@@ -171,7 +180,7 @@ fn unexpected(expected: &'static str, found: &to_plugin::What) -> Error {
 }
 
 /// What a task is called in its own namespace, and so in the image.
-fn number_in_image(pid: i32) -> Option<u32> {
+pub(super) fn number_in_image(pid: i32) -> Option<u32> {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
     let numbers = status.lines().find_map(|line| line.strip_prefix("NSpid:"))?;
     numbers.split_whitespace().last()?.parse().ok()

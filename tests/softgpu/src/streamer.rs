@@ -42,6 +42,17 @@ impl Streamer {
         Self::listens(command, images.join("lazy-pages.log"))
     }
 
+    /// Starts the one for both, for a restore of these images that has `--lazy-pages`; it listens when this returns.
+    ///
+    /// # Errors
+    /// As [`Streamer::start`].
+    pub fn of_both(images: &Path) -> anyhow::Result<Self> {
+        let mut command = Command::new(program()?);
+        command.arg("stream-gpu").arg("-D").arg(images).arg("-W").arg(images);
+        command.args(["-v4", "--status-fd", "1"]);
+        Self::listens(command, images.join("stream-gpu.log"))
+    }
+
     fn listens(mut command: Command, log: PathBuf) -> anyhow::Result<Self> {
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(File::create(&log)?);
         let mut child = command.spawn().with_context(|| format!("start {command:?}"))?;

@@ -54,6 +54,10 @@ pub struct Hello {
     /// Both must have the same.
     #[prost(uint32, tag = "1")]
     pub version: u32,
+    /// The server's: it brings memory of CPUs, too, and until all is there the kernel holds calls that register some. So only what is
+    /// registered by now must be there before the processes run.
+    #[prost(bool, tag = "2")]
+    pub holds: bool,
 }
 /// The image directory, as a descriptor.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]

@@ -1,0 +1,112 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Memory of CPUs and of GPUs, both behind processes that run: what GPUs reach of the former is there before, and what a program
+//! registers meanwhile is waited for.
+
+use gpu_app::shape::{Mode, Shape};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use rewake_kfd::topology::{Node, Topology};
+use softgpu_tests::criu::{Criu, Plugin, Version, wait_for_the_end_of};
+use softgpu_tests::dumped::{Dumped, dies, soon, unreached};
+use softgpu_tests::server::small;
+use softgpu_tests::{Streamer, Toucher, isolated};
+
+/// What the plugin says when it waits, behind the number of pages.
+const WAITS: &str = " pages of its memory that come lazily";
+
+/// Restores it; how many pages of CPUs were waited for before anything ran.
+fn comes_back(criu: &Criu) -> u64 {
+    let restored = criu.command(&["restore", "--restore-detached", "--lazy-pages"]).status().unwrap();
+    assert!(restored.success(), "{}", criu.log("restore"));
+    let log = criu.log("restore");
+    let waited =
+        log.lines().filter_map(|line| line.split_once(WAITS)?.0.rsplit(' ').next()?.parse::<u64>().ok());
+    waited.sum()
+}
+
+/// There and back. Queues' save areas are registered memory, if nothing else is.
+fn there_and_back(shape: &Shape) {
+    let Some(dumped) = Dumped::of(shape, Version::V4_2) else { return };
+    let mut both = Streamer::of_both(dumped.criu.images()).unwrap();
+    assert!(comes_back(&dumped.criu) > 0, "{}", dumped.criu.log("restore"));
+    assert!(both.end().unwrap().success(), "{}", both.said());
+    assert!(both.said().contains("all memory is back"), "{}", both.said());
+    dumped.server.ends_well();
+}
+
+#[test]
+fn buffers_come_later_still() {
+    isolated("buffers_come_later_still", 1, |_| {
+        there_and_back(&unreached());
+        there_and_back(&Shape { processes: 2, ..small() });
+    });
+}
+
+#[test]
+fn what_is_registered_is_there_before_queues_start() {
+    isolated("what_is_registered_is_there_before_queues_start", 1, |_| {
+        there_and_back(&Shape { mode: Mode::Userptr, ..small() });
+        if Topology::read().unwrap().gpus().all(Node::has_svm) {
+            there_and_back(&Shape { mode: Mode::Svm, ..small() });
+        }
+    });
+}
+
+/// A program with memory of its own that it is about to register.
+fn about_to_register(version: Version, folder: &std::path::Path) -> (Toucher, Criu) {
+    let mut toucher = Toucher::start(env!("CARGO_BIN_EXE_toucher"), folder, None).unwrap();
+    toucher.asked("allocate 0").unwrap();
+    let criu = Criu::with(Plugin::Ours, version, &folder.join("images")).unwrap();
+    criu.dump(toucher.pid()).unwrap();
+    toucher.was_dumped().unwrap();
+    toucher.ask("register 0").unwrap();
+    (toucher, criu)
+}
+
+#[test]
+fn memory_that_is_registered_while_it_is_missing_is_waited_for() {
+    isolated("memory_that_is_registered_while_it_is_missing_is_waited_for", 1, |_| {
+        for version in [Version::V4_2, Version::V4_1] {
+            let folder = tempfile::tempdir().unwrap();
+            let (toucher, criu) = about_to_register(version, folder.path());
+            let mut both = Streamer::of_both(criu.images()).unwrap();
+            assert_eq!(comes_back(&criu), 0, "it has registered nothing yet: {}", criu.log("restore"));
+            toucher.answer().unwrap_or_else(|error| panic!("{error:#}\n{}", both.said()));
+            assert!(both.end().unwrap().success(), "{}", both.said());
+            dies(toucher.pid());
+            wait_for_the_end_of(toucher.pid()).unwrap();
+        }
+    });
+}
+
+#[test]
+fn whose_memory_nobody_brings_any_more_is_killed() {
+    isolated("whose_memory_nobody_brings_any_more_is_killed", 1, |_| {
+        let folder = tempfile::tempdir().unwrap();
+        let (toucher, criu) = about_to_register(Version::V4_2, folder.path());
+        let mut both = Streamer::of_both(criu.images()).unwrap();
+        let mut restoring = criu.command(&["restore", "--restore-detached", "--lazy-pages"]).spawn().unwrap();
+        // Their gates may be shut or not yet by then, or all may be there.
+        assert!(soon(|| criu.log("restore").contains("a page server takes what may come later")));
+        for worker in both.workers() {
+            let _ = kill(Pid::from_raw(worker.cast_signed()), Signal::SIGKILL);
+        }
+        let restored = restoring.wait().unwrap().success();
+        let ended_well = both.end().unwrap().success();
+        if restored && ended_well {
+            dies(toucher.pid());
+        }
+        wait_for_the_end_of(toucher.pid()).unwrap();
+    });
+}
+
+#[test]
+fn a_streamer_that_nobody_needs_ends_when_it_is_asked_to() {
+    isolated("a_streamer_that_nobody_needs_ends_when_it_is_asked_to", 1, |_| {
+        let folder = tempfile::tempdir().unwrap();
+        let (_toucher, criu) = about_to_register(Version::V4_2, folder.path());
+        let mut both = Streamer::of_both(criu.images()).unwrap();
+        kill(Pid::from_raw(both.pid().cast_signed()), Signal::SIGTERM).unwrap();
+        assert_eq!(both.end().unwrap().code(), Some(128 + Signal::SIGTERM as i32), "{}", both.said());
+    });
+}
