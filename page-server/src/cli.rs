@@ -125,7 +125,8 @@ pub struct StreamGpu {
     #[arg(long, default_value_t = 2, value_name = "LEVEL")]
     pub verbosity: u8,
     /// Write one zero byte to this descriptor once the socket is ready; then `s` for each process that runs while its GPUs
-    /// stand still, and `o` when all of them go on, or `k` when they were killed. It is open until nobody is left to say more
+    /// stand still, and `o` when all of them go on, or `k` when they were killed; with -D `b` when all memory of CPUs is back. It is
+    /// open until nobody is left to say more
     #[arg(long, value_name = "FD")]
     pub status_fd: Option<i32>,
 }

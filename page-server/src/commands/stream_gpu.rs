@@ -104,7 +104,10 @@ fn both(start: &Start, doors: &Arc<Doors>, images: &Path) -> anyhow::Result<u8> 
         lazy_pages::session(start, daemon, images, &doors.work, None).await
     });
     match pages {
-        Ok(summary) => summary.iter().for_each(lazy_pages::report),
+        Ok(summary) => {
+            start.ledger.gates().back();
+            summary.iter().for_each(lazy_pages::report);
+        }
         Err(error) if error.is::<AskedToStop>() && !start.ledger.gates().any() => return Ok(STOPPED),
         // The supervisor kills whoever stands before a gate.
         Err(error) => return Err(error),

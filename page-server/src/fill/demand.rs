@@ -50,6 +50,9 @@ impl Reactor {
             Locate::Missing(place) | Locate::Resident(place) => place,
             Locate::Unbacked => {
                 let filled = space.fill_demand(&layout, demand.address, None, None);
+                if filled == Filled::All {
+                    space.walked(&layout, demand.address);
+                }
                 drop(layout);
                 return self.served(demand, filled);
             }

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use std::time::Instant;
 
-use rewake_pager::{BlockIx, PAGE_SIZE, PageIx, Run, Space};
+use rewake_pager::{BlockIx, Locate, PAGE_SIZE, PageIx, Run, Space};
 use rewake_store::PagesFile;
 use rewake_uffd::{FillPort, Outcome, Stop, Uffd};
 use tracing::{info, warn};
@@ -42,6 +42,8 @@ pub struct AddressSpace {
     since: Instant,
     /// When a fault was last served: microseconds from `since`, 0 for never.
     last_fault: AtomicU64,
+    /// Where the next fault is expected in memory that no image has.
+    walk: AtomicU64,
     shortage: Shortage,
 }
 
@@ -81,6 +83,7 @@ impl AddressSpace {
             begun: AtomicBool::new(false),
             since: Instant::now(),
             last_fault: AtomicU64::new(0),
+            walk: AtomicU64::new(0),
             shortage: Shortage::default(),
         }
     }
@@ -317,7 +320,26 @@ impl AddressSpace {
             Some(Stop::Failed(errno)) => self.refused(errno, page.unwrap_or(PageIx(0))),
         }
     }
+
+    /// The page at `target`, which no image has, was served to a thread that waited. If that thread walks through such memory, what comes
+    /// next is there before it is: a driver that is given such memory looks at every page of it.
+    pub fn walked(&self, layout: &Space, target: u64) {
+        let next = target + PAGE_SIZE;
+        if self.walk.swap(next, Ordering::Relaxed) != target {
+            return;
+        }
+        let unbacked = |page: &u64| matches!(layout.locate(next + page * PAGE_SIZE), Locate::Unbacked);
+        let pages = (0..WALK).take_while(unbacked).count() as u64;
+        if pages > 0 {
+            // How it ends does not matter: whoever comes to a page that is not there is served.
+            let there = self.uffd.zero(next, pages * PAGE_SIZE);
+            self.walk.store(next + there.bytes, Ordering::Relaxed);
+        }
+    }
 }
+
+/// Pages ahead of a walk through memory that no image has: a call for so many takes as long as a few faults.
+const WALK: u64 = 64;
 
 #[expect(clippy::cast_possible_truncation, reason = "4096")]
 const PAGE_LEN: usize = PAGE_SIZE as usize;

@@ -64,7 +64,7 @@ fn load(
 ) -> anyhow::Result<(Option<Report>, u64)> {
     let loading = Loading::new(processes)?;
     let resident = Resident::new(processes.len(), &placeholders)?;
-    let touches = Touches::new(placeholders, loading.desk(), &resident, timeline);
+    let touches = Touches::new(placeholders, loading.desk(), &resident, ledger, timeline);
     let (desk, giving_up) = (loading.desk(), loading.desk());
     let (over, ended) = channel::<()>();
     std::thread::scope(|scope| {

@@ -17,6 +17,7 @@ use tracing::{debug, info};
 
 use super::placeholders::{Outcome, Placeholders};
 use super::view::Views;
+use crate::ledger::Ledger;
 use crate::timeline::Timeline;
 
 /// Between two tries of what a process that does not stand still keeps us from, and between two stops of one that does, for it to run;
@@ -102,6 +103,7 @@ pub(super) struct Touches<'a> {
     rest: BTreeMap<usize, Rest>,
     desk: Desk,
     resident: &'a Resident,
+    ledger: Ledger,
     timeline: &'a Timeline,
     views: Views,
     /// Since when.
@@ -117,6 +119,7 @@ impl<'a> Touches<'a> {
         places: Vec<Placeholders<'a>>,
         desk: Desk,
         resident: &'a Resident,
+        ledger: Ledger,
         timeline: &'a Timeline,
     ) -> Self {
         Self {
@@ -124,6 +127,7 @@ impl<'a> Touches<'a> {
             rest: BTreeMap::new(),
             desk,
             resident,
+            ledger,
             timeline,
             views: Views::default(),
             waiting: BTreeMap::new(),
@@ -242,6 +246,10 @@ impl<'a> Touches<'a> {
                     let share = stopped / u32::try_from(buffers.len()).unwrap_or(u32::MAX);
                     buffers.iter().for_each(|buffer| self.timeline.swapped(process, *buffer, share));
                 }
+                // A thread may wait in the kernel for memory of CPUs, which comes from here.
+                Outcome::NotNow(_) if self.ledger.live_spaces().next().is_some() => {
+                    rest.stood = Instant::now();
+                }
                 Outcome::NotNow(why) if rest.stood.elapsed() > PATIENCE => {
                     bail!("process {pid} did not stand still for {PATIENCE:?}: {why}")
                 }
@@ -284,7 +292,7 @@ mod tests {
         let resident = Resident::new(1, &places).unwrap();
         let processes = [Process { files: &[], dmabufs: &[] }];
         let desk = Loading::new(&processes).unwrap().desk();
-        let mut touches = Touches::new(places, desk, &resident, &timeline);
+        let mut touches = Touches::new(places, desk, &resident, Ledger::new().unwrap(), &timeline);
         resident.ended(true);
 
         touches.finish().unwrap();

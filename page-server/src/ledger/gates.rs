@@ -24,13 +24,15 @@ pub enum Word {
     Open = b'o',
     /// Those before gates were killed.
     Killed = b'k',
+    /// All memory of CPUs is back, where it comes from here.
+    Back = b'b',
 }
 
 impl Word {
     /// None for any other byte.
     #[must_use]
     pub fn read(byte: u8) -> Option<Self> {
-        [Self::Shut, Self::Open, Self::Killed].into_iter().find(|word| *word as u8 == byte)
+        [Self::Shut, Self::Open, Self::Killed, Self::Back].into_iter().find(|word| *word as u8 == byte)
     }
 }
 
@@ -103,6 +105,11 @@ impl Gates {
         if !self.any() {
             self.say(Word::Open);
         }
+    }
+
+    /// All memory of CPUs is back.
+    pub fn back(&self) {
+        self.say(Word::Back);
     }
 
     /// Whether any is shut.

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Restores of images with GPU state: the processes run as soon as their own memory is there, and what only GPUs reach of
-//! theirs is loaded behind them by `rewake stream-gpu`. Pages of the CPU all come at once: memory that a GPU shares with its
-//! process must be there when its queues start, as the driver does not wait for a page server (`hmm_range_fault` in Linux
-//! gives EFAULT for a page that userfaultfd holds back).
+//! Restores of images with GPU state: the processes run as soon as what the driver looks at is there, and the rest of their memory, of
+//! CPUs and of GPUs, is loaded behind them by `rewake stream-gpu`. Where calls that register memory cannot be held (decision 11), all
+//! memory of CPUs comes at once.
 
 use std::io::Write as _;
 use std::time::{Instant, SystemTime};
 
 use anyhow::{Context as _, bail};
 use nix::sys::signal::Signal;
+use rewake_kfd::held;
 use tempfile::TempDir;
 use tokio::time::timeout;
 
@@ -20,7 +20,7 @@ use crate::commands::criu::{self, Criu};
 
 /// For people, after the line in which the streamer said why.
 const KILLED: &str =
-    "memory of GPUs could not be loaded: the restored processes that use GPUs were killed (see above)";
+    "memory could not be brought back: the restored processes that use GPUs were killed (see above)";
 /// For people: nobody has said anything.
 const ABANDONED: &str = "rewake stream-gpu was killed, and all that watch over it: the restored processes that use GPUs run, \
      but their GPUs stand still for ever: kill them";
@@ -35,10 +35,13 @@ pub(super) async fn restore(order: &Order<'_>) -> anyhow::Result<u8> {
     let given = options.work_dir.as_deref().map(|path| directory(path, "-W")).transpose()?;
     let own = if given.is_none() { Some(place::folder(&std::env::temp_dir())?) } else { None };
     let work = given.as_deref().or_else(|| own.as_ref().map(TempDir::path)).unwrap_or(order.images);
-    let mut streamer = Streamer::start(work).await?;
+    let lazily = held::registering().is_ok();
+    let (images, ours): (_, &[&str]) =
+        if lazily { (Some(order.images), &["--lazy-pages"]) } else { (None, &[]) };
+    let mut streamer = Streamer::start(work, images).await?;
     let shown = tokio::spawn(live::follow(work.to_owned(), options.quiet, SystemTime::now()));
     let started = Instant::now();
-    let mut criu = order.start(work, &[])?;
+    let mut criu = order.start(work, ours)?;
     let exit = tokio::select! {
         exit = criu.ended() => exit?,
         Some(signal) = signals.recv() => return Ok(interrupted(&mut criu, order.given.detached, signal).await),

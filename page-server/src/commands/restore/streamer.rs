@@ -30,24 +30,27 @@ pub(super) struct Streamer {
 pub(super) enum Streamed {
     /// It took nothing over: the plugin had nothing for it, or did it all itself.
     Nothing,
-    /// All gates are open, since then.
+    /// All gates are open and all memory of CPUs is back, since then.
     Open(Instant),
-    /// Those before gates were killed.
+    /// Those before gates were killed, or those with missing memory.
     Killed,
     /// Nobody is left to say: they stand before their gates for ever.
     Abandoned,
 }
 
 impl Streamer {
-    /// Starts one that the plugin finds in CRIU's work directory.
+    /// Starts one that the plugin finds in CRIU's work directory; with `images`, memory of CPUs comes from there, too.
     ///
     /// # Errors
     /// It cannot be started: its own line says why.
-    pub(super) async fn start(work: &Path) -> anyhow::Result<Self> {
+    pub(super) async fn start(work: &Path, images: Option<&Path>) -> anyhow::Result<Self> {
         let program = std::env::current_exe().context("finding this program")?;
         let mut command = Command::new(program);
         // Its output is what it tells. No terminal's signal is for it.
         command.arg("stream-gpu").arg("-W").arg(work).args(["--status-fd", "1"]).process_group(0);
+        if let Some(images) = images {
+            command.arg("-D").arg(images);
+        }
         command.stdin(Stdio::null()).stdout(Stdio::piped());
         let mut child = command.spawn().context("starting rewake stream-gpu")?;
         let words = child.stdout.take().context("rewake stream-gpu has no output")?;
@@ -65,9 +68,13 @@ impl Streamer {
     /// It cannot be waited for.
     pub(super) async fn end(&mut self) -> anyhow::Result<Streamed> {
         self.ask_to_end();
-        let mut streamed = Streamed::Nothing;
+        let (mut streamed, mut back) = (Streamed::Nothing, None);
         while let Some(byte) = next(&mut self.words).await? {
             streamed = match (Word::read(byte), streamed) {
+                (Some(Word::Back), same) => {
+                    back = Some(Instant::now());
+                    same
+                }
                 (_, Streamed::Killed) => Streamed::Killed,
                 (Some(Word::Shut), _) => Streamed::Abandoned,
                 (Some(Word::Open), Streamed::Open(since)) => Streamed::Open(since),
@@ -76,9 +83,15 @@ impl Streamer {
                 (None, same) => same,
             };
         }
-        self.child.wait().context("waiting for rewake stream-gpu")?;
+        let status = self.child.wait().context("waiting for rewake stream-gpu")?;
         self.waited_for = true;
-        Ok(streamed)
+        Ok(match streamed {
+            // Memory of CPUs was lost when nobody stood before a gate.
+            Streamed::Nothing | Streamed::Open(_) if status.code() == Some(1) => Streamed::Killed,
+            Streamed::Open(since) => Streamed::Open(back.map_or(since, |back| back.max(since))),
+            Streamed::Nothing => back.map_or(Streamed::Nothing, Streamed::Open),
+            same => same,
+        })
     }
 
     /// The whole group: a worker whose supervisor was killed is asked by nobody else.
