@@ -246,12 +246,12 @@ impl Server {
         )
     }
 
-    /// Lets a stopped server go on: the process that was started, and its worker.
+    /// Lets a stopped server go on: the worker, then the process that was started, which cannot replace it before.
     ///
     /// # Errors
     /// One of them is gone.
     pub fn goes_on(&mut self) -> anyhow::Result<()> {
-        let mut all = [self.pid()].into_iter().chain(self.worker());
+        let mut all = self.worker().into_iter().chain([self.pid()]);
         all.try_for_each(|pid| kill(pid, Signal::SIGCONT).context("SIGCONT to the server"))
     }
 
