@@ -6,7 +6,7 @@ use std::collections::BTreeSet;
 use std::os::fd::{BorrowedFd, IntoRawFd as _, RawFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use anyhow::{Context as _, bail};
 use rewake_pager::Space;
@@ -19,9 +19,9 @@ use crate::ledger::{Journal, Ledger, MAX_SPACES, NO_SESSION, SpaceSlot};
 use crate::session::Session;
 use crate::{processes, sys};
 
-/// How long a killed process may take to end before it is given up.
-const DEATH: Duration = Duration::from_secs(1);
-const DEATH_POLL: Duration = Duration::from_millis(1);
+/// Looks at a killed process before it is given up, and time between them: a second, and longer where this process stands still itself.
+const DEATH_LOOKS: u32 = 1000;
+const DEATH_LOOK: Duration = Duration::from_millis(1);
 
 /// A task that has just sent its userfaultfd.
 #[derive(Debug)]
@@ -91,21 +91,17 @@ fn watch_process(slot: &SpaceSlot) -> anyhow::Result<()> {
 pub fn refuse(ledger: Ledger, number: RawFd, host_pid: i32) -> bool {
     // SAFETY: received, and in no slot: open, and owned by nobody.
     let uffd = unsafe { BorrowedFd::borrow_raw(number) };
-    let ends = Instant::now() + DEATH;
-    while !rewake_uffd::memory_is_gone(uffd) {
-        if Instant::now() >= ends {
-            error!(
-                pid = host_pid,
-                "a task that cannot be served could not be killed: it waits for ever; kill it"
-            );
-            keep(ledger, number);
-            return false;
+    for _ in 0..DEATH_LOOKS {
+        if rewake_uffd::memory_is_gone(uffd) {
+            return true;
         }
         // As long as its memory is there the number is its own: it is the process that sent the descriptor.
         sys::kill(host_pid);
-        std::thread::sleep(DEATH_POLL);
+        std::thread::sleep(DEATH_LOOK);
     }
-    true
+    error!(pid = host_pid, "a task that cannot be served could not be killed: it waits for ever; kill it");
+    keep(ledger, number);
+    false
 }
 
 /// Gives a userfaultfd that nobody serves a slot, so that successors and the supervisor keep it open.
@@ -178,22 +174,20 @@ fn rebuild(plan: &TaskPlan, journal: &Journal) -> anyhow::Result<Space> {
 }
 
 /// Ends the processes of a session that cannot be taken over at all, because its image cannot be read. Those
-/// that do not end within [`DEATH`] are reported, and keep their userfaultfds.
+/// that do not end within [`DEATH_LOOKS`] are reported, and keep their userfaultfds.
 pub fn end(ledger: Ledger, session: usize) {
     for (_, slot) in of_session(ledger, session) {
         abandon(slot);
     }
-    let ends = Instant::now() + DEATH;
-    while let left = sweep(ledger)
-        && left > 0
-    {
-        if Instant::now() >= ends {
-            error!(
-                "{left} processes without their memory could not be killed: they wait for ever; kill them"
-            );
+    for _ in 0..DEATH_LOOKS {
+        if sweep(ledger) == 0 {
             return;
         }
-        std::thread::sleep(DEATH_POLL);
+        std::thread::sleep(DEATH_LOOK);
+    }
+    let left = sweep(ledger);
+    if left > 0 {
+        error!("{left} processes without their memory could not be killed: they wait for ever; kill them");
     }
 }
 
@@ -233,6 +227,7 @@ fn of_session(ledger: Ledger, session: usize) -> impl Iterator<Item = (usize, &'
 #[cfg(test)]
 mod tests {
     use std::path::PathBuf;
+    use std::time::Instant;
 
     use rewake_pager::Plan;
     use rewake_store::{BlockCache, DEFAULT_BUDGET};
@@ -300,7 +295,7 @@ mod tests {
         task.slot(ledger, &session, false);
         let begun = Instant::now();
         end(ledger, session.index);
-        assert!(begun.elapsed() < 10 * DEATH);
+        assert!(begun.elapsed() < Duration::from_secs(60));
         assert!(task.lives() && watched::is_open(task.uffd));
     }
 }

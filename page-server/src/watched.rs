@@ -178,7 +178,7 @@ pub(crate) fn is_open_for(number: RawFd, copy: &OwnedFd) -> bool {
 
 /// Looks until it is so; not for ever.
 pub(crate) fn until(mut what: impl FnMut() -> bool) {
-    let end = Instant::now() + Duration::from_secs(10);
+    let end = Instant::now() + Duration::from_secs(60);
     while !what() {
         assert!(Instant::now() < end, "it does not come to that");
         std::thread::sleep(Duration::from_millis(1));

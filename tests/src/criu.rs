@@ -2,7 +2,7 @@
 //! The CRIU commands that the tests drive.
 
 use std::env;
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -89,9 +89,17 @@ impl Criu {
     /// # Errors
     /// CRIU failed; with the end of its log.
     pub fn restore(&self, images: &Path, work: &Path) -> anyhow::Result<()> {
+        self.restore_with(images, work, &[])
+    }
+
+    /// [`Criu::restore`] with further options.
+    ///
+    /// # Errors
+    /// CRIU failed; with the end of its log.
+    pub fn restore_with(&self, images: &Path, work: &Path, options: &[&OsStr]) -> anyhow::Result<()> {
         let mut command = self.command("restore");
         command.arg("-d").arg("-D").arg(images).arg("-W").arg(work);
-        command.args(["--lazy-pages", "-v4", "-o", "restore.log"]);
+        command.args(["--lazy-pages", "-v4", "-o", "restore.log"]).args(options);
         self.finish(command, work, "restore")
     }
 

@@ -17,7 +17,7 @@ use crate::process::{children, kill_all, tail, until, wait_child};
 use crate::server::rewake;
 
 /// Time until a daemon answers.
-const START: Duration = Duration::from_secs(10);
+const START: Duration = Duration::from_secs(60);
 
 /// A running `rewake serve` with a socket of its own. Dropping it kills it and its workers.
 #[derive(Debug)]

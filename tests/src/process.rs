@@ -8,7 +8,7 @@ use std::process::{Child, Command, ExitStatus};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, bail};
+use anyhow::{Context, bail, ensure};
 use nix::errno::Errno;
 use nix::sys::signal::{Signal, kill};
 use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
@@ -43,6 +43,18 @@ pub fn run(command: &mut Command, limit: Duration) -> anyhow::Result<ExitStatus>
     child.kill().context("kill what did not end")?;
     child.wait().context("collect what did not end")?;
     bail!("{command:?} did not end within {limit:?}")
+}
+
+/// Writes a program: by a shell, as one that this process writes cannot be run while a child of another test has it open too.
+///
+/// # Errors
+/// The shell fails.
+pub fn write_program(path: &Path, text: &str) -> anyhow::Result<()> {
+    let mut write = Command::new("sh");
+    write.args(["-c", "printf %s \"$1\" > \"$0\" && chmod 755 \"$0\""]).arg(path).arg(text);
+    let status = write.status().context("start a shell")?;
+    ensure!(status.success(), "write {}: {status}", path.display());
+    Ok(())
 }
 
 /// Waits for a child of this process; none when it is still there at the limit.

@@ -2,6 +2,7 @@
 //! One dumped target and everything that belongs to it.
 
 use std::env;
+use std::ffi::OsStr;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -13,7 +14,7 @@ use nix::unistd::Pid;
 use tempfile::TempDir;
 
 use crate::criu::Criu;
-use crate::process::{adopt_orphans, kill_all, session, tail, until, wait_pid};
+use crate::process::{adopt_orphans, kill_all, session, tail, until, wait_pid, write_program};
 use crate::server::{Server, Setup};
 use crate::verdict::Verdict;
 
@@ -21,7 +22,7 @@ use crate::verdict::Verdict;
 pub const ACT: Duration = Duration::from_secs(60);
 
 /// Time that a server has to end once its target is done or gone.
-pub const END: Duration = Duration::from_secs(20);
+pub const END: Duration = Duration::from_secs(60);
 
 /// Seeds of targets differ, so that one test's pages never look right in another's.
 static SEED: AtomicU64 = AtomicU64::new(1);
@@ -173,6 +174,18 @@ impl Scene {
     /// CRIU failed.
     pub fn restore(&self) -> anyhow::Result<()> {
         self.criu.restore(&self.images(), &self.work())
+    }
+
+    /// Restores the target, and stops the server when it has the target's memory to bring and has not yet heard that the restore has
+    /// finished: the target runs then, and nothing comes until [`Server::goes_on`].
+    ///
+    /// # Errors
+    /// CRIU failed.
+    pub fn restore_and_stop(&self, server: &mut Server) -> anyhow::Result<()> {
+        let script = self.work().join("stop-server");
+        write_program(&script, &server.stopper())?;
+        let options = [OsStr::new("--action-script"), script.as_os_str()];
+        self.criu.restore_with(&self.images(), &self.work(), &options)
     }
 
     /// Restores with another CRIU or from another copy of the images.

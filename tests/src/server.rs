@@ -19,7 +19,7 @@ use crate::criu::Criu;
 use crate::process::{children, kill_all, until, wait_child};
 
 /// Time until a server listens or refuses.
-const START: Duration = Duration::from_secs(10);
+const START: Duration = Duration::from_secs(60);
 
 /// How a server is started.
 #[derive(Clone, Debug)]
@@ -229,6 +229,30 @@ impl Server {
         let found = children(self.pid());
         self.seen.extend(&found);
         found.into_iter().max()
+    }
+
+    /// A script for CRIU's `--action-script` that stops this server, its worker and all, once a task has arrived.
+    pub(crate) fn stopper(&mut self) -> String {
+        let pids: Vec<String> =
+            [self.pid()].into_iter().chain(self.worker()).map(|pid| pid.to_string()).collect();
+        let threads: Vec<String> = pids.iter().map(|pid| format!("/proc/{pid}/task/*/status")).collect();
+        let (pids, threads, log) = (pids.join(" "), threads.join(" "), self.setup.log());
+        format!(
+            "#!/bin/sh\n[ \"$CRTOOLS_SCRIPT_ACTION\" = post-restore ] || exit 0\n\
+             until grep -q 'task arrived' {}; do sleep 0.01; done\n\
+             kill -STOP {pids}\n\
+             while grep -h '^State:' {threads} | grep -qv 'T (stopped)'; do sleep 0.01; done\n",
+            log.display()
+        )
+    }
+
+    /// Lets a stopped server go on: the worker, then the process that was started, which cannot replace it before.
+    ///
+    /// # Errors
+    /// One of them is gone.
+    pub fn goes_on(&mut self) -> anyhow::Result<()> {
+        let mut all = self.worker().into_iter().chain([self.pid()]);
+        all.try_for_each(|pid| kill(pid, Signal::SIGCONT).context("SIGCONT to the server"))
     }
 
     /// Kills the process that serves; false when there is none any more.

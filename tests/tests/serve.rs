@@ -7,14 +7,13 @@ use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::time::Duration;
 
 use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use rewake_tests::daemon::{Daemon, processes_naming, restore, timeline};
 use rewake_tests::images::{self, Pagemap, pagemap_path, pages_path};
-use rewake_tests::process::{run, until};
+use rewake_tests::process::{run, until, write_program};
 use rewake_tests::scene::{ACT, END};
 use rewake_tests::{Criu, Scene, Verdict, need, skip};
 use serde_json::Value;
@@ -42,10 +41,7 @@ fn session(status: &Value, state: &str) -> Option<Value> {
 fn script(criu: &Criu, path: PathBuf, body: &str) -> PathBuf {
     let program = criu.command("").get_program().to_owned();
     let text = format!("#!/bin/sh\ncriu={}\n{body}\n", program.display());
-    // By a shell: a program that this process writes cannot be run while a child of another test has it open too.
-    let mut write = Command::new("sh");
-    write.args(["-c", "printf %s \"$1\" > \"$0\" && chmod 755 \"$0\""]).arg(&path).arg(text);
-    assert!(write.status().unwrap().success());
+    write_program(&path, &text).unwrap();
     path
 }
 
@@ -99,15 +95,29 @@ fn one_daemon_serves_one_restore_after_another() {
     }
 }
 
+/// A script for CRIU's `--action-script`: says in `waiting` that tasks are restored, and lets CRIU go on, which then tells so and lets them
+/// run, when there is a `gate`.
+fn gated(path: PathBuf, waiting: &Path, gate: &Path) -> PathBuf {
+    let text = format!(
+        "#!/bin/sh\n[ \"$CRTOOLS_SCRIPT_ACTION\" = post-restore ] || exit 0\n\
+         mktemp -p {} || exit 1\nwhile [ ! -e {} ]; do sleep 0.01; done\n",
+        waiting.display(),
+        gate.display()
+    );
+    write_program(&path, &text).unwrap();
+    path
+}
+
 /// `rewake restore` in new pid and mount namespaces, where `files` lies over the target's own: the same image can
-/// run there beside itself.
-fn in_namespaces(daemon: &Daemon, criu: &Criu, program: &Path, scene: &Scene, files: &Path) -> Child {
+/// run there beside itself. It waits for `gate` when its tasks are restored.
+fn in_namespaces(daemon: &Daemon, criu: &Criu, gate: &Path, scene: &Scene, files: &Path) -> Child {
     let inner = daemon.restore(criu, &scene.images()).unwrap();
     let mut command = Command::new("unshare");
     command.args(["--mount", "--pid", "--fork", "--mount-proc", "sh", "-c"]);
     command.arg("mount --bind \"$0\" \"$1\" && shift && exec \"$@\"").arg(files).arg(scene.files());
-    command.arg(inner.get_program()).args(inner.get_args()).args(["--", "-v4"]);
-    command.env("CRIU", program);
+    command.arg(inner.get_program()).args(inner.get_args());
+    command.args(["--", "-v4", "--action-script"]).arg(gate);
+    command.env("CRIU", criu.command("").get_program());
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
 }
 
@@ -126,20 +136,19 @@ fn restore_three_times(criu: &Criu, mib: usize) -> Shared {
     pages.sync_all().unwrap();
     posix_fadvise(&pages, 0, 0, PosixFadviseAdvice::POSIX_FADV_DONTNEED).unwrap();
 
-    let starter = dir.path().join("start");
-    let program = latecomer(criu, dir.path(), &starter);
+    let (waiting, gate) = (dir.path().join("waiting"), dir.path().join("gate"));
+    fs::create_dir(&waiting).unwrap();
+    let wait = gated(dir.path().join("wait"), &waiting, &gate);
     let folders: Vec<PathBuf> = (0..3).map(|number| dir.path().join(number.to_string())).collect();
     let start = |folder: &PathBuf| {
         fs::create_dir(folder).unwrap();
-        in_namespaces(&daemon, criu, &program, &scene, folder)
+        fs::write(folder.join("go"), "").unwrap();
+        in_namespaces(&daemon, criu, &wait, &scene, folder)
     };
     let restores: Vec<Child> = folders.iter().map(start).collect();
-    let all_open = || (daemon.status().ok()?["sessions"].as_array()?.len() == 3).then_some(());
-    until(ACT, all_open).expect("three sessions");
-    fs::write(starter, "").unwrap();
-    for folder in &folders {
-        fs::write(folder.join("go"), "").unwrap();
-    }
+    let all_wait = || (fs::read_dir(&waiting).unwrap().count() == 3).then_some(());
+    until(ACT, all_wait).expect("three restores");
+    fs::write(gate, "").unwrap();
     for (restore, folder) in restores.into_iter().zip(&folders) {
         timeline(&restore.wait_with_output().unwrap()).unwrap();
         assert_eq!(fs::read_to_string(folder.join("verdict")).unwrap(), "OK\n");
@@ -346,7 +355,7 @@ fn an_idle_daemon_asked_to_end_ends_at_once() {
     need!(Criu::main());
     let mut daemon = Daemon::start().unwrap();
     daemon.terminate().unwrap();
-    assert_eq!(daemon.ended(Duration::from_secs(15)).unwrap().code(), Some(0));
+    assert_eq!(daemon.ended(END).unwrap().code(), Some(0));
     assert!(!daemon.socket().exists());
 }
 

@@ -54,7 +54,7 @@ impl Scene {
     }
 
     fn wait(&mut self, ticket: rewake_amdgpu::Ticket) {
-        self.engine.wait(ticket, Instant::now() + Duration::from_secs(10)).unwrap();
+        self.engine.wait(ticket, Instant::now() + Duration::from_secs(60)).unwrap();
     }
 }
 

@@ -17,7 +17,7 @@ use rewake_criu_images::write::{Place, split_into_parent};
 use rewake_criu_images::{ImageDir, PAGE, Task, TaskState};
 
 /// Time for the target to start and to be gone.
-const LIMIT: Duration = Duration::from_secs(10);
+const LIMIT: Duration = Duration::from_secs(60);
 
 /// A shell that holds a zombie: a parent that never waits, with memory of its own.
 const TARGET: &str = "true & exec sleep 1000";

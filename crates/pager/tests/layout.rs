@@ -2,8 +2,9 @@
 //! What single operations must do, and what must be refused.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
+use nix::time::{ClockId, clock_gettime};
 use rewake_pager::{
     BLOCK_PAGES, BlockIx, Change, ChangeError, Extent, Finish, Locate, PAGE_SIZE, PageIx, Plan, PlanError,
     RestoreError, Run, Segment, Space,
@@ -246,13 +247,21 @@ fn million() -> Vec<Extent> {
     (0..COUNT).map(|number| extent(2 * (COUNT - number), number, 1)).collect()
 }
 
+/// Far more than going through all of them once takes, on a slow machine too.
+const A_MINUTE: Duration = Duration::from_secs(60);
+
+/// What this thread has had of a CPU: others' work does not count.
+fn cpu_time() -> Duration {
+    clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID).unwrap().into()
+}
+
 #[test]
 fn a_million_extents_are_planned_and_walked_in_seconds() {
     // The bounds are wide for a loaded machine; anything quadratic would take hours.
     let extents = million();
-    let begin = Instant::now();
+    let begin = cpu_time();
     let space = Space::new(Arc::new(Plan::new(extents).unwrap()));
-    let planned = begin.elapsed();
+    let planned = cpu_time() - begin;
     let mut runs = Vec::new();
     let mut blocks = 0;
     while let Some(block) = space.claim() {
@@ -264,10 +273,10 @@ fn a_million_extents_are_planned_and_walked_in_seconds() {
         space.release(block, Finish::Done);
         blocks += 1;
     }
-    let walked = begin.elapsed() - planned;
+    let walked = cpu_time() - begin - planned;
     assert_eq!((blocks, space.missing()), (1_000_000_u64.div_ceil(BLOCK_PAGES), 0));
     println!("a million extents: planned in {planned:?}, walked in {walked:?}");
-    assert!(planned < Duration::from_secs(5) && walked < Duration::from_secs(5), "{planned:?} {walked:?}");
+    assert!(planned < A_MINUTE && walked < A_MINUTE, "{planned:?} {walked:?}");
 }
 
 #[test]
@@ -275,11 +284,11 @@ fn one_huge_extent_is_dropped_and_moved_in_milliseconds() {
     let pages = 64 * GIB / PAGE_SIZE;
     let mut space = space(&[extent(1 << 20, 0, pages)]);
     let start = PAGE_SIZE << 20;
-    let begin = Instant::now();
+    let begin = cpu_time();
     space.apply(&Change::Remap { from: start, to: start + 100 * GIB, len: 3 * GIB }).unwrap();
     space.apply(&Change::Remove { start: start + 100 * GIB, end: start + 102 * GIB }).unwrap();
     space.apply(&Change::Unmap { start: start + 3 * GIB, end: start + 63 * GIB }).unwrap();
-    let took = begin.elapsed();
+    let took = cpu_time() - begin;
     assert_eq!(space.total(), 2 * GIB / PAGE_SIZE);
     println!("65 GiB changed in {took:?}");
     assert!(took < Duration::from_secs(1), "{took:?}");

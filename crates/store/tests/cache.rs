@@ -230,7 +230,7 @@ fn acquire_patiently(cache: &Arc<BlockCache>, file: &Arc<PagesFile>, block: u64,
         match cache.acquire(file, block, waker) {
             Acquire::Pending | Acquire::Full => {
                 assert!(
-                    readable(waker.as_raw_fd(), Duration::from_secs(10)),
+                    readable(waker.as_raw_fd(), Duration::from_secs(60)),
                     "lost wake-up for block {block}"
                 );
                 waker.drain();

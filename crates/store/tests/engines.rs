@@ -269,7 +269,7 @@ fn epoll_sleeps_on_the_engine_until_its_reads_are_over() {
             engine.flush();
             let mut done = Vec::new();
             while done.is_empty() {
-                assert_eq!(wait(5000), 1, "{name}: round {round}: no wake-up");
+                assert_eq!(wait(60_000), 1, "{name}: round {round}: no wake-up");
                 engine.reap(&mut done);
             }
             done.pop().unwrap().result.unwrap();

@@ -6,10 +6,18 @@ mod common;
 use common::{make_cold, pages};
 use rewake_store::{BLOCK, How, PAGE, PagesFile, ReadError, StoreError, read_now};
 
+/// How often something is put into the page cache until it is found there: the kernel may take memory for something else.
+const TRIES: u32 = 10;
+
 #[test]
 fn residency_is_measured_block_by_block() {
-    let (temp, file, _) = pages(4 * BLOCK);
-    assert!(file.is_cached(0, 4 * BLOCK), "just written");
+    let (temp, file, bytes) = pages(4 * BLOCK);
+    let just_written = (0..TRIES).any(|_| {
+        std::os::unix::fs::FileExt::write_all_at(temp.as_file(), &bytes, 0).unwrap();
+        file.is_cached(0, 4 * BLOCK)
+    });
+    assert!(just_written);
+    temp.as_file().sync_all().unwrap();
     make_cold(&temp);
     if file.is_cached(0, BLOCK) {
         eprintln!("skipped: {} cannot be made cold (tmpfs, or a kernel before 6.5)", temp.path().display());
@@ -21,8 +29,11 @@ fn residency_is_measured_block_by_block() {
     // SAFETY: posix_fadvise takes no pointers.
     unsafe { libc::posix_fadvise(std::os::fd::AsRawFd::as_raw_fd(&again), 0, 0, fadv_random) };
     let random = PagesFile::from_file(again, temp.path()).unwrap();
-    read_now(&random, 2 * BLOCK as u64, &mut vec![0; BLOCK]).unwrap();
-    assert!(file.is_cached(2 * BLOCK as u64, BLOCK));
+    let just_read = (0..TRIES).any(|_| {
+        read_now(&random, 2 * BLOCK as u64, &mut vec![0; BLOCK]).unwrap();
+        file.is_cached(2 * BLOCK as u64, BLOCK)
+    });
+    assert!(just_read);
     assert!(!file.is_cached(BLOCK as u64, BLOCK));
     assert!(!file.is_cached(BLOCK as u64, 2 * BLOCK), "half of it is missing");
     assert_eq!(file.how(2 * BLOCK as u64, BLOCK), How::Buffered);
@@ -34,8 +45,12 @@ fn a_block_with_dirty_pages_is_read_through_the_cache() {
     use std::os::unix::fs::FileExt;
     let (temp, file, _) = pages(BLOCK);
     make_cold(&temp);
-    temp.as_file().write_all_at(&[1; PAGE], 0).unwrap();
-    assert_eq!(file.how(0, BLOCK), How::Buffered);
+    // The kernel may write it to the disk meanwhile.
+    let buffered = (0..TRIES).any(|_| {
+        temp.as_file().write_all_at(&[1; PAGE], 0).unwrap();
+        file.how(0, BLOCK) == How::Buffered
+    });
+    assert!(buffered);
 }
 
 #[test]

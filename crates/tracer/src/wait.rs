@@ -10,22 +10,28 @@ const EAGER: u32 = 16;
 const SHORTEST: Duration = Duration::from_micros(20);
 const LONGEST: Duration = Duration::from_micros(500);
 
+/// Looks come at least so often: a machine that stood still for a while took the time of a wait and did not look.
+const SELDOM: Duration = Duration::from_millis(4);
+
 /// A wait that is under way.
 #[derive(Debug)]
 pub(crate) struct Wait {
     until: Instant,
+    /// Looks before it is over.
+    least: u128,
     looks: u32,
     pause: Duration,
 }
 
 impl Wait {
     pub(crate) fn of(patience: Duration) -> Self {
-        Self { until: Instant::now() + patience, looks: 0, pause: SHORTEST }
+        let least = patience.as_millis() / SELDOM.as_millis();
+        Self { until: Instant::now() + patience, least, looks: 0, pause: SHORTEST }
     }
 
     /// True when the time is over; otherwise after a pause.
     pub(crate) fn is_over(&mut self) -> bool {
-        if Instant::now() >= self.until {
+        if Instant::now() >= self.until && u128::from(self.looks) >= self.least {
             return true;
         }
         self.looks += 1;

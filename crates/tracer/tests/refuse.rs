@@ -189,10 +189,13 @@ fn a_thread_in_a_restartable_sequence_starts_it_anew() {
     });
     for _ in 0..20 {
         let before = target.shared.wait(GO, |rounds| rounds > 0);
-        // Long enough for it to be inside again.
-        thread::sleep(Duration::from_millis(2));
-        assert!(ask(target.pid).is_ok());
-        target.shared.wait(GO, |rounds| rounds > before);
+        // Long enough for it to be inside again; usually: it is asked until it was.
+        let begun_anew = || {
+            thread::sleep(Duration::from_millis(2));
+            assert!(ask(target.pid).is_ok());
+            (target.shared.get(GO) > before).then_some(())
+        };
+        within(begun_anew, || "it was never in its sequence".to_owned());
     }
     target.shared.set(END, 1);
     assert_eq!(libc::WEXITSTATUS(target.ended()), 0);

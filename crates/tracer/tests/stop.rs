@@ -109,19 +109,25 @@ struct Sleeper {
     number: i64,
     call: fn(Shared, [i32; 2]) -> std::io::Result<i64>,
     expected: Result<i64, i32>,
-    at_least: Duration,
+    in_full: bool,
     wake: fn(&Target, i32),
 }
 
-/// Long: until it is over each target must have been asked, also on a busy machine.
-const SLEEP: Duration = Duration::from_secs(3);
+/// Of calls with a time, in milliseconds: until it is over each target must have been asked.
+static SLEEP: AtomicU64 = AtomicU64::new(0);
+/// What it is, in turn, where that was missed.
+const SLEEPS: [u64; 4] = [3000, 6000, 12_000, 24_000];
 
 fn address<T>(value: &T) -> usize {
     (&raw const *value).expose_provenance()
 }
 
+fn sleep() -> Duration {
+    Duration::from_millis(SLEEP.load(Ordering::SeqCst))
+}
+
 fn sleep_time() -> libc::timespec {
-    libc::timespec { tv_sec: SLEEP.as_secs().try_into().unwrap(), tv_nsec: SLEEP.subsec_nanos().into() }
+    libc::timespec { tv_sec: sleep().as_secs().try_into().unwrap(), tv_nsec: sleep().subsec_nanos().into() }
 }
 
 fn write_to(_: &Target, pipe: i32) {
@@ -149,7 +155,7 @@ fn nanosleep(_: Shared, _: [i32; 2]) -> std::io::Result<i64> {
 
 fn poll_for_time(_: Shared, [reader, _]: [i32; 2]) -> std::io::Result<i64> {
     let poll = libc::pollfd { fd: reader, events: libc::POLLIN, revents: 0 };
-    sys::call(libc::SYS_poll, [address(&poll), 1, usize::try_from(SLEEP.as_millis()).unwrap(), 0, 0, 0])
+    sys::call(libc::SYS_poll, [address(&poll), 1, usize::try_from(sleep().as_millis()).unwrap(), 0, 0, 0])
 }
 
 fn poll_without_end(_: Shared, [reader, _]: [i32; 2]) -> std::io::Result<i64> {
@@ -184,7 +190,6 @@ fn epoll_for_time(_: Shared, [reader, _]: [i32; 2]) -> std::io::Result<i64> {
     sys::call(libc::SYS_epoll_wait, [epoll(reader), event, 1, 60_000, 0, 0])
 }
 
-const NONE: Duration = Duration::ZERO;
 /// Those with a time first: they are asked while it runs.
 const SLEEPERS: [Sleeper; 8] = [
     Sleeper {
@@ -192,7 +197,7 @@ const SLEEPERS: [Sleeper; 8] = [
         number: libc::SYS_nanosleep,
         call: nanosleep,
         expected: Ok(0),
-        at_least: SLEEP,
+        in_full: true,
         wake: nothing,
     },
     Sleeper {
@@ -200,7 +205,7 @@ const SLEEPERS: [Sleeper; 8] = [
         number: libc::SYS_poll,
         call: poll_for_time,
         expected: Ok(0),
-        at_least: SLEEP,
+        in_full: true,
         wake: nothing,
     },
     Sleeper {
@@ -208,7 +213,7 @@ const SLEEPERS: [Sleeper; 8] = [
         number: libc::SYS_futex,
         call: futex_for_time,
         expected: Err(libc::ETIMEDOUT),
-        at_least: SLEEP,
+        in_full: true,
         wake: nothing,
     },
     Sleeper {
@@ -216,7 +221,7 @@ const SLEEPERS: [Sleeper; 8] = [
         number: libc::SYS_read,
         call: read_one,
         expected: Ok(1),
-        at_least: NONE,
+        in_full: false,
         wake: write_to,
     },
     Sleeper {
@@ -224,7 +229,7 @@ const SLEEPERS: [Sleeper; 8] = [
         number: libc::SYS_poll,
         call: poll_without_end,
         expected: Ok(1),
-        at_least: NONE,
+        in_full: false,
         wake: write_to,
     },
     Sleeper {
@@ -232,7 +237,7 @@ const SLEEPERS: [Sleeper; 8] = [
         number: libc::SYS_futex,
         call: futex_without_end,
         expected: Ok(0),
-        at_least: NONE,
+        in_full: false,
         wake: wake_futex,
     },
     Sleeper {
@@ -240,7 +245,7 @@ const SLEEPERS: [Sleeper; 8] = [
         number: libc::SYS_epoll_wait,
         call: epoll_without_end,
         expected: Ok(1),
-        at_least: NONE,
+        in_full: false,
         wake: write_to,
     },
     // As after any stop: see `restart.rs`.
@@ -249,13 +254,22 @@ const SLEEPERS: [Sleeper; 8] = [
         number: libc::SYS_epoll_wait,
         call: epoll_for_time,
         expected: Err(libc::EINTR),
-        at_least: NONE,
+        in_full: false,
         wake: nothing,
     },
 ];
 
 #[test]
 fn sleeping_calls_return_what_they_would_have() {
+    let asked_in_time = |sleep| {
+        SLEEP.store(sleep, Ordering::SeqCst);
+        sleeping_calls_were_asked_and_return_what_they_would_have()
+    };
+    assert!(SLEEPS.into_iter().any(asked_in_time), "each time one was over before it had been asked");
+}
+
+/// False where one was over before it had been asked.
+fn sleeping_calls_were_asked_and_return_what_they_would_have() -> bool {
     let start = |sleeper: &'static Sleeper| {
         let (reader, writer) = sys::pipe();
         let ends = [reader.as_raw_fd(), writer.as_raw_fd()];
@@ -265,7 +279,7 @@ fn sleeping_calls_return_what_they_would_have() {
                 Ok(result) => result,
                 Err(error) => -i64::from(error.raw_os_error().unwrap()),
             };
-            let early = start.elapsed() < sleeper.at_least;
+            let early = sleeper.in_full && start.elapsed() < sleep();
             shared.set(GO, u64::from(early));
             shared.set(RESULT, result.cast_unsigned().wrapping_add(1 << 32));
             0
@@ -275,12 +289,19 @@ fn sleeping_calls_return_what_they_would_have() {
     // All at once: they sleep side by side.
     let targets: Vec<_> = SLEEPERS.iter().map(start).collect();
     for (sleeper, target, _) in &targets {
-        target.sleeps_in(target.pid, sleeper.number);
+        let is_over = || target.shared.get(RESULT) != 0;
+        within(
+            || (is_over() || target.is_in(target.pid, sleeper.number)).then_some(()),
+            || format!("{} does not sleep", sleeper.name),
+        );
         // The sole thread is made to call: its own call is broken into, and started again, each time.
-        asked(target);
-        if sleeper.expected != Err(libc::EINTR) {
-            asked(target);
-            asked(target);
+        let times = if sleeper.expected == Err(libc::EINTR) { 1 } else { 3 };
+        for _ in 0..times {
+            match ask(target) {
+                // One that has just come back is asked in vain.
+                _ if sleeper.in_full && is_over() => return false,
+                answer => assert_eq!(answer.unwrap(), u64::try_from(target.pid).unwrap()),
+            }
         }
     }
     for (sleeper, target, [_, writer]) in &targets {
@@ -290,6 +311,7 @@ fn sleeping_calls_return_what_they_would_have() {
         assert_eq!(result, sleeper.expected, "{}", sleeper.name);
         assert_eq!(target.shared.get(GO), 0, "{} came back early", sleeper.name);
     }
+    true
 }
 
 static HANDLED: AtomicU64 = AtomicU64::new(0);

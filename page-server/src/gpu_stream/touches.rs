@@ -284,8 +284,16 @@ mod tests {
     /// So many that two stops are not enough.
     const BUFFERS: usize = 2 * AT_ONCE + 1;
 
+    /// Programs that are tried until one stands still at once where it is touched.
+    const PROGRAMS: u32 = 10;
+
     #[test]
     fn what_nobody_waits_for_becomes_the_device_in_several_stops_and_touches_are_heard_between_them() {
+        assert!((0..PROGRAMS).any(|_| stood_still_when_it_was_touched()), "none of {PROGRAMS} stands still");
+    }
+
+    /// False where its page was copied instead.
+    fn stood_still_when_it_was_touched() -> bool {
         let program = Program::start(BUFFERS);
         let (pidfd, handed, timeline) = (program.pidfd(), program.handed(), Timeline::default());
         let places = vec![handed.watch(0, pidfd.as_raw_fd(), program.buffers()).unwrap()];
@@ -295,15 +303,22 @@ mod tests {
         let mut touches = Touches::new(places, desk, &resident, Ledger::new().unwrap(), &timeline);
         resident.ended(true);
 
-        touches.finish().unwrap();
+        // One stop, and more where it does not stand still.
+        until(|| {
+            touches.finish().unwrap();
+            program.mappings() != (BUFFERS, 0)
+        });
         assert_eq!(program.mappings(), (AT_ONCE + 1, AT_ONCE));
 
         program.touch();
         let mut message = [PollFd::new(touches.places[0].uffd(), PollFlags::POLLIN)];
-        assert_eq!(poll(&mut message, 10_000_u16), Ok(1));
+        assert_eq!(poll(&mut message, 60_000_u16), Ok(1));
         touches.hear().unwrap();
         touches.serve().unwrap();
         until(|| program.read() == LAST);
+        if touches.again {
+            return false;
+        }
         assert_eq!(program.mappings(), (AT_ONCE, AT_ONCE + 1));
 
         assert_eq!(touches.run().unwrap(), 1);
@@ -311,5 +326,6 @@ mod tests {
         let of = &timeline.record().processes[0];
         assert_eq!((of.swaps, of.faults), (BUFFERS as u64, 1));
         assert!(of.stopped_us > 0);
+        true
     }
 }

@@ -18,7 +18,7 @@ use crate::criu::{Criu, wait_for_the_end_of};
 const PROMPT: [u32; 2] = [7, 8];
 const TOKENS: usize = 12;
 /// Servers that are dumped until one is in the middle of work: on a slow machine its work may be over before CRIU comes to it.
-const DUMPS: u32 = 3;
+const DUMPS: u32 = 10;
 /// The driver takes ended processes apart in the background; a minute is much, under emulation too.
 const LOOKS: u32 = 600;
 const LOOK: Duration = Duration::from_millis(100);

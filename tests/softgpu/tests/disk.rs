@@ -15,7 +15,7 @@ const ALIGNMENT: usize = 4096;
 /// Measured for so long: after a rest the disk gives a tenth of a second's bytes at once.
 const SECONDS: usize = 3;
 /// How often, where it seems too slow: this machine may have had other work.
-const TRIES: usize = 3;
+const TRIES: usize = 10;
 
 /// Millions of bytes a second.
 fn rate(parts: usize, mut act: impl FnMut()) -> f64 {

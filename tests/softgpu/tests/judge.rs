@@ -191,10 +191,19 @@ fn a_save_area_that_is_not_the_one_that_was_saved() {
         let gpus = Gpus::open(1).unwrap();
         let mut lane = Lane::new(&gpus, 1, 1).unwrap();
         let kfd = Arc::clone(gpus.device(0).kfd());
-        // Long, so that it is under way when the queue is stopped, on a slow machine too.
-        lane.launch(&[on_first(Kernel::Spin { microseconds: 30_000_000 })]).unwrap();
-        thread::sleep(Duration::from_secs(1));
-        criu::process_info(kfd.as_fd()).unwrap();
+        // Long, so that it is under way when the queue is stopped, on a slow machine too; there it may not have begun at first.
+        lane.launch(&[on_first(Kernel::Spin { microseconds: 60_000_000 })]).unwrap();
+        let waves = judge.paused().waves;
+        let under_way = (0..60).any(|_| {
+            thread::sleep(Duration::from_millis(500));
+            criu::process_info(kfd.as_fd()).unwrap();
+            let found = judge.paused().waves > waves;
+            if !found {
+                criu::unpause(kfd.as_fd()).unwrap();
+            }
+            found
+        });
+        assert!(under_way, "it was never in its middle");
         lane.queues(0)[0].save_area().discard().unwrap();
         criu::unpause(kfd.as_fd()).unwrap();
         // The queue comes back when the area's new pages were looked up.

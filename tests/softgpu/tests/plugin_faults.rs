@@ -32,11 +32,11 @@ const GUARD: &str = "rewake-guard";
 /// Looks at something that happens soon, and time between them: a minute.
 const LOOKS: u32 = 1200;
 const LOOK: Duration = Duration::from_millis(50);
-/// Looks at what stands still, of seconds each.
+/// Looks at what stands still, of a dozen seconds each.
 const LONG_LOOKS: u32 = 6;
-/// Rounds of [`sweep`], and how long the guard may have CRIU's name.
-const SWEEPS: u32 = 10;
-const NAMELESS: Duration = Duration::from_millis(200);
+/// Rounds of [`sweep`], and time between looks: a minute.
+const SWEEPS: u32 = 300;
+const SWEEP: Duration = Duration::from_millis(200);
 
 fn shape() -> Shape {
     Shape { layers: 1, layer_kib: 64, cache_mib: 1, queues: 1, ..Shape::small() }
@@ -89,20 +89,28 @@ fn soon(what: &str, there: impl Fn() -> bool) {
 }
 
 /// Ends what CRIU's death can leave in its own program: children that try what the kernel can do, and a task that it has forked
-/// but not told the plugin of. They wait for ever. Not the guard, which has that name, too, until it takes its own; its end is
-/// waited for.
+/// but not told the plugin of. They wait for ever. Not the guard, which has that name, too, until it takes its own: it runs or is
+/// about to until then, and its end is waited for.
 fn sweep() {
     for _ in 0..SWEEPS {
-        let before = named("criu");
-        if before.is_empty() {
+        let all = named("criu");
+        if all.is_empty() {
             break;
         }
-        thread::sleep(NAMELESS);
-        for pid in named("criu").into_iter().filter(|pid| before.contains(pid)) {
+        let before: Vec<u32> = all.into_iter().filter(|pid| waits(*pid)).collect();
+        thread::sleep(SWEEP);
+        for pid in named("criu").into_iter().filter(|pid| before.contains(pid) && waits(*pid)) {
             let _ = kill(Pid::from_raw(pid.cast_signed()), Signal::SIGKILL);
         }
     }
     soon("swept", || named("criu").is_empty() && named(GUARD).is_empty());
+}
+
+/// Whether a process sleeps for a signal to come, or is stopped.
+fn waits(pid: u32) -> bool {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    let state = stat.rsplit_once(") ").and_then(|(_, rest)| rest.chars().next());
+    state.is_some_and(|state| "STt".contains(state))
 }
 
 /// What a process is at, for whoever looks for the reason.
@@ -366,6 +374,8 @@ fn criu_killed_in_a_restore_leaves_nothing() {
                 // A task that is killed ends the restore; CRIU itself cannot end it any more.
                 assert!(!status.success(), "{after}");
                 stage.is_gone(&after);
+                // It says what it has done when that is done.
+                soon(&after, || named(GUARD).is_empty());
                 if status.signal().is_some() {
                     let log = stage.criu.log("restore");
                     assert!(log.contains("the restored tasks are killed"), "{after}: {}", tail(&log));

@@ -248,7 +248,9 @@ fn vram_is_reached_by_copies_alone() {
 }
 
 /// In MB/s: so little that rings wait instead of computing, for which they share one CPU.
-const BANDWIDTH: u64 = 10;
+const BANDWIDTH: u64 = 2;
+
+const A_MINUTE: Duration = Duration::from_secs(60);
 
 #[test]
 fn every_ring_has_the_bandwidth_that_was_asked_for() {
@@ -264,13 +266,15 @@ fn every_ring_has_the_bandwidth_that_was_asked_for() {
             start.elapsed()
         };
         let right = Duration::from_micros(32 * SIZE / BANDWIDTH);
-        // The machine may have other things to do now and then.
-        let least = |rings: std::ops::Range<u32>| (0..5).map(|_| elapsed(rings.clone())).min().unwrap();
-        let (one, two) = (least(0..1), least(0..2));
-        assert!(one >= right && one < right * 2, "one ring took {one:?}, its bytes make {right:?}");
-        assert!(
-            two >= right && two < right * 3 / 2,
-            "two rings took {two:?}: they overlap, so {right:?} is right"
-        );
+        let (mut one, mut two) = (Duration::MAX, Duration::MAX);
+        let start = Instant::now();
+        // The machine may have other things to do for a while.
+        while (one >= right * 2 || two >= right * 3 / 2) && start.elapsed() < A_MINUTE {
+            one = one.min(elapsed(0..1));
+            two = two.min(elapsed(0..2));
+            assert!(one >= right && two >= right, "{one:?} and {two:?}, the bytes make {right:?}");
+        }
+        assert!(one < right * 2, "one ring took {one:?}, its bytes make {right:?}");
+        assert!(two < right * 3 / 2, "two rings took {two:?}: they overlap, so {right:?} is right");
     });
 }

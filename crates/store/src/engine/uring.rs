@@ -300,7 +300,7 @@ mod tests {
                 ring.flush();
                 let mut done = Vec::new();
                 while done.is_empty() {
-                    let readable = wait_readable(ring.poll_fd().unwrap(), Duration::from_secs(5));
+                    let readable = wait_readable(ring.poll_fd().unwrap(), Duration::from_secs(60));
                     assert!(readable, "{ring:?} did not become readable");
                     ring.reap(&mut done);
                 }

@@ -348,7 +348,7 @@ mod tests {
         let (mut over, wanted) = (Vec::new(), ring.in_flight() + ring.over.len());
         ring.flush();
         while over.len() < wanted {
-            assert!(wait_readable(ring.event().as_raw_fd(), Duration::from_secs(5)), "{ring:?} is silent");
+            assert!(wait_readable(ring.event().as_raw_fd(), Duration::from_secs(60)), "{ring:?} is silent");
             ring.finished(&mut over);
         }
         over
@@ -435,6 +435,9 @@ mod tests {
         all(&mut ring).pop().unwrap().result.unwrap();
     }
 
+    /// How often something is put into the page cache until it is found there.
+    const TRIES: u32 = 10;
+
     #[test]
     fn what_is_in_the_page_cache_is_there_at_once_and_what_is_not_stays_out_of_it() {
         let temp = tempfile::NamedTempFile::new_in(env!("CARGO_MANIFEST_DIR")).unwrap();
@@ -461,15 +464,21 @@ mod tests {
                 assert!(!read());
                 assert!(!file.is_cached(8 * PAGE as u64, 1), "a read past the page cache has filled it");
             }
-            std::fs::read(temp.path()).unwrap();
-            assert!(file.is_cached(0, 9 * PAGE));
-            assert!(read() || plain);
-            drop_cached(&file);
-            let mut first = [0; 10];
-            fadvise(&file, libc::POSIX_FADV_RANDOM);
-            file.file().read_exact_at(&mut first, 0).unwrap();
-            fadvise(&file, libc::POSIX_FADV_NORMAL);
-            assert!(file.is_cached(0, PAGE) && !file.is_cached(0, 9 * PAGE), "only its first page");
+            // The kernel may take memory for something else.
+            let at_once = (0..TRIES).any(|_| {
+                std::fs::read(temp.path()).unwrap();
+                file.is_cached(0, 9 * PAGE) && (read() || plain)
+            });
+            assert!(at_once);
+            let only_its_first_page = (0..TRIES).any(|_| {
+                drop_cached(&file);
+                let mut first = [0; 10];
+                fadvise(&file, libc::POSIX_FADV_RANDOM);
+                file.file().read_exact_at(&mut first, 0).unwrap();
+                fadvise(&file, libc::POSIX_FADV_NORMAL);
+                file.is_cached(0, PAGE)
+            });
+            assert!(only_its_first_page && !file.is_cached(0, 9 * PAGE), "only its first page");
             assert!(!read());
         }
     }

@@ -105,9 +105,16 @@ impl Target {
     /// Waits until a thread sleeps in system call `number`.
     #[track_caller]
     pub fn sleeps_in(&self, tid: i32, number: i64) {
-        let call = || fs::read_to_string(format!("/proc/{}/task/{tid}/syscall", self.pid)).unwrap();
-        let first = |text: &str| text.split_whitespace().next().map(str::to_owned);
-        within(|| (first(&call()) == Some(number.to_string())).then_some(()), call);
+        within(|| self.is_in(tid, number).then_some(()), || self.call(tid));
+    }
+
+    /// Whether a thread sleeps in system call `number` now.
+    pub fn is_in(&self, tid: i32, number: i64) -> bool {
+        self.call(tid).split_whitespace().next() == Some(&number.to_string())
+    }
+
+    fn call(&self, tid: i32) -> String {
+        fs::read_to_string(format!("/proc/{}/task/{tid}/syscall", self.pid)).unwrap()
     }
 
     pub fn maps(&self) -> String {

@@ -17,10 +17,13 @@ use crate::{
     where_copies_wait,
 };
 
+/// How often something is looked at for which there is a moment only.
+const TRIES: u32 = 10;
+
 #[test]
 fn many_in_flight_beat_one_at_a_time() {
     isolated("flight::many_in_flight_beat_one_at_a_time", 1, |scene| {
-        where_copies_wait(scene, "20", || {
+        where_copies_wait(scene, "10", || {
             const BYTES: u64 = MIB / 2;
             let gpus = Gpus::open(1).unwrap();
             let (staging, mut engine) = engine(&gpus, Through::Pages, Shape { slots: 16, slot_bytes: BYTES });
@@ -36,17 +39,22 @@ fn many_in_flight_beat_one_at_a_time() {
                 );
                 tickets.into_iter().for_each(|ticket| engine.wait(ticket, soon()).unwrap());
             };
-            let mut fastest = |work: &dyn Fn(&mut CopyEngine)| {
-                let once = |_| {
-                    let start = Instant::now();
-                    work(&mut engine);
-                    start.elapsed()
-                };
-                (0..3).map(once).min().unwrap()
+            let mut took = |work: &dyn Fn(&mut CopyEngine)| {
+                let start = Instant::now();
+                work(&mut engine);
+                start.elapsed()
             };
-            let (alone, together) = (fastest(&alone), fastest(&together));
-            eprintln!("16 transfers of {BYTES} bytes: {alone:.1?} one at a time, {together:.1?} all at once");
-            assert!(together * 3 < alone * 2, "one at a time takes {alone:?}, all at once {together:?}");
+            let (mut fastest_alone, mut fastest_together) = (Duration::MAX, Duration::MAX);
+            let give_up = soon();
+            // The machine may have other things to do for a while.
+            let beaten = (0..).take_while(|tries| *tries < 3 || Instant::now() < give_up).any(|tries| {
+                fastest_alone = fastest_alone.min(took(&alone));
+                fastest_together = fastest_together.min(took(&together));
+                tries > 1 && fastest_together * 3 < fastest_alone * 2
+            });
+            let found = format!("{fastest_alone:.1?} one at a time, {fastest_together:.1?} all at once");
+            eprintln!("16 transfers of {BYTES} bytes: {found}");
+            assert!(beaten, "{found}");
         });
     });
 }
@@ -81,11 +89,18 @@ fn gpus_share_staging_and_do_not_wait_for_each_other() {
             assert!(bytes == pattern(BYTES, gpu as u64), "GPU {gpu}");
         }
         if has_bandwidth() {
-            let long = engines[0].submit(&[load(0, BYTES); 4].concat()).unwrap();
-            let short = engines[1].submit(&load(1, 4096)).unwrap();
-            engines[1].wait(short, soon()).unwrap();
-            assert_eq!(engines[0].finished().unwrap().count(), 0, "the other GPU is at work still");
-            engines[0].wait(long, soon()).unwrap();
+            // Who stands still for a while finds both done.
+            let at_work_still = (0..TRIES).any(|_| {
+                let long = engines[0].submit(&[load(0, BYTES); 4].concat()).unwrap();
+                let short = engines[1].submit(&load(1, 4096)).unwrap();
+                engines[1].wait(short, soon()).unwrap();
+                let at_work = engines[0].finished().unwrap().count() == 0;
+                if at_work {
+                    engines[0].wait(long, soon()).unwrap();
+                }
+                at_work
+            });
+            assert!(at_work_still, "the other GPU was waited for {TRIES} times");
         }
     });
 }
@@ -156,7 +171,8 @@ fn what_ends_is_told_once_and_can_be_polled_for() {
 #[test]
 fn a_late_submission_is_named_and_ends_later() {
     isolated("flight::a_late_submission_is_named_and_ends_later", 1, |scene| {
-        where_copies_wait(scene, "10", || {
+        // Four seconds are the shortest of them.
+        where_copies_wait(scene, "2", || {
             let gpus = Gpus::open(1).unwrap();
             let (staging, mut engine) =
                 engine(&gpus, Through::Pages, Shape { slots: 1, slot_bytes: 16 * MIB });

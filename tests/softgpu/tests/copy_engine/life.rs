@@ -13,8 +13,8 @@ use softgpu_tests::isolated;
 
 use crate::{ALL, MIB, SMALL, Through, engine, import, place, run, soon};
 
-/// Looks for memory that is let go of in the background: ten seconds.
-const LOOKS: u32 = 1000;
+/// Looks for memory that is let go of in the background: a minute.
+const LOOKS: u32 = 6000;
 const LOOK: Duration = Duration::from_millis(10);
 
 /// Counts what a thread allocates.

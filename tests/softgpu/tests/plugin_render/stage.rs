@@ -23,8 +23,8 @@ use rewake_kfd::topology::Topology;
 const ALWAYS_VALID: u64 = 1 << 6;
 const SEEN: u64 = AMDGPU_GEM_CREATE_CPU_ACCESS_REQUIRED as u64;
 const UNSEEN: u64 = AMDGPU_GEM_CREATE_NO_CPU_ACCESS as u64;
-/// Looks at a submission before it is given up.
-const LOOKS: u32 = 100_000;
+/// Looks at a submission before it is given up: a minute.
+const LOOKS: u32 = 600_000;
 
 #[derive(Debug, Default)]
 pub(crate) struct Stage {

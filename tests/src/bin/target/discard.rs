@@ -80,7 +80,7 @@ pub(crate) fn promptly(stage: &Stage) -> anyhow::Result<()> {
     region.advise(0, 1, libc::MADV_DONTNEED)?;
     let took = begun.elapsed();
     // One that waited would wait for ever.
-    if took > Duration::from_secs(5) {
+    if took > Duration::from_secs(60) {
         stage.bad(&format!("MADV_DONTNEED took {took:?}"));
     }
     region.check(stage, 0, Expect::Zero);

@@ -78,8 +78,8 @@ for round in 1 2; do
 done 2> /dev/null
 wait
 if [ -e /sys/module/softgpu ]; then
-	# The driver takes processes apart in the background: ten seconds are much.
-	tries=50
+	# The driver takes processes apart in the background: a minute is much.
+	tries=300
 	until rmmod softgpu 2> /dev/null || [ "$tries" = 0 ]; do
 		tries=$((tries - 1))
 		sleep 0.2
