@@ -19,6 +19,7 @@ static int sg_cs_make_job(struct sg_cs *cs)
 	job->entity = cs->line;
 	kref_get(&cs->ctx->ref);
 	job->pid = task_tgid_nr(current);
+	get_task_comm(job->comm, current->group_leader);
 	return 0;
 }
 

@@ -7,7 +7,7 @@
  *   clear             any write empties both
  *   state             what is alive, one "name count" a line
  *
- * The rest is for the test harness: harness.c and faults.c.
+ * The rest is for the test harness: harness.c, faults.c and hold.c.
  */
 #include <linux/debugfs.h>
 #include <linux/module.h>
@@ -17,6 +17,7 @@
 
 #include "faults.h"
 #include "harness.h"
+#include "hold.h"
 #include "judge.h"
 #include "softgpu.h"
 
@@ -156,6 +157,7 @@ void sg_judge_init(void)
 	debugfs_create_file("clear", 0200, sg_folder, NULL, &sg_clear_fops);
 	sg_harness_init(sg_folder);
 	sg_faults_init(sg_folder);
+	sg_hold_init(sg_folder);
 }
 
 void sg_judge_exit(void)

@@ -12,6 +12,7 @@
 #include "ctx.h"
 #include "exec.h"
 #include "exec_device.h"
+#include "hold.h"
 #include "leak.h"
 #include "sdma.h"
 
@@ -142,7 +143,8 @@ static struct sg_job *sg_ring_next(struct sg_ring *ring)
 	list_for_each_entry(job, &ring->jobs, link) {
 		bool ready = !atomic_read(&job->missing);
 
-		if ((ready || job->killed) && sg_job_first_of_line(ring, job)) {
+		if ((ready || job->killed) && sg_job_first_of_line(ring, job) &&
+		    (job->killed || sg_hold_lets_go(job->comm))) {
 			job->running = true;
 			found = job;
 			break;

@@ -7,6 +7,7 @@
 #include <linux/dma-fence.h>
 #include <linux/ktime.h>
 #include <linux/list.h>
+#include <linux/sched.h>
 #include <linux/spinlock.h>
 #include <linux/wait.h>
 
@@ -44,6 +45,7 @@ struct sg_job {
 	struct sg_ring *ring;
 	struct dma_fence *fence;
 	pid_t pid;
+	char comm[TASK_COMM_LEN];	/* of who submitted it: of its first thread */
 	u64 sequence;			/* written to the user fence */
 	u64 *user_fence;		/* in the kernel's mapping of `fence_bo`; NULL: none */
 	struct sg_bo *fence_bo;

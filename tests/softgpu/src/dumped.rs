@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! A workload's server that was dumped, and comes back with its memory loaded behind it.
 
+use std::io::{BufRead as _, BufReader, Read as _};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Stdio};
+use std::process::{Child, ChildStderr, Stdio};
 use std::thread;
 use std::time::Duration;
 
@@ -13,16 +14,13 @@ use nix::unistd::Pid;
 use crate::criu::{Criu, Plugin, Version, queues_come_back, wait_for_the_end_of};
 use crate::server::small;
 use crate::streamer::children;
-use crate::{Judge, Server, Streamer};
+use crate::{Held, Judge, Server, Streamer};
 
-/// So slow that [`unreached`] takes two seconds, while everything else goes on at once.
-pub const SLOW: [(&str, &str); 2] = [("copy_mbps", "6"), ("sdma_rings", "1")];
+/// With a ring, so that copies can be [held](Held), and they come one after the other.
+pub const ONE_RING: [(&str, &str); 1] = [("sdma_rings", "1")];
 
-/// So slow that people can look at it meanwhile: four seconds.
-pub const SLOWER: [(&str, &str); 2] = [("copy_mbps", "3"), ("sdma_rings", "1")];
-
-/// Looks for something that comes soon: twenty seconds.
-const LOOKS: u32 = 2000;
+/// Looks for something that comes soon: a minute.
+const LOOKS: u32 = 6000;
 
 /// Twelve MiB that no CPU reaches.
 #[must_use]
@@ -67,16 +65,16 @@ impl Dumped {
         Streamer::start(self.criu.images()).unwrap()
     }
 
-    /// Restores it; it runs, and its GPUs stand still.
+    /// Restores it; it runs, and its GPUs stand still for as long as copies are held.
     ///
     /// # Panics
     /// It is not so.
     #[must_use]
-    pub fn comes_back_paused(&self) -> Streamer {
-        let streamer = self.streamer();
+    pub fn comes_back_paused(&self) -> (Streamer, Held) {
+        let (streamer, held) = (self.streamer(), Held::streamers());
         self.criu.restore().unwrap();
         assert!(is_paused(self.server.pid), "{}", streamer.said());
-        streamer
+        (streamer, held)
     }
 
     /// Restores it, and waits until its GPUs run; what the streamer said.
@@ -91,17 +89,21 @@ impl Dumped {
         streamer.said()
     }
 
-    /// Has `rewake restore` restore it; it runs, and its GPUs stand still.
+    /// Has `rewake restore` restore it; it runs, and its GPUs stand still for as long as copies are held.
     ///
     /// # Panics
     /// It is not so.
     #[must_use]
-    pub fn restoring(&self) -> Restoring {
+    pub fn restoring(&self) -> (Restoring, Held) {
+        let held = Held::streamers();
         let restoring = Restoring::start(&self.criu);
         // CRIU has ended then.
-        let runs = || is_paused(self.server.pid) && children(restoring.0.id()).len() == 1;
-        assert!((0..LOOKS).any(|_| nap() && runs()), "{:?}", restoring.end());
-        restoring
+        let runs = soon(|| is_paused(self.server.pid) && children(restoring.child.id()).len() == 1);
+        if !runs {
+            drop(held);
+            panic!("{:?}", restoring.end());
+        }
+        (restoring, held)
     }
 
     /// Kills what was restored.
@@ -116,7 +118,11 @@ impl Dumped {
 
 /// `rewake restore` under way.
 #[derive(Debug)]
-pub struct Restoring(Child);
+pub struct Restoring {
+    child: Child,
+    output: BufReader<ChildStderr>,
+    said: String,
+}
 
 impl Restoring {
     /// Starts it.
@@ -125,8 +131,35 @@ impl Restoring {
     /// It does not start.
     #[must_use]
     pub fn start(criu: &Criu) -> Self {
+        Self::with(criu, &["--", "-d"])
+    }
+
+    /// Starts it with these options behind those that it needs.
+    ///
+    /// # Panics
+    /// It does not start.
+    #[must_use]
+    pub fn with(criu: &Criu, options: &[&str]) -> Self {
         let mut command = criu.of_rewake("restore").unwrap();
-        Self(command.args(["--", "-d"]).stderr(Stdio::piped()).spawn().unwrap())
+        command.args(options).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut child = command.spawn().unwrap();
+        let output = BufReader::new(child.stderr.take().unwrap());
+        Self { child, output, said: String::new() }
+    }
+
+    /// Waits until it says that.
+    ///
+    /// # Panics
+    /// It ends first.
+    pub fn says(&mut self, what: &str) {
+        loop {
+            let from = self.said.len();
+            let read = self.output.read_line(&mut self.said).unwrap();
+            assert!(read > 0, "rewake restore does not say {what:?}: {}", self.said);
+            if self.said[from..].contains(what) {
+                return;
+            }
+        }
     }
 
     /// The supervisor of its streamer, and the workers, of which there is one at least.
@@ -139,7 +172,7 @@ impl Restoring {
             let line = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
             String::from_utf8_lossy(&line).contains("stream-gpu") && !children(*pid).is_empty()
         };
-        let one = |_| children(self.0.id()).into_iter().find(is_one);
+        let one = |_| children(self.child.id()).into_iter().find(is_one);
         let supervisor = (0..LOOKS).filter(|_| nap()).find_map(one).expect("there is a streamer");
         (supervisor, children(supervisor))
     }
@@ -149,14 +182,25 @@ impl Restoring {
     /// # Panics
     /// It does not end.
     #[must_use]
-    pub fn end(mut self) -> (bool, String) {
-        let ended = soon(|| self.0.try_wait().unwrap().is_some());
+    pub fn end(self) -> (bool, String) {
+        let (well, said, _) = self.ends();
+        (well, said)
+    }
+
+    /// Waits for its end: whether it went well, what it said, and what it wrote to its standard output.
+    ///
+    /// # Panics
+    /// It does not end.
+    #[must_use]
+    pub fn ends(mut self) -> (bool, String, String) {
+        let ended = soon(|| self.child.try_wait().unwrap().is_some());
         if !ended {
-            dies(self.0.id());
+            dies(self.child.id());
         }
-        assert!(ended, "rewake restore does not end: {:?}", self.0.wait_with_output());
-        let done = self.0.wait_with_output().unwrap();
-        (done.status.success(), String::from_utf8(done.stderr).unwrap())
+        self.output.read_to_string(&mut self.said).unwrap();
+        assert!(ended, "rewake restore does not end: {}", self.said);
+        let done = self.child.wait_with_output().unwrap();
+        (done.status.success(), self.said, String::from_utf8(done.stdout).unwrap())
     }
 }
 
@@ -183,6 +227,14 @@ pub fn is_paused(pid: u32) -> bool {
     gates.iter().any(|gate| gate.pid == pid && gate.paused)
 }
 
+/// Whether a thread of the process waits for memory that a userfaultfd is to bring, at this moment.
+#[must_use]
+pub fn waits_for_memory(pid: u32) -> bool {
+    let threads = std::fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();
+    let mut places = threads.filter_map(|thread| std::fs::read_to_string(thread.path().join("wchan")).ok());
+    places.any(|place| place == "handle_userfault")
+}
+
 /// The files with the memory of buffers.
 ///
 /// # Panics
@@ -196,7 +248,7 @@ pub fn pages(images: &Path) -> Vec<PathBuf> {
 /// Whether it is so within a minute.
 #[must_use]
 pub fn soon(mut there: impl FnMut() -> bool) -> bool {
-    (0..3 * LOOKS).any(|_| nap() && there())
+    (0..LOOKS).any(|_| nap() && there())
 }
 
 /// A moment; always true.

@@ -8,6 +8,7 @@ pub mod app;
 pub mod criu;
 pub mod dumped;
 pub mod faults;
+pub mod hold;
 pub mod judge;
 pub mod machine;
 pub mod random;
@@ -20,6 +21,7 @@ pub mod sys;
 pub mod toucher;
 
 pub use faults::Faults;
+pub use hold::Held;
 pub use judge::Judge;
 pub use machine::Machine;
 pub use scene::{Peer, Scene, isolated};

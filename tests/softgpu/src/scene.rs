@@ -12,6 +12,7 @@ use std::time::Duration;
 use rewake_kfd::topology::Topology;
 
 use crate::faults::Faults;
+use crate::hold::Held;
 use crate::judge::Judge;
 
 /// Names the test whose body a process is to run.
@@ -70,6 +71,7 @@ pub fn isolated(name: &'static str, gpus: usize, body: fn(&Scene)) {
     }
     // An earlier test's may have outlived it.
     drop(Faults::find());
+    Held::nobody();
     let before = judge.as_ref().map(Judge::alive);
     let mut peer = Peer::start(name, None, Stdio::inherit());
     peer.listen_to_the_end();

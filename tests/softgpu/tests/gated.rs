@@ -8,13 +8,13 @@ use nix::sys::signal::Signal;
 use nix::sys::stat::Mode;
 use nix::unistd::mkfifo;
 use softgpu_tests::criu::{Criu, Plugin, Version, wait_for_the_end_of};
-use softgpu_tests::dumped::{Dumped, Restoring, SLOW, dies, is_paused, pages, signal, unreached};
+use softgpu_tests::dumped::{Dumped, ONE_RING, Restoring, dies, is_paused, pages, signal, unreached};
 use softgpu_tests::streamer::children;
 use softgpu_tests::{Machine, isolated};
 
-/// A server that was dumped, on a machine on which loading it takes two seconds.
+/// A server that was dumped.
 fn dumped() -> Option<Dumped> {
-    Machine::find()?.becomes(&SLOW);
+    Machine::find()?.becomes(&ONE_RING);
     Dumped::of(&unreached(), Version::V4_2)
 }
 
@@ -34,14 +34,13 @@ fn told(pid: u32) -> Vec<PathBuf> {
 fn a_process_whose_gate_is_shut_is_not_dumped_and_goes_on() {
     isolated("a_process_whose_gate_is_shut_is_not_dumped_and_goes_on", 1, |_| {
         let Some(mut dumped) = dumped() else { return };
-        let mut streamer = dumped.comes_back_paused();
-        signal(&streamer.workers(), Signal::SIGSTOP);
+        let (mut streamer, held) = dumped.comes_back_paused();
         let again = again(&dumped);
         let refused = again.dump(dumped.server.pid).unwrap_err().to_string();
         assert!(refused.contains("its GPUs stand still until their memory is loaded"), "{refused}");
         assert!(is_paused(dumped.server.pid), "{refused}");
         assert!(pages(again.images()).is_empty(), "nothing was begun");
-        signal(&streamer.workers(), Signal::SIGCONT);
+        drop(held);
         assert!(streamer.end().unwrap().success(), "{}", streamer.said());
         assert!(told(dumped.server.pid).is_empty());
         again.dump(dumped.server.pid).unwrap();
@@ -56,10 +55,11 @@ fn nothing_is_told_of_those_that_have_ended() {
     isolated("nothing_is_told_of_those_that_have_ended", 1, |_| {
         let Some(dumped) = dumped() else { return };
         for itself in [false, true] {
-            let mut streamer = dumped.comes_back_paused();
+            let (mut streamer, held) = dumped.comes_back_paused();
             assert_eq!(told(dumped.server.pid).len(), 1);
             let dying = if itself { vec![dumped.server.pid] } else { streamer.workers() };
             dying.into_iter().for_each(dies);
+            drop(held);
             assert_eq!(streamer.end().unwrap().success(), itself, "{}", streamer.said());
             wait_for_the_end_of(dumped.server.pid).unwrap();
             assert!(told(dumped.server.pid).is_empty());
@@ -74,18 +74,20 @@ fn rewake_restore_says_what_became_of_it_whoever_is_left_to_know() {
     isolated("rewake_restore_says_what_became_of_it_whoever_is_left_to_know", 1, |_| {
         let Some(dumped) = dumped() else { return };
 
-        let restoring = dumped.restoring();
+        let (restoring, held) = dumped.restoring();
         dies(restoring.streamer().0);
+        drop(held);
         let (well, said) = restoring.end();
         assert!(well && said.contains("GPUs run; all memory resident"), "{said}");
         assert!(!is_paused(dumped.server.pid), "{said}");
         dumped.server.answers().unwrap();
         dumped.ends();
 
-        let restoring = dumped.restoring();
+        let (restoring, held) = dumped.restoring();
         let (supervisor, workers) = restoring.streamer();
         dies(supervisor);
         workers.into_iter().for_each(dies);
+        drop(held);
         let (well, said) = restoring.end();
         assert!(!well && said.contains("that use GPUs were killed"), "{said}");
         wait_for_the_end_of(dumped.server.pid).unwrap();
@@ -98,13 +100,14 @@ fn rewake_restore_says_what_became_of_it_whoever_is_left_to_know() {
 fn where_nobody_is_left_to_know_that_is_said_and_what_stands_still_is_not_dumped() {
     isolated("where_nobody_is_left_to_know_that_is_said_and_what_stands_still_is_not_dumped", 1, |_| {
         let Some(mut dumped) = dumped() else { return };
-        let restoring = dumped.restoring();
+        let (restoring, held) = dumped.restoring();
         let (supervisor, workers) = restoring.streamer();
         // It must not see its worker die.
         signal(&[supervisor], Signal::SIGSTOP);
         // Nor the guardian, a child of it.
         let guardians: Vec<u32> = workers.iter().flat_map(|worker| children(*worker)).collect();
         guardians.into_iter().chain(workers).chain([supervisor]).for_each(dies);
+        drop(held);
         let (well, said) = restoring.end();
         assert!(!well && said.contains("GPUs stand still for ever: kill them"), "{said}");
         assert!(is_paused(dumped.server.pid), "{said}");

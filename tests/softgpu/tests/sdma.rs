@@ -14,7 +14,7 @@ use rewake_kfd::abi::{
 use rewake_kfd::packet::Sdma;
 use rewake_kfd::render::{Render, Submission};
 use rewake_kfd::topology::Topology;
-use softgpu_tests::{Judge, Machine, isolated};
+use softgpu_tests::{Held, Judge, Machine, isolated};
 
 /// Where buffers go in the render node's address space.
 const COMMANDS: u64 = 0x1_0000_0000;
@@ -276,5 +276,55 @@ fn every_ring_has_the_bandwidth_that_was_asked_for() {
         }
         assert!(one < right * 2, "one ring took {one:?}, its bytes make {right:?}");
         assert!(two < right * 3 / 2, "two rings took {two:?}: they overlap, so {right:?} is right");
+    });
+}
+
+#[test]
+fn what_is_held_back_waits_and_others_and_its_end_do_not() {
+    isolated("what_is_held_back_waits_and_others_and_its_end_do_not", 1, |scene| {
+        let copy = Sdma::new().copy(TWO, ONE, SIZE);
+        match scene.role() {
+            Some("other") => {
+                std::fs::write("/proc/self/comm", "other").unwrap();
+                return Bench::new().run(&copy);
+            }
+            Some(_) => {
+                let bench = Bench::new();
+                bench.submit(0, &copy, &[]).unwrap();
+                scene.say("submitted");
+                drop(scene.hear());
+                return;
+            }
+            None => {}
+        }
+        let Some(machine) = Machine::find() else { return };
+        let name = std::fs::read_to_string("/proc/self/comm").unwrap();
+        machine.becomes(&[("sdma_rings", "1")]);
+        {
+            let bench = Bench::new();
+            bench.one.1.write(0, &[9; 64]);
+            let held = Held::of(name.trim()).unwrap();
+            let submission = bench.submit(0, &copy, &[]).unwrap();
+            scene.peer("other").finish();
+            let mut read = [0; 64];
+            bench.two.1.read(0, &mut read);
+            assert!(!bench.render.wait(submission, 0).unwrap() && read == [0; 64], "it was done");
+            let next = bench.submit(0, &copy, &[]).unwrap();
+            held.lets_go(1);
+            assert!(bench.render.wait(submission, LATE).unwrap());
+            assert!(!bench.render.wait(next, 0).unwrap(), "one was let go");
+            drop(held);
+            assert!(bench.render.wait(next, LATE).unwrap());
+            bench.two.1.read(0, &mut read);
+            assert_eq!(read, [9; 64]);
+        }
+        let held = Held::of(name.trim()).unwrap();
+        let mut killed = scene.peer("held");
+        assert_eq!(killed.hear(), "submitted");
+        killed.kill();
+        // The module goes when nothing of it is left, and is another's afterwards.
+        machine.becomes(&[("sdma_rings", "1")]);
+        Bench::new().run(&copy);
+        drop(held);
     });
 }

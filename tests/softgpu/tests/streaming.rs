@@ -11,9 +11,9 @@ use gpu_app::shape::{Mode, Shape};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use softgpu_tests::criu::{Version, wait_for_the_end_of};
-use softgpu_tests::dumped::{Dumped, SLOW, SLOWER, dies, is_paused, pages, soon, unreached};
+use softgpu_tests::dumped::{Dumped, ONE_RING, Restoring, dies, is_paused, pages, soon, unreached};
 use softgpu_tests::server::small;
-use softgpu_tests::{Machine, Streamer, isolated};
+use softgpu_tests::{Held, Machine, Streamer, isolated};
 
 /// Exit code of a streamer that was asked to stop and had taken nothing over.
 const STOPPED: i32 = 143;
@@ -53,18 +53,17 @@ fn there_and_back(shape: &Shape) {
 fn a_process_runs_before_its_memory_is_there_and_its_gpus_when_it_is() {
     isolated("a_process_runs_before_its_memory_is_there_and_its_gpus_when_it_is", 1, |_| {
         let Some(machine) = Machine::find() else { return };
-        machine.becomes(&SLOW);
+        machine.becomes(&ONE_RING);
         let Some(dumped) = Dumped::of(&unreached(), Version::V4_2) else { return };
-        let mut streamer = dumped.streamer();
-        dumped.criu.restore().unwrap();
-        assert!(is_paused(dumped.server.pid), "{}", streamer.said());
+        let (mut streamer, held) = dumped.comes_back_paused();
         let said = dumped.criu.log("restore");
         assert!(said.contains("buffers come later"), "{said}");
+        drop(held);
         assert!(streamer.end().unwrap().success(), "{}", streamer.said());
         let timeline = fs::read_to_string(dumped.criu.images().join("rewake-timeline.json")).unwrap();
         let timeline: serde_json::Value = serde_json::from_str(&timeline).unwrap();
         let at = |what: &str| timeline["processes"][0][what].as_u64().unwrap();
-        assert!(at("gate_open_us") > at("runs_us") + 500_000, "{timeline}");
+        assert!(at("gate_open_us") > at("runs_us"), "{timeline}");
         assert!(!is_paused(dumped.server.pid), "{}", streamer.said());
         dumped.server.ends_well();
     });
@@ -104,22 +103,21 @@ fn how_long_a_restore_takes_does_not_grow_with_memory_that_only_gpus_reach() {
 fn by_one_command() {
     isolated("by_one_command", 1, |_| {
         let Some(machine) = Machine::find() else { return };
-        machine.becomes(&SLOWER);
+        machine.becomes(&ONE_RING);
         let Some(dumped) = Dumped::of(&unreached(), Version::V4_2) else { return };
-        let mut command = dumped.criu.of_rewake("restore").unwrap();
-        let done = command.arg("--json").args(["--", "-d", "-v4"]).output().unwrap();
-        let (said, timeline) =
-            (String::from_utf8(done.stderr).unwrap(), String::from_utf8(done.stdout).unwrap());
-        assert!(done.status.success(), "{said}");
-        assert!(
-            said.contains("process is alive") && said.contains("GPUs run; all memory resident"),
-            "{said}"
-        );
+        let held = Held::streamers();
+        let mut restoring = Restoring::with(&dumped.criu, &["--json", "--", "-d", "-v4"]);
+        restoring.says("process is alive");
+        assert!(is_paused(dumped.server.pid), "its memory is there");
+        drop(held);
+        let (well, said, timeline) = restoring.ends();
+        assert!(well, "{said}");
+        assert!(said.contains("GPUs run; all memory resident"), "{said}");
         let at = |name: &str| -> f64 {
             let line = timeline.lines().find_map(|line| line.trim().strip_prefix(&format!("\"{name}\": ")));
             line.unwrap().trim_end_matches(',').parse().unwrap()
         };
-        assert!(at("all_resident_ms") > at("alive_ms") + 500.0, "{timeline}");
+        assert!(at("all_resident_ms") > at("alive_ms"), "{timeline}");
         dumped.server.ends_well();
     });
 }
@@ -173,10 +171,11 @@ fn weights_in_registered_memory() {
 fn a_streamer_that_dies_takes_what_stands_still_with_it() {
     isolated("a_streamer_that_dies_takes_what_stands_still_with_it", 1, |_| {
         let Some(machine) = Machine::find() else { return };
-        machine.becomes(&SLOW);
+        machine.becomes(&ONE_RING);
         let Some(dumped) = Dumped::of(&unreached(), Version::V4_2) else { return };
-        let mut streamer = dumped.comes_back_paused();
+        let (mut streamer, held) = dumped.comes_back_paused();
         streamer.workers().into_iter().for_each(dies);
+        drop(held);
         assert!(!streamer.end().unwrap().success());
         wait_for_the_end_of(dumped.server.pid).unwrap();
         assert!(
@@ -193,16 +192,18 @@ fn a_streamer_that_dies_takes_what_stands_still_with_it() {
 fn without_its_supervisor_it_goes_on_and_its_death_is_noticed_all_the_same() {
     isolated("without_its_supervisor_it_goes_on_and_its_death_is_noticed_all_the_same", 1, |_| {
         let Some(machine) = Machine::find() else { return };
-        machine.becomes(&SLOW);
+        machine.becomes(&ONE_RING);
         let Some(dumped) = Dumped::of(&unreached(), Version::V4_2) else { return };
         for both in [false, true] {
-            let mut streamer = dumped.comes_back_paused();
+            let (mut streamer, held) = dumped.comes_back_paused();
             let workers = streamer.workers();
             dies(streamer.pid());
             streamer.end().unwrap();
             if both {
                 workers.into_iter().for_each(dies);
+                drop(held);
             } else {
+                drop(held);
                 dumped.server.answers().unwrap();
                 assert!(!is_paused(dumped.server.pid), "{}", streamer.said());
                 dies(dumped.server.pid);
@@ -214,16 +215,27 @@ fn without_its_supervisor_it_goes_on_and_its_death_is_noticed_all_the_same() {
     });
 }
 
-/// Restores it, kills the streamer's workers when `moment` has come, and sees that nobody stands still; whether it went on.
-fn killed_at(dumped: &Dumped, name: &str, moment: impl FnOnce()) -> bool {
+/// Restores it, kills the streamer's workers when `moment` has come, before CRIU is started if there is none, and sees that nobody
+/// stands still; whether it went on.
+fn killed_at(dumped: &Dumped, name: &str, moment: Option<&dyn Fn()>) -> bool {
     let mut streamer = dumped.streamer();
     let workers = streamer.workers();
-    let mut criu = dumped.criu.command(&["restore", "--restore-detached"]).spawn().unwrap();
-    moment();
-    for worker in workers {
-        // It may have ended.
-        let _ = kill(Pid::from_raw(worker.cast_signed()), Signal::SIGKILL);
-    }
+    let kill_them = || {
+        for worker in workers {
+            // It may have ended.
+            let _ = kill(Pid::from_raw(worker.cast_signed()), Signal::SIGKILL);
+        }
+    };
+    let mut criu = dumped.criu.command(&["restore", "--restore-detached"]);
+    let mut criu = if let Some(moment) = moment {
+        let criu = criu.spawn().unwrap();
+        moment();
+        kill_them();
+        criu
+    } else {
+        kill_them();
+        criu.spawn().unwrap()
+    };
     let restored = criu.wait().unwrap().success();
     let streamed = streamer.end().unwrap().success();
     let after = format!("killed {name}, restored {restored}: {}", streamer.said());
@@ -247,15 +259,17 @@ fn killed_at_any_moment_nobody_stands_still() {
         let whole = start.elapsed();
         dumped.ends();
         let moments: u32 = std::env::var("REWAKE_KILLS").map_or(8, |kills| kills.parse().unwrap());
-        assert!(killed_at(&dumped, "at once", || ()), "nothing was handed over yet");
+        assert!(killed_at(&dumped, "at once", None), "nothing was handed over yet");
         let stands_still = || assert!(soon(|| is_paused(dumped.server.pid)));
+        let held = Held::streamers();
         assert!(
-            !killed_at(&dumped, "while it stands still", stands_still),
+            !killed_at(&dumped, "while it stands still", Some(&stands_still)),
             "nobody was left to open its gate"
         );
+        drop(held);
         for moment in 1..moments {
             let name = format!("at {moment} of {moments}");
-            killed_at(&dumped, &name, || thread::sleep(whole * moment / moments));
+            killed_at(&dumped, &name, Some(&|| thread::sleep(whole * moment / moments)));
         }
         dumped.comes_back();
         dumped.server.ends_well();
@@ -266,12 +280,15 @@ fn killed_at_any_moment_nobody_stands_still() {
 fn an_image_that_gets_shorter_meanwhile_is_never_zeros() {
     isolated("an_image_that_gets_shorter_meanwhile_is_never_zeros", 1, |_| {
         let Some(machine) = Machine::find() else { return };
-        machine.becomes(&SLOW);
-        let Some(dumped) = Dumped::of(&unreached(), Version::V4_2) else { return };
-        let mut streamer = dumped.comes_back_paused();
+        machine.becomes(&ONE_RING);
+        // More than the 16 MiB that are read ahead.
+        let shape = Shape { layer_kib: 12 << 10, ..unreached() };
+        let Some(dumped) = Dumped::of(&shape, Version::V4_2) else { return };
+        let (mut streamer, held) = dumped.comes_back_paused();
         for file in pages(dumped.criu.images()) {
             OpenOptions::new().write(true).open(file).unwrap().set_len(1 << 20).unwrap();
         }
+        drop(held);
         assert!(!streamer.end().unwrap().success());
         wait_for_the_end_of(dumped.server.pid).unwrap();
         assert!(streamer.said().contains("read amdgpu-pages-"), "{}", streamer.said());
@@ -282,12 +299,13 @@ fn an_image_that_gets_shorter_meanwhile_is_never_zeros() {
 fn an_image_that_is_written_meanwhile_is_not_gone_on_with() {
     isolated("an_image_that_is_written_meanwhile_is_not_gone_on_with", 1, |_| {
         let Some(machine) = Machine::find() else { return };
-        machine.becomes(&SLOW);
+        machine.becomes(&ONE_RING);
         let Some(dumped) = Dumped::of(&unreached(), Version::V4_2) else { return };
-        let mut streamer = dumped.comes_back_paused();
+        let (mut streamer, held) = dumped.comes_back_paused();
         for file in pages(dumped.criu.images()) {
             OpenOptions::new().write(true).open(file).unwrap().write_all_at(&[1], 1 << 20).unwrap();
         }
+        drop(held);
         assert!(!streamer.end().unwrap().success());
         wait_for_the_end_of(dumped.server.pid).unwrap();
         assert!(streamer.said().contains("it was written while it was loaded"), "{}", streamer.said());

@@ -4,22 +4,24 @@
 
 use std::fs;
 use std::path::Path;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use gpu_app::shape::{Mode, Shape};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use rewake_kfd::topology::{Node, Topology};
 use softgpu_tests::criu::{Criu, Plugin, Version, wait_for_the_end_of};
-use softgpu_tests::dumped::{self, SLOW, dies, is_paused, signal};
+use softgpu_tests::dumped::{self, ONE_RING, dies, is_paused, soon, waits_for_memory};
 use softgpu_tests::server::small;
 use softgpu_tests::streamer::children;
 use softgpu_tests::toucher::{Large, pattern};
-use softgpu_tests::{Machine, Streamer, Toucher, isolated};
+use softgpu_tests::{Held, Machine, Streamer, Toucher, isolated};
 
 const TWO: Large = Large { count: 2, mib: 64 };
-/// [`TWO`] take seven seconds.
-const MODERATE: [(&str, &str); 2] = [("copy_mbps", "20"), ("sdma_rings", "1")];
+/// Copies and fills of one of [`TWO`], by chunks of 2 MiB, those that are under way when it is touched, and some more.
+const FIRST: u32 = 32 + 10 + 4;
+/// Loading takes 1.4 seconds.
+const SLOW: [(&str, &str); 2] = [("copy_mbps", "6"), ("sdma_rings", "1")];
 /// What the kernel writes to a buffer.
 static GIVEN: [u8; 700_001] = [0x5a; 700_001];
 
@@ -36,9 +38,9 @@ struct Dumped {
     _machine: Machine,
 }
 
-/// None where GPUs are real: they have their own pace.
+/// None where GPUs are real: nothing holds their copies.
 fn dumped(version: Version) -> Option<Dumped> {
-    dumped_on(&SLOW, None, version)
+    dumped_on(&ONE_RING, None, version)
 }
 
 /// With large buffers, if that is told.
@@ -55,29 +57,28 @@ fn dumped_on(machine: &[(&str, &str)], large: Option<Large>, version: Version) -
 }
 
 impl Dumped {
-    /// Restores it; it runs, and its memory is placeholders, for as long as nobody [asks](Self::asks) it: the streamer is stopped.
-    fn comes_back(&self) -> Streamer {
-        let streamer = Streamer::start(self.criu.images()).unwrap();
+    /// Restores it; it runs, and its memory is placeholders for as long as copies are held.
+    fn comes_back(&self) -> (Streamer, Held) {
+        let (streamer, held) = (Streamer::start(self.criu.images()).unwrap(), Held::streamers());
         self.criu.restore().unwrap();
-        signal(&streamer.workers(), Signal::SIGSTOP);
         let said = self.criu.log("restore");
         assert!(said.contains("2 mappings are placeholders until then"), "{said}");
         assert!(is_paused(self.toucher.pid()), "{}", streamer.said());
-        streamer
+        (streamer, held)
     }
 
-    /// Asks it; when it has begun, the streamer goes on.
-    fn asks(&self, streamer: &Streamer, order: &str) {
+    /// Asks it for something that waits for memory, and waits until it does.
+    fn waits(&self, streamer: &Streamer, order: &str) {
         self.toucher.ask(order).unwrap();
-        let begun = dumped::soon(|| !self.folder.path().join("order").exists());
-        signal(&streamer.workers(), Signal::SIGCONT);
-        assert!(begun, "{order}: {}", streamer.said());
+        let waits = soon(|| waits_for_memory(self.toucher.pid()));
+        assert!(waits, "{order} does not wait: {}", streamer.said());
     }
 
-    /// Restores it, and asks it while its memory is loaded; what the streamer said.
+    /// Restores it, and asks it before its memory is loaded; what the streamer said.
     fn does_meanwhile(&self, order: &str) -> String {
-        let mut streamer = self.comes_back();
-        self.asks(&streamer, order);
+        let (mut streamer, held) = self.comes_back();
+        self.waits(&streamer, order);
+        drop(held);
         self.toucher.answer().unwrap_or_else(|error| panic!("{order}: {error:#}\n{}", streamer.said()));
         assert!(streamer.end().unwrap().success(), "{order}: {}", streamer.said());
         streamer.said()
@@ -86,7 +87,7 @@ impl Dumped {
     /// Whether it runs with its gate open, and does not end: its streamer was killed when all was there.
     fn goes_on(&self) -> bool {
         let task = Path::new("/proc").join(self.toucher.pid().to_string());
-        let decided = dumped::soon(|| !is_paused(self.toucher.pid()));
+        let decided = soon(|| !is_paused(self.toucher.pid()));
         assert!(decided, "it stands still, and nobody ends it");
         // One that is ending has no gate any more, and then no program.
         task.join("exe").exists()
@@ -124,16 +125,15 @@ fn by_its_own_code() {
 #[test]
 fn what_is_touched_comes_before_the_rest() {
     isolated("what_is_touched_comes_before_the_rest", 1, |_| {
-        let Some(dumped) = dumped_on(&MODERATE, Some(TWO), Version::V4_2) else { return };
-        let mut streamer = dumped.comes_back();
-        let start = Instant::now();
-        dumped.asks(&streamer, "tail 1");
-        dumped.toucher.answer().unwrap();
-        let answered = start.elapsed();
+        let Some(dumped) = dumped_on(&ONE_RING, Some(TWO), Version::V4_2) else { return };
+        let (mut streamer, held) = dumped.comes_back();
+        dumped.waits(&streamer, "tail 1");
+        // Without having been touched it would be the last.
+        held.lets_go(FIRST);
+        dumped.toucher.answer().unwrap_or_else(|error| panic!("{error:#}\n{}", streamer.said()));
+        assert!(is_paused(dumped.toucher.pid()), "the rest was not let go: {}", streamer.said());
+        drop(held);
         assert!(streamer.end().unwrap().success(), "{}", streamer.said());
-        // Without having been touched it would have been the last.
-        let all = start.elapsed();
-        assert!(answered < all * 9 / 10, "{answered:?} of {all:?}: {}", streamer.said());
         dumped.ends();
     });
 }
@@ -162,11 +162,15 @@ fn in_mappings_that_are_changed_meanwhile() {
 fn a_program_that_executes_another_or_ends_meanwhile_is_gone() {
     isolated("a_program_that_executes_another_or_ends_meanwhile_is_gone", 1, |_| {
         let Some(dumped) = dumped(Version::V4_2) else { return };
-        dumped.does_meanwhile("execute 0");
+        let (mut streamer, held) = dumped.comes_back();
+        dumped.toucher.asked("execute 0").unwrap();
+        drop(held);
+        assert!(streamer.end().unwrap().success(), "{}", streamer.said());
         dumped.ends();
-        let mut streamer = dumped.comes_back();
-        dumped.asks(&streamer, "end 0");
+        let (mut streamer, held) = dumped.comes_back();
+        dumped.toucher.ask("end 0").unwrap();
         wait_for_the_end_of(dumped.toucher.pid()).unwrap();
+        drop(held);
         assert!(streamer.end().unwrap().success(), "{}", streamer.said());
     });
 }
@@ -175,10 +179,12 @@ fn a_program_that_executes_another_or_ends_meanwhile_is_gone() {
 fn a_program_that_bequeaths_what_is_not_there_is_killed_with_its_children() {
     isolated("a_program_that_bequeaths_what_is_not_there_is_killed_with_its_children", 1, |_| {
         let Some(dumped) = dumped(Version::V4_2) else { return };
-        let mut streamer = dumped.comes_back();
-        dumped.asks(&streamer, "bequeath 1");
+        let (mut streamer, held) = dumped.comes_back();
+        dumped.toucher.ask("bequeath 1").unwrap();
+        let noticed = soon(|| streamer.said().contains("has forked with device memory"));
+        drop(held);
+        assert!(noticed, "{}", streamer.said());
         assert!(!streamer.end().unwrap().success(), "{}", streamer.said());
-        assert!(streamer.said().contains("has forked with device memory"), "{}", streamer.said());
         wait_for_the_end_of(dumped.toucher.pid()).unwrap();
         // Whatever it saw before it was killed.
         let seen = fs::read_to_string(dumped.folder.path().join("child")).ok();
@@ -192,10 +198,10 @@ fn a_program_that_bequeaths_what_is_not_there_is_killed_with_its_children() {
 fn killed_while_it_waits() {
     isolated("killed_while_it_waits", 1, |_| {
         let Some(dumped) = dumped(Version::V4_2) else { return };
-        let mut streamer = dumped.comes_back();
-        dumped.asks(&streamer, "check 1");
-        std::thread::sleep(Duration::from_millis(100));
+        let (mut streamer, held) = dumped.comes_back();
+        dumped.waits(&streamer, "check 1");
         dumped.ends();
+        drop(held);
         assert!(streamer.end().unwrap().success(), "{}", streamer.said());
     });
 }
@@ -203,12 +209,13 @@ fn killed_while_it_waits() {
 #[test]
 fn killed_at_any_moment_a_streamer_leaves_nothing_wrong_to_read() {
     isolated("killed_at_any_moment_a_streamer_leaves_nothing_wrong_to_read", 1, |_| {
-        let Some(dumped) = dumped(Version::V4_2) else { return };
+        let Some(dumped) = dumped_on(&SLOW, None, Version::V4_2) else { return };
         let moments = 6;
         for moment in 0..moments {
-            let mut streamer = dumped.comes_back();
+            let (mut streamer, held) = dumped.comes_back();
             // Of both: while it is loaded, while it is put in its place.
-            dumped.asks(&streamer, if moment % 2 == 0 { "check 1" } else { "write 1" });
+            dumped.waits(&streamer, if moment % 2 == 0 { "check 1" } else { "write 1" });
+            drop(held);
             std::thread::sleep(Duration::from_millis(1500) * moment / moments);
             // Its worker, or all but the guardian.
             let supervisor = (moment % 3 == 2).then(|| streamer.pid());
@@ -247,14 +254,17 @@ fn with_criu_4_1() {
 fn a_server_that_reads_its_weights_by_cpu_and_gpu() {
     isolated("a_server_that_reads_its_weights_by_cpu_and_gpu", 1, |_| {
         let Some(machine) = Machine::find() else { return };
-        machine.becomes(&SLOW);
+        machine.becomes(&ONE_RING);
         if !Topology::read().unwrap().gpus().all(Node::has_large_bar) {
             return;
         }
         let shape = Shape { mode: Mode::CpuReads, layer_kib: 4096, ..small() };
         let Some(dumped) = dumped::Dumped::of(&shape, Version::V4_2) else { return };
-        let said = dumped.comes_back();
-        assert!(said.contains("touched buffer"), "{said}");
+        let (mut streamer, held) = dumped.comes_back_paused();
+        assert!(soon(|| waits_for_memory(dumped.server.pid)), "it touches nothing: {}", streamer.said());
+        drop(held);
+        assert!(streamer.end().unwrap().success(), "{}", streamer.said());
+        assert!(streamer.said().contains("touched buffer"), "{}", streamer.said());
         dumped.server.ends_well();
     });
 }

@@ -1,0 +1,16 @@
+/* SPDX-License-Identifier: GPL-2.0 OR MIT */
+/* Copies held back: jobs of processes of a name wait until the harness lets them go. */
+#ifndef SOFTGPU_HOLD_H
+#define SOFTGPU_HOLD_H
+
+#include <linux/types.h>
+
+struct dentry;
+
+/* Whether a job of a process of this name may begin; if it may, it does. Any context. */
+bool sg_hold_lets_go(const char *comm);
+
+/* Makes `hold` in the judge's folder, which takes it away with itself. */
+void sg_hold_init(struct dentry *folder);
+
+#endif
