@@ -29,6 +29,8 @@ pub struct Facts {
     pub initial_user_namespace: bool,
     /// Checks that environment variables turn off, or what is wrong with one.
     pub switched_off: Result<Vec<&'static str>, String>,
+    /// Whether calls that register memory can be held, or why not.
+    pub held: Result<(), String>,
     /// Where the plugin is.
     pub plugin: Plugin,
 }
@@ -87,6 +89,7 @@ pub fn verdicts(facts: Option<&Facts>) -> Vec<Check> {
             checks.push(copies(gpus));
         }
     }
+    checks.push(held(&facts.held));
     checks.push(switches(&facts.switched_off));
     checks.push(plugin(&facts.plugin));
     checks
@@ -218,6 +221,19 @@ fn switches(switched_off: &Result<Vec<&'static str>, String>) -> Check {
             Check::info(name, found)
         }
         Err(error) => Check::failed(name, error, "correct the variable, or unset it"),
+    }
+}
+
+fn held(held: &Result<(), String>) -> Check {
+    let name = "gpu registered memory";
+    match held {
+        Ok(()) => Check::ok(name, "calls that register memory can wait until it is there"),
+        Err(error) => {
+            let found = format!("memory of CPUs comes before processes with GPUs run: {error}");
+            let advice =
+                "as root, on a kernel with CONFIG_BPF_LSM, add bpf to its list of security modules (lsm=)";
+            Check::warning(name, found, advice)
+        }
     }
 }
 

@@ -8,7 +8,7 @@ use rewake_amdgpu::{CopyEngine, Shape, Staging};
 use rewake_kfd::render::Render;
 use rewake_kfd::settings::{Checks, Switch};
 use rewake_kfd::topology::{Node, Topology};
-use rewake_kfd::{Error, Kfd};
+use rewake_kfd::{Error, Kfd, held};
 
 use super::gpu::{Copies, Facts, Gpu, Plugin};
 use crate::gpu_plugin;
@@ -35,6 +35,7 @@ pub fn facts(capabilities: u64) -> Option<Facts> {
         initial_user_namespace: std::fs::metadata("/proc/self/ns/user")
             .map_or(true, |namespace| namespace.ino() == INITIAL_USER_NAMESPACE),
         switched_off: switched_off(),
+        held: held::registering().map(drop).map_err(|error| format!("{:#}", anyhow::Error::from(error))),
         plugin: plugin(),
     })
 }

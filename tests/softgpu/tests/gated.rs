@@ -132,14 +132,14 @@ fn rewake_restore_leaves_no_streamer_behind_that_took_nothing_over() {
     isolated("rewake_restore_leaves_no_streamer_behind_that_took_nothing_over", 1, |_| {
         let Some(dumped) = dumped() else { return };
         // CRIU waits for somebody who writes it.
-        let groups = dumped.criu.images().join("cgroup.img");
-        std::fs::remove_file(&groups).unwrap();
-        mkfifo(&groups, Mode::S_IRUSR | Mode::S_IWUSR).unwrap();
+        let tree = dumped.criu.images().join("pstree.img");
+        std::fs::remove_file(&tree).unwrap();
+        mkfifo(&tree, Mode::S_IRUSR | Mode::S_IWUSR).unwrap();
         let restoring = Restoring::start(&dumped.criu);
         let (supervisor, workers) = restoring.streamer();
         dies(supervisor);
         // It is empty: CRIU fails, and nobody comes to the streamer.
-        drop(OpenOptions::new().write(true).open(&groups).unwrap());
+        drop(OpenOptions::new().write(true).open(&tree).unwrap());
         let (well, said) = restoring.end();
         assert!(!well && said.contains("criu restore failed"), "{said}");
         for worker in workers {

@@ -35,7 +35,7 @@ fn waits<T: Send>(call: impl FnOnce(Mapping) -> T + Send) -> T {
                 calling.is_finished()
             );
             assert!(!calling.is_finished());
-            assert!(uffd.copy(address + page * PAGE, &[7; PAGE as usize]).complete(PAGE));
+            assert!(uffd.copy(address + page * PAGE, &[7; 4096]).complete(PAGE));
         }
         calling.join().unwrap()
     })

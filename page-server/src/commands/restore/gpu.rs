@@ -4,6 +4,7 @@
 //! memory of CPUs comes at once.
 
 use std::io::Write as _;
+use std::path::Path;
 use std::time::{Instant, SystemTime};
 
 use anyhow::{Context as _, bail};
@@ -17,6 +18,7 @@ use super::streamer::{Streamed, Streamer};
 use super::timeline::Timeline;
 use super::{END_LIMIT, Order, directory, live, place, signals};
 use crate::commands::criu::{self, Criu};
+use crate::image::Image;
 
 /// For people, after the line in which the streamer said why.
 const KILLED: &str =
@@ -35,9 +37,8 @@ pub(super) async fn restore(order: &Order<'_>) -> anyhow::Result<u8> {
     let given = options.work_dir.as_deref().map(|path| directory(path, "-W")).transpose()?;
     let own = if given.is_none() { Some(place::folder(&std::env::temp_dir())?) } else { None };
     let work = given.as_deref().or_else(|| own.as_ref().map(TempDir::path)).unwrap_or(order.images);
-    let lazily = held::registering().is_ok();
-    let (images, ours): (_, &[&str]) =
-        if lazily { (Some(order.images), &["--lazy-pages"]) } else { (None, &[]) };
+    let images = Some(order.images).filter(|images| lazily(images));
+    let ours: &[&str] = if images.is_some() { &["--lazy-pages"] } else { &[] };
     let mut streamer = Streamer::start(work, images).await?;
     let shown = tokio::spawn(live::follow(work.to_owned(), options.quiet, SystemTime::now()));
     let started = Instant::now();
@@ -67,11 +68,7 @@ pub(super) async fn restore(order: &Order<'_>) -> anyhow::Result<u8> {
         Streamed::Killed => Some(KILLED),
         Streamed::Abandoned => Some(ABANDONED),
     };
-    let resident = alive.and_then(|alive| match streamed {
-        Streamed::Nothing => Some(alive),
-        Streamed::Open(since) => Some(since.duration_since(started).as_secs_f64() * 1e3),
-        Streamed::Killed | Streamed::Abandoned => None,
-    });
+    let resident = alive.and_then(|alive| resident(streamed, started, alive));
     let timeline = Timeline {
         ok: exit.success() && reason.is_none(),
         reason: reason.map(str::to_owned),
@@ -97,6 +94,20 @@ pub(super) async fn restore(order: &Order<'_>) -> anyhow::Result<u8> {
         bar.say(&format!("{resident:8.1} ms  GPUs run; all memory resident\n"));
     }
     Ok(criu::code(exit))
+}
+
+/// Whether memory of CPUs can come behind processes with GPUs.
+fn lazily(images: &Path) -> bool {
+    held::registering().is_ok() && Image::open(images).is_ok()
+}
+
+/// When all memory was there, in milliseconds like `alive`.
+fn resident(streamed: Streamed, started: Instant, alive: f64) -> Option<f64> {
+    match streamed {
+        Streamed::Nothing => Some(alive),
+        Streamed::Open(since) => Some(since.duration_since(started).as_secs_f64() * 1e3),
+        Streamed::Killed | Streamed::Abandoned => None,
+    }
 }
 
 /// We were asked to stop. Of a detached restore nothing runs yet; otherwise the tree is CRIU's, which gets the signal.

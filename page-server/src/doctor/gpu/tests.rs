@@ -28,6 +28,7 @@ fn good() -> Facts {
         capabilities: CAPABILITIES,
         initial_user_namespace: true,
         switched_off: Ok(Vec::new()),
+        held: Ok(()),
         plugin: Plugin { found: Some("/opt/rewake".into()), ..Plugin::default() },
     }
 }
@@ -63,8 +64,16 @@ fn a_machine_without_a_gpu_has_one_line_and_nothing_is_wrong() {
 fn a_good_machine_passes_every_check() {
     let checks = verdicts(Some(&good()));
     let names: Vec<_> = checks.iter().map(|check| check.name).collect();
-    let all =
-        ["gpu", "gpu privilege", "gpu topology", "gpu queues", "gpu copies", "gpu checks", "gpu plugin"];
+    let all = [
+        "gpu",
+        "gpu privilege",
+        "gpu topology",
+        "gpu queues",
+        "gpu copies",
+        "gpu registered memory",
+        "gpu checks",
+        "gpu plugin",
+    ];
     assert_eq!(names, all);
     assert!(checks.iter().all(|check| check.verdict == Verdict::Ok), "{checks:?}");
     assert_eq!(checks[2].found, "0x1234 gfx90a 64.0 GiB, renderD128");
@@ -139,6 +148,12 @@ fn a_render_node_that_cannot_be_used_fails() {
     let check = odd(&with_copies(Err("EACCES".into())));
     assert_eq!((check.name, check.verdict), ("gpu copies", Verdict::Failed));
     assert!(check.found.contains("0x2: renderD128: EACCES"), "{check:?}");
+}
+
+#[test]
+fn a_kernel_that_cannot_hold_calls_is_told_and_the_way_out() {
+    let without = odd(&Facts { held: Err("no bpf".into()), ..good() });
+    assert_eq!((without.name, without.verdict), ("gpu registered memory", Verdict::Warning));
 }
 
 #[test]
