@@ -5,7 +5,7 @@ use std::os::fd::{AsRawFd as _, OwnedFd};
 use std::sync::Arc;
 
 use anyhow::Context as _;
-use tokio::signal::unix::{SignalKind, signal};
+use tokio::signal::unix::{self, SignalKind, signal};
 use tracing::{error, info, warn};
 
 use crate::daemon::Daemon;
@@ -35,10 +35,14 @@ pub fn block_on<T>(
     let runtime =
         tokio::runtime::Builder::new_current_thread().enable_all().build().context("making a runtime")?;
     runtime.block_on(async {
+        // Before anybody is told that it is ready: another thread's runtime may be the one that takes a signal, and one that nobody
+        // listens for yet would be lost there.
+        let requests = signal(SignalKind::terminate()).context("watching SIGTERM")?;
+        let interrupts = signal(SignalKind::interrupt()).context("watching SIGINT")?;
         let daemon = Daemon::start(start.ledger)?;
         tokio::select! {
             result = work(&daemon) => result,
-            result = stop_requests(&daemon) => result.and_then(|()| Err(AskedToStop.into())),
+            () = stop_requests(&daemon, requests, interrupts) => Err(AskedToStop.into()),
             error = keep_guarded(start) => Err(error),
         }
     })
@@ -54,10 +58,8 @@ fn crash_on_panic() {
 
 /// Ends at once when no restored process depends on this worker. Otherwise the first request lets the
 /// sessions finish, and the second ends them.
-async fn stop_requests(daemon: &Daemon) -> anyhow::Result<()> {
-    let mut requests = signal(SignalKind::terminate()).context("watching SIGTERM")?;
+async fn stop_requests(daemon: &Daemon, mut requests: unix::Signal, mut interrupts: unix::Signal) {
     // The terminal sends SIGINT to the supervisor too, which passes it on as SIGTERM.
-    let mut interrupts = signal(SignalKind::interrupt()).context("watching SIGINT")?;
     tokio::spawn(async move { while interrupts.recv().await.is_some() {} });
     let mut asked = false;
     while requests.recv().await.is_some() {
@@ -79,7 +81,6 @@ async fn stop_requests(daemon: &Daemon) -> anyhow::Result<()> {
             );
         }
     }
-    Ok(())
 }
 
 /// Watches the supervisor; when it is killed, a guardian takes its place. Never returns while all is well.

