@@ -18,12 +18,22 @@ use crate::sys;
 #[error("asked to stop")]
 pub struct AskedToStop;
 
+/// What a second request to stop is, while sessions are finished.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Again {
+    /// To end them now.
+    EndsThem,
+    /// The same: who asks a group of processes asks the worker, and its supervisor, which asks it again.
+    IsTheSame,
+}
+
 /// Runs `work` on the control thread of a worker.
 ///
 /// # Errors
 /// What `work` gives, or the worker cannot be set up, or it was asked to stop.
 pub fn block_on<T>(
     start: &Start,
+    again: Again,
     work: impl AsyncFnOnce(&Arc<Daemon>) -> anyhow::Result<T>,
 ) -> anyhow::Result<T> {
     start.close_leftovers().context("closing what the last worker left open")?;
@@ -42,7 +52,7 @@ pub fn block_on<T>(
         let daemon = Daemon::start(start.ledger)?;
         tokio::select! {
             result = work(&daemon) => result,
-            () = stop_requests(&daemon, requests, interrupts) => Err(AskedToStop.into()),
+            () = stop_requests(&daemon, again, requests, interrupts) => Err(AskedToStop.into()),
             error = keep_guarded(start) => Err(error),
         }
     })
@@ -58,7 +68,12 @@ fn crash_on_panic() {
 
 /// Ends at once when no restored process depends on this worker. Otherwise the first request lets the
 /// sessions finish, and the second ends them.
-async fn stop_requests(daemon: &Daemon, mut requests: unix::Signal, mut interrupts: unix::Signal) {
+async fn stop_requests(
+    daemon: &Daemon,
+    again: Again,
+    mut requests: unix::Signal,
+    mut interrupts: unix::Signal,
+) {
     // The terminal sends SIGINT to the supervisor too, which passes it on as SIGTERM.
     tokio::spawn(async move { while interrupts.recv().await.is_some() {} });
     let mut asked = false;
@@ -66,6 +81,9 @@ async fn stop_requests(daemon: &Daemon, mut requests: unix::Signal, mut interrup
         let depending = daemon.restores_under_way();
         if depending == 0 {
             break;
+        }
+        if asked && again == Again::IsTheSame {
+            continue;
         }
         if asked {
             for session in daemon.sessions() {
@@ -75,10 +93,8 @@ async fn stop_requests(daemon: &Daemon, mut requests: unix::Signal, mut interrup
         } else {
             asked = true;
             daemon.stopping.send_replace(true);
-            info!(
-                sessions = depending,
-                "asked to stop: once all memory is back; ask again to end the processes now"
-            );
+            let way = if again == Again::EndsThem { "; ask again to end the processes now" } else { "" };
+            info!(sessions = depending, "asked to stop: once all memory is back{way}");
         }
     }
 }

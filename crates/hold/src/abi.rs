@@ -168,6 +168,20 @@ pub(crate) fn attach(program: &OwnedFd) -> io::Result<OwnedFd> {
     unsafe { bpf(BPF_LINK_CREATE, &argument) }
 }
 
+/// The kernel's release.
+pub(crate) fn release() -> String {
+    std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default().trim().to_owned()
+}
+
+/// The errno of an ioctl that no driver has.
+pub(crate) fn ask(number: u32, argument: i32) -> io::Result<Option<i32>> {
+    let null = std::fs::File::open("/dev/null")?;
+    // SAFETY: /dev/null has no ioctl, and looks at no argument.
+    let asked =
+        unsafe { libc::ioctl(null.as_raw_fd(), libc::c_ulong::from(number), libc::c_long::from(argument)) };
+    Ok(if asked < 0 { io::Error::last_os_error().raw_os_error() } else { None })
+}
+
 fn address<T>(of: &[T]) -> u64 {
     of.as_ptr() as u64
 }

@@ -159,7 +159,7 @@ mod tests {
     #[test]
     fn a_kernel_without_the_hook_is_told() {
         let error = find(&btf("bpf_lsm_file_close")).unwrap_err().to_string();
-        assert_eq!(error, "it has no function bpf_lsm_file_ioctl: is it built with CONFIG_BPF_LSM?");
+        assert_eq!(error, "the kernel has no function bpf_lsm_file_ioctl: it needs CONFIG_BPF_LSM");
     }
 
     #[test]

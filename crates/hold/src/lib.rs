@@ -6,8 +6,9 @@
 //! (BPF LSM, sleepable): before such an ioctl begins, it reads a byte of each page that the ioctl names, and each of these reads
 //! waits as the program's own would. The ioctl is not changed, and who makes it does not matter.
 //!
-//! It needs CAP_BPF and CAP_PERFMON (or root), and a kernel with `CONFIG_BPF_LSM` that has `bpf` among its security modules
-//! (`/sys/kernel/security/lsm`). The kernel takes it away when its last descriptor is closed.
+//! It needs CAP_BPF and CAP_PERFMON (or root), and Linux 6.2 or newer with `CONFIG_BPF_LSM` and `bpf` among its security modules
+//! (`/sys/kernel/security/lsm`): without that word the kernel takes the program and never runs it, so it is asked whether it runs.
+//! The kernel takes it away when its last descriptor is closed.
 
 mod abi;
 mod code;
@@ -17,6 +18,7 @@ mod types;
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicI32, Ordering};
 
 use program::Offsets;
 
@@ -61,10 +63,18 @@ pub enum Error {
     #[error("{path}: {0}", path = kernel::PATH)]
     Types(&'static str),
     /// A function or a field.
-    #[error("it has no {0}: is it built with CONFIG_BPF_LSM?")]
+    #[error("the kernel has no {0}: it needs CONFIG_BPF_LSM")]
     Missing(&'static str),
+    /// Until 6.2 such a program was left out for a second caller on a processor while a first one slept in it (`prog->active`).
+    #[error("Linux {0} runs such programs for one caller at a time: 6.2 or newer is needed")]
+    TooOld(String),
+    /// It was attached, and is not run.
+    #[error("the kernel does not run programs at file_ioctl: add bpf to its list of security modules (lsm=)")]
+    NotRun,
     /// A call of bpf(2).
-    #[error("the kernel refuses {what}: as root, with bpf in /sys/kernel/security/lsm?{said}")]
+    #[error(
+        "the kernel refuses {what}: it needs CAP_BPF and CAP_PERFMON, and at most 38 such programs{said}"
+    )]
     Refused {
         /// What it was asked for.
         what: &'static str,
@@ -89,10 +99,15 @@ impl Hold {
     /// # Panics
     /// A call's fields lie outside its argument.
     pub fn new(calls: &[Call]) -> Result<Self, Error> {
+        let release = abi::release();
+        if !is_new_enough(&release) {
+            return Err(Error::TooOld(release));
+        }
         let kernel = std::fs::read(kernel::PATH).map_err(Error::NoTypes)?;
         let found = kernel::find(&kernel)?;
+        let own = own_number();
         let offsets = Offsets { inode: found.file_inode, device: found.inode_device };
-        let (code, [round, touch]) = program::code(calls, &offsets);
+        let (code, [round, touch]) = program::code(calls, &offsets, own);
         let types = abi::load_types(&types::TYPES).map_err(refused("types of a program"))?;
         let functions = [
             abi::Function { at: 0, type_id: types::HOLD },
@@ -102,8 +117,29 @@ impl Hold {
         let (loaded, said) = abi::load(&code, &types, &functions, found.hook);
         let program =
             loaded.map_err(|source| Error::Refused { what: "a program at file_ioctl", said, source })?;
-        abi::attach(&program).map(Self).map_err(refused("to run a program at file_ioctl"))
+        let hold = abi::attach(&program).map_err(refused("to run a program at file_ioctl"))?;
+        let answer = abi::ask(program::QUESTION, own).map_err(refused("/dev/null"))?;
+        if answer != Some(program::ANSWER) {
+            return Err(Error::NotRun);
+        }
+        Ok(Self(hold))
     }
+}
+
+/// Whether it is Linux 6.2 or newer; what is no version is taken for one.
+fn is_new_enough(release: &str) -> bool {
+    let mut numbers = release.split(|c: char| !c.is_ascii_digit()).map(str::parse::<u32>);
+    match (numbers.next(), numbers.next()) {
+        (Some(Ok(major)), Some(Ok(minor))) => (major, minor) >= (6, 2),
+        _ => true,
+    }
+}
+
+/// Another for each program that there is at once: of this process, and the how manieth.
+fn own_number() -> i32 {
+    static NEXT: AtomicI32 = AtomicI32::new(0);
+    let pid = std::process::id().cast_signed();
+    (pid << 8 ^ NEXT.fetch_add(1, Ordering::Relaxed)) & i32::MAX
 }
 
 impl AsFd for Hold {
@@ -120,4 +156,16 @@ impl From<Hold> for OwnedFd {
 
 fn refused(what: &'static str) -> impl Fn(io::Error) -> Error {
     move |source| Error::Refused { what, said: String::new(), source }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn kernels_are_told_apart_by_their_release() {
+        let old = ["5.15.0-119-generic", "6.1.0-28-amd64", "6.1"];
+        assert!(!old.into_iter().any(is_new_enough));
+        assert!(["6.2.0", "6.12.107+deb13-amd64", "7.2.13", "next"].into_iter().all(is_new_enough));
+    }
 }

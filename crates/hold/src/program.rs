@@ -28,14 +28,23 @@ const PAGES: i16 = -8;
 /// The ioctl's argument.
 const ARGUMENT: i16 = START - MAX_ARGUMENT as i16;
 
-/// The program for these calls, and where its second and third functions begin.
-pub(crate) fn code(calls: &[Call], offsets: &Offsets) -> (Vec<Instruction>, [u32; 2]) {
+/// An ioctl that no driver has, which the program answers by itself, with [`ANSWER`], if its argument is the program's own number.
+pub(crate) const QUESTION: u32 = 0x5245_5741;
+pub(crate) const ANSWER: i32 = libc::ECANCELED;
+
+/// The program for these calls, and where its second and third functions begin. `own`: see [`QUESTION`].
+pub(crate) fn code(calls: &[Call], offsets: &Offsets, own: i32) -> (Vec<Instruction>, [u32; 2]) {
     let mut code = Code::default();
     let (walk, end, round, touch) = (code.label(), code.label(), code.label(), code.label());
     // int file_ioctl(struct file *file, unsigned int cmd, unsigned long arg)
     code.load(Width::Double, R2, R1, 0);
     code.load(Width::Double, R8, R1, 8);
     code.load(Width::Double, R9, R1, 16);
+    let other = code.label();
+    code.jump_if(When::NotEqual, R8, QUESTION.cast_signed(), other);
+    code.jump_if(When::NotEqual, R9, own, other);
+    code.exit(-ANSWER);
+    code.here(other);
     code.load(Width::Double, R2, R2, offsets.inode);
     code.load(Width::Word, R7, R2, offsets.device);
     code.with(Act::And, R8, 0xff);
@@ -101,9 +110,9 @@ fn pages(code: &mut Code, round: Label) {
     code.exit(0);
 }
 
-/// long round(u32 i, struct { u64 start, pages; } *range)
+/// long round(u32 i, struct { u64 start, pages; } *range): the last one if it was not to its end.
 fn one_round(code: &mut Code, touch: Label) {
-    let all = code.label();
+    let (all, done) = (code.label(), code.label());
     code.copy(R3, R1);
     code.with(Act::Left, R3, LOOPS_SHIFT);
     // What is behind the rounds before.
@@ -119,11 +128,16 @@ fn one_round(code: &mut Code, touch: Label) {
     code.with(Act::Set, R1, LOOPS);
     code.here(all);
     code.each(touch, START);
+    code.jump_if(When::Equal, R0, LOOPS, done);
+    code.exit(1);
+    code.here(done);
     code.exit(0);
 }
 
-/// long touch(u32 i, u64 *start): a page that cannot be read is none to the driver either, which says so itself.
+/// long touch(u32 i, u64 *start): the last one if it cannot be read. It is none to the driver either, which says so itself; and a program
+/// that is killed does not wait for the rest.
 fn one_page(code: &mut Code) {
+    let there = code.label();
     code.load(Width::Double, R3, R2, 0);
     code.with(Act::Left, R1, PAGE_SHIFT);
     code.add(R3, R1);
@@ -131,6 +145,9 @@ fn one_page(code: &mut Code) {
     code.with(Act::Add, R1, -8);
     code.with(Act::Set, R2, 1);
     code.call(Helper::CopyFromUser);
+    code.jump_if_all(When::Equal, R0, 0, there);
+    code.exit(1);
+    code.here(there);
     code.exit(0);
 }
 

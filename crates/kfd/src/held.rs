@@ -3,12 +3,14 @@
 
 use std::fs;
 use std::os::unix::fs::MetadataExt as _;
-use std::path::Path;
 
 use rewake_hold::{Call, Hold};
 
 use crate::abi::registering;
 use crate::topology::Topology;
+
+/// Major number of every DRM device.
+const DRM: u32 = 226;
 
 /// Why such calls are not held.
 #[derive(Debug, thiserror::Error)]
@@ -16,9 +18,9 @@ pub enum NotHeld {
     /// The GPUs of this machine are not known.
     #[error(transparent)]
     Machine(#[from] crate::Error),
-    /// A device of theirs.
-    #[error("look at {0}")]
-    Device(String, #[source] std::io::Error),
+    /// `/dev/kfd`.
+    #[error("look at /dev/kfd")]
+    Device(#[source] std::io::Error),
     /// The kernel does not.
     #[error(transparent)]
     Kernel(#[from] rewake_hold::Error),
@@ -35,12 +37,9 @@ pub fn registering() -> Result<Hold, NotHeld> {
 fn calls() -> Result<[Call; 3], NotHeld> {
     let mut render = Vec::new();
     for gpu in Topology::read()?.gpus() {
-        render.push(number(&format!("/dev/dri/renderD{}", gpu.render_minor()))?);
+        // By number: not every node is to be seen in each container.
+        render.push(libc::makedev(DRM, gpu.render_minor()));
     }
-    Ok(registering::calls(number("/dev/kfd")?, &render))
-}
-
-fn number(path: &str) -> Result<libc::dev_t, NotHeld> {
-    let device = fs::metadata(Path::new(path)).map_err(|error| NotHeld::Device(path.to_owned(), error))?;
-    Ok(device.rdev())
+    let kfd = fs::metadata("/dev/kfd").map_err(NotHeld::Device)?;
+    Ok(registering::calls(kfd.rdev(), &render))
 }

@@ -12,8 +12,9 @@ use tracing::{error, info};
 use super::{detach, directory, to_notify};
 use crate::cli::LazyPages;
 use crate::daemon::{Daemon, Summary};
+use crate::logging;
 use crate::supervisor::{self, Start};
-use crate::{logging, worker};
+use crate::worker::{self, Again};
 
 /// Runs the command; gives the exit code.
 ///
@@ -39,7 +40,9 @@ pub fn run(options: &LazyPages) -> anyhow::Result<u8> {
     }
     let limit = options.connect_timeout.map(Duration::from_secs);
     let code = supervisor::supervise(notify, |start| {
-        match worker::block_on(start, async |daemon| session(start, daemon, &images, &work, limit).await) {
+        match worker::block_on(start, Again::EndsThem, async |daemon| {
+            session(start, daemon, &images, &work, limit).await
+        }) {
             Ok(summary) => {
                 summary.iter().for_each(report);
                 0

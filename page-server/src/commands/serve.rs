@@ -14,8 +14,9 @@ use crate::cli::Serve;
 use crate::control::address;
 use crate::control::registry::Facts;
 use crate::control::server::{self, Until};
+use crate::logging;
 use crate::supervisor::{self, Start};
-use crate::{logging, worker};
+use crate::worker::{self, Again};
 
 /// Runs the command; gives the exit code.
 ///
@@ -49,7 +50,7 @@ pub fn run(options: &Serve) -> anyhow::Result<u8> {
 }
 
 fn worker_main(start: &Start, listener: &UnixListener, facts: Facts, until: Until, logged: bool) -> u8 {
-    let served = worker::block_on(start, async |daemon| {
+    let served = worker::block_on(start, Again::EndsThem, async |daemon| {
         let listener = listener.try_clone().context("taking the control socket")?;
         server::run(daemon, listener, facts, until, || start.ready()).await
     });

@@ -9,18 +9,20 @@ use std::thread::{self, JoinHandle};
 use anyhow::{Context as _, ensure};
 use rewake_handover::{FOLDER, Gated, Listener};
 use rewake_kfd::held;
+use tokio::sync::oneshot;
 use tracing::{error, info, warn};
 
 use super::{directory, lazy_pages, to_notify};
 use crate::cli::StreamGpu;
 use crate::control::streaming::Window;
+use crate::daemon::Daemon;
 use crate::gpu_stream::Summary;
 use crate::guardian::{self, Whom};
 use crate::ledger::Ledger;
 use crate::supervisor::{self, STOPPED, Start};
 use crate::timeline::record::State;
 use crate::timeline::{Timeline, files};
-use crate::worker::{self, AskedToStop};
+use crate::worker::{self, Again, AskedToStop};
 use crate::{gpu_stream, logging};
 
 /// Where the plugin and people find it.
@@ -82,7 +84,7 @@ fn nothing_was_half_loaded(start: &Start) -> anyhow::Result<()> {
 
 fn begin(start: &Start, doors: &Doors) -> anyhow::Result<Timeline> {
     // From the beginning: placeholders read as zeros when the last of these processes dies, even if all do at once but one.
-    guardian::start(start.ledger, Whom::Gated);
+    guardian::start(start.ledger, Whom::Gated { supervisor: start.supervisor });
     let timeline = Timeline::default();
     if let Some(window) = &doors.window {
         window.show(timeline.clone())?;
@@ -97,28 +99,52 @@ fn both(start: &Start, doors: &Arc<Doors>, images: &Path) -> anyhow::Result<u8> 
         doors.listener.close();
     }
     let mut gpus = None;
-    let pages = worker::block_on(start, async |daemon| {
+    let pages = worker::block_on(start, Again::IsTheSame, async |daemon| {
+        let mut over = None;
         if !start.successor {
-            gpus = Some(in_a_thread(start, doors)?);
+            let (tell, told) = oneshot::channel();
+            gpus = Some(in_a_thread(start, doors, tell)?);
+            over = Some(told);
         }
-        lazy_pages::session(start, daemon, images, &doors.work, None).await
+        tokio::select! {
+            done = lazy_pages::session(start, daemon, images, &doors.work, None) => done.map(Some),
+            () = without_cpus(daemon, over) => Ok(None),
+        }
     });
     match pages {
-        Ok(summary) => {
+        Ok(Some(summary)) => {
             start.ledger.gates().back();
             summary.iter().for_each(lazy_pages::report);
         }
-        Err(error) if error.is::<AskedToStop>() && !start.ledger.gates().any() => return Ok(STOPPED),
-        // The supervisor kills whoever stands before a gate.
-        Err(error) => return Err(error),
+        Ok(None) => {}
+        Err(error) if !error.is::<AskedToStop>() => return Err(error),
+        // What was taken over is brought to its end.
+        Err(_) if start.ledger.gates().any() => {}
+        Err(_) => return Ok(STOPPED),
     }
     // Whoever has not come by now does not come any more.
     doors.listener.close();
     let Some(gpus) = gpus else { return Ok(0) };
-    gpus.join().map_or_else(|panic| std::panic::resume_unwind(panic), |done| done.map(|()| 0))
+    gpus.join().map_or_else(|panic| std::panic::resume_unwind(panic), |well| Ok(u8::from(!well)))
 }
 
-fn in_a_thread(start: &Start, doors: &Arc<Doors>) -> anyhow::Result<JoinHandle<anyhow::Result<()>>> {
+/// Memory of GPUs is done with, and no restore has come for that of CPUs: it had none to come, or has failed.
+async fn without_cpus(daemon: &Daemon, over: Option<oneshot::Receiver<()>>) {
+    if let Some(over) = over
+        && over.await.is_ok()
+        && daemon.restores_under_way() == 0
+    {
+        return;
+    }
+    std::future::pending::<()>().await;
+}
+
+/// Gives whether it went well; `tell` hears when it has ended.
+fn in_a_thread(
+    start: &Start,
+    doors: &Arc<Doors>,
+    tell: oneshot::Sender<()>,
+) -> anyhow::Result<JoinHandle<bool>> {
     let timeline = begin(start, doors)?;
     let holds = match held::registering() {
         Ok(hold) => {
@@ -127,18 +153,21 @@ fn in_a_thread(start: &Start, doors: &Arc<Doors>) -> anyhow::Result<JoinHandle<a
         }
         Err(error) => {
             let error = anyhow::Error::from(error);
-            warn!(
-                "memory of CPUs of processes with GPUs comes before they run: calls that register some cannot be held: {error:#}"
-            );
+            warn!("memory of CPUs of processes with GPUs comes before they run: {error:#}");
             false
         }
     };
     let (doors, ledger) = (Arc::clone(doors), start.ledger);
     let load = move || {
-        // Those that it has not opened.
-        gpus(&doors, holds, ledger, &timeline).inspect_err(|_| {
+        let done = gpus(&doors, holds, ledger, &timeline);
+        if let Err(error) = &done {
+            error!("{error:#}");
+            // Those that it has not opened.
             ledger.gates().end_all();
-        })
+        }
+        // Nobody listens any more when memory of CPUs is back.
+        let _ = tell.send(());
+        done.is_ok()
     };
     thread::Builder::new().name("gpus".to_owned()).spawn(load).context("starting a thread")
 }

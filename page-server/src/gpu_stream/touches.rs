@@ -247,7 +247,7 @@ impl<'a> Touches<'a> {
                     buffers.iter().for_each(|buffer| self.timeline.swapped(process, *buffer, share));
                 }
                 // A thread may wait in the kernel for memory of CPUs, which comes from here.
-                Outcome::NotNow(_) if self.ledger.live_spaces().next().is_some() => {
+                Outcome::NotNow(_) if self.ledger.serves_spaces() => {
                     rest.stood = Instant::now();
                 }
                 Outcome::NotNow(why) if rest.stood.elapsed() > PATIENCE => {

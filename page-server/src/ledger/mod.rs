@@ -338,6 +338,12 @@ impl Ledger {
         self.0.spaces.iter().enumerate().filter(|(_, slot)| slot.is_live())
     }
 
+    /// Whether memory is still to be brought for a session.
+    #[must_use]
+    pub fn serves_spaces(&self) -> bool {
+        self.live_spaces().any(|(_, slot)| slot.session.load(Ordering::Acquire) != NO_SESSION)
+    }
+
     /// A free session slot, taken in state [`SessionState::Listening`] with no descriptors.
     #[must_use]
     pub fn take_session(&self) -> Option<usize> {

@@ -80,7 +80,8 @@ impl First {
         let Self::Registered(registered) = self else { return missing };
         let mut found = Vec::new();
         for range in registered {
-            let page = range.start / PAGE * PAGE..range.end.next_multiple_of(PAGE);
+            let page =
+                range.start / PAGE * PAGE..range.end.checked_next_multiple_of(PAGE).unwrap_or(u64::MAX);
             let behind = missing.partition_point(|missing| missing.end <= page.start);
             let both = missing[behind..].iter().take_while(|missing| missing.start < page.end);
             found.extend(both.map(|missing| missing.start.max(page.start)..missing.end.min(page.end)));

@@ -33,7 +33,13 @@ fn there_and_back(shape: &Shape) {
     let mut both = Streamer::of_both(dumped.criu.images()).unwrap();
     let waited = comes_back(&dumped.criu);
     assert!(both.end().unwrap().success(), "{}", both.said());
+    let log = dumped.criu.log("restore");
+    let later = |line: &str| line.contains(" buffers come later") && !line.contains(" 0 buffers come later");
+    assert!(log.lines().any(later), "{log}");
     let said = both.said();
+    let lazy: u64 =
+        said.split_once(" lazy_pages=").unwrap().1.split_whitespace().next().unwrap().parse().unwrap();
+    assert!(waited < lazy, "all memory of CPUs came first: {waited} of {lazy} pages");
     let back =
         said.lines().find(|line| line.contains("all memory is back")).unwrap_or_else(|| panic!("{said}"));
     let faults: u64 = back.split_once(" faults=").unwrap().1.split(' ').next().unwrap().parse().unwrap();
@@ -91,6 +97,39 @@ fn memory_that_is_registered_while_it_is_missing_is_waited_for() {
 }
 
 #[test]
+fn asked_to_stop_again_and_again_it_brings_all_to_its_end() {
+    isolated("asked_to_stop_again_and_again_it_brings_all_to_its_end", 1, |_| {
+        let folder = tempfile::tempdir().unwrap();
+        let (toucher, criu) = about_to_register(Version::V4_2, folder.path());
+        let mut both = Streamer::of_both(criu.images()).unwrap();
+        comes_back(&criu);
+        for _ in 0..3 {
+            both.workers().into_iter().chain([both.pid()]).for_each(|pid| asked(pid, Signal::SIGTERM));
+        }
+        toucher.answer().unwrap_or_else(|error| panic!("{error:#}\n{}", both.said()));
+        assert!(both.end().unwrap().success(), "{}", both.said());
+        dies(toucher.pid());
+        wait_for_the_end_of(toucher.pid()).unwrap();
+    });
+}
+
+#[test]
+fn without_lazy_pages_it_ends_when_gpus_go_on() {
+    isolated("without_lazy_pages_it_ends_when_gpus_go_on", 1, |_| {
+        let Some(dumped) = Dumped::of(&unreached(), Version::V4_2) else { return };
+        let mut both = Streamer::of_both(dumped.criu.images()).unwrap();
+        dumped.criu.restore().unwrap();
+        assert!(both.end().unwrap().success(), "{}", both.said());
+        dumped.server.ends_well();
+    });
+}
+
+/// One that may have ended.
+fn asked(pid: u32, signal: Signal) {
+    let _ = kill(Pid::from_raw(pid.cast_signed()), signal);
+}
+
+#[test]
 fn whose_memory_nobody_brings_any_more_is_killed() {
     isolated("whose_memory_nobody_brings_any_more_is_killed", 1, |_| {
         let folder = tempfile::tempdir().unwrap();
@@ -99,13 +138,11 @@ fn whose_memory_nobody_brings_any_more_is_killed() {
         let mut restoring = criu.command(&["restore", "--restore-detached", "--lazy-pages"]).spawn().unwrap();
         // Their gates may be shut or not yet by then, or all may be there.
         assert!(soon(|| criu.log("restore").contains("a page server takes what may come later")));
-        for worker in both.workers() {
-            let _ = kill(Pid::from_raw(worker.cast_signed()), Signal::SIGKILL);
-        }
+        both.workers().into_iter().for_each(|worker| asked(worker, Signal::SIGKILL));
         let restored = restoring.wait().unwrap().success();
         let ended_well = both.end().unwrap().success();
         if restored && ended_well {
-            dies(toucher.pid());
+            asked(toucher.pid(), Signal::SIGKILL);
         }
         wait_for_the_end_of(toucher.pid()).unwrap();
     });

@@ -37,7 +37,8 @@ pub(super) async fn restore(order: &Order<'_>) -> anyhow::Result<u8> {
     let given = options.work_dir.as_deref().map(|path| directory(path, "-W")).transpose()?;
     let own = if given.is_none() { Some(place::folder(&std::env::temp_dir())?) } else { None };
     let work = given.as_deref().or_else(|| own.as_ref().map(TempDir::path)).unwrap_or(order.images);
-    let images = Some(order.images).filter(|images| lazily(images));
+    let bar = Bar::new(options.quiet);
+    let images = Some(order.images).filter(|images| lazily(images, &bar));
     let ours: &[&str] = if images.is_some() { &["--lazy-pages"] } else { &[] };
     let mut streamer = Streamer::start(work, images).await?;
     let shown = tokio::spawn(live::follow(work.to_owned(), options.quiet, SystemTime::now()));
@@ -49,7 +50,6 @@ pub(super) async fn restore(order: &Order<'_>) -> anyhow::Result<u8> {
     };
     let ended = started.elapsed().as_secs_f64() * 1e3;
     let alive = (exit.success() && order.given.detached).then_some(ended);
-    let bar = Bar::new(options.quiet);
     if let Some(alive) = alive {
         bar.say(&format!("     0.0 ms  restore started\n{alive:8.1} ms  process is alive\n"));
     }
@@ -64,6 +64,8 @@ pub(super) async fn restore(order: &Order<'_>) -> anyhow::Result<u8> {
     // It tells what the streamer left, which may be removed after this.
     let _ = timeout(END_LIMIT, shown).await;
     let reason = match streamed {
+        // Nothing that the streamer could tell is the reason.
+        _ if !exit.success() => None,
         Streamed::Nothing | Streamed::Open(_) => None,
         Streamed::Killed => Some(KILLED),
         Streamed::Abandoned => Some(ABANDONED),
@@ -97,8 +99,12 @@ pub(super) async fn restore(order: &Order<'_>) -> anyhow::Result<u8> {
 }
 
 /// Whether memory of CPUs can come behind processes with GPUs.
-fn lazily(images: &Path) -> bool {
-    held::registering().is_ok() && Image::open(images).is_ok()
+fn lazily(images: &Path, bar: &Bar) -> bool {
+    let can = held::registering().map_err(anyhow::Error::from).and_then(|_| Image::open(images).map(drop));
+    if let Err(error) = &can {
+        bar.say(&format!("all memory of CPUs comes before the processes run: {error:#}\n"));
+    }
+    can.is_ok()
 }
 
 /// When all memory was there, in milliseconds like `alive`.

@@ -21,6 +21,8 @@ pub(super) struct Streamer {
     /// Its supervisor.
     child: Child,
     waited_for: bool,
+    /// Memory of CPUs comes from it, too.
+    pages: bool,
     /// Its `--status-fd`.
     words: Receiver,
 }
@@ -55,7 +57,7 @@ impl Streamer {
         let mut child = command.spawn().context("starting rewake stream-gpu")?;
         let words = child.stdout.take().context("rewake stream-gpu has no output")?;
         let words = Receiver::from_owned_fd(words.into()).context("listening to rewake stream-gpu")?;
-        let mut streamer = Self { child, waited_for: false, words };
+        let mut streamer = Self { child, waited_for: false, pages: images.is_some(), words };
         if next(&mut streamer.words).await?.is_none() {
             bail!("rewake stream-gpu could not be started: see above");
         }
@@ -87,7 +89,11 @@ impl Streamer {
         self.waited_for = true;
         Ok(match streamed {
             // Memory of CPUs was lost when nobody stood before a gate.
-            Streamed::Nothing | Streamed::Open(_) if status.code() == Some(1) => Streamed::Killed,
+            Streamed::Nothing | Streamed::Open(_)
+                if self.pages && back.is_none() || status.code() == Some(1) =>
+            {
+                Streamed::Killed
+            }
             Streamed::Open(since) => Streamed::Open(back.map_or(since, |back| back.max(since))),
             Streamed::Nothing => back.map_or(Streamed::Nothing, Streamed::Open),
             same => same,

@@ -1,0 +1,70 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Restores with memory behind running processes where a GPU has none left, or does not copy: nothing is left half done, and the next
+//! one is whole.
+
+use gpu_app::gpu::Gpus;
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use rewake_kfd::{Buffer, Spec};
+use softgpu_tests::criu::{Version, wait_for_the_end_of};
+use softgpu_tests::dumped::{Dumped, ONE_RING, unreached};
+use softgpu_tests::faults::{Calls, Fault};
+use softgpu_tests::{Faults, Machine, Scene, isolated};
+
+const MIB: u64 = 1 << 20;
+
+/// Another program, which takes all memory of a GPU until it is told to end.
+fn takes_all(scene: &Scene) {
+    let gpus = Gpus::open(1).unwrap();
+    let take = |bytes| std::iter::from_fn(move || Buffer::alloc(gpus.device(0), Spec::vram(bytes)).ok());
+    let taken: Vec<Buffer> = [64 * MIB, MIB].into_iter().flat_map(|bytes| take.clone()(bytes)).collect();
+    scene.say("taken");
+    let _ = scene.hear();
+    drop(taken);
+}
+
+#[test]
+fn a_gpu_whose_memory_another_program_has() {
+    isolated("a_gpu_whose_memory_another_program_has", 1, |scene| {
+        if scene.role().is_some() {
+            return takes_all(scene);
+        }
+        let Some(dumped) = Dumped::of(&unreached(), Version::V4_2) else { return };
+        let mut other = scene.peer("takes all");
+        assert_eq!(other.hear(), "taken");
+        let mut streamer = dumped.streamer();
+        let error = dumped.criu.restore().unwrap_err().to_string();
+        assert!(error.contains("CRIU_OP RESTORE") && error.contains("Cannot allocate memory"), "{error}");
+        wait_for_the_end_of(dumped.server.pid).unwrap();
+        // It may have ended by itself.
+        let _ = kill(Pid::from_raw(streamer.pid().cast_signed()), Signal::SIGTERM);
+        assert!(!streamer.end().unwrap().success(), "{}", streamer.said());
+        other.say("end");
+        other.finish();
+        dumped.comes_back();
+        dumped.server.ends_well();
+    });
+}
+
+#[test]
+fn a_gpu_that_does_not_copy() {
+    isolated("a_gpu_that_does_not_copy", 1, |_| {
+        let Some(faults) = Faults::find() else { return };
+        Machine::find().expect("a software GPU").becomes(&ONE_RING);
+        let Some(dumped) = Dumped::of(&unreached(), Version::V4_2) else { return };
+        for nth in 1..=3 {
+            let mut streamer = dumped.streamer();
+            let copies = Calls { comm: Some("rewake"), call: Some("amdgpu/CS") };
+            faults.fail(nth, Fault::Errno(libc::EIO), copies);
+            // It runs when the first copies fail, or not yet.
+            let _ = dumped.criu.restore();
+            let status = streamer.end().unwrap();
+            assert!(faults.hit() && status.code() == Some(1), "{nth}: {status}, {}", streamer.said());
+            assert!(streamer.said().contains("Input/output error"), "{nth}: {}", streamer.said());
+            faults.off();
+            wait_for_the_end_of(dumped.server.pid).unwrap();
+        }
+        dumped.comes_back();
+        dumped.server.ends_well();
+    });
+}
