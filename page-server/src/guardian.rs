@@ -23,9 +23,8 @@ pub enum Whom {
     },
 }
 
-/// Looks for the supervisor's end when the worker has ended, and time between them in milliseconds: a second, if both were killed.
+/// Looks for the supervisor's end when the worker has ended, a millisecond apart: a second, if both were killed.
 const LOOKS: u32 = 1000;
-const LOOK: i32 = 1;
 
 /// Starts a guardian of this process; its number. No signal but SIGKILL ends it. None, with an error in the log, if it cannot be
 /// started.
@@ -88,7 +87,6 @@ fn end_without(ledger: Ledger, supervisor: &OwnedFd) {
         if ledger.generation() != generation {
             return;
         }
-        // SAFETY: a plain wait.
-        unsafe { libc::poll(std::ptr::null_mut(), 0, LOOK) };
+        sys::nap();
     }
 }

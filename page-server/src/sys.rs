@@ -129,6 +129,12 @@ pub fn wait_for_end(pidfd: RawFd) {
     while unsafe { libc::poll(&raw mut poll, 1, -1) } != 1 || poll.revents == 0 {}
 }
 
+/// Waits for a millisecond. Only a system call.
+pub fn nap() {
+    // SAFETY: a plain wait: no descriptors.
+    unsafe { libc::poll(std::ptr::null_mut(), 0, 1) };
+}
+
 /// True when the process behind `pidfd` has ended: a pidfd is readable then.
 #[must_use]
 pub fn has_ended(pidfd: RawFd) -> bool {

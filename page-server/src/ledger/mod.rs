@@ -206,8 +206,7 @@ impl SpaceSlot {
     /// with it the descriptors.
     pub fn wait_for_end(&self) {
         while !self.memory_is_gone() {
-            // SAFETY: a plain wait of a millisecond.
-            unsafe { libc::poll(std::ptr::null_mut(), 0, 1) };
+            sys::nap();
         }
     }
 

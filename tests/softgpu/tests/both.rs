@@ -43,10 +43,8 @@ fn there_and_back(shape: &Shape) {
     let back =
         said.lines().find(|line| line.contains("all memory is back")).unwrap_or_else(|| panic!("{said}"));
     let faults: u64 = back.split_once(" faults=").unwrap().1.split(' ').next().unwrap().parse().unwrap();
-    assert!(
-        faults < waited,
-        "each page of save areas, which no image has, was waited for: {faults} of {waited}, {back}"
-    );
+    // Save areas are half of it. How much of them is waited for is the background's doing; one by one it must not be.
+    assert!(faults < lazy / 4, "pages were waited for one by one: {faults} of {lazy}, {waited} at first");
     dumped.server.ends_well();
 }
 
@@ -79,6 +77,15 @@ fn about_to_register(version: Version, folder: &std::path::Path) -> (Toucher, Cr
     (toucher, criu)
 }
 
+/// It has registered the right bytes, and all is brought to its end.
+fn registers(toucher: &Toucher, both: &mut Streamer) {
+    let pid = toucher.pid();
+    toucher.answer().unwrap_or_else(|error| panic!("{error:#}\n{}", both.said()));
+    assert!(both.end().unwrap().success(), "{}", both.said());
+    dies(pid);
+    wait_for_the_end_of(pid).unwrap();
+}
+
 #[test]
 fn memory_that_is_registered_while_it_is_missing_is_waited_for() {
     isolated("memory_that_is_registered_while_it_is_missing_is_waited_for", 1, |_| {
@@ -88,10 +95,7 @@ fn memory_that_is_registered_while_it_is_missing_is_waited_for() {
             let mut both = Streamer::of_both(criu.images()).unwrap();
             let all_or_nothing = comes_back(&criu) == 0 || criu.log("restore").contains(RETRIES);
             assert!(all_or_nothing, "it has registered nothing yet: {}", criu.log("restore"));
-            toucher.answer().unwrap_or_else(|error| panic!("{error:#}\n{}", both.said()));
-            assert!(both.end().unwrap().success(), "{}", both.said());
-            dies(toucher.pid());
-            wait_for_the_end_of(toucher.pid()).unwrap();
+            registers(&toucher, &mut both);
         }
     });
 }
@@ -106,10 +110,7 @@ fn asked_to_stop_again_and_again_it_brings_all_to_its_end() {
         for _ in 0..3 {
             both.workers().into_iter().chain([both.pid()]).for_each(|pid| asked(pid, Signal::SIGTERM));
         }
-        toucher.answer().unwrap_or_else(|error| panic!("{error:#}\n{}", both.said()));
-        assert!(both.end().unwrap().success(), "{}", both.said());
-        dies(toucher.pid());
-        wait_for_the_end_of(toucher.pid()).unwrap();
+        registers(&toucher, &mut both);
     });
 }
 

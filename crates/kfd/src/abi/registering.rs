@@ -16,7 +16,6 @@ const SVM_OP: u8 = 16;
 /// ALLOC_MEMORY_OF_GPU with USERPTR, SVM's SET_ATTR, GEM_USERPTR. Of `/dev/kfd` and the render nodes as `st_rdev` tells them.
 #[must_use]
 pub fn calls(kfd: libc::dev_t, render: &[libc::dev_t]) -> [Call; 3] {
-    let whole = |mask: u32| Only { at: SVM_OP, mask: -1, wanted: mask.cast_signed() };
     let userptr = KFD_IOC_ALLOC_MEM_FLAGS_USERPTR.cast_signed();
     [
         Call {
@@ -37,7 +36,7 @@ pub fn calls(kfd: libc::dev_t, render: &[libc::dev_t]) -> [Call; 3] {
             bytes: SVM_BYTES,
             address: SVM_ADDRESS,
             length: SVM_LENGTH,
-            only: Some(whole(KFD_IOCTL_SVM_OP_SET_ATTR)),
+            only: Some(Only { at: SVM_OP, mask: -1, wanted: KFD_IOCTL_SVM_OP_SET_ATTR.cast_signed() }),
         },
         Call {
             devices: render.to_vec(),
