@@ -12,6 +12,7 @@ use drm::control::Device as _;
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use nix::time::{ClockId, clock_gettime};
 use nix::unistd::{Whence, lseek};
+use rewake_kfd::abi::memory::Mapping;
 use rewake_kfd::render::Render;
 
 use crate::Error;
@@ -229,24 +230,16 @@ impl CopyEngine {
         Ok(ticket)
     }
 
-    /// Reads bytes of a file straight into a BO, in this thread: where the CPU copies, one copy is less than two. It takes
-    /// them from the page cache and waits for no disk. Whether all of it was done; if not, [`Self::submit`] a transfer of the
-    /// same bytes. Never done where rings copy.
+    /// The CPU's view of a BO where the CPU copies: what is in memory anyway can be put there at once, and one copy is less than
+    /// two. None where rings copy.
     ///
     /// # Errors
-    /// A range beyond the BO's end, or one that the CPU cannot reach.
-    pub fn read_cached(
-        &mut self,
-        (bo, at): (Bo, u64),
-        file: (BorrowedFd<'_>, u64),
-        bytes: u64,
-    ) -> Result<bool, Error> {
-        let Copies::Cpu(copier) = &self.copies else { return Ok(false) };
-        let view = copier.view(&mut self.table, bo)?;
-        check_range("a BO", at, bytes, view.len())?;
-        let length = usize::try_from(bytes).unwrap_or(usize::MAX);
-        // An error is none here: reading the bytes the other way will tell.
-        Ok(view.read_cached(at, file.0, file.1, length).is_ok_and(|got| got == length))
+    /// None of this engine's BOs, or one that the CPU cannot reach.
+    pub fn view(&mut self, bo: Bo) -> Result<Option<Arc<Mapping>>, Error> {
+        match &self.copies {
+            Copies::Rings { .. } => Ok(None),
+            Copies::Cpu(copier) => copier.view(&mut self.table, bo).map(Some),
+        }
     }
 
     fn check(&mut self, transfer: &Transfer) -> Result<(), Error> {

@@ -11,12 +11,13 @@ use rewake_amdgpu::{Bo, CopyEngine, Memory, MemoryDevice, Shape, Slot, Staging, 
 use rewake_kfd::abi::memory::Mapping;
 use rewake_kfd::render::Render;
 use rewake_kfd::settings::max_buffer_size;
-use rewake_store::files::{FileRing, Finished, Request};
+use rewake_store::files::{Direction, FileRing, Finished, Request};
 
 use crate::error::{Error, Stuck};
 use crate::order::{Chunk, Order, small_first};
 use crate::pages::{CHUNK, PagesFile, Piece};
 use crate::report::Moved;
+use crate::straight::Straight;
 use crate::window::Window;
 
 /// Slots of staging memory for each GPU, 16 MiB: enough for a disk and two rings to be busy. More take longer to make than
@@ -103,19 +104,18 @@ struct Buffer {
 pub(crate) struct Flow<'a> {
     pub(crate) staging: Staging,
     pub(crate) moved: Moved,
+    pub(crate) straight: Straight,
     processes: &'a [Process<'a>],
     parts: Vec<Part<'a>>,
     engines: Vec<CopyEngine>,
-    /// The files' side of the slots, if files cannot be read into staging memory.
-    own: Option<Arc<Mapping>>,
+    /// The files' side of the slots.
+    window: Window,
     ring: FileRing<Window>,
     /// By process and buffer.
     buffers: Vec<Vec<Option<Buffer>>>,
     order: Order,
     free: Vec<Slot>,
     copying: Vec<Copying>,
-    /// Done without an engine's work.
-    straight: Vec<Chunk>,
     last: Instant,
     transfers: Vec<Transfer>,
 }
@@ -130,12 +130,10 @@ impl<'a> Flow<'a> {
         let slots = SLOTS.min(SLOTS_OF_A_GPU.saturating_mul(u32::try_from(minors.len()).unwrap_or(SLOTS)));
         let slots = u32::try_from(most.min(all.max(FEWEST_SLOTS))).unwrap_or(slots).min(slots);
         let (staging, engines) = engines(sink, &minors, Shape { slots, slot_bytes: CHUNK })?;
-        let own = match staging.memory() {
-            Memory::Pages => None,
-            Memory::Gtt => Some(Arc::new(Mapping::anonymous(u64::from(slots) * CHUNK)?)),
+        let window = match staging.memory() {
+            Memory::Pages => Window::Staging(staging.clone()),
+            Memory::Gtt => Window::Own(Arc::new(Mapping::anonymous(u64::from(slots) * CHUNK)?)),
         };
-        let window =
-            own.as_ref().map_or_else(|| Window::Staging(staging.clone()), |own| Window::Own(Arc::clone(own)));
         let order = Order::new(parts.iter().map(|part| (0..part.file.chunks()).collect()));
         Ok(Self {
             free: staging.slots().collect(),
@@ -144,12 +142,12 @@ impl<'a> Flow<'a> {
             processes,
             parts,
             engines,
-            own,
-            ring: FileRing::new(window, TRANSFERS)?,
+            window,
+            ring: FileRing::new(TRANSFERS)?,
             buffers,
             order,
             copying: Vec::new(),
-            straight: Vec::new(),
+            straight: Straight::default(),
             last: Instant::now(),
             transfers: Vec::new(),
         })
@@ -228,7 +226,8 @@ impl<'a> Flow<'a> {
 
     /// Whether every slot is free and no engine works.
     pub(crate) fn is_idle(&self) -> bool {
-        self.copying.is_empty() && self.straight.is_empty() && self.free.len() == self.staging.slots().len()
+        let slots = self.free.len() == self.staging.slots().len();
+        slots && self.copying.is_empty() && self.straight.is_idle()
     }
 
     /// Whether the bytes of a buffer are to be moved.
@@ -274,25 +273,39 @@ impl<'a> Flow<'a> {
         Ok(())
     }
 
-    /// Whether the CPU copies, and could as well read bytes of the file that the page cache has: these.
+    /// Whether the CPU copies, and these bytes of the file are in the page cache: they can be put where they belong at once.
     pub(crate) fn may_read_straight(&self, chunk: Chunk, offset: u64, bytes: u64) -> bool {
         let Part { file, engine, .. } = self.parts[chunk.file];
         let by_cpu = matches!(self.engines[engine].way(), Way::Cpu { .. });
         by_cpu && file.file.is_cached(offset, usize::try_from(bytes).unwrap_or(usize::MAX))
     }
 
-    /// Reads a piece from the page cache into its buffer, if that has all of it; whether it has.
-    pub(crate) fn read_straight(&mut self, chunk: Chunk, piece: &Piece) -> Result<bool, Error> {
-        let bo = self.bo(chunk, piece)?;
-        let Part { file, engine, .. } = self.parts[chunk.file];
-        let from = (file.file.file().as_fd(), piece.offset);
-        Ok(self.engines[engine].read_cached((bo, piece.at), from, piece.bytes)?)
-    }
-
-    /// All of a chunk was read straight into its buffers.
-    pub(crate) fn was_read_straight(&mut self, chunk: Chunk) {
-        self.straight.push(chunk);
-        self.last = Instant::now();
+    /// Starts reading a chunk's pieces straight into their buffers, from a free place. Their tokens are those behind slots'.
+    pub(crate) fn read_straight(
+        &mut self,
+        chunk: Chunk,
+        place: usize,
+        pieces: &[Piece],
+    ) -> Result<(), Error> {
+        let file = self.file(chunk);
+        let token = (self.staging.slots().len() + place) as u64;
+        for piece in pieces {
+            let bo = self.bo(chunk, piece)?;
+            let view = self.engines[self.parts[chunk.file].engine].view(bo)?;
+            let size = |bytes: u64| usize::try_from(bytes).unwrap_or(usize::MAX);
+            self.transfer(Request {
+                file: Arc::clone(&file.file),
+                direction: Direction::Read,
+                offset: piece.offset,
+                memory: Window::Buffer(view.ok_or(Stuck::NoBytes(piece.buffer))?),
+                at: size(piece.at),
+                bytes: size(piece.bytes),
+                needed: size(piece.bytes),
+                token,
+            });
+        }
+        self.straight.begins(place, chunk, pieces.len());
+        Ok(())
     }
 
     /// Whether the copies of a chunk in a slot may be submitted now.
@@ -321,7 +334,7 @@ impl<'a> Flow<'a> {
 
     /// The chunks whose copies have ended, with their slots.
     pub(crate) fn copied(&mut self, into: &mut Vec<(Chunk, Option<Slot>)>) -> Result<(), Error> {
-        into.extend(self.straight.drain(..).map(|chunk| (chunk, None)));
+        into.extend(self.straight.ended().map(|chunk| (chunk, None)));
         for engine in &mut self.engines {
             for done in engine.finished()? {
                 done.result?;
@@ -354,8 +367,13 @@ impl<'a> Flow<'a> {
         Ok(done)
     }
 
-    /// Where a slot is in the memory that files are read into and written from.
-    pub(crate) fn window(slot: Slot) -> usize {
+    /// The memory that files are read into and written from.
+    pub(crate) fn window(&self) -> Window {
+        self.window.clone()
+    }
+
+    /// Where a slot is in it.
+    pub(crate) fn place(slot: Slot) -> usize {
         slot.index() as usize * usize::try_from(CHUNK).unwrap_or(usize::MAX)
     }
 
@@ -365,7 +383,7 @@ impl<'a> Flow<'a> {
     }
 
     /// Starts a transfer of a file.
-    pub(crate) fn transfer(&mut self, request: Request) {
+    pub(crate) fn transfer(&mut self, request: Request<Window>) {
         // Room was asked for.
         assert!(self.ring.submit(request).is_ok(), "more transfers than agreed");
         self.last = Instant::now();
@@ -387,19 +405,19 @@ impl<'a> Flow<'a> {
 
     /// Where files cannot be read into staging memory, copies a slot there...
     pub(crate) fn bring_in(&self, slot: Slot, bytes: u64) {
-        if let Some(own) = &self.own {
+        if let Window::Own(own) = &self.window {
             let mut copy = vec![0; usize::try_from(bytes).unwrap_or(0)];
-            own.read(Self::window(slot) as u64, &mut copy);
+            own.read(Self::place(slot) as u64, &mut copy);
             self.staging.write(rewake_amdgpu::Place { slot, at: 0 }, &copy);
         }
     }
 
     /// ... and back.
     pub(crate) fn bring_out(&self, slot: Slot, bytes: u64) {
-        if let Some(own) = &self.own {
+        if let Window::Own(own) = &self.window {
             let mut copy = vec![0; usize::try_from(bytes).unwrap_or(0)];
             self.staging.read(rewake_amdgpu::Place { slot, at: 0 }, &mut copy);
-            own.write(Self::window(slot) as u64, &copy);
+            own.write(Self::place(slot) as u64, &copy);
         }
     }
 

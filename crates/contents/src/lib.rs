@@ -11,8 +11,8 @@
 //!   chunk comes next.
 //! * [`folder`]: files of an image directory.
 //!
-//! What the page cache has is read from it, in the thread that loads, and by one copy where the CPU copies anyway; the rest past
-//! it, by io_uring. [`Loading::into_memory`] needs no GPU: tests, and `cargo xtask bench engine`, load into memory.
+//! What the page cache has is read from it, by threads of the kernel's, and by one copy where the CPU copies anyway (`straight`);
+//! the rest past it, by io_uring. [`Loading::into_memory`] needs no GPU: tests, and `cargo xtask bench engine`, load into memory.
 
 mod desk;
 mod error;
@@ -24,6 +24,7 @@ mod order;
 mod pages;
 mod report;
 mod save;
+mod straight;
 mod window;
 
 use std::time::Instant;

@@ -44,7 +44,8 @@ pub(crate) fn run(
     desk: &Desk,
     resident: &mut dyn FnMut(usize, usize),
 ) -> Result<Moved, Error> {
-    let mut held: Vec<Option<Held>> = vec![None; flow.staging.slots().len()];
+    let slots = flow.staging.slots().len();
+    let mut held: Vec<Option<Held>> = vec![None; slots];
     let (mut over, mut copied) = (Vec::new(), Vec::new());
     let mut read: Vec<Slot> = Vec::new();
     loop {
@@ -60,7 +61,11 @@ pub(crate) fn run(
             finished.result?;
             idle = false;
             let index = usize::try_from(finished.token).unwrap_or(usize::MAX);
-            let Some(entry) = held.get_mut(index).and_then(Option::as_mut) else { continue };
+            let Some(entry) = held.get_mut(index) else {
+                flow.straight.was_read(index - slots);
+                continue;
+            };
+            let Some(entry) = entry else { continue };
             entry.left -= 1;
             if entry.left == 0 {
                 read.extend(flow.staging.slots().nth(index));
@@ -130,11 +135,11 @@ fn start(flow: &mut Flow<'_>, held: &mut [Option<Held>]) -> Result<bool, Error> 
             flow.take_chunk(chunk);
             account(flow, end - first, end - first);
             fill(flow, chunk)?;
-        } else if straight(flow, chunk, &runs)? {
+        } else if let Some(pieces) = straight(flow, chunk, &runs) {
+            let Some(place) = flow.straight.place() else { break };
             flow.take_chunk(chunk);
             account(flow, end - first, zeros(&runs, first, end));
-            // It took this thread's time.
-            return Ok(true);
+            flow.read_straight(chunk, place, &pieces)?;
         } else {
             let Some(slot) = flow.free_slot() else { break };
             flow.take_chunk(chunk);
@@ -198,7 +203,8 @@ fn read(flow: &mut Flow<'_>, chunk: Chunk, slot: Slot, runs: Vec<Run>) -> Held {
             file: Arc::clone(&file.file),
             direction: Direction::Read,
             offset: run.start,
-            at: Flow::window(slot) + size(run.start - first),
+            memory: flow.window(),
+            at: Flow::place(slot) + size(run.start - first),
             bytes: size(run.end - run.start),
             needed: size(run.end.min(file.length) - run.start),
             token: u64::from(slot.index()),
@@ -207,21 +213,18 @@ fn read(flow: &mut Flow<'_>, chunk: Chunk, slot: Slot, runs: Vec<Run>) -> Held {
     Held { chunk, left: runs.len(), runs }
 }
 
-/// Where the CPU copies: a chunk without holes that is in the page cache is read into its buffers at once, without staging
-/// memory between. Whether it was; if not, parts of it may have been, and all of it goes the other way.
-fn straight(flow: &mut Flow<'_>, chunk: Chunk, runs: &[Run]) -> Result<bool, Error> {
+/// What of a chunk is read straight into its buffers, without staging memory between: all, where the CPU copies, if it has few
+/// pieces, no holes, and is in the page cache. None: all of it goes the other way.
+fn straight(flow: &Flow<'_>, chunk: Chunk, runs: &[Run]) -> Option<Vec<Piece>> {
     let file = flow.file(chunk);
     let (first, end) = file.range(chunk.number);
-    if zeros(runs, first, end) > 0 || !flow.may_read_straight(chunk, first, end - first) {
-        return Ok(false);
-    }
-    for piece in file.pieces(chunk.number) {
-        if flow.is_here(chunk, &piece) && !flow.read_straight(chunk, &piece)? {
-            return Ok(false);
-        }
-    }
-    flow.was_read_straight(chunk);
-    Ok(true)
+    let whole = zeros(runs, first, end) == 0 && flow.may_read_straight(chunk, first, end - first);
+    let pieces: Vec<Piece> = file
+        .pieces(chunk.number)
+        .filter(|piece| whole && flow.is_here(chunk, piece))
+        .take(MOST + 1)
+        .collect();
+    (1..=MOST).contains(&pieces.len()).then_some(pieces)
 }
 
 /// Starts the copies of a chunk that was read, and fills what was not.

@@ -9,15 +9,17 @@ use rewake_kfd::abi::memory::Mapping;
 use rewake_store::files::Memory;
 
 /// Memory that files are read into and written from, slot after slot.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(crate) enum Window {
     /// Staging memory of ordinary pages.
     Staging(Staging),
     /// This process's own, beside staging memory that files cannot be read into.
     Own(Arc<Mapping>),
+    /// A buffer, where the CPU copies.
+    Buffer(Arc<Mapping>),
 }
 
-// SAFETY: both are mapped until the last clone is dropped, and neither is ever borrowed: all accesses are volatile copies.
+// SAFETY: all are mapped until the last clone is dropped, and none is ever borrowed: all accesses are volatile copies.
 unsafe impl Memory for Window {
     fn start(&self) -> NonNull<u8> {
         match self {
@@ -25,7 +27,7 @@ unsafe impl Memory for Window {
                 let slot = staging.slots().next().expect("staging memory has slots");
                 staging.pointer(Place { slot, at: 0 }, 0)
             }
-            Self::Own(mapping) => mapping.pointer(0, 0),
+            Self::Own(mapping) | Self::Buffer(mapping) => mapping.pointer(0, 0),
         }
     }
 
@@ -35,7 +37,12 @@ unsafe impl Memory for Window {
                 let Shape { slots, slot_bytes } = staging.shape();
                 usize::try_from(u64::from(slots) * slot_bytes).unwrap_or(0)
             }
-            Self::Own(mapping) => usize::try_from(mapping.len()).unwrap_or(0),
+            Self::Own(mapping) | Self::Buffer(mapping) => usize::try_from(mapping.len()).unwrap_or(0),
         }
+    }
+
+    fn is_for_devices(&self) -> bool {
+        // It may be a device's own.
+        !matches!(self, Self::Buffer(_))
     }
 }

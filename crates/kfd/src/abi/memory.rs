@@ -288,28 +288,6 @@ impl Mapping {
         (head + words * 8..length).for_each(byte);
     }
 
-    /// Reads `length` bytes of a file from `offset` on to here, as far as the page cache has them, without waiting; how many.
-    ///
-    /// # Errors
-    /// The kernel's errno: EAGAIN where it has none.
-    ///
-    /// # Panics
-    /// Beyond the end.
-    pub fn read_cached(
-        &self,
-        at: u64,
-        file: BorrowedFd<'_>,
-        offset: u64,
-        length: usize,
-    ) -> io::Result<usize> {
-        let part = libc::iovec { iov_base: self.at(at, length, 1).cast(), iov_len: length };
-        // SAFETY: in bounds by `at`, and borrowed by nobody.
-        let got = unsafe {
-            libc::preadv2(file.as_raw_fd(), &raw const part, 1, offset.cast_signed(), libc::RWF_NOWAIT)
-        };
-        usize::try_from(got).map_err(|_| io::Error::last_os_error())
-    }
-
     /// Fills `words` 32-bit words at `at`.
     ///
     /// # Panics

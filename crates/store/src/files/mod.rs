@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Many reads and writes at once, between files and one stretch of memory that the caller divides up: what moves buffer
-//! objects to and from images. By io_uring, or by plain positioned calls where that is forbidden.
+//! Many reads and writes at once, between files and memory that the caller divides up: what moves buffer objects to and
+//! from images. By io_uring, or by plain positioned calls where that is forbidden.
 //!
 //! One thread, no locks. [`FileRing::submit`] starts, [`FileRing::finished`] tells what ended, [`FileRing::event`] wakes.
 
 mod request;
 mod ring;
+#[cfg(test)]
+mod testing;
 
 use std::fs::File;
 use std::io;
@@ -30,6 +32,8 @@ pub unsafe trait Memory {
     fn start(&self) -> NonNull<u8>;
     /// Bytes.
     fn bytes(&self) -> usize;
+    /// Whether disks may write into it themselves: not into what is another device's.
+    fn is_for_devices(&self) -> bool;
 }
 
 /// A file that is transferred, opened once or twice: past the page cache, too, where the file system permits it.
@@ -77,7 +81,7 @@ impl TransferFile {
         self.refused.store(true, Ordering::Relaxed);
     }
 
-    fn error(&self, request: &Request, source: io::Error) -> TransferError {
+    fn error<M>(&self, request: &Request<M>, source: io::Error) -> TransferError {
         TransferError {
             act: request.direction.act(),
             file: self.name.clone(),

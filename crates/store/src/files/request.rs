@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! One transfer, and the rules by which it goes on after a system call that did less than all of it.
 
+use std::fs::File;
 use std::io;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use super::TransferFile;
+use super::{Memory, TransferFile};
 
 /// Calls for one transfer that do less than is left: each must do at least a page on any real file system, and a
 /// transfer of 2 MiB has 512.
@@ -35,16 +36,19 @@ impl Direction {
 
 /// A stretch of a file and as many bytes of memory.
 #[derive(Debug, Clone)]
-pub struct Request {
+pub struct Request<M> {
     /// The file.
     pub file: Arc<TransferFile>,
     /// Which way.
     pub direction: Direction,
     /// First byte in the file.
     pub offset: u64,
+    /// The memory. It is held until the transfer is over.
+    pub memory: M,
     /// First byte in the memory.
     pub at: usize,
-    /// How many, at least one. Past the page cache, but for reads of what it has, if all three are multiples of a page.
+    /// How many, at least one. Past the page cache, but for reads of what it has, if all three are multiples of a page and
+    /// devices may use the memory.
     pub bytes: usize,
     /// How many of them a read must get: less than `bytes` where the file ends inside its last page.
     pub needed: usize,
@@ -74,8 +78,8 @@ pub struct TransferError {
 
 /// A transfer on its way.
 #[derive(Debug)]
-pub(super) struct Progress {
-    pub(super) request: Request,
+pub(super) struct Progress<M> {
+    pub(super) request: Request<M>,
     done: usize,
     short: u32,
     eio: u32,
@@ -89,8 +93,8 @@ pub(super) enum Step {
     Over(Finished),
 }
 
-impl Progress {
-    pub(super) fn new(request: Request) -> Self {
+impl<M: Memory> Progress<M> {
+    pub(super) fn new(request: Request<M>) -> Self {
         Self { request, done: 0, short: 0, eio: 0, interruptions: 0 }
     }
 
@@ -98,6 +102,22 @@ impl Progress {
     pub(super) fn next(&self) -> (u64, usize, usize) {
         let Request { offset, at, bytes, .. } = self.request;
         (offset + self.done as u64, at + self.done, bytes - self.done)
+    }
+
+    /// The descriptor of the next call, and whether it goes past the page cache.
+    pub(super) fn file(&self) -> (&File, bool) {
+        let (offset, at, bytes) = self.next();
+        let file = &self.request.file;
+        match self.request.memory.is_for_devices() {
+            true => file.at(offset, at, bytes),
+            false => (&file.buffered, false),
+        }
+    }
+
+    /// Where the memory of the next call begins.
+    pub(super) fn start(&self) -> *mut u8 {
+        let (_, at, _) = self.next();
+        self.request.memory.start().as_ptr().wrapping_add(at)
     }
 
     /// Takes the result of the call that [`Progress::next`] asked for; `direct` if it went past the page cache.
@@ -155,12 +175,13 @@ impl Progress {
 
 #[cfg(test)]
 mod tests {
+    use super::super::testing::Pages;
     use super::*;
 
-    fn read(bytes: usize, needed: usize) -> Progress {
+    fn read(bytes: usize, needed: usize) -> Progress<Arc<Pages>> {
         let file = TransferFile::new("pages.img", tempfile::tempfile().unwrap(), None);
-        let direction = Direction::Read;
-        Progress::new(Request { file, direction, offset: 4096, at: 8192, bytes, needed, token: 7 })
+        let (direction, memory) = (Direction::Read, Pages::new(4096));
+        Progress::new(Request { file, direction, offset: 4096, memory, at: 8192, bytes, needed, token: 7 })
     }
 
     fn errno(code: i32) -> io::Result<usize> {

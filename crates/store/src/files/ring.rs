@@ -6,7 +6,7 @@ use std::marker::PhantomData;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::time::{Duration, Instant};
 
-use io_uring::{IoUring, opcode, types};
+use io_uring::{IoUring, opcode, squeue, types};
 
 use super::Memory;
 use super::request::{Direction, Finished, Progress, Request, Step};
@@ -18,25 +18,36 @@ use crate::waker::Waker;
 const DROP_PATIENCE: Duration = Duration::from_secs(10);
 /// Times that the kernel is asked to take submissions before they are left to the next call.
 const MAX_ENTERS: u32 = 8;
+/// Reads of so many bytes in the page cache are left to the kernel's threads, so that several copy at once: one of them copies
+/// less than a GPU takes. Less is copied sooner than another thread is woken.
+const ASIDE: usize = 128 << 10;
+/// Of them at most: more than memory has bandwidth for.
+const WORKERS: usize = 8;
+
+/// The kernel's threads that copy from the page cache.
+fn workers() -> u32 {
+    let processors = std::thread::available_parallelism().map_or(1, usize::from);
+    u32::try_from(processors.min(WORKERS)).unwrap_or(1)
+}
 
 /// Transfers between files and `M`. Belongs to the thread that made it.
 pub struct FileRing<M: Memory> {
     way: Way,
-    /// By slot; as many as may be under way.
-    flights: Vec<Option<Flight>>,
+    /// By slot; as many as may be under way. Leaked rather than dropped under a transfer: the kernel may write to its memory until then.
+    flights: Vec<Option<Flight<M>>>,
     vacant: Vec<usize>,
     event: Waker,
     /// Ended without the ring: plain calls end at once.
     over: Vec<Finished>,
-    /// Last, and leaked rather than dropped under a transfer: the kernel may write to it until then.
-    memory: Option<M>,
     one_thread: PhantomData<*mut ()>,
 }
 
 #[derive(Debug)]
-struct Flight {
-    progress: Progress,
+struct Flight<M> {
+    progress: Progress<M>,
     direct: bool,
+    /// The page cache had it: one of the kernel's threads copies it.
+    aside: bool,
 }
 
 enum Way {
@@ -49,9 +60,13 @@ impl<M: Memory> FileRing<M> {
     ///
     /// # Errors
     /// [`StoreError::Setup`] when descriptors are out.
-    pub fn new(memory: M, depth: usize) -> Result<Self, StoreError> {
+    pub fn new(depth: usize) -> Result<Self, StoreError> {
         let (way, event) = match build(depth) {
-            Ok((ring, event, _)) => (Way::Uring(Box::new(ring)), event),
+            Ok((ring, event, _)) => {
+                // An older kernel has as many as it likes.
+                let _ = ring.submitter().register_iowq_max_workers(&mut [workers(), 0]);
+                (Way::Uring(Box::new(ring)), event)
+            }
             Err(error) => {
                 let event = Waker::new();
                 let event = event.map_err(|error| StoreError::Setup { act: "making an eventfd", error })?;
@@ -59,8 +74,7 @@ impl<M: Memory> FileRing<M> {
             }
         };
         let (flights, vacant) = ((0..depth).map(|_| None).collect(), (0..depth).rev().collect());
-        let (over, memory, one_thread) = (Vec::new(), Some(memory), PhantomData);
-        Ok(Self { way, flights, vacant, event, over, memory, one_thread })
+        Ok(Self { way, flights, vacant, event, over: Vec::new(), one_thread: PhantomData })
     }
 
     /// For the log: why transfers are one at a time, if they are.
@@ -84,26 +98,34 @@ impl<M: Memory> FileRing<M> {
     }
 
     /// Starts a transfer; the kernel gets it with [`FileRing::flush`]. What is read and in the page cache comes from there,
-    /// now. Given back when as many as possible are under way.
+    /// now if it is little. Given back when as many as possible are under way.
     ///
     /// # Errors
     /// The request.
     ///
     /// # Panics
     /// It goes beyond the memory, or is of no bytes: a mistake of the program.
-    pub fn submit(&mut self, request: Request) -> Result<(), Request> {
+    pub fn submit(&mut self, request: Request<M>) -> Result<(), Request<M>> {
         let end = request.at.checked_add(request.bytes);
-        let inside = end.is_some_and(|end| end <= self.memory.as_ref().map_or(0, Memory::bytes));
-        assert!(inside && request.bytes > 0 && request.needed <= request.bytes, "{request:?}");
+        let inside = end.is_some_and(|end| end <= request.memory.bytes());
+        let few = request.bytes > 0 && request.needed <= request.bytes;
+        assert!(inside && few, "{} at {}, {} needed", request.bytes, request.at, request.needed);
         let Some(slot) = self.vacant.pop() else { return Err(request) };
         let mut progress = Progress::new(request);
-        if let Some(finished) = self.read_cached(&mut progress) {
+        let Request { file, direction, offset, bytes, .. } = &progress.request;
+        // Asked for before: on its own RWF_NOWAIT would start reads ahead of what is not there.
+        let cached = *direction == Direction::Read && file.is_cached(*offset, *bytes);
+        let aside = cached && *bytes >= ASIDE && matches!(self.way, Way::Uring(_));
+        if cached
+            && !aside
+            && let Some(finished) = read_cached(&mut progress)
+        {
             self.vacant.push(slot);
             self.over.push(finished);
             self.event.wake();
             return Ok(());
         }
-        self.flights[slot] = Some(Flight { progress, direct: false });
+        self.flights[slot] = Some(Flight { progress, direct: false, aside });
         match self.way {
             Way::Uring(_) => self.queue(slot),
             Way::Plain(_) => self.do_now(slot),
@@ -114,23 +136,6 @@ impl<M: Memory> FileRing<M> {
     /// Whether transfers have ended that [`FileRing::finished`] has not told of: reads of what was in the page cache.
     pub fn has_finished(&self) -> bool {
         !self.over.is_empty()
-    }
-
-    /// Reads what is all in the page cache: the disk is slower. None if it is not, or not any more; then what is left
-    /// goes the ordinary way.
-    fn read_cached(&self, progress: &mut Progress) -> Option<Finished> {
-        let memory = self.memory.as_ref()?;
-        let (offset, at, bytes) = progress.next();
-        let Request { file, direction, .. } = &progress.request;
-        // Asked for before: on its own RWF_NOWAIT would start reads ahead of what is not there.
-        if *direction == Direction::Write || !file.is_cached(offset, bytes) {
-            return None;
-        }
-        let got = cached(memory, file.file().as_raw_fd(), offset, at, bytes);
-        match if got > 0 { progress.step(false, Ok(got)) } else { Step::Again } {
-            Step::Over(finished) => Some(finished),
-            Step::Again => None,
-        }
     }
 
     /// Gives the kernel what was submitted.
@@ -192,12 +197,11 @@ impl<M: Memory> FileRing<M> {
     /// Queues the next call of the transfer in `slot`. There is room: one call for each slot.
     fn queue(&mut self, slot: usize) {
         let (Some(flight), Way::Uring(ring)) = (self.flights[slot].as_mut(), &mut self.way) else { return };
-        let Some(memory) = &self.memory else { return };
-        let (offset, at, bytes) = flight.progress.next();
+        let (offset, _, bytes) = flight.progress.next();
         let request = &flight.progress.request;
-        let (file, direct) = request.file.at(offset, at, bytes);
+        let (file, direct) = if flight.aside { (request.file.file(), false) } else { flight.progress.file() };
         flight.direct = direct;
-        let start = memory.start().as_ptr().wrapping_add(at);
+        let start = flight.progress.start();
         // More than a transfer ever has: the kernel does less, and it is continued.
         let length = u32::try_from(bytes).unwrap_or(1 << 30);
         let fd = types::Fd(file.as_raw_fd());
@@ -205,20 +209,19 @@ impl<M: Memory> FileRing<M> {
             Direction::Read => opcode::Read::new(fd, start, length).offset(offset).build(),
             Direction::Write => opcode::Write::new(fd, start, length).offset(offset).build(),
         };
+        let flags = if flight.aside { squeue::Flags::ASYNC } else { squeue::Flags::empty() };
         // SAFETY: `submit` has checked that the bytes are the memory's; memory and file are this ring's until the call is
         // over (see Drop).
-        unsafe { push(ring, &entry.user_data(slot as u64)) };
+        unsafe { push(ring, &entry.flags(flags).user_data(slot as u64)) };
     }
 
     /// Without io_uring: all of it, now.
     fn do_now(&mut self, slot: usize) {
-        let (Some(mut flight), Some(memory)) = (self.flights[slot].take(), &self.memory) else { return };
+        let Some(mut flight) = self.flights[slot].take() else { return };
         self.vacant.push(slot);
         loop {
-            let (offset, at, bytes) = flight.progress.next();
-            let request = &flight.progress.request;
-            let (file, direct) = request.file.at(offset, at, bytes);
-            let got = plain(memory, file.as_raw_fd(), request.direction, offset, at, bytes);
+            let (file, direct) = flight.progress.file();
+            let got = plain(&flight.progress, file.as_raw_fd());
             if let Step::Over(finished) = flight.progress.step(direct, got) {
                 self.over.push(finished);
                 break;
@@ -228,27 +231,25 @@ impl<M: Memory> FileRing<M> {
     }
 }
 
-/// Reads what the page cache has of these bytes, from the first on, without waiting; how many.
-fn cached<M: Memory>(memory: &M, fd: i32, offset: u64, at: usize, bytes: usize) -> usize {
-    let start = memory.start().as_ptr().wrapping_add(at);
-    let part = libc::iovec { iov_base: start.cast(), iov_len: bytes };
+/// Reads from the page cache, without waiting. None if it has not all of it any more; then what is left goes the ordinary way.
+fn read_cached<M: Memory>(progress: &mut Progress<M>) -> Option<Finished> {
+    let (offset, _, bytes) = progress.next();
+    let part = libc::iovec { iov_base: progress.start().cast(), iov_len: bytes };
+    let fd = progress.request.file.file().as_raw_fd();
     // SAFETY: `submit` has checked that the bytes are the memory's, which is writable and borrowed by nobody.
     let got = unsafe { libc::preadv2(fd, &raw const part, 1, offset.cast_signed(), libc::RWF_NOWAIT) };
-    usize::try_from(got).unwrap_or(0)
+    let got = usize::try_from(got).ok().filter(|got| *got > 0)?;
+    match progress.step(false, Ok(got)) {
+        Step::Over(finished) => Some(finished),
+        Step::Again => None,
+    }
 }
 
 /// One positioned call.
-fn plain<M: Memory>(
-    memory: &M,
-    fd: i32,
-    direction: Direction,
-    offset: u64,
-    at: usize,
-    bytes: usize,
-) -> io::Result<usize> {
-    let start = memory.start().as_ptr().wrapping_add(at);
-    let offset = offset.cast_signed();
-    let got = match direction {
+fn plain<M: Memory>(progress: &Progress<M>, fd: i32) -> io::Result<usize> {
+    let (offset, _, bytes) = progress.next();
+    let (start, offset) = (progress.start(), offset.cast_signed());
+    let got = match progress.request.direction {
         // SAFETY: `submit` has checked that the bytes are the memory's, which is writable and borrowed by nobody.
         Direction::Read => unsafe { libc::pread(fd, start.cast(), bytes, offset) },
         // SAFETY: as above; only read.
@@ -270,7 +271,7 @@ impl<M: Memory> Drop for FileRing<M> {
         }
         if self.in_flight() > 0 {
             // Storage that does not answer: better to lose the memory than to have it written to after reuse.
-            std::mem::forget((self.memory.take(), std::mem::take(&mut self.flights)));
+            std::mem::forget(std::mem::take(&mut self.flights));
         }
     }
 }
@@ -289,44 +290,14 @@ mod tests {
     use std::fs::{File, OpenOptions};
     use std::os::unix::fs::{FileExt, OpenOptionsExt};
     use std::path::Path;
-    use std::ptr::NonNull;
     use std::sync::Arc;
 
     use super::*;
     use crate::PAGE;
     use crate::files::TransferFile;
+    use crate::files::testing::{Foreign, Pages};
 
     const BYTES: usize = 64 * PAGE;
-
-    /// Pages of this process's.
-    struct Pages(memmap2::MmapRaw);
-
-    // SAFETY: mapped until the value is dropped, and never borrowed.
-    unsafe impl Memory for Arc<Pages> {
-        fn start(&self) -> NonNull<u8> {
-            NonNull::new(self.0.as_mut_ptr()).unwrap()
-        }
-
-        fn bytes(&self) -> usize {
-            self.0.len()
-        }
-    }
-
-    impl Pages {
-        fn new() -> Arc<Self> {
-            Arc::new(Self(memmap2::MmapOptions::new().len(BYTES).map_anon().unwrap().into()))
-        }
-
-        fn put(&self, at: usize, bytes: &[u8]) {
-            // SAFETY: inside, and nothing else runs.
-            unsafe { self.0.as_mut_ptr().add(at).copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
-        }
-
-        fn get(&self, at: usize, bytes: usize) -> Vec<u8> {
-            // SAFETY: as above.
-            unsafe { std::slice::from_raw_parts(self.0.as_ptr().add(at), bytes) }.to_vec()
-        }
-    }
 
     fn pattern(bytes: usize, seed: usize) -> Vec<u8> {
         (0..bytes).map(|index| u8::try_from((index * 7 + seed) % 251).unwrap()).collect()
@@ -338,10 +309,10 @@ mod tests {
     }
 
     /// With io_uring, and as if there were none.
-    fn rings(memory: &Arc<Pages>) -> [FileRing<Arc<Pages>>; 2] {
-        let mut plain = FileRing::new(Arc::clone(memory), 4).unwrap();
+    fn rings() -> [FileRing<Arc<Pages>>; 2] {
+        let mut plain = FileRing::new(4).unwrap();
         plain.way = Way::Plain(io::Error::from_raw_os_error(libc::ENOSYS));
-        [FileRing::new(Arc::clone(memory), 4).unwrap(), plain]
+        [FileRing::new(4).unwrap(), plain]
     }
 
     fn all(ring: &mut FileRing<Arc<Pages>>) -> Vec<Finished> {
@@ -357,8 +328,8 @@ mod tests {
     #[test]
     fn bytes_go_to_a_file_and_come_back_at_any_alignment() {
         let temp = tempfile::NamedTempFile::new().unwrap();
-        let memory = Pages::new();
-        for mut ring in rings(&memory) {
+        let memory = Pages::new(BYTES);
+        for mut ring in rings() {
             assert_eq!(ring.note().is_some(), matches!(ring.way, Way::Plain(_)));
             for (token, (offset, at, bytes)) in
                 [(0, 0, 2 * PAGE), (8, 3 * PAGE, 100), (PAGE as u64, 5, PAGE)].into_iter().enumerate()
@@ -369,6 +340,7 @@ mod tests {
                     file: Arc::clone(&file),
                     direction,
                     offset,
+                    memory: Arc::clone(&memory),
                     at,
                     bytes,
                     needed: bytes,
@@ -388,12 +360,13 @@ mod tests {
     fn the_last_page_of_a_file_may_be_asked_for_whole() {
         let temp = tempfile::NamedTempFile::new().unwrap();
         temp.as_file().write_all_at(&pattern(PAGE + 10, 3), 0).unwrap();
-        let memory = Pages::new();
-        for mut ring in rings(&memory) {
+        let memory = Pages::new(BYTES);
+        for mut ring in rings() {
             let request = |needed| Request {
                 file: both(temp.path()),
                 direction: Direction::Read,
                 offset: 0,
+                memory: Arc::clone(&memory),
                 at: 0,
                 bytes: 2 * PAGE,
                 needed,
@@ -412,13 +385,14 @@ mod tests {
     fn no_more_are_under_way_than_agreed_and_none_is_lost() {
         let temp = tempfile::NamedTempFile::new().unwrap();
         temp.as_file().set_len(BYTES as u64).unwrap();
-        let memory = Pages::new();
-        let [mut ring, _] = rings(&memory);
+        let memory = Pages::new(BYTES);
+        let [mut ring, _] = rings();
         let file = both(temp.path());
         let request = |token| Request {
             file: Arc::clone(&file),
             direction: Direction::Read,
             offset: 0,
+            memory: Arc::clone(&memory),
             at: 0,
             bytes: PAGE,
             needed: PAGE,
@@ -445,14 +419,24 @@ mod tests {
         temp.as_file().write_all_at(&bytes, 0).unwrap();
         temp.as_file().sync_all().unwrap();
         let file = both(temp.path());
-        let memory = Pages::new();
-        for mut ring in rings(&memory) {
+        let memory = Pages::new(BYTES);
+        for mut ring in rings() {
             let plain = ring.note().is_some();
             let mut read = || {
                 let file = Arc::clone(&file);
                 let (bytes, needed) = (9 * PAGE, 8 * PAGE + 10);
-                let direction = Direction::Read;
-                ring.submit(Request { file, direction, offset: 0, at: 0, bytes, needed, token: 0 }).unwrap();
+                let (direction, to) = (Direction::Read, Arc::clone(&memory));
+                ring.submit(Request {
+                    file,
+                    direction,
+                    offset: 0,
+                    memory: to,
+                    at: 0,
+                    bytes,
+                    needed,
+                    token: 0,
+                })
+                .unwrap();
                 let at_once = ring.in_flight() == 0 && matches!(ring.way, Way::Uring(_));
                 all(&mut ring).pop().unwrap().result.unwrap();
                 assert!(memory.get(0, needed) == pattern(needed, 5));
@@ -483,6 +467,47 @@ mod tests {
         }
     }
 
+    #[test]
+    fn much_of_the_page_cache_is_copied_by_other_threads_also_into_what_no_disk_may_write_to() {
+        let temp = tempfile::NamedTempFile::new_in(env!("CARGO_MANIFEST_DIR")).unwrap();
+        let bytes = pattern(BYTES, 9);
+        temp.as_file().write_all_at(&bytes, 0).unwrap();
+        temp.as_file().sync_all().unwrap();
+        let file = both(temp.path());
+        for cached in [true, false] {
+            let (pages, mut ring) = (Pages::new(BYTES), FileRing::new(4).unwrap());
+            if !cached {
+                drop_cached(&file);
+            }
+            let request = Request {
+                file: Arc::clone(&file),
+                direction: Direction::Read,
+                offset: 0,
+                memory: Foreign(Arc::clone(&pages)),
+                at: 0,
+                bytes: BYTES,
+                needed: BYTES,
+                token: 0,
+            };
+            ring.submit(request).unwrap();
+            // The kernel may take memory for something else.
+            let aside = ring.flights.iter().flatten().any(|flight| flight.aside);
+            assert!(aside || !cached || !file.is_cached(0, BYTES));
+            let mut over = Vec::new();
+            while over.is_empty() {
+                ring.flush();
+                assert!(
+                    wait_readable(ring.event().as_raw_fd(), Duration::from_secs(60)),
+                    "{ring:?} is silent"
+                );
+                ring.finished(&mut over);
+            }
+            over.pop().unwrap().result.unwrap();
+            assert!(pages.get(0, BYTES) == bytes);
+            assert!(file.is_cached(0, PAGE), "past the page cache into memory of a device");
+        }
+    }
+
     fn fadvise(file: &TransferFile, advice: i32) {
         // SAFETY: it takes no pointers.
         assert_eq!(unsafe { libc::posix_fadvise(file.file().as_raw_fd(), 0, 0, advice) }, 0);
@@ -498,11 +523,11 @@ mod tests {
 
     #[test]
     fn an_error_names_the_act_the_place_and_the_file() {
-        let memory = Pages::new();
-        for mut ring in rings(&memory) {
+        let memory = Pages::new(BYTES);
+        for mut ring in rings() {
             let file = TransferFile::new("read-only.img", File::open("/dev/null").unwrap(), None);
-            let direction = Direction::Write;
-            ring.submit(Request { file, direction, offset: 8, at: 0, bytes: 9, needed: 9, token: 0 })
+            let (direction, memory) = (Direction::Write, Arc::clone(&memory));
+            ring.submit(Request { file, direction, offset: 8, memory, at: 0, bytes: 9, needed: 9, token: 0 })
                 .unwrap();
             let error = all(&mut ring).pop().unwrap().result.unwrap_err();
             assert_eq!(error.to_string(), "write 9 bytes at 8 of read-only.img");
