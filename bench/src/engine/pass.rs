@@ -31,7 +31,7 @@ pub(super) fn engine(image: &Image) -> anyhow::Result<Pass> {
     let (processes, device) = image.to_load();
     let mut whole = 0;
     let pass = measured(image.bytes(), || {
-        let loading = Loading::into_memory(&processes, device)?;
+        let loading = Loading::into_memory(&processes, device, None)?;
         loading.run(|_, _| whole += 1)?.context("there is nothing to load")
     })?;
     ensure!(whole == image.buffers(), "the engine told of {whole} of {} buffers", image.buffers());

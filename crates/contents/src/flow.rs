@@ -11,13 +11,15 @@ use rewake_amdgpu::{Bo, CopyEngine, Memory, MemoryDevice, Shape, Slot, Staging, 
 use rewake_kfd::abi::memory::Mapping;
 use rewake_kfd::render::Render;
 use rewake_kfd::settings::max_buffer_size;
-use rewake_store::files::{Direction, FileRing, Finished, Request};
+use rewake_store::files::{Direction, Finished, Request};
+use rewake_store::pace::Pace;
 
 use crate::error::{Error, Stuck};
 use crate::order::{Chunk, Order, small_first};
 use crate::pages::{CHUNK, PagesFile, Piece};
 use crate::report::Moved;
 use crate::straight::Straight;
+use crate::transfers::Transfers;
 use crate::window::Window;
 
 /// Slots of staging memory for each GPU, 16 MiB: enough for a disk and two rings to be busy. More take longer to make than
@@ -30,12 +32,10 @@ const FEWEST_SLOTS: u64 = 2;
 /// Copies from staging memory that are submitted ahead, for each ring: one is copied, and the next one is there when it ends.
 /// More would only make demands wait.
 const AHEAD: usize = 2;
-/// Transfers of files at once: a slot's data may be in several pieces.
-const TRANSFERS: usize = 64;
 /// How long nothing may happen before the restore or dump fails.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(120);
-/// Between two looks at engines that cannot tell when something has ended.
-const BLIND: u16 = 1;
+/// Between two looks at engines that cannot tell when something has ended, or at a disk that others use.
+const SOON: u16 = 1;
 /// And at those that can.
 const LOOK: u16 = 1000;
 
@@ -105,24 +105,28 @@ pub(crate) struct Flow<'a> {
     pub(crate) staging: Staging,
     pub(crate) moved: Moved,
     pub(crate) straight: Straight,
+    pub(crate) transfers: Transfers,
     processes: &'a [Process<'a>],
     parts: Vec<Part<'a>>,
     engines: Vec<CopyEngine>,
     /// The files' side of the slots.
     window: Window,
-    ring: FileRing<Window>,
     /// By process and buffer.
     buffers: Vec<Vec<Option<Buffer>>>,
     order: Order,
     free: Vec<Slot>,
     copying: Vec<Copying>,
     last: Instant,
-    transfers: Vec<Transfer>,
+    list: Vec<Transfer>,
 }
 
 impl<'a> Flow<'a> {
     /// An engine for each GPU, and nothing under way. Chunks come as they are in the files.
-    pub(crate) fn new(processes: &'a [Process<'a>], sink: Sink<'_>) -> Result<Self, Error> {
+    pub(crate) fn new(
+        processes: &'a [Process<'a>],
+        sink: Sink<'_>,
+        pace: Option<Arc<Pace>>,
+    ) -> Result<Self, Error> {
         let (parts, minors) = parts(processes);
         let buffers = buffers(processes, &parts);
         let all: u64 = parts.iter().map(|part| part.file.chunks()).sum();
@@ -143,13 +147,13 @@ impl<'a> Flow<'a> {
             parts,
             engines,
             window,
-            ring: FileRing::new(TRANSFERS)?,
+            transfers: Transfers::new(pace)?,
             buffers,
             order,
             copying: Vec::new(),
             straight: Straight::default(),
             last: Instant::now(),
-            transfers: Vec::new(),
+            list: Vec::new(),
         })
     }
 
@@ -166,7 +170,7 @@ impl<'a> Flow<'a> {
     /// For the log: the ways that bytes go.
     pub(crate) fn notes(&self) -> Vec<String> {
         let ways = self.engines.iter().map(|engine| format!("renderD{}: {}", engine.minor(), engine.way()));
-        ways.chain(self.ring.note()).collect()
+        ways.chain(self.transfers.note()).collect()
     }
 
     /// Small buffers come before large ones: there are many of them in a chunk, and it costs nothing.
@@ -253,7 +257,7 @@ impl<'a> Flow<'a> {
 
     /// An empty list for [`Flow::copy`], used again and again.
     pub(crate) fn list(&mut self) -> Vec<Transfer> {
-        let mut list = std::mem::take(&mut self.transfers);
+        let mut list = std::mem::take(&mut self.list);
         list.clear();
         list
     }
@@ -267,7 +271,7 @@ impl<'a> Flow<'a> {
     ) -> Result<(), Error> {
         let ticket = self.engines[self.parts[chunk.file].engine].submit(&transfers)?;
         self.moved.submissions += 1;
-        self.transfers = transfers;
+        self.list = transfers;
         self.copying.push(Copying { ticket, chunk, slot });
         self.last = Instant::now();
         Ok(())
@@ -293,7 +297,7 @@ impl<'a> Flow<'a> {
             let bo = self.bo(chunk, piece)?;
             let view = self.engines[self.parts[chunk.file].engine].view(bo)?;
             let size = |bytes: u64| usize::try_from(bytes).unwrap_or(usize::MAX);
-            self.transfer(Request {
+            self.transfers.start(Request {
                 file: Arc::clone(&file.file),
                 direction: Direction::Read,
                 offset: piece.offset,
@@ -377,27 +381,9 @@ impl<'a> Flow<'a> {
         slot.index() as usize * usize::try_from(CHUNK).unwrap_or(usize::MAX)
     }
 
-    /// Whether one more transfer can be started. [`Flow::transfer`] needs it.
-    pub(crate) fn has_transfers(&self, count: usize) -> bool {
-        TRANSFERS - self.ring.in_flight() >= count
-    }
-
-    /// Starts a transfer of a file.
-    pub(crate) fn transfer(&mut self, request: Request<Window>) {
-        // Room was asked for.
-        assert!(self.ring.submit(request).is_ok(), "more transfers than agreed");
-        self.last = Instant::now();
-    }
-
-    /// Whether transfers of files have ended already.
-    pub(crate) fn has_transferred(&self) -> bool {
-        self.ring.has_finished()
-    }
-
     /// The transfers of files that have ended.
     pub(crate) fn transferred(&mut self, into: &mut Vec<Finished>) {
-        self.ring.flush();
-        self.ring.finished(into);
+        self.transfers.finished(into);
         if !into.is_empty() {
             self.last = Instant::now();
         }
@@ -421,20 +407,22 @@ impl<'a> Flow<'a> {
         }
     }
 
-    /// Sleeps until something may have ended, or until `wake` can be read.
-    pub(crate) fn wait(&mut self, wake: Option<BorrowedFd<'_>>) -> Result<(), Error> {
+    /// Sleeps until something may have ended, or until `wake` can be read; not for long if it was `refused` a read.
+    pub(crate) fn wait(&mut self, wake: Option<BorrowedFd<'_>>, refused: bool) -> Result<(), Error> {
         if self.last.elapsed() > PATIENCE {
             return self.diagnose();
         }
-        let mut fds = vec![PollFd::new(self.ring.event(), PollFlags::POLLIN)];
+        let mut fds: Vec<PollFd<'_>> = self.transfers.wakers().collect();
         fds.extend(wake.map(|wake| PollFd::new(wake, PollFlags::POLLIN)));
         let busy = || self.engines.iter().filter(|engine| engine.in_flight() > 0);
         fds.extend(busy().filter_map(CopyEngine::event_fd).map(|fd| PollFd::new(fd, PollFlags::POLLIN)));
         let blind = busy().any(|engine| engine.event_fd().is_none());
-        match poll(&mut fds, PollTimeout::from(if blind { BLIND } else { LOOK })) {
-            Ok(_) | Err(nix::errno::Errno::EINTR) => Ok(()),
-            Err(errno) => Err(errno.into()),
+        match poll(&mut fds, PollTimeout::from(if blind || refused { SOON } else { LOOK })) {
+            Ok(_) | Err(nix::errno::Errno::EINTR) => {}
+            Err(errno) => return Err(errno.into()),
         }
+        self.transfers.awake();
+        Ok(())
     }
 
     fn diagnose(&mut self) -> Result<(), Error> {
@@ -443,7 +431,7 @@ impl<'a> Flow<'a> {
             let engine = self.parts[copying.chunk.file].engine;
             self.engines[engine].wait(copying.ticket, Instant::now())?;
         }
-        match self.ring.in_flight() {
+        match self.transfers.in_flight() {
             0 => Err(Stuck::Nothing.into()),
             count => Err(Stuck::Files(count).into()),
         }

@@ -25,8 +25,10 @@ mod pages;
 mod report;
 mod save;
 mod straight;
+mod transfers;
 mod window;
 
+use std::sync::Arc;
 use std::time::Instant;
 
 use nix::sys::signal::{SigSet, SigmaskHow};
@@ -38,6 +40,7 @@ pub use loading::Loading;
 pub use pages::PagesFile;
 pub use report::{Moved, Report};
 pub use rewake_amdgpu::MemoryDevice;
+use rewake_store::pace::Pace;
 
 use flow::{Flow, Sink};
 
@@ -46,7 +49,7 @@ use flow::{Flow, Sink};
 /// # Errors
 /// A GPU or a file failed, or one of them does not answer.
 pub fn save(processes: &[Process<'_>]) -> Result<Option<Report>, Error> {
-    run("saved", processes, Sink::Gpus, save::run)
+    run("saved", processes, Sink::Gpus, None, save::run)
 }
 
 /// Reads the memory of all processes' buffers, in the order of the files. A buffer without a dma-buf is left alone. None where
@@ -58,7 +61,7 @@ pub fn load(processes: &[Process<'_>]) -> Result<Option<Report>, Error> {
     let any = |process: &&Process<'_>| process.dmabufs.iter().any(Option::is_some);
     let here: Vec<Process<'_>> = processes.iter().filter(any).copied().collect();
     let desk = Desk::new(&here)?;
-    run("loaded", &here, Sink::Gpus, |flow| load::run(flow, &desk, &mut |_, _| ()))
+    run("loaded", &here, Sink::Gpus, None, |flow| load::run(flow, &desk, &mut |_, _| ()))
 }
 
 /// One of the two directions.
@@ -66,6 +69,7 @@ fn run(
     done: &'static str,
     processes: &[Process<'_>],
     sink: Sink<'_>,
+    pace: Option<Arc<Pace>>,
     act: impl FnOnce(&mut Flow<'_>) -> Result<Moved, Error> + Send,
 ) -> Result<Option<Report>, Error> {
     if processes.iter().flat_map(|process| process.files).all(|file| file.chunks() == 0) {
@@ -73,7 +77,7 @@ fn run(
     }
     let start = Instant::now();
     let (ways, moved) = beside(|| {
-        let mut flow = Flow::new(processes, sink)?;
+        let mut flow = Flow::new(processes, sink, pace)?;
         let ways = flow.notes();
         Ok((ways, act(&mut flow)?))
     })?;

@@ -34,8 +34,23 @@ struct Run {
 struct Held {
     chunk: Chunk,
     runs: Vec<Run>,
+    /// Runs of which all reads were begun, and where those of the next one go on.
+    begun: usize,
+    from: u64,
     /// Reads that have not ended.
     left: usize,
+}
+
+/// What a load has under way in slots.
+#[derive(Debug)]
+struct Slots {
+    held: Vec<Option<Held>>,
+    /// Those of which not all reads could be begun.
+    partly: Vec<Slot>,
+    /// Those that were read.
+    read: Vec<Slot>,
+    /// Whether a read was refused for now.
+    refused: bool,
 }
 
 /// Loads all, and tells of each buffer, by process and number, as soon as it is whole.
@@ -44,10 +59,9 @@ pub(crate) fn run(
     desk: &Desk,
     resident: &mut dyn FnMut(usize, usize),
 ) -> Result<Moved, Error> {
-    let slots = flow.staging.slots().len();
-    let mut held: Vec<Option<Held>> = vec![None; slots];
+    let count = flow.staging.slots().len();
+    let mut slots = Slots { held: vec![None; count], partly: Vec::new(), read: Vec::new(), refused: false };
     let (mut over, mut copied) = (Vec::new(), Vec::new());
-    let mut read: Vec<Slot> = Vec::new();
     loop {
         if desk.is_given_up() {
             return Err(Error::GivenUp);
@@ -55,23 +69,23 @@ pub(crate) fn run(
         for (process, buffer) in desk.demands() {
             flow.demand(process, buffer);
         }
-        let mut idle = !start(flow, &mut held)?;
+        let mut idle = !start(flow, &mut slots)?;
         flow.transferred(&mut over);
         for finished in over.drain(..) {
             finished.result?;
             idle = false;
             let index = usize::try_from(finished.token).unwrap_or(usize::MAX);
-            let Some(entry) = held.get_mut(index) else {
-                flow.straight.was_read(index - slots);
+            let Some(entry) = slots.held.get_mut(index) else {
+                flow.straight.was_read(index - count);
                 continue;
             };
             let Some(entry) = entry else { continue };
             entry.left -= 1;
-            if entry.left == 0 {
-                read.extend(flow.staging.slots().nth(index));
+            if entry.left == 0 && entry.begun == entry.runs.len() {
+                slots.read.extend(flow.staging.slots().nth(index));
             }
         }
-        idle &= !copy_read(flow, &mut held, &mut read)?;
+        idle &= !copy_read(flow, &mut slots)?;
         flow.copied(&mut copied)?;
         for (chunk, slot) in copied.drain(..) {
             let done = flow.chunk_done(chunk)?;
@@ -92,7 +106,7 @@ pub(crate) fn run(
             return Ok(flow.moved);
         }
         if idle {
-            flow.wait(Some(desk.event()))?;
+            flow.wait(Some(desk.event()), slots.refused)?;
             desk.awake();
         }
     }
@@ -100,7 +114,8 @@ pub(crate) fn run(
 
 /// Starts the copies of slots that were read, as far as they may be: what was demanded first, then in the order in which they
 /// were read; whether any was.
-fn copy_read(flow: &mut Flow<'_>, held: &mut [Option<Held>], read: &mut Vec<Slot>) -> Result<bool, Error> {
+fn copy_read(flow: &mut Flow<'_>, slots: &mut Slots) -> Result<bool, Error> {
+    let Slots { held, read, .. } = slots;
     let count = read.len();
     read.sort_by_key(|slot| {
         let entry = held[slot.index() as usize].as_ref();
@@ -118,10 +133,14 @@ fn copy_read(flow: &mut Flow<'_>, held: &mut [Option<Held>], read: &mut Vec<Slot
     Ok(read.len() < count)
 }
 
-/// Starts chunks as long as there are slots and room; whether any was.
-fn start(flow: &mut Flow<'_>, held: &mut [Option<Held>]) -> Result<bool, Error> {
+/// Goes on with chunks that were begun, and starts others as long as there are slots and room; whether any was.
+fn start(flow: &mut Flow<'_>, slots: &mut Slots) -> Result<bool, Error> {
     let mut any = false;
-    while flow.has_transfers(MOST)
+    slots.refused = false;
+    for slot in std::mem::take(&mut slots.partly) {
+        any |= read_on(flow, slots, slot);
+    }
+    while flow.transfers.has_room(MOST)
         && let Some(chunk) = flow.next_chunk()
     {
         let file = flow.file(chunk);
@@ -141,14 +160,21 @@ fn start(flow: &mut Flow<'_>, held: &mut [Option<Held>]) -> Result<bool, Error> 
             account(flow, end - first, zeros(&runs, first, end));
             flow.read_straight(chunk, place, &pieces)?;
         } else {
+            // What nobody waits for comes one after the other where the disk is shared.
+            if !slots.partly.is_empty() && !flow.is_demanded(chunk) {
+                break;
+            }
             let Some(slot) = flow.free_slot() else { break };
+            let held = Held { chunk, runs, begun: 0, from: first, left: 0 };
+            account(flow, end - first, zeros(&held.runs, first, end));
+            slots.held[slot.index() as usize] = Some(held);
             flow.take_chunk(chunk);
-            account(flow, end - first, zeros(&runs, first, end));
-            held[slot.index() as usize] = Some(read(flow, chunk, slot, runs));
-            if flow.has_transferred() {
+            any |= read_on(flow, slots, slot);
+            if flow.transfers.has_finished() {
                 // The page cache had it, and getting it took this thread's time: the GPU gets it before the next one.
                 return Ok(true);
             }
+            continue;
         }
         any = true;
     }
@@ -193,24 +219,39 @@ fn runs(file: &PagesFile, chunk: Chunk) -> Result<Vec<Run>, Error> {
     Ok(runs)
 }
 
-/// Starts the reads of a chunk.
-fn read(flow: &mut Flow<'_>, chunk: Chunk, slot: Slot, runs: Vec<Run>) -> Held {
-    let file = flow.file(chunk);
-    let (first, _) = file.range(chunk.number);
-    for run in &runs {
-        let size = |bytes: u64| usize::try_from(bytes).unwrap_or(usize::MAX);
-        flow.transfer(Request {
+/// Starts reads of a chunk, all if they are allowed; whether any was.
+fn read_on(flow: &mut Flow<'_>, slots: &mut Slots, slot: Slot) -> bool {
+    let size = |bytes: u64| usize::try_from(bytes).unwrap_or(usize::MAX);
+    let Some(held) = &mut slots.held[slot.index() as usize] else { return false };
+    let (file, waited) = (flow.file(held.chunk), flow.is_demanded(held.chunk));
+    let (first, _) = file.range(held.chunk.number);
+    let mut any = false;
+    while let Some(run) = held.runs.get(held.begun) {
+        let from = held.from.max(run.start);
+        let all = size(run.end - from);
+        let bytes = if waited { Some(all) } else { flow.transfers.may_read(&file.file, from, all) };
+        let Some(bytes) = bytes.filter(|_| flow.transfers.has_room(1)) else {
+            slots.partly.push(slot);
+            slots.refused = true;
+            break;
+        };
+        let end = from + bytes as u64;
+        let request = Request {
             file: Arc::clone(&file.file),
             direction: Direction::Read,
-            offset: run.start,
+            offset: from,
             memory: flow.window(),
-            at: Flow::place(slot) + size(run.start - first),
-            bytes: size(run.end - run.start),
-            needed: size(run.end.min(file.length) - run.start),
+            at: Flow::place(slot) + size(from - first),
+            bytes,
+            needed: size(end.min(file.length) - from),
             token: u64::from(slot.index()),
-        });
+        };
+        flow.transfers.read(request, waited);
+        (held.from, any) = (end, true);
+        held.begun += usize::from(end == run.end);
+        held.left += 1;
     }
-    Held { chunk, left: runs.len(), runs }
+    any
 }
 
 /// What of a chunk is read straight into its buffers, without staging memory between: all, where the CPU copies, if it has few

@@ -4,6 +4,7 @@
 use std::sync::Arc;
 
 use rewake_amdgpu::MemoryDevice;
+use rewake_store::pace::Pace;
 
 use crate::desk::Desk;
 use crate::error::Error;
@@ -16,7 +17,8 @@ use crate::report::Report;
 /// Small buffers are loaded first, for there are hundreds in a chunk; then the large ones, in the order of the files. What is
 /// demanded at the [`Desk`] goes before all that is not under way. Under way are, and a demand may have to wait for, at most:
 /// * as many chunks of 2 MiB as staging memory has slots, 8 for each GPU and at most 24, being read or in their slots: fewer
-///   would leave disks idle. The first of them that ends makes room for what was demanded.
+///   would leave disks idle. The first of them that ends makes room for what was demanded. With a [`Pace`] it is a piece of one
+///   of them, as long as anybody waits for the disk.
 /// * Of them, on the GPU's copy rings, 2 for each ring; the others are overtaken. A ring is busy with less only if it is
 ///   faster than this thread wakes.
 /// * 8 fills for each ring: nothing is read for them, and GPUs fill as fast as their memory is.
@@ -25,23 +27,29 @@ pub struct Loading<'a> {
     processes: &'a [Process<'a>],
     sink: Sink<'a>,
     desk: Desk,
+    pace: Option<Arc<Pace>>,
 }
 
 impl<'a> Loading<'a> {
-    /// Of all these processes' buffers that have a dma-buf. Nothing is read yet, and no GPU opened.
+    /// Of all these processes' buffers that have a dma-buf, at the pace of all that read from the same disk, if others do. Nothing is
+    /// read yet, and no GPU opened.
     ///
     /// # Errors
     /// There is no descriptor left.
-    pub fn new(processes: &'a [Process<'a>]) -> Result<Self, Error> {
-        Ok(Self { processes, sink: Sink::Gpus, desk: Desk::new(processes)? })
+    pub fn new(processes: &'a [Process<'a>], pace: Option<Arc<Pace>>) -> Result<Self, Error> {
+        Ok(Self { processes, sink: Sink::Gpus, desk: Desk::new(processes)?, pace })
     }
 
     /// As [`Loading::new`], where the buffers are memfds of `memory`, which stands in for all GPUs: none is opened.
     ///
     /// # Errors
     /// There is no descriptor left.
-    pub fn into_memory(processes: &'a [Process<'a>], memory: &'a Arc<MemoryDevice>) -> Result<Self, Error> {
-        Ok(Self { processes, sink: Sink::Memory(memory), desk: Desk::new(processes)? })
+    pub fn into_memory(
+        processes: &'a [Process<'a>],
+        memory: &'a Arc<MemoryDevice>,
+        pace: Option<Arc<Pace>>,
+    ) -> Result<Self, Error> {
+        Ok(Self { processes, sink: Sink::Memory(memory), desk: Desk::new(processes)?, pace })
     }
 
     /// Where others ask for buffers, now or while it runs.
@@ -57,8 +65,8 @@ impl<'a> Loading<'a> {
     /// # Errors
     /// As [`load`](crate::load()).
     pub fn run(self, mut resident: impl FnMut(usize, usize) + Send) -> Result<Option<Report>, Error> {
-        let Self { processes, sink, desk } = self;
-        crate::run("loaded", processes, sink, |flow| {
+        let Self { processes, sink, desk, pace } = self;
+        crate::run("loaded", processes, sink, pace, |flow| {
             flow.small_first();
             load::run(flow, &desk, &mut resident)
         })

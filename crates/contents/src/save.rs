@@ -36,7 +36,7 @@ pub(crate) fn run(flow: &mut Flow<'_>) -> Result<Moved, Error> {
         }
         flow.copied(&mut copied)?;
         ready.extend(copied.drain(..).filter_map(|(chunk, slot)| slot.map(|slot| (chunk, slot))));
-        while flow.has_transfers(MOST)
+        while flow.transfers.has_room(MOST)
             && let Some((chunk, slot)) = ready.pop()
         {
             flow.chunk_done(chunk)?;
@@ -62,7 +62,7 @@ pub(crate) fn run(flow: &mut Flow<'_>) -> Result<Moved, Error> {
             break;
         }
         if idle {
-            flow.wait(None)?;
+            flow.wait(None, false)?;
         }
     }
     for file in flow.files() {
@@ -117,7 +117,7 @@ fn write(flow: &mut Flow<'_>, chunk: Chunk, slot: Slot) -> usize {
             continue;
         }
         let bytes = usize::try_from(run).unwrap_or(usize::MAX);
-        flow.transfer(Request {
+        flow.transfers.start(Request {
             file: Arc::clone(&file.file),
             direction: Direction::Write,
             offset: start + at,

@@ -4,11 +4,15 @@
 use std::fs::File;
 use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
 use std::os::unix::fs::FileExt as _;
-use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use rewake_contents::{Loading, MemoryDevice, PagesFile, Process, Report};
 use rewake_criu_images::amdgpu::{KfdBuffer, KfdImage, pages_name};
+use rewake_store::Waker;
+use rewake_store::pace::{Lane, PIECE, Pace};
 
 const CHUNK: usize = 2 << 20;
 const HEADER: u64 = 8;
@@ -73,20 +77,31 @@ impl Scene {
     }
 
     /// Loads; with the buffers in the order in which they were whole.
+    /// Gives the buffers in the order in which they became whole, too.
     fn load(&self, demanded: &[usize]) -> (Report, Vec<usize>) {
+        let mut whole = Vec::new();
+        let report = self.load_at(None, demanded, |buffer| whole.push(buffer));
+        (report, whole)
+    }
+
+    fn load_at(
+        &self,
+        pace: Option<Arc<Pace>>,
+        demanded: &[usize],
+        mut whole: impl FnMut(usize) + Send,
+    ) -> Report {
         let folder = File::open(self.folder.path()).unwrap();
         let file = |gpu| PagesFile::open(folder.as_fd(), 3, &self.image, gpu, 120 + gpu).unwrap();
         let files = [file(7), file(8)];
         let processes = [Process { files: &files, dmabufs: &self.memfds }];
-        let loading = Loading::into_memory(&processes, &self.device).unwrap();
+        let loading = Loading::into_memory(&processes, &self.device, pace).unwrap();
         let desk = loading.desk();
         demanded.iter().for_each(|buffer| desk.demand(0, *buffer));
-        let mut whole = Vec::new();
-        let report = loading.run(|_, buffer| whole.push(buffer)).unwrap().unwrap();
+        let report = loading.run(|_, buffer| whole(buffer)).unwrap().unwrap();
         for progress in desk.progress() {
             assert_eq!(progress.resident, progress.all, "{progress:?}");
         }
-        (report, whole)
+        report
     }
 
     fn memory(&self, buffer: usize) -> Vec<u8> {
@@ -158,6 +173,82 @@ fn what_is_demanded_before_it_begins_is_whole_first_and_small_ones_before_large_
         order[0] == 4 && place(2) < place(0) && place(8) < place(0) && place(0) < place(6)
     };
     assert!(orders.iter().any(is_right), "{orders:?}");
+}
+
+fn one_reactor() -> Arc<Pace> {
+    Arc::new(Pace::new(vec![Waker::new().unwrap()]).unwrap())
+}
+
+#[test]
+fn while_threads_wait_for_the_disk_it_comes_in_pieces_and_leaves_turns_to_others_and_all_of_it_comes() {
+    let sizes = [6 * CHUNK, 4096, 65536, 3 * CHUNK + 4096];
+    let scene = Scene::new(&sizes);
+    for (buffer, size) in sizes.iter().enumerate() {
+        scene.put(buffer, 0, &pattern(buffer, *size));
+    }
+    scene.chill();
+    let (pace, over) = (one_reactor(), AtomicBool::new(false));
+    let (most, turns) = std::thread::scope(|scope| {
+        // Threads that wait for the disk without end, and who reads memory of CPUs.
+        let others = scope.spawn(|| {
+            let (mut most, mut turns) = (0, 0);
+            while !over.load(Ordering::Relaxed) {
+                pace.waits();
+                most = most.max(pace.under_way(Lane::Gpus));
+                let begun = pace.allows(Lane::Cpus, PIECE).then(|| pace.begin(Lane::Cpus, PIECE));
+                std::thread::sleep(Duration::from_micros(200));
+                turns += usize::from(begun.is_some());
+                begun.into_iter().for_each(|begun| pace.end(begun));
+            }
+            (most, turns)
+        });
+        pace.waits();
+        scene.load_at(Some(Arc::clone(&pace)), &[], |_| ());
+        over.store(true, Ordering::Relaxed);
+        others.join().unwrap()
+    });
+    for (buffer, size) in sizes.iter().enumerate() {
+        assert!(scene.memory(buffer) == pattern(buffer, *size), "buffer {buffer}");
+    }
+    assert_eq!(pace.under_way(Lane::Gpus), 0);
+    assert!(most <= 8 * PIECE, "{most} bytes under way while threads wait");
+    assert!(turns > 0, "others have no turn");
+}
+
+/// The order in which buffers become whole, of which one is demanded, while another's piece does not end before that one is whole.
+fn order_beside_another(demanded: usize) -> Vec<usize> {
+    let sizes = [CHUNK, 4096, 2 * CHUNK, 65536];
+    let scene = Scene::new(&sizes);
+    for (buffer, size) in sizes.iter().enumerate() {
+        scene.put(buffer, 0, &pattern(buffer, *size));
+    }
+    scene.chill();
+    let pace = one_reactor();
+    pace.waits();
+    let begun = Mutex::new(Some(pace.begin(Lane::Cpus, 8 * PIECE)));
+    let mut whole = Vec::new();
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while begun.lock().unwrap().is_some() {
+                pace.waits();
+                std::thread::sleep(Duration::from_micros(200));
+            }
+        });
+        scene.load_at(Some(Arc::clone(&pace)), &[demanded], |buffer| {
+            whole.push(buffer);
+            let begun = if buffer == demanded { begun.lock().unwrap().take() } else { None };
+            begun.into_iter().for_each(|begun| pace.end(begun));
+        });
+    });
+    whole
+}
+
+#[test]
+fn what_is_demanded_waits_for_no_turn() {
+    // Nobody waits any more where the thread that does stands still, but not each time.
+    let orders: Vec<Vec<usize>> = (0..5).map(|_| order_beside_another(2)).collect();
+    assert!(orders.iter().any(|order| order[0] == 2), "{orders:?}");
+    assert!(orders.iter().all(|order| order.len() == 4), "{orders:?}");
 }
 
 #[test]

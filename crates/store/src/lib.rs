@@ -5,7 +5,8 @@
 //! the [`BlockCache`] lends, and is then published there as a [`BlockRef`] for every session that wants it.
 //! One cache serves all threads; each thread owns one engine.
 //!
-//! Beside it, [`files`]: transfers of large pieces in both directions, for the contents of buffer objects.
+//! Beside it, [`files`]: transfers of large pieces in both directions, for the contents of buffer objects; and the [`pace`] that
+//! both keep to.
 //!
 //! What holds here:
 //! - *Never invented bytes*: a buffer is published only by whoever holds it, and a read that is `Ok` has
@@ -20,6 +21,7 @@ mod error;
 mod file;
 pub mod files;
 mod metrics;
+pub mod pace;
 mod page_cache;
 mod ring;
 mod slots;

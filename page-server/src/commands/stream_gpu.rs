@@ -9,6 +9,7 @@ use std::thread::{self, JoinHandle};
 use anyhow::{Context as _, ensure};
 use rewake_handover::{FOLDER, Gated, Listener};
 use rewake_kfd::held;
+use rewake_store::pace::Pace;
 use tokio::sync::oneshot;
 use tracing::{error, info, warn};
 
@@ -16,7 +17,7 @@ use super::{directory, lazy_pages, to_notify};
 use crate::cli::StreamGpu;
 use crate::control::streaming::Window;
 use crate::daemon::Daemon;
-use crate::gpu_stream::Summary;
+use crate::gpu_stream::{Beside, Summary};
 use crate::guardian::{self, Whom};
 use crate::ledger::Ledger;
 use crate::supervisor::{self, STOPPED, Start};
@@ -73,7 +74,7 @@ fn gpus_alone(start: &Start, doors: &Doors) -> anyhow::Result<()> {
     }
     let timeline = begin(start, doors)?;
     start.ready();
-    gpus(doors, false, start.ledger, &timeline)
+    gpus(doors, Beside::Nothing, start.ledger, &timeline)
 }
 
 /// What cannot be gone on with: what stands before a gate is killed.
@@ -103,7 +104,7 @@ fn both(start: &Start, doors: &Arc<Doors>, images: &Path) -> anyhow::Result<u8> 
         let mut over = None;
         if !start.successor {
             let (tell, told) = oneshot::channel();
-            gpus = Some(in_a_thread(start, doors, tell)?);
+            gpus = Some(in_a_thread(start, doors, daemon.pool.pace(), tell)?);
             over = Some(told);
         }
         tokio::select! {
@@ -143,6 +144,7 @@ async fn without_cpus(daemon: &Daemon, over: Option<oneshot::Receiver<()>>) {
 fn in_a_thread(
     start: &Start,
     doors: &Arc<Doors>,
+    pace: Arc<Pace>,
     tell: oneshot::Sender<()>,
 ) -> anyhow::Result<JoinHandle<bool>> {
     let timeline = begin(start, doors)?;
@@ -159,7 +161,7 @@ fn in_a_thread(
     };
     let (doors, ledger) = (Arc::clone(doors), start.ledger);
     let load = move || {
-        let done = gpus(&doors, holds, ledger, &timeline);
+        let done = gpus(&doors, Beside::Cpus { holds, pace }, ledger, &timeline);
         if let Err(error) = &done {
             error!("{error:#}");
             // Those that it has not opened.
@@ -172,8 +174,8 @@ fn in_a_thread(
     thread::Builder::new().name("gpus".to_owned()).spawn(load).context("starting a thread")
 }
 
-fn gpus(doors: &Doors, holds: bool, ledger: Ledger, timeline: &Timeline) -> anyhow::Result<()> {
-    let done = gpu_stream::serve(&doors.listener, holds, ledger, timeline);
+fn gpus(doors: &Doors, beside: Beside, ledger: Ledger, timeline: &Timeline) -> anyhow::Result<()> {
+    let done = gpu_stream::serve(&doors.listener, beside, ledger, timeline);
     keep(timeline, &done, &doors.work);
     let Some(done) = done? else { return Ok(()) };
     if let Some(report) = &done.loaded {

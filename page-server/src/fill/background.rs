@@ -4,12 +4,14 @@
 use std::sync::Arc;
 
 use rewake_pager::{BlockIx, Finish, PageIx};
-use rewake_store::{Acquire, BlockRef, BufferSlice, Done, LoadGuard, PagesFile, Read, read_now};
+use rewake_store::pace::{Begun, Lane, PIECE};
+use rewake_store::{Acquire, BLOCK, BlockRef, BufferSlice, Done, LoadGuard, PagesFile, Read, read_now};
 
-use super::pace::{BATCH, Begun};
 use super::reactor::Reactor;
 use super::space::{AddressSpace, Filled};
 
+/// Blocks claimed together: adjacent ones make one request to the disk.
+const BATCH: usize = PIECE / BLOCK;
 /// Blocks that one reactor has claimed ahead, wherever their bytes are; how many may be on the disk at once
 /// is for `pace` to say.
 const READ_AHEAD: usize = 3 * BATCH;
@@ -107,7 +109,7 @@ impl Reactor {
             self.acquire(claim);
         }
         while self.wants_more() {
-            self.held_back = !self.shared.pace.allows();
+            self.held_back = !self.shared.pace.allows(Lane::Cpus, PIECE);
             if self.held_back || !self.claim_batch() {
                 break;
             }
@@ -214,7 +216,7 @@ impl Reactor {
             self.ready.push_back(Work { claim, next: first, bytes });
             return;
         }
-        let begun = self.shared.pace.begin();
+        let begun = self.shared.pace.begin(Lane::Cpus, buffer.len());
         self.read_block(claim, file, guard, buffer, Some(begun));
     }
 

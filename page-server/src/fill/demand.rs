@@ -71,7 +71,7 @@ impl Reactor {
             Bytes::Coming => self.blocked.push(demand),
             Bytes::OnDisk => {
                 drop(layout);
-                self.shared.pace.disk_fault();
+                self.shared.pace.waits();
                 if self.load_wanted(&space, place.block) {
                     self.blocked.push(demand);
                 } else {

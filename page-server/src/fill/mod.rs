@@ -9,15 +9,15 @@
 //! * `events`: what a fork, mremap, munmap or madvise changes.
 //! * `demand`: a page that a thread waits for.
 //! * `background`: everything else, block by block.
-//! * `pace`: how much of the disk the background may have.
 //! * `shortage`: how long memory is waited for that the kernel refuses.
 //! * `condemn`: ending a session whose bytes cannot be had.
+//!
+//! How much of the disk the background may have says [`rewake_store::pace`].
 
 mod background;
 mod condemn;
 mod demand;
 mod events;
-mod pace;
 mod reactor;
 mod shared;
 mod shortage;

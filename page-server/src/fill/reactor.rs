@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 use anyhow::Context as _;
 use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
 use rewake_pager::Run;
+use rewake_store::pace::Pace;
 use rewake_store::{BlockCache, Done, Engine, PAGE, Waker};
 use slab::Slab;
 use tracing::{debug, error, info};
@@ -19,7 +20,6 @@ use tracing::{debug, error, info};
 use super::background::{Claim, Load, Step, Work};
 use super::demand::{DEMAND_TICKET, Demand};
 use super::events::{Home, News};
-use super::pace::Pace;
 use super::shared::{Handle, Shared};
 use super::space::AddressSpace;
 use crate::ledger::{Journal, Ledger, NO_FD};
@@ -89,15 +89,17 @@ impl Pool {
                 attention: AtomicBool::new(false),
             })
         };
+        let handles: Vec<Handle> = (0..count).map(|_| handle()).collect::<Result<_, _>>()?;
+        let pace = Pace::new(handles.iter().map(|handle| handle.waker.clone()).collect())?;
         let shared = Arc::new(Shared {
             cache: Arc::clone(cache),
             ledger,
             spaces: Mutex::default(),
             version: AtomicUsize::new(0),
             sessions: AtomicUsize::new(0),
-            pace: Pace::new(count),
+            pace: Arc::new(pace),
             served: AtomicUsize::new(0),
-            handles: (0..count).map(|_| handle()).collect::<Result<_, _>>()?,
+            handles,
         });
         let start = |index: usize| {
             let shared = Arc::clone(&shared);
@@ -120,6 +122,12 @@ impl Pool {
         let Some(handle) = self.shared.handles.get(space.home) else { return };
         handle.inbox.lock().unwrap_or_else(PoisonError::into_inner).push(task);
         handle.waker.wake();
+    }
+
+    /// The pace of its reads, which others on the same disk keep to.
+    #[must_use]
+    pub fn pace(&self) -> Arc<Pace> {
+        Arc::clone(&self.shared.pace)
     }
 
     /// Something about a session changed: it was released, or it failed.

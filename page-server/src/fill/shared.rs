@@ -4,9 +4,9 @@
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use rewake_store::pace::Pace;
 use rewake_store::{BlockCache, Waker};
 
-use super::pace::Pace;
 use super::reactor::Task;
 use super::space::AddressSpace;
 use crate::ledger::Ledger;
@@ -27,7 +27,7 @@ pub(super) struct Shared {
     pub(super) spaces: Mutex<Vec<Arc<AddressSpace>>>,
     pub(super) version: AtomicUsize,
     pub(super) sessions: AtomicUsize,
-    pub(super) pace: Pace,
+    pub(super) pace: Arc<Pace>,
     /// Faults served, by all reactors: see `Reactor::make_way`.
     pub(super) served: AtomicUsize,
     pub(super) handles: Vec<Handle>,

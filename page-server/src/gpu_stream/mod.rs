@@ -18,6 +18,7 @@ mod touches;
 mod view;
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::Arc;
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
@@ -25,6 +26,7 @@ use anyhow::Context as _;
 use nix::sys::signal::{SigSet, SigmaskHow, Signal, sigprocmask};
 use rewake_contents::{Loading, Process, Report};
 use rewake_handover::Listener;
+use rewake_store::pace::Pace;
 use tracing::{info, warn};
 
 use confirm::{Confirm, Opened, Verdict};
@@ -39,6 +41,20 @@ use crate::{processes, sys};
 /// For queues to run whose gates are open. Memory that programs have registered is mapped first, which takes as long as finding its
 /// pages does.
 const CONFIRMED: Duration = Duration::from_secs(10);
+
+/// What else comes from this process.
+#[derive(Debug)]
+pub enum Beside {
+    /// Nothing.
+    Nothing,
+    /// Memory of the same restore's CPUs.
+    Cpus {
+        /// Calls that register some of it are held.
+        holds: bool,
+        /// What both keep to.
+        pace: Arc<Pace>,
+    },
+}
 
 /// How one restore went.
 #[derive(Debug)]
@@ -61,8 +77,9 @@ fn load(
     placeholders: Vec<Placeholders<'_>>,
     ledger: Ledger,
     timeline: &Timeline,
+    pace: Arc<Pace>,
 ) -> anyhow::Result<(Option<Report>, u64)> {
-    let loading = Loading::new(processes)?;
+    let loading = Loading::new(processes, Some(pace))?;
     let resident = Resident::new(processes.len(), &placeholders)?;
     let touches = Touches::new(placeholders, loading.desk(), &resident, ledger, timeline);
     let (desk, giving_up) = (loading.desk(), loading.desk());
@@ -89,7 +106,12 @@ fn load(
 }
 
 /// Loads what was taken over, and opens the gates: of whom, in the end.
-fn serve_taken(taken: &Taken, ledger: Ledger, timeline: &Timeline) -> anyhow::Result<(Summary, Vec<Opened>)> {
+fn serve_taken(
+    taken: &Taken,
+    ledger: Ledger,
+    timeline: &Timeline,
+    pace: Arc<Pace>,
+) -> anyhow::Result<(Summary, Vec<Opened>)> {
     let (mut gates, mut placeholders) = (Vec::new(), Vec::new());
     for (place, gated) in taken.go(ledger)? {
         timeline.runs(place, sys::pidfd_pid(gated.gate.process).unwrap_or_default());
@@ -100,7 +122,7 @@ fn serve_taken(taken: &Taken, ledger: Ledger, timeline: &Timeline) -> anyhow::Re
     info!(processes = gates.len(), "loading memory of GPUs behind running processes");
     let processes: Vec<Process<'_>> = taken.processes().collect();
     let (loaded, touches) =
-        load(&processes, placeholders, ledger, timeline).context("loading memory of GPUs")?;
+        load(&processes, placeholders, ledger, timeline, pace).context("loading memory of GPUs")?;
     let mut opened = Vec::new();
     for (place, gate) in &gates {
         match gate.open() {
@@ -133,24 +155,27 @@ fn look_at_queues(confirm: &Confirm, opened: &[Opened]) -> usize {
     held.len()
 }
 
-/// Serves the one restore that comes, and tells `timeline` how. `holds`: memory of its CPUs comes from here, too, and calls that register
-/// some are held. None if the listener is closed before one comes.
+/// Serves the one restore that comes, and tells `timeline` how. None if the listener is closed before one comes.
 ///
 /// # Errors
 /// The plugin gave up, or memory could not be loaded: gates are shut then, and the ledger knows whose.
 pub fn serve(
     listener: &Listener,
-    holds: bool,
+    beside: Beside,
     ledger: Ledger,
     timeline: &Timeline,
 ) -> anyhow::Result<Option<Summary>> {
+    let (holds, pace) = match beside {
+        Beside::Nothing => (false, Arc::new(Pace::new(Vec::new())?)),
+        Beside::Cpus { holds, pace } => (holds, pace),
+    };
     let Some(mut taken) = intake::take(listener, holds)? else { return Ok(None) };
     let confirm = taken.confirm.take();
     timeline.handed_over();
     // Asked to stop, it goes on from here: it takes as long as it takes to load, and then no gate is shut.
     let stop: SigSet = [Signal::SIGTERM, Signal::SIGINT].into_iter().collect();
     sigprocmask(SigmaskHow::SIG_BLOCK, Some(&stop), None).context("blocking signals")?;
-    let (mut summary, opened) = serve_taken(&taken, ledger, timeline)?;
+    let (mut summary, opened) = serve_taken(&taken, ledger, timeline, pace)?;
     // Who ends now is taken apart by the driver: nothing of it is open here.
     drop(taken);
     if let Some(confirm) = confirm {

@@ -299,7 +299,7 @@ mod tests {
         let places = vec![handed.watch(0, pidfd.as_raw_fd(), program.buffers()).unwrap()];
         let resident = Resident::new(1, &places).unwrap();
         let processes = [Process { files: &[], dmabufs: &[] }];
-        let desk = Loading::new(&processes).unwrap().desk();
+        let desk = Loading::new(&processes, None).unwrap().desk();
         let mut touches = Touches::new(places, desk, &resident, Ledger::new().unwrap(), &timeline);
         resident.ended(true);
 

@@ -115,7 +115,7 @@ impl Image {
         act: impl FnOnce(&Desk, &Receiver<(usize, u64)>) -> T,
     ) -> (Report, T) {
         let processes = [Process { files: &self.files, dmabufs: &self.dmabufs }];
-        let loading = Loading::new(&processes).unwrap();
+        let loading = Loading::new(&processes, None).unwrap();
         let (desk, counted) = (loading.desk(), loading.desk());
         let (tell, told) = channel();
         thread::scope(|scope| {
@@ -259,7 +259,7 @@ fn each_buffer_is_told_once_and_progress_counts_what_is_loaded() {
                 vec![of(0), of(1)]
             };
             let processes = [Process { files: &image.files, dmabufs: &image.dmabufs }];
-            assert_eq!(Loading::new(&processes).unwrap().desk().progress(), progress(|_| 0));
+            assert_eq!(Loading::new(&processes, None).unwrap().desk().progress(), progress(|_| 0));
             let (report, mut order) = image.load(|desk, told| {
                 // Left alone, unknown, of no process; a hole, twice; and one that is there already.
                 for (process, buffer) in [(0, 8), (0, 43), (0, 44), (1, 0), (0, 41), (0, 41)] {

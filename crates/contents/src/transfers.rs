@@ -1,0 +1,120 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Transfers of files, and the pace of those that nobody waits for.
+
+use std::os::fd::AsFd as _;
+use std::sync::Arc;
+
+use nix::poll::{PollFd, PollFlags};
+use rewake_store::files::{FileRing, Finished, Request, TransferFile};
+use rewake_store::pace::{Begun, Lane, PIECE, Pace};
+
+use crate::error::Error;
+use crate::window::Window;
+
+/// At once: a slot's data may be in several pieces.
+const MOST: usize = 64;
+
+/// Those under way.
+pub(crate) struct Transfers {
+    ring: FileRing<Window>,
+    /// Of all that read from the same disk; none: nobody else does.
+    pace: Option<Arc<Pace>>,
+    /// By the number that is the ring's token: the caller's, and that nobody waits for it.
+    under_way: Vec<Option<(u64, Option<Begun>)>>,
+}
+
+impl Transfers {
+    pub(crate) fn new(pace: Option<Arc<Pace>>) -> Result<Self, Error> {
+        Ok(Self { ring: FileRing::new(MOST)?, pace, under_way: (0..MOST).map(|_| None).collect() })
+    }
+
+    /// For the log: why they are one at a time, if they are.
+    pub(crate) fn note(&self) -> Option<String> {
+        self.ring.note()
+    }
+
+    pub(crate) fn in_flight(&self) -> usize {
+        self.ring.in_flight()
+    }
+
+    /// Whether so many more can be started. Each start needs it.
+    pub(crate) fn has_room(&self, count: usize) -> bool {
+        self.under_way.iter().filter(|of| of.is_none()).count() >= count
+    }
+
+    /// How many of these bytes may be read now, from the first on, if nobody waits for them: none now, or as many as make no
+    /// other reader of the disk wait for long.
+    pub(crate) fn may_read(&self, file: &TransferFile, offset: u64, bytes: usize) -> Option<usize> {
+        let Some(pace) = &self.pace else { return Some(bytes) };
+        if file.is_cached(offset, bytes) {
+            return Some(bytes);
+        }
+        let bytes = if pace.is_busy() { bytes.min(PIECE) } else { bytes };
+        pace.allows(Lane::Gpus, bytes).then_some(bytes)
+    }
+
+    /// Starts a read; whether somebody waits for it.
+    pub(crate) fn read(&mut self, request: Request<Window>, waited: bool) {
+        let pace = self.pace.as_ref().filter(|_| !request.file.is_cached(request.offset, request.bytes));
+        let begun = match waited {
+            true => {
+                pace.inspect(|pace| pace.waits());
+                None
+            }
+            false => pace.map(|pace| pace.begin(Lane::Gpus, request.bytes)),
+        };
+        self.begin(request, begun);
+    }
+
+    /// Starts any other transfer.
+    pub(crate) fn start(&mut self, request: Request<Window>) {
+        self.begin(request, None);
+    }
+
+    fn begin(&mut self, mut request: Request<Window>, begun: Option<Begun>) {
+        let number = self.under_way.iter().position(Option::is_none).expect("room was asked for");
+        self.under_way[number] = Some((request.token, begun));
+        request.token = number as u64;
+        assert!(self.ring.submit(request).is_ok(), "more transfers than agreed");
+    }
+
+    /// Whether some have ended already.
+    pub(crate) fn has_finished(&self) -> bool {
+        self.ring.has_finished()
+    }
+
+    /// Those that have ended.
+    pub(crate) fn finished(&mut self, into: &mut Vec<Finished>) {
+        self.ring.flush();
+        let first = into.len();
+        self.ring.finished(into);
+        for finished in &mut into[first..] {
+            let number = usize::try_from(finished.token).unwrap_or(usize::MAX);
+            let Some((token, begun)) = self.under_way[number].take() else { continue };
+            finished.token = token;
+            if let (Some(pace), Some(begun)) = (&self.pace, begun) {
+                pace.end(begun);
+            }
+        }
+    }
+
+    /// Readable when some may have ended, or it may be their turn.
+    pub(crate) fn wakers(&self) -> impl Iterator<Item = PollFd<'_>> {
+        let turn = self.pace.as_ref().map(|pace| pace.gpus().as_fd());
+        std::iter::once(self.ring.event()).chain(turn).map(|fd| PollFd::new(fd, PollFlags::POLLIN))
+    }
+
+    /// When it has slept, and before it looks.
+    pub(crate) fn awake(&self) {
+        self.pace.iter().for_each(|pace| pace.gpus().drain());
+    }
+}
+
+impl Drop for Transfers {
+    fn drop(&mut self) {
+        // A load that failed: others go on.
+        let Some(pace) = &self.pace else { return };
+        let begun = self.under_way.drain(..).flatten().filter_map(|(_, begun)| begun);
+        begun.for_each(|begun| pace.end(begun));
+    }
+}

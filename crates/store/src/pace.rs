@@ -1,0 +1,311 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! How much may be asked of the disk that nobody waits for, so that whoever does wait is not behind it.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use crate::{BLOCK, StoreError, Waker};
+
+/// Bytes asked for together while threads wait: adjacent blocks make one request to the disk, and below 256 KiB a request costs
+/// more by its number than by its length.
+pub const PIECE: usize = 4 * BLOCK;
+/// Pieces of CPUs' memory under way on the disk for each reactor when nobody waits for it: enough that it is never idle
+/// between two of them.
+const CALM_PIECES: usize = 3;
+/// Reads that may lie between a demand read and the disk: about this much time of them, and one piece at least.
+const QUEUE: Duration = Duration::from_micros(300);
+/// Pieces under way at most while threads wait: beyond it even a fast disk gains nothing.
+const BUSY_PIECES: usize = 8;
+/// So long after the last wait for the disk, the next one is not expected any more.
+const CALM: Duration = Duration::from_millis(5);
+/// So long after its last read a lane is taken to have come to its end.
+const IDLE: Duration = Duration::from_millis(20);
+/// For a lane to take its turn, when the other one has had a piece.
+const TURN: Duration = Duration::from_millis(1);
+/// What GPUs' memory is read in: two of it keep a disk busy.
+const CHUNK: usize = 2 << 20;
+
+/// Whose memory is read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Lane {
+    /// That of CPUs.
+    Cpus,
+    /// That of GPUs.
+    Gpus,
+}
+
+/// The pace of all background reads of a process: of both lanes, by any thread. No locks; what it says may be a moment old.
+#[derive(Debug)]
+pub struct Pace {
+    start: Instant,
+    /// Of the threads that read a lane's.
+    wakers: [Vec<Waker>; 2],
+    /// Bytes under way on the disk that nobody waits for, by lane.
+    reading: [AtomicUsize; 2],
+    /// When a lane last began to read: nanoseconds since `start`, 0 for never.
+    began: [AtomicU64; 2],
+    /// Lanes that were refused since the other one last ended a piece.
+    refused: [AtomicBool; 2],
+    /// Until when it is a lane's turn: nanoseconds since `start`.
+    turn: [AtomicU64; 2],
+    /// When somebody last had to wait for the disk, the same.
+    waited: AtomicU64,
+    /// What one block takes the disk, in nanoseconds: a running mean.
+    block: AtomicU64,
+}
+
+/// A background read under way.
+#[derive(Debug)]
+pub struct Begun {
+    lane: Lane,
+    bytes: usize,
+    at: Instant,
+    /// Bytes under way with it, its own included.
+    depth: usize,
+}
+
+impl Lane {
+    fn other(self) -> Self {
+        match self {
+            Self::Cpus => Self::Gpus,
+            Self::Gpus => Self::Cpus,
+        }
+    }
+}
+
+impl Pace {
+    /// For threads that read memory of CPUs, and are woken by these.
+    ///
+    /// # Errors
+    /// [`StoreError::Setup`] when descriptors are out.
+    pub fn new(reactors: Vec<Waker>) -> Result<Self, StoreError> {
+        let gpus = Waker::new().map_err(|error| StoreError::Setup { act: "making an eventfd", error })?;
+        Ok(Self {
+            start: Instant::now(),
+            wakers: [reactors, vec![gpus]],
+            reading: Default::default(),
+            began: Default::default(),
+            refused: Default::default(),
+            turn: Default::default(),
+            waited: AtomicU64::new(0),
+            block: AtomicU64::new(0),
+        })
+    }
+
+    /// Wakes who reads memory of GPUs and was refused, when it may be its turn.
+    #[must_use]
+    pub fn gpus(&self) -> &Waker {
+        &self.wakers[Lane::Gpus as usize][0]
+    }
+
+    /// Somebody waits for the disk.
+    pub fn waits(&self) {
+        self.waits_at(Instant::now());
+    }
+
+    fn waits_at(&self, now: Instant) {
+        self.waited.store(self.nanos(now).max(1), Ordering::Relaxed);
+    }
+
+    /// Whether somebody waited for the disk a moment ago: what is asked of it then comes in pieces of [`PIECE`].
+    #[must_use]
+    pub fn is_busy(&self) -> bool {
+        self.is_busy_at(Instant::now())
+    }
+
+    fn is_busy_at(&self, now: Instant) -> bool {
+        self.is_recent(&self.waited, now, CALM)
+    }
+
+    /// Whether so many bytes more may be read.
+    #[must_use]
+    pub fn allows(&self, lane: Lane, bytes: usize) -> bool {
+        self.allows_at(lane, bytes, Instant::now())
+    }
+
+    fn allows_at(&self, lane: Lane, bytes: usize, now: Instant) -> bool {
+        if self.is_busy_at(now) {
+            let all: usize = self.reading.iter().map(|of| of.load(Ordering::Relaxed)).sum();
+            let turn = self.turn[lane.other() as usize].load(Ordering::Relaxed) <= self.nanos(now);
+            let may = turn && (all == 0 || all + bytes <= self.busy_bytes());
+            self.refused[lane as usize].store(!may, Ordering::Relaxed);
+            return may;
+        }
+        let own = self.under_way(lane);
+        own == 0 || own + bytes <= self.calm_bytes(lane, now)
+    }
+
+    /// Of a lane. Memory of GPUs has staging memory for its bound, and as much as that of CPUs where both are read: they
+    /// share the disk by what they have under way.
+    fn calm_bytes(&self, lane: Lane, now: Instant) -> usize {
+        let of_cpus = CALM_PIECES * self.wakers[Lane::Cpus as usize].len() * PIECE;
+        match lane {
+            Lane::Cpus => of_cpus,
+            Lane::Gpus if self.is_recent(&self.began[Lane::Cpus as usize], now, IDLE) => of_cpus.max(CHUNK),
+            Lane::Gpus => usize::MAX,
+        }
+    }
+
+    fn busy_bytes(&self) -> usize {
+        let piece = (PIECE / BLOCK) as u64 * self.block.load(Ordering::Relaxed).max(1);
+        let pieces = usize::try_from(nanos(QUEUE) / piece).unwrap_or(BUSY_PIECES);
+        pieces.clamp(1, BUSY_PIECES) * PIECE
+    }
+
+    /// Bytes of a lane that are under way and that nobody waits for.
+    #[must_use]
+    pub fn under_way(&self, lane: Lane) -> usize {
+        self.reading[lane as usize].load(Ordering::Relaxed)
+    }
+
+    /// A background read goes to the disk.
+    pub fn begin(&self, lane: Lane, bytes: usize) -> Begun {
+        let at = Instant::now();
+        self.began[lane as usize].store(self.nanos(at).max(1), Ordering::Relaxed);
+        self.turn[lane as usize].store(0, Ordering::Relaxed);
+        self.reading[lane as usize].fetch_add(bytes, Ordering::Relaxed);
+        let depth = self.reading.iter().map(|of| of.load(Ordering::Relaxed)).sum();
+        Begun { lane, bytes, at, depth }
+    }
+
+    /// It is back, or was not submitted after all.
+    pub fn end(&self, begun: Begun) {
+        self.end_at(begun, Instant::now());
+    }
+
+    #[expect(clippy::needless_pass_by_value, reason = "a read ends once")]
+    fn end_at(&self, begun: Begun, now: Instant) {
+        self.reading[begun.lane as usize].fetch_sub(begun.bytes, Ordering::Relaxed);
+        let other = begun.lane.other();
+        // One piece each, where few are under way: or the lane that looks more often would have all of them.
+        if self.refused[other as usize].swap(false, Ordering::Relaxed) {
+            self.turn[other as usize].store(self.nanos(now + TURN), Ordering::Relaxed);
+            self.wakers[other as usize].iter().for_each(Waker::wake);
+        }
+        // Reads queue behind one another: each block's own share of the time.
+        let blocks = begun.depth.div_ceil(BLOCK).max(1) as u64;
+        let own = nanos(now.duration_since(begun.at)) / blocks;
+        let mean = self.block.load(Ordering::Relaxed);
+        let mean = if mean == 0 { own } else { mean - mean / 8 + own / 8 };
+        self.block.store(mean, Ordering::Relaxed);
+    }
+
+    fn is_recent(&self, moment: &AtomicU64, now: Instant, within: Duration) -> bool {
+        let moment = moment.load(Ordering::Relaxed);
+        moment != 0 && self.nanos(now).saturating_sub(moment) <= nanos(within)
+    }
+
+    fn nanos(&self, moment: Instant) -> u64 {
+        nanos(moment.saturating_duration_since(self.start))
+    }
+}
+
+fn nanos(duration: Duration) -> u64 {
+    u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn pace(reactors: usize) -> Pace {
+        Pace::new((0..reactors).map(|_| Waker::new().unwrap()).collect()).unwrap()
+    }
+
+    /// Begins reads of so many bytes until no more are allowed; their bytes.
+    fn begin_all(pace: &Pace, lane: Lane, bytes: usize, now: Instant) -> Vec<Begun> {
+        let mut begun = Vec::new();
+        while pace.allows_at(lane, bytes, now) && begun.len() < 1000 {
+            begun.push(pace.begin(lane, bytes));
+        }
+        begun
+    }
+
+    #[test]
+    fn without_waits_every_reactor_reads_ahead() {
+        let pace = pace(2);
+        let begun = begin_all(&pace, Lane::Cpus, PIECE, Instant::now());
+        assert_eq!(begun.len(), 2 * CALM_PIECES);
+        begun.into_iter().for_each(|begun| pace.end(begun));
+        assert!(pace.allows(Lane::Cpus, PIECE));
+    }
+
+    #[test]
+    fn while_threads_wait_for_a_slow_disk_one_piece_is_under_way_of_either_lane() {
+        for lane in [Lane::Cpus, Lane::Gpus] {
+            let pace = pace(2);
+            pace.block.store(250_000, Ordering::Relaxed);
+            let now = Instant::now();
+            pace.waits_at(now);
+            assert_eq!(begin_all(&pace, lane, PIECE, now).len(), 1);
+            assert!(!pace.allows_at(Lane::Cpus, PIECE, now) && !pace.allows_at(Lane::Gpus, PIECE, now));
+        }
+    }
+
+    #[test]
+    fn a_fast_disk_gets_more() {
+        let pace = pace(2);
+        pace.block.store(12_500, Ordering::Relaxed);
+        let now = Instant::now();
+        pace.waits_at(now);
+        assert_eq!(begin_all(&pace, Lane::Cpus, PIECE, now).len(), 6);
+    }
+
+    #[test]
+    fn while_threads_wait_each_lane_has_its_turn() {
+        let pace = pace(2);
+        pace.block.store(250_000, Ordering::Relaxed);
+        let (now, mut lane, mut turns) = (Instant::now(), Lane::Cpus, Vec::new());
+        pace.waits_at(now);
+        for _ in 0..6 {
+            assert!(pace.allows_at(lane, PIECE, now));
+            let begun = pace.begin(lane, PIECE);
+            assert!(!pace.allows_at(lane.other(), PIECE, now), "one piece in all");
+            pace.end_at(begun, now);
+            assert!(!pace.allows_at(lane, PIECE, now), "it is the other's turn");
+            turns.push(lane);
+            lane = lane.other();
+        }
+        // Whoever does not take it has it no more.
+        assert!(pace.allows_at(lane.other(), PIECE, now + 2 * TURN));
+    }
+
+    #[test]
+    fn memory_of_gpus_alone_is_read_as_far_as_there_is_room_for_it() {
+        let pace = pace(2);
+        assert_eq!(begin_all(&pace, Lane::Gpus, CHUNK, Instant::now()).len(), 1000);
+    }
+
+    #[test]
+    fn where_both_are_read_they_have_as_much_under_way_as_each_other() {
+        for reactors in [1, 8] {
+            let pace = pace(reactors);
+            let of_cpus = begin_all(&pace, Lane::Cpus, PIECE, Instant::now()).len() * PIECE;
+            let of_gpus = begin_all(&pace, Lane::Gpus, CHUNK, Instant::now()).len() * CHUNK;
+            assert!(of_gpus >= CHUNK && of_gpus.abs_diff(of_cpus) < CHUNK, "{reactors}: {of_gpus} {of_cpus}");
+            // When no memory of CPUs is read any more.
+            let later = Instant::now() + 2 * IDLE;
+            assert!(pace.allows_at(Lane::Gpus, 1 << 30, later));
+        }
+    }
+
+    #[test]
+    fn what_a_block_takes_is_its_share_of_the_reads_it_waited_with() {
+        let pace = pace(1);
+        let at = Instant::now();
+        let lane = Lane::Cpus;
+        pace.reading[lane as usize].store(4 * BLOCK, Ordering::Relaxed);
+        pace.end_at(Begun { lane, bytes: BLOCK, at, depth: 4 * BLOCK }, at + Duration::from_millis(8));
+        let block = Duration::from_nanos(pace.block.load(Ordering::Relaxed));
+        assert_eq!(block, Duration::from_millis(2));
+    }
+
+    #[test]
+    fn some_time_after_the_last_wait_the_disk_is_the_background_s_again() {
+        let pace = pace(2);
+        let now = Instant::now();
+        pace.waits_at(now);
+        assert!(pace.is_busy_at(now));
+        assert!(!pace.is_busy_at(now + 2 * CALM));
+    }
+}
