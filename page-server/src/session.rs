@@ -2,14 +2,14 @@
 //! One restore being served, as the control thread and the reactors share it.
 
 use std::path::PathBuf;
-use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Instant;
 
 use tokio::sync::Notify;
 use tracing::error;
 
-use crate::fill::stats::Stats;
+use crate::fill::stats::{Stats, TaskStats, add};
 
 /// One restore.
 #[derive(Debug)]
@@ -24,6 +24,7 @@ pub struct Session {
     pub since: Instant,
     /// Counters.
     pub stats: Stats,
+    tasks: Mutex<Vec<Arc<TaskStats>>>,
     released: AtomicBool,
     running_ns: AtomicU64,
     failure: OnceLock<String>,
@@ -41,6 +42,7 @@ impl Session {
             images,
             since: Instant::now(),
             stats: Stats::default(),
+            tasks: Mutex::default(),
             released: AtomicBool::new(false),
             running_ns: AtomicU64::new(0),
             failure: OnceLock::new(),
@@ -87,6 +89,19 @@ impl Session {
     /// Why it failed.
     pub fn failure(&self) -> Option<&str> {
         self.failure.get().map(String::as_str)
+    }
+
+    /// One more task, with so many pages to bring back: what is done for it is counted there.
+    pub fn task_arrived(&self, pid: i32, pages: u64) -> Arc<TaskStats> {
+        add(&self.stats.pages_total, pages);
+        let task = Arc::new(TaskStats { pid, pages_total: pages.into(), ..TaskStats::default() });
+        self.tasks.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::clone(&task));
+        task
+    }
+
+    /// The tasks that have arrived, in their order: all of them once it was released.
+    pub fn tasks(&self) -> Vec<Arc<TaskStats>> {
+        self.tasks.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     /// One more address space to serve.

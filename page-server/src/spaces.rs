@@ -65,11 +65,11 @@ pub fn open(
     let uffd = Uffd::adopt(unsafe { sys::take_over(arrival.uffd) }).context("adopting a userfaultfd")?;
     slot.publish();
     session.space_opened();
-    session.stats.pages_total.fetch_add(plan.plan.pages(), Ordering::Relaxed);
+    let counts = session.task_arrived(arrival.host_pid, plan.plan.pages());
     debug!(session = session.number, pid = arrival.image_pid, pages = plan.plan.pages(), "task arrived");
     let space = Space::new(Arc::clone(&plan.plan));
     let files = Arc::clone(&plan.files);
-    let space = AddressSpace::new(Arc::clone(session), slot, uffd, files, space, arrival.home);
+    let space = AddressSpace::new(Arc::clone(session), counts, slot, uffd, files, space, arrival.home);
     Ok(Task::Adopt { space: Arc::new(space), journal, inherited: None })
 }
 
@@ -152,9 +152,10 @@ fn inherit_one(
     // SAFETY: the ledger names it once, and its owner is dead.
     let uffd = Uffd::adopt(unsafe { sys::take_over(slot.uffd.load(Ordering::Acquire)) })?;
     session.space_opened();
-    session.stats.pages_total.fetch_add(space.missing(), Ordering::Relaxed);
+    let counts = session.task_arrived(slot.host_pid.load(Ordering::Relaxed), space.missing());
     let files = Arc::clone(&plan.files);
-    let space = AddressSpace::new(Arc::clone(session), slot, uffd, files, space, pool.choose_home());
+    let home = pool.choose_home();
+    let space = AddressSpace::new(Arc::clone(session), counts, slot, uffd, files, space, home);
     Ok(Task::Adopt { space: Arc::new(space), journal, inherited: Some(Arc::clone(known)) })
 }
 

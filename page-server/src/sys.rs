@@ -4,6 +4,7 @@
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 
+use nix::sys::signal::{SigSet, SigmaskHow};
 use tokio::io::unix::AsyncFd;
 
 fn check(result: libc::c_long) -> io::Result<libc::c_long> {
@@ -175,6 +176,17 @@ pub fn short_time_slice() -> io::Result<()> {
     };
     // SAFETY: pid 0 is this thread; `attr` is live and says its own size.
     check(unsafe { libc::syscall(libc::SYS_sched_setattr, 0, &raw const attr, 0) }).map(drop)
+}
+
+/// Runs `work` in a thread of its own that takes no signals: they are for those that decide whether this process may end.
+///
+/// # Errors
+/// There is no thread left.
+pub fn thread_without_signals(name: &str, work: impl FnOnce() + Send + 'static) -> io::Result<()> {
+    let before = SigSet::all().thread_swap_mask(SigmaskHow::SIG_SETMASK)?;
+    let thread = std::thread::Builder::new().name(name.to_owned()).spawn(work);
+    before.thread_set_mask()?;
+    thread.map(drop)
 }
 
 /// Has the runtime watch a descriptor.

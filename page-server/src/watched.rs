@@ -89,7 +89,8 @@ impl Watched {
         let space = Space::new(Arc::new(Plan::new(vec![extent]).unwrap()));
         // SAFETY: this process's own descriptor; the tests use `self.uffd` as a number from here on.
         let uffd = Uffd::adopt(unsafe { OwnedFd::from_raw_fd(self.uffd) }).unwrap();
-        Arc::new(AddressSpace::new(Arc::clone(session), slot, uffd, Arc::default(), space, 0))
+        let counts = session.task_arrived(slot.host_pid.load(Ordering::Relaxed), PAGES);
+        Arc::new(AddressSpace::new(Arc::clone(session), counts, slot, uffd, Arc::default(), space, 0))
     }
 
     /// One more descriptor for its userfaultfd, which is still open.

@@ -3,7 +3,6 @@
 
 use std::io::Write as _;
 use std::path::Path;
-use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context as _, bail};
@@ -11,7 +10,7 @@ use tracing::{error, info};
 
 use super::{detach, directory, to_notify};
 use crate::cli::LazyPages;
-use crate::daemon::{Daemon, Summary};
+use crate::daemon::{Daemon, OpenSession, Summary};
 use crate::logging;
 use crate::supervisor::{self, Start};
 use crate::worker::{self, Again};
@@ -41,7 +40,9 @@ pub fn run(options: &LazyPages) -> anyhow::Result<u8> {
     let limit = options.connect_timeout.map(Duration::from_secs);
     let code = supervisor::supervise(notify, |start| {
         match worker::block_on(start, Again::EndsThem, async |daemon| {
-            session(start, daemon, &images, &work, limit).await
+            let Some(session) = session(start, daemon, &images, &work)? else { return Ok(None) };
+            start.ready();
+            daemon.serve(session, limit).await.map(Some)
         }) {
             Ok(summary) => {
                 summary.iter().for_each(report);
@@ -57,24 +58,21 @@ pub fn run(options: &LazyPages) -> anyhow::Result<u8> {
     Ok(supervisor::asked_to_stop_is_well(code))
 }
 
-/// Serves the one restore that there is; none if a worker that died had.
-pub(super) async fn session(
+/// The one restore that there is to serve; none if a worker that died had.
+pub(super) fn session(
     start: &Start,
-    daemon: &Arc<Daemon>,
+    daemon: &Daemon,
     images: &Path,
     work: &Path,
-    limit: Option<Duration>,
-) -> anyhow::Result<Option<Summary>> {
+) -> anyhow::Result<Option<OpenSession>> {
     let inherited = if start.successor { daemon.inherit().pop() } else { None };
-    let open = match (inherited, start.ledger.outcomes().counts()) {
-        (Some(inherited), _) => inherited.map_err(|lost| lost.error)?,
-        (None, (0, 0)) => daemon.open(images, work)?,
+    match (inherited, start.ledger.outcomes().counts()) {
+        (Some(inherited), _) => inherited.map(Some).map_err(|lost| lost.error),
+        (None, (0, 0)) => daemon.open(images, work).map(Some),
         // The last worker died with its work done: there is one restore to serve, and it was.
-        (None, (_, 0)) => return Ok(None),
+        (None, (_, 0)) => Ok(None),
         (None, _) => bail!("the restore had failed already: see above"),
-    };
-    start.ready();
-    Ok(Some(daemon.serve(open, limit).await?))
+    }
 }
 
 pub(super) fn report(summary: &Summary) {

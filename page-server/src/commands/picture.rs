@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! How far a restore of GPU memory is, for people and programs.
+//! How far a restore of memory behind running processes is, for people and programs.
 
 use std::time::Duration;
 
@@ -15,19 +15,20 @@ const MOST: usize = 8;
 const LABEL: usize = 23;
 const BAR: usize = 16;
 
-/// A line for each process's memory of each GPU, and one for all. Each fits 80 columns.
+/// A line for each process's memory of CPUs and of each GPU, and one for all. Each fits 80 columns.
 pub(super) fn lines(picture: &Streaming) -> Vec<String> {
     match picture.state() {
         State::Listening => return vec!["waiting for criu".to_owned()],
-        State::Complete => return vec![format!("GPUs run; {}", summary(picture))],
+        State::Complete => return vec![format!("all memory is there; {}", summary(picture))],
         State::Failed => return vec![format!("failed; {}", summary(picture))],
-        _ if picture.processes.iter().all(|of| of.memory.is_empty()) => {
+        _ if !is_loading(picture) => {
             return vec!["criu restores the processes".to_owned()];
         }
         _ => {}
     }
-    let parts = || picture.processes.iter().flat_map(|of| of.memory.iter().map(move |memory| (of, memory)));
-    let mut lines: Vec<String> = parts().take(MOST).map(|(of, memory)| line(of, memory)).collect();
+    let parts =
+        || picture.processes.iter().flat_map(|of| parts(of).map(move |(whose, part)| (of, whose, part)));
+    let mut lines: Vec<String> = parts().take(MOST).map(|(of, whose, part)| line(of, &whose, part)).collect();
     let more = parts().count().saturating_sub(MOST);
     if more > 0 {
         lines.push(format!("... and {more} more"));
@@ -36,17 +37,27 @@ pub(super) fn lines(picture: &Streaming) -> Vec<String> {
     lines
 }
 
+/// Whether there is memory to be shown.
+pub(super) fn is_loading(picture: &Streaming) -> bool {
+    picture.state() == State::Running && picture.processes.iter().any(|of| parts(of).next().is_some())
+}
+
+/// A process's memory, and whose it is.
+fn parts(process: &StreamedProcess) -> impl Iterator<Item = (String, &StreamedMemory)> {
+    let of_cpus = process.of_cpus.iter().map(|part| ("CPUs".to_owned(), part));
+    of_cpus.chain(process.memory.iter().map(|part| (format!("renderD{}", part.minor), part)))
+}
+
 /// A name is what its process likes; ours may be of another version that does not look.
 fn label(process: &StreamedProcess) -> String {
     let text = format!("{} {}", process.pid, process.name);
     text.chars().map(|char| if char.is_control() { '?' } else { char }).take(LABEL).collect()
 }
 
-fn line(process: &StreamedProcess, memory: &StreamedMemory) -> String {
+fn line(process: &StreamedProcess, whose: &str, memory: &StreamedMemory) -> String {
     format!(
-        "{:<LABEL$} {:<10} {:>10} / {:>10} {:>3} % {:>11}",
+        "{:<LABEL$} {whose:<10} {:>10} / {:>10} {:>3} % {:>11}",
         label(process),
-        format!("renderD{}", memory.minor),
         units::bytes(memory.resident),
         units::bytes(memory.bytes),
         percent(memory.resident, memory.bytes),
@@ -55,18 +66,19 @@ fn line(process: &StreamedProcess, memory: &StreamedMemory) -> String {
 }
 
 fn summary(picture: &Streaming) -> String {
-    let memory = || picture.processes.iter().flat_map(|of| &of.memory);
+    let memory = || picture.processes.iter().flat_map(parts).map(|(_, part)| part);
     let all: u64 = memory().map(|of| of.bytes).sum();
     let there: u64 = memory().map(|of| of.resident).sum();
-    let faults: u64 = picture.processes.iter().map(|of| of.faults).sum();
-    let gates = picture.processes.len();
-    let open = picture.processes.iter().filter(|of| of.gate_open_us > 0).count();
+    let faults: u64 = picture.processes.iter().map(|of| of.faults + of.page_faults).sum();
+    let gated = || picture.processes.iter().filter(|of| !of.without_gate);
+    let (gates, open) = (gated().count(), gated().filter(|of| of.gate_open_us > 0).count());
+    let gates = if gates == 0 { String::new() } else { format!("  {open} of {gates} gates open") };
     let percent = percent(there, all);
     let full = BAR * usize::try_from(percent).unwrap_or(100) / 100;
     let left = left(all.saturating_sub(there), picture.rate);
     let left = left.map_or_else(|| "-".to_owned(), units::seconds);
     format!(
-        "[{}{}] {percent:>3} %  {}  {left} left  {faults} faults  {open} of {gates} gates open",
+        "[{}{}] {percent:>3} %  {}  {left} left  {faults} faults{gates}",
         "=".repeat(full),
         " ".repeat(BAR - full),
         rate(picture.rate),
@@ -79,17 +91,22 @@ fn rate(bytes: u64) -> String {
 
 /// Everything.
 pub(super) fn as_json(picture: &Streaming) -> Value {
-    let memory = |of: &StreamedMemory| json!({ "minor": of.minor, "bytes": of.bytes, "resident": of.resident, "rate": of.rate });
+    let part = |minor: Option<u32>, of: &StreamedMemory| json!({ "minor": minor, "bytes": of.bytes, "resident": of.resident, "rate": of.rate });
     let process = |of: &StreamedProcess| {
+        let of_cpus = of.of_cpus.iter().map(|of| part(None, of));
+        let memory = of_cpus.chain(of.memory.iter().map(|of| part(Some(of.minor), of)));
         json!({
             "pid": of.pid,
             "name": of.name,
+            "gate": !of.without_gate,
             "runs_us": of.runs_us,
             "gate_open_us": of.gate_open_us,
             "faults": of.faults,
             "longest_fault_us": of.longest_fault_us,
+            "page_faults": of.page_faults,
+            "longest_page_fault_us": of.longest_page_fault_us,
             "swaps": of.swaps,
-            "memory": of.memory.iter().map(memory).collect::<Vec<_>>(),
+            "memory": memory.collect::<Vec<_>>(),
         })
     };
     json!({
@@ -104,36 +121,57 @@ pub(super) fn as_json(picture: &Streaming) -> Value {
 mod tests {
     use super::*;
 
+    fn part(minor: u32, bytes: u64, resident: u64) -> StreamedMemory {
+        StreamedMemory { minor, bytes, resident, rate: 1 << 28 }
+    }
+
+    fn process(pid: i32, name: &str, gate_open_us: u64, memory: Vec<StreamedMemory>) -> StreamedProcess {
+        let name = name.to_owned();
+        StreamedProcess { pid, name, gate_open_us, faults: 6, memory, ..StreamedProcess::default() }
+    }
+
+    /// Two processes with GPUs, of the second memory of CPUs, too.
     fn picture() -> Streaming {
-        let memory = |minor, bytes, resident, rate| StreamedMemory { minor, bytes, resident, rate };
-        let process = |pid, name: &str, gate_open_us, memory| StreamedProcess {
-            pid,
-            name: name.to_owned(),
-            gate_open_us,
-            faults: 6,
-            memory,
-            ..StreamedProcess::default()
-        };
+        let of_cpus = Some(part(0, 2 << 30, 1 << 29));
         Streaming {
             state: State::Running.into(),
             elapsed_us: 2_000_000,
             rate: 1 << 29,
             processes: vec![
-                process(4_194_304, "a-long-name-15c", 0, vec![memory(128, 2 << 30, 1 << 30, 1 << 28)]),
-                process(4712, "rank\u{1b}1", 7, vec![memory(129, 2 << 30, 2 << 30, 1 << 28)]),
+                process(4_194_304, "a-long-name-15c", 0, vec![part(128, 2 << 30, 1 << 30)]),
+                StreamedProcess {
+                    of_cpus,
+                    page_faults: 30,
+                    ..process(4712, "rank\u{1b}1", 7, vec![part(129, 2 << 30, 2 << 30)])
+                },
             ],
         }
     }
 
     #[test]
-    fn a_line_for_each_gpu_of_each_process_and_one_for_all() {
+    fn a_line_for_each_kind_of_memory_of_each_process_and_one_for_all() {
         let wanted = [
             "4194304 a-long-name-15c renderD128    1.0 GiB /    2.0 GiB  50 %   0.27 GB/s",
+            "4712 rank?1             CPUs        512.0 MiB /    2.0 GiB  25 %   0.27 GB/s",
             "4712 rank?1             renderD129    2.0 GiB /    2.0 GiB 100 %   0.27 GB/s",
-            "[============    ]  75 %  0.54 GB/s  2.00 s left  12 faults  1 of 2 gates open",
+            "[=========       ]  58 %  0.54 GB/s  5.00 s left  42 faults  1 of 2 gates open",
         ];
         assert_eq!(lines(&picture()), wanted);
         assert!(wanted.iter().all(|line| line.len() < 80));
+    }
+
+    #[test]
+    fn a_process_without_gate_stands_before_none() {
+        let mut picture = picture();
+        picture.processes[0] = StreamedProcess {
+            without_gate: true,
+            of_cpus: Some(part(0, 8, 4)),
+            ..process(7, "sh", 3, vec![])
+        };
+        assert!(lines(&picture)[0].starts_with("7 sh                    CPUs "));
+        assert!(lines(&picture)[3].ends_with("  1 of 1 gates open"), "{:?}", lines(&picture));
+        picture.processes.truncate(1);
+        assert!(is_loading(&picture) && lines(&picture)[1].ends_with(" faults"), "{:?}", lines(&picture));
     }
 
     #[test]
@@ -142,7 +180,7 @@ mod tests {
         assert_eq!(of(State::Listening), ["waiting for criu"]);
         let early = Streaming { state: State::Running.into(), ..Streaming::default() };
         assert_eq!(lines(&early), ["criu restores the processes"]);
-        assert!(of(State::Complete)[0].starts_with("GPUs run; "));
+        assert!(of(State::Complete)[0].starts_with("all memory is there; "));
         assert!(of(State::Failed)[0].starts_with("failed; "));
     }
 
@@ -158,7 +196,13 @@ mod tests {
     fn the_json_has_all_of_it() {
         let value = as_json(&picture());
         assert_eq!(value["state"], "running");
-        assert_eq!(value["processes"][1]["memory"][0]["resident"], 2_u64 << 30);
+        let memory = &value["processes"][1]["memory"];
+        assert_eq!((&memory[0]["minor"], &memory[1]["minor"]), (&Value::Null, &json!(129)));
+        assert_eq!((&memory[0]["resident"], &memory[1]["resident"]), (&json!(1 << 29), &json!(2_u64 << 30)));
+        assert_eq!(
+            (&value["processes"][1]["gate"], &value["processes"][1]["page_faults"]),
+            (&json!(true), &json!(30))
+        );
         assert_eq!(value["processes"][1]["gate_open_us"], 7);
     }
 }

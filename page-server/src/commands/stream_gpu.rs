@@ -16,13 +16,13 @@ use tracing::{error, info, warn};
 use super::{directory, lazy_pages, to_notify};
 use crate::cli::StreamGpu;
 use crate::control::streaming::Window;
-use crate::daemon::Daemon;
-use crate::gpu_stream::{Beside, Summary};
+use crate::daemon::{Daemon, Summary};
+use crate::gpu_stream::Beside;
 use crate::guardian::{self, Whom};
 use crate::ledger::Ledger;
 use crate::supervisor::{self, STOPPED, Start};
 use crate::timeline::record::State;
-use crate::timeline::{Timeline, files};
+use crate::timeline::{Timeline, files, follow};
 use crate::worker::{self, Again, AskedToStop};
 use crate::{gpu_stream, logging};
 
@@ -72,9 +72,12 @@ fn gpus_alone(start: &Start, doors: &Doors) -> anyhow::Result<()> {
     if start.successor {
         return nothing_was_half_loaded(start);
     }
-    let timeline = begin(start, doors)?;
+    let timeline = Timeline::default();
+    begin(start, doors, &timeline)?;
     start.ready();
-    gpus(doors, Beside::Nothing, start.ledger, &timeline)
+    let done = gpus(doors, Beside::Nothing, start.ledger, &timeline);
+    keep(&timeline, &doors.work);
+    done
 }
 
 /// What cannot be gone on with: what stands before a gate is killed.
@@ -83,14 +86,13 @@ fn nothing_was_half_loaded(start: &Start) -> anyhow::Result<()> {
     Ok(())
 }
 
-fn begin(start: &Start, doors: &Doors) -> anyhow::Result<Timeline> {
+fn begin(start: &Start, doors: &Doors, timeline: &Timeline) -> anyhow::Result<()> {
     // From the beginning: placeholders read as zeros when the last of these processes dies, even if all do at once but one.
     guardian::start(start.ledger, Whom::Gated { supervisor: start.supervisor });
-    let timeline = Timeline::default();
     if let Some(window) = &doors.window {
         window.show(timeline.clone())?;
     }
-    Ok(timeline)
+    follow(timeline.clone()).context("starting a thread")
 }
 
 /// Memory of CPUs, by reactors of its own, and of GPUs, in a thread of its own.
@@ -99,16 +101,17 @@ fn both(start: &Start, doors: &Arc<Doors>, images: &Path) -> anyhow::Result<u8> 
         nothing_was_half_loaded(start)?;
         doors.listener.close();
     }
+    let timeline = Timeline::default();
     let mut gpus = None;
     let pages = worker::block_on(start, Again::IsTheSame, async |daemon| {
         let mut over = None;
         if !start.successor {
             let (tell, told) = oneshot::channel();
-            gpus = Some(in_a_thread(start, doors, daemon.pool.pace(), tell)?);
+            gpus = Some(in_a_thread(start, doors, daemon.pool.pace(), &timeline, tell)?);
             over = Some(told);
         }
         tokio::select! {
-            done = lazy_pages::session(start, daemon, images, &doors.work, None) => done.map(Some),
+            done = cpus(start, daemon, images, doors, &timeline) => done.map(Some),
             () = without_cpus(daemon, over) => Ok(None),
         }
     });
@@ -118,7 +121,11 @@ fn both(start: &Start, doors: &Arc<Doors>, images: &Path) -> anyhow::Result<u8> 
             summary.iter().for_each(lazy_pages::report);
         }
         Ok(None) => {}
-        Err(error) if !error.is::<AskedToStop>() => return Err(error),
+        Err(error) if !error.is::<AskedToStop>() => {
+            timeline.failed(&format!("{error:#}"));
+            keep(&timeline, &doors.work);
+            return Err(error);
+        }
         // What was taken over is brought to its end.
         Err(_) if start.ledger.gates().any() => {}
         Err(_) => return Ok(STOPPED),
@@ -126,7 +133,27 @@ fn both(start: &Start, doors: &Arc<Doors>, images: &Path) -> anyhow::Result<u8> 
     // Whoever has not come by now does not come any more.
     doors.listener.close();
     let Some(gpus) = gpus else { return Ok(0) };
-    gpus.join().map_or_else(|panic| std::panic::resume_unwind(panic), |well| Ok(u8::from(!well)))
+    let well = gpus.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+    // Both are over.
+    keep(&timeline, &doors.work);
+    Ok(u8::from(!well))
+}
+
+/// Memory of CPUs. None if a worker that died has brought it back.
+async fn cpus(
+    start: &Start,
+    daemon: &Daemon,
+    images: &Path,
+    doors: &Doors,
+    timeline: &Timeline,
+) -> anyhow::Result<Option<Summary>> {
+    let Some(session) = lazy_pages::session(start, daemon, images, &doors.work)? else { return Ok(None) };
+    // What a worker that died has seen is lost.
+    if !start.successor {
+        timeline.brings(&session.session);
+    }
+    start.ready();
+    daemon.serve(session, None).await.map(Some)
 }
 
 /// Memory of GPUs is done with, and no restore has come for that of CPUs: it had none to come, or has failed.
@@ -145,9 +172,10 @@ fn in_a_thread(
     start: &Start,
     doors: &Arc<Doors>,
     pace: Arc<Pace>,
+    timeline: &Timeline,
     tell: oneshot::Sender<()>,
 ) -> anyhow::Result<JoinHandle<bool>> {
-    let timeline = begin(start, doors)?;
+    begin(start, doors, timeline)?;
     let holds = match held::registering() {
         Ok(hold) => {
             start.ledger.keep(hold.into());
@@ -159,7 +187,7 @@ fn in_a_thread(
             false
         }
     };
-    let (doors, ledger) = (Arc::clone(doors), start.ledger);
+    let (doors, ledger, timeline) = (Arc::clone(doors), start.ledger, timeline.clone());
     let load = move || {
         let done = gpus(&doors, Beside::Cpus { holds, pace }, ledger, &timeline);
         if let Err(error) = &done {
@@ -176,8 +204,9 @@ fn in_a_thread(
 
 fn gpus(doors: &Doors, beside: Beside, ledger: Ledger, timeline: &Timeline) -> anyhow::Result<()> {
     let done = gpu_stream::serve(&doors.listener, beside, ledger, timeline);
-    keep(timeline, &done, &doors.work);
-    let Some(done) = done? else { return Ok(()) };
+    // Whoever asks hears it from now on.
+    let done = done.inspect_err(|error| timeline.failed(&format!("{error:#}")))?;
+    let Some(done) = done else { return Ok(()) };
     if let Some(report) = &done.loaded {
         report.ways.iter().for_each(|way| info!("{way}"));
         info!("{report}");
@@ -192,16 +221,14 @@ fn gpus(doors: &Doors, beside: Beside, ledger: Ledger, timeline: &Timeline) -> a
     Ok(())
 }
 
-/// Leaves what there was to see, if there was anything.
-fn keep(timeline: &Timeline, done: &anyhow::Result<Option<Summary>>, work: &Path) {
-    if timeline.record().state == State::Waiting {
+/// Leaves what there was to see, if there was anything: all that there was to load is there, or it has failed.
+fn keep(timeline: &Timeline, work: &Path) {
+    timeline.ended();
+    let record = timeline.record();
+    if record.state == State::Waiting {
         return;
     }
-    match done {
-        Ok(_) => timeline.ended(),
-        Err(error) => timeline.failed(&format!("{error:#}")),
-    }
-    if let Err(error) = files::write(&timeline.record(), work) {
+    if let Err(error) = files::write(&record, work) {
         warn!("{error:#}");
     }
 }

@@ -7,7 +7,6 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::Context as _;
-use nix::sys::signal::{SigSet, SigmaskHow};
 use tokio::net::UnixStream;
 use tokio::sync::Semaphore;
 use tracing::{debug, warn};
@@ -15,6 +14,7 @@ use tracing::{debug, warn};
 use super::frame::{FrameError, receive, send};
 use super::proto::{self, Reply, Request, State, reply, request};
 use super::{MESSAGE_LIMIT, address, door};
+use crate::sys;
 use crate::timeline::Timeline;
 use crate::timeline::record::{self, Memory, Record};
 
@@ -61,11 +61,7 @@ impl Window {
                 }
             });
         };
-        // Signals are for the thread that loads, which decides whether it may end.
-        let before = SigSet::all().thread_swap_mask(SigmaskHow::SIG_SETMASK)?;
-        let thread = std::thread::Builder::new().name("status".to_owned()).spawn(answer);
-        before.thread_set_mask()?;
-        thread.map(drop).context("starting a thread")
+        sys::thread_without_signals("status", answer).context("starting a thread")
     }
 }
 
@@ -114,29 +110,38 @@ fn picture(record: &Record) -> proto::Streaming {
         record::State::Complete => State::Complete,
         record::State::Failed => State::Failed,
     };
-    let memory = |of: &Memory| proto::StreamedMemory {
-        minor: of.minor,
-        bytes: of.bytes,
-        resident: of.resident,
-        rate: record.rate_of(of),
-    };
-    // What happened at 0 is told as at 1: 0 is not yet.
-    let when = |at: Option<u64>| at.map_or(0, |at| at.max(1));
-    let processes = record.processes.iter().enumerate().map(|(place, of)| proto::StreamedProcess {
-        pid: of.pid,
-        name: of.name.clone(),
-        runs_us: when(of.runs_us),
-        gate_open_us: when(of.gate_open_us.or(of.gone_us)),
-        faults: of.faults,
-        longest_fault_us: of.longest_fault_us,
-        swaps: of.swaps,
-        memory: record.memory.iter().filter(|of| of.process == place).map(memory).collect(),
-    });
     proto::Streaming {
         state: state.into(),
         elapsed_us: record.elapsed_us,
         rate: record.rate(),
-        processes: processes.collect(),
+        processes: (0..record.processes.len()).map(|place| process(record, place)).collect(),
+    }
+}
+
+fn process(record: &Record, place: usize) -> proto::StreamedProcess {
+    let of = &record.processes[place];
+    // What happened at 0 is told as at 1: 0 is not yet.
+    let when = |at: Option<u64>| at.map_or(0, |at| at.max(1));
+    let told = |of: &Memory| proto::StreamedMemory {
+        minor: of.minor.unwrap_or_default(),
+        bytes: of.bytes,
+        resident: of.resident,
+        rate: record.rate_of(of),
+    };
+    let memory = || record.memory.iter().filter(|of| of.process == place);
+    proto::StreamedProcess {
+        pid: of.pid,
+        name: of.name.clone(),
+        runs_us: when(of.runs_us),
+        gate_open_us: when(if of.gate { of.gate_open_us.or(of.gone_us) } else { of.runs_us }),
+        faults: of.faults,
+        longest_fault_us: of.longest_fault_us,
+        swaps: of.swaps,
+        memory: memory().filter(|of| of.minor.is_some()).map(told).collect(),
+        of_cpus: memory().find(|of| of.minor.is_none()).map(told),
+        without_gate: !of.gate,
+        page_faults: of.page_faults,
+        longest_page_fault_us: of.longest_page_fault_us,
     }
 }
 
@@ -144,10 +149,10 @@ fn picture(record: &Record) -> proto::Streaming {
 mod tests {
     use std::os::unix::fs::PermissionsExt as _;
 
-    use rewake_contents::Progress;
-
     use super::super::client::{Client, ClientError};
     use super::*;
+    use crate::session::Session;
+    use crate::timeline::example;
 
     #[tokio::test]
     async fn who_asks_is_told_how_far_it_is_again_and_again() {
@@ -161,16 +166,31 @@ mod tests {
         assert_eq!(client.streaming().await.unwrap().state(), State::Listening);
         timeline.handed_over();
         timeline.runs(0, nix::unistd::getpid().as_raw());
-        timeline.sample(&[Progress { process: 0, minor: 129, resident: 30, all: 90 }]);
+        let session = Arc::new(Session::new(0, 1, PathBuf::new()));
+        session.task_arrived(nix::unistd::getpid().as_raw(), 1);
+        session.release();
+        timeline.brings(&session);
+        timeline.look();
         timeline.gate_opened(0);
         let told = client.streaming().await.unwrap();
         let process = &told.processes[0];
         assert_eq!((told.state(), process.pid), (State::Running, nix::unistd::getpid().as_raw()));
         assert!(process.runs_us > 0 && process.gate_open_us > 0);
-        let memory = proto::StreamedMemory { minor: 129, bytes: 90, resident: 30, rate: 0 };
-        assert_eq!(process.memory, [memory]);
+        assert_eq!(process.of_cpus, Some(proto::StreamedMemory { bytes: 4096, ..Default::default() }));
         drop(window);
         assert!(matches!(Client::connect(&socket(work.path())).await, Err(ClientError::NoDaemon(_))));
+    }
+
+    #[test]
+    fn both_kinds_of_memory_are_told_and_who_has_no_gate_stands_before_none() {
+        let told = picture(&example::record());
+        let [first, second, third] = &told.processes[..] else { panic!("{told:?}") };
+        let minors = |of: &proto::StreamedProcess| of.memory.iter().map(|of| of.minor).collect::<Vec<_>>();
+        assert_eq!([first, second, third].map(minors), [vec![128], vec![128, 129], vec![]]);
+        let of_cpus = |of: &proto::StreamedProcess| of.of_cpus.map(|of| of.bytes >> 20);
+        assert_eq!([first, second, third].map(of_cpus), [None, Some(512), Some(256)]);
+        assert_eq!([first, second, third].map(|of| of.without_gate), [false, false, true]);
+        assert_eq!((second.page_faults, second.longest_page_fault_us, third.gate_open_us), (250, 85, 3500));
     }
 
     #[tokio::test]

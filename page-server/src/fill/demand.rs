@@ -166,9 +166,8 @@ impl Reactor {
     fn served(&mut self, demand: Demand, filled: Filled) {
         match filled {
             Filled::All => {
-                demand.space.session.stats.fault(demand.since.elapsed());
                 self.shared.served.fetch_add(1, Ordering::Relaxed);
-                demand.space.note_fault();
+                demand.space.note_fault(demand.since.elapsed());
                 self.shared.check_finished(&demand.space);
             }
             Filled::Later(_) => self.deferred.push(demand),

@@ -143,7 +143,7 @@ impl Home {
             warn!(%error, ?change, "layout change ignored");
         }
         self.journal.record_change(index, &change, || layout.snapshot());
-        add(&self.space.session.stats.pages_dropped, before.saturating_sub(layout.missing()));
+        self.space.dropped(before.saturating_sub(layout.missing()));
         debug!(image_pid = self.space.slot.image_pid.load(Ordering::Relaxed), ?change, "layout");
     }
 
@@ -171,10 +171,11 @@ impl Home {
         let uffd = Uffd::adopt(unsafe { sys::take_over(number) })?;
         journal.rewrite(&child.snapshot(), 0);
         slot.publish();
-        add(&parent.session.stats.pages_total, child.missing());
+        parent.forked(child.missing());
         parent.session.space_opened();
         let files = Arc::clone(&parent.files);
-        let space = AddressSpace::new(Arc::clone(&parent.session), slot, uffd, files, child, parent.home);
+        let (session, counts) = (Arc::clone(&parent.session), Arc::clone(&parent.counts));
+        let space = AddressSpace::new(session, counts, slot, uffd, files, child, parent.home);
         debug!(missing = space.layout().missing(), "child forked");
         Ok(Self::new(Arc::new(space), journal))
     }

@@ -473,6 +473,7 @@ impl Reactor {
         // Its events are read by nobody from here on: a fill that one of them put off would be put off, and hold
         // the descriptor open, for ever.
         space.set_gone();
+        space.ended();
         let promotions_lost = space.layout().promotions_lost();
         debug!(session = space.session.number, promotions_lost, "an address space needs nothing more");
         let pidfd = space.slot.pidfd.load(Ordering::Acquire);

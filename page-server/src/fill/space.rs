@@ -3,7 +3,7 @@
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use rewake_pager::{BlockIx, Locate, PAGE_SIZE, PageIx, Run, Space};
 use rewake_store::PagesFile;
@@ -11,7 +11,7 @@ use rewake_uffd::{FillPort, Outcome, Stop, Uffd};
 use tracing::{info, warn};
 
 use super::shortage::{PATIENCE, Refused, Shortage};
-use super::stats::add;
+use super::stats::{TaskStats, add};
 use crate::ledger::SpaceSlot;
 use crate::session::Session;
 
@@ -28,6 +28,8 @@ const FAULTING_MICROS: u64 = 500;
 pub struct AddressSpace {
     /// The restore that it belongs to.
     pub session: Arc<Session>,
+    /// What is counted of the task that it is of, or that has forked it.
+    pub counts: Arc<TaskStats>,
     /// Its place in the ledger.
     pub slot: &'static SpaceSlot,
     /// The watched process's userfaultfd.
@@ -66,6 +68,7 @@ impl AddressSpace {
     #[must_use]
     pub fn new(
         session: Arc<Session>,
+        counts: Arc<TaskStats>,
         slot: &'static SpaceSlot,
         uffd: Uffd,
         files: Arc<Vec<Arc<PagesFile>>>,
@@ -74,6 +77,7 @@ impl AddressSpace {
     ) -> Self {
         Self {
             session,
+            counts,
             slot,
             uffd,
             files,
@@ -131,8 +135,38 @@ impl AddressSpace {
         }
     }
 
-    /// A fault was served.
-    pub fn note_fault(&self) {
+    /// A child was forked that lacks so many pages.
+    pub fn forked(&self, pages: u64) {
+        add(&self.session.stats.pages_total, pages);
+        add(&self.counts.pages_total, pages);
+    }
+
+    /// So many pages are back.
+    fn back(&self, pages: u64, zero: bool) {
+        let stats = &self.session.stats;
+        add(if zero { &stats.pages_zero } else { &stats.pages_copied }, pages);
+        add(&self.counts.pages_back, pages);
+    }
+
+    /// So many pages need not come back any more.
+    pub fn dropped(&self, pages: u64) {
+        add(&self.session.stats.pages_dropped, pages);
+        add(&self.counts.pages_dropped, pages);
+    }
+
+    /// Nobody is left to miss anything, or nothing is missing. Waits for fills that are under way: what they bring is counted after this.
+    pub fn ended(&self) {
+        let missing = self.layout_mut().missing();
+        // What a failure has cost is not let go of.
+        if !self.session.has_failed() {
+            self.dropped(missing);
+        }
+    }
+
+    /// A fault was served, so long after its message was read.
+    pub fn note_fault(&self, latency: Duration) {
+        self.session.stats.fault(latency);
+        self.counts.fault(latency);
         self.last_fault.store(self.micros().max(1), Ordering::Relaxed);
     }
 
@@ -205,7 +239,7 @@ impl AddressSpace {
                 // Filled by a fault in the same instant, or by a worker that died.
                 Some(Stop::Present) => {
                     let copied = layout.set_resident(PageIx(page.0 + done as u64 / PAGE_SIZE), 1);
-                    add(&self.session.stats.pages_copied, copied);
+                    self.back(copied, false);
                     done += PAGE_LEN;
                 }
                 Some(Stop::Changing) => {
@@ -217,7 +251,7 @@ impl AddressSpace {
                 Some(Stop::NotMapped) if piece.len() > PAGE_LEN => limit = PAGE_LEN,
                 Some(Stop::NotMapped) => {
                     let dropped = layout.set_resident(PageIx(page.0 + done as u64 / PAGE_SIZE), 1);
-                    add(&self.session.stats.pages_dropped, dropped);
+                    self.dropped(dropped);
                     done += PAGE_LEN;
                 }
                 Some(Stop::Gone) => return Filled::Gone,
@@ -278,8 +312,7 @@ impl AddressSpace {
     fn note(&self, layout: &Space, page: PageIx, outcome: Outcome, zero: bool) {
         if outcome.bytes > 0 {
             let pages = layout.set_resident(page, outcome.bytes / PAGE_SIZE);
-            let stats = &self.session.stats;
-            add(if zero { &stats.pages_zero } else { &stats.pages_copied }, pages);
+            self.back(pages, zero);
         }
     }
 
@@ -305,7 +338,7 @@ impl AddressSpace {
             // find out by itself. Either way it must not go on waiting.
             Some(Stop::Present | Stop::NotMapped) => {
                 if let Some(page) = page.filter(|_| outcome.stop == Some(Stop::Present)) {
-                    add(&self.session.stats.pages_copied, layout.set_resident(page, 1));
+                    self.back(layout.set_resident(page, 1), false);
                 }
                 // ESRCH here is found again by the next fill.
                 let _ = self.uffd.wake(target, PAGE_SIZE);
@@ -370,7 +403,44 @@ fn is_zero(page: &[u8]) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use std::path::PathBuf;
+
     use super::*;
+    use crate::ledger::Ledger;
+    use crate::watched::{self, PAGES, Watched};
+
+    /// Pages of a task whose process ended when one was back: in all, back, and let go of.
+    fn ended_early(fail: bool) -> [u64; 3] {
+        let task = Watched::start(watched::sleep);
+        let session = Arc::new(Session::new(0, 1, PathBuf::new()));
+        let space = task.address_space(&session, task.slot(Ledger::new().unwrap(), &session, true));
+        let filled = space.fill_demand(&space.layout(), task.start, Some(PageIx(0)), Some(&[7; PAGE_LEN]));
+        assert_eq!(filled, Filled::All);
+        space.note_fault(Duration::from_micros(70));
+        space.forked(2);
+        space.dropped(2);
+        if fail {
+            session.fail("a test");
+        }
+        space.ended();
+        let tasks = session.tasks();
+        assert_eq!((tasks.len(), tasks[0].pid), (1, task.pid));
+        let faults = [&tasks[0].faults, &tasks[0].fault_wait_us, &tasks[0].longest_fault_us];
+        assert_eq!(faults.map(|count| count.load(Ordering::Relaxed)), [1, 70, 70]);
+        let (counts, stats) = (&tasks[0], &session.stats);
+        let of_task = [&counts.pages_total, &counts.pages_back, &counts.pages_dropped];
+        let of_session = [&stats.pages_total, &stats.pages_copied, &stats.pages_dropped];
+        let [of_task, of_session] =
+            [of_task, of_session].map(|counts| counts.map(|count| count.load(Ordering::Relaxed)));
+        assert_eq!(of_task, of_session);
+        of_task
+    }
+
+    #[test]
+    fn what_a_process_never_got_is_let_go_of_when_it_ends_and_lost_when_its_session_fails() {
+        assert_eq!(ended_early(false), [PAGES + 2, 1, PAGES + 1]);
+        assert_eq!(ended_early(true), [PAGES + 2, 1, 2]);
+    }
 
     #[test]
     fn a_page_with_one_byte_set_anywhere_is_not_zero() {

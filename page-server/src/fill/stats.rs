@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Counters of one session, written by reactors and read by whoever shows progress.
+//! Counters of one session and of its tasks, written by reactors and read by whoever shows progress.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -49,6 +49,35 @@ impl Default for Stats {
             start: Instant::now(),
             latencies: [const { AtomicU64::new(0) }; BUCKETS],
         }
+    }
+}
+
+/// What was done for one task of a restore, and for the children that it has forked since. Counts as in [`Stats`].
+#[derive(Debug, Default)]
+pub struct TaskStats {
+    /// Its number on this host; 0 when the kernel did not tell.
+    pub pid: i32,
+    /// Pages with bytes in the image that must be brought back.
+    pub pages_total: AtomicU64,
+    /// Pages filled by us, with bytes or with the zero page.
+    pub pages_back: AtomicU64,
+    /// Pages that need not come back any more, those of a process that ended included.
+    pub pages_dropped: AtomicU64,
+    /// Faults served.
+    pub faults: AtomicU64,
+    /// Microseconds that they took, together.
+    pub fault_wait_us: AtomicU64,
+    /// Microseconds that the longest took.
+    pub longest_fault_us: AtomicU64,
+}
+
+impl TaskStats {
+    /// Notes a fault served `latency` after its message was read.
+    pub fn fault(&self, latency: Duration) {
+        let micros = u64::try_from(latency.as_micros()).unwrap_or(u64::MAX);
+        add(&self.faults, 1);
+        add(&self.fault_wait_us, micros);
+        self.longest_fault_us.fetch_max(micros, Ordering::Relaxed);
     }
 }
 

@@ -13,13 +13,11 @@ mod parts;
 mod placeholders;
 #[cfg(test)]
 mod program;
-mod progress;
 mod touches;
 mod view;
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
-use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
@@ -71,7 +69,7 @@ pub struct Summary {
     pub held: usize,
 }
 
-/// Loads all of it, serves whoever touches it meanwhile, and says how far it is. When it is done no placeholder is left.
+/// Loads all of it, and serves whoever touches it meanwhile. When it is done no placeholder is left.
 fn load(
     processes: &[Process<'_>],
     placeholders: Vec<Placeholders<'_>>,
@@ -82,10 +80,11 @@ fn load(
     let loading = Loading::new(processes, Some(pace))?;
     let resident = Resident::new(processes.len(), &placeholders)?;
     let touches = Touches::new(placeholders, loading.desk(), &resident, ledger, timeline);
-    let (desk, giving_up) = (loading.desk(), loading.desk());
-    let (over, ended) = channel::<()>();
+    let giving_up = loading.desk();
+    timeline.loads(loading.desk());
+    // Who asks now is told of it.
+    timeline.look();
     std::thread::scope(|scope| {
-        scope.spawn(move || progress::follow(&desk, timeline, &ended));
         let touches = scope.spawn(|| {
             // What they wait for would never come, and what they have would be zeros.
             let touched = catch_unwind(AssertUnwindSafe(|| touches.run()));
@@ -97,10 +96,11 @@ fn load(
         });
         let loaded = loading.run(|process, buffer| resident.tell(process, buffer));
         resident.ended(loaded.is_ok());
-        drop(over);
         let touched = touches.join().and_then(|touched| touched);
         // Why it was given up, before that it was.
         let touched = touched.unwrap_or_else(|panic| resume_unwind(panic))?;
+        // What is there is told before gates are open.
+        timeline.look();
         Ok((loaded?, touched))
     })
 }

@@ -1,19 +1,19 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A restore for the tests of this folder: two processes, three GPUs' memory, faults.
+//! A restore for tests: two processes with GPUs and one without, memory of both kinds, faults.
 
 use super::record::{FORMAT, Fault, Memory, Process, Record, State, Swap};
 
 const GIB: u64 = 1 << 30;
 
 /// All of `bytes` after `resident_us`, evenly.
-fn memory(process: usize, minor: u32, bytes: u64, resident_us: u64, sampled_us: &[u64]) -> Memory {
+fn memory(process: usize, minor: Option<u32>, bytes: u64, resident_us: u64, sampled_us: &[u64]) -> Memory {
     let at = |at: &u64| u64::try_from(u128::from(bytes) * u128::from(*at) / u128::from(resident_us)).unwrap();
     let samples = sampled_us.iter().map(|time| at(time).min(bytes)).collect();
     Memory { process, minor, bytes, resident: bytes, resident_us: Some(resident_us), samples }
 }
 
 /// Three seconds.
-pub(super) fn record() -> Record {
+pub(crate) fn record() -> Record {
     let sampled_us: Vec<u64> = (0..=30).map(|tick| tick * 98_340).collect();
     let fault = |number: u64| Fault {
         at_us: 200_000 + number * 230_000,
@@ -26,10 +26,14 @@ pub(super) fn record() -> Record {
         pid,
         name: name.to_owned(),
         runs_us: Some(runs_us),
+        gate: true,
         gate_open_us: Some(gate_us),
         faults: 6,
         fault_wait_us: 40_000,
         longest_fault_us: 43_250,
+        page_faults: 250,
+        page_fault_wait_us: 10_000,
+        longest_page_fault_us: 85,
         swaps: 4,
         stopped_us: 800,
         ..Process::default()
@@ -43,11 +47,14 @@ pub(super) fn record() -> Record {
         processes: vec![
             process(4711, "python3", 1200, 2_951_000),
             process(4712, "<b>\"rank\" & 1", 3400, 2_952_000),
+            Process { pid: 4713, name: "logger".to_owned(), runs_us: Some(3500), ..Process::default() },
         ],
         memory: vec![
-            memory(0, 128, 2 * GIB, 2_950_100, &sampled_us),
-            memory(1, 128, GIB, 1_400_000, &sampled_us),
-            memory(1, 129, 3 * GIB / 2, 2_100_000, &sampled_us),
+            memory(0, Some(128), 2 * GIB, 2_950_100, &sampled_us),
+            memory(1, None, GIB / 2, 2_500_000, &sampled_us),
+            memory(1, Some(128), GIB, 1_400_000, &sampled_us),
+            memory(1, Some(129), 3 * GIB / 2, 2_100_000, &sampled_us),
+            memory(2, None, GIB / 4, 1_000_000, &sampled_us),
         ],
         sampled_faults: (0..31).map(|tick| tick * 12 / 31).collect(),
         sampled_us,

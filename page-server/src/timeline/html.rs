@@ -4,7 +4,7 @@
 use std::fmt::Write as _;
 use std::time::Duration;
 
-use super::plot::{COLOURS, colour, plot};
+use super::plot::{COLOURS, class, plot};
 use super::record::{Memory, Process, Record, State};
 use super::text::{millis, moments};
 use crate::units;
@@ -23,12 +23,12 @@ h1{font-size:1.3rem;margin:0}h2{font-size:1.05rem;margin:1.5rem 0 .3rem}p{margin
 svg{display:block;width:100%;height:auto;margin:1rem 0 0}text{font-size:15px;fill:var(--soft)}
 .end{text-anchor:end}.middle{text-anchor:middle}text.gate{fill:var(--gate)}
 .grid{stroke:var(--grid)}line.runs{stroke:var(--soft);stroke-dasharray:2 4}line.gate{stroke:var(--gate);stroke-width:2}
-.memory{fill:none;stroke-width:2.5;stroke-linejoin:round}.count{fill:none;stroke:var(--soft);stroke-width:1}
+.memory{fill:none;stroke-width:2.5;stroke-linejoin:round}.cpus{stroke-dasharray:8 4}.count{fill:none;stroke:var(--soft);stroke-width:1}
 .fault{stroke:var(--fault);stroke-width:3}
 .scroll{overflow-x:auto}table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}
 th,td{padding:.25rem .6rem .25rem 0;text-align:right;white-space:nowrap;border-bottom:1px solid var(--grid)}
 th{font-weight:500;color:var(--soft)}th:first-child,td:first-child{text-align:left}
-i{display:inline-block;width:.75em;height:.75em;margin-right:.5em;border-radius:2px}
+i{display:inline-block;width:.75em;height:.75em;margin-right:.5em;border-radius:2px}i.cpus{height:.25em;vertical-align:.25em}
 @media(max-width:40rem){text{font-size:24px}.memory{stroke-width:5}.fault{stroke-width:6}}
 ";
 
@@ -41,7 +41,7 @@ const PALETTE: [&str; COLOURS + 1] =
 pub fn html(record: &Record) -> String {
     let mut page = String::from("<!DOCTYPE html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\"/>\n");
     page.push_str("<meta name=\"viewport\" content=\"width=device-width, initial-scale=1\"/>\n");
-    page.push_str("<title>Rewake: memory of GPUs</title>\n<style>\n");
+    page.push_str("<title>Rewake: memory behind running processes</title>\n<style>\n");
     page.push_str(STYLE);
     for (number, colour) in PALETTE.iter().enumerate() {
         // Writing to a String cannot fail, here and below.
@@ -76,14 +76,15 @@ pub(super) fn escaped(text: &str) -> String {
 
 fn head(page: &mut String, record: &Record) {
     let (all, there) = record.totals();
-    let _ = writeln!(page, "<h1>Memory of GPUs, behind running processes</h1>");
+    let _ = writeln!(page, "<h1>Memory behind running processes</h1>");
     if record.state == State::Failed {
         let why = record.reason.as_deref().unwrap_or("nobody knows why");
         let _ = writeln!(page, "<p class=\"bad\">Failed: {}</p>", escaped(why));
     }
     let _ = writeln!(
         page,
-        "<p>{} of {} in {:.1} ms. Times count from the moment at which the memory was handed over.</p>",
+        "<p>{} of {} in {:.1} ms. Times count from when the memory was handed over, or that of CPUs began to \
+         come.</p>",
         units::bytes(there),
         units::bytes(all),
         millis(record.elapsed_us),
@@ -113,16 +114,17 @@ fn table(page: &mut String, title: &str, columns: &[&str], rows: impl Iterator<I
 fn memory(page: &mut String, record: &Record) {
     let row = |(place, of): (usize, &Memory)| {
         let label = record.process_of(of).map(Process::label).unwrap_or_default();
-        let took = of.resident_us.unwrap_or(record.elapsed_us).saturating_sub(record.began_us());
+        let took =
+            of.resident_us.unwrap_or(record.elapsed_us).saturating_sub(record.began_us(of.minor.is_none()));
         vec![
-            format!("<i class=\"c{}\"></i>{}", colour(place), escaped(&label)),
-            format!("renderD{}", of.minor),
+            format!("<i class=\"{}\"></i>{}", class(place, of), escaped(&label)),
+            of.whose(),
             units::bytes(of.bytes),
             of.resident_us.map_or_else(|| format!("{} %", of.percent()), milliseconds),
             units::rate(of.resident, took.saturating_mul(1000)),
         ]
     };
-    let columns = ["process", "GPU", "memory", "there after", "rate"];
+    let columns = ["process", "memory of", "bytes", "there after", "rate"];
     table(page, "Memory", &columns, record.memory.iter().enumerate().map(row));
 }
 
@@ -135,11 +137,23 @@ fn processes(page: &mut String, record: &Record) {
             of.gone_us.map_or_else(|| when(of.gate_open_us), |at| format!("gone, {}", milliseconds(at))),
             of.faults.to_string(),
             latency(of.longest_fault_us),
+            of.page_faults.to_string(),
+            latency(of.longest_page_fault_us),
             of.swaps.to_string(),
             latency(of.stopped_us),
         ]
     };
-    let columns = ["process", "runs", "gate open", "faults", "longest", "buffers swapped", "stood still"];
+    let columns = [
+        "process",
+        "runs",
+        "gate open",
+        "faults of GPUs' memory",
+        "longest",
+        "of CPUs'",
+        "longest",
+        "buffers swapped",
+        "stood still",
+    ];
     table(page, "Processes", &columns, record.processes.iter().map(row));
 }
 
@@ -160,7 +174,7 @@ fn faults(page: &mut String, record: &Record) {
         ]
     };
     let columns = ["process", "waited", "at", "buffer", "address"];
-    table(page, "Longest faults", &columns, longest.iter().take(FAULTS).map(row));
+    table(page, "Longest faults of GPUs' memory", &columns, longest.iter().take(FAULTS).map(row));
 }
 
 fn milliseconds(micros: u64) -> String {
@@ -228,7 +242,9 @@ mod tests {
     #[test]
     fn memory_faults_and_gates_are_all_in_it() {
         let page = html(&example::record());
-        for part in ["renderD129", "4.5 GiB of 4.5 GiB", "2952.0 ms", "43.2 ms", "0x7f00"] {
+        for part in
+            ["renderD129", "<td>CPUs</td>", "5.2 GiB of 5.2 GiB", "2952.0 ms", "43.2 ms", "85 µs", "0x7f00"]
+        {
             assert!(page.contains(part), "{part}");
         }
         assert!(!html(&Record::default()).contains("Longest faults"));

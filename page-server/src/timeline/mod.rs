@@ -1,100 +1,94 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A restore of GPU memory as people see it: what was there when, who waited how long, when GPUs went on.
+//! A restore of memory behind running processes as people see it: what was there when, who waited how long, when GPUs went on.
 //!
-//! * [`Timeline`]: what the streamer tells of, from any thread.
-//! * [`record`]: what was told so far, for whoever asks. `samples`, `longest`: in bounded memory.
+//! * [`Timeline`]: what the streamer tells of, from any thread. `cpus`: what it does not tell, and is looked at. [`follow`]: often.
+//! * [`record`]: what was told so far, for whoever asks. `told`, `samples`, `longest`: in bounded memory.
 //! * [`text`], [`html`]: for people. [`files`]: kept beside CRIU's own logs.
 
+mod cpus;
 #[cfg(test)]
-mod example;
+pub(crate) mod example;
 pub mod files;
+mod follow;
 pub mod html;
 mod longest;
 mod plot;
 pub mod record;
 mod samples;
 pub mod text;
+mod told;
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant, SystemTime};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::Duration;
 
-use rewake_contents::Progress;
+use rewake_contents::Desk;
 
-use self::longest::Longest;
-use self::record::{FORMAT, Fault, Memory, Process, Record, State, Swap};
-use self::samples::{Sample, Samples};
+use self::cpus::Cpus;
+pub use self::follow::follow;
+use self::record::{Record, State};
+use self::told::Told;
+use crate::session::Session;
 
-/// Processes of one restore that are told of, as many as have gates: of more nothing is kept.
-const MOST: usize = 1024;
-
-/// What happens, told while it does. Clones are the same restore's. Processes have the numbers that their load's
-/// [`Desk`](rewake_contents::Desk) calls them by, buffers those of the image. Nothing here waits for more than a reader that
-/// copies at most 600 KiB; memory is bounded by [`samples`] and [`longest`], whatever the restore does.
+/// What happens, told while it does. Clones are the same restore's. Processes have the numbers that their load's [`Desk`] calls them by,
+/// buffers those of the image. Nothing here waits for more than a reader that copies at most 600 KiB; memory is bounded by [`samples`] and
+/// [`longest`], whatever the restore does. Of memory of CPUs nothing is told: it is looked at what is counted of it.
 #[derive(Debug, Clone, Default)]
-pub struct Timeline(Arc<Mutex<Told>>);
+pub struct Timeline(Arc<Shared>);
 
 #[derive(Debug, Default)]
-struct Told {
-    began: Option<(Instant, SystemTime)>,
-    state: State,
-    reason: Option<String>,
-    over: Option<u64>,
-    processes: Vec<Process>,
-    memory: Vec<Memory>,
-    samples: Samples,
-    faults: u64,
-    longest_faults: Longest<Fault>,
-    longest_swaps: Longest<Swap>,
+struct Shared {
+    told: Mutex<Told>,
+    gpus: OnceLock<Desk>,
+    cpus: OnceLock<Cpus>,
 }
 
 impl Timeline {
-    /// The plugin has handed over what is to be loaded: time counts from here. Whatever is told before is told at 0.
+    /// The plugin has handed over what is to be loaded: time counts from here, if no memory of CPUs came before. Whatever is told before is told
+    /// at 0.
     pub fn handed_over(&self) {
-        let mut told = self.told();
-        if told.began.is_none() {
-            told.began = Some((Instant::now(), SystemTime::now()));
-            told.state = State::Loading;
-        }
+        self.told().begin(Duration::ZERO);
+    }
+
+    /// Memory of GPUs comes by this load.
+    pub fn loads(&self, load: Desk) {
+        // There is one.
+        let _ = self.0.gpus.set(load);
+    }
+
+    /// Memory of CPUs comes by this session.
+    pub fn brings(&self, session: &Arc<Session>) {
+        // There is one.
+        let _ = self.0.cpus.set(Cpus::new(Arc::clone(session)));
     }
 
     /// A process runs, and its gate is shut. Its name is looked up.
     pub fn runs(&self, process: usize, pid: i32) {
-        let name = std::fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
+        let name = cpus::name(pid);
         self.told().note(process, |of, now| {
             of.pid = pid;
-            of.name = printable(name.trim_end());
+            of.name = name;
             of.runs_us = Some(now);
         });
     }
 
-    /// How far it is: often, and once when all is there.
-    pub fn sample(&self, progress: &[Progress]) {
-        self.told().sample(progress);
+    /// Notes how far it is: often, and once when all is there. Whether it has not ended.
+    pub fn look(&self) -> bool {
+        let gpus = self.0.gpus.get().map(Desk::progress).unwrap_or_default();
+        let cpus = self.0.cpus.get().and_then(Cpus::look);
+        let mut told = self.told();
+        told.sample(&gpus, cpus);
+        !matches!(told.state, State::Complete | State::Failed)
     }
 
     /// A CPU's touch of what was not there was served: at this address of a process, in this buffer, after so long.
     pub fn fault(&self, process: usize, buffer: usize, address: u64, waited: Duration) {
-        let mut told = self.told();
-        let (at_us, waited_us) = (told.now(), micros(waited));
-        told.faults += 1;
-        told.longest_faults.push(waited_us, Fault { at_us, process, buffer, address, waited_us });
-        told.note(process, |of, _| {
-            of.faults += 1;
-            of.fault_wait_us += waited_us;
-            of.longest_fault_us = of.longest_fault_us.max(waited_us);
-        });
+        self.told().fault(process, buffer, address, waited);
     }
 
     /// The placeholders of a buffer became the device, for which the process stood still for so long: the buffer's share of a
     /// stop.
     pub fn swapped(&self, process: usize, buffer: usize, stopped: Duration) {
-        let mut told = self.told();
-        let (at_us, stopped_us) = (told.now(), micros(stopped));
-        told.longest_swaps.push(stopped_us, Swap { at_us, process, buffer, stopped_us });
-        told.note(process, |of, _| {
-            of.swaps += 1;
-            of.stopped_us += stopped_us;
-        });
+        self.told().swapped(process, buffer, stopped);
     }
 
     /// Its GPUs go on.
@@ -107,13 +101,15 @@ impl Timeline {
         self.told().note(process, |of, now| of.gone_us = Some(now));
     }
 
-    /// All gates are open.
+    /// All gates are open, and all memory is there.
     pub fn ended(&self) {
+        self.look();
         self.told().end(State::Complete, None);
     }
 
     /// It was given up.
     pub fn failed(&self, reason: &str) {
+        self.look();
         self.told().end(State::Failed, Some(reason.to_owned()));
     }
 
@@ -124,83 +120,8 @@ impl Timeline {
     }
 
     fn told(&self) -> MutexGuard<'_, Told> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.told.lock().unwrap_or_else(PoisonError::into_inner)
     }
-}
-
-impl Told {
-    /// Since the memory was handed over.
-    fn now(&self) -> u64 {
-        self.began.map_or(0, |(began, _)| micros(began.elapsed()))
-    }
-
-    fn note(&mut self, process: usize, note: impl FnOnce(&mut Process, u64)) {
-        let now = self.now();
-        if process >= MOST {
-            return;
-        }
-        if self.processes.len() <= process {
-            self.processes.resize_with(process + 1, Process::default);
-        }
-        note(&mut self.processes[process], now);
-    }
-
-    fn sample(&mut self, progress: &[Progress]) {
-        let at_us = self.now();
-        // A GPU that a process has nothing on is nothing to see.
-        let seen = progress.iter().filter(|part| part.process < MOST && part.all > 0);
-        for (place, part) in seen.enumerate() {
-            let &Progress { process, minor, resident, all } = part;
-            self.note(process, |_, _| ());
-            let this = |of: &Memory| (of.process, of.minor) == (process, minor);
-            // They come in the same order each time.
-            let known = self.memory.get(place).is_some_and(this).then_some(place);
-            let place = known.or_else(|| self.memory.iter().position(this)).unwrap_or_else(|| {
-                self.memory.push(Memory { process, minor, ..Memory::default() });
-                self.memory.len() - 1
-            });
-            let of = &mut self.memory[place];
-            (of.bytes, of.resident) = (all, resident);
-            of.resident_us = of.resident_us.or_else(|| (resident >= all).then_some(at_us));
-        }
-        let resident = self.memory.iter().map(|of| of.resident).collect();
-        self.samples.push(Sample { at_us, faults: self.faults, resident });
-    }
-
-    fn end(&mut self, state: State, reason: Option<String>) {
-        if self.over.is_none() {
-            self.over = Some(self.now());
-            self.state = state;
-            self.reason = reason;
-        }
-    }
-
-    fn record(&self) -> Record {
-        let since = |(_, at): (Instant, SystemTime)| at.duration_since(SystemTime::UNIX_EPOCH).ok();
-        let unix = self.began.and_then(since).unwrap_or_default();
-        let samples = |place: usize| {
-            let at = |sample: &Sample| sample.resident.get(place).copied().unwrap_or_default();
-            self.samples.iter().map(at).collect()
-        };
-        let memory = self.memory.iter().enumerate();
-        Record {
-            format: FORMAT,
-            handed_over_unix_ms: u64::try_from(unix.as_millis()).unwrap_or(u64::MAX),
-            elapsed_us: self.over.unwrap_or_else(|| self.now()),
-            state: self.state,
-            reason: self.reason.clone(),
-            processes: self.processes.clone(),
-            memory: memory.map(|(place, of)| Memory { samples: samples(place), ..of.clone() }).collect(),
-            sampled_us: self.samples.iter().map(|sample| sample.at_us).collect(),
-            sampled_faults: self.samples.iter().map(|sample| sample.faults).collect(),
-            longest_faults: self.longest_faults.all(),
-            longest_swaps: self.longest_swaps.all(),
-        }
-    }
-}
-
-fn micros(time: Duration) -> u64 {
-    u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
 }
 
 /// A process's name is what it likes: on a terminal it must be no command.
@@ -210,7 +131,12 @@ fn printable(name: &str) -> String {
 
 #[cfg(test)]
 mod tests {
+    use std::path::PathBuf;
+
+    use rewake_contents::Progress;
+
     use super::*;
+    use crate::fill::stats::add;
 
     fn part(resident: u64) -> Progress {
         Progress { process: 0, minor: 128, resident, all: 100 }
@@ -222,18 +148,18 @@ mod tests {
         assert_eq!(timeline.record().state, State::Waiting);
         timeline.handed_over();
         timeline.runs(0, nix::unistd::getpid().as_raw());
-        timeline.sample(&[part(0)]);
+        timeline.told().sample(&[part(0)], None);
         timeline.fault(0, 7, 0x1000, Duration::from_millis(3));
         timeline.fault(0, 8, 0x2000, Duration::from_millis(1));
         timeline.swapped(0, 7, Duration::from_micros(200));
         assert_eq!((timeline.record().state, timeline.record().gates()), (State::Loading, (0, 1)));
-        timeline.sample(&[part(100)]);
+        timeline.told().sample(&[part(100)], None);
         timeline.gate_opened(0);
         timeline.ended();
         let record = timeline.record();
         assert_eq!((record.state, record.gates()), (State::Complete, (1, 1)));
-        assert_eq!((record.totals(), record.memory[0].samples.clone()), ((100, 100), vec![0, 100]));
-        assert_eq!((record.faults(), record.sampled_faults.clone()), ((2, 4000, 3000), vec![0, 2]));
+        assert_eq!((record.totals(), record.memory[0].samples.clone()), ((100, 100), vec![0, 100, 100]));
+        assert_eq!((record.faults(), record.sampled_faults.clone()), ((2, 4000, 3000), vec![0, 2, 2]));
         let process = &record.processes[0];
         assert_eq!((process.swaps, process.stopped_us, process.name.is_empty()), (1, 200, false));
         let times = [process.runs_us, record.resident_us(), process.gate_open_us, Some(record.elapsed_us)];
@@ -244,6 +170,9 @@ mod tests {
     #[test]
     fn the_first_end_is_the_end() {
         let timeline = Timeline::default();
+        timeline.failed("nothing was handed over");
+        assert_eq!(timeline.record().state, State::Waiting);
+        timeline.handed_over();
         timeline.failed("a disk");
         timeline.ended();
         let record = timeline.record();
@@ -263,22 +192,84 @@ mod tests {
     }
 
     #[test]
+    fn memory_of_cpus_is_its_process_s_and_that_of_others_has_no_gate() {
+        let (timeline, session) = (Timeline::default(), Arc::new(Session::new(0, 1, PathBuf::new())));
+        timeline.brings(&session);
+        // A number of nobody here, and one that the kernel did not tell.
+        let [own, _other, _unknown] =
+            [nix::unistd::getpid().as_raw(), 1 << 23, 0].map(|pid| session.task_arrived(pid, 4));
+        session.release();
+        timeline.look();
+        timeline.runs(0, own.pid);
+        timeline.told().sample(&[part(0)], None);
+        add(&own.pages_back, 1);
+        own.fault(Duration::from_micros(60));
+        timeline.fault(0, 7, 0x1000, Duration::from_millis(3));
+        timeline.look();
+        let record = timeline.record();
+        let of = |of: &record::Memory| (of.process, of.minor, of.bytes, of.resident);
+        assert_eq!(record.processes[1].runs_us, record.processes[0].runs_us, "CRIU lets go of all at once");
+        let wanted =
+            [(0, None, 16384, 4096), (0, Some(128), 100, 0), (1, None, 16384, 0), (2, None, 16384, 0)];
+        assert_eq!(record.memory.iter().map(of).collect::<Vec<_>>(), wanted);
+        assert_eq!(record.memory[0].samples, [0, 0, 4096]);
+        assert_eq!((record.processes.len(), record.gates()), (3, (0, 1)));
+        assert_eq!((record.faults().0, record.page_faults()), (1, (1, 60, 60)));
+        assert_eq!(record.sampled_faults, [0, 0, 2]);
+    }
+
+    #[test]
+    fn where_nothing_is_handed_over_time_counts_from_when_processes_are_in_place() {
+        let (timeline, session) = (Timeline::default(), Arc::new(Session::new(0, 1, PathBuf::new())));
+        timeline.brings(&session);
+        let task = session.task_arrived(0, 1);
+        assert!(timeline.look());
+        assert_eq!(timeline.record().state, State::Waiting);
+        session.release();
+        std::thread::sleep(Duration::from_millis(3));
+        timeline.look();
+        add(&task.pages_back, 1);
+        timeline.ended();
+        let record = timeline.record();
+        assert_eq!((record.state, record.totals(), record.gates()), (State::Complete, (4096, 4096), (0, 0)));
+        assert!(record.sampled_us[0] >= 3000 && record.processes[0].runs_us < Some(3000), "{record:?}");
+        assert!(record.resident_us() >= Some(3000) && !timeline.look(), "{record:?}");
+        assert_eq!(timeline.record(), record, "an end is one");
+    }
+
+    #[test]
+    fn what_a_forked_child_lacks_is_to_come_again() {
+        let (timeline, session) = (Timeline::default(), Arc::new(Session::new(0, 1, PathBuf::new())));
+        timeline.brings(&session);
+        let task = session.task_arrived(0, 1);
+        session.release();
+        add(&task.pages_back, 1);
+        timeline.look();
+        assert!(timeline.record().resident_us().is_some());
+        add(&task.pages_total, 1);
+        timeline.look();
+        assert_eq!((timeline.record().resident_us(), timeline.record().totals()), (None, (8192, 4096)));
+    }
+
+    #[test]
     fn processes_beyond_those_with_gates_are_not_kept() {
         let timeline = Timeline::default();
+        timeline.handed_over();
         timeline.gate_opened(usize::MAX);
-        timeline.sample(&[Progress { process: 1 << 40, ..part(0) }]);
+        timeline.told().sample(&[Progress { process: 1 << 40, ..part(0) }], None);
         assert_eq!((timeline.record().processes.len(), timeline.record().memory.len()), (0, 0));
     }
 
     #[test]
     fn a_gpu_without_memory_to_load_is_not_shown() {
         let timeline = Timeline::default();
+        timeline.handed_over();
         let none = Progress { process: 0, minor: 129, resident: 0, all: 0 };
         for resident in [0, 100] {
-            timeline.sample(&[none, part(resident)]);
+            timeline.told().sample(&[none, part(resident)], None);
         }
         let record = timeline.record();
-        assert_eq!(record.memory.iter().map(|of| of.minor).collect::<Vec<_>>(), [128]);
+        assert_eq!(record.memory.iter().map(|of| of.minor).collect::<Vec<_>>(), [Some(128)]);
         assert_eq!(record.memory[0].samples, [0, 100]);
     }
 

@@ -24,9 +24,9 @@ const CEILING: f64 = 316.0;
 const SHORT: f64 = 10.0;
 const LONG: f64 = 10_000_000.0;
 
-/// The colour's number of the memory at a place.
-pub(super) fn colour(place: usize) -> usize {
-    place.min(COLOURS)
+/// What the memory at a place looks like: its colour's number, and which kind it is.
+pub(super) fn class(place: usize, memory: &Memory) -> String {
+    format!("c{}{}", place.min(COLOURS), if memory.minor.is_none() { " cpus" } else { "" })
 }
 
 /// The drawing: one `svg` element.
@@ -136,10 +136,10 @@ fn line(svg: &mut String, record: &Record, place: usize, memory: &Memory) {
     let label = record.process_of(memory).map(Process::label).unwrap_or_default();
     let _ = writeln!(
         svg,
-        "<polyline class=\"memory c{}\" points=\"{points}\"><title>{}, renderD{}: {} of {}</title></polyline>",
-        colour(place),
+        "<polyline class=\"memory {}\" points=\"{points}\"><title>{}, {}: {} of {}</title></polyline>",
+        class(place, memory),
         escaped(&label),
-        memory.minor,
+        memory.whose(),
         units::bytes(memory.resident),
         units::bytes(memory.bytes),
     );
@@ -149,14 +149,17 @@ fn last(record: &Record) -> u64 {
     record.sampled_us.last().copied().unwrap_or_default()
 }
 
-/// A bar for each: its height is the logarithm of the wait. Behind them, how many there were.
+/// A bar for each that is kept: its height is the logarithm of the wait. Behind them, how many there were of both kinds.
 fn faults(svg: &mut String, record: &Record) {
-    let (count, _, longest) = record.faults();
-    let what = if count == 0 {
-        "no faults of CPUs".to_owned()
-    } else {
-        format!("{count} faults of CPUs, {} at most", units::latency(Duration::from_micros(longest)))
+    let of = |(count, _, longest): (u64, u64, u64), whose: &str| match count {
+        0 => format!("no faults in memory of {whose}"),
+        _ => {
+            let longest = units::latency(Duration::from_micros(longest));
+            format!("{count} faults in memory of {whose}, {longest} at most")
+        }
     };
+    let what = format!("{}; {}", of(record.faults(), "GPUs"), of(record.page_faults(), "CPUs"));
+    let count = record.faults().0 + record.page_faults().0;
     let _ =
         writeln!(svg, "<line class=\"grid\" x1=\"{LEFT}\" y1=\"{FLOOR}\" x2=\"{RIGHT}\" y2=\"{FLOOR}\"/>");
     let _ = writeln!(svg, "<text x=\"{:.0}\" y=\"{:.0}\">{what}</text>", LEFT + 4.0, CEILING - 4.0);
@@ -219,11 +222,21 @@ mod tests {
     }
 
     #[test]
+    fn memory_of_cpus_looks_different() {
+        let svg = plot(&example::record());
+        let lines: Vec<&str> =
+            svg.lines().filter(|line| line.starts_with("<polyline class=\"memory")).collect();
+        let dashed = |line: &&&str| line.starts_with("<polyline class=\"memory c1 cpus\"");
+        assert_eq!((lines.len(), lines.iter().filter(dashed).count()), (5, 1));
+        assert_eq!(lines.iter().filter(|line| line.contains(", CPUs: ")).count(), 2);
+    }
+
+    #[test]
     fn each_gate_and_each_fault_is_there_and_longer_waits_are_higher() {
         let record = example::record();
         let svg = plot(&record);
         assert_eq!(svg.matches("class=\"gate\"").count(), 2);
-        assert_eq!(svg.matches("class=\"runs\"").count(), 2);
+        assert_eq!(svg.matches("class=\"runs\"").count(), 3);
         let tops: Vec<f64> = svg
             .lines()
             .filter(|line| line.starts_with("<line class=\"fault\""))

@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What is known of a restore of GPU memory: the picture at one moment, or all of it at the end. Its JSON is the file
-//! `rewake-timeline.json` (docs/streaming.md). Times are microseconds since the memory was handed over.
+//! What is known of a restore of memory behind running processes: the picture at one moment, or all of it at the end. Its JSON is the file
+//! `rewake-timeline.json` (docs/streaming.md). Times are microseconds since the beginning:
+//! memory of GPUs was handed over, or, if that was before, CRIU said that all tasks are in place and memory of CPUs began to come.
 
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
 /// Version of the JSON: one more when a reader of the old one would misread it.
-pub(crate) const FORMAT: u32 = 1;
+pub(crate) const FORMAT: u32 = 2;
 
 /// Before the newest sample: what came since then is "lately".
 const LATELY_US: u64 = 1_000_000;
@@ -21,7 +22,7 @@ pub enum State {
     Waiting,
     /// Memory is loaded, or gates are shut.
     Loading,
-    /// All gates are open.
+    /// All gates are open, and all memory is there.
     Complete,
     /// It was given up.
     Failed,
@@ -30,9 +31,9 @@ pub enum State {
 /// A restore.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Record {
-    /// Version of this format: 1.
+    /// Version of this format: 2.
     pub format: u32,
-    /// When the memory was handed over: milliseconds since 1970.
+    /// When the restore had begun: milliseconds since 1970.
     pub handed_over_unix_ms: u64,
     /// How long ago that was, or how long all took.
     pub elapsed_us: u64,
@@ -42,51 +43,60 @@ pub struct Record {
     pub reason: Option<String>,
     /// The processes, by the numbers that the rest of the record calls them by.
     pub processes: Vec<Process>,
-    /// Memory, each process's of each GPU.
+    /// Memory, each process's of CPUs and of each GPU.
     pub memory: Vec<Memory>,
     /// When samples were taken.
     pub sampled_us: Vec<u64>,
-    /// Faults served until each sample.
+    /// Faults served until each sample, of both kinds of memory.
     pub sampled_faults: Vec<u64>,
-    /// The faults that waited longest, in the order of their ends.
+    /// The faults of memory of GPUs that waited longest, in the order of their ends.
     pub longest_faults: Vec<Fault>,
     /// The swaps that stopped a process longest, in their order.
     pub longest_swaps: Vec<Swap>,
 }
 
-/// A process that computes.
+/// A process.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Process {
     /// Its number here; 0: not known yet.
     pub pid: i32,
     /// What it calls itself (`/proc/PID/comm`).
     pub name: String,
+    /// It uses GPUs, which go on when its gate is opened.
+    pub gate: bool,
     /// It ran.
     pub runs_us: Option<u64>,
     /// Its gate was opened.
     pub gate_open_us: Option<u64>,
     /// It had ended before that.
     pub gone_us: Option<u64>,
-    /// Faults served.
+    /// Faults of memory of GPUs that were served.
     pub faults: u64,
     /// How long they waited, together.
     pub fault_wait_us: u64,
     /// How long the longest of them waited.
     pub longest_fault_us: u64,
+    /// Faults of memory of CPUs that were served, the children's that it has forked included.
+    pub page_faults: u64,
+    /// How long they waited, together.
+    pub page_fault_wait_us: u64,
+    /// How long the longest of them waited.
+    pub longest_page_fault_us: u64,
     /// Buffers whose placeholders were swapped for the device.
     pub swaps: u64,
     /// How long it stood still for that, together: from when its threads were asked to, without the microseconds of letting go.
     pub stopped_us: u64,
 }
 
-/// A process's memory of one GPU.
+/// A process's memory of CPUs, or of one GPU.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Memory {
     /// Whose it is: its place in [`Record::processes`].
     pub process: usize,
-    /// N of the GPU's `/dev/dri/renderDN`.
-    pub minor: u32,
-    /// Bytes that were left out.
+    /// N of the GPU's `/dev/dri/renderDN`; none: memory of CPUs.
+    pub minor: Option<u32>,
+    /// Bytes that were left out; of memory of CPUs without those that the process let go of, and with those that children which it has
+    /// forked since lacked.
     pub bytes: u64,
     /// Of them, bytes that are there.
     pub resident: u64,
@@ -96,7 +106,7 @@ pub struct Memory {
     pub samples: Vec<u64>,
 }
 
-/// A CPU touched what was not there.
+/// A CPU touched memory of a GPU that was not there.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Fault {
     /// It was served.
@@ -133,6 +143,12 @@ impl Process {
 }
 
 impl Memory {
+    /// For people: `CPUs` or `renderD128`.
+    #[must_use]
+    pub fn whose(&self) -> String {
+        self.minor.map_or_else(|| "CPUs".to_owned(), |minor| format!("renderD{minor}"))
+    }
+
     /// How much of it is there, in percent, rounded down: 100 is all of it.
     #[must_use]
     pub fn percent(&self) -> u64 {
@@ -167,13 +183,16 @@ impl Record {
         times.into_iter().max()
     }
 
-    /// The first process ran, and memory began to be loaded.
+    /// Memory of GPUs began to be loaded when the first process ran; that of CPUs, where it comes later, from the beginning.
     #[must_use]
-    pub fn began_us(&self) -> u64 {
+    pub fn began_us(&self, of_cpus: bool) -> u64 {
+        if of_cpus {
+            return 0;
+        }
         self.processes.iter().filter_map(|of| of.runs_us).min().unwrap_or_default()
     }
 
-    /// Bytes a second that a process's memory of one GPU came with lately.
+    /// Bytes a second that a process's memory of one kind came with lately.
     #[must_use]
     pub fn rate_of(&self, memory: &Memory) -> u64 {
         self.since_lately(|sample| memory.samples.get(sample).copied().unwrap_or_default())
@@ -202,7 +221,7 @@ impl Record {
         left(all.saturating_sub(there), self.rate())
     }
 
-    /// Faults served, how long they waited, and how long the longest did, in microseconds.
+    /// Faults of memory of GPUs that were served, how long they waited, and how long the longest did, in microseconds.
     #[must_use]
     pub fn faults(&self) -> (u64, u64, u64) {
         self.processes.iter().fold((0, 0, 0), |(count, wait, longest), of| {
@@ -210,11 +229,21 @@ impl Record {
         })
     }
 
+    /// The same of memory of CPUs.
+    #[must_use]
+    pub fn page_faults(&self) -> (u64, u64, u64) {
+        self.processes.iter().fold((0, 0, 0), |(count, wait, longest), of| {
+            let longest = longest.max(of.longest_page_fault_us);
+            (count + of.page_faults, wait + of.page_fault_wait_us, longest)
+        })
+    }
+
     /// Gates that are open or that nobody stands before, and all.
     #[must_use]
     pub fn gates(&self) -> (usize, usize) {
         let open = |of: &&Process| of.gate_open_us.or(of.gone_us).is_some();
-        (self.processes.iter().filter(open).count(), self.processes.len())
+        let gates = || self.processes.iter().filter(|of| of.gate);
+        (gates().filter(open).count(), gates().count())
     }
 }
 

@@ -14,7 +14,9 @@ pub(super) struct Sample {
     pub(super) at_us: u64,
     pub(super) faults: u64,
     /// Bytes of each process's memory of each GPU.
-    pub(super) resident: Vec<u64>,
+    pub(super) gpus: Vec<u64>,
+    /// Bytes of each process's memory of CPUs.
+    pub(super) cpus: Vec<u64>,
 }
 
 /// Samples at even distances. When there is no room each second one is dropped, and from then on only each second one of
@@ -38,7 +40,7 @@ impl Samples {
             self.newest = Some(sample);
             return;
         }
-        if self.kept.len() >= room(sample.resident.len()) {
+        if self.kept.len() >= room(sample.gpus.len() + sample.cpus.len()) {
             self.thin();
             if !number.is_multiple_of(self.distance()) {
                 self.newest = Some(sample);
@@ -80,7 +82,8 @@ mod tests {
     fn after(count: u64, numbers: usize) -> Samples {
         let mut samples = Samples::default();
         for at_us in 0..count {
-            samples.push(Sample { at_us, faults: 0, resident: vec![at_us; numbers] });
+            let (gpus, cpus) = (vec![at_us; numbers / 2], vec![at_us; numbers.div_ceil(2)]);
+            samples.push(Sample { at_us, faults: 0, gpus, cpus });
         }
         samples
     }

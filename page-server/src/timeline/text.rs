@@ -15,19 +15,21 @@ const MOST: usize = 32;
 /// Columns of a process's number and name in it.
 const LABEL: usize = 23;
 
-/// For people: what happened when, then each process's memory of each GPU. Times are on the restore's clock, which begins
+/// For people: what happened when, then each process's memory of CPUs and of each GPU. Times are on the restore's clock, which begins
 /// so long before the memory is handed over.
 #[must_use]
 pub fn text(record: &Record, before: Duration) -> String {
     let before = u64::try_from(before.as_micros()).unwrap_or_default();
-    let mut text = String::from("memory of GPUs, since the restore was started:\n");
+    let mut text = String::from("memory behind running processes, since the restore was started:\n");
     for (at, what) in moments(record) {
         // Writing to a String cannot fail, here and below.
         let _ = writeln!(text, "{:8.1} ms  {what}", millis(before + at));
     }
-    let (faults, waited, longest) = record.faults();
-    if let Some(mean) = waited.checked_div(faults).map(latency) {
-        let _ = writeln!(text, "{faults} faults of CPUs, {mean} on average, {} at most", latency(longest));
+    for (of, (faults, waited, longest)) in [("GPUs", record.faults()), ("CPUs", record.page_faults())] {
+        if let Some(mean) = waited.checked_div(faults).map(latency) {
+            let most = latency(longest);
+            let _ = writeln!(text, "{faults} faults in memory of {of}, {mean} on average, {most} at most");
+        }
     }
     let swaps: u64 = record.processes.iter().map(|of| of.swaps).sum();
     if swaps > 0 {
@@ -61,7 +63,8 @@ pub(super) fn moments(record: &Record) -> Vec<(u64, String)> {
     of_all("gate open, its GPUs run", &|of| of.gate_open_us);
     of_all("ended before its gate was opened", &|of| of.gone_us);
     if let Some(at) = record.resident_us() {
-        let took = at.saturating_sub(record.began_us());
+        let of_cpus = record.memory.iter().any(|of| of.minor.is_none());
+        let took = at.saturating_sub(record.began_us(of_cpus));
         let rate = units::rate(record.totals().0, took.saturating_mul(1000));
         moments.push((at, format!("all memory is there, {rate}")));
     }
@@ -75,8 +78,11 @@ pub(super) fn moments(record: &Record) -> Vec<(u64, String)> {
 }
 
 fn table(text: &mut String, record: &Record, before: u64) {
-    let _ =
-        writeln!(text, "{:<LABEL$} {:<10} {:>10} {:>14}  there", "process", "GPU", "memory", "there after");
+    let _ = writeln!(
+        text,
+        "{:<LABEL$} {:<10} {:>10} {:>14}  there",
+        "process", "memory of", "bytes", "there after"
+    );
     for memory in record.memory.iter().take(MOST) {
         let label: String =
             record.process_of(memory).map(Process::label).unwrap_or_default().chars().take(LABEL).collect();
@@ -86,7 +92,7 @@ fn table(text: &mut String, record: &Record, before: u64) {
         let _ = writeln!(
             text,
             "{label:<LABEL$} {:<10} {:>10} {after:>14}  {}",
-            format!("renderD{}", memory.minor),
+            memory.whose(),
             units::bytes(memory.bytes),
             spark(record, &memory.samples, memory.bytes),
         );
@@ -129,19 +135,22 @@ mod tests {
     #[test]
     fn what_happened_when_and_how_memory_came() {
         let wanted = "\
-memory of GPUs, since the restore was started:
-    50.0 ms  4.5 GiB are to be loaded
-    51.2 ms  4711 python3: runs, the first of 2
-    53.4 ms  4712 <b>\"rank\" & 1: runs, the last of 2
-  3000.1 ms  all memory is there, 1.64 GB/s
+memory behind running processes, since the restore was started:
+    50.0 ms  5.2 GiB are to be loaded
+    51.2 ms  4711 python3: runs, the first of 3
+    53.5 ms  4713 logger: runs, the last of 3
+  3000.1 ms  all memory is there, 1.91 GB/s
   3001.0 ms  4711 python3: gate open, its GPUs run, the first of 2
   3002.0 ms  4712 <b>\"rank\" & 1: gate open, its GPUs run, the last of 2
-12 faults of CPUs, 6.7 ms on average, 43.2 ms at most
+12 faults in memory of GPUs, 6.7 ms on average, 43.2 ms at most
+500 faults in memory of CPUs, 40 µs on average, 85 µs at most
 8 buffers swapped, for which processes stood still 1.6 ms
-process                 GPU            memory    there after  there
+process                 memory of       bytes    there after  there
 4711 python3            renderD128    2.0 GiB      3000.1 ms  ▁▁▂▂▂▃▃▄▄▄▅▅▆▆▇▇█
+4712 <b>\"rank\" & 1      CPUs        512.0 MiB      2550.0 ms  ▁▁▂▂▃▃▄▄▅▅▆▆▇▇███
 4712 <b>\"rank\" & 1      renderD128    1.0 GiB      1450.0 ms  ▁▂▃▄▄▅▆▇█████████
 4712 <b>\"rank\" & 1      renderD129    1.5 GiB      2150.0 ms  ▁▁▂▃▃▄▄▅▅▆▇▇█████
+4713 logger             CPUs        256.0 MiB      1050.0 ms  ▁▃▄▅▆▇███████████
 ";
         let text = text(&example::record(), Duration::from_millis(50));
         assert_eq!(text, wanted, "{text}");
@@ -152,9 +161,9 @@ process                 GPU            memory    there after  there
         let mut record = example::record();
         record.processes[0].pid = 4_194_304;
         record.processes[0].name = "a".repeat(15);
-        record.memory[0] = Memory { bytes: (1 << 50) - 1, minor: 191, ..record.memory[0].clone() };
+        record.memory[0] = Memory { bytes: (1 << 50) - 1, minor: Some(191), ..record.memory[0].clone() };
         record.memory[0].resident_us = Some(36_000_000_000);
-        let last = |text: &str| text.lines().skip(9).map(|line| line.chars().count()).max();
+        let last = |text: &str| text.lines().skip(10).map(|line| line.chars().count()).max();
         let text = text(&record, Duration::ZERO);
         assert!(last(&text) <= Some(80), "{text}");
     }

@@ -2,14 +2,18 @@
 //! Memory of CPUs and of GPUs, both behind processes that run: what GPUs reach of the former is there before, and what a program
 //! registers meanwhile is waited for.
 
+use std::fs;
+use std::path::Path;
+
 use gpu_app::shape::{Mode, Shape};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use rewake_kfd::topology::{Node, Topology};
+use serde_json::Value;
 use softgpu_tests::criu::{Criu, Plugin, Version, wait_for_the_end_of};
-use softgpu_tests::dumped::{Dumped, dies, soon, unreached};
+use softgpu_tests::dumped::{Dumped, ONE_RING, dies, soon, unreached};
 use softgpu_tests::server::small;
-use softgpu_tests::{Streamer, Toucher, isolated};
+use softgpu_tests::{Held, Machine, Streamer, Toucher, isolated};
 
 /// What the plugin says when it waits, behind the number of pages.
 const WAITS: &str = " pages of its memory that come lazily";
@@ -37,15 +41,95 @@ fn there_and_back(shape: &Shape) {
     let later = |line: &str| line.contains(" buffers come later") && !line.contains(" 0 buffers come later");
     assert!(log.lines().any(later), "{log}");
     let said = both.said();
-    let lazy: u64 =
-        said.split_once(" lazy_pages=").unwrap().1.split_whitespace().next().unwrap().parse().unwrap();
+    let lazy = told(&said, " lazy_pages=");
     assert!(waited < lazy, "all memory of CPUs came first: {waited} of {lazy} pages");
     let back =
         said.lines().find(|line| line.contains("all memory is back")).unwrap_or_else(|| panic!("{said}"));
-    let faults: u64 = back.split_once(" faults=").unwrap().1.split(' ').next().unwrap().parse().unwrap();
+    let faults = told(back, " faults=");
     // Save areas are half of it. How much of them is waited for is the background's doing; one by one it must not be.
     assert!(faults < lazy / 4, "pages were waited for one by one: {faults} of {lazy}, {waited} at first");
+    is_whole(&left(dumped.criu.images()).unwrap(), &said);
     dumped.server.ends_well();
+}
+
+/// The number behind that in a log.
+fn told(said: &str, what: &str) -> u64 {
+    let rest = said.split_once(what).unwrap_or_else(|| panic!("no {what:?}: {said}")).1;
+    rest.split_whitespace().next().unwrap().parse().unwrap()
+}
+
+/// Bytes of memory of CPUs, or else of GPUs, as a picture has them.
+fn bytes(processes_or_record: &[&Value], of_cpus: bool, name: &str) -> u64 {
+    let memory = processes_or_record.iter().flat_map(|of| of["memory"].as_array().unwrap());
+    memory.filter(|of| of["minor"].is_null() == of_cpus).map(|of| of[name].as_u64().unwrap()).sum()
+}
+
+/// What `rewake status` says now of the restore with these images.
+fn asked_now(criu: &Criu) -> Value {
+    let mut command = std::process::Command::new(criu.of_rewake("status").unwrap().get_program());
+    let said = command.args(["status", "--json", "-W"]).arg(criu.images()).output().unwrap().stdout;
+    serde_json::from_slice(&said).unwrap()
+}
+
+/// All of both kinds was there, of each process, and the samples lead there.
+fn is_whole(record: &Value, said: &str) {
+    assert_eq!(record["state"], "complete", "{record}");
+    let back = said.lines().find(|line| line.contains("all memory is back")).unwrap();
+    assert_eq!(bytes(&[record], true, "resident"), told(back, " pages=") * 4096, "{record}");
+    for kind in [true, false] {
+        assert_eq!(bytes(&[record], kind, "bytes"), bytes(&[record], kind, "resident"), "{record}");
+    }
+    let memory = record["memory"].as_array().unwrap();
+    for (place, process) in record["processes"].as_array().unwrap().iter().enumerate() {
+        let kinds = |cpus: bool| {
+            memory.iter().filter(move |of| of["process"] == place && of["minor"].is_null() == cpus)
+        };
+        assert_eq!(
+            (kinds(true).count(), kinds(false).count() < 2, &process["gate"]),
+            (1, true, &true.into()),
+            "{record}"
+        );
+    }
+    for of in memory {
+        assert!(of["resident_us"].as_u64() <= record["elapsed_us"].as_u64(), "{record}");
+        let samples: Vec<u64> =
+            of["samples"].as_array().unwrap().iter().map(|sample| sample.as_u64().unwrap()).collect();
+        assert!(samples.is_sorted() && samples.last().copied() == of["resident"].as_u64(), "{record}");
+    }
+    let faults = record["processes"].as_array().unwrap().iter().map(|of| of["page_faults"].as_u64().unwrap());
+    assert_eq!(faults.sum::<u64>(), told(back, " faults="), "{record}");
+}
+
+/// What is left for programs; none yet.
+fn left(images: &Path) -> Option<Value> {
+    let text = fs::read_to_string(images.join("rewake-timeline.json")).ok()?;
+    Some(serde_json::from_str(&text).unwrap())
+}
+
+#[test]
+fn what_people_see_has_both_kinds_of_memory_and_ends_with_the_last_of_them() {
+    isolated("what_people_see_has_both_kinds_of_memory_and_ends_with_the_last_of_them", 1, |_| {
+        let Some(machine) = Machine::find() else { return };
+        machine.becomes(&ONE_RING);
+        let Some(dumped) = Dumped::of(&Shape { processes: 2, ..unreached() }, Version::V4_2) else { return };
+        let (mut both, held) = (Streamer::of_both(dumped.criu.images()).unwrap(), Held::streamers());
+        comes_back(&dumped.criu);
+        assert!(soon(|| both.said().contains("all memory is back")), "{}", both.said());
+        // Memory of CPUs is there, and that of GPUs is not.
+        let now = asked_now(&dumped.criu);
+        let processes: Vec<&Value> = now["processes"].as_array().unwrap().iter().collect();
+        assert_eq!((now["state"].as_str(), processes.len()), (Some("running"), 2), "{now}");
+        let there = |kind: bool| (bytes(&processes, kind, "resident"), bytes(&processes, kind, "bytes"));
+        let ((of_cpus, all_of_cpus), (of_gpus, all_of_gpus)) = (there(true), there(false));
+        assert!(of_cpus == all_of_cpus && of_cpus > 0 && of_gpus < all_of_gpus, "{now}");
+        assert_eq!(left(dumped.criu.images()), None);
+        drop(held);
+        assert!(both.end().unwrap().success(), "{}", both.said());
+        is_whole(&left(dumped.criu.images()).unwrap(), &both.said());
+        let page = fs::read_to_string(dumped.criu.images().join("rewake-timeline.html")).unwrap();
+        assert_eq!(page.matches(", CPUs: ").count(), 2, "{page}");
+        dumped.server.ends_well();
+    });
 }
 
 #[test]

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What `rewake restore` shows while memory of GPUs comes back, and what it shows of it when it is there.
+//! What `rewake restore` shows while memory of CPUs and of GPUs comes back, and what it shows of it when it is there.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
@@ -10,7 +10,6 @@ use super::super::picture;
 use super::bar::Bar;
 use crate::control::REPORT;
 use crate::control::client::Client;
-use crate::control::proto::State;
 use crate::control::streaming::socket;
 use crate::timeline::{files, text};
 
@@ -23,7 +22,7 @@ pub(super) async fn follow(work: PathBuf, quiet: bool, started: SystemTime) {
         asks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         // It closes the connection when it ends.
         while let Ok(now) = client.streaming().await {
-            if now.state() == State::Running && now.processes.iter().any(|of| !of.memory.is_empty()) {
+            if picture::is_loading(&now) {
                 bar.show_lines(&picture::lines(&now));
             }
             asks.tick().await;

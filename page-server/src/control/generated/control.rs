@@ -207,10 +207,11 @@ pub struct Cache {
 /// Answer: Streaming.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct AskStreaming {}
-/// A restore whose memory of GPUs is loaded behind its processes. Times are since it was handed over.
+/// A restore whose memory is loaded behind its processes. Times are since it was handed over, or that of CPUs began to come.
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct Streaming {
-    /// LISTENING: nothing was handed over yet. RUNNING: it is loaded, or gates are shut.
+    /// LISTENING: nothing was handed over yet. RUNNING: it is loaded, or gates are shut. COMPLETE: all of it is there, of CPUs and of GPUs, and
+    /// gates are open.
     #[prost(enumeration = "State", tag = "1")]
     pub state: i32,
     #[prost(uint64, tag = "2")]
@@ -231,10 +232,10 @@ pub struct StreamedProcess {
     /// 0: not yet.
     #[prost(uint64, tag = "3")]
     pub runs_us: u64,
-    /// When its gate was opened, or it had ended before that; 0: its GPUs stand still.
+    /// When its gate was opened, or it had ended before that; when it ran, if it has none; 0: its GPUs stand still.
     #[prost(uint64, tag = "4")]
     pub gate_open_us: u64,
-    /// Touches of CPUs that were served, and how long the longest waited.
+    /// Touches of memory of GPUs by CPUs that were served, and how long the longest waited.
     #[prost(uint64, tag = "5")]
     pub faults: u64,
     #[prost(uint64, tag = "6")]
@@ -244,6 +245,17 @@ pub struct StreamedProcess {
     pub swaps: u64,
     #[prost(message, repeated, tag = "8")]
     pub memory: ::prost::alloc::vec::Vec<StreamedMemory>,
+    /// Its memory of CPUs, whose minor is 0; none where that does not come from here.
+    #[prost(message, optional, tag = "9")]
+    pub of_cpus: ::core::option::Option<StreamedMemory>,
+    /// It uses no GPUs: it has no gate.
+    #[prost(bool, tag = "10")]
+    pub without_gate: bool,
+    /// Faults of memory of CPUs that were served, and how long the longest waited.
+    #[prost(uint64, tag = "11")]
+    pub page_faults: u64,
+    #[prost(uint64, tag = "12")]
+    pub longest_page_fault_us: u64,
 }
 /// A process's memory of one GPU.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
