@@ -5,7 +5,7 @@
 //! * [`touch`]: the process that is dumped and restored; it measures its own page faults.
 //! * [`disk`], [`fill`]: what the machine itself can do, measured in the same run.
 //! * [`processes`]: processes that cannot outlive the bench, their CPU time and memory.
-//! * [`plugin`]: CRIU's plugins for AMD GPUs, on one process and one disk.
+//! * [`plugin`]: CRIU's plugins for AMD GPUs, on one process and one disk. [`limits`]: what disk and copies can do.
 //! * [`engine`]: what loads GPUs' memory, beside memcpy and the disk.
 //! * [`cache`]: what of a file is in the page cache.
 //! * [`report`]: from samples to a table, Markdown and JSON.
@@ -15,6 +15,7 @@ mod disk;
 mod engine;
 mod fill;
 mod lazy;
+mod limits;
 mod plugin;
 mod processes;
 mod report;
