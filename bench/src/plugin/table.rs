@@ -125,11 +125,7 @@ fn rates(comparison: &Comparison, direction: Direction) -> [Row; 3] {
     let of = |plugin, figure: &dyn Fn(Act) -> Option<f64>| figures(&comparison.samples, plugin, act, figure);
     let stock = of(Plugin::Stock, &|act| Some(bytes? / act.phase_s? / 1e6));
     let rewake = of(Plugin::Ours, &|act| Some(act.contents?.rate()));
-    let share = |spread: Spread| Spread {
-        min: spread.min / least,
-        median: spread.median / least,
-        max: spread.max / least,
-    };
+    let share = |spread: Spread| spread.of_whole(least);
     let whole = |act: Act| Some((direction.whole)(&act));
     [
         Row { name: format!("{name}: GPU memory, MB/s"), stock, serial: Some(serial), rewake, wanted: None },
