@@ -13,6 +13,8 @@ use anyhow::{Context as _, bail};
 pub const BUFFERS: usize = 2;
 /// Enough to come later.
 pub const BYTES: usize = 4 << 20;
+/// Parts of its own memory, each as long as a buffer: what a page server brings in a second or more, under emulation.
+pub const OWN_PARTS: usize = 16;
 /// At the end of a buffer. Of a large one all else is zeros, at no cost for images.
 pub const TAIL: usize = 4096;
 /// Where what it reads goes to, in a buffer: not at the beginning of a page.

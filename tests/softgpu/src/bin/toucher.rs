@@ -20,10 +20,8 @@ use rewake_kfd::topology::Topology;
 use rewake_kfd::{Buffer, Device, Kfd, Spec, Userptr};
 use softgpu_tests::toucher::{BUFFERS, BYTES, LOOK, Large, READ, TAIL, pattern, pattern_of};
 
-/// The number of the pattern in its own memory.
+/// The number of the pattern in the first part of its own memory.
 const OWN: usize = 7;
-/// How often that is there: what a page server brings in a second or more, under emulation.
-const OWN_TIMES: usize = 16;
 /// Touches memory in a child that has none of it.
 const SIGSEGV: i32 = 11;
 
@@ -87,10 +85,13 @@ fn answer(folder: &Path, text: &str) -> anyhow::Result<()> {
 
 fn obey(order: &str, memories: &mut [Memory], own: &mut Own, folder: &Path) -> anyhow::Result<()> {
     let (what, number) = order.split_once(' ').context("WHAT NUMBER")?;
-    let memory = memories.get_mut(number.parse::<usize>()?).context("no such buffer")?;
+    let number = number.parse()?;
+    if what == "allocate" {
+        return own.allocate(number);
+    }
+    let memory = memories.get_mut(number).context("no such buffer")?;
     match what {
         "check" => memory.check(),
-        "allocate" => own.allocate(),
         "register" => own.register(),
         "tail" => memory.tail(),
         "write" => memory.write(&folder.join("out")),
@@ -114,10 +115,10 @@ struct Own {
 }
 
 impl Own {
-    fn allocate(&mut self) -> anyhow::Result<()> {
-        let memory = Mapping::anonymous((OWN_TIMES * BYTES) as u64)?;
-        let pattern = pattern(OWN);
-        (0..OWN_TIMES).for_each(|part| memory.write((part * BYTES) as u64, &pattern));
+    /// So many parts, each as long as a buffer.
+    fn allocate(&mut self, parts: usize) -> anyhow::Result<()> {
+        let memory = Mapping::anonymous((parts * BYTES) as u64)?;
+        (0..parts).for_each(|part| memory.write((part * BYTES) as u64, &pattern(OWN + part)));
         self.memory = Some(memory);
         Ok(())
     }
@@ -126,10 +127,10 @@ impl Own {
     fn register(&mut self) -> anyhow::Result<()> {
         let memory = self.memory.take().context("there is none")?;
         let userptr = Userptr::register(&self.device, memory)?;
-        let (pattern, mut found) = (pattern(OWN), vec![0; BYTES]);
-        for part in 0..OWN_TIMES {
-            userptr.cpu().read((part * BYTES) as u64, &mut found);
-            ensure!(found == pattern, "its own memory is another");
+        let mut found = vec![0; BYTES];
+        for (part, at) in (0..userptr.cpu().len()).step_by(BYTES).enumerate() {
+            userptr.cpu().read(at, &mut found);
+            ensure!(found == pattern(OWN + part), "its own memory is another");
         }
         Ok(())
     }
