@@ -9,8 +9,9 @@
 //! and is right, and until all memory is there (the streamer has ended; at once: `criu restore` has). Beside them how long an answer takes when all is
 //! there. The second one has the rate of the GPU's memory, in bytes that are not zero, and its share of the slower of disk and copies, each by plain loops of
 //! the same run: from the first engine's opening to the last byte, as whoever loads it says, and, behind, from the
-//! hand-over, before the process runs, to the last byte (`rewake-timeline.json`, which is up to 20 ms late). With all of the memory behind, that of the CPU
-//! comes from the same disk at the same time.
+//! hand-over to the last byte (`rewake-timeline.json`, which is up to 20 ms late). Between the hand-over and the load the plugin loads what
+//! comes first, waits for memory of CPUs that is registered with the GPU, and lets the process run. With all of the memory behind,
+//! that of the CPU comes from the same disk at the same time. An emulated processor takes tenths of a second for engines, staging memory and CRIU.
 
 mod round;
 mod table;

@@ -51,8 +51,17 @@ pub(super) struct Sample {
     pub(super) answer: Duration,
     /// The GPU's memory, as told by whoever loaded it.
     pub(super) contents: Contents,
-    /// From the hand-over until the last byte of that was there, in seconds; of what comes behind.
-    pub(super) since_handover: Option<f64>,
+    /// Of what comes behind.
+    pub(super) behind: Option<Behind>,
+}
+
+/// Seconds since the hand-over.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Behind {
+    /// The process runs, and its GPU's memory begins to be loaded.
+    pub(super) runs: f64,
+    /// The last byte of that is there.
+    pub(super) last: f64,
 }
 
 /// The server, with what it answers.
@@ -129,9 +138,9 @@ impl Subject {
         let answer = again.elapsed();
         let said = streamer.as_ref().map_or_else(|| self.criu.log("restore"), Streamer::said);
         let contents = Contents::of_rewake(&said).with_context(|| format!("nothing of contents: {said}"))?;
-        let since_handover = streamer.map(|_| self.since_handover()).transpose()?;
+        let behind = streamer.map(|_| self.behind()).transpose()?;
         self.ends()?;
-        Ok(Sample { way, alive, answered, resident, answer, contents, since_handover })
+        Ok(Sample { way, alive, answered, resident, answer, contents, behind })
     }
 
     /// One answer, which is right.
@@ -142,14 +151,17 @@ impl Subject {
     }
 
     /// Takes the timeline away, so that the next one's is its own.
-    fn since_handover(&self) -> anyhow::Result<f64> {
+    fn behind(&self) -> anyhow::Result<Behind> {
         let path = self.criu.images().join("rewake-timeline.json");
         let text = std::fs::read_to_string(&path).with_context(|| format!("read {}", path.display()))?;
         std::fs::remove_file(&path).with_context(|| format!("remove {}", path.display()))?;
         let timeline: serde_json::Value = serde_json::from_str(&text).context("the timeline")?;
         let memory = timeline["memory"].as_array().context("the timeline has no memory")?;
         let last = memory.iter().filter_map(|of| of["resident_us"].as_u64()).max();
-        Ok(last.context("not all memory was there")? as f64 / 1e6)
+        let last = last.context("the memory was never there")? as f64 / 1e6;
+        let runs =
+            timeline["processes"][0]["runs_us"].as_u64().context("the process never ran")? as f64 / 1e6;
+        Ok(Behind { runs, last })
     }
 
     /// Looks at its own memory, every byte, and ends it.

@@ -58,7 +58,7 @@ fn times(samples: &[Sample]) -> String {
 fn rates(run: &Run) -> String {
     let least = run.limits.least().restore;
     let mut text = "| GPU memory | MB/s, by whoever loads it | of the slower of disk and copies | since the hand-over, MB/s \
-                    | of the slower | wanted | met |\n|---|---|---|---|---|---|---|\n"
+                    | of the slower | wanted | met | of that time before it runs, s |\n|---|---|---|---|---|---|---|---|\n"
         .to_owned();
     for way in Way::ALL {
         let told = figures(&run.samples, way, |sample| Some(sample.contents.rate()));
@@ -70,14 +70,15 @@ fn rates(run: &Run) -> String {
             _ => (String::new(), ""),
         };
         let cells = [told, share(told), whole, share(whole)].map(spread).join(" | ");
-        let _ = writeln!(text, "| {} | {cells} | {wanted} | {met} |", way.name());
+        let before = spread(figures(&run.samples, way, |sample| Some(sample.behind?.runs)));
+        let _ = writeln!(text, "| {} | {cells} | {wanted} | {met} | {before} |", way.name());
     }
     text
 }
 
 /// Millions of bytes a second, of what is not zero.
 fn since_handover(sample: &Sample) -> Option<f64> {
-    Some((sample.contents.bytes - sample.contents.zero) as f64 / sample.since_handover? / 1e6)
+    Some((sample.contents.bytes - sample.contents.zero) as f64 / sample.behind?.last / 1e6)
 }
 
 fn figures(samples: &[Sample], way: Way, figure: impl Fn(&Sample) -> Option<f64>) -> Option<Spread> {
@@ -87,10 +88,11 @@ fn figures(samples: &[Sample], way: Way, figure: impl Fn(&Sample) -> Option<f64>
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::behind::round::Behind;
     use crate::limits::{Limits, MadeFor, Rates};
     use crate::plugin::log::Contents;
 
-    fn run(since_handover: f64) -> Run {
+    fn run(last: f64) -> Run {
         let rates = |rate| Rates { dump: rate, restore: rate };
         let sample = |way, behind: bool| Sample {
             way,
@@ -105,7 +107,7 @@ mod tests {
                 buffers: 1,
                 seconds: 2.5,
             },
-            since_handover: behind.then_some(since_handover),
+            behind: behind.then_some(Behind { runs: 0.125, last }),
         };
         Run {
             mib: 96,
@@ -125,13 +127,13 @@ mod tests {
                       | 0.750 (0.750 .. 0.750) |";
         assert!(text.contains(behind), "{text}");
         let rates = "| GPU memory behind | 40.0 (40.0 .. 40.0) | 1.00 (1.00 .. 1.00) | 38.5 (38.5 .. 38.5) \
-                     | 0.962 (0.962 .. 0.962) | 0.950 | yes |";
+                     | 0.962 (0.962 .. 0.962) | 0.950 | yes | 0.125 (0.125 .. 0.125) |";
         assert!(text.contains(rates), "{text}");
         assert!(
-            text.contains("| at once | 40.0 (40.0 .. 40.0) | 1.00 (1.00 .. 1.00) | - | - |  |  |"),
+            text.contains("| at once | 40.0 (40.0 .. 40.0) | 1.00 (1.00 .. 1.00) | - | - |  |  | - |"),
             "{text}"
         );
-        assert!(text.contains("| GPU and CPU memory behind | - | - | - | - |  |  |"), "{text}");
+        assert!(text.contains("| GPU and CPU memory behind | - | - | - | - |  |  | - |"), "{text}");
     }
 
     #[test]

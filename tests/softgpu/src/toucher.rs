@@ -25,7 +25,7 @@ pub const LOOK: Duration = Duration::from_millis(2);
 const LOOKS: u32 = 30_000;
 
 /// Large buffers in the place of others.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Large {
     /// How many.
     pub count: usize,
