@@ -45,7 +45,9 @@ impl Image {
         let program = std::env::current_exe()?.with_file_name("toucher");
         let program = program.to_str().context("the path of this program")?;
         let mut toucher = Toucher::start(program, folder.path(), Some(memory))?;
-        toucher.asked(&format!("allocate {own}")).with_context(|| format!("{memory:?}"))?;
+        if own > 0 {
+            toucher.asked(&format!("allocate {own}")).with_context(|| format!("{memory:?}"))?;
+        }
         let criu = Criu::with(Plugin::Ours, Version::V4_2, &folder.path().join("images"))?;
         criu.dump(toucher.pid()).with_context(|| format!("{memory:?}"))?;
         toucher.was_dumped()?;
@@ -62,7 +64,7 @@ impl Image {
         Ok(Running { image: self, streamer, start, alive: start.elapsed() })
     }
 
-    /// Its own memory is, which it looks at when it registers it.
+    /// Its own memory is, which it has and looks at when it registers it.
     pub(crate) fn is_whole(&self) -> anyhow::Result<()> {
         let running = self.comes_back(Loads::Both)?;
         self.toucher.asked("register 0")?;
