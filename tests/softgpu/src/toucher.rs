@@ -31,6 +31,21 @@ pub struct Large {
     pub count: usize,
     /// Of each.
     pub mib: usize,
+    /// All of them is pattern, not the end alone.
+    pub full: bool,
+}
+
+impl Large {
+    /// Where its pattern begins, in a buffer.
+    #[must_use]
+    pub fn pattern_at(self) -> usize {
+        if self.full { 0 } else { (self.mib << 20) - TAIL }
+    }
+
+    /// As arguments of the program.
+    fn arguments(self) -> [String; 3] {
+        [self.count.to_string(), self.mib.to_string(), self.full.to_string()]
+    }
 }
 
 /// What is in a buffer: no two pages are alike.
@@ -65,7 +80,7 @@ impl Toucher {
         command
             .arg(program)
             .arg(folder)
-            .args(large.into_iter().flat_map(|large| [large.count.to_string(), large.mib.to_string()]))
+            .args(large.into_iter().flat_map(Large::arguments))
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .stderr(log);

@@ -2,7 +2,7 @@
 //! A program with one thread, buffers that its CPU reaches, in VRAM where it can, and memory of its own: it touches the buffers as it is asked to,
 //! by user code or through the kernel, and registers its memory with the driver. Orders come as the file `order` of its folder, answers go to `answer`: `ok`, or what was wrong.
 //!
-//! `toucher FOLDER` makes the buffers; `toucher FOLDER COUNT MIB` so many large ones instead, zeros but for their last page; `toucher FOLDER
+//! `toucher FOLDER` makes the buffers; `toucher FOLDER COUNT MIB FULL` so many large ones instead, zeros but for their last page or, FULL being `true`, not; `toucher FOLDER
 //! again` is what it executes when it is asked to.
 
 use std::fs::{self, File};
@@ -36,8 +36,9 @@ fn main() -> anyhow::Result<()> {
             }
         }
         Some(count) => {
-            let mib = arguments.next().context("MIB")?;
-            Some(Large { count: count.parse().context("COUNT")?, mib: mib.parse().context("MIB")? })
+            let mib = arguments.next().context("MIB")?.parse().context("MIB")?;
+            let full = arguments.next().context("FULL")?.parse().context("FULL")?;
+            Some(Large { count: count.parse().context("COUNT")?, mib, full })
         }
         None => None,
     };
@@ -50,14 +51,17 @@ fn main() -> anyhow::Result<()> {
         let bytes = large.map_or(BYTES, |large| large.mib << 20);
         let buffer = Buffer::mapped(&device, spec(bytes as u64))?;
         match large {
-            Some(_) => buffer.cpu().write((bytes - TAIL) as u64, &pattern_of(number, TAIL)),
+            Some(large) => {
+                let at = large.pattern_at();
+                buffer.cpu().write(at as u64, &pattern_of(number, bytes - at));
+            }
             None => buffer.cpu().write(0, &pattern(number)),
         }
         memories.push(Memory {
             number,
             address: buffer.address(),
             bytes,
-            large: large.is_some(),
+            large,
             given: Vec::new(),
             _buffer: buffer,
         });
@@ -141,7 +145,7 @@ struct Memory {
     number: usize,
     address: u64,
     bytes: usize,
-    large: bool,
+    large: Option<Large>,
     /// What was read into it.
     given: Vec<u8>,
     _buffer: Buffer,
@@ -178,10 +182,8 @@ impl Memory {
 
     /// The last page, by user code.
     fn tail(&self) -> anyhow::Result<()> {
-        let expected = match self.large {
-            true => pattern_of(self.number, TAIL),
-            false => pattern(self.number).split_off(BYTES - TAIL),
-        };
+        let patterned = self.bytes - self.large.map_or(0, Large::pattern_at);
+        let expected = pattern_of(self.number, patterned).split_off(patterned - TAIL);
         let found = &self.bytes()[self.bytes - TAIL..];
         ensure!(found == expected, "the last page of buffer {} is another", self.number);
         Ok(())

@@ -45,13 +45,14 @@ impl Far {
 
     /// A line of the table. Differences are of one round each.
     pub(crate) fn row(&mut self) {
-        let Large { count, mib } = self.all.memory;
+        let Large { count, mib, full } = self.all.memory;
+        let bytes = if full { "not zero" } else { "zeros" };
         let pairs = || self.waited.iter().zip(&self.loaded);
         let more = |(waited, loaded): (&Duration, &Duration)| waited.as_secs_f64() - loaded.as_secs_f64();
         let ms = tenths(pairs().map(|pair| more(pair) * 1e3).collect());
-        let bytes = tenths(pairs().map(|pair| more(pair) * mib as f64 / pair.1.as_secs_f64()).collect());
+        let ahead = tenths(pairs().map(|pair| more(pair) * mib as f64 / pair.1.as_secs_f64()).collect());
         println!(
-            "| {count} x {mib} MiB | {} | {} | {} | {ms} | {bytes} |",
+            "| {count} x {mib} MiB, {bytes} | {} | {} | {} | {ms} | {ahead} |",
             spread(&mut self.loaded),
             spread(&mut self.waited_alone),
             spread(&mut self.waited),
