@@ -38,8 +38,9 @@ impl Far {
         running.ends()?;
         let mut running = self.alone.comes_back(Loads::Gpus)?;
         running.touches_its_end()?;
-        self.waited_alone.push(running.waited()?);
-        self.loaded.push(running.loaded_in()?);
+        let (loaded, waited) = running.loaded()?;
+        self.loaded.push(loaded);
+        self.waited_alone.push(waited);
         running.ends()
     }
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! A process that was dumped, and its restores.
 
+use std::fs;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
@@ -87,22 +88,22 @@ impl Running<'_> {
         Ok(self.start.elapsed())
     }
 
-    /// How long its one touch waited, as the streamer counts.
+    /// How long its touch waited, as the streamer counts, which has not ended yet.
     pub(crate) fn waited(&self) -> anyhow::Result<Duration> {
-        let status = self.image.status()?;
-        let process = &status["processes"][0];
-        ensure!(process["faults"] == 1, "one touch was to be seen: {status}");
-        Ok(Duration::from_micros(process["longest_fault_us"].as_u64().context("no longest_fault_us")?))
+        longest_fault(&self.image.status()?)
     }
 
-    /// Waits until all is loaded; how long that took, by the streamer's line about contents.
-    pub(crate) fn loaded_in(&mut self) -> anyhow::Result<Duration> {
+    /// Waits until all is loaded. How long that took, by the streamer's line about contents, and how long the touch waited: not at all,
+    /// where all was there before it.
+    pub(crate) fn loaded(&mut self) -> anyhow::Result<(Duration, Duration)> {
         let well = self.streamer.end()?.success();
         let said = self.streamer.said();
         ensure!(well, "{said}");
         let line = said.lines().find(|line| line.contains("contents loaded: "));
         let seconds = line.and_then(|line| line.split(", ").find_map(|part| part.strip_suffix(" s")));
-        Ok(Duration::from_secs_f64(seconds.with_context(|| said.clone())?.parse()?))
+        let loaded = Duration::from_secs_f64(seconds.with_context(|| said.clone())?.parse()?);
+        let timeline = fs::read_to_string(self.image.criu.images().join("rewake-timeline.json"))?;
+        Ok((loaded, longest_fault(&serde_json::from_str(&timeline)?)?))
     }
 
     /// Ends it. What is left is not waited for.
@@ -114,4 +115,10 @@ impl Running<'_> {
         self.streamer.end()?;
         wait_for_the_end_of(self.image.toucher.pid())
     }
+}
+
+/// Of the one process, by what the streamer says.
+fn longest_fault(said: &Value) -> anyhow::Result<Duration> {
+    let waited = said["processes"][0]["longest_fault_us"].as_u64();
+    Ok(Duration::from_micros(waited.with_context(|| format!("no longest_fault_us: {said}"))?))
 }
