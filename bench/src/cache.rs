@@ -55,6 +55,12 @@ pub(crate) fn drop_files(paths: &[PathBuf]) -> anyhow::Result<()> {
     Ok(())
 }
 
+/// What is in a folder.
+pub(crate) fn files(folder: &Path) -> anyhow::Result<Vec<PathBuf>> {
+    let list = std::fs::read_dir(folder).with_context(|| format!("list {}", folder.display()))?;
+    list.map(|entry| Ok(entry.with_context(|| format!("list {}", folder.display()))?.path())).collect()
+}
+
 /// Share of the file's pages in the page cache, 0 to 1.
 fn cached_share(path: &Path) -> anyhow::Result<f64> {
     let file = File::open(path).with_context(|| path.display().to_string())?;

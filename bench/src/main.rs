@@ -5,16 +5,19 @@
 //! * [`touch`]: the process that is dumped and restored; it measures its own page faults.
 //! * [`disk`], [`fill`]: what the machine itself can do, measured in the same run.
 //! * [`processes`]: processes that cannot outlive the bench, their CPU time and memory.
-//! * [`plugin`]: CRIU's plugins for AMD GPUs, on one process and one disk.
+//! * [`plugin`]: CRIU's plugins for AMD GPUs, on one process and one disk. [`limits`]: what disk and copies can do.
+//! * [`behind`]: this project's plugin, at once and with memory behind the process.
 //! * [`engine`]: what loads GPUs' memory, beside memcpy and the disk.
 //! * [`cache`]: what of a file is in the page cache.
 //! * [`report`]: from samples to a table, Markdown and JSON.
 
+mod behind;
 mod cache;
 mod disk;
 mod engine;
 mod fill;
 mod lazy;
+mod limits;
 mod plugin;
 mod processes;
 mod report;
@@ -35,6 +38,8 @@ enum Command {
     Lazy(lazy::Options),
     /// Dumps and restores a process on GPUs in turn with CRIU's own plugin and with rewake's (needs root, GPUs)
     Plugin(plugin::Options),
+    /// Restores a process on a GPU in turn at once, with its GPU's memory behind it, and with all memory behind it (needs root, GPUs)
+    Behind(behind::Options),
     /// Loads an image of GPU memory into this machine's memory, in turn with memcpy and fio (needs root)
     Engine(engine::Options),
     /// The process that `lazy` dumps and restores
@@ -49,6 +54,7 @@ fn main() -> anyhow::Result<()> {
     match Arguments::parse().command {
         Command::Lazy(options) => lazy::run(&options),
         Command::Plugin(options) => plugin::run(&options),
+        Command::Behind(options) => behind::run(&options),
         Command::Engine(options) => engine::run(&options),
         Command::Toucher(options) => touch::run(&options),
         Command::FillTarget(options) => fill::run_target(&options),

@@ -26,7 +26,8 @@ cargo xtask <command>
   demo --cpu                 dump a process, restore it with CRIU alone and with rewake, check every byte
   bench lazy [options]       stock `criu lazy-pages` and rewake side by side; `bench lazy --help` for options
   bench plugin [options]     CRIU's plugin for GPUs and rewake's side by side, in virtual machines; 10 minutes
-  bench behind               how soon a process runs whose GPU has much memory, in a virtual machine; 10 minutes
+  bench behind               how soon a process runs whose memory comes behind it, and its first answer; at which rate its GPU's memory
+                             comes; how long a touch waits: in virtual machines; 15 minutes
   bench engine [options]     what loads GPUs' memory, without a GPU, beside memcpy and fio; `bench engine --help`
   plugin [--release]         build the CRIU plugin and print its folder, for `criu --libdir`
   vm [options] -- command    run a command in a virtual machine with the software GPU; docs/vm.md has the options

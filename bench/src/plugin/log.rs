@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What CRIU's log tells about the memory of buffers: this project's plugin counts, the stock one only says when.
+//! What logs tell about the memory of buffers: this project's plugin counts, in CRIU's, and its streamer in its own; the stock plugin only says when.
 
 /// What a plugin moved between files and buffers, in one go.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -12,7 +12,7 @@ pub(crate) struct Contents {
 }
 
 impl Contents {
-    /// The line of this project's plugin; all of them together, if several processes were dumped.
+    /// The line of this project's plugin, or of the streamer; all of them together, if several processes were dumped.
     pub(crate) fn of_rewake(log: &str) -> Option<Self> {
         log.lines().filter_map(Self::of_line).reduce(|all, one| Self {
             bytes: all.bytes + one.bytes,
@@ -25,7 +25,7 @@ impl Contents {
 
     /// `... contents saved: 9 bytes, 0 of them zero, 1 submissions for 1 buffers, 0.100 s, 0.1 MiB/s`
     fn of_line(line: &str) -> Option<Self> {
-        let (_, told) = line.split_once(": contents ")?;
+        let (_, told) = line.split_once(" contents ")?;
         let (_, numbers) = told.split_once(": ")?;
         let whole: Vec<u64> = numbers.split(' ').filter_map(|word| word.parse().ok()).collect();
         let [bytes, zero, submissions, buffers] = whole[..] else { return None };
@@ -65,6 +65,8 @@ mod tests {
         assert_eq!(contents, expected);
         assert!((contents.rate() - 2.0).abs() < 1e-9);
         assert_eq!(Contents::of_rewake("(00.1) noise\n"), None);
+        let streamer = LINE.replace("(00.5) amdgpu_plugin:", " INFO");
+        assert_eq!(Contents::of_rewake(&streamer), Some(expected));
     }
 
     #[test]

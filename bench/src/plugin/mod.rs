@@ -3,12 +3,10 @@
 //! with copy engines of known speed. `cargo xtask bench plugin` makes machines where both are so slow that they decide,
 //! and not the processor.
 //!
-//! * [`limits`]: what the disk, the copy engines and a serial loop over both do in the same run.
 //! * [`round`]: a dump and a restore. [`log`]: what CRIU's log tells of them.
 //! * [`table`]: the figures, and what is wanted of them.
 
-mod limits;
-mod log;
+pub(crate) mod log;
 mod round;
 mod table;
 
@@ -18,8 +16,8 @@ use anyhow::{Context as _, ensure};
 use gpu_app::shape::Shape;
 use softgpu_tests::criu::Plugin;
 
+use crate::limits::{self, Limits, MadeFor};
 use crate::processes::catch_interrupts;
-use limits::Limits;
 use round::{Sample, Subject};
 
 /// Buffers that weights are in: two for each of two GPUs.
@@ -64,14 +62,6 @@ struct Comparison {
     small: Option<Sample>,
 }
 
-/// Speeds that the machine promises; none where nobody does.
-#[derive(Debug, Clone, Copy, Default, PartialEq)]
-struct MadeFor {
-    disk: Option<f64>,
-    /// All GPUs together.
-    copies: Option<f64>,
-}
-
 /// Measures and prints the table.
 pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
     ensure!(
@@ -112,7 +102,7 @@ fn measure(options: &Options) -> anyhow::Result<Comparison> {
         mib: options.mib,
         gpus: options.gpus,
         rounds: options.rounds,
-        made_for: made_for(options.gpus),
+        made_for: MadeFor::of_this_machine(options.gpus),
         limits,
         tiny: tiny_samples,
         samples,
@@ -132,17 +122,4 @@ fn rounds(shape: &Shape, options: &Options, count: u64, plugins: &[Plugin]) -> a
     }
     subject.quit()?;
     Ok(samples)
-}
-
-/// As `cargo xtask vm` says of its disk, and softgpu.ko of its copy engines.
-fn made_for(gpus: usize) -> MadeFor {
-    let parameter = |name: &str| {
-        let text = std::fs::read_to_string(format!("/sys/module/softgpu/parameters/{name}")).ok()?;
-        text.trim().parse::<f64>().ok().filter(|value| *value > 0.0)
-    };
-    let disk = std::env::var("DISK_MBPS").ok().and_then(|text| text.parse().ok());
-    // Contexts reach two of a GPU's rings.
-    let rings = parameter("sdma_rings").map(|rings| rings.min(2.0));
-    let copies = parameter("copy_mbps").zip(rings).map(|(rate, rings)| rate * rings * gpus as f64);
-    MadeFor { disk, copies }
 }

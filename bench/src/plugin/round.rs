@@ -16,7 +16,7 @@ use softgpu_tests::app::App;
 use softgpu_tests::criu::{Criu, Plugin, Version};
 
 use super::log::{Contents, between};
-use crate::cache::drop_files;
+use crate::cache::{drop_files, files};
 use crate::processes::{Exit, Process, high_water_mark};
 
 /// What is asked before a dump and after each restore; one token goes through all weights.
@@ -152,11 +152,6 @@ fn watched(process: &mut Process) -> anyhow::Result<(Exit, u64)> {
         over.store(true, Ordering::Relaxed);
         Ok((exit?, peak.join().expect("it only reads files")))
     })
-}
-
-fn files(folder: &Path) -> anyhow::Result<Vec<PathBuf>> {
-    let list = std::fs::read_dir(folder).with_context(|| format!("list {}", folder.display()))?;
-    list.map(|entry| Ok(entry.with_context(|| format!("list {}", folder.display()))?.path())).collect()
 }
 
 #[cfg(test)]

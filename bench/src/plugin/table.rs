@@ -15,8 +15,6 @@ const WANTED_SHARE: f64 = 0.9;
 const WANTED_MIB: f64 = 64.0;
 /// Submissions for each small buffer.
 const WANTED_SUBMISSIONS: f64 = 1.0 / 16.0;
-/// How far plain loops may be from what the machine was made for.
-const TRUST: f64 = 0.05;
 const MIB: f64 = (1 << 20) as f64;
 
 /// What a figure should be.
@@ -86,21 +84,8 @@ pub(super) fn text(comparison: &Comparison) -> String {
 fn heading(comparison: &Comparison) -> String {
     let Comparison { mib, gpus, rounds, limits, made_for, .. } = comparison;
     let kernel = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
-    let mut text = format!("{mib} MiB on {gpus} GPUs, {rounds} rounds, Linux {}\n\n", kernel.trim());
-    let plain = [
-        ("disk, written", limits.disk.dump, made_for.disk, limits.least().dump),
-        ("disk, read", limits.disk.restore, made_for.disk, limits.least().restore),
-        ("copied out of GPUs", limits.copies.dump, made_for.copies, limits.least().dump),
-        ("copied into GPUs", limits.copies.restore, made_for.copies, limits.least().restore),
-    ];
-    for (name, rate, made_for, least) in plain {
-        let made = made_for.map_or_else(String::new, |made| format!(", made for {}", number(made)));
-        // Of what does not decide, the rate does not matter.
-        let far = rate <= least && made_for.is_some_and(|made| (rate / made - 1.0).abs() > TRUST);
-        let mark = if far { " **NOT WHAT IT WAS MADE FOR: do not trust this run**" } else { "" };
-        let _ = writeln!(text, "- plain loop, {name}: {} MB/s{made}{mark}", number(rate));
-    }
-    text
+    let plain = limits.text(*made_for);
+    format!("{mib} MiB on {gpus} GPUs, {rounds} rounds, Linux {}\n\n{plain}", kernel.trim())
 }
 
 fn rows(comparison: &Comparison) -> Vec<Row> {
@@ -140,11 +125,7 @@ fn rates(comparison: &Comparison, direction: Direction) -> [Row; 3] {
     let of = |plugin, figure: &dyn Fn(Act) -> Option<f64>| figures(&comparison.samples, plugin, act, figure);
     let stock = of(Plugin::Stock, &|act| Some(bytes? / act.phase_s? / 1e6));
     let rewake = of(Plugin::Ours, &|act| Some(act.contents?.rate()));
-    let share = |spread: Spread| Spread {
-        min: spread.min / least,
-        median: spread.median / least,
-        max: spread.max / least,
-    };
+    let share = |spread: Spread| spread.of_whole(least);
     let whole = |act: Act| Some((direction.whole)(&act));
     [
         Row { name: format!("{name}: GPU memory, MB/s"), stock, serial: Some(serial), rewake, wanted: None },
@@ -210,10 +191,9 @@ fn figures(
 
 #[cfg(test)]
 mod tests {
-    use super::super::MadeFor;
-    use super::super::limits::{Limits, Rates};
     use super::super::log::Contents;
     use super::*;
+    use crate::limits::{Limits, MadeFor, Rates};
 
     fn sample(plugin: Plugin, seconds: f64, peak_mib: u64) -> Sample {
         let contents = Contents { bytes: 100_000_000, zero: 0, submissions: 50, buffers: 1000, seconds };

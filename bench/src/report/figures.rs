@@ -67,6 +67,11 @@ impl Spread {
         let (low, high) = (values[(values.len() - 1) / 2], values[values.len() / 2]);
         Some(Self { min, median: f64::midpoint(low, high), max })
     }
+
+    /// As shares of something.
+    pub(crate) fn of_whole(self, whole: f64) -> Self {
+        Self { min: self.min / whole, median: self.median / whole, max: self.max / whole }
+    }
 }
 
 impl Figure {

@@ -7,6 +7,7 @@
 //! * [`model`]: the same answers without any GPU.
 //! * [`gpu`]: one process's GPUs: memory, queues, events. [`chain`]: dispatches that wait for each other.
 //! * [`stage`]: the layers of one process. [`family`]: several processes. [`small`]: many small buffers.
+//!   [`own`]: memory that no GPU reaches.
 //! * [`side`]: what goes on beside. [`rendered`]: a process without compute.
 //! * [`serve`]: the socket; [`client`]: the other end of it.
 
@@ -18,6 +19,7 @@ pub mod family;
 pub mod gpu;
 pub mod kernel;
 pub mod model;
+pub mod own;
 pub mod rendered;
 pub mod serve;
 pub mod shape;

@@ -4,12 +4,12 @@
 //! One step takes a token: its embedding goes through all layers (`out = W x`, then `x += 3 out`); every layer's
 //! result is hashed, whole; the activation is kept in the cache and all of the used cache is hashed; a list in host
 //! memory is chased. The next token is made of the two hashes and of where the chase ended. What the first step
-//! hashes first is made of all small buffers. Hashes and odd multipliers lose nothing, so that one changed bit of any
+//! hashes first is made of all small buffers and some of the program's own memory. Hashes and odd multipliers lose nothing, so that one changed bit of any
 //! weight changes what follows.
 
 use crate::kernel::{axpy, dot, hash, longs, pairs, words};
 use crate::shape::{LINKS, Mode, Shape, VOCABULARY, WIDTH};
-use crate::weights;
+use crate::{own, weights};
 
 /// What one layer's result is multiplied by before it is added.
 pub const RESIDUAL: u32 = 3;
@@ -80,7 +80,10 @@ impl Model {
             layers: (0..shape.layers).map(layer).collect(),
             embeddings: words(&weights::embeddings(shape.seed)).collect(),
             links: weights::links(shape.seed),
-            start: start(shape, (0..shape.small_bos).map(|buffer| small_hash(shape, buffer))),
+            start: own::start(
+                shape,
+                start(shape, (0..shape.small_bos).map(|buffer| small_hash(shape, buffer))),
+            ),
             shape: shape.clone(),
         }
     }
@@ -175,11 +178,12 @@ mod tests {
     }
 
     #[test]
-    fn small_buffers_and_zeros_change_answers() {
+    fn small_buffers_own_memory_and_zeros_change_answers() {
         let answer = |shape: &Shape| Model::new(shape).generate(&[4], 2);
         let small = |small_bos| Shape { small_bos, ..shape() };
         assert_ne!(answer(&shape()), answer(&small(1)));
         assert_ne!(answer(&small(2)), answer(&small(1)));
+        assert_ne!(answer(&shape()), answer(&Shape { own_mib: 1, ..shape() }));
         assert_ne!(answer(&shape()), answer(&Shape { zero_share: 50, ..shape() }));
     }
 

@@ -5,6 +5,7 @@
 //! * `result`: waits for them; answers `tokens TOKEN...`
 //! * `check`: answers `ok ROUNDS`, the rounds of what goes on beside, or `failed REASON`
 //! * `rendered PART`: answers `ok`, or `failed REASON`: a part of the process with render nodes only
+//! * `own`: answers `ok`, or `failed REASON`: the program's own memory, every byte
 //! * `quit`: answers `bye` and ends
 //!
 //! Anything wrong is answered by `failed REASON`. Nobody needs to be connected while tokens are made.
@@ -24,6 +25,7 @@ use crate::family::Relative;
 use crate::gpu::Gpus;
 use crate::kernel::Kernel;
 use crate::model;
+use crate::own::Own;
 use crate::rendered::Rendered;
 use crate::shape::{Mode, Shape};
 use crate::side::Side;
@@ -43,6 +45,7 @@ struct Server {
     stage: Stage,
     ends: Ends,
     small: Small,
+    own: Own,
     relatives: Vec<Relative>,
 }
 
@@ -124,8 +127,12 @@ impl Desk {
                 self.rendered.as_mut().context("no process has render nodes only")?.check(part)?;
                 Ok("ok".to_owned())
             }
+            ["own"] => {
+                self.server.lock().unwrap_or_else(PoisonError::into_inner).own.check()?;
+                Ok("ok".to_owned())
+            }
             ["quit"] => Ok("bye".to_owned()),
-            other => bail!("{other:?} is no request: start, result, check, rendered or quit"),
+            other => bail!("{other:?} is no request: start, result, check, rendered, own or quit"),
         }
     }
 }
@@ -150,12 +157,12 @@ impl Server {
             relatives.push(Relative::start(shape, process, dmabuf.as_ref().map(|fd| fd.as_fd()))?);
         }
         let (ends, small) = (Ends::load(shape, gpus)?, Small::load(shape, gpus)?);
-        Ok(Self { shape: shape.clone(), stage, ends, small, relatives })
+        Ok(Self { shape: shape.clone(), stage, ends, small, own: Own::load(shape)?, relatives })
     }
 
     fn generate(&mut self, prompt: &[u32], count: usize) -> anyhow::Result<Vec<u32>> {
         let prompt = if prompt.is_empty() { &[0] } else { prompt };
-        let start = self.small.start(self.stage.lane())?;
+        let start = self.own.start(self.small.start(self.stage.lane())?);
         if self.shape.mode == Mode::Graph {
             return self.generate_at_once(prompt, count, start);
         }

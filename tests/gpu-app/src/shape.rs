@@ -45,6 +45,9 @@ pub struct Shape {
     /// Buffers of one page each, in VRAM that the CPU reaches or in host memory, in the first process.
     #[arg(long, default_value_t = 0)]
     pub small_bos: u64,
+    /// MiB of the first process's own memory, all random, that no GPU reaches.
+    #[arg(long, default_value_t = 0)]
+    pub own_mib: u64,
     /// What goes on besides.
     #[arg(long, value_enum, default_value_t = Mode::Idle)]
     pub mode: Mode,
@@ -104,6 +107,7 @@ impl Shape {
             seed: 1,
             zero_share: 0,
             small_bos: 0,
+            own_mib: 0,
             mode: Mode::Idle,
         }
     }
@@ -120,6 +124,7 @@ impl Shape {
         ensure!((1..=1 << 20).contains(&self.cache_mib), "--cache-mib {}: 1 to 1048576", self.cache_mib);
         ensure!(self.zero_share <= 100, "--zero-share {}: 0 to 100 percent", self.zero_share);
         ensure!(self.small_bos <= SMALL_BOS, "--small-bos {}: 0 to {SMALL_BOS}", self.small_bos);
+        ensure!(self.own_mib <= 1 << 20, "--own-mib {}: 0 to 1048576", self.own_mib);
         ensure!(
             (1..=self.layers).contains(&self.processes),
             "--processes {}: 1 to the number of layers",
@@ -151,6 +156,7 @@ impl Shape {
             ("--seed", self.seed.to_string()),
             ("--zero-share", self.zero_share.to_string()),
             ("--small-bos", self.small_bos.to_string()),
+            ("--own-mib", self.own_mib.to_string()),
             ("--mode", mode.map_or_else(String::new, |mode| mode.get_name().to_owned())),
         ];
         options.into_iter().flat_map(|(name, value)| [name.to_owned(), value]).collect()
@@ -211,6 +217,7 @@ mod tests {
         assert!(refused(Shape { processes: 5, ..Shape::small() }).contains("--processes 5"));
         assert!(refused(Shape { zero_share: 101, ..Shape::small() }).contains("--zero-share 101"));
         assert!(refused(Shape { small_bos: 8001, ..Shape::small() }).contains("--small-bos 8001"));
+        assert!(refused(Shape { own_mib: 1 << 21, ..Shape::small() }).contains("--own-mib 2097152"));
         assert!(refused(Shape { mode: Mode::SharedBo, ..Shape::small() }).contains("shared-bo"));
         assert!(Shape::small().check().is_ok());
     }

@@ -9,6 +9,7 @@ const LINK_ORDER: u64 = 2 << 32;
 const SMALL: u64 = 3 << 32;
 const RENDERED: u64 = 4 << 32;
 const GIVEN: u64 = 5 << 32;
+const OWN: u64 = 6 << 32;
 
 /// Two 32-bit numbers of `what` at place `pair` (Steele, Lea and Flood's SplitMix64).
 #[must_use]
@@ -43,6 +44,11 @@ pub fn small(seed: u64, buffer: u64, into: &mut [u8]) {
 /// Bytes of what a process with render nodes only keeps on one of them.
 pub fn rendered(seed: u64, gpu: usize, into: &mut [u8]) {
     bytes_of(seed, RENDERED + gpu as u64, 0, into);
+}
+
+/// Bytes of the first process's own memory from byte `at`, a multiple of 8.
+pub fn own(seed: u64, at: u64, into: &mut [u8]) {
+    bytes_of(seed, OWN, at / 8, into);
 }
 
 /// Bytes that the CPU gives to a GPU in one round.

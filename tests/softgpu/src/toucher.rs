@@ -13,6 +13,8 @@ use anyhow::{Context as _, bail};
 pub const BUFFERS: usize = 2;
 /// Enough to come later.
 pub const BYTES: usize = 4 << 20;
+/// Parts of its own memory, each as long as a buffer: what a page server brings in a second or more, under emulation.
+pub const OWN_PARTS: usize = 16;
 /// At the end of a buffer. Of a large one all else is zeros, at no cost for images.
 pub const TAIL: usize = 4096;
 /// Where what it reads goes to, in a buffer: not at the beginning of a page.
@@ -23,12 +25,27 @@ pub const LOOK: Duration = Duration::from_millis(2);
 const LOOKS: u32 = 30_000;
 
 /// Large buffers in the place of others.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Large {
     /// How many.
     pub count: usize,
     /// Of each.
     pub mib: usize,
+    /// All of them is pattern, not the end alone.
+    pub full: bool,
+}
+
+impl Large {
+    /// Where its pattern begins, in a buffer.
+    #[must_use]
+    pub fn pattern_at(self) -> usize {
+        if self.full { 0 } else { (self.mib << 20) - TAIL }
+    }
+
+    /// As arguments of the program.
+    fn arguments(self) -> [String; 3] {
+        [self.count.to_string(), self.mib.to_string(), self.full.to_string()]
+    }
 }
 
 /// What is in a buffer: no two pages are alike.
@@ -63,7 +80,7 @@ impl Toucher {
         command
             .arg(program)
             .arg(folder)
-            .args(large.into_iter().flat_map(|large| [large.count.to_string(), large.mib.to_string()]))
+            .args(large.into_iter().flat_map(Large::arguments))
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .stderr(log);

@@ -13,6 +13,7 @@ use serde_json::Value;
 use softgpu_tests::criu::{Criu, Plugin, Version, wait_for_the_end_of};
 use softgpu_tests::dumped::{Dumped, ONE_RING, dies, soon, unreached};
 use softgpu_tests::server::small;
+use softgpu_tests::toucher::OWN_PARTS;
 use softgpu_tests::{Held, Machine, Streamer, Toucher, isolated};
 
 /// What the plugin says when it waits, behind the number of pages.
@@ -153,7 +154,7 @@ fn what_is_registered_is_there_before_queues_start() {
 /// A program with memory of its own that it is about to register.
 fn about_to_register(version: Version, folder: &std::path::Path) -> (Toucher, Criu) {
     let mut toucher = Toucher::start(env!("CARGO_BIN_EXE_toucher"), folder, None).unwrap();
-    toucher.asked("allocate 0").unwrap();
+    toucher.asked(&format!("allocate {OWN_PARTS}")).unwrap();
     let criu = Criu::with(Plugin::Ours, version, &folder.join("images")).unwrap();
     criu.dump(toucher.pid()).unwrap();
     toucher.was_dumped().unwrap();

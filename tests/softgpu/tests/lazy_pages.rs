@@ -14,6 +14,7 @@ use rewake_kfd::topology::{Node, Topology};
 use softgpu_tests::criu::{Criu, Plugin, Version, wait_for_the_end_of};
 use softgpu_tests::dumped::{Dumped, dies, signal, soon, unreached};
 use softgpu_tests::server::small;
+use softgpu_tests::toucher::OWN_PARTS;
 use softgpu_tests::{Streamer, Toucher, isolated};
 
 /// What CRIU says when tasks run.
@@ -98,7 +99,7 @@ fn memory_that_is_registered_at_once_is_there() {
         for version in [Version::V4_2, Version::V4_1] {
             let folder = tempfile::tempdir().unwrap();
             let mut toucher = Toucher::start(env!("CARGO_BIN_EXE_toucher"), folder.path(), None).unwrap();
-            toucher.asked("allocate 0").unwrap();
+            toucher.asked(&format!("allocate {OWN_PARTS}")).unwrap();
             let criu = Criu::with(Plugin::Ours, version, &folder.path().join("images")).unwrap();
             criu.dump(toucher.pid()).unwrap();
             toucher.was_dumped().unwrap();

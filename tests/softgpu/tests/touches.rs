@@ -17,7 +17,7 @@ use softgpu_tests::streamer::children;
 use softgpu_tests::toucher::{Large, pattern};
 use softgpu_tests::{Held, Machine, Streamer, Toucher, isolated};
 
-const TWO: Large = Large { count: 2, mib: 64 };
+const TWO: Large = Large { count: 2, mib: 64, full: false };
 /// Copies and fills of one of [`TWO`], by chunks of 2 MiB, those that are under way when it is touched, and some more.
 const FIRST: u32 = 32 + 10 + 4;
 /// Loading takes 1.4 seconds.

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! `cargo xtask bench`: `lazy`, the same image through stock CRIU and through rewake; `plugin`, the same process on GPUs
-//! through CRIU's own plugin and through this project's; `behind`, how soon a process runs whose GPU's memory comes later;
+//! through CRIU's own plugin and through this project's; `behind`, how soon a process runs whose memory comes later, when
+//! it answers, and how fast its memory comes;
 //! `engine`, what loads GPUs' memory beside memcpy and the disk.
 
 use std::os::unix::process::CommandExt as _;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
@@ -31,7 +32,7 @@ pub(crate) fn engine(more: &[&str]) -> anyhow::Result<()> {
     Err(error).with_context(|| format!("start {}", bench.display()))
 }
 
-/// A machine in which the plugins are compared. Both speeds are so low that they decide, and not the emulated processor.
+/// A machine in which plugins, or ways to restore, are compared. Both speeds are so low that they decide, and not the emulated processor.
 #[derive(Debug)]
 struct Machine {
     name: &'static str,
@@ -73,18 +74,33 @@ const MACHINES: [Machine; 4] = [
 const DISK_MIB: u32 = 1024;
 const MEMORY_MIB: u32 = 6000;
 
+/// Those of memory that comes behind. CPUs' memory comes in the first, as much as the GPU's.
+const BEHIND: [Machine; 3] = [
+    Machine {
+        name: "disk and copies at 40 MB/s",
+        disk_mbps: 40,
+        module_arguments: "sdma_rings=1 copy_mbps=40",
+        options: &["--own-mib", "128"],
+    },
+    Machine {
+        name: "disk at 20 MB/s, copies at 40 MB/s",
+        disk_mbps: 20,
+        module_arguments: "sdma_rings=1 copy_mbps=40",
+        options: &["--rounds", "2", "--mib", "80"],
+    },
+    Machine {
+        name: "disk at 40 MB/s, copies at 20 MB/s",
+        disk_mbps: 40,
+        module_arguments: "sdma_rings=1 copy_mbps=20",
+        options: &["--rounds", "2", "--mib", "80"],
+    },
+];
+
 /// Runs `rewake-bench plugin` in each machine, with `more` passed through; tables come on standard output.
 pub(crate) fn plugin(more: &[&str]) -> anyhow::Result<()> {
     root::become_root()?;
-    let bench = repository::build_release("rewake-bench", "rewake-bench")?;
-    let app = repository::build_release("gpu-app", "gpu-app")?;
-    let plugin = plugin::make(Profile::Release)?;
-    for machine in &MACHINES {
-        println!("\n### {}\n", machine.name);
-        let code = vm::boot(&machine.options([&bench, &app, &plugin], more))?;
-        ensure!(code == 0, "{}: rewake-bench failed (exit code {code})", machine.name);
-    }
-    Ok(())
+    let programs = Programs::build()?;
+    MACHINES.iter().try_for_each(|machine| machine.run("plugin", &programs, more))
 }
 
 /// Room for the images, which are mostly holes, and for 8 GiB on the GPU.
@@ -92,20 +108,15 @@ const BEHIND_MEMORY_MIB: u32 = 13_000;
 /// 8 GiB are made and dumped first.
 const BEHIND_TIME_LIMIT: Duration = Duration::from_secs(1800);
 
-/// Runs `measure-behind` in a machine.
+/// Runs `rewake-bench behind` in each machine, then `measure-behind` in one of its own; tables come on standard output.
 pub(crate) fn behind() -> anyhow::Result<()> {
     root::become_root()?;
-    let rewake = repository::build_release("rewake", "rewake")?;
+    let programs = Programs::build()?;
     repository::build_release("softgpu-tests", "toucher")?;
     let measure = repository::build_release("softgpu-tests", "measure-behind")?;
-    let plugin = plugin::make(Profile::Release)?;
-    let command = [
-        "env".to_owned(),
-        format!("REWAKE_BIN={}", rewake.display()),
-        format!("REWAKE_PLUGIN={}", plugin.display()),
-        measure.display().to_string(),
-    ];
-    let mut options = vm::Options::new(command.to_vec());
+    BEHIND.iter().try_for_each(|machine| machine.run("behind", &programs, &[]))?;
+    println!("\n### by how much memory there is\n");
+    let mut options = vm::Options::new(programs.command(&measure));
     "gpus=1 gfx=90a vram_mib=9216".clone_into(&mut options.module_arguments);
     options.memory = BEHIND_MEMORY_MIB;
     options.time_limit = BEHIND_TIME_LIMIT;
@@ -114,15 +125,49 @@ pub(crate) fn behind() -> anyhow::Result<()> {
     Ok(())
 }
 
-impl Machine {
-    fn options(&self, [bench, app, plugin]: [&Path; 3], more: &[&str]) -> vm::Options {
-        let mut command = vec![
+/// What runs in machines, built for speed.
+struct Programs {
+    bench: PathBuf,
+    app: PathBuf,
+    rewake: PathBuf,
+    plugin: PathBuf,
+}
+
+impl Programs {
+    fn build() -> anyhow::Result<Self> {
+        Ok(Self {
+            bench: repository::build_release("rewake-bench", "rewake-bench")?,
+            app: repository::build_release("gpu-app", "gpu-app")?,
+            rewake: repository::build_release("rewake", "rewake")?,
+            plugin: plugin::make(Profile::Release)?,
+        })
+    }
+
+    /// A program that finds the others.
+    fn command(&self, program: &Path) -> Vec<String> {
+        let of = |name: &str, path: &Path| format!("{name}={}", path.display());
+        vec![
             "env".to_owned(),
-            format!("GPU_APP={}", app.display()),
-            format!("REWAKE_PLUGIN={}", plugin.display()),
-            bench.display().to_string(),
-        ];
-        command.extend(["plugin", "--dir", "/mnt/disk"].map(str::to_owned));
+            of("GPU_APP", &self.app),
+            of("REWAKE_BIN", &self.rewake),
+            of("REWAKE_PLUGIN", &self.plugin),
+            program.display().to_string(),
+        ]
+    }
+}
+
+impl Machine {
+    /// Runs this comparison of `rewake-bench`, with `more` behind the machine's own options.
+    fn run(&self, comparison: &str, programs: &Programs, more: &[&str]) -> anyhow::Result<()> {
+        println!("\n### {}\n", self.name);
+        let code = vm::boot(&self.options(comparison, programs, more))?;
+        ensure!(code == 0, "{}: rewake-bench {comparison} failed (exit code {code})", self.name);
+        Ok(())
+    }
+
+    fn options(&self, comparison: &str, programs: &Programs, more: &[&str]) -> vm::Options {
+        let mut command = programs.command(&programs.bench);
+        command.extend([comparison, "--dir", "/mnt/disk"].map(str::to_owned));
         command.extend(self.options.iter().chain(more).map(|word| (*word).to_owned()));
         let mut options = vm::Options::new(command);
         self.module_arguments.clone_into(&mut options.module_arguments);
@@ -138,15 +183,19 @@ mod tests {
 
     #[test]
     fn a_machine_is_as_it_is_named_and_gets_the_callers_options_last() {
-        let paths = ["/t/bench", "/t/app", "/t/plugin"].map(Path::new);
-        let options = MACHINES[3].options(paths, &["--dir", "/x"]);
+        let [bench, app, rewake, plugin] =
+            ["/t/bench", "/t/app", "/t/rewake", "/t/plugin"].map(PathBuf::from);
+        let programs = Programs { bench, app, rewake, plugin };
+        let options = MACHINES[3].options("plugin", &programs, &["--dir", "/x"]);
         assert_eq!(options.disk, Some(vm::Disk { mib: DISK_MIB, mbps: Some(40) }));
         assert!(
             options.module_arguments.contains("gpus=2") && options.module_arguments.contains("copy_mbps=20")
         );
         let command = options.command.join(" ");
         assert!(
-            command.starts_with("env GPU_APP=/t/app REWAKE_PLUGIN=/t/plugin /t/bench plugin "),
+            command.starts_with(
+                "env GPU_APP=/t/app REWAKE_BIN=/t/rewake REWAKE_PLUGIN=/t/plugin /t/bench plugin "
+            ),
             "{command}"
         );
         assert!(command.ends_with("--gpus 2 --dir /x"), "{command}");

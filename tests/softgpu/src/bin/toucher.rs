@@ -2,7 +2,7 @@
 //! A program with one thread, buffers that its CPU reaches, in VRAM where it can, and memory of its own: it touches the buffers as it is asked to,
 //! by user code or through the kernel, and registers its memory with the driver. Orders come as the file `order` of its folder, answers go to `answer`: `ok`, or what was wrong.
 //!
-//! `toucher FOLDER` makes the buffers; `toucher FOLDER COUNT MIB` so many large ones instead, zeros but for their last page; `toucher FOLDER
+//! `toucher FOLDER` makes the buffers; `toucher FOLDER COUNT MIB FULL` so many large ones instead, zeros but for their last page or, FULL being `true`, not; `toucher FOLDER
 //! again` is what it executes when it is asked to.
 
 use std::fs::{self, File};
@@ -20,10 +20,8 @@ use rewake_kfd::topology::Topology;
 use rewake_kfd::{Buffer, Device, Kfd, Spec, Userptr};
 use softgpu_tests::toucher::{BUFFERS, BYTES, LOOK, Large, READ, TAIL, pattern, pattern_of};
 
-/// The number of the pattern in its own memory.
+/// The number of the pattern in the first part of its own memory.
 const OWN: usize = 7;
-/// How often that is there: what a page server brings in a second or more, under emulation.
-const OWN_TIMES: usize = 16;
 /// Touches memory in a child that has none of it.
 const SIGSEGV: i32 = 11;
 
@@ -38,8 +36,9 @@ fn main() -> anyhow::Result<()> {
             }
         }
         Some(count) => {
-            let mib = arguments.next().context("MIB")?;
-            Some(Large { count: count.parse().context("COUNT")?, mib: mib.parse().context("MIB")? })
+            let mib = arguments.next().context("MIB")?.parse().context("MIB")?;
+            let full = arguments.next().context("FULL")?.parse().context("FULL")?;
+            Some(Large { count: count.parse().context("COUNT")?, mib, full })
         }
         None => None,
     };
@@ -52,14 +51,17 @@ fn main() -> anyhow::Result<()> {
         let bytes = large.map_or(BYTES, |large| large.mib << 20);
         let buffer = Buffer::mapped(&device, spec(bytes as u64))?;
         match large {
-            Some(_) => buffer.cpu().write((bytes - TAIL) as u64, &pattern_of(number, TAIL)),
+            Some(large) => {
+                let at = large.pattern_at();
+                buffer.cpu().write(at as u64, &pattern_of(number, bytes - at));
+            }
             None => buffer.cpu().write(0, &pattern(number)),
         }
         memories.push(Memory {
             number,
             address: buffer.address(),
             bytes,
-            large: large.is_some(),
+            large,
             given: Vec::new(),
             _buffer: buffer,
         });
@@ -87,10 +89,13 @@ fn answer(folder: &Path, text: &str) -> anyhow::Result<()> {
 
 fn obey(order: &str, memories: &mut [Memory], own: &mut Own, folder: &Path) -> anyhow::Result<()> {
     let (what, number) = order.split_once(' ').context("WHAT NUMBER")?;
-    let memory = memories.get_mut(number.parse::<usize>()?).context("no such buffer")?;
+    let number = number.parse()?;
+    if what == "allocate" {
+        return own.allocate(number);
+    }
+    let memory = memories.get_mut(number).context("no such buffer")?;
     match what {
         "check" => memory.check(),
-        "allocate" => own.allocate(),
         "register" => own.register(),
         "tail" => memory.tail(),
         "write" => memory.write(&folder.join("out")),
@@ -114,10 +119,10 @@ struct Own {
 }
 
 impl Own {
-    fn allocate(&mut self) -> anyhow::Result<()> {
-        let memory = Mapping::anonymous((OWN_TIMES * BYTES) as u64)?;
-        let pattern = pattern(OWN);
-        (0..OWN_TIMES).for_each(|part| memory.write((part * BYTES) as u64, &pattern));
+    /// So many parts, each as long as a buffer.
+    fn allocate(&mut self, parts: usize) -> anyhow::Result<()> {
+        let memory = Mapping::anonymous((parts * BYTES) as u64)?;
+        (0..parts).for_each(|part| memory.write((part * BYTES) as u64, &pattern(OWN + part)));
         self.memory = Some(memory);
         Ok(())
     }
@@ -126,10 +131,10 @@ impl Own {
     fn register(&mut self) -> anyhow::Result<()> {
         let memory = self.memory.take().context("there is none")?;
         let userptr = Userptr::register(&self.device, memory)?;
-        let (pattern, mut found) = (pattern(OWN), vec![0; BYTES]);
-        for part in 0..OWN_TIMES {
-            userptr.cpu().read((part * BYTES) as u64, &mut found);
-            ensure!(found == pattern, "its own memory is another");
+        let mut found = vec![0; BYTES];
+        for (part, at) in (0..userptr.cpu().len()).step_by(BYTES).enumerate() {
+            userptr.cpu().read(at, &mut found);
+            ensure!(found == pattern(OWN + part), "its own memory is another");
         }
         Ok(())
     }
@@ -140,7 +145,7 @@ struct Memory {
     number: usize,
     address: u64,
     bytes: usize,
-    large: bool,
+    large: Option<Large>,
     /// What was read into it.
     given: Vec<u8>,
     _buffer: Buffer,
@@ -177,10 +182,8 @@ impl Memory {
 
     /// The last page, by user code.
     fn tail(&self) -> anyhow::Result<()> {
-        let expected = match self.large {
-            true => pattern_of(self.number, TAIL),
-            false => pattern(self.number).split_off(BYTES - TAIL),
-        };
+        let patterned = self.bytes - self.large.map_or(0, Large::pattern_at);
+        let expected = pattern_of(self.number, patterned).split_off(patterned - TAIL);
         let found = &self.bytes()[self.bytes - TAIL..];
         ensure!(found == expected, "the last page of buffer {} is another", self.number);
         Ok(())

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! What the disk and the copy engines do alone, and what a serial loop makes of both: a buffer is copied, then written,
 //! or read, then copied, as the stock plugin does it, but past the page cache. All of it with as many bytes as are dumped
-//! later.
+//! later. And what the machine was made for.
 
 use std::collections::VecDeque;
+use std::fmt::Write as _;
 use std::fs::{File, OpenOptions};
 use std::os::fd::AsFd as _;
 use std::os::unix::fs::{FileExt as _, OpenOptionsExt as _};
@@ -17,6 +18,8 @@ use rewake_amdgpu::{Bo, CopyEngine, Memory, Place, Shape, Slot, Staging, Ticket,
 use rewake_kfd::Buffer;
 use rewake_kfd::render::Render;
 
+use crate::report::number;
+
 /// Bytes of a request to the disk or to an engine where nothing else goes on.
 const PIECE: u64 = 2 << 20;
 /// Bytes of a buffer of the serial loop, which copies and writes it whole. A disk with a rate limit does a tenth of a
@@ -27,6 +30,8 @@ const DEPTH: usize = 4;
 /// Before each measurement: a disk with a rate limit gives a little at once after a rest, to plugins as well.
 const REST: Duration = Duration::from_millis(500);
 const PATIENCE: Duration = Duration::from_secs(60);
+/// How far plain loops may be from what the machine was made for.
+const TRUST: f64 = 0.05;
 
 /// Both directions, in millions of bytes a second.
 #[derive(Debug, Clone, Copy)]
@@ -44,7 +49,49 @@ pub(crate) struct Limits {
     pub(crate) serial: Rates,
 }
 
+/// Speeds that the machine promises, in millions of bytes a second; none where nobody does.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub(crate) struct MadeFor {
+    pub(crate) disk: Option<f64>,
+    /// All GPUs together.
+    pub(crate) copies: Option<f64>,
+}
+
+impl MadeFor {
+    /// As `cargo xtask vm` says of its disk, and softgpu.ko of its copy engines.
+    pub(crate) fn of_this_machine(gpus: usize) -> Self {
+        let parameter = |name: &str| {
+            let text = std::fs::read_to_string(format!("/sys/module/softgpu/parameters/{name}")).ok()?;
+            text.trim().parse::<f64>().ok().filter(|value| *value > 0.0)
+        };
+        let disk = std::env::var("DISK_MBPS").ok().and_then(|text| text.parse().ok());
+        // Contexts reach two of a GPU's rings.
+        let rings = parameter("sdma_rings").map(|rings| rings.min(2.0));
+        let copies = parameter("copy_mbps").zip(rings).map(|(rate, rings)| rate * rings * gpus as f64);
+        Self { disk, copies }
+    }
+}
+
 impl Limits {
+    /// A line each for a page. What is not as the machine was made is marked.
+    pub(crate) fn text(&self, made_for: MadeFor) -> String {
+        let plain = [
+            ("disk, written", self.disk.dump, made_for.disk, self.least().dump),
+            ("disk, read", self.disk.restore, made_for.disk, self.least().restore),
+            ("copied out of GPUs", self.copies.dump, made_for.copies, self.least().dump),
+            ("copied into GPUs", self.copies.restore, made_for.copies, self.least().restore),
+        ];
+        let mut text = String::new();
+        for (name, rate, made_for, least) in plain {
+            let made = made_for.map_or_else(String::new, |made| format!(", made for {}", number(made)));
+            // Of what does not decide, the rate does not matter.
+            let far = rate <= least && made_for.is_some_and(|made| (rate / made - 1.0).abs() > TRUST);
+            let mark = if far { " **NOT WHAT IT WAS MADE FOR: do not trust this run**" } else { "" };
+            let _ = writeln!(text, "- plain loop, {name}: {} MB/s{made}{mark}", number(rate));
+        }
+        text
+    }
+
     /// What no dump or restore beats: the slower of the two.
     pub(crate) fn least(&self) -> Rates {
         Rates {

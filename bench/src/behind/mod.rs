@@ -1,0 +1,97 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! One server, restored again and again from one image on a disk and with copy engines of known speed: at once, with its GPU's memory
+//! behind it, and with all of its memory behind it. `cargo xtask bench behind` makes machines where disk and copies are so slow that
+//! they decide, and not the processor.
+//!
+//! * [`round`]: a restore. [`table`]: the figures, and what is wanted of them.
+//!
+//! The first table has seconds since the start of `criu restore`: until it returns, until an answer that is asked for at once has come
+//! and is right, and until all memory is there (the streamer has ended; at once: `criu restore` has). Beside them how long an answer takes when all is
+//! there. The second one has the rate of the GPU's memory, in bytes that are not zero, and its share of the slower of disk and copies, each by plain loops of
+//! the same run: from the first engine's opening to the last byte, as whoever loads it says, and, behind, from the
+//! hand-over to the last byte (`rewake-timeline.json`, which is up to 20 ms late). Between the hand-over and the load the plugin loads what
+//! comes first, waits for memory of CPUs that is registered with the GPU, and lets the process run. With all of the memory behind,
+//! that of the CPU comes from the same disk at the same time. An emulated processor takes tenths of a second for engines, staging memory and CRIU.
+
+mod round;
+mod table;
+
+use std::path::PathBuf;
+
+use anyhow::{Context as _, ensure};
+use gpu_app::shape::{Mode, Shape};
+
+use crate::limits::{self, Limits, MadeFor};
+use round::{Sample, Subject, Way};
+
+/// Buffers that weights are in.
+const LAYERS: u64 = 4;
+
+/// Arguments of `rewake-bench behind`. Of an option that is given twice the second counts.
+#[derive(Debug, clap::Args)]
+#[command(args_override_self = true)]
+pub(crate) struct Options {
+    /// Weights of the server in MiB, all random, which no CPU reaches
+    #[arg(long, default_value_t = 128, value_parser = clap::value_parser!(u64).range(4..=1 << 20))]
+    mib: u64,
+    /// Memory of its CPU in MiB, all random, which no GPU reaches
+    #[arg(long, default_value_t = 0)]
+    own_mib: u64,
+    /// Restores in each way
+    #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u64).range(1..=100))]
+    rounds: u64,
+    /// Where images lie: the disk that is measured
+    #[arg(long)]
+    dir: PathBuf,
+}
+
+/// All of one run.
+#[derive(Debug)]
+struct Run {
+    mib: u64,
+    own_mib: u64,
+    rounds: u64,
+    /// Bytes of the image, that of CPUs' memory alone and all of it.
+    image: (u64, u64),
+    made_for: MadeFor,
+    limits: Limits,
+    samples: Vec<Sample>,
+}
+
+/// Measures and prints the tables.
+pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
+    ensure!(
+        nix::unistd::geteuid().is_root(),
+        "rewake-bench behind restores processes with CRIU: run it as root"
+    );
+    eprintln!("measuring the disk and the copy engines");
+    let limits = limits::measure(1, options.mib, &options.dir)?;
+    let shape = Shape {
+        layers: LAYERS,
+        layer_kib: options.mib * 1024 / LAYERS,
+        cache_mib: 1,
+        queues: 1,
+        own_mib: options.own_mib,
+        mode: Mode::NoAccess,
+        ..Shape::small()
+    };
+    let subject = Subject::dumped(&shape, &options.dir)?;
+    let mut samples = Vec::new();
+    for round in 1..=options.rounds {
+        for way in Way::ALL {
+            let sample = subject.comes_back(way);
+            samples.push(sample.with_context(|| format!("round {round}, {way:?}"))?);
+        }
+    }
+    let run = Run {
+        mib: options.mib,
+        own_mib: options.own_mib,
+        rounds: options.rounds,
+        image: subject.image()?,
+        made_for: MadeFor::of_this_machine(1),
+        limits,
+        samples,
+    };
+    print!("{}", table::text(&run));
+    Ok(())
+}

@@ -1,0 +1,177 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! A server that was dumped once, and its restores, each out of a disk whose bytes are in no cache; every token and every byte of its own is
+//! checked.
+
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, ensure};
+use gpu_app::client;
+use gpu_app::model::Model;
+use gpu_app::shape::Shape;
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use softgpu_tests::app::App;
+use softgpu_tests::criu::{Criu, Plugin, Version, wait_for_the_end_of};
+use softgpu_tests::{Judge, Streamer};
+
+use crate::cache::{drop_files, files};
+use crate::plugin::log::Contents;
+
+/// What is asked: one token goes through all weights.
+const PROMPT: [u32; 1] = [141];
+const TOKENS: usize = 1;
+
+/// What comes behind the process.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Way {
+    /// Nothing.
+    AtOnce,
+    /// Memory of its GPU.
+    Gpu,
+    /// That, and memory of its CPU.
+    Both,
+}
+
+impl Way {
+    pub(super) const ALL: [Self; 3] = [Self::AtOnce, Self::Gpu, Self::Both];
+}
+
+/// A restore. Times are since the start of `criu restore`, but for the last.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Sample {
+    pub(super) way: Way,
+    /// `criu restore` has returned.
+    pub(super) alive: Duration,
+    /// An answer has come.
+    pub(super) answered: Duration,
+    /// Nothing is left to be brought.
+    pub(super) resident: Duration,
+    /// How long another answer took then.
+    pub(super) answer: Duration,
+    /// The GPU's memory, as told by whoever loaded it.
+    pub(super) contents: Contents,
+    /// Of what comes behind.
+    pub(super) behind: Option<Behind>,
+}
+
+/// Seconds since the hand-over.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Behind {
+    /// The process runs, and its GPU's memory begins to be loaded.
+    pub(super) runs: f64,
+    /// The last byte of that is there.
+    pub(super) last: f64,
+}
+
+/// The server, with what it answers.
+#[derive(Debug)]
+pub(super) struct Subject {
+    app: App,
+    pid: u32,
+    criu: Criu,
+    answer: Vec<u32>,
+    own: bool,
+    _folder: tempfile::TempDir,
+}
+
+impl Subject {
+    /// Starts it and dumps it, with its images in a folder of `dir`.
+    pub(super) fn dumped(shape: &Shape, dir: &std::path::Path) -> anyhow::Result<Self> {
+        let folder = tempfile::tempdir().context("a folder for the process's socket")?;
+        let mut app = App::start(shape, folder.path())?;
+        let pid = app.pid().context("it has just been started")?;
+        let answer = Model::new(shape).generate(&PROMPT, TOKENS);
+        let found = client::generate(app.socket(), &PROMPT, TOKENS)?;
+        ensure!(found == answer, "the process answers {found:?} before the dump, expected {answer:?}");
+        let criu = Criu::with(Plugin::Ours, Version::V4_2, &dir.join("images"))?;
+        criu.dump(pid)?;
+        app.was_dumped();
+        // Every restore of it is ended here.
+        app.is_over();
+        Ok(Self { app, pid, criu, answer, own: shape.own_mib > 0, _folder: folder })
+    }
+
+    /// Bytes of the image: of CPUs' memory, and all.
+    pub(super) fn image(&self) -> anyhow::Result<(u64, u64)> {
+        let (mut pages, mut all) = (0, 0);
+        for file in self.files()? {
+            let bytes = file.metadata()?.len();
+            all += bytes;
+            if file.file_name().is_some_and(|name| name.to_string_lossy().starts_with("pages-")) {
+                pages += bytes;
+            }
+        }
+        Ok((pages, all))
+    }
+
+    fn files(&self) -> anyhow::Result<Vec<PathBuf>> {
+        let all = files(self.criu.images())?;
+        Ok(all.into_iter().filter(|file| file.is_file()).collect())
+    }
+
+    /// Restores it, asks it, and ends it.
+    pub(super) fn comes_back(&self, way: Way) -> anyhow::Result<Sample> {
+        drop_files(&self.files()?)?;
+        let mut streamer = match way {
+            Way::AtOnce => None,
+            Way::Gpu => Some(Streamer::start(self.criu.images())?),
+            Way::Both => Some(Streamer::of_both(self.criu.images())?),
+        };
+        let lazily: &[&str] = if way == Way::Both { &["--lazy-pages"] } else { &[] };
+        let start = Instant::now();
+        self.criu.run(&[&["restore", "--restore-detached"], lazily].concat())?;
+        let alive = start.elapsed();
+        let (answered, resident) = std::thread::scope(|scope| {
+            let streamed = scope.spawn(|| {
+                let Some(streamer) = &mut streamer else { return Ok(alive) };
+                let well = streamer.end()?.success();
+                ensure!(well, "{}", streamer.said());
+                Ok(start.elapsed())
+            });
+            let answered = self.answers().map(|()| start.elapsed());
+            let resident = streamed.join().expect("it only waits")?;
+            anyhow::Ok((answered?, resident))
+        })?;
+        let again = Instant::now();
+        self.answers()?;
+        let answer = again.elapsed();
+        let said = streamer.as_ref().map_or_else(|| self.criu.log("restore"), Streamer::said);
+        let contents = Contents::of_rewake(&said).with_context(|| format!("nothing of contents: {said}"))?;
+        let behind = streamer.map(|_| self.behind()).transpose()?;
+        self.ends()?;
+        Ok(Sample { way, alive, answered, resident, answer, contents, behind })
+    }
+
+    /// One answer, which is right.
+    fn answers(&self) -> anyhow::Result<()> {
+        let found = client::generate(self.app.socket(), &PROMPT, TOKENS)?;
+        ensure!(found == self.answer, "the restored process answers {found:?}, expected {:?}", self.answer);
+        Ok(())
+    }
+
+    /// Takes the timeline away, so that the next one's is its own.
+    fn behind(&self) -> anyhow::Result<Behind> {
+        let path = self.criu.images().join("rewake-timeline.json");
+        let text = std::fs::read_to_string(&path).with_context(|| format!("read {}", path.display()))?;
+        std::fs::remove_file(&path).with_context(|| format!("remove {}", path.display()))?;
+        let timeline: serde_json::Value = serde_json::from_str(&text).context("the timeline")?;
+        let memory = timeline["memory"].as_array().context("the timeline has no memory")?;
+        let last = memory.iter().filter_map(|of| of["resident_us"].as_u64()).max();
+        let last = last.context("the memory was never there")? as f64 / 1e6;
+        let runs =
+            timeline["processes"][0]["runs_us"].as_u64().context("the process never ran")? as f64 / 1e6;
+        Ok(Behind { runs, last })
+    }
+
+    /// Looks at its own memory, every byte, and ends it.
+    fn ends(&self) -> anyhow::Result<()> {
+        if self.own {
+            client::ask(self.app.socket(), "own")?;
+        }
+        let violations = Judge::find().map_or_else(Vec::new, |judge| judge.violations());
+        ensure!(violations.is_empty(), "{violations:?}");
+        kill(Pid::from_raw(i32::try_from(self.pid)?), Signal::SIGKILL).context("end the process")?;
+        wait_for_the_end_of(self.pid)
+    }
+}

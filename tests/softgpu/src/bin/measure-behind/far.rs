@@ -1,0 +1,62 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! A touch at the far end of a large image, beside the same buffer where it is all there is.
+
+use std::thread;
+use std::time::Duration;
+
+use softgpu_tests::toucher::Large;
+
+use super::image::{Image, Loads};
+use super::text::{spread, tenths};
+
+/// From when the process runs to its touch: the load of others is in full flow then.
+const LATER: Duration = Duration::from_millis(300);
+
+/// Both images, and what was measured of them.
+pub(crate) struct Far {
+    all: Image,
+    alone: Image,
+    /// Alone: how long it took to load.
+    loaded: Vec<Duration>,
+    waited_alone: Vec<Duration>,
+    waited: Vec<Duration>,
+}
+
+impl Far {
+    /// The last buffer of this image.
+    pub(crate) fn of(all: Image) -> anyhow::Result<Self> {
+        let alone = Image::of(Large { count: 1, ..all.memory }, 0)?;
+        Ok(Self { all, alone, loaded: Vec::new(), waited_alone: Vec::new(), waited: Vec::new() })
+    }
+
+    /// Once each.
+    pub(crate) fn measure(&mut self) -> anyhow::Result<()> {
+        let running = self.all.comes_back(Loads::Gpus)?;
+        thread::sleep(LATER);
+        running.touches_its_end()?;
+        self.waited.push(running.waited()?);
+        running.ends()?;
+        let mut running = self.alone.comes_back(Loads::Gpus)?;
+        running.touches_its_end()?;
+        let (loaded, waited) = running.loaded()?;
+        self.loaded.push(loaded);
+        self.waited_alone.push(waited);
+        running.ends()
+    }
+
+    /// A line of the table. Differences are of one round each.
+    pub(crate) fn row(&mut self) {
+        let Large { count, mib, full } = self.all.memory;
+        let bytes = if full { "not zero" } else { "zeros" };
+        let pairs = || self.waited.iter().zip(&self.loaded);
+        let more = |(waited, loaded): (&Duration, &Duration)| waited.as_secs_f64() - loaded.as_secs_f64();
+        let ms = tenths(pairs().map(|pair| more(pair) * 1e3).collect());
+        let ahead = tenths(pairs().map(|pair| more(pair) * mib as f64 / pair.1.as_secs_f64()).collect());
+        println!(
+            "| {count} x {mib} MiB, {bytes} | {} | {} | {} | {ms} | {ahead} |",
+            spread(&mut self.loaded),
+            spread(&mut self.waited_alone),
+            spread(&mut self.waited),
+        );
+    }
+}
