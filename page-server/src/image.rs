@@ -2,6 +2,7 @@
 //! A whole image, checked and made ready to be served, before any restore is let in.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -10,6 +11,8 @@ use rewake_criu_images::{ImageDir, LazyPlan};
 use rewake_pager::{Extent, Plan};
 use rewake_store::PagesFile;
 
+use crate::registered::registered;
+
 /// What one task lacks, and where it is.
 #[derive(Debug)]
 pub struct TaskPlan {
@@ -17,6 +20,8 @@ pub struct TaskPlan {
     pub plan: Arc<Plan>,
     /// The files that the plan's extents name by index.
     pub files: Arc<Vec<Arc<PagesFile>>>,
+    /// Addresses that come before the rest.
+    pub first: Vec<Range<u64>>,
 }
 
 /// A checked image directory.
@@ -34,16 +39,20 @@ impl Image {
     pub fn open(path: &Path) -> anyhow::Result<Self> {
         let images = ImageDir::open(path)?;
         images.inventory()?;
-        let mut plans = BTreeMap::new();
+        let (mut plans, mut first) = (BTreeMap::new(), registered(&images));
         for task in images.tasks()? {
-            let plan =
-                if task.state.has_memory() { Some(Self::task(&images, path, task.pid)?) } else { None };
+            let first = first.remove(&task.pid).unwrap_or_default();
+            let plan = if task.state.has_memory() {
+                Some(Self::task(&images, path, task.pid, first)?)
+            } else {
+                None
+            };
             plans.insert(task.pid, plan);
         }
         Ok(Self { plans })
     }
 
-    fn task(images: &ImageDir, path: &Path, pid: u32) -> anyhow::Result<TaskPlan> {
+    fn task(images: &ImageDir, path: &Path, pid: u32, first: Vec<Range<u64>>) -> anyhow::Result<TaskPlan> {
         let LazyPlan { files, extents, remote_pages } = images.lazy_plan(pid)?;
         if remote_pages > 0 {
             bail!(
@@ -62,7 +71,7 @@ impl Image {
             .with_context(|| format!("{}/pagemap-{pid}.img", path.display()))?;
         let open = |file: rewake_criu_images::PagesFile| PagesFile::from_file(file.file, file.path);
         let files = files.into_iter().map(open).collect::<Result<_, _>>()?;
-        Ok(TaskPlan { plan: Arc::new(plan), files: Arc::new(files) })
+        Ok(TaskPlan { plan: Arc::new(plan), files: Arc::new(files), first })
     }
 
     /// Tasks, zombies included: each reports once.

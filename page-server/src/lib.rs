@@ -3,7 +3,7 @@
 //!
 //! * [`supervisor`], [`guardian`], [`ledger`]: nothing is lost when a process of ours dies.
 //! * [`worker`], [`daemon`], [`socket`]: sessions, on one control thread.
-//! * [`session`], [`image`], [`spaces`], [`processes`]: what a session is, what it serves, whom.
+//! * [`session`], [`image`], [`spaces`], [`processes`]: what a session is, what it serves, whom; [`registered`]: what first.
 //! * [`fill`]: the data plane.
 //! * [`inspect`], [`doctor`]: what an image holds, and what a machine lacks.
 //! * [`gpu_stream`]: memory of GPUs behind running processes.
@@ -27,6 +27,7 @@ pub mod inspect;
 pub mod ledger;
 pub mod logging;
 pub mod processes;
+pub mod registered;
 pub mod session;
 pub mod socket;
 pub mod spaces;

@@ -67,7 +67,8 @@ pub fn open(
     session.space_opened();
     let counts = session.task_arrived(arrival.host_pid, plan.plan.pages());
     debug!(session = session.number, pid = arrival.image_pid, pages = plan.plan.pages(), "task arrived");
-    let space = Space::new(Arc::clone(&plan.plan));
+    let mut space = Space::new(Arc::clone(&plan.plan));
+    space.put_first(&plan.first);
     let files = Arc::clone(&plan.files);
     let space = AddressSpace::new(Arc::clone(session), counts, slot, uffd, files, space, arrival.home);
     Ok(Task::Adopt { space: Arc::new(space), journal, inherited: None })
@@ -245,7 +246,11 @@ mod tests {
         let task = Watched::start(watched::touch);
         let ledger = Ledger::new().unwrap();
         while ledger.take_space().is_some() {}
-        let plan = TaskPlan { plan: Arc::new(Plan::new(Vec::new()).unwrap()), files: Arc::default() };
+        let plan = TaskPlan {
+            plan: Arc::new(Plan::new(Vec::new()).unwrap()),
+            files: Arc::default(),
+            first: Vec::new(),
+        };
         let arrival = Arrival { image_pid: task.pid, host_pid: task.pid, uffd: task.uffd, home: 0 };
         assert!(open(ledger, &plan, &session(), &arrival).is_err());
         assert!(watched::is_open(task.uffd) && task.lives());

@@ -2,6 +2,9 @@
 //! Private checkpoint data: read by its layout, written back byte for byte, changed only where it is asked for.
 
 use proptest::prelude::*;
+use rewake_kfd::abi::{
+    KFD_IOC_ALLOC_MEM_FLAGS_USERPTR, KFD_IOC_ALLOC_MEM_FLAGS_VRAM, KFD_IOC_ALLOC_MEM_FLAGS_WRITABLE,
+};
 use rewake_kfd::criu::blob::{self, Object, Private};
 
 /// One GPU, one buffer mapped on it, one of each kind of object.
@@ -39,6 +42,20 @@ fn private_data_is_read_by_its_layout() {
     let range = private.ranges().next().unwrap();
     assert_eq!((range.page, range.pages, range.attributes().len(), range.attributes()[0]), (5, 6, 5, (7, 8)));
     assert!(matches!(private.objects()[0], Object::Queue(_)));
+}
+
+#[test]
+fn memory_that_is_registered_is_that_of_userptrs_and_of_ranges() {
+    let private = Private::read(&good_blob(), 1, 1, 3).unwrap();
+    let range = 5 * 4096..11 * 4096;
+    let userptr = KFD_IOC_ALLOC_MEM_FLAGS_USERPTR | KFD_IOC_ALLOC_MEM_FLAGS_WRITABLE;
+    assert_eq!(
+        private.registered([(userptr, 0x2000)].into_iter()),
+        [range.clone(), 0x7000..0x9000][..].to_vec()
+    );
+    let vram = [(KFD_IOC_ALLOC_MEM_FLAGS_VRAM, 0x2000)];
+    assert_eq!(private.registered(vram.into_iter()), std::slice::from_ref(&range));
+    assert_eq!(private.registered([(userptr, u64::MAX)].into_iter())[1], 0x7000..u64::MAX);
 }
 
 #[test]

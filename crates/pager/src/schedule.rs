@@ -28,6 +28,8 @@ enum State {
     Done = 3,
 }
 
+/// Blocks that are searched together where they come before the others: each claim searches from their start.
+const FIRST: usize = 1024;
 const PER_WORD: usize = 32;
 /// The upper bit of every state.
 const UPPER: u64 = 0xaaaa_aaaa_aaaa_aaaa;
@@ -43,6 +45,9 @@ pub(crate) struct Schedule {
     cursor: AtomicUsize,
     front: Front,
     overflows: AtomicU64,
+    /// Blocks that come before the others, if none is in front, and which of these pieces is next.
+    first: Vec<Range<usize>>,
+    next: AtomicUsize,
 }
 
 impl Schedule {
@@ -54,18 +59,47 @@ impl Schedule {
             cursor: AtomicUsize::new(0),
             front: Front::default(),
             overflows: AtomicU64::new(0),
+            first: Vec::new(),
+            next: AtomicUsize::new(0),
         }
     }
 
-    /// Claims a block: those in front first, oldest first, then the lowest.
+    /// These come before the others, in this order.
+    pub(crate) fn put_first(&mut self, blocks: impl IntoIterator<Item = Range<usize>>) {
+        let pieces = |range: Range<usize>| {
+            let starts = range.clone().step_by(FIRST);
+            starts.map(move |start| start..range.end.min(start + FIRST))
+        };
+        self.first = blocks.into_iter().flat_map(pieces).collect();
+        self.next = AtomicUsize::new(0);
+    }
+
+    /// Whether some of those that come before the others may be left.
+    pub(crate) fn has_first(&self) -> bool {
+        self.next.load(Ordering::Relaxed) < self.first.len()
+    }
+
+    /// Claims a block: those in front first, oldest first, then those that come before the others, then the lowest.
     pub(crate) fn claim(&self) -> Option<BlockIx> {
         let promoted =
             std::iter::from_fn(|| self.front.pop()).find(|block| self.enter(*block, State::Queued));
-        let claimed = promoted.or_else(|| self.claim_lowest());
+        let claimed = promoted.or_else(|| self.claim_first()).or_else(|| self.claim_lowest());
         if claimed.is_some() {
             self.waiting.fetch_sub(1, Ordering::AcqRel);
         }
         claimed.map(BlockIx)
+    }
+
+    /// One that is given back when its piece is over comes with the lowest.
+    fn claim_first(&self) -> Option<usize> {
+        loop {
+            let next = self.next.load(Ordering::Acquire);
+            if let Some(claimed) = self.search(self.first.get(next)?.clone()) {
+                return Some(claimed);
+            }
+            // Not when another thread did.
+            let _ = self.next.compare_exchange(next, next + 1, Ordering::AcqRel, Ordering::Relaxed);
+        }
     }
 
     fn claim_lowest(&self) -> Option<usize> {
@@ -248,6 +282,31 @@ mod tests {
         let schedule = Schedule::new(100);
         assert_eq!(claims(&schedule), (0..100).collect::<Vec<_>>());
         schedule.check(|_| true).unwrap();
+    }
+
+    #[test]
+    fn what_comes_before_the_others_does_and_what_was_touched_before_that() {
+        let mut schedule = Schedule::new(5000);
+        schedule.put_first([4000..4003, 100..2500]);
+        assert!(schedule.has_first());
+        assert_eq!(schedule.claim(), Some(BlockIx(4000)));
+        schedule.promote(BlockIx(7));
+        let wanted = [7, 8].into_iter().chain(4001..4003).chain(100..2500);
+        let wanted = wanted.chain(0..7).chain(9..100).chain(2500..4000).chain(4003..5000);
+        assert_eq!(claims(&schedule), wanted.collect::<Vec<_>>());
+        assert!(!schedule.has_first());
+        schedule.check(|_| true).unwrap();
+    }
+
+    #[test]
+    fn what_is_given_back_comes_again() {
+        let mut schedule = Schedule::new(100);
+        schedule.put_first(std::iter::once(50..52));
+        assert_eq!(schedule.claim(), Some(BlockIx(50)));
+        assert_eq!(schedule.claim(), Some(BlockIx(51)));
+        assert_eq!(schedule.claim(), Some(BlockIx(0)));
+        schedule.release(BlockIx(50), Finish::Retry);
+        assert_eq!(claims(&schedule), (1..51).chain(52..100).collect::<Vec<_>>());
     }
 
     #[test]

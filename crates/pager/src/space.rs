@@ -249,7 +249,8 @@ impl Space {
         }
     }
 
-    /// Claims a block with missing pages: those that [`Space::promote`] put in front first, then the lowest.
+    /// Claims a block with missing pages: those that [`Space::promote`] put in front first, then those of
+    /// [`Space::put_first`], then the lowest.
     /// None when no such block is free.
     #[must_use]
     pub fn claim(&self) -> Option<BlockIx> {
@@ -260,6 +261,20 @@ impl Space {
             }
             self.schedule.release(block, Finish::Done);
         }
+    }
+
+    /// What was dumped from these addresses comes before the rest, in their order.
+    pub fn put_first(&mut self, addresses: &[Range<u64>]) {
+        let pages = addresses.iter().flat_map(|range| self.plan.pages_in(range.start, range.end));
+        let blocks = pages
+            .map(|(_, pages)| self.plan.block_of(pages.start).0..self.plan.block_of(pages.end - 1).0 + 1);
+        self.schedule.put_first(blocks);
+    }
+
+    /// Whether some of it may be left to claim.
+    #[must_use]
+    pub fn has_first(&self) -> bool {
+        self.schedule.has_first()
     }
 
     /// False when every block is claimed or done. Another thread may change that at any moment.

@@ -144,7 +144,10 @@ impl Reactor {
     fn next_space(&mut self) -> Option<Arc<AddressSpace>> {
         let count = self.spaces.len();
         let wants = |space: &Arc<AddressSpace>| space.wants_background() && space.layout().has_claimable();
-        let step = (0..count).find(|step| wants(&self.spaces[(self.turn + step) % count]))?;
+        let at = |step: usize| &self.spaces[(self.turn + step) % count];
+        // Restores wait for what comes before the rest.
+        let urgent = (0..count).find(|step| wants(at(*step)) && at(*step).layout().has_first());
+        let step = urgent.or_else(|| (0..count).find(|step| wants(at(*step))))?;
         let space = Arc::clone(&self.spaces[(self.turn + step) % count]);
         self.turn = (self.turn + step + 1) % count;
         if space.begins() {

@@ -16,7 +16,6 @@ use nix::sys::uio::{RemoteIoVec, process_vm_readv};
 use nix::unistd::Pid;
 use rewake_criu_images::amdgpu::KfdImage;
 use rewake_criu_plugin::{Answer, Host};
-use rewake_kfd::abi::KFD_IOC_ALLOC_MEM_FLAGS_USERPTR;
 use rewake_kfd::abi::memory::PAGE;
 use rewake_kfd::criu::blob::Private;
 
@@ -62,17 +61,8 @@ impl First {
         if private.xnack_mode != 0 {
             return Ok(Self::Any);
         }
-        let all = image.buffers.iter().zip(private.bos());
-        let userptrs = all
-            .filter(|(buffer, _)| buffer.alloc_flags & KFD_IOC_ALLOC_MEM_FLAGS_USERPTR != 0)
-            .map(|(buffer, bo)| bo.user_address..bo.user_address.saturating_add(buffer.size));
-        let shared = private.ranges().map(|range| {
-            let start = range.page.saturating_mul(PAGE);
-            start..start.saturating_add(range.pages.saturating_mul(PAGE))
-        });
-        let mut ranges: Vec<Range<u64>> = userptrs.chain(shared).collect();
-        ranges.sort_by_key(|range| range.start);
-        Ok(Self::Registered(ranges))
+        let buffers = image.buffers.iter().map(|buffer| (buffer.alloc_flags, buffer.size));
+        Ok(Self::Registered(private.registered(buffers)))
     }
 
     /// What of these, sorted, is to be there.

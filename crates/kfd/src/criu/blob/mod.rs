@@ -18,9 +18,13 @@
 
 mod record;
 
+use std::ops;
+
 pub use record::{BO, Bo, EVENT, Event, GPUS, QUEUE, Queue, RANGE, Range};
 
 use crate::Error;
+use crate::abi::KFD_IOC_ALLOC_MEM_FLAGS_USERPTR;
+use crate::abi::memory::PAGE;
 
 /// Bytes of the part about the process, which is first.
 pub const PROCESS: usize = 8;
@@ -146,6 +150,22 @@ impl Private {
             Object::Event(event) => Some(event),
             _ => None,
         })
+    }
+
+    /// The memory of its CPUs that is registered with GPUs (userptr and SVM), sorted, in bytes: the driver looks for its pages when
+    /// queues are to run. `buffers`: flags (`KFD_IOC_ALLOC_MEM_FLAGS_*`) and sizes in bytes, in the order of the buckets.
+    #[must_use]
+    pub fn registered(&self, buffers: impl Iterator<Item = (u32, u64)>) -> Vec<ops::Range<u64>> {
+        let userptrs =
+            buffers.zip(&self.bos).filter(|((flags, _), _)| flags & KFD_IOC_ALLOC_MEM_FLAGS_USERPTR != 0);
+        let userptrs = userptrs.map(|((_, size), bo)| bo.user_address..bo.user_address.saturating_add(size));
+        let shared = self.ranges().map(|range| {
+            let start = range.page.saturating_mul(PAGE);
+            start..start.saturating_add(range.pages.saturating_mul(PAGE))
+        });
+        let mut all: Vec<ops::Range<u64>> = userptrs.chain(shared).collect();
+        all.sort_by_key(|range| range.start);
+        all
     }
 
     /// Its ranges of shared memory.

@@ -1,0 +1,76 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! What of a process's memory its GPUs reach as soon as queues run: a restore waits for it, and it comes before the rest.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+use rewake_criu_images::ImageDir;
+use rewake_criu_images::amdgpu::{GpuFile, KfdImage};
+use rewake_kfd::criu::blob::Private;
+use tracing::debug;
+
+/// Addresses, sorted, by the pid that names a process's images. Nothing of one whose images cannot be read: that is the plugin's to
+/// say, and costs only the order.
+#[must_use]
+pub fn registered(images: &ImageDir) -> BTreeMap<u32, Vec<Range<u64>>> {
+    let Ok(names) = std::fs::read_dir(images.path()) else { return BTreeMap::new() };
+    let ids = names.flatten().filter_map(|entry| match GpuFile::of_name(entry.file_name().to_str()?) {
+        Some(GpuFile::Kfd(id)) => Some(id),
+        _ => None,
+    });
+    let read = ids.filter_map(|id| match images.kfd(id) {
+        Ok(image) => image,
+        Err(error) => {
+            debug!("{error}");
+            None
+        }
+    });
+    read.filter_map(|image| Some((image.pid, ranges(&image)?))).collect()
+}
+
+fn ranges(image: &KfdImage) -> Option<Vec<Range<u64>>> {
+    let gpus = image.nodes.iter().filter(|node| node.properties.gpu_id != 0).count();
+    let private = Private::read(&image.private, gpus, image.buffers.len(), image.objects as usize).ok()?;
+    // Where GPUs retry faults they reach all of it.
+    let buffers = image.buffers.iter().map(|buffer| (buffer.alloc_flags, buffer.size));
+    (private.xnack_mode == 0).then(|| private.registered(buffers))
+}
+
+#[cfg(test)]
+mod tests {
+    use rewake_criu_images::amdgpu::{KfdBuffer, Node, Properties, kfd_name};
+    use rewake_kfd::abi::KFD_IOC_ALLOC_MEM_FLAGS_USERPTR;
+    use rewake_kfd::criu::blob;
+
+    use super::*;
+
+    /// A process with a userptr buffer of 8 KiB at 0x7000.
+    fn image(pid: u32, xnack: u8) -> KfdImage {
+        let mut private = vec![0; blob::PROCESS + blob::DEVICE + blob::BO];
+        (private[0], private[4]) = (1, xnack);
+        let bo = blob::PROCESS + blob::DEVICE;
+        private[bo..bo + 8].copy_from_slice(&0x7000_u64.to_le_bytes());
+        let properties = Properties { gpu_id: 5, ..Properties::default() };
+        let alloc_flags = KFD_IOC_ALLOC_MEM_FLAGS_USERPTR;
+        KfdImage {
+            pid,
+            gpus: 1,
+            nodes: vec![Node { properties, ..Node::default() }, Node::default()],
+            buffers: vec![KfdBuffer { size: 0x2000, alloc_flags, gpu_id: 5, ..KfdBuffer::default() }],
+            private,
+            ..KfdImage::default()
+        }
+    }
+
+    #[test]
+    fn what_a_process_has_registered_is_known_by_its_pid() {
+        let folder = tempfile::tempdir().unwrap();
+        for (id, image) in [(3, image(77, 0)), (4, image(78, 1))] {
+            std::fs::write(folder.path().join(kfd_name(id)), image.to_bytes()).unwrap();
+        }
+        std::fs::write(folder.path().join(kfd_name(9)), b"damaged").unwrap();
+        let images = ImageDir::open(folder.path()).unwrap();
+        // Of the second GPUs reach everything.
+        assert_eq!(registered(&images), BTreeMap::from([(77, vec![0x7000..0x9000])]));
+    }
+}
