@@ -71,6 +71,6 @@ mod tests {
         std::fs::write(folder.path().join(kfd_name(9)), b"damaged").unwrap();
         let images = ImageDir::open(folder.path()).unwrap();
         // Of the second GPUs reach everything.
-        assert_eq!(registered(&images), BTreeMap::from([(77, vec![0x7000..0x9000])]));
+        assert_eq!(registered(&images), BTreeMap::from([(77, std::iter::once(0x7000..0x9000).collect())]));
     }
 }
