@@ -295,13 +295,19 @@ impl<'a> Flow<'a> {
         let token = (self.staging.slots().len() + place) as u64;
         for piece in pieces {
             let bo = self.bo(chunk, piece)?;
-            let view = self.engines[self.parts[chunk.file].engine].view(bo)?;
+            let view =
+                self.engines[self.parts[chunk.file].engine].view(bo)?.ok_or(Stuck::NoBytes(piece.buffer))?;
+            let &Piece { at, bytes, .. } = piece;
+            if at.checked_add(bytes).is_none_or(|end| end > view.len()) {
+                let (what, size, reason) = ("a BO", view.len(), "it ends before that");
+                return Err(rewake_amdgpu::Error::Range { what, at, bytes, size, reason }.into());
+            }
             let size = |bytes: u64| usize::try_from(bytes).unwrap_or(usize::MAX);
             self.transfers.start(Request {
                 file: Arc::clone(&file.file),
                 direction: Direction::Read,
                 offset: piece.offset,
-                memory: Window::Buffer(view.ok_or(Stuck::NoBytes(piece.buffer))?),
+                memory: Window::Buffer(view),
                 at: size(piece.at),
                 bytes: size(piece.bytes),
                 needed: size(piece.bytes),
@@ -409,6 +415,10 @@ impl<'a> Flow<'a> {
 
     /// Sleeps until something may have ended, or until `wake` can be read; not for long if it was `refused` a read.
     pub(crate) fn wait(&mut self, wake: Option<BorrowedFd<'_>>, refused: bool) -> Result<(), Error> {
+        if refused && self.transfers.in_flight() == 0 && self.copying.is_empty() {
+            // It waits for others, as long as they need.
+            self.last = Instant::now();
+        }
         if self.last.elapsed() > PATIENCE {
             return self.diagnose();
         }

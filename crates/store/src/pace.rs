@@ -280,8 +280,9 @@ mod tests {
     fn where_both_are_read_they_have_as_much_under_way_as_each_other() {
         for reactors in [1, 8] {
             let pace = pace(reactors);
-            let of_cpus = begin_all(&pace, Lane::Cpus, PIECE, Instant::now()).len() * PIECE;
-            let of_gpus = begin_all(&pace, Lane::Gpus, CHUNK, Instant::now()).len() * CHUNK;
+            let now = Instant::now();
+            let of_cpus = begin_all(&pace, Lane::Cpus, PIECE, now).len() * PIECE;
+            let of_gpus = begin_all(&pace, Lane::Gpus, CHUNK, now).len() * CHUNK;
             assert!(of_gpus >= CHUNK && of_gpus.abs_diff(of_cpus) < CHUNK, "{reactors}: {of_gpus} {of_cpus}");
             // When no memory of CPUs is read any more.
             let later = Instant::now() + 2 * IDLE;

@@ -92,7 +92,10 @@ fn begin(start: &Start, doors: &Doors, timeline: &Timeline) -> anyhow::Result<()
     if let Some(window) = &doors.window {
         window.show(timeline.clone())?;
     }
-    follow(timeline.clone()).context("starting a thread")
+    if let Err(error) = follow(timeline.clone()) {
+        warn!("how far it is will be seen when somebody asks: {error}");
+    }
+    Ok(())
 }
 
 /// Memory of CPUs, by reactors of its own, and of GPUs, in a thread of its own.

@@ -92,7 +92,10 @@ async fn client(mut stream: UnixStream, timeline: &Timeline) -> Result<(), Frame
     }
     while let Some(request) = receive::<Request>(&mut stream, MESSAGE_LIMIT).await? {
         let answer = match request.kind {
-            Some(request::Kind::Streaming(_)) => reply::Kind::Streaming(picture(&timeline.record())),
+            Some(request::Kind::Streaming(_)) => {
+                timeline.look();
+                reply::Kind::Streaming(picture(&timeline.record()))
+            }
             _ => {
                 let reason = "this is `rewake stream-gpu`, which only says how far it is".to_owned();
                 reply::Kind::Failure(proto::Failure { reason })

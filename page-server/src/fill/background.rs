@@ -81,6 +81,11 @@ enum Bytes {
     },
 }
 
+/// Whether there is something to claim.
+fn wants(space: &Arc<AddressSpace>) -> bool {
+    space.wants_background() && space.layout().has_claimable()
+}
+
 impl Reactor {
     /// One step. False: there is nothing to do now.
     pub(super) fn background(&mut self) -> bool {
@@ -109,7 +114,9 @@ impl Reactor {
             self.acquire(claim);
         }
         while self.wants_more() {
-            self.held_back = !self.shared.pace.allows(Lane::Cpus, PIECE);
+            // What the page cache has, and what there is none of, is nothing to ask for.
+            let asks = self.cold && self.spaces.iter().any(wants);
+            self.held_back = asks && !self.shared.pace.allows(Lane::Cpus, PIECE);
             if self.held_back || !self.claim_batch() {
                 break;
             }
@@ -143,10 +150,9 @@ impl Reactor {
 
     fn next_space(&mut self) -> Option<Arc<AddressSpace>> {
         let count = self.spaces.len();
-        let wants = |space: &Arc<AddressSpace>| space.wants_background() && space.layout().has_claimable();
         let at = |step: usize| &self.spaces[(self.turn + step) % count];
         // Restores wait for what comes before the rest.
-        let urgent = (0..count).find(|step| wants(at(*step)) && at(*step).layout().has_first());
+        let urgent = (0..count).find(|step| at(*step).has_first() && wants(at(*step)));
         let step = urgent.or_else(|| (0..count).find(|step| wants(at(*step))))?;
         let space = Arc::clone(&self.spaces[(self.turn + step) % count]);
         self.turn = (self.turn + step + 1) % count;

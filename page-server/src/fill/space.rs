@@ -40,6 +40,8 @@ pub struct AddressSpace {
     pub home: usize,
     layout: RwLock<Space>,
     gone: AtomicBool,
+    /// Something comes before the rest.
+    first: AtomicBool,
     begun: AtomicBool,
     since: Instant,
     /// When a fault was last served: microseconds from `since`, 0 for never.
@@ -76,6 +78,7 @@ impl AddressSpace {
         home: usize,
     ) -> Self {
         Self {
+            first: AtomicBool::new(space.has_first()),
             session,
             counts,
             slot,
@@ -178,6 +181,15 @@ impl AddressSpace {
 
     fn micros(&self) -> u64 {
         u64::try_from(self.since.elapsed().as_micros()).unwrap_or(u64::MAX)
+    }
+
+    /// Whether some of what comes before the rest may be left. Costs nothing where there is none.
+    pub fn has_first(&self) -> bool {
+        let has = self.first.load(Ordering::Relaxed) && self.layout().has_first();
+        if !has {
+            self.first.store(false, Ordering::Relaxed);
+        }
+        has
     }
 
     /// True when background blocks of it are wanted.

@@ -122,7 +122,7 @@ impl Told {
 
     fn of_cpus(&mut self, seen: Seen, at_us: u64) {
         let begun_us = at_us.saturating_sub(micros(seen.begun));
-        for (place, of) in seen.processes.into_iter().enumerate() {
+        for (place, of) in seen.processes.into_iter().take(MOST).enumerate() {
             if self.cpus.len() <= place {
                 self.cpus.push(Brought { of: OfCpus::default(), begun_us, resident_us: None });
             }

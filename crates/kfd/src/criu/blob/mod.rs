@@ -152,7 +152,7 @@ impl Private {
         })
     }
 
-    /// The memory of its CPUs that is registered with GPUs (userptr and SVM), sorted, in bytes: the driver looks for its pages when
+    /// The memory of its CPUs that is registered with GPUs (userptr and SVM), sorted, in bytes, none overlapping another: the driver looks for its pages when
     /// queues are to run. `buffers`: flags (`KFD_IOC_ALLOC_MEM_FLAGS_*`) and sizes in bytes, in the order of the buckets.
     #[must_use]
     pub fn registered(&self, buffers: impl Iterator<Item = (u32, u64)>) -> Vec<ops::Range<u64>> {
@@ -165,6 +165,11 @@ impl Private {
         });
         let mut all: Vec<ops::Range<u64>> = userptrs.chain(shared).collect();
         all.sort_by_key(|range| range.start);
+        all.dedup_by(|next, before| {
+            let overlaps = next.start <= before.end;
+            before.end = if overlaps { before.end.max(next.end) } else { before.end };
+            overlaps
+        });
         all
     }
 
