@@ -228,25 +228,23 @@ fn read_on(flow: &mut Flow<'_>, slots: &mut Slots, slot: Slot) -> bool {
     let mut any = false;
     while let Some(run) = held.runs.get(held.begun) {
         let from = held.from.max(run.start);
-        let all = size(run.end - from);
-        let bytes = if waited { Some(all) } else { flow.transfers.may_read(&file.file, from, all) };
-        let Some(bytes) = bytes.filter(|_| flow.transfers.has_room(1)) else {
-            slots.partly.push(slot);
-            slots.refused = true;
-            break;
-        };
-        let end = from + bytes as u64;
         let request = Request {
             file: Arc::clone(&file.file),
             direction: Direction::Read,
             offset: from,
             memory: flow.window(),
             at: Flow::place(slot) + size(from - first),
-            bytes,
-            needed: size(end.min(file.length) - from),
+            bytes: size(run.end - from),
+            needed: size(run.end.min(file.length) - from),
             token: u64::from(slot.index()),
         };
-        flow.transfers.read(request, waited);
+        let room = flow.transfers.has_room(1);
+        let Some(bytes) = room.then(|| flow.transfers.read(request, waited)).flatten() else {
+            slots.partly.push(slot);
+            slots.refused = true;
+            break;
+        };
+        let end = from + bytes as u64;
         (held.from, any) = (end, true);
         held.begun += usize::from(end == run.end);
         held.left += 1;

@@ -5,7 +5,7 @@ use std::os::fd::AsFd as _;
 use std::sync::Arc;
 
 use nix::poll::{PollFd, PollFlags};
-use rewake_store::files::{FileRing, Finished, Request, TransferFile};
+use rewake_store::files::{FileRing, Finished, Request};
 use rewake_store::pace::{Begun, Lane, PIECE, Pace};
 
 use crate::error::Error;
@@ -42,28 +42,30 @@ impl Transfers {
         self.under_way.iter().filter(|of| of.is_none()).count() >= count
     }
 
-    /// How many of these bytes may be read now, from the first on, if nobody waits for them: none now, or as many as make no
-    /// other reader of the disk wait for long.
-    pub(crate) fn may_read(&self, file: &TransferFile, offset: u64, bytes: usize) -> Option<usize> {
-        let Some(pace) = &self.pace else { return Some(bytes) };
-        if file.is_cached(offset, bytes) {
-            return Some(bytes);
-        }
-        let bytes = if pace.is_busy() { bytes.min(PIECE) } else { bytes };
-        pace.allows(Lane::Gpus, bytes).then_some(bytes)
-    }
-
-    /// Starts a read; whether somebody waits for it.
-    pub(crate) fn read(&mut self, request: Request<Window>, waited: bool) {
+    /// Starts a read of all these bytes, or, if nobody waits for them, of as many of the first as make no other reader of the disk
+    /// wait for long. How many; none where that is none now.
+    pub(crate) fn read(&mut self, mut request: Request<Window>, waited: bool) -> Option<usize> {
         let pace = self.pace.as_ref().filter(|_| !request.file.is_cached(request.offset, request.bytes));
-        let begun = match waited {
-            true => {
-                pace.inspect(|pace| pace.waits());
+        let begun = match pace {
+            None => None,
+            Some(pace) if waited => {
+                pace.waits();
                 None
             }
-            false => pace.map(|pace| pace.begin(Lane::Gpus, request.bytes)),
+            Some(pace) => {
+                if pace.is_busy() {
+                    request.bytes = request.bytes.min(PIECE);
+                    request.needed = request.needed.min(request.bytes);
+                }
+                if !pace.allows(Lane::Gpus, request.bytes) {
+                    return None;
+                }
+                Some(pace.begin(Lane::Gpus, request.bytes))
+            }
         };
+        let bytes = request.bytes;
         self.begin(request, begun);
+        Some(bytes)
     }
 
     /// Starts any other transfer.
