@@ -45,24 +45,9 @@ struct Machine {
 /// One ring each, so that a GPU copies at `copy_mbps`: of several, CRIU's own plugin uses one. The slower the machine, the
 /// less is moved: all of them together take ten minutes.
 const MACHINES: [Machine; 4] = [
-    Machine {
-        name: "disk and copies at 40 MB/s",
-        disk_mbps: 40,
-        module_arguments: "sdma_rings=1 copy_mbps=40",
-        options: &["--small-bos", "1000"],
-    },
-    Machine {
-        name: "disk at 20 MB/s, copies at 40 MB/s",
-        disk_mbps: 20,
-        module_arguments: "sdma_rings=1 copy_mbps=40",
-        options: &["--rounds", "2", "--mib", "80"],
-    },
-    Machine {
-        name: "disk at 40 MB/s, copies at 20 MB/s",
-        disk_mbps: 40,
-        module_arguments: "sdma_rings=1 copy_mbps=20",
-        options: &["--rounds", "2", "--mib", "80"],
-    },
+    Machine { options: &["--small-bos", "1000"], ..EVEN },
+    SLOW_DISK,
+    SLOW_COPIES,
     Machine {
         name: "two GPUs: disk at 40 MB/s, copies at 20 MB/s on each",
         disk_mbps: 40,
@@ -70,31 +55,30 @@ const MACHINES: [Machine; 4] = [
         options: &["--rounds", "2", "--mib", "240", "--gpus", "2"],
     },
 ];
+/// Those of memory that comes behind. CPUs' memory comes in the first, as much as the GPU's.
+const BEHIND: [Machine; 3] = [Machine { options: &["--own-mib", "128"], ..EVEN }, SLOW_DISK, SLOW_COPIES];
+
+const EVEN: Machine = Machine {
+    name: "disk and copies at 40 MB/s",
+    disk_mbps: 40,
+    module_arguments: "sdma_rings=1 copy_mbps=40",
+    options: &[],
+};
+const SLOW_DISK: Machine = Machine {
+    name: "disk at 20 MB/s, copies at 40 MB/s",
+    disk_mbps: 20,
+    module_arguments: "sdma_rings=1 copy_mbps=40",
+    options: &["--rounds", "2", "--mib", "80"],
+};
+const SLOW_COPIES: Machine = Machine {
+    name: "disk at 40 MB/s, copies at 20 MB/s",
+    disk_mbps: 40,
+    module_arguments: "sdma_rings=1 copy_mbps=20",
+    options: &["--rounds", "2", "--mib", "80"],
+};
 /// Room for two images of the largest process and the files of plain loops.
 const DISK_MIB: u32 = 1024;
 const MEMORY_MIB: u32 = 6000;
-
-/// Those of memory that comes behind. CPUs' memory comes in the first, as much as the GPU's.
-const BEHIND: [Machine; 3] = [
-    Machine {
-        name: "disk and copies at 40 MB/s",
-        disk_mbps: 40,
-        module_arguments: "sdma_rings=1 copy_mbps=40",
-        options: &["--own-mib", "128"],
-    },
-    Machine {
-        name: "disk at 20 MB/s, copies at 40 MB/s",
-        disk_mbps: 20,
-        module_arguments: "sdma_rings=1 copy_mbps=40",
-        options: &["--rounds", "2", "--mib", "80"],
-    },
-    Machine {
-        name: "disk at 40 MB/s, copies at 20 MB/s",
-        disk_mbps: 40,
-        module_arguments: "sdma_rings=1 copy_mbps=20",
-        options: &["--rounds", "2", "--mib", "80"],
-    },
-];
 
 /// Runs `rewake-bench plugin` in each machine, with `more` passed through; tables come on standard output.
 pub(crate) fn plugin(more: &[&str]) -> anyhow::Result<()> {
