@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Where CRIU's plugin for AMD GPUs is, and when it is needed. The rule for people: `docs/serve.md`.
 
+use std::fs::DirEntry;
 use std::io;
 use std::path::{Path, PathBuf};
 
@@ -70,12 +71,16 @@ pub fn machine_has_gpu() -> bool {
 /// # Errors
 /// The directory cannot be read.
 pub fn image_has_gpu(images: &Path) -> io::Result<bool> {
-    for entry in images.read_dir()? {
-        if entry?.file_name().to_str().and_then(GpuFile::of_name).is_some() {
-            return Ok(true);
-        }
-    }
-    Ok(false)
+    Ok(!image_files(images)?.is_empty())
+}
+
+/// The plugin's files of an image.
+///
+/// # Errors
+/// The directory cannot be read.
+pub fn image_files(images: &Path) -> io::Result<Vec<GpuFile>> {
+    let of = |entry: io::Result<DirEntry>| Ok(entry?.file_name().to_str().and_then(GpuFile::of_name));
+    images.read_dir()?.filter_map(|entry| of(entry).transpose()).collect()
 }
 
 #[cfg(test)]

@@ -9,22 +9,23 @@ use rewake_criu_images::amdgpu::{GpuFile, KfdImage};
 use rewake_kfd::criu::blob::Private;
 use tracing::debug;
 
+use crate::gpu_plugin::image_files;
+
 /// Addresses, sorted, by the pid that names a process's images. Nothing of one whose images cannot be read: that is the plugin's to
 /// say, and costs only the order.
 #[must_use]
 pub fn registered(images: &ImageDir) -> BTreeMap<u32, Vec<Range<u64>>> {
-    let Ok(names) = std::fs::read_dir(images.path()) else { return BTreeMap::new() };
-    let ids = names.flatten().filter_map(|entry| match GpuFile::of_name(entry.file_name().to_str()?) {
-        Some(GpuFile::Kfd(id)) => Some(id),
-        _ => None,
-    });
-    let read = ids.filter_map(|id| match images.kfd(id) {
-        Ok(image) => image,
-        Err(error) => {
-            debug!("{error}");
-            None
-        }
-    });
+    let files = image_files(images.path()).unwrap_or_default().into_iter();
+    let read =
+        files.filter_map(|file| if let GpuFile::Kfd(id) = file { Some(id) } else { None }).filter_map(|id| {
+            match images.kfd(id) {
+                Ok(image) => image,
+                Err(error) => {
+                    debug!("{error}");
+                    None
+                }
+            }
+        });
     read.filter_map(|image| Some((image.pid, ranges(&image)?))).collect()
 }
 
