@@ -118,9 +118,12 @@ impl Subject {
             Way::Gpu => Some(Streamer::start(self.criu.images())?),
             Way::Both => Some(Streamer::of_both(self.criu.images())?),
         };
-        let lazily: &[&str] = if way == Way::Both { &["--lazy-pages"] } else { &[] };
         let start = Instant::now();
-        self.criu.run(&[&["restore", "--restore-detached"], lazily].concat())?;
+        if way == Way::Both {
+            self.criu.restore_lazily()?;
+        } else {
+            self.criu.restore()?;
+        }
         let alive = start.elapsed();
         let (answered, resident) = std::thread::scope(|scope| {
             let streamed = scope.spawn(|| {

@@ -100,6 +100,14 @@ impl Criu {
         self.run(&["restore", "--restore-detached"])
     }
 
+    /// As [`Criu::restore`], where memory of CPUs comes lazily.
+    ///
+    /// # Errors
+    /// What CRIU complained about.
+    pub fn restore_lazily(&self) -> anyhow::Result<()> {
+        self.run(&["restore", "--restore-detached", "--lazy-pages"])
+    }
+
     /// Runs CRIU to its end with the images, the plugin and a log; the first argument is what it is to do.
     ///
     /// # Errors

@@ -56,12 +56,15 @@ impl Image {
     }
 
     pub(crate) fn comes_back(&self, loads: Loads) -> anyhow::Result<Running<'_>> {
-        let (streamer, lazily): (_, &[&str]) = match loads {
-            Loads::Gpus => (Streamer::start(self.criu.images())?, &[]),
-            Loads::Both => (Streamer::of_both(self.criu.images())?, &["--lazy-pages"]),
+        let streamer = match loads {
+            Loads::Gpus => Streamer::start(self.criu.images())?,
+            Loads::Both => Streamer::of_both(self.criu.images())?,
         };
         let start = Instant::now();
-        self.criu.run(&[&["restore", "--restore-detached"], lazily].concat())?;
+        match loads {
+            Loads::Gpus => self.criu.restore()?,
+            Loads::Both => self.criu.restore_lazily()?,
+        }
         Ok(Running { image: self, streamer, start, alive: start.elapsed() })
     }
 
