@@ -33,8 +33,10 @@ fn ranges(image: &KfdImage) -> Option<Vec<Range<u64>>> {
     let gpus = image.nodes.iter().filter(|node| node.properties.gpu_id != 0).count();
     let private = Private::read(&image.private, gpus, image.buffers.len(), image.objects as usize).ok()?;
     // Where GPUs retry faults they reach all of it.
-    let buffers = image.buffers.iter().map(|buffer| (buffer.alloc_flags, buffer.size));
-    (private.xnack_mode == 0).then(|| private.registered(buffers))
+    if private.xnack_mode != 0 {
+        return Some(vec![0..u64::MAX]);
+    }
+    Some(private.registered(image.buffers.iter().map(|buffer| (buffer.alloc_flags, buffer.size))))
 }
 
 #[cfg(test)]
@@ -72,6 +74,7 @@ mod tests {
         std::fs::write(folder.path().join(kfd_name(9)), b"damaged").unwrap();
         let images = ImageDir::open(folder.path()).unwrap();
         // Of the second GPUs reach everything.
-        assert_eq!(registered(&images), BTreeMap::from([(77, std::iter::once(0x7000..0x9000).collect())]));
+        let of = [(77, 0x7000..0x9000), (78, 0..u64::MAX)].map(|(pid, range)| (pid, vec![range]));
+        assert_eq!(registered(&images), BTreeMap::from(of));
     }
 }

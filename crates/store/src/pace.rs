@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! How much may be asked of the disk that nobody waits for, so that whoever does wait is not behind it.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
@@ -52,6 +53,20 @@ pub struct Pace {
     waited: AtomicU64,
     /// What one block takes the disk, in nanoseconds: a running mean.
     block: AtomicU64,
+    /// Restores that stand still until what comes first is there.
+    standing: AtomicUsize,
+}
+
+/// Of memory of CPUs only what comes first is filled as long as this is there: see [`Pace::stand`].
+#[derive(Debug)]
+pub struct Standing(Arc<Pace>);
+
+impl Drop for Standing {
+    fn drop(&mut self) {
+        if self.0.standing.fetch_sub(1, Ordering::Release) == 1 {
+            self.0.wakers[Lane::Cpus as usize].iter().for_each(Waker::wake);
+        }
+    }
 }
 
 /// A background read under way.
@@ -89,7 +104,21 @@ impl Pace {
             turn: Default::default(),
             waited: AtomicU64::new(0),
             block: AtomicU64::new(0),
+            standing: AtomicUsize::new(0),
         })
+    }
+
+    /// A restore is about to stand still, with all processors and the disk left to what it waits for.
+    #[must_use]
+    pub fn stand(self: &Arc<Self>) -> Standing {
+        self.standing.fetch_add(1, Ordering::Relaxed);
+        Standing(Arc::clone(self))
+    }
+
+    /// Whether a restore stands still: only what comes first is filled, and what is waited for.
+    #[must_use]
+    pub fn is_first_only(&self) -> bool {
+        self.standing.load(Ordering::Acquire) > 0
     }
 
     /// Wakes who reads memory of GPUs and was refused, when it may be its turn.
@@ -206,6 +235,10 @@ fn nanos(duration: Duration) -> u64 {
 
 #[cfg(test)]
 mod tests {
+    use std::fs::File;
+    use std::io::Read as _;
+    use std::os::fd::AsFd as _;
+
     use super::*;
 
     fn pace(reactors: usize) -> Pace {
@@ -288,6 +321,21 @@ mod tests {
             let later = Instant::now() + 2 * IDLE;
             assert!(pace.allows_at(Lane::Gpus, 1 << 30, later));
         }
+    }
+
+    #[test]
+    fn as_long_as_a_restore_stands_still_only_what_comes_first_is_filled() {
+        let is_awake = |waker: &Waker| {
+            let mut eventfd = File::from(waker.as_fd().try_clone_to_owned().unwrap());
+            eventfd.read(&mut [0; 8]).is_ok()
+        };
+        let waker = Waker::new().unwrap();
+        let pace = Arc::new(Pace::new(vec![waker.clone()]).unwrap());
+        let (one, other) = (pace.stand(), pace.stand());
+        drop(one);
+        assert!(pace.is_first_only() && !is_awake(&waker), "another one does");
+        drop(other);
+        assert!(!pace.is_first_only() && is_awake(&waker), "whoever fills is told");
     }
 
     #[test]

@@ -82,8 +82,8 @@ enum Bytes {
 }
 
 /// Whether there is something to claim.
-fn wants(space: &Arc<AddressSpace>) -> bool {
-    space.wants_background() && space.layout().has_claimable()
+fn wants(space: &Arc<AddressSpace>, first_only: bool) -> bool {
+    space.wants_background() && space.layout().has_claimable() && (!first_only || space.has_first())
 }
 
 impl Reactor {
@@ -115,7 +115,8 @@ impl Reactor {
         }
         while self.wants_more() {
             // What the page cache has, and what there is none of, is nothing to ask for.
-            let asks = self.cold && self.spaces.iter().any(wants);
+            let first_only = self.shared.pace.is_first_only();
+            let asks = self.cold && self.spaces.iter().any(|space| wants(space, first_only));
             self.held_back = asks && !self.shared.pace.allows(Lane::Cpus, PIECE);
             if self.held_back || !self.claim_batch() {
                 break;
@@ -152,8 +153,9 @@ impl Reactor {
         let count = self.spaces.len();
         let at = |step: usize| &self.spaces[(self.turn + step) % count];
         // Restores wait for what comes before the rest.
-        let urgent = (0..count).find(|step| at(*step).has_first() && wants(at(*step)));
-        let step = urgent.or_else(|| (0..count).find(|step| wants(at(*step))))?;
+        let first_only = self.shared.pace.is_first_only();
+        let first = (0..count).find(|step| wants(at(*step), true));
+        let step = first.or_else(|| (0..count).find(|step| !first_only && wants(at(*step), false)))?;
         let space = Arc::clone(&self.spaces[(self.turn + step) % count]);
         self.turn = (self.turn + step + 1) % count;
         if space.begins() {

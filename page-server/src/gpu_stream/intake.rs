@@ -3,6 +3,7 @@
 
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::path::Path;
+use std::sync::Arc;
 
 use anyhow::{Context as _, bail, ensure};
 use rewake_contents::{PagesFile, Process};
@@ -11,6 +12,7 @@ use rewake_criu_images::amdgpu::{KfdImage, kfd_name};
 use rewake_handover::proto::{self, to_plugin, to_server};
 use rewake_handover::{Channel, Error, Listener, VERSION};
 use rewake_kfd::Kfd;
+use rewake_store::pace::{Pace, Standing};
 use tracing::warn;
 
 use super::confirm::Confirm;
@@ -29,6 +31,8 @@ pub(super) struct Taken {
     processes: Vec<Computing>,
     /// From before the gates are shut; none where the driver does not tell.
     pub(super) confirm: Option<Confirm>,
+    /// From the plugin's first word on, where it waits for some of the CPUs' memory only; until the processes run.
+    pub(super) standing: Option<Standing>,
 }
 
 /// A process that computes.
@@ -55,11 +59,11 @@ pub(super) struct Gated<'a> {
 }
 
 /// Takes what the plugin that comes hands over, and opens all files: what cannot be is refused while nothing runs yet.
-/// None if the listener is closed before. `holds`: see `proto/handover.proto`.
-pub(super) fn take(listener: &Listener, holds: bool) -> anyhow::Result<Option<Taken>> {
+/// None if the listener is closed before. `holds`: what memory of CPUs keeps to, where calls that register some of it are held.
+pub(super) fn take(listener: &Listener, holds: Option<&Arc<Pace>>) -> anyhow::Result<Option<Taken>> {
     loop {
         let Some(channel) = listener.accept()? else { return Ok(None) };
-        let mut taken = Taken { channel, processes: Vec::new(), confirm: None };
+        let mut taken = Taken { channel, processes: Vec::new(), confirm: None, standing: None };
         // Somebody looked whether there is one here.
         let first = match taken.hear() {
             Err(Error::Closed) => continue,
@@ -80,13 +84,14 @@ pub(super) fn take(listener: &Listener, holds: bool) -> anyhow::Result<Option<Ta
 }
 
 impl Taken {
-    fn collect(&mut self, first: &to_server::What, holds: bool) -> anyhow::Result<()> {
+    fn collect(&mut self, first: &to_server::What, holds: Option<&Arc<Pace>>) -> anyhow::Result<()> {
         let &to_server::What::Hello(proto::Hello { version, .. }) = first else { bail!(odd("Hello", first)) };
         ensure!(
             version == VERSION,
             "the plugin speaks version {version}, this is {VERSION}: install both of one release"
         );
-        self.say(to_plugin::What::Hello(proto::Hello { version, holds }))?;
+        self.standing = holds.map(Pace::stand);
+        self.say(to_plugin::What::Hello(proto::Hello { version, holds: holds.is_some() }))?;
         // CRIU restores all tasks meanwhile.
         self.channel.wait_for_ever()?;
         // While the driver takes an ended process apart, nobody can open it; now nobody waits.

@@ -24,7 +24,7 @@ use anyhow::Context as _;
 use nix::sys::signal::{SigSet, SigmaskHow, Signal, sigprocmask};
 use rewake_contents::{Loading, Process, Report};
 use rewake_handover::Listener;
-use rewake_store::pace::Pace;
+use rewake_store::pace::{Pace, Standing};
 use tracing::{info, warn};
 
 use confirm::{Confirm, Opened, Verdict};
@@ -108,6 +108,7 @@ fn load(
 /// Loads what was taken over, and opens the gates: of whom, in the end.
 fn serve_taken(
     taken: &Taken,
+    standing: Option<Standing>,
     ledger: Ledger,
     timeline: &Timeline,
     pace: Arc<Pace>,
@@ -118,6 +119,7 @@ fn serve_taken(
         gates.push((place, gated.gate));
         placeholders.extend(gated.placeholders);
     }
+    drop(standing);
     let start = Instant::now();
     info!(processes = gates.len(), "loading memory of GPUs behind running processes");
     let processes: Vec<Process<'_>> = taken.processes().collect();
@@ -169,13 +171,13 @@ pub fn serve(
         Beside::Nothing => (false, Arc::new(Pace::new(Vec::new())?)),
         Beside::Cpus { holds, pace } => (holds, pace),
     };
-    let Some(mut taken) = intake::take(listener, holds)? else { return Ok(None) };
-    let confirm = taken.confirm.take();
+    let Some(mut taken) = intake::take(listener, holds.then_some(&pace))? else { return Ok(None) };
+    let (confirm, standing) = (taken.confirm.take(), taken.standing.take());
     timeline.handed_over();
     // Asked to stop, it goes on from here: it takes as long as it takes to load, and then no gate is shut.
     let stop: SigSet = [Signal::SIGTERM, Signal::SIGINT].into_iter().collect();
     sigprocmask(SigmaskHow::SIG_BLOCK, Some(&stop), None).context("blocking signals")?;
-    let (mut summary, opened) = serve_taken(&taken, ledger, timeline, pace)?;
+    let (mut summary, opened) = serve_taken(&taken, standing, ledger, timeline, pace)?;
     // Who ends now is taken apart by the driver: nothing of it is open here.
     drop(taken);
     if let Some(confirm) = confirm {
