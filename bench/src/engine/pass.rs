@@ -9,7 +9,7 @@ use anyhow::{Context as _, ensure};
 use nix::sys::resource::{UsageWho, getrusage};
 use nix::sys::time::TimeValLike as _;
 use nix::unistd::Pid;
-use rewake_contents::Loading;
+use rewake_contents::{Loading, Whole};
 
 use super::image::{Image, read};
 use super::view::View;
@@ -32,7 +32,9 @@ pub(super) fn engine(image: &Image) -> anyhow::Result<Pass> {
     let mut whole = 0;
     let pass = measured(image.bytes(), || {
         let loading = Loading::into_memory(&processes, device, None)?;
-        loading.run(|_, _| whole += 1)?.context("there is nothing to load")
+        loading
+            .run(|of| whole += usize::from(matches!(of, Whole::Buffer { .. })))?
+            .context("there is nothing to load")
     })?;
     ensure!(whole == image.buffers(), "the engine told of {whole} of {} buffers", image.buffers());
     image.check()?;

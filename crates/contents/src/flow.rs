@@ -76,6 +76,8 @@ pub(crate) struct Done {
     pub(crate) bytes: u64,
     /// Buffers of which it was the last chunk.
     pub(crate) whole: Vec<usize>,
+    /// Whether they were the last of the process.
+    pub(crate) all: bool,
 }
 
 /// Copies of a chunk that an engine works on.
@@ -113,6 +115,8 @@ pub(crate) struct Flow<'a> {
     window: Window,
     /// By process and buffer.
     buffers: Vec<Vec<Option<Buffer>>>,
+    /// Buffers that are not whole, by process.
+    missing: Vec<usize>,
     order: Order,
     free: Vec<Slot>,
     copying: Vec<Copying>,
@@ -129,6 +133,12 @@ impl<'a> Flow<'a> {
     ) -> Result<Self, Error> {
         let (parts, minors) = parts(processes);
         let buffers = buffers(processes, &parts);
+        let missing = processes.iter().zip(&buffers);
+        let missing = missing.map(|(of, buffers)| {
+            let both = of.dmabufs.iter().zip(buffers);
+            both.filter(|(dmabuf, buffer)| dmabuf.is_some() && buffer.is_some()).count()
+        });
+        let missing = missing.collect();
         let all: u64 = parts.iter().map(|part| part.file.chunks()).sum();
         let most = (max_buffer_size()?.unwrap_or(u64::MAX) / CHUNK).max(FEWEST_SLOTS);
         let slots = SLOTS.min(SLOTS_OF_A_GPU.saturating_mul(u32::try_from(minors.len()).unwrap_or(SLOTS)));
@@ -138,7 +148,8 @@ impl<'a> Flow<'a> {
             Memory::Pages => Window::Staging(staging.clone()),
             Memory::Gtt => Window::Own(Arc::new(Mapping::anonymous(u64::from(slots) * CHUNK)?)),
         };
-        let order = Order::new(parts.iter().map(|part| (0..part.file.chunks()).collect()));
+        let sequences = parts.iter().map(|part| (0..part.file.chunks()).collect());
+        let order = Order::new(sequences, vec![(0..parts.len()).collect()]);
         Ok(Self {
             free: staging.slots().collect(),
             staging,
@@ -149,6 +160,7 @@ impl<'a> Flow<'a> {
             window,
             transfers: Transfers::new(pace)?,
             buffers,
+            missing,
             order,
             copying: Vec::new(),
             straight: Straight::default(),
@@ -162,6 +174,18 @@ impl<'a> Flow<'a> {
         self.parts[chunk.file].file
     }
 
+    /// Processes none of whose buffers is loaded.
+    pub(crate) fn without_buffers(&self) -> impl Iterator<Item = usize> + use<> {
+        let none: Vec<usize> =
+            (0..self.missing.len()).filter(|process| self.missing[*process] == 0).collect();
+        none.into_iter()
+    }
+
+    /// The files of a process.
+    pub(crate) fn files_of(&self, process: usize) -> impl Iterator<Item = &'a PagesFile> {
+        self.processes[process].files.iter()
+    }
+
     /// All files.
     pub(crate) fn files(&self) -> impl Iterator<Item = &'a PagesFile> {
         self.parts.iter().map(|part| part.file)
@@ -173,7 +197,8 @@ impl<'a> Flow<'a> {
         ways.chain(self.transfers.note()).collect()
     }
 
-    /// Small buffers come before large ones: there are many of them in a chunk, and it costs nothing.
+    /// The process with the fewest bytes comes first: it can go on when it has all of them, whatever the others wait for. Of each, small
+    /// buffers come before large ones: there are many of them in a chunk, and it costs nothing.
     pub(crate) fn small_first(&mut self) {
         let sequence = |part: &Part<'_>| {
             let here = &self.processes[part.process].dmabufs;
@@ -186,7 +211,19 @@ impl<'a> Flow<'a> {
             }
             small_first(&small)
         };
-        self.order = Order::new(self.parts.iter().map(sequence));
+        let bytes = |process: usize| -> u64 {
+            let of = &self.processes[process];
+            let stretches = of.files.iter().flat_map(PagesFile::stretches);
+            stretches.filter(|of_it| of.dmabufs[of_it.buffer].is_some()).map(|of_it| of_it.bytes).sum()
+        };
+        let mut processes: Vec<usize> = (0..self.processes.len()).collect();
+        processes.sort_by_cached_key(|process| bytes(*process));
+        let group = |process: usize| {
+            let is_its = |file: &usize| self.parts[*file].process == process;
+            (0..self.parts.len()).filter(is_its).collect()
+        };
+        let groups = processes.into_iter().map(group).collect();
+        self.order = Order::new(self.parts.iter().map(sequence), groups);
     }
 
     /// Wants a buffer before all others that are not under way and that nobody demanded before. One that is not loaded is
@@ -199,9 +236,10 @@ impl<'a> Flow<'a> {
         }
     }
 
-    /// The next chunk of a GPU that has room for copies; None if there is none now.
-    pub(crate) fn next_chunk(&self) -> Option<Chunk> {
-        self.order.next(|file| self.engines[self.parts[file].engine].room() > 0)
+    /// The next chunk of a GPU that has room for copies, of a file that was not `passed`; None if there is none now.
+    pub(crate) fn next_chunk(&self, passed: &[usize]) -> Option<Chunk> {
+        let room = |file: usize| self.engines[self.parts[file].engine].room() > 0;
+        self.order.next(|file| !passed.contains(&file) && room(file))
     }
 
     /// Takes what [`Flow::next_chunk`] gave.
@@ -222,6 +260,22 @@ impl<'a> Flow<'a> {
 
     pub(crate) fn free_slot(&mut self) -> Option<Slot> {
         self.free.pop()
+    }
+
+    /// Slots that a GPU may have while others need some.
+    pub(crate) fn slots_of_a_gpu(&self) -> usize {
+        (self.staging.slots().len() / self.engines.len()).max(1)
+    }
+
+    /// Whether both chunks are copied by one GPU.
+    pub(crate) fn are_of_one_gpu(&self, one: Chunk, other: Chunk) -> bool {
+        self.parts[one.file].engine == self.parts[other.file].engine
+    }
+
+    /// Slots that are being copied by the GPU of a chunk.
+    pub(crate) fn copying(&self, chunk: Chunk) -> usize {
+        let of_it = |of: &&Copying| of.slot.is_some() && self.are_of_one_gpu(of.chunk, chunk);
+        self.copying.iter().filter(of_it).count()
     }
 
     pub(crate) fn give_back(&mut self, slot: Slot) {
@@ -331,15 +385,11 @@ impl<'a> Flow<'a> {
 
     /// How many copies from slots may be submitted to a chunk's engine before one of them has ended.
     fn copies_to_come(&self, chunk: Chunk) -> usize {
-        let engine = self.parts[chunk.file].engine;
-        let of_engine =
-            |copying: &&Copying| copying.slot.is_some() && self.parts[copying.chunk.file].engine == engine;
-        let ahead = self.copying.iter().filter(of_engine).count();
-        let rings = match self.engines[engine].way() {
+        let rings = match self.engines[self.parts[chunk.file].engine].way() {
             Way::Rings { rings, .. } => *rings,
             Way::Cpu { .. } => 1,
         };
-        (AHEAD * rings).saturating_sub(ahead)
+        (AHEAD * rings).saturating_sub(self.copying(chunk))
     }
 
     /// The chunks whose copies have ended, with their slots.
@@ -361,7 +411,7 @@ impl<'a> Flow<'a> {
     /// A chunk is done: buffers that have no more are let go of.
     pub(crate) fn chunk_done(&mut self, chunk: Chunk) -> Result<Done, Error> {
         let Part { file, process, engine } = self.parts[chunk.file];
-        let mut done = Done { process, minor: file.minor, bytes: 0, whole: Vec::new() };
+        let mut done = Done { process, minor: file.minor, bytes: 0, whole: Vec::new(), all: false };
         for piece in file.pieces(chunk.number) {
             let Some(buffer) = &mut self.buffers[process][piece.buffer] else { continue };
             buffer.left -= 1;
@@ -374,6 +424,8 @@ impl<'a> Flow<'a> {
                 done.whole.push(piece.buffer);
             }
         }
+        self.missing[process] -= done.whole.len();
+        done.all = !done.whole.is_empty() && self.missing[process] == 0;
         Ok(done)
     }
 

@@ -36,6 +36,7 @@ use nix::sys::signal::{SigSet, SigmaskHow};
 pub use desk::{Desk, Progress};
 pub use error::{Error, Stuck};
 pub use flow::Process;
+pub use load::Whole;
 pub use loading::Loading;
 pub use pages::PagesFile;
 pub use report::{Moved, Report};
@@ -61,7 +62,7 @@ pub fn load(processes: &[Process<'_>]) -> Result<Option<Report>, Error> {
     let any = |process: &&Process<'_>| process.dmabufs.iter().any(Option::is_some);
     let here: Vec<Process<'_>> = processes.iter().filter(any).copied().collect();
     let desk = Desk::new(&here)?;
-    run("loaded", &here, Sink::Gpus, None, |flow| load::run(flow, &desk, &mut |_, _| ()))
+    run("loaded", &here, Sink::Gpus, None, |flow| load::run(flow, &desk, &mut |_| ()))
 }
 
 /// One of the two directions.

@@ -9,7 +9,7 @@ use rewake_store::files::{Direction, Request};
 
 use crate::desk::Desk;
 use crate::error::Error;
-use crate::flow::Flow;
+use crate::flow::{Done, Flow};
 use crate::folder::FileError;
 use crate::order::Chunk;
 use crate::pages::{PagesFile, Piece};
@@ -27,6 +27,23 @@ const WORD: u64 = 4;
 struct Run {
     start: u64,
     end: u64,
+}
+
+/// What has all its bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Whole {
+    /// A buffer.
+    Buffer {
+        /// The process's place among the load's.
+        process: usize,
+        /// The image's number of it.
+        number: usize,
+    },
+    /// All buffers of a process: after each of them was told.
+    Process {
+        /// Its place.
+        process: usize,
+    },
 }
 
 /// A chunk in a slot.
@@ -51,17 +68,43 @@ struct Slots {
     read: Vec<Slot>,
     /// Whether a read was refused for now.
     refused: bool,
+    /// Files whose next chunk waits for its GPU: others' are begun before.
+    passed: Vec<usize>,
 }
 
-/// Loads all, and tells of each buffer, by process and number, as soon as it is whole.
-pub(crate) fn run(
-    flow: &mut Flow<'_>,
-    desk: &Desk,
-    resident: &mut dyn FnMut(usize, usize),
-) -> Result<Moved, Error> {
+/// What a chunk that nobody has demanded waits for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Waits {
+    /// Its GPU has as many as it may have; others may go on.
+    ForCopies,
+    /// The same, and all are being read: others would only share the disk, and all would be there later.
+    ForTheDisk,
+}
+
+impl Slots {
+    fn waits(&self, flow: &Flow<'_>, chunk: Chunk) -> Option<Waits> {
+        let of_it = self.held.iter().flatten().filter(|held| flow.are_of_one_gpu(held.chunk, chunk));
+        let copying = flow.copying(chunk);
+        if flow.is_demanded(chunk) || of_it.clone().count() + copying < flow.slots_of_a_gpu() {
+            return None;
+        }
+        let was_read = of_it.clone().any(|held| held.left == 0 && held.begun == held.runs.len());
+        Some(if was_read { Waits::ForCopies } else { Waits::ForTheDisk })
+    }
+}
+
+/// Loads all, and tells of each buffer and process as soon as it is whole.
+pub(crate) fn run(flow: &mut Flow<'_>, desk: &Desk, whole: &mut dyn FnMut(Whole)) -> Result<Moved, Error> {
     let count = flow.staging.slots().len();
-    let mut slots = Slots { held: vec![None; count], partly: Vec::new(), read: Vec::new(), refused: false };
+    let mut slots = Slots {
+        held: vec![None; count],
+        partly: Vec::new(),
+        read: Vec::new(),
+        refused: false,
+        passed: Vec::new(),
+    };
     let (mut over, mut copied) = (Vec::new(), Vec::new());
+    flow.without_buffers().for_each(|process| whole(Whole::Process { process }));
     loop {
         if desk.is_given_up() {
             return Err(Error::GivenUp);
@@ -88,21 +131,23 @@ pub(crate) fn run(
         idle &= !copy_read(flow, &mut slots)?;
         flow.copied(&mut copied)?;
         for (chunk, slot) in copied.drain(..) {
-            let done = flow.chunk_done(chunk)?;
-            if !done.whole.is_empty() {
-                // Who hears of a buffer lets others see it.
-                let file = flow.file(chunk);
-                file.check_unchanged().map_err(FileError::of("read", &file.name))?;
+            let Done { process, minor, bytes, whole: buffers, all } = flow.chunk_done(chunk)?;
+            // Who hears of it lets others see it.
+            match (all, buffers.is_empty()) {
+                (true, _) => flow.files_of(process).try_for_each(unchanged)?,
+                (false, false) => unchanged(flow.file(chunk))?,
+                (false, true) => {}
             }
             slot.into_iter().for_each(|slot| flow.give_back(slot));
-            desk.count(done.process, done.minor, done.bytes);
-            done.whole.into_iter().for_each(|buffer| resident(done.process, buffer));
+            desk.count(process, minor, bytes);
+            buffers.into_iter().for_each(|number| whole(Whole::Buffer { process, number }));
+            if all {
+                whole(Whole::Process { process });
+            }
             idle = false;
         }
         if flow.all_taken() && flow.is_idle() {
-            for file in flow.files() {
-                file.check_unchanged().map_err(FileError::of("read", &file.name))?;
-            }
+            flow.files().try_for_each(unchanged)?;
             return Ok(flow.moved);
         }
         if idle {
@@ -110,6 +155,10 @@ pub(crate) fn run(
             desk.awake();
         }
     }
+}
+
+fn unchanged(file: &PagesFile) -> Result<(), Error> {
+    Ok(file.check_unchanged().map_err(FileError::of("read", &file.name))?)
 }
 
 /// Starts the copies of slots that were read, as far as they may be: what was demanded first, then in the order in which they
@@ -137,11 +186,12 @@ fn copy_read(flow: &mut Flow<'_>, slots: &mut Slots) -> Result<bool, Error> {
 fn start(flow: &mut Flow<'_>, slots: &mut Slots) -> Result<bool, Error> {
     let mut any = false;
     slots.refused = false;
+    slots.passed.clear();
     for slot in std::mem::take(&mut slots.partly) {
         any |= read_on(flow, slots, slot);
     }
     while flow.transfers.has_room(MOST)
-        && let Some(chunk) = flow.next_chunk()
+        && let Some(chunk) = flow.next_chunk(&slots.passed)
     {
         let file = flow.file(chunk);
         let (first, end) = file.range(chunk.number);
@@ -149,7 +199,8 @@ fn start(flow: &mut Flow<'_>, slots: &mut Slots) -> Result<bool, Error> {
         let runs = if wanted { runs(file, chunk)? } else { Vec::new() };
         if runs.is_empty() {
             if !flow.may_fill(chunk) {
-                break;
+                slots.passed.push(chunk.file);
+                continue;
             }
             flow.take_chunk(chunk);
             account(flow, end - first, end - first);
@@ -163,6 +214,14 @@ fn start(flow: &mut Flow<'_>, slots: &mut Slots) -> Result<bool, Error> {
             // What nobody waits for comes one after the other where the disk is shared.
             if !slots.partly.is_empty() && !flow.is_demanded(chunk) {
                 break;
+            }
+            match slots.waits(flow, chunk) {
+                Some(Waits::ForCopies) => {
+                    slots.passed.push(chunk.file);
+                    continue;
+                }
+                Some(Waits::ForTheDisk) => break,
+                None => {}
             }
             let Some(slot) = flow.free_slot() else { break };
             let held = Held { chunk, runs, begun: 0, from: first, left: 0 };

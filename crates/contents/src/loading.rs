@@ -9,7 +9,7 @@ use rewake_store::pace::Pace;
 use crate::desk::Desk;
 use crate::error::Error;
 use crate::flow::{Process, Sink};
-use crate::load;
+use crate::load::{self, Whole};
 use crate::report::Report;
 
 /// A load that has not begun.
@@ -58,17 +58,16 @@ impl<'a> Loading<'a> {
         self.desk.clone()
     }
 
-    /// Loads; ends when all is there. `resident` hears once of every buffer of some bytes, by its process and its number
-    /// in the image, when all its bytes are there: at once, and in the thread that loads, which does nothing else meanwhile.
-    /// None where there is nothing to read.
+    /// Loads; ends when all is there. `whole` hears once of every buffer of some bytes, and of every process: at once, and in the
+    /// thread that loads, which does nothing else meanwhile. None, and it hears nothing, where there is nothing to read.
     ///
     /// # Errors
     /// As [`load`](crate::load()).
-    pub fn run(self, mut resident: impl FnMut(usize, usize) + Send) -> Result<Option<Report>, Error> {
+    pub fn run(self, mut whole: impl FnMut(Whole) + Send) -> Result<Option<Report>, Error> {
         let Self { processes, sink, desk, pace } = self;
         crate::run("loaded", processes, sink, pace, |flow| {
             flow.small_first();
-            load::run(flow, &desk, &mut resident)
+            load::run(flow, &desk, &mut whole)
         })
     }
 }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Which chunk comes next: what was demanded, in the order of demands; then the rest, the files in turn. Each is taken once.
+//! Which chunk comes next: what was demanded, in the order of demands; then the rest, group by group, the files of one in turn. Each is
+//! taken once.
 
 use std::collections::VecDeque;
 use std::ops::RangeInclusive;
@@ -17,12 +18,20 @@ pub(crate) struct Chunk {
 #[derive(Debug)]
 pub(crate) struct Order {
     files: Vec<File>,
+    /// Each file once: those of the first group come before those of the second.
+    groups: Vec<Group>,
     /// Demands so far.
     demands: u64,
-    /// The file after the one that was last taken from.
-    turn: usize,
     /// Chunks that were not taken.
     left: u64,
+}
+
+/// Files that come in turn.
+#[derive(Debug)]
+struct Group {
+    files: Vec<usize>,
+    /// Whose turn it is among them.
+    turn: usize,
 }
 
 #[derive(Debug)]
@@ -38,15 +47,16 @@ struct File {
 }
 
 impl Order {
-    /// The chunks of every file, in the order in which they come if nothing is demanded.
-    pub(crate) fn new(sequences: impl Iterator<Item = Vec<u64>>) -> Self {
+    /// The chunks of every file, in the order in which they come if nothing is demanded; and which files come in turn, each once.
+    pub(crate) fn new(sequences: impl Iterator<Item = Vec<u64>>, groups: Vec<Vec<usize>>) -> Self {
         let file = |sequence: Vec<u64>| {
             let bits = Bits::new(sequence.len());
             File { sequence, at: 0, taken: bits.clone(), demanded: bits, queue: VecDeque::new() }
         };
         let files: Vec<File> = sequences.map(file).collect();
         let left = files.iter().map(|file| file.sequence.len() as u64).sum();
-        Self { files, demands: 0, turn: 0, left }
+        let groups = groups.into_iter().map(|files| Group { files, turn: 0 }).collect();
+        Self { files, groups, demands: 0, left }
     }
 
     /// The next chunk of a file of which one can be begun now; None if there is none. It takes as long as there are files,
@@ -57,9 +67,7 @@ impl Order {
             fronts.filter_map(|(file, of)| of.queue.front().map(|(demand, number)| (demand, file, *number)));
         let first = fronts.filter(|(_, file, _)| ready(*file)).min();
         first.map(|(_, file, number)| Chunk { file, number }).or_else(|| {
-            let count = self.files.len();
-            let mut in_turn = (0..count).map(|step| (self.turn + step) % count);
-            in_turn.find_map(|file| {
+            self.groups.iter().flat_map(Group::in_turn).find_map(|file| {
                 let number = *self.files[file].sequence.get(self.files[file].at)?;
                 ready(file).then_some(Chunk { file, number })
             })
@@ -76,7 +84,7 @@ impl Order {
         self.left -= 1;
         // What is demanded of a file goes before the rest of it.
         if file.queue.pop_front().is_none() {
-            self.turn = chunk.file + 1;
+            self.groups.iter_mut().for_each(|group| group.had_its_turn(chunk.file));
         }
     }
 
@@ -99,6 +107,19 @@ impl Order {
     /// Whether no chunk is left.
     pub(crate) fn all_taken(&self) -> bool {
         self.left == 0
+    }
+}
+
+impl Group {
+    fn in_turn(&self) -> impl Iterator<Item = usize> {
+        let (before, next) = self.files.split_at(self.turn);
+        next.iter().chain(before).copied()
+    }
+
+    fn had_its_turn(&mut self, file: usize) {
+        if let Some(place) = self.files.iter().position(|of| *of == file) {
+            self.turn = (place + 1) % self.files.len();
+        }
     }
 }
 
@@ -152,7 +173,11 @@ mod tests {
 
     /// Files with so many chunks, in file order.
     fn order(chunks: &[u64]) -> Order {
-        Order::new(chunks.iter().map(|chunks| (0..*chunks).collect()))
+        in_groups(chunks, vec![(0..chunks.len()).collect()])
+    }
+
+    fn in_groups(chunks: &[u64], groups: Vec<Vec<usize>>) -> Order {
+        Order::new(chunks.iter().map(|chunks| (0..*chunks).collect()), groups)
     }
 
     fn take(order: &mut Order, ready: impl Fn(usize) -> bool) -> Option<(usize, u64)> {
@@ -167,10 +192,18 @@ mod tests {
 
     #[test]
     fn without_demands_files_come_in_turn_and_their_chunks_in_sequence() {
-        let mut order = Order::new([vec![2, 0, 1], vec![], vec![0]].into_iter());
+        let mut order = Order::new([vec![2, 0, 1], vec![], vec![0]].into_iter(), vec![vec![0, 1, 2]]);
         assert!(!order.all_taken());
         assert_eq!(rest(&mut order), [(0, 2), (2, 0), (0, 0), (0, 1)]);
         assert!(order.all_taken());
+    }
+
+    #[test]
+    fn a_group_comes_when_of_those_before_none_can_be_begun() {
+        let mut order = in_groups(&[2, 1, 2], vec![vec![2], vec![0, 1]]);
+        assert_eq!(take(&mut order, |file| file != 2), Some((0, 0)));
+        assert_eq!(take(&mut order, |_| true), Some((2, 0)));
+        assert_eq!(rest(&mut order), [(2, 1), (1, 0), (0, 1)]);
     }
 
     #[test]
@@ -260,7 +293,9 @@ mod tests {
             (0..*size).map(|_| usize::try_from(dice.below(3)).unwrap()).collect::<Vec<_>>()
         };
         let sequences: Vec<_> = sizes.iter().map(|size| small_first(&small(size, dice))).collect();
-        let mut order = Order::new(sequences.into_iter());
+        let cut = usize::try_from(dice.below(sizes.len() as u64 + 1)).unwrap();
+        let groups = vec![(cut..sizes.len()).collect(), (0..cut).collect()];
+        let mut order = Order::new(sequences.into_iter(), groups);
         let mut taken = Vec::new();
         // In the order of demands, not taken.
         let mut wanted: Vec<(usize, u64)> = Vec::new();

@@ -28,7 +28,7 @@ pub(crate) fn run(flow: &mut Flow<'_>) -> Result<Moved, Error> {
     let mut copied: Vec<(Chunk, Option<Slot>)> = Vec::new();
     loop {
         let mut idle = true;
-        while let Some(chunk) = flow.next_chunk() {
+        while let Some(chunk) = flow.next_chunk(&[]) {
             let Some(slot) = flow.free_slot() else { break };
             flow.take_chunk(chunk);
             copy_out(flow, chunk, slot)?;

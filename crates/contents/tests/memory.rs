@@ -10,7 +10,7 @@ use std::sync::mpsc::channel;
 use std::time::Duration;
 
 use nix::sys::memfd::{MFdFlags, memfd_create};
-use rewake_contents::{Loading, MemoryDevice, PagesFile, Process, Report};
+use rewake_contents::{Loading, MemoryDevice, PagesFile, Process, Report, Whole};
 use rewake_criu_images::amdgpu::{KfdBuffer, KfdImage, pages_name};
 use rewake_store::Waker;
 use rewake_store::pace::{Lane, PIECE, Pace};
@@ -98,11 +98,34 @@ impl Scene {
         let loading = Loading::into_memory(&processes, &self.device, pace).unwrap();
         let desk = loading.desk();
         demanded.iter().for_each(|buffer| desk.demand(0, *buffer));
-        let report = loading.run(|_, buffer| whole(buffer)).unwrap().unwrap();
+        let buffer = |of| {
+            if let Whole::Buffer { number, .. } = of {
+                whole(number);
+            }
+        };
+        let report = loading.run(buffer).unwrap().unwrap();
         for progress in desk.progress() {
             assert_eq!(progress.resident, progress.all, "{progress:?}");
         }
         report
+    }
+
+    /// All, as if every second buffer were another process's, and a third process had none; what was told.
+    fn load_as_three(&self) -> Vec<Whole> {
+        let folder = File::open(self.folder.path()).unwrap();
+        let file = |gpu| PagesFile::open(folder.as_fd(), 3, &self.image, gpu, 120 + gpu).unwrap();
+        let files = [file(7), file(8)];
+        let of = |process: usize| {
+            let own = |number: usize| (process < 2 && number % 2 == process).then(|| &self.memfds[number]);
+            let memfds = (0..self.memfds.len()).map(own);
+            memfds.map(|memfd| memfd?.as_ref()?.try_clone().ok()).collect::<Vec<_>>()
+        };
+        let dmabufs = [0, 1, 2].map(of);
+        let processes = dmabufs.each_ref().map(|dmabufs| Process { files: &files, dmabufs });
+        let mut told = Vec::new();
+        let loading = Loading::into_memory(&processes, &self.device, None).unwrap();
+        loading.run(|whole| told.push(whole)).unwrap().unwrap();
+        told
     }
 
     fn memory(&self, buffer: usize) -> Vec<u8> {
@@ -113,6 +136,20 @@ impl Scene {
         let file = File::open(format!("/proc/self/fd/{}", memfd.as_raw_fd())).unwrap();
         file.read_exact_at(&mut bytes, 0).unwrap();
         bytes
+    }
+}
+
+#[test]
+fn a_process_is_whole_when_the_last_of_its_buffers_is() {
+    let sizes = [CHUNK, 4096, 65536, 5 * CHUNK, 3 * CHUNK, 2 * CHUNK];
+    let told = Scene::new(&sizes).load_as_three();
+    let place = |whole| told.iter().position(|told| *told == whole).unwrap();
+    assert_eq!(place(Whole::Process { process: 2 }), 0, "none to wait for");
+    assert_eq!(told.len(), sizes.len() + 3);
+    for process in [0, 1] {
+        let buffers = (process..sizes.len()).step_by(2).map(|number| Whole::Buffer { process, number });
+        let last = buffers.map(place).max().unwrap();
+        assert_eq!(place(Whole::Process { process }), last + 1);
     }
 }
 

@@ -9,6 +9,7 @@
 mod confirm;
 mod gate;
 mod intake;
+mod opening;
 mod parts;
 mod placeholders;
 #[cfg(test)]
@@ -17,24 +18,26 @@ mod touches;
 mod view;
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::sync::Arc;
+use std::sync::{Arc, mpsc};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
 use nix::sys::signal::{SigSet, SigmaskHow, Signal, sigprocmask};
-use rewake_contents::{Loading, Process, Report};
+use rewake_contents::{Desk, Loading, Process, Report};
 use rewake_handover::Listener;
 use rewake_store::pace::{Pace, Standing};
 use tracing::{info, warn};
 
 use confirm::{Confirm, Opened, Verdict};
 use intake::Taken;
+use opening::Opening;
 use placeholders::Placeholders;
 use touches::{Resident, Touches};
 
 use crate::ledger::Ledger;
+use crate::sys;
 use crate::timeline::Timeline;
-use crate::{processes, sys};
 
 /// For queues to run whose gates are open. Memory that programs have registered is mapped first, which takes as long as finding its
 /// pages does.
@@ -69,46 +72,56 @@ pub struct Summary {
     pub held: usize,
 }
 
-/// Loads all of it, and serves whoever touches it meanwhile. When it is done no placeholder is left.
+/// Loads all of it, serves whoever touches it meanwhile, and opens the gates. When it is done no placeholder is left.
 fn load(
     processes: &[Process<'_>],
     placeholders: Vec<Placeholders<'_>>,
-    ledger: Ledger,
-    timeline: &Timeline,
+    opening: &Opening<'_>,
     pace: Arc<Pace>,
-) -> anyhow::Result<(Option<Report>, u64)> {
+) -> anyhow::Result<(Option<Report>, u64, Vec<Opened>)> {
+    let &Opening { ledger, timeline, .. } = opening;
     let loading = Loading::new(processes, Some(pace))?;
     let resident = Resident::new(processes.len(), &placeholders)?;
-    let touches = Touches::new(placeholders, loading.desk(), &resident, ledger, timeline);
-    let giving_up = loading.desk();
+    let (done, ready) = mpsc::channel();
+    let touches = Touches::new(placeholders, loading.desk(), &resident, done, ledger, timeline);
     timeline.loads(loading.desk());
     // Who asks now is told of it.
     timeline.look();
-    std::thread::scope(|scope| {
-        let touches = scope.spawn(|| {
-            // What they wait for would never come, and what they have would be zeros.
-            let touched = catch_unwind(AssertUnwindSafe(|| touches.run()));
-            if !matches!(touched, Ok(Ok(_))) {
-                ledger.gates().end_all();
-                giving_up.give_up();
-            }
-            touched
-        });
-        let loaded = loading.run(|process, buffer| resident.tell(process, buffer));
+    thread::scope(|scope| {
+        let (desk, other_desk) = (loading.desk(), loading.desk());
+        // What waits for either would wait for ever, and what placeholders have would be zeros.
+        let touches = scope.spawn(move || or_give_up(ledger, &desk, || touches.run()));
+        let opener = scope.spawn(move || or_give_up(ledger, &other_desk, || opening.run(&ready)));
+        let loaded = loading.run(|whole| resident.tell(whole));
         resident.ended(loaded.is_ok());
-        let touched = touches.join().and_then(|touched| touched);
         // Why it was given up, before that it was.
-        let touched = touched.unwrap_or_else(|panic| resume_unwind(panic))?;
-        // What is there is told before gates are open.
-        timeline.look();
-        Ok((loaded?, touched))
+        let touched = touches.join().and_then(|touched| touched).unwrap_or_else(|panic| resume_unwind(panic));
+        let opened = opener.join().and_then(|opened| opened).unwrap_or_else(|panic| resume_unwind(panic));
+        let touched = touched?;
+        let opened = opened.context("opening gates")?;
+        Ok((loaded.context("loading memory of GPUs")?, touched, opened))
     })
+}
+
+/// Where this fails the load ends, and whoever is behind a gate is killed.
+fn or_give_up<T>(
+    ledger: Ledger,
+    desk: &Desk,
+    act: impl FnOnce() -> anyhow::Result<T>,
+) -> thread::Result<anyhow::Result<T>> {
+    let done = catch_unwind(AssertUnwindSafe(act));
+    if !matches!(done, Ok(Ok(_))) {
+        ledger.gates().end_all();
+        desk.give_up();
+    }
+    done
 }
 
 /// Loads what was taken over, and opens the gates: of whom, in the end.
 fn serve_taken(
     taken: &Taken,
     standing: Option<Standing>,
+    one_by_one: bool,
     ledger: Ledger,
     timeline: &Timeline,
     pace: Arc<Pace>,
@@ -123,27 +136,10 @@ fn serve_taken(
     let start = Instant::now();
     info!(processes = gates.len(), "loading memory of GPUs behind running processes");
     let processes: Vec<Process<'_>> = taken.processes().collect();
-    let (loaded, touches) =
-        load(&processes, placeholders, ledger, timeline, pace).context("loading memory of GPUs")?;
-    let mut opened = Vec::new();
-    for (place, gate) in &gates {
-        match gate.open() {
-            Ok(pid) => {
-                timeline.gate_opened(*place);
-                ledger.gates().opened(gate.process);
-                let numbers = [pid, processes::own_number(pid).unwrap_or(pid)].map(i32::unsigned_abs);
-                let minors = taken.minors(*place).collect();
-                opened.push(Opened { numbers, process: gate.process, minors });
-            }
-            Err(error) if gate.has_ended() => {
-                timeline.gone(*place);
-                warn!("a process ended before its GPUs went on: {error:#}");
-                ledger.gates().opened(gate.process);
-            }
-            Err(error) => return Err(error),
-        }
-    }
-    Ok((Summary { processes: gates.len(), loaded, touches, took: start.elapsed(), held: 0 }, opened))
+    let count = gates.len();
+    let opening = Opening { taken, gates, one_by_one, ledger, timeline };
+    let (loaded, touches, opened) = load(&processes, placeholders, &opening, pace)?;
+    Ok((Summary { processes: count, loaded, touches, took: start.elapsed(), held: 0 }, opened))
 }
 
 /// Waits until the queues run whose gates are open, and says whose do not, and of whose nothing can be told. How many do not.
@@ -177,7 +173,7 @@ pub fn serve(
     // Asked to stop, it goes on from here: it takes as long as it takes to load, and then no gate is shut.
     let stop: SigSet = [Signal::SIGTERM, Signal::SIGINT].into_iter().collect();
     sigprocmask(SigmaskHow::SIG_BLOCK, Some(&stop), None).context("blocking signals")?;
-    let (mut summary, opened) = serve_taken(&taken, standing, ledger, timeline, pace)?;
+    let (mut summary, opened) = serve_taken(&taken, standing, holds, ledger, timeline, pace)?;
     // Who ends now is taken apart by the driver: nothing of it is open here.
     drop(taken);
     if let Some(confirm) = confirm {

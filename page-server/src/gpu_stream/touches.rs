@@ -1,18 +1,19 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Who waits for device memory that CPUs have touched: buffers are demanded, and the device put in the placeholders' place as soon as
-//! they are there; the rest when all is.
+//! they are there; the rest when all of the process is.
 
 use std::collections::btree_map::{BTreeMap, Entry};
 use std::collections::{BTreeSet, VecDeque};
 use std::os::fd::AsFd as _;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::Sender;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail};
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::eventfd::{EfdFlags, EventFd};
-use rewake_contents::Desk;
+use rewake_contents::{Desk, Whole};
 use tracing::{debug, info};
 
 use super::placeholders::{Outcome, Placeholders};
@@ -34,6 +35,8 @@ const PATIENCE: Duration = Duration::from_secs(120);
 pub(super) struct Resident {
     /// By process and buffer; without those that no placeholder stands for.
     buffers: Vec<BTreeMap<usize, AtomicBool>>,
+    /// By process.
+    whole: Vec<AtomicBool>,
     all: AtomicBool,
     given_up: AtomicBool,
     news: EventFd,
@@ -49,15 +52,20 @@ impl Resident {
         }
         Ok(Self {
             buffers,
+            whole: (0..processes).map(|_| AtomicBool::new(false)).collect(),
             all: AtomicBool::new(false),
             given_up: AtomicBool::new(false),
             news: EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK).context("eventfd")?,
         })
     }
 
-    /// A buffer is.
-    pub(super) fn tell(&self, process: usize, buffer: usize) {
-        if let Some(flag) = self.buffers[process].get(&buffer) {
+    /// A buffer is, or a process.
+    pub(super) fn tell(&self, whole: Whole) {
+        let flag = match whole {
+            Whole::Buffer { process, number } => self.buffers[process].get(&number),
+            Whole::Process { process } => Some(&self.whole[process]),
+        };
+        if let Some(flag) = flag {
             flag.store(true, Ordering::Release);
             self.wake();
         }
@@ -74,6 +82,10 @@ impl Resident {
         let _ = self.news.write(1);
     }
 
+    fn is_whole(&self, process: usize) -> bool {
+        self.all.load(Ordering::Acquire) || self.whole[process].load(Ordering::Acquire)
+    }
+
     fn has(&self, process: usize, buffer: usize) -> bool {
         self.all.load(Ordering::Acquire)
             || self.buffers[process].get(&buffer).is_some_and(|flag| flag.load(Ordering::Acquire))
@@ -86,7 +98,7 @@ type Touch = (usize, u64);
 /// What nobody waited for, of a process.
 #[derive(Debug)]
 struct Rest {
-    /// When the process last stood still, or all was there.
+    /// When the process last stood still, or was whole.
     stood: Instant,
     /// Buffers that have become the device.
     buffers: usize,
@@ -97,10 +109,14 @@ struct Rest {
 /// All processes' placeholders.
 #[derive(Debug)]
 pub(super) struct Touches<'a> {
-    /// When all is there, the first is next.
+    /// Of processes that are whole, the first is next.
     places: VecDeque<Placeholders<'a>>,
-    /// By process, when all is there.
+    /// By process, when it is whole.
     rest: BTreeMap<usize, Rest>,
+    /// Processes that are not whole, or have placeholders.
+    left: BTreeSet<usize>,
+    /// Hears of those that are, and have none.
+    done: Sender<usize>,
     desk: Desk,
     resident: &'a Resident,
     ledger: Ledger,
@@ -119,12 +135,15 @@ impl<'a> Touches<'a> {
         places: Vec<Placeholders<'a>>,
         desk: Desk,
         resident: &'a Resident,
+        done: Sender<usize>,
         ledger: Ledger,
         timeline: &'a Timeline,
     ) -> Self {
         Self {
             places: places.into(),
             rest: BTreeMap::new(),
+            left: (0..resident.whole.len()).collect(),
+            done,
             desk,
             resident,
             ledger,
@@ -142,24 +161,36 @@ impl<'a> Touches<'a> {
     /// # Errors
     /// A process's placeholders cannot be served, or not replaced.
     pub(super) fn run(mut self) -> anyhow::Result<u64> {
-        while !self.places.is_empty() && !self.resident.given_up.load(Ordering::Acquire) {
+        self.tell_done();
+        while !self.left.is_empty() && !self.resident.given_up.load(Ordering::Acquire) {
             self.wait()?;
             self.hear()?;
             self.serve()?;
-            if self.resident.all.load(Ordering::Acquire) {
-                self.finish()?;
-            }
+            self.finish()?;
+            self.tell_done();
         }
         Ok(self.served)
     }
 
+    fn tell_done(&mut self) {
+        let Self { places, left, resident, done, .. } = self;
+        left.retain(|process| {
+            let is_done = resident.is_whole(*process) && !places.iter().any(|of| of.process() == *process);
+            if is_done {
+                // Whoever does not hear has failed, and says so.
+                let _ = done.send(*process);
+            }
+            !is_done
+        });
+    }
+
     /// Until something is touched, or there, or to be tried again.
     fn wait(&self) -> anyhow::Result<()> {
-        let timeout = match self.resident.all.load(Ordering::Acquire) {
+        let timeout = match self.places.iter().filter(|of| self.resident.is_whole(of.process())).count() {
+            0 if self.again => AGAIN.into(),
+            0 => PollTimeout::NONE,
             // Others run while one stands still.
-            true => (AGAIN / u16::try_from(self.places.len()).unwrap_or(u16::MAX)).max(1).into(),
-            false if self.again => AGAIN.into(),
-            false => PollTimeout::NONE,
+            whole => (AGAIN / u16::try_from(whole).unwrap_or(u16::MAX)).max(1).into(),
         };
         let mut fds = vec![PollFd::new(self.resident.news.as_fd(), PollFlags::POLLIN)];
         fds.extend(self.places.iter().map(|place| PollFd::new(place.uffd(), PollFlags::POLLIN)));
@@ -230,9 +261,11 @@ impl<'a> Touches<'a> {
         Ok(())
     }
 
-    /// Puts the device where it is not yet, in one stop of one process. One that does not stand still now is tried again.
+    /// Puts the device where it is not yet, in one stop of one process that is whole. One that does not stand still now is tried
+    /// again.
     fn finish(&mut self) -> anyhow::Result<()> {
-        let Some(mut placeholders) = self.places.pop_front() else { return Ok(()) };
+        let next = self.places.iter().position(|of| self.resident.is_whole(of.process()));
+        let Some(mut placeholders) = next.and_then(|next| self.places.remove(next)) else { return Ok(()) };
         let (process, pid) = (placeholders.process(), placeholders.pid());
         let new = || Rest { stood: Instant::now(), buffers: 0, stopped: Duration::ZERO };
         let rest = self.rest.entry(process).or_insert_with(new);
@@ -274,6 +307,7 @@ impl<'a> Touches<'a> {
 #[cfg(test)]
 mod tests {
     use std::os::fd::AsRawFd as _;
+    use std::sync::mpsc::channel;
 
     use rewake_contents::{Loading, Process};
 
@@ -300,7 +334,8 @@ mod tests {
         let resident = Resident::new(1, &places).unwrap();
         let processes = [Process { files: &[], dmabufs: &[] }];
         let desk = Loading::new(&processes, None).unwrap().desk();
-        let mut touches = Touches::new(places, desk, &resident, Ledger::new().unwrap(), &timeline);
+        let (done, hears) = channel();
+        let mut touches = Touches::new(places, desk, &resident, done, Ledger::new().unwrap(), &timeline);
         resident.ended(true);
 
         // One stop, and more where it does not stand still.
@@ -321,8 +356,10 @@ mod tests {
         }
         assert_eq!(program.mappings(), (AT_ONCE, AT_ONCE + 1));
 
+        assert!(hears.try_recv().is_err());
         assert_eq!(touches.run().unwrap(), 1);
         assert_eq!(program.mappings(), (0, BUFFERS));
+        assert_eq!(hears.iter().collect::<Vec<_>>(), [0]);
         let of = &timeline.record().processes[0];
         assert_eq!((of.swaps, of.faults), (BUFFERS as u64, 1));
         assert!(of.stopped_us > 0);

@@ -9,7 +9,7 @@ use std::sync::mpsc::{Receiver, channel};
 use std::thread;
 
 use gpu_app::gpu::Gpus;
-use rewake_contents::{Desk, Loading, PagesFile, Process, Progress, Report};
+use rewake_contents::{Desk, Loading, PagesFile, Process, Progress, Report, Whole};
 use rewake_criu_images::amdgpu::{KfdBuffer, KfdImage, pages_name};
 use rewake_kfd::Buffer;
 use softgpu_tests::{Machine, Scene, isolated};
@@ -120,8 +120,8 @@ impl Image {
         let (tell, told) = channel();
         thread::scope(|scope| {
             let load = scope.spawn(move || {
-                loading.run(move |process, buffer| {
-                    assert_eq!(process, 0);
+                loading.run(move |whole| {
+                    let Whole::Buffer { number: buffer, .. } = whole else { return };
                     tell.send((buffer, resident(&counted))).unwrap();
                     before(buffer);
                 })

@@ -57,14 +57,7 @@ fn main() -> anyhow::Result<()> {
             }
             None => buffer.cpu().write(0, &pattern(number)),
         }
-        memories.push(Memory {
-            number,
-            address: buffer.address(),
-            bytes,
-            large,
-            given: Vec::new(),
-            _buffer: buffer,
-        });
+        memories.push(Memory { number, address: buffer.address(), bytes, large, given: Vec::new(), buffer });
     }
     let mut own = Own { device, memory: None };
     answer(&folder, "ok")?;
@@ -97,6 +90,7 @@ fn obey(order: &str, memories: &mut [Memory], own: &mut Own, folder: &Path) -> a
     match what {
         "check" => memory.check(),
         "register" => own.register(),
+        "export" => memory.export(),
         "tail" => memory.tail(),
         "write" => memory.write(&folder.join("out")),
         "read" => memory.read(&folder.join("in")),
@@ -148,7 +142,7 @@ struct Memory {
     large: Option<Large>,
     /// What was read into it.
     given: Vec<u8>,
-    _buffer: Buffer,
+    buffer: Buffer,
 }
 
 impl Memory {
@@ -156,6 +150,12 @@ impl Memory {
         let start = std::ptr::with_exposed_provenance(usize::try_from(self.address).unwrap_or(0));
         // SAFETY: mapped by this program, which has one thread, and nothing writes to it while it is looked at.
         unsafe { std::slice::from_raw_parts(start, self.bytes) }
+    }
+
+    /// As for another process.
+    fn export(&self) -> anyhow::Result<()> {
+        self.buffer.export()?;
+        Ok(())
     }
 
     fn expected(&self) -> Vec<u8> {
