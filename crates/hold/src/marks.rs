@@ -9,7 +9,7 @@ use std::os::fd::BorrowedFd;
 use crate::{Error, abi, program};
 
 /// How many marks there can be at once: of a restore, one for each process and one for each of its GPUs. 128 processes with 16 GPUs each
-/// need 2,176; the table's memory is taken when a program is attached, about 100 bytes for each.
+/// need 2,176. Memory for all is taken when a program is attached: 353 KiB (`memlock` of the table, Linux 6.12 and 7.2).
 pub const MARKS: u32 = 4096;
 
 /// An ioctl of some devices that is answered with EAGAIN while a mark of its file has its kind.
@@ -55,7 +55,8 @@ impl BitOr for Kinds {
 /// A mark is of what the file's driver has put into `private_data` of the kernel's `struct file`, so that it is of all open files that
 /// have the same there. For `/dev/kfd` that is the driver's record of a process: each `/dev/kfd` that the process has opened, and no
 /// other process's. **Whoever marks keeps the file open until it has opened the mark:** the file holds that record, and without it another
-/// process's may come to be at its address, and have its calls kept away. So the owner of a mark opens it when it sees the process end, too.
+/// process's may come to be at its address, and have its calls kept away. (A driver may have
+/// a call that puts another record there: it is to be kept away, too.) So the owner of a mark opens it when it sees the process end, too.
 ///
 /// It is told by an ioctl of the file itself with a random number of 64 bits, which nobody else has. Calls that had begun before are
 /// not kept away, nor do marks stay when the [`crate::Hold`] is gone.

@@ -7,7 +7,7 @@ use std::os::unix::fs::MetadataExt as _;
 
 pub use rewake_hold::{Hold, Kinds, Marks};
 
-pub use crate::abi::kept::{CREATE_QUEUE, EXPORT, MAP, UPDATE_QUEUE};
+pub use crate::abi::kept::{CREATE_PROCESS, CREATE_QUEUE, EXPORT, MAP, UPDATE_QUEUE};
 use crate::abi::{kept, registering};
 use crate::topology::Topology;
 
@@ -29,7 +29,8 @@ pub enum NotHeld {
 }
 
 /// Holds the first on all of this machine's GPUs, from now on and as long as the [`Hold`] is open. Others are kept away from processes as
-/// [`Marks`] say: a mark is of a process by its `/dev/kfd`, and its part a GPU by the id that the process calls it by, or 0 for the queues of all.
+/// [`Marks`] say: a mark is of a process by its `/dev/kfd`, and its part a GPU by the id that the process calls it by, or 0 for what is of all.
+/// Whoever marks a GPU keeps [`CREATE_PROCESS`] away with part 0.
 ///
 /// # Errors
 /// The driver is not there, or the kernel cannot hold calls: see [`Hold`].

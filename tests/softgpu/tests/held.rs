@@ -9,7 +9,7 @@ use gpu_app::gpu::Gpus;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use rewake_kfd::abi::memory::Mapping;
 use rewake_kfd::abi::{IOC_EXPORT_DMABUF, IOC_MAP_MEMORY_TO_GPU, KFD_IOCTL_SVM_ATTR_ACCESS};
-use rewake_kfd::held::{CREATE_QUEUE, EXPORT, MAP, UPDATE_QUEUE};
+use rewake_kfd::held::{CREATE_PROCESS, CREATE_QUEUE, EXPORT, MAP, UPDATE_QUEUE};
 use rewake_kfd::render::Render;
 use rewake_kfd::{Buffer, Kfd, QueueSpec, SdmaQueue, Spec, Userptr, held, svm};
 use rewake_uffd::{FillPort as _, Uffd};
@@ -117,7 +117,7 @@ fn export(buffer: &Buffer) -> i32 {
 }
 
 fn buffer(gpus: &Gpus, gpu: usize) -> Buffer {
-    Buffer::mapped(gpus.device(gpu), Spec::vram(PAGE)).unwrap()
+    Buffer::mapped(gpus.device(gpu), Spec::gtt(PAGE)).unwrap()
 }
 
 #[test]
@@ -160,6 +160,22 @@ fn calls_of_a_marked_process_are_kept_away() {
         assert_eq!(calls(), [again; 4]);
         marks.shut(kfd, gpu[0], MAP).unwrap();
         assert_eq!(calls(), [0, again, again, again]);
+    });
+}
+
+#[test]
+fn a_marked_process_stays_the_one_that_is_marked() {
+    isolated("a_marked_process_stays_the_one_that_is_marked", 1, |_| {
+        let kfd = Kfd::open().unwrap();
+        // CREATE_PROCESS, `_IO('K', 0x27)`; without an argument.
+        let replace = || misuse_at(kfd.as_fd(), 0x4b27, 0);
+        let plain = replace();
+        assert_ne!(plain, libc::EAGAIN);
+        let (_hold, marks) = held::attach().unwrap();
+        marks.shut(kfd.as_fd(), 0, CREATE_PROCESS).unwrap();
+        assert_eq!(replace(), libc::EAGAIN);
+        marks.open(kfd.as_fd(), 0).unwrap();
+        assert_eq!(replace(), plain);
     });
 }
 
