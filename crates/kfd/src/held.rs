@@ -28,8 +28,8 @@ pub enum NotHeld {
     Kernel(#[from] rewake_hold::Error),
 }
 
-/// Holds the first on all of this machine's GPUs, from now on and as long as the [`Hold`] is open. Others are kept away from processes as
-/// [`Marks`] say: a mark is of a process by its `/dev/kfd`, and its part a GPU by the id that the process calls it by, or 0 for what is of all.
+/// Has calls that register memory wait, on all of this machine's GPUs, from now on and as long as the [`Hold`] is open. So long other calls
+/// are kept away as [`Marks`] say: a mark is of a process by its `/dev/kfd`, and its part a GPU by the id that the process calls it by, or 0 for what is of all.
 /// Whoever marks a GPU keeps [`CREATE_PROCESS`] away with part 0.
 ///
 /// # Errors
