@@ -3,11 +3,13 @@
 
 use std::io;
 use std::mem::{offset_of, size_of};
-use std::os::fd::{AsRawFd as _, FromRawFd as _, OwnedFd, RawFd};
+use std::os::fd::{AsRawFd as _, BorrowedFd, FromRawFd as _, OwnedFd, RawFd};
 
+const BPF_MAP_CREATE: libc::c_int = 0;
 const BPF_PROG_LOAD: libc::c_int = 5;
 const BPF_BTF_LOAD: libc::c_int = 18;
 const BPF_LINK_CREATE: libc::c_int = 28;
+const BPF_MAP_TYPE_HASH: u32 = 1;
 const BPF_PROG_TYPE_LSM: u32 = 29;
 const BPF_LSM_MAC: u32 = 27;
 const BPF_F_SLEEPABLE: u32 = 1 << 4;
@@ -30,6 +32,8 @@ pub(crate) struct Instruction {
     pub(crate) immediate: i32,
 }
 
+/// Bytes of a [`Request`].
+pub(crate) const REQUEST_BYTES: i32 = 16;
 /// Bytes of a [`Function`].
 const FUNCTION_BYTES: u32 = 8;
 
@@ -39,6 +43,31 @@ const FUNCTION_BYTES: u32 = 8;
 pub(crate) struct Function {
     pub(crate) at: u32,
     pub(crate) type_id: u32,
+}
+
+/// What a program is asked or told: the argument of an ioctl that no driver has.
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+pub(crate) struct Request {
+    /// The program's own; another program does not look at the rest.
+    pub(crate) secret: u64,
+    pub(crate) part: u32,
+    /// What is kept away from now on.
+    pub(crate) kinds: u32,
+}
+
+/// Of BPF_MAP_CREATE.
+#[derive(Default)]
+#[repr(C)]
+struct Map {
+    map_type: u32,
+    key_size: u32,
+    value_size: u32,
+    max_entries: u32,
+    map_flags: u32,
+    inner_map_fd: u32,
+    numa_node: u32,
+    map_name: [u8; 16],
 }
 
 /// Of BPF_PROG_LOAD.
@@ -92,6 +121,11 @@ struct Link {
 const _: () = {
     assert!(size_of::<Instruction>() == 8);
     assert!(size_of::<Function>() == FUNCTION_BYTES as usize);
+    assert!(size_of::<Request>() == REQUEST_BYTES as usize);
+    assert!(offset_of!(Request, part) == 8);
+    assert!(offset_of!(Request, kinds) == 12);
+    assert!(size_of::<Map>() == 44);
+    assert!(offset_of!(Map, map_name) == 28);
     assert!(size_of::<Load>() == 112);
     assert!(offset_of!(Load, prog_name) == 48);
     assert!(offset_of!(Load, func_info) == 80);
@@ -111,6 +145,20 @@ unsafe fn bpf<T>(command: libc::c_int, argument: &T) -> io::Result<OwnedFd> {
     let number = RawFd::try_from(done).map_err(io::Error::other)?;
     // SAFETY: just opened (with close-on-exec), and nobody else's.
     Ok(unsafe { OwnedFd::from_raw_fd(number) })
+}
+
+/// A hash table of 4 bytes by `key` bytes; all its memory, for that many `entries`, is taken at once.
+pub(crate) fn table(key: u32, entries: u32) -> io::Result<OwnedFd> {
+    let mut argument = Map {
+        map_type: BPF_MAP_TYPE_HASH,
+        key_size: key,
+        value_size: 4,
+        max_entries: entries,
+        ..Map::default()
+    };
+    argument.map_name[..NAME.len()].copy_from_slice(NAME);
+    // SAFETY: it has no addresses.
+    unsafe { bpf(BPF_MAP_CREATE, &argument) }
 }
 
 /// Types of a program, as BTF.
@@ -173,13 +221,20 @@ pub(crate) fn release() -> String {
     std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default().trim().to_owned()
 }
 
-/// The errno of an ioctl that no driver has.
-pub(crate) fn ask(number: u32, argument: i32) -> io::Result<Option<i32>> {
-    let null = std::fs::File::open("/dev/null")?;
-    // SAFETY: /dev/null has no ioctl, and looks at no argument.
-    let asked =
-        unsafe { libc::ioctl(null.as_raw_fd(), libc::c_ulong::from(number), libc::c_long::from(argument)) };
-    Ok(if asked < 0 { io::Error::last_os_error().raw_os_error() } else { None })
+/// The errno of an ioctl that no driver has, which a program may answer; 0 if it succeeded.
+pub(crate) fn ask(file: BorrowedFd<'_>, number: u32, request: &Request) -> i32 {
+    let argument: *const Request = request;
+    // SAFETY: its number says that it is written for the kernel to read, and how long it is; no driver has it.
+    let asked = unsafe { libc::ioctl(file.as_raw_fd(), libc::c_ulong::from(number), argument) };
+    if asked < 0 { io::Error::last_os_error().raw_os_error().unwrap_or(0) } else { 0 }
+}
+
+/// A number that nobody can guess.
+pub(crate) fn random() -> io::Result<u64> {
+    let mut bytes = [0_u8; 8];
+    // SAFETY: it writes so many bytes at most, which are there.
+    let got = unsafe { libc::getrandom(bytes.as_mut_ptr().cast(), bytes.len(), 0) };
+    if got == 8 { Ok(u64::from_ne_bytes(bytes)) } else { Err(io::Error::last_os_error()) }
 }
 
 fn address<T>(of: &[T]) -> u64 {
@@ -191,6 +246,7 @@ fn count<T>(of: &[T]) -> u32 {
     u32::try_from(of.len()).unwrap_or(u32::MAX)
 }
 
-fn number(fd: &OwnedFd) -> u32 {
+/// A descriptor as structs and instructions have it.
+pub(crate) fn number(fd: &OwnedFd) -> u32 {
     fd.as_raw_fd().cast_unsigned()
 }

@@ -56,6 +56,9 @@ pub(crate) enum Act {
 #[derive(Debug, Clone, Copy)]
 #[repr(i32)]
 pub(crate) enum Helper {
+    MapLookup = 1,
+    MapUpdate = 2,
+    MapDelete = 3,
     CopyFromUser = 148,
     Loop = 181,
 }
@@ -71,6 +74,8 @@ const NEGATE: u8 = 0x80;
 const SOURCE: u8 = 0x08;
 const CALL: u8 = 0x85;
 const EXIT: u8 = 0x95;
+/// The source of a LOAD_IMMEDIATE of a table, by its descriptor.
+const PSEUDO_MAP: u8 = 1;
 /// The source of a LOAD_IMMEDIATE of a function of the program.
 const PSEUDO_FUNCTION: u8 = 4;
 
@@ -114,6 +119,11 @@ impl Code {
         self.push(ALU64 | SOURCE | Act::Add as u8, to, from as u8, 0, 0);
     }
 
+    /// `to &= from`.
+    pub(crate) fn and(&mut self, to: Register, from: Register) {
+        self.push(ALU64 | SOURCE | Act::And as u8, to, from as u8, 0, 0);
+    }
+
     /// `to = -to`.
     pub(crate) fn negate(&mut self, to: Register) {
         self.push(ALU64 | NEGATE, to, 0, 0, 0);
@@ -134,13 +144,31 @@ impl Code {
         self.push(STORE | width as u8, to, from as u8, offset, 0);
     }
 
+    /// `to = number`, of 64 bits.
+    pub(crate) fn number(&mut self, to: Register, number: u64) {
+        let [a, b, c, d, e, f, g, h] = number.to_le_bytes();
+        self.push(LOAD_IMMEDIATE, to, 0, 0, i32::from_le_bytes([a, b, c, d]));
+        self.push(0, Register::R0, 0, 0, i32::from_le_bytes([e, f, g, h]));
+    }
+
+    /// `to` is the table with that descriptor.
+    pub(crate) fn table(&mut self, to: Register, descriptor: u32) {
+        self.push(LOAD_IMMEDIATE, to, PSEUDO_MAP, 0, descriptor.cast_signed());
+        self.push(0, Register::R0, 0, 0, 0);
+    }
+
+    /// `to` is the place on the stack.
+    pub(crate) fn stack(&mut self, to: Register, place: i16) {
+        self.copy(to, Register::R10);
+        self.with(Act::Add, to, i32::from(place));
+    }
+
     /// Calls the function at `label` as often as R1 says, with its turn, and with what is on the stack at `context`.
     pub(crate) fn each(&mut self, label: Label, context: i16) {
         self.uses.push((self.instructions.len(), label));
         self.push(LOAD_IMMEDIATE, Register::R2, PSEUDO_FUNCTION, 0, 0);
         self.push(0, Register::R0, 0, 0, 0);
-        self.copy(Register::R3, Register::R10);
-        self.with(Act::Add, Register::R3, i32::from(context));
+        self.stack(Register::R3, context);
         self.with(Act::Set, Register::R4, 0);
         self.call(Helper::Loop);
     }
@@ -160,6 +188,12 @@ impl Code {
     pub(crate) fn jump_if_all(&mut self, when: When, left: Register, number: i32, label: Label) {
         self.uses.push((self.instructions.len(), label));
         self.push(JUMP | when as u8, left, 0, 0, number);
+    }
+
+    /// If all 64 bits of two registers are not the same.
+    pub(crate) fn jump_if_other(&mut self, left: Register, right: Register, label: Label) {
+        self.uses.push((self.instructions.len(), label));
+        self.push(JUMP | SOURCE | When::NotEqual as u8, left, right as u8, 0, 0);
     }
 
     pub(crate) fn call(&mut self, helper: Helper) {
@@ -214,6 +248,24 @@ mod tests {
         assert_eq!(code[7], Instruction { code: 0x05, registers: 0, offset: -8, immediate: 0 });
         assert_eq!(code[8], Instruction { code: 0xb7, registers: 0, offset: 0, immediate: 0 });
         assert_eq!(code[9].code, 0x95);
+    }
+
+    #[test]
+    fn tables_are_told_from_numbers() {
+        let mut code = Code::default();
+        let end = code.label();
+        code.table(Register::R1, 9);
+        code.number(Register::R2, 0xfedc_ba98_7654_3210);
+        code.jump_if_other(Register::R1, Register::R2, end);
+        code.and(Register::R1, Register::R7);
+        code.here(end);
+        let (code, []) = code.finish([]);
+        assert_eq!(code[0], Instruction { code: 0x18, registers: 0x11, offset: 0, immediate: 9 });
+        assert_eq!(code[1], Instruction { code: 0, registers: 0, offset: 0, immediate: 0 });
+        assert_eq!(code[2], Instruction { code: 0x18, registers: 0x02, offset: 0, immediate: 0x7654_3210 });
+        assert_eq!(code[3].immediate.cast_unsigned(), 0xfedc_ba98);
+        assert_eq!(code[4], Instruction { code: 0x5d, registers: 0x21, offset: 1, immediate: 0 });
+        assert_eq!(code[5], Instruction { code: 0x5f, registers: 0x71, offset: 0, immediate: 0 });
     }
 
     #[test]

@@ -22,6 +22,8 @@ pub(crate) struct Found {
     pub(crate) hook: u32,
     /// Bytes before `f_inode` in `struct file`.
     pub(crate) file_inode: i16,
+    /// Bytes before `private_data` in `struct file`.
+    pub(crate) file_private: i16,
     /// Bytes before `i_rdev` in `struct inode`.
     pub(crate) inode_device: i16,
 }
@@ -41,7 +43,7 @@ pub(crate) fn find(btf: &[u8]) -> Result<Found, Error> {
     }
     let types = part(header(2)?, header(3)?)?;
     let names = part(header(4)?, header(5)?)?;
-    let (mut hook, mut file_inode, mut inode_device) = (None, None, None);
+    let (mut hook, mut file_inode, mut file_private, mut inode_device) = (None, None, None, None);
     let mut at = 0;
     let mut id = 1_u32;
     while at < types.len() {
@@ -50,7 +52,10 @@ pub(crate) fn find(btf: &[u8]) -> Result<Found, Error> {
         let body = at + 12;
         match (kind, name) {
             (FUNCTION, HOOK) => hook = Some(id),
-            (STRUCT, b"file") => file_inode = member(types, names, body, info, b"f_inode")?.or(file_inode),
+            (STRUCT, b"file") => {
+                file_inode = member(types, names, body, info, b"f_inode")?.or(file_inode);
+                file_private = member(types, names, body, info, b"private_data")?.or(file_private);
+            }
             (STRUCT, b"inode") => {
                 inode_device = member(types, names, body, info, b"i_rdev")?.or(inode_device);
             }
@@ -62,6 +67,7 @@ pub(crate) fn find(btf: &[u8]) -> Result<Found, Error> {
     Ok(Found {
         hook: hook.ok_or(Error::Missing("function bpf_lsm_file_ioctl"))?,
         file_inode: file_inode.ok_or(Error::Missing("f_inode in struct file"))?,
+        file_private: file_private.ok_or(Error::Missing("private_data in struct file"))?,
         inode_device: inode_device.ok_or(Error::Missing("i_rdev in struct inode"))?,
     })
 }
@@ -116,15 +122,18 @@ mod tests {
 
     /// With a hook that is type 4, behind a struct with a bit-field.
     fn btf(hook: &str) -> Vec<u8> {
-        let names = format!("\0file\0f_inode\0inode\0i_rdev\0{hook}\0");
+        let names = format!("\0file\0f_inode\0private_data\0inode\0i_rdev\0{hook}\0");
         let at = |name: &str| u32::try_from(names.find(&format!("\0{name}\0")).unwrap() + 1).unwrap();
         let types = [
             at("file"),
-            STRUCT << 24 | 1,
-            40,
+            STRUCT << 24 | 2,
+            48,
             at("f_inode"),
             0,
-            256, //
+            256,
+            at("private_data"),
+            0,
+            320, //
             at("inode"),
             STRUCT << 24 | 1 << 31 | 2,
             80,
@@ -153,7 +162,7 @@ mod tests {
     #[test]
     fn the_hook_and_the_members_are_found() {
         let found = find(&btf("bpf_lsm_file_ioctl")).unwrap();
-        assert_eq!(found, Found { hook: 4, file_inode: 32, inode_device: 76 });
+        assert_eq!(found, Found { hook: 4, file_inode: 32, file_private: 40, inode_device: 76 });
     }
 
     #[test]
@@ -166,7 +175,10 @@ mod tests {
     fn this_machine_s_kernel_can_be_read() {
         match std::fs::read(PATH) {
             Ok(btf) => match find(&btf) {
-                Ok(found) => assert!(found.file_inode > 0 && found.inode_device > 0, "{found:?}"),
+                Ok(found) => {
+                    let all = [found.file_inode, found.file_private, found.inode_device];
+                    assert!(all.into_iter().all(|offset| offset > 0), "{found:?}");
+                }
                 Err(error) => assert!(matches!(error, Error::Missing(_)), "{error}"),
             },
             Err(error) => eprintln!("not tried: {PATH}: {error}"),

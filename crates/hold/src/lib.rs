@@ -1,10 +1,14 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Calls that hand memory to a driver wait until it is there.
+//! Calls that hand memory to a driver wait until it is there; calls that concern what is not ready are kept away.
 //!
 //! A driver that looks at a program's pages does not wait for a userfaultfd (`mm/hmm.c` faults without FAULT_FLAG_ALLOW_RETRY), so
 //! that an ioctl which names memory that is still missing fails. A [`Hold`] is a small program at the kernel's `file_ioctl` hook
 //! (BPF LSM, sleepable): before such an ioctl begins, it reads a byte of each page that the ioctl names, and each of these reads
 //! waits as the program's own would. The ioctl is not changed, and who makes it does not matter.
+//!
+//! Where there is no memory to wait for, the same program answers an ioctl with EAGAIN, for as long as the file is marked ([`Marks`]):
+//! libhsakmt's `kmtIoctl` and libdrm's `drmIoctl` make a call again that gave EINTR or EAGAIN, without a pause. The driver does not
+//! hear of it.
 //!
 //! It needs CAP_BPF and CAP_PERFMON (or root), and Linux 6.2 or newer with `CONFIG_BPF_LSM` and `bpf` among its security modules
 //! (`/sys/kernel/security/lsm`): without that word the kernel takes the program and never runs it, so it is asked whether it runs.
@@ -13,14 +17,15 @@
 mod abi;
 mod code;
 mod kernel;
+mod marks;
 mod program;
 mod types;
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::atomic::{AtomicI32, Ordering};
 
-use program::Offsets;
+pub use marks::{Again, Kinds, MARKS, Marks};
+use program::{Offsets, Plan};
 
 /// An ioctl of some devices that hands a range of the caller's memory over.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -84,46 +89,58 @@ pub enum Error {
         #[source]
         source: io::Error,
     },
+    /// [`MARKS`] are there.
+    #[error("calls of more than {MARKS} files and parts cannot be kept away at once")]
+    Full,
+    /// The [`Hold`] is gone, or another security module does not let the file be asked.
+    #[error("no program at file_ioctl keeps calls away")]
+    NotMarked(#[source] io::Error),
 }
 
 /// Calls are held as long as this, or a copy of its descriptor, is open.
 #[derive(Debug)]
 pub struct Hold(OwnedFd);
 
-impl Hold {
-    /// Holds these calls of whoever makes them, from now on.
-    ///
-    /// # Errors
-    /// The kernel cannot, or does not allow it.
-    ///
-    /// # Panics
-    /// A call's fields lie outside its argument.
-    pub fn new(calls: &[Call]) -> Result<Self, Error> {
-        let release = abi::release();
-        if !is_new_enough(&release) {
-            return Err(Error::TooOld(release));
-        }
-        let kernel = std::fs::read(kernel::PATH).map_err(Error::NoTypes)?;
-        let found = kernel::find(&kernel)?;
-        let own = own_number();
-        let offsets = Offsets { inode: found.file_inode, device: found.inode_device };
-        let (code, [round, touch]) = program::code(calls, &offsets, own);
-        let types = abi::load_types(&types::TYPES).map_err(refused("types of a program"))?;
-        let functions = [
-            abi::Function { at: 0, type_id: types::HOLD },
-            abi::Function { at: round, type_id: types::ROUND },
-            abi::Function { at: touch, type_id: types::TOUCH },
-        ];
-        let (loaded, said) = abi::load(&code, &types, &functions, found.hook);
-        let program =
-            loaded.map_err(|source| Error::Refused { what: "a program at file_ioctl", said, source })?;
-        let hold = abi::attach(&program).map_err(refused("to run a program at file_ioctl"))?;
-        let answer = abi::ask(program::QUESTION, own).map_err(refused("/dev/null"))?;
-        if answer != Some(program::ANSWER) {
-            return Err(Error::NotRun);
-        }
-        Ok(Self(hold))
+/// From now on and for as long as the [`Hold`] is there, the first calls wait, whoever makes them, and the others are kept away by
+/// [`Marks`], of which there are none yet.
+///
+/// # Errors
+/// The kernel cannot, or does not allow it.
+///
+/// # Panics
+/// The fields of a call that waits lie outside its argument.
+pub fn attach(waits: &[Call], again: &[Again]) -> Result<(Hold, Marks), Error> {
+    let release = abi::release();
+    if !is_new_enough(&release) {
+        return Err(Error::TooOld(release));
     }
+    let kernel = std::fs::read(kernel::PATH).map_err(Error::NoTypes)?;
+    let found = kernel::find(&kernel)?;
+    let secret = abi::random().map_err(refused("random bytes"))?;
+    let table = abi::table(program::KEY_BYTES, MARKS).map_err(refused("a table for a program"))?;
+    let (inode, private, device) = (found.file_inode, found.file_private, found.inode_device);
+    let offsets = Offsets { inode, private, device };
+    let plan = Plan { waits, again, offsets, secret, marks: abi::number(&table) };
+    // The program keeps the table, and the link the program.
+    let hold = abi::attach(&load(&plan, found.hook)?).map_err(refused("to run a program at file_ioctl"))?;
+    let marks = Marks::new(secret);
+    let null = std::fs::File::open("/dev/null").map_err(refused("/dev/null"))?;
+    // It has nothing of its own, and is marked by nobody.
+    marks.open(null.as_fd(), 0).map_err(|_| Error::NotRun)?;
+    Ok((Hold(hold), marks))
+}
+
+/// Gives the program to the kernel.
+fn load(plan: &Plan<'_>, hook: u32) -> Result<OwnedFd, Error> {
+    let (code, [round, touch]) = program::code(plan);
+    let types = abi::load_types(&types::TYPES).map_err(refused("types of a program"))?;
+    let functions = [
+        abi::Function { at: 0, type_id: types::HOLD },
+        abi::Function { at: round, type_id: types::ROUND },
+        abi::Function { at: touch, type_id: types::TOUCH },
+    ];
+    let (loaded, said) = abi::load(&code, &types, &functions, hook);
+    loaded.map_err(|source| Error::Refused { what: "a program at file_ioctl", said, source })
 }
 
 /// Whether it is Linux 6.2 or newer; what is no version is taken for one.
@@ -133,13 +150,6 @@ fn is_new_enough(release: &str) -> bool {
         (Some(Ok(major)), Some(Ok(minor))) => (major, minor) >= (6, 2),
         _ => true,
     }
-}
-
-/// Another for each program that there is at once: of this process, and the how manieth.
-fn own_number() -> i32 {
-    static NEXT: AtomicI32 = AtomicI32::new(0);
-    let pid = std::process::id().cast_signed();
-    (pid << 8 ^ NEXT.fetch_add(1, Ordering::Relaxed)) & i32::MAX
 }
 
 impl AsFd for Hold {

@@ -1,16 +1,18 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The program: which call is it, what memory does it name, and a byte of each page of that.
+//! The program: which call is it? What memory does it name: a byte of each page of that. Or: is it to be kept away?
 
-use crate::abi::Instruction;
+use crate::abi::{Instruction, REQUEST_BYTES};
 use crate::code::Register::{R0, R1, R2, R3, R4, R6, R7, R8, R9, R10};
 use crate::code::{Act, Code, Helper, Label, When, Width};
-use crate::{Call, MAX_ARGUMENT};
+use crate::{Again, Call, MAX_ARGUMENT};
 
 /// Where the kernel has what the program looks at.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Offsets {
     /// `f_inode` in `struct file`.
     pub(crate) inode: i16,
+    /// `private_data` in `struct file`.
+    pub(crate) private: i16,
     /// `i_rdev` in `struct inode`.
     pub(crate) device: i16,
 }
@@ -28,38 +30,140 @@ const PAGES: i16 = -8;
 /// The ioctl's argument.
 const ARGUMENT: i16 = START - MAX_ARGUMENT as i16;
 
-/// An ioctl that no driver has, which the program answers by itself, with [`ANSWER`], if its argument is the program's own number.
-pub(crate) const QUESTION: u32 = 0x5245_5741;
-pub(crate) const ANSWER: i32 = libc::ECANCELED;
+/// On the stack, in place of the range: the secret of a [`crate::abi::Request`], then the file's `private_data`.
+const MARK: i16 = -16;
+const PART: i16 = MARK + 8;
+const KINDS: i16 = MARK + 12;
+/// Bytes of what the table goes by: `private_data` and the part.
+pub(crate) const KEY_BYTES: u32 = 12;
 
-/// The program for these calls, and where its second and third functions begin. `own`: see [`QUESTION`].
-pub(crate) fn code(calls: &[Call], offsets: &Offsets, own: i32) -> (Vec<Instruction>, [u32; 2]) {
+/// An ioctl that no driver has (`_IOW('R', 0xfe, 16)`), which the program answers by itself if its argument, a
+/// [`crate::abi::Request`], has the program's secret: it marks the file.
+pub(crate) const QUESTION: u32 = 0x4010_52fe;
+/// It is marked.
+pub(crate) const ANSWER: i32 = libc::ECANCELED;
+/// There is no room in the table.
+pub(crate) const FULL: i32 = libc::ENOSPC;
+
+/// What there is to look for.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Plan<'a> {
+    /// Calls that wait.
+    pub(crate) waits: &'a [Call],
+    /// Calls that are kept away.
+    pub(crate) again: &'a [Again],
+    pub(crate) offsets: Offsets,
+    /// What only who has attached the program knows.
+    pub(crate) secret: u64,
+    /// The table of marks.
+    pub(crate) marks: u32,
+}
+
+/// The program, and where its second and third functions begin.
+pub(crate) fn code(plan: &Plan<'_>) -> (Vec<Instruction>, [u32; 2]) {
     let mut code = Code::default();
-    let (walk, end, round, touch) = (code.label(), code.label(), code.label(), code.label());
+    let [walk, look, told, end, round, touch] = [(); 6].map(|()| code.label());
     // int file_ioctl(struct file *file, unsigned int cmd, unsigned long arg)
     code.load(Width::Double, R2, R1, 0);
     code.load(Width::Double, R8, R1, 8);
     code.load(Width::Double, R9, R1, 16);
-    let other = code.label();
-    code.jump_if(When::NotEqual, R8, QUESTION.cast_signed(), other);
-    code.jump_if(When::NotEqual, R9, own, other);
-    code.exit(-ANSWER);
-    code.here(other);
-    code.load(Width::Double, R2, R2, offsets.inode);
-    code.load(Width::Word, R7, R2, offsets.device);
+    code.load(Width::Double, R6, R2, plan.offsets.private);
+    code.jump_if(When::Equal, R8, QUESTION.cast_signed(), told);
+    code.load(Width::Double, R2, R2, plan.offsets.inode);
+    code.load(Width::Word, R7, R2, plan.offsets.device);
     code.with(Act::And, R8, 0xff);
-    for call in calls {
+    for call in plan.waits {
         one(&mut code, call, walk, end);
+    }
+    for call in plan.again {
+        one_again(&mut code, call, look, end);
     }
     code.here(end);
     code.exit(0);
     code.here(walk);
     pages(&mut code, round);
+    code.here(look);
+    marked(&mut code, plan.marks, end);
+    code.here(told);
+    mark(&mut code, plan, end);
     code.here(round);
     one_round(&mut code, touch);
     code.here(touch);
     one_page(&mut code);
     code.finish([round, touch])
+}
+
+/// If it is this call: its bit in R7 and its part on the stack, and on to `look`. `private_data` is in R6.
+fn one_again(code: &mut Code, call: &Again, look: Label, end: Label) {
+    let next = code.label();
+    is_it(code, call.number, &call.devices, next);
+    if let Some(part) = call.part {
+        code.stack(R1, PART);
+        code.with(Act::Set, R2, 4);
+        code.copy(R3, R9);
+        code.with(Act::Add, R3, i32::from(part));
+        code.call(Helper::CopyFromUser);
+        // The driver will say so.
+        code.jump_if_all(When::NotEqual, R0, 0, end);
+    } else {
+        code.with(Act::Set, R1, 0);
+        code.store(Width::Word, R10, PART, R1);
+    }
+    code.with(Act::Set, R7, call.kind.0.cast_signed());
+    code.jump(look);
+    code.here(next);
+}
+
+/// -EAGAIN if the file with R6 and the part on the stack is marked with one of the bits in R7.
+fn marked(code: &mut Code, marks: u32, end: Label) {
+    code.store(Width::Double, R10, MARK, R6);
+    code.table(R1, marks);
+    code.stack(R2, MARK);
+    code.call(Helper::MapLookup);
+    code.jump_if_all(When::Equal, R0, 0, end);
+    code.load(Width::Word, R1, R0, 0);
+    code.and(R1, R7);
+    code.jump_if_all(When::Equal, R1, 0, end);
+    code.exit(-libc::EAGAIN);
+}
+
+/// Does what a request of the program's owner says, with the file whose `private_data` is in R6.
+fn mark(code: &mut Code, plan: &Plan<'_>, end: Label) {
+    let (none, done) = (code.label(), code.label());
+    code.stack(R1, MARK);
+    code.with(Act::Set, R2, REQUEST_BYTES);
+    code.copy(R3, R9);
+    code.call(Helper::CopyFromUser);
+    code.jump_if_all(When::NotEqual, R0, 0, end);
+    code.load(Width::Double, R1, R10, MARK);
+    code.number(R2, plan.secret);
+    code.jump_if_other(R1, R2, end);
+    code.store(Width::Double, R10, MARK, R6);
+    code.load(Width::Word, R7, R10, KINDS);
+    code.table(R1, plan.marks);
+    code.stack(R2, MARK);
+    code.jump_if(When::Equal, R7, 0, none);
+    code.stack(R3, KINDS);
+    code.with(Act::Set, R4, 0);
+    code.call(Helper::MapUpdate);
+    code.jump_if_all(When::Equal, R0, 0, done);
+    code.exit(-FULL);
+    code.here(none);
+    // Whether it was marked does not matter.
+    code.call(Helper::MapDelete);
+    code.here(done);
+    code.exit(-ANSWER);
+}
+
+/// On to `next` if it is not the ioctl of that number in R8, of one of the devices in R7.
+fn is_it(code: &mut Code, number: u8, devices: &[libc::dev_t], next: Label) {
+    let found = code.label();
+    code.jump_if(When::NotEqual, R8, i32::from(number), next);
+    for device in devices {
+        code.jump_if(When::Equal, R7, in_kernel(*device), found);
+    }
+    code.jump(next);
+    code.here(found);
 }
 
 /// If it is this call: the range's address in R6 and its length in R7, and on to `walk`.
@@ -69,15 +173,9 @@ fn one(code: &mut Code, call: &Call, walk: Label, end: Label) {
     let fits = inside(call.address, 8) && inside(call.length, 8) && only && call.bytes <= MAX_ARGUMENT;
     assert!(fits, "fields outside of the argument: {call:?}");
     let at = |field: u8| ARGUMENT + i16::from(field);
-    let (found, next) = (code.label(), code.label());
-    code.jump_if(When::NotEqual, R8, i32::from(call.number), next);
-    for device in &call.devices {
-        code.jump_if(When::Equal, R7, in_kernel(*device), found);
-    }
-    code.jump(next);
-    code.here(found);
-    code.copy(R1, R10);
-    code.with(Act::Add, R1, i32::from(ARGUMENT));
+    let next = code.label();
+    is_it(code, call.number, &call.devices, next);
+    code.stack(R1, ARGUMENT);
     code.with(Act::Set, R2, i32::from(call.bytes));
     code.copy(R3, R9);
     code.call(Helper::CopyFromUser);
@@ -141,8 +239,7 @@ fn one_page(code: &mut Code) {
     code.load(Width::Double, R3, R2, 0);
     code.with(Act::Left, R1, PAGE_SHIFT);
     code.add(R3, R1);
-    code.copy(R1, R10);
-    code.with(Act::Add, R1, -8);
+    code.stack(R1, -8);
     code.with(Act::Set, R2, 1);
     code.call(Helper::CopyFromUser);
     code.jump_if_all(When::Equal, R0, 0, there);
@@ -154,4 +251,44 @@ fn one_page(code: &mut Code) {
 /// A device's number as the kernel has it (`include/linux/kdev_t.h`).
 fn in_kernel(device: libc::dev_t) -> i32 {
     (libc::major(device) << 20 | libc::minor(device)).cast_signed()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Kinds;
+
+    fn program(again: &[Again]) -> Vec<Instruction> {
+        let offsets = Offsets { inode: 32, private: 40, device: 76 };
+        code(&Plan { waits: &[], again, offsets, secret: 5, marks: 3 }).0
+    }
+
+    /// What it gives in place of the driver.
+    fn answers(code: &[Instruction]) -> Vec<i32> {
+        let exits = code.windows(2).filter(|pair| pair[0].code == 0xb7 && pair[1].code == 0x95);
+        exits.map(|pair| pair[0].immediate).collect()
+    }
+
+    #[test]
+    fn calls_are_sent_back_or_the_driver_s() {
+        // Functions of loops give 0 and 1.
+        let all = [0, 0, -libc::EAGAIN, -FULL, -ANSWER, 1, 0, 1, 0];
+        assert_eq!(answers(&program(&[])), all);
+    }
+
+    #[test]
+    fn no_more_of_an_argument_is_read_than_its_part() {
+        let call = |part| Again { devices: vec![7], number: 0x24, part, kind: Kinds::one(2) };
+        let helpers = |part| {
+            let code = program(&[call(part)]);
+            code.iter().filter(|one| one.code == 0x85 && one.immediate == 148).count()
+        };
+        // A request, and a byte of a page.
+        assert_eq!((helpers(None), helpers(Some(4))), (2, 3));
+        let code = program(&[call(Some(4))]);
+        let copy = code.windows(5).find(|at| at[4].immediate == 148).unwrap();
+        assert_eq!([copy[1].immediate, copy[3].immediate], [4, 4]);
+        let kind = |one: &Instruction| one.code == 0xb7 && one.registers == 7 && one.immediate == 4;
+        assert!(code.iter().any(kind));
+    }
 }

@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Calls that register memory wait until it is there, whoever makes them: the driver itself does not wait for a userfaultfd.
+//! Calls that register memory wait until it is there, whoever makes them: the driver itself does not wait for a userfaultfd. And calls of
+//! some processes are kept away.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt as _;
 
-use rewake_hold::{Call, Hold};
+pub use rewake_hold::{Hold, Kinds, Marks};
 
-use crate::abi::registering;
+pub use crate::abi::kept::{CREATE_PROCESS, CREATE_QUEUE, EXPORT, MAP, UPDATE_QUEUE};
+use crate::abi::{kept, registering};
 use crate::topology::Topology;
 
 /// Major number of every DRM device.
@@ -26,20 +28,18 @@ pub enum NotHeld {
     Kernel(#[from] rewake_hold::Error),
 }
 
-/// Holds them on all of this machine's GPUs, from now on and as long as what this gives is open.
+/// Has calls that register memory wait, on all of this machine's GPUs, from now on and as long as the [`Hold`] is open. So long other calls
+/// are kept away as [`Marks`] say: a mark is of a process by its `/dev/kfd`, and its part a GPU by the id that the process calls it by, or 0 for what is of all.
+/// Whoever marks a GPU keeps [`CREATE_PROCESS`] away with part 0.
 ///
 /// # Errors
 /// The driver is not there, or the kernel cannot hold calls: see [`Hold`].
-pub fn registering() -> Result<Hold, NotHeld> {
-    Ok(Hold::new(&calls()?)?)
-}
-
-fn calls() -> Result<[Call; 3], NotHeld> {
+pub fn attach() -> Result<(Hold, Marks), NotHeld> {
     let mut render = Vec::new();
     for gpu in Topology::read()?.gpus() {
         // By number: not every node is to be seen in each container.
         render.push(libc::makedev(DRM, gpu.render_minor()));
     }
-    let kfd = fs::metadata("/dev/kfd").map_err(NotHeld::Device)?;
-    Ok(registering::calls(kfd.rdev(), &render))
+    let kfd = fs::metadata("/dev/kfd").map_err(NotHeld::Device)?.rdev();
+    Ok(rewake_hold::attach(&registering::calls(kfd, &render), &kept::calls(kfd))?)
 }

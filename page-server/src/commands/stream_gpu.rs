@@ -179,8 +179,8 @@ fn in_a_thread(
     tell: oneshot::Sender<()>,
 ) -> anyhow::Result<JoinHandle<bool>> {
     begin(start, doors, timeline)?;
-    let holds = match held::registering() {
-        Ok(hold) => {
+    let holds = match held::attach() {
+        Ok((hold, _)) => {
             start.ledger.keep(hold.into());
             true
         }

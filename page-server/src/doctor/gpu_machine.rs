@@ -35,7 +35,7 @@ pub fn facts(capabilities: u64) -> Option<Facts> {
         initial_user_namespace: std::fs::metadata("/proc/self/ns/user")
             .map_or(true, |namespace| namespace.ino() == INITIAL_USER_NAMESPACE),
         switched_off: switched_off(),
-        held: held::registering().map(drop).map_err(|error| format!("{:#}", anyhow::Error::from(error))),
+        held: held::attach().map(drop).map_err(|error| format!("{:#}", anyhow::Error::from(error))),
         plugin: plugin(),
     })
 }

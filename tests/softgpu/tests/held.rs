@@ -1,18 +1,20 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Calls that register memory wait until it is there, where the kernel can be made to hold them. That they fail otherwise is seen in
-//! `userptr.rs`.
+//! `userptr.rs`. Others are kept away from processes that are marked.
 
-use std::os::fd::AsFd as _;
+use std::os::fd::{AsFd as _, AsRawFd as _};
 use std::thread;
 
 use gpu_app::gpu::Gpus;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use rewake_kfd::abi::KFD_IOCTL_SVM_ATTR_ACCESS;
 use rewake_kfd::abi::memory::Mapping;
+use rewake_kfd::abi::{IOC_EXPORT_DMABUF, IOC_MAP_MEMORY_TO_GPU, KFD_IOCTL_SVM_ATTR_ACCESS};
+use rewake_kfd::held::{CREATE_PROCESS, CREATE_QUEUE, EXPORT, MAP, UPDATE_QUEUE};
 use rewake_kfd::render::Render;
-use rewake_kfd::{Userptr, held, svm};
+use rewake_kfd::{Buffer, Kfd, QueueSpec, SdmaQueue, Spec, Userptr, held, svm};
 use rewake_uffd::{FillPort as _, Uffd};
 use softgpu_tests::isolated;
+use softgpu_tests::sys::{descriptor_of, misuse_at};
 
 const PAGE: u64 = 4096;
 const PAGES: u64 = 5;
@@ -46,7 +48,7 @@ fn waits<T: Send>(call: impl FnOnce(Mapping) -> T + Send) -> T {
 fn memory_that_is_registered_is_waited_for() {
     isolated("memory_that_is_registered_is_waited_for", 1, |_| {
         let gpus = Gpus::open(1).unwrap();
-        let _hold = held::registering().unwrap();
+        let _hold = held::attach().unwrap();
         let memory = waits(|memory| Userptr::register(gpus.device(0), memory).unwrap());
         assert_eq!(memory.cpu().load32((PAGES - 1) * PAGE), 0x0707_0707);
     });
@@ -59,7 +61,7 @@ fn memory_with_attributes_is_waited_for() {
         if !gpus.device(0).node().has_svm() {
             return;
         }
-        let _hold = held::registering().unwrap();
+        let _hold = held::attach().unwrap();
         let access = [(KFD_IOCTL_SVM_ATTR_ACCESS, gpus.device(0).gpu_id())];
         waits(|memory| {
             svm::set(gpus.device(0).kfd(), memory.address(), memory.len(), &access).unwrap();
@@ -73,7 +75,7 @@ fn memory_of_render_nodes_is_waited_for() {
     isolated("memory_of_render_nodes_is_waited_for", 1, |_| {
         let gpus = Gpus::open(1).unwrap();
         let render = Render::open(gpus.device(0).node().render_minor()).unwrap();
-        let _hold = held::registering().unwrap();
+        let _hold = held::attach().unwrap();
         waits(|memory| {
             render.userptr(&memory).unwrap();
             memory
@@ -88,7 +90,7 @@ fn what_is_not_there_at_all_is_the_driver_s_to_refuse() {
         let refused =
             || Userptr::register(gpus.device(0), Mapping::reserve(2 * PAGE).unwrap()).unwrap_err().errno();
         let plain = refused();
-        let _hold = held::registering().unwrap();
+        let _hold = held::attach().unwrap();
         assert_eq!(refused(), plain);
     });
 }
@@ -97,7 +99,7 @@ fn what_is_not_there_at_all_is_the_driver_s_to_refuse() {
 fn other_memory_is_registered_as_ever() {
     isolated("other_memory_is_registered_as_ever", 1, |_| {
         let gpus = Gpus::open(1).unwrap();
-        let hold = held::registering().unwrap();
+        let (hold, _) = held::attach().unwrap();
         let (uffd, missing) = (Uffd::open(0).unwrap(), Mapping::anonymous(PAGE).unwrap());
         uffd.register_missing(missing.address(), PAGE).unwrap();
         drop(gpus.registered(&[7; 4096]).unwrap());
@@ -106,5 +108,171 @@ fn other_memory_is_registered_as_ever() {
         // Held no more.
         let error = Userptr::register(gpus.device(0), missing).unwrap_err();
         assert_eq!(error.errno(), Some(libc::EFAULT));
+    });
+}
+
+/// What an export gives: an errno, 0 for none.
+fn export(buffer: &Buffer) -> i32 {
+    buffer.export().err().map_or(0, |error| error.errno().unwrap())
+}
+
+fn buffer(gpus: &Gpus, gpu: usize) -> Buffer {
+    Buffer::mapped(gpus.device(gpu), Spec::gtt(PAGE)).unwrap()
+}
+
+#[test]
+fn calls_of_a_marked_process_are_kept_away() {
+    isolated("calls_of_a_marked_process_are_kept_away", 1, |_| {
+        let gpus = Gpus::open(1).unwrap();
+        let (device, mut buffer) = (gpus.device(0), buffer(&gpus, 0));
+        let kfd = device.kfd().as_fd();
+        let (_hold, marks) = held::attach().unwrap();
+        let queue = || SdmaQueue::new(device, gpus.doorbells(0), QueueSpec::default());
+        let before = queue().unwrap();
+        let gpu = [device.gpu_id()];
+        buffer.unmap(&gpu).unwrap();
+        let mut calls = || {
+            let results = [buffer.map(&gpu), queue().map(drop), before.update(100, 7)];
+            let errnos = results.map(|result| result.err().map_or(0, |error| error.errno().unwrap()));
+            [export(&buffer), errnos[0], errnos[1], errnos[2]]
+        };
+        assert_eq!(calls(), [0; 4]);
+        // Not those of another open file: of the process.
+        let other = Kfd::open().unwrap();
+        let again = libc::EAGAIN;
+        let all = [
+            (gpu[0], EXPORT, [again, 0, 0, 0]),
+            // A new queue's memory is mapped.
+            (gpu[0], MAP, [0, again, again, 0]),
+            (0, CREATE_QUEUE, [0, 0, again, 0]),
+            (0, UPDATE_QUEUE, [0, 0, 0, again]),
+        ];
+        for (part, kind, expected) in all {
+            marks.shut(other.as_fd(), part, kind).unwrap();
+            for _ in 0..3 {
+                assert_eq!(calls(), expected);
+            }
+            marks.open(kfd, part).unwrap();
+            assert_eq!(calls(), [0; 4]);
+        }
+        marks.shut(kfd, gpu[0], EXPORT | MAP).unwrap();
+        marks.shut(kfd, 0, CREATE_QUEUE | UPDATE_QUEUE).unwrap();
+        assert_eq!(calls(), [again; 4]);
+        marks.shut(kfd, gpu[0], MAP).unwrap();
+        assert_eq!(calls(), [0, again, again, again]);
+    });
+}
+
+#[test]
+fn a_marked_process_stays_the_one_that_is_marked() {
+    isolated("a_marked_process_stays_the_one_that_is_marked", 1, |_| {
+        let kfd = Kfd::open().unwrap();
+        // CREATE_PROCESS, `_IO('K', 0x27)`; without an argument.
+        let replace = || misuse_at(kfd.as_fd(), 0x4b27, 0);
+        let plain = replace();
+        assert_ne!(plain, libc::EAGAIN);
+        let (_hold, marks) = held::attach().unwrap();
+        marks.shut(kfd.as_fd(), 0, CREATE_PROCESS).unwrap();
+        assert_eq!(replace(), libc::EAGAIN);
+        marks.open(kfd.as_fd(), 0).unwrap();
+        assert_eq!(replace(), plain);
+    });
+}
+
+#[test]
+fn other_processes_are_not_kept_away() {
+    isolated("other_processes_are_not_kept_away", 1, |scene| {
+        let gpus = Gpus::open(1).unwrap();
+        let buffer = buffer(&gpus, 0);
+        let kfd = gpus.device(0).kfd().as_fd();
+        if scene.role().is_some() {
+            scene.say(&kfd.as_raw_fd().to_string());
+            while scene.hear() == "export" {
+                scene.say(&export(&buffer).to_string());
+            }
+            return;
+        }
+        let (_hold, marks) = held::attach().unwrap();
+        let mut peer = scene.peer("marked");
+        let its = descriptor_of(peer.pid(), peer.hear().parse().unwrap()).unwrap();
+        let mut exports = || {
+            peer.say("export");
+            (peer.hear(), export(&buffer))
+        };
+        let gpu = gpus.device(0).gpu_id();
+        marks.shut(its.as_fd(), gpu, EXPORT).unwrap();
+        assert_eq!(exports(), (libc::EAGAIN.to_string(), 0));
+        marks.open(its.as_fd(), gpu).unwrap();
+        assert_eq!(exports(), ("0".to_owned(), 0));
+        peer.say("end");
+        peer.finish();
+    });
+}
+
+#[test]
+fn other_gpus_of_a_marked_process_go_on() {
+    isolated("other_gpus_of_a_marked_process_go_on", 2, |_| {
+        let gpus = Gpus::open(2).unwrap();
+        let buffers = [0, 1].map(|gpu| buffer(&gpus, gpu));
+        let (kfd, gpu) = (gpus.device(1).kfd().as_fd(), gpus.device(1).gpu_id());
+        let (_hold, marks) = held::attach().unwrap();
+        marks.shut(kfd, gpu, EXPORT).unwrap();
+        assert_eq!(buffers.each_ref().map(export), [0, libc::EAGAIN]);
+        marks.open(kfd, gpu).unwrap();
+        assert_eq!(buffers.each_ref().map(export), [0, 0]);
+    });
+}
+
+#[test]
+fn an_argument_that_cannot_be_read_is_the_driver_s_to_refuse() {
+    isolated("an_argument_that_cannot_be_read_is_the_driver_s_to_refuse", 1, |_| {
+        let gpus = Gpus::open(1).unwrap();
+        let kfd = gpus.device(0).kfd().as_fd();
+        let (_hold, marks) = held::attach().unwrap();
+        // 0: what a part that was not read might be taken for.
+        for part in [0, gpus.device(0).gpu_id()] {
+            marks.shut(kfd, part, EXPORT | MAP).unwrap();
+        }
+        for call in [IOC_EXPORT_DMABUF, IOC_MAP_MEMORY_TO_GPU] {
+            assert_eq!(misuse_at(kfd, call, 0), libc::EFAULT);
+            assert_eq!(misuse_at(kfd, call, u64::MAX - 7), libc::EFAULT);
+        }
+    });
+}
+
+#[test]
+fn marks_are_those_of_one_hold() {
+    isolated("marks_are_those_of_one_hold", 1, |_| {
+        let gpus = Gpus::open(1).unwrap();
+        let buffer = buffer(&gpus, 0);
+        let (kfd, gpu) = (gpus.device(0).kfd().as_fd(), gpus.device(0).gpu_id());
+        let (hold, marks) = held::attach().unwrap();
+        let (_other, others) = held::attach().unwrap();
+        marks.shut(kfd, gpu, EXPORT).unwrap();
+        // Who has another number opens nothing.
+        others.open(kfd, gpu).unwrap();
+        assert_eq!(export(&buffer), libc::EAGAIN);
+        drop(hold);
+        assert_eq!(export(&buffer), 0);
+        assert!(matches!(marks.shut(kfd, gpu, EXPORT), Err(rewake_hold::Error::NotMarked(_))));
+        assert_eq!(export(&buffer), 0);
+    });
+}
+
+#[test]
+fn there_are_so_many_marks_and_no_more() {
+    isolated("there_are_so_many_marks_and_no_more", 1, |_| {
+        let gpus = Gpus::open(1).unwrap();
+        let kfd = gpus.device(0).kfd().as_fd();
+        let (_hold, marks) = held::attach().unwrap();
+        let full = |part| matches!(marks.shut(kfd, part, MAP), Err(rewake_hold::Error::Full));
+        for part in 0..rewake_hold::MARKS {
+            marks.shut(kfd, part, EXPORT).unwrap();
+        }
+        assert!(full(rewake_hold::MARKS));
+        // One that is there may change.
+        marks.shut(kfd, 7, MAP).unwrap();
+        marks.open(kfd, 7).unwrap();
+        assert!(!full(rewake_hold::MARKS));
     });
 }

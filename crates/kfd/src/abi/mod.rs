@@ -3,7 +3,7 @@
 //!
 //! * [`generated`]: bindgen's output from the kernel's headers; `layout` asserts sizes, offsets and numbers.
 //! * [`call`], [`drm`]: one safe function for each ioctl of `/dev/kfd` and of render nodes, and [`call::raw`] for tests that misuse them.
-//! * [`registering`]: which of them hand a program's memory to the driver.
+//! * [`registering`]: which of them hand a program's memory to the driver. [`kept`]: which can be kept away.
 //! * [`udmabuf`]: dma-bufs of ordinary memory.
 //! * [`memory`]: mappings that another party writes too: only raw, checked access.
 //!
@@ -14,6 +14,7 @@ pub mod drm;
 #[allow(missing_docs, missing_debug_implementations, reason = "generated: the kernel's headers describe it")]
 #[allow(non_camel_case_types, non_snake_case, unreachable_pub, clippy::all, reason = "generated")]
 pub mod generated;
+pub mod kept;
 mod layout;
 pub mod memory;
 pub mod registering;

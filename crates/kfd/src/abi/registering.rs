@@ -50,11 +50,11 @@ pub fn calls(kfd: libc::dev_t, render: &[libc::dev_t]) -> [Call; 3] {
 }
 
 /// `_IOC_NR`, which alone the driver goes by.
-fn number(ioctl: u32) -> u8 {
+pub(super) fn number(ioctl: u32) -> u8 {
     ioctl.to_le_bytes()[0]
 }
 
-const fn byte(of: usize) -> u8 {
+pub(super) const fn byte(of: usize) -> u8 {
     assert!(of <= u8::MAX as usize);
     of.to_le_bytes()[0]
 }

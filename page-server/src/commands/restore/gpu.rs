@@ -100,7 +100,7 @@ pub(super) async fn restore(order: &Order<'_>) -> anyhow::Result<u8> {
 
 /// Whether memory of CPUs can come behind processes with GPUs.
 fn lazily(images: &Path, bar: &Bar) -> bool {
-    let can = held::registering().map_err(anyhow::Error::from).and_then(|_| Image::open(images).map(drop));
+    let can = held::attach().map_err(anyhow::Error::from).and_then(|_| Image::open(images).map(drop));
     if let Err(error) = &can {
         bar.say(&format!("all memory of CPUs comes before the processes run: {error:#}\n"));
     }
