@@ -34,7 +34,7 @@ fn ranges(image: &KfdImage) -> Option<Vec<Range<u64>>> {
     let private = Private::read(&image.private, gpus, image.buffers.len(), image.objects as usize).ok()?;
     // Where GPUs retry faults they reach all of it.
     if private.xnack_mode != 0 {
-        return Some(vec![0..u64::MAX]);
+        return Some(vec![Range { start: 0, end: u64::MAX }]);
     }
     Some(private.registered(image.buffers.iter().map(|buffer| (buffer.alloc_flags, buffer.size))))
 }

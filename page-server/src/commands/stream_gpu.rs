@@ -8,7 +8,7 @@ use std::thread::{self, JoinHandle};
 
 use anyhow::{Context as _, ensure};
 use rewake_handover::{FOLDER, Gated, Listener};
-use rewake_kfd::held;
+use rewake_kfd::held::{self, Marks};
 use rewake_store::pace::Pace;
 use tokio::sync::oneshot;
 use tracing::{error, info, warn};
@@ -75,7 +75,7 @@ fn gpus_alone(start: &Start, doors: &Doors) -> anyhow::Result<()> {
     let timeline = Timeline::default();
     begin(start, doors, &timeline)?;
     start.ready();
-    let done = gpus(doors, Beside::Nothing, start.ledger, &timeline);
+    let done = gpus(doors, Beside { cpus: None, marks: marks(start) }, start.ledger, &timeline);
     keep(&timeline, &doors.work);
     done
 }
@@ -170,6 +170,23 @@ async fn without_cpus(daemon: &Daemon, over: Option<oneshot::Receiver<()>>) {
     std::future::pending::<()>().await;
 }
 
+/// Has calls held and kept away, until all processes of this program have ended. None where the kernel does not.
+fn marks(start: &Start) -> Option<Marks> {
+    match held::attach() {
+        Ok((hold, marks)) => {
+            start.ledger.keep(hold.into());
+            Some(marks)
+        }
+        Err(error) => {
+            let error = anyhow::Error::from(error);
+            warn!(
+                "memory of CPUs of processes with GPUs comes before they run, and their gates are opened together: {error:#}"
+            );
+            None
+        }
+    }
+}
+
 /// Gives whether it went well; `tell` hears when it has ended.
 fn in_a_thread(
     start: &Start,
@@ -179,20 +196,10 @@ fn in_a_thread(
     tell: oneshot::Sender<()>,
 ) -> anyhow::Result<JoinHandle<bool>> {
     begin(start, doors, timeline)?;
-    let holds = match held::attach() {
-        Ok((hold, _)) => {
-            start.ledger.keep(hold.into());
-            true
-        }
-        Err(error) => {
-            let error = anyhow::Error::from(error);
-            warn!("memory of CPUs of processes with GPUs comes before they run: {error:#}");
-            false
-        }
-    };
+    let beside = Beside { cpus: Some(pace), marks: marks(start) };
     let (doors, ledger, timeline) = (Arc::clone(doors), start.ledger, timeline.clone());
     let load = move || {
-        let done = gpus(&doors, Beside::Cpus { holds, pace }, ledger, &timeline);
+        let done = gpus(&doors, beside, ledger, &timeline);
         if let Err(error) = &done {
             error!("{error:#}");
             // Those that it has not opened.

@@ -8,6 +8,7 @@ use anyhow::Context as _;
 use rewake_kfd::criu;
 use rewake_tracer::with_tracer;
 
+use super::kept::Kept;
 use crate::sys;
 
 /// How long CRIU may take to let go of a process that it has restored.
@@ -20,6 +21,8 @@ pub(super) struct Gate<'a> {
     pub(super) process: RawFd,
     /// Its `/dev/kfd`.
     pub(super) kfd: BorrowedFd<'a>,
+    /// What it may not do before.
+    pub(super) kept: Option<Kept<'a>>,
 }
 
 impl Gate<'_> {
@@ -32,7 +35,13 @@ impl Gate<'_> {
         let done = with_tracer(pid, PATIENCE, || criu::unpause(self.kfd));
         let done = done.with_context(|| format!("tracing process {pid}"))?;
         done.with_context(|| format!("letting the GPUs of process {pid} go on"))?;
+        self.keeps_nothing_away();
         Ok(pid)
+    }
+
+    /// It is open, or the process has ended.
+    pub(super) fn keeps_nothing_away(&self) {
+        self.kept.iter().for_each(Kept::end);
     }
 
     /// Whether there is nobody behind it.

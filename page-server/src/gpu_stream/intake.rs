@@ -12,11 +12,13 @@ use rewake_criu_images::amdgpu::{KfdImage, kfd_name};
 use rewake_handover::proto::{self, to_plugin, to_server};
 use rewake_handover::{Channel, Error, Listener, VERSION};
 use rewake_kfd::Kfd;
+use rewake_kfd::held::Marks;
 use rewake_store::pace::{Pace, Standing};
 use tracing::warn;
 
 use super::confirm::Confirm;
 use super::gate::Gate;
+use super::kept::Kept;
 use super::parts::Buffer;
 use super::placeholders::{Handed, Placeholders};
 use crate::ledger::Ledger;
@@ -133,8 +135,12 @@ impl Taken {
 
     /// Waits until all processes stand before their gates, and answers for them from then on. By their places among
     /// [`Taken::processes`].
-    pub(super) fn go(&self, ledger: Ledger) -> anyhow::Result<Vec<(usize, Gated<'_>)>> {
-        let gated = self.all_started(ledger);
+    pub(super) fn go(
+        &self,
+        ledger: Ledger,
+        marks: Option<&Marks>,
+    ) -> anyhow::Result<Vec<(usize, Gated<'_>)>> {
+        let gated = self.all_started(ledger, marks);
         match &gated {
             Ok(_) => self.say(to_plugin::What::Go(proto::Go {}))?,
             Err(error) => {
@@ -145,7 +151,7 @@ impl Taken {
         gated
     }
 
-    fn all_started(&self, ledger: Ledger) -> anyhow::Result<Vec<(usize, Gated<'_>)>> {
+    fn all_started(&self, ledger: Ledger, marks: Option<&Marks>) -> anyhow::Result<Vec<(usize, Gated<'_>)>> {
         let mut started: Vec<(usize, Gated<'_>)> = Vec::new();
         loop {
             let (what, mut with) = self.hear()?;
@@ -156,7 +162,7 @@ impl Taken {
                     let place = place
                         .with_context(|| format!("{} was not announced, or twice", kfd_name(process.kfd)))?;
                     let pidfd = with.pop().context("a process came without its descriptor")?;
-                    started.push((place, self.processes[place].started(place, pidfd, ledger)?));
+                    started.push((place, self.processes[place].started(place, pidfd, ledger, marks)?));
                 }
                 to_server::What::Go(_) => break,
                 other => bail!(odd("Go", &other)),
@@ -209,13 +215,21 @@ impl Computing {
 
     /// It stands before its gate, stopped, with all its mappings: its placeholders are watched from now on, and it is killed if nobody
     /// would open the gate.
-    fn started(&self, place: usize, pidfd: OwnedFd, ledger: Ledger) -> anyhow::Result<Gated<'_>> {
+    fn started(
+        &self,
+        place: usize,
+        pidfd: OwnedFd,
+        ledger: Ledger,
+        marks: Option<&Marks>,
+    ) -> anyhow::Result<Gated<'_>> {
         let process = ledger.gates().shut(pidfd)?;
         let placeholders = match &self.placeholders {
             Some(handed) => Some(handed.watch(place, process, self.mapped(handed)?)?),
             None => None,
         };
-        Ok(Gated { gate: Gate { process, kfd: self.kfd.as_fd() }, placeholders })
+        let kfd = self.kfd.as_fd();
+        let kept = marks.map(|marks| Kept::from_handing_over(marks, kfd, &self.gpus)).transpose()?;
+        Ok(Gated { gate: Gate { process, kfd, kept }, placeholders })
     }
 
     /// The buffers that placeholders stand for.

@@ -9,6 +9,7 @@
 mod confirm;
 mod gate;
 mod intake;
+mod kept;
 mod opening;
 mod parts;
 mod placeholders;
@@ -26,6 +27,7 @@ use anyhow::Context as _;
 use nix::sys::signal::{SigSet, SigmaskHow, Signal, sigprocmask};
 use rewake_contents::{Desk, Loading, Process, Report};
 use rewake_handover::Listener;
+use rewake_kfd::held::Marks;
 use rewake_store::pace::{Pace, Standing};
 use tracing::{info, warn};
 
@@ -43,18 +45,13 @@ use crate::timeline::Timeline;
 /// pages does.
 const CONFIRMED: Duration = Duration::from_secs(10);
 
-/// What else comes from this process.
-#[derive(Debug)]
-pub enum Beside {
-    /// Nothing.
-    Nothing,
-    /// Memory of the same restore's CPUs.
-    Cpus {
-        /// Calls that register some of it are held.
-        holds: bool,
-        /// What both keep to.
-        pace: Arc<Pace>,
-    },
+/// What else there is.
+#[derive(Debug, Default)]
+pub struct Beside {
+    /// Where memory of the same restore's CPUs comes from here, too: what both keep to.
+    pub cpus: Option<Arc<Pace>>,
+    /// Where calls can be held and kept away.
+    pub marks: Option<Marks>,
 }
 
 /// How one restore went.
@@ -121,13 +118,13 @@ fn or_give_up<T>(
 fn serve_taken(
     taken: &Taken,
     standing: Option<Standing>,
-    one_by_one: bool,
+    marks: Option<&Marks>,
     ledger: Ledger,
     timeline: &Timeline,
     pace: Arc<Pace>,
 ) -> anyhow::Result<(Summary, Vec<Opened>)> {
     let (mut gates, mut placeholders) = (Vec::new(), Vec::new());
-    for (place, gated) in taken.go(ledger)? {
+    for (place, gated) in taken.go(ledger, marks)? {
         timeline.runs(place, sys::pidfd_pid(gated.gate.process).unwrap_or_default());
         gates.push((place, gated.gate));
         placeholders.extend(gated.placeholders);
@@ -137,8 +134,13 @@ fn serve_taken(
     info!(processes = gates.len(), "loading memory of GPUs behind running processes");
     let processes: Vec<Process<'_>> = taken.processes().collect();
     let count = gates.len();
-    let opening = Opening { taken, gates, one_by_one, ledger, timeline };
-    let (loaded, touches, opened) = load(&processes, placeholders, &opening, pace)?;
+    let opening = Opening { taken, gates, one_by_one: marks.is_some(), ledger, timeline };
+    let loaded = load(&processes, placeholders, &opening, pace);
+    if loaded.is_err() {
+        // Before they could hand over what is not there.
+        ledger.gates().end_all();
+    }
+    let (loaded, touches, opened) = loaded?;
     Ok((Summary { processes: count, loaded, touches, took: start.elapsed(), held: 0 }, opened))
 }
 
@@ -163,17 +165,16 @@ pub fn serve(
     ledger: Ledger,
     timeline: &Timeline,
 ) -> anyhow::Result<Option<Summary>> {
-    let (holds, pace) = match beside {
-        Beside::Nothing => (false, Arc::new(Pace::new(Vec::new())?)),
-        Beside::Cpus { holds, pace } => (holds, pace),
-    };
-    let Some(mut taken) = intake::take(listener, holds.then_some(&pace))? else { return Ok(None) };
+    let Beside { cpus, marks } = beside;
+    let holds = cpus.as_ref().filter(|_| marks.is_some());
+    let Some(mut taken) = intake::take(listener, holds)? else { return Ok(None) };
+    let pace = cpus.map_or_else(|| Pace::new(Vec::new()).map(Arc::new), Ok)?;
     let (confirm, standing) = (taken.confirm.take(), taken.standing.take());
     timeline.handed_over();
     // Asked to stop, it goes on from here: it takes as long as it takes to load, and then no gate is shut.
     let stop: SigSet = [Signal::SIGTERM, Signal::SIGINT].into_iter().collect();
     sigprocmask(SigmaskHow::SIG_BLOCK, Some(&stop), None).context("blocking signals")?;
-    let (mut summary, opened) = serve_taken(&taken, standing, holds, ledger, timeline, pace)?;
+    let (mut summary, opened) = serve_taken(&taken, standing, marks.as_ref(), ledger, timeline, pace)?;
     // Who ends now is taken apart by the driver: nothing of it is open here.
     drop(taken);
     if let Some(confirm) = confirm {

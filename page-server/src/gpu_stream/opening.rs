@@ -62,6 +62,7 @@ impl Opening<'_> {
                 self.timeline.gone(place);
                 warn!("a process ended before its GPUs went on: {error:#}");
                 self.ledger.gates().opened(gate.process);
+                gate.keeps_nothing_away();
                 Ok(None)
             }
             Err(error) => Err(error),

@@ -24,6 +24,7 @@ use softgpu_tests::toucher::{BUFFERS, BYTES, LOOK, Large, READ, TAIL, pattern, p
 const OWN: usize = 7;
 /// Touches memory in a child that has none of it.
 const SIGSEGV: i32 = 11;
+const EAGAIN: i32 = 11;
 
 fn main() -> anyhow::Result<()> {
     let mut arguments = std::env::args().skip(1);
@@ -152,10 +153,14 @@ impl Memory {
         unsafe { std::slice::from_raw_parts(start, self.bytes) }
     }
 
-    /// As for another process.
+    /// As for another process; tries again as ROCm's library does.
     fn export(&self) -> anyhow::Result<()> {
-        self.buffer.export()?;
-        Ok(())
+        loop {
+            match self.buffer.export() {
+                Err(error) if error.errno() == Some(EAGAIN) => thread::yield_now(),
+                done => return Ok(done.map(drop)?),
+            }
+        }
     }
 
     fn expected(&self) -> Vec<u8> {
