@@ -8,7 +8,7 @@
 //! * [`inspect`], [`doctor`]: what an image holds, and what a machine lacks.
 //! * [`gpu_stream`]: memory of GPUs behind running processes.
 //! * [`timeline`]: how that goes, for people and programs.
-//! * [`gpu_plugin`]: where CRIU finds its plugin for GPUs.
+//! * [`gpu_plugin`]: where CRIU finds its plugin for GPUs. [`holes`]: what a dump leaves out.
 //! * [`control`]: what a long-lived daemon and its clients say to each other.
 //! * [`cli`], [`commands`], [`criu_args`], [`logging`], [`units`]: for people and their scripts.
 
@@ -22,6 +22,7 @@ pub mod fill;
 pub mod gpu_plugin;
 pub mod gpu_stream;
 pub mod guardian;
+pub mod holes;
 pub mod image;
 pub mod inspect;
 pub mod ledger;

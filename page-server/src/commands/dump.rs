@@ -6,7 +6,7 @@ use anyhow::{Context as _, bail};
 use super::criu::{Act, NO_PLUGIN, Options, code, show_errors, starting};
 use super::directory;
 use crate::cli::Dump;
-use crate::gpu_plugin;
+use crate::{gpu_plugin, holes};
 
 /// Options that are for `rewake dump` itself, not for CRIU.
 const OURS: [&str; 6] = ["-t", "--tree", "-D", "--images-dir", "-W", "--work-dir"];
@@ -38,6 +38,9 @@ pub fn run(options: &Dump) -> anyhow::Result<u8> {
     // A signal to us alone does not reach it: a dump that is cut off can leave its tree stopped.
     let exit = act.command(&program).status().with_context(|| starting(&program))?;
     if exit.success() {
+        if let Err(error) = holes::dig(&images) {
+            eprintln!("rewake: zeros in the image are not left out: {error:#}");
+        }
         return Ok(code(exit));
     }
     show_errors(&act.log());
