@@ -85,7 +85,7 @@ impl Subject {
         let found = client::generate(app.socket(), &PROMPT, TOKENS)?;
         ensure!(found == answer, "the process answers {found:?} before the dump, expected {answer:?}");
         let criu = Criu::with(Plugin::Ours, Version::V4_2, &dir.join("images"))?;
-        criu.dump(pid)?;
+        criu.dump_by_rewake(pid)?;
         app.was_dumped();
         // Every restore of it is ended here.
         app.is_over();

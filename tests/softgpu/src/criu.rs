@@ -84,6 +84,16 @@ impl Criu {
         self.run(&["dump", "--tree", &pid.to_string()])
     }
 
+    /// Dumps a process with its children by `rewake dump`; they end.
+    ///
+    /// # Errors
+    /// What it complained about.
+    pub fn dump_by_rewake(&self, pid: u32) -> anyhow::Result<()> {
+        let dumped = self.of_rewake("dump")?.args(["-t", &pid.to_string()]).output()?;
+        ensure!(dumped.status.success(), "rewake dump: {}", String::from_utf8_lossy(&dumped.stderr));
+        Ok(())
+    }
+
     /// Dumps a process with its children; they go on.
     ///
     /// # Errors

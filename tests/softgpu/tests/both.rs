@@ -3,6 +3,7 @@
 //! registers meanwhile is waited for.
 
 use std::fs;
+use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
 
 use gpu_app::shape::{Mode, Shape};
@@ -13,8 +14,11 @@ use serde_json::Value;
 use softgpu_tests::criu::{Criu, Plugin, Version, wait_for_the_end_of};
 use softgpu_tests::dumped::{Dumped, ONE_RING, dies, soon, unreached};
 use softgpu_tests::server::small;
-use softgpu_tests::toucher::OWN_PARTS;
+use softgpu_tests::toucher::{BYTES, OWN_PARTS};
 use softgpu_tests::{Held, Machine, Streamer, Toucher, isolated};
+
+/// Blocks at the ends of memory that is zeros, and what the file system keeps.
+const SLACK: u64 = 256 << 10;
 
 /// What the plugin says when it waits, behind the number of pages.
 const WAITS: &str = " pages of its memory that come lazily";
@@ -138,6 +142,29 @@ fn buffers_come_later_still() {
     isolated("buffers_come_later_still", 1, |_| {
         there_and_back(&unreached());
         there_and_back(&Shape { processes: 2, ..small() });
+    });
+}
+
+#[test]
+fn what_rewake_has_dumped_has_holes_for_zeros() {
+    isolated("what_rewake_has_dumped_has_holes_for_zeros", 1, |_| {
+        let folder = tempfile::tempdir().unwrap();
+        let mut toucher = Toucher::start(env!("CARGO_BIN_EXE_toucher"), folder.path(), None).unwrap();
+        toucher.asked(&format!("allocate {OWN_PARTS}")).unwrap();
+        toucher.asked("clear 0").unwrap();
+        let criu = Criu::with(Plugin::Ours, Version::V4_2, &folder.path().join("images")).unwrap();
+        criu.dump_by_rewake(toucher.pid()).unwrap();
+        toucher.was_dumped().unwrap();
+        let files = fs::read_dir(criu.images()).unwrap().map(|file| file.unwrap());
+        let pages: Vec<_> =
+            files.filter(|file| file.file_name().to_string_lossy().starts_with("pages-")).collect();
+        let on_disk: u64 = pages.iter().map(|file| file.metadata().unwrap().blocks() * 512).sum();
+        let all: u64 = pages.iter().map(|file| file.metadata().unwrap().len()).sum();
+        assert!(on_disk + (BYTES as u64) < all + SLACK, "{on_disk} bytes on the disk of {all}");
+        let mut both = Streamer::of_both(criu.images()).unwrap();
+        criu.restore_lazily().unwrap();
+        toucher.ask("register 0").unwrap();
+        registers(&toucher, &mut both);
     });
 }
 

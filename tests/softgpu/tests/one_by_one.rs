@@ -15,8 +15,7 @@ const MOMENT: Duration = Duration::from_millis(500);
 
 fn comes_back(criu: &Criu) -> Streamer {
     let both = Streamer::of_both(criu.images()).unwrap();
-    let restored = criu.command(&["restore", "--restore-detached", "--lazy-pages"]).status().unwrap();
-    assert!(restored.success(), "{}", criu.log("restore"));
+    criu.restore_lazily().unwrap();
     both
 }
 

@@ -60,7 +60,7 @@ fn main() -> anyhow::Result<()> {
         }
         memories.push(Memory { number, address: buffer.address(), bytes, large, given: Vec::new(), buffer });
     }
-    let mut own = Own { device, memory: None };
+    let mut own = Own { device, memory: None, cleared: false };
     answer(&folder, "ok")?;
     loop {
         let path = folder.join("order");
@@ -91,6 +91,7 @@ fn obey(order: &str, memories: &mut [Memory], own: &mut Own, folder: &Path) -> a
     match what {
         "check" => memory.check(),
         "register" => own.register(),
+        "clear" => own.clear(),
         "export" => memory.export(),
         "tail" => memory.tail(),
         "write" => memory.write(&folder.join("out")),
@@ -111,6 +112,7 @@ fn obey(order: &str, memories: &mut [Memory], own: &mut Own, folder: &Path) -> a
 struct Own {
     device: Arc<Device>,
     memory: Option<Mapping>,
+    cleared: bool,
 }
 
 impl Own {
@@ -122,6 +124,13 @@ impl Own {
         Ok(())
     }
 
+    /// Its first part becomes zeros, written as such.
+    fn clear(&mut self) -> anyhow::Result<()> {
+        self.memory.as_ref().context("there is none")?.write(0, &vec![0; BYTES]);
+        self.cleared = true;
+        Ok(())
+    }
+
     /// Nothing of it has been looked at since it was written.
     fn register(&mut self) -> anyhow::Result<()> {
         let memory = self.memory.take().context("there is none")?;
@@ -129,7 +138,8 @@ impl Own {
         let mut found = vec![0; BYTES];
         for (part, at) in (0..userptr.cpu().len()).step_by(BYTES).enumerate() {
             userptr.cpu().read(at, &mut found);
-            ensure!(found == pattern(OWN + part), "its own memory is another");
+            let expected = if self.cleared && part == 0 { vec![0; BYTES] } else { pattern(OWN + part) };
+            ensure!(found == expected, "its own memory is another");
         }
         Ok(())
     }
