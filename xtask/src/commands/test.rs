@@ -13,10 +13,14 @@ use crate::{program, repository, tidy, vm};
 /// Files that one test run keeps open at most, with room: userfaultfds, sockets and images of many processes.
 const OPEN_FILES: u64 = 16_384;
 
+/// The package with what makes containers, for end to end tests.
+const RUNC: &str = "runc";
+
 /// Runs all; with a filter only the tests whose names contain it, and no style checks.
 pub(crate) fn run(filter: Option<&str>) -> anyhow::Result<()> {
     let criu = setup::run()?;
     let other = setup::run_other_than(&criu);
+    setup::install(&[RUNC])?;
     raise_open_files()?;
     describe_machine(&criu, other.as_ref().ok())?;
     let environment = environment(&criu, other.as_ref().ok())?;
