@@ -20,12 +20,12 @@ const RUNC: &str = "runc";
 pub(crate) fn run(filter: Option<&str>) -> anyhow::Result<()> {
     let criu = setup::run()?;
     let other = setup::run_other_than(&criu);
-    setup::install(&[RUNC])?;
     raise_open_files()?;
     describe_machine(&criu, other.as_ref().ok())?;
     let environment = environment(&criu, other.as_ref().ok())?;
     let mut report = Report::default();
     report.step("set-up of a second CRIU", || other.as_ref().map(drop).map_err(|error| anyhow!("{error:#}")));
+    report.step("set-up of runc", || setup::install(&[RUNC]));
     if filter.is_none() {
         report.step("tidy", tidy::check);
         report.step("cargo fmt", || cargo(&["fmt", "--all", "--check"], &[]));
