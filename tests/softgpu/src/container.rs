@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The workload in a container that runc made: pids, mounts and a network of its own, `/dev/kfd` and the render nodes.
+//! The workload in a container that runc made: pids, mounts and a network of its own, `/dev/kfd` and the render nodes, no privilege.
 
-use std::fs;
-use std::os::unix::fs::MetadataExt as _;
+use std::fs::{self, Permissions};
+use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, bail, ensure};
+use anyhow::{Context as _, ensure};
 use gpu_app::client;
 use gpu_app::model::Model;
 use gpu_app::shape::Shape;
@@ -21,11 +21,16 @@ use crate::criu::Plugin;
 const ID: &str = "softgpu-test";
 /// What it has of the machine's, read only.
 const SYSTEM: [&str; 4] = ["/usr", "/bin", "/lib", "/lib64"];
+/// Whoever is in it, without privileges: not root.
+const USER: u32 = 1000;
+/// Calls for which a filter kills the workload. It makes none of them, and nobody may have it make one.
+const DEADLY: [&str; 7] =
+    ["userfaultfd", "bpf", "ptrace", "pidfd_getfd", "process_vm_writev", "io_uring_setup", "memfd_create"];
 /// The answer that is under way at the dump.
 const PROMPT: [u32; 2] = [7, 8];
 const TOKENS: usize = 12;
-/// Looks for READY, or for the end, and time between them: two minutes.
-const LOOKS: u32 = 1200;
+/// Time for READY, and for the end: much, under emulation too.
+const LIMIT: Duration = Duration::from_secs(120);
 const LOOK: Duration = Duration::from_millis(100);
 
 /// A container; it goes when dropped.
@@ -45,6 +50,8 @@ impl Container {
         for folder in ["images", "files", "rootfs"] {
             fs::create_dir(container.path(folder)).with_context(|| format!("create {folder}"))?;
         }
+        fs::set_permissions(container.path("files"), Permissions::from_mode(0o777))?;
+        fs::set_permissions(container.folder.path(), Permissions::from_mode(0o755))?;
         let options = format!("network-lock skip\nlibdir {}\n", Plugin::Ours.folder()?.display());
         fs::write(container.path("criu.conf"), options).context("write CRIU's options")?;
         fs::write(container.path("config.json"), container.bundle(shape)?.to_string())?;
@@ -89,7 +96,9 @@ impl Container {
             "root": {"path": "rootfs"},
             "process": {
                 "cwd": "/",
-                "user": {"uid": 0, "gid": 0},
+                "user": {"uid": USER, "gid": USER},
+                "noNewPrivileges": true,
+                "capabilities": {"bounding": [], "effective": [], "permitted": []},
                 "env": ["PATH=/usr/bin"],
                 "args": arguments.chain(shape.arguments()).collect::<Vec<_>>(),
             },
@@ -97,6 +106,10 @@ impl Container {
             "linux": {
                 "namespaces": namespaces,
                 "devices": devices,
+                "seccomp": {
+                    "defaultAction": "SCMP_ACT_ALLOW",
+                    "syscalls": [{"names": DEADLY, "action": "SCMP_ACT_KILL_PROCESS"}],
+                },
                 "resources": {"devices": denied.into_iter().chain(allowed).collect::<Vec<_>>()},
             },
             "annotations": {"org.criu.config": self.path("criu.conf")},
@@ -166,26 +179,19 @@ impl Container {
     /// # Errors
     /// Some are.
     pub fn ends(&self) -> anyhow::Result<()> {
-        for _ in 0..LOOKS {
+        let stopped = || {
             let state = Command::new("runc").args(["state", ID]).output().context("start runc")?;
             let state: Value = serde_json::from_slice(&state.stdout).context("what runc says of it")?;
-            if state["status"] == "stopped" {
-                return Ok(());
-            }
-            thread::sleep(LOOK);
-        }
-        bail!("the container does not end")
+            Ok(state["status"] == "stopped")
+        };
+        ensure!(soon(stopped)?, "the container does not end");
+        Ok(())
     }
 
     fn serves(&self) -> anyhow::Result<()> {
         let said = || fs::read_to_string(self.path("files").join("log")).unwrap_or_default();
-        for _ in 0..LOOKS {
-            if said().contains("READY") {
-                return Ok(());
-            }
-            thread::sleep(LOOK);
-        }
-        bail!("gpu-app does not serve: {}", said())
+        ensure!(soon(|| Ok(said().contains("READY")))?, "gpu-app does not serve: {}", said());
+        Ok(())
     }
 
     fn runc(&self, act: &str, with: impl FnOnce(&mut Command) -> &mut Command) -> anyhow::Result<()> {
@@ -205,6 +211,18 @@ impl Drop for Container {
         // It may be gone.
         let _ = self.runc("delete", |delete| delete.arg("--force"));
     }
+}
+
+/// Whether it is so within [`LIMIT`].
+fn soon(is_so: impl Fn() -> anyhow::Result<bool>) -> anyhow::Result<bool> {
+    let end = Instant::now() + LIMIT;
+    while !is_so()? {
+        if Instant::now() > end {
+            return Ok(false);
+        }
+        thread::sleep(LOOK);
+    }
+    Ok(true)
 }
 
 /// `/dev/kfd` and all render nodes, as runc is to make them.
