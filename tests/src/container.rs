@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 use tempfile::TempDir;
 
 use crate::criu::Criu;
-use crate::process::{adopt_orphans, kill_all, run, tail, until, wait_pid};
+use crate::process::{adopt_orphans, in_group, kill_all, run, tail, until, wait_pid};
 use crate::scene::{ACT, END, built_programs};
 use crate::server::{Server, Setup};
 use crate::verdict::Verdict;
@@ -311,11 +311,21 @@ impl Drop for Container {
         if std::thread::panicking() {
             eprintln!("{}: {:?}\n{}", self.id, self.arguments, self.logs());
         }
-        if let Ok(pid) = self.pid() {
-            kill_all(&[pid]);
-        }
+        // What runc knows nothing of, too: a restore that was cut off, and its CRIU.
+        kill_all(&in_group(&self.id));
         let mut command = self.runc("delete");
         // There may be no container any more.
         let _ = run(command.args(["--force", &self.id]), LIMIT);
+        unmount_below(self.dir.path());
+    }
+}
+
+/// Lets go of what a restore that was cut off has mounted in a folder that is to be removed.
+fn unmount_below(folder: &Path) {
+    let mounts = fs::read_to_string("/proc/self/mounts").unwrap_or_default();
+    let places = mounts.lines().filter_map(|mount| mount.split(' ').nth(1));
+    for place in places.filter(|place| Path::new(place).starts_with(folder)) {
+        // It may have gone with the one above it.
+        let _ = Command::new("umount").args(["--lazy", place]).stderr(Stdio::null()).status();
     }
 }
