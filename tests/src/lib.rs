@@ -5,6 +5,7 @@
 //! * [`Scene`]: one dumped target with its directories; starts servers, restores, collects the verdict.
 //! * [`Server`]: `rewake lazy-pages`, or CRIU's own with `REWAKE_TEST_SERVER=stock` (to see which tests it fails).
 //! * [`daemon`]: `rewake serve` and the commands that talk to it.
+//! * [`Container`]: one dumped target in a container of runc's.
 //! * [`Criu`]: the dump and restore commands, from `CRIU` (default: `criu` on the path) and `CRIU_ALT`.
 //! * [`images`]: surgery on CRIU images, with a codec of its own so that it does not share our reader's mistakes.
 //! * [`limit`]: memory that the kernel refuses.
@@ -16,6 +17,7 @@
 
 #![forbid(unsafe_code)]
 
+pub mod container;
 pub mod criu;
 pub mod daemon;
 pub mod images;
@@ -28,6 +30,7 @@ pub mod server;
 mod skip;
 pub mod verdict;
 
+pub use container::Container;
 pub use criu::Criu;
 pub use scene::Scene;
 pub use server::{Refusal, Server, Setup};

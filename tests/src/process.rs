@@ -111,6 +111,19 @@ pub fn session(leader: Pid) -> Vec<Pid> {
     matching(|(_, found)| found == leader.as_raw())
 }
 
+/// The processes that are in a control group of that name.
+#[must_use]
+pub fn in_group(name: &str) -> Vec<Pid> {
+    let Ok(entries) = fs::read_dir("/proc") else { return Vec::new() };
+    let name = format!("/{name}");
+    let is_in = |pid: &i32| {
+        let groups = fs::read_to_string(format!("/proc/{pid}/cgroup")).unwrap_or_default();
+        groups.lines().any(|group| group.ends_with(&name))
+    };
+    let pids = entries.flatten().filter_map(|entry| entry.file_name().to_str()?.parse().ok());
+    pids.filter(is_in).map(Pid::from_raw).collect()
+}
+
 /// Kills every process of the list and collects those that fall to this one.
 pub fn kill_all(pids: &[Pid]) {
     let pids: BTreeSet<Pid> = pids.iter().copied().collect();

@@ -194,7 +194,7 @@ impl Drop for App {
 }
 
 /// `GPU_APP`, or the program beside the folder of this test's own.
-fn program() -> anyhow::Result<PathBuf> {
+pub(crate) fn program() -> anyhow::Result<PathBuf> {
     if let Some(path) = std::env::var_os("GPU_APP") {
         return Ok(path.into());
     }

@@ -170,7 +170,7 @@ impl Criu {
 
 impl Plugin {
     /// The folder that has it.
-    fn folder(self) -> anyhow::Result<PathBuf> {
+    pub(crate) fn folder(self) -> anyhow::Result<PathBuf> {
         let (folder, remedy) = match self {
             Self::Ours => {
                 let own = std::env::current_exe().context("this program's path")?;

@@ -5,6 +5,7 @@
 //! behind when it ends is a test too. After it the judge's list is empty and nothing is left alive.
 
 pub mod app;
+pub mod container;
 pub mod criu;
 pub mod dumped;
 pub mod faults;
@@ -20,6 +21,7 @@ pub mod streamer;
 pub mod sys;
 pub mod toucher;
 
+pub use container::Container;
 pub use faults::Faults;
 pub use hold::Held;
 pub use judge::Judge;

@@ -13,6 +13,9 @@ use crate::{program, repository, tidy, vm};
 /// Files that one test run keeps open at most, with room: userfaultfds, sockets and images of many processes.
 const OPEN_FILES: u64 = 16_384;
 
+/// The package with what makes containers, for end to end tests.
+const RUNC: &str = "runc";
+
 /// Runs all; with a filter only the tests whose names contain it, and no style checks.
 pub(crate) fn run(filter: Option<&str>) -> anyhow::Result<()> {
     let criu = setup::run()?;
@@ -22,6 +25,7 @@ pub(crate) fn run(filter: Option<&str>) -> anyhow::Result<()> {
     let environment = environment(&criu, other.as_ref().ok())?;
     let mut report = Report::default();
     report.step("set-up of a second CRIU", || other.as_ref().map(drop).map_err(|error| anyhow!("{error:#}")));
+    report.step("set-up of runc", || setup::install(&[RUNC]));
     if filter.is_none() {
         report.step("tidy", tidy::check);
         report.step("cargo fmt", || cargo(&["fmt", "--all", "--check"], &[]));

@@ -19,7 +19,7 @@ pub(super) const HOST_PACKAGES: [&str; 5] =
     ["mmdebstrap", "debian-archive-keyring", "e2fsprogs", "cpio", "qemu-system-x86"];
 
 /// What the system has beside Debian's essential packages and what `system.sh` adds.
-const PACKAGES: [&str; 31] = [
+const PACKAGES: [&str; 32] = [
     // To build kernel modules: compilers of both kernels come with their headers.
     "gcc",
     "make",
@@ -37,6 +37,7 @@ const PACKAGES: [&str; 31] = [
     "nftables",
     "procps",
     "psmisc",
+    "runc",
     "strace",
     "ca-certificates",
     // Programs that look at GPUs and that are not ours.

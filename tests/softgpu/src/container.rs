@@ -1,0 +1,245 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The workload in a container that runc made: pids, mounts and a network of its own, `/dev/kfd` and the render nodes, no privilege.
+
+use std::fs::{self, Permissions};
+use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, ensure};
+use gpu_app::client;
+use gpu_app::model::Model;
+use gpu_app::shape::Shape;
+use serde_json::{Value, json};
+
+use crate::app;
+use crate::criu::Plugin;
+
+/// Its number for runc: one at a time.
+const ID: &str = "softgpu-test";
+/// What it has of the machine's, read only.
+const SYSTEM: [&str; 4] = ["/usr", "/bin", "/lib", "/lib64"];
+/// Whoever is in it, without privileges: not root.
+const USER: u32 = 1000;
+/// Calls for which a filter kills the workload. It makes none of them, and nobody may have it make one.
+const DEADLY: [&str; 7] =
+    ["userfaultfd", "bpf", "ptrace", "pidfd_getfd", "process_vm_writev", "io_uring_setup", "memfd_create"];
+/// The answer that is under way at the dump.
+const PROMPT: [u32; 2] = [7, 8];
+const TOKENS: usize = 12;
+/// Time for READY, and for the end: much, under emulation too.
+const LIMIT: Duration = Duration::from_secs(120);
+const LOOK: Duration = Duration::from_millis(100);
+
+/// A container; it goes when dropped.
+#[derive(Debug)]
+pub struct Container {
+    folder: tempfile::TempDir,
+    model: Model,
+}
+
+impl Container {
+    /// Starts a server of this shape in one, has an answer begun, and dumps it with runc.
+    ///
+    /// # Errors
+    /// It does not serve, or cannot be dumped.
+    pub fn dumped(shape: &Shape) -> anyhow::Result<Self> {
+        let container = Self { folder: tempfile::tempdir()?, model: Model::new(shape) };
+        for folder in ["images", "files", "rootfs"] {
+            fs::create_dir(container.path(folder)).with_context(|| format!("create {folder}"))?;
+        }
+        fs::set_permissions(container.path("files"), Permissions::from_mode(0o777))?;
+        fs::set_permissions(container.folder.path(), Permissions::from_mode(0o755))?;
+        let options = format!("network-lock skip\nlibdir {}\n", Plugin::Ours.folder()?.display());
+        fs::write(container.path("criu.conf"), options).context("write CRIU's options")?;
+        fs::write(container.path("config.json"), container.bundle(shape)?.to_string())?;
+        container.runc("run", |run| run.arg("--detach").arg("--bundle").arg(container.folder.path()))?;
+        container.serves()?;
+        client::start(&container.socket(), &PROMPT, TOKENS)?;
+        container.dump("images")?;
+        Ok(container)
+    }
+
+    /// What runc reads.
+    fn bundle(&self, shape: &Shape) -> anyhow::Result<Value> {
+        let program = app::program()?;
+        let programs = program.parent().context("the folder of programs")?;
+        let bind = |path: &Path, access: &str| {
+            let source = path.canonicalize().with_context(|| format!("find {}", path.display()))?;
+            anyhow::Ok(
+                json!({"destination": path, "type": "bind", "source": source, "options": ["rbind", access]}),
+            )
+        };
+        let mut mounts = vec![
+            json!({"destination": "/proc", "type": "proc", "source": "proc"}),
+            json!({"destination": "/dev", "type": "tmpfs", "source": "tmpfs", "options": ["mode=755"]}),
+            json!({"destination": "/sys", "type": "sysfs", "source": "sysfs", "options": ["ro"]}),
+        ];
+        for path in SYSTEM.iter().map(Path::new).chain([programs]) {
+            mounts.push(bind(path, "ro")?);
+        }
+        mounts.push(bind(&self.path("files"), "rw")?);
+        // Opened inside: CRIU cannot dump a file of the machine's that is open in a container.
+        let command = ["sh", "-c", "exec \"$0\" \"$@\" > \"${3%/*}/log\" 2>&1"].map(str::to_owned);
+        let serve = [program.display().to_string(), "serve".to_owned(), "--socket".to_owned()];
+        let arguments = command.into_iter().chain(serve).chain([self.socket().display().to_string()]);
+        let devices = devices()?;
+        let allowed = devices.iter().map(|device| {
+            json!({"allow": true, "type": "c", "major": device["major"], "minor": device["minor"], "access": "rwm"})
+        });
+        let denied = [json!({"allow": false, "access": "rwm"})];
+        let namespaces = ["pid", "network", "ipc", "uts", "mount"].map(|kind| json!({"type": kind}));
+        Ok(json!({
+            "ociVersion": "1.0.2",
+            "root": {"path": "rootfs"},
+            "process": {
+                "cwd": "/",
+                "user": {"uid": USER, "gid": USER},
+                "noNewPrivileges": true,
+                "capabilities": {"bounding": [], "effective": [], "permitted": []},
+                "env": ["PATH=/usr/bin"],
+                "args": arguments.chain(shape.arguments()).collect::<Vec<_>>(),
+            },
+            "mounts": mounts,
+            "linux": {
+                "namespaces": namespaces,
+                "devices": devices,
+                "seccomp": {
+                    "defaultAction": "SCMP_ACT_ALLOW",
+                    "syscalls": [{"names": DEADLY, "action": "SCMP_ACT_KILL_PROCESS"}],
+                },
+                "resources": {"devices": denied.into_iter().chain(allowed).collect::<Vec<_>>()},
+            },
+            "annotations": {"org.criu.config": self.path("criu.conf")},
+        }))
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    fn socket(&self) -> PathBuf {
+        self.path("files").join("socket")
+    }
+
+    /// The images directory, which is CRIU's work directory, too.
+    #[must_use]
+    pub fn images(&self) -> PathBuf {
+        self.path("images")
+    }
+
+    /// Dumps it into a folder of that name; it ends.
+    ///
+    /// # Errors
+    /// What CRIU complained about; it goes on then.
+    pub fn dump(&self, images: &str) -> anyhow::Result<()> {
+        let images = self.path(images);
+        fs::create_dir_all(&images)?;
+        let act = self.runc("checkpoint", |checkpoint| {
+            checkpoint.arg("--image-path").arg(&images).arg("--work-path").arg(&images)
+        });
+        act.with_context(|| errors(&images.join("dump.log")))
+    }
+
+    /// Restores it, for streamers whose work directory is that of the images.
+    ///
+    /// # Errors
+    /// What CRIU complained about.
+    pub fn restore(&self) -> anyhow::Result<()> {
+        let images = self.images();
+        let act = self.runc("restore", |restore| {
+            restore.args(["--detach", "--lazy-pages", "--image-path"]).arg(&images);
+            restore.arg("--work-path").arg(&images).arg("--bundle").arg(self.folder.path())
+        });
+        act.with_context(|| errors(&images.join("restore.log")))
+    }
+
+    /// The answer that was begun is right, and so is another; it ends in good order.
+    ///
+    /// # Errors
+    /// It is not so.
+    pub fn ends_well(&self) -> anyhow::Result<()> {
+        self.answer_is(&PROMPT, TOKENS)?;
+        client::start(&self.socket(), &[200], 3)?;
+        self.answer_is(&[200], 3)?;
+        client::ask(&self.socket(), "quit")?;
+        self.ends()
+    }
+
+    fn answer_is(&self, prompt: &[u32], count: usize) -> anyhow::Result<()> {
+        let (found, right) = (client::result(&self.socket())?, self.model.generate(prompt, count));
+        ensure!(found == right, "the answer to {prompt:?} is {found:?}, expected {right:?}");
+        Ok(())
+    }
+
+    /// Waits until none of its processes is left.
+    ///
+    /// # Errors
+    /// Some are.
+    pub fn ends(&self) -> anyhow::Result<()> {
+        let stopped = || {
+            let state = Command::new("runc").args(["state", ID]).output().context("start runc")?;
+            let state: Value = serde_json::from_slice(&state.stdout).context("what runc says of it")?;
+            Ok(state["status"] == "stopped")
+        };
+        ensure!(soon(stopped)?, "the container does not end");
+        Ok(())
+    }
+
+    fn serves(&self) -> anyhow::Result<()> {
+        let said = || fs::read_to_string(self.path("files").join("log")).unwrap_or_default();
+        ensure!(soon(|| Ok(said().contains("READY")))?, "gpu-app does not serve: {}", said());
+        Ok(())
+    }
+
+    fn runc(&self, act: &str, with: impl FnOnce(&mut Command) -> &mut Command) -> anyhow::Result<()> {
+        let log = self.path("runc.log");
+        let mut command = Command::new("runc");
+        command.arg("--log").arg(&log).arg(act);
+        // These are the container's, too.
+        with(&mut command).arg(ID).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+        let status = command.status().context("start runc: is it installed?")?;
+        ensure!(status.success(), "{command:?}: {status}: {}", fs::read_to_string(log).unwrap_or_default());
+        Ok(())
+    }
+}
+
+impl Drop for Container {
+    fn drop(&mut self) {
+        // It may be gone.
+        let _ = self.runc("delete", |delete| delete.arg("--force"));
+    }
+}
+
+/// Whether it is so within [`LIMIT`].
+fn soon(is_so: impl Fn() -> anyhow::Result<bool>) -> anyhow::Result<bool> {
+    let end = Instant::now() + LIMIT;
+    while !is_so()? {
+        if Instant::now() > end {
+            return Ok(false);
+        }
+        thread::sleep(LOOK);
+    }
+    Ok(true)
+}
+
+/// `/dev/kfd` and all render nodes, as runc is to make them.
+fn devices() -> anyhow::Result<Vec<Value>> {
+    let nodes = fs::read_dir("/dev/dri").context("list /dev/dri")?.flatten().map(|node| node.path());
+    let is_render = |path: &PathBuf| path.display().to_string().contains("/renderD");
+    let paths = [PathBuf::from("/dev/kfd")].into_iter().chain(nodes.filter(is_render));
+    let device = |path: PathBuf| {
+        let number = fs::metadata(&path).with_context(|| format!("look at {}", path.display()))?.rdev();
+        let (major, minor) = (libc::major(number), libc::minor(number));
+        Ok(json!({"path": path, "type": "c", "major": major, "minor": minor, "fileMode": 0o666}))
+    };
+    paths.map(device).collect()
+}
+
+/// What a log of CRIU's says went wrong.
+fn errors(log: &Path) -> String {
+    let text = fs::read_to_string(log).unwrap_or_default();
+    text.lines().filter(|line| line.contains("Error")).collect::<Vec<_>>().join("\n")
+}

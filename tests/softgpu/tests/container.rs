@@ -1,0 +1,74 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Containers with GPUs: `runc checkpoint` and `runc restore --lazy-pages`, memory of CPUs and of GPUs behind them.
+
+use gpu_app::shape::{Mode, Shape};
+use nix::sys::signal::Signal;
+use softgpu_tests::criu::queues_come_back;
+use softgpu_tests::dumped::{ONE_RING, signal, unreached};
+use softgpu_tests::server::small;
+use softgpu_tests::{Container, Held, Machine, Streamer, isolated};
+
+fn there_and_back(shape: &Shape) {
+    if !queues_come_back() {
+        return;
+    }
+    let container = Container::dumped(shape).unwrap();
+    let mut both = Streamer::of_both(&container.images()).unwrap();
+    container.restore().unwrap();
+    assert!(both.end().unwrap().success(), "{}", both.said());
+    let loaded = |what: &str| assert!(both.said().contains(what), "{}", both.said());
+    loaded("all memory is back");
+    loaded("GPUs go on");
+    container.ends_well().unwrap();
+}
+
+/// Runs; its GPUs stand still for as long as copies are held.
+fn paused() -> Option<(Machine, Container, Streamer, Held)> {
+    let machine = Machine::find()?;
+    machine.becomes(&ONE_RING);
+    if !queues_come_back() {
+        return None;
+    }
+    let container = Container::dumped(&unreached()).unwrap();
+    let (both, held) = (Streamer::of_both(&container.images()).unwrap(), Held::streamers());
+    container.restore().unwrap();
+    Some((machine, container, both, held))
+}
+
+#[test]
+fn a_container_with_gpus_comes_back() {
+    isolated("a_container_with_gpus_comes_back", 1, |_| {
+        there_and_back(&unreached());
+        // CPUs reach these buffers: placeholders, and swaps of what the filter of system calls does not know.
+        there_and_back(&Shape { layer_kib: 4096, ..small() });
+    });
+}
+
+#[test]
+fn processes_of_a_container_share_their_buffers_again() {
+    isolated("processes_of_a_container_share_their_buffers_again", 1, |_| {
+        there_and_back(&Shape { processes: 2, mode: Mode::SharedBo, ..small() });
+    });
+}
+
+#[test]
+fn a_container_whose_gpus_stand_still_is_not_dumped() {
+    isolated("a_container_whose_gpus_stand_still_is_not_dumped", 1, |_| {
+        let Some((_machine, container, mut both, held)) = paused() else { return };
+        let error = format!("{:#}", container.dump("again").unwrap_err());
+        assert!(error.contains("its GPUs stand still"), "{error}");
+        drop(held);
+        assert!(both.end().unwrap().success(), "{}", both.said());
+        container.ends_well().unwrap();
+    });
+}
+
+#[test]
+fn when_nobody_is_left_to_load_its_memory_the_container_is_killed() {
+    isolated("when_nobody_is_left_to_load_its_memory_the_container_is_killed", 1, |_| {
+        let Some((_machine, container, both, _held)) = paused() else { return };
+        let all: Vec<u32> = [both.pid()].into_iter().chain(both.workers()).collect();
+        signal(&all, Signal::SIGKILL);
+        container.ends().unwrap();
+    });
+}
