@@ -42,7 +42,8 @@ pub(crate) fn drop_files(paths: &[PathBuf]) -> anyhow::Result<()> {
         let file = File::open(path).with_context(|| path.display().to_string())?;
         file.sync_all().with_context(|| path.display().to_string())?;
         posix_fadvise(&file, 0, 0, PosixFadviseAdvice::POSIX_FADV_DONTNEED).context("POSIX_FADV_DONTNEED")?;
-        if cached_share(path)? <= TOLERANCE {
+        let is_empty = file.metadata().with_context(|| path.display().to_string())?.len() == 0;
+        if is_empty || cached_share(path)? <= TOLERANCE {
             continue;
         }
         std::fs::write("/proc/sys/vm/drop_caches", "1").context("writing /proc/sys/vm/drop_caches")?;
