@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! What is under way between files and buffers: engines, staging memory, transfers of files, and the waiting for them.
 
-use std::ops::RangeInclusive;
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -15,8 +14,9 @@ use rewake_store::files::{Direction, Finished, Request};
 use rewake_store::pace::Pace;
 
 use crate::error::{Error, Stuck};
-use crate::order::{Chunk, Order, small_first};
+use crate::order::{Chunk, Order};
 use crate::pages::{CHUNK, PagesFile, Piece};
+use crate::parts::{Buffer, Part, behind, buffers, missing, parts};
 use crate::report::Moved;
 use crate::straight::Straight;
 use crate::transfers::Transfers;
@@ -58,14 +58,6 @@ pub(crate) enum Sink<'a> {
     Memory(&'a Arc<MemoryDevice>),
 }
 
-/// A file, whose it is and what copies its bytes.
-#[derive(Debug, Clone, Copy)]
-struct Part<'a> {
-    file: &'a PagesFile,
-    process: usize,
-    engine: usize,
-}
-
 /// What was in a chunk that is done.
 pub(crate) struct Done {
     /// Whose it was.
@@ -87,19 +79,6 @@ struct Copying {
     chunk: Chunk,
     /// None: nothing of it goes through staging memory.
     slot: Option<Slot>,
-}
-
-/// A buffer that has bytes in a file.
-#[derive(Debug, Clone)]
-struct Buffer {
-    /// Which file of all processes'.
-    file: usize,
-    /// That it has bytes in.
-    chunks: RangeInclusive<u64>,
-    /// Those of them that are not done.
-    left: u64,
-    /// What the engine calls it, from the first copy to the last.
-    bo: Option<Bo>,
 }
 
 /// All that is under way.
@@ -133,12 +112,7 @@ impl<'a> Flow<'a> {
     ) -> Result<Self, Error> {
         let (parts, minors) = parts(processes);
         let buffers = buffers(processes, &parts);
-        let missing = processes.iter().zip(&buffers);
-        let missing = missing.map(|(of, buffers)| {
-            let both = of.dmabufs.iter().zip(buffers);
-            both.filter(|(dmabuf, buffer)| dmabuf.is_some() && buffer.is_some()).count()
-        });
-        let missing = missing.collect();
+        let missing = missing(processes, &buffers);
         let all: u64 = parts.iter().map(|part| part.file.chunks()).sum();
         let most = (max_buffer_size()?.unwrap_or(u64::MAX) / CHUNK).max(FEWEST_SLOTS);
         let slots = SLOTS.min(SLOTS_OF_A_GPU.saturating_mul(u32::try_from(minors.len()).unwrap_or(SLOTS)));
@@ -197,33 +171,9 @@ impl<'a> Flow<'a> {
         ways.chain(self.transfers.note()).collect()
     }
 
-    /// The process with the fewest bytes comes first: it can go on when it has all of them, whatever the others wait for. Of each, small
-    /// buffers come before large ones: there are many of them in a chunk, and it costs nothing.
+    /// In the order of what is loaded behind running processes.
     pub(crate) fn small_first(&mut self) {
-        let sequence = |part: &Part<'_>| {
-            let here = &self.processes[part.process].dmabufs;
-            let mut small = vec![0; usize::try_from(part.file.chunks()).unwrap_or(usize::MAX)];
-            let stretches = part.file.stretches().iter();
-            for stretch in stretches.filter(|of| of.bytes < CHUNK && here[of.buffer].is_some()) {
-                for number in stretch.chunks().into_iter().flatten() {
-                    small[usize::try_from(number).unwrap_or(usize::MAX)] += 1;
-                }
-            }
-            small_first(&small)
-        };
-        let bytes = |process: usize| -> u64 {
-            let of = &self.processes[process];
-            let stretches = of.files.iter().flat_map(PagesFile::stretches);
-            stretches.filter(|of_it| of.dmabufs[of_it.buffer].is_some()).map(|of_it| of_it.bytes).sum()
-        };
-        let mut processes: Vec<usize> = (0..self.processes.len()).collect();
-        processes.sort_by_cached_key(|process| bytes(*process));
-        let group = |process: usize| {
-            let is_its = |file: &usize| self.parts[*file].process == process;
-            (0..self.parts.len()).filter(is_its).collect()
-        };
-        let groups = processes.into_iter().map(group).collect();
-        self.order = Order::new(self.parts.iter().map(sequence), groups);
+        self.order = behind(self.processes, &self.parts);
     }
 
     /// Wants a buffer before all others that are not under way and that nobody demanded before. One that is not loaded is
@@ -513,35 +463,4 @@ fn engines(sink: Sink<'_>, minors: &[u32], shape: Shape) -> Result<(Staging, Vec
     let engines = minors.iter().map(|minor| CopyEngine::in_memory(*minor, memory, &staging));
     let engines = engines.collect::<Result<_, _>>()?;
     Ok((staging, engines))
-}
-
-/// All files that have chunks, and the render nodes of their GPUs, each once.
-fn parts<'a>(processes: &'a [Process<'a>]) -> (Vec<Part<'a>>, Vec<u32>) {
-    let (mut parts, mut minors) = (Vec::new(), Vec::new());
-    let files = processes.iter().enumerate();
-    let files = files.flat_map(|(process, of)| of.files.iter().map(move |file| (process, file)));
-    for (process, file) in files.filter(|(_, file)| file.chunks() > 0) {
-        let engine = minors.iter().position(|minor| *minor == file.minor).unwrap_or_else(|| {
-            minors.push(file.minor);
-            minors.len() - 1
-        });
-        parts.push(Part { file, process, engine });
-    }
-    (parts, minors)
-}
-
-/// What has bytes in a file, by process and buffer.
-fn buffers(processes: &[Process<'_>], parts: &[Part<'_>]) -> Vec<Vec<Option<Buffer>>> {
-    let mut buffers: Vec<Vec<Option<Buffer>>> =
-        processes.iter().map(|process| vec![None; process.dmabufs.len()]).collect();
-    for (file, part) in parts.iter().enumerate() {
-        for stretch in part.file.stretches() {
-            let buffer = stretch.chunks().map(|chunks| {
-                let left = chunks.end() - chunks.start() + 1;
-                Buffer { file, chunks, left, bo: None }
-            });
-            buffers[part.process][stretch.buffer] = buffer;
-        }
-    }
-    buffers
 }

@@ -22,6 +22,7 @@ mod load;
 mod loading;
 mod order;
 mod pages;
+mod parts;
 mod report;
 mod save;
 mod straight;

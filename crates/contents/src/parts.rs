@@ -1,0 +1,100 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Whose the files are, which of their chunks have bytes of which buffer, and which process's come first.
+
+use std::ops::RangeInclusive;
+
+use rewake_amdgpu::Bo;
+
+use crate::flow::Process;
+use crate::order::{Order, small_first};
+use crate::pages::{CHUNK, PagesFile};
+
+/// A file, whose it is and what copies its bytes.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Part<'a> {
+    pub(crate) file: &'a PagesFile,
+    pub(crate) process: usize,
+    pub(crate) engine: usize,
+}
+
+/// A buffer that has bytes in a file.
+#[derive(Debug, Clone)]
+pub(crate) struct Buffer {
+    /// Which file of all processes'.
+    pub(crate) file: usize,
+    /// That it has bytes in.
+    pub(crate) chunks: RangeInclusive<u64>,
+    /// Those of them that are not done.
+    pub(crate) left: u64,
+    /// What the engine calls it, from the first copy to the last.
+    pub(crate) bo: Option<Bo>,
+}
+
+/// All files that have chunks, and the render nodes of their GPUs, each once.
+pub(crate) fn parts<'a>(processes: &'a [Process<'a>]) -> (Vec<Part<'a>>, Vec<u32>) {
+    let (mut parts, mut minors) = (Vec::new(), Vec::new());
+    let files = processes.iter().enumerate();
+    let files = files.flat_map(|(process, of)| of.files.iter().map(move |file| (process, file)));
+    for (process, file) in files.filter(|(_, file)| file.chunks() > 0) {
+        let engine = minors.iter().position(|minor| *minor == file.minor).unwrap_or_else(|| {
+            minors.push(file.minor);
+            minors.len() - 1
+        });
+        parts.push(Part { file, process, engine });
+    }
+    (parts, minors)
+}
+
+/// What has bytes in a file, by process and buffer.
+pub(crate) fn buffers(processes: &[Process<'_>], parts: &[Part<'_>]) -> Vec<Vec<Option<Buffer>>> {
+    let mut buffers: Vec<Vec<Option<Buffer>>> =
+        processes.iter().map(|process| vec![None; process.dmabufs.len()]).collect();
+    for (file, part) in parts.iter().enumerate() {
+        for stretch in part.file.stretches() {
+            let buffer = stretch.chunks().map(|chunks| {
+                let left = chunks.end() - chunks.start() + 1;
+                Buffer { file, chunks, left, bo: None }
+            });
+            buffers[part.process][stretch.buffer] = buffer;
+        }
+    }
+    buffers
+}
+
+/// How many buffers of each process are to be moved.
+pub(crate) fn missing(processes: &[Process<'_>], buffers: &[Vec<Option<Buffer>>]) -> Vec<usize> {
+    let missing = |(of, buffers): (&Process<'_>, &Vec<Option<Buffer>>)| {
+        let both = of.dmabufs.iter().zip(buffers);
+        both.filter(|(dmabuf, buffer)| dmabuf.is_some() && buffer.is_some()).count()
+    };
+    processes.iter().zip(buffers).map(missing).collect()
+}
+
+/// The order of what is loaded behind running processes. The process with the fewest bytes comes first: it can go on when it has all of
+/// them, whatever the others wait for. Of each, small buffers come before large ones: there are many of them in a chunk, and it costs
+/// nothing.
+pub(crate) fn behind(processes: &[Process<'_>], parts: &[Part<'_>]) -> Order {
+    let mut by_bytes: Vec<usize> = (0..processes.len()).collect();
+    by_bytes.sort_by_cached_key(|process| bytes(&processes[*process]));
+    let files = |process: usize| (0..parts.len()).filter(|file| parts[*file].process == process).collect();
+    let groups = by_bytes.into_iter().map(files).collect();
+    Order::new(parts.iter().map(|part| small_chunks_first(processes, part)), groups)
+}
+
+/// Bytes that a process is waiting for.
+fn bytes(of: &Process<'_>) -> u64 {
+    let stretches = of.files.iter().flat_map(PagesFile::stretches);
+    stretches.filter(|stretch| of.dmabufs[stretch.buffer].is_some()).map(|stretch| stretch.bytes).sum()
+}
+
+fn small_chunks_first(processes: &[Process<'_>], part: &Part<'_>) -> Vec<u64> {
+    let here = &processes[part.process].dmabufs;
+    let mut small = vec![0; usize::try_from(part.file.chunks()).unwrap_or(usize::MAX)];
+    let stretches = part.file.stretches().iter();
+    for stretch in stretches.filter(|of| of.bytes < CHUNK && here[of.buffer].is_some()) {
+        for number in stretch.chunks().into_iter().flatten() {
+            small[usize::try_from(number).unwrap_or(usize::MAX)] += 1;
+        }
+    }
+    small_first(&small)
+}
