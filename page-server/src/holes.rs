@@ -7,52 +7,56 @@
 use std::fs::{self, File, OpenOptions};
 use std::io;
 use std::ops::Range;
+use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 
 use anyhow::Context as _;
 use nix::errno::Errno;
 use nix::fcntl::{FallocateFlags, fallocate};
-use rewake_store::{BLOCK, PagesFile, read_now};
+use rewake_store::BLOCK;
+use rewake_store::files::TransferFile;
 
 /// Read at once.
 const STEP: usize = 1 << 20;
 
 const _: () = assert!(STEP.is_multiple_of(BLOCK));
 
-/// Makes holes of the zeros in all `pages-*.img` of the folder, as far as the page cache has them still: whole blocks of 64 KiB, which is what
-/// restores read. Bytes of new holes; none where the file system has no holes.
+/// Makes holes of the zeros in all `pages-*.img` of the folder, as far as the page cache has them still (Linux 6.5 tells): whole blocks of 64 KiB,
+/// which is what restores read. Bytes of new holes; none where the file system has no holes.
 ///
 /// # Errors
-/// A file cannot be read or changed. What is in the image is the same all the same.
+/// A file cannot be read or changed; the others are gone through all the same. What is in the image stays the same.
 pub fn dig(images: &Path) -> anyhow::Result<u64> {
-    let mut dug = 0;
-    for path in pages_files(images).with_context(|| images.display().to_string())? {
-        dug += dig_file(&path).with_context(|| path.display().to_string())?;
-    }
-    Ok(dug)
+    let files = pages_files(images).with_context(|| images.display().to_string())?;
+    let dig = |path: PathBuf| dig_file(&path).with_context(|| path.display().to_string());
+    let dug: Vec<anyhow::Result<u64>> = files.into_iter().map(dig).collect();
+    dug.into_iter().sum()
 }
 
 fn pages_files(images: &Path) -> io::Result<Vec<PathBuf>> {
     let is_one = |path: &PathBuf| {
         let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
-        name.starts_with("pages-") && name.ends_with(".img") && path.is_file()
+        name.starts_with("pages-")
+            && name.ends_with(".img")
+            && path.symlink_metadata().is_ok_and(|of| of.is_file())
     };
     let paths = fs::read_dir(images)?.map(|entry| entry.map(|entry| entry.path()));
     Ok(paths.collect::<io::Result<Vec<_>>>()?.into_iter().filter(is_one).collect())
 }
 
 fn dig_file(path: &Path) -> anyhow::Result<u64> {
-    let pages = PagesFile::open(path)?;
-    let file = OpenOptions::new().write(true).open(path)?;
+    let file = OpenOptions::new().read(true).write(true).open(path)?;
+    let length = file.metadata()?.len();
+    let pages = TransferFile::new(path, file.try_clone()?, None);
     let (mut buffer, mut dug, mut zeros) = (vec![0; STEP], 0, 0..0);
     // The last block may be shorter, and is left alone.
-    let end = pages.len() / BLOCK as u64 * BLOCK as u64;
+    let end = length / BLOCK as u64 * BLOCK as u64;
     for start in (0..end).step_by(STEP) {
         let length = usize::try_from(end - start).unwrap_or(STEP).min(STEP);
         if !pages.is_cached(start, length) {
             continue;
         }
-        read_now(&pages, start, &mut buffer[..length])?;
+        file.read_exact_at(&mut buffer[..length], start)?;
         for (block, bytes) in buffer[..length].chunks_exact(BLOCK).enumerate() {
             if bytes.iter().all(|byte| *byte == 0) {
                 let at = start + (block * BLOCK) as u64;

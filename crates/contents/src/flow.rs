@@ -18,6 +18,7 @@ use crate::order::{Chunk, Order};
 use crate::pages::{CHUNK, PagesFile, Piece};
 use crate::parts::{Buffer, Part, behind, buffers, missing, parts};
 use crate::report::Moved;
+use crate::share::share;
 use crate::straight::Straight;
 use crate::transfers::Transfers;
 use crate::window::Window;
@@ -97,6 +98,8 @@ pub(crate) struct Flow<'a> {
     /// Buffers that are not whole, by process.
     missing: Vec<usize>,
     order: Order,
+    /// Rather than all files in turn.
+    by_process: bool,
     free: Vec<Slot>,
     copying: Vec<Copying>,
     last: Instant,
@@ -136,6 +139,7 @@ impl<'a> Flow<'a> {
             buffers,
             missing,
             order,
+            by_process: false,
             copying: Vec::new(),
             straight: Straight::default(),
             last: Instant::now(),
@@ -172,8 +176,9 @@ impl<'a> Flow<'a> {
     }
 
     /// In the order of what is loaded behind running processes.
-    pub(crate) fn small_first(&mut self) {
+    pub(crate) fn by_process(&mut self) {
         self.order = behind(self.processes, &self.parts);
+        self.by_process = true;
     }
 
     /// Wants a buffer before all others that are not under way and that nobody demanded before. One that is not loaded is
@@ -186,10 +191,10 @@ impl<'a> Flow<'a> {
         }
     }
 
-    /// The next chunk of a GPU that has room for copies, of a file that was not `passed`; None if there is none now.
+    /// The next chunk of a GPU that has room for copies and was not `passed`; None if there is none now.
     pub(crate) fn next_chunk(&self, passed: &[usize]) -> Option<Chunk> {
-        let room = |file: usize| self.engines[self.parts[file].engine].room() > 0;
-        self.order.next(|file| !passed.contains(&file) && room(file))
+        let engine = |file: usize| self.parts[file].engine;
+        self.order.next(|file| !passed.contains(&engine(file)) && self.engines[engine(file)].room() > 0)
     }
 
     /// Takes what [`Flow::next_chunk`] gave.
@@ -212,19 +217,24 @@ impl<'a> Flow<'a> {
         self.free.pop()
     }
 
-    /// Slots that a GPU may have while others need some.
-    pub(crate) fn slots_of_a_gpu(&self) -> usize {
-        (self.staging.slots().len() / self.engines.len()).max(1)
+    /// Slots that a GPU may have. None: as many as there are, for files come in turn, or nobody else needs any.
+    pub(crate) fn share(&self) -> Option<usize> {
+        let left = |engine: usize| {
+            let mut files = self.parts.iter().enumerate().filter(|(_, part)| part.engine == engine);
+            files.any(|(file, _)| self.order.has_left(file))
+        };
+        let gpus = || (0..self.engines.len()).filter(|engine| left(*engine)).count();
+        self.by_process.then(|| share(self.staging.slots().len(), gpus())).flatten()
     }
 
-    /// Whether both chunks are copied by one GPU.
-    pub(crate) fn are_of_one_gpu(&self, one: Chunk, other: Chunk) -> bool {
-        self.parts[one.file].engine == self.parts[other.file].engine
+    /// Its place among the GPUs, of that which a chunk is copied by.
+    pub(crate) fn gpu(&self, chunk: Chunk) -> usize {
+        self.parts[chunk.file].engine
     }
 
     /// Slots that are being copied by the GPU of a chunk.
     pub(crate) fn copying(&self, chunk: Chunk) -> usize {
-        let of_it = |of: &&Copying| of.slot.is_some() && self.are_of_one_gpu(of.chunk, chunk);
+        let of_it = |of: &&Copying| of.slot.is_some() && self.gpu(of.chunk) == self.gpu(chunk);
         self.copying.iter().filter(of_it).count()
     }
 

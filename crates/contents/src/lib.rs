@@ -25,6 +25,7 @@ mod pages;
 mod parts;
 mod report;
 mod save;
+mod share;
 mod straight;
 mod transfers;
 mod window;

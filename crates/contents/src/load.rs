@@ -14,6 +14,7 @@ use crate::folder::FileError;
 use crate::order::Chunk;
 use crate::pages::{PagesFile, Piece};
 use crate::report::Moved;
+use crate::share::{self, Taken, Waits};
 
 /// Bytes of a page: what direct reads are multiples of.
 const PAGE: u64 = 4096;
@@ -68,28 +69,18 @@ struct Slots {
     read: Vec<Slot>,
     /// Whether a read was refused for now.
     refused: bool,
-    /// Files whose next chunk waits for its GPU: others' are begun before.
+    /// GPUs that wait for their own copies: others' chunks are begun before.
     passed: Vec<usize>,
 }
 
-/// What a chunk that nobody has demanded waits for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Waits {
-    /// Its GPU has as many as it may have; others may go on.
-    ForCopies,
-    /// The same, and all are being read: others would only share the disk, and all would be there later.
-    ForTheDisk,
-}
-
 impl Slots {
+    /// What a chunk has to wait for, if others need slots, too.
     fn waits(&self, flow: &Flow<'_>, chunk: Chunk) -> Option<Waits> {
-        let of_it = self.held.iter().flatten().filter(|held| flow.are_of_one_gpu(held.chunk, chunk));
-        let copying = flow.copying(chunk);
-        if flow.is_demanded(chunk) || of_it.clone().count() + copying < flow.slots_of_a_gpu() {
-            return None;
-        }
-        let was_read = of_it.clone().any(|held| held.left == 0 && held.begun == held.runs.len());
-        Some(if was_read { Waits::ForCopies } else { Waits::ForTheDisk })
+        let share = flow.share().filter(|_| !flow.is_demanded(chunk))?;
+        let of_it = self.held.iter().flatten().filter(|held| flow.gpu(held.chunk) == flow.gpu(chunk));
+        let was_read = |held: &&Held| held.left == 0 && held.begun == held.runs.len();
+        let (read, all) = (of_it.clone().filter(was_read).count(), of_it.count());
+        share::waits(share, Taken { reading: all - read, read, copying: flow.copying(chunk) })
     }
 }
 
@@ -147,7 +138,6 @@ pub(crate) fn run(flow: &mut Flow<'_>, desk: &Desk, whole: &mut dyn FnMut(Whole)
             idle = false;
         }
         if flow.all_taken() && flow.is_idle() {
-            flow.files().try_for_each(unchanged)?;
             return Ok(flow.moved);
         }
         if idle {
@@ -199,7 +189,7 @@ fn start(flow: &mut Flow<'_>, slots: &mut Slots) -> Result<bool, Error> {
         let runs = if wanted { runs(file, chunk)? } else { Vec::new() };
         if runs.is_empty() {
             if !flow.may_fill(chunk) {
-                slots.passed.push(chunk.file);
+                slots.passed.push(flow.gpu(chunk));
                 continue;
             }
             flow.take_chunk(chunk);
@@ -217,7 +207,7 @@ fn start(flow: &mut Flow<'_>, slots: &mut Slots) -> Result<bool, Error> {
             }
             match slots.waits(flow, chunk) {
                 Some(Waits::ForCopies) => {
-                    slots.passed.push(chunk.file);
+                    slots.passed.push(flow.gpu(chunk));
                     continue;
                 }
                 Some(Waits::ForTheDisk) => break,

@@ -14,7 +14,8 @@ use crate::report::Report;
 
 /// A load that has not begun.
 ///
-/// Small buffers are loaded first, for there are hundreds in a chunk; then the large ones, in the order of the files. What is
+/// Processes come one after the other, the one with the fewest bytes first: it can go on when it has all of them. Of each, small buffers
+/// are loaded first, for there are hundreds in a chunk; then the large ones, in the order of the files. What is
 /// demanded at the [`Desk`] goes before all that is not under way. Under way are, and a demand may have to wait for, at most:
 /// * as many chunks of 2 MiB as staging memory has slots, 8 for each GPU and at most 24, being read or in their slots: fewer
 ///   would leave disks idle. The first of them that ends makes room for what was demanded. With a [`Pace`] it is a piece of one
@@ -66,7 +67,7 @@ impl<'a> Loading<'a> {
     pub fn run(self, mut whole: impl FnMut(Whole) + Send) -> Result<Option<Report>, Error> {
         let Self { processes, sink, desk, pace } = self;
         crate::run("loaded", processes, sink, pace, |flow| {
-            flow.small_first();
+            flow.by_process();
             load::run(flow, &desk, &mut whole)
         })
     }

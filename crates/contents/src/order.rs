@@ -99,6 +99,11 @@ impl Order {
         }
     }
 
+    /// Whether a file has chunks that were not taken.
+    pub(crate) fn has_left(&self, file: usize) -> bool {
+        self.files[file].at < self.files[file].sequence.len()
+    }
+
     /// Whether it was ever demanded.
     pub(crate) fn is_demanded(&self, chunk: Chunk) -> bool {
         self.files[chunk.file].demanded.has(chunk.number)

@@ -7,7 +7,7 @@ use std::os::unix::fs::MetadataExt as _;
 
 pub use rewake_hold::{Hold, Kinds, Marks};
 
-pub use crate::abi::kept::{CREATE_PROCESS, CREATE_QUEUE, EXPORT, MAP, UPDATE_QUEUE};
+pub use crate::abi::kept::{CREATE_PROCESS, CREATE_QUEUE, CROSS_COPY, EXPORT, MAP, UPDATE_QUEUE};
 use crate::abi::{kept, registering};
 use crate::topology::Topology;
 

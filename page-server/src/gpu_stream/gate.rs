@@ -21,12 +21,12 @@ pub(super) struct Gate<'a> {
     pub(super) process: RawFd,
     /// Its `/dev/kfd`.
     pub(super) kfd: BorrowedFd<'a>,
-    /// What it may not do before.
+    /// What it may not do before; none where calls cannot be kept away.
     pub(super) kept: Option<Kept<'a>>,
 }
 
 impl Gate<'_> {
-    /// Opens it: once, when all is loaded. The process's number.
+    /// Opens it: once, when all memory of the process is loaded. The process's number.
     ///
     /// # Errors
     /// The process cannot be traced, or the driver refuses: it stands still.
@@ -35,13 +35,8 @@ impl Gate<'_> {
         let done = with_tracer(pid, PATIENCE, || criu::unpause(self.kfd));
         let done = done.with_context(|| format!("tracing process {pid}"))?;
         done.with_context(|| format!("letting the GPUs of process {pid} go on"))?;
-        self.keeps_nothing_away();
+        self.kept.iter().for_each(Kept::may_hand_over);
         Ok(pid)
-    }
-
-    /// It is open, or the process has ended.
-    pub(super) fn keeps_nothing_away(&self) {
-        self.kept.iter().for_each(Kept::end);
     }
 
     /// Whether there is nobody behind it.

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! What the plugin hands over, and when: `proto/handover.proto`.
 
+use std::collections::BTreeSet;
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::path::Path;
 use std::sync::Arc;
@@ -13,6 +14,7 @@ use rewake_handover::proto::{self, to_plugin, to_server};
 use rewake_handover::{Channel, Error, Listener, VERSION};
 use rewake_kfd::Kfd;
 use rewake_kfd::held::Marks;
+use rewake_kfd::topology::Topology;
 use rewake_store::pace::{Pace, Standing};
 use tracing::warn;
 
@@ -140,18 +142,41 @@ impl Taken {
         ledger: Ledger,
         marks: Option<&Marks>,
     ) -> anyhow::Result<Vec<(usize, Gated<'_>)>> {
-        let gated = self.all_started(ledger, marks);
-        match &gated {
-            Ok(_) => self.say(to_plugin::What::Go(proto::Go {}))?,
-            Err(error) => {
-                let reason = format!("{error:#}");
-                let _ = self.say(to_plugin::What::Refused(proto::Refused { reason }));
-            }
+        let gated = self.all_started(ledger).inspect_err(|error| {
+            let reason = format!("{error:#}");
+            let _ = self.say(to_plugin::What::Refused(proto::Refused { reason }));
+        });
+        let mut gated = gated?;
+        if let Some(marks) = marks
+            && let Err(error) = self.keep_away(marks, &mut gated)
+        {
+            gated.iter_mut().for_each(|(_, gated)| gated.gate.kept = None);
+            warn!("gates are opened together: {error:#}");
         }
-        gated
+        if let Err(error) = self.say(to_plugin::What::Go(proto::Go {})) {
+            // Before they could hand over what is not there.
+            ledger.gates().end_all();
+            return Err(error.into());
+        }
+        Ok(gated)
     }
 
-    fn all_started(&self, ledger: Ledger, marks: Option<&Marks>) -> anyhow::Result<Vec<(usize, Gated<'_>)>> {
+    /// While no process runs: none hands over what is not there.
+    fn keep_away<'a>(&'a self, marks: &Marks, gated: &mut [(usize, Gated<'a>)]) -> anyhow::Result<()> {
+        let machine = Topology::read()?;
+        let own = |minor: u32| machine.gpus().find(|gpu| gpu.render_minor() == minor).map(|gpu| gpu.gpu_id);
+        for (place, gated) in gated {
+            let gpus = self.processes[*place].gpus.iter();
+            // The driver goes by the process's name for a GPU, or by its own.
+            let names: BTreeSet<u32> =
+                gpus.flat_map(|(name, minor)| own(*minor).into_iter().chain([*name])).collect();
+            let gate = &mut gated.gate;
+            gate.kept = Some(Kept::from_handing_over(marks, gate.kfd, names.into_iter())?);
+        }
+        Ok(())
+    }
+
+    fn all_started(&self, ledger: Ledger) -> anyhow::Result<Vec<(usize, Gated<'_>)>> {
         let mut started: Vec<(usize, Gated<'_>)> = Vec::new();
         loop {
             let (what, mut with) = self.hear()?;
@@ -162,7 +187,7 @@ impl Taken {
                     let place = place
                         .with_context(|| format!("{} was not announced, or twice", kfd_name(process.kfd)))?;
                     let pidfd = with.pop().context("a process came without its descriptor")?;
-                    started.push((place, self.processes[place].started(place, pidfd, ledger, marks)?));
+                    started.push((place, self.processes[place].started(place, pidfd, ledger)?));
                 }
                 to_server::What::Go(_) => break,
                 other => bail!(odd("Go", &other)),
@@ -215,21 +240,13 @@ impl Computing {
 
     /// It stands before its gate, stopped, with all its mappings: its placeholders are watched from now on, and it is killed if nobody
     /// would open the gate.
-    fn started(
-        &self,
-        place: usize,
-        pidfd: OwnedFd,
-        ledger: Ledger,
-        marks: Option<&Marks>,
-    ) -> anyhow::Result<Gated<'_>> {
+    fn started(&self, place: usize, pidfd: OwnedFd, ledger: Ledger) -> anyhow::Result<Gated<'_>> {
         let process = ledger.gates().shut(pidfd)?;
         let placeholders = match &self.placeholders {
             Some(handed) => Some(handed.watch(place, process, self.mapped(handed)?)?),
             None => None,
         };
-        let kfd = self.kfd.as_fd();
-        let kept = marks.map(|marks| Kept::from_handing_over(marks, kfd, &self.gpus)).transpose()?;
-        Ok(Gated { gate: Gate { process, kfd, kept }, placeholders })
+        Ok(Gated { gate: Gate { process, kfd: self.kfd.as_fd(), kept: None }, placeholders })
     }
 
     /// The buffers that placeholders stand for.

@@ -4,9 +4,8 @@
 use std::os::fd::BorrowedFd;
 
 use anyhow::Context as _;
-use rewake_kfd::held::{CREATE_PROCESS, EXPORT, Kinds, Marks};
-use rewake_kfd::topology::Topology;
-use tracing::debug;
+use rewake_kfd::held::{CREATE_PROCESS, CROSS_COPY, EXPORT, Kinds, Marks};
+use tracing::warn;
 
 /// For what is of no GPU in particular.
 const PROCESS: u32 = 0;
@@ -17,39 +16,42 @@ pub(super) struct Kept<'a> {
     marks: Marks,
     /// Open as long as there are marks: another process could be taken for it.
     kfd: BorrowedFd<'a>,
+    /// The first is [`PROCESS`].
     parts: Vec<u32>,
 }
 
 impl<'a> Kept<'a> {
-    /// Its buffers on these GPUs, by their names in the image and N of `/dev/dri/renderDN`, are not handed to another process.
+    /// Buffers of these GPUs, by the names that the process or the driver has for them, are not handed to another process, and no other
+    /// process's memory is copied.
     pub(super) fn from_handing_over(
         marks: &Marks,
         kfd: BorrowedFd<'a>,
-        gpus: &[(u32, u32)],
+        gpus: impl Iterator<Item = u32>,
     ) -> anyhow::Result<Self> {
         let mut kept = Self { marks: marks.clone(), kfd, parts: Vec::new() };
-        kept.from(PROCESS, CREATE_PROCESS)?;
-        let machine = Topology::read()?;
-        for (name, minor) in gpus {
-            // The driver goes by the process's name for a GPU, or by its own.
-            let own = machine.gpus().find(|gpu| gpu.render_minor() == *minor).map(|gpu| gpu.gpu_id);
-            kept.from(*name, EXPORT)?;
-            own.filter(|own| own != name).map_or(Ok(()), |own| kept.from(own, EXPORT))?;
+        kept.shut(PROCESS, CREATE_PROCESS | CROSS_COPY)?;
+        for gpu in gpus {
+            kept.shut(gpu, EXPORT)?;
         }
         Ok(kept)
     }
 
-    fn from(&mut self, part: u32, kinds: Kinds) -> anyhow::Result<()> {
+    fn shut(&mut self, part: u32, kinds: Kinds) -> anyhow::Result<()> {
         self.marks.shut(self.kfd, part, kinds).context("keeping calls of a process away")?;
         self.parts.push(part);
         Ok(())
     }
 
-    /// No call is kept away any more.
-    pub(super) fn end(&self) {
-        for part in &self.parts {
+    /// Its own memory is there; that of others, which it could have copied by their numbers, may not be.
+    pub(super) fn may_hand_over(&self) {
+        self.open(&self.parts[1..]);
+    }
+
+    /// Last what was first: CREATE_PROCESS would put another record in the place of the one that is marked.
+    fn open(&self, parts: &[u32]) {
+        for part in parts.iter().rev() {
             if let Err(error) = self.marks.open(self.kfd, *part) {
-                debug!("calls of a process are kept away for longer: {error}");
+                warn!("calls of a process are kept away for as long as this runs: {error}");
             }
         }
     }
@@ -57,6 +59,6 @@ impl<'a> Kept<'a> {
 
 impl Drop for Kept<'_> {
     fn drop(&mut self) {
-        self.end();
+        self.open(&self.parts);
     }
 }

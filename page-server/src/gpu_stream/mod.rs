@@ -2,9 +2,9 @@
 //! The memory of GPUs, loaded behind processes that run already.
 //!
 //! The plugin restores all but the contents of buffers that may come later, shuts the gate of every process (PROCESS_INFO),
-//! resumes it, and hands over ([`intake`]). Here the rest is loaded; CPUs that touch it wait for it ([`touches`], [`placeholders`]). Then
-//! the gates are opened ([`gate`]): no queue runs before every byte that its GPU may reach is there (I2); and it is looked whether all do
-//! ([`confirm`]). A process whose gate nobody would open any more is killed, by the supervisor if need be.
+//! resumes it, and hands over ([`intake`]). Here the rest is loaded; CPUs that touch it wait for it ([`touches`], [`placeholders`]).
+//! Each process's gate is opened when all of its memory is there ([`opening`], [`gate`], [`kept`]): no queue runs before every byte that its GPU
+//! may reach is there (I2); and in the end it is looked whether all do ([`confirm`]). A process whose gate nobody would open any more is killed, by the supervisor if need be.
 
 mod confirm;
 mod gate;
@@ -88,7 +88,8 @@ fn load(
         let (desk, other_desk) = (loading.desk(), loading.desk());
         // What waits for either would wait for ever, and what placeholders have would be zeros.
         let touches = scope.spawn(move || or_give_up(ledger, &desk, || touches.run()));
-        let opener = scope.spawn(move || or_give_up(ledger, &other_desk, || opening.run(&ready)));
+        let opener =
+            scope.spawn(move || or_give_up(ledger, &other_desk, || opening.run(&ready, &other_desk)));
         let loaded = loading.run(|whole| resident.tell(whole));
         resident.ended(loaded.is_ok());
         // Why it was given up, before that it was.
@@ -134,7 +135,7 @@ fn serve_taken(
     info!(processes = gates.len(), "loading memory of GPUs behind running processes");
     let processes: Vec<Process<'_>> = taken.processes().collect();
     let count = gates.len();
-    let opening = Opening { taken, gates, one_by_one: marks.is_some(), ledger, timeline };
+    let opening = Opening { taken, gates, ledger, timeline };
     let loaded = load(&processes, placeholders, &opening, pace);
     if loaded.is_err() {
         // Before they could hand over what is not there.
@@ -158,7 +159,7 @@ fn look_at_queues(confirm: &Confirm, opened: &[Opened]) -> usize {
 /// Serves the one restore that comes, and tells `timeline` how. None if the listener is closed before one comes.
 ///
 /// # Errors
-/// The plugin gave up, or memory could not be loaded: gates are shut then, and the ledger knows whose.
+/// The plugin gave up, or memory could not be loaded: those whose gates are not open by then are killed, or the ledger knows them.
 pub fn serve(
     listener: &Listener,
     beside: Beside,

@@ -4,8 +4,11 @@
 //! A process's GPUs reach its own buffers, and those that others have handed it. What was handed over before the dump is loaded before
 //! anything runs; what is handed over now is there, where such calls are kept away from what is not (`docs/decisions/0012-gates-one-by-one.md`).
 
+use std::panic::resume_unwind;
 use std::sync::mpsc::Receiver;
+use std::thread;
 
+use rewake_contents::Desk;
 use tracing::warn;
 
 use super::confirm::Opened;
@@ -21,28 +24,33 @@ pub(super) struct Opening<'a> {
     pub(super) taken: &'a Taken,
     /// With their processes' places.
     pub(super) gates: Vec<(usize, Gate<'a>)>,
-    pub(super) one_by_one: bool,
     pub(super) ledger: Ledger,
     pub(super) timeline: &'a Timeline,
 }
 
 impl Opening<'_> {
-    /// Opens that of each process that it hears of, which must have all of its memory; of all when it has heard of all if they are not
-    /// opened one by one. Ends when all are open, or when it can hear of no more. Whose are open.
+    /// Opens that of each process that it hears of, all of whose GPUs' memory must be there; of all when it has heard of all if they are
+    /// not opened one by one. Ends when all are open, or when it can hear of no more. Whose are open.
     ///
     /// # Errors
-    /// One cannot be opened.
-    pub(super) fn run(&self, ready: &Receiver<usize>) -> anyhow::Result<Vec<Opened>> {
-        let (mut opened, mut waiting) = (Vec::new(), Vec::new());
-        for (heard, place) in ready.iter().enumerate() {
-            waiting.push(place);
-            if self.one_by_one || heard + 1 == self.gates.len() {
-                for place in waiting.drain(..) {
-                    opened.extend(self.open(place)?);
+    /// One cannot be opened: `load` is given up then.
+    pub(super) fn run(&self, ready: &Receiver<usize>, load: &Desk) -> anyhow::Result<Vec<Opened>> {
+        let one_by_one = self.gates.iter().all(|(_, gate)| gate.kept.is_some());
+        thread::scope(|scope| {
+            let (mut waiting, mut opening) = (Vec::new(), Vec::new());
+            for (heard, place) in ready.iter().enumerate() {
+                waiting.push(place);
+                if one_by_one || heard + 1 == self.gates.len() {
+                    // Each in a thread: one that a debugger traces keeps none of the others waiting.
+                    let open = |place| scope.spawn(move || self.open(place).inspect_err(|_| load.give_up()));
+                    opening.extend(waiting.drain(..).map(open));
                 }
             }
-        }
-        Ok(opened)
+            let opened =
+                opening.into_iter().map(|one| one.join().unwrap_or_else(|panic| resume_unwind(panic)));
+            let opened = opened.collect::<Vec<_>>().into_iter().collect::<anyhow::Result<Vec<_>>>()?;
+            Ok(opened.into_iter().flatten().collect())
+        })
     }
 
     /// None if the process has ended.
@@ -62,7 +70,6 @@ impl Opening<'_> {
                 self.timeline.gone(place);
                 warn!("a process ended before its GPUs went on: {error:#}");
                 self.ledger.gates().opened(gate.process);
-                gate.keeps_nothing_away();
                 Ok(None)
             }
             Err(error) => Err(error),

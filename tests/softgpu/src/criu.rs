@@ -160,6 +160,17 @@ impl Criu {
         Ok(command)
     }
 
+    /// What `rewake status` says now of the restore whose work directory the images' is.
+    ///
+    /// # Panics
+    /// It says nothing that makes sense.
+    #[must_use]
+    pub fn status(&self) -> serde_json::Value {
+        let program = streamer::program().unwrap();
+        let said = Command::new(program).args(["status", "--json", "-W"]).arg(&self.images).output().unwrap();
+        serde_json::from_slice(&said.stdout).unwrap()
+    }
+
     /// What it wrote at the last `dump`, `restore`...; empty if it never got so far.
     #[must_use]
     pub fn log(&self, act: &str) -> String {

@@ -137,6 +137,12 @@ impl Toucher {
         Some(answer)
     }
 
+    /// What it complained about.
+    #[must_use]
+    pub fn log(&self) -> String {
+        fs::read_to_string(self.folder.join("log")).unwrap_or_default()
+    }
+
     /// Waits for the answer to what it was asked last.
     ///
     /// # Errors
@@ -148,6 +154,6 @@ impl Toucher {
             }
             thread::sleep(LOOK);
         }
-        bail!("no answer: {}", fs::read_to_string(self.folder.join("log")).unwrap_or_default())
+        bail!("no answer: {}", self.log())
     }
 }

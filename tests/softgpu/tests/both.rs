@@ -69,13 +69,6 @@ fn bytes(processes_or_record: &[&Value], of_cpus: bool, name: &str) -> u64 {
     memory.filter(|of| of["minor"].is_null() == of_cpus).map(|of| of[name].as_u64().unwrap()).sum()
 }
 
-/// What `rewake status` says now of the restore with these images.
-fn asked_now(criu: &Criu) -> Value {
-    let mut command = std::process::Command::new(criu.of_rewake("status").unwrap().get_program());
-    let said = command.args(["status", "--json", "-W"]).arg(criu.images()).output().unwrap().stdout;
-    serde_json::from_slice(&said).unwrap()
-}
-
 /// All of both kinds was there, of each process, and the samples lead there.
 fn is_whole(record: &Value, said: &str) {
     assert_eq!(record["state"], "complete", "{record}");
@@ -121,7 +114,7 @@ fn what_people_see_has_both_kinds_of_memory_and_ends_with_the_last_of_them() {
         comes_back(&dumped.criu);
         assert!(soon(|| both.said().contains("all memory is back")), "{}", both.said());
         // Memory of CPUs is there, and that of GPUs is not.
-        let now = asked_now(&dumped.criu);
+        let now = dumped.criu.status();
         let processes: Vec<&Value> = now["processes"].as_array().unwrap().iter().collect();
         assert_eq!((now["state"].as_str(), processes.len()), (Some("running"), 2), "{now}");
         let there = |kind: bool| (bytes(&processes, kind, "resident"), bytes(&processes, kind, "bytes"));

@@ -89,7 +89,7 @@ fn rewake_restore_says_what_became_of_it_whoever_is_left_to_know() {
         workers.into_iter().for_each(dies);
         drop(held);
         let (well, said) = restoring.end();
-        assert!(!well && said.contains("that use GPUs were killed"), "{said}");
+        assert!(!well && said.contains("whose GPUs stood still were killed"), "{said}");
         wait_for_the_end_of(dumped.server.pid).unwrap();
         dumped.comes_back();
         dumped.server.ends_well();

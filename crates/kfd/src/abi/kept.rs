@@ -24,16 +24,21 @@ pub const UPDATE_QUEUE: Kinds = Kinds::one(3);
 /// not be opened through that file. Of the whole process: part 0. Whoever marks any part of a process has this kept away until the last is opened.
 pub const CREATE_PROCESS: Kinds = Kinds::one(4);
 
+/// Memory of another process is copied by GPUs, by that one's pid. Of the whole process that asks for it: part 0.
+pub const CROSS_COPY: Kinds = Kinds::one(5);
+
 /// `AMDKFD_IOC_CREATE_PROCESS`; Linux 6.12 has nothing of that number.
 const ANOTHER_PROCESS: u8 = 0x27;
 /// IPC_EXPORT_HANDLE, which only the driver of ROCm's own packages has (`include/uapi/linux/kfd_ioctl.h` of ROCK-Kernel-Driver, "non-upstream
 /// ioctls"): a handle, 16 bytes for the answer, the GPU's id by which it looks for the buffer, 4 bytes more.
 const IPC_EXPORT: u8 = 0x81;
 const IPC_EXPORT_GPU: u8 = 24;
+/// CROSS_MEMORY_COPY, of the same driver.
+const CROSS_MEMORY_COPY: u8 = 0x83;
 
-/// EXPORT_DMABUF, IPC_EXPORT_HANDLE, MAP_MEMORY_TO_GPU, CREATE_QUEUE, UPDATE_QUEUE, CREATE_PROCESS. Of `/dev/kfd` as `st_rdev` tells it.
+/// EXPORT_DMABUF, IPC_EXPORT_HANDLE, MAP_MEMORY_TO_GPU, CREATE_QUEUE, UPDATE_QUEUE, CREATE_PROCESS, CROSS_MEMORY_COPY. Of `/dev/kfd` as `st_rdev` tells it.
 #[must_use]
-pub fn calls(kfd: libc::dev_t) -> [Again; 6] {
+pub fn calls(kfd: libc::dev_t) -> [Again; 7] {
     let call = |number, part, kind| Again { devices: vec![kfd], number, part, kind };
     let export = const { gpu_of(offset_of!(kfd_ioctl_export_dmabuf_args, handle)) };
     let map = const { gpu_of(offset_of!(kfd_ioctl_map_memory_to_gpu_args, handle)) };
@@ -44,6 +49,7 @@ pub fn calls(kfd: libc::dev_t) -> [Again; 6] {
         call(number(IOC_CREATE_QUEUE), None, CREATE_QUEUE),
         call(number(IOC_UPDATE_QUEUE), None, UPDATE_QUEUE),
         call(ANOTHER_PROCESS, None, CREATE_PROCESS),
+        call(CROSS_MEMORY_COPY, None, CROSS_COPY),
     ]
 }
 
@@ -59,7 +65,7 @@ mod tests {
     #[test]
     fn fields_are_where_the_kernel_has_them() {
         let told = calls(7).map(|call| (call.number, call.part));
-        let whole = [(0x02, None), (0x07, None), (0x27, None)];
+        let whole = [(0x02, None), (0x07, None), (0x27, None), (0x83, None)];
         assert_eq!(told[..3], [(0x24, Some(4)), (0x81, Some(24)), (0x18, Some(4))]);
         assert_eq!(told[3..], whole);
     }

@@ -22,7 +22,7 @@ use crate::image::Image;
 
 /// For people, after the line in which the streamer said why.
 const KILLED: &str =
-    "memory could not be brought back: the restored processes that use GPUs were killed (see above)";
+    "memory could not be brought back: the restored processes whose GPUs stood still were killed (see above)";
 /// For people: nobody has said anything.
 const ABANDONED: &str = "rewake stream-gpu was killed, and all that watch over it: the restored processes that use GPUs run, \
      but their GPUs stand still for ever: kill them";

@@ -165,9 +165,16 @@ impl Memory {
 
     /// As for another process; tries again as ROCm's library does.
     fn export(&self) -> anyhow::Result<()> {
+        let mut said = false;
         loop {
             match self.buffer.export() {
-                Err(error) if error.errno() == Some(EAGAIN) => thread::yield_now(),
+                Err(error) if error.errno() == Some(EAGAIN) => {
+                    if !said {
+                        eprintln!("EAGAIN");
+                    }
+                    said = true;
+                    thread::yield_now();
+                }
                 done => return Ok(done.map(drop)?),
             }
         }
