@@ -8,8 +8,8 @@ use std::os::fd::BorrowedFd;
 
 use crate::{Error, abi, program};
 
-/// How many marks there can be at once: of a restore, one for each process and one for each of its GPUs. 128 processes with 16 GPUs each
-/// need 2,176. Memory for all is taken when a program is attached: 353 KiB (`memlock` of the table, Linux 6.12 and 7.2).
+/// How many marks there can be at once: of a restore, one for each process and one for each of its GPUs, or two where those have other ids than
+/// in the image. 120 processes with 16 GPUs each need 3,960. Memory for all is taken when a program is attached: 353 KiB (`memlock` of the table, Linux 6.12 and 7.2).
 pub const MARKS: u32 = 4096;
 
 /// An ioctl of some devices that is answered with EAGAIN while a mark of its file has its kind.
