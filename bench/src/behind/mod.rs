@@ -10,7 +10,8 @@
 //! there. The second one has the rate of the GPU's memory, in bytes that are not zero, and its share of the slower of disk and copies, each by plain loops of
 //! the same run: from the first engine's opening to the last byte, as whoever loads it says, and, behind, from the
 //! hand-over to the last byte (`rewake-timeline.json`, which is up to 20 ms late). Between the hand-over and the load the plugin loads what
-//! comes first, waits for memory of CPUs that is registered with the GPU, and lets the process run. With all of the memory behind,
+//! comes first, waits for memory of CPUs that is registered with the GPU, and lets the process run. Of several processes
+//! each goes on when its own memory is there: when the first and the last did is beside that. With all of the memory behind,
 //! that of the CPU comes from the same disk at the same time. An emulated processor takes tenths of a second for engines, staging memory and CRIU.
 
 mod round;
@@ -37,6 +38,9 @@ pub(crate) struct Options {
     /// Memory of its CPU in MiB, all random, which no GPU reaches
     #[arg(long, default_value_t = 0)]
     own_mib: u64,
+    /// Processes, each with its share of the weights, all on one GPU
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..=LAYERS))]
+    processes: u64,
     /// Restores in each way
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u64).range(1..=100))]
     rounds: u64,
@@ -72,6 +76,7 @@ pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
         cache_mib: 1,
         queues: 1,
         own_mib: options.own_mib,
+        processes: options.processes,
         mode: Mode::NoAccess,
         ..Shape::small()
     };

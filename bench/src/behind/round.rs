@@ -9,8 +9,6 @@ use anyhow::{Context as _, ensure};
 use gpu_app::client;
 use gpu_app::model::Model;
 use gpu_app::shape::Shape;
-use nix::sys::signal::{Signal, kill};
-use nix::unistd::Pid;
 use softgpu_tests::app::App;
 use softgpu_tests::criu::{Criu, Plugin, Version, wait_for_the_end_of};
 use softgpu_tests::{Judge, Streamer};
@@ -62,6 +60,8 @@ pub(super) struct Behind {
     pub(super) runs: f64,
     /// The last byte of that is there.
     pub(super) last: f64,
+    /// The GPU goes on for the first process, and for the last one.
+    pub(super) gates: [f64; 2],
 }
 
 /// The server, with what it answers.
@@ -164,7 +164,10 @@ impl Subject {
         let last = last.context("the memory was never there")? as f64 / 1e6;
         let runs =
             timeline["processes"][0]["runs_us"].as_u64().context("the process never ran")? as f64 / 1e6;
-        Ok(Behind { runs, last })
+        let processes = timeline["processes"].as_array().into_iter().flatten();
+        let gates = || processes.clone().filter_map(|of| of["gate_open_us"].as_u64());
+        let (first, all) = gates().min().zip(gates().max()).context("no gate was opened")?;
+        Ok(Behind { runs, last, gates: [first, all].map(|at| at as f64 / 1e6) })
     }
 
     /// Looks at its own memory, every byte, and ends it.
@@ -174,7 +177,7 @@ impl Subject {
         }
         let violations = Judge::find().map_or_else(Vec::new, |judge| judge.violations());
         ensure!(violations.is_empty(), "{violations:?}");
-        kill(Pid::from_raw(i32::try_from(self.pid)?), Signal::SIGKILL).context("end the process")?;
+        client::ask(self.app.socket(), "quit")?;
         wait_for_the_end_of(self.pid)
     }
 }

@@ -5,7 +5,7 @@ use std::fmt::Write as _;
 use std::time::Duration;
 
 use super::Run;
-use super::round::{Sample, Way};
+use super::round::{Behind, Sample, Way};
 use crate::report::{Spread, number, spread};
 
 /// Of the slower of disk and copies, from the hand-over to the last byte, where nothing else is on the disk.
@@ -58,7 +58,7 @@ fn times(samples: &[Sample]) -> String {
 fn rates(run: &Run) -> String {
     let least = run.limits.least().restore;
     let mut text = "| GPU memory | MB/s, by whoever loads it | of the slower of disk and copies | since the hand-over, MB/s \
-                    | of the slower | wanted | met | of that time before it runs, s |\n|---|---|---|---|---|---|---|---|\n"
+                    | of the slower | wanted | met | of that time before it runs, s | first process's GPU goes on, s | last one's |\n|---|---|---|---|---|---|---|---|---|---|\n"
         .to_owned();
     for way in Way::ALL {
         let told = figures(&run.samples, way, |sample| Some(sample.contents.rate()));
@@ -70,8 +70,11 @@ fn rates(run: &Run) -> String {
             _ => (String::new(), ""),
         };
         let cells = [told, share(told), whole, share(whole)].map(spread).join(" | ");
-        let before = spread(figures(&run.samples, way, |sample| Some(sample.behind?.runs)));
-        let _ = writeln!(text, "| {} | {cells} | {wanted} | {met} | {before} |", way.name());
+        let of = |time: fn(&Behind) -> f64| {
+            spread(figures(&run.samples, way, |sample| sample.behind.as_ref().map(time)))
+        };
+        let moments = [of(|behind| behind.runs), of(|behind| behind.gates[0]), of(|behind| behind.gates[1])];
+        let _ = writeln!(text, "| {} | {cells} | {wanted} | {met} | {} |", way.name(), moments.join(" | "));
     }
     text
 }
@@ -88,7 +91,6 @@ fn figures(samples: &[Sample], way: Way, figure: impl Fn(&Sample) -> Option<f64>
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::behind::round::Behind;
     use crate::limits::{Limits, MadeFor, Rates};
     use crate::plugin::log::Contents;
 
@@ -107,7 +109,7 @@ mod tests {
                 buffers: 1,
                 seconds: 2.5,
             },
-            behind: behind.then_some(Behind { runs: 0.125, last }),
+            behind: behind.then_some(Behind { runs: 0.125, last, gates: [1.5, 2.75] }),
         };
         Run {
             mib: 96,
@@ -127,13 +129,15 @@ mod tests {
                       | 0.750 (0.750 .. 0.750) |";
         assert!(text.contains(behind), "{text}");
         let rates = "| GPU memory behind | 40.0 (40.0 .. 40.0) | 1.00 (1.00 .. 1.00) | 38.5 (38.5 .. 38.5) \
-                     | 0.962 (0.962 .. 0.962) | 0.950 | yes | 0.125 (0.125 .. 0.125) |";
+                     | 0.962 (0.962 .. 0.962) | 0.950 | yes | 0.125 (0.125 .. 0.125) | 1.50 (1.50 .. 1.50) | 2.75 (2.75 .. 2.75) |";
         assert!(text.contains(rates), "{text}");
         assert!(
-            text.contains("| at once | 40.0 (40.0 .. 40.0) | 1.00 (1.00 .. 1.00) | - | - |  |  | - |"),
+            text.contains(
+                "| at once | 40.0 (40.0 .. 40.0) | 1.00 (1.00 .. 1.00) | - | - |  |  | - | - | - |"
+            ),
             "{text}"
         );
-        assert!(text.contains("| GPU and CPU memory behind | - | - | - | - |  |  | - |"), "{text}");
+        assert!(text.contains("| GPU and CPU memory behind | - | - | - | - |  |  | - | - | - |"), "{text}");
     }
 
     #[test]
