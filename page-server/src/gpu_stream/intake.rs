@@ -21,6 +21,7 @@ use super::gate::Gate;
 use super::kept::Kept;
 use super::parts::Buffer;
 use super::placeholders::{Handed, Placeholders};
+use super::sets::{self, Set};
 use crate::ledger::Ledger;
 
 /// How the image directory is called in messages: it comes as a descriptor.
@@ -50,6 +51,8 @@ struct Computing {
     /// Of what is to be loaded here, by the image's number of the buffer.
     dmabufs: Vec<Option<OwnedFd>>,
     placeholders: Option<Handed>,
+    /// Its GPUs that could go on one by one, when all is handed over.
+    sets: Vec<Set>,
 }
 
 /// A process that stands before its gate.
@@ -116,6 +119,7 @@ impl Taken {
                     placeholders.context("mappings came before their placeholders")?.add(told)?;
                 }
                 to_server::What::Ready(_) => {
+                    self.processes.iter_mut().for_each(Computing::divide);
                     let minors = (0..self.processes.len()).flat_map(|place| self.minors(place));
                     let confirm = driver.and_then(|kfd| Confirm::new(&kfd, minors));
                     match confirm {
@@ -210,7 +214,11 @@ impl Computing {
         let dmabufs = (0..image.buffers.len()).map(|_| None).collect();
         let kfd = kfd.context("a process came without its /dev/kfd")?;
         let gpus = process.gpus.iter().map(|gpu| (gpu.gpu_id, gpu.minor)).collect();
-        Ok(Self { id: process.kfd, image, kfd, gpus, files, dmabufs, placeholders: None })
+        Ok(Self { id: process.kfd, image, kfd, gpus, files, dmabufs, placeholders: None, sets: Vec::new() })
+    }
+
+    fn divide(&mut self) {
+        self.sets = sets::of(&self.image, &self.gpus, |number| self.dmabufs[number].is_some());
     }
 
     /// It stands before its gate, stopped, with all its mappings: its placeholders are watched from now on, and it is killed if nobody
@@ -228,8 +236,11 @@ impl Computing {
             None => None,
         };
         let kfd = self.kfd.as_fd();
-        let kept = marks.map(|marks| Kept::from_handing_over(marks, kfd, &self.gpus)).transpose()?;
-        Ok(Gated { gate: Gate { process, kfd, kept }, placeholders })
+        let sets = marks.map_or(&[][..], |_| &self.sets);
+        let one_by_one = !sets.is_empty();
+        let kept = |marks| Kept::from_handing_over(marks, kfd, &self.gpus, one_by_one);
+        let kept = marks.map(kept).transpose()?;
+        Ok(Gated { gate: Gate { process, kfd, kept, sets }, placeholders })
     }
 
     /// The buffers that placeholders stand for.

@@ -2,16 +2,20 @@
 //! Gates that are opened one by one: a process whose memory is there goes on, whatever the others of its restore wait for, and is handed
 //! none of theirs before that is there.
 
+use std::path::Path;
 use std::thread;
 use std::time::Duration;
 
 use gpu_app::shape::Shape;
-use softgpu_tests::criu::{Criu, Plugin, Version, wait_for_the_end_of};
+use softgpu_tests::criu::{Criu, Plugin, Version, queues_come_back, wait_for_the_end_of};
 use softgpu_tests::dumped::{Dumped, ONE_RING, dies, soon, unreached};
-use softgpu_tests::{Held, Judge, Machine, Streamer, Toucher, isolated};
+use softgpu_tests::{Held, Judge, Machine, Pair, Streamer, Toucher, isolated};
 
 /// Long enough for a call that is not kept away to be over.
 const MOMENT: Duration = Duration::from_millis(500);
+
+/// More than the buffers of `pair` take.
+const COPIES: u32 = 60;
 
 fn comes_back(criu: &Criu) -> Streamer {
     let both = Streamer::of_both(criu.images()).unwrap();
@@ -69,5 +73,61 @@ fn a_buffer_is_not_handed_over_before_it_is_there() {
         assert!(both.end().unwrap().success(), "{}", both.said());
         dies(toucher.pid());
         wait_for_the_end_of(toucher.pid()).unwrap();
+    });
+}
+
+/// Both its GPUs' memory is brought, a copy at a time, until one of them has gone on: which.
+fn until_one_goes_on(pair: &Pair, held: &Held, both: &Streamer) -> usize {
+    let before = pair.counts().unwrap();
+    let one = |now: [u64; 2]| (0..2).find(|gpu| now[*gpu] > before[*gpu]);
+    for _ in 0..COPIES {
+        held.lets_go(1);
+        thread::sleep(MOMENT);
+        if let Some(gpu) = one(pair.counts().unwrap()) {
+            return gpu;
+        }
+    }
+    panic!("neither goes on: {:?}, {}", pair.counts(), both.said());
+}
+
+fn dumped_pair(folder: &Path) -> (Pair, Criu) {
+    let mut pair = Pair::start(env!("CARGO_BIN_EXE_pair"), folder).unwrap();
+    let criu = Criu::with(Plugin::Ours, Version::V4_2, &folder.join("images")).unwrap();
+    criu.dump(pair.pid()).unwrap();
+    pair.was_dumped().unwrap();
+    (pair, criu)
+}
+
+/// What others can see of a process that is not to be dumped.
+fn is_told(pid: u32) -> bool {
+    let mut files = std::fs::read_dir("/run/rewake-gated").unwrap().map(|file| file.unwrap().file_name());
+    files.any(|name| name.to_str().unwrap().starts_with(&format!("{pid}-")))
+}
+
+#[test]
+fn a_gpu_goes_on_while_another_of_its_process_waits() {
+    isolated("a_gpu_goes_on_while_another_of_its_process_waits", 2, |_| {
+        let Some(machine) = Machine::find() else { return };
+        machine.becomes(&ONE_RING);
+        if !queues_come_back() {
+            return;
+        }
+        let folder = tempfile::tempdir().unwrap();
+        let (pair, criu) = dumped_pair(folder.path());
+        let held = Held::streamers();
+        let mut both = comes_back(&criu);
+        let first = until_one_goes_on(&pair, &held, &both);
+        let between = pair.counts().unwrap();
+        assert!(soon(|| pair.counts().unwrap()[first] > between[first] + 2), "{}", both.said());
+        let (before, after) = (between[1 - first], pair.counts().unwrap()[1 - first]);
+        assert_eq!((before, is_told(pair.pid())), (after, true), "{}", both.said());
+        assert!(!both.has_ended().unwrap(), "{}", both.said());
+        drop(held);
+        assert!(both.end().unwrap().success(), "{}", both.said());
+        let goes_on = |now: [u64; 2]| now.iter().zip(between).all(|(now, then)| *now > then + 2);
+        assert!(soon(|| goes_on(pair.counts().unwrap())), "{:?}, {}", pair.counts(), both.said());
+        assert!(!is_told(pair.pid()));
+        dies(pair.pid());
+        wait_for_the_end_of(pair.pid()).unwrap();
     });
 }
