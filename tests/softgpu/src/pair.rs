@@ -9,8 +9,8 @@ use anyhow::{Context as _, ensure};
 
 use crate::dumped::soon;
 
-/// Of each large buffer.
-pub const BYTES: usize = 16 << 20;
+/// Of the large buffers: where both are brought at one pace, one is there long before the other.
+pub const BYTES: [usize; 2] = [8 << 20, 48 << 20];
 /// In a round.
 pub const COPIED: usize = 4096;
 

@@ -72,8 +72,8 @@ impl Side {
         let device = Device::open(kfd, node)?;
         let bells = doorbells(&device)?;
         let place = if node.has_large_bar() { Spec::vram } else { Spec::gtt };
-        let large = Buffer::mapped(&device, place(BYTES as u64))?;
-        let expected = pattern_of(number, BYTES);
+        let large = Buffer::mapped(&device, place(BYTES[number] as u64))?;
+        let expected = pattern_of(number, BYTES[number]);
         large.cpu().write(0, &expected);
         let code = Buffer::mapped(&device, Spec::gtt(kernel::CODE).executable())?;
         code.cpu().write(0, &kernel::code());
@@ -119,7 +119,7 @@ impl Side {
             ensure!(half == right, "GPU {}: {by} has found something else at {:#x}", self.number, self.at);
         }
         self.rounds += 1;
-        self.at = (self.at + BYTES / 2 + COPIED) % BYTES;
+        self.at = (self.at + self.expected.len() / 2 + COPIED) % self.expected.len();
         self.begin()
     }
 }
