@@ -52,18 +52,15 @@ impl Pair {
         self.child.take().map_or(Ok(()), |mut child| Ok(child.wait().map(drop)?))
     }
 
-    /// The second GPU's queues are ended when it next looks.
+    /// Asks it for something, by the file's name, and waits until it has heard that.
     ///
     /// # Errors
-    /// It cannot be told.
-    pub fn ends_second(&self) -> anyhow::Result<()> {
-        Ok(fs::write(self.folder.join("end-second"), "")?)
-    }
-
-    /// Whether it has heard that.
-    #[must_use]
-    pub fn has_ended_second(&self) -> bool {
-        !self.folder.join("end-second").exists()
+    /// It cannot be told, or does not hear.
+    pub fn asked(&self, what: &str) -> anyhow::Result<()> {
+        let order = self.folder.join(what);
+        fs::write(&order, "")?;
+        ensure!(soon(|| !order.exists()), "it does not hear {what}: {:?}", self.counts());
+        Ok(())
     }
 
     /// Rounds of both GPUs.

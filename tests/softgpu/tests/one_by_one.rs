@@ -106,30 +106,95 @@ fn is_told(pid: u32) -> bool {
     files.any(|name| name.to_str().unwrap().starts_with(&format!("{pid}-")))
 }
 
+/// `pair`, restored, with copies held.
+fn restored_pair(machine: &Machine, folder: &Path) -> Option<(Pair, Held, Streamer, Judge)> {
+    machine.becomes(&ONE_RING);
+    let judge = Judge::find().filter(|_| queues_come_back())?;
+    let (pair, criu) = dumped_pair(folder);
+    let held = Held::streamers();
+    let both = comes_back(&criu);
+    Some((pair, held, both, judge))
+}
+
+/// Rounds are counted on these GPUs.
+fn run(pair: &Pair, gpus: &[usize], both: &Streamer) {
+    let before = pair.counts().unwrap();
+    let go_on = |now: [u64; 2]| gpus.iter().all(|gpu| now[*gpu] > before[*gpu] + 2);
+    assert!(soon(|| go_on(pair.counts().unwrap())), "{:?}, {}", pair.counts(), both.said());
+}
+
+fn ends(pair: &Pair) {
+    assert!(!is_told(pair.pid()));
+    dies(pair.pid());
+    wait_for_the_end_of(pair.pid()).unwrap();
+}
+
 #[test]
 fn a_gpu_goes_on_while_another_of_its_process_waits() {
     isolated("a_gpu_goes_on_while_another_of_its_process_waits", 2, |_| {
-        let Some(machine) = Machine::find() else { return };
-        machine.becomes(&ONE_RING);
-        if !queues_come_back() {
-            return;
-        }
         let folder = tempfile::tempdir().unwrap();
-        let (pair, criu) = dumped_pair(folder.path());
-        let held = Held::streamers();
-        let mut both = comes_back(&criu);
+        let Some(machine) = Machine::find() else { return };
+        let Some((pair, held, mut both, judge)) = restored_pair(&machine, folder.path()) else { return };
         let first = until_one_goes_on(&pair, &held, &both);
-        let between = pair.counts().unwrap();
-        assert!(soon(|| pair.counts().unwrap()[first] > between[first] + 2), "{}", both.said());
-        let (before, after) = (between[1 - first], pair.counts().unwrap()[1 - first]);
-        assert_eq!((before, is_told(pair.pid())), (after, true), "{}", both.said());
+        assert_eq!((first, shut(&judge)), (0, 0), "{}", both.said());
+        let before = pair.counts().unwrap()[1];
+        run(&pair, &[0], &both);
+        assert_eq!(judge.violations(), Vec::<String>::new());
+        assert_eq!((pair.counts().unwrap()[1], is_told(pair.pid())), (before, true), "{}", both.said());
         assert!(!both.has_ended().unwrap(), "{}", both.said());
         drop(held);
         assert!(both.end().unwrap().success(), "{}", both.said());
-        let goes_on = |now: [u64; 2]| now.iter().zip(between).all(|(now, then)| *now > then + 2);
-        assert!(soon(|| goes_on(pair.counts().unwrap())), "{:?}, {}", pair.counts(), both.said());
-        assert!(!is_told(pair.pid()));
+        run(&pair, &[0, 1], &both);
+        ends(&pair);
+    });
+}
+
+#[test]
+fn queues_that_end_while_their_gpu_waits_are_nobody_s_trouble() {
+    isolated("queues_that_end_while_their_gpu_waits_are_nobody_s_trouble", 2, |_| {
+        let folder = tempfile::tempdir().unwrap();
+        let Some(machine) = Machine::find() else { return };
+        let Some((pair, held, mut both, _)) = restored_pair(&machine, folder.path()) else { return };
+        assert_eq!(until_one_goes_on(&pair, &held, &both), 0, "{}", both.said());
+        pair.asked("end-second").unwrap();
+        run(&pair, &[0], &both);
+        drop(held);
+        assert!(both.end().unwrap().success(), "{}", both.said());
+        run(&pair, &[0], &both);
+        ends(&pair);
+    });
+}
+
+#[test]
+fn a_process_that_is_killed_between_its_gpus_is_nobody_s_trouble() {
+    isolated("a_process_that_is_killed_between_its_gpus_is_nobody_s_trouble", 2, |_| {
+        let folder = tempfile::tempdir().unwrap();
+        let Some(machine) = Machine::find() else { return };
+        let Some((pair, held, mut both, _)) = restored_pair(&machine, folder.path()) else { return };
+        assert_eq!(until_one_goes_on(&pair, &held, &both), 0, "{}", both.said());
         dies(pair.pid());
         wait_for_the_end_of(pair.pid()).unwrap();
+        drop(held);
+        assert!(both.end().unwrap().success(), "{}", both.said());
+        assert!(!is_told(pair.pid()));
+    });
+}
+
+#[test]
+fn gpus_of_a_process_that_has_closed_their_driver_go_on_together() {
+    isolated("gpus_of_a_process_that_has_closed_their_driver_go_on_together", 2, |_| {
+        let folder = tempfile::tempdir().unwrap();
+        let Some(machine) = Machine::find() else { return };
+        let Some((pair, held, mut both, _)) = restored_pair(&machine, folder.path()) else { return };
+        pair.asked("close").unwrap();
+        let tried = soon(|| {
+            held.lets_go(COPIES);
+            both.said().contains("GPUs of a process go on together")
+        });
+        assert!(tried && is_told(pair.pid()), "{}", both.said());
+        drop(held);
+        assert!(both.end().unwrap().success(), "{}", both.said());
+        run(&pair, &[0, 1], &both);
+        ends(&pair);
     });
 }

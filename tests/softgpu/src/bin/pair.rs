@@ -2,9 +2,10 @@
 //! A program with two GPUs that have nothing of each other's: on each a large buffer, and a copy engine's and a compute queue that copy some of it to a
 //! small one, over and over. What is copied is looked at, and each round counted: `pair FOLDER` writes both counts to `counts` there, or what
 //! was wrong.
-//! When there is a file `end-second` it ends the second one's queues.
+//! When there is a file `end-second` it ends the second one's queues, and closes `/dev/kfd` for a file `close`.
 
 use std::fs;
+use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::thread;
@@ -42,8 +43,17 @@ fn main() -> anyhow::Result<()> {
         if fs::remove_file(folder.join("end-second")).is_ok() {
             sides[1].queues = None;
         }
+        if fs::remove_file(folder.join("close")).is_ok() {
+            close(kfd.as_fd());
+        }
         thread::sleep(LOOK);
     }
+}
+
+/// Nothing is asked of the driver afterwards: who closes it would end its queues first.
+fn close(kfd: BorrowedFd<'_>) {
+    // SAFETY: nobody uses the number any more; this program is killed in the end, and drops nothing.
+    unsafe { libc::close(kfd.as_raw_fd()) };
 }
 
 /// Whole, or not there.
