@@ -4,6 +4,7 @@
 //! * [`with_tracer`]: something done while a thread of ours is the tracer, the process running on.
 //! * [`with_stopped`]: something done while all its threads stand still, without a trace afterwards.
 //! * [`Stopped::syscall`]: a system call that the process makes for us. No code is written to it.
+//! * [`Stopped::ioctl`]: one of those with an argument in memory, on a file that we have, too.
 //! * [`Stopped::swapping`]: the device's mapping takes the place of placeholders, wherever they are.
 //! * [`shown`]: where placeholders are. [`present`]: what one holds that the device has not.
 //!
@@ -17,6 +18,7 @@
 #![cfg(all(target_arch = "x86_64", target_os = "linux"))]
 
 mod abi;
+mod ask;
 mod entry;
 mod error;
 mod inject;

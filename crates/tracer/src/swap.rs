@@ -14,7 +14,6 @@ use crate::error::Error;
 use crate::maps::{self, FileId};
 use crate::placeholder::{Shown, identity, parts};
 use crate::stop::Stopped;
-use crate::{abi, proc};
 
 /// What takes whose place.
 #[derive(Debug, Clone, Copy)]
@@ -116,10 +115,7 @@ impl Swapping<'_, '_> {
             Entry::Occupied(number) => return Ok(*number.get()),
             Entry::Vacant(number) => number,
         };
-        let (pid, hand) = (self.stopped.pid, self.stopped.hand()?);
-        let is_it = |number: &RawFd| abi::same_file(device.as_raw_fd(), hand, *number).unwrap_or(false);
-        let found = proc::descriptors(hand)?.into_iter().find(is_it);
-        Ok(*numbers.insert(found.ok_or(Error::NotOpen { pid })?))
+        Ok(*numbers.insert(self.stopped.number_of(device)?))
     }
 
     fn swap_part(&mut self, part: &Shown, number: RawFd, offset: u64) -> Result<(), Error> {

@@ -9,6 +9,7 @@ use rewake_kfd::criu;
 use rewake_tracer::with_tracer;
 
 use super::kept::Kept;
+use super::sets::Set;
 use crate::sys;
 
 /// How long CRIU may take to let go of a process that it has restored.
@@ -23,6 +24,8 @@ pub(super) struct Gate<'a> {
     pub(super) kfd: BorrowedFd<'a>,
     /// What it may not do before; none where calls cannot be kept away.
     pub(super) kept: Option<Kept<'a>>,
+    /// Its GPUs that go on one by one; none if they go on together.
+    pub(super) sets: &'a [Set],
 }
 
 impl Gate<'_> {
@@ -35,7 +38,17 @@ impl Gate<'_> {
         let done = with_tracer(pid, PATIENCE, || criu::unpause(self.kfd));
         let done = done.with_context(|| format!("tracing process {pid}"))?;
         done.with_context(|| format!("letting the GPUs of process {pid} go on"))?;
-        self.kept.iter().for_each(Kept::may_hand_over);
+        self.kept.iter().for_each(Kept::process_goes_on);
+        Ok(pid)
+    }
+
+    /// It was opened for each GPU, one by one. The process's number.
+    ///
+    /// # Errors
+    /// The process has ended.
+    pub(super) fn is_open(&self) -> anyhow::Result<i32> {
+        let pid = sys::pidfd_pid(self.process).context("finding the process")?;
+        self.kept.iter().for_each(Kept::process_goes_on);
         Ok(pid)
     }
 

@@ -23,6 +23,7 @@ use super::gate::Gate;
 use super::kept::Kept;
 use super::parts::Buffer;
 use super::placeholders::{Handed, Placeholders};
+use super::sets::{self, Set};
 use crate::ledger::Ledger;
 
 /// How the image directory is called in messages: it comes as a descriptor.
@@ -52,6 +53,8 @@ struct Computing {
     /// Of what is to be loaded here, by the image's number of the buffer.
     dmabufs: Vec<Option<OwnedFd>>,
     placeholders: Option<Handed>,
+    /// Its GPUs that could go on one by one, when all is handed over.
+    sets: Vec<Set>,
 }
 
 /// A process that stands before its gate.
@@ -118,6 +121,7 @@ impl Taken {
                     placeholders.context("mappings came before their placeholders")?.add(told)?;
                 }
                 to_server::What::Ready(_) => {
+                    self.processes.iter_mut().for_each(Computing::divide);
                     let minors = (0..self.processes.len()).flat_map(|place| self.minors(place));
                     let confirm = driver.and_then(|kfd| Confirm::new(&kfd, minors));
                     match confirm {
@@ -150,7 +154,9 @@ impl Taken {
         if let Some(marks) = marks
             && let Err(error) = self.keep_away(marks, &mut gated)
         {
-            gated.iter_mut().for_each(|(_, gated)| gated.gate.kept = None);
+            for (_, gated) in &mut gated {
+                (gated.gate.kept, gated.gate.sets) = (None, &[]);
+            }
             warn!("gates are opened together: {error:#}");
         }
         if let Err(error) = self.say(to_plugin::What::Go(proto::Go {})) {
@@ -161,17 +167,20 @@ impl Taken {
         Ok(gated)
     }
 
-    /// While no process runs: none hands over what is not there.
+    /// While no process runs: none hands over what is not there, nor changes what GPUs wait for that go on one by one.
     fn keep_away<'a>(&'a self, marks: &Marks, gated: &mut [(usize, Gated<'a>)]) -> anyhow::Result<()> {
         let machine = Topology::read()?;
         let own = |minor: u32| machine.gpus().find(|gpu| gpu.render_minor() == minor).map(|gpu| gpu.gpu_id);
         for (place, gated) in gated {
-            let gpus = self.processes[*place].gpus.iter();
+            let Computing { gpus, sets, .. } = &self.processes[*place];
             // The driver goes by the process's name for a GPU, or by its own.
             let names: BTreeSet<u32> =
-                gpus.flat_map(|(name, minor)| own(*minor).into_iter().chain([*name])).collect();
+                gpus.iter().flat_map(|(name, minor)| own(*minor).into_iter().chain([*name])).collect();
             let gate = &mut gated.gate;
-            gate.kept = Some(Kept::from_handing_over(marks, gate.kfd, names.into_iter())?);
+            if names.len() == gpus.len() && gpus.iter().all(|(name, minor)| own(*minor) == Some(*name)) {
+                gate.sets = sets;
+            }
+            gate.kept = Some(Kept::new(marks, gate.kfd, names.into_iter().collect(), !gate.sets.is_empty())?);
         }
         Ok(())
     }
@@ -235,7 +244,11 @@ impl Computing {
         let dmabufs = (0..image.buffers.len()).map(|_| None).collect();
         let kfd = kfd.context("a process came without its /dev/kfd")?;
         let gpus = process.gpus.iter().map(|gpu| (gpu.gpu_id, gpu.minor)).collect();
-        Ok(Self { id: process.kfd, image, kfd, gpus, files, dmabufs, placeholders: None })
+        Ok(Self { id: process.kfd, image, kfd, gpus, files, dmabufs, placeholders: None, sets: Vec::new() })
+    }
+
+    fn divide(&mut self) {
+        self.sets = sets::of(&self.image, &self.gpus, |number| self.dmabufs[number].is_some());
     }
 
     /// It stands before its gate, stopped, with all its mappings: its placeholders are watched from now on, and it is killed if nobody
@@ -246,7 +259,8 @@ impl Computing {
             Some(handed) => Some(handed.watch(place, process, self.mapped(handed)?)?),
             None => None,
         };
-        Ok(Gated { gate: Gate { process, kfd: self.kfd.as_fd(), kept: None }, placeholders })
+        let gate = Gate { process, kfd: self.kfd.as_fd(), kept: None, sets: &[] };
+        Ok(Gated { gate, placeholders })
     }
 
     /// The buffers that placeholders stand for.

@@ -4,11 +4,16 @@
 use std::os::fd::BorrowedFd;
 
 use anyhow::Context as _;
-use rewake_kfd::held::{CREATE_PROCESS, CROSS_COPY, EXPORT, Kinds, Marks};
+use rewake_kfd::held::{CREATE_PROCESS, CREATE_QUEUE, CROSS_COPY, EXPORT, Kinds, MAP, Marks, UPDATE_QUEUE};
 use tracing::warn;
 
 /// For what is of no GPU in particular.
 const PROCESS: u32 = 0;
+/// What no process of the restore may do before all GPUs of all run: change the record that is marked, and have memory copied of which it
+/// knows the process only.
+const UNTIL_THE_END: Kinds = CREATE_PROCESS.and(CROSS_COPY);
+/// And one whose GPUs go on one by one, but for updates of queues.
+const BY_GPU: Kinds = UNTIL_THE_END.and(CREATE_QUEUE);
 
 /// A process's marks; taken away when dropped. By then the process has ended, is being killed, or may do all it likes.
 #[derive(Debug)]
@@ -16,49 +21,66 @@ pub(super) struct Kept<'a> {
     marks: Marks,
     /// Open as long as there are marks: another process could be taken for it.
     kfd: BorrowedFd<'a>,
-    /// The first is [`PROCESS`].
-    parts: Vec<u32>,
+    /// By the names that the process or the driver has for them.
+    gpus: Vec<u32>,
 }
 
 impl<'a> Kept<'a> {
-    /// Buffers of these GPUs, by the names that the process or the driver has for them, are not handed to another process, and no other
-    /// process's memory is copied.
-    pub(super) fn from_handing_over(
+    /// Buffers of these GPUs are not handed to another process. Where GPUs go on one by one they are not mapped on more GPUs either, and
+    /// queues stay as they are.
+    pub(super) fn new(
         marks: &Marks,
         kfd: BorrowedFd<'a>,
-        gpus: impl Iterator<Item = u32>,
+        gpus: Vec<u32>,
+        by_gpu: bool,
     ) -> anyhow::Result<Self> {
-        let mut kept = Self { marks: marks.clone(), kfd, parts: Vec::new() };
-        kept.shut(PROCESS, CREATE_PROCESS | CROSS_COPY)?;
-        for gpu in gpus {
-            kept.shut(gpu, EXPORT)?;
-        }
+        // Where one cannot be marked those that are there are taken away.
+        let kept = Self { marks: marks.clone(), kfd, gpus };
+        let (of_all, of_gpu) =
+            if by_gpu { (BY_GPU | UPDATE_QUEUE, EXPORT | MAP) } else { (UNTIL_THE_END, EXPORT) };
+        kept.shut(PROCESS, of_all)?;
+        kept.gpus.iter().try_for_each(|gpu| kept.shut(*gpu, of_gpu))?;
         Ok(kept)
     }
 
-    fn shut(&mut self, part: u32, kinds: Kinds) -> anyhow::Result<()> {
-        self.marks.shut(self.kfd, part, kinds).context("keeping calls of a process away")?;
-        self.parts.push(part);
-        Ok(())
+    fn shut(&self, part: u32, kinds: Kinds) -> anyhow::Result<()> {
+        self.marks.shut(self.kfd, part, kinds).context("keeping calls of a process away")
     }
 
-    /// Its own memory is there; that of others, which it could have copied by their numbers, may not be.
-    pub(super) fn may_hand_over(&self) {
-        self.open(&self.parts[1..]);
+    /// While the process stands still, where GPUs go on one by one: we have it make such a call.
+    ///
+    /// # Errors
+    /// Those of `act`; or its own would not be kept away afterwards.
+    pub(super) fn while_updating<T>(&self, act: impl FnOnce() -> anyhow::Result<T>) -> anyhow::Result<T> {
+        self.shut(PROCESS, BY_GPU)?;
+        let done = act();
+        self.shut(PROCESS, BY_GPU | UPDATE_QUEUE)?;
+        done
     }
 
-    /// Last what was first: CREATE_PROCESS would put another record in the place of the one that is marked.
-    fn open(&self, parts: &[u32]) {
-        for part in parts.iter().rev() {
-            if let Err(error) = self.marks.open(self.kfd, *part) {
-                warn!("calls of a process are kept away for as long as this runs: {error}");
-            }
+    /// What is of this GPU's own is there.
+    pub(super) fn gpu_goes_on(&self, gpu: u32) {
+        self.open(gpu);
+    }
+
+    /// All of its own memory is there; that of others may not be.
+    pub(super) fn process_goes_on(&self) {
+        self.gpus.iter().for_each(|gpu| self.open(*gpu));
+        if let Err(error) = self.shut(PROCESS, UNTIL_THE_END) {
+            warn!("{error:#}");
+        }
+    }
+
+    fn open(&self, part: u32) {
+        if let Err(error) = self.marks.open(self.kfd, part) {
+            warn!("calls of a process are kept away for as long as this runs: {error}");
         }
     }
 }
 
 impl Drop for Kept<'_> {
     fn drop(&mut self) {
-        self.open(&self.parts);
+        // The process last: CREATE_PROCESS would put another record in the place of the one that is marked.
+        self.gpus.iter().chain([&PROCESS]).for_each(|part| self.open(*part));
     }
 }

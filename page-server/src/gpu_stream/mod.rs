@@ -3,9 +3,11 @@
 //!
 //! The plugin restores all but the contents of buffers that may come later, shuts the gate of every process (PROCESS_INFO),
 //! resumes it, and hands over ([`intake`]). Here the rest is loaded; CPUs that touch it wait for it ([`touches`], [`placeholders`]).
-//! Each process's gate is opened when all of its memory is there ([`opening`], [`gate`], [`kept`]): no queue runs before every byte that its GPU
-//! may reach is there (I2); and in the end it is looked whether all do ([`confirm`]). A process whose gate nobody would open any more is killed, by the supervisor if need be.
+//! Each process's gate is opened when all of its memory is there ([`opening`], [`gate`], [`kept`]), or, where its GPUs reach different memory, for each
+//! of them when its own is ([`sets`], [`by_gpu`]): no queue runs before every byte that its GPU may reach is there (I2). In the end it is looked
+//! whether all do ([`confirm`]). A process whose gate nobody would open any more is killed, by the supervisor if need be.
 
+mod by_gpu;
 mod confirm;
 mod gate;
 mod intake;
@@ -15,6 +17,7 @@ mod parts;
 mod placeholders;
 #[cfg(test)]
 mod program;
+mod sets;
 mod touches;
 mod view;
 
@@ -78,9 +81,10 @@ fn load(
 ) -> anyhow::Result<(Option<Report>, u64, Vec<Opened>)> {
     let &Opening { ledger, timeline, .. } = opening;
     let loading = Loading::new(processes, Some(pace))?;
-    let resident = Resident::new(processes.len(), &placeholders)?;
+    let sets = opening.sets();
+    let resident = Resident::new(processes.len(), &placeholders, &sets)?;
     let (done, ready) = mpsc::channel();
-    let touches = Touches::new(placeholders, loading.desk(), &resident, done, ledger, timeline);
+    let touches = Touches::new(placeholders, loading.desk(), &resident, &sets, done, ledger, timeline);
     timeline.loads(loading.desk());
     // Who asks now is told of it.
     timeline.look();

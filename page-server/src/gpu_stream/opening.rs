@@ -1,22 +1,33 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Gates are opened: one by one, each when its process has all of its memory, or all when all have.
+//! Gates are opened: one by one, each when its process has all of its memory, or one of its GPUs all that it reaches; or all when all have.
 //!
 //! A process's GPUs reach its own buffers, and those that others have handed it. What was handed over before the dump is loaded before
 //! anything runs; what is handed over now is there, where such calls are kept away from what is not (`docs/decisions/0012-gates-one-by-one.md`).
 
+use std::collections::BTreeSet;
 use std::panic::resume_unwind;
-use std::sync::mpsc::Receiver;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::thread;
+use std::time::{Duration, Instant};
 
+use anyhow::ensure;
 use rewake_contents::Desk;
 use tracing::warn;
 
+use super::by_gpu::Step;
 use super::confirm::Opened;
 use super::gate::Gate;
 use super::intake::Taken;
+use super::sets::Set;
+use super::touches::Ready;
 use crate::ledger::Ledger;
 use crate::processes;
 use crate::timeline::Timeline;
+
+/// Between two tries of what a process that does not stand still keeps us from.
+const AGAIN: Duration = Duration::from_millis(20);
+/// For a process to stand still, when all of it is there.
+const PATIENCE: Duration = Duration::from_secs(120);
 
 /// The gates of a restore's processes.
 #[derive(Debug)]
@@ -28,51 +39,182 @@ pub(super) struct Opening<'a> {
     pub(super) timeline: &'a Timeline,
 }
 
-impl Opening<'_> {
-    /// Opens that of each process that it hears of, all of whose GPUs' memory must be there; of all when it has heard of all if they are
-    /// not opened one by one. Ends when all are open, or when it can hear of no more. Whose are open.
+/// How far a process is.
+#[derive(Debug, Default)]
+struct Turn {
+    /// GPUs, of those that go on one by one, whose sets are there.
+    ready: BTreeSet<usize>,
+    /// Those that run.
+    on: BTreeSet<usize>,
+    /// They cannot go on one by one.
+    together: bool,
+    /// All of it is there, since then.
+    whole: Option<Instant>,
+}
+
+/// What one try came to.
+enum Tried {
+    /// All of the process goes on.
+    Opened(Opened),
+    /// It has ended.
+    Ended,
+    /// Some of it may.
+    GoesOn,
+}
+
+impl Turn {
+    fn waits(&self) -> bool {
+        self.whole.is_some() || (!self.together && self.ready != self.on)
+    }
+
+    fn note(&mut self, news: Ready) {
+        match news {
+            Ready::Gpu(_, set) => drop(self.ready.insert(set)),
+            Ready::Process(_) => self.whole = Some(Instant::now()),
+        }
+    }
+}
+
+impl<'a> Opening<'a> {
+    /// GPUs that go on one by one, with their processes' places.
+    pub(super) fn sets(&self) -> Vec<(usize, &'a [Set])> {
+        self.gates.iter().map(|(place, gate)| (*place, gate.sets)).collect()
+    }
+
+    /// Opens that of each process that it hears of, all of whose GPUs' memory must be there, or for each of its GPUs when that has what it
+    /// reaches; of all when it has heard of all if they are not opened one by one. Ends when all are open, or when it can hear of no more.
+    /// Whose are open.
     ///
     /// # Errors
     /// One cannot be opened: `load` is given up then.
-    pub(super) fn run(&self, ready: &Receiver<usize>, load: &Desk) -> anyhow::Result<Vec<Opened>> {
+    pub(super) fn run(&self, ready: &Receiver<Ready>, load: &Desk) -> anyhow::Result<Vec<Opened>> {
         let one_by_one = self.gates.iter().all(|(_, gate)| gate.kept.is_some());
         thread::scope(|scope| {
-            let (mut waiting, mut opening) = (Vec::new(), Vec::new());
-            for (heard, place) in ready.iter().enumerate() {
-                waiting.push(place);
-                if one_by_one || heard + 1 == self.gates.len() {
-                    // Each in a thread: one that a debugger traces keeps none of the others waiting.
-                    let open = |place| scope.spawn(move || self.open(place).inspect_err(|_| load.give_up()));
-                    opening.extend(waiting.drain(..).map(open));
+            let (mut tell, mut threads) = (Vec::new(), Vec::new());
+            for (place, gate) in &self.gates {
+                let (sender, hears) = channel();
+                tell.push((*place, sender));
+                // One that a debugger traces, or that does not stand still, keeps none of the others waiting.
+                threads.push(
+                    scope.spawn(move || self.turns(*place, gate, &hears).inspect_err(|_| load.give_up())),
+                );
+            }
+            let (mut waiting, mut whole) = (Vec::new(), 0);
+            for news in ready {
+                waiting.push(news);
+                whole += usize::from(matches!(news, Ready::Process(_)));
+                if one_by_one || whole == self.gates.len() {
+                    for news in waiting.drain(..) {
+                        let (Ready::Gpu(process, _) | Ready::Process(process)) = news;
+                        // One that hears no more has failed, and says so.
+                        tell.iter().filter(|(place, _)| *place == process).for_each(|(_, sender)| {
+                            let _ = sender.send(news);
+                        });
+                    }
                 }
             }
-            let opened =
-                opening.into_iter().map(|one| one.join().unwrap_or_else(|panic| resume_unwind(panic)));
-            let opened = opened.collect::<Vec<_>>().into_iter().collect::<anyhow::Result<Vec<_>>>()?;
-            Ok(opened.into_iter().flatten().collect())
+            drop(tell);
+            let ended: Vec<_> = threads.into_iter().map(|of| of.join()).collect();
+            let ended = ended.into_iter().map(|of| of.unwrap_or_else(|panic| resume_unwind(panic)));
+            Ok(ended.collect::<anyhow::Result<Vec<_>>>()?.into_iter().flatten().collect())
         })
     }
 
-    /// None if the process has ended.
-    fn open(&self, place: usize) -> anyhow::Result<Option<Opened>> {
-        let Some((_, gate)) = self.gates.iter().find(|(of, _)| *of == place) else { return Ok(None) };
+    /// Tries, as often as there is news or something could not be done. None if the process has ended, or nothing more is heard.
+    fn turns(
+        &self,
+        place: usize,
+        gate: &Gate<'_>,
+        hears: &Receiver<Ready>,
+    ) -> anyhow::Result<Option<Opened>> {
+        let mut turn = Turn::default();
+        loop {
+            let heard =
+                if turn.waits() { hears.recv_timeout(AGAIN) } else { hears.recv().map_err(Into::into) };
+            match heard {
+                Ok(news) => turn.note(news),
+                Err(RecvTimeoutError::Timeout) => {}
+                Err(RecvTimeoutError::Disconnected) if turn.whole.is_none() => return Ok(None),
+                Err(RecvTimeoutError::Disconnected) => thread::sleep(AGAIN),
+            }
+            hears.try_iter().for_each(|news| turn.note(news));
+            if turn.waits() {
+                match self.go_on(place, gate, &mut turn)? {
+                    Tried::Opened(opened) => return Ok(Some(opened)),
+                    Tried::Ended => return Ok(None),
+                    Tried::GoesOn => {}
+                }
+            }
+        }
+    }
+
+    fn go_on(&self, place: usize, gate: &Gate<'_>, turn: &mut Turn) -> anyhow::Result<Tried> {
+        if turn.on.is_empty() && turn.whole.is_some() {
+            return self.open(place, gate, || gate.open());
+        }
+        if turn.whole.is_some() {
+            turn.ready = (0..gate.sets.len()).collect();
+        }
+        let more: BTreeSet<usize> = turn.ready.difference(&turn.on).copied().collect();
+        // What is there is told before.
+        self.timeline.look();
+        let step = match (turn.on.is_empty(), more.is_empty()) {
+            (_, true) => Ok(Step::Done),
+            (true, false) => gate.open_for(&more),
+            (false, false) => gate.lets_on(&more),
+        };
+        match step {
+            Ok(Step::Done) => turn.on.extend(more),
+            _ if gate.has_ended() => {
+                self.ended(place, gate);
+                return Ok(Tried::Ended);
+            }
+            Ok(Step::NotNow(why)) => turn.whole.map_or(Ok(()), |whole| is_late(whole, &why))?,
+            Ok(Step::Never(error)) => {
+                turn.together = true;
+                warn!("GPUs of a process go on together, when all is there: {error:#}");
+            }
+            Err(error) => return Err(error),
+        }
+        if turn.whole.is_some() && turn.on.len() == gate.sets.len() {
+            return self.open(place, gate, || gate.is_open());
+        }
+        Ok(Tried::GoesOn)
+    }
+
+    /// All of the process goes on.
+    fn open(
+        &self,
+        place: usize,
+        gate: &Gate<'_>,
+        open: impl FnOnce() -> anyhow::Result<i32>,
+    ) -> anyhow::Result<Tried> {
         // What is there is told before the gate is open.
         self.timeline.look();
-        match gate.open() {
+        match open() {
             Ok(pid) => {
                 self.timeline.gate_opened(place);
                 self.ledger.gates().opened(gate.process);
                 let numbers = [pid, processes::own_number(pid).unwrap_or(pid)].map(i32::unsigned_abs);
                 let minors = self.taken.minors(place).collect();
-                Ok(Some(Opened { numbers, process: gate.process, minors }))
+                Ok(Tried::Opened(Opened { numbers, process: gate.process, minors }))
             }
             Err(error) if gate.has_ended() => {
-                self.timeline.gone(place);
                 warn!("a process ended before its GPUs went on: {error:#}");
-                self.ledger.gates().opened(gate.process);
-                Ok(None)
+                self.ended(place, gate);
+                Ok(Tried::Ended)
             }
             Err(error) => Err(error),
         }
     }
+
+    fn ended(&self, place: usize, gate: &Gate<'_>) {
+        self.timeline.gone(place);
+        self.ledger.gates().opened(gate.process);
+    }
+}
+
+fn is_late(whole: Instant, why: &str) -> anyhow::Result<()> {
+    ensure!(whole.elapsed() < PATIENCE, "a process did not stand still for {PATIENCE:?}: {why}");
+    Ok(())
 }

@@ -17,6 +17,7 @@ use rewake_contents::{Desk, Whole};
 use tracing::{debug, info};
 
 use super::placeholders::{Outcome, Placeholders};
+use super::sets::Set;
 use super::view::Views;
 use crate::ledger::Ledger;
 use crate::timeline::Timeline;
@@ -33,7 +34,7 @@ const PATIENCE: Duration = Duration::from_secs(120);
 /// What is there: told by the load, asked by those who wait.
 #[derive(Debug)]
 pub(super) struct Resident {
-    /// By process and buffer; without those that no placeholder stands for.
+    /// By process and buffer; without those that no placeholder stands for, and that no GPU waits for more than another.
     buffers: Vec<BTreeMap<usize, AtomicBool>>,
     /// By process.
     whole: Vec<AtomicBool>,
@@ -44,11 +45,19 @@ pub(super) struct Resident {
 
 impl Resident {
     /// Of so many processes.
-    pub(super) fn new(processes: usize, places: &[Placeholders<'_>]) -> anyhow::Result<Self> {
+    pub(super) fn new(
+        processes: usize,
+        places: &[Placeholders<'_>],
+        sets: &[(usize, &[Set])],
+    ) -> anyhow::Result<Self> {
         let mut buffers: Vec<BTreeMap<usize, AtomicBool>> = (0..processes).map(|_| BTreeMap::new()).collect();
         for placeholders in places {
             let none = |buffer| (buffer, AtomicBool::new(false));
             buffers[placeholders.process()] = placeholders.left().map(none).collect();
+        }
+        for (process, sets) in sets {
+            let all = sets.iter().flat_map(|set| &set.buffers);
+            buffers[*process].extend(all.map(|buffer| (*buffer, AtomicBool::new(false))));
         }
         Ok(Self {
             buffers,
@@ -86,10 +95,23 @@ impl Resident {
         self.all.load(Ordering::Acquire) || self.whole[process].load(Ordering::Acquire)
     }
 
+    fn has_all(&self, process: usize, set: &Set) -> bool {
+        set.buffers.iter().all(|buffer| self.has(process, *buffer))
+    }
+
     fn has(&self, process: usize, buffer: usize) -> bool {
         self.all.load(Ordering::Acquire)
             || self.buffers[process].get(&buffer).is_some_and(|flag| flag.load(Ordering::Acquire))
     }
+}
+
+/// What is there, as GPUs see it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Ready {
+    /// All that one of the GPUs reaches that go on one by one: which process's, and which set.
+    Gpu(usize, usize),
+    /// All of a process.
+    Process(usize),
 }
 
 /// A page that threads of a process wait for: the process, among those loaded, and the address. A thread that is interrupted asks again.
@@ -115,8 +137,10 @@ pub(super) struct Touches<'a> {
     rest: BTreeMap<usize, Rest>,
     /// Processes that are not whole, or have placeholders.
     left: BTreeSet<usize>,
-    /// Hears of those that are, and have none.
-    done: Sender<usize>,
+    /// By process, with their places: GPUs whose sets are not there, or have placeholders.
+    sets: Vec<(usize, usize, &'a Set)>,
+    /// Hears of those of both that are, and have none.
+    done: Sender<Ready>,
     desk: Desk,
     resident: &'a Resident,
     ledger: Ledger,
@@ -135,7 +159,8 @@ impl<'a> Touches<'a> {
         places: Vec<Placeholders<'a>>,
         desk: Desk,
         resident: &'a Resident,
-        done: Sender<usize>,
+        sets: &[(usize, &'a [Set])],
+        done: Sender<Ready>,
         ledger: Ledger,
         timeline: &'a Timeline,
     ) -> Self {
@@ -143,6 +168,12 @@ impl<'a> Touches<'a> {
             places: places.into(),
             rest: BTreeMap::new(),
             left: (0..resident.whole.len()).collect(),
+            sets: sets
+                .iter()
+                .flat_map(|(process, sets)| {
+                    sets.iter().enumerate().map(|(place, set)| (*process, place, set))
+                })
+                .collect(),
             done,
             desk,
             resident,
@@ -173,12 +204,24 @@ impl<'a> Touches<'a> {
     }
 
     fn tell_done(&mut self) {
-        let Self { places, left, resident, done, .. } = self;
+        let Self { places, left, sets, resident, done, .. } = self;
         left.retain(|process| {
             let is_done = resident.is_whole(*process) && !places.iter().any(|of| of.process() == *process);
             if is_done {
                 // Whoever does not hear has failed, and says so.
-                let _ = done.send(*process);
+                let _ = done.send(Ready::Process(*process));
+            }
+            !is_done
+        });
+        sets.retain(|(process, place, set)| {
+            if !left.contains(process) {
+                return false;
+            }
+            let of = places.iter().find(|of| of.process() == *process);
+            let is_behind = |buffer: usize| set.buffers.contains(&buffer);
+            let is_done = resident.has_all(*process, set) && !of.is_some_and(|of| of.left().any(is_behind));
+            if is_done {
+                let _ = done.send(Ready::Gpu(*process, *place));
             }
             !is_done
         });
@@ -186,7 +229,7 @@ impl<'a> Touches<'a> {
 
     /// Until something is touched, or there, or to be tried again.
     fn wait(&self) -> anyhow::Result<()> {
-        let timeout = match self.places.iter().filter(|of| self.resident.is_whole(of.process())).count() {
+        let timeout = match self.places.iter().filter(|of| self.can_finish(of)).count() {
             0 if self.again => AGAIN.into(),
             0 => PollTimeout::NONE,
             // Others run while one stands still.
@@ -261,15 +304,30 @@ impl<'a> Touches<'a> {
         Ok(())
     }
 
-    /// Puts the device where it is not yet, in one stop of one process that is whole. One that does not stand still now is tried
-    /// again.
+    /// Buffers of a process that is whole, or of a set that is, whose place the device has not taken yet.
+    fn unfinished(&self, of: &Placeholders<'_>) -> impl Iterator<Item = usize> {
+        let process = of.process();
+        let is_whole = self.resident.is_whole(process);
+        let there =
+            |(of, _, set): &&(usize, usize, &'a Set)| *of == process && self.resident.has_all(process, set);
+        let sets: Vec<&Set> = self.sets.iter().filter(there).map(|(_, _, set)| *set).collect();
+        of.left().filter(move |buffer| is_whole || sets.iter().any(|set| set.buffers.contains(buffer)))
+    }
+
+    fn can_finish(&self, of: &Placeholders<'_>) -> bool {
+        self.resident.is_whole(of.process()) || self.unfinished(of).next().is_some()
+    }
+
+    /// Puts the device where it is not yet, in one stop of one process that is whole, or has a GPU whose set is. One that does not stand still
+    /// now is tried again.
     fn finish(&mut self) -> anyhow::Result<()> {
-        let next = self.places.iter().position(|of| self.resident.is_whole(of.process()));
+        let next = self.places.iter().position(|of| self.can_finish(of));
         let Some(mut placeholders) = next.and_then(|next| self.places.remove(next)) else { return Ok(()) };
         let (process, pid) = (placeholders.process(), placeholders.pid());
         let new = || Rest { stood: Instant::now(), buffers: 0, stopped: Duration::ZERO };
+        let is_whole = self.resident.is_whole(process);
+        let buffers: BTreeSet<usize> = self.unfinished(&placeholders).take(AT_ONCE).collect();
         let rest = self.rest.entry(process).or_insert_with(new);
-        let buffers: BTreeSet<usize> = placeholders.left().take(AT_ONCE).collect();
         if !buffers.is_empty() {
             match placeholders.swap(&buffers, &mut self.views)? {
                 Outcome::Done { stopped } => {
@@ -280,7 +338,7 @@ impl<'a> Touches<'a> {
                     buffers.iter().for_each(|buffer| self.timeline.swapped(process, *buffer, share));
                 }
                 // A thread may wait in the kernel for memory of CPUs, which comes from here.
-                Outcome::NotNow(_) if self.ledger.serves_spaces() => {
+                Outcome::NotNow(_) if !is_whole || self.ledger.serves_spaces() => {
                     rest.stood = Instant::now();
                 }
                 Outcome::NotNow(why) if rest.stood.elapsed() > PATIENCE => {
@@ -293,7 +351,7 @@ impl<'a> Touches<'a> {
                 }
             }
         }
-        if placeholders.left().next().is_some() {
+        if !is_whole || placeholders.left().next().is_some() {
             self.places.push_back(placeholders);
         } else {
             let Rest { buffers, stopped, .. } = rest;
@@ -331,11 +389,11 @@ mod tests {
         let program = Program::start(BUFFERS);
         let (pidfd, handed, timeline) = (program.pidfd(), program.handed(), Timeline::default());
         let places = vec![handed.watch(0, pidfd.as_raw_fd(), program.buffers()).unwrap()];
-        let resident = Resident::new(1, &places).unwrap();
+        let resident = Resident::new(1, &places, &[]).unwrap();
         let processes = [Process { files: &[], dmabufs: &[] }];
         let desk = Loading::new(&processes, None).unwrap().desk();
         let (done, hears) = channel();
-        let mut touches = Touches::new(places, desk, &resident, done, Ledger::new().unwrap(), &timeline);
+        let mut touches = Touches::new(places, desk, &resident, &[], done, Ledger::new().unwrap(), &timeline);
         resident.ended(true);
 
         // One stop, and more where it does not stand still.
@@ -359,7 +417,7 @@ mod tests {
         assert!(hears.try_recv().is_err());
         assert_eq!(touches.run().unwrap(), 1);
         assert_eq!(program.mappings(), (0, BUFFERS));
-        assert_eq!(hears.iter().collect::<Vec<_>>(), [0]);
+        assert_eq!(hears.iter().collect::<Vec<_>>(), [Ready::Process(0)]);
         let of = &timeline.record().processes[0];
         assert_eq!((of.swaps, of.faults), (BUFFERS as u64, 1));
         assert!(of.stopped_us > 0);

@@ -2,11 +2,16 @@
 //! Gates that are opened one by one: a process whose memory is there goes on, whatever the others of its restore wait for, and is handed
 //! none of theirs before that is there.
 
+use std::path::Path;
+
 use gpu_app::shape::Shape;
 use serde_json::Value;
-use softgpu_tests::criu::{Criu, Plugin, Version, wait_for_the_end_of};
+use softgpu_tests::criu::{Criu, Plugin, Version, queues_come_back, wait_for_the_end_of};
 use softgpu_tests::dumped::{Dumped, ONE_RING, dies, soon, unreached};
-use softgpu_tests::{Held, Judge, Machine, Streamer, Toucher, isolated};
+use softgpu_tests::{Held, Judge, Machine, Pair, Streamer, Toucher, isolated};
+
+/// A small share of what `pair` has.
+const COPIES: u32 = 1;
 
 fn comes_back(criu: &Criu) -> Streamer {
     let both = Streamer::of_both(criu.images()).unwrap();
@@ -74,5 +79,128 @@ fn a_buffer_is_not_handed_over_before_it_is_there() {
         assert!(both.end().unwrap().success(), "{}", both.said());
         dies(toucher.pid());
         wait_for_the_end_of(toucher.pid()).unwrap();
+    });
+}
+
+/// Both its GPUs' memory is brought, some copies at a time, until one of them has gone on: which.
+fn until_one_goes_on(pair: &Pair, held: &Held, both: &Streamer) -> usize {
+    let before = pair.counts().unwrap();
+    let goes_on = soon(|| {
+        held.lets_go(COPIES);
+        both.said().contains("goes on")
+    });
+    held.lets_go(0);
+    let one = || {
+        let now = pair.counts().unwrap();
+        (0..2).find(|gpu| now[*gpu] > before[*gpu])
+    };
+    assert!(goes_on && soon(|| one().is_some()), "neither goes on: {:?}, {}", pair.counts(), both.said());
+    one().unwrap()
+}
+
+fn dumped_pair(folder: &Path) -> (Pair, Criu) {
+    let mut pair = Pair::start(env!("CARGO_BIN_EXE_pair"), folder).unwrap();
+    let criu = Criu::with(Plugin::Ours, Version::V4_2, &folder.join("images")).unwrap();
+    criu.dump(pair.pid()).unwrap();
+    pair.was_dumped().unwrap();
+    (pair, criu)
+}
+
+/// What others can see of a process that is not to be dumped.
+fn is_told(pid: u32) -> bool {
+    let mut files = std::fs::read_dir("/run/rewake-gated").unwrap().map(|file| file.unwrap().file_name());
+    files.any(|name| name.to_str().unwrap().starts_with(&format!("{pid}-")))
+}
+
+/// `pair`, restored, with copies held.
+fn restored_pair(machine: &Machine, folder: &Path) -> Option<(Pair, Held, Streamer, Judge)> {
+    machine.becomes(&ONE_RING);
+    let judge = Judge::find().filter(|_| queues_come_back())?;
+    let (pair, criu) = dumped_pair(folder);
+    let held = Held::streamers();
+    let both = comes_back(&criu);
+    Some((pair, held, both, judge))
+}
+
+/// Rounds are counted on these GPUs.
+fn run(pair: &Pair, gpus: &[usize], both: &Streamer) {
+    let before = pair.counts().unwrap();
+    let go_on = |now: [u64; 2]| gpus.iter().all(|gpu| now[*gpu] > before[*gpu] + 2);
+    assert!(soon(|| go_on(pair.counts().unwrap())), "{:?}, {}", pair.counts(), both.said());
+}
+
+fn ends(pair: &Pair) {
+    assert!(!is_told(pair.pid()));
+    dies(pair.pid());
+    wait_for_the_end_of(pair.pid()).unwrap();
+}
+
+#[test]
+fn a_gpu_goes_on_while_another_of_its_process_waits() {
+    isolated("a_gpu_goes_on_while_another_of_its_process_waits", 2, |_| {
+        let folder = tempfile::tempdir().unwrap();
+        let Some(machine) = Machine::find() else { return };
+        let Some((pair, held, mut both, judge)) = restored_pair(&machine, folder.path()) else { return };
+        let first = until_one_goes_on(&pair, &held, &both);
+        assert_eq!((first, shut(&judge)), (0, 0), "{}", both.said());
+        let before = pair.counts().unwrap()[1];
+        run(&pair, &[0], &both);
+        assert_eq!(judge.violations(), Vec::<String>::new());
+        assert_eq!((pair.counts().unwrap()[1], is_told(pair.pid())), (before, true), "{}", both.said());
+        assert!(!both.has_ended().unwrap(), "{}", both.said());
+        drop(held);
+        assert!(both.end().unwrap().success(), "{}", both.said());
+        run(&pair, &[0, 1], &both);
+        ends(&pair);
+    });
+}
+
+#[test]
+fn queues_that_end_while_their_gpu_waits_are_nobody_s_trouble() {
+    isolated("queues_that_end_while_their_gpu_waits_are_nobody_s_trouble", 2, |_| {
+        let folder = tempfile::tempdir().unwrap();
+        let Some(machine) = Machine::find() else { return };
+        let Some((pair, held, mut both, _)) = restored_pair(&machine, folder.path()) else { return };
+        assert_eq!(until_one_goes_on(&pair, &held, &both), 0, "{}", both.said());
+        pair.asked("end-second").unwrap();
+        run(&pair, &[0], &both);
+        drop(held);
+        assert!(both.end().unwrap().success(), "{}", both.said());
+        run(&pair, &[0], &both);
+        ends(&pair);
+    });
+}
+
+#[test]
+fn a_process_that_is_killed_between_its_gpus_is_nobody_s_trouble() {
+    isolated("a_process_that_is_killed_between_its_gpus_is_nobody_s_trouble", 2, |_| {
+        let folder = tempfile::tempdir().unwrap();
+        let Some(machine) = Machine::find() else { return };
+        let Some((pair, held, mut both, _)) = restored_pair(&machine, folder.path()) else { return };
+        assert_eq!(until_one_goes_on(&pair, &held, &both), 0, "{}", both.said());
+        dies(pair.pid());
+        wait_for_the_end_of(pair.pid()).unwrap();
+        drop(held);
+        assert!(both.end().unwrap().success(), "{}", both.said());
+        assert!(!is_told(pair.pid()));
+    });
+}
+
+#[test]
+fn gpus_of_a_process_that_has_closed_their_driver_go_on_together() {
+    isolated("gpus_of_a_process_that_has_closed_their_driver_go_on_together", 2, |_| {
+        let folder = tempfile::tempdir().unwrap();
+        let Some(machine) = Machine::find() else { return };
+        let Some((pair, held, mut both, _)) = restored_pair(&machine, folder.path()) else { return };
+        pair.asked("close").unwrap();
+        let tried = soon(|| {
+            held.lets_go(COPIES);
+            both.said().contains("GPUs of a process go on together")
+        });
+        assert!(tried && is_told(pair.pid()), "{}", both.said());
+        drop(held);
+        assert!(both.end().unwrap().success(), "{}", both.said());
+        run(&pair, &[0, 1], &both);
+        ends(&pair);
     });
 }

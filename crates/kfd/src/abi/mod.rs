@@ -18,6 +18,7 @@ pub mod kept;
 mod layout;
 pub mod memory;
 pub mod registering;
+pub mod share;
 pub mod udmabuf;
 
 pub use generated::*;

@@ -1,0 +1,136 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! A program with two GPUs that have nothing of each other's: on each a large buffer, and a copy engine's and a compute queue that copy some of it to a
+//! small one, over and over. What is copied is looked at, and each round counted: `pair FOLDER` writes both counts to `counts` there, or what
+//! was wrong.
+//! When there is a file `end-second` it ends the second one's queues, and closes `/dev/kfd` for a file `close`.
+
+use std::fs;
+use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::thread;
+use std::time::Duration;
+
+use anyhow::{Context as _, ensure};
+use gpu_app::kernel::{self, Kernel};
+use rewake_kfd::packet::{Aql, Sdma};
+use rewake_kfd::topology::{Node, Topology};
+use rewake_kfd::{Buffer, ComputeQueue, Device, Kfd, QueueSpec, SdmaQueue, Spec, doorbells};
+use softgpu_tests::pair::{BYTES, COPIED};
+use softgpu_tests::toucher::{LOOK, pattern_of};
+
+/// With a queue that has room.
+const SOON: Duration = Duration::from_secs(60);
+
+fn main() -> anyhow::Result<()> {
+    let mut arguments = std::env::args().skip(1);
+    let folder = PathBuf::from(arguments.next().context("usage: pair FOLDER")?);
+    let topology = Topology::read()?;
+    let kfd = Arc::new(Kfd::open()?);
+    let mut sides = Vec::new();
+    for (number, node) in topology.gpus().take(2).enumerate() {
+        sides.push(Side::new(&kfd, node, number)?);
+    }
+    ensure!(sides.len() == 2, "{} GPUs, and two are needed", sides.len());
+    loop {
+        for side in &mut sides {
+            if let Err(error) = side.look() {
+                tell(&folder, &format!("{error:#}"))?;
+                return Err(error);
+            }
+        }
+        tell(&folder, &format!("{} {}", sides[0].rounds, sides[1].rounds))?;
+        if fs::remove_file(folder.join("end-second")).is_ok() {
+            sides[1].queues = None;
+        }
+        if fs::remove_file(folder.join("close")).is_ok() {
+            close(kfd.as_fd());
+        }
+        thread::sleep(LOOK);
+    }
+}
+
+/// Nothing is asked of the driver afterwards: who closes it would end its queues first.
+fn close(kfd: BorrowedFd<'_>) {
+    // SAFETY: nobody uses the number any more; this program is killed in the end, and drops nothing.
+    unsafe { libc::close(kfd.as_raw_fd()) };
+}
+
+/// Whole, or not there.
+fn tell(folder: &Path, text: &str) -> anyhow::Result<()> {
+    let part = folder.join("counts.part");
+    fs::write(&part, text)?;
+    Ok(fs::rename(part, folder.join("counts"))?)
+}
+
+/// A GPU with its memory.
+struct Side {
+    queues: Option<(SdmaQueue, ComputeQueue)>,
+    large: Buffer,
+    small: Buffer,
+    code: Buffer,
+    arguments: Buffer,
+    number: usize,
+    expected: Vec<u8>,
+    /// Where the round copies from that is under way.
+    at: usize,
+    rounds: u64,
+}
+
+impl Side {
+    fn new(kfd: &Arc<Kfd>, node: &Node, number: usize) -> anyhow::Result<Self> {
+        let device = Device::open(kfd, node)?;
+        let bells = doorbells(&device)?;
+        let place = if node.has_large_bar() { Spec::vram } else { Spec::gtt };
+        let large = Buffer::mapped(&device, place(BYTES[number] as u64))?;
+        let expected = pattern_of(number, BYTES[number]);
+        large.cpu().write(0, &expected);
+        let code = Buffer::mapped(&device, Spec::gtt(kernel::CODE).executable())?;
+        code.cpu().write(0, &kernel::code());
+        let copies = SdmaQueue::new(&device, &bells, QueueSpec::default())?;
+        let computes = ComputeQueue::new(&device, &bells, QueueSpec::default())?;
+        let mut side = Self {
+            queues: Some((copies, computes)),
+            large,
+            small: Buffer::mapped(&device, Spec::gtt(2 * COPIED as u64))?,
+            code,
+            arguments: Buffer::mapped(&device, Spec::gtt(kernel::ARGUMENTS))?,
+            number,
+            expected,
+            at: 0,
+            rounds: 0,
+        };
+        side.begin()?;
+        Ok(side)
+    }
+
+    /// Both copy the same.
+    fn begin(&mut self) -> anyhow::Result<()> {
+        let Some((copies, computes)) = &mut self.queues else { return Ok(()) };
+        self.small.cpu().write(0, &[0; 2 * COPIED]);
+        let (from, to, bytes) = (self.large.address() + self.at as u64, self.small.address(), COPIED as u64);
+        copies.submit(Sdma::new().copy(to, from, bytes).bytes(), SOON)?;
+        let kernel = Kernel::Copy { to: to + bytes, from, bytes };
+        self.arguments.cpu().write(0, &kernel.arguments());
+        let packet = Aql::dispatch(self.code.address() + kernel.code_offset(), self.arguments.address(), 0);
+        Ok(computes.submit(&[packet], SOON)?)
+    }
+
+    /// When the round is over another one begins, elsewhere.
+    fn look(&mut self) -> anyhow::Result<()> {
+        let Some((copies, computes)) = &self.queues else { return Ok(()) };
+        if copies.read_pointer() != copies.written() || computes.read_pointer() != computes.written() {
+            return Ok(());
+        }
+        let mut found = vec![0; 2 * COPIED];
+        self.small.cpu().read(0, &mut found);
+        let right = &self.expected[self.at..self.at + COPIED];
+        for (half, by) in found.chunks(COPIED).zip(["a copy engine", "a compute queue"]) {
+            ensure!(half == right, "GPU {}: {by} has found something else at {:#x}", self.number, self.at);
+        }
+        self.rounds += 1;
+        // Near its end, which comes last.
+        self.at = self.expected.len() - COPIED * if self.rounds.is_multiple_of(2) { 1 } else { 2 };
+        self.begin()
+    }
+}

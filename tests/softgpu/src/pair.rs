@@ -1,0 +1,75 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The program `pair`: started, looked at.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+
+use anyhow::{Context as _, ensure};
+
+use crate::dumped::soon;
+
+/// Of the large buffers: where both are brought at one pace, one is there long before the other.
+pub const BYTES: [usize; 2] = [8 << 20, 48 << 20];
+/// In a round.
+pub const COPIED: usize = 4096;
+
+/// It, at work.
+#[derive(Debug)]
+pub struct Pair {
+    folder: PathBuf,
+    pid: u32,
+    child: Option<Child>,
+}
+
+impl Pair {
+    /// Starts `program` with its files in `folder`, and waits until both GPUs have copied.
+    ///
+    /// # Errors
+    /// It does not come up.
+    pub fn start(program: &str, folder: &Path) -> anyhow::Result<Self> {
+        let log = fs::File::create(folder.join("log"))?;
+        let mut command = Command::new("setsid");
+        command.arg(program).arg(folder).stdin(Stdio::null()).stdout(Stdio::null()).stderr(log);
+        let child = command.spawn().context("start pair")?;
+        let pair = Self { folder: folder.to_owned(), pid: child.id(), child: Some(child) };
+        let runs = soon(|| pair.counts().is_ok_and(|counts| counts.iter().all(|count| *count > 2)));
+        ensure!(runs, "{:?}: {}", pair.counts(), fs::read_to_string(folder.join("log"))?);
+        Ok(pair)
+    }
+
+    /// Its number.
+    #[must_use]
+    pub fn pid(&self) -> u32 {
+        self.pid
+    }
+
+    /// It was dumped, and has ended; what comes back is nobody's child.
+    ///
+    /// # Errors
+    /// It cannot be waited for.
+    pub fn was_dumped(&mut self) -> anyhow::Result<()> {
+        self.child.take().map_or(Ok(()), |mut child| Ok(child.wait().map(drop)?))
+    }
+
+    /// Asks it for something, by the file's name, and waits until it has heard that.
+    ///
+    /// # Errors
+    /// It cannot be told, or does not hear.
+    pub fn asked(&self, what: &str) -> anyhow::Result<()> {
+        let order = self.folder.join(what);
+        fs::write(&order, "")?;
+        ensure!(soon(|| !order.exists()), "it does not hear {what}: {:?}", self.counts());
+        Ok(())
+    }
+
+    /// Rounds of both GPUs.
+    ///
+    /// # Errors
+    /// What was wrong.
+    pub fn counts(&self) -> anyhow::Result<[u64; 2]> {
+        let text = fs::read_to_string(self.folder.join("counts"))?;
+        let (first, second) = text.split_once(' ').with_context(|| text.clone())?;
+        Ok([first.parse().with_context(|| text.clone())?, second.parse().with_context(|| text.clone())?])
+    }
+}
