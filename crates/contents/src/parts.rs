@@ -70,20 +70,25 @@ pub(crate) fn missing(processes: &[Process<'_>], buffers: &[Vec<Option<Buffer>>]
     processes.iter().zip(buffers).map(missing).collect()
 }
 
-/// The order of what is loaded behind running processes. The process with the fewest bytes comes first: it can go on when it has all of
-/// them, whatever the others wait for. Of each, small buffers come before large ones: there are many of them in a chunk, and it costs
-/// nothing.
+/// The order of what is loaded behind running processes. The process with the fewest bytes comes first, and of its GPUs that with the fewest:
+/// each can go on when it has all of them, whatever the others wait for. Of each, small buffers come before large ones: there are many of
+/// them in a chunk, and it costs nothing.
 pub(crate) fn behind(processes: &[Process<'_>], parts: &[Part<'_>]) -> Order {
-    let mut by_bytes: Vec<usize> = (0..processes.len()).collect();
-    by_bytes.sort_by_cached_key(|process| bytes(&processes[*process]));
-    let files = |process: usize| (0..parts.len()).filter(|file| parts[*file].process == process).collect();
-    let groups = by_bytes.into_iter().map(files).collect();
+    let mut of_process = vec![0; processes.len()];
+    let of_part: Vec<u64> = parts.iter().map(|part| bytes(&processes[part.process], part)).collect();
+    parts.iter().zip(&of_part).for_each(|(part, bytes)| of_process[part.process] += bytes);
+    let mut files: Vec<usize> = (0..parts.len()).collect();
+    files.sort_by_key(|file| {
+        let process = parts[*file].process;
+        (of_process[process], process, of_part[*file])
+    });
+    let groups = files.into_iter().map(|file| vec![file]).collect();
     Order::new(parts.iter().map(|part| small_chunks_first(processes, part)), groups)
 }
 
-/// Bytes that a process is waiting for.
-fn bytes(of: &Process<'_>) -> u64 {
-    let stretches = of.files.iter().flat_map(PagesFile::stretches);
+/// Bytes of a file that its process waits for.
+fn bytes(of: &Process<'_>, part: &Part<'_>) -> u64 {
+    let stretches = part.file.stretches().iter();
     stretches.filter(|stretch| of.dmabufs[stretch.buffer].is_some()).map(|stretch| stretch.bytes).sum()
 }
 
