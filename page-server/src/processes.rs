@@ -32,6 +32,18 @@ pub fn own_number(pid: i32) -> Option<i32> {
     status(pid, "NSpid:")?.split_whitespace().last()?.parse().ok()
 }
 
+/// How the memory of a process is laid out: where its code begins and ends, and its stack begins. Another program's is at random places.
+pub type Layout = [u64; 3];
+
+/// None if it cannot be told.
+#[must_use]
+pub fn layout(pid: i32) -> Option<Layout> {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    // Behind the name, which may have anything: `startcode`, the 26th field, is the 24th (proc(5)).
+    let mut fields = stat.rsplit_once(')')?.1.split_whitespace().skip(23).map(str::parse);
+    Some([fields.next()?.ok()?, fields.next()?.ok()?, fields.next()?.ok()?])
+}
+
 fn parent(pid: i32) -> Option<i32> {
     status(pid, "PPid:")?.trim().parse().ok()
 }

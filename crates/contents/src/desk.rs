@@ -92,8 +92,9 @@ impl Desk {
         let _ = self.0.event.write(1);
     }
 
-    /// For the load: whether it is to end.
-    pub(crate) fn is_given_up(&self) -> bool {
+    /// Whether it is to end.
+    #[must_use]
+    pub fn is_given_up(&self) -> bool {
         self.0.given_up.load(Ordering::Acquire)
     }
 

@@ -46,13 +46,15 @@ impl Gate<'_> {
         let step = self.standing(|gate, stopped| {
             for (done, queue) in queues.iter().enumerate() {
                 if let Err(error) = gate.share(stopped, queue, false) {
-                    gate.undo(stopped, &queues[..done])?;
+                    // A call that was made and failed may have had its effect.
+                    let unknown = matches!(error, Error::Call { .. }) && !is_no_queue(&error);
+                    gate.undo(stopped, &queues[..done], Some(queue).filter(|_| unknown))?;
                     return Ok(Step::of(error));
                 }
             }
             // The thread that runs this traces the process.
             if let Err(error) = criu::unpause(gate.kfd) {
-                gate.undo(stopped, &queues)?;
+                gate.undo(stopped, &queues, None)?;
                 return Ok(Step::Never(error.into()));
             }
             Ok(Step::Done)
@@ -75,7 +77,9 @@ impl Gate<'_> {
                 match gate.share(stopped, queue, true) {
                     Ok(()) => {}
                     // It was there, and the driver keeps its ring since: the program has ended it.
-                    Err(Error::Call { source, .. }) if source.raw_os_error() == NO_QUEUE => {}
+                    Err(error) if is_no_queue(&error) => {}
+                    // The driver was busy, or out of something: nothing is lost by another try.
+                    Err(error @ Error::Call { .. }) => return Ok(Step::NotNow(error.to_string())),
                     Err(error) => return Ok(Step::of(error)),
                 }
             }
@@ -137,8 +141,14 @@ impl Gate<'_> {
         stopped.ioctl("UPDATE_QUEUE", self.kfd, request, &argument)
     }
 
-    fn undo(&self, stopped: &mut Stopped<'_>, queues: &[Share]) -> anyhow::Result<()> {
-        for queue in queues {
+    /// Gives them their share of time back, and one more of which it is not known whether it was taken.
+    fn undo(
+        &self,
+        stopped: &mut Stopped<'_>,
+        queues: &[Share],
+        unknown: Option<&Share>,
+    ) -> anyhow::Result<()> {
+        for queue in queues.iter().chain(unknown) {
             match self.share(stopped, queue, true) {
                 Ok(()) | Err(Error::Ended { .. }) => {}
                 Err(error) => bail!("queues had their share of time taken, and do not get it back: {error}"),
@@ -146,6 +156,10 @@ impl Gate<'_> {
         }
         Ok(())
     }
+}
+
+fn is_no_queue(error: &Error) -> bool {
+    matches!(error, Error::Call { source, .. } if source.raw_os_error() == NO_QUEUE)
 }
 
 impl Step {

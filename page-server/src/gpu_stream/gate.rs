@@ -10,6 +10,7 @@ use rewake_tracer::with_tracer;
 
 use super::kept::Kept;
 use super::sets::Set;
+use crate::processes::{self, Layout};
 use crate::sys;
 
 /// How long CRIU may take to let go of a process that it has restored.
@@ -50,6 +51,11 @@ impl Gate<'_> {
         let pid = sys::pidfd_pid(self.process).context("finding the process")?;
         self.kept.iter().for_each(Kept::process_goes_on);
         Ok(pid)
+    }
+
+    /// How its program's memory is laid out.
+    pub(super) fn layout(&self) -> Option<Layout> {
+        processes::layout(sys::pidfd_pid(self.process).ok()?)
     }
 
     /// Whether there is nobody behind it.

@@ -2,6 +2,7 @@
 //! Calls that a process is kept from making as long as its memory is not there: `docs/decisions/0011-registered-memory.md`.
 
 use std::os::fd::BorrowedFd;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 
 use anyhow::Context as _;
 use rewake_kfd::held::{CREATE_PROCESS, CREATE_QUEUE, CROSS_COPY, EXPORT, Kinds, MAP, Marks, UPDATE_QUEUE};
@@ -53,9 +54,9 @@ impl<'a> Kept<'a> {
     /// Those of `act`; or its own would not be kept away afterwards.
     pub(super) fn while_updating<T>(&self, act: impl FnOnce() -> anyhow::Result<T>) -> anyhow::Result<T> {
         self.shut(PROCESS, BY_GPU)?;
-        let done = act();
+        let done = catch_unwind(AssertUnwindSafe(act));
         self.shut(PROCESS, BY_GPU | UPDATE_QUEUE)?;
-        done
+        done.unwrap_or_else(|panic| resume_unwind(panic))
     }
 
     /// What is of this GPU's own is there.

@@ -5,7 +5,7 @@
 //! anything runs; what is handed over now is there, where such calls are kept away from what is not (`docs/decisions/0012-gates-one-by-one.md`).
 
 use std::collections::BTreeSet;
-use std::panic::resume_unwind;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -21,7 +21,8 @@ use super::intake::Taken;
 use super::sets::Set;
 use super::touches::Ready;
 use crate::ledger::Ledger;
-use crate::processes;
+use crate::processes::{self, Layout};
+use crate::sys;
 use crate::timeline::Timeline;
 
 /// Between two tries of what a process that does not stand still keeps us from.
@@ -50,6 +51,8 @@ struct Turn {
     together: bool,
     /// All of it is there, since then.
     whole: Option<Instant>,
+    /// What its memory was laid out like when the first went on: another program has none of its queues.
+    layout: Option<Layout>,
 }
 
 /// What one try came to.
@@ -95,9 +98,15 @@ impl<'a> Opening<'a> {
                 let (sender, hears) = channel();
                 tell.push((*place, sender));
                 // One that a debugger traces, or that does not stand still, keeps none of the others waiting.
-                threads.push(
-                    scope.spawn(move || self.turns(*place, gate, &hears).inspect_err(|_| load.give_up())),
-                );
+                threads.push(scope.spawn(move || {
+                    let done = catch_unwind(AssertUnwindSafe(|| self.turns(*place, gate, &hears, load)));
+                    if !matches!(done, Ok(Ok(_))) {
+                        // At once: others may take their time to end.
+                        let _ = sys::pidfd_kill(gate.process);
+                        load.give_up();
+                    }
+                    done
+                }));
             }
             let (mut waiting, mut whole) = (Vec::new(), 0);
             for news in ready {
@@ -114,7 +123,7 @@ impl<'a> Opening<'a> {
                 }
             }
             drop(tell);
-            let ended: Vec<_> = threads.into_iter().map(|of| of.join()).collect();
+            let ended: Vec<_> = threads.into_iter().map(|of| of.join().and_then(|done| done)).collect();
             let ended = ended.into_iter().map(|of| of.unwrap_or_else(|panic| resume_unwind(panic)));
             Ok(ended.collect::<anyhow::Result<Vec<_>>>()?.into_iter().flatten().collect())
         })
@@ -126,6 +135,7 @@ impl<'a> Opening<'a> {
         place: usize,
         gate: &Gate<'_>,
         hears: &Receiver<Ready>,
+        load: &Desk,
     ) -> anyhow::Result<Option<Opened>> {
         let mut turn = Turn::default();
         loop {
@@ -134,7 +144,9 @@ impl<'a> Opening<'a> {
             match heard {
                 Ok(news) => turn.note(news),
                 Err(RecvTimeoutError::Timeout) => {}
-                Err(RecvTimeoutError::Disconnected) if turn.whole.is_none() => return Ok(None),
+                Err(RecvTimeoutError::Disconnected) if turn.whole.is_none() || load.is_given_up() => {
+                    return Ok(None);
+                }
                 Err(RecvTimeoutError::Disconnected) => thread::sleep(AGAIN),
             }
             hears.try_iter().for_each(|news| turn.note(news));
@@ -164,8 +176,11 @@ impl<'a> Opening<'a> {
             (false, false) => gate.lets_on(&more),
         };
         match step {
-            Ok(Step::Done) => turn.on.extend(more),
-            _ if gate.has_ended() => {
+            Ok(Step::Done) => {
+                turn.on.extend(more);
+                turn.layout = turn.layout.or_else(|| gate.layout());
+            }
+            _ if gate.has_ended() || turn.layout.is_some_and(|of| gate.layout() != Some(of)) => {
                 self.ended(place, gate);
                 return Ok(Tried::Ended);
             }

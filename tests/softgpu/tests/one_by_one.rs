@@ -10,9 +10,6 @@ use softgpu_tests::criu::{Criu, Plugin, Version, queues_come_back, wait_for_the_
 use softgpu_tests::dumped::{Dumped, ONE_RING, dies, soon, unreached};
 use softgpu_tests::{Held, Judge, Machine, Pair, Streamer, Toucher, isolated};
 
-/// A small share of what `pair` has.
-const COPIES: u32 = 1;
-
 fn comes_back(criu: &Criu) -> Streamer {
     let both = Streamer::of_both(criu.images()).unwrap();
     criu.restore_lazily().unwrap();
@@ -24,14 +21,26 @@ fn shut(judge: &Judge) -> usize {
     judge.gates().iter().filter(|gate| gate.paused).count()
 }
 
-/// Processes that have all memory of their GPUs, as people are told.
-fn whole(criu: &Criu) -> usize {
+/// Bytes that are there and bytes in all, of each process and GPU, as people are told.
+fn memory(criu: &Criu) -> Vec<(u64, u64)> {
     let status = criu.status();
-    let is_whole = |process: &&Value| {
-        let memory = process["memory"].as_array().unwrap().iter();
-        memory.filter(|of| !of["minor"].is_null()).all(|of| of["resident"] == of["bytes"])
-    };
-    status["processes"].as_array().unwrap().iter().filter(is_whole).count()
+    let processes = status["processes"].as_array().unwrap().iter();
+    let memory = processes.flat_map(|process| process["memory"].as_array().unwrap());
+    let of_gpus = memory.filter(|of| !of["minor"].is_null());
+    let number = |of: &Value, name: &str| of[name].as_u64().unwrap();
+    of_gpus.map(|of| (number(of, "resident"), number(of, "bytes"))).collect()
+}
+
+/// A copy at a time, the next one when that is seen: no more is there than one GPU waits for, however long anything takes.
+fn until_one_is_whole(criu: &Criu, held: &Held, both: &Streamer) {
+    loop {
+        let now = memory(criu);
+        if now.iter().any(|(there, all)| there == all && *all > 0) {
+            return;
+        }
+        held.lets_go(1);
+        assert!(soon(|| memory(criu) != now), "nothing comes: {now:?} {}", both.said());
+    }
 }
 
 #[test]
@@ -44,13 +53,8 @@ fn a_process_goes_on_while_another_waits_for_its_memory() {
         let held = Held::streamers();
         let mut both = comes_back(&dumped.criu);
         assert_eq!(shut(&judge), 2, "{}", both.said());
-        // A copy at a time: the second process's are begun when the first has all of its own.
-        let first_is_whole = soon(|| {
-            held.lets_go(1);
-            whole(&dumped.criu) > 0
-        });
-        assert!(first_is_whole && soon(|| shut(&judge) == 1), "{}", both.said());
-        assert_eq!(whole(&dumped.criu), 1, "{}", both.said());
+        until_one_is_whole(&dumped.criu, &held, &both);
+        assert!(soon(|| shut(&judge) == 1), "{}", both.said());
         assert!(!both.has_ended().unwrap(), "{}", both.said());
         drop(held);
         assert!(both.end().unwrap().success(), "{}", both.said());
@@ -82,19 +86,15 @@ fn a_buffer_is_not_handed_over_before_it_is_there() {
     });
 }
 
-/// Both its GPUs' memory is brought, some copies at a time, until one of them has gone on: which.
-fn until_one_goes_on(pair: &Pair, held: &Held, both: &Streamer) -> usize {
+/// Its GPUs' memory is brought until one of them goes on: which.
+fn until_one_goes_on(pair: &Pair, criu: &Criu, held: &Held, both: &Streamer) -> usize {
     let before = pair.counts().unwrap();
-    let goes_on = soon(|| {
-        held.lets_go(COPIES);
-        both.said().contains("goes on")
-    });
-    held.lets_go(0);
+    until_one_is_whole(criu, held, both);
     let one = || {
         let now = pair.counts().unwrap();
         (0..2).find(|gpu| now[*gpu] > before[*gpu])
     };
-    assert!(goes_on && soon(|| one().is_some()), "neither goes on: {:?}, {}", pair.counts(), both.said());
+    assert!(soon(|| one().is_some()), "neither goes on: {:?}, {}", pair.counts(), both.said());
     one().unwrap()
 }
 
@@ -113,13 +113,13 @@ fn is_told(pid: u32) -> bool {
 }
 
 /// `pair`, restored, with copies held.
-fn restored_pair(machine: &Machine, folder: &Path) -> Option<(Pair, Held, Streamer, Judge)> {
+fn restored_pair(machine: &Machine, folder: &Path) -> Option<(Pair, Criu, Held, Streamer, Judge)> {
     machine.becomes(&ONE_RING);
     let judge = Judge::find().filter(|_| queues_come_back())?;
     let (pair, criu) = dumped_pair(folder);
     let held = Held::streamers();
     let both = comes_back(&criu);
-    Some((pair, held, both, judge))
+    Some((pair, criu, held, both, judge))
 }
 
 /// Rounds are counted on these GPUs.
@@ -140,13 +140,16 @@ fn a_gpu_goes_on_while_another_of_its_process_waits() {
     isolated("a_gpu_goes_on_while_another_of_its_process_waits", 2, |_| {
         let folder = tempfile::tempdir().unwrap();
         let Some(machine) = Machine::find() else { return };
-        let Some((pair, held, mut both, judge)) = restored_pair(&machine, folder.path()) else { return };
-        let first = until_one_goes_on(&pair, &held, &both);
-        assert_eq!((first, shut(&judge)), (0, 0), "{}", both.said());
-        let before = pair.counts().unwrap()[1];
-        run(&pair, &[0], &both);
+        let Some((pair, criu, held, mut both, judge)) = restored_pair(&machine, folder.path()) else {
+            return;
+        };
+        let first = until_one_goes_on(&pair, &criu, &held, &both);
+        let other = 1 - first;
+        assert_eq!(shut(&judge), 0, "{}", both.said());
+        let before = pair.counts().unwrap()[other];
+        run(&pair, &[first], &both);
         assert_eq!(judge.violations(), Vec::<String>::new());
-        assert_eq!((pair.counts().unwrap()[1], is_told(pair.pid())), (before, true), "{}", both.said());
+        assert_eq!((pair.counts().unwrap()[other], is_told(pair.pid())), (before, true), "{}", both.said());
         assert!(!both.has_ended().unwrap(), "{}", both.said());
         drop(held);
         assert!(both.end().unwrap().success(), "{}", both.said());
@@ -160,13 +163,13 @@ fn queues_that_end_while_their_gpu_waits_are_nobody_s_trouble() {
     isolated("queues_that_end_while_their_gpu_waits_are_nobody_s_trouble", 2, |_| {
         let folder = tempfile::tempdir().unwrap();
         let Some(machine) = Machine::find() else { return };
-        let Some((pair, held, mut both, _)) = restored_pair(&machine, folder.path()) else { return };
-        assert_eq!(until_one_goes_on(&pair, &held, &both), 0, "{}", both.said());
-        pair.asked("end-second").unwrap();
-        run(&pair, &[0], &both);
+        let Some((pair, criu, held, mut both, _)) = restored_pair(&machine, folder.path()) else { return };
+        let first = until_one_goes_on(&pair, &criu, &held, &both);
+        pair.asked(&format!("end-{}", 1 - first)).unwrap();
+        run(&pair, &[first], &both);
         drop(held);
         assert!(both.end().unwrap().success(), "{}", both.said());
-        run(&pair, &[0], &both);
+        run(&pair, &[first], &both);
         ends(&pair);
     });
 }
@@ -176,8 +179,8 @@ fn a_process_that_is_killed_between_its_gpus_is_nobody_s_trouble() {
     isolated("a_process_that_is_killed_between_its_gpus_is_nobody_s_trouble", 2, |_| {
         let folder = tempfile::tempdir().unwrap();
         let Some(machine) = Machine::find() else { return };
-        let Some((pair, held, mut both, _)) = restored_pair(&machine, folder.path()) else { return };
-        assert_eq!(until_one_goes_on(&pair, &held, &both), 0, "{}", both.said());
+        let Some((pair, criu, held, mut both, _)) = restored_pair(&machine, folder.path()) else { return };
+        until_one_goes_on(&pair, &criu, &held, &both);
         dies(pair.pid());
         wait_for_the_end_of(pair.pid()).unwrap();
         drop(held);
@@ -191,16 +194,28 @@ fn gpus_of_a_process_that_has_closed_their_driver_go_on_together() {
     isolated("gpus_of_a_process_that_has_closed_their_driver_go_on_together", 2, |_| {
         let folder = tempfile::tempdir().unwrap();
         let Some(machine) = Machine::find() else { return };
-        let Some((pair, held, mut both, _)) = restored_pair(&machine, folder.path()) else { return };
+        let Some((pair, criu, held, mut both, _)) = restored_pair(&machine, folder.path()) else { return };
         pair.asked("close").unwrap();
-        let tried = soon(|| {
-            held.lets_go(COPIES);
-            both.said().contains("GPUs of a process go on together")
-        });
+        until_one_is_whole(&criu, &held, &both);
+        let tried = soon(|| both.said().contains("GPUs of a process go on together"));
         assert!(tried && is_told(pair.pid()), "{}", both.said());
         drop(held);
         assert!(both.end().unwrap().success(), "{}", both.said());
         run(&pair, &[0, 1], &both);
+        ends(&pair);
+    });
+}
+
+#[test]
+fn a_program_that_executes_another_between_its_gpus_is_let_go() {
+    isolated("a_program_that_executes_another_between_its_gpus_is_let_go", 2, |_| {
+        let folder = tempfile::tempdir().unwrap();
+        let Some(machine) = Machine::find() else { return };
+        let Some((pair, criu, held, mut both, _)) = restored_pair(&machine, folder.path()) else { return };
+        until_one_goes_on(&pair, &criu, &held, &both);
+        pair.asked("execute").unwrap();
+        drop(held);
+        assert!(both.end().unwrap().success(), "{}", both.said());
         ends(&pair);
     });
 }

@@ -2,11 +2,13 @@
 //! A program with two GPUs that have nothing of each other's: on each a large buffer, and a copy engine's and a compute queue that copy some of it to a
 //! small one, over and over. What is copied is looked at, and each round counted: `pair FOLDER` writes both counts to `counts` there, or what
 //! was wrong.
-//! When there is a file `end-second` it ends the second one's queues, and closes `/dev/kfd` for a file `close`.
+//! When there is a file `end-0` or `end-1` it ends that one's queues; for a file `close` it closes `/dev/kfd`, and for `execute` becomes another program.
 
 use std::fs;
 use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd};
+use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
@@ -40,11 +42,16 @@ fn main() -> anyhow::Result<()> {
             }
         }
         tell(&folder, &format!("{} {}", sides[0].rounds, sides[1].rounds))?;
-        if fs::remove_file(folder.join("end-second")).is_ok() {
-            sides[1].queues = None;
+        for (number, side) in sides.iter_mut().enumerate() {
+            if fs::remove_file(folder.join(format!("end-{number}"))).is_ok() {
+                side.queues = None;
+            }
         }
         if fs::remove_file(folder.join("close")).is_ok() {
             close(kfd.as_fd());
+        }
+        if fs::remove_file(folder.join("execute")).is_ok() {
+            return Err(Command::new("sleep").arg("1000").exec().into());
         }
         thread::sleep(LOOK);
     }
