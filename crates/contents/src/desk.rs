@@ -53,9 +53,7 @@ impl Desk {
         let mut counts: Vec<Count> = Vec::new();
         for (process, of) in processes.iter().enumerate() {
             for file in of.files {
-                let here = |buffer: usize| of.dmabufs.get(buffer).is_some_and(Option::is_some);
-                let stretches = file.stretches().iter().filter(|stretch| here(stretch.buffer));
-                let bytes: u64 = stretches.map(|stretch| stretch.bytes).sum();
+                let bytes = of.bytes_in(file);
                 let minor = file.minor;
                 match counts.iter_mut().find(|count| (count.process, count.minor) == (process, minor)) {
                     Some(count) => count.all += bytes,

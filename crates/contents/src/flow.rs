@@ -50,6 +50,15 @@ pub struct Process<'a> {
     pub dmabufs: &'a [Option<OwnedFd>],
 }
 
+impl Process<'_> {
+    /// Bytes in one of its files of buffers that have a dma-buf.
+    pub(crate) fn bytes_in(&self, file: &PagesFile) -> u64 {
+        let here = |buffer: usize| self.dmabufs.get(buffer).is_some_and(Option::is_some);
+        let stretches = file.stretches().iter().filter(|stretch| here(stretch.buffer));
+        stretches.map(|stretch| stretch.bytes).sum()
+    }
+}
+
 /// Where buffers are.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Sink<'a> {

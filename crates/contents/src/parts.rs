@@ -75,7 +75,7 @@ pub(crate) fn missing(processes: &[Process<'_>], buffers: &[Vec<Option<Buffer>>]
 /// them in a chunk, and it costs nothing.
 pub(crate) fn behind(processes: &[Process<'_>], parts: &[Part<'_>]) -> Order {
     let mut of_process = vec![0; processes.len()];
-    let of_part: Vec<u64> = parts.iter().map(|part| bytes(&processes[part.process], part)).collect();
+    let of_part: Vec<u64> = parts.iter().map(|part| processes[part.process].bytes_in(part.file)).collect();
     parts.iter().zip(&of_part).for_each(|(part, bytes)| of_process[part.process] += bytes);
     let mut files: Vec<usize> = (0..parts.len()).collect();
     files.sort_by_key(|file| {
@@ -84,12 +84,6 @@ pub(crate) fn behind(processes: &[Process<'_>], parts: &[Part<'_>]) -> Order {
     });
     let groups = files.into_iter().map(|file| vec![file]).collect();
     Order::new(parts.iter().map(|part| small_chunks_first(processes, part)), groups)
-}
-
-/// Bytes of a file that its process waits for.
-fn bytes(of: &Process<'_>, part: &Part<'_>) -> u64 {
-    let stretches = part.file.stretches().iter();
-    stretches.filter(|stretch| of.dmabufs[stretch.buffer].is_some()).map(|stretch| stretch.bytes).sum()
 }
 
 fn small_chunks_first(processes: &[Process<'_>], part: &Part<'_>) -> Vec<u64> {
