@@ -27,8 +27,8 @@ pub struct Daemon {
     pub(crate) ledger: Ledger,
     pub(crate) pool: Pool,
     pub(crate) cache: Arc<BlockCache>,
-    /// True once the daemon was asked to stop: no new sessions.
-    pub(crate) stopping: tokio::sync::watch::Sender<bool>,
+    /// How often the daemon was asked to stop: after the first time no new sessions.
+    pub(crate) stopping: tokio::sync::watch::Sender<u32>,
     sessions: Mutex<Vec<Arc<Session>>>,
 }
 
@@ -55,7 +55,7 @@ impl Daemon {
     pub fn start(ledger: Ledger) -> anyhow::Result<Arc<Self>> {
         let cache = BlockCache::new(DEFAULT_BUDGET)?;
         let pool = Pool::start(&cache, ledger)?;
-        let (stopping, _) = tokio::sync::watch::channel(false);
+        let (stopping, _) = tokio::sync::watch::channel(0);
         Ok(Arc::new(Self { ledger, pool, cache, stopping, sessions: Mutex::default() }))
     }
 
@@ -80,14 +80,7 @@ impl Daemon {
         spaces::sweep(self.ledger);
         let image = Image::open(images)?;
         let listener = socket::listen(work)?;
-        let Some(index) = self.ledger.take_session() else {
-            bail!("{} restores are being served: wait for one to end", crate::ledger::MAX_SESSIONS)
-        };
-        let slot = &self.ledger.sessions()[index];
-        if let Err(error) = slot.set_paths(images, work) {
-            slot.set_state(SessionState::Free);
-            return Err(error.into());
-        }
+        let (index, slot) = self.take_slot(images, work)?;
         slot.inbox.reset();
         slot.listener.store(listener.as_raw_fd(), Ordering::Release);
         info!(
@@ -107,7 +100,27 @@ impl Daemon {
         }))
     }
 
-    /// Takes up the sessions that a dead worker left. Those that cannot be, because an image cannot be read any
+    /// A slot for one more session.
+    ///
+    /// # Errors
+    /// Too many sessions are open, or a path is too long.
+    pub(crate) fn take_slot(
+        &self,
+        images: &Path,
+        work: &Path,
+    ) -> anyhow::Result<(usize, &'static SessionSlot)> {
+        let Some(index) = self.ledger.take_session() else {
+            bail!("{} restores are being served: wait for one to end", crate::ledger::MAX_SESSIONS)
+        };
+        let slot = &self.ledger.sessions()[index];
+        if let Err(error) = slot.set_paths(images, work) {
+            slot.set_state(SessionState::Free);
+            return Err(error.into());
+        }
+        Ok((index, slot))
+    }
+
+    /// Takes up the sessions that a dead worker left, but those that streamers serve. Those that cannot be, because an image cannot be read any
     /// more, are ended with their processes.
     pub fn inherit(&self) -> Vec<Result<OpenSession, Lost>> {
         self.ledger.reclaim();
@@ -117,8 +130,9 @@ impl Daemon {
                 slot.set_state(SessionState::Free);
             }
         }
-        let taken =
-            self.ledger.sessions().iter().enumerate().filter(|(_, slot)| slot.state() != SessionState::Free);
+        let served =
+            |slot: &SessionSlot| !matches!(slot.state(), SessionState::Free | SessionState::Streaming);
+        let taken = self.ledger.sessions().iter().enumerate().filter(|(_, slot)| served(slot));
         let inherit = |(index, slot): (usize, &'static SessionSlot)| {
             let session = self.inherit_one(index, slot);
             session.map(|session| self.track(session)).map_err(|error| {

@@ -6,7 +6,7 @@
 //! * [`session`], [`image`], [`spaces`], [`processes`]: what a session is, what it serves, whom; [`registered`]: what first.
 //! * [`fill`]: the data plane.
 //! * [`inspect`], [`doctor`]: what an image holds, and what a machine lacks.
-//! * [`gpu_stream`]: memory of GPUs behind running processes.
+//! * [`gpu_stream`]: memory of GPUs behind running processes; [`streamer`]: the program that does it, for those who start it.
 //! * [`timeline`]: how that goes, for people and programs.
 //! * [`gpu_plugin`]: where CRIU finds its plugin for GPUs. [`holes`]: what a dump leaves out.
 //! * [`control`]: what a long-lived daemon and its clients say to each other.
@@ -32,6 +32,7 @@ pub mod registered;
 pub mod session;
 pub mod socket;
 pub mod spaces;
+pub mod streamer;
 pub mod supervisor;
 pub mod sys;
 pub mod timeline;

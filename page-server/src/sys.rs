@@ -3,6 +3,8 @@
 
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+use std::os::unix::process::CommandExt as _;
+use std::process::Command;
 
 use nix::sys::signal::{SigSet, SigmaskHow};
 use tokio::io::unix::AsyncFd;
@@ -196,6 +198,18 @@ pub fn thread_without_signals(name: &str, work: impl FnOnce() + Send + 'static) 
 pub fn watch(fd: OwnedFd) -> io::Result<AsyncFd<OwnedFd>> {
     // SAFETY: an OwnedFd always gives the same descriptor and keeps it open while it lives.
     unsafe { AsyncFd::register(fd) }.map_err(Into::into)
+}
+
+/// A program that is started by this command gets no descriptor of this process but its standard ones.
+pub fn leave_descriptors(command: &mut Command) {
+    let close = || {
+        // SAFETY: integers only. The child has a table of its own by then; exec closes what is marked.
+        let marked =
+            unsafe { libc::syscall(libc::SYS_close_range, 3, libc::c_uint::MAX, libc::CLOSE_RANGE_CLOEXEC) };
+        check(marked).map(drop)
+    };
+    // SAFETY: it only makes a system call.
+    unsafe { command.pre_exec(close) };
 }
 
 /// Asks that a stream socket attach its peer's pid to every message (`SO_PASSCRED`).

@@ -85,6 +85,7 @@ async fn stop_requests(
         if asked && again == Again::IsTheSame {
             continue;
         }
+        daemon.stopping.send_modify(|asked| *asked += 1);
         if asked {
             for session in daemon.sessions() {
                 session.fail("asked twice to stop");
@@ -92,7 +93,6 @@ async fn stop_requests(
             daemon.pool.look_again();
         } else {
             asked = true;
-            daemon.stopping.send_replace(true);
             let way = if again == Again::EndsThem { "; ask again to end the processes now" } else { "" };
             info!(sessions = depending, "asked to stop: once all memory is back{way}");
         }

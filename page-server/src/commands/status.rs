@@ -140,6 +140,9 @@ fn line(text: &mut String, session: &proto::Session) {
         latency(session.fault_p99_ns),
         path(&session.images_dir),
     );
+    if session.gpus {
+        let _ = writeln!(text, "         with memory of GPUs: rewake status -W {}", path(&session.work_dir));
+    }
 }
 
 fn as_json(status: &proto::Status) -> Value {
@@ -193,6 +196,7 @@ fn session_json(session: &proto::Session) -> Value {
         "fault_p99_ns": session.fault_p99_ns,
         "first_fault_ns": session.first_fault_ns,
         "last_fault_ns": session.last_fault_ns,
+        "gpus": session.gpus,
     })
 }
 
@@ -219,7 +223,15 @@ mod tests {
         proto::Status {
             sessions: vec![session(7, State::Running)],
             recent: vec![
-                ended(true, "", session(5, State::Complete)),
+                ended(
+                    true,
+                    "",
+                    proto::Session {
+                        gpus: true,
+                        work_dir: b"/work/5".to_vec(),
+                        ..session(5, State::Complete)
+                    },
+                ),
                 ended(false, "pages-1.img ends early", session(6, State::Failed)),
             ],
             daemon: Some(proto::Daemon { pid: 77, sessions_served: 5, ..Default::default() }),
@@ -229,9 +241,16 @@ mod tests {
     #[test]
     fn the_table_shows_every_session_and_why_one_failed() {
         let text = as_table(&example());
-        for part in
-            ["daemon 77", "5 served", "running", "512.0 KiB / 1.0 MiB", "85 µs", "complete", "ends early"]
-        {
+        for part in [
+            "daemon 77",
+            "5 served",
+            "running",
+            "512.0 KiB / 1.0 MiB",
+            "85 µs",
+            "complete",
+            "-W /work/5",
+            "ends early",
+        ] {
             assert!(text.contains(part), "{part:?} is not in\n{text}");
         }
     }

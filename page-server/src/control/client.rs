@@ -106,7 +106,7 @@ impl Client {
         }
     }
 
-    /// Opens a session; gives its number. Both paths are absolute.
+    /// Opens a session. Both paths are absolute.
     ///
     /// # Errors
     /// The image cannot be served, or the connection broke.
@@ -115,14 +115,14 @@ impl Client {
         images: &Path,
         work: &Path,
         connect_limit: Duration,
-    ) -> Result<u64, ClientError> {
+    ) -> Result<proto::Opened, ClientError> {
         let open = proto::Open {
             images_dir: images.as_os_str().as_bytes().to_vec(),
             work_dir: work.as_os_str().as_bytes().to_vec(),
             connect_limit_ms: u32::try_from(connect_limit.as_millis()).unwrap_or(u32::MAX),
         };
         match self.ask(request::Kind::Open(open)).await? {
-            reply::Kind::Opened(opened) => Ok(opened.session),
+            reply::Kind::Opened(opened) => Ok(opened),
             _ => Err(ClientError::Unexpected),
         }
     }
@@ -212,5 +212,20 @@ pub async fn follow(
             Err(error) if error.is_passing() && heard.elapsed() < PATIENCE => sleep(RETRY).await,
             other => return other,
         }
+    }
+}
+
+/// Ends a session with memory of GPUs when that is all there, through the death of workers.
+///
+/// # Errors
+/// As of [`follow`].
+pub async fn finish(socket: &Path, session: u64) -> Result<proto::Ended, ClientError> {
+    let asked = async { Client::connect(socket).await?.end(session).await };
+    match asked.await {
+        // It ended by itself, or the one that was asked has died: its successor goes on.
+        Err(error) if error.is_passing() || matches!(error, ClientError::Refused(_)) => {
+            follow(socket, session, &watch::channel(proto::Session::default()).0).await
+        }
+        other => other,
     }
 }

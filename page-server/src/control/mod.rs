@@ -5,7 +5,7 @@
 //! * [`frame`]: a message on a stream: a length, then that many bytes, within a time.
 //! * [`address`]: where the socket is, who may speak.
 //! * `door`: clients, up to their first request.
-//! * [`registry`], [`server`]: the daemon's side.
+//! * [`registry`], [`server`]: the daemon's side; `streams`: those of its sessions that have memory of GPUs.
 //! * [`streaming`]: the side of `rewake stream-gpu`, which says how far it is.
 //! * [`client`]: the other side.
 
@@ -19,6 +19,7 @@ mod generated;
 pub mod registry;
 pub mod server;
 pub mod streaming;
+mod streams;
 
 /// The messages of `proto/control.proto`.
 pub mod proto {

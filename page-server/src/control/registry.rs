@@ -13,12 +13,14 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, bail};
 use prost::Message as _;
 use tokio::sync::Notify;
-use tracing::{error, info};
+use tracing::{error, info, warn};
 
 use super::proto::{self, State};
+use super::streams::Stream;
 use crate::daemon::{Daemon, Lost, OpenSession};
 use crate::ledger::{SessionSlot, SessionState};
 use crate::session::Session;
+use crate::streamer;
 
 /// Longest reason that is remembered, in bytes.
 const MAX_REASON: usize = 1024;
@@ -27,13 +29,20 @@ const MAX_REASON: usize = 1024;
 #[derive(Debug)]
 pub struct Registry {
     daemon: Arc<Daemon>,
-    live: RefCell<BTreeMap<u64, Rc<Live>>>,
+    live: RefCell<BTreeMap<u64, Served>>,
     any: Cell<bool>,
     /// A session ended.
     pub ended: Notify,
 }
 
-/// A session being served.
+/// A session being served: by this daemon, or by a streamer.
+#[derive(Debug)]
+enum Served {
+    Here(Rc<Live>),
+    Streamed(Rc<Stream>),
+}
+
+/// One that is served here.
 #[derive(Debug)]
 struct Live {
     session: Arc<Session>,
@@ -76,6 +85,14 @@ impl Registry {
             }
             self.any.set(true);
         }
+        let streamed = |slot: &&SessionSlot| slot.state() == SessionState::Streaming;
+        for slot in self.daemon.ledger.sessions().iter().filter(streamed) {
+            match Stream::inherit(slot) {
+                Ok(stream) => self.follow(stream, super::CONNECT_LIMIT),
+                Err(error) => error!(session = slot.number(), "{error:#}; it goes on by itself"),
+            }
+            self.any.set(true);
+        }
     }
 
     fn lost(&self, lost: &Lost) {
@@ -99,14 +116,7 @@ impl Registry {
     /// # Errors
     /// The daemon is stopping, a path is not absolute, or [`Daemon::open`] fails.
     pub fn open(self: &Rc<Self>, images: &Path, work: &Path, limit: Duration) -> anyhow::Result<u64> {
-        if *self.daemon.stopping.borrow() {
-            bail!("the daemon was asked to stop: start another");
-        }
-        for path in [images, work] {
-            if !path.is_absolute() {
-                bail!("{}: expected an absolute path", path.display());
-            }
-        }
+        self.may_open(images, work)?;
         let open = self.daemon.open(images, work)?;
         let number = open.slot().number();
         self.any.set(true);
@@ -114,10 +124,70 @@ impl Registry {
         Ok(number)
     }
 
+    /// The same for an image with memory of GPUs, which a streamer serves. Whether that brings memory of CPUs, too.
+    ///
+    /// # Errors
+    /// As of [`Registry::open`], or the streamer refuses.
+    pub async fn stream(
+        self: &Rc<Self>,
+        images: &Path,
+        work: &Path,
+        limit: Duration,
+    ) -> anyhow::Result<(u64, bool)> {
+        self.may_open(images, work)?;
+        let looked_at = images.to_owned();
+        let can = tokio::task::spawn_blocking(move || streamer::can_bring_pages(&looked_at)).await?;
+        if let Err(error) = &can {
+            warn!("{}: all memory of CPUs comes before the processes run: {error:#}", images.display());
+        }
+        let (_, slot) = self.daemon.take_slot(images, work)?;
+        let started = Stream::start(slot, can.is_ok()).await;
+        let stream = started.inspect_err(|_| slot.set_state(SessionState::Free))?;
+        let (number, pages) = (slot.number(), stream.brings_pages());
+        info!(session = number, "a streamer waits for {}", images.display());
+        self.any.set(true);
+        self.follow(stream, limit);
+        Ok((number, pages))
+    }
+
+    fn may_open(&self, images: &Path, work: &Path) -> anyhow::Result<()> {
+        if *self.daemon.stopping.borrow() > 0 {
+            bail!("the daemon was asked to stop: start another");
+        }
+        for path in [images, work] {
+            if !path.is_absolute() {
+                bail!("{}: expected an absolute path", path.display());
+            }
+        }
+        Ok(())
+    }
+
+    fn follow(self: &Rc<Self>, stream: Stream, limit: Duration) {
+        let stream = Rc::new(stream);
+        let number = stream.report().session;
+        self.live.borrow_mut().insert(number, Served::Streamed(Rc::clone(&stream)));
+        let registry = Rc::clone(self);
+        tokio::task::spawn_local(async move {
+            let reason = stream.run(limit, registry.daemon.stopping.subscribe()).await;
+            match &reason {
+                Some(reason) => error!(session = number, "{reason}"),
+                None => info!(session = number, "all memory is back, and GPUs run"),
+            }
+            registry.note(stream.report(), reason.as_deref());
+            stream.close();
+            registry.forget(number);
+        });
+    }
+
+    fn forget(&self, number: u64) {
+        self.live.borrow_mut().remove(&number);
+        self.ended.notify_waiters();
+    }
+
     fn serve(self: &Rc<Self>, mut open: OpenSession, limit: Duration) {
         let (number, slot) = (open.slot().number(), open.slot());
         let live = Rc::new(Live { session: Arc::clone(&open.session), slot, work: slot.paths().1 });
-        self.live.borrow_mut().insert(number, Rc::clone(&live));
+        self.live.borrow_mut().insert(number, Served::Here(Rc::clone(&live)));
         let registry = Rc::clone(self);
         tokio::task::spawn_local(async move {
             let result = registry.daemon.run(&mut open, Some(limit)).await;
@@ -134,8 +204,7 @@ impl Registry {
             let reason = result.err().map(|error| format!("{error:#}"));
             registry.note(live.report(), reason.as_deref());
             registry.daemon.close(open);
-            registry.live.borrow_mut().remove(&number);
-            registry.ended.notify_waiters();
+            registry.forget(number);
         });
     }
 
@@ -154,13 +223,19 @@ impl Registry {
         }
     }
 
-    /// Fails a session that no restore has connected to yet. It has ended a moment later.
+    /// Fails a session that no restore has connected to yet. It has ended a moment later. A streamer is asked to end when nothing is left to do.
     ///
     /// # Errors
     /// It is further than that, or not being served.
     pub fn end(&self, number: u64) -> anyhow::Result<()> {
         let live = self.live.borrow();
-        let live = live.get(&number).with_context(|| format!("session {number} is not being served"))?;
+        let live = match live.get(&number).with_context(|| format!("session {number} is not being served"))? {
+            Served::Here(live) => live,
+            Served::Streamed(stream) => {
+                stream.ask_to_end();
+                return Ok(());
+            }
+        };
         if live.slot.state() != SessionState::Listening {
             bail!("session {number}: a restore has connected; it ends when the restored processes do");
         }
@@ -219,8 +294,17 @@ impl Registry {
             rss_bytes: resident_bytes(),
             cache: Some(cache),
         };
-        let sessions = self.live.borrow().values().map(|live| live.report()).collect();
+        let sessions = self.live.borrow().values().map(Served::report).collect();
         proto::Status { sessions, recent, daemon: Some(daemon) }
+    }
+}
+
+impl Served {
+    fn report(&self) -> proto::Session {
+        match self {
+            Self::Here(live) => live.report(),
+            Self::Streamed(stream) => stream.report(),
+        }
     }
 }
 
@@ -234,7 +318,7 @@ impl Live {
             SessionState::Listening => State::Listening,
             SessionState::Handshake | SessionState::Restoring => State::Restoring,
             SessionState::Running => State::Running,
-            SessionState::Free => State::Unknown,
+            SessionState::Free | SessionState::Streaming => State::Unknown,
         };
         proto::Session {
             session: self.slot.number(),
@@ -253,11 +337,12 @@ impl Live {
             fault_p99_ns: quantile(0.99),
             first_fault_ns,
             last_fault_ns,
+            gpus: false,
         }
     }
 }
 
-fn nanos(duration: Duration) -> u64 {
+pub(super) fn nanos(duration: Duration) -> u64 {
     u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
 }
 

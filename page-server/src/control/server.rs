@@ -22,6 +22,7 @@ use super::proto::{self, Reply, Request, reply, request};
 use super::registry::{Facts, Known, Registry};
 use super::{CONNECT_LIMIT, MAX_CLIENTS, MESSAGE_LIMIT, REPORT};
 use crate::daemon::Daemon;
+use crate::gpu_plugin;
 
 /// Time that clients have to take their last answers when the daemon ends.
 const GRACE: Duration = Duration::from_secs(2);
@@ -107,7 +108,7 @@ impl Server {
         };
         tokio::select! {
             // An error means that the daemon, which has the other half, is gone: so is this.
-            _ = stopping.wait_for(|asked| *asked) => info!("no new sessions"),
+            _ = stopping.wait_for(|asked| *asked > 0) => info!("no new sessions"),
             () = idle => {}
         }
         self.wait_for(&self.registry.ended, || self.registry.is_empty()).await;
@@ -135,7 +136,7 @@ impl Server {
                     self.follow(&mut stream, follow.session).await?;
                     continue;
                 }
-                Some(request::Kind::Open(open)) => self.open(&open),
+                Some(request::Kind::Open(open)) => self.open(&open).await,
                 Some(request::Kind::End(end)) => match self.registry.end(end.session) {
                     Ok(()) => {
                         self.follow(&mut stream, end.session).await?;
@@ -153,14 +154,25 @@ impl Server {
         Ok(())
     }
 
-    fn open(&self, open: &proto::Open) -> reply::Kind {
+    async fn open(&self, open: &proto::Open) -> reply::Kind {
         let path = |bytes| Path::new(OsStr::from_bytes(bytes));
+        let (images, work) = (path(&open.images_dir), path(&open.work_dir));
         let limit = match open.connect_limit_ms {
             0 => CONNECT_LIMIT,
             limit => Duration::from_millis(limit.into()),
         };
-        match self.registry.open(path(&open.images_dir), path(&open.work_dir), limit) {
-            Ok(session) => reply::Kind::Opened(proto::Opened { session }),
+        let opened = match gpu_plugin::image_has_gpu(images) {
+            Ok(true) => self.registry.stream(images, work, limit).await.map(|(session, lazy_pages)| {
+                proto::Opened { session, streamer: Some(proto::Streamer { lazy_pages }) }
+            }),
+            // What cannot be read is refused with the image.
+            _ => self
+                .registry
+                .open(images, work, limit)
+                .map(|session| proto::Opened { session, streamer: None }),
+        };
+        match opened {
+            Ok(opened) => reply::Kind::Opened(opened),
             Err(error) => failure(&format!("{error:#}")),
         }
     }

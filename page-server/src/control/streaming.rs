@@ -106,7 +106,7 @@ async fn client(mut stream: UnixStream, timeline: &Timeline) -> Result<(), Frame
     Ok(())
 }
 
-fn picture(record: &Record) -> proto::Streaming {
+pub(super) fn picture(record: &Record) -> proto::Streaming {
     let state = match record.state {
         record::State::Waiting => State::Listening,
         record::State::Loading => State::Running,

@@ -59,6 +59,8 @@ pub enum SessionState {
     Restoring = 3,
     /// The restored tree runs.
     Running = 4,
+    /// It has memory of GPUs: a `rewake stream-gpu` serves it, which depends on nobody here.
+    Streaming = 5,
 }
 
 impl SessionState {
@@ -68,6 +70,7 @@ impl SessionState {
             2 => Self::Handshake,
             3 => Self::Restoring,
             4 => Self::Running,
+            5 => Self::Streaming,
             _ => Self::Free,
         }
     }
@@ -82,8 +85,14 @@ pub struct SessionSlot {
     pub tasks: AtomicU32,
     /// Listening socket, or [`NO_FD`].
     pub listener: AtomicI32,
-    /// Connection with the restore, or [`NO_FD`].
+    /// Connection with the restore, or [`NO_FD`]. With its streamer, which says there what becomes of it.
     pub connection: AtomicI32,
+    /// Its streamer's group of processes; 0 before it is there.
+    pub streamer: AtomicI32,
+    /// What that has said: [`Said`](crate::streamer::Said).
+    pub said: AtomicU32,
+    /// 1 when it brings memory of CPUs, too.
+    pub pages: AtomicU32,
     /// Handshake message being received.
     pub inbox: Inbox,
     images: PathCell,
@@ -356,6 +365,9 @@ impl Ledger {
         slot.tasks.store(0, Ordering::Relaxed);
         slot.listener.store(NO_FD, Ordering::Relaxed);
         slot.connection.store(NO_FD, Ordering::Relaxed);
+        slot.streamer.store(0, Ordering::Relaxed);
+        slot.said.store(0, Ordering::Relaxed);
+        slot.pages.store(0, Ordering::Relaxed);
         Some(index)
     }
 

@@ -168,13 +168,7 @@ impl Restoring {
     /// There is none.
     #[must_use]
     pub fn streamer(&self) -> (u32, Vec<u32>) {
-        let is_one = |pid: &u32| {
-            let line = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
-            String::from_utf8_lossy(&line).contains("stream-gpu") && !children(*pid).is_empty()
-        };
-        let one = |_| children(self.child.id()).into_iter().find(is_one);
-        let supervisor = (0..LOOKS).filter(|_| nap()).find_map(one).expect("there is a streamer");
-        (supervisor, children(supervisor))
+        streamer_of(self.child.id())
     }
 
     /// Waits for its end: whether it went well, and what it said.
@@ -202,6 +196,21 @@ impl Restoring {
         let done = self.child.wait_with_output().unwrap();
         (done.status.success(), self.said, String::from_utf8(done.stdout).unwrap())
     }
+}
+
+/// The supervisor of the streamer that is a child of this process, and its workers, of which there is one at least.
+///
+/// # Panics
+/// There is none.
+#[must_use]
+pub fn streamer_of(parent: u32) -> (u32, Vec<u32>) {
+    let is_one = |pid: &u32| {
+        let line = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+        String::from_utf8_lossy(&line).contains("stream-gpu") && !children(*pid).is_empty()
+    };
+    let one = |_| children(parent).into_iter().find(is_one);
+    let supervisor = (0..LOOKS).filter(|_| nap()).find_map(one).expect("there is a streamer");
+    (supervisor, children(supervisor))
 }
 
 /// Kills a process that is there.

@@ -7,6 +7,7 @@
 pub mod app;
 pub mod container;
 pub mod criu;
+pub mod daemon;
 pub mod dumped;
 pub mod faults;
 pub mod hold;
@@ -23,6 +24,7 @@ pub mod sys;
 pub mod toucher;
 
 pub use container::Container;
+pub use daemon::Daemon;
 pub use faults::Faults;
 pub use hold::Held;
 pub use judge::Judge;

@@ -4,49 +4,87 @@
 //! memory of CPUs comes at once.
 
 use std::io::Write as _;
-use std::path::Path;
+use std::path::PathBuf;
 use std::time::{Instant, SystemTime};
 
 use anyhow::{Context as _, bail};
 use nix::sys::signal::Signal;
-use rewake_kfd::held;
 use tempfile::TempDir;
 use tokio::time::timeout;
 
 use super::bar::Bar;
-use super::streamer::{Streamed, Streamer};
+use super::streamer::{Own, Streamed, Streamer};
 use super::timeline::Timeline;
 use super::{END_LIMIT, Order, directory, live, place, signals};
 use crate::commands::criu::{self, Criu};
-use crate::image::Image;
+use crate::control::client::{Client, ClientError};
+use crate::streamer;
 
-/// For people, after the line in which the streamer said why.
-const KILLED: &str =
-    "memory could not be brought back: the restored processes whose GPUs stood still were killed (see above)";
-/// For people: nobody has said anything.
-const ABANDONED: &str = "rewake stream-gpu was killed, and all that watch over it: the restored processes that use GPUs run, \
-     but their GPUs stand still for ever: kill them";
+/// Where a restore happens.
+struct Setting {
+    streamer: Streamer,
+    /// It brings memory of CPUs, too.
+    pages: bool,
+    work: PathBuf,
+    _own: Option<TempDir>,
+}
+
+impl Setting {
+    /// With the streamer of a daemon that runs already, or one that is started for this restore alone.
+    ///
+    /// # Errors
+    /// The daemon that was asked for is not there, or none can be started.
+    async fn make(order: &Order<'_>, bar: &Bar) -> anyhow::Result<Self> {
+        let options = order.options;
+        let (socket, named) = place::socket(options)?;
+        let daemon = match Client::connect(&socket).await {
+            Err(ClientError::NoDaemon(_)) if !named => None,
+            found => Some(found?),
+        };
+        let given = options.work_dir.as_deref().map(|path| directory(path, "-W")).transpose()?;
+        let folder = match daemon {
+            Some(_) => place::beside(&socket).to_owned(),
+            None => std::env::temp_dir(),
+        };
+        let own = if given.is_none() { Some(place::folder(&folder)?) } else { None };
+        let work = given.or_else(|| own.as_ref().map(|own| own.path().to_owned())).unwrap_or_default();
+        let (streamer, pages) = match daemon {
+            Some(client) => Streamer::ask(client, &socket, order.images, &work).await?,
+            None => {
+                let can = streamer::can_bring_pages(order.images);
+                if let Err(error) = &can {
+                    bar.say(&format!("all memory of CPUs comes before the processes run: {error:#}\n"));
+                }
+                let own = Own::start(&work, can.is_ok().then_some(order.images)).await?;
+                (Streamer::Own(own), can.is_ok())
+            }
+        };
+        Ok(Self { streamer, pages, work, _own: own })
+    }
+}
 
 /// Runs `criu restore`; gives its exit code.
 pub(super) async fn restore(order: &Order<'_>) -> anyhow::Result<u8> {
     let options = order.options;
-    if options.socket.is_some() {
-        bail!("--socket: this image has GPU state, which is restored without a page server");
-    }
     let mut signals = signals()?;
-    let given = options.work_dir.as_deref().map(|path| directory(path, "-W")).transpose()?;
-    let own = if given.is_none() { Some(place::folder(&std::env::temp_dir())?) } else { None };
-    let work = given.as_deref().or_else(|| own.as_ref().map(TempDir::path)).unwrap_or(order.images);
     let bar = Bar::new(options.quiet);
-    let images = Some(order.images).filter(|images| lazily(images, &bar));
-    let ours: &[&str] = if images.is_some() { &["--lazy-pages"] } else { &[] };
-    let mut streamer = Streamer::start(work, images).await?;
-    let shown = tokio::spawn(live::follow(work.to_owned(), options.quiet, SystemTime::now()));
+    let Setting { mut streamer, pages, work, _own } = Setting::make(order, &bar).await?;
+    let shown = tokio::spawn(live::follow(work.clone(), options.quiet, SystemTime::now()));
     let started = Instant::now();
-    let mut criu = order.start(work, ours)?;
+    let mut criu = match order.start(&work, if pages { &["--lazy-pages"] } else { &[] }) {
+        Ok(criu) => criu,
+        Err(error) => {
+            streamer.end().await?;
+            return Err(error);
+        }
+    };
     let exit = tokio::select! {
         exit = criu.ended() => exit?,
-        Some(signal) = signals.recv() => return Ok(interrupted(&mut criu, order.given.detached, signal).await),
+        Some(signal) = signals.recv() => {
+            let code = interrupted(&mut criu, order.given.detached, signal).await;
+            let _ = timeout(END_LIMIT, streamer.end()).await;
+            return Ok(code);
+        }
     };
     let ended = started.elapsed().as_secs_f64() * 1e3;
     let alive = (exit.success() && order.given.detached).then_some(ended);
@@ -55,7 +93,7 @@ pub(super) async fn restore(order: &Order<'_>) -> anyhow::Result<u8> {
     }
     // What it has taken over it brings to its end.
     let streamed = tokio::select! {
-        streamed = streamer.end() => streamed?,
+        streamed = streamer.end() => streamed,
         Some(signal) = signals.recv() => {
             bar.say("rewake stream-gpu goes on loading\n");
             return Ok(128 + u8::try_from(signal as i32).unwrap_or(0));
@@ -63,17 +101,13 @@ pub(super) async fn restore(order: &Order<'_>) -> anyhow::Result<u8> {
     };
     // It tells what the streamer left, which may be removed after this.
     let _ = timeout(END_LIMIT, shown).await;
-    let reason = match streamed {
-        // Nothing that the streamer could tell is the reason.
-        _ if !exit.success() => None,
-        Streamed::Nothing | Streamed::Open(_) => None,
-        Streamed::Killed => Some(KILLED),
-        Streamed::Abandoned => Some(ABANDONED),
-    };
-    let resident = alive.and_then(|alive| resident(streamed, started, alive));
+    // Nothing that the streamer could tell is the reason why CRIU failed.
+    let streamed = if exit.success() { streamed? } else { Streamed::default() };
+    let resident = alive.and_then(|alive| resident(&streamed, started, alive));
     let timeline = Timeline {
-        ok: exit.success() && reason.is_none(),
-        reason: reason.map(str::to_owned),
+        session: streamer.session(),
+        ok: exit.success() && streamed.reason.is_none(),
+        reason: streamed.reason.clone(),
         criu_exit_code: exit.code(),
         criu_ended_ms: Some(ended),
         alive_ms: alive,
@@ -89,7 +123,7 @@ pub(super) async fn restore(order: &Order<'_>) -> anyhow::Result<u8> {
         let hint = if order.plugins.is_none() && !order.given.plugins { criu::NO_PLUGIN } else { "" };
         bail!("criu restore failed ({exit}){hint}");
     }
-    if let Some(reason) = reason {
+    if let Some(reason) = streamed.reason {
         bail!(reason);
     }
     if let Some(resident) = resident {
@@ -98,22 +132,10 @@ pub(super) async fn restore(order: &Order<'_>) -> anyhow::Result<u8> {
     Ok(criu::code(exit))
 }
 
-/// Whether memory of CPUs can come behind processes with GPUs.
-fn lazily(images: &Path, bar: &Bar) -> bool {
-    let can = held::attach().map_err(anyhow::Error::from).and_then(|_| Image::open(images).map(drop));
-    if let Err(error) = &can {
-        bar.say(&format!("all memory of CPUs comes before the processes run: {error:#}\n"));
-    }
-    can.is_ok()
-}
-
-/// When all memory was there, in milliseconds like `alive`.
-fn resident(streamed: Streamed, started: Instant, alive: f64) -> Option<f64> {
-    match streamed {
-        Streamed::Nothing => Some(alive),
-        Streamed::Open(since) => Some(since.duration_since(started).as_secs_f64() * 1e3),
-        Streamed::Killed | Streamed::Abandoned => None,
-    }
+/// When all memory was there, in milliseconds like `alive`: then, if nothing came later.
+fn resident(streamed: &Streamed, started: Instant, alive: f64) -> Option<f64> {
+    let later = |there: Instant| there.saturating_duration_since(started).as_secs_f64() * 1e3;
+    streamed.reason.is_none().then(|| streamed.there.map_or(alive, later))
 }
 
 /// We were asked to stop. Of a detached restore nothing runs yet; otherwise the tree is CRIU's, which gets the signal.

@@ -80,7 +80,7 @@ async fn restore(order: &Order<'_>) -> anyhow::Result<u8> {
     let mut signals = signals()?;
     let (place, mut client) = Place::find(options, images).await?;
     let opened = client.open(images, &place.work, CONNECT_LIMIT).await;
-    let session = opened.context("this image cannot be served; nothing was started")?;
+    let session = opened.context("this image cannot be served; nothing was started")?.session;
     let started = Instant::now();
     let criu = match order.start(&place.work, &["--lazy-pages"]) {
         Ok(criu) => criu,

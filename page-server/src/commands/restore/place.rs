@@ -35,10 +35,7 @@ impl Place {
     /// a daemon only if one runs already).
     pub(super) async fn find(options: &Restore, images: &Path) -> anyhow::Result<(Self, Client)> {
         let given = options.work_dir.as_deref().map(|path| directory(path, "-W")).transpose()?;
-        let (socket, named) = match &options.socket {
-            Some(path) => (absolute(path)?, true),
-            None => (address::default_socket()?, false),
-        };
+        let (socket, named) = socket(options)?;
         let mut folders = Vec::new();
         let (socket, own_daemon, client) = match Client::connect(&socket).await {
             Ok(client) => (socket, false, client),
@@ -56,7 +53,7 @@ impl Place {
             Some(path) => path,
             None => {
                 // Beside the socket: a daemon with a /tmp of its own would not find it there.
-                let folder = folder(socket.parent().unwrap_or_else(|| Path::new("/")))?;
+                let folder = folder(beside(&socket))?;
                 let path = folder.path().to_owned();
                 folders.push(folder);
                 path
@@ -65,6 +62,19 @@ impl Place {
         folders.reverse(); // the inner one is removed first
         Ok((Self { socket, own_daemon, work, _folders: folders }, client))
     }
+}
+
+/// Where a daemon is looked for, and whether it was named: then there must be one.
+pub(super) fn socket(options: &Restore) -> anyhow::Result<(PathBuf, bool)> {
+    Ok(match &options.socket {
+        Some(path) => (absolute(path)?, true),
+        None => (address::default_socket()?, false),
+    })
+}
+
+/// The folder that a daemon's socket is in.
+pub(super) fn beside(socket: &Path) -> &Path {
+    socket.parent().unwrap_or_else(|| Path::new("/"))
 }
 
 /// A private folder, removed when dropped.

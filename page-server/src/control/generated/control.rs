@@ -61,7 +61,7 @@ pub struct Failure {
     #[prost(string, tag = "1")]
     pub reason: ::prost::alloc::string::String,
 }
-/// Check an image and listen for a restore of it. Answer: Opened.
+/// Check an image and listen for a restore of it; where it has memory of GPUs, by a `rewake stream-gpu` of its own. Answer: Opened.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Open {
     /// Absolute path of the images directory.
@@ -79,6 +79,15 @@ pub struct Opened {
     /// Never used again while the daemon lives, by its workers' successors neither.
     #[prost(uint64, tag = "1")]
     pub session: u64,
+    /// Where the image has memory of GPUs.
+    #[prost(message, optional, tag = "2")]
+    pub streamer: ::core::option::Option<Streamer>,
+}
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct Streamer {
+    /// It brings memory of CPUs, too: CRIU is to be called with --lazy-pages.
+    #[prost(bool, tag = "1")]
+    pub lazy_pages: bool,
 }
 /// Tell how a session goes. Answer: a Session at once and every 100 ms, then Ended.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
@@ -86,7 +95,8 @@ pub struct Follow {
     #[prost(uint64, tag = "1")]
     pub session: u64,
 }
-/// End a session that no restore has connected to yet. Answer: Ended.
+/// End a session that no restore has connected to yet. Answer: Ended. One with memory of GPUs: no other restore will come for it. It ends
+/// when what it has taken over is there, and until then the answer is as to Follow.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct End {
     #[prost(uint64, tag = "1")]
@@ -136,6 +146,10 @@ pub struct Session {
     pub first_fault_ns: u64,
     #[prost(uint64, tag = "16")]
     pub last_fault_ns: u64,
+    /// A `rewake stream-gpu` of its own serves it: pages are those of all its memory, faults those of both kinds, without latencies.
+    /// Its socket in the work directory tells more: AskStreaming.
+    #[prost(bool, tag = "17")]
+    pub gpus: bool,
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Ended {

@@ -1,0 +1,280 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Sessions with memory of GPUs. A `rewake stream-gpu` serves each, in processes of its own, so that what happens to one is no other's, nor this
+//! daemon's; here it is started, listened to, and looked at.
+
+use std::cell::{Cell, RefCell};
+use std::fs::{self, File};
+use std::io;
+use std::os::fd::{AsRawFd as _, OwnedFd};
+use std::os::unix::ffi::OsStrExt as _;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::process::Child;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, bail};
+use nix::sys::socket::{MsgFlags, recv};
+use rewake_handover::SOCKET;
+use tokio::io::unix::AsyncFd;
+use tokio::sync::watch;
+use tokio::time::{MissedTickBehavior, interval, sleep, timeout};
+use tracing::warn;
+
+use super::client::Client;
+use super::proto::{self, State};
+use super::registry::nanos;
+use super::streaming::{picture, socket};
+use crate::ledger::{NO_FD, SessionSlot, SessionState};
+use crate::streamer::{self, Fate, Said};
+use crate::supervisor::STOPPED;
+use crate::sys;
+use crate::timeline::files;
+
+/// What it logs, in the work directory.
+const LOG: &str = "rewake-stream-gpu.log";
+/// Between two looks how far it is.
+const LOOK: Duration = Duration::from_millis(500);
+/// For a streamer to begin, and to answer, on a machine that has much else to do.
+const ANSWER_LIMIT: Duration = Duration::from_secs(10);
+
+/// One of them.
+#[derive(Debug)]
+pub(super) struct Stream {
+    slot: &'static SessionSlot,
+    since: Instant,
+    /// Its `--status-fd`.
+    words: AsyncFd<OwnedFd>,
+    /// None of one that a worker started which died.
+    child: RefCell<Option<Child>>,
+    /// When all of one kind of memory was there, of both the later.
+    there: Cell<Option<Duration>>,
+    /// How far it was when it was looked at, and when its own time began.
+    seen: RefCell<(Duration, proto::Streaming)>,
+}
+
+impl Stream {
+    /// Starts one for a slot that was taken. With `pages` it brings memory of CPUs, too. It listens when this returns.
+    ///
+    /// # Errors
+    /// It cannot be started, or refused: with its own words.
+    pub(super) async fn start(slot: &'static SessionSlot, pages: bool) -> anyhow::Result<Self> {
+        let (images, work) = slot.paths();
+        let (ours, theirs) = UnixStream::pair().context("making a socket")?;
+        ours.set_nonblocking(true).context("making a socket")?;
+        slot.pages.store(pages.into(), Ordering::Relaxed);
+        slot.connection.store(ours.as_raw_fd(), Ordering::Release);
+        // From here on a successor takes it up, or finds that it has ended.
+        slot.set_state(SessionState::Streaming);
+        let stream = Self::of(slot, ours.into())?;
+        let log = work.join(LOG);
+        let errors = File::create(&log).with_context(|| format!("making {}", log.display()))?;
+        let mut command = streamer::command(&work, pages.then_some(images.as_path()))?;
+        command.stdout(OwnedFd::from(theirs)).stderr(errors);
+        sys::leave_descriptors(&mut command);
+        let child = command.spawn().context("starting rewake stream-gpu")?;
+        // It has the other end of the socket.
+        drop(command);
+        slot.streamer.store(child.id().cast_signed(), Ordering::Release);
+        stream.child.replace(Some(child));
+        let ready = async {
+            while !stream.said().is_ready() {
+                if !stream.hear().await? {
+                    stream.exit_code();
+                    bail!("{}", last_words(&work).unwrap_or_else(|| "it said nothing".to_owned()));
+                }
+            }
+            Ok(())
+        };
+        let ready = timeout(ANSWER_LIMIT, ready).await.context("rewake stream-gpu does not begin");
+        ready.flatten().inspect_err(|_| stream.ask_to_end()).context("starting rewake stream-gpu")?;
+        Ok(stream)
+    }
+
+    /// Takes up one that a worker started which died.
+    pub(super) fn inherit(slot: &'static SessionSlot) -> anyhow::Result<Self> {
+        // SAFETY: the dead worker left it open in the shared table for us; the ledger names it once.
+        let words = unsafe { sys::take_over(slot.connection.load(Ordering::Acquire)) };
+        Self::of(slot, words)
+    }
+
+    fn of(slot: &'static SessionSlot, words: OwnedFd) -> anyhow::Result<Self> {
+        Ok(Self {
+            slot,
+            since: Instant::now(),
+            words: sys::watch(words).context("listening to rewake stream-gpu")?,
+            child: RefCell::default(),
+            there: Cell::default(),
+            seen: RefCell::default(),
+        })
+    }
+
+    /// Follows it to its end; why it is no good one. `limit`: when no restore has come by then, none is waited for.
+    pub(super) async fn run(&self, limit: Duration, mut stopping: watch::Receiver<u32>) -> Option<String> {
+        tokio::select! {
+            ended = self.hear_all() => ended,
+            () = self.look_often() => None,
+            () = self.end_unless_met(limit) => None,
+            // An error means that the daemon, which has the other half, is gone: so is this.
+            _ = stopping.wait_for(|asked| *asked > 1) => {
+                Some("the daemon was asked twice to stop: what brings this memory goes on by itself".to_owned())
+            }
+        }
+    }
+
+    async fn hear_all(&self) -> Option<String> {
+        loop {
+            match self.hear().await {
+                Ok(true) => {}
+                Ok(false) => break,
+                Err(error) => return Some(format!("listening to rewake stream-gpu: {error}")),
+            }
+        }
+        let code = self.exit_code();
+        let (_, work) = self.slot.paths();
+        if let Ok(Some(record)) = files::read(&work) {
+            self.saw(picture(&record));
+        }
+        let fate = self.said().fate(self.brings_pages());
+        match fate.reason()? {
+            _ if fate == Fate::Killed && code == Some(STOPPED.into()) => {
+                Some("ended before a restore had handed anything over".to_owned())
+            }
+            reason => Some(match last_words(&work) {
+                Some(words) => format!("{reason}: {words}"),
+                None => reason.to_owned(),
+            }),
+        }
+    }
+
+    /// Its last process has let go of the socket, and so has this one: nothing is waited for.
+    fn exit_code(&self) -> Option<i32> {
+        self.child.take()?.wait().ok()?.code()
+    }
+
+    /// Takes what it has said; false when nobody is left to say more. A word is noted before it is taken: a worker that dies between
+    /// leaves it for its successor.
+    async fn hear(&self) -> io::Result<bool> {
+        loop {
+            let mut ready = self.words.readable().await?;
+            let mut bytes = [0; 64];
+            let number = self.words.as_raw_fd();
+            match recv(number, &mut bytes, MsgFlags::MSG_PEEK | MsgFlags::MSG_DONTWAIT) {
+                Err(nix::Error::EAGAIN) => ready.clear_ready(),
+                Err(error) => return Err(error.into()),
+                Ok(0) => return Ok(false),
+                Ok(count) => {
+                    let mut said = self.said();
+                    // No `any`: all are heard.
+                    if bytes[..count].iter().filter(|byte| said.hear(**byte)).count() > 0 {
+                        self.there.set(Some(self.since.elapsed()));
+                    }
+                    self.slot.said.store(said.bits(), Ordering::Release);
+                    recv(number, &mut bytes[..count], MsgFlags::MSG_DONTWAIT)?;
+                    return Ok(true);
+                }
+            }
+        }
+    }
+
+    /// Never returns.
+    async fn look_often(&self) {
+        let (_, work) = self.slot.paths();
+        let mut looks = interval(LOOK);
+        looks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        loop {
+            looks.tick().await;
+            let asked = async { Client::connect(&socket(&work)).await?.streaming().await };
+            // One that does not answer now will, or has ended.
+            if let Ok(Ok(seen)) = timeout(ANSWER_LIMIT, asked).await {
+                self.saw(seen);
+            }
+        }
+    }
+
+    fn saw(&self, seen: proto::Streaming) {
+        let began = self.since.elapsed().saturating_sub(Duration::from_micros(seen.elapsed_us));
+        self.seen.replace((began, seen));
+    }
+
+    /// Never returns. Of a restore that never comes nobody else would end it.
+    async fn end_unless_met(&self, limit: Duration) {
+        sleep(limit).await;
+        if !self.is_met() {
+            warn!(
+                session = self.slot.number(),
+                "no `criu restore` has come within {} s",
+                limit.as_secs_f32()
+            );
+            self.ask_to_end();
+        }
+        std::future::pending::<()>().await;
+    }
+
+    /// Whether a restore's plugin has come: the socket is for the first.
+    fn is_met(&self) -> bool {
+        !self.slot.paths().1.join(SOCKET).exists()
+    }
+
+    /// No other restore will come for it.
+    pub(super) fn ask_to_end(&self) {
+        let group = self.slot.streamer.load(Ordering::Acquire);
+        if group > 0 {
+            streamer::ask_to_end(group);
+        }
+    }
+
+    /// Whether CRIU is to be called with `--lazy-pages`.
+    pub(super) fn brings_pages(&self) -> bool {
+        self.slot.pages.load(Ordering::Relaxed) == 1
+    }
+
+    fn said(&self) -> Said {
+        Said::from_bits(self.slot.said.load(Ordering::Acquire))
+    }
+
+    /// Frees its slot.
+    pub(super) fn close(&self) {
+        self.slot.connection.store(NO_FD, Ordering::Release);
+        self.slot.set_state(SessionState::Free);
+    }
+
+    /// As a session is told: pages for its bytes of both kinds.
+    pub(super) fn report(&self) -> proto::Session {
+        let (images, work) = self.slot.paths();
+        let (began, seen) = &*self.seen.borrow();
+        let parts =
+            || seen.processes.iter().flat_map(|process| process.memory.iter().chain(&process.of_cpus));
+        let pages = |bytes: u64| bytes.div_ceil(rewake_uffd::PAGE_SIZE);
+        let state = match seen.state() {
+            State::Unknown | State::Listening if self.is_met() => State::Restoring,
+            State::Unknown => State::Listening,
+            state => state,
+        };
+        let ran = seen.processes.iter().map(|process| process.runs_us).filter(|at| *at > 0).min();
+        proto::Session {
+            session: self.slot.number(),
+            images_dir: images.as_os_str().as_bytes().to_vec(),
+            work_dir: work.as_os_str().as_bytes().to_vec(),
+            state: state as i32,
+            elapsed_ns: nanos(self.there.get().unwrap_or_else(|| self.since.elapsed())),
+            running_ns: ran.map_or(0, |ran| nanos(*began + Duration::from_micros(ran))),
+            tasks: u32::try_from(seen.processes.len()).unwrap_or(u32::MAX),
+            pages_total: pages(parts().map(|part| part.bytes).sum()),
+            pages_copied: pages(parts().map(|part| part.resident).sum()),
+            faults: seen.processes.iter().map(|process| process.faults + process.page_faults).sum(),
+            gpus: true,
+            ..Default::default()
+        }
+    }
+}
+
+/// What it complained of last.
+fn last_words(work: &Path) -> Option<String> {
+    let log = fs::read_to_string(work.join(LOG)).ok()?;
+    let lines = || log.lines().rev().map(str::trim).filter(|line| !line.is_empty());
+    let complaint =
+        |line: &str| ["ERROR ", "rewake: "].iter().find_map(|mark| Some(line.strip_prefix(mark)?.to_owned()));
+    let complaint = lines().find_map(complaint);
+    complaint.or_else(|| lines().next().map(str::to_owned))
+}

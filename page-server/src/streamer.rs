@@ -1,0 +1,183 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! A `rewake stream-gpu` as those see it who start it: the program, and what it says of those whose memory it brings.
+
+use std::os::unix::process::CommandExt as _;
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+use anyhow::Context as _;
+use nix::sys::signal::{Signal, killpg};
+use nix::unistd::Pid;
+use rewake_kfd::held;
+
+use crate::image::Image;
+use crate::ledger::Word;
+
+/// For people, of [`Fate::Killed`].
+pub const KILLED: &str =
+    "memory could not be brought back: the restored processes whose GPUs stood still were killed";
+/// For people, of [`Fate::Abandoned`]: nobody has said anything.
+pub const ABANDONED: &str = "rewake stream-gpu was killed, and all that watch over it: the restored processes that use GPUs run, \
+     but their GPUs stand still for ever: kill them";
+
+/// What became of memory that could come later.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Fate {
+    /// It took nothing over: the plugin had nothing for it, or did it all itself.
+    Nothing,
+    /// All gates are open and all memory of CPUs is back.
+    Open,
+    /// Those before gates were killed, or those with missing memory.
+    Killed,
+    /// Nobody is left to say: they stand before their gates for ever.
+    Abandoned,
+}
+
+impl Fate {
+    /// Why it is no good one.
+    #[must_use]
+    pub fn reason(self) -> Option<&'static str> {
+        match self {
+            Self::Nothing | Self::Open => None,
+            Self::Killed => Some(KILLED),
+            Self::Abandoned => Some(ABANDONED),
+        }
+    }
+}
+
+/// What it has said so far on its `--status-fd`: whichever of its processes did.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+pub struct Said(u32);
+
+impl Said {
+    const READY: u32 = 1;
+    const SHUT: u32 = 2;
+    const OPEN: u32 = 4;
+    const KILLED: u32 = 8;
+    const BACK: u32 = 16;
+
+    /// As [`Said::bits`] gave it.
+    #[must_use]
+    pub fn from_bits(bits: u32) -> Self {
+        Self(bits)
+    }
+
+    /// All of it, in a number.
+    #[must_use]
+    pub fn bits(self) -> u32 {
+        self.0
+    }
+
+    /// One more byte. Whether it is news that some of the memory is there.
+    pub fn hear(&mut self, byte: u8) -> bool {
+        let (bit, there) = match Word::read(byte) {
+            Some(Word::Shut) => (Self::SHUT, false),
+            Some(Word::Open) => (Self::OPEN, true),
+            Some(Word::Killed) => (Self::KILLED, false),
+            Some(Word::Back) => (Self::BACK, true),
+            None => (Self::READY, false),
+        };
+        let news = !self.has(bit);
+        self.0 |= bit;
+        news && there
+    }
+
+    /// Whether it listens.
+    #[must_use]
+    pub fn is_ready(self) -> bool {
+        self.has(Self::READY)
+    }
+
+    /// What it means when nobody is left to say more; `pages`: memory of CPUs was to come from it, too.
+    #[must_use]
+    pub fn fate(self, pages: bool) -> Fate {
+        if self.has(Self::KILLED) {
+            return Fate::Killed;
+        }
+        match (self.has(Self::SHUT), self.has(Self::OPEN)) {
+            (true, false) => Fate::Abandoned,
+            // Memory of CPUs was lost when nobody stood before a gate.
+            _ if pages && !self.has(Self::BACK) => Fate::Killed,
+            (_, true) => Fate::Open,
+            (false, false) if pages => Fate::Open,
+            (false, false) => Fate::Nothing,
+        }
+    }
+
+    fn has(self, bit: u32) -> bool {
+        self.0 & bit != 0
+    }
+}
+
+/// Whether memory of CPUs can come behind processes with GPUs.
+///
+/// # Errors
+/// Why not: the kernel does not hold calls, or the image's memory cannot be served.
+pub fn can_bring_pages(images: &Path) -> anyhow::Result<()> {
+    held::attach()?;
+    Image::open(images).map(drop)
+}
+
+/// One that the plugin finds in CRIU's work directory; with `images` it brings memory of CPUs from there, too. It says on its output what there
+/// is to say. It leads a group of its own: no terminal's signal is for it.
+///
+/// # Errors
+/// This program is not found.
+pub fn command(work: &Path, images: Option<&Path>) -> anyhow::Result<Command> {
+    let program = std::env::current_exe().context("finding this program")?;
+    let mut command = Command::new(program);
+    command.arg("stream-gpu").arg("-W").arg(work).args(["--status-fd", "1"]).process_group(0);
+    if let Some(images) = images {
+        command.arg("-D").arg(images);
+    }
+    command.stdin(Stdio::null());
+    Ok(command)
+}
+
+/// Asks one to end when it has nothing to do any more. The whole group: a worker whose supervisor was killed is asked by nobody else.
+/// The number is the group's as long as one of it lives.
+pub fn ask_to_end(group: i32) {
+    // All may have ended.
+    let _ = killpg(Pid::from_raw(group), Signal::SIGTERM);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn fate(said: &[u8], pages: bool) -> Fate {
+        let mut all = Said::default();
+        said.iter().for_each(|byte| {
+            all.hear(*byte);
+        });
+        assert_eq!(Said::from_bits(all.bits()), all);
+        all.fate(pages)
+    }
+
+    #[test]
+    fn what_was_said_last_is_what_became_of_them() {
+        assert_eq!(fate(b"\0", false), Fate::Nothing);
+        assert_eq!(fate(b"\0sso", false), Fate::Open);
+        assert_eq!(fate(b"\0ss", false), Fate::Abandoned);
+        assert_eq!(fate(b"\0ssk", false), Fate::Killed);
+        assert_eq!(fate(b"\0sobo", true), Fate::Open);
+        assert_eq!(fate(b"\0sbo", true), Fate::Open);
+        assert_eq!(fate(b"\0sok", true), Fate::Killed);
+    }
+
+    #[test]
+    fn memory_of_cpus_that_nobody_has_said_to_be_back_is_lost() {
+        assert_eq!(fate(b"\0so", true), Fate::Killed);
+        assert_eq!(fate(b"\0", true), Fate::Killed);
+        assert_eq!(fate(b"\0s", true), Fate::Abandoned);
+        assert_eq!(fate(b"\0b", true), Fate::Open);
+    }
+
+    #[test]
+    fn each_kind_of_memory_is_news_once() {
+        let mut said = Said::default();
+        let news: Vec<bool> = b"\0ssobob".iter().map(|byte| said.hear(*byte)).collect();
+        assert_eq!(news, [false, false, false, true, true, false, false]);
+        assert!(said.is_ready());
+    }
+}

@@ -1,0 +1,119 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! `rewake serve` and processes with GPUs: what each restore has of it, and what is its own.
+
+use serde_json::Value;
+use softgpu_tests::criu::{Version, wait_for_the_end_of};
+use softgpu_tests::dumped::{Dumped, ONE_RING, Restoring, dies, is_paused, soon, unreached};
+use softgpu_tests::{Daemon, Held, Machine, isolated};
+
+/// Servers that were dumped.
+fn dumped<const COUNT: usize>() -> Option<[Dumped; COUNT]> {
+    Machine::find()?.becomes(&ONE_RING);
+    let all: Option<Vec<Dumped>> = (0..COUNT).map(|_| Dumped::of(&unreached(), Version::V4_2)).collect();
+    Some(all?.try_into().expect("so many"))
+}
+
+fn restoring(dumped: &Dumped, daemon: &Daemon) -> Restoring {
+    Restoring::with(&dumped.criu, &["--socket", daemon.socket().to_str().unwrap(), "--", "-d"])
+}
+
+/// States of sessions with memory of GPUs, as it has them now.
+fn states(status: &Value) -> Vec<String> {
+    let sessions = status["sessions"].as_array().unwrap().iter().filter(|session| session["gpus"] == true);
+    sessions.map(|session| session["state"].as_str().unwrap().to_owned()).collect()
+}
+
+#[test]
+fn a_daemon_has_a_streamer_for_each_of_two_restores_at_once_and_may_lose_its_worker() {
+    isolated("a_daemon_has_a_streamer_for_each_of_two_restores_at_once_and_may_lose_its_worker", 1, |_| {
+        let Some(both) = dumped::<2>() else { return };
+        let (daemon, held) = (Daemon::start(), Held::streamers());
+        let restorings = both.each_ref().map(|dumped| restoring(dumped, &daemon));
+        let paused = || both.iter().all(|dumped| is_paused(dumped.server.pid));
+        let running = || states(&daemon.status()) == ["running"; 2];
+        assert!(soon(|| paused() && running()), "{}", daemon.status());
+        dies(daemon.worker());
+        assert!(soon(running) && paused(), "{}", daemon.status());
+        assert_eq!(daemon.status()["daemon"]["generation"], 2);
+        drop(held);
+        for restoring in restorings {
+            let (well, said) = restoring.end();
+            assert!(well && said.contains("GPUs run; all memory resident"), "{said}");
+        }
+        let status = daemon.status();
+        assert_eq!((&status["daemon"]["sessions_served"], states(&status).len()), (&2.into(), 0), "{status}");
+        for ended in status["recent"].as_array().unwrap() {
+            let of = &ended["summary"];
+            assert_eq!((&of["state"], &of["gpus"]), (&"complete".into(), &true.into()), "{status}");
+            assert!(of["pages_total"].as_u64() > Some(3072), "12 MiB of the GPU's: {status}");
+            assert_eq!(of["pages_copied"], of["pages_total"], "{status}");
+        }
+        for dumped in both {
+            dumped.server.ends_well();
+        }
+    });
+}
+
+#[test]
+fn a_streamer_that_dies_is_told_by_the_daemon_and_harms_no_other() {
+    isolated("a_streamer_that_dies_is_told_by_the_daemon_and_harms_no_other", 1, |_| {
+        let Some([one, two]) = dumped() else { return };
+        let (daemon, held) = (Daemon::start(), Held::streamers());
+        let first = restoring(&one, &daemon);
+        assert!(soon(|| is_paused(one.server.pid)), "{}", daemon.status());
+        let (supervisor, workers) = daemon.streamer();
+        let second = restoring(&two, &daemon);
+        assert!(soon(|| is_paused(two.server.pid)), "{}", daemon.status());
+        dies(supervisor);
+        workers.into_iter().for_each(dies);
+        let (well, said) = first.end();
+        assert!(!well && said.contains("whose GPUs stood still were killed"), "{said}");
+        wait_for_the_end_of(one.server.pid).unwrap();
+        drop(held);
+        let (well, said) = second.end();
+        assert!(well, "{said}");
+        two.server.ends_well();
+        let status = daemon.status();
+        let ended = &status["daemon"];
+        assert_eq!(
+            (&ended["sessions_served"], &ended["sessions_failed"]),
+            (&1.into(), &1.into()),
+            "{status}"
+        );
+        one.comes_back();
+        one.server.ends_well();
+    });
+}
+
+#[test]
+fn a_daemon_that_is_killed_takes_nobody_with_it() {
+    isolated("a_daemon_that_is_killed_takes_nobody_with_it", 1, |_| {
+        let Some([dumped]) = dumped() else { return };
+        let (daemon, held) = (Daemon::start(), Held::streamers());
+        let restoring = restoring(&dumped, &daemon);
+        assert!(soon(|| is_paused(dumped.server.pid)), "{}", daemon.status());
+        let (worker, (supervisor, _)) = (daemon.worker(), daemon.streamer());
+        [daemon.pid(), worker].into_iter().for_each(dies);
+        let (well, said) = restoring.end();
+        assert!(!well && said.contains("go on, and so does what brings their memory"), "{said}");
+        drop(held);
+        wait_for_the_end_of(supervisor).unwrap();
+        assert!(!is_paused(dumped.server.pid));
+        dumped.server.ends_well();
+    });
+}
+
+#[test]
+fn a_restore_that_fails_leaves_no_streamer() {
+    isolated("a_restore_that_fails_leaves_no_streamer", 1, |_| {
+        let Some([dumped]) = dumped() else { return };
+        let daemon = Daemon::start();
+        std::fs::write(dumped.criu.images().join("pstree.img"), "").unwrap();
+        let restoring = restoring(&dumped, &daemon);
+        let (well, said) = restoring.end();
+        assert!(!well && said.contains("criu restore failed"), "{said}");
+        assert!(soon(|| states(&daemon.status()).is_empty()), "{}", daemon.status());
+        let children = softgpu_tests::streamer::children(daemon.worker());
+        assert_eq!(children, [0; 0], "{}", daemon.status());
+    });
+}

@@ -1,0 +1,106 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! `rewake serve` and images with memory of GPUs, as far as a machine without GPUs goes: a streamer for each, whatever becomes of the daemon.
+//! With GPUs: `tests/softgpu/tests/serve.rs`.
+
+use std::fs;
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+use rewake_tests::daemon::{Daemon, processes_naming, timeline};
+use rewake_tests::process::{until, write_program};
+use rewake_tests::scene::{ACT, END};
+use rewake_tests::{Criu, Scene, Verdict, need};
+
+/// An image of a process without GPUs that looks as if it had some.
+fn scene(criu: &Criu) -> Scene {
+    let scene = Scene::dumped(criu, "plain", 16).unwrap();
+    fs::write(scene.images().join("amdgpu-kfd-1.img"), "").unwrap();
+    scene.go().unwrap();
+    scene
+}
+
+/// `rewake restore` in the scene's work directory, by a CRIU that begins when `starter` is there.
+fn late(daemon: &Daemon, criu: &Criu, scene: &Scene, starter: &Path) -> Command {
+    let program = criu.command("").get_program().to_owned();
+    let text = format!(
+        "#!/bin/sh\nwhile [ ! -e {} ]; do sleep 0.01; done\nexec {} \"$@\"\n",
+        starter.display(),
+        program.display()
+    );
+    let late = scene.work().join("criu");
+    write_program(&late, &text).unwrap();
+    let mut command = daemon.restore(criu, &scene.images()).unwrap();
+    command.arg("-W").arg(scene.work()).arg("--criu").arg(late).args(["--", "-d", "-v4"]);
+    // No plugin: it would read what looks like its images.
+    command.env("CRIU_LIBS_DIR", scene.work());
+    command.stdout(Stdio::piped()).stderr(Stdio::piped());
+    command
+}
+
+fn has_no_streamer(scene: &Scene) {
+    let work = format!("stream-gpu -W {}", scene.work().display());
+    until(END, || processes_naming(&work).is_empty().then_some(())).expect("no streamer is left");
+}
+
+#[test]
+fn an_image_with_memory_of_gpus_has_a_streamer_that_outlives_the_daemon_s_worker() {
+    let criu = need!(Criu::main());
+    let (scene, daemon) = (scene(&criu), Daemon::start().unwrap());
+    let starter = scene.work().join("starter");
+    let restoring = late(&daemon, &criu, &scene, &starter).spawn().unwrap();
+    let open = || {
+        let status = daemon.status().ok()?;
+        let session = status["sessions"].as_array()?.first()?.clone();
+        (session["gpus"] == true).then_some((session, status["daemon"]["generation"].clone()))
+    };
+    let (session, _) = until(ACT, open).expect("a session with a streamer");
+    assert_eq!(session["work_dir"], scene.work().to_str().unwrap());
+    daemon.kill_worker().unwrap();
+    until(ACT, || open().filter(|(_, generation)| *generation == 2)).expect("the successor has it, too");
+    fs::write(&starter, "").unwrap();
+    let told = timeline(&restoring.wait_with_output().unwrap()).unwrap();
+    assert_eq!(told["session"], 1);
+    assert_eq!(scene.verdict(ACT).unwrap(), Verdict::Ok);
+    let status = daemon.status().unwrap();
+    let ended = &status["recent"][0];
+    assert_eq!((&ended["ok"], &ended["summary"]["gpus"]), (&true.into(), &true.into()), "{status}");
+    has_no_streamer(&scene);
+}
+
+#[test]
+fn a_restore_that_fails_leaves_no_streamer() {
+    let criu = need!(Criu::main());
+    let (scene, daemon) = (scene(&criu), Daemon::start().unwrap());
+    fs::remove_file(scene.images().join(format!("fs-{}.img", scene.pid()))).unwrap();
+    let starter = scene.work().join("starter");
+    fs::write(&starter, "").unwrap();
+    let output = late(&daemon, &criu, &scene, &starter).output().unwrap();
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{said}");
+    assert!(said.contains("criu restore failed"), "{said}");
+    has_no_streamer(&scene);
+    assert_eq!(daemon.status().unwrap()["sessions"].as_array().unwrap().len(), 0);
+}
+
+#[test]
+fn what_a_streamer_complains_of_is_the_answer() {
+    let criu = need!(Criu::main());
+    let (scene, daemon) = (scene(&criu), Daemon::start().unwrap());
+    // Somebody's streamer is there already.
+    let socket = scene.work().join("rewake-gpu.socket");
+    let listener = nix::sys::socket::socket(
+        nix::sys::socket::AddressFamily::Unix,
+        nix::sys::socket::SockType::SeqPacket,
+        nix::sys::socket::SockFlag::empty(),
+        None,
+    );
+    let listener = listener.unwrap();
+    let address = nix::sys::socket::UnixAddr::new(&socket).unwrap();
+    nix::sys::socket::bind(std::os::fd::AsRawFd::as_raw_fd(&listener), &address).unwrap();
+    nix::sys::socket::listen(&listener, nix::sys::socket::Backlog::new(1).unwrap()).unwrap();
+    let output = late(&daemon, &criu, &scene, &scene.work().join("never")).output().unwrap();
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{said}");
+    assert!(said.contains("nothing was started") && said.contains("somebody listens there"), "{said}");
+    assert_eq!(daemon.status().unwrap()["sessions"].as_array().unwrap().len(), 0);
+}
