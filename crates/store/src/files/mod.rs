@@ -4,6 +4,7 @@
 //!
 //! One thread, no locks. [`FileRing::submit`] starts, [`FileRing::finished`] tells what ended, [`FileRing::event`] wakes.
 
+mod readers;
 mod request;
 mod ring;
 #[cfg(test)]
@@ -36,7 +37,8 @@ pub unsafe trait Memory {
     fn is_for_devices(&self) -> bool;
 }
 
-/// A file that is transferred, opened once or twice: past the page cache, too, where the file system permits it.
+/// A file that is transferred, opened once or twice: past the page cache, too, where the file system permits it. What several
+/// restores read at once goes through the page cache, which reads it from the disk once.
 #[derive(Debug)]
 pub struct TransferFile {
     name: PathBuf,
@@ -48,6 +50,7 @@ pub struct TransferFile {
 impl TransferFile {
     /// `direct` is the same file, opened with `O_DIRECT`; `name` is for messages.
     pub fn new(name: impl Into<PathBuf>, buffered: File, direct: Option<File>) -> Arc<Self> {
+        readers::join(&buffered);
         Arc::new(Self { name: name.into(), buffered, direct, refused: AtomicBool::new(false) })
     }
 
@@ -62,7 +65,13 @@ impl TransferFile {
         let aligned =
             offset.is_multiple_of(PAGE as u64) && at.is_multiple_of(PAGE) && bytes.is_multiple_of(PAGE);
         match &self.direct {
-            Some(direct) if aligned && !self.refused.load(Ordering::Relaxed) => (direct, true),
+            Some(direct)
+                if aligned
+                    && !self.refused.load(Ordering::Relaxed)
+                    && !readers::has_others(&self.buffered) =>
+            {
+                (direct, true)
+            }
             _ => (&self.buffered, false),
         }
     }
