@@ -88,6 +88,12 @@ impl Said {
         self.has(Self::READY)
     }
 
+    /// Whether processes ran whose GPUs stood still.
+    #[must_use]
+    pub fn any_ran(self) -> bool {
+        self.has(Self::SHUT)
+    }
+
     /// What it means when nobody is left to say more; `pages`: memory of CPUs was to come from it, too.
     #[must_use]
     pub fn fate(self, pages: bool) -> Fate {

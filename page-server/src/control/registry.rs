@@ -168,12 +168,13 @@ impl Registry {
         self.live.borrow_mut().insert(number, Served::Streamed(Rc::clone(&stream)));
         let registry = Rc::clone(self);
         tokio::task::spawn_local(async move {
-            let reason = stream.run(limit, registry.daemon.stopping.subscribe()).await;
-            match &reason {
-                Some(reason) => error!(session = number, "{reason}"),
-                None => info!(session = number, "all memory is back, and GPUs run"),
+            let ended = stream.run(limit, registry.daemon.stopping.subscribe()).await;
+            match &ended {
+                Err(reason) => error!(session = number, "{reason}"),
+                Ok(true) => info!(session = number, "all memory is back, and GPUs run"),
+                Ok(false) => info!(session = number, "ended: there was nothing to bring behind the restore"),
             }
-            registry.note(stream.report(), reason.as_deref());
+            registry.note(stream.report(), ended.err().as_deref());
             stream.close();
             registry.forget(number);
         });

@@ -27,7 +27,6 @@ use super::registry::nanos;
 use super::streaming::{picture, socket};
 use crate::ledger::{NO_FD, SessionSlot, SessionState};
 use crate::streamer::{self, Fate, Said};
-use crate::supervisor::STOPPED;
 use crate::sys;
 use crate::timeline::files;
 
@@ -80,7 +79,7 @@ impl Stream {
         let ready = async {
             while !stream.said().is_ready() {
                 if !stream.hear().await? {
-                    stream.exit_code();
+                    stream.collect();
                     bail!("{}", last_words(&work).unwrap_or_else(|| "it said nothing".to_owned()));
                 }
             }
@@ -109,47 +108,59 @@ impl Stream {
         })
     }
 
-    /// Follows it to its end; why it is no good one. `limit`: when no restore has come by then, none is waited for.
-    pub(super) async fn run(&self, limit: Duration, mut stopping: watch::Receiver<u32>) -> Option<String> {
+    /// Follows it to its end: whether there was something to bring. `limit`: when no restore has come by then, none is waited for.
+    ///
+    /// # Errors
+    /// Why it is no good end.
+    pub(super) async fn run(
+        &self,
+        limit: Duration,
+        mut stopping: watch::Receiver<u32>,
+    ) -> Result<bool, String> {
+        let looks = async { tokio::join!(self.look_often(), self.end_unless_met(limit)) };
         tokio::select! {
             ended = self.hear_all() => ended,
-            () = self.look_often() => None,
-            () = self.end_unless_met(limit) => None,
+            _ = looks => Ok(false),
             // An error means that the daemon, which has the other half, is gone: so is this.
             _ = stopping.wait_for(|asked| *asked > 1) => {
-                Some("the daemon was asked twice to stop: what brings this memory goes on by itself".to_owned())
+                Err("the daemon was asked twice to stop: what brings this memory goes on by itself".to_owned())
             }
         }
     }
 
-    async fn hear_all(&self) -> Option<String> {
+    async fn hear_all(&self) -> Result<bool, String> {
         loop {
             match self.hear().await {
                 Ok(true) => {}
                 Ok(false) => break,
-                Err(error) => return Some(format!("listening to rewake stream-gpu: {error}")),
+                Err(error) => return Err(format!("listening to rewake stream-gpu: {error}")),
             }
         }
-        let code = self.exit_code();
+        self.collect();
         let (_, work) = self.slot.paths();
         if let Ok(Some(record)) = files::read(&work) {
             self.saw(picture(&record));
         }
-        let fate = self.said().fate(self.brings_pages());
-        match fate.reason()? {
-            _ if fate == Fate::Killed && code == Some(STOPPED.into()) => {
-                Some("ended before a restore had handed anything over".to_owned())
+        let (said, words) = (self.said(), last_words(&work));
+        let fate = said.fate(self.brings_pages());
+        Err(match (fate.reason(), words) {
+            (None, _) => return Ok(fate == Fate::Open),
+            (Some(_), None) if !said.any_ran() => {
+                "ended before a restore had handed anything over".to_owned()
             }
-            reason => Some(match last_words(&work) {
-                Some(words) => format!("{reason}: {words}"),
-                None => reason.to_owned(),
-            }),
-        }
+            // It has said it all.
+            (Some(_), Some(words)) if !said.any_ran() => words,
+            (Some(reason), Some(words)) => format!("{reason}: {words}"),
+            (Some(reason), None) => reason.to_owned(),
+        })
     }
 
-    /// Its last process has let go of the socket, and so has this one: nothing is waited for.
-    fn exit_code(&self) -> Option<i32> {
-        self.child.take()?.wait().ok()?.code()
+    /// Its last process has let go of the socket, so that this is no wait.
+    fn collect(&self) {
+        if let Some(mut child) = self.child.take() {
+            // What became of it it has said.
+            let _ = child.wait();
+        }
     }
 
     /// Takes what it has said; false when nobody is left to say more. A word is noted before it is taken: a worker that dies between
