@@ -166,13 +166,13 @@ mod tests {
 
     #[test]
     fn a_gpu_whose_queues_did_not_run_has_nothing_to_be_kept_from() {
-        let image = || image(&[(71, &[71]), (72, &[72])], &[71, 72]);
-        assert_eq!(sets(&image(), |_| true).len(), 2);
+        let two = || image(&[(71, &[71]), (72, &[72])], &[71, 72]);
+        assert_eq!(sets(&two(), |_| true).len(), 2);
         let stopped: [fn(&mut Queue); 2] = [|queue| queue.percent = 0, |queue| queue.ring = 0];
         for stop in stopped {
-            let of_one = with(image(), |queue| {
+            let of_one = with(two(), |queue| {
                 if queue.gpu == 72 {
-                    stop(queue)
+                    stop(queue);
                 }
             });
             assert_eq!(sets(&of_one, |_| true), NONE, "one alone goes on when all is there");
@@ -181,12 +181,10 @@ mod tests {
 
     #[test]
     fn what_is_not_understood_has_gpus_go_on_together() {
-        let image = || image(&[(71, &[71]), (72, &[72])], &[71, 72]);
-        let of_another = with(image(), |queue| queue.gpu += u32::from(queue.id == 1));
-        assert_eq!(sets(&of_another, |_| true), NONE);
-        let three = super::tests::image(&[(71, &[71]), (72, &[72])], &[71, 72, 73]);
+        let two = || image(&[(71, &[71]), (72, &[72])], &[71, 72]);
+        let three = image(&[(71, &[71]), (72, &[72])], &[71, 72, 73]);
         assert_eq!(sets(&three, |_| true), NONE, "nobody knows what the third reaches");
-        let mut cut = image();
+        let mut cut = two();
         cut.private.pop();
         assert_eq!(sets(&cut, |_| true), NONE);
     }
