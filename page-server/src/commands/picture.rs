@@ -11,8 +11,8 @@ use crate::units;
 
 /// Lines of memory that a terminal is asked to hold. `rewake status --json` has all.
 const MOST: usize = 8;
-/// Columns of a process's number and name.
-const LABEL: usize = 23;
+/// Columns of a process's number and name, of which the longest lose their ends.
+const LABEL: usize = 20;
 const BAR: usize = 16;
 
 /// A line for each process's memory of CPUs and of each GPU, and one for all. Each fits 80 columns.
@@ -54,14 +54,24 @@ fn label(process: &StreamedProcess) -> String {
     text.chars().map(|char| if char.is_control() { '?' } else { char }).take(LABEL).collect()
 }
 
+/// Whether the GPU goes on. Nothing of memory of CPUs, of a process that has ended, and where it is not told.
+fn gpu_state(process: &StreamedProcess, memory: &StreamedMemory) -> &'static str {
+    match memory.goes_on_us {
+        0 if memory.minor == 0 || process.gate_open_us > 0 => "",
+        0 => " waits",
+        _ => " on",
+    }
+}
+
 fn line(process: &StreamedProcess, whose: &str, memory: &StreamedMemory) -> String {
     format!(
-        "{:<LABEL$} {whose:<10} {:>10} / {:>10} {:>3} % {:>11}",
+        "{:<LABEL$} {whose:<10} {:>10} / {:>10} {:>3} % {:>11}{}",
         label(process),
         units::bytes(memory.resident),
         units::bytes(memory.bytes),
         percent(memory.resident, memory.bytes),
         rate(memory.rate),
+        gpu_state(process, memory),
     )
 }
 
@@ -75,7 +85,7 @@ fn summary(picture: &Streaming) -> String {
     let gates = if gates == 0 { String::new() } else { format!("  {open} of {gates} gates open") };
     let percent = percent(there, all);
     let full = BAR * usize::try_from(percent).unwrap_or(100) / 100;
-    let left = left(all.saturating_sub(there), picture.rate);
+    let left = time_left(memory(), picture.rate);
     let left = left.map_or_else(|| "-".to_owned(), units::seconds);
     format!(
         "[{}{}] {percent:>3} %  {}  {left} left  {faults} faults{gates}",
@@ -89,18 +99,38 @@ fn rate(bytes: u64) -> String {
     units::rate(bytes, Duration::from_secs(1).as_nanos().try_into().unwrap_or(u64::MAX))
 }
 
+/// Until all of this memory is there, at this rate; none where nothing comes.
+fn time_left<'a>(memory: impl Iterator<Item = &'a StreamedMemory>, rate: u64) -> Option<Duration> {
+    left(memory.map(|of| of.bytes.saturating_sub(of.resident)).sum(), rate)
+}
+
+fn left_us<'a>(memory: impl Iterator<Item = &'a StreamedMemory>, rate: u64) -> Option<u64> {
+    time_left(memory, rate).map(|left| left.as_micros().try_into().unwrap_or(u64::MAX))
+}
+
 /// Everything.
 pub(super) fn as_json(picture: &Streaming) -> Value {
-    let part = |minor: Option<u32>, of: &StreamedMemory| json!({ "minor": minor, "bytes": of.bytes, "resident": of.resident, "rate": of.rate });
+    let part = |minor: Option<u32>, of: &StreamedMemory| {
+        json!({
+            "minor": minor,
+            "bytes": of.bytes,
+            "resident": of.resident,
+            "rate": of.rate,
+            "left_us": left_us([of].into_iter(), of.rate),
+            "goes_on_us": minor.map(|_| of.goes_on_us),
+        })
+    };
     let process = |of: &StreamedProcess| {
         let of_cpus = of.of_cpus.iter().map(|of| part(None, of));
         let memory = of_cpus.chain(of.memory.iter().map(|of| part(Some(of.minor), of)));
+        let rate = parts(of).map(|(_, part)| part.rate).sum();
         json!({
             "pid": of.pid,
             "name": of.name,
             "gate": !of.without_gate,
             "runs_us": of.runs_us,
             "gate_open_us": of.gate_open_us,
+            "left_us": left_us(parts(of).map(|(_, part)| part), rate),
             "faults": of.faults,
             "longest_fault_us": of.longest_fault_us,
             "page_faults": of.page_faults,
@@ -113,6 +143,7 @@ pub(super) fn as_json(picture: &Streaming) -> Value {
         "state": super::status::state_name(picture.state()),
         "elapsed_us": picture.elapsed_us,
         "rate": picture.rate,
+        "left_us": left_us(picture.processes.iter().flat_map(parts).map(|(_, part)| part), picture.rate),
         "processes": picture.processes.iter().map(process).collect::<Vec<_>>(),
     })
 }
@@ -122,7 +153,7 @@ mod tests {
     use super::*;
 
     fn part(minor: u32, bytes: u64, resident: u64) -> StreamedMemory {
-        StreamedMemory { minor, bytes, resident, rate: 1 << 28 }
+        StreamedMemory { minor, bytes, resident, rate: 1 << 28, goes_on_us: 0 }
     }
 
     fn process(pid: i32, name: &str, gate_open_us: u64, memory: Vec<StreamedMemory>) -> StreamedProcess {
@@ -130,19 +161,24 @@ mod tests {
         StreamedProcess { pid, name, gate_open_us, faults: 6, memory, ..StreamedProcess::default() }
     }
 
-    /// Two processes with GPUs, of the second memory of CPUs, too.
+    fn on(goes_on_us: u64, part: StreamedMemory) -> StreamedMemory {
+        StreamedMemory { goes_on_us, ..part }
+    }
+
+    /// Two processes with GPUs, of the first of which they go on one by one; of the second memory of CPUs, too.
     fn picture() -> Streaming {
         let of_cpus = Some(part(0, 2 << 30, 1 << 29));
+        let gpus = [part(128, 2 << 30, 1 << 30), on(6, part(129, 1 << 30, 1 << 30))];
         Streaming {
             state: State::Running.into(),
             elapsed_us: 2_000_000,
             rate: 1 << 29,
             processes: vec![
-                process(4_194_304, "a-long-name-15c", 0, vec![part(128, 2 << 30, 1 << 30)]),
+                process(4_194_304, "a-long-name-15c", 0, gpus.to_vec()),
                 StreamedProcess {
                     of_cpus,
                     page_faults: 30,
-                    ..process(4712, "rank\u{1b}1", 7, vec![part(129, 2 << 30, 2 << 30)])
+                    ..process(4712, "rank\u{1b}1", 7, vec![on(7, part(129, 2 << 30, 2 << 30))])
                 },
             ],
         }
@@ -151,13 +187,21 @@ mod tests {
     #[test]
     fn a_line_for_each_kind_of_memory_of_each_process_and_one_for_all() {
         let wanted = [
-            "4194304 a-long-name-15c renderD128    1.0 GiB /    2.0 GiB  50 %   0.27 GB/s",
-            "4712 rank?1             CPUs        512.0 MiB /    2.0 GiB  25 %   0.27 GB/s",
-            "4712 rank?1             renderD129    2.0 GiB /    2.0 GiB 100 %   0.27 GB/s",
-            "[=========       ]  58 %  0.54 GB/s  5.00 s left  42 faults  1 of 2 gates open",
+            "4194304 a-long-name- renderD128    1.0 GiB /    2.0 GiB  50 %   0.27 GB/s waits",
+            "4194304 a-long-name- renderD129    1.0 GiB /    1.0 GiB 100 %   0.27 GB/s on",
+            "4712 rank?1          CPUs        512.0 MiB /    2.0 GiB  25 %   0.27 GB/s",
+            "4712 rank?1          renderD129    2.0 GiB /    2.0 GiB 100 %   0.27 GB/s on",
+            "[==========      ]  64 %  0.54 GB/s  5.00 s left  42 faults  1 of 2 gates open",
         ];
         assert_eq!(lines(&picture()), wanted);
         assert!(wanted.iter().all(|line| line.len() < 80));
+    }
+
+    #[test]
+    fn of_a_process_that_ended_before_and_where_it_is_not_told_no_gpu_waits() {
+        let mut picture = picture();
+        picture.processes[0].gate_open_us = 5;
+        assert!(lines(&picture)[0].ends_with(" GB/s"), "{:?}", lines(&picture));
     }
 
     #[test]
@@ -168,7 +212,7 @@ mod tests {
             of_cpus: Some(part(0, 8, 4)),
             ..process(7, "sh", 3, vec![])
         };
-        assert!(lines(&picture)[0].starts_with("7 sh                    CPUs "));
+        assert!(lines(&picture)[0].starts_with("7 sh                 CPUs "));
         assert!(lines(&picture)[3].ends_with("  1 of 1 gates open"), "{:?}", lines(&picture));
         picture.processes.truncate(1);
         assert!(is_loading(&picture) && lines(&picture)[1].ends_with(" faults"), "{:?}", lines(&picture));
@@ -189,7 +233,7 @@ mod tests {
         let mut picture = picture();
         picture.processes = vec![picture.processes[0].clone(); 1000];
         let lines = lines(&picture);
-        assert_eq!((lines.len(), lines[8].as_str()), (10, "... and 992 more"));
+        assert_eq!((lines.len(), lines[8].as_str()), (10, "... and 1992 more"));
     }
 
     #[test]
@@ -204,5 +248,25 @@ mod tests {
             (&json!(true), &json!(30))
         );
         assert_eq!(value["processes"][1]["gate_open_us"], 7);
+        let goes_on =
+            |process: usize, part: usize| &value["processes"][process]["memory"][part]["goes_on_us"];
+        assert_eq!([goes_on(0, 0), goes_on(0, 1), goes_on(1, 1)], [&json!(0), &json!(6), &json!(7)]);
+        assert_eq!(goes_on(1, 0), &Value::Null, "that of CPUs waits for nothing");
+    }
+
+    #[test]
+    fn what_is_left_takes_its_bytes_at_its_rate() {
+        let mut picture = picture();
+        picture.processes[1].memory[0].rate = 0;
+        picture.processes[1].of_cpus.as_mut().unwrap().rate = 0;
+        let value = as_json(&picture);
+        let [first, second] = [0, 1].map(|process| &value["processes"][process]);
+        let left = |of: &Value| {
+            of["memory"].as_array().unwrap().iter().map(|of| of["left_us"].as_u64()).collect::<Vec<_>>()
+        };
+        assert_eq!(left(first), [Some(4_000_000), Some(0)]);
+        assert_eq!(left(second), [None, Some(0)], "nothing comes, and nothing is to");
+        assert_eq!([&first["left_us"], &second["left_us"]], [&json!(2_000_000), &Value::Null]);
+        assert_eq!(value["left_us"], 5_000_000);
     }
 }

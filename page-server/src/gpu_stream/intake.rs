@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! What the plugin hands over, and when: `proto/handover.proto`.
 
-use std::collections::BTreeSet;
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::path::Path;
 use std::sync::Arc;
@@ -173,14 +172,12 @@ impl Taken {
         let own = |minor: u32| machine.gpus().find(|gpu| gpu.render_minor() == minor).map(|gpu| gpu.gpu_id);
         for (place, gated) in gated {
             let Computing { gpus, sets, .. } = &self.processes[*place];
-            // The driver goes by the process's name for a GPU, or by its own.
-            let names: BTreeSet<u32> =
-                gpus.iter().flat_map(|(name, minor)| own(*minor).into_iter().chain([*name])).collect();
+            let (names, alike) = sets::names(gpus, own);
             let gate = &mut gated.gate;
-            if names.len() == gpus.len() && gpus.iter().all(|(name, minor)| own(*minor) == Some(*name)) {
+            if alike {
                 gate.sets = sets;
             }
-            gate.kept = Some(Kept::new(marks, gate.kfd, names.into_iter().collect(), !gate.sets.is_empty())?);
+            gate.kept = Some(Kept::new(marks, gate.kfd, names, !gate.sets.is_empty())?);
         }
         Ok(())
     }

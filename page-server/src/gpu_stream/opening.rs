@@ -177,6 +177,8 @@ impl<'a> Opening<'a> {
         };
         match step {
             Ok(Step::Done) => {
+                let minors: Vec<u32> = more.iter().map(|set| gate.sets[*set].minor).collect();
+                self.timeline.gpus_go_on(place, &minors);
                 turn.on.extend(more);
                 turn.layout = turn.layout.or_else(|| gate.layout());
             }

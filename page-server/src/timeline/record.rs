@@ -3,6 +3,7 @@
 //! `rewake-timeline.json` (docs/streaming.md). Times are microseconds since the beginning:
 //! memory of GPUs was handed over, or, if that was before, CRIU said that all tasks are in place and memory of CPUs began to come.
 
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
@@ -102,6 +103,8 @@ pub struct Memory {
     pub resident: u64,
     /// All were there.
     pub resident_us: Option<u64>,
+    /// The GPU went on: with its process's gate, or, where the process's GPUs go on one by one, before. None of memory of CPUs.
+    pub goes_on_us: Option<u64>,
     /// Bytes that were there at each sample.
     pub samples: Vec<u64>,
 }
@@ -183,6 +186,26 @@ impl Record {
         times.into_iter().max()
     }
 
+    /// GPUs that went on before another one of their process: their places in [`Record::memory`] and when, in that order.
+    #[must_use]
+    pub fn early(&self) -> Vec<(usize, u64)> {
+        let mut last: BTreeMap<usize, u64> = BTreeMap::new();
+        for of in self.memory.iter().filter(|of| of.minor.is_some()) {
+            let last = last.entry(of.process).or_default();
+            // Not yet is later than all.
+            *last = of.goes_on_us.unwrap_or(u64::MAX).max(*last);
+        }
+        let is_early = |of: &Memory, at: u64| last.get(&of.process).is_some_and(|last| at < *last);
+        let times = self
+            .memory
+            .iter()
+            .enumerate()
+            .filter_map(|(place, of)| of.goes_on_us.filter(|at| is_early(of, *at)).map(|at| (place, at)));
+        let mut early: Vec<(usize, u64)> = times.collect();
+        early.sort_by_key(|(_, at)| *at);
+        early
+    }
+
     /// Memory of GPUs began to be loaded when the first process ran; that of CPUs, where it comes later, from the beginning.
     #[must_use]
     pub fn began_us(&self, of_cpus: bool) -> u64 {
@@ -247,9 +270,12 @@ impl Record {
     }
 }
 
-/// How long bytes take at a rate; none where nothing comes.
+/// How long bytes take at a rate; none where nothing comes of what is to.
 #[must_use]
 pub fn left(bytes: u64, rate: u64) -> Option<Duration> {
+    if bytes == 0 {
+        return Some(Duration::ZERO);
+    }
     let micros = u128::from(bytes) * 1_000_000;
     (rate > 0).then(|| Duration::from_micros(u64::try_from(micros / u128::from(rate)).unwrap_or(u64::MAX)))
 }
@@ -287,7 +313,7 @@ mod tests {
             ..Record::default()
         };
         assert_eq!((record.rate(), record.left()), (0, None));
-        assert_eq!(Record::default().rate(), 0);
+        assert_eq!((Record::default().rate(), Record::default().left()), (0, Some(Duration::ZERO)));
     }
 
     #[test]
@@ -302,5 +328,17 @@ mod tests {
         assert_eq!(record.resident_us(), Some(2_950_100));
         record.memory[0].resident_us = None;
         assert_eq!(record.resident_us(), None);
+    }
+
+    #[test]
+    fn a_gpu_is_early_when_another_of_its_process_goes_on_later_or_not_at_all() {
+        let mut record = example::record();
+        assert_eq!(record.early(), [(2, 1_410_000)], "the only GPU of a process is not");
+        record.memory[3].goes_on_us = None;
+        assert_eq!(record.early(), [(2, 1_410_000)]);
+        record.memory[3].goes_on_us = record.memory[2].goes_on_us;
+        assert_eq!(record.early(), [], "they go on together");
+        record.memory[2].goes_on_us = None;
+        assert_eq!(record.early(), [(3, 1_410_000)]);
     }
 }

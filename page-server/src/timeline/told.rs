@@ -104,6 +104,14 @@ impl Told {
         self.samples.push(Sample { at_us, faults, gpus, cpus });
     }
 
+    /// GPUs of a process go on, whose memory was seen before.
+    pub(super) fn gpus_go_on(&mut self, process: usize, minors: &[u32]) {
+        let now = self.now();
+        let is_one =
+            |of: &&mut Memory| of.process == process && of.minor.is_some_and(|of| minors.contains(&of));
+        self.gpus.iter_mut().filter(is_one).for_each(|of| of.goes_on_us = Some(now));
+    }
+
     fn of_gpus(&mut self, progress: &[Progress], at_us: u64) {
         // A GPU that a process has nothing on is nothing to see.
         let seen = progress.iter().filter(|part| part.process < MOST && part.all > 0);
@@ -169,7 +177,10 @@ impl Told {
         };
         let (mut processes, mut memory) = (self.processes.clone(), Vec::new());
         for (place, of) in self.gpus.iter().enumerate() {
-            memory.push(Memory { samples: samples(&|at| at.gpus.get(place).copied()), ..of.clone() });
+            let with_all = || self.processes.get(of.process).and_then(|of| of.gate_open_us);
+            let goes_on_us = of.goes_on_us.or_else(with_all);
+            let samples = samples(&|at| at.gpus.get(place).copied());
+            memory.push(Memory { goes_on_us, samples, ..of.clone() });
         }
         for (place, brought) in self.cpus.iter().enumerate() {
             let process = whose(&mut processes, self.processes.len(), brought);
@@ -179,6 +190,7 @@ impl Told {
                 bytes: brought.of.bytes,
                 resident: brought.of.resident,
                 resident_us: brought.resident_us,
+                goes_on_us: None,
                 samples: samples(&|at| at.cpus.get(place).copied()),
             });
         }

@@ -2,6 +2,7 @@
 //! Gates that are opened one by one: a process whose memory is there goes on, whatever the others of its restore wait for, and is handed
 //! none of theirs before that is there.
 
+use std::fs;
 use std::path::Path;
 
 use gpu_app::shape::Shape;
@@ -108,7 +109,7 @@ fn dumped_pair(folder: &Path) -> (Pair, Criu) {
 
 /// What others can see of a process that is not to be dumped.
 fn is_told(pid: u32) -> bool {
-    let mut files = std::fs::read_dir("/run/rewake-gated").unwrap().map(|file| file.unwrap().file_name());
+    let mut files = fs::read_dir("/run/rewake-gated").unwrap().map(|file| file.unwrap().file_name());
     files.any(|name| name.to_str().unwrap().starts_with(&format!("{pid}-")))
 }
 
@@ -120,6 +121,24 @@ fn restored_pair(machine: &Machine, folder: &Path) -> Option<(Pair, Criu, Held, 
     let held = Held::streamers();
     let both = comes_back(&criu);
     Some((pair, criu, held, both, judge))
+}
+
+/// When its GPUs go on, as a picture tells it: by their places; none if they do not yet.
+fn go_on(memory: &Value) -> Vec<Option<u64>> {
+    let of_gpus = memory.as_array().unwrap().iter().filter(|of| !of["minor"].is_null());
+    of_gpus.map(|of| of["goes_on_us"].as_u64().filter(|at| *at > 0)).collect()
+}
+
+/// What is left of it for people: the one of its GPUs before the other, that with the gate or just before.
+fn is_told_of_both(criu: &Criu, first: usize) {
+    let text = fs::read_to_string(criu.images().join("rewake-timeline.json")).unwrap();
+    let timeline: Value = serde_json::from_str(&text).unwrap();
+    let at = go_on(&timeline["memory"]);
+    let gate = timeline["processes"][0]["gate_open_us"].as_u64();
+    assert!(at.iter().all(Option::is_some) && at.len() == 2, "{timeline}");
+    assert!(at[first] < at[1 - first] && at[1 - first] <= gate, "{timeline}");
+    let page = fs::read_to_string(criu.images().join("rewake-timeline.html")).unwrap();
+    assert_eq!(page.matches("<line class=\"gpu ").count(), 1, "{page}");
 }
 
 /// Rounds are counted on these GPUs.
@@ -148,12 +167,16 @@ fn a_gpu_goes_on_while_another_of_its_process_waits() {
         assert_eq!(shut(&judge), 0, "{}", both.said());
         let before = pair.counts().unwrap()[other];
         run(&pair, &[first], &both);
+        let now = criu.status();
+        let told: Vec<bool> = go_on(&now["processes"][0]["memory"]).iter().map(Option::is_some).collect();
+        assert_eq!((told[first], told[other], told.len()), (true, false, 2), "{now}");
         assert_eq!(judge.violations(), Vec::<String>::new());
         assert_eq!((pair.counts().unwrap()[other], is_told(pair.pid())), (before, true), "{}", both.said());
         assert!(!both.has_ended().unwrap(), "{}", both.said());
         drop(held);
         assert!(both.end().unwrap().success(), "{}", both.said());
         run(&pair, &[0, 1], &both);
+        is_told_of_both(&criu, first);
         ends(&pair);
     });
 }
