@@ -20,6 +20,15 @@ fn restoring(dumped: &Dumped, daemon: &Daemon) -> Restoring {
     Restoring::with(&dumped.criu, &["--socket", daemon.socket().to_str().unwrap(), "--", "-d"])
 }
 
+/// It runs, and its GPUs stand still for as long as copies are held.
+fn paused(dumped: &Dumped, daemon: &Daemon) -> Restoring {
+    let restoring = restoring(dumped, daemon);
+    if !soon(|| is_paused(dumped.server.pid)) {
+        panic!("{:?}\n{}", restoring.end(), dumped.criu.log("restore"));
+    }
+    restoring
+}
+
 /// States of sessions with memory of GPUs, as it has them now.
 fn states(status: &Value) -> Vec<String> {
     let sessions = status["sessions"].as_array().unwrap().iter().filter(|session| session["gpus"] == true);
@@ -31,11 +40,7 @@ fn a_daemon_has_a_streamer_for_each_of_two_restores_at_once_and_may_lose_its_wor
     isolated("a_daemon_has_a_streamer_for_each_of_two_restores_at_once_and_may_lose_its_worker", 1, |_| {
         let Some(both) = dumped::<2>() else { return };
         let (daemon, held) = (Daemon::start(), Held::streamers());
-        let restorings = both.each_ref().map(|dumped| {
-            let restoring = restoring(dumped, &daemon);
-            assert!(soon(|| is_paused(dumped.server.pid)), "{}", daemon.status());
-            restoring
-        });
+        let restorings = both.each_ref().map(|dumped| paused(dumped, &daemon));
         let paused = || both.iter().all(|dumped| is_paused(dumped.server.pid));
         let running = || states(&daemon.status()) == ["running"; 2];
         assert!(soon(|| paused() && running()), "{}", daemon.status());
@@ -66,11 +71,9 @@ fn a_streamer_that_dies_is_told_by_the_daemon_and_harms_no_other() {
     isolated("a_streamer_that_dies_is_told_by_the_daemon_and_harms_no_other", 1, |_| {
         let Some([one, two]) = dumped() else { return };
         let (daemon, held) = (Daemon::start(), Held::streamers());
-        let first = restoring(&one, &daemon);
-        assert!(soon(|| is_paused(one.server.pid)), "{}", daemon.status());
+        let first = paused(&one, &daemon);
         let (supervisor, workers) = daemon.streamer();
-        let second = restoring(&two, &daemon);
-        assert!(soon(|| is_paused(two.server.pid)), "{}", daemon.status());
+        let second = paused(&two, &daemon);
         dies(supervisor);
         workers.into_iter().for_each(dies);
         let (well, said) = first.end();
@@ -95,8 +98,7 @@ fn a_daemon_that_is_killed_takes_nobody_with_it() {
     isolated("a_daemon_that_is_killed_takes_nobody_with_it", 1, |_| {
         let Some([dumped]) = dumped() else { return };
         let (daemon, held) = (Daemon::start(), Held::streamers());
-        let restoring = restoring(&dumped, &daemon);
-        assert!(soon(|| is_paused(dumped.server.pid)), "{}", daemon.status());
+        let restoring = paused(&dumped, &daemon);
         let (worker, (supervisor, _)) = (daemon.worker(), daemon.streamer());
         [daemon.pid(), worker].into_iter().for_each(dies);
         let (well, said) = restoring.end();
