@@ -9,13 +9,14 @@ mod table;
 
 use std::os::fd::OwnedFd;
 use std::path::Path;
-use std::sync::mpsc;
+use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use rewake_contents::{Error, Loading, Process, Whole};
+use rewake_store::pace::Pace;
 
 use crate::cache::{drop_files, load_files};
 use crate::processes::check_interrupted;
@@ -108,11 +109,16 @@ fn far(pages: &Pages, from: From, buffer_mib: u64, rounds: u64) -> anyhow::Resul
     Ok(Far { from, buffers, buffer_mib, all, rounds: done })
 }
 
+/// As behind processes, where no memory of CPUs comes beside it.
+fn pace() -> anyhow::Result<Arc<Pace>> {
+    Ok(Arc::new(Pace::new(Vec::new())?))
+}
+
 /// How long a load of all takes, and the last buffer is right then.
 fn load_all(image: &Image<'_>) -> anyhow::Result<Duration> {
     let processes = [Process { files: &image.files, dmabufs: &image.all }];
     let start = Instant::now();
-    Loading::into_memory(&processes, &image.device, None)?
+    Loading::into_memory(&processes, &image.device, Some(pace()?))?
         .run(|_| ())?
         .context("there is nothing to load")?;
     let took = start.elapsed();
@@ -125,7 +131,7 @@ fn load_all(image: &Image<'_>) -> anyhow::Result<Duration> {
 fn demanded(image: &Image<'_>, of: &[Option<OwnedFd>], after: Option<Duration>) -> anyhow::Result<Duration> {
     let processes = [Process { files: &image.files, dmabufs: of }, Process { files: &[], dmabufs: &[] }];
     let last = of.len() - 1;
-    let loading = Loading::into_memory(&processes, &image.device, None)?;
+    let loading = Loading::into_memory(&processes, &image.device, Some(pace()?))?;
     let (desk, at_once) = (loading.desk(), loading.desk());
     let (begins, begun) = mpsc::channel();
     let (mut from, mut whole) = (None, None);
