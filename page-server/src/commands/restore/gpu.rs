@@ -40,7 +40,7 @@ pub(super) async fn restore(order: &Order<'_>) -> anyhow::Result<u8> {
     let bar = Bar::new(options.quiet);
     let images = Some(order.images).filter(|images| lazily(images, &bar));
     let ours: &[&str] = if images.is_some() { &["--lazy-pages"] } else { &[] };
-    let mut streamer = Streamer::start(work, images).await?;
+    let mut streamer = Streamer::start(work, images, options.record).await?;
     let shown = tokio::spawn(live::follow(work.to_owned(), options.quiet, SystemTime::now()));
     let started = Instant::now();
     let mut criu = order.start(work, ours)?;

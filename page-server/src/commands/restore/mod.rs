@@ -13,7 +13,7 @@ use std::path::Path;
 use std::process::ExitStatus;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, bail};
+use anyhow::{Context as _, bail, ensure};
 use nix::sys::signal::Signal;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{mpsc, watch};
@@ -69,6 +69,10 @@ pub fn run(options: &Restore) -> anyhow::Result<u8> {
     let images = directory(&options.images_dir, "-D")?;
     let given = Options::read(&options.criu_options, &OURS)?;
     let gpu = gpu_plugin::image_has_gpu(&images).with_context(|| format!("reading {}", images.display()))?;
+    ensure!(
+        gpu || !options.record,
+        "--record: this image has no GPU state, and it records what is touched of that only"
+    );
     let plugins = options.programs.plugins(gpu, &given)?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let order = Order { options, given: &given, images: &images, plugins: plugins.as_deref() };

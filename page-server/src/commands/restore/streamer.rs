@@ -41,17 +41,21 @@ pub(super) enum Streamed {
 }
 
 impl Streamer {
-    /// Starts one that the plugin finds in CRIU's work directory; with `images`, memory of CPUs comes from there, too.
+    /// Starts one that the plugin finds in CRIU's work directory; with `images`, memory of CPUs comes from there, too. With
+    /// `record` it records what CPUs touch.
     ///
     /// # Errors
     /// It cannot be started: its own line says why.
-    pub(super) async fn start(work: &Path, images: Option<&Path>) -> anyhow::Result<Self> {
+    pub(super) async fn start(work: &Path, images: Option<&Path>, record: bool) -> anyhow::Result<Self> {
         let program = std::env::current_exe().context("finding this program")?;
         let mut command = Command::new(program);
         // Its output is what it tells. No terminal's signal is for it.
         command.arg("stream-gpu").arg("-W").arg(work).args(["--status-fd", "1"]).process_group(0);
         if let Some(images) = images {
             command.arg("-D").arg(images);
+        }
+        if record {
+            command.arg("--record");
         }
         command.stdin(Stdio::null()).stdout(Stdio::piped());
         let mut child = command.spawn().context("starting rewake stream-gpu")?;
