@@ -63,8 +63,9 @@ pub(super) fn run(work: &Path, mib: u64, rounds: u64) -> anyhow::Result<()> {
     setrlimit(Resource::RLIMIT_NOFILE, most, most).context("setrlimit")?;
     print!("\n{}", table::HEAD);
     for (name, front, ways) in [
-        ("random", Front::Random, &[From::PageCache, From::Disk][..]),
-        ("holes", Front::Hole, &[From::Holes]),
+        ("holes", Front::Hole, &[From::Holes][..]),
+        // Last what takes the most memory.
+        ("random", Front::Random, &[From::Disk, From::PageCache]),
     ] {
         eprintln!("the far end of {mib} MiB, {name}");
         let pages = Pages::make(work.join(name), mib, front)?;
@@ -83,7 +84,7 @@ fn far(pages: &Pages, from: From, buffer_mib: u64, rounds: u64) -> anyhow::Resul
     let path = [pages.path()];
     let ready = || match from {
         From::Disk => drop_files(&path),
-        From::PageCache => load_files(&path),
+        From::PageCache => load_files(&path).context("there is too little memory: use a smaller --far-mib"),
         // Its bytes were just written, and to read holes would fill the page cache with zeros.
         From::Holes => Ok(()),
     };
