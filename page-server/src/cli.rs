@@ -118,6 +118,10 @@ pub struct StreamGpu {
     /// Directory of the images: brings memory of CPUs back, too, for a `criu restore --lazy-pages`
     #[arg(short = 'D', long, value_name = "DIR")]
     pub images_dir: Option<PathBuf>,
+    /// Record in the image directory (rewake-order.json) which of the GPUs' buffers CPUs touch before they are there: later restores of the
+    /// image load these first. An earlier record is not used, and replaced
+    #[arg(long)]
+    pub record: bool,
     /// Log file [default: stderr]
     #[arg(short = 'o', long, value_name = "FILE")]
     pub log_file: Option<PathBuf>,
@@ -226,6 +230,10 @@ pub struct Restore {
     pub socket: Option<PathBuf>,
     #[command(flatten)]
     pub(crate) programs: Programs,
+    /// Record in the image directory (rewake-order.json) which of the GPUs' buffers CPUs touch before they are there: later restores of the
+    /// image load these first. An earlier record is not used, and replaced
+    #[arg(long)]
+    pub record: bool,
     /// Show nothing while it runs, and no timeline
     #[arg(short = 'q', long)]
     pub quiet: bool,

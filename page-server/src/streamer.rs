@@ -124,17 +124,21 @@ pub fn can_bring_pages(images: &Path) -> anyhow::Result<()> {
     Image::open(images).map(drop)
 }
 
-/// One that the plugin finds in CRIU's work directory; with `images` it brings memory of CPUs from there, too. It says on its output what there
+/// One that the plugin finds in CRIU's work directory; with `images` it brings memory of CPUs from there, too; with `record` it records what
+/// they touch. It says on its output what there
 /// is to say. It leads a group of its own: no terminal's signal is for it.
 ///
 /// # Errors
 /// This program is not found.
-pub fn command(work: &Path, images: Option<&Path>) -> anyhow::Result<Command> {
+pub fn command(work: &Path, images: Option<&Path>, record: bool) -> anyhow::Result<Command> {
     let program = std::env::current_exe().context("finding this program")?;
     let mut command = Command::new(program);
     command.arg("stream-gpu").arg("-W").arg(work).args(["--status-fd", "1"]).process_group(0);
     if let Some(images) = images {
         command.arg("-D").arg(images);
+    }
+    if record {
+        command.arg("--record");
     }
     command.stdin(Stdio::null());
     Ok(command)

@@ -18,18 +18,18 @@ use rewake_criu_images::amdgpu::{KfdBuffer, KfdImage, Node, Properties, kfd_name
 use super::view::View;
 
 /// The process's number in the image.
-const ID: u32 = 1;
-const GPU: u32 = 7;
+pub(super) const ID: u32 = 1;
+pub(super) const GPU: u32 = 7;
 /// Of a render node that is not opened.
-const MINOR: u32 = 128;
+pub(super) const MINOR: u32 = 128;
 /// `KFD_IOC_ALLOC_MEM_FLAGS_VRAM`
-const VRAM: u32 = 1;
+pub(super) const VRAM: u32 = 1;
 /// Bytes that come before the buffers' in a pages file: their length.
-const HEADER: u64 = 8;
+pub(super) const HEADER: u64 = 8;
 /// What is generated, and compared, at a time.
-const PIECE: usize = 2 << 20;
+pub(super) const PIECE: usize = 2 << 20;
 const KIB: u64 = 1 << 10;
-const MIB: u64 = 1 << 20;
+pub(super) const MIB: u64 = 1 << 20;
 
 /// An image directory, and memory for what is in it.
 pub(super) struct Image {
@@ -55,11 +55,11 @@ fn sizes(mib: u64) -> Vec<u64> {
 }
 
 /// Words that neither repeat nor can be guessed; none is zero.
-struct Words(u64);
+pub(super) struct Words(u64);
 
 impl Words {
     /// Fills whole words.
-    fn fill(&mut self, bytes: &mut [u8]) {
+    pub(super) fn fill(&mut self, bytes: &mut [u8]) {
         for word in bytes.chunks_exact_mut(8) {
             self.0 ^= self.0 << 13;
             self.0 ^= self.0 >> 7;
@@ -68,7 +68,7 @@ impl Words {
         }
     }
 
-    fn new() -> Self {
+    pub(super) fn new() -> Self {
         Self(0x9e37_79b9_7f4a_7c15)
     }
 }
@@ -180,7 +180,8 @@ fn write_pages(path: &Path, kfd: &KfdImage) -> anyhow::Result<()> {
     file.into_inner().context("write the last bytes")?.sync_all().context("sync")
 }
 
-fn memory(bytes: u64) -> anyhow::Result<OwnedFd> {
+/// A memfd of so many bytes, all in memory.
+pub(super) fn memory(bytes: u64) -> anyhow::Result<OwnedFd> {
     let memfd = memfd_create(c"bench memory", MFdFlags::MFD_CLOEXEC).context("memfd_create")?;
     fallocate(&memfd, FallocateFlags::empty(), 0, bytes.cast_signed())
         .context("get memory: is there enough?")?;

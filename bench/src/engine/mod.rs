@@ -3,13 +3,15 @@
 //! memory that stands in for one. Beside it, in turns: memcpy where the image is in the page cache, `fio` where it is not.
 //!
 //! * [`image`]: the files and the memory, through [`view`]s. [`pass`]: one pass over all of it. [`table`]: the figures, and what is wanted of them.
+//! * [`far`]: what is at the far end of a large image, and wanted first.
 
+mod far;
 mod image;
 mod pass;
 mod table;
 mod view;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, ensure};
 
@@ -25,9 +27,16 @@ pub(crate) struct Options {
     /// Memory of all buffers in MiB, all random; as much again is needed for the memory that it is loaded into
     #[arg(long, default_value_t = 2048, value_parser = clap::value_parser!(u64).range(32..=1 << 20))]
     mib: u64,
-    /// Passes of each kind
-    #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u64).range(1..=100))]
+    /// Passes of each kind; 0: none
+    #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u64).range(0..=100))]
     rounds: u64,
+    /// MiB of an image whose last buffer is demanded while all of it is loaded: as much of the disk and of the page cache is needed, and 1 GiB
+    /// of memory
+    #[arg(long, default_value_t = 8192, value_parser = clap::value_parser!(u64).range(128..=1 << 20))]
+    far_mib: u64,
+    /// Loads of that buffer alone and of all, in turns; 0: none
+    #[arg(long, default_value_t = 10, value_parser = clap::value_parser!(u64).range(0..=1000))]
+    far_rounds: u64,
     /// Where the image is made and removed: the disk that is measured
     #[arg(long, default_value = ".")]
     dir: PathBuf,
@@ -66,8 +75,18 @@ pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
     catch_interrupts()?;
     let work = tempfile::Builder::new().prefix("rewake-bench-").tempdir_in(&options.dir);
     let work = work.with_context(|| format!("make a directory in {}", options.dir.display()))?;
+    if options.rounds > 0 {
+        print!("{}", table::text(&compare(options, work.path())?));
+    }
+    if options.far_rounds > 0 {
+        far::run(work.path(), options.far_mib, options.far_rounds)?;
+    }
+    Ok(())
+}
+
+fn compare(options: &Options, work: &Path) -> anyhow::Result<Comparison> {
     eprintln!("an image of {} MiB", options.mib);
-    let image = Image::make(work.path(), options.mib)?;
+    let image = Image::make(work, options.mib)?;
     let pages = [image.pages()];
     let (mut warm, mut cold) = (Vec::new(), Vec::new());
     load_files(&pages)?;
@@ -81,10 +100,10 @@ pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
     for round in 0..options.rounds {
         check_interrupted()?;
         eprintln!("round {}: on the disk", round + 1);
-        cold.push(cold_round(&image, round, work.path())?);
+        cold.push(cold_round(&image, round, work)?);
     }
-    print!("{}", table::text(&Comparison { mib: options.mib, buffers: image.buffers(), warm, cold }));
-    Ok(())
+    std::fs::remove_file(image.pages()).context("remove the pages file")?;
+    Ok(Comparison { mib: options.mib, buffers: image.buffers(), warm, cold })
 }
 
 /// Who comes first changes from round to round.
@@ -99,7 +118,7 @@ fn warm_round(image: &Image, round: u64) -> anyhow::Result<Warm> {
     Ok(Warm { memcpy, pread: pass::pread(image)?, engine })
 }
 
-fn cold_round(image: &Image, round: u64, work: &std::path::Path) -> anyhow::Result<Cold> {
+fn cold_round(image: &Image, round: u64, work: &Path) -> anyhow::Result<Cold> {
     let pages = image.pages();
     let fio = || disk::sequential(&pages, work);
     drop_files(std::slice::from_ref(&pages))?;

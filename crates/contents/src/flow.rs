@@ -184,9 +184,9 @@ impl<'a> Flow<'a> {
         ways.chain(self.transfers.note()).collect()
     }
 
-    /// In the order of what is loaded behind running processes.
-    pub(crate) fn by_process(&mut self) {
-        self.order = behind(self.processes, &self.parts);
+    /// In the order of what is loaded behind running processes, with these buffers of processes first of their GPU.
+    pub(crate) fn by_process(&mut self, first: &[(usize, usize)]) {
+        self.order = behind(self.processes, &self.parts, &self.buffers, first);
         self.by_process = true;
     }
 

@@ -14,8 +14,8 @@ use crate::report::Report;
 
 /// A load that has not begun.
 ///
-/// Processes come one after the other, the one with the fewest bytes first: it can go on when it has all of them. Of each, small buffers
-/// are loaded first, for there are hundreds in a chunk; then the large ones, in the order of the files. What is
+/// Processes come one after the other, the one with the fewest bytes first: it can go on when it has all of them. Of each, those come first
+/// that [`Loading::first`] names; then small buffers, for there are hundreds in a chunk; then the large ones, in the order of the files. What is
 /// demanded at the [`Desk`] goes before all that is not under way. Under way are, and a demand may have to wait for, at most:
 /// * as many chunks of 2 MiB as staging memory has slots, 8 for each GPU and at most 24, being read or in their slots: fewer
 ///   would leave disks idle. The first of them that ends makes room for what was demanded. With a [`Pace`] it is a piece of one
@@ -29,6 +29,7 @@ pub struct Loading<'a> {
     sink: Sink<'a>,
     desk: Desk,
     pace: Option<Arc<Pace>>,
+    first: Vec<(usize, usize)>,
 }
 
 impl<'a> Loading<'a> {
@@ -38,7 +39,7 @@ impl<'a> Loading<'a> {
     /// # Errors
     /// There is no descriptor left.
     pub fn new(processes: &'a [Process<'a>], pace: Option<Arc<Pace>>) -> Result<Self, Error> {
-        Ok(Self { processes, sink: Sink::Gpus, desk: Desk::new(processes)?, pace })
+        Ok(Self { processes, sink: Sink::Gpus, desk: Desk::new(processes)?, pace, first: Vec::new() })
     }
 
     /// As [`Loading::new`], where the buffers are memfds of `memory`, which stands in for all GPUs: none is opened.
@@ -50,7 +51,14 @@ impl<'a> Loading<'a> {
         memory: &'a Arc<MemoryDevice>,
         pace: Option<Arc<Pace>>,
     ) -> Result<Self, Error> {
-        Ok(Self { processes, sink: Sink::Memory(memory), desk: Desk::new(processes)?, pace })
+        Ok(Self { sink: Sink::Memory(memory), ..Self::new(processes, pace)? })
+    }
+
+    /// Buffers that somebody is likely to demand: a process's place and the image's number of each. They come in this order before the others of
+    /// their process and GPU, which come as they do otherwise. What is unknown or not loaded makes no difference.
+    #[must_use]
+    pub fn first(self, first: Vec<(usize, usize)>) -> Self {
+        Self { first, ..self }
     }
 
     /// Where others ask for buffers, now or while it runs.
@@ -65,9 +73,9 @@ impl<'a> Loading<'a> {
     /// # Errors
     /// As [`load`](crate::load()).
     pub fn run(self, mut whole: impl FnMut(Whole) + Send) -> Result<Option<Report>, Error> {
-        let Self { processes, sink, desk, pace } = self;
+        let Self { processes, sink, desk, pace, first } = self;
         crate::run("loaded", processes, sink, pace, |flow| {
-            flow.by_process();
+            flow.by_process(&first);
             load::run(flow, &desk, &mut whole)
         })
     }

@@ -139,6 +139,16 @@ pub(crate) fn small_first(small: &[usize]) -> Vec<u64> {
     sequence
 }
 
+/// These chunks of a file first, as far as there are such, each once; then the others in their sequence.
+pub(crate) fn put_first(first: &[u64], sequence: Vec<u64>) -> Vec<u64> {
+    let mut is_first = Bits::new(sequence.len());
+    let there = |number: &&u64| **number < sequence.len() as u64;
+    let mut all: Vec<u64> =
+        first.iter().filter(there).copied().filter(|number| !is_first.set(*number)).collect();
+    all.extend(sequence.into_iter().filter(|number| !is_first.has(*number)));
+    all
+}
+
 /// A bit for each chunk.
 #[derive(Debug, Clone)]
 struct Bits(Vec<u64>);
@@ -278,6 +288,13 @@ mod tests {
         assert_eq!(small_first(&[]), [0; 0]);
     }
 
+    #[test]
+    fn what_is_put_first_comes_once_in_its_order_and_the_rest_as_before() {
+        assert_eq!(put_first(&[3, 1, 3, 9, u64::MAX, 0], vec![2, 4, 0, 1, 3]), [3, 1, 0, 2, 4]);
+        assert_eq!(put_first(&[], vec![1, 0]), [1, 0]);
+        assert_eq!(put_first(&[0], Vec::new()), [0; 0]);
+    }
+
     /// `SplitMix64`.
     struct Dice(u64);
 
@@ -297,7 +314,11 @@ mod tests {
         let small = |size: &u64, dice: &mut Dice| {
             (0..*size).map(|_| usize::try_from(dice.below(3)).unwrap()).collect::<Vec<_>>()
         };
-        let sequences: Vec<_> = sizes.iter().map(|size| small_first(&small(size, dice))).collect();
+        let sequence = |size: &u64| {
+            let first: Vec<u64> = (0..dice.below(9)).map(|_| dice.below(250)).collect();
+            put_first(&first, small_first(&small(size, dice)))
+        };
+        let sequences: Vec<_> = sizes.iter().map(sequence).collect();
         let cut = usize::try_from(dice.below(sizes.len() as u64 + 1)).unwrap();
         let groups = vec![(cut..sizes.len()).collect(), (0..cut).collect()];
         let mut order = Order::new(sequences.into_iter(), groups);

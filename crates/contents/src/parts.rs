@@ -6,7 +6,7 @@ use std::ops::RangeInclusive;
 use rewake_amdgpu::Bo;
 
 use crate::flow::Process;
-use crate::order::{Order, small_first};
+use crate::order::{Order, put_first, small_first};
 use crate::pages::{CHUNK, PagesFile};
 
 /// A file, whose it is and what copies its bytes.
@@ -71,9 +71,14 @@ pub(crate) fn missing(processes: &[Process<'_>], buffers: &[Vec<Option<Buffer>>]
 }
 
 /// The order of what is loaded behind running processes. The process with the fewest bytes comes first, and of its GPUs that with the fewest:
-/// each can go on when it has all of them, whatever the others wait for. Of each, small buffers come before large ones: there are many of
-/// them in a chunk, and it costs nothing.
-pub(crate) fn behind(processes: &[Process<'_>], parts: &[Part<'_>]) -> Order {
+/// each can go on when it has all of them, whatever the others wait for. Of each, those that are `wanted` first (process and buffer) come first, then
+/// small buffers before large ones: there are many of them in a chunk, and it costs nothing.
+pub(crate) fn behind(
+    processes: &[Process<'_>],
+    parts: &[Part<'_>],
+    buffers: &[Vec<Option<Buffer>>],
+    wanted: &[(usize, usize)],
+) -> Order {
     let mut of_process = vec![0; processes.len()];
     let of_part: Vec<u64> = parts.iter().map(|part| processes[part.process].bytes_in(part.file)).collect();
     parts.iter().zip(&of_part).for_each(|(part, bytes)| of_process[part.process] += bytes);
@@ -83,7 +88,27 @@ pub(crate) fn behind(processes: &[Process<'_>], parts: &[Part<'_>]) -> Order {
         (of_process[process], process, of_part[*file])
     });
     let groups = files.into_iter().map(|file| vec![file]).collect();
-    Order::new(parts.iter().map(|part| small_chunks_first(processes, part)), groups)
+    let first = chunks_of(processes, parts.len(), buffers, wanted);
+    let of_each = parts.iter().zip(&first);
+    Order::new(of_each.map(|(part, first)| put_first(first, small_chunks_first(processes, part))), groups)
+}
+
+/// By file: the chunks of buffers that are loaded; others have none.
+fn chunks_of(
+    processes: &[Process<'_>],
+    files: usize,
+    buffers: &[Vec<Option<Buffer>>],
+    wanted: &[(usize, usize)],
+) -> Vec<Vec<u64>> {
+    let mut chunks = vec![Vec::new(); files];
+    for (process, number) in wanted {
+        let here = processes.get(*process).and_then(|of| of.dmabufs.get(*number)?.as_ref()).is_some();
+        let buffer = buffers.get(*process).and_then(|of| of.get(*number)?.as_ref());
+        if let Some(Buffer { file, chunks: of_it, .. }) = buffer.filter(|_| here) {
+            chunks[*file].extend(of_it.clone());
+        }
+    }
+    chunks
 }
 
 fn small_chunks_first(processes: &[Process<'_>], part: &Part<'_>) -> Vec<u64> {

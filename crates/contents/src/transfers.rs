@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use nix::poll::{PollFd, PollFlags};
 use rewake_store::files::{FileRing, Finished, Request};
-use rewake_store::pace::{Begun, Lane, PIECE, Pace};
+use rewake_store::pace::{Begun, Lane, PIECE, Pace, Waiting};
 
 use crate::error::Error;
 use crate::window::Window;
@@ -19,8 +19,16 @@ pub(crate) struct Transfers {
     ring: FileRing<Window>,
     /// Of all that read from the same disk; none: nobody else does.
     pace: Option<Arc<Pace>>,
-    /// By the number that is the ring's token: the caller's, and that nobody waits for it.
-    under_way: Vec<Option<(u64, Option<Begun>)>>,
+    /// By the number that is the ring's token: the caller's, and what the disk's others are told of it.
+    under_way: Vec<Option<(u64, Told)>>,
+}
+
+/// Of a transfer, to all that read from the same disk.
+enum Told {
+    Nothing,
+    /// Nobody waits for it.
+    Background(Begun),
+    Waited(#[expect(dead_code, reason = "it is told until this is dropped")] Waiting),
 }
 
 impl Transfers {
@@ -46,12 +54,9 @@ impl Transfers {
     /// wait for long. How many; none where that is none now.
     pub(crate) fn read(&mut self, mut request: Request<Window>, waited: bool) -> Option<usize> {
         let pace = self.pace.as_ref().filter(|_| !request.file.is_cached(request.offset, request.bytes));
-        let begun = match pace {
-            None => None,
-            Some(pace) if waited => {
-                pace.waits();
-                None
-            }
+        let told = match pace {
+            None => Told::Nothing,
+            Some(pace) if waited => Told::Waited(pace.wait()),
             Some(pace) => {
                 if pace.is_busy() {
                     request.bytes = request.bytes.min(PIECE);
@@ -60,22 +65,22 @@ impl Transfers {
                 if !pace.allows(Lane::Gpus, request.bytes) {
                     return None;
                 }
-                Some(pace.begin(Lane::Gpus, request.bytes))
+                Told::Background(pace.begin(Lane::Gpus, request.bytes))
             }
         };
         let bytes = request.bytes;
-        self.begin(request, begun);
+        self.begin(request, told);
         Some(bytes)
     }
 
     /// Starts any other transfer.
     pub(crate) fn start(&mut self, request: Request<Window>) {
-        self.begin(request, None);
+        self.begin(request, Told::Nothing);
     }
 
-    fn begin(&mut self, mut request: Request<Window>, begun: Option<Begun>) {
+    fn begin(&mut self, mut request: Request<Window>, told: Told) {
         let number = self.under_way.iter().position(Option::is_none).expect("room was asked for");
-        self.under_way[number] = Some((request.token, begun));
+        self.under_way[number] = Some((request.token, told));
         request.token = number as u64;
         assert!(self.ring.submit(request).is_ok(), "more transfers than agreed");
     }
@@ -92,9 +97,9 @@ impl Transfers {
         self.ring.finished(into);
         for finished in &mut into[first..] {
             let number = usize::try_from(finished.token).unwrap_or(usize::MAX);
-            let Some((token, begun)) = self.under_way[number].take() else { continue };
+            let Some((token, told)) = self.under_way[number].take() else { continue };
             finished.token = token;
-            if let (Some(pace), Some(begun)) = (&self.pace, begun) {
+            if let (Some(pace), Told::Background(begun)) = (&self.pace, told) {
                 pace.end(begun);
             }
         }
@@ -116,7 +121,10 @@ impl Drop for Transfers {
     fn drop(&mut self) {
         // A load that failed: others go on.
         let Some(pace) = &self.pace else { return };
-        let begun = self.under_way.drain(..).flatten().filter_map(|(_, begun)| begun);
-        begun.for_each(|begun| pace.end(begun));
+        for (_, told) in self.under_way.drain(..).flatten() {
+            if let Told::Background(begun) = told {
+                pace.end(begun);
+            }
+        }
     }
 }

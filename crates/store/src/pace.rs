@@ -51,6 +51,8 @@ pub struct Pace {
     turn: [AtomicU64; 2],
     /// When somebody last had to wait for the disk, the same.
     waited: AtomicU64,
+    /// Reads under way that somebody waits for: see [`Pace::wait`].
+    waiting: AtomicUsize,
     /// What one block takes the disk, in nanoseconds: a running mean.
     block: AtomicU64,
     /// Restores that stand still until what comes first is there.
@@ -66,6 +68,17 @@ impl Drop for Standing {
         if self.0.standing.fetch_sub(1, Ordering::Release) == 1 {
             self.0.wakers[Lane::Cpus as usize].iter().for_each(Waker::wake);
         }
+    }
+}
+
+/// Somebody waits for the disk as long as this is there: see [`Pace::wait`].
+#[derive(Debug)]
+pub struct Waiting(Arc<Pace>);
+
+impl Drop for Waiting {
+    fn drop(&mut self) {
+        self.0.waits();
+        self.0.waiting.fetch_sub(1, Ordering::Release);
     }
 }
 
@@ -103,6 +116,7 @@ impl Pace {
             refused: Default::default(),
             turn: Default::default(),
             waited: AtomicU64::new(0),
+            waiting: AtomicUsize::new(0),
             block: AtomicU64::new(0),
             standing: AtomicUsize::new(0),
         })
@@ -127,6 +141,14 @@ impl Pace {
         &self.wakers[Lane::Gpus as usize][0]
     }
 
+    /// Somebody waits for a read until that is dropped, however long it takes: schedulers and disks let a stream of adjacent reads go before
+    /// one that is far from them (mq-deadline for half a second).
+    #[must_use]
+    pub fn wait(self: &Arc<Self>) -> Waiting {
+        self.waiting.fetch_add(1, Ordering::Relaxed);
+        Waiting(Arc::clone(self))
+    }
+
     /// Somebody waits for the disk.
     pub fn waits(&self) {
         self.waits_at(Instant::now());
@@ -143,7 +165,7 @@ impl Pace {
     }
 
     fn is_busy_at(&self, now: Instant) -> bool {
-        self.is_recent(&self.waited, now, CALM)
+        self.waiting.load(Ordering::Acquire) > 0 || self.is_recent(&self.waited, now, CALM)
     }
 
     /// Whether so many bytes more may be read.
@@ -273,6 +295,20 @@ mod tests {
             assert_eq!(begin_all(&pace, lane, PIECE, now).len(), 1);
             assert!(!pace.allows_at(Lane::Cpus, PIECE, now) && !pace.allows_at(Lane::Gpus, PIECE, now));
         }
+    }
+
+    #[test]
+    fn as_long_as_a_read_is_waited_for_it_is_busy() {
+        let pace = Arc::new(pace(2));
+        pace.block.store(250_000, Ordering::Relaxed);
+        let waiting = [pace.wait(), pace.wait()];
+        let later = || Instant::now() + 100 * CALM;
+        assert_eq!(begin_all(&pace, Lane::Gpus, PIECE, later()).len(), 1);
+        let [first, second] = waiting;
+        drop(first);
+        assert!(pace.is_busy_at(later()));
+        drop(second);
+        assert!(pace.is_busy() && !pace.is_busy_at(later()), "as after any wait");
     }
 
     #[test]

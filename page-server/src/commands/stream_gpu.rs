@@ -26,12 +26,14 @@ use crate::timeline::{Timeline, files, follow};
 use crate::worker::{self, Again, AskedToStop};
 use crate::{gpu_stream, logging};
 
-/// Where the plugin and people find it.
+/// Where the plugin and people find it, and what it leaves.
 #[derive(Debug)]
 struct Doors {
     listener: Listener,
     window: Option<Window>,
     work: PathBuf,
+    /// Whether what CPUs touch is recorded.
+    record: bool,
 }
 
 /// Runs the command; gives the exit code: 0 when all is loaded, [`supervisor::STOPPED`] when it was asked to stop and had
@@ -49,7 +51,7 @@ pub fn run(options: &StreamGpu) -> anyhow::Result<u8> {
     // Loading matters more than being seen.
     let window =
         Window::new(&work).inspect_err(|error| warn!("nobody can ask how far it is: {error:#}")).ok();
-    let doors = Arc::new(Doors { listener, window, work });
+    let doors = Arc::new(Doors { listener, window, work, record: options.record });
     let notify = to_notify(options.status_fd);
     // Until the end, and all processes that there will be have it.
     let words: Option<OwnedFd> = notify.first().map(OwnedFd::try_clone).transpose()?;
@@ -75,7 +77,8 @@ fn gpus_alone(start: &Start, doors: &Doors) -> anyhow::Result<()> {
     let timeline = Timeline::default();
     begin(start, doors, &timeline)?;
     start.ready();
-    let done = gpus(doors, Beside { cpus: None, marks: marks(start) }, start.ledger, &timeline);
+    let beside = Beside { cpus: None, marks: marks(start), record: doors.record };
+    let done = gpus(doors, beside, start.ledger, &timeline);
     keep(&timeline, &doors.work);
     done
 }
@@ -196,7 +199,7 @@ fn in_a_thread(
     tell: oneshot::Sender<()>,
 ) -> anyhow::Result<JoinHandle<bool>> {
     begin(start, doors, timeline)?;
-    let beside = Beside { cpus: Some(pace), marks: marks(start) };
+    let beside = Beside { cpus: Some(pace), marks: marks(start), record: doors.record };
     let (doors, ledger, timeline) = (Arc::clone(doors), start.ledger, timeline.clone());
     let load = move || {
         let done = gpus(&doors, beside, ledger, &timeline);

@@ -106,7 +106,7 @@ impl Client {
         }
     }
 
-    /// Opens a session. Both paths are absolute.
+    /// Opens a session. Both paths are absolute. With `record`, what CPUs touch of GPUs' memory is recorded.
     ///
     /// # Errors
     /// The image cannot be served, or the connection broke.
@@ -115,11 +115,13 @@ impl Client {
         images: &Path,
         work: &Path,
         connect_limit: Duration,
+        record: bool,
     ) -> Result<proto::Opened, ClientError> {
         let open = proto::Open {
             images_dir: images.as_os_str().as_bytes().to_vec(),
             work_dir: work.as_os_str().as_bytes().to_vec(),
             connect_limit_ms: u32::try_from(connect_limit.as_millis()).unwrap_or(u32::MAX),
+            record,
         };
         match self.ask(request::Kind::Open(open)).await? {
             reply::Kind::Opened(opened) => Ok(opened),

@@ -124,7 +124,7 @@ impl Registry {
         Ok(number)
     }
 
-    /// The same for an image with memory of GPUs, which a streamer serves. Whether that brings memory of CPUs, too.
+    /// The same for an image with memory of GPUs, which a streamer serves: its session, and whether that brings memory of CPUs, too.
     ///
     /// # Errors
     /// As of [`Registry::open`], or the streamer refuses.
@@ -133,6 +133,7 @@ impl Registry {
         images: &Path,
         work: &Path,
         limit: Duration,
+        record: bool,
     ) -> anyhow::Result<(u64, bool)> {
         self.may_open(images, work)?;
         let looked_at = images.to_owned();
@@ -141,7 +142,7 @@ impl Registry {
             warn!("{}: all memory of CPUs comes before the processes run: {error:#}", images.display());
         }
         let (_, slot) = self.daemon.take_slot(images, work)?;
-        let started = Stream::start(slot, can.is_ok()).await;
+        let started = Stream::start(slot, can.is_ok(), record).await;
         let stream = started.inspect_err(|_| slot.set_state(SessionState::Free))?;
         let (number, pages) = (slot.number(), stream.brings_pages());
         info!(session = number, "a streamer waits for {}", images.display());

@@ -162,9 +162,11 @@ impl Server {
             limit => Duration::from_millis(limit.into()),
         };
         let opened = match gpu_plugin::image_has_gpu(images) {
-            Ok(true) => self.registry.stream(images, work, limit).await.map(|(session, lazy_pages)| {
-                proto::Opened { session, streamer: Some(proto::Streamer { lazy_pages }) }
-            }),
+            Ok(true) => {
+                self.registry.stream(images, work, limit, open.record).await.map(|(session, lazy_pages)| {
+                    proto::Opened { session, streamer: Some(proto::Streamer { lazy_pages }) }
+                })
+            }
             // What cannot be read is refused with the image.
             _ => self
                 .registry

@@ -53,11 +53,12 @@ pub(super) struct Stream {
 }
 
 impl Stream {
-    /// Starts one for a slot that was taken. With `pages` it brings memory of CPUs, too. It listens when this returns.
+    /// Starts one for a slot that was taken. With `pages` it brings memory of CPUs, too, with `record` it records what they touch. It listens
+    /// when this returns.
     ///
     /// # Errors
     /// It cannot be started, or refused: with its own words.
-    pub(super) async fn start(slot: &'static SessionSlot, pages: bool) -> anyhow::Result<Self> {
+    pub(super) async fn start(slot: &'static SessionSlot, pages: bool, record: bool) -> anyhow::Result<Self> {
         let (images, work) = slot.paths();
         let (ours, theirs) = UnixStream::pair().context("making a socket")?;
         ours.set_nonblocking(true).context("making a socket")?;
@@ -68,7 +69,7 @@ impl Stream {
         let stream = Self::of(slot, ours.into())?;
         let log = work.join(LOG);
         let errors = File::create(&log).with_context(|| format!("making {}", log.display()))?;
-        let mut command = streamer::command(&work, pages.then_some(images.as_path()))?;
+        let mut command = streamer::command(&work, pages.then_some(images.as_path()), record)?;
         command.stdout(OwnedFd::from(theirs)).stderr(errors);
         sys::leave_descriptors(&mut command);
         let child = command.spawn().context("starting rewake stream-gpu")?;

@@ -15,13 +15,14 @@ use rewake_kfd::Kfd;
 use rewake_kfd::held::Marks;
 use rewake_kfd::topology::Topology;
 use rewake_store::pace::{Pace, Standing};
-use tracing::warn;
+use tracing::{info, warn};
 
 use super::confirm::Confirm;
 use super::gate::Gate;
 use super::kept::Kept;
 use super::parts::Buffer;
 use super::placeholders::{Handed, Placeholders};
+use super::recorded::{self, NAME, Touched};
 use super::sets::{self, Set};
 use crate::ledger::Ledger;
 
@@ -32,6 +33,8 @@ const FOLDER: &str = "the image directory";
 #[derive(Debug)]
 pub(super) struct Taken {
     channel: Channel,
+    /// The image directory.
+    images: Option<OwnedFd>,
     processes: Vec<Computing>,
     /// From before the gates are shut; none where the driver does not tell.
     pub(super) confirm: Option<Confirm>,
@@ -69,7 +72,7 @@ pub(super) struct Gated<'a> {
 pub(super) fn take(listener: &Listener, holds: Option<&Arc<Pace>>) -> anyhow::Result<Option<Taken>> {
     loop {
         let Some(channel) = listener.accept()? else { return Ok(None) };
-        let mut taken = Taken { channel, processes: Vec::new(), confirm: None, standing: None };
+        let mut taken = Taken { channel, images: None, processes: Vec::new(), confirm: None, standing: None };
         // Somebody looked whether there is one here.
         let first = match taken.hear() {
             Err(Error::Closed) => continue,
@@ -102,13 +105,12 @@ impl Taken {
         self.channel.wait_for_ever()?;
         // While the driver takes an ended process apart, nobody can open it; now nobody waits.
         let driver = Kfd::open().map_err(anyhow::Error::from);
-        let mut folder = None;
         loop {
             let (what, mut with) = self.hear()?;
             match what {
-                to_server::What::Image(_) => folder = with.pop(),
+                to_server::What::Image(_) => self.images = with.pop(),
                 to_server::What::Process(process) => {
-                    let folder = folder.as_ref().context("a process came before its image directory")?;
+                    let folder = self.images.as_ref().context("a process came before its image directory")?;
                     self.processes.push(Computing::open(folder, &process, with.pop())?);
                 }
                 to_server::What::Buffers(buffers) => self.last()?.take(&buffers, with)?,
@@ -209,6 +211,33 @@ impl Taken {
     /// What is to be loaded.
     pub(super) fn processes(&self) -> impl Iterator<Item = Process<'_>> {
         self.processes.iter().map(|of| Process { files: &of.files, dmabufs: &of.dmabufs })
+    }
+
+    /// What CPUs touched in an earlier restore, if that was recorded.
+    pub(super) fn recorded(&self) -> Vec<(usize, usize)> {
+        let Some(images) = &self.images else { return Vec::new() };
+        let place = |of: &Touched| self.processes.iter().position(|process| process.id == of.kfd);
+        let is_there =
+            |of: Touched| place(&of).is_some_and(|place| of.buffer < self.processes[place].dmabufs.len());
+        let recorded = recorded::read(images, is_there).unwrap_or_else(|error| {
+            warn!("{NAME} is not used: {error:#}: remove it, or restore with --record for a new one");
+            Vec::new()
+        });
+        if !recorded.is_empty() {
+            info!("by {NAME}, buffers that come first: {}", recorded.len());
+        }
+        recorded.iter().filter_map(|of| Some((place(of)?, of.buffer))).collect()
+    }
+
+    /// Records what CPUs touched, for later restores. This one has gone well, whatever becomes of that.
+    pub(super) fn record(&self, touched: &[(usize, usize)]) {
+        let touched =
+            touched.iter().map(|(place, buffer)| Touched { kfd: self.processes[*place].id, buffer: *buffer });
+        let Some(images) = &self.images else { return };
+        match recorded::write(images, touched.collect()) {
+            Ok(count) => info!("{NAME}: recorded {count} buffers that CPUs touched"),
+            Err(error) => warn!("what CPUs touched is not recorded: {error:#}"),
+        }
     }
 
     /// N of the `/dev/dri/renderDN` of a process's GPUs.

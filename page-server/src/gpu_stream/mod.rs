@@ -5,7 +5,7 @@
 //! resumes it, and hands over ([`intake`]). Here the rest is loaded; CPUs that touch it wait for it ([`touches`], [`placeholders`]).
 //! Each process's gate is opened when all of its memory is there ([`opening`], [`gate`], [`kept`]), or, where its GPUs reach different memory, for each
 //! of them when its own is ([`sets`], [`by_gpu`]): no queue runs before every byte that its GPU may reach is there (I2). In the end it is looked
-//! whether all do ([`confirm`]). A process whose gate nobody would open any more is killed, by the supervisor if need be.
+//! whether all do ([`confirm`]). What CPUs touched can be kept for the next restore of the image ([`recorded`]). A process whose gate nobody would open any more is killed, by the supervisor if need be.
 
 mod by_gpu;
 mod confirm;
@@ -17,6 +17,7 @@ mod parts;
 mod placeholders;
 #[cfg(test)]
 mod program;
+mod recorded;
 mod sets;
 mod touches;
 mod view;
@@ -32,13 +33,13 @@ use rewake_contents::{Desk, Loading, Process, Report};
 use rewake_handover::Listener;
 use rewake_kfd::held::Marks;
 use rewake_store::pace::{Pace, Standing};
-use tracing::{info, warn};
+use tracing::{debug, info, warn};
 
 use confirm::{Confirm, Opened, Verdict};
 use intake::Taken;
 use opening::Opening;
 use placeholders::Placeholders;
-use touches::{Resident, Touches};
+use touches::{Heard, Resident, Touches};
 
 use crate::ledger::Ledger;
 use crate::sys;
@@ -55,6 +56,9 @@ pub struct Beside {
     pub cpus: Option<Arc<Pace>>,
     /// Where calls can be held and kept away.
     pub marks: Option<Marks>,
+    /// Record in the image directory which buffers CPUs touch. What was recorded before is not used then, and replaced: it would be the
+    /// order of that.
+    pub record: bool,
 }
 
 /// How one restore went.
@@ -77,10 +81,9 @@ fn load(
     processes: &[Process<'_>],
     placeholders: Vec<Placeholders<'_>>,
     opening: &Opening<'_>,
-    pace: Arc<Pace>,
-) -> anyhow::Result<(Option<Report>, u64, Vec<Opened>)> {
+    loading: Loading<'_>,
+) -> anyhow::Result<(Option<Report>, Heard, Vec<Opened>)> {
     let &Opening { ledger, timeline, .. } = opening;
-    let loading = Loading::new(processes, Some(pace))?;
     let sets = opening.sets();
     let resident = Resident::new(processes.len(), &placeholders, &sets)?;
     let (done, ready) = mpsc::channel();
@@ -94,7 +97,10 @@ fn load(
         let touches = scope.spawn(move || or_give_up(ledger, &desk, || touches.run()));
         let opener =
             scope.spawn(move || or_give_up(ledger, &other_desk, || opening.run(&ready, &other_desk)));
-        let loaded = loading.run(|whole| resident.tell(whole));
+        let loaded = loading.run(|whole| {
+            debug!("there: {whole:?}");
+            resident.tell(whole);
+        });
         resident.ended(loaded.is_ok());
         // Why it was given up, before that it was.
         let touched = touches.join().and_then(|touched| touched).unwrap_or_else(|panic| resume_unwind(panic));
@@ -123,13 +129,14 @@ fn or_give_up<T>(
 fn serve_taken(
     taken: &Taken,
     standing: Option<Standing>,
-    marks: Option<&Marks>,
+    beside: Beside,
     ledger: Ledger,
     timeline: &Timeline,
-    pace: Arc<Pace>,
 ) -> anyhow::Result<(Summary, Vec<Opened>)> {
     let (mut gates, mut placeholders) = (Vec::new(), Vec::new());
-    for (place, gated) in taken.go(ledger, marks)? {
+    let Beside { cpus, marks, record } = beside;
+    let pace = cpus.map_or_else(|| Pace::new(Vec::new()).map(Arc::new), Ok)?;
+    for (place, gated) in taken.go(ledger, marks.as_ref())? {
         timeline.runs(place, sys::pidfd_pid(gated.gate.process).unwrap_or_default());
         gates.push((place, gated.gate));
         placeholders.extend(gated.placeholders);
@@ -140,12 +147,19 @@ fn serve_taken(
     let processes: Vec<Process<'_>> = taken.processes().collect();
     let count = gates.len();
     let opening = Opening { taken, gates, ledger, timeline };
-    let loaded = load(&processes, placeholders, &opening, pace);
+    let first = if record { Vec::new() } else { taken.recorded() };
+    let loading = Loading::new(&processes, Some(pace)).map(|loading| loading.first(first));
+    let loaded =
+        loading.map_err(Into::into).and_then(|loading| load(&processes, placeholders, &opening, loading));
     if loaded.is_err() {
         // Before they could hand over what is not there.
         ledger.gates().end_all();
     }
-    let (loaded, touches, opened) = loaded?;
+    let (loaded, heard, opened) = loaded?;
+    if record {
+        taken.record(&heard.order);
+    }
+    let touches = heard.touches;
     Ok((Summary { processes: count, loaded, touches, took: start.elapsed(), held: 0 }, opened))
 }
 
@@ -170,16 +184,14 @@ pub fn serve(
     ledger: Ledger,
     timeline: &Timeline,
 ) -> anyhow::Result<Option<Summary>> {
-    let Beside { cpus, marks } = beside;
-    let holds = cpus.as_ref().filter(|_| marks.is_some());
+    let holds = beside.cpus.as_ref().filter(|_| beside.marks.is_some());
     let Some(mut taken) = intake::take(listener, holds)? else { return Ok(None) };
-    let pace = cpus.map_or_else(|| Pace::new(Vec::new()).map(Arc::new), Ok)?;
     let (confirm, standing) = (taken.confirm.take(), taken.standing.take());
     timeline.handed_over();
     // Asked to stop, it goes on from here: it takes as long as it takes to load, and then no gate is shut.
     let stop: SigSet = [Signal::SIGTERM, Signal::SIGINT].into_iter().collect();
     sigprocmask(SigmaskHow::SIG_BLOCK, Some(&stop), None).context("blocking signals")?;
-    let (mut summary, opened) = serve_taken(&taken, standing, marks.as_ref(), ledger, timeline, pace)?;
+    let (mut summary, opened) = serve_taken(&taken, standing, beside, ledger, timeline)?;
     // Who ends now is taken apart by the driver: nothing of it is open here.
     drop(taken);
     if let Some(confirm) = confirm {

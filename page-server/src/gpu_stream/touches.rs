@@ -150,8 +150,25 @@ pub(super) struct Touches<'a> {
     waiting: BTreeMap<Touch, Instant>,
     /// Whether a process did not stand still: it is tried again.
     again: bool,
-    /// Of touches.
-    served: u64,
+    heard: Heard,
+}
+
+/// What CPUs touched.
+#[derive(Debug, Default)]
+pub(super) struct Heard {
+    /// How often they waited.
+    pub(super) touches: u64,
+    /// For what, by process and buffer: each once, in their order.
+    pub(super) order: Vec<(usize, usize)>,
+    seen: BTreeSet<(usize, usize)>,
+}
+
+impl Heard {
+    fn of(&mut self, process: usize, buffer: usize) {
+        if self.seen.insert((process, buffer)) {
+            self.order.push((process, buffer));
+        }
+    }
 }
 
 impl<'a> Touches<'a> {
@@ -182,16 +199,16 @@ impl<'a> Touches<'a> {
             views: Views::default(),
             waiting: BTreeMap::new(),
             again: false,
-            served: 0,
+            heard: Heard::default(),
         }
     }
 
-    /// Serves until the device is everywhere; how many touches there were. Nothing to do where the load fails: whoever is behind
+    /// Serves until the device is everywhere; what was touched. Nothing to do where the load fails: whoever is behind
     /// a gate is killed.
     ///
     /// # Errors
     /// A process's placeholders cannot be served, or not replaced.
-    pub(super) fn run(mut self) -> anyhow::Result<u64> {
+    pub(super) fn run(mut self) -> anyhow::Result<Heard> {
         self.tell_done();
         while !self.left.is_empty() && !self.resident.given_up.load(Ordering::Acquire) {
             self.wait()?;
@@ -200,7 +217,7 @@ impl<'a> Touches<'a> {
             self.finish()?;
             self.tell_done();
         }
-        Ok(self.served)
+        Ok(self.heard)
     }
 
     fn tell_done(&mut self) {
@@ -252,7 +269,7 @@ impl<'a> Touches<'a> {
             for address in placeholders.touched()? {
                 if let Entry::Vacant(touch) = self.waiting.entry((placeholders.process(), address)) {
                     touch.insert(Instant::now());
-                    self.served += 1;
+                    self.heard.touches += 1;
                 }
             }
         }
@@ -272,6 +289,7 @@ impl<'a> Touches<'a> {
                 placeholders.wake(address, rewake_uffd::PAGE_SIZE);
                 continue;
             };
+            self.heard.of(process, touched.buffer);
             let is_there = self.resident.has(process, touched.buffer);
             if !is_there {
                 self.desk.demand(process, touched.buffer);
@@ -415,7 +433,8 @@ mod tests {
         assert_eq!(program.mappings(), (AT_ONCE, AT_ONCE + 1));
 
         assert!(hears.try_recv().is_err());
-        assert_eq!(touches.run().unwrap(), 1);
+        let heard = touches.run().unwrap();
+        assert_eq!((heard.touches, heard.order), (1, vec![(0, BUFFERS - 1)]));
         assert_eq!(program.mappings(), (0, BUFFERS));
         assert_eq!(hears.iter().collect::<Vec<_>>(), [Ready::Process(0)]);
         let of = &timeline.record().processes[0];

@@ -32,6 +32,16 @@ impl Streamer {
         Self::listens(command, work.join("stream-gpu.log"))
     }
 
+    /// As [`Streamer::start`]; it records in the image directory what CPUs touch.
+    ///
+    /// # Errors
+    /// As [`Streamer::start`].
+    pub fn recording(work: &Path) -> anyhow::Result<Self> {
+        let mut command = Command::new(program()?);
+        command.arg("stream-gpu").arg("-W").arg(work).args(["--record", "-v4", "--status-fd", "1"]);
+        Self::listens(command, work.join("stream-gpu.log"))
+    }
+
     /// Starts the one for CPUs, for a restore of these images that has `--lazy-pages`; it listens when this returns.
     ///
     /// # Errors

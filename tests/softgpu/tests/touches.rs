@@ -20,6 +20,9 @@ use softgpu_tests::{Held, Machine, Streamer, Toucher, isolated};
 const TWO: Large = Large { count: 2, mib: 64, full: false };
 /// Copies and fills of one of [`TWO`], by chunks of 2 MiB, those that are under way when it is touched, and some more.
 const FIRST: u32 = 32 + 10 + 4;
+const FOUR: Large = Large { count: 4, mib: 16, full: false };
+/// More copies and fills than there are of [`FOUR`], by chunks of 2 MiB.
+const ALL: u32 = 1000;
 /// Loading takes 1.4 seconds.
 const SLOW: [(&str, &str); 2] = [("copy_mbps", "6"), ("sdma_rings", "1")];
 /// What the kernel writes to a buffer.
@@ -59,12 +62,28 @@ fn dumped_on(machine: &[(&str, &str)], large: Option<Large>, version: Version) -
 impl Dumped {
     /// Restores it; it runs, and its memory is placeholders for as long as copies are held.
     fn comes_back(&self) -> (Streamer, Held) {
-        let (streamer, held) = (Streamer::start(self.criu.images()).unwrap(), Held::streamers());
-        self.criu.restore().unwrap();
+        let back = self.comes_back_by(Streamer::start);
         let said = self.criu.log("restore");
         assert!(said.contains("2 mappings are placeholders until then"), "{said}");
+        back
+    }
+
+    fn comes_back_by(&self, streamer: impl Fn(&Path) -> anyhow::Result<Streamer>) -> (Streamer, Held) {
+        let (streamer, held) = (streamer(self.criu.images()).unwrap(), Held::streamers());
+        self.criu.restore().unwrap();
         assert!(is_paused(self.toucher.pid()), "{}", streamer.said());
         (streamer, held)
+    }
+
+    /// Restores it without a touch, and ends it: buffers by the image's numbers, as they came to be there, and what the streamer said.
+    fn comes_back_untouched(&self) -> (Vec<usize>, String) {
+        let (mut streamer, held) = self.comes_back_by(Streamer::start);
+        drop(held);
+        assert!(streamer.end().unwrap().success(), "{}", streamer.said());
+        let said = streamer.said();
+        assert!(!said.contains(SWAPPED), "{said}");
+        self.ends();
+        (there(&said), said)
     }
 
     /// Asks it for something that waits for memory, and waits until it does.
@@ -112,6 +131,47 @@ impl Dumped {
             self.ends();
         }
     }
+}
+
+/// The buffers that a streamer says are there, in the order in which they came.
+fn there(said: &str) -> Vec<usize> {
+    let number = |line: &str| {
+        let (_, rest) = line.split_once("there: Buffer { process: 0, number: ")?;
+        rest.split_once(' ')?.0.parse().ok()
+    };
+    said.lines().filter_map(number).collect()
+}
+
+#[test]
+fn what_was_touched_in_a_recorded_restore_comes_first_in_later_ones() {
+    isolated("what_was_touched_in_a_recorded_restore_comes_first_in_later_ones", 1, |_| {
+        let Some(dumped) = dumped_on(&ONE_RING, Some(FOUR), Version::V4_2) else { return };
+        let (before, _) = dumped.comes_back_untouched();
+        assert_eq!(before.len(), FOUR.count, "{before:?}");
+        assert!(before.is_sorted(), "as in the file: {before:?}");
+
+        let (mut streamer, held) = dumped.comes_back_by(Streamer::recording);
+        dumped.waits(&streamer, "tail 3");
+        held.lets_go(ALL);
+        dumped.toucher.answer().unwrap_or_else(|error| panic!("{error:#}\n{}", streamer.said()));
+        drop(held);
+        assert!(streamer.end().unwrap().success(), "{}", streamer.said());
+        assert!(streamer.said().contains("recorded 1 buffers that CPUs touched"), "{}", streamer.said());
+        dumped.ends();
+        let record = dumped.criu.images().join("rewake-order.json");
+        let recorded: serde_json::Value =
+            serde_json::from_str(&fs::read_to_string(&record).unwrap()).unwrap();
+        assert_eq!(recorded["touched"][0]["buffer"], before[3], "{recorded}");
+
+        let (after, said) = dumped.comes_back_untouched();
+        assert_eq!(after, [before[3], before[0], before[1], before[2]], "{said}");
+
+        // One that makes no sense is told of, and makes no difference.
+        fs::write(&record, "{").unwrap();
+        let (damaged, said) = dumped.comes_back_untouched();
+        assert_eq!(damaged, before, "{said}");
+        assert!(said.contains("remove it, or restore with --record"), "{said}");
+    });
 }
 
 #[test]

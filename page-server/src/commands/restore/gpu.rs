@@ -49,13 +49,13 @@ impl Setting {
         let own = if given.is_none() { Some(place::folder(&folder)?) } else { None };
         let work = given.or_else(|| own.as_ref().map(|own| own.path().to_owned())).unwrap_or_default();
         let (streamer, pages) = match daemon {
-            Some(client) => Streamer::ask(client, &socket, order.images, &work).await?,
+            Some(client) => Streamer::ask(client, &socket, order, &work).await?,
             None => {
                 let can = streamer::can_bring_pages(order.images);
                 if let Err(error) = &can {
                     bar.say(&format!("all memory of CPUs comes before the processes run: {error:#}\n"));
                 }
-                let own = Own::start(&work, can.is_ok().then_some(order.images)).await?;
+                let own = Own::start(&work, can.is_ok().then_some(order.images), options.record).await?;
                 (Streamer::Own(own), can.is_ok())
             }
         };

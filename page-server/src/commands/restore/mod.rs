@@ -13,7 +13,7 @@ use std::path::Path;
 use std::process::ExitStatus;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, bail};
+use anyhow::{Context as _, bail, ensure};
 use nix::sys::signal::Signal;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{mpsc, watch};
@@ -69,6 +69,10 @@ pub fn run(options: &Restore) -> anyhow::Result<u8> {
     let images = directory(&options.images_dir, "-D")?;
     let given = Options::read(&options.criu_options, &OURS)?;
     let gpu = gpu_plugin::image_has_gpu(&images).with_context(|| format!("reading {}", images.display()))?;
+    ensure!(
+        gpu || !options.record,
+        "--record: this image has no GPU state, and it records what is touched of that only"
+    );
     let plugins = options.programs.plugins(gpu, &given)?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let order = Order { options, given: &given, images: &images, plugins: plugins.as_deref() };
@@ -79,7 +83,7 @@ async fn restore(order: &Order<'_>) -> anyhow::Result<u8> {
     let Order { options, given, images, .. } = *order;
     let mut signals = signals()?;
     let (place, mut client) = Place::find(options, images).await?;
-    let opened = client.open(images, &place.work, CONNECT_LIMIT).await;
+    let opened = client.open(images, &place.work, CONNECT_LIMIT, false).await;
     let session = opened.context("this image cannot be served; nothing was started")?.session;
     let started = Instant::now();
     let criu = match order.start(&place.work, &["--lazy-pages"]) {

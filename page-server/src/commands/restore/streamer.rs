@@ -10,6 +10,7 @@ use anyhow::{Context as _, bail};
 use tokio::io::AsyncReadExt as _;
 use tokio::net::unix::pipe::Receiver;
 
+use super::Order;
 use crate::control::CONNECT_LIMIT;
 use crate::control::client::{self, Client};
 use crate::streamer::{self, Fate, Said};
@@ -40,10 +41,10 @@ impl Streamer {
     pub(super) async fn ask(
         mut client: Client,
         socket: &Path,
-        images: &Path,
+        order: &Order<'_>,
         work: &Path,
     ) -> anyhow::Result<(Self, bool)> {
-        let opened = client.open(images, work, CONNECT_LIMIT).await;
+        let opened = client.open(order.images, work, CONNECT_LIMIT, order.options.record).await;
         let opened = opened.context("this image cannot be served; nothing was started")?;
         let streamer =
             Self::OfDaemon { socket: socket.to_owned(), session: opened.session, opened: Instant::now() };
@@ -94,12 +95,13 @@ pub(super) struct Own {
 }
 
 impl Own {
-    /// Starts one that the plugin finds in CRIU's work directory; with `images`, memory of CPUs comes from there, too.
+    /// Starts one that the plugin finds in CRIU's work directory; with `images`, memory of CPUs comes from there, too. With
+    /// `record` it records what CPUs touch.
     ///
     /// # Errors
     /// It cannot be started: its own line says why.
-    pub(super) async fn start(work: &Path, images: Option<&Path>) -> anyhow::Result<Self> {
-        let mut command = streamer::command(work, images)?;
+    pub(super) async fn start(work: &Path, images: Option<&Path>, record: bool) -> anyhow::Result<Self> {
+        let mut command = streamer::command(work, images, record)?;
         let mut child = command.stdout(Stdio::piped()).spawn().context("starting rewake stream-gpu")?;
         let words = child.stdout.take().context("rewake stream-gpu has no output")?;
         let words = Receiver::from_owned_fd(words.into()).context("listening to rewake stream-gpu")?;

@@ -73,6 +73,9 @@ pub struct Open {
     /// The session fails when no restore has connected after this time. 0: the daemon's own limit.
     #[prost(uint32, tag = "3")]
     pub connect_limit_ms: u32,
+    /// Of an image with memory of GPUs: record in its directory what CPUs touch of that (`rewake stream-gpu --record`).
+    #[prost(bool, tag = "4")]
+    pub record: bool,
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Opened {

@@ -1,0 +1,169 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! How long the last buffer of a large image takes that is demanded while all of it is loaded, beside a load of that buffer alone, in
+//! turns. What a touch of it waits for, but for the stop of the process and the swap of its mapping.
+//!
+//! * [`image`]: the files and the memory. [`table`]: the figures, and what is wanted of them.
+
+mod image;
+mod table;
+
+use std::os::fd::OwnedFd;
+use std::path::Path;
+use std::sync::{Arc, mpsc};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::Context as _;
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
+use rewake_contents::{Error, Loading, Process, Whole};
+use rewake_store::pace::Pace;
+
+use crate::cache::{drop_files, load_files};
+use crate::processes::check_interrupted;
+use image::{Front, Image, Pages};
+
+/// MiB of each buffer, of an image.
+const SHAPES: [u64; 2] = [image::LARGEST_MIB, 4];
+/// The process that is loaded, and one without buffers: that is whole as soon as the load has all that it needs.
+const PROCESS: usize = 0;
+const NOBODY: usize = 1;
+
+/// Where the bytes come from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum From {
+    PageCache,
+    Disk,
+    /// All but the last buffers.
+    Holes,
+}
+
+/// Both ways to load a last buffer.
+#[derive(Debug, Clone, Copy)]
+struct Round {
+    alone: Duration,
+    /// While the others are loaded.
+    meanwhile: Duration,
+}
+
+/// All rounds of one image.
+#[derive(Debug)]
+struct Far {
+    from: From,
+    buffers: usize,
+    buffer_mib: u64,
+    /// Of all of it, when nothing is demanded.
+    all: Duration,
+    rounds: Vec<Round>,
+}
+
+/// Measures all kinds, with images of so many MiB, and prints the table.
+pub(super) fn run(work: &Path, mib: u64, rounds: u64) -> anyhow::Result<()> {
+    // A descriptor for each buffer.
+    let (_, most) = getrlimit(Resource::RLIMIT_NOFILE).context("getrlimit")?;
+    setrlimit(Resource::RLIMIT_NOFILE, most, most).context("setrlimit")?;
+    print!("\n{}", table::HEAD);
+    for (name, front, ways) in [
+        ("holes", Front::Hole, &[From::Holes][..]),
+        // Last what takes the most memory.
+        ("random", Front::Random, &[From::Disk, From::PageCache]),
+    ] {
+        eprintln!("the far end of {mib} MiB, {name}");
+        let pages = Pages::make(work.join(name), mib, front)?;
+        for from in ways {
+            for buffer_mib in SHAPES {
+                println!("{}", table::row(&far(&pages, *from, buffer_mib, rounds)?));
+            }
+        }
+        image::remove(&pages)?;
+    }
+    Ok(())
+}
+
+fn far(pages: &Pages, from: From, buffer_mib: u64, rounds: u64) -> anyhow::Result<Far> {
+    let mut image = Image::open(pages, buffer_mib)?;
+    let path = [pages.path()];
+    let ready = || match from {
+        From::Disk => drop_files(&path),
+        From::PageCache => load_files(&path).context("there is too little memory: use a smaller --far-mib"),
+        // Its bytes were just written, and to read holes would fill the page cache with zeros.
+        From::Holes => Ok(()),
+    };
+    ready()?;
+    let all = load_all(&image)?;
+    let (mut done, buffers) = (Vec::new(), image.all.len());
+    for round in 0..rounds {
+        check_interrupted()?;
+        ready()?;
+        // Moments all over the first third.
+        let after = all.mul_f64((round as f64 + 0.5) / rounds as f64 / 3.0);
+        let mut take = |after: Option<Duration>| {
+            image.poison();
+            let of = if after.is_some() { &image.all } else { &image.alone };
+            let took = demanded(&image, of, after)?;
+            image.check()?;
+            anyhow::Ok(took)
+        };
+        let first = if round.is_multiple_of(2) { Some(take(None)?) } else { None };
+        let meanwhile = take(Some(after))?;
+        done.push(Round { alone: first.map_or_else(|| take(None), Ok)?, meanwhile });
+    }
+    Ok(Far { from, buffers, buffer_mib, all, rounds: done })
+}
+
+/// As behind processes, where no memory of CPUs comes beside it.
+fn pace() -> anyhow::Result<Arc<Pace>> {
+    Ok(Arc::new(Pace::new(Vec::new())?))
+}
+
+/// How long a load of all takes, and the last buffer is right then.
+fn load_all(image: &Image<'_>) -> anyhow::Result<Duration> {
+    let processes = [Process { files: &image.files, dmabufs: &image.all }];
+    let start = Instant::now();
+    Loading::into_memory(&processes, &image.device, Some(pace()?))?
+        .run(|_| ())?
+        .context("there is nothing to load")?;
+    let took = start.elapsed();
+    image.check()?;
+    Ok(took)
+}
+
+/// From the demand of the last buffer until the load tells that it is whole: demanded so long `after` the load began, or at once. The rest is
+/// given up.
+fn demanded(image: &Image<'_>, of: &[Option<OwnedFd>], after: Option<Duration>) -> anyhow::Result<Duration> {
+    let processes = [Process { files: &image.files, dmabufs: of }, Process { files: &[], dmabufs: &[] }];
+    let last = of.len() - 1;
+    let loading = Loading::into_memory(&processes, &image.device, Some(pace()?))?;
+    let (desk, at_once) = (loading.desk(), loading.desk());
+    let (begins, begun) = mpsc::channel();
+    let (mut from, mut whole) = (None, None);
+    let demanded = thread::scope(|scope| {
+        let demands = scope.spawn(move || {
+            begun.recv().ok()?;
+            thread::sleep(after?);
+            let now = Instant::now();
+            desk.demand(PROCESS, last);
+            Some(now)
+        });
+        let loaded = loading.run(|what| match what {
+            Whole::Process { process: NOBODY } => {
+                from = Some(Instant::now());
+                if after.is_none() {
+                    at_once.demand(PROCESS, last);
+                }
+                // It hears, or the load has failed.
+                let _ = begins.send(());
+            }
+            Whole::Buffer { process: PROCESS, number } if number == last => {
+                whole = Some(Instant::now());
+                at_once.give_up();
+            }
+            _ => {}
+        });
+        match loaded {
+            Ok(_) | Err(Error::GivenUp) => Ok(demands.join().expect("it only sleeps")),
+            Err(error) => Err(error),
+        }
+    })?;
+    let (whole, demanded) = whole.zip(demanded.or(from)).context("the last buffer was never there")?;
+    whole.checked_duration_since(demanded).context("it was there before it was demanded")
+}
