@@ -40,6 +40,20 @@ struct Unmade {
     source: rewake_kfd::Error,
 }
 
+/// What it says of numbers of copy engines' queues, which it gives back exactly (`create_queue_cpsch` of
+/// `kfd_device_queue_manager.c`).
+#[derive(Debug, thiserror::Error)]
+#[error(
+    "make the GPU state of process {pid} as {file} has it: a queue of a copy engine (SDMA) has the number that it had, of another process on that \
+     GPU, and the driver gives back the same only: restore it on another GPU, or when that process has ended"
+)]
+struct Engaged {
+    pid: u32,
+    file: String,
+    #[source]
+    source: rewake_kfd::Error,
+}
+
 impl Restore {
     /// Makes the state of the process `index` in this task, which is its own; see [`super::loading`] for what is
     /// in its buffers.
@@ -51,8 +65,15 @@ impl Restore {
         let image = &self.images.kfd[index].1;
         let imports = self.sharing.imports_of(index);
         let mut state = self.state(image, &renders, &imports)?;
-        let unmade = |source| Unmade { pid: image.pid, file: kfd_name(self.images.kfd[index].0), source };
-        criu::restore(kfd.as_fd(), &mut state).map_err(unmade)?;
+        let (pid, file) = (image.pid, kfd_name(self.images.kfd[index].0));
+        criu::restore(kfd.as_fd(), &mut state).map_err(
+            |source| -> Box<dyn std::error::Error + Send + Sync> {
+                match source.errno() {
+                    Some(libc::EBUSY) => Engaged { pid, file, source }.into(),
+                    _ => Unmade { pid, file, source }.into(),
+                }
+            },
+        )?;
         let mut made = state.bos.iter().zip(state.dmabufs);
         let mut dmabufs = Vec::new();
         for buffer in 0..image.buffers.len() {

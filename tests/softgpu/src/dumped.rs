@@ -45,15 +45,33 @@ impl Dumped {
     /// It cannot be dumped.
     #[must_use]
     pub fn of(shape: &Shape, version: Version) -> Option<Self> {
+        Self::together(shape, version).map(|[dumped]| dumped)
+    }
+
+    /// Servers that ran at the same time, and can again: the driver gives copy engines' queues back by number, which two that ran one after the
+    /// other have in common. The last comes first: CRIU has the kernel give pids from a task's on, so those of what began later would be
+    /// somebody else's.
+    ///
+    /// # Panics
+    /// One cannot be dumped.
+    #[must_use]
+    pub fn together<const COUNT: usize>(shape: &Shape, version: Version) -> Option<[Self; COUNT]> {
         if !queues_come_back() {
             return None;
         }
-        let folder = tempfile::tempdir().unwrap();
-        let mut server = Server::start(shape, folder.path());
-        let criu = Criu::with(Plugin::Ours, version, &folder.path().join("images")).unwrap();
-        criu.dump(server.pid).unwrap();
-        server.was_dumped(&criu);
-        Some(Self { server, criu, _folder: folder })
+        let start = |_| {
+            let folder = tempfile::tempdir().unwrap();
+            (Server::start(shape, folder.path()), folder)
+        };
+        let dump = |(mut server, folder): (Server, tempfile::TempDir)| {
+            let criu = Criu::with(Plugin::Ours, version, &folder.path().join("images")).unwrap();
+            criu.dump(server.pid).unwrap();
+            server.was_dumped(&criu);
+            Self { server, criu, _folder: folder }
+        };
+        let mut all: Vec<Self> = (0..COUNT).map(start).collect::<Vec<_>>().into_iter().map(dump).collect();
+        all.reverse();
+        Some(all.try_into().expect("so many"))
     }
 
     /// A streamer that CRIU's plugin finds.

@@ -6,14 +6,10 @@ use softgpu_tests::criu::{Version, wait_for_the_end_of};
 use softgpu_tests::dumped::{Dumped, ONE_RING, Restoring, dies, is_paused, soon, unreached};
 use softgpu_tests::{Daemon, Held, Machine, isolated};
 
-/// Servers that were dumped, the last first: CRIU has the kernel give pids from a task's on, and so those of what was dumped later would be
-/// somebody else's.
+/// Servers that were dumped.
 fn dumped<const COUNT: usize>() -> Option<[Dumped; COUNT]> {
     Machine::find()?.becomes(&ONE_RING);
-    let all: Option<Vec<Dumped>> = (0..COUNT).map(|_| Dumped::of(&unreached(), Version::V4_2)).collect();
-    let mut all = all?;
-    all.reverse();
-    Some(all.try_into().expect("so many"))
+    Dumped::together(&unreached(), Version::V4_2)
 }
 
 fn restoring(dumped: &Dumped, daemon: &Daemon) -> Restoring {
@@ -107,6 +103,26 @@ fn a_daemon_that_is_killed_takes_nobody_with_it() {
         wait_for_the_end_of(supervisor).unwrap();
         assert!(!is_paused(dumped.server.pid));
         dumped.server.ends_well();
+    });
+}
+
+/// The driver gives queues of copy engines back by number, and both had the first.
+#[test]
+fn a_restore_whose_copy_engine_another_process_has_says_so_and_harms_it_not() {
+    isolated("a_restore_whose_copy_engine_another_process_has_says_so_and_harms_it_not", 1, |_| {
+        let Some([first]) = dumped() else { return };
+        let Some([second]) = dumped() else { return };
+        let daemon = Daemon::start();
+        let (well, said) = restoring(&second, &daemon).end();
+        assert!(well, "{said}");
+        let (well, said) = restoring(&first, &daemon).end();
+        assert!(
+            !well && said.contains("a queue of a copy engine (SDMA) has the number that it had"),
+            "{said}"
+        );
+        second.server.ends_well();
+        first.comes_back();
+        first.server.ends_well();
     });
 }
 
