@@ -63,13 +63,14 @@ impl Dumped {
             let folder = tempfile::tempdir().unwrap();
             (Server::start(shape, folder.path()), folder)
         };
-        let dump = |(mut server, folder): (Server, tempfile::TempDir)| {
+        let servers: Vec<_> = (0..COUNT).map(start).collect();
+        let dump = |(server, folder): (Server, tempfile::TempDir)| {
             let criu = Criu::with(Plugin::Ours, version, &folder.path().join("images")).unwrap();
             criu.dump(server.pid).unwrap();
-            server.was_dumped(&criu);
             Self { server, criu, _folder: folder }
         };
-        let mut all: Vec<Self> = (0..COUNT).map(start).collect::<Vec<_>>().into_iter().map(dump).collect();
+        let mut all: Vec<Self> = servers.into_iter().map(dump).collect();
+        all.iter_mut().for_each(|of| of.server.was_dumped(&of.criu));
         all.reverse();
         Some(all.try_into().expect("so many"))
     }
