@@ -64,14 +64,14 @@ impl Dumped {
             (Server::start(shape, folder.path()), folder)
         };
         let servers: Vec<_> = (0..COUNT).map(start).collect();
-        let dump = |(server, folder): (Server, tempfile::TempDir)| {
+        let dump = |(mut server, folder): (Server, tempfile::TempDir)| {
             let criu = Criu::with(Plugin::Ours, version, &folder.path().join("images")).unwrap();
             criu.dump(server.pid).unwrap();
+            // Those that were there before it still are.
+            server.was_dumped(&criu);
             Self { server, criu, _folder: folder }
         };
-        let mut all: Vec<Self> = servers.into_iter().map(dump).collect();
-        all.iter_mut().for_each(|of| of.server.was_dumped(&of.criu));
-        all.reverse();
+        let all: Vec<Self> = servers.into_iter().rev().map(dump).collect();
         Some(all.try_into().expect("so many"))
     }
 
