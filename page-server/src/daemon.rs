@@ -16,7 +16,7 @@ use crate::fill::Pool;
 use crate::image::{Image, TaskPlan};
 use crate::ledger::{Ledger, NO_FD, Received, SessionSlot, SessionState};
 use crate::session::Session;
-use crate::{socket, spaces, sys};
+use crate::{socket, spaces, streamer, sys};
 
 /// "ReSTore Finished" (criu/uffd.c), sent by the restore when all tasks are in place. No pid is this large.
 const FINISHED: u32 = 0x5253_5446;
@@ -67,8 +67,11 @@ impl Daemon {
     /// Sessions that a restore has connected to.
     #[must_use]
     pub fn restores_under_way(&self) -> usize {
-        let connected =
-            |slot: &&SessionSlot| !matches!(slot.state(), SessionState::Free | SessionState::Listening);
+        let connected = |slot: &&SessionSlot| match slot.state() {
+            SessionState::Free | SessionState::Listening => false,
+            SessionState::Streaming => streamer::is_met(&slot.paths().1),
+            SessionState::Handshake | SessionState::Restoring | SessionState::Running => true,
+        };
         self.ledger.sessions().iter().filter(connected).count()
     }
 
@@ -81,7 +84,6 @@ impl Daemon {
         let image = Image::open(images)?;
         let listener = socket::listen(work)?;
         let (index, slot) = self.take_slot(images, work)?;
-        slot.inbox.reset();
         slot.listener.store(listener.as_raw_fd(), Ordering::Release);
         info!(
             session = slot.number(),
@@ -113,6 +115,7 @@ impl Daemon {
             bail!("{} restores are being served: wait for one to end", crate::ledger::MAX_SESSIONS)
         };
         let slot = &self.ledger.sessions()[index];
+        slot.inbox.reset();
         if let Err(error) = slot.set_paths(images, work) {
             slot.set_state(SessionState::Free);
             return Err(error.into());

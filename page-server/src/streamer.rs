@@ -2,12 +2,13 @@
 //! A `rewake stream-gpu` as those see it who start it: the program, and what it says of those whose memory it brings.
 
 use std::os::unix::process::CommandExt as _;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use anyhow::Context as _;
 use nix::sys::signal::{Signal, killpg};
 use nix::unistd::Pid;
+use rewake_handover::SOCKET;
 use rewake_kfd::held;
 
 use crate::image::Image;
@@ -94,6 +95,12 @@ impl Said {
         self.has(Self::SHUT)
     }
 
+    /// Whether some of the memory was there.
+    #[must_use]
+    pub fn any_there(self) -> bool {
+        self.has(Self::OPEN | Self::BACK)
+    }
+
     /// What it means when nobody is left to say more; `pages`: memory of CPUs was to come from it, too.
     #[must_use]
     pub fn fate(self, pages: bool) -> Fate {
@@ -131,8 +138,7 @@ pub fn can_bring_pages(images: &Path) -> anyhow::Result<()> {
 /// # Errors
 /// This program is not found.
 pub fn command(work: &Path, images: Option<&Path>, record: bool) -> anyhow::Result<Command> {
-    let program = std::env::current_exe().context("finding this program")?;
-    let mut command = Command::new(program);
+    let mut command = Command::new(program()?);
     command.arg("stream-gpu").arg("-W").arg(work).args(["--status-fd", "1"]).process_group(0);
     if let Some(images) = images {
         command.arg("-D").arg(images);
@@ -142,6 +148,21 @@ pub fn command(work: &Path, images: Option<&Path>, record: bool) -> anyhow::Resu
     }
     command.stdin(Stdio::null());
     Ok(command)
+}
+
+/// This program; of a daemon that was started before an upgrade, the one in its place.
+fn program() -> anyhow::Result<PathBuf> {
+    let program = std::env::current_exe().context("finding this program")?;
+    // The kernel's word for a file that was removed (`d_path` of fs/d_path.c).
+    let replaced = program.to_str().and_then(|path| path.strip_suffix(" (deleted)")).map(PathBuf::from);
+    Ok(replaced.filter(|path| path.is_file()).unwrap_or(program))
+}
+
+/// Whether a restore's plugin has come to a streamer with this work directory: the socket there is for the first. Nobody comes when the
+/// directory has gone.
+#[must_use]
+pub fn is_met(work: &Path) -> bool {
+    work.is_dir() && !work.join(SOCKET).exists()
 }
 
 /// Asks one to end when it has nothing to do any more. The whole group: a worker whose supervisor was killed is asked by nobody else.

@@ -6,15 +6,22 @@ use std::fs;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
+use nix::unistd::Pid;
 use rewake_tests::daemon::{Daemon, processes_naming, timeline};
-use rewake_tests::process::{until, write_program};
+use rewake_tests::process::{children, kill_all, until, write_program};
 use rewake_tests::scene::{ACT, END};
 use rewake_tests::{Criu, Scene, Verdict, need};
 
 /// An image of a process without GPUs that looks as if it had some.
-fn scene(criu: &Criu) -> Scene {
+fn dumped(criu: &Criu) -> Scene {
     let scene = Scene::dumped(criu, "plain", 16).unwrap();
     fs::write(scene.images().join("amdgpu-kfd-1.img"), "").unwrap();
+    scene
+}
+
+/// The same, of one that ends when it runs.
+fn scene(criu: &Criu) -> Scene {
+    let scene = dumped(criu);
     scene.go().unwrap();
     scene
 }
@@ -103,4 +110,50 @@ fn what_a_streamer_complains_of_is_the_answer() {
     assert_eq!(output.status.code(), Some(1), "{said}");
     assert!(said.contains("nothing was started") && said.contains("somebody listens there"), "{said}");
     assert_eq!(daemon.status().unwrap()["sessions"].as_array().unwrap().len(), 0);
+}
+
+#[test]
+fn a_tree_that_outlives_the_daemon_ends_as_it_does() {
+    let criu = need!(Criu::main());
+    let (scene, mut daemon) = (dumped(&criu), Daemon::start().unwrap());
+    let mut command = daemon.restore(&criu, &scene.images()).unwrap();
+    command.arg("-W").arg(scene.work()).args(["--", "-v4"]).env("CRIU_LIBS_DIR", scene.work());
+    let restoring = command.spawn().unwrap();
+    let log = || fs::read_to_string(scene.work().join("restore.log")).unwrap_or_default();
+    until(ACT, || log().contains("Restore finished successfully").then_some(())).expect("the tree runs");
+    // Nobody depends on it: nothing was handed over to its streamer.
+    daemon.terminate().unwrap();
+    assert!(daemon.ended(END).unwrap().success(), "{}", daemon.logs());
+    scene.go().unwrap();
+    let told = timeline(&restoring.wait_with_output().unwrap()).unwrap();
+    assert_eq!(told["criu_exit_code"], 0);
+    assert_eq!(scene.written(), "OK\n");
+}
+
+/// Whether the daemon or the client goes: nobody else would end the streamer.
+#[test]
+fn a_streamer_to_which_no_restore_comes_is_ended() {
+    let criu = need!(Criu::main());
+    let never = Path::new("/never");
+    let scenes = [dumped(&criu), dumped(&criu)];
+    let [daemon, killed] = [Daemon::start().unwrap(), Daemon::start().unwrap()];
+    for (daemon, scene) in [&daemon, &killed].into_iter().zip(&scenes) {
+        let mut client = late(daemon, &criu, scene, never).spawn().unwrap();
+        let open = || daemon.status().ok()?["sessions"].as_array()?.first()?["gpus"].as_bool();
+        assert_eq!(until(ACT, open), Some(true));
+        // It, and what is to be its CRIU.
+        let waiting = children(Pid::from_raw(client.id().cast_signed()));
+        client.kill().unwrap();
+        client.wait().unwrap();
+        kill_all(&waiting);
+    }
+    drop(killed);
+    for scene in &scenes {
+        let work = format!("stream-gpu -W {}", scene.work().display());
+        assert!(!processes_naming(&work).is_empty(), "it waits for one");
+        until(2 * END, || processes_naming(&work).is_empty().then_some(())).expect("no streamer is left");
+    }
+    let status = daemon.status().unwrap();
+    let sessions = status["sessions"].as_array().unwrap().len();
+    assert_eq!((sessions, &status["daemon"]["generation"]), (0, &1.into()), "{status}");
 }

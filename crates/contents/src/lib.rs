@@ -78,6 +78,8 @@ fn run(
     if processes.iter().flat_map(|process| process.files).all(|file| file.chunks() == 0) {
         return Ok(None);
     }
+    // Not when they are opened: the plugin and the streamer of one restore have them open at the same time.
+    processes.iter().flat_map(|process| process.files).for_each(|file| file.file.join());
     let start = Instant::now();
     let (ways, moved) = beside(|| {
         let mut flow = Flow::new(processes, sink, pace)?;

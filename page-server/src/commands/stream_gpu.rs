@@ -7,6 +7,9 @@ use std::sync::Arc;
 use std::thread::{self, JoinHandle};
 
 use anyhow::{Context as _, ensure};
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 use rewake_handover::{FOLDER, Gated, Listener};
 use rewake_kfd::held::{self, Marks};
 use rewake_store::pace::Pace;
@@ -15,6 +18,7 @@ use tracing::{error, info, warn};
 
 use super::{directory, lazy_pages, to_notify};
 use crate::cli::StreamGpu;
+use crate::control::CONNECT_LIMIT;
 use crate::control::streaming::Window;
 use crate::daemon::{Daemon, Summary};
 use crate::gpu_stream::Beside;
@@ -24,7 +28,7 @@ use crate::supervisor::{self, STOPPED, Start};
 use crate::timeline::record::State;
 use crate::timeline::{Timeline, files, follow};
 use crate::worker::{self, Again, AskedToStop};
-use crate::{gpu_stream, logging};
+use crate::{gpu_stream, logging, streamer, sys};
 
 /// Where the plugin and people find it, and what it leaves.
 #[derive(Debug)]
@@ -34,6 +38,8 @@ struct Doors {
     work: PathBuf,
     /// Whether what CPUs touch is recorded.
     record: bool,
+    /// Who is told what becomes of the processes.
+    words: Option<OwnedFd>,
 }
 
 /// Runs the command; gives the exit code: 0 when all is loaded, [`supervisor::STOPPED`] when it was asked to stop and had
@@ -51,12 +57,12 @@ pub fn run(options: &StreamGpu) -> anyhow::Result<u8> {
     // Loading matters more than being seen.
     let window =
         Window::new(&work).inspect_err(|error| warn!("nobody can ask how far it is: {error:#}")).ok();
-    let doors = Arc::new(Doors { listener, window, work, record: options.record });
     let notify = to_notify(options.status_fd);
     // Until the end, and all processes that there will be have it.
     let words: Option<OwnedFd> = notify.first().map(OwnedFd::try_clone).transpose()?;
+    let doors = Arc::new(Doors { listener, window, work, record: options.record, words });
     supervisor::supervise(notify, |start| {
-        if let Some(words) = &words {
+        if let Some(words) = &doors.words {
             start.ledger.gates().tell(words.as_fd());
         }
         let done = match &images {
@@ -95,10 +101,27 @@ fn begin(start: &Start, doors: &Doors, timeline: &Timeline) -> anyhow::Result<()
     if let Some(window) = &doors.window {
         window.show(timeline.clone())?;
     }
+    if let Some(words) = &doors.words {
+        ends_when_abandoned(words.try_clone()?, doors.work.clone(), start.supervisor)?;
+    }
     if let Err(error) = follow(timeline.clone()) {
         warn!("how far it is will be seen when somebody asks: {error}");
     }
     Ok(())
+}
+
+/// When whoever started this has gone, a restore that has not come by [`CONNECT_LIMIT`] afterwards does not come: nobody else would end it.
+fn ends_when_abandoned(words: OwnedFd, work: PathBuf, supervisor: i32) -> anyhow::Result<()> {
+    let wait = move || {
+        let mut gone = [PollFd::new(words.as_fd(), PollFlags::empty())];
+        while !matches!(poll(&mut gone, PollTimeout::NONE), Ok(1..)) {}
+        thread::sleep(CONNECT_LIMIT);
+        if !streamer::is_met(&work) {
+            // It asks the worker to stop, which has nothing to do, or has, and goes on.
+            let _ = kill(Pid::from_raw(supervisor), Signal::SIGTERM);
+        }
+    };
+    sys::thread_without_signals("abandoned", wait).context("starting a thread")
 }
 
 /// Memory of CPUs, by reactors of its own, and of GPUs, in a thread of its own.

@@ -12,7 +12,7 @@ use tokio::time::sleep;
 
 use super::frame::{FrameError, receive, send};
 use super::proto::{self, Reply, Request, reply, request};
-use super::{MESSAGE_LIMIT, VERSION, hello};
+use super::{MESSAGE_LIMIT, OPEN_LIMIT, VERSION, hello};
 
 /// Time without any report after which a followed session is given up. A worker's successor answers within
 /// milliseconds.
@@ -94,12 +94,16 @@ impl Client {
     }
 
     async fn ask(&mut self, kind: request::Kind) -> Result<reply::Kind, ClientError> {
-        send(&mut self.stream, &Request { kind: Some(kind) }).await?;
-        self.answer().await
+        self.ask_within(kind, MESSAGE_LIMIT).await
     }
 
-    async fn answer(&mut self) -> Result<reply::Kind, ClientError> {
-        let reply: Reply = receive(&mut self.stream, MESSAGE_LIMIT).await?.ok_or(ClientError::Closed)?;
+    async fn ask_within(&mut self, kind: request::Kind, limit: Duration) -> Result<reply::Kind, ClientError> {
+        send(&mut self.stream, &Request { kind: Some(kind) }).await?;
+        self.answer(limit).await
+    }
+
+    async fn answer(&mut self, limit: Duration) -> Result<reply::Kind, ClientError> {
+        let reply: Reply = receive(&mut self.stream, limit).await?.ok_or(ClientError::Closed)?;
         match reply.kind.ok_or(ClientError::Unexpected)? {
             reply::Kind::Failure(failure) => Err(ClientError::Refused(failure.reason)),
             kind => Ok(kind),
@@ -123,7 +127,7 @@ impl Client {
             connect_limit_ms: u32::try_from(connect_limit.as_millis()).unwrap_or(u32::MAX),
             record,
         };
-        match self.ask(request::Kind::Open(open)).await? {
+        match self.ask_within(request::Kind::Open(open), OPEN_LIMIT).await? {
             reply::Kind::Opened(opened) => Ok(opened),
             _ => Err(ClientError::Unexpected),
         }
@@ -185,7 +189,7 @@ impl Client {
                 reply::Kind::Ended(ended) => return Ok(ended),
                 _ => return Err(ClientError::Unexpected),
             }
-            kind = self.answer().await?;
+            kind = self.answer(MESSAGE_LIMIT).await?;
         }
     }
 }
@@ -217,17 +221,17 @@ pub async fn follow(
     }
 }
 
-/// Ends a session with memory of GPUs when that is all there, through the death of workers.
-///
-/// # Errors
-/// As of [`follow`].
-pub async fn finish(socket: &Path, session: u64) -> Result<proto::Ended, ClientError> {
-    let asked = async { Client::connect(socket).await?.end(session).await };
-    match asked.await {
-        // It ended by itself, or the one that was asked has died: its successor goes on.
-        Err(error) if error.is_passing() || matches!(error, ClientError::Refused(_)) => {
-            follow(socket, session, &watch::channel(proto::Session::default()).0).await
+/// No other restore will come for a session with memory of GPUs. It has been asked to end when this returns, or has ended.
+pub async fn ask_to_end(socket: &Path, session: u64) {
+    let started = Instant::now();
+    loop {
+        let asked = async {
+            let mut client = Client::connect(socket).await?;
+            client.ask(request::Kind::End(proto::End { session })).await
+        };
+        match asked.await {
+            Err(error) if error.is_passing() && started.elapsed() < PATIENCE => sleep(RETRY).await,
+            _ => return,
         }
-        other => other,
     }
 }

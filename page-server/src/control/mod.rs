@@ -32,6 +32,8 @@ pub const VERSION: u32 = 1;
 pub const MAX_MESSAGE: usize = 1 << 20;
 /// Time that one message may take to come or to go, and that a connection may be idle between requests.
 pub const MESSAGE_LIMIT: Duration = Duration::from_secs(10);
+/// Time that a session may take to be opened: an image is checked, a streamer begins.
+pub const OPEN_LIMIT: Duration = Duration::from_secs(60);
 /// Time between two reports of a followed session.
 pub const REPORT: Duration = Duration::from_millis(100);
 /// Time that a restore has to connect when its client sets no limit.

@@ -31,6 +31,8 @@ pub struct Registry {
     daemon: Arc<Daemon>,
     live: RefCell<BTreeMap<u64, Served>>,
     any: Cell<bool>,
+    /// Streamers that are being started.
+    opening: Cell<usize>,
     /// A session ended.
     pub ended: Notify,
 }
@@ -72,8 +74,8 @@ impl Registry {
     /// The registry of a worker that has taken up no sessions yet.
     #[must_use]
     pub fn new(daemon: &Arc<Daemon>) -> Rc<Self> {
-        let (live, any) = (RefCell::default(), Cell::new(false));
-        Rc::new(Self { daemon: Arc::clone(daemon), live, any, ended: Notify::new() })
+        let (live, any, opening) = (RefCell::default(), Cell::new(false), Cell::new(0));
+        Rc::new(Self { daemon: Arc::clone(daemon), live, any, opening, ended: Notify::new() })
     }
 
     /// Takes up what a dead worker left.
@@ -89,19 +91,18 @@ impl Registry {
         for slot in self.daemon.ledger.sessions().iter().filter(streamed) {
             match Stream::inherit(slot) {
                 Ok(stream) => self.follow(stream, super::CONNECT_LIMIT),
-                Err(error) => error!(session = slot.number(), "{error:#}; it goes on by itself"),
+                Err(error) => {
+                    let (images, work) = slot.paths();
+                    self.lost(&Lost { number: slot.number(), images, work, error });
+                    slot.set_state(SessionState::Free);
+                }
             }
             self.any.set(true);
         }
     }
 
     fn lost(&self, lost: &Lost) {
-        error!(
-            session = lost.number,
-            "{:#}; ended the restored processes of {}",
-            lost.error,
-            lost.images.display()
-        );
+        error!(session = lost.number, "{:#}; lost the restore of {}", lost.error, lost.images.display());
         let summary = proto::Session {
             session: lost.number,
             images_dir: lost.images.as_os_str().as_bytes().to_vec(),
@@ -142,13 +143,24 @@ impl Registry {
             warn!("{}: all memory of CPUs comes before the processes run: {error:#}", images.display());
         }
         let (_, slot) = self.daemon.take_slot(images, work)?;
-        let started = Stream::start(slot, can.is_ok(), record).await;
-        let stream = started.inspect_err(|_| slot.set_state(SessionState::Free))?;
+        let stream = self.start(slot, can.is_ok(), record).await?;
         let (number, pages) = (slot.number(), stream.brings_pages());
         info!(session = number, "a streamer waits for {}", images.display());
         self.any.set(true);
         self.follow(stream, limit);
         Ok((number, pages))
+    }
+
+    /// The daemon does not end meanwhile.
+    async fn start(&self, slot: &'static SessionSlot, pages: bool, record: bool) -> anyhow::Result<Stream> {
+        self.opening.set(self.opening.get() + 1);
+        let started = Stream::start(slot, pages, record).await;
+        self.opening.set(self.opening.get() - 1);
+        if started.is_err() {
+            slot.set_state(SessionState::Free);
+            self.ended.notify_waiters();
+        }
+        started
     }
 
     fn may_open(&self, images: &Path, work: &Path) -> anyhow::Result<()> {
@@ -258,7 +270,7 @@ impl Registry {
     /// True when no session is being served.
     #[must_use]
     pub fn is_empty(&self) -> bool {
-        self.live.borrow().is_empty()
+        self.live.borrow().is_empty() && self.opening.get() == 0
     }
 
     /// True once a session was opened or inherited.
@@ -340,6 +352,7 @@ impl Live {
             first_fault_ns,
             last_fault_ns,
             gpus: false,
+            there_ns: 0,
         }
     }
 }

@@ -149,7 +149,16 @@ impl Server {
                     failure("a request that this daemon does not know")
                 }
             };
-            send(&mut stream, &Reply { kind: Some(answer) }).await?;
+            let opened = match &answer {
+                reply::Kind::Opened(opened) => Some(opened.session),
+                _ => None,
+            };
+            let sent = send(&mut stream, &Reply { kind: Some(answer) }).await;
+            if let (Err(_), Some(session)) = (&sent, opened) {
+                // Nobody knows of it. It may have ended by itself.
+                let _ = self.registry.end(session);
+            }
+            sent?;
         }
         Ok(())
     }

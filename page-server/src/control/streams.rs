@@ -13,9 +13,8 @@ use std::process::Child;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, bail};
-use nix::sys::socket::{MsgFlags, recv};
-use rewake_handover::SOCKET;
+use anyhow::{Context as _, bail, ensure};
+use nix::sys::socket::{MsgFlags, recv, setsockopt, sockopt};
 use tokio::io::unix::AsyncFd;
 use tokio::sync::watch;
 use tokio::time::{MissedTickBehavior, interval, sleep, timeout};
@@ -34,8 +33,10 @@ use crate::timeline::files;
 const LOG: &str = "rewake-stream-gpu.log";
 /// Between two looks how far it is.
 const LOOK: Duration = Duration::from_millis(500);
-/// For a streamer to begin, and to answer, on a machine that has much else to do.
-const ANSWER_LIMIT: Duration = Duration::from_secs(10);
+/// For a streamer to begin, and to answer, on a machine that has much else to do. A client waits longer: [`super::OPEN_LIMIT`].
+const ANSWER_LIMIT: Duration = Duration::from_secs(30);
+/// Room for the words of as many processes as a restore may have, while nobody listens: each takes the kernel about a kilobyte.
+const WORDS: usize = 4 << 20;
 
 /// One of them.
 #[derive(Debug)]
@@ -59,43 +60,60 @@ impl Stream {
     /// # Errors
     /// It cannot be started, or refused: with its own words.
     pub(super) async fn start(slot: &'static SessionSlot, pages: bool, record: bool) -> anyhow::Result<Self> {
-        let (images, work) = slot.paths();
         let (ours, theirs) = UnixStream::pair().context("making a socket")?;
         ours.set_nonblocking(true).context("making a socket")?;
+        // With less of it, too.
+        let _ = setsockopt(&theirs, sockopt::SndBufForce, &WORDS);
+        let stream = Self::of(slot, ours.into())?;
         slot.pages.store(pages.into(), Ordering::Relaxed);
-        slot.connection.store(ours.as_raw_fd(), Ordering::Release);
+        slot.connection.store(stream.words.as_raw_fd(), Ordering::Release);
         // From here on a successor takes it up, or finds that it has ended.
         slot.set_state(SessionState::Streaming);
-        let stream = Self::of(slot, ours.into())?;
+        if let Err(error) = stream.begin(theirs, record).await {
+            stream.ask_to_end();
+            stream.close();
+            return Err(error.context("starting rewake stream-gpu"));
+        }
+        Ok(stream)
+    }
+
+    async fn begin(&self, theirs: UnixStream, record: bool) -> anyhow::Result<()> {
+        let (images, work) = self.slot.paths();
+        let pages = self.brings_pages();
         let log = work.join(LOG);
         let errors = File::create(&log).with_context(|| format!("making {}", log.display()))?;
         let mut command = streamer::command(&work, pages.then_some(images.as_path()), record)?;
         command.stdout(OwnedFd::from(theirs)).stderr(errors);
         sys::leave_descriptors(&mut command);
-        let child = command.spawn().context("starting rewake stream-gpu")?;
+        let child = command.spawn()?;
         // It has the other end of the socket.
         drop(command);
-        slot.streamer.store(child.id().cast_signed(), Ordering::Release);
-        stream.child.replace(Some(child));
+        self.slot.streamer.store(child.id().cast_signed(), Ordering::Release);
+        self.child.replace(Some(child));
         let ready = async {
-            while !stream.said().is_ready() {
-                if !stream.hear().await? {
-                    stream.collect();
+            while !self.said().is_ready() {
+                if !self.hear().await? {
+                    self.exit_code();
                     bail!("{}", last_words(&work).unwrap_or_else(|| "it said nothing".to_owned()));
                 }
             }
             Ok(())
         };
-        let ready = timeout(ANSWER_LIMIT, ready).await.context("rewake stream-gpu does not begin");
-        ready.flatten().inspect_err(|_| stream.ask_to_end()).context("starting rewake stream-gpu")?;
-        Ok(stream)
+        timeout(ANSWER_LIMIT, ready).await.context("it does not begin").flatten()
     }
 
     /// Takes up one that a worker started which died.
+    ///
+    /// # Errors
+    /// It cannot be listened to.
     pub(super) fn inherit(slot: &'static SessionSlot) -> anyhow::Result<Self> {
+        let number = slot.connection.load(Ordering::Acquire);
+        ensure!(number != NO_FD, "the connection with rewake stream-gpu is lost");
         // SAFETY: the dead worker left it open in the shared table for us; the ledger names it once.
-        let words = unsafe { sys::take_over(slot.connection.load(Ordering::Acquire)) };
-        Self::of(slot, words)
+        let stream = Self::of(slot, unsafe { sys::take_over(number) })?;
+        // When exactly nobody knows any more.
+        stream.there.set(stream.said().any_there().then_some(Duration::ZERO));
+        Ok(stream)
     }
 
     fn of(slot: &'static SessionSlot, words: OwnedFd) -> anyhow::Result<Self> {
@@ -137,13 +155,16 @@ impl Stream {
                 Err(error) => return Err(format!("listening to rewake stream-gpu: {error}")),
             }
         }
-        self.collect();
+        let code = self.exit_code();
         let (_, work) = self.slot.paths();
         if let Ok(Some(record)) = files::read(&work) {
             self.saw(picture(&record));
         }
         let (said, words) = (self.said(), last_words(&work));
-        let fate = said.fate(self.brings_pages());
+        let fate = match said.fate(self.brings_pages()) {
+            Fate::Nothing | Fate::Open if code == Some(1) => Fate::Killed,
+            fate => fate,
+        };
         Err(match (fate.reason(), words) {
             (None, _) => return Ok(fate == Fate::Open),
             (Some(_), None) if !said.any_ran() => {
@@ -157,11 +178,8 @@ impl Stream {
     }
 
     /// Its last process has let go of the socket, so that this is no wait.
-    fn collect(&self) {
-        if let Some(mut child) = self.child.take() {
-            // What became of it it has said.
-            let _ = child.wait();
-        }
+    fn exit_code(&self) -> Option<i32> {
+        self.child.take()?.wait().ok()?.code()
     }
 
     /// Takes what it has said; false when nobody is left to say more. A word is noted before it is taken: a worker that dies between
@@ -223,9 +241,8 @@ impl Stream {
         std::future::pending::<()>().await;
     }
 
-    /// Whether a restore's plugin has come: the socket is for the first.
     fn is_met(&self) -> bool {
-        !self.slot.paths().1.join(SOCKET).exists()
+        streamer::is_met(&self.slot.paths().1)
     }
 
     /// No other restore will come for it.
@@ -245,9 +262,8 @@ impl Stream {
         Said::from_bits(self.slot.said.load(Ordering::Acquire))
     }
 
-    /// Frees its slot.
+    /// Frees its slot, before its socket is closed: a successor must not take what has that number by then for it.
     pub(super) fn close(&self) {
-        self.slot.connection.store(NO_FD, Ordering::Release);
         self.slot.set_state(SessionState::Free);
     }
 
@@ -269,13 +285,15 @@ impl Stream {
             images_dir: images.as_os_str().as_bytes().to_vec(),
             work_dir: work.as_os_str().as_bytes().to_vec(),
             state: state as i32,
-            elapsed_ns: nanos(self.there.get().unwrap_or_else(|| self.since.elapsed())),
+            elapsed_ns: nanos(self.since.elapsed()),
             running_ns: ran.map_or(0, |ran| nanos(*began + Duration::from_micros(ran))),
             tasks: u32::try_from(seen.processes.len()).unwrap_or(u32::MAX),
             pages_total: pages(parts().map(|part| part.bytes).sum()),
             pages_copied: pages(parts().map(|part| part.resident).sum()),
             faults: seen.processes.iter().map(|process| process.faults + process.page_faults).sum(),
             gpus: true,
+            // What was at 0 is told as at 1: 0 is not yet.
+            there_ns: self.there.get().map_or(0, |there| nanos(there).max(1)),
             ..Default::default()
         }
     }

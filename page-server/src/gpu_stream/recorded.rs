@@ -13,8 +13,6 @@ use serde::{Deserialize, Serialize};
 
 /// In the image directory.
 pub(super) const NAME: &str = "rewake-order.json";
-/// Until it is whole.
-const PART: &str = "rewake-order.json.part";
 const VERSION: u32 = 1;
 /// Buffers of all processes together. What comes behind so many others gains nothing by its place, and the file is read while processes run.
 const MOST: usize = 1 << 14;
@@ -46,8 +44,10 @@ pub(super) fn write(images: &OwnedFd, mut touched: Vec<Touched>) -> anyhow::Resu
     let count = touched.len();
     let mut text = serde_json::to_vec(&Recorded { version: VERSION, touched })?;
     text.push(b'\n');
-    folder::write(images.as_fd(), PART, &text)?;
-    renameat(images, PART, images, NAME).with_context(|| format!("rename {PART} to {NAME}"))?;
+    // Until it is whole; another restore's has another name.
+    let part = format!("{NAME}.{}", std::process::id());
+    folder::write(images.as_fd(), &part, &text)?;
+    renameat(images, part.as_str(), images, NAME).with_context(|| format!("rename {part} to {NAME}"))?;
     Ok(count)
 }
 

@@ -37,21 +37,32 @@ pub unsafe trait Memory {
     fn is_for_devices(&self) -> bool;
 }
 
-/// A file that is transferred, opened once or twice: past the page cache, too, where the file system permits it. What several
-/// restores read at once goes through the page cache, which reads it from the disk once.
+/// A file that is transferred, opened once or twice: past the page cache, too, where the file system permits it.
 #[derive(Debug)]
 pub struct TransferFile {
     name: PathBuf,
     buffered: File,
     direct: Option<File>,
     refused: AtomicBool,
+    joined: AtomicBool,
 }
 
 impl TransferFile {
     /// `direct` is the same file, opened with `O_DIRECT`; `name` is for messages.
     pub fn new(name: impl Into<PathBuf>, buffered: File, direct: Option<File>) -> Arc<Self> {
-        readers::join(&buffered);
-        Arc::new(Self { name: name.into(), buffered, direct, refused: AtomicBool::new(false) })
+        let [refused, joined] = [false; 2].map(AtomicBool::new);
+        Arc::new(Self { name: name.into(), buffered, direct, refused, joined })
+    }
+
+    /// It is read from now on: what others read at the same time, in other processes, goes through the page cache, which reads it from the disk
+    /// once. Not on file systems of other hosts.
+    pub fn join(&self) {
+        self.joined.store(readers::join(&self.buffered), Ordering::Relaxed);
+    }
+
+    /// Whether others have joined, too, and it is worth while to share.
+    fn is_shared(&self) -> bool {
+        self.joined.load(Ordering::Relaxed) && readers::has_others(&self.buffered)
     }
 
     /// The file, for everything else.
@@ -65,11 +76,7 @@ impl TransferFile {
         let aligned =
             offset.is_multiple_of(PAGE as u64) && at.is_multiple_of(PAGE) && bytes.is_multiple_of(PAGE);
         match &self.direct {
-            Some(direct)
-                if aligned
-                    && !self.refused.load(Ordering::Relaxed)
-                    && !readers::has_others(&self.buffered) =>
-            {
+            Some(direct) if aligned && !self.refused.load(Ordering::Relaxed) && !self.is_shared() => {
                 (direct, true)
             }
             _ => (&self.buffered, false),

@@ -4,7 +4,7 @@
 //! memory of CPUs comes at once.
 
 use std::io::Write as _;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::{Instant, SystemTime};
 
 use anyhow::{Context as _, bail};
@@ -13,11 +13,11 @@ use tempfile::TempDir;
 use tokio::time::timeout;
 
 use super::bar::Bar;
-use super::streamer::{Own, Streamed, Streamer};
+use super::streamer::{OfDaemon, Own, Streamed, Streamer};
 use super::timeline::Timeline;
 use super::{END_LIMIT, Order, directory, live, place, signals};
 use crate::commands::criu::{self, Criu};
-use crate::control::client::{Client, ClientError};
+use crate::control::client::Client;
 use crate::streamer;
 
 /// Where a restore happens.
@@ -33,34 +33,53 @@ impl Setting {
     /// With the streamer of a daemon that runs already, or one that is started for this restore alone.
     ///
     /// # Errors
-    /// The daemon that was asked for is not there, or none can be started.
+    /// The daemon that was asked for is not there or refuses, or none can be started.
     async fn make(order: &Order<'_>, bar: &Bar) -> anyhow::Result<Self> {
-        let options = order.options;
-        let (socket, named) = place::socket(options)?;
-        let daemon = match Client::connect(&socket).await {
-            Err(ClientError::NoDaemon(_)) if !named => None,
-            found => Some(found?),
+        let named = order.options.socket.is_some();
+        let daemon = async {
+            let (socket, _) = place::socket(order.options)?;
+            Ok::<_, anyhow::Error>((Client::connect(&socket).await?, socket))
         };
-        let given = options.work_dir.as_deref().map(|path| directory(path, "-W")).transpose()?;
-        let folder = match daemon {
-            Some(_) => place::beside(&socket).to_owned(),
-            None => std::env::temp_dir(),
-        };
-        let own = if given.is_none() { Some(place::folder(&folder)?) } else { None };
-        let work = given.or_else(|| own.as_ref().map(|own| own.path().to_owned())).unwrap_or_default();
-        let (streamer, pages) = match daemon {
-            Some(client) => Streamer::ask(client, &socket, order, &work).await?,
-            None => {
-                let can = streamer::can_bring_pages(order.images);
-                if let Err(error) = &can {
-                    bar.say(&format!("all memory of CPUs comes before the processes run: {error:#}\n"));
+        match daemon.await {
+            Ok((client, socket)) => match Self::of_daemon(order, client, &socket).await {
+                Err(error) if !named => {
+                    bar.say(&format!("{}: {error:#}: a streamer of its own, then\n", socket.display()));
                 }
-                let own = Own::start(&work, can.is_ok().then_some(order.images), options.record).await?;
-                (Streamer::Own(own), can.is_ok())
-            }
-        };
-        Ok(Self { streamer, pages, work, _own: own })
+                made => return made,
+            },
+            Err(error) if named => return Err(error),
+            // There is none, or none for this user.
+            Err(_) => {}
+        }
+        Self::alone(order, bar).await
     }
+
+    async fn of_daemon(order: &Order<'_>, client: Client, socket: &Path) -> anyhow::Result<Self> {
+        // Beside the socket: a daemon with a /tmp of its own would not find it there.
+        let (work, own) = work(order, place::beside(socket))?;
+        let of = OfDaemon::ask(client, socket, order, &work).await?;
+        Ok(Self { pages: of.pages, streamer: Streamer::OfDaemon(of), work, _own: own })
+    }
+
+    async fn alone(order: &Order<'_>, bar: &Bar) -> anyhow::Result<Self> {
+        let (work, own) = work(order, &std::env::temp_dir())?;
+        let can = streamer::can_bring_pages(order.images);
+        if let Err(error) = &can {
+            bar.say(&format!("all memory of CPUs comes before the processes run: {error:#}\n"));
+        }
+        let pages = can.is_ok();
+        let streamer = Own::start(&work, pages.then_some(order.images), order.options.record).await?;
+        Ok(Self { streamer: Streamer::Own(streamer), pages, work, _own: own })
+    }
+}
+
+/// The work directory that was given, or one in this folder, which goes with it.
+fn work(order: &Order<'_>, parent: &Path) -> anyhow::Result<(PathBuf, Option<TempDir>)> {
+    if let Some(given) = &order.options.work_dir {
+        return Ok((directory(given, "-W")?, None));
+    }
+    let own = place::folder(parent)?;
+    Ok((own.path().to_owned(), Some(own)))
 }
 
 /// Runs `criu restore`; gives its exit code.
@@ -74,7 +93,7 @@ pub(super) async fn restore(order: &Order<'_>) -> anyhow::Result<u8> {
     let mut criu = match order.start(&work, if pages { &["--lazy-pages"] } else { &[] }) {
         Ok(criu) => criu,
         Err(error) => {
-            streamer.end().await?;
+            streamer.let_go().await;
             return Err(error);
         }
     };
@@ -82,7 +101,7 @@ pub(super) async fn restore(order: &Order<'_>) -> anyhow::Result<u8> {
         exit = criu.ended() => exit?,
         Some(signal) = signals.recv() => {
             let code = interrupted(&mut criu, order.given.detached, signal).await;
-            let _ = timeout(END_LIMIT, streamer.end()).await;
+            streamer.let_go().await;
             return Ok(code);
         }
     };
@@ -101,8 +120,13 @@ pub(super) async fn restore(order: &Order<'_>) -> anyhow::Result<u8> {
     };
     // It tells what the streamer left, which may be removed after this.
     let _ = timeout(END_LIMIT, shown).await;
-    // Nothing that the streamer could tell is the reason why CRIU failed.
-    let streamed = if exit.success() { streamed? } else { Streamed::default() };
+    let streamed = match streamed {
+        // Nothing that the streamer could tell is the reason why CRIU failed.
+        _ if !exit.success() => Streamed::default(),
+        // The tree has ended well.
+        Err(_) if !order.given.detached => Streamed::default(),
+        streamed => streamed?,
+    };
     let resident = alive.and_then(|alive| resident(&streamed, started, alive));
     let timeline = Timeline {
         session: streamer.session(),

@@ -9,10 +9,14 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, bail};
 use tokio::io::AsyncReadExt as _;
 use tokio::net::unix::pipe::Receiver;
+use tokio::sync::watch;
+use tokio::task::JoinHandle;
+use tokio::time::timeout;
 
-use super::Order;
+use super::{END_LIMIT, Order};
 use crate::control::CONNECT_LIMIT;
-use crate::control::client::{self, Client};
+use crate::control::client::{self, Client, ClientError};
+use crate::control::proto::Session;
 use crate::streamer::{self, Fate, Said};
 
 /// A streamer under way.
@@ -20,8 +24,8 @@ use crate::streamer::{self, Fate, Said};
 pub(super) enum Streamer {
     /// Started here.
     Own(Own),
-    /// A session of this daemon.
-    OfDaemon { socket: PathBuf, session: u64, opened: Instant },
+    /// A session of a daemon.
+    OfDaemon(OfDaemon),
 }
 
 /// How it ended.
@@ -34,31 +38,11 @@ pub(super) struct Streamed {
 }
 
 impl Streamer {
-    /// Has a daemon start one. Whether it brings memory of CPUs, too.
-    ///
-    /// # Errors
-    /// The daemon refuses.
-    pub(super) async fn ask(
-        mut client: Client,
-        socket: &Path,
-        order: &Order<'_>,
-        work: &Path,
-    ) -> anyhow::Result<(Self, bool)> {
-        let opened = client.open(order.images, work, CONNECT_LIMIT, order.options.record).await;
-        let opened = opened.context("this image cannot be served; nothing was started")?;
-        let streamer =
-            Self::OfDaemon { socket: socket.to_owned(), session: opened.session, opened: Instant::now() };
-        let Some(told) = opened.streamer else {
-            bail!("the daemon is of a release that does not serve GPUs: restart it, or stop it");
-        };
-        Ok((streamer, told.lazy_pages))
-    }
-
     /// Its session in its daemon; 0 of one that has none.
     pub(super) fn session(&self) -> u64 {
         match self {
             Self::Own(_) => 0,
-            Self::OfDaemon { session, .. } => *session,
+            Self::OfDaemon(of) => of.session,
         }
     }
 
@@ -68,18 +52,76 @@ impl Streamer {
     /// # Errors
     /// It cannot be waited for.
     pub(super) async fn end(&mut self) -> anyhow::Result<Streamed> {
-        let (socket, session, opened) = match self {
-            Self::Own(own) => return own.end().await,
-            Self::OfDaemon { socket, session, opened } => (socket, *session, *opened),
-        };
-        let ended = client::finish(socket, session).await;
-        let ended = ended.context("the restored processes go on, and so does what brings their memory")?;
-        let took = Duration::from_nanos(ended.summary.unwrap_or_default().elapsed_ns);
-        Ok(match ended.ok {
-            true => Streamed { there: (!took.is_zero()).then(|| opened + took), reason: None },
-            false => Streamed { there: None, reason: Some(ended.reason) },
-        })
+        match self {
+            Self::Own(own) => own.end().await,
+            Self::OfDaemon(of) => of.end().await,
+        }
     }
+
+    /// Asks it to end when nothing is left to do, and does not wait for that.
+    pub(super) async fn let_go(&mut self) {
+        match self {
+            // When it is dropped.
+            Self::Own(_) => {}
+            Self::OfDaemon(of) => {
+                let _ = timeout(END_LIMIT, client::ask_to_end(&of.socket, of.session)).await;
+            }
+        }
+    }
+}
+
+/// A session of a daemon.
+#[derive(Debug)]
+pub(super) struct OfDaemon {
+    socket: PathBuf,
+    session: u64,
+    /// It brings memory of CPUs, too.
+    pub(super) pages: bool,
+    /// From the beginning: a daemon does not remember for ever how a session ended, nor does it live for ever.
+    followed: JoinHandle<Result<Streamed, ClientError>>,
+}
+
+impl OfDaemon {
+    /// Has a daemon start one.
+    ///
+    /// # Errors
+    /// The daemon refuses.
+    pub(super) async fn ask(
+        mut client: Client,
+        socket: &Path,
+        order: &Order<'_>,
+        work: &Path,
+    ) -> anyhow::Result<Self> {
+        let opened = client.open(order.images, work, CONNECT_LIMIT, order.options.record).await;
+        let opened = opened.context("this image cannot be served; nothing was started")?;
+        let (socket, session) = (socket.to_owned(), opened.session);
+        let Some(told) = opened.streamer else {
+            // That serves memory of CPUs, and waits for a restore.
+            let _ = timeout(END_LIMIT, client.end(session)).await;
+            bail!("the daemon is of a release that does not serve GPUs: restart it");
+        };
+        let followed = tokio::spawn(follow(socket.clone(), session));
+        Ok(Self { socket, session, pages: told.lazy_pages, followed })
+    }
+
+    async fn end(&mut self) -> anyhow::Result<Streamed> {
+        if !self.followed.is_finished() {
+            client::ask_to_end(&self.socket, self.session).await;
+        }
+        let followed = (&mut self.followed).await.context("following the daemon")?;
+        followed.context("the restored processes go on, and so does what brings their memory")
+    }
+}
+
+async fn follow(socket: PathBuf, session: u64) -> Result<Streamed, ClientError> {
+    let ended = client::follow(&socket, session, &watch::channel(Session::default()).0).await?;
+    let summary = ended.summary.unwrap_or_default();
+    let ago = Duration::from_nanos(summary.elapsed_ns.saturating_sub(summary.there_ns));
+    Ok(match ended.ok {
+        true if summary.there_ns > 0 => Streamed { there: Instant::now().checked_sub(ago), reason: None },
+        true => Streamed::default(),
+        false => Streamed { there: None, reason: Some(ended.reason) },
+    })
 }
 
 /// One that was started here. Dropped, it is asked to end when nothing is left to do.

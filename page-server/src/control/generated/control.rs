@@ -153,6 +153,9 @@ pub struct Session {
     /// Its socket in the work directory tells more: AskStreaming.
     #[prost(bool, tag = "17")]
     pub gpus: bool,
+    /// When all of its memory was there and its GPUs ran, of a session with memory of GPUs, counted as elapsed_ns is; 0: not yet.
+    #[prost(uint64, tag = "18")]
+    pub there_ns: u64,
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Ended {
