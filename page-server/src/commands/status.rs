@@ -228,7 +228,7 @@ mod tests {
                     "",
                     proto::Session {
                         gpus: true,
-                        work_dir: b"/work/5".to_vec(),
+                        work_dir: b"/jobs/5".to_vec(),
                         ..session(5, State::Complete)
                     },
                 ),
@@ -248,7 +248,7 @@ mod tests {
             "512.0 KiB / 1.0 MiB",
             "85 µs",
             "complete",
-            "-W /work/5",
+            "-W /jobs/5",
             "ends early",
         ] {
             assert!(text.contains(part), "{part:?} is not in\n{text}");

@@ -5,6 +5,7 @@
 
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
+use std::process::ExitStatus;
 use std::time::{Instant, SystemTime};
 
 use anyhow::{Context as _, bail};
@@ -120,13 +121,7 @@ pub(super) async fn restore(order: &Order<'_>) -> anyhow::Result<u8> {
     };
     // It tells what the streamer left, which may be removed after this.
     let _ = timeout(END_LIMIT, shown).await;
-    let streamed = match streamed {
-        // Nothing that the streamer could tell is the reason why CRIU failed.
-        _ if !exit.success() => Streamed::default(),
-        // The tree has ended well.
-        Err(_) if !order.given.detached => Streamed::default(),
-        streamed => streamed?,
-    };
+    let streamed = what_matters(streamed, exit, order.given.detached)?;
     let resident = alive.and_then(|alive| resident(&streamed, started, alive));
     let timeline = Timeline {
         session: streamer.session(),
@@ -154,6 +149,21 @@ pub(super) async fn restore(order: &Order<'_>) -> anyhow::Result<u8> {
         bar.say(&format!("{resident:8.1} ms  GPUs run; all memory resident\n"));
     }
     Ok(criu::code(exit))
+}
+
+/// Of what was told of the streamer.
+fn what_matters(
+    streamed: anyhow::Result<Streamed>,
+    exit: ExitStatus,
+    detached: bool,
+) -> anyhow::Result<Streamed> {
+    match streamed {
+        // Nothing that the streamer could tell is the reason why CRIU failed.
+        _ if !exit.success() => Ok(Streamed::default()),
+        // The tree has ended well.
+        Err(_) if !detached => Ok(Streamed::default()),
+        streamed => streamed,
+    }
 }
 
 /// When all memory was there, in milliseconds like `alive`: then, if nothing came later.
