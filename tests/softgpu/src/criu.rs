@@ -154,9 +154,17 @@ impl Criu {
     /// # Errors
     /// There is no such program.
     pub fn of_rewake(&self, act: &str) -> anyhow::Result<Command> {
+        self.of_rewake_in(act, &self.images)
+    }
+
+    /// The same with this work directory.
+    ///
+    /// # Errors
+    /// There is no such program.
+    pub fn of_rewake_in(&self, act: &str, work: &Path) -> anyhow::Result<Command> {
         let mut command = Command::new(streamer::program()?);
         command.arg(act).arg("--criu").arg(&self.program).arg("--plugin-dir").arg(&self.plugin);
-        command.arg("-D").arg(&self.images).arg("-W").arg(&self.images).stdin(Stdio::null());
+        command.arg("-D").arg(&self.images).arg("-W").arg(work).stdin(Stdio::null());
         Ok(command)
     }
 

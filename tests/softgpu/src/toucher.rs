@@ -90,6 +90,12 @@ impl Toucher {
         Ok(toucher)
     }
 
+    /// One that was restored where this folder lies over its own: its files are here. Its number is not known.
+    #[must_use]
+    pub fn in_copy(folder: &Path) -> Self {
+        Self { folder: folder.to_owned(), pid: 0, child: None }
+    }
+
     /// Its number.
     #[must_use]
     pub fn pid(&self) -> u32 {
