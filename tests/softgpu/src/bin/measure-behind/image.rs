@@ -11,7 +11,10 @@ use nix::unistd::Pid;
 use serde_json::Value;
 use softgpu_tests::criu::{Criu, Plugin, Version, wait_for_the_end_of};
 use softgpu_tests::toucher::Large;
-use softgpu_tests::{Streamer, Toucher};
+use softgpu_tests::{Held, Streamer, Toucher};
+
+/// What `--record` leaves in the images directory.
+const RECORD: &str = "rewake-order.json";
 
 /// What comes behind a process.
 #[derive(Debug, Clone, Copy)]
@@ -75,6 +78,40 @@ impl Image {
         running.ends()
     }
 
+    /// Restores it once, and has it touch the ends of these buffers in this order: what was recorded of that.
+    pub(crate) fn records(&self, touched: &[usize]) -> anyhow::Result<Vec<u8>> {
+        let mut streamer = Streamer::recording(self.criu.images())?;
+        let held = Held::streamers();
+        self.criu.restore()?;
+        // The first waits until something is loaded, and the rest of them for no more than that.
+        let (first, rest) = touched.split_first().context("nothing is touched")?;
+        self.toucher.ask(&format!("tail {first}"))?;
+        drop(held);
+        self.toucher.answer()?;
+        rest.iter().try_for_each(|buffer| self.toucher.asked(&format!("tail {buffer}")))?;
+        ensure!(streamer.end()?.success(), "{}", streamer.said());
+        let _ = kill(Pid::from_raw(self.toucher.pid().cast_signed()), Signal::SIGKILL);
+        wait_for_the_end_of(self.toucher.pid())?;
+        fs::read(self.criu.images().join(RECORD)).context("what was recorded")
+    }
+
+    /// Later restores load by this record, or by none.
+    pub(crate) fn has_record(&self, record: Option<&[u8]>) -> anyhow::Result<()> {
+        let path = self.criu.images().join(RECORD);
+        match record {
+            Some(record) => fs::write(path, record)?,
+            None if path.exists() => fs::remove_file(path)?,
+            None => {}
+        }
+        Ok(())
+    }
+
+    /// What the last streamer left.
+    fn timeline(&self) -> anyhow::Result<Value> {
+        let text = fs::read(self.criu.images().join("rewake-timeline.json")).context("the timeline")?;
+        serde_json::from_slice(&text).context("the timeline")
+    }
+
     /// `rewake status` of what runs now.
     fn status(&self) -> anyhow::Result<Value> {
         let rewake = self.criu.of_rewake("status")?.get_program().to_owned();
@@ -87,8 +124,21 @@ impl Image {
 impl Running<'_> {
     /// The last page of its last buffer; since the start of `criu restore`.
     pub(crate) fn touches_its_end(&self) -> anyhow::Result<Duration> {
-        self.image.toucher.asked(&format!("tail {}", self.image.memory.count - 1))?;
+        self.touches_end_of(self.image.memory.count - 1)?;
         Ok(self.start.elapsed())
+    }
+
+    /// The last page of a buffer.
+    pub(crate) fn touches_end_of(&self, buffer: usize) -> anyhow::Result<()> {
+        self.image.toucher.asked(&format!("tail {buffer}"))
+    }
+
+    /// Waits until all is loaded; when its GPUs went on, since it ran.
+    pub(crate) fn gate_opens(&mut self) -> anyhow::Result<Duration> {
+        ensure!(self.streamer.end()?.success(), "{}", self.streamer.said());
+        let timeline = self.image.timeline()?;
+        let at = |what: &str| timeline["processes"][0][what].as_u64().context("no time in the timeline");
+        Ok(Duration::from_micros(at("gate_open_us")?.saturating_sub(at("runs_us")?)))
     }
 
     /// How long its touch waited, as the streamer counts, which has not ended yet.
@@ -105,8 +155,7 @@ impl Running<'_> {
         let line = said.lines().find(|line| line.contains("contents loaded: "));
         let seconds = line.and_then(|line| line.split(", ").find_map(|part| part.strip_suffix(" s")));
         let loaded = Duration::from_secs_f64(seconds.with_context(|| said.clone())?.parse()?);
-        let timeline = fs::read_to_string(self.image.criu.images().join("rewake-timeline.json"))?;
-        Ok((loaded, longest_fault(&serde_json::from_str(&timeline)?)?))
+        Ok((loaded, longest_fault(&self.image.timeline()?)?))
     }
 
     /// Ends it. What is left is not waited for.

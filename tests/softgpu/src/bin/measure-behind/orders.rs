@@ -1,0 +1,68 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! What the order in which a GPU's buffers come is good for: when the GPU goes on, and what a program waits for that touches some of them.
+
+use std::thread;
+use std::time::{Duration, Instant};
+
+use softgpu_tests::toucher::Large;
+
+use super::image::{Image, Loads};
+use super::text::spread;
+
+const MEMORY: Large = Large { count: 32, mib: 4, full: true };
+/// The last of them, the very last first.
+const TOUCHED: [usize; 4] = [31, 30, 29, 28];
+/// From when the process runs to its first touch.
+const LATER: Duration = Duration::from_millis(500);
+const ROUNDS: usize = 5;
+
+/// An order, and what was measured of it.
+struct Order {
+    name: &'static str,
+    /// What was recorded; none: the order is that without a record.
+    record: Option<Vec<u8>>,
+    gates: Vec<Duration>,
+    touches: Vec<Duration>,
+}
+
+impl Order {
+    fn of(image: &Image, name: &'static str, touched: &[usize]) -> anyhow::Result<Self> {
+        let record = if touched.is_empty() { None } else { Some(image.records(touched)?) };
+        Ok(Self { name, record, gates: Vec::new(), touches: Vec::new() })
+    }
+
+    fn measure(&mut self, image: &Image) -> anyhow::Result<()> {
+        image.has_record(self.record.as_deref())?;
+        let mut running = image.comes_back(Loads::Gpus)?;
+        self.gates.push(running.gate_opens()?);
+        running.ends()?;
+        let running = image.comes_back(Loads::Gpus)?;
+        thread::sleep(LATER);
+        let start = Instant::now();
+        TOUCHED.iter().try_for_each(|buffer| running.touches_end_of(*buffer))?;
+        self.touches.push(start.elapsed());
+        running.ends()
+    }
+}
+
+/// Prints the table.
+pub(crate) fn table() -> anyhow::Result<()> {
+    let image = Image::of(MEMORY, 0)?;
+    let every: Vec<usize> = (0..MEMORY.count).rev().collect();
+    let mut all = [
+        Order::of(&image, "as ever", &[])?,
+        Order::of(&image, "what is touched, recorded", &TOUCHED)?,
+        Order::of(&image, "all, recorded, the last first", &every)?,
+    ];
+    for _ in 0..ROUNDS {
+        all.iter_mut().try_for_each(|order| order.measure(&image))?;
+    }
+    println!(
+        "\n| order of 32 x 4 MiB, not zero | GPUs go on, ms after it runs | its last four are read within, ms |"
+    );
+    println!("|---|---|---|");
+    for Order { name, gates, touches, .. } in &mut all {
+        println!("| {name} | {} | {} |", spread(gates), spread(touches));
+    }
+    Ok(())
+}
