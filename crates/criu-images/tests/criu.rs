@@ -54,6 +54,8 @@ struct Target(Child);
 impl Target {
     fn start() -> Self {
         let mut command = Command::new("sh");
+        // Without a locale of this kind it would have one page on its heap.
+        command.env("LC_ALL", "C.UTF-8");
         command.args(["-c", TARGET]).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
         // SAFETY: setsid only, which is async-signal-safe: CRIU dumps whole sessions.
         unsafe { command.pre_exec(|| nix::unistd::setsid().map(drop).map_err(Into::into)) };
