@@ -101,9 +101,16 @@ impl Said {
         self.has(Self::OPEN | Self::BACK)
     }
 
-    /// What it means when nobody is left to say more; `pages`: memory of CPUs was to come from it, too.
+    /// What it means when nobody is left to say more; `pages`: memory of CPUs was to come from it, too; `code`: its exit code, where that is known.
     #[must_use]
-    pub fn fate(self, pages: bool) -> Fate {
+    pub fn fate(self, pages: bool, code: Option<i32>) -> Fate {
+        match self.told(pages) {
+            Fate::Nothing | Fate::Open if code == Some(1) => Fate::Killed,
+            fate => fate,
+        }
+    }
+
+    fn told(self, pages: bool) -> Fate {
         if self.has(Self::KILLED) {
             return Fate::Killed;
         }
@@ -182,7 +189,7 @@ mod tests {
             all.hear(*byte);
         });
         assert_eq!(Said::from_bits(all.bits()), all);
-        all.fate(pages)
+        all.fate(pages, None)
     }
 
     #[test]
@@ -202,6 +209,16 @@ mod tests {
         assert_eq!(fate(b"\0", true), Fate::Killed);
         assert_eq!(fate(b"\0s", true), Fate::Abandoned);
         assert_eq!(fate(b"\0b", true), Fate::Open);
+    }
+
+    #[test]
+    fn one_that_has_failed_has_brought_nothing_to_a_good_end() {
+        let mut said = Said::default();
+        b"\0so".iter().for_each(|byte| {
+            said.hear(*byte);
+        });
+        let fates = [Some(1), Some(0), Some(143), None].map(|code| said.fate(false, code));
+        assert_eq!(fates, [Fate::Killed, Fate::Open, Fate::Open, Fate::Open]);
     }
 
     #[test]

@@ -3,9 +3,11 @@
 //! With GPUs: `tests/softgpu/tests/serve.rs`.
 
 use std::fs;
+use std::os::fd::AsRawFd as _;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
+use nix::sys::socket::{self, AddressFamily, Backlog, SockFlag, SockType, UnixAddr};
 use nix::unistd::Pid;
 use rewake_tests::daemon::{Daemon, processes_naming, timeline};
 use rewake_tests::process::{children, kill_all, until, write_program};
@@ -94,17 +96,10 @@ fn what_a_streamer_complains_of_is_the_answer() {
     let criu = need!(Criu::main());
     let (scene, daemon) = (scene(&criu), Daemon::start().unwrap());
     // Somebody's streamer is there already.
-    let socket = scene.work().join("rewake-gpu.socket");
-    let listener = nix::sys::socket::socket(
-        nix::sys::socket::AddressFamily::Unix,
-        nix::sys::socket::SockType::SeqPacket,
-        nix::sys::socket::SockFlag::empty(),
-        None,
-    );
-    let listener = listener.unwrap();
-    let address = nix::sys::socket::UnixAddr::new(&socket).unwrap();
-    nix::sys::socket::bind(std::os::fd::AsRawFd::as_raw_fd(&listener), &address).unwrap();
-    nix::sys::socket::listen(&listener, nix::sys::socket::Backlog::new(1).unwrap()).unwrap();
+    let path = scene.work().join("rewake-gpu.socket");
+    let listener = socket::socket(AddressFamily::Unix, SockType::SeqPacket, SockFlag::empty(), None).unwrap();
+    socket::bind(listener.as_raw_fd(), &UnixAddr::new(&path).unwrap()).unwrap();
+    socket::listen(&listener, Backlog::new(1).unwrap()).unwrap();
     let output = late(&daemon, &criu, &scene, &scene.work().join("never")).output().unwrap();
     let said = String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.code(), Some(1), "{said}");

@@ -83,7 +83,15 @@ impl Registry {
         for inherited in self.daemon.inherit() {
             match inherited {
                 Ok(open) => self.serve(open, super::CONNECT_LIMIT),
-                Err(lost) => self.lost(&lost),
+                Err(lost) => {
+                    error!(
+                        session = lost.number,
+                        "{:#}; ended the restored processes of {}",
+                        lost.error,
+                        lost.images.display()
+                    );
+                    self.lost(&lost);
+                }
             }
             self.any.set(true);
         }
@@ -92,6 +100,7 @@ impl Registry {
             match Stream::inherit(slot) {
                 Ok(stream) => self.follow(stream, super::CONNECT_LIMIT),
                 Err(error) => {
+                    error!(session = slot.number(), "{error:#}; it goes on by itself");
                     let (images, work) = slot.paths();
                     self.lost(&Lost { number: slot.number(), images, work, error });
                     slot.set_state(SessionState::Free);
@@ -102,7 +111,6 @@ impl Registry {
     }
 
     fn lost(&self, lost: &Lost) {
-        error!(session = lost.number, "{:#}; lost the restore of {}", lost.error, lost.images.display());
         let summary = proto::Session {
             session: lost.number,
             images_dir: lost.images.as_os_str().as_bytes().to_vec(),

@@ -161,10 +161,7 @@ impl Stream {
             self.saw(picture(&record));
         }
         let (said, words) = (self.said(), last_words(&work));
-        let fate = match said.fate(self.brings_pages()) {
-            Fate::Nothing | Fate::Open if code == Some(1) => Fate::Killed,
-            fate => fate,
-        };
+        let fate = said.fate(self.brings_pages(), code);
         Err(match (fate.reason(), words) {
             (None, _) => return Ok(fate == Fate::Open),
             (Some(_), None) if !said.any_ran() => {

@@ -193,14 +193,8 @@ mod tests {
     fn a_queue_is_given_its_share_of_time_or_none_and_is_else_as_it_was() {
         let sets = of(&image(&[(71, &[71]), (72, &[72])], &[71, 72]), &GPUS, |_| true);
         let told = |runs| {
-            let kfd_ioctl_update_queue_args {
-                ring_base_address,
-                queue_id,
-                ring_size,
-                queue_percentage,
-                queue_priority,
-            } = sets[1].queues[0].argument(runs);
-            (ring_base_address, queue_id, ring_size, queue_percentage, queue_priority)
+            let of = sets[1].queues[0].argument(runs);
+            (of.ring_base_address, of.queue_id, of.ring_size, of.queue_percentage, of.queue_priority)
         };
         assert_eq!([true, false].map(told), [(0x7000, 1, 4096, 60, 7), (0x7000, 1, 4096, 0, 7)]);
     }

@@ -4,6 +4,8 @@
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 use serde_json::Value;
 use tempfile::TempDir;
 
@@ -89,11 +91,8 @@ impl Drop for Daemon {
         // Ended by a test, maybe.
         let _ = self.child.kill();
         let _ = self.child.wait();
-        workers.into_iter().for_each(|worker| {
-            let _ = nix::sys::signal::kill(
-                nix::unistd::Pid::from_raw(worker.cast_signed()),
-                nix::sys::signal::Signal::SIGKILL,
-            );
-        });
+        for worker in workers {
+            let _ = kill(Pid::from_raw(worker.cast_signed()), Signal::SIGKILL);
+        }
     }
 }

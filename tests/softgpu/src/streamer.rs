@@ -27,9 +27,7 @@ impl Streamer {
     /// # Errors
     /// There is no such program (`REWAKE_BIN`, or beside this test), or it does not start.
     pub fn start(work: &Path) -> anyhow::Result<Self> {
-        let mut command = Command::new(program()?);
-        command.arg("stream-gpu").arg("-W").arg(work).args(["-v4", "--status-fd", "1"]);
-        Self::listens(command, work.join("stream-gpu.log"))
+        Self::of_gpus(work, &[])
     }
 
     /// As [`Streamer::start`]; it records in the image directory what CPUs touch.
@@ -37,8 +35,12 @@ impl Streamer {
     /// # Errors
     /// As [`Streamer::start`].
     pub fn recording(work: &Path) -> anyhow::Result<Self> {
+        Self::of_gpus(work, &["--record"])
+    }
+
+    fn of_gpus(work: &Path, options: &[&str]) -> anyhow::Result<Self> {
         let mut command = Command::new(program()?);
-        command.arg("stream-gpu").arg("-W").arg(work).args(["--record", "-v4", "--status-fd", "1"]);
+        command.arg("stream-gpu").arg("-W").arg(work).args(options).args(["-v4", "--status-fd", "1"]);
         Self::listens(command, work.join("stream-gpu.log"))
     }
 

@@ -36,13 +36,15 @@ impl Setting {
     /// # Errors
     /// The daemon that was asked for is not there or refuses, or none can be started.
     async fn make(order: &Order<'_>, bar: &Bar) -> anyhow::Result<Self> {
-        let named = order.options.socket.is_some();
+        let options = order.options;
+        let given = options.work_dir.as_deref().map(|path| directory(path, "-W")).transpose()?;
+        let named = options.socket.is_some();
         let daemon = async {
-            let (socket, _) = place::socket(order.options)?;
+            let socket = place::socket(options)?;
             Ok::<_, anyhow::Error>((Client::connect(&socket).await?, socket))
         };
         match daemon.await {
-            Ok((client, socket)) => match Self::of_daemon(order, client, &socket).await {
+            Ok((client, socket)) => match Self::of_daemon(order, given.clone(), client, &socket).await {
                 Err(error) if !named => {
                     bar.say(&format!("{}: {error:#}: a streamer of its own, then\n", socket.display()));
                 }
@@ -52,18 +54,22 @@ impl Setting {
             // There is none, or none for this user.
             Err(_) => {}
         }
-        Self::alone(order, bar).await
+        Self::alone(order, given, bar).await
     }
 
-    async fn of_daemon(order: &Order<'_>, client: Client, socket: &Path) -> anyhow::Result<Self> {
-        // Beside the socket: a daemon with a /tmp of its own would not find it there.
-        let (work, own) = work(order, place::beside(socket))?;
+    async fn of_daemon(
+        order: &Order<'_>,
+        given: Option<PathBuf>,
+        client: Client,
+        socket: &Path,
+    ) -> anyhow::Result<Self> {
+        let (work, own) = place::work(given, place::beside(socket))?;
         let of = OfDaemon::ask(client, socket, order, &work).await?;
         Ok(Self { pages: of.pages, streamer: Streamer::OfDaemon(of), work, _own: own })
     }
 
-    async fn alone(order: &Order<'_>, bar: &Bar) -> anyhow::Result<Self> {
-        let (work, own) = work(order, &std::env::temp_dir())?;
+    async fn alone(order: &Order<'_>, given: Option<PathBuf>, bar: &Bar) -> anyhow::Result<Self> {
+        let (work, own) = place::work(given, &std::env::temp_dir())?;
         let can = streamer::can_bring_pages(order.images);
         if let Err(error) = &can {
             bar.say(&format!("all memory of CPUs comes before the processes run: {error:#}\n"));
@@ -72,15 +78,6 @@ impl Setting {
         let streamer = Own::start(&work, pages.then_some(order.images), order.options.record).await?;
         Ok(Self { streamer: Streamer::Own(streamer), pages, work, _own: own })
     }
-}
-
-/// The work directory that was given, or one in this folder, which goes with it.
-fn work(order: &Order<'_>, parent: &Path) -> anyhow::Result<(PathBuf, Option<TempDir>)> {
-    if let Some(given) = &order.options.work_dir {
-        return Ok((directory(given, "-W")?, None));
-    }
-    let own = place::folder(parent)?;
-    Ok((own.path().to_owned(), Some(own)))
 }
 
 /// Runs `criu restore`; gives its exit code.

@@ -35,11 +35,11 @@ impl Place {
     /// a daemon only if one runs already).
     pub(super) async fn find(options: &Restore, images: &Path) -> anyhow::Result<(Self, Client)> {
         let given = options.work_dir.as_deref().map(|path| directory(path, "-W")).transpose()?;
-        let (socket, named) = socket(options)?;
+        let socket = socket(options)?;
         let mut folders = Vec::new();
         let (socket, own_daemon, client) = match Client::connect(&socket).await {
             Ok(client) => (socket, false, client),
-            Err(ClientError::NoDaemon(_)) if !named => {
+            Err(ClientError::NoDaemon(_)) if options.socket.is_none() => {
                 Image::open(images).context("this image cannot be served; nothing was started")?;
                 let folder = folder(&std::env::temp_dir())?;
                 let socket = start_daemon(folder.path())?;
@@ -49,30 +49,31 @@ impl Place {
             }
             Err(error) => return Err(error.into()),
         };
-        let work = match given {
-            Some(path) => path,
-            None => {
-                // Beside the socket: a daemon with a /tmp of its own would not find it there.
-                let folder = folder(beside(&socket))?;
-                let path = folder.path().to_owned();
-                folders.push(folder);
-                path
-            }
-        };
+        let (work, own) = work(given, beside(&socket))?;
+        folders.extend(own);
         folders.reverse(); // the inner one is removed first
         Ok((Self { socket, own_daemon, work, _folders: folders }, client))
     }
 }
 
-/// Where a daemon is looked for, and whether it was named: then there must be one.
-pub(super) fn socket(options: &Restore) -> anyhow::Result<(PathBuf, bool)> {
+/// Where a daemon is looked for. If it was named there must be one.
+pub(super) fn socket(options: &Restore) -> anyhow::Result<PathBuf> {
     Ok(match &options.socket {
-        Some(path) => (absolute(path)?, true),
-        None => (address::default_socket()?, false),
+        Some(path) => absolute(path)?,
+        None => address::default_socket()?,
     })
 }
 
-/// The folder that a daemon's socket is in.
+/// The work directory that was given, or one in this folder, which goes with it.
+pub(super) fn work(given: Option<PathBuf>, parent: &Path) -> anyhow::Result<(PathBuf, Option<TempDir>)> {
+    if let Some(given) = given {
+        return Ok((given, None));
+    }
+    let own = folder(parent)?;
+    Ok((own.path().to_owned(), Some(own)))
+}
+
+/// The folder that a daemon's socket is in, for work directories: a daemon with a /tmp of its own would not find them there.
 pub(super) fn beside(socket: &Path) -> &Path {
     socket.parent().unwrap_or_else(|| Path::new("/"))
 }

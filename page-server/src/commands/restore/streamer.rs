@@ -17,7 +17,7 @@ use super::{END_LIMIT, Order};
 use crate::control::CONNECT_LIMIT;
 use crate::control::client::{self, Client, ClientError};
 use crate::control::proto::Session;
-use crate::streamer::{self, Fate, Said};
+use crate::streamer::{self, Said};
 
 /// A streamer under way.
 #[derive(Debug)]
@@ -164,12 +164,8 @@ impl Own {
         }
         let status = self.child.wait().context("waiting for rewake stream-gpu")?;
         self.waited_for = true;
-        let fate = match said.fate(self.pages) {
-            Fate::Nothing | Fate::Open if status.code() == Some(1) => Fate::Killed,
-            fate => fate,
-        };
         // It has said why above.
-        let reason = fate.reason().map(str::to_owned);
+        let reason = said.fate(self.pages, status.code()).reason().map(str::to_owned);
         Ok(Streamed { there: there.filter(|_| reason.is_none()), reason })
     }
 
