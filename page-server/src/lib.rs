@@ -27,6 +27,7 @@ pub mod image;
 pub mod inspect;
 pub mod ledger;
 pub mod logging;
+mod notes;
 pub mod processes;
 pub mod registered;
 pub mod session;
@@ -36,6 +37,7 @@ pub mod streamer;
 pub mod supervisor;
 pub mod sys;
 pub mod timeline;
+pub mod twins;
 pub mod units;
 #[cfg(test)]
 mod watched;

@@ -35,8 +35,8 @@ pub(super) const MIB: u64 = 1 << 20;
 pub(super) struct Image {
     directory: PathBuf,
     kfd: KfdImage,
-    files: Vec<PagesFile>,
-    memfds: Vec<Option<OwnedFd>>,
+    pub(super) files: Vec<PagesFile>,
+    pub(super) memfds: Vec<Option<OwnedFd>>,
     device: Arc<MemoryDevice>,
 }
 
@@ -74,8 +74,8 @@ impl Words {
 }
 
 impl Image {
-    /// Writes one to a directory that is there and empty. All of it is on the disk then.
-    pub(super) fn make(directory: &Path, mib: u64) -> anyhow::Result<Self> {
+    /// Writes one, of the GPU of a render node that is not opened, to a directory that is there and empty. All of it is on the disk then.
+    pub(super) fn make(directory: &Path, mib: u64, minor: u32) -> anyhow::Result<Self> {
         let mut address = 0x7000_0000_0000;
         let buffer = |size: u64| {
             let buffer = KfdBuffer { address, size, gpu_id: GPU, alloc_flags: VRAM, ..KfdBuffer::default() };
@@ -93,15 +93,15 @@ impl Image {
         };
         std::fs::write(directory.join(kfd_name(ID)), kfd.to_bytes()).context("write the driver's state")?;
         write_pages(&directory.join(pages_name(ID, GPU)), &kfd).context("write the buffers' memory")?;
-        Self::open(directory)
+        Self::open(directory, minor)
     }
 
     /// As `rewake stream-gpu` reads it; with memory that is all there.
-    fn open(directory: &Path) -> anyhow::Result<Self> {
+    fn open(directory: &Path, minor: u32) -> anyhow::Result<Self> {
         let kfd =
             ImageDir::open(directory)?.kfd(ID)?.context("the image that was just written is not there")?;
         let folder = File::open(directory).context("open the image directory")?;
-        let file = PagesFile::open(folder.as_fd(), ID, &kfd, GPU, MINOR)?;
+        let file = PagesFile::open(folder.as_fd(), ID, &kfd, GPU, minor)?;
         let memfds: Vec<OwnedFd> =
             kfd.buffers.iter().map(|buffer| memory(buffer.size)).collect::<anyhow::Result<_>>()?;
         let device = MemoryDevice::new(memfds.iter().map(|memfd| memfd.as_fd())).context("map the memory")?;
@@ -200,7 +200,7 @@ mod tests {
     #[test]
     fn an_image_is_what_the_engine_takes_and_a_wrong_word_is_seen() {
         let directory = tempfile::tempdir().unwrap();
-        let image = Image::make(directory.path(), 24).unwrap();
+        let image = Image::make(directory.path(), 24, MINOR).unwrap();
         assert_eq!(image.bytes(), 24 * MIB);
         assert_eq!(image.files.len(), 1, "its length was checked when it was opened");
         image.check().unwrap_err();

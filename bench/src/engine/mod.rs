@@ -3,17 +3,21 @@
 //! memory that stands in for one. Beside it, in turns: memcpy where the image is in the page cache, `fio` where it is not.
 //!
 //! * [`image`]: the files and the memory, through [`view`]s. [`pass`]: one pass over all of it. [`table`]: the figures, and what is wanted of them.
+//! * [`replicas`]: GPUs that have the same bytes.
 //! * [`far`]: what is at the far end of a large image, and wanted first.
 
 mod far;
 mod image;
 mod pass;
+mod replicas;
 mod table;
 mod view;
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use anyhow::{Context as _, ensure};
+use rewake_store::pace::Pace;
 
 use crate::cache::{drop_files, load_files};
 use crate::disk;
@@ -30,6 +34,9 @@ pub(crate) struct Options {
     /// Passes of each kind; 0: none
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u64).range(0..=100))]
     rounds: u64,
+    /// Loads of replicas' memory, read for each and read once, in turns; 0: none
+    #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u64).range(0..=100))]
+    replicas_rounds: u64,
     /// MiB of an image whose last buffer is demanded while all of it is loaded: as much of the disk and of the page cache is needed, and 1 GiB
     /// of memory
     #[arg(long, default_value_t = 8192, value_parser = clap::value_parser!(u64).range(128..=1 << 20))]
@@ -78,15 +85,23 @@ pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
     if options.rounds > 0 {
         print!("{}", table::text(&compare(options, work.path())?));
     }
+    if options.replicas_rounds > 0 {
+        print!("\n{}", replicas::run(work.path(), options.mib, options.replicas_rounds)?);
+    }
     if options.far_rounds > 0 {
         far::run(work.path(), options.far_mib, options.far_rounds)?;
     }
     Ok(())
 }
 
+/// As behind processes, where no memory of CPUs comes beside it.
+fn pace() -> anyhow::Result<Arc<Pace>> {
+    Ok(Arc::new(Pace::new(Vec::new())?))
+}
+
 fn compare(options: &Options, work: &Path) -> anyhow::Result<Comparison> {
     eprintln!("an image of {} MiB", options.mib);
-    let image = Image::make(work, options.mib)?;
+    let image = Image::make(work, options.mib, image::MINOR)?;
     let pages = [image.pages()];
     let (mut warm, mut cold) = (Vec::new(), Vec::new());
     load_files(&pages)?;

@@ -12,6 +12,7 @@ use nix::unistd::Pid;
 use rewake_contents::{Loading, Whole};
 
 use super::image::{Image, read};
+use super::pace;
 use super::view::View;
 use crate::processes::high_water_mark;
 
@@ -25,13 +26,14 @@ pub(super) struct Pass {
     pub(super) memory: u64,
 }
 
-/// The engine, from its opening to its end. Every byte that it loaded is compared.
+/// The engine as it works behind processes, where no memory of CPUs comes beside it, from its opening to its end. Every byte that it loaded is
+/// compared.
 pub(super) fn engine(image: &Image) -> anyhow::Result<Pass> {
     image.poison()?;
     let (processes, device) = image.to_load();
     let mut whole = 0;
     let pass = measured(image.bytes(), || {
-        let loading = Loading::into_memory(&processes, device, None)?;
+        let loading = Loading::into_memory(&processes, device, Some(pace()?))?;
         loading
             .run(|of| whole += usize::from(matches!(of, Whole::Buffer { .. })))?
             .context("there is nothing to load")

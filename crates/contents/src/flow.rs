@@ -1,26 +1,27 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! What is under way between files and buffers: engines, staging memory, transfers of files, and the waiting for them.
 
-use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use rewake_amdgpu::{Bo, CopyEngine, Memory, MemoryDevice, Shape, Slot, Staging, Ticket, Transfer, Way};
+use rewake_amdgpu::{Bo, Memory, Shape, Slot, Staging, Transfer};
 use rewake_kfd::abi::memory::Mapping;
-use rewake_kfd::render::Render;
 use rewake_kfd::settings::max_buffer_size;
 use rewake_store::files::{Direction, Finished, Request};
 use rewake_store::pace::Pace;
 
+use crate::copies::{Copies, Sink};
 use crate::error::{Error, Stuck};
 use crate::order::{Chunk, Order};
 use crate::pages::{CHUNK, PagesFile, Piece};
-use crate::parts::{Buffer, Part, behind, buffers, missing, parts};
+use crate::parts::{Buffer, Part, behind, buffers, fewest_first, missing, parts};
 use crate::report::Moved;
 use crate::share::share;
 use crate::straight::Straight;
 use crate::transfers::Transfers;
+use crate::twins::{lead, read_for};
 use crate::window::Window;
 
 /// Slots of staging memory for each GPU, 16 MiB: enough for a disk and two rings to be busy. More take longer to make than
@@ -30,9 +31,6 @@ const SLOTS_OF_A_GPU: u32 = 8;
 const SLOTS: u32 = 24;
 /// One copied, one read or written: with fewer nothing is under way beside anything.
 const FEWEST_SLOTS: u64 = 2;
-/// Copies from staging memory that are submitted ahead, for each ring: one is copied, and the next one is there when it ends.
-/// More would only make demands wait.
-const AHEAD: usize = 2;
 /// How long nothing may happen before the restore or dump fails.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(120);
 /// Between two looks at engines that cannot tell when something has ended, or at a disk that others use.
@@ -59,16 +57,10 @@ impl Process<'_> {
     }
 }
 
-/// Where buffers are.
-#[derive(Debug, Clone, Copy)]
-pub(crate) enum Sink<'a> {
-    /// On the GPUs that the files name.
-    Gpus,
-    /// In memory that stands in for them.
-    Memory(&'a Arc<MemoryDevice>),
-}
+/// A buffer: its process and the image's number of it.
+pub(crate) type Name = (usize, usize);
 
-/// What was in a chunk that is done.
+/// What was in a chunk that is done, of a process on a GPU.
 pub(crate) struct Done {
     /// Whose it was.
     pub(crate) process: usize,
@@ -82,24 +74,15 @@ pub(crate) struct Done {
     pub(crate) all: bool,
 }
 
-/// Copies of a chunk that an engine works on.
-#[derive(Debug, Clone, Copy)]
-struct Copying {
-    ticket: Ticket,
-    chunk: Chunk,
-    /// None: nothing of it goes through staging memory.
-    slot: Option<Slot>,
-}
-
 /// All that is under way.
 pub(crate) struct Flow<'a> {
     pub(crate) staging: Staging,
     pub(crate) moved: Moved,
     pub(crate) straight: Straight,
     pub(crate) transfers: Transfers,
+    pub(crate) copies: Copies,
     processes: &'a [Process<'a>],
     parts: Vec<Part<'a>>,
-    engines: Vec<CopyEngine>,
     /// The files' side of the slots.
     window: Window,
     /// By process and buffer.
@@ -109,10 +92,10 @@ pub(crate) struct Flow<'a> {
     order: Order,
     /// Rather than all files in turn.
     by_process: bool,
+    /// Whether some buffers have the same bytes as others.
+    has_twins: bool,
     free: Vec<Slot>,
-    copying: Vec<Copying>,
     last: Instant,
-    list: Vec<Transfer>,
 }
 
 impl<'a> Flow<'a> {
@@ -129,7 +112,7 @@ impl<'a> Flow<'a> {
         let most = (max_buffer_size()?.unwrap_or(u64::MAX) / CHUNK).max(FEWEST_SLOTS);
         let slots = SLOTS.min(SLOTS_OF_A_GPU.saturating_mul(u32::try_from(minors.len()).unwrap_or(SLOTS)));
         let slots = u32::try_from(most.min(all.max(FEWEST_SLOTS))).unwrap_or(slots).min(slots);
-        let (staging, engines) = engines(sink, &minors, Shape { slots, slot_bytes: CHUNK })?;
+        let (staging, copies) = Copies::new(sink, &minors, Shape { slots, slot_bytes: CHUNK })?;
         let window = match staging.memory() {
             Memory::Pages => Window::Staging(staging.clone()),
             Memory::Gtt => Window::Own(Arc::new(Mapping::anonymous(u64::from(slots) * CHUNK)?)),
@@ -142,17 +125,16 @@ impl<'a> Flow<'a> {
             moved: Moved::default(),
             processes,
             parts,
-            engines,
+            copies,
             window,
             transfers: Transfers::new(pace)?,
             buffers,
             missing,
             order,
             by_process: false,
-            copying: Vec::new(),
+            has_twins: false,
             straight: Straight::default(),
             last: Instant::now(),
-            list: Vec::new(),
         })
     }
 
@@ -168,9 +150,10 @@ impl<'a> Flow<'a> {
         none.into_iter()
     }
 
-    /// The files of a process.
-    pub(crate) fn files_of(&self, process: usize) -> impl Iterator<Item = &'a PagesFile> {
-        self.processes[process].files.iter()
+    /// The files that a process's bytes were read from: others', too, where some have the same.
+    pub(crate) fn read_for(&self, process: usize) -> impl Iterator<Item = &'a PagesFile> {
+        let others = self.has_twins.then(|| self.files()).into_iter().flatten();
+        self.processes[process].files.iter().chain(others)
     }
 
     /// All files.
@@ -180,21 +163,25 @@ impl<'a> Flow<'a> {
 
     /// For the log: the ways that bytes go.
     pub(crate) fn notes(&self) -> Vec<String> {
-        let ways = self.engines.iter().map(|engine| format!("renderD{}: {}", engine.minor(), engine.way()));
-        ways.chain(self.transfers.note()).collect()
+        self.copies.notes().chain(self.transfers.note()).collect()
     }
 
-    /// In the order of what is loaded behind running processes, with these buffers of processes first of their GPU.
-    pub(crate) fn by_process(&mut self, first: &[(usize, usize)]) {
-        self.order = behind(self.processes, &self.parts, &self.buffers, first);
+    /// In the order of what is loaded behind running processes, with these buffers of processes first of their GPU. Of buffers that have
+    /// the same bytes one is read.
+    pub(crate) fn by_process(&mut self, first: &[Name], twins: &[Vec<Name>]) {
+        let files = fewest_first(self.processes, &self.parts);
+        for set in twins {
+            self.has_twins |= lead(set, &files, self.processes, &mut self.buffers);
+        }
+        self.order = behind(self.processes, &self.parts, &self.buffers, files, first);
         self.by_process = true;
     }
 
     /// Wants a buffer before all others that are not under way and that nobody demanded before. One that is not loaded is
     /// left alone.
     pub(crate) fn demand(&mut self, process: usize, buffer: usize) {
-        if self.processes[process].dmabufs[buffer].is_some()
-            && let Some(Buffer { file, chunks, .. }) = &self.buffers[process][buffer]
+        let here = self.processes[process].dmabufs[buffer].is_some();
+        if let Some(Buffer { file, chunks, .. }) = read_for(&self.buffers, (process, buffer)).filter(|_| here)
         {
             self.order.demand(*file, chunks.clone());
         }
@@ -203,13 +190,25 @@ impl<'a> Flow<'a> {
     /// The next chunk of a GPU that has room for copies and was not `passed`; None if there is none now.
     pub(crate) fn next_chunk(&self, passed: &[usize]) -> Option<Chunk> {
         let engine = |file: usize| self.parts[file].engine;
-        self.order.next(|file| !passed.contains(&engine(file)) && self.engines[engine(file)].room() > 0)
+        self.order.next(|file| !passed.contains(&engine(file)) && self.copies.has_room(engine(file)))
     }
 
     /// Takes what [`Flow::next_chunk`] gave.
     pub(crate) fn take_chunk(&mut self, chunk: Chunk) {
         self.order.take(chunk);
         self.last = Instant::now();
+    }
+
+    /// Takes the chunks that have no bytes of what is read.
+    pub(crate) fn take_unread(&mut self) {
+        for file in 0..self.parts.len() {
+            for number in 0..self.parts[file].file.chunks() {
+                let chunk = Chunk { file, number };
+                if !self.file(chunk).pieces(number).any(|piece| self.is_here(chunk, &piece)) {
+                    self.order.take(chunk);
+                }
+            }
+        }
     }
 
     /// Whether all chunks have been taken.
@@ -232,19 +231,13 @@ impl<'a> Flow<'a> {
             let mut files = self.parts.iter().enumerate().filter(|(_, part)| part.engine == engine);
             files.any(|(file, _)| self.order.has_left(file))
         };
-        let gpus = || (0..self.engines.len()).filter(|engine| left(*engine)).count();
+        let gpus = || (0..self.copies.count()).filter(|engine| left(*engine)).count();
         self.by_process.then(|| share(self.staging.slots().len(), gpus())).flatten()
     }
 
     /// Its place among the GPUs, of that which a chunk is copied by.
     pub(crate) fn gpu(&self, chunk: Chunk) -> usize {
         self.parts[chunk.file].engine
-    }
-
-    /// Slots that are being copied by the GPU of a chunk.
-    pub(crate) fn copying(&self, chunk: Chunk) -> usize {
-        let of_it = |of: &&Copying| of.slot.is_some() && self.gpu(of.chunk) == self.gpu(chunk);
-        self.copying.iter().filter(of_it).count()
     }
 
     pub(crate) fn give_back(&mut self, slot: Slot) {
@@ -254,48 +247,82 @@ impl<'a> Flow<'a> {
     /// Whether every slot is free and no engine works.
     pub(crate) fn is_idle(&self) -> bool {
         let slots = self.free.len() == self.staging.slots().len();
-        slots && self.copying.is_empty() && self.straight.is_idle()
+        slots && self.copies.is_idle() && self.straight.is_idle()
     }
 
-    /// Whether the bytes of a buffer are to be moved.
+    /// Whether a piece's bytes are moved, from this file or into it: not if its buffer is left alone, or follows another.
     pub(crate) fn is_here(&self, chunk: Chunk, piece: &Piece) -> bool {
-        self.processes[self.parts[chunk.file].process].dmabufs[piece.buffer].is_some()
+        let process = self.parts[chunk.file].process;
+        let buffer = || self.buffers[process][piece.buffer].as_ref();
+        self.processes[process].dmabufs[piece.buffer].is_some()
+            && buffer().is_some_and(|of| of.twins.follows.is_none())
     }
 
-    /// The engine's name for a piece's buffer.
-    pub(crate) fn bo(&mut self, chunk: Chunk, piece: &Piece) -> Result<Bo, Error> {
-        let Part { process, engine, .. } = self.parts[chunk.file];
-        let buffer = self.buffers[process][piece.buffer].as_mut().expect("what has a piece has bytes");
+    /// Buffers that have a piece's bytes: its own, if it is here, and those that follow it.
+    pub(crate) fn buffers_with(&self, chunk: Chunk, piece: &Piece) -> usize {
+        let buffer = || self.buffers[self.parts[chunk.file].process][piece.buffer].as_ref();
+        if self.is_here(chunk, piece) { 1 + buffer().map_or(0, |of| of.twins.followers.len()) } else { 0 }
+    }
+
+    /// One of them: the first is its own.
+    pub(crate) fn buffer_with(&self, chunk: Chunk, piece: &Piece, which: usize) -> Name {
+        let process = self.parts[chunk.file].process;
+        let followers = |buffer: &Buffer| which.checked_sub(1).map(|which| buffer.twins.followers[which]);
+        self.buffers[process][piece.buffer].as_ref().and_then(followers).unwrap_or((process, piece.buffer))
+    }
+
+    /// The place among the GPUs of each one that a chunk is copied to; some of them more than once.
+    pub(crate) fn gpus(&self, chunk: Chunk) -> impl Iterator<Item = usize> {
+        let pieces = self.has_twins.then(|| self.file(chunk).pieces(chunk.number)).into_iter().flatten();
+        let others = pieces.flat_map(move |piece| {
+            (1..self.buffers_with(chunk, &piece))
+                .map(move |which| self.gpu_of(self.buffer_with(chunk, &piece, which)))
+        });
+        std::iter::once(self.gpu(chunk)).chain(others)
+    }
+
+    fn gpu_of(&self, (process, number): Name) -> usize {
+        self.buffers[process][number].as_ref().map_or(0, |buffer| self.parts[buffer.file].engine)
+    }
+
+    /// Whether other buffers have the same bytes as some of a chunk's.
+    pub(crate) fn is_led(&self, chunk: Chunk) -> bool {
+        self.gpus(chunk).nth(1).is_some()
+    }
+
+    /// The engine of a buffer that has bytes, and its name for it.
+    pub(crate) fn bo(&mut self, (process, number): Name) -> Result<(usize, Bo), Error> {
+        let buffer = self.buffers[process][number].as_mut().expect("what has a piece has bytes");
+        let engine = self.parts[buffer.file].engine;
         if let Some(bo) = buffer.bo {
-            return Ok(bo);
+            return Ok((engine, bo));
         }
-        let dmabuf = self.processes[process].dmabufs[piece.buffer].as_ref();
-        let dmabuf = dmabuf.ok_or(Stuck::NoBytes(piece.buffer))?;
-        // The kernel rounds to pages.
-        let bo = self.engines[engine].import(dmabuf.as_fd(), 1)?;
+        let dmabuf = self.processes[process].dmabufs[number].as_ref();
+        let bo = self.copies.import(engine, dmabuf.ok_or(Stuck::NoBytes(number))?)?;
         buffer.bo = Some(bo);
         self.moved.buffers += 1;
-        Ok(bo)
+        Ok((engine, bo))
     }
 
-    /// An empty list for [`Flow::copy`], used again and again.
-    pub(crate) fn list(&mut self) -> Vec<Transfer> {
-        let mut list = std::mem::take(&mut self.list);
-        list.clear();
-        list
+    /// Bytes for one of a piece's buffers: for all but the first they are not read.
+    pub(crate) fn count_twin(&mut self, which: usize, bytes: u64) {
+        if which > 0 {
+            self.moved.bytes += bytes;
+            self.moved.same += bytes;
+        }
+    }
+
+    /// One more of what [`Flow::copy`] starts.
+    pub(crate) fn push(&mut self, name: Name, transfer: impl FnOnce(Bo) -> Transfer) -> Result<(), Error> {
+        let (engine, bo) = self.bo(name)?;
+        self.copies.push(engine, transfer(bo));
+        Ok(())
     }
 
     /// Starts the copies of a chunk, for which there is room.
-    pub(crate) fn copy(
-        &mut self,
-        chunk: Chunk,
-        slot: Option<Slot>,
-        transfers: Vec<Transfer>,
-    ) -> Result<(), Error> {
-        let ticket = self.engines[self.parts[chunk.file].engine].submit(&transfers)?;
-        self.moved.submissions += 1;
-        self.list = transfers;
-        self.copying.push(Copying { ticket, chunk, slot });
+    pub(crate) fn copy(&mut self, chunk: Chunk, slot: Option<Slot>) -> Result<(), Error> {
+        let submissions = self.copies.submit(self.gpu(chunk), chunk, slot)?;
+        self.moved.submissions += submissions as u64;
         self.last = Instant::now();
         Ok(())
     }
@@ -303,8 +330,8 @@ impl<'a> Flow<'a> {
     /// Whether the CPU copies, and these bytes of the file are in the page cache: they can be put where they belong at once.
     pub(crate) fn may_read_straight(&self, chunk: Chunk, offset: u64, bytes: u64) -> bool {
         let Part { file, engine, .. } = self.parts[chunk.file];
-        let by_cpu = matches!(self.engines[engine].way(), Way::Cpu { .. });
-        by_cpu && file.file.is_cached(offset, usize::try_from(bytes).unwrap_or(usize::MAX))
+        self.copies.is_by_cpu(engine)
+            && file.file.is_cached(offset, usize::try_from(bytes).unwrap_or(usize::MAX))
     }
 
     /// Starts reading a chunk's pieces straight into their buffers, from a free place. Their tokens are those behind slots'.
@@ -317,9 +344,8 @@ impl<'a> Flow<'a> {
         let file = self.file(chunk);
         let token = (self.staging.slots().len() + place) as u64;
         for piece in pieces {
-            let bo = self.bo(chunk, piece)?;
-            let view =
-                self.engines[self.parts[chunk.file].engine].view(bo)?.ok_or(Stuck::NoBytes(piece.buffer))?;
+            let (engine, bo) = self.bo(self.buffer_with(chunk, piece, 0))?;
+            let view = self.copies.view(engine, bo)?.ok_or(Stuck::NoBytes(piece.buffer))?;
             let &Piece { at, bytes, .. } = piece;
             if at.checked_add(bytes).is_none_or(|end| end > view.len()) {
                 let (what, size, reason) = ("a BO", view.len(), "it ends before that");
@@ -337,65 +363,57 @@ impl<'a> Flow<'a> {
                 token,
             });
         }
+        self.moved.read += pieces.iter().map(|piece| piece.bytes).sum::<u64>();
         self.straight.begins(place, chunk, pieces.len());
         Ok(())
     }
 
     /// Whether the copies of a chunk in a slot may be submitted now.
     pub(crate) fn may_copy(&self, chunk: Chunk) -> bool {
-        self.copies_to_come(chunk) > 0 && self.engines[self.parts[chunk.file].engine].room() > 0
+        self.gpus(chunk).all(|gpu| self.copies.may_copy(gpu))
     }
 
-    /// Whether a chunk that needs no slot may be submitted now: copies from slots find room all the same, or what was read
-    /// would wait for all that is only filled.
+    /// Whether a chunk that needs no slot may be submitted now.
     pub(crate) fn may_fill(&self, chunk: Chunk) -> bool {
-        self.engines[self.parts[chunk.file].engine].room() > self.copies_to_come(chunk)
+        self.gpus(chunk).all(|gpu| self.copies.may_fill(gpu))
     }
 
-    /// How many copies from slots may be submitted to a chunk's engine before one of them has ended.
-    fn copies_to_come(&self, chunk: Chunk) -> usize {
-        let rings = match self.engines[self.parts[chunk.file].engine].way() {
-            Way::Rings { rings, .. } => *rings,
-            Way::Cpu { .. } => 1,
-        };
-        (AHEAD * rings).saturating_sub(self.copying(chunk))
-    }
-
-    /// The chunks whose copies have ended, with their slots.
-    pub(crate) fn copied(&mut self, into: &mut Vec<(Chunk, Option<Slot>)>) -> Result<(), Error> {
+    /// The chunks whose copies have ended, with their slots; whether an engine has room that had none, perhaps.
+    pub(crate) fn copied(&mut self, into: &mut Vec<(Chunk, Option<Slot>)>) -> Result<bool, Error> {
         into.extend(self.straight.ended().map(|chunk| (chunk, None)));
-        for engine in &mut self.engines {
-            for done in engine.finished()? {
-                done.result?;
-                let index = self.copying.iter().position(|copying| copying.ticket == done.ticket);
-                if let Some(copying) = index.map(|index| self.copying.swap_remove(index)) {
-                    into.push((copying.chunk, copying.slot));
-                    self.last = Instant::now();
-                }
-            }
+        let any = self.copies.ended(into)?;
+        if any {
+            self.last = Instant::now();
         }
-        Ok(())
+        Ok(any)
     }
 
     /// A chunk is done: buffers that have no more are let go of.
-    pub(crate) fn chunk_done(&mut self, chunk: Chunk) -> Result<Done, Error> {
-        let Part { file, process, engine } = self.parts[chunk.file];
-        let mut done = Done { process, minor: file.minor, bytes: 0, whole: Vec::new(), all: false };
+    pub(crate) fn chunk_done(&mut self, chunk: Chunk, into: &mut Vec<Done>) -> Result<(), Error> {
+        let file = self.file(chunk);
         for piece in file.pieces(chunk.number) {
-            let Some(buffer) = &mut self.buffers[process][piece.buffer] else { continue };
-            buffer.left -= 1;
-            // Those that are left alone have none.
-            let Some(bo) = buffer.bo else { continue };
-            done.bytes += piece.bytes;
-            if buffer.left == 0 {
-                buffer.bo = None;
-                self.engines[engine].release(bo)?;
-                done.whole.push(piece.buffer);
+            for which in 0..self.buffers_with(chunk, &piece) {
+                let (process, number) = self.buffer_with(chunk, &piece, which);
+                let Some(buffer) = &mut self.buffers[process][number] else { continue };
+                let Part { file: PagesFile { minor, .. }, engine, .. } = self.parts[buffer.file];
+                let of_it = into.iter().position(|done| (done.process, done.minor) == (process, *minor));
+                let of_it = of_it.unwrap_or_else(|| {
+                    into.push(Done { process, minor: *minor, bytes: 0, whole: Vec::new(), all: false });
+                    into.len() - 1
+                });
+                buffer.left -= 1;
+                into[of_it].bytes += piece.bytes;
+                if buffer.left == 0 {
+                    buffer.bo.take().map_or(Ok(()), |bo| self.copies.release(engine, bo))?;
+                    into[of_it].whole.push(number);
+                }
             }
         }
-        self.missing[process] -= done.whole.len();
-        done.all = !done.whole.is_empty() && self.missing[process] == 0;
-        Ok(done)
+        for done in into {
+            self.missing[done.process] -= done.whole.len();
+            done.all = !done.whole.is_empty() && self.missing[done.process] == 0;
+        }
+        Ok(())
     }
 
     /// The memory that files are read into and written from.
@@ -436,7 +454,7 @@ impl<'a> Flow<'a> {
 
     /// Sleeps until something may have ended, or until `wake` can be read; not for long if it was `refused` a read.
     pub(crate) fn wait(&mut self, wake: Option<BorrowedFd<'_>>, refused: bool) -> Result<(), Error> {
-        if refused && self.transfers.in_flight() == 0 && self.copying.is_empty() {
+        if refused && self.transfers.in_flight() == 0 && self.copies.is_idle() {
             // It waits for others, as long as they need.
             self.last = Instant::now();
         }
@@ -445,10 +463,13 @@ impl<'a> Flow<'a> {
         }
         let mut fds: Vec<PollFd<'_>> = self.transfers.wakers().collect();
         fds.extend(wake.map(|wake| PollFd::new(wake, PollFlags::POLLIN)));
-        let busy = || self.engines.iter().filter(|engine| engine.in_flight() > 0);
-        fds.extend(busy().filter_map(CopyEngine::event_fd).map(|fd| PollFd::new(fd, PollFlags::POLLIN)));
-        let blind = busy().any(|engine| engine.event_fd().is_none());
-        match poll(&mut fds, PollTimeout::from(if blind || refused { SOON } else { LOOK })) {
+        let soon = refused && self.transfers.is_for_others();
+        let mut blind = false;
+        for event in self.copies.events() {
+            blind |= event.is_none();
+            fds.extend(event.map(|fd| PollFd::new(fd, PollFlags::POLLIN)));
+        }
+        match poll(&mut fds, PollTimeout::from(if blind || soon { SOON } else { LOOK })) {
             Ok(_) | Err(nix::errno::Errno::EINTR) => {}
             Err(errno) => return Err(errno.into()),
         }
@@ -457,29 +478,10 @@ impl<'a> Flow<'a> {
     }
 
     fn diagnose(&mut self) -> Result<(), Error> {
-        if let Some(copying) = self.copying.first() {
-            // The engine says what it knows.
-            let engine = self.parts[copying.chunk.file].engine;
-            self.engines[engine].wait(copying.ticket, Instant::now())?;
-        }
+        self.copies.diagnose()?;
         match self.transfers.in_flight() {
             0 => Err(Stuck::Nothing.into()),
             count => Err(Stuck::Files(count).into()),
         }
     }
-}
-
-/// An engine for each GPU, and the staging memory of all.
-fn engines(sink: Sink<'_>, minors: &[u32], shape: Shape) -> Result<(Staging, Vec<CopyEngine>), Error> {
-    let Sink::Memory(memory) = sink else {
-        let renders: Vec<Render> = minors.iter().copied().map(Render::open).collect::<Result<_, _>>()?;
-        let staging = Staging::new(shape, &renders.iter().collect::<Vec<_>>())?;
-        let engines = renders.into_iter().map(|render| CopyEngine::open(render, &staging));
-        let engines = engines.collect::<Result<_, _>>()?;
-        return Ok((staging, engines));
-    };
-    let staging = Staging::pages(shape)?;
-    let engines = minors.iter().map(|minor| CopyEngine::in_memory(*minor, memory, &staging));
-    let engines = engines.collect::<Result<_, _>>()?;
-    Ok((staging, engines))
 }

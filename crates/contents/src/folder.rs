@@ -8,6 +8,7 @@ use std::os::fd::BorrowedFd;
 use nix::errno::Errno;
 use nix::fcntl::{OFlag, openat};
 use nix::sys::stat::Mode;
+use nix::unistd::{UnlinkatFlags, unlinkat};
 
 /// A file of the image could not be read or written.
 #[derive(Debug, thiserror::Error)]
@@ -37,6 +38,14 @@ pub fn create(folder: BorrowedFd<'_>, name: &str) -> Result<File, FileError> {
     let flags = OFlag::O_RDWR | OFlag::O_CREAT | OFlag::O_TRUNC | OFlag::O_CLOEXEC | OFlag::O_NOFOLLOW;
     let file = openat(folder, name, flags, Mode::S_IRUSR | Mode::S_IWUSR);
     file.map(File::from).map_err(|errno| FileError::of("create", name)(errno.into()))
+}
+
+/// Removes a file, if there is one.
+pub fn remove(folder: BorrowedFd<'_>, name: &str) -> Result<(), FileError> {
+    match unlinkat(folder, name, UnlinkatFlags::NoRemoveDir) {
+        Ok(()) | Err(Errno::ENOENT) => Ok(()),
+        Err(errno) => Err(FileError::of("remove", name)(errno.into())),
+    }
 }
 
 /// A file of the image directory, for reading.

@@ -6,7 +6,8 @@
 //! come by the hundred. Chunks of all GPUs are under way at once: one is copied while another is read or written. One thread
 //! looks after all of it, and no process has more memory for it than the staging memory.
 //!
-//! * [`PagesFile`]: what is where in a file. `flow`: what is under way. [`save`], [`load`]: the two directions.
+//! * [`PagesFile`]: what is where in a file. `flow`: what is under way, `copies` what engines work on. [`save`], [`load`]: the two directions.
+//! * [`same`]: which buffers have the same bytes. `twins`: they are read once.
 //! * [`Loading`]: a load that other threads can ask for a buffer first, and how far it is, at its [`Desk`]. `order`: which
 //!   chunk comes next.
 //! * [`folder`]: files of an image directory.
@@ -14,6 +15,7 @@
 //! What the page cache has is read from it, by threads of the kernel's, and by one copy where the CPU copies anyway (`straight`);
 //! the rest past it, by io_uring. [`Loading::into_memory`] needs no GPU: tests, and `cargo xtask bench engine`, load into memory.
 
+mod copies;
 mod desk;
 mod error;
 mod flow;
@@ -24,10 +26,12 @@ mod order;
 mod pages;
 mod parts;
 mod report;
+mod same;
 mod save;
 mod share;
 mod straight;
 mod transfers;
+mod twins;
 mod window;
 
 use std::sync::Arc;
@@ -44,8 +48,10 @@ pub use pages::PagesFile;
 pub use report::{Moved, Report};
 pub use rewake_amdgpu::MemoryDevice;
 use rewake_store::pace::Pace;
+pub use same::{TWINS, same};
 
-use flow::{Flow, Sink};
+use copies::Sink;
+use flow::Flow;
 
 /// Writes the memory of buffers. Those that have bytes must all have a dma-buf.
 ///
@@ -80,6 +86,9 @@ fn run(
     }
     // Not when they are opened: the plugin and the streamer of one restore have them open at the same time.
     processes.iter().flat_map(|process| process.files).for_each(|file| file.file.join());
+    let from_afar =
+        processes.iter().flat_map(|process| process.files).any(|file| file.file.is_of_another_host());
+    pace.iter().filter(|_| from_afar).for_each(|pace| pace.come_from_afar());
     let start = Instant::now();
     let (ways, moved) = beside(|| {
         let mut flow = Flow::new(processes, sink, pace)?;

@@ -80,7 +80,10 @@ impl Slots {
         let of_it = self.held.iter().flatten().filter(|held| flow.gpu(held.chunk) == flow.gpu(chunk));
         let was_read = |held: &&Held| held.left == 0 && held.begun == held.runs.len();
         let (read, all) = (of_it.clone().filter(was_read).count(), of_it.count());
-        share::waits(share, Taken { reading: all - read, read, copying: flow.copying(chunk) })
+        share::waits(
+            share,
+            Taken { reading: all - read, read, copying: flow.copies.slots_of(flow.gpu(chunk)) },
+        )
     }
 }
 
@@ -94,7 +97,8 @@ pub(crate) fn run(flow: &mut Flow<'_>, desk: &Desk, whole: &mut dyn FnMut(Whole)
         refused: false,
         passed: Vec::new(),
     };
-    let (mut over, mut copied) = (Vec::new(), Vec::new());
+    let (mut over, mut copied, mut done) = (Vec::new(), Vec::new(), Vec::new());
+    flow.take_unread();
     flow.without_buffers().for_each(|process| whole(Whole::Process { process }));
     loop {
         if desk.is_given_up() {
@@ -120,21 +124,11 @@ pub(crate) fn run(flow: &mut Flow<'_>, desk: &Desk, whole: &mut dyn FnMut(Whole)
             }
         }
         idle &= !copy_read(flow, &mut slots)?;
-        flow.copied(&mut copied)?;
+        idle &= !flow.copied(&mut copied)?;
         for (chunk, slot) in copied.drain(..) {
-            let Done { process, minor, bytes, whole: buffers, all } = flow.chunk_done(chunk)?;
-            // Who hears of it lets others see it.
-            match (all, buffers.is_empty()) {
-                (true, _) => flow.files_of(process).try_for_each(unchanged)?,
-                (false, false) => unchanged(flow.file(chunk))?,
-                (false, true) => {}
-            }
+            flow.chunk_done(chunk, &mut done)?;
             slot.into_iter().for_each(|slot| flow.give_back(slot));
-            desk.count(process, minor, bytes);
-            buffers.into_iter().for_each(|number| whole(Whole::Buffer { process, number }));
-            if all {
-                whole(Whole::Process { process });
-            }
+            tell(flow, desk, chunk, &mut done, whole)?;
             idle = false;
         }
         if flow.all_taken() && flow.is_idle() {
@@ -147,6 +141,30 @@ pub(crate) fn run(flow: &mut Flow<'_>, desk: &Desk, whole: &mut dyn FnMut(Whole)
     }
 }
 
+/// Tells what is there now that a chunk is done. Who hears of it lets others see it.
+fn tell(
+    flow: &Flow<'_>,
+    desk: &Desk,
+    chunk: Chunk,
+    done: &mut Vec<Done>,
+    whole: &mut dyn FnMut(Whole),
+) -> Result<(), Error> {
+    if done.iter().any(|done| !done.whole.is_empty()) {
+        unchanged(flow.file(chunk))?;
+    }
+    for Done { process, minor, bytes, whole: buffers, all } in done.drain(..) {
+        if all {
+            flow.read_for(process).try_for_each(unchanged)?;
+        }
+        desk.count(process, minor, bytes);
+        buffers.into_iter().for_each(|number| whole(Whole::Buffer { process, number }));
+        if all {
+            whole(Whole::Process { process });
+        }
+    }
+    Ok(())
+}
+
 fn unchanged(file: &PagesFile) -> Result<(), Error> {
     Ok(file.check_unchanged().map_err(FileError::of("read", &file.name))?)
 }
@@ -156,15 +174,18 @@ fn unchanged(file: &PagesFile) -> Result<(), Error> {
 fn copy_read(flow: &mut Flow<'_>, slots: &mut Slots) -> Result<bool, Error> {
     let Slots { held, read, .. } = slots;
     let count = read.len();
+    // What waits for several GPUs is not overtaken on any of them, or it might never find room on all at once.
+    let mut closed = Vec::new();
     read.sort_by_key(|slot| {
         let entry = held[slot.index() as usize].as_ref();
         !entry.is_some_and(|entry| flow.is_demanded(entry.chunk))
     });
     for slot in std::mem::take(read) {
         let entry = held[slot.index() as usize].take().expect("a slot that was read holds a chunk");
-        if flow.may_copy(entry.chunk) {
+        if flow.may_copy(entry.chunk) && !flow.gpus(entry.chunk).any(|gpu| closed.contains(&gpu)) {
             copy_in(flow, &entry, slot)?;
         } else {
+            closed.extend(flow.gpus(entry.chunk));
             held[slot.index() as usize] = Some(entry);
             read.push(slot);
         }
@@ -183,22 +204,19 @@ fn start(flow: &mut Flow<'_>, slots: &mut Slots) -> Result<bool, Error> {
     while flow.transfers.has_room(MOST)
         && let Some(chunk) = flow.next_chunk(&slots.passed)
     {
-        let file = flow.file(chunk);
-        let (first, end) = file.range(chunk.number);
-        let wanted = file.pieces(chunk.number).any(|piece| flow.is_here(chunk, &piece));
-        let runs = if wanted { runs(file, chunk)? } else { Vec::new() };
+        let runs = runs(flow, chunk)?;
         if runs.is_empty() {
             if !flow.may_fill(chunk) {
                 slots.passed.push(flow.gpu(chunk));
                 continue;
             }
             flow.take_chunk(chunk);
-            account(flow, end - first, end - first);
+            account(flow, chunk, &runs);
             fill(flow, chunk)?;
         } else if let Some(pieces) = straight(flow, chunk, &runs) {
             let Some(place) = flow.straight.place() else { break };
             flow.take_chunk(chunk);
-            account(flow, end - first, zeros(&runs, first, end));
+            account(flow, chunk, &runs);
             flow.read_straight(chunk, place, &pieces)?;
         } else {
             // What nobody waits for comes one after the other where the disk is shared.
@@ -214,8 +232,8 @@ fn start(flow: &mut Flow<'_>, slots: &mut Slots) -> Result<bool, Error> {
                 None => {}
             }
             let Some(slot) = flow.free_slot() else { break };
-            let held = Held { chunk, runs, begun: 0, from: first, left: 0 };
-            account(flow, end - first, zeros(&held.runs, first, end));
+            account(flow, chunk, &runs);
+            let held = Held { chunk, runs, begun: 0, from: 0, left: 0 };
             slots.held[slot.index() as usize] = Some(held);
             flow.take_chunk(chunk);
             any |= read_on(flow, slots, slot);
@@ -230,30 +248,35 @@ fn start(flow: &mut Flow<'_>, slots: &mut Slots) -> Result<bool, Error> {
     Ok(any)
 }
 
-/// Bytes of a chunk that are in no run.
-fn zeros(runs: &[Run], first: u64, end: u64) -> u64 {
-    end - first - runs.iter().map(|run| run.end.min(end) - run.start).sum::<u64>()
+fn account(flow: &mut Flow<'_>, chunk: Chunk, runs: &[Run]) {
+    flow.moved.bytes += moved(flow, chunk).map(|moved| moved.end - moved.start).sum::<u64>();
+    flow.moved.zero += zeros(flow, chunk, runs);
 }
 
-fn account(flow: &mut Flow<'_>, bytes: u64, zero: u64) {
-    flow.moved.bytes += bytes;
-    flow.moved.zero += zero;
+/// Bytes of what is moved that are in no run.
+fn zeros(flow: &Flow<'_>, chunk: Chunk, runs: &[Run]) -> u64 {
+    let pieces = flow.file(chunk).pieces(chunk.number).filter(|piece| flow.is_here(chunk, piece));
+    pieces.flat_map(|piece| parts(piece, runs)).filter(|(_, data)| !data).map(|(part, _)| part.bytes).sum()
 }
 
-/// What of a chunk is to be read.
-fn runs(file: &PagesFile, chunk: Chunk) -> Result<Vec<Run>, Error> {
+/// What of a chunk is to be read: whole pages of what is moved, but for holes.
+fn runs(flow: &Flow<'_>, chunk: Chunk) -> Result<Vec<Run>, Error> {
+    let file = flow.file(chunk);
     let (first, end) = file.range(chunk.number);
     let mut runs: Vec<Run> = Vec::new();
-    let mut from = first;
-    while from < end
-        && let Some((start, stop)) = file.data(from, end).map_err(FileError::of("search", &file.name))?
-    {
-        let run = Run { start: start - start % PAGE, end: stop.next_multiple_of(PAGE) };
-        match runs.last_mut() {
-            Some(last) if run.start <= last.end => last.end = run.end,
-            _ => runs.push(run),
+    for moved in moved(flow, chunk) {
+        let mut from = moved.start;
+        while from < moved.end
+            && let Some((start, stop)) =
+                file.data(from, moved.end).map_err(FileError::of("search", &file.name))?
+        {
+            let run = Run { start: start - start % PAGE, end: stop.next_multiple_of(PAGE) };
+            match runs.last_mut() {
+                Some(last) if run.start <= last.end => last.end = run.end,
+                _ => runs.push(run),
+            }
+            from = stop;
         }
-        from = stop;
     }
     if runs.len() > MOST {
         let end = runs[runs.len() - 1].end;
@@ -266,6 +289,20 @@ fn runs(file: &PagesFile, chunk: Chunk) -> Result<Vec<Run>, Error> {
         runs = vec![Run { start: first, end: end.next_multiple_of(PAGE) }];
     }
     Ok(runs)
+}
+
+/// Bytes of a chunk that are moved: pieces that follow one another are one.
+fn moved(flow: &Flow<'_>, chunk: Chunk) -> impl Iterator<Item = Run> {
+    let mut pieces =
+        flow.file(chunk).pieces(chunk.number).filter(move |piece| flow.is_here(chunk, piece)).peekable();
+    std::iter::from_fn(move || {
+        let Piece { offset, bytes, .. } = pieces.next()?;
+        let mut run = Run { start: offset, end: offset + bytes };
+        while let Some(next) = pieces.next_if(|next| next.offset == run.end) {
+            run.end += next.bytes;
+        }
+        Some(run)
+    })
 }
 
 /// Starts reads of a chunk, all if they are allowed; whether any was.
@@ -297,6 +334,7 @@ fn read_on(flow: &mut Flow<'_>, slots: &mut Slots, slot: Slot) -> bool {
         (held.from, any) = (end, true);
         held.begun += usize::from(end == run.end);
         held.left += 1;
+        flow.moved.read += bytes as u64;
     }
     any
 }
@@ -306,7 +344,8 @@ fn read_on(flow: &mut Flow<'_>, slots: &mut Slots, slot: Slot) -> bool {
 fn straight(flow: &Flow<'_>, chunk: Chunk, runs: &[Run]) -> Option<Vec<Piece>> {
     let file = flow.file(chunk);
     let (first, end) = file.range(chunk.number);
-    let whole = zeros(runs, first, end) == 0 && flow.may_read_straight(chunk, first, end - first);
+    let alone = zeros(flow, chunk, runs) == 0 && !flow.is_led(chunk);
+    let whole = alone && flow.may_read_straight(chunk, first, end - first);
     let pieces: Vec<Piece> = file
         .pieces(chunk.number)
         .filter(|piece| whole && flow.is_here(chunk, piece))
@@ -320,39 +359,33 @@ fn copy_in(flow: &mut Flow<'_>, held: &Held, slot: Slot) -> Result<(), Error> {
     let (file, chunk) = (flow.file(held.chunk), held.chunk);
     let (first, end) = file.range(chunk.number);
     flow.bring_in(slot, (end - first).next_multiple_of(PAGE));
-    let mut transfers = flow.list();
     for piece in file.pieces(chunk.number) {
-        if !flow.is_here(chunk, &piece) {
-            continue;
-        }
-        let bo = flow.bo(chunk, &piece)?;
-        for (part, data) in parts(piece, &held.runs) {
-            let from = Place { slot, at: part.offset - first };
-            transfers.push(match data {
-                true => Transfer::Load { bo, at: part.at, from, bytes: part.bytes },
-                false => Transfer::Fill { bo, at: part.at, bytes: part.bytes, word: 0 },
-            });
+        for which in 0..flow.buffers_with(chunk, &piece) {
+            let name = flow.buffer_with(chunk, &piece, which);
+            flow.count_twin(which, piece.bytes);
+            for (part, data) in parts(piece, &held.runs) {
+                let from = Place { slot, at: part.offset - first };
+                flow.push(name, |bo| match data {
+                    true => Transfer::Load { bo, at: part.at, from, bytes: part.bytes },
+                    false => Transfer::Fill { bo, at: part.at, bytes: part.bytes, word: 0 },
+                })?;
+            }
         }
     }
-    if transfers.is_empty() {
-        // All of it belongs to others.
-        flow.give_back(slot);
-        return Ok(());
-    }
-    flow.copy(chunk, Some(slot), transfers)
+    flow.copy(chunk, Some(slot))
 }
 
 /// Fills a chunk that is one hole.
 fn fill(flow: &mut Flow<'_>, chunk: Chunk) -> Result<(), Error> {
     let file = flow.file(chunk);
-    let mut transfers = flow.list();
     for piece in file.pieces(chunk.number) {
-        if flow.is_here(chunk, &piece) {
-            let bo = flow.bo(chunk, &piece)?;
-            transfers.push(Transfer::Fill { bo, at: piece.at, bytes: piece.bytes, word: 0 });
+        for which in 0..flow.buffers_with(chunk, &piece) {
+            flow.count_twin(which, piece.bytes);
+            let fill = |bo| Transfer::Fill { bo, at: piece.at, bytes: piece.bytes, word: 0 };
+            flow.push(flow.buffer_with(chunk, &piece, which), fill)?;
         }
     }
-    if transfers.is_empty() { Ok(()) } else { flow.copy(chunk, None, transfers) }
+    flow.copy(chunk, None)
 }
 
 /// A piece cut at the borders of runs; whether each part is in one.

@@ -6,9 +6,10 @@ use std::sync::Arc;
 use rewake_amdgpu::MemoryDevice;
 use rewake_store::pace::Pace;
 
+use crate::copies::Sink;
 use crate::desk::Desk;
 use crate::error::Error;
-use crate::flow::{Process, Sink};
+use crate::flow::{Name, Process};
 use crate::load::{self, Whole};
 use crate::report::Report;
 
@@ -17,11 +18,11 @@ use crate::report::Report;
 /// Processes come one after the other, the one with the fewest bytes first: it can go on when it has all of them. Of each, those come first
 /// that [`Loading::first`] names; then small buffers, for there are hundreds in a chunk; then the large ones, in the order of the files. What is
 /// demanded at the [`Desk`] goes before all that is not under way. Under way are, and a demand may have to wait for, at most:
-/// * as many chunks of 2 MiB as staging memory has slots, 8 for each GPU and at most 24, being read or in their slots: fewer
-///   would leave disks idle. The first of them that ends makes room for what was demanded. With a [`Pace`] it is a piece of one
-///   of them, as long as anybody waits for the disk.
+/// * as many chunks of 2 MiB as staging memory has slots, 8 for each GPU and at most 24, being read or in their slots. The first of them
+///   that ends makes room for what was demanded. With a [`Pace`] those that are being read are two at least, and no more than 4 ms of the
+///   disk's time; a piece of one of them, as long as anybody waits for the disk.
 /// * Of them, on the GPU's copy rings, 2 for each ring; the others are overtaken. A ring is busy with less only if it is
-///   faster than this thread wakes.
+///   faster than this thread wakes. Where buffers have the same bytes, each is up to 17 copies.
 /// * 8 fills for each ring: nothing is read for them, and GPUs fill as fast as their memory is.
 #[derive(Debug)]
 pub struct Loading<'a> {
@@ -29,7 +30,8 @@ pub struct Loading<'a> {
     sink: Sink<'a>,
     desk: Desk,
     pace: Option<Arc<Pace>>,
-    first: Vec<(usize, usize)>,
+    first: Vec<Name>,
+    twins: Vec<Vec<Name>>,
 }
 
 impl<'a> Loading<'a> {
@@ -39,7 +41,14 @@ impl<'a> Loading<'a> {
     /// # Errors
     /// There is no descriptor left.
     pub fn new(processes: &'a [Process<'a>], pace: Option<Arc<Pace>>) -> Result<Self, Error> {
-        Ok(Self { processes, sink: Sink::Gpus, desk: Desk::new(processes)?, pace, first: Vec::new() })
+        Ok(Self {
+            processes,
+            sink: Sink::Gpus,
+            desk: Desk::new(processes)?,
+            pace,
+            first: Vec::new(),
+            twins: Vec::new(),
+        })
     }
 
     /// As [`Loading::new`], where the buffers are memfds of `memory`, which stands in for all GPUs: none is opened.
@@ -61,6 +70,13 @@ impl<'a> Loading<'a> {
         Self { first, ..self }
     }
 
+    /// Sets of buffers that have the same bytes, as [`same`](crate::same()) finds them: a process's place and the image's number of each. Of a set those
+    /// of one are read, and copied to all that are loaded. What is unknown makes no difference.
+    #[must_use]
+    pub fn twins(self, twins: Vec<Vec<(usize, usize)>>) -> Self {
+        Self { twins, ..self }
+    }
+
     /// Where others ask for buffers, now or while it runs.
     #[must_use]
     pub fn desk(&self) -> Desk {
@@ -73,9 +89,9 @@ impl<'a> Loading<'a> {
     /// # Errors
     /// As [`load`](crate::load()).
     pub fn run(self, mut whole: impl FnMut(Whole) + Send) -> Result<Option<Report>, Error> {
-        let Self { processes, sink, desk, pace, first } = self;
+        let Self { processes, sink, desk, pace, first, twins } = self;
         crate::run("loaded", processes, sink, pace, |flow| {
-            flow.by_process(&first);
+            flow.by_process(&first, &twins);
             load::run(flow, &desk, &mut whole)
         })
     }

@@ -16,6 +16,7 @@ use rewake_criu_images::amdgpu::{KfdImage, RenderContents, drm_pages_name, pages
 use rewake_store::files::TransferFile;
 
 use crate::folder::{self as image, FileError};
+use crate::same::TWINS;
 
 /// Bytes of a chunk: what a slot of staging memory holds.
 pub(crate) const CHUNK: u64 = 2 << 20;
@@ -45,7 +46,7 @@ pub(crate) struct Stretch {
     /// Which.
     pub(crate) buffer: usize,
     /// First byte in the file.
-    start: u64,
+    pub(crate) start: u64,
     /// How many.
     pub(crate) bytes: u64,
 }
@@ -135,6 +136,7 @@ impl PagesFile {
     }
 
     fn new(folder: BorrowedFd<'_>, name: String, minor: u32, layout: Layout) -> Result<Self, FileError> {
+        image::remove(folder, TWINS)?;
         let file = image::create(folder, &name)?;
         let direct = image::open_direct(folder, &name, true);
         let pages = Self::of(name, (file, direct), minor, layout);

@@ -8,6 +8,7 @@ use rewake_amdgpu::Bo;
 use crate::flow::Process;
 use crate::order::{Order, put_first, small_first};
 use crate::pages::{CHUNK, PagesFile};
+use crate::twins::{Twins, read_for};
 
 /// A file, whose it is and what copies its bytes.
 #[derive(Debug, Clone, Copy)]
@@ -24,10 +25,14 @@ pub(crate) struct Buffer {
     pub(crate) file: usize,
     /// That it has bytes in.
     pub(crate) chunks: RangeInclusive<u64>,
-    /// Those of them that are not done.
+    /// Those of them that are not done; of one that follows another, of that one's.
     pub(crate) left: u64,
+    /// Of all of it.
+    pub(crate) bytes: u64,
     /// What the engine calls it, from the first copy to the last.
     pub(crate) bo: Option<Bo>,
+    /// Buffers with the same bytes.
+    pub(crate) twins: Twins,
 }
 
 /// All files that have chunks, and the render nodes of their GPUs, each once.
@@ -53,7 +58,7 @@ pub(crate) fn buffers(processes: &[Process<'_>], parts: &[Part<'_>]) -> Vec<Vec<
         for stretch in part.file.stretches() {
             let buffer = stretch.chunks().map(|chunks| {
                 let left = chunks.end() - chunks.start() + 1;
-                Buffer { file, chunks, left, bo: None }
+                Buffer { file, chunks, left, bytes: stretch.bytes, bo: None, twins: Twins::default() }
             });
             buffers[part.process][stretch.buffer] = buffer;
         }
@@ -70,15 +75,9 @@ pub(crate) fn missing(processes: &[Process<'_>], buffers: &[Vec<Option<Buffer>>]
     processes.iter().zip(buffers).map(missing).collect()
 }
 
-/// The order of what is loaded behind running processes. The process with the fewest bytes comes first, and of its GPUs that with the fewest:
-/// each can go on when it has all of them, whatever the others wait for. Of each, those that are `wanted` first (process and buffer) come first, then
-/// small buffers before large ones: there are many of them in a chunk, and it costs nothing.
-pub(crate) fn behind(
-    processes: &[Process<'_>],
-    parts: &[Part<'_>],
-    buffers: &[Vec<Option<Buffer>>],
-    wanted: &[(usize, usize)],
-) -> Order {
+/// All files, in the order in which they are loaded behind running processes: the process with the fewest bytes comes first, and of its GPUs that
+/// with the fewest. Each can go on when it has all of them, whatever the others wait for.
+pub(crate) fn fewest_first(processes: &[Process<'_>], parts: &[Part<'_>]) -> Vec<usize> {
     let mut of_process = vec![0; processes.len()];
     let of_part: Vec<u64> = parts.iter().map(|part| processes[part.process].bytes_in(part.file)).collect();
     parts.iter().zip(&of_part).for_each(|(part, bytes)| of_process[part.process] += bytes);
@@ -87,6 +86,18 @@ pub(crate) fn behind(
         let process = parts[*file].process;
         (of_process[process], process, of_part[*file])
     });
+    files
+}
+
+/// The order of what is loaded behind running processes, these files one after the other. Of each, buffers that are `wanted` first (process and buffer)
+/// come first, then small buffers before large ones: there are many of them in a chunk, and it costs nothing.
+pub(crate) fn behind(
+    processes: &[Process<'_>],
+    parts: &[Part<'_>],
+    buffers: &[Vec<Option<Buffer>>],
+    files: Vec<usize>,
+    wanted: &[(usize, usize)],
+) -> Order {
     let groups = files.into_iter().map(|file| vec![file]).collect();
     let first = chunks_of(processes, parts.len(), buffers, wanted);
     let of_each = parts.iter().zip(&first);
@@ -103,8 +114,7 @@ fn chunks_of(
     let mut chunks = vec![Vec::new(); files];
     for (process, number) in wanted {
         let here = processes.get(*process).and_then(|of| of.dmabufs.get(*number)?.as_ref()).is_some();
-        let buffer = buffers.get(*process).and_then(|of| of.get(*number)?.as_ref());
-        if let Some(Buffer { file, chunks: of_it, .. }) = buffer.filter(|_| here) {
+        if here && let Some(Buffer { file, chunks: of_it, .. }) = read_for(buffers, (*process, *number)) {
             chunks[*file].extend(of_it.clone());
         }
     }

@@ -7,10 +7,14 @@ use std::time::Duration;
 /// What was moved.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Moved {
-    /// Bytes of files, those that are zero among them.
+    /// Bytes of buffers, those that are zero among them.
     pub bytes: u64,
     /// Bytes that are zero: holes of files.
     pub zero: u64,
+    /// Bytes of buffers that were given those of another one.
+    pub same: u64,
+    /// Bytes that were asked of files: whole pages.
+    pub read: u64,
     /// Pieces of work that GPUs were given.
     pub submissions: u64,
     /// Buffers.
@@ -41,7 +45,11 @@ impl fmt::Display for Report {
             moved.submissions,
             moved.buffers,
             mib(moved.bytes) / seconds.max(1e-6),
-        )
+        )?;
+        match moved.same {
+            0 => Ok(()),
+            same => write!(f, ", {same} of the bytes read for other buffers"),
+        }
     }
 }
 

@@ -24,7 +24,7 @@ const _: () = assert!(CHUNK / GRANULE / 2 == MOST as u64);
 pub(crate) fn run(flow: &mut Flow<'_>) -> Result<Moved, Error> {
     // By slot: writes that have not ended.
     let mut writing = vec![0; flow.staging.slots().len()];
-    let (mut ready, mut over) = (Vec::new(), Vec::new());
+    let (mut ready, mut over, mut done) = (Vec::new(), Vec::new(), Vec::new());
     let mut copied: Vec<(Chunk, Option<Slot>)> = Vec::new();
     loop {
         let mut idle = true;
@@ -39,7 +39,8 @@ pub(crate) fn run(flow: &mut Flow<'_>) -> Result<Moved, Error> {
         while flow.transfers.has_room(MOST)
             && let Some((chunk, slot)) = ready.pop()
         {
-            flow.chunk_done(chunk)?;
+            flow.chunk_done(chunk, &mut done)?;
+            done.clear();
             let writes = write(flow, chunk, slot);
             writing[slot.index() as usize] = writes;
             if writes == 0 {
@@ -83,13 +84,12 @@ fn slot_of(flow: &Flow<'_>, token: u64) -> Slot {
 fn copy_out(flow: &mut Flow<'_>, chunk: Chunk, slot: Slot) -> Result<(), Error> {
     let file = flow.file(chunk);
     let (start, _) = file.range(chunk.number);
-    let mut transfers = flow.list();
     for piece in file.pieces(chunk.number) {
-        let bo = flow.bo(chunk, &piece)?;
         let to = Place { slot, at: piece.offset - start };
-        transfers.push(Transfer::Save { bo, at: piece.at, to, bytes: piece.bytes });
+        let save = |bo| Transfer::Save { bo, at: piece.at, to, bytes: piece.bytes };
+        flow.push(flow.buffer_with(chunk, &piece, 0), save)?;
     }
-    flow.copy(chunk, Some(slot), transfers)
+    flow.copy(chunk, Some(slot))
 }
 
 /// Starts the writes of what is not zero; gives their number.

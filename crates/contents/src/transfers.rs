@@ -85,6 +85,11 @@ impl Transfers {
         assert!(self.ring.submit(request).is_ok(), "more transfers than agreed");
     }
 
+    /// Whether who was refused is to look again soon: else the end of one under way says when.
+    pub(crate) fn is_for_others(&self) -> bool {
+        self.in_flight() == 0 || self.pace.as_ref().is_some_and(|pace| pace.is_busy())
+    }
+
     /// Whether some have ended already.
     pub(crate) fn has_finished(&self) -> bool {
         self.ring.has_finished()

@@ -23,8 +23,12 @@ const CALM: Duration = Duration::from_millis(5);
 const IDLE: Duration = Duration::from_millis(20);
 /// For a lane to take its turn, when the other one has had a piece.
 const TURN: Duration = Duration::from_millis(1);
-/// What GPUs' memory is read in: two of it keep a disk busy.
+/// What GPUs' memory is read in.
 const CHUNK: usize = 2 << 20;
+/// Reads of GPUs' memory that may lie between the disk and the first read that somebody waits for: about this much time of them.
+const AHEAD: Duration = Duration::from_millis(4);
+/// Chunks that keep a disk busy, however slow it is: while one is looked after, the other is read.
+const CHUNKS: usize = 2;
 
 /// Whose memory is read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -55,6 +59,8 @@ pub struct Pace {
     waiting: AtomicUsize,
     /// What one block takes the disk, in nanoseconds: a running mean.
     block: AtomicU64,
+    /// Whether bytes come from another host.
+    from_afar: AtomicBool,
     /// Restores that stand still until what comes first is there.
     standing: AtomicUsize,
 }
@@ -118,6 +124,7 @@ impl Pace {
             waited: AtomicU64::new(0),
             waiting: AtomicUsize::new(0),
             block: AtomicU64::new(0),
+            from_afar: AtomicBool::new(false),
             standing: AtomicUsize::new(0),
         })
     }
@@ -186,15 +193,28 @@ impl Pace {
         own == 0 || own + bytes <= self.calm_bytes(lane, now)
     }
 
-    /// Of a lane. Memory of GPUs has staging memory for its bound, and as much as that of CPUs where both are read: they
-    /// share the disk by what they have under way.
+    /// Of a lane. Memory of GPUs has as much as that of CPUs where both are read: they share the disk by what they have under way.
     fn calm_bytes(&self, lane: Lane, now: Instant) -> usize {
         let of_cpus = CALM_PIECES * self.wakers[Lane::Cpus as usize].len() * PIECE;
         match lane {
             Lane::Cpus => of_cpus,
             Lane::Gpus if self.is_recent(&self.began[Lane::Cpus as usize], now, IDLE) => of_cpus.max(CHUNK),
-            Lane::Gpus => usize::MAX,
+            Lane::Gpus => self.ahead_bytes(),
         }
+    }
+
+    /// Bytes of some files come from another host: what they take is no measure of what is before them there, and only many at once are fast.
+    pub fn come_from_afar(&self) {
+        self.from_afar.store(true, Ordering::Relaxed);
+    }
+
+    /// What keeps the disk busy, and no more of it than somebody who comes to wait for it can be behind. Elsewhere staging memory is the bound.
+    fn ahead_bytes(&self) -> usize {
+        if self.from_afar.load(Ordering::Relaxed) {
+            return usize::MAX;
+        }
+        let blocks = nanos(AHEAD).checked_div(self.block.load(Ordering::Relaxed)).unwrap_or(0);
+        usize::try_from(blocks).unwrap_or(usize::MAX).saturating_mul(BLOCK).max(CHUNKS * CHUNK)
     }
 
     fn busy_bytes(&self) -> usize {
@@ -339,10 +359,44 @@ mod tests {
         assert!(pace.allows_at(lane.other(), PIECE, now + 2 * TURN));
     }
 
+    /// Reads of GPUs' memory alone that are under way after a while, where the first byte takes `first` and the disk gives one of so many `bytes`
+    /// each `chunk`.
+    fn ahead(pace: &Pace, bytes: usize, first: Duration, chunk: Duration) -> usize {
+        let (mut now, mut disk) = (pace.start, pace.start);
+        let mut under_way = std::collections::VecDeque::new();
+        for _ in 0..200 {
+            while pace.allows_at(Lane::Gpus, bytes, now) && under_way.len() < 64 {
+                disk = disk.max(now) + chunk;
+                under_way.push_back((Begun { at: now, ..pace.begin(Lane::Gpus, bytes) }, disk + first));
+            }
+            let (begun, end) = under_way.pop_front().unwrap();
+            now = end;
+            pace.end_at(begun, now);
+        }
+        under_way.len() + 1
+    }
+
     #[test]
-    fn memory_of_gpus_alone_is_read_as_far_as_there_is_room_for_it() {
+    fn of_memory_of_gpus_alone_some_milliseconds_are_under_way() {
+        let us = Duration::from_micros;
+        let chunks = |first, chunk| ahead(&pace(2), CHUNK, first, chunk);
+        // 1, 4, and 20 GB/s.
+        assert_eq!(chunks(us(50), us(2000)), 2);
+        assert!((6..=8).contains(&chunks(us(50), us(500))));
+        assert!(chunks(us(50), us(100)) > 32);
+        // A disk of another host's, its first byte after 1 ms, 4 GB/s.
+        assert!((5..=8).contains(&chunks(us(1000), us(500))));
+        let pieces = ahead(&pace(2), CHUNK / 2, us(50), us(250));
+        assert!((12..=16).contains(&pieces), "of other sizes: {pieces}");
+    }
+
+    #[test]
+    fn two_chunks_are_under_way_on_a_slow_disk_and_any_number_where_it_is_another_host_s() {
+        let ms = Duration::from_millis;
+        assert_eq!(ahead(&pace(2), CHUNK, ms(0), ms(50)), 2);
         let pace = pace(2);
-        assert_eq!(begin_all(&pace, Lane::Gpus, CHUNK, Instant::now()).len(), 1000);
+        pace.come_from_afar();
+        assert_eq!(ahead(&pace, CHUNK, ms(20), ms(1)), 64);
     }
 
     #[test]
@@ -353,8 +407,9 @@ mod tests {
             let of_cpus = begin_all(&pace, Lane::Cpus, PIECE, now).len() * PIECE;
             let of_gpus = begin_all(&pace, Lane::Gpus, CHUNK, now).len() * CHUNK;
             assert!(of_gpus >= CHUNK && of_gpus.abs_diff(of_cpus) < CHUNK, "{reactors}: {of_gpus} {of_cpus}");
-            // When no memory of CPUs is read any more.
+            // When no memory of CPUs is read any more, on a disk that is fast.
             let later = Instant::now() + 2 * IDLE;
+            pace.block.store(100, Ordering::Relaxed);
             assert!(pace.allows_at(Lane::Gpus, 1 << 30, later));
         }
     }

@@ -6,7 +6,7 @@ use anyhow::{Context as _, bail};
 use super::criu::{Act, NO_PLUGIN, Options, code, show_errors, starting};
 use super::directory;
 use crate::cli::Dump;
-use crate::{gpu_plugin, holes};
+use crate::{gpu_plugin, holes, twins};
 
 /// Options that are for `rewake dump` itself, not for CRIU.
 const OURS: [&str; 6] = ["-t", "--tree", "-D", "--images-dir", "-W", "--work-dir"];
@@ -35,11 +35,23 @@ pub fn run(options: &Dump) -> anyhow::Result<u8> {
         options: &given,
     };
     let program = options.programs.criu();
+    twins::forget(&images)?;
     // A signal to us alone does not reach it: a dump that is cut off can leave its tree stopped.
     let exit = act.command(&program).status().with_context(|| starting(&program))?;
     if exit.success() {
         if let Err(error) = holes::dig(&images) {
             eprintln!("rewake: zeros in the image are not left out: {error:#}");
+        }
+        match twins::find(&images) {
+            Ok(0) => {}
+            Ok(spared) => {
+                eprintln!("rewake: {spared} buffers of GPUs have the bytes of others and need not be read");
+            }
+            Err(error) => {
+                eprintln!(
+                    "rewake: buffers of GPUs with the same bytes will be read more than once: {error:#}"
+                );
+            }
         }
         return Ok(code(exit));
     }

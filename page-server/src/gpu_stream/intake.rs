@@ -6,7 +6,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::{Context as _, bail, ensure};
-use rewake_contents::{PagesFile, Process};
+use rewake_contents::{PagesFile, Process, TWINS};
 use rewake_criu_images::ImageDir;
 use rewake_criu_images::amdgpu::{KfdImage, kfd_name};
 use rewake_handover::proto::{self, to_plugin, to_server};
@@ -25,6 +25,7 @@ use super::placeholders::{Handed, Placeholders};
 use super::recorded::{self, NAME, Touched};
 use super::sets::{self, Set};
 use crate::ledger::Ledger;
+use crate::twins;
 
 /// How the image directory is called in messages: it comes as a descriptor.
 const FOLDER: &str = "the image directory";
@@ -190,7 +191,7 @@ impl Taken {
             let (what, mut with) = self.hear()?;
             match what {
                 to_server::What::Started(process) => {
-                    let announced = self.processes.iter().position(|of| of.id == process.kfd);
+                    let announced = self.place(process.kfd);
                     let place = announced.filter(|place| !started.iter().any(|(there, _)| there == place));
                     let place = place
                         .with_context(|| format!("{} was not announced, or twice", kfd_name(process.kfd)))?;
@@ -208,6 +209,11 @@ impl Taken {
         Ok(started)
     }
 
+    /// Of a process among those loaded, by what the image calls it.
+    fn place(&self, kfd: u32) -> Option<usize> {
+        self.processes.iter().position(|process| process.id == kfd)
+    }
+
     /// What is to be loaded.
     pub(super) fn processes(&self) -> impl Iterator<Item = Process<'_>> {
         self.processes.iter().map(|of| Process { files: &of.files, dmabufs: &of.dmabufs })
@@ -216,7 +222,7 @@ impl Taken {
     /// What CPUs touched in an earlier restore, if that was recorded.
     pub(super) fn recorded(&self) -> Vec<(usize, usize)> {
         let Some(images) = &self.images else { return Vec::new() };
-        let place = |of: &Touched| self.processes.iter().position(|process| process.id == of.kfd);
+        let place = |of: &Touched| self.place(of.kfd);
         let is_there =
             |of: Touched| place(&of).is_some_and(|place| of.buffer < self.processes[place].dmabufs.len());
         let recorded = recorded::read(images, is_there).unwrap_or_else(|error| {
@@ -227,6 +233,17 @@ impl Taken {
             info!("by {NAME}, buffers that come first: {}", recorded.len());
         }
         recorded.iter().filter_map(|of| Some((place(of)?, of.buffer))).collect()
+    }
+
+    /// Buffers with the same bytes, if some were found when the image was dumped.
+    pub(super) fn twins(&self) -> Vec<Vec<(usize, usize)>> {
+        let Some(images) = &self.images else { return Vec::new() };
+        let sets = twins::read(images.as_fd()).unwrap_or_else(|error| {
+            warn!("{TWINS} is not used, each buffer is read: {error:#}: remove it");
+            Vec::new()
+        });
+        let place = |(kfd, buffer)| Some((self.place(kfd)?, buffer));
+        sets.into_iter().map(|set| set.into_iter().filter_map(place).collect()).collect()
     }
 
     /// Records what CPUs touched, for later restores. This one has gone well, whatever becomes of that.

@@ -148,7 +148,8 @@ fn serve_taken(
     let count = gates.len();
     let opening = Opening { taken, gates, ledger, timeline };
     let first = if record { Vec::new() } else { taken.recorded() };
-    let loading = Loading::new(&processes, Some(pace)).map(|loading| loading.first(first));
+    let loading =
+        Loading::new(&processes, Some(pace)).map(|loading| loading.first(first).twins(taken.twins()));
     let loaded =
         loading.map_err(Into::into).and_then(|loading| load(&processes, placeholders, &opening, loading));
     if loaded.is_err() {

@@ -2,14 +2,12 @@
 //! Which buffers CPUs touched in a restore of an image, in their order, in a file of its directory: a later restore loads those first.
 
 use std::collections::BTreeSet;
-use std::fs::File;
-use std::io::Read as _;
 use std::os::fd::{AsFd as _, OwnedFd};
 
 use anyhow::{Context as _, ensure};
-use nix::fcntl::renameat;
-use rewake_contents::folder;
 use serde::{Deserialize, Serialize};
+
+use crate::notes;
 
 /// In the image directory.
 pub(super) const NAME: &str = "rewake-order.json";
@@ -44,10 +42,7 @@ pub(super) fn write(images: &OwnedFd, mut touched: Vec<Touched>) -> anyhow::Resu
     let count = touched.len();
     let mut text = serde_json::to_vec(&Recorded { version: VERSION, touched })?;
     text.push(b'\n');
-    // Until it is whole; another restore's has another name.
-    let part = format!("{NAME}.{}", std::process::id());
-    folder::write(images.as_fd(), &part, &text)?;
-    renameat(images, part.as_str(), images, NAME).with_context(|| format!("rename {part} to {NAME}"))?;
+    notes::write(images.as_fd(), NAME, &text)?;
     Ok(count)
 }
 
@@ -56,11 +51,8 @@ pub(super) fn write(images: &OwnedFd, mut touched: Vec<Touched>) -> anyhow::Resu
 /// # Errors
 /// It cannot be read, or is not what is written here for this image.
 pub(super) fn read(images: &OwnedFd, is_there: impl Fn(Touched) -> bool) -> anyhow::Result<Vec<Touched>> {
-    let file = match folder::open(images.as_fd(), NAME) {
-        Err(error) if error.is_missing() => return Ok(Vec::new()),
-        file => file?,
-    };
-    let Recorded { version, mut touched } = parse(file)?;
+    let Some(text) = notes::read(images.as_fd(), NAME, MOST_BYTES)? else { return Ok(Vec::new()) };
+    let Recorded { version, mut touched } = serde_json::from_slice(&text).context("it is damaged")?;
     ensure!(version == VERSION, "it is of version {version}, this program knows {VERSION}");
     ensure!(touched.len() <= MOST, "it has {} buffers, where {MOST} are the most", touched.len());
     if let Some(Touched { kfd, buffer }) = touched.iter().find(|of| !is_there(**of)) {
@@ -71,15 +63,10 @@ pub(super) fn read(images: &OwnedFd, is_there: impl Fn(Touched) -> bool) -> anyh
     Ok(touched)
 }
 
-fn parse(file: File) -> anyhow::Result<Recorded> {
-    let mut text = Vec::new();
-    file.take(MOST_BYTES + 1).read_to_end(&mut text)?;
-    ensure!(text.len() as u64 <= MOST_BYTES, "it has more than {MOST_BYTES} bytes");
-    serde_json::from_slice(&text).context("it is damaged")
-}
-
 #[cfg(test)]
 mod tests {
+    use std::fs::File;
+
     use super::*;
 
     fn images() -> (tempfile::TempDir, OwnedFd) {

@@ -7,7 +7,8 @@ use std::process::{Child, Command, Stdio};
 
 use anyhow::{Context as _, ensure};
 
-use crate::dumped::soon;
+use crate::criu::wait_for_the_end_of;
+use crate::dumped::{dies, soon};
 
 /// Of the large buffers: where both are brought at one pace, one is there long before the other.
 pub const BYTES: [usize; 2] = [8 << 20, 48 << 20];
@@ -28,9 +29,21 @@ impl Pair {
     /// # Errors
     /// It does not come up.
     pub fn start(program: &str, folder: &Path) -> anyhow::Result<Self> {
+        Self::start_with(program, folder, &[])
+    }
+
+    /// As [`Pair::start`]; both GPUs have the same bytes, of the smaller buffer.
+    ///
+    /// # Errors
+    /// It does not come up.
+    pub fn start_same(program: &str, folder: &Path) -> anyhow::Result<Self> {
+        Self::start_with(program, folder, &["same"])
+    }
+
+    fn start_with(program: &str, folder: &Path, how: &[&str]) -> anyhow::Result<Self> {
         let log = fs::File::create(folder.join("log"))?;
         let mut command = Command::new("setsid");
-        command.arg(program).arg(folder).stdin(Stdio::null()).stdout(Stdio::null()).stderr(log);
+        command.arg(program).arg(folder).args(how).stdin(Stdio::null()).stdout(Stdio::null()).stderr(log);
         let child = command.spawn().context("start pair")?;
         let pair = Self { folder: folder.to_owned(), pid: child.id(), child: Some(child) };
         let runs = soon(|| pair.counts().is_ok_and(|counts| counts.iter().all(|count| *count > 2)));
@@ -61,6 +74,28 @@ impl Pair {
         fs::write(&order, "")?;
         ensure!(soon(|| !order.exists()), "it does not hear {what}: {:?}", self.counts());
         Ok(())
+    }
+
+    /// Whether these GPUs go on: some rounds are counted soon.
+    ///
+    /// # Panics
+    /// Something was wrong.
+    #[must_use]
+    pub fn goes_on(&self, gpus: &[usize]) -> bool {
+        let before = self.counts().unwrap();
+        soon(|| {
+            let now = self.counts().unwrap();
+            gpus.iter().all(|gpu| now[*gpu] > before[*gpu] + 2)
+        })
+    }
+
+    /// Kills it, as it came back.
+    ///
+    /// # Panics
+    /// It does not end.
+    pub fn ends(&self) {
+        dies(self.pid);
+        wait_for_the_end_of(self.pid).unwrap();
     }
 
     /// Rounds of both GPUs.

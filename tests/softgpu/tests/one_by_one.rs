@@ -143,15 +143,12 @@ fn is_told_of_both(criu: &Criu, first: usize) {
 
 /// Rounds are counted on these GPUs.
 fn run(pair: &Pair, gpus: &[usize], both: &Streamer) {
-    let before = pair.counts().unwrap();
-    let go_on = |now: [u64; 2]| gpus.iter().all(|gpu| now[*gpu] > before[*gpu] + 2);
-    assert!(soon(|| go_on(pair.counts().unwrap())), "{:?}, {}", pair.counts(), both.said());
+    assert!(pair.goes_on(gpus), "{:?}, {}", pair.counts(), both.said());
 }
 
 fn ends(pair: &Pair) {
     assert!(!is_told(pair.pid()));
-    dies(pair.pid());
-    wait_for_the_end_of(pair.pid()).unwrap();
+    pair.ends();
 }
 
 #[test]

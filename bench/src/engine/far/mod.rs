@@ -9,15 +9,15 @@ mod table;
 
 use std::os::fd::OwnedFd;
 use std::path::Path;
-use std::sync::{Arc, mpsc};
+use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use rewake_contents::{Error, Loading, Process, Whole};
-use rewake_store::pace::Pace;
 
+use super::pace;
 use crate::cache::{drop_files, load_files};
 use crate::processes::check_interrupted;
 use image::{Front, Image, Pages};
@@ -111,11 +111,6 @@ fn far(pages: &Pages, from: From, buffer_mib: u64, rounds: u64) -> anyhow::Resul
         done.push(Round { alone: first.map_or_else(|| take(None), Ok)?, meanwhile });
     }
     Ok(Far { from, buffers, buffer_mib, all, rounds: done })
-}
-
-/// As behind processes, where no memory of CPUs comes beside it.
-fn pace() -> anyhow::Result<Arc<Pace>> {
-    Ok(Arc::new(Pace::new(Vec::new())?))
 }
 
 /// How long a load of all takes, and the last buffer is right then.

@@ -60,6 +60,12 @@ impl TransferFile {
         self.joined.store(readers::join(&self.buffered), Ordering::Relaxed);
     }
 
+    /// Whether its bytes come from another host, or may.
+    #[must_use]
+    pub fn is_of_another_host(&self) -> bool {
+        readers::is_of_another_host(&self.buffered)
+    }
+
     /// Whether others have joined, too, and it is worth while to share.
     fn is_shared(&self) -> bool {
         self.joined.load(Ordering::Relaxed) && readers::has_others(&self.buffered)

@@ -12,8 +12,8 @@ use nix::sys::statfs::{
     AFS_SUPER_MAGIC, CODA_SUPER_MAGIC, FUSE_SUPER_MAGIC, FsType, NFS_SUPER_MAGIC, SMB_SUPER_MAGIC, fstatfs,
 };
 
-/// Those, and what may be one. Of CIFS, SMB 2, Ceph and 9p libc has no names (`linux/magic.h`).
-const OF_OTHER_HOSTS: [FsType; 9] = [
+/// Those, and what may be one. Of CIFS, SMB 2, Ceph and 9p libc has no names (`linux/magic.h`), nor of Lustre, GPFS and BeeGFS, which are not Linux's own.
+const OF_OTHER_HOSTS: [FsType; 12] = [
     NFS_SUPER_MAGIC,
     SMB_SUPER_MAGIC,
     FsType(0xff53_4d42),
@@ -23,6 +23,9 @@ const OF_OTHER_HOSTS: [FsType; 9] = [
     CODA_SUPER_MAGIC,
     FsType(0x0102_1997),
     FUSE_SUPER_MAGIC,
+    FsType(0x0bd0_0bd0),
+    FsType(0x4750_4653),
+    FsType(0x1983_0326),
 ];
 
 /// Locked: a byte that no file has, so that nobody who locks bytes of files is in the way.
@@ -38,10 +41,14 @@ fn lock(kind: libc::c_int) -> libc::flock {
     }
 }
 
+/// Whether its bytes come from another host, or may.
+pub(super) fn is_of_another_host(file: &File) -> bool {
+    !fstatfs(file).is_ok_and(|of| !OF_OTHER_HOSTS.contains(&of.filesystem_type()))
+}
+
 /// From here on others know that this file is read, until all its descriptors are closed. False where they do not.
 pub(super) fn join(file: &File) -> bool {
-    let is_here = fstatfs(file).is_ok_and(|of| !OF_OTHER_HOSTS.contains(&of.filesystem_type()));
-    is_here && fcntl(file, FcntlArg::F_OFD_SETLK(&lock(libc::F_RDLCK))).is_ok()
+    !is_of_another_host(file) && fcntl(file, FcntlArg::F_OFD_SETLK(&lock(libc::F_RDLCK))).is_ok()
 }
 
 /// Whether somebody else has joined who has not left.

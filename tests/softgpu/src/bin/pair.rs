@@ -2,6 +2,7 @@
 //! A program with two GPUs that have nothing of each other's: on each a large buffer, and a copy engine's and a compute queue that copy some of it to a
 //! small one, over and over. What is copied is looked at, and each round counted: `pair FOLDER` writes both counts to `counts` there, or what
 //! was wrong.
+//! `pair FOLDER same`: both large ones have the same bytes. When there is a file `look` each byte of them is looked at.
 //! When there is a file `end-0` or `end-1` it ends that one's queues; for a file `close` it closes `/dev/kfd`, and for `execute` becomes another program.
 
 use std::fs;
@@ -26,22 +27,29 @@ const SOON: Duration = Duration::from_secs(60);
 
 fn main() -> anyhow::Result<()> {
     let mut arguments = std::env::args().skip(1);
-    let folder = PathBuf::from(arguments.next().context("usage: pair FOLDER")?);
+    let folder = PathBuf::from(arguments.next().context("usage: pair FOLDER [same]")?);
+    let same = arguments.next().is_some();
     let topology = Topology::read()?;
     let kfd = Arc::new(Kfd::open()?);
     let mut sides = Vec::new();
     for (number, node) in topology.gpus().take(2).enumerate() {
-        sides.push(Side::new(&kfd, node, number)?);
+        sides.push(Side::new(&kfd, node, number, if same { 0 } else { number })?);
     }
     ensure!(sides.len() == 2, "{} GPUs, and two are needed", sides.len());
     loop {
+        let all = folder.join("look");
+        let is_asked = all.exists();
         for side in &mut sides {
-            if let Err(error) = side.look() {
+            let looked = side.look().and_then(|()| if is_asked { side.look_at_all() } else { Ok(()) });
+            if let Err(error) = looked {
                 tell(&folder, &format!("{error:#}"))?;
                 return Err(error);
             }
         }
         tell(&folder, &format!("{} {}", sides[0].rounds, sides[1].rounds))?;
+        if is_asked {
+            fs::remove_file(all)?;
+        }
         for (number, side) in sides.iter_mut().enumerate() {
             if fs::remove_file(folder.join(format!("end-{number}"))).is_ok() {
                 side.queues = None;
@@ -85,12 +93,12 @@ struct Side {
 }
 
 impl Side {
-    fn new(kfd: &Arc<Kfd>, node: &Node, number: usize) -> anyhow::Result<Self> {
+    fn new(kfd: &Arc<Kfd>, node: &Node, number: usize, of: usize) -> anyhow::Result<Self> {
         let device = Device::open(kfd, node)?;
         let bells = doorbells(&device)?;
         let place = if node.has_large_bar() { Spec::vram } else { Spec::gtt };
-        let large = Buffer::mapped(&device, place(BYTES[number] as u64))?;
-        let expected = pattern_of(number, BYTES[number]);
+        let large = Buffer::mapped(&device, place(BYTES[of] as u64))?;
+        let expected = pattern_of(of, BYTES[of]);
         large.cpu().write(0, &expected);
         let code = Buffer::mapped(&device, Spec::gtt(kernel::CODE).executable())?;
         code.cpu().write(0, &kernel::code());
@@ -121,6 +129,14 @@ impl Side {
         self.arguments.cpu().write(0, &kernel.arguments());
         let packet = Aql::dispatch(self.code.address() + kernel.code_offset(), self.arguments.address(), 0);
         Ok(computes.submit(&[packet], SOON)?)
+    }
+
+    /// By the CPU, at all of the large buffer.
+    fn look_at_all(&self) -> anyhow::Result<()> {
+        let mut found = vec![0; self.expected.len()];
+        self.large.cpu().read(0, &mut found);
+        ensure!(found == self.expected, "GPU {}: its CPU has found something else", self.number);
+        Ok(())
     }
 
     /// When the round is over another one begins, elsewhere.

@@ -1,0 +1,65 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Buffers of several GPUs that have the same bytes: they are found when the image is dumped, and read once when it is restored.
+
+use std::fs;
+use std::path::Path;
+
+use rewake_contents::TWINS;
+use softgpu_tests::criu::{Criu, Plugin, Version, queues_come_back, wait_for_the_end_of};
+use softgpu_tests::pair::BYTES;
+use softgpu_tests::{Pair, Streamer, isolated};
+
+/// It, dumped, with the same bytes on both GPUs.
+fn dumped(folder: &Path) -> Option<(Pair, Criu)> {
+    if !queues_come_back() {
+        return None;
+    }
+    let mut pair = Pair::start_same(env!("CARGO_BIN_EXE_pair"), folder).unwrap();
+    let criu = Criu::with(Plugin::Ours, Version::V4_2, &folder.join("images")).unwrap();
+    criu.dump_by_rewake(pair.pid()).unwrap();
+    pair.was_dumped().unwrap();
+    Some((pair, criu))
+}
+
+/// Restores it, and looks at every byte; what the streamer said.
+fn comes_back(pair: &Pair, criu: &Criu) -> String {
+    let mut both = Streamer::of_both(criu.images()).unwrap();
+    criu.restore_lazily().unwrap();
+    assert!(both.end().unwrap().success(), "{}", both.said());
+    assert!(pair.goes_on(&[0, 1]), "{:?}, {}", pair.counts(), both.said());
+    pair.asked("look").unwrap();
+    pair.counts().unwrap();
+    both.said()
+}
+
+#[test]
+fn what_two_gpus_have_the_same_is_read_once() {
+    isolated("what_two_gpus_have_the_same_is_read_once", 2, |_| {
+        let folder = tempfile::tempdir().unwrap();
+        let Some((pair, criu)) = dumped(folder.path()) else { return };
+        let said = comes_back(&pair, &criu);
+        let spared = format!("{} of the bytes read for other buffers", BYTES[0]);
+        assert!(said.contains(&spared), "{said}");
+        pair.ends();
+    });
+}
+
+#[test]
+fn what_was_found_in_another_dump_is_not_believed() {
+    isolated("what_was_found_in_another_dump_is_not_believed", 2, |_| {
+        let folder = tempfile::tempdir().unwrap();
+        let Some((pair, criu)) = dumped(folder.path()) else { return };
+        let twins = criu.images().join(TWINS);
+        let text = fs::read_to_string(&twins).unwrap();
+        comes_back(&pair, &criu);
+        // By `criu dump`, which does not look for any.
+        criu.dump(pair.pid()).unwrap();
+        wait_for_the_end_of(pair.pid()).unwrap();
+        assert!(!twins.exists(), "the plugin has left what was found in other pages");
+        fs::write(&twins, text).unwrap();
+        let said = comes_back(&pair, &criu);
+        assert!(said.contains("rewake-twins.json is not used") && said.contains("of another dump"), "{said}");
+        assert!(!said.contains("for other buffers"), "{said}");
+        pair.ends();
+    });
+}
