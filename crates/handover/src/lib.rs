@@ -25,4 +25,4 @@ pub use gated::{FOLDER, Gated};
 pub use socket::{Listener, SOCKET, connect};
 
 /// Of the conversation. It changes when a message changes its meaning.
-pub const VERSION: u32 = 3;
+pub const VERSION: u32 = 4;

@@ -168,11 +168,11 @@ pub(crate) fn load_types(btf: &[u8]) -> io::Result<OwnedFd> {
     unsafe { bpf(BPF_BTF_LOAD, &argument) }
 }
 
-/// Loads a sleepable program for the hook whose function has the type `hook` in the kernel. And what the verifier said, if it refused.
+/// Loads a program for the hook whose function has the type `hook` in the kernel. It may sleep, and its functions be called by loops, if it comes with
+/// their types. And what the verifier said, if it refused.
 pub(crate) fn load(
     code: &[Instruction],
-    types: &OwnedFd,
-    functions: &[Function],
+    typed: Option<(&OwnedFd, &[Function])>,
     hook: u32,
 ) -> (io::Result<OwnedFd>, String) {
     let mut argument = Load {
@@ -180,15 +180,17 @@ pub(crate) fn load(
         insn_cnt: count(code),
         insns: address(code),
         license: LICENSE.as_ptr() as u64,
-        prog_flags: BPF_F_SLEEPABLE,
         expected_attach_type: BPF_LSM_MAC,
-        prog_btf_fd: number(types),
-        func_info_rec_size: FUNCTION_BYTES,
-        func_info: address(functions),
-        func_info_cnt: count(functions),
         attach_btf_id: hook,
         ..Load::default()
     };
+    if let Some((types, functions)) = typed {
+        argument.prog_flags = BPF_F_SLEEPABLE;
+        argument.prog_btf_fd = number(types);
+        argument.func_info_rec_size = FUNCTION_BYTES;
+        argument.func_info = address(functions);
+        argument.func_info_cnt = count(functions);
+    }
     argument.prog_name[..NAME.len()].copy_from_slice(NAME);
     // SAFETY: code, functions and licence outlive the call.
     let loaded = unsafe { bpf(BPF_PROG_LOAD, &argument) };

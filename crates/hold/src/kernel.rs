@@ -1,75 +1,133 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What the running kernel's own types tell (BTF, `Documentation/bpf/btf.rst`): the hook's function, and where its structs have what
-//! the program looks at.
+//! What the running kernel's own types tell (BTF, `Documentation/bpf/btf.rst`): the hooks' functions, and where its structs have what
+//! the programs look at.
 
 use crate::Error;
+use crate::program::Offsets;
 
 /// Where it tells them.
 pub(crate) const PATH: &str = "/sys/kernel/btf/vmlinux";
 
-/// The function that stands for the hook.
-const HOOK: &[u8] = b"bpf_lsm_file_ioctl";
+/// The functions that stand for the hooks.
+const IOCTL_HOOK: &[u8] = b"bpf_lsm_file_ioctl";
+const PROTECT_HOOK: &[u8] = b"bpf_lsm_file_mprotect";
 
 const HEADER: usize = 24;
 const MAGIC: u32 = 0x0001_eb9f;
 const STRUCT: u32 = 4;
+const UNION: u32 = 5;
 const FUNCTION: u32 = 12;
+/// Members without a name have members; that deep at most.
+const DEEPEST: u32 = 4;
 
 /// What was looked for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Found {
-    /// The type of the hook's function.
-    pub(crate) hook: u32,
-    /// Bytes before `f_inode` in `struct file`.
-    pub(crate) file_inode: i16,
-    /// Bytes before `private_data` in `struct file`.
-    pub(crate) file_private: i16,
-    /// Bytes before `i_rdev` in `struct inode`.
-    pub(crate) inode_device: i16,
+    /// The types of the hooks' functions.
+    pub(crate) ioctl_hook: u32,
+    pub(crate) protect_hook: u32,
+    pub(crate) offsets: Offsets,
+}
+
+/// All types, and where each of them is.
+struct Types<'a> {
+    bytes: &'a [u8],
+    names: &'a [u8],
+    /// By number, from 1.
+    places: Vec<usize>,
 }
 
 /// Looks through all types.
 pub(crate) fn find(btf: &[u8]) -> Result<Found, Error> {
-    let header = |at: usize| word(btf, 4 * at).map(|word| word as usize);
-    if word(btf, 0)? & 0x00ff_ffff != MAGIC {
-        return Err(Error::Types("no BTF of version 1 in this machine's byte order"));
-    }
-    let part = |offset: usize, length: usize| {
-        let start = header(1)?.checked_add(offset).ok_or(CUT)?;
-        btf.get(start..start.checked_add(length).ok_or(CUT)?).ok_or(CUT)
-    };
-    if header(1)? < HEADER {
-        return Err(CUT);
-    }
-    let types = part(header(2)?, header(3)?)?;
-    let names = part(header(4)?, header(5)?)?;
-    let (mut hook, mut file_inode, mut file_private, mut inode_device) = (None, None, None, None);
-    let mut at = 0;
-    let mut id = 1_u32;
-    while at < types.len() {
-        let (name, info) = (name(names, word(types, at)?), word(types, at + 4)?);
-        let (kind, count) = (info >> 24 & 0x1f, info as usize & 0xffff);
-        let body = at + 12;
-        match (kind, name) {
-            (FUNCTION, HOOK) => hook = Some(id),
-            (STRUCT, b"file") => {
-                file_inode = member(types, names, body, info, b"f_inode")?.or(file_inode);
-                file_private = member(types, names, body, info, b"private_data")?.or(file_private);
+    let types = Types::read(btf)?;
+    let (mut ioctl_hook, mut protect_hook) = (None, None);
+    let (mut file, mut inode, mut vma) = ([None; 2], None, [None; 2]);
+    for (id, at) in (1_u32..).zip(&types.places) {
+        let is_new = |found: &Option<i16>| found.is_none();
+        match (types.kind(*at)?, types.name(*at)?) {
+            (FUNCTION, IOCTL_HOOK) => ioctl_hook = Some(id),
+            (FUNCTION, PROTECT_HOOK) => protect_hook = Some(id),
+            (STRUCT, b"file") if file.iter().any(is_new) => {
+                file = [types.member(*at, b"f_inode", DEEPEST)?, types.member(*at, b"private_data", DEEPEST)?];
             }
-            (STRUCT, b"inode") => {
-                inode_device = member(types, names, body, info, b"i_rdev")?.or(inode_device);
+            (STRUCT, b"inode") if is_new(&inode) => inode = types.member(*at, b"i_rdev", DEEPEST)?,
+            (STRUCT, b"vm_area_struct") if vma.iter().any(is_new) => {
+                vma = [types.member(*at, b"vm_file", DEEPEST)?, types.member(*at, b"vm_flags", DEEPEST)?];
             }
             _ => {}
         }
-        at = body + trailing(kind, count)?;
-        id += 1;
     }
     Ok(Found {
-        hook: hook.ok_or(Error::Missing("function bpf_lsm_file_ioctl"))?,
-        file_inode: file_inode.ok_or(Error::Missing("f_inode in struct file"))?,
-        file_private: file_private.ok_or(Error::Missing("private_data in struct file"))?,
-        inode_device: inode_device.ok_or(Error::Missing("i_rdev in struct inode"))?,
+        ioctl_hook: ioctl_hook.ok_or(Error::Missing("function bpf_lsm_file_ioctl"))?,
+        protect_hook: protect_hook.ok_or(Error::Missing("function bpf_lsm_file_mprotect"))?,
+        offsets: Offsets {
+            inode: file[0].ok_or(Error::Missing("f_inode in struct file"))?,
+            private: file[1].ok_or(Error::Missing("private_data in struct file"))?,
+            device: inode.ok_or(Error::Missing("i_rdev in struct inode"))?,
+            mapped: vma[0].ok_or(Error::Missing("vm_file in struct vm_area_struct"))?,
+            rights: vma[1].ok_or(Error::Missing("vm_flags in struct vm_area_struct"))?,
+        },
     })
+}
+
+impl<'a> Types<'a> {
+    fn read(btf: &'a [u8]) -> Result<Self, Error> {
+        let header = |at: usize| word(btf, 4 * at).map(|word| word as usize);
+        if word(btf, 0)? & 0x00ff_ffff != MAGIC {
+            return Err(Error::Types("no BTF of version 1 in this machine's byte order"));
+        }
+        let part = |offset: usize, length: usize| {
+            let start = header(1)?.checked_add(offset).ok_or(CUT)?;
+            btf.get(start..start.checked_add(length).ok_or(CUT)?).ok_or(CUT)
+        };
+        if header(1)? < HEADER {
+            return Err(CUT);
+        }
+        let (bytes, names) = (part(header(2)?, header(3)?)?, part(header(4)?, header(5)?)?);
+        let mut types = Self { bytes, names, places: Vec::new() };
+        let mut at = 0;
+        while at < bytes.len() {
+            types.places.push(at);
+            at += 12 + trailing(types.kind(at)?, types.members(at)?)?;
+        }
+        Ok(types)
+    }
+
+    fn name(&self, at: usize) -> Result<&'a [u8], Error> {
+        Ok(name(self.names, word(self.bytes, at)?))
+    }
+
+    fn kind(&self, at: usize) -> Result<u32, Error> {
+        Ok(word(self.bytes, at + 4)? >> 24 & 0x1f)
+    }
+
+    fn members(&self, at: usize) -> Result<usize, Error> {
+        Ok(word(self.bytes, at + 4)? as usize & 0xffff)
+    }
+
+    /// Where a struct or union has a member, in bytes; its own, or one of a member without a name.
+    fn member(&self, of: usize, wanted: &[u8], deep: u32) -> Result<Option<i16>, Error> {
+        // With the flag the upper byte is a bit-field's width.
+        let mask = if word(self.bytes, of + 4)? >> 31 == 1 { 0x00ff_ffff } else { u32::MAX };
+        for number in 0..self.members(of)? {
+            let at = of + 12 + 12 * number;
+            let start = i16::try_from((word(self.bytes, at + 8)? & mask) / 8).ok();
+            let called = self.name(at)?;
+            if called == wanted {
+                return Ok(start);
+            }
+            let id = word(self.bytes, at + 4)? as usize;
+            if called.is_empty()
+                && deep > 0
+                && let Some(inner) = id.checked_sub(1).and_then(|index| self.places.get(index))
+                && matches!(self.kind(*inner)?, STRUCT | UNION)
+                && let Some(within) = self.member(*inner, wanted, deep - 1)?
+            {
+                return Ok(start.and_then(|start| start.checked_add(within)));
+            }
+        }
+        Ok(None)
+    }
 }
 
 const CUT: Error = Error::Types("it ends too early");
@@ -90,20 +148,6 @@ fn trailing(kind: u32, count: usize) -> Result<usize, Error> {
     })
 }
 
-/// Where a struct has a member, in bytes.
-fn member(types: &[u8], names: &[u8], body: usize, info: u32, wanted: &[u8]) -> Result<Option<i16>, Error> {
-    for number in 0..info as usize & 0xffff {
-        let at = body + 12 * number;
-        if name(names, word(types, at)?) == wanted {
-            let bits = word(types, at + 8)?;
-            // With the flag the upper byte is a bit-field's width.
-            let bits = if info >> 31 == 1 { bits & 0x00ff_ffff } else { bits };
-            return Ok(i16::try_from(bits / 8).ok());
-        }
-    }
-    Ok(None)
-}
-
 fn word(bytes: &[u8], at: usize) -> Result<u32, Error> {
     let word = at.checked_add(4).and_then(|end| bytes.get(at..end)).and_then(|word| word.try_into().ok());
     word.map(u32::from_ne_bytes).ok_or(CUT)
@@ -120,38 +164,26 @@ mod tests {
 
     use super::*;
 
-    /// With a hook that is type 4, behind a struct with a bit-field.
+    /// With hooks that are types 5 and 6, behind a struct with a bit-field, and one with a member in a union without a name.
     fn btf(hook: &str) -> Vec<u8> {
-        let names = format!("\0file\0f_inode\0private_data\0inode\0i_rdev\0{hook}\0");
+        let words = ["file", "f_inode", "private_data", "inode", "i_rdev", "vm_area_struct", "vm_file", "vm_flags"];
+        let names: String = words.into_iter().chain([hook, "bpf_lsm_file_mprotect"]).map(|name| format!("\0{name}")).collect();
+        let names = names + "\0";
         let at = |name: &str| u32::try_from(names.find(&format!("\0{name}\0")).unwrap() + 1).unwrap();
+        let member = |name: u32, id: u32, bits: u32| [name, id, bits];
         let types = [
-            at("file"),
-            STRUCT << 24 | 2,
-            48,
-            at("f_inode"),
-            0,
-            256,
-            at("private_data"),
-            0,
-            320, //
-            at("inode"),
-            STRUCT << 24 | 1 << 31 | 2,
-            80,
-            0,
-            0,
-            3 << 24,
-            at("i_rdev"),
-            0,
-            32 << 24 | 608, //
-            0,
-            13 << 24 | 1,
-            0,
-            0,
-            0, //
-            at(hook),
-            FUNCTION << 24,
-            3,
-        ];
+            vec![at("file"), STRUCT << 24 | 2, 48],
+            [member(at("f_inode"), 0, 256), member(at("private_data"), 0, 320)].concat(),
+            vec![at("inode"), STRUCT << 24 | 1 << 31 | 2, 80],
+            [member(0, 0, 3 << 24), member(at("i_rdev"), 0, 32 << 24 | 608)].concat(),
+            vec![0, UNION << 24 | 1, 8],
+            member(at("vm_flags"), 0, 0).to_vec(),
+            vec![at("vm_area_struct"), STRUCT << 24 | 2, 96],
+            [member(0, 3, 128), member(at("vm_file"), 0, 640)].concat(),
+            vec![at(hook), FUNCTION << 24, 3],
+            vec![at("bpf_lsm_file_mprotect"), FUNCTION << 24, 3],
+        ]
+        .concat();
         let (types_len, names_len) =
             (u32::try_from(types.len() * 4).unwrap(), u32::try_from(names.len()).unwrap());
         let header = [MAGIC, 24, 0, types_len, types_len, names_len];
@@ -160,13 +192,14 @@ mod tests {
     }
 
     #[test]
-    fn the_hook_and_the_members_are_found() {
+    fn the_hooks_and_the_members_are_found() {
+        let offsets = Offsets { inode: 32, private: 40, device: 76, mapped: 80, rights: 16 };
         let found = find(&btf("bpf_lsm_file_ioctl")).unwrap();
-        assert_eq!(found, Found { hook: 4, file_inode: 32, file_private: 40, inode_device: 76 });
+        assert_eq!(found, Found { ioctl_hook: 5, protect_hook: 6, offsets });
     }
 
     #[test]
-    fn a_kernel_without_the_hook_is_told() {
+    fn a_kernel_without_a_hook_is_told() {
         let error = find(&btf("bpf_lsm_file_close")).unwrap_err().to_string();
         assert_eq!(error, "the kernel has no function bpf_lsm_file_ioctl: it needs CONFIG_BPF_LSM");
     }
@@ -175,9 +208,9 @@ mod tests {
     fn this_machine_s_kernel_can_be_read() {
         match std::fs::read(PATH) {
             Ok(btf) => match find(&btf) {
-                Ok(found) => {
-                    let all = [found.file_inode, found.file_private, found.inode_device];
-                    assert!(all.into_iter().all(|offset| offset > 0), "{found:?}");
+                Ok(Found { offsets: Offsets { inode, private, device, mapped, rights }, .. }) => {
+                    let all = [inode, private, device, mapped, rights];
+                    assert!(all.into_iter().all(|offset| offset > 0), "{all:?}");
                 }
                 Err(error) => assert!(matches!(error, Error::Missing(_)), "{error}"),
             },
@@ -187,7 +220,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn damaged_types_are_refused_or_read(at in 0_usize..200, bytes: [u8; 4], end in 0_usize..300) {
+        fn damaged_types_are_refused_or_read(at in 0_usize..320, bytes: [u8; 4], end in 0_usize..450) {
             let mut btf = btf("bpf_lsm_file_ioctl");
             let at = at.min(btf.len() - 4);
             btf[at..at + 4].copy_from_slice(&bytes);

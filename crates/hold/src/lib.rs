@@ -8,7 +8,8 @@
 //!
 //! Where there is no memory to wait for, the same program answers an ioctl with EAGAIN, for as long as the file is marked ([`Marks`]):
 //! libhsakmt's `kmtIoctl` and libdrm's `drmIoctl` make a call again that gave EINTR or EAGAIN, without a pause. The driver does not
-//! hear of it.
+//! hear of it. A second program, at `file_mprotect`, answers so whoever gives access to a mapping of a marked file that has none: the memory behind
+//! it may not be there. (mmap(2) is let be: who does not know where in the file a buffer is cannot map it.)
 //!
 //! It needs CAP_BPF and CAP_PERFMON (or root), and Linux 6.2 or newer with `CONFIG_BPF_LSM` and `bpf` among its security modules
 //! (`/sys/kernel/security/lsm`): without that word the kernel takes the program and never runs it, so it is asked whether it runs.
@@ -19,13 +20,14 @@ mod code;
 mod kernel;
 mod marks;
 mod program;
+mod protect;
 mod types;
 
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd as _, OwnedFd};
 
 pub use marks::{Again, Kinds, MARKS, Marks};
-use program::{Offsets, Plan};
+use program::Plan;
 
 /// An ioctl of some devices that hands a range of the caller's memory over.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -97,19 +99,19 @@ pub enum Error {
     NotMarked(#[source] io::Error),
 }
 
-/// Calls are held as long as this, or a copy of its descriptor, is open.
+/// Calls are held as long as this, or copies of its descriptors, are open.
 #[derive(Debug)]
-pub struct Hold(OwnedFd);
+pub struct Hold([OwnedFd; 2]);
 
 /// From now on and for as long as the [`Hold`] is there, the first calls wait, whoever makes them, and the others are kept away by
-/// [`Marks`], of which there are none yet.
+/// [`Marks`], of which there are none yet; `access` is what a mark calls mprotect(2) that gives access to a mapping of the file that has none, of part 0.
 ///
 /// # Errors
 /// The kernel cannot, or does not allow it.
 ///
 /// # Panics
 /// The fields of a call that waits lie outside its argument.
-pub fn attach(waits: &[Call], again: &[Again]) -> Result<(Hold, Marks), Error> {
+pub fn attach(waits: &[Call], again: &[Again], access: Kinds) -> Result<(Hold, Marks), Error> {
     let release = abi::release();
     if !is_new_enough(&release) {
         return Err(Error::TooOld(release));
@@ -118,20 +120,20 @@ pub fn attach(waits: &[Call], again: &[Again]) -> Result<(Hold, Marks), Error> {
     let found = kernel::find(&kernel)?;
     let secret = abi::random().map_err(refused("random bytes"))?;
     let table = abi::table(program::KEY_BYTES, MARKS).map_err(refused("a table for a program"))?;
-    let (inode, private, device) = (found.file_inode, found.file_private, found.inode_device);
-    let offsets = Offsets { inode, private, device };
-    let plan = Plan { waits, again, offsets, secret, marks: abi::number(&table) };
-    // The program keeps the table, and the link the program.
-    let hold = abi::attach(&load(&plan, found.hook)?).map_err(refused("to run a program at file_ioctl"))?;
+    let plan = Plan { waits, again, offsets: found.offsets, secret, marks: abi::number(&table) };
+    // Programs keep the table, and links the programs.
+    let calls = attached("a program at file_ioctl", load(&plan, found.ioctl_hook)?)?;
+    let code = protect::code(&found.offsets, plan.marks, access);
+    let rights = attached("a program at file_mprotect", abi::load(&code, None, found.protect_hook))?;
     let marks = Marks::new(secret);
     let null = std::fs::File::open("/dev/null").map_err(refused("/dev/null"))?;
     // It has nothing of its own, and is marked by nobody.
     marks.open(null.as_fd(), 0).map_err(|_| Error::NotRun)?;
-    Ok((Hold(hold), marks))
+    Ok((Hold([calls, rights]), marks))
 }
 
-/// Gives the program to the kernel.
-fn load(plan: &Plan<'_>, hook: u32) -> Result<OwnedFd, Error> {
+/// Gives the program of calls to the kernel.
+fn load(plan: &Plan<'_>, hook: u32) -> Result<(io::Result<OwnedFd>, String), Error> {
     let (code, [round, touch]) = program::code(plan);
     let types = abi::load_types(&types::TYPES).map_err(refused("types of a program"))?;
     let functions = [
@@ -139,8 +141,13 @@ fn load(plan: &Plan<'_>, hook: u32) -> Result<OwnedFd, Error> {
         abi::Function { at: round, type_id: types::ROUND },
         abi::Function { at: touch, type_id: types::TOUCH },
     ];
-    let (loaded, said) = abi::load(&code, &types, &functions, hook);
-    loaded.map_err(|source| Error::Refused { what: "a program at file_ioctl", said, source })
+    Ok(abi::load(&code, Some((&types, &functions)), hook))
+}
+
+/// Has a program run; `said` is the verifier's.
+fn attached(what: &'static str, (loaded, said): (io::Result<OwnedFd>, String)) -> Result<OwnedFd, Error> {
+    let program = loaded.map_err(|source| Error::Refused { what, said, source })?;
+    abi::attach(&program).map_err(refused(what))
 }
 
 /// Whether it is Linux 6.2 or newer; what is no version is taken for one.
@@ -152,15 +159,11 @@ fn is_new_enough(release: &str) -> bool {
     }
 }
 
-impl AsFd for Hold {
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        self.0.as_fd()
-    }
-}
-
-impl From<Hold> for OwnedFd {
-    fn from(hold: Hold) -> Self {
-        hold.0
+impl Hold {
+    /// Calls are held as long as these are open.
+    #[must_use]
+    pub fn into_descriptors(self) -> [OwnedFd; 2] {
+        self.0
     }
 }
 

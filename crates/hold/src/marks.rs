@@ -8,9 +8,10 @@ use std::os::fd::BorrowedFd;
 
 use crate::{Error, abi, program};
 
-/// How many marks there can be at once: of a restore, one for each process and one for each of its GPUs, or two where those have other ids than
-/// in the image. 120 processes with 16 GPUs each need 3,960. Memory for all is taken when a program is attached: 353 KiB (`memlock` of the table, Linux 6.12 and 7.2).
-pub const MARKS: u32 = 4096;
+/// How many marks there can be at once: of a restore, one for each process, and for each of its GPUs one and one of its render node, and one more where
+/// it has another id than in the image. 120 processes with 16 GPUs each need 5,880. Memory for all is taken when a program is attached: 705 KiB (`memlock` of
+/// the table, Linux 6.12 and 7.2).
+pub const MARKS: u32 = 8192;
 
 /// An ioctl of some devices that is answered with EAGAIN while a mark of its file has its kind.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -62,7 +63,7 @@ impl BitOr for Kinds {
 ///
 /// A mark is of what the file's driver has put into `private_data` of the kernel's `struct file`, so that it is of all open files that
 /// have the same there. For `/dev/kfd` that is the driver's record of a process: each `/dev/kfd` that the process has opened, and no
-/// other process's. **Whoever marks keeps the file open until it has opened the mark:** the file holds that record, and without it another
+/// other process's; for a render node's, that open file's own. **Whoever marks keeps the file open until it has opened the mark:** the file holds that record, and without it another
 /// process's may come to be at its address, and have its calls kept away. (A driver may have
 /// a call that puts another record there: it is to be kept away, too.) So the owner of a mark opens it when it sees the process end, too.
 ///

@@ -6,7 +6,7 @@ use crate::code::Register::{R0, R1, R2, R3, R4, R6, R7, R8, R9, R10};
 use crate::code::{Act, Code, Helper, Label, When, Width};
 use crate::{Again, Call, MAX_ARGUMENT};
 
-/// Where the kernel has what the program looks at.
+/// Where the kernel has what the programs look at.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Offsets {
     /// `f_inode` in `struct file`.
@@ -15,6 +15,10 @@ pub(crate) struct Offsets {
     pub(crate) private: i16,
     /// `i_rdev` in `struct inode`.
     pub(crate) device: i16,
+    /// `vm_file` in `struct vm_area_struct`.
+    pub(crate) mapped: i16,
+    /// `vm_flags` in the same.
+    pub(crate) rights: i16,
 }
 
 const PAGE_SHIFT: i32 = 12;
@@ -32,7 +36,7 @@ const ARGUMENT: i16 = START - MAX_ARGUMENT as i16;
 
 /// On the stack, in place of the range: the secret of a [`crate::abi::Request`], then the file's `private_data`.
 const MARK: i16 = -16;
-const PART: i16 = MARK + 8;
+pub(crate) const PART: i16 = MARK + 8;
 const KINDS: i16 = MARK + 12;
 /// Bytes of what the table goes by: `private_data` and the part.
 pub(crate) const KEY_BYTES: u32 = 12;
@@ -114,8 +118,8 @@ fn one_again(code: &mut Code, call: &Again, look: Label, end: Label) {
     code.here(next);
 }
 
-/// -EAGAIN if the file with R6 and the part on the stack is marked with one of the bits in R7.
-fn marked(code: &mut Code, marks: u32, end: Label) {
+/// -EAGAIN if the file whose `private_data` is in R6, and the part on the stack, is marked with one of the bits in R7.
+pub(crate) fn marked(code: &mut Code, marks: u32, end: Label) {
     code.store(Width::Double, R10, MARK, R6);
     code.table(R1, marks);
     code.stack(R2, MARK);
@@ -259,7 +263,7 @@ mod tests {
     use crate::Kinds;
 
     fn program(again: &[Again]) -> Vec<Instruction> {
-        let offsets = Offsets { inode: 32, private: 40, device: 76 };
+        let offsets = Offsets { inode: 32, private: 40, device: 76, mapped: 80, rights: 16 };
         code(&Plan { waits: &[], again, offsets, secret: 5, marks: 3 }).0
     }
 

@@ -7,7 +7,7 @@ use std::os::unix::fs::MetadataExt as _;
 
 pub use rewake_hold::{Hold, Kinds, Marks};
 
-pub use crate::abi::kept::{CREATE_PROCESS, CREATE_QUEUE, CROSS_COPY, EXPORT, MAP, UPDATE_QUEUE};
+pub use crate::abi::kept::{ACCESS, CREATE_PROCESS, CREATE_QUEUE, CROSS_COPY, EXPORT, MAP, UPDATE_QUEUE};
 use crate::abi::{kept, registering};
 use crate::topology::Topology;
 
@@ -29,7 +29,8 @@ pub enum NotHeld {
 }
 
 /// Has calls that register memory wait, on all of this machine's GPUs, from now on and as long as the [`Hold`] is open. So long other calls
-/// are kept away as [`Marks`] say: a mark is of a process by its `/dev/kfd`, and its part a GPU by the id that the process calls it by, or 0 for what is of all.
+/// are kept away as [`Marks`] say: a mark is of a process by its `/dev/kfd`, and its part a GPU by the id that the process calls it by, or 0 for what is of all;
+/// a mark of [`ACCESS`] is of an open file of a render node, and what it mapped.
 /// Whoever marks a GPU keeps [`CREATE_PROCESS`] away with part 0.
 ///
 /// # Errors
@@ -41,5 +42,5 @@ pub fn attach() -> Result<(Hold, Marks), NotHeld> {
         render.push(libc::makedev(DRM, gpu.render_minor()));
     }
     let kfd = fs::metadata("/dev/kfd").map_err(NotHeld::Device)?.rdev();
-    Ok(rewake_hold::attach(&registering::calls(kfd, &render), &kept::calls(kfd))?)
+    Ok(rewake_hold::attach(&registering::calls(kfd, &render), &kept::calls(kfd), kept::ACCESS)?)
 }

@@ -200,7 +200,7 @@ async fn without_cpus(daemon: &Daemon, over: Option<oneshot::Receiver<()>>) {
 fn marks(start: &Start) -> Option<Marks> {
     match held::attach() {
         Ok((hold, marks)) => {
-            start.ledger.keep(hold.into());
+            start.ledger.keep(hold.into_descriptors());
             Some(marks)
         }
         Err(error) => {

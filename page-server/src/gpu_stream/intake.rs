@@ -52,6 +52,8 @@ struct Computing {
     kfd: OwnedFd,
     /// Their names in the image, and N of `/dev/dri/renderDN`.
     gpus: Vec<(u32, u32)>,
+    /// Its own files of their render nodes, by their names in the image.
+    renders: Vec<(u32, OwnedFd)>,
     files: Vec<PagesFile>,
     /// Of what is to be loaded here, by the image's number of the buffer.
     dmabufs: Vec<Option<OwnedFd>>,
@@ -112,12 +114,10 @@ impl Taken {
                 to_server::What::Image(_) => self.images = with.pop(),
                 to_server::What::Process(process) => {
                     let folder = self.images.as_ref().context("a process came before its image directory")?;
-                    self.processes.push(Computing::open(folder, &process, with.pop())?);
+                    self.processes.push(Computing::open(folder, &process, with)?);
                 }
                 to_server::What::Buffers(buffers) => self.last()?.take(&buffers, with)?,
-                to_server::What::Placeholders(told) => {
-                    self.last()?.placeholders = Some(Handed::new(&told, with)?);
-                }
+                to_server::What::Placeholders(_) => self.last()?.placeholders = Some(Handed::new(with)?),
                 to_server::What::Mappings(told) => {
                     let placeholders = self.last()?.placeholders.as_mut();
                     placeholders.context("mappings came before their placeholders")?.add(told)?;
@@ -174,13 +174,13 @@ impl Taken {
         let machine = Topology::read()?;
         let own = |minor: u32| machine.gpus().find(|gpu| gpu.render_minor() == minor).map(|gpu| gpu.gpu_id);
         for (place, gated) in gated {
-            let Computing { gpus, sets, .. } = &self.processes[*place];
+            let Computing { gpus, renders, sets, .. } = &self.processes[*place];
             let (names, alike) = sets::names(gpus, own);
             let gate = &mut gated.gate;
             if alike {
                 gate.sets = sets;
             }
-            gate.kept = Some(Kept::new(marks, gate.kfd, names, !gate.sets.is_empty())?);
+            gate.kept = Some(Kept::new(marks, gate.kfd, names, renders, !gate.sets.is_empty())?);
         }
         Ok(())
     }
@@ -276,7 +276,7 @@ impl Taken {
 }
 
 impl Computing {
-    fn open(folder: &OwnedFd, process: &proto::Process, kfd: Option<OwnedFd>) -> anyhow::Result<Self> {
+    fn open(folder: &OwnedFd, process: &proto::Process, with: Vec<OwnedFd>) -> anyhow::Result<Self> {
         let images = ImageDir::of(folder.try_clone()?, Path::new(FOLDER))?;
         let image = images.kfd(process.kfd)?;
         let image = image.with_context(|| format!("{} is not in {FOLDER}", kfd_name(process.kfd)))?;
@@ -285,9 +285,14 @@ impl Computing {
             files.push(PagesFile::open(folder.as_fd(), process.kfd, &image, gpu.gpu_id, gpu.minor)?);
         }
         let dmabufs = (0..image.buffers.len()).map(|_| None).collect();
-        let kfd = kfd.context("a process came without its /dev/kfd")?;
+        let (count, wanted) = (with.len(), process.gpus.len() + 1);
+        ensure!(count == wanted, "a process came with {count} descriptors, not {wanted}");
+        let mut with = with.into_iter();
+        let kfd = with.next().context("a process came without its /dev/kfd")?;
+        let renders = process.gpus.iter().map(|gpu| gpu.gpu_id).zip(with).collect();
         let gpus = process.gpus.iter().map(|gpu| (gpu.gpu_id, gpu.minor)).collect();
-        Ok(Self { id: process.kfd, image, kfd, gpus, files, dmabufs, placeholders: None, sets: Vec::new() })
+        let (placeholders, sets) = (None, Vec::new());
+        Ok(Self { id: process.kfd, image, kfd, gpus, renders, files, dmabufs, placeholders, sets })
     }
 
     fn divide(&mut self) {
@@ -299,7 +304,7 @@ impl Computing {
     fn started(&self, place: usize, pidfd: OwnedFd, ledger: Ledger) -> anyhow::Result<Gated<'_>> {
         let process = ledger.gates().shut(pidfd)?;
         let placeholders = match &self.placeholders {
-            Some(handed) => Some(handed.watch(place, process, self.mapped(handed)?)?),
+            Some(handed) => Some(handed.watch(place, process, self.mapped(handed)?, &self.renders)?),
             None => None,
         };
         let gate = Gate { process, kfd: self.kfd.as_fd(), kept: None, sets: &[] };

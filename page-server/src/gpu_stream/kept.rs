@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Calls that a process is kept from making as long as its memory is not there: `docs/decisions/0011-registered-memory.md`.
 
-use std::os::fd::BorrowedFd;
+use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 
 use anyhow::Context as _;
-use rewake_kfd::held::{CREATE_PROCESS, CREATE_QUEUE, CROSS_COPY, EXPORT, Kinds, MAP, Marks, UPDATE_QUEUE};
+use rewake_kfd::held::{ACCESS, CREATE_PROCESS, CREATE_QUEUE, CROSS_COPY, EXPORT, Kinds, MAP, Marks, UPDATE_QUEUE};
 use tracing::warn;
 
 /// For what is of no GPU in particular.
@@ -24,23 +24,30 @@ pub(super) struct Kept<'a> {
     kfd: BorrowedFd<'a>,
     /// By the names that the process or the driver has for them.
     gpus: Vec<u32>,
+    /// Its files of render nodes: as it was restored, all that it has mapped of GPUs' memory is by these.
+    renders: &'a [(u32, OwnedFd)],
 }
 
 impl<'a> Kept<'a> {
-    /// Buffers of these GPUs are not handed to another process. Where GPUs go on one by one they are not mapped on more GPUs either, and
+    /// Buffers of these GPUs are not handed to another process, nor to CPUs that have none of it yet. Where GPUs go on one by one they are not mapped on more GPUs either, and
     /// queues stay as they are.
     pub(super) fn new(
         marks: &Marks,
         kfd: BorrowedFd<'a>,
         gpus: Vec<u32>,
+        renders: &'a [(u32, OwnedFd)],
         by_gpu: bool,
     ) -> anyhow::Result<Self> {
         // Where one cannot be marked those that are there are taken away.
-        let kept = Self { marks: marks.clone(), kfd, gpus };
+        let kept = Self { marks: marks.clone(), kfd, gpus, renders };
         let (of_all, of_gpu) =
             if by_gpu { (BY_GPU | UPDATE_QUEUE, EXPORT | MAP) } else { (UNTIL_THE_END, EXPORT) };
         kept.shut(PROCESS, of_all)?;
         kept.gpus.iter().try_for_each(|gpu| kept.shut(*gpu, of_gpu))?;
+        for (_, render) in renders {
+            let shut = kept.marks.shut(render.as_fd(), PROCESS, ACCESS);
+            shut.context("keeping CPUs away from memory of GPUs")?;
+        }
         Ok(kept)
     }
 
@@ -67,13 +74,22 @@ impl<'a> Kept<'a> {
     /// All of its own memory is there; that of others may not be.
     pub(super) fn process_goes_on(&self) {
         self.gpus.iter().for_each(|gpu| self.open(*gpu));
+        self.show();
         if let Err(error) = self.shut(PROCESS, UNTIL_THE_END) {
             warn!("{error:#}");
         }
     }
 
+    fn show(&self) {
+        self.renders.iter().for_each(|(_, render)| self.open_of(render.as_fd(), PROCESS));
+    }
+
     fn open(&self, part: u32) {
-        if let Err(error) = self.marks.open(self.kfd, part) {
+        self.open_of(self.kfd, part);
+    }
+
+    fn open_of(&self, file: BorrowedFd<'_>, part: u32) {
+        if let Err(error) = self.marks.open(file, part) {
             warn!("calls of a process are kept away for as long as this runs: {error}");
         }
     }
@@ -82,6 +98,7 @@ impl<'a> Kept<'a> {
 impl Drop for Kept<'_> {
     fn drop(&mut self) {
         // The process last: CREATE_PROCESS would put another record in the place of the one that is marked.
+        self.show();
         self.gpus.iter().chain([&PROCESS]).for_each(|part| self.open(*part));
     }
 }

@@ -13,7 +13,7 @@ use std::os::unix::fs::FileExt as _;
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
-use anyhow::{Context as _, bail, ensure};
+use anyhow::{Context as _, anyhow, bail, ensure};
 use rewake_handover::proto;
 use rewake_tracer::{Error, Shown, Swap, present, shown, with_stopped};
 use rewake_uffd::abi::{FEATURE_FORK, FEATURE_REMAP};
@@ -43,8 +43,6 @@ pub(super) struct Handed {
     file: OwnedFd,
     /// Whoever watches them has it.
     uffd: Mutex<Option<OwnedFd>>,
-    /// The process's own files of render nodes, by the GPUs' names in the image.
-    renders: Vec<(u32, OwnedFd)>,
     /// By address.
     mappings: Vec<proto::Mapping>,
 }
@@ -60,6 +58,8 @@ pub(super) struct Placeholders<'a> {
     pidfd: RawFd,
     uffd: ManuallyDrop<Uffd>,
     handed: &'a Handed,
+    /// The process's own files of render nodes, by the GPUs' names in the image.
+    renders: &'a [(u32, OwnedFd)],
     /// By offset.
     parts: Vec<Part<'a>>,
     /// Whether the program has moved some: they are looked for then.
@@ -90,17 +90,11 @@ pub(super) enum Outcome {
 }
 
 impl Handed {
-    pub(super) fn new(told: &proto::Placeholders, files: Vec<OwnedFd>) -> anyhow::Result<Self> {
-        ensure!(
-            files.len() == told.gpu_ids.len() + 2,
-            "placeholders on {} GPUs came with {} descriptors",
-            told.gpu_ids.len(),
-            files.len()
-        );
-        let mut files = files.into_iter();
-        let (file, uffd) = files.next().zip(files.next()).context("no descriptors")?;
-        let renders = told.gpu_ids.iter().copied().zip(files).collect();
-        Ok(Self { file, uffd: Mutex::new(Some(uffd)), renders, mappings: Vec::new() })
+    pub(super) fn new(files: Vec<OwnedFd>) -> anyhow::Result<Self> {
+        let files: Result<[OwnedFd; 2], _> = files.try_into();
+        let wrong = |files: Vec<OwnedFd>| anyhow!("placeholders came with {} descriptors, not 2", files.len());
+        let [file, uffd] = files.map_err(wrong)?;
+        Ok(Self { file, uffd: Mutex::new(Some(uffd)), mappings: Vec::new() })
     }
 
     /// More of them.
@@ -133,6 +127,7 @@ impl Handed {
         process: usize,
         pidfd: RawFd,
         buffers: Vec<Buffer<'a>>,
+        renders: &'a [(u32, OwnedFd)],
     ) -> anyhow::Result<Placeholders<'a>> {
         let pid = sys::pidfd_pid(pidfd).context("finding the process")?;
         let there = shown(pid, self.file.as_fd(), 0..u64::MAX)?;
@@ -160,8 +155,8 @@ impl Handed {
             let registered = uffd.register_missing(mapping.address, mapping.length);
             registered.with_context(|| format!("watching a placeholder at {:#x}", mapping.address))?;
         }
-        let parts = parts(&self.mappings, &self.renders, buffers)?;
-        Ok(Placeholders { process, pid, pidfd, uffd, handed: self, parts, moved: false })
+        let parts = parts(&self.mappings, renders, buffers)?;
+        Ok(Placeholders { process, pid, pidfd, uffd, handed: self, renders, parts, moved: false })
     }
 }
 
@@ -279,10 +274,10 @@ impl<'a> Placeholders<'a> {
         if self.is_gone() {
             return Ok(Outcome::Ended);
         }
-        let (handed, process) = (self.handed, self.process);
+        let (handed, renders, process) = (self.handed, self.renders, self.process);
         let is_one = |part: &&mut Part<'_>| buffers.contains(&part.buffer.number);
         let mut parts: Vec<&mut Part<'_>> = self.parts.iter_mut().filter(is_one).collect();
-        let swaps: Vec<Swap<'_>> = parts.iter().map(|part| part.swap(&handed.renders)).collect();
+        let swaps: Vec<Swap<'_>> = parts.iter().map(|part| part.swap(renders)).collect();
         let stopped = with_stopped(pid, PATIENCE, |stopped| {
             let (since, mut done) = (stopped.since(), Vec::new());
             let mut swapping = stopped.swapping(handed.file.as_fd(), &swaps)?;

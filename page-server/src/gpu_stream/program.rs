@@ -87,9 +87,8 @@ impl Program {
 
     /// What the plugin hands over of it.
     pub(super) fn handed(&self) -> Handed {
-        let files = self.files.iter().map(|file| file.try_clone().unwrap());
-        let told = proto::Placeholders { gpu_ids: vec![GPU] };
-        let mut handed = Handed::new(&told, files.collect()).unwrap();
+        let files = self.files[..2].iter().map(|file| file.try_clone().unwrap());
+        let mut handed = Handed::new(files.collect()).unwrap();
         let mapping = |buffer: usize| proto::Mapping {
             address: self.address + buffer as u64 * PAGE,
             length: PAGE,
@@ -100,6 +99,11 @@ impl Program {
         };
         handed.add(proto::Mappings { mappings: (0..self.buffers).map(mapping).collect() }).unwrap();
         handed
+    }
+
+    /// Its files of render nodes.
+    pub(super) fn renders(&self) -> Vec<(u32, OwnedFd)> {
+        vec![(GPU, self.files[2].try_clone().unwrap())]
     }
 
     /// Its buffers. Nobody looks at them, so that any file does.

@@ -406,7 +406,8 @@ mod tests {
     fn stood_still_when_it_was_touched() -> bool {
         let program = Program::start(BUFFERS);
         let (pidfd, handed, timeline) = (program.pidfd(), program.handed(), Timeline::default());
-        let places = vec![handed.watch(0, pidfd.as_raw_fd(), program.buffers()).unwrap()];
+        let renders = program.renders();
+        let places = vec![handed.watch(0, pidfd.as_raw_fd(), program.buffers(), &renders).unwrap()];
         let resident = Resident::new(1, &places, &[]).unwrap();
         let processes = [Process { files: &[], dmabufs: &[] }];
         let desk = Loading::new(&processes, None).unwrap().desk();

@@ -232,8 +232,8 @@ struct Layout {
     /// Times a worker was started; the first is 1.
     generation: AtomicU32,
     ready: AtomicU32,
-    /// What holds calls that register memory: a descriptor, one more than its number. 0 is none.
-    hold: AtomicI32,
+    /// What holds calls that register memory: descriptors, one more than their numbers. 0 is none.
+    holds: [AtomicI32; 2],
     outcomes: Outcomes,
     gates: Gates,
     sessions: [SessionSlot; MAX_SESSIONS],
@@ -319,8 +319,10 @@ impl Ledger {
     }
 
     /// Calls that register memory are held as long as a process of this server lives.
-    pub fn keep(&self, hold: OwnedFd) {
-        self.0.hold.store(hold.into_raw_fd() + 1, Ordering::Release);
+    pub fn keep(&self, holds: [OwnedFd; 2]) {
+        for (place, hold) in self.0.holds.iter().zip(holds) {
+            place.store(hold.into_raw_fd() + 1, Ordering::Release);
+        }
     }
 
     /// How sessions ended.
@@ -409,7 +411,7 @@ impl Ledger {
         sessions
             .flat_map(of_session)
             .chain(self.live_spaces().flat_map(move |(_, slot)| of_space(slot)))
-            .chain([self.0.hold.load(Ordering::Acquire) - 1])
+            .chain(self.0.holds.iter().map(|hold| hold.load(Ordering::Acquire) - 1))
             .filter(|&fd| fd != NO_FD)
     }
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Where a mapped device is now. A buffer's offset names it on its GPU, for every process that maps it.
 
+use nix::sys::memfd::{MFdFlags, memfd_create};
 use rewake_criu_images::amdgpu::{KfdBuffer, KfdImage, Properties};
 use rewake_criu_plugin::{Answer, Host, Mapping, Refusal};
 
@@ -43,9 +44,28 @@ pub(super) fn find(
             let compute = of_render_node(restore, host, path, minor, address, offset)?;
             let found =
                 compute.map_or_else(|| of_file(restore, host, minor, offset), |found| Ok(Some(found)))?;
+            if found.is_none() && computes_on(restore, minor) {
+                host.warn(format_args!(
+                    "a mapping of {path} at {address:#x}: its buffer had been freed when the process was dumped; what touches it before \
+                     it is unmapped gets SIGBUS"
+                ));
+                return Ok(nothing()?);
+            }
             found.ok_or_else(|| Unmapped::NoBuffer { path: path.to_owned(), address, offset }.into())
         }
     }
+}
+
+/// Whether this task's compute side has the GPU, so that a mapping without a buffer was one of a buffer that has been freed.
+fn computes_on(restore: &Restore, minor: u32) -> bool {
+    restore.own.is_some_and(|own| gpu_of_minor(&restore.images.kfd[own].1, minor).is_some())
+}
+
+/// ROCm's library frees a buffer first, and unmaps it then (`__fmm_release`): who is dumped between the two has a mapping of which
+/// only the kernel knows the bytes. It is restored as one that ends nowhere else than in its munmap: beyond the end of its file.
+fn nothing() -> Result<Mapping, nix::errno::Errno> {
+    let file = memfd_create(c"rewake-freed", MFdFlags::MFD_CLOEXEC)?;
+    Ok(Mapping { offset: 0, file: Some(file) })
 }
 
 /// Doorbells, registers, events: the GPU's name changes, and nothing else. The name is the one in the machine, not in the

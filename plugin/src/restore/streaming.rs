@@ -12,7 +12,6 @@ use rewake_kfd::criu;
 
 use super::board::{Board, Place};
 use super::loading::Memory;
-use super::places::gpus;
 use super::{Restore, kfd_file};
 use crate::abi;
 use crate::image::Images;
@@ -73,11 +72,14 @@ impl Server {
                 }
             }
             let mut places = Vec::new();
-            for gpu in gpus(image) {
-                places.push(proto::Gpu { gpu_id: gpu.gpu_id, minor: restore.places.of(gpu)?.minor });
+            let mut files = vec![kfd_file(host, &restore.images, &restore.board, process)?];
+            for (node, gpu) in image.nodes.iter().enumerate().filter(|(_, node)| node.properties.gpu_id != 0) {
+                let minor = restore.places.of(&gpu.properties)?.minor;
+                places.push(proto::Gpu { gpu_id: gpu.properties.gpu_id, minor });
+                files.push(host.stored_fd(restore.board.render(process, node))?);
             }
-            let kfd = kfd_file(host, &restore.images, &restore.board, process)?;
-            self.say(to_server::What::Process(proto::Process { kfd: *id, gpus: places }), &[kfd.as_fd()])?;
+            let files: Vec<BorrowedFd<'_>> = files.iter().map(|file| file.as_fd()).collect();
+            self.say(to_server::What::Process(proto::Process { kfd: *id, gpus: places }), &files)?;
             for part in later.chunks(MAX_DESCRIPTORS) {
                 let numbers = part.iter().map(|(number, _)| *number).collect();
                 let dmabufs: Vec<BorrowedFd<'_>> = part.iter().map(|(_, dmabuf)| dmabuf.as_fd()).collect();
@@ -124,14 +126,8 @@ impl Server {
                 within,
             });
         }
-        let mut files = vec![host.stored_fd(file)?, host.stored_fd(uffd)?];
-        let mut gpu_ids = Vec::new();
-        for (node, gpu) in image.nodes.iter().enumerate().filter(|(_, node)| node.properties.gpu_id != 0) {
-            gpu_ids.push(gpu.properties.gpu_id);
-            files.push(host.stored_fd(restore.board.render(process, node))?);
-        }
-        let files: Vec<BorrowedFd<'_>> = files.iter().map(OwnedFd::as_fd).collect();
-        self.say(to_server::What::Placeholders(proto::Placeholders { gpu_ids }), &files)?;
+        let (file, uffd) = (host.stored_fd(file)?, host.stored_fd(uffd)?);
+        self.say(to_server::What::Placeholders(proto::Placeholders {}), &[file.as_fd(), uffd.as_fd()])?;
         for part in mappings.chunks(AT_ONCE) {
             self.say(to_server::What::Mappings(proto::Mappings { mappings: part.to_vec() }), &[])?;
         }

@@ -46,12 +46,27 @@ fn dumped(version: Version) -> Option<Dumped> {
     dumped_on(&ONE_RING, None, version)
 }
 
+/// One that was asked for something before.
+fn dumped_after(order: &str) -> Option<Dumped> {
+    dumped_on_after(&ONE_RING, None, Version::V4_2, Some(order))
+}
+
 /// With large buffers, if that is told.
 fn dumped_on(machine: &[(&str, &str)], large: Option<Large>, version: Version) -> Option<Dumped> {
+    dumped_on_after(machine, large, version, None)
+}
+
+fn dumped_on_after(
+    machine: &[(&str, &str)],
+    large: Option<Large>,
+    version: Version,
+    order: Option<&str>,
+) -> Option<Dumped> {
     let found = Machine::find()?;
     found.becomes(machine);
     let folder = tempfile::tempdir().unwrap();
     let mut toucher = Toucher::start(env!("CARGO_BIN_EXE_toucher"), folder.path(), large).unwrap();
+    order.into_iter().for_each(|order| toucher.asked(order).unwrap());
     let criu = Criu::with(Plugin::Ours, version, &folder.path().join("images")).unwrap();
     criu.dump(toucher.pid()).unwrap();
     toucher.was_dumped().unwrap();
@@ -215,6 +230,46 @@ fn in_mappings_that_are_changed_meanwhile() {
     isolated("in_mappings_that_are_changed_meanwhile", 1, |_| {
         let Some(dumped) = dumped(Version::V4_2) else { return };
         dumped.obeys(&["move 1", "halve 0", "protect 1", "fork 0"], SWAPPED);
+    });
+}
+
+#[test]
+fn no_access_is_given_to_what_is_not_there() {
+    isolated("no_access_is_given_to_what_is_not_there", 1, |_| {
+        let Some(dumped) = dumped_after("hide 0") else { return };
+        let (mut streamer, held) = dumped.comes_back_by(Streamer::start);
+        let refused = format!("{:#}", dumped.toucher.asked("protect 0").unwrap_err());
+        assert!(refused.contains("Resource temporarily unavailable"), "{refused}\n{}", streamer.said());
+        // It is the device itself, and gives nothing away.
+        dumped.toucher.asked("hide 0").unwrap();
+        dumped.waits(&streamer, "check 1");
+        drop(held);
+        dumped.toucher.answer().unwrap();
+        assert!(streamer.end().unwrap().success(), "{}", streamer.said());
+        dumped.toucher.asked("protect 0").unwrap();
+        dumped.ends();
+    });
+}
+
+#[test]
+fn a_mapping_whose_buffer_had_been_freed_is_there_to_be_unmapped() {
+    isolated("a_mapping_whose_buffer_had_been_freed_is_there_to_be_unmapped", 1, |_| {
+        let Some(dumped) = dumped_after("free 1") else { return };
+        let looks = || {
+            assert!(dumped.criu.log("restore").contains("its buffer had been freed when the process was dumped"));
+            dumped.toucher.asked("check 0").unwrap();
+            // By the kernel: the program itself gets SIGBUS.
+            let read = format!("{:#}", dumped.toucher.asked("write 1").unwrap_err());
+            assert!(read.contains("Bad address"), "{read}");
+            dumped.toucher.asked("unmap 1").unwrap();
+            dumped.ends();
+        };
+        dumped.criu.restore().unwrap();
+        looks();
+        let (mut streamer, held) = dumped.comes_back_by(Streamer::start);
+        drop(held);
+        assert!(streamer.end().unwrap().success(), "{}", streamer.said());
+        looks();
     });
 }
 

@@ -62,7 +62,7 @@ pub struct Hello {
 /// The image directory, as a descriptor.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Image {}
-/// A process that computes. Its file of the compute driver comes along.
+/// A process that computes. Its file of the compute driver comes along, and its own open files of the GPUs' render nodes, in their order.
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct Process {
     /// N of amdgpu-kfd-N.img.
@@ -89,13 +89,9 @@ pub struct Buffers {
     pub numbers: ::prost::alloc::vec::Vec<u32>,
 }
 /// What stands for device memory in the process that was named last until it is there. Its userfaultfd, which watches nothing
-/// yet, comes along, and its own open files of the render nodes.
-#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
-pub struct Placeholders {
-    /// The GPUs of the render nodes, by their names in the image, in the order of the files.
-    #[prost(uint32, repeated, tag = "1")]
-    pub gpu_ids: ::prost::alloc::vec::Vec<u32>,
-}
+/// yet, comes along.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct Placeholders {}
 /// Placeholders of the process that was named last.
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct Mappings {

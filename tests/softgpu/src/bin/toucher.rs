@@ -58,7 +58,7 @@ fn main() -> anyhow::Result<()> {
             }
             None => buffer.cpu().write(0, &pattern(number)),
         }
-        memories.push(Memory { number, address: buffer.address(), bytes, large, given: Vec::new(), buffer });
+        memories.push(Memory { number, address: buffer.address(), bytes, large, given: Vec::new(), buffer: Some(buffer) });
     }
     let mut own = Own { device, memory: None, cleared: false };
     answer(&folder, "ok")?;
@@ -99,6 +99,9 @@ fn obey(order: &str, memories: &mut [Memory], own: &mut Own, folder: &Path) -> a
         "move" => memory.moved(),
         "halve" => memory.halve(),
         "protect" => memory.protect(),
+        "hide" => memory.hide(),
+        "free" => memory.free(),
+        "unmap" => memory.unmap(),
         "halve-write" => memory.halved().and_then(|()| memory.write(&folder.join("out"))),
         "fork" => memory.fork(),
         "bequeath" => memory.bequeath(&folder.join("child")),
@@ -153,7 +156,8 @@ struct Memory {
     large: Option<Large>,
     /// What was read into it.
     given: Vec<u8>,
-    buffer: Buffer,
+    /// None once it has been freed.
+    buffer: Option<Buffer>,
 }
 
 impl Memory {
@@ -165,9 +169,10 @@ impl Memory {
 
     /// As for another process; tries again as ROCm's library does.
     fn export(&self) -> anyhow::Result<()> {
+        let buffer = self.buffer.as_ref().context("it has been freed")?;
         let mut said = false;
         loop {
-            match self.buffer.export() {
+            match buffer.export() {
                 Err(error) if error.errno() == Some(EAGAIN) => {
                     if !said {
                         eprintln!("EAGAIN");
@@ -228,6 +233,19 @@ impl Memory {
     }
 
     fn moved(&mut self) -> anyhow::Result<()> {
+        self.elsewhere()?;
+        self.check()
+    }
+
+    /// The driver forgets it, and it stays mapped.
+    fn free(&mut self) -> anyhow::Result<()> {
+        self.elsewhere()?;
+        self.check()?;
+        self.buffer = None;
+        Ok(())
+    }
+
+    fn elsewhere(&mut self) -> anyhow::Result<()> {
         let old = std::ptr::with_exposed_provenance_mut(usize::try_from(self.address)?);
         let kind = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
         // SAFETY: a new mapping, anywhere.
@@ -238,7 +256,11 @@ impl Memory {
         let new = unsafe { libc::mremap(old, self.bytes, self.bytes, flags, wanted) };
         ensure!(new == wanted, "mremap: {}", std::io::Error::last_os_error());
         self.address = new.expose_provenance() as u64;
-        self.check()
+        Ok(())
+    }
+
+    fn unmap(&mut self) -> anyhow::Result<()> {
+        self.cut_at(0)
     }
 
     fn halve(&mut self) -> anyhow::Result<()> {
@@ -247,20 +269,35 @@ impl Memory {
     }
 
     fn halved(&mut self) -> anyhow::Result<()> {
-        let half = self.bytes / 2;
-        let start = std::ptr::with_exposed_provenance_mut(usize::try_from(self.address)? + half);
+        self.cut_at(self.bytes / 2)
+    }
+
+    /// Only so many bytes stay mapped.
+    fn cut_at(&mut self, bytes: usize) -> anyhow::Result<()> {
+        let start = std::ptr::with_exposed_provenance_mut(usize::try_from(self.address)? + bytes);
         // SAFETY: nothing refers to it.
-        ensure!(unsafe { libc::munmap(start, half) } == 0, "munmap: {}", std::io::Error::last_os_error());
-        self.bytes = half;
+        let done = unsafe { libc::munmap(start, self.bytes - bytes) };
+        ensure!(done == 0, "munmap: {}", std::io::Error::last_os_error());
+        self.bytes = bytes;
         Ok(())
     }
 
     fn protect(&self) -> anyhow::Result<()> {
+        self.protected(libc::PROT_READ)?;
+        self.check()
+    }
+
+    /// No CPU may use it any more.
+    fn hide(&self) -> anyhow::Result<()> {
+        self.protected(libc::PROT_NONE)
+    }
+
+    fn protected(&self, access: i32) -> anyhow::Result<()> {
         let start = std::ptr::with_exposed_provenance_mut(usize::try_from(self.address)?);
         // SAFETY: nothing writes to it any more.
-        let done = unsafe { libc::mprotect(start, self.bytes, libc::PROT_READ) };
+        let done = unsafe { libc::mprotect(start, self.bytes, access) };
         ensure!(done == 0, "mprotect: {}", std::io::Error::last_os_error());
-        self.check()
+        Ok(())
     }
 
     /// A child has device memory after all, and tells what it sees.
