@@ -48,7 +48,8 @@ pub(crate) fn find(btf: &[u8]) -> Result<Found, Error> {
             (FUNCTION, IOCTL_HOOK) => ioctl_hook = Some(id),
             (FUNCTION, PROTECT_HOOK) => protect_hook = Some(id),
             (STRUCT, b"file") if file.iter().any(is_new) => {
-                file = [types.member(*at, b"f_inode", DEEPEST)?, types.member(*at, b"private_data", DEEPEST)?];
+                file =
+                    [types.member(*at, b"f_inode", DEEPEST)?, types.member(*at, b"private_data", DEEPEST)?];
             }
             (STRUCT, b"inode") if is_new(&inode) => inode = types.member(*at, b"i_rdev", DEEPEST)?,
             (STRUCT, b"vm_area_struct") if vma.iter().any(is_new) => {
@@ -166,8 +167,13 @@ mod tests {
 
     /// With hooks that are types 5 and 6, behind a struct with a bit-field, and one with a member in a union without a name.
     fn btf(hook: &str) -> Vec<u8> {
-        let words = ["file", "f_inode", "private_data", "inode", "i_rdev", "vm_area_struct", "vm_file", "vm_flags"];
-        let names: String = words.into_iter().chain([hook, "bpf_lsm_file_mprotect"]).map(|name| format!("\0{name}")).collect();
+        let words =
+            ["file", "f_inode", "private_data", "inode", "i_rdev", "vm_area_struct", "vm_file", "vm_flags"];
+        let names: String = words
+            .into_iter()
+            .chain([hook, "bpf_lsm_file_mprotect"])
+            .map(|name| format!("\0{name}"))
+            .collect();
         let names = names + "\0";
         let at = |name: &str| u32::try_from(names.find(&format!("\0{name}\0")).unwrap() + 1).unwrap();
         let member = |name: u32, id: u32, bits: u32| [name, id, bits];

@@ -2,6 +2,8 @@
 //! Setting an io_uring up: the best kind that this kernel has, with an eventfd that tells when to look.
 
 use std::io;
+#[cfg(test)]
+use std::os::fd::FromRawFd as _;
 use std::os::fd::{AsRawFd, RawFd};
 use std::time::{Duration, Instant};
 
@@ -77,6 +79,17 @@ pub(crate) unsafe fn push(ring: &mut IoUring, entry: &squeue::Entry) {
     pushed.unwrap_or_else(|_| unreachable!("the submission queue is shorter than the number of slots"));
 }
 
+/// Whether there may be completions to take or to run, or calls that the kernel has not taken yet. **It may be wrong for as long as nothing else
+/// happens:** the kernel queues a completion before it sets the flag that tells of it (`io_req_local_work_add`), and when this thread has run it
+/// in between, the flag stays, until the next one. So whoever has found nothing must not look again at once.
+pub(crate) fn may_have_work(ring: &mut IoUring) -> bool {
+    if !ring.completion().is_empty() {
+        return true;
+    }
+    let queue = ring.submission();
+    queue.taskrun() || queue.cq_overflow() || !queue.is_empty()
+}
+
 /// Waits until the descriptor is readable; false when the time is up first. An interruption does not count:
 /// the teardown of another ring of this thread causes them.
 pub(crate) fn wait_readable(fd: RawFd, patience: Duration) -> bool {
@@ -91,6 +104,49 @@ pub(crate) fn wait_readable(fd: RawFd, patience: Duration) -> bool {
         if !interrupted {
             return ready > 0;
         }
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod testing {
+    use super::*;
+
+    /// `IORING_SQ_TASKRUN` of `sq_flags`, `IORING_OFF_SQ_RING`, and where `struct io_uring_params` has `sq_off.flags` (`include/uapi/linux/io_uring.h`).
+    const TASKRUN: u32 = 4;
+    const SQ_RING: libc::off_t = 0;
+    const FLAGS_AT: usize = 56 / 4;
+
+    /// Has the ring say that there is something to run, as the kernel does when it comes too late.
+    pub(crate) fn leave_a_flag(ring: &IoUring) {
+        let mut parameters = [0_u32; 30];
+        // SAFETY: as many bytes as the struct has, which the kernel fills in.
+        let other = unsafe { libc::syscall(libc::SYS_io_uring_setup, 1, parameters.as_mut_ptr()) };
+        assert!(other >= 0);
+        // SAFETY: just opened.
+        drop(unsafe { std::os::fd::OwnedFd::from_raw_fd(RawFd::try_from(other).unwrap()) });
+        let rights = libc::PROT_READ | libc::PROT_WRITE;
+        // SAFETY: a second view of the ring's first page, anywhere.
+        let view = unsafe {
+            libc::mmap(std::ptr::null_mut(), 4096, rights, libc::MAP_SHARED, ring.as_raw_fd(), SQ_RING)
+        };
+        assert_ne!(view, libc::MAP_FAILED);
+        let at = parameters[FLAGS_AT] as usize;
+        assert!(at < 4096);
+        // SAFETY: an aligned word of that page, which others use atomically, too.
+        let flags = unsafe { std::sync::atomic::AtomicU32::from_ptr(view.cast::<u8>().add(at).cast()) };
+        flags.fetch_or(TASKRUN, std::sync::atomic::Ordering::SeqCst);
+        // SAFETY: nobody uses this view any more.
+        unsafe { libc::munmap(view, 4096) };
+    }
+
+    /// Fails where `act` does not end.
+    pub(crate) fn ends(act: impl FnOnce() + Send + 'static) {
+        let (done, is_done) = std::sync::mpsc::channel();
+        std::thread::spawn(move || {
+            act();
+            done.send(()).unwrap();
+        });
+        is_done.recv_timeout(Duration::from_secs(60)).expect("it does not end");
     }
 }
 

@@ -73,7 +73,8 @@ impl Server {
             }
             let mut places = Vec::new();
             let mut files = vec![kfd_file(host, &restore.images, &restore.board, process)?];
-            for (node, gpu) in image.nodes.iter().enumerate().filter(|(_, node)| node.properties.gpu_id != 0) {
+            for (node, gpu) in image.nodes.iter().enumerate().filter(|(_, node)| node.properties.gpu_id != 0)
+            {
                 let minor = restore.places.of(&gpu.properties)?.minor;
                 places.push(proto::Gpu { gpu_id: gpu.properties.gpu_id, minor });
                 files.push(host.stored_fd(restore.board.render(process, node))?);

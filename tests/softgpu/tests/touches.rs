@@ -256,7 +256,9 @@ fn a_mapping_whose_buffer_had_been_freed_is_there_to_be_unmapped() {
     isolated("a_mapping_whose_buffer_had_been_freed_is_there_to_be_unmapped", 1, |_| {
         let Some(dumped) = dumped_after("free 1") else { return };
         let looks = || {
-            assert!(dumped.criu.log("restore").contains("its buffer had been freed when the process was dumped"));
+            assert!(
+                dumped.criu.log("restore").contains("its buffer had been freed when the process was dumped")
+            );
             dumped.toucher.asked("check 0").unwrap();
             // By the kernel: the program itself gets SIGBUS.
             let read = format!("{:#}", dumped.toucher.asked("write 1").unwrap_err());

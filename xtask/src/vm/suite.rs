@@ -21,8 +21,10 @@ const TESTED: [&str; 1] = ["softgpu-tests"];
 const PROGRAMS: [&str; 2] = ["gpu-app", "rewake"];
 /// A scratch disk for those that measure: MiB and 10^6 bytes a second.
 const DISK: &str = "256@50";
-/// A test that hangs must not hang the suite. Seconds.
-const TIME_LIMIT: &str = "5400";
+/// A machine that hangs must not hang the suite. Seconds.
+const TIME_LIMIT: &str = "4500";
+/// Nor must a program: the longest one takes four minutes, and twice that where the host is busy. Seconds.
+const PROGRAM_LIMIT: u32 = 900;
 /// Machines at once: an emulated one keeps one processor busy, and may have 4 GiB of memory.
 const AT_ONCE: usize = 2;
 
@@ -182,7 +184,8 @@ fn script(tests: &[PathBuf], filter: Option<&str>) -> String {
     for test in tests {
         let path = super::machine::quote(&test.display().to_string());
         script += &format!(
-            "echo; echo {path}; {path} --test-threads=1{filter} || {{ failed=1; echo {FAILED}{path}; }}\n"
+            "echo; echo {path}; timeout --signal=KILL {PROGRAM_LIMIT} {path} --test-threads=1{filter} || \
+             {{ failed=1; echo {FAILED}{path}; }}\n"
         );
     }
     script + "exit $failed\n"

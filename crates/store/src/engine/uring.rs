@@ -19,7 +19,7 @@ use crate::BLOCK;
 use crate::cache::BlockCache;
 use crate::error::StoreError;
 use crate::metrics::Metrics;
-use crate::ring::{Flavour, build, push, wait_readable};
+use crate::ring::{Flavour, build, may_have_work, push, wait_readable};
 use crate::waker::Waker;
 
 /// Reads in flight at most; the submission queue has room for all of them and the completion queue for twice
@@ -145,19 +145,12 @@ impl Uring {
         }
     }
 
-    /// Whether there are completions to take or to run, or calls that the kernel has not taken yet.
-    fn has_work(&mut self) -> bool {
-        if !self.ring.completion().is_empty() {
-            return true;
-        }
-        let queue = self.ring.submission();
-        queue.taskrun() || queue.cq_overflow() || !queue.is_empty()
-    }
-
-    /// Takes completions from the ring; reads that are not over yet are queued again.
-    fn collect(&mut self, done: &mut Vec<Done>) {
+    /// Takes completions from the ring, and tells whether there were any; reads that are not over yet are queued again.
+    fn collect(&mut self, done: &mut Vec<Done>) -> bool {
+        let mut any = false;
         loop {
-            let Some(completion) = self.ring.completion().next() else { return };
+            let Some(completion) = self.ring.completion().next() else { return any };
+            any = true;
             let Ok(slot) = usize::try_from(completion.user_data()) else { continue };
             let Some(flight) = self.flights.get_mut(slot).and_then(Option::as_mut) else { continue };
             let got = usize::try_from(completion.result())
@@ -198,16 +191,18 @@ impl Engine for Uring {
     }
 
     fn reap(&mut self, done: &mut Vec<Done>) {
-        // Ends: each round takes at least one completion, and every read has a bounded number of them. The
+        // Ends: each round but the last takes a completion, and every read has a bounded number of them. The
         // eventfd is drained before each look, not after: what comes later signals it again. Running deferred
         // completions signals it too, hence in every round.
         loop {
             self.finished.drain();
-            if !self.has_work() {
+            if !may_have_work(&mut self.ring) {
                 return;
             }
             self.enter();
-            self.collect(done);
+            if !self.collect(done) {
+                return;
+            }
         }
     }
 
@@ -265,6 +260,7 @@ fn register(ring: &IoUring, cache: &BlockCache) -> io::Result<()> {
 mod tests {
     use super::*;
     use crate::ring::build_as;
+    use crate::ring::testing::{ends, leave_a_flag};
     use crate::{Acquire, How, PagesFile, Waker};
     use std::io::Write;
 
@@ -311,6 +307,18 @@ mod tests {
                 block.discard();
             }
         }
+    }
+
+    #[test]
+    fn a_flag_that_the_kernel_has_left_behind_is_looked_at_once() {
+        ends(|| {
+            let cache = BlockCache::new(8 * BLOCK).unwrap();
+            let mut ring = all_kinds(&cache).swap_remove(0);
+            assert!(ring.is_deferred());
+            leave_a_flag(&ring.ring);
+            ring.reap(&mut Vec::new());
+            assert!(may_have_work(&mut ring.ring), "the kernel has taken it away: this test shows nothing");
+        });
     }
 
     #[test]

@@ -11,7 +11,7 @@ use io_uring::{IoUring, opcode, squeue, types};
 use super::Memory;
 use super::request::{Direction, Finished, Progress, Request, Step};
 use crate::error::StoreError;
-use crate::ring::{build, push, wait_readable};
+use crate::ring::{build, may_have_work, push, wait_readable};
 use crate::waker::Waker;
 
 /// How long a dropped ring waits for the kernel to finish its transfers before it leaks their memory.
@@ -153,32 +153,27 @@ impl<M: Memory> FileRing<M> {
     /// Takes the transfers that are over, without waiting.
     pub fn finished(&mut self, into: &mut Vec<Finished>) {
         into.append(&mut self.over);
-        // Ends: every round takes a completion, and each transfer has a bounded number of them.
+        // Ends: every round but the last takes a completion, and each transfer has a bounded number of them.
         loop {
             self.event.drain();
-            if !self.has_work() {
+            let Way::Uring(ring) = &mut self.way else { return };
+            if !may_have_work(ring) {
                 return;
             }
-            if let Way::Uring(ring) = &mut self.way {
-                let _ = ring.submit();
+            let _ = ring.submit();
+            if !self.collect(into) {
+                return;
             }
-            self.collect(into);
         }
     }
 
-    fn has_work(&mut self) -> bool {
-        let Way::Uring(ring) = &mut self.way else { return false };
-        if !ring.completion().is_empty() {
-            return true;
-        }
-        let queue = ring.submission();
-        queue.taskrun() || queue.cq_overflow() || !queue.is_empty()
-    }
-
-    fn collect(&mut self, into: &mut Vec<Finished>) {
+    /// Whether there were any.
+    fn collect(&mut self, into: &mut Vec<Finished>) -> bool {
+        let mut any = false;
         loop {
-            let Way::Uring(ring) = &mut self.way else { return };
-            let Some(completion) = ring.completion().next() else { return };
+            let Way::Uring(ring) = &mut self.way else { return any };
+            let Some(completion) = ring.completion().next() else { return any };
+            any = true;
             let Ok(slot) = usize::try_from(completion.user_data()) else { continue };
             let got = usize::try_from(completion.result())
                 .map_err(|_| io::Error::from_raw_os_error(-completion.result()));
@@ -296,6 +291,7 @@ mod tests {
     use crate::PAGE;
     use crate::files::TransferFile;
     use crate::files::testing::{Foreign, Pages};
+    use crate::ring::testing::{ends, leave_a_flag};
 
     const BYTES: usize = 64 * PAGE;
 
@@ -323,6 +319,16 @@ mod tests {
             ring.finished(&mut over);
         }
         over
+    }
+
+    #[test]
+    fn a_flag_that_the_kernel_has_left_behind_is_looked_at_once() {
+        ends(|| {
+            let [mut ring, _] = rings();
+            let Way::Uring(uring) = &ring.way else { panic!("no io_uring here: {:?}", ring.note()) };
+            leave_a_flag(uring);
+            ring.finished(&mut Vec::new());
+        });
     }
 
     #[test]

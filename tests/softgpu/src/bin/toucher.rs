@@ -58,7 +58,14 @@ fn main() -> anyhow::Result<()> {
             }
             None => buffer.cpu().write(0, &pattern(number)),
         }
-        memories.push(Memory { number, address: buffer.address(), bytes, large, given: Vec::new(), buffer: Some(buffer) });
+        memories.push(Memory {
+            number,
+            address: buffer.address(),
+            bytes,
+            large,
+            given: Vec::new(),
+            buffer: Some(buffer),
+        });
     }
     let mut own = Own { device, memory: None, cleared: false };
     answer(&folder, "ok")?;
