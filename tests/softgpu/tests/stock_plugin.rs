@@ -7,6 +7,7 @@
 //! * Unless the process uses fewer GPUs than the machine has: then it never lets them run again.
 //! * A process with render nodes only, below one that computes: no dump, and queues that stay paused for ever.
 //! * A buffer that processes share: each gets a copy.
+//! * A process that has freed a buffer, and not unmapped it yet: no restore.
 
 use std::path::Path;
 
@@ -24,14 +25,17 @@ fn started(shape: &Shape, folder: &Path) -> (Server, Criu) {
     (Server::start(shape, folder), criu)
 }
 
-/// Dumps and restores it. False where queues cannot come back: it is seen that they do not.
-fn dumped_and_restored(server: &mut Server, criu: &Criu) -> bool {
+/// Dumps and restores it. False where it cannot come back: where queues do not, which is seen; or when a buffer had been freed and was still mapped.
+fn dumped_and_restored(server: &mut Server, criu: &Criu, mode: Mode) -> bool {
     criu.dump(server.pid).unwrap();
     server.was_dumped(criu);
     let restored = criu.restore();
     if !queues_come_back() {
         let error = restored.unwrap_err().to_string();
         assert!(error.contains("Restore ioctl failed: Invalid argument"), "{error}");
+        return false;
+    }
+    if mode == Mode::Allocating && restored.is_err() && criu.log("restore").contains("No match for addr") {
         return false;
     }
     restored.unwrap();
@@ -43,7 +47,7 @@ fn dumped_and_restored(server: &mut Server, criu: &Criu) -> bool {
 fn there_and_back(shape: &Shape) {
     let folder = tempfile::tempdir().unwrap();
     let (mut server, criu) = started(shape, folder.path());
-    if dumped_and_restored(&mut server, &criu) {
+    if dumped_and_restored(&mut server, &criu, shape.mode) {
         server.ends_well();
     }
     take_what_is_stale();
@@ -62,7 +66,7 @@ fn take_what_is_stale() {
 fn there_and_back_unsound(shape: &Shape) {
     let folder = tempfile::tempdir().unwrap();
     let (mut server, criu) = started(shape, folder.path());
-    if dumped_and_restored(&mut server, &criu) && shape.mode != Mode::Graph {
+    if dumped_and_restored(&mut server, &criu, shape.mode) && shape.mode != Mode::Graph {
         server.answers().unwrap();
     }
     // Killed: a queue that is dead does not let it quit.
@@ -223,7 +227,7 @@ fn a_shared_buffer_comes_back_as_copies() {
         let folder = tempfile::tempdir().unwrap();
         let shape = Shape { mode: Mode::SharedBo, processes: 2, ..small() };
         let (mut server, criu) = started(&shape, folder.path());
-        if dumped_and_restored(&mut server, &criu) {
+        if dumped_and_restored(&mut server, &criu, shape.mode) {
             // Wrong from the first token on whose activation goes through the copies.
             assert!(server.answers().unwrap_err().to_string().contains("expected"));
             server.app.quit().unwrap();
