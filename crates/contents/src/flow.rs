@@ -463,7 +463,7 @@ impl<'a> Flow<'a> {
         }
         let mut fds: Vec<PollFd<'_>> = self.transfers.wakers().collect();
         fds.extend(wake.map(|wake| PollFd::new(wake, PollFlags::POLLIN)));
-        let soon = refused && self.transfers.is_for_others();
+        let soon = refused && self.transfers.is_for_others() || self.transfers.is_unsure();
         let mut blind = false;
         for event in self.copies.events() {
             blind |= event.is_none();

@@ -90,6 +90,11 @@ impl Transfers {
         self.in_flight() == 0 || self.pace.as_ref().is_some_and(|pace| pace.is_busy())
     }
 
+    /// Whether some may have ended of which no descriptor will tell.
+    pub(crate) fn is_unsure(&self) -> bool {
+        self.ring.is_unsure()
+    }
+
     /// Whether some have ended already.
     pub(crate) fn has_finished(&self) -> bool {
         self.ring.has_finished()

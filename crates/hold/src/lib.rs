@@ -9,7 +9,7 @@
 //! Where there is no memory to wait for, the same program answers an ioctl with EAGAIN, for as long as the file is marked ([`Marks`]):
 //! libhsakmt's `kmtIoctl` and libdrm's `drmIoctl` make a call again that gave EINTR or EAGAIN, without a pause. The driver does not
 //! hear of it. A second program, at `file_mprotect`, answers so whoever gives access to a mapping of a marked file that has none: the memory behind
-//! it may not be there. (mmap(2) is let be: who does not know where in the file a buffer is cannot map it.)
+//! it may not be there. (mmap(2) is let be: its hook is not told the offset.)
 //!
 //! It needs CAP_BPF and CAP_PERFMON (or root), and Linux 6.2 or newer with `CONFIG_BPF_LSM` and `bpf` among its security modules
 //! (`/sys/kernel/security/lsm`): without that word the kernel takes the program and never runs it, so it is asked whether it runs.

@@ -79,9 +79,11 @@ pub(crate) unsafe fn push(ring: &mut IoUring, entry: &squeue::Entry) {
     pushed.unwrap_or_else(|_| unreachable!("the submission queue is shorter than the number of slots"));
 }
 
-/// Whether there may be completions to take or to run, or calls that the kernel has not taken yet. **It may be wrong for as long as nothing else
+/// Whether there may be completions to take or to run, or calls that the kernel has not taken yet. **It can be wrong for as long as nothing else
 /// happens:** the kernel queues a completion before it sets the flag that tells of it (`io_req_local_work_add`), and when this thread has run it
-/// in between, the flag stays, until the next one. So whoever has found nothing must not look again at once.
+/// in between, the flag stays, until the next one. **Or right where there is nothing to take yet, and nobody will tell:** Linux 7.2's queue seems empty
+/// while a producer is in the middle of it (`io_uring/mpscq.h`), and later ones do not signal. So whoever has found nothing must neither look again
+/// at once nor wait for the eventfd alone, but look again soon.
 pub(crate) fn may_have_work(ring: &mut IoUring) -> bool {
     if !ring.completion().is_empty() {
         return true;

@@ -206,7 +206,8 @@ fn marks(start: &Start) -> Option<Marks> {
         Err(error) => {
             let error = anyhow::Error::from(error);
             warn!(
-                "memory of CPUs of processes with GPUs comes before they run, and their gates are opened together: {error:#}"
+                "memory of CPUs of processes with GPUs comes before they run, their gates are opened together, and memory that is not there is \
+                 kept from nobody who asks for it (mprotect, export): {error:#}"
             );
             None
         }

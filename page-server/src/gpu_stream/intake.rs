@@ -159,7 +159,9 @@ impl Taken {
             for (_, gated) in &mut gated {
                 (gated.gate.kept, gated.gate.sets) = (None, &[]);
             }
-            warn!("gates are opened together: {error:#}");
+            warn!(
+                "gates are opened together, and memory that is not there is kept from nobody who asks for it (mprotect, export): {error:#}"
+            );
         }
         if let Err(error) = self.say(to_plugin::What::Go(proto::Go {})) {
             // Before they could hand over what is not there.

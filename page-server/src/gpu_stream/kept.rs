@@ -12,6 +12,8 @@ use tracing::warn;
 
 /// For what is of no GPU in particular.
 const PROCESS: u32 = 0;
+/// Of a render node's file.
+const MAPPINGS: u32 = 0;
 /// What no process of the restore may do before all GPUs of all run: change the record that is marked, and have memory copied of which it
 /// knows the process only.
 const UNTIL_THE_END: Kinds = CREATE_PROCESS.and(CROSS_COPY);
@@ -26,13 +28,13 @@ pub(super) struct Kept<'a> {
     kfd: BorrowedFd<'a>,
     /// By the names that the process or the driver has for them.
     gpus: Vec<u32>,
-    /// Its files of render nodes: as it was restored, all that it has mapped of GPUs' memory is by these.
+    /// Its files of render nodes: as it was restored, its buffers are mapped by these, whoever maps them.
     renders: &'a [(u32, OwnedFd)],
 }
 
 impl<'a> Kept<'a> {
-    /// Buffers of these GPUs are not handed to another process, nor to CPUs that have none of it yet. Where GPUs go on one by one they are not mapped on more GPUs either, and
-    /// queues stay as they are.
+    /// Buffers of these GPUs are not handed to another process, nor mapped ones to CPUs that have no access to them. Where GPUs go on one by one they
+    /// are not mapped on more GPUs either, and queues stay as they are.
     pub(super) fn new(
         marks: &Marks,
         kfd: BorrowedFd<'a>,
@@ -47,7 +49,7 @@ impl<'a> Kept<'a> {
         kept.shut(PROCESS, of_all)?;
         kept.gpus.iter().try_for_each(|gpu| kept.shut(*gpu, of_gpu))?;
         for (_, render) in renders {
-            let shut = kept.marks.shut(render.as_fd(), PROCESS, ACCESS);
+            let shut = kept.marks.shut(render.as_fd(), MAPPINGS, ACCESS);
             shut.context("keeping CPUs away from memory of GPUs")?;
         }
         Ok(kept)
@@ -76,14 +78,14 @@ impl<'a> Kept<'a> {
     /// All of its own memory is there; that of others may not be.
     pub(super) fn process_goes_on(&self) {
         self.gpus.iter().for_each(|gpu| self.open(*gpu));
-        self.show();
+        self.open_renders();
         if let Err(error) = self.shut(PROCESS, UNTIL_THE_END) {
             warn!("{error:#}");
         }
     }
 
-    fn show(&self) {
-        self.renders.iter().for_each(|(_, render)| self.open_of(render.as_fd(), PROCESS));
+    fn open_renders(&self) {
+        self.renders.iter().for_each(|(_, render)| self.open_of(render.as_fd(), MAPPINGS));
     }
 
     fn open(&self, part: u32) {
@@ -100,7 +102,7 @@ impl<'a> Kept<'a> {
 impl Drop for Kept<'_> {
     fn drop(&mut self) {
         // The process last: CREATE_PROCESS would put another record in the place of the one that is marked.
-        self.show();
+        self.open_renders();
         self.gpus.iter().chain([&PROCESS]).for_each(|part| self.open(*part));
     }
 }

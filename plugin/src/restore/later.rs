@@ -19,8 +19,8 @@ use super::reached::{Files, Reached, Shown};
 use super::shared::Sharing;
 use crate::image::{FOLDER, again};
 
-/// PROT_READ and PROT_WRITE.
-const REACHED: u32 = 3;
+/// PROT_READ, PROT_WRITE and PROT_EXEC, which lets a CPU read, too.
+const REACHED: u32 = 7;
 /// Mapped buffers that are smaller come before the process runs: to put the device in a placeholder's place stops the process for half a
 /// millisecond, and a copy engine fills as much in that time.
 const WORTH_IT: u64 = 2 << 20;
@@ -206,7 +206,7 @@ mod tests {
     /// A mapping of [`NODE`].
     fn vma(start: u64, pages: u64, offset: u64) -> Vma {
         let end = start + pages * PAGE;
-        Vma { start, end, prot: REACHED, flags: SHARED, status: FILE, offset, object: NODE, advice: DONTFORK }
+        Vma { start, end, prot: 3, flags: SHARED, status: FILE, offset, object: NODE, advice: DONTFORK }
     }
 
     /// Of these GPUs (1 or 2), with these offsets and sizes.
@@ -251,6 +251,8 @@ mod tests {
         assert_eq!(later(&plan(&[])), [true; 3]);
         let no_access = Vma { prot: 0, advice: 0, ..vma(0x10_0000, 2048, 1 << 32) };
         assert_eq!(later(&plan(&[(OWN, &[no_access])])), [true; 3]);
+        let executed = Vma { prot: 4, ..no_access };
+        assert_eq!(later(&plan(&[(OWN, &[executed])])), [false, false, true]);
     }
 
     #[test]

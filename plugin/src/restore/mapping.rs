@@ -42,11 +42,13 @@ pub(super) fn find(
         Gpu::Kfd => of_kfd(restore, path, address, offset),
         Gpu::Render(minor) => {
             let compute = of_render_node(restore, host, path, minor, address, offset)?;
-            let found =
-                compute.map_or_else(|| of_file(restore, host, minor, offset), |found| Ok(Some(found)))?;
+            let found = compute.map_or_else(
+                || of_file(restore, host, path, minor, address, offset),
+                |found| Ok(Some(found)),
+            )?;
             if found.is_none() && computes_on(restore, minor) {
                 host.warn(format_args!(
-                    "a mapping of {path} at {address:#x}: its buffer had been freed when the process was dumped; what touches it before \
+                    "a mapping of {path} at {address:#x}: the image has no buffer there, as one that had been freed; what touches it before \
                      it is unmapped gets SIGBUS"
                 ));
                 return Ok(nothing()?);
@@ -127,12 +129,21 @@ fn of_render_node(
 }
 
 /// A buffer of a render node itself.
-fn of_file(restore: &Restore, host: &Host, minor: u32, offset: u64) -> Answer<Option<Mapping>> {
+fn of_file(
+    restore: &Restore,
+    host: &Host,
+    path: &str,
+    minor: u32,
+    address: u64,
+    offset: u64,
+) -> Answer<Option<Mapping>> {
     let mut nodes = restore.nodes.iter().enumerate();
     let found = nodes.find_map(|(index, node)| Some((index, node, node.mapped_at(minor, offset)?)));
     let Some((index, node, buffer)) = found else { return Ok(None) };
     let file = host.stored_fd(restore.board.wait_node(index, node.id)?)?;
-    let Place::Offset(start) = restore.board.node_buffer(index, buffer) else { return Ok(None) };
+    let Place::Offset(start) = restore.board.node_buffer(index, buffer) else {
+        return Err(Unmapped::NoBuffer { path: path.to_owned(), address, offset }.into());
+    };
     let offset = start + (offset - node.contents.buffers[buffer].offset);
     Ok(Some(Mapping { offset, file: Some(file) }))
 }

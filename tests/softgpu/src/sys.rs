@@ -30,6 +30,18 @@ pub fn seize(pid: u32) -> io::Result<()> {
     trace(libc::PTRACE_SEIZE, pid)
 }
 
+/// Gives a mapping these rights; the kernel's errno, 0 for none. With fewer than it had, whoever uses it is ended.
+#[must_use]
+pub fn protect(mapping: &Mapping, rights: i32) -> i32 {
+    let start = std::ptr::with_exposed_provenance_mut(usize::try_from(mapping.address()).unwrap_or(0));
+    let length = usize::try_from(mapping.len()).unwrap_or(0);
+    // SAFETY: no byte of it changes.
+    match unsafe { libc::mprotect(start, length, rights) } {
+        0 => 0,
+        _ => io::Error::last_os_error().raw_os_error().unwrap_or(0),
+    }
+}
+
 /// Makes an ioctl with any number and argument; gives the kernel's errno, 0 for none. A 64-bit word of the argument
 /// that is an address of this process's memory is zeroed first, but for the first half of each mapping of `arena`.
 ///

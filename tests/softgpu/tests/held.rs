@@ -9,12 +9,12 @@ use gpu_app::gpu::Gpus;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use rewake_kfd::abi::memory::Mapping;
 use rewake_kfd::abi::{IOC_EXPORT_DMABUF, IOC_MAP_MEMORY_TO_GPU, KFD_IOCTL_SVM_ATTR_ACCESS};
-use rewake_kfd::held::{CREATE_PROCESS, CREATE_QUEUE, EXPORT, MAP, UPDATE_QUEUE};
+use rewake_kfd::held::{ACCESS, CREATE_PROCESS, CREATE_QUEUE, EXPORT, MAP, UPDATE_QUEUE};
 use rewake_kfd::render::Render;
 use rewake_kfd::{Buffer, Kfd, QueueSpec, SdmaQueue, Spec, Userptr, held, svm};
 use rewake_uffd::{FillPort as _, Uffd};
 use softgpu_tests::isolated;
-use softgpu_tests::sys::{descriptor_of, misuse_at};
+use softgpu_tests::sys::{descriptor_of, misuse_at, protect};
 
 const PAGE: u64 = 4096;
 const PAGES: u64 = 5;
@@ -160,6 +160,39 @@ fn calls_of_a_marked_process_are_kept_away() {
         assert_eq!(calls(), [again; 4]);
         marks.shut(kfd, gpu[0], MAP).unwrap();
         assert_eq!(calls(), [0, again, again, again]);
+    });
+}
+
+#[test]
+fn no_access_is_given_to_mappings_of_a_marked_file() {
+    isolated("no_access_is_given_to_mappings_of_a_marked_file", 1, |_| {
+        let gpus = Gpus::open(1).unwrap();
+        let device = gpus.device(0);
+        let hidden = |device| {
+            let mut buffer = Buffer::alloc(device, Spec::gtt(PAGE)).unwrap();
+            buffer.map_cpu_without_access().unwrap();
+            buffer
+        };
+        let (buffer, shown) = (hidden(device), buffer(&gpus, 0));
+        let other = Mapping::anonymous(PAGE).unwrap();
+        let (_hold, marks) = held::attach().unwrap();
+        let (none, read, all) = (libc::PROT_NONE, libc::PROT_READ, libc::PROT_READ | libc::PROT_WRITE);
+        marks.shut(device.render().as_fd(), 0, ACCESS).unwrap();
+        for rights in [read, libc::PROT_WRITE, libc::PROT_EXEC, all] {
+            assert_eq!(protect(buffer.cpu(), rights), libc::EAGAIN);
+        }
+        // None, where there is some, and of what is no GPU's: as ever.
+        assert_eq!(
+            [protect(buffer.cpu(), none), protect(shown.cpu(), read), protect(shown.cpu(), all)],
+            [0; 3]
+        );
+        assert_eq!([protect(&other, none), protect(&other, read)], [0; 2]);
+        marks.open(device.render().as_fd(), 0).unwrap();
+        assert_eq!(protect(buffer.cpu(), all), 0);
+        // Other kinds are of other calls.
+        assert_eq!(protect(buffer.cpu(), none), 0);
+        marks.shut(device.render().as_fd(), 0, EXPORT | MAP).unwrap();
+        assert_eq!(protect(buffer.cpu(), all), 0);
     });
 }
 

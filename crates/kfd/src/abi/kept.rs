@@ -24,10 +24,10 @@ pub const UPDATE_QUEUE: Kinds = Kinds::one(3);
 /// not be opened through that file. Of the whole process: part 0. Whoever marks any part of a process has this kept away until the last is opened.
 pub const CREATE_PROCESS: Kinds = Kinds::one(4);
 
-/// A CPU is given access to memory on a GPU, by mprotect(2) of a mapping that had none. Of an open file of a render node: part 0.
-pub const ACCESS: Kinds = Kinds::one(6);
 /// Memory of another process is copied by GPUs, by that one's pid. Of the whole process that asks for it: part 0.
 pub const CROSS_COPY: Kinds = Kinds::one(5);
+/// A CPU is given access to memory on a GPU, by mprotect(2) of a mapping that had none. Of an open file of a render node: part 0.
+pub const ACCESS: Kinds = Kinds::one(6);
 
 /// `AMDKFD_IOC_CREATE_PROCESS`; Linux 6.12 has nothing of that number.
 const ANOTHER_PROCESS: u8 = 0x27;

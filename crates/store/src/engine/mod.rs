@@ -93,6 +93,11 @@ pub trait Engine {
 
     /// Reads submitted and not yet reaped.
     fn in_flight(&self) -> usize;
+
+    /// Whether a read may be over of which `poll_fd` will not tell: reap again within a millisecond or so.
+    fn is_unsure(&self) -> bool {
+        false
+    }
 }
 
 /// The engine that suits this machine, and why it is not io_uring when it is not.

@@ -46,6 +46,8 @@ pub struct Uring {
     cache: Arc<BlockCache>,
     flights: Vec<Option<Flight>>,
     vacant: Vec<usize>,
+    /// See [`Engine::is_unsure`].
+    unsure: bool,
     depth: Depth,
     finished: Waker,
     deferred: bool,
@@ -82,6 +84,7 @@ impl Uring {
             cache: Arc::clone(cache),
             flights: (0..DEPTH).map(|_| None).collect(),
             vacant: (0..DEPTH).rev().collect(),
+            unsure: false,
             depth: Depth::default(),
             finished,
             deferred: flavour == Flavour::Deferred,
@@ -194,6 +197,7 @@ impl Engine for Uring {
         // Ends: each round but the last takes a completion, and every read has a bounded number of them. The
         // eventfd is drained before each look, not after: what comes later signals it again. Running deferred
         // completions signals it too, hence in every round.
+        self.unsure = false;
         loop {
             self.finished.drain();
             if !may_have_work(&mut self.ring) {
@@ -201,6 +205,7 @@ impl Engine for Uring {
             }
             self.enter();
             if !self.collect(done) {
+                self.unsure = self.depth.total() > 0 && may_have_work(&mut self.ring);
                 return;
             }
         }
@@ -212,6 +217,10 @@ impl Engine for Uring {
 
     fn in_flight(&self) -> usize {
         self.depth.total()
+    }
+
+    fn is_unsure(&self) -> bool {
+        self.unsure
     }
 }
 

@@ -39,6 +39,8 @@ pub struct FileRing<M: Memory> {
     event: Waker,
     /// Ended without the ring: plain calls end at once.
     over: Vec<Finished>,
+    /// See [`FileRing::is_unsure`].
+    unsure: bool,
     one_thread: PhantomData<*mut ()>,
 }
 
@@ -74,7 +76,7 @@ impl<M: Memory> FileRing<M> {
             }
         };
         let (flights, vacant) = ((0..depth).map(|_| None).collect(), (0..depth).rev().collect());
-        Ok(Self { way, flights, vacant, event, over: Vec::new(), one_thread: PhantomData })
+        Ok(Self { way, flights, vacant, event, over: Vec::new(), unsure: false, one_thread: PhantomData })
     }
 
     /// For the log: why transfers are one at a time, if they are.
@@ -154,17 +156,29 @@ impl<M: Memory> FileRing<M> {
     pub fn finished(&mut self, into: &mut Vec<Finished>) {
         into.append(&mut self.over);
         // Ends: every round but the last takes a completion, and each transfer has a bounded number of them.
+        self.unsure = false;
         loop {
             self.event.drain();
-            let Way::Uring(ring) = &mut self.way else { return };
-            if !may_have_work(ring) {
+            if !self.may_have_work() {
                 return;
             }
+            let Way::Uring(ring) = &mut self.way else { return };
             let _ = ring.submit();
             if !self.collect(into) {
+                self.unsure = self.in_flight() > 0 && self.may_have_work();
                 return;
             }
         }
+    }
+
+    /// Whether a transfer may be over of which [`FileRing::event`] will not tell: look again within a millisecond or so.
+    pub fn is_unsure(&self) -> bool {
+        self.unsure
+    }
+
+    fn may_have_work(&mut self) -> bool {
+        let Way::Uring(ring) = &mut self.way else { return false };
+        may_have_work(ring)
     }
 
     /// Whether there were any.
@@ -328,6 +342,8 @@ mod tests {
             let Way::Uring(uring) = &ring.way else { panic!("no io_uring here: {:?}", ring.note()) };
             leave_a_flag(uring);
             ring.finished(&mut Vec::new());
+            assert!(ring.may_have_work(), "the kernel has taken it away: this test shows nothing");
+            assert!(!ring.is_unsure(), "nothing is under way");
         });
     }
 
