@@ -3,16 +3,16 @@
 //! outlives CRIU does the least that must be.
 //!
 //! * In a dump: the tasks go on, and their queues would stay paused for ever. The guard lets them go on.
-//! * In a restore, the tasks would wait for CRIU for ever, or run before their GPUs' memory is there. The guard kills them. CRIU
-//!   4.1 says nothing when it forks them: its tasks have a guard when they are whole only, and what CRIU's death leaves before
-//!   that may run.
+//! * In a restore, the tasks would wait for CRIU for ever, or run before their GPUs' memory is there. The guard kills them; a
+//!   task makes no GPU state before it is there (`restore/forked.rs`). CRIU 4.1 says nothing when it forks them: its tasks
+//!   have a guard when they are whole only, and what CRIU's death leaves before that may run.
 
 use std::fs;
 use std::os::fd::{BorrowedFd, OwnedFd};
 
 use nix::sys::signal::{Signal, kill};
 use nix::sys::wait::{WaitPidFlag, waitpid};
-use nix::unistd::Pid;
+use nix::unistd::{Pid, getppid};
 use rewake_criu_plugin::Host;
 
 use crate::abi::{self, Duty};
@@ -59,7 +59,27 @@ impl Drop for Guard {
 
 /// Children of this process's first thread.
 pub(crate) fn children() -> Vec<i32> {
-    let own = format!("/proc/self/task/{}/children", std::process::id());
-    let numbers = fs::read_to_string(own).unwrap_or_default();
+    let id = std::process::id();
+    children_of(&format!("/proc/{id}/task/{id}"))
+}
+
+/// Siblings of this process that it traces: a task that CRIU has forked for its parent (`--restore-sibling`, as runc restores) is
+/// seized at once.
+pub(crate) fn traced_siblings() -> Vec<i32> {
+    let threads = fs::read_dir(format!("/proc/{}/task", getppid())).into_iter().flatten().flatten();
+    let mut siblings: Vec<i32> =
+        threads.flat_map(|thread| children_of(&thread.path().to_string_lossy())).collect();
+    siblings.retain(|sibling| tracer_of(*sibling) == Some(std::process::id()));
+    siblings
+}
+
+fn children_of(thread: &str) -> Vec<i32> {
+    let numbers = fs::read_to_string(format!("{thread}/children")).unwrap_or_default();
     numbers.split_whitespace().filter_map(|number| number.parse().ok()).collect()
+}
+
+fn tracer_of(task: i32) -> Option<u32> {
+    let status = fs::read_to_string(format!("/proc/{task}/status")).ok()?;
+    let line = status.lines().find_map(|line| line.strip_prefix("TracerPid:"))?;
+    line.trim().parse().ok()
 }

@@ -105,7 +105,8 @@ impl Plugin for Amdgpu {
 
     fn post_forking(&mut self, host: &Host) -> Answer {
         self.restoring()?.forked(host);
-        Ok(())
+        // Other plugins have something to do then.
+        Err(Refusal::NotMine)
     }
 
     fn resume_devices_late(&mut self, host: &Host, pid: i32) -> Answer {

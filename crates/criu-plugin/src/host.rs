@@ -128,6 +128,12 @@ impl Host {
         non_negative("find_unused_fd_pid", abi::find_unused_fd_pid(pid)?)
     }
 
+    /// Whether [`crate::Plugin::post_forking`] is called, and the store is there when a restore's plugin is made (CRIU 4.2).
+    #[must_use]
+    pub fn tells_of_forking(&self) -> bool {
+        abi::forking_is_told()
+    }
+
     /// Whether [`crate::Restored::Later`] is understood.
     #[must_use]
     pub fn can_wait(&self) -> bool {

@@ -2,10 +2,12 @@
 //! A process that waits for CRIU's death: what only CRIU undoes would otherwise stay for ever. It is a fork without a
 //! program of its own and makes plain system calls only: CRIU's memory is in no known state in it.
 
+use std::fs::File;
 use std::io::{self, Write as _};
 use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, FromRawFd as _, OwnedFd};
 
 use nix::fcntl::{FcntlArg, fcntl};
+use nix::sched::{CloneFlags, setns};
 use nix::unistd::Pid;
 use rewake_kfd::abi::call::{self, Argument as _};
 use rewake_kfd::abi::{KFD_CRIU_OP_UNPAUSE, kfd_ioctl_criu_args};
@@ -62,16 +64,35 @@ pub(crate) fn fork(duty: &Duty<'_>, log: Option<BorrowedFd<'_>>) -> io::Result<P
     if blocked != 0 {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: a fork: no flags, no stack, and no signal to the parent at its end. The child does nothing but `watch`.
-    let pid = unsafe { libc::syscall(libc::SYS_clone, 0, 0, 0, 0, 0) };
-    if pid == 0 {
-        let log = log.as_ref().map_or(libc::STDERR_FILENO, |log| log.as_raw_fd());
-        watch(duty, end.as_raw_fd(), log, &own, found);
-    }
-    let failed = io::Error::last_os_error();
+    let forked = among_own_pids(|| {
+        // SAFETY: a fork: no flags, no stack, and no signal to the parent at its end. The child does nothing but `watch`.
+        let pid = unsafe { libc::syscall(libc::SYS_clone, 0, 0, 0, 0, 0) };
+        if pid == 0 {
+            let log = log.as_ref().map_or(libc::STDERR_FILENO, |log| log.as_raw_fd());
+            watch(duty, end.as_raw_fd(), log, &own, found);
+        }
+        if pid < 0 { Err(io::Error::last_os_error()) } else { Ok(pid) }
+    });
     // SAFETY: `before` was filled above.
     unsafe { libc::sigprocmask(libc::SIG_SETMASK, before.as_ptr(), std::ptr::null_mut()) };
-    if pid < 0 { Err(failed) } else { Ok(Pid::from_raw(i32::try_from(pid).unwrap_or(i32::MAX))) }
+    forked.map(|pid| Pid::from_raw(i32::try_from(pid).unwrap_or(i32::MAX)))
+}
+
+/// Forks in this thread's own PID namespace. CRIU may have moved the children that it forks to another one (an external PID
+/// namespace), where the numbers that the guard knows are nobody's or a stranger's.
+fn among_own_pids<T>(fork: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
+    let (own, children) = ("/proc/thread-self/ns/pid", "/proc/thread-self/ns/pid_for_children");
+    // There is none to read before its first process: one that was unshared just now.
+    let elsewhere =
+        std::fs::read_link(children).is_ok_and(|there| std::fs::read_link(own).ok() != Some(there));
+    if !elsewhere {
+        return fork();
+    }
+    let there = File::open(children)?;
+    setns(File::open(own)?, CloneFlags::CLONE_NEWPID)?;
+    let forked = fork();
+    setns(there, CloneFlags::CLONE_NEWPID)?;
+    forked
 }
 
 /// A descriptor of a task: its number may be another's when it has ended, and this is not. It can be read then.
@@ -135,8 +156,9 @@ fn done(duty: &Duty<'_>, mut found: Vec<i32>) -> Option<&'static [u8]> {
                     found.push(*root);
                 }
             }
+            let any = !found.is_empty();
             kill_with_descendants(&mut found);
-            Some(KILLED)
+            any.then_some(KILLED)
         }
     }
 }
@@ -281,7 +303,7 @@ fn pause() {
 
 #[cfg(test)]
 mod tests {
-    use std::fs::{self, File};
+    use std::fs;
     use std::io::{BufRead as _, BufReader, Read as _};
     use std::os::unix::net::UnixStream;
     use std::os::unix::process::ExitStatusExt as _;
@@ -315,6 +337,36 @@ mod tests {
         kill(guard, Signal::SIGKILL).unwrap();
         let ended = waitpid(guard, Some(WaitPidFlag::__WALL)).unwrap();
         assert_eq!(ended, WaitStatus::Signaled(guard, Signal::SIGKILL, false));
+    }
+
+    #[test]
+    fn a_guard_has_its_parent_s_namespace_wherever_other_children_go() {
+        if !nix::unistd::geteuid().is_root() {
+            eprintln!("SKIPPED: PID namespaces need root");
+            return;
+        }
+        let mut other =
+            Command::new("unshare").args(["--pid", "--fork", "cat"]).stdin(Stdio::piped()).spawn().unwrap();
+        let first = (0..6000).find_map(|_| {
+            sleep(Duration::from_millis(10));
+            let id = other.id();
+            let children = fs::read_to_string(format!("/proc/{id}/task/{id}/children")).unwrap();
+            children.split_whitespace().next().map(str::to_owned)
+        });
+        let there = File::open(format!("/proc/{}/ns/pid", first.expect("it forks"))).unwrap();
+        // Of this thread's children only.
+        setns(&there, CloneFlags::CLONE_NEWPID).unwrap();
+        let children = || fs::read_link("/proc/thread-self/ns/pid_for_children").unwrap();
+        let before = children();
+        let guard = fork(&Duty::Kill(&[]), None).unwrap();
+        let its = fs::read_link(format!("/proc/{guard}/ns/pid"));
+        kill(guard, Signal::SIGKILL).unwrap();
+        waitpid(guard, Some(WaitPidFlag::__WALL)).unwrap();
+        let own = fs::read_link("/proc/self/ns/pid").unwrap();
+        assert_eq!((its.unwrap(), children()), (own.clone(), before.clone()));
+        assert_ne!(own, before);
+        drop(other.stdin.take());
+        other.wait().unwrap();
     }
 
     #[test]

@@ -56,7 +56,7 @@ struct Process {
     /// Its GPUs.
     names: Vec<Name>,
     /// For as long as its queues are paused.
-    _guard: Option<Guard>,
+    guard: Option<Guard>,
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -146,14 +146,7 @@ impl Dump {
         let own = file.try_clone_to_owned()?;
         let guard = Guard::of_queues(host, file, &self.tasks.with(file, &self.devices));
         let counts = criu::process_info(file)?;
-        self.paused.push(Process {
-            kfd: own,
-            id,
-            counts,
-            buffers: Vec::new(),
-            names: Vec::new(),
-            _guard: guard,
-        });
+        self.paused.push(Process { kfd: own, id, counts, buffers: Vec::new(), names: Vec::new(), guard });
         let state = kfd::dump(host, file, id, &counts, &mut self.shared)?;
         if let Some(process) = self.paused.last_mut() {
             (process.buffers, process.names) = (state.buffers, state.names);
@@ -195,7 +188,11 @@ impl Dump {
         }
         for process in self.paused {
             if let Err(error) = process.go_on() {
-                host.error(format_args!("the queues of a dumped process stay paused: {error}"));
+                host.error(format_args!(
+                    "the queues of a dumped process stay paused: {error}; it is tried again when CRIU has ended"
+                ));
+                // By the guard.
+                std::mem::forget(process.guard);
             }
         }
     }

@@ -25,7 +25,8 @@ const FAILED: u64 = 2;
 const TAKEN: u64 = 3;
 
 /// One row of words for each `amdgpu-kfd-ID.img`: its state, a render node's id in CRIU's store for each of its GPUs,
-/// the new offset of each buffer, and its placeholders. One for each render node, too. Behind them, ids of what tasks have for each other: `/dev/kfd`s, exported buffers.
+/// the new offset of each buffer, and its placeholders. One for each render node, too. Behind them, ids of what tasks have for each other: `/dev/kfd`s, exported
+/// buffers; and whether a guard looks after the tasks.
 #[derive(Debug)]
 pub(crate) struct Board {
     memory: Mapping,
@@ -33,6 +34,7 @@ pub(crate) struct Board {
     nodes: Vec<Row>,
     files: u64,
     exports: u64,
+    guarded: u64,
 }
 
 /// Where a buffer is mapped from.
@@ -105,11 +107,20 @@ impl Board {
         };
         let rows = images.iter().zip(placeholders).map(of).collect();
         let nodes = nodes.map(|buffers| row(1, buffers, 0)).collect();
-        let (files, exports) = (take(files), take(exports));
+        let (files, exports, guarded) = (take(files), take(exports), take(1));
         let length = end.max(1).next_multiple_of(PAGE);
         let file = memfd_create(c"rewake-board", MFdFlags::MFD_CLOEXEC)?;
         ftruncate(&file, i64::try_from(length).map_err(io::Error::other)?)?;
-        Ok(Self { memory: Mapping::shared(file.as_fd(), 0, length)?, rows, nodes, files, exports })
+        Ok(Self { memory: Mapping::shared(file.as_fd(), 0, length)?, rows, nodes, files, exports, guarded })
+    }
+
+    /// A guard looks after the tasks, or none will: they do not wait for it any more.
+    pub(crate) fn put_guarded(&self) {
+        self.memory.store64(self.guarded, 1);
+    }
+
+    pub(crate) fn is_guarded(&self) -> bool {
+        self.memory.load64(self.guarded) == 1
     }
 
     /// Where a buffer is mapped from now; not seen before [`Board::made`].

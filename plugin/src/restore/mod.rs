@@ -6,6 +6,7 @@
 mod board;
 mod buffers;
 mod check;
+mod forked;
 mod kfd;
 mod later;
 mod lazy;
@@ -29,6 +30,7 @@ use crate::device::{CLASS, Devices};
 use crate::image::Images;
 use board::Board;
 use buffers::Buffers;
+use forked::Forked;
 use later::Later;
 use lazy::First;
 use places::Places;
@@ -72,6 +74,7 @@ pub(crate) struct Restore {
     /// This task's render nodes by their GPU in the machine: ids in CRIU's store.
     render: BTreeMap<u32, i32>,
     resume: Resume,
+    forked: Forked,
     /// What may come later.
     later: Later,
     /// Who loads that, until it answers for all; in the main process.
@@ -98,6 +101,7 @@ impl Restore {
         let placeholders = (0..images.kfd.len()).map(|process| later.mappings(process).len());
         let board = Board::new(&images.kfd, placeholders, files, sharing.exports.len(), of_nodes)?;
         let (own, render, resume) = (None, BTreeMap::new(), Resume::new());
+        let forked = Forked::new(host)?;
         Ok(Self {
             images,
             devices,
@@ -109,6 +113,7 @@ impl Restore {
             own,
             render,
             resume,
+            forked,
             later,
             server,
         })
@@ -116,6 +121,7 @@ impl Restore {
 
     pub(crate) fn file(&mut self, host: &Host, id: u32) -> Answer<Restored> {
         let file = self.what(host, id)?.ok_or(Refusal::NotMine)?;
+        self.forked.until_guarded(host, &self.board)?;
         // Whatever the task waits for below, nobody waits for the task then.
         self.own_state(host, file)?;
         let fd = match file {
@@ -167,6 +173,8 @@ impl Restore {
     /// In the main process: the first task is forked.
     pub(crate) fn forked(&mut self, host: &Host) {
         self.resume.forked(host);
+        // Also where no guard could be started, which was said: tasks go on without.
+        self.board.put_guarded();
     }
 
     /// In the main process: a task is whole, and stopped. With the first one all are, and their memory is loaded.

@@ -27,6 +27,8 @@ pub(super) struct Resume {
     failed: bool,
     /// From when tasks are forked until all queues are started; with CRIU 4.1 from when they are whole.
     guard: Option<Guard>,
+    /// Whom it kills, with their descendants.
+    roots: Vec<i32>,
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -51,18 +53,28 @@ impl Resume {
     pub(super) fn forked(&mut self, host: &Host) {
         let mut roots = guard::children();
         roots.retain(|child| !self.strangers.contains(child));
-        // A sibling (`--restore-sibling`) is found when its name is told: [`Resume::begin`].
+        roots.extend(guard::traced_siblings());
         if roots.is_empty() {
+            host.warn(format_args!(
+                "the task that CRIU has forked is not found: if CRIU is killed before all are whole, kill them"
+            ));
             return;
         }
+        self.look_after(host, roots);
+    }
+
+    fn look_after(&mut self, host: &Host, roots: Vec<i32>) {
+        // The earlier one ends when this one is there.
         self.guard = Guard::of_trees(host, &roots);
+        self.roots = roots;
     }
 
     /// Whether no task was named yet.
     pub(super) fn begin(&mut self, host: &Host, pid: i32) -> bool {
         let first = self.tasks.is_empty();
-        if first && self.guard.is_none() {
-            self.guard = Guard::of_trees(host, &[pid]);
+        if first && !self.roots.contains(&pid) {
+            let roots = [&self.roots[..], &[pid]].concat();
+            self.look_after(host, roots);
         }
         first
     }

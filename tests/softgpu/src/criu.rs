@@ -16,6 +16,8 @@ use crate::streamer;
 const STOCK_PLUGIN: &str = "/usr/local/lib/criu";
 /// Beside the test programs: where `cargo xtask plugin` puts this project's.
 const OWN_PLUGIN: &str = "criu-plugin";
+/// What our plugin says when it waits, behind the number of pages.
+pub const WAITS: &str = " pages of its memory that come lazily";
 /// Lines of CRIU's log that an error quotes.
 const QUOTED: usize = 12;
 /// Looks for the end of a restored process, and time between them: a minute.
@@ -177,6 +179,31 @@ impl Criu {
         let program = streamer::program().unwrap();
         let said = Command::new(program).args(["status", "--json", "-W"]).arg(&self.images).output().unwrap();
         serde_json::from_slice(&said.stdout).unwrap()
+    }
+
+    /// Bytes of GPUs' memory that are there and bytes in all, of each process and GPU, as people are told.
+    ///
+    /// # Panics
+    /// As [`Criu::status`].
+    #[must_use]
+    pub fn memory_of_gpus(&self) -> Vec<(u64, u64)> {
+        let status = self.status();
+        let processes = status["processes"].as_array().unwrap().iter();
+        let memory = processes.flat_map(|process| process["memory"].as_array().unwrap());
+        let of_gpus = memory.filter(|of| !of["minor"].is_null());
+        let number = |of: &serde_json::Value, name: &str| of[name].as_u64().unwrap();
+        of_gpus.map(|of| (number(of, "resident"), number(of, "bytes"))).collect()
+    }
+
+    /// Pages of CPUs that the last restore waited for before anything ran, as the plugin has said.
+    ///
+    /// # Panics
+    /// It has said no number.
+    #[must_use]
+    pub fn pages_waited_for(&self) -> u64 {
+        let log = self.log("restore");
+        let before = log.lines().filter_map(|line| Some(line.split_once(WAITS)?.0));
+        before.map(|before| before.rsplit(' ').next().unwrap().parse::<u64>().unwrap()).sum()
     }
 
     /// What it wrote at the last `dump`, `restore`...; empty if it never got so far.

@@ -4,6 +4,9 @@
 use std::fs;
 use std::path::Path;
 
+use crate::Streamer;
+use crate::criu::Criu;
+use crate::dumped::soon;
 use crate::judge::FOLDER;
 
 /// What the streamer's processes are called.
@@ -44,6 +47,22 @@ impl Held {
     /// The driver does not listen.
     pub fn lets_go(&self, more: u32) {
         write(&format!("{} {more}", self.0));
+    }
+
+    /// A copy at a time, the next one when that is seen, until one process's memory on one GPU is there: no more is there than that one waits for, however
+    /// long anything takes.
+    ///
+    /// # Panics
+    /// Nothing comes.
+    pub fn lets_go_until_one_is_whole(&self, criu: &Criu, streamer: &Streamer) {
+        loop {
+            let now = criu.memory_of_gpus();
+            if now.iter().any(|(there, all)| there == all && *all > 0) {
+                return;
+            }
+            self.lets_go(1);
+            assert!(soon(|| criu.memory_of_gpus() != now), "nothing comes: {now:?} {}", streamer.said());
+        }
     }
 
     /// Nobody's, whatever was before.

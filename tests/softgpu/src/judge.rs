@@ -137,6 +137,15 @@ impl Judge {
         text.lines().map(|line| gate(line).unwrap_or_else(|| panic!("no gate: {line:?}"))).collect()
     }
 
+    /// Processes whose queues the driver holds until they are let go on.
+    ///
+    /// # Panics
+    /// As [`Judge::gates`].
+    #[must_use]
+    pub fn shut(&self) -> usize {
+        self.gates().iter().filter(|gate| gate.paused).count()
+    }
+
     /// Processes whose queues stand still and do not start again by themselves: paused, or evicted by something that
     /// was never undone. The driver, too, stops queues for moments, so that it takes seconds to say yes.
     ///

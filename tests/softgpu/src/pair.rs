@@ -7,7 +7,7 @@ use std::process::{Child, Command, Stdio};
 
 use anyhow::{Context as _, ensure};
 
-use crate::criu::wait_for_the_end_of;
+use crate::criu::{Criu, Plugin, Version, wait_for_the_end_of};
 use crate::dumped::{dies, soon};
 
 /// Of the large buffers: where both are brought at one pace, one is there long before the other.
@@ -49,6 +49,18 @@ impl Pair {
         let runs = soon(|| pair.counts().is_ok_and(|counts| counts.iter().all(|count| *count > 2)));
         ensure!(runs, "{:?}: {}", pair.counts(), fs::read_to_string(folder.join("log"))?);
         Ok(pair)
+    }
+
+    /// As [`Pair::start`], and dumped into a folder of `folder`.
+    ///
+    /// # Errors
+    /// It does not come up, or is not dumped.
+    pub fn dumped(program: &str, folder: &Path) -> anyhow::Result<(Self, Criu)> {
+        let mut pair = Self::start(program, folder)?;
+        let criu = Criu::with(Plugin::Ours, Version::V4_2, &folder.join("images"))?;
+        criu.dump(pair.pid())?;
+        pair.was_dumped()?;
+        Ok((pair, criu))
     }
 
     /// Its number.

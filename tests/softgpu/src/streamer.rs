@@ -123,6 +123,16 @@ impl Drop for Streamer {
     }
 }
 
+/// The number behind these words in what one said.
+///
+/// # Panics
+/// There is none.
+#[must_use]
+pub fn told(said: &str, what: &str) -> u64 {
+    let rest = said.split_once(what).unwrap_or_else(|| panic!("no {what:?}: {said}")).1;
+    rest.split_whitespace().next().unwrap().parse().unwrap()
+}
+
 /// The children of all threads of a process.
 #[must_use]
 pub fn children(pid: u32) -> Vec<u32> {

@@ -9,6 +9,9 @@ use std::time::Duration;
 
 use anyhow::{Context as _, bail};
 
+use crate::criu::{Criu, Plugin, Version, wait_for_the_end_of};
+use crate::dumped::dies;
+
 /// Its buffers, and bytes of each.
 pub const BUFFERS: usize = 2;
 /// Enough to come later.
@@ -90,6 +93,18 @@ impl Toucher {
         Ok(toucher)
     }
 
+    /// Starts `program`, has it dumped into a folder of `folder` with memory of its own, and asks it to register that, which it hears when it comes back.
+    ///
+    /// # Errors
+    /// It does not come up, or is not dumped.
+    pub fn about_to_register(program: &str, folder: &Path, version: Version) -> anyhow::Result<(Self, Criu)> {
+        let mut toucher = Self::start(program, folder, None)?;
+        toucher.asked(&format!("allocate {OWN_PARTS}"))?;
+        let criu = toucher.dump(version)?;
+        toucher.ask("register 0")?;
+        Ok((toucher, criu))
+    }
+
     /// One that was restored where this folder lies over its own: its files are here. Its number is not known.
     #[must_use]
     pub fn in_copy(folder: &Path) -> Self {
@@ -100,6 +115,26 @@ impl Toucher {
     #[must_use]
     pub fn pid(&self) -> u32 {
         self.pid
+    }
+
+    /// Has it dumped into a folder of its own folder.
+    ///
+    /// # Errors
+    /// It is not.
+    pub fn dump(&mut self, version: Version) -> anyhow::Result<Criu> {
+        let criu = Criu::with(Plugin::Ours, version, &self.folder.join("images"))?;
+        criu.dump(self.pid)?;
+        self.was_dumped()?;
+        Ok(criu)
+    }
+
+    /// Kills it, as it came back.
+    ///
+    /// # Panics
+    /// It does not end.
+    pub fn ends(&self) {
+        dies(self.pid);
+        wait_for_the_end_of(self.pid).unwrap();
     }
 
     /// It was dumped, and has ended; what comes back is nobody's child.

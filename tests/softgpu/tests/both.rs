@@ -12,28 +12,22 @@ use nix::unistd::Pid;
 use rewake_kfd::topology::{Node, Topology};
 use serde_json::Value;
 use softgpu_tests::criu::{Criu, Plugin, Version, wait_for_the_end_of};
-use softgpu_tests::dumped::{Dumped, ONE_RING, dies, soon, unreached};
+use softgpu_tests::dumped::{Dumped, ONE_RING, soon, unreached};
 use softgpu_tests::server::small;
+use softgpu_tests::streamer::told;
 use softgpu_tests::toucher::{BYTES, OWN_PARTS};
 use softgpu_tests::{Held, Machine, Streamer, Toucher, isolated};
 
 /// Blocks at the ends of memory that is zeros, and what the file system keeps.
 const SLACK: u64 = 256 << 10;
 
-/// What the plugin says when it waits, behind the number of pages.
-const WAITS: &str = " pages of its memory that come lazily";
-
 /// What the plugin says where everything must be there.
 const RETRIES: &str = "its GPUs reach all of its memory";
 
 /// Restores it; how many pages of CPUs were waited for before anything ran.
 fn comes_back(criu: &Criu) -> u64 {
-    let restored = criu.command(&["restore", "--restore-detached", "--lazy-pages"]).status().unwrap();
-    assert!(restored.success(), "{}", criu.log("restore"));
-    let log = criu.log("restore");
-    let waited =
-        log.lines().filter_map(|line| line.split_once(WAITS)?.0.rsplit(' ').next()?.parse::<u64>().ok());
-    waited.sum()
+    criu.restore_lazily().unwrap();
+    criu.pages_waited_for()
 }
 
 /// There and back. Queues' save areas are registered memory, if nothing else is: 60 MiB.
@@ -55,12 +49,6 @@ fn there_and_back(shape: &Shape) {
     assert!(faults < lazy / 2, "pages were waited for one by one: {faults} of {lazy}, {waited} at first");
     is_whole(&left(dumped.criu.images()).unwrap(), &said);
     dumped.server.ends_well();
-}
-
-/// The number behind that in a log.
-fn told(said: &str, what: &str) -> u64 {
-    let rest = said.split_once(what).unwrap_or_else(|| panic!("no {what:?}: {said}")).1;
-    rest.split_whitespace().next().unwrap().parse().unwrap()
 }
 
 /// Bytes of memory of CPUs, or else of GPUs, as a picture has them.
@@ -172,23 +160,15 @@ fn what_is_registered_is_there_before_queues_start() {
 }
 
 /// A program with memory of its own that it is about to register.
-fn about_to_register(version: Version, folder: &std::path::Path) -> (Toucher, Criu) {
-    let mut toucher = Toucher::start(env!("CARGO_BIN_EXE_toucher"), folder, None).unwrap();
-    toucher.asked(&format!("allocate {OWN_PARTS}")).unwrap();
-    let criu = Criu::with(Plugin::Ours, version, &folder.join("images")).unwrap();
-    criu.dump(toucher.pid()).unwrap();
-    toucher.was_dumped().unwrap();
-    toucher.ask("register 0").unwrap();
-    (toucher, criu)
+fn about_to_register(version: Version, folder: &Path) -> (Toucher, Criu) {
+    Toucher::about_to_register(env!("CARGO_BIN_EXE_toucher"), folder, version).unwrap()
 }
 
 /// It has registered the right bytes, and all is brought to its end.
 fn registers(toucher: &Toucher, both: &mut Streamer) {
-    let pid = toucher.pid();
     toucher.answer().unwrap_or_else(|error| panic!("{error:#}\n{}", both.said()));
     assert!(both.end().unwrap().success(), "{}", both.said());
-    dies(pid);
-    wait_for_the_end_of(pid).unwrap();
+    toucher.ends();
 }
 
 #[test]

@@ -11,16 +11,13 @@ use std::time::Duration;
 use gpu_app::shape::{Mode, Shape};
 use nix::sys::signal::Signal;
 use rewake_kfd::topology::{Node, Topology};
-use softgpu_tests::criu::{Criu, Plugin, Version, wait_for_the_end_of};
-use softgpu_tests::dumped::{Dumped, dies, signal, soon, unreached};
+use softgpu_tests::criu::{Criu, Version, WAITS};
+use softgpu_tests::dumped::{Dumped, signal, soon, unreached};
 use softgpu_tests::server::small;
-use softgpu_tests::toucher::OWN_PARTS;
 use softgpu_tests::{Streamer, Toucher, isolated};
 
 /// What CRIU says when tasks run.
 const GOES_ON: &str = "Restore finished successfully";
-/// What the plugin says when it waits.
-const WAITS: &str = "pages of its memory that come lazily";
 /// So long nothing goes on, at the least, while what is missing does not come.
 const A_WHILE: Duration = Duration::from_millis(200);
 
@@ -98,17 +95,12 @@ fn memory_that_is_registered_at_once_is_there() {
     isolated("memory_that_is_registered_at_once_is_there", 1, |_| {
         for version in [Version::V4_2, Version::V4_1] {
             let folder = tempfile::tempdir().unwrap();
-            let mut toucher = Toucher::start(env!("CARGO_BIN_EXE_toucher"), folder.path(), None).unwrap();
-            toucher.asked(&format!("allocate {OWN_PARTS}")).unwrap();
-            let criu = Criu::with(Plugin::Ours, version, &folder.path().join("images")).unwrap();
-            criu.dump(toucher.pid()).unwrap();
-            toucher.was_dumped().unwrap();
-            toucher.ask("register 0").unwrap();
+            let program = env!("CARGO_BIN_EXE_toucher");
+            let (toucher, criu) = Toucher::about_to_register(program, folder.path(), version).unwrap();
             let mut pages = Streamer::of_cpus(criu.images()).unwrap();
             comes_back(&criu, &mut pages);
             toucher.answer().unwrap_or_else(|error| panic!("{error:#}\n{}", pages.said()));
-            dies(toucher.pid());
-            wait_for_the_end_of(toucher.pid()).unwrap();
+            toucher.ends();
         }
     });
 }

@@ -7,41 +7,14 @@ use std::path::Path;
 
 use gpu_app::shape::Shape;
 use serde_json::Value;
-use softgpu_tests::criu::{Criu, Plugin, Version, queues_come_back, wait_for_the_end_of};
-use softgpu_tests::dumped::{Dumped, ONE_RING, dies, soon, unreached};
+use softgpu_tests::criu::{Criu, Version, queues_come_back};
+use softgpu_tests::dumped::{Dumped, ONE_RING, soon, unreached};
 use softgpu_tests::{Held, Judge, Machine, Pair, Streamer, Toucher, isolated};
 
 fn comes_back(criu: &Criu) -> Streamer {
     let both = Streamer::of_both(criu.images()).unwrap();
     criu.restore_lazily().unwrap();
     both
-}
-
-/// Processes whose queues the driver holds until they are let go on.
-fn shut(judge: &Judge) -> usize {
-    judge.gates().iter().filter(|gate| gate.paused).count()
-}
-
-/// Bytes that are there and bytes in all, of each process and GPU, as people are told.
-fn memory(criu: &Criu) -> Vec<(u64, u64)> {
-    let status = criu.status();
-    let processes = status["processes"].as_array().unwrap().iter();
-    let memory = processes.flat_map(|process| process["memory"].as_array().unwrap());
-    let of_gpus = memory.filter(|of| !of["minor"].is_null());
-    let number = |of: &Value, name: &str| of[name].as_u64().unwrap();
-    of_gpus.map(|of| (number(of, "resident"), number(of, "bytes"))).collect()
-}
-
-/// A copy at a time, the next one when that is seen: no more is there than one GPU waits for, however long anything takes.
-fn until_one_is_whole(criu: &Criu, held: &Held, both: &Streamer) {
-    loop {
-        let now = memory(criu);
-        if now.iter().any(|(there, all)| there == all && *all > 0) {
-            return;
-        }
-        held.lets_go(1);
-        assert!(soon(|| memory(criu) != now), "nothing comes: {now:?} {}", both.said());
-    }
 }
 
 #[test]
@@ -53,13 +26,13 @@ fn a_process_goes_on_while_another_waits_for_its_memory() {
         let Some(dumped) = Dumped::of(&Shape { processes: 2, ..unreached() }, Version::V4_2) else { return };
         let held = Held::streamers();
         let mut both = comes_back(&dumped.criu);
-        assert_eq!(shut(&judge), 2, "{}", both.said());
-        until_one_is_whole(&dumped.criu, &held, &both);
-        assert!(soon(|| shut(&judge) == 1), "{}", both.said());
+        assert_eq!(judge.shut(), 2, "{}", both.said());
+        held.lets_go_until_one_is_whole(&dumped.criu, &both);
+        assert!(soon(|| judge.shut() == 1), "{}", both.said());
         assert!(!both.has_ended().unwrap(), "{}", both.said());
         drop(held);
         assert!(both.end().unwrap().success(), "{}", both.said());
-        assert_eq!(shut(&judge), 0);
+        assert_eq!(judge.shut(), 0);
         dumped.server.ends_well();
     });
 }
@@ -71,9 +44,7 @@ fn a_buffer_is_not_handed_over_before_it_is_there() {
         machine.becomes(&ONE_RING);
         let folder = tempfile::tempdir().unwrap();
         let mut toucher = Toucher::start(env!("CARGO_BIN_EXE_toucher"), folder.path(), None).unwrap();
-        let criu = Criu::with(Plugin::Ours, Version::V4_2, &folder.path().join("images")).unwrap();
-        criu.dump(toucher.pid()).unwrap();
-        toucher.was_dumped().unwrap();
+        let criu = toucher.dump(Version::V4_2).unwrap();
         toucher.ask("export 0").unwrap();
         let held = Held::streamers();
         let mut both = comes_back(&criu);
@@ -82,29 +53,20 @@ fn a_buffer_is_not_handed_over_before_it_is_there() {
         drop(held);
         toucher.answer().unwrap_or_else(|error| panic!("{error:#}\n{}", both.said()));
         assert!(both.end().unwrap().success(), "{}", both.said());
-        dies(toucher.pid());
-        wait_for_the_end_of(toucher.pid()).unwrap();
+        toucher.ends();
     });
 }
 
 /// Its GPUs' memory is brought until one of them goes on: which.
 fn until_one_goes_on(pair: &Pair, criu: &Criu, held: &Held, both: &Streamer) -> usize {
     let before = pair.counts().unwrap();
-    until_one_is_whole(criu, held, both);
+    held.lets_go_until_one_is_whole(criu, both);
     let one = || {
         let now = pair.counts().unwrap();
         (0..2).find(|gpu| now[*gpu] > before[*gpu])
     };
     assert!(soon(|| one().is_some()), "neither goes on: {:?}, {}", pair.counts(), both.said());
     one().unwrap()
-}
-
-fn dumped_pair(folder: &Path) -> (Pair, Criu) {
-    let mut pair = Pair::start(env!("CARGO_BIN_EXE_pair"), folder).unwrap();
-    let criu = Criu::with(Plugin::Ours, Version::V4_2, &folder.join("images")).unwrap();
-    criu.dump(pair.pid()).unwrap();
-    pair.was_dumped().unwrap();
-    (pair, criu)
 }
 
 /// What others can see of a process that is not to be dumped.
@@ -117,7 +79,7 @@ fn is_told(pid: u32) -> bool {
 fn restored_pair(machine: &Machine, folder: &Path) -> Option<(Pair, Criu, Held, Streamer, Judge)> {
     machine.becomes(&ONE_RING);
     let judge = Judge::find().filter(|_| queues_come_back())?;
-    let (pair, criu) = dumped_pair(folder);
+    let (pair, criu) = Pair::dumped(env!("CARGO_BIN_EXE_pair"), folder).unwrap();
     let held = Held::streamers();
     let both = comes_back(&criu);
     Some((pair, criu, held, both, judge))
@@ -161,7 +123,7 @@ fn a_gpu_goes_on_while_another_of_its_process_waits() {
         };
         let first = until_one_goes_on(&pair, &criu, &held, &both);
         let other = 1 - first;
-        assert_eq!(shut(&judge), 0, "{}", both.said());
+        assert_eq!(judge.shut(), 0, "{}", both.said());
         let before = pair.counts().unwrap()[other];
         run(&pair, &[first], &both);
         let now = criu.status();
@@ -201,8 +163,7 @@ fn a_process_that_is_killed_between_its_gpus_is_nobody_s_trouble() {
         let Some(machine) = Machine::find() else { return };
         let Some((pair, criu, held, mut both, _)) = restored_pair(&machine, folder.path()) else { return };
         until_one_goes_on(&pair, &criu, &held, &both);
-        dies(pair.pid());
-        wait_for_the_end_of(pair.pid()).unwrap();
+        pair.ends();
         drop(held);
         assert!(both.end().unwrap().success(), "{}", both.said());
         assert!(!is_told(pair.pid()));
@@ -216,7 +177,7 @@ fn gpus_of_a_process_that_has_closed_their_driver_go_on_together() {
         let Some(machine) = Machine::find() else { return };
         let Some((pair, criu, held, mut both, _)) = restored_pair(&machine, folder.path()) else { return };
         pair.asked("close").unwrap();
-        until_one_is_whole(&criu, &held, &both);
+        held.lets_go_until_one_is_whole(&criu, &both);
         let tried = soon(|| both.said().contains("GPUs of a process go on together"));
         assert!(tried && is_told(pair.pid()), "{}", both.said());
         drop(held);

@@ -8,16 +8,18 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::os::unix::process::ExitStatusExt as _;
 use std::path::Path;
-use std::process::{Command, ExitStatus};
+use std::process::{Child, Command, ExitStatus};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use gpu_app::shape::Shape;
 use nix::sys::signal::{Signal, kill};
+use nix::sys::wait::{WaitPidFlag, waitpid};
 use nix::unistd::Pid;
 use softgpu_tests::app::App;
 use softgpu_tests::criu::{Criu, Plugin, Version, queues_come_back, wait_for_the_end_of};
 use softgpu_tests::faults::{Call, Calls, Fault};
+use softgpu_tests::streamer::children;
 use softgpu_tests::{Faults, Judge, isolated};
 
 /// CRIU's calls and those of the tasks that it restores. The driver compares the name of the caller's first thread.
@@ -34,6 +36,10 @@ const LOOKS: u32 = 1200;
 const LOOK: Duration = Duration::from_millis(50);
 /// Looks at what stands still, of a dozen seconds each.
 const LONG_LOOKS: u32 = 6;
+/// How long restores are tried until one is stopped before there is a guard, or killed when there is.
+const TRIES: Duration = Duration::from_secs(60);
+/// Far more than a task takes from its fork to its queues.
+const TIME_TO_COME_TO_LIFE: Duration = Duration::from_secs(3);
 /// Rounds of [`sweep`], and time between looks: a minute.
 const SWEEPS: u32 = 300;
 const SWEEP: Duration = Duration::from_millis(200);
@@ -88,16 +94,16 @@ fn soon(what: &str, there: impl Fn() -> bool) {
     panic!("{what}: not after {:?}; left: {left:?}", LOOK * LOOKS);
 }
 
-/// Ends what CRIU's death can leave in its own program: children that try what the kernel can do, and a task that it has forked
-/// but not told the plugin of. They wait for ever. Not the guard, which has that name, too, until it takes its own: it runs or is
-/// about to until then, and its end is waited for.
-fn sweep() {
+/// Ends what CRIU's death can leave in its own program: children that try what the kernel can do. They wait for ever. Not the
+/// guard, which has that name, too, until it takes its own: it runs or is about to until then, and its end is waited for. Nor
+/// `task`, which ends or goes on by itself.
+fn sweep(task: u32) {
     for _ in 0..SWEEPS {
         let all = named("criu");
         if all.is_empty() {
             break;
         }
-        let before: Vec<u32> = all.into_iter().filter(|pid| waits(*pid)).collect();
+        let before: Vec<u32> = all.into_iter().filter(|pid| *pid != task && waits(*pid)).collect();
         thread::sleep(SWEEP);
         for pid in named("criu").into_iter().filter(|pid| before.contains(pid) && waits(*pid)) {
             let _ = kill(Pid::from_raw(pid.cast_signed()), Signal::SIGKILL);
@@ -157,6 +163,13 @@ impl Stage {
         Some(Self { faults, judge, criu, app, pid, alive, _folder: folder })
     }
 
+    /// Dumped for good, where it can be restored.
+    fn left() -> Option<Self> {
+        let mut stage = Self::set()?;
+        stage.leave();
+        queues_come_back().then_some(stage)
+    }
+
     fn dump(&self) -> Command {
         self.criu.command(&["dump", "--leave-running", "--tree", &self.pid.to_string()])
     }
@@ -190,8 +203,13 @@ impl Stage {
     }
 
     fn nothing_stands_still(&self, after: &str) {
-        let all_run = (0..LONG_LOOKS).any(|_| self.judge.standing_still().is_empty());
-        assert!(all_run, "{after}: {:?}", self.judge.standing_still());
+        if (0..LONG_LOOKS).any(|_| self.judge.standing_still().is_empty()) {
+            return;
+        }
+        let still = self.judge.standing_still();
+        let tasks: Vec<String> = still.iter().map(|gate| doing(gate.pid)).collect();
+        let logs = ["dump", "restore"].map(|act| tail(&self.criu.log(act)));
+        panic!("{after}: {still:?}: {tasks:#?}\n{}", logs.join("\n"));
     }
 
     /// The image is as good as before.
@@ -208,8 +226,31 @@ impl Stage {
 
     /// Whatever was to be restored is gone, from the GPUs, too.
     fn is_gone(&self, after: &str) {
-        let task = Path::new("/proc").join(self.pid.to_string());
-        soon(after, || !task.exists() && named("criu").is_empty() && self.judge.alive() == self.alive);
+        let (task, number) =
+            (Path::new("/proc").join(self.pid.to_string()), Pid::from_raw(self.pid.cast_signed()));
+        soon(after, || {
+            // It is a child of this process where it was restored as CRIU's sibling.
+            let _ = waitpid(number, Some(WaitPidFlag::WNOHANG));
+            !task.exists() && named("criu").is_empty() && self.judge.alive() == self.alive
+        });
+    }
+
+    /// Restores, with these further arguments, until CRIU was where `kills` killed it; what that leaves ends by itself.
+    fn killed(&self, arguments: &[&str], mut kills: impl FnMut(&mut Child) -> bool) {
+        let start = Instant::now();
+        let mut done = false;
+        while !done {
+            assert!(start.elapsed() < TRIES, "CRIU was never there: {}", tail(&self.criu.log("restore")));
+            let mut criu = self.restore().args(arguments).spawn().unwrap();
+            done = kills(&mut criu);
+            criu.kill().unwrap();
+            criu.wait().unwrap();
+            if !done {
+                // It may run.
+                let _ = kill(Pid::from_raw(self.pid.cast_signed()), Signal::SIGKILL);
+            }
+            self.is_gone("killed");
+        }
     }
 
     /// Ends the process, wherever it has come from.
@@ -300,7 +341,7 @@ fn criu_killed_at_any_moment_of_a_dump_leaves_nothing_paused() {
             criu.wait().unwrap();
             let after = format!("killed after {:?} of {whole:?}", whole * moment / moments);
             soon(&after, || named(GUARD).is_empty());
-            sweep();
+            sweep(stage.pid);
             stage.nothing_stands_still(&after);
             if let Err(error) = stage.app.answers(&[3], 1) {
                 // CRIU's own code in the task does not survive CRIU at every moment: it has ended, or is about to.
@@ -320,11 +361,7 @@ fn criu_killed_at_any_moment_of_a_dump_leaves_nothing_paused() {
 #[test]
 fn a_restore_that_fails_says_why_and_leaves_nothing() {
     isolated("a_restore_that_fails_says_why_and_leaves_nothing", 1, |_| {
-        let Some(mut stage) = Stage::set() else { return };
-        stage.leave();
-        if !queues_come_back() {
-            return;
-        }
+        let Some(mut stage) = Stage::left() else { return };
         let calls = stage.calls(stage.restore());
         stage.goes_on("without a fault");
         stage.end();
@@ -357,11 +394,7 @@ fn a_restore_that_fails_says_why_and_leaves_nothing() {
 #[test]
 fn criu_killed_in_a_restore_leaves_nothing() {
     isolated("criu_killed_in_a_restore_leaves_nothing", 1, |_| {
-        let Some(mut stage) = Stage::set() else { return };
-        stage.leave();
-        if !queues_come_back() {
-            return;
-        }
+        let Some(mut stage) = Stage::left() else { return };
         let calls = stage.calls(stage.restore());
         stage.end();
         for (index, call) in tried(&calls).iter().enumerate() {
@@ -388,13 +421,46 @@ fn criu_killed_in_a_restore_leaves_nothing() {
 }
 
 #[test]
+fn criu_killed_before_there_is_a_guard_leaves_nothing() {
+    isolated("criu_killed_before_there_is_a_guard_leaves_nothing", 1, |_| {
+        let Some(mut stage) = Stage::left() else { return };
+        let task = Path::new("/proc").join(stage.pid.to_string());
+        stage.killed(&[], |criu| {
+            while !task.exists() && criu.try_wait().unwrap().is_none() {}
+            let _ = kill(Pid::from_raw(criu.id().cast_signed()), Signal::SIGSTOP);
+            // CRIU's only child is the task: the guard would be one.
+            let alone = children(criu.id()) == [stage.pid];
+            if alone {
+                thread::sleep(TIME_TO_COME_TO_LIFE);
+                assert!(!stage.has_ended() && stage.judge.gates().is_empty(), "it waits, without GPU state");
+            }
+            alone
+        });
+        stage.comes_back();
+        stage.end();
+    });
+}
+
+#[test]
+fn criu_killed_in_a_restore_for_its_parent_leaves_nothing() {
+    isolated("criu_killed_in_a_restore_for_its_parent_leaves_nothing", 1, |_| {
+        let Some(mut stage) = Stage::left() else { return };
+        // As runc does: the task is CRIU's sibling.
+        stage.killed(&["--restore-sibling"], |criu| {
+            while stage.judge.gates().is_empty() && criu.try_wait().unwrap().is_none() {}
+            criu.try_wait().unwrap().is_none()
+        });
+        let log = stage.criu.log("restore");
+        assert!(log.contains("the restored tasks are killed"), "{}", tail(&log));
+        stage.comes_back();
+        stage.end();
+    });
+}
+
+#[test]
 fn criu_killed_at_any_moment_of_a_restore_lets_nothing_run_that_is_not_whole() {
     isolated("criu_killed_at_any_moment_of_a_restore_lets_nothing_run_that_is_not_whole", 1, |_| {
-        let Some(mut stage) = Stage::set() else { return };
-        stage.leave();
-        if !queues_come_back() {
-            return;
-        }
+        let Some(mut stage) = Stage::left() else { return };
         let start = Instant::now();
         assert!(stage.restore().status().unwrap().success());
         let (whole, moments) = (start.elapsed(), moments());
@@ -408,7 +474,7 @@ fn criu_killed_at_any_moment_of_a_restore_lets_nothing_run_that_is_not_whole() {
             criu.wait().unwrap();
             let after = format!("killed after {:?} of {whole:?}", whole * moment / moments);
             soon(&after, || named(GUARD).is_empty());
-            sweep();
+            sweep(stage.pid);
             if task.exists() && !stage.criu.log("restore").contains("the restored tasks are killed") {
                 stage.goes_on(&after);
                 let _ = kill(Pid::from_raw(stage.pid.cast_signed()), Signal::SIGKILL);

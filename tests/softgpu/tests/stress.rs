@@ -8,7 +8,7 @@ use std::time::Duration;
 use anyhow::{Context as _, ensure};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
-use softgpu_tests::criu::{Criu, Plugin, Version, wait_for_the_end_of};
+use softgpu_tests::criu::{Criu, Version, wait_for_the_end_of};
 use softgpu_tests::random::Random;
 use softgpu_tests::toucher::BUFFERS;
 use softgpu_tests::{Machine, Streamer, Toucher, isolated};
@@ -64,9 +64,7 @@ fn whatever_it_does_before_its_memory_is_there() {
         for version in [Version::V4_2, Version::V4_1] {
             let folder = tempfile::tempdir().unwrap();
             let mut toucher = Toucher::start(env!("CARGO_BIN_EXE_toucher"), folder.path(), None).unwrap();
-            let criu = Criu::with(Plugin::Ours, version, &folder.path().join("images")).unwrap();
-            criu.dump(toucher.pid()).unwrap();
-            toucher.was_dumped().unwrap();
+            let criu = toucher.dump(version).unwrap();
             fs::write(folder.path().join("in"), GIVEN).unwrap();
             for round in 0..rounds / 2 {
                 let pace = random.of(&PACES);

@@ -10,8 +10,8 @@ use gpu_app::shape::{Mode, Shape};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use rewake_kfd::topology::{Node, Topology};
-use softgpu_tests::criu::{Criu, Plugin, Version, wait_for_the_end_of};
-use softgpu_tests::dumped::{self, ONE_RING, dies, is_paused, soon, waits_for_memory};
+use softgpu_tests::criu::{Criu, Version, wait_for_the_end_of};
+use softgpu_tests::dumped::{self, ONE_RING, is_paused, soon, waits_for_memory};
 use softgpu_tests::server::small;
 use softgpu_tests::streamer::children;
 use softgpu_tests::toucher::{Large, pattern};
@@ -67,9 +67,7 @@ fn dumped_on_after(
     let folder = tempfile::tempdir().unwrap();
     let mut toucher = Toucher::start(env!("CARGO_BIN_EXE_toucher"), folder.path(), large).unwrap();
     order.into_iter().for_each(|order| toucher.asked(order).unwrap());
-    let criu = Criu::with(Plugin::Ours, version, &folder.path().join("images")).unwrap();
-    criu.dump(toucher.pid()).unwrap();
-    toucher.was_dumped().unwrap();
+    let criu = toucher.dump(version).unwrap();
     fs::write(folder.path().join("in"), GIVEN).unwrap();
     Some(Dumped { toucher, criu, folder, _machine: found })
 }
@@ -128,8 +126,7 @@ impl Dumped {
     }
 
     fn ends(&self) {
-        dies(self.toucher.pid());
-        wait_for_the_end_of(self.toucher.pid()).unwrap();
+        self.toucher.ends();
     }
 
     /// Each of these orders meanwhile, and all that it has afterwards, in restores of one image.

@@ -190,7 +190,7 @@ fn arguments(options: &Options, parts: &Parts, folder: &Path, shares: &[(String,
         );
         more("-virtfs", value);
     }
-    more("-append", KERNEL.to_owned());
+    more("-append", format!("{KERNEL} {}", options.kernel_arguments));
     more("-kernel", parts.kernel.display().to_string());
     words.into_iter().map(OsString::from).collect()
 }

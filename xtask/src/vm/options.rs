@@ -63,6 +63,8 @@ pub(crate) struct Options {
     pub(crate) memory: u32,
     /// Parameters of softgpu.ko.
     pub(crate) module_arguments: String,
+    /// More words for the kernel's command line.
+    pub(crate) kernel_arguments: String,
     /// A disk beside the system's, for measurements.
     pub(crate) disk: Option<Disk>,
     /// From the start of the machine to its end.
@@ -79,6 +81,7 @@ impl Options {
             processors: 2,
             memory: 4096,
             module_arguments: String::new(),
+            kernel_arguments: String::new(),
             disk: None,
             time_limit: Duration::from_secs(600),
             command,
@@ -102,13 +105,14 @@ impl Options {
                 "--smp" => options.processors = number(option, value()?)?,
                 "--mem" => options.memory = number(option, value()?)?,
                 "--module-args" => options.module_arguments = (*value()?).to_owned(),
+                "--kernel-args" => options.kernel_arguments = (*value()?).to_owned(),
                 "--disk" => options.disk = Some(Disk::parse(value()?)?),
                 "--time-limit" => {
                     options.time_limit = Duration::from_secs(number(option, value()?)?.into());
                 }
                 other => bail!(
                     "`{other}` is no option of `cargo xtask vm`: --kernel, --smp, --mem (MiB), --module-args, \
-                     --disk (MiB or MiB@MB/s) and --time-limit (seconds) are"
+                     --kernel-args, --disk (MiB or MiB@MB/s) and --time-limit (seconds) are"
                 ),
             }
             words.next();
@@ -139,10 +143,12 @@ mod tests {
     #[test]
     fn options_come_before_the_dashes_and_the_commands_own_after() {
         let words = ["--kernel", "7", "--smp", "3", "--mem", "512", "--module-args", "gpus=2 xnack=1"];
-        let more = ["--disk", "512@200", "--time-limit", "9", "--", "sh", "--", "--smp"];
-        let options = Options::parse(&[&words[..], &more[..]].concat()).unwrap();
+        let more = ["--kernel-args", "lsm=yama quiet", "--disk", "512@200", "--time-limit", "9"];
+        let command = ["--", "sh", "--", "--smp"];
+        let options = Options::parse(&[&words[..], &more[..], &command[..]].concat()).unwrap();
         assert_eq!((options.series, options.processors, options.memory), (Series::Linux7, 3, 512));
         assert_eq!(options.module_arguments, "gpus=2 xnack=1");
+        assert_eq!(options.kernel_arguments, "lsm=yama quiet");
         assert_eq!(options.disk, Some(Disk { mib: 512, mbps: Some(200) }));
         assert_eq!(options.time_limit, Duration::from_secs(9));
         assert_eq!(options.command, ["sh", "--", "--smp"]);

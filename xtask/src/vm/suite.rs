@@ -37,6 +37,8 @@ struct Shape {
     series: Series,
     /// softgpu.ko's parameters.
     module_arguments: &'static str,
+    /// More words for the kernel's command line.
+    kernel_arguments: &'static str,
     /// Which test programs; none: all.
     only: Option<&'static [&'static str]>,
 }
@@ -44,20 +46,30 @@ struct Shape {
 /// What copies contents, for machines that differ in nothing else.
 const COPIERS: &[&str] = &["copy_engine", "plugin", "plugin_contents"];
 
-/// Both kernels, each family of GPU, large and small BAR, fresh memory poisoned and cleared, with copy rings and without.
-const SHAPES: [Shape; 5] = [
-    Shape { series: Series::Linux6_12, module_arguments: "gpus=2 gfx=90a xgmi=1", only: None },
-    Shape { series: Series::Linux7, module_arguments: "gpus=2 gfx=90a xgmi=1", only: None },
+/// What depends on whether calls are held.
+const UNHELD: &[&str] = &["unheld", "gated"];
+
+/// What a machine is where nothing else is said: it runs everything.
+const WHOLE: Shape =
+    Shape { series: Series::Linux6_12, module_arguments: "", kernel_arguments: "", only: None };
+
+/// Both kernels, each family of GPU, large and small BAR, fresh memory poisoned and cleared, with copy rings and without, and with the security modules of
+/// kernels that run no program for calls.
+const SHAPES: [Shape; 6] = [
+    Shape { module_arguments: "gpus=2 gfx=90a xgmi=1", ..WHOLE },
+    Shape { series: Series::Linux7, module_arguments: "gpus=2 gfx=90a xgmi=1", ..WHOLE },
+    Shape { module_arguments: "gpus=2 gfx=1100 small_bar=1 fresh=zero copy_mbps=100", ..WHOLE },
+    Shape { series: Series::Linux7, module_arguments: "gpus=2 gfx=942 xnack=1 seed=7", ..WHOLE },
     Shape {
-        series: Series::Linux6_12,
-        module_arguments: "gpus=2 gfx=1100 small_bar=1 fresh=zero copy_mbps=100",
-        only: None,
-    },
-    Shape { series: Series::Linux7, module_arguments: "gpus=2 gfx=942 xnack=1 seed=7", only: None },
-    Shape {
-        series: Series::Linux6_12,
         module_arguments: "gpus=2 gfx=90a xgmi=1 sdma_rings=0 fresh=poison",
         only: Some(COPIERS),
+        ..WHOLE
+    },
+    Shape {
+        series: Series::Linux7,
+        module_arguments: "gpus=2 gfx=90a xgmi=1",
+        kernel_arguments: "lsm=capability,yama",
+        only: Some(UNHELD),
     },
 ];
 
@@ -79,7 +91,8 @@ pub(super) fn run(filter: Option<&str>) -> anyhow::Result<()> {
             if tests.is_empty() {
                 continue;
             }
-            let name = format!("Linux {}, {}", shape.series.name(), shape.module_arguments);
+            let words = [shape.module_arguments, shape.kernel_arguments].join(" ");
+            let name = format!("Linux {}, {}", shape.series.name(), words.trim_end());
             println!("=== {number}: {name}");
             if let Err(error) = shape.test(number, &script(&tests, filter)) {
                 failures.push(format!("{name}: {error:#}"));
@@ -108,6 +121,7 @@ impl Shape {
         let (output, end) = std::io::pipe().context("make a pipe")?;
         let mut machine = Command::new("setpriv");
         machine.args(["--pdeathsig", "KILL"]).arg(own).args(["vm", "--kernel", self.series.name()]);
+        machine.args(["--kernel-args", self.kernel_arguments]);
         machine.args(["--module-args", self.module_arguments, "--disk", DISK, "--time-limit", TIME_LIMIT]);
         machine.args(["--", "sh", "-c", script]).stdin(Stdio::null());
         machine.stdout(end.try_clone().context("share the pipe")?).stderr(end);

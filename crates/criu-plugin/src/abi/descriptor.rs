@@ -15,6 +15,8 @@ pub const HOOKS: u32 = 15;
 const FEWEST: u32 = 10;
 /// The first number of hooks with which `RESTORE_EXT_FILE` may ask to be called again.
 const WITH_RETRY: u32 = 14;
+/// The first with `POST_FORKING`.
+const WITH_FORKING: u32 = 13;
 /// `CRIU_PLUGIN_VERSION`, 0.2.0: the same since CRIU 1.4.
 const VERSION: c_uint = 2 << 8;
 
@@ -88,6 +90,11 @@ impl Descriptor {
 /// True where the caller of `RESTORE_EXT_FILE` passes a second argument.
 pub(crate) fn restore_file_can_wait() -> bool {
     hooks_of_host().is_some_and(|hooks| hooks >= WITH_RETRY)
+}
+
+/// True where `POST_FORKING` is called.
+pub(crate) fn forking_is_told() -> bool {
+    hooks_of_host().is_some_and(|hooks| hooks >= WITH_FORKING)
 }
 
 /// `CR_PLUGIN_HOOK__MAX` of the host: from the size of its object `cr_plugin_ctl`, which is one list head and one more for

@@ -11,8 +11,8 @@ mod entry;
 mod mark;
 mod symbols;
 
-pub(crate) use descriptor::restore_file_can_wait;
 pub use descriptor::{Descriptor, HOOKS, Registered};
+pub(crate) use descriptor::{forking_is_told, restore_file_can_wait};
 pub(crate) use mark::ProcessMark;
 pub(crate) use symbols::{
     Level, add_inventory_plugin, check_and_remove_inventory_plugin, fdstore_add, fdstore_get,

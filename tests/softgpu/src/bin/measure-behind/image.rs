@@ -9,7 +9,7 @@ use anyhow::{Context as _, ensure};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde_json::Value;
-use softgpu_tests::criu::{Criu, Plugin, Version, wait_for_the_end_of};
+use softgpu_tests::criu::{Criu, Version, wait_for_the_end_of};
 use softgpu_tests::toucher::Large;
 use softgpu_tests::{Held, Streamer, Toucher};
 
@@ -52,9 +52,7 @@ impl Image {
         if own > 0 {
             toucher.asked(&format!("allocate {own}")).with_context(|| format!("{memory:?}"))?;
         }
-        let criu = Criu::with(Plugin::Ours, Version::V4_2, &folder.path().join("images"))?;
-        criu.dump(toucher.pid()).with_context(|| format!("{memory:?}"))?;
-        toucher.was_dumped()?;
+        let criu = toucher.dump(Version::V4_2).with_context(|| format!("{memory:?}"))?;
         Ok(Self { memory, toucher, criu, _folder: folder })
     }
 

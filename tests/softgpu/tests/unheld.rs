@@ -1,0 +1,141 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Where no call can be held (no `bpf` among the kernel's security modules, as on Ubuntu): all memory of CPUs comes before a process with GPUs runs,
+//! and gates are opened together.
+
+use std::fs;
+use std::thread;
+use std::time::Duration;
+
+use gpu_app::shape::Shape;
+use rewake_kfd::held::{self, NotHeld};
+use softgpu_tests::criu::{Criu, Version, queues_come_back};
+use softgpu_tests::dumped::{Dumped, ONE_RING, Restoring, is_paused, soon, unreached};
+use softgpu_tests::streamer::told;
+use softgpu_tests::{Held, Judge, Machine, Pair, Streamer, Toucher, isolated};
+
+/// What the streamer says of it.
+const SAID: &str =
+    "memory of CPUs of processes with GPUs comes before they run, their gates are opened together";
+/// Long enough for a gate to be opened that must not be.
+const A_WHILE: Duration = Duration::from_millis(500);
+
+/// Whether it is such a machine; it must be one that was asked to be.
+fn is_unheld() -> bool {
+    let line = fs::read_to_string("/proc/cmdline").unwrap();
+    let mut modules = line.split_whitespace().filter_map(|word| word.strip_prefix("lsm="));
+    let asked = modules.any(|modules| modules.split(',').all(|module| module != "bpf"));
+    match held::attach() {
+        Ok(_) => assert!(!asked, "calls are held without bpf: {line}"),
+        Err(NotHeld::Kernel(_)) => return true,
+        Err(other) => panic!("{other}"),
+    }
+    eprintln!(
+        "SKIPPED: this kernel holds calls; `cargo xtask vm --kernel-args lsm=yama` boots one that does not"
+    );
+    false
+}
+
+/// Such a machine, with one copy ring.
+fn machine() -> Option<Machine> {
+    let machine = Machine::find().filter(|_| is_unheld())?;
+    machine.becomes(&ONE_RING);
+    Some(machine)
+}
+
+/// Restored, with copies held.
+fn comes_back(criu: &Criu) -> (Streamer, Held) {
+    let (both, held) = (Streamer::of_both(criu.images()).unwrap(), Held::streamers());
+    criu.restore_lazily().unwrap();
+    (both, held)
+}
+
+#[test]
+fn all_memory_of_cpus_comes_first_and_that_of_gpus_behind() {
+    isolated("all_memory_of_cpus_comes_first_and_that_of_gpus_behind", 1, |_| {
+        let Some(_machine) = machine() else { return };
+        let Some(dumped) = Dumped::of(&unreached(), Version::V4_2) else { return };
+        let (mut both, held) = comes_back(&dumped.criu);
+        // It answers before it says so.
+        assert!(soon(|| both.said().contains("loading memory of GPUs behind")), "{}", both.said());
+        let (waited, said) = (dumped.criu.pages_waited_for(), both.said());
+        // None are waited for where all of it was there when the plugin looked.
+        let before = said.split_once("loading memory of GPUs behind").unwrap().0;
+        let came_first = waited >= told(&said, " lazy_pages=") || before.contains("all memory is back");
+        assert!(came_first, "{waited} pages came first: {said}");
+        assert!(said.contains(SAID), "{said}");
+        assert!(is_paused(dumped.server.pid), "memory of its GPUs is there");
+        drop(held);
+        assert!(both.end().unwrap().success(), "{}", both.said());
+        dumped.server.ends_well();
+    });
+}
+
+#[test]
+fn what_is_registered_meanwhile_is_there() {
+    isolated("what_is_registered_meanwhile_is_there", 1, |_| {
+        if !is_unheld() {
+            return;
+        }
+        for version in [Version::V4_2, Version::V4_1] {
+            let (folder, program) = (tempfile::tempdir().unwrap(), env!("CARGO_BIN_EXE_toucher"));
+            let (toucher, criu) = Toucher::about_to_register(program, folder.path(), version).unwrap();
+            let mut both = Streamer::of_both(criu.images()).unwrap();
+            criu.restore_lazily().unwrap();
+            toucher.answer().unwrap_or_else(|error| panic!("{error:#}\n{}", both.said()));
+            assert!(both.end().unwrap().success(), "{}", both.said());
+            toucher.ends();
+        }
+    });
+}
+
+#[test]
+fn by_one_command_memory_of_cpus_is_not_lazy() {
+    isolated("by_one_command_memory_of_cpus_is_not_lazy", 1, |_| {
+        let Some(_machine) = machine() else { return };
+        let Some(dumped) = Dumped::of(&unreached(), Version::V4_2) else { return };
+        let held = Held::streamers();
+        let mut restoring = Restoring::with(&dumped.criu, &["--", "-d", "-v4"]);
+        restoring.says("process is alive");
+        assert!(is_paused(dumped.server.pid), "memory of its GPUs is there");
+        assert_eq!(dumped.criu.pages_waited_for(), 0);
+        drop(held);
+        let (well, said) = restoring.end();
+        assert!(well && said.contains("all memory of CPUs comes before the processes run"), "{said}");
+        dumped.server.ends_well();
+    });
+}
+
+#[test]
+fn processes_go_on_together() {
+    isolated("processes_go_on_together", 1, |_| {
+        let Some(_machine) = machine() else { return };
+        let Some(judge) = Judge::find() else { return };
+        let Some(dumped) = Dumped::of(&Shape { processes: 2, ..unreached() }, Version::V4_2) else { return };
+        let (mut both, held) = comes_back(&dumped.criu);
+        held.lets_go_until_one_is_whole(&dumped.criu, &both);
+        thread::sleep(A_WHILE);
+        assert_eq!(judge.shut(), 2, "{}", both.said());
+        drop(held);
+        assert!(both.end().unwrap().success(), "{}", both.said());
+        assert_eq!(judge.shut(), 0);
+        dumped.server.ends_well();
+    });
+}
+
+#[test]
+fn gpus_of_a_process_go_on_together() {
+    isolated("gpus_of_a_process_go_on_together", 2, |_| {
+        let folder = tempfile::tempdir().unwrap();
+        let Some(_machine) = machine().filter(|_| queues_come_back()) else { return };
+        let (pair, criu) = Pair::dumped(env!("CARGO_BIN_EXE_pair"), folder.path()).unwrap();
+        let (mut both, held) = comes_back(&criu);
+        let before = pair.counts().unwrap();
+        held.lets_go_until_one_is_whole(&criu, &both);
+        thread::sleep(A_WHILE);
+        assert_eq!(pair.counts().unwrap(), before, "{}", both.said());
+        drop(held);
+        assert!(both.end().unwrap().success(), "{}", both.said());
+        assert!(pair.goes_on(&[0, 1]), "{:?}, {}", pair.counts(), both.said());
+        pair.ends();
+    });
+}
