@@ -72,8 +72,11 @@ impl Resume {
     /// Whether no task was named yet.
     pub(super) fn begin(&mut self, host: &Host, pid: i32) -> bool {
         let first = self.tasks.is_empty();
-        if first && !self.roots.contains(&pid) {
-            let roots = [&self.roots[..], &[pid]].concat();
+        let known = self.roots.contains(&pid);
+        // Or none could be started earlier.
+        if first && (!known || self.guard.is_none()) {
+            let mut roots = std::mem::take(&mut self.roots);
+            roots.extend((!known).then_some(pid));
             self.look_after(host, roots);
         }
         first

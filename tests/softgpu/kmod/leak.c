@@ -10,6 +10,7 @@
 #include <linux/slab.h>
 
 #include "leak.h"
+#include "ring.h"
 #include "softgpu.h"
 
 /* How long a descriptor may be on its way, and how often it is looked for. */
@@ -30,10 +31,9 @@ static DEFINE_MUTEX(sg_watches_lock);
 static LIST_HEAD(sg_watches);
 static DECLARE_DELAYED_WORK(sg_leak_work, sg_leak_look);
 
-static struct sg_bo *sg_leak_bo(const struct sg_mem *mem)
+/* Whose memory it is. */
+static struct sg_bo *sg_leak_bo(struct sg_bo *bo)
 {
-	struct sg_bo *bo = mem->bo;
-
 	while (bo->store == SG_STORE_ALIAS)
 		bo = bo->origin;
 	return bo;
@@ -41,19 +41,29 @@ static struct sg_bo *sg_leak_bo(const struct sg_mem *mem)
 
 void sg_leak_adopt(struct sg_mem *mem)
 {
-	atomic_inc(&sg_leak_bo(mem)->allocations);
+	atomic_inc(&sg_leak_bo(mem->bo)->allocations);
 }
 
-/* Beside the caller's reference there are others, and they are no allocation's and no handle's: a dma-buf's. */
+void sg_leak_exported(struct sg_bo *bo)
+{
+	atomic_inc(&sg_leak_bo(bo)->exports);
+}
+
+void sg_leak_released(struct sg_bo *bo)
+{
+	atomic_dec(&sg_leak_bo(bo)->exports);
+}
+
+/* Jobs of a file that closes may have it, too: they end. */
 static bool sg_only_exported(struct sg_bo *bo)
 {
-	return kref_read(&bo->base.refcount) > 1 && !READ_ONCE(bo->base.handle_count) &&
+	return atomic_read(&bo->exports) && !READ_ONCE(bo->base.handle_count) &&
 	       !atomic_read(&bo->allocations);
 }
 
 void sg_leak_disown(struct sg_mem *mem)
 {
-	struct sg_bo *bo = sg_leak_bo(mem);
+	struct sg_bo *bo = sg_leak_bo(mem->bo);
 	struct sg_watch *watch;
 
 	if (!atomic_dec_and_test(&bo->allocations) || !mem->pdd->process->mm_gone ||
@@ -71,6 +81,14 @@ void sg_leak_disown(struct sg_mem *mem)
 	list_add_tail(&watch->link, &sg_watches);
 	mutex_unlock(&sg_watches_lock);
 	schedule_delayed_work(&sg_leak_work, msecs_to_jiffies(SG_LEAK_LOOK_MS));
+}
+
+/* In a process that ends it may close behind files, one of each device, whose jobs are waited for. */
+static bool sg_watch_is_over(const struct sg_watch *watch)
+{
+	unsigned int limit = SG_LEAK_MS + sg_device_count * SG_FLUSH_MS;
+
+	return time_after_eq(jiffies, watch->since + msecs_to_jiffies(limit));
 }
 
 static void sg_watch_end(struct sg_watch *watch, bool leaked)
@@ -94,7 +112,7 @@ static void sg_leak_look(struct work_struct *work)
 	list_for_each_entry_safe(watch, next, &sg_watches, link) {
 		if (!sg_only_exported(watch->bo))
 			sg_watch_end(watch, false);
-		else if (time_after_eq(jiffies, watch->since + msecs_to_jiffies(SG_LEAK_MS)))
+		else if (sg_watch_is_over(watch))
 			sg_watch_end(watch, true);
 	}
 	if (!list_empty(&sg_watches))

@@ -8,6 +8,7 @@
 
 #include "compat.h"
 #include "gem.h"
+#include "leak.h"
 #include "prime.h"
 
 MODULE_IMPORT_NS(SG_NAMESPACE(DMA_BUF));
@@ -18,11 +19,17 @@ static int sg_dmabuf_attach(struct dma_buf *dmabuf, struct dma_buf_attachment *a
 	return -EOPNOTSUPP;
 }
 
+static void sg_dmabuf_release(struct dma_buf *dmabuf)
+{
+	sg_leak_released(sg_bo_of(dmabuf->priv));
+	drm_gem_dmabuf_release(dmabuf);
+}
+
 static const struct dma_buf_ops sg_dmabuf_ops = {
 	.attach = sg_dmabuf_attach,
 	.map_dma_buf = drm_gem_map_dma_buf,
 	.unmap_dma_buf = drm_gem_unmap_dma_buf,
-	.release = drm_gem_dmabuf_release,
+	.release = sg_dmabuf_release,
 	.mmap = drm_gem_dmabuf_mmap,
 };
 
@@ -34,6 +41,7 @@ struct sg_bo *sg_prime_bo(struct dma_buf *dmabuf)
 struct dma_buf *sg_prime_export(struct drm_gem_object *obj, int flags)
 {
 	struct sg_bo *bo = sg_bo_of(obj);
+	struct dma_buf *dmabuf;
 	struct dma_buf_export_info info = {
 		.exp_name = obj->dev->driver->name,
 		.owner = obj->dev->driver->fops->owner,
@@ -46,7 +54,10 @@ struct dma_buf *sg_prime_export(struct drm_gem_object *obj, int flags)
 
 	if (bo->store == SG_STORE_HOST || bo->flags & AMDGPU_GEM_CREATE_VM_ALWAYS_VALID)
 		return ERR_PTR(-EPERM);
-	return drm_gem_dmabuf_export(obj->dev, &info);
+	dmabuf = drm_gem_dmabuf_export(obj->dev, &info);
+	if (!IS_ERR(dmabuf))
+		sg_leak_exported(bo);
+	return dmabuf;
 }
 
 struct dma_buf *sg_prime_export_bo(struct sg_bo *bo)

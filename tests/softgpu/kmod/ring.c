@@ -16,8 +16,6 @@
 #include "leak.h"
 #include "sdma.h"
 
-/* How long a file that is closed waits for its jobs. */
-#define SG_FLUSH_MS		1000
 /* The error of the job that a ring was reset for. */
 #define SG_GUILTY		(SG_MODERN ? -ETIME : -ECANCELED)
 /* How often the pages of userptr BOs are looked up again for one job. */

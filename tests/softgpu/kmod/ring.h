@@ -67,7 +67,10 @@ void *sg_fence_owner(struct dma_fence *fence);
 
 /* Takes the job; its fence is signalled whatever happens. */
 void sg_ring_push(struct sg_job *job);
-/* Ends all jobs of a file: those that run are given a second. */
+/* How long a file that is closed waits for its jobs. */
+#define SG_FLUSH_MS	1000
+
+/* Ends all jobs of a file; they are given that time. */
 void sg_rings_flush(struct sg_file *file);
 void sg_job_free(struct sg_job *job);
 

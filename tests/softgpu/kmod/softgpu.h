@@ -186,6 +186,7 @@ struct sg_bo {
 	u8 metadata[256];
 	bool kfd;			/* made by KFD */
 	atomic_t allocations;		/* of KFD processes that have it; aliases' count here */
+	atomic_t exports;		/* dma-bufs of it; aliases' count here */
 	pid_t pid;			/* of who made it, for the judge */
 	atomic_t queues;		/* that have it as a buffer: KFD does not unmap it then */
 

@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Submissions to copy engines through a render node, as a restore uses them.
 
-use std::os::fd::AsFd as _;
+use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
+use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 use drm::control::Device as _;
+use gpu_app::gpu::Gpus;
 use rewake_kfd::abi::drm::Chunk;
 use rewake_kfd::abi::memory::Mapping;
 use rewake_kfd::abi::{
@@ -14,7 +16,7 @@ use rewake_kfd::abi::{
 use rewake_kfd::packet::Sdma;
 use rewake_kfd::render::{Render, Submission};
 use rewake_kfd::topology::Topology;
-use softgpu_tests::{Held, Judge, Machine, isolated};
+use softgpu_tests::{Held, Judge, Machine, Peer, Scene, isolated, sys};
 
 /// Where buffers go in the render node's address space.
 const COMMANDS: u64 = 0x1_0000_0000;
@@ -326,5 +328,71 @@ fn what_is_held_back_waits_and_others_and_its_end_do_not() {
         machine.becomes(&[("sdma_rings", "1")]);
         Bench::new().run(&copy);
         drop(held);
+    });
+}
+
+/// A process with a buffer, and what was exported of that.
+fn owner(scene: &Scene) -> Option<(Peer, OwnedFd)> {
+    if scene.role().is_some() {
+        let gpus = Gpus::open(1).unwrap();
+        let own = gpus.local(0, SIZE).unwrap();
+        let dmabuf = own.export().unwrap();
+        scene.say(&dmabuf.as_raw_fd().to_string());
+        drop(scene.hear());
+        return None;
+    }
+    let mut owner = scene.peer("owner");
+    let dmabuf = sys::descriptor_of(owner.pid(), owner.hear().parse().unwrap()).unwrap();
+    Some((owner, dmabuf))
+}
+
+/// Until the driver has taken it apart.
+fn ends(owner: Peer, judge: &Judge) {
+    let processes = judge.alive()["processes"];
+    owner.kill();
+    while judge.alive()["processes"] == processes {
+        sleep(Duration::from_millis(10));
+    }
+}
+
+/// As a process's files close, one after the other, when it ends.
+#[test]
+fn a_descriptor_that_closes_behind_a_file_whose_jobs_are_waited_for_is_not_forgotten() {
+    isolated(
+        "a_descriptor_that_closes_behind_a_file_whose_jobs_are_waited_for_is_not_forgotten",
+        1,
+        |scene| {
+            let (Some((owner, dmabuf)), Some(judge)) = (owner(scene), Judge::find()) else { return };
+            let name = std::fs::read_to_string("/proc/self/comm").unwrap();
+            let (bench, held) = (Bench::new(), Held::of(name.trim()));
+            bench.submit(0, &Sdma::new().copy(TWO, ONE, SIZE), &[]).unwrap();
+            ends(owner, &judge);
+            sleep(Duration::from_millis(200));
+            let start = Instant::now();
+            drop(bench);
+            assert!(start.elapsed() > Duration::from_millis(900), "nothing was waited for");
+            drop((dmabuf, held));
+            assert_eq!(judge.violations(), Vec::<String>::new());
+        },
+    );
+}
+
+#[test]
+fn memory_that_only_a_job_has_is_no_descriptor_s() {
+    isolated("memory_that_only_a_job_has_is_no_descriptor_s", 1, |scene| {
+        let (Some((owner, dmabuf)), Some(judge)) = (owner(scene), Judge::find()) else { return };
+        let name = std::fs::read_to_string("/proc/self/comm").unwrap();
+        let (mut bench, held) = (Bench::new(), Held::of(name.trim()));
+        let taken = bench.render.prime_fd_to_buffer(dmabuf.as_fd()).unwrap();
+        bench.one.0 = taken.into();
+        let submission = bench.submit(0, &Sdma::new().copy(TWO, ONE, SIZE), &[]).unwrap();
+        bench.render.close_buffer(taken).unwrap();
+        drop(dmabuf);
+        ends(owner, &judge);
+        // Longer than the judge lets a descriptor be on its way.
+        sleep(Duration::from_millis(4500));
+        assert_eq!(judge.violations(), Vec::<String>::new());
+        drop(held);
+        assert!(bench.render.wait(submission, LATE).unwrap());
     });
 }
