@@ -9,13 +9,13 @@ use crate::control::proto::{State, StreamedMemory, StreamedProcess, Streaming};
 use crate::timeline::record::{left, percent};
 use crate::units;
 
-/// Lines of memory that a terminal is asked to hold. `rewake status --json` has all.
-const MOST: usize = 8;
+/// Lines that a terminal is asked to hold. `rewake status --json` has all.
+const MOST: usize = 12;
 /// Columns of a process's number and name, of which the longest lose their ends.
 const LABEL: usize = 20;
 const BAR: usize = 16;
 
-/// A line for each process's memory of CPUs and of each GPU, and one for all. Each fits 80 columns.
+/// A line for each process, below it one for its memory of CPUs and of each GPU, and one for all. Each fits 80 columns.
 pub(super) fn lines(picture: &Streaming) -> Vec<String> {
     match picture.state() {
         State::Listening => return vec!["waiting for criu".to_owned()],
@@ -26,10 +26,11 @@ pub(super) fn lines(picture: &Streaming) -> Vec<String> {
         }
         _ => {}
     }
-    let parts =
-        || picture.processes.iter().flat_map(|of| parts(of).map(move |(whose, part)| (of, whose, part)));
-    let mut lines: Vec<String> = parts().take(MOST).map(|(of, whose, part)| line(of, &whose, part)).collect();
-    let more = parts().count().saturating_sub(MOST);
+    let of_one =
+        |of| std::iter::once(process_line(of)).chain(parts(of).map(|(whose, part)| line(of, &whose, part)));
+    let all = || picture.processes.iter().filter(|of| parts(of).next().is_some()).flat_map(of_one);
+    let mut lines: Vec<String> = all().take(MOST).collect();
+    let more = all().count().saturating_sub(MOST);
     if more > 0 {
         lines.push(format!("... and {more} more"));
     }
@@ -63,36 +64,58 @@ fn gpu_state(process: &StreamedProcess, memory: &StreamedMemory) -> &'static str
     }
 }
 
+fn process_line(process: &StreamedProcess) -> String {
+    let gate = match process {
+        StreamedProcess { without_gate: true, .. } => "",
+        StreamedProcess { gate_open_us: 0, .. } => "  gate shut",
+        _ => "  gate open",
+    };
+    format!("{:<LABEL$} {}{gate}", label(process), of_all(&[process], rate_of(process)))
+}
+
 fn line(process: &StreamedProcess, whose: &str, memory: &StreamedMemory) -> String {
     format!(
-        "{:<LABEL$} {whose:<10} {:>10} / {:>10} {:>3} % {:>11}{}",
-        label(process),
+        "  {whose:<10} {:>10} / {:>10} {:>3} % {:>11}  {} left{}",
         units::bytes(memory.resident),
         units::bytes(memory.bytes),
         percent(memory.resident, memory.bytes),
         rate(memory.rate),
+        shown(time_left([memory].into_iter(), memory.rate)),
         gpu_state(process, memory),
     )
 }
 
 fn summary(picture: &Streaming) -> String {
-    let memory = || picture.processes.iter().flat_map(parts).map(|(_, part)| part);
-    let all: u64 = memory().map(|of| of.bytes).sum();
-    let there: u64 = memory().map(|of| of.resident).sum();
-    let faults: u64 = picture.processes.iter().map(|of| of.faults + of.page_faults).sum();
-    let gated = || picture.processes.iter().filter(|of| !of.without_gate);
+    let all: Vec<_> = picture.processes.iter().collect();
+    let gated = || all.iter().filter(|of| !of.without_gate);
     let (gates, open) = (gated().count(), gated().filter(|of| of.gate_open_us > 0).count());
     let gates = if gates == 0 { String::new() } else { format!("  {open} of {gates} gates open") };
-    let percent = percent(there, all);
-    let full = BAR * usize::try_from(percent).unwrap_or(100) / 100;
-    let left = time_left(memory(), picture.rate);
-    let left = left.map_or_else(|| "-".to_owned(), units::seconds);
-    format!(
-        "[{}{}] {percent:>3} %  {}  {left} left  {faults} faults{gates}",
-        "=".repeat(full),
-        " ".repeat(BAR - full),
-        rate(picture.rate),
-    )
+    let (there, bytes) = sizes(&all);
+    let full = BAR * usize::try_from(percent(there, bytes)).unwrap_or(100) / 100;
+    let bar = ["=".repeat(full), " ".repeat(BAR - full)].concat();
+    format!("[{bar}] {}{gates}", of_all(&all, picture.rate))
+}
+
+/// What there is of all memory of these, how fast it comes, until when, and how often it was waited for.
+fn of_all(processes: &[&StreamedProcess], bytes_per_second: u64) -> String {
+    let (there, all) = sizes(processes);
+    let faults: u64 = processes.iter().map(|of| of.faults + of.page_faults).sum();
+    let left = shown(left(all.saturating_sub(there), bytes_per_second));
+    format!("{:>3} %  {}  {left} left  {faults} faults", percent(there, all), rate(bytes_per_second))
+}
+
+/// Bytes that are there, and all.
+fn sizes(processes: &[&StreamedProcess]) -> (u64, u64) {
+    let memory = || processes.iter().flat_map(|of| parts(of)).map(|(_, part)| part);
+    (memory().map(|of| of.resident).sum(), memory().map(|of| of.bytes).sum())
+}
+
+fn rate_of(process: &StreamedProcess) -> u64 {
+    parts(process).map(|(_, part)| part.rate).sum()
+}
+
+fn shown(left: Option<Duration>) -> String {
+    left.map_or_else(|| "-".to_owned(), units::seconds)
 }
 
 fn rate(bytes: u64) -> String {
@@ -123,14 +146,13 @@ pub(super) fn as_json(picture: &Streaming) -> Value {
     let process = |of: &StreamedProcess| {
         let of_cpus = of.of_cpus.iter().map(|of| part(None, of));
         let memory = of_cpus.chain(of.memory.iter().map(|of| part(Some(of.minor), of)));
-        let rate = parts(of).map(|(_, part)| part.rate).sum();
         json!({
             "pid": of.pid,
             "name": of.name,
             "gate": !of.without_gate,
             "runs_us": of.runs_us,
             "gate_open_us": of.gate_open_us,
-            "left_us": left_us(parts(of).map(|(_, part)| part), rate),
+            "left_us": left_us(parts(of).map(|(_, part)| part), rate_of(of)),
             "faults": of.faults,
             "longest_fault_us": of.longest_fault_us,
             "page_faults": of.page_faults,
@@ -185,12 +207,14 @@ mod tests {
     }
 
     #[test]
-    fn a_line_for_each_kind_of_memory_of_each_process_and_one_for_all() {
+    fn a_line_for_each_process_and_kind_of_its_memory_and_one_for_all() {
         let wanted = [
-            "4194304 a-long-name- renderD128    1.0 GiB /    2.0 GiB  50 %   0.27 GB/s waits",
-            "4194304 a-long-name- renderD129    1.0 GiB /    1.0 GiB 100 %   0.27 GB/s on",
-            "4712 rank?1          CPUs        512.0 MiB /    2.0 GiB  25 %   0.27 GB/s",
-            "4712 rank?1          renderD129    2.0 GiB /    2.0 GiB 100 %   0.27 GB/s on",
+            "4194304 a-long-name-  66 %  0.54 GB/s  2.00 s left  6 faults  gate shut",
+            "  renderD128    1.0 GiB /    2.0 GiB  50 %   0.27 GB/s  4.00 s left waits",
+            "  renderD129    1.0 GiB /    1.0 GiB 100 %   0.27 GB/s  0.00 s left on",
+            "4712 rank?1           62 %  0.54 GB/s  3.00 s left  36 faults  gate open",
+            "  CPUs        512.0 MiB /    2.0 GiB  25 %   0.27 GB/s  6.00 s left",
+            "  renderD129    2.0 GiB /    2.0 GiB 100 %   0.27 GB/s  0.00 s left on",
             "[==========      ]  64 %  0.54 GB/s  5.00 s left  42 faults  1 of 2 gates open",
         ];
         assert_eq!(lines(&picture()), wanted);
@@ -201,7 +225,7 @@ mod tests {
     fn of_a_process_that_ended_before_and_where_it_is_not_told_no_gpu_waits() {
         let mut picture = picture();
         picture.processes[0].gate_open_us = 5;
-        assert!(lines(&picture)[0].ends_with(" GB/s"), "{:?}", lines(&picture));
+        assert!(lines(&picture)[1].ends_with(" left"), "{:?}", lines(&picture));
     }
 
     #[test]
@@ -212,10 +236,11 @@ mod tests {
             of_cpus: Some(part(0, 8, 4)),
             ..process(7, "sh", 3, vec![])
         };
-        assert!(lines(&picture)[0].starts_with("7 sh                 CPUs "));
-        assert!(lines(&picture)[3].ends_with("  1 of 1 gates open"), "{:?}", lines(&picture));
+        assert!(lines(&picture)[0].starts_with("7 sh ") && lines(&picture)[0].ends_with(" 6 faults"));
+        assert!(lines(&picture)[1].starts_with("  CPUs "));
+        assert!(lines(&picture)[5].ends_with("  1 of 1 gates open"), "{:?}", lines(&picture));
         picture.processes.truncate(1);
-        assert!(is_loading(&picture) && lines(&picture)[1].ends_with(" faults"), "{:?}", lines(&picture));
+        assert!(is_loading(&picture) && lines(&picture)[2].ends_with(" faults"), "{:?}", lines(&picture));
     }
 
     #[test]
@@ -233,7 +258,7 @@ mod tests {
         let mut picture = picture();
         picture.processes = vec![picture.processes[0].clone(); 1000];
         let lines = lines(&picture);
-        assert_eq!((lines.len(), lines[8].as_str()), (10, "... and 1992 more"));
+        assert_eq!((lines.len(), lines[MOST].as_str()), (MOST + 2, "... and 2988 more"));
     }
 
     #[test]
