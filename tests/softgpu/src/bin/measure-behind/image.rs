@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! A process that was dumped, and its restores.
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::process::Command;
+use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, ensure};
@@ -11,10 +13,13 @@ use nix::unistd::Pid;
 use serde_json::Value;
 use softgpu_tests::criu::{Criu, Version, wait_for_the_end_of};
 use softgpu_tests::toucher::Large;
-use softgpu_tests::{Held, Streamer, Toucher};
+use softgpu_tests::{Held, Judge, Streamer, Toucher};
 
 /// What `--record` leaves in the images directory.
 const RECORD: &str = "rewake-order.json";
+/// Looks at what the driver still takes apart, and time between them: a minute.
+const LOOKS: u32 = 1200;
+const LOOK: Duration = Duration::from_millis(50);
 
 /// What comes behind a process.
 #[derive(Debug, Clone, Copy)]
@@ -37,6 +42,8 @@ pub(crate) struct Image {
 pub(crate) struct Running<'a> {
     image: &'a Image,
     streamer: Streamer,
+    /// What was alive on the GPUs before.
+    before: Option<BTreeMap<String, u64>>,
     start: Instant,
     /// Since the start of `criu restore`.
     pub(crate) alive: Duration,
@@ -61,12 +68,13 @@ impl Image {
             Loads::Gpus => Streamer::start(self.criu.images())?,
             Loads::Both => Streamer::of_both(self.criu.images())?,
         };
+        let before = Judge::find().as_ref().map(Judge::alive);
         let start = Instant::now();
         match loads {
             Loads::Gpus => self.criu.restore()?,
             Loads::Both => self.criu.restore_lazily()?,
         }
-        Ok(Running { image: self, streamer, start, alive: start.elapsed() })
+        Ok(Running { image: self, streamer, before, start, alive: start.elapsed() })
     }
 
     /// Its own memory is, which it has and looks at when it registers it.
@@ -156,14 +164,23 @@ impl Running<'_> {
         Ok((loaded, longest_fault(&self.image.timeline()?)?))
     }
 
-    /// Ends it. What is left is not waited for.
+    /// Ends it. What is left is not waited for; that the driver has taken it apart, is: it would do so beside the next restore.
     pub(crate) fn ends(mut self) -> anyhow::Result<()> {
         for pid in self.streamer.workers().into_iter().chain([self.image.toucher.pid()]) {
             // The supervisor ends whoever's memory nobody brings any more, too.
             let _ = kill(Pid::from_raw(pid.cast_signed()), Signal::SIGKILL);
         }
         self.streamer.end()?;
-        wait_for_the_end_of(self.image.toucher.pid())
+        wait_for_the_end_of(self.image.toucher.pid())?;
+        let is_as_before = || Judge::find().as_ref().map(Judge::alive) == self.before;
+        let gone = (0..LOOKS).any(|_| {
+            is_as_before() || {
+                thread::sleep(LOOK);
+                false
+            }
+        });
+        ensure!(gone, "the driver still has something of it");
+        Ok(())
     }
 }
 

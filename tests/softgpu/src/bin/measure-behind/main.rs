@@ -23,7 +23,7 @@ use softgpu_tests::toucher::{BYTES, Large};
 
 use far::Far;
 use image::{Image, Loads};
-use text::spread;
+use text::{hundredths, spread};
 
 /// 64 MiB, 1 GiB and 8 GiB in as many buffers, and 8 GiB in more.
 const MEMORIES: [Large; 4] = [zeros(16, 4), zeros(16, 64), zeros(16, 512), zeros(128, 64)];
@@ -32,7 +32,8 @@ const OWN: [usize; 2] = [0, 512];
 /// Those at whose end something is touched; one of them has no zeros.
 const FAR: [Large; 4] =
     [Large { full: true, ..zeros(128, 4) }, zeros(2048, 4), zeros(128, 64), zeros(16, 512)];
-const ROUNDS: usize = 7;
+/// Even: half of them in the other direction.
+const ROUNDS: usize = 16;
 /// Of touches: most of their time is that of 512 MiB.
 const FAR_ROUNDS: usize = 5;
 
@@ -48,7 +49,7 @@ struct Timed {
 }
 
 impl Timed {
-    fn of(memory: Large, own: usize) -> anyhow::Result<Self> {
+    fn new(memory: Large, own: usize) -> anyhow::Result<Self> {
         Ok(Self { image: Image::of(memory, own)?, runs: Vec::new(), touched: Vec::new() })
     }
 
@@ -60,46 +61,58 @@ impl Timed {
         running.ends()
     }
 
-    fn row(&mut self, name: &str) {
-        println!("| {name} | {} | {} |", spread(&mut self.runs), spread(&mut self.touched));
+    /// How soon it ran as shares of how soon another did in the same round.
+    fn of(&self, other: &[Duration]) -> Vec<f64> {
+        self.runs.iter().zip(other).map(|(runs, other)| runs.as_secs_f64() / other.as_secs_f64()).collect()
     }
 }
 
-/// In turns.
+/// In turns, there and back: none always follows the same other one.
 fn rounds(all: &mut [Timed], loads: Loads) -> anyhow::Result<()> {
-    for _ in 0..ROUNDS {
-        for timed in &mut *all {
-            timed.comes_back(loads).map_err(|error| anyhow!("{:?}: {error:#}", timed.image.memory))?;
-        }
+    let once = |timed: &mut Timed| {
+        timed.comes_back(loads).map_err(|error| anyhow!("{:?}: {error:#}", timed.image.memory))
+    };
+    for _ in 0..ROUNDS / 2 {
+        all.iter_mut().try_for_each(once)?;
+        all.iter_mut().rev().try_for_each(once)?;
     }
     Ok(())
 }
 
-fn by_memory_of_gpus() -> anyhow::Result<Vec<Timed>> {
-    let mut all = MEMORIES.map(|memory| Timed::of(memory, 0)).into_iter().collect::<Result<Vec<_>, _>>()?;
-    rounds(&mut all, Loads::Gpus)?;
-    println!("| memory of the GPU | runs after, ms: least, median, most | has seen its last page after |");
-    println!("|---|---|---|");
-    for timed in &mut all {
-        let Large { count, mib, .. } = timed.image.memory;
-        timed.row(&format!("{count} x {mib} MiB"));
+/// A line for each.
+fn rows(all: &mut [Timed], name: impl Fn(usize, &Timed) -> String) {
+    let first = all.first().map(|timed| timed.runs.clone()).unwrap_or_default();
+    for (number, timed) in all.iter_mut().enumerate() {
+        let (name, shares) = (name(number, timed), hundredths(timed.of(&first)));
+        println!("| {name} | {} | {shares} | {} |", spread(&mut timed.runs), spread(&mut timed.touched));
     }
+}
+
+fn by_memory_of_gpus() -> anyhow::Result<Vec<Timed>> {
+    let mut all = MEMORIES.map(|memory| Timed::new(memory, 0)).into_iter().collect::<Result<Vec<_>, _>>()?;
+    rounds(&mut all, Loads::Gpus)?;
+    println!(
+        "| memory of the GPU | runs after, ms: least, median, most | of the first in the same round | has seen its last page after |"
+    );
+    println!("|---|---|---|---|");
+    rows(&mut all, |_, timed| {
+        let Large { count, mib, .. } = timed.image.memory;
+        format!("{count} x {mib} MiB")
+    });
     Ok(all)
 }
 
 fn by_memory_of_cpus() -> anyhow::Result<()> {
     let memory = MEMORIES[1];
-    let of = |mib: usize| Timed::of(memory, (mib << 20) / BYTES);
+    let of = |mib: usize| Timed::new(memory, (mib << 20) / BYTES);
     let mut all = OWN.map(of).into_iter().collect::<Result<Vec<_>, _>>()?;
     rounds(&mut all, Loads::Both)?;
     all[1].image.is_whole()?;
     println!(
-        "\n| memory of the CPU, beside 1 GiB of the GPU | runs after, ms | has seen the GPU's last page after |"
+        "\n| memory of the CPU, beside 1 GiB of the GPU | runs after, ms | of the first in the same round | has seen the GPU's last page after |"
     );
-    println!("|---|---|---|");
-    for (mib, timed) in OWN.iter().zip(&mut all) {
-        timed.row(&format!("{mib} MiB"));
-    }
+    println!("|---|---|---|---|");
+    rows(&mut all, |number, _| format!("{} MiB", OWN[number]));
     Ok(())
 }
 

@@ -11,8 +11,18 @@ pub(crate) fn spread(times: &mut [Duration]) -> String {
 }
 
 /// The same of what may be less than nothing, and has a tenth.
-pub(crate) fn tenths(mut values: Vec<f64>) -> String {
+pub(crate) fn tenths(values: Vec<f64>) -> String {
+    rounded(values, 1)
+}
+
+/// The same of shares.
+pub(crate) fn hundredths(values: Vec<f64>) -> String {
+    rounded(values, 2)
+}
+
+fn rounded(mut values: Vec<f64>, digits: usize) -> String {
     values.sort_unstable_by(f64::total_cmp);
     let at = |place: usize| values.get(place).copied().unwrap_or(f64::NAN);
-    format!("{:.1} {:.1} {:.1}", at(0), at(values.len() / 2), at(values.len().saturating_sub(1)))
+    let [least, median, most] = [0, values.len() / 2, values.len().saturating_sub(1)].map(at);
+    format!("{least:.digits$} {median:.digits$} {most:.digits$}")
 }
