@@ -48,6 +48,9 @@ pub struct Shape {
     /// MiB of the first process's own memory, all random, that no GPU reaches.
     #[arg(long, default_value_t = 0)]
     pub own_mib: u64,
+    /// Gives copy engines' queues back when weights are loaded: the driver restores them by number, to one process of a GPU only.
+    #[arg(long)]
+    pub no_copiers: bool,
     /// What goes on besides.
     #[arg(long, value_enum, default_value_t = Mode::Idle)]
     pub mode: Mode,
@@ -108,6 +111,7 @@ impl Shape {
             zero_share: 0,
             small_bos: 0,
             own_mib: 0,
+            no_copiers: false,
             mode: Mode::Idle,
         }
     }
@@ -159,7 +163,8 @@ impl Shape {
             ("--own-mib", self.own_mib.to_string()),
             ("--mode", mode.map_or_else(String::new, |mode| mode.get_name().to_owned())),
         ];
-        options.into_iter().flat_map(|(name, value)| [name.to_owned(), value]).collect()
+        let options = options.into_iter().flat_map(|(name, value)| [name.to_owned(), value]);
+        options.chain(self.no_copiers.then(|| "--no-copiers".to_owned())).collect()
     }
 
     /// Rows of a layer's matrix.

@@ -7,7 +7,7 @@ use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
-use rewake_kfd::Buffer;
+use nix::errno::Errno;
 use rewake_kfd::abi::memory::Access;
 
 use crate::chain::{Lane, Step};
@@ -31,6 +31,8 @@ const SHORT: Batch = Batch { sums: 16, busy: 0 };
 const TURNS: u64 = 64 * 1024;
 /// Bytes that the CPU compares in one round.
 const COMPARED: usize = 16 * 1024;
+/// Between calls that are kept away.
+const AGAIN: Duration = Duration::from_millis(1);
 /// Pages of the largest buffer that comes and goes.
 const PAGES: u64 = 64;
 
@@ -178,13 +180,20 @@ fn comparison(
     })
 }
 
-/// A new buffer. The driver gives buffers new offsets when they are restored, and a program that was dumped between ALLOC and
-/// mmap asks for the old one: no plugin can help (docs/plugin.md, "Limits"), and once is forgiven.
-fn mapped(make: impl Fn() -> anyhow::Result<Buffer>) -> anyhow::Result<Buffer> {
-    const EINVAL: i32 = nix::errno::Errno::EINVAL as i32;
-    let is_stale =
-        |error: &anyhow::Error| error.downcast_ref().and_then(rewake_kfd::Error::errno) == Some(EINVAL);
-    make().or_else(|error| if is_stale(&error) { make() } else { Err(error) })
+/// New memory on GPUs. While a restore keeps calls away they give EAGAIN, and are made again, as ROCm's library does. The driver gives
+/// buffers new offsets when they are restored, and a program that was dumped between ALLOC and mmap asks for the old one: no plugin can
+/// help (docs/plugin.md, "Limits"), and once is forgiven.
+fn made<T>(make: impl Fn() -> anyhow::Result<T>) -> anyhow::Result<T> {
+    let mut stale = false;
+    loop {
+        let done = make();
+        let errno = done.as_ref().err().and_then(|error| error.downcast_ref::<rewake_kfd::Error>()?.errno());
+        match errno.map(Errno::from_raw) {
+            Some(Errno::EAGAIN) => thread::sleep(AGAIN),
+            Some(Errno::EINVAL) if !stale => stale = true,
+            _ => return done,
+        }
+    }
 }
 
 /// Allocates a buffer of a changing kind and size, fills it, hashes it, frees it.
@@ -212,11 +221,12 @@ fn coming_and_going(
             Ok(())
         };
         match round % 3 {
-            0 => check(mapped(|| gpus.local(0, bytes)).context("VRAM")?.address()),
-            1 => check(mapped(|| gpus.host(bytes)).context("host memory")?.address()),
-            _ => check(
-                gpus.registered(&vec![0; usize::try_from(bytes)?]).context("registered memory")?.address(),
-            ),
+            0 => check(made(|| gpus.local(0, bytes)).context("VRAM")?.address()),
+            1 => check(made(|| gpus.host(bytes)).context("host memory")?.address()),
+            _ => {
+                let zeros = vec![0; usize::try_from(bytes)?];
+                check(made(|| gpus.registered(&zeros)).context("registered memory")?.address())
+            }
         }
     })
 }

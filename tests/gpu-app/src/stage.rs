@@ -69,6 +69,9 @@ impl Stage {
             uploaders[gpu].write(&memory, shape.layer_bytes(), numbers)?;
             weights.push(Arc::new(memory));
         }
+        if shape.no_copiers {
+            uploaders.clear();
+        }
         let count = weights.len() as u64;
         Ok(Self {
             lane: Lane::new(gpus, gpus.count(), shape.queues)?,

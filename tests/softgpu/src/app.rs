@@ -7,14 +7,19 @@ use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::Duration;
 
-use anyhow::{Context as _, bail};
+use anyhow::{Context as _, bail, ensure};
 use gpu_app::client;
 use gpu_app::model::Model;
 use gpu_app::shape::Shape;
 
+use crate::criu::Version;
+
 /// Looks for the server's READY, and time between them: two minutes.
 const LOOKS: u32 = 1200;
 const LOOK: Duration = Duration::from_millis(100);
+const SOCKET: &str = "app.sock";
+/// Where `cargo xtask vm` puts an older libc.
+const OLDER: &str = "/usr/local/lib/older";
 
 /// A server that runs.
 #[derive(Debug)]
@@ -34,11 +39,19 @@ impl App {
     /// # Errors
     /// It does not come up; with what it said.
     pub fn start(shape: &Shape, folder: &Path) -> anyhow::Result<Self> {
-        let socket = folder.join("app.sock");
+        Self::start_by(&program()?, shape, folder)
+    }
+
+    /// As [`App::start`], of this program.
+    ///
+    /// # Errors
+    /// As [`App::start`].
+    pub fn start_by(program: &Path, shape: &Shape, folder: &Path) -> anyhow::Result<Self> {
+        let socket = folder.join(SOCKET);
         let log = folder.join("app.log");
         let output = File::create(&log).with_context(|| format!("create {}", log.display()))?;
         let mut child = Command::new("setsid")
-            .arg(program()?)
+            .arg(program)
             .args(["serve", "--socket"])
             .arg(&socket)
             .args(shape.arguments())
@@ -61,6 +74,12 @@ impl App {
         // The error tells.
         let _ = child.kill();
         bail!("gpu-app does not serve: {}", std::fs::read_to_string(&log).unwrap_or_default())
+    }
+
+    /// One that comes back where `folder` lies over that of the one that was dumped, in pids of its own.
+    #[must_use]
+    pub fn in_copy(shape: &Shape, folder: &Path) -> Self {
+        Self { pid: 0, child: None, socket: folder.join(SOCKET), model: Model::new(shape), quit: true }
     }
 
     /// Its number.
@@ -191,6 +210,25 @@ impl Drop for App {
             let _ = nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGKILL);
         }
     }
+}
+
+/// The workload's program, in `folder` if it is made: one that this CRIU can dump. The older one takes the guard pages that newer kernels have
+/// under threads' stacks for pages, and glibc 2.42 makes such: there, with an older libc if the machine has one.
+///
+/// # Errors
+/// There is none, or it cannot be made.
+pub fn program_for(version: Version, folder: &Path) -> anyhow::Result<PathBuf> {
+    let (program, libraries) = (program()?, Path::new(OLDER));
+    let made = folder.join("gpu-app");
+    if version == Version::V4_2 || !libraries.is_dir() || made.exists() {
+        return Ok(if made.exists() { made } else { program });
+    }
+    let mut command = Command::new("patchelf");
+    command.arg("--set-interpreter").arg(libraries.join("ld-linux-x86-64.so.2"));
+    command.arg("--set-rpath").arg(libraries).arg("--output").arg(&made).arg(program);
+    let status = command.status().context("start patchelf")?;
+    ensure!(status.success(), "{command:?}: {status}");
+    Ok(made)
 }
 
 /// `GPU_APP`, or the program beside the folder of this test's own.

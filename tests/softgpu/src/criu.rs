@@ -206,6 +206,14 @@ impl Criu {
         before.map(|before| before.rsplit(' ').next().unwrap().parse::<u64>().unwrap()).sum()
     }
 
+    /// Whether the plugin has left buffers for later in the last restore.
+    #[must_use]
+    pub fn left_buffers(&self) -> bool {
+        let log = self.log("restore");
+        log.lines()
+            .any(|line| line.contains(" buffers come later") && !line.contains(" 0 buffers come later"))
+    }
+
     /// What it wrote at the last `dump`, `restore`...; empty if it never got so far.
     #[must_use]
     pub fn log(&self, act: &str) -> String {

@@ -3,7 +3,7 @@
 
 use std::io::{BufRead as _, BufReader, Read as _};
 use std::path::{Path, PathBuf};
-use std::process::{Child, ChildStderr, Stdio};
+use std::process::{Child, ChildStderr, Command, Stdio};
 use std::thread;
 use std::time::Duration;
 
@@ -26,6 +26,15 @@ const LOOKS: u32 = 6000;
 #[must_use]
 pub fn unreached() -> Shape {
     Shape { mode: Mode::NoAccess, layer_kib: 4096, ..small() }
+}
+
+/// What comes behind a process.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Behind {
+    /// Memory of its GPUs.
+    Gpus,
+    /// That of its CPUs, too.
+    Both,
 }
 
 /// A server that was dumped.
@@ -61,7 +70,7 @@ impl Dumped {
         }
         let start = |_| {
             let folder = tempfile::tempdir().unwrap();
-            (Server::start(shape, folder.path()), folder)
+            (Server::start_for(version, shape, folder.path()), folder)
         };
         let servers: Vec<_> = (0..COUNT).map(start).collect();
         let dump = |(mut server, folder): (Server, tempfile::TempDir)| {
@@ -82,6 +91,26 @@ impl Dumped {
     #[must_use]
     pub fn streamer(&self) -> Streamer {
         Streamer::start(self.criu.images()).unwrap()
+    }
+
+    /// A streamer for what comes behind it.
+    ///
+    /// # Panics
+    /// It does not start.
+    #[must_use]
+    pub fn streamer_of(&self, behind: Behind) -> Streamer {
+        match behind {
+            Behind::Gpus => self.streamer(),
+            Behind::Both => Streamer::of_both(self.criu.images()).unwrap(),
+        }
+    }
+
+    /// The command that restores it with such a streamer.
+    #[must_use]
+    pub fn restore_command(&self, behind: Behind) -> Command {
+        let lazy = (behind == Behind::Both).then_some("--lazy-pages");
+        let arguments: Vec<&str> = ["restore", "--restore-detached"].into_iter().chain(lazy).collect();
+        self.criu.command(&arguments)
     }
 
     /// Restores it; it runs, and its GPUs stand still for as long as copies are held.

@@ -38,6 +38,17 @@ impl Machine {
         Some(Self { module, found: files.map(|file| parameter(&file.path())).collect() })
     }
 
+    /// One with these parameters for as long as it is kept. None where GPUs are real.
+    ///
+    /// # Panics
+    /// As [`Machine::find`] and [`Machine::becomes`].
+    #[must_use]
+    pub fn with(changes: &[(&str, &str)]) -> Option<Self> {
+        let machine = Self::find()?;
+        machine.becomes(changes);
+        Some(machine)
+    }
+
     /// A parameter as it was found.
     ///
     /// # Panics
@@ -79,9 +90,16 @@ impl Machine {
 }
 
 impl Drop for Machine {
+    /// What the judge has noted goes with the module: it is looked at first.
     fn drop(&mut self) {
+        let noted = Judge::find().map(|judge| judge.violations()).unwrap_or_default();
         if let Err(error) = self.load(&[]) {
             eprintln!("the machine stays changed: {error}");
+        }
+        if thread::panicking() {
+            eprintln!("the judge's list: {noted:?}");
+        } else {
+            assert_eq!(noted, Vec::<String>::new(), "before the machine is as it was");
         }
     }
 }

@@ -11,8 +11,8 @@ use gpu_app::client;
 use gpu_app::shape::{Mode, Shape};
 
 use crate::Judge;
-use crate::app::App;
-use crate::criu::{Criu, wait_for_the_end_of};
+use crate::app::{App, program_for};
+use crate::criu::{Criu, Version, wait_for_the_end_of};
 
 /// The answer that is under way at the dump.
 const PROMPT: [u32; 2] = [7, 8];
@@ -29,6 +29,15 @@ pub fn small() -> Shape {
     Shape { layers: 3, layer_kib: 64, cache_mib: 2, queues: 1, ..Shape::small() }
 }
 
+/// The answer that was begun before the dump is right, and one that is asked for now.
+///
+/// # Errors
+/// A token is wrong, or does not come.
+pub fn answers(app: &App) -> anyhow::Result<()> {
+    app.answer_is(&PROMPT, TOKENS)?;
+    app.answers(&[200], 3)
+}
+
 /// A server with an answer under way.
 #[derive(Debug)]
 pub struct Server {
@@ -36,6 +45,7 @@ pub struct Server {
     pub app: App,
     /// Its first process.
     pub pid: u32,
+    version: Version,
     shape: Shape,
     folder: PathBuf,
     judge: Option<Judge>,
@@ -50,17 +60,30 @@ impl Server {
     /// Any of that goes wrong.
     #[must_use]
     pub fn start(shape: &Shape, folder: &Path) -> Self {
+        Self::start_for(Version::V4_2, shape, folder)
+    }
+
+    /// As [`Server::start`], so that this CRIU can dump it.
+    ///
+    /// # Panics
+    /// As [`Server::start`].
+    #[must_use]
+    pub fn start_for(version: Version, shape: &Shape, folder: &Path) -> Self {
         let judge = Judge::find();
         let alive = judge.as_ref().map(Judge::alive).unwrap_or_default();
-        let app = App::start(shape, folder).unwrap();
+        let app = App::start_by(&program_for(version, folder).unwrap(), shape, folder).unwrap();
         app.answers(&[1, 2, 3], 4).unwrap();
         if shape.mode.has_rounds() {
             app.gets_busy().unwrap();
         }
+        if shape.mode == Mode::RenderOnly {
+            app.rendered("kept").unwrap();
+        }
         client::start(app.socket(), &PROMPT, TOKENS).unwrap();
         let pid = app.pid().unwrap();
         let packets = judge.as_ref().map_or(0, |judge| judge.paused().packets);
-        Self { app, pid, shape: shape.clone(), folder: folder.to_owned(), judge, alive, packets }
+        let (shape, folder) = (shape.clone(), folder.to_owned());
+        Self { app, pid, version, shape, folder, judge, alive, packets }
     }
 
     /// It was dumped by `criu`: in the middle of work if it is made for that, and nothing of it is left on the GPUs. If it was
@@ -77,7 +100,7 @@ impl Server {
             fs::remove_dir_all(criu.images()).unwrap();
             fs::create_dir(criu.images()).unwrap();
             self.app.is_over();
-            *self = Self::start(&self.shape, &self.folder);
+            *self = Self::start_for(self.version, &self.shape, &self.folder);
             criu.dump(self.pid).unwrap();
             self.is_gone();
         }
@@ -110,8 +133,7 @@ impl Server {
     /// # Errors
     /// A token is wrong, or does not come.
     pub fn answers(&self) -> anyhow::Result<()> {
-        self.app.answer_is(&PROMPT, TOKENS)?;
-        self.app.answers(&[200], 3)
+        answers(&self.app)
     }
 
     /// It answers, goes on with the rest, and ends in good order.
@@ -122,6 +144,9 @@ impl Server {
         self.answers().unwrap();
         if self.shape.mode.has_rounds() {
             self.app.goes_on(2).unwrap();
+        }
+        if self.shape.mode == Mode::RenderOnly {
+            ["node", "kept", "fresh", "kept"].iter().for_each(|part| self.app.rendered(part).unwrap());
         }
         self.app.quit().unwrap();
         wait_for_the_end_of(self.pid).unwrap();

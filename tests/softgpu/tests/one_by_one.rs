@@ -20,8 +20,7 @@ fn comes_back(criu: &Criu) -> Streamer {
 #[test]
 fn a_process_goes_on_while_another_waits_for_its_memory() {
     isolated("a_process_goes_on_while_another_waits_for_its_memory", 1, |_| {
-        let Some(machine) = Machine::find() else { return };
-        machine.becomes(&ONE_RING);
+        let Some(_machine) = Machine::with(&ONE_RING) else { return };
         let Some(judge) = Judge::find() else { return };
         let Some(dumped) = Dumped::of(&Shape { processes: 2, ..unreached() }, Version::V4_2) else { return };
         let held = Held::streamers();
@@ -40,8 +39,7 @@ fn a_process_goes_on_while_another_waits_for_its_memory() {
 #[test]
 fn a_buffer_is_not_handed_over_before_it_is_there() {
     isolated("a_buffer_is_not_handed_over_before_it_is_there", 1, |_| {
-        let Some(machine) = Machine::find() else { return };
-        machine.becomes(&ONE_RING);
+        let Some(_machine) = Machine::with(&ONE_RING) else { return };
         let folder = tempfile::tempdir().unwrap();
         let mut toucher = Toucher::start(env!("CARGO_BIN_EXE_toucher"), folder.path(), None).unwrap();
         let criu = toucher.dump(Version::V4_2).unwrap();

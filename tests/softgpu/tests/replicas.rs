@@ -1,14 +1,16 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! One image, restored several times at once, each in pids and mounts of its own: programs without queues of copy engines, whose numbers the
-//! driver would give back to one only (`serve.rs`).
+//! driver would give back to one only (`serve.rs`). One touches its memory by its CPU, one is a server with compute queues.
 
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
-use softgpu_tests::criu::{Criu, Plugin, Version};
-use softgpu_tests::dumped::{ONE_RING, soon};
-use softgpu_tests::{Held, Machine, Toucher, isolated};
+use gpu_app::shape::Shape;
+use softgpu_tests::app::App;
+use softgpu_tests::criu::{Criu, Plugin, Version, queues_come_back};
+use softgpu_tests::dumped::{ONE_RING, soon, unreached};
+use softgpu_tests::{Held, Machine, Server, Toucher, isolated, server};
 
 const REPLICAS: usize = 3;
 
@@ -29,11 +31,23 @@ fn told(work: &Path) -> String {
     format!("{}\n{}", text("restore.err"), text("restore.log"))
 }
 
+/// The folder for files of replica `number`, with those of the original, and its work directory.
+fn folders(of: &Path, number: usize) -> [PathBuf; 2] {
+    let [copy, work] = ["copy", "work"].map(|name| of.join(format!("{name}-{number}")));
+    let copied = Command::new("cp").arg("-a").arg(of.join("files")).arg(&copy).status().unwrap();
+    assert!(copied.success());
+    fs::create_dir(&work).unwrap();
+    [copy, work]
+}
+
+fn runs(work: &Path) {
+    assert!(soon(|| told(work).contains("Restore finished successfully")), "{}", told(work));
+}
+
 #[test]
 fn one_image_restored_three_times_at_once_is_there_three_times() {
     isolated("one_image_restored_three_times_at_once_is_there_three_times", 1, |_| {
-        let Some(machine) = Machine::find() else { return };
-        machine.becomes(&ONE_RING);
+        let Some(_machine) = Machine::with(&ONE_RING) else { return };
         let folder = tempfile::tempdir().unwrap();
         let path = |name: &str| folder.path().join(name);
         fs::create_dir(path("files")).unwrap();
@@ -44,17 +58,11 @@ fn one_image_restored_three_times_at_once_is_there_three_times() {
 
         let held = Held::streamers();
         let start = |number: usize| {
-            let [copy, work] = ["copy", "work"].map(|name| path(&format!("{name}-{number}")));
-            let copied = Command::new("cp").arg("-a").arg(path("files")).arg(&copy).status().unwrap();
-            assert!(copied.success());
-            fs::create_dir(&work).unwrap();
+            let [copy, work] = folders(folder.path(), number);
             (restore(&criu, &path("files"), &copy, &work), Toucher::in_copy(&copy), work)
         };
         let replicas: Vec<_> = (0..REPLICAS).map(start).collect();
-        let runs = |work: &Path| told(work).contains("Restore finished successfully");
-        for (_, _, work) in &replicas {
-            assert!(soon(|| runs(work)), "{}", told(work));
-        }
+        replicas.iter().for_each(|(_, _, work)| runs(work));
         // Each touches what nobody has loaded yet.
         replicas.iter().for_each(|(_, toucher, _)| toucher.ask("check 1").unwrap());
         drop(held);
@@ -62,6 +70,38 @@ fn one_image_restored_three_times_at_once_is_there_three_times() {
             toucher.answer().unwrap_or_else(|error| panic!("{error:#}\n{}", told(&work)));
             toucher.asked("check 0").unwrap();
             toucher.ask("end 0").unwrap();
+            let ended = child.wait().unwrap();
+            assert!(ended.success(), "{ended}: {}", told(&work));
+        }
+    });
+}
+
+#[test]
+fn a_server_restored_three_times_at_once_answers_three_times() {
+    isolated("a_server_restored_three_times_at_once_answers_three_times", 1, |_| {
+        let Some(_machine) = Machine::with(&ONE_RING).filter(|_| queues_come_back()) else { return };
+        let shape = Shape { no_copiers: true, ..unreached() };
+        let folder = tempfile::tempdir().unwrap();
+        let path = |name: &str| folder.path().join(name);
+        fs::create_dir(path("files")).unwrap();
+        let mut original = Server::start(&shape, &path("files"));
+        let criu = Criu::with(Plugin::Ours, Version::V4_2, &path("images")).unwrap();
+        criu.dump(original.pid).unwrap();
+        original.was_dumped(&criu);
+        original.app.is_over();
+
+        let held = Held::streamers();
+        let start = |number: usize| {
+            let [copy, work] = folders(folder.path(), number);
+            (restore(&criu, &path("files"), &copy, &work), App::in_copy(&shape, &copy), work)
+        };
+        let replicas: Vec<_> = (0..REPLICAS).map(start).collect();
+        replicas.iter().for_each(|(_, _, work)| runs(work));
+        drop(held);
+        for (mut child, app, work) in replicas {
+            let answered = server::answers(&app);
+            answered.unwrap_or_else(|error| panic!("{error:#}\n{}", told(&work)));
+            app.quit().unwrap();
             let ended = child.wait().unwrap();
             assert!(ended.success(), "{ended}: {}", told(&work));
         }

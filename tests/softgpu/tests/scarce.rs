@@ -50,7 +50,7 @@ fn a_gpu_whose_memory_another_program_has() {
 fn a_gpu_that_does_not_copy() {
     isolated("a_gpu_that_does_not_copy", 1, |_| {
         let Some(faults) = Faults::find() else { return };
-        Machine::find().expect("a software GPU").becomes(&ONE_RING);
+        let _machine = Machine::with(&ONE_RING).expect("a software GPU");
         let Some(dumped) = Dumped::of(&unreached(), Version::V4_2) else { return };
         for nth in 1..=3 {
             let mut streamer = dumped.streamer();

@@ -4,15 +4,13 @@
 use std::fs::{self, OpenOptions};
 use std::os::unix::fs::FileExt as _;
 use std::path::Path;
-use std::thread;
 use std::time::{Duration, Instant};
 
-use gpu_app::shape::{Mode, Shape};
+use gpu_app::shape::Shape;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use softgpu_tests::criu::{Version, wait_for_the_end_of};
-use softgpu_tests::dumped::{Dumped, ONE_RING, Restoring, dies, is_paused, pages, soon, unreached};
-use softgpu_tests::server::small;
+use softgpu_tests::dumped::{Dumped, ONE_RING, Restoring, is_paused, pages, unreached};
 use softgpu_tests::{Held, Machine, Streamer, isolated};
 
 /// Exit code of a streamer that was asked to stop and had taken nothing over.
@@ -52,8 +50,7 @@ fn there_and_back(shape: &Shape) {
 #[test]
 fn a_process_runs_before_its_memory_is_there_and_its_gpus_when_it_is() {
     isolated("a_process_runs_before_its_memory_is_there_and_its_gpus_when_it_is", 1, |_| {
-        let Some(machine) = Machine::find() else { return };
-        machine.becomes(&ONE_RING);
+        let Some(_machine) = Machine::with(&ONE_RING) else { return };
         let Some(dumped) = Dumped::of(&unreached(), Version::V4_2) else { return };
         let (mut streamer, held) = dumped.comes_back_paused();
         let said = dumped.criu.log("restore");
@@ -102,8 +99,7 @@ fn how_long_a_restore_takes_does_not_grow_with_memory_that_only_gpus_reach() {
 #[test]
 fn by_one_command() {
     isolated("by_one_command", 1, |_| {
-        let Some(machine) = Machine::find() else { return };
-        machine.becomes(&ONE_RING);
+        let Some(_machine) = Machine::with(&ONE_RING) else { return };
         let Some(dumped) = Dumped::of(&unreached(), Version::V4_2) else { return };
         let held = Held::streamers();
         let mut restoring = Restoring::with(&dumped.criu, &["--json", "--", "-d", "-v4"]);
@@ -142,145 +138,9 @@ fn two_processes_on_two_gpus() {
 }
 
 #[test]
-fn in_the_middle_of_dispatches() {
-    isolated("in_the_middle_of_dispatches", 1, |_| {
-        there_and_back(&Shape { mode: Mode::MidDispatch, ..small() });
-    });
-}
-
-#[test]
-fn a_queue_full_of_work() {
-    isolated("a_queue_full_of_work", 1, |_| there_and_back(&Shape { mode: Mode::Graph, ..small() }));
-}
-
-#[test]
-fn a_buffer_that_processes_share() {
-    isolated("a_buffer_that_processes_share", 1, |_| {
-        there_and_back(&Shape { mode: Mode::SharedBo, processes: 2, ..small() });
-    });
-}
-
-#[test]
-fn weights_in_registered_memory() {
-    isolated("weights_in_registered_memory", 1, |_| {
-        there_and_back(&Shape { mode: Mode::Userptr, ..small() });
-    });
-}
-
-#[test]
-fn a_streamer_that_dies_takes_what_stands_still_with_it() {
-    isolated("a_streamer_that_dies_takes_what_stands_still_with_it", 1, |_| {
-        let Some(machine) = Machine::find() else { return };
-        machine.becomes(&ONE_RING);
-        let Some(dumped) = Dumped::of(&unreached(), Version::V4_2) else { return };
-        let (mut streamer, held) = dumped.comes_back_paused();
-        streamer.workers().into_iter().for_each(dies);
-        drop(held);
-        assert!(!streamer.end().unwrap().success());
-        wait_for_the_end_of(dumped.server.pid).unwrap();
-        assert!(
-            streamer.said().contains("the worker died while it loaded memory of GPUs"),
-            "{}",
-            streamer.said()
-        );
-        dumped.comes_back();
-        dumped.server.ends_well();
-    });
-}
-
-#[test]
-fn without_its_supervisor_it_goes_on_and_its_death_is_noticed_all_the_same() {
-    isolated("without_its_supervisor_it_goes_on_and_its_death_is_noticed_all_the_same", 1, |_| {
-        let Some(machine) = Machine::find() else { return };
-        machine.becomes(&ONE_RING);
-        let Some(dumped) = Dumped::of(&unreached(), Version::V4_2) else { return };
-        for both in [false, true] {
-            let (mut streamer, held) = dumped.comes_back_paused();
-            let workers = streamer.workers();
-            dies(streamer.pid());
-            streamer.end().unwrap();
-            if both {
-                workers.into_iter().for_each(dies);
-                drop(held);
-            } else {
-                drop(held);
-                dumped.server.answers().unwrap();
-                assert!(!is_paused(dumped.server.pid), "{}", streamer.said());
-                dies(dumped.server.pid);
-            }
-            wait_for_the_end_of(dumped.server.pid).unwrap();
-        }
-        dumped.comes_back();
-        dumped.server.ends_well();
-    });
-}
-
-/// Restores it, kills the streamer's workers when `moment` has come, before CRIU is started if there is none, and sees that nobody
-/// stands still; whether it went on.
-fn killed_at(dumped: &Dumped, name: &str, moment: Option<&dyn Fn()>) -> bool {
-    let mut streamer = dumped.streamer();
-    let workers = streamer.workers();
-    let kill_them = || {
-        for worker in workers {
-            // It may have ended.
-            let _ = kill(Pid::from_raw(worker.cast_signed()), Signal::SIGKILL);
-        }
-    };
-    let mut criu = dumped.criu.command(&["restore", "--restore-detached"]);
-    let mut criu = if let Some(moment) = moment {
-        let criu = criu.spawn().unwrap();
-        moment();
-        kill_them();
-        criu
-    } else {
-        kill_them();
-        criu.spawn().unwrap()
-    };
-    let restored = criu.wait().unwrap().success();
-    let streamed = streamer.end().unwrap().success();
-    let after = format!("killed {name}, restored {restored}: {}", streamer.said());
-    if streamed && restored {
-        // Before anything was handed over, or when all was done.
-        dumped.server.answers().unwrap_or_else(|error| panic!("{after}: {error:#}"));
-        dies(dumped.server.pid);
-    }
-    wait_for_the_end_of(dumped.server.pid).unwrap_or_else(|error| panic!("{after}: {error:#}"));
-    streamed && restored
-}
-
-#[test]
-fn killed_at_any_moment_nobody_stands_still() {
-    isolated("killed_at_any_moment_nobody_stands_still", 1, |_| {
-        let Some(machine) = Machine::find() else { return };
-        machine.becomes(&[("copy_mbps", "24"), ("sdma_rings", "1")]);
-        let Some(dumped) = Dumped::of(&unreached(), Version::V4_2) else { return };
-        let start = Instant::now();
-        dumped.comes_back();
-        let whole = start.elapsed();
-        dumped.ends();
-        let moments: u32 = std::env::var("REWAKE_KILLS").map_or(8, |kills| kills.parse().unwrap());
-        assert!(killed_at(&dumped, "at once", None), "nothing was handed over yet");
-        let stands_still = || assert!(soon(|| is_paused(dumped.server.pid)));
-        let held = Held::streamers();
-        assert!(
-            !killed_at(&dumped, "while it stands still", Some(&stands_still)),
-            "nobody was left to open its gate"
-        );
-        drop(held);
-        for moment in 1..moments {
-            let name = format!("at {moment} of {moments}");
-            killed_at(&dumped, &name, Some(&|| thread::sleep(whole * moment / moments)));
-        }
-        dumped.comes_back();
-        dumped.server.ends_well();
-    });
-}
-
-#[test]
 fn an_image_that_gets_shorter_meanwhile_is_never_zeros() {
     isolated("an_image_that_gets_shorter_meanwhile_is_never_zeros", 1, |_| {
-        let Some(machine) = Machine::find() else { return };
-        machine.becomes(&ONE_RING);
+        let Some(_machine) = Machine::with(&ONE_RING) else { return };
         // More than the 16 MiB that are read ahead.
         let shape = Shape { layer_kib: 12 << 10, ..unreached() };
         let Some(dumped) = Dumped::of(&shape, Version::V4_2) else { return };
@@ -298,8 +158,7 @@ fn an_image_that_gets_shorter_meanwhile_is_never_zeros() {
 #[test]
 fn an_image_that_is_written_meanwhile_is_not_gone_on_with() {
     isolated("an_image_that_is_written_meanwhile_is_not_gone_on_with", 1, |_| {
-        let Some(machine) = Machine::find() else { return };
-        machine.becomes(&ONE_RING);
+        let Some(_machine) = Machine::with(&ONE_RING) else { return };
         let Some(dumped) = Dumped::of(&unreached(), Version::V4_2) else { return };
         let (mut streamer, held) = dumped.comes_back_paused();
         for file in pages(dumped.criu.images()) {

@@ -1,15 +1,20 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! One image, restored again and again at any pace, with a program that does anything before its memory is there: all that it
-//! sees is as if it had been there. A few times; `RESTORE_ROUNDS` says how often, `RESTORE_SEED` what it does.
+//! One image, restored again and again at any pace, with a program that does anything before its memory is there, or a server that is busy and
+//! asked: all that it sees and answers is as if it had been there. A few times; `RESTORE_ROUNDS` says how often, `RESTORE_SEED` what it does.
 
 use std::fs;
+use std::thread;
 use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
+use gpu_app::shape::{Mode, Shape};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
+use rewake_kfd::topology::{Node, Topology};
 use softgpu_tests::criu::{Criu, Version, wait_for_the_end_of};
+use softgpu_tests::dumped::{Behind, Dumped};
 use softgpu_tests::random::Random;
+use softgpu_tests::server::small;
 use softgpu_tests::toucher::BUFFERS;
 use softgpu_tests::{Machine, Streamer, Toucher, isolated};
 
@@ -79,6 +84,57 @@ fn whatever_it_does_before_its_memory_is_there() {
     });
 }
 
+/// What a server does, and is asked, meanwhile.
+const BUSY: [Mode; 3] = [Mode::CpuReads, Mode::Allocating, Mode::NoAccess];
+
+#[test]
+fn a_server_that_is_asked_before_its_memory_is_there() {
+    isolated("a_server_that_is_asked_before_its_memory_is_there", 1, |_| {
+        let Some(machine) = Machine::find() else { return };
+        let mut random = Random(number("RESTORE_SEED").unwrap_or(SEED));
+        let rounds = number("RESTORE_ROUNDS").unwrap_or(ROUNDS);
+        for (version, mode) in
+            [Version::V4_2, Version::V4_1].into_iter().flat_map(|of| BUSY.map(|mode| (of, mode)))
+        {
+            if mode == Mode::CpuReads && !Topology::read().unwrap().gpus().all(Node::has_large_bar) {
+                continue;
+            }
+            let shape = Shape { mode, layer_kib: 2048, own_mib: 4, ..small() };
+            let Some(dumped) = Dumped::of(&shape, version) else { return };
+            for round in 0..rounds.div_ceil(6) {
+                let (pace, behind) = (random.of(&PACES), random.of(&[Behind::Gpus, Behind::Both]));
+                eprintln!("round {round} of {version:?}, {mode:?}: {pace} MB/s, {behind:?}");
+                machine.becomes(&[("copy_mbps", pace), ("sdma_rings", "1")]);
+                serve(&dumped, behind, &mut random);
+            }
+        }
+    });
+}
+
+/// One round.
+fn serve(dumped: &Dumped, behind: Behind, random: &mut Random) {
+    let mut streamer = dumped.streamer_of(behind);
+    let restored = dumped.restore_command(behind).status().unwrap();
+    assert!(restored.success(), "{}\n{}", dumped.criu.log("restore"), streamer.said());
+    thread::sleep(Duration::from_millis(random.below(300)));
+    let asked = random.below(8) > 0;
+    if asked {
+        let answered = dumped.server.answers().and_then(|()| {
+            let prompt: Vec<u32> = (0..=u32::try_from(random.below(4))?).map(|word| word * 37 + 5).collect();
+            dumped.server.app.answers(&prompt, 1 + usize::try_from(random.below(4))?)
+        });
+        answered.unwrap_or_else(|error| panic!("{error:#}\n{}", streamer.said()));
+    }
+    if random.below(2) > 0 {
+        dumped.ends();
+        return assert!(streamer.end().unwrap().success(), "{}", streamer.said());
+    }
+    assert!(streamer.end().unwrap().success(), "{}", streamer.said());
+    let answered = if asked { dumped.server.app.answers(&[9], 2) } else { dumped.server.answers() };
+    answered.unwrap_or_else(|error| panic!("{error:#}\n{}", streamer.said()));
+    dumped.ends();
+}
+
 /// One round; what went wrong.
 fn restore(
     toucher: &Toucher,
@@ -107,7 +163,7 @@ fn restore(
 /// What it does before its memory is there.
 fn act(toucher: &Toucher, orders: &[String], end: u64, random: &mut Random) -> anyhow::Result<()> {
     for order in orders {
-        std::thread::sleep(Duration::from_millis(random.below(300)));
+        thread::sleep(Duration::from_millis(random.below(300)));
         toucher.asked(order)?;
     }
     match end {

@@ -86,8 +86,7 @@ fn sum(of: &Value, name: &str) -> u64 {
 #[test]
 fn who_asks_while_it_loads_is_told_and_what_there_was_to_see_is_left() {
     isolated("who_asks_while_it_loads_is_told_and_what_there_was_to_see_is_left", 1, |_| {
-        let Some(machine) = Machine::find() else { return };
-        machine.becomes(&ONE_RING);
+        let Some(_machine) = Machine::with(&ONE_RING) else { return };
         let Some(dumped) = dumped(&unreached()) else { return };
         let mut streamer = Streamer::start(dumped.criu.images()).unwrap();
         let (said, _) = dumped.status(&[]);
@@ -150,8 +149,7 @@ fn is_whole(timeline: &Value, bytes: u64) {
 #[test]
 fn one_command_shows_it_all() {
     isolated("one_command_shows_it_all", 2, |_| {
-        let Some(machine) = Machine::find() else { return };
-        machine.becomes(&ONE_RING);
+        let Some(_machine) = Machine::with(&ONE_RING) else { return };
         let Some(dumped) = dumped(&Shape { gpus: 2, processes: 2, layers: 6, ..unreached() }) else { return };
         let held = Held::streamers();
         let mut restoring = Restoring::with(&dumped.criu, &["--", "-d", "-v4"]);
@@ -208,8 +206,7 @@ fn buffers_that_become_the_device_are_in_it() {
 #[test]
 fn a_load_that_fails_says_why_in_what_it_leaves() {
     isolated("a_load_that_fails_says_why_in_what_it_leaves", 1, |_| {
-        let Some(machine) = Machine::find() else { return };
-        machine.becomes(&ONE_RING);
+        let Some(_machine) = Machine::with(&ONE_RING) else { return };
         let Some(dumped) = dumped(&unreached()) else { return };
         let (mut streamer, held) = (Streamer::start(dumped.criu.images()).unwrap(), Held::streamers());
         dumped.criu.restore().unwrap();

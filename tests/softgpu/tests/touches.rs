@@ -370,8 +370,7 @@ fn with_criu_4_1() {
 #[test]
 fn a_server_that_reads_its_weights_by_cpu_and_gpu() {
     isolated("a_server_that_reads_its_weights_by_cpu_and_gpu", 1, |_| {
-        let Some(machine) = Machine::find() else { return };
-        machine.becomes(&ONE_RING);
+        let Some(_machine) = Machine::with(&ONE_RING) else { return };
         if !Topology::read().unwrap().gpus().all(Node::has_large_bar) {
             return;
         }

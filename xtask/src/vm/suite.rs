@@ -46,6 +46,9 @@ struct Shape {
 /// What copies contents, for machines that differ in nothing else.
 const COPIERS: &[&str] = &["copy_engine", "plugin", "plugin_contents"];
 
+/// What depends on whether GPUs retry faults: only this family's queues are restored by a kernel that knows such processes.
+const RETRIED: &[&str] = &["both", "lazy_pages"];
+
 /// What depends on whether calls are held.
 const UNHELD: &[&str] = &["unheld", "gated"];
 
@@ -53,9 +56,9 @@ const UNHELD: &[&str] = &["unheld", "gated"];
 const WHOLE: Shape =
     Shape { series: Series::Linux6_12, module_arguments: "", kernel_arguments: "", only: None };
 
-/// Both kernels, each family of GPU, large and small BAR, fresh memory poisoned and cleared, with copy rings and without, and with the security modules of
-/// kernels that run no program for calls.
-const SHAPES: [Shape; 6] = [
+/// Both kernels, each family of GPU, large and small BAR, fresh memory poisoned and cleared, with copy rings and without, with faults that GPUs retry,
+/// and with the security modules of kernels that run no program for calls.
+const SHAPES: [Shape; 7] = [
     Shape { module_arguments: "gpus=2 gfx=90a xgmi=1", ..WHOLE },
     Shape { series: Series::Linux7, module_arguments: "gpus=2 gfx=90a xgmi=1", ..WHOLE },
     Shape { module_arguments: "gpus=2 gfx=1100 small_bar=1 fresh=zero copy_mbps=100", ..WHOLE },
@@ -63,6 +66,12 @@ const SHAPES: [Shape; 6] = [
     Shape {
         module_arguments: "gpus=2 gfx=90a xgmi=1 sdma_rings=0 fresh=poison",
         only: Some(COPIERS),
+        ..WHOLE
+    },
+    Shape {
+        series: Series::Linux7,
+        module_arguments: "gpus=2 gfx=90a xgmi=1 xnack=1",
+        only: Some(RETRIED),
         ..WHOLE
     },
     Shape {

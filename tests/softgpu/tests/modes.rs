@@ -1,0 +1,68 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Whatever the workload does at the dump, it runs before its memory is there, and all its answers are right: with its GPUs' memory
+//! behind it, and with its CPUs', too; by both versions of CRIU.
+
+use std::fs;
+
+use clap::ValueEnum as _;
+use gpu_app::shape::{Mode, Shape};
+use rewake_kfd::topology::{Node, Topology};
+use softgpu_tests::criu::Version;
+use softgpu_tests::dumped::{Behind, Dumped};
+use softgpu_tests::isolated;
+use softgpu_tests::server::small;
+
+/// Whether the kernel tells what a render node has.
+fn told() -> bool {
+    !fs::read_to_string("/proc/sys/kernel/osrelease").unwrap().starts_with("6.12")
+}
+
+/// Whether this machine has what the mode needs. Elsewhere the workload's own tests, and for render nodes the plugin's, see it refused.
+fn can(mode: Mode) -> bool {
+    let all = |have: fn(&Node) -> bool| Topology::read().unwrap().gpus().all(have);
+    match mode {
+        Mode::CpuReads => all(Node::has_large_bar),
+        Mode::Svm => all(Node::has_svm),
+        Mode::RenderOnly => told(),
+        _ => true,
+    }
+}
+
+fn there_and_back(mode: Mode, behind: Behind, version: Version) {
+    let processes = if mode == Mode::SharedBo { 2 } else { 1 };
+    // Large enough for a placeholder where CPUs reach them.
+    let shape = Shape { mode, processes, gpus: 2, layer_kib: 2048, ..small() };
+    let Some(dumped) = Dumped::of(&shape, version) else { return };
+    let mut streamer = dumped.streamer_of(behind);
+    let restored = dumped.restore_command(behind).status().unwrap();
+    assert!(restored.success(), "{}\n{}", dumped.criu.log("restore"), streamer.said());
+    assert!(streamer.end().unwrap().success(), "{}", streamer.said());
+    let said = streamer.said();
+    assert!(said.contains("the driver lets queues run") && said.contains("GPUs go on"), "{said}");
+    assert!(dumped.criu.left_buffers(), "{}", dumped.criu.log("restore"));
+    dumped.server.ends_well();
+}
+
+fn every_mode(behind: Behind, version: Version) {
+    for mode in Mode::value_variants().iter().filter(|mode| can(**mode)) {
+        eprintln!("{mode:?}, {behind:?}, {version:?}");
+        there_and_back(*mode, behind, version);
+    }
+}
+
+#[test]
+fn with_memory_of_gpus_behind_it() {
+    isolated("with_memory_of_gpus_behind_it", 2, |_| every_mode(Behind::Gpus, Version::V4_2));
+}
+
+#[test]
+fn with_all_of_its_memory_behind_it() {
+    isolated("with_all_of_its_memory_behind_it", 2, |_| every_mode(Behind::Both, Version::V4_2));
+}
+
+#[test]
+fn with_all_of_its_memory_behind_it_by_an_older_criu() {
+    isolated("with_all_of_its_memory_behind_it_by_an_older_criu", 2, |_| {
+        every_mode(Behind::Both, Version::V4_1);
+    });
+}
