@@ -463,13 +463,14 @@ impl<'a> Flow<'a> {
         }
         let mut fds: Vec<PollFd<'_>> = self.transfers.wakers().collect();
         fds.extend(wake.map(|wake| PollFd::new(wake, PollFlags::POLLIN)));
-        let soon = refused && self.transfers.is_for_others() || self.transfers.is_unsure();
+        let soon = refused && self.transfers.is_for_others();
+        let look = u16::try_from(self.transfers.patience().as_millis()).map_or(LOOK, |look| look.min(LOOK));
         let mut blind = false;
         for event in self.copies.events() {
             blind |= event.is_none();
             fds.extend(event.map(|fd| PollFd::new(fd, PollFlags::POLLIN)));
         }
-        match poll(&mut fds, PollTimeout::from(if blind || soon { SOON } else { LOOK })) {
+        match poll(&mut fds, PollTimeout::from(if blind || soon { SOON } else { look })) {
             Ok(_) | Err(nix::errno::Errno::EINTR) => {}
             Err(errno) => return Err(errno.into()),
         }

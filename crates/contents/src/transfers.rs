@@ -3,6 +3,7 @@
 
 use std::os::fd::AsFd as _;
 use std::sync::Arc;
+use std::time::Duration;
 
 use nix::poll::{PollFd, PollFlags};
 use rewake_store::files::{FileRing, Finished, Request};
@@ -90,9 +91,9 @@ impl Transfers {
         self.in_flight() == 0 || self.pace.as_ref().is_some_and(|pace| pace.is_busy())
     }
 
-    /// Whether some may have ended of which no descriptor will tell.
-    pub(crate) fn is_unsure(&self) -> bool {
-        self.ring.is_unsure()
+    /// How long to wait for [`Transfers::wakers`] at most: some may have ended of which none tells.
+    pub(crate) fn patience(&self) -> Duration {
+        self.ring.patience()
     }
 
     /// Whether some have ended already.

@@ -25,10 +25,14 @@ const IDLE: Duration = Duration::from_millis(20);
 const TURN: Duration = Duration::from_millis(1);
 /// What GPUs' memory is read in.
 const CHUNK: usize = 2 << 20;
-/// Reads of GPUs' memory that may lie between the disk and the first read that somebody waits for: about this much time of them.
+/// Reads of GPUs' memory that may lie between the disk and the first read that somebody waits for: about this much time of them, beside those
+/// that are on their way from a disk that is far.
 const AHEAD: Duration = Duration::from_millis(4);
 /// Chunks that keep a disk busy, however slow it is: while one is looked after, the other is read.
 const CHUNKS: usize = 2;
+
+/// No disk is taken to be nearer where it is asked how much farther it is than before: its host may have had the bytes.
+const NEAR: Duration = Duration::from_millis(1);
 
 /// Whose memory is read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -59,6 +63,10 @@ pub struct Pace {
     waiting: AtomicUsize,
     /// What one block takes the disk, in nanoseconds: a running mean.
     block: AtomicU64,
+    /// What a read takes, the time in which it waits for others included: a running mean since one had the disk to itself, nanoseconds.
+    latency: AtomicU64,
+    /// The least that this has been since: what a read takes that waits for none. 0: not known.
+    least: AtomicU64,
     /// Whether bytes come from another host.
     from_afar: AtomicBool,
     /// Restores that stand still until what comes first is there.
@@ -124,6 +132,8 @@ impl Pace {
             waited: AtomicU64::new(0),
             waiting: AtomicUsize::new(0),
             block: AtomicU64::new(0),
+            latency: AtomicU64::new(0),
+            least: AtomicU64::new(0),
             from_afar: AtomicBool::new(false),
             standing: AtomicUsize::new(0),
         })
@@ -209,12 +219,23 @@ impl Pace {
     }
 
     /// What keeps the disk busy, and no more of it than somebody who comes to wait for it can be behind. Elsewhere staging memory is the bound.
+    ///
+    /// What a block takes is short of the disk's rate where too little is under way: then reads take no longer than the least, and each time
+    /// a chunk more is allowed. Where reads wait for one another it is the rate, and no more is.
     fn ahead_bytes(&self) -> usize {
         if self.from_afar.load(Ordering::Relaxed) {
             return usize::MAX;
         }
-        let blocks = nanos(AHEAD).checked_div(self.block.load(Ordering::Relaxed)).unwrap_or(0);
-        usize::try_from(blocks).unwrap_or(usize::MAX).saturating_mul(BLOCK).max(CHUNKS * CHUNK)
+        let block = self.block.load(Ordering::Relaxed);
+        let in_time = |nanos: u64| {
+            let blocks = usize::try_from(nanos.checked_div(block).unwrap_or(0)).unwrap_or(usize::MAX);
+            blocks.saturating_mul(BLOCK)
+        };
+        let least = self.least.load(Ordering::Relaxed);
+        // The mean of reads that differ is more than the least: half as much again, or it would never be enough for those. And half a chunk
+        // for what means are behind.
+        let more = in_time((least / 2).min(nanos(AHEAD))).max(CHUNK + CHUNK / 2);
+        in_time(nanos(AHEAD)).max(in_time(least).saturating_add(more)).max(CHUNKS * CHUNK)
     }
 
     fn busy_bytes(&self) -> usize {
@@ -255,10 +276,25 @@ impl Pace {
         }
         // Reads queue behind one another: each block's own share of the time.
         let blocks = begun.depth.div_ceil(BLOCK).max(1) as u64;
-        let own = nanos(now.duration_since(begun.at)) / blocks;
-        let mean = self.block.load(Ordering::Relaxed);
-        let mean = if mean == 0 { own } else { mean - mean / 8 + own / 8 };
-        self.block.store(mean, Ordering::Relaxed);
+        let took = nanos(now.duration_since(begun.at));
+        self.block.store(mean(self.block.load(Ordering::Relaxed), took / blocks), Ordering::Relaxed);
+        self.measure(&begun, took);
+    }
+
+    /// What a read takes that waits for no other: one that was alone tells it anew, of the others the least does.
+    fn measure(&self, begun: &Begun, took: u64) {
+        let least = self.least.load(Ordering::Relaxed);
+        let (latency, least) = if begun.depth == begun.bytes {
+            // It may have taken long by chance, once.
+            let most = least.saturating_mul(2).max(nanos(NEAR));
+            let took = if least == 0 { took } else { took.min(most) };
+            (took, took)
+        } else {
+            let latency = mean(self.latency.load(Ordering::Relaxed), took);
+            (latency, latency.min(least))
+        };
+        self.latency.store(latency, Ordering::Relaxed);
+        self.least.store(least, Ordering::Relaxed);
     }
 
     fn is_recent(&self, moment: &AtomicU64, now: Instant, within: Duration) -> bool {
@@ -269,6 +305,11 @@ impl Pace {
     fn nanos(&self, moment: Instant) -> u64 {
         nanos(moment.saturating_duration_since(self.start))
     }
+}
+
+/// A running mean with one more; 0: of none.
+fn mean(so_far: u64, own: u64) -> u64 {
+    if so_far == 0 { own } else { so_far - so_far / 8 + own / 8 }
 }
 
 fn nanos(duration: Duration) -> u64 {
@@ -397,6 +438,129 @@ mod tests {
         let pace = pace(2);
         pace.come_from_afar();
         assert_eq!(ahead(&pace, CHUNK, ms(20), ms(1)), 64);
+    }
+
+    /// A disk that gives a chunk of GPUs' memory in each `chunk`, which is here when some time more has passed.
+    struct Disk {
+        pace: Pace,
+        now: Instant,
+        free: Instant,
+        under_way: Vec<(Begun, Instant)>,
+    }
+
+    impl Disk {
+        fn new() -> Self {
+            let pace = pace(2);
+            let start = pace.start;
+            Self { pace, now: start, free: start, under_way: Vec::new() }
+        }
+
+        /// Begins as many reads as are allowed.
+        fn begin(&mut self, chunk: Duration, mut far: impl FnMut() -> Duration) {
+            while self.pace.allows_at(Lane::Gpus, CHUNK, self.now) {
+                self.free = self.free.max(self.now) + chunk;
+                let begun = Begun { at: self.now, ..self.pace.begin(Lane::Gpus, CHUNK) };
+                self.under_way.push((begun, self.free + far()));
+            }
+        }
+
+        /// Reads so many chunks; how many times longer than the disk needs for them.
+        fn read(&mut self, chunks: u32, chunk: Duration, mut far: impl FnMut() -> Duration) -> f64 {
+            let start = self.now;
+            for _ in 0..chunks {
+                self.begin(chunk, &mut far);
+                let next = (0..self.under_way.len()).min_by_key(|n| self.under_way[*n].1).unwrap();
+                let (begun, end) = self.under_way.remove(next);
+                self.now = end;
+                self.pace.end_at(begun, end);
+            }
+            (self.now - start).as_secs_f64() / (chunks * chunk).as_secs_f64()
+        }
+
+        /// Nothing is read for a while.
+        fn pause(&mut self) {
+            for (begun, end) in self.under_way.drain(..) {
+                self.now = self.now.max(end);
+                self.pace.end_at(begun, end);
+            }
+        }
+
+        /// Chunks that are under way after each end.
+        fn chunks(&self) -> f64 {
+            u32::try_from(self.under_way.len() + 1).unwrap().into()
+        }
+    }
+
+    /// Chunks that are on their way from it at its rate, and as many and what may be before somebody's read.
+    fn wanted(far: Duration, chunk: Duration) -> std::ops::RangeInclusive<f64> {
+        far.div_duration_f64(chunk)..=(AHEAD + far).div_duration_f64(chunk) + 2.0
+    }
+
+    #[test]
+    fn a_disk_that_is_far_has_what_is_on_its_way_and_little_more() {
+        for (far, chunk) in [(5000, 1000), (5000, 250), (20_000, 1000), (3000, 1000), (100, 2000)] {
+            let (far, chunk) = (Duration::from_micros(far), Duration::from_micros(chunk));
+            let mut disk = Disk::new();
+            disk.read(400, chunk, || far);
+            let times = disk.read(100, chunk, || far);
+            let at = format!("{far:?} and {chunk:?} each: {} chunks, {times} of its time", disk.chunks());
+            assert!(wanted(far, chunk).contains(&disk.chunks()), "{at}");
+            assert!(times < 1.05, "{at}");
+        }
+    }
+
+    #[test]
+    fn a_disk_whose_rate_changes_has_what_it_needs_by_and_by() {
+        let (mut disk, far) = (Disk::new(), Duration::from_millis(5));
+        for chunk in [1000, 4000, 500, 2000, 1000].map(Duration::from_micros) {
+            disk.read(200, chunk, || far);
+            let times = disk.read(100, chunk, || far);
+            let at = format!("{chunk:?} each: {} chunks, {times} of its time", disk.chunks());
+            assert!(wanted(far, chunk).contains(&disk.chunks()), "{at}");
+            assert!(times < 1.15, "{at}");
+        }
+    }
+
+    #[test]
+    fn a_read_that_once_takes_long_is_forgotten() {
+        let (chunk, far) = (Duration::from_millis(2), Duration::from_micros(100));
+        for before in [0, 100] {
+            let mut disk = Disk::new();
+            disk.read(before, chunk, || far);
+            disk.pause();
+            disk.read(1, chunk, || Duration::from_millis(30));
+            disk.read(100, chunk, || far);
+            assert!(wanted(far, chunk).contains(&disk.chunks()), "{before}: {} chunks", disk.chunks());
+        }
+    }
+
+    #[test]
+    fn what_takes_long_because_threads_wait_for_the_disk_does_not_make_it_far() {
+        let (mut disk, chunk, far) = (Disk::new(), Duration::from_millis(2), Duration::from_micros(100));
+        disk.read(100, chunk, || far);
+        disk.pause();
+        disk.pace.waiting.store(1, Ordering::Relaxed);
+        let kept_back = || Duration::from_millis(30);
+        disk.read(20, chunk, kept_back);
+        disk.begin(chunk, kept_back);
+        disk.pace.waiting.store(0, Ordering::Relaxed);
+        disk.read(100, chunk, || far);
+        assert!(wanted(far, chunk).contains(&disk.chunks()), "{} chunks", disk.chunks());
+    }
+
+    #[test]
+    fn reads_of_which_some_come_from_farther_than_others_are_enough() {
+        let (mut disk, chunk, mut seed) = (Disk::new(), Duration::from_millis(1), 1_u32);
+        // From 2 to 8 ms.
+        let mut far = || {
+            seed = seed.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            Duration::from_micros(2000 + u64::from(seed >> 16) % 6000)
+        };
+        disk.read(200, chunk, &mut far);
+        let times = disk.read(800, chunk, &mut far);
+        let at = format!("{} chunks, {times} of its time", disk.chunks());
+        assert!(wanted(Duration::from_millis(5), chunk).contains(&disk.chunks()), "{at}");
+        assert!(times < 1.15, "{at}");
     }
 
     #[test]

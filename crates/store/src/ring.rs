@@ -1,13 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Setting an io_uring up: the best kind that this kernel has, with an eventfd that tells when to look.
+//! Setting an io_uring up: the best kind that this kernel has, with an eventfd that tells when to look; and looking.
 
 use std::io;
-#[cfg(test)]
-use std::os::fd::FromRawFd as _;
 use std::os::fd::{AsRawFd, RawFd};
 use std::time::{Duration, Instant};
 
-use io_uring::{IoUring, opcode, squeue, types};
+use io_uring::{EnterFlags, IoUring, opcode, squeue, types};
 
 use crate::waker::Waker;
 
@@ -16,6 +14,16 @@ const PROBE_PATIENCE: Duration = Duration::from_millis(200);
 
 /// When the set-up probe's timer fires: late enough that the poller sleeps by then.
 const PROBE_DELAY: Duration = Duration::from_millis(2);
+
+/// Times that the kernel is asked to take what is queued before it is left to the next call. Only memory pressure makes it refuse.
+const MAX_ENTERS: u32 = 8;
+
+/// So long is a ring believed that tells of nothing while calls are under way; what it does not tell of is found after twice that at most. Disks
+/// end a call more often, so that hardly anybody looks in vain: a look costs a processor some 15 microseconds.
+pub(crate) const BELIEF: Duration = Duration::from_millis(5);
+
+/// And one that tells of something that is not there: it is about to come.
+const DOUBT: Duration = Duration::from_millis(1);
 
 /// Ring flavours, best first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -79,12 +87,76 @@ pub(crate) unsafe fn push(ring: &mut IoUring, entry: &squeue::Entry) {
     pushed.unwrap_or_else(|_| unreachable!("the submission queue is shorter than the number of slots"));
 }
 
-/// Whether there may be completions to take or to run, or calls that the kernel has not taken yet. **It can be wrong for as long as nothing else
-/// happens:** the kernel queues a completion before it sets the flag that tells of it (`io_req_local_work_add`), and when this thread has run it
-/// in between, the flag stays, until the next one. **Or right where there is nothing to take yet, and nobody will tell:** Linux 7.2's queue seems empty
-/// while a producer is in the middle of it (`io_uring/mpscq.h`), and later ones do not signal. So whoever has found nothing must neither look again
-/// at once nor wait for the eventfd alone, but look again soon.
-pub(crate) fn may_have_work(ring: &mut IoUring) -> bool {
+/// Gives the kernel what is queued, and has it run what is over, even if no flag tells of that: `submit` does not.
+fn enter(ring: &mut IoUring) {
+    for _ in 0..MAX_ENTERS {
+        let queued = u32::try_from(ring.submission().len()).unwrap_or(0);
+        let flags = EnterFlags::GETEVENTS.bits();
+        // SAFETY: no more than is queued, whose pointers are valid by the promise of `push`; it waits for nothing and has no argument.
+        let entered = unsafe { ring.submitter().enter::<libc::sigset_t>(queued, 0, flags, None) };
+        // Errors mean "not now": interrupted, or no memory. What stays queued goes with the next call.
+        if entered.is_ok() && ring.submission().is_empty() {
+            return;
+        }
+    }
+}
+
+/// Gives the kernel what is queued, if anything is.
+pub(crate) fn flush(ring: &mut IoUring) {
+    if !ring.submission().is_empty() {
+        enter(ring);
+    }
+}
+
+/// When to ask the kernel for what is over, and when to believe a ring that tells of nothing.
+///
+/// **The flag that tells of it can be there with nothing to take:** the kernel queues a completion before it sets the flag
+/// (`io_req_local_work_add`), and when this thread has run it in between, the flag stays, until the next one. So whoever has found nothing must
+/// not look again at once. **And it can be away with something to take:** Linux 7.2's queue seems empty while a producer is in the middle of it
+/// (`io_uring/mpscq.h`), and later ones do not signal. So as long as anything is under way the kernel is asked each [`BELIEF`], whatever
+/// the flag says: its users have to look that often ([`Lookout::patience`]).
+#[derive(Debug, Default)]
+pub(crate) struct Lookout {
+    /// When the kernel was last asked, or a ring with calls under way first believed. None: none are.
+    asked: Option<Instant>,
+    /// The ring told of something, and there was nothing.
+    is_doubtful: bool,
+}
+
+impl Lookout {
+    /// Has the kernel run what is over. Whether there is something to take: then take it, and look again.
+    pub(crate) fn look(&mut self, ring: &mut IoUring, event: &Waker, under_way: usize) -> bool {
+        self.look_at(ring, event, under_way, Instant::now())
+    }
+
+    fn look_at(&mut self, ring: &mut IoUring, event: &Waker, under_way: usize, now: Instant) -> bool {
+        // Before it looks, not after: what comes later signals it again. Running completions signals it too, hence each time.
+        event.drain();
+        let asked = *self.asked.get_or_insert(now);
+        if may_have_work(ring) || now.saturating_duration_since(asked) >= BELIEF {
+            self.asked = Some(now);
+            enter(ring);
+        }
+        let any = !ring.completion().is_empty();
+        self.is_doubtful = !any && may_have_work(ring);
+        if !any && under_way == 0 {
+            self.asked = None;
+        }
+        any
+    }
+
+    /// How long to wait for the eventfd at most before the next look.
+    pub(crate) fn patience(&self, under_way: usize) -> Duration {
+        match under_way {
+            0 => Duration::MAX,
+            _ if self.is_doubtful => DOUBT,
+            _ => BELIEF,
+        }
+    }
+}
+
+/// Whether the ring tells of completions to take or to run, or of calls that the kernel has not taken yet.
+fn may_have_work(ring: &mut IoUring) -> bool {
     if !ring.completion().is_empty() {
         return true;
     }
@@ -111,34 +183,89 @@ pub(crate) fn wait_readable(fd: RawFd, patience: Duration) -> bool {
 
 #[cfg(test)]
 pub(crate) mod testing {
+    use std::os::fd::{FromRawFd as _, OwnedFd};
+    use std::sync::Barrier;
+    use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+
     use super::*;
+    use crate::PAGE;
 
     /// `IORING_SQ_TASKRUN` of `sq_flags`, `IORING_OFF_SQ_RING`, and where `struct io_uring_params` has `sq_off.flags` (`include/uapi/linux/io_uring.h`).
     const TASKRUN: u32 = 4;
     const SQ_RING: libc::off_t = 0;
     const FLAGS_AT: usize = 56 / 4;
 
-    /// Has the ring say that there is something to run, as the kernel does when it comes too late.
-    pub(crate) fn leave_a_flag(ring: &IoUring) {
-        let mut parameters = [0_u32; 30];
-        // SAFETY: as many bytes as the struct has, which the kernel fills in.
-        let other = unsafe { libc::syscall(libc::SYS_io_uring_setup, 1, parameters.as_mut_ptr()) };
-        assert!(other >= 0);
-        // SAFETY: just opened.
-        drop(unsafe { std::os::fd::OwnedFd::from_raw_fd(RawFd::try_from(other).unwrap()) });
-        let rights = libc::PROT_READ | libc::PROT_WRITE;
-        // SAFETY: a second view of the ring's first page, anywhere.
-        let view = unsafe {
-            libc::mmap(std::ptr::null_mut(), 4096, rights, libc::MAP_SHARED, ring.as_raw_fd(), SQ_RING)
-        };
-        assert_ne!(view, libc::MAP_FAILED);
-        let at = parameters[FLAGS_AT] as usize;
-        assert!(at < 4096);
-        // SAFETY: an aligned word of that page, which others use atomically, too.
-        let flags = unsafe { std::sync::atomic::AtomicU32::from_ptr(view.cast::<u8>().add(at).cast()) };
-        flags.fetch_or(TASKRUN, std::sync::atomic::Ordering::SeqCst);
-        // SAFETY: nobody uses this view any more.
-        unsafe { libc::munmap(view, 4096) };
+    /// The flag by which a ring tells that there is something to run: a second view of it.
+    pub(crate) struct Flag {
+        view: *mut libc::c_void,
+        at: usize,
+    }
+
+    // SAFETY: the view is used atomically only, until it is dropped.
+    unsafe impl Sync for Flag {}
+
+    impl Flag {
+        pub(crate) fn of(ring: &IoUring) -> Self {
+            let mut parameters = [0_u32; 30];
+            // SAFETY: as many bytes as the struct has, which the kernel fills in.
+            let other = unsafe { libc::syscall(libc::SYS_io_uring_setup, 1, parameters.as_mut_ptr()) };
+            assert!(other >= 0);
+            // SAFETY: just opened.
+            drop(unsafe { OwnedFd::from_raw_fd(RawFd::try_from(other).unwrap()) });
+            let rights = libc::PROT_READ | libc::PROT_WRITE;
+            // SAFETY: a second view of the ring's first page, anywhere.
+            let view = unsafe {
+                libc::mmap(std::ptr::null_mut(), PAGE, rights, libc::MAP_SHARED, ring.as_raw_fd(), SQ_RING)
+            };
+            assert_ne!(view, libc::MAP_FAILED);
+            let at = parameters[FLAGS_AT] as usize;
+            assert!(at < PAGE);
+            Self { view, at }
+        }
+
+        fn word(&self) -> &AtomicU32 {
+            // SAFETY: an aligned word of the view, which others use atomically, too.
+            unsafe { AtomicU32::from_ptr(self.view.cast::<u8>().add(self.at).cast()) }
+        }
+
+        /// As when the kernel has told of something too early.
+        pub(crate) fn is_lost(&self) {
+            self.word().fetch_and(!TASKRUN, Ordering::SeqCst);
+        }
+
+        /// As when the kernel tells of something too late: as long as `act` needs, and again if that takes it away.
+        pub(crate) fn is_left_behind(&self, act: impl FnOnce()) {
+            let (is_over, first) = (AtomicBool::new(false), Barrier::new(2));
+            let leave = || self.word().fetch_or(TASKRUN, Ordering::SeqCst);
+            std::thread::scope(|scope| {
+                scope.spawn(|| {
+                    leave();
+                    first.wait();
+                    while !is_over.load(Ordering::SeqCst) {
+                        leave();
+                    }
+                });
+                first.wait();
+                let _ends = Over(&is_over);
+                act();
+            });
+        }
+    }
+
+    /// The flag is left alone again, also where `act` panics.
+    struct Over<'a>(&'a AtomicBool);
+
+    impl Drop for Over<'_> {
+        fn drop(&mut self) {
+            self.0.store(true, Ordering::SeqCst);
+        }
+    }
+
+    impl Drop for Flag {
+        fn drop(&mut self) {
+            // SAFETY: nobody uses this view any more.
+            unsafe { libc::munmap(self.view, PAGE) };
+        }
     }
 
     /// Fails where `act` does not end.
@@ -154,7 +281,80 @@ pub(crate) mod testing {
 
 #[cfg(test)]
 mod tests {
+    use std::io::{PipeReader, PipeWriter, Write as _, pipe};
+
+    use super::testing::Flag;
     use super::*;
+
+    /// A ring with a read of a pipe under way.
+    struct Reading {
+        ring: IoUring,
+        event: Waker,
+        writer: PipeWriter,
+        // The kernel has them until the ring is closed.
+        _reader: PipeReader,
+        _byte: Box<u8>,
+    }
+
+    impl Reading {
+        fn new() -> Self {
+            let (mut ring, event) =
+                build_as(Flavour::Deferred, 8).expect("this kernel has every kind of ring");
+            let (reader, writer) = pipe().unwrap();
+            let mut byte = Box::new(0);
+            let read = opcode::Read::new(types::Fd(reader.as_raw_fd()), &raw mut *byte, 1);
+            // SAFETY: the byte lives longer than the ring.
+            unsafe { push(&mut ring, &read.build()) };
+            flush(&mut ring);
+            Self { ring, event, writer, _reader: reader, _byte: byte }
+        }
+
+        /// It is over, and nothing tells of it.
+        fn is_over_unseen(&mut self) {
+            self.writer.write_all(&[1]).unwrap();
+            assert!(wait_readable(self.event.as_raw_fd(), Duration::from_secs(60)));
+            Flag::of(&self.ring).is_lost();
+        }
+    }
+
+    #[test]
+    fn what_a_ring_does_not_tell_of_is_found_after_a_while() {
+        let (mut reading, mut lookout, start) = (Reading::new(), Lookout::default(), Instant::now());
+        let mut look = |reading: &mut Reading, at| {
+            let Reading { ring, event, .. } = reading;
+            lookout.look_at(ring, event, 1, start + at)
+        };
+        assert!(!look(&mut reading, Duration::ZERO));
+        reading.is_over_unseen();
+        assert!(!look(&mut reading, BELIEF / 2), "asked too often");
+        assert!(look(&mut reading, BELIEF));
+        assert_eq!(reading.ring.completion().next().unwrap().result(), 1);
+        // The kernel has just been asked.
+        assert!(!look(&mut reading, BELIEF));
+    }
+
+    #[test]
+    fn a_look_is_due_soon_while_calls_are_under_way_and_sooner_where_the_ring_tells_of_nothing() {
+        let (mut reading, mut lookout) = (Reading::new(), Lookout::default());
+        assert_eq!(lookout.patience(0), Duration::MAX);
+        assert_eq!(lookout.patience(1), BELIEF);
+        let flag = Flag::of(&reading.ring);
+        let Reading { ring, event, .. } = &mut reading;
+        // The kernel may take the flag away just then.
+        let mut doubts = || !lookout.look(ring, event, 1) && lookout.patience(1) == DOUBT;
+        flag.is_left_behind(|| assert!((0..100_000).any(|_| doubts())));
+    }
+
+    #[test]
+    fn a_ring_with_nothing_under_way_is_left_alone() {
+        let (mut reading, mut lookout, start) = (Reading::new(), Lookout::default(), Instant::now());
+        reading.is_over_unseen();
+        let Reading { ring, event, .. } = &mut reading;
+        let mut look = |under_way, at| lookout.look_at(ring, event, under_way, start + at);
+        assert!(!look(0, Duration::ZERO) && !look(0, 100 * BELIEF), "as if nothing were");
+        assert!(!look(1, 200 * BELIEF), "what has just begun is believed");
+        assert!(look(1, 201 * BELIEF));
+    }
 
     #[test]
     fn a_sleeping_poller_is_woken_by_every_kind_of_ring() {

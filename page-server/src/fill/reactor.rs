@@ -276,8 +276,8 @@ impl Reactor {
     fn wait(&mut self) {
         let timeout = if self.idle && self.held_back {
             HELD
-        } else if self.idle && !self.unended && !self.engine.is_unsure() {
-            IDLE
+        } else if self.idle && !self.unended {
+            IDLE.min(self.engine.patience())
         } else if self.idle || self.spins >= SPINS {
             STALL
         } else {

@@ -9,6 +9,7 @@ mod uring;
 
 use std::os::fd::RawFd;
 use std::sync::Arc;
+use std::time::Duration;
 
 use crate::buffer::BufferSlice;
 use crate::cache::BlockCache;
@@ -86,17 +87,17 @@ pub trait Engine {
     fn reap(&mut self, done: &mut Vec<Done>);
 
     /// A descriptor that is readable (level-triggered) when `reap` has work; never read it. None: call `reap`
-    /// again and again while reads are in flight. With reads in flight wait for it with a time limit of a
-    /// second or less all the same: a kernel out of memory may have put a submission off until the next call.
+    /// again and again while reads are in flight. Wait for it no longer than [`Engine::patience`], and with reads in
+    /// flight no longer than a second: a kernel out of memory may have put a submission off until the next call.
     /// Take EINTR for a wake-up: io_uring's own work in this thread interrupts waits.
     fn poll_fd(&self) -> Option<RawFd>;
 
     /// Reads submitted and not yet reaped.
     fn in_flight(&self) -> usize;
 
-    /// Whether a read may be over of which `poll_fd` will not tell: reap again within a millisecond or so.
-    fn is_unsure(&self) -> bool {
-        false
+    /// How long to wait for `poll_fd` at most before the next `reap`: a read may be over of which it does not tell.
+    fn patience(&self) -> Duration {
+        Duration::MAX
     }
 }
 

@@ -19,7 +19,7 @@ use crate::BLOCK;
 use crate::cache::BlockCache;
 use crate::error::StoreError;
 use crate::metrics::Metrics;
-use crate::ring::{Flavour, build, may_have_work, push, wait_readable};
+use crate::ring::{Flavour, Lookout, build, flush, push, wait_readable};
 use crate::waker::Waker;
 
 /// Reads in flight at most; the submission queue has room for all of them and the completion queue for twice
@@ -32,10 +32,6 @@ const PIECE: usize = 1 << 30;
 
 const _: () = assert!(PIECE.is_multiple_of(BLOCK));
 
-/// Times that the kernel is asked to take a submission before it is left to the next call. Only memory
-/// pressure makes it refuse.
-const MAX_ENTERS: u32 = 8;
-
 /// How long a dropped engine waits for the kernel to finish its reads before it leaks their buffers.
 const DROP_PATIENCE: Duration = Duration::from_secs(10);
 
@@ -46,10 +42,9 @@ pub struct Uring {
     cache: Arc<BlockCache>,
     flights: Vec<Option<Flight>>,
     vacant: Vec<usize>,
-    /// See [`Engine::is_unsure`].
-    unsure: bool,
     depth: Depth,
     finished: Waker,
+    lookout: Lookout,
     deferred: bool,
     registration: io::Result<()>,
     _one_thread: PhantomData<*mut ()>,
@@ -84,9 +79,9 @@ impl Uring {
             cache: Arc::clone(cache),
             flights: (0..DEPTH).map(|_| None).collect(),
             vacant: (0..DEPTH).rev().collect(),
-            unsure: false,
             depth: Depth::default(),
             finished,
+            lookout: Lookout::default(),
             deferred: flavour == Flavour::Deferred,
             registration,
             _one_thread: PhantomData,
@@ -138,22 +133,10 @@ impl Uring {
         unsafe { push(&mut self.ring, &entry.user_data(slot as u64)) };
     }
 
-    /// Gives queued calls to the kernel and lets it run deferred completions.
-    fn enter(&mut self) {
-        for _ in 0..MAX_ENTERS {
-            // Errors mean "not now": interrupted, or no memory. What stays queued goes with the next call.
-            if self.ring.submit().is_ok() && self.ring.submission().is_empty() {
-                return;
-            }
-        }
-    }
-
-    /// Takes completions from the ring, and tells whether there were any; reads that are not over yet are queued again.
-    fn collect(&mut self, done: &mut Vec<Done>) -> bool {
-        let mut any = false;
+    /// Takes completions from the ring; reads that are not over yet are queued again.
+    fn collect(&mut self, done: &mut Vec<Done>) {
         loop {
-            let Some(completion) = self.ring.completion().next() else { return any };
-            any = true;
+            let Some(completion) = self.ring.completion().next() else { return };
             let Ok(slot) = usize::try_from(completion.user_data()) else { continue };
             let Some(flight) = self.flights.get_mut(slot).and_then(Option::as_mut) else { continue };
             let got = usize::try_from(completion.result())
@@ -188,26 +171,13 @@ impl Engine for Uring {
     }
 
     fn flush(&mut self) {
-        if !self.ring.submission().is_empty() {
-            self.enter();
-        }
+        flush(&mut self.ring);
     }
 
     fn reap(&mut self, done: &mut Vec<Done>) {
-        // Ends: each round but the last takes a completion, and every read has a bounded number of them. The
-        // eventfd is drained before each look, not after: what comes later signals it again. Running deferred
-        // completions signals it too, hence in every round.
-        self.unsure = false;
-        loop {
-            self.finished.drain();
-            if !may_have_work(&mut self.ring) {
-                return;
-            }
-            self.enter();
-            if !self.collect(done) {
-                self.unsure = self.depth.total() > 0 && may_have_work(&mut self.ring);
-                return;
-            }
+        // Ends: each round takes a completion, and every read has a bounded number of them.
+        while self.lookout.look(&mut self.ring, &self.finished, self.depth.total()) {
+            self.collect(done);
         }
     }
 
@@ -219,8 +189,8 @@ impl Engine for Uring {
         self.depth.total()
     }
 
-    fn is_unsure(&self) -> bool {
-        self.unsure
+    fn patience(&self) -> Duration {
+        self.lookout.patience(self.in_flight())
     }
 }
 
@@ -268,8 +238,8 @@ fn register(ring: &IoUring, cache: &BlockCache) -> io::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::ring::build_as;
-    use crate::ring::testing::{ends, leave_a_flag};
+    use crate::ring::testing::{Flag, ends};
+    use crate::ring::{BELIEF, build_as};
     use crate::{Acquire, How, PagesFile, Waker};
     use std::io::Write;
 
@@ -324,10 +294,36 @@ mod tests {
             let cache = BlockCache::new(8 * BLOCK).unwrap();
             let mut ring = all_kinds(&cache).swap_remove(0);
             assert!(ring.is_deferred());
-            leave_a_flag(&ring.ring);
-            ring.reap(&mut Vec::new());
-            assert!(may_have_work(&mut ring.ring), "the kernel has taken it away: this test shows nothing");
+            Flag::of(&ring.ring).is_left_behind(|| ring.reap(&mut Vec::new()));
+            assert_eq!(ring.patience(), Duration::MAX, "nothing is under way");
         });
+    }
+
+    #[test]
+    fn a_read_is_found_that_is_over_and_that_nothing_tells_of() {
+        let temp = tempfile::NamedTempFile::new_in(env!("CARGO_MANIFEST_DIR")).unwrap();
+        // No hole, which would be read at once.
+        temp.as_file().write_all(&[1; BLOCK]).unwrap();
+        temp.as_file().sync_all().unwrap();
+        let (file, cache) = (PagesFile::open(temp.path()).unwrap(), BlockCache::new(8 * BLOCK).unwrap());
+        let mut ring = all_kinds(&cache).swap_remove(0);
+        let Acquire::Load(mut guard) = cache.acquire(&file, 0, &Waker::new().unwrap()) else {
+            panic!("not a load")
+        };
+        let (dst, how) = (guard.take_slice().unwrap(), How::Direct);
+        ring.submit(Read { ticket: 7, file: Arc::clone(&file), offset: 0, dst, how }).unwrap();
+        ring.flush();
+        assert!(wait_readable(ring.poll_fd().unwrap(), Duration::from_secs(60)));
+        ring.finished.drain();
+        Flag::of(&ring.ring).is_lost();
+        let (mut done, start) = (Vec::new(), Instant::now());
+        while done.is_empty() {
+            let patience = ring.patience();
+            assert!(patience <= BELIEF && start.elapsed() < Duration::from_secs(10), "it is never found");
+            wait_readable(ring.poll_fd().unwrap(), patience);
+            ring.reap(&mut done);
+        }
+        assert_eq!(ring.patience(), Duration::MAX);
     }
 
     #[test]

@@ -11,13 +11,11 @@ use io_uring::{IoUring, opcode, squeue, types};
 use super::Memory;
 use super::request::{Direction, Finished, Progress, Request, Step};
 use crate::error::StoreError;
-use crate::ring::{build, may_have_work, push, wait_readable};
+use crate::ring::{Lookout, build, flush, push, wait_readable};
 use crate::waker::Waker;
 
 /// How long a dropped ring waits for the kernel to finish its transfers before it leaks their memory.
 const DROP_PATIENCE: Duration = Duration::from_secs(10);
-/// Times that the kernel is asked to take submissions before they are left to the next call.
-const MAX_ENTERS: u32 = 8;
 /// Reads of so many bytes in the page cache are left to the kernel's threads, so that several copy at once: one of them copies
 /// less than a GPU takes. Less is copied sooner than another thread is woken.
 const ASIDE: usize = 128 << 10;
@@ -37,10 +35,9 @@ pub struct FileRing<M: Memory> {
     flights: Vec<Option<Flight<M>>>,
     vacant: Vec<usize>,
     event: Waker,
+    lookout: Lookout,
     /// Ended without the ring: plain calls end at once.
     over: Vec<Finished>,
-    /// See [`FileRing::is_unsure`].
-    unsure: bool,
     one_thread: PhantomData<*mut ()>,
 }
 
@@ -76,7 +73,8 @@ impl<M: Memory> FileRing<M> {
             }
         };
         let (flights, vacant) = ((0..depth).map(|_| None).collect(), (0..depth).rev().collect());
-        Ok(Self { way, flights, vacant, event, over: Vec::new(), unsure: false, one_thread: PhantomData })
+        let (lookout, over) = (Lookout::default(), Vec::new());
+        Ok(Self { way, flights, vacant, event, lookout, over, one_thread: PhantomData })
     }
 
     /// For the log: why transfers are one at a time, if they are.
@@ -142,52 +140,42 @@ impl<M: Memory> FileRing<M> {
 
     /// Gives the kernel what was submitted.
     pub fn flush(&mut self) {
-        let Way::Uring(ring) = &mut self.way else { return };
-        for _ in 0..MAX_ENTERS {
-            if ring.submission().is_empty() {
-                return;
-            }
-            // Errors mean "not now": what stays queued goes with the next call.
-            let _ = ring.submit();
+        if let Way::Uring(ring) = &mut self.way {
+            flush(ring);
         }
     }
 
     /// Takes the transfers that are over, without waiting.
     pub fn finished(&mut self, into: &mut Vec<Finished>) {
         into.append(&mut self.over);
-        // Ends: every round but the last takes a completion, and each transfer has a bounded number of them.
-        self.unsure = false;
-        loop {
-            self.event.drain();
-            if !self.may_have_work() {
-                return;
-            }
-            let Way::Uring(ring) = &mut self.way else { return };
-            let _ = ring.submit();
-            if !self.collect(into) {
-                self.unsure = self.in_flight() > 0 && self.may_have_work();
-                return;
+        // Ends: every round takes a completion, and each transfer has a bounded number of them.
+        while self.look() {
+            self.collect(into);
+        }
+    }
+
+    /// How long to wait for [`FileRing::event`] at most before the next look: a transfer may be over of which it does not tell.
+    pub fn patience(&self) -> Duration {
+        self.lookout.patience(self.in_flight())
+    }
+
+    /// Whether there is something to collect.
+    fn look(&mut self) -> bool {
+        let under_way = self.in_flight();
+        match &mut self.way {
+            Way::Uring(ring) => self.lookout.look(ring, &self.event, under_way),
+            Way::Plain(_) => {
+                self.event.drain();
+                false
             }
         }
     }
 
-    /// Whether a transfer may be over of which [`FileRing::event`] will not tell: look again within a millisecond or so.
-    pub fn is_unsure(&self) -> bool {
-        self.unsure
-    }
-
-    fn may_have_work(&mut self) -> bool {
-        let Way::Uring(ring) = &mut self.way else { return false };
-        may_have_work(ring)
-    }
-
-    /// Whether there were any.
-    fn collect(&mut self, into: &mut Vec<Finished>) -> bool {
-        let mut any = false;
+    /// Takes completions from the ring; transfers that are not over yet are queued again.
+    fn collect(&mut self, into: &mut Vec<Finished>) {
         loop {
-            let Way::Uring(ring) = &mut self.way else { return any };
-            let Some(completion) = ring.completion().next() else { return any };
-            any = true;
+            let Way::Uring(ring) = &mut self.way else { return };
+            let Some(completion) = ring.completion().next() else { return };
             let Ok(slot) = usize::try_from(completion.user_data()) else { continue };
             let got = usize::try_from(completion.result())
                 .map_err(|_| io::Error::from_raw_os_error(-completion.result()));
@@ -297,6 +285,8 @@ impl<M: Memory> std::fmt::Debug for FileRing<M> {
 #[cfg(test)]
 mod tests {
     use std::fs::{File, OpenOptions};
+    use std::io::Write as _;
+    use std::os::fd::OwnedFd;
     use std::os::unix::fs::{FileExt, OpenOptionsExt};
     use std::path::Path;
     use std::sync::Arc;
@@ -305,7 +295,8 @@ mod tests {
     use crate::PAGE;
     use crate::files::TransferFile;
     use crate::files::testing::{Foreign, Pages};
-    use crate::ring::testing::{ends, leave_a_flag};
+    use crate::ring::BELIEF;
+    use crate::ring::testing::{Flag, ends};
 
     const BYTES: usize = 64 * PAGE;
 
@@ -335,16 +326,51 @@ mod tests {
         over
     }
 
+    fn flag(ring: &FileRing<Arc<Pages>>) -> Flag {
+        let Way::Uring(uring) = &ring.way else { panic!("no io_uring here: {:?}", ring.note()) };
+        Flag::of(uring)
+    }
+
     #[test]
     fn a_flag_that_the_kernel_has_left_behind_is_looked_at_once() {
         ends(|| {
             let [mut ring, _] = rings();
-            let Way::Uring(uring) = &ring.way else { panic!("no io_uring here: {:?}", ring.note()) };
-            leave_a_flag(uring);
-            ring.finished(&mut Vec::new());
-            assert!(ring.may_have_work(), "the kernel has taken it away: this test shows nothing");
-            assert!(!ring.is_unsure(), "nothing is under way");
+            flag(&ring).is_left_behind(|| ring.finished(&mut Vec::new()));
+            assert_eq!(ring.patience(), Duration::MAX, "nothing is under way");
         });
+    }
+
+    #[test]
+    fn a_transfer_is_found_that_is_over_and_that_nothing_tells_of() {
+        let (reader, mut writer) = std::io::pipe().unwrap();
+        let [mut ring, _] = rings();
+        ring.submit(Request {
+            file: TransferFile::new("pipe", File::from(OwnedFd::from(reader)), None),
+            direction: Direction::Read,
+            offset: 0,
+            memory: Pages::new(BYTES),
+            at: 0,
+            bytes: PAGE,
+            needed: PAGE,
+            token: 7,
+        })
+        .unwrap();
+        ring.flush();
+        let mut over = Vec::new();
+        ring.finished(&mut over);
+        assert!(over.is_empty());
+        writer.write_all(&[1; PAGE]).unwrap();
+        assert!(wait_readable(ring.event().as_raw_fd(), Duration::from_secs(60)));
+        ring.event.drain();
+        flag(&ring).is_lost();
+        let start = Instant::now();
+        while over.is_empty() {
+            let patience = ring.patience();
+            assert!(patience <= BELIEF && start.elapsed() < Duration::from_secs(10), "it is never found");
+            wait_readable(ring.event().as_raw_fd(), patience);
+            ring.finished(&mut over);
+        }
+        assert!(over.pop().unwrap().result.is_ok() && ring.patience() == Duration::MAX);
     }
 
     #[test]
