@@ -46,6 +46,11 @@ impl Buffers {
         Self(all)
     }
 
+    /// Whether there are any.
+    pub(super) fn are_some(&self) -> bool {
+        !self.0.is_empty()
+    }
+
     /// The image's first buffer of a GPU that has `offset`.
     pub(super) fn at(&self, gpu_id: u32, offset: u64) -> Option<usize> {
         let all = self.0.get(&gpu_id)?;

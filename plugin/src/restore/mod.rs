@@ -91,9 +91,12 @@ impl Restore {
         let nodes = render::nodes(&images, &places, &shared, &mut sharing)?;
         let files = images.kfd.len() + sharing.second_files.len();
         let of_nodes = nodes.iter().map(|node| node.contents.buffers.len());
-        // Without a process that computes there is no gate.
-        let server = if images.kfd.is_empty() { None } else { Server::find(host)? };
         let buffers: Vec<Buffers> = images.kfd.iter().map(|(_, image)| Buffers::of(image)).collect();
+        // Without a process that computes there is no gate.
+        let server = match buffers.is_empty() {
+            true => None,
+            false => Server::find(host, buffers.iter().any(Buffers::are_some))?,
+        };
         let later = match server {
             Some(_) => Later::of(host, &images.kfd, &buffers, &sharing)?,
             None => Later::nothing(&images.kfd),

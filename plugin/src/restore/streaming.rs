@@ -16,6 +16,9 @@ use super::{Restore, kfd_file};
 use crate::abi;
 use crate::image::Images;
 
+/// Without a page server the processes wait for what need not be there: CRIU's log is the only place where that is seen.
+const NONE: &str = "so all memory of GPUs is loaded before anything runs; `rewake restore` brings it behind the running processes, and so does \
+                    `rewake stream-gpu` with this work directory, if it is started before CRIU";
 /// Placeholders in one message: a tenth of what it may have.
 const AT_ONCE: usize = 64;
 
@@ -37,9 +40,15 @@ pub(super) enum NoGate {
 }
 
 impl Server {
-    /// The one that listens in CRIU's work directory; none if there is none, and everything is loaded at once.
-    pub(super) fn find(host: &Host) -> Answer<Option<Self>> {
-        let Some(channel) = connect(Path::new(SOCKET))? else { return Ok(None) };
+    /// The one that listens in CRIU's work directory; none if there is none, and everything is loaded at once. A warning says so if some of it
+    /// `could_wait`.
+    pub(super) fn find(host: &Host, could_wait: bool) -> Answer<Option<Self>> {
+        let Some(channel) = connect(Path::new(SOCKET))? else {
+            if could_wait {
+                host.warn(format_args!("no page server listens on {SOCKET} in CRIU's work directory, {NONE}"));
+            }
+            return Ok(None);
+        };
         let server = Self { channel, holds: false };
         server.say(to_server::What::Hello(proto::Hello { version: VERSION, holds: false }), &[])?;
         match server.hear()? {
