@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 
-use rewake_criu_images::amdgpu::KfdImage;
+use rewake_criu_images::amdgpu::{KfdBuffer, KfdImage};
 
 use super::places::gpus;
 
@@ -69,6 +69,14 @@ pub(super) fn gpu_of_minor(image: &KfdImage, minor: u32) -> Option<(usize, u32)>
     Some((node, properties.gpu_id))
 }
 
+/// Whether a GPU has a buffer of render nodes at an address of the process. ROCm's library maps buffers where GPUs have them.
+pub(super) fn is_address_of_one(image: &KfdImage, gpu_id: u32, address: u64) -> bool {
+    let here = |buffer: &&KfdBuffer| buffer.gpu_id == gpu_id && buffer.alloc_flags & NOT_OF_RENDER_NODES == 0;
+    let covers =
+        |buffer: &KfdBuffer| (buffer.address..buffer.address.saturating_add(buffer.size)).contains(&address);
+    image.buffers.iter().filter(here).any(covers)
+}
+
 /// The render nodes of the GPU of this name: one, unless the image is odd.
 pub(super) fn minors_of(image: &KfdImage, gpu_id: u32) -> impl Iterator<Item = u32> {
     gpus(image).filter(move |gpu| gpu.gpu_id == gpu_id).map(|gpu| gpu.drm_render_minor)
@@ -76,8 +84,6 @@ pub(super) fn minors_of(image: &KfdImage, gpu_id: u32) -> impl Iterator<Item = u
 
 #[cfg(test)]
 mod tests {
-    use rewake_criu_images::amdgpu::KfdBuffer;
-
     use super::*;
 
     const VRAM: u32 = 1;
