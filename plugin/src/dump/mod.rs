@@ -199,17 +199,9 @@ impl Dump {
 }
 
 impl Process {
-    /// Lets its queues go on. The kernel says EINVAL when nothing is paused (any more), and may be asked again otherwise:
-    /// what failed has not counted (`criu_unpause` in `kfd_chardev.c`).
+    /// Lets its queues go on.
     fn go_on(&self) -> Result<(), rewake_kfd::Error> {
-        let mut left = UNPAUSES;
-        loop {
-            left -= 1;
-            match criu::unpause(self.kfd.as_fd()) {
-                Err(error) if left > 0 && error.errno() != Some(libc::EINVAL) => sleep(BETWEEN),
-                done => return done,
-            }
-        }
+        until_unpaused(|| criu::unpause(self.kfd.as_fd()))
     }
 
     /// Whether these are its buffers. No two have one offset on a GPU.
@@ -225,4 +217,48 @@ impl Process {
 fn begin(host: &Host) -> Answer {
     image::refuse_stream(host.image_dir()?)?;
     Ok(host.record_in_inventory()?)
+}
+
+/// The kernel says EINVAL when nothing is paused (any more), which is what is wanted, and may be asked again otherwise: what failed has not
+/// counted (`criu_unpause` in `kfd_chardev.c`).
+fn until_unpaused(
+    mut unpause: impl FnMut() -> Result<(), rewake_kfd::Error>,
+) -> Result<(), rewake_kfd::Error> {
+    let mut left = UNPAUSES;
+    loop {
+        left -= 1;
+        match unpause() {
+            Err(error) if error.errno() == Some(libc::EINVAL) => return Ok(()),
+            Err(_) if left > 0 => sleep(BETWEEN),
+            done => return done,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+    use std::io;
+
+    use super::*;
+
+    /// The kernel answers with these, the last one ever after; what it comes to, and how often it was asked.
+    fn unpaused(answers: &[i32]) -> (Result<(), i32>, usize) {
+        let asked = Cell::new(0);
+        let unpause = || {
+            let errno = answers[asked.replace(asked.get() + 1).min(answers.len() - 1)];
+            let (what, source) = (Box::default(), io::Error::from_raw_os_error(errno));
+            if errno == 0 { Ok(()) } else { Err(rewake_kfd::Error::Call { what, source }) }
+        };
+        let done = until_unpaused(unpause);
+        (done.map_err(|error| error.errno().unwrap()), asked.get())
+    }
+
+    #[test]
+    fn queues_that_are_not_paused_any_more_need_no_other_try() {
+        assert_eq!(unpaused(&[0]), (Ok(()), 1));
+        assert_eq!(unpaused(&[libc::EINVAL]), (Ok(()), 1));
+        assert_eq!(unpaused(&[libc::EBUSY, libc::EINTR, libc::EINVAL]), (Ok(()), 3));
+        assert_eq!(unpaused(&[libc::EBUSY]), (Err(libc::EBUSY), UNPAUSES as usize));
+    }
 }
