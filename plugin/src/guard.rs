@@ -4,8 +4,9 @@
 //!
 //! * In a dump: the tasks go on, and their queues would stay paused for ever. The guard lets them go on.
 //! * In a restore, the tasks would wait for CRIU for ever, or run before their GPUs' memory is there. The guard kills them; a
-//!   task makes no GPU state before it is there (`restore/forked.rs`). CRIU 4.1 says nothing when it forks them: its tasks
-//!   have a guard when they are whole only, and what CRIU's death leaves before that may run.
+//!   task makes no GPU state before it is there, but for one that has waited five seconds for it (`restore/forked.rs`): that goes on
+//!   unguarded. CRIU 4.1 says nothing when it forks them: its tasks have a guard when they are whole only, and what CRIU's death
+//!   leaves before that may run.
 
 use std::fs;
 use std::io;
