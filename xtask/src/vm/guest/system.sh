@@ -21,15 +21,18 @@ for series in 6.12 7; do
 	ln -s "$release" "$system/kernels/$series"
 done
 
-# The older CRIU beside sid's: its program alone, with sid's libraries and the one that sid has in a newer version only.
-inside apt-get install --yes libnet1
+# The older CRIU beside sid's: its program alone, with sid's libraries and the one that sid has in a newer version only. And the older libc for
+# programs that it dumps: it does not know the guard pages that sid's has the kernel put under threads' stacks.
+inside apt-get install --yes libnet1 patchelf
 inside sh -ec '
 	mkdir /tmp/old
 	cd /tmp/old
 	chown _apt .
-	apt-get download criu/trixie
+	apt-get download criu/trixie libc6/trixie
 	dpkg-deb -x criu_*.deb .
 	mv usr/sbin/criu /usr/local/sbin/criu-4.1
+	dpkg-deb -x libc6_*.deb libc
+	mv libc/usr/lib/x86_64-linux-gnu /usr/local/lib/older
 	cd /
 	rm -r /tmp/old
 	criu --version
