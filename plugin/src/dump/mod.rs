@@ -2,6 +2,7 @@
 //! The dump. A process's queues are paused when its `/dev/kfd` is dumped, and go on when CRIU is done with everything, or
 //! has failed: what they could write in between would be in one part of the image and not in another.
 
+mod bare;
 mod dmabuf;
 mod kfd;
 mod render;
@@ -144,12 +145,16 @@ impl Dump {
             return self.shared.write(host);
         }
         let own = file.try_clone_to_owned()?;
-        let guard = Guard::of_queues(host, file, &self.tasks.with(file, &self.devices));
+        let tasks = self.tasks.with(file, &self.devices);
+        let guard = Guard::of_queues(host, file, &tasks);
         let counts = criu::process_info(file)?;
         self.paused.push(Process { kfd: own, id, counts, buffers: Vec::new(), names: Vec::new(), guard });
         let state = kfd::dump(host, file, id, &counts, &mut self.shared)?;
+        if let Some(mappings) = bare::mappings(&tasks, &state.image)? {
+            self.shared.bare(id, mappings);
+        }
         if let Some(process) = self.paused.last_mut() {
-            (process.buffers, process.names) = (state.buffers, state.names);
+            (process.buffers, process.names) = (state.image.buffers, state.names);
         }
         self.shared.write(host)
     }

@@ -1,14 +1,17 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Where a mapped device is now. A buffer's offset names it on its GPU, for every process that maps it.
 
+use std::collections::BTreeSet;
+
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use rewake_criu_images::amdgpu::{KfdBuffer, KfdImage, Properties};
+use rewake_criu_images::rewake::BareMapping;
 use rewake_criu_plugin::{Answer, Host, Mapping, Refusal};
 
 use super::Restore;
 use super::board::Place;
-use super::buffers::{gpu_of_minor, is_address_of_one};
 use super::places::gpus;
+use crate::buffers::{gpu_of_minor, is_address_of_one};
 use crate::device::Gpu;
 
 /// Offsets of `/dev/kfd` carry a GPU's name here (`kfd_priv.h`, KFD_MMAP_GPU_ID).
@@ -16,6 +19,8 @@ const GPU_SHIFT: u32 = 46;
 const GPU_MASK: u64 = 0xffff << GPU_SHIFT;
 /// Doorbells and registers.
 const OF_KFD: u32 = 8 | 16;
+const HAD_ONE: &str = ", and there was one when it was dumped: the image is damaged, or another plugin dumped into the directory of an \
+                       earlier dump (remove its rewake-shared.img then)";
 
 #[derive(Debug, thiserror::Error)]
 enum Unmapped {
@@ -49,7 +54,9 @@ pub(super) fn find(
             if let Some(found) = found {
                 return Ok(found);
             }
-            was_freed(restore.own.map(|own| &restore.images.kfd[own].1), minor, address)
+            let own = restore.own.map(|own| &restore.images.kfd[own]);
+            let told = own.and_then(|(id, _)| restore.bare.get(id));
+            was_freed(own.map(|(_, image)| image), told, BareMapping { minor, address, offset })
                 .map_err(|why| Unmapped::NoBuffer { path: path.to_owned(), address, offset, why })?;
             host.warn(format_args!(
                 "a mapping of {path} at {address:#x}: the image has no buffer there, as one that had been freed; what touches it before \
@@ -60,14 +67,22 @@ pub(super) fn find(
     }
 }
 
-/// Whether a mapping without a buffer was one of a buffer that had been freed: of a GPU that the task computes on, `own`, and not where
-/// that has a buffer still. The reason if it was none.
-fn was_freed(own: Option<&KfdImage>, minor: u32, address: u64) -> Result<(), &'static str> {
-    let computes = own.and_then(|image| Some((image, gpu_of_minor(image, minor)?)));
+/// Whether a mapping without a buffer was one of a buffer that had been freed: of a GPU that the task computes on, `own`, and without one
+/// when it was dumped, which only this project's plugin has `told`; by others' images not where the GPU has a buffer still. The reason if it
+/// was none.
+fn was_freed(
+    own: Option<&KfdImage>,
+    told: Option<&BTreeSet<BareMapping>>,
+    mapping: BareMapping,
+) -> Result<(), &'static str> {
+    let computes = own.and_then(|image| Some((image, gpu_of_minor(image, mapping.minor)?)));
     let (image, (_, gpu_id)) = computes.ok_or("")?;
-    match is_address_of_one(image, gpu_id, address) {
-        true => Err("; the one at this address has another offset: the image is damaged"),
-        false => Ok(()),
+    if is_address_of_one(image, gpu_id, mapping.address) {
+        return Err("; the one at this address has another offset: the image is damaged");
+    }
+    match told.is_none_or(|told| told.contains(&mapping)) {
+        true => Ok(()),
+        false => Err(HAD_ONE),
     }
 }
 
@@ -204,7 +219,8 @@ mod tests {
             ..KfdBuffer::default()
         };
         image.buffers = vec![buffer(0x11, VRAM, 0x10_0000), buffer(0x11, DOORBELL, 0x20_0000)];
-        let freed = |minor, address| was_freed(Some(&image), minor, address);
+        let at = |minor, address| BareMapping { minor, address, offset: 1 << 40 };
+        let freed = |minor, address| was_freed(Some(&image), None, at(minor, address));
         assert_eq!(freed(128, 0x30_0000), Ok(()));
         for address in [0x10_0000, 0x10_1000] {
             assert!(freed(128, address).unwrap_err().contains("has another offset"), "{address:#x}");
@@ -213,7 +229,16 @@ mod tests {
         assert_eq!(freed(128, 0x10_2000), Ok(()), "behind it");
         assert_eq!(freed(128, 0x20_0000), Ok(()), "no buffer of a render node");
         assert_eq!(freed(130, 0x30_0000), Err(""), "a GPU that only renders");
-        assert_eq!(was_freed(None, 128, 0x30_0000), Err(""), "a task that does not compute");
+        assert_eq!(was_freed(None, None, at(128, 0x30_0000)), Err(""), "a task that does not compute");
+        let told = BTreeSet::from([at(128, 0x10_0000), at(128, 0x40_0000)]);
+        let freed = |minor, address| was_freed(Some(&image), Some(&told), at(minor, address));
+        assert_eq!(freed(128, 0x40_0000), Ok(()));
+        assert_eq!(
+            [freed(128, 0x30_0000), freed(129, 0x40_0000)],
+            [Err(HAD_ONE); 2],
+            "not when it was dumped"
+        );
+        assert!(freed(128, 0x10_0000).is_err(), "whatever is told");
     }
 
     #[test]
