@@ -6,9 +6,10 @@ use std::fmt::Write as _;
 use std::fs::File;
 use std::os::fd::{AsFd as _, BorrowedFd};
 use std::path::Path;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, ensure};
-use rewake_contents::{PagesFile, TWINS, folder, same};
+use rewake_contents::{Alike, PagesFile, Same, TWINS, folder};
 use rewake_criu_images::ImageDir;
 use rewake_criu_images::amdgpu::{GpuFile, KfdImage};
 use serde::{Deserialize, Serialize};
@@ -47,16 +48,28 @@ pub fn forget(images: &Path) -> anyhow::Result<()> {
     Ok(folder::remove(folder.as_fd(), TWINS)?)
 }
 
-/// Looks for such buffers in an image that was dumped, and leaves the file; how many need not be read then.
+/// What was found.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Found {
+    /// Buffers that need not be read.
+    pub spared: usize,
+    /// Whether the time was over before all were compared.
+    pub cut_off: bool,
+}
+
+/// Looks for such buffers in an image that was dumped, and leaves the file. `begins` is told how many bytes are to be compared, and gives for how
+/// long they may be: what was found until then is kept.
 ///
 /// # Errors
 /// The image cannot be read, or the directory not written to.
-pub fn find(images: &Path) -> anyhow::Result<usize> {
+pub fn find(images: &Path, begins: impl FnOnce(u64) -> Duration) -> anyhow::Result<Found> {
     let folder = File::open(images).with_context(|| images.display().to_string())?;
     let (processes, files): (Vec<_>, Vec<_>) = pages_files(images, folder.as_fd())?.into_iter().unzip();
-    let mut sets = same(&files)?;
+    let alike = Alike::of(&files)?;
+    let (limit, start) = (begins(alike.bytes()), Instant::now());
+    let Same { mut sets, cut_off } = alike.compare(|| start.elapsed() < limit)?;
     if sets.is_empty() {
-        return Ok(0);
+        return Ok(Found { spared: 0, cut_off });
     }
     // What spares the most first.
     sets.sort_by_key(|set| {
@@ -66,7 +79,8 @@ pub fn find(images: &Path) -> anyhow::Result<usize> {
     let named = |set: Vec<(usize, usize)>| {
         set.into_iter().map(|(place, buffer)| (processes[place].0, buffer)).collect()
     };
-    write(folder.as_fd(), sets.into_iter().map(named).collect())
+    let spared = write(folder.as_fd(), sets.into_iter().map(named).collect())?;
+    Ok(Found { spared, cut_off })
 }
 
 /// A process's number in the image, and what the image has of it.
@@ -191,7 +205,7 @@ mod tests {
 
     #[test]
     fn a_folder_that_is_not_there_is_named() {
-        let error = format!("{:#}", find(Path::new("/nowhere/images")).unwrap_err());
+        let error = format!("{:#}", find(Path::new("/nowhere/images"), |_| Duration::MAX).unwrap_err());
         assert!(error.starts_with("/nowhere/images: "), "{error}");
     }
 
@@ -201,7 +215,8 @@ mod tests {
         std::fs::write(folder.path().join(TWINS), "of another dump").unwrap();
         forget(folder.path()).unwrap();
         forget(folder.path()).unwrap();
-        assert_eq!(find(folder.path()).unwrap(), 0);
+        let found = find(folder.path(), Duration::from_secs).unwrap();
+        assert_eq!(found, Found { spared: 0, cut_off: false });
         assert!(!folder.path().join(TWINS).exists());
     }
 }

@@ -4,10 +4,12 @@
 //!
 //! * In a dump: the tasks go on, and their queues would stay paused for ever. The guard lets them go on.
 //! * In a restore, the tasks would wait for CRIU for ever, or run before their GPUs' memory is there. The guard kills them; a
-//!   task makes no GPU state before it is there (`restore/forked.rs`). CRIU 4.1 says nothing when it forks them: its tasks
-//!   have a guard when they are whole only, and what CRIU's death leaves before that may run.
+//!   task makes no GPU state before it is there, but for one that has waited five seconds for it (`restore/forked.rs`): that goes on
+//!   unguarded. CRIU 4.1 says nothing when it forks them: its tasks have a guard when they are whole only, and what CRIU's death
+//!   leaves before that may run.
 
 use std::fs;
+use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
 
 use nix::sys::signal::{Signal, kill};
@@ -30,23 +32,45 @@ impl Guard {
 
     /// Before a restored tree may run: of its first task, or of whatever CRIU has forked.
     pub(crate) fn of_trees(host: &Host, roots: &[i32]) -> Option<Self> {
-        // One that has ended needs no guard.
-        let open = |root: &i32| Some((*root, abi::task(*root).ok()?));
-        let roots: Vec<(i32, OwnedFd)> = roots.iter().filter_map(open).collect();
-        Self::start(host, &Duty::Kill(&roots), "tasks run without their GPUs' memory")
+        let otherwise = "tasks run without their GPUs' memory";
+        match those_there(roots, abi::task) {
+            Ok(roots) => Self::start(host, &Duty::Kill(&roots), otherwise),
+            Err(error) => none(host, &error, otherwise),
+        }
     }
 
     fn start(host: &Host, duty: &Duty<'_>, otherwise: &str) -> Option<Self> {
         match abi::fork_guard(duty, host.log_file().ok()) {
             Ok(pid) => Some(Self(pid)),
-            Err(error) => {
-                host.warn(format_args!(
-                    "start a process that outlives CRIU: {error}; if CRIU is killed now, {otherwise}"
-                ));
-                None
-            }
+            Err(error) => none(host, &error, otherwise),
         }
     }
+
+    /// A child that stands for one.
+    #[cfg(test)]
+    pub(crate) fn of(pid: Pid) -> Self {
+        Self(pid)
+    }
+}
+
+fn none(host: &Host, error: &io::Error, otherwise: &str) -> Option<Guard> {
+    host.warn(format_args!(
+        "start a process that outlives CRIU: {error}; if CRIU is killed now, {otherwise}"
+    ));
+    None
+}
+
+/// Tasks with their descriptors. One that has ended needs no guard; one that cannot be had would have none.
+fn those_there(tasks: &[i32], open: impl Fn(i32) -> io::Result<OwnedFd>) -> io::Result<Vec<(i32, OwnedFd)>> {
+    let mut there = Vec::new();
+    for task in tasks {
+        match open(*task) {
+            Ok(file) => there.push((*task, file)),
+            Err(error) if error.raw_os_error() == Some(libc::ESRCH) => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(there)
 }
 
 impl Drop for Guard {
@@ -82,4 +106,34 @@ fn tracer_of(task: i32) -> Option<u32> {
     let status = fs::read_to_string(format!("/proc/{task}/status")).ok()?;
     let line = status.lines().find_map(|line| line.strip_prefix("TracerPid:"))?;
     line.trim().parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+
+    use super::*;
+
+    #[test]
+    fn only_tasks_that_have_ended_need_no_guard() {
+        let open = |errno: i32| {
+            move |task: i32| match task {
+                8 => Err(io::Error::from_raw_os_error(errno)),
+                _ => Ok(File::open("/dev/null")?.into()),
+            }
+        };
+        let there = those_there(&[7, 8, 9], open(libc::ESRCH)).unwrap();
+        assert_eq!(there.iter().map(|(task, _)| *task).collect::<Vec<_>>(), [7, 9]);
+        for errno in [libc::EMFILE, libc::EINVAL, libc::ENOSYS] {
+            let error = those_there(&[7, 8, 9], open(errno)).unwrap_err();
+            assert_eq!(error.raw_os_error(), Some(errno));
+        }
+    }
+
+    #[test]
+    fn a_task_that_was_waited_for_has_ended() {
+        let mut child = std::process::Command::new("true").spawn().unwrap();
+        child.wait().unwrap();
+        assert!(those_there(&[child.id().cast_signed()], abi::task).unwrap().is_empty());
+    }
 }

@@ -4,7 +4,7 @@
 //!
 //! * [`dump`]: processes paused, their GPU state and memory written, paused until CRIU has their memory, too.
 //! * [`restore`]: GPU state made anew in the restored tasks, memory loaded, queues started once.
-//! * [`contents`]: the memory of buffers, to and from the image.
+//! * [`contents`]: the memory of buffers, to and from the image. `buffers`: which of them a mapping shows.
 //! * `shared`, in both: buffers that processes have in common, open dma-bufs, two `/dev/kfd`s of one process. CRIU's
 //!   images have no place for that: `rewake-shared.img` has it, beside what CRIU's own plugin restores as copies.
 //! * `hsakmt`: what ROCm's library shares between processes. `abi`, `kcmp`: the only `unsafe` code.
@@ -14,6 +14,7 @@
 
 #[allow(unsafe_code, reason = "the one place for it")]
 mod abi;
+mod buffers;
 mod contents;
 mod device;
 mod dump;

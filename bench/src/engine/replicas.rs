@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, ensure};
-use rewake_contents::{Loading, MemoryDevice, Process, same};
+use rewake_contents::{Alike, Loading, MemoryDevice, Process};
 
 use super::image::{Image, MINOR};
 use super::pace;
@@ -59,7 +59,7 @@ pub(super) fn run(work: &Path, mib: u64, rounds: u64) -> anyhow::Result<String> 
 fn sets(images: &mut [Image]) -> anyhow::Result<(Sets, Duration)> {
     let files: Vec<_> = images.iter_mut().map(|image| std::mem::take(&mut image.files)).collect();
     let start = Instant::now();
-    let sets = same(&files)?;
+    let sets = Alike::of(&files)?.compare(|| true)?.sets;
     let looked = start.elapsed();
     ensure!(sets.iter().all(|set| set.len() == COUNT as usize), "replicas differ: {sets:?}");
     images.iter_mut().zip(files).for_each(|(image, files)| image.files = files);

@@ -304,11 +304,12 @@ impl<'a> Flow<'a> {
         Ok((engine, bo))
     }
 
-    /// Bytes for one of a piece's buffers: for all but the first they are not read.
-    pub(crate) fn count_twin(&mut self, which: usize, bytes: u64) {
+    /// Bytes for one of a piece's buffers, so many of them zero: for all but the first they are not read.
+    pub(crate) fn count_twin(&mut self, which: usize, bytes: u64, zero: u64) {
         if which > 0 {
             self.moved.bytes += bytes;
             self.moved.same += bytes;
+            self.moved.zero += zero;
         }
     }
 

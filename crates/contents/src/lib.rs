@@ -7,7 +7,7 @@
 //! looks after all of it, and no process has more memory for it than the staging memory.
 //!
 //! * [`PagesFile`]: what is where in a file. `flow`: what is under way, `copies` what engines work on. [`save`], [`load`]: the two directions.
-//! * [`same`]: which buffers have the same bytes. `twins`: they are read once.
+//! * [`Alike`]: which buffers have the same bytes. `twins`: they are read once.
 //! * [`Loading`]: a load that other threads can ask for a buffer first, and how far it is, at its [`Desk`]. `order`: which
 //!   chunk comes next.
 //! * [`folder`]: files of an image directory.
@@ -48,7 +48,7 @@ pub use pages::PagesFile;
 pub use report::{Moved, Report};
 pub use rewake_amdgpu::MemoryDevice;
 use rewake_store::pace::Pace;
-pub use same::{TWINS, same};
+pub use same::{Alike, Same, TWINS};
 
 use copies::Sink;
 use flow::Flow;

@@ -256,7 +256,11 @@ fn account(flow: &mut Flow<'_>, chunk: Chunk, runs: &[Run]) {
 /// Bytes of what is moved that are in no run.
 fn zeros(flow: &Flow<'_>, chunk: Chunk, runs: &[Run]) -> u64 {
     let pieces = flow.file(chunk).pieces(chunk.number).filter(|piece| flow.is_here(chunk, piece));
-    pieces.flat_map(|piece| parts(piece, runs)).filter(|(_, data)| !data).map(|(part, _)| part.bytes).sum()
+    pieces.map(|piece| zeros_in(piece, runs)).sum()
+}
+
+fn zeros_in(piece: Piece, runs: &[Run]) -> u64 {
+    parts(piece, runs).filter(|(_, data)| !data).map(|(part, _)| part.bytes).sum()
 }
 
 /// What of a chunk is to be read: whole pages of what is moved, but for holes.
@@ -360,9 +364,10 @@ fn copy_in(flow: &mut Flow<'_>, held: &Held, slot: Slot) -> Result<(), Error> {
     let (first, end) = file.range(chunk.number);
     flow.bring_in(slot, (end - first).next_multiple_of(PAGE));
     for piece in file.pieces(chunk.number) {
+        let zero = zeros_in(piece, &held.runs);
         for which in 0..flow.buffers_with(chunk, &piece) {
             let name = flow.buffer_with(chunk, &piece, which);
-            flow.count_twin(which, piece.bytes);
+            flow.count_twin(which, piece.bytes, zero);
             for (part, data) in parts(piece, &held.runs) {
                 let from = Place { slot, at: part.offset - first };
                 flow.push(name, |bo| match data {
@@ -380,7 +385,7 @@ fn fill(flow: &mut Flow<'_>, chunk: Chunk) -> Result<(), Error> {
     let file = flow.file(chunk);
     for piece in file.pieces(chunk.number) {
         for which in 0..flow.buffers_with(chunk, &piece) {
-            flow.count_twin(which, piece.bytes);
+            flow.count_twin(which, piece.bytes, piece.bytes);
             let fill = |bo| Transfer::Fill { bo, at: piece.at, bytes: piece.bytes, word: 0 };
             flow.push(flow.buffer_with(chunk, &piece, which), fill)?;
         }

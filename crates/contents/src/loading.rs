@@ -70,7 +70,7 @@ impl<'a> Loading<'a> {
         Self { first, ..self }
     }
 
-    /// Sets of buffers that have the same bytes, as [`same`](crate::same()) finds them: a process's place and the image's number of each. Of a set those
+    /// Sets of buffers that have the same bytes, as [`Alike`](crate::Alike) finds them: a process's place and the image's number of each. Of a set those
     /// of one are read, and copied to all that are loaded. What is unknown makes no difference.
     #[must_use]
     pub fn twins(self, twins: Vec<Vec<(usize, usize)>>) -> Self {

@@ -72,36 +72,73 @@ impl Candidate<'_> {
 
 type Group<'a> = Vec<Candidate<'a>>;
 
-/// Sets of buffers, each of two at least and every buffer in one at most, by the files' place and the image's number. All bytes were compared. Holes are
-/// in none: nothing is read for them anyway.
-///
-/// # Errors
-/// A file cannot be read.
-pub fn same(processes: &[Vec<PagesFile>]) -> Result<Vec<Vec<Name>>, FileError> {
-    // What is looked at is far apart; and what is compared is not to be taken for what others have read.
-    without_reading_ahead(processes);
-    let mut groups = of_one_size(processes)?;
-    for place in 0..PLACES {
-        let split = groups.into_iter().map(|group| split(group, |candidate| candidate.sample(place)));
-        groups = split.collect::<Result<Vec<_>, _>>()?.concat();
+/// Buffers that look the same: by their size, and some bytes of each.
+#[derive(Debug)]
+pub struct Alike<'a>(Vec<Group<'a>>);
+
+/// Those that have the same bytes.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct Same {
+    /// Each of two buffers at least and every buffer in one at most, by the files' place and the image's number. All bytes were compared. Holes are in none:
+    /// nothing is read for them anyway.
+    pub sets: Vec<Vec<Name>>,
+    /// Whether there may be more: not all were compared to their end.
+    pub cut_off: bool,
+}
+
+impl<'a> Alike<'a> {
+    /// Looks for them: a few reads for each buffer.
+    ///
+    /// # Errors
+    /// A file cannot be read.
+    pub fn of(processes: &'a [Vec<PagesFile>]) -> Result<Self, FileError> {
+        // What is looked at is far apart; and what is compared is not to be taken for what others have read.
+        without_reading_ahead(processes);
+        let mut groups = of_one_size(processes)?;
+        for place in 0..PLACES {
+            let split = groups.into_iter().map(|group| split(group, |candidate| candidate.sample(place)));
+            groups = split.collect::<Result<Vec<_>, _>>()?.concat();
+        }
+        Ok(Self(groups))
     }
-    let groups = Mutex::new(groups.into_iter());
-    let next = || groups.lock().unwrap_or_else(PoisonError::into_inner).next();
-    let threads = thread::available_parallelism().map_or(1, usize::from).min(THREADS);
-    let found: Vec<Result<Vec<Vec<Name>>, FileError>> = thread::scope(|scope| {
-        let work = || -> Result<Vec<Vec<Name>>, FileError> {
-            let mut sets = Vec::new();
-            while let Some(group) = next() {
-                sets.extend(sets_of(group)?);
-            }
-            Ok(sets)
-        };
-        let threads: Vec<_> = (0..threads).map(|_| scope.spawn(work)).collect();
-        threads.into_iter().map(|thread| thread.join().expect("it has not panicked")).collect()
-    });
-    let mut sets = found.into_iter().collect::<Result<Vec<_>, _>>()?.concat();
-    sets.sort_unstable();
-    Ok(sets)
+
+    /// Bytes that are read to compare them, at most.
+    #[must_use]
+    pub fn bytes(&self) -> u64 {
+        self.0.iter().flatten().map(|candidate| candidate.bytes).sum()
+    }
+
+    /// Compares them as long as that `may_go_on`, which is asked before each MiB of a group; the largest buffers first.
+    ///
+    /// # Errors
+    /// A file cannot be read.
+    pub fn compare(self, may_go_on: impl Fn() -> bool + Sync) -> Result<Same, FileError> {
+        let groups = Mutex::new(self.0.into_iter());
+        let next = || groups.lock().unwrap_or_else(PoisonError::into_inner).next();
+        let threads = thread::available_parallelism().map_or(1, usize::from).min(THREADS);
+        let found: Vec<Result<Same, FileError>> = thread::scope(|scope| {
+            let work = || -> Result<Same, FileError> {
+                let mut same = Same::default();
+                while let Some(group) = next() {
+                    match sets_of(group, &may_go_on)? {
+                        Some(sets) => same.sets.extend(sets),
+                        None => same.cut_off = true,
+                    }
+                }
+                Ok(same)
+            };
+            let threads: Vec<_> = (0..threads).map(|_| scope.spawn(work)).collect();
+            threads.into_iter().map(|thread| thread.join().expect("it has not panicked")).collect()
+        });
+        let mut all = Same::default();
+        for found in found {
+            let Same { sets, cut_off } = found?;
+            all.sets.extend(sets);
+            all.cut_off |= cut_off;
+        }
+        all.sets.sort_unstable();
+        Ok(all)
+    }
 }
 
 fn without_reading_ahead(processes: &[Vec<PagesFile>]) {
@@ -148,12 +185,18 @@ fn split<'a, T: Ord>(
     Ok(by_content.into_values().filter(|group| group.len() > 1).collect())
 }
 
-/// Of buffers that look the same.
-fn sets_of(group: Group<'_>) -> Result<Vec<Vec<Name>>, FileError> {
+/// Of buffers that look the same; none if it took too long.
+fn sets_of(group: Group<'_>, may_go_on: impl Fn() -> bool) -> Result<Option<Vec<Vec<Name>>>, FileError> {
     let bytes = group.first().map_or(0, |candidate| candidate.bytes);
     let mut groups = vec![group];
     let mut buffer = vec![0; STEP];
     for at in (0..bytes).step_by(STEP) {
+        if groups.is_empty() {
+            break;
+        }
+        if !may_go_on() {
+            return Ok(None);
+        }
         let length = usize::try_from(bytes - at).unwrap_or(STEP).min(STEP);
         let mut still = Vec::new();
         for group in groups {
@@ -166,7 +209,7 @@ fn sets_of(group: Group<'_>) -> Result<Vec<Vec<Name>>, FileError> {
         names.sort_unstable();
         names
     };
-    Ok(groups.into_iter().map(names).collect())
+    Ok(Some(groups.into_iter().map(names).collect()))
 }
 
 /// Those that are the same in these bytes, too.

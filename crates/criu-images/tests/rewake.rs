@@ -8,7 +8,8 @@ use std::path::PathBuf;
 use common::{Images, put};
 use rewake_criu_images::ImageDir;
 use rewake_criu_images::rewake::{
-    BufferOwner, BufferUser, RenderFile, RenderImport, SHARED_NAME, SecondFile, SharedBuffer, SharedImage,
+    BareMapping, BareMappings, BufferOwner, BufferUser, RenderFile, RenderImport, SHARED_NAME, SecondFile,
+    SharedBuffer, SharedImage,
 };
 
 /// A file of the fuzzers' corpus: written by hand, not by this crate.
@@ -32,7 +33,7 @@ fn what_processes_share_reads_and_is_written_byte_for_byte() {
             SharedBuffer { users: vec![user(9, 2)], dmabuf: Some(300) },
         ],
         second_files: vec![SecondFile { id: 11, kfd: 6 }],
-        render_files: Vec::new(),
+        ..SharedImage::default()
     };
     assert_eq!(read(&seed("good-shared")).unwrap(), image);
     assert_eq!(image.to_bytes(), seed("good-shared"));
@@ -58,6 +59,20 @@ fn render_nodes_read_and_are_written_byte_for_byte() {
 }
 
 #[test]
+fn mappings_without_buffers_read_and_are_written_byte_for_byte() {
+    let mappings = [
+        BareMapping { minor: 128, address: 0x7f00_0020_0000, offset: 0x1_0000_1000 },
+        BareMapping { minor: 129, address: 0x1000, offset: 0 },
+    ];
+    let none = BareMappings { kfd: 9, ..BareMappings::default() };
+    let bare = vec![BareMappings { kfd: 6, mappings: mappings.into() }, none];
+    let image = SharedImage { bare, ..SharedImage::default() };
+    assert_eq!(read(&seed("good-bare")).unwrap(), image);
+    assert_eq!(image.to_bytes(), seed("good-bare"));
+    assert!(!image.is_empty());
+}
+
+#[test]
 fn an_image_where_nothing_is_shared_has_no_such_file() {
     let images = Images::new();
     put(&images.path("a"), "inventory.img", &[]);
@@ -75,6 +90,9 @@ fn damage_is_named() {
         ("bad-import-twice", "buffer 1 of file 12 twice"),
         ("bad-import-owner", "none, or two"),
         ("bad-contexts", "[2, 2]"),
+        ("bad-bare-process", "/dev/kfd 6 twice"),
+        ("bad-bare-twice", "one of /dev/kfd 6 twice"),
+        ("bad-bare-offset", "a mapping without a buffer with the field offset"),
         ("bad-short", "bytes to the end"),
     ] {
         let error = read(&seed(name)).unwrap_err().to_string();

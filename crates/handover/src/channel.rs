@@ -25,23 +25,34 @@ const MAX_MESSAGE: usize = 16 << 10;
 
 /// One end.
 #[derive(Debug)]
-pub struct Channel(OwnedFd);
+pub struct Channel {
+    socket: OwnedFd,
+    patience: Duration,
+}
 
 impl Channel {
-    /// An end that is connected, to this user or root.
+    /// An end that is connected, to this user or root, with [`PATIENCE`].
     ///
     /// # Errors
     /// It is a stranger's.
     pub fn new(socket: OwnedFd) -> Result<Self, Error> {
+        Self::with_patience(socket, PATIENCE)
+    }
+
+    /// The same with another deadline for every step, a microsecond at least.
+    ///
+    /// # Errors
+    /// It is a stranger's.
+    pub fn with_patience(socket: OwnedFd, patience: Duration) -> Result<Self, Error> {
         let peer = getsockopt(&socket, sockopt::PeerCredentials).map_err(Error::of("look who is there"))?;
         let own = geteuid().as_raw();
         if peer.uid() != own && peer.uid() != 0 {
             return Err(Error::Stranger { found: peer.uid(), expected: own });
         }
-        let limit = TimeVal::seconds(i64::try_from(PATIENCE.as_secs()).unwrap_or(i64::MAX));
+        let limit = TimeVal::microseconds(i64::try_from(patience.as_micros()).unwrap_or(i64::MAX));
         setsockopt(&socket, sockopt::ReceiveTimeout, &limit).map_err(Error::of("set a deadline"))?;
         setsockopt(&socket, sockopt::SendTimeout, &limit).map_err(Error::of("set a deadline"))?;
-        Ok(Self(socket))
+        Ok(Self { socket, patience })
     }
 
     /// Says something.
@@ -56,10 +67,10 @@ impl Channel {
         let (bytes, flags) = ([IoSlice::new(&bytes)], MsgFlags::MSG_NOSIGNAL);
         // With a deadline the kernel starts neither of the two again, even after a mere SIGSTOP and SIGCONT.
         loop {
-            match sendmsg::<()>(self.0.as_raw_fd(), &bytes, rights, flags, None) {
+            match sendmsg::<()>(self.socket.as_raw_fd(), &bytes, rights, flags, None) {
                 Ok(_) => return Ok(()),
                 Err(Errno::EINTR) => {}
-                Err(errno) => return Err(Error::of("send")(errno)),
+                Err(errno) => return Err(self.failed("send", errno)),
             }
         }
     }
@@ -69,8 +80,15 @@ impl Channel {
     /// # Errors
     /// The kernel's.
     pub fn wait_for_ever(&self) -> Result<(), Error> {
-        setsockopt(&self.0, sockopt::ReceiveTimeout, &TimeVal::zero())
+        setsockopt(&self.socket, sockopt::ReceiveTimeout, &TimeVal::zero())
             .map_err(Error::of("take a deadline back"))
+    }
+
+    fn failed(&self, act: &'static str, errno: Errno) -> Error {
+        match errno {
+            Errno::EAGAIN => Error::Silent(self.patience),
+            errno => Error::of(act)(errno),
+        }
     }
 
     /// Waits until there is something to hear, or the deadline is over.
@@ -78,10 +96,10 @@ impl Channel {
         let mut byte = [0];
         let peek = MsgFlags::MSG_PEEK;
         loop {
-            match recv(self.0.as_raw_fd(), &mut byte, peek) {
+            match recv(self.socket.as_raw_fd(), &mut byte, peek) {
                 Ok(_) => return Ok(()),
                 Err(Errno::EINTR) => {}
-                Err(errno) => return Err(Error::of("receive")(errno)),
+                Err(errno) => return Err(self.failed("receive", errno)),
             }
         }
     }
@@ -96,8 +114,8 @@ impl Channel {
         let mut space = nix::cmsg_space!([i32; MAX_DESCRIPTORS]);
         let mut bytes = [IoSliceMut::new(&mut buffer)];
         let flags = MsgFlags::MSG_CMSG_CLOEXEC;
-        let came = recvmsg::<()>(self.0.as_raw_fd(), &mut bytes, Some(&mut space), flags);
-        let came = came.map_err(Error::of("receive"))?;
+        let came = recvmsg::<()>(self.socket.as_raw_fd(), &mut bytes, Some(&mut space), flags);
+        let came = came.map_err(|errno| self.failed("receive", errno))?;
         let (length, flags) = (came.bytes, came.flags);
         let mut descriptors = Vec::new();
         // nix gives no list of what was cut off; the flag tells below.

@@ -2,10 +2,11 @@
 //! Why a handover came to nothing.
 
 use std::io;
+use std::time::Duration;
 
 use nix::errno::Errno;
 
-use crate::channel::PATIENCE;
+use crate::VERSION;
 use crate::socket::SOCKET;
 
 /// A handover came to nothing.
@@ -20,9 +21,9 @@ pub enum Error {
         #[source]
         source: io::Error,
     },
-    /// Nothing came.
-    #[error("the other end has said nothing for {PATIENCE:?}")]
-    Silent,
+    /// Nothing came, or what was said was not heard.
+    #[error("the other end has said nothing, and heard nothing, for {0:?}")]
+    Silent(Duration),
     /// It ended, or gave up.
     #[error("the other end has closed the socket: its log says why")]
     Closed,
@@ -34,6 +35,11 @@ pub enum Error {
         /// Who this is.
         expected: u32,
     },
+    /// What it says would be misunderstood.
+    #[error(
+        "the other end speaks version {0}, this one {VERSION}: install plugin and `rewake` of one release"
+    )]
+    Version(u32),
     /// It does not make sense.
     #[error("expected {expected}, found {found}: are plugin and server of one version?")]
     Garbled {
@@ -56,7 +62,6 @@ impl Error {
     /// For `map_err`.
     pub(crate) fn of(act: &'static str) -> impl FnOnce(Errno) -> Self {
         move |errno| match errno {
-            Errno::EAGAIN => Self::Silent,
             Errno::EPIPE | Errno::ECONNRESET => Self::Closed,
             errno => Self::Socket { act, source: errno.into() },
         }

@@ -26,3 +26,13 @@ pub use socket::{Listener, SOCKET, connect};
 
 /// Of the conversation. It changes when a message changes its meaning.
 pub const VERSION: u32 = 4;
+
+impl proto::Hello {
+    /// To be asked of the other end's before anything else is said.
+    ///
+    /// # Errors
+    /// [`Error::Version`]
+    pub fn check(&self) -> Result<(), Error> {
+        if self.version == VERSION { Ok(()) } else { Err(Error::Version(self.version)) }
+    }
+}

@@ -7,9 +7,10 @@ use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
 use std::os::unix::fs::PermissionsExt as _;
 use std::os::unix::net::UnixListener;
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use nix::sys::socket::{AddressFamily, MsgFlags, SockFlag, SockType, send, socketpair};
+use nix::unistd::geteuid;
 use rewake_handover::proto::{self, to_server};
 use rewake_handover::{Channel, Error, Listener, MAX_DESCRIPTORS, SOCKET, VERSION, connect};
 
@@ -113,4 +114,73 @@ fn a_work_directory_may_have_a_longer_name_than_a_socket() {
     assert_eq!(listener.accept().unwrap().unwrap().receive::<proto::ToServer>().unwrap().0, hello());
     drop(listener);
     assert!(!work.join(SOCKET).exists());
+}
+
+/// A user that is neither this one nor root.
+const STRANGER: u32 = 65534;
+
+/// Does something as a stranger, in a thread that ends then.
+fn as_stranger<T: Send>(act: impl FnOnce() -> T + Send) -> T {
+    let stranger = || {
+        // The C library's would change all threads. Real and saved user stay.
+        // SAFETY: numbers only.
+        let changed = unsafe { libc::syscall(libc::SYS_setresuid, -1, STRANGER, -1) };
+        assert_eq!((changed, geteuid().as_raw()), (0, STRANGER));
+        act()
+    };
+    thread::scope(|scope| scope.spawn(stranger).join().unwrap())
+}
+
+/// A folder in which anybody may do anything.
+fn open_to_all() -> tempfile::TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o777)).unwrap();
+    folder
+}
+
+#[test]
+fn a_stranger_is_refused_as_plugin_and_as_server() {
+    if !geteuid().is_root() {
+        assert!(std::env::var_os("CI").is_none(), "it needs root: nobody else can be a stranger");
+        return eprintln!("skipped: it needs root: nobody else can be a stranger");
+    }
+    let (own, their) = (open_to_all(), open_to_all());
+    let path = own.path().join(SOCKET);
+    let listener = Listener::new(own.path()).unwrap();
+    let refused = as_stranger(|| connect(&path)).unwrap_err();
+    assert!(matches!(refused, Error::Socket { act: "connect", .. }), "by the file's mode: {refused:?}");
+    // As if that had been changed. To a stranger a server of root's is none.
+    fs::set_permissions(&path, fs::Permissions::from_mode(0o666)).unwrap();
+    let _there = as_stranger(|| connect(&path)).unwrap().unwrap();
+    let error = listener.accept().unwrap_err();
+    assert!(matches!(error, Error::Stranger { found: STRANGER, expected: 0 }), "{error:?}");
+    assert_eq!(error.to_string(), "the other end belongs to user 65534, expected 0 or root");
+    let _listener = as_stranger(|| Listener::new(their.path())).unwrap();
+    let error = connect(&their.path().join(SOCKET)).unwrap_err();
+    assert!(matches!(error, Error::Stranger { found: STRANGER, expected: 0 }), "{error:?}");
+}
+
+#[test]
+fn an_end_that_neither_speaks_nor_hears_is_given_up() {
+    let (one, _other) = pair();
+    let patience = Duration::from_millis(50);
+    let one = Channel::with_patience(one, patience).unwrap();
+    let start = Instant::now();
+    let error = one.receive::<proto::ToServer>().unwrap_err();
+    assert!(matches!(error, Error::Silent(waited) if waited == patience), "{error:?}");
+    assert!(start.elapsed() >= patience);
+    assert_eq!(error.to_string(), "the other end has said nothing, and heard nothing, for 50ms");
+    // As many as the socket takes.
+    let error = (0..100_000).find_map(|_| one.send(&hello(), &[]).err()).unwrap();
+    assert!(matches!(error, Error::Silent(_)), "{error:?}");
+}
+
+#[test]
+fn an_end_of_another_version_is_told_from_one_of_this() {
+    let check = |version| proto::Hello { version, holds: false }.check();
+    check(VERSION).unwrap();
+    for version in [0, VERSION - 1, VERSION + 1, u32::MAX] {
+        let error = check(version).unwrap_err();
+        assert!(matches!(error, Error::Version(found) if found == version), "{error:?}");
+    }
 }

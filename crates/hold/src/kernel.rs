@@ -58,15 +58,16 @@ pub(crate) fn find(btf: &[u8]) -> Result<Found, Error> {
             _ => {}
         }
     }
+    let of = |of, field| Error::NoField { field, of };
     Ok(Found {
-        ioctl_hook: ioctl_hook.ok_or(Error::Missing("function bpf_lsm_file_ioctl"))?,
-        protect_hook: protect_hook.ok_or(Error::Missing("function bpf_lsm_file_mprotect"))?,
+        ioctl_hook: ioctl_hook.ok_or(Error::NoHook("bpf_lsm_file_ioctl"))?,
+        protect_hook: protect_hook.ok_or(Error::NoHook("bpf_lsm_file_mprotect"))?,
         offsets: Offsets {
-            inode: file[0].ok_or(Error::Missing("f_inode in struct file"))?,
-            private: file[1].ok_or(Error::Missing("private_data in struct file"))?,
-            device: inode.ok_or(Error::Missing("i_rdev in struct inode"))?,
-            mapped: vma[0].ok_or(Error::Missing("vm_file in struct vm_area_struct"))?,
-            rights: vma[1].ok_or(Error::Missing("vm_flags in struct vm_area_struct"))?,
+            inode: file[0].ok_or_else(|| of("file", "f_inode"))?,
+            private: file[1].ok_or_else(|| of("file", "private_data"))?,
+            device: inode.ok_or_else(|| of("inode", "i_rdev"))?,
+            mapped: vma[0].ok_or_else(|| of("vm_area_struct", "vm_file"))?,
+            rights: vma[1].ok_or_else(|| of("vm_area_struct", "vm_flags"))?,
         },
     })
 }
@@ -211,6 +212,27 @@ mod tests {
     }
 
     #[test]
+    fn a_kernel_with_other_structs_is_told_from_one_without_hooks() {
+        let renamed = |field: &str| {
+            let mut btf = btf("bpf_lsm_file_ioctl");
+            let at = btf.windows(field.len()).position(|bytes| bytes == field.as_bytes()).unwrap();
+            btf[at] = b'_';
+            find(&btf).unwrap_err().to_string()
+        };
+        for (field, of) in [
+            ("f_inode", "file"),
+            ("private_data", "file"),
+            ("i_rdev", "inode"),
+            ("vm_flags", "vm_area_struct"),
+        ] {
+            let error = renamed(field);
+            let wanted = format!("the kernel has no {field} in struct {of}, as ");
+            assert!(error.starts_with(&wanted) && !error.contains("CONFIG"), "{error}");
+        }
+        assert!(renamed("bpf_lsm_file_mprotect").contains("it needs CONFIG_BPF_LSM"));
+    }
+
+    #[test]
     fn this_machine_s_kernel_can_be_read() {
         match std::fs::read(PATH) {
             Ok(btf) => match find(&btf) {
@@ -218,7 +240,7 @@ mod tests {
                     let all = [inode, private, device, mapped, rights];
                     assert!(all.into_iter().all(|offset| offset > 0), "{all:?}");
                 }
-                Err(error) => assert!(matches!(error, Error::Missing(_)), "{error}"),
+                Err(error) => assert!(matches!(error, Error::NoHook(_)), "{error}"),
             },
             Err(error) => eprintln!("not tried: {PATH}: {error}"),
         }

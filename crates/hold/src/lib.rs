@@ -69,9 +69,17 @@ pub enum Error {
     /// They are not as they should be.
     #[error("{path}: {0}", path = kernel::PATH)]
     Types(&'static str),
-    /// A function or a field.
-    #[error("the kernel has no {0}: it needs CONFIG_BPF_LSM")]
-    Missing(&'static str),
+    /// A hook's function.
+    #[error("the kernel has no function {0}: it needs CONFIG_BPF_LSM")]
+    NoHook(&'static str),
+    /// A field of a struct: no configuration brings it.
+    #[error("the kernel has no {field} in struct {of}, as Linux 6.2 to 7.2 have: is it a newer one?")]
+    NoField {
+        /// Its name.
+        field: &'static str,
+        /// The struct's.
+        of: &'static str,
+    },
     /// Until 6.2 such a program was left out for a second caller on a processor while a first one slept in it (`prog->active`).
     #[error("Linux {0} runs such programs for one caller at a time: 6.2 or newer is needed")]
     TooOld(String),

@@ -1,12 +1,21 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! `rewake dump`: runs `criu dump`, with the plugin for GPUs where there is one.
 
+use std::path::Path;
+use std::time::{Duration, Instant};
+
 use anyhow::{Context as _, bail};
 
 use super::criu::{Act, NO_PLUGIN, Options, code, show_errors, starting};
 use super::directory;
 use crate::cli::Dump;
-use crate::{gpu_plugin, holes, twins};
+use crate::twins::Found;
+use crate::{gpu_plugin, holes, twins, units};
+
+/// Buffers that look the same are compared for that long, if the dump was over sooner.
+const LEAST: Duration = Duration::from_secs(10);
+/// Bytes that take long enough to be compared for people to wonder.
+const WORTH_A_LINE: u64 = 256 << 20;
 
 /// Options that are for `rewake dump` itself, not for CRIU.
 const OURS: [&str; 6] = ["-t", "--tree", "-D", "--images-dir", "-W", "--work-dir"];
@@ -37,25 +46,63 @@ pub fn run(options: &Dump) -> anyhow::Result<u8> {
     let program = options.programs.criu();
     twins::forget(&images)?;
     // A signal to us alone does not reach it: a dump that is cut off can leave its tree stopped.
+    let start = Instant::now();
     let exit = act.command(&program).status().with_context(|| starting(&program))?;
     if exit.success() {
+        let took = start.elapsed();
         if let Err(error) = holes::dig(&images) {
             eprintln!("rewake: zeros in the image are not left out: {error:#}");
         }
-        match twins::find(&images) {
-            Ok(0) => {}
-            Ok(spared) => {
-                eprintln!("rewake: {spared} buffers of GPUs have the bytes of others and need not be read");
-            }
-            Err(error) => {
-                eprintln!(
-                    "rewake: buffers of GPUs with the same bytes will be read more than once: {error:#}"
-                );
-            }
-        }
+        find_twins(&images, took);
         return Ok(code(exit));
     }
     show_errors(&act.log());
     let hint = if gpu && plugins.is_none() && !given.plugins { NO_PLUGIN } else { "" };
     bail!("criu dump failed ({exit}); its log is {}{hint}", act.log().display());
+}
+
+/// The dump `took` so long; it is good whatever becomes of this.
+fn find_twins(images: &Path, took: Duration) {
+    let limit = time_to_compare(took);
+    let within = || units::seconds(limit);
+    let begins = |bytes: u64| {
+        if bytes >= WORTH_A_LINE {
+            let bytes = units::bytes(bytes);
+            eprintln!(
+                "rewake: comparing {bytes} of GPUs' buffers that look the same, for {} at most; the image is whole already",
+                within()
+            );
+        }
+        limit
+    };
+    let found = twins::find(images, begins);
+    if let Ok(Found { spared: spared @ 1.., .. }) = found {
+        eprintln!("rewake: {spared} buffers of GPUs have the bytes of others and need not be read");
+    }
+    match found {
+        Ok(Found { cut_off: false, .. }) => {}
+        Ok(Found { cut_off: true, .. }) => eprintln!(
+            "rewake: not all buffers of GPUs that look the same could be compared in {}: the others will be read one by one",
+            within()
+        ),
+        Err(error) => {
+            eprintln!("rewake: buffers of GPUs with the same bytes will be read more than once: {error:#}");
+        }
+    }
+}
+
+/// What a dump has written in that time can be read in it, and nobody waits for more than twice the dump.
+fn time_to_compare(took: Duration) -> Duration {
+    took.max(LEAST)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn buffers_are_compared_for_as_long_as_the_dump_took_or_some_seconds() {
+        let compared = |seconds| time_to_compare(Duration::from_secs(seconds)).as_secs();
+        assert_eq!([0, 9, 11, 3600].map(compared), [10, 10, 11, 3600]);
+    }
 }

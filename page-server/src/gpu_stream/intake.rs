@@ -97,13 +97,10 @@ pub(super) fn take(listener: &Listener, holds: Option<&Arc<Pace>>) -> anyhow::Re
 
 impl Taken {
     fn collect(&mut self, first: &to_server::What, holds: Option<&Arc<Pace>>) -> anyhow::Result<()> {
-        let &to_server::What::Hello(proto::Hello { version, .. }) = first else { bail!(odd("Hello", first)) };
-        ensure!(
-            version == VERSION,
-            "the plugin speaks version {version}, this is {VERSION}: install both of one release"
-        );
+        let to_server::What::Hello(hello) = first else { bail!(odd("Hello", first)) };
+        hello.check()?;
         self.standing = holds.map(Pace::stand);
-        self.say(to_plugin::What::Hello(proto::Hello { version, holds: holds.is_some() }))?;
+        self.say(to_plugin::What::Hello(proto::Hello { version: VERSION, holds: holds.is_some() }))?;
         // CRIU restores all tasks meanwhile.
         self.channel.wait_for_ever()?;
         // While the driver takes an ended process apart, nobody can open it; now nobody waits.
@@ -346,4 +343,33 @@ impl Computing {
 
 fn odd(expected: &str, found: &to_server::What) -> String {
     format!("expected {expected}, found {found:?}: are plugin and server of one version?")
+}
+
+#[cfg(test)]
+mod tests {
+    use std::thread;
+
+    use rewake_handover::{SOCKET, connect};
+
+    use super::*;
+
+    #[test]
+    fn a_plugin_of_another_version_is_refused_and_told_why() {
+        let folder = tempfile::tempdir().unwrap();
+        let listener = Listener::new(folder.path()).unwrap();
+        let plugin = thread::spawn({
+            let path = folder.path().join(SOCKET);
+            move || {
+                let server = connect(&path).unwrap().unwrap();
+                let hello = to_server::What::Hello(proto::Hello { version: VERSION + 1, holds: false });
+                server.send(&proto::ToServer { what: Some(hello) }, &[]).unwrap();
+                server.receive::<proto::ToPlugin>().unwrap().0.what.unwrap()
+            }
+        });
+        let why = take(&listener, None).unwrap_err().to_string();
+        let told = plugin.join().unwrap();
+        let wanted = format!("speaks version {}, this one {VERSION}: install", VERSION + 1);
+        assert!(why.contains(&wanted), "{why}");
+        assert_eq!(told, to_plugin::What::Refused(proto::Refused { reason: why }));
+    }
 }

@@ -8,6 +8,8 @@ use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, FromRawFd as _, OwnedFd};
 
 use nix::fcntl::{FcntlArg, fcntl};
 use nix::sched::{CloneFlags, setns};
+use nix::sys::signal::{Signal, kill};
+use nix::sys::wait::{WaitPidFlag, waitpid};
 use nix::unistd::Pid;
 use rewake_kfd::abi::call::{self, Argument as _};
 use rewake_kfd::abi::{KFD_CRIU_OP_UNPAUSE, kfd_ioctl_criu_args};
@@ -71,16 +73,19 @@ pub(crate) fn fork(duty: &Duty<'_>, log: Option<BorrowedFd<'_>>) -> io::Result<P
             let log = log.as_ref().map_or(libc::STDERR_FILENO, |log| log.as_raw_fd());
             watch(duty, end.as_raw_fd(), log, &own, found);
         }
-        if pid < 0 { Err(io::Error::last_os_error()) } else { Ok(pid) }
+        if pid < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        Ok(Pid::from_raw(i32::try_from(pid).unwrap_or(i32::MAX)))
     });
     // SAFETY: `before` was filled above.
     unsafe { libc::sigprocmask(libc::SIG_SETMASK, before.as_ptr(), std::ptr::null_mut()) };
-    forked.map(|pid| Pid::from_raw(i32::try_from(pid).unwrap_or(i32::MAX)))
+    forked
 }
 
 /// Forks in this thread's own PID namespace. CRIU may have moved the children that it forks to another one (an external PID
 /// namespace), where the numbers that the guard knows are nobody's or a stranger's.
-fn among_own_pids<T>(fork: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
+fn among_own_pids(fork: impl FnOnce() -> io::Result<Pid>) -> io::Result<Pid> {
     let (own, children) = ("/proc/thread-self/ns/pid", "/proc/thread-self/ns/pid_for_children");
     // There is none to read before its first process: one that was unshared just now.
     let elsewhere =
@@ -91,8 +96,17 @@ fn among_own_pids<T>(fork: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
     let there = File::open(children)?;
     setns(File::open(own)?, CloneFlags::CLONE_NEWPID)?;
     let forked = fork();
-    setns(there, CloneFlags::CLONE_NEWPID)?;
-    forked
+    if_back(forked, setns(there, CloneFlags::CLONE_NEWPID).map_err(io::Error::from))
+}
+
+/// The guard, if CRIU's children go where they went before. Otherwise nobody would know of it.
+fn if_back(forked: io::Result<Pid>, back: io::Result<()>) -> io::Result<Pid> {
+    if let (Ok(guard), Err(_)) = (&forked, &back) {
+        // A child that was not waited for: neither can fail.
+        let _ = kill(*guard, Signal::SIGKILL);
+        let _ = waitpid(*guard, Some(WaitPidFlag::__WALL));
+    }
+    back.and(forked)
 }
 
 /// A descriptor of a task: its number may be another's when it has ended, and this is not. It can be read then.
@@ -311,8 +325,7 @@ mod tests {
     use std::thread::sleep;
     use std::time::Duration;
 
-    use nix::sys::signal::{Signal, kill};
-    use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
+    use nix::sys::wait::WaitStatus;
 
     use super::*;
 
@@ -367,6 +380,22 @@ mod tests {
         assert_ne!(own, before);
         drop(other.stdin.take());
         other.wait().unwrap();
+    }
+
+    #[test]
+    fn a_guard_that_leaves_criu_s_children_elsewhere_is_none() {
+        let forked = || fork(&Duty::Kill(&[]), None);
+        let guard = if_back(forked(), Ok(())).unwrap();
+        kill(guard, Signal::SIGKILL).unwrap();
+        waitpid(guard, Some(WaitPidFlag::__WALL)).unwrap();
+        let guard = forked().unwrap();
+        let refused = || Err(io::Error::from_raw_os_error(libc::EPERM));
+        let error = if_back(Ok(guard), refused()).unwrap_err();
+        assert_eq!(error.raw_os_error(), Some(libc::EPERM));
+        assert_eq!(kill(guard, None), Err(nix::errno::Errno::ESRCH), "it was killed, and waited for");
+        let unforked = || Err(io::Error::from_raw_os_error(libc::EAGAIN));
+        assert_eq!(if_back(unforked(), Ok(())).unwrap_err().raw_os_error(), Some(libc::EAGAIN));
+        assert_eq!(if_back(unforked(), refused()).unwrap_err().raw_os_error(), Some(libc::EPERM));
     }
 
     #[test]

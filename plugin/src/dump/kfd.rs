@@ -31,7 +31,7 @@ struct UnknownGpu(u32);
 #[derive(Debug)]
 pub(super) struct Written {
     pub(super) names: Vec<Name>,
-    pub(super) buffers: Vec<KfdBuffer>,
+    pub(super) image: KfdImage,
 }
 
 /// Writes the state of the paused process that opened `file`.
@@ -66,7 +66,7 @@ pub(super) fn dump(
     folder::write(folder, &kfd_name(id), &image.to_bytes())?;
     let name =
         |bucket: &kfd_criu_device_bucket| Name { actual: bucket.actual_gpu_id, user: bucket.user_gpu_id };
-    Ok(Written { names: state.devices.iter().map(name).collect(), buffers: image.buffers })
+    Ok(Written { names: state.devices.iter().map(name).collect(), image })
 }
 
 /// All nodes, with the GPUs' names in the process; the last one first, as the stock plugin writes them.

@@ -2,6 +2,7 @@
 //! The dump. A process's queues are paused when its `/dev/kfd` is dumped, and go on when CRIU is done with everything, or
 //! has failed: what they could write in between would be in one part of the image and not in another.
 
+mod bare;
 mod dmabuf;
 mod kfd;
 mod render;
@@ -144,12 +145,16 @@ impl Dump {
             return self.shared.write(host);
         }
         let own = file.try_clone_to_owned()?;
-        let guard = Guard::of_queues(host, file, &self.tasks.with(file, &self.devices));
+        let tasks = self.tasks.with(file, &self.devices);
+        let guard = Guard::of_queues(host, file, &tasks);
         let counts = criu::process_info(file)?;
         self.paused.push(Process { kfd: own, id, counts, buffers: Vec::new(), names: Vec::new(), guard });
         let state = kfd::dump(host, file, id, &counts, &mut self.shared)?;
+        if let Some(mappings) = bare::mappings(&tasks, &state.image)? {
+            self.shared.bare(id, mappings);
+        }
         if let Some(process) = self.paused.last_mut() {
-            (process.buffers, process.names) = (state.buffers, state.names);
+            (process.buffers, process.names) = (state.image.buffers, state.names);
         }
         self.shared.write(host)
     }
@@ -199,17 +204,9 @@ impl Dump {
 }
 
 impl Process {
-    /// Lets its queues go on. The kernel says EINVAL when nothing is paused (any more), and may be asked again otherwise:
-    /// what failed has not counted (`criu_unpause` in `kfd_chardev.c`).
+    /// Lets its queues go on.
     fn go_on(&self) -> Result<(), rewake_kfd::Error> {
-        let mut left = UNPAUSES;
-        loop {
-            left -= 1;
-            match criu::unpause(self.kfd.as_fd()) {
-                Err(error) if left > 0 && error.errno() != Some(libc::EINVAL) => sleep(BETWEEN),
-                done => return done,
-            }
-        }
+        until_unpaused(|| criu::unpause(self.kfd.as_fd()))
     }
 
     /// Whether these are its buffers. No two have one offset on a GPU.
@@ -225,4 +222,48 @@ impl Process {
 fn begin(host: &Host) -> Answer {
     image::refuse_stream(host.image_dir()?)?;
     Ok(host.record_in_inventory()?)
+}
+
+/// The kernel says EINVAL when nothing is paused (any more), which is what is wanted, and may be asked again otherwise: what failed has not
+/// counted (`criu_unpause` in `kfd_chardev.c`).
+fn until_unpaused(
+    mut unpause: impl FnMut() -> Result<(), rewake_kfd::Error>,
+) -> Result<(), rewake_kfd::Error> {
+    let mut left = UNPAUSES;
+    loop {
+        left -= 1;
+        match unpause() {
+            Err(error) if error.errno() == Some(libc::EINVAL) => return Ok(()),
+            Err(_) if left > 0 => sleep(BETWEEN),
+            done => return done,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+    use std::io;
+
+    use super::*;
+
+    /// The kernel answers with these, the last one ever after; what it comes to, and how often it was asked.
+    fn unpaused(answers: &[i32]) -> (Result<(), i32>, usize) {
+        let asked = Cell::new(0);
+        let unpause = || {
+            let errno = answers[asked.replace(asked.get() + 1).min(answers.len() - 1)];
+            let (what, source) = (Box::default(), io::Error::from_raw_os_error(errno));
+            if errno == 0 { Ok(()) } else { Err(rewake_kfd::Error::Call { what, source }) }
+        };
+        let done = until_unpaused(unpause);
+        (done.map_err(|error| error.errno().unwrap()), asked.get())
+    }
+
+    #[test]
+    fn queues_that_are_not_paused_any_more_need_no_other_try() {
+        assert_eq!(unpaused(&[0]), (Ok(()), 1));
+        assert_eq!(unpaused(&[libc::EINVAL]), (Ok(()), 1));
+        assert_eq!(unpaused(&[libc::EBUSY, libc::EINTR, libc::EINVAL]), (Ok(()), 3));
+        assert_eq!(unpaused(&[libc::EBUSY]), (Err(libc::EBUSY), UNPAUSES as usize));
+    }
 }

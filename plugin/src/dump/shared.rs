@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! What processes have in common: buffers that went from one to another as dma-bufs, dma-bufs that are still open, and
-//! two `/dev/kfd`s of one process. `rewake-shared.img` has it; it is written anew whenever a file adds something, as no
+//! two `/dev/kfd`s of one process; and which mappings of a process show no buffer. `rewake-shared.img` has it; it is written anew whenever a file adds something, as no
 //! hook tells the last one.
 //!
 //! A buffer has one dma-buf, the same in all processes, so that the dma-buf's inode is the buffer's name. The driver
 //! keeps a dma-buf as long as the buffer (`kfd_mem_export_dmabuf`), and the processes stand still: a name stays good
 //! until the end of the dump without a descriptor to hold it.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use rewake_contents::folder;
-use rewake_criu_images::amdgpu::KfdBuffer;
+use rewake_criu_images::amdgpu::{KfdBuffer, RenderContents};
 use rewake_criu_images::rewake::{
-    BufferUser, RenderFile, SHARED_NAME, SecondFile, SharedBuffer, SharedImage,
+    BareMapping, BareMappings, BufferUser, RenderFile, SHARED_NAME, SecondFile, SharedBuffer, SharedImage,
 };
 use rewake_criu_plugin::{Answer, Host};
 use rewake_kfd::abi::{
@@ -32,6 +32,8 @@ pub(super) struct Shared {
     inodes: BTreeMap<u64, usize>,
     second_files: Vec<SecondFile>,
     render_files: Vec<RenderFile>,
+    /// By the id of the `/dev/kfd`.
+    bare: BTreeMap<u32, BTreeSet<BareMapping>>,
 }
 
 /// A buffer with a dma-buf.
@@ -106,6 +108,20 @@ impl Shared {
         self.render_files.push(file);
     }
 
+    /// Takes a process's mappings that show no buffer of its own.
+    pub(super) fn bare(&mut self, kfd: u32, mappings: BTreeSet<BareMapping>) {
+        self.bare.insert(kfd, mappings);
+    }
+
+    /// Those that show one of a render node's own are none.
+    pub(super) fn shown(&mut self, node: &RenderContents) {
+        let shows = |mapping: &BareMapping| {
+            let mut offsets = node.buffers.iter().map(|of| of.offset..of.offset.saturating_add(of.size));
+            mapping.minor == node.minor && offsets.any(|offsets| offsets.contains(&mapping.offset))
+        };
+        self.bare.values_mut().for_each(|mappings| mappings.retain(|mapping| !shows(mapping)));
+    }
+
     /// Who makes the buffer with this dma-buf anew, of all processes that compute with it.
     pub(super) fn owner(&self, inode: u64) -> Option<BufferUser> {
         self.best(inode).map(|(user, _)| *user)
@@ -133,10 +149,15 @@ impl Shared {
             SharedBuffer { users: users.into_iter().map(|(user, _)| user).collect(), dmabuf: known.file }
         };
         let buffers = self.buffers.iter().filter(told).map(buffer).collect();
+        let bare = |(kfd, mappings): (&u32, &BTreeSet<BareMapping>)| BareMappings {
+            kfd: *kfd,
+            mappings: mappings.clone(),
+        };
         SharedImage {
             buffers,
             second_files: self.second_files.clone(),
             render_files: self.render_files.clone(),
+            bare: self.bare.iter().map(bare).collect(),
         }
     }
 
@@ -152,6 +173,7 @@ impl Shared {
 
 #[cfg(test)]
 mod tests {
+    use rewake_criu_images::amdgpu::RenderBuffer;
     use rewake_kfd::abi::KFD_IOC_ALLOC_MEM_FLAGS_PUBLIC;
 
     use super::*;
@@ -206,5 +228,22 @@ mod tests {
         assert_eq!(files, [Some(4), Some(8)]);
         assert_eq!((users(&image, 0), users(&image, 1)), (vec![(6, 0)], vec![(6, 1)]));
         assert!(shared.ownerless().is_empty());
+    }
+
+    #[test]
+    fn a_mapping_that_shows_a_buffer_of_a_render_node_is_not_bare() {
+        let mut shared = Shared::default();
+        let at = |minor, offset| BareMapping { minor, address: 0x1000, offset };
+        shared.bare(6, [at(128, 100), at(128, 199), at(128, 200), at(129, 150)].into());
+        shared.bare(9, BTreeSet::new());
+        let buffers = vec![RenderBuffer { offset: 100, size: 100, ..RenderBuffer::default() }];
+        shared.shown(&RenderContents { id: 12, minor: 128, buffers });
+        let bare = |kfd, mappings: &[BareMapping]| BareMappings {
+            kfd,
+            mappings: mappings.iter().copied().collect(),
+        };
+        let image = shared.image();
+        assert_eq!(image.bare, [bare(6, &[at(128, 200), at(129, 150)]), bare(9, &[])]);
+        assert!(!image.is_empty(), "none is said, too");
     }
 }

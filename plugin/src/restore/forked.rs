@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! From a task's fork until a guard looks after it. CRIU says that it has forked beside what the task does already, and may be
-//! killed in between: the task waits for the guard, without GPU state that nobody would let go on, or for CRIU's end.
+//! killed in between: the task waits for the guard, without GPU state that nobody would let go on, or for CRIU's end. After five
+//! seconds it goes on unguarded, with a warning: until all queues run, or a guard is there when all tasks are whole
+//! ([`super::resume`]), CRIU's death would leave it waiting, or running without its GPUs.
 
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 

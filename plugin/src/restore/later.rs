@@ -13,10 +13,10 @@ use rewake_criu_images::{ImageDir, Vma};
 use rewake_criu_plugin::{Answer, Host};
 use rewake_kfd::abi::memory::PAGE;
 
-use super::buffers::{Buffers, gpu_of_minor, minors_of};
 use super::places::gpus;
 use super::reached::{Files, Reached, Shown};
 use super::shared::Sharing;
+use crate::buffers::{Buffers, gpu_of_minor, minors_of};
 use crate::image::{FOLDER, again};
 
 /// PROT_READ, PROT_WRITE and PROT_EXEC, which lets a CPU read, too.

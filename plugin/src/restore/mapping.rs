@@ -1,14 +1,17 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Where a mapped device is now. A buffer's offset names it on its GPU, for every process that maps it.
 
+use std::collections::BTreeSet;
+
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use rewake_criu_images::amdgpu::{KfdBuffer, KfdImage, Properties};
+use rewake_criu_images::rewake::BareMapping;
 use rewake_criu_plugin::{Answer, Host, Mapping, Refusal};
 
 use super::Restore;
 use super::board::Place;
-use super::buffers::gpu_of_minor;
 use super::places::gpus;
+use crate::buffers::{gpu_of_minor, is_address_of_one};
 use crate::device::Gpu;
 
 /// Offsets of `/dev/kfd` carry a GPU's name here (`kfd_priv.h`, KFD_MMAP_GPU_ID).
@@ -16,11 +19,13 @@ const GPU_SHIFT: u32 = 46;
 const GPU_MASK: u64 = 0xffff << GPU_SHIFT;
 /// Doorbells and registers.
 const OF_KFD: u32 = 8 | 16;
+const HAD_ONE: &str = ", and there was one when it was dumped: the image is damaged, or another plugin dumped into the directory of an \
+                       earlier dump (remove its rewake-shared.img then)";
 
 #[derive(Debug, thiserror::Error)]
 enum Unmapped {
-    #[error("a mapping of {path} at {address:#x}, offset {offset:#x}: no buffer of the image was there")]
-    NoBuffer { path: String, address: u64, offset: u64 },
+    #[error("a mapping of {path} at {address:#x}, offset {offset:#x}: no buffer of the image was there{why}")]
+    NoBuffer { path: String, address: u64, offset: u64, why: &'static str },
     #[error("a mapping of {path} at {address:#x}: the image does not know GPU {gpu:#x}")]
     NoGpu { path: String, address: u64, gpu: u32 },
     #[error(
@@ -46,21 +51,39 @@ pub(super) fn find(
                 || of_file(restore, host, path, minor, address, offset),
                 |found| Ok(Some(found)),
             )?;
-            if found.is_none() && computes_on(restore, minor) {
-                host.warn(format_args!(
-                    "a mapping of {path} at {address:#x}: the image has no buffer there, as one that had been freed; what touches it before \
-                     it is unmapped gets SIGBUS"
-                ));
-                return Ok(nothing()?);
+            if let Some(found) = found {
+                return Ok(found);
             }
-            found.ok_or_else(|| Unmapped::NoBuffer { path: path.to_owned(), address, offset }.into())
+            let own = restore.own.map(|own| &restore.images.kfd[own]);
+            let told = own.and_then(|(id, _)| restore.bare.get(id));
+            was_freed(own.map(|(_, image)| image), told, BareMapping { minor, address, offset })
+                .map_err(|why| Unmapped::NoBuffer { path: path.to_owned(), address, offset, why })?;
+            host.warn(format_args!(
+                "a mapping of {path} at {address:#x}: the image has no buffer there, as one that had been freed; what touches it before \
+                 it is unmapped gets SIGBUS"
+            ));
+            Ok(nothing()?)
         }
     }
 }
 
-/// Whether this task's compute side has the GPU, so that a mapping without a buffer was one of a buffer that has been freed.
-fn computes_on(restore: &Restore, minor: u32) -> bool {
-    restore.own.is_some_and(|own| gpu_of_minor(&restore.images.kfd[own].1, minor).is_some())
+/// Whether a mapping without a buffer was one of a buffer that had been freed: of a GPU that the task computes on, `own`, and without one
+/// when it was dumped, which only this project's plugin has `told`; by others' images not where the GPU has a buffer still. The reason if it
+/// was none.
+fn was_freed(
+    own: Option<&KfdImage>,
+    told: Option<&BTreeSet<BareMapping>>,
+    mapping: BareMapping,
+) -> Result<(), &'static str> {
+    let computes = own.and_then(|image| Some((image, gpu_of_minor(image, mapping.minor)?)));
+    let (image, (_, gpu_id)) = computes.ok_or("")?;
+    if is_address_of_one(image, gpu_id, mapping.address) {
+        return Err("; the one at this address has another offset: the image is damaged");
+    }
+    match told.is_none_or(|told| told.contains(&mapping)) {
+        true => Ok(()),
+        false => Err(HAD_ONE),
+    }
 }
 
 /// ROCm's library frees a buffer first, and unmaps it then (`__fmm_release`): who is dumped between the two has a mapping of which
@@ -142,7 +165,7 @@ fn of_file(
     let Some((index, node, buffer)) = found else { return Ok(None) };
     let file = host.stored_fd(restore.board.wait_node(index, node.id)?)?;
     let Place::Offset(start) = restore.board.node_buffer(index, buffer) else {
-        return Err(Unmapped::NoBuffer { path: path.to_owned(), address, offset }.into());
+        return Err(Unmapped::NoBuffer { path: path.to_owned(), address, offset, why: "" }.into());
     };
     let offset = start + (offset - node.contents.buffers[buffer].offset);
     Ok(Some(Mapping { offset, file: Some(file) }))
@@ -154,6 +177,7 @@ mod tests {
 
     use super::*;
 
+    const VRAM: u32 = 1;
     const DOORBELL: u32 = 8;
 
     fn image(names: [u32; 2], doorbells: &[(u32, u64)]) -> (u32, KfdImage) {
@@ -180,6 +204,41 @@ mod tests {
         let other = image([0x33, 0x44], &[]);
         assert_eq!(name(&[other, restored.clone()], 0x22), Some(0x11));
         assert_eq!(name(&[restored], 0x11), Some(0x22));
+    }
+
+    #[test]
+    fn where_a_gpu_has_a_buffer_still_none_has_been_freed() {
+        let (_, mut image) = image([0x11, 0x22], &[]);
+        (image.nodes[0].properties.drm_render_minor, image.nodes[1].properties.drm_render_minor) = (128, 129);
+        let buffer = |gpu_id, alloc_flags, address| KfdBuffer {
+            gpu_id,
+            alloc_flags,
+            address,
+            size: 0x2000,
+            offset: 1 << 32,
+            ..KfdBuffer::default()
+        };
+        image.buffers = vec![buffer(0x11, VRAM, 0x10_0000), buffer(0x11, DOORBELL, 0x20_0000)];
+        let at = |minor, address| BareMapping { minor, address, offset: 1 << 40 };
+        let freed = |minor, address| was_freed(Some(&image), None, at(minor, address));
+        assert_eq!(freed(128, 0x30_0000), Ok(()));
+        for address in [0x10_0000, 0x10_1000] {
+            assert!(freed(128, address).unwrap_err().contains("has another offset"), "{address:#x}");
+            assert_eq!(freed(129, address), Ok(()), "another GPU's");
+        }
+        assert_eq!(freed(128, 0x10_2000), Ok(()), "behind it");
+        assert_eq!(freed(128, 0x20_0000), Ok(()), "no buffer of a render node");
+        assert_eq!(freed(130, 0x30_0000), Err(""), "a GPU that only renders");
+        assert_eq!(was_freed(None, None, at(128, 0x30_0000)), Err(""), "a task that does not compute");
+        let told = BTreeSet::from([at(128, 0x10_0000), at(128, 0x40_0000)]);
+        let freed = |minor, address| was_freed(Some(&image), Some(&told), at(minor, address));
+        assert_eq!(freed(128, 0x40_0000), Ok(()));
+        assert_eq!(
+            [freed(128, 0x30_0000), freed(129, 0x40_0000)],
+            [Err(HAD_ONE); 2],
+            "not when it was dumped"
+        );
+        assert!(freed(128, 0x10_0000).is_err(), "whatever is told");
     }
 
     #[test]

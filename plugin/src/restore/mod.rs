@@ -4,7 +4,6 @@
 //! each, once.
 
 mod board;
-mod buffers;
 mod check;
 mod forked;
 mod kfd;
@@ -20,16 +19,17 @@ mod resume;
 mod shared;
 mod streaming;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::OwnedFd;
 use std::path::Path;
 
+use rewake_criu_images::rewake::BareMapping;
 use rewake_criu_plugin::{Answer, Host, Mapping, Refusal, Restored};
 
+use crate::buffers::Buffers;
 use crate::device::{CLASS, Devices};
 use crate::image::Images;
 use board::Board;
-use buffers::Buffers;
 use forked::Forked;
 use later::Later;
 use lazy::First;
@@ -77,6 +77,8 @@ pub(crate) struct Restore {
     forked: Forked,
     /// What may come later.
     later: Later,
+    /// Mappings without a buffer, by the id of the process's `/dev/kfd`; none of a process: its dump did not tell.
+    bare: BTreeMap<u32, BTreeSet<BareMapping>>,
     /// Who loads that, until it answers for all; in the main process.
     server: Option<Server>,
 }
@@ -91,9 +93,12 @@ impl Restore {
         let nodes = render::nodes(&images, &places, &shared, &mut sharing)?;
         let files = images.kfd.len() + sharing.second_files.len();
         let of_nodes = nodes.iter().map(|node| node.contents.buffers.len());
-        // Without a process that computes there is no gate.
-        let server = if images.kfd.is_empty() { None } else { Server::find(host)? };
         let buffers: Vec<Buffers> = images.kfd.iter().map(|(_, image)| Buffers::of(image)).collect();
+        // Without a process that computes there is no gate.
+        let server = match buffers.is_empty() {
+            true => None,
+            false => Server::find(host, buffers.iter().any(Buffers::are_some))?,
+        };
         let later = match server {
             Some(_) => Later::of(host, &images.kfd, &buffers, &sharing)?,
             None => Later::nothing(&images.kfd),
@@ -115,6 +120,7 @@ impl Restore {
             resume,
             forked,
             later,
+            bare: shared.bare.into_iter().map(|of| (of.kfd, of.mappings)).collect(),
             server,
         })
     }

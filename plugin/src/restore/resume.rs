@@ -60,12 +60,14 @@ impl Resume {
             ));
             return;
         }
-        self.look_after(host, roots);
+        self.look_after(roots, |roots| Guard::of_trees(host, roots));
     }
 
-    fn look_after(&mut self, host: &Host, roots: Vec<i32>) {
-        // The earlier one ends when this one is there.
-        self.guard = Guard::of_trees(host, &roots);
+    fn look_after(&mut self, roots: Vec<i32>, start: impl FnOnce(&[i32]) -> Option<Guard>) {
+        // The earlier one ends when another is there. If none can be started it still looks after those that it knows.
+        if let Some(guard) = start(&roots) {
+            self.guard = Some(guard);
+        }
         self.roots = roots;
     }
 
@@ -77,7 +79,7 @@ impl Resume {
         if first && (!known || self.guard.is_none()) {
             let mut roots = std::mem::take(&mut self.roots);
             roots.extend((!known).then_some(pid));
-            self.look_after(host, roots);
+            self.look_after(roots, |roots| Guard::of_trees(host, roots));
         }
         first
     }
@@ -167,5 +169,42 @@ fn end(host: &Host, tasks: &[i32]) {
         if let Err(errno) = kill(Pid::from_raw(*pid), Signal::SIGKILL) {
             host.warn(format_args!("kill {pid}: {errno}"));
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::Command;
+
+    use super::*;
+
+    /// A process that stands for a guard.
+    fn guard() -> (Guard, Pid) {
+        #[expect(clippy::zombie_processes, reason = "the guard waits for it when it is dropped")]
+        let process = Command::new("sleep").arg("1000").spawn().unwrap();
+        let pid = Pid::from_raw(process.id().cast_signed());
+        (Guard::of(pid), pid)
+    }
+
+    fn is_there(pid: Pid) -> bool {
+        kill(pid, None).is_ok()
+    }
+
+    #[test]
+    fn a_guard_stays_until_another_is_there() {
+        let mut resume = Resume::default();
+        let ((first, of_first), (second, of_second)) = (guard(), guard());
+        resume.look_after(vec![7], |roots| Some(first).filter(|_| roots == [7]));
+        resume.look_after(vec![7, 8], |_| None);
+        assert!(resume.guard.is_some() && is_there(of_first), "it still looks after the first tree");
+        assert_eq!(resume.roots, [7, 8]);
+        resume.look_after(vec![7, 8, 9], |_| {
+            assert!(is_there(of_first), "at no moment is there none");
+            Some(second)
+        });
+        assert_eq!((is_there(of_first), is_there(of_second)), (false, true));
+        resume.all = true;
+        resume.no_more_guard();
+        assert!(!is_there(of_second));
     }
 }

@@ -16,6 +16,9 @@ use super::{Restore, kfd_file};
 use crate::abi;
 use crate::image::Images;
 
+/// Without a page server the processes wait for what need not be there: CRIU's log is the only place where that is seen.
+const NONE: &str = "so all memory of GPUs is loaded before anything runs; `rewake restore` brings it behind the running processes, and so does \
+                    `rewake stream-gpu` with this work directory, if it is started before CRIU";
 /// Placeholders in one message: a tenth of what it may have.
 const AT_ONCE: usize = 64;
 
@@ -37,17 +40,31 @@ pub(super) enum NoGate {
 }
 
 impl Server {
-    /// The one that listens in CRIU's work directory; none if there is none, and everything is loaded at once.
-    pub(super) fn find(host: &Host) -> Answer<Option<Self>> {
-        let Some(channel) = connect(Path::new(SOCKET))? else { return Ok(None) };
+    /// The one that listens in CRIU's work directory; none if there is none, and everything is loaded at once. A warning says so if some of it
+    /// `could_wait`.
+    pub(super) fn find(host: &Host, could_wait: bool) -> Answer<Option<Self>> {
+        let Some(channel) = connect(Path::new(SOCKET))? else {
+            if could_wait {
+                host.warn(format_args!(
+                    "no page server listens on {SOCKET} in CRIU's work directory, {NONE}"
+                ));
+            }
+            return Ok(None);
+        };
+        let server = Self::greet(channel)?;
+        host.info("a page server takes what may come later");
+        Ok(Some(server))
+    }
+
+    fn greet(channel: Channel) -> Result<Self, Error> {
         let server = Self { channel, holds: false };
         server.say(to_server::What::Hello(proto::Hello { version: VERSION, holds: false }), &[])?;
         match server.hear()? {
-            to_plugin::What::Hello(hello) if hello.version == VERSION => {
-                host.info("a page server takes what may come later");
-                Ok(Some(Self { holds: hello.holds, ..server }))
+            to_plugin::What::Hello(hello) => {
+                hello.check()?;
+                Ok(Self { holds: hello.holds, ..server })
             }
-            other => Err(unexpected("its version", &other).into()),
+            other => Err(unexpected("its version", &other)),
         }
     }
 
@@ -181,4 +198,55 @@ pub(super) fn number_in_image(pid: i32) -> Option<u32> {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
     let numbers = status.lines().find_map(|line| line.strip_prefix("NSpid:"))?;
     numbers.split_whitespace().last()?.parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::thread;
+
+    use nix::sys::socket::{AddressFamily, SockFlag, SockType, socketpair};
+
+    use super::*;
+
+    /// A server that answers the plugin's first word.
+    fn greeted_with(answer: to_plugin::What) -> Result<Server, Error> {
+        let (kind, flags) = (SockType::SeqPacket, SockFlag::SOCK_CLOEXEC);
+        let (plugin, server) = socketpair(AddressFamily::Unix, kind, None, flags).unwrap();
+        let server = Channel::new(server).unwrap();
+        let server = thread::spawn(move || {
+            server.receive::<proto::ToServer>().unwrap();
+            server.send(&proto::ToPlugin { what: Some(answer) }, &[]).unwrap();
+        });
+        let greeted = Server::greet(Channel::new(plugin).unwrap());
+        server.join().unwrap();
+        greeted
+    }
+
+    #[test]
+    fn a_server_says_whether_it_holds_calls() {
+        for holds in [false, true] {
+            let hello = to_plugin::What::Hello(proto::Hello { version: VERSION, holds });
+            assert_eq!(greeted_with(hello).unwrap().holds(), holds);
+        }
+    }
+
+    #[test]
+    fn a_server_of_another_version_is_not_talked_to() {
+        for version in [0, VERSION - 1, VERSION + 1] {
+            let hello = to_plugin::What::Hello(proto::Hello { version, holds: true });
+            let error = greeted_with(hello).unwrap_err().to_string();
+            let wanted = format!(
+                "speaks version {version}, this one {VERSION}: install plugin and `rewake` of one release"
+            );
+            assert!(error.contains(&wanted), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_server_that_refuses_says_why() {
+        let refused = to_plugin::What::Refused(proto::Refused { reason: "it is too late".to_owned() });
+        assert_eq!(greeted_with(refused).unwrap_err().to_string(), "the server refused: it is too late");
+        let error = greeted_with(to_plugin::What::Go(proto::Go {})).unwrap_err().to_string();
+        assert!(error.contains("expected its version, found Go"), "{error}");
+    }
 }

@@ -42,7 +42,8 @@ fn there_and_back(shape: &Shape, way: Way) {
     if way.restore == Plugin::Stock && !stock_can_copy() {
         return;
     }
-    let restored = Criu::with(way.restore, way.version, &images).unwrap().restore();
+    let criu = Criu::with(way.restore, way.version, &images).unwrap();
+    let restored = criu.restore();
     if way.dump == Plugin::Stock && !stock_can_copy() {
         let error = restored.unwrap_err().to_string();
         assert!(error.contains("8 bytes, where buffers need"), "{error}");
@@ -51,9 +52,20 @@ fn there_and_back(shape: &Shape, way: Way) {
     if queues_come_back() {
         restored.unwrap();
         server.ends_well();
+        if way.restore == Plugin::Ours {
+            says_that_all_came_first(&criu.log("restore"));
+        }
     } else {
         refused(way.restore, &restored.unwrap_err().to_string());
     }
+}
+
+/// Nobody had started a page server: why the process ran late, and what to do, is said once however many tasks there are.
+fn says_that_all_came_first(log: &str) {
+    let said: Vec<&str> = log.lines().filter(|line| line.contains("no page server")).collect();
+    let [said] = said[..] else { panic!("{said:#?}") };
+    let words = ["Warn  (amdgpu_plugin): ", "rewake-gpu.socket", "`rewake restore`", "`rewake stream-gpu`"];
+    assert!(words.into_iter().all(|word| said.contains(word)), "{said}");
 }
 
 /// Queues do not come back here: the kernel's answer, in each plugin's words, but where we know it before.

@@ -13,7 +13,8 @@ use nix::errno::Errno;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use rewake_criu_images::ImageDir;
-use rewake_criu_images::amdgpu::{KfdImage, kfd_name, pages_name};
+use rewake_criu_images::amdgpu::{KfdBuffer, KfdImage, kfd_name, pages_name};
+use rewake_kfd::abi::{KFD_IOC_ALLOC_MEM_FLAGS_GTT, KFD_IOC_ALLOC_MEM_FLAGS_VRAM};
 use rewake_kfd::criu::blob::Private;
 use softgpu_tests::app::App;
 use softgpu_tests::criu::{Criu, Plugin, Version, queues_come_back, wait_for_the_end_of};
@@ -311,6 +312,34 @@ fn random_damage_does_no_harm() {
             // A program with other bytes than its own may do anything to itself.
             judge.clear();
         }
+        dumped.comes_back();
+    });
+}
+
+#[test]
+fn a_mapping_of_a_buffer_that_has_another_offset_is_no_freed_one() {
+    isolated("a_mapping_of_a_buffer_that_has_another_offset_is_no_freed_one", 1, |_| {
+        let Some(dumped) = Dumped::new() else { return };
+        let (id, mut image) = dumped.kfd();
+        let vmas = ImageDir::open(dumped.criu.images()).unwrap().mm(dumped.pid).unwrap().vmas;
+        // Not doorbells, which are mapped from another file.
+        let is_mapped = |buffer: &&mut KfdBuffer| {
+            buffer.alloc_flags & (KFD_IOC_ALLOC_MEM_FLAGS_VRAM | KFD_IOC_ALLOC_MEM_FLAGS_GTT) != 0
+                && vmas.iter().any(|vma| (vma.start, vma.offset) == (buffer.address, buffer.offset))
+        };
+        let mapped = image.buffers.iter_mut().find(is_mapped).unwrap();
+        // Where no other is.
+        mapped.offset += 1 << 44;
+        let words = format!("at {:#x}, offset", mapped.address);
+        let ended = dumped.restored_with(&kfd_name(id), Some(&image.to_bytes()));
+        assert!(!ended.success, "it would end of SIGBUS later");
+        let says = |line: &str| {
+            line.contains("Error (amdgpu_plugin)")
+                && line.contains(&words)
+                && line.contains("image is damaged")
+        };
+        assert!(ended.log.lines().any(says), "{}", tail(&ended.log));
+        dumped.nothing_is_left();
         dumped.comes_back();
     });
 }

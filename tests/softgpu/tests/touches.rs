@@ -9,6 +9,8 @@ use std::time::Duration;
 use gpu_app::shape::{Mode, Shape};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
+use rewake_criu_images::ImageDir;
+use rewake_criu_images::rewake::SHARED_NAME;
 use rewake_kfd::topology::{Node, Topology};
 use softgpu_tests::criu::{Criu, Version, wait_for_the_end_of};
 use softgpu_tests::dumped::{self, ONE_RING, is_paused, soon, waits_for_memory};
@@ -272,6 +274,28 @@ fn a_mapping_whose_buffer_had_been_freed_is_there_to_be_unmapped() {
         drop(held);
         assert!(streamer.end().unwrap().success(), "{}", streamer.said());
         looks();
+    });
+}
+
+#[test]
+fn a_mapping_that_lost_its_buffer_after_the_dump_is_no_freed_one() {
+    isolated("a_mapping_that_lost_its_buffer_after_the_dump_is_no_freed_one", 1, |_| {
+        let Some(dumped) = dumped_after("free 1") else { return };
+        let path = dumped.criu.images().join(SHARED_NAME);
+        let mut shared = ImageDir::open(dumped.criu.images()).unwrap().shared().unwrap().unwrap();
+        let told: Vec<usize> = shared.bare.iter().map(|of| of.mappings.len()).collect();
+        assert_eq!(told, [1], "of one process one mapping");
+        // As if the buffer had been in the image, and were not any more.
+        shared.bare[0].mappings.clear();
+        fs::write(&path, shared.to_bytes()).unwrap();
+        let error = dumped.criu.restore().unwrap_err().to_string();
+        assert!(error.contains("there was one when it was dumped"), "{error}");
+        wait_for_the_end_of(dumped.toucher.pid()).unwrap();
+        // Other plugins tell nothing.
+        fs::remove_file(&path).unwrap();
+        dumped.criu.restore().unwrap();
+        dumped.toucher.asked("unmap 1").unwrap();
+        dumped.ends();
     });
 }
 

@@ -1,9 +1,18 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Buffers that have the same bytes.
 
-use rewake_contents::{Loading, Process, Whole, same};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use rewake_contents::{Alike, Loading, PagesFile, Process, Whole};
 
 use crate::scene::{CHUNK, Scene, pattern};
+
+/// Sets of buffers with the same bytes, by the files' place and the image's number.
+fn same(files: &[Vec<PagesFile>]) -> Vec<Vec<(usize, usize)>> {
+    let same = Alike::of(files).unwrap().compare(|| true).unwrap();
+    assert!(!same.cut_off);
+    same.sets
+}
 
 /// Buffers 0, 3 and 5 are said to have the same bytes, and their files have others: whose bytes it is that all have shows what was read.
 fn said_to_be_the_same() -> (Scene, Vec<usize>) {
@@ -73,7 +82,11 @@ fn zeros_are_filled_into_all() {
         scene.put(buffer, CHUNK + 123_456, &data);
     }
     scene.chill();
-    scene.load_with(None, &[], &[&[0, 1]], |_| ());
+    let of_one = scene.load_with(None, &[], &[], |_| ()).moved;
+    let of_both = scene.load_with(None, &[], &[&[0, 1]], |_| ()).moved;
+    // As many as without sets: each buffer's, however they came to it.
+    assert_eq!((of_both.bytes, of_both.zero), (of_one.bytes, of_one.zero));
+    assert!(of_both.zero >= 2 * (3 * CHUNK - 4096) as u64 && of_both.read < of_one.read, "{of_both:?}");
     let mut right = vec![0; size];
     right[CHUNK + 123_456..][..data.len()].copy_from_slice(&data);
     assert!(scene.memory(0) == right && scene.memory(1) == right);
@@ -113,14 +126,41 @@ fn those_with_the_same_bytes_are_found() {
         scene.put(buffer, 0, &pattern(8, sizes[buffer]));
     }
     scene.put(1, 0, &pattern(9, sizes[1]));
-    let found = || same(&[Vec::from(scene.files())]).unwrap();
+    let found = || same(&[Vec::from(scene.files())]);
     assert_eq!(found(), [vec![(0, 0), (0, 3)], vec![(0, 2), (0, 4)]]);
     scene.chill();
     assert_eq!(found(), [vec![(0, 0), (0, 3)], vec![(0, 2), (0, 4)]]);
     // Two processes with one image: each buffer has its twin.
-    let two = same(&[Vec::from(scene.files()), Vec::from(scene.files())]).unwrap();
+    let two = same(&[Vec::from(scene.files()), Vec::from(scene.files())]);
     assert_eq!(two.len(), 4, "{two:?}");
     assert_eq!(two[0], [(0, 0), (0, 3), (1, 0), (1, 3)]);
+}
+
+#[test]
+fn what_was_found_before_the_time_was_over_is_kept() {
+    // The largest are compared first, by one thread or several.
+    let sizes = [6 * CHUNK, 6 * CHUNK, 2 * CHUNK, 2 * CHUNK, CHUNK, CHUNK];
+    let scene = Scene::new(&sizes);
+    for (buffer, size) in sizes.iter().enumerate() {
+        scene.put(buffer, 0, &pattern(buffer / 2, *size));
+    }
+    let files = [Vec::from(scene.files())];
+    let alike = || Alike::of(&files).unwrap();
+    assert_eq!(alike().bytes(), sizes.iter().sum::<usize>() as u64);
+    let same_within = |steps: u64| {
+        let taken = AtomicU64::new(0);
+        alike().compare(|| taken.fetch_add(1, Ordering::Relaxed) < steps).unwrap()
+    };
+    let all = [vec![(0, 0), (0, 1)], vec![(0, 2), (0, 3)], vec![(0, 4), (0, 5)]];
+    let steps = ((6 + 2 + 1) * CHUNK as u64) >> 20;
+    for within in 0..steps {
+        let same = same_within(within);
+        assert!(same.cut_off && same.sets.len() < all.len(), "{within}: {same:?}");
+        assert!(same.sets.iter().all(|set| all.contains(set)), "{within}: {same:?}");
+    }
+    assert!((0..steps).any(|within| !same_within(within).sets.is_empty()));
+    let same = same_within(steps);
+    assert_eq!((&same.sets[..], same.cut_off), (&all[..], false));
 }
 
 #[test]
@@ -199,7 +239,6 @@ fn play(seed: u64) -> u64 {
         scene.chill();
     }
     let sets: Vec<Vec<usize>> = same(&[Vec::from(scene.files())])
-        .unwrap()
         .into_iter()
         .map(|set| set.into_iter().map(|(_, buffer)| buffer).collect())
         .collect();

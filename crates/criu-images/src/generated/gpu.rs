@@ -13,6 +13,9 @@ pub struct SharedImage {
     /// render_file
     #[prost(bytes = "vec", repeated, tag = "3")]
     pub render_files: ::prost::alloc::vec::Vec<::prost::alloc::vec::Vec<u8>>,
+    /// bare_mappings, one for each process that computes; none of a process: not told.
+    #[prost(bytes = "vec", repeated, tag = "4")]
+    pub bare: ::prost::alloc::vec::Vec<::prost::alloc::vec::Vec<u8>>,
 }
 /// One buffer of several processes, or one with an open dma-buf.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
@@ -73,4 +76,26 @@ pub struct RenderImport {
     /// Place in that one's list.
     #[prost(uint32, optional, tag = "4")]
     pub there: ::core::option::Option<u32>,
+}
+/// Mappings of render nodes, of a process that computes, that showed no buffer: of buffers that had been freed, and not unmapped yet.
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct BareMappings {
+    /// Id of the process's /dev/kfd: amdgpu-kfd-ID.img.
+    #[prost(uint32, optional, tag = "1")]
+    pub kfd: ::core::option::Option<u32>,
+    /// bare_mapping
+    #[prost(bytes = "vec", repeated, tag = "2")]
+    pub mappings: ::prost::alloc::vec::Vec<::prost::alloc::vec::Vec<u8>>,
+}
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct BareMapping {
+    /// N of /dev/dri/renderDN.
+    #[prost(uint32, optional, tag = "1")]
+    pub minor: ::core::option::Option<u32>,
+    /// Where it begins in the process.
+    #[prost(uint64, optional, tag = "2")]
+    pub address: ::core::option::Option<u64>,
+    /// And in the render node's file.
+    #[prost(uint64, optional, tag = "3")]
+    pub offset: ::core::option::Option<u64>,
 }

@@ -3,9 +3,11 @@
 //!
 //! * [`SharedImage`]: `rewake-shared.img`, what processes of a tree have in common on their GPUs.
 
+mod bare;
 mod render;
 mod shared;
 
+pub use bare::{BareMapping, BareMappings};
 pub use render::{BufferOwner, RenderFile, RenderImport};
 pub use shared::{BufferUser, MAX_SHARED, SHARED_NAME, SecondFile, SharedBuffer, SharedImage};
 

@@ -11,6 +11,7 @@ use crate::amdgpu::contents::file_of;
 use crate::amdgpu::record::{Contents, record};
 use crate::error::Result;
 use crate::generated::gpu as raw;
+use crate::rewake::bare::{self, BareMappings};
 use crate::rewake::render::{self, RenderFile};
 
 /// The file's name.
@@ -27,6 +28,8 @@ pub struct SharedImage {
     pub second_files: Vec<SecondFile>,
     /// Render nodes of which there is more to say than [`crate::amdgpu::RenderImage`] can.
     pub render_files: Vec<RenderFile>,
+    /// What of processes' mappings showed no buffer. A process that is not among them: it is not known.
+    pub bare: Vec<BareMappings>,
 }
 
 /// One buffer that several processes have, or one with an open dma-buf.
@@ -63,7 +66,10 @@ impl SharedImage {
     /// Whether it says nothing: then it need not be there.
     #[must_use]
     pub fn is_empty(&self) -> bool {
-        self.buffers.is_empty() && self.second_files.is_empty() && self.render_files.is_empty()
+        self.buffers.is_empty()
+            && self.second_files.is_empty()
+            && self.render_files.is_empty()
+            && self.bare.is_empty()
     }
 
     /// The whole file.
@@ -77,6 +83,7 @@ impl SharedImage {
             buffers: self.buffers.iter().map(buffer).collect(),
             second_files: self.second_files.iter().map(|file| file.to_raw().encode_to_vec()).collect(),
             render_files: self.render_files.iter().map(RenderFile::encode).collect(),
+            bare: self.bare.iter().map(BareMappings::encode).collect(),
         };
         file_of(&image.encode_to_vec())
     }
@@ -100,6 +107,7 @@ pub(crate) fn parse(file: &Path, bytes: &[u8]) -> Result<SharedImage> {
             .collect::<Result<_>>()?,
         second_files: raw.second_files.iter().map(second_file).collect::<Result<_>>()?,
         render_files: render::parse_all(contents, &raw.render_files)?,
+        bare: bare::parse_all(contents, &raw.bare)?,
     })
 }
 

@@ -113,6 +113,7 @@ impl Renders {
                 file.told.imports.len(),
                 file.told.contexts.len()
             ));
+            shared.shown(&file.image);
             let name = render_name(file.image.id);
             let image = RenderImage { gpu_id: spaces.name(file.gpu), contents: Some(file.image) };
             folder::write(host.image_dir()?, &name, &image.to_bytes())?;

@@ -11,6 +11,8 @@ use gpu_app::client;
 use gpu_app::shape::{Mode, Shape};
 use play::{Play, buffers, play};
 use puppet::Puppet;
+use rewake_criu_images::ImageDir;
+use rewake_criu_images::rewake::SharedImage;
 use softgpu_tests::app::App;
 use softgpu_tests::criu::{Criu, Plugin, Version, queues_come_back, wait_for_the_end_of};
 use softgpu_tests::isolated;
@@ -345,16 +347,18 @@ fn the_stock_plugin_makes_copies_of_it() {
 }
 
 #[test]
-fn where_nothing_is_shared_no_file_says_so() {
-    isolated("where_nothing_is_shared_no_file_says_so", 1, |scene| {
+fn where_nothing_is_shared_the_file_says_so() {
+    isolated("where_nothing_is_shared_the_file_says_so", 1, |scene| {
         play(scene, Version::V4_2, |play| {
             let (root, child) = pair(play);
             root.tell("vram a");
             child.tell("vram a");
             play.dump();
-            let names = fs::read_dir(play.images()).unwrap().map(|entry| entry.unwrap().file_name());
-            let ours: Vec<_> = names.filter(|name| name.to_string_lossy().contains("rewake")).collect();
-            assert!(ours.is_empty(), "{ours:?}");
+            let shared = ImageDir::open(play.images()).unwrap().shared().unwrap().unwrap();
+            // Nor had either a mapping of a buffer that was freed.
+            assert_eq!(shared.bare.len(), 2, "{shared:?}");
+            assert!(shared.bare.iter().all(|of| of.mappings.is_empty()), "{shared:?}");
+            assert!(SharedImage { bare: Vec::new(), ..shared.clone() }.is_empty(), "{shared:?}");
         });
     });
 }

@@ -3,16 +3,14 @@
 
 use std::collections::BTreeMap;
 
-use rewake_criu_images::amdgpu::KfdImage;
-
-use super::places::gpus;
+use rewake_criu_images::amdgpu::{KfdBuffer, KfdImage};
 
 /// Buffers whose offset is one of `/dev/kfd` (doorbells, registers) or an address of the process (userptr).
 const NOT_OF_RENDER_NODES: u32 = 4 | 8 | 16;
 
 /// A process's buffers, by the names of their GPUs and the offsets of their mappings.
 #[derive(Debug)]
-pub(super) struct Buffers(BTreeMap<u32, Vec<Stretch>>);
+pub(crate) struct Buffers(BTreeMap<u32, Vec<Stretch>>);
 
 /// Offsets of one buffer.
 #[derive(Debug)]
@@ -26,7 +24,7 @@ struct Stretch {
 }
 
 impl Buffers {
-    pub(super) fn of(image: &KfdImage) -> Self {
+    pub(crate) fn of(image: &KfdImage) -> Self {
         let mut all: BTreeMap<u32, Vec<Stretch>> = BTreeMap::new();
         for (buffer, of) in image.buffers.iter().enumerate() {
             if of.alloc_flags & NOT_OF_RENDER_NODES == 0 {
@@ -46,8 +44,13 @@ impl Buffers {
         Self(all)
     }
 
+    /// Whether there are any.
+    pub(crate) fn are_some(&self) -> bool {
+        !self.0.is_empty()
+    }
+
     /// The image's first buffer of a GPU that has `offset`.
-    pub(super) fn at(&self, gpu_id: u32, offset: u64) -> Option<usize> {
+    pub(crate) fn at(&self, gpu_id: u32, offset: u64) -> Option<usize> {
         let all = self.0.get(&gpu_id)?;
         // The driver gives each memory offsets of its own, so that only the last one is looked at.
         let before = &all[..all.partition_point(|stretch| stretch.start <= offset)];
@@ -57,22 +60,29 @@ impl Buffers {
 }
 
 /// The GPU of a render node, by its index among the image's nodes and its name.
-pub(super) fn gpu_of_minor(image: &KfdImage, minor: u32) -> Option<(usize, u32)> {
+pub(crate) fn gpu_of_minor(image: &KfdImage, minor: u32) -> Option<(usize, u32)> {
     let is = |gpu_id: u32, of: u32| gpu_id != 0 && of == minor;
     let mut nodes = image.nodes.iter().map(|node| &node.properties).enumerate();
     let (node, properties) = nodes.find(|(_, gpu)| is(gpu.gpu_id, gpu.drm_render_minor))?;
     Some((node, properties.gpu_id))
 }
 
+/// Whether a GPU has a buffer of render nodes at an address of the process. ROCm's library maps buffers where GPUs have them.
+pub(crate) fn is_address_of_one(image: &KfdImage, gpu_id: u32, address: u64) -> bool {
+    let here = |buffer: &&KfdBuffer| buffer.gpu_id == gpu_id && buffer.alloc_flags & NOT_OF_RENDER_NODES == 0;
+    let covers =
+        |buffer: &KfdBuffer| (buffer.address..buffer.address.saturating_add(buffer.size)).contains(&address);
+    image.buffers.iter().filter(here).any(covers)
+}
+
 /// The render nodes of the GPU of this name: one, unless the image is odd.
-pub(super) fn minors_of(image: &KfdImage, gpu_id: u32) -> impl Iterator<Item = u32> {
-    gpus(image).filter(move |gpu| gpu.gpu_id == gpu_id).map(|gpu| gpu.drm_render_minor)
+pub(crate) fn minors_of(image: &KfdImage, gpu_id: u32) -> impl Iterator<Item = u32> {
+    let gpus = image.nodes.iter().map(|node| &node.properties).filter(|gpu| gpu.gpu_id != 0);
+    gpus.filter(move |gpu| gpu.gpu_id == gpu_id).map(|gpu| gpu.drm_render_minor)
 }
 
 #[cfg(test)]
 mod tests {
-    use rewake_criu_images::amdgpu::KfdBuffer;
-
     use super::*;
 
     const VRAM: u32 = 1;
