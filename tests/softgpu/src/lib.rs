@@ -12,16 +12,19 @@ pub mod dumped;
 pub mod faults;
 pub mod hold;
 pub mod judge;
+pub mod left;
 pub mod machine;
 pub mod pair;
 pub mod random;
 pub mod scene;
+pub mod script;
 pub mod server;
 pub mod snapshot;
 pub mod streamer;
 
 pub mod sys;
 pub mod toucher;
+pub mod tried;
 
 pub use container::Container;
 pub use daemon::Daemon;
