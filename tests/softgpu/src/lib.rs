@@ -9,6 +9,7 @@ pub mod container;
 pub mod criu;
 pub mod daemon;
 pub mod dumped;
+pub mod failing_disk;
 pub mod faults;
 pub mod hold;
 pub mod judge;
@@ -28,6 +29,7 @@ pub mod tried;
 
 pub use container::Container;
 pub use daemon::Daemon;
+pub use failing_disk::FailingDisk;
 pub use faults::Faults;
 pub use hold::Held;
 pub use judge::Judge;
