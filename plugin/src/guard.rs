@@ -5,8 +5,8 @@
 //! * In a dump: the tasks go on, and their queues would stay paused for ever. The guard lets them go on.
 //! * In a restore, the tasks would wait for CRIU for ever, or run before their GPUs' memory is there. The guard kills them; a
 //!   task makes no GPU state before it is there, but for one that has waited five seconds for it (`restore/forked.rs`): that goes on
-//!   unguarded. CRIU 4.1 says nothing when it forks them: its tasks have a guard when they are whole only, and what CRIU's death
-//!   leaves before that may run.
+//!   unguarded. Where they are stopped they would run until then: the kernel kills those (`restore/resume.rs`). CRIU 4.1 says nothing
+//!   when it forks them: its tasks have a guard when they are whole only, and what CRIU's death leaves before that may run.
 
 use std::fs;
 use std::io;
@@ -95,6 +95,20 @@ pub(crate) fn traced_siblings() -> Vec<i32> {
         threads.flat_map(|thread| children_of(&thread.path().to_string_lossy())).collect();
     siblings.retain(|sibling| tracer_of(*sibling) == Some(std::process::id()));
     siblings
+}
+
+/// Threads of these trees that this process traces.
+pub(crate) fn traced(roots: &[i32]) -> Vec<i32> {
+    let (mut tasks, mut traced) = (roots.to_vec(), Vec::new());
+    while let Some(task) = tasks.pop() {
+        // Whoever ends meanwhile has none.
+        for thread in fs::read_dir(format!("/proc/{task}/task")).into_iter().flatten().flatten() {
+            tasks.extend(children_of(&thread.path().to_string_lossy()));
+            let number = thread.file_name().to_str().and_then(|number| number.parse().ok());
+            traced.extend(number.filter(|thread| tracer_of(*thread) == Some(std::process::id())));
+        }
+    }
+    traced
 }
 
 fn children_of(thread: &str) -> Vec<i32> {

@@ -198,7 +198,7 @@ impl Restore {
         {
             done = done.and_then(|()| server.go().map_err(|refusal| self.resume.fail(host, pid, refusal)));
         }
-        self.resume.no_more_guard();
+        self.resume.no_more_guard(host);
         done
     }
 

@@ -6,6 +6,7 @@
 
 use std::os::fd::AsFd as _;
 
+use nix::sys::ptrace::{self, Options};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use rewake_criu_plugin::{Answer, Host, Refusal};
@@ -29,6 +30,8 @@ pub(super) struct Resume {
     guard: Option<Guard>,
     /// Whom it kills, with their descendants.
     roots: Vec<i32>,
+    /// Whether those that CRIU traces end with it.
+    tied: bool,
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -81,7 +84,24 @@ impl Resume {
             roots.extend((!known).then_some(pid));
             self.look_after(roots, |roots| Guard::of_trees(host, roots));
         }
+        if first {
+            self.tie(host, true);
+        }
         first
+    }
+
+    /// Has tasks, which CRIU has stopped, end with it, or not any more: the kernel would let them run on at once, and the guard comes later.
+    fn tie(&mut self, host: &Host, tied: bool) {
+        self.tied = tied;
+        // CRIU has nothing more to do with their system calls.
+        let options = if tied { Options::PTRACE_O_EXITKILL } else { Options::empty() };
+        for thread in guard::traced(&self.roots) {
+            if let Err(errno) = ptrace::setoptions(Pid::from_raw(thread), options) {
+                host.warn(format_args!(
+                    "trace {thread}: {errno}: if CRIU is killed now, it may run for a moment"
+                ));
+            }
+        }
     }
 
     /// Starts the queues of a task, if it has some, when it is `ready`: the memory of all is loaded, or behind a gate. `made`:
@@ -104,8 +124,11 @@ impl Resume {
     }
 
     /// Once all queues were started, CRIU's end does no harm.
-    pub(super) fn no_more_guard(&mut self) {
+    pub(super) fn no_more_guard(&mut self, host: &Host) {
         if self.all {
+            if self.tied {
+                self.tie(host, false);
+            }
             self.guard = None;
         }
     }

@@ -72,6 +72,15 @@ impl Criu {
         self
     }
 
+    /// What its processes are called, and those that it restores until they are what they were.
+    ///
+    /// # Panics
+    /// Its program has no name.
+    #[must_use]
+    pub fn name(&self) -> &str {
+        self.program.file_name().and_then(|name| name.to_str()).expect("a program with a name")
+    }
+
     /// Where the images are.
     #[must_use]
     pub fn images(&self) -> &Path {

@@ -9,22 +9,27 @@ pub mod container;
 pub mod criu;
 pub mod daemon;
 pub mod dumped;
+pub mod failing_disk;
 pub mod faults;
 pub mod hold;
 pub mod judge;
+pub mod left;
 pub mod machine;
 pub mod pair;
 pub mod random;
 pub mod scene;
+pub mod script;
 pub mod server;
 pub mod snapshot;
 pub mod streamer;
 
 pub mod sys;
 pub mod toucher;
+pub mod tried;
 
 pub use container::Container;
 pub use daemon::Daemon;
+pub use failing_disk::FailingDisk;
 pub use faults::Faults;
 pub use hold::Held;
 pub use judge::Judge;

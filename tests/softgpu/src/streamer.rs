@@ -86,6 +86,12 @@ impl Streamer {
         children(self.pid())
     }
 
+    /// The numbers of both.
+    #[must_use]
+    pub fn processes(&self) -> Vec<u32> {
+        [self.pid()].into_iter().chain(self.workers()).collect()
+    }
+
     /// Waits for its end.
     ///
     /// # Errors

@@ -2,9 +2,6 @@
 //! Memory of CPUs that comes lazily (`criu restore --lazy-pages`) in programs that use GPUs: the driver, which waits for no page, finds
 //! all of it, whether it is registered before the dump or after the restore.
 
-use std::fs;
-use std::os::unix::fs::PermissionsExt as _;
-use std::path::PathBuf;
 use std::thread;
 use std::time::Duration;
 
@@ -14,32 +11,16 @@ use rewake_kfd::topology::{Node, Topology};
 use softgpu_tests::criu::{Criu, Version, WAITS};
 use softgpu_tests::dumped::{Dumped, signal, soon, unreached};
 use softgpu_tests::server::small;
-use softgpu_tests::{Streamer, Toucher, isolated};
+use softgpu_tests::{Streamer, Toucher, isolated, script};
 
 /// What CRIU says when tasks run.
 const GOES_ON: &str = "Restore finished successfully";
 /// So long nothing goes on, at the least, while what is missing does not come.
 const A_WHILE: Duration = Duration::from_millis(200);
 
-/// A script for CRIU that stops the page server before CRIU tells it that all tasks are restored, which is when it begins to bring
-/// what nobody asks for.
-fn stopper(criu: &Criu, pages: &Streamer) -> PathBuf {
-    let path = criu.images().join("stopper");
-    let pids: Vec<String> =
-        [pages.pid()].into_iter().chain(pages.workers()).map(|pid| pid.to_string()).collect();
-    let stop = format!("kill -STOP {}", pids.join(" "));
-    let threads = pids.iter().map(|pid| format!("/proc/{pid}/task/*/status")).collect::<Vec<_>>().join(" ");
-    let stand = format!("while grep '^State:' {threads} | grep -qv 'T (stopped)'; do sleep 0.01; done");
-    let text =
-        format!("#!/bin/sh\n[ \"$CRTOOLS_SCRIPT_ACTION\" = post-restore ] || exit 0\n{stop} && {stand}\n");
-    fs::write(&path, text).unwrap();
-    fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
-    path
-}
-
 /// Restores it; its page server stands still from the moment at which tasks are restored until CRIU has waited for what is missing.
 fn comes_back(criu: &Criu, pages: &mut Streamer) {
-    let stopper = stopper(criu, pages);
+    let stopper = script::at(criu, script::RESTORED, &script::stops(pages));
     let mut command = criu.command(&["restore", "--restore-detached", "--lazy-pages"]);
     let mut restoring = command.arg("--action-script").arg(stopper).spawn().unwrap();
     let mut ended = || restoring.try_wait().unwrap().is_some();
@@ -47,8 +28,7 @@ fn comes_back(criu: &Criu, pages: &mut Streamer) {
         thread::sleep(A_WHILE);
         !criu.log("restore").contains(GOES_ON)
     };
-    let stopped: Vec<u32> = [pages.pid()].into_iter().chain(pages.workers()).collect();
-    signal(&stopped, Signal::SIGCONT);
+    signal(&pages.processes(), Signal::SIGCONT);
     assert!(restoring.wait().unwrap().success(), "{}\n{}", criu.log("restore"), pages.said());
     assert!(waits, "nothing was missing, or nobody waited for it: {}", criu.log("restore"));
     assert!(pages.end().unwrap().success(), "{}", pages.said());

@@ -5,7 +5,6 @@
 //! One call of each kind is tried; `PLUGIN_EVERY_FAULT=1` tries each call.
 
 use std::collections::BTreeMap;
-use std::fs;
 use std::os::unix::process::ExitStatusExt as _;
 use std::path::Path;
 use std::process::{Child, Command, ExitStatus};
@@ -19,54 +18,25 @@ use nix::unistd::Pid;
 use softgpu_tests::app::App;
 use softgpu_tests::criu::{Criu, Plugin, Version, queues_come_back, wait_for_the_end_of};
 use softgpu_tests::faults::{Call, Calls, Fault};
+use softgpu_tests::left::{GUARD, doing, named, runs, soon, sweep};
 use softgpu_tests::streamer::children;
+use softgpu_tests::tried::{CRIU, ERRNOS, Tried, every, says_why, tail, tried};
 use softgpu_tests::{Faults, Judge, isolated};
 
-/// CRIU's calls and those of the tasks that it restores. The driver compares the name of the caller's first thread.
-const CRIU: Calls<'_> = Calls { comm: Some("criu"), call: None };
-/// What a call fails with, in turn.
-const ERRNOS: [i32; 3] = [libc::EIO, libc::ENOMEM, libc::EINTR];
 const PAUSE: &str = "kfd/CRIU_OP/PROCESS_INFO";
 const GO_ON: &str = "kfd/CRIU_OP/UNPAUSE";
 const RESUME: &str = "kfd/CRIU_OP/RESUME";
-/// The process that the plugin leaves to look after a dump.
-const GUARD: &str = "rewake-guard";
-/// Looks at something that happens soon, and time between them: a minute.
-const LOOKS: u32 = 1200;
-const LOOK: Duration = Duration::from_millis(50);
+/// What CRIU says when all tasks are whole, and stopped.
+const LATE: &str = "Run late stage hook";
 /// Looks at what stands still, of a dozen seconds each.
 const LONG_LOOKS: u32 = 6;
 /// How long restores are tried until one is stopped before there is a guard, or killed when there is.
 const TRIES: Duration = Duration::from_secs(60);
 /// Far more than a task takes from its fork to its queues.
 const TIME_TO_COME_TO_LIFE: Duration = Duration::from_secs(3);
-/// Rounds of [`sweep`], and time between looks: a minute.
-const SWEEPS: u32 = 300;
-const SWEEP: Duration = Duration::from_millis(200);
 
 fn shape() -> Shape {
     Shape { layers: 1, layer_kib: 64, cache_mib: 1, queues: 1, ..Shape::small() }
-}
-
-/// A call that is tried.
-#[derive(Debug)]
-struct Tried {
-    name: String,
-    /// Among those of its kind, from 1: how often the plugin looks whether something is done is different every time.
-    nth: u64,
-}
-
-/// Which calls are tried: the first of each kind; or all.
-fn tried(calls: &[Call]) -> Vec<Tried> {
-    let mut counts: BTreeMap<&str, u64> = BTreeMap::new();
-    let mut all = Vec::new();
-    for call in calls {
-        let count = counts.entry(&call.name).or_default();
-        *count += 1;
-        all.push(Tried { name: call.name.clone(), nth: *count });
-    }
-    all.retain(|call| every() || call.nth == 1);
-    all
 }
 
 /// Before and after each call where all are tried, otherwise in turn.
@@ -75,68 +45,8 @@ fn kills(index: usize) -> Vec<Fault> {
     if every() { both.to_vec() } else { vec![both[index % 2]] }
 }
 
-fn every() -> bool {
-    std::env::var_os("PLUGIN_EVERY_FAULT").is_some()
-}
-
 fn moments() -> u32 {
     if every() { 60 } else { 8 }
-}
-
-fn soon(what: &str, there: impl Fn() -> bool) {
-    for _ in 0..LOOKS {
-        if there() {
-            return;
-        }
-        thread::sleep(LOOK);
-    }
-    let left: Vec<String> = [named("criu"), named(GUARD)].concat().into_iter().map(doing).collect();
-    panic!("{what}: not after {:?}; left: {left:?}", LOOK * LOOKS);
-}
-
-/// Ends what CRIU's death can leave in its own program: children that try what the kernel can do. They wait for ever. Not the
-/// guard, which has that name, too, until it takes its own: it runs or is about to until then, and its end is waited for. Nor
-/// `task`, which ends or goes on by itself.
-fn sweep(task: u32) {
-    for _ in 0..SWEEPS {
-        let all = named("criu");
-        if all.is_empty() {
-            break;
-        }
-        let before: Vec<u32> = all.into_iter().filter(|pid| *pid != task && waits(*pid)).collect();
-        thread::sleep(SWEEP);
-        for pid in named("criu").into_iter().filter(|pid| before.contains(pid) && waits(*pid)) {
-            let _ = kill(Pid::from_raw(pid.cast_signed()), Signal::SIGKILL);
-        }
-    }
-    soon("swept", || named("criu").is_empty() && named(GUARD).is_empty());
-}
-
-/// Whether a process sleeps for a signal to come, or is stopped.
-fn waits(pid: u32) -> bool {
-    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-    let state = stat.rsplit_once(") ").and_then(|(_, rest)| rest.chars().next());
-    state.is_some_and(|state| "STt".contains(state))
-}
-
-/// What a process is at, for whoever looks for the reason.
-fn doing(pid: u32) -> String {
-    let read = |name| fs::read_to_string(format!("/proc/{pid}/{name}")).unwrap_or_default();
-    format!("{}: {}: {}", read("stat"), read("syscall"), read("stack"))
-}
-
-/// Processes by their name.
-fn named(name: &str) -> Vec<u32> {
-    let pids =
-        fs::read_dir("/proc").unwrap().flatten().filter_map(|entry| entry.file_name().to_str()?.parse().ok());
-    let is =
-        |pid: &u32| fs::read_to_string(format!("/proc/{pid}/comm")).is_ok_and(|comm| comm.trim() == name);
-    pids.filter(is).collect()
-}
-
-/// What the plugin says went wrong.
-fn errors(log: &str) -> Vec<&str> {
-    log.lines().filter(|line| line.contains("Error (amdgpu_plugin)")).collect()
 }
 
 /// A server that is dumped or restored again and again.
@@ -219,11 +129,6 @@ impl Stage {
         self.goes_on("restored");
     }
 
-    /// Whether its process has, and is not more than a number.
-    fn has_ended(&self) -> bool {
-        !Path::new("/proc").join(self.pid.to_string()).join("exe").exists()
-    }
-
     /// Whatever was to be restored is gone, from the GPUs, too.
     fn is_gone(&self, after: &str) {
         let (task, number) =
@@ -266,20 +171,6 @@ impl Stage {
         self.app.was_dumped();
         wait_for_the_end_of(self.pid).unwrap();
     }
-
-    /// The one line of the plugin that says why, with the name of the call, or what came of it.
-    fn says_why(&self, act: &str, call: &Tried, errno: i32) {
-        let log = self.criu.log(act);
-        let errors = errors(&log);
-        let name = call.name.split_once('/').unwrap().1.replace('/', " ");
-        let told = |line: &str| line.contains(&name) || line.contains(&format!("(os error {errno})"));
-        assert!(errors.len() == 1 && told(errors[0]), "{call:?}: {errors:#?}\n{}", tail(&log));
-    }
-}
-
-fn tail(log: &str) -> String {
-    let lines: Vec<&str> = log.lines().collect();
-    lines[lines.len().saturating_sub(15)..].join("\n")
 }
 
 #[test]
@@ -293,7 +184,7 @@ fn a_dump_that_fails_says_why_and_leaves_all_running() {
             let Some(status) = stage.with(call, Fault::Errno(errno), stage.dump()) else { continue };
             if !status.success() {
                 failed += 1;
-                stage.says_why("dump", call, errno);
+                says_why(&stage.criu, "dump", call, errno);
             }
             stage.goes_on(&format!("{errno} of {call:?}"));
         }
@@ -345,7 +236,7 @@ fn criu_killed_at_any_moment_of_a_dump_leaves_nothing_paused() {
             stage.nothing_stands_still(&after);
             if let Err(error) = stage.app.answers(&[3], 1) {
                 // CRIU's own code in the task does not survive CRIU at every moment: it has ended, or is about to.
-                soon(&format!("{after}: {error:#}"), || stage.has_ended());
+                soon(&format!("{after}: {error:#}"), || !runs(stage.pid));
                 stage.app.was_dumped();
                 stage = Stage::set().unwrap();
             } else {
@@ -381,7 +272,7 @@ fn a_restore_that_fails_says_why_and_leaves_nothing() {
                 stage.end();
             } else {
                 failed += 1;
-                stage.says_why("restore", call, errno);
+                says_why(&stage.criu, "restore", call, errno);
             }
             stage.is_gone(&after);
         }
@@ -411,7 +302,9 @@ fn criu_killed_in_a_restore_leaves_nothing() {
                 soon(&after, || named(GUARD).is_empty());
                 if status.signal().is_some() {
                     let log = stage.criu.log("restore");
-                    assert!(log.contains("the restored tasks are killed"), "{after}: {}", tail(&log));
+                    // Those that CRIU has stopped by then are the kernel's to kill.
+                    let told = log.contains("the restored tasks are killed") || log.contains(LATE);
+                    assert!(told, "{after}: {}", tail(&log));
                 }
             }
         }
@@ -432,7 +325,7 @@ fn criu_killed_before_there_is_a_guard_leaves_nothing() {
             let alone = children(criu.id()) == [stage.pid];
             if alone {
                 thread::sleep(TIME_TO_COME_TO_LIFE);
-                assert!(!stage.has_ended() && stage.judge.gates().is_empty(), "it waits, without GPU state");
+                assert!(runs(stage.pid) && stage.judge.gates().is_empty(), "it waits, without GPU state");
             }
             alone
         });

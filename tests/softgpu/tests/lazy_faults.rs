@@ -1,0 +1,263 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Restores whose memory of CPUs and GPUs comes behind them, and that CRIU does not bring to their end: it is killed, or a call to a
+//! driver fails. Nobody is left standing still, the page server ends, and the image is as good as before.
+//!
+//! `REWAKE_KILLS` says at how many moments CRIU is killed besides those that have names; `PLUGIN_EVERY_FAULT=1` tries every call.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::os::unix::process::ExitStatusExt as _;
+use std::process::Command;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use softgpu_tests::criu::{Version, WAITS, wait_for_the_end_of};
+use softgpu_tests::dumped::{Dumped, dies, soon, unreached};
+use softgpu_tests::faults::{Calls, Fault};
+use softgpu_tests::tried::{CRIU, ERRNOS, every, says_why, tail, tried};
+use softgpu_tests::{Faults, Judge, Streamer, isolated, left, script};
+
+/// What the plugin says when a page server has answered it.
+const MET: &str = "a page server takes what may come later";
+/// What its guard says when it has done what it is for.
+const KILLED: &str = "the restored tasks are killed";
+/// The calls that fail, but with `PLUGIN_EVERY_FAULT`: a task's state is made, what comes first is loaded, gates are shut, queues start.
+const HALF_WAY: [&str; 4] = ["kfd/CRIU_OP/RESTORE", LOADS, "kfd/CRIU_OP/PROCESS_INFO", "kfd/CRIU_OP/RESUME"];
+const LOADS: &str = "amdgpu/CS";
+
+/// Looks for what CRIU says, and time between them: half a minute.
+const LOOKS: u32 = 30_000;
+const LOOK: Duration = Duration::from_millis(1);
+
+/// How often it is looked, where CRIU goes on and may be done with it.
+const TRIES: u32 = 5;
+
+/// When CRIU is killed.
+#[derive(Debug, Clone, Copy)]
+enum Moment {
+    /// By a script that it waits for.
+    Script(&'static str),
+    /// In a call to a driver.
+    Call(&'static str, Fault),
+    /// When it loads what comes first, and its guard does nothing.
+    Unguarded,
+    /// As soon as it says that.
+    Says(&'static str),
+    /// So long after its start.
+    After(Duration),
+}
+
+/// No process runs yet, whatever is killed then.
+const EARLY: [Moment; 4] = [
+    Moment::Script(script::BEFORE),
+    Moment::Script(script::RESTORED),
+    Moment::Call(LOADS, Fault::KillBefore),
+    Moment::Unguarded,
+];
+/// The same, when all tasks are whole: whichever CRIU it is, there is a guard.
+const WHOLE: [Moment; 3] = [
+    Moment::Says(WAITS),
+    Moment::Call("kfd/CRIU_OP/PROCESS_INFO", Fault::KillAfter),
+    Moment::Call("kfd/CRIU_OP/RESUME", Fault::KillAfter),
+];
+
+/// A server that was dumped, to be restored again and again.
+struct Stage {
+    dumped: Dumped,
+    faults: Faults,
+    judge: Judge,
+    alive: BTreeMap<String, u64>,
+}
+
+impl Stage {
+    /// None where GPUs are real, or queues do not come back.
+    fn set(version: Version) -> Option<Self> {
+        let (faults, judge) = (Faults::find()?, Judge::find()?);
+        let dumped = Dumped::of(&unreached(), version)?;
+        let alive = judge.alive();
+        Some(Self { dumped, faults, judge, alive })
+    }
+
+    fn streamer(&self) -> Streamer {
+        Streamer::of_both(self.dumped.criu.images()).unwrap()
+    }
+
+    fn restore(&self) -> Command {
+        self.dumped.criu.command(&["restore", "--restore-detached", "--lazy-pages"])
+    }
+
+    fn log(&self) -> String {
+        self.dumped.criu.log("restore")
+    }
+
+    /// Restores it, and has CRIU killed at that moment.
+    fn killed(&self, moment: Moment) {
+        let criu = &self.dumped.criu;
+        let mut restore = self.restore();
+        match moment {
+            Moment::Script(action) => {
+                restore.arg("--action-script").arg(script::at(criu, action, script::KILLS));
+            }
+            Moment::Call(name, fault) => self.dies_in(name, fault),
+            Moment::Unguarded => {
+                // Its death CRIU would notice.
+                let stands = format!("busybox killall -STOP {}", left::GUARD);
+                restore.arg("--action-script").arg(script::at(criu, script::RESTORED, &stands));
+                self.dies_in(LOADS, Fault::KillBefore);
+            }
+            Moment::Says(_) | Moment::After(_) => {}
+        }
+        let mut restoring = restore.spawn().unwrap();
+        match moment {
+            Moment::Script(_) | Moment::Call(..) | Moment::Unguarded => {}
+            Moment::Says(what) => {
+                let says = (0..LOOKS).any(|_| {
+                    thread::sleep(LOOK);
+                    self.log().contains(what)
+                });
+                restoring.kill().unwrap();
+                assert!(says, "{}", tail(&self.log()));
+            }
+            Moment::After(time) => {
+                thread::sleep(time);
+                restoring.kill().unwrap();
+            }
+        }
+        let ended = restoring.wait().unwrap();
+        self.faults.off();
+        if matches!(moment, Moment::Unguarded) {
+            assert!(soon(|| !left::runs(self.dumped.server.pid)), "it runs on: {}", tail(&self.log()));
+            left::named(left::GUARD).into_iter().for_each(dies);
+        }
+        let by_itself = matches!(moment, Moment::Says(_) | Moment::After(_)) && ended.success();
+        assert!(
+            by_itself || ended.signal() == Some(libc::SIGKILL),
+            "{moment:?}: {ended}: {}",
+            tail(&self.log())
+        );
+    }
+
+    fn dies_in(&self, call: &str, fault: Fault) {
+        self.faults.fail(1, fault, Calls { comm: Some(self.dumped.criu.name()), call: Some(call) });
+    }
+
+    /// What a restore comes to that may have ended early: whether the server is back, which is asked then, and ended. Otherwise all of it is gone.
+    fn is_back(&self, mut streamer: Streamer, after: &str) -> bool {
+        let pid = self.dumped.server.pid;
+        left::sweep(pid);
+        let log = self.log();
+        if !log.contains(MET) {
+            // Nobody has come to it, as far as is known, and nobody comes any more.
+            let _ = kill(Pid::from_raw(streamer.pid().cast_signed()), Signal::SIGTERM);
+        }
+        let streamed = streamer.end().unwrap_or_else(|error| panic!("{after}: {error:#}")).success();
+        let said = || format!("{after}: {}\n{}", streamer.said(), tail(&log));
+        // It may have been killed when all was handed over, and CRIU did not know yet.
+        let back = streamed && !log.contains(KILLED) && left::runs(pid);
+        if back {
+            self.dumped.server.answers().unwrap_or_else(|error| panic!("{error:#} {}", said()));
+            assert_eq!(self.judge.standing_still(), [], "{}", said());
+            self.dumped.ends();
+        }
+        wait_for_the_end_of(pid).unwrap_or_else(|error| panic!("{error:#} {}", said()));
+        let clean = soon(|| self.judge.alive() == self.alive);
+        assert!(clean, "{:?}, before {:?}, {}", self.judge.alive(), self.alive, said());
+        assert_eq!(marked(pid), Vec::<String>::new(), "{}", said());
+        back
+    }
+
+    /// Restores it to the end; how long CRIU took.
+    fn comes_back(&self) -> Duration {
+        let (streamer, start) = (self.streamer(), Instant::now());
+        self.dumped.criu.restore_lazily().unwrap();
+        let took = start.elapsed();
+        assert!(self.is_back(streamer, "without a fault"));
+        took
+    }
+
+    fn is_killed_at(&self, moment: Moment) -> bool {
+        let streamer = self.streamer();
+        self.killed(moment);
+        self.is_back(streamer, &format!("killed: {moment:?}"))
+    }
+}
+
+/// Who is not to be dumped because its gate is shut, of this number.
+fn marked(pid: u32) -> Vec<String> {
+    let files = fs::read_dir("/run/rewake-gated").unwrap();
+    let names = files.map(|file| file.unwrap().file_name().to_string_lossy().into_owned());
+    names.filter(|name| name.starts_with(&format!("{pid}-"))).collect()
+}
+
+/// Kills CRIU at each of these moments, and when its part is done.
+fn killed_at(version: Version, early: &[Moment]) {
+    let Some(stage) = Stage::set(version) else { return };
+    for moment in early {
+        let tries = if matches!(moment, Moment::Says(_)) { TRIES } else { 1 };
+        let back = (0..tries).all(|_| stage.is_killed_at(*moment));
+        assert!(!back, "{moment:?}: nobody was left to let it run");
+    }
+    let done = Moment::Script(script::ABOUT_TO_RUN);
+    assert!(stage.is_killed_at(done), "the page server answered for it: {}", stage.log());
+    stage.comes_back();
+}
+
+#[test]
+fn criu_killed_before_the_page_server_answers_leaves_nothing_and_later_harms_nobody() {
+    isolated("criu_killed_before_the_page_server_answers_leaves_nothing_and_later_harms_nobody", 1, |_| {
+        killed_at(Version::V4_2, &[&EARLY[..], &WHOLE].concat());
+    });
+}
+
+#[test]
+fn the_older_criu_killed_when_tasks_are_whole_leaves_nothing() {
+    isolated("the_older_criu_killed_when_tasks_are_whole_leaves_nothing", 1, |_| {
+        // It does not dump the workload on newer kernels.
+        if fs::read_to_string("/proc/sys/kernel/osrelease").unwrap().starts_with("6.12") {
+            killed_at(Version::V4_1, &WHOLE);
+        }
+    });
+}
+
+#[test]
+fn criu_killed_at_any_moment_leaves_nobody_standing_still() {
+    isolated("criu_killed_at_any_moment_leaves_nobody_standing_still", 1, |_| {
+        let Some(stage) = Stage::set(Version::V4_2) else { return };
+        let whole = stage.comes_back();
+        let moments: u32 = std::env::var("REWAKE_KILLS").map_or(4, |kills| kills.parse().unwrap());
+        for moment in 1..moments {
+            stage.is_killed_at(Moment::After(whole * moment / moments));
+        }
+        stage.comes_back();
+    });
+}
+
+#[test]
+fn a_driver_that_refuses_a_call_half_way_is_told_of_and_nothing_is_left() {
+    isolated("a_driver_that_refuses_a_call_half_way_is_told_of_and_nothing_is_left", 1, |_| {
+        let Some(stage) = Stage::set(Version::V4_2) else { return };
+        stage.faults.count(CRIU);
+        stage.comes_back();
+        stage.faults.off();
+        let mut calls = tried(&stage.faults.calls());
+        calls.retain(|call| every() || HALF_WAY.contains(&&*call.name));
+        assert!(calls.len() >= HALF_WAY.len(), "{calls:?}");
+        for (index, call) in calls.iter().enumerate() {
+            let errno = ERRNOS[index % ERRNOS.len()];
+            let streamer = stage.streamer();
+            stage.faults.fail(call.nth, Fault::Errno(errno), Calls { call: Some(&call.name), ..CRIU });
+            let restored = stage.restore().status().unwrap().success();
+            let hit = stage.faults.hit();
+            stage.faults.off();
+            let after = format!("{errno} of {call:?}");
+            assert_eq!(stage.is_back(streamer, &after), restored, "{after}: {}", tail(&stage.log()));
+            if !restored {
+                says_why(&stage.dumped.criu, "restore", call, errno);
+            }
+            assert!(every() || (hit && !restored), "{after}: {}", tail(&stage.log()));
+        }
+        stage.comes_back();
+    });
+}

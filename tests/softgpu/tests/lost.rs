@@ -1,0 +1,122 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Memory that cannot be had while its processes run already: a copy fails, or a disk. Those that wait for it are killed, none sees zeros in its
+//! place, and the page server says why.
+
+use std::fs;
+use std::path::PathBuf;
+
+use gpu_app::shape::Shape;
+use nix::sys::signal::Signal;
+use softgpu_tests::criu::{Criu, Version, queues_come_back, wait_for_the_end_of};
+use softgpu_tests::dumped::{Dumped, ONE_RING, dies, is_paused, signal, soon, unreached};
+use softgpu_tests::faults::{Calls, Fault};
+use softgpu_tests::left::runs;
+use softgpu_tests::toucher::{Large, OWN_PARTS};
+use softgpu_tests::{FailingDisk, Faults, Held, Judge, Machine, Streamer, Toucher, isolated, script};
+
+/// KiB of a layer of which no more than a part is read ahead.
+const LARGE: u64 = 12 << 10;
+/// Of memory of GPUs, more than is read ahead.
+const FULL: Large = Large { count: 2, mib: 24, full: true };
+
+/// It has ended, and said why; all that it said.
+fn failed(mut streamer: Streamer, reasons: &[&str]) -> String {
+    let status = streamer.end().unwrap();
+    assert_eq!(status.code(), Some(1), "{}", streamer.said());
+    let said = streamer.said();
+    for reason in reasons {
+        assert!(said.contains(reason), "no {reason:?}: {said}");
+    }
+    said
+}
+
+#[test]
+fn a_copy_that_fails_ends_who_waits_for_it_and_nobody_else() {
+    isolated("a_copy_that_fails_ends_who_waits_for_it_and_nobody_else", 1, |_| {
+        let (Some(faults), Some(judge), Some(machine)) = (Faults::find(), Judge::find(), Machine::find())
+        else {
+            return;
+        };
+        machine.becomes(&ONE_RING);
+        let shape = Shape { processes: 2, layer_kib: LARGE, ..unreached() };
+        let Some(dumped) = Dumped::of(&shape, Version::V4_2) else { return };
+        let alive = judge.alive();
+        let (streamer, held) = (Streamer::of_both(dumped.criu.images()).unwrap(), Held::streamers());
+        dumped.criu.restore_lazily().unwrap();
+        assert!(soon(|| streamer.said().contains("all memory is back")), "{}", streamer.said());
+        let mut both: Vec<u32> = judge.gates().iter().map(|gate| gate.pid).collect();
+        both.retain(|pid| is_paused(*pid));
+        held.lets_go_until_one_is_whole(&dumped.criu, &streamer);
+        assert!(soon(|| judge.shut() == 1), "{}", streamer.said());
+        let (waits, goes_on): (Vec<u32>, Vec<u32>) = both.iter().partition(|pid| is_paused(**pid));
+
+        faults.fail(1, Fault::Errno(libc::EIO), Calls { comm: Some("rewake"), call: Some("amdgpu/CS") });
+        drop(held);
+        let said = failed(streamer, &["Input/output error"]);
+        assert!(faults.hit());
+        faults.off();
+        assert!(soon(|| !runs(waits[0])), "{waits:?}");
+        assert!(runs(goes_on[0]), "the gate of {goes_on:?} was open: {said}");
+        dies(dumped.server.pid);
+        wait_for_the_end_of(dumped.server.pid).unwrap();
+        assert!(soon(|| judge.alive() == alive), "{:?}, before {alive:?}", judge.alive());
+
+        let mut streamer = Streamer::of_both(dumped.criu.images()).unwrap();
+        dumped.criu.restore_lazily().unwrap();
+        assert!(streamer.end().unwrap().success(), "{}", streamer.said());
+        dumped.server.ends_well();
+    });
+}
+
+/// The files of an image with memory of this kind.
+fn files(criu: &Criu, prefix: &str) -> Vec<PathBuf> {
+    let files = fs::read_dir(criu.images()).unwrap().map(|file| file.unwrap().path());
+    files.filter(|path| path.file_name().unwrap().to_string_lossy().starts_with(prefix)).collect()
+}
+
+/// Restores a program from a disk that fails when it runs, which then does what needs memory of this kind.
+fn the_disk_fails(toucher: &Toucher, criu: &Criu, kind: &str, order: &str) {
+    let files = files(criu, kind);
+    let disk = FailingDisk::with(&files).unwrap();
+    let streamer = Streamer::of_both(criu.images()).unwrap();
+    let stopper = script::at(criu, script::ABOUT_TO_RUN, &script::stops(&streamer));
+    let mut restore = criu.command(&["restore", "--restore-detached", "--lazy-pages"]);
+    let restored = restore.arg("--action-script").arg(stopper).status().unwrap();
+    assert!(restored.success(), "{}", criu.log("restore"));
+    assert!(is_paused(toucher.pid()), "{}", streamer.said());
+    disk.fails().unwrap();
+    toucher.ask(order).unwrap();
+    signal(&streamer.processes(), Signal::SIGCONT);
+    let said = failed(streamer, &["Input/output error"]);
+    let names = files.iter().map(|file| file.file_name().unwrap().to_str().unwrap());
+    assert!(names.clone().any(|name| said.contains(name)), "none of {:?}: {said}", names.collect::<Vec<_>>());
+    wait_for_the_end_of(toucher.pid()).unwrap();
+    assert_eq!(toucher.answered(), None, "it saw what was not there");
+}
+
+#[test]
+fn a_disk_that_fails_is_no_zeros_to_cpus() {
+    isolated("a_disk_that_fails_is_no_zeros_to_cpus", 1, |_| {
+        if Judge::find().is_none() || !queues_come_back() {
+            return;
+        }
+        let folder = tempfile::tempdir().unwrap();
+        let mut toucher = Toucher::start(env!("CARGO_BIN_EXE_toucher"), folder.path(), None).unwrap();
+        toucher.asked(&format!("allocate {OWN_PARTS}")).unwrap();
+        let criu = toucher.dump(Version::V4_2).unwrap();
+        the_disk_fails(&toucher, &criu, "pages-", "register 0");
+    });
+}
+
+#[test]
+fn a_disk_that_fails_is_no_zeros_to_gpus_nor_to_who_touches_their_memory() {
+    isolated("a_disk_that_fails_is_no_zeros_to_gpus_nor_to_who_touches_their_memory", 1, |_| {
+        if Judge::find().is_none() || !queues_come_back() {
+            return;
+        }
+        let folder = tempfile::tempdir().unwrap();
+        let mut toucher = Toucher::start(env!("CARGO_BIN_EXE_toucher"), folder.path(), Some(FULL)).unwrap();
+        let criu = toucher.dump(Version::V4_2).unwrap();
+        the_disk_fails(&toucher, &criu, "amdgpu-pages-", "tail 1");
+    });
+}

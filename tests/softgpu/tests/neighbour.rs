@@ -1,0 +1,56 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Another program that computes on the GPU whose memory is being brought back: neither disturbs the other.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+
+use softgpu_tests::criu::{Version, queues_come_back, wait_for_the_end_of};
+use softgpu_tests::dumped::{Dumped, ONE_RING, is_paused, unreached};
+use softgpu_tests::{Held, Machine, Server, Streamer, isolated};
+
+/// Dropped, it is so, where a test fails, too.
+struct Over<'a>(&'a AtomicBool);
+
+impl Drop for Over<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
+#[test]
+fn a_server_answers_while_another_is_restored_on_its_gpu() {
+    isolated("a_server_answers_while_another_is_restored_on_its_gpu", 1, |_| {
+        let Some(machine) = Machine::find().filter(|_| queues_come_back()) else { return };
+        machine.becomes(&ONE_RING);
+        // At the same time: the driver gives queues of copy engines back by number.
+        let folder = tempfile::tempdir().unwrap();
+        let other = Server::start(&unreached(), folder.path());
+        let Some(dumped) = Dumped::of(&unreached(), Version::V4_2) else { return };
+        let over = AtomicBool::new(false);
+        let answered = thread::scope(|scope| {
+            let answering = scope.spawn(|| {
+                // The one that was begun.
+                other.answers().unwrap();
+                let mut answered = 0;
+                while !over.load(Ordering::Relaxed) {
+                    other.app.answers(&[3, answered], 2).unwrap();
+                    answered += 1;
+                }
+                answered
+            });
+            let over = Over(&over);
+            let (mut streamer, held) = (Streamer::of_both(dumped.criu.images()).unwrap(), Held::streamers());
+            dumped.criu.restore_lazily().unwrap();
+            assert!(is_paused(dumped.server.pid), "{}", streamer.said());
+            assert!(!is_paused(other.pid), "{}", streamer.said());
+            drop(held);
+            assert!(streamer.end().unwrap().success(), "{}", streamer.said());
+            dumped.server.ends_well();
+            drop(over);
+            answering.join().unwrap()
+        });
+        assert!(answered > 2, "{answered} answers");
+        other.app.quit().unwrap();
+        wait_for_the_end_of(other.pid).unwrap();
+    });
+}
