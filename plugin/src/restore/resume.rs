@@ -226,8 +226,7 @@ mod tests {
             Some(second)
         });
         assert_eq!((is_there(of_first), is_there(of_second)), (false, true));
-        resume.all = true;
-        resume.no_more_guard();
+        drop(resume);
         assert!(!is_there(of_second));
     }
 }
