@@ -191,6 +191,13 @@ mod tests {
     #[test]
     fn what_gpus_reach_is_known_by_the_image() {
         assert_eq!(First::of(None).unwrap(), First::Registered(Vec::new()));
+        // The record of a process alone: its version, and whether its GPUs retry faults.
+        let image = |retries: u32| {
+            let private = [1, retries].into_iter().flat_map(u32::to_le_bytes).collect();
+            KfdImage { private, ..KfdImage::default() }
+        };
+        assert_eq!(First::of(Some(&image(0))).unwrap(), First::Registered(Vec::new()));
+        assert_eq!(First::of(Some(&image(1))).unwrap(), First::Any);
     }
 
     #[test]

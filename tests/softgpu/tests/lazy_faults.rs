@@ -214,10 +214,7 @@ fn criu_killed_before_the_page_server_answers_leaves_nothing_and_later_harms_nob
 #[test]
 fn the_older_criu_killed_when_tasks_are_whole_leaves_nothing() {
     isolated("the_older_criu_killed_when_tasks_are_whole_leaves_nothing", 1, |_| {
-        // It does not dump the workload on newer kernels.
-        if fs::read_to_string("/proc/sys/kernel/osrelease").unwrap().starts_with("6.12") {
-            killed_at(Version::V4_1, &WHOLE);
-        }
+        killed_at(Version::V4_1, &WHOLE);
     });
 }
 

@@ -2,16 +2,19 @@
 //! Processes that run before their GPUs' memory is there: the gate is shut until it is, and nobody waits for ever.
 
 use std::fs::{self, OpenOptions};
+use std::os::fd::AsFd as _;
 use std::os::unix::fs::FileExt as _;
 use std::path::Path;
+use std::thread;
 use std::time::{Duration, Instant};
 
 use gpu_app::shape::Shape;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
+use rewake_kfd::criu;
 use softgpu_tests::criu::{Version, wait_for_the_end_of};
 use softgpu_tests::dumped::{Dumped, ONE_RING, Restoring, is_paused, pages, unreached};
-use softgpu_tests::{Held, Machine, Streamer, isolated};
+use softgpu_tests::{Held, Judge, Machine, Streamer, isolated, sys};
 
 /// Exit code of a streamer that was asked to stop and had taken nothing over.
 const STOPPED: i32 = 143;
@@ -134,6 +137,40 @@ fn a_second_time_from_one_image() {
 fn two_processes_on_two_gpus() {
     isolated("two_processes_on_two_gpus", 2, |_| {
         there_and_back(&Shape { gpus: 2, processes: 2, layers: 5, layer_kib: 64, ..unreached() });
+    });
+}
+
+/// Takes a process's queues off its GPUs once more, as whoever dumps it does, and forgets them.
+fn holds_queues_of(pid: u32) {
+    let is_driver = |path: &Path| fs::read_link(path).is_ok_and(|of| of == Path::new("/dev/kfd"));
+    let files = fs::read_dir(format!("/proc/{pid}/fd")).unwrap().map(|file| file.unwrap().path());
+    let driver = files.filter(|path| is_driver(path)).min().unwrap();
+    let number = driver.file_name().unwrap().to_str().unwrap().parse().unwrap();
+    let once = || {
+        sys::seize(pid).unwrap();
+        criu::process_info(sys::descriptor_of(pid, number).unwrap().as_fd()).unwrap();
+    };
+    // Who traces lets go when it ends.
+    thread::scope(|scope| scope.spawn(once).join().unwrap());
+}
+
+#[test]
+fn queues_that_are_held_when_the_gate_is_open_are_told_of() {
+    isolated("queues_that_are_held_when_the_gate_is_open_are_told_of", 1, |_| {
+        let Some(_machine) = Machine::with(&ONE_RING) else { return };
+        let Some(dumped) = Dumped::of(&unreached(), Version::V4_2) else { return };
+        let (mut streamer, held) = dumped.comes_back_paused();
+        holds_queues_of(dumped.server.pid);
+        drop(held);
+        assert!(streamer.end().unwrap().success(), "{}", streamer.said());
+        let said = streamer.said();
+        let told = format!("the driver holds the queues of process {} on GPU ", dumped.server.pid);
+        assert!(said.contains(&told) && said.contains(", 1 times"), "{said}");
+        assert!(!said.contains("the driver lets queues run"), "{said}");
+        // It is left alone.
+        dumped.ends();
+        // That was this test's doing.
+        Judge::find().unwrap().take("unpause-out-of-turn");
     });
 }
 
