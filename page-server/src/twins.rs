@@ -65,8 +65,9 @@ pub struct Found {
 pub fn find(images: &Path, begins: impl FnOnce(u64) -> Duration) -> anyhow::Result<Found> {
     let folder = File::open(images).with_context(|| images.display().to_string())?;
     let (processes, files): (Vec<_>, Vec<_>) = pages_files(images, folder.as_fd())?.into_iter().unzip();
+    let start = Instant::now();
     let alike = Alike::of(&files)?;
-    let (limit, start) = (begins(alike.bytes()), Instant::now());
+    let limit = begins(alike.bytes());
     let Same { mut sets, cut_off } = alike.compare(|| start.elapsed() < limit)?;
     if sets.is_empty() {
         return Ok(Found { spared: 0, cut_off });

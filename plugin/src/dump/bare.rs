@@ -27,10 +27,10 @@ pub(super) fn mappings(tasks: &[i32], image: &KfdImage) -> io::Result<Option<BTr
 
 /// By a line of `/proc/PID/maps`; its path is the one that a restore hears.
 fn of_render_node(line: &str) -> Option<BareMapping> {
-    let mut words = line.split_whitespace();
-    let (start, _) = words.next()?.split_once('-')?;
-    let offset = words.nth(1)?;
-    let Some(Gpu::Render(minor)) = Gpu::of_path(words.nth(2)?) else { return None };
+    let mut fields = line.splitn(6, ' ');
+    let (start, _) = fields.next()?.split_once('-')?;
+    let offset = fields.nth(1)?;
+    let Some(Gpu::Render(minor)) = Gpu::of_path(fields.nth(2)?.trim_start()) else { return None };
     let hex = |text| u64::from_str_radix(text, 16).ok();
     Some(BareMapping { minor, address: hex(start)?, offset: hex(offset)? })
 }
@@ -49,6 +49,7 @@ mod tests {
         let mapping = BareMapping { minor: 129, address: 0x7f00_0020_0000, offset: 0x1_0000_1000 };
         assert_eq!(of("/dev/dri/renderD129"), Some(mapping));
         assert_eq!(of("/jail/dev/dri/renderD129"), Some(mapping));
+        assert_eq!(of("/srv/my jail/dev/dri/renderD129"), Some(mapping));
         for other in ["/dev/kfd", "/dev/dri/card0", "[heap]", ""] {
             assert_eq!(of(other), None, "{other}");
         }

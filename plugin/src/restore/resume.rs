@@ -77,17 +77,19 @@ impl Resume {
     /// Whether no task was named yet.
     pub(super) fn begin(&mut self, host: &Host, pid: i32) -> bool {
         let first = self.tasks.is_empty();
+        if !first {
+            return false;
+        }
         let known = self.roots.contains(&pid);
+        self.roots.extend((!known).then_some(pid));
+        // At once: a guard takes longer to be started.
+        self.tie(host, true);
         // Or none could be started earlier.
-        if first && (!known || self.guard.is_none()) {
-            let mut roots = std::mem::take(&mut self.roots);
-            roots.extend((!known).then_some(pid));
+        if !known || self.guard.is_none() {
+            let roots = self.roots.clone();
             self.look_after(roots, |roots| Guard::of_trees(host, roots));
         }
-        if first {
-            self.tie(host, true);
-        }
-        first
+        true
     }
 
     /// Has tasks, which CRIU has stopped, end with it, or not any more: the kernel would let them run on at once, and the guard comes later.
@@ -97,9 +99,8 @@ impl Resume {
         let options = if tied { Options::PTRACE_O_EXITKILL } else { Options::empty() };
         for thread in guard::traced(&self.roots) {
             if let Err(errno) = ptrace::setoptions(Pid::from_raw(thread), options) {
-                host.warn(format_args!(
-                    "trace {thread}: {errno}: if CRIU is killed now, it may run for a moment"
-                ));
+                let then = if tied { "may run for a moment" } else { "is killed, too" };
+                host.warn(format_args!("trace {thread}: {errno}: if CRIU is killed now, it {then}"));
             }
         }
     }
