@@ -220,8 +220,11 @@ impl Drop for App {
 pub fn program_for(version: Version, folder: &Path) -> anyhow::Result<PathBuf> {
     let (program, libraries) = (program()?, Path::new(OLDER));
     let made = folder.join("gpu-app");
-    if version == Version::V4_2 || !libraries.is_dir() || made.exists() {
-        return Ok(if made.exists() { made } else { program });
+    if made.exists() {
+        return Ok(made);
+    }
+    if version == Version::V4_2 || !libraries.is_dir() {
+        return Ok(program);
     }
     let mut command = Command::new("patchelf");
     command.arg("--set-interpreter").arg(libraries.join("ld-linux-x86-64.so.2"));

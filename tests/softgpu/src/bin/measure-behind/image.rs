@@ -4,7 +4,6 @@
 use std::collections::BTreeMap;
 use std::fs;
 use std::process::Command;
-use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, ensure};
@@ -12,14 +11,12 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde_json::Value;
 use softgpu_tests::criu::{Criu, Version, wait_for_the_end_of};
+use softgpu_tests::dumped::soon;
 use softgpu_tests::toucher::Large;
 use softgpu_tests::{Held, Judge, Streamer, Toucher};
 
 /// What `--record` leaves in the images directory.
 const RECORD: &str = "rewake-order.json";
-/// Looks at what the driver still takes apart, and time between them: a minute.
-const LOOKS: u32 = 1200;
-const LOOK: Duration = Duration::from_millis(50);
 
 /// What comes behind a process.
 #[derive(Debug, Clone, Copy)]
@@ -173,13 +170,7 @@ impl Running<'_> {
         self.streamer.end()?;
         wait_for_the_end_of(self.image.toucher.pid())?;
         let is_as_before = || Judge::find().as_ref().map(Judge::alive) == self.before;
-        let gone = (0..LOOKS).any(|_| {
-            is_as_before() || {
-                thread::sleep(LOOK);
-                false
-            }
-        });
-        ensure!(gone, "the driver still has something of it");
+        ensure!(soon(is_as_before), "the driver still has something of it");
         Ok(())
     }
 }
