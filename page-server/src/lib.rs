@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The page server: serves restores while their processes run already.
 //!
-//! * [`supervisor`], [`guardian`], [`ledger`]: nothing is lost when a process of ours dies.
+//! * [`supervisor`], [`guardian`], [`ledger`], [`fd_store`]: nothing is lost when processes of ours die.
 //! * [`worker`], [`daemon`], [`socket`]: sessions, on one control thread.
 //! * [`session`], [`image`], [`spaces`], [`processes`]: what a session is, what it serves, whom; [`registered`]: what first.
 //! * [`fill`]: the data plane.
@@ -18,6 +18,7 @@ pub mod control;
 pub mod criu_args;
 pub mod daemon;
 pub mod doctor;
+pub mod fd_store;
 pub mod fill;
 pub mod gpu_plugin;
 pub mod gpu_stream;

@@ -117,6 +117,16 @@ pub fn is_userfaultfd(number: RawFd) -> bool {
     link.is_ok_and(|link| link.as_os_str() == "anon_inode:[userfaultfd]")
 }
 
+/// From which byte on of its queue `MSG_PEEK` reads a unix socket (`SO_PEEK_OFF`): each peek moves it on. None:
+/// peeks always read the first message, and move nothing.
+///
+/// # Errors
+/// The kernel's errno.
+pub fn set_peek_offset(socket: BorrowedFd<'_>, offset: Option<i32>) -> io::Result<()> {
+    let offset: libc::c_int = offset.unwrap_or(-1);
+    set_socket_option(socket, libc::SO_PEEK_OFF, offset)
+}
+
 /// A second descriptor for the same open file, closed on exec.
 ///
 /// # Errors
@@ -217,12 +227,15 @@ pub fn leave_descriptors(command: &mut Command) {
 /// # Errors
 /// The kernel's errno.
 pub fn pass_credentials(socket: BorrowedFd<'_>) -> io::Result<()> {
-    let on: libc::c_int = 1;
+    set_socket_option(socket, libc::SO_PASSCRED, 1)
+}
+
+fn set_socket_option(socket: BorrowedFd<'_>, option: libc::c_int, value: libc::c_int) -> io::Result<()> {
     #[expect(clippy::cast_possible_truncation, reason = "4")]
     let len = size_of::<libc::c_int>() as libc::socklen_t;
     // SAFETY: the option's value is a live int of the length given.
     let result = unsafe {
-        libc::setsockopt(socket.as_raw_fd(), libc::SOL_SOCKET, libc::SO_PASSCRED, (&raw const on).cast(), len)
+        libc::setsockopt(socket.as_raw_fd(), libc::SOL_SOCKET, option, (&raw const value).cast(), len)
     };
     check(result.into()).map(drop)
 }
