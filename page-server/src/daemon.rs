@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The control side of a worker: sessions from the first connection to the last page.
 
-use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
+use std::os::fd::{AsFd as _, AsRawFd as _, IntoRawFd, OwnedFd};
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicI32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -12,11 +12,12 @@ use anyhow::{Context as _, bail};
 use rewake_store::{BlockCache, DEFAULT_BUDGET};
 use tracing::{info, warn};
 
+use crate::fd_store::FdStore;
 use crate::fill::Pool;
 use crate::image::{Image, TaskPlan};
 use crate::ledger::{Ledger, NO_FD, Received, SessionSlot, SessionState};
 use crate::session::Session;
-use crate::{socket, spaces, streamer, sys};
+use crate::{parking, socket, spaces, streamer, sys};
 
 /// "ReSTore Finished" (criu/uffd.c), sent by the restore when all tasks are in place. No pid is this large.
 const FINISHED: u32 = 0x5253_5446;
@@ -27,8 +28,8 @@ pub struct Daemon {
     pub(crate) ledger: Ledger,
     pub(crate) pool: Pool,
     pub(crate) cache: Arc<BlockCache>,
-    /// How often the daemon was asked to stop: after the first time no new sessions.
-    pub(crate) stopping: tokio::sync::watch::Sender<u32>,
+    /// Whether the daemon was asked to stop: then it takes no new sessions.
+    pub(crate) stopping: tokio::sync::watch::Sender<bool>,
     sessions: Mutex<Vec<Arc<Session>>>,
 }
 
@@ -55,7 +56,7 @@ impl Daemon {
     pub fn start(ledger: Ledger) -> anyhow::Result<Arc<Self>> {
         let cache = BlockCache::new(DEFAULT_BUDGET)?;
         let pool = Pool::start(&cache, ledger)?;
-        let (stopping, _) = tokio::sync::watch::channel(0);
+        let (stopping, _) = tokio::sync::watch::channel(false);
         Ok(Arc::new(Self { ledger, pool, cache, stopping, sessions: Mutex::default() }))
     }
 
@@ -84,6 +85,14 @@ impl Daemon {
         let image = Image::open(images)?;
         let listener = socket::listen(work)?;
         let (index, slot) = self.take_slot(images, work)?;
+        let session = Session::new(index, slot.number(), images.to_owned());
+        let session = match make_store(slot) {
+            Ok(store) => Arc::new(session.with_store(store)),
+            Err(error) => {
+                slot.set_state(SessionState::Free);
+                return Err(error).context("making the session's fd store");
+            }
+        };
         slot.listener.store(listener.as_raw_fd(), Ordering::Release);
         info!(
             session = slot.number(),
@@ -97,7 +106,7 @@ impl Daemon {
             slot,
             listener: Some(listener),
             connection: None,
-            session: Arc::new(Session::new(index, slot.number(), images.to_owned())),
+            session,
             arrived: false,
         }))
     }
@@ -159,7 +168,9 @@ impl Daemon {
     fn inherit_one(&self, index: usize, slot: &'static SessionSlot) -> anyhow::Result<OpenSession> {
         let (images, _work) = slot.paths();
         let image = Image::open(&images)?;
-        let session = Arc::new(Session::new(index, slot.number(), images));
+        let [store, writer] = [&slot.store, &slot.writer].map(|number| number.load(Ordering::Acquire));
+        let store = FdStore::of(store, writer).context("finding the session's fd store")?;
+        let session = Arc::new(Session::new(index, slot.number(), images).with_store(store));
         if slot.state() == SessionState::Running {
             session.release();
         }
@@ -203,7 +214,7 @@ impl Daemon {
     ) -> anyhow::Result<Summary> {
         let outcome = self.run(&mut open, connect_limit).await;
         self.ledger.outcomes().note(open.session.number, outcome.is_ok(), &[]);
-        self.close(open);
+        self.close(open).await;
         outcome
     }
 
@@ -244,9 +255,9 @@ impl Daemon {
     }
 
     /// Lets go of a session that has ended.
-    pub fn close(&self, open: OpenSession) {
+    pub async fn close(&self, open: OpenSession) {
         self.forget(&open.session);
-        open.close();
+        open.close().await;
     }
 
     async fn follow(&self, open: &mut OpenSession, connect_limit: Option<Duration>) -> anyhow::Result<()> {
@@ -272,12 +283,19 @@ impl Daemon {
         }
         open.session.release();
         self.pool.look_again();
-        loop {
-            if open.session.is_empty() || open.session.has_failed() {
-                return Ok(());
+        let session = &open.session;
+        let park = async {
+            if let Err(error) = parking::park(self.ledger, session).await {
+                session.fail(&format!("{error:#}"));
             }
-            open.session.changed().await;
-        }
+        };
+        let load = async {
+            while !session.is_empty() && !session.has_failed() {
+                session.changed().await;
+            }
+        };
+        tokio::join!(park, load);
+        Ok(())
     }
 
     /// Receives every task's userfaultfd, serving their faults from the first on, then the finish notice.
@@ -387,6 +405,17 @@ impl Daemon {
     }
 }
 
+/// A fresh fd store, in the ledger.
+fn make_store(slot: &SessionSlot) -> std::io::Result<FdStore> {
+    let (store, writer) = FdStore::create()?;
+    let [store, writer] = [store, writer].map(IntoRawFd::into_raw_fd);
+    slot.store.store(store, Ordering::Release);
+    slot.writer.store(writer, Ordering::Release);
+    let store = FdStore::of(store, writer)?;
+    slot.inode.store(store.inode(), Ordering::Release);
+    Ok(store)
+}
+
 /// A session that is listening or further.
 #[derive(Debug)]
 pub struct OpenSession {
@@ -447,11 +476,23 @@ impl OpenSession {
         Ok(())
     }
 
-    /// Frees the slot and closes the sockets.
-    fn close(mut self) {
+    /// Closes the sockets, takes the fd store out of the processes that have it, and frees the slot.
+    async fn close(mut self) {
         let (_, work): (PathBuf, PathBuf) = self.slot.paths();
         self.slot.listener.store(NO_FD, Ordering::Release);
         self.slot.connection.store(NO_FD, Ordering::Release);
+        if let Some(store) = self.session.store() {
+            // What waits for the next one to read it waits no longer.
+            if let Err(error) = store.empty() {
+                warn!(%error, session = self.session.number, "emptying the fd store");
+            }
+            let take = |number: &AtomicI32| {
+                // SAFETY: the slot owned it, and this swap takes it out.
+                unsafe { sys::take_over(number.swap(NO_FD, Ordering::AcqRel)) }
+            };
+            parking::unpark(&self.session, take(&self.slot.store), take(&self.slot.writer)).await;
+        }
+        self.slot.inode.store(0, Ordering::Release);
         self.slot.set_state(SessionState::Free);
         if self.listener.take().is_some()
             && let Err(error) = socket::remove(&work)

@@ -44,6 +44,23 @@ pub fn layout(pid: i32) -> Option<Layout> {
     Some([fields.next()?.ok()?, fields.next()?.ok()?, fields.next()?.ok()?])
 }
 
+/// All processes that /proc shows.
+pub fn all() -> impl Iterator<Item = i32> {
+    let entries = std::fs::read_dir("/proc").into_iter().flatten();
+    entries.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok())
+}
+
+/// The number of a descriptor that a process has of the socket with this inode; none if it has none, or has ended.
+#[must_use]
+pub fn number_of_socket(pid: i32, inode: u64) -> Option<RawFd> {
+    let wanted = format!("socket:[{inode}]");
+    let entries = std::fs::read_dir(format!("/proc/{pid}/fd")).ok()?;
+    let mut is_it = entries.filter_map(Result::ok).filter(|entry| {
+        std::fs::read_link(entry.path()).is_ok_and(|link| link.as_os_str() == wanted.as_str())
+    });
+    is_it.next()?.file_name().to_str()?.parse().ok()
+}
+
 fn parent(pid: i32) -> Option<i32> {
     status(pid, "PPid:")?.trim().parse().ok()
 }

@@ -37,6 +37,15 @@ pub fn pidfd_kill(pidfd: RawFd) -> io::Result<()> {
     check(unsafe { libc::syscall(libc::SYS_pidfd_send_signal, pidfd, libc::SIGKILL, 0, 0) }).map(drop)
 }
 
+/// A copy of descriptor `number` of the process behind a pidfd (`pidfd_getfd(2)`, Linux 5.6), closed on exec.
+///
+/// # Errors
+/// EPERM without the right to trace it, EBADF, ESRCH.
+pub fn pidfd_getfd(process: BorrowedFd<'_>, number: RawFd) -> io::Result<OwnedFd> {
+    // SAFETY: integers in, a descriptor out.
+    to_fd(check(unsafe { libc::syscall(libc::SYS_pidfd_getfd, process.as_raw_fd(), number, 0) })?)
+}
+
 /// The number of the process behind a pidfd, for this process (`/proc/self/fdinfo`, Linux 5.3).
 ///
 /// # Errors
@@ -127,6 +136,15 @@ pub fn set_peek_offset(socket: BorrowedFd<'_>, offset: Option<i32>) -> io::Resul
     set_socket_option(socket, libc::SO_PEEK_OFF, offset)
 }
 
+/// A second descriptor for the open file of a number that something else owns, closed on exec.
+///
+/// # Errors
+/// EBADF, EMFILE.
+pub fn duplicate_number(number: RawFd) -> io::Result<OwnedFd> {
+    // SAFETY: integers in, a descriptor out; a closed number gives EBADF.
+    to_fd(check(unsafe { libc::fcntl(number, libc::F_DUPFD_CLOEXEC, 0) }.into())?)
+}
+
 /// A second descriptor for the same open file, closed on exec.
 ///
 /// # Errors
@@ -153,7 +171,15 @@ pub fn nap() {
 pub fn has_ended(pidfd: RawFd) -> bool {
     let mut poll = libc::pollfd { fd: pidfd, events: libc::POLLIN, revents: 0 };
     // SAFETY: one live pollfd; no wait.
-    unsafe { libc::poll(&raw mut poll, 1, 0) == 1 }
+    unsafe { libc::poll(&raw mut poll, 1, 0) == 1 && poll.revents & libc::POLLIN != 0 }
+}
+
+/// True when the other end of a socket is closed everywhere.
+#[must_use]
+pub fn has_hung_up(socket: RawFd) -> bool {
+    let mut poll = libc::pollfd { fd: socket, events: 0, revents: 0 };
+    // SAFETY: one live pollfd; no wait.
+    unsafe { libc::poll(&raw mut poll, 1, 0) == 1 && poll.revents & libc::POLLHUP != 0 }
 }
 
 /// `struct sched_attr`, its first version (`include/uapi/linux/sched/types.h`).

@@ -22,12 +22,11 @@ use crate::control::CONNECT_LIMIT;
 use crate::control::streaming::Window;
 use crate::daemon::{Daemon, Summary};
 use crate::gpu_stream::Beside;
-use crate::guardian::{self, Whom};
 use crate::ledger::Ledger;
 use crate::supervisor::{self, STOPPED, Start};
 use crate::timeline::record::State;
 use crate::timeline::{Timeline, files, follow};
-use crate::worker::{self, Again, AskedToStop};
+use crate::worker::{self, AskedToStop};
 use crate::{gpu_stream, logging, streamer, sys};
 
 /// Where the plugin and people find it, and what it leaves.
@@ -80,6 +79,7 @@ fn gpus_alone(start: &Start, doors: &Doors) -> anyhow::Result<()> {
     if start.successor {
         return nothing_was_half_loaded(start);
     }
+    worker::take_requests().context("unblocking SIGTERM")?;
     let timeline = Timeline::default();
     begin(start, doors, &timeline)?;
     start.ready();
@@ -96,8 +96,6 @@ fn nothing_was_half_loaded(start: &Start) -> anyhow::Result<()> {
 }
 
 fn begin(start: &Start, doors: &Doors, timeline: &Timeline) -> anyhow::Result<()> {
-    // From the beginning: placeholders read as zeros when the last of these processes dies, even if all do at once but one.
-    guardian::start(start.ledger, Whom::Gated { supervisor: start.supervisor });
     if let Some(window) = &doors.window {
         window.show(timeline.clone())?;
     }
@@ -132,7 +130,7 @@ fn both(start: &Start, doors: &Arc<Doors>, images: &Path) -> anyhow::Result<u8> 
     }
     let timeline = Timeline::default();
     let mut gpus = None;
-    let pages = worker::block_on(start, Again::IsTheSame, async |daemon| {
+    let pages = worker::block_on(start, async |daemon| {
         let mut over = None;
         if !start.successor {
             let (tell, told) = oneshot::channel();

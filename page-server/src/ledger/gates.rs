@@ -112,6 +112,21 @@ impl Gates {
         self.say(Word::Back);
     }
 
+    /// The processes behind closed gates, when all that served them have ended: their numbers in that table of
+    /// descriptors are gone. No gate is left.
+    pub fn forget(&self) -> Vec<Gated> {
+        self.told.store(0, Ordering::Release);
+        let mut left = Vec::new();
+        for gate in &self.gates {
+            if gate.process.swap(0, Ordering::AcqRel) != 0 {
+                let (pid, started) = (gate.pid.load(Ordering::Relaxed), gate.started.load(Ordering::Relaxed));
+                left.push(Gated { pid, started });
+                gate.forget();
+            }
+        }
+        left
+    }
+
     /// Whether any is shut.
     #[must_use]
     pub fn any(&self) -> bool {
