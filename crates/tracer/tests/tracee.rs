@@ -170,21 +170,33 @@ fn a_signal_that_comes_meanwhile_is_delivered_once_when_the_tracer_lets_go() {
     ends_well(&target);
 }
 
-#[test]
-fn a_filter_stays_suspended_for_the_tracer_and_works_again_afterwards() {
+/// A target with a strict filter (read, write, exit and sigreturn, and death for the rest) that makes another call when it
+/// is told to end; and its threads, stopped, after it was given a descriptor.
+fn strict() -> (Target, Vec<i32>) {
     let target = Target::start(|shared| {
-        // Strict: read, write, exit and sigreturn, and death for the rest.
         sys::call(libc::SYS_prctl, [word(libc::PR_SET_SECCOMP), 1, 0, 0, 0, 0]).unwrap();
-        call_on(shared, 0, libc::SYS_write, -1);
-        shared.set(WRONG, 0);
-        sys::call(libc::SYS_getpid, [0; 6]).map_or(8, |_| 9)
+        call_on(shared, 0, libc::SYS_write, 0);
+        sys::call(libc::SYS_getpid, [0; 6]).map_or(8, |_| 7)
     });
     target.shared.wait(COUNTS, |count| count > 0);
     let threads = seize(&target, WITHOUT_SECCOMP);
     let number = give_and_keep(target.pid);
     assert!(has(target.pid, number));
-    // Another call of the tracer's is not judged either.
-    with_tracee(target.pid, |stopped| stopped.close(number)).unwrap().unwrap();
+    (target, threads)
+}
+
+#[test]
+fn a_filter_that_the_tracer_has_suspended_stays_suspended() {
+    let (target, threads) = strict();
+    target.shared.set(END, 1);
+    threads.iter().for_each(|tid| ptrace(libc::PTRACE_CONT, *tid, 0, 0));
+    let status = target.ended();
+    assert!(libc::WIFEXITED(status) && libc::WEXITSTATUS(status) == 7, "{status:#x}");
+}
+
+#[test]
+fn a_filter_works_again_when_the_tracer_has_let_go() {
+    let (target, threads) = strict();
     detach(&threads);
     let then = target.shared.get(COUNTS);
     target.shared.wait(COUNTS, |count| count > then);
