@@ -98,6 +98,7 @@ impl Daemon {
             session = slot.number(),
             tasks = image.tasks(),
             lazy_pages = image.lazy_pages(),
+            image = %image.digest(),
             "listening for {}",
             images.display()
         );

@@ -26,6 +26,12 @@ pub enum ImageError {
         /// What it would have told.
         expected: &'static str,
     },
+    /// A symbolic link where a file must be: its target may be any file that root can read.
+    #[error("{file}: is a symbolic link: expected a file of the image; put the file itself there", file = file.display())]
+    SymbolicLink {
+        /// The link.
+        file: PathBuf,
+    },
     /// The bytes are not what the format says.
     #[error("{file}: at byte {offset}: expected {expected}, found {found}; the image is damaged: dump again", file = file.display())]
     Damaged {

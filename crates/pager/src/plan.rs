@@ -149,6 +149,12 @@ impl Plan {
         self.pages
     }
 
+    /// The extents, in the order of (file, offset), which is page order.
+    #[must_use]
+    pub fn extents(&self) -> &[Extent] {
+        &self.extents
+    }
+
     /// The blocks, in the order of (file, offset).
     #[must_use]
     pub fn blocks(&self) -> &[Block] {

@@ -110,6 +110,21 @@ fn a_file_truncated_after_open_is_an_error_that_names_it() {
 }
 
 #[test]
+fn bytes_of_a_file_that_changed_after_open_are_given_to_nobody() {
+    use std::os::unix::fs::FileExt as _;
+    for how in [How::Direct, How::Buffered] {
+        let (temp, file, _) = pages(LEN);
+        let cache = BlockCache::new(4 * BLOCK).unwrap();
+        std::thread::sleep(Duration::from_millis(30));
+        temp.as_file().write_all_at(&[1; BLOCK], 0).unwrap();
+        for (name, mut engine) in engines(&cache) {
+            let error = read_once(&mut *engine, &cache, &file, (BLOCK as u64, BLOCK, how)).unwrap_err();
+            assert!(matches!(error, ReadError::Changed { .. }), "{name}: {error}");
+        }
+    }
+}
+
+#[test]
 fn an_offset_no_file_can_have_is_an_error() {
     let (_temp, file, _) = pages(LEN);
     let cache = BlockCache::new(4 * BLOCK).unwrap();
