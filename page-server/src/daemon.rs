@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The control side of a worker: sessions from the first connection to the last page.
 
-use std::os::fd::{AsFd as _, AsRawFd as _, IntoRawFd, OwnedFd};
+use std::collections::BTreeMap;
+use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, IntoRawFd, OwnedFd};
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicI32, Ordering};
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -12,7 +13,7 @@ use anyhow::{Context as _, bail};
 use rewake_store::{BlockCache, DEFAULT_BUDGET};
 use tracing::{info, warn};
 
-use crate::fd_store::FdStore;
+use crate::fd_store::{Entry, FdStore, Kind, MAX_DESCRIPTORS, peek_all};
 use crate::fill::Pool;
 use crate::image::{Image, TaskPlan};
 use crate::ledger::{Ledger, NO_FD, Received, SessionSlot, SessionState};
@@ -86,9 +87,10 @@ impl Daemon {
         let listener = socket::listen(work)?;
         let (index, slot) = self.take_slot(images, work)?;
         let session = Session::new(index, slot.number(), images.to_owned());
-        let session = match make_store(slot) {
+        let session = match make_store(slot, &image) {
             Ok(store) => Arc::new(session.with_store(store)),
             Err(error) => {
+                drop(slot.take_store());
                 slot.set_state(SessionState::Free);
                 return Err(error).context("making the session's fd store");
             }
@@ -140,6 +142,7 @@ impl Daemon {
         for slot in self.ledger.sessions() {
             // It died while it opened the session: nobody was told of it yet.
             if slot.state() == SessionState::Listening && slot.listener.load(Ordering::Acquire) == NO_FD {
+                drop(slot.take_store());
                 slot.set_state(SessionState::Free);
             }
         }
@@ -154,6 +157,7 @@ impl Daemon {
                 }
                 spaces::end(self.ledger, index);
                 let (images, work) = slot.paths();
+                drop(slot.take_store());
                 slot.set_state(SessionState::Free);
                 Lost {
                     number: slot.number(),
@@ -168,9 +172,9 @@ impl Daemon {
 
     fn inherit_one(&self, index: usize, slot: &'static SessionSlot) -> anyhow::Result<OpenSession> {
         let (images, _work) = slot.paths();
-        let image = Image::open(&images)?;
         let [store, writer] = [&slot.store, &slot.writer].map(|number| number.load(Ordering::Acquire));
         let store = FdStore::of(store, writer).context("finding the session's fd store")?;
+        let image = stored_image(&store)?;
         let session = Arc::new(Session::new(index, slot.number(), images).with_store(store));
         if slot.state() == SessionState::Running {
             session.release();
@@ -406,15 +410,37 @@ impl Daemon {
     }
 }
 
-/// A fresh fd store, in the ledger.
-fn make_store(slot: &SessionSlot) -> std::io::Result<FdStore> {
+/// A fresh fd store with the image's plan and files, in the ledger.
+fn make_store(slot: &SessionSlot, image: &Image) -> std::io::Result<FdStore> {
     let (store, writer) = FdStore::create()?;
     let [store, writer] = [store, writer].map(IntoRawFd::into_raw_fd);
     slot.store.store(store, Ordering::Release);
     slot.writer.store(writer, Ordering::Release);
     let store = FdStore::of(store, writer)?;
     slot.inode.store(store.inode(), Ordering::Release);
+    let (plan, files) = image.seal()?;
+    store.put(Entry { kind: Kind::Plan, index: 0, life: 0 }, &[plan.as_raw_fd()])?;
+    for (number, some) in files.chunks(MAX_DESCRIPTORS).enumerate() {
+        let numbers: Vec<i32> = some.iter().map(BorrowedFd::as_raw_fd).collect();
+        let index = u32::try_from(number * MAX_DESCRIPTORS).map_err(std::io::Error::other)?;
+        store.put(Entry { kind: Kind::Files, index, life: 0 }, &numbers)?;
+    }
     Ok(store)
+}
+
+/// The image that a session was opened with: its plan and its files, whatever is at their path now.
+fn stored_image(store: &FdStore) -> anyhow::Result<Image> {
+    let stored = peek_all(store.descriptor()).context("reading the session's fd store")?;
+    let (mut plan, mut files) = (None, BTreeMap::new());
+    for (entry, descriptors) in stored {
+        match entry.kind {
+            Kind::Plan => plan = descriptors.into_iter().next(),
+            Kind::Files => drop(files.insert(entry.index, descriptors)),
+            _ => {}
+        }
+    }
+    let plan = plan.context("the session's fd store has no plan")?;
+    Image::unseal(plan.as_fd(), files.into_values().flatten().collect())
 }
 
 /// A session that is listening or further.
@@ -487,13 +513,11 @@ impl OpenSession {
             if let Err(error) = store.empty() {
                 warn!(%error, session = self.session.number, "emptying the fd store");
             }
-            let take = |number: &AtomicI32| {
-                // SAFETY: the slot owned it, and this swap takes it out.
-                unsafe { sys::take_over(number.swap(NO_FD, Ordering::AcqRel)) }
-            };
-            parking::unpark(&self.session, take(&self.slot.store), take(&self.slot.writer)).await;
+            let inode = store.inode();
+            if let Some((store, writer)) = self.slot.take_store() {
+                parking::unpark(self.session.number, inode, store, writer).await;
+            }
         }
-        self.slot.inode.store(0, Ordering::Release);
         self.slot.set_state(SessionState::Free);
         if self.listener.take().is_some()
             && let Err(error) = socket::remove(&work)

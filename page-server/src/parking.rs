@@ -15,7 +15,6 @@ use anyhow::{Context as _, bail};
 use rewake_tracer::{Error, with_stopped};
 use tracing::{debug, info, warn};
 
-use crate::fd_store::FdStore;
 use crate::ledger::{Ledger, NO_FD, SpaceSlot};
 use crate::session::Session;
 use crate::{processes, sys};
@@ -86,14 +85,12 @@ pub async fn park(ledger: Ledger, session: &Arc<Session>) -> anyhow::Result<()> 
 }
 
 /// Takes the store's descriptor out of every process that has it. The store is empty: nothing of it waits for that.
-pub async fn unpark(session: &Session, store: OwnedFd, writer: OwnedFd) {
-    let Some(inode) = session.store().map(FdStore::inode) else { return };
-    let number = session.number;
+pub async fn unpark(session: u64, inode: u64, store: OwnedFd, writer: OwnedFd) {
     let work = move || {
         drop(store);
         // With the last copy of the store the writer hangs up: the usual end, when the processes have ended.
         if !sys::has_hung_up(writer.as_raw_fd()) {
-            unpark_of(inode, number);
+            unpark_of(inode, session);
         }
     };
     let _ = tokio::task::spawn_blocking(work).await;

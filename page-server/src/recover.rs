@@ -42,6 +42,7 @@ pub fn take_up(ledger: Ledger) -> Found {
         found.kill(gated.pid, gated.started, GATED);
     }
     // From here on no number of the old table is taken for one of this process.
+    ledger.forget_numbers();
     let old: Vec<RawFd> = ledger.spaces().iter().map(SpaceSlot::forget_numbers).collect();
     for (index, slot) in ledger.sessions().iter().enumerate() {
         slot.forget_numbers();

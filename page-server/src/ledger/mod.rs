@@ -137,6 +137,17 @@ impl SessionSlot {
         self.inbox.done();
     }
 
+    /// Takes the fd store and its writer out, if the session has them: they close when they are dropped.
+    pub fn take_store(&self) -> Option<(OwnedFd, OwnedFd)> {
+        self.inode.store(0, Ordering::Release);
+        let [store, writer] = [&self.store, &self.writer].map(|number| number.swap(NO_FD, Ordering::AcqRel));
+        if store == NO_FD || writer == NO_FD {
+            return None;
+        }
+        // SAFETY: the slot owned both, and these swaps took them out.
+        Some(unsafe { (sys::take_over(store), sys::take_over(writer)) })
+    }
+
     /// Moves to `state`; everything written before is visible to a successor that sees it.
     pub fn set_state(&self, state: SessionState) {
         self.state.store(state as u32, Ordering::Release);
@@ -393,6 +404,15 @@ impl Ledger {
     #[must_use]
     pub fn is_ready(&self) -> bool {
         self.0.ready.load(Ordering::Acquire) == 1
+    }
+
+    /// Forgets what depends on the table of descriptors that is gone: who was to hear that the daemon is ready, and
+    /// what held calls.
+    pub fn forget_numbers(&self) {
+        self.0.ready.store(0, Ordering::Release);
+        for hold in &self.0.holds {
+            hold.store(0, Ordering::Release);
+        }
     }
 
     /// Notes that this worker serves now; once a second.
