@@ -97,7 +97,7 @@ impl std::fmt::Display for Gated {
 }
 
 /// There is no such file, or the process went while it was read.
-fn has_ended(error: &io::Error) -> bool {
+pub(crate) fn has_ended(error: &io::Error) -> bool {
     error.kind() == io::ErrorKind::NotFound || error.raw_os_error() == Some(libc::ESRCH)
 }
 
