@@ -10,6 +10,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use anyhow::{Context as _, bail};
+use rewake_handover::{FileId, Gated, SessionNote, Store};
 use rewake_store::{BlockCache, DEFAULT_BUDGET};
 use tracing::{info, warn};
 
@@ -18,15 +19,22 @@ use crate::fill::Pool;
 use crate::image::{Image, TaskPlan};
 use crate::ledger::{Ledger, NO_FD, Received, SessionSlot, SessionState};
 use crate::session::Session;
-use crate::{parking, socket, spaces, streamer, sys};
+use crate::{ledger, parking, socket, spaces, streamer, sys};
 
 /// "ReSTore Finished" (criu/uffd.c), sent by the restore when all tasks are in place. No pid is this large.
 const FINISHED: u32 = 0x5253_5446;
+
+/// Between two looks whether a dump waits for a session's memory.
+const URGENCY_LOOK: Duration = Duration::from_millis(50);
 
 /// A worker's state: one for all sessions.
 #[derive(Debug)]
 pub struct Daemon {
     pub(crate) ledger: Ledger,
+    /// The process that starts this worker again.
+    starter: Gated,
+    /// Where sessions' notes are.
+    notes: PathBuf,
     pub(crate) pool: Pool,
     pub(crate) cache: Arc<BlockCache>,
     /// Whether the daemon was asked to stop: then it takes no new sessions.
@@ -54,11 +62,12 @@ impl Daemon {
     ///
     /// # Errors
     /// Memory, descriptors or threads are refused.
-    pub fn start(ledger: Ledger) -> anyhow::Result<Arc<Self>> {
+    pub fn start(ledger: Ledger, starter: Gated) -> anyhow::Result<Arc<Self>> {
+        let notes = ledger::root()?;
         let cache = BlockCache::new(DEFAULT_BUDGET)?;
         let pool = Pool::start(&cache, ledger)?;
         let (stopping, _) = tokio::sync::watch::channel(false);
-        Ok(Arc::new(Self { ledger, pool, cache, stopping, sessions: Mutex::default() }))
+        Ok(Arc::new(Self { ledger, starter, notes, pool, cache, stopping, sessions: Mutex::default() }))
     }
 
     /// The sessions being served.
@@ -96,6 +105,7 @@ impl Daemon {
             }
         };
         slot.listener.store(listener.as_raw_fd(), Ordering::Release);
+        let note = self.publish(slot, &session);
         info!(
             session = slot.number(),
             tasks = image.tasks(),
@@ -110,6 +120,7 @@ impl Daemon {
             listener: Some(listener),
             connection: None,
             session,
+            note,
             arrived: false,
         }))
     }
@@ -190,8 +201,36 @@ impl Daemon {
         for task in spaces::inherit(self.ledger, &image, &session, &self.pool) {
             self.pool.submit(task);
         }
+        let note = self.publish(slot, &session);
         info!(session = session.number, "taken over in state {:?}", slot.state());
-        Ok(OpenSession { image, slot, listener, connection, session, arrived })
+        Ok(OpenSession { image, slot, listener, connection, session, note, arrived })
+    }
+
+    /// Writes the session's note, by which CRIU's plugins find it: a plugin parks before the target runs, and a dump
+    /// waits for missing memory. None, with a warning, when it cannot be written.
+    fn publish(&self, slot: &SessionSlot, session: &Session) -> Option<SessionNote> {
+        let (number, starter) = (session.number, self.starter);
+        let store = Store { number: slot.store.load(Ordering::Acquire), inode: session.store()?.inode() };
+        let write = || -> std::io::Result<SessionNote> {
+            let note = SessionNote { number, starter, work: FileId::of(&slot.paths().1)?, store };
+            note.write(&self.notes)?;
+            Ok(note)
+        };
+        let note = write();
+        note.inspect_err(|error| warn!(%error, session = number, "CRIU's plugins cannot find this session")).ok()
+    }
+
+    /// Looks again and again whether a dump waits for the session. Never returns.
+    async fn watch_urgency(&self, open: &OpenSession) {
+        loop {
+            let asked = open.note.as_ref().is_some_and(|note| note.is_urgent(&self.notes).unwrap_or(false));
+            if asked && !open.session.is_urgent() {
+                info!(session = open.session.number, "a dump waits for its memory: it is loaded before others'");
+                open.session.make_urgent();
+                self.pool.look_again();
+            }
+            tokio::time::sleep(URGENCY_LOOK).await;
+        }
     }
 
     fn track(&self, session: OpenSession) -> OpenSession {
@@ -262,7 +301,12 @@ impl Daemon {
     /// Lets go of a session that has ended.
     pub async fn close(&self, open: OpenSession) {
         self.forget(&open.session);
+        let note = open.note.clone();
         open.close().await;
+        // Not before: as long as a process has the store, a plugin must know what it is.
+        if let Some(Err(error)) = note.map(|note| note.remove(&self.notes)) {
+            warn!(%error, "removing a session's note");
+        }
     }
 
     async fn follow(&self, open: &mut OpenSession, connect_limit: Option<Duration>) -> anyhow::Result<()> {
@@ -299,7 +343,10 @@ impl Daemon {
                 session.changed().await;
             }
         };
-        tokio::join!(park, load);
+        tokio::select! {
+            _ = async { tokio::join!(park, load) } => {}
+            () = self.watch_urgency(open) => {}
+        }
         Ok(())
     }
 
@@ -452,6 +499,8 @@ pub struct OpenSession {
     slot: &'static SessionSlot,
     listener: Option<UnixListener>,
     connection: Option<OwnedFd>,
+    /// What CRIU's plugins know of it.
+    note: Option<SessionNote>,
     /// The message in the inbox was dealt with by a worker that died before it could say so.
     arrived: bool,
 }

@@ -53,12 +53,8 @@ pub fn all() -> impl Iterator<Item = i32> {
 /// The number of a descriptor that a process has of the socket with this inode; none if it has none, or has ended.
 #[must_use]
 pub fn number_of_socket(pid: i32, inode: u64) -> Option<RawFd> {
-    let wanted = format!("socket:[{inode}]");
-    let entries = std::fs::read_dir(format!("/proc/{pid}/fd")).ok()?;
-    let mut is_it = entries.filter_map(Result::ok).filter(|entry| {
-        std::fs::read_link(entry.path()).is_ok_and(|link| link.as_os_str() == wanted.as_str())
-    });
-    is_it.next()?.file_name().to_str()?.parse().ok()
+    let sockets = rewake_handover::sockets_of(pid).ok()?;
+    sockets.into_iter().find(|(_, found)| *found == inode).map(|(number, _)| number)
 }
 
 fn parent(pid: i32) -> Option<i32> {

@@ -14,6 +14,7 @@ use anyhow::Context as _;
 use nix::sys::signal::{SigSet, SigmaskHow, Signal, kill, sigprocmask};
 use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
 use nix::unistd::Pid;
+use rewake_handover::Gated;
 use tracing::{error, info, warn};
 
 use crate::ledger::{Folder, Ledger, NO_FD};
@@ -47,6 +48,8 @@ pub struct Start {
     pub successor: bool,
     /// The supervisor's pid.
     pub supervisor: i32,
+    /// The supervisor, as notes name it.
+    pub starter: Gated,
     /// Descriptors that are not the worker's to close: those open before the first worker was.
     inherited: BTreeSet<i32>,
     /// Descriptors to write a zero byte to, and to close, when the daemon is ready.
@@ -85,7 +88,9 @@ pub fn supervise_ledger(
     // Plain numbers from here on: the worker closes them in the table that both share.
     let notify: Vec<RawFd> = notify.into_iter().map(IntoRawFd::into_raw_fd).collect();
     let supervisor = nix::unistd::getpid().as_raw();
-    let first = Start { ledger, successor, supervisor, inherited, notify };
+    let starter = Gated::of(supervisor).context("looking at this process")?;
+    let starter = starter.context("this process has ended")?;
+    let first = Start { ledger, successor, supervisor, starter, inherited, notify };
     let code = keep_a_worker(first, worker);
     // Whatever the reason, an error of ours included: nothing serves the rest any more.
     end_all(ledger);

@@ -44,7 +44,7 @@ pub fn block_on<T>(
         // All others stay blocked, as the supervisor left them. SIGINT of a terminal reaches the supervisor too,
         // which passes it on as SIGTERM.
         take_requests().context("unblocking SIGTERM")?;
-        let daemon = Daemon::start(start.ledger)?;
+        let daemon = Daemon::start(start.ledger, start.starter)?;
         tokio::select! {
             result = work(&daemon) => result,
             () = stop_requests(&daemon, requests) => Err(AskedToStop.into()),

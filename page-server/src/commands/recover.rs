@@ -105,7 +105,8 @@ fn start(path: &Path, own: Option<RawFd>) -> anyhow::Result<Option<Streamer>> {
 }
 
 /// Serves all sessions of a ledger to their end; gives the exit code.
-fn serve(folder: Folder, ledger: Ledger, tell: OwnedFd) -> anyhow::Result<u8> {
+fn serve(mut folder: Folder, ledger: Ledger, tell: OwnedFd) -> anyhow::Result<u8> {
+    folder.rename()?;
     let silent = ledger.silent_for();
     let found = take_up(ledger);
     for (pid, why) in &found.killed {

@@ -12,13 +12,11 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, bail};
 use nix::unistd::geteuid;
-use rewake_handover::Gated;
+use rewake_handover::{Gated, SESSIONS};
 use tracing::warn;
 
 use super::Ledger;
 
-/// Root's folders.
-const ROOT: &str = "/run/rewake/sessions";
 const LEDGER: &str = "ledger";
 
 /// Where the folders of this user's starters are: `/run/rewake/sessions` for root, else
@@ -26,9 +24,9 @@ const LEDGER: &str = "ledger";
 ///
 /// # Errors
 /// Not root, and the variable is not set.
-fn root() -> anyhow::Result<PathBuf> {
+pub fn root() -> anyhow::Result<PathBuf> {
     if geteuid().is_root() {
-        return Ok(PathBuf::from(ROOT));
+        return Ok(PathBuf::from(SESSIONS));
     }
     let folder = std::env::var_os("XDG_RUNTIME_DIR").filter(|folder| !folder.is_empty());
     let folder = folder.context("XDG_RUNTIME_DIR is not set: expected a folder for the sessions' ledger")?;
@@ -53,9 +51,18 @@ impl Folder {
     /// # Errors
     /// The folder or the ledger cannot be made.
     pub fn create() -> anyhow::Result<(Self, Ledger)> {
-        let own = Gated::of(std::process::id().cast_signed()).context("looking at this process")?;
-        let own = own.context("this process has ended")?;
-        Self::create_below(&root()?, &own.to_string())
+        Self::create_below(&root()?, &this_process()?.to_string())
+    }
+
+    /// Makes a folder that was taken the folder of this process.
+    ///
+    /// # Errors
+    /// It cannot be renamed.
+    pub fn rename(&mut self) -> anyhow::Result<()> {
+        let path = self.path.with_file_name(this_process()?.to_string());
+        fs::rename(&self.path, &path).with_context(|| format!("renaming {}", self.path.display()))?;
+        self.path = path;
+        Ok(())
     }
 
     fn create_below(root: &Path, name: &str) -> anyhow::Result<(Self, Ledger)> {
@@ -124,6 +131,11 @@ impl Folder {
         }
         drop(self.lock);
     }
+}
+
+fn this_process() -> anyhow::Result<Gated> {
+    let own = Gated::of(std::process::id().cast_signed()).context("looking at this process")?;
+    own.context("this process has ended")
 }
 
 /// None when another process has the lock.

@@ -25,7 +25,7 @@ use nix::fcntl::FallocateFlags;
 use nix::time::{ClockId, clock_gettime};
 use rewake_uffd::RawMessage;
 
-pub use folder::{Folder, InUse};
+pub use folder::{Folder, InUse, root};
 pub use gates::{Gates, NotShut, Word};
 pub use handshake::{Inbox, Received};
 pub use journal::{Journal, Replay, forks, set_fork};
