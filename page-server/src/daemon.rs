@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The control side of a worker: sessions from the first connection to the last page.
 
-use std::collections::BTreeMap;
-use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, IntoRawFd, OwnedFd};
+use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
@@ -10,16 +9,16 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use anyhow::{Context as _, bail};
-use rewake_handover::{FileId, Gated, SessionNote, Store};
+use rewake_handover::{Gated, SessionNote};
 use rewake_store::{BlockCache, DEFAULT_BUDGET};
 use tracing::{info, warn};
 
-use crate::fd_store::{Entry, FdStore, Kind, MAX_DESCRIPTORS, peek_all};
+use crate::fd_store::FdStore;
 use crate::fill::Pool;
 use crate::image::{Image, TaskPlan};
 use crate::ledger::{Ledger, NO_FD, Received, SessionSlot, SessionState};
 use crate::session::Session;
-use crate::{ledger, parking, socket, spaces, streamer, sys};
+use crate::{ledger, parking, session_store, socket, spaces, streamer, sys};
 
 /// "ReSTore Finished" (criu/uffd.c), sent by the restore when all tasks are in place. No pid is this large.
 const FINISHED: u32 = 0x5253_5446;
@@ -96,7 +95,7 @@ impl Daemon {
         let listener = socket::listen(work)?;
         let (index, slot) = self.take_slot(images, work)?;
         let session = Session::new(index, slot.number(), images.to_owned());
-        let session = match make_store(slot, &image) {
+        let session = match session_store::of_image(slot, &image) {
             Ok(store) => Arc::new(session.with_store(store)),
             Err(error) => {
                 drop(slot.take_store());
@@ -185,7 +184,7 @@ impl Daemon {
         let (images, _work) = slot.paths();
         let [store, writer] = [&slot.store, &slot.writer].map(|number| number.load(Ordering::Acquire));
         let store = FdStore::of(store, writer).context("finding the session's fd store")?;
-        let image = stored_image(&store)?;
+        let image = session_store::image(&store)?;
         let session = Arc::new(Session::new(index, slot.number(), images).with_store(store));
         if slot.state() == SessionState::Running {
             session.release();
@@ -206,18 +205,18 @@ impl Daemon {
         Ok(OpenSession { image, slot, listener, connection, session, note, arrived })
     }
 
-    /// Writes the session's note, by which CRIU's plugins find it: a plugin parks before the target runs, and a dump
-    /// waits for missing memory. None, with a warning, when it cannot be written.
+    /// Writes the session's note. None, with a warning, when it cannot be written.
     fn publish(&self, slot: &SessionSlot, session: &Session) -> Option<SessionNote> {
-        let (number, starter) = (session.number, self.starter);
-        let store = Store { number: slot.store.load(Ordering::Acquire), inode: session.store()?.inode() };
+        let store = session.store()?;
         let write = || -> std::io::Result<SessionNote> {
-            let note = SessionNote { number, starter, work: FileId::of(&slot.paths().1)?, store };
+            let note = session_store::note(slot, store, self.starter, &slot.paths().1)?;
             note.write(&self.notes)?;
             Ok(note)
         };
-        let note = write();
-        note.inspect_err(|error| warn!(%error, session = number, "CRIU's plugins cannot find this session")).ok()
+        let warn = |error: &std::io::Error| {
+            warn!(%error, session = session.number, "CRIU's plugins cannot find this session");
+        };
+        write().inspect_err(warn).ok()
     }
 
     /// Looks again and again whether a dump waits for the session. Never returns.
@@ -455,39 +454,6 @@ impl Daemon {
         let plan = u32::try_from(image_pid).ok().and_then(|pid| open.image.plan(pid));
         plan.with_context(|| format!("task {image_pid} has no memory in {}", open.session.images.display()))
     }
-}
-
-/// A fresh fd store with the image's plan and files, in the ledger.
-fn make_store(slot: &SessionSlot, image: &Image) -> std::io::Result<FdStore> {
-    let (store, writer) = FdStore::create()?;
-    let [store, writer] = [store, writer].map(IntoRawFd::into_raw_fd);
-    slot.store.store(store, Ordering::Release);
-    slot.writer.store(writer, Ordering::Release);
-    let store = FdStore::of(store, writer)?;
-    slot.inode.store(store.inode(), Ordering::Release);
-    let (plan, files) = image.seal()?;
-    store.put(Entry { kind: Kind::Plan, index: 0, life: 0 }, &[plan.as_raw_fd()])?;
-    for (number, some) in files.chunks(MAX_DESCRIPTORS).enumerate() {
-        let numbers: Vec<i32> = some.iter().map(BorrowedFd::as_raw_fd).collect();
-        let index = u32::try_from(number * MAX_DESCRIPTORS).map_err(std::io::Error::other)?;
-        store.put(Entry { kind: Kind::Files, index, life: 0 }, &numbers)?;
-    }
-    Ok(store)
-}
-
-/// The image that a session was opened with: its plan and its files, whatever is at their path now.
-fn stored_image(store: &FdStore) -> anyhow::Result<Image> {
-    let stored = peek_all(store.descriptor()).context("reading the session's fd store")?;
-    let (mut plan, mut files) = (None, BTreeMap::new());
-    for (entry, descriptors) in stored {
-        match entry.kind {
-            Kind::Plan => plan = descriptors.into_iter().next(),
-            Kind::Files => drop(files.insert(entry.index, descriptors)),
-            _ => {}
-        }
-    }
-    let plan = plan.context("the session's fd store has no plan")?;
-    Image::unseal(plan.as_fd(), files.into_values().flatten().collect())
 }
 
 /// A session that is listening or further.

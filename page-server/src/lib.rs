@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The page server: serves restores while their processes run already.
 //!
-//! * [`supervisor`], [`ledger`], [`fd_store`], [`parking`], [`recover`]: nothing is lost when processes of ours die.
+//! * [`supervisor`], [`ledger`], [`fd_store`], [`session_store`], [`parking`], [`recover`]: nothing is lost when processes of ours die.
 //! * [`worker`], [`daemon`], [`socket`]: sessions, on one control thread.
 //! * [`session`], [`image`], [`spaces`], [`processes`]: what a session is, what it serves, whom; [`registered`]: what first.
 //! * [`fill`]: the data plane.
@@ -33,6 +33,7 @@ pub mod processes;
 pub mod recover;
 pub mod registered;
 pub mod session;
+pub mod session_store;
 pub mod socket;
 pub mod spaces;
 pub mod streamer;

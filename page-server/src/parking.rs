@@ -86,14 +86,17 @@ pub async fn park(ledger: Ledger, session: &Arc<Session>) -> anyhow::Result<()> 
 
 /// Takes the store's descriptor out of every process that has it. The store is empty: nothing of it waits for that.
 pub async fn unpark(session: u64, inode: u64, store: OwnedFd, writer: OwnedFd) {
-    let work = move || {
-        drop(store);
-        // With the last copy of the store the writer hangs up: the usual end, when the processes have ended.
-        if !sys::has_hung_up(writer.as_raw_fd()) {
-            unpark_of(inode, session);
-        }
-    };
+    let work = move || unpark_now(session, inode, store, &writer);
     let _ = tokio::task::spawn_blocking(work).await;
+}
+
+/// The same, in this thread.
+pub fn unpark_now(session: u64, inode: u64, store: OwnedFd, writer: &OwnedFd) {
+    drop(store);
+    // With the last copy of the store the writer hangs up: the usual end, when the processes have ended.
+    if !sys::has_hung_up(writer.as_raw_fd()) {
+        unpark_of(inode, session);
+    }
 }
 
 /// The same for all sessions of a ledger whose streamer was killed before it came to that.

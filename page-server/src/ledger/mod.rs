@@ -31,7 +31,7 @@ pub use handshake::{Inbox, Received};
 pub use journal::{Journal, Replay, forks, set_fork};
 pub use outcomes::Outcomes;
 
-use crate::fd_store::{Entry, Kind};
+use crate::fd_store::{Entry, FdStore, Kind};
 use crate::sys;
 
 /// Restores served at once by one daemon. A slot is about 4.5 KiB.
@@ -474,6 +474,16 @@ impl Ledger {
     #[must_use]
     pub fn serves_spaces(&self) -> bool {
         self.live_spaces().any(|(_, slot)| slot.session.load(Ordering::Acquire) != NO_SESSION)
+    }
+
+    /// The fd store of the first session that has one: of a streamer that serves a single restore.
+    #[must_use]
+    pub fn only_store(&self) -> Option<FdStore> {
+        let numbers = |slot: &SessionSlot| {
+            (slot.store.load(Ordering::Acquire), slot.writer.load(Ordering::Acquire))
+        };
+        let (store, writer) = self.sessions().iter().map(numbers).find(|(store, _)| *store != NO_FD)?;
+        FdStore::of(store, writer).ok()
     }
 
     /// A free session slot, taken in state [`SessionState::Listening`] with no descriptors.
