@@ -29,7 +29,7 @@ cargo xtask <command>
   bench behind               how soon a process runs whose memory comes behind it, and its first answer; at which rate its GPU's memory
                              comes; how long a touch waits: in virtual machines; 15 minutes
   bench engine [options]     what loads GPUs' memory, without a GPU, beside memcpy and fio; `bench engine --help`
-  plugin [--release]         build the CRIU plugin and print its folder, for `criu --libdir`
+  plugin [--release]         build the CRIU plugins and print their folder, for `criu --libdir`
   vm [options] -- command    run a command in a virtual machine with the software GPU; docs/vm.md has the options
   vm test [filter]           the tests of the software GPU, on both kernels
   tidy                       the style rules that rustfmt and clippy do not know

@@ -3,6 +3,7 @@
 
 use std::fs::OpenOptions;
 use std::path::PathBuf;
+use std::time::Duration;
 
 use nix::sys::signal::Signal;
 use nix::sys::stat::Mode;
@@ -31,19 +32,27 @@ fn told(pid: u32) -> Vec<PathBuf> {
 }
 
 #[test]
-fn a_process_whose_gate_is_shut_is_not_dumped_and_goes_on() {
-    isolated("a_process_whose_gate_is_shut_is_not_dumped_and_goes_on", 1, |_| {
+fn a_dump_waits_for_a_closed_gate_and_past_its_limit_is_refused() {
+    isolated("a_dump_waits_for_a_closed_gate_and_past_its_limit_is_refused", 1, |_| {
         let Some((_machine, mut dumped)) = dumped() else { return };
         let (mut streamer, held) = dumped.comes_back_paused();
         let again = again(&dumped);
-        let refused = again.dump(dumped.server.pid).unwrap_err().to_string();
-        assert!(refused.contains("its GPUs stand still until their memory is loaded"), "{refused}");
+        let without_patience = again.clone().variable("REWAKE_DUMP_WAIT", "0");
+        let refused = without_patience.dump(dumped.server.pid).unwrap_err().to_string();
+        assert!(
+            refused.contains("has GPU queues that are stopped until memory of the GPU is resident"),
+            "{refused}"
+        );
         assert!(is_paused(dumped.server.pid), "{refused}");
+        assert!(pages(again.images()).is_empty(), "nothing was begun");
+        let (criu, pid) = (again.clone(), dumped.server.pid);
+        let dump = std::thread::spawn(move || criu.dump(pid));
+        std::thread::sleep(Duration::from_secs(2));
+        assert!(!dump.is_finished() && is_paused(dumped.server.pid), "the dump waits");
         assert!(pages(again.images()).is_empty(), "nothing was begun");
         drop(held);
         assert!(streamer.end().unwrap().success(), "{}", streamer.said());
-        assert!(told(dumped.server.pid).is_empty());
-        again.dump(dumped.server.pid).unwrap();
+        dump.join().unwrap().unwrap();
         dumped.server.was_dumped(&again);
         again.restore().unwrap();
         dumped.server.ends_well();
