@@ -173,11 +173,11 @@ fn can_restore_beside_itself() -> bool {
 fn three_restores_at_once_of_an_image_that_fits_the_cache_share_what_is_read() {
     let criu = need!(Criu::main());
     if !can_restore_beside_itself() {
-        skip!(unable, "no new pid namespaces here (unshare --pid)");
+        skip!("no new pid namespaces here (unshare --pid)");
     }
     let Shared { image, read, hits } = restore_three_times(&criu, 24);
     if read < image / 2 {
-        skip!(unable, "the page cache kept the image (posix_fadvise DONTNEED)");
+        skip!("the page cache kept the image (posix_fadvise DONTNEED)");
     }
     assert!(read < image + image / 2, "{read} of {image} bytes: next to nothing was shared");
     assert!(hits > 0, "the cache was of no use");
@@ -187,7 +187,7 @@ fn three_restores_at_once_of_an_image_that_fits_the_cache_share_what_is_read() {
 fn three_restores_at_once_of_an_image_larger_than_the_cache_share_most_of_it() {
     let criu = need!(Criu::main());
     if !can_restore_beside_itself() {
-        skip!(unable, "no new pid namespaces here (unshare --pid)");
+        skip!("no new pid namespaces here (unshare --pid)");
     }
     // Alone each would read all of it. Together they drift apart by as much as their programs' faults differ, and by
     // what a busy machine makes of it: the best of some counts.
@@ -195,7 +195,7 @@ fn three_restores_at_once_of_an_image_larger_than_the_cache_share_most_of_it() {
     for _ in 0..3 {
         let Shared { image, read, .. } = restore_three_times(&criu, 256);
         if read < image / 2 {
-            skip!(unable, "the page cache kept the image (posix_fadvise DONTNEED)");
+            skip!("the page cache kept the image (posix_fadvise DONTNEED)");
         }
         if read < image * 5 / 2 {
             return;

@@ -7,6 +7,7 @@ use std::fs;
 use clap::ValueEnum as _;
 use gpu_app::shape::{Mode, Shape};
 use rewake_kfd::topology::{Node, Topology};
+use rewake_skip::need;
 use softgpu_tests::criu::Version;
 use softgpu_tests::dumped::{Behind, Dumped};
 use softgpu_tests::isolated;
@@ -32,7 +33,7 @@ fn there_and_back(mode: Mode, behind: Behind, version: Version) {
     let processes = if mode == Mode::SharedBo { 2 } else { 1 };
     // Large enough for a placeholder where CPUs reach them.
     let shape = Shape { mode, processes, gpus: 2, layer_kib: 2048, ..small() };
-    let Some(dumped) = Dumped::of(&shape, version) else { return };
+    let dumped = need!(Dumped::of(&shape, version));
     let mut streamer = dumped.streamer_of(behind);
     let restored = dumped.restore_command(behind).status().unwrap();
     assert!(restored.success(), "{}\n{}", dumped.criu.log("restore"), streamer.said());

@@ -14,10 +14,11 @@ use std::path::Path;
 use gpu_app::shape::{Mode, Shape};
 use rewake_kfd::Kfd;
 use rewake_kfd::topology::{Node, Topology};
+use rewake_skip::need;
 use softgpu_tests::criu::{Criu, Plugin, Version, queues_come_back, wait_for_the_end_of};
 use softgpu_tests::judge::Gate;
 use softgpu_tests::server::small;
-use softgpu_tests::{Judge, Server, isolated};
+use softgpu_tests::{Judge, REAL_GPUS, Server, isolated};
 
 /// A server with an answer under way, about to be dumped, and what dumps it.
 fn started(shape: &Shape, folder: &Path) -> (Server, Criu) {
@@ -219,7 +220,7 @@ fn a_process_with_render_nodes_only_is_not_dumped_and_the_other_stays_paused() {
         let pid = server.pid;
         let error = criu.dump(pid).unwrap_err().to_string();
         assert!(error.contains("Failed to unpause process: Inappropriate ioctl for device"), "{error}");
-        let Some(judge) = Judge::find() else { return };
+        let judge = need!(Judge::find(), REAL_GPUS);
         let still = judge.standing_still();
         assert_eq!(still.iter().map(|gate| (gate.pid, gate.paused)).collect::<Vec<_>>(), [(pid, true)]);
     });
