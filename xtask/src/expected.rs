@@ -10,6 +10,9 @@ use anyhow::{Context as _, bail};
 use crate::record::Record;
 use crate::repository;
 
+/// The machine for tests that run on the host.
+pub(crate) const HOST: &str = "host";
+
 const FILE: &str = "tests/expected-skips";
 
 /// How surely a test does not run.
@@ -160,6 +163,6 @@ mod tests {
 
     #[test]
     fn the_repository_s_list_can_be_read() {
-        assert!(Expected::read().unwrap().machines().any(|name| name == "host"));
+        assert!(Expected::read().unwrap().machines().any(|name| name == HOST));
     }
 }

@@ -13,6 +13,7 @@ use rewake_kfd::topology::Topology;
 use rewake_kfd::{Kfd, criu};
 use rewake_skip::need;
 use softgpu_tests::faults::{Calls, Fault};
+use softgpu_tests::judge::A_WHILE;
 use softgpu_tests::{Faults, Judge, REAL_GPUS, Scene, isolated, sys};
 
 const VERSIONS: Calls<'_> = Calls { comm: None, call: Some("kfd/GET_VERSION") };
@@ -49,7 +50,7 @@ fn a_call_that_fails_has_done_nothing() {
         faults.fail(1, Fault::Errno(12), Calls { call: Some("kfd/CRIU_OP/UNPAUSE"), ..Calls::default() });
         criu::process_info(kfd).unwrap();
         assert_eq!(errno(criu::unpause(kfd)), Some(Errno::ENOMEM));
-        let still = judge.standing_still();
+        let still = judge.standing_still_for(A_WHILE);
         assert_eq!(still.len(), 1);
         assert_eq!((still[0].pid, still[0].paused, still[0].evicted[0]), (std::process::id(), true, 1));
         criu::unpause(kfd).unwrap();

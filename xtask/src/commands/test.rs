@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, anyhow, bail, ensure};
 
-use crate::expected::{self, Expected};
+use crate::expected::{self, Expected, HOST};
 use crate::record::Record;
 use crate::setup::{self, Criu};
 use crate::{program, repository, tidy, vm};
@@ -25,17 +25,20 @@ const SHOWN: Duration = Duration::from_secs(1);
 const LEFT_OUT: &str = "\nleft out by --quick: the crates' own tests/ folders and documentation, every test with CRIU \
     (tests/tests), containers, and the virtual machines with the software GPU; `cargo xtask test` runs them";
 
-/// The machine of `tests/expected-skips` for steps that run here.
-const HOST: &str = "host";
-
 /// Runs all; with a filter only the tests whose names contain it, and no style checks.
 pub(crate) fn run(filter: Option<&str>) -> anyhow::Result<()> {
     let criu = setup::run()?;
     let other = setup::run_other_than(&criu);
     raise_open_files()?;
     describe_machine(&criu, other.as_ref().ok())?;
-    let environment = environment(&criu, other.as_ref().ok())?;
+    let mut environment = environment(&criu, other.as_ref().ok())?;
     let mut report = Report::default();
+    report.step("the kernel's headers", || {
+        // What the generated code is compared with.
+        let headers = vm::headers()?.to_str().context("the path of the headers is not UTF-8")?.to_owned();
+        environment.push(("REWAKE_UAPI", headers));
+        Ok(())
+    });
     report.step("set-up of a second CRIU", || other.as_ref().map(drop).map_err(|error| anyhow!("{error:#}")));
     report.step("set-up of runc", || setup::install(&[RUNC]));
     if filter.is_none() {
@@ -48,7 +51,16 @@ pub(crate) fn run(filter: Option<&str>) -> anyhow::Result<()> {
         cargo(&["build", "--release", "--package", "rewake", "--package", "rewake-tests", "--bins"], &[])
     });
     report.step("tests of every crate", || {
-        let arguments = ["test", "--no-fail-fast", "--workspace", "--exclude", "rewake-tests"];
+        // The software GPU's tests have machines of their own.
+        let arguments = [
+            "test",
+            "--no-fail-fast",
+            "--workspace",
+            "--exclude",
+            "rewake-tests",
+            "--exclude",
+            "softgpu-tests",
+        ];
         tests(&[&arguments, &filter[..]].concat(), &environment, &mut host)
     });
     report.step("end to end tests", || {

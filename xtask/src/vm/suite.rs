@@ -92,6 +92,12 @@ pub(crate) fn run(wanted: &Wanted<'_>) -> anyhow::Result<()> {
         SHAPES.map(|shape| shape.name).join(", ")
     );
     let expected = Expected::read()?;
+    let known = |name: &str| name == expected::HOST || SHAPES.iter().any(|shape| shape.name == name);
+    let unknown = expected.machines().find(|name| !known(name));
+    ensure!(
+        unknown.is_none(),
+        "tests/expected-skips: no machine {unknown:?}; xtask/src/vm/shapes.rs has them"
+    );
     let tests = tests()?;
     every_program_has_a_machine(&tests)?;
     let mut tests = tests_named(tests, wanted.filter)?;
