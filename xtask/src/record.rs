@@ -44,14 +44,12 @@ impl Record {
         } else if let Some((name, reason)) = line.strip_prefix(SKIPPED).and_then(|rest| rest.split_once(": "))
         {
             self.skipped.insert(name.to_owned(), reason.to_owned());
-        } else if let Some((test, outcome)) = test(line) {
-            if let Some(program) = self.programs.last() {
-                let name = format!("{}::{test}", program.name);
-                if outcome.starts_with("ignored") {
-                    self.skipped.insert(name.clone(), "#[ignore]".to_owned());
-                }
-                self.tests.insert(name);
+        } else if let (Some((test, outcome)), Some(program)) = (test(line), self.programs.last()) {
+            let name = format!("{}::{test}", program.name);
+            if outcome.starts_with("ignored") {
+                self.skipped.insert(name.clone(), "#[ignore]".to_owned());
             }
+            self.tests.insert(name);
         }
         if let Some(program) = self.programs.last_mut() {
             program.time = now - program.start;
@@ -112,7 +110,7 @@ fn program(line: &str) -> Option<String> {
 /// A test program's name; cargo calls it `NAME-HASH`.
 pub(crate) fn without_hash(path: &str) -> String {
     let name = Path::new(path).file_name().unwrap_or_default().to_string_lossy().into_owned();
-    name.rsplit_once('-').map_or(name.clone(), |(name, _)| name.to_owned())
+    name.rsplit_once('-').map_or_else(|| name.clone(), |(name, _)| name.to_owned())
 }
 
 /// `test NAME ... OUTCOME`; the outcome may come in a later line.
