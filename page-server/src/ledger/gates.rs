@@ -196,6 +196,8 @@ mod tests {
     use std::os::fd::AsFd as _;
     use std::process::{Child, Command};
 
+    use rewake_skip::need;
+
     use super::super::Ledger;
     use super::*;
 
@@ -229,21 +231,14 @@ mod tests {
         child.wait().unwrap();
     }
 
-    /// No where the folder cannot be made.
-    fn ready() -> bool {
-        let made = Gated::prepare();
-        assert!(made.is_ok() || std::env::var_os("CI").is_none(), "{FOLDER}: {made:?}");
-        if let Err(error) = &made {
-            eprintln!("skipped: {FOLDER}: {error}");
-        }
-        made.is_ok()
+    /// The reason where the folder cannot be made.
+    fn ready() -> Result<(), String> {
+        Gated::prepare().map_err(|error| format!("{FOLDER}: {error}"))
     }
 
     #[test]
     fn it_is_told_when_the_first_gate_is_shut_and_when_the_last_one_is_open() {
-        if !ready() {
-            return;
-        }
+        need!(ready());
         let gates = Ledger::new().unwrap().gates();
         let mut listener = Listener::of(gates);
         let ((one, first), (two, second)) = (sleeper(), sleeper());
@@ -262,9 +257,7 @@ mod tests {
 
     #[test]
     fn who_takes_a_dead_worker_s_place_says_what_it_finds() {
-        if !ready() {
-            return;
-        }
+        need!(ready());
         let gates = Ledger::new().unwrap().gates();
         let mut listener = Listener::of(gates);
         assert_eq!((gates.end_all(), listener.said().as_str()), (0, ""), "nothing was taken over");

@@ -12,7 +12,8 @@ use gpu_app::gpu::Gpus;
 use rewake_contents::{Desk, Loading, PagesFile, Process, Progress, Report, Whole};
 use rewake_criu_images::amdgpu::{KfdBuffer, KfdImage, pages_name};
 use rewake_kfd::Buffer;
-use softgpu_tests::{Machine, Scene, isolated};
+use rewake_skip::need;
+use softgpu_tests::{Machine, REAL_GPUS, Scene, isolated};
 
 const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;
@@ -149,7 +150,7 @@ fn slowly(scene: &Scene, body: fn()) {
     if scene.role().is_some() {
         return body();
     }
-    let Some(machine) = Machine::find() else { return };
+    let machine = need!(Machine::find(), REAL_GPUS);
     machine.becomes(&SLOW);
     assert!(scene.peer("loads").end().success());
 }
