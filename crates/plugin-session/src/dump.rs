@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-use rewake_criu_plugin::{Host, HostError};
+use rewake_criu_plugin::Host;
 use rewake_handover::SESSIONS;
 
 use crate::look::{Missing, What, first_missing, notes};
@@ -42,8 +42,6 @@ pub(crate) enum Error {
     Limit(String),
     #[error("look for missing memory of the tree of process {0}: {1}; mount /proc, and run CRIU as root")]
     Look(i32, #[source] io::Error),
-    #[error(transparent)]
-    Host(#[from] HostError),
 }
 
 impl Dumped {
@@ -51,11 +49,16 @@ impl Dumped {
     /// asked to load it first.
     ///
     /// # Errors
-    /// It took longer than [`WAIT`] allows, or it cannot be told.
+    /// It took longer than [`WAIT`] allows, or it cannot be told. A CRIU that does not say which tree it dumps is not
+    /// held up, with a warning: its dump fails later if memory is missing.
     pub fn wait(host: &Host) -> Result<Self, Box<dyn std::error::Error + Send + Sync>> {
-        let (sessions, root) = (Path::new(SESSIONS), host.root_pid()?);
-        let say = |line: &str| host.warn(line);
-        wait(sessions, limit(env::var(WAIT))?, || proc::tree(root), say)?;
+        let (sessions, say) = (Path::new(SESSIONS), |line: &str| host.warn(line));
+        match host.root_pid() {
+            Ok(root) => wait(sessions, limit(env::var(WAIT))?, || proc::tree(root), say)?,
+            Err(error) => {
+                host.warn(format_args!("{error}: the dump does not wait for missing memory, it fails"))
+            }
+        }
         Ok(Self { sessions: sessions.to_owned() })
     }
 
