@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use anyhow::{Context as _, bail};
-use rewake_handover::{Gated, SessionNote};
+use rewake_handover::{Gated, Phase, SessionNote};
 use rewake_store::{BlockCache, DEFAULT_BUDGET};
 use tracing::{info, warn};
 
@@ -209,7 +209,12 @@ impl Daemon {
     fn publish(&self, slot: &SessionSlot, session: &Session) -> Option<SessionNote> {
         let store = session.store()?;
         let write = || -> std::io::Result<SessionNote> {
-            let note = session_store::note(slot, store, self.starter, &slot.paths().1)?;
+            let phase = match slot.state() {
+                SessionState::Free | SessionState::Listening => Phase::Listening,
+                SessionState::Handshake | SessionState::Restoring => Phase::Restoring,
+                SessionState::Running | SessionState::Streaming => Phase::Running,
+            };
+            let note = session_store::note(slot, store, self.starter, &slot.paths().1, phase)?;
             note.write(&self.notes)?;
             Ok(note)
         };
@@ -318,7 +323,10 @@ impl Daemon {
                 }
             };
             tokio::select! {
-                accepted = open.accept() => accepted?,
+                accepted = open.accept() => {
+                    accepted?;
+                    open.note = self.publish(open.slot, &open.session);
+                }
                 () = session.changed() => return Ok(()), // failed: nothing else happens before a restore connects
                 () = limit => bail!(
                     "no `criu restore` connected within {} s: start one, or this again",
@@ -378,6 +386,7 @@ impl Daemon {
                     }
                     open.slot.set_state(SessionState::Running);
                     open.slot.inbox.done();
+                    open.note = self.publish(open.slot, &open.session);
                     return Ok(());
                 }
                 Received::Word(word) => self.announced(open, i32::from_ne_bytes(word.to_ne_bytes()))?,

@@ -9,7 +9,7 @@ use std::path::Path;
 use std::sync::atomic::Ordering;
 
 use anyhow::Context as _;
-use rewake_handover::{FileId, Gated, SessionNote, Store};
+use rewake_handover::{FileId, Gated, Phase, SessionNote, Store};
 
 use crate::fd_store::{Entry, FdStore, Kind, MAX_DESCRIPTORS, peek_all};
 use crate::image::Image;
@@ -67,8 +67,14 @@ pub fn image(store: &FdStore) -> anyhow::Result<Image> {
 ///
 /// # Errors
 /// The work directory cannot be looked at.
-pub fn note(slot: &SessionSlot, store: &FdStore, starter: Gated, work: &Path) -> io::Result<SessionNote> {
+pub fn note(
+    slot: &SessionSlot,
+    store: &FdStore,
+    starter: Gated,
+    work: &Path,
+    phase: Phase,
+) -> io::Result<SessionNote> {
     let number = slot.store.load(Ordering::Acquire);
     let store = Store { number, inode: store.inode() };
-    Ok(SessionNote { number: slot.number(), starter, work: FileId::of(work)?, store })
+    Ok(SessionNote { number: slot.number(), starter, work: FileId::of(work)?, store, phase })
 }

@@ -13,7 +13,7 @@ use std::time::Duration;
 use nix::sys::socket::{AddressFamily, ControlMessage, MsgFlags, SockFlag, SockType, sendmsg, socketpair};
 use nix::sys::stat::fstat;
 use nix::unistd::Pid;
-use rewake_handover::{FileId, Gated, SESSIONS, SessionNote, Store};
+use rewake_handover::{FileId, Gated, Phase, SESSIONS, SessionNote, Store};
 use rewake_tests::plugins::{amdgpu, rewake};
 use rewake_tests::process::{session, until};
 use rewake_tests::scene::{ACT, END};
@@ -44,7 +44,7 @@ impl Session {
         sendmsg::<()>(other.as_raw_fd(), &[IoSlice::new(b"u")], &rights, MsgFlags::empty(), None).unwrap();
         let starter = Gated::of(std::process::id().cast_signed()).unwrap().unwrap();
         let of_note = Store { number: store.as_raw_fd(), inode: fstat(&store).unwrap().st_ino };
-        let note = SessionNote { number, starter, work: FileId::of(work).unwrap(), store: of_note };
+        let note = SessionNote { number, starter, work: FileId::of(work).unwrap(), store: of_note, phase: Phase::Running };
         note.write(Path::new(SESSIONS)).unwrap();
         Self { note, _sockets: (store, other) }
     }

@@ -24,7 +24,7 @@ pub mod proto {
 pub use channel::{Channel, MAX_DESCRIPTORS, PATIENCE};
 pub use error::Error;
 pub use gated::{FOLDER, Gated};
-pub use session::{FileId, Notes, SESSIONS, SessionNote, Skipped, Store, sockets_of};
+pub use session::{FileId, Notes, Phase, SESSIONS, SessionNote, Skipped, Store, sockets_of};
 pub use socket::{Listener, SOCKET, connect};
 
 /// Of the conversation. It changes when a message changes its meaning.

@@ -7,15 +7,17 @@
 //!     starter 4711 123456
 //!     work 37 1234
 //!     store 1021 98765
+//!     phase 3
 //! ```
 //!
 //! `starter` is the process that starts the session's worker again, by pid and start time in clock ticks. `work` is the
 //! directory in which `criu restore` looks for `lazy-pages.socket` (its `-W`), by device and inode. `store` is the
 //! session's *fd store*, by its number in the starter's table of descriptors and its inode: a socket whose queue holds
-//! the session's userfaultfds. While a target has missing memory, it has a descriptor of the store.
+//! the session's userfaultfds. While a target has missing memory, it has a descriptor of the store. `phase` is how far the
+//! restore is: a [`Phase`]. Beside the notes of a starter is its `ledger`, locked as long as a process of the streamer lives.
 
 use std::fmt::Write as _;
-use std::fs::{self, DirBuilder, File, OpenOptions};
+use std::fs::{self, DirBuilder, File, OpenOptions, TryLockError};
 use std::io::{self, Read as _, Write as _};
 use std::os::fd::{OwnedFd, RawFd};
 use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, OpenOptionsExt as _};
@@ -33,6 +35,8 @@ pub const SESSIONS: &str = "/run/rewake/sessions";
 
 /// Of the note. It changes when a line changes its meaning.
 const VERSION: u64 = 1;
+/// Beside the notes: a file that each process of the streamer has locked (flock(2)).
+const LEDGER: &str = "ledger";
 /// Bytes that are read of a file: a note has a tenth.
 const LONGEST: u64 = 1024;
 const PREFIX: &str = "session-";
@@ -70,6 +74,24 @@ pub struct Store {
     pub inode: u64,
 }
 
+/// How far the restore of a session is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u64)]
+pub enum Phase {
+    /// No restore has connected.
+    Listening = 1,
+    /// A restore has connected, and the session does not have the userfaultfds of all tasks yet.
+    Restoring = 2,
+    /// The session has all of them.
+    Running = 3,
+}
+
+impl Phase {
+    fn of(number: u64) -> Option<Self> {
+        [Self::Listening, Self::Restoring, Self::Running].into_iter().find(|phase| *phase as u64 == number)
+    }
+}
+
 /// What is known of a session.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SessionNote {
@@ -81,6 +103,8 @@ pub struct SessionNote {
     pub work: FileId,
     /// The session's fd store.
     pub store: Store,
+    /// How far the restore is.
+    pub phase: Phase,
 }
 
 /// All notes below a folder.
@@ -190,6 +214,31 @@ impl SessionNote {
         Ok(Gated::of(self.starter.pid)? == Some(self.starter))
     }
 
+    /// Whether every process of the session's streamer has ended: its targets wait for `rewake recover`.
+    ///
+    /// # Errors
+    /// The ledger cannot be looked at.
+    pub fn is_orphaned(&self, root: &Path) -> io::Result<bool> {
+        let ledger = match File::open(self.folder(root).join(LEDGER)) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(!self.starter_lives()?),
+            ledger => ledger?,
+        };
+        // A lock that is given is let go at once, with the file.
+        match ledger.try_lock_shared() {
+            Ok(()) => Ok(true),
+            Err(TryLockError::WouldBlock) => Ok(false),
+            Err(TryLockError::Error(error)) => Err(error),
+        }
+    }
+
+    /// The note as it is now; none where the session has ended.
+    ///
+    /// # Errors
+    /// It is none any more that is to be trusted.
+    pub fn again(&self, root: &Path) -> io::Result<Option<Self>> {
+        Self::read(&self.path(root)).map_err(io::Error::other)
+    }
+
     /// A descriptor of the session's fd store, from its starter.
     ///
     /// # Errors
@@ -247,13 +296,13 @@ impl SessionNote {
     }
 
     fn text(&self) -> String {
-        let Self { starter, work, store, .. } = self;
+        let Self { starter, work, store, phase, .. } = self;
         let mut text = String::new();
         // Writing to a string does not fail.
         let _ = write!(
             text,
-            "version {VERSION}\nstarter {} {}\nwork {} {}\nstore {} {}\n",
-            starter.pid, starter.started, work.device, work.inode, store.number, store.inode
+            "version {VERSION}\nstarter {} {}\nwork {} {}\nstore {} {}\nphase {}\n",
+            starter.pid, starter.started, work.device, work.inode, store.number, store.inode, *phase as u64
         );
         text
     }
@@ -297,11 +346,16 @@ impl SessionNote {
         let int = |number: u64| i32::try_from(number).map_err(|error| format!("{number}: {error}"));
         let ((pid, started), (device, inode)) = (pair("starter")?, pair("work")?);
         let (number_of_store, inode_of_store) = pair("store")?;
+        let phase = match values("phase")?[..] {
+            [number] => Phase::of(number).ok_or_else(|| format!("it has phase {number}, expected 1 to 3"))?,
+            ref other => return Err(format!("line \"phase\": expected a number, found {}", other.len())),
+        };
         Ok(Self {
             number: number.ok_or("its name has no number")?,
             starter: Gated { pid: int(pid)?, started },
             work: FileId { device, inode },
             store: Store { number: int(number_of_store)?, inode: inode_of_store },
+            phase,
         })
     }
 }

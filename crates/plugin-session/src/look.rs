@@ -55,7 +55,11 @@ pub(crate) fn notes(sessions: &Path) -> io::Result<Notes> {
 ///
 /// # Errors
 /// A process's descriptors cannot be read: what is not known may be missing.
-pub(crate) fn first_missing(notes: &[SessionNote], processes: &[i32]) -> io::Result<Option<Missing>> {
+pub(crate) fn first_missing(
+    sessions: &Path,
+    notes: &[SessionNote],
+    processes: &[i32],
+) -> io::Result<Option<Missing>> {
     for pid in processes {
         if Gated::of(*pid)?.map_or(Ok(false), Gated::is_shut)? {
             return Ok(Some(Missing { pid: *pid, what: What::Gate }));
@@ -66,7 +70,7 @@ pub(crate) fn first_missing(notes: &[SessionNote], processes: &[i32]) -> io::Res
         let sockets = sockets_of(*pid)?;
         let holds = |note: &&SessionNote| sockets.iter().any(|(_, inode)| *inode == note.store.inode);
         if let Some(note) = notes.iter().find(holds) {
-            let served = note.starter_lives()?;
+            let served = !note.is_orphaned(sessions)?;
             return Ok(Some(Missing { pid: *pid, what: What::Memory(note.clone(), served) }));
         }
     }

@@ -10,7 +10,7 @@ use anyhow::{Context as _, ensure};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
-use rewake_handover::{FOLDER, Gated, Listener, SessionNote};
+use rewake_handover::{FOLDER, Gated, Listener, Phase, SessionNote};
 use rewake_kfd::held::{self, Marks};
 use rewake_store::pace::Pace;
 use tokio::sync::watch;
@@ -104,7 +104,7 @@ impl OwnSession {
         let index = start.ledger.take_session().context("taking a session of the ledger")?;
         let slot = &start.ledger.sessions()[index];
         let store = session_store::make(slot).context("making the session's fd store")?;
-        let note = session_store::note(slot, &store, start.starter, work)?;
+        let note = session_store::note(slot, &store, start.starter, work, Phase::Running)?;
         note.write(&root()?).context("writing the session's note")?;
         Ok(Self { slot, note })
     }

@@ -9,6 +9,7 @@ use std::fs::{self, DirBuilder, File, TryLockError};
 use std::io;
 use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use anyhow::{Context as _, bail};
 use nix::unistd::geteuid;
@@ -18,6 +19,9 @@ use tracing::warn;
 use super::Ledger;
 
 const LEDGER: &str = "ledger";
+/// Tries to get a ledger's lock, and time between them.
+const LOCK_TRIES: u32 = 5;
+const LOCK_PAUSE: Duration = Duration::from_millis(4);
 
 /// Where the folders of this user's starters are: `/run/rewake/sessions` for root, else
 /// `$XDG_RUNTIME_DIR/rewake/sessions`.
@@ -104,9 +108,16 @@ impl Folder {
         let name = path.join(LEDGER);
         let file = File::options().read(true).write(true).open(&name);
         let file = file.with_context(|| format!("opening {}", name.display()))?;
-        let Some(lock) = lock(file).with_context(|| format!("locking {}", name.display()))? else {
-            return Ok(Err(InUse));
-        };
+        // A plugin that looks whether the processes have ended has the lock for a moment.
+        let locked = (0..LOCK_TRIES).find_map(|_| {
+            let tried = file.try_clone().and_then(lock).transpose();
+            if tried.is_none() {
+                std::thread::sleep(LOCK_PAUSE);
+            }
+            tried
+        });
+        let Some(lock) = locked else { return Ok(Err(InUse)) };
+        let lock = lock.with_context(|| format!("locking {}", name.display()))?;
         let ledger = Ledger::of_file(&lock).with_context(|| format!("mapping {}", name.display()))?;
         let Some(ledger) = ledger else {
             bail!(

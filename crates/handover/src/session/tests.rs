@@ -20,6 +20,7 @@ fn note(number: u64, socket: &UnixDatagram) -> SessionNote {
         starter: own(),
         work: FileId { device: 37, inode: 1234 },
         store: Store { number: socket.as_raw_fd(), inode: fstat(socket).unwrap().st_ino },
+        phase: Phase::Running,
     }
 }
 

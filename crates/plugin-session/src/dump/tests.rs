@@ -7,7 +7,7 @@ use std::os::unix::net::UnixDatagram;
 use std::process::{Child, Command};
 
 use nix::sys::stat::fstat;
-use rewake_handover::{FileId, Gated, SessionNote, Store};
+use rewake_handover::{FileId, Gated, Phase, SessionNote, Store};
 
 use super::*;
 
@@ -25,7 +25,7 @@ impl Session {
         let inode = fstat(&store).unwrap().st_ino;
         let store_of_note = Store { number: store.as_raw_fd(), inode };
         let work = FileId { device: 1, inode: 2 };
-        let note = SessionNote { number: 5, starter, work, store: store_of_note };
+        let note = SessionNote { number: 5, starter, work, store: store_of_note, phase: Phase::Running };
         note.write(root.path()).unwrap();
         let copy = store.as_fd().try_clone_to_owned().unwrap();
         let target = Command::new("sleep").arg("1000").stdin(copy).spawn().unwrap();
