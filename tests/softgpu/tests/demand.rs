@@ -122,9 +122,10 @@ impl Image {
         thread::scope(|scope| {
             let load = scope.spawn(move || {
                 loading.run(move |whole| {
-                    let Whole::Buffer { number: buffer, .. } = whole else { return };
-                    tell.send((buffer, resident(&counted))).unwrap();
-                    before(buffer);
+                    if let Whole::Buffer { number: buffer, .. } = whole {
+                        tell.send((buffer, resident(&counted))).unwrap();
+                        before(buffer);
+                    }
                 })
             });
             let answer = act(&desk, &told);

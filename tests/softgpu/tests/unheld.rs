@@ -9,7 +9,7 @@ use std::time::Duration;
 use gpu_app::shape::Shape;
 use rewake_kfd::held::{self, NotHeld};
 use rewake_skip::need;
-use softgpu_tests::criu::{Criu, Version, queues_come_back};
+use softgpu_tests::criu::{Criu, Version, queues};
 use softgpu_tests::dumped::{Dumped, ONE_RING, Restoring, is_paused, soon, unreached};
 use softgpu_tests::streamer::told;
 use softgpu_tests::{Held, Judge, Machine, Pair, REAL_GPUS, Streamer, Toucher, isolated};
@@ -124,6 +124,7 @@ fn gpus_of_a_process_go_on_together() {
     isolated("gpus_of_a_process_go_on_together", 2, |_| {
         let folder = tempfile::tempdir().unwrap();
         let _machine = need!(machine());
+        need!(queues());
         let (pair, criu) = Pair::dumped(env!("CARGO_BIN_EXE_pair"), folder.path()).unwrap();
         let (mut both, held) = comes_back(&criu);
         let before = pair.counts().unwrap();

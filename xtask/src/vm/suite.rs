@@ -225,7 +225,8 @@ fn tests() -> anyhow::Result<Vec<PathBuf>> {
     let arguments = ["test", "--no-run", "--message-format=json-render-diagnostics", "--lib", "--tests"];
     let mut cargo = repository::cargo();
     let messages = program::listen(cargo.args(arguments).args(packages(&TESTED)))?;
-    let tests: Vec<PathBuf> = executables(&messages);
+    let mut tests = executables(&messages);
+    tests.sort();
     ensure!(!tests.is_empty(), "cargo names no test program of {}", TESTED.join(", "));
     Ok(tests)
 }
