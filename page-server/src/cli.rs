@@ -30,6 +30,9 @@ pub enum Command {
     StreamGpu(StreamGpu),
     /// Shows what a running `rewake serve` does, or how far a restore of GPU memory is
     Status(Status),
+    /// For streamers: gives targets a session's fd store
+    #[command(hide = true)]
+    Park(Park),
     /// Serves restored processes whose streamer was killed
     Recover(Recover),
     /// Shows what is in an image, and whether it can be served
@@ -135,6 +138,17 @@ pub struct StreamGpu {
     /// open until nobody is left to say more
     #[arg(long, value_name = "FD")]
     pub status_fd: Option<i32>,
+}
+
+/// Options of `rewake park`. The fd store is standard input.
+#[derive(Debug, Args)]
+pub struct Park {
+    /// Processes, each as PID-START
+    #[arg(value_name = "PID-START")]
+    pub targets: Vec<String>,
+    /// Takes the fd store with this inode from every process
+    #[arg(long, value_name = "INODE", conflicts_with = "targets")]
+    pub unpark: Option<u64>,
 }
 
 /// Options of `rewake recover`.

@@ -158,7 +158,10 @@ pub fn command(work: &Path, images: Option<&Path>, record: bool) -> anyhow::Resu
 }
 
 /// This program; of a daemon that was started before an upgrade, the one in its place.
-fn program() -> anyhow::Result<PathBuf> {
+///
+/// # Errors
+/// It is not found.
+pub fn program() -> anyhow::Result<PathBuf> {
     let program = std::env::current_exe().context("finding this program")?;
     // The kernel's word for a file that was removed (`d_path` of fs/d_path.c).
     let replaced = program.to_str().and_then(|path| path.strip_suffix(" (deleted)")).map(PathBuf::from);

@@ -136,15 +136,6 @@ pub fn set_peek_offset(socket: BorrowedFd<'_>, offset: Option<i32>) -> io::Resul
     set_socket_option(socket, libc::SO_PEEK_OFF, offset)
 }
 
-/// A second descriptor for the open file of a number that something else owns, closed on exec.
-///
-/// # Errors
-/// EBADF, EMFILE.
-pub fn duplicate_number(number: RawFd) -> io::Result<OwnedFd> {
-    // SAFETY: integers in, a descriptor out; a closed number gives EBADF.
-    to_fd(check(unsafe { libc::fcntl(number, libc::F_DUPFD_CLOEXEC, 0) }.into())?)
-}
-
 /// A second descriptor for the same open file, closed on exec.
 ///
 /// # Errors

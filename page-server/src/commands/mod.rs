@@ -6,6 +6,7 @@ pub mod doctor;
 pub mod dump;
 pub mod inspect;
 pub mod lazy_pages;
+pub mod park;
 mod picture;
 mod print;
 pub mod recover;
