@@ -44,6 +44,19 @@ pub fn layout(pid: i32) -> Option<Layout> {
     Some([fields.next()?.ok()?, fields.next()?.ok()?, fields.next()?.ok()?])
 }
 
+/// All processes that /proc shows.
+pub fn all() -> impl Iterator<Item = i32> {
+    let entries = std::fs::read_dir("/proc").into_iter().flatten();
+    entries.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok())
+}
+
+/// The number of a descriptor that a process has of the socket with this inode; none if it has none, or has ended.
+#[must_use]
+pub fn number_of_socket(pid: i32, inode: u64) -> Option<RawFd> {
+    let sockets = rewake_handover::sockets_of(pid).ok()?;
+    sockets.into_iter().find(|(_, found)| *found == inode).map(|(number, _)| number)
+}
+
 fn parent(pid: i32) -> Option<i32> {
     status(pid, "PPid:")?.trim().parse().ok()
 }

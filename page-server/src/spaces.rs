@@ -9,6 +9,7 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use anyhow::{Context as _, bail};
+use rewake_handover::Gated;
 use rewake_pager::Space;
 use rewake_uffd::Uffd;
 use tracing::{debug, error, warn};
@@ -60,7 +61,11 @@ pub fn open(
     slot.host_pid.store(arrival.host_pid, Ordering::Relaxed);
     slot.uffd.store(arrival.uffd, Ordering::Relaxed);
     let journal = watch_process(slot).and_then(|()| Journal::create(slot).context("making a journal"));
-    let journal = journal.inspect_err(|_| slot.retire())?;
+    let kept = journal.and_then(|journal| {
+        session.keep(slot).context("putting a userfaultfd into the session's fd store")?;
+        Ok(journal)
+    });
+    let journal = kept.inspect_err(|_| slot.retire())?;
     // SAFETY: just received (or received by a dead worker), and in no slot: owned by nobody.
     let uffd = Uffd::adopt(unsafe { sys::take_over(arrival.uffd) }).context("adopting a userfaultfd")?;
     slot.publish();
@@ -77,7 +82,11 @@ pub fn open(
 fn watch_process(slot: &SpaceSlot) -> anyhow::Result<()> {
     let pid = slot.host_pid.load(Ordering::Relaxed);
     match sys::pidfd_open(pid) {
-        Ok(pidfd) => slot.pidfd.store(pidfd.into_raw_fd(), Ordering::Relaxed),
+        Ok(pidfd) => {
+            slot.pidfd.store(pidfd.into_raw_fd(), Ordering::Relaxed);
+            let started = Gated::of(pid).ok().flatten().map_or(0, |of| of.started);
+            slot.started.store(started, Ordering::Relaxed);
+        }
         Err(error) if matches!(error.raw_os_error(), Some(libc::EMFILE | libc::ENFILE | libc::ENOMEM)) => {
             return Err(error).context("opening a process descriptor for a restored task");
         }
@@ -221,7 +230,8 @@ pub fn sweep(ledger: Ledger) -> usize {
     left
 }
 
-fn of_session(ledger: Ledger, session: usize) -> impl Iterator<Item = (usize, &'static SpaceSlot)> {
+/// The live address spaces of a session, by its place in the ledger.
+pub fn of_session(ledger: Ledger, session: usize) -> impl Iterator<Item = (usize, &'static SpaceSlot)> {
     let session = u32::try_from(session).unwrap_or(NO_SESSION);
     ledger.live_spaces().filter(move |(_, slot)| slot.session.load(Ordering::Acquire) == session)
 }

@@ -13,7 +13,7 @@
 //! * [`plugins`]: a target with a mapped device, and CRIU with plugins.
 //!
 //! `REWAKE_BIN` names the daemon; without it the newest `rewake` beside the test programs is taken.
-//! The tests need root. With `CI` set a skipped test fails, unless a probe proved that the machine cannot run it.
+//! The tests need root. One that does not run says so by `rewake_skip`, and `cargo xtask test` compares that with a list.
 
 #![forbid(unsafe_code)]
 
@@ -32,6 +32,7 @@ pub mod verdict;
 
 pub use container::Container;
 pub use criu::Criu;
+pub use rewake_skip::{need, skip};
 pub use scene::Scene;
 pub use server::{Refusal, Server, Setup};
 pub use verdict::Verdict;

@@ -55,6 +55,14 @@ pub fn amdgpu() -> anyhow::Result<PathBuf> {
     built("deps/libamdgpu_plugin.so")
 }
 
+/// The plugin for lazily restored processes.
+///
+/// # Errors
+/// It is not built.
+pub fn rewake() -> anyhow::Result<PathBuf> {
+    built("deps/librewake_plugin.so")
+}
+
 fn built(name: &str) -> anyhow::Result<PathBuf> {
     let path = built_programs()?.join(name);
     ensure!(

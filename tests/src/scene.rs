@@ -182,9 +182,17 @@ impl Scene {
     /// # Errors
     /// CRIU failed.
     pub fn restore_and_stop(&self, server: &mut Server) -> anyhow::Result<()> {
+        self.restore_and_stop_with(server, &[])
+    }
+
+    /// [`Scene::restore_and_stop`] with further options.
+    ///
+    /// # Errors
+    /// CRIU failed.
+    pub fn restore_and_stop_with(&self, server: &mut Server, options: &[&OsStr]) -> anyhow::Result<()> {
         let script = self.work().join("stop-server");
         write_program(&script, &server.stopper())?;
-        let options = [OsStr::new("--action-script"), script.as_os_str()];
+        let options = [options, &[OsStr::new("--action-script"), script.as_os_str()]].concat();
         self.criu.restore_with(&self.images(), &self.work(), &options)
     }
 

@@ -8,7 +8,7 @@ use std::time::Duration;
 use rewake_tests::limit::MemoryLimit;
 use rewake_tests::process::until;
 use rewake_tests::scene::{ACT, END};
-use rewake_tests::{Criu, Scene, Server, Verdict, need, skip};
+use rewake_tests::{Criu, Scene, Server, Verdict, need};
 
 /// Enough that most is missing when the restore has finished.
 const MIB: usize = 512;
@@ -38,10 +38,7 @@ fn starved(limit: &MemoryLimit, scene: &Scene) -> Server {
 fn a_shortage_of_memory_that_passes_is_borne() {
     let criu = need!(Criu::main());
     for _ in 0..MOST {
-        let limit = match MemoryLimit::new(ALLOWED) {
-            Ok(limit) => limit,
-            Err(reason) => skip!(unable, "{reason}"),
-        };
+        let limit = need!(MemoryLimit::new(ALLOWED));
         let scene = Scene::dumped(&criu, "plain", MIB).unwrap();
         let mut server = starved(&limit, &scene);
         std::thread::sleep(Duration::from_millis(300));
@@ -61,10 +58,7 @@ fn a_shortage_of_memory_that_passes_is_borne() {
 #[test]
 fn a_shortage_of_memory_that_lasts_ends_the_target_with_a_clear_error() {
     let criu = need!(Criu::main());
-    let limit = match MemoryLimit::new(ALLOWED + 1) {
-        Ok(limit) => limit,
-        Err(reason) => skip!(unable, "{reason}"),
-    };
+    let limit = need!(MemoryLimit::new(ALLOWED + 1));
     let scene = Scene::dumped(&criu, "plain", MIB).unwrap();
     let mut server = starved(&limit, &scene);
     assert!(scene.verdict(ACT).unwrap().killed(), "{}", scene.written());

@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use common::{finish, load, make_cold, pages, read_once, readable};
 use proptest::prelude::*;
+use rewake_skip::skip;
 use rewake_store::engine::{DEPTH_BLOCKS, DEPTH_DEMAND, MAX_EIO_RETRIES};
 use rewake_store::{
     BLOCK, BlockCache, Done, Engine, How, PAGE, Psync, Read, ReadError, Sim, SimPlan, Uring, Waker, best,
@@ -63,11 +64,7 @@ fn a_cold_file_read_directly_stays_out_of_the_page_cache() {
     for (name, mut engine) in engines(&cache).into_iter().take(2) {
         make_cold(&temp);
         if file.how(0, BLOCK) == How::Buffered {
-            eprintln!(
-                "skipped: {} cannot be made cold (tmpfs, or a kernel before 6.5)",
-                temp.path().display()
-            );
-            return;
+            skip!("{} cannot be made cold (tmpfs, or a kernel before 6.5)", temp.path().display());
         }
         let before = cache.metrics().snapshot();
         let got = read_once(&mut *engine, &cache, &file, (0, BLOCK, How::Direct)).unwrap();

@@ -7,8 +7,13 @@ use std::os::unix::fs::{FileExt as _, PermissionsExt as _};
 use std::time::{Duration, Instant};
 
 use common::{make_cold, pages};
+<<<<<<< HEAD
 use nix::fcntl::{FallocateFlags, fallocate};
 use rewake_store::{BLOCK, FileState, How, PAGE, PagesFile, ReadError, StoreError, read_now};
+=======
+use rewake_skip::skip;
+use rewake_store::{BLOCK, How, PAGE, PagesFile, ReadError, StoreError, read_now};
+>>>>>>> helper-b
 
 /// How often something is put into the page cache until it is found there: the kernel may take memory for something else.
 const TRIES: u32 = 10;
@@ -24,8 +29,7 @@ fn residency_is_measured_block_by_block() {
     temp.as_file().sync_all().unwrap();
     make_cold(&temp);
     if file.is_cached(0, BLOCK) {
-        eprintln!("skipped: {} cannot be made cold (tmpfs, or a kernel before 6.5)", temp.path().display());
-        return;
+        skip!("{} cannot be made cold (tmpfs, or a kernel before 6.5)", temp.path().display());
     }
     let fadv_random = libc::POSIX_FADV_RANDOM;
     // Without readahead the kernel caches exactly what is read (the advice is per open file).

@@ -98,6 +98,25 @@ pub enum Error {
         /// How long, in milliseconds.
         waited_ms: u128,
     },
+    /// The calling thread does not trace the thread, or not in the stop that is needed.
+    #[error(
+        "thread {tid} is not stopped where a system call ends, by the calling thread: expected CRIU's stop after \
+         rt_sigreturn; call this from CRIU's main thread in RESUME_DEVICES_LATE only"
+    )]
+    NotHeld {
+        /// The thread.
+        tid: i32,
+    },
+    /// The process has too few free numbers for descriptors.
+    #[error(
+        "process {pid} has no room for two more descriptors: its limit is {limit} open files; raise it (prlimit --nofile)"
+    )]
+    NoNumber {
+        /// The process.
+        pid: i32,
+        /// Its limit of open files (RLIMIT_NOFILE).
+        limit: u64,
+    },
     /// The process has not, or not any more, a descriptor of the device's file.
     #[error(
         "process {pid} has no descriptor of the device's file: it has closed it; serve the pages instead"

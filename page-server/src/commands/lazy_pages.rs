@@ -13,7 +13,7 @@ use crate::cli::LazyPages;
 use crate::daemon::{Daemon, OpenSession, Summary};
 use crate::logging;
 use crate::supervisor::{self, Start};
-use crate::worker::{self, Again};
+use crate::worker;
 
 /// Runs the command; gives the exit code.
 ///
@@ -39,7 +39,7 @@ pub fn run(options: &LazyPages) -> anyhow::Result<u8> {
     }
     let limit = options.connect_timeout.map(Duration::from_secs);
     let code = supervisor::supervise(notify, |start| {
-        match worker::block_on(start, Again::EndsThem, async |daemon| {
+        match worker::block_on(start, async |daemon| {
             let Some(session) = session(start, daemon, &images, &work)? else { return Ok(None) };
             start.ready();
             daemon.serve(session, limit).await.map(Some)

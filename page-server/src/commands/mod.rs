@@ -8,6 +8,7 @@ pub mod inspect;
 pub mod lazy_pages;
 mod picture;
 mod print;
+pub mod recover;
 pub mod restore;
 pub mod serve;
 pub mod status;

@@ -164,12 +164,18 @@ impl Home {
         slot.session.store(parent.slot.session.load(Ordering::Relaxed), Ordering::Relaxed);
         slot.image_pid.store(parent.slot.image_pid.load(Ordering::Relaxed), Ordering::Relaxed);
         slot.uffd.store(number, Ordering::Relaxed);
-        let child = layout.fork();
-        let mut journal = Journal::create(slot).inspect_err(|_| slot.retire())?;
+        // First of all: if every process of ours is killed now, the child waits for `rewake recover`.
+        let journal = parent.session.keep(slot).and_then(|()| {
+            let child = layout.fork();
+            let mut journal = Journal::create(slot)?;
+            journal.rewrite(&child.snapshot(), 0);
+            parent.session.keep(slot)?;
+            Ok((journal, child))
+        });
+        let (journal, child) = journal.inspect_err(|_| slot.retire())?;
         // SAFETY: the kernel opened this descriptor for the message, and it is dealt with once: nobody owns it.
         // None that is open is refused, so that none is closed here.
         let uffd = Uffd::adopt(unsafe { sys::take_over(number) })?;
-        journal.rewrite(&child.snapshot(), 0);
         slot.publish();
         parent.forked(child.missing());
         parent.session.space_opened();

@@ -23,6 +23,7 @@ use super::events::{Home, News};
 use super::shared::{Handle, Shared};
 use super::space::AddressSpace;
 use crate::ledger::{Journal, Ledger, NO_FD};
+use crate::session::Session;
 use crate::sys;
 
 /// Reactors at most. Filling is bound by memory bandwidth: more threads than this fight over it.
@@ -443,16 +444,25 @@ impl Reactor {
             space.is_gone() || space.session.is_released() && space.layout().missing() == 0
         };
         self.unended = false;
+        let mut retired: Vec<Arc<Session>> = Vec::new();
         let keys: Vec<usize> = self.homes.iter().map(|(key, _)| key).collect();
         for key in keys {
             let Some(home) = self.homes.get(key) else { continue };
-            let failed = home.space.session.has_failed();
+            let session = Arc::clone(&home.space.session);
+            let failed = session.has_failed();
             let done = finished(home) || failed && super::condemn::end(&home.space);
             if done && self.children_are_home(key) {
                 self.retire(key);
+                retired.push(session);
             } else {
                 self.unended |= failed || done;
             }
+        }
+        retired.sort_by_key(|session| session.index);
+        for of_one in retired.chunk_by(|a, b| Arc::ptr_eq(a, b)) {
+            of_one[0].forget_retired(self.shared.ledger);
+            // Not before: a session without address spaces closes its fd store.
+            of_one.iter().for_each(|session| session.space_closed());
         }
     }
 
@@ -467,7 +477,8 @@ impl Reactor {
         settled
     }
 
-    /// Lets go of an address space: nothing is missing in it, or nobody is left to miss it.
+    /// Lets go of an address space: nothing is missing in it, or nobody is left to miss it. Its session does not know
+    /// yet.
     fn retire(&mut self, key: usize) {
         let space = Arc::clone(&self.homes.remove(key).space);
         // Its events are read by nobody from here on: a fill that one of them put off would be put off, and hold
@@ -484,7 +495,6 @@ impl Reactor {
         }
         self.shared.remove(&space);
         space.slot.retire();
-        space.session.space_closed();
     }
 
     fn watch(&self, fd: RawFd, token: u64) -> io::Result<()> {

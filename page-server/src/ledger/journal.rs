@@ -12,6 +12,7 @@ use std::sync::atomic::Ordering;
 
 use memmap2::MmapRaw;
 use rewake_pager::{Change, PageIx, Segment};
+use rewake_uffd::abi::EVENT_FORK;
 use rewake_uffd::{Message, RawMessage, Uffd};
 
 use super::{MAX_MESSAGES, SpaceSlot};
@@ -210,14 +211,30 @@ impl Journal {
 
 /// Descriptors of forked children that were received but not yet given a slot of their own.
 pub(super) fn forked_descriptors(slot: &'static SpaceSlot) -> Vec<i32> {
-    // SAFETY: called at takeover only, when the worker that owned the area is dead and no Journal was made.
+    forks(slot).into_iter().map(|(_, number)| number).collect()
+}
+
+/// The fork messages that were received and not dealt with: each one's place and descriptor. At takeover only, when
+/// the worker that owned the area is dead and no [`Journal`] was made.
+#[must_use]
+pub fn forks(slot: &'static SpaceSlot) -> Vec<(usize, RawFd)> {
+    // SAFETY: as the caller promises, no process writes the area.
     let messages = unsafe { &*slot.messages.get() };
     let applied = Commit::decode(slot.commit.load(Ordering::Acquire)).applied;
-    let forked = |raw: &RawMessage| match raw.decode() {
-        Some(Message::Fork { uffd }) => Some(uffd),
+    let fork = |(index, raw): (usize, &RawMessage)| match raw.decode() {
+        Some(Message::Fork { uffd }) => Some((index, uffd)),
         _ => None,
     };
-    messages.iter().skip(applied).filter_map(forked).collect()
+    messages.iter().enumerate().skip(applied).filter_map(fork).collect()
+}
+
+/// Gives one of [`forks`] another descriptor: at recovery, the child's one in this process's table.
+pub fn set_fork(slot: &'static SpaceSlot, index: usize, number: RawFd) {
+    // SAFETY: as for `forks`.
+    let messages = unsafe { &mut *slot.messages.get() };
+    if let Some(message) = messages.get_mut(index) {
+        *message = RawMessage::encode(EVENT_FORK, [u64::from(number.cast_unsigned()), 0, 0]);
+    }
 }
 
 #[cfg(test)]

@@ -1,29 +1,37 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The ledger: what a successor must know if the worker dies at any instruction.
 //!
-//! Shared memory, mapped before the supervisor forks the worker, and a descriptor table that both share
+//! A file that is mapped before the supervisor forks the worker, and a descriptor table that both share
 //! (`CLONE_FILES`). Descriptors therefore outlive the worker under the same numbers, and the ledger says what
-//! they are. Messages that can be received only once (userfaultfd events, the restore's handshake) are
+//! they are. When both have ended, the file is what `rewake recover` reads ([`Folder`]); the descriptors are in
+//! each session's [fd store](crate::fd_store). Messages that can be received only once (userfaultfd events, the restore's handshake) are
 //! received *into* the ledger: the kernel's own write is the record, so there is no instant at which one is
 //! taken but not noted. See `docs/decisions/0003-no-orphan-faults.md`.
 
 mod bytes;
+mod folder;
 mod gates;
 mod handshake;
 mod journal;
 mod outcomes;
 
+use std::fs::File;
 use std::io;
-use std::os::fd::{BorrowedFd, IntoRawFd as _, OwnedFd};
+use std::os::fd::{AsRawFd as _, BorrowedFd, IntoRawFd as _, OwnedFd};
 use std::sync::atomic::{AtomicI32, AtomicU32, AtomicU64, Ordering};
+use std::time::Duration;
 
+use nix::fcntl::FallocateFlags;
+use nix::time::{ClockId, clock_gettime};
 use rewake_uffd::RawMessage;
 
+pub use folder::{Folder, InUse, root};
 pub use gates::{Gates, NotShut, Word};
 pub use handshake::{Inbox, Received};
-pub use journal::{Journal, Replay};
+pub use journal::{Journal, Replay, forks, set_fork};
 pub use outcomes::Outcomes;
 
+use crate::fd_store::{Entry, FdStore, Kind};
 use crate::sys;
 
 /// Restores served at once by one daemon. A slot is about 4.5 KiB.
@@ -34,6 +42,9 @@ pub const MAX_SPACES: usize = 4096;
 pub const MAX_MESSAGES: usize = 32;
 /// Longest path of an image or work directory.
 pub const MAX_PATH: usize = 2048;
+
+/// First bytes of a ledger: a program maps those of its own layout only.
+const MAGIC: u64 = u64::from_le_bytes(*b"rewake-1");
 
 const FREE: u32 = 0;
 const LIVE: u32 = 1;
@@ -93,6 +104,12 @@ pub struct SessionSlot {
     pub said: AtomicU32,
     /// 1 when it brings memory of CPUs, too.
     pub pages: AtomicU32,
+    /// The fd store, and the end that puts entries in; or [`NO_FD`]. See [`crate::fd_store`].
+    pub store: AtomicI32,
+    /// See [`SessionSlot::store`].
+    pub writer: AtomicI32,
+    /// The store's inode: what a target's copy is recognised by.
+    pub inode: AtomicU64,
     /// Handshake message being received.
     pub inbox: Inbox,
     images: PathCell,
@@ -110,6 +127,25 @@ impl SessionSlot {
     #[must_use]
     pub fn number(&self) -> u64 {
         self.number.load(Ordering::Acquire)
+    }
+
+    /// Forgets all descriptors: they are of a table that is gone.
+    pub fn forget_numbers(&self) {
+        for number in [&self.listener, &self.connection, &self.store, &self.writer] {
+            number.store(NO_FD, Ordering::Release);
+        }
+        self.inbox.done();
+    }
+
+    /// Takes the fd store and its writer out, if the session has them: they close when they are dropped.
+    pub fn take_store(&self) -> Option<(OwnedFd, OwnedFd)> {
+        self.inode.store(0, Ordering::Release);
+        let [store, writer] = [&self.store, &self.writer].map(|number| number.swap(NO_FD, Ordering::AcqRel));
+        if store == NO_FD || writer == NO_FD {
+            return None;
+        }
+        // SAFETY: the slot owned both, and these swaps took them out.
+        Some(unsafe { (sys::take_over(store), sys::take_over(writer)) })
     }
 
     /// Moves to `state`; everything written before is visible to a successor that sees it.
@@ -157,6 +193,12 @@ impl PathCell {
 #[repr(C)]
 pub struct SpaceSlot {
     live: AtomicU32,
+    /// Its own place among all of them.
+    index: AtomicU32,
+    /// How often it was taken.
+    life: AtomicU64,
+    /// When the process `host_pid` started, in clock ticks since the machine did; 0 where that is not known.
+    pub started: AtomicU64,
     /// Session slot it belongs to.
     pub session: AtomicU32,
     /// Pid that names the images (the pid inside the restored pid namespace).
@@ -183,6 +225,13 @@ impl SpaceSlot {
         self.live.load(Ordering::Acquire) == LIVE
     }
 
+    /// Its place among all of them, and how often that was taken: what the fd store calls it.
+    #[must_use]
+    pub fn entry(&self) -> Entry {
+        let (index, life) = (self.index.load(Ordering::Acquire), self.life.load(Ordering::Acquire));
+        Entry { kind: Kind::Space, index, life }
+    }
+
     /// Publishes the filled slot to successors and guardians.
     pub fn publish(&self) {
         self.live.store(LIVE, Ordering::Release);
@@ -201,6 +250,13 @@ impl SpaceSlot {
             }
         }
         self.live.store(FREE, Ordering::Release);
+    }
+
+    /// Forgets all descriptors, as [`SessionSlot::forget_numbers`] does; gives the userfaultfd's old number.
+    pub fn forget_numbers(&self) -> i32 {
+        self.pidfd.store(NO_FD, Ordering::Release);
+        self.journal.store(NO_FD, Ordering::Release);
+        self.uffd.swap(NO_FD, Ordering::AcqRel)
     }
 
     /// Asks the kernel whether the memory still exists. Only a system call.
@@ -229,9 +285,17 @@ impl SpaceSlot {
 /// The whole shared region.
 #[repr(C)]
 struct Layout {
+    magic: AtomicU64,
+    /// Bytes of all this.
+    length: AtomicU64,
+    /// Slots in use are among so many first ones.
+    used_sessions: AtomicU32,
+    used_spaces: AtomicU32,
     /// Times a worker was started; the first is 1.
     generation: AtomicU32,
     ready: AtomicU32,
+    /// When a worker last said that it serves: nanoseconds since the machine started (CLOCK_BOOTTIME).
+    served_at: AtomicU64,
     /// What holds calls that register memory: descriptors, one more than their numbers. 0 is none.
     holds: [AtomicI32; 2],
     outcomes: Outcomes,
@@ -261,39 +325,68 @@ impl std::fmt::Debug for SessionSlot {
     }
 }
 
+fn now() -> u64 {
+    let now = clock_gettime(ClockId::CLOCK_BOOTTIME).map(Duration::from).unwrap_or_default();
+    u64::try_from(now.as_nanos()).unwrap_or(u64::MAX)
+}
+
 impl Ledger {
-    /// Maps a new, empty ledger, shared with every later fork.
+    /// An empty ledger in memory, shared with every later fork: for tests.
     ///
     /// # Errors
     /// ENOMEM.
+    #[cfg(test)]
     pub fn new() -> io::Result<Self> {
+        Self::in_file(&sys::memory_file(c"rewake-ledger", 0)?.into())
+    }
+
+    /// An empty ledger in a new file, with all its room: a page that the file system refuses later would be a SIGBUS.
+    ///
+    /// # Errors
+    /// ENOMEM, ENOSPC.
+    pub fn in_file(file: &File) -> io::Result<Self> {
+        let length = libc::off_t::try_from(size_of::<Layout>()).map_err(io::Error::other)?;
+        nix::fcntl::fallocate(file, FallocateFlags::empty(), 0, length)?;
+        let ledger = Self::map(file)?;
+        ledger.0.length.store(size_of::<Layout>() as u64, Ordering::Relaxed);
+        ledger.0.magic.store(MAGIC, Ordering::Release);
+        Ok(ledger)
+    }
+
+    /// The ledger that a program of this version has left in a file; none where it is of another version.
+    ///
+    /// # Errors
+    /// ENOMEM.
+    pub fn of_file(file: &File) -> io::Result<Option<Self>> {
+        let length = size_of::<Layout>() as u64;
+        if file.metadata()?.len() != length {
+            return Ok(None);
+        }
+        let ledger = Self::map(file)?;
+        let own = ledger.0.magic.load(Ordering::Acquire) == MAGIC
+            && ledger.0.length.load(Ordering::Relaxed) == length;
+        Ok(own.then_some(ledger))
+    }
+
+    fn map(file: &File) -> io::Result<Self> {
         let len = size_of::<Layout>();
-        // SAFETY: a new anonymous mapping; nothing else lies there.
+        // SAFETY: a new mapping of a file that is that long; nothing else lies there.
         let map = unsafe {
             libc::mmap(
                 std::ptr::null_mut(),
                 len,
                 libc::PROT_READ | libc::PROT_WRITE,
-                libc::MAP_SHARED | libc::MAP_ANONYMOUS,
-                -1,
+                libc::MAP_SHARED,
+                file.as_raw_fd(),
                 0,
             )
         };
         if map == libc::MAP_FAILED {
             return Err(io::Error::last_os_error());
         }
-        // SAFETY: page aligned, zeroed (all-zero is a valid Layout: integers and free slots), never unmapped.
-        let layout: &'static Layout = unsafe { &*map.cast::<Layout>() };
-        for slot in &layout.sessions {
-            slot.listener.store(NO_FD, Ordering::Relaxed);
-            slot.connection.store(NO_FD, Ordering::Relaxed);
-        }
-        for slot in &layout.spaces {
-            slot.uffd.store(NO_FD, Ordering::Relaxed);
-            slot.pidfd.store(NO_FD, Ordering::Relaxed);
-            slot.journal.store(NO_FD, Ordering::Relaxed);
-        }
-        Ok(Self(layout))
+        // SAFETY: page aligned, any bytes are a valid Layout (atomics and arrays of bytes), never unmapped. The
+        // file is in a folder of this user alone, and no program of ours makes it shorter.
+        Ok(Self(unsafe { &*map.cast::<Layout>() }))
     }
 
     /// Times a worker was started.
@@ -311,6 +404,26 @@ impl Ledger {
     #[must_use]
     pub fn is_ready(&self) -> bool {
         self.0.ready.load(Ordering::Acquire) == 1
+    }
+
+    /// Forgets what depends on the table of descriptors that is gone: who was to hear that the daemon is ready, and
+    /// what held calls.
+    pub fn forget_numbers(&self) {
+        self.0.ready.store(0, Ordering::Release);
+        for hold in &self.0.holds {
+            hold.store(0, Ordering::Release);
+        }
+    }
+
+    /// Notes that this worker serves now; once a second.
+    pub fn beat(&self) {
+        self.0.served_at.store(now(), Ordering::Relaxed);
+    }
+
+    /// For how long no worker has served.
+    #[must_use]
+    pub fn silent_for(&self) -> Duration {
+        Duration::from_nanos(now().saturating_sub(self.0.served_at.load(Ordering::Relaxed)))
     }
 
     /// Notes that it was told.
@@ -331,27 +444,46 @@ impl Ledger {
         &self.0.outcomes
     }
 
-    /// All session slots.
+    /// All session slots that were ever taken.
     #[must_use]
     pub fn sessions(&self) -> &'static [SessionSlot] {
-        &self.0.sessions
+        let used = self.0.used_sessions.load(Ordering::Acquire) as usize;
+        &self.0.sessions[..used.min(MAX_SESSIONS)]
     }
 
-    /// All space slots.
+    /// All space slots that were ever taken.
     #[must_use]
     pub fn spaces(&self) -> &'static [SpaceSlot] {
-        &self.0.spaces
+        let used = self.0.used_spaces.load(Ordering::Acquire) as usize;
+        &self.0.spaces[..used.min(MAX_SPACES)]
     }
 
     /// The live address spaces.
     pub fn live_spaces(&self) -> impl Iterator<Item = (usize, &'static SpaceSlot)> + use<> {
-        self.0.spaces.iter().enumerate().filter(|(_, slot)| slot.is_live())
+        self.spaces().iter().enumerate().filter(|(_, slot)| slot.is_live())
+    }
+
+    /// Whether restored processes, or those being restored, need a worker.
+    #[must_use]
+    pub fn is_depended_on(&self) -> bool {
+        let idle = |slot: &SessionSlot| matches!(slot.state(), SessionState::Free | SessionState::Listening);
+        self.gates().any() || self.live_spaces().next().is_some() || !self.sessions().iter().all(idle)
     }
 
     /// Whether memory is still to be brought for a session.
     #[must_use]
     pub fn serves_spaces(&self) -> bool {
         self.live_spaces().any(|(_, slot)| slot.session.load(Ordering::Acquire) != NO_SESSION)
+    }
+
+    /// The fd store of the first session that has one: of a streamer that serves a single restore.
+    #[must_use]
+    pub fn only_store(&self) -> Option<FdStore> {
+        let numbers = |slot: &SessionSlot| {
+            (slot.store.load(Ordering::Acquire), slot.writer.load(Ordering::Acquire))
+        };
+        let (store, writer) = self.sessions().iter().map(numbers).find(|(store, _)| *store != NO_FD)?;
+        FdStore::of(store, writer).ok()
     }
 
     /// A free session slot, taken in state [`SessionState::Listening`] with no descriptors.
@@ -363,10 +495,13 @@ impl Ledger {
         };
         let index = self.0.sessions.iter().position(free)?;
         let slot = self.0.sessions.get(index)?;
+        self.0.used_sessions.fetch_max(u32::try_from(index + 1).ok()?, Ordering::AcqRel);
         slot.number.store(self.0.outcomes.next_number(), Ordering::Release);
         slot.tasks.store(0, Ordering::Relaxed);
         slot.listener.store(NO_FD, Ordering::Relaxed);
         slot.connection.store(NO_FD, Ordering::Relaxed);
+        slot.store.store(NO_FD, Ordering::Relaxed);
+        slot.writer.store(NO_FD, Ordering::Relaxed);
         slot.streamer.store(0, Ordering::Relaxed);
         slot.said.store(0, Ordering::Relaxed);
         slot.pages.store(0, Ordering::Relaxed);
@@ -381,6 +516,11 @@ impl Ledger {
         };
         let index = self.0.spaces.iter().position(free)?;
         let slot = self.0.spaces.get(index)?;
+        let number = u32::try_from(index).ok()?;
+        self.0.used_spaces.fetch_max(number + 1, Ordering::AcqRel);
+        slot.index.store(number, Ordering::Relaxed);
+        slot.life.fetch_add(1, Ordering::Relaxed);
+        slot.started.store(0, Ordering::Relaxed);
         for fd in [&slot.uffd, &slot.pidfd, &slot.journal] {
             fd.store(NO_FD, Ordering::Relaxed);
         }
@@ -392,17 +532,17 @@ impl Ledger {
 
     /// Frees the slots that a dead worker had taken and not published.
     pub fn reclaim(&self) {
-        for slot in &self.0.spaces {
+        for slot in self.spaces() {
             let _ = slot.live.compare_exchange(TAKEN, FREE, Ordering::AcqRel, Ordering::Relaxed);
         }
     }
 
     /// Descriptors that a successor needs; everything else that a dead worker left open may be closed.
     pub fn descriptors(&self) -> impl Iterator<Item = i32> + use<> {
-        let sessions = self.0.sessions.iter().filter(|slot| slot.state() != SessionState::Free);
+        let sessions = self.sessions().iter().filter(|slot| slot.state() != SessionState::Free);
         let of_session = |slot: &SessionSlot| {
-            let [a, b] = [&slot.listener, &slot.connection].map(|fd| fd.load(Ordering::Acquire));
-            [a, b].into_iter().chain(slot.inbox.descriptor())
+            let own = [&slot.listener, &slot.connection, &slot.store, &slot.writer];
+            own.map(|fd| fd.load(Ordering::Acquire)).into_iter().chain(slot.inbox.descriptor())
         };
         let of_space = |slot: &'static SpaceSlot| {
             let own = [&slot.uffd, &slot.pidfd, &slot.journal].map(|fd| fd.load(Ordering::Acquire));
@@ -425,8 +565,8 @@ impl Ledger {
     /// processes read nothing, so the descriptors may close then. Only system calls.
     pub fn end_all(&self) -> usize {
         let gated = self.0.gates.end_all();
-        let killed = gated + self.0.spaces.iter().filter(|slot| slot.is_live() && slot.kill()).count();
-        self.0.spaces.iter().filter(|slot| slot.is_live()).for_each(SpaceSlot::wait_for_end);
+        let killed = gated + self.live_spaces().filter(|(_, slot)| slot.kill()).count();
+        self.live_spaces().for_each(|(_, slot)| slot.wait_for_end());
         killed
     }
 }

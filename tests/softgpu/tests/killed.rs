@@ -6,9 +6,10 @@ use std::time::Instant;
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
+use rewake_skip::need;
 use softgpu_tests::criu::{Version, wait_for_the_end_of};
 use softgpu_tests::dumped::{Behind, Dumped, ONE_RING, dies, is_paused, soon, unreached};
-use softgpu_tests::{Held, Machine, Streamer, isolated};
+use softgpu_tests::{Held, Machine, REAL_GPUS, Streamer, isolated};
 
 /// Copies take half a second.
 const SLOW: [(&str, &str); 2] = [("copy_mbps", "24"), ("sdma_rings", "1")];
@@ -16,8 +17,8 @@ const SLOW: [(&str, &str); 2] = [("copy_mbps", "24"), ("sdma_rings", "1")];
 #[test]
 fn a_streamer_that_dies_takes_what_stands_still_with_it() {
     isolated("a_streamer_that_dies_takes_what_stands_still_with_it", 1, |_| {
-        let Some(_machine) = Machine::with(&ONE_RING) else { return };
-        let Some(dumped) = Dumped::of(&unreached(), Version::V4_2) else { return };
+        let _machine = need!(Machine::with(&ONE_RING), REAL_GPUS);
+        let dumped = need!(Dumped::of(&unreached(), Version::V4_2));
         let (mut streamer, held) = dumped.comes_back_paused();
         streamer.workers().into_iter().for_each(dies);
         drop(held);
@@ -36,8 +37,8 @@ fn a_streamer_that_dies_takes_what_stands_still_with_it() {
 #[test]
 fn without_its_supervisor_it_goes_on_and_its_death_is_noticed_all_the_same() {
     isolated("without_its_supervisor_it_goes_on_and_its_death_is_noticed_all_the_same", 1, |_| {
-        let Some(_machine) = Machine::with(&ONE_RING) else { return };
-        let Some(dumped) = Dumped::of(&unreached(), Version::V4_2) else { return };
+        let _machine = need!(Machine::with(&ONE_RING), REAL_GPUS);
+        let dumped = need!(Dumped::of(&unreached(), Version::V4_2));
         for both in [false, true] {
             let (mut streamer, held) = dumped.comes_back_paused();
             let workers = streamer.workers();
@@ -118,8 +119,8 @@ fn killed_at(dumped: &Dumped, behind: Behind, victim: Victim, moment: Option<&dy
 #[test]
 fn killed_at_any_moment_nobody_stands_still() {
     isolated("killed_at_any_moment_nobody_stands_still", 1, |_| {
-        let Some(_machine) = Machine::with(&SLOW) else { return };
-        let Some(dumped) = Dumped::of(&unreached(), Version::V4_2) else { return };
+        let _machine = need!(Machine::with(&SLOW), REAL_GPUS);
+        let dumped = need!(Dumped::of(&unreached(), Version::V4_2));
         let start = Instant::now();
         dumped.comes_back();
         let whole = start.elapsed();
