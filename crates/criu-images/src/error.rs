@@ -16,7 +16,7 @@ pub enum ImageError {
         /// On which file.
         file: PathBuf,
         /// The operating system's answer.
-        source: io::Error,
+        r#source: io::Error,
     },
     /// A file that the image must have is not there.
     #[error("{file}: expected {expected}, but there is no such file: check the images directory, or dump again", file = file.display())]
@@ -53,6 +53,12 @@ pub enum ImageError {
         expected: String,
         /// What is there.
         found: String,
+    },
+    /// The pages may be compressed, which this crate does not read.
+    #[error("{file}: image version 3 (compressed pages, CRIU 4.3 and later), expected version 2; dump again without --compress", file = file.display())]
+    Compressed {
+        /// The inventory.
+        file: PathBuf,
     },
     /// A count or a length is beyond a named limit of this crate.
     #[error("{file}: at byte {offset}: {found} {what}, more than {limit_name} = {limit}; the image is damaged or hostile: dump again", file = file.display())]

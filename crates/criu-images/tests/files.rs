@@ -126,7 +126,9 @@ fn an_inventory_gives_plugins_and_run_and_refuses_other_versions() {
     assert_eq!(image.inventory().unwrap(), inventory);
 
     put(&dir, "inventory.img", &hex(&format!("{INVENTORY_MAGIC} 02000000 0803")));
-    assert!(refusal(image.inventory()).contains("expected image version 2, found 3"));
+    let compressed = refusal(image.inventory());
+    assert!(compressed.contains("image version 3 (compressed pages"), "{compressed}");
+    assert!(compressed.contains("dump again without --compress"), "{compressed}");
     put(&dir, "inventory.img", &hex(&format!("{INVENTORY_MAGIC} 00000000")));
     assert!(refusal(image.inventory()).contains("expected image version 2, found none"));
     put(&dir, "inventory.img", &hex(&format!("{INVENTORY_MAGIC} 02000000 0802 00")));
@@ -310,4 +312,12 @@ fn a_digest_names_what_was_parsed_parents_included() {
     assert!(text.len() == 64 && text.chars().all(|digit| digit.is_ascii_hexdigit()), "{text}");
     assert_eq!(format!("{:.12}", digest(&one)), text[..12]);
     assert_ne!(ImageDir::open(one.path("child")).unwrap().digest(), digest(&one), "nothing was parsed");
+}
+
+#[test]
+fn an_error_says_its_cause_once() {
+    let error = ImageDir::open("/nowhere/at/all").unwrap_err();
+    assert_eq!(error.to_string().matches("os error 2").count(), 1, "{error}");
+    // A caller that prints the chain of causes adds nothing to it.
+    assert!(std::error::Error::source(&error).is_none());
 }

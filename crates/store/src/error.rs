@@ -38,8 +38,8 @@ pub enum ReadError {
         expected: usize,
         /// How often the failing piece was tried.
         tries: u32,
-        /// The last refusal. Part of the message, so not repeated as `source()`.
-        source: io::Error,
+        /// The last refusal.
+        r#source: io::Error,
     },
     /// The file system gave bytes in pieces so small that the bound on pieces was reached.
     #[error(
