@@ -56,7 +56,7 @@ impl Dumped {
         match host.root_pid() {
             Ok(root) => wait(sessions, limit(env::var(WAIT))?, || proc::tree(root), say)?,
             Err(error) => {
-                host.warn(format_args!("{error}: the dump does not wait for missing memory, it fails"))
+                host.warn(format_args!("{error}: the dump does not wait for missing memory, it fails"));
             }
         }
         Ok(Self { sessions: sessions.to_owned() })
