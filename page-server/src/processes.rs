@@ -50,6 +50,18 @@ pub fn all() -> impl Iterator<Item = i32> {
     entries.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok())
 }
 
+/// Threads of a process that wait for a userfaultfd: for a page, or for an event to be read. 0 where the kernel does not
+/// say in which function a thread sleeps.
+#[must_use]
+pub fn waiting_threads(pid: i32) -> usize {
+    let Ok(threads) = std::fs::read_dir(format!("/proc/{pid}/task")) else { return 0 };
+    let waits = |thread: std::io::Result<std::fs::DirEntry>| {
+        let function = std::fs::read_to_string(thread.ok()?.path().join("wchan")).ok()?;
+        ["handle_userfault", "userfaultfd_event_wait_completion"].contains(&function.trim()).then_some(())
+    };
+    threads.filter_map(waits).count()
+}
+
 /// The number of a descriptor that a process has of the socket with this inode; none if it has none, or has ended.
 #[must_use]
 pub fn number_of_socket(pid: i32, inode: u64) -> Option<RawFd> {

@@ -8,14 +8,16 @@
 
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd as _, IntoRawFd as _, OwnedFd, RawFd};
+use std::path::PathBuf;
 use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 use anyhow::Context as _;
 use rewake_handover::Gated;
 use tracing::{error, warn};
 
 use crate::fd_store::{self, Kind};
-use crate::ledger::{Ledger, NO_FD, SessionSlot, SessionState, SpaceSlot, forks, set_fork};
+use crate::ledger::{Folder, Ledger, NO_FD, SessionSlot, SessionState, SpaceSlot, forks, set_fork};
 use crate::{processes, spaces, sys};
 
 /// What was found in a ledger.
@@ -34,6 +36,45 @@ const GATED: &str = "its GPUs were not resumed yet, and what was loaded for them
 const NOT_PARKED: &str = "it was restored, and not parked yet";
 const LOST: &str = "the userfaultfd of a forked process of its session is lost";
 const UNREADABLE: &str = "its session's fd store cannot be read";
+
+/// A session without a streamer, whose targets wait.
+#[derive(Debug)]
+pub struct Orphan {
+    /// Its number.
+    pub session: u64,
+    /// Its image directory.
+    pub images: PathBuf,
+    /// Processes that have its fd store.
+    pub processes: Vec<i32>,
+    /// Their threads that wait for a page or for an event to be read.
+    pub waiting: usize,
+    /// How long no streamer has served it, to a second.
+    pub silent: Duration,
+}
+
+/// All sessions whose streamer's processes have all been killed.
+///
+/// # Errors
+/// The folder of the ledgers cannot be read.
+pub fn orphans() -> anyhow::Result<Vec<Orphan>> {
+    let mut found = Vec::new();
+    for path in Folder::all()? {
+        // A ledger that cannot be read is for `rewake recover` to report.
+        let Ok(Ok((_, ledger))) = Folder::take(&path) else { continue };
+        let served = |slot: &&SessionSlot| {
+            matches!(slot.state(), SessionState::Handshake | SessionState::Restoring | SessionState::Running)
+        };
+        for slot in ledger.sessions().iter().filter(served) {
+            let inode = slot.inode.load(Ordering::Acquire);
+            let holds = |pid: &i32| processes::number_of_socket(*pid, inode).is_some();
+            let processes: Vec<i32> = processes::all().filter(holds).collect();
+            let waiting = processes.iter().map(|pid| processes::waiting_threads(*pid)).sum();
+            let (session, images, silent) = (slot.number(), slot.paths().0, ledger.silent_for());
+            found.push(Orphan { session, images, processes, waiting, silent });
+        }
+    }
+    Ok(found)
+}
 
 /// Gives a ledger whose processes have all ended the descriptors of its sessions, from the stores that targets have.
 pub fn take_up(ledger: Ledger) -> Found {

@@ -17,9 +17,9 @@ use crate::ledger::Word;
 /// For people, of [`Fate::Killed`].
 pub const KILLED: &str =
     "memory could not be brought back: the restored processes whose GPUs stood still were killed";
-/// For people, of [`Fate::Abandoned`]: nobody has said anything.
-pub const ABANDONED: &str = "rewake stream-gpu was killed, and all that watch over it: the restored processes that use GPUs run, \
-     but their GPUs stand still for ever: kill them";
+/// For people, of [`Fate::Abandoned`]: no process is left that could say.
+pub const ABANDONED: &str = "every process of rewake stream-gpu was killed: the restored processes wait for their memory; run `rewake recover`, \
+     which kills those whose GPUs were not resumed";
 
 /// What became of memory that could come later.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -67,7 +67,8 @@ impl Dumped {
     /// # Errors
     /// It has missing memory again: it was restored meanwhile.
     pub fn check(&self, pid: i32) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
-        let look = notes(&self.sessions).and_then(|notes| first_missing(&self.sessions, &notes.notes, &[pid]));
+        let look =
+            notes(&self.sessions).and_then(|notes| first_missing(&self.sessions, &notes.notes, &[pid]));
         match look.map_err(|error| Error::Look(pid, error))? {
             Some(missing) => Err(Error::Again(missing).into()),
             None => Ok(()),
@@ -113,7 +114,8 @@ fn wait(
         for skipped in notes.skipped.iter().filter(|skipped| reported.insert(skipped.path.clone())) {
             say(&skipped.to_string());
         }
-        let missing = first_missing(sessions, &notes.notes, &processes).map_err(|error| Error::Look(root, error))?;
+        let missing =
+            first_missing(sessions, &notes.notes, &processes).map_err(|error| Error::Look(root, error))?;
         let Some(missing) = missing else { break };
         if let Some(limit) = limit.filter(|limit| start.elapsed() >= *limit) {
             return Err(Error::TooLong(missing, limit));

@@ -20,9 +20,9 @@ use super::{directory, lazy_pages, to_notify};
 use crate::cli::StreamGpu;
 use crate::control::CONNECT_LIMIT;
 use crate::control::streaming::Window;
-use crate::daemon::{Daemon, Summary};
-use crate::gpu_stream::Beside;
+use crate::daemon::Daemon;
 use crate::fd_store::FdStore;
+use crate::gpu_stream::Beside;
 use crate::ledger::{Ledger, SessionSlot, root};
 use crate::supervisor::{self, STOPPED, Start};
 use crate::timeline::record::State;
@@ -174,13 +174,12 @@ fn both(start: &Start, doors: &Arc<Doors>, images: &Path) -> anyhow::Result<u8> 
             over = Some(heard);
         }
         tokio::select! {
-            done = cpus(start, daemon, images, doors, &timeline, over.clone()) => done.map(Some),
-            () = without_cpus(daemon, over) => Ok(None),
+            done = cpus(start, daemon, images, doors, &timeline, over.clone()) => done,
+            () = without_cpus(daemon, over) => Ok(()),
         }
     });
     match pages {
-        Ok(Some(summary)) => summary.iter().for_each(lazy_pages::report),
-        Ok(None) => {}
+        Ok(()) => {}
         Err(error) if !error.is::<AskedToStop>() => {
             timeline.failed(&format!("{error:#}"));
             keep(&timeline, &doors.work);
@@ -199,7 +198,7 @@ fn both(start: &Start, doors: &Arc<Doors>, images: &Path) -> anyhow::Result<u8> 
     Ok(u8::from(!well))
 }
 
-/// Memory of CPUs. None if a worker that died has loaded it. The session ends when the memory of GPUs is resident
+/// Memory of CPUs, unless a worker that died has loaded it. The session ends when the memory of GPUs is resident
 /// too, as `over` says: until then its fd store keeps the userfaultfds of placeholders.
 async fn cpus(
     start: &Start,
@@ -208,9 +207,9 @@ async fn cpus(
     doors: &Doors,
     timeline: &Timeline,
     over: Option<watch::Receiver<bool>>,
-) -> anyhow::Result<Option<Summary>> {
+) -> anyhow::Result<()> {
     let session = lazy_pages::session(start, daemon, images, &doors.work)?;
-    let Some(mut session) = session else { return Ok(None) };
+    let Some(mut session) = session else { return Ok(()) };
     // What a worker that died has seen is lost.
     if !start.successor {
         timeline.brings(&session.session);
@@ -218,15 +217,16 @@ async fn cpus(
     start.ready();
     let outcome = daemon.run(&mut session, None).await;
     start.ledger.outcomes().note(session.session.number, outcome.is_ok(), &[]);
-    if outcome.is_ok() {
+    if let Ok(summary) = &outcome {
         start.ledger.gates().back();
+        lazy_pages::report(summary);
     }
     if let Some(mut over) = over {
         // An error means that the thread has ended, however it went.
         let _ = over.wait_for(|over| *over).await;
     }
     daemon.close(session).await;
-    outcome.map(Some)
+    outcome.map(drop)
 }
 
 /// Memory of GPUs is done with, and no restore has come for that of CPUs: it had none to come, or has failed.

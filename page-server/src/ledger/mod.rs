@@ -479,9 +479,8 @@ impl Ledger {
     /// The fd store of the first session that has one: of a streamer that serves a single restore.
     #[must_use]
     pub fn only_store(&self) -> Option<FdStore> {
-        let numbers = |slot: &SessionSlot| {
-            (slot.store.load(Ordering::Acquire), slot.writer.load(Ordering::Acquire))
-        };
+        let numbers =
+            |slot: &SessionSlot| (slot.store.load(Ordering::Acquire), slot.writer.load(Ordering::Acquire));
         let (store, writer) = self.sessions().iter().map(numbers).find(|(store, _)| *store != NO_FD)?;
         FdStore::of(store, writer).ok()
     }

@@ -7,6 +7,7 @@ use rewake_skip::need;
 use softgpu_tests::criu::queues;
 use softgpu_tests::dumped::{ONE_RING, signal, unreached};
 use softgpu_tests::server::small;
+use softgpu_tests::streamer::recover;
 use softgpu_tests::{Container, Held, Machine, REAL_GPUS, Streamer, isolated};
 
 fn there_and_back(shape: &Shape) {
@@ -53,7 +54,7 @@ fn a_container_whose_gpus_stand_still_is_not_dumped() {
     isolated("a_container_whose_gpus_stand_still_is_not_dumped", 1, |_| {
         let (_machine, container, mut both, held) = need!(paused());
         let error = format!("{:#}", container.dump("again").unwrap_err());
-        assert!(error.contains("its GPUs stand still"), "{error}");
+        assert!(error.contains("has GPU queues that are stopped"), "{error}");
         drop(held);
         assert!(both.end().unwrap().success(), "{}", both.said());
         container.ends_well().unwrap();
@@ -61,11 +62,13 @@ fn a_container_whose_gpus_stand_still_is_not_dumped() {
 }
 
 #[test]
-fn when_nobody_is_left_to_load_its_memory_the_container_is_killed() {
-    isolated("when_nobody_is_left_to_load_its_memory_the_container_is_killed", 1, |_| {
+fn a_container_whose_streamer_was_killed_waits_and_is_killed_by_recover() {
+    isolated("a_container_whose_streamer_was_killed_waits_and_is_killed_by_recover", 1, |_| {
         let (_machine, container, both, _held) = need!(paused());
         let all: Vec<u32> = [both.pid()].into_iter().chain(both.workers()).collect();
         signal(&all, Signal::SIGKILL);
+        let (well, said) = recover().unwrap();
+        assert!(!well && said.contains("its GPUs were not resumed yet"), "{said}");
         container.ends().unwrap();
     });
 }

@@ -11,7 +11,7 @@ use nix::unistd::mkfifo;
 use rewake_skip::need;
 use softgpu_tests::criu::{Criu, Plugin, Version, wait_for_the_end_of};
 use softgpu_tests::dumped::{Dumped, ONE_RING, Restoring, dies, is_paused, pages, signal, unreached};
-use softgpu_tests::streamer::children;
+use softgpu_tests::streamer::recover;
 use softgpu_tests::{Machine, REAL_GPUS, isolated};
 
 /// A server that was dumped, and the machine that it is restored on.
@@ -99,7 +99,10 @@ fn rewake_restore_says_what_became_of_it_whoever_is_left_to_know() {
         workers.into_iter().for_each(dies);
         drop(held);
         let (well, said) = restoring.end();
-        assert!(!well && said.contains("whose GPUs stood still were killed"), "{said}");
+        assert!(!well && said.contains("run `rewake recover`"), "{said}");
+        assert!(is_paused(dumped.server.pid), "it waits: {said}");
+        let (well, said) = recover().unwrap();
+        assert!(!well && said.contains("its GPUs were not resumed yet"), "{said}");
         wait_for_the_end_of(dumped.server.pid).unwrap();
         dumped.comes_back();
         dumped.server.ends_well();
@@ -114,16 +117,15 @@ fn where_nobody_is_left_to_know_that_is_said_and_what_stands_still_is_not_dumped
         let (supervisor, workers) = restoring.streamer();
         // It must not see its worker die.
         signal(&[supervisor], Signal::SIGSTOP);
-        // Nor the guardian, a child of it.
-        let guardians: Vec<u32> = workers.iter().flat_map(|worker| children(*worker)).collect();
-        guardians.into_iter().chain(workers).chain([supervisor]).for_each(dies);
+        workers.into_iter().chain([supervisor]).for_each(dies);
         drop(held);
         let (well, said) = restoring.end();
-        assert!(!well && said.contains("GPUs stand still for ever: kill them"), "{said}");
+        assert!(!well && said.contains("run `rewake recover`"), "{said}");
         assert!(is_paused(dumped.server.pid), "{said}");
         let again = again(&dumped);
-        let refused = again.dump(dumped.server.pid).unwrap_err().to_string();
-        assert!(refused.contains("its GPUs stand still"), "{refused}");
+        let without_patience = again.clone().variable("REWAKE_DUMP_WAIT", "0");
+        let refused = without_patience.dump(dumped.server.pid).unwrap_err().to_string();
+        assert!(refused.contains("has GPU queues that are stopped"), "{refused}");
         dumped.ends();
         // What is told of it stays, and is not told of the next with its pid.
         assert_eq!(told(dumped.server.pid).len(), 1);
