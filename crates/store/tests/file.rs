@@ -7,13 +7,9 @@ use std::os::unix::fs::{FileExt as _, PermissionsExt as _};
 use std::time::{Duration, Instant};
 
 use common::{make_cold, pages};
-<<<<<<< HEAD
 use nix::fcntl::{FallocateFlags, fallocate};
-use rewake_store::{BLOCK, FileState, How, PAGE, PagesFile, ReadError, StoreError, read_now};
-=======
 use rewake_skip::skip;
-use rewake_store::{BLOCK, How, PAGE, PagesFile, ReadError, StoreError, read_now};
->>>>>>> helper-b
+use rewake_store::{BLOCK, FileState, How, PAGE, PagesFile, ReadError, StoreError, read_now};
 
 /// How often something is put into the page cache until it is found there: the kernel may take memory for something else.
 const TRIES: u32 = 10;
