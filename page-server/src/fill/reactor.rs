@@ -459,7 +459,7 @@ impl Reactor {
             }
         }
         retired.sort_by_key(|session| session.index);
-        for of_one in retired.chunk_by(|a, b| Arc::ptr_eq(a, b)) {
+        for of_one in retired.chunk_by(Arc::ptr_eq) {
             of_one[0].forget_retired(self.shared.ledger);
             // Not before: a session without address spaces closes its fd store.
             of_one.iter().for_each(|session| session.space_closed());
