@@ -229,7 +229,10 @@ impl Daemon {
         loop {
             let asked = open.note.as_ref().is_some_and(|note| note.is_urgent(&self.notes).unwrap_or(false));
             if asked && !open.session.is_urgent() {
-                info!(session = open.session.number, "a dump waits for its memory: it is loaded before others'");
+                info!(
+                    session = open.session.number,
+                    "a dump waits for its memory: it is loaded before others'"
+                );
                 open.session.make_urgent();
                 self.pool.look_again();
             }

@@ -94,7 +94,10 @@ fn unpark_of(inode: u64, session: u64) {
         Ok(())
     };
     if let Err(error) = unpark() {
-        info!(session, "a process keeps an empty descriptor of this session, and CRIU cannot dump it: {error:#}");
+        info!(
+            session,
+            "a process keeps an empty descriptor of this session, and CRIU cannot dump it: {error:#}"
+        );
     }
 }
 

@@ -33,8 +33,16 @@ pub fn pidfd_open(pid: i32) -> io::Result<OwnedFd> {
 /// # Errors
 /// ESRCH when the process is gone already.
 pub fn pidfd_kill(pidfd: RawFd) -> io::Result<()> {
+    pidfd_signal(pidfd, libc::SIGKILL)
+}
+
+/// Sends a signal through a pidfd.
+///
+/// # Errors
+/// As [`pidfd_kill`].
+pub fn pidfd_signal(pidfd: RawFd, signal: libc::c_int) -> io::Result<()> {
     // SAFETY: integers and a null siginfo; a closed descriptor gives EBADF.
-    check(unsafe { libc::syscall(libc::SYS_pidfd_send_signal, pidfd, libc::SIGKILL, 0, 0) }).map(drop)
+    check(unsafe { libc::syscall(libc::SYS_pidfd_send_signal, pidfd, signal, 0, 0) }).map(drop)
 }
 
 /// A copy of descriptor `number` of the process behind a pidfd (`pidfd_getfd(2)`, Linux 5.6), closed on exec.

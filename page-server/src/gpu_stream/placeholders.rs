@@ -152,7 +152,11 @@ impl Handed {
         let uffd = self.uffd.lock().unwrap_or_else(PoisonError::into_inner).take();
         let uffd = uffd.context("placeholders are watched already")?;
         // If every process of ours is killed, touches of a placeholder wait: closed, it would read as zeros.
-        store.put(Entry { kind: Kind::Placeholders, index: u32::try_from(process)?, life: 0 }, &[uffd.as_raw_fd()])
+        store
+            .put(
+                Entry { kind: Kind::Placeholders, index: u32::try_from(process)?, life: 0 },
+                &[uffd.as_raw_fd()],
+            )
             .context("putting the userfaultfd of placeholders into the session's fd store")?;
         let uffd = Uffd::begin(uffd, FEATURE_FORK | FEATURE_REMAP).context("UFFDIO_API")?;
         // From the first that is watched: not closed on errors either.

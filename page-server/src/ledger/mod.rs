@@ -479,9 +479,8 @@ impl Ledger {
     /// The fd store of the first session that has one: of a streamer that serves a single restore.
     #[must_use]
     pub fn only_store(&self) -> Option<FdStore> {
-        let numbers = |slot: &SessionSlot| {
-            (slot.store.load(Ordering::Acquire), slot.writer.load(Ordering::Acquire))
-        };
+        let numbers =
+            |slot: &SessionSlot| (slot.store.load(Ordering::Acquire), slot.writer.load(Ordering::Acquire));
         let (store, writer) = self.sessions().iter().map(numbers).find(|(store, _)| *store != NO_FD)?;
         FdStore::of(store, writer).ok()
     }
@@ -506,6 +505,17 @@ impl Ledger {
         slot.said.store(0, Ordering::Relaxed);
         slot.pages.store(0, Ordering::Relaxed);
         Some(index)
+    }
+
+    /// Free space slots, at least; exact where most have been in use. Another thread may take them at any moment.
+    #[must_use]
+    pub fn room(&self) -> usize {
+        let used = self.0.used_spaces.load(Ordering::Acquire) as usize;
+        let never_used = MAX_SPACES.saturating_sub(used);
+        if never_used >= MAX_SPACES / 2 {
+            return never_used;
+        }
+        self.0.spaces.iter().filter(|slot| slot.live.load(Ordering::Relaxed) == FREE).count()
     }
 
     /// A free space slot with no descriptors. Not live until published.
