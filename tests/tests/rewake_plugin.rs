@@ -192,7 +192,7 @@ impl Restored {
     fn waits(&self, dump: &mut Child) {
         let said = || {
             assert_eq!(dump.try_wait().unwrap(), None, "{:?}", self.log("Error"));
-            (!self.log(WAITS).is_empty()).then_some(())
+            (!self.log("the dump waits until").is_empty()).then_some(())
         };
         until(ACT, said).unwrap_or_else(|| panic!("it does not say that it waits: {:?}", self.log("")));
     }

@@ -56,7 +56,7 @@ impl Dumped {
         match host.root_pid() {
             Ok(root) => wait(sessions, limit(env::var(WAIT))?, || proc::tree(root), say)?,
             Err(error) => {
-                host.warn(format_args!("{error}: the dump does not wait for missing memory, it fails"))
+                host.warn(format_args!("{error}: the dump does not wait for missing memory, it fails"));
             }
         }
         Ok(Self { sessions: sessions.to_owned() })
@@ -73,6 +73,15 @@ impl Dumped {
             None => Ok(()),
         }
     }
+}
+
+/// Waits until no process of the tree of process `root` has missing memory, as [`Dumped::wait`] does: for a program that
+/// starts CRIU. `say` gets a line when the wait begins and when it ends.
+///
+/// # Errors
+/// It took longer than [`WAIT`] allows, or it cannot be told.
+pub fn wait_for_tree(root: i32, say: impl Fn(&str)) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
+    Ok(wait(Path::new(SESSIONS), limit(env::var(WAIT))?, || proc::tree(root), say)?)
 }
 
 fn limit(value: Result<String, VarError>) -> Result<Option<Duration>, Error> {

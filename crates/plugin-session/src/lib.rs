@@ -15,5 +15,5 @@ mod look;
 mod park;
 mod proc;
 
-pub use dump::{Dumped, WAIT};
+pub use dump::{Dumped, WAIT, wait_for_tree};
 pub use park::Parking;

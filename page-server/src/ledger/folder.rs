@@ -74,8 +74,10 @@ impl Folder {
         let make = || -> anyhow::Result<(Self, Ledger)> {
             DirBuilder::new().recursive(true).mode(0o700).create(&path)?;
             let file = File::options().read(true).write(true).create_new(true).open(path.join(LEDGER))?;
-            let ledger = Ledger::in_file(&file)?;
             let lock = lock(file)?.ok_or_else(|| io::Error::from_raw_os_error(libc::EWOULDBLOCK))?;
+            // Opened once more: a mapping keeps the file open, and a process that has the mapping is not one that
+            // serves.
+            let ledger = Ledger::in_file(&open(&path)?)?;
             Ok((Self { path: path.clone(), lock }, ledger))
         };
         make().with_context(|| format!("making the ledger in {}", path.display()))
@@ -106,8 +108,7 @@ impl Folder {
     /// The ledger cannot be read, or another version of this program wrote it.
     pub fn take(path: &Path) -> anyhow::Result<Result<(Self, Ledger), InUse>> {
         let name = path.join(LEDGER);
-        let file = File::options().read(true).write(true).open(&name);
-        let file = file.with_context(|| format!("opening {}", name.display()))?;
+        let file = open(path).with_context(|| format!("opening {}", name.display()))?;
         // A plugin that looks whether the processes have ended has the lock for a moment.
         let locked = (0..LOCK_TRIES).find_map(|_| {
             let tried = file.try_clone().and_then(lock).transpose();
@@ -118,7 +119,8 @@ impl Folder {
         });
         let Some(lock) = locked else { return Ok(Err(InUse)) };
         let lock = lock.with_context(|| format!("locking {}", name.display()))?;
-        let ledger = Ledger::of_file(&lock).with_context(|| format!("mapping {}", name.display()))?;
+        let ledger = open(path).and_then(|file| Ledger::of_file(&file));
+        let ledger = ledger.with_context(|| format!("mapping {}", name.display()))?;
         let Some(ledger) = ledger else {
             bail!(
                 "{}: another version of rewake wrote this ledger, and processes may wait for its sessions: \
@@ -149,6 +151,11 @@ fn this_process() -> anyhow::Result<Gated> {
     own.context("this process has ended")
 }
 
+/// The ledger of a folder, for reading and writing.
+fn open(folder: &Path) -> io::Result<File> {
+    File::options().read(true).write(true).open(folder.join(LEDGER))
+}
+
 /// None when another process has the lock.
 fn lock(file: File) -> io::Result<Option<File>> {
     match file.try_lock() {
@@ -161,6 +168,17 @@ fn lock(file: File) -> io::Result<Option<File>> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::watched::until;
+
+    /// A child of another test may have a copy of a descriptor that is dropped here, for a moment.
+    fn taken(path: &Path) -> anyhow::Result<(Folder, Ledger)> {
+        let mut taken = None;
+        until(|| {
+            taken = Folder::take(path).map(Result::ok).transpose();
+            taken.is_some()
+        });
+        taken.unwrap()
+    }
 
     #[test]
     fn a_ledger_is_taken_when_its_starter_has_ended_and_not_before() {
@@ -171,7 +189,7 @@ mod tests {
         assert_eq!(Folder::below(root.path()).unwrap(), [path.as_path()]);
         assert!(Folder::take(&path).unwrap().is_err());
         drop(folder);
-        let (taken, ledger) = Folder::take(&path).unwrap().unwrap();
+        let (taken, ledger) = taken(&path).unwrap();
         assert_eq!(ledger.sessions()[index].state(), super::super::SessionState::Listening);
         assert!(Folder::take(&path).unwrap().is_err(), "one process recovers it");
         taken.remove();
@@ -186,7 +204,7 @@ mod tests {
         drop(folder);
         let file = File::options().write(true).open(path.join(LEDGER)).unwrap();
         std::os::unix::fs::FileExt::write_all_at(&file, &[0xff; 16], 0).unwrap();
-        let error = Folder::take(&path).unwrap_err().to_string();
+        let error = taken(&path).unwrap_err().to_string();
         assert!(error.contains("another version of rewake"), "{error}");
         assert!(path.join(LEDGER).exists());
     }
