@@ -298,7 +298,8 @@ mod tests {
     fn a_number_that_may_be_another_process_s_by_now_is_not_watched_or_killed() {
         let (task, stranger) = (Watched::start(watched::touch), Watched::start(watched::sleep));
         let ledger = Ledger::new().unwrap();
-        let slot = &ledger.spaces()[ledger.take_space().unwrap()];
+        let index = ledger.take_space().unwrap();
+        let slot = &ledger.spaces()[index];
         slot.uffd.store(task.uffd, Ordering::Relaxed);
         // As if the task's number had gone to the stranger when the task ended.
         slot.host_pid.store(stranger.pid, Ordering::Relaxed);

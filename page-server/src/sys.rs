@@ -54,6 +54,31 @@ pub fn pidfd_getfd(process: BorrowedFd<'_>, number: RawFd) -> io::Result<OwnedFd
     to_fd(check(unsafe { libc::syscall(libc::SYS_pidfd_getfd, process.as_raw_fd(), number, 0) })?)
 }
 
+/// A descriptor for the process that made a unix connection; of the one that has its number now, before Linux 6.5.
+///
+/// # Errors
+/// ESRCH when there is no such process any more, or it cannot be seen from here.
+pub fn peer_process(socket: BorrowedFd<'_>) -> io::Result<OwnedFd> {
+    /// `include/uapi/asm-generic/socket.h`
+    const SO_PEERPIDFD: libc::c_int = 77;
+    let mut number: libc::c_int = -1;
+    #[expect(clippy::cast_possible_truncation, reason = "4")]
+    let mut len = size_of::<libc::c_int>() as libc::socklen_t;
+    // SAFETY: the option's value is an int, and `number` a live one of the length given.
+    let asked = check(libc::c_long::from(unsafe {
+        let value = (&raw mut number).cast();
+        libc::getsockopt(socket.as_raw_fd(), libc::SOL_SOCKET, SO_PEERPIDFD, value, &raw mut len)
+    }));
+    match asked {
+        Ok(_) => to_fd(number.into()),
+        Err(error) if error.raw_os_error() == Some(libc::ENOPROTOOPT) => {
+            let peer = nix::sys::socket::getsockopt(&socket, nix::sys::socket::sockopt::PeerCredentials)?;
+            pidfd_open(peer.pid())
+        }
+        Err(error) => Err(error),
+    }
+}
+
 /// The number of the process behind a pidfd, for this process (`/proc/self/fdinfo`, Linux 5.3).
 ///
 /// # Errors
