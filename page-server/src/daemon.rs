@@ -17,6 +17,7 @@ use crate::fd_store::FdStore;
 use crate::fill::Pool;
 use crate::image::{Image, TaskPlan};
 use crate::ledger::{Ledger, NO_FD, Received, SessionSlot, SessionState};
+use crate::peer::{Peer, Step};
 use crate::session::Session;
 use crate::{ledger, parking, session_store, socket, spaces, streamer, sys};
 
@@ -366,19 +367,31 @@ impl Daemon {
             bail!("the connection with the restore is lost")
         };
         let readable = sys::watch(connection.try_clone()?).context("watching the restore")?;
+        let mut peer = Peer::of(&readable);
         loop {
-            match open.slot.inbox.next(readable.get_ref().as_fd()).context("receiving from the restore")? {
+            let next = open.slot.inbox.next(readable.get_ref().as_fd()).context("receiving from the restore");
+            let next = next.inspect_err(|_| self.turn_away(open.slot))?;
+            if next != Received::Empty {
+                peer.heard();
+            }
+            match next {
+                // What it sent before it ended was received above.
+                Received::Empty if peer.has_ended() => bail!("{}", open.cut_short()),
                 Received::Empty => {
+                    let too_long = peer.too_long(open.step());
                     tokio::select! {
-                        ready = readable.readable() => ready?.clear_ready(),
+                        biased;
                         () = open.session.changed() => if open.session.has_failed() { return Ok(()) },
+                        ready = readable.readable() => ready?.clear_ready(),
+                        () = peer.ended() => {}
+                        () = too_long => bail!(
+                            "{} of {} tasks have reported and nothing more comes: is it `criu restore` that connected?",
+                            open.tasks(),
+                            open.image.tasks()
+                        ),
                     }
                 }
-                Received::Closed => bail!(
-                    "`criu restore` ended before it said that it had finished ({} of {} tasks had reported): see its log",
-                    open.slot.tasks.load(Ordering::Relaxed),
-                    open.image.tasks()
-                ),
+                Received::Closed => bail!("{}", open.cut_short()),
                 Received::Word(FINISHED) => {
                     let tasks = open.slot.tasks.load(Ordering::Relaxed) as usize;
                     if tasks < open.image.tasks() {
@@ -452,7 +465,7 @@ impl Daemon {
     /// Ends the task whose userfaultfd is in the inbox and in no slot, if there is one.
     fn turn_away(&self, slot: &SessionSlot) {
         let Some((number, host_pid)) = slot.inbox.undelivered() else { return };
-        let ended = spaces::refuse(self.ledger, number, host_pid);
+        let ended = !sys::is_userfaultfd(number) || spaces::refuse(self.ledger, number, host_pid);
         // Between the two: a successor must neither lose the descriptor of a living task nor look for one that
         // is closed.
         slot.inbox.done();
@@ -509,16 +522,33 @@ impl OpenSession {
         self.slot
     }
 
+    /// How far its handshake is.
+    fn step(&self) -> Step {
+        match () {
+            () if self.slot.inbox.is_midway() => Step::Midway,
+            () if self.tasks() == 0 => Step::First,
+            () => Step::Between,
+        }
+    }
+
+    fn cut_short(&self) -> String {
+        let (reported, all) = (self.tasks(), self.image.tasks());
+        format!(
+            "`criu restore` ended before it said that it had finished ({reported} of {all} tasks had reported): see \
+             its log"
+        )
+    }
+
     /// Waits for the restore and takes its connection.
     async fn accept(&mut self) -> anyhow::Result<()> {
         let Some(listener) = self.listener.as_ref() else { bail!("the listening socket is lost") };
         let readable = sys::watch(listener.try_clone()?.into()).context("watching the socket")?;
         let connection = loop {
             readable.readable().await?.clear_ready();
-            match listener.accept() {
-                Ok((connection, _)) => break OwnedFd::from(connection),
-                Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {}
-                Err(error) => return Err(error).context("accepting the restore's connection"),
+            if let Some(connection) =
+                socket::accept(listener).context("accepting the restore's connection")?
+            {
+                break OwnedFd::from(connection);
             }
         };
         sys::pass_credentials(connection.as_fd()).context("asking for the restore's pids")?;

@@ -29,6 +29,7 @@ pub mod ledger;
 pub mod logging;
 mod notes;
 pub mod parking;
+mod peer;
 pub mod processes;
 pub mod recover;
 pub mod registered;

@@ -33,8 +33,16 @@ pub fn pidfd_open(pid: i32) -> io::Result<OwnedFd> {
 /// # Errors
 /// ESRCH when the process is gone already.
 pub fn pidfd_kill(pidfd: RawFd) -> io::Result<()> {
+    pidfd_signal(pidfd, libc::SIGKILL)
+}
+
+/// Sends a signal through a pidfd.
+///
+/// # Errors
+/// As [`pidfd_kill`].
+pub fn pidfd_signal(pidfd: RawFd, signal: libc::c_int) -> io::Result<()> {
     // SAFETY: integers and a null siginfo; a closed descriptor gives EBADF.
-    check(unsafe { libc::syscall(libc::SYS_pidfd_send_signal, pidfd, libc::SIGKILL, 0, 0) }).map(drop)
+    check(unsafe { libc::syscall(libc::SYS_pidfd_send_signal, pidfd, signal, 0, 0) }).map(drop)
 }
 
 /// A copy of descriptor `number` of the process behind a pidfd (`pidfd_getfd(2)`, Linux 5.6), closed on exec.
@@ -44,6 +52,31 @@ pub fn pidfd_kill(pidfd: RawFd) -> io::Result<()> {
 pub fn pidfd_getfd(process: BorrowedFd<'_>, number: RawFd) -> io::Result<OwnedFd> {
     // SAFETY: integers in, a descriptor out.
     to_fd(check(unsafe { libc::syscall(libc::SYS_pidfd_getfd, process.as_raw_fd(), number, 0) })?)
+}
+
+/// A descriptor for the process that made a unix connection; of the one that has its number now, before Linux 6.5.
+///
+/// # Errors
+/// ESRCH when there is no such process any more, or it cannot be seen from here.
+pub fn peer_process(socket: BorrowedFd<'_>) -> io::Result<OwnedFd> {
+    /// `include/uapi/asm-generic/socket.h`
+    const SO_PEERPIDFD: libc::c_int = 77;
+    let mut number: libc::c_int = -1;
+    #[expect(clippy::cast_possible_truncation, reason = "4")]
+    let mut len = size_of::<libc::c_int>() as libc::socklen_t;
+    // SAFETY: the option's value is an int, and `number` a live one of the length given.
+    let asked = check(libc::c_long::from(unsafe {
+        let value = (&raw mut number).cast();
+        libc::getsockopt(socket.as_raw_fd(), libc::SOL_SOCKET, SO_PEERPIDFD, value, &raw mut len)
+    }));
+    match asked {
+        Ok(_) => to_fd(number.into()),
+        Err(error) if error.raw_os_error() == Some(libc::ENOPROTOOPT) => {
+            let peer = nix::sys::socket::getsockopt(&socket, nix::sys::socket::sockopt::PeerCredentials)?;
+            pidfd_open(peer.pid())
+        }
+        Err(error) => Err(error),
+    }
 }
 
 /// The number of the process behind a pidfd, for this process (`/proc/self/fdinfo`, Linux 5.3).

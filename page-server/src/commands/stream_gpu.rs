@@ -8,8 +8,6 @@ use std::thread::{self, JoinHandle};
 
 use anyhow::{Context as _, ensure};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use nix::sys::signal::{Signal, kill};
-use nix::unistd::Pid;
 use rewake_handover::{FOLDER, Gated, Listener, Phase, SessionNote};
 use rewake_kfd::held::{self, Marks};
 use rewake_store::pace::Pace;
@@ -146,13 +144,19 @@ fn begin(start: &Start, doors: &Doors, timeline: &Timeline) -> anyhow::Result<()
 
 /// When whoever started this has gone, a restore that has not come by [`CONNECT_LIMIT`] afterwards does not come: nobody else would end it.
 fn ends_when_abandoned(words: OwnedFd, work: PathBuf, supervisor: i32) -> anyhow::Result<()> {
+    // Opened now, while it is this process's parent: after the wait the number may be another process's. Where the
+    // starter has ended there is no process to ask.
+    let Ok(starter) = sys::pidfd_open(supervisor) else { return Ok(()) };
+    if nix::unistd::getppid().as_raw() != supervisor {
+        return Ok(());
+    }
     let wait = move || {
         let mut gone = [PollFd::new(words.as_fd(), PollFlags::empty())];
         while !matches!(poll(&mut gone, PollTimeout::NONE), Ok(1..)) {}
         thread::sleep(CONNECT_LIMIT);
         if !streamer::is_met(&work) {
             // It asks the worker to stop, which has nothing to do, or has, and goes on.
-            let _ = kill(Pid::from_raw(supervisor), Signal::SIGTERM);
+            let _ = sys::pidfd_signal(starter.as_raw_fd(), libc::SIGTERM);
         }
     };
     sys::thread_without_signals("abandoned", wait).context("starting a thread")

@@ -236,7 +236,8 @@ impl Stream {
     /// No other restore will come for it.
     pub(super) fn ask_to_end(&self) {
         let group = self.slot.streamer.load(Ordering::Acquire);
-        if group > 0 {
+        // While the connection is open one of its processes lives, and the number is its group's.
+        if group > 0 && !sys::has_hung_up(self.slot.connection.load(Ordering::Acquire)) {
             streamer::ask_to_end(group);
         }
     }

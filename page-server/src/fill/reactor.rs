@@ -15,11 +15,11 @@ use rewake_pager::Run;
 use rewake_store::pace::Pace;
 use rewake_store::{BlockCache, Done, Engine, PAGE, Waker};
 use slab::Slab;
-use tracing::{debug, error, info};
+use tracing::{debug, error, info, warn};
 
 use super::background::{Claim, Load, Step, Work};
 use super::demand::{DEMAND_TICKET, Demand};
-use super::events::{Home, News};
+use super::events::{Home, News, wants_room};
 use super::shared::{Handle, Shared};
 use super::space::AddressSpace;
 use crate::ledger::{Journal, Ledger, NO_FD};
@@ -27,7 +27,7 @@ use crate::session::Session;
 use crate::sys;
 
 /// Reactors at most. Filling is bound by memory bandwidth: more threads than this fight over it.
-const MAX_REACTORS: usize = 8;
+pub(super) const MAX_REACTORS: usize = 8;
 /// Longest sleep with nothing to do: bounds the harm of a wake-up lost to a bug of ours.
 const IDLE: Duration = Duration::from_secs(1);
 /// Sleep while waiting for a program to finish changing its layout, after [`SPINS`] tries without one.
@@ -175,6 +175,8 @@ pub(super) struct Reactor {
     pub(super) cold: bool,
     /// An address space of a failed session could not be ended yet.
     unended: bool,
+    /// Events of some address space are not read for want of room.
+    crowded: bool,
     done: Vec<Done>,
 }
 
@@ -228,6 +230,7 @@ impl Reactor {
             engine_ready: false,
             cold: false,
             unended: false,
+            crowded: false,
             done: Vec::new(),
         };
         reactor.watch(reactor.waker.as_raw_fd(), WAKER)?;
@@ -277,7 +280,7 @@ impl Reactor {
     fn wait(&mut self) {
         let timeout = if self.idle && self.held_back {
             HELD
-        } else if self.idle && !self.unended {
+        } else if self.idle && !self.unended && !self.crowded {
             IDLE.min(self.engine.patience())
         } else if self.idle || self.spins >= SPINS {
             STALL
@@ -306,6 +309,17 @@ impl Reactor {
         if self.unended {
             self.look_after_homes();
         }
+        if self.crowded {
+            self.read_crowded();
+        }
+    }
+
+    /// Reads events that were not read for want of room: slots and descriptors are freed by any reactor.
+    fn read_crowded(&mut self) {
+        self.crowded = false;
+        let waiting = self.homes.iter().filter(|(_, home)| home.crowded);
+        let keys: Vec<usize> = waiting.map(|(key, _)| key).collect();
+        keys.into_iter().for_each(|key| self.read_home(key));
     }
 
     fn woken(&mut self) {
@@ -329,8 +343,13 @@ impl Reactor {
     /// Takes up where a dead worker left off.
     fn inherit(&mut self, home: &mut Home, known: &BTreeSet<i32>) {
         let mut news = News::default();
-        if let Err(error) = home.finish_pending(self.shared.ledger, known, &mut news) {
-            home.space.session.fail(&format!("taking over: {error}"));
+        match home.finish_pending(self.shared.ledger, known, &mut news) {
+            Err(error) if wants_room(&error) => {
+                home.crowded = true;
+                self.crowded = true;
+            }
+            Err(error) => home.space.session.fail(&format!("taking over: {error}")),
+            Ok(()) => {}
         }
         // Faults that were read and not served are known to nobody: whoever waits must fault again. A fault
         // can wait anywhere in a mapping, so everything is woken.
@@ -343,7 +362,7 @@ impl Reactor {
 
     /// Watches an address space and serves it from now on.
     fn adopt(&mut self, home: Home) {
-        let space = Arc::clone(&home.space);
+        let (space, crowded) = (Arc::clone(&home.space), home.crowded);
         let key = self.homes.insert(home);
         let token = FIRST_HOME + 2 * key as u64;
         let pidfd = space.slot.pidfd.load(Ordering::Acquire);
@@ -352,6 +371,8 @@ impl Reactor {
             .and_then(|()| if pidfd == NO_FD { Ok(()) } else { self.watch(pidfd, token + 1) });
         if let Err(error) = watched {
             space.session.fail(&format!("watching a userfaultfd: {error}"));
+        } else if crowded {
+            self.heed(key, &space, false);
         }
         self.shared.add(&space);
         self.shared.attention(&space);
@@ -366,14 +387,43 @@ impl Reactor {
             }
             return;
         }
+        self.read_home(key);
+    }
+
+    fn read_home(&mut self, key: usize) {
         let mut news = News::default();
         let Some(home) = self.homes.get_mut(key) else { return };
-        let space = Arc::clone(&home.space);
-        if let Err(error) = home.read_events(self.shared.ledger, &mut news) {
-            space.session.fail(&format!("reading a userfaultfd: {error}"));
-            self.shared.attention_all();
+        let (space, waited) = (Arc::clone(&home.space), home.crowded);
+        home.crowded = false;
+        match home.read_events(self.shared.ledger, &mut news) {
+            Err(error) if wants_room(&error) => {
+                home.crowded = true;
+                self.crowded = true;
+                if !waited {
+                    warn!(session = space.session.number, "a fork waits: {error}");
+                }
+            }
+            Err(error) => {
+                space.session.fail(&format!("reading a userfaultfd: {error}"));
+                self.shared.attention_all();
+            }
+            Ok(()) => {}
+        }
+        let crowded = self.homes.get(key).is_some_and(|home| home.crowded);
+        if crowded != waited {
+            self.heed(key, &space, !crowded);
         }
         self.deliver(&space, news);
+    }
+
+    /// Whether events of an address space wake this reactor. They do not where they cannot be read for want of room: its
+    /// descriptor stays readable, and would keep the reactor from sleeping.
+    fn heed(&self, key: usize, space: &AddressSpace, wakes: bool) {
+        let flags = if wakes { EpollFlags::EPOLLIN } else { EpollFlags::empty() };
+        let mut event = EpollEvent::new(flags, FIRST_HOME + 2 * key as u64);
+        if let Err(error) = self.epoll.modify(space.uffd.as_fd(), &mut event) {
+            space.session.fail(&format!("watching a userfaultfd: {error}"));
+        }
     }
 
     /// The process ended. Its memory may live on in another that shares it (vfork): then it is served on, and

@@ -124,19 +124,25 @@ impl Journal {
         messages.map_while(|(index, raw)| Some((index, raw.decode()?))).collect()
     }
 
-    /// Receives messages into the ledger and appends them to `out` with their index; each must be dealt with by
-    /// [`Journal::record_change`] or [`Journal::dealt_with`] before the next call. True: more may wait.
+    /// Receives messages into the ledger, at most `limit` of them, and appends them to `out` with their index; each must
+    /// be dealt with by [`Journal::record_change`] or [`Journal::dealt_with`] before the next call. True: more may wait.
     ///
     /// # Errors
     /// The read failed.
-    pub fn receive(&mut self, uffd: &Uffd, out: &mut Vec<(usize, Message)>) -> io::Result<bool> {
+    pub fn receive(
+        &mut self,
+        uffd: &Uffd,
+        limit: usize,
+        out: &mut Vec<(usize, Message)>,
+    ) -> io::Result<bool> {
         // Zeroed slots first, then the count: whatever is in a slot beyond the count is unprocessed.
         self.messages().fill(RawMessage::default());
         self.store(Commit { applied: 0, ..self.commit() });
-        let count = uffd.read(self.messages())?;
+        let limit = limit.min(MAX_MESSAGES);
+        let count = uffd.read(&mut self.messages()[..limit])?;
         let messages = self.messages().iter().take(count).enumerate();
         out.extend(messages.filter_map(|(index, raw)| Some((index, raw.decode()?))));
-        Ok(count == MAX_MESSAGES)
+        Ok(count == limit)
     }
 
     /// Notes a layout change that message `index` told. `layout` gives the layout after it, for when the

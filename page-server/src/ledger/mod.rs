@@ -507,6 +507,17 @@ impl Ledger {
         Some(index)
     }
 
+    /// Free space slots, at least; exact where most have been in use. Another thread may take them at any moment.
+    #[must_use]
+    pub fn room(&self) -> usize {
+        let used = self.0.used_spaces.load(Ordering::Acquire) as usize;
+        let never_used = MAX_SPACES.saturating_sub(used);
+        if never_used >= MAX_SPACES / 2 {
+            return never_used;
+        }
+        self.0.spaces.iter().filter(|slot| slot.live.load(Ordering::Relaxed) == FREE).count()
+    }
+
     /// A free space slot with no descriptors. Not live until published.
     #[must_use]
     pub fn take_space(&self) -> Option<usize> {
