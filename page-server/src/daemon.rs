@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The control side of a worker: sessions from the first connection to the last page.
 
-use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
+use std::os::fd::{AsFd as _, AsRawFd as _};
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
@@ -17,7 +17,8 @@ use crate::fd_store::FdStore;
 use crate::fill::Pool;
 use crate::image::{Image, TaskPlan};
 use crate::ledger::{Ledger, NO_FD, Received, SessionSlot, SessionState};
-use crate::peer::{Peer, Step};
+use crate::open_session::{Lost, OpenSession};
+use crate::peer::Peer;
 use crate::session::Session;
 use crate::{ledger, parking, session_store, socket, spaces, streamer, sys};
 
@@ -478,108 +479,5 @@ impl Daemon {
     fn plan<'a>(&self, open: &'a OpenSession, image_pid: i32) -> anyhow::Result<&'a TaskPlan> {
         let plan = u32::try_from(image_pid).ok().and_then(|pid| open.image.plan(pid));
         plan.with_context(|| format!("task {image_pid} has no memory in {}", open.session.images.display()))
-    }
-}
-
-/// A session that is listening or further.
-#[derive(Debug)]
-pub struct OpenSession {
-    /// What the reactors see of it.
-    pub session: Arc<Session>,
-    image: Image,
-    slot: &'static SessionSlot,
-    listener: Option<UnixListener>,
-    connection: Option<OwnedFd>,
-    /// What CRIU's plugins know of it.
-    note: Option<SessionNote>,
-    /// The message in the inbox was dealt with by a worker that died before it could say so.
-    arrived: bool,
-}
-
-/// A session that a successor could not take up.
-#[derive(Debug)]
-pub struct Lost {
-    /// The session's number.
-    pub number: u64,
-    /// Its image directory.
-    pub images: PathBuf,
-    /// Its work directory.
-    pub work: PathBuf,
-    /// Why.
-    pub error: anyhow::Error,
-}
-
-impl OpenSession {
-    /// Tasks that have reported.
-    #[must_use]
-    pub fn tasks(&self) -> u32 {
-        self.slot.tasks.load(Ordering::Relaxed)
-    }
-
-    /// How far it is.
-    #[must_use]
-    pub fn slot(&self) -> &'static SessionSlot {
-        self.slot
-    }
-
-    /// How far its handshake is.
-    fn step(&self) -> Step {
-        match () {
-            () if self.slot.inbox.is_midway() => Step::Midway,
-            () if self.tasks() == 0 => Step::First,
-            () => Step::Between,
-        }
-    }
-
-    fn cut_short(&self) -> String {
-        let (reported, all) = (self.tasks(), self.image.tasks());
-        format!(
-            "`criu restore` ended before it said that it had finished ({reported} of {all} tasks had reported): see \
-             its log"
-        )
-    }
-
-    /// Waits for the restore and takes its connection.
-    async fn accept(&mut self) -> anyhow::Result<()> {
-        let Some(listener) = self.listener.as_ref() else { bail!("the listening socket is lost") };
-        let readable = sys::watch(listener.try_clone()?.into()).context("watching the socket")?;
-        let connection = loop {
-            readable.readable().await?.clear_ready();
-            if let Some(connection) =
-                socket::accept(listener).context("accepting the restore's connection")?
-            {
-                break OwnedFd::from(connection);
-            }
-        };
-        sys::pass_credentials(connection.as_fd()).context("asking for the restore's pids")?;
-        self.slot.connection.store(connection.as_raw_fd(), Ordering::Release);
-        self.slot.set_state(SessionState::Handshake);
-        self.connection = Some(connection);
-        self.slot.listener.store(NO_FD, Ordering::Release);
-        self.listener = None;
-        Ok(())
-    }
-
-    /// Closes the sockets, takes the fd store out of the processes that have it, and frees the slot.
-    async fn close(mut self) {
-        let (_, work): (PathBuf, PathBuf) = self.slot.paths();
-        self.slot.listener.store(NO_FD, Ordering::Release);
-        self.slot.connection.store(NO_FD, Ordering::Release);
-        if let Some(store) = self.session.store() {
-            // What waits for the next one to read it waits no longer.
-            if let Err(error) = store.empty() {
-                warn!(%error, session = self.session.number, "emptying the fd store");
-            }
-            let inode = store.inode();
-            if let Some((store, writer)) = self.slot.take_store() {
-                parking::unpark(self.session.number, inode, store, writer).await;
-            }
-        }
-        self.slot.set_state(SessionState::Free);
-        if self.listener.take().is_some()
-            && let Err(error) = socket::remove(&work)
-        {
-            warn!(%error, "removing the socket in {}", work.display());
-        }
     }
 }

@@ -2,7 +2,7 @@
 //! The page server: serves restores while their processes run already.
 //!
 //! * [`supervisor`], [`ledger`], [`fd_store`], [`session_store`], [`parking`], [`recover`]: nothing is lost when processes of ours die.
-//! * [`worker`], [`daemon`], [`socket`]: sessions, on one control thread.
+//! * [`worker`], [`daemon`], [`open_session`], [`socket`]: sessions, on one control thread.
 //! * [`session`], [`image`], [`spaces`], [`processes`]: what a session is, what it serves, whom; [`registered`]: what first.
 //! * [`fill`]: the data plane.
 //! * [`inspect`], [`doctor`]: what an image holds, and what a machine lacks.
@@ -28,6 +28,7 @@ pub mod inspect;
 pub mod ledger;
 pub mod logging;
 mod notes;
+pub mod open_session;
 pub mod parking;
 mod peer;
 pub mod processes;

@@ -10,8 +10,9 @@ use tracing::{error, info};
 
 use super::{detach, directory, to_notify};
 use crate::cli::LazyPages;
-use crate::daemon::{Daemon, OpenSession, Summary};
+use crate::daemon::{Daemon, Summary};
 use crate::logging;
+use crate::open_session::OpenSession;
 use crate::supervisor::{self, Start};
 use crate::worker;
 

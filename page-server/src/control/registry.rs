@@ -17,8 +17,9 @@ use tracing::{error, info, warn};
 
 use super::proto::{self, State};
 use super::streams::Stream;
-use crate::daemon::{Daemon, Lost, OpenSession};
+use crate::daemon::Daemon;
 use crate::ledger::{SessionSlot, SessionState};
+use crate::open_session::{Lost, OpenSession};
 use crate::session::Session;
 use crate::streamer;
 

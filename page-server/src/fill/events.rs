@@ -35,7 +35,7 @@ pub(super) struct Home {
 }
 
 /// Reactors that may read events at once, and each take as many slots as it reads messages.
-const READERS: usize = super::reactor::MAX_REACTORS;
+const READERS: usize = super::pool::MAX_REACTORS;
 
 /// Whether an event can be read, or dealt with, once there is more room.
 pub(super) fn wants_room(error: &io::Error) -> bool {

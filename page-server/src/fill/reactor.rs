@@ -4,30 +4,26 @@
 use std::collections::BTreeSet;
 use std::io;
 use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, RawFd};
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
-use std::thread::JoinHandle;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
 use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
 use rewake_pager::Run;
-use rewake_store::pace::Pace;
-use rewake_store::{BlockCache, Done, Engine, PAGE, Waker};
+use rewake_store::{Done, Engine, PAGE, Waker};
 use slab::Slab;
 use tracing::{debug, error, info, warn};
 
 use super::background::{Claim, Load, Step, Work};
 use super::demand::{DEMAND_TICKET, Demand};
 use super::events::{Home, News, wants_room};
-use super::shared::{Handle, Shared};
+use super::shared::Shared;
 use super::space::AddressSpace;
-use crate::ledger::{Journal, Ledger, NO_FD};
+use crate::ledger::{Journal, NO_FD};
 use crate::session::Session;
 use crate::sys;
 
-/// Reactors at most. Filling is bound by memory bandwidth: more threads than this fight over it.
-pub(super) const MAX_REACTORS: usize = 8;
 /// Longest sleep with nothing to do: bounds the harm of a wake-up lost to a bug of ours.
 const IDLE: Duration = Duration::from_secs(1);
 /// Sleep while waiting for a program to finish changing its layout, after [`SPINS`] tries without one.
@@ -60,86 +56,6 @@ pub enum Task {
         /// whose faults were read.
         inherited: Option<Arc<BTreeSet<i32>>>,
     },
-}
-
-/// How many reactors there are: one for each processor, [`MAX_REACTORS`] at most.
-#[must_use]
-pub fn reactors() -> usize {
-    std::thread::available_parallelism().map_or(1, usize::from).min(MAX_REACTORS)
-}
-
-/// The reactors.
-#[derive(Debug)]
-pub struct Pool {
-    shared: Arc<Shared>,
-    next_home: AtomicUsize,
-    _threads: Vec<JoinHandle<()>>,
-}
-
-impl Pool {
-    /// Starts them, [`reactors`] of them.
-    ///
-    /// # Errors
-    /// Descriptors, memory or threads are refused.
-    pub fn start(cache: &Arc<BlockCache>, ledger: Ledger) -> anyhow::Result<Self> {
-        let count = reactors();
-        let handle = || {
-            anyhow::Ok(Handle {
-                waker: Waker::new().context("making an eventfd")?,
-                inbox: Mutex::default(),
-                attention: AtomicBool::new(false),
-            })
-        };
-        let handles: Vec<Handle> = (0..count).map(|_| handle()).collect::<Result<_, _>>()?;
-        let pace = Pace::new(handles.iter().map(|handle| handle.waker.clone()).collect())?;
-        let shared = Arc::new(Shared {
-            cache: Arc::clone(cache),
-            ledger,
-            spaces: Mutex::default(),
-            version: AtomicUsize::new(0),
-            sessions: AtomicUsize::new(0),
-            pace: Arc::new(pace),
-            served: AtomicUsize::new(0),
-            handles,
-        });
-        let start = |index: usize| {
-            let shared = Arc::clone(&shared);
-            let thread = std::thread::Builder::new().name(format!("fill-{index}"));
-            thread.spawn(move || run(index, shared)).context("starting a reactor thread")
-        };
-        let threads = (0..count).map(start).collect::<Result<_, _>>()?;
-        Ok(Self { shared, next_home: AtomicUsize::new(0), _threads: threads })
-    }
-
-    /// The reactor that the next address space should have as its home.
-    #[must_use]
-    pub fn choose_home(&self) -> usize {
-        self.next_home.fetch_add(1, Ordering::Relaxed) % self.shared.handles.len()
-    }
-
-    /// Hands a task to the reactor of its address space.
-    pub fn submit(&self, task: Task) {
-        let Task::Adopt { space, .. } = &task;
-        let Some(handle) = self.shared.handles.get(space.home) else { return };
-        handle.inbox.lock().unwrap_or_else(PoisonError::into_inner).push(task);
-        handle.waker.wake();
-    }
-
-    /// The pace of its reads, which others on the same disk keep to.
-    #[must_use]
-    pub fn pace(&self) -> Arc<Pace> {
-        Arc::clone(&self.shared.pace)
-    }
-
-    /// Something about a session changed: it was released, or it failed.
-    pub fn look_again(&self) {
-        self.shared.attention_all();
-    }
-
-    /// Sessions being served, for the choice between keeping and reusing buffers.
-    pub fn set_sessions(&self, count: usize) {
-        self.shared.sessions.store(count, Ordering::Relaxed);
-    }
 }
 
 /// One thread's state. The work itself is in `demand`, `background`, `events` and `condemn`.
@@ -180,7 +96,7 @@ pub(super) struct Reactor {
     done: Vec<Done>,
 }
 
-fn run(index: usize, shared: Arc<Shared>) {
+pub(super) fn run(index: usize, shared: Arc<Shared>) {
     match Reactor::new(index, shared) {
         Ok(mut reactor) => loop {
             reactor.turn();

@@ -14,25 +14,27 @@ mod gates;
 mod handshake;
 mod journal;
 mod outcomes;
+mod session_slot;
+mod space_slot;
 
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsRawFd as _, BorrowedFd, IntoRawFd as _, OwnedFd};
+use std::os::fd::{AsRawFd as _, IntoRawFd as _, OwnedFd};
 use std::sync::atomic::{AtomicI32, AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
 use nix::fcntl::FallocateFlags;
 use nix::time::{ClockId, clock_gettime};
-use rewake_uffd::RawMessage;
 
 pub use folder::{Folder, InUse, root};
 pub use gates::{Gates, NotShut, Word};
 pub use handshake::{Inbox, Received};
 pub use journal::{Journal, Replay, forks, set_fork};
 pub use outcomes::Outcomes;
+pub use session_slot::{SessionSlot, SessionState};
+pub use space_slot::SpaceSlot;
 
-use crate::fd_store::{Entry, FdStore, Kind};
-use crate::sys;
+use crate::fd_store::FdStore;
 
 /// Restores served at once by one daemon. A slot is about 4.5 KiB.
 pub const MAX_SESSIONS: usize = 256;
@@ -55,232 +57,6 @@ pub const NO_FD: i32 = -1;
 /// The session of an address space that nobody serves any more and whose memory is not gone yet: all that is
 /// left to do is to keep its userfaultfd open.
 pub const NO_SESSION: u32 = u32::MAX;
-
-/// State of a session slot.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[repr(u32)]
-pub enum SessionState {
-    /// Not in use.
-    Free = 0,
-    /// The socket waits for `criu restore`.
-    Listening = 1,
-    /// Tasks are handing over their descriptors.
-    Handshake = 2,
-    /// All tasks are known; the notice "restore finished" is awaited.
-    Restoring = 3,
-    /// The restored tree runs.
-    Running = 4,
-    /// It has memory of GPUs: a `rewake stream-gpu` serves it, which depends on nobody here.
-    Streaming = 5,
-}
-
-impl SessionState {
-    fn from_number(number: u32) -> Self {
-        match number {
-            1 => Self::Listening,
-            2 => Self::Handshake,
-            3 => Self::Restoring,
-            4 => Self::Running,
-            5 => Self::Streaming,
-            _ => Self::Free,
-        }
-    }
-}
-
-/// One restore.
-#[repr(C)]
-pub struct SessionSlot {
-    state: AtomicU32,
-    number: AtomicU64,
-    /// Tasks that have reported, zombies included.
-    pub tasks: AtomicU32,
-    /// Listening socket, or [`NO_FD`].
-    pub listener: AtomicI32,
-    /// Connection with the restore, or [`NO_FD`]. With its streamer, which says there what becomes of it.
-    pub connection: AtomicI32,
-    /// Its streamer's group of processes; 0 before it is there.
-    pub streamer: AtomicI32,
-    /// What that has said: [`Said`](crate::streamer::Said).
-    pub said: AtomicU32,
-    /// 1 when it brings memory of CPUs, too.
-    pub pages: AtomicU32,
-    /// The fd store, and the end that puts entries in; or [`NO_FD`]. See [`crate::fd_store`].
-    pub store: AtomicI32,
-    /// See [`SessionSlot::store`].
-    pub writer: AtomicI32,
-    /// The store's inode: what a target's copy is recognised by.
-    pub inode: AtomicU64,
-    /// Handshake message being received.
-    pub inbox: Inbox,
-    images: PathCell,
-    work: PathCell,
-}
-
-impl SessionSlot {
-    /// Current state.
-    #[must_use]
-    pub fn state(&self) -> SessionState {
-        SessionState::from_number(self.state.load(Ordering::Acquire))
-    }
-
-    /// The session's number: given once in the daemon's life, unlike the slot.
-    #[must_use]
-    pub fn number(&self) -> u64 {
-        self.number.load(Ordering::Acquire)
-    }
-
-    /// Forgets all descriptors: they are of a table that is gone.
-    pub fn forget_numbers(&self) {
-        for number in [&self.listener, &self.connection, &self.store, &self.writer] {
-            number.store(NO_FD, Ordering::Release);
-        }
-        self.inbox.done();
-    }
-
-    /// Takes the fd store and its writer out, if the session has them: they close when they are dropped.
-    pub fn take_store(&self) -> Option<(OwnedFd, OwnedFd)> {
-        self.inode.store(0, Ordering::Release);
-        let [store, writer] = [&self.store, &self.writer].map(|number| number.swap(NO_FD, Ordering::AcqRel));
-        if store == NO_FD || writer == NO_FD {
-            return None;
-        }
-        // SAFETY: the slot owned both, and these swaps took them out.
-        Some(unsafe { (sys::take_over(store), sys::take_over(writer)) })
-    }
-
-    /// Moves to `state`; everything written before is visible to a successor that sees it.
-    pub fn set_state(&self, state: SessionState) {
-        self.state.store(state as u32, Ordering::Release);
-    }
-
-    /// Directories of the images and of the socket.
-    #[must_use]
-    pub fn paths(&self) -> (std::path::PathBuf, std::path::PathBuf) {
-        (self.images.get(), self.work.get())
-    }
-
-    /// Notes the directories.
-    ///
-    /// # Errors
-    /// A path longer than [`MAX_PATH`].
-    pub fn set_paths(&self, images: &std::path::Path, work: &std::path::Path) -> io::Result<()> {
-        self.images.set(images)?;
-        self.work.set(work)
-    }
-}
-
-/// A path in shared memory: written once while the slot is free, read by successors.
-#[repr(C)]
-struct PathCell(bytes::ByteCell<MAX_PATH>);
-
-impl PathCell {
-    fn set(&self, path: &std::path::Path) -> io::Result<()> {
-        use std::os::unix::ffi::OsStrExt as _;
-        if self.0.set(path.as_os_str().as_bytes()) {
-            return Ok(());
-        }
-        let what = format!("{}: path longer than {MAX_PATH} bytes: use a shorter one", path.display());
-        Err(io::Error::new(io::ErrorKind::InvalidInput, what))
-    }
-
-    fn get(&self) -> std::path::PathBuf {
-        use std::os::unix::ffi::OsStringExt as _;
-        std::ffi::OsString::from_vec(self.0.get()).into()
-    }
-}
-
-/// One watched address space.
-#[repr(C)]
-pub struct SpaceSlot {
-    live: AtomicU32,
-    /// Its own place among all of them.
-    index: AtomicU32,
-    /// How often it was taken.
-    life: AtomicU64,
-    /// When the process `host_pid` started, in clock ticks since the machine did; 0 where that is not known.
-    pub started: AtomicU64,
-    /// Session slot it belongs to.
-    pub session: AtomicU32,
-    /// Pid that names the images (the pid inside the restored pid namespace).
-    pub image_pid: AtomicI32,
-    /// Pid on this host; 0 for a child forked after the restore, whose pid no event tells.
-    pub host_pid: AtomicI32,
-    /// The userfaultfd.
-    pub uffd: AtomicI32,
-    /// Process descriptor, or [`NO_FD`].
-    pub pidfd: AtomicI32,
-    /// Journal file, or [`NO_FD`].
-    pub journal: AtomicI32,
-    /// 1 when the journal could not hold the layout: a successor cannot serve this one, only end it.
-    pub lossy: AtomicU32,
-    /// See [`Journal`].
-    commit: AtomicU64,
-    messages: std::cell::UnsafeCell<[RawMessage; MAX_MESSAGES]>,
-}
-
-impl SpaceSlot {
-    /// True when the slot describes an address space with missing pages.
-    #[must_use]
-    pub fn is_live(&self) -> bool {
-        self.live.load(Ordering::Acquire) == LIVE
-    }
-
-    /// Its place among all of them, and how often that was taken: what the fd store calls it.
-    #[must_use]
-    pub fn entry(&self) -> Entry {
-        let (index, life) = (self.index.load(Ordering::Acquire), self.life.load(Ordering::Acquire));
-        Entry { kind: Kind::Space, index, life }
-    }
-
-    /// Publishes the filled slot to successors and guardians.
-    pub fn publish(&self) {
-        self.live.store(LIVE, Ordering::Release);
-    }
-
-    /// Takes the slot out: its process is gone, or nothing is missing in it. Closes its process descriptor and
-    /// journal, when no successor would look for them any more and before anybody else can have the slot. The
-    /// userfaultfd is its owner's to close: a fill may be under way on another thread.
-    pub fn retire(&self) {
-        self.live.store(TAKEN, Ordering::Release);
-        for number in [&self.pidfd, &self.journal] {
-            let number = number.swap(NO_FD, Ordering::AcqRel);
-            if number != NO_FD {
-                // SAFETY: the slot owned it, and this swap took it out.
-                drop(unsafe { sys::take_over(number) });
-            }
-        }
-        self.live.store(FREE, Ordering::Release);
-    }
-
-    /// Forgets all descriptors, as [`SessionSlot::forget_numbers`] does; gives the userfaultfd's old number.
-    pub fn forget_numbers(&self) -> i32 {
-        self.pidfd.store(NO_FD, Ordering::Release);
-        self.journal.store(NO_FD, Ordering::Release);
-        self.uffd.swap(NO_FD, Ordering::AcqRel)
-    }
-
-    /// Asks the kernel whether the memory still exists. Only a system call.
-    pub fn memory_is_gone(&self) -> bool {
-        // SAFETY: the slot's userfaultfd, open while the slot is live.
-        let uffd = unsafe { BorrowedFd::borrow_raw(self.uffd.load(Ordering::Acquire)) };
-        rewake_uffd::memory_is_gone(uffd)
-    }
-
-    /// Waits until the memory is gone, and with it every process that could read it: that of the slot, a child
-    /// whose pid is not known, or one that shares it. Only system calls: without an end it goes on for ever, and
-    /// with it the descriptors.
-    pub fn wait_for_end(&self) {
-        while !self.memory_is_gone() {
-            sys::nap();
-        }
-    }
-
-    /// Kills the process if its descriptor is known. Only system calls: guardians use it after a bare clone.
-    pub fn kill(&self) -> bool {
-        let pidfd = self.pidfd.load(Ordering::Acquire);
-        pidfd != NO_FD && sys::pidfd_kill(pidfd).is_ok()
-    }
-}
 
 /// The whole shared region.
 #[repr(C)]
@@ -314,17 +90,6 @@ impl std::fmt::Debug for Ledger {
     }
 }
 
-// SAFETY: all fields are atomics but the message area, which is reached only through the slot's one `Journal`.
-unsafe impl Sync for SpaceSlot {}
-// SAFETY: all fields are atomics but the inbox's area, which only the control thread reaches.
-unsafe impl Sync for SessionSlot {}
-
-impl std::fmt::Debug for SessionSlot {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("SessionSlot").field("state", &self.state()).finish_non_exhaustive()
-    }
-}
-
 fn now() -> u64 {
     let now = clock_gettime(ClockId::CLOCK_BOOTTIME).map(Duration::from).unwrap_or_default();
     u64::try_from(now.as_nanos()).unwrap_or(u64::MAX)
@@ -337,7 +102,7 @@ impl Ledger {
     /// ENOMEM.
     #[cfg(test)]
     pub fn new() -> io::Result<Self> {
-        Self::in_file(&sys::memory_file(c"rewake-ledger", 0)?.into())
+        Self::in_file(&crate::sys::memory_file(c"rewake-ledger", 0)?.into())
     }
 
     /// An empty ledger in a new file, with all its room: a page that the file system refuses later would be a SIGBUS.
