@@ -19,8 +19,9 @@ use tracing::warn;
 use super::Ledger;
 
 const LEDGER: &str = "ledger";
-/// Tries to get a ledger's lock, and time between them.
+/// Tries to get a ledger's lock when its starter lives and when it does not, and time between them: 20 ms, 3 s.
 const LOCK_TRIES: u32 = 5;
+const DYING_TRIES: u32 = 750;
 const LOCK_PAUSE: Duration = Duration::from_millis(4);
 
 /// Where the folders of this user's starters are: `/run/rewake/sessions` for root, else
@@ -109,14 +110,19 @@ impl Folder {
     pub fn take(path: &Path) -> anyhow::Result<Result<(Self, Ledger), InUse>> {
         let name = path.join(LEDGER);
         let file = open(path).with_context(|| format!("opening {}", name.display()))?;
-        // A plugin that looks whether the processes have ended has the lock for a moment.
-        let locked = (0..LOCK_TRIES).find_map(|_| {
-            let tried = file.try_clone().and_then(lock).transpose();
-            if tried.is_none() {
-                std::thread::sleep(LOCK_PAUSE);
+        let mut tries = 0;
+        let locked = loop {
+            if let Some(locked) = file.try_clone().and_then(lock).transpose() {
+                break Some(locked);
             }
-            tried
-        });
+            // A plugin that looks whether the processes have ended has the lock for a moment. Processes that were
+            // killed have it until the kernel has taken them apart.
+            tries += 1;
+            if tries >= if starter_lives(path) { LOCK_TRIES } else { DYING_TRIES } {
+                break None;
+            }
+            std::thread::sleep(LOCK_PAUSE);
+        };
         let Some(lock) = locked else { return Ok(Err(InUse)) };
         let lock = lock.with_context(|| format!("locking {}", name.display()))?;
         let ledger = open(path).and_then(|file| Ledger::of_file(&file));
@@ -144,6 +150,13 @@ impl Folder {
         }
         drop(self.lock);
     }
+}
+
+/// Whether the process lives that a folder is named after.
+fn starter_lives(folder: &Path) -> bool {
+    let name = folder.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+    let of = name.split_once('-').and_then(|(pid, start)| Some((pid.parse().ok()?, start.parse().ok()?)));
+    of.is_some_and(|(pid, started)| Gated::of(pid).is_ok_and(|of| of == Some(Gated { pid, started })))
 }
 
 fn this_process() -> anyhow::Result<Gated> {
