@@ -27,6 +27,8 @@ use crate::timeline::Timeline;
 
 /// Between two tries of what a process that does not stand still keeps us from.
 const AGAIN: Duration = Duration::from_millis(20);
+/// Looks whether a process that cannot be traced is ending, [`AGAIN`] apart: a second.
+const ENDING: u32 = 50;
 /// For a process to stand still, when all of it is there.
 const PATIENCE: Duration = Duration::from_secs(120);
 
@@ -216,7 +218,7 @@ impl<'a> Opening<'a> {
                 let minors = self.taken.minors(place).collect();
                 Ok(Tried::Opened(Opened { numbers, process: gate.process, minors }))
             }
-            Err(error) if gate.has_ended() => {
+            Err(error) if ends_soon(gate) => {
                 warn!("a process ended before its GPUs went on: {error:#}");
                 self.ended(place, gate);
                 Ok(Tried::Ended)
@@ -229,6 +231,16 @@ impl<'a> Opening<'a> {
         self.timeline.gone(place);
         self.ledger.gates().opened(gate.process);
     }
+}
+
+/// Whether the process ends within [`ENDING`] looks: one that was killed has no thread to trace some time before.
+fn ends_soon(gate: &Gate<'_>) -> bool {
+    (0..ENDING).any(|_| {
+        gate.has_ended() || {
+            thread::sleep(AGAIN);
+            false
+        }
+    })
 }
 
 fn is_late(whole: Instant, why: &str) -> anyhow::Result<()> {

@@ -5,6 +5,7 @@ use rewake_skip::need;
 use serde_json::Value;
 use softgpu_tests::criu::{Version, wait_for_the_end_of};
 use softgpu_tests::dumped::{Dumped, ONE_RING, Restoring, dies, is_paused, soon, unreached};
+use softgpu_tests::streamer::recover;
 use softgpu_tests::{Daemon, Held, Machine, REAL_GPUS, isolated};
 
 /// Servers that were dumped, and the machine that they are restored on.
@@ -74,7 +75,9 @@ fn a_streamer_that_dies_is_told_by_the_daemon_and_harms_no_other() {
         dies(supervisor);
         workers.into_iter().for_each(dies);
         let (well, said) = first.end();
-        assert!(!well && said.contains("whose GPUs stood still were killed"), "{said}");
+        assert!(!well && said.contains("run `rewake recover`"), "{said}");
+        let (well, said) = recover().unwrap();
+        assert!(!well && said.contains("its GPUs were not resumed yet"), "{said}");
         wait_for_the_end_of(one.server.pid).unwrap();
         drop(held);
         let (well, said) = second.end();

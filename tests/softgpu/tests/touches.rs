@@ -16,7 +16,7 @@ use rewake_skip::{need, skip};
 use softgpu_tests::criu::{Criu, Version, wait_for_the_end_of};
 use softgpu_tests::dumped::{self, ONE_RING, is_paused, soon, waits_for_memory};
 use softgpu_tests::server::small;
-use softgpu_tests::streamer::children;
+use softgpu_tests::streamer::recover;
 use softgpu_tests::toucher::{Large, pattern};
 use softgpu_tests::{Held, Machine, REAL_GPUS, Streamer, Toucher, isolated};
 
@@ -363,16 +363,16 @@ fn killed_at_any_moment_a_streamer_leaves_nothing_wrong_to_read() {
             dumped.waits(&streamer, if moment % 2 == 0 { "check 1" } else { "write 1" });
             drop(held);
             std::thread::sleep(Duration::from_millis(1500) * moment / moments);
-            // Its worker, or all but the guardian.
+            // Its worker, or all its processes.
             let supervisor = (moment % 3 == 2).then(|| streamer.pid());
-            let workers = streamer.workers();
-            let guardians: Vec<u32> = workers.iter().flat_map(|worker| children(*worker)).collect();
-            for process in supervisor.into_iter().chain(workers) {
+            for process in supervisor.into_iter().chain(streamer.workers()) {
                 let _ = kill(Pid::from_raw(process.cast_signed()), Signal::SIGKILL);
             }
             let well = streamer.end().unwrap().success();
-            // They kill whom they must before they end.
-            guardians.into_iter().for_each(|guardian| wait_for_the_end_of(guardian).unwrap());
+            if supervisor.is_some() {
+                // It waits until it is killed by this.
+                recover().unwrap();
+            }
             if well || dumped.goes_on() {
                 // It came too late: all was there.
                 dumped.toucher.answer().unwrap();
