@@ -77,7 +77,7 @@ impl Peer {
             self.process = Process::Ended;
             return;
         }
-        pending().await
+        pending::<()>().await;
     }
 
     /// Waits as long as the step may take.

@@ -44,10 +44,10 @@ fn before_a_restore_comes_only_a_request_to_stop_ends_it() {
     for signal in SIGNALS {
         let mut server = scene.serve().unwrap();
         server.signal_group(signal).unwrap();
-        if !matches!(signal, Signal::SIGTERM | Signal::SIGINT) {
-            scene.play_with(&mut server).unwrap();
-        } else {
+        if matches!(signal, Signal::SIGTERM | Signal::SIGINT) {
             assert_eq!(server.ended(END).unwrap().code(), Some(0), "{signal}: {}", server.text());
+        } else {
+            scene.play_with(&mut server).unwrap();
         }
         scene.next_round().unwrap();
     }

@@ -194,7 +194,7 @@ impl Journal {
 
     fn messages(&mut self) -> &mut [RawMessage; MAX_MESSAGES] {
         // SAFETY: one Journal exists for a slot (made when the slot is taken, or once by a successor), and it
-        // is borrowed exclusively here; a guardian never touches the area.
+        // is borrowed exclusively here; no other process touches the area.
         unsafe { &mut *self.slot.messages.get() }
     }
 

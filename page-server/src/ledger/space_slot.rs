@@ -53,7 +53,7 @@ impl SpaceSlot {
         Entry { kind: Kind::Space, index, life }
     }
 
-    /// Publishes the filled slot to successors and guardians.
+    /// Publishes the filled slot to successors.
     pub fn publish(&self) {
         self.live.store(LIVE, Ordering::Release);
     }
@@ -96,7 +96,7 @@ impl SpaceSlot {
         }
     }
 
-    /// Kills the process if its descriptor is known. Only system calls: guardians use it after a bare clone.
+    /// Kills the process if its descriptor is known. Only system calls.
     pub fn kill(&self) -> bool {
         let pidfd = self.pidfd.load(Ordering::Acquire);
         pidfd != NO_FD && sys::pidfd_kill(pidfd).is_ok()
