@@ -275,7 +275,8 @@ mod tests {
             !news.children.is_empty()
         });
         let child = news.children.pop().unwrap();
-        assert!(!children_of(parent.pid).is_empty());
+        // The kernel makes the process after the message was read.
+        watched::until(|| !children_of(parent.pid).is_empty());
         child.space.session.fail("a test");
         watched::until(|| super::super::condemn::end(&child.space));
         watched::until(|| child.space.slot.memory_is_gone());
