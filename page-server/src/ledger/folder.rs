@@ -109,7 +109,11 @@ impl Folder {
     /// The ledger cannot be read, or another version of this program wrote it.
     pub fn take(path: &Path) -> anyhow::Result<Result<(Self, Ledger), InUse>> {
         let name = path.join(LEDGER);
-        let file = open(path).with_context(|| format!("opening {}", name.display()))?;
+        let file = match open(path) {
+            // Another process recovers it, and has renamed or removed the folder.
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Err(InUse)),
+            file => file.with_context(|| format!("opening {}", name.display()))?,
+        };
         let mut tries = 0;
         let locked = loop {
             if let Some(locked) = file.try_clone().and_then(lock).transpose() {
@@ -125,7 +129,10 @@ impl Folder {
         };
         let Some(lock) = locked else { return Ok(Err(InUse)) };
         let lock = lock.with_context(|| format!("locking {}", name.display()))?;
-        let ledger = open(path).and_then(|file| Ledger::of_file(&file));
+        let ledger = match open(path) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Err(InUse)),
+            file => file.and_then(|file| Ledger::of_file(&file)),
+        };
         let ledger = ledger.with_context(|| format!("mapping {}", name.display()))?;
         let Some(ledger) = ledger else {
             bail!(
