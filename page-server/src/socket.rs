@@ -123,6 +123,7 @@ mod tests {
             UnixStream::connect(path).unwrap()
         });
         let mut stranger = stranger.join().unwrap();
+        stranger.set_read_timeout(Some(std::time::Duration::from_secs(10))).unwrap();
         let ours = UnixStream::connect(dir.path().join(NAME)).unwrap();
         let accepted = accept(&listener).unwrap().expect("ours waits");
         assert_eq!(std::io::Read::read(&mut stranger, &mut [0]).unwrap(), 0, "closed");
