@@ -10,6 +10,7 @@
 //! * [`images`]: surgery on CRIU images, with a codec of its own so that it does not share our reader's mistakes.
 //! * [`limit`]: memory that the kernel refuses.
 //! * [`pattern`]: what the pages hold.
+//! * [`sessions`]: what is left when every process of a streamer was killed, and `rewake recover`.
 //! * [`plugins`]: a target with a mapped device, and CRIU with plugins.
 //!
 //! `REWAKE_BIN` names the daemon; without it the newest `rewake` beside the test programs is taken.
@@ -27,6 +28,7 @@ pub mod plugins;
 pub mod process;
 pub mod scene;
 pub mod server;
+pub mod sessions;
 mod skip;
 pub mod verdict;
 

@@ -225,10 +225,17 @@ impl Scene {
     /// # Errors
     /// Anything else happened.
     pub fn play(&self) -> anyhow::Result<()> {
-        let mut server = self.serve()?;
+        self.play_with(&mut self.serve()?)
+    }
+
+    /// The same, with a server that listens already.
+    ///
+    /// # Errors
+    /// As [`Scene::play`].
+    pub fn play_with(&self, server: &mut Server) -> anyhow::Result<()> {
         self.go()?;
         self.restore()?;
-        self.expect_good_end(&mut server)
+        self.expect_good_end(server)
     }
 
     /// The second half of [`Scene::play`].

@@ -5,7 +5,7 @@ use std::fmt;
 use std::io;
 use std::path::Path;
 
-use rewake_handover::{Gated, Notes, SessionNote, sockets_of};
+use rewake_handover::{Gated, Notes, Phase, SessionNote, sockets_of};
 
 use crate::proc;
 
@@ -21,6 +21,10 @@ pub(crate) struct Missing {
 pub(crate) enum What {
     /// Memory that a session has to load; whether the session is served.
     Memory(SessionNote, bool),
+    /// Memory that is not loaded yet, of a session that has not parked its store yet: any of these.
+    Watched,
+    /// None, but a process of a streamer traces it: CRIU cannot.
+    Traced(i32),
     /// Memory of GPUs: the queues stand before a closed gate.
     Gate,
 }
@@ -35,6 +39,8 @@ impl fmt::Display for Missing {
                 write!(f, "memory that session {number} of process {starter} has not loaded yet")?;
                 if *served { Ok(()) } else { f.write_str(" and is not served: run `rewake recover`") }
             }
+            What::Watched => f.write_str("memory that a session has not loaded yet"),
+            What::Traced(tracer) => write!(f, "all its memory, and process {tracer} of rewake lets go of it"),
             What::Gate => f.write_str("GPU queues that are stopped until memory of the GPU is resident"),
         }
     }
@@ -72,6 +78,14 @@ pub(crate) fn first_missing(
         if let Some(note) = notes.iter().find(holds) {
             let served = !note.is_orphaned(sessions)?;
             return Ok(Some(Missing { pid: *pid, what: What::Memory(note.clone(), served) }));
+        }
+        if let Some(tracer) = proc::our_tracer(*pid) {
+            return Ok(Some(Missing { pid: *pid, what: What::Traced(tracer) }));
+        }
+        // Without a plugin a session parks its store when CRIU has let the process go: a dump may come before.
+        let restored = |note: &SessionNote| note.phase != Phase::Listening;
+        if notes.iter().any(restored) && proc::has_watched_memory(*pid) {
+            return Ok(Some(Missing { pid: *pid, what: What::Watched }));
         }
     }
     Ok(None)

@@ -2,7 +2,8 @@
 //! What `/proc` says of processes.
 
 use std::collections::BTreeSet;
-use std::fs;
+use std::fs::{self, File};
+use std::io::{BufRead as _, BufReader};
 
 /// A process and its descendants, parents first.
 pub(crate) fn tree(root: i32) -> Vec<i32> {
@@ -31,11 +32,36 @@ pub(crate) fn name(pid: i32) -> String {
     name.trim_end().to_owned()
 }
 
+/// Whether a userfaultfd watches a mapping of the process for missing pages: the flag `um` in `/proc/PID/smaps`
+/// (`fs/proc/task_mmu.c: show_smap_vma_flags`).
+pub(crate) fn has_watched_memory(pid: i32) -> bool {
+    let Ok(smaps) = File::open(format!("/proc/{pid}/smaps")) else { return false };
+    let mut lines = BufReader::with_capacity(64 << 10, smaps).split(b'\n').map_while(Result::ok);
+    lines.any(|line| line.strip_prefix(b"VmFlags:").is_some_and(|flags| has_flag(flags, b"um")))
+}
+
+fn has_flag(flags: &[u8], flag: &[u8]) -> bool {
+    flags.split(|byte| *byte == b' ').any(|found| found == flag)
+}
+
+/// The process of ours that traces a process, if one does: it parks or takes back a session's store.
+pub(crate) fn our_tracer(pid: i32) -> Option<i32> {
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
+    let tracer = status.lines().find_map(|line| line.strip_prefix("TracerPid:"))?.trim().parse().ok()?;
+    (tracer > 0 && name(tracer).starts_with("rewake")).then_some(tracer)
+}
+
 #[cfg(test)]
 mod tests {
     use std::process::Command;
 
     use super::*;
+
+    #[test]
+    fn a_flag_is_a_word_of_its_own() {
+        assert!(has_flag(b" rd wr mr um", b"um") && has_flag(b" um sd", b"um"));
+        assert!(!has_flag(b" rd num umx sd", b"um"));
+    }
 
     #[test]
     fn a_tree_has_children_and_grandchildren_of_all_threads_and_its_root_first() {

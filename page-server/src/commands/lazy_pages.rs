@@ -49,6 +49,10 @@ pub fn run(options: &LazyPages) -> anyhow::Result<u8> {
                 summary.iter().for_each(report);
                 0
             }
+            Err(error) if error.is::<worker::AskedToStop>() => {
+                info!("{error}: no restore depends on this process");
+                0
+            }
             Err(error) => {
                 error!("{error:#}");
                 complain(options, &error);
