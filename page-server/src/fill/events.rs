@@ -270,12 +270,14 @@ mod tests {
         let spare = ledger.take_space().unwrap();
         while ledger.take_space().is_some() {}
         let mut news = News::default();
+        watched::until(|| home.space.uffd.changing());
         let begun = std::time::Instant::now();
         while begun.elapsed() < std::time::Duration::from_millis(200) {
             let error = home.read_events(ledger, &mut news).unwrap_err();
             assert!(wants_room(&error), "{error}");
         }
         assert!(home.messages.is_empty() && news.children.is_empty(), "nothing was read");
+        assert!(children_of(parent.pid).is_empty(), "the fork has not returned");
         assert!(!home.space.session.has_failed() && parent.lives());
 
         ledger.spaces()[spare].retire();
@@ -285,7 +287,7 @@ mod tests {
             !news.children.is_empty()
         });
         let child = news.children.pop().unwrap();
-        assert!(!children_of(parent.pid).is_empty());
+        watched::until(|| !children_of(parent.pid).is_empty());
         child.space.session.fail("a test");
         watched::until(|| super::super::condemn::end(&child.space));
         watched::until(|| child.space.slot.memory_is_gone());
@@ -351,7 +353,8 @@ mod tests {
 
         ledger.spaces()[spare].retire();
         home.settle(ledger, &mut news).unwrap();
-        assert_eq!(fill(), super::super::space::Filled::All);
+        // The kernel refuses fills until the forking thread has run.
+        watched::until(|| fill() == super::super::space::Filled::All);
         let child = news.children.pop().unwrap();
         let missing = |space: &AddressSpace| space.layout().missing();
         assert_eq!((missing(&space), missing(&child.space)), (watched::PAGES - 1, watched::PAGES));
