@@ -96,3 +96,76 @@ impl Peer {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::AsRawFd as _;
+    use std::os::unix::net::UnixListener;
+
+    use nix::sys::socket::{AddressFamily, SockFlag, SockType, UnixAddr, connect, socket};
+    use tokio::time::timeout;
+
+    use super::*;
+
+    const AT_ONCE: Duration = Duration::from_secs(10);
+
+    fn block_on(test: impl Future<Output = ()>) {
+        tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(test);
+    }
+
+    /// A child that connects and then sleeps. This process keeps a copy of its end, as tasks of a restore do.
+    fn connect_child(client: &OwnedFd, address: &UnixAddr) -> i32 {
+        // SAFETY: the child makes system calls only.
+        let pid = unsafe { libc::fork() };
+        if pid == 0 {
+            if connect(client.as_raw_fd(), address).is_ok() {
+                crate::watched::sleep(0);
+            }
+            // SAFETY: ends the child without running the test process's destructors.
+            unsafe { libc::_exit(1) };
+        }
+        assert!(pid > 0);
+        pid
+    }
+
+    #[test]
+    fn the_end_of_criu_is_noticed_though_its_tasks_keep_the_connection() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("socket");
+        let listener = UnixListener::bind(&path).unwrap();
+        let client = socket(AddressFamily::Unix, SockType::Stream, SockFlag::SOCK_CLOEXEC, None).unwrap();
+        let pid = connect_child(&client, &UnixAddr::new(&path).unwrap());
+        block_on(async {
+            let connection = sys::watch(listener.accept().unwrap().0.into()).unwrap();
+            let mut peer = Peer::of(&connection);
+            assert!(timeout(Duration::from_millis(50), peer.ended()).await.is_err() && !peer.has_ended());
+            sys::kill(pid);
+            timeout(AT_ONCE, peer.ended()).await.unwrap();
+            assert!(peer.has_ended() && !sys::has_hung_up(connection.get_ref().as_raw_fd()));
+            // SAFETY: waits for a child of this process; no status is asked for.
+            assert_eq!(unsafe { libc::waitpid(pid, std::ptr::null_mut(), 0) }, pid);
+            let mut of_successor = Peer::of(&connection);
+            assert!(of_successor.has_ended() || timeout(AT_ONCE, of_successor.ended()).await.is_ok());
+        });
+    }
+
+    #[test]
+    fn each_step_has_its_limit_but_the_time_between_tasks() {
+        block_on(async {
+            let long_ago = |limit| Peer { process: Process::Unknown, since: Instant::now() - limit };
+            for (step, limit) in [(Step::First, FIRST_LIMIT), (Step::Midway, STEP_LIMIT)] {
+                timeout(AT_ONCE, long_ago(limit).too_long(step)).await.unwrap();
+                let not_yet = long_ago(limit.saturating_sub(Duration::from_secs(60)));
+                assert!(
+                    timeout(Duration::from_millis(20), not_yet.too_long(step)).await.is_err(),
+                    "{step:?}"
+                );
+            }
+            let between = long_ago(FIRST_LIMIT).too_long(Step::Between);
+            assert!(timeout(Duration::from_millis(20), between).await.is_err());
+            let mut heard = long_ago(STEP_LIMIT);
+            heard.heard();
+            assert!(timeout(Duration::from_millis(20), heard.too_long(Step::Midway)).await.is_err());
+        });
+    }
+}

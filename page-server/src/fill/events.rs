@@ -37,10 +37,14 @@ pub(super) struct Home {
 /// Reactors that may read events at once, and each take as many slots as it reads messages.
 const READERS: usize = super::pool::MAX_REACTORS;
 
-/// Whether an event can be read, or dealt with, once there is more room.
+/// Whether an event can be read, or dealt with, once there is more room: in the ledger, among the descriptors, in
+/// memory, or in the session's fd store (EAGAIN, ENOBUFS, ETOOMANYREFS).
 pub(super) fn wants_room(error: &io::Error) -> bool {
+    let store = [libc::EAGAIN, libc::ENOBUFS, libc::ETOOMANYREFS];
+    let kernel = [libc::EMFILE, libc::ENFILE, libc::ENOMEM];
+    let errno = error.raw_os_error();
     error.kind() == io::ErrorKind::QuotaExceeded
-        || matches!(error.raw_os_error(), Some(libc::EMFILE | libc::ENFILE | libc::ENOMEM))
+        || errno.is_some_and(|errno| store.contains(&errno) || kernel.contains(&errno))
 }
 
 fn no_room() -> io::Error {
@@ -138,6 +142,7 @@ impl Home {
         }
         messages.drain(..dealt);
         self.messages = messages;
+        self.space.hold_fills(layout, !self.messages.is_empty());
         result
     }
 
@@ -200,15 +205,15 @@ impl Home {
         slot.session.store(parent.slot.session.load(Ordering::Relaxed), Ordering::Relaxed);
         slot.image_pid.store(parent.slot.image_pid.load(Ordering::Relaxed), Ordering::Relaxed);
         slot.uffd.store(number, Ordering::Relaxed);
-        // First of all: if every process of ours is killed now, the child waits for `rewake recover`.
-        let journal = parent.session.keep(slot).and_then(|()| {
-            let child = layout.fork();
-            let mut journal = Journal::create(slot)?;
-            journal.rewrite(&child.snapshot(), 0);
+        // Before the layout is copied, which takes longer: if every process of ours is killed now, the child waits for
+        // `rewake recover`. Once, with the journal: an entry of each try would fill the store.
+        let journal = Journal::create(slot).and_then(|journal| {
             parent.session.keep(slot)?;
-            Ok((journal, child))
+            Ok(journal)
         });
-        let (journal, child) = journal.inspect_err(|_| slot.retire())?;
+        let mut journal = journal.inspect_err(|_| slot.retire())?;
+        let child = layout.fork();
+        journal.rewrite(&child.snapshot(), 0);
         // SAFETY: the kernel opened this descriptor for the message, and it is dealt with once: nobody owns it.
         // None that is open is refused, so that none is closed here.
         let uffd = Uffd::adopt(unsafe { sys::take_over(number) })?;
@@ -225,15 +230,20 @@ impl Home {
 
 #[cfg(test)]
 mod tests {
-    use std::os::fd::AsRawFd as _;
+    use std::os::fd::{AsFd as _, AsRawFd as _};
     use std::path::PathBuf;
 
     use super::*;
+    use crate::fd_store::{Entry, FdStore, Kind};
     use crate::session::Session;
     use crate::watched::{self, Watched};
 
     fn home(parent: &Watched, ledger: Ledger) -> Home {
-        let session = Arc::new(Session::new(0, 1, PathBuf::new()));
+        home_of(Session::new(0, 1, PathBuf::new()), parent, ledger)
+    }
+
+    fn home_of(session: Session, parent: &Watched, ledger: Ledger) -> Home {
+        let session = Arc::new(session);
         session.release();
         let slot = parent.slot(ledger, &session, true);
         let journal = Journal::create(slot).unwrap();
@@ -260,12 +270,14 @@ mod tests {
         let spare = ledger.take_space().unwrap();
         while ledger.take_space().is_some() {}
         let mut news = News::default();
+        watched::until(|| home.space.uffd.changing());
         let begun = std::time::Instant::now();
         while begun.elapsed() < std::time::Duration::from_millis(200) {
             let error = home.read_events(ledger, &mut news).unwrap_err();
             assert!(wants_room(&error), "{error}");
         }
         assert!(home.messages.is_empty() && news.children.is_empty(), "nothing was read");
+        assert!(children_of(parent.pid).is_empty(), "the fork has not returned");
         assert!(!home.space.session.has_failed() && parent.lives());
 
         ledger.spaces()[spare].retire();
@@ -321,6 +333,59 @@ mod tests {
         watched::until(|| super::super::condemn::end(&child.space));
         watched::until(|| child.space.slot.memory_is_gone());
         assert!(parent.lives());
+    }
+
+    #[test]
+    fn nothing_is_filled_between_a_fork_that_was_read_and_the_copy_of_its_layout() {
+        let parent = Watched::start(watched::fork_and_touch);
+        let ledger = Ledger::new().unwrap();
+        let mut home = home(&parent, ledger);
+        let spare = ledger.take_space().unwrap();
+        while ledger.take_space().is_some() {}
+        let mut news = News::default();
+        receive_fork(&mut home);
+        assert!(wants_room(&home.read_events(ledger, &mut news).unwrap_err()));
+        let space = Arc::clone(&home.space);
+        let fill = || {
+            let page = Some(&[7; 4096][..]);
+            space.fill_demand(&space.layout(), parent.start, Some(rewake_pager::PageIx(0)), page)
+        };
+        assert!(matches!(fill(), super::super::space::Filled::Later(_)));
+
+        ledger.spaces()[spare].retire();
+        home.settle(ledger, &mut news).unwrap();
+        // The kernel refuses fills until the forking thread has run.
+        watched::until(|| fill() == super::super::space::Filled::All);
+        let child = news.children.pop().unwrap();
+        let missing = |space: &AddressSpace| space.layout().missing();
+        assert_eq!((missing(&space), missing(&child.space)), (watched::PAGES - 1, watched::PAGES));
+    }
+
+    #[test]
+    fn a_full_fd_store_is_waited_for() {
+        let parent = Watched::start(watched::fork_and_touch);
+        let ledger = Ledger::new().unwrap();
+        let (reader, writer) = FdStore::create().unwrap();
+        nix::sys::socket::setsockopt(&writer, nix::sys::socket::sockopt::SndBuf, &0).unwrap();
+        let (reader_number, writer_number) = (reader.as_raw_fd(), writer.as_raw_fd());
+        let store = || FdStore::of(reader_number, writer_number).unwrap();
+        let other = Entry { kind: Kind::Files, index: 0, life: 0 };
+        let full = std::iter::repeat_with(|| store().put(other, &[writer_number])).find_map(Result::err);
+        assert_eq!(full.unwrap().raw_os_error(), Some(libc::EAGAIN));
+        let session = Session::new(0, 1, PathBuf::new()).with_store(store());
+        let mut home = home_of(session, &parent, ledger);
+        let mut news = News::default();
+        watched::until(|| home.read_events(ledger, &mut news).is_err());
+        assert!(wants_room(&home.read_events(ledger, &mut news).unwrap_err()));
+        assert!(news.children.is_empty() && !home.space.session.has_failed());
+
+        store().retain(|entry| entry.kind != Kind::Files).unwrap_or_else(|_| store().empty().unwrap());
+        home.settle(ledger, &mut news).unwrap();
+        let child = news.children.pop().unwrap();
+        let stored = crate::fd_store::peek_all(reader.as_fd()).unwrap();
+        let of_child =
+            |(entry, files): &&(Entry, Vec<_>)| *entry == child.space.slot.entry() && files.len() == 2;
+        assert_eq!(stored.iter().filter(of_child).count(), 1, "its userfaultfd and journal, once");
     }
 
     #[test]

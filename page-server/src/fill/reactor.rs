@@ -232,6 +232,9 @@ impl Reactor {
 
     /// Reads events that were not read for want of room: slots and descriptors are freed by any reactor.
     fn read_crowded(&mut self) {
+        if self.shared.ledger.room() == 0 {
+            return;
+        }
         self.crowded = false;
         let waiting = self.homes.iter().filter(|(_, home)| home.crowded);
         let keys: Vec<usize> = waiting.map(|(key, _)| key).collect();

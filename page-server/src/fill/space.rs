@@ -40,6 +40,8 @@ pub struct AddressSpace {
     pub home: usize,
     layout: RwLock<Space>,
     gone: AtomicBool,
+    /// A fork was read and its child has no place yet: see [`AddressSpace::hold_fills`].
+    held: AtomicBool,
     /// Something comes before the rest.
     first: AtomicBool,
     begun: AtomicBool,
@@ -87,6 +89,7 @@ impl AddressSpace {
             home,
             layout: RwLock::new(space),
             gone: AtomicBool::new(false),
+            held: AtomicBool::new(false),
             begun: AtomicBool::new(false),
             since: Instant::now(),
             last_fault: AtomicU64::new(0),
@@ -114,6 +117,13 @@ impl AddressSpace {
     /// Notes that the process or its memory ended.
     pub fn set_gone(&self) {
         self.gone.store(true, Ordering::Release);
+    }
+
+    /// Puts fills off while `held`: a FORK event was read, and the child's layout is not copied from this one yet. A page
+    /// that is filled in between would count as resident in the child, which does not have it. `_layout` shows that
+    /// no fill is under way.
+    pub(super) fn hold_fills(&self, _layout: &Space, held: bool) {
+        self.held.store(held, Ordering::Relaxed);
     }
 
     /// True once: for the caller that claims its first background block.
@@ -277,6 +287,9 @@ impl AddressSpace {
     }
 
     fn fill(&self, target: u64, bytes: &[u8], zero: bool) -> Outcome {
+        if self.held.load(Ordering::Relaxed) {
+            return Outcome { bytes: 0, stop: Some(Stop::Changing) };
+        }
         let outcome =
             if zero { self.uffd.zero(target, bytes.len() as u64) } else { self.uffd.copy(target, bytes) };
         if outcome.bytes > 0
