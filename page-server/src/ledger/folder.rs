@@ -19,6 +19,7 @@ use tracing::warn;
 use super::Ledger;
 
 const LEDGER: &str = "ledger";
+const UNFINISHED: &str = "ledger.new";
 /// Tries to get a ledger's lock when its starter lives and when it does not, and time between them: 20 ms, 3 s.
 const LOCK_TRIES: u32 = 5;
 const DYING_TRIES: u32 = 750;
@@ -74,11 +75,14 @@ impl Folder {
         let path = root.join(name);
         let make = || -> anyhow::Result<(Self, Ledger)> {
             DirBuilder::new().recursive(true).mode(0o700).create(&path)?;
-            let file = File::options().read(true).write(true).create_new(true).open(path.join(LEDGER))?;
+            // It gets its name when it is locked: `rewake recover` would take an unlocked one.
+            let unfinished = path.join(UNFINISHED);
+            let file = File::options().read(true).write(true).create_new(true).open(&unfinished)?;
             let lock = lock(file)?.ok_or_else(|| io::Error::from_raw_os_error(libc::EWOULDBLOCK))?;
             // Opened once more: a mapping keeps the file open, and a process that has the mapping is not one that
             // serves.
-            let ledger = Ledger::in_file(&open(&path)?)?;
+            let ledger = Ledger::in_file(&File::options().read(true).write(true).open(&unfinished)?)?;
+            fs::rename(&unfinished, path.join(LEDGER))?;
             Ok((Self { path: path.clone(), lock }, ledger))
         };
         make().with_context(|| format!("making the ledger in {}", path.display()))
