@@ -10,6 +10,7 @@ use std::os::unix::fs::FileExt;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use common::contents;
@@ -122,7 +123,11 @@ fn another_criu_s_image_is_read_and_restores_after_it_was_split_in_two() {
     there_and_back(&need!(program("CRIU_ALT", None)));
 }
 
+/// [`reap`] waits for every child of this process: two tests at once would take each other's.
+static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
+
 fn there_and_back(program: &OsString) {
+    let _alone = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
     let folder = tempfile::tempdir().unwrap();
     let (dir, parent) = (folder.path().join("images"), folder.path().join("before"));
     std::fs::create_dir(&dir).unwrap();

@@ -91,15 +91,12 @@ pub(super) fn wait(
     if devices.open_in(pid).map_err(unknown("its files"))?.is_empty() {
         return Ok(());
     }
-    let smaps = File::open(format!("/proc/{pid}/smaps")).map_err(unknown("its mappings"))?;
-    let missing = missing(BufReader::new(smaps)).map_err(unknown("its mappings"))?;
-    if missing.is_empty() {
-        return Ok(());
-    }
     let first = first()?;
     if first == First::Any {
         host.info(format_args!("process {pid}: its GPUs reach all of its memory (XNACK)"));
     }
+    let smaps = File::open(format!("/proc/{pid}/smaps")).map_err(unknown("its mappings"))?;
+    let missing = missing(BufReader::new(smaps)).map_err(unknown("its mappings"))?;
     let ranges = first.among(missing);
     if ranges.is_empty() {
         return Ok(());
