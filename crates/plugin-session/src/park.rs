@@ -18,6 +18,8 @@ use crate::proc;
 
 /// What follows when a store was not parked.
 const LATER: &str = "its session parks the store when CRIU has let the task go";
+/// What it waits for before it parks a store.
+const WAITS: &str = "waiting until it has received the userfaultfds of all tasks";
 /// For the session to receive what the tasks sent it: CRIU does not wait for that.
 const RECEIVE: Duration = Duration::from_secs(60);
 /// Between two looks whether it has.
@@ -83,7 +85,7 @@ impl Parking {
     }
 
     fn park(&self, host: &Host, tasks: &[i32]) {
-        let (note, store) = match self.way() {
+        let (note, store) = match self.way(host) {
             Ok(Way::Leave) => return,
             Ok(Way::Park(note, store)) => (note, store),
             Ok(Way::Kill(session)) => {
@@ -112,13 +114,14 @@ impl Parking {
     }
 
     /// Waits until the session has received what the tasks sent.
-    fn way(&self) -> Result<Way, Error> {
+    fn way(&self, host: &Host) -> Result<Way, Error> {
         let first = match &self.session {
             Ok(Some(note)) => note,
             Ok(None) => return Ok(Way::Leave),
             Err(error) => return Err(Error::Find(io::Error::other(error.to_string()))),
         };
         let start = Instant::now();
+        let mut waits = false;
         loop {
             // A session that has ended has killed what it could not serve.
             let Some(note) = first.again(&self.sessions).map_err(Error::Find)? else { return Ok(Way::Leave) };
@@ -132,7 +135,13 @@ impl Parking {
                     return Ok(Way::Park(note, store));
                 }
                 Phase::Restoring if start.elapsed() > RECEIVE => return Err(Error::Slow(note.number)),
-                Phase::Restoring => sleep(LOOK),
+                Phase::Restoring => {
+                    if !waits {
+                        host.info(format_args!("session {}: {WAITS}", note.number));
+                    }
+                    waits = true;
+                    sleep(LOOK);
+                }
             }
         }
     }

@@ -14,24 +14,28 @@ use softgpu_tests::dumped::{Dumped, signal, soon, unreached};
 use softgpu_tests::server::small;
 use softgpu_tests::{Streamer, Toucher, isolated, script};
 
-/// What CRIU says when tasks run.
-const GOES_ON: &str = "Restore finished successfully";
-/// So long nothing goes on, at the least, while what is missing does not come.
+/// What CRIU logs when tasks run.
+const RESUMED: &str = "Restore finished successfully";
+/// What the plugin logs while the streamer has not received all userfaultfds. Later it logs [`WAITS`].
+const RECEIVES: &str = "waiting until it has received the userfaultfds of all tasks";
+/// For so long at least no task is resumed while the streamer is stopped.
 const A_WHILE: Duration = Duration::from_millis(200);
 
-/// Restores it; its page server stands still from the moment at which tasks are restored until CRIU has waited for what is missing.
+/// Restores it with a streamer that is stopped when all tasks are restored: no task is resumed meanwhile.
 fn comes_back(criu: &Criu, pages: &mut Streamer) {
     let stopper = script::at(criu, script::RESTORED, &script::stops(pages));
     let mut command = criu.command(&["restore", "--restore-detached", "--lazy-pages"]);
     let mut restoring = command.arg("--action-script").arg(stopper).spawn().unwrap();
     let mut ended = || restoring.try_wait().unwrap().is_some();
-    let waits = soon(|| criu.log("restore").contains(WAITS) || ended()) && !ended() && {
-        thread::sleep(A_WHILE);
-        !criu.log("restore").contains(GOES_ON)
-    };
+    let log = || criu.log("restore");
+    let waits =
+        soon(|| [RECEIVES, WAITS].iter().any(|text| log().contains(text)) || ended()) && !ended() && {
+            thread::sleep(A_WHILE);
+            !criu.log("restore").contains(RESUMED)
+        };
     signal(&pages.processes(), Signal::SIGCONT);
     assert!(restoring.wait().unwrap().success(), "{}\n{}", criu.log("restore"), pages.said());
-    assert!(waits, "nothing was missing, or nobody waited for it: {}", criu.log("restore"));
+    assert!(waits, "the plugin did not wait for the streamer: {}", criu.log("restore"));
     assert!(pages.end().unwrap().success(), "{}", pages.said());
 }
 

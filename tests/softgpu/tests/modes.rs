@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Whatever the workload does at the dump, it runs before its memory is there, and all its answers are right: with its GPUs' memory
-//! behind it, and with its CPUs', too; by both versions of CRIU.
+//! Whatever the workload does at the dump, it runs before its memory is resident, and all its answers are right. Each mode
+//! is restored by both versions of CRIU: by one with GPU memory lazy, by the other with all memory lazy.
 
 use std::fs;
 
@@ -29,45 +29,35 @@ fn can(mode: Mode) -> bool {
     }
 }
 
-/// Restores it with each of these behind it, from one image.
-fn there_and_back(mode: Mode, all: &[Behind], version: Version) {
+/// Restores it with this memory lazy.
+fn there_and_back(mode: Mode, behind: Behind, version: Version) {
     let processes = if mode == Mode::SharedBo { 2 } else { 1 };
     // Large enough for a placeholder where CPUs reach them.
     let shape = Shape { mode, processes, gpus: 2, layer_kib: 2048, ..small() };
     let dumped = need!(Dumped::of(&shape, version));
-    for (round, behind) in all.iter().enumerate() {
-        eprintln!("{mode:?}, {behind:?}, {version:?}");
-        let mut streamer = dumped.streamer_of(*behind);
-        let restored = dumped.restore_command(*behind).status().unwrap();
-        assert!(restored.success(), "{}\n{}", dumped.criu.log("restore"), streamer.said());
-        assert!(streamer.end().unwrap().success(), "{}", streamer.said());
-        let said = streamer.said();
-        assert!(said.contains("the driver lets queues run") && said.contains("GPUs go on"), "{said}");
-        assert!(dumped.criu.left_buffers(), "{}", dumped.criu.log("restore"));
-        if round + 1 < all.len() {
-            dumped.server.works();
-            dumped.ends();
-        }
-    }
+    eprintln!("{mode:?}, {behind:?}, {version:?}");
+    let mut streamer = dumped.streamer_of(behind);
+    let restored = dumped.restore_command(behind).status().unwrap();
+    assert!(restored.success(), "{}\n{}", dumped.criu.log("restore"), streamer.said());
+    assert!(streamer.end().unwrap().success(), "{}", streamer.said());
+    let said = streamer.said();
+    assert!(said.contains("the driver lets queues run") && said.contains("GPUs go on"), "{said}");
+    assert!(dumped.criu.left_buffers(), "{}", dumped.criu.log("restore"));
     dumped.server.ends_well();
 }
 
-fn every_mode(all: &[Behind], version: Version) {
+fn every_mode(behind: Behind, version: Version) {
     for mode in Mode::value_variants().iter().filter(|mode| can(**mode)) {
-        there_and_back(*mode, all, version);
+        there_and_back(*mode, behind, version);
     }
 }
 
 #[test]
-fn with_memory_of_gpus_behind_it_and_with_all_of_it() {
-    isolated("with_memory_of_gpus_behind_it_and_with_all_of_it", 2, |_| {
-        every_mode(&[Behind::Gpus, Behind::Both], Version::V4_2);
-    });
+fn with_all_of_its_memory_lazy() {
+    isolated("with_all_of_its_memory_lazy", 2, |_| every_mode(Behind::Both, Version::V4_2));
 }
 
 #[test]
-fn with_all_of_its_memory_behind_it_by_an_older_criu() {
-    isolated("with_all_of_its_memory_behind_it_by_an_older_criu", 2, |_| {
-        every_mode(&[Behind::Both], Version::V4_1);
-    });
+fn with_its_gpu_memory_lazy_by_an_older_criu() {
+    isolated("with_its_gpu_memory_lazy_by_an_older_criu", 2, |_| every_mode(Behind::Gpus, Version::V4_1));
 }

@@ -47,8 +47,8 @@ pub(super) struct Shape {
 /// What runs on one kernel only, the newer: there are kinds of memory and questions that the older does not know.
 const NEWER_ONLY: &[&str] = &["lazy_pages", "modes", "plugin_render", "svm", "touches", "unheld"];
 
-/// What depends on the kernel: its driver for GPUs, its userfaultfd, its hooks for calls. What is left out, on both
-/// kernels, asks the same of them as these do, and then drives streamer, page server and CRIU to their limits.
+/// What depends on the kernel: its driver for GPUs, its userfaultfd, its hooks for calls. What is left out asks the same
+/// of both kernels as these do, or runs on the newer kernel with the GPUs of [`OF_SEVERAL_DIES`].
 const OF_THE_KERNEL: &[&str] = &[
     "bad_use",
     "both",
@@ -70,14 +70,10 @@ const OF_THE_KERNEL: &[&str] = &[
     "plugin_render",
     "queues",
     "sdma",
-    "shared",
-    "stock_plugin",
-    "streaming",
     "svm",
     "topology",
     "touches",
     "userptr",
-    "workload",
 ];
 
 /// What depends on queues that firmware runs, on memory that CPUs do not reach, and on copies that take their time.
