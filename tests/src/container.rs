@@ -179,12 +179,35 @@ impl Container {
         self.finish(command)
     }
 
-    fn dump(&self) -> anyhow::Result<()> {
+    /// Has runc dump it into its images directory.
+    ///
+    /// # Errors
+    /// runc failed, and the container runs on.
+    pub fn dump(&self) -> anyhow::Result<()> {
         let mut command = self.runc("checkpoint");
         command.arg("--image-path").arg(self.images()).arg("--work-path").arg(self.work());
         self.finish(command)?;
         // Its number must be free for the restore, and it is this process that collects it.
         self.verdict(END).map(drop)
+    }
+
+    /// Has CRIU load the plugins of a folder from now on.
+    ///
+    /// # Errors
+    /// Its options cannot be written; the network is the host's, so that it has none.
+    pub fn load_plugins(&self, folder: &Path) -> anyhow::Result<()> {
+        ensure!(self.network == Network::Own, "a container in the host's network has no file of options");
+        let options = format!("network-lock skip\nlibdir {}\n", folder.display());
+        fs::write(self.options(), options).context("write CRIU's options")
+    }
+
+    /// Gives the images directory another name, below this container's folder, and makes an empty one.
+    ///
+    /// # Errors
+    /// It cannot be renamed.
+    pub fn put_images_aside(&self, name: &str) -> anyhow::Result<()> {
+        fs::rename(self.images(), self.dir.path().join(name)).context("rename the images directory")?;
+        fs::create_dir(self.images()).context("create the images directory")
     }
 
     /// A page server for its images.

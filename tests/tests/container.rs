@@ -3,11 +3,13 @@
 
 use std::fs;
 use std::path::Path;
+use std::time::Duration;
 
 use rewake_tests::container::{Network, runc_works};
-use rewake_tests::images;
+use rewake_tests::plugins::rewake_alone;
+use rewake_tests::process::until;
 use rewake_tests::scene::{ACT, END};
-use rewake_tests::{Container, Criu, Verdict, need};
+use rewake_tests::{Container, Criu, Verdict, images, need, sessions};
 
 /// The CRIU to work with, or the test is skipped.
 macro_rules! need_runc {
@@ -124,4 +126,49 @@ fn when_bytes_cannot_be_had_every_process_of_the_container_is_killed() {
         return;
     }
     panic!("the images were cut too late {MOST} times");
+}
+
+#[test]
+fn a_container_that_is_dumped_while_memory_is_missing_is_dumped_whole() {
+    let criu = need_runc!(Criu::main());
+    for _ in 0..MOST {
+        let container = Container::dumped(&criu, Network::Own, "plain", MIB).unwrap();
+        container.load_plugins(&rewake_alone(&container.work()).unwrap()).unwrap();
+        let mut server = container.setup().unwrap().listening().unwrap();
+        container.restore().unwrap();
+        container.put_images_aside("first").unwrap();
+        container.dump().unwrap();
+        assert!(server.ended(END).unwrap().success(), "{}", server.text());
+        let log = fs::read_to_string(container.work().join("dump.log")).unwrap();
+        // The first image's bytes came through open files; the second image has them all.
+        let mut second = container.setup().unwrap().listening().unwrap();
+        container.go().unwrap();
+        container.restore().unwrap();
+        container.expect_good_end(&mut second).unwrap();
+        if log.contains("the dump waits until all memory of its tree is resident") {
+            return;
+        }
+    }
+    panic!("all memory was resident before the dump {MOST} times");
+}
+
+#[test]
+fn without_the_plugin_a_container_whose_memory_is_missing_is_not_dumped_and_runs_on() {
+    let criu = need_runc!(Criu::main());
+    for _ in 0..MOST {
+        let container = Container::dumped(&criu, Network::Own, "plain", MIB).unwrap();
+        let mut server = container.setup().unwrap().listening().unwrap();
+        container.restore().unwrap();
+        let parked = || sessions::are_parked(container.pid().unwrap()).then_some(());
+        let was_parked = until(Duration::from_millis(300), parked).is_some();
+        container.put_images_aside("first").unwrap();
+        if container.dump().is_ok() {
+            assert!(!was_parked || server.ended(END).unwrap().success(), "{}", server.text());
+            continue;
+        }
+        container.go().unwrap();
+        container.expect_good_end(&mut server).unwrap();
+        return;
+    }
+    panic!("the dump was refused in none of {MOST} rounds");
 }
