@@ -10,6 +10,7 @@
 //! * [`images`]: surgery on CRIU images, with a codec of its own so that it does not share our reader's mistakes.
 //! * [`limit`]: memory that the kernel refuses.
 //! * [`pattern`]: what the pages hold.
+//! * [`random`]: random moments.
 //! * [`sessions`]: what is left when every process of a streamer was killed, and `rewake recover`.
 //! * [`plugins`]: a target with a mapped device, and CRIU with plugins.
 //!
@@ -26,6 +27,7 @@ pub mod limit;
 pub mod pattern;
 pub mod plugins;
 pub mod process;
+pub mod random;
 pub mod scene;
 pub mod server;
 pub mod sessions;
