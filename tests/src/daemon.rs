@@ -2,18 +2,20 @@
 //! `rewake serve` under test, and the commands that talk to it.
 
 use std::fs::{self, File};
+use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Output, Stdio};
 use std::time::Duration;
 
 use anyhow::{Context, ensure};
-use nix::sys::signal::{Signal, kill};
+use nix::sys::signal::{Signal, kill, killpg};
 use nix::unistd::Pid;
 use serde_json::Value;
 use tempfile::TempDir;
 
 use crate::criu::Criu;
 use crate::process::{children, kill_all, tail, until, wait_child};
+use crate::scene::Scene;
 use crate::server::rewake;
 
 /// Time until a daemon answers.
@@ -37,6 +39,8 @@ impl Daemon {
         let mut command = Command::new(rewake()?);
         command.arg("serve").arg("--socket").arg(dir.path().join("socket"));
         command.args(["-v4", "-o"]).arg(dir.path().join("serve.log"));
+        // A group of its own: tests send signals to it.
+        command.process_group(0);
         let child = command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log).spawn()?;
         let daemon = Self { dir, child };
         until(START, || daemon.status().ok()).with_context(|| format!("no answer\n{}", daemon.logs()))?;
@@ -70,6 +74,30 @@ impl Daemon {
         Ok(command)
     }
 
+    /// `rewake restore -- -d` with a scene's image and work directory, not yet started.
+    ///
+    /// # Errors
+    /// No program to start.
+    pub fn detached(&self, criu: &Criu, scene: &Scene) -> anyhow::Result<Command> {
+        let mut command = self.restore(criu, &scene.images())?;
+        command.arg("-W").arg(scene.work()).args(["--", "-d", "-v4"]);
+        Ok(command)
+    }
+
+    /// The process that was started.
+    #[must_use]
+    pub fn pid(&self) -> Pid {
+        Pid::from_raw(self.child.id().cast_signed())
+    }
+
+    /// Sends a signal to it and its worker.
+    ///
+    /// # Errors
+    /// They have ended.
+    pub fn signal_group(&self, signal: Signal) -> anyhow::Result<()> {
+        killpg(self.pid(), signal).context("a signal to the daemon's group")
+    }
+
     /// Kills the worker.
     ///
     /// # Errors
@@ -84,7 +112,7 @@ impl Daemon {
     /// # Errors
     /// It is gone already.
     pub fn terminate(&self) -> anyhow::Result<()> {
-        kill(Pid::from_raw(self.child.id().cast_signed()), Signal::SIGTERM).context("SIGTERM to the daemon")
+        kill(self.pid(), Signal::SIGTERM).context("SIGTERM to the daemon")
     }
 
     /// Waits for its end.
@@ -107,7 +135,7 @@ impl Drop for Daemon {
         if std::thread::panicking() {
             eprintln!("{}", self.logs());
         }
-        let workers = children(Pid::from_raw(self.child.id().cast_signed()));
+        let workers = children(self.pid());
         let _ = self.child.kill();
         let _ = self.child.wait();
         kill_all(&workers);

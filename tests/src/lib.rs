@@ -5,8 +5,10 @@
 //! * [`Scene`]: one dumped target with its directories; starts servers, restores, collects the verdict.
 //! * [`Server`]: `rewake lazy-pages`, or CRIU's own with `REWAKE_TEST_SERVER=stock` (to see which tests it fails).
 //! * [`daemon`]: `rewake serve` and the commands that talk to it.
+//! * [`cgroup`]: processes that get one event together.
 //! * [`Container`]: one dumped target in a container of runc's.
 //! * [`Criu`]: the dump and restore commands, from `CRIU` (default: `criu` on the path) and `CRIU_ALT`.
+//! * [`held`]: restores that wait for the test at a known step.
 //! * [`images`]: surgery on CRIU images, with a codec of its own so that it does not share our reader's mistakes.
 //! * [`limit`]: memory that the kernel refuses.
 //! * [`pattern`]: what the pages hold.
@@ -19,9 +21,11 @@
 
 #![forbid(unsafe_code)]
 
+pub mod cgroup;
 pub mod container;
 pub mod criu;
 pub mod daemon;
+pub mod held;
 pub mod images;
 pub mod limit;
 pub mod pattern;
