@@ -14,7 +14,7 @@ use serde_json::Value;
 use tempfile::TempDir;
 
 use crate::criu::Criu;
-use crate::process::{children, kill_all, tail, until, wait_child};
+use crate::process::{children, kill_all, run, tail, until, wait_child};
 use crate::scene::Scene;
 use crate::server::rewake;
 
@@ -167,9 +167,35 @@ pub fn timeline(output: &Output) -> anyhow::Result<Value> {
 
 /// The processes whose command line names `text`.
 #[must_use]
-pub fn processes_naming(text: &str) -> Vec<String> {
+pub fn processes_naming(text: &str) -> Vec<Pid> {
     let Ok(entries) = fs::read_dir("/proc") else { return Vec::new() };
-    let lines = entries.flatten().filter_map(|entry| fs::read(entry.path().join("cmdline")).ok());
-    let lines = lines.map(|line| String::from_utf8_lossy(&line).replace('\0', " "));
-    lines.filter(|line| line.contains(text)).collect()
+    let pids = entries.flatten().filter_map(|entry| entry.file_name().to_str()?.parse().ok());
+    let names = |pid: &Pid| {
+        let line = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+        String::from_utf8_lossy(&line).replace('\0', " ").contains(text)
+    };
+    pids.map(Pid::from_raw).filter(names).collect()
+}
+
+/// A command that runs `inner` as the first process of new pid and mount namespaces, where the folder `files` lies over
+/// the target's own. The same image can run there beside itself. When the first process ends, all others are killed.
+#[must_use]
+pub fn in_namespaces(inner: &Command, scene: &Scene, files: &Path) -> Command {
+    let mut command = Command::new("unshare");
+    command.args(["--mount", "--pid", "--fork", "--mount-proc", "sh", "-c"]);
+    command.arg("mount --bind \"$0\" \"$1\" && shift && exec \"$@\"").arg(files).arg(scene.files());
+    command.arg(inner.get_program()).args(inner.get_args());
+    for (name, value) in inner.get_envs() {
+        command.env(name, value.unwrap_or_default());
+    }
+    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    command
+}
+
+/// Whether this machine has pid and mount namespaces to give.
+#[must_use]
+pub fn has_namespaces() -> bool {
+    let mut probe = Command::new("unshare");
+    let probe = run(probe.args(["--mount", "--pid", "--fork", "--mount-proc", "true"]), START);
+    probe.is_ok_and(|status| status.success())
 }

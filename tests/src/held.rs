@@ -3,12 +3,14 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::thread;
 use std::time::Duration;
 
 use anyhow::Context as _;
 
 use crate::criu::Criu;
 use crate::process::{until, write_program};
+use crate::scene::{ACT, Scene};
 
 /// A program in CRIU's place: a shell script that ends by running the real one, `$criu`.
 ///
@@ -58,6 +60,25 @@ impl Gate {
     #[must_use]
     pub fn script(&self) -> PathBuf {
         self.folder.join("wait")
+    }
+
+    /// Restores a scene, and does something when CRIU waits at this gate.
+    ///
+    /// # Errors
+    /// CRIU failed.
+    ///
+    /// # Panics
+    /// CRIU does not come to the gate.
+    pub fn restore_and(&self, scene: &Scene, act: impl FnOnce()) -> anyhow::Result<()> {
+        let script = self.script();
+        let options = ["--action-script".as_ref(), script.as_os_str()];
+        thread::scope(|scope| {
+            let restore = scope.spawn(|| scene.restore_with(&options));
+            assert!(self.is_reached_by(1, ACT), "{}", scene.logs());
+            act();
+            self.open()?;
+            restore.join().expect("the restore's thread")
+        })
     }
 
     /// Waits until `count` restores wait: false when that takes longer than `limit`.

@@ -51,8 +51,16 @@ pub fn are_parked(leader: Pid) -> bool {
 /// # Errors
 /// Neither comes.
 pub fn parked(leader: Pid, mut is_over: impl FnMut() -> bool) -> anyhow::Result<bool> {
-    until(ACT, || (holds_a_socket(leader) || is_over()).then_some(())).context("it is never parked")?;
-    Ok(holds_a_socket(leader))
+    let is_parked = || holds_a_socket(leader) && !is_traced(leader);
+    until(ACT, || (is_parked() || is_over()).then_some(())).context("it is never parked")?;
+    Ok(is_parked())
+}
+
+/// Whether a thread of a process has a tracer: the one that parks is killed with its target.
+fn is_traced(pid: Pid) -> bool {
+    let threads = fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();
+    let mut statuses = threads.filter_map(|thread| fs::read_to_string(thread.path().join("status")).ok());
+    statuses.any(|status| !status.contains("TracerPid:\t0\n"))
 }
 
 fn holds_a_socket(task: Pid) -> bool {

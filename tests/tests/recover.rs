@@ -17,9 +17,7 @@ use rewake_tests::pattern::Random;
 use rewake_tests::process::{kill_all, session, until};
 use rewake_tests::random::{count, moment, seed};
 use rewake_tests::scene::{ACT, END};
-use rewake_tests::sessions::{
-    folders, own_sessions, parked, recover, served_again, waits_in_a_page_fault,
-};
+use rewake_tests::sessions::{folders, own_sessions, parked, recover, served_again, waits_in_a_page_fault};
 use rewake_tests::{Criu, Scene, Server, Verdict, need};
 
 /// Memory of a target, in MiB: loading it takes longer than killing its streamer.

@@ -6,15 +6,15 @@ use std::io::{Read as _, Write as _};
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::Child;
 
 use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
-use rewake_tests::daemon::{Daemon, processes_naming, restore, timeline};
+use rewake_tests::daemon::{Daemon, has_namespaces, in_namespaces, processes_naming, restore, timeline};
 use rewake_tests::held::{Gate, latecomer, script};
 use rewake_tests::images::{self, Pagemap, pagemap_path, pages_path};
-use rewake_tests::process::{run, until};
+use rewake_tests::process::until;
 use rewake_tests::scene::{ACT, END};
 use rewake_tests::{Criu, Scene, Verdict, need, skip};
 use serde_json::Value;
@@ -75,19 +75,6 @@ fn one_daemon_serves_one_restore_after_another() {
     }
 }
 
-/// `rewake restore` in new pid and mount namespaces, where `files` lies over the target's own: the same image can
-/// run there beside itself. It waits for `gate` when its tasks are restored.
-fn in_namespaces(daemon: &Daemon, criu: &Criu, gate: &Gate, scene: &Scene, files: &Path) -> Child {
-    let inner = daemon.restore(criu, &scene.images()).unwrap();
-    let mut command = Command::new("unshare");
-    command.args(["--mount", "--pid", "--fork", "--mount-proc", "sh", "-c"]);
-    command.arg("mount --bind \"$0\" \"$1\" && shift && exec \"$@\"").arg(files).arg(scene.files());
-    command.arg(inner.get_program()).args(inner.get_args());
-    command.args(["--", "-v4", "--action-script"]).arg(gate.script());
-    command.env("CRIU", criu.command("").get_program());
-    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
-}
-
 /// What one daemon has read after three cold restores at once of an image of `mib` MiB.
 struct Shared {
     image: u64,
@@ -108,7 +95,9 @@ fn restore_three_times(criu: &Criu, mib: usize) -> Shared {
     let start = |folder: &PathBuf| {
         fs::create_dir(folder).unwrap();
         fs::write(folder.join("go"), "").unwrap();
-        in_namespaces(&daemon, criu, &gate, &scene, folder)
+        let mut inner = daemon.restore(criu, &scene.images()).unwrap();
+        inner.args(["--", "-v4", "--action-script"]).arg(gate.script());
+        in_namespaces(&inner, &scene, folder).spawn().unwrap()
     };
     let restores: Vec<Child> = folders.iter().map(start).collect();
     assert!(gate.is_reached_by(3, ACT), "three restores");
@@ -126,17 +115,10 @@ fn restore_three_times(criu: &Criu, mib: usize) -> Shared {
     Shared { image, read, hits: count("hits") }
 }
 
-/// Whether this machine can restore one image several times at once.
-fn can_restore_beside_itself() -> bool {
-    let mut probe = Command::new("unshare");
-    let probe = run(probe.args(["--mount", "--pid", "--fork", "--mount-proc", "true"]), ACT);
-    probe.is_ok_and(|status| status.success())
-}
-
 #[test]
 fn three_restores_at_once_of_an_image_that_fits_the_cache_share_what_is_read() {
     let criu = need!(Criu::main());
-    if !can_restore_beside_itself() {
+    if !has_namespaces() {
         skip!("no new pid namespaces here (unshare --pid)");
     }
     let Shared { image, read, hits } = restore_three_times(&criu, 24);
@@ -150,7 +132,7 @@ fn three_restores_at_once_of_an_image_that_fits_the_cache_share_what_is_read() {
 #[test]
 fn three_restores_at_once_of_an_image_larger_than_the_cache_share_most_of_it() {
     let criu = need!(Criu::main());
-    if !can_restore_beside_itself() {
+    if !has_namespaces() {
         skip!("no new pid namespaces here (unshare --pid)");
     }
     // Alone each reads all of it: 3 images. Together they drift apart by as much as their programs' faults differ, and by

@@ -5,7 +5,6 @@
 use std::os::unix::process::{CommandExt as _, ExitStatusExt as _};
 use std::path::PathBuf;
 use std::process::{Child, Output};
-use std::thread;
 
 use nix::sys::signal::{Signal, killpg};
 use nix::unistd::Pid;
@@ -101,7 +100,7 @@ fn gate(scene: &Scene) -> Gate {
 }
 
 /// Whether the signals came while memory was missing.
-fn lazy_pages(criu: &Criu, scene: &Scene, signals: Signals, phase: Phase, outcome: Outcome) -> bool {
+fn lazy_pages(_: &Criu, scene: &Scene, signals: Signals, phase: Phase, outcome: Outcome) -> bool {
     let mut server = scene.serve().unwrap();
     let group = server.pid();
     let send = || signals.iter().for_each(|signal| killpg(group, *signal).unwrap());
@@ -113,19 +112,7 @@ fn lazy_pages(criu: &Criu, scene: &Scene, signals: Signals, phase: Phase, outcom
                 scene.restore().unwrap();
             }
         }
-        BeforeItReturns => {
-            let (gate, images, work) = (gate(scene), scene.images(), scene.work());
-            thread::scope(|scope| {
-                let script = gate.script();
-                let restore = scope.spawn(move || {
-                    criu.restore_with(&images, &work, &["--action-script".as_ref(), script.as_os_str()])
-                });
-                assert!(gate.is_reached_by(1, ACT), "{}", scene.logs());
-                send();
-                gate.open().unwrap();
-                restore.join().unwrap().unwrap();
-            });
-        }
+        BeforeItReturns => gate(scene).restore_and(scene, send).unwrap(),
         MemoryMissing => {
             scene.restore().unwrap();
             missing = parked(scene.pid(), || server.text().contains("all memory is back")).unwrap();
