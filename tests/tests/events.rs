@@ -199,6 +199,33 @@ fn every_event_to_a_cgroup_while_memory_is_missing() {
     table(MemoryMissing);
 }
 
+/// `rewake park` is in the cgroup, too, and is a tracer of the target: the kernel kills a target whose tracer ends.
+#[test]
+fn a_service_manager_s_stop_while_the_target_is_parked_costs_nothing() {
+    let criu = need!(Criu::main());
+    let group = need!(Cgroup::new());
+    let mut scene = Scene::dumped(&criu, "random", 16).unwrap();
+    for _ in 0..MOST {
+        let mut server = scene.serve().unwrap();
+        server.processes().into_iter().for_each(|pid| group.take(pid).unwrap());
+        scene.go().unwrap();
+        scene.stop().unwrap();
+        // Not before: without a restore under way the streamer ends.
+        let gate = Gate::closed(scene.work().join("gate")).unwrap();
+        thread::scope(|scope| {
+            let restored = gate.restore_and(&scene, || {
+                scope.spawn(|| while !group.processes().is_empty() {
+                    group.signal(Signal::SIGTERM);
+                });
+            });
+            restored.unwrap();
+        });
+        assert_eq!(scene.verdict(ACT).unwrap(), Verdict::Ok, "{}", scene.logs());
+        assert_eq!(server.ended(END).unwrap().code(), Some(0), "{}", server.text());
+        scene.next_round().unwrap();
+    }
+}
+
 /// The cgroup runs out of memory, and the kernel kills all of it.
 fn out_of_memory(group: &Cgroup, _: &Server) {
     group.run_out_of_memory().unwrap();
