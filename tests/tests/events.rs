@@ -214,8 +214,10 @@ fn a_service_manager_s_stop_while_the_target_is_parked_costs_nothing() {
         let gate = Gate::closed(scene.work().join("gate")).unwrap();
         thread::scope(|scope| {
             let restored = gate.restore_and(&scene, || {
-                scope.spawn(|| while !group.processes().is_empty() {
-                    group.signal(Signal::SIGTERM);
+                scope.spawn(|| {
+                    while !group.processes().is_empty() {
+                        group.signal(Signal::SIGTERM);
+                    }
                 });
             });
             restored.unwrap();
