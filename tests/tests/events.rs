@@ -99,9 +99,11 @@ fn kill_each(group: &Cgroup, _: &Server) {
 }
 
 /// Memory of the target, in MiB: loading it takes longer than killing its streamer.
-const MIB: usize = 256;
+const MIB: usize = 384;
 /// Restores at most until an event came while memory was missing.
 const MOST: usize = 5;
+/// A target that reads all of its memory at random meets a missing page within this time.
+const FAULT: Duration = Duration::from_secs(5);
 /// How long a target is watched that must not run.
 const WATCHED: Duration = Duration::from_millis(200);
 
@@ -138,15 +140,17 @@ fn recovered() -> usize {
     served_again(&output)
 }
 
-fn has_outcome(scene: &Scene, server: &mut Server, outcome: Outcome) {
+/// Whether the event came while memory was missing, as it has to for [`Recovered`].
+fn has_outcome(scene: &Scene, server: &mut Server, outcome: Outcome) -> bool {
+    let mut came = true;
     match outcome {
         Served => {}
         Recovered => {
             server.all_ended(END).unwrap();
-            until(ACT, || waits_in_a_page_fault(scene.pid()).then_some(())).expect("it waits");
+            came = until(FAULT, || waits_in_a_page_fault(scene.pid()).then_some(())).is_some();
             thread::sleep(WATCHED);
-            assert!(waits_in_a_page_fault(scene.pid()) && scene.written().is_empty(), "{}", scene.written());
-            assert_eq!(recovered(), 1);
+            assert!(!came || waits_in_a_page_fault(scene.pid()), "it runs on: {}", scene.written());
+            assert!(recovered() == 1 || !came, "it waits, and is not recovered");
         }
         Killed => {
             server.all_ended(END).unwrap();
@@ -154,7 +158,7 @@ fn has_outcome(scene: &Scene, server: &mut Server, outcome: Outcome) {
             // No child of this process any more, or one that was killed.
             assert!(scene.verdict(ACT).map_or(true, |verdict| verdict.killed()), "{}", scene.logs());
             assert_eq!((scene.written().as_str(), folders().len()), ("", 0));
-            return;
+            return came;
         }
     }
     scene.stop().unwrap();
@@ -163,12 +167,13 @@ fn has_outcome(scene: &Scene, server: &mut Server, outcome: Outcome) {
         assert_eq!(server.ended(END).unwrap().code(), Some(0), "{}", server.text());
     }
     assert_eq!(folders().len(), 0);
+    came
 }
 
 fn plays(scene: &mut Scene, group: &Cgroup, event: Event, members: Members, phase: Phase, outcome: Outcome) {
     for _ in 0..MOST {
         let server = happens(scene, group, event, members, phase);
-        let came = server.map(|mut server| has_outcome(scene, &mut server, outcome)).is_some();
+        let came = server.is_some_and(|mut server| has_outcome(scene, &mut server, outcome));
         scene.next_round().unwrap();
         if came {
             return;

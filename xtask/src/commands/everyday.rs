@@ -85,7 +85,10 @@ enum Result {
 
 /// Runs all and prints the table.
 pub(super) fn run() -> anyhow::Result<()> {
-    let environment = super::test::environment(&setup::run()?, None)?;
+    let criu = setup::run()?;
+    // Without a second CRIU the rows that need it say that they did not run.
+    let other = setup::run_other_than(&criu).ok();
+    let environment = super::test::environment(&criu, other.as_ref())?;
     program::run(repository::cargo().args(["build", "--release", "--package", "rewake", "--bins"]))?;
     // All targets: CRIU's plugins are among them.
     program::run(repository::cargo().args(["test", "--release", "--package", "rewake-tests", "--no-run"]))?;
