@@ -4,6 +4,7 @@
 
 use std::fs;
 use std::os::unix::ffi::OsStrExt as _;
+use std::path::Path;
 use std::thread;
 use std::time::Duration;
 
@@ -13,7 +14,7 @@ use rewake_tests::cgroup::Cgroup;
 use rewake_tests::daemon::{Daemon, has_namespaces, in_namespaces, processes_naming, restore};
 use rewake_tests::held::Gate;
 use rewake_tests::plugins::rewake_alone;
-use rewake_tests::process::{children, parent, session, until};
+use rewake_tests::process::{children, parent, run, session, until};
 use rewake_tests::scene::{ACT, END};
 use rewake_tests::sessions::{folders, own_sessions, parked, recover, served_again, waits_in_a_page_fault};
 use rewake_tests::{Criu, Scene, Server, Verdict, need, skip};
@@ -382,23 +383,40 @@ fn a_stopped_streamer_keeps_its_targets_waiting_and_serves_them_when_it_runs_aga
     }
 }
 
-/// A dump must not find less than the image has: stopped or not, a streamer keeps the userfaultfds.
-#[test]
-fn a_dump_while_the_streamer_is_stopped_fails_and_costs_no_byte() {
-    let criu = need!(Criu::main());
-    let scene = Scene::dumped(&criu, "random", MIB).unwrap();
-    let mut server = scene.serve().unwrap();
-    scene.go().unwrap();
-    scene.restore().unwrap();
-    if !parked(scene.pid(), || server.text().contains("all memory is back")).unwrap() {
-        panic!("all memory was resident before the streamer was stopped: enlarge the image");
-    }
-    server.processes().into_iter().for_each(|pid| kill(pid, Signal::SIGSTOP).unwrap());
-    let images = scene.work().join("again");
+/// `criu dump` of a scene's target; whether it succeeded.
+fn is_dumped(criu: &Criu, scene: &Scene, plugins: Option<&Path>) -> bool {
+    let images = scene.work().join(if plugins.is_some() { "with-plugin" } else { "without" });
     fs::create_dir(&images).unwrap();
-    assert!(criu.dump(scene.pid(), &images).is_err(), "{}", scene.logs());
-    server.goes_on().unwrap();
-    scene.stop().unwrap();
-    assert_eq!(scene.verdict(ACT).unwrap(), Verdict::Ok, "{}", scene.logs());
-    assert_eq!(server.ended(END).unwrap().code(), Some(0), "{}", server.text());
+    let mut command = criu.command("dump");
+    command.args(["-t", &scene.pid().to_string(), "-o", "dump.log", "-D"]).arg(&images);
+    command.env("REWAKE_DUMP_WAIT", "1");
+    command.args(plugins.iter().flat_map(|folder| ["-L".as_ref(), folder.as_os_str()]));
+    run(&mut command, ACT).unwrap().success()
+}
+
+/// Without the plugin CRIU refuses a target that is parked, and no other: see the threat model.
+#[test]
+fn while_a_streamer_is_stopped_its_targets_are_not_dumped_without_their_memory() {
+    let criu = need!(Criu::main());
+    let mut scene = Scene::dumped(&criu, "random", MIB).unwrap();
+    for is_parked in [true, false] {
+        let mut server = scene.serve().unwrap();
+        scene.go().unwrap();
+        if is_parked {
+            scene.restore().unwrap();
+            let came = parked(scene.pid(), || server.text().contains("all memory is back")).unwrap();
+            assert!(came, "all memory was resident before the streamer was stopped: enlarge the image");
+            server.processes().into_iter().for_each(|pid| kill(pid, Signal::SIGSTOP).unwrap());
+            assert!(!is_dumped(&criu, &scene, None));
+        } else {
+            scene.restore_and_stop(&mut server).unwrap();
+        }
+        let plugins = rewake_alone(&scene.work()).unwrap();
+        assert!(!is_dumped(&criu, &scene, Some(&plugins)));
+        server.goes_on().unwrap();
+        scene.stop().unwrap();
+        assert_eq!(scene.verdict(ACT).unwrap(), Verdict::Ok, "{}", scene.logs());
+        assert_eq!(server.ended(END).unwrap().code(), Some(0), "{}", server.text());
+        scene.next_round().unwrap();
+    }
 }
