@@ -97,8 +97,7 @@ impl OpenSession {
     }
 
     /// Closes the sockets, takes the fd store out of the processes that have it, and frees the slot.
-    pub(crate) async fn close(mut self) {
-        let (_, work): (PathBuf, PathBuf) = self.slot.paths();
+    pub(crate) async fn close(self) {
         self.slot.listener.store(NO_FD, Ordering::Release);
         self.slot.connection.store(NO_FD, Ordering::Release);
         if let Some(store) = self.session.store() {
@@ -112,9 +111,18 @@ impl OpenSession {
             }
         }
         self.slot.set_state(SessionState::Free);
-        if self.listener.take().is_some()
-            && let Err(error) = socket::remove(&work)
-        {
+    }
+}
+
+impl Drop for OpenSession {
+    /// Removes the socket that no restore has connected to. A request to stop drops such a session without
+    /// [`OpenSession::close`]. A worker that is killed drops nothing: its successor needs the socket.
+    fn drop(&mut self) {
+        if self.listener.take().is_none() {
+            return;
+        }
+        let (_, work): (PathBuf, PathBuf) = self.slot.paths();
+        if let Err(error) = socket::remove(&work) {
             warn!(%error, "removing the socket in {}", work.display());
         }
     }

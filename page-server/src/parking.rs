@@ -7,9 +7,11 @@
 //!
 //! A thread of the target makes some system calls for that ([`crate::commands::park`]). Whoever traces it must not be
 //! killed meanwhile: the kernel kills the target then, for its registers are not its own. So a short-lived process in
-//! a process group of its own does it, which no signal to the streamer reaches.
+//! a process group of its own does it, which no signal to the streamer's group reaches. A service manager signals every
+//! process of a cgroup: all signals are blocked in that process.
 
 use std::os::fd::{AsRawFd as _, OwnedFd};
+use std::os::unix::process::{CommandExt as _, ExitStatusExt as _};
 use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -118,6 +120,11 @@ fn give(session: &Session, targets: &[Gated]) -> anyhow::Result<Vec<(Gated, Stri
     let output = command.stdin(store).output().context("starting rewake park")?;
     let text = String::from_utf8_lossy(&output.stdout);
     let lines: Vec<(&str, &str)> = text.lines().filter_map(|line| line.split_once(' ')).collect();
+    if let Some(signal) = output.status.signal() {
+        // The kernel has killed the target that it traced at that moment, if there was one. Others it left untouched.
+        let why = format!("rewake park was killed by signal {signal}");
+        return Ok(targets.iter().map(|target| (*target, why.clone())).collect());
+    }
     ensure!(lines.len() == targets.len(), "rewake park: {}: {}", output.status, text.trim_end());
     let mut left = Vec::new();
     for (target, (word, why)) in targets.iter().zip(lines) {
@@ -136,9 +143,9 @@ fn give(session: &Session, targets: &[Gated]) -> anyhow::Result<Vec<(Gated, Stri
 }
 
 fn parker() -> anyhow::Result<Command> {
-    use std::os::unix::process::CommandExt as _;
     let mut command = Command::new(streamer::program()?);
     command.arg("park").process_group(0).stderr(Stdio::null());
     sys::leave_descriptors(&mut command);
+    sys::block_signals(&mut command);
     Ok(command)
 }

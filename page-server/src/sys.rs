@@ -272,6 +272,14 @@ pub fn leave_descriptors(command: &mut Command) {
     unsafe { command.pre_exec(close) };
 }
 
+/// A program that is started by this command begins with all signals blocked: of those sent to it, only SIGKILL and
+/// SIGSTOP have an effect.
+pub fn block_signals(command: &mut Command) {
+    let block = || Ok(SigSet::all().thread_block()?);
+    // SAFETY: it only makes a system call, and std has set the child's mask by then.
+    unsafe { command.pre_exec(block) };
+}
+
 /// Asks that a stream socket attach its peer's pid to every message (`SO_PASSCRED`).
 ///
 /// # Errors

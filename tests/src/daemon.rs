@@ -2,18 +2,20 @@
 //! `rewake serve` under test, and the commands that talk to it.
 
 use std::fs::{self, File};
+use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Output, Stdio};
 use std::time::Duration;
 
 use anyhow::{Context, ensure};
-use nix::sys::signal::{Signal, kill};
+use nix::sys::signal::{Signal, kill, killpg};
 use nix::unistd::Pid;
 use serde_json::Value;
 use tempfile::TempDir;
 
 use crate::criu::Criu;
-use crate::process::{children, kill_all, tail, until, wait_child};
+use crate::process::{children, kill_all, run, tail, until, wait_child};
+use crate::scene::Scene;
 use crate::server::rewake;
 
 /// Time until a daemon answers.
@@ -37,6 +39,8 @@ impl Daemon {
         let mut command = Command::new(rewake()?);
         command.arg("serve").arg("--socket").arg(dir.path().join("socket"));
         command.args(["-v4", "-o"]).arg(dir.path().join("serve.log"));
+        // A group of its own: tests send signals to it.
+        command.process_group(0);
         let child = command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log).spawn()?;
         let daemon = Self { dir, child };
         until(START, || daemon.status().ok()).with_context(|| format!("no answer\n{}", daemon.logs()))?;
@@ -70,6 +74,30 @@ impl Daemon {
         Ok(command)
     }
 
+    /// `rewake restore -- -d` with a scene's image and work directory, not yet started.
+    ///
+    /// # Errors
+    /// No program to start.
+    pub fn detached(&self, criu: &Criu, scene: &Scene) -> anyhow::Result<Command> {
+        let mut command = self.restore(criu, &scene.images())?;
+        command.arg("-W").arg(scene.work()).args(["--", "-d", "-v4"]);
+        Ok(command)
+    }
+
+    /// The process that was started.
+    #[must_use]
+    pub fn pid(&self) -> Pid {
+        Pid::from_raw(self.child.id().cast_signed())
+    }
+
+    /// Sends a signal to it and its worker.
+    ///
+    /// # Errors
+    /// They have ended.
+    pub fn signal_group(&self, signal: Signal) -> anyhow::Result<()> {
+        killpg(self.pid(), signal).context("a signal to the daemon's group")
+    }
+
     /// Kills the worker.
     ///
     /// # Errors
@@ -84,7 +112,7 @@ impl Daemon {
     /// # Errors
     /// It is gone already.
     pub fn terminate(&self) -> anyhow::Result<()> {
-        kill(Pid::from_raw(self.child.id().cast_signed()), Signal::SIGTERM).context("SIGTERM to the daemon")
+        kill(self.pid(), Signal::SIGTERM).context("SIGTERM to the daemon")
     }
 
     /// Waits for its end.
@@ -107,7 +135,7 @@ impl Drop for Daemon {
         if std::thread::panicking() {
             eprintln!("{}", self.logs());
         }
-        let workers = children(Pid::from_raw(self.child.id().cast_signed()));
+        let workers = children(self.pid());
         let _ = self.child.kill();
         let _ = self.child.wait();
         kill_all(&workers);
@@ -139,9 +167,35 @@ pub fn timeline(output: &Output) -> anyhow::Result<Value> {
 
 /// The processes whose command line names `text`.
 #[must_use]
-pub fn processes_naming(text: &str) -> Vec<String> {
+pub fn processes_naming(text: &str) -> Vec<Pid> {
     let Ok(entries) = fs::read_dir("/proc") else { return Vec::new() };
-    let lines = entries.flatten().filter_map(|entry| fs::read(entry.path().join("cmdline")).ok());
-    let lines = lines.map(|line| String::from_utf8_lossy(&line).replace('\0', " "));
-    lines.filter(|line| line.contains(text)).collect()
+    let pids = entries.flatten().filter_map(|entry| entry.file_name().to_str()?.parse().ok());
+    let names = |pid: &Pid| {
+        let line = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+        String::from_utf8_lossy(&line).replace('\0', " ").contains(text)
+    };
+    pids.map(Pid::from_raw).filter(names).collect()
+}
+
+/// A command that runs `inner` as the first process of new pid and mount namespaces, where the folder `files` lies over
+/// the target's own. The same image can run there beside itself. When the first process ends, all others are killed.
+#[must_use]
+pub fn in_namespaces(inner: &Command, scene: &Scene, files: &Path) -> Command {
+    let mut command = Command::new("unshare");
+    command.args(["--mount", "--pid", "--fork", "--mount-proc", "sh", "-c"]);
+    command.arg("mount --bind \"$0\" \"$1\" && shift && exec \"$@\"").arg(files).arg(scene.files());
+    command.arg(inner.get_program()).args(inner.get_args());
+    for (name, value) in inner.get_envs() {
+        command.env(name, value.unwrap_or_default());
+    }
+    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    command
+}
+
+/// Whether this machine has pid and mount namespaces to give.
+#[must_use]
+pub fn has_namespaces() -> bool {
+    let mut probe = Command::new("unshare");
+    let probe = run(probe.args(["--mount", "--pid", "--fork", "--mount-proc", "true"]), START);
+    probe.is_ok_and(|status| status.success())
 }

@@ -5,11 +5,14 @@
 //! * [`Scene`]: one dumped target with its directories; starts servers, restores, collects the verdict.
 //! * [`Server`]: `rewake lazy-pages`, or CRIU's own with `REWAKE_TEST_SERVER=stock` (to see which tests it fails).
 //! * [`daemon`]: `rewake serve` and the commands that talk to it.
+//! * [`cgroup`]: processes that get one event together.
 //! * [`Container`]: one dumped target in a container of runc's.
 //! * [`Criu`]: the dump and restore commands, from `CRIU` (default: `criu` on the path) and `CRIU_ALT`.
+//! * [`held`]: restores that wait for the test at a known step.
 //! * [`images`]: surgery on CRIU images, with a codec of its own so that it does not share our reader's mistakes.
 //! * [`limit`]: memory that the kernel refuses.
 //! * [`pattern`]: what the pages hold.
+//! * [`random`]: random moments.
 //! * [`sessions`]: what is left when every process of a streamer was killed, and `rewake recover`.
 //! * [`plugins`]: a target with a mapped device, and CRIU with plugins.
 //!
@@ -18,14 +21,17 @@
 
 #![forbid(unsafe_code)]
 
+pub mod cgroup;
 pub mod container;
 pub mod criu;
 pub mod daemon;
+pub mod held;
 pub mod images;
 pub mod limit;
 pub mod pattern;
 pub mod plugins;
 pub mod process;
+pub mod random;
 pub mod scene;
 pub mod server;
 pub mod sessions;

@@ -84,6 +84,12 @@ pub fn adopt_orphans() -> anyhow::Result<()> {
     nix::sys::prctl::set_child_subreaper(true).context("become a subreaper")
 }
 
+/// The parent of a process; none when it has ended.
+#[must_use]
+pub fn parent(pid: Pid) -> Option<Pid> {
+    relations(pid).map(|(parent, _)| Pid::from_raw(parent))
+}
+
 /// Parent and session of a process, from `/proc`; none when it is gone.
 fn relations(pid: Pid) -> Option<(i32, i32)> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;

@@ -176,6 +176,14 @@ impl Scene {
         self.criu.restore(&self.images(), &self.work())
     }
 
+    /// Restores the target with further options for CRIU.
+    ///
+    /// # Errors
+    /// CRIU failed.
+    pub fn restore_with(&self, options: &[&OsStr]) -> anyhow::Result<()> {
+        self.criu.restore_with(&self.images(), &self.work(), options)
+    }
+
     /// Restores the target, and stops the server when it has the target's memory to bring and has not yet heard that the restore has
     /// finished: the target runs then, and nothing comes until [`Server::goes_on`].
     ///
@@ -193,7 +201,7 @@ impl Scene {
         let script = self.work().join("stop-server");
         write_program(&script, &server.stopper())?;
         let options = [options, &[OsStr::new("--action-script"), script.as_os_str()]].concat();
-        self.criu.restore_with(&self.images(), &self.work(), &options)
+        self.restore_with(&options)
     }
 
     /// Restores with another CRIU or from another copy of the images.

@@ -14,6 +14,7 @@ use anyhow::{Context, bail, ensure};
 use nix::fcntl::OFlag;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::{Signal, kill, killpg};
+use nix::sys::wait::{WaitPidFlag, waitpid};
 use nix::unistd::{Pid, pipe2};
 
 use crate::criu::Criu;
@@ -265,14 +266,19 @@ impl Server {
         killpg(self.pid(), signal).with_context(|| format!("{signal} to the server's group"))
     }
 
-    /// Waits until nothing is left of it but what others have to collect.
+    /// Waits for the end of every process of its group.
     ///
     /// # Errors
     /// It did not end in time.
     pub fn all_ended(&mut self, limit: Duration) -> anyhow::Result<()> {
         self.ended(limit)?;
         let group = self.pid();
-        until(limit, || killpg(group, None).is_err().then_some(())).context("a worker outlives its starter")
+        until(limit, || {
+            // A worker whose starter has ended falls to this process, which has to collect it.
+            let _ = waitpid(Pid::from_raw(-group.as_raw()), Some(WaitPidFlag::WNOHANG));
+            killpg(group, None).is_err().then_some(())
+        })
+        .context("a worker outlives its starter")
     }
 
     /// Lets a stopped server go on: the worker, then the process that was started, which cannot replace it before.

@@ -9,7 +9,8 @@ use anyhow::{Context, ensure};
 use nix::sched::{CloneFlags, unshare};
 use nix::unistd::Pid;
 
-use crate::process::session;
+use crate::process::{session, until};
+use crate::scene::ACT;
 use crate::server::rewake;
 
 const FOLDER: &str = "/run/rewake";
@@ -42,6 +43,24 @@ pub fn folders() -> Vec<PathBuf> {
 pub fn are_parked(leader: Pid) -> bool {
     let tasks = session(leader);
     !tasks.is_empty() && tasks.into_iter().all(holds_a_socket)
+}
+
+/// Waits until the first process of a tree is parked, which is enough for its session to be recovered: false when all
+/// memory is resident before that, as `is_over` says.
+///
+/// # Errors
+/// Neither comes.
+pub fn parked(leader: Pid, mut is_over: impl FnMut() -> bool) -> anyhow::Result<bool> {
+    let is_parked = || holds_a_socket(leader) && !is_traced(leader);
+    until(ACT, || (is_parked() || is_over()).then_some(())).context("it is never parked")?;
+    Ok(is_parked())
+}
+
+/// Whether a thread of a process has a tracer: the one that parks is killed with its target.
+fn is_traced(pid: Pid) -> bool {
+    let threads = fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();
+    let mut statuses = threads.filter_map(|thread| fs::read_to_string(thread.path().join("status")).ok());
+    statuses.any(|status| !status.contains("TracerPid:\t0\n"))
 }
 
 fn holds_a_socket(task: Pid) -> bool {

@@ -4,20 +4,19 @@
 //!
 //! `REWAKE_DUMPS` is the number of random moments for each version of CRIU (default 6).
 
-use std::env;
 use std::ffi::OsStr;
 use std::fs;
-use std::thread::sleep;
 use std::time::Duration;
 
 use rewake_tests::pattern::Random;
 use rewake_tests::plugins::rewake_alone;
 use rewake_tests::process::run;
+use rewake_tests::random::{count, moment, seed};
 use rewake_tests::scene::ACT;
 use rewake_tests::{Criu, Scene, Verdict, need};
 
 fn rounds() -> usize {
-    env::var("REWAKE_DUMPS").map_or(6, |text| text.parse().expect("REWAKE_DUMPS is a number"))
+    count("REWAKE_DUMPS", 6)
 }
 
 /// `criu dump` of a scene's target into a new folder; whether it succeeded, and its log.
@@ -37,13 +36,13 @@ fn dump(criu: &Criu, scene: &Scene, plugins: Option<&OsStr>) -> (bool, String) {
 fn with_the_plugin_a_dump_at_any_moment_waits_and_the_image_is_whole() {
     for criu in Criu::both() {
         let criu = need!(criu);
-        let mut random = Random::new(3);
+        let mut random = Random::new(seed());
         let mut scene = Scene::dumped(&criu, "plain", 256).unwrap();
         let mut waited = 0;
         for _ in 0..rounds() {
             let mut server = scene.serve().unwrap();
             scene.restore().unwrap();
-            sleep(Duration::from_micros(random.below(30_000) as u64));
+            moment(Duration::from_millis(30), &mut random);
             let plugins = rewake_alone(&scene.work()).unwrap();
             let (dumped, log) = dump(&criu, &scene, Some(plugins.as_os_str()));
             assert!(dumped, "{log}");

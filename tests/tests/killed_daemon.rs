@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The page server is killed at random moments while a target's memory streams in. The target checks its memory all
-//! the time: it ends well or is killed, and never sees a wrong byte.
+//! the time and ends well: a restore may fail, and no target is killed or sees a wrong byte.
 //!
 //! `REWAKE_KILLS` is the number of kills (default 40), `REWAKE_SEED` repeats the moments of another run.
 
-use std::env;
 use std::fmt;
-use std::thread::{scope, sleep};
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::thread::scope;
+use std::time::{Duration, Instant};
 
 use rewake_tests::pattern::Random;
+use rewake_tests::random::{count, moment, seed};
 use rewake_tests::scene::END;
 use rewake_tests::{Criu, Scene, Server, Verdict, need};
 
@@ -18,6 +18,9 @@ const LIMIT: Duration = Duration::from_secs(60);
 
 /// Restores at most for each kill that is to hit.
 const MOST: usize = 4;
+
+/// Failed restores that chance allows in a short test, beside a quarter of all.
+const FEW: usize = 8;
 
 /// Who is killed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -55,14 +58,7 @@ impl fmt::Display for Outcomes {
 }
 
 fn rounds(part: usize) -> usize {
-    let all = env::var("REWAKE_KILLS").map_or(40, |text| text.parse().expect("REWAKE_KILLS is a number"));
-    (all / part).max(1)
-}
-
-fn seed() -> u64 {
-    let now = || SystemTime::now().duration_since(UNIX_EPOCH).expect("the clock is past 1970").subsec_nanos();
-    env::var("REWAKE_SEED")
-        .map_or_else(|_| now().into(), |text| text.parse().expect("REWAKE_SEED is a number"))
+    (count("REWAKE_KILLS", 40) / part).max(1)
 }
 
 /// Time from the start of a restore to the end of its server when nothing is killed.
@@ -82,18 +78,14 @@ fn undisturbed(scene: &mut Scene) -> Duration {
 
 /// Kills at a random moment within `span` of the restore's start; false when there was nobody left.
 fn kill(server: &mut Server, victim: Victim, span: Duration, random: &mut Random) -> bool {
-    let mut nap = |span: Duration| {
-        let micros = usize::try_from(span.as_micros()).unwrap();
-        sleep(Duration::from_micros(random.below(micros + 1) as u64));
-    };
-    nap(span);
+    moment(span, random);
     let hit = match victim {
         Victim::Worker => server.kill_worker(),
         Victim::Supervisor => server.kill_supervisor(),
         Victim::Asked => server.terminate().is_ok(),
     };
     if victim == Victim::Worker && random.below(4) == 0 {
-        sleep(Duration::from_micros(random.below(20_000) as u64));
+        moment(Duration::from_millis(20), random);
         server.kill_worker();
     }
     hit
@@ -138,7 +130,7 @@ fn round(scene: &Scene, victim: Victim, span: &mut Duration, random: &mut Random
 }
 
 /// Restores one image again and again, each time with a kill, until so many kills were not too late.
-fn campaign(criu: &Criu, scenario: &str, victim: Victim, rounds: usize) -> Outcomes {
+fn campaign(criu: &Criu, scenario: &str, victim: Victim, rounds: usize) {
     let seed = seed();
     let mut random = Random::new(seed);
     let mut scene = Scene::dumped(criu, scenario, 64).unwrap();
@@ -153,31 +145,32 @@ fn campaign(criu: &Criu, scenario: &str, victim: Victim, rounds: usize) -> Outco
     eprintln!("{scenario}, {victim:?} killed, REWAKE_SEED={seed}, within {span:?}: {sum}");
     assert!(sum.wrong.is_empty(), "{}", sum.wrong.join("\n==========\n"));
     assert_eq!(restores - sum.too_late, rounds, "most kills came too late to mean anything");
-    sum
+    // A kill before the userfaultfds have arrived costs the restore, and these moments are few.
+    assert!(2 * sum.good >= restores, "too few targets ended well: {sum}");
+    assert!(4 * sum.restore_failed <= restores + FEW, "too many restores failed: {sum}");
+    assert_eq!(sum.killed, 0, "one process of a streamer is left, and serves on: {sum}");
 }
 
 #[test]
 fn a_killed_worker_is_replaced_and_the_target_sees_right_bytes() {
     let criu = need!(Criu::main());
-    let sum = campaign(&criu, "random", Victim::Worker, rounds(1));
-    assert_eq!(sum.killed, 0, "a lost worker is replaced, its target lives");
+    campaign(&criu, "random", Victim::Worker, rounds(1));
 }
 
 #[test]
 fn a_worker_killed_while_the_target_forks_drops_and_moves_memory_is_replaced() {
     let criu = need!(Criu::main());
-    let sum = campaign(&criu, "active", Victim::Worker, rounds(2));
-    assert_eq!(sum.killed, 0, "a lost worker is replaced, its target lives");
+    campaign(&criu, "active", Victim::Worker, rounds(2));
 }
 
 #[test]
-fn a_killed_supervisor_never_shows_wrong_bytes() {
+fn a_killed_supervisor_costs_no_target() {
     let criu = need!(Criu::main());
     campaign(&criu, "random", Victim::Supervisor, rounds(4));
 }
 
 #[test]
-fn a_server_asked_to_end_never_shows_wrong_bytes() {
+fn a_server_asked_to_end_serves_its_target_first() {
     let criu = need!(Criu::main());
     campaign(&criu, "random", Victim::Asked, rounds(4));
 }

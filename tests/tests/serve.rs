@@ -6,14 +6,15 @@ use std::io::{Read as _, Write as _};
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::Child;
 
 use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
-use rewake_tests::daemon::{Daemon, processes_naming, restore, timeline};
+use rewake_tests::daemon::{Daemon, has_namespaces, in_namespaces, processes_naming, restore, timeline};
+use rewake_tests::held::{Gate, latecomer, script};
 use rewake_tests::images::{self, Pagemap, pagemap_path, pages_path};
-use rewake_tests::process::{run, until, write_program};
+use rewake_tests::process::until;
 use rewake_tests::scene::{ACT, END};
 use rewake_tests::{Criu, Scene, Verdict, need, skip};
 use serde_json::Value;
@@ -24,31 +25,10 @@ fn pages_file(scene: &Scene) -> PathBuf {
     pages_path(&scene.images(), &pagemap)
 }
 
-/// `rewake restore -- -d` with the scene's work directory, not yet started.
-fn detached(daemon: &Daemon, criu: &Criu, scene: &Scene) -> Command {
-    let mut command = daemon.restore(criu, &scene.images()).unwrap();
-    command.arg("-W").arg(scene.work()).args(["--", "-d", "-v4"]);
-    command
-}
-
 fn session(status: &Value, state: &str) -> Option<Value> {
     let live = status["sessions"].as_array().unwrap().iter();
     let recent = status["recent"].as_array().unwrap().iter().map(|ended| &ended["summary"]);
     live.chain(recent).find(|session| session["state"] == state).cloned()
-}
-
-/// A program in CRIU's place: a shell script that ends by running the real one, `$criu`.
-fn script(criu: &Criu, path: PathBuf, body: &str) -> PathBuf {
-    let program = criu.command("").get_program().to_owned();
-    let text = format!("#!/bin/sh\ncriu={}\n{body}\n", program.display());
-    write_program(&path, &text).unwrap();
-    path
-}
-
-/// A CRIU that begins when `starter` is there.
-fn latecomer(criu: &Criu, folder: &Path, starter: &Path) -> PathBuf {
-    let wait = format!("while [ ! -e {} ]; do sleep 0.01; done", starter.display());
-    script(criu, folder.join("criu"), &format!("{wait}\nexec $criu \"$@\""))
 }
 
 /// A CRIU that cuts the pages file of the served copy in half, which the daemon has checked by then, and restores
@@ -58,7 +38,7 @@ fn saboteur(criu: &Criu, scene: &Scene, served: &Path) -> PathBuf {
     let half = pages.metadata().unwrap().len() / 2;
     let cut = format!("truncate -s {half} {}", pages.display());
     let restore = format!("exec $criu $act $lazy -D {} \"$@\"", scene.images().display());
-    script(criu, scene.work().join("criu"), &format!("{cut}\nact=$1 lazy=$2\nshift 4\n{restore}"))
+    script(criu, scene.work().join("criu"), &format!("{cut}\nact=$1 lazy=$2\nshift 4\n{restore}")).unwrap()
 }
 
 /// The work directories that restores have made beside the daemon's socket.
@@ -82,7 +62,7 @@ fn one_daemon_serves_one_restore_after_another() {
     let daemon = Daemon::start().unwrap();
     for round in 1..=2 {
         scene.go().unwrap();
-        let output = detached(&daemon, &criu, &scene).output().unwrap();
+        let output = daemon.detached(&criu, &scene).unwrap().output().unwrap();
         let told = timeline(&output).unwrap();
         assert_eq!(scene.verdict(ACT).unwrap(), Verdict::Ok);
         assert_eq!((&told["session"], &told["own_daemon"]), (&round.into(), &false.into()));
@@ -93,32 +73,6 @@ fn one_daemon_serves_one_restore_after_another() {
         assert_eq!(session(&status, "complete").unwrap()["images_dir"], scene.images().to_str().unwrap());
         scene.next_round().unwrap();
     }
-}
-
-/// A script for CRIU's `--action-script`: says in `waiting` that tasks are restored, and lets CRIU go on, which then tells so and lets them
-/// run, when there is a `gate`.
-fn gated(path: PathBuf, waiting: &Path, gate: &Path) -> PathBuf {
-    let text = format!(
-        "#!/bin/sh\n[ \"$CRTOOLS_SCRIPT_ACTION\" = post-restore ] || exit 0\n\
-         mktemp -p {} || exit 1\nwhile [ ! -e {} ]; do sleep 0.01; done\n",
-        waiting.display(),
-        gate.display()
-    );
-    write_program(&path, &text).unwrap();
-    path
-}
-
-/// `rewake restore` in new pid and mount namespaces, where `files` lies over the target's own: the same image can
-/// run there beside itself. It waits for `gate` when its tasks are restored.
-fn in_namespaces(daemon: &Daemon, criu: &Criu, gate: &Path, scene: &Scene, files: &Path) -> Child {
-    let inner = daemon.restore(criu, &scene.images()).unwrap();
-    let mut command = Command::new("unshare");
-    command.args(["--mount", "--pid", "--fork", "--mount-proc", "sh", "-c"]);
-    command.arg("mount --bind \"$0\" \"$1\" && shift && exec \"$@\"").arg(files).arg(scene.files());
-    command.arg(inner.get_program()).args(inner.get_args());
-    command.args(["--", "-v4", "--action-script"]).arg(gate);
-    command.env("CRIU", criu.command("").get_program());
-    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
 }
 
 /// What one daemon has read after three cold restores at once of an image of `mib` MiB.
@@ -136,19 +90,18 @@ fn restore_three_times(criu: &Criu, mib: usize) -> Shared {
     pages.sync_all().unwrap();
     posix_fadvise(&pages, 0, 0, PosixFadviseAdvice::POSIX_FADV_DONTNEED).unwrap();
 
-    let (waiting, gate) = (dir.path().join("waiting"), dir.path().join("gate"));
-    fs::create_dir(&waiting).unwrap();
-    let wait = gated(dir.path().join("wait"), &waiting, &gate);
+    let gate = Gate::closed(dir.path().join("gate")).unwrap();
     let folders: Vec<PathBuf> = (0..3).map(|number| dir.path().join(number.to_string())).collect();
     let start = |folder: &PathBuf| {
         fs::create_dir(folder).unwrap();
         fs::write(folder.join("go"), "").unwrap();
-        in_namespaces(&daemon, criu, &wait, &scene, folder)
+        let mut inner = daemon.restore(criu, &scene.images()).unwrap();
+        inner.args(["--", "-v4", "--action-script"]).arg(gate.script());
+        in_namespaces(&inner, &scene, folder).spawn().unwrap()
     };
     let restores: Vec<Child> = folders.iter().map(start).collect();
-    let all_wait = || (fs::read_dir(&waiting).unwrap().count() == 3).then_some(());
-    until(ACT, all_wait).expect("three restores");
-    fs::write(gate, "").unwrap();
+    assert!(gate.is_reached_by(3, ACT), "three restores");
+    gate.open().unwrap();
     for (restore, folder) in restores.into_iter().zip(&folders) {
         timeline(&restore.wait_with_output().unwrap()).unwrap();
         assert_eq!(fs::read_to_string(folder.join("verdict")).unwrap(), "OK\n");
@@ -162,17 +115,10 @@ fn restore_three_times(criu: &Criu, mib: usize) -> Shared {
     Shared { image, read, hits: count("hits") }
 }
 
-/// Whether this machine can restore one image several times at once.
-fn can_restore_beside_itself() -> bool {
-    let mut probe = Command::new("unshare");
-    let probe = run(probe.args(["--mount", "--pid", "--fork", "--mount-proc", "true"]), ACT);
-    probe.is_ok_and(|status| status.success())
-}
-
 #[test]
 fn three_restores_at_once_of_an_image_that_fits_the_cache_share_what_is_read() {
     let criu = need!(Criu::main());
-    if !can_restore_beside_itself() {
+    if !has_namespaces() {
         skip!("no new pid namespaces here (unshare --pid)");
     }
     let Shared { image, read, hits } = restore_three_times(&criu, 24);
@@ -186,7 +132,7 @@ fn three_restores_at_once_of_an_image_that_fits_the_cache_share_what_is_read() {
 #[test]
 fn three_restores_at_once_of_an_image_larger_than_the_cache_share_most_of_it() {
     let criu = need!(Criu::main());
-    if !can_restore_beside_itself() {
+    if !has_namespaces() {
         skip!("no new pid namespaces here (unshare --pid)");
     }
     // Alone each reads all of it: 3 images. Together they drift apart by as much as their programs' faults differ, and by
@@ -211,7 +157,7 @@ fn a_failing_session_harms_no_other() {
     let bad = Scene::dumped(&criu, "plain", 64).unwrap();
     let daemon = Daemon::start().unwrap();
     good.go().unwrap();
-    let restoring = detached(&daemon, &criu, &good).spawn().unwrap();
+    let restoring = daemon.detached(&criu, &good).unwrap().spawn().unwrap();
 
     bad.go().unwrap();
     let served = bad.images().join("served");
@@ -241,7 +187,7 @@ fn sessions_and_their_clients_outlive_a_killed_worker() {
     let criu = need!(Criu::main());
     let scene = Scene::dumped(&criu, "random", 64).unwrap();
     let daemon = Daemon::start().unwrap();
-    let restoring = detached(&daemon, &criu, &scene).spawn().unwrap();
+    let restoring = daemon.detached(&criu, &scene).unwrap().spawn().unwrap();
     until(ACT, || under_way(&daemon)).expect("a restore under way");
     daemon.kill_worker().unwrap();
     scene.go().unwrap();
@@ -339,7 +285,7 @@ fn a_daemon_asked_to_end_lets_its_sessions_finish_first() {
     let scene = Scene::dumped(&criu, "random", 256).unwrap();
     let mut daemon = Daemon::start().unwrap();
     scene.go().unwrap();
-    let restoring = detached(&daemon, &criu, &scene).spawn().unwrap();
+    let restoring = daemon.detached(&criu, &scene).unwrap().spawn().unwrap();
     until(ACT, || under_way(&daemon)).expect("a restore under way");
     daemon.terminate().unwrap();
     timeline(&restoring.wait_with_output().unwrap()).unwrap();
@@ -364,7 +310,7 @@ fn an_interrupted_restore_leaves_no_criu_no_session_and_no_directory() {
     let scene = Scene::dumped(&criu, "plain", 8).unwrap();
     let daemon = Daemon::start().unwrap();
     let dir = tempfile::tempdir().unwrap();
-    let waiting = latecomer(&criu, dir.path(), &dir.path().join("never"));
+    let waiting = latecomer(&criu, dir.path(), &dir.path().join("never")).unwrap();
     let mut command = daemon.restore(&criu, &scene.images()).unwrap();
     let restoring = command.env("CRIU", &waiting).args(["--", "-d"]).spawn().unwrap();
     let running = || (!processes_naming(&format!("sh {}", waiting.display())).is_empty()).then_some(());

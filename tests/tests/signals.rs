@@ -1,13 +1,50 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Signals to a streamer's process group: none that it does not use ends it, and a request to stop counts once, however
-//! many of its processes get it.
+//! Signals to a process group: each kind of signal, in each phase of a restore, for each command. [`TABLE`] is the
+//! specification.
 
-use nix::sys::signal::Signal;
-use rewake_tests::scene::END;
+use std::os::unix::process::{CommandExt as _, ExitStatusExt as _};
+use std::path::PathBuf;
+use std::process::{Child, Output};
+
+use nix::sys::signal::{Signal, killpg};
+use nix::unistd::Pid;
+use rewake_tests::daemon::{Daemon, processes_naming, timeline};
+use rewake_tests::held::{Gate, latecomer};
+use rewake_tests::process::until;
+use rewake_tests::scene::{ACT, END};
+use rewake_tests::sessions::parked;
 use rewake_tests::{Criu, Scene, Verdict, need};
 
-/// All that a terminal, a script or a service manager sends, but SIGKILL.
-const SIGNALS: [Signal; 9] = [
+use Outcome::{Ends, ServesOn, ServesThenEnds};
+use Phase::{BeforeItConnects, BeforeItReturns, MemoryMissing};
+
+/// How far the restore is when the signals come.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Phase {
+    /// No restore has connected.
+    BeforeItConnects,
+    /// CRIU has made all tasks, and none has run.
+    BeforeItReturns,
+    /// The target runs, and some of its memory is missing.
+    MemoryMissing,
+}
+
+/// What becomes of the target, and of the command that got the signals.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Outcome {
+    /// The target is served to its end, byte for byte. The command runs as if no signal had come.
+    ServesOn,
+    /// The target is served to its end, byte for byte. Then the command ends.
+    ServesThenEnds,
+    /// The command ends. No target runs, and nothing of the restore is left.
+    Ends,
+}
+
+/// Signals that come together.
+type Signals = &'static [Signal];
+
+/// What a terminal, a script or a service manager sends, and no process of a streamer uses.
+const UNUSED: Signals = &[
     Signal::SIGHUP,
     Signal::SIGQUIT,
     Signal::SIGUSR1,
@@ -15,40 +52,204 @@ const SIGNALS: [Signal; 9] = [
     Signal::SIGALRM,
     Signal::SIGPIPE,
     Signal::SIGPWR,
-    Signal::SIGTERM,
-    Signal::SIGINT,
+];
+/// Twice: a service manager asks every process, and a person asks again.
+const STOP: Signals = &[Signal::SIGTERM, Signal::SIGTERM];
+const INTERRUPT: Signals = &[Signal::SIGINT, Signal::SIGINT];
+
+/// `rewake restore` serves nothing: its daemon does. It ends by any signal, and takes CRIU along before the target runs.
+#[rustfmt::skip]
+const TABLE: [(Signals, Phase, [Outcome; 3]); 9] = [
+    // to the group of                 rewake lazy-pages  rewake serve    rewake restore
+    (UNUSED,    BeforeItConnects, [ServesOn,       ServesOn,       Ends]),
+    (STOP,      BeforeItConnects, [Ends,           Ends,           Ends]),
+    (INTERRUPT, BeforeItConnects, [Ends,           Ends,           Ends]),
+    (UNUSED,    BeforeItReturns,  [ServesOn,       ServesOn,       Ends]),
+    (STOP,      BeforeItReturns,  [ServesThenEnds, ServesThenEnds, Ends]),
+    (INTERRUPT, BeforeItReturns,  [ServesThenEnds, ServesThenEnds, Ends]),
+    (UNUSED,    MemoryMissing,    [ServesOn,       ServesOn,       ServesThenEnds]),
+    (STOP,      MemoryMissing,    [ServesThenEnds, ServesThenEnds, ServesThenEnds]),
+    (INTERRUPT, MemoryMissing,    [ServesThenEnds, ServesThenEnds, ServesThenEnds]),
 ];
 
-#[test]
-fn a_group_s_signal_while_memory_is_missing_costs_nothing() {
+/// Memory of the target, in MiB: loading it takes longer than sending some signals.
+const MIB: usize = 192;
+
+/// Every row of the table, for one command. Most rows of the last phase must have come while memory was missing.
+fn table(command: usize, play: fn(&Criu, &Scene, Signals, Phase, Outcome) -> bool) {
     let criu = need!(Criu::main());
-    let mut scene = Scene::dumped(&criu, "random", 128).unwrap();
-    for signal in SIGNALS {
-        let mut server = scene.serve().unwrap();
+    let mut scene = Scene::dumped(&criu, "random", MIB).unwrap();
+    let mut missing = 0;
+    for (signals, phase, outcomes) in TABLE {
+        // One pass over all of its memory.
         scene.go().unwrap();
-        scene.restore().unwrap();
-        // Twice: a service manager asks every process, and a person asks again.
-        server.signal_group(signal).unwrap();
-        server.signal_group(signal).unwrap();
         scene.stop().unwrap();
-        assert_eq!(scene.verdict(END).unwrap(), Verdict::Ok, "{signal}: {}", scene.logs());
-        assert_eq!(server.ended(END).unwrap().code(), Some(0), "{signal}: {}", server.text());
+        eprintln!("{signals:?}, {phase:?}: {:?}", outcomes[command]);
+        missing += usize::from(play(&criu, &scene, signals, phase, outcomes[command]));
         scene.next_round().unwrap();
     }
+    assert!(missing >= 2, "{missing} of 3 rows came while memory was missing: enlarge the image");
+}
+
+fn ends_well(scene: &Scene) {
+    assert_eq!(scene.verdict(ACT).unwrap(), Verdict::Ok, "{}", scene.logs());
+}
+
+fn gate(scene: &Scene) -> Gate {
+    Gate::closed(scene.work().join("gate")).unwrap()
+}
+
+/// Whether the signals came while memory was missing.
+fn lazy_pages(_: &Criu, scene: &Scene, signals: Signals, phase: Phase, outcome: Outcome) -> bool {
+    let mut server = scene.serve().unwrap();
+    let group = server.pid();
+    let send = || signals.iter().for_each(|signal| killpg(group, *signal).unwrap());
+    let mut missing = false;
+    match phase {
+        BeforeItConnects => {
+            send();
+            if outcome != Ends {
+                scene.restore().unwrap();
+            }
+        }
+        BeforeItReturns => gate(scene).restore_and(scene, send).unwrap(),
+        MemoryMissing => {
+            scene.restore().unwrap();
+            missing = parked(scene.pid(), || server.text().contains("all memory is back")).unwrap();
+            if missing {
+                send();
+            }
+        }
+    }
+    if outcome != Ends {
+        ends_well(scene);
+    }
+    assert_eq!(server.ended(END).unwrap().code(), Some(0), "{}", server.text());
+    assert!(outcome != Ends || !scene.socket().exists(), "the socket is left: {}", server.text());
+    missing
 }
 
 #[test]
-fn before_a_restore_comes_only_a_request_to_stop_ends_it() {
-    let criu = need!(Criu::main());
-    let mut scene = Scene::dumped(&criu, "plain", 4).unwrap();
-    for signal in SIGNALS {
-        let mut server = scene.serve().unwrap();
-        server.signal_group(signal).unwrap();
-        if matches!(signal, Signal::SIGTERM | Signal::SIGINT) {
-            assert_eq!(server.ended(END).unwrap().code(), Some(0), "{signal}: {}", server.text());
-        } else {
-            scene.play_with(&mut server).unwrap();
-        }
-        scene.next_round().unwrap();
+fn to_rewake_lazy_pages() {
+    table(0, lazy_pages);
+}
+
+/// Waits until the one target of a daemon is parked; false when all its memory was resident before.
+fn parked_of(daemon: &Daemon, scene: &Scene) -> bool {
+    let served = || daemon.status().is_ok_and(|status| status["daemon"]["sessions_served"] == 1);
+    parked(scene.pid(), served).unwrap()
+}
+
+fn serve(criu: &Criu, scene: &Scene, signals: Signals, phase: Phase, outcome: Outcome) -> bool {
+    let mut daemon = Daemon::start().unwrap();
+    let group = daemon.pid();
+    let send = || signals.iter().for_each(|signal| killpg(group, *signal).unwrap());
+    let mut missing = false;
+    if phase == BeforeItConnects {
+        send();
     }
+    if outcome != Ends {
+        let gate = gate(scene);
+        let mut command = daemon.detached(criu, scene).unwrap();
+        let restoring = command.arg("--action-script").arg(gate.script()).spawn().unwrap();
+        if phase == BeforeItReturns {
+            assert!(gate.is_reached_by(1, ACT), "{}", scene.logs());
+            send();
+        }
+        gate.open().unwrap();
+        if phase == MemoryMissing {
+            missing = parked_of(&daemon, scene);
+            send();
+        }
+        timeline(&restoring.wait_with_output().unwrap()).unwrap();
+        ends_well(scene);
+    }
+    if outcome == ServesOn {
+        assert_eq!(daemon.status().unwrap()["daemon"]["generation"], 1, "{}", daemon.logs());
+    } else {
+        assert_eq!(daemon.ended(END).unwrap().code(), Some(0));
+        assert!(!daemon.socket().exists());
+    }
+    missing
+}
+
+#[test]
+fn to_rewake_serve() {
+    table(1, serve);
+}
+
+/// A `rewake restore` in a group of its own, CRIU included.
+struct Restoring {
+    child: Child,
+    gate: Gate,
+    /// A script in CRIU's place, and the file that it waits for.
+    late: PathBuf,
+    starter: PathBuf,
+}
+
+impl Restoring {
+    fn start(daemon: &Daemon, criu: &Criu, scene: &Scene) -> Self {
+        let (gate, starter) = (gate(scene), scene.work().join("begin"));
+        let late = latecomer(criu, &scene.work(), &starter).unwrap();
+        let mut command = daemon.detached(criu, scene).unwrap();
+        command.arg("--action-script").arg(gate.script()).env("CRIU", &late).process_group(0);
+        Self { child: command.spawn().unwrap(), gate, late, starter }
+    }
+
+    /// Lets it get to a phase. Whether memory is missing then.
+    fn reach(&self, phase: Phase, daemon: &Daemon, scene: &Scene) -> bool {
+        let late = format!("sh {}", self.late.display());
+        until(ACT, || (!processes_naming(&late).is_empty()).then_some(())).expect("CRIU begins");
+        if phase == BeforeItConnects {
+            return false;
+        }
+        std::fs::write(&self.starter, "").unwrap();
+        assert!(self.gate.is_reached_by(1, ACT), "{}", scene.logs());
+        if phase == BeforeItReturns {
+            return false;
+        }
+        self.gate.open().unwrap();
+        parked_of(daemon, scene)
+    }
+
+    fn send(&self, signals: Signals) {
+        let group = Pid::from_raw(self.child.id().cast_signed());
+        for signal in signals {
+            // The first may end it.
+            let _ = killpg(group, *signal);
+        }
+    }
+
+    fn ended(self) -> Output {
+        self.child.wait_with_output().unwrap()
+    }
+}
+
+fn restore(criu: &Criu, scene: &Scene, signals: Signals, phase: Phase, outcome: Outcome) -> bool {
+    let daemon = Daemon::start().unwrap();
+    let restoring = Restoring::start(&daemon, criu, scene);
+    let missing = restoring.reach(phase, &daemon, scene);
+    restoring.send(signals);
+    if outcome == Ends {
+        restoring.gate.open().unwrap();
+        let late = restoring.late.display().to_string();
+        let output = restoring.ended();
+        let status = output.status;
+        let stopped = status.code() == Some(128 + signals[0] as i32);
+        assert!(stopped || status.signal().is_some_and(|signal| signal != 0), "{output:?}");
+        until(END, || processes_naming(&late).is_empty().then_some(())).expect("its CRIU ends");
+        // No child of this process any more, or one that was killed.
+        assert!(scene.verdict(ACT).map_or(true, |verdict| verdict.killed()), "{}", scene.logs());
+        assert_eq!(scene.written(), "");
+    } else {
+        ends_well(scene);
+        restoring.ended();
+    }
+    assert_eq!(daemon.status().unwrap()["daemon"]["generation"], 1, "{}", daemon.logs());
+    missing
+}
+
+#[test]
+fn to_rewake_restore() {
+    table(2, restore);
 }

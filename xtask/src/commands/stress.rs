@@ -5,10 +5,14 @@ use std::time::Duration;
 
 use anyhow::{Context as _, bail, ensure};
 
+use super::everyday;
 use crate::{program, repository, setup, vm};
 
 /// A campaign that hangs ends: the longest takes a quarter of an hour on a quiet machine.
 const LIMIT: Duration = Duration::from_secs(4 * 3600);
+
+/// The one without rounds and seed: a table.
+const EVERYDAY: &str = "everyday";
 
 /// Where a campaign's test runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -48,7 +52,7 @@ const CAMPAIGN: Campaign = Campaign {
     always: None,
 };
 
-const CAMPAIGNS: [Campaign; 8] = [
+const CAMPAIGNS: [Campaign; 10] = [
     Campaign {
         name: "restore-touched",
         what: "a program that touches, maps and forks while its GPUs' memory is missing",
@@ -93,6 +97,24 @@ const CAMPAIGNS: [Campaign; 8] = [
         ..CAMPAIGN
     },
     Campaign {
+        name: "recover",
+        what: "all processes of a page server are killed at random moments, and its targets recovered",
+        place: Place::Host,
+        programs: &["recover"],
+        rounds: Some(("REWAKE_RECOVERIES", 200)),
+        seed: Some("REWAKE_SEED"),
+        ..CAMPAIGN
+    },
+    Campaign {
+        name: "dump-missing",
+        what: "dumps at random moments while memory is missing; what was dumped is restored and compared",
+        place: Place::Host,
+        programs: &["hollow"],
+        rounds: Some(("REWAKE_DUMPS", 200)),
+        seed: Some("REWAKE_SEED"),
+        ..CAMPAIGN
+    },
+    Campaign {
         name: "failing-calls",
         what: "every driver call of a dump and of a restore fails in turn, or kills its caller",
         programs: &["plugin_faults", "lazy_faults"],
@@ -124,12 +146,19 @@ pub(crate) fn help() -> String {
         let seed = if campaign.seed.is_some() { "; --seed repeats one" } else { "" };
         help += &format!("  {:18} {}{rounds}{seed}\n", campaign.name, campaign.what);
     }
+    help += &format!(
+        "  {EVERYDAY:18} what everyday events cost: a table of events and outcomes, from tests of the suite\n"
+    );
     help += "\nThose with GPUs run in the suite's machine 6.12-90a, or in the one that --machine names.\n";
     help
 }
 
 /// Runs one of them.
 pub(crate) fn run(name: &str, words: &[&str]) -> anyhow::Result<()> {
+    if name == EVERYDAY {
+        ensure!(words.is_empty(), "stress {EVERYDAY} {}: it has no options", words.join(" "));
+        return everyday::run();
+    }
     let campaign = CAMPAIGNS.iter().find(|campaign| campaign.name == name);
     let campaign =
         campaign.with_context(|| format!("no campaign {name:?}; `cargo xtask stress` lists them"))?;

@@ -1,0 +1,157 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! `cargo xtask stress everyday`: what everyday events cost this build. Each row of the table is a test of the suite.
+
+use std::process::Command;
+
+use anyhow::ensure;
+
+use crate::record::Record;
+use crate::{program, repository, setup};
+
+/// An event and its test.
+#[derive(Debug)]
+struct Row {
+    event: &'static str,
+    /// What the test accepts, and nothing else.
+    outcome: &'static str,
+    program: &'static str,
+    test: &'static str,
+}
+
+const ROWS: [Row; 9] = [
+    Row {
+        event: "dumped again while memory is missing, CRIU has rewake_plugin.so",
+        outcome: "the dump waits; its image is whole",
+        program: "hollow",
+        test: "with_the_plugin_a_dump_at_any_moment_waits_and_the_image_is_whole",
+    },
+    Row {
+        event: "the same, CRIU has no plugin",
+        outcome: "the dump fails; the program runs on",
+        program: "hollow",
+        test: "without_the_plugin_criu_refuses_and_the_program_runs_on",
+    },
+    Row {
+        event: "SIGHUP, SIGUSR1, SIGTERM, SIGINT to the page server's group",
+        outcome: "the target is served to its end",
+        program: "signals",
+        test: "to_rewake_lazy_pages",
+    },
+    Row {
+        event: "SIGKILL to the page server's group",
+        outcome: "the target waits; `rewake recover` serves it to its end",
+        program: "recover",
+        test: "a_target_outlives_every_process_of_its_streamer",
+    },
+    Row {
+        event: "another image in the directory's place, worker killed",
+        outcome: "the successor serves the session's own image",
+        program: "refused",
+        test: "when_another_image_is_in_its_place_at_a_takeover_the_target_is_served_on",
+    },
+    Row {
+        event: "another image in the directory's place, all killed",
+        outcome: "`rewake recover` serves the session's own image",
+        program: "recover",
+        test: "another_image_of_the_same_pid_in_its_place_is_not_served",
+    },
+    Row {
+        event: "cgroup.kill, systemctl stop while memory is missing",
+        outcome: "served, or waits and is recovered",
+        program: "events",
+        test: "every_event_to_a_cgroup_while_memory_is_missing",
+    },
+    Row {
+        event: "the same before the restore returns",
+        outcome: "served, or the restore fails",
+        program: "events",
+        test: "every_event_to_a_cgroup_before_the_restore_returns",
+    },
+    Row {
+        event: "the end of a container's first process, streamer inside",
+        outcome: "all end; nothing is left",
+        program: "events",
+        test: "a_streamer_inside_a_container_ends_with_it_and_nothing_is_left",
+    },
+];
+
+/// How a test ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Result {
+    AsWanted,
+    NotRun,
+    Failed,
+}
+
+/// Runs all and prints the table.
+pub(super) fn run() -> anyhow::Result<()> {
+    let criu = setup::run()?;
+    // Without a second CRIU the rows that need it say that they did not run.
+    let other = setup::run_other_than(&criu).ok();
+    let environment = super::test::environment(&criu, other.as_ref())?;
+    program::run(repository::cargo().args(["build", "--release", "--package", "rewake", "--bins"]))?;
+    // All targets: CRIU's plugins are among them.
+    program::run(repository::cargo().args(["test", "--release", "--package", "rewake-tests", "--no-run"]))?;
+    let results = ROWS.iter().map(|row| row.result(&environment)).collect::<anyhow::Result<Vec<_>>>()?;
+    let mut git = Command::new("git");
+    let version =
+        program::capture(git.args(["rev-parse", "--short", "HEAD"]).current_dir(repository::root()))?;
+    println!("\n{}", table(version.trim(), &results));
+    let failed = results.iter().filter(|result| **result == Result::Failed).count();
+    ensure!(failed == 0, "{failed} events had another outcome: see the tests' messages above");
+    Ok(())
+}
+
+impl Row {
+    fn result(&self, environment: &[(&str, String)]) -> anyhow::Result<Result> {
+        let mut cargo = repository::cargo();
+        cargo.args(["test", "--release", "--package", "rewake-tests", "--test", self.program]);
+        cargo.args(["--", "--exact", self.test]);
+        let mut record = Record::default();
+        let ended = record.of(cargo.envs(environment.iter().map(|(name, value)| (name, value))), "| ")?;
+        let name = format!("{}::{}", self.program, self.test);
+        ensure!(!ended.status.success() || record.tests.contains(&name), "{name}: there is no such test");
+        Ok(match () {
+            () if !ended.status.success() => Result::Failed,
+            () if record.skipped.contains_key(&name) => Result::NotRun,
+            () => Result::AsWanted,
+        })
+    }
+}
+
+fn table(version: &str, results: &[Result]) -> String {
+    let width = ROWS.iter().map(|row| row.event.len()).max().unwrap_or(0);
+    let mut table = format!("commit {version}\n{:width$}  outcome\n", "event");
+    for (row, result) in ROWS.iter().zip(results) {
+        let outcome = match result {
+            Result::AsWanted => row.outcome,
+            Result::NotRun => "not run here",
+            Result::Failed => "ANOTHER ONE",
+        };
+        table += &format!("{:width$}  {outcome}\n", row.event);
+    }
+    table
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_row_names_a_test_of_the_suite() {
+        for row in &ROWS {
+            let path = repository::root().join(format!("tests/tests/{}.rs", row.program));
+            let text = std::fs::read_to_string(&path).unwrap();
+            assert!(text.contains(&format!("fn {}()", row.test)), "{}::{}", row.program, row.test);
+        }
+    }
+
+    #[test]
+    fn an_event_with_another_outcome_does_not_show_the_one_that_was_wanted() {
+        let mut results = [Result::AsWanted; ROWS.len()];
+        results[0] = Result::Failed;
+        let table = table("abc", &results);
+        assert!(!table.contains(ROWS[0].outcome) && table.contains("ANOTHER ONE"), "{table}");
+        assert!(table.contains(ROWS[1].outcome), "{table}");
+    }
+}
