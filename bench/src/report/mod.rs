@@ -8,7 +8,7 @@ use serde::Serialize;
 
 use crate::disk::DiskLimits;
 use crate::lazy::Sample;
-pub(crate) use figures::Spread;
+pub(crate) use figures::{Better, Figure, Spread};
 pub(crate) use text::{markdown, number, spread, terminal};
 
 /// All of one run; this, as JSON, is the machine-readable result.
