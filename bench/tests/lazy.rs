@@ -7,17 +7,18 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
-/// CRIU's path, or none with the reason printed.
-fn criu() -> Option<PathBuf> {
+use rewake_skip::need;
+
+/// CRIU's path; the reason where none works.
+fn criu() -> Result<PathBuf, String> {
     let name = std::env::var("REWAKE_CRIU").unwrap_or_else(|_| "criu".to_owned());
     let found = Command::new("sh").args(["-c", "command -v \"$0\"", &name]).output().unwrap();
     let path = PathBuf::from(String::from_utf8(found.stdout).unwrap().trim());
     let check = Command::new(&name).arg("check").output();
     if check.is_ok_and(|output| output.status.success()) {
-        return Some(path);
+        return Ok(path);
     }
-    eprintln!("skipped: `{name} check` fails (not root, no CRIU, or a kernel without what it needs)");
-    None
+    Err(format!("`{name} check` fails (not root, no CRIU, or a kernel without what it needs)"))
 }
 
 fn bench(criu: &Path, rewake: &Path, directory: &Path) -> Output {
@@ -47,7 +48,7 @@ fn images_left(directory: &Path) -> usize {
 
 #[test]
 fn two_servers_are_measured_in_turn_and_nothing_is_left_behind() {
-    let Some(criu) = criu() else { return };
+    let criu = need!(criu());
     let directory = tempfile::tempdir().unwrap();
     // The same server on both sides: pairs must exist, and no ratio may be far from one by construction.
     let output = bench(&criu, &criu, directory.path());
@@ -74,7 +75,7 @@ fn two_servers_are_measured_in_turn_and_nothing_is_left_behind() {
 
 #[test]
 fn a_server_that_gives_wrong_bytes_gets_no_figures() {
-    let Some(criu) = criu() else { return };
+    let criu = need!(criu());
     let directory = tempfile::tempdir().unwrap();
     // Arguments: lazy-pages -o LOG --status-fd N -D IMAGES -W WORK
     let script = "
@@ -92,7 +93,7 @@ fn a_server_that_gives_wrong_bytes_gets_no_figures() {
 
 #[test]
 fn a_server_that_dies_before_it_listens_is_named() {
-    let Some(criu) = criu() else { return };
+    let criu = need!(criu());
     let directory = tempfile::tempdir().unwrap();
     let rewake = stand_in(directory.path(), &criu, "echo no luck > lazy.log; exit 3");
     let output = bench(&criu, &rewake, directory.path());
@@ -103,7 +104,7 @@ fn a_server_that_dies_before_it_listens_is_named() {
 
 #[test]
 fn an_interrupted_run_leaves_nothing_behind() {
-    let Some(criu) = criu() else { return };
+    let criu = need!(criu());
     let directory = tempfile::tempdir().unwrap();
     // Ignores the status descriptor for longer than anybody would wait, and dies with the bench's cleaning up.
     let script = "echo $$ > ../../server; exec sleep 600";

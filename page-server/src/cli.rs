@@ -30,6 +30,11 @@ pub enum Command {
     StreamGpu(StreamGpu),
     /// Shows what a running `rewake serve` does, or how far a restore of GPU memory is
     Status(Status),
+    /// For streamers: gives targets a session's fd store
+    #[command(hide = true)]
+    Park(Park),
+    /// Serves restored processes whose streamer was killed
+    Recover(Recover),
     /// Shows what is in an image, and whether it can be served
     Inspect(Inspect),
     /// Checks whether this machine has what Rewake needs
@@ -133,6 +138,31 @@ pub struct StreamGpu {
     /// open until nobody is left to say more
     #[arg(long, value_name = "FD")]
     pub status_fd: Option<i32>,
+}
+
+/// Options of `rewake park`. The fd store is standard input.
+#[derive(Debug, Args)]
+pub struct Park {
+    /// Processes, each as PID-START
+    #[arg(value_name = "PID-START")]
+    pub targets: Vec<String>,
+    /// Takes the fd store with this inode from every process
+    #[arg(long, value_name = "INODE", conflicts_with = "targets")]
+    pub unpark: Option<u64>,
+}
+
+/// Options of `rewake recover`.
+#[derive(Debug, Args)]
+pub struct Recover {
+    /// Log file [default: stderr]
+    #[arg(short = 'o', long, value_name = "FILE")]
+    pub log_file: Option<PathBuf>,
+    /// Log level: as of `rewake lazy-pages`
+    #[arg(long, default_value_t = 2, value_name = "LEVEL")]
+    pub verbosity: u8,
+    /// Return once the processes are served, and load their memory in the background
+    #[arg(short = 'd', long)]
+    pub daemon: bool,
 }
 
 /// Options of `rewake doctor`.

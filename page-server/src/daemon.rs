@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The control side of a worker: sessions from the first connection to the last page.
 
-use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
+use std::os::fd::{AsFd as _, AsRawFd as _};
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
@@ -9,26 +9,37 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use anyhow::{Context as _, bail};
+use rewake_handover::{Gated, Phase, SessionNote};
 use rewake_store::{BlockCache, DEFAULT_BUDGET};
 use tracing::{info, warn};
 
+use crate::fd_store::FdStore;
 use crate::fill::Pool;
 use crate::image::{Image, TaskPlan};
 use crate::ledger::{Ledger, NO_FD, Received, SessionSlot, SessionState};
+use crate::open_session::{Lost, OpenSession};
+use crate::peer::Peer;
 use crate::session::Session;
-use crate::{socket, spaces, streamer, sys};
+use crate::{ledger, parking, session_store, socket, spaces, streamer, sys};
 
 /// "ReSTore Finished" (criu/uffd.c), sent by the restore when all tasks are in place. No pid is this large.
 const FINISHED: u32 = 0x5253_5446;
+
+/// Between two looks whether a dump waits for a session's memory.
+const URGENCY_LOOK: Duration = Duration::from_millis(50);
 
 /// A worker's state: one for all sessions.
 #[derive(Debug)]
 pub struct Daemon {
     pub(crate) ledger: Ledger,
+    /// The process that starts this worker again.
+    starter: Gated,
+    /// Where sessions' notes are.
+    notes: PathBuf,
     pub(crate) pool: Pool,
     pub(crate) cache: Arc<BlockCache>,
-    /// How often the daemon was asked to stop: after the first time no new sessions.
-    pub(crate) stopping: tokio::sync::watch::Sender<u32>,
+    /// Whether the daemon was asked to stop: then it takes no new sessions.
+    pub(crate) stopping: tokio::sync::watch::Sender<bool>,
     sessions: Mutex<Vec<Arc<Session>>>,
 }
 
@@ -52,11 +63,12 @@ impl Daemon {
     ///
     /// # Errors
     /// Memory, descriptors or threads are refused.
-    pub fn start(ledger: Ledger) -> anyhow::Result<Arc<Self>> {
+    pub fn start(ledger: Ledger, starter: Gated) -> anyhow::Result<Arc<Self>> {
+        let notes = ledger::root()?;
         let cache = BlockCache::new(DEFAULT_BUDGET)?;
         let pool = Pool::start(&cache, ledger)?;
-        let (stopping, _) = tokio::sync::watch::channel(0);
-        Ok(Arc::new(Self { ledger, pool, cache, stopping, sessions: Mutex::default() }))
+        let (stopping, _) = tokio::sync::watch::channel(false);
+        Ok(Arc::new(Self { ledger, starter, notes, pool, cache, stopping, sessions: Mutex::default() }))
     }
 
     /// The sessions being served.
@@ -84,11 +96,22 @@ impl Daemon {
         let image = Image::open(images)?;
         let listener = socket::listen(work)?;
         let (index, slot) = self.take_slot(images, work)?;
+        let session = Session::new(index, slot.number(), images.to_owned());
+        let session = match session_store::of_image(slot, &image) {
+            Ok(store) => Arc::new(session.with_store(store)),
+            Err(error) => {
+                drop(slot.take_store());
+                slot.set_state(SessionState::Free);
+                return Err(error).context("making the session's fd store");
+            }
+        };
         slot.listener.store(listener.as_raw_fd(), Ordering::Release);
+        let note = self.publish(slot, &session);
         info!(
             session = slot.number(),
             tasks = image.tasks(),
             lazy_pages = image.lazy_pages(),
+            image = %image.digest(),
             "listening for {}",
             images.display()
         );
@@ -97,7 +120,8 @@ impl Daemon {
             slot,
             listener: Some(listener),
             connection: None,
-            session: Arc::new(Session::new(index, slot.number(), images.to_owned())),
+            session,
+            note,
             arrived: false,
         }))
     }
@@ -130,6 +154,7 @@ impl Daemon {
         for slot in self.ledger.sessions() {
             // It died while it opened the session: nobody was told of it yet.
             if slot.state() == SessionState::Listening && slot.listener.load(Ordering::Acquire) == NO_FD {
+                drop(slot.take_store());
                 slot.set_state(SessionState::Free);
             }
         }
@@ -144,6 +169,7 @@ impl Daemon {
                 }
                 spaces::end(self.ledger, index);
                 let (images, work) = slot.paths();
+                drop(slot.take_store());
                 slot.set_state(SessionState::Free);
                 Lost {
                     number: slot.number(),
@@ -158,8 +184,10 @@ impl Daemon {
 
     fn inherit_one(&self, index: usize, slot: &'static SessionSlot) -> anyhow::Result<OpenSession> {
         let (images, _work) = slot.paths();
-        let image = Image::open(&images)?;
-        let session = Arc::new(Session::new(index, slot.number(), images));
+        let [store, writer] = [&slot.store, &slot.writer].map(|number| number.load(Ordering::Acquire));
+        let store = FdStore::of(store, writer).context("finding the session's fd store")?;
+        let image = session_store::image(&store)?;
+        let session = Arc::new(Session::new(index, slot.number(), images).with_store(store));
         if slot.state() == SessionState::Running {
             session.release();
         }
@@ -174,8 +202,44 @@ impl Daemon {
         for task in spaces::inherit(self.ledger, &image, &session, &self.pool) {
             self.pool.submit(task);
         }
+        let note = self.publish(slot, &session);
         info!(session = session.number, "taken over in state {:?}", slot.state());
-        Ok(OpenSession { image, slot, listener, connection, session, arrived })
+        Ok(OpenSession { image, slot, listener, connection, session, note, arrived })
+    }
+
+    /// Writes the session's note. None, with a warning, when it cannot be written.
+    fn publish(&self, slot: &SessionSlot, session: &Session) -> Option<SessionNote> {
+        let store = session.store()?;
+        let write = || -> std::io::Result<SessionNote> {
+            let phase = match slot.state() {
+                SessionState::Free | SessionState::Listening => Phase::Listening,
+                SessionState::Handshake | SessionState::Restoring => Phase::Restoring,
+                SessionState::Running | SessionState::Streaming => Phase::Running,
+            };
+            let note = session_store::note(slot, store, self.starter, &slot.paths().1, phase)?;
+            note.write(&self.notes)?;
+            Ok(note)
+        };
+        let warn = |error: &std::io::Error| {
+            warn!(%error, session = session.number, "CRIU's plugins cannot find this session");
+        };
+        write().inspect_err(warn).ok()
+    }
+
+    /// Looks again and again whether a dump waits for the session. Never returns.
+    async fn watch_urgency(&self, open: &OpenSession) {
+        loop {
+            let asked = open.note.as_ref().is_some_and(|note| note.is_urgent(&self.notes).unwrap_or(false));
+            if asked && !open.session.is_urgent() {
+                info!(
+                    session = open.session.number,
+                    "a dump waits for its memory: it is loaded before others'"
+                );
+                open.session.make_urgent();
+                self.pool.look_again();
+            }
+            tokio::time::sleep(URGENCY_LOOK).await;
+        }
     }
 
     fn track(&self, session: OpenSession) -> OpenSession {
@@ -203,7 +267,7 @@ impl Daemon {
     ) -> anyhow::Result<Summary> {
         let outcome = self.run(&mut open, connect_limit).await;
         self.ledger.outcomes().note(open.session.number, outcome.is_ok(), &[]);
-        self.close(open);
+        self.close(open).await;
         outcome
     }
 
@@ -244,9 +308,14 @@ impl Daemon {
     }
 
     /// Lets go of a session that has ended.
-    pub fn close(&self, open: OpenSession) {
+    pub async fn close(&self, open: OpenSession) {
         self.forget(&open.session);
-        open.close();
+        let note = open.note.clone();
+        open.close().await;
+        // Not before: as long as a process has the store, a plugin must know what it is.
+        if let Some(Err(error)) = note.map(|note| note.remove(&self.notes)) {
+            warn!(%error, "removing a session's note");
+        }
     }
 
     async fn follow(&self, open: &mut OpenSession, connect_limit: Option<Duration>) -> anyhow::Result<()> {
@@ -259,7 +328,10 @@ impl Daemon {
                 }
             };
             tokio::select! {
-                accepted = open.accept() => accepted?,
+                accepted = open.accept() => {
+                    accepted?;
+                    open.note = self.publish(open.slot, &open.session);
+                }
                 () = session.changed() => return Ok(()), // failed: nothing else happens before a restore connects
                 () = limit => bail!(
                     "no `criu restore` connected within {} s: start one, or this again",
@@ -272,12 +344,22 @@ impl Daemon {
         }
         open.session.release();
         self.pool.look_again();
-        loop {
-            if open.session.is_empty() || open.session.has_failed() {
-                return Ok(());
+        let session = &open.session;
+        let park = async {
+            if let Err(error) = parking::park(self.ledger, session).await {
+                session.fail(&format!("{error:#}"));
             }
-            open.session.changed().await;
+        };
+        let load = async {
+            while !session.is_empty() && !session.has_failed() {
+                session.changed().await;
+            }
+        };
+        tokio::select! {
+            _ = async { tokio::join!(park, load) } => {}
+            () = self.watch_urgency(open) => {}
         }
+        Ok(())
     }
 
     /// Receives every task's userfaultfd, serving their faults from the first on, then the finish notice.
@@ -286,19 +368,31 @@ impl Daemon {
             bail!("the connection with the restore is lost")
         };
         let readable = sys::watch(connection.try_clone()?).context("watching the restore")?;
+        let mut peer = Peer::of(&readable);
         loop {
-            match open.slot.inbox.next(readable.get_ref().as_fd()).context("receiving from the restore")? {
+            let next = open.slot.inbox.next(readable.get_ref().as_fd()).context("receiving from the restore");
+            let next = next.inspect_err(|_| self.turn_away(open.slot))?;
+            if next != Received::Empty {
+                peer.heard();
+            }
+            match next {
+                // What it sent before it ended was received above.
+                Received::Empty if peer.has_ended() => bail!("{}", open.cut_short()),
                 Received::Empty => {
+                    let too_long = peer.too_long(open.step());
                     tokio::select! {
-                        ready = readable.readable() => ready?.clear_ready(),
+                        biased;
                         () = open.session.changed() => if open.session.has_failed() { return Ok(()) },
+                        ready = readable.readable() => ready?.clear_ready(),
+                        () = peer.ended() => {}
+                        () = too_long => bail!(
+                            "{} of {} tasks have reported and nothing more comes: is it `criu restore` that connected?",
+                            open.tasks(),
+                            open.image.tasks()
+                        ),
                     }
                 }
-                Received::Closed => bail!(
-                    "`criu restore` ended before it said that it had finished ({} of {} tasks had reported): see its log",
-                    open.slot.tasks.load(Ordering::Relaxed),
-                    open.image.tasks()
-                ),
+                Received::Closed => bail!("{}", open.cut_short()),
                 Received::Word(FINISHED) => {
                     let tasks = open.slot.tasks.load(Ordering::Relaxed) as usize;
                     if tasks < open.image.tasks() {
@@ -309,6 +403,7 @@ impl Daemon {
                     }
                     open.slot.set_state(SessionState::Running);
                     open.slot.inbox.done();
+                    open.note = self.publish(open.slot, &open.session);
                     return Ok(());
                 }
                 Received::Word(word) => self.announced(open, i32::from_ne_bytes(word.to_ne_bytes()))?,
@@ -371,7 +466,7 @@ impl Daemon {
     /// Ends the task whose userfaultfd is in the inbox and in no slot, if there is one.
     fn turn_away(&self, slot: &SessionSlot) {
         let Some((number, host_pid)) = slot.inbox.undelivered() else { return };
-        let ended = spaces::refuse(self.ledger, number, host_pid);
+        let ended = !sys::is_userfaultfd(number) || spaces::refuse(self.ledger, number, host_pid);
         // Between the two: a successor must neither lose the descriptor of a living task nor look for one that
         // is closed.
         slot.inbox.done();
@@ -384,79 +479,5 @@ impl Daemon {
     fn plan<'a>(&self, open: &'a OpenSession, image_pid: i32) -> anyhow::Result<&'a TaskPlan> {
         let plan = u32::try_from(image_pid).ok().and_then(|pid| open.image.plan(pid));
         plan.with_context(|| format!("task {image_pid} has no memory in {}", open.session.images.display()))
-    }
-}
-
-/// A session that is listening or further.
-#[derive(Debug)]
-pub struct OpenSession {
-    /// What the reactors see of it.
-    pub session: Arc<Session>,
-    image: Image,
-    slot: &'static SessionSlot,
-    listener: Option<UnixListener>,
-    connection: Option<OwnedFd>,
-    /// The message in the inbox was dealt with by a worker that died before it could say so.
-    arrived: bool,
-}
-
-/// A session that a successor could not take up.
-#[derive(Debug)]
-pub struct Lost {
-    /// The session's number.
-    pub number: u64,
-    /// Its image directory.
-    pub images: PathBuf,
-    /// Its work directory.
-    pub work: PathBuf,
-    /// Why.
-    pub error: anyhow::Error,
-}
-
-impl OpenSession {
-    /// Tasks that have reported.
-    #[must_use]
-    pub fn tasks(&self) -> u32 {
-        self.slot.tasks.load(Ordering::Relaxed)
-    }
-
-    /// How far it is.
-    #[must_use]
-    pub fn slot(&self) -> &'static SessionSlot {
-        self.slot
-    }
-
-    /// Waits for the restore and takes its connection.
-    async fn accept(&mut self) -> anyhow::Result<()> {
-        let Some(listener) = self.listener.as_ref() else { bail!("the listening socket is lost") };
-        let readable = sys::watch(listener.try_clone()?.into()).context("watching the socket")?;
-        let connection = loop {
-            readable.readable().await?.clear_ready();
-            match listener.accept() {
-                Ok((connection, _)) => break OwnedFd::from(connection),
-                Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {}
-                Err(error) => return Err(error).context("accepting the restore's connection"),
-            }
-        };
-        sys::pass_credentials(connection.as_fd()).context("asking for the restore's pids")?;
-        self.slot.connection.store(connection.as_raw_fd(), Ordering::Release);
-        self.slot.set_state(SessionState::Handshake);
-        self.connection = Some(connection);
-        self.slot.listener.store(NO_FD, Ordering::Release);
-        self.listener = None;
-        Ok(())
-    }
-
-    /// Frees the slot and closes the sockets.
-    fn close(mut self) {
-        let (_, work): (PathBuf, PathBuf) = self.slot.paths();
-        self.slot.listener.store(NO_FD, Ordering::Release);
-        self.slot.connection.store(NO_FD, Ordering::Release);
-        self.slot.set_state(SessionState::Free);
-        if self.listener.take().is_some()
-            && let Err(error) = socket::remove(&work)
-        {
-            warn!(%error, "removing the socket in {}", work.display());
-        }
     }
 }

@@ -7,7 +7,7 @@
 use std::fs::{self, File, OpenOptions};
 use std::io;
 use std::ops::Range;
-use std::os::unix::fs::FileExt as _;
+use std::os::unix::fs::{FileExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 
 use anyhow::Context as _;
@@ -45,7 +45,7 @@ fn pages_files(images: &Path) -> io::Result<Vec<PathBuf>> {
 }
 
 fn dig_file(path: &Path) -> anyhow::Result<u64> {
-    let file = OpenOptions::new().read(true).write(true).open(path)?;
+    let file = OpenOptions::new().read(true).write(true).custom_flags(libc::O_NOFOLLOW).open(path)?;
     let length = file.metadata()?.len();
     let pages = TransferFile::new(path, file.try_clone()?, None);
     let (mut buffer, mut dug, mut zeros) = (vec![0; STEP], 0, 0..0);

@@ -1,13 +1,18 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! A whole image, checked and made ready to be served, before any restore is let in.
+//!
+//! The directory is opened once and every file relative to it. From then on the session has the open files and the
+//! plans made from them, and a successor gets both ([`Image::seal`]): no path is looked up a second time (I7).
 
-use std::collections::BTreeMap;
+mod sealed;
+
+use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::{Context as _, bail};
-use rewake_criu_images::{ImageDir, LazyPlan};
+use rewake_criu_images::{Digest, ImageDir, LazyPlan};
 use rewake_pager::{Extent, Plan};
 use rewake_store::PagesFile;
 
@@ -29,6 +34,11 @@ pub struct TaskPlan {
 pub struct Image {
     /// Tasks by the pid that names their images; none for those without memory (zombies).
     plans: BTreeMap<u32, Option<TaskPlan>>,
+    /// The pages files of all tasks, each once.
+    files: Vec<Arc<PagesFile>>,
+    /// Where each inode's file is in `files`.
+    by_inode: HashMap<(u64, u64), usize>,
+    digest: Digest,
 }
 
 impl Image {
@@ -39,26 +49,26 @@ impl Image {
     pub fn open(path: &Path) -> anyhow::Result<Self> {
         let images = ImageDir::open(path)?;
         images.inventory()?;
-        let (mut plans, mut first) = (BTreeMap::new(), registered(&images));
+        let mut image = Self::default();
+        let mut first = registered(&images);
         for task in images.tasks()? {
             let first = first.remove(&task.pid).unwrap_or_default();
-            let plan = if task.state.has_memory() {
-                Some(Self::task(&images, path, task.pid, first)?)
-            } else {
-                None
-            };
-            plans.insert(task.pid, plan);
+            let plan =
+                if task.state.has_memory() { Some(image.task(&images, task.pid, first)?) } else { None };
+            image.plans.insert(task.pid, plan);
         }
-        Ok(Self { plans })
+        image.digest = images.digest();
+        Ok(image)
     }
 
-    fn task(images: &ImageDir, path: &Path, pid: u32, first: Vec<Range<u64>>) -> anyhow::Result<TaskPlan> {
+    fn task(&mut self, images: &ImageDir, pid: u32, first: Vec<Range<u64>>) -> anyhow::Result<TaskPlan> {
         let LazyPlan { files, extents, remote_pages } = images.lazy_plan(pid)?;
+        let pagemap = || format!("{}/pagemap-{pid}.img", images.path().display());
         if remote_pages > 0 {
             bail!(
-                "{}/pagemap-{pid}.img: {remote_pages} pages are not in the image (it was made by `criu dump \
-                 --lazy-pages`): they can only come from that dump's page server, which is not supported yet",
-                path.display()
+                "{}: {remote_pages} pages are not in the image (it was made by `criu dump --lazy-pages`): they \
+                 can only come from that dump's page server, which is not supported yet",
+                pagemap()
             );
         }
         let extent = |extent: rewake_criu_images::LazyExtent| Extent {
@@ -67,11 +77,27 @@ impl Image {
             file_offset: extent.file_offset,
             pages: extent.pages,
         };
-        let plan = Plan::new(extents.into_iter().map(extent).collect())
-            .with_context(|| format!("{}/pagemap-{pid}.img", path.display()))?;
-        let open = |file: rewake_criu_images::PagesFile| PagesFile::from_file(file.file, file.path);
+        let plan = Plan::new(extents.into_iter().map(extent).collect()).with_context(pagemap)?;
+        let open = |file: rewake_criu_images::PagesFile| {
+            anyhow::Ok(self.only_once(PagesFile::from_file(file.file, file.path)?))
+        };
         let files = files.into_iter().map(open).collect::<Result<_, _>>()?;
         Ok(TaskPlan { plan: Arc::new(plan), files: Arc::new(files), first })
+    }
+
+    /// The file, or the one that another task has opened already where it is the same.
+    fn only_once(&mut self, file: Arc<PagesFile>) -> Arc<PagesFile> {
+        let at = *self.by_inode.entry(inode(&file)).or_insert(self.files.len());
+        if at == self.files.len() {
+            self.files.push(file);
+        }
+        Arc::clone(&self.files[at])
+    }
+
+    /// Names the image: a digest of the files of CRIU that were parsed, not of the contents of memory.
+    #[must_use]
+    pub fn digest(&self) -> Digest {
+        self.digest
     }
 
     /// Tasks, zombies included: each reports once.
@@ -97,4 +123,8 @@ impl Image {
     pub fn lazy_pages(&self) -> u64 {
         self.plans.values().flatten().map(|task| task.plan.pages()).sum()
     }
+}
+
+fn inode(file: &PagesFile) -> (u64, u64) {
+    (file.key().dev, file.key().ino)
 }

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The page server: serves restores while their processes run already.
 //!
-//! * [`supervisor`], [`guardian`], [`ledger`]: nothing is lost when a process of ours dies.
-//! * [`worker`], [`daemon`], [`socket`]: sessions, on one control thread.
+//! * [`supervisor`], [`ledger`], [`fd_store`], [`session_store`], [`parking`], [`recover`]: nothing is lost when processes of ours die.
+//! * [`worker`], [`daemon`], [`open_session`], [`socket`]: sessions, on one control thread.
 //! * [`session`], [`image`], [`spaces`], [`processes`]: what a session is, what it serves, whom; [`registered`]: what first.
 //! * [`fill`]: the data plane.
 //! * [`inspect`], [`doctor`]: what an image holds, and what a machine lacks.
@@ -18,19 +18,24 @@ pub mod control;
 pub mod criu_args;
 pub mod daemon;
 pub mod doctor;
+pub mod fd_store;
 pub mod fill;
 pub mod gpu_plugin;
 pub mod gpu_stream;
-pub mod guardian;
 pub mod holes;
 pub mod image;
 pub mod inspect;
 pub mod ledger;
 pub mod logging;
 mod notes;
+pub mod open_session;
+pub mod parking;
+mod peer;
 pub mod processes;
+pub mod recover;
 pub mod registered;
 pub mod session;
+pub mod session_store;
 pub mod socket;
 pub mod spaces;
 pub mod streamer;

@@ -17,6 +17,8 @@ fn main() -> ExitCode {
         Command::Restore(options) => commands::restore::run(options),
         Command::StreamGpu(options) => commands::stream_gpu::run(options),
         Command::Status(options) => commands::status::run(options),
+        Command::Park(options) => commands::park::run(options),
+        Command::Recover(options) => commands::recover::run(options),
         Command::Inspect(options) => commands::inspect::run(options),
         Command::Doctor(options) => commands::doctor::run(options),
     };

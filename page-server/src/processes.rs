@@ -44,6 +44,31 @@ pub fn layout(pid: i32) -> Option<Layout> {
     Some([fields.next()?.ok()?, fields.next()?.ok()?, fields.next()?.ok()?])
 }
 
+/// All processes that /proc shows.
+pub fn all() -> impl Iterator<Item = i32> {
+    let entries = std::fs::read_dir("/proc").into_iter().flatten();
+    entries.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok())
+}
+
+/// Threads of a process that wait for a userfaultfd: for a page, or for an event to be read. 0 where the kernel does not
+/// say in which function a thread sleeps.
+#[must_use]
+pub fn waiting_threads(pid: i32) -> usize {
+    let Ok(threads) = std::fs::read_dir(format!("/proc/{pid}/task")) else { return 0 };
+    let waits = |thread: std::io::Result<std::fs::DirEntry>| {
+        let function = std::fs::read_to_string(thread.ok()?.path().join("wchan")).ok()?;
+        ["handle_userfault", "userfaultfd_event_wait_completion"].contains(&function.trim()).then_some(())
+    };
+    threads.filter_map(waits).count()
+}
+
+/// The number of a descriptor that a process has of the socket with this inode; none if it has none, or has ended.
+#[must_use]
+pub fn number_of_socket(pid: i32, inode: u64) -> Option<RawFd> {
+    let sockets = rewake_handover::sockets_of(pid).ok()?;
+    sockets.into_iter().find(|(_, found)| *found == inode).map(|(number, _)| number)
+}
+
 fn parent(pid: i32) -> Option<i32> {
     status(pid, "PPid:")?.trim().parse().ok()
 }

@@ -3,6 +3,8 @@
 
 use std::collections::BTreeMap;
 use std::ops::Range;
+use std::os::fd::{AsFd as _, AsRawFd as _};
+use std::path::Path;
 
 use rewake_criu_images::ImageDir;
 use rewake_criu_images::amdgpu::{GpuFile, KfdImage};
@@ -15,7 +17,8 @@ use crate::gpu_plugin::image_files;
 /// say, and costs only the order.
 #[must_use]
 pub fn registered(images: &ImageDir) -> BTreeMap<u32, Vec<Range<u64>>> {
-    let files = image_files(images.path()).unwrap_or_default().into_iter();
+    let directory = format!("/proc/self/fd/{}", images.as_fd().as_raw_fd());
+    let files = image_files(Path::new(&directory)).unwrap_or_default().into_iter();
     let read =
         files.filter_map(|file| if let GpuFile::Kfd(id) = file { Some(id) } else { None }).filter_map(|id| {
             match images.kfd(id) {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! One restore being served, as the control thread and the reactors share it.
 
+use std::io;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
@@ -9,7 +10,9 @@ use std::time::Instant;
 use tokio::sync::Notify;
 use tracing::error;
 
+use crate::fd_store::{Entry, FdStore, Kind};
 use crate::fill::stats::{Stats, TaskStats, add};
+use crate::ledger::{Ledger, NO_FD, SpaceSlot};
 
 /// One restore.
 #[derive(Debug)]
@@ -24,8 +27,11 @@ pub struct Session {
     pub since: Instant,
     /// Counters.
     pub stats: Stats,
+    /// Its fd store; none in tests.
+    store: Option<FdStore>,
     tasks: Mutex<Vec<Arc<TaskStats>>>,
     released: AtomicBool,
+    urgent: AtomicBool,
     running_ns: AtomicU64,
     failure: OnceLock<String>,
     open_spaces: AtomicUsize,
@@ -42,13 +48,63 @@ impl Session {
             images,
             since: Instant::now(),
             stats: Stats::default(),
+            store: None,
             tasks: Mutex::default(),
             released: AtomicBool::new(false),
+            urgent: AtomicBool::new(false),
             running_ns: AtomicU64::new(0),
             failure: OnceLock::new(),
             open_spaces: AtomicUsize::new(0),
             changed: Notify::new(),
         }
+    }
+
+    /// The session with the store that keeps its descriptors.
+    #[must_use]
+    pub fn with_store(self, store: FdStore) -> Self {
+        Self { store: Some(store), ..self }
+    }
+
+    /// Its fd store.
+    #[must_use]
+    pub fn store(&self) -> Option<&FdStore> {
+        self.store.as_ref()
+    }
+
+    /// Puts an address space's userfaultfd, and its journal if it has one, into the store: from here on they outlive
+    /// this process. Of two entries for one address space the later one counts.
+    ///
+    /// # Errors
+    /// The store takes no more.
+    pub fn keep(&self, slot: &SpaceSlot) -> io::Result<()> {
+        let Some(store) = self.store() else { return Ok(()) };
+        let mut numbers = vec![slot.uffd.load(Ordering::Acquire), slot.journal.load(Ordering::Acquire)];
+        numbers.retain(|number| *number != NO_FD);
+        store.put(slot.entry(), &numbers)
+    }
+
+    /// Takes address spaces out of the store that no slot of the ledger has any more. Until then their
+    /// userfaultfds are open, and no process reads their events.
+    pub fn forget_retired(&self, ledger: Ledger) {
+        let Some(store) = self.store() else { return };
+        let is_current = |entry: Entry| {
+            let slot = ledger.spaces().get(entry.index as usize);
+            entry.kind != Kind::Space || slot.is_some_and(|slot| slot.is_live() && slot.entry() == entry)
+        };
+        if let Err(error) = store.retain(is_current) {
+            self.fail(&format!("taking userfaultfds of loaded memory out of the fd store: {error}"));
+        }
+    }
+
+    /// A dump waits for it: its memory is loaded before that of other sessions.
+    pub fn make_urgent(&self) {
+        self.urgent.store(true, Ordering::Relaxed);
+    }
+
+    /// True after [`Session::make_urgent`].
+    #[must_use]
+    pub fn is_urgent(&self) -> bool {
+        self.urgent.load(Ordering::Relaxed)
     }
 
     /// The restore finished: background filling may begin, and what is resident may be let go.

@@ -4,17 +4,22 @@
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd as _, AsRawFd as _};
-use std::os::unix::net::UnixListener;
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, bail};
+use nix::sys::socket::getsockopt;
+use nix::sys::socket::sockopt::PeerCredentials;
+use nix::unistd::geteuid;
+use tracing::warn;
 
+use crate::control::address::{listener, may_speak};
 use crate::sys;
 
 /// Fixed by CRIU (criu/uffd.c).
 pub const NAME: &str = "lazy-pages.socket";
 
-/// Binds and listens. A socket file that nobody serves is replaced, as CRIU's daemon does; one that a daemon
+/// Binds and listens, for this user only. A socket file that nobody serves is replaced, as CRIU's daemon does; one that a daemon
 /// of ours serves is not.
 ///
 /// # Errors
@@ -32,10 +37,30 @@ pub fn listen(work: &Path) -> anyhow::Result<UnixListener> {
         }
         _ => {}
     }
-    let listener = UnixListener::bind(&path).with_context(|| format!("binding {}/{NAME}", work.display()))?;
-    listener.set_nonblocking(true)?;
+    let listener = listener(&path).with_context(|| format!("binding {}/{NAME}", work.display()))?;
     sys::pass_credentials(listener.as_fd()).context("asking for the restore's pids")?;
     Ok(listener)
+}
+
+/// The next connection of this user or root; one of another user is closed: it could pass a userfaultfd of its own and be
+/// given the image's memory. None where none waits.
+///
+/// # Errors
+/// The socket failed.
+pub fn accept(listener: &UnixListener) -> io::Result<Option<UnixStream>> {
+    loop {
+        let connection = match listener.accept() {
+            Ok((connection, _)) => connection,
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(None),
+            Err(error) if error.kind() == io::ErrorKind::ConnectionAborted => continue,
+            Err(error) => return Err(error),
+        };
+        let peer = getsockopt(&connection, PeerCredentials)?;
+        if may_speak(peer.uid(), geteuid().as_raw()) {
+            return Ok(Some(connection));
+        }
+        warn!(pid = peer.pid(), uid = peer.uid(), "another user's process connected to {NAME}: closed");
+    }
 }
 
 /// Removes a socket file that is not needed any more.
@@ -68,6 +93,44 @@ mod tests {
         // No socket was ever bound to it: a child of another test may have a copy of one that is dropped.
         mknod(&dir.path().join(NAME), SFlag::S_IFSOCK, Mode::S_IRUSR | Mode::S_IWUSR, 0).unwrap();
         listen(dir.path()).unwrap();
+    }
+
+    #[test]
+    fn the_socket_is_for_its_user_whatever_the_umask_is() {
+        use std::os::unix::fs::PermissionsExt as _;
+        let dir = tempfile::tempdir().unwrap();
+        let _listener = listen(dir.path()).unwrap();
+        let mode = dir.path().join(NAME).metadata().unwrap().permissions().mode();
+        assert_eq!(mode & 0o177, 0, "{mode:o}: no other user may connect");
+    }
+
+    #[test]
+    fn another_user_s_connection_is_closed_and_the_next_one_accepted() {
+        use std::os::unix::fs::PermissionsExt as _;
+        if !geteuid().is_root() {
+            return;
+        }
+        let dir = tempfile::tempdir().unwrap();
+        let listener = listen(dir.path()).unwrap();
+        // As if the file's mode did not keep others out.
+        for path in [dir.path().to_owned(), dir.path().join(NAME)] {
+            std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o777)).unwrap();
+        }
+        let path = dir.path().join(NAME);
+        let stranger = std::thread::spawn(move || {
+            // SAFETY: integers only; the call, not libc's wrapper, changes this thread alone.
+            assert_eq!(unsafe { libc::syscall(libc::SYS_setresuid, -1, 65534, -1) }, 0);
+            UnixStream::connect(path).unwrap()
+        });
+        let mut stranger = stranger.join().unwrap();
+        let ours = UnixStream::connect(dir.path().join(NAME)).unwrap();
+        let accepted = accept(&listener).unwrap().expect("ours waits");
+        assert_eq!(std::io::Read::read(&mut stranger, &mut [0]).unwrap(), 0, "closed");
+        std::io::Write::write_all(&mut &ours, b"x").unwrap();
+        let mut byte = [0];
+        std::io::Read::read_exact(&mut &accepted, &mut byte).unwrap();
+        assert_eq!(byte, *b"x");
+        assert!(accept(&listener).unwrap().is_none());
     }
 
     #[test]

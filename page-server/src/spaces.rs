@@ -3,12 +3,13 @@
 //! worker, killed when neither can be.
 
 use std::collections::BTreeSet;
-use std::os::fd::{BorrowedFd, IntoRawFd as _, RawFd};
+use std::os::fd::{AsRawFd as _, BorrowedFd, IntoRawFd as _, RawFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use anyhow::{Context as _, bail};
+use rewake_handover::Gated;
 use rewake_pager::Space;
 use rewake_uffd::Uffd;
 use tracing::{debug, error, warn};
@@ -60,7 +61,11 @@ pub fn open(
     slot.host_pid.store(arrival.host_pid, Ordering::Relaxed);
     slot.uffd.store(arrival.uffd, Ordering::Relaxed);
     let journal = watch_process(slot).and_then(|()| Journal::create(slot).context("making a journal"));
-    let journal = journal.inspect_err(|_| slot.retire())?;
+    let kept = journal.and_then(|journal| {
+        session.keep(slot).context("putting a userfaultfd into the session's fd store")?;
+        Ok(journal)
+    });
+    let journal = kept.inspect_err(|_| slot.retire())?;
     // SAFETY: just received (or received by a dead worker), and in no slot: owned by nobody.
     let uffd = Uffd::adopt(unsafe { sys::take_over(arrival.uffd) }).context("adopting a userfaultfd")?;
     slot.publish();
@@ -77,7 +82,16 @@ pub fn open(
 fn watch_process(slot: &SpaceSlot) -> anyhow::Result<()> {
     let pid = slot.host_pid.load(Ordering::Relaxed);
     match sys::pidfd_open(pid) {
-        Ok(pidfd) => slot.pidfd.store(pidfd.into_raw_fd(), Ordering::Relaxed),
+        Ok(pidfd) => {
+            let started = Gated::of(pid).ok().flatten().map_or(0, |of| of.started);
+            // As long as the memory exists, the task lives and the number is its own. Otherwise the descriptor may be
+            // of another process that got the number since.
+            if slot.memory_is_gone() {
+                return Ok(());
+            }
+            slot.pidfd.store(pidfd.into_raw_fd(), Ordering::Relaxed);
+            slot.started.store(started, Ordering::Relaxed);
+        }
         Err(error) if matches!(error.raw_os_error(), Some(libc::EMFILE | libc::ENFILE | libc::ENOMEM)) => {
             return Err(error).context("opening a process descriptor for a restored task");
         }
@@ -92,12 +106,16 @@ fn watch_process(slot: &SpaceSlot) -> anyhow::Result<()> {
 pub fn refuse(ledger: Ledger, number: RawFd, host_pid: i32) -> bool {
     // SAFETY: received, and in no slot: open, and owned by nobody.
     let uffd = unsafe { BorrowedFd::borrow_raw(number) };
+    let process = sys::pidfd_open(host_pid).ok();
     for _ in 0..DEATH_LOOKS {
+        // As long as its memory exists the number is its own: the pidfd is of the process that sent the descriptor.
         if rewake_uffd::memory_is_gone(uffd) {
             return true;
         }
-        // As long as its memory is there the number is its own: it is the process that sent the descriptor.
-        sys::kill(host_pid);
+        if let Some(process) = &process {
+            // A process that has ended already may have left its memory to another one that shares it.
+            let _ = sys::pidfd_kill(process.as_raw_fd());
+        }
         std::thread::sleep(DEATH_LOOK);
     }
     error!(pid = host_pid, "a task that cannot be served could not be killed: it waits for ever; kill it");
@@ -221,13 +239,15 @@ pub fn sweep(ledger: Ledger) -> usize {
     left
 }
 
-fn of_session(ledger: Ledger, session: usize) -> impl Iterator<Item = (usize, &'static SpaceSlot)> {
+/// The live address spaces of a session, by its place in the ledger.
+pub fn of_session(ledger: Ledger, session: usize) -> impl Iterator<Item = (usize, &'static SpaceSlot)> {
     let session = u32::try_from(session).unwrap_or(NO_SESSION);
     ledger.live_spaces().filter(move |(_, slot)| slot.session.load(Ordering::Acquire) == session)
 }
 
 #[cfg(test)]
 mod tests {
+    use std::os::fd::AsFd as _;
     use std::path::PathBuf;
     use std::time::Instant;
 
@@ -235,6 +255,7 @@ mod tests {
     use rewake_store::{BlockCache, DEFAULT_BUDGET};
 
     use super::*;
+    use crate::ledger::NO_FD;
     use crate::watched::{self, Watched};
 
     fn session() -> Arc<Session> {
@@ -271,6 +292,24 @@ mod tests {
         sys::kill(task.pid);
         watched::until(|| sweep(ledger) == 0);
         assert!(!watched::is_open_for(task.uffd, &copy) && ledger.descriptors().count() == 0);
+    }
+
+    #[test]
+    fn a_number_that_may_be_another_process_s_by_now_is_not_watched_or_killed() {
+        let (task, stranger) = (Watched::start(watched::touch), Watched::start(watched::sleep));
+        let ledger = Ledger::new().unwrap();
+        let index = ledger.take_space().unwrap();
+        let slot = &ledger.spaces()[index];
+        slot.uffd.store(task.uffd, Ordering::Relaxed);
+        // As if the task's number had gone to the stranger when the task ended.
+        slot.host_pid.store(stranger.pid, Ordering::Relaxed);
+        let copy = task.copy();
+        drop(task);
+        watched::until(|| rewake_uffd::memory_is_gone(copy.as_fd()));
+        watch_process(slot).unwrap();
+        assert_eq!(slot.pidfd.load(Ordering::Relaxed), NO_FD);
+        assert!(refuse(ledger, copy.as_raw_fd(), stranger.pid));
+        assert!(stranger.lives());
     }
 
     #[test]

@@ -17,9 +17,9 @@ use crate::ledger::Word;
 /// For people, of [`Fate::Killed`].
 pub const KILLED: &str =
     "memory could not be brought back: the restored processes whose GPUs stood still were killed";
-/// For people, of [`Fate::Abandoned`]: nobody has said anything.
-pub const ABANDONED: &str = "rewake stream-gpu was killed, and all that watch over it: the restored processes that use GPUs run, \
-     but their GPUs stand still for ever: kill them";
+/// For people, of [`Fate::Abandoned`]: no process is left that could say.
+pub const ABANDONED: &str = "every process of rewake stream-gpu was killed: the restored processes wait for their memory; run `rewake recover`, \
+     which kills those whose GPUs were not resumed";
 
 /// What became of memory that could come later.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -158,7 +158,10 @@ pub fn command(work: &Path, images: Option<&Path>, record: bool) -> anyhow::Resu
 }
 
 /// This program; of a daemon that was started before an upgrade, the one in its place.
-fn program() -> anyhow::Result<PathBuf> {
+///
+/// # Errors
+/// It is not found.
+pub fn program() -> anyhow::Result<PathBuf> {
     let program = std::env::current_exe().context("finding this program")?;
     // The kernel's word for a file that was removed (`d_path` of fs/d_path.c).
     let replaced = program.to_str().and_then(|path| path.strip_suffix(" (deleted)")).map(PathBuf::from);

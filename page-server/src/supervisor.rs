@@ -14,9 +14,10 @@ use anyhow::Context as _;
 use nix::sys::signal::{SigSet, SigmaskHow, Signal, kill, sigprocmask};
 use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
 use nix::unistd::Pid;
+use rewake_handover::Gated;
 use tracing::{error, info, warn};
 
-use crate::ledger::{Ledger, NO_FD, SessionSlot, SessionState};
+use crate::ledger::{Folder, Ledger, NO_FD};
 use crate::processes;
 use crate::sys::{self, Fork};
 
@@ -47,6 +48,8 @@ pub struct Start {
     pub successor: bool,
     /// The supervisor's pid.
     pub supervisor: i32,
+    /// The supervisor, as notes name it.
+    pub starter: Gated,
     /// Descriptors that are not the worker's to close: those open before the first worker was.
     inherited: BTreeSet<i32>,
     /// Descriptors to write a zero byte to, and to close, when the daemon is ready.
@@ -59,47 +62,57 @@ pub struct Start {
 /// # Errors
 /// The ledger or the first worker cannot be made.
 pub fn supervise(notify: Vec<OwnedFd>, worker: impl Fn(&Start) -> u8) -> anyhow::Result<u8> {
-    let ledger = Ledger::new().context("mapping the ledger")?;
-    let signals: SigSet = [Signal::SIGCHLD, Signal::SIGTERM, Signal::SIGINT].into_iter().collect();
-    sigprocmask(SigmaskHow::SIG_BLOCK, Some(&signals), None).context("blocking signals")?;
+    let (folder, ledger) = Folder::create()?;
+    supervise_ledger(folder, ledger, false, notify, worker)
+}
+
+/// As [`supervise`], for a ledger that may have sessions already: its first worker is a `successor` then.
+///
+/// # Errors
+/// The first worker cannot be made.
+pub fn supervise_ledger(
+    folder: Folder,
+    ledger: Ledger,
+    successor: bool,
+    notify: Vec<OwnedFd>,
+    worker: impl Fn(&Start) -> u8,
+) -> anyhow::Result<u8> {
+    // A signal that no process of ours uses would end it by default, and a terminal, a service manager or a
+    // script sends such ones to whole groups: SIGHUP, SIGQUIT, SIGUSR1. Faults are delivered all the same.
+    sigprocmask(SigmaskHow::SIG_BLOCK, Some(&SigSet::all()), None).context("blocking signals")?;
     raise_descriptor_limit();
-    let inherited = open_descriptors().context("listing descriptors")?;
+    let inherited: BTreeSet<i32> = open_descriptors().context("listing descriptors")?;
+    // A ledger that is recovered names some of them: they are the worker's.
+    let inherited = inherited.into_iter().filter(|number| !ledger.descriptors().any(|own| own == *number));
+    let inherited = inherited.collect();
     // Plain numbers from here on: the worker closes them in the table that both share.
     let notify: Vec<RawFd> = notify.into_iter().map(IntoRawFd::into_raw_fd).collect();
     let supervisor = nix::unistd::getpid().as_raw();
-    let first = Start { ledger, successor: false, supervisor, inherited, notify };
-    // Whatever the reason, an error of ours or a panic included: with this process the last descriptors close.
-    let _last = Last(ledger);
-    keep_a_worker(first, &signals, worker)
-}
-
-/// Dropped, it ends all that depends on this process.
-struct Last(Ledger);
-
-impl Drop for Last {
-    fn drop(&mut self) {
-        end_all(self.0);
-    }
+    let starter = Gated::of(supervisor).context("looking at this process")?;
+    let starter = starter.context("this process has ended")?;
+    let first = Start { ledger, successor, supervisor, starter, inherited, notify };
+    let code = keep_a_worker(first, worker);
+    // Whatever the reason, an error of ours included: nothing serves the rest any more.
+    end_all(ledger);
+    folder.remove();
+    code
 }
 
 /// Starts a worker and, as long as that helps, a successor for each that dies. Gives the exit code.
-fn keep_a_worker(mut start: Start, signals: &SigSet, worker: impl Fn(&Start) -> u8) -> anyhow::Result<u8> {
+fn keep_a_worker(mut start: Start, worker: impl Fn(&Start) -> u8) -> anyhow::Result<u8> {
     let mut deaths = Deaths::default();
     loop {
         // SAFETY: this process has one thread, so the child may do anything.
         let died = match unsafe { sys::fork_sharing_files() } {
             Ok(Fork::Child) => {
                 // Unwinding out of here would run the supervisor's code in the worker.
-                let code = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-                    let _ = sigprocmask(SigmaskHow::SIG_UNBLOCK, Some(signals), None);
-                    worker(&start)
-                }));
+                let code = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| worker(&start)));
                 std::process::exit(code.map_or(PANICKED, i32::from));
             }
-            Ok(Fork::Parent(pid)) => match wait_for(Pid::from_raw(pid), signals)? {
+            Ok(Fork::Parent(pid)) => match wait_for(Pid::from_raw(pid))? {
                 Ended::Exited(code) if code != PANICKED => return Ok(u8::try_from(code).unwrap_or(1)),
                 // As it was asked to. One that is depended on sees to that itself, but for its first moment.
-                Ended::Stopped if !is_depended_on(start.ledger) => return Ok(STOPPED),
+                Ended::Stopped if !start.ledger.is_depended_on() => return Ok(STOPPED),
                 how => format!("worker {pid} {how}"),
             },
             Err(error) if !start.successor => return Err(error).context("starting a worker"),
@@ -112,15 +125,14 @@ fn keep_a_worker(mut start: Start, signals: &SigSet, worker: impl Fn(&Start) -> 
             error!("{MAX_DEATHS} workers died within {} s, the last: {died}", WINDOW.as_secs());
             return Ok(1);
         }
+        // Nothing of theirs was half loaded that a successor could finish: see `docs/streaming.md`.
+        let killed = start.ledger.gates().end_all();
+        if killed > 0 {
+            error!("{died}: killed {killed} restored processes whose GPUs were not resumed yet");
+        }
         warn!("{died}: starting a successor");
         start.successor = true;
     }
-}
-
-/// Whether restored processes, or those being restored, need a worker.
-fn is_depended_on(ledger: Ledger) -> bool {
-    let idle = |slot: &SessionSlot| matches!(slot.state(), SessionState::Free | SessionState::Listening);
-    ledger.gates().any() || ledger.live_spaces().next().is_some() || !ledger.sessions().iter().all(idle)
 }
 
 /// When workers died lately.
@@ -183,7 +195,8 @@ impl std::fmt::Display for Ended {
 }
 
 /// Waits for the worker's end, passing requests to stop on to it.
-fn wait_for(worker: Pid, signals: &SigSet) -> anyhow::Result<Ended> {
+fn wait_for(worker: Pid) -> anyhow::Result<Ended> {
+    let signals: SigSet = [Signal::SIGCHLD, Signal::SIGTERM, Signal::SIGINT].into_iter().collect();
     let mut asked = false;
     loop {
         match signals.wait().context("waiting for signals")? {

@@ -33,8 +33,50 @@ pub fn pidfd_open(pid: i32) -> io::Result<OwnedFd> {
 /// # Errors
 /// ESRCH when the process is gone already.
 pub fn pidfd_kill(pidfd: RawFd) -> io::Result<()> {
+    pidfd_signal(pidfd, libc::SIGKILL)
+}
+
+/// Sends a signal through a pidfd.
+///
+/// # Errors
+/// As [`pidfd_kill`].
+pub fn pidfd_signal(pidfd: RawFd, signal: libc::c_int) -> io::Result<()> {
     // SAFETY: integers and a null siginfo; a closed descriptor gives EBADF.
-    check(unsafe { libc::syscall(libc::SYS_pidfd_send_signal, pidfd, libc::SIGKILL, 0, 0) }).map(drop)
+    check(unsafe { libc::syscall(libc::SYS_pidfd_send_signal, pidfd, signal, 0, 0) }).map(drop)
+}
+
+/// A copy of descriptor `number` of the process behind a pidfd (`pidfd_getfd(2)`, Linux 5.6), closed on exec.
+///
+/// # Errors
+/// EPERM without the right to trace it, EBADF, ESRCH.
+pub fn pidfd_getfd(process: BorrowedFd<'_>, number: RawFd) -> io::Result<OwnedFd> {
+    // SAFETY: integers in, a descriptor out.
+    to_fd(check(unsafe { libc::syscall(libc::SYS_pidfd_getfd, process.as_raw_fd(), number, 0) })?)
+}
+
+/// A descriptor for the process that made a unix connection; of the one that has its number now, before Linux 6.5.
+///
+/// # Errors
+/// ESRCH when there is no such process any more, or it cannot be seen from here.
+pub fn peer_process(socket: BorrowedFd<'_>) -> io::Result<OwnedFd> {
+    /// `include/uapi/asm-generic/socket.h`
+    const SO_PEERPIDFD: libc::c_int = 77;
+    let mut number: libc::c_int = -1;
+    #[expect(clippy::cast_possible_truncation, reason = "4")]
+    let mut len = size_of::<libc::c_int>() as libc::socklen_t;
+    // SAFETY: the option's value is an int, and `number` a live one of the length given.
+    let asked = check(libc::c_long::from(unsafe {
+        let value = (&raw mut number).cast();
+        libc::getsockopt(socket.as_raw_fd(), libc::SOL_SOCKET, SO_PEERPIDFD, value, &raw mut len)
+    }));
+    match asked {
+        Ok(_) => to_fd(number.into()),
+        Err(error) if error.raw_os_error() == Some(libc::ENOPROTOOPT) => {
+            let peer = nix::sys::socket::getsockopt(&socket, nix::sys::socket::sockopt::PeerCredentials)?;
+            pidfd_open(peer.pid())
+        }
+        Err(error) => Err(error),
+    }
 }
 
 /// The number of the process behind a pidfd, for this process (`/proc/self/fdinfo`, Linux 5.3).
@@ -117,6 +159,16 @@ pub fn is_userfaultfd(number: RawFd) -> bool {
     link.is_ok_and(|link| link.as_os_str() == "anon_inode:[userfaultfd]")
 }
 
+/// From which byte on of its queue `MSG_PEEK` reads a unix socket (`SO_PEEK_OFF`): each peek moves it on. None:
+/// peeks always read the first message, and move nothing.
+///
+/// # Errors
+/// The kernel's errno.
+pub fn set_peek_offset(socket: BorrowedFd<'_>, offset: Option<i32>) -> io::Result<()> {
+    let offset: libc::c_int = offset.unwrap_or(-1);
+    set_socket_option(socket, libc::SO_PEEK_OFF, offset)
+}
+
 /// A second descriptor for the same open file, closed on exec.
 ///
 /// # Errors
@@ -143,7 +195,15 @@ pub fn nap() {
 pub fn has_ended(pidfd: RawFd) -> bool {
     let mut poll = libc::pollfd { fd: pidfd, events: libc::POLLIN, revents: 0 };
     // SAFETY: one live pollfd; no wait.
-    unsafe { libc::poll(&raw mut poll, 1, 0) == 1 }
+    unsafe { libc::poll(&raw mut poll, 1, 0) == 1 && poll.revents & libc::POLLIN != 0 }
+}
+
+/// True when the other end of a socket is closed everywhere.
+#[must_use]
+pub fn has_hung_up(socket: RawFd) -> bool {
+    let mut poll = libc::pollfd { fd: socket, events: 0, revents: 0 };
+    // SAFETY: one live pollfd; no wait.
+    unsafe { libc::poll(&raw mut poll, 1, 0) == 1 && poll.revents & libc::POLLHUP != 0 }
 }
 
 /// `struct sched_attr`, its first version (`include/uapi/linux/sched/types.h`).
@@ -217,12 +277,15 @@ pub fn leave_descriptors(command: &mut Command) {
 /// # Errors
 /// The kernel's errno.
 pub fn pass_credentials(socket: BorrowedFd<'_>) -> io::Result<()> {
-    let on: libc::c_int = 1;
+    set_socket_option(socket, libc::SO_PASSCRED, 1)
+}
+
+fn set_socket_option(socket: BorrowedFd<'_>, option: libc::c_int, value: libc::c_int) -> io::Result<()> {
     #[expect(clippy::cast_possible_truncation, reason = "4")]
     let len = size_of::<libc::c_int>() as libc::socklen_t;
     // SAFETY: the option's value is a live int of the length given.
     let result = unsafe {
-        libc::setsockopt(socket.as_raw_fd(), libc::SOL_SOCKET, libc::SO_PASSCRED, (&raw const on).cast(), len)
+        libc::setsockopt(socket.as_raw_fd(), libc::SOL_SOCKET, option, (&raw const value).cast(), len)
     };
     check(result.into()).map(drop)
 }

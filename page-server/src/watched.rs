@@ -67,7 +67,8 @@ impl Watched {
 
     /// A published slot for it, with a process descriptor if its pid is `known`.
     pub(crate) fn slot(&self, ledger: Ledger, session: &Session, known: bool) -> &'static SpaceSlot {
-        let slot = &ledger.spaces()[ledger.take_space().unwrap()];
+        let index = ledger.take_space().unwrap();
+        let slot = &ledger.spaces()[index];
         slot.session.store(u32::try_from(session.index).unwrap(), Ordering::Relaxed);
         slot.image_pid.store(self.pid, Ordering::Relaxed);
         slot.uffd.store(self.uffd, Ordering::Relaxed);

@@ -3,29 +3,25 @@
 
 use std::os::fd::{AsRawFd as _, OwnedFd};
 use std::sync::Arc;
+use std::time::Duration;
 
 use anyhow::Context as _;
+use nix::sys::signal::{SigSet, Signal};
 use tokio::signal::unix::{self, SignalKind, signal};
 use tracing::{error, info, warn};
 
 use crate::daemon::Daemon;
-use crate::guardian::{self, Whom};
+use crate::ledger::Ledger;
 use crate::supervisor::Start;
 use crate::sys;
+
+/// Between two notes that a worker serves.
+const BEAT: Duration = Duration::from_secs(1);
 
 /// Why [`block_on`] ended: SIGTERM, and no restored process depends on this worker.
 #[derive(Debug, thiserror::Error)]
 #[error("asked to stop")]
 pub struct AskedToStop;
-
-/// What a second request to stop is, while sessions are finished.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Again {
-    /// To end them now.
-    EndsThem,
-    /// The same: who asks a group of processes asks the worker, and its supervisor, which asks it again.
-    IsTheSame,
-}
 
 /// Runs `work` on the control thread of a worker.
 ///
@@ -33,7 +29,6 @@ pub enum Again {
 /// What `work` gives, or the worker cannot be set up, or it was asked to stop.
 pub fn block_on<T>(
     start: &Start,
-    again: Again,
     work: impl AsyncFnOnce(&Arc<Daemon>) -> anyhow::Result<T>,
 ) -> anyhow::Result<T> {
     start.close_leftovers().context("closing what the last worker left open")?;
@@ -45,15 +40,16 @@ pub fn block_on<T>(
     let runtime =
         tokio::runtime::Builder::new_current_thread().enable_all().build().context("making a runtime")?;
     runtime.block_on(async {
-        // Before anybody is told that it is ready: another thread's runtime may be the one that takes a signal, and one that nobody
-        // listens for yet would be lost there.
         let requests = signal(SignalKind::terminate()).context("watching SIGTERM")?;
-        let interrupts = signal(SignalKind::interrupt()).context("watching SIGINT")?;
-        let daemon = Daemon::start(start.ledger)?;
+        // All others stay blocked, as the supervisor left them. SIGINT of a terminal reaches the supervisor too,
+        // which passes it on as SIGTERM.
+        take_requests().context("unblocking SIGTERM")?;
+        let daemon = Daemon::start(start.ledger, start.starter)?;
         tokio::select! {
             result = work(&daemon) => result,
-            () = stop_requests(&daemon, again, requests, interrupts) => Err(AskedToStop.into()),
-            error = keep_guarded(start) => Err(error),
+            () = stop_requests(&daemon, requests) => Err(AskedToStop.into()),
+            error = watch_supervisor(start) => Err(error),
+            () = beat(start.ledger) => unreachable!("it never returns"),
         }
     })
 }
@@ -66,46 +62,44 @@ fn crash_on_panic() {
     }));
 }
 
-/// Ends at once when no restored process depends on this worker. Otherwise the first request lets the
-/// sessions finish, and the second ends them.
-async fn stop_requests(
-    daemon: &Daemon,
-    again: Again,
-    mut requests: unix::Signal,
-    mut interrupts: unix::Signal,
-) {
-    // The terminal sends SIGINT to the supervisor too, which passes it on as SIGTERM.
-    tokio::spawn(async move { while interrupts.recv().await.is_some() {} });
-    let mut asked = false;
+/// Lets SIGTERM in, the one signal that a worker takes.
+///
+/// # Errors
+/// The kernel's.
+pub fn take_requests() -> nix::Result<()> {
+    SigSet::from(Signal::SIGTERM).thread_unblock()
+}
+
+/// Ends at once when no restored process depends on this worker, else when none does any more. However often it
+/// is asked: a service manager asks every process of a group, and the supervisor passes on what it is asked.
+async fn stop_requests(daemon: &Daemon, mut requests: unix::Signal) {
     while requests.recv().await.is_some() {
         let depending = daemon.restores_under_way();
         if depending == 0 {
             break;
         }
-        if asked && again == Again::IsTheSame {
-            continue;
-        }
-        daemon.stopping.send_modify(|asked| *asked += 1);
-        if asked {
-            for session in daemon.sessions() {
-                session.fail("asked twice to stop");
-            }
-            daemon.pool.look_again();
-        } else {
-            asked = true;
-            let way = if again == Again::EndsThem { "; ask again to end the processes now" } else { "" };
-            info!(sessions = depending, "asked to stop: once all memory is back{way}");
+        if !daemon.stopping.send_replace(true) {
+            info!(sessions = depending, "asked to stop: this process ends when all their memory is resident");
         }
     }
 }
 
-/// Watches the supervisor; when it is killed, a guardian takes its place. Never returns while all is well.
-async fn keep_guarded(start: &Start) -> anyhow::Error {
+/// Says again and again that this worker serves: if it is killed, `rewake status` says how long ago. Never returns.
+async fn beat(ledger: Ledger) {
+    loop {
+        ledger.beat();
+        tokio::time::sleep(BEAT).await;
+    }
+}
+
+/// Says when the supervisor has been killed. Never returns while all is well.
+async fn watch_supervisor(start: &Start) -> anyhow::Error {
     match supervisor_ended(start.supervisor).await {
         Ok(()) => {
-            if let Some(pid) = guardian::start(start.ledger, Whom::All) {
-                warn!("the supervisor is gone; guardian {pid} took its place");
-            }
+            warn!(
+                "supervisor {} was killed: if this process is killed too, targets wait for `rewake recover`",
+                start.supervisor
+            );
             std::future::pending().await
         }
         Err(error) => error,

@@ -31,6 +31,7 @@ use std::os::fd::BorrowedFd;
 use std::path::Path;
 
 use rewake_criu_plugin::{Answer, Host, Mapping, Plugin, Refusal, Restored, Stage, register};
+use rewake_plugin_session::{Dumped, Parking};
 
 use device::Devices;
 use dump::Dump;
@@ -40,9 +41,12 @@ use restore::Restore;
 /// The plugin of one CRIU command.
 #[derive(Debug)]
 enum Amdgpu {
-    Dump(Box<Dump>),
-    Restore(Box<Restore>),
+    Dump(Box<Dump>, Waited),
+    Restore(Box<Restore>, Parking),
 }
+
+/// What a dump waited for, before CRIU stopped anything; a pre-dump waits for nothing.
+type Waited = Option<Dumped>;
 
 register!(Amdgpu);
 
@@ -56,15 +60,17 @@ impl Plugin for Amdgpu {
         };
         match stage {
             Stage::Dump | Stage::PreDump => {
+                // Also without a GPU: this may be the only plugin of ours that CRIU has.
+                let waited = (stage == Stage::Dump).then(|| Dumped::wait(host)).transpose()?;
                 let devices = Devices::of_machine(Path::new(device::CLASS))?;
                 if !devices.any() {
                     return aside("this machine has no AMD GPU");
                 }
-                Ok(Self::Dump(Box::new(Dump::new(devices))))
+                Ok(Self::Dump(Box::new(Dump::new(devices)), waited))
             }
             // The stock plugin does not name itself where no render node is mapped.
             Stage::Restore { named } => match Images::read(host.image_dir()?)? {
-                Some(images) => Ok(Self::Restore(Box::new(Restore::new(host, images)?))),
+                Some(images) => Ok(Self::Restore(Box::new(Restore::new(host, images)?), Parking::new())),
                 None => {
                     if named {
                         image::refuse_stream(host.image_dir()?)?;
@@ -77,8 +83,8 @@ impl Plugin for Amdgpu {
 
     fn exit(self, host: &Host, _: Stage, result: i32) {
         match self {
-            Self::Dump(dump) => dump.end(host),
-            Self::Restore(restore) => restore.end(host, result),
+            Self::Dump(dump, _) => dump.end(host),
+            Self::Restore(restore, _) => restore.end(host, result),
         }
     }
 
@@ -111,16 +117,28 @@ impl Plugin for Amdgpu {
     }
 
     fn resume_devices_late(&mut self, host: &Host, pid: i32) -> Answer {
+        // Before a queue runs, and before the tasks are tied to CRIU by options of its trace, which parking sets anew.
+        if let Self::Restore(_, parking) = self {
+            parking.task(host, pid);
+        }
         self.restoring()?.resume(host, pid)
+    }
+
+    fn pause_devices(&mut self, _: &Host, pid: i32) -> Answer {
+        if let Self::Dump(_, Some(waited)) = self {
+            waited.check(pid)?;
+        }
+        // Other plugins have something to do then.
+        Err(Refusal::NotMine)
     }
 }
 
 impl Amdgpu {
     fn dumping(&mut self) -> Answer<&mut Dump> {
-        if let Self::Dump(dump) = self { Ok(dump) } else { Err(Refusal::NotMine) }
+        if let Self::Dump(dump, _) = self { Ok(dump) } else { Err(Refusal::NotMine) }
     }
 
     fn restoring(&mut self) -> Answer<&mut Restore> {
-        if let Self::Restore(restore) = self { Ok(restore) } else { Err(Refusal::NotMine) }
+        if let Self::Restore(restore, _) = self { Ok(restore) } else { Err(Refusal::NotMine) }
     }
 }

@@ -28,22 +28,13 @@ const LIBRARIES: [&str; 3] = ["/usr", "/lib", "/lib64"];
 /// Numbers of containers differ, as their control groups are everybody's.
 static NUMBER: AtomicU64 = AtomicU64::new(1);
 
-/// Why there is no container.
-#[derive(Debug)]
-pub enum Unable {
-    /// runc is not installed.
-    Missing(String),
-    /// runc is there, and this machine lets it make no container.
-    Refused(String),
-}
-
 /// Whether runc makes containers on this machine.
 ///
 /// # Errors
-/// It does not.
-pub fn runc_works(criu: &Criu) -> Result<(), Unable> {
+/// It is not installed, or this machine lets it make no container.
+pub fn runc_works(criu: &Criu) -> Result<(), String> {
     if let Err(error) = Command::new("runc").arg("--version").output() {
-        return Err(Unable::Missing(format!("runc: {error}: apt-get install runc")));
+        return Err(format!("runc: {error}: apt-get install runc"));
     }
     let probe = || {
         let container = Container::new(criu, Network::Own, "none", 0)?;
@@ -51,7 +42,7 @@ pub fn runc_works(criu: &Criu) -> Result<(), Unable> {
         container.start()?;
         until(ACT, || container.written().contains("no scenario").then_some(())).context("nothing ran")
     };
-    probe().map_err(|error| Unable::Refused(format!("runc makes no container here: {error:#}")))
+    probe().map_err(|error| format!("runc makes no container here: {error:#}"))
 }
 
 /// What network a container has.

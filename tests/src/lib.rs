@@ -10,10 +10,11 @@
 //! * [`images`]: surgery on CRIU images, with a codec of its own so that it does not share our reader's mistakes.
 //! * [`limit`]: memory that the kernel refuses.
 //! * [`pattern`]: what the pages hold.
+//! * [`sessions`]: what is left when every process of a streamer was killed, and `rewake recover`.
 //! * [`plugins`]: a target with a mapped device, and CRIU with plugins.
 //!
 //! `REWAKE_BIN` names the daemon; without it the newest `rewake` beside the test programs is taken.
-//! The tests need root. With `CI` set a skipped test fails, unless a probe proved that the machine cannot run it.
+//! The tests need root. One that does not run says so by `rewake_skip`, and `cargo xtask test` compares that with a list.
 
 #![forbid(unsafe_code)]
 
@@ -27,11 +28,13 @@ pub mod plugins;
 pub mod process;
 pub mod scene;
 pub mod server;
+pub mod sessions;
 mod skip;
 pub mod verdict;
 
 pub use container::Container;
 pub use criu::Criu;
+pub use rewake_skip::{need, skip};
 pub use scene::Scene;
 pub use server::{Refusal, Server, Setup};
 pub use verdict::Verdict;

@@ -55,6 +55,25 @@ pub fn amdgpu() -> anyhow::Result<PathBuf> {
     built("deps/libamdgpu_plugin.so")
 }
 
+/// The plugin for lazily restored processes.
+///
+/// # Errors
+/// It is not built.
+pub fn rewake() -> anyhow::Result<PathBuf> {
+    built("deps/librewake_plugin.so")
+}
+
+/// The folder `plugins` below `dir`, made, with that plugin alone.
+///
+/// # Errors
+/// It is not built, or the folder cannot be made.
+pub fn rewake_alone(dir: &Path) -> anyhow::Result<PathBuf> {
+    let folder = dir.join("plugins");
+    fs::create_dir_all(&folder).with_context(|| format!("create {}", folder.display()))?;
+    fs::copy(rewake()?, folder.join("rewake_plugin.so")).context("copy rewake_plugin.so")?;
+    Ok(folder)
+}
+
 fn built(name: &str) -> anyhow::Result<PathBuf> {
     let path = built_programs()?.join(name);
     ensure!(

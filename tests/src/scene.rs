@@ -182,9 +182,17 @@ impl Scene {
     /// # Errors
     /// CRIU failed.
     pub fn restore_and_stop(&self, server: &mut Server) -> anyhow::Result<()> {
+        self.restore_and_stop_with(server, &[])
+    }
+
+    /// [`Scene::restore_and_stop`] with further options.
+    ///
+    /// # Errors
+    /// CRIU failed.
+    pub fn restore_and_stop_with(&self, server: &mut Server, options: &[&OsStr]) -> anyhow::Result<()> {
         let script = self.work().join("stop-server");
         write_program(&script, &server.stopper())?;
-        let options = [OsStr::new("--action-script"), script.as_os_str()];
+        let options = [options, &[OsStr::new("--action-script"), script.as_os_str()]].concat();
         self.criu.restore_with(&self.images(), &self.work(), &options)
     }
 
@@ -217,10 +225,17 @@ impl Scene {
     /// # Errors
     /// Anything else happened.
     pub fn play(&self) -> anyhow::Result<()> {
-        let mut server = self.serve()?;
+        self.play_with(&mut self.serve()?)
+    }
+
+    /// The same, with a server that listens already.
+    ///
+    /// # Errors
+    /// As [`Scene::play`].
+    pub fn play_with(&self, server: &mut Server) -> anyhow::Result<()> {
         self.go()?;
         self.restore()?;
-        self.expect_good_end(&mut server)
+        self.expect_good_end(server)
     }
 
     /// The second half of [`Scene::play`].

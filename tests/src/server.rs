@@ -5,6 +5,7 @@ use std::env;
 use std::fs::{self, File};
 use std::io::Read;
 use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::Duration;
@@ -12,7 +13,7 @@ use std::time::Duration;
 use anyhow::{Context, bail, ensure};
 use nix::fcntl::OFlag;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use nix::sys::signal::{Signal, kill};
+use nix::sys::signal::{Signal, kill, killpg};
 use nix::unistd::{Pid, pipe2};
 
 use crate::criu::Criu;
@@ -190,8 +191,23 @@ fn with_status_fd(command: &Command, pipe: OwnedFd) -> Command {
     let mut shell = Command::new("/bin/sh");
     shell.args(["-c", "exec \"$@\" 7>&0 0</dev/null", "sh"]);
     shell.arg(command.get_program()).args(command.get_args()).args(["--status-fd", "7"]);
-    shell.stdin(pipe);
+    // A group of its own: tests send signals to it.
+    shell.stdin(pipe).process_group(0);
     shell
+}
+
+/// A script for CRIU's `--action-script` that stops these processes once a task has arrived, which `log` says.
+pub(crate) fn stopper(processes: &[Pid], log: &Path) -> String {
+    let pids: Vec<String> = processes.iter().map(ToString::to_string).collect();
+    let threads: Vec<String> = pids.iter().map(|pid| format!("/proc/{pid}/task/*/status")).collect();
+    let (pids, threads) = (pids.join(" "), threads.join(" "));
+    format!(
+        "#!/bin/sh\n[ \"$CRTOOLS_SCRIPT_ACTION\" = post-restore ] || exit 0\n\
+         until grep -q 'task arrived' {}; do sleep 0.01; done\n\
+         kill -STOP {pids}\n\
+         while grep -h '^State:' {threads} | grep -qv 'T (stopped)'; do sleep 0.01; done\n",
+        log.display()
+    )
 }
 
 /// True when the byte that means "listening" came; false when the pipe was closed without it.
@@ -233,17 +249,30 @@ impl Server {
 
     /// A script for CRIU's `--action-script` that stops this server, its worker and all, once a task has arrived.
     pub(crate) fn stopper(&mut self) -> String {
-        let pids: Vec<String> =
-            [self.pid()].into_iter().chain(self.worker()).map(|pid| pid.to_string()).collect();
-        let threads: Vec<String> = pids.iter().map(|pid| format!("/proc/{pid}/task/*/status")).collect();
-        let (pids, threads, log) = (pids.join(" "), threads.join(" "), self.setup.log());
-        format!(
-            "#!/bin/sh\n[ \"$CRTOOLS_SCRIPT_ACTION\" = post-restore ] || exit 0\n\
-             until grep -q 'task arrived' {}; do sleep 0.01; done\n\
-             kill -STOP {pids}\n\
-             while grep -h '^State:' {threads} | grep -qv 'T (stopped)'; do sleep 0.01; done\n",
-            log.display()
-        )
+        stopper(&self.processes(), &self.setup.log())
+    }
+
+    /// The process that was started, and its worker.
+    pub fn processes(&mut self) -> Vec<Pid> {
+        [self.pid()].into_iter().chain(self.worker()).collect()
+    }
+
+    /// Sends a signal to every process of its group.
+    ///
+    /// # Errors
+    /// All of them have ended.
+    pub fn signal_group(&self, signal: Signal) -> anyhow::Result<()> {
+        killpg(self.pid(), signal).with_context(|| format!("{signal} to the server's group"))
+    }
+
+    /// Waits until nothing is left of it but what others have to collect.
+    ///
+    /// # Errors
+    /// It did not end in time.
+    pub fn all_ended(&mut self, limit: Duration) -> anyhow::Result<()> {
+        self.ended(limit)?;
+        let group = self.pid();
+        until(limit, || killpg(group, None).is_err().then_some(())).context("a worker outlives its starter")
     }
 
     /// Lets a stopped server go on: the worker, then the process that was started, which cannot replace it before.

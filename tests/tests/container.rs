@@ -4,20 +4,17 @@
 use std::fs;
 use std::path::Path;
 
-use rewake_tests::container::{Network, Unable, runc_works};
+use rewake_tests::container::{Network, runc_works};
 use rewake_tests::images;
 use rewake_tests::scene::{ACT, END};
-use rewake_tests::{Container, Criu, Verdict, need, skip};
+use rewake_tests::{Container, Criu, Verdict, need};
 
 /// The CRIU to work with, or the test is skipped.
 macro_rules! need_runc {
     ($criu:expr) => {{
         let criu = need!($criu);
-        match runc_works(&criu) {
-            Ok(()) => criu,
-            Err(Unable::Missing(reason)) => skip!("{reason}"),
-            Err(Unable::Refused(reason)) => skip!(unable, "{reason}"),
-        }
+        need!(runc_works(&criu));
+        criu
     }};
 }
 

@@ -7,15 +7,15 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::{fs, ptr};
 
-use rewake_tests::plugins::{amdgpu, later_criu, observer};
+use rewake_tests::plugins::{amdgpu, later_criu, observer, rewake};
 
 const NOT_MINE: c_int = -libc::ENOTSUP;
 /// `CR_PLUGIN_STAGE__DUMP`, `CR_PLUGIN_STAGE__RESTORE`
 const DUMP: c_int = 0;
 const RESTORE: c_int = 2;
 
-fn plugins() -> [PathBuf; 2] {
-    [amdgpu().unwrap(), observer().unwrap()]
+fn plugins() -> [PathBuf; 3] {
+    [amdgpu().unwrap(), rewake().unwrap(), observer().unwrap()]
 }
 
 /// What a program of binutils writes.
@@ -120,7 +120,7 @@ fn set_variable(name: &CStr, value: &Path) {
 
 #[test]
 fn a_program_without_a_symbol_of_criu_can_load_them_and_gets_the_fewest_hooks() {
-    for (plugin, name) in plugins().iter().zip([c"amdgpu_plugin", c"observer"]) {
+    for (plugin, name) in plugins().iter().zip([c"amdgpu_plugin", c"rewake_plugin", c"observer"]) {
         alone(|| {
             let before = threads();
             let descriptor = load(plugin);

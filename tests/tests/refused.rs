@@ -3,12 +3,14 @@
 //! not there any more when a successor takes over.
 
 use std::fs;
+use std::os::unix::fs::FileExt as _;
+use std::path::Path;
 use std::time::Duration;
 
 use rewake_tests::limit::MemoryLimit;
 use rewake_tests::process::until;
 use rewake_tests::scene::{ACT, END};
-use rewake_tests::{Criu, Scene, Server, Verdict, need, skip};
+use rewake_tests::{Criu, Scene, Server, Verdict, need};
 
 /// Enough that most is missing when the restore has finished.
 const MIB: usize = 512;
@@ -38,10 +40,7 @@ fn starved(limit: &MemoryLimit, scene: &Scene) -> Server {
 fn a_shortage_of_memory_that_passes_is_borne() {
     let criu = need!(Criu::main());
     for _ in 0..MOST {
-        let limit = match MemoryLimit::new(ALLOWED) {
-            Ok(limit) => limit,
-            Err(reason) => skip!(unable, "{reason}"),
-        };
+        let limit = need!(MemoryLimit::new(ALLOWED));
         let scene = Scene::dumped(&criu, "plain", MIB).unwrap();
         let mut server = starved(&limit, &scene);
         std::thread::sleep(Duration::from_millis(300));
@@ -61,10 +60,7 @@ fn a_shortage_of_memory_that_passes_is_borne() {
 #[test]
 fn a_shortage_of_memory_that_lasts_ends_the_target_with_a_clear_error() {
     let criu = need!(Criu::main());
-    let limit = match MemoryLimit::new(ALLOWED + 1) {
-        Ok(limit) => limit,
-        Err(reason) => skip!(unable, "{reason}"),
-    };
+    let limit = need!(MemoryLimit::new(ALLOWED + 1));
     let scene = Scene::dumped(&criu, "plain", MIB).unwrap();
     let mut server = starved(&limit, &scene);
     assert!(scene.verdict(ACT).unwrap().killed(), "{}", scene.written());
@@ -75,38 +71,75 @@ fn a_shortage_of_memory_that_lasts_ends_the_target_with_a_clear_error() {
     drop(scene);
 }
 
-/// The worker is killed when the images are not what they were: the target ends, and the server says why.
-fn takeover_fails(damage: impl FnOnce(&Scene), reason: &str) {
+/// The worker is killed when other things are at the image's path than the session was opened with: its successor serves
+/// the target from the files that the session has open.
+fn served_on(change: impl FnOnce(&Scene)) {
     let criu = need!(Criu::main());
-    let scene = Scene::dumped(&criu, "random", MIB).unwrap();
+    let scene = Scene::dumped(&criu, "plain", MIB).unwrap();
     let mut server = scene.serve().unwrap();
     scene.go().unwrap();
     scene.restore_and_stop(&mut server).unwrap();
-    damage(&scene);
+    change(&scene);
     assert!(server.kill_worker(), "there is no worker: {}", server.text());
     server.goes_on().unwrap();
+    scene.expect_good_end(&mut server).unwrap();
+    assert!(server.text().contains("taking over"), "{}", server.text());
+}
+
+/// The pages file of a running target changes while its memory is missing.
+fn pages_file_changes(change: impl FnOnce(&Path)) -> (Verdict, String) {
+    let criu = Criu::main().unwrap();
+    let scene = Scene::dumped(&criu, "plain", MIB).unwrap();
+    let mut server = scene.serve().unwrap();
+    scene.go().unwrap();
+    scene.restore_and_stop(&mut server).unwrap();
+    change(&scene.images().join("pages-1.img"));
+    server.goes_on().unwrap();
     let verdict = scene.verdict(ACT).unwrap();
-    assert!(verdict.killed(), "{verdict:?}");
-    assert_eq!(server.ended(END).unwrap().code(), Some(1));
-    assert!(server.childless(END));
-    let text = server.text();
-    assert!(text.lines().any(|line| line.contains("taking over") && line.contains(reason)), "{text}");
+    server.ended(END).unwrap();
+    (verdict, server.text())
 }
 
 #[test]
-fn when_the_image_is_gone_at_a_takeover_the_target_is_killed() {
-    takeover_fails(|scene| fs::rename(scene.images(), scene.files().join("away")).unwrap(), "cannot open it");
+fn a_pages_file_that_is_rewritten_with_its_old_length_and_time_ends_the_target_with_a_clear_error() {
+    need!(Criu::main());
+    let (verdict, text) = pages_file_changes(|path| {
+        let file = fs::File::options().write(true).open(path).unwrap();
+        let modified = file.metadata().unwrap().modified().unwrap();
+        // Half of a page in each block.
+        for offset in (0..file.metadata().unwrap().len()).step_by(64 << 10) {
+            file.write_all_at(&[0xab; 2048], offset).unwrap();
+        }
+        file.set_times(fs::FileTimes::new().set_modified(modified)).unwrap();
+    });
+    assert!(verdict.killed(), "{verdict:?}: {text}");
+    let line = text
+        .lines()
+        .find(|line| line.contains("the file changed while it was served"))
+        .unwrap_or_else(|| panic!("no reason: {text}"));
+    assert!(line.contains("pages-1.img") && line.contains("change time is another"), "{line}");
 }
 
 #[test]
-fn when_another_image_is_in_its_place_at_a_takeover_the_target_is_killed() {
+fn a_pages_file_that_is_removed_is_served_on() {
+    need!(Criu::main());
+    let (verdict, text) = pages_file_changes(|path| fs::remove_file(path).unwrap());
+    assert_eq!(verdict, Verdict::Ok, "{text}");
+}
+
+#[test]
+fn when_the_image_is_gone_at_a_takeover_the_target_is_served_on() {
+    served_on(|scene| fs::remove_dir_all(scene.images()).unwrap());
+}
+
+#[test]
+fn when_another_image_is_in_its_place_at_a_takeover_the_target_is_served_on() {
     let criu = need!(Criu::main());
     let other = Scene::dumped(&criu, "plain", 4).unwrap();
-    let replace = |scene: &Scene| {
+    served_on(|scene| {
         fs::rename(scene.images(), scene.files().join("away")).unwrap();
         fs::rename(other.images(), scene.images()).unwrap();
-    };
-    takeover_fails(replace, "is not in the image any more");
+    });
 }
 
 #[test]

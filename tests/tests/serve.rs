@@ -173,11 +173,11 @@ fn can_restore_beside_itself() -> bool {
 fn three_restores_at_once_of_an_image_that_fits_the_cache_share_what_is_read() {
     let criu = need!(Criu::main());
     if !can_restore_beside_itself() {
-        skip!(unable, "no new pid namespaces here (unshare --pid)");
+        skip!("no new pid namespaces here (unshare --pid)");
     }
     let Shared { image, read, hits } = restore_three_times(&criu, 24);
     if read < image / 2 {
-        skip!(unable, "the page cache kept the image (posix_fadvise DONTNEED)");
+        skip!("the page cache kept the image (posix_fadvise DONTNEED)");
     }
     assert!(read < image + image / 2, "{read} of {image} bytes: next to nothing was shared");
     assert!(hits > 0, "the cache was of no use");
@@ -187,22 +187,21 @@ fn three_restores_at_once_of_an_image_that_fits_the_cache_share_what_is_read() {
 fn three_restores_at_once_of_an_image_larger_than_the_cache_share_most_of_it() {
     let criu = need!(Criu::main());
     if !can_restore_beside_itself() {
-        skip!(unable, "no new pid namespaces here (unshare --pid)");
+        skip!("no new pid namespaces here (unshare --pid)");
     }
-    // Alone each would read all of it. Together they drift apart by as much as their programs' faults differ, and by
-    // what a busy machine makes of it: the best of some counts.
-    let mut shared = Vec::new();
+    // Alone each reads all of it: 3 images. Together they drift apart by as much as their programs' faults differ, and by
+    // what a busy machine makes of it: 1.0 to 1.15 images on a machine with five times as much to do as it has cores.
+    let mut rounds: Vec<(u64, u64)> = Vec::new();
     for _ in 0..3 {
         let Shared { image, read, .. } = restore_three_times(&criu, 256);
         if read < image / 2 {
-            skip!(unable, "the page cache kept the image (posix_fadvise DONTNEED)");
+            skip!("the page cache kept the image (posix_fadvise DONTNEED)");
         }
-        if read < image * 5 / 2 {
-            return;
-        }
-        shared.push((read, image));
+        rounds.push((read, image));
     }
-    panic!("{shared:?} (bytes read, of the image): next to nothing was shared");
+    rounds.sort_unstable();
+    let (read, image) = rounds[1];
+    assert!(read < image + image / 2, "{rounds:?} (bytes read, of the image): most was read more than once");
 }
 
 #[test]

@@ -5,7 +5,9 @@
 
 mod apt;
 mod commands;
+mod expected;
 mod program;
+mod record;
 mod repository;
 mod root;
 mod setup;
@@ -22,6 +24,8 @@ cargo xtask <command>
 
   setup [--criu trixie|sid]  get what the other commands need: packages, CRIU (test, demo, bench call it)
   test [filter]              every check and test, on two versions of CRIU; with a filter only tests of that name
+  test --quick               style and the tests inside crates: no CRIU, no virtual machine, no root; 3 minutes
+  stress [name [options]]    a long random test; without a name, the list of them and of their options
   demo                       an inference server on a software GPU, dumped and restored in the middle of an answer
   demo --cpu                 dump a process, restore it with CRIU alone and with rewake, check every byte
   bench lazy [options]       stock `criu lazy-pages` and rewake side by side; `bench lazy --help` for options
@@ -29,9 +33,10 @@ cargo xtask <command>
   bench behind               how soon a process runs whose memory comes behind it, and its first answer; at which rate its GPU's memory
                              comes; how long a touch waits: in virtual machines; 15 minutes
   bench engine [options]     what loads GPUs' memory, without a GPU, beside memcpy and fio; `bench engine --help`
-  plugin [--release]         build the CRIU plugin and print its folder, for `criu --libdir`
+  plugin [--release]         build the CRIU plugins and print their folder, for `criu --libdir`
   vm [options] -- command    run a command in a virtual machine with the software GPU; docs/vm.md has the options
-  vm test [filter]           the tests of the software GPU, on both kernels
+  vm test [filter] [--machine NAME]
+                             the tests of the software GPU, in every machine of the suite or in one
   tidy                       the style rules that rustfmt and clippy do not know
   codegen                    write the code generated from proto/ anew
 
@@ -55,6 +60,9 @@ fn dispatch(words: &[&str]) -> anyhow::Result<ExitCode> {
         ["setup"] => setup::run().map(drop)?,
         ["setup", "--criu", suite] => setup::run_for(setup::Suite::named(suite)?).map(drop)?,
         ["test"] => commands::test::run(None)?,
+        ["test", "--quick"] => commands::test::quick()?,
+        ["stress"] => print!("{}", commands::stress::help()),
+        ["stress", name, more @ ..] => commands::stress::run(name, more)?,
         ["test", filter] => commands::test::run(Some(filter))?,
         ["demo"] => commands::demo::gpu::run()?,
         ["demo", "--cpu"] => commands::demo::cpu::run()?,
@@ -66,8 +74,7 @@ fn dispatch(words: &[&str]) -> anyhow::Result<ExitCode> {
         ["bench", "engine", more @ ..] => commands::bench::engine(more)?,
         ["plugin"] => commands::plugin::run(Profile::Debug)?,
         ["plugin", "--release"] => commands::plugin::run(Profile::Release)?,
-        ["vm", "test"] => vm::test(None)?,
-        ["vm", "test", filter] => vm::test(Some(filter))?,
+        ["vm", "test", more @ ..] => vm::test(&vm::Wanted::parse(more)?)?,
         ["vm", more @ ..] => return vm::run(more),
         ["tidy"] => tidy::check()?,
         ["codegen"] => commands::codegen::run()?,

@@ -5,6 +5,9 @@ use std::process::{Command, Output, Stdio};
 
 use anyhow::{Context as _, bail};
 
+/// Lines that are printed of a step that failed.
+const LAST_LINES: usize = 15;
+
 /// Runs to the end with this terminal; an exit status other than 0 is an error.
 pub(crate) fn run(command: &mut Command) -> anyhow::Result<()> {
     let status = command.status().with_context(|| cannot_start(command))?;
@@ -21,6 +24,48 @@ pub(crate) fn capture(command: &mut Command) -> anyhow::Result<String> {
         bail!("`{}` failed: {}: {}", line(command), output.status, complaint(&output));
     }
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+}
+
+/// A step that failed: one line that quotes what it complained about, and its last lines.
+#[derive(Debug)]
+pub(crate) struct Failed {
+    error: String,
+    last: Vec<String>,
+}
+
+impl Failed {
+    /// Prints its last lines, each behind `prefix`; gives the error.
+    pub(crate) fn shown(&self, prefix: &str) -> anyhow::Error {
+        self.last.iter().for_each(|line| eprintln!("{prefix}| {line}"));
+        anyhow::anyhow!("{}", self.error)
+    }
+
+    /// Whether its last lines have that.
+    pub(crate) fn says(&self, words: &str) -> bool {
+        self.last.iter().any(|line| line.contains(words))
+    }
+}
+
+/// Runs to the end in silence.
+pub(crate) fn step(command: &mut Command) -> Result<(), Failed> {
+    let output = match command.stdin(Stdio::null()).output() {
+        Ok(output) => output,
+        Err(error) => {
+            return Err(Failed { error: format!("{}: {error}", cannot_start(command)), last: vec![] });
+        }
+    };
+    if output.status.success() {
+        return Ok(());
+    }
+    let text = [output.stdout.as_slice(), output.stderr.as_slice()].map(String::from_utf8_lossy).concat();
+    let error = format!("`{}` failed: {}: {}", line(command), output.status, complaint(&output));
+    Err(Failed { error, last: last_lines(&text).into_iter().map(str::to_owned).collect() })
+}
+
+/// The lines at the end of a log that say why.
+pub(crate) fn last_lines(text: &str) -> Vec<&str> {
+    let lines: Vec<&str> = text.lines().map(str::trim_end).filter(|line| !line.is_empty()).collect();
+    lines[lines.len().saturating_sub(LAST_LINES)..].to_vec()
 }
 
 /// Runs to the end with this terminal for what it complains about, and gives standard output.
@@ -102,6 +147,22 @@ mod tests {
     fn a_failure_without_error_lines_quotes_the_last_line() {
         let error = capture(&mut shell("echo first >&2; echo last >&2; exit 1")).unwrap_err().to_string();
         assert!(error.ends_with("last"), "{error}");
+    }
+
+    #[test]
+    fn of_a_long_log_the_last_lines_are_shown() {
+        let log: String = (1..=20).map(|number| format!("line {number}  \n\n")).collect();
+        let lines = last_lines(&log);
+        assert_eq!((lines.len(), lines[0], lines[14]), (LAST_LINES, "line 6", "line 20"));
+        assert_eq!(last_lines("one\n"), ["one"]);
+    }
+
+    #[test]
+    fn a_step_that_fails_is_an_error_with_its_complaint() {
+        let failed = step(&mut shell("echo noise; echo 'E: no such package' >&2; exit 100")).unwrap_err();
+        assert!(failed.error.ends_with(": E: no such package"), "{failed:?}");
+        assert_eq!(failed.last, ["noise", "E: no such package"]);
+        step(&mut shell("echo fine")).unwrap();
     }
 
     #[test]

@@ -14,7 +14,7 @@ pub enum Error {
         /// The render node.
         minor: u32,
         /// Which call, and the kernel's answer.
-        source: rewake_kfd::Error,
+        r#source: rewake_kfd::Error,
     },
     /// A call of the render node that every DRM driver has failed.
     #[error("renderD{minor}: {call}: {source}")]
@@ -24,7 +24,7 @@ pub enum Error {
         /// Which.
         call: &'static str,
         /// The kernel's answer.
-        source: io::Error,
+        r#source: io::Error,
     },
     /// Staging memory could not be made.
     #[error("{bytes} bytes of staging memory: {act}: {source}")]
@@ -34,7 +34,7 @@ pub enum Error {
         /// What failed.
         act: &'static str,
         /// The kernel's answer.
-        source: io::Error,
+        r#source: io::Error,
     },
     /// Staging memory of no use.
     #[error(
@@ -119,7 +119,7 @@ pub enum Error {
         /// The BO.
         bytes: u64,
         /// Why not.
-        source: rewake_kfd::Error,
+        r#source: rewake_kfd::Error,
     },
     /// The thread that copies by the CPU could not be started.
     #[error("renderD{minor}: start the thread that copies: {source}")]
@@ -127,7 +127,7 @@ pub enum Error {
         /// The render node.
         minor: u32,
         /// The kernel's answer.
-        source: io::Error,
+        r#source: io::Error,
     },
     /// Copies by the CPU are not done in time. They go on.
     #[error(

@@ -118,6 +118,7 @@ impl Staging {
         let bytes = checked(shape)?;
         let memfd = memfd(bytes)?;
         let view = Mapping::shared(memfd.as_fd(), 0, bytes).map_err(failed(bytes, "mmap of a memfd"))?;
+        view.keep_from_core_dumps().map_err(failed(bytes, "madvise of a memfd"))?;
         let udmabuf = OpenOptions::new().read(true).write(true).open("/dev/udmabuf");
         let source = Source::Pages { memfd, udmabuf: udmabuf.map_err(|error| error.kind()) };
         Ok(Self(Arc::new(Inner { shape, views: vec![view], source, why: None })))
@@ -353,5 +354,15 @@ mod tests {
             let error = Staging::pages(Shape { slots, slot_bytes }).unwrap_err();
             assert!(matches!(error, Error::Shape { .. }), "{slots} of {slot_bytes}: {error}");
         }
+    }
+
+    #[test]
+    fn its_bytes_are_in_no_core_dump() {
+        let staging = small();
+        let start = format!("{:x}-", staging.0.views[0].address());
+        let maps = std::fs::read_to_string("/proc/self/smaps").unwrap();
+        let mut lines = maps.lines().skip_while(|line| !line.starts_with(&start));
+        let flags = lines.find_map(|line| line.strip_prefix("VmFlags: ")).unwrap();
+        assert!(flags.split(' ').any(|flag| flag == "dd"), "{flags}");
     }
 }

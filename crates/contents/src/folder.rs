@@ -48,10 +48,15 @@ pub fn remove(folder: BorrowedFd<'_>, name: &str) -> Result<(), FileError> {
     }
 }
 
-/// A file of the image directory, for reading.
+/// A file of the image directory, for reading. A symbolic link is refused: its target may be any file that root can read.
 pub fn open(folder: BorrowedFd<'_>, name: &str) -> Result<File, FileError> {
-    let file = openat(folder, name, OFlag::O_RDONLY | OFlag::O_CLOEXEC | OFlag::O_NONBLOCK, Mode::empty());
-    let file = file.map(File::from).map_err(|errno: Errno| FileError::of("open", name)(errno.into()))?;
+    let flags = OFlag::O_RDONLY | OFlag::O_CLOEXEC | OFlag::O_NONBLOCK | OFlag::O_NOFOLLOW;
+    let file = openat(folder, name, flags, Mode::empty()).map(File::from).map_err(|errno| {
+        FileError::of("open", name)(match errno {
+            Errno::ELOOP => io::Error::other("is a symbolic link: expected a file of the image"),
+            errno => errno.into(),
+        })
+    })?;
     let kind = file.metadata().map_err(FileError::of("stat", name))?;
     if !kind.is_file() {
         return Err(FileError::of("open", name)(io::Error::other("not a regular file")));
@@ -62,7 +67,8 @@ pub fn open(folder: BorrowedFd<'_>, name: &str) -> Result<File, FileError> {
 /// A file of the image directory past the page cache, where the file system permits it; for reading, or for writing too.
 pub fn open_direct(folder: BorrowedFd<'_>, name: &str, write: bool) -> Option<File> {
     let access = if write { OFlag::O_RDWR } else { OFlag::O_RDONLY };
-    openat(folder, name, access | OFlag::O_CLOEXEC | OFlag::O_DIRECT, Mode::empty()).ok().map(File::from)
+    let flags = access | OFlag::O_CLOEXEC | OFlag::O_DIRECT | OFlag::O_NOFOLLOW;
+    openat(folder, name, flags, Mode::empty()).ok().map(File::from)
 }
 
 /// Writes a small file whole.

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! An image directory, held open: every file is opened relative to it, so that it cannot change underneath.
+//! An image directory, held open: every file is opened relative to it, so that no other directory can take its
+//! place. No symbolic link is followed but `parent`: a file's name is one component, so `O_NOFOLLOW` is enough.
 
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
@@ -12,6 +13,7 @@ use nix::errno::Errno;
 use nix::fcntl::{OFlag, openat};
 use nix::sys::stat::Mode;
 
+use crate::digest::{Digest, Hashed, Parsed};
 use crate::error::{ImageError, Result};
 use crate::files;
 use crate::frame::{Kind, Records};
@@ -32,6 +34,13 @@ pub struct ImageDir {
     path: PathBuf,
     /// Device and inode of this directory and of those whose `parent` links led here.
     line: Vec<(u64, u64)>,
+    parsed: Parsed,
+}
+
+impl AsFd for ImageDir {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
 }
 
 impl ImageDir {
@@ -43,7 +52,7 @@ impl ImageDir {
         let path = path.as_ref().to_path_buf();
         let fd =
             open_dir(nix::fcntl::AT_FDCWD, &path).map_err(|errno| io_error("open", &path, errno.into()))?;
-        Self::from_fd(fd, path, Vec::new())
+        Self::from_fd(fd, path, Vec::new(), Parsed::default())
     }
 
     /// The directory behind a descriptor; `path` is for messages.
@@ -51,10 +60,10 @@ impl ImageDir {
     /// # Errors
     /// It cannot be asked for its identity.
     pub fn of(fd: OwnedFd, path: impl AsRef<Path>) -> Result<Self> {
-        Self::from_fd(fd, path.as_ref().to_path_buf(), Vec::new())
+        Self::from_fd(fd, path.as_ref().to_path_buf(), Vec::new(), Parsed::default())
     }
 
-    fn from_fd(fd: OwnedFd, path: PathBuf, mut line: Vec<(u64, u64)>) -> Result<Self> {
+    fn from_fd(fd: OwnedFd, path: PathBuf, mut line: Vec<(u64, u64)>, parsed: Parsed) -> Result<Self> {
         let dir = File::from(fd);
         let meta = dir.metadata().map_err(|error| io_error("stat", &path, error))?;
         let id = (meta.dev(), meta.ino());
@@ -65,7 +74,7 @@ impl ImageDir {
             return Err(ImageError::TooManyParents { file: path, limit: MAX_PARENTS });
         }
         line.push(id);
-        Ok(Self { fd: dir.into(), path, line })
+        Ok(Self { fd: dir.into(), path, line, parsed })
     }
 
     /// The path that it was opened by, for messages.
@@ -81,10 +90,18 @@ impl ImageDir {
     pub fn parent(&self) -> Result<Option<Self>> {
         let path = self.path.join("parent");
         match open_dir(self.fd.as_fd(), Path::new("parent")) {
-            Ok(fd) => Self::from_fd(fd, path, self.line.clone()).map(Some),
+            Ok(fd) => Self::from_fd(fd, path, self.line.clone(), self.parsed.clone()).map(Some),
             Err(Errno::ENOENT) => Ok(None),
             Err(errno) => Err(io_error("open", &path, errno.into())),
         }
+    }
+
+    /// A digest of every file of CRIU that this directory and its parents have parsed so far, with their paths in
+    /// the image: two directories that were parsed alike and have one digest had the same bytes there. Contents
+    /// of memory (`pages-N.img`, files of GPUs) are not part of it.
+    #[must_use]
+    pub fn digest(&self) -> Digest {
+        self.parsed.digest()
     }
 
     /// What the dump says about itself.
@@ -156,12 +173,14 @@ impl ImageDir {
     pub(crate) fn file(&self, name: &str) -> Result<Option<(PathBuf, File, u64)>> {
         let path = self.path.join(name);
         // O_NONBLOCK: opening a FIFO by mistake must be refused below, not block here.
-        let flags = OFlag::O_RDONLY | OFlag::O_CLOEXEC | OFlag::O_NONBLOCK | OFlag::O_NOCTTY;
-        let file = match openat(self.fd.as_fd(), name, flags, Mode::empty()) {
-            Ok(fd) => File::from(fd),
-            Err(Errno::ENOENT) => return Ok(None),
-            Err(errno) => return Err(io_error("open", &path, errno.into())),
-        };
+        let kind = OFlag::O_NONBLOCK | OFlag::O_NOCTTY | OFlag::O_NOFOLLOW;
+        let file =
+            match openat(self.fd.as_fd(), name, OFlag::O_RDONLY | OFlag::O_CLOEXEC | kind, Mode::empty()) {
+                Ok(fd) => File::from(fd),
+                Err(Errno::ENOENT) => return Ok(None),
+                Err(Errno::ELOOP) => return Err(ImageError::SymbolicLink { file: path }),
+                Err(errno) => return Err(io_error("open", &path, errno.into())),
+            };
         let meta = file.metadata().map_err(|error| io_error("stat", &path, error))?;
         if !meta.is_file() {
             let (expected, found) = ("a regular file".into(), "another kind of file".into());
@@ -170,12 +189,18 @@ impl ImageDir {
         Ok(Some((path, file, meta.len())))
     }
 
-    fn records(&self, name: &str, kind: &'static Kind) -> Result<Option<Records<File>>> {
+    fn records(&self, name: &str, kind: &'static Kind) -> Result<Option<Records<Hashed<File>>>> {
         let Some((path, file, len)) = self.file(name)? else { return Ok(None) };
-        Records::new(kind, &path, file, len).map(Some)
+        let name = "parent/".repeat(self.line.len() - 1) + name;
+        Records::new(kind, &path, self.parsed.reader(name, file), len).map(Some)
     }
 
-    fn required(&self, name: &str, kind: &'static Kind, expected: &'static str) -> Result<Records<File>> {
+    fn required(
+        &self,
+        name: &str,
+        kind: &'static Kind,
+        expected: &'static str,
+    ) -> Result<Records<Hashed<File>>> {
         let missing = || ImageError::Missing { file: self.path.join(name), expected };
         self.records(name, kind)?.ok_or_else(missing)
     }

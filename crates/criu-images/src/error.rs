@@ -16,7 +16,7 @@ pub enum ImageError {
         /// On which file.
         file: PathBuf,
         /// The operating system's answer.
-        source: io::Error,
+        r#source: io::Error,
     },
     /// A file that the image must have is not there.
     #[error("{file}: expected {expected}, but there is no such file: check the images directory, or dump again", file = file.display())]
@@ -25,6 +25,12 @@ pub enum ImageError {
         file: PathBuf,
         /// What it would have told.
         expected: &'static str,
+    },
+    /// A symbolic link where a file must be: its target may be any file that root can read.
+    #[error("{file}: is a symbolic link: expected a file of the image; put the file itself there", file = file.display())]
+    SymbolicLink {
+        /// The link.
+        file: PathBuf,
     },
     /// The bytes are not what the format says.
     #[error("{file}: at byte {offset}: expected {expected}, found {found}; the image is damaged: dump again", file = file.display())]
@@ -47,6 +53,12 @@ pub enum ImageError {
         expected: String,
         /// What is there.
         found: String,
+    },
+    /// The pages may be compressed, which this crate does not read.
+    #[error("{file}: image version 3 (compressed pages, CRIU 4.3 and later), expected version 2; dump again without --compress", file = file.display())]
+    Compressed {
+        /// The inventory.
+        file: PathBuf,
     },
     /// A count or a length is beyond a named limit of this crate.
     #[error("{file}: at byte {offset}: {found} {what}, more than {limit_name} = {limit}; the image is damaged or hostile: dump again", file = file.display())]

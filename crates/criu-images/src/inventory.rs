@@ -11,6 +11,10 @@ use crate::generated::InventoryEntry;
 /// start with a common magic number, and mappings are part of `mm-PID.img`.
 pub const IMAGE_VERSION: u32 = 2;
 
+/// The version of images whose pages may be compressed (`criu dump --compress`, CRIU 4.3): read as the version before,
+/// they would give wrong bytes.
+const COMPRESSED: u32 = 3;
+
 /// What a dump says about itself.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Inventory {
@@ -25,6 +29,9 @@ pub struct Inventory {
 pub(crate) fn parse<R: Read>(records: Records<R>) -> Result<Inventory> {
     let file = records.file().to_path_buf();
     let entry: InventoryEntry = records.single()?;
+    if entry.img_version == Some(COMPRESSED) {
+        return Err(ImageError::Compressed { file });
+    }
     if entry.img_version != Some(IMAGE_VERSION) {
         let found = entry.img_version.map_or_else(|| "none".into(), |version| version.to_string());
         return Err(ImageError::Unsupported {

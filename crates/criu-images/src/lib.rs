@@ -9,6 +9,7 @@
 #![forbid(unsafe_code)]
 
 pub mod amdgpu;
+mod digest;
 mod dir;
 mod error;
 mod files;
@@ -24,6 +25,7 @@ mod stats;
 mod tasks;
 pub mod write;
 
+pub use digest::Digest;
 pub use dir::{ImageDir, MAX_PARENTS};
 pub use error::{ImageError, Result};
 pub use files::MAX_FILES;

@@ -15,6 +15,7 @@ use std::time::{Duration, Instant};
 use common::contents;
 use rewake_criu_images::write::{Place, split_into_parent};
 use rewake_criu_images::{ImageDir, PAGE, Task, TaskState};
+use rewake_skip::need;
 
 /// Time for the target to start and to be gone.
 const LIMIT: Duration = Duration::from_secs(60);
@@ -30,22 +31,18 @@ fn criu(program: &OsString, arguments: &[&str], images: &Path) -> bool {
     status.is_ok_and(|status| status.success())
 }
 
-/// CRIU of these variables that works here.
-fn programs() -> Vec<OsString> {
-    let mut programs = Vec::new();
-    for (variable, fallback) in [("CRIU", Some("criu")), ("CRIU_ALT", None)] {
-        let Some(program) = std::env::var_os(variable).or_else(|| fallback.map(OsString::from)) else {
-            eprintln!("SKIPPED: {variable} does not name a CRIU");
-            continue;
-        };
-        let check = Command::new(&program).arg("check").stdout(Stdio::null()).stderr(Stdio::null()).status();
-        match check {
-            _ if !nix::unistd::geteuid().is_root() => eprintln!("SKIPPED: CRIU needs root"),
-            Ok(status) if status.success() => programs.push(program),
-            other => eprintln!("SKIPPED: {} check: {other:?}", program.display()),
-        }
+/// The CRIU that a variable names and that works here; the reason where there is none.
+fn program(variable: &str, fallback: Option<&str>) -> Result<OsString, String> {
+    let named = std::env::var_os(variable).or_else(|| fallback.map(OsString::from));
+    let program = named.ok_or_else(|| format!("{variable} names no CRIU"))?;
+    if !nix::unistd::geteuid().is_root() {
+        return Err("CRIU needs root".to_owned());
     }
-    programs
+    let check = Command::new(&program).arg("check").stdout(Stdio::null()).stderr(Stdio::null()).status();
+    match check {
+        Ok(status) if status.success() => Ok(program),
+        other => Err(format!("{} check: {other:?}", program.display())),
+    }
 }
 
 /// The target, killed at the end of the test whoever runs it.
@@ -117,43 +114,50 @@ fn check_tasks(tasks: &[Task], pid: u32) {
 
 #[test]
 fn a_real_image_is_read_and_restores_after_it_was_split_in_two() {
-    for program in programs() {
-        let folder = tempfile::tempdir().unwrap();
-        let (dir, parent) = (folder.path().join("images"), folder.path().join("before"));
-        std::fs::create_dir(&dir).unwrap();
-        nix::sys::prctl::set_child_subreaper(true).unwrap();
-        let target = Target::start();
-        let pid = target.pid();
-        let dumped = criu(&program, &["dump", "--tree", &pid.to_string()], &dir);
-        assert!(dumped, "{}", std::fs::read_to_string(dir.join("criu.log")).unwrap_or_default());
-        reap();
+    there_and_back(&need!(program("CRIU", Some("criu"))));
+}
 
-        let image = ImageDir::open(&dir).unwrap();
-        image.inventory().unwrap();
-        check_tasks(&image.tasks().unwrap(), pid);
-        let stats = image.pagemap(pid).unwrap().unwrap().stats();
-        let whole: BTreeMap<_, _> = contents(&image.lazy_plan(pid).unwrap()).into_iter().collect();
-        assert!(stats.lazy > 0 && stats.eager > 0 && stats.present == stats.total, "{stats:?}");
-        assert_eq!(whole.len() as u64, stats.lazy);
+#[test]
+fn another_criu_s_image_is_read_and_restores_after_it_was_split_in_two() {
+    there_and_back(&need!(program("CRIU_ALT", None)));
+}
 
-        split_into_parent(&dir, pid, &parent, |vaddr, _| every_second_page(vaddr)).unwrap();
-        let plan = image.lazy_plan(pid).unwrap();
-        assert_eq!(plan.files.len(), 2);
-        let split: BTreeMap<_, _> = contents(&plan).into_iter().collect();
-        assert_eq!(split, whole);
+fn there_and_back(program: &OsString) {
+    let folder = tempfile::tempdir().unwrap();
+    let (dir, parent) = (folder.path().join("images"), folder.path().join("before"));
+    std::fs::create_dir(&dir).unwrap();
+    nix::sys::prctl::set_child_subreaper(true).unwrap();
+    let target = Target::start();
+    let pid = target.pid();
+    let dumped = criu(program, &["dump", "--tree", &pid.to_string()], &dir);
+    assert!(dumped, "{}", std::fs::read_to_string(dir.join("criu.log")).unwrap_or_default());
+    reap();
 
-        let restored = criu(&program, &["restore", "--restore-detached"], &dir);
-        assert!(restored, "{}", std::fs::read_to_string(dir.join("criu.log")).unwrap_or_default());
-        let memory = std::fs::File::open(format!("/proc/{pid}/mem")).unwrap();
-        let mm = image.mm(pid).unwrap();
-        let heap = mm.vmas.iter().find(|vma| vma.kind() == "heap").expect("the target has a heap");
-        let mut compared = 0;
-        for (number, wanted) in whole.range(heap.start / PAGE..heap.end / PAGE) {
-            let mut bytes = vec![0; wanted.len()];
-            memory.read_exact_at(&mut bytes, number * PAGE).unwrap();
-            assert!(bytes == *wanted, "page {number:#x} of the heap differs after the restore");
-            compared += 1;
-        }
-        assert!(compared > 1, "{compared} pages of the heap were compared");
+    let image = ImageDir::open(&dir).unwrap();
+    image.inventory().unwrap();
+    check_tasks(&image.tasks().unwrap(), pid);
+    let stats = image.pagemap(pid).unwrap().unwrap().stats();
+    let whole: BTreeMap<_, _> = contents(&image.lazy_plan(pid).unwrap()).into_iter().collect();
+    assert!(stats.lazy > 0 && stats.eager > 0 && stats.present == stats.total, "{stats:?}");
+    assert_eq!(whole.len() as u64, stats.lazy);
+
+    split_into_parent(&dir, pid, &parent, |vaddr, _| every_second_page(vaddr)).unwrap();
+    let plan = image.lazy_plan(pid).unwrap();
+    assert_eq!(plan.files.len(), 2);
+    let split: BTreeMap<_, _> = contents(&plan).into_iter().collect();
+    assert_eq!(split, whole);
+
+    let restored = criu(program, &["restore", "--restore-detached"], &dir);
+    assert!(restored, "{}", std::fs::read_to_string(dir.join("criu.log")).unwrap_or_default());
+    let memory = std::fs::File::open(format!("/proc/{pid}/mem")).unwrap();
+    let mm = image.mm(pid).unwrap();
+    let heap = mm.vmas.iter().find(|vma| vma.kind() == "heap").expect("the target has a heap");
+    let mut compared = 0;
+    for (number, wanted) in whole.range(heap.start / PAGE..heap.end / PAGE) {
+        let mut bytes = vec![0; wanted.len()];
+        memory.read_exact_at(&mut bytes, number * PAGE).unwrap();
+        assert!(bytes == *wanted, "page {number:#x} of the heap differs after the restore");
+        compared += 1;
     }
+    assert!(compared > 1, "{compared} pages of the heap were compared");
 }

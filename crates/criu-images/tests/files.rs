@@ -126,7 +126,9 @@ fn an_inventory_gives_plugins_and_run_and_refuses_other_versions() {
     assert_eq!(image.inventory().unwrap(), inventory);
 
     put(&dir, "inventory.img", &hex(&format!("{INVENTORY_MAGIC} 02000000 0803")));
-    assert!(refusal(image.inventory()).contains("expected image version 2, found 3"));
+    let compressed = refusal(image.inventory());
+    assert!(compressed.contains("image version 3 (compressed pages"), "{compressed}");
+    assert!(compressed.contains("dump again without --compress"), "{compressed}");
     put(&dir, "inventory.img", &hex(&format!("{INVENTORY_MAGIC} 00000000")));
     assert!(refusal(image.inventory()).contains("expected image version 2, found none"));
     put(&dir, "inventory.img", &hex(&format!("{INVENTORY_MAGIC} 02000000 0802 00")));
@@ -259,4 +261,63 @@ fn memory_is_lazy_only_if_criu_registers_it() {
     assert!(!lazy(0x2022, 1 << 9), "locked");
     assert!(!lazy(0x4_0022, 1 << 9), "huge pages");
     assert!(!lazy(0x22, 1 << 3) && !lazy(0x22, 1 << 12) && !lazy(0x22, 1 << 2), "the kernel's own");
+}
+
+#[test]
+fn a_symbolic_link_in_the_place_of_a_file_is_refused_and_its_target_not_opened() {
+    let images = Images::new();
+    let dir = images.add("a", &[anonymous(1, 2)], &[(1, 2, LAZY)]);
+    for name in ["pages-1.img", "mm-7.img", "pagemap-7.img"] {
+        let (file, aside) = (dir.join(name), images.path("aside"));
+        std::fs::rename(&file, &aside).unwrap();
+        std::os::unix::fs::symlink(&aside, &file).unwrap();
+        let error = images.plan("a").unwrap_err();
+        assert!(matches!(&error, ImageError::SymbolicLink { file: named } if *named == file), "{error:?}");
+        assert!(error.to_string().contains("is a symbolic link: expected a file of the image"), "{error}");
+        std::fs::rename(&aside, &file).unwrap();
+    }
+    images.plan("a").unwrap();
+}
+
+#[test]
+fn a_directory_that_another_takes_the_place_of_is_read_on() {
+    let images = Images::new();
+    images.add("a", &[anonymous(1, 2)], &[(1, 2, LAZY)]);
+    let open = ImageDir::open(images.path("a")).unwrap();
+    std::fs::rename(images.path("a"), images.path("b")).unwrap();
+    images.add("a", &[anonymous(8, 9)], &[(8, 9, LAZY)]);
+    assert_eq!(runs(&open.lazy_plan(PID).unwrap()), [(1, 2, 0, 0)]);
+}
+
+#[test]
+fn a_digest_names_what_was_parsed_parents_included() {
+    let digest = |images: &Images| {
+        let open = ImageDir::open(images.path("child")).unwrap();
+        open.lazy_plan(PID).unwrap();
+        open.digest()
+    };
+    let made = |flags| {
+        let images = Images::new();
+        images.add("parent", &[anonymous(1, 3)], &[(1, 3, flags)]);
+        images.add("child", &[anonymous(1, 3)], &[(1, 2, LAZY_IN_PARENT)]);
+        images.link("child", "parent");
+        images
+    };
+    let (one, same, other) = (made(LAZY), made(LAZY), made(EAGER));
+    assert_eq!(digest(&one), digest(&same), "paths and times are not part of it");
+    assert_ne!(digest(&one), digest(&other), "the parent's pagemap is another");
+    std::fs::write(one.path("child/pages-1.img"), [1; 4096]).unwrap();
+    assert_eq!(digest(&one), digest(&same), "contents of memory are not part of it");
+    let text = digest(&one).to_string();
+    assert!(text.len() == 64 && text.chars().all(|digit| digit.is_ascii_hexdigit()), "{text}");
+    assert_eq!(format!("{:.12}", digest(&one)), text[..12]);
+    assert_ne!(ImageDir::open(one.path("child")).unwrap().digest(), digest(&one), "nothing was parsed");
+}
+
+#[test]
+fn an_error_says_its_cause_once() {
+    let error = ImageDir::open("/nowhere/at/all").unwrap_err();
+    assert_eq!(error.to_string().matches("os error 2").count(), 1, "{error}");
+    // A caller that prints the chain of causes adds nothing to it.
+    assert!(std::error::Error::source(&error).is_none());
 }

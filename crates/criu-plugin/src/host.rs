@@ -18,6 +18,11 @@ pub enum HostError {
     /// The program that loaded the plugin does not have the function.
     #[error("this CRIU has no {0}: expected CRIU 4.1 or newer; use such a one")]
     Missing(&'static str),
+    /// CRIU's tree of processes has no root, or another form.
+    #[error(
+        "CRIU's root_item cannot be read: {0}; expected CRIU 4.1 to 4.2, or one with the same struct pstree_item"
+    )]
+    NoRoot(String),
     /// The function failed; CRIU has logged why.
     #[error("CRIU's {0} failed: see the line of its log before this one")]
     Failed(&'static str),
@@ -119,6 +124,15 @@ impl Host {
         abi::run_id()
     }
 
+    /// The process whose tree is dumped, as this process counts pids; known from [`crate::Plugin::init`] on. CRIU has no
+    /// function for it.
+    ///
+    /// # Errors
+    /// [`HostError`]
+    pub fn root_pid(&self) -> Result<i32, HostError> {
+        abi::root_pid()
+    }
+
     /// A descriptor number that the restored task `pid` (as in its namespace) will not use, and all above. CRIU ends at once
     /// if there is no such task.
     ///
@@ -167,6 +181,7 @@ mod tests {
         assert_eq!(host.store_fd(std::io::stdin().as_fd()), Err(HostError::Missing("fdstore_add")));
         assert_eq!(host.log_file().unwrap_err(), HostError::Missing("log_get_fd"));
         assert_eq!(host.run_id(), Err(HostError::Missing("criu_run_id")));
+        assert_eq!(host.root_pid(), Err(HostError::Missing("root_item")));
         let text = host.unused_fd(1).unwrap_err().to_string();
         assert_eq!(text, "this CRIU has no find_unused_fd_pid: expected CRIU 4.1 or newer; use such a one");
     }

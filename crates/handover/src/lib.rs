@@ -6,12 +6,14 @@
 //! * [`Channel`]: one end, blocking, with a deadline for every step.
 //! * [`Listener`], [`connect`]: how the ends meet.
 //! * [`Gated`]: whose gate is shut, for those who would dump it.
+//! * [`SessionNote`]: what a session publishes for the plugins: where its fd store is, and whose restore it serves.
 
 mod abi;
 mod channel;
 mod error;
 mod gated;
 mod generated;
+mod session;
 mod socket;
 
 /// The messages.
@@ -22,6 +24,7 @@ pub mod proto {
 pub use channel::{Channel, MAX_DESCRIPTORS, PATIENCE};
 pub use error::Error;
 pub use gated::{FOLDER, Gated};
+pub use session::{FileId, Notes, Phase, SESSIONS, SessionNote, Skipped, Store, sockets_of};
 pub use socket::{Listener, SOCKET, connect};
 
 /// Of the conversation. It changes when a message changes its meaning.

@@ -242,7 +242,7 @@ mod tests {
                 }
                 Err(error) => assert!(matches!(error, Error::NoHook(_)), "{error}"),
             },
-            Err(error) => eprintln!("not tried: {PATH}: {error}"),
+            Err(error) => rewake_skip::report(format_args!("{PATH}: {error}")),
         }
     }
 

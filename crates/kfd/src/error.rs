@@ -14,7 +14,7 @@ pub enum Error {
         /// The device node.
         path: PathBuf,
         /// The kernel's answer.
-        source: io::Error,
+        r#source: io::Error,
     },
     /// An ioctl or a mapping failed.
     #[error("{what}: {source}")]
@@ -22,7 +22,7 @@ pub enum Error {
         /// Which, and of what.
         what: Box<Act>,
         /// The kernel's answer.
-        source: io::Error,
+        r#source: io::Error,
     },
     /// The topology cannot be read or makes no sense.
     #[error("{}: {reason}", path.display())]

@@ -77,7 +77,7 @@ impl Space {
             moves: Moves::default(),
             missing: AtomicU64::new(pages),
             mapped: pages,
-            schedule: Schedule::new(plan.blocks().len()),
+            schedule: Schedule::new(plan.blocks()),
             plan,
         }
     }
@@ -245,7 +245,7 @@ impl Space {
             detached: self.detached.clone(),
             moves: self.moves.clone(),
             mapped: self.mapped,
-            schedule: Schedule::new(self.plan.blocks().len()),
+            schedule: Schedule::new(self.plan.blocks()),
         }
     }
 

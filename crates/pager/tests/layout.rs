@@ -61,9 +61,32 @@ fn damaged_plans_are_refused() {
 #[test]
 fn blocks_are_aligned_in_the_file_and_name_only_lazy_pages() {
     let plan = Plan::new(vec![extent(1000, 12, 10), extent(500, 50, 1), extent(0, 34, 2)]).unwrap();
-    let blocks: Vec<_> =
-        plan.blocks().iter().map(|block| (block.index, block.first.0, block.pages)).collect();
+    let blocks = (0..plan.blocks()).map(|number| plan.block(BlockIx(number)));
+    let blocks: Vec<_> = blocks.map(|block| (block.index, block.first.0, block.pages)).collect();
     assert_eq!(blocks, [(0, 0, 4), (1, 4, 6), (2, 10, 2), (3, 12, 1)]);
+}
+
+#[test]
+fn small_extents_share_a_block_and_a_long_one_has_many() {
+    // In blocks of the file: a page, two pages, the rest and two more blocks, the tail of which a fourth has.
+    let plan = [extent(9000, 0, 1), extent(100, 1, 2), extent(2000, 8, 30), extent(50, 47, 1)];
+    let plan = Plan::new(plan.to_vec()).unwrap();
+    let blocks = (0..plan.blocks()).map(|number| plan.block(BlockIx(number)));
+    let blocks: Vec<_> = blocks.map(|block| (block.index, block.first.0, block.pages)).collect();
+    assert_eq!(blocks, [(0, 0, 11), (1, 11, 16), (2, 27, 7)]);
+}
+
+#[test]
+fn a_record_that_claims_16_tib_costs_no_more_than_one_of_a_page() {
+    let whole = Plan::new(vec![extent(0, 0, 1 << 32)]).unwrap();
+    assert_eq!((whole.pages(), whole.blocks()), (1 << 32, 1 << 28));
+    let last = whole.block(BlockIx(whole.blocks() - 1));
+    assert_eq!((last.index, last.first.0, last.pages), ((1 << 28) - 1, (1 << 32) - BLOCK_PAGES, BLOCK_PAGES));
+    assert_eq!(whole.extents().len(), 1, "all that it keeps");
+    assert_eq!(
+        Plan::new(vec![extent(0, 0, 1 << 32), extent(1 << 33, 1 << 32, 1)]).unwrap_err(),
+        PlanError::TooLarge
+    );
 }
 
 #[test]
@@ -208,7 +231,7 @@ fn threads_that_share_a_space_fill_every_page_once() {
         let worker = || {
             let mut filled = 0;
             while let Some(block) = space.claim() {
-                space.promote(BlockIx(block.0 * 7 % space.plan().blocks().len()));
+                space.promote(BlockIx(block.0 * 7 % space.plan().blocks()));
                 for run in all_runs(&space, block.0) {
                     filled += space.set_resident(run.page, run.pages);
                     filled += space.set_resident(run.page, run.pages);

@@ -135,7 +135,7 @@ fn run(space: &mut Space, table: &mut Table, op: &Op) {
             return table.resident.clear();
         }
         Op::Work(pages) => return work(space, table, pages),
-        Op::Promote(block) => return space.promote(BlockIx(block % space.plan().blocks().len())),
+        Op::Promote(block) => return space.promote(BlockIx(block % space.plan().blocks())),
     };
     space.apply(&change).unwrap();
     table.apply(&change);
@@ -194,7 +194,8 @@ fn compare_place(space: &Space, table: &Table, address: u64) {
 /// (page, target) of every page that `runs` tells.
 fn runs_of_all_blocks(space: &Space, table: &Table, step: u64) -> Vec<(u64, u64)> {
     let mut told = Vec::new();
-    for (number, block) in space.plan().blocks().iter().enumerate() {
+    for number in 0..space.plan().blocks() {
+        let block = space.plan().block(BlockIx(number));
         let mut from = Some(PageIx(0));
         while let Some(page) = from {
             let mut runs: Vec<Run> = Vec::new();

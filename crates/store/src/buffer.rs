@@ -33,6 +33,8 @@ impl Pool {
         let map = MmapMut::map_anon((blocks as usize + 1) * BLOCK)?;
         // A child must not share pages that the kernel may be reading into.
         map.advise(Advice::DontFork)?;
+        // A core dump of this process must not have memory of others.
+        map.advise(Advice::DontDump)?;
         Ok(Self { map: MmapRaw::from(map), blocks })
     }
 
@@ -148,5 +150,34 @@ impl Drop for BufferSlice {
 impl fmt::Debug for BufferSlice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("BufferSlice").field("place", &self.place).field("len", &self.len).finish()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Flags of this process's mapping at an address, as `VmFlags` of `/proc/self/smaps` shows them.
+    fn flags_at(address: usize) -> String {
+        let maps = std::fs::read_to_string("/proc/self/smaps").unwrap();
+        let mut inside = false;
+        for line in maps.lines() {
+            let range = line.split_once(' ').and_then(|(range, _)| range.split_once('-'));
+            let number = |digits| usize::from_str_radix(digits, 16).ok();
+            if let Some((start, end)) = range.and_then(|(start, end)| Some((number(start)?, number(end)?))) {
+                inside = (start..end).contains(&address);
+            } else if let Some(flags) = line.strip_prefix("VmFlags: ").filter(|_| inside) {
+                return flags.to_owned();
+            }
+        }
+        panic!("nothing is mapped at {address:#x}")
+    }
+
+    #[test]
+    fn bytes_of_other_processes_are_in_no_core_dump_and_in_no_child() {
+        let pool = Pool::new(4).unwrap();
+        let flags = flags_at(pool.base().addr());
+        let has = |flag| flags.split(' ').any(|other| other == flag);
+        assert!(has("dd") && has("dc"), "{flags}");
     }
 }

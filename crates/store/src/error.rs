@@ -38,8 +38,8 @@ pub enum ReadError {
         expected: usize,
         /// How often the failing piece was tried.
         tries: u32,
-        /// The last refusal. Part of the message, so not repeated as `source()`.
-        source: io::Error,
+        /// The last refusal.
+        r#source: io::Error,
     },
     /// The file system gave bytes in pieces so small that the bound on pieces was reached.
     #[error(
@@ -59,6 +59,18 @@ pub enum ReadError {
         /// Reads issued.
         reads: u32,
     },
+    /// The file may have other contents than when it was opened.
+    #[error(
+        "{}: the file changed while it was served: {what}; leave the files of an image as they are until all \
+         memory is resident, and restore from an unchanged copy",
+        file.display()
+    )]
+    Changed {
+        /// Name the file was opened by.
+        file: PathBuf,
+        /// What is not as it was.
+        what: String,
+    },
 }
 
 /// Setting up a file, the cache or an engine failed.
@@ -77,6 +89,14 @@ pub enum StoreError {
     NotRegular {
         /// Name the file was opened by.
         file: PathBuf,
+    },
+    /// A file that was handed over is not the one that was opened, or its contents may have changed.
+    #[error("taking over pages file {}: {what}; restore again from an unchanged copy of the image", file.display())]
+    Another {
+        /// Name the file was opened by.
+        file: PathBuf,
+        /// What is not as it was.
+        what: String,
     },
     /// The budget cannot hold a block beside the demand buffers.
     #[error("making the block cache: a budget of {budget} bytes is too small; give it at least {least}")]

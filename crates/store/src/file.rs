@@ -1,40 +1,36 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! One pages file: its identity, its two descriptors, and whether the page cache has it.
+//!
+//! A session serves the contents that a file had when it was opened. Every read of this crate that is `Ok` was
+//! followed by a look at the file ([`PagesFile::check_unchanged`]), before its bytes are given to anybody. A file
+//! may be removed, renamed or linked meanwhile, and may get another owner or mode. Anything else that changes its
+//! change time is an error: a write, another length or modification time, a hole, an extended attribute.
 
 use std::fs::{File, OpenOptions};
-use std::os::fd::AsRawFd;
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::BLOCK;
 use crate::engine::How;
 use crate::error::{ReadError, StoreError};
+use crate::identity::{FileKey, FileState};
 use crate::page_cache::{self, Cachestat};
 use crate::windows::Windows;
 
-/// What tells one content from another: two opens of one unchanged file have equal keys.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct FileKey {
-    /// Device of the file system.
-    pub dev: u64,
-    /// Inode number.
-    pub ino: u64,
-    /// Length in bytes.
-    pub len: u64,
-    /// Time of last change of the contents: seconds and nanoseconds.
-    pub mtime: (i64, i64),
-}
-
 /// An open pages file. Its length and key are those at open: a file that shrinks later gives
-/// [`ReadError::Short`], one that is rewritten in place must be opened again.
+/// [`ReadError::Short`], one that is rewritten in place [`ReadError::Changed`].
 #[derive(Debug)]
 pub struct PagesFile {
     name: PathBuf,
     buffered: File,
     direct: Option<File>,
-    key: FileKey,
+    /// As it was opened.
+    state: FileState,
+    /// As it was when it was looked at last: other than `state` in what [`FileState::follow`] accepts.
+    seen: Mutex<FileState>,
     cachestat_works: AtomicBool,
     windows: Windows,
 }
@@ -61,25 +57,57 @@ impl PagesFile {
     /// [`StoreError::Open`] and [`StoreError::NotRegular`], with the name.
     pub fn from_file(file: File, name: impl Into<PathBuf>) -> Result<Arc<Self>, StoreError> {
         let name = name.into();
-        let meta = file.metadata().map_err(|error| StoreError::Open { file: name.clone(), error })?;
-        if !meta.is_file() {
+        let open = |error| StoreError::Open { file: name.clone(), error };
+        if !file.metadata().map_err(open)?.is_file() {
             return Err(StoreError::NotRegular { file: name });
         }
-        let key = FileKey {
-            dev: meta.dev(),
-            ino: meta.ino(),
-            len: meta.len(),
-            mtime: (meta.mtime(), meta.mtime_nsec()),
-        };
+        let state = FileState::of(&file).map_err(open)?;
+        Ok(Self::with(file, name, state.clone(), state))
+    }
+
+    /// Takes over a file that another [`PagesFile`] had opened in `state`, from any process.
+    ///
+    /// # Errors
+    /// [`StoreError::Another`] when it is not that file, or its contents may have changed since.
+    pub fn inherit(file: File, name: impl Into<PathBuf>, state: FileState) -> Result<Arc<Self>, StoreError> {
+        let name = name.into();
+        match state.follow(&file) {
+            Ok(now) => Ok(Self::with(file, name, state.clone(), now.unwrap_or(state))),
+            Err(what) => Err(StoreError::Another { file: name, what }),
+        }
+    }
+
+    fn with(file: File, name: PathBuf, state: FileState, seen: FileState) -> Arc<Self> {
         // Through /proc: the same inode, even when the path now names another file or none.
         let direct = OpenOptions::new()
             .read(true)
             .custom_flags(libc::O_DIRECT)
             .open(format!("/proc/self/fd/{}", file.as_raw_fd()))
             .ok();
-        let windows = Windows::new(key.len);
-        let cachestat_works = AtomicBool::new(true);
-        Ok(Arc::new(Self { name, buffered: file, direct, key, cachestat_works, windows }))
+        let windows = Windows::new(state.key.len);
+        let (seen, cachestat_works) = (Mutex::new(seen), AtomicBool::new(true));
+        Arc::new(Self { name, buffered: file, direct, state, seen, cachestat_works, windows })
+    }
+
+    /// Looks whether the file still has the contents that it was opened with.
+    ///
+    /// # Errors
+    /// [`ReadError::Changed`], with what changed. What was read since the last look must not be used.
+    pub fn check_unchanged(&self) -> Result<(), ReadError> {
+        let mut seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
+        match seen.follow(&self.buffered) {
+            Ok(None) => Ok(()),
+            Ok(Some(now)) => {
+                *seen = now;
+                Ok(())
+            }
+            Err(what) => Err(ReadError::Changed { file: self.name.clone(), what }),
+        }
+    }
+
+    /// How the file was opened: for a successor's [`PagesFile::inherit`].
+    pub fn state(&self) -> &FileState {
+        &self.state
     }
 
     /// The name in messages.
@@ -89,17 +117,17 @@ impl PagesFile {
 
     /// Length in bytes at open.
     pub fn len(&self) -> u64 {
-        self.key.len
+        self.state.key.len
     }
 
     /// Whether the file was empty at open.
     pub fn is_empty(&self) -> bool {
-        self.key.len == 0
+        self.state.key.len == 0
     }
 
     /// The content's identity.
     pub fn key(&self) -> FileKey {
-        self.key
+        self.state.key
     }
 
     /// Whether the file system let us open the file for direct reads.
@@ -109,7 +137,7 @@ impl PagesFile {
 
     /// Number of blocks; the last one may be shorter than [`BLOCK`].
     pub fn blocks(&self) -> u64 {
-        self.key.len.div_ceil(BLOCK as u64)
+        self.state.key.len.div_ceil(BLOCK as u64)
     }
 
     /// Whether these bytes are to be read from the page cache: it holds all of them, and most of what is around
@@ -153,7 +181,7 @@ impl PagesFile {
     /// # Errors
     /// [`ReadError::Short`] when the range ends beyond the file.
     pub fn check_range(&self, offset: u64, len: usize) -> Result<(), ReadError> {
-        let there = self.key.len.saturating_sub(offset);
+        let there = self.state.key.len.saturating_sub(offset);
         match usize::try_from(there) {
             Ok(got) if got < len => {
                 Err(ReadError::Short { file: self.name.clone(), offset, expected: len, got })
@@ -165,7 +193,7 @@ impl PagesFile {
     /// Valid bytes of a block: [`BLOCK`], less at the end. A block beyond the end counts as whole, so that
     /// reading it is the error and not a block of nothing.
     pub(crate) fn block_len(&self, block: u64) -> usize {
-        let there = self.key.len.saturating_sub(block.saturating_mul(BLOCK as u64));
+        let there = self.state.key.len.saturating_sub(block.saturating_mul(BLOCK as u64));
         match usize::try_from(there) {
             Ok(tail @ 1..BLOCK) => tail,
             _ => BLOCK,
@@ -185,7 +213,7 @@ impl PagesFile {
         if !self.cachestat_works.load(Ordering::Relaxed) {
             return None;
         }
-        let end = offset.saturating_add(len).min(self.key.len);
+        let end = offset.saturating_add(len).min(self.state.key.len);
         if end <= offset {
             return None;
         }
@@ -198,5 +226,12 @@ impl PagesFile {
             self.cachestat_works.store(false, Ordering::Relaxed);
         }
         None
+    }
+}
+
+/// The descriptor that the file was opened by.
+impl AsFd for PagesFile {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.buffered.as_fd()
     }
 }

@@ -10,7 +10,8 @@
 //!
 //! What holds here:
 //! - *Never invented bytes*: a buffer is published only by whoever holds it, and a read that is `Ok` has
-//!   filled all of it. A file that ends early is an error that names the file, never zeros.
+//!   filled all of it. A file that ends early is an error that names the file, never zeros; so is one that
+//!   may have been written to since it was opened.
 //! - *Bounded memory*: all buffers live in one mapping whose size is the budget.
 //! - *Single flight*: a block that several callers want is read once.
 
@@ -20,6 +21,7 @@ pub mod engine;
 mod error;
 mod file;
 pub mod files;
+mod identity;
 mod metrics;
 pub mod pace;
 mod page_cache;
@@ -32,7 +34,8 @@ pub use buffer::BufferSlice;
 pub use cache::{Acquire, BlockCache, BlockRef, DEFAULT_BUDGET, DEMAND_BUFFERS, LoadGuard};
 pub use engine::{Best, Done, Engine, How, Psync, Read, Sim, SimPlan, Uring, best, read_now};
 pub use error::{ReadError, StoreError};
-pub use file::{FileKey, PagesFile};
+pub use file::PagesFile;
+pub use identity::{FileKey, FileState};
 pub use metrics::{Counters, Metrics};
 pub use waker::Waker;
 

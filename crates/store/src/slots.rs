@@ -5,7 +5,7 @@
 use std::collections::HashMap;
 
 use crate::cache::DEMAND_BUFFERS;
-use crate::file::FileKey;
+use crate::identity::FileKey;
 use crate::waker::Waker;
 
 /// No neighbour in the list of idle blocks.

@@ -10,6 +10,9 @@ use std::sync::atomic::{AtomicU8, Ordering};
 /// Bytes of a stretch: some milliseconds of a disk's time, thousands of looks saved in a large file.
 const WINDOW: u64 = 8 * 1024 * 1024;
 
+/// Stretches that are noted: the first 16 TiB, as much as one process can have. A sparse file may claim exabytes.
+const MAX_WINDOWS: u64 = 1 << 21;
+
 const UNKNOWN: u8 = 0;
 const COLD: u8 = 1;
 const WARM: u8 = 2;
@@ -22,7 +25,7 @@ pub(crate) struct Windows {
 
 impl Windows {
     pub(crate) fn new(file_len: u64) -> Self {
-        let count = usize::try_from(file_len.div_ceil(WINDOW)).unwrap_or(0);
+        let count = usize::try_from(file_len.div_ceil(WINDOW).min(MAX_WINDOWS)).unwrap_or(0);
         Self { states: (0..count).map(|_| AtomicU8::new(UNKNOWN)).collect() }
     }
 
@@ -60,6 +63,14 @@ mod tests {
             assert_eq!(cold, offset >= WINDOW);
         }
         assert_eq!(looks, [(0, WINDOW), (2 * WINDOW, WINDOW)]);
+    }
+
+    #[test]
+    fn a_sparse_file_of_exabytes_costs_two_megabytes() {
+        let windows = Windows::new(u64::MAX);
+        assert_eq!(windows.states.len() as u64, MAX_WINDOWS);
+        assert!(windows.is_cold((MAX_WINDOWS - 1) * WINDOW, |_, _| false));
+        assert!(!windows.is_cold(MAX_WINDOWS * WINDOW, |_, _| panic!("it is not noted")));
     }
 
     #[test]

@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use common::{finish, load, make_cold, pages, read_once, readable};
 use proptest::prelude::*;
+use rewake_skip::skip;
 use rewake_store::engine::{DEPTH_BLOCKS, DEPTH_DEMAND, MAX_EIO_RETRIES};
 use rewake_store::{
     BLOCK, BlockCache, Done, Engine, How, PAGE, Psync, Read, ReadError, Sim, SimPlan, Uring, Waker, best,
@@ -63,11 +64,7 @@ fn a_cold_file_read_directly_stays_out_of_the_page_cache() {
     for (name, mut engine) in engines(&cache).into_iter().take(2) {
         make_cold(&temp);
         if file.how(0, BLOCK) == How::Buffered {
-            eprintln!(
-                "skipped: {} cannot be made cold (tmpfs, or a kernel before 6.5)",
-                temp.path().display()
-            );
-            return;
+            skip!("{} cannot be made cold (tmpfs, or a kernel before 6.5)", temp.path().display());
         }
         let before = cache.metrics().snapshot();
         let got = read_once(&mut *engine, &cache, &file, (0, BLOCK, How::Direct)).unwrap();
@@ -106,6 +103,21 @@ fn a_file_truncated_after_open_is_an_error_that_names_it() {
         }
         let error = read_now(&file, BLOCK as u64, &mut [0; 2 * PAGE]).unwrap_err();
         assert!(matches!(error, ReadError::Short { got: 904, .. }), "{error}");
+    }
+}
+
+#[test]
+fn bytes_of_a_file_that_changed_after_open_are_given_to_nobody() {
+    use std::os::unix::fs::FileExt as _;
+    for how in [How::Direct, How::Buffered] {
+        let (temp, file, _) = pages(LEN);
+        let cache = BlockCache::new(4 * BLOCK).unwrap();
+        std::thread::sleep(Duration::from_millis(30));
+        temp.as_file().write_all_at(&[1; BLOCK], 0).unwrap();
+        for (name, mut engine) in engines(&cache) {
+            let error = read_once(&mut *engine, &cache, &file, (BLOCK as u64, BLOCK, how)).unwrap_err();
+            assert!(matches!(error, ReadError::Changed { .. }), "{name}: {error}");
+        }
     }
 }
 

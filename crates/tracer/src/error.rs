@@ -32,7 +32,7 @@ pub enum Error {
         /// The thread.
         tid: i32,
         /// The kernel's answer.
-        source: io::Error,
+        r#source: io::Error,
     },
     /// The program is not one for x86-64.
     #[error("process {pid} runs {what}: system calls are injected into x86-64 programs only")]
@@ -50,7 +50,7 @@ pub enum Error {
         /// The thread.
         tid: i32,
         /// The kernel's answer.
-        source: io::Error,
+        r#source: io::Error,
     },
     /// Other processes have the same memory (vfork, CLONE_VM), and would not be stopped.
     #[error(
@@ -86,7 +86,7 @@ pub enum Error {
         /// What was called.
         call: &'static str,
         /// The kernel's answer.
-        source: io::Error,
+        r#source: io::Error,
     },
     /// An injected call did not end. **The process is killed** when the tracer ends: its registers are not its own.
     #[error("{call} in thread {tid} has not ended after {waited_ms} ms: the process is killed")]
@@ -97,6 +97,25 @@ pub enum Error {
         call: &'static str,
         /// How long, in milliseconds.
         waited_ms: u128,
+    },
+    /// The calling thread does not trace the thread, or not in the stop that is needed.
+    #[error(
+        "thread {tid} is not stopped where a system call ends, by the calling thread: expected CRIU's stop after \
+         rt_sigreturn; call this from CRIU's main thread in RESUME_DEVICES_LATE only"
+    )]
+    NotHeld {
+        /// The thread.
+        tid: i32,
+    },
+    /// The process has too few free numbers for descriptors.
+    #[error(
+        "process {pid} has no room for two more descriptors: its limit is {limit} open files; raise it (prlimit --nofile)"
+    )]
+    NoNumber {
+        /// The process.
+        pid: i32,
+        /// Its limit of open files (RLIMIT_NOFILE).
+        limit: u64,
     },
     /// The process has not, or not any more, a descriptor of the device's file.
     #[error(
@@ -116,7 +135,7 @@ pub enum Error {
         /// Bytes.
         length: u64,
         /// The kernel's answer.
-        source: io::Error,
+        r#source: io::Error,
     },
     /// A request to the kernel failed that should not.
     #[error("{act} thread {tid}: {source}")]
@@ -126,7 +145,7 @@ pub enum Error {
         /// The thread.
         tid: i32,
         /// The kernel's answer.
-        source: io::Error,
+        r#source: io::Error,
     },
     /// A file about the process cannot be read.
     #[error("read {}: {source}", path.display())]
@@ -134,7 +153,7 @@ pub enum Error {
         /// The file.
         path: PathBuf,
         /// The kernel's answer.
-        source: io::Error,
+        r#source: io::Error,
     },
     /// No thread could be made to trace from.
     #[error("start the tracer's thread: {0}")]

@@ -16,7 +16,7 @@ use std::time::Duration;
 use crate::abi::{self, Registers, Stop, Tid, Waited};
 use crate::error::Error;
 use crate::maps::{self, Mapping};
-use crate::stop::{Stopped, step_on};
+use crate::stop::{Owner, Stopped, step_on};
 use crate::wait::Wait;
 use crate::{entry, proc, rseq};
 
@@ -34,6 +34,7 @@ struct Borrowed {
     tid: Tid,
     registers: Registers,
     signal_mask: u64,
+    filtered: bool,
 }
 
 /// What calls are made with.
@@ -64,7 +65,7 @@ impl Borrowed {
             Some(libc::EPERM) => Error::Seccomp { tid, source },
             _ => Error::ptrace("set options of", tid)(source),
         })?;
-        Ok(Self { tid, registers, signal_mask })
+        Ok(Self { tid, registers, signal_mask, filtered: tools.filtered })
     }
 }
 
@@ -121,7 +122,10 @@ impl Stopped<'_> {
     pub(crate) fn hand(&self) -> Result<Tid, Error> {
         let pid = self.pid;
         let able = |tid: &&Tid| matches!(abi::registers(**tid), Ok(Some(_)));
-        if let Some(tid) = self.threads.iter().find(able) {
+        // The first thread's descriptors are those that /proc/PID/fd and pidfd_getfd(2) show.
+        let first = self.threads.iter().filter(|tid| **tid == pid);
+        let others = self.threads.iter().filter(|tid| **tid != pid);
+        if let Some(tid) = first.chain(others).find(able) {
             return Ok(*tid);
         }
         if self.threads.iter().any(|tid| abi::is_stopped(*tid)) {
@@ -239,17 +243,29 @@ impl Stopped<'_> {
             self.break_off(call, tid)?;
         }
         abi::set_registers(tid, &thread.registers).map_err(Error::ptrace("give registers back to", tid))?;
+        if self.owner == Owner::Us {
+            self.until_asked(call, tid)?;
+        }
+        abi::set_signal_mask(tid, thread.signal_mask).map_err(Error::ptrace("give signals back to", tid))?;
+        let options = match self.owner {
+            // CRIU suspends filters until it lets the thread go.
+            Owner::Caller if thread.filtered => abi::MARK_CALLS | abi::WITHOUT_SECCOMP,
+            _ => abi::MARK_CALLS,
+        };
+        abi::set_options(tid, options).map_err(Error::ptrace("set options of", tid))
+    }
+
+    /// Has a thread stand where it stood when it was asked to stop.
+    fn until_asked(&self, call: &'static str, tid: Tid) -> Result<(), Error> {
         step_on(tid, Stop::AtCall);
         let mut wait = Wait::of(CALL);
         loop {
             match abi::look(tid).map_err(Error::ptrace("look at", tid))? {
-                Waited::Stopped(Stop::Asked) => break,
+                Waited::Stopped(Stop::Asked) => return Ok(()),
                 Waited::Stopped(other) => step_on(tid, other),
                 Waited::Nothing => self.still_waits(call, tid, &mut wait)?,
                 Waited::Gone => return Err(Error::Ended { pid: self.pid }),
             }
         }
-        abi::set_signal_mask(tid, thread.signal_mask).map_err(Error::ptrace("give signals back to", tid))?;
-        abi::set_options(tid, abi::MARK_CALLS).map_err(Error::ptrace("set options of", tid))
     }
 }

@@ -5,6 +5,8 @@
 //! * [`with_stopped`]: something done while all its threads stand still, without a trace afterwards.
 //! * [`Stopped::syscall`]: a system call that the process makes for us. No code is written to it.
 //! * [`Stopped::ioctl`]: one of those with an argument in memory, on a file that we have, too.
+//! * [`Stopped::give`], [`Stopped::close`]: a descriptor of ours becomes one of the process's, and is closed there.
+//! * [`with_tracee`]: the same for a process that the calling thread has stopped already, as CRIU's main thread has.
 //! * [`Stopped::swapping`]: the device's mapping takes the place of placeholders, wherever they are.
 //! * [`shown`]: where placeholders are. [`present`]: what one holds that the device has not.
 //!
@@ -21,12 +23,14 @@ mod abi;
 mod ask;
 mod entry;
 mod error;
+mod give;
 mod inject;
 mod maps;
 mod placeholder;
 mod proc;
 mod restart;
 mod rseq;
+mod scratch;
 mod sharers;
 mod stop;
 mod stuck;
@@ -36,7 +40,7 @@ mod wait;
 
 pub use error::Error;
 pub use placeholder::{Shown, present, shown};
-pub use stop::{Stopped, with_stopped};
+pub use stop::{Stopped, with_stopped, with_tracee};
 pub use stuck::{Reason, Stuck};
 pub use swap::{Swap, Swapping};
 pub use tracer::with_tracer;

@@ -58,6 +58,21 @@ pub(crate) fn descriptors(tid: Tid) -> Result<Vec<std::os::fd::RawFd>, Error> {
     numbers(&folder).map_err(Error::read(&folder))
 }
 
+/// How many descriptors a thread may have: the first number that it cannot use (`/proc/TID/limits`).
+pub(crate) fn limit_of_files(tid: Tid) -> Result<u64, Error> {
+    let path = format!("/proc/{tid}/limits");
+    let text = fs::read_to_string(&path).map_err(Error::read(&path))?;
+    parse_limit(&text).ok_or_else(|| Error::read(&path)(io::ErrorKind::InvalidData.into()))
+}
+
+fn parse_limit(text: &str) -> Option<u64> {
+    let line = text.lines().find_map(|line| line.strip_prefix("Max open files"))?;
+    match line.split_ascii_whitespace().next()? {
+        "unlimited" => Some(u64::MAX),
+        soft => soft.parse().ok(),
+    }
+}
+
 /// All processes.
 pub(crate) fn processes() -> Result<Vec<Tid>, Error> {
     numbers("/proc").map_err(Error::read("/proc"))
@@ -119,6 +134,15 @@ mod tests {
         let text = "State:\tZ (zombie)\nTracerPid:\t0\n";
         let status = Status::parse(text).unwrap();
         assert!(status.has_ended() && !status.filtered);
+    }
+
+    #[test]
+    fn the_limit_of_files_is_the_soft_one() {
+        let line = "Max processes             100                  200                  processes\n\
+                    Max open files            1024                 524288               files     \n";
+        assert_eq!(parse_limit(line), Some(1024));
+        assert_eq!(parse_limit("Max open files  unlimited  unlimited  files"), Some(u64::MAX));
+        assert_eq!(parse_limit(""), None);
     }
 
     #[test]

@@ -12,6 +12,8 @@ use crate::abi::{self, Registers, Tid};
 const EINTR: u64 = (-(libc::EINTR as i64)).cast_unsigned();
 /// `include/linux/errno.h`: seen by tracers only.
 const ERESTARTNOHAND: u64 = (-514_i64).cast_unsigned();
+/// All of the kernel's codes for a call to start again: ERESTART_RESTARTBLOCK to ERESTARTSYS, as they lie in a register.
+const RESTARTS: std::ops::RangeInclusive<u64> = (-516_i64).cast_unsigned()..=(-512_i64).cast_unsigned();
 
 /// Marks the call in which a thread stopped as one to start again, if it is such a one.
 pub(crate) fn mark(tid: Tid) {
@@ -21,6 +23,11 @@ pub(crate) fn mark(tid: Tid) {
         // It is not stopped any more if it was killed.
         let _ = abi::set_registers(tid, &registers);
     }
+}
+
+/// Whether the kernel is to start a thread's call again when the thread runs.
+pub(crate) fn is_due(registers: &Registers) -> bool {
+    registers.orig_rax.cast_signed() >= 0 && RESTARTS.contains(&registers.rax)
 }
 
 fn waits_without_end(registers: &Registers) -> bool {

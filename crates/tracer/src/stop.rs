@@ -41,12 +41,54 @@ pub fn with_stopped<T: Send>(
             threads: Vec::new(),
             running: Vec::new(),
             tools: None,
+            owner: Owner::Us,
             tracer: PhantomData,
         };
         stopped.settle(patience)?;
         sharers::refuse_children(pid)?;
         Ok(act(&mut stopped))
     })
+}
+
+/// Runs `act` on process `pid`, which the calling thread traces already, and leaves every thread in the stop it was in.
+///
+/// This is for CRIU's main thread in `RESUME_DEVICES_LATE`: CRIU has seized every thread of the restored task. Each is
+/// stopped where a system call ends (`rt_sigreturn(2)`, and `munmap(2)` for the first thread), and its registers are
+/// the program's. Nothing here seizes, interrupts or detaches a thread, or starts one of ours. Injected calls end in
+/// a stop of the same kind. Registers and signal mask are the thread's own again.
+///
+/// The kernel does not say which ptrace options a thread has. The thread that made calls has PTRACE_O_TRACESYSGOOD
+/// afterwards, as CRIU sets it, and PTRACE_O_SUSPEND_SECCOMP if it has a filter.
+///
+/// # Errors
+/// [`Error::NotHeld`] for a thread that the calling thread has not stopped where a system call ends, or whose call the
+/// kernel is to start again; [`Error::Ended`], [`Error::Foreign`].
+pub fn with_tracee<T>(pid: i32, act: impl FnOnce(&mut Stopped<'_>) -> T) -> Result<T, Error> {
+    if let Some(what) = proc::foreign_program(pid) {
+        return Err(Error::Foreign { pid, what });
+    }
+    let threads = proc::threads(pid);
+    if threads.is_empty() {
+        return Err(Error::Ended { pid });
+    }
+    for tid in &threads {
+        let registers = abi::registers(*tid).map_err(|_| Error::NotHeld { tid: *tid })?;
+        if !abi::is_at_end_of_call(*tid) || registers.is_some_and(|registers| restart::is_due(&registers)) {
+            return Err(Error::NotHeld { tid: *tid });
+        }
+    }
+    let traced = Traced::default();
+    let mut stopped = Stopped {
+        pid,
+        since: Instant::now(),
+        traced: &traced,
+        threads,
+        running: Vec::new(),
+        tools: None,
+        owner: Owner::Caller,
+        tracer: PhantomData,
+    };
+    Ok(act(&mut stopped))
 }
 
 /// A process whose threads stand still, but for those that are [`Stopped::stuck`]. They go on when it is dropped.
@@ -61,8 +103,19 @@ pub struct Stopped<'a> {
     running: Vec<Asked>,
     /// What calls are made with, once known.
     pub(crate) tools: Option<Tools>,
+    /// Whose the stop is.
+    pub(crate) owner: Owner,
     /// A tracer is a thread: this stays where it is.
     tracer: PhantomData<*const ()>,
+}
+
+/// Who has stopped a process, and so lets it run again.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Owner {
+    /// [`with_stopped`]: threads are in stops by PTRACE_INTERRUPT.
+    Us,
+    /// The caller of [`with_tracee`]: threads are where a system call ends, and stay there.
+    Caller,
 }
 
 /// A thread that was asked to stop.
@@ -107,6 +160,9 @@ impl Stopped<'_> {
     /// # Errors
     /// [`Error::Ended`], [`Error::Traced`], [`Error::NotAllowed`].
     pub fn settle(&mut self, patience: Duration) -> Result<(), Error> {
+        if self.owner == Owner::Caller {
+            return Ok(());
+        }
         let mut wait = Wait::of(patience);
         // What kept them may be resolved: time on a CPU counts anew.
         for thread in &mut self.running {
@@ -216,6 +272,9 @@ pub(crate) fn step_on(tid: Tid, stop: Stop) {
 
 impl Drop for Stopped<'_> {
     fn drop(&mut self) {
+        if self.owner == Owner::Caller {
+            return;
+        }
         for tid in &self.threads {
             // One that was killed meanwhile does not hear it.
             let _ = abi::detach(*tid);

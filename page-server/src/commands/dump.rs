@@ -4,7 +4,8 @@
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, bail};
+use anyhow::{Context as _, anyhow, bail};
+use rewake_plugin_session::wait_for_tree;
 
 use super::criu::{Act, NO_PLUGIN, Options, code, show_errors, starting};
 use super::directory;
@@ -44,6 +45,9 @@ pub fn run(options: &Dump) -> anyhow::Result<u8> {
         options: &given,
     };
     let program = options.programs.criu();
+    // CRIU's own plugin folder may lack rewake_plugin.so.
+    let say = |line: &str| eprintln!("rewake: {line}");
+    wait_for_tree(options.tree.cast_signed(), say).map_err(|error| anyhow!("{error}"))?;
     twins::forget(&images)?;
     // A signal to us alone does not reach it: a dump that is cut off can leave its tree stopped.
     let start = Instant::now();

@@ -10,10 +10,11 @@ use tracing::{error, info};
 
 use super::{detach, directory, to_notify};
 use crate::cli::LazyPages;
-use crate::daemon::{Daemon, OpenSession, Summary};
+use crate::daemon::{Daemon, Summary};
 use crate::logging;
+use crate::open_session::OpenSession;
 use crate::supervisor::{self, Start};
-use crate::worker::{self, Again};
+use crate::worker;
 
 /// Runs the command; gives the exit code.
 ///
@@ -39,13 +40,17 @@ pub fn run(options: &LazyPages) -> anyhow::Result<u8> {
     }
     let limit = options.connect_timeout.map(Duration::from_secs);
     let code = supervisor::supervise(notify, |start| {
-        match worker::block_on(start, Again::EndsThem, async |daemon| {
+        match worker::block_on(start, async |daemon| {
             let Some(session) = session(start, daemon, &images, &work)? else { return Ok(None) };
             start.ready();
             daemon.serve(session, limit).await.map(Some)
         }) {
             Ok(summary) => {
                 summary.iter().for_each(report);
+                0
+            }
+            Err(error) if error.is::<worker::AskedToStop>() => {
+                info!("{error}: no restore depends on this process");
                 0
             }
             Err(error) => {

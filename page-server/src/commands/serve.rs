@@ -16,7 +16,7 @@ use crate::control::registry::Facts;
 use crate::control::server::{self, Until};
 use crate::logging;
 use crate::supervisor::{self, Start};
-use crate::worker::{self, Again};
+use crate::worker;
 
 /// Runs the command; gives the exit code.
 ///
@@ -29,7 +29,11 @@ pub fn run(options: &Serve) -> anyhow::Result<u8> {
     };
     let pidfile = options.pidfile.as_deref().map(absolute).transpose()?;
     logging::start(options.log_file.as_deref(), options.verbosity)?;
-    // Bound before the first fork: all workers share the one listener, and clients that come between the death
+    // Before the socket is bound: what serves those sessions must not hold it.
+    if !options.until_idle {
+        super::recover::start_all(options.status_fd);
+    }
+    // Bound before the first worker is forked: all workers share the one listener, and clients that come between the death
     // of a worker and its successor's start wait in its queue.
     let listener = address::bind(&socket)?;
     let mut notify = to_notify(options.status_fd);
@@ -50,7 +54,7 @@ pub fn run(options: &Serve) -> anyhow::Result<u8> {
 }
 
 fn worker_main(start: &Start, listener: &UnixListener, facts: Facts, until: Until, logged: bool) -> u8 {
-    let served = worker::block_on(start, Again::EndsThem, async |daemon| {
+    let served = worker::block_on(start, async |daemon| {
         let listener = listener.try_clone().context("taking the control socket")?;
         server::run(daemon, listener, facts, until, || start.ready()).await
     });

@@ -16,6 +16,7 @@ use crate::cli::Status;
 use crate::control::client::{Client, ClientError};
 use crate::control::proto::{self, State};
 use crate::control::{self, address};
+use crate::recover::{self, Orphan};
 use crate::units;
 
 /// Runs the command; gives the exit code.
@@ -37,8 +38,41 @@ pub fn run(options: &Status) -> anyhow::Result<u8> {
         Some(path) => absolute(path)?,
         None => address::default_socket()?,
     };
-    let status = runtime.block_on(async { Client::connect(&socket).await?.status().await })?;
-    shown(&if options.json { format!("{:#}\n", as_json(&status)) } else { as_table(&status) })
+    let orphans = recover::orphans()?;
+    let status = runtime.block_on(async { Client::connect(&socket).await?.status().await });
+    let status = match status {
+        Err(ClientError::NoDaemon(_)) if !orphans.is_empty() => None,
+        status => Some(status?),
+    };
+    if options.json {
+        let mut all = status.as_ref().map_or_else(|| json!({}), as_json);
+        all["orphaned"] = orphans.iter().map(orphan_as_json).collect();
+        return shown(&format!("{all:#}\n"));
+    }
+    let lines = orphans.iter().map(orphan_as_line).collect::<String>();
+    shown(&(lines + &status.as_ref().map(as_table).unwrap_or_default()))
+}
+
+fn orphan_as_line(orphan: &Orphan) -> String {
+    format!(
+        "session {} of {} has no streamer for {} s: {} processes have missing memory, {} of their threads wait; run \
+         `rewake recover`\n",
+        orphan.session,
+        orphan.images.display(),
+        orphan.silent.as_secs(),
+        orphan.processes.len(),
+        orphan.waiting
+    )
+}
+
+fn orphan_as_json(orphan: &Orphan) -> Value {
+    json!({
+        "session": orphan.session,
+        "images_dir": orphan.images.display().to_string(),
+        "processes": orphan.processes,
+        "waiting_threads": orphan.waiting,
+        "seconds": orphan.silent.as_secs(),
+    })
 }
 
 fn shown(text: &str) -> anyhow::Result<u8> {

@@ -1,34 +1,32 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! `rewake stream-gpu`: loads memory of GPUs behind the processes of one restore, and with `-D` brings memory of their CPUs back, too.
 
-use std::os::fd::{AsFd as _, OwnedFd};
+use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::thread::{self, JoinHandle};
 
 use anyhow::{Context as _, ensure};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use nix::sys::signal::{Signal, kill};
-use nix::unistd::Pid;
-use rewake_handover::{FOLDER, Gated, Listener};
+use rewake_handover::{FOLDER, Gated, Listener, Phase, SessionNote};
 use rewake_kfd::held::{self, Marks};
 use rewake_store::pace::Pace;
-use tokio::sync::oneshot;
+use tokio::sync::watch;
 use tracing::{error, info, warn};
 
 use super::{directory, lazy_pages, to_notify};
 use crate::cli::StreamGpu;
 use crate::control::CONNECT_LIMIT;
 use crate::control::streaming::Window;
-use crate::daemon::{Daemon, Summary};
+use crate::daemon::Daemon;
+use crate::fd_store::FdStore;
 use crate::gpu_stream::Beside;
-use crate::guardian::{self, Whom};
-use crate::ledger::Ledger;
+use crate::ledger::{Ledger, SessionSlot, root};
 use crate::supervisor::{self, STOPPED, Start};
 use crate::timeline::record::State;
 use crate::timeline::{Timeline, files, follow};
-use crate::worker::{self, Again, AskedToStop};
-use crate::{gpu_stream, logging, streamer, sys};
+use crate::worker::{self, AskedToStop};
+use crate::{gpu_stream, logging, parking, session_store, streamer, sys};
 
 /// Where the plugin and people find it, and what it leaves.
 #[derive(Debug)]
@@ -80,13 +78,49 @@ fn gpus_alone(start: &Start, doors: &Doors) -> anyhow::Result<()> {
     if start.successor {
         return nothing_was_half_loaded(start);
     }
+    worker::take_requests().context("unblocking SIGTERM")?;
     let timeline = Timeline::default();
+    let session = OwnSession::open(start, &doors.work)?;
     begin(start, doors, &timeline)?;
     start.ready();
     let beside = Beside { cpus: None, marks: marks(start), record: doors.record };
     let done = gpus(doors, beside, start.ledger, &timeline);
     keep(&timeline, &doors.work);
+    session.close();
     done
+}
+
+/// The session of a restore whose CPU memory CRIU loads itself: an fd store for the userfaultfds of placeholders.
+#[derive(Debug)]
+struct OwnSession {
+    slot: &'static SessionSlot,
+    note: SessionNote,
+}
+
+impl OwnSession {
+    fn open(start: &Start, work: &Path) -> anyhow::Result<Self> {
+        let index = start.ledger.take_session().context("taking a session of the ledger")?;
+        let slot = &start.ledger.sessions()[index];
+        let store = session_store::make(slot).context("making the session's fd store")?;
+        let note = session_store::note(slot, &store, start.starter, work, Phase::Running)?;
+        note.write(&root()?).context("writing the session's note")?;
+        Ok(Self { slot, note })
+    }
+
+    /// Nothing is missing any more: the targets lose the store.
+    fn close(self) {
+        let inode = self.note.store.inode;
+        if let Some((store, writer)) = self.slot.take_store() {
+            let of = FdStore::of(store.as_raw_fd(), writer.as_raw_fd());
+            if let Err(error) = of.and_then(|of| of.empty()) {
+                warn!(%error, "emptying the fd store");
+            }
+            parking::unpark_now(self.note.number, inode, store, &writer);
+        }
+        if let Err(error) = root().and_then(|root| Ok(self.note.remove(&root)?)) {
+            warn!("removing the session's note: {error:#}");
+        }
+    }
 }
 
 /// What cannot be gone on with: what stands before a gate is killed.
@@ -96,8 +130,6 @@ fn nothing_was_half_loaded(start: &Start) -> anyhow::Result<()> {
 }
 
 fn begin(start: &Start, doors: &Doors, timeline: &Timeline) -> anyhow::Result<()> {
-    // From the beginning: placeholders read as zeros when the last of these processes dies, even if all do at once but one.
-    guardian::start(start.ledger, Whom::Gated { supervisor: start.supervisor });
     if let Some(window) = &doors.window {
         window.show(timeline.clone())?;
     }
@@ -112,13 +144,19 @@ fn begin(start: &Start, doors: &Doors, timeline: &Timeline) -> anyhow::Result<()
 
 /// When whoever started this has gone, a restore that has not come by [`CONNECT_LIMIT`] afterwards does not come: nobody else would end it.
 fn ends_when_abandoned(words: OwnedFd, work: PathBuf, supervisor: i32) -> anyhow::Result<()> {
+    // Opened now, while it is this process's parent: after the wait the number may be another process's. Where the
+    // starter has ended there is no process to ask.
+    let Ok(starter) = sys::pidfd_open(supervisor) else { return Ok(()) };
+    if nix::unistd::getppid().as_raw() != supervisor {
+        return Ok(());
+    }
     let wait = move || {
         let mut gone = [PollFd::new(words.as_fd(), PollFlags::empty())];
         while !matches!(poll(&mut gone, PollTimeout::NONE), Ok(1..)) {}
         thread::sleep(CONNECT_LIMIT);
         if !streamer::is_met(&work) {
             // It asks the worker to stop, which has nothing to do, or has, and goes on.
-            let _ = kill(Pid::from_raw(supervisor), Signal::SIGTERM);
+            let _ = sys::pidfd_signal(starter.as_raw_fd(), libc::SIGTERM);
         }
     };
     sys::thread_without_signals("abandoned", wait).context("starting a thread")
@@ -132,24 +170,20 @@ fn both(start: &Start, doors: &Arc<Doors>, images: &Path) -> anyhow::Result<u8> 
     }
     let timeline = Timeline::default();
     let mut gpus = None;
-    let pages = worker::block_on(start, Again::IsTheSame, async |daemon| {
-        let mut over = None;
+    let pages = worker::block_on(start, async |daemon| {
+        let mut over: Option<watch::Receiver<bool>> = None;
         if !start.successor {
-            let (tell, told) = oneshot::channel();
+            let (tell, heard) = watch::channel(false);
             gpus = Some(in_a_thread(start, doors, daemon.pool.pace(), &timeline, tell)?);
-            over = Some(told);
+            over = Some(heard);
         }
         tokio::select! {
-            done = cpus(start, daemon, images, doors, &timeline) => done.map(Some),
-            () = without_cpus(daemon, over) => Ok(None),
+            done = cpus(start, daemon, images, doors, &timeline, over.clone()) => done,
+            () = without_cpus(daemon, over) => Ok(()),
         }
     });
     match pages {
-        Ok(Some(summary)) => {
-            start.ledger.gates().back();
-            summary.iter().for_each(lazy_pages::report);
-        }
-        Ok(None) => {}
+        Ok(()) => {}
         Err(error) if !error.is::<AskedToStop>() => {
             timeline.failed(&format!("{error:#}"));
             keep(&timeline, &doors.work);
@@ -168,27 +202,41 @@ fn both(start: &Start, doors: &Arc<Doors>, images: &Path) -> anyhow::Result<u8> 
     Ok(u8::from(!well))
 }
 
-/// Memory of CPUs. None if a worker that died has brought it back.
+/// Memory of CPUs, unless a worker that died has loaded it. The session ends when the memory of GPUs is resident
+/// too, as `over` says: until then its fd store keeps the userfaultfds of placeholders.
 async fn cpus(
     start: &Start,
     daemon: &Daemon,
     images: &Path,
     doors: &Doors,
     timeline: &Timeline,
-) -> anyhow::Result<Option<Summary>> {
-    let Some(session) = lazy_pages::session(start, daemon, images, &doors.work)? else { return Ok(None) };
+    over: Option<watch::Receiver<bool>>,
+) -> anyhow::Result<()> {
+    let session = lazy_pages::session(start, daemon, images, &doors.work)?;
+    let Some(mut session) = session else { return Ok(()) };
     // What a worker that died has seen is lost.
     if !start.successor {
         timeline.brings(&session.session);
     }
     start.ready();
-    daemon.serve(session, None).await.map(Some)
+    let outcome = daemon.run(&mut session, None).await;
+    start.ledger.outcomes().note(session.session.number, outcome.is_ok(), &[]);
+    if let Ok(summary) = &outcome {
+        start.ledger.gates().back();
+        lazy_pages::report(summary);
+    }
+    if let Some(mut over) = over {
+        // An error means that the thread has ended, however it went.
+        let _ = over.wait_for(|over| *over).await;
+    }
+    daemon.close(session).await;
+    outcome.map(drop)
 }
 
 /// Memory of GPUs is done with, and no restore has come for that of CPUs: it had none to come, or has failed.
-async fn without_cpus(daemon: &Daemon, over: Option<oneshot::Receiver<()>>) {
-    if let Some(over) = over
-        && over.await.is_ok()
+async fn without_cpus(daemon: &Daemon, over: Option<watch::Receiver<bool>>) {
+    if let Some(mut over) = over
+        && over.wait_for(|over| *over).await.is_ok()
         && daemon.restores_under_way() == 0
     {
         return;
@@ -220,7 +268,7 @@ fn in_a_thread(
     doors: &Arc<Doors>,
     pace: Arc<Pace>,
     timeline: &Timeline,
-    tell: oneshot::Sender<()>,
+    tell: watch::Sender<bool>,
 ) -> anyhow::Result<JoinHandle<bool>> {
     begin(start, doors, timeline)?;
     let beside = Beside { cpus: Some(pace), marks: marks(start), record: doors.record };
@@ -233,7 +281,7 @@ fn in_a_thread(
             ledger.gates().end_all();
         }
         // Nobody listens any more when memory of CPUs is back.
-        let _ = tell.send(());
+        let _ = tell.send(true);
         done.is_ok()
     };
     thread::Builder::new().name("gpus".to_owned()).spawn(load).context("starting a thread")

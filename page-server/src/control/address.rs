@@ -65,7 +65,7 @@ pub fn bind(path: &Path) -> anyhow::Result<UnixListener> {
 
 /// The file takes the mode that its socket has when it is bound (`unix_bind_bsd` of net/unix/af_unix.c), less the
 /// umask: there is no moment at which others could connect, and what the process's umask is does not matter.
-fn listener(path: &Path) -> io::Result<UnixListener> {
+pub(crate) fn listener(path: &Path) -> io::Result<UnixListener> {
     let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
     let made = socket(AddressFamily::Unix, SockType::Stream, flags, None)?;
     fchmod(&made, Mode::S_IRUSR | Mode::S_IWUSR)?;

@@ -17,8 +17,9 @@ use tracing::{error, info, warn};
 
 use super::proto::{self, State};
 use super::streams::Stream;
-use crate::daemon::{Daemon, Lost, OpenSession};
+use crate::daemon::Daemon;
 use crate::ledger::{SessionSlot, SessionState};
+use crate::open_session::{Lost, OpenSession};
 use crate::session::Session;
 use crate::streamer;
 
@@ -172,7 +173,7 @@ impl Registry {
     }
 
     fn may_open(&self, images: &Path, work: &Path) -> anyhow::Result<()> {
-        if *self.daemon.stopping.borrow() > 0 {
+        if *self.daemon.stopping.borrow() {
             bail!("the daemon was asked to stop: start another");
         }
         for path in [images, work] {
@@ -189,7 +190,7 @@ impl Registry {
         self.live.borrow_mut().insert(number, Served::Streamed(Rc::clone(&stream)));
         let registry = Rc::clone(self);
         tokio::task::spawn_local(async move {
-            let ended = stream.run(limit, registry.daemon.stopping.subscribe()).await;
+            let ended = stream.run(limit).await;
             match &ended {
                 Err(reason) => error!(session = number, "{reason}"),
                 Ok(true) => info!(session = number, "all memory is back, and GPUs run"),
@@ -225,7 +226,7 @@ impl Registry {
             }
             let reason = result.err().map(|error| format!("{error:#}"));
             registry.note(live.report(), reason.as_deref());
-            registry.daemon.close(open);
+            registry.daemon.close(open).await;
             registry.forget(number);
         });
     }

@@ -108,7 +108,7 @@ impl Server {
         };
         tokio::select! {
             // An error means that the daemon, which has the other half, is gone: so is this.
-            _ = stopping.wait_for(|asked| *asked > 0) => info!("no new sessions"),
+            _ = stopping.wait_for(|asked| *asked) => info!("no new sessions"),
             () = idle => {}
         }
         self.wait_for(&self.registry.ended, || self.registry.is_empty()).await;

@@ -16,7 +16,6 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, bail, ensure};
 use nix::sys::socket::{MsgFlags, recv, setsockopt, sockopt};
 use tokio::io::unix::AsyncFd;
-use tokio::sync::watch;
 use tokio::time::{MissedTickBehavior, interval, sleep, timeout};
 use tracing::warn;
 
@@ -131,19 +130,11 @@ impl Stream {
     ///
     /// # Errors
     /// Why it is no good end.
-    pub(super) async fn run(
-        &self,
-        limit: Duration,
-        mut stopping: watch::Receiver<u32>,
-    ) -> Result<bool, String> {
+    pub(super) async fn run(&self, limit: Duration) -> Result<bool, String> {
         let looks = async { tokio::join!(self.look_often(), self.end_unless_met(limit)) };
         tokio::select! {
             ended = self.hear_all() => ended,
             _ = looks => Ok(false),
-            // An error means that the daemon, which has the other half, is gone: so is this.
-            _ = stopping.wait_for(|asked| *asked > 1) => {
-                Err("the daemon was asked twice to stop: what brings this memory goes on by itself".to_owned())
-            }
         }
     }
 
@@ -245,7 +236,8 @@ impl Stream {
     /// No other restore will come for it.
     pub(super) fn ask_to_end(&self) {
         let group = self.slot.streamer.load(Ordering::Acquire);
-        if group > 0 {
+        // While the connection is open one of its processes lives, and the number is its group's.
+        if group > 0 && !sys::has_hung_up(self.slot.connection.load(Ordering::Acquire)) {
             streamer::ask_to_end(group);
         }
     }

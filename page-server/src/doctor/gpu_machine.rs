@@ -14,7 +14,7 @@ use super::gpu::{Copies, Facts, Gpu, Plugin};
 use crate::gpu_plugin;
 
 /// Where CRIU looks by itself (`CR_PLUGIN_DEFAULT`).
-const DEFAULT: &str = "/usr/lib/criu";
+pub(super) const DEFAULT: &str = "/usr/lib/criu";
 /// Number of the initial user namespace (`PROC_USER_INIT_INO` of Linux).
 const INITIAL_USER_NAMESPACE: u64 = 0xefff_fffd;
 /// As much as the largest piece of memory that a GPU is given at once: limits of udmabuf show with it.

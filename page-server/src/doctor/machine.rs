@@ -7,7 +7,10 @@ use nix::sys::resource::{Resource, getrlimit};
 use rewake_store::{BlockCache, DEFAULT_BUDGET, best};
 use rewake_uffd::Uffd;
 
+use super::gpu_machine::DEFAULT;
 use super::kernel::{FEATURES, Kernel};
+use super::plugin;
+use crate::gpu_plugin;
 
 /// cachestat(2): the same number on every architecture but alpha.
 const SYS_CACHESTAT: libc::c_long = 451;
@@ -80,6 +83,13 @@ pub fn locked_memory() -> u64 {
 #[must_use]
 pub fn pipe_max_size() -> u64 {
     text("/proc/sys/fs/pipe-max-size").and_then(|value| value.parse().ok()).unwrap_or(0)
+}
+
+/// The folder whose plugins CRIU loads by itself.
+#[must_use]
+pub fn criu_plugins() -> plugin::Folder {
+    let path = gpu_plugin::variable().unwrap_or_else(|| DEFAULT.into());
+    plugin::Folder { has_plugin: path.join(plugin::FILE).is_file(), path }
 }
 
 /// A small file without the blanks around; none when it cannot be read.

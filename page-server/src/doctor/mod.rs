@@ -3,7 +3,7 @@
 //! `docs/doctor.md`.
 //!
 //! * [`machine`], [`gpu_machine`]: facts, as they are. [`program`]: facts from CRIU.
-//! * [`kernel`], [`gpu`], [`criu`]: verdicts, from facts only.
+//! * [`kernel`], [`gpu`], [`criu`], [`plugin`]: verdicts, from facts only.
 //! * [`text`]: the report for people.
 
 pub mod criu;
@@ -11,6 +11,7 @@ pub mod gpu;
 pub mod gpu_machine;
 pub mod kernel;
 pub mod machine;
+pub mod plugin;
 pub mod program;
 pub mod text;
 
@@ -94,6 +95,7 @@ pub fn examine() -> Report {
     ];
     checks.extend(gpu::verdicts(gpu_machine::facts(capabilities).as_ref()));
     checks.extend(criu::verdicts(&program::examine(), is_root));
+    checks.push(plugin::verdict(&machine::criu_plugins()));
     Report::new(checks)
 }
 

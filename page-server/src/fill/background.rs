@@ -155,7 +155,9 @@ impl Reactor {
         // Restores wait for what comes before the rest.
         let first_only = self.shared.pace.is_first_only();
         let first = (0..count).find(|step| wants(at(*step), true));
-        let step = first.or_else(|| (0..count).find(|step| !first_only && wants(at(*step), false)))?;
+        let rest = |step: &usize| !first_only && wants(at(*step), false);
+        let urgent = |step: &usize| at(*step).session.is_urgent() && rest(step);
+        let step = first.or_else(|| (0..count).find(urgent)).or_else(|| (0..count).find(rest))?;
         let space = Arc::clone(&self.spaces[(self.turn + step) % count]);
         self.turn = (self.turn + step + 1) % count;
         if space.begins() {

@@ -45,7 +45,7 @@ enum Poisoned {
 fn poison(space: &AddressSpace) -> bool {
     let layout = space.layout();
     let mut runs = Vec::new();
-    for block in 0..layout.plan().blocks().len() {
+    for block in 0..layout.plan().blocks() {
         runs.clear();
         let mut from = Some(PageIx(0));
         while let Some(page) = from {

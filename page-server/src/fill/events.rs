@@ -1,5 +1,12 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Reading an address space's events and doing what they say.
+//!
+//! A FORK event brings a userfaultfd that needs a slot of the ledger and descriptors. Where there are none the event is
+//! not read: the forking thread waits in the kernel, and so do fills of its address space (UFFDIO_COPY answers EAGAIN
+//! until the event is read). It is tried again until there is room; no session ends for want of it. Other events of
+//! that address space wait, too: the kernel does not say which one is next. Faults of all others are served. When the kernel
+//! cannot make the descriptor (EMFILE, ENFILE, ENOMEM) it queues the event again (`fs/userfaultfd.c:
+//! userfaultfd_ctx_read`, Linux 4.11 and newer), so that trying again is right there, too.
 
 use std::collections::BTreeSet;
 use std::io;
@@ -13,7 +20,7 @@ use tracing::{debug, warn};
 
 use super::space::AddressSpace;
 use super::stats::add;
-use crate::ledger::{Journal, Ledger, MAX_SPACES};
+use crate::ledger::{Journal, Ledger, MAX_MESSAGES, MAX_SPACES};
 use crate::sys;
 
 /// An address space with what only its home reactor has.
@@ -23,6 +30,22 @@ pub(super) struct Home {
     journal: Journal,
     /// Received and not dealt with: empty between two calls, unless a forked child found no place.
     messages: Vec<(usize, Message)>,
+    /// Its events are not read before there is room for a forked child.
+    pub(super) crowded: bool,
+}
+
+/// Reactors that may read events at once, and each take as many slots as it reads messages.
+const READERS: usize = super::pool::MAX_REACTORS;
+
+/// Whether an event can be read, or dealt with, once there is more room.
+pub(super) fn wants_room(error: &io::Error) -> bool {
+    error.kind() == io::ErrorKind::QuotaExceeded
+        || matches!(error.raw_os_error(), Some(libc::EMFILE | libc::ENFILE | libc::ENOMEM))
+}
+
+fn no_room() -> io::Error {
+    let what = format!("{MAX_SPACES} address spaces are in use: a process that forks waits for one to end");
+    io::Error::new(io::ErrorKind::QuotaExceeded, what)
 }
 
 /// What one reading brought.
@@ -36,7 +59,7 @@ pub(super) struct News {
 
 impl Home {
     pub(super) fn new(space: Arc<AddressSpace>, journal: Journal) -> Self {
-        Self { space, journal, messages: Vec::new() }
+        Self { space, journal, messages: Vec::new(), crowded: false }
     }
 
     /// Does what messages say that a dead predecessor received and did not deal with.
@@ -63,15 +86,29 @@ impl Home {
 
     /// Reads events until none waits. Everything but faults is done at once, in order, before any fill can
     /// look an address up again.
+    ///
+    /// # Errors
+    /// The kernel's errno, or no room ([`wants_room`]): call it again.
     pub(super) fn read_events(&mut self, ledger: Ledger, news: &mut News) -> io::Result<()> {
         let space = Arc::clone(&self.space);
         let mut layout = space.layout_mut();
         self.apply(&mut layout, ledger, news)?;
         // Bounded: a thread has one fault or event at a time, so what waits is at most what runs there.
-        while self.journal.receive(&space.uffd, &mut self.messages)? {
+        loop {
+            // Each message may be a fork. Several reactors may look at the same room: a fork that finds none after all
+            // is kept in the ledger's messages.
+            let limit = match ledger.room() {
+                0 if space.uffd.changing() => return Err(no_room()),
+                // No event waits, and the kernel gives faults before events.
+                0 => 1,
+                room => (room / READERS).clamp(1, MAX_MESSAGES),
+            };
+            let more = self.journal.receive(&space.uffd, limit, &mut self.messages)?;
             self.apply(&mut layout, ledger, news)?;
+            if !more {
+                return Ok(());
+            }
         }
-        self.apply(&mut layout, ledger, news)
     }
 
     /// Deals with what was received. After an error call it again: meanwhile nothing more is received, so the
@@ -158,18 +195,23 @@ impl Home {
     fn fork(&mut self, layout: &Space, ledger: Ledger, number: RawFd) -> io::Result<Self> {
         let parent = &self.space;
         let Some(slot) = ledger.take_space().and_then(|index| ledger.spaces().get(index)) else {
-            let what = format!("more than {MAX_SPACES} address spaces at once: run a second daemon");
-            return Err(io::Error::other(what));
+            return Err(no_room());
         };
         slot.session.store(parent.slot.session.load(Ordering::Relaxed), Ordering::Relaxed);
         slot.image_pid.store(parent.slot.image_pid.load(Ordering::Relaxed), Ordering::Relaxed);
         slot.uffd.store(number, Ordering::Relaxed);
-        let child = layout.fork();
-        let mut journal = Journal::create(slot).inspect_err(|_| slot.retire())?;
+        // First of all: if every process of ours is killed now, the child waits for `rewake recover`.
+        let journal = parent.session.keep(slot).and_then(|()| {
+            let child = layout.fork();
+            let mut journal = Journal::create(slot)?;
+            journal.rewrite(&child.snapshot(), 0);
+            parent.session.keep(slot)?;
+            Ok((journal, child))
+        });
+        let (journal, child) = journal.inspect_err(|_| slot.retire())?;
         // SAFETY: the kernel opened this descriptor for the message, and it is dealt with once: nobody owns it.
         // None that is open is refused, so that none is closed here.
         let uffd = Uffd::adopt(unsafe { sys::take_over(number) })?;
-        journal.rewrite(&child.snapshot(), 0);
         slot.publish();
         parent.forked(child.missing());
         parent.session.space_opened();
@@ -198,15 +240,71 @@ mod tests {
         Home::new(parent.address_space(&session, slot), journal)
     }
 
+    /// Receives a fork as a reactor does that found room, which another reactor has taken since.
+    fn receive_fork(home: &mut Home) {
+        watched::until(|| {
+            home.journal.receive(&home.space.uffd, 1, &mut home.messages).unwrap();
+            !home.messages.is_empty()
+        });
+    }
+
+    fn children_of(pid: i32) -> String {
+        std::fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap()
+    }
+
     #[test]
-    fn a_child_without_a_place_is_kept_until_it_has_one_and_then_never_reads_zeros() {
+    fn a_fork_waits_in_the_kernel_while_there_is_no_room_and_then_the_child_is_served() {
         let parent = Watched::start(watched::fork_and_touch);
         let ledger = Ledger::new().unwrap();
         let mut home = home(&parent, ledger);
         let spare = ledger.take_space().unwrap();
         while ledger.take_space().is_some() {}
         let mut news = News::default();
-        watched::until(|| home.read_events(ledger, &mut news).is_err());
+        let begun = std::time::Instant::now();
+        while begun.elapsed() < std::time::Duration::from_millis(200) {
+            let error = home.read_events(ledger, &mut news).unwrap_err();
+            assert!(wants_room(&error), "{error}");
+        }
+        assert!(home.messages.is_empty() && news.children.is_empty(), "nothing was read");
+        assert!(!home.space.session.has_failed() && parent.lives());
+
+        ledger.spaces()[spare].retire();
+        watched::until(|| {
+            // With the one slot taken there is no room for another.
+            let _ = home.read_events(ledger, &mut news);
+            !news.children.is_empty()
+        });
+        let child = news.children.pop().unwrap();
+        assert!(!children_of(parent.pid).is_empty());
+        child.space.session.fail("a test");
+        watched::until(|| super::super::condemn::end(&child.space));
+        watched::until(|| child.space.slot.memory_is_gone());
+        assert!(parent.lives());
+    }
+
+    #[test]
+    fn faults_are_read_while_there_is_no_room() {
+        let parent = Watched::start(watched::touch);
+        let ledger = Ledger::new().unwrap();
+        let mut home = home(&parent, ledger);
+        while ledger.take_space().is_some() {}
+        let mut news = News::default();
+        watched::until(|| {
+            home.read_events(ledger, &mut news).unwrap();
+            news.faults == [parent.start]
+        });
+    }
+
+    #[test]
+    fn a_fork_that_was_read_and_finds_no_room_is_kept_until_there_is_some() {
+        let parent = Watched::start(watched::fork_and_touch);
+        let ledger = Ledger::new().unwrap();
+        let mut home = home(&parent, ledger);
+        let spare = ledger.take_space().unwrap();
+        while ledger.take_space().is_some() {}
+        let mut news = News::default();
+        receive_fork(&mut home);
+        assert!(wants_room(&home.read_events(ledger, &mut news).unwrap_err()));
         assert!(home.read_events(ledger, &mut news).is_err(), "it must not be forgotten");
         let slot = home.space.slot;
         let own = [&slot.uffd, &slot.pidfd, &slot.journal].map(|number| number.load(Ordering::Relaxed));
@@ -231,7 +329,8 @@ mod tests {
         let mut home = home(&parent, ledger);
         while ledger.take_space().is_some() {}
         let mut news = News::default();
-        watched::until(|| home.read_events(ledger, &mut news).is_err());
+        receive_fork(&mut home);
+        assert!(home.read_events(ledger, &mut news).is_err());
         let slot = home.space.slot;
         watched::until(|| {
             crate::processes::kill_descendants(parent.pid, slot.pidfd.load(Ordering::Relaxed));

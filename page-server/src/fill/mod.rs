@@ -5,7 +5,7 @@
 //! Background blocks of any address space are filled by all reactors.
 //!
 //! * [`space`]: one address space and the pieces of filling it.
-//! * `reactor`: a thread's loop: events, completions, one bounded piece of background work, again.
+//! * `pool`: the threads. `reactor`: a thread's loop: events, completions, one bounded piece of background work, again.
 //! * `events`: what a fork, mremap, munmap or madvise changes.
 //! * `demand`: a page that a thread waits for.
 //! * `background`: everything else, block by block.
@@ -18,11 +18,13 @@ mod background;
 mod condemn;
 mod demand;
 mod events;
+mod pool;
 mod reactor;
 mod shared;
 mod shortage;
 pub mod space;
 pub mod stats;
 
-pub use reactor::{Pool, Task, reactors};
+pub use pool::{Pool, reactors};
+pub use reactor::Task;
 pub use space::AddressSpace;

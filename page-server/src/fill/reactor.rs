@@ -4,29 +4,26 @@
 use std::collections::BTreeSet;
 use std::io;
 use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, RawFd};
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
-use std::thread::JoinHandle;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
 use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
 use rewake_pager::Run;
-use rewake_store::pace::Pace;
-use rewake_store::{BlockCache, Done, Engine, PAGE, Waker};
+use rewake_store::{Done, Engine, PAGE, Waker};
 use slab::Slab;
-use tracing::{debug, error, info};
+use tracing::{debug, error, info, warn};
 
 use super::background::{Claim, Load, Step, Work};
 use super::demand::{DEMAND_TICKET, Demand};
-use super::events::{Home, News};
-use super::shared::{Handle, Shared};
+use super::events::{Home, News, wants_room};
+use super::shared::Shared;
 use super::space::AddressSpace;
-use crate::ledger::{Journal, Ledger, NO_FD};
+use crate::ledger::{Journal, NO_FD};
+use crate::session::Session;
 use crate::sys;
 
-/// Reactors at most. Filling is bound by memory bandwidth: more threads than this fight over it.
-const MAX_REACTORS: usize = 8;
 /// Longest sleep with nothing to do: bounds the harm of a wake-up lost to a bug of ours.
 const IDLE: Duration = Duration::from_secs(1);
 /// Sleep while waiting for a program to finish changing its layout, after [`SPINS`] tries without one.
@@ -59,86 +56,6 @@ pub enum Task {
         /// whose faults were read.
         inherited: Option<Arc<BTreeSet<i32>>>,
     },
-}
-
-/// How many reactors there are: one for each processor, [`MAX_REACTORS`] at most.
-#[must_use]
-pub fn reactors() -> usize {
-    std::thread::available_parallelism().map_or(1, usize::from).min(MAX_REACTORS)
-}
-
-/// The reactors.
-#[derive(Debug)]
-pub struct Pool {
-    shared: Arc<Shared>,
-    next_home: AtomicUsize,
-    _threads: Vec<JoinHandle<()>>,
-}
-
-impl Pool {
-    /// Starts them, [`reactors`] of them.
-    ///
-    /// # Errors
-    /// Descriptors, memory or threads are refused.
-    pub fn start(cache: &Arc<BlockCache>, ledger: Ledger) -> anyhow::Result<Self> {
-        let count = reactors();
-        let handle = || {
-            anyhow::Ok(Handle {
-                waker: Waker::new().context("making an eventfd")?,
-                inbox: Mutex::default(),
-                attention: AtomicBool::new(false),
-            })
-        };
-        let handles: Vec<Handle> = (0..count).map(|_| handle()).collect::<Result<_, _>>()?;
-        let pace = Pace::new(handles.iter().map(|handle| handle.waker.clone()).collect())?;
-        let shared = Arc::new(Shared {
-            cache: Arc::clone(cache),
-            ledger,
-            spaces: Mutex::default(),
-            version: AtomicUsize::new(0),
-            sessions: AtomicUsize::new(0),
-            pace: Arc::new(pace),
-            served: AtomicUsize::new(0),
-            handles,
-        });
-        let start = |index: usize| {
-            let shared = Arc::clone(&shared);
-            let thread = std::thread::Builder::new().name(format!("fill-{index}"));
-            thread.spawn(move || run(index, shared)).context("starting a reactor thread")
-        };
-        let threads = (0..count).map(start).collect::<Result<_, _>>()?;
-        Ok(Self { shared, next_home: AtomicUsize::new(0), _threads: threads })
-    }
-
-    /// The reactor that the next address space should have as its home.
-    #[must_use]
-    pub fn choose_home(&self) -> usize {
-        self.next_home.fetch_add(1, Ordering::Relaxed) % self.shared.handles.len()
-    }
-
-    /// Hands a task to the reactor of its address space.
-    pub fn submit(&self, task: Task) {
-        let Task::Adopt { space, .. } = &task;
-        let Some(handle) = self.shared.handles.get(space.home) else { return };
-        handle.inbox.lock().unwrap_or_else(PoisonError::into_inner).push(task);
-        handle.waker.wake();
-    }
-
-    /// The pace of its reads, which others on the same disk keep to.
-    #[must_use]
-    pub fn pace(&self) -> Arc<Pace> {
-        Arc::clone(&self.shared.pace)
-    }
-
-    /// Something about a session changed: it was released, or it failed.
-    pub fn look_again(&self) {
-        self.shared.attention_all();
-    }
-
-    /// Sessions being served, for the choice between keeping and reusing buffers.
-    pub fn set_sessions(&self, count: usize) {
-        self.shared.sessions.store(count, Ordering::Relaxed);
-    }
 }
 
 /// One thread's state. The work itself is in `demand`, `background`, `events` and `condemn`.
@@ -174,10 +91,12 @@ pub(super) struct Reactor {
     pub(super) cold: bool,
     /// An address space of a failed session could not be ended yet.
     unended: bool,
+    /// Events of some address space are not read for want of room.
+    crowded: bool,
     done: Vec<Done>,
 }
 
-fn run(index: usize, shared: Arc<Shared>) {
+pub(super) fn run(index: usize, shared: Arc<Shared>) {
     match Reactor::new(index, shared) {
         Ok(mut reactor) => loop {
             reactor.turn();
@@ -227,6 +146,7 @@ impl Reactor {
             engine_ready: false,
             cold: false,
             unended: false,
+            crowded: false,
             done: Vec::new(),
         };
         reactor.watch(reactor.waker.as_raw_fd(), WAKER)?;
@@ -276,7 +196,7 @@ impl Reactor {
     fn wait(&mut self) {
         let timeout = if self.idle && self.held_back {
             HELD
-        } else if self.idle && !self.unended {
+        } else if self.idle && !self.unended && !self.crowded {
             IDLE.min(self.engine.patience())
         } else if self.idle || self.spins >= SPINS {
             STALL
@@ -305,6 +225,17 @@ impl Reactor {
         if self.unended {
             self.look_after_homes();
         }
+        if self.crowded {
+            self.read_crowded();
+        }
+    }
+
+    /// Reads events that were not read for want of room: slots and descriptors are freed by any reactor.
+    fn read_crowded(&mut self) {
+        self.crowded = false;
+        let waiting = self.homes.iter().filter(|(_, home)| home.crowded);
+        let keys: Vec<usize> = waiting.map(|(key, _)| key).collect();
+        keys.into_iter().for_each(|key| self.read_home(key));
     }
 
     fn woken(&mut self) {
@@ -328,8 +259,13 @@ impl Reactor {
     /// Takes up where a dead worker left off.
     fn inherit(&mut self, home: &mut Home, known: &BTreeSet<i32>) {
         let mut news = News::default();
-        if let Err(error) = home.finish_pending(self.shared.ledger, known, &mut news) {
-            home.space.session.fail(&format!("taking over: {error}"));
+        match home.finish_pending(self.shared.ledger, known, &mut news) {
+            Err(error) if wants_room(&error) => {
+                home.crowded = true;
+                self.crowded = true;
+            }
+            Err(error) => home.space.session.fail(&format!("taking over: {error}")),
+            Ok(()) => {}
         }
         // Faults that were read and not served are known to nobody: whoever waits must fault again. A fault
         // can wait anywhere in a mapping, so everything is woken.
@@ -342,7 +278,7 @@ impl Reactor {
 
     /// Watches an address space and serves it from now on.
     fn adopt(&mut self, home: Home) {
-        let space = Arc::clone(&home.space);
+        let (space, crowded) = (Arc::clone(&home.space), home.crowded);
         let key = self.homes.insert(home);
         let token = FIRST_HOME + 2 * key as u64;
         let pidfd = space.slot.pidfd.load(Ordering::Acquire);
@@ -351,6 +287,8 @@ impl Reactor {
             .and_then(|()| if pidfd == NO_FD { Ok(()) } else { self.watch(pidfd, token + 1) });
         if let Err(error) = watched {
             space.session.fail(&format!("watching a userfaultfd: {error}"));
+        } else if crowded {
+            self.heed(key, &space, false);
         }
         self.shared.add(&space);
         self.shared.attention(&space);
@@ -365,14 +303,43 @@ impl Reactor {
             }
             return;
         }
+        self.read_home(key);
+    }
+
+    fn read_home(&mut self, key: usize) {
         let mut news = News::default();
         let Some(home) = self.homes.get_mut(key) else { return };
-        let space = Arc::clone(&home.space);
-        if let Err(error) = home.read_events(self.shared.ledger, &mut news) {
-            space.session.fail(&format!("reading a userfaultfd: {error}"));
-            self.shared.attention_all();
+        let (space, waited) = (Arc::clone(&home.space), home.crowded);
+        home.crowded = false;
+        match home.read_events(self.shared.ledger, &mut news) {
+            Err(error) if wants_room(&error) => {
+                home.crowded = true;
+                self.crowded = true;
+                if !waited {
+                    warn!(session = space.session.number, "a fork waits: {error}");
+                }
+            }
+            Err(error) => {
+                space.session.fail(&format!("reading a userfaultfd: {error}"));
+                self.shared.attention_all();
+            }
+            Ok(()) => {}
+        }
+        let crowded = self.homes.get(key).is_some_and(|home| home.crowded);
+        if crowded != waited {
+            self.heed(key, &space, !crowded);
         }
         self.deliver(&space, news);
+    }
+
+    /// Whether events of an address space wake this reactor. They do not where they cannot be read for want of room: its
+    /// descriptor stays readable, and would keep the reactor from sleeping.
+    fn heed(&self, key: usize, space: &AddressSpace, wakes: bool) {
+        let flags = if wakes { EpollFlags::EPOLLIN } else { EpollFlags::empty() };
+        let mut event = EpollEvent::new(flags, FIRST_HOME + 2 * key as u64);
+        if let Err(error) = self.epoll.modify(space.uffd.as_fd(), &mut event) {
+            space.session.fail(&format!("watching a userfaultfd: {error}"));
+        }
     }
 
     /// The process ended. Its memory may live on in another that shares it (vfork): then it is served on, and
@@ -443,16 +410,25 @@ impl Reactor {
             space.is_gone() || space.session.is_released() && space.layout().missing() == 0
         };
         self.unended = false;
+        let mut retired: Vec<Arc<Session>> = Vec::new();
         let keys: Vec<usize> = self.homes.iter().map(|(key, _)| key).collect();
         for key in keys {
             let Some(home) = self.homes.get(key) else { continue };
-            let failed = home.space.session.has_failed();
+            let session = Arc::clone(&home.space.session);
+            let failed = session.has_failed();
             let done = finished(home) || failed && super::condemn::end(&home.space);
             if done && self.children_are_home(key) {
                 self.retire(key);
+                retired.push(session);
             } else {
                 self.unended |= failed || done;
             }
+        }
+        retired.sort_by_key(|session| session.index);
+        for of_one in retired.chunk_by(Arc::ptr_eq) {
+            of_one[0].forget_retired(self.shared.ledger);
+            // Not before: a session without address spaces closes its fd store.
+            of_one.iter().for_each(|session| session.space_closed());
         }
     }
 
@@ -467,7 +443,8 @@ impl Reactor {
         settled
     }
 
-    /// Lets go of an address space: nothing is missing in it, or nobody is left to miss it.
+    /// Lets go of an address space: nothing is missing in it, or nobody is left to miss it. Its session does not know
+    /// yet.
     fn retire(&mut self, key: usize) {
         let space = Arc::clone(&self.homes.remove(key).space);
         // Its events are read by nobody from here on: a fill that one of them put off would be put off, and hold
@@ -484,7 +461,6 @@ impl Reactor {
         }
         self.shared.remove(&space);
         space.slot.retire();
-        space.session.space_closed();
     }
 
     fn watch(&self, fd: RawFd, token: u64) -> io::Result<()> {

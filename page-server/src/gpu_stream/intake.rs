@@ -303,7 +303,10 @@ impl Computing {
     fn started(&self, place: usize, pidfd: OwnedFd, ledger: Ledger) -> anyhow::Result<Gated<'_>> {
         let process = ledger.gates().shut(pidfd)?;
         let placeholders = match &self.placeholders {
-            Some(handed) => Some(handed.watch(place, process, self.mapped(handed)?, &self.renders)?),
+            Some(handed) => {
+                let store = ledger.only_store().context("this restore has no fd store")?;
+                Some(handed.watch(place, process, self.mapped(handed)?, &self.renders, &store)?)
+            }
             None => None,
         };
         let gate = Gate { process, kfd: self.kfd.as_fd(), kept: None, sets: &[] };

@@ -8,7 +8,7 @@
 
 use std::collections::BTreeSet;
 use std::mem::ManuallyDrop;
-use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, OwnedFd, RawFd};
 use std::os::unix::fs::FileExt as _;
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
@@ -21,6 +21,7 @@ use rewake_uffd::{FillPort as _, Message, PAGE_SIZE, RawMessage, Stop, Uffd, mem
 
 use super::parts::{Buffer, Part, parts};
 use super::view::Views;
+use crate::fd_store::{Entry, FdStore, Kind};
 use crate::{processes, sys};
 
 /// For threads to stop. Those that cannot are found out within milliseconds; this is for a machine that has more to run than it can.
@@ -129,6 +130,7 @@ impl Handed {
         pidfd: RawFd,
         buffers: Vec<Buffer<'a>>,
         renders: &'a [(u32, OwnedFd)],
+        store: &FdStore,
     ) -> anyhow::Result<Placeholders<'a>> {
         let pid = sys::pidfd_pid(pidfd).context("finding the process")?;
         let there = shown(pid, self.file.as_fd(), 0..u64::MAX)?;
@@ -149,6 +151,13 @@ impl Handed {
         );
         let uffd = self.uffd.lock().unwrap_or_else(PoisonError::into_inner).take();
         let uffd = uffd.context("placeholders are watched already")?;
+        // If every process of ours is killed, touches of a placeholder wait: closed, it would read as zeros.
+        store
+            .put(
+                Entry { kind: Kind::Placeholders, index: u32::try_from(process)?, life: 0 },
+                &[uffd.as_raw_fd()],
+            )
+            .context("putting the userfaultfd of placeholders into the session's fd store")?;
         let uffd = Uffd::begin(uffd, FEATURE_FORK | FEATURE_REMAP).context("UFFDIO_API")?;
         // From the first that is watched: not closed on errors either.
         let uffd = ManuallyDrop::new(uffd);

@@ -382,13 +382,14 @@ impl<'a> Touches<'a> {
 
 #[cfg(test)]
 mod tests {
-    use std::os::fd::AsRawFd as _;
+    use std::os::fd::{AsRawFd as _, IntoRawFd as _};
     use std::sync::mpsc::channel;
 
     use rewake_contents::{Loading, Process};
 
     use super::super::program::{LAST, Program};
     use super::*;
+    use crate::fd_store::FdStore;
     use crate::watched::until;
 
     /// So many that two stops are not enough.
@@ -407,7 +408,9 @@ mod tests {
         let program = Program::start(BUFFERS);
         let (pidfd, handed, timeline) = (program.pidfd(), program.handed(), Timeline::default());
         let renders = program.renders();
-        let places = vec![handed.watch(0, pidfd.as_raw_fd(), program.buffers(), &renders).unwrap()];
+        let (store, writer) = FdStore::create().unwrap();
+        let store = FdStore::of(store.into_raw_fd(), writer.into_raw_fd()).unwrap();
+        let places = vec![handed.watch(0, pidfd.as_raw_fd(), program.buffers(), &renders, &store).unwrap()];
         let resident = Resident::new(1, &places, &[]).unwrap();
         let processes = [Process { files: &[], dmabufs: &[] }];
         let desk = Loading::new(&processes, None).unwrap().desk();

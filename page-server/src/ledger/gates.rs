@@ -112,6 +112,21 @@ impl Gates {
         self.say(Word::Back);
     }
 
+    /// The processes behind closed gates, when all that served them have ended: their numbers in that table of
+    /// descriptors are gone. No gate is left.
+    pub fn forget(&self) -> Vec<Gated> {
+        self.told.store(0, Ordering::Release);
+        let mut left = Vec::new();
+        for gate in &self.gates {
+            if gate.process.swap(0, Ordering::AcqRel) != 0 {
+                let (pid, started) = (gate.pid.load(Ordering::Relaxed), gate.started.load(Ordering::Relaxed));
+                left.push(Gated { pid, started });
+                gate.forget();
+            }
+        }
+        left
+    }
+
     /// Whether any is shut.
     #[must_use]
     pub fn any(&self) -> bool {
@@ -181,6 +196,8 @@ mod tests {
     use std::os::fd::AsFd as _;
     use std::process::{Child, Command};
 
+    use rewake_skip::need;
+
     use super::super::Ledger;
     use super::*;
 
@@ -214,21 +231,14 @@ mod tests {
         child.wait().unwrap();
     }
 
-    /// No where the folder cannot be made.
-    fn ready() -> bool {
-        let made = Gated::prepare();
-        assert!(made.is_ok() || std::env::var_os("CI").is_none(), "{FOLDER}: {made:?}");
-        if let Err(error) = &made {
-            eprintln!("skipped: {FOLDER}: {error}");
-        }
-        made.is_ok()
+    /// The reason where the folder cannot be made.
+    fn ready() -> Result<(), String> {
+        Gated::prepare().map_err(|error| format!("{FOLDER}: {error}"))
     }
 
     #[test]
     fn it_is_told_when_the_first_gate_is_shut_and_when_the_last_one_is_open() {
-        if !ready() {
-            return;
-        }
+        need!(ready());
         let gates = Ledger::new().unwrap().gates();
         let mut listener = Listener::of(gates);
         let ((one, first), (two, second)) = (sleeper(), sleeper());
@@ -247,9 +257,7 @@ mod tests {
 
     #[test]
     fn who_takes_a_dead_worker_s_place_says_what_it_finds() {
-        if !ready() {
-            return;
-        }
+        need!(ready());
         let gates = Ledger::new().unwrap().gates();
         let mut listener = Listener::of(gates);
         assert_eq!((gates.end_all(), listener.said().as_str()), (0, ""), "nothing was taken over");

@@ -3,12 +3,15 @@
 //!
 //! The protocol (criu/uffd.c): an `int32` pid, then, unless it is negative (a zombie), one byte with the
 //! task's userfaultfd attached; after the last task the word "restore finished". Each is received by one
-//! `recvmsg` whose buffers, control data included, lie in the ledger.
+//! `recvmsg` whose buffers, control data included, lie in the ledger. Descriptors that the protocol does not ask for are
+//! closed.
 
 use std::cell::UnsafeCell;
 use std::io;
-use std::os::fd::{AsRawFd as _, BorrowedFd};
+use std::os::fd::{AsRawFd as _, BorrowedFd, RawFd};
 use std::sync::atomic::{AtomicU32, Ordering};
+
+use crate::sys;
 
 /// Room for SCM_RIGHTS with one descriptor and SCM_CREDENTIALS.
 const CONTROL: usize = 128;
@@ -120,6 +123,13 @@ impl Inbox {
         }
     }
 
+    /// Whether the rest of a message must follow at once: CRIU sends a word, and a task's descriptor after its pid,
+    /// without doing anything in between.
+    #[must_use]
+    pub fn is_midway(&self) -> bool {
+        self.step.load(Ordering::Acquire) == 1 || self.area().word_len > 0
+    }
+
     /// The task `pid` will send its userfaultfd next.
     pub fn expect_descriptor(&self, pid: i32) {
         let area = self.area();
@@ -182,7 +192,20 @@ impl Inbox {
         // are still wanted, and the control area is CONTROL bytes.
         let received = unsafe { libc::recvmsg(socket.as_raw_fd(), &raw mut header, flags) };
         match usize::try_from(received) {
-            Ok(bytes) => Ok(Some(bytes)),
+            Ok(bytes) => {
+                if step == 0 {
+                    let numbers = descriptors(&discarded);
+                    close_all(&numbers);
+                } else {
+                    keep_one(&mut area.control);
+                }
+                if header.msg_flags & libc::MSG_CTRUNC != 0 {
+                    let what = "a descriptor of the restore was lost: this process may have too many (RLIMIT_NOFILE), \
+                                or the peer is not `criu restore --lazy-pages`";
+                    return Err(io::Error::new(io::ErrorKind::InvalidData, what));
+                }
+                Ok(Some(bytes))
+            }
             Err(_) => match io::Error::last_os_error() {
                 error if error.kind() == io::ErrorKind::WouldBlock => Ok(None),
                 error if error.raw_os_error() == Some(libc::ECONNRESET) => Ok(Some(0)),
@@ -194,32 +217,72 @@ impl Inbox {
 
 const EMPTY: Area = Area { control: [0; CONTROL], word: [0; 4], word_len: 0, pid: 0 };
 
-/// Descriptor and sender's pid in a zeroed control area that the kernel may have filled.
-fn parse(control: &[u8; CONTROL]) -> (Option<i32>, Option<i32>) {
-    let (mut descriptor, mut pid) = (None, None);
-    let mut offset = 0;
-    while offset + HEADER + 4 <= CONTROL {
-        let number = |at: usize| {
-            let mut bytes = [0; 4];
-            bytes.copy_from_slice(&control[at..at + 4]);
-            i32::from_ne_bytes(bytes)
-        };
-        // struct cmsghdr on LP64: length u64, level i32, type i32, then the data.
-        let len = usize::try_from(number(offset)).unwrap_or(0);
-        if len < HEADER + 4 {
-            break;
-        }
-        match (number(offset + 8), number(offset + 12)) {
-            (libc::SOL_SOCKET, libc::SCM_RIGHTS) => descriptor = Some(number(offset + HEADER)),
-            // Pid 0: attached by a receive that found nothing (the kernel does that on EAGAIN too).
-            (libc::SOL_SOCKET, libc::SCM_CREDENTIALS) => {
-                pid = Some(number(offset + HEADER)).filter(|&pid| pid > 0);
-            }
-            _ => {}
-        }
-        offset += space(len);
+/// Leaves one descriptor of a control area that the kernel has filled; credentials come before descriptors there
+/// (`scm_recv` of include/net/scm.h). A successor that looks in between finds one, too: the others are closed after their
+/// numbers are gone.
+fn keep_one(control: &mut [u8; CONTROL]) {
+    let numbers = descriptors(control);
+    let rights = headers(control).find(|header| header.kind == libc::SCM_RIGHTS);
+    if let (Some(Header { at, end, .. }), [_, surplus @ ..]) = (rights, &numbers[..]) {
+        control[at + HEADER + 4..end].fill(0);
+        control[at..at + 8].copy_from_slice(&(HEADER as u64 + 4).to_ne_bytes());
+        close_all(surplus);
     }
-    (descriptor, pid)
+}
+
+fn close_all(numbers: &[RawFd]) {
+    for number in numbers {
+        // SAFETY: the kernel has just opened it for a message that asks for none, or one less: nothing owns it.
+        drop(unsafe { sys::take_over(*number) });
+    }
+}
+
+/// A message of a control area: `struct cmsghdr` on LP64 is a length u64, level i32, type i32, then the data.
+struct Header {
+    kind: libc::c_int,
+    at: usize,
+    end: usize,
+}
+
+/// The messages of socket level in a zeroed control area that the kernel may have filled, each with data.
+fn headers(control: &[u8; CONTROL]) -> impl Iterator<Item = Header> + '_ {
+    let mut at = 0;
+    let next = move || {
+        while at + HEADER + 4 <= CONTROL {
+            let (start, len) = (at, usize::try_from(number(control, at)).unwrap_or(0));
+            if len < HEADER + 4 {
+                return None;
+            }
+            at += space(len);
+            if number(control, start + 8) == libc::SOL_SOCKET {
+                let end = (start + len).min(CONTROL);
+                return Some(Header { kind: number(control, start + 12), at: start, end });
+            }
+        }
+        None
+    };
+    std::iter::from_fn(next)
+}
+
+fn number(control: &[u8; CONTROL], at: usize) -> i32 {
+    let mut bytes = [0; 4];
+    bytes.copy_from_slice(&control[at..at + 4]);
+    i32::from_ne_bytes(bytes)
+}
+
+/// The descriptors in a control area.
+fn descriptors(control: &[u8; CONTROL]) -> Vec<RawFd> {
+    let rights = headers(control).filter(|header| header.kind == libc::SCM_RIGHTS);
+    let numbers = rights.flat_map(|header| (header.at + HEADER..header.end - 3).step_by(4));
+    numbers.map(|at| number(control, at)).collect()
+}
+
+/// Descriptor and sender's pid in a control area.
+fn parse(control: &[u8; CONTROL]) -> (Option<RawFd>, Option<i32>) {
+    let credentials = headers(control).filter(|header| header.kind == libc::SCM_CREDENTIALS);
+    // Pid 0: attached by a receive that found nothing (the kernel does that on EAGAIN too).
+    let pid = credentials.map(|header| number(control, header.at + HEADER)).filter(|&pid| pid > 0).last();
+    (descriptors(control).first().copied(), pid)
 }
 
 #[cfg(test)]
@@ -293,5 +356,80 @@ mod tests {
         inbox.expect_descriptor(5);
         theirs.write_all(&[0]).unwrap();
         assert!(inbox.next(ours.as_fd()).is_err());
+    }
+
+    /// Pipes' ends are closed when their last copy is: the other end tells.
+    fn pipes(count: usize) -> (Vec<std::io::PipeReader>, Vec<std::io::PipeWriter>) {
+        (0..count).map(|_| std::io::pipe().unwrap()).unzip()
+    }
+
+    fn send_all(socket: &UnixStream, bytes: &[u8], ends: &[std::io::PipeWriter]) {
+        let numbers: Vec<i32> = ends.iter().map(std::os::fd::AsRawFd::as_raw_fd).collect();
+        let rights = [ControlMessage::ScmRights(&numbers)];
+        sendmsg::<()>(socket.as_raw_fd(), &[IoSlice::new(bytes)], &rights, MsgFlags::empty(), None).unwrap();
+    }
+
+    /// Whether the write end is open nowhere. A child of another test may have a copy for a moment.
+    fn is_closed(reader: &std::io::PipeReader) -> bool {
+        let mut poll = libc::pollfd { fd: reader.as_raw_fd(), events: libc::POLLIN, revents: 0 };
+        // SAFETY: one live pollfd; no wait.
+        unsafe { libc::poll(&raw mut poll, 1, 0) };
+        poll.revents & libc::POLLHUP != 0
+    }
+
+    #[test]
+    fn descriptors_that_come_with_a_word_are_closed() {
+        let (inbox, ours, theirs) = pair();
+        let (readers, writers) = pipes(3);
+        send_all(&theirs, &77_i32.to_ne_bytes(), &writers);
+        drop(writers);
+        assert_eq!(inbox.next(ours.as_fd()).unwrap(), Received::Word(77));
+        crate::watched::until(|| readers.iter().all(is_closed));
+    }
+
+    #[test]
+    fn of_several_descriptors_the_first_is_kept_and_the_others_are_closed() {
+        let (inbox, ours, theirs) = pair();
+        inbox.expect_descriptor(5);
+        let (readers, writers) = pipes(3);
+        send_all(&theirs, &[0], &writers);
+        drop(writers);
+        let received = inbox.next(ours.as_fd()).unwrap();
+        let Received::Descriptor { image_pid: 5, uffd, host_pid } = received else { panic!("{received:?}") };
+        assert_eq!(host_pid, i32::try_from(std::process::id()).unwrap());
+        crate::watched::until(|| readers[1..].iter().all(is_closed));
+        assert!(
+            !is_closed(&readers[0]) && inbox.undelivered() == Some((uffd, host_pid)),
+            "a successor finds it"
+        );
+        close_all(&[uffd]);
+        crate::watched::until(|| is_closed(&readers[0]));
+    }
+
+    #[test]
+    fn a_message_whose_descriptors_do_not_fit_is_refused() {
+        let (inbox, ours, theirs) = pair();
+        inbox.expect_descriptor(5);
+        let (_readers, writers) = pipes(40);
+        send_all(&theirs, &[0], &writers);
+        let error = inbox.next(ours.as_fd()).unwrap_err().to_string();
+        assert!(error.contains("a descriptor of the restore was lost"), "{error}");
+        let (kept, _) = inbox.undelivered().expect("the first is still there to be dealt with");
+        close_all(&[kept]);
+    }
+
+    #[test]
+    fn what_must_follow_at_once_is_known() {
+        let (inbox, ours, mut theirs) = pair();
+        assert!(!inbox.is_midway(), "CRIU may take its time before a task");
+        theirs.write_all(&[77, 0]).unwrap();
+        inbox.next(ours.as_fd()).unwrap();
+        assert!(inbox.is_midway(), "within a word");
+        theirs.write_all(&[0, 0]).unwrap();
+        assert_eq!(inbox.next(ours.as_fd()).unwrap(), Received::Word(77));
+        inbox.expect_descriptor(77);
+        assert!(inbox.is_midway(), "before its descriptor");
+        inbox.done();
+        assert!(!inbox.is_midway());
     }
 }

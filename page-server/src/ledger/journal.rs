@@ -12,6 +12,7 @@ use std::sync::atomic::Ordering;
 
 use memmap2::MmapRaw;
 use rewake_pager::{Change, PageIx, Segment};
+use rewake_uffd::abi::EVENT_FORK;
 use rewake_uffd::{Message, RawMessage, Uffd};
 
 use super::{MAX_MESSAGES, SpaceSlot};
@@ -123,19 +124,25 @@ impl Journal {
         messages.map_while(|(index, raw)| Some((index, raw.decode()?))).collect()
     }
 
-    /// Receives messages into the ledger and appends them to `out` with their index; each must be dealt with by
-    /// [`Journal::record_change`] or [`Journal::dealt_with`] before the next call. True: more may wait.
+    /// Receives messages into the ledger, at most `limit` of them, and appends them to `out` with their index; each must
+    /// be dealt with by [`Journal::record_change`] or [`Journal::dealt_with`] before the next call. True: more may wait.
     ///
     /// # Errors
     /// The read failed.
-    pub fn receive(&mut self, uffd: &Uffd, out: &mut Vec<(usize, Message)>) -> io::Result<bool> {
+    pub fn receive(
+        &mut self,
+        uffd: &Uffd,
+        limit: usize,
+        out: &mut Vec<(usize, Message)>,
+    ) -> io::Result<bool> {
         // Zeroed slots first, then the count: whatever is in a slot beyond the count is unprocessed.
         self.messages().fill(RawMessage::default());
         self.store(Commit { applied: 0, ..self.commit() });
-        let count = uffd.read(self.messages())?;
+        let limit = limit.min(MAX_MESSAGES);
+        let count = uffd.read(&mut self.messages()[..limit])?;
         let messages = self.messages().iter().take(count).enumerate();
         out.extend(messages.filter_map(|(index, raw)| Some((index, raw.decode()?))));
-        Ok(count == MAX_MESSAGES)
+        Ok(count == limit)
     }
 
     /// Notes a layout change that message `index` told. `layout` gives the layout after it, for when the
@@ -210,14 +217,30 @@ impl Journal {
 
 /// Descriptors of forked children that were received but not yet given a slot of their own.
 pub(super) fn forked_descriptors(slot: &'static SpaceSlot) -> Vec<i32> {
-    // SAFETY: called at takeover only, when the worker that owned the area is dead and no Journal was made.
+    forks(slot).into_iter().map(|(_, number)| number).collect()
+}
+
+/// The fork messages that were received and not dealt with: each one's place and descriptor. At takeover only, when
+/// the worker that owned the area is dead and no [`Journal`] was made.
+#[must_use]
+pub fn forks(slot: &'static SpaceSlot) -> Vec<(usize, RawFd)> {
+    // SAFETY: as the caller promises, no process writes the area.
     let messages = unsafe { &*slot.messages.get() };
     let applied = Commit::decode(slot.commit.load(Ordering::Acquire)).applied;
-    let forked = |raw: &RawMessage| match raw.decode() {
-        Some(Message::Fork { uffd }) => Some(uffd),
+    let fork = |(index, raw): (usize, &RawMessage)| match raw.decode() {
+        Some(Message::Fork { uffd }) => Some((index, uffd)),
         _ => None,
     };
-    messages.iter().skip(applied).filter_map(forked).collect()
+    messages.iter().enumerate().skip(applied).filter_map(fork).collect()
+}
+
+/// Gives one of [`forks`] another descriptor: at recovery, the child's one in this process's table.
+pub fn set_fork(slot: &'static SpaceSlot, index: usize, number: RawFd) {
+    // SAFETY: as for `forks`.
+    let messages = unsafe { &mut *slot.messages.get() };
+    if let Some(message) = messages.get_mut(index) {
+        *message = RawMessage::encode(EVENT_FORK, [u64::from(number.cast_unsigned()), 0, 0]);
+    }
 }
 
 #[cfg(test)]

@@ -1,30 +1,40 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The ledger: what a successor must know if the worker dies at any instruction.
 //!
-//! Shared memory, mapped before the supervisor forks the worker, and a descriptor table that both share
+//! A file that is mapped before the supervisor forks the worker, and a descriptor table that both share
 //! (`CLONE_FILES`). Descriptors therefore outlive the worker under the same numbers, and the ledger says what
-//! they are. Messages that can be received only once (userfaultfd events, the restore's handshake) are
+//! they are. When both have ended, the file is what `rewake recover` reads ([`Folder`]); the descriptors are in
+//! each session's [fd store](crate::fd_store). Messages that can be received only once (userfaultfd events, the restore's handshake) are
 //! received *into* the ledger: the kernel's own write is the record, so there is no instant at which one is
 //! taken but not noted. See `docs/decisions/0003-no-orphan-faults.md`.
 
 mod bytes;
+mod folder;
 mod gates;
 mod handshake;
 mod journal;
 mod outcomes;
+mod session_slot;
+mod space_slot;
 
+use std::fs::File;
 use std::io;
-use std::os::fd::{BorrowedFd, IntoRawFd as _, OwnedFd};
+use std::os::fd::{AsRawFd as _, IntoRawFd as _, OwnedFd};
 use std::sync::atomic::{AtomicI32, AtomicU32, AtomicU64, Ordering};
+use std::time::Duration;
 
-use rewake_uffd::RawMessage;
+use nix::fcntl::FallocateFlags;
+use nix::time::{ClockId, clock_gettime};
 
+pub use folder::{Folder, InUse, root};
 pub use gates::{Gates, NotShut, Word};
 pub use handshake::{Inbox, Received};
-pub use journal::{Journal, Replay};
+pub use journal::{Journal, Replay, forks, set_fork};
 pub use outcomes::Outcomes;
+pub use session_slot::{SessionSlot, SessionState};
+pub use space_slot::SpaceSlot;
 
-use crate::sys;
+use crate::fd_store::FdStore;
 
 /// Restores served at once by one daemon. A slot is about 4.5 KiB.
 pub const MAX_SESSIONS: usize = 256;
@@ -34,6 +44,9 @@ pub const MAX_SPACES: usize = 4096;
 pub const MAX_MESSAGES: usize = 32;
 /// Longest path of an image or work directory.
 pub const MAX_PATH: usize = 2048;
+
+/// First bytes of a ledger: a program maps those of its own layout only.
+const MAGIC: u64 = u64::from_le_bytes(*b"rewake-1");
 
 const FREE: u32 = 0;
 const LIVE: u32 = 1;
@@ -45,193 +58,20 @@ pub const NO_FD: i32 = -1;
 /// left to do is to keep its userfaultfd open.
 pub const NO_SESSION: u32 = u32::MAX;
 
-/// State of a session slot.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[repr(u32)]
-pub enum SessionState {
-    /// Not in use.
-    Free = 0,
-    /// The socket waits for `criu restore`.
-    Listening = 1,
-    /// Tasks are handing over their descriptors.
-    Handshake = 2,
-    /// All tasks are known; the notice "restore finished" is awaited.
-    Restoring = 3,
-    /// The restored tree runs.
-    Running = 4,
-    /// It has memory of GPUs: a `rewake stream-gpu` serves it, which depends on nobody here.
-    Streaming = 5,
-}
-
-impl SessionState {
-    fn from_number(number: u32) -> Self {
-        match number {
-            1 => Self::Listening,
-            2 => Self::Handshake,
-            3 => Self::Restoring,
-            4 => Self::Running,
-            5 => Self::Streaming,
-            _ => Self::Free,
-        }
-    }
-}
-
-/// One restore.
-#[repr(C)]
-pub struct SessionSlot {
-    state: AtomicU32,
-    number: AtomicU64,
-    /// Tasks that have reported, zombies included.
-    pub tasks: AtomicU32,
-    /// Listening socket, or [`NO_FD`].
-    pub listener: AtomicI32,
-    /// Connection with the restore, or [`NO_FD`]. With its streamer, which says there what becomes of it.
-    pub connection: AtomicI32,
-    /// Its streamer's group of processes; 0 before it is there.
-    pub streamer: AtomicI32,
-    /// What that has said: [`Said`](crate::streamer::Said).
-    pub said: AtomicU32,
-    /// 1 when it brings memory of CPUs, too.
-    pub pages: AtomicU32,
-    /// Handshake message being received.
-    pub inbox: Inbox,
-    images: PathCell,
-    work: PathCell,
-}
-
-impl SessionSlot {
-    /// Current state.
-    #[must_use]
-    pub fn state(&self) -> SessionState {
-        SessionState::from_number(self.state.load(Ordering::Acquire))
-    }
-
-    /// The session's number: given once in the daemon's life, unlike the slot.
-    #[must_use]
-    pub fn number(&self) -> u64 {
-        self.number.load(Ordering::Acquire)
-    }
-
-    /// Moves to `state`; everything written before is visible to a successor that sees it.
-    pub fn set_state(&self, state: SessionState) {
-        self.state.store(state as u32, Ordering::Release);
-    }
-
-    /// Directories of the images and of the socket.
-    #[must_use]
-    pub fn paths(&self) -> (std::path::PathBuf, std::path::PathBuf) {
-        (self.images.get(), self.work.get())
-    }
-
-    /// Notes the directories.
-    ///
-    /// # Errors
-    /// A path longer than [`MAX_PATH`].
-    pub fn set_paths(&self, images: &std::path::Path, work: &std::path::Path) -> io::Result<()> {
-        self.images.set(images)?;
-        self.work.set(work)
-    }
-}
-
-/// A path in shared memory: written once while the slot is free, read by successors.
-#[repr(C)]
-struct PathCell(bytes::ByteCell<MAX_PATH>);
-
-impl PathCell {
-    fn set(&self, path: &std::path::Path) -> io::Result<()> {
-        use std::os::unix::ffi::OsStrExt as _;
-        if self.0.set(path.as_os_str().as_bytes()) {
-            return Ok(());
-        }
-        let what = format!("{}: path longer than {MAX_PATH} bytes: use a shorter one", path.display());
-        Err(io::Error::new(io::ErrorKind::InvalidInput, what))
-    }
-
-    fn get(&self) -> std::path::PathBuf {
-        use std::os::unix::ffi::OsStringExt as _;
-        std::ffi::OsString::from_vec(self.0.get()).into()
-    }
-}
-
-/// One watched address space.
-#[repr(C)]
-pub struct SpaceSlot {
-    live: AtomicU32,
-    /// Session slot it belongs to.
-    pub session: AtomicU32,
-    /// Pid that names the images (the pid inside the restored pid namespace).
-    pub image_pid: AtomicI32,
-    /// Pid on this host; 0 for a child forked after the restore, whose pid no event tells.
-    pub host_pid: AtomicI32,
-    /// The userfaultfd.
-    pub uffd: AtomicI32,
-    /// Process descriptor, or [`NO_FD`].
-    pub pidfd: AtomicI32,
-    /// Journal file, or [`NO_FD`].
-    pub journal: AtomicI32,
-    /// 1 when the journal could not hold the layout: a successor cannot serve this one, only end it.
-    pub lossy: AtomicU32,
-    /// See [`Journal`].
-    commit: AtomicU64,
-    messages: std::cell::UnsafeCell<[RawMessage; MAX_MESSAGES]>,
-}
-
-impl SpaceSlot {
-    /// True when the slot describes an address space with missing pages.
-    #[must_use]
-    pub fn is_live(&self) -> bool {
-        self.live.load(Ordering::Acquire) == LIVE
-    }
-
-    /// Publishes the filled slot to successors and guardians.
-    pub fn publish(&self) {
-        self.live.store(LIVE, Ordering::Release);
-    }
-
-    /// Takes the slot out: its process is gone, or nothing is missing in it. Closes its process descriptor and
-    /// journal, when no successor would look for them any more and before anybody else can have the slot. The
-    /// userfaultfd is its owner's to close: a fill may be under way on another thread.
-    pub fn retire(&self) {
-        self.live.store(TAKEN, Ordering::Release);
-        for number in [&self.pidfd, &self.journal] {
-            let number = number.swap(NO_FD, Ordering::AcqRel);
-            if number != NO_FD {
-                // SAFETY: the slot owned it, and this swap took it out.
-                drop(unsafe { sys::take_over(number) });
-            }
-        }
-        self.live.store(FREE, Ordering::Release);
-    }
-
-    /// Asks the kernel whether the memory still exists. Only a system call.
-    pub fn memory_is_gone(&self) -> bool {
-        // SAFETY: the slot's userfaultfd, open while the slot is live.
-        let uffd = unsafe { BorrowedFd::borrow_raw(self.uffd.load(Ordering::Acquire)) };
-        rewake_uffd::memory_is_gone(uffd)
-    }
-
-    /// Waits until the memory is gone, and with it every process that could read it: that of the slot, a child
-    /// whose pid is not known, or one that shares it. Only system calls: without an end it goes on for ever, and
-    /// with it the descriptors.
-    pub fn wait_for_end(&self) {
-        while !self.memory_is_gone() {
-            sys::nap();
-        }
-    }
-
-    /// Kills the process if its descriptor is known. Only system calls: guardians use it after a bare clone.
-    pub fn kill(&self) -> bool {
-        let pidfd = self.pidfd.load(Ordering::Acquire);
-        pidfd != NO_FD && sys::pidfd_kill(pidfd).is_ok()
-    }
-}
-
 /// The whole shared region.
 #[repr(C)]
 struct Layout {
+    magic: AtomicU64,
+    /// Bytes of all this.
+    length: AtomicU64,
+    /// Slots in use are among so many first ones.
+    used_sessions: AtomicU32,
+    used_spaces: AtomicU32,
     /// Times a worker was started; the first is 1.
     generation: AtomicU32,
     ready: AtomicU32,
+    /// When a worker last said that it serves: nanoseconds since the machine started (CLOCK_BOOTTIME).
+    served_at: AtomicU64,
     /// What holds calls that register memory: descriptors, one more than their numbers. 0 is none.
     holds: [AtomicI32; 2],
     outcomes: Outcomes,
@@ -250,50 +90,68 @@ impl std::fmt::Debug for Ledger {
     }
 }
 
-// SAFETY: all fields are atomics but the message area, which is reached only through the slot's one `Journal`.
-unsafe impl Sync for SpaceSlot {}
-// SAFETY: all fields are atomics but the inbox's area, which only the control thread reaches.
-unsafe impl Sync for SessionSlot {}
-
-impl std::fmt::Debug for SessionSlot {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("SessionSlot").field("state", &self.state()).finish_non_exhaustive()
-    }
+fn now() -> u64 {
+    let now = clock_gettime(ClockId::CLOCK_BOOTTIME).map(Duration::from).unwrap_or_default();
+    u64::try_from(now.as_nanos()).unwrap_or(u64::MAX)
 }
 
 impl Ledger {
-    /// Maps a new, empty ledger, shared with every later fork.
+    /// An empty ledger in memory, shared with every later fork: for tests.
     ///
     /// # Errors
     /// ENOMEM.
+    #[cfg(test)]
     pub fn new() -> io::Result<Self> {
+        Self::in_file(&crate::sys::memory_file(c"rewake-ledger", 0)?.into())
+    }
+
+    /// An empty ledger in a new file, with all its room: a page that the file system refuses later would be a SIGBUS.
+    ///
+    /// # Errors
+    /// ENOMEM, ENOSPC.
+    pub fn in_file(file: &File) -> io::Result<Self> {
+        let length = libc::off_t::try_from(size_of::<Layout>()).map_err(io::Error::other)?;
+        nix::fcntl::fallocate(file, FallocateFlags::empty(), 0, length)?;
+        let ledger = Self::map(file)?;
+        ledger.0.length.store(size_of::<Layout>() as u64, Ordering::Relaxed);
+        ledger.0.magic.store(MAGIC, Ordering::Release);
+        Ok(ledger)
+    }
+
+    /// The ledger that a program of this version has left in a file; none where it is of another version.
+    ///
+    /// # Errors
+    /// ENOMEM.
+    pub fn of_file(file: &File) -> io::Result<Option<Self>> {
+        let length = size_of::<Layout>() as u64;
+        if file.metadata()?.len() != length {
+            return Ok(None);
+        }
+        let ledger = Self::map(file)?;
+        let own = ledger.0.magic.load(Ordering::Acquire) == MAGIC
+            && ledger.0.length.load(Ordering::Relaxed) == length;
+        Ok(own.then_some(ledger))
+    }
+
+    fn map(file: &File) -> io::Result<Self> {
         let len = size_of::<Layout>();
-        // SAFETY: a new anonymous mapping; nothing else lies there.
+        // SAFETY: a new mapping of a file that is that long; nothing else lies there.
         let map = unsafe {
             libc::mmap(
                 std::ptr::null_mut(),
                 len,
                 libc::PROT_READ | libc::PROT_WRITE,
-                libc::MAP_SHARED | libc::MAP_ANONYMOUS,
-                -1,
+                libc::MAP_SHARED,
+                file.as_raw_fd(),
                 0,
             )
         };
         if map == libc::MAP_FAILED {
             return Err(io::Error::last_os_error());
         }
-        // SAFETY: page aligned, zeroed (all-zero is a valid Layout: integers and free slots), never unmapped.
-        let layout: &'static Layout = unsafe { &*map.cast::<Layout>() };
-        for slot in &layout.sessions {
-            slot.listener.store(NO_FD, Ordering::Relaxed);
-            slot.connection.store(NO_FD, Ordering::Relaxed);
-        }
-        for slot in &layout.spaces {
-            slot.uffd.store(NO_FD, Ordering::Relaxed);
-            slot.pidfd.store(NO_FD, Ordering::Relaxed);
-            slot.journal.store(NO_FD, Ordering::Relaxed);
-        }
-        Ok(Self(layout))
+        // SAFETY: page aligned, any bytes are a valid Layout (atomics and arrays of bytes), never unmapped. The
+        // file is in a folder of this user alone, and no program of ours makes it shorter.
+        Ok(Self(unsafe { &*map.cast::<Layout>() }))
     }
 
     /// Times a worker was started.
@@ -311,6 +169,26 @@ impl Ledger {
     #[must_use]
     pub fn is_ready(&self) -> bool {
         self.0.ready.load(Ordering::Acquire) == 1
+    }
+
+    /// Forgets what depends on the table of descriptors that is gone: who was to hear that the daemon is ready, and
+    /// what held calls.
+    pub fn forget_numbers(&self) {
+        self.0.ready.store(0, Ordering::Release);
+        for hold in &self.0.holds {
+            hold.store(0, Ordering::Release);
+        }
+    }
+
+    /// Notes that this worker serves now; once a second.
+    pub fn beat(&self) {
+        self.0.served_at.store(now(), Ordering::Relaxed);
+    }
+
+    /// For how long no worker has served.
+    #[must_use]
+    pub fn silent_for(&self) -> Duration {
+        Duration::from_nanos(now().saturating_sub(self.0.served_at.load(Ordering::Relaxed)))
     }
 
     /// Notes that it was told.
@@ -331,27 +209,45 @@ impl Ledger {
         &self.0.outcomes
     }
 
-    /// All session slots.
+    /// All session slots that were ever taken.
     #[must_use]
     pub fn sessions(&self) -> &'static [SessionSlot] {
-        &self.0.sessions
+        let used = self.0.used_sessions.load(Ordering::Acquire) as usize;
+        &self.0.sessions[..used.min(MAX_SESSIONS)]
     }
 
-    /// All space slots.
+    /// All space slots that were ever taken.
     #[must_use]
     pub fn spaces(&self) -> &'static [SpaceSlot] {
-        &self.0.spaces
+        let used = self.0.used_spaces.load(Ordering::Acquire) as usize;
+        &self.0.spaces[..used.min(MAX_SPACES)]
     }
 
     /// The live address spaces.
     pub fn live_spaces(&self) -> impl Iterator<Item = (usize, &'static SpaceSlot)> + use<> {
-        self.0.spaces.iter().enumerate().filter(|(_, slot)| slot.is_live())
+        self.spaces().iter().enumerate().filter(|(_, slot)| slot.is_live())
+    }
+
+    /// Whether restored processes, or those being restored, need a worker.
+    #[must_use]
+    pub fn is_depended_on(&self) -> bool {
+        let idle = |slot: &SessionSlot| matches!(slot.state(), SessionState::Free | SessionState::Listening);
+        self.gates().any() || self.live_spaces().next().is_some() || !self.sessions().iter().all(idle)
     }
 
     /// Whether memory is still to be brought for a session.
     #[must_use]
     pub fn serves_spaces(&self) -> bool {
         self.live_spaces().any(|(_, slot)| slot.session.load(Ordering::Acquire) != NO_SESSION)
+    }
+
+    /// The fd store of the first session that has one: of a streamer that serves a single restore.
+    #[must_use]
+    pub fn only_store(&self) -> Option<FdStore> {
+        let numbers =
+            |slot: &SessionSlot| (slot.store.load(Ordering::Acquire), slot.writer.load(Ordering::Acquire));
+        let (store, writer) = self.sessions().iter().map(numbers).find(|(store, _)| *store != NO_FD)?;
+        FdStore::of(store, writer).ok()
     }
 
     /// A free session slot, taken in state [`SessionState::Listening`] with no descriptors.
@@ -363,14 +259,28 @@ impl Ledger {
         };
         let index = self.0.sessions.iter().position(free)?;
         let slot = self.0.sessions.get(index)?;
+        self.0.used_sessions.fetch_max(u32::try_from(index + 1).ok()?, Ordering::AcqRel);
         slot.number.store(self.0.outcomes.next_number(), Ordering::Release);
         slot.tasks.store(0, Ordering::Relaxed);
         slot.listener.store(NO_FD, Ordering::Relaxed);
         slot.connection.store(NO_FD, Ordering::Relaxed);
+        slot.store.store(NO_FD, Ordering::Relaxed);
+        slot.writer.store(NO_FD, Ordering::Relaxed);
         slot.streamer.store(0, Ordering::Relaxed);
         slot.said.store(0, Ordering::Relaxed);
         slot.pages.store(0, Ordering::Relaxed);
         Some(index)
+    }
+
+    /// Free space slots, at least; exact where most have been in use. Another thread may take them at any moment.
+    #[must_use]
+    pub fn room(&self) -> usize {
+        let used = self.0.used_spaces.load(Ordering::Acquire) as usize;
+        let never_used = MAX_SPACES.saturating_sub(used);
+        if never_used >= MAX_SPACES / 2 {
+            return never_used;
+        }
+        self.0.spaces.iter().filter(|slot| slot.live.load(Ordering::Relaxed) == FREE).count()
     }
 
     /// A free space slot with no descriptors. Not live until published.
@@ -381,6 +291,11 @@ impl Ledger {
         };
         let index = self.0.spaces.iter().position(free)?;
         let slot = self.0.spaces.get(index)?;
+        let number = u32::try_from(index).ok()?;
+        self.0.used_spaces.fetch_max(number + 1, Ordering::AcqRel);
+        slot.index.store(number, Ordering::Relaxed);
+        slot.life.fetch_add(1, Ordering::Relaxed);
+        slot.started.store(0, Ordering::Relaxed);
         for fd in [&slot.uffd, &slot.pidfd, &slot.journal] {
             fd.store(NO_FD, Ordering::Relaxed);
         }
@@ -392,17 +307,17 @@ impl Ledger {
 
     /// Frees the slots that a dead worker had taken and not published.
     pub fn reclaim(&self) {
-        for slot in &self.0.spaces {
+        for slot in self.spaces() {
             let _ = slot.live.compare_exchange(TAKEN, FREE, Ordering::AcqRel, Ordering::Relaxed);
         }
     }
 
     /// Descriptors that a successor needs; everything else that a dead worker left open may be closed.
     pub fn descriptors(&self) -> impl Iterator<Item = i32> + use<> {
-        let sessions = self.0.sessions.iter().filter(|slot| slot.state() != SessionState::Free);
+        let sessions = self.sessions().iter().filter(|slot| slot.state() != SessionState::Free);
         let of_session = |slot: &SessionSlot| {
-            let [a, b] = [&slot.listener, &slot.connection].map(|fd| fd.load(Ordering::Acquire));
-            [a, b].into_iter().chain(slot.inbox.descriptor())
+            let own = [&slot.listener, &slot.connection, &slot.store, &slot.writer];
+            own.map(|fd| fd.load(Ordering::Acquire)).into_iter().chain(slot.inbox.descriptor())
         };
         let of_space = |slot: &'static SpaceSlot| {
             let own = [&slot.uffd, &slot.pidfd, &slot.journal].map(|fd| fd.load(Ordering::Acquire));
@@ -425,8 +340,8 @@ impl Ledger {
     /// processes read nothing, so the descriptors may close then. Only system calls.
     pub fn end_all(&self) -> usize {
         let gated = self.0.gates.end_all();
-        let killed = gated + self.0.spaces.iter().filter(|slot| slot.is_live() && slot.kill()).count();
-        self.0.spaces.iter().filter(|slot| slot.is_live()).for_each(SpaceSlot::wait_for_end);
+        let killed = gated + self.live_spaces().filter(|(_, slot)| slot.kill()).count();
+        self.live_spaces().for_each(|(_, slot)| slot.wait_for_end());
         killed
     }
 }

@@ -355,8 +355,7 @@ mod tests {
     #[test]
     fn a_guard_has_its_parent_s_namespace_wherever_other_children_go() {
         if !nix::unistd::geteuid().is_root() {
-            eprintln!("SKIPPED: PID namespaces need root");
-            return;
+            rewake_skip::skip!("PID namespaces need root");
         }
         let mut other =
             Command::new("unshare").args(["--pid", "--fork", "cat"]).stdin(Stdio::piped()).spawn().unwrap();

@@ -69,8 +69,8 @@ struct Alike(u32, Vec<u32>);
 
 #[derive(Debug, thiserror::Error)]
 #[error(
-    "process {0} was restored, and its GPUs stand still until their memory is loaded: an image would have zeros in its place; \
-     dump it when its GPUs run (`rewake restore` says so)"
+    "process {0} was restored while the dump began, and its GPU queues are stopped until their memory is resident: an image \
+     would have zeros in its place; dump it again"
 )]
 struct BeingLoaded(i32);
 

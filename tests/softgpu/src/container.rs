@@ -138,6 +138,8 @@ impl Container {
         let images = self.path(images);
         fs::create_dir_all(&images)?;
         let act = self.runc("checkpoint", |checkpoint| {
+            // Missing memory is an error, and not waited for.
+            checkpoint.env("REWAKE_DUMP_WAIT", "0");
             checkpoint.arg("--image-path").arg(&images).arg("--work-path").arg(&images)
         });
         act.with_context(|| errors(&images.join("dump.log")))

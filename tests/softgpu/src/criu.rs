@@ -280,6 +280,17 @@ pub fn queues_come_back() -> bool {
     Topology::read().unwrap().gpus().all(|node| node.gfx_version().major < 11 && one(node))
 }
 
+/// The reason where queues of these GPUs cannot be restored.
+///
+/// # Errors
+/// They cannot.
+///
+/// # Panics
+/// As [`queues_come_back`].
+pub fn queues() -> Result<(), &'static str> {
+    if queues_come_back() { Ok(()) } else { Err("this kernel restores no queues of these GPUs") }
+}
+
 /// Waits until a restored process has ended.
 ///
 /// # Errors

@@ -11,7 +11,7 @@ use gpu_app::shape::{Mode, Shape};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
-use crate::criu::{Criu, Plugin, Version, queues_come_back, wait_for_the_end_of};
+use crate::criu::{Criu, Plugin, Version, queues, wait_for_the_end_of};
 use crate::server::small;
 use crate::streamer::children;
 use crate::{Held, Judge, Server, Streamer};
@@ -48,12 +48,12 @@ pub struct Dumped {
 }
 
 impl Dumped {
-    /// None where queues do not come back: other tests see that.
+    /// # Errors
+    /// The reason why a test does not run here: queues are not restored. Other tests see that.
     ///
     /// # Panics
     /// It cannot be dumped.
-    #[must_use]
-    pub fn of(shape: &Shape, version: Version) -> Option<Self> {
+    pub fn of(shape: &Shape, version: Version) -> Result<Self, &'static str> {
         Self::together(shape, version).map(|[dumped]| dumped)
     }
 
@@ -61,14 +61,16 @@ impl Dumped {
     /// other have in common. The last comes first: CRIU has the kernel give pids from a task's on, so those of what began later would be
     /// somebody else's.
     ///
+    /// # Errors
+    /// As [`Dumped::of`].
+    ///
     /// # Panics
     /// One cannot be dumped.
-    #[must_use]
-    pub fn together<const COUNT: usize>(shape: &Shape, version: Version) -> Option<[Self; COUNT]> {
-        if !queues_come_back() {
-            eprintln!("SKIPPED: this kernel restores no queues of these GPUs");
-            return None;
-        }
+    pub fn together<const COUNT: usize>(
+        shape: &Shape,
+        version: Version,
+    ) -> Result<[Self; COUNT], &'static str> {
+        queues()?;
         let start = |_| {
             let folder = tempfile::tempdir().unwrap();
             (Server::start_for(version, shape, folder.path()), folder)
@@ -82,7 +84,7 @@ impl Dumped {
             Self { server, criu, _folder: folder }
         };
         let all: Vec<Self> = servers.into_iter().rev().map(dump).collect();
-        Some(all.try_into().expect("so many"))
+        Ok(all.try_into().expect("so many"))
     }
 
     /// A streamer that CRIU's plugin finds.

@@ -5,13 +5,16 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::PathBuf;
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Where they are.
 pub(crate) const FOLDER: &str = "/sys/kernel/debug/softgpu";
 
-/// Looks at a process that stands still, and time between them: a dozen seconds.
-const LOOKS: u32 = 240;
+/// How long a process must stand still where none should: the driver, too, stops queues for moments.
+pub const LONG: Duration = Duration::from_secs(12);
+/// The same where one should.
+pub const A_WHILE: Duration = Duration::from_secs(1);
+/// Time between looks.
 const LOOK: Duration = Duration::from_millis(50);
 
 /// What keeps a process's queues from running.
@@ -153,12 +156,19 @@ impl Judge {
     /// As [`Judge::gates`].
     #[must_use]
     pub fn standing_still(&self) -> Vec<Gate> {
+        self.standing_still_for(LONG)
+    }
+
+    /// As [`Judge::standing_still`] where such a process is expected: it stands still for that long.
+    ///
+    /// # Panics
+    /// As [`Judge::gates`].
+    #[must_use]
+    pub fn standing_still_for(&self, time: Duration) -> Vec<Gate> {
+        let end = Instant::now() + time;
         let still = |gate: &Gate| gate.paused || gate.evicted.iter().any(|count| *count != 0);
         let mut found: Vec<Gate> = self.gates().into_iter().filter(still).collect();
-        for _ in 0..LOOKS {
-            if found.is_empty() {
-                break;
-            }
+        while !found.is_empty() && Instant::now() < end {
             thread::sleep(LOOK);
             let now = self.gates();
             found.retain_mut(|old| {

@@ -27,6 +27,9 @@ pub mod sys;
 pub mod toucher;
 pub mod tried;
 
+/// Why a test of what only software GPUs do, or show, does not run.
+pub const REAL_GPUS: &str = "these GPUs are real";
+
 pub use container::Container;
 pub use daemon::Daemon;
 pub use failing_disk::FailingDisk;

@@ -62,7 +62,7 @@ pub fn isolated(name: &'static str, gpus: usize, body: fn(&Scene)) {
     let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     if let Err(reason) = found(gpus) {
         assert!(std::env::var_os(REQUIRED).is_none(), "{REQUIRED} is set, but {reason}");
-        eprintln!("SKIPPED: {reason}");
+        rewake_skip::report(reason);
         return;
     }
     let judge = Judge::find();

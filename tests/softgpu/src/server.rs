@@ -136,11 +136,11 @@ impl Server {
         answers(&self.app)
     }
 
-    /// It answers, goes on with the rest, and ends in good order.
+    /// It answers, and goes on with the rest.
     ///
     /// # Panics
     /// It does not.
-    pub fn ends_well(self) {
+    pub fn works(&self) {
         self.answers().unwrap();
         if self.shape.mode.has_rounds() {
             self.app.goes_on(2).unwrap();
@@ -148,6 +148,14 @@ impl Server {
         if self.shape.mode == Mode::RenderOnly {
             ["node", "kept", "fresh", "kept"].iter().for_each(|part| self.app.rendered(part).unwrap());
         }
+    }
+
+    /// It [works](Server::works), and ends in good order.
+    ///
+    /// # Panics
+    /// It does not.
+    pub fn ends_well(self) {
+        self.works();
         self.app.quit().unwrap();
         wait_for_the_end_of(self.pid).unwrap();
     }

@@ -121,6 +121,15 @@ impl Streamer {
     }
 }
 
+/// Runs `rewake recover`: whether all that was left could be served to its end, and what it said.
+///
+/// # Errors
+/// There is no such program.
+pub fn recover() -> anyhow::Result<(bool, String)> {
+    let output = Command::new(program()?).args(["recover", "-v4"]).stdin(Stdio::null()).output()?;
+    Ok((output.status.success(), String::from_utf8_lossy(&output.stderr).into_owned()))
+}
+
 impl Drop for Streamer {
     fn drop(&mut self) {
         // It may have ended.

@@ -10,13 +10,14 @@ use gpu_app::shape::{Mode, Shape};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use rewake_kfd::topology::{Node, Topology};
+use rewake_skip::need;
 use serde_json::Value;
 use softgpu_tests::criu::{Criu, Plugin, Version, wait_for_the_end_of};
 use softgpu_tests::dumped::{Dumped, ONE_RING, soon, unreached};
 use softgpu_tests::server::small;
 use softgpu_tests::streamer::told;
 use softgpu_tests::toucher::{BYTES, OWN_PARTS};
-use softgpu_tests::{Held, Machine, Streamer, Toucher, isolated};
+use softgpu_tests::{Held, Machine, REAL_GPUS, Streamer, Toucher, isolated};
 
 /// Blocks at the ends of memory that is zeros, and what the file system keeps.
 const SLACK: u64 = 256 << 10;
@@ -38,7 +39,7 @@ fn comes_back(criu: &Criu) -> u64 {
 
 /// There and back. Queues' save areas are registered memory, if nothing else is: 60 MiB.
 fn there_and_back(shape: &Shape) {
-    let Some(dumped) = Dumped::of(shape, Version::V4_2) else { return };
+    let dumped = need!(Dumped::of(shape, Version::V4_2));
     let mut both = Streamer::of_both(dumped.criu.images()).unwrap();
     let waited = comes_back(&dumped.criu);
     assert!(both.end().unwrap().success(), "{}", both.said());
@@ -103,8 +104,8 @@ fn left(images: &Path) -> Option<Value> {
 #[test]
 fn what_people_see_has_both_kinds_of_memory_and_ends_with_the_last_of_them() {
     isolated("what_people_see_has_both_kinds_of_memory_and_ends_with_the_last_of_them", 1, |_| {
-        let Some(_machine) = Machine::with(&ONE_RING) else { return };
-        let Some(dumped) = Dumped::of(&Shape { processes: 2, ..unreached() }, Version::V4_2) else { return };
+        let _machine = need!(Machine::with(&ONE_RING), REAL_GPUS);
+        let dumped = need!(Dumped::of(&Shape { processes: 2, ..unreached() }, Version::V4_2));
         let (mut both, held) = (Streamer::of_both(dumped.criu.images()).unwrap(), Held::streamers());
         comes_back(&dumped.criu);
         assert!(soon(|| both.said().contains("all memory is back")), "{}", both.said());
@@ -213,7 +214,7 @@ fn asked_to_stop_again_and_again_it_brings_all_to_its_end() {
 #[test]
 fn without_lazy_pages_it_ends_when_gpus_go_on() {
     isolated("without_lazy_pages_it_ends_when_gpus_go_on", 1, |_| {
-        let Some(dumped) = Dumped::of(&unreached(), Version::V4_2) else { return };
+        let dumped = need!(Dumped::of(&unreached(), Version::V4_2));
         let mut both = Streamer::of_both(dumped.criu.images()).unwrap();
         dumped.criu.restore().unwrap();
         assert!(both.end().unwrap().success(), "{}", both.said());

@@ -3,15 +3,15 @@
 
 use gpu_app::shape::{Mode, Shape};
 use nix::sys::signal::Signal;
-use softgpu_tests::criu::queues_come_back;
+use rewake_skip::need;
+use softgpu_tests::criu::queues;
 use softgpu_tests::dumped::{ONE_RING, signal, unreached};
 use softgpu_tests::server::small;
-use softgpu_tests::{Container, Held, Machine, Streamer, isolated};
+use softgpu_tests::streamer::recover;
+use softgpu_tests::{Container, Held, Machine, REAL_GPUS, Streamer, isolated};
 
 fn there_and_back(shape: &Shape) {
-    if !queues_come_back() {
-        return;
-    }
+    need!(queues());
     let container = Container::dumped(shape).unwrap();
     let mut both = Streamer::of_both(&container.images()).unwrap();
     container.restore().unwrap();
@@ -23,16 +23,14 @@ fn there_and_back(shape: &Shape) {
 }
 
 /// Runs; its GPUs stand still for as long as copies are held.
-fn paused() -> Option<(Machine, Container, Streamer, Held)> {
-    let machine = Machine::find()?;
+fn paused() -> Result<(Machine, Container, Streamer, Held), &'static str> {
+    let machine = Machine::find().ok_or(REAL_GPUS)?;
     machine.becomes(&ONE_RING);
-    if !queues_come_back() {
-        return None;
-    }
+    queues()?;
     let container = Container::dumped(&unreached()).unwrap();
     let (both, held) = (Streamer::of_both(&container.images()).unwrap(), Held::streamers());
     container.restore().unwrap();
-    Some((machine, container, both, held))
+    Ok((machine, container, both, held))
 }
 
 #[test]
@@ -54,9 +52,9 @@ fn processes_of_a_container_share_their_buffers_again() {
 #[test]
 fn a_container_whose_gpus_stand_still_is_not_dumped() {
     isolated("a_container_whose_gpus_stand_still_is_not_dumped", 1, |_| {
-        let Some((_machine, container, mut both, held)) = paused() else { return };
+        let (_machine, container, mut both, held) = need!(paused());
         let error = format!("{:#}", container.dump("again").unwrap_err());
-        assert!(error.contains("its GPUs stand still"), "{error}");
+        assert!(error.contains("has GPU queues that are stopped"), "{error}");
         drop(held);
         assert!(both.end().unwrap().success(), "{}", both.said());
         container.ends_well().unwrap();
@@ -64,11 +62,13 @@ fn a_container_whose_gpus_stand_still_is_not_dumped() {
 }
 
 #[test]
-fn when_nobody_is_left_to_load_its_memory_the_container_is_killed() {
-    isolated("when_nobody_is_left_to_load_its_memory_the_container_is_killed", 1, |_| {
-        let Some((_machine, container, both, _held)) = paused() else { return };
+fn a_container_whose_streamer_was_killed_waits_and_is_killed_by_recover() {
+    isolated("a_container_whose_streamer_was_killed_waits_and_is_killed_by_recover", 1, |_| {
+        let (_machine, container, both, _held) = need!(paused());
         let all: Vec<u32> = [both.pid()].into_iter().chain(both.workers()).collect();
         signal(&all, Signal::SIGKILL);
+        let (well, said) = recover().unwrap();
+        assert!(!well && said.contains("its GPUs were not resumed yet"), "{said}");
         container.ends().unwrap();
     });
 }

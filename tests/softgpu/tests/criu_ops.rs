@@ -17,9 +17,10 @@ use rewake_kfd::abi::{
 use rewake_kfd::criu::{self, Counts};
 use rewake_kfd::topology::Topology;
 use rewake_kfd::{Error, Kfd};
+use rewake_skip::need;
 use softgpu_tests::criu::queues_come_back;
 use softgpu_tests::snapshot::Snapshot;
-use softgpu_tests::{Judge, Scene, isolated, sys};
+use softgpu_tests::{Judge, REAL_GPUS, Scene, isolated, sys};
 
 const A_WHILE: Duration = Duration::from_millis(300);
 
@@ -183,7 +184,7 @@ fn what_comes_out_of_turn_is_refused() {
 #[test]
 fn pausing_twice_is_for_ever() {
     isolated("pausing_twice_is_for_ever", 1, |_| {
-        let Some(judge) = Judge::find() else { return };
+        let judge = need!(Judge::find(), REAL_GPUS);
         let gpus = Gpus::open(1).unwrap();
         let mut lane = Lane::new(&gpus, 1, 1).unwrap();
         let word = gpus.host(4096).unwrap();
@@ -359,7 +360,7 @@ fn a_second_resume_is_refused_and_reported() {
             criu::resume(kfd.as_fd(), std::process::id()).unwrap();
             let (view, at) = snapshot.view(told.parse().unwrap()).unwrap();
             assert_eq!(view.load32(at + 8188), 0x7777_7777);
-            let Some(judge) = Judge::find() else { return };
+            let judge = need!(Judge::find(), REAL_GPUS);
             assert_eq!(judge.violations(), Vec::<String>::new());
             assert_eq!(errno(criu::resume(kfd.as_fd(), std::process::id())), Some(libc::EINVAL));
             judge.take("resume-repeated");

@@ -6,6 +6,7 @@ use std::io::{Read, Seek as _, SeekFrom, Write};
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::time::Instant;
 
+use rewake_skip::skip;
 use softgpu_tests::isolated;
 
 const PLACE: &str = "/mnt/disk/measured";
@@ -29,8 +30,7 @@ fn the_scratch_disk_has_its_rate() {
     isolated("the_scratch_disk_has_its_rate", 0, |_| {
         let Ok(rate_wanted) = std::env::var("DISK_MBPS") else {
             assert!(std::env::var_os("SOFTGPU_REQUIRED").is_none(), "no scratch disk in this machine");
-            eprintln!("SKIPPED: `cargo xtask vm --disk 256@50` gives the machine a scratch disk");
-            return;
+            skip!("`cargo xtask vm --disk 256@50` gives the machine a scratch disk");
         };
         let wanted: u32 = rate_wanted.parse().expect("a disk with a rate");
         let parts = usize::try_from(wanted).unwrap() * SECONDS * 1_000_000 / PART;

@@ -11,8 +11,10 @@ use rewake_kfd::abi::call::number;
 use rewake_kfd::render::Render;
 use rewake_kfd::topology::Topology;
 use rewake_kfd::{Kfd, criu};
+use rewake_skip::need;
 use softgpu_tests::faults::{Calls, Fault};
-use softgpu_tests::{Faults, Judge, Scene, isolated, sys};
+use softgpu_tests::judge::A_WHILE;
+use softgpu_tests::{Faults, Judge, REAL_GPUS, Scene, isolated, sys};
 
 const VERSIONS: Calls<'_> = Calls { comm: None, call: Some("kfd/GET_VERSION") };
 
@@ -23,7 +25,7 @@ fn errno<T>(result: Result<T, rewake_kfd::Error>) -> Option<Errno> {
 #[test]
 fn the_nth_call_fails_once() {
     isolated("the_nth_call_fails_once", 1, |_| {
-        let Some(faults) = Faults::find() else { return };
+        let faults = need!(Faults::find(), REAL_GPUS);
         let kfd = Kfd::open().unwrap();
         faults.fail(2, Fault::Errno(5), VERSIONS);
         assert!(!faults.hit());
@@ -41,13 +43,14 @@ fn the_nth_call_fails_once() {
 #[test]
 fn a_call_that_fails_has_done_nothing() {
     isolated("a_call_that_fails_has_done_nothing", 1, |_| {
-        let (Some(faults), Some(judge)) = (Faults::find(), Judge::find()) else { return };
+        let faults = need!(Faults::find(), REAL_GPUS);
+        let judge = need!(Judge::find(), REAL_GPUS);
         let gpus = Gpus::open(1).unwrap();
         let kfd = gpus.device(0).kfd().as_fd();
         faults.fail(1, Fault::Errno(12), Calls { call: Some("kfd/CRIU_OP/UNPAUSE"), ..Calls::default() });
         criu::process_info(kfd).unwrap();
         assert_eq!(errno(criu::unpause(kfd)), Some(Errno::ENOMEM));
-        let still = judge.standing_still();
+        let still = judge.standing_still_for(A_WHILE);
         assert_eq!(still.len(), 1);
         assert_eq!((still[0].pid, still[0].paused, still[0].evicted[0]), (std::process::id(), true, 1));
         criu::unpause(kfd).unwrap();
@@ -59,7 +62,8 @@ fn a_call_that_fails_has_done_nothing() {
 #[test]
 fn calls_of_every_kind_are_counted_in_their_order() {
     isolated("calls_of_every_kind_are_counted_in_their_order", 1, |_| {
-        let (Some(faults), Some(judge)) = (Faults::find(), Judge::find()) else { return };
+        let faults = need!(Faults::find(), REAL_GPUS);
+        let judge = need!(Judge::find(), REAL_GPUS);
         let comm = fs::read_to_string("/proc/self/comm").unwrap();
         faults.count(Calls { comm: Some(comm.trim()), ..Calls::default() });
         let kfd = Kfd::open().unwrap();
@@ -86,7 +90,7 @@ fn calls_of_every_kind_are_counted_in_their_order() {
 #[test]
 fn other_processes_and_other_calls_are_left_alone() {
     isolated("other_processes_and_other_calls_are_left_alone", 1, |_| {
-        let Some(faults) = Faults::find() else { return };
+        let faults = need!(Faults::find(), REAL_GPUS);
         let kfd = Kfd::open().unwrap();
         for calls in [
             Calls { comm: Some("somebody"), ..VERSIONS },
@@ -142,9 +146,7 @@ fn a_caller_that_is_killed_after_has_done_it() {
 #[test]
 fn orders_that_make_no_sense_are_refused() {
     isolated("orders_that_make_no_sense_are_refused", 1, |_| {
-        if Judge::find().is_none() {
-            return;
-        }
+        need!(Judge::find(), REAL_GPUS);
         let order = |line: &str| {
             let written = fs::write("/sys/kernel/debug/softgpu/faults", line);
             written.err().and_then(|error| error.raw_os_error())

@@ -10,7 +10,8 @@ use gpu_app::chain::{Lane, Step};
 use gpu_app::gpu::Gpus;
 use gpu_app::kernel::Kernel;
 use rewake_kfd::criu;
-use softgpu_tests::{Judge, isolated, sys};
+use rewake_skip::need;
+use softgpu_tests::{Judge, REAL_GPUS, isolated, sys};
 
 /// Longer than the judge lets a descriptor be on its way, on a machine with three GPUs.
 const FORGOTTEN: Duration = Duration::from_millis(4500);
@@ -26,7 +27,7 @@ fn soon(there: impl Fn() -> bool) -> bool {
 #[test]
 fn a_queue_that_runs_while_the_process_is_paused_is_reported() {
     isolated("a_queue_that_runs_while_the_process_is_paused_is_reported", 1, |_| {
-        let Some(judge) = Judge::find() else { return };
+        let judge = need!(Judge::find(), REAL_GPUS);
         let gpus = Gpus::open(1).unwrap();
         let mut lane = Lane::new(&gpus, 1, 1).unwrap();
         let out = gpus.host(4096).unwrap();
@@ -50,7 +51,7 @@ fn a_queue_that_runs_while_the_process_is_paused_is_reported() {
 #[test]
 fn a_descriptor_that_alone_keeps_memory_is_reported() {
     isolated("a_descriptor_that_alone_keeps_memory_is_reported", 1, |scene| {
-        let Some(judge) = Judge::find() else { return };
+        let judge = need!(Judge::find(), REAL_GPUS);
         if scene.role().is_some() {
             let gpus = Gpus::open(1).unwrap();
             let own = gpus.local(0, 4096).unwrap();

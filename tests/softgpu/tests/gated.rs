@@ -3,19 +3,21 @@
 
 use std::fs::OpenOptions;
 use std::path::PathBuf;
+use std::time::Duration;
 
 use nix::sys::signal::Signal;
 use nix::sys::stat::Mode;
 use nix::unistd::mkfifo;
+use rewake_skip::need;
 use softgpu_tests::criu::{Criu, Plugin, Version, wait_for_the_end_of};
 use softgpu_tests::dumped::{Dumped, ONE_RING, Restoring, dies, is_paused, pages, signal, unreached};
-use softgpu_tests::streamer::children;
-use softgpu_tests::{Machine, isolated};
+use softgpu_tests::streamer::recover;
+use softgpu_tests::{Machine, REAL_GPUS, isolated};
 
 /// A server that was dumped, and the machine that it is restored on.
-fn dumped() -> Option<(Machine, Dumped)> {
-    let machine = Machine::with(&ONE_RING)?;
-    Some((machine, Dumped::of(&unreached(), Version::V4_2)?))
+fn dumped() -> Result<(Machine, Dumped), &'static str> {
+    let machine = Machine::with(&ONE_RING).ok_or(REAL_GPUS)?;
+    Ok((machine, Dumped::of(&unreached(), Version::V4_2)?))
 }
 
 /// For a dump of the process that was restored: a folder of its own.
@@ -31,19 +33,27 @@ fn told(pid: u32) -> Vec<PathBuf> {
 }
 
 #[test]
-fn a_process_whose_gate_is_shut_is_not_dumped_and_goes_on() {
-    isolated("a_process_whose_gate_is_shut_is_not_dumped_and_goes_on", 1, |_| {
-        let Some((_machine, mut dumped)) = dumped() else { return };
+fn a_dump_waits_for_a_closed_gate_and_past_its_limit_is_refused() {
+    isolated("a_dump_waits_for_a_closed_gate_and_past_its_limit_is_refused", 1, |_| {
+        let (_machine, mut dumped) = need!(dumped());
         let (mut streamer, held) = dumped.comes_back_paused();
         let again = again(&dumped);
-        let refused = again.dump(dumped.server.pid).unwrap_err().to_string();
-        assert!(refused.contains("its GPUs stand still until their memory is loaded"), "{refused}");
+        let without_patience = again.clone().variable("REWAKE_DUMP_WAIT", "0");
+        let refused = without_patience.dump(dumped.server.pid).unwrap_err().to_string();
+        assert!(
+            refused.contains("has GPU queues that are stopped until memory of the GPU is resident"),
+            "{refused}"
+        );
         assert!(is_paused(dumped.server.pid), "{refused}");
+        assert!(pages(again.images()).is_empty(), "nothing was begun");
+        let (criu, pid) = (again.clone(), dumped.server.pid);
+        let dump = std::thread::spawn(move || criu.dump(pid));
+        std::thread::sleep(Duration::from_secs(2));
+        assert!(!dump.is_finished() && is_paused(dumped.server.pid), "the dump waits");
         assert!(pages(again.images()).is_empty(), "nothing was begun");
         drop(held);
         assert!(streamer.end().unwrap().success(), "{}", streamer.said());
-        assert!(told(dumped.server.pid).is_empty());
-        again.dump(dumped.server.pid).unwrap();
+        dump.join().unwrap().unwrap();
         dumped.server.was_dumped(&again);
         again.restore().unwrap();
         dumped.server.ends_well();
@@ -53,7 +63,7 @@ fn a_process_whose_gate_is_shut_is_not_dumped_and_goes_on() {
 #[test]
 fn nothing_is_told_of_those_that_have_ended() {
     isolated("nothing_is_told_of_those_that_have_ended", 1, |_| {
-        let Some((_machine, dumped)) = dumped() else { return };
+        let (_machine, dumped) = need!(dumped());
         for itself in [false, true] {
             let (mut streamer, held) = dumped.comes_back_paused();
             assert_eq!(told(dumped.server.pid).len(), 1);
@@ -72,7 +82,7 @@ fn nothing_is_told_of_those_that_have_ended() {
 #[test]
 fn rewake_restore_says_what_became_of_it_whoever_is_left_to_know() {
     isolated("rewake_restore_says_what_became_of_it_whoever_is_left_to_know", 1, |_| {
-        let Some((_machine, dumped)) = dumped() else { return };
+        let (_machine, dumped) = need!(dumped());
 
         let (restoring, held) = dumped.restoring();
         dies(restoring.streamer().0);
@@ -89,7 +99,10 @@ fn rewake_restore_says_what_became_of_it_whoever_is_left_to_know() {
         workers.into_iter().for_each(dies);
         drop(held);
         let (well, said) = restoring.end();
-        assert!(!well && said.contains("whose GPUs stood still were killed"), "{said}");
+        assert!(!well && said.contains("run `rewake recover`"), "{said}");
+        assert!(is_paused(dumped.server.pid), "it waits: {said}");
+        let (well, said) = recover().unwrap();
+        assert!(!well && said.contains("its GPUs were not resumed yet"), "{said}");
         wait_for_the_end_of(dumped.server.pid).unwrap();
         dumped.comes_back();
         dumped.server.ends_well();
@@ -99,21 +112,20 @@ fn rewake_restore_says_what_became_of_it_whoever_is_left_to_know() {
 #[test]
 fn where_nobody_is_left_to_know_that_is_said_and_what_stands_still_is_not_dumped() {
     isolated("where_nobody_is_left_to_know_that_is_said_and_what_stands_still_is_not_dumped", 1, |_| {
-        let Some((_machine, mut dumped)) = dumped() else { return };
+        let (_machine, mut dumped) = need!(dumped());
         let (restoring, held) = dumped.restoring();
         let (supervisor, workers) = restoring.streamer();
         // It must not see its worker die.
         signal(&[supervisor], Signal::SIGSTOP);
-        // Nor the guardian, a child of it.
-        let guardians: Vec<u32> = workers.iter().flat_map(|worker| children(*worker)).collect();
-        guardians.into_iter().chain(workers).chain([supervisor]).for_each(dies);
+        workers.into_iter().chain([supervisor]).for_each(dies);
         drop(held);
         let (well, said) = restoring.end();
-        assert!(!well && said.contains("GPUs stand still for ever: kill them"), "{said}");
+        assert!(!well && said.contains("run `rewake recover`"), "{said}");
         assert!(is_paused(dumped.server.pid), "{said}");
         let again = again(&dumped);
-        let refused = again.dump(dumped.server.pid).unwrap_err().to_string();
-        assert!(refused.contains("its GPUs stand still"), "{refused}");
+        let without_patience = again.clone().variable("REWAKE_DUMP_WAIT", "0");
+        let refused = without_patience.dump(dumped.server.pid).unwrap_err().to_string();
+        assert!(refused.contains("has GPU queues that are stopped"), "{refused}");
         dumped.ends();
         // What is told of it stays, and is not told of the next with its pid.
         assert_eq!(told(dumped.server.pid).len(), 1);
@@ -130,7 +142,7 @@ fn where_nobody_is_left_to_know_that_is_said_and_what_stands_still_is_not_dumped
 #[test]
 fn rewake_restore_leaves_no_streamer_behind_that_took_nothing_over() {
     isolated("rewake_restore_leaves_no_streamer_behind_that_took_nothing_over", 1, |_| {
-        let Some((_machine, dumped)) = dumped() else { return };
+        let (_machine, dumped) = need!(dumped());
         // CRIU waits for somebody who writes it.
         let tree = dumped.criu.images().join("pstree.img");
         std::fs::remove_file(&tree).unwrap();

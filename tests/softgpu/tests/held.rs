@@ -12,6 +12,7 @@ use rewake_kfd::abi::{IOC_EXPORT_DMABUF, IOC_MAP_MEMORY_TO_GPU, KFD_IOCTL_SVM_AT
 use rewake_kfd::held::{ACCESS, CREATE_PROCESS, CREATE_QUEUE, EXPORT, MAP, UPDATE_QUEUE};
 use rewake_kfd::render::Render;
 use rewake_kfd::{Buffer, Kfd, QueueSpec, SdmaQueue, Spec, Userptr, held, svm};
+use rewake_skip::skip;
 use rewake_uffd::{FillPort as _, Uffd};
 use softgpu_tests::isolated;
 use softgpu_tests::sys::{descriptor_of, misuse_at, protect};
@@ -59,7 +60,7 @@ fn memory_with_attributes_is_waited_for() {
     isolated("memory_with_attributes_is_waited_for", 1, |_| {
         let gpus = Gpus::open(1).unwrap();
         if !gpus.device(0).node().has_svm() {
-            return;
+            skip!("this kernel shares no memory by attributes (SVM)");
         }
         let _hold = held::attach().unwrap();
         let access = [(KFD_IOCTL_SVM_ATTR_ACCESS, gpus.device(0).gpu_id())];

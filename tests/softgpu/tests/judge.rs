@@ -12,8 +12,9 @@ use gpu_app::kernel::Kernel;
 use rewake_kfd::criu;
 use rewake_kfd::topology::Topology;
 use rewake_kfd::{Buffer, Device, Kfd, Spec};
+use rewake_skip::need;
 use softgpu_tests::snapshot::Snapshot;
-use softgpu_tests::{Judge, Scene, isolated};
+use softgpu_tests::{Judge, REAL_GPUS, Scene, isolated};
 
 const BUFFER: u64 = 64 * 1024;
 
@@ -60,7 +61,7 @@ impl Restored {
 
 /// Runs `heir` in a process restored from a donor's one buffer.
 fn restored(scene: &Scene, heir: fn(Restored)) {
-    let Some(judge) = Judge::find() else { return };
+    let judge = need!(Judge::find(), REAL_GPUS);
     match scene.role() {
         None => {
             let folder = tempfile::tempdir().unwrap();
@@ -187,7 +188,7 @@ fn the_damage_of_a_second_resume_stale_memory() {
 #[test]
 fn a_save_area_that_is_not_the_one_that_was_saved() {
     isolated("a_save_area_that_is_not_the_one_that_was_saved", 1, |_| {
-        let Some(judge) = Judge::find() else { return };
+        let judge = need!(Judge::find(), REAL_GPUS);
         let gpus = Gpus::open(1).unwrap();
         let mut lane = Lane::new(&gpus, 1, 1).unwrap();
         let kfd = Arc::clone(gpus.device(0).kfd());

@@ -6,9 +6,11 @@ use std::time::Instant;
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
+use rewake_skip::need;
 use softgpu_tests::criu::{Version, wait_for_the_end_of};
 use softgpu_tests::dumped::{Behind, Dumped, ONE_RING, dies, is_paused, soon, unreached};
-use softgpu_tests::{Held, Machine, Streamer, isolated};
+use softgpu_tests::streamer::recover;
+use softgpu_tests::{Held, Machine, REAL_GPUS, Streamer, isolated};
 
 /// Copies take half a second.
 const SLOW: [(&str, &str); 2] = [("copy_mbps", "24"), ("sdma_rings", "1")];
@@ -16,8 +18,8 @@ const SLOW: [(&str, &str); 2] = [("copy_mbps", "24"), ("sdma_rings", "1")];
 #[test]
 fn a_streamer_that_dies_takes_what_stands_still_with_it() {
     isolated("a_streamer_that_dies_takes_what_stands_still_with_it", 1, |_| {
-        let Some(_machine) = Machine::with(&ONE_RING) else { return };
-        let Some(dumped) = Dumped::of(&unreached(), Version::V4_2) else { return };
+        let _machine = need!(Machine::with(&ONE_RING), REAL_GPUS);
+        let dumped = need!(Dumped::of(&unreached(), Version::V4_2));
         let (mut streamer, held) = dumped.comes_back_paused();
         streamer.workers().into_iter().for_each(dies);
         drop(held);
@@ -34,10 +36,10 @@ fn a_streamer_that_dies_takes_what_stands_still_with_it() {
 }
 
 #[test]
-fn without_its_supervisor_it_goes_on_and_its_death_is_noticed_all_the_same() {
-    isolated("without_its_supervisor_it_goes_on_and_its_death_is_noticed_all_the_same", 1, |_| {
-        let Some(_machine) = Machine::with(&ONE_RING) else { return };
-        let Some(dumped) = Dumped::of(&unreached(), Version::V4_2) else { return };
+fn without_its_supervisor_it_serves_and_after_its_death_recover_kills() {
+    isolated("without_its_supervisor_it_serves_and_after_its_death_recover_kills", 1, |_| {
+        let _machine = need!(Machine::with(&ONE_RING), REAL_GPUS);
+        let dumped = need!(Dumped::of(&unreached(), Version::V4_2));
         for both in [false, true] {
             let (mut streamer, held) = dumped.comes_back_paused();
             let workers = streamer.workers();
@@ -46,6 +48,8 @@ fn without_its_supervisor_it_goes_on_and_its_death_is_noticed_all_the_same() {
             if both {
                 workers.into_iter().for_each(dies);
                 drop(held);
+                let (well, said) = recover().unwrap();
+                assert!(!well && said.contains("its GPUs were not resumed yet"), "{said}");
             } else {
                 drop(held);
                 dumped.server.answers().unwrap();
@@ -100,7 +104,10 @@ fn killed_at(dumped: &Dumped, behind: Behind, victim: Victim, moment: Option<&dy
     };
     let restored = criu.wait().unwrap().success();
     streamer.end().unwrap();
-    // Whoever is left goes on with it, or ends it.
+    if restored && matches!(victim, Victim::All) {
+        // It serves memory of CPUs to its end, and kills what waits for its GPUs.
+        recover().unwrap();
+    }
     let answer = if restored {
         dumped.server.answers().map_err(|error| format!("{error:#}"))
     } else {
@@ -118,8 +125,8 @@ fn killed_at(dumped: &Dumped, behind: Behind, victim: Victim, moment: Option<&dy
 #[test]
 fn killed_at_any_moment_nobody_stands_still() {
     isolated("killed_at_any_moment_nobody_stands_still", 1, |_| {
-        let Some(_machine) = Machine::with(&SLOW) else { return };
-        let Some(dumped) = Dumped::of(&unreached(), Version::V4_2) else { return };
+        let _machine = need!(Machine::with(&SLOW), REAL_GPUS);
+        let dumped = need!(Dumped::of(&unreached(), Version::V4_2));
         let start = Instant::now();
         dumped.comes_back();
         let whole = start.elapsed();
@@ -138,7 +145,9 @@ fn killed_at_any_moment_nobody_stands_still() {
         for (moment, (behind, victim)) in (1..moments).zip(all.cycle()) {
             eprintln!("at {moment} of {moments}: {victim:?}, {behind:?}");
             let moment = || thread::sleep(whole * moment / moments);
-            went_on += u32::from(killed_at(&dumped, behind, victim, Some(&moment)));
+            let answers = killed_at(&dumped, behind, victim, Some(&moment));
+            assert!(answers || !matches!(victim, Victim::Supervisor), "its worker serves without it");
+            went_on += u32::from(answers);
         }
         eprintln!("{went_on} went on");
         dumped.comes_back();

@@ -13,11 +13,12 @@ use std::time::{Duration, Instant};
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
+use rewake_skip::need;
 use softgpu_tests::criu::{Version, WAITS, wait_for_the_end_of};
 use softgpu_tests::dumped::{Dumped, dies, soon, unreached};
 use softgpu_tests::faults::{Calls, Fault};
 use softgpu_tests::tried::{CRIU, ERRNOS, every, says_why, tail, tried};
-use softgpu_tests::{Faults, Judge, Streamer, isolated, left, script};
+use softgpu_tests::{Faults, Judge, REAL_GPUS, Streamer, isolated, left, script};
 
 /// What the plugin says when a page server has answered it.
 const MET: &str = "a page server takes what may come later";
@@ -72,12 +73,12 @@ struct Stage {
 }
 
 impl Stage {
-    /// None where GPUs are real, or queues do not come back.
-    fn set(version: Version) -> Option<Self> {
-        let (faults, judge) = (Faults::find()?, Judge::find()?);
+    /// The reason where GPUs are real, or queues do not come back.
+    fn set(version: Version) -> Result<Self, &'static str> {
+        let (faults, judge) = (Faults::find().ok_or(REAL_GPUS)?, Judge::find().ok_or(REAL_GPUS)?);
         let dumped = Dumped::of(&unreached(), version)?;
         let alive = judge.alive();
-        Some(Self { dumped, faults, judge, alive })
+        Ok(Self { dumped, faults, judge, alive })
     }
 
     fn streamer(&self) -> Streamer {
@@ -193,7 +194,7 @@ fn marked(pid: u32) -> Vec<String> {
 
 /// Kills CRIU at each of these moments, and when its part is done.
 fn killed_at(version: Version, early: &[Moment]) {
-    let Some(stage) = Stage::set(version) else { return };
+    let stage = need!(Stage::set(version));
     for moment in early {
         let tries = if matches!(moment, Moment::Says(_)) { TRIES } else { 1 };
         let back = (0..tries).all(|_| stage.is_killed_at(*moment));
@@ -221,7 +222,7 @@ fn the_older_criu_killed_when_tasks_are_whole_leaves_nothing() {
 #[test]
 fn criu_killed_at_any_moment_leaves_nobody_standing_still() {
     isolated("criu_killed_at_any_moment_leaves_nobody_standing_still", 1, |_| {
-        let Some(stage) = Stage::set(Version::V4_2) else { return };
+        let stage = need!(Stage::set(Version::V4_2));
         let whole = stage.comes_back();
         let moments: u32 = std::env::var("REWAKE_KILLS").map_or(4, |kills| kills.parse().unwrap());
         for moment in 1..moments {
@@ -234,7 +235,7 @@ fn criu_killed_at_any_moment_leaves_nobody_standing_still() {
 #[test]
 fn a_driver_that_refuses_a_call_half_way_is_told_of_and_nothing_is_left() {
     isolated("a_driver_that_refuses_a_call_half_way_is_told_of_and_nothing_is_left", 1, |_| {
-        let Some(stage) = Stage::set(Version::V4_2) else { return };
+        let stage = need!(Stage::set(Version::V4_2));
         stage.faults.count(CRIU);
         stage.comes_back();
         stage.faults.off();

@@ -8,6 +8,7 @@ use std::time::Duration;
 use gpu_app::shape::{Mode, Shape};
 use nix::sys::signal::Signal;
 use rewake_kfd::topology::{Node, Topology};
+use rewake_skip::need;
 use softgpu_tests::criu::{Criu, Version, WAITS};
 use softgpu_tests::dumped::{Dumped, signal, soon, unreached};
 use softgpu_tests::server::small;
@@ -36,7 +37,7 @@ fn comes_back(criu: &Criu, pages: &mut Streamer) {
 
 /// Its memory comes lazily, and that of its GPUs behind it if that is wanted.
 fn there_and_back(shape: &Shape, version: Version, behind: bool) {
-    let Some(dumped) = Dumped::of(shape, version) else { return };
+    let dumped = need!(Dumped::of(shape, version));
     let mut pages = Streamer::of_cpus(dumped.criu.images()).unwrap();
     let mut gpus = behind.then(|| dumped.streamer());
     comes_back(&dumped.criu, &mut pages);

@@ -7,12 +7,15 @@ use std::path::PathBuf;
 
 use gpu_app::shape::Shape;
 use nix::sys::signal::Signal;
-use softgpu_tests::criu::{Criu, Version, queues_come_back, wait_for_the_end_of};
+use rewake_skip::need;
+use softgpu_tests::criu::{Criu, Version, queues, wait_for_the_end_of};
 use softgpu_tests::dumped::{Dumped, ONE_RING, dies, is_paused, signal, soon, unreached};
 use softgpu_tests::faults::{Calls, Fault};
 use softgpu_tests::left::runs;
 use softgpu_tests::toucher::{Large, OWN_PARTS};
-use softgpu_tests::{FailingDisk, Faults, Held, Judge, Machine, Streamer, Toucher, isolated, script};
+use softgpu_tests::{
+    FailingDisk, Faults, Held, Judge, Machine, REAL_GPUS, Streamer, Toucher, isolated, script,
+};
 
 /// KiB of a layer of which no more than a part is read ahead.
 const LARGE: u64 = 12 << 10;
@@ -33,13 +36,12 @@ fn failed(mut streamer: Streamer, reasons: &[&str]) -> String {
 #[test]
 fn a_copy_that_fails_ends_who_waits_for_it_and_nobody_else() {
     isolated("a_copy_that_fails_ends_who_waits_for_it_and_nobody_else", 1, |_| {
-        let (Some(faults), Some(judge), Some(machine)) = (Faults::find(), Judge::find(), Machine::find())
-        else {
-            return;
-        };
+        let faults = need!(Faults::find(), REAL_GPUS);
+        let judge = need!(Judge::find(), REAL_GPUS);
+        let machine = need!(Machine::find(), REAL_GPUS);
         machine.becomes(&ONE_RING);
         let shape = Shape { processes: 2, layer_kib: LARGE, ..unreached() };
-        let Some(dumped) = Dumped::of(&shape, Version::V4_2) else { return };
+        let dumped = need!(Dumped::of(&shape, Version::V4_2));
         let alive = judge.alive();
         let (streamer, held) = (Streamer::of_both(dumped.criu.images()).unwrap(), Held::streamers());
         dumped.criu.restore_lazily().unwrap();
@@ -97,9 +99,8 @@ fn the_disk_fails(toucher: &Toucher, criu: &Criu, kind: &str, order: &str) {
 #[test]
 fn a_disk_that_fails_is_no_zeros_to_cpus() {
     isolated("a_disk_that_fails_is_no_zeros_to_cpus", 1, |_| {
-        if Judge::find().is_none() || !queues_come_back() {
-            return;
-        }
+        need!(Judge::find(), REAL_GPUS);
+        need!(queues());
         let folder = tempfile::tempdir().unwrap();
         let mut toucher = Toucher::start(env!("CARGO_BIN_EXE_toucher"), folder.path(), None).unwrap();
         toucher.asked(&format!("allocate {OWN_PARTS}")).unwrap();
@@ -111,9 +112,8 @@ fn a_disk_that_fails_is_no_zeros_to_cpus() {
 #[test]
 fn a_disk_that_fails_is_no_zeros_to_gpus_nor_to_who_touches_their_memory() {
     isolated("a_disk_that_fails_is_no_zeros_to_gpus_nor_to_who_touches_their_memory", 1, |_| {
-        if Judge::find().is_none() || !queues_come_back() {
-            return;
-        }
+        need!(Judge::find(), REAL_GPUS);
+        need!(queues());
         let folder = tempfile::tempdir().unwrap();
         let mut toucher = Toucher::start(env!("CARGO_BIN_EXE_toucher"), folder.path(), Some(FULL)).unwrap();
         let criu = toucher.dump(Version::V4_2).unwrap();

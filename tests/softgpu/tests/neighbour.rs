@@ -4,9 +4,10 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 
-use softgpu_tests::criu::{Version, queues_come_back, wait_for_the_end_of};
+use rewake_skip::need;
+use softgpu_tests::criu::{Version, queues, wait_for_the_end_of};
 use softgpu_tests::dumped::{Dumped, ONE_RING, is_paused, unreached};
-use softgpu_tests::{Held, Machine, Server, Streamer, isolated};
+use softgpu_tests::{Held, Machine, REAL_GPUS, Server, Streamer, isolated};
 
 /// Dropped, it is so, where a test fails, too.
 struct Over<'a>(&'a AtomicBool);
@@ -20,12 +21,13 @@ impl Drop for Over<'_> {
 #[test]
 fn a_server_answers_while_another_is_restored_on_its_gpu() {
     isolated("a_server_answers_while_another_is_restored_on_its_gpu", 1, |_| {
-        let Some(machine) = Machine::find().filter(|_| queues_come_back()) else { return };
+        need!(queues());
+        let machine = need!(Machine::find(), REAL_GPUS);
         machine.becomes(&ONE_RING);
         // At the same time: the driver gives queues of copy engines back by number.
         let folder = tempfile::tempdir().unwrap();
         let other = Server::start(&unreached(), folder.path());
-        let Some(dumped) = Dumped::of(&unreached(), Version::V4_2) else { return };
+        let dumped = need!(Dumped::of(&unreached(), Version::V4_2));
         let over = AtomicBool::new(false);
         let answered = thread::scope(|scope| {
             let answering = scope.spawn(|| {

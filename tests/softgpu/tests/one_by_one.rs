@@ -6,10 +6,11 @@ use std::fs;
 use std::path::Path;
 
 use gpu_app::shape::Shape;
+use rewake_skip::need;
 use serde_json::Value;
-use softgpu_tests::criu::{Criu, Version, queues_come_back};
+use softgpu_tests::criu::{Criu, Version, queues};
 use softgpu_tests::dumped::{Dumped, ONE_RING, soon, unreached};
-use softgpu_tests::{Held, Judge, Machine, Pair, Streamer, Toucher, isolated};
+use softgpu_tests::{Held, Judge, Machine, Pair, REAL_GPUS, Streamer, Toucher, isolated};
 
 fn comes_back(criu: &Criu) -> Streamer {
     let both = Streamer::of_both(criu.images()).unwrap();
@@ -20,9 +21,9 @@ fn comes_back(criu: &Criu) -> Streamer {
 #[test]
 fn a_process_goes_on_while_another_waits_for_its_memory() {
     isolated("a_process_goes_on_while_another_waits_for_its_memory", 1, |_| {
-        let Some(_machine) = Machine::with(&ONE_RING) else { return };
-        let Some(judge) = Judge::find() else { return };
-        let Some(dumped) = Dumped::of(&Shape { processes: 2, ..unreached() }, Version::V4_2) else { return };
+        let _machine = need!(Machine::with(&ONE_RING), REAL_GPUS);
+        let judge = need!(Judge::find(), REAL_GPUS);
+        let dumped = need!(Dumped::of(&Shape { processes: 2, ..unreached() }, Version::V4_2));
         let held = Held::streamers();
         let mut both = comes_back(&dumped.criu);
         assert_eq!(judge.shut(), 2, "{}", both.said());
@@ -39,7 +40,7 @@ fn a_process_goes_on_while_another_waits_for_its_memory() {
 #[test]
 fn a_buffer_is_not_handed_over_before_it_is_there() {
     isolated("a_buffer_is_not_handed_over_before_it_is_there", 1, |_| {
-        let Some(_machine) = Machine::with(&ONE_RING) else { return };
+        let _machine = need!(Machine::with(&ONE_RING), REAL_GPUS);
         let folder = tempfile::tempdir().unwrap();
         let mut toucher = Toucher::start(env!("CARGO_BIN_EXE_toucher"), folder.path(), None).unwrap();
         let criu = toucher.dump(Version::V4_2).unwrap();
@@ -74,13 +75,17 @@ fn is_told(pid: u32) -> bool {
 }
 
 /// `pair`, restored, with copies held.
-fn restored_pair(machine: &Machine, folder: &Path) -> Option<(Pair, Criu, Held, Streamer, Judge)> {
+fn restored_pair(
+    machine: &Machine,
+    folder: &Path,
+) -> Result<(Pair, Criu, Held, Streamer, Judge), &'static str> {
     machine.becomes(&ONE_RING);
-    let judge = Judge::find().filter(|_| queues_come_back())?;
+    let judge = Judge::find().ok_or(REAL_GPUS)?;
+    queues()?;
     let (pair, criu) = Pair::dumped(env!("CARGO_BIN_EXE_pair"), folder).unwrap();
     let held = Held::streamers();
     let both = comes_back(&criu);
-    Some((pair, criu, held, both, judge))
+    Ok((pair, criu, held, both, judge))
 }
 
 /// When its GPUs go on, as a picture tells it: by their places; none if they do not yet.
@@ -115,10 +120,8 @@ fn ends(pair: &Pair) {
 fn a_gpu_goes_on_while_another_of_its_process_waits() {
     isolated("a_gpu_goes_on_while_another_of_its_process_waits", 2, |_| {
         let folder = tempfile::tempdir().unwrap();
-        let Some(machine) = Machine::find() else { return };
-        let Some((pair, criu, held, mut both, judge)) = restored_pair(&machine, folder.path()) else {
-            return;
-        };
+        let machine = need!(Machine::find(), REAL_GPUS);
+        let (pair, criu, held, mut both, judge) = need!(restored_pair(&machine, folder.path()));
         let first = until_one_goes_on(&pair, &criu, &held, &both);
         let other = 1 - first;
         assert_eq!(judge.shut(), 0, "{}", both.said());
@@ -142,8 +145,8 @@ fn a_gpu_goes_on_while_another_of_its_process_waits() {
 fn queues_that_end_while_their_gpu_waits_are_nobody_s_trouble() {
     isolated("queues_that_end_while_their_gpu_waits_are_nobody_s_trouble", 2, |_| {
         let folder = tempfile::tempdir().unwrap();
-        let Some(machine) = Machine::find() else { return };
-        let Some((pair, criu, held, mut both, _)) = restored_pair(&machine, folder.path()) else { return };
+        let machine = need!(Machine::find(), REAL_GPUS);
+        let (pair, criu, held, mut both, _) = need!(restored_pair(&machine, folder.path()));
         let first = until_one_goes_on(&pair, &criu, &held, &both);
         pair.asked(&format!("end-{}", 1 - first)).unwrap();
         run(&pair, &[first], &both);
@@ -158,8 +161,8 @@ fn queues_that_end_while_their_gpu_waits_are_nobody_s_trouble() {
 fn a_process_that_is_killed_between_its_gpus_is_nobody_s_trouble() {
     isolated("a_process_that_is_killed_between_its_gpus_is_nobody_s_trouble", 2, |_| {
         let folder = tempfile::tempdir().unwrap();
-        let Some(machine) = Machine::find() else { return };
-        let Some((pair, criu, held, mut both, _)) = restored_pair(&machine, folder.path()) else { return };
+        let machine = need!(Machine::find(), REAL_GPUS);
+        let (pair, criu, held, mut both, _) = need!(restored_pair(&machine, folder.path()));
         until_one_goes_on(&pair, &criu, &held, &both);
         pair.ends();
         drop(held);
@@ -172,8 +175,8 @@ fn a_process_that_is_killed_between_its_gpus_is_nobody_s_trouble() {
 fn gpus_of_a_process_that_has_closed_their_driver_go_on_together() {
     isolated("gpus_of_a_process_that_has_closed_their_driver_go_on_together", 2, |_| {
         let folder = tempfile::tempdir().unwrap();
-        let Some(machine) = Machine::find() else { return };
-        let Some((pair, criu, held, mut both, _)) = restored_pair(&machine, folder.path()) else { return };
+        let machine = need!(Machine::find(), REAL_GPUS);
+        let (pair, criu, held, mut both, _) = need!(restored_pair(&machine, folder.path()));
         pair.asked("close").unwrap();
         held.lets_go_until_one_is_whole(&criu, &both);
         let tried = soon(|| both.said().contains("GPUs of a process go on together"));
@@ -189,8 +192,8 @@ fn gpus_of_a_process_that_has_closed_their_driver_go_on_together() {
 fn a_program_that_executes_another_between_its_gpus_is_let_go() {
     isolated("a_program_that_executes_another_between_its_gpus_is_let_go", 2, |_| {
         let folder = tempfile::tempdir().unwrap();
-        let Some(machine) = Machine::find() else { return };
-        let Some((pair, criu, held, mut both, _)) = restored_pair(&machine, folder.path()) else { return };
+        let machine = need!(Machine::find(), REAL_GPUS);
+        let (pair, criu, held, mut both, _) = need!(restored_pair(&machine, folder.path()));
         until_one_goes_on(&pair, &criu, &held, &both);
         pair.asked("execute").unwrap();
         drop(held);

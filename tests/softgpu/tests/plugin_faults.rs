@@ -15,13 +15,14 @@ use gpu_app::shape::Shape;
 use nix::sys::signal::{Signal, kill};
 use nix::sys::wait::{WaitPidFlag, waitpid};
 use nix::unistd::Pid;
+use rewake_skip::need;
 use softgpu_tests::app::App;
-use softgpu_tests::criu::{Criu, Plugin, Version, queues_come_back, wait_for_the_end_of};
+use softgpu_tests::criu::{Criu, Plugin, Version, queues, wait_for_the_end_of};
 use softgpu_tests::faults::{Call, Calls, Fault};
 use softgpu_tests::left::{GUARD, doing, named, runs, soon, sweep};
 use softgpu_tests::streamer::children;
 use softgpu_tests::tried::{CRIU, ERRNOS, Tried, every, says_why, tail, tried};
-use softgpu_tests::{Faults, Judge, isolated};
+use softgpu_tests::{Faults, Judge, REAL_GPUS, isolated};
 
 const PAUSE: &str = "kfd/CRIU_OP/PROCESS_INFO";
 const GO_ON: &str = "kfd/CRIU_OP/UNPAUSE";
@@ -61,23 +62,23 @@ struct Stage {
 }
 
 impl Stage {
-    /// None where GPUs are real: these do not fail when asked to.
-    fn set() -> Option<Self> {
-        let (faults, judge) = (Faults::find()?, Judge::find()?);
+    /// The reason where GPUs are real: these do not fail when asked to.
+    fn set() -> Result<Self, &'static str> {
+        let (faults, judge) = (Faults::find().ok_or(REAL_GPUS)?, Judge::find().ok_or(REAL_GPUS)?);
         let alive = judge.alive();
         let folder = tempfile::tempdir().unwrap();
         let criu = Criu::with(Plugin::Ours, Version::V4_2, &folder.path().join("images")).unwrap();
         let app = App::start(&shape(), folder.path()).unwrap();
         app.answers(&[1], 1).unwrap();
         let pid = app.pid().unwrap();
-        Some(Self { faults, judge, criu, app, pid, alive, _folder: folder })
+        Ok(Self { faults, judge, criu, app, pid, alive, _folder: folder })
     }
 
     /// Dumped for good, where it can be restored.
-    fn left() -> Option<Self> {
+    fn left() -> Result<Self, &'static str> {
         let mut stage = Self::set()?;
         stage.leave();
-        queues_come_back().then_some(stage)
+        queues().map(|()| stage)
     }
 
     fn dump(&self) -> Command {
@@ -176,7 +177,7 @@ impl Stage {
 #[test]
 fn a_dump_that_fails_says_why_and_leaves_all_running() {
     isolated("a_dump_that_fails_says_why_and_leaves_all_running", 1, |_| {
-        let Some(mut stage) = Stage::set() else { return };
+        let mut stage = need!(Stage::set());
         let calls = stage.calls(stage.dump());
         let mut failed = 0;
         for (index, call) in tried(&calls).iter().enumerate() {
@@ -196,7 +197,7 @@ fn a_dump_that_fails_says_why_and_leaves_all_running() {
 #[test]
 fn criu_killed_in_a_dump_leaves_all_running() {
     isolated("criu_killed_in_a_dump_leaves_all_running", 1, |_| {
-        let Some(mut stage) = Stage::set() else { return };
+        let mut stage = need!(Stage::set());
         let calls = stage.calls(stage.dump());
         for (index, call) in tried(&calls).iter().enumerate() {
             for fault in kills(index) {
@@ -220,7 +221,7 @@ fn criu_killed_in_a_dump_leaves_all_running() {
 #[test]
 fn criu_killed_at_any_moment_of_a_dump_leaves_nothing_paused() {
     isolated("criu_killed_at_any_moment_of_a_dump_leaves_nothing_paused", 1, |_| {
-        let Some(mut stage) = Stage::set() else { return };
+        let mut stage = need!(Stage::set());
         let start = Instant::now();
         assert!(stage.dump().status().unwrap().success());
         let (whole, moments) = (start.elapsed(), moments());
@@ -252,7 +253,7 @@ fn criu_killed_at_any_moment_of_a_dump_leaves_nothing_paused() {
 #[test]
 fn a_restore_that_fails_says_why_and_leaves_nothing() {
     isolated("a_restore_that_fails_says_why_and_leaves_nothing", 1, |_| {
-        let Some(mut stage) = Stage::left() else { return };
+        let mut stage = need!(Stage::left());
         let calls = stage.calls(stage.restore());
         stage.goes_on("without a fault");
         stage.end();
@@ -285,7 +286,7 @@ fn a_restore_that_fails_says_why_and_leaves_nothing() {
 #[test]
 fn criu_killed_in_a_restore_leaves_nothing() {
     isolated("criu_killed_in_a_restore_leaves_nothing", 1, |_| {
-        let Some(mut stage) = Stage::left() else { return };
+        let mut stage = need!(Stage::left());
         let calls = stage.calls(stage.restore());
         stage.end();
         for (index, call) in tried(&calls).iter().enumerate() {
@@ -316,7 +317,7 @@ fn criu_killed_in_a_restore_leaves_nothing() {
 #[test]
 fn criu_killed_before_there_is_a_guard_leaves_nothing() {
     isolated("criu_killed_before_there_is_a_guard_leaves_nothing", 1, |_| {
-        let Some(mut stage) = Stage::left() else { return };
+        let mut stage = need!(Stage::left());
         let task = Path::new("/proc").join(stage.pid.to_string());
         stage.killed(&[], |criu| {
             while !task.exists() && criu.try_wait().unwrap().is_none() {}
@@ -337,7 +338,7 @@ fn criu_killed_before_there_is_a_guard_leaves_nothing() {
 #[test]
 fn criu_killed_in_a_restore_for_its_parent_leaves_nothing() {
     isolated("criu_killed_in_a_restore_for_its_parent_leaves_nothing", 1, |_| {
-        let Some(mut stage) = Stage::left() else { return };
+        let mut stage = need!(Stage::left());
         // As runc does: the task is CRIU's sibling.
         stage.killed(&["--restore-sibling"], |criu| {
             while stage.judge.gates().is_empty() && criu.try_wait().unwrap().is_none() {}
@@ -353,7 +354,7 @@ fn criu_killed_in_a_restore_for_its_parent_leaves_nothing() {
 #[test]
 fn criu_killed_at_any_moment_of_a_restore_lets_nothing_run_that_is_not_whole() {
     isolated("criu_killed_at_any_moment_of_a_restore_lets_nothing_run_that_is_not_whole", 1, |_| {
-        let Some(mut stage) = Stage::left() else { return };
+        let mut stage = need!(Stage::left());
         let start = Instant::now();
         assert!(stage.restore().status().unwrap().success());
         let (whole, moments) = (start.elapsed(), moments());

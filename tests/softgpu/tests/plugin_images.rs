@@ -16,9 +16,10 @@ use rewake_criu_images::ImageDir;
 use rewake_criu_images::amdgpu::{KfdBuffer, KfdImage, kfd_name, pages_name};
 use rewake_kfd::abi::{KFD_IOC_ALLOC_MEM_FLAGS_GTT, KFD_IOC_ALLOC_MEM_FLAGS_VRAM};
 use rewake_kfd::criu::blob::Private;
+use rewake_skip::need;
 use softgpu_tests::app::App;
-use softgpu_tests::criu::{Criu, Plugin, Version, queues_come_back, wait_for_the_end_of};
-use softgpu_tests::{Judge, isolated};
+use softgpu_tests::criu::{Criu, Plugin, Version, queues, wait_for_the_end_of};
+use softgpu_tests::{Judge, REAL_GPUS, isolated};
 
 /// Bytes of address space that a restore gets for what it may ask of a damaged image.
 const ADDRESS_SPACE: u64 = 4 << 30;
@@ -51,9 +52,7 @@ fn a_second_time() {
         let (mut app, pid, criu) = server(folder.path());
         criu.dump(pid).unwrap();
         app.was_dumped();
-        if !queues_come_back() {
-            return;
-        }
+        need!(queues());
         for prompt in 5..7 {
             criu.restore().unwrap();
             app.answers(&[prompt], 2).unwrap();
@@ -73,9 +72,7 @@ fn a_restored_process_is_dumped_like_any_other() {
         let (mut app, pid, criu) = server(folder.path());
         criu.dump(pid).unwrap();
         app.was_dumped();
-        if !queues_come_back() {
-            return;
-        }
+        need!(queues());
         criu.restore().unwrap();
         app.answers(&[5], 2).unwrap();
         let again = Criu::with(Plugin::Ours, Version::V4_2, &folder.path().join("again")).unwrap();
@@ -100,9 +97,7 @@ fn dumped_and_left_running() {
         app.answers(&[5], 2).unwrap();
         kill(Pid::from_raw(pid.cast_signed()), Signal::SIGKILL).unwrap();
         app.was_dumped();
-        if !queues_come_back() {
-            return;
-        }
+        need!(queues());
         criu.restore().unwrap();
         app.answer_is(&[7, 8], 6).unwrap();
         app.answers(&[6], 2).unwrap();
@@ -128,11 +123,9 @@ struct Ended {
 }
 
 impl Dumped {
-    fn new() -> Option<Self> {
-        let alive = Judge::find()?.alive();
-        if !queues_come_back() {
-            return None;
-        }
+    fn new() -> Result<Self, &'static str> {
+        let alive = Judge::find().ok_or(REAL_GPUS)?.alive();
+        queues()?;
         let folder = tempfile::tempdir().unwrap();
         let (mut app, pid, criu) = server(folder.path());
         criu.dump(pid).unwrap();
@@ -143,7 +136,7 @@ impl Dumped {
             (path.file_name().unwrap().to_string_lossy().into_owned(), fs::read(&path).unwrap())
         };
         let files = names.filter(own).map(file).collect();
-        Some(Self { criu, app, pid, files, alive, _folder: folder })
+        Ok(Self { criu, app, pid, files, alive, _folder: folder })
     }
 
     /// The id of the process's file, and its image.
@@ -210,7 +203,7 @@ fn tail(log: &str) -> String {
 #[test]
 fn damaged_files_are_named() {
     isolated("damaged_files_are_named", 1, |_| {
-        let Some(dumped) = Dumped::new() else { return };
+        let dumped = need!(Dumped::new());
         let (id, image) = dumped.kfd();
         let kfd = kfd_name(id);
         let bytes = &dumped.files[&kfd];
@@ -275,7 +268,8 @@ fn damaged_files_are_named() {
 #[test]
 fn random_damage_does_no_harm() {
     isolated("random_damage_does_no_harm", 1, |_| {
-        let (Some(dumped), Some(judge)) = (Dumped::new(), Judge::find()) else { return };
+        let dumped = need!(Dumped::new());
+        let judge = need!(Judge::find(), REAL_GPUS);
         let wanted = std::env::var("PLUGIN_DAMAGES").ok().and_then(|count| count.parse().ok());
         let names: Vec<&String> = dumped.files.keys().filter(|name| !name.contains("-pages-")).collect();
         let mut random = 0x9e37_79b9_7f4a_7c15_u64;
@@ -319,7 +313,7 @@ fn random_damage_does_no_harm() {
 #[test]
 fn a_mapping_of_a_buffer_that_has_another_offset_is_no_freed_one() {
     isolated("a_mapping_of_a_buffer_that_has_another_offset_is_no_freed_one", 1, |_| {
-        let Some(dumped) = Dumped::new() else { return };
+        let dumped = need!(Dumped::new());
         let (id, mut image) = dumped.kfd();
         let vmas = ImageDir::open(dumped.criu.images()).unwrap().mm(dumped.pid).unwrap().vmas;
         // Not doorbells, which are mapped from another file.

@@ -6,9 +6,10 @@ use std::path::Path;
 
 use gpu_app::shape::Shape;
 use rewake_kfd::topology::Topology;
+use rewake_skip::need;
 use softgpu_tests::app::App;
-use softgpu_tests::criu::{Criu, Plugin, Version, queues_come_back, wait_for_the_end_of};
-use softgpu_tests::{Machine, isolated};
+use softgpu_tests::criu::{Criu, Plugin, Version, queues, wait_for_the_end_of};
+use softgpu_tests::{Machine, REAL_GPUS, isolated};
 
 /// What CRIU logs when it makes the first task.
 const FORKING: &str = "Forking task with";
@@ -24,18 +25,16 @@ struct Travel {
 
 impl Travel {
     /// A server on so many GPUs, which are all of the machine's.
-    fn start(gpus: usize) -> Option<Self> {
-        let machine = Machine::find()?;
-        if !queues_come_back() {
-            return None;
-        }
+    fn start(gpus: usize) -> Result<Self, &'static str> {
+        let machine = Machine::find().ok_or(REAL_GPUS)?;
+        queues()?;
         machine.becomes(&[("gpus", &gpus.to_string())]);
         let folder = tempfile::tempdir().unwrap();
         let shape = Shape { gpus, layers: 2, layer_kib: 64, cache_mib: 1, queues: 1, ..Shape::small() };
         let app = App::start(&shape, folder.path()).unwrap();
         app.answers(&[1, 2], 2).unwrap();
         let pid = app.pid().unwrap();
-        Some(Self { machine, folder, app, pid, dumps: 0 })
+        Ok(Self { machine, folder, app, pid, dumps: 0 })
     }
 
     fn criu(&self) -> Criu {
@@ -85,7 +84,7 @@ fn names() -> Vec<u32> {
 #[test]
 fn gpus_of_other_names() {
     isolated("gpus_of_other_names", 2, |_| {
-        let Some(mut travel) = Travel::start(2) else { return };
+        let mut travel = need!(Travel::start(2));
         let first = names();
         travel.dump();
         travel.machine.becomes(&[("seed", "11")]);
@@ -107,7 +106,7 @@ fn gpus_of_other_names() {
 #[test]
 fn gpus_in_another_order() {
     isolated("gpus_in_another_order", 2, |_| {
-        let Some(mut travel) = Travel::start(2) else { return };
+        let mut travel = need!(Travel::start(2));
         let first = names();
         travel.dump();
         travel.machine.becomes(&[("reverse", "1")]);
@@ -128,7 +127,7 @@ fn gpus_in_another_order() {
 #[test]
 fn less_memory_is_refused_unless_it_is_accepted() {
     isolated("less_memory_is_refused_unless_it_is_accepted", 1, |_| {
-        let Some(mut travel) = Travel::start(1) else { return };
+        let mut travel = need!(Travel::start(1));
         travel.dump();
         let less: u64 = travel.machine.found("vram_mib").parse::<u64>().unwrap() / 2;
         travel.machine.becomes(&[("gpus", "1"), ("vram_mib", &less.to_string())]);
@@ -142,7 +141,7 @@ fn less_memory_is_refused_unless_it_is_accepted() {
 #[test]
 fn memory_that_does_not_suffice() {
     isolated("memory_that_does_not_suffice", 1, |_| {
-        let Some(mut travel) = Travel::start(1) else { return };
+        let mut travel = need!(Travel::start(1));
         travel.dump();
         travel.machine.becomes(&[("gpus", "1"), ("vram_mib", "1")]);
         let criu = travel.criu().variable("KFD_VRAM_SIZE_CHECK", "0");
@@ -158,7 +157,7 @@ fn memory_that_does_not_suffice() {
 #[test]
 fn a_missing_gpu_is_named() {
     isolated("a_missing_gpu_is_named", 2, |_| {
-        let Some(mut travel) = Travel::start(2) else { return };
+        let mut travel = need!(Travel::start(2));
         let first = names();
         travel.dump();
         travel.machine.becomes(&[("gpus", "1")]);
@@ -172,7 +171,7 @@ fn a_missing_gpu_is_named() {
 #[test]
 fn more_gpus_than_there_were() {
     isolated("more_gpus_than_there_were", 2, |_| {
-        let Some(mut travel) = Travel::start(1) else { return };
+        let mut travel = need!(Travel::start(1));
         travel.dump();
         // Without links between them: a GPU that has more of these is another one.
         travel.machine.becomes(&[("gpus", "2"), ("xgmi", "0")]);

@@ -7,10 +7,11 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
 use gpu_app::shape::Shape;
+use rewake_skip::need;
 use softgpu_tests::app::App;
-use softgpu_tests::criu::{Criu, Plugin, Version, queues_come_back};
+use softgpu_tests::criu::{Criu, Plugin, Version, queues};
 use softgpu_tests::dumped::{ONE_RING, soon, unreached};
-use softgpu_tests::{Held, Machine, Server, Toucher, isolated, server};
+use softgpu_tests::{Held, Machine, REAL_GPUS, Server, Toucher, isolated, server};
 
 const REPLICAS: usize = 3;
 
@@ -47,7 +48,7 @@ fn runs(work: &Path) {
 #[test]
 fn one_image_restored_three_times_at_once_is_there_three_times() {
     isolated("one_image_restored_three_times_at_once_is_there_three_times", 1, |_| {
-        let Some(_machine) = Machine::with(&ONE_RING) else { return };
+        let _machine = need!(Machine::with(&ONE_RING), REAL_GPUS);
         let folder = tempfile::tempdir().unwrap();
         let path = |name: &str| folder.path().join(name);
         fs::create_dir(path("files")).unwrap();
@@ -79,7 +80,8 @@ fn one_image_restored_three_times_at_once_is_there_three_times() {
 #[test]
 fn a_server_restored_three_times_at_once_answers_three_times() {
     isolated("a_server_restored_three_times_at_once_answers_three_times", 1, |_| {
-        let Some(_machine) = Machine::with(&ONE_RING).filter(|_| queues_come_back()) else { return };
+        let _machine = need!(Machine::with(&ONE_RING), REAL_GPUS);
+        need!(queues());
         let shape = Shape { no_copiers: true, ..unreached() };
         let folder = tempfile::tempdir().unwrap();
         let path = |name: &str| folder.path().join(name);

@@ -6,10 +6,11 @@ use gpu_app::gpu::Gpus;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use rewake_kfd::{Buffer, Spec};
+use rewake_skip::need;
 use softgpu_tests::criu::{Version, wait_for_the_end_of};
 use softgpu_tests::dumped::{Dumped, ONE_RING, unreached};
 use softgpu_tests::faults::{Calls, Fault};
-use softgpu_tests::{Faults, Machine, Scene, isolated};
+use softgpu_tests::{Faults, Machine, REAL_GPUS, Scene, isolated};
 
 const MIB: u64 = 1 << 20;
 
@@ -29,7 +30,7 @@ fn a_gpu_whose_memory_another_program_has() {
         if scene.role().is_some() {
             return takes_all(scene);
         }
-        let Some(dumped) = Dumped::of(&unreached(), Version::V4_2) else { return };
+        let dumped = need!(Dumped::of(&unreached(), Version::V4_2));
         let mut other = scene.peer("takes all");
         assert_eq!(other.hear(), "taken");
         let mut streamer = dumped.streamer();
@@ -49,9 +50,9 @@ fn a_gpu_whose_memory_another_program_has() {
 #[test]
 fn a_gpu_that_does_not_copy() {
     isolated("a_gpu_that_does_not_copy", 1, |_| {
-        let Some(faults) = Faults::find() else { return };
+        let faults = need!(Faults::find(), REAL_GPUS);
         let _machine = Machine::with(&ONE_RING).expect("a software GPU");
-        let Some(dumped) = Dumped::of(&unreached(), Version::V4_2) else { return };
+        let dumped = need!(Dumped::of(&unreached(), Version::V4_2));
         for nth in 1..=3 {
             let mut streamer = dumped.streamer();
             let copies = Calls { comm: Some("rewake"), call: Some("amdgpu/CS") };

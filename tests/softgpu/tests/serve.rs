@@ -1,15 +1,16 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! `rewake serve` and processes with GPUs: what each restore has of it, and what is its own.
 
+use rewake_skip::need;
 use serde_json::Value;
 use softgpu_tests::criu::{Version, wait_for_the_end_of};
 use softgpu_tests::dumped::{Dumped, ONE_RING, Restoring, dies, is_paused, soon, unreached};
-use softgpu_tests::{Daemon, Held, Machine, isolated};
+use softgpu_tests::{Daemon, Held, Machine, REAL_GPUS, isolated};
 
 /// Servers that were dumped, and the machine that they are restored on.
-fn dumped<const COUNT: usize>() -> Option<(Machine, [Dumped; COUNT])> {
-    let machine = Machine::with(&ONE_RING)?;
-    Some((machine, Dumped::together(&unreached(), Version::V4_2)?))
+fn dumped<const COUNT: usize>() -> Result<(Machine, [Dumped; COUNT]), &'static str> {
+    let machine = Machine::with(&ONE_RING).ok_or(REAL_GPUS)?;
+    Ok((machine, Dumped::together(&unreached(), Version::V4_2)?))
 }
 
 fn restoring(dumped: &Dumped, daemon: &Daemon) -> Restoring {
@@ -34,7 +35,7 @@ fn states(status: &Value) -> Vec<String> {
 #[test]
 fn a_daemon_has_a_streamer_for_each_of_two_restores_at_once_and_may_lose_its_worker() {
     isolated("a_daemon_has_a_streamer_for_each_of_two_restores_at_once_and_may_lose_its_worker", 1, |_| {
-        let Some((_machine, both)) = dumped::<2>() else { return };
+        let (_machine, both) = need!(dumped::<2>());
         let (daemon, held) = (Daemon::start(), Held::streamers());
         let restorings = both.each_ref().map(|dumped| paused(dumped, &daemon));
         let paused = || both.iter().all(|dumped| is_paused(dumped.server.pid));
@@ -65,7 +66,7 @@ fn a_daemon_has_a_streamer_for_each_of_two_restores_at_once_and_may_lose_its_wor
 #[test]
 fn a_streamer_that_dies_is_told_by_the_daemon_and_harms_no_other() {
     isolated("a_streamer_that_dies_is_told_by_the_daemon_and_harms_no_other", 1, |_| {
-        let Some((_machine, [one, two])) = dumped() else { return };
+        let (_machine, [one, two]) = need!(dumped());
         let (daemon, held) = (Daemon::start(), Held::streamers());
         let first = paused(&one, &daemon);
         let (supervisor, workers) = daemon.streamer();
@@ -92,7 +93,7 @@ fn a_streamer_that_dies_is_told_by_the_daemon_and_harms_no_other() {
 #[test]
 fn a_daemon_that_is_killed_takes_nobody_with_it() {
     isolated("a_daemon_that_is_killed_takes_nobody_with_it", 1, |_| {
-        let Some((_machine, [dumped])) = dumped() else { return };
+        let (_machine, [dumped]) = need!(dumped());
         let (daemon, held) = (Daemon::start(), Held::streamers());
         let restoring = paused(&dumped, &daemon);
         let (worker, (supervisor, _)) = (daemon.worker(), daemon.streamer());
@@ -110,8 +111,8 @@ fn a_daemon_that_is_killed_takes_nobody_with_it() {
 #[test]
 fn a_restore_whose_copy_engine_another_process_has_says_so_and_harms_it_not() {
     isolated("a_restore_whose_copy_engine_another_process_has_says_so_and_harms_it_not", 1, |_| {
-        let Some((_machine, [first])) = dumped() else { return };
-        let Some(second) = Dumped::of(&unreached(), Version::V4_2) else { return };
+        let (_machine, [first]) = need!(dumped());
+        let second = need!(Dumped::of(&unreached(), Version::V4_2));
         let daemon = Daemon::start();
         let (well, said) = restoring(&second, &daemon).end();
         assert!(well, "{said}");
@@ -129,7 +130,7 @@ fn a_restore_whose_copy_engine_another_process_has_says_so_and_harms_it_not() {
 #[test]
 fn a_restore_that_fails_leaves_no_streamer() {
     isolated("a_restore_that_fails_leaves_no_streamer", 1, |_| {
-        let Some((_machine, [dumped])) = dumped() else { return };
+        let (_machine, [dumped]) = need!(dumped());
         let daemon = Daemon::start();
         std::fs::write(dumped.criu.images().join("pstree.img"), "").unwrap();
         let restoring = restoring(&dumped, &daemon);

@@ -10,14 +10,16 @@
 //! * A process that has freed a buffer, and not unmapped it yet: no restore.
 
 use std::path::Path;
+use std::time::Duration;
 
 use gpu_app::shape::{Mode, Shape};
 use rewake_kfd::Kfd;
 use rewake_kfd::topology::{Node, Topology};
+use rewake_skip::need;
 use softgpu_tests::criu::{Criu, Plugin, Version, queues_come_back, wait_for_the_end_of};
-use softgpu_tests::judge::Gate;
+use softgpu_tests::judge::{A_WHILE, Gate, LONG};
 use softgpu_tests::server::small;
-use softgpu_tests::{Judge, Server, isolated};
+use softgpu_tests::{Judge, REAL_GPUS, Server, isolated};
 
 /// A server with an answer under way, about to be dumped, and what dumps it.
 fn started(shape: &Shape, folder: &Path) -> (Server, Criu) {
@@ -178,13 +180,13 @@ fn many_small_buffers_and_zeros() {
 }
 
 /// Dumps it while it runs; gives what then stands still, of which nothing does that uses all of the machine's GPUs.
-fn dumped_running(gpus: usize) -> Vec<Gate> {
+fn dumped_running(gpus: usize, looked_at: Duration) -> Vec<Gate> {
     let folder = tempfile::tempdir().unwrap();
     let (server, criu) = started(&Shape { mode: Mode::MidDispatch, gpus, ..small() }, folder.path());
     let app = &server.app;
     app.answer_is(&[7, 8], 12).unwrap();
     criu.dump_running(server.pid).unwrap();
-    let still = Judge::find().map_or_else(Vec::new, |judge| judge.standing_still());
+    let still = Judge::find().map_or_else(Vec::new, |judge| judge.standing_still_for(looked_at));
     if still.is_empty() {
         app.goes_on(2).unwrap();
         app.answers(&[200], 3).unwrap();
@@ -197,17 +199,16 @@ fn dumped_running(gpus: usize) -> Vec<Gate> {
 fn a_dump_that_leaves_it_running() {
     isolated("a_dump_that_leaves_it_running", 1, |_| {
         let all = Topology::read().unwrap().gpus().count();
-        assert_eq!(dumped_running(all), []);
+        assert_eq!(dumped_running(all, LONG), []);
     });
 }
 
 #[test]
 fn a_dump_that_leaves_it_paused_with_fewer_gpus_than_there_are() {
     isolated("a_dump_that_leaves_it_paused_with_fewer_gpus_than_there_are", 2, |_| {
-        if Judge::find().is_some() {
-            let all = Topology::read().unwrap().gpus().count();
-            assert!(matches!(&dumped_running(all - 1)[..], [Gate { paused: true, .. }]));
-        }
+        need!(Judge::find(), REAL_GPUS);
+        let all = Topology::read().unwrap().gpus().count();
+        assert!(matches!(&dumped_running(all - 1, A_WHILE)[..], [Gate { paused: true, .. }]));
     });
 }
 
@@ -219,8 +220,8 @@ fn a_process_with_render_nodes_only_is_not_dumped_and_the_other_stays_paused() {
         let pid = server.pid;
         let error = criu.dump(pid).unwrap_err().to_string();
         assert!(error.contains("Failed to unpause process: Inappropriate ioctl for device"), "{error}");
-        let Some(judge) = Judge::find() else { return };
-        let still = judge.standing_still();
+        let judge = need!(Judge::find(), REAL_GPUS);
+        let still = judge.standing_still_for(A_WHILE);
         assert_eq!(still.iter().map(|gate| (gate.pid, gate.paused)).collect::<Vec<_>>(), [(pid, true)]);
     });
 }

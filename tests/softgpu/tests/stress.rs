@@ -11,12 +11,13 @@ use gpu_app::shape::{Mode, Shape};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use rewake_kfd::topology::{Node, Topology};
+use rewake_skip::need;
 use softgpu_tests::criu::{Criu, Version, wait_for_the_end_of};
 use softgpu_tests::dumped::{Behind, Dumped};
 use softgpu_tests::random::Random;
 use softgpu_tests::server::small;
 use softgpu_tests::toucher::BUFFERS;
-use softgpu_tests::{Machine, Streamer, Toucher, isolated};
+use softgpu_tests::{Machine, REAL_GPUS, Streamer, Toucher, isolated};
 
 /// Of both versions of CRIU together.
 const ROUNDS: u64 = 6;
@@ -62,7 +63,7 @@ fn orders(random: &mut Random) -> Vec<String> {
 #[test]
 fn whatever_it_does_before_its_memory_is_there() {
     isolated("whatever_it_does_before_its_memory_is_there", 1, |_| {
-        let Some(machine) = Machine::find() else { return };
+        let machine = need!(Machine::find(), REAL_GPUS);
         let mut random = Random(number("RESTORE_SEED").unwrap_or(SEED));
         let rounds = number("RESTORE_ROUNDS").unwrap_or(ROUNDS);
         assert!(random.0 != 0 && rounds > 1, "RESTORE_SEED is not 0, RESTORE_ROUNDS 2 at least");
@@ -90,7 +91,7 @@ const BUSY: [Mode; 3] = [Mode::CpuReads, Mode::Allocating, Mode::NoAccess];
 #[test]
 fn a_server_that_is_asked_before_its_memory_is_there() {
     isolated("a_server_that_is_asked_before_its_memory_is_there", 1, |_| {
-        let Some(machine) = Machine::find() else { return };
+        let machine = need!(Machine::find(), REAL_GPUS);
         let mut random = Random(number("RESTORE_SEED").unwrap_or(SEED));
         let rounds = number("RESTORE_ROUNDS").unwrap_or(ROUNDS);
         for (version, mode) in
@@ -100,7 +101,7 @@ fn a_server_that_is_asked_before_its_memory_is_there() {
                 continue;
             }
             let shape = Shape { mode, layer_kib: 2048, own_mib: 4, ..small() };
-            let Some(dumped) = Dumped::of(&shape, version) else { return };
+            let dumped = need!(Dumped::of(&shape, version));
             for round in 0..rounds.div_ceil(6) {
                 let (pace, behind) = (random.of(&PACES), random.of(&[Behind::Gpus, Behind::Both]));
                 eprintln!("round {round} of {version:?}, {mode:?}: {pace} MB/s, {behind:?}");

@@ -15,22 +15,23 @@ use rewake_kfd::abi::{
 };
 use rewake_kfd::packet::Sdma;
 use rewake_kfd::{Outcome, QueueSpec, SdmaQueue, svm};
+use rewake_skip::need;
 use rewake_uffd::{FillPort as _, Uffd};
 use softgpu_tests::isolated;
 
 const PAGE: u64 = 4096;
 
-/// One GPU, if its memory can be shared this way.
-fn shared_gpu() -> Option<Arc<Gpus>> {
+/// One GPU whose memory can be shared this way.
+fn shared_gpu() -> Result<Arc<Gpus>, &'static str> {
     let gpus = Gpus::open(1).unwrap();
     let able = gpus.device(0).node().has_svm();
-    able.then_some(gpus)
+    able.then_some(gpus).ok_or("this kernel shares no memory by attributes (SVM)")
 }
 
 /// The same, with retry faults on, on chips that have them.
-fn retrying_gpu() -> Option<Arc<Gpus>> {
+fn retrying_gpu() -> Result<Arc<Gpus>, &'static str> {
     let gpus = shared_gpu()?;
-    gpus.device(0).kfd().set_xnack(true).ok().map(|()| gpus)
+    gpus.device(0).kfd().set_xnack(true).map(|()| gpus).map_err(|_| "this chip has no retry faults")
 }
 
 fn copy(to: u64, from: u64) -> Step {
@@ -64,7 +65,7 @@ fn write_faults(gpus: &Arc<Gpus>, address: u64) {
 #[test]
 fn attributes_are_those_that_were_set() {
     isolated("attributes_are_those_that_were_set", 1, |_| {
-        let Some(gpus) = shared_gpu() else { return };
+        let gpus = need!(shared_gpu());
         let kfd = gpus.device(0).kfd();
         let memory = Mapping::anonymous(4 * PAGE).unwrap();
         let wanted = [
@@ -89,7 +90,7 @@ fn attributes_are_those_that_were_set() {
 #[test]
 fn what_is_unmapped_is_no_longer_reached_and_the_rest_is() {
     isolated("what_is_unmapped_is_no_longer_reached_and_the_rest_is", 1, |_| {
-        let Some(gpus) = shared_gpu() else { return };
+        let gpus = need!(shared_gpu());
         let mut lane = Lane::new(&gpus, 1, 1).unwrap();
         let (first, second) = neighbours();
         share(&gpus, first.address(), 4 * PAGE);
@@ -107,7 +108,7 @@ fn what_is_unmapped_is_no_longer_reached_and_the_rest_is() {
 #[test]
 fn access_is_taken_from_a_part() {
     isolated("access_is_taken_from_a_part", 1, |_| {
-        let Some(gpus) = shared_gpu() else { return };
+        let gpus = need!(shared_gpu());
         let mut lane = Lane::new(&gpus, 1, 1).unwrap();
         let memory = Mapping::anonymous(3 * PAGE).unwrap();
         share(&gpus, memory.address(), 3 * PAGE);
@@ -123,7 +124,7 @@ fn access_is_taken_from_a_part() {
 #[test]
 fn with_retry_faults_a_touch_is_enough() {
     isolated("with_retry_faults_a_touch_is_enough", 1, |_| {
-        let Some(gpus) = retrying_gpu() else { return };
+        let gpus = need!(retrying_gpu());
         assert!(gpus.device(0).kfd().xnack().unwrap());
         let mut lane = Lane::new(&gpus, 1, 1).unwrap();
         let memory = Mapping::anonymous(2 * PAGE).unwrap();
@@ -141,7 +142,7 @@ fn with_retry_faults_a_touch_is_enough() {
 #[test]
 fn a_retry_fault_never_waits_for_userfaultfd() {
     isolated("a_retry_fault_never_waits_for_userfaultfd", 1, |_| {
-        let Some(gpus) = retrying_gpu() else { return };
+        let gpus = need!(retrying_gpu());
         let memory = Mapping::anonymous(PAGE).unwrap();
         let uffd = Uffd::open(0).unwrap();
         uffd.register_missing(memory.address(), memory.len()).unwrap();

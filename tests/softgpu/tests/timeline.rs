@@ -7,12 +7,13 @@ use std::process::Command;
 
 use gpu_app::shape::{Mode, Shape};
 use rewake_criu_images::ImageDir;
+use rewake_skip::need;
 use serde_json::Value;
-use softgpu_tests::criu::{Criu, Plugin, Version, queues_come_back, wait_for_the_end_of};
+use softgpu_tests::criu::{Criu, Plugin, Version, queues, wait_for_the_end_of};
 use softgpu_tests::dumped::{ONE_RING, Restoring, soon};
 use softgpu_tests::server::small;
 use softgpu_tests::streamer::children;
-use softgpu_tests::{Held, Judge, Machine, Server, Streamer, isolated};
+use softgpu_tests::{Held, Judge, Machine, REAL_GPUS, Server, Streamer, isolated};
 
 /// Bytes that no CPU reaches.
 const UNREACHED: u64 = 12 << 20;
@@ -26,17 +27,15 @@ struct Dumped {
     _folder: tempfile::TempDir,
 }
 
-/// None where queues do not come back: other tests see that.
-fn dumped(shape: &Shape) -> Option<Dumped> {
-    if !queues_come_back() {
-        return None;
-    }
+/// The reason where queues do not come back: other tests see that.
+fn dumped(shape: &Shape) -> Result<Dumped, &'static str> {
+    queues()?;
     let folder = tempfile::tempdir().unwrap();
     let mut server = Server::start(shape, folder.path());
     let criu = Criu::with(Plugin::Ours, Version::V4_2, &folder.path().join("images")).unwrap();
     criu.dump(server.pid).unwrap();
     server.was_dumped(&criu);
-    Some(Dumped { server, criu, _folder: folder })
+    Ok(Dumped { server, criu, _folder: folder })
 }
 
 fn unreached() -> Shape {
@@ -86,8 +85,8 @@ fn sum(of: &Value, name: &str) -> u64 {
 #[test]
 fn who_asks_while_it_loads_is_told_and_what_there_was_to_see_is_left() {
     isolated("who_asks_while_it_loads_is_told_and_what_there_was_to_see_is_left", 1, |_| {
-        let Some(_machine) = Machine::with(&ONE_RING) else { return };
-        let Some(dumped) = dumped(&unreached()) else { return };
+        let _machine = need!(Machine::with(&ONE_RING), REAL_GPUS);
+        let dumped = need!(dumped(&unreached()));
         let mut streamer = Streamer::start(dumped.criu.images()).unwrap();
         let (said, _) = dumped.status(&[]);
         assert_eq!(said, "waiting for criu\n");
@@ -149,8 +148,8 @@ fn is_whole(timeline: &Value, bytes: u64) {
 #[test]
 fn one_command_shows_it_all() {
     isolated("one_command_shows_it_all", 2, |_| {
-        let Some(_machine) = Machine::with(&ONE_RING) else { return };
-        let Some(dumped) = dumped(&Shape { gpus: 2, processes: 2, layers: 6, ..unreached() }) else { return };
+        let _machine = need!(Machine::with(&ONE_RING), REAL_GPUS);
+        let dumped = need!(dumped(&Shape { gpus: 2, processes: 2, layers: 6, ..unreached() }));
         let held = Held::streamers();
         let mut restoring = Restoring::with(&dumped.criu, &["--", "-d", "-v4"]);
         restoring.says("0 of 2 gates open");
@@ -189,7 +188,7 @@ fn one_command_shows_it_all() {
 #[test]
 fn buffers_that_become_the_device_are_in_it() {
     isolated("buffers_that_become_the_device_are_in_it", 1, |_| {
-        let Some(dumped) = dumped(&small()) else { return };
+        let dumped = need!(dumped(&small()));
         let mut streamer = Streamer::start(dumped.criu.images()).unwrap();
         dumped.criu.restore().unwrap();
         assert!(streamer.end().unwrap().success(), "{}", streamer.said());
@@ -206,8 +205,8 @@ fn buffers_that_become_the_device_are_in_it() {
 #[test]
 fn a_load_that_fails_says_why_in_what_it_leaves() {
     isolated("a_load_that_fails_says_why_in_what_it_leaves", 1, |_| {
-        let Some(_machine) = Machine::with(&ONE_RING) else { return };
-        let Some(dumped) = dumped(&unreached()) else { return };
+        let _machine = need!(Machine::with(&ONE_RING), REAL_GPUS);
+        let dumped = need!(dumped(&unreached()));
         let (mut streamer, held) = (Streamer::start(dumped.criu.images()).unwrap(), Held::streamers());
         dumped.criu.restore().unwrap();
         for file in pages(dumped.criu.images()) {

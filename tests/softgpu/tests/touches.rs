@@ -12,12 +12,13 @@ use nix::unistd::Pid;
 use rewake_criu_images::ImageDir;
 use rewake_criu_images::rewake::SHARED_NAME;
 use rewake_kfd::topology::{Node, Topology};
+use rewake_skip::{need, skip};
 use softgpu_tests::criu::{Criu, Version, wait_for_the_end_of};
 use softgpu_tests::dumped::{self, ONE_RING, is_paused, soon, waits_for_memory};
 use softgpu_tests::server::small;
 use softgpu_tests::streamer::children;
 use softgpu_tests::toucher::{Large, pattern};
-use softgpu_tests::{Held, Machine, Streamer, Toucher, isolated};
+use softgpu_tests::{Held, Machine, REAL_GPUS, Streamer, Toucher, isolated};
 
 const TWO: Large = Large { count: 2, mib: 64, full: false };
 /// Copies and fills of one of [`TWO`], by chunks of 2 MiB, those that are under way when it is touched, and some more.
@@ -43,18 +44,22 @@ struct Dumped {
     _machine: Machine,
 }
 
-/// None where GPUs are real: nothing holds their copies.
-fn dumped(version: Version) -> Option<Dumped> {
+/// The reason where GPUs are real: nothing holds their copies.
+fn dumped(version: Version) -> Result<Dumped, &'static str> {
     dumped_on(&ONE_RING, None, version)
 }
 
 /// One that was asked for something before.
-fn dumped_after(order: &str) -> Option<Dumped> {
+fn dumped_after(order: &str) -> Result<Dumped, &'static str> {
     dumped_on_after(&ONE_RING, None, Version::V4_2, Some(order))
 }
 
 /// With large buffers, if that is told.
-fn dumped_on(machine: &[(&str, &str)], large: Option<Large>, version: Version) -> Option<Dumped> {
+fn dumped_on(
+    machine: &[(&str, &str)],
+    large: Option<Large>,
+    version: Version,
+) -> Result<Dumped, &'static str> {
     dumped_on_after(machine, large, version, None)
 }
 
@@ -63,15 +68,15 @@ fn dumped_on_after(
     large: Option<Large>,
     version: Version,
     order: Option<&str>,
-) -> Option<Dumped> {
-    let found = Machine::find()?;
+) -> Result<Dumped, &'static str> {
+    let found = Machine::find().ok_or(REAL_GPUS)?;
     found.becomes(machine);
     let folder = tempfile::tempdir().unwrap();
     let mut toucher = Toucher::start(env!("CARGO_BIN_EXE_toucher"), folder.path(), large).unwrap();
     order.into_iter().for_each(|order| toucher.asked(order).unwrap());
     let criu = toucher.dump(version).unwrap();
     fs::write(folder.path().join("in"), GIVEN).unwrap();
-    Some(Dumped { toucher, criu, folder, _machine: found })
+    Ok(Dumped { toucher, criu, folder, _machine: found })
 }
 
 impl Dumped {
@@ -159,7 +164,7 @@ fn there(said: &str) -> Vec<usize> {
 #[test]
 fn what_was_touched_in_a_recorded_restore_comes_first_in_later_ones() {
     isolated("what_was_touched_in_a_recorded_restore_comes_first_in_later_ones", 1, |_| {
-        let Some(dumped) = dumped_on(&ONE_RING, Some(FOUR), Version::V4_2) else { return };
+        let dumped = need!(dumped_on(&ONE_RING, Some(FOUR), Version::V4_2));
         let (before, _) = dumped.comes_back_untouched();
         assert_eq!(before.len(), FOUR.count, "{before:?}");
         assert!(before.is_sorted(), "as in the file: {before:?}");
@@ -191,7 +196,7 @@ fn what_was_touched_in_a_recorded_restore_comes_first_in_later_ones() {
 #[test]
 fn by_its_own_code() {
     isolated("by_its_own_code", 1, |_| {
-        let Some(dumped) = dumped(Version::V4_2) else { return };
+        let dumped = need!(dumped(Version::V4_2));
         dumped.obeys(&["check 0"], SWAPPED);
     });
 }
@@ -199,7 +204,7 @@ fn by_its_own_code() {
 #[test]
 fn what_is_touched_comes_before_the_rest() {
     isolated("what_is_touched_comes_before_the_rest", 1, |_| {
-        let Some(dumped) = dumped_on(&ONE_RING, Some(TWO), Version::V4_2) else { return };
+        let dumped = need!(dumped_on(&ONE_RING, Some(TWO), Version::V4_2));
         let (mut streamer, held) = dumped.comes_back();
         dumped.waits(&streamer, "tail 1");
         // Without having been touched it would be the last.
@@ -215,7 +220,7 @@ fn what_is_touched_comes_before_the_rest() {
 #[test]
 fn by_the_kernel_on_behalf_of_its_only_thread() {
     isolated("by_the_kernel_on_behalf_of_its_only_thread", 1, |_| {
-        let Some(dumped) = dumped(Version::V4_2) else { return };
+        let dumped = need!(dumped(Version::V4_2));
         // It reads, from a buffer; it writes, and the device has that afterwards.
         dumped.obeys(&["write 1", "read 0"], COPIED);
         assert_eq!(fs::read(dumped.folder.path().join("out")).unwrap(), pattern(1));
@@ -227,7 +232,7 @@ fn by_the_kernel_on_behalf_of_its_only_thread() {
 #[test]
 fn in_mappings_that_are_changed_meanwhile() {
     isolated("in_mappings_that_are_changed_meanwhile", 1, |_| {
-        let Some(dumped) = dumped(Version::V4_2) else { return };
+        let dumped = need!(dumped(Version::V4_2));
         dumped.obeys(&["move 1", "halve 0", "protect 1", "fork 0"], SWAPPED);
     });
 }
@@ -235,7 +240,7 @@ fn in_mappings_that_are_changed_meanwhile() {
 #[test]
 fn no_access_is_given_to_what_is_not_there() {
     isolated("no_access_is_given_to_what_is_not_there", 1, |_| {
-        let Some(dumped) = dumped_after("hide 0") else { return };
+        let dumped = need!(dumped_after("hide 0"));
         let (mut streamer, held) = dumped.comes_back_by(Streamer::start);
         let refused = format!("{:#}", dumped.toucher.asked("protect 0").unwrap_err());
         assert!(refused.contains("Resource temporarily unavailable"), "{refused}\n{}", streamer.said());
@@ -253,7 +258,7 @@ fn no_access_is_given_to_what_is_not_there() {
 #[test]
 fn a_mapping_whose_buffer_had_been_freed_is_there_to_be_unmapped() {
     isolated("a_mapping_whose_buffer_had_been_freed_is_there_to_be_unmapped", 1, |_| {
-        let Some(dumped) = dumped_after("free 1") else { return };
+        let dumped = need!(dumped_after("free 1"));
         let looks = || {
             assert!(
                 dumped
@@ -280,7 +285,7 @@ fn a_mapping_whose_buffer_had_been_freed_is_there_to_be_unmapped() {
 #[test]
 fn a_mapping_that_lost_its_buffer_after_the_dump_is_no_freed_one() {
     isolated("a_mapping_that_lost_its_buffer_after_the_dump_is_no_freed_one", 1, |_| {
-        let Some(dumped) = dumped_after("free 1") else { return };
+        let dumped = need!(dumped_after("free 1"));
         let path = dumped.criu.images().join(SHARED_NAME);
         let mut shared = ImageDir::open(dumped.criu.images()).unwrap().shared().unwrap().unwrap();
         let told: Vec<usize> = shared.bare.iter().map(|of| of.mappings.len()).collect();
@@ -302,7 +307,7 @@ fn a_mapping_that_lost_its_buffer_after_the_dump_is_no_freed_one() {
 #[test]
 fn a_program_that_executes_another_or_ends_meanwhile_is_gone() {
     isolated("a_program_that_executes_another_or_ends_meanwhile_is_gone", 1, |_| {
-        let Some(dumped) = dumped(Version::V4_2) else { return };
+        let dumped = need!(dumped(Version::V4_2));
         let (mut streamer, held) = dumped.comes_back();
         dumped.toucher.asked("execute 0").unwrap();
         drop(held);
@@ -319,7 +324,7 @@ fn a_program_that_executes_another_or_ends_meanwhile_is_gone() {
 #[test]
 fn a_program_that_bequeaths_what_is_not_there_is_killed_with_its_children() {
     isolated("a_program_that_bequeaths_what_is_not_there_is_killed_with_its_children", 1, |_| {
-        let Some(dumped) = dumped(Version::V4_2) else { return };
+        let dumped = need!(dumped(Version::V4_2));
         let (mut streamer, held) = dumped.comes_back();
         dumped.toucher.ask("bequeath 1").unwrap();
         let noticed = soon(|| streamer.said().contains("has forked with device memory"));
@@ -338,7 +343,7 @@ fn a_program_that_bequeaths_what_is_not_there_is_killed_with_its_children() {
 #[test]
 fn killed_while_it_waits() {
     isolated("killed_while_it_waits", 1, |_| {
-        let Some(dumped) = dumped(Version::V4_2) else { return };
+        let dumped = need!(dumped(Version::V4_2));
         let (mut streamer, held) = dumped.comes_back();
         dumped.waits(&streamer, "check 1");
         dumped.ends();
@@ -350,7 +355,7 @@ fn killed_while_it_waits() {
 #[test]
 fn killed_at_any_moment_a_streamer_leaves_nothing_wrong_to_read() {
     isolated("killed_at_any_moment_a_streamer_leaves_nothing_wrong_to_read", 1, |_| {
-        let Some(dumped) = dumped_on(&SLOW, None, Version::V4_2) else { return };
+        let dumped = need!(dumped_on(&SLOW, None, Version::V4_2));
         let moments = 6;
         for moment in 0..moments {
             let (mut streamer, held) = dumped.comes_back();
@@ -386,7 +391,7 @@ fn killed_at_any_moment_a_streamer_leaves_nothing_wrong_to_read() {
 #[test]
 fn with_criu_4_1() {
     isolated("with_criu_4_1", 1, |_| {
-        let Some(dumped) = dumped(Version::V4_1) else { return };
+        let dumped = need!(dumped(Version::V4_1));
         dumped.obeys(&["check 1", "read 0"], SWAPPED);
     });
 }
@@ -394,12 +399,12 @@ fn with_criu_4_1() {
 #[test]
 fn a_server_that_reads_its_weights_by_cpu_and_gpu() {
     isolated("a_server_that_reads_its_weights_by_cpu_and_gpu", 1, |_| {
-        let Some(_machine) = Machine::with(&ONE_RING) else { return };
+        let _machine = need!(Machine::with(&ONE_RING), REAL_GPUS);
         if !Topology::read().unwrap().gpus().all(Node::has_large_bar) {
-            return;
+            skip!("CPUs do not reach all memory of these GPUs");
         }
         let shape = Shape { mode: Mode::CpuReads, layer_kib: 4096, ..small() };
-        let Some(dumped) = dumped::Dumped::of(&shape, Version::V4_2) else { return };
+        let dumped = need!(dumped::Dumped::of(&shape, Version::V4_2));
         let (mut streamer, held) = dumped.comes_back_paused();
         assert!(soon(|| waits_for_memory(dumped.server.pid)), "it touches nothing: {}", streamer.said());
         drop(held);

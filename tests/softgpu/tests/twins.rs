@@ -5,20 +5,19 @@ use std::fs;
 use std::path::Path;
 
 use rewake_contents::TWINS;
-use softgpu_tests::criu::{Criu, Plugin, Version, queues_come_back, wait_for_the_end_of};
+use rewake_skip::need;
+use softgpu_tests::criu::{Criu, Plugin, Version, queues, wait_for_the_end_of};
 use softgpu_tests::pair::BYTES;
 use softgpu_tests::{Pair, Streamer, isolated};
 
 /// It, dumped, with the same bytes on both GPUs.
-fn dumped(folder: &Path) -> Option<(Pair, Criu)> {
-    if !queues_come_back() {
-        return None;
-    }
+fn dumped(folder: &Path) -> Result<(Pair, Criu), &'static str> {
+    queues()?;
     let mut pair = Pair::start_same(env!("CARGO_BIN_EXE_pair"), folder).unwrap();
     let criu = Criu::with(Plugin::Ours, Version::V4_2, &folder.join("images")).unwrap();
     criu.dump_by_rewake(pair.pid()).unwrap();
     pair.was_dumped().unwrap();
-    Some((pair, criu))
+    Ok((pair, criu))
 }
 
 /// Restores it, and looks at every byte; what the streamer said.
@@ -36,7 +35,7 @@ fn comes_back(pair: &Pair, criu: &Criu) -> String {
 fn what_two_gpus_have_the_same_is_read_once() {
     isolated("what_two_gpus_have_the_same_is_read_once", 2, |_| {
         let folder = tempfile::tempdir().unwrap();
-        let Some((pair, criu)) = dumped(folder.path()) else { return };
+        let (pair, criu) = need!(dumped(folder.path()));
         let said = comes_back(&pair, &criu);
         let spared = format!("{} of the bytes read for other buffers", BYTES[0]);
         assert!(said.contains(&spared), "{said}");
@@ -48,7 +47,7 @@ fn what_two_gpus_have_the_same_is_read_once() {
 fn what_was_found_in_another_dump_is_not_believed() {
     isolated("what_was_found_in_another_dump_is_not_believed", 2, |_| {
         let folder = tempfile::tempdir().unwrap();
-        let Some((pair, criu)) = dumped(folder.path()) else { return };
+        let (pair, criu) = need!(dumped(folder.path()));
         let twins = criu.images().join(TWINS);
         let text = fs::read_to_string(&twins).unwrap();
         comes_back(&pair, &criu);

@@ -8,10 +8,11 @@ use std::time::Duration;
 
 use gpu_app::shape::Shape;
 use rewake_kfd::held::{self, NotHeld};
-use softgpu_tests::criu::{Criu, Version, queues_come_back};
+use rewake_skip::need;
+use softgpu_tests::criu::{Criu, Version, queues};
 use softgpu_tests::dumped::{Dumped, ONE_RING, Restoring, is_paused, soon, unreached};
 use softgpu_tests::streamer::told;
-use softgpu_tests::{Held, Judge, Machine, Pair, Streamer, Toucher, isolated};
+use softgpu_tests::{Held, Judge, Machine, Pair, REAL_GPUS, Streamer, Toucher, isolated};
 
 /// What the streamer says of it.
 const SAID: &str =
@@ -19,27 +20,25 @@ const SAID: &str =
 /// Long enough for a gate to be opened that must not be.
 const A_WHILE: Duration = Duration::from_millis(500);
 
-/// Whether it is such a machine; it must be one that was asked to be.
-fn is_unheld() -> bool {
+/// The reason where it is no such machine; it must be one that was asked to be.
+fn unheld() -> Result<(), &'static str> {
     let line = fs::read_to_string("/proc/cmdline").unwrap();
     let mut modules = line.split_whitespace().filter_map(|word| word.strip_prefix("lsm="));
     let asked = modules.any(|modules| modules.split(',').all(|module| module != "bpf"));
     match held::attach() {
         Ok(_) => assert!(!asked, "calls are held without bpf: {line}"),
-        Err(NotHeld::Kernel(_)) => return true,
+        Err(NotHeld::Kernel(_)) => return Ok(()),
         Err(other) => panic!("{other}"),
     }
-    eprintln!(
-        "SKIPPED: this kernel holds calls; `cargo xtask vm --kernel-args lsm=yama` boots one that does not"
-    );
-    false
+    Err("this kernel holds calls; `cargo xtask vm --kernel-args lsm=yama` boots one that does not")
 }
 
 /// Such a machine, with one copy ring.
-fn machine() -> Option<Machine> {
-    let machine = Machine::find().filter(|_| is_unheld())?;
+fn machine() -> Result<Machine, &'static str> {
+    let machine = Machine::find().ok_or(REAL_GPUS)?;
+    unheld()?;
     machine.becomes(&ONE_RING);
-    Some(machine)
+    Ok(machine)
 }
 
 /// Restored, with copies held.
@@ -52,8 +51,8 @@ fn comes_back(criu: &Criu) -> (Streamer, Held) {
 #[test]
 fn all_memory_of_cpus_comes_first_and_that_of_gpus_behind() {
     isolated("all_memory_of_cpus_comes_first_and_that_of_gpus_behind", 1, |_| {
-        let Some(_machine) = machine() else { return };
-        let Some(dumped) = Dumped::of(&unreached(), Version::V4_2) else { return };
+        let _machine = need!(machine());
+        let dumped = need!(Dumped::of(&unreached(), Version::V4_2));
         let (mut both, held) = comes_back(&dumped.criu);
         // It answers before it says so.
         assert!(soon(|| both.said().contains("loading memory of GPUs behind")), "{}", both.said());
@@ -73,9 +72,7 @@ fn all_memory_of_cpus_comes_first_and_that_of_gpus_behind() {
 #[test]
 fn what_is_registered_meanwhile_is_there() {
     isolated("what_is_registered_meanwhile_is_there", 1, |_| {
-        if !is_unheld() {
-            return;
-        }
+        need!(unheld());
         for version in [Version::V4_2, Version::V4_1] {
             let (folder, program) = (tempfile::tempdir().unwrap(), env!("CARGO_BIN_EXE_toucher"));
             let (toucher, criu) = Toucher::about_to_register(program, folder.path(), version).unwrap();
@@ -91,8 +88,8 @@ fn what_is_registered_meanwhile_is_there() {
 #[test]
 fn by_one_command_memory_of_cpus_is_not_lazy() {
     isolated("by_one_command_memory_of_cpus_is_not_lazy", 1, |_| {
-        let Some(_machine) = machine() else { return };
-        let Some(dumped) = Dumped::of(&unreached(), Version::V4_2) else { return };
+        let _machine = need!(machine());
+        let dumped = need!(Dumped::of(&unreached(), Version::V4_2));
         let held = Held::streamers();
         let mut restoring = Restoring::with(&dumped.criu, &["--", "-d", "-v4"]);
         restoring.says("process is alive");
@@ -108,9 +105,9 @@ fn by_one_command_memory_of_cpus_is_not_lazy() {
 #[test]
 fn processes_go_on_together() {
     isolated("processes_go_on_together", 1, |_| {
-        let Some(_machine) = machine() else { return };
-        let Some(judge) = Judge::find() else { return };
-        let Some(dumped) = Dumped::of(&Shape { processes: 2, ..unreached() }, Version::V4_2) else { return };
+        let _machine = need!(machine());
+        let judge = need!(Judge::find(), REAL_GPUS);
+        let dumped = need!(Dumped::of(&Shape { processes: 2, ..unreached() }, Version::V4_2));
         let (mut both, held) = comes_back(&dumped.criu);
         held.lets_go_until_one_is_whole(&dumped.criu, &both);
         thread::sleep(A_WHILE);
@@ -126,7 +123,8 @@ fn processes_go_on_together() {
 fn gpus_of_a_process_go_on_together() {
     isolated("gpus_of_a_process_go_on_together", 2, |_| {
         let folder = tempfile::tempdir().unwrap();
-        let Some(_machine) = machine().filter(|_| queues_come_back()) else { return };
+        let _machine = need!(machine());
+        need!(queues());
         let (pair, criu) = Pair::dumped(env!("CARGO_BIN_EXE_pair"), folder.path()).unwrap();
         let (mut both, held) = comes_back(&criu);
         let before = pair.counts().unwrap();

@@ -5,4 +5,5 @@ pub(crate) mod bench;
 pub(crate) mod codegen;
 pub(crate) mod demo;
 pub(crate) mod plugin;
+pub(crate) mod stress;
 pub(crate) mod test;

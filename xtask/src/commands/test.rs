@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! `cargo xtask test`: every check of this repository, on two versions of CRIU. Goes on after a failure, so that
-//! one run tells all, and fails at the end.
+//! `cargo xtask test`: every check of this repository, on two versions of CRIU. A failure stops no later step, so
+//! that one run finds all, and the run fails at the end. `--quick` is the part that needs no set-up.
 
 use std::process::Command;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, anyhow, bail, ensure};
 
+use crate::expected::{self, Expected, HOST};
+use crate::record::Record;
 use crate::setup::{self, Criu};
 use crate::{program, repository, tidy, vm};
 
@@ -16,43 +18,112 @@ const OPEN_FILES: u64 = 16_384;
 /// The package with what makes containers, for end to end tests.
 const RUNC: &str = "runc";
 
+/// Programs that took less are not in the list of times.
+const SHOWN: Duration = Duration::from_secs(1);
+
+/// What `--quick` says at its end.
+const LEFT_OUT: &str = "\nleft out by --quick: the crates' own tests/ folders and documentation, every test with CRIU \
+    (tests/tests), containers, and the virtual machines with the software GPU; `cargo xtask test` runs them";
+
 /// Runs all; with a filter only the tests whose names contain it, and no style checks.
 pub(crate) fn run(filter: Option<&str>) -> anyhow::Result<()> {
     let criu = setup::run()?;
     let other = setup::run_other_than(&criu);
     raise_open_files()?;
     describe_machine(&criu, other.as_ref().ok())?;
-    let environment = environment(&criu, other.as_ref().ok())?;
+    let mut environment = environment(&criu, other.as_ref().ok())?;
     let mut report = Report::default();
+    report.step("the kernel's headers", || {
+        // What the generated code is compared with.
+        let headers = vm::headers()?.to_str().context("the path of the headers is not UTF-8")?.to_owned();
+        environment.push(("REWAKE_UAPI", headers));
+        Ok(())
+    });
     report.step("set-up of a second CRIU", || other.as_ref().map(drop).map_err(|error| anyhow!("{error:#}")));
     report.step("set-up of runc", || setup::install(&[RUNC]));
     if filter.is_none() {
-        report.step("tidy", tidy::check);
-        report.step("cargo fmt", || cargo(&["fmt", "--all", "--check"], &[]));
-        report.step("cargo clippy", || {
-            cargo(&["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"], &[])
-        });
+        style(&mut report);
     }
     let name = filter;
     let filter: Vec<&str> = filter.into_iter().collect();
+    let mut host = Record::default();
     let built = report.step("release build", || {
         cargo(&["build", "--release", "--package", "rewake", "--package", "rewake-tests", "--bins"], &[])
     });
     report.step("tests of every crate", || {
-        cargo(&[&["test", "--workspace", "--exclude", "rewake-tests"], &filter[..]].concat(), &environment)
+        // The software GPU's tests have machines of their own.
+        let arguments = [
+            "test",
+            "--no-fail-fast",
+            "--workspace",
+            "--exclude",
+            "rewake-tests",
+            "--exclude",
+            "softgpu-tests",
+        ];
+        tests(&[&arguments, &filter[..]].concat(), &environment, &mut host)
     });
     report.step("end to end tests", || {
         ensure!(built, "not run: the release build failed");
-        let arguments =
-            [&["test", "--release", "--package", "rewake-tests"], &filter[..], &["--", "--test-threads=2"]];
-        cargo(&arguments.concat(), &environment)
+        let arguments = ["test", "--no-fail-fast", "--release", "--package", "rewake-tests"];
+        let arguments = [&arguments, &filter[..], &["--", "--test-threads=2"]];
+        tests(&arguments.concat(), &environment, &mut host)
     });
-    report.step("tests in the virtual machine", || vm::test(name));
+    let whole = name.is_none() && report.is_fine();
+    report.step("tests that did not run here", || as_expected(&host, whole));
+    report.step("tests in virtual machines", || {
+        vm::test(&vm::Wanted { filter: name, ..vm::Wanted::default() })
+    });
     report.end()
 }
 
+/// What needs no CRIU, no virtual machine and no root: style, and the tests inside crates.
+pub(crate) fn quick() -> anyhow::Result<()> {
+    let mut report = Report::default();
+    style(&mut report);
+    let mut host = Record::default();
+    report.step("unit tests of every crate", || {
+        let arguments =
+            ["test", "--no-fail-fast", "--workspace", "--exclude", "rewake-tests", "--lib", "--bins"];
+        tests(&arguments, &[], &mut host)
+    });
+    report.step("tests that did not run here", || as_expected(&host, false));
+    println!("{LEFT_OUT}");
+    report.end()
+}
+
+fn style(report: &mut Report) {
+    report.step("tidy", tidy::check);
+    report.step("cargo fmt", || cargo(&["fmt", "--all", "--check"], &[]));
+    report.step("cargo clippy", || {
+        cargo(&["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"], &[])
+    });
+}
+
+/// Runs cargo's tests, and notes what ran.
+fn tests(arguments: &[&str], environment: &[(&str, String)], record: &mut Record) -> anyhow::Result<()> {
+    let mut command = repository::cargo();
+    command.args(arguments).envs(environment.iter().map(|(name, value)| (name, value)));
+    let ended = record.of(&mut command, "")?;
+    ensure!(ended.status.success(), "`cargo {}` failed: {}", arguments.join(" "), ended.status);
+    Ok(())
+}
+
+/// Prints how long programs took and which tests did not run; an error where the list says otherwise.
+fn as_expected(record: &Record, whole: bool) -> anyhow::Result<()> {
+    let mut programs: Vec<_> = record.programs.iter().collect();
+    programs.sort_by_key(|program| std::cmp::Reverse(program.time));
+    for program in programs.iter().take_while(|program| program.time >= SHOWN) {
+        println!("{:>7.1} s  {}", program.time.as_secs_f64(), program.name);
+    }
+    expected::print(HOST, record);
+    let against = Expected::read()?.against(HOST, record, whole);
+    ensure!(against.is_empty(), "{}", against.join("; "));
+    Ok(())
+}
+
 /// What the tests read: the CRIUs to drive and the daemon to try.
-fn environment(criu: &Criu, other: Option<&Criu>) -> anyhow::Result<Vec<(&'static str, String)>> {
+pub(super) fn environment(criu: &Criu, other: Option<&Criu>) -> anyhow::Result<Vec<(&'static str, String)>> {
     let text = |path: &std::path::Path| {
         path.to_str().map(str::to_owned).with_context(|| format!("{} is not UTF-8", path.display()))
     };
@@ -127,6 +198,11 @@ impl Report {
         let succeeded = failure.is_none();
         self.steps.push((name, start.elapsed(), failure));
         succeeded
+    }
+
+    /// Whether no step has failed so far.
+    fn is_fine(&self) -> bool {
+        self.steps.iter().all(|(_, _, failure)| failure.is_none())
     }
 
     /// Prints the summary; an error if any step failed.

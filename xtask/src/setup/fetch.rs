@@ -147,8 +147,10 @@ fn download(partial: &Path, source: &str) -> anyhow::Result<Vec<PathBuf>> {
         }
         command
     };
-    program::capture(apt_get().arg("update"))?;
-    program::capture(apt_get().args(["install", "--no-install-recommends", "--download-only", "criu"]))?;
+    let shown = |failed: program::Failed| failed.shown("setup: apt-get");
+    program::step(apt_get().arg("update")).map_err(shown)?;
+    let install = ["install", "--no-install-recommends", "--download-only", "criu"];
+    program::step(apt_get().args(install)).map_err(shown)?;
     let mut packages = Vec::new();
     for file in fs::read_dir(&archives).with_context(|| format!("list {}", archives.display()))? {
         let path = file.with_context(|| format!("list {}", archives.display()))?.path();

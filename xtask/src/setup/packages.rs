@@ -2,6 +2,8 @@
 //! The system's own packages.
 
 use std::process::{Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail};
 
@@ -15,6 +17,10 @@ const PACKAGES: [&str; 4] = [
     "fio",                    // the disk's own speed, beside which the bench puts its figures
     "debian-archive-keyring", // signatures of the suites that CRIU comes from
 ];
+
+/// How long another apt or dpkg may be at work, and time between looks.
+const PATIENCE: Duration = Duration::from_secs(600);
+const BETWEEN: Duration = Duration::from_secs(2);
 
 /// Installs what is missing of the packages that everything needs, and of these; touches nothing when nothing is.
 pub(super) fn install(more: &[&'static str]) -> anyhow::Result<()> {
@@ -43,12 +49,20 @@ pub(super) fn install(more: &[&'static str]) -> anyhow::Result<()> {
     }
     let list = missing.join(" ");
     say(&format!("installing {list}"));
-    program::capture(apt_get().arg("update")).context("refresh the package lists of this machine")?;
-    let install = ["install", "--yes", "--no-install-recommends"];
-    program::capture(apt_get().args(install).args(missing)).with_context(|| {
+    alone(|| {
+        let mut update = apt_get();
+        update.arg("update");
+        update
+    })
+    .context("refresh the package lists of this machine")?;
+    alone(|| {
+        let mut install = apt_get();
+        install.args(["install", "--yes", "--no-install-recommends"]).args(&missing);
+        install
+    })
+    .with_context(|| {
         format!("install the Debian packages {list}; install them by hand if this machine must not")
-    })?;
-    Ok(())
+    })
 }
 
 fn is_installed(package: &str) -> anyhow::Result<bool> {
@@ -59,10 +73,73 @@ fn is_installed(package: &str) -> anyhow::Result<bool> {
     Ok(output.status.success() && output.stdout == b"installed")
 }
 
-/// Waits for another apt instead of failing beside it, and never asks.
+/// Runs a step of apt-get again until no other apt or dpkg is at work. apt waits by itself for dpkg's lock, without a
+/// word; for that of the package lists it does not wait at all.
+fn alone(step: impl Fn() -> Command) -> anyhow::Result<()> {
+    let start = Instant::now();
+    let mut waits = false;
+    loop {
+        let Err(failed) = program::step(&mut step()) else { return Ok(()) };
+        if !is_locked(&failed) || start.elapsed() >= PATIENCE {
+            return Err(failed.shown("setup: apt-get"));
+        }
+        if !waits {
+            say(&format!("another apt or dpkg is at work: waiting for it, {} s at most", PATIENCE.as_secs()));
+            waits = true;
+        }
+        thread::sleep(BETWEEN);
+    }
+}
+
+/// Whether apt says that another program has its locks.
+fn is_locked(failed: &program::Failed) -> bool {
+    let words = ["Could not get lock", "Unable to lock", "Unable to acquire the dpkg frontend lock"];
+    words.iter().any(|words| failed.says(words))
+}
+
+/// Says at once that a lock is held, and never asks.
 fn apt_get() -> Command {
     let mut command = Command::new("apt-get");
-    command.args(["--quiet", "-o", "DPkg::Lock::Timeout=300"]);
+    command.args(["--quiet", "-o", "DPkg::Lock::Timeout=0"]);
     command.env("DEBIAN_FRONTEND", "noninteractive").env("LC_ALL", "C");
     command
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A step that finds a lock until the file has so many bytes.
+    fn locked_until(path: &std::path::Path, tries: u32) -> impl Fn() -> Command {
+        let script = format!(
+            "printf x >> \"$0\"; [ $(wc -c < \"$0\") -ge {tries} ] || {{ echo 'E: Could not get lock /l' >&2; exit 100; }}"
+        );
+        let path = path.to_owned();
+        move || {
+            let mut command = Command::new("sh");
+            command.args(["-c", &script]).arg(&path);
+            command
+        }
+    }
+
+    #[test]
+    fn another_apt_at_work_is_waited_for() {
+        let path = std::env::temp_dir().join(format!("rewake-apt-lock-{}", std::process::id()));
+        alone(locked_until(&path, 3)).unwrap();
+        let tries = std::fs::read(&path).unwrap().len();
+        std::fs::remove_file(&path).unwrap();
+        assert_eq!(tries, 3);
+    }
+
+    #[test]
+    fn another_failure_is_one_at_once() {
+        let step = || {
+            let mut command = Command::new("sh");
+            command.args(["-c", "echo 'E: Unable to locate package x' >&2; exit 100"]);
+            command
+        };
+        let start = Instant::now();
+        assert!(alone(step).unwrap_err().to_string().contains("Unable to locate package x"));
+        assert!(start.elapsed() < BETWEEN);
+    }
 }

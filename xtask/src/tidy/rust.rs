@@ -12,6 +12,8 @@ const WHOLE_FILE_LINES: usize = 900;
 const FUNCTION_LINES: usize = 70;
 /// What a library must not do with its host's terminal.
 const PRINTING: [&str; 5] = ["println!", "eprintln!", "print!", "eprint!", "dbg!"];
+/// Where tests are that depend on the machine.
+const MACHINE_TESTS: [&str; 3] = ["tests/tests/", "tests/softgpu/tests/", "bench/tests/"];
 
 pub(super) fn check(document: &Document) -> Vec<Finding> {
     let code = code_only(&document.text);
@@ -29,6 +31,7 @@ pub(super) fn check(document: &Document) -> Vec<Finding> {
     }
     findings.extend(file.unsafety());
     findings.extend(file.printing());
+    findings.extend(file.silent_skips());
     findings
 }
 
@@ -163,6 +166,18 @@ impl File<'_> {
             }
         }
         findings
+    }
+
+    /// Tests that need a machine, and end without a word where it lacks something.
+    fn silent_skips(&self) -> Vec<Finding> {
+        let path = &self.document.path;
+        if !MACHINE_TESTS.iter().any(|folder| path.starts_with(folder)) {
+            return Vec::new();
+        }
+        let silent = |(_, code): &(usize, &&str)| code.trim_end().ends_with("else { return };");
+        let advice = "say that the test does not run, and why: `need!` or `skip!` of rewake_skip";
+        let found = self.code.iter().enumerate().filter(silent);
+        found.map(|(line, _)| self.document.finding(line, "silent-skip", advice.to_owned())).collect()
     }
 }
 
@@ -331,6 +346,14 @@ mod tests {
         for text in texts {
             assert_eq!(found(text), [""; 0], "{text}");
         }
+    }
+
+    #[test]
+    fn a_test_that_ends_without_a_word_is_found() {
+        let text = "fn f() {\n    let Some(x) = x() else { return };\n}\n";
+        assert_eq!(found_in("tests/softgpu/tests/a.rs", text), ["3 silent-skip"]);
+        assert_eq!(found_in("tests/softgpu/tests/a.rs", "fn f() {\n    let x = need!(x());\n}\n"), [""; 0]);
+        assert_eq!(found_in("crates/a/src/a.rs", text), [""; 0]);
     }
 
     #[test]

@@ -10,6 +10,7 @@ mod initramfs;
 mod machine;
 mod module;
 mod options;
+mod shapes;
 mod suite;
 mod system;
 
@@ -21,6 +22,7 @@ use anyhow::Context as _;
 
 use crate::{repository, root, setup};
 pub(crate) use options::{Disk, Options};
+pub(crate) use suite::Wanted;
 
 /// Runs one command in the machine; its exit code is this one's.
 pub(crate) fn run(words: &[&str]) -> anyhow::Result<ExitCode> {
@@ -31,8 +33,8 @@ pub(crate) fn run(words: &[&str]) -> anyhow::Result<ExitCode> {
 }
 
 /// Runs the tests that need a GPU.
-pub(crate) fn test(filter: Option<&str>) -> anyhow::Result<()> {
-    suite::run(filter)
+pub(crate) fn test(wanted: &Wanted<'_>) -> anyhow::Result<()> {
+    suite::run(wanted)
 }
 
 /// Makes what is missing or stale, then starts the machine; gives the command's exit code.

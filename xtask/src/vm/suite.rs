@@ -2,17 +2,20 @@
 //! `cargo xtask vm test`: the tests of the software GPU, and those that need one, built here and run in machines of
 //! both kernels and of several shapes of GPU.
 
-use std::io::{BufRead as _, BufReader};
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::Mutex;
 use std::thread;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail, ensure};
 
-use super::options::Series;
+use super::machine::quote;
+use super::shapes::{SHAPES, Shape};
 use crate::commands::plugin::{self, Profile};
+use crate::expected::{self, Expected};
+use crate::record::{self, PROGRAM, Record};
 use crate::{program, repository, root};
 
 /// Packages whose tests run in the machine.
@@ -22,134 +25,194 @@ const PROGRAMS: [&str; 2] = ["gpu-app", "rewake"];
 /// A scratch disk for those that measure: MiB and 10^6 bytes a second.
 const DISK: &str = "256@50";
 /// A machine that hangs must not hang the suite. Seconds.
-const TIME_LIMIT: &str = "4500";
+const TIME_LIMIT: u64 = 4500;
 /// Nor must a program: the longest one takes four minutes, and twice that where the host is busy. Seconds.
-const PROGRAM_LIMIT: u32 = 900;
+const PROGRAM_LIMIT: u64 = 900;
 /// Machines at once: an emulated one keeps one processor busy, and may have 4 GiB of memory.
 const AT_ONCE: usize = 2;
 
 /// What the script prints before the path of a program that failed.
 const FAILED: &str = "failed: ";
 
-/// One machine that the tests run in.
-#[derive(Debug)]
-struct Shape {
-    series: Series,
-    /// softgpu.ko's parameters.
-    module_arguments: &'static str,
-    /// More words for the kernel's command line.
-    kernel_arguments: &'static str,
-    /// Which test programs; none: all.
-    only: Option<&'static [&'static str]>,
+/// What a run is to do.
+#[derive(Debug, Default)]
+pub(crate) struct Wanted<'a> {
+    /// Tests whose names contain it; none: all.
+    pub(crate) filter: Option<&'a str>,
+    /// Test programs by their names; empty: all.
+    pub(crate) programs: &'a [&'a str],
+    /// One machine by its name, which then runs what else is wanted, the suite's choice for it or not; none: each.
+    pub(crate) machine: Option<&'a str>,
+    /// Environment variables of the tests.
+    pub(crate) environment: Vec<(&'a str, String)>,
+    /// How long a machine, and a program in it, may run; none: as long as the suite's.
+    pub(crate) limit: Option<Duration>,
 }
 
-/// What copies contents, for machines that differ in nothing else.
-const COPIERS: &[&str] = &["copy_engine", "plugin", "plugin_contents"];
+impl<'a> Wanted<'a> {
+    /// Whether tests and a machine are named, so that the suite's choice and its list of skips do not count.
+    fn by_name(&self) -> bool {
+        self.machine.is_some() && (self.filter.is_some() || !self.programs.is_empty())
+    }
 
-/// What depends on whether GPUs retry faults: only this family's queues are restored by a kernel that knows such processes.
-const RETRIED: &[&str] = &["both", "lazy_pages"];
+    /// `[FILTER] [--machine NAME]`
+    ///
+    /// # Errors
+    /// There is more, or the name is missing.
+    pub(crate) fn parse(words: &[&'a str]) -> anyhow::Result<Self> {
+        let (filter, machine) = match words {
+            [] => (None, None),
+            ["--machine", name] => (None, Some(*name)),
+            [filter] => (Some(*filter), None),
+            [filter, "--machine", name] => (Some(*filter), Some(*name)),
+            _ => bail!("vm test {}: expected `[FILTER] [--machine NAME]`", words.join(" ")),
+        };
+        Ok(Self { filter, machine, ..Self::default() })
+    }
+}
 
-/// What depends on whether calls are held.
-const UNHELD: &[&str] = &["unheld", "gated"];
+/// What happened in one machine.
+#[derive(Debug)]
+struct Ran {
+    machine: &'static str,
+    record: Record,
+    time: Duration,
+    failure: Option<String>,
+}
 
-/// What a machine is where nothing else is said: it runs everything.
-const WHOLE: Shape =
-    Shape { series: Series::Linux6_12, module_arguments: "", kernel_arguments: "", only: None };
-
-/// Both kernels, each family of GPU, large and small BAR, fresh memory poisoned and cleared, with copy rings and without, with faults that GPUs retry,
-/// and with the security modules of kernels that run no program for calls.
-const SHAPES: [Shape; 7] = [
-    Shape { module_arguments: "gpus=2 gfx=90a xgmi=1", ..WHOLE },
-    Shape { series: Series::Linux7, module_arguments: "gpus=2 gfx=90a xgmi=1", ..WHOLE },
-    Shape { module_arguments: "gpus=2 gfx=1100 small_bar=1 fresh=zero copy_mbps=100", ..WHOLE },
-    Shape { series: Series::Linux7, module_arguments: "gpus=2 gfx=942 xnack=1 seed=7", ..WHOLE },
-    Shape {
-        module_arguments: "gpus=2 gfx=90a xgmi=1 sdma_rings=0 fresh=poison",
-        only: Some(COPIERS),
-        ..WHOLE
-    },
-    Shape {
-        series: Series::Linux7,
-        module_arguments: "gpus=2 gfx=90a xgmi=1 xnack=1",
-        only: Some(RETRIED),
-        ..WHOLE
-    },
-    Shape {
-        series: Series::Linux7,
-        module_arguments: "gpus=2 gfx=90a xgmi=1",
-        kernel_arguments: "lsm=capability,yama",
-        only: Some(UNHELD),
-    },
-];
-
-/// All tests in every machine, or those whose names contain the filter. Goes on after a failure.
-pub(super) fn run(filter: Option<&str>) -> anyhow::Result<()> {
+/// Runs the tests in their machines, all of them after a failure too.
+pub(crate) fn run(wanted: &Wanted<'_>) -> anyhow::Result<()> {
     root::become_root()?;
-    let tests = tests_named(tests()?, filter)?;
+    let shapes: Vec<&Shape> =
+        SHAPES.iter().filter(|shape| wanted.machine.is_none_or(|name| name == shape.name)).collect();
+    ensure!(
+        !shapes.is_empty(),
+        "no machine {:?}; there are {}",
+        wanted.machine.unwrap_or_default(),
+        SHAPES.map(|shape| shape.name).join(", ")
+    );
+    let expected = Expected::read()?;
+    let known = |name: &str| name == expected::HOST || SHAPES.iter().any(|shape| shape.name == name);
+    let unknown = expected.machines().find(|name| !known(name));
+    ensure!(
+        unknown.is_none(),
+        "tests/expected-skips: no machine {unknown:?}; xtask/src/vm/shapes.rs has them"
+    );
+    let tests = tests()?;
+    every_program_has_a_machine(&tests)?;
+    let mut tests = tests_named(tests, wanted.filter)?;
+    tests.retain(|test| wanted.programs.is_empty() || wanted.programs.contains(&name(test).as_str()));
     if tests.is_empty() {
         println!("no test of that name runs in the machine");
         return Ok(());
     }
-    let waiting = Mutex::new(SHAPES.iter().enumerate());
+    let jobs = shapes.into_iter().map(|shape| (shape, tests_for(&tests, shape, wanted)));
+    let jobs: Vec<_> = jobs.filter(|(_, tests)| !tests.is_empty()).enumerate().collect();
+    let waiting = Mutex::new(jobs.into_iter());
     let start = Instant::now();
     let next = || waiting.lock().ok().and_then(|mut waiting| waiting.next());
-    let work = || -> Vec<String> {
-        let mut failures = Vec::new();
-        while let Some((number, shape)) = next() {
-            let tests = tests_for(&tests, shape.only);
-            if tests.is_empty() {
-                continue;
-            }
-            let words = [shape.module_arguments, shape.kernel_arguments].join(" ");
-            let name = format!("Linux {}, {}", shape.series.name(), words.trim_end());
-            println!("=== {number}: {name}");
-            if let Err(error) = shape.test(number, &script(&tests, filter)) {
-                failures.push(format!("{name}: {error:#}"));
-            }
+    let work = || -> Vec<Ran> {
+        let mut all = Vec::new();
+        while let Some((number, (shape, tests))) = next() {
+            println!("=== {number}: {}: {}", shape.name, shape.why);
+            let ran = ran(shape, number, &script(&tests, wanted), wanted.limit);
             println!("=== {number}: ended, {:.0} s so far", start.elapsed().as_secs_f64());
+            all.push(ran);
         }
-        failures
+        all
     };
     let at_once = thread::available_parallelism().map_or(1, |cores| cores.get().min(AT_ONCE));
-    let failures: Vec<String> = thread::scope(|scope| {
+    let all: Vec<Ran> = thread::scope(|scope| {
         let lanes: Vec<_> = (0..at_once).map(|_| scope.spawn(work)).collect();
-        let ended = lanes.into_iter().map(|lane| lane.join());
-        ended.flat_map(|failures| failures.unwrap_or_else(|_| vec!["a lane panicked".to_owned()])).collect()
-    });
+        let ended: Result<Vec<Vec<Ran>>, _> = lanes.into_iter().map(thread::ScopedJoinHandle::join).collect();
+        ended.map(|all| all.into_iter().flatten().collect())
+    })
+    .map_err(|_| anyhow::anyhow!("a lane panicked"))?;
+    verdict(&all, &expected, wanted)
+}
+
+/// Prints how long each program took and what did not run; an error if a machine failed, or ran otherwise than the
+/// list says.
+fn verdict(all: &[Ran], expected: &Expected, wanted: &Wanted<'_>) -> anyhow::Result<()> {
+    print!("{}", table(all));
+    let mut failures = Vec::new();
+    for Ran { machine, record, failure, .. } in all {
+        expected::print(machine, record);
+        failures.extend(failure.as_ref().map(|failure| format!("{machine}: {failure}")));
+        if failure.is_none() && !wanted.by_name() {
+            let against = expected.against(machine, record, wanted.filter.is_none());
+            failures.extend(against.into_iter().map(|line| format!("{machine}: {line}")));
+        }
+    }
+    if wanted.filter.is_none() && wanted.machine.is_none() {
+        failures.extend(never_run(all).into_iter().map(|test| format!("{test} ran on no machine")));
+    }
     if !failures.is_empty() {
         bail!("{}", failures.join("; "));
     }
     Ok(())
 }
 
-impl Shape {
-    /// Runs a script in such a machine, in a process of its own that ends with this one; prints what it prints, with the
-    /// machine's number before each line.
-    fn test(&self, number: usize, script: &str) -> anyhow::Result<()> {
-        let own = std::env::current_exe().context("find this program")?;
-        let (output, end) = std::io::pipe().context("make a pipe")?;
-        let mut machine = Command::new("setpriv");
-        machine.args(["--pdeathsig", "KILL"]).arg(own).args(["vm", "--kernel", self.series.name()]);
-        machine.args(["--kernel-args", self.kernel_arguments]);
-        machine.args(["--module-args", self.module_arguments, "--disk", DISK, "--time-limit", TIME_LIMIT]);
-        machine.args(["--", "sh", "-c", script]).stdin(Stdio::null());
-        machine.stdout(end.try_clone().context("share the pipe")?).stderr(end);
-        let mut child = machine.spawn().context("start a machine")?;
-        // The pipe ends when nobody has its other end: not this process either.
-        drop(machine);
-        let mut said = String::new();
-        for line in BufReader::new(output).split(b'\n') {
-            let line = line.context("read what the machine says")?;
-            let line = String::from_utf8_lossy(&line);
-            println!("{number}| {}", line.trim_end());
-            said += &line;
-            said.push('\n');
-        }
-        let status = child.wait().context("wait for the machine")?;
-        let failed = failed(&said);
-        ensure!(status.success(), "{}", if failed.is_empty() { status.to_string() } else { failed });
-        Ok(())
+/// Tests that every machine skipped that has them.
+fn never_run(all: &[Ran]) -> BTreeSet<&str> {
+    let skipped = all.iter().flat_map(|ran| ran.record.skipped.keys());
+    let runs = |test: &str| {
+        let one = |ran: &Ran| ran.record.tests.contains(test) && !ran.record.skipped.contains_key(test);
+        all.iter().any(one)
+    };
+    skipped.map(String::as_str).filter(|test| !runs(test)).collect()
+}
+
+/// Seconds of each program on each machine, the longest in all first, and of each machine with its boot.
+fn table(all: &[Ran]) -> String {
+    let names: BTreeSet<&str> =
+        all.iter().flat_map(|ran| &ran.record.programs).map(|program| program.name.as_str()).collect();
+    let seconds = |ran: &Ran, name: &str| -> Option<f64> {
+        let of_name = ran.record.programs.iter().filter(|program| program.name == name);
+        of_name.map(|program| program.time.as_secs_f64()).reduce(|one, other| one + other)
+    };
+    let mut rows: Vec<(&str, Vec<Option<f64>>)> =
+        names.into_iter().map(|name| (name, all.iter().map(|ran| seconds(ran, name)).collect())).collect();
+    let sum = |row: &[Option<f64>]| -> f64 { row.iter().flatten().sum() };
+    rows.sort_by(|(_, one), (_, other)| sum(other).total_cmp(&sum(one)));
+    rows.push(("all, with the boot", all.iter().map(|ran| Some(ran.time.as_secs_f64())).collect()));
+    let mut table = "\nseconds of each program\n".to_owned();
+    let heads: String = all.iter().map(|ran| format!("{:>18}", ran.machine)).collect();
+    table += &format!("{:20}{:>8}{heads}\n", "", "sum");
+    for (name, row) in rows {
+        let cells: String = row
+            .iter()
+            .map(|cell| cell.map_or_else(|| " ".repeat(18), |time| format!("{time:18.1}")))
+            .collect();
+        table += &format!("{name:20}{:8.1}{cells}\n", sum(&row));
     }
+    table
+}
+
+/// Runs a script in such a machine, in a process of its own that ends with this one; prints what it prints, with the
+/// machine's number before each line.
+fn ran(shape: &Shape, number: usize, script: &str, limit: Option<Duration>) -> Ran {
+    let start = Instant::now();
+    let mut record = Record::default();
+    let mut run = || -> anyhow::Result<()> {
+        let own = std::env::current_exe().context("find this program")?;
+        let mut machine = Command::new("setpriv");
+        machine.args(["--pdeathsig", "KILL"]).arg(own).args(["vm", "--kernel", shape.series.name()]);
+        machine.args(["--kernel-args", shape.kernel_arguments]);
+        let limit = limit.map_or(TIME_LIMIT, |limit| limit.as_secs()).to_string();
+        machine.args(["--module-args", shape.module_arguments, "--disk", DISK, "--time-limit", &limit]);
+        machine.args(["--", "sh", "-c", script]).stdin(Stdio::null());
+        let ended = record.of(&mut machine, &format!("{number}| "))?;
+        let failed = failed(&ended.printed);
+        ensure!(
+            ended.status.success(),
+            "{}",
+            if failed.is_empty() { ended.status.to_string() } else { failed }
+        );
+        Ok(())
+    };
+    let failure = run().err().map(|error| format!("{error:#}"));
+    Ran { machine: shape.name, record, time: start.elapsed(), failure }
 }
 
 /// The test programs, built now with the programs that they start and the plugin that CRIU loads.
@@ -162,21 +225,35 @@ fn tests() -> anyhow::Result<Vec<PathBuf>> {
     let arguments = ["test", "--no-run", "--message-format=json-render-diagnostics", "--lib", "--tests"];
     let mut cargo = repository::cargo();
     let messages = program::listen(cargo.args(arguments).args(packages(&TESTED)))?;
-    let tests: Vec<PathBuf> = executables(&messages);
+    let mut tests = executables(&messages);
+    tests.sort();
     ensure!(!tests.is_empty(), "cargo names no test program of {}", TESTED.join(", "));
     Ok(tests)
 }
 
-/// Those of the programs that a machine runs. Cargo calls a test program `NAME-HASH`.
-fn tests_for(tests: &[PathBuf], only: Option<&[&str]>) -> Vec<PathBuf> {
-    let name = |test: &PathBuf| -> Option<String> {
-        let name = test.file_name()?.to_str()?;
-        Some(name.rsplit_once('-')?.0.to_owned())
-    };
-    let wanted = |test: &&PathBuf| {
-        only.is_none_or(|only| name(test).is_some_and(|name| only.contains(&name.as_str())))
-    };
-    tests.iter().filter(wanted).cloned().collect()
+/// A program's name.
+fn name(test: &Path) -> String {
+    record::without_hash(&test.to_string_lossy())
+}
+
+/// Every program runs on some machine, and machines name programs that exist.
+fn every_program_has_a_machine(tests: &[PathBuf]) -> anyhow::Result<()> {
+    let names: BTreeSet<String> = tests.iter().map(|test| name(test)).collect();
+    for test in &names {
+        let some = SHAPES.iter().any(|shape| shape.programs.have(test));
+        ensure!(some, "no machine in xtask/src/vm/shapes.rs runs {test}: name it there");
+    }
+    for shape in &SHAPES {
+        let missing = shape.programs.named().iter().find(|program| !names.contains(**program));
+        ensure!(missing.is_none(), "{}: no test program {missing:?} exists", shape.name);
+    }
+    Ok(())
+}
+
+/// Those of the programs that a machine runs: the suite's choice, or what was asked of it by name.
+fn tests_for(tests: &[PathBuf], shape: &Shape, wanted: &Wanted<'_>) -> Vec<PathBuf> {
+    let all = wanted.by_name();
+    tests.iter().filter(|test| all || shape.programs.have(&name(test))).cloned().collect()
 }
 
 /// The programs that have a test whose name contains the filter.
@@ -200,14 +277,18 @@ fn executables(messages: &str) -> Vec<PathBuf> {
     made.filter(is_test).filter_map(|line| repository::field(line, "executable").map(PathBuf::from)).collect()
 }
 
-/// Runs every program, and fails if one did. Where a GPU must be there, a test that skips itself fails.
-fn script(tests: &[PathBuf], filter: Option<&str>) -> String {
+/// Runs every program, and fails if one did. Where a GPU must be there, a test that finds none fails.
+fn script(tests: &[PathBuf], wanted: &Wanted<'_>) -> String {
     let mut script = "export SOFTGPU_REQUIRED=1; failed=0\n".to_owned();
-    let filter = filter.map(|filter| format!(" {}", super::machine::quote(filter))).unwrap_or_default();
+    for (name, value) in &wanted.environment {
+        script += &format!("export {name}={}\n", quote(value));
+    }
+    let limit = wanted.limit.map_or(PROGRAM_LIMIT, |limit| limit.as_secs());
+    let filter = wanted.filter.map(|filter| format!(" {}", quote(filter))).unwrap_or_default();
     for test in tests {
-        let path = super::machine::quote(&test.display().to_string());
+        let path = quote(&test.display().to_string());
         script += &format!(
-            "echo; echo {path}; timeout --signal=KILL {PROGRAM_LIMIT} {path} --test-threads=1{filter} || \
+            "echo; echo {PROGRAM}{path}; timeout --signal=KILL {limit} {path} --test-threads=1{filter} || \
              {{ failed=1; echo {FAILED}{path}; }}\n"
         );
     }
@@ -247,24 +328,55 @@ mod tests {
         assert_eq!(executables(messages), [PathBuf::from("/t/deps/b-1")]);
     }
 
+    fn ran_on(machine: &'static str, programs: &[(&str, u64)], tests: &[&str], skipped: &[&str]) -> Ran {
+        let (start, mut record) = (Instant::now(), Record::default());
+        for (name, seconds) in programs {
+            record.line(&format!("{PROGRAM}/t/{name}-1"), start);
+            for test in tests {
+                record.line(&format!("test {test} ... ok"), start + Duration::from_secs(*seconds));
+            }
+        }
+        for test in skipped {
+            record.line(&format!("skipped: {test}: why"), start);
+        }
+        Ran { machine, record, time: Duration::from_secs(100), failure: None }
+    }
+
     #[test]
-    fn a_machine_may_run_some_programs_only() {
-        let tests = ["/t/plugin-1a", "/t/plugin_contents-2b", "/t/sdma-3c"].map(PathBuf::from);
-        assert_eq!(tests_for(&tests, None), tests);
-        assert_eq!(tests_for(&tests, Some(&["plugin", "sdma"])), [tests[0].clone(), tests[2].clone()]);
-        assert!(tests_for(&tests, Some(&["judge"])).is_empty());
+    fn programs_are_listed_with_the_longest_first() {
+        let all =
+            [ran_on("one", &[("a", 2), ("b", 3)], &["x"], &[]), ran_on("two", &[("a", 5)], &["x"], &[])];
+        let table = table(&all);
+        let lines: Vec<Vec<&str>> = table.lines().map(|line| line.split_whitespace().collect()).collect();
+        assert_eq!(lines[2], ["sum", "one", "two"]);
+        assert_eq!(lines[3], ["a", "7.0", "2.0", "5.0"]);
+        assert_eq!(lines[4], ["b", "3.0", "3.0"]);
+        assert_eq!(lines[5], ["all,", "with", "the", "boot", "200.0", "100.0", "100.0"]);
+    }
+
+    #[test]
+    fn a_test_that_every_machine_skips_has_run_on_none() {
+        let one = ran_on("one", &[("a", 1)], &["x", "y"], &["a::x", "a::y"]);
+        let two = ran_on("two", &[("a", 1)], &["x", "y"], &["a::x"]);
+        assert_eq!(Vec::from_iter(never_run(&[one, two])), ["a::x"]);
     }
 
     #[test]
     fn one_failure_fails_the_script_and_stops_nothing() {
-        let script = script(&[PathBuf::from("/bin/false"), PathBuf::from("/bin/true")], Some("it's"));
+        let wanted = Wanted {
+            filter: Some("it's"),
+            environment: vec![("ROUNDS", "a b".to_owned())],
+            ..Wanted::default()
+        };
+        let script = script(&[PathBuf::from("/bin/false"), PathBuf::from("/bin/true")], &wanted);
         let output = Command::new("sh").args(["-c", &script]).output().unwrap();
         assert_eq!(output.status.code(), Some(1));
         assert_eq!(
             String::from_utf8_lossy(&output.stdout),
-            "\n/bin/false\nfailed: /bin/false\n\n/bin/true\n"
+            "\nprogram: /bin/false\nfailed: /bin/false\n\nprogram: /bin/true\n"
         );
         assert!(script.contains(r"'/bin/true' --test-threads=1 'it'\''s'"));
+        assert!(script.contains("export ROUNDS='a b'\n"));
     }
 
     #[test]

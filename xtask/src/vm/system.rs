@@ -110,7 +110,11 @@ fn make(system: &Path) -> anyhow::Result<()> {
                 return fs::rename(&partial, system)
                     .with_context(|| format!("rename {} to {}", partial.display(), system.display()));
             }
-            Err(error) => refusals.push(format!("{}: {error:#}", archive.address())),
+            Err(error) => {
+                let text = fs::read_to_string(&log).unwrap_or_default();
+                program::last_lines(&text).iter().for_each(|line| say(&format!("| {line}")));
+                refusals.push(format!("{}: {error:#}", archive.address()));
+            }
         }
     }
     bail!(

@@ -16,5 +16,5 @@ pub(crate) use descriptor::{forking_is_told, restore_file_can_wait};
 pub(crate) use mark::ProcessMark;
 pub(crate) use symbols::{
     Level, add_inventory_plugin, check_and_remove_inventory_plugin, fdstore_add, fdstore_get,
-    find_unused_fd_pid, image_dir, log, log_file, run_id, set_fds_event,
+    find_unused_fd_pid, image_dir, log, log_file, root_pid, run_id, set_fds_event,
 };

@@ -6,8 +6,10 @@
 //! the development branch of November 2025.
 
 use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
+use std::fs::File;
 use std::io::Write as _;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::os::unix::fs::FileExt as _;
 use std::ptr::NonNull;
 
 use crate::host::HostError;
@@ -114,6 +116,29 @@ pub(crate) fn run_id() -> Result<String, HostError> {
     // SAFETY: an array of CRIU's that holds a terminated string, written once, before plugins are loaded.
     let id = unsafe { CStr::from_ptr(id.as_ptr().cast_const().cast()) };
     Ok(id.to_string_lossy().into_owned())
+}
+
+/// The pid of `root_item`: of `struct pstree_item` the pointer `pid`, of `struct pid` the number `real` (`pstree.h`,
+/// `pid.h`; the same in 4.1.1, 4.2.1 and the development branch).
+///
+/// Another layout must not crash CRIU, so the memory is read through a file, and the result is only a number.
+pub(crate) fn root_pid() -> Result<i32, HostError> {
+    const PID: u64 = 40;
+    const REAL: u64 = 8;
+    let root = find(c"root_item").ok_or(HostError::Missing("root_item"))?;
+    let memory = File::open("/proc/self/mem").map_err(|error| HostError::NoRoot(error.to_string()))?;
+    let word = |address: u64| {
+        let mut bytes = [0; 8];
+        let read = memory.read_exact_at(&mut bytes, address);
+        read.map(|()| bytes).map_err(|error| HostError::NoRoot(format!("{address:#x}: {error}")))
+    };
+    let pointer = |address| word(address).map(u64::from_ne_bytes);
+    let item = pointer(root.as_ptr().expose_provenance() as u64)?;
+    let [a, b, c, d, ..] = word(pointer(item.wrapping_add(PID))?.wrapping_add(REAL))?;
+    match i32::from_ne_bytes([a, b, c, d]) {
+        pid if pid > 0 => Ok(pid),
+        other => Err(HostError::NoRoot(format!("it has pid {other}"))),
+    }
 }
 
 /// `find_unused_fd_pid`. CRIU asserts that there is such a task.

@@ -177,6 +177,14 @@ impl Mapping {
         self.advise(libc::MADV_POPULATE_WRITE)
     }
 
+    /// Leaves the mapping out of core dumps of this process: it holds memory of others.
+    ///
+    /// # Errors
+    /// The kernel refuses.
+    pub fn keep_from_core_dumps(&self) -> io::Result<()> {
+        self.advise(libc::MADV_DONTDUMP)
+    }
+
     fn advise(&self, advice: i32) -> io::Result<()> {
         // SAFETY: the addresses are this mapping's, and nothing borrows their bytes.
         let result = unsafe { libc::madvise(self.start.as_ptr().cast(), self.length, advice) };

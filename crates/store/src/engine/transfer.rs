@@ -105,7 +105,7 @@ impl Transfer {
         }
         self.done += n;
         if self.done >= self.len {
-            return Step::Finished(Ok(()));
+            return Step::Finished(file.check_unchanged());
         }
         if n == 0 {
             return Step::Finished(Err(ReadError::Short {

@@ -21,7 +21,8 @@ pub fn content(len: usize) -> Vec<u8> {
 /// A file on disk with `content(len)`, written back so that it can be dropped from the page cache.
 pub fn pages(len: usize) -> (NamedTempFile, Arc<PagesFile>, Vec<u8>) {
     let bytes = content(len);
-    let mut temp = NamedTempFile::new().unwrap();
+    // Not in /tmp, which may be memory: that never gets cold, and is never read directly.
+    let mut temp = NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     temp.write_all(&bytes).unwrap();
     temp.as_file().sync_all().unwrap();
     let file = PagesFile::open(temp.path()).unwrap();

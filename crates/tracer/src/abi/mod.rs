@@ -3,15 +3,17 @@
 //!
 //! Sources: `include/uapi/linux/ptrace.h`, `kernel/ptrace.c`, `kernel/kcmp.c` of Linux 6.18; ptrace(2).
 
+mod descriptors;
 mod ptrace;
 mod wait;
 
 use std::io;
 use std::os::fd::{AsRawFd as _, BorrowedFd, RawFd};
 
+pub(crate) use descriptors::{Receipt, send, take};
 pub(crate) use ptrace::{
-    Registers, cont, cont_to_call, cont_to_call_with, detach, interrupt, is_stopped, registers, rseq, seize,
-    set_options, set_registers, set_signal_mask, signal_mask,
+    Registers, cont, cont_to_call, cont_to_call_with, detach, interrupt, is_at_end_of_call, is_stopped,
+    registers, rseq, seize, set_options, set_registers, set_signal_mask, signal_mask,
 };
 pub(crate) use wait::{Stop, Waited, bury, look};
 

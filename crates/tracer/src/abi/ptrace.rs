@@ -18,6 +18,9 @@ const _: () = {
 
 /// `NT_PRSTATUS` (`include/uapi/linux/elf.h`): the general registers.
 const NT_PRSTATUS: usize = 1;
+/// `PTRACE_EVENTMSG_SYSCALL_EXIT` (`include/uapi/linux/ptrace.h`, Linux 5.3): of stops for other reasons the message is 0,
+/// or the one of the event, none of which is asked for here.
+const END_OF_CALL: libc::c_ulong = 2;
 /// Bytes in the kernel's signal mask.
 const MASK_BYTES: usize = 8;
 
@@ -64,9 +67,20 @@ pub(crate) fn set_options(tid: Tid, options: u64) -> io::Result<()> {
 
 /// Whether the thread is a tracee of this thread and stands still.
 pub(crate) fn is_stopped(tid: Tid) -> bool {
+    message(tid).is_ok()
+}
+
+/// Whether the thread is a tracee of this thread and is stopped where a system call ends.
+pub(crate) fn is_at_end_of_call(tid: Tid) -> bool {
+    message(tid).is_ok_and(|message| message == END_OF_CALL)
+}
+
+/// What the kernel says of a thread's stop.
+fn message(tid: Tid) -> io::Result<libc::c_ulong> {
     let mut message: libc::c_ulong = 0;
     // SAFETY: the kernel writes one unsigned long, which is live.
-    unsafe { libc::ptrace(libc::PTRACE_GETEVENTMSG, tid, 0_usize, &raw mut message) == 0 }
+    check(unsafe { libc::ptrace(libc::PTRACE_GETEVENTMSG, tid, 0_usize, &raw mut message) })?;
+    Ok(message)
 }
 
 /// A stopped thread's registers; none when it is not in 64-bit code (i386, or a kernel's worker that has no code).

@@ -10,10 +10,11 @@ use rewake_amdgpu::{Bo, CopyEngine, Done, Error, IN_FLIGHT, Shape, Staging, Tick
 use rewake_kfd::abi::call::Argument as _;
 use rewake_kfd::abi::{AMDGPU_CTX_QUERY2_FLAGS_GUILTY, AMDGPU_VA_OP_CLEAR, drm as gem, drm_amdgpu_gem_va};
 use rewake_kfd::{Buffer, Spec};
+use rewake_skip::need;
 use softgpu_tests::isolated;
 
 use crate::{
-    MIB, SMALL, Through, engine, has_bandwidth, has_rings, import, pattern, place, read, render, run, soon,
+    MIB, SMALL, Through, bandwidth, engine, import, pattern, place, read, render, rings, run, soon,
     where_copies_wait,
 };
 
@@ -88,7 +89,7 @@ fn gpus_share_staging_and_do_not_wait_for_each_other() {
             let bytes = read(&staging, place(&staging, gpu + 2, 0), BYTES);
             assert!(bytes == pattern(BYTES, gpu as u64), "GPU {gpu}");
         }
-        if has_bandwidth() {
+        if bandwidth().is_ok() {
             // Who stands still for a while finds both done.
             let at_work_still = (0..TRIES).any(|_| {
                 let long = engines[0].submit(&[load(0, BYTES); 4].concat()).unwrap();
@@ -108,9 +109,7 @@ fn gpus_share_staging_and_do_not_wait_for_each_other() {
 #[test]
 fn a_full_engine_says_so_and_goes_on() {
     isolated("flight::a_full_engine_says_so_and_goes_on", 1, |_| {
-        if !has_bandwidth() {
-            return;
-        }
+        need!(bandwidth());
         let gpus = Gpus::open(1).unwrap();
         let (staging, mut engine) = engine(&gpus, Through::Pages, SMALL);
         let buffer = gpus.host(256 << 10).unwrap();
@@ -206,9 +205,7 @@ fn a_late_submission_is_named_and_ends_later() {
 #[test]
 fn a_submission_that_hangs_the_engine_is_an_error_of_its_ticket() {
     isolated("flight::a_submission_that_hangs_the_engine_is_an_error_of_its_ticket", 1, |_| {
-        if !has_rings() {
-            return;
-        }
+        need!(rings());
         let gpus = Gpus::open(1).unwrap();
         let render = render(&gpus, 0);
         let behind = render.as_fd().try_clone_to_owned().unwrap();

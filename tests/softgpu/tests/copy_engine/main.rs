@@ -12,7 +12,8 @@ use gpu_app::gpu::Gpus;
 use rewake_amdgpu::{Bo, CopyEngine, Memory, Place, Shape, Staging, Transfer, Way};
 use rewake_kfd::Buffer;
 use rewake_kfd::render::Render;
-use softgpu_tests::{Machine, Scene};
+use rewake_skip::need;
+use softgpu_tests::{Machine, REAL_GPUS, Scene};
 
 const MIB: u64 = 1 << 20;
 const SMALL: Shape = Shape { slots: 8, slot_bytes: 256 << 10 };
@@ -84,13 +85,11 @@ fn read(staging: &Staging, from: Place, bytes: u64) -> Vec<u8> {
     read
 }
 
-/// Whether copies take the time that a parameter says.
-fn has_bandwidth() -> bool {
-    let found = softgpu("copy_mbps").is_some_and(|found| found > 0) && has_rings();
-    if !found {
-        eprintln!("SKIPPED: softgpu.ko was loaded without copy_mbps");
-    }
-    found
+/// The reason where copies do not take the time that a parameter says.
+fn bandwidth() -> Result<(), &'static str> {
+    rings()?;
+    let found = softgpu("copy_mbps").is_some_and(|found| found > 0);
+    if found { Ok(()) } else { Err("softgpu.ko was loaded without copy_mbps") }
 }
 
 /// Runs `body` where rings copy so many MB/s, so few that copies wait instead of computing, in another process: the machine changes while
@@ -99,19 +98,14 @@ fn where_copies_wait(scene: &Scene, mbps: &str, body: fn()) {
     if scene.role().is_some() {
         return body();
     }
-    if !has_rings() {
-        return;
-    }
-    let Some(machine) = Machine::find() else { return };
+    need!(rings());
+    let machine = need!(Machine::find(), REAL_GPUS);
     machine.becomes(&[("copy_mbps", mbps)]);
     scene.peer("copies").finish();
 }
 
-/// Whether the GPU has rings: tests of what only rings do are passed over without.
-fn has_rings() -> bool {
+/// The reason where the GPU has no rings.
+fn rings() -> Result<(), &'static str> {
     let found = softgpu("sdma_rings") != Some(0);
-    if !found {
-        eprintln!("SKIPPED: softgpu.ko was loaded without copy rings");
-    }
-    found
+    if found { Ok(()) } else { Err("softgpu.ko was loaded without copy rings") }
 }

@@ -1,0 +1,162 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+use std::cell::RefCell;
+use std::fs;
+use std::os::fd::{AsFd as _, AsRawFd as _};
+use std::os::unix::net::UnixDatagram;
+use std::process::{Child, Command};
+
+use nix::sys::stat::fstat;
+use rewake_handover::{FileId, Gated, Phase, SessionNote, Store};
+
+use super::*;
+
+/// A session that is not served by anything, with a target that holds its store.
+struct Session {
+    root: tempfile::TempDir,
+    note: SessionNote,
+    target: Child,
+}
+
+impl Session {
+    fn new() -> Self {
+        let (root, store) = (tempfile::tempdir().unwrap(), UnixDatagram::unbound().unwrap());
+        let starter = Gated::of(std::process::id().cast_signed()).unwrap().unwrap();
+        let inode = fstat(&store).unwrap().st_ino;
+        let store_of_note = Store { number: store.as_raw_fd(), inode };
+        let work = FileId { device: 1, inode: 2 };
+        let note = SessionNote { number: 5, starter, work, store: store_of_note, phase: Phase::Running };
+        note.write(root.path()).unwrap();
+        let copy = store.as_fd().try_clone_to_owned().unwrap();
+        let target = Command::new("sleep").arg("1000").stdin(copy).spawn().unwrap();
+        Self { root, note, target }
+    }
+
+    fn pid(&self) -> i32 {
+        self.target.id().cast_signed()
+    }
+
+    /// The session ends, as all is resident: here with its note.
+    fn end(&self) {
+        self.note.remove(self.root.path()).unwrap();
+    }
+
+    /// Waits for a tree; what was said.
+    fn wait(&self, limit: Option<u64>, tree: impl Fn() -> Vec<i32>) -> (Result<(), Error>, Vec<String>) {
+        let said = RefCell::new(Vec::new());
+        let say = |line: &str| said.borrow_mut().push(line.to_owned());
+        let waited = super::wait(self.root.path(), limit.map(Duration::from_secs), tree, say);
+        (waited, said.into_inner())
+    }
+}
+
+impl Drop for Session {
+    fn drop(&mut self) {
+        let _ = self.target.kill();
+        let _ = self.target.wait();
+    }
+}
+
+#[test]
+fn a_tree_without_missing_memory_is_not_held_up_and_nothing_is_said() {
+    let session = Session::new();
+    let own = std::process::id().cast_signed();
+    fs::write(session.root.path().join("no folder"), "").unwrap();
+    let (waited, said) = session.wait(Some(0), || vec![1_000_000_000, own + 1_000_000]);
+    waited.unwrap();
+    assert!(said.len() == 1 && said[0].contains("no folder: "), "{said:?}");
+    assert!(!session.note.is_urgent(session.root.path()).unwrap());
+}
+
+#[test]
+fn a_dump_waits_until_the_last_process_of_a_growing_tree_has_all_its_memory() {
+    let session = Session::new();
+    let looks = RefCell::new(0);
+    let tree = || {
+        let look = looks.replace_with(|looks| *looks + 1);
+        if look == 3 {
+            assert!(session.note.is_urgent(session.root.path()).unwrap(), "it was asked to hurry");
+            session.end();
+        }
+        // The tree grows.
+        vec![1_000_000_000; 3].into_iter().chain([session.pid()]).collect()
+    };
+    let (waited, said) = session.wait(None, tree);
+    waited.unwrap();
+    assert_eq!(*looks.borrow(), 4);
+    let [begin, end] = &said[..] else { panic!("{said:?}") };
+    let names = format!("process {} (sleep) has memory that session 5 of process", session.pid());
+    assert!(begin.starts_with(&names) && begin.contains("the dump waits until"), "{begin}");
+    assert!(!begin.contains("recover"), "{begin}");
+    assert!(end.starts_with("all memory of the tree is resident after 0."), "{end}");
+}
+
+#[test]
+fn past_its_limit_a_dump_fails_and_names_the_process_and_what_is_missing() {
+    let session = Session::new();
+    for limit in [0, 1] {
+        let start = Instant::now();
+        let tree = || {
+            assert!(start.elapsed() < Duration::from_secs(limit + 30), "it waits on");
+            vec![session.pid()]
+        };
+        let (waited, said) = session.wait(Some(limit), tree);
+        let error = waited.unwrap_err().to_string();
+        let names = format!("process {} (sleep) has memory that session 5", session.pid());
+        let ends = format!(
+            "waited {limit} s, REWAKE_DUMP_WAIT allows no more: dump it later, or raise REWAKE_DUMP_WAIT"
+        );
+        assert!(error.starts_with(&names) && error.ends_with(&ends), "{error}");
+        assert!(start.elapsed() >= Duration::from_secs(limit));
+        assert_eq!(said.len() as u64, limit, "{said:?}");
+    }
+}
+
+#[test]
+fn a_session_that_is_not_served_is_named_with_what_to_do() {
+    let mut session = Session::new();
+    let root = session.root.path();
+    session.note.remove(root).unwrap();
+    session.note.starter.started += 1;
+    session.note.write(root).unwrap();
+    let error = session.wait(Some(0), || vec![session.pid()]).0.unwrap_err().to_string();
+    assert!(error.contains("has not loaded yet and is not served: run `rewake recover`"), "{error}");
+}
+
+#[test]
+fn a_process_that_was_restored_meanwhile_is_refused_at_the_second_look() {
+    let session = Session::new();
+    let dumped = Dumped { sessions: session.root.path().to_owned() };
+    let error = dumped.check(session.pid()).unwrap_err().to_string();
+    assert!(error.contains("again: an image would have zeros in its place"), "{error}");
+    session.end();
+    dumped.check(session.pid()).unwrap();
+}
+
+#[test]
+fn a_closed_gate_is_missing_memory_too() {
+    if let Err(error) = Gated::prepare() {
+        assert!(env::var_os("CI").is_none(), "{}: {error}", rewake_handover::FOLDER);
+        return eprintln!("skipped: {}: {error}", rewake_handover::FOLDER);
+    }
+    let session = Session::new();
+    session.end();
+    let gated = Gated::of(session.pid()).unwrap().unwrap();
+    gated.shut().unwrap();
+    let error = session.wait(Some(0), || vec![session.pid()]).0.unwrap_err().to_string();
+    gated.opened();
+    assert!(error.contains("(sleep) has GPU queues that are stopped until memory"), "{error}");
+    session.wait(Some(0), || vec![session.pid()]).0.unwrap();
+}
+
+#[test]
+fn the_limit_is_a_number_of_seconds_or_none() {
+    let of = |text: &str| limit(Ok(text.to_owned()));
+    assert_eq!(limit(Err(VarError::NotPresent)).unwrap(), None);
+    assert_eq!(of("0").unwrap(), Some(Duration::ZERO));
+    assert_eq!(of("90").unwrap(), Some(Duration::from_secs(90)));
+    for wrong in ["", "-1", "1.5", "soon"] {
+        let error = of(wrong).unwrap_err().to_string();
+        assert_eq!(error, format!("REWAKE_DUMP_WAIT={wrong:?}: expected a number of seconds"));
+    }
+}

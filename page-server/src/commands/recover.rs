@@ -1,0 +1,167 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! `rewake recover`: serves the sessions of streamers all of whose processes were killed.
+
+use std::io::{Read as _, Write as _};
+use std::os::fd::{OwnedFd, RawFd};
+use std::path::{Path, PathBuf};
+use std::rc::Rc;
+
+use anyhow::Context as _;
+use nix::sys::wait::{WaitStatus, waitpid};
+use nix::unistd::{ForkResult, Pid, fork, setsid};
+use tokio::task::LocalSet;
+use tracing::{error, info, warn};
+
+use super::lazy_pages::report;
+use crate::cli::Recover;
+use crate::ledger::{Folder, Ledger};
+use crate::recover::take_up;
+use crate::supervisor::{self, Start};
+use crate::{logging, parking, sys, worker};
+
+/// Exit code when processes were killed, or their memory could not be loaded.
+const LOST: u8 = 1;
+
+/// Runs the command; gives the exit code: 0 when all memory is resident (with `-d`: when all sessions are served).
+///
+/// # Errors
+/// The folder of the ledgers cannot be read, or one of them is of another version.
+pub fn run(options: &Recover) -> anyhow::Result<u8> {
+    logging::start(options.log_file.as_deref(), options.verbosity)?;
+    let mut code = 0;
+    let mut streamers = Vec::new();
+    for path in Folder::all()? {
+        match start(&path, None) {
+            Ok(streamer) => streamers.extend(streamer),
+            Err(error) => {
+                say(&format!("{error:#}"));
+                code = LOST;
+            }
+        }
+    }
+    for streamer in streamers {
+        let killed = !streamer.is_ready();
+        if killed || !options.daemon && !matches!(waitpid(streamer.pid, None)?, WaitStatus::Exited(_, 0)) {
+            code = LOST;
+        }
+    }
+    Ok(code)
+}
+
+/// Starts a streamer for each ledger whose processes have all ended, and waits for none: `rewake serve` does that
+/// when it starts. `own`: a descriptor that is for the caller alone.
+pub fn start_all(own: Option<RawFd>) {
+    let folders = Folder::all().unwrap_or_else(|error| {
+        warn!("looking for sessions without a streamer: {error:#}");
+        Vec::new()
+    });
+    for path in folders {
+        if let Err(error) = start(&path, own) {
+            error!("{error:#}");
+        }
+    }
+}
+
+/// A process that serves what another one has left.
+struct Streamer {
+    pid: Pid,
+    ready: std::io::PipeReader,
+}
+
+impl Streamer {
+    /// Waits until it serves: false when it ended before that, or has killed processes.
+    fn is_ready(&self) -> bool {
+        let mut byte = [0];
+        (&self.ready).read(&mut byte).is_ok_and(|count| count == 1)
+    }
+}
+
+/// None when nothing depends on the ledger, or its processes live.
+fn start(path: &Path, own: Option<RawFd>) -> anyhow::Result<Option<Streamer>> {
+    let Ok((folder, ledger)) = Folder::take(path)? else { return Ok(None) };
+    if !ledger.is_depended_on() {
+        parking::unpark_all(ledger);
+        folder.remove();
+        return Ok(None);
+    }
+    let (ready, tell) = std::io::pipe().context("making a pipe")?;
+    // SAFETY: this process has one thread.
+    match unsafe { fork() }.context("starting a streamer")? {
+        ForkResult::Parent { child } => Ok(Some(Streamer { pid: child, ready })),
+        ForkResult::Child => {
+            drop(ready);
+            if let Some(own) = own {
+                // SAFETY: this process's copy of it; nothing here uses it.
+                drop(unsafe { sys::take_over(own) });
+            }
+            let _ = setsid();
+            let code = serve(folder, ledger, tell.into()).unwrap_or_else(|error| {
+                error!("{error:#}");
+                LOST
+            });
+            std::process::exit(code.into());
+        }
+    }
+}
+
+/// Serves all sessions of a ledger to their end; gives the exit code.
+fn serve(mut folder: Folder, ledger: Ledger, tell: OwnedFd) -> anyhow::Result<u8> {
+    folder.rename()?;
+    let silent = ledger.silent_for();
+    let found = take_up(ledger);
+    for (pid, why) in &found.killed {
+        say(&format!("killed process {pid}: {why}"));
+    }
+    for slot in ledger.sessions() {
+        let images: PathBuf = slot.paths().0;
+        if slot.state() == crate::ledger::SessionState::Running {
+            say(&format!(
+                "session {}: serving {} again, {:.1} s after its streamer was killed",
+                slot.number(),
+                images.display(),
+                silent.as_secs_f64()
+            ));
+        }
+    }
+    info!(sessions = found.sessions, spaces = found.spaces, killed = found.killed.len(), "recovered");
+    // Closed without a byte, it says that processes were killed.
+    let notify = if found.killed.is_empty() { vec![tell] } else { Vec::new() };
+    let code = supervisor::supervise_ledger(folder, ledger, true, notify, worker_main)?;
+    Ok(if found.killed.is_empty() { code } else { LOST })
+}
+
+fn worker_main(start: &Start) -> u8 {
+    let served = worker::block_on(start, async |daemon| {
+        let local = LocalSet::new();
+        let lost = Rc::new(std::cell::Cell::new(false));
+        for inherited in daemon.inherit() {
+            let (daemon, lost) = (std::sync::Arc::clone(daemon), Rc::clone(&lost));
+            local.spawn_local(async move {
+                let ended = match inherited {
+                    Ok(session) => daemon.serve(session, None).await,
+                    Err(lost) => Err(lost.error),
+                };
+                match ended {
+                    Ok(summary) => report(&summary),
+                    Err(error) => {
+                        lost.set(true);
+                        error!("{error:#}");
+                    }
+                }
+            });
+        }
+        start.ready();
+        local.await;
+        Ok(if lost.get() { LOST } else { 0 })
+    });
+    served.unwrap_or_else(|error| {
+        error!("{error:#}");
+        LOST
+    })
+}
+
+/// One line for people, whatever is logged.
+fn say(line: &str) {
+    // Nowhere left to complain if stderr is closed.
+    let _ = writeln!(std::io::stderr(), "rewake: {line}");
+}

@@ -1,0 +1,54 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Whether CRIU, when it is called by itself or by a container engine, loads `rewake_plugin.so`. Pure: facts in, a check
+//! out.
+
+use std::path::PathBuf;
+
+use super::Check;
+
+/// The plugin's file.
+pub const FILE: &str = "rewake_plugin.so";
+
+/// The folder whose plugins CRIU loads when it is given no other one.
+#[derive(Debug, Clone)]
+pub struct Folder {
+    /// `$CRIU_LIBS_DIR`, else the default that CRIU is built with.
+    pub path: PathBuf,
+    /// Whether it has [`FILE`].
+    pub has_plugin: bool,
+}
+
+/// The check.
+#[must_use]
+pub fn verdict(folder: &Folder) -> Check {
+    let (name, path) = ("rewake plugin", folder.path.display());
+    if folder.has_plugin {
+        return Check::ok(name, format!("{path}/{FILE}: dumps wait for memory that is still being loaded"));
+    }
+    let found = format!(
+        "{path} has no {FILE}: `criu dump` fails for a process whose memory is still being loaded, instead of waiting"
+    );
+    Check::warning(
+        name,
+        found,
+        format!("`cargo xtask plugin` in Rewake's source tree builds {FILE}: copy it there"),
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::Verdict;
+    use super::*;
+
+    #[test]
+    fn a_folder_without_the_plugin_is_named_with_what_to_do() {
+        let folder = |has_plugin| Folder { path: "/usr/lib/criu".into(), has_plugin };
+        let check = verdict(&folder(true));
+        assert_eq!(check.verdict, Verdict::Ok);
+        assert!(check.found.starts_with("/usr/lib/criu/rewake_plugin.so: dumps wait"), "{check:?}");
+        let check = verdict(&folder(false));
+        assert_eq!(check.verdict, Verdict::Warning);
+        assert!(check.found.starts_with("/usr/lib/criu has no rewake_plugin.so: "), "{check:?}");
+        assert!(check.advice.unwrap().ends_with("builds rewake_plugin.so: copy it there"));
+    }
+}

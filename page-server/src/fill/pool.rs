@@ -1,0 +1,97 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The reactor threads, as the control thread has them.
+
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+
+use anyhow::Context as _;
+use rewake_store::pace::Pace;
+use rewake_store::{BlockCache, Waker};
+
+use super::reactor::{Task, run};
+use super::shared::{Handle, Shared};
+use crate::ledger::Ledger;
+
+/// Reactors at most. Filling is bound by memory bandwidth: more threads than this fight over it.
+pub(super) const MAX_REACTORS: usize = 8;
+
+/// How many reactors there are: one for each processor, [`MAX_REACTORS`] at most.
+#[must_use]
+pub fn reactors() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from).min(MAX_REACTORS)
+}
+
+/// The reactors.
+#[derive(Debug)]
+pub struct Pool {
+    shared: Arc<Shared>,
+    next_home: AtomicUsize,
+    _threads: Vec<JoinHandle<()>>,
+}
+
+impl Pool {
+    /// Starts them, [`reactors`] of them.
+    ///
+    /// # Errors
+    /// Descriptors, memory or threads are refused.
+    pub fn start(cache: &Arc<BlockCache>, ledger: Ledger) -> anyhow::Result<Self> {
+        let count = reactors();
+        let handle = || {
+            anyhow::Ok(Handle {
+                waker: Waker::new().context("making an eventfd")?,
+                inbox: Mutex::default(),
+                attention: AtomicBool::new(false),
+            })
+        };
+        let handles: Vec<Handle> = (0..count).map(|_| handle()).collect::<Result<_, _>>()?;
+        let pace = Pace::new(handles.iter().map(|handle| handle.waker.clone()).collect())?;
+        let shared = Arc::new(Shared {
+            cache: Arc::clone(cache),
+            ledger,
+            spaces: Mutex::default(),
+            version: AtomicUsize::new(0),
+            sessions: AtomicUsize::new(0),
+            pace: Arc::new(pace),
+            served: AtomicUsize::new(0),
+            handles,
+        });
+        let start = |index: usize| {
+            let shared = Arc::clone(&shared);
+            let thread = std::thread::Builder::new().name(format!("fill-{index}"));
+            thread.spawn(move || run(index, shared)).context("starting a reactor thread")
+        };
+        let threads = (0..count).map(start).collect::<Result<_, _>>()?;
+        Ok(Self { shared, next_home: AtomicUsize::new(0), _threads: threads })
+    }
+
+    /// The reactor that the next address space should have as its home.
+    #[must_use]
+    pub fn choose_home(&self) -> usize {
+        self.next_home.fetch_add(1, Ordering::Relaxed) % self.shared.handles.len()
+    }
+
+    /// Hands a task to the reactor of its address space.
+    pub fn submit(&self, task: Task) {
+        let Task::Adopt { space, .. } = &task;
+        let Some(handle) = self.shared.handles.get(space.home) else { return };
+        handle.inbox.lock().unwrap_or_else(PoisonError::into_inner).push(task);
+        handle.waker.wake();
+    }
+
+    /// The pace of its reads, which others on the same disk keep to.
+    #[must_use]
+    pub fn pace(&self) -> Arc<Pace> {
+        Arc::clone(&self.shared.pace)
+    }
+
+    /// Something about a session changed: it was released, or it failed.
+    pub fn look_again(&self) {
+        self.shared.attention_all();
+    }
+
+    /// Sessions being served, for the choice between keeping and reusing buffers.
+    pub fn set_sessions(&self, count: usize) {
+        self.shared.sessions.store(count, Ordering::Relaxed);
+    }
+}

@@ -1,0 +1,52 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! CRIU's plugin for processes that a session of `rewake` restored and whose memory is still being loaded. It has no GPU
+//! code, and belongs into the plugin folder of every CRIU on the host.
+//!
+//! * Restore: each task gets the session's fd store before it runs, so that missing memory is never read as zeros,
+//!   whatever becomes of the session's processes.
+//! * Dump: CRIU waits, before it stops anything, until no process of the tree has missing memory.
+//! * `criu pre-dump` is not held up: it dumps no descriptors, and the dump that follows waits.
+//!
+//! `docs/rewake-plugin.md` is for its users; how it is done: [`rewake_plugin_session`].
+#![deny(unsafe_code)]
+
+use std::ffi::CStr;
+
+use rewake_criu_plugin::{Answer, Host, Plugin, Refusal, Stage, register};
+use rewake_plugin_session::{Dumped, Parking};
+
+/// The plugin of one CRIU command.
+#[derive(Debug)]
+enum Rewake {
+    Dump(Dumped),
+    Restore(Parking),
+}
+
+register!(Rewake);
+
+impl Plugin for Rewake {
+    const NAME: &'static CStr = c"rewake_plugin";
+
+    fn init(host: &Host, stage: Stage) -> Answer<Self> {
+        match stage {
+            Stage::Dump => Ok(Self::Dump(Dumped::wait(host)?)),
+            Stage::PreDump => Err(Refusal::NotMine),
+            Stage::Restore { .. } => Ok(Self::Restore(Parking::new())),
+        }
+    }
+
+    fn pause_devices(&mut self, _: &Host, pid: i32) -> Answer {
+        if let Self::Dump(dumped) = self {
+            dumped.check(pid)?;
+        }
+        // Other plugins have something to do then.
+        Err(Refusal::NotMine)
+    }
+
+    fn resume_devices_late(&mut self, host: &Host, pid: i32) -> Answer {
+        if let Self::Restore(parking) = self {
+            parking.task(host, pid);
+        }
+        Err(Refusal::NotMine)
+    }
+}

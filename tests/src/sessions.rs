@@ -1,0 +1,74 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Sessions whose streamer's processes were all killed, and `rewake recover`.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+
+use anyhow::{Context, ensure};
+use nix::sched::{CloneFlags, unshare};
+use nix::unistd::Pid;
+
+use crate::process::session;
+use crate::server::rewake;
+
+const FOLDER: &str = "/run/rewake";
+
+/// Gives the calling thread, and all that it starts from now on, a `/run/rewake` of its own: `rewake recover` serves
+/// every session that it finds there, those of other tests too.
+///
+/// # Errors
+/// The kernel has no mount namespaces, or `mount` is missing.
+pub fn own_sessions() -> anyhow::Result<()> {
+    fs::create_dir_all(FOLDER).context("create /run/rewake")?;
+    unshare(CloneFlags::CLONE_NEWNS).context("a mount namespace of this thread's own")?;
+    for arguments in [vec!["--make-rprivate", "/"], vec!["-t", "tmpfs", "tmpfs", FOLDER]] {
+        let status = Command::new("mount").args(&arguments).status().context("mount (package mount)")?;
+        ensure!(status.success(), "mount {arguments:?}: {status}");
+    }
+    Ok(())
+}
+
+/// The folders of all streamers, dead or alive.
+#[must_use]
+pub fn folders() -> Vec<PathBuf> {
+    let entries = fs::read_dir(Path::new(FOLDER).join("sessions"));
+    let paths = entries.into_iter().flatten().flatten().map(|entry| entry.path());
+    paths.filter(|path| path.join("ledger").exists()).collect()
+}
+
+/// Whether every task of a tree has a socket, as no target of these tests opens one: the session's fd store.
+#[must_use]
+pub fn are_parked(leader: Pid) -> bool {
+    let tasks = session(leader);
+    !tasks.is_empty() && tasks.into_iter().all(holds_a_socket)
+}
+
+fn holds_a_socket(task: Pid) -> bool {
+    let entries = fs::read_dir(format!("/proc/{task}/fd")).into_iter().flatten().flatten();
+    let mut links = entries.filter_map(|entry| fs::read_link(entry.path()).ok());
+    links.any(|link| link.to_string_lossy().starts_with("socket:"))
+}
+
+/// Whether a process's first thread sleeps in a page fault that nothing has served.
+#[must_use]
+pub fn waits_in_a_page_fault(pid: Pid) -> bool {
+    fs::read_to_string(format!("/proc/{pid}/wchan")).is_ok_and(|place| place.contains("userfault"))
+}
+
+/// `rewake recover`, not yet started.
+///
+/// # Errors
+/// No program to start.
+pub fn recover() -> anyhow::Result<Command> {
+    let mut command = Command::new(rewake()?);
+    command.arg("recover").stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
+    Ok(command)
+}
+
+/// How many sessions a `rewake recover` has served again, by its own words.
+#[must_use]
+pub fn served_again(output: &Output) -> usize {
+    let text = String::from_utf8_lossy(&output.stderr);
+    text.lines().filter(|line| line.contains("serving ") && line.contains("streamer was killed")).count()
+}

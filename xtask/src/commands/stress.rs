@@ -1,0 +1,238 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! `cargo xtask stress NAME`: random tests for as many rounds as wanted. The suite runs a few rounds of each.
+
+use std::time::Duration;
+
+use anyhow::{Context as _, bail, ensure};
+
+use crate::{program, repository, setup, vm};
+
+/// A campaign that hangs ends: the longest takes a quarter of an hour on a quiet machine.
+const LIMIT: Duration = Duration::from_secs(4 * 3600);
+
+/// Where a campaign's test runs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Place {
+    /// Here, with the CRIU that set-up finds.
+    Host,
+    /// In a machine of the suite, this one where none is named.
+    Machine(&'static str),
+}
+
+/// A random test with a name.
+#[derive(Debug)]
+struct Campaign {
+    name: &'static str,
+    what: &'static str,
+    place: Place,
+    /// Its test programs.
+    programs: &'static [&'static str],
+    /// Which of their tests; none: all.
+    test: Option<&'static str>,
+    /// The variable that says how many rounds, and how many there are where nobody says.
+    rounds: Option<(&'static str, u32)>,
+    /// The variable of the seed.
+    seed: Option<&'static str>,
+    /// A variable that is always set.
+    always: Option<&'static str>,
+}
+
+const CAMPAIGN: Campaign = Campaign {
+    name: "",
+    what: "",
+    place: Place::Machine("6.12-90a"),
+    programs: &[],
+    test: None,
+    rounds: None,
+    seed: None,
+    always: None,
+};
+
+const CAMPAIGNS: [Campaign; 8] = [
+    Campaign {
+        name: "restore-touched",
+        what: "a program that touches, maps and forks while its GPUs' memory is missing",
+        programs: &["stress"],
+        test: Some("whatever_it_does_before_its_memory_is_there"),
+        rounds: Some(("RESTORE_ROUNDS", 200)),
+        seed: Some("RESTORE_SEED"),
+        ..CAMPAIGN
+    },
+    Campaign {
+        name: "restore-asked",
+        what: "a busy server that is asked while its memory is missing",
+        programs: &["stress"],
+        test: Some("a_server_that_is_asked_before_its_memory_is_there"),
+        rounds: Some(("RESTORE_ROUNDS", 200)),
+        seed: Some("RESTORE_SEED"),
+        ..CAMPAIGN
+    },
+    Campaign {
+        name: "kill-streamer",
+        what: "workers and supervisor of a streamer are killed, moment after moment of a restore",
+        programs: &["killed"],
+        test: Some("killed_at_any_moment_nobody_stands_still"),
+        rounds: Some(("REWAKE_KILLS", 220)),
+        ..CAMPAIGN
+    },
+    Campaign {
+        name: "kill-criu",
+        what: "CRIU is killed, moment after moment of a restore with its GPUs",
+        programs: &["lazy_faults"],
+        test: Some("criu_killed_at_any_moment_leaves_nobody_standing_still"),
+        rounds: Some(("REWAKE_KILLS", 220)),
+        ..CAMPAIGN
+    },
+    Campaign {
+        name: "kill-server",
+        what: "the page server's processes are killed at random moments; memory of CPUs only",
+        place: Place::Host,
+        programs: &["killed_daemon"],
+        rounds: Some(("REWAKE_KILLS", 200)),
+        seed: Some("REWAKE_SEED"),
+        ..CAMPAIGN
+    },
+    Campaign {
+        name: "failing-calls",
+        what: "every driver call of a dump and of a restore fails in turn, or kills its caller",
+        programs: &["plugin_faults", "lazy_faults"],
+        always: Some("PLUGIN_EVERY_FAULT"),
+        ..CAMPAIGN
+    },
+    Campaign {
+        name: "damaged-images",
+        what: "images of GPUs' memory with random damage are restored",
+        programs: &["plugin_images"],
+        test: Some("random_damage_does_no_harm"),
+        rounds: Some(("PLUGIN_DAMAGES", 200)),
+        ..CAMPAIGN
+    },
+    Campaign {
+        name: "driver-calls",
+        what: "random calls to the software GPU's driver",
+        programs: &["fuzz"],
+        seed: Some("SOFTGPU_FUZZ_SEED"),
+        ..CAMPAIGN
+    },
+];
+
+/// The list of campaigns, for people.
+pub(crate) fn help() -> String {
+    let mut help = "cargo xtask stress NAME [--rounds N] [--seed N] [--machine NAME]\n\n".to_owned();
+    for campaign in &CAMPAIGNS {
+        let rounds = campaign.rounds.map_or_else(String::new, |(_, rounds)| format!("; {rounds} rounds"));
+        let seed = if campaign.seed.is_some() { "; --seed repeats one" } else { "" };
+        help += &format!("  {:18} {}{rounds}{seed}\n", campaign.name, campaign.what);
+    }
+    help += "\nThose with GPUs run in the suite's machine 6.12-90a, or in the one that --machine names.\n";
+    help
+}
+
+/// Runs one of them.
+pub(crate) fn run(name: &str, words: &[&str]) -> anyhow::Result<()> {
+    let campaign = CAMPAIGNS.iter().find(|campaign| campaign.name == name);
+    let campaign =
+        campaign.with_context(|| format!("no campaign {name:?}; `cargo xtask stress` lists them"))?;
+    let options = Options::parse(campaign, words)?;
+    match campaign.place {
+        Place::Machine(machine) => vm::test(&vm::Wanted {
+            filter: campaign.test,
+            programs: campaign.programs,
+            machine: Some(options.machine.unwrap_or(machine)),
+            environment: options.environment,
+            limit: Some(LIMIT),
+        }),
+        Place::Host => on_host(campaign, &options),
+    }
+}
+
+fn on_host(campaign: &Campaign, options: &Options<'_>) -> anyhow::Result<()> {
+    let environment = super::test::environment(&setup::run()?, None)?;
+    program::run(repository::cargo().args(["build", "--release", "--package", "rewake", "--bins"]))?;
+    let mut cargo = repository::cargo();
+    cargo.args(["test", "--release", "--package", "rewake-tests"]);
+    cargo.args(campaign.programs.iter().flat_map(|program| ["--test", program]));
+    cargo.args(campaign.test).args(["--", "--nocapture", "--test-threads=1"]);
+    program::run(cargo.envs(environment).envs(options.environment.iter().map(|(name, value)| (name, value))))
+}
+
+/// What a campaign is asked for.
+#[derive(Debug, PartialEq, Eq)]
+struct Options<'a> {
+    machine: Option<&'a str>,
+    environment: Vec<(&'static str, String)>,
+}
+
+impl<'a> Options<'a> {
+    fn parse(campaign: &Campaign, words: &[&'a str]) -> anyhow::Result<Self> {
+        let (mut machine, mut rounds, mut seed) = (None, None, None);
+        let mut words = words.iter();
+        while let Some(option) = words.next() {
+            let value = *words.next().with_context(|| format!("{option} needs a value"))?;
+            let number =
+                || value.parse::<u64>().with_context(|| format!("{option} {value}: expected a number"));
+            match *option {
+                "--machine" => machine = Some(value),
+                "--rounds" => rounds = Some(number()?),
+                "--seed" => seed = Some(number()?),
+                other => bail!("stress {} {other}: expected --rounds, --seed or --machine", campaign.name),
+            }
+        }
+        let on_host = campaign.place == Place::Host;
+        ensure!(
+            !on_host || machine.is_none(),
+            "stress {}: it runs on the host, not in a machine",
+            campaign.name
+        );
+        ensure!(rounds.is_none() || campaign.rounds.is_some(), "stress {} has no rounds", campaign.name);
+        ensure!(seed.is_none() || campaign.seed.is_some(), "stress {} has no seed", campaign.name);
+        let mut environment: Vec<(&'static str, String)> = Vec::new();
+        environment.extend(campaign.always.map(|name| (name, "1".to_owned())));
+        environment.extend(
+            campaign.rounds.map(|(name, usual)| (name, rounds.unwrap_or_else(|| usual.into()).to_string())),
+        );
+        environment.extend(campaign.seed.zip(seed).map(|(name, seed)| (name, seed.to_string())));
+        Ok(Self { machine, environment })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn named(name: &str) -> &'static Campaign {
+        CAMPAIGNS.iter().find(|campaign| campaign.name == name).unwrap()
+    }
+
+    #[test]
+    fn rounds_and_seed_become_the_variables_that_the_test_reads() {
+        let campaign = named("restore-asked");
+        let options =
+            Options::parse(campaign, &["--seed", "9", "--machine", "7-90a", "--rounds", "30"]).unwrap();
+        assert_eq!(options.machine, Some("7-90a"));
+        let wanted = [("RESTORE_ROUNDS", "30".to_owned()), ("RESTORE_SEED", "9".to_owned())];
+        assert_eq!(options.environment, wanted);
+        let usual = Options::parse(campaign, &[]).unwrap();
+        assert_eq!(usual.environment, [("RESTORE_ROUNDS", "200".to_owned())]);
+    }
+
+    #[test]
+    fn an_option_that_a_campaign_does_not_have_is_refused() {
+        for (name, words, wanted) in [
+            ("failing-calls", ["--rounds", "2"], "stress failing-calls has no rounds"),
+            ("kill-streamer", ["--seed", "2"], "stress kill-streamer has no seed"),
+            ("kill-server", ["--machine", "7-90a"], "stress kill-server: it runs on the host"),
+            ("kill-server", ["--rounds", "many"], "--rounds many: expected a number"),
+            ("kill-server", ["--speed", "1"], "stress kill-server --speed: expected --rounds"),
+        ] {
+            let error = Options::parse(named(name), &words).unwrap_err().to_string();
+            assert!(error.starts_with(wanted), "{error}");
+        }
+        assert!(run("kill-all", &[]).unwrap_err().to_string().contains("no campaign \"kill-all\""));
+    }
+
+    #[test]
+    fn every_campaign_is_in_the_list() {
+        assert!(CAMPAIGNS.iter().all(|campaign| help().contains(&format!("  {} ", campaign.name))));
+    }
+}

@@ -1,0 +1,168 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! `tests/expected-skips`: which tests do not run on which machine. A test that is skipped and not listed fails the
+//! run, and so does a listed one that runs.
+
+use std::collections::BTreeMap;
+use std::fs;
+
+use anyhow::{Context as _, bail};
+
+use crate::record::Record;
+use crate::repository;
+
+/// The machine for tests that run on the host.
+pub(crate) const HOST: &str = "host";
+
+const FILE: &str = "tests/expected-skips";
+
+/// How surely a test does not run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Sure {
+    /// Never there.
+    Always,
+    /// Only where the host cannot; for machines that are not made by this repository.
+    Maybe,
+}
+
+/// The list: machine, then test.
+#[derive(Debug, Default)]
+pub(crate) struct Expected {
+    machines: BTreeMap<String, BTreeMap<String, Sure>>,
+}
+
+impl Expected {
+    /// The repository's list.
+    ///
+    /// # Errors
+    /// It cannot be read, or a line makes no sense.
+    pub(crate) fn read() -> anyhow::Result<Self> {
+        let path = repository::root().join(FILE);
+        let text = fs::read_to_string(&path).with_context(|| format!("read {}", path.display()))?;
+        Self::parse(&text)
+    }
+
+    fn parse(text: &str) -> anyhow::Result<Self> {
+        let mut list = Self::default();
+        let mut machine = None;
+        for (number, line) in text.lines().enumerate() {
+            let line = line.trim();
+            if line.is_empty() || line.starts_with('#') {
+                continue;
+            }
+            if let Some(name) = line.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')) {
+                machine = Some(list.machines.entry(name.to_owned()).or_default());
+                continue;
+            }
+            let (sure, rest) = line.split_once(' ').unwrap_or((line, ""));
+            let sure = match sure {
+                "always" => Sure::Always,
+                "maybe" => Sure::Maybe,
+                _ => bail!("{FILE}:{}: {sure:?}; a line begins with `always`, `maybe` or `[`", number + 1),
+            };
+            let (test, _) = rest
+                .split_once(": ")
+                .with_context(|| format!("{FILE}:{}: expected `PROGRAM::TEST: REASON`", number + 1))?;
+            let machine = machine
+                .as_mut()
+                .with_context(|| format!("{FILE}:{}: no `[MACHINE]` before it", number + 1))?;
+            machine.insert(test.to_owned(), sure);
+        }
+        Ok(list)
+    }
+
+    /// Machines that the list names.
+    pub(crate) fn machines(&self) -> impl Iterator<Item = &str> {
+        self.machines.keys().map(String::as_str)
+    }
+
+    /// What a run on that machine did against the list. Where all tests ran that the machine has, a listed one that
+    /// does not exist counts too.
+    pub(crate) fn against(&self, machine: &str, record: &Record, whole: bool) -> Vec<String> {
+        let none = BTreeMap::new();
+        let listed = self.machines.get(machine).unwrap_or(&none);
+        let unlisted = record.skipped.iter().filter(|(test, _)| !listed.contains_key(*test));
+        let mut against: Vec<String> = unlisted
+            .map(|(test, reason)| {
+                format!("{test} was skipped ({reason}): make it run, or list it in {FILE} below [{machine}]")
+            })
+            .collect();
+        for (test, sure) in listed {
+            let ran = record.tests.contains(test) && !record.skipped.contains_key(test);
+            if ran && *sure == Sure::Always {
+                against.push(format!("{test} ran: delete its line below [{machine}] in {FILE}"));
+            } else if whole && !record.tests.contains(test) {
+                against.push(format!("no {test} exists: delete its line below [{machine}] in {FILE}"));
+            }
+        }
+        against
+    }
+}
+
+/// One line for each test that did not run there.
+pub(crate) fn print(machine: &str, record: &Record) {
+    for (test, reason) in &record.skipped {
+        println!("not run on {machine}: {test}: {reason}");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LIST: &str = "# a list\n[host]\nmaybe e::cold: tmpfs\n\n[vm]\nalways p::never: no queues\n";
+
+    fn record(tests: &[&str], skipped: &[&str]) -> Record {
+        Record {
+            tests: tests.iter().map(|test| (*test).to_owned()).collect(),
+            skipped: skipped.iter().map(|test| ((*test).to_owned(), "why".to_owned())).collect(),
+            ..Record::default()
+        }
+    }
+
+    fn against(machine: &str, tests: &[&str], skipped: &[&str]) -> Vec<String> {
+        Expected::parse(LIST).unwrap().against(machine, &record(tests, skipped), true)
+    }
+
+    #[test]
+    fn a_run_like_the_list_is_fine() {
+        assert_eq!(against("host", &["e::cold", "e::x"], &["e::cold"]), Vec::<String>::new());
+        assert_eq!(against("host", &["e::cold", "e::x"], &[]), Vec::<String>::new());
+        assert_eq!(against("vm", &["p::never"], &["p::never"]), Vec::<String>::new());
+    }
+
+    #[test]
+    fn a_skip_that_is_not_listed_for_this_machine_is_an_error() {
+        let found = against("vm", &["p::never", "e::cold"], &["p::never", "e::cold"]);
+        assert_eq!(
+            found,
+            ["e::cold was skipped (why): make it run, or list it in tests/expected-skips below [vm]"]
+        );
+    }
+
+    #[test]
+    fn a_listed_test_that_ran_or_does_not_exist_is_an_error() {
+        let found = against("vm", &["p::never"], &[]);
+        assert_eq!(found, ["p::never ran: delete its line below [vm] in tests/expected-skips"]);
+        let found = against("vm", &["p::other"], &[]);
+        assert_eq!(found, ["no p::never exists: delete its line below [vm] in tests/expected-skips"]);
+        let part = Expected::parse(LIST).unwrap().against("vm", &record(&["p::other"], &[]), false);
+        assert_eq!(part, Vec::<String>::new());
+    }
+
+    #[test]
+    fn a_line_that_makes_no_sense_is_named() {
+        for (text, wanted) in [
+            ("[a]\nsometimes b::c: d", "tests/expected-skips:2: \"sometimes\"; a line begins with"),
+            ("[a]\nalways b::c", "tests/expected-skips:2: expected `PROGRAM::TEST: REASON`"),
+            ("always b::c: d", "tests/expected-skips:1: no `[MACHINE]` before it"),
+        ] {
+            let error = Expected::parse(text).unwrap_err().to_string();
+            assert!(error.starts_with(wanted), "{error}");
+        }
+    }
+
+    #[test]
+    fn the_repository_s_list_can_be_read() {
+        assert!(Expected::read().unwrap().machines().any(|name| name == HOST));
+    }
+}

@@ -1,0 +1,207 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The machines that the suite's tests run in: what differs on each, and which test programs depend on that.
+
+use super::options::Series;
+
+/// Which test programs a machine runs.
+#[derive(Debug)]
+pub(super) enum Programs {
+    /// Every one but these, which another machine runs.
+    AllBut(&'static [&'static str]),
+    /// These.
+    Only(&'static [&'static str]),
+}
+
+impl Programs {
+    /// Whether a program is one of them.
+    pub(super) fn have(&self, program: &str) -> bool {
+        match self {
+            Self::AllBut(others) => !others.contains(&program),
+            Self::Only(these) => these.contains(&program),
+        }
+    }
+
+    /// Those that have to exist.
+    pub(super) fn named(&self) -> &'static [&'static str] {
+        match self {
+            Self::AllBut(named) | Self::Only(named) => named,
+        }
+    }
+}
+
+/// One machine that tests run in.
+#[derive(Debug)]
+pub(super) struct Shape {
+    /// Its name in tables and in `tests/expected-skips`.
+    pub(super) name: &'static str,
+    /// What differs on it.
+    pub(super) why: &'static str,
+    pub(super) series: Series,
+    /// softgpu.ko's parameters.
+    pub(super) module_arguments: &'static str,
+    /// More words for the kernel's command line.
+    pub(super) kernel_arguments: &'static str,
+    pub(super) programs: Programs,
+}
+
+/// What runs on one kernel only, the newer: there are kinds of memory and questions that the older does not know.
+const NEWER_ONLY: &[&str] = &["lazy_pages", "modes", "plugin_render", "svm", "touches", "unheld"];
+
+/// What depends on the kernel: its driver for GPUs, its userfaultfd, its hooks for calls. What is left out, on both
+/// kernels, asks the same of them as these do, and then drives streamer, page server and CRIU to their limits.
+const OF_THE_KERNEL: &[&str] = &[
+    "bad_use",
+    "both",
+    "criu",
+    "criu_ops",
+    "dmabuf",
+    "faults",
+    "forgotten",
+    "fuzz",
+    "held",
+    "judge",
+    "lazy_pages",
+    "mapping",
+    "memory",
+    "modes",
+    "peers",
+    "plugin",
+    "plugin_images",
+    "plugin_render",
+    "queues",
+    "sdma",
+    "shared",
+    "stock_plugin",
+    "streaming",
+    "svm",
+    "topology",
+    "touches",
+    "userptr",
+    "workload",
+];
+
+/// What depends on queues that firmware runs, on memory that CPUs do not reach, and on copies that take their time.
+const OF_FIRMWARE_AND_SMALL_BAR: &[&str] = &[
+    "copy_engine",
+    "criu",
+    "criu_ops",
+    "memory",
+    "peers",
+    "plugin",
+    "plugin_contents",
+    "queues",
+    "shared",
+    "stock_plugin",
+    "topology",
+    "touches",
+    "workload",
+];
+
+/// What depends on several compute dies in one GPU, and on other numbers of GPUs.
+const OF_SEVERAL_DIES: &[&str] = &[
+    "criu",
+    "criu_ops",
+    "held",
+    "judge",
+    "memory",
+    "peers",
+    "plugin",
+    "queues",
+    "shared",
+    "stock_plugin",
+    "svm",
+    "topology",
+    "workload",
+];
+
+/// What copies contents.
+const COPIERS: &[&str] = &["copy_engine", "plugin", "plugin_contents"];
+
+/// What depends on whether GPUs retry faults.
+const RETRIED: &[&str] = &["both", "lazy_pages"];
+
+/// What depends on whether calls are held.
+const UNHELD: &[&str] = &["gated", "unheld"];
+
+const SHAPE: Shape = Shape {
+    name: "",
+    why: "",
+    series: Series::Linux6_12,
+    module_arguments: "gpus=2 gfx=90a xgmi=1",
+    kernel_arguments: "",
+    programs: Programs::Only(&[]),
+};
+
+/// The suite's machines, the longest first. Each test runs on one of them at least, or the suite fails.
+pub(super) const SHAPES: [Shape; 7] = [
+    Shape {
+        name: "6.12-90a",
+        why: "Debian 13's kernel; GPUs whose queues every kernel restores",
+        programs: Programs::AllBut(NEWER_ONLY),
+        ..SHAPE
+    },
+    Shape {
+        name: "7-90a",
+        why: "Debian sid's kernel: memory with attributes, render nodes that say what they have",
+        series: Series::Linux7,
+        programs: Programs::Only(OF_THE_KERNEL),
+        ..SHAPE
+    },
+    Shape {
+        name: "6.12-1100",
+        why: "queues that firmware runs and nothing restores; memory that CPUs do not reach; copies that take time",
+        module_arguments: "gpus=2 gfx=1100 small_bar=1 fresh=zero copy_mbps=100",
+        programs: Programs::Only(OF_FIRMWARE_AND_SMALL_BAR),
+        ..SHAPE
+    },
+    Shape {
+        name: "7-942",
+        why: "several compute dies in a GPU, whose queues this kernel does not restore; other numbers of GPUs",
+        series: Series::Linux7,
+        module_arguments: "gpus=2 gfx=942 xnack=1 seed=7",
+        programs: Programs::Only(OF_SEVERAL_DIES),
+        ..SHAPE
+    },
+    Shape {
+        name: "6.12-poison",
+        why: "no copy rings, so that CPUs copy; fresh memory that is not zero",
+        module_arguments: "gpus=2 gfx=90a xgmi=1 sdma_rings=0 fresh=poison",
+        programs: Programs::Only(COPIERS),
+        ..SHAPE
+    },
+    Shape {
+        name: "7-xnack",
+        why: "GPUs that retry faults and whose queues are restored",
+        series: Series::Linux7,
+        module_arguments: "gpus=2 gfx=90a xgmi=1 xnack=1",
+        programs: Programs::Only(RETRIED),
+        ..SHAPE
+    },
+    Shape {
+        name: "7-unheld",
+        why: "a kernel that runs no program for calls, so that none is held",
+        series: Series::Linux7,
+        kernel_arguments: "lsm=capability,yama",
+        programs: Programs::Only(UNHELD),
+        ..SHAPE
+    },
+];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_machine_runs_all_but_some_or_only_some() {
+        assert!(Programs::AllBut(&["a"]).have("b") && !Programs::AllBut(&["a"]).have("a"));
+        assert!(Programs::Only(&["a"]).have("a") && !Programs::Only(&["a"]).have("b"));
+    }
+
+    #[test]
+    fn machines_have_names_of_their_own_and_say_why_they_exist() {
+        for (number, shape) in SHAPES.iter().enumerate() {
+            assert!(!shape.why.is_empty() && !shape.name.is_empty());
+            assert!(SHAPES[..number].iter().all(|other| other.name != shape.name), "{}", shape.name);
+        }
+    }
+}
