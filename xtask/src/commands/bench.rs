@@ -2,7 +2,8 @@
 //! `cargo xtask bench`: `lazy`, the same image through stock CRIU and through rewake; `plugin`, the same process on GPUs
 //! through CRIU's own plugin and through this project's; `behind`, how soon a process runs whose memory comes later, when
 //! it answers, and how fast its memory comes;
-//! `engine`, what loads GPUs' memory beside memcpy and the disk.
+//! `engine`, what loads GPUs' memory beside memcpy and the disk;
+//! `programs`, when a restored Python, Node or Java server answers.
 
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
@@ -14,13 +15,28 @@ use anyhow::{Context as _, ensure};
 use super::plugin::{self, Profile};
 use crate::{repository, root, setup, vm};
 
+/// Packages of the programs that `bench programs` restores.
+const INTERPRETERS: [&str; 3] = ["python3-numpy", "nodejs", "default-jdk-headless"];
+
 /// Ends as `rewake-bench lazy`, with `more` passed through.
 pub(crate) fn lazy(more: &[&str]) -> anyhow::Result<()> {
+    with_criu("lazy", more)
+}
+
+/// Ends as `rewake-bench programs`, with `more` passed through.
+pub(crate) fn programs(more: &[&str]) -> anyhow::Result<()> {
+    root::become_root()?;
+    setup::install(&INTERPRETERS)?;
+    with_criu("programs", more)
+}
+
+/// Ends as this comparison of `rewake-bench`, with the CRIU that set-up finds and with `more` passed through.
+fn with_criu(comparison: &str, more: &[&str]) -> anyhow::Result<()> {
     let criu = setup::run()?;
     let rewake = repository::build_release("rewake", "rewake")?;
     let bench = repository::build_release("rewake-bench", "rewake-bench")?;
     let mut command = Command::new(&bench);
-    command.arg("lazy").arg("--criu").arg(&criu.path).arg("--rewake").arg(rewake).args(more);
+    command.arg(comparison).arg("--criu").arg(&criu.path).arg("--rewake").arg(rewake).args(more);
     Err(command.exec()).with_context(|| format!("start {}", bench.display()))
 }
 
