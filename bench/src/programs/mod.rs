@@ -1,11 +1,14 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Real programs, restored in turn from one image by CRIU alone, through `criu lazy-pages` and through
-//! `rewake lazy-pages`: when does the first right answer come?
+//! `rewake lazy-pages`: when does the first right answer arrive?
 //!
-//! * [`program`]: the three programs and how each is started and dumped. [`client`]: a client that asks them.
-//! * [`round`]: one restore. [`table`]: from samples to a Markdown table.
+//! * [`program`]: the three programs, what they run on and what they are asked. [`answer`]: the right answers.
+//! * [`dumped`]: a program from its start to its dump. [`client`]: the client that asks it.
+//! * [`round`]: one restore. [`table`]: from samples to Markdown tables.
 
+mod answer;
 mod client;
+mod dumped;
 mod program;
 mod round;
 mod table;
@@ -19,7 +22,8 @@ use crate::cache;
 use crate::criu::version;
 use crate::processes::catch_interrupts;
 use crate::report::Setting;
-use program::{Dumped, Program};
+use dumped::Dumped;
+use program::Program;
 use round::{Sample, Way};
 
 /// Arguments of `rewake-bench programs`.
@@ -35,9 +39,9 @@ pub(crate) struct Options {
     #[arg(long = "program", value_enum)]
     programs: Vec<Program>,
     /// Memory that each program fills, in MiB
-    #[arg(long, default_value_t = 640, value_parser = clap::value_parser!(u64).range(16..=1 << 16))]
-    size_mib: u64,
-    /// Restores in each way, with the image cached and again with it dropped from the page cache
+    #[arg(long, default_value_t = 640, value_parser = clap::value_parser!(u64).range(16..=answer::MAX_MIB))]
+    mib: u64,
+    /// Restores in each way with the image cached, and as many with it dropped from the page cache
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u64).range(1..=100))]
     rounds: u64,
     /// Where images lie during the run: the disk that is measured [default: the directory for temporary files]
@@ -53,15 +57,17 @@ pub(crate) struct Options {
 struct Results {
     setting: Setting,
     rounds: u64,
-    /// One for each program, in the order of the table.
-    images: Vec<ImageSize>,
+    /// One for each program, in the order of the tables.
+    images: Vec<ProgramImage>,
     samples: Vec<Sample>,
 }
 
-/// How much a program's image holds.
-#[derive(Debug, Clone, Copy, Serialize)]
-struct ImageSize {
+/// A program as it was dumped.
+#[derive(Debug, Serialize)]
+struct ProgramImage {
     program: Program,
+    /// Of what the program runs on.
+    version: String,
     /// Of all `pages-*.img`.
     page_bytes: u64,
 }
@@ -73,30 +79,35 @@ struct Tools {
     rewake: PathBuf,
 }
 
-/// Measures, prints the table, writes the file asked for.
+/// Measures, prints the tables, writes the file asked for.
 pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
     if !nix::unistd::geteuid().is_root() {
         bail!("rewake-bench programs dumps and restores processes with CRIU: run it as root");
     }
     catch_interrupts()?;
-    // A restored process becomes a child of the nearest such ancestor: this one then sees its end.
+    // A restored process becomes a child of the nearest such ancestor, which then sees its end.
     nix::sys::prctl::set_child_subreaper(true).context("PR_SET_CHILD_SUBREAPER")?;
     let parent = options.dir.clone().unwrap_or_else(std::env::temp_dir);
     let absolute = |path: &Path| path.canonicalize().with_context(|| path.display().to_string());
     let parent = absolute(&parent)?;
     let tools = Tools { criu: absolute(&options.criu)?, rewake: absolute(&options.rewake)? };
     let chosen = if options.programs.is_empty() { Program::ALL.to_vec() } else { options.programs.clone() };
-    chosen.iter().try_for_each(|program| program.check_installed())?;
+    let chosen = chosen.into_iter().map(|program| Ok((program, program.version()?)));
+    let chosen: Vec<_> = chosen.collect::<anyhow::Result<_>>()?;
     let versions = vec![version(&tools.criu)?, version(&tools.rewake)?];
-    let setting = Setting::of_this_machine(versions, options.size_mib);
+    let setting = Setting::of_this_machine(versions, options.mib);
     let mut results = Results { setting, rounds: options.rounds, images: Vec::new(), samples: Vec::new() };
-    for program in chosen {
-        // Each program has a directory of its own, which goes before the next one starts.
+    for (program, version) in chosen {
+        // Each program has a directory of its own, which is deleted before the next program starts.
         let directory = tempfile::Builder::new()
             .prefix("rewake-bench-")
             .tempdir_in(&parent)
             .with_context(|| format!("make a directory for the images in {}", parent.display()))?;
-        measure(program, options, &tools, directory.path(), &mut results)?;
+        eprintln!("{program} ({version}): fills {} MiB and is dumped", options.mib);
+        let dumped = Dumped::new(program, options.mib, &tools.criu, directory.path())
+            .with_context(|| program.to_string())?;
+        results.images.push(ProgramImage { program, version, page_bytes: dumped.page_bytes()? });
+        measure(program, &dumped, options.rounds, &tools, directory.path(), &mut results.samples)?;
     }
     print!("{}", table::text(&results));
     if let Some(path) = &options.json {
@@ -106,34 +117,31 @@ pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Dumps one program, then restores it in every way, round by round.
+/// Restores a program in every way, round by round, with its image warm and cold. Logs lie in `directory`.
 fn measure(
     program: Program,
-    options: &Options,
+    dumped: &Dumped,
+    rounds: u64,
     tools: &Tools,
     directory: &Path,
-    results: &mut Results,
+    samples: &mut Vec<Sample>,
 ) -> anyhow::Result<()> {
-    eprintln!("{program}: filling {} MiB, then criu dump", options.size_mib);
-    let dumped = Dumped::new(program, options.size_mib, &tools.criu, directory)
-        .with_context(|| program.to_string())?;
-    results.images.push(ImageSize { program, page_bytes: dumped.page_bytes()? });
     let files = cache::files(&dumped.image.directory)?;
     let mut ways = Way::ALL;
-    for round in 1..=options.rounds {
+    for round in 1..=rounds {
         for cold in [false, true] {
             for way in ways {
-                let what = format!("{program}, round {round}, {}, {way}", table::cache_state(cold));
+                let what = format!("{program}, round {round}, image {}, {way}", table::cache_state(cold));
                 eprintln!("{what}");
-                let work = directory.join(format!("{round}-{way}-{}", table::cache_state(cold)));
+                let work = directory.join(format!("{round}-{}-{way}", table::cache_state(cold)));
                 std::fs::create_dir(&work).with_context(|| work.display().to_string())?;
-                let to_state = if cold { cache::drop_files } else { cache::load_files };
-                to_state(&files)?;
-                let times = round::run(&dumped, tools, way, &work).with_context(|| what)?;
-                results.samples.push(Sample { program, way, cold, round, times });
+                let prepare = if cold { cache::drop_files } else { cache::load_files };
+                prepare(&files)?;
+                let figures = round::run(dumped, tools, way, &work).with_context(|| what)?;
+                samples.push(Sample { program, way, cold, round, figures });
             }
         }
-        // No way always comes first.
+        // Each way is the first one in some rounds.
         ways.rotate_left(1);
     }
     Ok(())

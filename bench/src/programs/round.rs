@@ -4,22 +4,26 @@
 use std::fmt;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, ensure};
+use anyhow::{Context as _, bail};
 use serde::Serialize;
 
 use super::Tools;
 use super::client::Client;
-use super::program::{Dumped, Program};
+use super::dumped::Dumped;
+use super::program::Program;
 use crate::criu::server_log;
-use crate::processes::{Process, page_faults};
+use crate::processes::{Exit, Process, page_faults};
 
-/// How the memory comes back.
+/// Time between two looks at a program that has not answered yet: has it ended?
+const LOOK: Duration = Duration::from_millis(50);
+
+/// How a restore gets the program's memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub(super) enum Way {
-    /// `criu restore` loads all of it before the program runs.
+    /// `criu restore` reads all of it before the program runs.
     Eager,
     /// `criu lazy-pages` serves it.
     Stock,
@@ -50,85 +54,109 @@ pub(super) struct Sample {
     pub(super) cold: bool,
     pub(super) round: u64,
     #[serde(flatten)]
-    pub(super) times: Times,
+    pub(super) figures: Figures,
 }
 
-/// What it took. Seconds since the start of `criu restore`, but for the last three.
+/// What one restore took; the first three in seconds since the start of `criu restore`. All answers were right.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
-pub(super) struct Times {
-    /// The first answer had come, and it is right.
+pub(super) struct Figures {
+    /// The first answer had arrived.
     pub(super) answered_s: f64,
-    /// `criu restore` had returned: the program is alive.
-    pub(super) alive_s: f64,
-    /// All memory was resident: the server had ended or, eager, `criu restore` had.
+    /// `criu restore` had returned: the program runs.
+    pub(super) returned_s: f64,
+    /// All memory was resident: the server had ended, or, without a server, `criu restore` had returned.
     pub(super) resident_s: f64,
-    /// How long an answer took when all memory was resident.
-    pub(super) resident_answer_s: f64,
-    /// User and system seconds of the server and of the processes that it waited for, per 10^9 bytes of the image's
-    /// pages; none without a server.
+    /// Seconds that an answer takes which reads all memory, when all is resident.
+    pub(super) whole_answer_s: f64,
+    /// User and system seconds of the server and of the processes that it waited for, for each 10^9 bytes of the
+    /// image's pages; none without a server.
     pub(super) server_cpu_s_per_gb: Option<f64>,
-    /// Page faults of the program between alive and its first answer, minor and major.
+    /// Page faults of the program, minor and major, from the return of `criu restore` to the first answer.
     pub(super) faults: u64,
 }
 
-/// Restores the program, asks it until the first answer has come and again when all memory is resident, and ends it.
-/// `work` gets logs.
+/// What the client saw of the first answer.
+struct First {
+    answer: String,
+    at: Instant,
+    /// Page faults of the program so far.
+    faults: u64,
+}
+
+/// What the restoring side saw.
+struct Restored {
+    target: Process,
+    returned: Exit,
+    /// Page faults of the program when `criu restore` had returned.
+    faults: u64,
+    served: Option<Exit>,
+}
+
+/// Restores the program and asks it from the start on, then again when all memory is resident, and ends it.
+/// `work` gets the logs.
 ///
 /// # Errors
-/// An act fails or takes too long, or an answer differs from the one before the dump.
-pub(super) fn run(dumped: &Dumped, tools: &Tools, way: Way, work: &Path) -> anyhow::Result<Times> {
+/// A command fails or takes too long, the program ends, or an answer is wrong or missing.
+pub(super) fn run(dumped: &Dumped, tools: &Tools, way: Way, work: &Path) -> anyhow::Result<Figures> {
     let image = &dumped.image;
-    let (mut server, more): (Option<Process>, &[&str]) = match way {
-        Way::Eager => (None, &[]),
-        Way::Stock => (Some(image.serve(&tools.criu, work)?), &["--lazy-pages"]),
-        Way::Rewake => (Some(image.serve(&tools.rewake, work)?), &["--lazy-pages"]),
+    let mut server = match way {
+        Way::Eager => None,
+        Way::Stock => Some(image.serve(&tools.criu, work)?),
+        Way::Rewake => Some(image.serve(&tools.rewake, work)?),
     };
     let stop = AtomicBool::new(false);
     let began = Instant::now();
     let client = Client { socket: &dumped.socket, deadline: began + image.limit, stop: &stop };
-    let (restored, asked) = std::thread::scope(|scope| {
-        let asked = scope.spawn(|| {
-            let (answer, at) = client.first_answer()?;
-            Ok::<_, anyhow::Error>((answer, at, page_faults(image.pid)))
+    let (restored, first) = std::thread::scope(|scope| {
+        let first = scope.spawn(|| {
+            let (answer, at) = client.answer(dumped.first.question)?;
+            anyhow::Ok(First { answer, at, faults: page_faults(image.pid)? })
         });
-        let restored = image.restore(&tools.criu, more, work).and_then(|(target, exit)| {
-            let faults = page_faults(image.pid);
-            let served = server.as_mut().map(|server| image.served(server, work)).transpose()?;
-            Ok((target, exit, faults, served))
-        });
-        if restored.is_err() {
-            stop.store(true, Ordering::Relaxed);
-        }
-        (restored, asked.join().expect("the client does not panic"))
+        let restored = restore(dumped, tools, server.as_mut(), work, || first.is_finished());
+        stop.store(restored.is_err(), Ordering::Relaxed);
+        (restored, first.join().expect("the client does not panic"))
     });
-    let (target, alive, faults_alive, served) = restored.with_context(|| match way {
-        Way::Eager => "no server".to_owned(),
+    let restored = restored.with_context(|| match way {
+        Way::Eager => "without a server".to_owned(),
         Way::Stock | Way::Rewake => format!("the server's log:\n{}", server_log(work)),
     })?;
-    let (answer, answered, faults_answered) = asked?;
-    check(&answer, dumped, "the first answer")?;
+    let first = first?;
+    dumped.first.verify(&first.answer).context("the first answer")?;
     let again = Instant::now();
-    let (answer, at) = Client { deadline: again + image.limit, ..client }.first_answer()?;
-    check(&answer, dumped, "the answer with all memory resident")?;
-    // Ends the program.
-    drop(target);
+    let patient = Client { deadline: again + image.limit, ..client };
+    let (answer, whole) = patient.answer(dumped.whole.question)?;
+    dumped.whole.verify(&answer).context("the answer with all memory resident")?;
+    // The next round needs the program's pid.
+    drop(restored.target);
     let since = |at: Instant| at.duration_since(began).as_secs_f64();
     let gb = dumped.page_bytes()? as f64 / 1e9;
-    Ok(Times {
-        answered_s: since(answered),
-        alive_s: since(alive.at),
-        resident_s: since(served.as_ref().map_or(alive.at, |exit| exit.at)),
-        resident_answer_s: (at - again).as_secs_f64(),
-        server_cpu_s_per_gb: served.map(|exit| exit.cpu_seconds / gb),
-        faults: faults_answered?.saturating_sub(faults_alive?),
+    Ok(Figures {
+        answered_s: since(first.at),
+        returned_s: since(restored.returned.at),
+        resident_s: since(restored.served.as_ref().unwrap_or(&restored.returned).at),
+        whole_answer_s: (whole - again).as_secs_f64(),
+        server_cpu_s_per_gb: restored.served.map(|exit| exit.cpu_seconds / gb),
+        faults: first.faults.saturating_sub(restored.faults),
     })
 }
 
-fn check(answer: &str, dumped: &Dumped, which: &str) -> anyhow::Result<()> {
-    ensure!(
-        answer == dumped.answer,
-        "wrong bytes: {which} is {answer:?}, and before the dump it was {:?}",
-        dumped.answer
-    );
-    Ok(())
+/// Restores the program, waits until its server has ended, and stays until the program has answered.
+fn restore(
+    dumped: &Dumped,
+    tools: &Tools,
+    server: Option<&mut Process>,
+    work: &Path,
+    has_answered: impl Fn() -> bool,
+) -> anyhow::Result<Restored> {
+    let image = &dumped.image;
+    let lazily: &[&str] = if server.is_some() { &["--lazy-pages"] } else { &[] };
+    let (mut target, returned) = image.restore(&tools.criu, lazily, work)?;
+    let faults = page_faults(image.pid)?;
+    let served = server.map(|server| image.served(server, work)).transpose()?;
+    while !has_answered() {
+        if let Ok(exit) = target.wait(LOOK) {
+            bail!("the restored program ended without an answer: {}", exit.status);
+        }
+    }
+    Ok(Restored { target, returned, faults, served })
 }

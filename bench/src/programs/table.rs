@@ -8,27 +8,24 @@ use super::round::{Sample, Way};
 use crate::report::{Better, Figure, spread};
 
 /// In the order of a table.
-const FIGURES: [Figure<Sample>; 7] = [
-    lower("first right answer after", "s", |sample| Some(sample.times.answered_s)),
-    lower("criu restore returns after", "s", |sample| Some(sample.times.alive_s)),
-    lower("all memory resident after", "s", |sample| Some(sample.times.resident_s)),
-    lower("an answer takes then", "s", |sample| Some(sample.times.resident_answer_s)),
-    lower("floor: returns, and an answer", "s", |sample| {
-        Some(sample.times.alive_s + sample.times.resident_answer_s)
-    }),
-    lower("server CPU", "s/GB", |sample| sample.times.server_cpu_s_per_gb),
-    lower("page faults until the answer", "", |sample| Some(sample.times.faults as f64)),
+const FIGURES: [Figure<Sample>; 6] = [
+    lower("first right answer after", "s", |sample| Some(sample.figures.answered_s)),
+    lower("criu restore returns after", "s", |sample| Some(sample.figures.returned_s)),
+    lower("all memory resident after", "s", |sample| Some(sample.figures.resident_s)),
+    lower("then an answer that reads all takes", "s", |sample| Some(sample.figures.whole_answer_s)),
+    lower("server CPU", "s/GB", |sample| sample.figures.server_cpu_s_per_gb),
+    lower("page faults until the first answer", "", |sample| Some(sample.figures.faults as f64)),
 ];
 
 const fn lower(name: &'static str, unit: &'static str, value: fn(&Sample) -> Option<f64>) -> Figure<Sample> {
     Figure { name, unit, better: Some(Better::Lower), value }
 }
 
-/// For a terminal and for a page.
+/// Markdown, for a terminal too.
 pub(super) fn text(results: &Results) -> String {
     let setting = &results.setting;
     let mut text = format!(
-        "{} MiB in each program, {} rounds; {} x {}, Linux {}; {}\n",
+        "{} MiB filled by each program, {} rounds; {} x {}, Linux {}; {}\n",
         setting.size_mib,
         results.rounds,
         setting.cpus,
@@ -36,13 +33,18 @@ pub(super) fn text(results: &Results) -> String {
         setting.kernel,
         setting.versions.join(" and ")
     );
-    text += "Each cell: median (min .. max) of the rounds. Times better: of each round's pair.\n";
+    text +=
+        "Each cell: median (min .. max). The last two columns: how many times better rewake was, by round.\n";
     for image in &results.images {
         for cold in [false, true] {
             let here = |sample: &Sample| sample.program == image.program && sample.cold == cold;
             let samples: Vec<Sample> = results.samples.iter().copied().filter(here).collect();
-            let mib = image.page_bytes >> 20;
-            let _ = writeln!(text, "\n### {}, {}, {mib} MiB of pages\n", image.program, cache_state(cold));
+            let (program, version, mib) = (image.program, &image.version, image.page_bytes >> 20);
+            let _ = writeln!(
+                text,
+                "\n### {program} ({version}), image {}, {mib} MiB of pages\n",
+                cache_state(cold)
+            );
             text += &table(&samples);
         }
     }
@@ -82,28 +84,29 @@ fn pairs(samples: &[Sample], way: Way) -> impl Iterator<Item = (&Sample, &Sample
 
 #[cfg(test)]
 mod tests {
-    use super::super::ImageSize;
+    use super::super::ProgramImage;
     use super::super::program::Program;
-    use super::super::round::Times;
+    use super::super::round::Figures;
     use super::*;
     use crate::report::Setting;
 
     fn sample(way: Way, cold: bool, round: u64, answered_s: f64) -> Sample {
-        let times = Times {
+        let figures = Figures {
             answered_s,
-            alive_s: 0.25,
+            returned_s: 0.25,
             resident_s: 4.0,
-            resident_answer_s: 0.5,
+            whole_answer_s: 0.5,
             server_cpu_s_per_gb: (way != Way::Eager).then_some(0.5),
             faults: if way == Way::Eager { 0 } else { 100 },
         };
-        Sample { program: Program::Node, way, cold, round, times }
+        Sample { program: Program::Node, way, cold, round, figures }
     }
 
     fn results(samples: Vec<Sample>) -> Results {
         let setting =
             Setting::of_this_machine(vec!["Version: 4.2.1".to_owned(), "rewake 0.1".to_owned()], 64);
-        let images = vec![ImageSize { program: Program::Node, page_bytes: 70 << 20 }];
+        let version = "Node v20".to_owned();
+        let images = vec![ProgramImage { program: Program::Node, version, page_bytes: 70 << 20 }];
         Results { setting, rounds: 2, images, samples }
     }
 
@@ -122,8 +125,8 @@ mod tests {
         let row = "| first right answer after | s | 3.00 (3.00 .. 3.00) | 7.00 (6.00 .. 8.00) | \
                    5.00 (4.00 .. 6.00) | 1.50 (1.00 .. 2.00) | 0.750 (0.750 .. 0.750) |";
         assert!(text.contains(row), "{text}");
-        assert!(text.contains("### node, warm, 70 MiB of pages"), "{text}");
-        let cold = text.split("### node, cold").nth(1).expect("a table for the cold rounds");
+        assert!(text.contains("### node (Node v20), image warm, 70 MiB of pages"), "{text}");
+        let cold = text.split("image cold").nth(1).expect("a table for the cold rounds");
         assert!(cold.contains("| 10.0 (10.0 .. 10.0) | 10.0 (10.0 .. 10.0) | - |"), "{cold}");
     }
 
