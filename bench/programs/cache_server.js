@@ -30,8 +30,9 @@ function value(number) {
 function answer(seed, count) {
   let checksum = seed;
   for (let step = 0; step < count; step++) {
-    for (const word of values[(seed + step * STRIDE) % values.length]) {
-      checksum = (Math.imul(checksum, 31) + word) | 0;
+    const words = values[(seed + step * STRIDE) % values.length];
+    for (let at = 0; at < WORDS; at++) {
+      checksum = (Math.imul(checksum, 31) + words[at]) | 0;
     }
   }
   return checksum >>> 0;

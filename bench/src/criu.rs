@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! CRIU's acts and the servers of lazy pages: started, waited for, checked. A failure quotes the end of the log.
+//! Runs `criu dump`, `criu restore` and servers of lazy pages, each for a bounded time. An error quotes the log's end.
 
 use std::io::{PipeReader, Read as _};
 use std::os::fd::{AsFd as _, AsRawFd as _};

@@ -9,7 +9,7 @@
 //! * [`plugin`]: CRIU's plugins for AMD GPUs, on one process and one disk. [`limits`]: what disk and copies can do.
 //! * [`behind`]: this project's plugin, at once and with memory behind the process.
 //! * [`engine`]: what loads GPUs' memory, beside memcpy and the disk.
-//! * [`cache`]: what of a file is in the page cache. [`criu`]: CRIU's acts and the servers of lazy pages.
+//! * [`cache`]: what of a file is in the page cache. [`criu`]: runs CRIU and servers of lazy pages.
 //! * [`report`]: from samples to a table, Markdown and JSON.
 
 mod behind;

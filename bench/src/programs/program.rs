@@ -77,7 +77,7 @@ impl Program {
                 ],
             ),
             Self::Node => (self.interpreter(), &["-p", "'Node ' + process.version"]),
-            // The compiler has the version of its Java.
+            // Without its compiler, Java alone does not suffice.
             Self::Java => ("javac", &["--version"]),
         };
         let output =
@@ -89,7 +89,7 @@ impl Program {
                 self.package()
             )
         })?;
-        Ok(String::from_utf8_lossy(&output.stdout).trim().to_owned())
+        Ok(String::from_utf8_lossy(&output.stdout).trim().replace("javac", "Java"))
     }
 
     /// The question right after a restore.

@@ -13,10 +13,11 @@ use std::time::Duration;
 use anyhow::{Context as _, ensure};
 
 use super::plugin::{self, Profile};
-use crate::{repository, root, setup, vm};
+use crate::{program, repository, root, setup, vm};
 
-/// Packages of the programs that `bench programs` restores.
-const INTERPRETERS: [&str; 3] = ["python3-numpy", "nodejs", "default-jdk-headless"];
+/// What the programs of `bench programs` run on. A `node` that is on the PATH already is used as it is.
+const INTERPRETERS: [&str; 2] = ["python3-numpy", "default-jdk-headless"];
+const NODE: [&str; 1] = ["nodejs"];
 
 /// Ends as `rewake-bench lazy`, with `more` passed through.
 pub(crate) fn lazy(more: &[&str]) -> anyhow::Result<()> {
@@ -27,6 +28,9 @@ pub(crate) fn lazy(more: &[&str]) -> anyhow::Result<()> {
 pub(crate) fn programs(more: &[&str]) -> anyhow::Result<()> {
     root::become_root()?;
     setup::install(&INTERPRETERS)?;
+    if !program::on_path("node") {
+        setup::install(&NODE)?;
+    }
     with_criu("programs", more)
 }
 
