@@ -111,9 +111,9 @@ mod tests {
     #[test]
     fn an_answer_depends_on_the_seed_and_on_each_unit_that_is_read() {
         for program in Program::ALL {
-            let units = program.units(16);
+            let units = program.units(32);
             let asked = [(1, units), (2, units), (1, units - 1), (1, 1), (1, 0)];
-            let mut answers = asked.map(|(seed, count)| program.right_answer(16, Question { seed, count }));
+            let mut answers = asked.map(|(seed, count)| program.right_answer(32, Question { seed, count }));
             answers.sort();
             assert!(answers.windows(2).all(|pair| pair[0] != pair[1]), "{program}: {answers:?}");
         }
