@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The figures of a run as one Markdown table for each program and state of the page cache.
+//! The figures of a run as Markdown: one table for each figure, one row for each program and state of the page cache.
 
 use std::fmt::Write as _;
 
-use super::Results;
 use super::round::{Sample, Way};
+use super::{ProgramImage, Results};
 use crate::report::{Better, Figure, spread};
 
-/// In the order of a table.
+/// In the order of the tables.
 const FIGURES: [Figure<Sample>; 6] = [
     lower("first right answer after", "s", |sample| Some(sample.figures.answered_s)),
     lower("criu restore returns after", "s", |sample| Some(sample.figures.returned_s)),
@@ -33,19 +33,23 @@ pub(super) fn text(results: &Results) -> String {
         setting.kernel,
         setting.versions.join(" and ")
     );
+    for ProgramImage { program, version, page_bytes } in &results.images {
+        let _ = writeln!(text, "{program}: {version}, {} MiB of pages in the image", page_bytes >> 20);
+    }
     text +=
         "Each cell: median (min .. max). The last two columns: how many times better rewake was, by round.\n";
-    for image in &results.images {
-        for cold in [false, true] {
-            let here = |sample: &Sample| sample.program == image.program && sample.cold == cold;
-            let samples: Vec<Sample> = results.samples.iter().copied().filter(here).collect();
-            let (program, version, mib) = (image.program, &image.version, image.page_bytes >> 20);
-            let _ = writeln!(
-                text,
-                "\n### {program} ({version}), image {}, {mib} MiB of pages\n",
-                cache_state(cold)
-            );
-            text += &table(&samples);
+    for figure in &FIGURES {
+        let unit = if figure.unit.is_empty() { String::new() } else { format!(", {}", figure.unit) };
+        let _ = writeln!(text, "\n### {}{unit}\n", figure.name);
+        text += "| program, image | eager | stock | rewake | times better than stock | than eager |\n";
+        text += "|---|---|---|---|---|---|\n";
+        for ProgramImage { program, .. } in &results.images {
+            for cold in [false, true] {
+                let here = |sample: &Sample| sample.program == *program && sample.cold == cold;
+                let samples: Vec<Sample> = results.samples.iter().copied().filter(here).collect();
+                let row = row(figure, &samples);
+                let _ = writeln!(text, "| {program}, {} | {row} |", cache_state(cold));
+            }
         }
     }
     text
@@ -56,18 +60,11 @@ pub(super) fn cache_state(cold: bool) -> &'static str {
     if cold { "cold" } else { "warm" }
 }
 
-/// Of the samples of one program in one state of the cache.
-fn table(samples: &[Sample]) -> String {
-    let mut text = "| figure | unit | eager | stock | rewake | times better than stock | than eager |\n\
-                    |---|---|---|---|---|---|---|\n"
-        .to_owned();
-    for figure in &FIGURES {
-        let of = |way| spread(figure.spread(of_way(samples, way)));
-        let than = |way| spread(figure.gain(pairs(samples, way)));
-        let cells = [of(Way::Eager), of(Way::Stock), of(Way::Rewake), than(Way::Stock), than(Way::Eager)];
-        let _ = writeln!(text, "| {} | {} | {} |", figure.name, figure.unit, cells.join(" | "));
-    }
-    text
+/// The cells of one program in one state of the cache.
+fn row(figure: &Figure<Sample>, samples: &[Sample]) -> String {
+    let of = |way| spread(figure.spread(of_way(samples, way)));
+    let than = |way| spread(figure.gain(pairs(samples, way)));
+    [of(Way::Eager), of(Way::Stock), of(Way::Rewake), than(Way::Stock), than(Way::Eager)].join(" | ")
 }
 
 fn of_way(samples: &[Sample], way: Way) -> impl Iterator<Item = &Sample> {
@@ -84,7 +81,6 @@ fn pairs(samples: &[Sample], way: Way) -> impl Iterator<Item = (&Sample, &Sample
 
 #[cfg(test)]
 mod tests {
-    use super::super::ProgramImage;
     use super::super::program::Program;
     use super::super::round::Figures;
     use super::*;
@@ -122,18 +118,19 @@ mod tests {
             sample(Way::Rewake, true, 1, 10.0),
         ];
         let text = text(&results(samples));
-        let row = "| first right answer after | s | 3.00 (3.00 .. 3.00) | 7.00 (6.00 .. 8.00) | \
-                   5.00 (4.00 .. 6.00) | 1.50 (1.00 .. 2.00) | 0.750 (0.750 .. 0.750) |";
-        assert!(text.contains(row), "{text}");
-        assert!(text.contains("### node (Node v20), image warm, 70 MiB of pages"), "{text}");
-        let cold = text.split("image cold").nth(1).expect("a table for the cold rounds");
-        assert!(cold.contains("| 10.0 (10.0 .. 10.0) | 10.0 (10.0 .. 10.0) | - |"), "{cold}");
+        let answers = text.split("### first right answer after, s\n").nth(1).expect("its table");
+        let warm = "| node, warm | 3.00 (3.00 .. 3.00) | 7.00 (6.00 .. 8.00) | 5.00 (4.00 .. 6.00) | \
+                    1.50 (1.00 .. 2.00) | 0.750 (0.750 .. 0.750) |";
+        let cold = "| node, cold | - | 100 (100 .. 100) | 10.0 (10.0 .. 10.0) | 10.0 (10.0 .. 10.0) | - |";
+        assert_eq!(answers.lines().skip(3).take(2).collect::<Vec<_>>(), [warm, cold]);
+        assert!(text.contains("node: Node v20, 70 MiB of pages in the image\n"), "{text}");
     }
 
     #[test]
     fn what_a_way_does_not_have_is_a_dash() {
-        let text = table(&[sample(Way::Eager, false, 1, 3.0), sample(Way::Rewake, false, 1, 4.0)]);
-        let cpu = text.lines().find(|line| line.contains("server CPU")).expect("a row for the server's CPU");
-        assert_eq!(cpu, "| server CPU | s/GB | - | - | 0.500 (0.500 .. 0.500) | - | - |");
+        let text =
+            text(&results(vec![sample(Way::Eager, false, 1, 3.0), sample(Way::Rewake, false, 1, 4.0)]));
+        let cpu = text.split("### server CPU, s/GB\n").nth(1).expect("its table");
+        assert_eq!(cpu.lines().nth(3), Some("| node, warm | - | - | 0.500 (0.500 .. 0.500) | - | - |"));
     }
 }
