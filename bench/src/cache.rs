@@ -27,7 +27,7 @@ pub(crate) fn load_files(paths: &[PathBuf]) -> anyhow::Result<()> {
         while file.read(&mut buffer).with_context(|| path.display().to_string())? > 0 {}
         let share = cached_share(path)?;
         if share < 1.0 - TOLERANCE {
-            bail!("only {:.1} % of {} stays cached: use a smaller --size-mib", share * 100.0, path.display());
+            bail!("only {:.1} % of {} stays cached: measure with less memory", share * 100.0, path.display());
         }
     }
     Ok(())

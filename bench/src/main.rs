@@ -5,14 +5,16 @@
 //! * [`touch`]: the process that is dumped and restored; it measures its own page faults.
 //! * [`disk`], [`fill`]: what the machine itself can do, measured in the same run.
 //! * [`processes`]: processes that cannot outlive the bench, their CPU time and memory.
+//! * [`programs`]: real programs, and when they answer.
 //! * [`plugin`]: CRIU's plugins for AMD GPUs, on one process and one disk. [`limits`]: what disk and copies can do.
 //! * [`behind`]: this project's plugin, at once and with memory behind the process.
 //! * [`engine`]: what loads GPUs' memory, beside memcpy and the disk.
-//! * [`cache`]: what of a file is in the page cache.
+//! * [`cache`]: what of a file is in the page cache. [`criu`]: runs CRIU and servers of lazy pages.
 //! * [`report`]: from samples to a table, Markdown and JSON.
 
 mod behind;
 mod cache;
+mod criu;
 mod disk;
 mod engine;
 mod fill;
@@ -20,8 +22,11 @@ mod lazy;
 mod limits;
 mod plugin;
 mod processes;
+mod programs;
 mod report;
 mod touch;
+
+use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
@@ -36,6 +41,9 @@ struct Arguments {
 enum Command {
     /// Restores one image in turn through `criu lazy-pages` and `rewake lazy-pages` (needs root)
     Lazy(lazy::Options),
+    /// Restores a Python, a Node and a Java server in turn eagerly, through `criu lazy-pages` and through
+    /// `rewake lazy-pages`, and asks each for its first answer (needs root)
+    Programs(programs::Options),
     /// Dumps and restores a process on GPUs in turn with CRIU's own plugin and with rewake's (needs root, GPUs)
     Plugin(plugin::Options),
     /// Restores a process on a GPU in turn at once, with its GPU's memory behind it, and with all memory behind it (needs root, GPUs)
@@ -50,9 +58,20 @@ enum Command {
     FillTarget(fill::TargetOptions),
 }
 
-fn main() -> anyhow::Result<()> {
-    match Arguments::parse().command {
+fn main() -> ExitCode {
+    match run(Arguments::parse().command) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("rewake-bench: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(command: Command) -> anyhow::Result<()> {
+    match command {
         Command::Lazy(options) => lazy::run(&options),
+        Command::Programs(options) => programs::run(&options),
         Command::Plugin(options) => plugin::run(&options),
         Command::Behind(options) => behind::run(&options),
         Command::Engine(options) => engine::run(&options),

@@ -2,24 +2,14 @@
 //! The bench against a real CRIU: it must measure two servers side by side, and must never report figures of a
 //! server that did not restore the memory. Needs root and CRIU (`criu` on the PATH, or REWAKE_CRIU).
 
-use std::os::unix::fs::PermissionsExt as _;
-use std::path::{Path, PathBuf};
+mod common;
+
+use std::path::Path;
 use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
+use common::{criu, images_left, stand_in};
 use rewake_skip::need;
-
-/// CRIU's path; the reason where none works.
-fn criu() -> Result<PathBuf, String> {
-    let name = std::env::var("REWAKE_CRIU").unwrap_or_else(|_| "criu".to_owned());
-    let found = Command::new("sh").args(["-c", "command -v \"$0\"", &name]).output().unwrap();
-    let path = PathBuf::from(String::from_utf8(found.stdout).unwrap().trim());
-    let check = Command::new(&name).arg("check").output();
-    if check.is_ok_and(|output| output.status.success()) {
-        return Ok(path);
-    }
-    Err(format!("`{name} check` fails (not root, no CRIU, or a kernel without what it needs)"))
-}
 
 fn bench(criu: &Path, rewake: &Path, directory: &Path) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_rewake-bench"));
@@ -27,23 +17,6 @@ fn bench(criu: &Path, rewake: &Path, directory: &Path) -> Output {
     command.arg("--rewake").arg(rewake).arg("--dir").arg(directory);
     command.arg("--json").arg(directory.join("out.json"));
     command.arg("--markdown").arg(directory.join("out.md")).output().unwrap()
-}
-
-/// A program that stands in for `rewake` and runs `script`, with CRIU's path in $CRIU.
-fn stand_in(directory: &Path, criu: &Path, script: &str) -> PathBuf {
-    let path = directory.join("rewake");
-    let text = format!(
-        "#!/bin/sh\nCRIU={}\n[ \"$1\" = --version ] && exec $CRIU \"$@\"\n{script}\n",
-        criu.display()
-    );
-    std::fs::write(&path, text).unwrap();
-    std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).unwrap();
-    path
-}
-
-fn images_left(directory: &Path) -> usize {
-    let entries = std::fs::read_dir(directory).unwrap().flatten();
-    entries.filter(|entry| entry.file_name().to_string_lossy().starts_with("rewake-bench-")).count()
 }
 
 #[test]

@@ -29,6 +29,8 @@ cargo xtask <command>
   demo                       an inference server on a software GPU, dumped and restored in the middle of an answer
   demo --cpu                 dump a process, restore it with CRIU alone and with rewake, check every byte
   bench lazy [options]       stock `criu lazy-pages` and rewake side by side; `bench lazy --help` for options
+  bench programs [options]   a Python, a Node and a Java server, restored eagerly, through stock `criu lazy-pages` and
+                             through rewake: when each answers; `bench programs --help`
   bench plugin [options]     CRIU's plugin for GPUs and rewake's side by side, in virtual machines; 10 minutes
   bench behind               how soon a process runs whose memory comes behind it, and its first answer; at which rate its GPU's memory
                              comes; how long a touch waits: in virtual machines; 15 minutes
@@ -69,6 +71,7 @@ fn dispatch(words: &[&str]) -> anyhow::Result<ExitCode> {
         // Inside the machine.
         ["demo", "--scene", program, plugin, rewake] => commands::demo::scene::play(program, plugin, rewake)?,
         ["bench", "lazy", more @ ..] => commands::bench::lazy(more)?,
+        ["bench", "programs", more @ ..] => commands::bench::programs(more)?,
         ["bench", "plugin", more @ ..] => commands::bench::plugin(more)?,
         ["bench", "behind"] => commands::bench::behind()?,
         ["bench", "engine", more @ ..] => commands::bench::engine(more)?,

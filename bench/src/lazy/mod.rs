@@ -10,6 +10,7 @@ use anyhow::{Context as _, bail};
 use serde::Serialize;
 
 use crate::cache;
+use crate::criu;
 use crate::disk::{self, DiskLimits};
 use crate::fill;
 use crate::processes::catch_interrupts;
@@ -89,7 +90,7 @@ pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
 
 fn measure(options: &Options, directory: &Path) -> anyhow::Result<Comparison> {
     let programs = Programs::find(options)?;
-    let setting = Setting::of_this_machine(&programs.versions()?, options.size_mib, options.cold);
+    let setting = Setting::of_this_machine(programs.versions()?, options.size_mib);
     // A restored process is handed to the nearest such ancestor: this one then sees its end.
     nix::sys::prctl::set_child_subreaper(true).context("PR_SET_CHILD_SUBREAPER")?;
     eprintln!("filling and dumping {} MiB", options.size_mib);
@@ -110,7 +111,7 @@ fn measure(options: &Options, directory: &Path) -> anyhow::Result<Comparison> {
             samples.push(measured.with_context(|| format!("round {number} with {server:?}"))?);
         }
     }
-    Ok(Comparison { setting, limits, samples })
+    Ok(Comparison { setting, cold: options.cold, limits, samples })
 }
 
 /// What the machine can do, on the same memory, disk and file, in the same run.
@@ -150,12 +151,6 @@ impl Programs {
 
     /// First line of each program's `--version`.
     fn versions(&self) -> anyhow::Result<Vec<String>> {
-        let version = |(_, path): (Server, &Path)| {
-            let output = std::process::Command::new(path).arg("--version").output();
-            let output = output.with_context(|| format!("{} --version", path.display()))?;
-            let text = String::from_utf8_lossy(&output.stdout);
-            Ok(text.lines().next().unwrap_or("unknown version").to_owned())
-        };
-        self.servers().map(version).collect()
+        self.servers().map(|(_, path)| criu::version(path)).collect()
     }
 }

@@ -1,26 +1,18 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! One restore through one server.
 
-use std::io::{PipeReader, Read as _};
-use std::os::fd::{AsFd as _, AsRawFd as _};
 use std::path::Path;
-use std::process::Command;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use anyhow::{Context as _, bail};
-use nix::fcntl::{FcntlArg, FdFlag, fcntl};
-use nix::poll::{PollFd, PollFlags, poll};
 use nix::sys::signal::Signal;
 use serde::Serialize;
 
 use super::Server;
-use super::image::{Image, log_tail, quiet};
-use crate::processes::{Exit, PeakMemory, Process, Sampler, check_interrupted};
+use super::image::Image;
+use crate::criu::server_log;
+use crate::processes::{PeakMemory, Process, Sampler};
 use crate::touch;
-
-const DAEMON_READY: Duration = Duration::from_secs(30);
-/// How long an interruption may go unnoticed.
-const SLICE_MS: u8 = 200;
 
 /// What one restore took. Times in seconds; GB is 10^9 bytes of the touched memory.
 #[derive(Debug, Clone, Serialize)]
@@ -50,17 +42,16 @@ pub(crate) fn run(
     work: &Path,
     round: u64,
 ) -> anyhow::Result<Sample> {
-    let mut daemon = start_daemon(program, image, work)?;
+    let dumped = image.dumped();
+    let mut daemon = dumped.serve(program, work)?;
     let sampler = Sampler::start(daemon.pid());
     let began = Instant::now();
-    let (mut target, restored) = restore(criu, image, work)
-        .with_context(|| format!("the server's log:\n{}", log_tail(&work.join("lazy.log"))))?;
+    let (mut target, restored) = dumped
+        .restore(criu, &["--lazy-pages"], work)
+        .with_context(|| format!("the server's log:\n{}", server_log(work)))?;
     target.signal(Signal::SIGUSR1)?;
-    let served = daemon.wait(image.time_limit())?;
+    let served = dumped.served(&mut daemon, work)?;
     let memory = sampler.finish();
-    if !served.success {
-        bail!("the server failed: {}\n{}", served.status, log_tail(&work.join("lazy.log")));
-    }
     let touched = stop(&mut target, image)?;
     let gb = image.bytes() as f64 / 1e9;
     let resident_s = (served.at - began).as_secs_f64();
@@ -78,52 +69,10 @@ pub(crate) fn run(
     })
 }
 
-/// Starts the daemon and waits until it listens.
-fn start_daemon(program: &Path, image: &Image, work: &Path) -> anyhow::Result<Process> {
-    let (mut status, ready) = std::io::pipe().context("status pipe")?;
-    fcntl(ready.as_fd(), FcntlArg::F_SETFD(FdFlag::empty())).context("F_SETFD")?;
-    let mut command = Command::new(program);
-    command.args(["lazy-pages", "-o", "lazy.log", "--status-fd", &ready.as_raw_fd().to_string()]);
-    command.arg("-D").arg(image.directory()).arg("-W").arg(work).current_dir(work);
-    let daemon = Process::spawn(quiet(&mut command))?;
-    drop(ready);
-    let mut byte = [0xff];
-    if !readable(&status, DAEMON_READY)? || status.read(&mut byte)? != 1 || byte[0] != 0 {
-        let log = log_tail(&work.join("lazy.log"));
-        bail!("{} did not say that it listens within {DAEMON_READY:?}\n{log}", program.display());
-    }
-    Ok(daemon)
-}
-
-/// True when the pipe can be read, or is at its end, within `limit`.
-fn readable(pipe: &PipeReader, limit: Duration) -> anyhow::Result<bool> {
-    let deadline = Instant::now() + limit;
-    while Instant::now() < deadline {
-        check_interrupted()?;
-        let ready = poll(&mut [PollFd::new(pipe.as_fd(), PollFlags::POLLIN)], SLICE_MS);
-        if ready.is_ok_and(|count| count > 0) {
-            return Ok(true);
-        }
-    }
-    Ok(false)
-}
-
-fn restore(criu: &Path, image: &Image, work: &Path) -> anyhow::Result<(Process, Exit)> {
-    let mut command = Command::new(criu);
-    command.args(["restore", "-d", "--lazy-pages", "-o", "restore.log", "-D"]).arg(image.directory());
-    command.arg("-W").arg(work).current_dir(work);
-    let exit = Process::spawn(quiet(&mut command))?.wait(image.time_limit())?;
-    if !exit.success {
-        bail!("criu restore: {}\n{}", exit.status, log_tail(&work.join("restore.log")));
-    }
-    let target = Process::adopt(image.pid(), "the restored process")?;
-    Ok((target, exit))
-}
-
 /// Stops the touching and reads what the process found.
 fn stop(target: &mut Process, image: &Image) -> anyhow::Result<touch::Report> {
     target.signal(Signal::SIGUSR2)?;
-    let exit = target.wait(image.time_limit())?;
+    let exit = target.wait(image.dumped().limit)?;
     if !exit.success {
         bail!("the restored process did not survive: {}", exit.status);
     }

@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use anyhow::Context as _;
 use nix::unistd::Pid;
 
 const INTERVAL: Duration = Duration::from_millis(20);
@@ -103,6 +104,25 @@ fn parse_high_water_mark(status: &str) -> Option<u64> {
     Some(line.trim().strip_suffix(" kB")?.parse::<u64>().ok()? << 10)
 }
 
+/// Page faults of all threads of a live process so far, minor and major.
+///
+/// # Errors
+/// The process is gone.
+pub(crate) fn page_faults(pid: Pid) -> anyhow::Result<u64> {
+    let path = format!("/proc/{pid}/stat");
+    let stat = std::fs::read_to_string(&path).with_context(|| path.clone())?;
+    parse_page_faults(&stat).with_context(|| format!("{path} has no counts of page faults: {stat:?}"))
+}
+
+/// Fields 10 and 12 of /proc/PID/stat (proc(5)); the second one, the name, may have spaces and parentheses.
+fn parse_page_faults(stat: &str) -> Option<u64> {
+    let (_, fields) = stat.rsplit_once(") ")?;
+    let mut fields = fields.split_whitespace();
+    let minor: u64 = fields.nth(7)?.parse().ok()?;
+    let major: u64 = fields.nth(1)?.parse().ok()?;
+    Some(minor + major)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -111,6 +131,13 @@ mod tests {
     fn the_high_water_mark_is_read_in_bytes() {
         assert_eq!(parse_high_water_mark("Name:\tx\nVmHWM:\t    1234 kB\nVmRSS:\t 9 kB\n"), Some(1_263_616));
         assert_eq!(parse_high_water_mark("Name:\tzombie\n"), None);
+    }
+
+    #[test]
+    fn page_faults_are_read_whatever_the_process_is_called() {
+        assert_eq!(parse_page_faults("7 (a) 1 (b) S 1 7 7 0 -1 4194304 30 99 12 98 5 6"), Some(42));
+        assert_eq!(parse_page_faults("7 (short) S 1"), None);
+        assert!(page_faults(Pid::this()).unwrap() > 0);
     }
 
     #[test]

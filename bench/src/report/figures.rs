@@ -3,18 +3,19 @@
 
 use crate::lazy::{Sample, Server};
 
-/// One compared figure.
+/// One compared figure of samples `S`.
 #[derive(Debug)]
-pub(crate) struct Figure {
+pub(crate) struct Figure<S> {
     pub(crate) name: &'static str,
     pub(crate) unit: &'static str,
     /// Which direction is good; none where neither is.
-    better: Option<Better>,
-    value: fn(&Sample) -> Option<f64>,
+    pub(crate) better: Option<Better>,
+    pub(crate) value: fn(&S) -> Option<f64>,
 }
 
+/// Which of two values of a figure is the good one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Better {
+pub(crate) enum Better {
     Lower,
     Higher,
 }
@@ -33,7 +34,7 @@ macro_rules! figure {
 }
 
 /// In the order of the table.
-pub(crate) const FIGURES: [Figure; 14] = [
+pub(crate) const FIGURES: [Figure<Sample>; 14] = [
     figure!("criu restore returns after", "s", Some(Lower), |s| Some(s.restore_s)),
     figure!("all memory resident after", "s", Some(Lower), |s| Some(s.resident_s)),
     figure!("rate from restore's start", "GB/s", Some(Higher), |s| Some(s.rate_from_start)),
@@ -74,28 +75,41 @@ impl Spread {
     }
 }
 
-impl Figure {
-    /// Over all rounds of a server.
-    pub(crate) fn spread(&self, samples: &[Sample], server: Server) -> Option<Spread> {
-        Spread::of(of_server(samples, server).filter_map(self.value).collect())
+impl<S> Figure<S> {
+    /// Over all these samples.
+    pub(crate) fn spread<'a>(&self, samples: impl Iterator<Item = &'a S>) -> Option<Spread>
+    where
+        S: 'a,
+    {
+        Spread::of(samples.filter_map(self.value).collect())
     }
 
-    /// How many times better Rewake was, over the rounds that both served: each round's pair ran back to back,
-    /// so that a machine that slows down in time slows both.
-    pub(crate) fn gain(&self, samples: &[Sample]) -> Option<Spread> {
+    /// How many times better the second of each pair is than the first. Both ran in one round, so that a machine
+    /// that slows down in time slows both.
+    pub(crate) fn gain<'a>(&self, pairs: impl Iterator<Item = (&'a S, &'a S)>) -> Option<Spread>
+    where
+        S: 'a,
+    {
         let better = self.better?;
-        let ratio = |stock: &Sample| {
-            let mut pair = of_server(samples, Server::Rewake).filter(|other| other.round == stock.round);
-            let (stock, rewake) = ((self.value)(stock)?, (self.value)(pair.next()?)?);
-            let ratio = if better == Lower { stock / rewake } else { rewake / stock };
+        let ratio = |(first, second): (&S, &S)| {
+            let (first, second) = ((self.value)(first)?, (self.value)(second)?);
+            let ratio = if better == Lower { first / second } else { second / first };
             ratio.is_finite().then_some(ratio)
         };
-        Spread::of(of_server(samples, Server::Stock).filter_map(ratio).collect())
+        Spread::of(pairs.filter_map(ratio).collect())
     }
 }
 
-fn of_server(samples: &[Sample], server: Server) -> impl Iterator<Item = &Sample> {
+pub(crate) fn of_server(samples: &[Sample], server: Server) -> impl Iterator<Item = &Sample> {
     samples.iter().filter(move |sample| sample.server == server)
+}
+
+/// Stock's and rewake's sample of every round that both served.
+pub(crate) fn pairs(samples: &[Sample]) -> impl Iterator<Item = (&Sample, &Sample)> {
+    of_server(samples, Server::Stock).filter_map(move |stock| {
+        let mut rewake = of_server(samples, Server::Rewake).filter(|other| other.round == stock.round);
+        Some((stock, rewake.next()?))
+    })
 }
 
 #[cfg(test)]
@@ -127,7 +141,7 @@ pub(crate) mod tests {
         }
     }
 
-    fn named(name: &str) -> &'static Figure {
+    fn named(name: &str) -> &'static Figure<Sample> {
         FIGURES.iter().find(|figure| figure.name == name).unwrap()
     }
 
@@ -149,22 +163,25 @@ pub(crate) mod tests {
             sample(Server::Stock, 3, 100.0),
         ];
         let expected = Some(Spread { min: 2.0, median: 3.0, max: 4.0 });
-        assert_eq!(named("all memory resident after").gain(&samples), expected);
-        assert_eq!(named("rate from restore's start").gain(&samples), expected);
+        assert_eq!(named("all memory resident after").gain(pairs(&samples)), expected);
+        assert_eq!(named("rate from restore's start").gain(pairs(&samples)), expected);
     }
 
     #[test]
     fn a_figure_without_a_good_direction_or_without_samples_has_no_gain() {
         let samples = [sample(Server::Stock, 1, 8.0), sample(Server::Rewake, 1, 2.0)];
-        assert_eq!(named("faults").gain(&samples), None);
-        assert_eq!(named("rate from restore's return").gain(&samples), None);
-        assert_eq!(named("all memory resident after").gain(&samples[..1]), None);
+        assert_eq!(named("faults").gain(pairs(&samples)), None);
+        assert_eq!(named("rate from restore's return").gain(pairs(&samples)), None);
+        assert_eq!(named("all memory resident after").gain(pairs(&samples[..1])), None);
     }
 
     #[test]
     fn latencies_are_shown_in_microseconds_and_memory_in_mib() {
         let samples = [sample(Server::Stock, 1, 8.0)];
-        assert_eq!(named("fault p99").spread(&samples, Server::Stock).unwrap().median, 30.0);
-        assert_eq!(named("daemon peak RSS, sum").spread(&samples, Server::Stock).unwrap().median, 6.0);
+        assert_eq!(named("fault p99").spread(of_server(&samples, Server::Stock)).unwrap().median, 30.0);
+        assert_eq!(
+            named("daemon peak RSS, sum").spread(of_server(&samples, Server::Stock)).unwrap().median,
+            6.0
+        );
     }
 }

@@ -8,13 +8,15 @@ use serde::Serialize;
 
 use crate::disk::DiskLimits;
 use crate::lazy::Sample;
-pub(crate) use figures::Spread;
+pub(crate) use figures::{Better, Figure, Spread};
 pub(crate) use text::{markdown, number, spread, terminal};
 
 /// All of one run; this, as JSON, is the machine-readable result.
 #[derive(Debug, Serialize)]
 pub(crate) struct Comparison {
     pub(crate) setting: Setting,
+    /// The image was dropped from the page cache before each restore; otherwise it was all cached.
+    pub(crate) cold: bool,
     pub(crate) limits: Limits,
     pub(crate) samples: Vec<Sample>,
 }
@@ -27,24 +29,22 @@ pub(crate) struct Setting {
     pub(crate) kernel: String,
     pub(crate) cpu: String,
     pub(crate) cpus: usize,
+    /// Of one process.
     pub(crate) size_mib: u64,
-    /// The image was dropped from the page cache before each restore; otherwise it was all cached.
-    pub(crate) cold: bool,
 }
 
 impl Setting {
-    pub(crate) fn of_this_machine(versions: &[String], size_mib: u64, cold: bool) -> Self {
+    pub(crate) fn of_this_machine(versions: Vec<String>, size_mib: u64) -> Self {
         let line = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
         let cpuinfo = line("/proc/cpuinfo");
         let model = cpuinfo.lines().find_map(|entry| entry.strip_prefix("model name"));
         let model = model.and_then(|entry| entry.split_once(": ")).map(|(_, name)| name);
         Self {
-            versions: versions.to_vec(),
+            versions,
             kernel: line("/proc/sys/kernel/osrelease").trim().to_owned(),
             cpu: model.unwrap_or("unknown CPU").to_owned(),
             cpus: std::thread::available_parallelism().map_or(1, std::num::NonZero::get),
             size_mib,
-            cold,
         }
     }
 }

@@ -4,7 +4,7 @@
 use std::fmt::Write as _;
 
 use super::Comparison;
-use super::figures::{FIGURES, Spread};
+use super::figures::{FIGURES, Spread, of_server, pairs};
 use crate::disk::ReadLatency;
 use crate::lazy::Server;
 
@@ -52,7 +52,7 @@ pub(crate) fn markdown(comparison: &Comparison) -> String {
 
 fn heading(comparison: &Comparison) -> String {
     let setting = &comparison.setting;
-    let cache = if setting.cold { "not cached" } else { "cached" };
+    let cache = if comparison.cold { "not cached" } else { "cached" };
     let rounds = comparison.samples.iter().filter(|sample| sample.server == Server::Stock).count();
     format!(
         "{} MiB, image {cache}, {rounds} rounds; {} x {}, Linux {}; {}",
@@ -71,9 +71,9 @@ fn rows(comparison: &Comparison) -> Vec<[String; COLUMNS]> {
         [
             figure.name.to_owned(),
             figure.unit.to_owned(),
-            spread(figure.spread(samples, Server::Stock)),
-            spread(figure.spread(samples, Server::Rewake)),
-            spread(figure.gain(samples)),
+            spread(figure.spread(of_server(samples, Server::Stock))),
+            spread(figure.spread(of_server(samples, Server::Rewake))),
+            spread(figure.gain(pairs(samples))),
         ]
     });
     std::iter::once(HEADINGS.map(str::to_owned)).chain(figures).collect()
@@ -118,7 +118,7 @@ fn notes(comparison: &Comparison) -> Vec<String> {
     let rate = FIGURES.iter().find(|figure| figure.name == "rate from restore's return");
     let limit = comparison.limits.disk.as_ref().map_or(two, |disk| disk.sequential_gb_per_s.min(two));
     for server in [Server::Stock, Server::Rewake] {
-        if let Some(rate) = rate.and_then(|figure| figure.spread(&comparison.samples, server)) {
+        if let Some(rate) = rate.and_then(|figure| figure.spread(of_server(&comparison.samples, server))) {
             notes.push(format!(
                 "{server:?} reaches {:.0} % of the lower limit after restore's return.",
                 100.0 * rate.median / limit
@@ -142,7 +142,6 @@ mod tests {
             cpu: "CPU".to_owned(),
             cpus: 2,
             size_mib: 64,
-            cold,
         };
         let latency = ReadLatency { p50_us: 90.0, p99_us: 1200.0 };
         let disk = DiskLimits { sequential_gb_per_s: 1.5, random_alone: latency, random_beside: latency };
@@ -150,6 +149,7 @@ mod tests {
         samples[1].rate_from_return = Some(0.75);
         Comparison {
             setting,
+            cold,
             limits: Limits { fill_gb_per_s: [2.0, 3.0], disk: cold.then_some(disk) },
             samples,
         }

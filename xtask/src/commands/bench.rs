@@ -2,7 +2,8 @@
 //! `cargo xtask bench`: `lazy`, the same image through stock CRIU and through rewake; `plugin`, the same process on GPUs
 //! through CRIU's own plugin and through this project's; `behind`, how soon a process runs whose memory comes later, when
 //! it answers, and how fast its memory comes;
-//! `engine`, what loads GPUs' memory beside memcpy and the disk.
+//! `engine`, what loads GPUs' memory beside memcpy and the disk;
+//! `programs`, when a restored Python, Node or Java server answers.
 
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
@@ -12,15 +13,34 @@ use std::time::Duration;
 use anyhow::{Context as _, ensure};
 
 use super::plugin::{self, Profile};
-use crate::{repository, root, setup, vm};
+use crate::{program, repository, root, setup, vm};
+
+/// What the programs of `bench programs` run on. A `node` that is on the PATH already is used as it is.
+const INTERPRETERS: [&str; 2] = ["python3-numpy", "default-jdk-headless"];
+const NODE: [&str; 1] = ["nodejs"];
 
 /// Ends as `rewake-bench lazy`, with `more` passed through.
 pub(crate) fn lazy(more: &[&str]) -> anyhow::Result<()> {
+    with_criu("lazy", more)
+}
+
+/// Ends as `rewake-bench programs`, with `more` passed through.
+pub(crate) fn programs(more: &[&str]) -> anyhow::Result<()> {
+    root::become_root()?;
+    setup::install(&INTERPRETERS)?;
+    if !program::on_path("node") {
+        setup::install(&NODE)?;
+    }
+    with_criu("programs", more)
+}
+
+/// Ends as this comparison of `rewake-bench`, with the CRIU that set-up finds and with `more` passed through.
+fn with_criu(comparison: &str, more: &[&str]) -> anyhow::Result<()> {
     let criu = setup::run()?;
     let rewake = repository::build_release("rewake", "rewake")?;
     let bench = repository::build_release("rewake-bench", "rewake-bench")?;
     let mut command = Command::new(&bench);
-    command.arg("lazy").arg("--criu").arg(&criu.path).arg("--rewake").arg(rewake).args(more);
+    command.arg(comparison).arg("--criu").arg(&criu.path).arg("--rewake").arg(rewake).args(more);
     Err(command.exec()).with_context(|| format!("start {}", bench.display()))
 }
 

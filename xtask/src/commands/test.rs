@@ -15,8 +15,8 @@ use crate::{program, repository, tidy, vm};
 /// Files that one test run keeps open at most, with room: userfaultfds, sockets and images of many processes.
 const OPEN_FILES: u64 = 16_384;
 
-/// The package with what makes containers, for end to end tests.
-const RUNC: &str = "runc";
+/// Packages for single tests: containers, and the Python program of `bench programs`.
+const PACKAGES: [&str; 2] = ["runc", "python3-numpy"];
 
 /// Programs that took less are not in the list of times.
 const SHOWN: Duration = Duration::from_secs(1);
@@ -40,7 +40,7 @@ pub(crate) fn run(filter: Option<&str>) -> anyhow::Result<()> {
         Ok(())
     });
     report.step("set-up of a second CRIU", || other.as_ref().map(drop).map_err(|error| anyhow!("{error:#}")));
-    report.step("set-up of runc", || setup::install(&[RUNC]));
+    report.step("set-up of runc and numpy", || setup::install(&PACKAGES));
     if filter.is_none() {
         style(&mut report);
     }

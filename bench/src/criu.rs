@@ -1,0 +1,148 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Runs `criu dump`, `criu restore` and servers of lazy pages, each for a bounded time. An error quotes the log's end.
+
+use std::io::{PipeReader, Read as _};
+use std::os::fd::{AsFd as _, AsRawFd as _};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, bail};
+use nix::fcntl::{FcntlArg, FdFlag, fcntl};
+use nix::poll::{PollFd, PollFlags, poll};
+use nix::unistd::Pid;
+
+use crate::processes::{Exit, Process, check_interrupted};
+
+const SERVER_READY: Duration = Duration::from_secs(30);
+/// Time between the end of `criu dump` and that of the process it dumped.
+const DUMPED_END: Duration = Duration::from_secs(60);
+/// How long an interruption may go unnoticed.
+const SLICE_MS: u8 = 200;
+const LOG_LINES: usize = 15;
+
+/// A dumped process and where its image lies. It can be restored any number of times, one after another.
+#[derive(Debug)]
+pub(crate) struct Image {
+    /// Of the process, before the dump and after every restore.
+    pub(crate) pid: Pid,
+    pub(crate) directory: PathBuf,
+    /// `pages-*.img` that are not empty.
+    pub(crate) page_files: Vec<PathBuf>,
+    /// Bound of any act that moves the whole memory once.
+    pub(crate) limit: Duration,
+}
+
+impl Image {
+    /// Dumps `process`, which ends it, into the new folder `directory` and writes the image back to the disk.
+    ///
+    /// # Errors
+    /// The folder exists, `criu dump` fails, or the process or CRIU still runs after `limit`.
+    pub(crate) fn dump(
+        criu: &Path,
+        process: &mut Process,
+        directory: PathBuf,
+        limit: Duration,
+    ) -> anyhow::Result<Self> {
+        std::fs::create_dir(&directory).with_context(|| directory.display().to_string())?;
+        let pid = process.pid();
+        let mut dump = Command::new(criu);
+        dump.args(["dump", "-o", "dump.log", "-t", &pid.to_string(), "-D"]).arg(&directory);
+        let exit = Process::spawn(quiet(&mut dump))?.wait(limit)?;
+        if !exit.success {
+            bail!("criu dump: {}\n{}", exit.status, log_tail(&directory.join("dump.log")));
+        }
+        process.wait(DUMPED_END).context("criu dump must end the process it dumped")?;
+        let mut page_files = Vec::new();
+        for entry in std::fs::read_dir(&directory)? {
+            let path = entry?.path();
+            std::fs::File::open(&path)?.sync_all().with_context(|| path.display().to_string())?;
+            let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+            if name.starts_with("pages-") && path.metadata()?.len() > 0 {
+                page_files.push(path);
+            }
+        }
+        Ok(Self { pid, directory, page_files, limit })
+    }
+
+    /// Starts `program lazy-pages` for one restore and waits until it listens. `work` gets its log and its socket.
+    pub(crate) fn serve(&self, program: &Path, work: &Path) -> anyhow::Result<Process> {
+        let (mut status, ready) = std::io::pipe().context("status pipe")?;
+        fcntl(ready.as_fd(), FcntlArg::F_SETFD(FdFlag::empty())).context("F_SETFD")?;
+        let mut command = Command::new(program);
+        command.args(["lazy-pages", "-o", "lazy.log", "--status-fd", &ready.as_raw_fd().to_string()]);
+        command.arg("-D").arg(&self.directory).arg("-W").arg(work).current_dir(work);
+        let server = Process::spawn(quiet(&mut command))?;
+        drop(ready);
+        let mut byte = [0xff];
+        if !readable(&status, SERVER_READY)? || status.read(&mut byte)? != 1 || byte[0] != 0 {
+            let log = server_log(work);
+            bail!("{} did not say that it listens within {SERVER_READY:?}\n{log}", program.display());
+        }
+        Ok(server)
+    }
+
+    /// Restores the process with `criu restore -d`, to which `more` arguments are added. `work` gets its log.
+    /// Gives the restored process and the exit of `criu restore`.
+    pub(crate) fn restore(&self, criu: &Path, more: &[&str], work: &Path) -> anyhow::Result<(Process, Exit)> {
+        let mut command = Command::new(criu);
+        command.args(["restore", "-d"]).args(more).args(["-o", "restore.log", "-D"]).arg(&self.directory);
+        command.arg("-W").arg(work).current_dir(work);
+        let exit = Process::spawn(quiet(&mut command))?.wait(self.limit)?;
+        if !exit.success {
+            bail!("criu restore: {}\n{}", exit.status, log_tail(&work.join("restore.log")));
+        }
+        let target = Process::adopt(self.pid, "the restored process")?;
+        Ok((target, exit))
+    }
+
+    /// Waits until a server has served all memory.
+    pub(crate) fn served(&self, server: &mut Process, work: &Path) -> anyhow::Result<Exit> {
+        let exit = server.wait(self.limit)?;
+        if !exit.success {
+            bail!("the server failed: {}\n{}", exit.status, server_log(work));
+        }
+        Ok(exit)
+    }
+}
+
+/// The end of a server's log, for an error message.
+pub(crate) fn server_log(work: &Path) -> String {
+    log_tail(&work.join("lazy.log"))
+}
+
+/// First line of a program's `--version`.
+pub(crate) fn version(program: &Path) -> anyhow::Result<String> {
+    let output = Command::new(program).arg("--version").output();
+    let output = output.with_context(|| format!("{} --version", program.display()))?;
+    let text = String::from_utf8_lossy(&output.stdout);
+    Ok(text.lines().next().unwrap_or("unknown version").to_owned())
+}
+
+/// True when the pipe can be read, or is at its end, within `limit`.
+fn readable(pipe: &PipeReader, limit: Duration) -> anyhow::Result<bool> {
+    let deadline = Instant::now() + limit;
+    while Instant::now() < deadline {
+        check_interrupted()?;
+        let ready = poll(&mut [PollFd::new(pipe.as_fd(), PollFlags::POLLIN)], SLICE_MS);
+        if ready.is_ok_and(|count| count > 0) {
+            return Ok(true);
+        }
+    }
+    Ok(false)
+}
+
+/// No terminal: the dumped process must not hold ours, and logs go to files.
+pub(crate) fn quiet(command: &mut Command) -> &mut Command {
+    command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null())
+}
+
+/// The end of a log, for an error message.
+fn log_tail(path: &Path) -> String {
+    let log = match std::fs::read(path) {
+        Ok(bytes) => String::from_utf8_lossy(&bytes).into_owned(),
+        Err(error) => return format!("(no log {}: {error})", path.display()),
+    };
+    let lines: Vec<&str> = log.lines().collect();
+    lines[lines.len().saturating_sub(LOG_LINES)..].join("\n")
+}

@@ -1,0 +1,125 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The right answers, computed here and not by the programs: bench/programs has the same arithmetic in each language.
+
+use std::fmt;
+
+use super::program::Program;
+
+/// Elements in a row and in a column of one matrix of the Python program, which has 8 MiB.
+const MATRIX_ROWS: u64 = 1024;
+const MATRIX_PRIME: u64 = 1_000_003;
+/// 32-bit words of one value of the Node program, which has 64 KiB.
+const VALUE_WORDS: u32 = 16384;
+const VALUE_STRIDE: u64 = 7919;
+/// 64-bit words of one array of the Java program, which has 4 KiB.
+const ARRAY_LONGS: u32 = 512;
+/// Most MiB of a program.
+pub(super) const MAX_MIB: u64 = 4096;
+// The stride is a prime and no factor of the number of values, so a question for all values reads each of them once.
+const _: () = assert!(MAX_MIB < VALUE_STRIDE);
+/// 2^64 divided by the golden ratio, an odd number: multiples of it spread over all 64 bits.
+const SPREAD_64: u64 = 0x9E37_79B9_7F4A_7C15;
+const SPREAD_32: u32 = 0x9E37_79B1;
+
+/// A request: the program reads `count` of its units in an order that depends on `seed`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Question {
+    /// The checksum starts with it, so that no question has the answer of an earlier one.
+    pub(super) seed: u32,
+    /// At most the program's number of units.
+    pub(super) count: u64,
+}
+
+/// The line that a client sends.
+impl fmt::Display for Question {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} {}", self.seed, self.count)
+    }
+}
+
+impl Program {
+    /// Units (matrices, values, arrays) that the program holds when it fills `mib` MiB.
+    pub(super) fn units(self, mib: u64) -> u64 {
+        match self {
+            Self::Python => mib / 8,
+            Self::Node => mib * 16,
+            Self::Java => mib * 256,
+        }
+    }
+
+    /// The line that a program of `mib` MiB must answer.
+    pub(super) fn right_answer(self, mib: u64, question: Question) -> String {
+        let units = self.units(mib);
+        match self {
+            Self::Python => matrix_answer(units, question).to_string(),
+            Self::Node => value_answer(units, question).to_string(),
+            Self::Java => array_answer(units, question).to_string(),
+        }
+    }
+}
+
+/// All products are below 2^8 * 2^20 and all sums below 2^38: whole numbers give what the program's floats give.
+fn matrix_answer(units: u64, Question { seed, count }: Question) -> u64 {
+    let mut vector: Vec<u64> = (0..MATRIX_ROWS).map(|row| (u64::from(seed) + row) % MATRIX_PRIME).collect();
+    for step in 0..count {
+        let first = (u64::from(seed) + step) % units * MATRIX_ROWS * MATRIX_ROWS;
+        let element = |index: u64| (first + index).wrapping_mul(SPREAD_64) >> 56;
+        let product = |row: u64| {
+            let columns = vector.iter().zip(row * MATRIX_ROWS..);
+            columns.map(|(factor, index)| factor * element(index)).sum::<u64>() % MATRIX_PRIME
+        };
+        vector = (0..MATRIX_ROWS).map(product).collect();
+    }
+    vector.iter().fold(seed.into(), |checksum: u64, element| checksum.wrapping_mul(31).wrapping_add(*element))
+}
+
+fn value_answer(units: u64, Question { seed, count }: Question) -> u32 {
+    let mut checksum = seed;
+    for step in 0..count {
+        let number = (u64::from(seed) + step * VALUE_STRIDE) % units;
+        let number = u32::try_from(number).expect("at most MAX_MIB * 16 values");
+        let mut state = (number + 1).wrapping_mul(SPREAD_32);
+        for _ in 0..VALUE_WORDS {
+            state ^= state << 13;
+            state ^= state >> 17;
+            state ^= state << 5;
+            checksum = checksum.wrapping_mul(31).wrapping_add(state);
+        }
+    }
+    checksum
+}
+
+fn array_answer(units: u64, Question { seed, count }: Question) -> u64 {
+    let mut checksum = u64::from(seed);
+    for step in 0..count {
+        let number = (u64::from(seed) + step) % units;
+        let mut state = (number + 1).wrapping_mul(SPREAD_64);
+        for _ in 0..ARRAY_LONGS {
+            state ^= state << 13;
+            state ^= state >> 7;
+            state ^= state << 17;
+            checksum = checksum.wrapping_mul(31).wrapping_add(state);
+        }
+    }
+    checksum
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Numbers that the programs themselves gave, started by hand with 32 MiB on 2026-11-24.
+    #[test]
+    fn right_answers_are_those_that_running_programs_gave() {
+        let expected = [
+            (Program::Python, ["13097940399195196703", "2419542225988692001", "495456643708847142"]),
+            (Program::Node, ["924526795", "3729726833", "4018503507"]),
+            (Program::Java, ["7552685740735618517", "1560788171790124050", "5528501666300982893"]),
+        ];
+        for (program, answers) in expected {
+            for ((seed, count), answer) in [(1001, 3), (1002, 3), (1001, 2)].into_iter().zip(answers) {
+                assert_eq!(program.right_answer(32, Question { seed, count }), answer, "{program}");
+            }
+        }
+    }
+}

@@ -1,0 +1,117 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! A program from its start to its dump.
+
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::AtomicBool;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, bail, ensure};
+
+use super::answer::Question;
+use super::client::Client;
+use super::program::{Program, WARM_UP_SEEDS};
+use crate::criu::{Image, quiet};
+use crate::processes::{Process, check_interrupted};
+
+/// The longest path of a unix socket, in bytes: its address has 108, with a zero at the end.
+const SOCKET_PATH: usize = 107;
+
+/// A question and the only answer that is right.
+#[derive(Debug)]
+pub(super) struct Check {
+    pub(super) question: Question,
+    right: String,
+}
+
+impl Check {
+    /// Computes the right answer.
+    fn new(program: Program, mib: u64, question: Question) -> Self {
+        Self { question, right: program.right_answer(mib, question) }
+    }
+
+    /// # Errors
+    /// `answer` is wrong.
+    pub(super) fn verify(&self, answer: &str) -> anyhow::Result<()> {
+        let Self { question, right } = self;
+        ensure!(answer == right, "wrong answer to \"{question}\": {answer:?}, and {right:?} is right");
+        Ok(())
+    }
+}
+
+/// A dumped program.
+#[derive(Debug)]
+pub(super) struct Dumped {
+    pub(super) image: Image,
+    pub(super) socket: PathBuf,
+    /// Asked from the start of a restore on.
+    pub(super) first: Check,
+    /// Asked when all memory is resident.
+    pub(super) whole: Check,
+}
+
+impl Dumped {
+    /// Computes the right answers, starts the program, checks its answers and dumps it into `directory`.
+    pub(super) fn new(program: Program, mib: u64, criu: &Path, directory: &Path) -> anyhow::Result<Self> {
+        let socket = directory.join("socket");
+        let length = socket.as_os_str().len();
+        ensure!(
+            length <= SOCKET_PATH,
+            "the path {} has {length} bytes and a socket's at most {SOCKET_PATH}: give a shorter --dir",
+            socket.display()
+        );
+        let first = Check::new(program, mib, program.first_question(mib));
+        let whole = Check::new(program, mib, program.whole_question(mib));
+        // A busy disk may write 20 MB/s only.
+        let limit = Duration::from_secs(120 + mib / 16);
+        let errors = directory.join("errors.log");
+        let mut command = program.command(mib, &socket, directory)?;
+        quiet(&mut command).stderr(File::create(&errors).with_context(|| errors.display().to_string())?);
+        let mut process = Process::spawn(&mut command)?;
+        warm_up(program, mib, &mut process, &socket, limit).with_context(|| {
+            let said = std::fs::read_to_string(&errors).unwrap_or_default();
+            format!("before the dump, with {mib} MiB (it wrote {:?})", said.trim())
+        })?;
+        let image = Image::dump(criu, &mut process, directory.join("img"), limit)?;
+        Ok(Self { image, socket, first, whole })
+    }
+
+    /// Bytes of all `pages-*.img`.
+    pub(super) fn page_bytes(&self) -> anyhow::Result<u64> {
+        let mut bytes = 0;
+        for file in &self.image.page_files {
+            bytes += file.metadata().with_context(|| file.display().to_string())?.len();
+        }
+        Ok(bytes)
+    }
+}
+
+/// Waits until the program listens, then checks its answers to requests as large as the first one after a restore.
+fn warm_up(
+    program: Program,
+    mib: u64,
+    process: &mut Process,
+    socket: &Path,
+    limit: Duration,
+) -> anyhow::Result<()> {
+    let deadline = Instant::now() + limit;
+    while !socket.exists() {
+        if let Ok(exit) = process.wait(Duration::from_millis(10)) {
+            bail!("the program ended before it listened ({}): is there memory for it?", exit.status);
+        }
+        ensure!(
+            Instant::now() < deadline,
+            "the program does not listen on {} after {limit:?}",
+            socket.display()
+        );
+        check_interrupted()?;
+    }
+    let stop = AtomicBool::new(false);
+    let client = Client { socket, deadline, stop: &stop };
+    for seed in WARM_UP_SEEDS {
+        let question = Question { seed, ..program.first_question(mib) };
+        let (answer, _) = client.answer(question)?;
+        Check::new(program, mib, question).verify(&answer)?;
+    }
+    Ok(())
+}

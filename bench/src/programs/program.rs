@@ -1,0 +1,133 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The programs: what each runs on, how it is started and what it is asked first.
+
+use std::fmt;
+use std::path::Path;
+use std::process::Command;
+
+use anyhow::{Context as _, ensure};
+use serde::Serialize;
+
+use super::answer::Question;
+
+/// Requests before the dump, so that code is compiled and caches are filled. Each has a seed of its own.
+pub(super) const WARM_UP_SEEDS: std::ops::RangeInclusive<u32> = 1..=8;
+/// Seeds of the questions after a restore: no program has seen them before its dump.
+const FIRST_SEED: u32 = 1001;
+const WHOLE_SEED: u32 = 2002;
+/// Values of 64 KiB that the first request reads from the cache of the Node program.
+const FIRST_VALUES: u64 = 256;
+const MATRIX_SERVER: &str = include_str!("../../programs/matrix_server.py");
+const CACHE_SERVER: &str = include_str!("../../programs/cache_server.js");
+const HEAP_SERVER: &str = include_str!("../../programs/HeapServer.java");
+
+/// A program of bench/programs, by the name of its language.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, clap::ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub(super) enum Program {
+    /// Multiplies a vector with dense matrices; the first answer reads all of them
+    Python,
+    /// Caches values outside of V8's heap; the first answer reads 256 values of 64 KiB
+    Node,
+    /// Holds a heap of small arrays; the first answer reads all of them
+    Java,
+}
+
+impl fmt::Display for Program {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Python => "python",
+            Self::Node => "node",
+            Self::Java => "java",
+        })
+    }
+}
+
+impl Program {
+    pub(super) const ALL: [Self; 3] = [Self::Python, Self::Node, Self::Java];
+
+    /// The package python3-numpy is for Debian's own Python only, so another one on the PATH does not count.
+    fn interpreter(self) -> &'static str {
+        match self {
+            Self::Python => "/usr/bin/python3",
+            Self::Node => "node",
+            Self::Java => "java",
+        }
+    }
+
+    fn package(self) -> &'static str {
+        match self {
+            Self::Python => "python3-numpy",
+            Self::Node => "nodejs",
+            Self::Java => "default-jdk-headless",
+        }
+    }
+
+    /// What the program runs on, with its version.
+    ///
+    /// # Errors
+    /// It is not installed.
+    pub(super) fn version(self) -> anyhow::Result<String> {
+        let (name, arguments): (_, &[&str]) = match self {
+            Self::Python => (
+                self.interpreter(),
+                &[
+                    "-c",
+                    "import numpy, platform; print('Python', platform.python_version(), 'numpy', numpy.__version__)",
+                ],
+            ),
+            Self::Node => (self.interpreter(), &["-p", "'Node ' + process.version"]),
+            // Without its compiler, Java alone does not suffice.
+            Self::Java => ("javac", &["--version"]),
+        };
+        let output =
+            Command::new(name).args(arguments).output().ok().filter(|output| output.status.success());
+        let output = output.with_context(|| {
+            format!(
+                "the program \"{self}\" cannot run: {name} is missing or fails: install the Debian package {}, \
+                 or choose others with --program",
+                self.package()
+            )
+        })?;
+        Ok(String::from_utf8_lossy(&output.stdout).trim().replace("javac", "Java"))
+    }
+
+    /// The question right after a restore.
+    pub(super) fn first_question(self, mib: u64) -> Question {
+        let units = self.units(mib);
+        let count = if self == Self::Node { units.min(FIRST_VALUES) } else { units };
+        Question { seed: FIRST_SEED, count }
+    }
+
+    /// A question that reads all that the program filled.
+    pub(super) fn whole_question(self, mib: u64) -> Question {
+        Question { seed: WHOLE_SEED, count: self.units(mib) }
+    }
+
+    /// Writes the source into `directory` and gives the command that serves on `socket`. The program leads a session
+    /// of its own: CRIU refuses to dump a process whose session leader is not dumped with it.
+    pub(super) fn command(self, mib: u64, socket: &Path, directory: &Path) -> anyhow::Result<Command> {
+        let (file, source) = match self {
+            Self::Python => ("matrix_server.py", MATRIX_SERVER),
+            Self::Node => ("cache_server.js", CACHE_SERVER),
+            Self::Java => ("HeapServer.java", HEAP_SERVER),
+        };
+        let path = directory.join(file);
+        std::fs::write(&path, source).with_context(|| path.display().to_string())?;
+        let mut command = Command::new("setsid");
+        command.arg(self.interpreter());
+        if self == Self::Java {
+            let compiled = Command::new("javac").arg(&path).output().context("start javac")?;
+            let errors = String::from_utf8_lossy(&compiled.stderr);
+            ensure!(compiled.status.success(), "javac {}: {}", path.display(), errors.trim());
+            // Twice the arrays, so that the heap has room while it grows. Without UsePerfData no file in /tmp is
+            // mapped: another JVM deletes that file when the program has been dumped, and no restore finds it.
+            command.arg(format!("-Xmx{}m", 2 * mib + 64)).arg("-XX:-UsePerfData");
+            command.arg("-cp").arg(directory).arg("HeapServer");
+        } else {
+            command.arg(&path);
+        }
+        command.arg(socket).arg(mib.to_string()).current_dir(directory);
+        Ok(command)
+    }
+}
