@@ -10,7 +10,8 @@ use nix::sys::stat::Mode;
 use nix::unistd::mkfifo;
 use rewake_skip::need;
 use softgpu_tests::criu::{Criu, Plugin, Version, wait_for_the_end_of};
-use softgpu_tests::dumped::{Dumped, ONE_RING, Restoring, dies, is_paused, pages, signal, unreached};
+use softgpu_tests::dumped::{Behind, Dumped, ONE_RING, Restoring, dies, is_paused, pages, signal, unreached};
+use softgpu_tests::random::Random;
 use softgpu_tests::streamer::recover;
 use softgpu_tests::{Machine, REAL_GPUS, isolated};
 
@@ -57,6 +58,43 @@ fn a_dump_waits_for_a_closed_gate_and_past_its_limit_is_refused() {
         dumped.server.was_dumped(&again);
         again.restore().unwrap();
         dumped.server.ends_well();
+    });
+}
+
+/// Of the copy rings, 10^6 bytes a second: the gate stays closed for a second, or for no time that can be seen.
+const PACES: [&str; 3] = ["5", "20", "400"];
+/// What a dump logs that waits for a closed gate, and for missing memory.
+const WAITS: [&str; 2] = ["has GPU queues that are stopped", "has memory that session"];
+
+/// `REWAKE_DUMPS` is the number of moments (default 4), `REWAKE_SEED` chooses them.
+#[test]
+fn a_dump_at_any_moment_has_all_memory() {
+    isolated("a_dump_at_any_moment_has_all_memory", 1, |_| {
+        let number = |name: &str| std::env::var(name).ok().map(|text| text.parse::<u64>().expect(name));
+        let rounds = number("REWAKE_DUMPS").unwrap_or(4);
+        let mut random = Random(number("REWAKE_SEED").unwrap_or(0x5eed_0018));
+        let (machine, mut dumped) = need!(dumped());
+        let mut waited = 0;
+        for round in 0..rounds {
+            machine.becomes(&[("copy_mbps", random.of(&PACES)), ("sdma_rings", "1")]);
+            let behind = random.of(&[Behind::Gpus, Behind::Both]);
+            let mut streamer = dumped.streamer_of(behind);
+            let restored = dumped.restore_command(behind).status().unwrap();
+            assert!(restored.success(), "{}\n{}", dumped.criu.log("restore"), streamer.said());
+            std::thread::sleep(Duration::from_millis(random.below(600)));
+            let again = again(&dumped);
+            let done = again.dump(dumped.server.pid);
+            done.unwrap_or_else(|error| panic!("round {round}, {behind:?}: {error:#}\n{}", streamer.said()));
+            waited += u64::from(WAITS.iter().any(|text| again.log("dump").contains(text)));
+            assert!(streamer.end().unwrap().success(), "{}", streamer.said());
+            dumped.server.was_dumped(&again);
+            // All at once, by the plugin alone: whatever is missing in the second image stays missing.
+            again.restore().unwrap();
+            dumped.server.works();
+            dumped.ends();
+            std::fs::remove_dir_all(again.images()).unwrap();
+        }
+        assert!(waited * 2 >= rounds, "{waited} of {rounds} dumps began while memory was missing");
     });
 }
 

@@ -52,7 +52,7 @@ const CAMPAIGN: Campaign = Campaign {
     always: None,
 };
 
-const CAMPAIGNS: [Campaign; 10] = [
+const CAMPAIGNS: [Campaign; 11] = [
     Campaign {
         name: "restore-touched",
         what: "a program that touches, maps and forks while its GPUs' memory is missing",
@@ -110,6 +110,15 @@ const CAMPAIGNS: [Campaign; 10] = [
         what: "dumps at random moments while memory is missing; what was dumped is restored and compared",
         place: Place::Host,
         programs: &["hollow"],
+        rounds: Some(("REWAKE_DUMPS", 200)),
+        seed: Some("REWAKE_SEED"),
+        ..CAMPAIGN
+    },
+    Campaign {
+        name: "dump-gpu",
+        what: "the same of a server on GPUs, before and after its gate opens",
+        programs: &["gated"],
+        test: Some("a_dump_at_any_moment_has_all_memory"),
         rounds: Some(("REWAKE_DUMPS", 200)),
         seed: Some("REWAKE_SEED"),
         ..CAMPAIGN
