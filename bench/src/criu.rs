@@ -17,11 +17,11 @@ use crate::processes::{Exit, Process, check_interrupted};
 const SERVER_READY: Duration = Duration::from_secs(30);
 /// Time between the end of `criu dump` and that of the process it dumped.
 const DUMPED_END: Duration = Duration::from_secs(60);
-/// How long an interruption may go unnoticed.
+/// The longest time after which an interruption is noticed, in milliseconds.
 const SLICE_MS: u8 = 200;
 const LOG_LINES: usize = 15;
 
-/// A dumped process and where its image lies. It can be restored any number of times, one after another.
+/// A dumped process and the place of its image. The process can be restored any number of times, one after another.
 #[derive(Debug)]
 pub(crate) struct Image {
     /// Of the process, before the dump and after every restore.
@@ -29,7 +29,7 @@ pub(crate) struct Image {
     pub(crate) directory: PathBuf,
     /// `pages-*.img` that are not empty.
     pub(crate) page_files: Vec<PathBuf>,
-    /// Bound of any act that moves the whole memory once.
+    /// Time limit of each command that moves the whole memory once.
     pub(crate) limit: Duration,
 }
 

@@ -97,7 +97,10 @@ fn warm_up(
     let deadline = Instant::now() + limit;
     while !socket.exists() {
         if let Ok(exit) = process.wait(Duration::from_millis(10)) {
-            bail!("the program ended before it listened ({}): is there memory for it?", exit.status);
+            bail!(
+                "the program ended before it listened ({}): does the machine have enough memory?",
+                exit.status
+            );
         }
         ensure!(
             Instant::now() < deadline,
