@@ -82,7 +82,10 @@ impl Daemon {
         let connected = |slot: &&SessionSlot| match slot.state() {
             SessionState::Free | SessionState::Listening => false,
             SessionState::Streaming => streamer::is_met(&slot.paths().1),
-            SessionState::Handshake | SessionState::Restoring | SessionState::Running => true,
+            SessionState::Handshake
+            | SessionState::Restoring
+            | SessionState::Running
+            | SessionState::Closing => true,
         };
         self.ledger.sessions().iter().filter(connected).count()
     }
@@ -154,12 +157,15 @@ impl Daemon {
         for slot in self.ledger.sessions() {
             // It died while it opened the session: nobody was told of it yet.
             if slot.state() == SessionState::Listening && slot.listener.load(Ordering::Acquire) == NO_FD {
-                drop(slot.take_store());
-                slot.set_state(SessionState::Free);
+                slot.free();
+            }
+            if slot.state() == SessionState::Closing {
+                self.finish_closing(slot);
             }
         }
-        let served =
-            |slot: &SessionSlot| !matches!(slot.state(), SessionState::Free | SessionState::Streaming);
+        let served = |slot: &SessionSlot| {
+            !matches!(slot.state(), SessionState::Free | SessionState::Streaming | SessionState::Closing)
+        };
         let taken = self.ledger.sessions().iter().enumerate().filter(|(_, slot)| served(slot));
         let inherit = |(index, slot): (usize, &'static SessionSlot)| {
             let session = self.inherit_one(index, slot);
@@ -169,8 +175,7 @@ impl Daemon {
                 }
                 spaces::end(self.ledger, index);
                 let (images, work) = slot.paths();
-                drop(slot.take_store());
-                slot.set_state(SessionState::Free);
+                slot.free();
                 Lost {
                     number: slot.number(),
                     images,
@@ -180,6 +185,23 @@ impl Daemon {
             })
         };
         taken.map(inherit).collect()
+    }
+
+    /// A worker died while it took a session's store back from processes. That may take seconds: other sessions do
+    /// not wait for it.
+    fn finish_closing(&self, slot: &'static SessionSlot) {
+        let (notes, number, starter) = (self.notes.clone(), slot.number(), self.starter);
+        std::thread::spawn(move || {
+            drop(slot.take_store());
+            parking::unpark_slot(slot);
+            let left = SessionNote::all(&notes).map(|all| all.notes).unwrap_or_default();
+            for note in left.iter().filter(|note| note.number == number && note.starter == starter) {
+                if let Err(error) = note.remove(&notes) {
+                    warn!(%error, "removing a session's note");
+                }
+            }
+            slot.free();
+        });
     }
 
     fn inherit_one(&self, index: usize, slot: &'static SessionSlot) -> anyhow::Result<OpenSession> {
@@ -214,7 +236,7 @@ impl Daemon {
             let phase = match slot.state() {
                 SessionState::Free | SessionState::Listening => Phase::Listening,
                 SessionState::Handshake | SessionState::Restoring => Phase::Restoring,
-                SessionState::Running | SessionState::Streaming => Phase::Running,
+                SessionState::Running | SessionState::Streaming | SessionState::Closing => Phase::Running,
             };
             let note = session_store::note(slot, store, self.starter, &slot.paths().1, phase)?;
             note.write(&self.notes)?;
@@ -481,3 +503,6 @@ impl Daemon {
         plan.with_context(|| format!("task {image_pid} has no memory in {}", open.session.images.display()))
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -16,8 +16,8 @@ use std::sync::{Mutex, PoisonError};
 
 use nix::errno::Errno;
 use nix::sys::socket::{
-    AddressFamily, ControlMessage, ControlMessageOwned, MsgFlags, SockFlag, SockType, recv, recvmsg, sendmsg,
-    setsockopt, socketpair, sockopt,
+    AddressFamily, ControlMessage, ControlMessageOwned, MsgFlags, SockFlag, SockType, getsockopt, recv,
+    recvmsg, sendmsg, setsockopt, socketpair, sockopt,
 };
 use nix::sys::stat::fstat;
 
@@ -28,6 +28,9 @@ pub const MAX_DESCRIPTORS: usize = 250;
 /// Bytes that the queue may hold, as the kernel counts them: about 1 KiB a message, for as many address spaces
 /// as a ledger has.
 const QUEUE: usize = 16 << 20;
+/// Bytes of the queue that no put takes: a turn needs a mark, and an entry that is at the head and at the tail. A message
+/// takes less than 1 KiB.
+const RESERVE: usize = 8 << 10;
 /// Bytes of an entry: kind, index, life.
 const ENTRY: usize = 16;
 
@@ -45,7 +48,7 @@ pub enum Kind {
     Files = 4,
     /// The userfaultfd of a process's placeholders.
     Placeholders = 5,
-    /// Ends one turn of the queue. Carries no descriptor.
+    /// Ends one turn of the queue: `index` counts them, `life` is the pid. Carries no descriptor.
     Mark = 6,
 }
 
@@ -96,8 +99,8 @@ pub struct FdStore {
     writer: RawFd,
     /// The socket's inode: by it a target's copy is recognised in `/proc/PID/fd`.
     inode: u64,
-    /// A turn of the queue takes entries out and puts them back: one at a time.
-    turn: Mutex<()>,
+    /// A turn of the queue takes entries out and puts them back: one at a time. How many there were.
+    turn: Mutex<u32>,
 }
 
 impl FdStore {
@@ -120,6 +123,9 @@ impl FdStore {
     /// # Errors
     /// The store is no open file.
     pub fn of(store: RawFd, writer: RawFd) -> io::Result<Self> {
+        if store < 0 || writer < 0 {
+            return Err(io::Error::from_raw_os_error(libc::EBADF));
+        }
         // SAFETY: the caller keeps it open; it is borrowed for this call alone.
         let inode = fstat(unsafe { BorrowedFd::borrow_raw(store) })?.st_ino;
         Ok(Self { store, writer, inode, turn: Mutex::default() })
@@ -138,11 +144,24 @@ impl FdStore {
         unsafe { BorrowedFd::borrow_raw(self.store) }
     }
 
+    /// Whether a [`FdStore::put`] finds room now.
+    ///
+    /// # Errors
+    /// The kernel's.
+    pub fn has_room(&self) -> io::Result<bool> {
+        // SAFETY: open as long as this is used, by the contract of `of`.
+        let writer = unsafe { BorrowedFd::borrow_raw(self.writer) };
+        Ok(sys::unread_bytes(writer)? + RESERVE < getsockopt(&writer, sockopt::SndBuf)?)
+    }
+
     /// Puts copies of descriptors into the store, at most [`MAX_DESCRIPTORS`].
     ///
     /// # Errors
     /// EAGAIN: the queue is full. ETOOMANYREFS: this user has too many descriptors in flight (unix(7)).
     pub fn put(&self, entry: Entry, descriptors: &[RawFd]) -> io::Result<()> {
+        if !self.has_room()? {
+            return Err(io::Error::from_raw_os_error(libc::EAGAIN));
+        }
         send(self.writer, entry, descriptors)
     }
 
@@ -151,10 +170,14 @@ impl FdStore {
     /// Each other entry is put in again before it is taken out, so that at no moment it is in no queue.
     ///
     /// # Errors
-    /// The queue is full, or descriptors are refused. The rest stays as it was.
+    /// Descriptors are refused. The rest stays as it was.
     pub fn retain(&self, keep: impl Fn(Entry) -> bool) -> io::Result<()> {
-        let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
-        send(self.writer, Entry { kind: Kind::Mark, index: 0, life: 0 }, &[])?;
+        let mut turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
+        *turn = turn.wrapping_add(1);
+        // A CRIU that was killed while it looked at the queue leaves an offset, and a worker that was killed here a mark.
+        sys::set_peek_offset(self.descriptor(), None)?;
+        let mark = Entry { kind: Kind::Mark, index: *turn, life: std::process::id().into() };
+        send(self.writer, mark, &[])?;
         loop {
             let Some(entry) = head(self.store)? else { return Ok(()) };
             if entry.kind != Kind::Mark && keep(entry) {
@@ -166,7 +189,7 @@ impl FdStore {
             }
             // Without room for descriptors the kernel closes those of the message.
             recv(self.store, &mut [0; ENTRY], MsgFlags::MSG_DONTWAIT)?;
-            if entry.kind == Kind::Mark {
+            if entry == mark {
                 return Ok(());
             }
         }
@@ -333,6 +356,47 @@ mod tests {
         assert_eq!(std::io::Read::read(&mut far, &mut [0]).unwrap(), 0, "its file is closed");
         store.empty().unwrap();
         assert_eq!(held(&reading), []);
+    }
+
+    #[test]
+    fn a_full_store_refuses_more_and_still_gives_up_what_is_not_kept() {
+        let (store, reading, writer) = store();
+        setsockopt(&writer, sockopt::SndBuf, &(32 << 10)).unwrap();
+        let (mut far, near) = std::io::pipe().unwrap();
+        store.put(space(0), &[near.as_raw_fd()]).unwrap();
+        drop(near);
+        let file = file();
+        let full = (1..1000).find_map(|index| store.put(space(index), &[file.as_raw_fd()]).err());
+        assert_eq!(full.unwrap().raw_os_error(), Some(libc::EAGAIN));
+        assert!(!store.has_room().unwrap());
+        let before = held(&reading).len();
+        store.retain(|entry| entry != space(0)).unwrap();
+        assert_eq!(std::io::Read::read(&mut far, &mut [0]).unwrap(), 0, "its file is closed");
+        assert_eq!(held(&reading).len(), before - 1);
+        store.put(space(0), &[file.as_raw_fd()]).unwrap();
+    }
+
+    #[test]
+    fn what_a_killed_worker_and_a_killed_criu_leave_behind_does_not_end_a_turn_early() {
+        let (store, reading, _writer) = store();
+        let file = file();
+        for index in 0..3 {
+            store.put(space(index), &[file.as_raw_fd()]).unwrap();
+            let mark = Entry { kind: Kind::Mark, index: 0, life: 5 };
+            send(store.writer, mark, &[]).unwrap();
+        }
+        sys::set_peek_offset(reading.as_fd(), Some(2 * i32::try_from(ENTRY).unwrap())).unwrap();
+        store.retain(|entry| entry != space(2)).unwrap();
+        let order: Vec<(Kind, u32)> = held(&reading).iter().map(|(kind, index, _)| (*kind, *index)).collect();
+        assert_eq!(order, [(Kind::Writer, 0), (Kind::Space, 0), (Kind::Space, 1)]);
+    }
+
+    #[test]
+    fn a_number_that_is_none_is_no_store() {
+        let (_store, reading, _writer) = store();
+        for (store, writer) in [(-1, -1), (reading.as_raw_fd(), -1), (-1, reading.as_raw_fd())] {
+            assert_eq!(FdStore::of(store, writer).unwrap_err().raw_os_error(), Some(libc::EBADF));
+        }
     }
 
     #[test]

@@ -100,6 +100,8 @@ impl OpenSession {
     pub(crate) async fn close(self) {
         self.slot.listener.store(NO_FD, Ordering::Release);
         self.slot.connection.store(NO_FD, Ordering::Release);
+        // From here on a successor only takes the store back.
+        self.slot.set_state(SessionState::Closing);
         if let Some(store) = self.session.store() {
             // What waits for the next one to read it waits no longer.
             if let Err(error) = store.empty() {
@@ -110,7 +112,7 @@ impl OpenSession {
                 parking::unpark(self.session.number, inode, store, writer).await;
             }
         }
-        self.slot.set_state(SessionState::Free);
+        self.slot.free();
     }
 }
 

@@ -10,8 +10,9 @@
 //! a process group of its own does it, which no signal to the streamer's group reaches. A service manager signals every
 //! process of a cgroup: all signals are blocked in that process.
 
+use std::collections::BTreeSet;
 use std::os::fd::{AsRawFd as _, OwnedFd};
-use std::os::unix::process::{CommandExt as _, ExitStatusExt as _};
+use std::os::unix::process::CommandExt as _;
 use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -22,30 +23,39 @@ use rewake_handover::Gated;
 use tracing::{debug, info, warn};
 
 use crate::commands::park::{DONE, LATER, NEVER};
-use crate::ledger::{Ledger, SpaceSlot};
+use crate::ledger::{Ledger, SessionSlot, SpaceSlot};
 use crate::session::Session;
-use crate::{spaces, streamer, sys};
+use crate::{processes, spaces, streamer, sys};
 
 /// Between two tries to park, the first and the last.
 const AGAIN: Duration = Duration::from_millis(5);
 const SELDOM: Duration = Duration::from_secs(1);
 
-/// Parks in every task of a session whose restore has finished. Returns when each has the store, or has ended.
+/// Parks in every task of a session whose restore has finished, and in the children that they forked before that.
+/// Returns when each has the store, or has ended.
 ///
 /// # Errors
 /// A process can never be parked in: it must not run on, for the end of this process would turn its missing
 /// memory into zeros.
 pub async fn park(ledger: Ledger, session: &Arc<Session>) -> anyhow::Result<()> {
-    let mut targets = targets(ledger, session);
+    let mut done = BTreeSet::new();
     let mut pause = AGAIN;
     let mut warned = false;
-    while !targets.is_empty() && !session.is_empty() && !session.has_failed() {
+    while !session.is_empty() && !session.has_failed() {
         let of = Arc::clone(session);
-        let left = tokio::task::spawn_blocking(move || give(&of, &targets)).await.context("parking")??;
-        if let Some((first, why)) = left.first()
-            && pause >= SELDOM
-            && !warned
-        {
+        let round = tokio::task::spawn_blocking(move || {
+            let targets = targets(ledger, &of, &done);
+            let left = give(&of, &targets)?;
+            done.extend(targets.iter().filter(|target| left.iter().all(|(of, _)| of != *target)));
+            anyhow::Ok((targets, left, done))
+        });
+        let (targets, left, parked) = round.await.context("parking")??;
+        if targets.is_empty() {
+            return Ok(());
+        }
+        done = parked;
+        let Some((first, why)) = left.first() else { continue };
+        if pause >= SELDOM && !warned {
             warned = true;
             warn!(
                 session = session.number,
@@ -53,11 +63,8 @@ pub async fn park(ledger: Ledger, session: &Arc<Session>) -> anyhow::Result<()> 
                 "not parked yet, so its memory depends on this streamer's processes alone: {why}"
             );
         }
-        targets = left.into_iter().map(|(target, _)| target).collect();
-        if !targets.is_empty() {
-            tokio::time::sleep(pause).await;
-            pause = (pause * 2).min(SELDOM);
-        }
+        tokio::time::sleep(pause).await;
+        pause = (pause * 2).min(SELDOM);
     }
     Ok(())
 }
@@ -80,10 +87,15 @@ pub fn unpark_now(session: u64, inode: u64, store: OwnedFd, writer: &OwnedFd) {
 /// The same for all sessions of a ledger whose streamer was killed before it came to that.
 pub fn unpark_all(ledger: Ledger) {
     for slot in ledger.sessions() {
-        let inode = slot.inode.load(Ordering::Acquire);
-        if inode != 0 {
-            unpark_of(inode, slot.number());
-        }
+        unpark_slot(slot);
+    }
+}
+
+/// The same for one session.
+pub fn unpark_slot(slot: &SessionSlot) {
+    let inode = slot.inode.load(Ordering::Acquire);
+    if inode != 0 {
+        unpark_of(inode, slot.number());
     }
 }
 
@@ -103,29 +115,48 @@ fn unpark_of(inode: u64, session: u64) {
     }
 }
 
-fn targets(ledger: Ledger, session: &Session) -> Vec<Gated> {
-    let target = |(_, slot): (usize, &SpaceSlot)| {
+/// Tasks of the session, and children that they forked before they had the store; without those that are done.
+fn targets(ledger: Ledger, session: &Session, done: &BTreeSet<Gated>) -> Vec<Gated> {
+    let Some(store) = session.store() else { return Vec::new() };
+    let task = |(_, slot): (usize, &SpaceSlot)| {
         let (pid, started) = (slot.host_pid.load(Ordering::Acquire), slot.started.load(Ordering::Acquire));
         (pid > 0).then_some(Gated { pid, started })
     };
-    spaces::of_session(ledger, session.index).filter_map(target).collect()
+    let tasks: BTreeSet<Gated> = spaces::of_session(ledger, session.index).filter_map(task).collect();
+    let mut targets: Vec<Gated> = tasks.difference(done).copied().collect();
+    for task in &tasks {
+        let layout = processes::layout(task.pid);
+        for pid in processes::descendants(task.pid) {
+            // One with another layout has called exec: it has none of the session's memory.
+            let forked = layout.is_some() && processes::layout(pid) == layout;
+            let Ok(Some(child)) = Gated::of(pid) else { continue };
+            let is_new = !tasks.contains(&child) && !done.contains(&child) && !targets.contains(&child);
+            if forked && is_new && processes::number_of_socket(pid, store.inode()).is_none() {
+                targets.push(child);
+            }
+        }
+    }
+    targets
 }
 
 /// Tries to park in each; gives those that are left, with the reasons.
 fn give(session: &Session, targets: &[Gated]) -> anyhow::Result<Vec<(Gated, String)>> {
-    let Some(store) = session.store() else { return Ok(Vec::new()) };
+    let Some(store) = session.store().filter(|_| !targets.is_empty()) else { return Ok(Vec::new()) };
     let mut command = parker()?;
     command.args(targets.iter().map(ToString::to_string));
     let store = store.descriptor().try_clone_to_owned().context("sharing the fd store")?;
-    let output = command.stdin(store).output().context("starting rewake park")?;
+    // A process that cannot be started now may be started later, and the targets are served meanwhile.
+    let again = |why: String| Ok(targets.iter().map(|target| (*target, why.clone())).collect());
+    let output = match command.stdin(store).output() {
+        Ok(output) => output,
+        Err(error) => return again(format!("starting rewake park: {error}")),
+    };
     let text = String::from_utf8_lossy(&output.stdout);
     let lines: Vec<(&str, &str)> = text.lines().filter_map(|line| line.split_once(' ')).collect();
-    if let Some(signal) = output.status.signal() {
-        // The kernel has killed the target that it traced at that moment, if there was one. Others it left untouched.
-        let why = format!("rewake park was killed by signal {signal}");
-        return Ok(targets.iter().map(|target| (*target, why.clone())).collect());
+    if lines.len() != targets.len() {
+        // If a signal killed it, the kernel has killed the target that it traced at that moment, and no other.
+        return again(format!("rewake park: {}: {}", output.status, text.trim_end()));
     }
-    ensure!(lines.len() == targets.len(), "rewake park: {}: {}", output.status, text.trim_end());
     let mut left = Vec::new();
     for (target, (word, why)) in targets.iter().zip(lines) {
         match word {

@@ -2,7 +2,8 @@
 //! The processes behind address spaces, as /proc tells them.
 
 use std::collections::BTreeSet;
-use std::os::fd::{AsRawFd as _, RawFd};
+use std::io;
+use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd, RawFd};
 
 use crate::sys;
 
@@ -69,6 +70,19 @@ pub fn number_of_socket(pid: i32, inode: u64) -> Option<RawFd> {
     sockets.into_iter().find(|(_, found)| *found == inode).map(|(number, _)| number)
 }
 
+/// A copy of a descriptor of a process. Where its first thread has ended, another thread of it gives it.
+///
+/// # Errors
+/// The process has ended, or has no such descriptor, or may not be traced.
+pub fn descriptor_of(pid: i32, number: RawFd) -> io::Result<OwnedFd> {
+    let first = sys::pidfd_open(pid).and_then(|process| sys::pidfd_getfd(process.as_fd(), number));
+    let Err(error) = first else { return first };
+    let threads = std::fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten();
+    let numbers = threads.filter_map(|thread| thread.ok()?.file_name().to_str()?.parse::<i32>().ok());
+    let give = |thread: i32| sys::pidfd_getfd(sys::pidfd_open_thread(thread).ok()?.as_fd(), number).ok();
+    numbers.filter(|thread| *thread != pid).find_map(give).ok_or(error)
+}
+
 fn parent(pid: i32) -> Option<i32> {
     status(pid, "PPid:")?.trim().parse().ok()
 }
@@ -79,7 +93,9 @@ fn status(pid: i32, name: &str) -> Option<String> {
     Some(status.lines().find_map(|line| line.strip_prefix(name))?.to_owned())
 }
 
-fn descendants(pid: i32) -> BTreeSet<i32> {
+/// The living descendants of a process.
+#[must_use]
+pub fn descendants(pid: i32) -> BTreeSet<i32> {
     let mut found = BTreeSet::new();
     let mut open = vec![pid];
     while let Some(pid) = open.pop() {

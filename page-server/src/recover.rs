@@ -7,18 +7,19 @@
 //! memory that no one serves.
 
 use std::collections::BTreeMap;
-use std::os::fd::{AsFd as _, IntoRawFd as _, OwnedFd, RawFd};
+use std::os::fd::{AsFd as _, AsRawFd as _, IntoRawFd as _, OwnedFd, RawFd};
 use std::path::PathBuf;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use anyhow::Context as _;
+use nix::sys::stat::fstat;
 use rewake_handover::Gated;
 use tracing::{error, warn};
 
 use crate::fd_store::{self, Kind};
 use crate::ledger::{Folder, Ledger, NO_FD, SessionSlot, SessionState, SpaceSlot, forks, set_fork};
-use crate::{processes, spaces, sys};
+use crate::{parking, processes, spaces, sys};
 
 /// What was found in a ledger.
 #[derive(Debug, Default, PartialEq, Eq)]
@@ -89,8 +90,11 @@ pub fn take_up(ledger: Ledger) -> Found {
         slot.forget_numbers();
         match slot.state() {
             SessionState::Free => {}
-            // No restore has come; or a streamer of its own serves it, with a ledger of its own.
-            SessionState::Listening | SessionState::Streaming => slot.set_state(SessionState::Free),
+            // No restore has come; or a streamer of its own serves it, with a ledger of its own; or nothing is missing.
+            SessionState::Listening | SessionState::Streaming | SessionState::Closing => {
+                parking::unpark_slot(slot);
+                slot.free();
+            }
             SessionState::Handshake | SessionState::Restoring | SessionState::Running => {
                 found.session(ledger, index, slot, &old);
             }
@@ -134,14 +138,17 @@ impl Found {
             space.retire();
         }
         slot.forget_numbers();
-        slot.set_state(SessionState::Free);
+        slot.free();
     }
 
-    /// Kills a process unless it has ended, and waits for its end.
+    /// Kills a process and its descendants unless it has ended, and waits for its end. A child that was forked before
+    /// its parent was parked is known by its parent only.
     fn kill(&mut self, pid: i32, started: u64, why: &'static str) {
         let Some(pidfd) = open(pid, started) else { return };
-        if sys::pidfd_kill(std::os::fd::AsRawFd::as_raw_fd(&pidfd)).is_ok() {
-            sys::wait_for_end(std::os::fd::AsRawFd::as_raw_fd(&pidfd));
+        let number = pidfd.as_raw_fd();
+        processes::kill_descendants(pid, number);
+        if sys::pidfd_kill(number).is_ok() {
+            sys::wait_for_end(number);
             self.killed.push((pid, why));
         }
     }
@@ -161,10 +168,12 @@ fn open(pid: i32, started: u64) -> Option<OwnedFd> {
 /// The session's store, from the first process that gives it.
 fn find_store(holders: &[i32], inode: u64) -> Option<OwnedFd> {
     holders.iter().find_map(|pid| {
-        let pidfd = sys::pidfd_open(*pid).ok()?;
         let number = processes::number_of_socket(*pid, inode)?;
-        let store = sys::pidfd_getfd(pidfd.as_fd(), number);
-        store.inspect_err(|error| warn!(%error, pid, number, "taking a session's fd store")).ok()
+        let store = processes::descriptor_of(*pid, number);
+        let store =
+            store.inspect_err(|error| warn!(%error, pid, number, "taking a session's fd store")).ok()?;
+        // The process runs: it may have closed the store and opened something else.
+        fstat(&store).is_ok_and(|status| status.st_ino == inode).then_some(store)
     })
 }
 
@@ -188,7 +197,7 @@ fn adopt(
             }
             (Kind::Space, Some(uffd)) => {
                 let slot = ledger.spaces().get(entry.index as usize);
-                if slot.is_some_and(|slot| slot.entry() == entry) {
+                if slot.is_some_and(|slot| !slot.is_free() && slot.entry() == entry) {
                     spaces_found.insert(entry.index, (uffd, descriptors.next()));
                 }
             }

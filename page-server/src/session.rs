@@ -83,13 +83,19 @@ impl Session {
         store.put(slot.entry(), &numbers)
     }
 
+    /// Whether the store takes the userfaultfd of one more address space.
+    #[must_use]
+    pub fn has_room(&self) -> bool {
+        self.store().is_none_or(|store| store.has_room().unwrap_or(true))
+    }
+
     /// Takes address spaces out of the store that no slot of the ledger has any more. Until then their
     /// userfaultfds are open, and no process reads their events.
     pub fn forget_retired(&self, ledger: Ledger) {
         let Some(store) = self.store() else { return };
         let is_current = |entry: Entry| {
             let slot = ledger.spaces().get(entry.index as usize);
-            entry.kind != Kind::Space || slot.is_some_and(|slot| slot.is_live() && slot.entry() == entry)
+            entry.kind != Kind::Space || slot.is_some_and(|slot| !slot.is_free() && slot.entry() == entry)
         };
         if let Err(error) = store.retain(is_current) {
             self.fail(&format!("taking userfaultfds of loaded memory out of the fd store: {error}"));
@@ -180,5 +186,38 @@ impl Session {
     /// Waits until the session failed or its last address space was closed. One waiter.
     pub async fn changed(&self) {
         self.changed.notified().await;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::AsRawFd as _;
+
+    use nix::sys::memfd::{MFdFlags, memfd_create};
+
+    use super::*;
+    use crate::fd_store::peek_all;
+
+    #[test]
+    fn an_address_space_that_is_not_published_yet_stays_in_the_store() {
+        let ledger = Ledger::new().unwrap();
+        let (store, writer) = FdStore::create().unwrap();
+        let store = FdStore::of(store.as_raw_fd(), writer.as_raw_fd()).unwrap();
+        let session = Session::new(0, 1, PathBuf::new()).with_store(store);
+        let file = memfd_create(c"userfaultfd", MFdFlags::MFD_CLOEXEC).unwrap();
+        let [forked, retired] = [(), ()].map(|()| {
+            let index = ledger.take_space().unwrap();
+            let slot = &ledger.spaces()[index];
+            slot.uffd.store(file.as_raw_fd(), Ordering::Release);
+            session.keep(slot).unwrap();
+            slot
+        });
+        retired.publish();
+        retired.retire();
+        session.forget_retired(ledger);
+        let held = peek_all(session.store().unwrap().descriptor()).unwrap();
+        let held: Vec<Entry> =
+            held.into_iter().map(|(entry, _)| entry).filter(|of| of.kind == Kind::Space).collect();
+        assert_eq!(held, [forked.entry()]);
     }
 }

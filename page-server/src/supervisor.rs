@@ -18,8 +18,8 @@ use rewake_handover::Gated;
 use tracing::{error, info, warn};
 
 use crate::ledger::{Folder, Ledger, NO_FD};
-use crate::processes;
 use crate::sys::{self, Fork};
+use crate::{parking, processes};
 
 /// Workers that may die within [`WINDOW`] before the supervisor gives up: a fault that every worker meets at
 /// once is not cured by another.
@@ -94,6 +94,7 @@ pub fn supervise_ledger(
     let code = keep_a_worker(first, worker);
     // Whatever the reason, an error of ours included: nothing serves the rest any more.
     end_all(ledger);
+    parking::unpark_all(ledger);
     folder.remove();
     code
 }
@@ -149,7 +150,7 @@ impl Deaths {
 }
 
 /// Every forked child takes two descriptors, and one that cannot be had costs a process: the hard limit, then.
-fn raise_descriptor_limit() {
+pub fn raise_descriptor_limit() {
     use nix::sys::resource::{Resource, getrlimit, setrlimit};
     let raised = getrlimit(Resource::RLIMIT_NOFILE)
         .and_then(|(_, hard)| setrlimit(Resource::RLIMIT_NOFILE, hard, hard));

@@ -28,6 +28,15 @@ pub fn pidfd_open(pid: i32) -> io::Result<OwnedFd> {
     to_fd(check(unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) })?)
 }
 
+/// A descriptor of one thread (`PIDFD_THREAD`, Linux 6.9).
+///
+/// # Errors
+/// ESRCH when there is no such thread; EINVAL before Linux 6.9.
+pub fn pidfd_open_thread(thread: i32) -> io::Result<OwnedFd> {
+    // SAFETY: two integers in, a descriptor out. `PIDFD_THREAD` is O_EXCL (`include/uapi/linux/pidfd.h`).
+    to_fd(check(unsafe { libc::syscall(libc::SYS_pidfd_open, thread, libc::O_EXCL) })?)
+}
+
 /// Sends SIGKILL through a pidfd: never to a process that took over the number.
 ///
 /// # Errors
@@ -167,6 +176,17 @@ pub fn is_userfaultfd(number: RawFd) -> bool {
 pub fn set_peek_offset(socket: BorrowedFd<'_>, offset: Option<i32>) -> io::Result<()> {
     let offset: libc::c_int = offset.unwrap_or(-1);
     set_socket_option(socket, libc::SO_PEEK_OFF, offset)
+}
+
+/// Bytes that were sent through a unix socket and not received, as the kernel counts them (`SIOCOUTQ`).
+///
+/// # Errors
+/// It is no socket.
+pub fn unread_bytes(socket: BorrowedFd<'_>) -> io::Result<usize> {
+    let mut bytes: libc::c_int = 0;
+    // SAFETY: the kernel writes one integer.
+    check(unsafe { libc::ioctl(socket.as_raw_fd(), libc::TIOCOUTQ, &raw mut bytes) }.into())?;
+    usize::try_from(bytes).map_err(io::Error::other)
 }
 
 /// A second descriptor for the same open file, closed on exec.

@@ -64,9 +64,7 @@ fn is_traced(pid: Pid) -> bool {
 }
 
 fn holds_a_socket(task: Pid) -> bool {
-    let entries = fs::read_dir(format!("/proc/{task}/fd")).into_iter().flatten().flatten();
-    let mut links = entries.filter_map(|entry| fs::read_link(entry.path()).ok());
-    links.any(|link| link.to_string_lossy().starts_with("socket:"))
+    rewake_handover::sockets_of(task.as_raw()).is_ok_and(|sockets| !sockets.is_empty())
 }
 
 /// Whether a process's first thread sleeps in a page fault that nothing has served.

@@ -124,6 +124,16 @@ fn round(scene: &Scene, victim: Victim, span: &mut Duration, random: &mut Random
     }
     let ended = server.ended(END);
     let childless = server.childless(END);
+    // A successor serves what is left, and says so with its exit code.
+    if victim == Victim::Worker
+        && let Ok(status) = ended
+        && !status.success()
+    {
+        sum.wrong.push(format!(
+            "the target was served well, and the server ended with {status}\n{}",
+            scene.logs()
+        ));
+    }
     if ended.is_err() || !childless {
         sum.wrong.push(format!("the server, or a child of it, is still there\n{}", scene.logs()));
     }

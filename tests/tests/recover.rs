@@ -162,6 +162,14 @@ fn until_then_its_thread_waits_in_a_page_fault() {
 }
 
 #[test]
+fn a_process_whose_first_thread_has_ended_is_recovered() {
+    let criu = need!(Criu::main());
+    let scene = orphaned(&criu, "first-thread-ends");
+    assert_eq!(served_again(&recovered()), 1);
+    ends_well(&scene);
+}
+
+#[test]
 fn of_two_that_recover_at_once_one_serves() {
     let criu = need!(Criu::main());
     let scene = orphaned(&criu, "random");

@@ -19,12 +19,14 @@ pub const FOLDER: &str = "/run/rewake-gated";
 
 /// Room for the longest path.
 const LONGEST: usize = 64;
-/// Of `/proc/PID/stat` behind the program's name, counted from 0: the state, and the start time in clock ticks.
+/// Of `/proc/PID/stat` behind the program's name, counted from 0: the state, how many threads there are, and the start
+/// time in clock ticks.
 const STATE: usize = 0;
+const THREADS: usize = 17;
 const STARTED: usize = 19;
 
 /// A process, as no other one is called before the machine starts again.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Gated {
     /// Its pid.
     pub pid: i32,
@@ -48,7 +50,13 @@ impl Gated {
             stat.rsplit_once(')').map_or(Vec::new(), |(_, rest)| rest.split_whitespace().collect());
         let started = fields.get(STARTED).and_then(|ticks| ticks.parse().ok());
         let started = started.ok_or_else(|| io::Error::other(format!("/proc/{pid}/stat: {stat}")))?;
-        Ok(Some(Self { pid, started }).filter(|_| !matches!(fields.get(STATE), Some(&("Z" | "X")))))
+        let lives = match fields.get(STATE) {
+            // Its first thread has ended. The others are the process as long as there are some.
+            Some(&"Z") => fields.get(THREADS).and_then(|count| count.parse::<u32>().ok()) > Some(1),
+            Some(&"X") => false,
+            _ => true,
+        };
+        Ok(Some(Self { pid, started }).filter(|_| lives))
     }
 
     /// Makes the folder.

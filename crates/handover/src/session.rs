@@ -360,21 +360,44 @@ impl SessionNote {
     }
 }
 
-/// The sockets that a process has open: number and inode of each; none where it has ended.
+/// The sockets that a process has open: number and inode of each; none where it has ended. Where its first thread has
+/// ended, another thread shows them.
 ///
 /// # Errors
 /// The process's descriptors cannot be listed.
 pub fn sockets_of(pid: i32) -> io::Result<Vec<(RawFd, u64)>> {
-    let entries = match fs::read_dir(format!("/proc/{pid}/fd")) {
-        Err(error) if has_ended(&error) => return Ok(Vec::new()),
+    let (mut sockets, any) = sockets_in(Path::new(&format!("/proc/{pid}/fd")))?;
+    if any {
+        return Ok(sockets);
+    }
+    let threads = match fs::read_dir(format!("/proc/{pid}/task")) {
+        Err(error) if has_ended(&error) => return Ok(sockets),
+        threads => threads?,
+    };
+    for thread in threads.flatten() {
+        let (found, any) = sockets_in(&thread.path().join("fd"))?;
+        if any {
+            sockets = found;
+            break;
+        }
+    }
+    Ok(sockets)
+}
+
+/// The sockets of a thread's table of descriptors, and whether it has any descriptor.
+fn sockets_in(table: &Path) -> io::Result<(Vec<(RawFd, u64)>, bool)> {
+    let entries = match fs::read_dir(table) {
+        Err(error) if has_ended(&error) => return Ok((Vec::new(), false)),
         entries => entries?,
     };
+    let mut any = false;
     let mut sockets = Vec::new();
     for entry in entries {
         let entry = match entry {
             Err(error) if has_ended(&error) => break,
             entry => entry?,
         };
+        any = true;
         // One that was closed meanwhile is none.
         let Ok(link) = fs::read_link(entry.path()) else { continue };
         let inode =
@@ -382,7 +405,7 @@ pub fn sockets_of(pid: i32) -> io::Result<Vec<(RawFd, u64)>> {
         let number = entry.file_name().to_str().and_then(|name| name.parse().ok());
         sockets.extend(number.zip(inode));
     }
-    Ok(sockets)
+    Ok((sockets, any))
 }
 
 /// Refuses a file that another user has written, or could write to.

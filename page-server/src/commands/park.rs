@@ -112,15 +112,9 @@ fn take_back(pid: i32, inode: u64) -> Option<String> {
 
 /// Whether a later try may succeed.
 fn may_pass(error: &Error) -> bool {
-    matches!(
+    !matches!(
         error,
-        Error::Ended { .. }
-            | Error::Traced { .. }
-            | Error::Unstoppable { .. }
-            | Error::SharedMemory { .. }
-            | Error::Hung { .. }
-            | Error::Spawn(_)
-            | Error::Call { .. }
+        Error::NotAllowed { .. } | Error::Foreign { .. } | Error::Seccomp { .. } | Error::NoEntry { .. }
     )
 }
 

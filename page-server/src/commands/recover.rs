@@ -6,7 +6,8 @@ use std::os::fd::{OwnedFd, RawFd};
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 
-use anyhow::Context as _;
+use anyhow::{Context as _, ensure};
+use nix::sys::resource::{Resource, getrlimit};
 use nix::sys::wait::{WaitStatus, waitpid};
 use nix::unistd::{ForkResult, Pid, fork, setsid};
 use tokio::task::LocalSet;
@@ -19,6 +20,11 @@ use crate::recover::take_up;
 use crate::supervisor::{self, Start};
 use crate::{logging, parking, sys, worker};
 
+/// Descriptors of an address space: userfaultfd, journal and process. An entry may come twice, and its userfaultfds of
+/// forked children lie in messages.
+const DESCRIPTORS: u64 = 6;
+/// Everything else: images, reactors, logs.
+const OWN_DESCRIPTORS: u64 = 256;
 /// Exit code when processes were killed, or their memory could not be loaded.
 const LOST: u8 = 1;
 
@@ -106,6 +112,8 @@ fn start(path: &Path, own: Option<RawFd>) -> anyhow::Result<Option<Streamer>> {
 
 /// Serves all sessions of a ledger to their end; gives the exit code.
 fn serve(mut folder: Folder, ledger: Ledger, tell: OwnedFd) -> anyhow::Result<u8> {
+    supervisor::raise_descriptor_limit();
+    has_descriptors_for(ledger)?;
     folder.rename()?;
     let silent = ledger.silent_for();
     let found = take_up(ledger);
@@ -128,6 +136,19 @@ fn serve(mut folder: Folder, ledger: Ledger, tell: OwnedFd) -> anyhow::Result<u8
     let notify = if found.killed.is_empty() { vec![tell] } else { Vec::new() };
     let code = supervisor::supervise_ledger(folder, ledger, true, notify, worker_main)?;
     Ok(if found.killed.is_empty() { code } else { LOST })
+}
+
+/// Refuses before anything is touched when the stores' descriptors would not all have a number here.
+fn has_descriptors_for(ledger: Ledger) -> anyhow::Result<()> {
+    let spaces = ledger.spaces().iter().filter(|slot| !slot.is_free()).count() as u64;
+    let wanted = spaces * DESCRIPTORS + OWN_DESCRIPTORS;
+    let (limit, _) = getrlimit(Resource::RLIMIT_NOFILE).context("asking for the limit of open files")?;
+    ensure!(
+        limit >= wanted,
+        "{spaces} address spaces wait for a streamer, and this process may open {limit} files, expected {wanted}: \
+         raise RLIMIT_NOFILE and run `rewake recover` again"
+    );
+    Ok(())
 }
 
 fn worker_main(start: &Start) -> u8 {

@@ -117,6 +117,7 @@ impl OwnSession {
             }
             parking::unpark_now(self.note.number, inode, store, &writer);
         }
+        self.slot.free();
         if let Err(error) = root().and_then(|root| Ok(self.note.remove(&root)?)) {
             warn!("removing the session's note: {error:#}");
         }

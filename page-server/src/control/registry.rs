@@ -341,7 +341,7 @@ impl Live {
             SessionState::Listening => State::Listening,
             SessionState::Handshake | SessionState::Restoring => State::Restoring,
             SessionState::Running => State::Running,
-            SessionState::Free | SessionState::Streaming => State::Unknown,
+            SessionState::Free | SessionState::Streaming | SessionState::Closing => State::Unknown,
         };
         proto::Session {
             session: self.slot.number(),

@@ -231,7 +231,9 @@ impl Ledger {
     /// Whether restored processes, or those being restored, need a worker.
     #[must_use]
     pub fn is_depended_on(&self) -> bool {
-        let idle = |slot: &SessionSlot| matches!(slot.state(), SessionState::Free | SessionState::Listening);
+        let idle = |slot: &SessionSlot| {
+            matches!(slot.state(), SessionState::Free | SessionState::Listening | SessionState::Closing)
+        };
         self.gates().any() || self.live_spaces().next().is_some() || !self.sessions().iter().all(idle)
     }
 
@@ -266,6 +268,7 @@ impl Ledger {
         slot.connection.store(NO_FD, Ordering::Relaxed);
         slot.store.store(NO_FD, Ordering::Relaxed);
         slot.writer.store(NO_FD, Ordering::Relaxed);
+        slot.inode.store(0, Ordering::Relaxed);
         slot.streamer.store(0, Ordering::Relaxed);
         slot.said.store(0, Ordering::Relaxed);
         slot.pages.store(0, Ordering::Relaxed);

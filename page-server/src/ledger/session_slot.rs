@@ -24,6 +24,8 @@ pub enum SessionState {
     Running = 4,
     /// It has memory of GPUs: a `rewake stream-gpu` serves it, which depends on nobody here.
     Streaming = 5,
+    /// All its memory is resident, or its processes have ended. Processes may still have its fd store.
+    Closing = 6,
 }
 
 impl SessionState {
@@ -34,6 +36,7 @@ impl SessionState {
             3 => Self::Restoring,
             4 => Self::Running,
             5 => Self::Streaming,
+            6 => Self::Closing,
             _ => Self::Free,
         }
     }
@@ -89,15 +92,22 @@ impl SessionSlot {
         self.inbox.done();
     }
 
-    /// Takes the fd store and its writer out, if the session has them: they close when they are dropped.
+    /// Takes the fd store and its writer out, if the session has them: they close when they are dropped. The inode
+    /// stays, as processes may still have the store.
     pub fn take_store(&self) -> Option<(OwnedFd, OwnedFd)> {
-        self.inode.store(0, Ordering::Release);
         let [store, writer] = [&self.store, &self.writer].map(|number| number.swap(NO_FD, Ordering::AcqRel));
         if store == NO_FD || writer == NO_FD {
             return None;
         }
         // SAFETY: the slot owned both, and these swaps took them out.
         Some(unsafe { (sys::take_over(store), sys::take_over(writer)) })
+    }
+
+    /// No process has the session's fd store any more: another session may have the slot.
+    pub fn free(&self) {
+        drop(self.take_store());
+        self.inode.store(0, Ordering::Release);
+        self.set_state(SessionState::Free);
     }
 
     /// Moves to `state`; everything written before is visible to a successor that sees it.

@@ -46,6 +46,12 @@ impl SpaceSlot {
         self.live.load(Ordering::Acquire) == LIVE
     }
 
+    /// True when no address space has the slot, not even one that is not published yet.
+    #[must_use]
+    pub fn is_free(&self) -> bool {
+        self.live.load(Ordering::Acquire) == FREE
+    }
+
     /// Its place among all of them, and how often that was taken: what the fd store calls it.
     #[must_use]
     pub fn entry(&self) -> Entry {

@@ -27,6 +27,20 @@ pub(crate) fn threads(stage: &Stage) -> anyhow::Result<()> {
     })
 }
 
+/// The first thread ends, and another one reads the memory: the process lives on, and its first thread is a zombie.
+pub(crate) fn first_thread_ends(stage: &'static Stage) -> anyhow::Result<()> {
+    let region = stage.filled()?;
+    stage.ready_then_go()?;
+    std::thread::spawn(move || {
+        region.check_all(stage);
+        stage.end(Ok(()));
+        std::process::exit(stage.status().into());
+    });
+    // SAFETY: it ends this thread alone; its stack stays mapped.
+    unsafe { libc::syscall(libc::SYS_exit, 0) };
+    unreachable!("the thread has ended")
+}
+
 fn own_region(stage: &Stage, number: usize, shared: Region) -> anyhow::Result<()> {
     let seed = stage.seed + number as u64;
     let own = Region::map(BASE + (number << 36), stage.pages / 4, Pattern::new(seed))?;
