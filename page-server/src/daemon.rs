@@ -20,7 +20,7 @@ use crate::ledger::{Ledger, NO_FD, Received, SessionSlot, SessionState};
 use crate::open_session::{Lost, OpenSession};
 use crate::peer::Peer;
 use crate::session::Session;
-use crate::{ledger, parking, session_store, socket, spaces, streamer, sys};
+use crate::{ledger, open_session, parking, session_store, socket, spaces, streamer, sys};
 
 /// "ReSTore Finished" (criu/uffd.c), sent by the restore when all tasks are in place. No pid is this large.
 const FINISHED: u32 = 0x5253_5446;
@@ -160,7 +160,7 @@ impl Daemon {
                 slot.free();
             }
             if slot.state() == SessionState::Closing {
-                self.finish_closing(slot);
+                open_session::finish_closing(slot, self.notes.clone(), self.starter);
             }
         }
         let served = |slot: &SessionSlot| {
@@ -185,23 +185,6 @@ impl Daemon {
             })
         };
         taken.map(inherit).collect()
-    }
-
-    /// A worker died while it took a session's store back from processes. That may take seconds: other sessions do
-    /// not wait for it.
-    fn finish_closing(&self, slot: &'static SessionSlot) {
-        let (notes, number, starter) = (self.notes.clone(), slot.number(), self.starter);
-        std::thread::spawn(move || {
-            drop(slot.take_store());
-            parking::unpark_slot(slot);
-            let left = SessionNote::all(&notes).map(|all| all.notes).unwrap_or_default();
-            for note in left.iter().filter(|note| note.number == number && note.starter == starter) {
-                if let Err(error) = note.remove(&notes) {
-                    warn!(%error, "removing a session's note");
-                }
-            }
-            slot.free();
-        });
     }
 
     fn inherit_one(&self, index: usize, slot: &'static SessionSlot) -> anyhow::Result<OpenSession> {

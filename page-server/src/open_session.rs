@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use anyhow::{Context as _, bail};
-use rewake_handover::SessionNote;
+use rewake_handover::{Gated, SessionNote};
 use tracing::warn;
 
 use crate::image::Image;
@@ -114,6 +114,23 @@ impl OpenSession {
         }
         self.slot.free();
     }
+}
+
+/// A worker died while it took a session's store back from processes. That may take seconds: other sessions do not
+/// wait for it. `notes`: where the sessions' notes are.
+pub(crate) fn finish_closing(slot: &'static SessionSlot, notes: PathBuf, starter: Gated) {
+    let number = slot.number();
+    std::thread::spawn(move || {
+        drop(slot.take_store());
+        parking::unpark_slot(slot);
+        let left = SessionNote::all(&notes).map(|all| all.notes).unwrap_or_default();
+        for note in left.iter().filter(|note| note.number == number && note.starter == starter) {
+            if let Err(error) = note.remove(&notes) {
+                warn!(%error, session = number, "removing a session's note");
+            }
+        }
+        slot.free();
+    });
 }
 
 impl Drop for OpenSession {
