@@ -12,6 +12,7 @@
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::os::fd::{AsRawFd as _, BorrowedFd, OwnedFd, RawFd};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use nix::errno::Errno;
@@ -101,6 +102,8 @@ pub struct FdStore {
     inode: u64,
     /// A turn of the queue takes entries out and puts them back: one at a time. How many there were.
     turn: Mutex<u32>,
+    /// There may be no room for another put, as far as is known.
+    full: AtomicBool,
 }
 
 impl FdStore {
@@ -128,7 +131,7 @@ impl FdStore {
         }
         // SAFETY: the caller keeps it open; it is borrowed for this call alone.
         let inode = fstat(unsafe { BorrowedFd::borrow_raw(store) })?.st_ino;
-        Ok(Self { store, writer, inode, turn: Mutex::default() })
+        Ok(Self { store, writer, inode, turn: Mutex::default(), full: AtomicBool::new(true) })
     }
 
     /// The socket's inode.
@@ -144,14 +147,22 @@ impl FdStore {
         unsafe { BorrowedFd::borrow_raw(self.store) }
     }
 
-    /// Whether a [`FdStore::put`] finds room now.
+    /// Whether a [`FdStore::put`] finds room now. Asks the kernel only after a put that took the last room: reactors ask
+    /// before each read.
     ///
     /// # Errors
     /// The kernel's.
     pub fn has_room(&self) -> io::Result<bool> {
+        Ok(!self.full.load(Ordering::Acquire) || self.measure()?)
+    }
+
+    /// Measures the room, and notes whether there is some.
+    fn measure(&self) -> io::Result<bool> {
         // SAFETY: open as long as this is used, by the contract of `of`.
         let writer = unsafe { BorrowedFd::borrow_raw(self.writer) };
-        Ok(sys::unread_bytes(writer)? + RESERVE < getsockopt(&writer, sockopt::SndBuf)?)
+        let has_room = sys::unread_bytes(writer)? + RESERVE < getsockopt(&writer, sockopt::SndBuf)?;
+        self.full.store(!has_room, Ordering::Release);
+        Ok(has_room)
     }
 
     /// Puts copies of descriptors into the store, at most [`MAX_DESCRIPTORS`].
@@ -159,10 +170,11 @@ impl FdStore {
     /// # Errors
     /// EAGAIN: the queue is full. ETOOMANYREFS: this user has too many descriptors in flight (unix(7)).
     pub fn put(&self, entry: Entry, descriptors: &[RawFd]) -> io::Result<()> {
-        if !self.has_room()? {
+        if !self.measure()? {
             return Err(io::Error::from_raw_os_error(libc::EAGAIN));
         }
-        send(self.writer, entry, descriptors)
+        send(self.writer, entry, descriptors)?;
+        self.measure().map(drop)
     }
 
     /// Takes entries out for which `keep` is false: their descriptors close when no other copy is left.

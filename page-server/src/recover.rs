@@ -137,7 +137,6 @@ impl Found {
         for (_, space) in spaces::of_session(ledger, index) {
             space.retire();
         }
-        slot.forget_numbers();
         slot.free();
     }
 

@@ -366,28 +366,25 @@ impl SessionNote {
 /// # Errors
 /// The process's descriptors cannot be listed.
 pub fn sockets_of(pid: i32) -> io::Result<Vec<(RawFd, u64)>> {
-    let (mut sockets, any) = sockets_in(Path::new(&format!("/proc/{pid}/fd")))?;
-    if any {
+    if let Some(sockets) = sockets_in(Path::new(&format!("/proc/{pid}/fd")))? {
         return Ok(sockets);
     }
     let threads = match fs::read_dir(format!("/proc/{pid}/task")) {
-        Err(error) if has_ended(&error) => return Ok(sockets),
+        Err(error) if has_ended(&error) => return Ok(Vec::new()),
         threads => threads?,
     };
     for thread in threads.flatten() {
-        let (found, any) = sockets_in(&thread.path().join("fd"))?;
-        if any {
-            sockets = found;
-            break;
+        if let Some(sockets) = sockets_in(&thread.path().join("fd"))? {
+            return Ok(sockets);
         }
     }
-    Ok(sockets)
+    Ok(Vec::new())
 }
 
-/// The sockets of a thread's table of descriptors, and whether it has any descriptor.
-fn sockets_in(table: &Path) -> io::Result<(Vec<(RawFd, u64)>, bool)> {
+/// The sockets of a thread's table of descriptors; none where the table is empty or gone.
+fn sockets_in(table: &Path) -> io::Result<Option<Vec<(RawFd, u64)>>> {
     let entries = match fs::read_dir(table) {
-        Err(error) if has_ended(&error) => return Ok((Vec::new(), false)),
+        Err(error) if has_ended(&error) => return Ok(None),
         entries => entries?,
     };
     let mut any = false;
@@ -405,7 +402,7 @@ fn sockets_in(table: &Path) -> io::Result<(Vec<(RawFd, u64)>, bool)> {
         let number = entry.file_name().to_str().and_then(|name| name.parse().ok());
         sockets.extend(number.zip(inode));
     }
-    Ok((sockets, any))
+    Ok(any.then_some(sockets))
 }
 
 /// Refuses a file that another user has written, or could write to.
