@@ -73,7 +73,7 @@ const TABLE: [(Signals, Phase, [Outcome; 3]); 9] = [
 ];
 
 /// Memory of the target, in MiB: loading it takes longer than sending some signals.
-const MIB: usize = 192;
+const MIB: usize = 512;
 
 /// Every row of the table, for one command. Most rows of the last phase must have come while memory was missing.
 fn table(command: usize, play: fn(&Criu, &Scene, Signals, Phase, Outcome) -> bool) {
@@ -225,6 +225,12 @@ impl Restoring {
     }
 }
 
+/// Whether a process is a child of this one, ended or not.
+fn is_child(pid: Pid) -> bool {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+    status.contains(&format!("\nPPid:\t{}\n", std::process::id()))
+}
+
 fn restore(criu: &Criu, scene: &Scene, signals: Signals, phase: Phase, outcome: Outcome) -> bool {
     let daemon = Daemon::start().unwrap();
     let restoring = Restoring::start(&daemon, criu, scene);
@@ -237,16 +243,19 @@ fn restore(criu: &Criu, scene: &Scene, signals: Signals, phase: Phase, outcome: 
         let status = output.status;
         let stopped = status.code() == Some(128 + signals[0] as i32);
         // CRIU, in the same group, may end first: that is a failed restore, which is reported.
-        let reported =
-            status.code() == Some(1) && String::from_utf8_lossy(&output.stdout).contains("\"ok\": false");
+        let record: Option<serde_json::Value> = serde_json::from_slice(&output.stdout).ok();
+        let failed = record.is_some_and(|record| record["ok"] == false && record["reason"].is_string());
+        let reported = status.code() == Some(1) && failed;
         assert!(stopped || reported || status.signal().is_some_and(|signal| signal != 0), "{output:?}");
         until(END, || processes_naming(&late).is_empty().then_some(())).expect("its CRIU ends");
         // No child of this process any more, or one that was killed.
         assert!(scene.verdict(ACT).map_or(true, |verdict| verdict.killed()), "{}", scene.logs());
         assert_eq!(scene.written(), "");
     } else {
-        ends_well(scene);
         restoring.ended();
+        // Until CRIU ends it is the target's parent.
+        until(END, || is_child(scene.pid()).then_some(())).expect("its CRIU ends");
+        ends_well(scene);
     }
     assert_eq!(daemon.status().unwrap()["daemon"]["generation"], 1, "{}", daemon.logs());
     missing
