@@ -186,14 +186,14 @@ impl SessionNote {
     }
 
     /// The session whose page server listens in a work directory: of several the one whose note is the newest. Notes of
-    /// starters that have ended do not count.
+    /// sessions that no process serves do not count.
     ///
     /// # Errors
     /// `root` cannot be listed, or `/proc` cannot be read.
     pub fn of_work_dir(root: &Path, work: FileId) -> io::Result<Option<Self>> {
         let mut newest: Option<(SystemTime, Self)> = None;
         for note in Self::all(root)?.notes {
-            if note.work != work || !note.starter_lives()? {
+            if note.work != work || note.is_orphaned(root)? {
                 continue;
             }
             let Ok(written) = fs::metadata(note.path(root)).and_then(|status| status.modified()) else {

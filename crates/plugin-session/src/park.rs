@@ -94,7 +94,7 @@ impl Parking {
                      zeros; restore them again"
                 ));
                 for pid in tasks {
-                    // One that has ended is what is wanted.
+                    // CRIU traces it and has not waited for it, so the number is its own. It may have ended.
                     let _ = kill(Pid::from_raw(*pid), Signal::SIGKILL);
                 }
                 return;
