@@ -88,7 +88,7 @@ enum Phase {
 /// Each event but the last leaves the command at work, as if it had not come. What `rewake serve` and `rewake restore` do is the
 /// same in both phases, which share their rows.
 #[rustfmt::skip]
-const TABLE: [(Phase, Command, &[Event], Outcome); 18] = [
+const TABLE: [(Phase, Command, &[Event], Outcome); 16] = [
     (GateClosed,    StreamGpus, &[UNUSED, STOP, INTERRUPT], ServesThenEnds),
     (GateClosed,    StreamGpus, &[KILL],                    KilledByRecover),
     (GateClosed,    StreamBoth, &[UNUSED, STOP, INTERRUPT], ServesThenEnds),
@@ -96,16 +96,14 @@ const TABLE: [(Phase, Command, &[Event], Outcome); 18] = [
     (GateClosed,    StreamBoth, &[CgroupKill],              KilledByRecover),
     (GateClosed,    StreamBoth, &[OutOfMemory],             KilledByRecover),
     (GateClosed,    Serve,      &[UNUSED, STOP],            ServesThenEnds),
-    (GateClosed,    Serve,      &[KILL],                    StreamerServes),
     (GateClosed,    Restore,    &[INTERRUPT],               StreamerServes),
-    (GateClosed,    Restore,    &[KILL],                    StreamerServes),
     (MemoryMissing, StreamBoth, &[UNUSED, STOP, INTERRUPT], ServesThenEnds),
     (MemoryMissing, StreamBoth, &[KILL],                    Recovered),
     (MemoryMissing, StreamBoth, &[CgroupKill],              Recovered),
     (MemoryMissing, StreamBoth, &[OutOfMemory],             Recovered),
     (MemoryMissing, Serve,      &[UNUSED, INTERRUPT],       ServesThenEnds),
     (MemoryMissing, Serve,      &[KILL],                    StreamerServes),
-    (MemoryMissing, Restore,    &[UNUSED],                  StreamerServes),
+    (MemoryMissing, Restore,    &[KILL],                    StreamerServes),
     (MemoryMissing, Restore,    &[STOP],                    StreamerServes),
 ];
 
