@@ -8,8 +8,8 @@ use std::time::Instant;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use rewake_skip::need;
-use softgpu_tests::criu::{Version, wait_for_the_end_of};
-use softgpu_tests::dumped::{Behind, Dumped, ONE_RING, dies, gate_opens, is_paused, unreached};
+use softgpu_tests::criu::{Version, WAITS, wait_for_the_end_of};
+use softgpu_tests::dumped::{Behind, Dumped, ONE_RING, dies, gate_opens, is_paused, soon, unreached};
 use softgpu_tests::streamer::recover;
 use softgpu_tests::{Held, Machine, REAL_GPUS, Streamer, isolated};
 
@@ -170,7 +170,7 @@ impl Sum {
     }
 }
 
-/// Moments that no time can miss: before the restore, while its gate is closed, when its gate is open.
+/// Moments that no time can miss: before the restore, while its gate is closed, while CRIU waits for memory, when its gate is open.
 fn killed_at_known_moments(dumped: &Dumped) {
     let pid = dumped.server.pid;
     let gpus = |victim, moment| killed_at(dumped, Behind::Gpus, victim, moment);
@@ -184,6 +184,9 @@ fn killed_at_known_moments(dumped: &Dumped) {
         assert_eq!(gpus(victim, Some(&closed)), Outcome::Killed, "no process was left to open its gate");
     }
     drop(held);
+    let waits = |_: &mut Child| assert!(soon(|| dumped.criu.log("restore").contains(WAITS)));
+    let failed = killed_at(dumped, Behind::Both, Victim::All, Some(&waits));
+    assert_eq!(failed, Outcome::RestoreFailed, "CRIU waits for memory that no process loads");
     let open = |criu: &mut Child| {
         criu.wait().unwrap();
         gate_opens(pid);
