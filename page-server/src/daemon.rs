@@ -9,8 +9,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use anyhow::{Context as _, bail};
-use rewake_handover::{Gated, Phase, SessionNote};
-use rewake_store::{BlockCache, DEFAULT_BUDGET};
+use rewake_image_io::{BlockCache, DEFAULT_BUDGET};
+use rewake_plugin_protocol::{Gated, Phase, SessionNote};
 use tracing::{info, warn};
 
 use crate::fd_store::FdStore;

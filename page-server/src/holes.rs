@@ -13,8 +13,8 @@ use std::path::{Path, PathBuf};
 use anyhow::Context as _;
 use nix::errno::Errno;
 use nix::fcntl::{FallocateFlags, fallocate};
-use rewake_store::BLOCK;
-use rewake_store::files::TransferFile;
+use rewake_image_io::BLOCK;
+use rewake_image_io::files::TransferFile;
 
 /// Read at once.
 const STEP: usize = 1 << 20;

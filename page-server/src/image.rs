@@ -13,8 +13,8 @@ use std::sync::Arc;
 
 use anyhow::{Context as _, bail};
 use rewake_criu_images::{Digest, ImageDir, LazyPlan};
+use rewake_image_io::PagesFile;
 use rewake_pager::{Extent, Plan};
-use rewake_store::PagesFile;
 
 use crate::registered::registered;
 

@@ -7,7 +7,7 @@ use std::os::fd::BorrowedFd;
 
 use anyhow::{Context as _, ensure};
 use nix::fcntl::renameat;
-use rewake_contents::folder;
+use rewake_bo_contents::folder;
 
 /// In the place of an earlier one.
 ///

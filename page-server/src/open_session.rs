@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use anyhow::{Context as _, bail};
-use rewake_handover::{Gated, SessionNote};
+use rewake_plugin_protocol::{Gated, SessionNote};
 use tracing::warn;
 
 use crate::image::Image;

@@ -19,7 +19,7 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use anyhow::{Context as _, bail, ensure};
-use rewake_handover::Gated;
+use rewake_plugin_protocol::Gated;
 use tracing::{debug, info, warn};
 
 use crate::commands::park::{DONE, LATER, NEVER};

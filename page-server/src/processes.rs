@@ -66,7 +66,7 @@ pub fn waiting_threads(pid: i32) -> usize {
 /// The number of a descriptor that a process has of the socket with this inode; none if it has none, or has ended.
 #[must_use]
 pub fn number_of_socket(pid: i32, inode: u64) -> Option<RawFd> {
-    let sockets = rewake_handover::sockets_of(pid).ok()?;
+    let sockets = rewake_plugin_protocol::sockets_of(pid).ok()?;
     sockets.into_iter().find(|(_, found)| *found == inode).map(|(number, _)| number)
 }
 

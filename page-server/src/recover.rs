@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use anyhow::Context as _;
 use nix::sys::stat::fstat;
-use rewake_handover::Gated;
+use rewake_plugin_protocol::Gated;
 use tracing::{error, warn};
 
 use crate::fd_store::{self, Kind};

@@ -6,9 +6,9 @@ use std::ops::Range;
 use std::os::fd::{AsFd as _, AsRawFd as _};
 use std::path::Path;
 
+use rewake_amdgpu_uapi::criu::blob::Private;
 use rewake_criu_images::ImageDir;
 use rewake_criu_images::amdgpu::{GpuFile, KfdImage};
-use rewake_kfd::criu::blob::Private;
 use tracing::debug;
 
 use crate::gpu_plugin::image_files;
@@ -44,9 +44,9 @@ fn ranges(image: &KfdImage) -> Option<Vec<Range<u64>>> {
 
 #[cfg(test)]
 mod tests {
+    use rewake_amdgpu_uapi::abi::KFD_IOC_ALLOC_MEM_FLAGS_USERPTR;
+    use rewake_amdgpu_uapi::criu::blob;
     use rewake_criu_images::amdgpu::{KfdBuffer, Node, Properties, kfd_name};
-    use rewake_kfd::abi::KFD_IOC_ALLOC_MEM_FLAGS_USERPTR;
-    use rewake_kfd::criu::blob;
 
     use super::*;
 

@@ -9,7 +9,7 @@ use std::path::Path;
 use std::sync::atomic::Ordering;
 
 use anyhow::Context as _;
-use rewake_handover::{FileId, Gated, Phase, SessionNote, Store};
+use rewake_plugin_protocol::{FileId, Gated, Phase, SessionNote, Store};
 
 use crate::fd_store::{Entry, FdStore, Kind, MAX_DESCRIPTORS, peek_all};
 use crate::image::Image;

@@ -9,8 +9,8 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use anyhow::{Context as _, bail};
-use rewake_handover::Gated;
-use rewake_pager::Space;
+use rewake_pager::ResidencyMap;
+use rewake_plugin_protocol::Gated;
 use rewake_uffd::Uffd;
 use tracing::{debug, error, warn};
 
@@ -72,7 +72,7 @@ pub fn open(
     session.space_opened();
     let counts = session.task_arrived(arrival.host_pid, plan.plan.pages());
     debug!(session = session.number, pid = arrival.image_pid, pages = plan.plan.pages(), "task arrived");
-    let mut space = Space::new(Arc::clone(&plan.plan));
+    let mut space = ResidencyMap::new(Arc::clone(&plan.plan));
     space.put_first(&plan.first);
     let files = Arc::clone(&plan.files);
     let space = AddressSpace::new(Arc::clone(session), counts, slot, uffd, files, space, arrival.home);
@@ -179,11 +179,13 @@ fn inherit_one(
 }
 
 /// The layout that the journal tells, every mapped page missing: those that are present say so when filled.
-fn rebuild(plan: &TaskPlan, journal: &Journal) -> anyhow::Result<Space> {
+fn rebuild(plan: &TaskPlan, journal: &Journal) -> anyhow::Result<ResidencyMap> {
     let replay = journal.replay();
     let mut space = match &replay.snapshot {
-        Some(segments) => Space::restore(Arc::clone(&plan.plan), segments).context("replaying a journal")?,
-        None => Space::new(Arc::clone(&plan.plan)),
+        Some(segments) => {
+            ResidencyMap::restore(Arc::clone(&plan.plan), segments).context("replaying a journal")?
+        }
+        None => ResidencyMap::new(Arc::clone(&plan.plan)),
     };
     for change in &replay.changes {
         if let Err(error) = space.apply(change) {
@@ -251,8 +253,8 @@ mod tests {
     use std::path::PathBuf;
     use std::time::Instant;
 
+    use rewake_image_io::{BlockCache, DEFAULT_BUDGET};
     use rewake_pager::Plan;
-    use rewake_store::{BlockCache, DEFAULT_BUDGET};
 
     use super::*;
     use crate::ledger::NO_FD;

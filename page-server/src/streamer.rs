@@ -8,8 +8,8 @@ use std::process::{Command, Stdio};
 use anyhow::Context as _;
 use nix::sys::signal::{Signal, killpg};
 use nix::unistd::Pid;
-use rewake_handover::SOCKET;
-use rewake_kfd::held;
+use rewake_amdgpu_uapi::held;
+use rewake_plugin_protocol::SOCKET;
 
 use crate::image::Image;
 use crate::ledger::Word;

@@ -14,7 +14,7 @@ use anyhow::Context as _;
 use nix::sys::signal::{SigSet, SigmaskHow, Signal, kill, sigprocmask};
 use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
 use nix::unistd::Pid;
-use rewake_handover::Gated;
+use rewake_plugin_protocol::Gated;
 use tracing::{error, info, warn};
 
 use crate::ledger::{Folder, Ledger, NO_FD};

@@ -9,7 +9,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, ensure};
-use rewake_contents::{Alike, PagesFile, Same, TWINS, folder};
+use rewake_bo_contents::{Alike, PagesFile, Same, TWINS, folder};
 use rewake_criu_images::ImageDir;
 use rewake_criu_images::amdgpu::{GpuFile, KfdImage};
 use serde::{Deserialize, Serialize};

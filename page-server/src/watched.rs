@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use rewake_pager::{Extent, PAGE_SIZE, Plan, Space};
+use rewake_pager::{Extent, PAGE_SIZE, Plan, ResidencyMap};
 use rewake_uffd::Uffd;
 
 use crate::fill::AddressSpace;
@@ -87,7 +87,7 @@ impl Watched {
         slot: &'static SpaceSlot,
     ) -> Arc<AddressSpace> {
         let extent = Extent { target: self.start, file: 0, file_offset: 0, pages: PAGES };
-        let space = Space::new(Arc::new(Plan::new(vec![extent]).unwrap()));
+        let space = ResidencyMap::new(Arc::new(Plan::new(vec![extent]).unwrap()));
         // SAFETY: this process's own descriptor; the tests use `self.uffd` as a number from here on.
         let uffd = Uffd::adopt(unsafe { OwnedFd::from_raw_fd(self.uffd) }).unwrap();
         let counts = session.task_arrived(slot.host_pid.load(Ordering::Relaxed), PAGES);

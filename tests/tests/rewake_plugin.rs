@@ -13,13 +13,13 @@ use std::time::Duration;
 use nix::sys::socket::{AddressFamily, ControlMessage, MsgFlags, SockFlag, SockType, sendmsg, socketpair};
 use nix::sys::stat::fstat;
 use nix::unistd::Pid;
-use rewake_handover::{FileId, Gated, Phase, SESSIONS, SessionNote, Store};
+use rewake_plugin_protocol::{FileId, Gated, Phase, SESSIONS, SessionNote, Store};
+use rewake_ptrace_inject::with_stopped;
 use rewake_tests::plugins::{amdgpu, rewake};
 use rewake_tests::process::{run, session, until};
 use rewake_tests::scene::{ACT, END};
 use rewake_tests::server::Setup;
 use rewake_tests::{Criu, Scene, Verdict, need, need_no_gpu};
-use rewake_tracer::with_stopped;
 use rewake_uffd::Uffd;
 
 /// How long a thread may take to stop on a busy machine.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The engine that loads GPUs' memory (`crates/contents`), on this machine and without a GPU: from an image of real files into
+//! The engine that loads GPUs' memory (`crates/bo-contents`), on this machine and without a GPU: from an image of real files into
 //! memory that stands in for one. Beside it, in turns: memcpy where the image is in the page cache, `fio` where it is not.
 //!
 //! * [`image`]: the files and the memory, through [`view`]s. [`pass`]: one pass over all of it. [`table`]: the figures, and what is wanted of them.
@@ -17,7 +17,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::{Context as _, ensure};
-use rewake_store::pace::Pace;
+use rewake_image_io::pace::Pace;
 
 use crate::cache::{drop_files, load_files};
 use crate::disk;

@@ -9,7 +9,7 @@ use anyhow::{Context as _, ensure};
 use nix::sys::resource::{UsageWho, getrusage};
 use nix::sys::time::TimeValLike as _;
 use nix::unistd::Pid;
-use rewake_contents::{Loading, Whole};
+use rewake_bo_contents::{Loading, Whole};
 
 use super::image::{Image, read};
 use super::pace;

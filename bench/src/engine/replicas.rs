@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, ensure};
-use rewake_contents::{Alike, Loading, MemoryDevice, Process};
+use rewake_bo_contents::{Alike, Loading, MemoryDevice, Process};
 
 use super::image::{Image, MINOR};
 use super::pace;

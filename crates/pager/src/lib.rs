@@ -33,7 +33,7 @@ pub use change::{Change, ChangeError};
 pub use plan::{Block, BlockIx, Extent, PageIx, Plan, PlanError};
 pub use schedule::{Finish, PROMOTED_BLOCKS};
 pub use snapshot::{RestoreError, Segment};
-pub use space::{Locate, Place, Run, Space};
+pub use space::{Locate, Place, ResidencyMap, Run};
 
 /// Bytes in a page: the only size that CRIU serves lazily on x86-64.
 pub const PAGE_SIZE: u64 = 4096;

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use crate::moves::Moved;
-use crate::{PAGE_SIZE, PageIx, Plan, Space};
+use crate::{PAGE_SIZE, PageIx, Plan, ResidencyMap};
 
 /// Pages that are not at the address they were dumped from. What no segment names is where the plan has it:
 /// a program that never drops or moves memory has an empty snapshot, whatever the size of its image.
@@ -34,7 +34,7 @@ impl Segment {
     pub const DROPPED: u64 = u64::MAX;
 }
 
-impl Space {
+impl ResidencyMap {
     /// The layout, in page order. Which pages are resident is not in it.
     #[must_use]
     pub fn snapshot(&self) -> Vec<Segment> {

@@ -15,7 +15,7 @@ use crate::{BlockIx, Change, ChangeError, Finish, PAGE_SIZE, PageIx, Plan};
 /// Costs three bits a page while the program leaves its layout alone or only drops memory; pages moved by
 /// `mremap` cost two map entries a piece.
 #[derive(Debug)]
-pub struct Space {
+pub struct ResidencyMap {
     pub(crate) plan: Arc<Plan>,
     /// Pages that are resident or dropped.
     pub(crate) settled: Bits,
@@ -66,7 +66,7 @@ pub struct Run {
     pub block_offset: usize,
 }
 
-impl Space {
+impl ResidencyMap {
     /// An address space as it was dumped, with nothing in it.
     #[must_use]
     pub fn new(plan: Arc<Plan>) -> Self {

@@ -7,7 +7,7 @@ use std::time::Duration;
 use nix::time::{ClockId, clock_gettime};
 use rewake_pager::{
     BLOCK_PAGES, BlockIx, Change, ChangeError, Extent, Finish, Locate, PAGE_SIZE, PageIx, Plan, PlanError,
-    RestoreError, Run, Segment, Space,
+    ResidencyMap, RestoreError, Run, Segment,
 };
 
 const GIB: u64 = 1 << 30;
@@ -16,15 +16,15 @@ fn extent(target: u64, file_offset: u64, pages: u64) -> Extent {
     Extent { target: target * PAGE_SIZE, file: 0, file_offset: file_offset * PAGE_SIZE, pages }
 }
 
-fn space(extents: &[Extent]) -> Space {
-    Space::new(Arc::new(Plan::new(extents.to_vec()).unwrap()))
+fn space(extents: &[Extent]) -> ResidencyMap {
+    ResidencyMap::new(Arc::new(Plan::new(extents.to_vec()).unwrap()))
 }
 
 fn remap(from: u64, to: u64, pages: u64) -> Change {
     Change::Remap { from: from * PAGE_SIZE, to: to * PAGE_SIZE, len: pages * PAGE_SIZE }
 }
 
-fn all_runs(space: &Space, block: usize) -> Vec<Run> {
+fn all_runs(space: &ResidencyMap, block: usize) -> Vec<Run> {
     let mut runs = Vec::new();
     assert_eq!(space.runs(BlockIx(block), PageIx(0), u64::MAX, &mut runs), None);
     runs
@@ -250,7 +250,7 @@ fn threads_that_share_a_space_fill_every_page_once() {
 #[test]
 fn a_record_of_another_image_is_refused() {
     let plan = Arc::new(Plan::new(vec![extent(100, 0, 4), extent(200, 4, 4)]).unwrap());
-    let restore = |segments: &[Segment]| Space::restore(Arc::clone(&plan), segments).map(drop);
+    let restore = |segments: &[Segment]| ResidencyMap::restore(Arc::clone(&plan), segments).map(drop);
     let segment =
         |target: u64, page, pages| Segment { target: target * PAGE_SIZE, page: PageIx(page), pages };
     let beyond = segment(900, 6, 3);
@@ -283,7 +283,7 @@ fn a_million_extents_are_planned_and_walked_in_seconds() {
     // The bounds are wide for a loaded machine; anything quadratic would take hours.
     let extents = million();
     let begin = cpu_time();
-    let space = Space::new(Arc::new(Plan::new(extents).unwrap()));
+    let space = ResidencyMap::new(Arc::new(Plan::new(extents).unwrap()));
     let planned = cpu_time() - begin;
     let mut runs = Vec::new();
     let mut blocks = 0;

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use proptest::prelude::*;
 use rewake_pager::{
-    BLOCK_PAGES, BlockIx, Change, Extent, Finish, Locate, PAGE_SIZE, PageIx, Plan, Run, Segment, Space,
+    BLOCK_PAGES, BlockIx, Change, Extent, Finish, Locate, PAGE_SIZE, PageIx, Plan, ResidencyMap, Run, Segment,
 };
 
 /// Addresses in play, in pages.
@@ -120,7 +120,7 @@ fn extents() -> impl Strategy<Value = Vec<Extent>> {
     })
 }
 
-fn run(space: &mut Space, table: &mut Table, op: &Op) {
+fn run(space: &mut ResidencyMap, table: &mut Table, op: &Op) {
     let bytes = |pages: u64| pages * PAGE_SIZE;
     let change = match *op {
         Op::Remove(at, len) => Change::Remove { start: bytes(at), end: bytes(at + len) },
@@ -131,7 +131,7 @@ fn run(space: &mut Space, table: &mut Table, op: &Op) {
         Op::Resident(page, pages) => return set_resident(space, table, page..page + pages),
         Op::Fork => return *space = space.fork(),
         Op::HandOver => {
-            *space = Space::restore(Arc::clone(space.plan()), &space.snapshot()).unwrap();
+            *space = ResidencyMap::restore(Arc::clone(space.plan()), &space.snapshot()).unwrap();
             return table.resident.clear();
         }
         Op::Work(pages) => return work(space, table, pages),
@@ -141,13 +141,13 @@ fn run(space: &mut Space, table: &mut Table, op: &Op) {
     table.apply(&change);
 }
 
-fn set_resident(space: &Space, table: &mut Table, pages: Range<u64>) {
+fn set_resident(space: &ResidencyMap, table: &mut Table, pages: Range<u64>) {
     let mapped: HashSet<u64> = table.mapping.values().copied().collect();
     let new = pages.clone().filter(|page| mapped.contains(page) && table.resident.insert(*page)).count();
     assert_eq!(space.set_resident(PageIx(pages.start), pages.end - pages.start), new as u64);
 }
 
-fn work(space: &Space, table: &mut Table, pages: u64) {
+fn work(space: &ResidencyMap, table: &mut Table, pages: u64) {
     let Some(block) = space.claim() else {
         assert_eq!(table.missing(), [], "nothing to claim, and pages are missing");
         return;
@@ -160,7 +160,7 @@ fn work(space: &Space, table: &mut Table, pages: u64) {
     space.release(block, if next.is_some() { Finish::Retry } else { Finish::Done });
 }
 
-fn compare(space: &Space, table: &Table) {
+fn compare(space: &ResidencyMap, table: &Table) {
     space.check().unwrap();
     let missing = table.missing();
     assert_eq!(space.missing(), missing.len() as u64);
@@ -175,7 +175,7 @@ fn compare(space: &Space, table: &Table) {
     }
 }
 
-fn compare_place(space: &Space, table: &Table, address: u64) {
+fn compare_place(space: &ResidencyMap, table: &Table, address: u64) {
     let located = space.locate(address * PAGE_SIZE + address % PAGE_SIZE);
     let Some(page) = table.mapping.get(&address) else {
         return assert_eq!(located, Locate::Unbacked, "at page {address}");
@@ -192,7 +192,7 @@ fn compare_place(space: &Space, table: &Table, address: u64) {
 }
 
 /// (page, target) of every page that `runs` tells.
-fn runs_of_all_blocks(space: &Space, table: &Table, step: u64) -> Vec<(u64, u64)> {
+fn runs_of_all_blocks(space: &ResidencyMap, table: &Table, step: u64) -> Vec<(u64, u64)> {
     let mut told = Vec::new();
     for number in 0..space.plan().blocks() {
         let block = space.plan().block(BlockIx(number));
@@ -219,7 +219,7 @@ proptest! {
     #[test]
     fn whatever_happens_the_space_tells_the_same_as_the_table(extents in extents(), ops in ops()) {
         let mut table = Table::new(&extents);
-        let mut space = Space::new(Arc::new(Plan::new(extents).unwrap()));
+        let mut space = ResidencyMap::new(Arc::new(Plan::new(extents).unwrap()));
         compare(&space, &table);
         for op in &ops {
             run(&mut space, &mut table, op);
@@ -238,7 +238,7 @@ proptest! {
         };
         let mut segments: Vec<Segment> = record.iter().map(segment).collect();
         segments.sort_by_key(|segment| segment.page);
-        if let Ok(space) = Space::restore(Arc::new(Plan::new(extents).unwrap()), &segments) {
+        if let Ok(space) = ResidencyMap::restore(Arc::new(Plan::new(extents).unwrap()), &segments) {
             space.check().unwrap();
         }
     }

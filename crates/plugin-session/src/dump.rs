@@ -12,7 +12,7 @@ use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 use rewake_criu_plugin::Host;
-use rewake_handover::SESSIONS;
+use rewake_plugin_protocol::SESSIONS;
 
 use crate::look::{Missing, What, first_missing, notes};
 use crate::proc;

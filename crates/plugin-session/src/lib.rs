@@ -6,7 +6,7 @@
 //! * [`Dumped`]: before CRIU stops anything for a dump, it waits until no process of the tree has missing memory. An image
 //!   would have zeros there.
 //!
-//! Both know sessions by their notes ([`rewake_handover::SessionNote`]). A process that holds the store of a session has
+//! Both know sessions by their notes ([`rewake_plugin_protocol::SessionNote`]). A process that holds the store of a session has
 //! missing memory: the session closes the descriptor when all is resident.
 #![forbid(unsafe_code)]
 

@@ -5,7 +5,7 @@ use std::fmt;
 use std::io;
 use std::path::Path;
 
-use rewake_handover::{Gated, Notes, Phase, SessionNote, sockets_of};
+use rewake_plugin_protocol::{Gated, Notes, Phase, SessionNote, sockets_of};
 
 use crate::proc;
 

@@ -11,8 +11,8 @@ use std::time::{Duration, Instant};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use rewake_criu_plugin::Host;
-use rewake_handover::{FileId, Phase, SESSIONS, SessionNote};
-use rewake_tracer::with_tracee;
+use rewake_plugin_protocol::{FileId, Phase, SESSIONS, SessionNote};
+use rewake_ptrace_inject::with_tracee;
 
 use crate::proc;
 
@@ -48,7 +48,7 @@ enum Error {
     #[error("session {0} has not received all userfaultfds after {limit} s", limit = RECEIVE.as_secs())]
     Slow(u64),
     #[error(transparent)]
-    Give(#[from] rewake_tracer::Error),
+    Give(#[from] rewake_ptrace_inject::Error),
 }
 
 /// What is to be done with the tasks of a restore.

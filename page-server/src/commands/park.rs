@@ -10,8 +10,8 @@ use std::time::Duration;
 
 use anyhow::Context as _;
 use nix::sys::stat::fstat;
-use rewake_handover::Gated;
-use rewake_tracer::{Error, with_stopped};
+use rewake_plugin_protocol::Gated;
+use rewake_ptrace_inject::{Error, with_stopped};
 
 use crate::cli::Park;
 use crate::processes;

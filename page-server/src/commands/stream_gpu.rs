@@ -8,9 +8,9 @@ use std::thread::{self, JoinHandle};
 
 use anyhow::{Context as _, ensure};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use rewake_handover::{FOLDER, Gated, Listener, Phase, SessionNote};
-use rewake_kfd::held::{self, Marks};
-use rewake_store::pace::Pace;
+use rewake_amdgpu_uapi::held::{self, Marks};
+use rewake_image_io::pace::Pace;
+use rewake_plugin_protocol::{FOLDER, Gated, Listener, Phase, SessionNote};
 use tokio::sync::watch;
 use tracing::{error, info, warn};
 

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use rewake_handover::Gated;
+use rewake_plugin_protocol::Gated;
 
 use super::Daemon;
 use crate::ledger::{Ledger, SessionState};

@@ -3,8 +3,8 @@
 
 use std::path::PathBuf;
 
-use rewake_amdgpu::{Memory, Way};
-use rewake_kfd::topology::GfxVersion;
+use rewake_amdgpu_uapi::topology::GfxVersion;
+use rewake_sdma_copy::{Memory, Way};
 
 use super::Check;
 use crate::units;

@@ -4,11 +4,11 @@
 use std::os::unix::fs::MetadataExt as _;
 use std::path::PathBuf;
 
-use rewake_amdgpu::{CopyEngine, Shape, Staging};
-use rewake_kfd::render::Render;
-use rewake_kfd::settings::{Checks, Switch};
-use rewake_kfd::topology::{Node, Topology};
-use rewake_kfd::{Error, Kfd, held};
+use rewake_amdgpu_uapi::render::Render;
+use rewake_amdgpu_uapi::settings::{Checks, Switch};
+use rewake_amdgpu_uapi::topology::{Node, Topology};
+use rewake_amdgpu_uapi::{Error, Kfd, held};
+use rewake_sdma_copy::{CopyEngine, Shape, Staging};
 
 use super::gpu::{Copies, Facts, Gpu, Plugin};
 use crate::gpu_plugin;

@@ -3,7 +3,7 @@
 
 use std::io;
 
-use rewake_store::DEFAULT_BUDGET;
+use rewake_image_io::DEFAULT_BUDGET;
 
 use super::Check;
 use crate::ledger::MAX_SPACES;

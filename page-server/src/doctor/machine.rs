@@ -4,7 +4,7 @@
 use std::io;
 
 use nix::sys::resource::{Resource, getrlimit};
-use rewake_store::{BlockCache, DEFAULT_BUDGET, best};
+use rewake_image_io::{BlockCache, DEFAULT_BUDGET, best};
 use rewake_uffd::Uffd;
 
 use super::gpu_machine::DEFAULT;

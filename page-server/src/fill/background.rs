@@ -3,9 +3,9 @@
 
 use std::sync::Arc;
 
+use rewake_image_io::pace::{Begun, Lane, PIECE};
+use rewake_image_io::{Acquire, BLOCK, BlockRef, BufferSlice, Done, LoadGuard, PagesFile, Read, read_now};
 use rewake_pager::{BlockIx, Finish, PageIx};
-use rewake_store::pace::{Begun, Lane, PIECE};
-use rewake_store::{Acquire, BLOCK, BlockRef, BufferSlice, Done, LoadGuard, PagesFile, Read, read_now};
 
 use super::reactor::Reactor;
 use super::space::{AddressSpace, Filled};

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
+use rewake_image_io::{Acquire, BLOCK, Done, PagesFile, Read, read_now};
 use rewake_pager::{Locate, PAGE_SIZE, Place};
-use rewake_store::{Acquire, BLOCK, Done, PagesFile, Read, read_now};
 
 use super::reactor::Reactor;
 use super::space::{AddressSpace, Filled};

@@ -14,7 +14,7 @@ use std::os::fd::{BorrowedFd, RawFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use rewake_pager::{Change, Space};
+use rewake_pager::{Change, ResidencyMap};
 use rewake_uffd::{Message, Uffd};
 use tracing::{debug, warn};
 
@@ -126,7 +126,7 @@ impl Home {
         self.apply(&mut space.layout_mut(), ledger, news)
     }
 
-    fn apply(&mut self, layout: &mut Space, ledger: Ledger, news: &mut News) -> io::Result<()> {
+    fn apply(&mut self, layout: &mut ResidencyMap, ledger: Ledger, news: &mut News) -> io::Result<()> {
         let mut messages = std::mem::take(&mut self.messages);
         let mut dealt = 0_usize;
         let mut result = Ok(());
@@ -151,7 +151,7 @@ impl Home {
         &mut self,
         index: usize,
         message: Message,
-        layout: &mut Space,
+        layout: &mut ResidencyMap,
         ledger: Ledger,
         news: &mut News,
     ) -> io::Result<()> {
@@ -179,7 +179,7 @@ impl Home {
         Ok(())
     }
 
-    fn change(&mut self, layout: &mut Space, index: usize, change: Change) {
+    fn change(&mut self, layout: &mut ResidencyMap, index: usize, change: Change) {
         let before = layout.missing();
         if let Err(error) = layout.apply(&change) {
             // The kernel gives whole pages; anything else is not an address of ours.
@@ -198,7 +198,7 @@ impl Home {
 
     /// Takes over the address space of a forked child. On failure its descriptor stays open and the message is
     /// tried again: until then the child waits rather than read zeros.
-    fn fork(&mut self, layout: &Space, ledger: Ledger, number: RawFd) -> io::Result<Self> {
+    fn fork(&mut self, layout: &ResidencyMap, ledger: Ledger, number: RawFd) -> io::Result<Self> {
         let parent = &self.space;
         let Some(slot) = ledger.take_space().and_then(|index| ledger.spaces().get(index)) else {
             return Err(no_room());

@@ -12,7 +12,7 @@
 //! * `shortage`: how long memory is waited for that the kernel refuses.
 //! * `condemn`: ending a session whose bytes cannot be had.
 //!
-//! How much of the disk the background may have says [`rewake_store::pace`].
+//! How much of the disk the background may have says [`rewake_image_io::pace`].
 
 mod background;
 mod condemn;

@@ -6,8 +6,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
 use anyhow::Context as _;
-use rewake_store::pace::Pace;
-use rewake_store::{BlockCache, Waker};
+use rewake_image_io::pace::Pace;
+use rewake_image_io::{BlockCache, Waker};
 
 use super::reactor::{Task, run};
 use super::shared::{Handle, Shared};

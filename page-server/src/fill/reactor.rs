@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
 use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
+use rewake_image_io::{Done, Engine, PAGE, Waker};
 use rewake_pager::Run;
-use rewake_store::{Done, Engine, PAGE, Waker};
 use slab::Slab;
 use tracing::{debug, error, info, warn};
 
@@ -114,7 +114,7 @@ impl Reactor {
         if let Err(error) = sys::short_time_slice() {
             debug!(%error, "no short time slice");
         }
-        let best = rewake_store::best(&shared.cache)?;
+        let best = rewake_image_io::best(&shared.cache)?;
         if let Some(note) = best.note.filter(|_| index == 0) {
             info!("{note}");
         }

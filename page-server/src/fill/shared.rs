@@ -4,8 +4,8 @@
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use rewake_store::pace::Pace;
-use rewake_store::{BlockCache, Waker};
+use rewake_image_io::pace::Pace;
+use rewake_image_io::{BlockCache, Waker};
 
 use super::reactor::Task;
 use super::space::AddressSpace;

@@ -5,8 +5,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use std::time::{Duration, Instant};
 
-use rewake_pager::{BlockIx, Locate, PAGE_SIZE, PageIx, Run, Space};
-use rewake_store::PagesFile;
+use rewake_image_io::PagesFile;
+use rewake_pager::{BlockIx, Locate, PAGE_SIZE, PageIx, ResidencyMap, Run};
 use rewake_uffd::{FillPort, Outcome, Stop, Uffd};
 use tracing::{info, warn};
 
@@ -38,7 +38,7 @@ pub struct AddressSpace {
     pub files: Arc<Vec<Arc<PagesFile>>>,
     /// Index of the reactor that reads its events.
     pub home: usize,
-    layout: RwLock<Space>,
+    layout: RwLock<ResidencyMap>,
     gone: AtomicBool,
     /// A fork was read and its child has no place yet: see [`AddressSpace::hold_fills`].
     held: AtomicBool,
@@ -76,7 +76,7 @@ impl AddressSpace {
         slot: &'static SpaceSlot,
         uffd: Uffd,
         files: Arc<Vec<Arc<PagesFile>>>,
-        space: Space,
+        space: ResidencyMap,
         home: usize,
     ) -> Self {
         Self {
@@ -99,13 +99,13 @@ impl AddressSpace {
     }
 
     /// Shared access: addresses found under it stay true until it is dropped.
-    pub fn layout(&self) -> RwLockReadGuard<'_, Space> {
+    pub fn layout(&self) -> RwLockReadGuard<'_, ResidencyMap> {
         // Readers cannot leave it half-changed, and a writer that panicked ends the worker.
         self.layout.read().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Exclusive access, for reading events.
-    pub fn layout_mut(&self) -> RwLockWriteGuard<'_, Space> {
+    pub fn layout_mut(&self) -> RwLockWriteGuard<'_, ResidencyMap> {
         self.layout.write().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -122,7 +122,7 @@ impl AddressSpace {
     /// Puts fills off while `held`: a FORK event was read, and the child's layout is not copied from this one yet. A page
     /// that is filled in between would count as resident in the child, which does not have it. `_layout` shows that
     /// no fill is under way.
-    pub(super) fn hold_fills(&self, _layout: &Space, held: bool) {
+    pub(super) fn hold_fills(&self, _layout: &ResidencyMap, held: bool) {
         self.held.store(held, Ordering::Relaxed);
     }
 
@@ -231,7 +231,7 @@ impl AddressSpace {
         (Filled::All, next)
     }
 
-    fn fill_run(&self, layout: &Space, run: &Run, source: &[u8]) -> Filled {
+    fn fill_run(&self, layout: &ResidencyMap, run: &Run, source: &[u8]) -> Filled {
         let mut done = 0;
         while done < source.len() {
             let rest = &source[done..];
@@ -247,7 +247,14 @@ impl AddressSpace {
     }
 
     /// Fills pages that are all zero or all not.
-    fn fill_stretch(&self, layout: &Space, target: u64, page: PageIx, bytes: &[u8], zero: bool) -> Filled {
+    fn fill_stretch(
+        &self,
+        layout: &ResidencyMap,
+        target: u64,
+        page: PageIx,
+        bytes: &[u8],
+        zero: bool,
+    ) -> Filled {
         let mut done = 0;
         let mut limit = bytes.len();
         while done < bytes.len() {
@@ -334,7 +341,7 @@ impl AddressSpace {
         )
     }
 
-    fn note(&self, layout: &Space, page: PageIx, outcome: Outcome, zero: bool) {
+    fn note(&self, layout: &ResidencyMap, page: PageIx, outcome: Outcome, zero: bool) {
         if outcome.bytes > 0 {
             let pages = layout.set_resident(page, outcome.bytes / PAGE_SIZE);
             self.back(pages, zero);
@@ -345,7 +352,7 @@ impl AddressSpace {
     /// image page stands behind. The caller holds the layout or is the home reactor, between two reads.
     pub fn fill_demand(
         &self,
-        layout: &Space,
+        layout: &ResidencyMap,
         target: u64,
         page: Option<PageIx>,
         bytes: Option<&[u8]>,
@@ -381,7 +388,7 @@ impl AddressSpace {
 
     /// The page at `target`, which no image has, was served to a thread that waited. If that thread walks through such memory, what comes
     /// next is there before it is: a driver that is given such memory looks at every page of it.
-    pub fn walked(&self, layout: &Space, target: u64) {
+    pub fn walked(&self, layout: &ResidencyMap, target: u64) {
         let next = target + PAGE_SIZE;
         if self.walk.swap(next, Ordering::Relaxed) != target {
             return;

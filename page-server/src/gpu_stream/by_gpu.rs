@@ -8,9 +8,9 @@ use std::collections::BTreeSet;
 use std::time::Duration;
 
 use anyhow::{Context as _, bail};
-use rewake_kfd::abi::share::update_queue;
-use rewake_kfd::criu;
-use rewake_tracer::{Error, Stopped, Stuck, with_stopped};
+use rewake_amdgpu_uapi::abi::share::update_queue;
+use rewake_amdgpu_uapi::criu;
+use rewake_ptrace_inject::{Error, Stopped, Stuck, with_stopped};
 use tracing::info;
 
 use super::gate::Gate;

@@ -16,9 +16,9 @@ use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use nix::sys::signal::{SigSet, SigmaskHow};
-use rewake_kfd::Kfd;
-use rewake_kfd::smi::{QueueEvent, Stream, What};
-use rewake_kfd::topology::Topology;
+use rewake_amdgpu_uapi::Kfd;
+use rewake_amdgpu_uapi::smi::{QueueEvent, Stream, What};
+use rewake_amdgpu_uapi::topology::Topology;
 use tracing::warn;
 
 use crate::sys;

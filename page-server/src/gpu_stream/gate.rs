@@ -5,8 +5,8 @@ use std::os::fd::{BorrowedFd, RawFd};
 use std::time::Duration;
 
 use anyhow::Context as _;
-use rewake_kfd::criu;
-use rewake_tracer::with_tracer;
+use rewake_amdgpu_uapi::criu;
+use rewake_ptrace_inject::with_tracer;
 
 use super::kept::Kept;
 use super::sets::Set;

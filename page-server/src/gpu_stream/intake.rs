@@ -6,15 +6,15 @@ use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::{Context as _, bail, ensure};
-use rewake_contents::{PagesFile, Process, TWINS};
+use rewake_amdgpu_uapi::Kfd;
+use rewake_amdgpu_uapi::held::Marks;
+use rewake_amdgpu_uapi::topology::Topology;
+use rewake_bo_contents::{PagesFile, Process, TWINS};
 use rewake_criu_images::ImageDir;
 use rewake_criu_images::amdgpu::{KfdImage, kfd_name};
-use rewake_handover::proto::{self, to_plugin, to_server};
-use rewake_handover::{Channel, Error, Listener, VERSION};
-use rewake_kfd::Kfd;
-use rewake_kfd::held::Marks;
-use rewake_kfd::topology::Topology;
-use rewake_store::pace::{Pace, Standing};
+use rewake_image_io::pace::{Pace, Standing};
+use rewake_plugin_protocol::proto::{self, to_plugin, to_server};
+use rewake_plugin_protocol::{Channel, Error, Listener, VERSION};
 use tracing::{info, warn};
 
 use super::confirm::Confirm;
@@ -352,7 +352,7 @@ fn odd(expected: &str, found: &to_server::What) -> String {
 mod tests {
     use std::thread;
 
-    use rewake_handover::{SOCKET, connect};
+    use rewake_plugin_protocol::{SOCKET, connect};
 
     use super::*;
 

@@ -5,7 +5,7 @@ use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 
 use anyhow::Context as _;
-use rewake_kfd::held::{
+use rewake_amdgpu_uapi::held::{
     ACCESS, CREATE_PROCESS, CREATE_QUEUE, CROSS_COPY, EXPORT, Kinds, MAP, Marks, UPDATE_QUEUE,
 };
 use tracing::warn;

@@ -29,10 +29,10 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
 use nix::sys::signal::{SigSet, SigmaskHow, Signal, sigprocmask};
-use rewake_contents::{Desk, Loading, Process, Report};
-use rewake_handover::Listener;
-use rewake_kfd::held::Marks;
-use rewake_store::pace::{Pace, Standing};
+use rewake_amdgpu_uapi::held::Marks;
+use rewake_bo_contents::{Desk, Loading, Process, Report};
+use rewake_image_io::pace::{Pace, Standing};
+use rewake_plugin_protocol::Listener;
 use tracing::{debug, info, warn};
 
 use confirm::{Confirm, Opened, Verdict};

@@ -11,7 +11,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::ensure;
-use rewake_contents::Desk;
+use rewake_bo_contents::Desk;
 use tracing::warn;
 
 use super::by_gpu::Step;

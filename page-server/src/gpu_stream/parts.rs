@@ -5,8 +5,8 @@ use std::collections::BTreeMap;
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 
 use anyhow::{Context as _, ensure};
-use rewake_handover::proto;
-use rewake_tracer::Swap;
+use rewake_plugin_protocol::proto;
+use rewake_ptrace_inject::Swap;
 
 /// A buffer that placeholders stand for.
 #[derive(Debug)]

@@ -14,8 +14,8 @@ use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use anyhow::{Context as _, anyhow, bail, ensure};
-use rewake_handover::proto;
-use rewake_tracer::{Error, Shown, Swap, present, shown, with_stopped};
+use rewake_plugin_protocol::proto;
+use rewake_ptrace_inject::{Error, Shown, Swap, present, shown, with_stopped};
 use rewake_uffd::abi::{FEATURE_FORK, FEATURE_REMAP};
 use rewake_uffd::{FillPort as _, Message, PAGE_SIZE, RawMessage, Stop, Uffd, memory_is_gone};
 
@@ -385,7 +385,7 @@ fn view<'v>(
     process: usize,
     part: &Part<'_>,
     views: &'v mut Views,
-) -> anyhow::Result<&'v rewake_kfd::abi::memory::Mapping> {
+) -> anyhow::Result<&'v rewake_amdgpu_uapi::abi::memory::Mapping> {
     let Buffer { number, gpu: (_, minor), dmabuf, bytes } = part.buffer;
     let view = views.of((process, number), minor, dmabuf, bytes);
     view.with_context(|| format!("looking at buffer {number} of renderD{minor}"))

@@ -6,7 +6,7 @@ use std::os::fd::{AsFd as _, AsRawFd as _, FromRawFd as _, OwnedFd, RawFd};
 use std::os::unix::fs::FileExt as _;
 use std::sync::atomic::{AtomicU8, Ordering};
 
-use rewake_handover::proto;
+use rewake_plugin_protocol::proto;
 use rewake_uffd::PAGE_SIZE as PAGE;
 
 use super::parts::Buffer;

@@ -3,9 +3,9 @@
 
 use std::collections::BTreeSet;
 
+use rewake_amdgpu_uapi::abi::kfd_ioctl_update_queue_args;
+use rewake_amdgpu_uapi::criu::blob::{Private, Queue};
 use rewake_criu_images::amdgpu::KfdImage;
-use rewake_kfd::abi::kfd_ioctl_update_queue_args;
-use rewake_kfd::criu::blob::{Private, Queue};
 use tracing::warn;
 
 /// A GPU of a process with queues.
@@ -93,8 +93,8 @@ pub(super) fn names(gpus: &[(u32, u32)], own: impl Fn(u32) -> Option<u32>) -> (V
 
 #[cfg(test)]
 mod tests {
+    use rewake_amdgpu_uapi::criu::blob;
     use rewake_criu_images::amdgpu::KfdBuffer;
-    use rewake_kfd::criu::blob;
 
     use super::*;
 

@@ -13,7 +13,7 @@ use anyhow::{Context as _, bail};
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::eventfd::{EfdFlags, EventFd};
-use rewake_contents::{Desk, Whole};
+use rewake_bo_contents::{Desk, Whole};
 use tracing::{debug, info};
 
 use super::placeholders::{Outcome, Placeholders};
@@ -385,7 +385,7 @@ mod tests {
     use std::os::fd::{AsRawFd as _, IntoRawFd as _};
     use std::sync::mpsc::channel;
 
-    use rewake_contents::{Loading, Process};
+    use rewake_bo_contents::{Loading, Process};
 
     use super::super::program::{LAST, Program};
     use super::*;

@@ -5,9 +5,9 @@ use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
 use std::os::fd::BorrowedFd;
 
-use rewake_kfd::Error;
-use rewake_kfd::abi::memory::Mapping;
-use rewake_kfd::render::Render;
+use rewake_amdgpu_uapi::Error;
+use rewake_amdgpu_uapi::abi::memory::Mapping;
+use rewake_amdgpu_uapi::render::Render;
 
 /// Of buffers that were looked at, until it is dropped.
 #[derive(Debug, Default)]

@@ -27,8 +27,8 @@ use anyhow::{Context as _, bail, ensure};
 use nix::fcntl::{FcntlArg, SealFlag, fcntl};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use rewake_criu_images::{Digest, MAX_TASKS};
+use rewake_image_io::{FileKey, FileState, PagesFile};
 use rewake_pager::{Extent, PAGE_SIZE, Plan};
-use rewake_store::{FileKey, FileState, PagesFile};
 
 use super::{Image, TaskPlan, inode};
 

@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, bail};
 use nix::unistd::geteuid;
-use rewake_handover::{Gated, SESSIONS};
+use rewake_plugin_protocol::{Gated, SESSIONS};
 use tracing::warn;
 
 use super::Ledger;

@@ -7,7 +7,7 @@ use std::io;
 use std::os::fd::{AsRawFd as _, BorrowedFd, IntoRawFd as _, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicI32, AtomicU32, AtomicU64, Ordering};
 
-use rewake_handover::{FOLDER, Gated};
+use rewake_plugin_protocol::{FOLDER, Gated};
 
 use crate::sys;
 

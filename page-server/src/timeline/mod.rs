@@ -21,7 +21,7 @@ mod told;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
-use rewake_contents::Desk;
+use rewake_bo_contents::Desk;
 
 use self::cpus::Cpus;
 pub use self::follow::follow;
@@ -146,7 +146,7 @@ fn printable(name: &str) -> String {
 mod tests {
     use std::path::PathBuf;
 
-    use rewake_contents::Progress;
+    use rewake_bo_contents::Progress;
 
     use super::*;
     use crate::fill::stats::add;

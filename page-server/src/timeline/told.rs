@@ -3,7 +3,7 @@
 
 use std::time::{Duration, Instant, SystemTime};
 
-use rewake_contents::Progress;
+use rewake_bo_contents::Progress;
 
 use super::cpus::{OfCpus, Seen};
 use super::longest::Longest;

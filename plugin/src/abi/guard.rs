@@ -11,8 +11,8 @@ use nix::sched::{CloneFlags, setns};
 use nix::sys::signal::{Signal, kill};
 use nix::sys::wait::{WaitPidFlag, waitpid};
 use nix::unistd::Pid;
-use rewake_kfd::abi::call::{self, Argument as _};
-use rewake_kfd::abi::{KFD_CRIU_OP_UNPAUSE, kfd_ioctl_criu_args};
+use rewake_amdgpu_uapi::abi::call::{self, Argument as _};
+use rewake_amdgpu_uapi::abi::{KFD_CRIU_OP_UNPAUSE, kfd_ioctl_criu_args};
 
 /// Looks at a task that something else traces still, and tries of an unpause; time between them: five seconds in all.
 const LOOKS: u32 = 5000;

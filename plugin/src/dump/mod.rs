@@ -14,11 +14,11 @@ use std::thread::sleep;
 use std::time::Duration;
 
 use nix::sys::stat::fstat;
+use rewake_amdgpu_uapi::abi::kfd_criu_bo_bucket;
+use rewake_amdgpu_uapi::criu::{self, Counts};
 use rewake_criu_images::amdgpu::KfdBuffer;
 use rewake_criu_plugin::{Answer, Host, Refusal};
-use rewake_handover::Gated;
-use rewake_kfd::abi::kfd_criu_bo_bucket;
-use rewake_kfd::criu::{self, Counts};
+use rewake_plugin_protocol::Gated;
 
 use crate::device::{Devices, Gpu};
 use crate::guard::Guard;
@@ -205,7 +205,7 @@ impl Dump {
 
 impl Process {
     /// Lets its queues go on.
-    fn go_on(&self) -> Result<(), rewake_kfd::Error> {
+    fn go_on(&self) -> Result<(), rewake_amdgpu_uapi::Error> {
         until_unpaused(|| criu::unpause(self.kfd.as_fd()))
     }
 
@@ -227,8 +227,8 @@ fn begin(host: &Host) -> Answer {
 /// The kernel says EINVAL when nothing is paused (any more), which is what is wanted, and may be asked again otherwise: what failed has not
 /// counted (`criu_unpause` in `kfd_chardev.c`).
 fn until_unpaused(
-    mut unpause: impl FnMut() -> Result<(), rewake_kfd::Error>,
-) -> Result<(), rewake_kfd::Error> {
+    mut unpause: impl FnMut() -> Result<(), rewake_amdgpu_uapi::Error>,
+) -> Result<(), rewake_amdgpu_uapi::Error> {
     let mut left = UNPAUSES;
     loop {
         left -= 1;
@@ -253,7 +253,7 @@ mod tests {
         let unpause = || {
             let errno = answers[asked.replace(asked.get() + 1).min(answers.len() - 1)];
             let (what, source) = (Box::default(), io::Error::from_raw_os_error(errno));
-            if errno == 0 { Ok(()) } else { Err(rewake_kfd::Error::Call { what, source }) }
+            if errno == 0 { Ok(()) } else { Err(rewake_amdgpu_uapi::Error::Call { what, source }) }
         };
         let done = until_unpaused(unpause);
         (done.map_err(|error| error.errno().unwrap()), asked.get())

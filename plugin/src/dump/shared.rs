@@ -9,16 +9,16 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use rewake_contents::folder;
+use rewake_amdgpu_uapi::abi::{
+    KFD_IOC_ALLOC_MEM_FLAGS_EXECUTABLE, KFD_IOC_ALLOC_MEM_FLAGS_GTT, KFD_IOC_ALLOC_MEM_FLAGS_VRAM,
+    KFD_IOC_ALLOC_MEM_FLAGS_WRITABLE,
+};
+use rewake_bo_contents::folder;
 use rewake_criu_images::amdgpu::{KfdBuffer, RenderContents};
 use rewake_criu_images::rewake::{
     BareMapping, BareMappings, BufferUser, RenderFile, SHARED_NAME, SecondFile, SharedBuffer, SharedImage,
 };
 use rewake_criu_plugin::{Answer, Host};
-use rewake_kfd::abi::{
-    KFD_IOC_ALLOC_MEM_FLAGS_EXECUTABLE, KFD_IOC_ALLOC_MEM_FLAGS_GTT, KFD_IOC_ALLOC_MEM_FLAGS_VRAM,
-    KFD_IOC_ALLOC_MEM_FLAGS_WRITABLE,
-};
 
 /// What an import is allowed, and nothing else (`import_obj_create` in `amdgpu_amdkfd_gpuvm.c`).
 const OF_IMPORTS: u32 = KFD_IOC_ALLOC_MEM_FLAGS_WRITABLE | KFD_IOC_ALLOC_MEM_FLAGS_EXECUTABLE;
@@ -173,8 +173,8 @@ impl Shared {
 
 #[cfg(test)]
 mod tests {
+    use rewake_amdgpu_uapi::abi::KFD_IOC_ALLOC_MEM_FLAGS_PUBLIC;
     use rewake_criu_images::amdgpu::RenderBuffer;
-    use rewake_kfd::abi::KFD_IOC_ALLOC_MEM_FLAGS_PUBLIC;
 
     use super::*;
 

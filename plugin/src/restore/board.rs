@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::unistd::ftruncate;
+use rewake_amdgpu_uapi::abi::memory::{Mapping, PAGE};
 use rewake_criu_images::amdgpu::KfdImage;
-use rewake_kfd::abi::memory::{Mapping, PAGE};
 
 /// How long a task waits for another one's GPU state. Loading the largest GPU's memory takes less.
 const PATIENCE: Duration = Duration::from_secs(600);

@@ -3,10 +3,10 @@
 
 use std::os::fd::BorrowedFd;
 
-use rewake_contents::PagesFile;
+use rewake_amdgpu_uapi::criu::blob::Private;
+use rewake_bo_contents::PagesFile;
 use rewake_criu_images::amdgpu::{KfdImage, kfd_name, render_name};
 use rewake_criu_plugin::{Answer, Host};
-use rewake_kfd::criu::blob::Private;
 
 use super::places::{Places, gpus};
 use crate::image::Images;

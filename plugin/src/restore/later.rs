@@ -8,10 +8,10 @@ use std::collections::BTreeMap;
 use std::os::fd::BorrowedFd;
 use std::path::Path;
 
+use rewake_amdgpu_uapi::abi::memory::PAGE;
 use rewake_criu_images::amdgpu::KfdImage;
 use rewake_criu_images::{ImageDir, Vma};
 use rewake_criu_plugin::{Answer, Host};
-use rewake_kfd::abi::memory::PAGE;
 
 use super::places::gpus;
 use super::reached::{Files, Reached, Shown};

@@ -14,10 +14,10 @@ use std::ops::Range;
 use nix::errno::Errno;
 use nix::sys::uio::{RemoteIoVec, process_vm_readv};
 use nix::unistd::Pid;
+use rewake_amdgpu_uapi::abi::memory::PAGE;
+use rewake_amdgpu_uapi::criu::blob::Private;
 use rewake_criu_images::amdgpu::KfdImage;
 use rewake_criu_plugin::{Answer, Host};
-use rewake_kfd::abi::memory::PAGE;
-use rewake_kfd::criu::blob::Private;
 
 use super::places::gpus;
 use crate::device::Devices;

@@ -10,9 +10,9 @@ use nix::sys::socket::{
     AddressFamily, ControlMessage, ControlMessageOwned, MsgFlags, SockFlag, SockType, recvmsg, sendmsg,
     setsockopt, socketpair, sockopt,
 };
-use rewake_contents::{PagesFile, Process};
+use rewake_bo_contents::{PagesFile, Process};
 use rewake_criu_plugin::{Answer, Host};
-use rewake_handover::MAX_DESCRIPTORS;
+use rewake_plugin_protocol::MAX_DESCRIPTORS;
 
 use super::Restore;
 use super::places::gpus;

@@ -4,11 +4,11 @@
 
 use std::path::Path;
 
+use rewake_amdgpu_uapi::mapping;
+use rewake_amdgpu_uapi::settings::Checks;
+use rewake_amdgpu_uapi::topology::{Node, Topology};
 use rewake_criu_images::amdgpu::{KfdImage, Properties, RenderImage, kfd_name, render_name};
 use rewake_criu_plugin::{Answer, Host};
-use rewake_kfd::mapping;
-use rewake_kfd::settings::Checks;
-use rewake_kfd::topology::{Node, Topology};
 
 use crate::device::CLASS;
 use crate::image::Images;

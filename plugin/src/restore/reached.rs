@@ -94,7 +94,7 @@ impl Reached {
 
 #[cfg(test)]
 mod tests {
-    use rewake_kfd::abi::memory::PAGE;
+    use rewake_amdgpu_uapi::abi::memory::PAGE;
 
     use super::*;
 

@@ -9,8 +9,8 @@ use std::os::fd::AsFd as _;
 use nix::sys::ptrace::{self, Options};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
+use rewake_amdgpu_uapi::{Error, Kfd, criu};
 use rewake_criu_plugin::{Answer, Host, Refusal};
-use rewake_kfd::{Error, Kfd, criu};
 
 use crate::guard::{self, Guard};
 

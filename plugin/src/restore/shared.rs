@@ -8,14 +8,14 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::path::Path;
 
+use rewake_amdgpu_uapi::Act;
+use rewake_amdgpu_uapi::abi::call;
+use rewake_amdgpu_uapi::abi::{kfd_ioctl_free_memory_of_gpu_args, kfd_ioctl_import_dmabuf_args};
+use rewake_amdgpu_uapi::criu::blob::Private;
 use rewake_criu_images::ImageDir;
 use rewake_criu_images::amdgpu::{KfdBuffer, KfdImage, MAX_BUFFERS};
 use rewake_criu_images::rewake::{BufferUser, SHARED_NAME, SharedBuffer, SharedImage};
 use rewake_criu_plugin::{Answer, Host};
-use rewake_kfd::Act;
-use rewake_kfd::abi::call;
-use rewake_kfd::abi::{kfd_ioctl_free_memory_of_gpu_args, kfd_ioctl_import_dmabuf_args};
-use rewake_kfd::criu::blob::Private;
 
 use super::Restore;
 use super::board::Place;
@@ -270,7 +270,7 @@ mod tests {
         let buffer = |(size, handle): &(u64, u32)| KfdBuffer {
             size: *size,
             handle: Some(*handle),
-            alloc_flags: rewake_kfd::abi::KFD_IOC_ALLOC_MEM_FLAGS_VRAM,
+            alloc_flags: rewake_amdgpu_uapi::abi::KFD_IOC_ALLOC_MEM_FLAGS_VRAM,
             ..KfdBuffer::default()
         };
         (id, KfdImage { buffers: buffers.iter().map(buffer).collect(), ..KfdImage::default() })

@@ -5,10 +5,10 @@
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::path::Path;
 
+use rewake_amdgpu_uapi::criu;
 use rewake_criu_plugin::{Answer, Host};
-use rewake_handover::proto::{self, to_plugin, to_server};
-use rewake_handover::{Channel, Error, MAX_DESCRIPTORS, SOCKET, VERSION, connect};
-use rewake_kfd::criu;
+use rewake_plugin_protocol::proto::{self, to_plugin, to_server};
+use rewake_plugin_protocol::{Channel, Error, MAX_DESCRIPTORS, SOCKET, VERSION, connect};
 
 use super::board::{Board, Place};
 use super::loading::Memory;

@@ -9,9 +9,9 @@ use std::sync::mpsc::{Receiver, channel};
 use std::thread;
 
 use gpu_app::gpu::Gpus;
-use rewake_contents::{Desk, Loading, PagesFile, Process, Progress, Report, Whole};
+use rewake_amdgpu_uapi::Buffer;
+use rewake_bo_contents::{Desk, Loading, PagesFile, Process, Progress, Report, Whole};
 use rewake_criu_images::amdgpu::{KfdBuffer, KfdImage, pages_name};
-use rewake_kfd::Buffer;
 use rewake_skip::need;
 use softgpu_tests::{Machine, REAL_GPUS, Scene, isolated};
 

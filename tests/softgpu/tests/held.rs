@@ -7,11 +7,11 @@ use std::thread;
 
 use gpu_app::gpu::Gpus;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use rewake_kfd::abi::memory::Mapping;
-use rewake_kfd::abi::{IOC_EXPORT_DMABUF, IOC_MAP_MEMORY_TO_GPU, KFD_IOCTL_SVM_ATTR_ACCESS};
-use rewake_kfd::held::{ACCESS, CREATE_PROCESS, CREATE_QUEUE, EXPORT, MAP, UPDATE_QUEUE};
-use rewake_kfd::render::Render;
-use rewake_kfd::{Buffer, Kfd, QueueSpec, SdmaQueue, Spec, Userptr, held, svm};
+use rewake_amdgpu_uapi::abi::memory::Mapping;
+use rewake_amdgpu_uapi::abi::{IOC_EXPORT_DMABUF, IOC_MAP_MEMORY_TO_GPU, KFD_IOCTL_SVM_ATTR_ACCESS};
+use rewake_amdgpu_uapi::held::{ACCESS, CREATE_PROCESS, CREATE_QUEUE, EXPORT, MAP, UPDATE_QUEUE};
+use rewake_amdgpu_uapi::render::Render;
+use rewake_amdgpu_uapi::{Buffer, Kfd, QueueSpec, SdmaQueue, Spec, Userptr, held, svm};
 use rewake_skip::skip;
 use rewake_uffd::{FillPort as _, Uffd};
 use softgpu_tests::isolated;
@@ -288,7 +288,7 @@ fn marks_are_those_of_one_hold() {
         assert_eq!(export(&buffer), libc::EAGAIN);
         drop(hold);
         assert_eq!(export(&buffer), 0);
-        assert!(matches!(marks.shut(kfd, gpu, EXPORT), Err(rewake_hold::Error::NotMarked(_))));
+        assert!(matches!(marks.shut(kfd, gpu, EXPORT), Err(rewake_ioctl_filter::Error::NotMarked(_))));
         assert_eq!(export(&buffer), 0);
     });
 }
@@ -299,14 +299,14 @@ fn there_are_so_many_marks_and_no_more() {
         let gpus = Gpus::open(1).unwrap();
         let kfd = gpus.device(0).kfd().as_fd();
         let (_hold, marks) = held::attach().unwrap();
-        let full = |part| matches!(marks.shut(kfd, part, MAP), Err(rewake_hold::Error::Full));
-        for part in 0..rewake_hold::MARKS {
+        let full = |part| matches!(marks.shut(kfd, part, MAP), Err(rewake_ioctl_filter::Error::Full));
+        for part in 0..rewake_ioctl_filter::MARKS {
             marks.shut(kfd, part, EXPORT).unwrap();
         }
-        assert!(full(rewake_hold::MARKS));
+        assert!(full(rewake_ioctl_filter::MARKS));
         // One that is there may change.
         marks.shut(kfd, 7, MAP).unwrap();
         marks.open(kfd, 7).unwrap();
-        assert!(!full(rewake_hold::MARKS));
+        assert!(!full(rewake_ioctl_filter::MARKS));
     });
 }

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use gpu_app::shape::Shape;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
-use rewake_kfd::criu;
+use rewake_amdgpu_uapi::criu;
 use rewake_skip::need;
 use softgpu_tests::criu::{Version, wait_for_the_end_of};
 use softgpu_tests::dumped::{Dumped, ONE_RING, Restoring, is_paused, pages, unreached};

@@ -4,7 +4,7 @@
 use std::fs;
 use std::path::Path;
 
-use rewake_contents::TWINS;
+use rewake_bo_contents::TWINS;
 use rewake_skip::need;
 use softgpu_tests::criu::{Criu, Plugin, Version, queues, wait_for_the_end_of};
 use softgpu_tests::pair::BYTES;

@@ -7,7 +7,7 @@ use std::thread;
 use std::time::Duration;
 
 use gpu_app::shape::Shape;
-use rewake_kfd::held::{self, NotHeld};
+use rewake_amdgpu_uapi::held::{self, NotHeld};
 use rewake_skip::need;
 use softgpu_tests::criu::{Criu, Version, queues};
 use softgpu_tests::dumped::{Dumped, ONE_RING, Restoring, is_paused, soon, unreached};

@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
-use rewake_contents::{Error, Loading, Process, Whole};
+use rewake_bo_contents::{Error, Loading, Process, Whole};
 
 use super::pace;
 use crate::cache::{drop_files, load_files};

@@ -6,7 +6,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use rewake_pager::{
-    BLOCK_PAGES, BlockIx, Change, Finish, Locate, PAGE_SIZE, PageIx, Place, Plan, Run, Segment, Space,
+    BLOCK_PAGES, BlockIx, Change, Finish, Locate, PAGE_SIZE, PageIx, Place, Plan, ResidencyMap, Run, Segment,
 };
 
 use crate::image_value;
@@ -25,7 +25,7 @@ struct Journal {
 /// One address space that is served.
 #[derive(Debug)]
 struct Served {
-    space: Space,
+    space: ResidencyMap,
     journal: Journal,
     /// The layout lock.
     shared: usize,
@@ -91,7 +91,7 @@ pub(crate) struct Handler {
 }
 
 impl Served {
-    fn new(space: Space, snapshot: Option<Vec<Segment>>) -> Self {
+    fn new(space: ResidencyMap, snapshot: Option<Vec<Segment>>) -> Self {
         let journal = Journal { snapshot, ..Journal::default() };
         Self { space, journal, shared: 0, exclusive: false }
     }
@@ -100,7 +100,7 @@ impl Served {
 impl Handler {
     pub(crate) fn new(plan: Plan, workers: usize) -> Self {
         let plan = Arc::new(plan);
-        let first = Served::new(Space::new(Arc::clone(&plan)), None);
+        let first = Served::new(ResidencyMap::new(Arc::clone(&plan)), None);
         let workers = (0..workers).map(|_| Worker::Idle).collect();
         let (locking, failures, failed) = (true, 0, false);
         let (served, demands, touched) = (vec![Some(first)], Vec::new(), None);
@@ -328,11 +328,11 @@ impl Served {
 }
 
 impl Journal {
-    fn replay(&self, plan: &Arc<Plan>) -> Space {
+    fn replay(&self, plan: &Arc<Plan>) -> ResidencyMap {
         let plan = Arc::clone(plan);
         let mut space = match &self.snapshot {
-            Some(segments) => Space::restore(plan, segments).unwrap(),
-            None => Space::new(plan),
+            Some(segments) => ResidencyMap::restore(plan, segments).unwrap(),
+            None => ResidencyMap::new(plan),
         };
         self.changes.iter().for_each(|change| space.apply(change).unwrap());
         space

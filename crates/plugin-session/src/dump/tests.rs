@@ -7,7 +7,7 @@ use std::os::unix::net::UnixDatagram;
 use std::process::{Child, Command};
 
 use nix::sys::stat::fstat;
-use rewake_handover::{FileId, Gated, Phase, SessionNote, Store};
+use rewake_plugin_protocol::{FileId, Gated, Phase, SessionNote, Store};
 
 use super::*;
 
@@ -136,8 +136,8 @@ fn a_process_that_was_restored_meanwhile_is_refused_at_the_second_look() {
 #[test]
 fn a_closed_gate_is_missing_memory_too() {
     if let Err(error) = Gated::prepare() {
-        assert!(env::var_os("CI").is_none(), "{}: {error}", rewake_handover::FOLDER);
-        return eprintln!("skipped: {}: {error}", rewake_handover::FOLDER);
+        assert!(env::var_os("CI").is_none(), "{}: {error}", rewake_plugin_protocol::FOLDER);
+        return eprintln!("skipped: {}: {error}", rewake_plugin_protocol::FOLDER);
     }
     let session = Session::new();
     session.end();

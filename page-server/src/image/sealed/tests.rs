@@ -6,7 +6,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use rewake_criu_images::{Generation, Inventory, Mm, PageFlags, Pagemap, Task, TaskState, Vma, write};
-use rewake_store::read_now;
+use rewake_image_io::read_now;
 
 use super::*;
 

@@ -8,11 +8,11 @@
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd as _, OwnedFd};
 
+use rewake_amdgpu_uapi::abi::memory::PAGE;
+use rewake_amdgpu_uapi::abi::{AMDGPU_GEM_DOMAIN_GTT, drm_amdgpu_gem_create_in, drm_amdgpu_gem_vm_entry};
+use rewake_amdgpu_uapi::render::Render;
 use rewake_criu_images::amdgpu::RenderBuffer;
 use rewake_criu_plugin::{Answer, Host};
-use rewake_kfd::abi::memory::PAGE;
-use rewake_kfd::abi::{AMDGPU_GEM_DOMAIN_GTT, drm_amdgpu_gem_create_in, drm_amdgpu_gem_vm_entry};
-use rewake_kfd::render::Render;
 
 use super::{From, Node, Space};
 use crate::restore::Restore;

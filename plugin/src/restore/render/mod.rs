@@ -9,7 +9,7 @@ mod make;
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::{BorrowedFd, OwnedFd};
 
-use rewake_contents::PagesFile;
+use rewake_bo_contents::PagesFile;
 use rewake_criu_images::amdgpu::{MAX_BUFFERS, RenderBuffer, RenderContents, render_name};
 use rewake_criu_images::rewake::{BufferOwner, RenderFile, RenderImport, SHARED_NAME, SharedImage};
 use rewake_criu_plugin::Answer;
@@ -17,7 +17,7 @@ use rewake_criu_plugin::Answer;
 use super::places::{Place, Places};
 use super::shared::{Sharing, Whose};
 use crate::image::Images;
-use rewake_contents::folder::FileError;
+use rewake_bo_contents::folder::FileError;
 
 /// One of the image, in the order of ids.
 #[derive(Debug)]

@@ -6,9 +6,9 @@ use std::os::fd::AsFd as _;
 use drm::control::Device as _;
 use gpu_app::gpu::Gpus;
 use nix::sys::uio::{RemoteIoVec, process_vm_readv};
-use rewake_amdgpu::{Bo, COPIES, CopyEngine, Error, Memory, Shape, Staging, Transfer, Way};
-use rewake_kfd::abi::{AMDGPU_GEM_CREATE_NO_CPU_ACCESS, AMDGPU_GEM_DOMAIN_VRAM};
-use rewake_kfd::{Buffer, Spec};
+use rewake_amdgpu_uapi::abi::{AMDGPU_GEM_CREATE_NO_CPU_ACCESS, AMDGPU_GEM_DOMAIN_VRAM};
+use rewake_amdgpu_uapi::{Buffer, Spec};
+use rewake_sdma_copy::{Bo, COPIES, CopyEngine, Error, Memory, Shape, Staging, Transfer, Way};
 use softgpu_tests::isolated;
 
 use crate::{

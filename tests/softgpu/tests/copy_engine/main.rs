@@ -9,9 +9,9 @@ use std::os::fd::AsFd as _;
 use std::time::{Duration, Instant};
 
 use gpu_app::gpu::Gpus;
-use rewake_amdgpu::{Bo, CopyEngine, Memory, Place, Shape, Staging, Transfer, Way};
-use rewake_kfd::Buffer;
-use rewake_kfd::render::Render;
+use rewake_amdgpu_uapi::Buffer;
+use rewake_amdgpu_uapi::render::Render;
+use rewake_sdma_copy::{Bo, CopyEngine, Memory, Place, Shape, Staging, Transfer, Way};
 use rewake_skip::need;
 use softgpu_tests::{Machine, REAL_GPUS, Scene};
 

@@ -1,0 +1,528 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! A process that was stopped, and made to call, goes on as if nothing had been.
+
+mod support;
+
+use std::collections::BTreeSet;
+use std::os::fd::AsRawFd as _;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use rewake_ptrace_inject::{Error, Stopped, with_stopped, with_tracer};
+use support::{PATIENCE, Random, Shared, Target, sys, within};
+
+const RESULT: usize = 0;
+const GO: usize = 1;
+const END: usize = 2;
+const FIRST: usize = 16;
+
+fn word(value: i32) -> usize {
+    usize::try_from(value).unwrap()
+}
+
+/// Stops a process and has it tell its own number.
+fn ask(target: &Target) -> Result<u64, Error> {
+    let getpid = |stopped: &mut Stopped<'_>| stopped.syscall("getpid", libc::SYS_getpid, [0; 6]);
+    with_stopped(target.pid, PATIENCE, getpid)?
+}
+
+#[track_caller]
+fn asked(target: &Target) {
+    assert_eq!(ask(target).unwrap(), u64::try_from(target.pid).unwrap());
+}
+
+fn counting(shared: Shared, threads: usize) -> i32 {
+    let count = |thread: usize| {
+        move || {
+            while shared.get(END) == 0 {
+                shared.add(FIRST + thread);
+            }
+        }
+    };
+    let handles: Vec<_> = (0..threads).map(|thread| thread::spawn(count(thread))).collect();
+    handles.into_iter().for_each(|handle| handle.join().unwrap());
+    7
+}
+
+#[test]
+fn all_threads_stand_still_and_go_on() {
+    const THREADS: usize = 16;
+    let target = Target::start(|shared| counting(shared, THREADS));
+    let counts = || (0..THREADS).map(|thread| target.shared.get(FIRST + thread)).collect::<Vec<_>>();
+    within(|| counts().iter().all(|count| *count > 0).then_some(()), || "not all count".to_owned());
+    for _ in 0..4 {
+        let (before, after, stopped) = with_stopped(target.pid, PATIENCE, |stopped| {
+            let before = counts();
+            thread::sleep(Duration::from_millis(3));
+            assert_eq!(stopped.stuck(), []);
+            (before, counts(), stopped.threads().len())
+        })
+        .unwrap();
+        assert_eq!((before, stopped), (after.clone(), THREADS + 1));
+        assert_eq!(target.tracer(), "0");
+        within(
+            || counts().iter().zip(&after).all(|(now, then)| now > then).then_some(()),
+            || "not all go on".to_owned(),
+        );
+    }
+    target.shared.set(END, 1);
+    assert_eq!(libc::WEXITSTATUS(target.ended()), 7);
+}
+
+#[test]
+fn threads_that_are_born_meanwhile_stand_still_too() {
+    let target = Target::start(|shared| {
+        let family = move || {
+            while shared.get(END) == 0 {
+                thread::spawn(move || thread::spawn(move || shared.add(RESULT)).join().unwrap())
+                    .join()
+                    .unwrap();
+            }
+        };
+        let handles: Vec<_> = (0..4).map(|_| thread::spawn(family)).collect();
+        handles.into_iter().for_each(|handle| handle.join().unwrap());
+        7
+    });
+    target.shared.wait(RESULT, |count| count > 10);
+    for _ in 0..100 {
+        let (listed, stopped, counts) = with_stopped(target.pid, PATIENCE, |stopped| {
+            let before = target.shared.get(RESULT);
+            let threads: BTreeSet<i32> = stopped.threads().iter().copied().collect();
+            // One that is gone by now had ended.
+            let runs = |tid: &i32| target.state_of_any(*tid).is_some_and(|state| !"tZX".contains(state));
+            let running: Vec<i32> = target.threads().into_iter().filter(runs).collect();
+            thread::sleep(Duration::from_millis(1));
+            (running, threads.len(), (before, target.shared.get(RESULT)))
+        })
+        .unwrap();
+        assert_eq!(listed, [], "{stopped} are stopped");
+        assert_eq!(counts.0, counts.1);
+    }
+    target.shared.set(END, 1);
+    assert_eq!(libc::WEXITSTATUS(target.ended()), 7);
+}
+
+/// A call that sleeps, what ends it, and what it then returns.
+struct Sleeper {
+    name: &'static str,
+    number: i64,
+    call: fn(Shared, [i32; 2]) -> std::io::Result<i64>,
+    expected: Result<i64, i32>,
+    in_full: bool,
+    wake: fn(&Target, i32),
+}
+
+/// Of calls with a time, in milliseconds: until it is over each target must have been asked.
+static SLEEP: AtomicU64 = AtomicU64::new(0);
+/// What it is, in turn, where that was missed.
+const SLEEPS: [u64; 4] = [3000, 6000, 12_000, 24_000];
+
+fn address<T>(value: &T) -> usize {
+    (&raw const *value).expose_provenance()
+}
+
+fn sleep() -> Duration {
+    Duration::from_millis(SLEEP.load(Ordering::SeqCst))
+}
+
+fn sleep_time() -> libc::timespec {
+    libc::timespec { tv_sec: sleep().as_secs().try_into().unwrap(), tv_nsec: sleep().subsec_nanos().into() }
+}
+
+fn write_to(_: &Target, pipe: i32) {
+    sys::call(libc::SYS_write, [word(pipe), b"x".as_ptr().expose_provenance(), 1, 0, 0, 0]).unwrap();
+}
+
+fn nothing(_: &Target, _: i32) {}
+
+fn epoll(pipe: i32) -> usize {
+    let epoll = usize::try_from(sys::call(libc::SYS_epoll_create1, [0; 6]).unwrap()).unwrap();
+    let mut event = libc::epoll_event { events: libc::EPOLLIN.cast_unsigned(), u64: 5 };
+    let event = (&raw mut event).expose_provenance();
+    sys::call(libc::SYS_epoll_ctl, [epoll, word(libc::EPOLL_CTL_ADD), word(pipe), event, 0, 0]).unwrap();
+    epoll
+}
+
+fn read_one(_: Shared, [reader, _]: [i32; 2]) -> std::io::Result<i64> {
+    let mut byte = 0_u8;
+    sys::call(libc::SYS_read, [word(reader), (&raw mut byte).expose_provenance(), 1, 0, 0, 0])
+}
+
+fn nanosleep(_: Shared, _: [i32; 2]) -> std::io::Result<i64> {
+    sys::call(libc::SYS_nanosleep, [address(&sleep_time()), 0, 0, 0, 0, 0])
+}
+
+fn poll_for_time(_: Shared, [reader, _]: [i32; 2]) -> std::io::Result<i64> {
+    let poll = libc::pollfd { fd: reader, events: libc::POLLIN, revents: 0 };
+    sys::call(libc::SYS_poll, [address(&poll), 1, usize::try_from(sleep().as_millis()).unwrap(), 0, 0, 0])
+}
+
+fn poll_without_end(_: Shared, [reader, _]: [i32; 2]) -> std::io::Result<i64> {
+    let poll = libc::pollfd { fd: reader, events: libc::POLLIN, revents: 0 };
+    sys::call(libc::SYS_poll, [address(&poll), 1, usize::MAX, 0, 0, 0])
+}
+
+fn futex_for_time(_: Shared, _: [i32; 2]) -> std::io::Result<i64> {
+    let futex = AtomicU64::new(0);
+    sys::call(libc::SYS_futex, [address(&futex), word(libc::FUTEX_WAIT), 0, address(&sleep_time()), 0, 0])
+}
+
+fn futex_without_end(shared: Shared, _: [i32; 2]) -> std::io::Result<i64> {
+    sys::call(libc::SYS_futex, [address(shared.word(FIRST)), word(libc::FUTEX_WAIT), 0, 0, 0, 0])
+}
+
+fn wake_futex(target: &Target, _: i32) {
+    let woken = [address(target.shared.word(FIRST)), word(libc::FUTEX_WAKE), 1, 0, 0, 0];
+    // It may not be back in its call yet.
+    within(|| (sys::call(libc::SYS_futex, woken).unwrap() == 1).then_some(()), || "nobody waits".to_owned());
+}
+
+fn epoll_without_end(_: Shared, [reader, _]: [i32; 2]) -> std::io::Result<i64> {
+    let mut event = libc::epoll_event { events: 0, u64: 0 };
+    let event = (&raw mut event).expose_provenance();
+    sys::call(libc::SYS_epoll_wait, [epoll(reader), event, 1, usize::MAX, 0, 0])
+}
+
+fn epoll_for_time(_: Shared, [reader, _]: [i32; 2]) -> std::io::Result<i64> {
+    let mut event = libc::epoll_event { events: 0, u64: 0 };
+    let event = (&raw mut event).expose_provenance();
+    sys::call(libc::SYS_epoll_wait, [epoll(reader), event, 1, 60_000, 0, 0])
+}
+
+/// Those with a time first: they are asked while it runs.
+const SLEEPERS: [Sleeper; 8] = [
+    Sleeper {
+        name: "nanosleep",
+        number: libc::SYS_nanosleep,
+        call: nanosleep,
+        expected: Ok(0),
+        in_full: true,
+        wake: nothing,
+    },
+    Sleeper {
+        name: "poll, timed",
+        number: libc::SYS_poll,
+        call: poll_for_time,
+        expected: Ok(0),
+        in_full: true,
+        wake: nothing,
+    },
+    Sleeper {
+        name: "futex, timed",
+        number: libc::SYS_futex,
+        call: futex_for_time,
+        expected: Err(libc::ETIMEDOUT),
+        in_full: true,
+        wake: nothing,
+    },
+    Sleeper {
+        name: "read",
+        number: libc::SYS_read,
+        call: read_one,
+        expected: Ok(1),
+        in_full: false,
+        wake: write_to,
+    },
+    Sleeper {
+        name: "poll",
+        number: libc::SYS_poll,
+        call: poll_without_end,
+        expected: Ok(1),
+        in_full: false,
+        wake: write_to,
+    },
+    Sleeper {
+        name: "futex",
+        number: libc::SYS_futex,
+        call: futex_without_end,
+        expected: Ok(0),
+        in_full: false,
+        wake: wake_futex,
+    },
+    Sleeper {
+        name: "epoll_wait",
+        number: libc::SYS_epoll_wait,
+        call: epoll_without_end,
+        expected: Ok(1),
+        in_full: false,
+        wake: write_to,
+    },
+    // As after any stop: see `restart.rs`.
+    Sleeper {
+        name: "epoll_wait, timed",
+        number: libc::SYS_epoll_wait,
+        call: epoll_for_time,
+        expected: Err(libc::EINTR),
+        in_full: false,
+        wake: nothing,
+    },
+];
+
+#[test]
+fn sleeping_calls_return_what_they_would_have() {
+    let asked_in_time = |sleep| {
+        SLEEP.store(sleep, Ordering::SeqCst);
+        sleeping_calls_were_asked_and_return_what_they_would_have()
+    };
+    assert!(SLEEPS.into_iter().any(asked_in_time), "each time one was over before it had been asked");
+}
+
+/// False where one was over before it had been asked.
+fn sleeping_calls_were_asked_and_return_what_they_would_have() -> bool {
+    let start = |sleeper: &'static Sleeper| {
+        let (reader, writer) = sys::pipe();
+        let ends = [reader.as_raw_fd(), writer.as_raw_fd()];
+        let target = Target::start(|shared| {
+            let start = Instant::now();
+            let result = match (sleeper.call)(shared, ends) {
+                Ok(result) => result,
+                Err(error) => -i64::from(error.raw_os_error().unwrap()),
+            };
+            let early = sleeper.in_full && start.elapsed() < sleep();
+            shared.set(GO, u64::from(early));
+            shared.set(RESULT, result.cast_unsigned().wrapping_add(1 << 32));
+            0
+        });
+        (sleeper, target, [reader, writer])
+    };
+    // All at once: they sleep side by side.
+    let targets: Vec<_> = SLEEPERS.iter().map(start).collect();
+    for (sleeper, target, _) in &targets {
+        let is_over = || target.shared.get(RESULT) != 0;
+        within(
+            || (is_over() || target.is_in(target.pid, sleeper.number)).then_some(()),
+            || format!("{} does not sleep", sleeper.name),
+        );
+        // The sole thread is made to call: its own call is broken into, and started again, each time.
+        let times = if sleeper.expected == Err(libc::EINTR) { 1 } else { 3 };
+        for _ in 0..times {
+            match ask(target) {
+                // One that has just come back is asked in vain.
+                _ if sleeper.in_full && is_over() => return false,
+                answer => assert_eq!(answer.unwrap(), u64::try_from(target.pid).unwrap()),
+            }
+        }
+    }
+    for (sleeper, target, [_, writer]) in &targets {
+        (sleeper.wake)(target, writer.as_raw_fd());
+        let result = target.shared.wait(RESULT, |result| result != 0).wrapping_sub(1 << 32).cast_signed();
+        let result = if result < 0 { Err(i32::try_from(-result).unwrap()) } else { Ok(result) };
+        assert_eq!(result, sleeper.expected, "{}", sleeper.name);
+        assert_eq!(target.shared.get(GO), 0, "{} came back early", sleeper.name);
+    }
+    true
+}
+
+static HANDLED: AtomicU64 = AtomicU64::new(0);
+extern "C" fn count_signal(_: i32) {
+    let counter: *const AtomicU64 =
+        std::ptr::with_exposed_provenance(usize::try_from(HANDLED.load(Ordering::SeqCst)).unwrap());
+    // SAFETY: the address of a shared word, set before the handler.
+    unsafe { &*counter }.fetch_add(1, Ordering::SeqCst);
+}
+
+#[test]
+fn each_signal_is_delivered_once() {
+    const SENT: u64 = 4000;
+    let signal = libc::SIGRTMIN() + 3;
+    let target = Target::start(|shared| {
+        HANDLED.store(address(shared.word(RESULT)) as u64, Ordering::SeqCst);
+        sys::on_signal(signal, count_signal, libc::SA_RESTART);
+        let sleeper = thread::spawn(move || {
+            while shared.get(END) == 0 {
+                thread::sleep(Duration::from_micros(200));
+            }
+        });
+        shared.set(GO, 1);
+        while shared.get(END) == 0 {
+            shared.add(FIRST);
+        }
+        sleeper.join().unwrap();
+        7
+    });
+    target.shared.wait(GO, |go| go == 1);
+    let pid = target.pid;
+    let sender = thread::spawn(move || {
+        let mut random = Random(3);
+        for _ in 0..SENT {
+            while sys::queue(pid, signal).is_err() {
+                thread::sleep(Duration::from_millis(1));
+            }
+            if random.below(8) == 0 {
+                thread::sleep(Duration::from_micros(random.below(100)));
+            }
+        }
+    });
+    let mut stops = 0;
+    while !sender.is_finished() || stops < 20 {
+        asked(&target);
+        stops += 1;
+    }
+    sender.join().unwrap();
+    target.shared.wait(RESULT, |count| count >= SENT);
+    target.shared.set(END, 1);
+    assert_eq!(libc::WEXITSTATUS(target.ended()), 7);
+    assert_eq!(target.shared.get(RESULT), SENT, "after {stops} stops");
+}
+
+#[test]
+fn a_signal_still_ends_a_call_that_is_started_again() {
+    let signal = libc::SIGUSR1;
+    let (reader, writer) = sys::pipe();
+    let target = Target::start(|shared| {
+        HANDLED.store(address(shared.word(END)) as u64, Ordering::SeqCst);
+        sys::on_signal(signal, count_signal, 0);
+        let result = epoll_without_end(shared, [reader.as_raw_fd(), writer.as_raw_fd()]);
+        shared.set(RESULT, u64::try_from(result.unwrap_err().raw_os_error().unwrap()).unwrap());
+        0
+    });
+    target.sleeps_in(target.pid, libc::SYS_epoll_wait);
+    with_stopped(target.pid, PATIENCE, |stopped| {
+        target.signal(signal);
+        stopped.syscall("getpid", libc::SYS_getpid, [0; 6]).unwrap();
+    })
+    .unwrap();
+    assert_eq!(target.shared.wait(RESULT, |result| result != 0), u64::try_from(libc::EINTR).unwrap());
+    assert_eq!(target.shared.get(END), 1);
+}
+
+#[test]
+fn a_process_that_job_control_stopped_stays_so_and_one_that_it_stops_meanwhile_gets_so() {
+    let target = Target::start(|shared| counting(shared, 3));
+    target.shared.wait(FIRST + 2, |count| count > 0);
+    let all = |state: char| {
+        let states = || target.threads().into_iter().map(|tid| target.state(tid)).collect::<String>();
+        within(|| states().chars().all(|other| other == state).then_some(()), states);
+    };
+    target.signal(libc::SIGSTOP);
+    all('T');
+    asked(&target);
+    all('T');
+    let count = target.shared.get(FIRST);
+    thread::sleep(Duration::from_millis(20));
+    assert_eq!(target.shared.get(FIRST), count);
+    target.signal(libc::SIGCONT);
+    target.shared.wait(FIRST, |now| now > count);
+
+    with_stopped(target.pid, PATIENCE, |stopped| {
+        target.signal(libc::SIGSTOP);
+        stopped.syscall("getpid", libc::SYS_getpid, [0; 6]).unwrap();
+    })
+    .unwrap();
+    all('T');
+    target.signal(libc::SIGCONT);
+    target.shared.set(END, 1);
+    assert_eq!(libc::WEXITSTATUS(target.ended()), 7);
+}
+
+#[test]
+fn while_another_traces_it_is_named_and_waited_for() {
+    let target = Target::start(|shared| counting(shared, 1));
+    let pid = target.pid;
+    let (hold, held) = std::sync::mpsc::channel::<()>();
+    let (tell, told) = std::sync::mpsc::channel();
+    let other = thread::spawn(move || {
+        with_tracer(pid, PATIENCE, move || {
+            tell.send(sys::gettid()).unwrap();
+            held.recv_timeout(Duration::from_secs(20)).unwrap();
+        })
+    });
+    let tid = told.recv().unwrap();
+    let refused = with_stopped(pid, Duration::from_millis(30), |_| ()).unwrap_err();
+    assert!(matches!(refused, Error::Traced { by, .. } if by == tid), "{refused}");
+    assert!(refused.to_string().contains("rewake-ptrace-inject"), "{refused}");
+    let release = thread::spawn(move || {
+        thread::sleep(Duration::from_millis(50));
+        hold.send(()).unwrap();
+    });
+    asked(&target);
+    release.join().unwrap();
+    other.join().unwrap().unwrap();
+    // It runs on while it is traced, and is traced by nobody afterwards.
+    let (before, tracer) =
+        with_tracer(pid, PATIENCE, || (target.shared.get(FIRST), target.tracer())).unwrap();
+    assert_ne!(tracer, "0");
+    assert_eq!(target.tracer(), "0");
+    target.shared.wait(FIRST, |count| count > before);
+}
+
+#[test]
+fn threads_live_on_without_the_first_one() {
+    let target = Target::start(|shared| {
+        thread::spawn(move || counting(shared, 2));
+        sys::call(libc::SYS_exit, [0; 6]).unwrap();
+        0
+    });
+    within(|| (target.state(target.pid) == 'Z').then_some(()), || "the first thread lives".to_owned());
+    target.shared.wait(FIRST + 1, |count| count > 0);
+    asked(&target);
+    let count = target.shared.get(FIRST);
+    target.shared.wait(FIRST, |now| now > count);
+    assert!(matches!(with_tracer(target.pid, PATIENCE, || ()), Err(Error::Ended { .. })));
+}
+
+#[test]
+fn a_process_that_ends_meanwhile_has_ended() {
+    let target = Target::start(|shared| counting(shared, 4));
+    let result = with_stopped(target.pid, PATIENCE, |stopped| {
+        target.signal(libc::SIGKILL);
+        // The kill is on its way; the call may get in before.
+        loop {
+            if let Err(error) = stopped.syscall("getpid", libc::SYS_getpid, [0; 6]) {
+                return error;
+            }
+        }
+    });
+    assert!(matches!(result, Ok(Error::Ended { .. })), "{result:?}");
+    assert!(libc::WIFSIGNALED(target.ended()), "its end is its parent's to see");
+    assert!(matches!(ask(&target), Err(Error::Ended { .. })));
+
+    for round in 0..60 {
+        let target = Target::start(|shared| {
+            let end = move || thread::sleep(Duration::from_micros(round * 50));
+            thread::spawn(move || counting(shared, 3));
+            end();
+            7
+        });
+        for _ in 0..10 {
+            match ask(&target) {
+                Ok(pid) => assert_eq!(pid, u64::try_from(target.pid).unwrap()),
+                Err(Error::Ended { .. }) => break,
+                Err(error) => panic!("round {round}: {error}"),
+            }
+        }
+        assert_eq!(libc::WEXITSTATUS(target.ended()), 7, "round {round}");
+    }
+}
+
+#[test]
+fn a_process_that_calls_exec_meanwhile_runs_the_new_program() {
+    for round in 0..40_u64 {
+        let target = Target::start(|shared| {
+            for _ in 0..3 {
+                thread::spawn(move || counting(shared, 1));
+            }
+            let exec = move || {
+                thread::sleep(Duration::from_micros(round * 40));
+                let arguments =
+                    [c"sh".as_ptr(), c"-c".as_ptr(), c"exec sh -c 'exit 9'".as_ptr(), std::ptr::null()];
+                let path = c"/bin/sh".as_ptr().expose_provenance();
+                sys::call(libc::SYS_execve, [path, arguments.as_ptr().expose_provenance(), 0, 0, 0, 0])
+                    .unwrap();
+            };
+            // Not the first thread, whose number it takes.
+            thread::spawn(exec).join().unwrap();
+            0
+        });
+        for _ in 0..8 {
+            match ask(&target) {
+                Ok(pid) => assert_eq!(pid, u64::try_from(target.pid).unwrap()),
+                Err(Error::Ended { .. }) => {}
+                Err(error) => panic!("round {round}: {error}"),
+            }
+        }
+        let status = target.ended();
+        assert!(libc::WIFEXITED(status) && libc::WEXITSTATUS(status) == 9, "round {round}: {status:#x}");
+    }
+}

@@ -1,0 +1,43 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Submissions that a GPU has not finished.
+
+use std::time::Instant;
+
+use rewake_amdgpu_uapi::render::Submission;
+
+use crate::error::Trouble;
+
+/// A submission of one engine.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Ticket {
+    pub(crate) engine: u32,
+    pub(crate) number: u64,
+}
+
+/// One in flight.
+#[derive(Debug)]
+pub(crate) struct Flight {
+    pub(crate) ticket: Ticket,
+    pub(crate) submission: Submission,
+    pub(crate) transfers: usize,
+    pub(crate) bytes: u64,
+    pub(crate) since: Instant,
+    /// BOs by their place in the table.
+    pub(crate) bos: Vec<u32>,
+}
+
+impl Flight {
+    /// What is known about it, with that many bytes in flight on its ring.
+    pub(crate) fn trouble(&self, minor: u32, queued: u64, errno: Option<i32>, state: Option<u64>) -> Trouble {
+        Trouble {
+            minor,
+            ring: self.submission.ring,
+            transfers: self.transfers,
+            bytes: self.bytes,
+            queued,
+            age: self.since.elapsed(),
+            errno,
+            state,
+        }
+    }
+}
