@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, bail};
 use rewake_image_io::{BlockCache, DEFAULT_BUDGET};
-use rewake_plugin_protocol::{Gated, Phase, SessionNote};
+use rewake_plugin_protocol::{Phase, ProcessId, SessionNote};
 use tracing::{info, warn};
 
 use crate::fd_store::FdStore;
@@ -20,7 +20,7 @@ use crate::ledger::{Ledger, NO_FD, Received, SessionSlot, SessionState};
 use crate::open_session::{Lost, OpenSession};
 use crate::peer::Peer;
 use crate::session::Session;
-use crate::{ledger, open_session, parking, session_store, socket, spaces, streamer, sys};
+use crate::{address_spaces, ledger, open_session, parking, session_store, socket, streamer, sys};
 
 /// "ReSTore Finished" (criu/uffd.c), sent by the restore when all tasks are in place. No pid is this large.
 const FINISHED: u32 = 0x5253_5446;
@@ -33,7 +33,7 @@ const URGENCY_LOOK: Duration = Duration::from_millis(50);
 pub struct Daemon {
     pub(crate) ledger: Ledger,
     /// The process that starts this worker again.
-    starter: Gated,
+    starter: ProcessId,
     /// Where sessions' notes are.
     notes: PathBuf,
     pub(crate) pool: Pool,
@@ -63,7 +63,7 @@ impl Daemon {
     ///
     /// # Errors
     /// Memory, descriptors or threads are refused.
-    pub fn start(ledger: Ledger, starter: Gated) -> anyhow::Result<Arc<Self>> {
+    pub fn start(ledger: Ledger, starter: ProcessId) -> anyhow::Result<Arc<Self>> {
         let notes = ledger::root()?;
         let cache = BlockCache::new(DEFAULT_BUDGET)?;
         let pool = Pool::start(&cache, ledger)?;
@@ -95,7 +95,7 @@ impl Daemon {
     /// # Errors
     /// The image cannot be served, the socket not be bound, or too many sessions are open.
     pub fn open(&self, images: &Path, work: &Path) -> anyhow::Result<OpenSession> {
-        spaces::sweep(self.ledger);
+        address_spaces::reap_parked(self.ledger);
         let image = Image::open(images)?;
         let listener = socket::listen(work)?;
         let (index, slot) = self.take_slot(images, work)?;
@@ -170,10 +170,14 @@ impl Daemon {
         let inherit = |(index, slot): (usize, &'static SessionSlot)| {
             let session = self.inherit_one(index, slot);
             session.map(|session| self.track(session)).map_err(|error| {
-                if !slot.inbox.descriptor().is_some_and(|number| spaces::is_known(self.ledger, number)) {
+                if !slot
+                    .inbox
+                    .descriptor()
+                    .is_some_and(|number| address_spaces::is_known(self.ledger, number))
+                {
                     self.turn_away(slot);
                 }
-                spaces::end(self.ledger, index);
+                address_spaces::kill_session(self.ledger, index);
                 let (images, work) = slot.paths();
                 slot.free();
                 Lost {
@@ -203,8 +207,9 @@ impl Daemon {
         let listener = own(slot.listener.load(Ordering::Acquire)).map(UnixListener::from);
         let connection = own(slot.connection.load(Ordering::Acquire));
         // Before any reactor may close a descriptor and free its number.
-        let arrived = slot.inbox.descriptor().is_some_and(|number| spaces::is_known(self.ledger, number));
-        for task in spaces::inherit(self.ledger, &image, &session, &self.pool) {
+        let arrived =
+            slot.inbox.descriptor().is_some_and(|number| address_spaces::is_known(self.ledger, number));
+        for task in address_spaces::inherit(self.ledger, &image, &session, &self.pool) {
             self.pool.submit(task);
         }
         let note = self.publish(slot, &session);
@@ -453,9 +458,9 @@ impl Daemon {
                 );
             }
             let arrived =
-                spaces::Arrival { image_pid, host_pid, uffd: number, home: self.pool.choose_home() };
+                address_spaces::Arrival { image_pid, host_pid, uffd: number, home: self.pool.choose_home() };
             let plan = self.plan(open, image_pid);
-            match plan.and_then(|plan| spaces::open(self.ledger, plan, &open.session, &arrived)) {
+            match plan.and_then(|plan| address_spaces::open(self.ledger, plan, &open.session, &arrived)) {
                 Ok(task) => self.pool.submit(task),
                 Err(error) => {
                     self.turn_away(open.slot);
@@ -471,7 +476,8 @@ impl Daemon {
     /// Ends the task whose userfaultfd is in the inbox and in no slot, if there is one.
     fn turn_away(&self, slot: &SessionSlot) {
         let Some((number, host_pid)) = slot.inbox.undelivered() else { return };
-        let ended = !sys::is_userfaultfd(number) || spaces::refuse(self.ledger, number, host_pid);
+        let ended =
+            !sys::is_userfaultfd(number) || address_spaces::kill_rejected(self.ledger, number, host_pid);
         // Between the two: a successor must neither lose the descriptor of a living task nor look for one that
         // is closed.
         slot.inbox.done();

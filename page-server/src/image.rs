@@ -16,7 +16,7 @@ use rewake_criu_images::{Digest, ImageDir, LazyPlan};
 use rewake_image_io::PagesFile;
 use rewake_pager::{Extent, Plan};
 
-use crate::registered::registered;
+use crate::gpu_pinned::gpu_registered_ranges;
 
 /// What one task lacks, and where it is.
 #[derive(Debug)]
@@ -50,7 +50,7 @@ impl Image {
         let images = ImageDir::open(path)?;
         images.inventory()?;
         let mut image = Self::default();
-        let mut first = registered(&images);
+        let mut first = gpu_registered_ranges(&images);
         for task in images.tasks()? {
             let first = first.remove(&task.pid).unwrap_or_default();
             let plan =

@@ -12,38 +12,38 @@
 //! * [`control`]: what a long-lived daemon and its clients say to each other.
 //! * [`cli`], [`commands`], [`criu_args`], [`logging`], [`units`]: for people and their scripts.
 
+pub mod address_spaces;
 pub mod cli;
 pub mod commands;
 pub mod control;
 pub mod criu_args;
 pub mod daemon;
 pub mod doctor;
+pub mod duplicates_file;
 pub mod fd_store;
 pub mod fill;
+pub mod gpu_pinned;
 pub mod gpu_plugin;
 pub mod gpu_stream;
-pub mod holes;
 pub mod image;
 pub mod inspect;
 pub mod ledger;
 pub mod logging;
-mod notes;
 pub mod open_session;
 pub mod parking;
 mod peer;
 pub mod processes;
 pub mod recover;
-pub mod registered;
 pub mod session;
 pub mod session_store;
+mod sidecar_file;
 pub mod socket;
-pub mod spaces;
+pub mod sparse;
 pub mod streamer;
 pub mod supervisor;
 pub mod sys;
 pub mod timeline;
-pub mod twins;
-pub mod units;
 #[cfg(test)]
-mod watched;
+mod uffd_child;
+pub mod units;
 pub mod worker;

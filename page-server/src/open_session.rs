@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use anyhow::{Context as _, bail};
-use rewake_plugin_protocol::{Gated, SessionNote};
+use rewake_plugin_protocol::{ProcessId, SessionNote};
 use tracing::warn;
 
 use crate::image::Image;
@@ -118,7 +118,7 @@ impl OpenSession {
 
 /// A worker died while it took a session's store back from processes. That may take seconds: other sessions do not
 /// wait for it. `notes`: where the sessions' notes are.
-pub(crate) fn finish_closing(slot: &'static SessionSlot, notes: PathBuf, starter: Gated) {
+pub(crate) fn finish_closing(slot: &'static SessionSlot, notes: PathBuf, starter: ProcessId) {
     let number = slot.number();
     std::thread::spawn(move || {
         drop(slot.take_store());

@@ -19,13 +19,13 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use anyhow::{Context as _, bail, ensure};
-use rewake_plugin_protocol::Gated;
+use rewake_plugin_protocol::ProcessId;
 use tracing::{debug, info, warn};
 
 use crate::commands::park::{DONE, LATER, NEVER};
 use crate::ledger::{Ledger, SessionSlot, SpaceSlot};
 use crate::session::Session;
-use crate::{processes, spaces, streamer, sys};
+use crate::{address_spaces, processes, streamer, sys};
 
 /// Between two tries to park, the first and the last.
 const AGAIN: Duration = Duration::from_millis(5);
@@ -116,20 +116,21 @@ fn unpark_of(inode: u64, session: u64) {
 }
 
 /// Tasks of the session, and children that they forked before they had the store; without those that are done.
-fn targets(ledger: Ledger, session: &Session, done: &BTreeSet<Gated>) -> Vec<Gated> {
+fn targets(ledger: Ledger, session: &Session, done: &BTreeSet<ProcessId>) -> Vec<ProcessId> {
     let Some(store) = session.store() else { return Vec::new() };
     let task = |(_, slot): (usize, &SpaceSlot)| {
         let (pid, started) = (slot.host_pid.load(Ordering::Acquire), slot.started.load(Ordering::Acquire));
-        (pid > 0).then_some(Gated { pid, started })
+        (pid > 0).then_some(ProcessId { pid, started })
     };
-    let tasks: BTreeSet<Gated> = spaces::of_session(ledger, session.index).filter_map(task).collect();
-    let mut targets: Vec<Gated> = tasks.difference(done).copied().collect();
+    let tasks: BTreeSet<ProcessId> =
+        address_spaces::of_session(ledger, session.index).filter_map(task).collect();
+    let mut targets: Vec<ProcessId> = tasks.difference(done).copied().collect();
     for task in &tasks {
         let layout = processes::layout(task.pid);
         for pid in processes::descendants(task.pid) {
             // One with another layout has called exec: it has none of the session's memory.
             let forked = layout.is_some() && processes::layout(pid) == layout;
-            let Ok(Some(child)) = Gated::of(pid) else { continue };
+            let Ok(Some(child)) = ProcessId::of(pid) else { continue };
             let is_new = !tasks.contains(&child) && !done.contains(&child) && !targets.contains(&child);
             if forked && is_new && processes::number_of_socket(pid, store.inode()).is_none() {
                 targets.push(child);
@@ -140,7 +141,7 @@ fn targets(ledger: Ledger, session: &Session, done: &BTreeSet<Gated>) -> Vec<Gat
 }
 
 /// Tries to park in each; gives those that are left, with the reasons.
-fn give(session: &Session, targets: &[Gated]) -> anyhow::Result<Vec<(Gated, String)>> {
+fn give(session: &Session, targets: &[ProcessId]) -> anyhow::Result<Vec<(ProcessId, String)>> {
     let Some(store) = session.store().filter(|_| !targets.is_empty()) else { return Ok(Vec::new()) };
     let mut command = parker()?;
     command.args(targets.iter().map(ToString::to_string));

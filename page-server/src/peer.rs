@@ -119,7 +119,7 @@ mod tests {
         let pid = unsafe { libc::fork() };
         if pid == 0 {
             if connect(client.as_raw_fd(), address).is_ok() {
-                crate::watched::sleep(0);
+                crate::uffd_child::sleep(0);
             }
             // SAFETY: ends the child without running the test process's destructors.
             unsafe { libc::_exit(1) };

@@ -14,12 +14,12 @@ use std::time::Duration;
 
 use anyhow::Context as _;
 use nix::sys::stat::fstat;
-use rewake_plugin_protocol::Gated;
+use rewake_plugin_protocol::ProcessId;
 use tracing::{error, warn};
 
 use crate::fd_store::{self, Kind};
 use crate::ledger::{Folder, Ledger, NO_FD, SessionSlot, SessionState, SpaceSlot, forks, set_fork};
-use crate::{parking, processes, spaces, sys};
+use crate::{address_spaces, parking, processes, sys};
 
 /// What was found in a ledger.
 #[derive(Debug, Default, PartialEq, Eq)]
@@ -129,16 +129,16 @@ impl Found {
                 }
             },
         };
-        for (_, space) in spaces::of_session(ledger, index) {
+        for (_, space) in address_spaces::of_session(ledger, index) {
             let (pid, started) = (&space.host_pid, &space.started);
             self.kill(pid.load(Ordering::Acquire), started.load(Ordering::Acquire), why);
         }
         for pid in holders {
-            if let Ok(Some(of)) = Gated::of(pid) {
+            if let Ok(Some(of)) = ProcessId::of(pid) {
                 self.kill(pid, of.started, why);
             }
         }
-        for (_, space) in spaces::of_session(ledger, index) {
+        for (_, space) in address_spaces::of_session(ledger, index) {
             space.retire();
         }
         slot.free();
@@ -166,7 +166,7 @@ fn open(pid: i32, started: u64) -> Option<OwnedFd> {
     }
     let pidfd = sys::pidfd_open(pid).ok()?;
     // In this order: what has that start time now was that process when the descriptor was opened.
-    let of = Gated::of(pid).ok().flatten()?;
+    let of = ProcessId::of(pid).ok().flatten()?;
     (of.started == started).then_some(pidfd)
 }
 
@@ -223,7 +223,7 @@ fn adopt(
         slot.pidfd.store(pidfd, Ordering::Release);
     }
     let mut count = 0;
-    for (_, slot) in spaces::of_session(ledger, index) {
+    for (_, slot) in address_spaces::of_session(ledger, index) {
         let whole = [&slot.uffd, &slot.journal].iter().all(|fd| fd.load(Ordering::Acquire) != NO_FD);
         if !(whole && renumber_forks(ledger, slot, old)) {
             return Ok(None);

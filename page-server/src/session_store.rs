@@ -9,7 +9,7 @@ use std::path::Path;
 use std::sync::atomic::Ordering;
 
 use anyhow::Context as _;
-use rewake_plugin_protocol::{FileId, Gated, Phase, SessionNote, Store};
+use rewake_plugin_protocol::{FileId, Phase, ProcessId, SessionNote, Store};
 
 use crate::fd_store::{Entry, FdStore, Kind, MAX_DESCRIPTORS, peek_all};
 use crate::image::Image;
@@ -70,7 +70,7 @@ pub fn image(store: &FdStore) -> anyhow::Result<Image> {
 pub fn note(
     slot: &SessionSlot,
     store: &FdStore,
-    starter: Gated,
+    starter: ProcessId,
     work: &Path,
     phase: Phase,
 ) -> io::Result<SessionNote> {

@@ -12,18 +12,18 @@ use rewake_amdgpu_uapi::held;
 use rewake_plugin_protocol::SOCKET;
 
 use crate::image::Image;
-use crate::ledger::Word;
+use crate::ledger::StatusByte;
 
-/// For people, of [`Fate::Killed`].
+/// For people, of [`RestoreOutcome::Killed`].
 pub const KILLED: &str =
     "memory could not be brought back: the restored processes whose GPUs stood still were killed";
-/// For people, of [`Fate::Abandoned`]: no process is left that could say.
+/// For people, of [`RestoreOutcome::Abandoned`]: no process is left that could say.
 pub const ABANDONED: &str = "every process of rewake stream-gpu was killed: the restored processes wait for their memory; run `rewake recover`, \
      which kills those whose GPUs were not resumed";
 
 /// What became of memory that could come later.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Fate {
+pub enum RestoreOutcome {
     /// It took nothing over: the plugin had nothing for it, or did it all itself.
     Nothing,
     /// All gates are open and all memory of CPUs is back.
@@ -34,7 +34,7 @@ pub enum Fate {
     Abandoned,
 }
 
-impl Fate {
+impl RestoreOutcome {
     /// Why it is no good one.
     #[must_use]
     pub fn reason(self) -> Option<&'static str> {
@@ -48,16 +48,16 @@ impl Fate {
 
 /// What it has said so far on its `--status-fd`: whichever of its processes did.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
-pub struct Said(u32);
+pub struct StatusFlags(u32);
 
-impl Said {
+impl StatusFlags {
     const READY: u32 = 1;
     const SHUT: u32 = 2;
     const OPEN: u32 = 4;
     const KILLED: u32 = 8;
     const BACK: u32 = 16;
 
-    /// As [`Said::bits`] gave it.
+    /// As [`StatusFlags::bits`] gave it.
     #[must_use]
     pub fn from_bits(bits: u32) -> Self {
         Self(bits)
@@ -71,11 +71,11 @@ impl Said {
 
     /// One more byte. Whether it is news that some of the memory is there.
     pub fn hear(&mut self, byte: u8) -> bool {
-        let (bit, there) = match Word::read(byte) {
-            Some(Word::Shut) => (Self::SHUT, false),
-            Some(Word::Open) => (Self::OPEN, true),
-            Some(Word::Killed) => (Self::KILLED, false),
-            Some(Word::Back) => (Self::BACK, true),
+        let (bit, there) = match StatusByte::read(byte) {
+            Some(StatusByte::Shut) => (Self::SHUT, false),
+            Some(StatusByte::Open) => (Self::OPEN, true),
+            Some(StatusByte::Killed) => (Self::KILLED, false),
+            Some(StatusByte::Back) => (Self::BACK, true),
             None => (Self::READY, false),
         };
         let news = !self.has(bit);
@@ -103,24 +103,24 @@ impl Said {
 
     /// What it means when nobody is left to say more; `pages`: memory of CPUs was to come from it, too; `code`: its exit code, where that is known.
     #[must_use]
-    pub fn fate(self, pages: bool, code: Option<i32>) -> Fate {
+    pub fn fate(self, pages: bool, code: Option<i32>) -> RestoreOutcome {
         match self.told(pages) {
-            Fate::Nothing | Fate::Open if code == Some(1) => Fate::Killed,
+            RestoreOutcome::Nothing | RestoreOutcome::Open if code == Some(1) => RestoreOutcome::Killed,
             fate => fate,
         }
     }
 
-    fn told(self, pages: bool) -> Fate {
+    fn told(self, pages: bool) -> RestoreOutcome {
         if self.has(Self::KILLED) {
-            return Fate::Killed;
+            return RestoreOutcome::Killed;
         }
         match (self.has(Self::SHUT), self.has(Self::OPEN)) {
-            (true, false) => Fate::Abandoned,
+            (true, false) => RestoreOutcome::Abandoned,
             // Memory of CPUs was lost when nobody stood before a gate.
-            _ if pages && !self.has(Self::BACK) => Fate::Killed,
-            (_, true) => Fate::Open,
-            (false, false) if pages => Fate::Open,
-            (false, false) => Fate::Nothing,
+            _ if pages && !self.has(Self::BACK) => RestoreOutcome::Killed,
+            (_, true) => RestoreOutcome::Open,
+            (false, false) if pages => RestoreOutcome::Open,
+            (false, false) => RestoreOutcome::Nothing,
         }
     }
 
@@ -186,47 +186,50 @@ pub fn ask_to_end(group: i32) {
 mod tests {
     use super::*;
 
-    fn fate(said: &[u8], pages: bool) -> Fate {
-        let mut all = Said::default();
+    fn fate(said: &[u8], pages: bool) -> RestoreOutcome {
+        let mut all = StatusFlags::default();
         said.iter().for_each(|byte| {
             all.hear(*byte);
         });
-        assert_eq!(Said::from_bits(all.bits()), all);
+        assert_eq!(StatusFlags::from_bits(all.bits()), all);
         all.fate(pages, None)
     }
 
     #[test]
     fn what_was_said_last_is_what_became_of_them() {
-        assert_eq!(fate(b"\0", false), Fate::Nothing);
-        assert_eq!(fate(b"\0sso", false), Fate::Open);
-        assert_eq!(fate(b"\0ss", false), Fate::Abandoned);
-        assert_eq!(fate(b"\0ssk", false), Fate::Killed);
-        assert_eq!(fate(b"\0sobo", true), Fate::Open);
-        assert_eq!(fate(b"\0sbo", true), Fate::Open);
-        assert_eq!(fate(b"\0sok", true), Fate::Killed);
+        assert_eq!(fate(b"\0", false), RestoreOutcome::Nothing);
+        assert_eq!(fate(b"\0sso", false), RestoreOutcome::Open);
+        assert_eq!(fate(b"\0ss", false), RestoreOutcome::Abandoned);
+        assert_eq!(fate(b"\0ssk", false), RestoreOutcome::Killed);
+        assert_eq!(fate(b"\0sobo", true), RestoreOutcome::Open);
+        assert_eq!(fate(b"\0sbo", true), RestoreOutcome::Open);
+        assert_eq!(fate(b"\0sok", true), RestoreOutcome::Killed);
     }
 
     #[test]
     fn memory_of_cpus_that_nobody_has_said_to_be_back_is_lost() {
-        assert_eq!(fate(b"\0so", true), Fate::Killed);
-        assert_eq!(fate(b"\0", true), Fate::Killed);
-        assert_eq!(fate(b"\0s", true), Fate::Abandoned);
-        assert_eq!(fate(b"\0b", true), Fate::Open);
+        assert_eq!(fate(b"\0so", true), RestoreOutcome::Killed);
+        assert_eq!(fate(b"\0", true), RestoreOutcome::Killed);
+        assert_eq!(fate(b"\0s", true), RestoreOutcome::Abandoned);
+        assert_eq!(fate(b"\0b", true), RestoreOutcome::Open);
     }
 
     #[test]
     fn one_that_has_failed_has_brought_nothing_to_a_good_end() {
-        let mut said = Said::default();
+        let mut said = StatusFlags::default();
         b"\0so".iter().for_each(|byte| {
             said.hear(*byte);
         });
         let fates = [Some(1), Some(0), Some(143), None].map(|code| said.fate(false, code));
-        assert_eq!(fates, [Fate::Killed, Fate::Open, Fate::Open, Fate::Open]);
+        assert_eq!(
+            fates,
+            [RestoreOutcome::Killed, RestoreOutcome::Open, RestoreOutcome::Open, RestoreOutcome::Open]
+        );
     }
 
     #[test]
     fn each_kind_of_memory_is_news_once() {
-        let mut said = Said::default();
+        let mut said = StatusFlags::default();
         let news: Vec<bool> = b"\0ssobob".iter().map(|byte| said.hear(*byte)).collect();
         assert_eq!(news, [false, false, false, true, true, false, false]);
         assert!(said.is_ready());

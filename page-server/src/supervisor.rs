@@ -14,7 +14,7 @@ use anyhow::Context as _;
 use nix::sys::signal::{SigSet, SigmaskHow, Signal, kill, sigprocmask};
 use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
 use nix::unistd::Pid;
-use rewake_plugin_protocol::Gated;
+use rewake_plugin_protocol::ProcessId;
 use tracing::{error, info, warn};
 
 use crate::ledger::{Folder, Ledger, NO_FD};
@@ -49,7 +49,7 @@ pub struct Start {
     /// The supervisor's pid.
     pub supervisor: i32,
     /// The supervisor, as notes name it.
-    pub starter: Gated,
+    pub starter: ProcessId,
     /// Descriptors that are not the worker's to close: those open before the first worker was.
     inherited: BTreeSet<i32>,
     /// Descriptors to write a zero byte to, and to close, when the daemon is ready.
@@ -88,7 +88,7 @@ pub fn supervise_ledger(
     // Plain numbers from here on: the worker closes them in the table that both share.
     let notify: Vec<RawFd> = notify.into_iter().map(IntoRawFd::into_raw_fd).collect();
     let supervisor = nix::unistd::getpid().as_raw();
-    let starter = Gated::of(supervisor).context("looking at this process")?;
+    let starter = ProcessId::of(supervisor).context("looking at this process")?;
     let starter = starter.context("this process has ended")?;
     let first = Start { ledger, successor, supervisor, starter, inherited, notify };
     let code = keep_a_worker(first, worker);

@@ -13,7 +13,7 @@ use std::time::Duration;
 use nix::sys::socket::{AddressFamily, ControlMessage, MsgFlags, SockFlag, SockType, sendmsg, socketpair};
 use nix::sys::stat::fstat;
 use nix::unistd::Pid;
-use rewake_plugin_protocol::{FileId, Gated, Phase, SESSIONS, SessionNote, Store};
+use rewake_plugin_protocol::{FileId, Phase, ProcessId, SESSIONS, SessionNote, Store};
 use rewake_ptrace_inject::with_stopped;
 use rewake_tests::plugins::{amdgpu, rewake};
 use rewake_tests::process::{run, session, until};
@@ -42,7 +42,7 @@ impl Session {
         let rights = [uffd.as_raw_fd()];
         let rights = [ControlMessage::ScmRights(&rights)];
         sendmsg::<()>(other.as_raw_fd(), &[IoSlice::new(b"u")], &rights, MsgFlags::empty(), None).unwrap();
-        let starter = Gated::of(std::process::id().cast_signed()).unwrap().unwrap();
+        let starter = ProcessId::of(std::process::id().cast_signed()).unwrap().unwrap();
         let of_note = Store { number: store.as_raw_fd(), inode: fstat(&store).unwrap().st_ino };
         let note = SessionNote {
             number,

@@ -17,7 +17,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::{Context as _, ensure};
-use rewake_image_io::pace::Pace;
+use rewake_image_io::io_budget::IoBudget;
 
 use crate::cache::{drop_files, load_files};
 use crate::disk;
@@ -95,8 +95,8 @@ pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
 }
 
 /// As behind processes, where no memory of CPUs comes beside it.
-fn pace() -> anyhow::Result<Arc<Pace>> {
-    Ok(Arc::new(Pace::new(Vec::new())?))
+fn pace() -> anyhow::Result<Arc<IoBudget>> {
+    Ok(Arc::new(IoBudget::new(Vec::new())?))
 }
 
 fn compare(options: &Options, work: &Path) -> anyhow::Result<Comparison> {

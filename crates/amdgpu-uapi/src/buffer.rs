@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use crate::abi::memory::{Access, Mapping, PAGE};
 use crate::abi::{call, *};
-use crate::{Act, Device, Error};
+use crate::{Device, Error, FailedCall};
 
 /// Doorbells are mapped from /dev/kfd at an offset made of this and the GPU's id (kfd_priv.h); what ALLOC_MEMORY_OF_GPU
 /// gives for them is an offset of the render node, where they cannot be mapped.
@@ -96,7 +96,7 @@ impl Buffer {
             gpu_id: device.gpu_id(),
             flags: spec.kind.flags() | spec.flags,
         };
-        let act = Act::named("ALLOC_MEMORY_OF_GPU").on(device.gpu_id()).at(argument.va_addr, size);
+        let act = FailedCall::named("ALLOC_MEMORY_OF_GPU").on(device.gpu_id()).at(argument.va_addr, size);
         call::alloc_memory(device.kfd().as_fd(), &mut argument).map_err(act.failed())?;
         let object = Object::new(device, argument.handle, argument.va_addr, size);
         let offset = match spec.kind {
@@ -123,7 +123,7 @@ impl Buffer {
     /// GET_DMABUF_INFO or IMPORT_DMABUF failed: EINVAL for what is no buffer of such a GPU.
     pub fn import(device: &Arc<Device>, dmabuf: BorrowedFd<'_>) -> Result<Self, Error> {
         let kfd = device.kfd().as_fd();
-        let act = Act::named("GET_DMABUF_INFO").on(device.gpu_id());
+        let act = FailedCall::named("GET_DMABUF_INFO").on(device.gpu_id());
         let size = call::dmabuf_info(kfd, dmabuf).map_err(act.failed())?.size;
         let place = reserve(device, size)?;
         let mut argument = kfd_ioctl_import_dmabuf_args {
@@ -132,7 +132,7 @@ impl Buffer {
             gpu_id: device.gpu_id(),
             dmabuf_fd: call::number(dmabuf),
         };
-        let act = Act::named("IMPORT_DMABUF").on(device.gpu_id()).at(argument.va_addr, size);
+        let act = FailedCall::named("IMPORT_DMABUF").on(device.gpu_id()).at(argument.va_addr, size);
         call::import_dmabuf(kfd, &mut argument).map_err(act.failed())?;
         let object = Object::new(device, argument.handle, argument.va_addr, size);
         Ok(Self { object, offset: 0, kind: Kind::Vram, place })
@@ -176,7 +176,7 @@ impl Buffer {
             Kind::Doorbell | Kind::MmioRemap => device.kfd().as_fd(),
             Kind::Vram | Kind::Gtt => device.render().as_fd(),
         };
-        let act = Act::named("mmap").on(device.gpu_id()).at(self.object.address, self.object.size);
+        let act = FailedCall::named("mmap").on(device.gpu_id()).at(self.object.address, self.object.size);
         self.place.replace(fd, self.offset, access).map_err(act.failed())
     }
 
@@ -187,7 +187,8 @@ impl Buffer {
     pub fn export(&self) -> Result<OwnedFd, Error> {
         let device = &self.object.device;
         let flags = (libc::O_RDWR | libc::O_CLOEXEC).cast_unsigned();
-        let act = Act::named("EXPORT_DMABUF").on(device.gpu_id()).at(self.object.address, self.object.size);
+        let act =
+            FailedCall::named("EXPORT_DMABUF").on(device.gpu_id()).at(self.object.address, self.object.size);
         call::export_dmabuf(device.kfd().as_fd(), self.object.handle, flags).map_err(act.failed())
     }
 
@@ -244,7 +245,8 @@ impl Userptr {
             gpu_id: device.gpu_id(),
             flags: KFD_IOC_ALLOC_MEM_FLAGS_WRITABLE | KFD_IOC_ALLOC_MEM_FLAGS_COHERENT,
         };
-        let act = Act::named("ALLOC_MEMORY_OF_GPU").on(device.gpu_id()).at(memory.address(), memory.len());
+        let act =
+            FailedCall::named("ALLOC_MEMORY_OF_GPU").on(device.gpu_id()).at(memory.address(), memory.len());
         call::alloc_userptr(device.kfd().as_fd(), &memory, &mut argument).map_err(act.failed())?;
         let mut object = Object::new(device, argument.handle, memory.address(), memory.len());
         object.map(&[device.gpu_id()])?;
@@ -302,8 +304,8 @@ impl Object {
         result.map_err(self.act("UNMAP_MEMORY_FROM_GPU").failed())
     }
 
-    fn act(&self, call: &'static str) -> Act {
-        Act::named(call).on(self.device.gpu_id()).at(self.address, self.size)
+    fn act(&self, call: &'static str) -> FailedCall {
+        FailedCall::named(call).on(self.device.gpu_id()).at(self.address, self.size)
     }
 }
 
@@ -319,5 +321,6 @@ impl Drop for Object {
 }
 
 fn reserve(device: &Device, size: u64) -> Result<Mapping, Error> {
-    Mapping::reserve(size).map_err(Act::named("mmap of addresses").on(device.gpu_id()).at(0, size).failed())
+    Mapping::reserve(size)
+        .map_err(FailedCall::named("mmap of addresses").on(device.gpu_id()).at(0, size).failed())
 }

@@ -10,7 +10,7 @@ use crate::abi::call::Argument as _;
 use crate::abi::{call, *};
 use crate::render::Render;
 use crate::topology::Node;
-use crate::{Act, Error};
+use crate::{Error, FailedCall};
 
 /// An open `/dev/kfd`: this process's compute state. All opens of one process share it.
 #[derive(Debug)]
@@ -37,7 +37,7 @@ impl Kfd {
     /// GET_VERSION failed.
     pub fn version(&self) -> Result<(u32, u32), Error> {
         let mut argument = kfd_ioctl_get_version_args::zeroed();
-        call::get_version(self.as_fd(), &mut argument).map_err(Act::named("GET_VERSION").failed())?;
+        call::get_version(self.as_fd(), &mut argument).map_err(FailedCall::named("GET_VERSION").failed())?;
         Ok((argument.major_version, argument.minor_version))
     }
 
@@ -46,7 +46,7 @@ impl Kfd {
     /// # Errors
     /// GET_PROCESS_APERTURES_NEW failed.
     pub fn apertures(&self) -> Result<Vec<kfd_process_device_apertures>, Error> {
-        call::apertures(self.as_fd()).map_err(Act::named("GET_PROCESS_APERTURES_NEW").failed())
+        call::apertures(self.as_fd()).map_err(FailedCall::named("GET_PROCESS_APERTURES_NEW").failed())
     }
 
     /// Whether GPU page faults are retried in this process.
@@ -55,7 +55,8 @@ impl Kfd {
     /// SET_XNACK_MODE failed; EPERM where the kernel has no SVM.
     pub fn xnack(&self) -> Result<bool, Error> {
         let mut argument = kfd_ioctl_set_xnack_mode_args { xnack_enabled: -1 };
-        call::set_xnack_mode(self.as_fd(), &mut argument).map_err(Act::named("SET_XNACK_MODE").failed())?;
+        call::set_xnack_mode(self.as_fd(), &mut argument)
+            .map_err(FailedCall::named("SET_XNACK_MODE").failed())?;
         Ok(argument.xnack_enabled == 1)
     }
 
@@ -65,7 +66,8 @@ impl Kfd {
     /// SET_XNACK_MODE failed: EPERM where a GPU cannot, EBUSY with queues.
     pub fn set_xnack(&self, on: bool) -> Result<(), Error> {
         let mut argument = kfd_ioctl_set_xnack_mode_args { xnack_enabled: i32::from(on) };
-        call::set_xnack_mode(self.as_fd(), &mut argument).map_err(Act::named("SET_XNACK_MODE").failed())
+        call::set_xnack_mode(self.as_fd(), &mut argument)
+            .map_err(FailedCall::named("SET_XNACK_MODE").failed())
     }
 
     /// A stream of a GPU's system management events: lines of text.
@@ -73,7 +75,7 @@ impl Kfd {
     /// # Errors
     /// SMI_EVENTS failed.
     pub fn smi_events(&self, gpu: u32) -> Result<OwnedFd, Error> {
-        call::smi_events(self.as_fd(), gpu).map_err(Act::named("SMI_EVENTS").on(gpu).failed())
+        call::smi_events(self.as_fd(), gpu).map_err(FailedCall::named("SMI_EVENTS").on(gpu).failed())
     }
 }
 
@@ -114,7 +116,7 @@ impl Device {
         let mut argument =
             kfd_ioctl_acquire_vm_args { drm_fd: call::number(render.as_fd()), gpu_id: node.gpu_id };
         call::acquire_vm(kfd.as_fd(), &mut argument)
-            .map_err(Act::named("ACQUIRE_VM").on(node.gpu_id).failed())?;
+            .map_err(FailedCall::named("ACQUIRE_VM").on(node.gpu_id).failed())?;
         Ok(Arc::new(Self { kfd: Arc::clone(kfd), render, node: node.clone() }))
     }
 
@@ -149,7 +151,7 @@ impl Device {
     pub fn available(&self) -> Result<u64, Error> {
         let mut argument =
             kfd_ioctl_get_available_memory_args { available: 0, gpu_id: self.gpu_id(), pad: 0 };
-        let act = Act::named("AVAILABLE_MEMORY").on(self.gpu_id());
+        let act = FailedCall::named("AVAILABLE_MEMORY").on(self.gpu_id());
         call::available_memory(self.kfd.as_fd(), &mut argument).map_err(act.failed())?;
         Ok(argument.available)
     }

@@ -20,7 +20,7 @@ pub enum Error {
     #[error("{what}: {source}")]
     Call {
         /// Which, and of what.
-        what: Box<Act>,
+        what: Box<FailedCall>,
         /// The kernel's answer.
         r#source: io::Error,
     },
@@ -65,14 +65,14 @@ impl Error {
 
 /// A call, for messages.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Act {
+pub struct FailedCall {
     call: &'static str,
     gpu: Option<u32>,
     address: Option<u64>,
     size: Option<u64>,
 }
 
-impl Act {
+impl FailedCall {
     /// The call's name in the kernel's header.
     #[must_use]
     pub fn named(call: &'static str) -> Self {
@@ -100,7 +100,7 @@ impl Act {
     }
 }
 
-impl fmt::Display for Act {
+impl fmt::Display for FailedCall {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.call)?;
         if let Some(gpu) = self.gpu {
@@ -119,7 +119,7 @@ mod tests {
 
     #[test]
     fn an_error_names_the_call_the_gpu_and_the_place() {
-        let act = Act::named("MAP_MEMORY_TO_GPU").on(0x1234).at(0x7000_0000, 0x1000);
+        let act = FailedCall::named("MAP_MEMORY_TO_GPU").on(0x1234).at(0x7000_0000, 0x1000);
         let error = act.failed()(io::Error::from_raw_os_error(libc::EFAULT));
         assert_eq!(error.errno(), Some(libc::EFAULT));
         let text = error.to_string();

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use crate::abi::call::Argument as _;
 use crate::abi::{call, *};
 use crate::buffer::{Buffer, Spec};
-use crate::{Act, Device, Error};
+use crate::{Device, Error, FailedCall};
 
 /// Events of this process, with the page of slots that GPUs write to.
 #[derive(Debug)]
@@ -78,7 +78,7 @@ impl Events {
         // The first event names the page, and no other may.
         let mut named = self.named.lock().unwrap_or_else(PoisonError::into_inner);
         argument.event_page_offset = if *named { 0 } else { self.page.handle() };
-        let act = Act::named("CREATE_EVENT").on(self.device.gpu_id());
+        let act = FailedCall::named("CREATE_EVENT").on(self.device.gpu_id());
         call::create_event(self.device.kfd().as_fd(), &mut argument).map_err(act.failed())?;
         *named = true;
         Ok(Event { events: Arc::clone(self), id: argument.event_id, slot: argument.event_slot_index })
@@ -93,7 +93,7 @@ impl Events {
             .iter()
             .map(|event| kfd_event_data { event_id: event.id, ..kfd_event_data::zeroed() })
             .collect();
-        let act = Act::named("WAIT_EVENTS").on(self.device.gpu_id());
+        let act = FailedCall::named("WAIT_EVENTS").on(self.device.gpu_id());
         let result = call::wait_events(self.device.kfd().as_fd(), &mut list, false, milliseconds)
             .map_err(act.failed())?;
         if result == KFD_IOC_WAIT_RESULT_TIMEOUT {
@@ -123,7 +123,7 @@ impl Event {
     /// SET_EVENT failed.
     pub fn set(&self) -> Result<(), Error> {
         let mut argument = kfd_ioctl_set_event_args { event_id: self.id, pad: 0 };
-        let act = Act::named("SET_EVENT").on(self.events.device.gpu_id());
+        let act = FailedCall::named("SET_EVENT").on(self.events.device.gpu_id());
         call::set_event(self.events.device.kfd().as_fd(), &mut argument).map_err(act.failed())
     }
 
@@ -133,7 +133,7 @@ impl Event {
     /// RESET_EVENT failed.
     pub fn reset(&self) -> Result<(), Error> {
         let mut argument = kfd_ioctl_reset_event_args { event_id: self.id, pad: 0 };
-        let act = Act::named("RESET_EVENT").on(self.events.device.gpu_id());
+        let act = FailedCall::named("RESET_EVENT").on(self.events.device.gpu_id());
         call::reset_event(self.events.device.kfd().as_fd(), &mut argument).map_err(act.failed())
     }
 }

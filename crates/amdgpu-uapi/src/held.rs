@@ -5,7 +5,7 @@
 use std::fs;
 use std::os::unix::fs::MetadataExt as _;
 
-pub use rewake_ioctl_filter::{Hold, Kinds, Marks};
+pub use rewake_ioctl_filter::{Attached, BlockList, CallClass};
 
 pub use crate::abi::kept::{ACCESS, CREATE_PROCESS, CREATE_QUEUE, CROSS_COPY, EXPORT, MAP, UPDATE_QUEUE};
 use crate::abi::{kept, registering};
@@ -28,14 +28,14 @@ pub enum NotHeld {
     Kernel(#[from] rewake_ioctl_filter::Error),
 }
 
-/// Has calls that register memory wait, on all of this machine's GPUs, from now on and as long as the [`Hold`] is open. So long other calls
-/// are kept away as [`Marks`] say: a mark is of a process by its `/dev/kfd`, and its part a GPU by the id that the process calls it by, or 0 for what is of all;
+/// Has calls that register memory wait, on all of this machine's GPUs, from now on and as long as the [`Attached`] is open. So long other calls
+/// are kept away as [`BlockList`] say: a mark is of a process by its `/dev/kfd`, and its part a GPU by the id that the process calls it by, or 0 for what is of all;
 /// a mark of [`ACCESS`] is of an open file of a render node, and what it mapped.
 /// Whoever marks a GPU keeps [`CREATE_PROCESS`] away with part 0.
 ///
 /// # Errors
-/// The driver is not there, or the kernel cannot hold calls: see [`Hold`].
-pub fn attach() -> Result<(Hold, Marks), NotHeld> {
+/// The driver is not there, or the kernel cannot hold calls: see [`Attached`].
+pub fn attach() -> Result<(Attached, BlockList), NotHeld> {
     let mut render = Vec::new();
     for gpu in Topology::read()?.gpus() {
         // By number: not every node is to be seen in each container.

@@ -37,6 +37,6 @@ mod queue;
 
 pub use buffer::{Buffer, Kind, Spec, Userptr};
 pub use device::{Device, Kfd};
-pub use error::{Act, Error};
+pub use error::{Error, FailedCall};
 pub use event::{Event, Events, Outcome};
 pub use queue::{ComputeQueue, QueueSpec, SdmaQueue, doorbells};

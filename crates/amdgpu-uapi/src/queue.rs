@@ -11,7 +11,7 @@ use crate::abi::memory::{Mapping, PAGE};
 use crate::abi::{call, *};
 use crate::buffer::{Buffer, Kind, Spec, Userptr};
 use crate::packet::Aql;
-use crate::{Act, Device, Error, svm};
+use crate::{Device, Error, FailedCall, svm};
 
 /// Bytes of the doorbells of one process on one GPU: 1024 queues of 8 bytes.
 const DOORBELLS: u64 = 8192;
@@ -76,7 +76,7 @@ enum SavedWork {
 
 impl SavedWork {
     fn new(device: &Arc<Device>, bytes: u64) -> Result<Self, Error> {
-        let act = Act::named("mmap of a save area").on(device.gpu_id()).at(0, bytes);
+        let act = FailedCall::named("mmap of a save area").on(device.gpu_id()).at(0, bytes);
         let memory = Mapping::anonymous(bytes).map_err(act.failed())?;
         if device.node().has_svm() {
             svm::map_always(device, &memory)?;
@@ -123,7 +123,7 @@ impl Common {
         argument.gpu_id = device.gpu_id();
         argument.queue_percentage = spec.percentage;
         argument.queue_priority = spec.priority;
-        let act = Act::named("CREATE_QUEUE").on(device.gpu_id()).at(ring.address(), spec.ring);
+        let act = FailedCall::named("CREATE_QUEUE").on(device.gpu_id()).at(ring.address(), spec.ring);
         call::create_queue(device.kfd().as_fd(), &mut argument).map_err(act.failed())?;
         Ok(Self {
             device: Arc::clone(device),
@@ -166,7 +166,7 @@ impl Common {
             queue_percentage: percentage,
             queue_priority: priority,
         };
-        let act = Act::named("UPDATE_QUEUE").on(self.device.gpu_id()).at(ring, self.ring.size());
+        let act = FailedCall::named("UPDATE_QUEUE").on(self.device.gpu_id()).at(ring, self.ring.size());
         call::update_queue(self.device.kfd().as_fd(), &mut argument).map_err(act.failed())
     }
 }

@@ -21,7 +21,7 @@ use crate::abi::{
     drm_amdgpu_gem_vm_entry, drm_amdgpu_info_device, drm_amdgpu_info_hw_ip, drm_amdgpu_memory_info,
     drm_amdgpu_wait_cs_in,
 };
-use crate::{Act, Error};
+use crate::{Error, FailedCall};
 
 /// The bit of a GPU's address that the ones above it repeat (`AMDGPU_GMC_HOLE_START`).
 const SIGN: u64 = 1 << 47;
@@ -83,7 +83,7 @@ impl Render {
     /// # Errors
     /// INFO failed.
     pub fn device_info(&self) -> Result<drm_amdgpu_info_device, Error> {
-        let act = Act::named("AMDGPU_INFO DEV_INFO");
+        let act = FailedCall::named("AMDGPU_INFO DEV_INFO");
         gem::info(self.as_fd(), AMDGPU_INFO_DEV_INFO, 0).map_err(act.failed())
     }
 
@@ -92,7 +92,7 @@ impl Render {
     /// # Errors
     /// INFO failed.
     pub fn engine_info(&self, engine: u32) -> Result<drm_amdgpu_info_hw_ip, Error> {
-        let act = Act::named("AMDGPU_INFO HW_IP_INFO");
+        let act = FailedCall::named("AMDGPU_INFO HW_IP_INFO");
         gem::info(self.as_fd(), AMDGPU_INFO_HW_IP_INFO, engine).map_err(act.failed())
     }
 
@@ -101,7 +101,7 @@ impl Render {
     /// # Errors
     /// INFO failed.
     pub fn memory_info(&self) -> Result<drm_amdgpu_memory_info, Error> {
-        let act = Act::named("AMDGPU_INFO MEMORY");
+        let act = FailedCall::named("AMDGPU_INFO MEMORY");
         gem::info(self.as_fd(), AMDGPU_INFO_MEMORY, 0).map_err(act.failed())
     }
 
@@ -110,7 +110,7 @@ impl Render {
     /// # Errors
     /// CTX failed.
     pub fn context(&self) -> Result<u32, Error> {
-        gem::ctx_alloc(self.as_fd()).map_err(Act::named("AMDGPU_CTX ALLOC").failed())
+        gem::ctx_alloc(self.as_fd()).map_err(FailedCall::named("AMDGPU_CTX ALLOC").failed())
     }
 
     /// Ends a submission context.
@@ -121,7 +121,7 @@ impl Render {
         let mut argument = drm_amdgpu_ctx::zeroed();
         argument.in_.op = AMDGPU_CTX_OP_FREE_CTX;
         argument.in_.ctx_id = context;
-        gem::ctx(self.as_fd(), &mut argument).map_err(Act::named("AMDGPU_CTX FREE").failed())
+        gem::ctx(self.as_fd(), &mut argument).map_err(FailedCall::named("AMDGPU_CTX FREE").failed())
     }
 
     /// What has happened to a context since it was made: `AMDGPU_CTX_QUERY2_FLAGS_*`.
@@ -129,7 +129,7 @@ impl Render {
     /// # Errors
     /// CTX failed.
     pub fn context_state(&self, context: u32) -> Result<u64, Error> {
-        gem::ctx_state(self.as_fd(), context).map_err(Act::named("AMDGPU_CTX QUERY_STATE2").failed())
+        gem::ctx_state(self.as_fd(), context).map_err(FailedCall::named("AMDGPU_CTX QUERY_STATE2").failed())
     }
 
     /// A GEM buffer of `AMDGPU_GEM_DOMAIN_*`; gives its handle.
@@ -137,7 +137,7 @@ impl Render {
     /// # Errors
     /// GEM_CREATE failed.
     pub fn create(&self, size: u64, domain: u32, flags: u64) -> Result<u32, Error> {
-        let act = Act::named("AMDGPU_GEM_CREATE").at(0, size);
+        let act = FailedCall::named("AMDGPU_GEM_CREATE").at(0, size);
         gem::gem_alloc(self.as_fd(), size, u64::from(domain), flags).map_err(act.failed())
     }
 
@@ -147,7 +147,7 @@ impl Render {
     /// GEM_USERPTR failed.
     pub fn userptr(&self, memory: &Mapping) -> Result<u32, Error> {
         let flags = AMDGPU_GEM_USERPTR_ANONONLY | AMDGPU_GEM_USERPTR_REGISTER | AMDGPU_GEM_USERPTR_VALIDATE;
-        let act = Act::named("AMDGPU_GEM_USERPTR").at(memory.address(), memory.len());
+        let act = FailedCall::named("AMDGPU_GEM_USERPTR").at(memory.address(), memory.len());
         gem::gem_userptr(self.as_fd(), memory, flags).map_err(act.failed())
     }
 
@@ -156,7 +156,7 @@ impl Render {
     /// # Errors
     /// GEM_CREATE failed.
     pub fn create_as(&self, wanted: drm_amdgpu_gem_create_in) -> Result<u32, Error> {
-        let act = Act::named("AMDGPU_GEM_CREATE").at(0, wanted.bo_size);
+        let act = FailedCall::named("AMDGPU_GEM_CREATE").at(0, wanted.bo_size);
         gem::gem_create(self.as_fd(), wanted).map_err(act.failed())
     }
 
@@ -165,7 +165,7 @@ impl Render {
     /// # Errors
     /// GEM_OP failed.
     pub fn created_as(&self, handle: u32) -> Result<Option<drm_amdgpu_gem_create_in>, Error> {
-        let act = Act::named("AMDGPU_GEM_OP GET_GEM_CREATE_INFO");
+        let act = FailedCall::named("AMDGPU_GEM_OP GET_GEM_CREATE_INFO");
         unless(gem::gem_create_info(self.as_fd(), handle), libc::ENOENT).map_err(act.failed())
     }
 
@@ -174,7 +174,7 @@ impl Render {
     /// # Errors
     /// GEM_LIST_HANDLES failed.
     pub fn handles(&self) -> Result<Option<Vec<drm_amdgpu_gem_list_handles_entry>>, Error> {
-        let act = Act::named("AMDGPU_GEM_LIST_HANDLES");
+        let act = FailedCall::named("AMDGPU_GEM_LIST_HANDLES");
         unless(gem::gem_list(self.as_fd()), libc::EINVAL).map_err(act.failed())
     }
 
@@ -183,7 +183,7 @@ impl Render {
     /// # Errors
     /// GEM_OP failed.
     pub fn mappings(&self, handle: u32) -> Result<Vec<drm_amdgpu_gem_vm_entry>, Error> {
-        let act = Act::named("AMDGPU_GEM_OP GET_MAPPING_INFO");
+        let act = FailedCall::named("AMDGPU_GEM_OP GET_MAPPING_INFO");
         gem::gem_mappings(self.as_fd(), handle).map_err(act.failed())
     }
 
@@ -193,7 +193,7 @@ impl Render {
     /// GEM_MMAP failed.
     pub fn offset(&self, handle: u32) -> Result<Option<u64>, Error> {
         unless(gem::gem_offset(self.as_fd(), handle), libc::EPERM)
-            .map_err(Act::named("AMDGPU_GEM_MMAP").failed())
+            .map_err(FailedCall::named("AMDGPU_GEM_MMAP").failed())
     }
 
     /// Whether the driver lets this file map the buffer at an offset. Only files that have the buffer may: by a handle, or
@@ -207,7 +207,7 @@ impl Render {
             // Allowed, if the CPU had access to it.
             Err(error) if error.raw_os_error() == Some(libc::EPERM) => Ok(true),
             Err(error) if error.raw_os_error() == Some(libc::EACCES) => Ok(false),
-            Err(error) => Err(Act::named("mmap of a GEM buffer").at(offset, PAGE).failed()(error)),
+            Err(error) => Err(FailedCall::named("mmap of a GEM buffer").at(offset, PAGE).failed()(error)),
         }
     }
 
@@ -216,7 +216,7 @@ impl Render {
     /// # Errors
     /// PRIME_HANDLE_TO_FD failed.
     pub fn export(&self, handle: u32) -> Result<Option<OwnedFd>, Error> {
-        let act = Act::named("PRIME_HANDLE_TO_FD");
+        let act = FailedCall::named("PRIME_HANDLE_TO_FD");
         let flags = (libc::O_CLOEXEC | libc::O_RDWR).cast_unsigned();
         let dmabuf = name(handle).and_then(|name| self.buffer_to_prime_fd(name, flags));
         unless(dmabuf, libc::EPERM).map_err(act.failed())
@@ -227,7 +227,8 @@ impl Render {
     /// # Errors
     /// PRIME_FD_TO_HANDLE failed.
     pub fn import(&self, dmabuf: BorrowedFd<'_>) -> Result<u32, Error> {
-        let handle = self.prime_fd_to_buffer(dmabuf).map_err(Act::named("PRIME_FD_TO_HANDLE").failed())?;
+        let handle =
+            self.prime_fd_to_buffer(dmabuf).map_err(FailedCall::named("PRIME_FD_TO_HANDLE").failed())?;
         Ok(handle.into())
     }
 
@@ -236,7 +237,7 @@ impl Render {
     /// # Errors
     /// GEM_CLOSE failed.
     pub fn close(&self, handle: u32) -> Result<(), Error> {
-        name(handle).and_then(|name| self.close_buffer(name)).map_err(Act::named("GEM_CLOSE").failed())
+        name(handle).and_then(|name| self.close_buffer(name)).map_err(FailedCall::named("GEM_CLOSE").failed())
     }
 
     /// Whether there is a submission context of that number. Nothing changes.
@@ -245,7 +246,7 @@ impl Render {
     /// CTX failed.
     pub fn has_context(&self, context: u32) -> Result<bool, Error> {
         let state = unless(gem::ctx_state(self.as_fd(), context), libc::EINVAL);
-        Ok(state.map_err(Act::named("AMDGPU_CTX QUERY_STATE2").failed())?.is_some())
+        Ok(state.map_err(FailedCall::named("AMDGPU_CTX QUERY_STATE2").failed())?.is_some())
     }
 
     /// The CPU's view of a GEM buffer.
@@ -254,9 +255,9 @@ impl Render {
     /// GEM_MMAP or `mmap` failed.
     pub fn map(&self, handle: u32, size: u64) -> Result<Mapping, Error> {
         let offset = gem::gem_offset(self.as_fd(), handle);
-        let offset = offset.map_err(Act::named("AMDGPU_GEM_MMAP").failed())?;
+        let offset = offset.map_err(FailedCall::named("AMDGPU_GEM_MMAP").failed())?;
         Mapping::shared(self.as_fd(), offset, size)
-            .map_err(Act::named("mmap of a GEM buffer").at(offset, size).failed())
+            .map_err(FailedCall::named("mmap of a GEM buffer").at(offset, size).failed())
     }
 
     /// Maps a GEM buffer at a GPU address for reading, writing and running.
@@ -282,7 +283,7 @@ impl Render {
     /// # Errors
     /// GEM_VA failed.
     pub fn map_again(&self, handle: u32, mapping: &drm_amdgpu_gem_vm_entry) -> Result<(), Error> {
-        let act = Act::named("AMDGPU_GEM_VA").at(mapping.addr, mapping.size);
+        let act = FailedCall::named("AMDGPU_GEM_VA").at(mapping.addr, mapping.size);
         let flags = u32::try_from(mapping.flags);
         let flags = flags.map_err(|_| io::Error::from_raw_os_error(libc::EINVAL));
         let flags = flags.map_err(act.clone().failed())?;
@@ -314,7 +315,7 @@ impl Render {
             map_size: size,
             ..drm_amdgpu_gem_va::zeroed()
         };
-        let act = Act::named("AMDGPU_GEM_VA").at(address, size);
+        let act = FailedCall::named("AMDGPU_GEM_VA").at(address, size);
         gem::gem_va(self.as_fd(), &mut argument).map_err(act.failed())
     }
 
@@ -355,7 +356,7 @@ impl Render {
             ring,
             ..drm_amdgpu_cs_chunk_ib::zeroed()
         };
-        let act = Act::named("AMDGPU_CS").at(commands.va_start, u64::from(bytes));
+        let act = FailedCall::named("AMDGPU_CS").at(commands.va_start, u64::from(bytes));
         let mut chunks = [Chunk::Commands(&commands); gem::CHUNKS];
         let chunks = if let Some(rest) = chunks.get_mut(1..=more.len()) {
             rest.copy_from_slice(more);
@@ -380,7 +381,7 @@ impl Render {
             ring: submission.ring,
             ctx_id: submission.context,
         };
-        gem::wait_submission(self.as_fd(), wanted).map_err(Act::named("AMDGPU_WAIT_CS").failed())
+        gem::wait_submission(self.as_fd(), wanted).map_err(FailedCall::named("AMDGPU_WAIT_CS").failed())
     }
 }
 

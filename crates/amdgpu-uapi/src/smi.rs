@@ -6,7 +6,7 @@ use std::io::{ErrorKind, Read as _, Write as _};
 use std::os::fd::{AsFd, BorrowedFd};
 
 use crate::abi::{KFD_SMI_EVENT_ALL_PROCESS, KFD_SMI_EVENT_QUEUE_EVICTION, KFD_SMI_EVENT_QUEUE_RESTORE};
-use crate::{Act, Error, Kfd};
+use crate::{Error, FailedCall, Kfd};
 
 /// What is read at once: all that the driver keeps for a reader, or more (`MAX_KFIFO_SIZE`).
 const FIFO: usize = 8192;
@@ -19,19 +19,19 @@ pub struct QueueEvent {
     /// The GPU's id in the topology.
     pub gpu: u32,
     /// Which.
-    pub what: What,
+    pub what: SmiEvent,
 }
 
 /// What happens to queues.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum What {
+pub enum SmiEvent {
     /// QUEUE_EVICTION: counted out.
-    Out,
+    QueueEviction,
     /// QUEUE_RESTORE: counted in.
-    In,
+    QueueRestore,
     /// QUEUE_RESTORE, rescheduled: they were to be counted in, and memory that GPUs reach could not be had or has changed; it is
     /// tried again.
-    PutOff,
+    RestoreRescheduled,
 }
 
 /// The events of one GPU's queues, of all processes.
@@ -53,7 +53,9 @@ impl Stream {
         let chosen = bit(KFD_SMI_EVENT_ALL_PROCESS)
             | bit(KFD_SMI_EVENT_QUEUE_EVICTION)
             | bit(KFD_SMI_EVENT_QUEUE_RESTORE);
-        events.write_all(&chosen.to_ne_bytes()).map_err(Act::named("choose SMI events").on(gpu).failed())?;
+        events
+            .write_all(&chosen.to_ne_bytes())
+            .map_err(FailedCall::named("choose SMI events").on(gpu).failed())?;
         Ok(Self { events, begun: Vec::new() })
     }
 
@@ -106,9 +108,9 @@ fn parse(line: &[u8]) -> Option<QueueEvent> {
     let pid = words.nth(1)?.strip_prefix('-')?.parse().ok()?;
     let gpu = u32::from_str_radix(words.next()?, 16).ok()?;
     let what = match (event, words.next()) {
-        (KFD_SMI_EVENT_QUEUE_EVICTION, _) => What::Out,
-        (KFD_SMI_EVENT_QUEUE_RESTORE, Some("R")) => What::PutOff,
-        (KFD_SMI_EVENT_QUEUE_RESTORE, _) => What::In,
+        (KFD_SMI_EVENT_QUEUE_EVICTION, _) => SmiEvent::QueueEviction,
+        (KFD_SMI_EVENT_QUEUE_RESTORE, Some("R")) => SmiEvent::RestoreRescheduled,
+        (KFD_SMI_EVENT_QUEUE_RESTORE, _) => SmiEvent::QueueRestore,
         _ => return None,
     };
     Some(QueueEvent { pid, gpu, what })
@@ -125,27 +127,28 @@ mod tests {
         pieces.iter().flat_map(|piece| take(&mut begun, piece)).collect()
     }
 
-    fn event(pid: u32, gpu: u32, what: What) -> QueueEvent {
+    fn event(pid: u32, gpu: u32, what: SmiEvent) -> QueueEvent {
         QueueEvent { pid, gpu, what }
     }
 
     #[test]
     fn queues_are_counted_out_and_in_and_put_off() {
         let said = b"9 5012345 -812 1a2b 5\na 5012399 -812 1a2b R\na 5012400 -812 1a2b 0\n";
-        let events = [What::Out, What::PutOff, What::In].map(|what| event(812, 0x1a2b, what));
+        let events = [SmiEvent::QueueEviction, SmiEvent::RestoreRescheduled, SmiEvent::QueueRestore]
+            .map(|what| event(812, 0x1a2b, what));
         assert_eq!(all(&[said]), events);
     }
 
     #[test]
     fn older_kernels_leave_the_letter_out_or_make_it_a_nul() {
-        let in_ = event(7, 0xff, What::In);
+        let in_ = event(7, 0xff, SmiEvent::QueueRestore);
         assert_eq!(all(&[b"a 1 -7 ff\n"]), [in_]);
         assert_eq!(all(&[b"a 1 -7 ff \0\na 2 -7 ff \0\n"]), [in_, in_]);
     }
 
     #[test]
     fn a_line_may_come_in_pieces() {
-        assert_eq!(all(&[b"9 1 -3", b"1 e", b" 5\n9"]), [event(31, 0xe, What::Out)]);
+        assert_eq!(all(&[b"9 1 -3", b"1 e", b" 5\n9"]), [event(31, 0xe, SmiEvent::QueueEviction)]);
     }
 
     #[test]

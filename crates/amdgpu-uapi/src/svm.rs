@@ -5,7 +5,7 @@ use std::os::fd::AsFd as _;
 
 use crate::abi::memory::Mapping;
 use crate::abi::{call, *};
-use crate::{Act, Device, Error, Kfd};
+use crate::{Device, Error, FailedCall, Kfd};
 
 /// One attribute: `KFD_IOCTL_SVM_ATTR_*` and its value.
 pub type Attribute = (kfd_ioctl_svm_attr_type, u32);
@@ -17,7 +17,7 @@ pub type Attribute = (kfd_ioctl_svm_attr_type, u32);
 pub fn set(kfd: &Kfd, start: u64, size: u64, attributes: &[Attribute]) -> Result<(), Error> {
     let mut list = list(attributes);
     call::svm(kfd.as_fd(), start, size, KFD_IOCTL_SVM_OP_SET_ATTR, &mut list)
-        .map_err(Act::named("SVM SET_ATTR").at(start, size).failed())
+        .map_err(FailedCall::named("SVM SET_ATTR").at(start, size).failed())
 }
 
 /// Asks for attributes of a range.
@@ -32,7 +32,7 @@ pub fn get(
 ) -> Result<Vec<Attribute>, Error> {
     let mut list = list(&wanted.iter().map(|kind| (*kind, 0)).collect::<Vec<_>>());
     call::svm(kfd.as_fd(), start, size, KFD_IOCTL_SVM_OP_GET_ATTR, &mut list)
-        .map_err(Act::named("SVM GET_ATTR").at(start, size).failed())?;
+        .map_err(FailedCall::named("SVM GET_ATTR").at(start, size).failed())?;
     Ok(list.iter().map(|attribute| (attribute.type_, attribute.value)).collect())
 }
 

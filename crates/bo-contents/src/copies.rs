@@ -7,10 +7,10 @@ use std::time::Instant;
 
 use rewake_amdgpu_uapi::abi::memory::Mapping;
 use rewake_amdgpu_uapi::render::Render;
-use rewake_sdma_copy::{Bo, CopyEngine, MemoryDevice, Shape, Slot, Staging, Ticket, Transfer, Way};
+use rewake_sdma_copy::{Bo, CopyEngine, CopyPath, MemoryDevice, Shape, Slot, Staging, Ticket, Transfer};
 
+use crate::chunk_schedule::Chunk;
 use crate::error::Error;
-use crate::order::Chunk;
 
 /// Copies from staging memory that are submitted ahead, for each ring: one is copied, and the next one is there when it ends.
 /// More would only make demands wait.
@@ -80,7 +80,7 @@ impl Copies {
 
     /// Whether the CPU copies for it.
     pub(crate) fn is_by_cpu(&self, engine: usize) -> bool {
-        matches!(self.engines[engine].way(), Way::Cpu { .. })
+        matches!(self.engines[engine].way(), CopyPath::Cpu { .. })
     }
 
     /// Its name for a buffer.
@@ -165,8 +165,8 @@ impl Copies {
     /// How many copies from slots it may be given before one of them has ended.
     fn to_come(&self, engine: usize) -> usize {
         let rings = match self.engines[engine].way() {
-            Way::Rings { rings, .. } => *rings,
-            Way::Cpu { .. } => 1,
+            CopyPath::Rings { rings, .. } => *rings,
+            CopyPath::Cpu { .. } => 1,
         };
         (AHEAD * rings).saturating_sub(self.slots(engine))
     }

@@ -5,8 +5,8 @@ use std::io;
 
 use nix::errno::Errno;
 
-use crate::flow::PATIENCE;
 use crate::folder::FileError;
+use crate::pipeline::PATIENCE;
 
 /// Contents could not be moved.
 #[derive(Debug, thiserror::Error)]
@@ -38,7 +38,7 @@ pub enum Error {
     /// A fault of ours.
     #[error("copying panicked: a fault of rewake")]
     Panicked,
-    /// [`Desk::give_up`](crate::Desk::give_up).
+    /// [`LoadHandle::give_up`](crate::Desk::give_up).
     #[error("given up: nobody waits for it any more")]
     GivenUp,
 }

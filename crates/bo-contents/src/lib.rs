@@ -7,51 +7,51 @@
 //! looks after all of it, and no process has more memory for it than the staging memory.
 //!
 //! * [`PagesFile`]: what is where in a file. `flow`: what is under way, `copies` what engines work on. [`save`], [`load`]: the two directions.
-//! * [`Alike`]: which buffers have the same bytes. `twins`: they are read once.
-//! * [`Loading`]: a load that other threads can ask for a buffer first, and how far it is, at its [`Desk`]. `order`: which
+//! * [`Candidates`]: which buffers have the same bytes. `twins`: they are read once.
+//! * [`BackgroundLoad`]: a load that other threads can ask for a buffer first, and how far it is, at its [`LoadHandle`]. `order`: which
 //!   chunk comes next.
 //! * [`folder`]: files of an image directory.
 //!
 //! What the page cache has is read from it, by threads of the kernel's, and by one copy where the CPU copies anyway (`straight`);
-//! the rest past it, by io_uring. [`Loading::into_memory`] needs no GPU: tests, and `cargo xtask bench engine`, load into memory.
+//! the rest past it, by io_uring. [`BackgroundLoad::into_memory`] needs no GPU: tests, and `cargo xtask bench engine`, load into memory.
 
+mod background_load;
+mod chunk_schedule;
 mod copies;
-mod desk;
+mod dedup;
+mod duplicate_finder;
 mod error;
-mod flow;
 pub mod folder;
+mod handle;
+mod io_memory;
+mod layout;
 mod load;
-mod loading;
-mod order;
 mod pages;
-mod parts;
+mod pipeline;
 mod report;
-mod same;
 mod save;
-mod share;
+mod slot_quota;
 mod straight;
 mod transfers;
-mod twins;
-mod window;
 
 use std::sync::Arc;
 use std::time::Instant;
 
 use nix::sys::signal::{SigSet, SigmaskHow};
 
-pub use desk::{Desk, Progress};
+pub use background_load::BackgroundLoad;
+pub use duplicate_finder::{Candidates, DuplicateSets, TWINS};
 pub use error::{Error, Stuck};
-pub use flow::Process;
-pub use load::Whole;
-pub use loading::Loading;
+pub use handle::{LoadHandle, Progress};
+pub use load::LoadEvent;
 pub use pages::PagesFile;
+pub use pipeline::Process;
 pub use report::{Moved, Report};
-use rewake_image_io::pace::Pace;
+use rewake_image_io::io_budget::IoBudget;
 pub use rewake_sdma_copy::MemoryDevice;
-pub use same::{Alike, Same, TWINS};
 
 use copies::Sink;
-use flow::Flow;
+use pipeline::Pipeline;
 
 /// Writes the memory of buffers. Those that have bytes must all have a dma-buf.
 ///
@@ -69,7 +69,7 @@ pub fn save(processes: &[Process<'_>]) -> Result<Option<Report>, Error> {
 pub fn load(processes: &[Process<'_>]) -> Result<Option<Report>, Error> {
     let any = |process: &&Process<'_>| process.dmabufs.iter().any(Option::is_some);
     let here: Vec<Process<'_>> = processes.iter().filter(any).copied().collect();
-    let desk = Desk::new(&here)?;
+    let desk = LoadHandle::new(&here)?;
     run("loaded", &here, Sink::Gpus, None, |flow| load::run(flow, &desk, &mut |_| ()))
 }
 
@@ -78,8 +78,8 @@ fn run(
     done: &'static str,
     processes: &[Process<'_>],
     sink: Sink<'_>,
-    pace: Option<Arc<Pace>>,
-    act: impl FnOnce(&mut Flow<'_>) -> Result<Moved, Error> + Send,
+    pace: Option<Arc<IoBudget>>,
+    act: impl FnOnce(&mut Pipeline<'_>) -> Result<Moved, Error> + Send,
 ) -> Result<Option<Report>, Error> {
     if processes.iter().flat_map(|process| process.files).all(|file| file.chunks() == 0) {
         return Ok(None);
@@ -88,10 +88,10 @@ fn run(
     processes.iter().flat_map(|process| process.files).for_each(|file| file.file.join());
     let from_afar =
         processes.iter().flat_map(|process| process.files).any(|file| file.file.is_of_another_host());
-    pace.iter().filter(|_| from_afar).for_each(|pace| pace.come_from_afar());
+    pace.iter().filter(|_| from_afar).for_each(|pace| pace.set_remote_fs());
     let start = Instant::now();
-    let (ways, moved) = beside(|| {
-        let mut flow = Flow::new(processes, sink, pace)?;
+    let (ways, moved) = on_quiet_thread(|| {
+        let mut flow = Pipeline::new(processes, sink, pace)?;
         let ways = flow.notes();
         Ok((ways, act(&mut flow)?))
     })?;
@@ -103,7 +103,7 @@ fn run(
 /// An io_uring goes on in the kernel after it was closed, and interrupts the thread that had it (`io_ring_exit_work`).
 /// A driver's call that is made meanwhile gets EINTR: RESUME does, where it registers notifiers (`mm_take_all_locks`), and
 /// must not be made again.
-fn beside<T: Send>(act: impl FnOnce() -> Result<T, Error> + Send) -> Result<T, Error> {
+fn on_quiet_thread<T: Send>(act: impl FnOnce() -> Result<T, Error> + Send) -> Result<T, Error> {
     let before = SigSet::all().thread_swap_mask(SigmaskHow::SIG_SETMASK)?;
     let done = std::thread::scope(|scope| {
         let thread = std::thread::Builder::new().name("contents".to_owned());

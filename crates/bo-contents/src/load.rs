@@ -7,14 +7,14 @@ use std::sync::Arc;
 use rewake_image_io::files::{Direction, Request};
 use rewake_sdma_copy::{Place, Slot, Transfer};
 
-use crate::desk::Desk;
+use crate::chunk_schedule::Chunk;
 use crate::error::Error;
-use crate::flow::{Done, Flow};
 use crate::folder::FileError;
-use crate::order::Chunk;
+use crate::handle::LoadHandle;
 use crate::pages::{PagesFile, Piece};
+use crate::pipeline::{Done, Pipeline};
 use crate::report::Moved;
-use crate::share::{self, Taken, Waits};
+use crate::slot_quota::{self, Backpressure, SlotUse};
 
 /// Bytes of a page: what direct reads are multiples of.
 const PAGE: u64 = 4096;
@@ -25,14 +25,14 @@ const WORD: u64 = 4;
 
 /// Bytes of a file that are not a hole, whole pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Run {
+struct DataRange {
     start: u64,
     end: u64,
 }
 
 /// What has all its bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Whole {
+pub enum LoadEvent {
     /// A buffer.
     Buffer {
         /// The process's place among the load's.
@@ -49,9 +49,9 @@ pub enum Whole {
 
 /// A chunk in a slot.
 #[derive(Debug, Clone)]
-struct Held {
+struct SlotRead {
     chunk: Chunk,
-    runs: Vec<Run>,
+    runs: Vec<DataRange>,
     /// Runs of which all reads were begun, and where those of the next one go on.
     begun: usize,
     from: u64,
@@ -62,7 +62,7 @@ struct Held {
 /// What a load has under way in slots.
 #[derive(Debug)]
 struct Slots {
-    held: Vec<Option<Held>>,
+    held: Vec<Option<SlotRead>>,
     /// Those of which not all reads could be begun.
     partly: Vec<Slot>,
     /// Those that were read.
@@ -75,20 +75,24 @@ struct Slots {
 
 impl Slots {
     /// What a chunk has to wait for, if others need slots, too.
-    fn waits(&self, flow: &Flow<'_>, chunk: Chunk) -> Option<Waits> {
-        let share = flow.share().filter(|_| !flow.is_demanded(chunk))?;
+    fn backpressure(&self, flow: &Pipeline<'_>, chunk: Chunk) -> Option<Backpressure> {
+        let share = flow.quota().filter(|_| !flow.is_demanded(chunk))?;
         let of_it = self.held.iter().flatten().filter(|held| flow.gpu(held.chunk) == flow.gpu(chunk));
-        let was_read = |held: &&Held| held.left == 0 && held.begun == held.runs.len();
+        let was_read = |held: &&SlotRead| held.left == 0 && held.begun == held.runs.len();
         let (read, all) = (of_it.clone().filter(was_read).count(), of_it.count());
-        share::waits(
+        slot_quota::backpressure(
             share,
-            Taken { reading: all - read, read, copying: flow.copies.slots_of(flow.gpu(chunk)) },
+            SlotUse { reading: all - read, read, copying: flow.copies.slots_of(flow.gpu(chunk)) },
         )
     }
 }
 
 /// Loads all, and tells of each buffer and process as soon as it is whole.
-pub(crate) fn run(flow: &mut Flow<'_>, desk: &Desk, whole: &mut dyn FnMut(Whole)) -> Result<Moved, Error> {
+pub(crate) fn run(
+    flow: &mut Pipeline<'_>,
+    desk: &LoadHandle,
+    whole: &mut dyn FnMut(LoadEvent),
+) -> Result<Moved, Error> {
     let count = flow.staging.slots().len();
     let mut slots = Slots {
         held: vec![None; count],
@@ -99,12 +103,12 @@ pub(crate) fn run(flow: &mut Flow<'_>, desk: &Desk, whole: &mut dyn FnMut(Whole)
     };
     let (mut over, mut copied, mut done) = (Vec::new(), Vec::new(), Vec::new());
     flow.take_unread();
-    flow.without_buffers().for_each(|process| whole(Whole::Process { process }));
+    flow.without_buffers().for_each(|process| whole(LoadEvent::Process { process }));
     loop {
         if desk.is_given_up() {
             return Err(Error::GivenUp);
         }
-        for (process, buffer) in desk.demands() {
+        for (process, buffer) in desk.take_requests() {
             flow.demand(process, buffer);
         }
         let mut idle = !start(flow, &mut slots)?;
@@ -136,18 +140,18 @@ pub(crate) fn run(flow: &mut Flow<'_>, desk: &Desk, whole: &mut dyn FnMut(Whole)
         }
         if idle {
             flow.wait(Some(desk.event()), slots.refused)?;
-            desk.awake();
+            desk.drain_wakeup();
         }
     }
 }
 
 /// Tells what is there now that a chunk is done. Who hears of it lets others see it.
 fn tell(
-    flow: &Flow<'_>,
-    desk: &Desk,
+    flow: &Pipeline<'_>,
+    desk: &LoadHandle,
     chunk: Chunk,
     done: &mut Vec<Done>,
-    whole: &mut dyn FnMut(Whole),
+    whole: &mut dyn FnMut(LoadEvent),
 ) -> Result<(), Error> {
     if done.iter().any(|done| !done.whole.is_empty()) {
         unchanged(flow.file(chunk))?;
@@ -157,9 +161,9 @@ fn tell(
             flow.read_for(process).try_for_each(unchanged)?;
         }
         desk.count(process, minor, bytes);
-        buffers.into_iter().for_each(|number| whole(Whole::Buffer { process, number }));
+        buffers.into_iter().for_each(|number| whole(LoadEvent::Buffer { process, number }));
         if all {
-            whole(Whole::Process { process });
+            whole(LoadEvent::Process { process });
         }
     }
     Ok(())
@@ -171,7 +175,7 @@ fn unchanged(file: &PagesFile) -> Result<(), Error> {
 
 /// Starts the copies of slots that were read, as far as they may be: what was demanded first, then in the order in which they
 /// were read; whether any was.
-fn copy_read(flow: &mut Flow<'_>, slots: &mut Slots) -> Result<bool, Error> {
+fn copy_read(flow: &mut Pipeline<'_>, slots: &mut Slots) -> Result<bool, Error> {
     let Slots { held, read, .. } = slots;
     let count = read.len();
     // What waits for several GPUs is not overtaken on any of them, or it might never find room on all at once.
@@ -194,7 +198,7 @@ fn copy_read(flow: &mut Flow<'_>, slots: &mut Slots) -> Result<bool, Error> {
 }
 
 /// Goes on with chunks that were begun, and starts others as long as there are slots and room; whether any was.
-fn start(flow: &mut Flow<'_>, slots: &mut Slots) -> Result<bool, Error> {
+fn start(flow: &mut Pipeline<'_>, slots: &mut Slots) -> Result<bool, Error> {
     let mut any = false;
     slots.refused = false;
     slots.passed.clear();
@@ -223,17 +227,17 @@ fn start(flow: &mut Flow<'_>, slots: &mut Slots) -> Result<bool, Error> {
             if !slots.partly.is_empty() && !flow.is_demanded(chunk) {
                 break;
             }
-            match slots.waits(flow, chunk) {
-                Some(Waits::ForCopies) => {
+            match slots.backpressure(flow, chunk) {
+                Some(Backpressure::ForCopies) => {
                     slots.passed.push(flow.gpu(chunk));
                     continue;
                 }
-                Some(Waits::ForTheDisk) => break,
+                Some(Backpressure::ForTheDisk) => break,
                 None => {}
             }
             let Some(slot) = flow.free_slot() else { break };
             account(flow, chunk, &runs);
-            let held = Held { chunk, runs, begun: 0, from: 0, left: 0 };
+            let held = SlotRead { chunk, runs, begun: 0, from: 0, left: 0 };
             slots.held[slot.index() as usize] = Some(held);
             flow.take_chunk(chunk);
             any |= read_on(flow, slots, slot);
@@ -248,33 +252,33 @@ fn start(flow: &mut Flow<'_>, slots: &mut Slots) -> Result<bool, Error> {
     Ok(any)
 }
 
-fn account(flow: &mut Flow<'_>, chunk: Chunk, runs: &[Run]) {
+fn account(flow: &mut Pipeline<'_>, chunk: Chunk, runs: &[DataRange]) {
     flow.moved.bytes += moved(flow, chunk).map(|moved| moved.end - moved.start).sum::<u64>();
     flow.moved.zero += zeros(flow, chunk, runs);
 }
 
 /// Bytes of what is moved that are in no run.
-fn zeros(flow: &Flow<'_>, chunk: Chunk, runs: &[Run]) -> u64 {
+fn zeros(flow: &Pipeline<'_>, chunk: Chunk, runs: &[DataRange]) -> u64 {
     let pieces = flow.file(chunk).pieces(chunk.number).filter(|piece| flow.is_here(chunk, piece));
     pieces.map(|piece| zeros_in(piece, runs)).sum()
 }
 
-fn zeros_in(piece: Piece, runs: &[Run]) -> u64 {
+fn zeros_in(piece: Piece, runs: &[DataRange]) -> u64 {
     parts(piece, runs).filter(|(_, data)| !data).map(|(part, _)| part.bytes).sum()
 }
 
 /// What of a chunk is to be read: whole pages of what is moved, but for holes.
-fn runs(flow: &Flow<'_>, chunk: Chunk) -> Result<Vec<Run>, Error> {
+fn runs(flow: &Pipeline<'_>, chunk: Chunk) -> Result<Vec<DataRange>, Error> {
     let file = flow.file(chunk);
     let (first, end) = file.range(chunk.number);
-    let mut runs: Vec<Run> = Vec::new();
+    let mut runs: Vec<DataRange> = Vec::new();
     for moved in moved(flow, chunk) {
         let mut from = moved.start;
         while from < moved.end
             && let Some((start, stop)) =
                 file.data(from, moved.end).map_err(FileError::of("search", &file.name))?
         {
-            let run = Run { start: start - start % PAGE, end: stop.next_multiple_of(PAGE) };
+            let run = DataRange { start: start - start % PAGE, end: stop.next_multiple_of(PAGE) };
             match runs.last_mut() {
                 Some(last) if run.start <= last.end => last.end = run.end,
                 _ => runs.push(run),
@@ -290,18 +294,18 @@ fn runs(flow: &Flow<'_>, chunk: Chunk) -> Result<Vec<Run>, Error> {
     // The GPU fills whole words: buffers of odd sizes, which drivers do not have, are read.
     let odd = |piece: Piece| !piece.at.is_multiple_of(WORD) || !piece.bytes.is_multiple_of(WORD);
     if file.pieces(chunk.number).any(odd) {
-        runs = vec![Run { start: first, end: end.next_multiple_of(PAGE) }];
+        runs = vec![DataRange { start: first, end: end.next_multiple_of(PAGE) }];
     }
     Ok(runs)
 }
 
 /// Bytes of a chunk that are moved: pieces that follow one another are one.
-fn moved(flow: &Flow<'_>, chunk: Chunk) -> impl Iterator<Item = Run> {
+fn moved(flow: &Pipeline<'_>, chunk: Chunk) -> impl Iterator<Item = DataRange> {
     let mut pieces =
         flow.file(chunk).pieces(chunk.number).filter(move |piece| flow.is_here(chunk, piece)).peekable();
     std::iter::from_fn(move || {
         let Piece { offset, bytes, .. } = pieces.next()?;
-        let mut run = Run { start: offset, end: offset + bytes };
+        let mut run = DataRange { start: offset, end: offset + bytes };
         while let Some(next) = pieces.next_if(|next| next.offset == run.end) {
             run.end += next.bytes;
         }
@@ -310,7 +314,7 @@ fn moved(flow: &Flow<'_>, chunk: Chunk) -> impl Iterator<Item = Run> {
 }
 
 /// Starts reads of a chunk, all if they are allowed; whether any was.
-fn read_on(flow: &mut Flow<'_>, slots: &mut Slots, slot: Slot) -> bool {
+fn read_on(flow: &mut Pipeline<'_>, slots: &mut Slots, slot: Slot) -> bool {
     let size = |bytes: u64| usize::try_from(bytes).unwrap_or(usize::MAX);
     let Some(held) = &mut slots.held[slot.index() as usize] else { return false };
     let (file, waited) = (flow.file(held.chunk), flow.is_demanded(held.chunk));
@@ -323,7 +327,7 @@ fn read_on(flow: &mut Flow<'_>, slots: &mut Slots, slot: Slot) -> bool {
             direction: Direction::Read,
             offset: from,
             memory: flow.window(),
-            at: Flow::place(slot) + size(from - first),
+            at: Pipeline::place(slot) + size(from - first),
             bytes: size(run.end - from),
             needed: size(run.end.min(file.length) - from),
             token: u64::from(slot.index()),
@@ -345,7 +349,7 @@ fn read_on(flow: &mut Flow<'_>, slots: &mut Slots, slot: Slot) -> bool {
 
 /// What of a chunk is read straight into its buffers, without staging memory between: all, where the CPU copies, if it has few
 /// pieces, no holes, and is in the page cache. None: all of it goes the other way.
-fn straight(flow: &Flow<'_>, chunk: Chunk, runs: &[Run]) -> Option<Vec<Piece>> {
+fn straight(flow: &Pipeline<'_>, chunk: Chunk, runs: &[DataRange]) -> Option<Vec<Piece>> {
     let file = flow.file(chunk);
     let (first, end) = file.range(chunk.number);
     let alone = zeros(flow, chunk, runs) == 0 && !flow.is_led(chunk);
@@ -359,7 +363,7 @@ fn straight(flow: &Flow<'_>, chunk: Chunk, runs: &[Run]) -> Option<Vec<Piece>> {
 }
 
 /// Starts the copies of a chunk that was read, and fills what was not.
-fn copy_in(flow: &mut Flow<'_>, held: &Held, slot: Slot) -> Result<(), Error> {
+fn copy_in(flow: &mut Pipeline<'_>, held: &SlotRead, slot: Slot) -> Result<(), Error> {
     let (file, chunk) = (flow.file(held.chunk), held.chunk);
     let (first, end) = file.range(chunk.number);
     flow.bring_in(slot, (end - first).next_multiple_of(PAGE));
@@ -381,7 +385,7 @@ fn copy_in(flow: &mut Flow<'_>, held: &Held, slot: Slot) -> Result<(), Error> {
 }
 
 /// Fills a chunk that is one hole.
-fn fill(flow: &mut Flow<'_>, chunk: Chunk) -> Result<(), Error> {
+fn fill(flow: &mut Pipeline<'_>, chunk: Chunk) -> Result<(), Error> {
     let file = flow.file(chunk);
     for piece in file.pieces(chunk.number) {
         for which in 0..flow.buffers_with(chunk, &piece) {
@@ -394,7 +398,7 @@ fn fill(flow: &mut Flow<'_>, chunk: Chunk) -> Result<(), Error> {
 }
 
 /// A piece cut at the borders of runs; whether each part is in one.
-fn parts(piece: Piece, runs: &[Run]) -> impl Iterator<Item = (Piece, bool)> {
+fn parts(piece: Piece, runs: &[DataRange]) -> impl Iterator<Item = (Piece, bool)> {
     let end = piece.offset + piece.bytes;
     let mut offset = piece.offset;
     std::iter::from_fn(move || {
@@ -420,7 +424,7 @@ mod tests {
 
     #[test]
     fn a_piece_is_cut_where_data_begins_and_ends() {
-        let runs = [Run { start: 4096, end: 8192 }, Run { start: 12288, end: 16384 }];
+        let runs = [DataRange { start: 4096, end: 8192 }, DataRange { start: 12288, end: 16384 }];
         let piece = Piece { buffer: 0, at: 100, offset: 4000, bytes: 9000 };
         let cut: Vec<(u64, u64, bool)> =
             parts(piece, &runs).map(|(part, data)| (part.at, part.bytes, data)).collect();

@@ -15,8 +15,8 @@ use nix::unistd::{Whence, lseek};
 use rewake_criu_images::amdgpu::{KfdImage, RenderContents, drm_pages_name, pages_name};
 use rewake_image_io::files::TransferFile;
 
+use crate::duplicate_finder::TWINS;
 use crate::folder::{self as image, FileError};
-use crate::same::TWINS;
 
 /// Bytes of a chunk: what a slot of staging memory holds.
 pub(crate) const CHUNK: u64 = 2 << 20;

@@ -6,10 +6,10 @@ use std::sync::Arc;
 use rewake_image_io::files::{Direction, Request};
 use rewake_sdma_copy::{Place, Slot, Transfer};
 
+use crate::chunk_schedule::Chunk;
 use crate::error::Error;
-use crate::flow::Flow;
-use crate::order::Chunk;
 use crate::pages::{CHUNK, HEADER};
+use crate::pipeline::Pipeline;
 use crate::report::Moved;
 
 /// Bytes that are written or left out together: below it, requests of the disk get too small.
@@ -21,7 +21,7 @@ const MOST: usize = 16;
 
 const _: () = assert!(CHUNK / GRANULE / 2 == MOST as u64);
 
-pub(crate) fn run(flow: &mut Flow<'_>) -> Result<Moved, Error> {
+pub(crate) fn run(flow: &mut Pipeline<'_>) -> Result<Moved, Error> {
     // By slot: writes that have not ended.
     let mut writing = vec![0; flow.staging.slots().len()];
     let (mut ready, mut over, mut done) = (Vec::new(), Vec::new(), Vec::new());
@@ -73,7 +73,7 @@ pub(crate) fn run(flow: &mut Flow<'_>) -> Result<Moved, Error> {
     Ok(flow.moved)
 }
 
-fn slot_of(flow: &Flow<'_>, token: u64) -> Slot {
+fn slot_of(flow: &Pipeline<'_>, token: u64) -> Slot {
     flow.staging
         .slots()
         .nth(usize::try_from(token).unwrap_or(usize::MAX))
@@ -81,7 +81,7 @@ fn slot_of(flow: &Flow<'_>, token: u64) -> Slot {
 }
 
 /// Starts the copies of all buffers' bytes in the chunk.
-fn copy_out(flow: &mut Flow<'_>, chunk: Chunk, slot: Slot) -> Result<(), Error> {
+fn copy_out(flow: &mut Pipeline<'_>, chunk: Chunk, slot: Slot) -> Result<(), Error> {
     let file = flow.file(chunk);
     let (start, _) = file.range(chunk.number);
     for piece in file.pieces(chunk.number) {
@@ -93,7 +93,7 @@ fn copy_out(flow: &mut Flow<'_>, chunk: Chunk, slot: Slot) -> Result<(), Error> 
 }
 
 /// Starts the writes of what is not zero; gives their number.
-fn write(flow: &mut Flow<'_>, chunk: Chunk, slot: Slot) -> usize {
+fn write(flow: &mut Pipeline<'_>, chunk: Chunk, slot: Slot) -> usize {
     let file = flow.file(chunk);
     let (start, end) = file.range(chunk.number);
     let bytes = end - start;
@@ -122,7 +122,7 @@ fn write(flow: &mut Flow<'_>, chunk: Chunk, slot: Slot) -> usize {
             direction: Direction::Write,
             offset: start + at,
             memory: flow.window(),
-            at: Flow::place(slot) + usize::try_from(at).unwrap_or(usize::MAX),
+            at: Pipeline::place(slot) + usize::try_from(at).unwrap_or(usize::MAX),
             bytes,
             needed: bytes,
             token: u64::from(slot.index()),
@@ -134,7 +134,7 @@ fn write(flow: &mut Flow<'_>, chunk: Chunk, slot: Slot) -> usize {
 }
 
 /// Bytes from `at` on in granules that are not zero.
-fn run_of(flow: &Flow<'_>, slot: Slot, at: u64, end: u64) -> u64 {
+fn run_of(flow: &Pipeline<'_>, slot: Slot, at: u64, end: u64) -> u64 {
     let mut run = 0;
     while at + run < end {
         let granule = GRANULE.min(end - at - run);

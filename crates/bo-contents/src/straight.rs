@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Chunks that are read straight into their buffers, without staging memory between: what the page cache has, where the CPU copies.
 
-use crate::order::Chunk;
+use crate::chunk_schedule::Chunk;
 
 /// At once: one for each of the threads that the kernel has for it.
 const PLACES: usize = 8;

@@ -7,33 +7,33 @@ use std::time::Duration;
 
 use nix::poll::{PollFd, PollFlags};
 use rewake_image_io::files::{FileRing, Finished, Request};
-use rewake_image_io::pace::{Begun, Lane, PIECE, Pace, Waiting};
+use rewake_image_io::io_budget::{DemandGuard, IoBudget, Lane, PIECE, Permit};
 
 use crate::error::Error;
-use crate::window::Window;
+use crate::io_memory::IoMemory;
 
 /// At once: a slot's data may be in several pieces.
 const MOST: usize = 64;
 
 /// Those under way.
 pub(crate) struct Transfers {
-    ring: FileRing<Window>,
+    ring: FileRing<IoMemory>,
     /// Of all that read from the same disk; none: nobody else does.
-    pace: Option<Arc<Pace>>,
+    pace: Option<Arc<IoBudget>>,
     /// By the number that is the ring's token: the caller's, and what the disk's others are told of it.
-    under_way: Vec<Option<(u64, Told)>>,
+    under_way: Vec<Option<(u64, BudgetGuard)>>,
 }
 
 /// Of a transfer, to all that read from the same disk.
-enum Told {
+enum BudgetGuard {
     Nothing,
     /// Nobody waits for it.
-    Background(Begun),
-    Waited(#[expect(dead_code, reason = "it is told until this is dropped")] Waiting),
+    Background(Permit),
+    Waited(#[expect(dead_code, reason = "it is told until this is dropped")] DemandGuard),
 }
 
 impl Transfers {
-    pub(crate) fn new(pace: Option<Arc<Pace>>) -> Result<Self, Error> {
+    pub(crate) fn new(pace: Option<Arc<IoBudget>>) -> Result<Self, Error> {
         Ok(Self { ring: FileRing::new(MOST)?, pace, under_way: (0..MOST).map(|_| None).collect() })
     }
 
@@ -53,11 +53,11 @@ impl Transfers {
 
     /// Starts a read of all these bytes, or, if nobody waits for them, of as many of the first as make no other reader of the disk
     /// wait for long. How many; none where that is none now.
-    pub(crate) fn read(&mut self, mut request: Request<Window>, waited: bool) -> Option<usize> {
+    pub(crate) fn read(&mut self, mut request: Request<IoMemory>, waited: bool) -> Option<usize> {
         let pace = self.pace.as_ref().filter(|_| !request.file.is_cached(request.offset, request.bytes));
         let told = match pace {
-            None => Told::Nothing,
-            Some(pace) if waited => Told::Waited(pace.wait()),
+            None => BudgetGuard::Nothing,
+            Some(pace) if waited => BudgetGuard::Waited(pace.wait()),
             Some(pace) => {
                 if pace.is_busy() {
                     request.bytes = request.bytes.min(PIECE);
@@ -66,7 +66,7 @@ impl Transfers {
                 if !pace.allows(Lane::Gpus, request.bytes) {
                     return None;
                 }
-                Told::Background(pace.begin(Lane::Gpus, request.bytes))
+                BudgetGuard::Background(pace.begin(Lane::Gpus, request.bytes))
             }
         };
         let bytes = request.bytes;
@@ -75,11 +75,11 @@ impl Transfers {
     }
 
     /// Starts any other transfer.
-    pub(crate) fn start(&mut self, request: Request<Window>) {
-        self.begin(request, Told::Nothing);
+    pub(crate) fn start(&mut self, request: Request<IoMemory>) {
+        self.begin(request, BudgetGuard::Nothing);
     }
 
-    fn begin(&mut self, mut request: Request<Window>, told: Told) {
+    fn begin(&mut self, mut request: Request<IoMemory>, told: BudgetGuard) {
         let number = self.under_way.iter().position(Option::is_none).expect("room was asked for");
         self.under_way[number] = Some((request.token, told));
         request.token = number as u64;
@@ -110,7 +110,7 @@ impl Transfers {
             let number = usize::try_from(finished.token).unwrap_or(usize::MAX);
             let Some((token, told)) = self.under_way[number].take() else { continue };
             finished.token = token;
-            if let (Some(pace), Told::Background(begun)) = (&self.pace, told) {
+            if let (Some(pace), BudgetGuard::Background(begun)) = (&self.pace, told) {
                 pace.end(begun);
             }
         }
@@ -133,7 +133,7 @@ impl Drop for Transfers {
         // A load that failed: others go on.
         let Some(pace) = &self.pace else { return };
         for (_, told) in self.under_way.drain(..).flatten() {
-            if let Told::Background(begun) = told {
+            if let BudgetGuard::Background(begun) = told {
                 pace.end(begun);
             }
         }

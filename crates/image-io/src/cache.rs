@@ -10,8 +10,8 @@ use crate::buffer::{BufferSlice, Place, Pool};
 use crate::error::StoreError;
 use crate::file::PagesFile;
 use crate::metrics::Metrics;
+use crate::notifier::Notifier;
 use crate::slots::{Found, Key, Slots};
-use crate::waker::Waker;
 use crate::{BLOCK, PAGE};
 
 /// Default budget in bytes: 511 blocks and the demand buffers. Enough to keep one engine's queue full
@@ -70,7 +70,7 @@ impl BlockCache {
 
     /// Looks a block of a file up, or makes the caller its loader. `block` counts [`BLOCK`]s from the start
     /// of the file. A block beyond the end may be acquired; loading it gives [`crate::ReadError::Short`].
-    pub fn acquire(self: &Arc<Self>, file: &Arc<PagesFile>, block: u64, waker: &Waker) -> Acquire {
+    pub fn acquire(self: &Arc<Self>, file: &Arc<PagesFile>, block: u64, waker: &Notifier) -> Acquire {
         let len = file.block_len(block);
         let found = self.lock().acquire(Key { file: file.key(), block }, len, waker);
         match found {
@@ -139,7 +139,7 @@ impl BlockCache {
 }
 
 /// After the lock is released: a wake is a system call.
-fn wake_all(wakers: &[Waker]) {
+fn wake_all(wakers: &[Notifier]) {
     for waker in wakers {
         waker.wake();
     }

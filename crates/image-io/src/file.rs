@@ -14,11 +14,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::BLOCK;
-use crate::engine::How;
+use crate::cache_regions::CacheRegions;
+use crate::engine::ReadMode;
 use crate::error::{ReadError, StoreError};
 use crate::identity::{FileKey, FileState};
 use crate::page_cache::{self, Cachestat};
-use crate::windows::Windows;
 
 /// An open pages file. Its length and key are those at open: a file that shrinks later gives
 /// [`ReadError::Short`], one that is rewritten in place [`ReadError::Changed`].
@@ -32,7 +32,7 @@ pub struct PagesFile {
     /// As it was when it was looked at last: other than `state` in what [`FileState::follow`] accepts.
     seen: Mutex<FileState>,
     cachestat_works: AtomicBool,
-    windows: Windows,
+    windows: CacheRegions,
 }
 
 impl PagesFile {
@@ -84,7 +84,7 @@ impl PagesFile {
             .custom_flags(libc::O_DIRECT)
             .open(format!("/proc/self/fd/{}", file.as_raw_fd()))
             .ok();
-        let windows = Windows::new(state.key.len);
+        let windows = CacheRegions::new(state.key.len);
         let (seen, cachestat_works) = (Mutex::new(seen), AtomicBool::new(true));
         Arc::new(Self { name, buffered: file, direct, state, seen, cachestat_works, windows })
     }
@@ -154,16 +154,18 @@ impl PagesFile {
 
     /// How to read these bytes, by measurement: past the page cache when it lacks some of them, through it
     /// when it has them. A range with dirty pages is read through it: a direct read would wait for the disk.
-    pub fn how(&self, offset: u64, len: usize) -> How {
+    pub fn how(&self, offset: u64, len: usize) -> ReadMode {
         if self.direct.is_none() {
-            return How::Buffered;
+            return ReadMode::Buffered;
         }
         if self.is_cold(offset) {
-            return How::Direct;
+            return ReadMode::Direct;
         }
         match self.cachestat(offset, len as u64) {
-            Some((stat, pages)) if stat.cached < pages && stat.dirty + stat.writeback == 0 => How::Direct,
-            _ => How::Buffered,
+            Some((stat, pages)) if stat.cached < pages && stat.dirty + stat.writeback == 0 => {
+                ReadMode::Direct
+            }
+            _ => ReadMode::Buffered,
         }
     }
 

@@ -17,27 +17,29 @@
 
 mod buffer;
 mod cache;
+mod cache_regions;
 pub mod engine;
 mod error;
 mod file;
 pub mod files;
 mod identity;
+pub mod io_budget;
 mod metrics;
-pub mod pace;
+mod notifier;
 mod page_cache;
 mod ring;
 mod slots;
-mod waker;
-mod windows;
 
 pub use buffer::BufferSlice;
 pub use cache::{Acquire, BlockCache, BlockRef, DEFAULT_BUDGET, DEMAND_BUFFERS, LoadGuard};
-pub use engine::{Best, Done, Engine, How, Psync, Read, Sim, SimPlan, Uring, best, read_now};
+pub use engine::{
+    DefaultEngine, Done, Engine, Psync, Read, ReadMode, Sim, SimPlan, Uring, default_engine, read_now,
+};
 pub use error::{ReadError, StoreError};
 pub use file::PagesFile;
 pub use identity::{FileKey, FileState};
 pub use metrics::{Counters, Metrics};
-pub use waker::Waker;
+pub use notifier::Notifier;
 
 /// Bytes in a page: the smallest thing that is read, and the alignment of every buffer and direct read.
 pub const PAGE: usize = 4096;

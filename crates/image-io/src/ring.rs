@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use io_uring::{EnterFlags, IoUring, opcode, squeue, types};
 
-use crate::waker::Waker;
+use crate::notifier::Notifier;
 
 /// How long set-up waits for a ring that should wake a poller after [`PROBE_DELAY`].
 const PROBE_PATIENCE: Duration = Duration::from_millis(200);
@@ -20,10 +20,10 @@ const MAX_ENTERS: u32 = 8;
 
 /// So long is a ring believed that tells of nothing while calls are under way; what it does not tell of is found after twice that at most. Disks
 /// end a call more often, so that hardly anybody looks in vain: a look costs a processor some 15 microseconds.
-pub(crate) const BELIEF: Duration = Duration::from_millis(5);
+pub(crate) const TRUST_FLAG_FOR: Duration = Duration::from_millis(5);
 
 /// And one that tells of something that is not there: it is about to come.
-const DOUBT: Duration = Duration::from_millis(1);
+const RECHECK_AFTER: Duration = Duration::from_millis(1);
 
 /// Ring flavours, best first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -36,7 +36,7 @@ pub(crate) enum Flavour {
 }
 
 /// Makes the best ring for `depth` calls at once that the kernel accepts and that wakes who waits for its eventfd.
-pub(crate) fn build(depth: usize) -> io::Result<(IoUring, Waker, Flavour)> {
+pub(crate) fn build(depth: usize) -> io::Result<(IoUring, Notifier, Flavour)> {
     for flavour in [Flavour::Deferred, Flavour::Cooperative] {
         let Ok((mut ring, finished)) = build_as(flavour, depth) else { continue };
         if flavour != Flavour::Deferred || wakes_poller(&mut ring, &finished) {
@@ -47,7 +47,7 @@ pub(crate) fn build(depth: usize) -> io::Result<(IoUring, Waker, Flavour)> {
     Ok((ring, finished, Flavour::Plain))
 }
 
-pub(crate) fn build_as(flavour: Flavour, depth: usize) -> io::Result<(IoUring, Waker)> {
+pub(crate) fn build_as(flavour: Flavour, depth: usize) -> io::Result<(IoUring, Notifier)> {
     let mut builder = IoUring::builder();
     builder.dontfork();
     if flavour != Flavour::Plain {
@@ -57,13 +57,13 @@ pub(crate) fn build_as(flavour: Flavour, depth: usize) -> io::Result<(IoUring, W
         builder.setup_single_issuer().setup_defer_taskrun();
     }
     let ring = builder.build(u32::try_from(depth.next_power_of_two()).unwrap_or(u32::MAX))?;
-    let finished = Waker::new()?;
+    let finished = Notifier::new()?;
     ring.submitter().register_eventfd(finished.as_raw_fd())?;
     Ok((ring, finished))
 }
 
 /// Whether a completion that happens while this thread sleeps in poll on the eventfd ends that sleep.
-fn wakes_poller(ring: &mut IoUring, finished: &Waker) -> bool {
+fn wakes_poller(ring: &mut IoUring, finished: &Notifier) -> bool {
     let delay = types::Timespec::from(PROBE_DELAY);
     // SAFETY: the kernel has copied `delay` when submit returns.
     unsafe { push(ring, &opcode::Timeout::new(&raw const delay).build()) };
@@ -113,27 +113,27 @@ pub(crate) fn flush(ring: &mut IoUring) {
 /// **The flag that tells of it can be there with nothing to take:** the kernel queues a completion before it sets the flag
 /// (`io_req_local_work_add`), and when this thread has run it in between, the flag stays, until the next one. So whoever has found nothing must
 /// not look again at once. **And it can be away with something to take:** Linux 7.2's queue seems empty while a producer is in the middle of it
-/// (`io_uring/mpscq.h`), and later ones do not signal. So as long as anything is under way the kernel is asked each [`BELIEF`], whatever
-/// the flag says: its users have to look that often ([`Lookout::patience`]).
+/// (`io_uring/mpscq.h`), and later ones do not signal. So as long as anything is under way the kernel is asked each [`TRUST_FLAG_FOR`], whatever
+/// the flag says: its users have to look that often ([`CompletionPoller::patience`]).
 #[derive(Debug, Default)]
-pub(crate) struct Lookout {
+pub(crate) struct CompletionPoller {
     /// When the kernel was last asked, or a ring with calls under way first believed. None: none are.
     asked: Option<Instant>,
     /// The ring told of something, and there was nothing.
     is_doubtful: bool,
 }
 
-impl Lookout {
+impl CompletionPoller {
     /// Has the kernel run what is over. Whether there is something to take: then take it, and look again.
-    pub(crate) fn look(&mut self, ring: &mut IoUring, event: &Waker, under_way: usize) -> bool {
+    pub(crate) fn look(&mut self, ring: &mut IoUring, event: &Notifier, under_way: usize) -> bool {
         self.look_at(ring, event, under_way, Instant::now())
     }
 
-    fn look_at(&mut self, ring: &mut IoUring, event: &Waker, under_way: usize, now: Instant) -> bool {
+    fn look_at(&mut self, ring: &mut IoUring, event: &Notifier, under_way: usize, now: Instant) -> bool {
         // Before it looks, not after: what comes later signals it again. Running completions signals it too, hence each time.
         event.drain();
         let asked = *self.asked.get_or_insert(now);
-        if may_have_work(ring) || now.saturating_duration_since(asked) >= BELIEF {
+        if may_have_work(ring) || now.saturating_duration_since(asked) >= TRUST_FLAG_FOR {
             self.asked = Some(now);
             enter(ring);
         }
@@ -149,8 +149,8 @@ impl Lookout {
     pub(crate) fn patience(&self, under_way: usize) -> Duration {
         match under_way {
             0 => Duration::MAX,
-            _ if self.is_doubtful => DOUBT,
-            _ => BELIEF,
+            _ if self.is_doubtful => RECHECK_AFTER,
+            _ => TRUST_FLAG_FOR,
         }
     }
 }
@@ -289,7 +289,7 @@ mod tests {
     /// A ring with a read of a pipe under way.
     struct Reading {
         ring: IoUring,
-        event: Waker,
+        event: Notifier,
         writer: PipeWriter,
         // The kernel has them until the ring is closed.
         _reader: PipeReader,
@@ -319,41 +319,41 @@ mod tests {
 
     #[test]
     fn what_a_ring_does_not_tell_of_is_found_after_a_while() {
-        let (mut reading, mut lookout, start) = (Reading::new(), Lookout::default(), Instant::now());
+        let (mut reading, mut lookout, start) = (Reading::new(), CompletionPoller::default(), Instant::now());
         let mut look = |reading: &mut Reading, at| {
             let Reading { ring, event, .. } = reading;
             lookout.look_at(ring, event, 1, start + at)
         };
         assert!(!look(&mut reading, Duration::ZERO));
         reading.is_over_unseen();
-        assert!(!look(&mut reading, BELIEF / 2), "asked too often");
-        assert!(look(&mut reading, BELIEF));
+        assert!(!look(&mut reading, TRUST_FLAG_FOR / 2), "asked too often");
+        assert!(look(&mut reading, TRUST_FLAG_FOR));
         assert_eq!(reading.ring.completion().next().unwrap().result(), 1);
         // The kernel has just been asked.
-        assert!(!look(&mut reading, BELIEF));
+        assert!(!look(&mut reading, TRUST_FLAG_FOR));
     }
 
     #[test]
     fn a_look_is_due_soon_while_calls_are_under_way_and_sooner_where_the_ring_tells_of_nothing() {
-        let (mut reading, mut lookout) = (Reading::new(), Lookout::default());
+        let (mut reading, mut lookout) = (Reading::new(), CompletionPoller::default());
         assert_eq!(lookout.patience(0), Duration::MAX);
-        assert_eq!(lookout.patience(1), BELIEF);
+        assert_eq!(lookout.patience(1), TRUST_FLAG_FOR);
         let flag = Flag::of(&reading.ring);
         let Reading { ring, event, .. } = &mut reading;
         // The kernel may take the flag away just then.
-        let mut doubts = || !lookout.look(ring, event, 1) && lookout.patience(1) == DOUBT;
+        let mut doubts = || !lookout.look(ring, event, 1) && lookout.patience(1) == RECHECK_AFTER;
         flag.is_left_behind(|| assert!((0..100_000).any(|_| doubts())));
     }
 
     #[test]
     fn a_ring_with_nothing_under_way_is_left_alone() {
-        let (mut reading, mut lookout, start) = (Reading::new(), Lookout::default(), Instant::now());
+        let (mut reading, mut lookout, start) = (Reading::new(), CompletionPoller::default(), Instant::now());
         reading.is_over_unseen();
         let Reading { ring, event, .. } = &mut reading;
         let mut look = |under_way, at| lookout.look_at(ring, event, under_way, start + at);
-        assert!(!look(0, Duration::ZERO) && !look(0, 100 * BELIEF), "as if nothing were");
-        assert!(!look(1, 200 * BELIEF), "what has just begun is believed");
-        assert!(look(1, 201 * BELIEF));
+        assert!(!look(0, Duration::ZERO) && !look(0, 100 * TRUST_FLAG_FOR), "as if nothing were");
+        assert!(!look(1, 200 * TRUST_FLAG_FOR), "what has just begun is believed");
+        assert!(look(1, 201 * TRUST_FLAG_FOR));
     }
 
     #[test]

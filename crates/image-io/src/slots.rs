@@ -6,7 +6,7 @@ use std::collections::HashMap;
 
 use crate::cache::DEMAND_BUFFERS;
 use crate::identity::FileKey;
-use crate::waker::Waker;
+use crate::notifier::Notifier;
 
 /// No neighbour in the list of idle blocks.
 const NONE: u32 = u32::MAX;
@@ -40,7 +40,7 @@ struct Slot {
     len: usize,
     /// Somebody besides the loader asked for it: discard() keeps it.
     wanted: bool,
-    waiters: Vec<Waker>,
+    waiters: Vec<Notifier>,
     newer: u32,
     older: u32,
 }
@@ -66,10 +66,10 @@ pub(crate) struct Slots {
     demand_free: Vec<u32>,
     newest: u32,
     oldest: u32,
-    full: Vec<Waker>,
+    full: Vec<Notifier>,
 }
 
-fn add_once(waiters: &mut Vec<Waker>, waker: &Waker) {
+fn add_once(waiters: &mut Vec<Notifier>, waker: &Notifier) {
     if !waiters.iter().any(|known| known.same(waker)) {
         waiters.push(waker.clone());
     }
@@ -99,7 +99,7 @@ impl Slots {
     }
 
     /// Finds a block or makes the caller its loader. `len` is the block's valid bytes.
-    pub(crate) fn acquire(&mut self, key: Key, len: usize, waker: &Waker) -> Found {
+    pub(crate) fn acquire(&mut self, key: Key, len: usize, waker: &Notifier) -> Found {
         if let Some(&index) = self.map.get(&key) {
             let slot = &mut self.slots[index as usize];
             if slot.phase != Phase::Ready {
@@ -129,7 +129,7 @@ impl Slots {
     }
 
     /// The loader's buffer is filled: its block becomes ready, with one reference for the loader.
-    pub(crate) fn publish(&mut self, index: u32) -> Vec<Waker> {
+    pub(crate) fn publish(&mut self, index: u32) -> Vec<Notifier> {
         let slot = &mut self.slots[index as usize];
         slot.phase = Phase::Ready;
         slot.refs = 1;
@@ -137,7 +137,7 @@ impl Slots {
     }
 
     /// The loader gave up: the block is forgotten. Its buffer is free once it is back.
-    pub(crate) fn abandon(&mut self, index: u32) -> Vec<Waker> {
+    pub(crate) fn abandon(&mut self, index: u32) -> Vec<Notifier> {
         let slot = &mut self.slots[index as usize];
         let mut wake = std::mem::take(&mut slot.waiters);
         if let Some(key) = slot.key.take() {
@@ -152,7 +152,7 @@ impl Slots {
     }
 
     /// A block buffer came back without being published.
-    pub(crate) fn return_block(&mut self, index: u32) -> Vec<Waker> {
+    pub(crate) fn return_block(&mut self, index: u32) -> Vec<Notifier> {
         let mut wake = Vec::new();
         let slot = &mut self.slots[index as usize];
         if slot.phase == Phase::Loading {
@@ -170,7 +170,7 @@ impl Slots {
 
     /// One reference less. The last one leaves the block idle, or, with `discard`, frees its buffer unless
     /// somebody else asked for the block while it was loaded.
-    pub(crate) fn drop_ref(&mut self, index: u32, discard: bool) -> Vec<Waker> {
+    pub(crate) fn drop_ref(&mut self, index: u32, discard: bool) -> Vec<Notifier> {
         let slot = &mut self.slots[index as usize];
         slot.refs -= 1;
         if slot.refs > 0 {
@@ -196,7 +196,7 @@ impl Slots {
         self.demand_free.push(index);
     }
 
-    fn set_free(&mut self, index: u32, wake: &mut Vec<Waker>) {
+    fn set_free(&mut self, index: u32, wake: &mut Vec<Notifier>) {
         self.slots[index as usize].phase = Phase::Free;
         self.free.push(index);
         wake.append(&mut self.full);

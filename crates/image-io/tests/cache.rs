@@ -10,8 +10,8 @@ use std::time::Duration;
 
 use common::{fill, finish, load, pages, readable};
 use rewake_image_io::{
-    Acquire, BLOCK, BlockCache, DEMAND_BUFFERS, Engine, PAGE, PagesFile, Read, ReadError, Sim, SimPlan,
-    StoreError, Uring, Waker, read_now,
+    Acquire, BLOCK, BlockCache, DEMAND_BUFFERS, Engine, Notifier, PAGE, PagesFile, Read, ReadError, Sim,
+    SimPlan, StoreError, Uring, read_now,
 };
 
 fn cache_of(blocks: usize) -> Arc<BlockCache> {
@@ -20,14 +20,14 @@ fn cache_of(blocks: usize) -> Arc<BlockCache> {
     cache
 }
 
-fn woken(waker: &Waker) -> bool {
+fn woken(waker: &Notifier) -> bool {
     let yes = readable(waker.as_raw_fd(), Duration::ZERO);
     waker.drain();
     yes
 }
 
 fn is_hit(cache: &Arc<BlockCache>, file: &Arc<PagesFile>, block: u64) -> bool {
-    match cache.acquire(file, block, &Waker::new().unwrap()) {
+    match cache.acquire(file, block, &Notifier::new().unwrap()) {
         Acquire::Hit(_) => true,
         Acquire::Load(_) => false,
         other => panic!("{other:?}"),
@@ -38,7 +38,7 @@ fn is_hit(cache: &Arc<BlockCache>, file: &Arc<PagesFile>, block: u64) -> bool {
 fn one_caller_loads_and_the_others_are_woken_when_it_is_published() {
     let (_temp, file, bytes) = pages(2 * BLOCK);
     let cache = cache_of(2);
-    let (loader, waiter) = (Waker::new().unwrap(), Waker::new().unwrap());
+    let (loader, waiter) = (Notifier::new().unwrap(), Notifier::new().unwrap());
     let guard = load(&cache, &file, 1, &loader);
     assert!(matches!(cache.acquire(&file, 1, &waiter), Acquire::Pending));
     assert!(!woken(&waiter));
@@ -53,7 +53,7 @@ fn one_caller_loads_and_the_others_are_woken_when_it_is_published() {
 fn another_open_of_the_same_file_hits_and_changed_contents_do_not() {
     let (temp, file, _) = pages(BLOCK);
     let cache = cache_of(2);
-    drop(fill(load(&cache, &file, 0, &Waker::new().unwrap()), &file));
+    drop(fill(load(&cache, &file, 0, &Notifier::new().unwrap()), &file));
     assert!(is_hit(&cache, &PagesFile::open(temp.path()).unwrap(), 0));
     std::thread::sleep(Duration::from_millis(20));
     std::fs::write(temp.path(), vec![9; BLOCK]).unwrap();
@@ -64,9 +64,9 @@ fn another_open_of_the_same_file_hits_and_changed_contents_do_not() {
 fn a_failed_load_wakes_the_waiters_and_the_next_caller_loads() {
     let (_temp, file, _) = pages(BLOCK);
     let cache = cache_of(1);
-    let waiter = Waker::new().unwrap();
+    let waiter = Notifier::new().unwrap();
     for drop_instead in [false, true] {
-        let guard = load(&cache, &file, 0, &Waker::new().unwrap());
+        let guard = load(&cache, &file, 0, &Notifier::new().unwrap());
         assert!(matches!(cache.acquire(&file, 0, &waiter), Acquire::Pending));
         if drop_instead {
             drop(guard);
@@ -83,7 +83,7 @@ fn a_failed_load_wakes_the_waiters_and_the_next_caller_loads() {
 fn a_buffer_is_not_reused_while_a_read_may_write_to_it() {
     let (_temp, file, _) = pages(2 * BLOCK);
     let cache = cache_of(1);
-    let waker = Waker::new().unwrap();
+    let waker = Notifier::new().unwrap();
     let mut guard = load(&cache, &file, 0, &waker);
     let slice = guard.take_slice().unwrap();
     assert!(guard.take_slice().is_none());
@@ -99,7 +99,7 @@ fn a_buffer_is_not_reused_while_a_read_may_write_to_it() {
 fn a_buffer_that_comes_back_before_its_guard_is_freed_with_the_guard() {
     let (_temp, file, _) = pages(2 * BLOCK);
     let cache = cache_of(1);
-    let waker = Waker::new().unwrap();
+    let waker = Notifier::new().unwrap();
     let mut guard = load(&cache, &file, 0, &waker);
     drop(guard.take_slice());
     assert!(matches!(cache.acquire(&file, 0, &waker), Acquire::Pending));
@@ -114,7 +114,7 @@ fn a_buffer_that_comes_back_before_its_guard_is_freed_with_the_guard() {
 fn a_block_cannot_be_published_with_another_blocks_buffer() {
     let (_temp, file, _) = pages(2 * BLOCK);
     let cache = cache_of(2);
-    let waker = Waker::new().unwrap();
+    let waker = Notifier::new().unwrap();
     let (mut one, two) = (load(&cache, &file, 0, &waker), load(&cache, &file, 1, &waker));
     let _ = two.publish(one.take_slice().unwrap());
 }
@@ -123,7 +123,7 @@ fn a_block_cannot_be_published_with_another_blocks_buffer() {
 fn referenced_blocks_stay_idle_ones_go_least_recently_used_first() {
     let (_temp, file, bytes) = pages(6 * BLOCK);
     let cache = cache_of(3);
-    let waker = Waker::new().unwrap();
+    let waker = Notifier::new().unwrap();
     let held = fill(load(&cache, &file, 0, &waker), &file);
     drop(fill(load(&cache, &file, 1, &waker), &file));
     drop(fill(load(&cache, &file, 2, &waker), &file));
@@ -137,7 +137,7 @@ fn referenced_blocks_stay_idle_ones_go_least_recently_used_first() {
 fn memory_is_bounded_and_a_freed_buffer_wakes_who_found_it_full() {
     let (_temp, file, _) = pages(4 * BLOCK);
     let cache = cache_of(2);
-    let (waker, other) = (Waker::new().unwrap(), Waker::new().unwrap());
+    let (waker, other) = (Notifier::new().unwrap(), Notifier::new().unwrap());
     let first = fill(load(&cache, &file, 0, &waker), &file);
     let second = fill(load(&cache, &file, 1, &waker), &file);
     let third = second.clone();
@@ -159,7 +159,7 @@ fn memory_is_bounded_and_a_freed_buffer_wakes_who_found_it_full() {
 fn a_discarded_block_frees_its_buffer_at_once_and_that_one_is_used_next() {
     let (_temp, file, _) = pages(8 * BLOCK);
     let cache = cache_of(4);
-    let waker = Waker::new().unwrap();
+    let waker = Notifier::new().unwrap();
     let kept = fill(load(&cache, &file, 0, &waker), &file);
     drop(kept);
     let mut hot = None;
@@ -177,7 +177,7 @@ fn a_discarded_block_frees_its_buffer_at_once_and_that_one_is_used_next() {
 fn a_discarded_block_that_another_waited_for_stays() {
     let (_temp, file, _) = pages(BLOCK);
     let cache = cache_of(2);
-    let waker = Waker::new().unwrap();
+    let waker = Notifier::new().unwrap();
     let guard = load(&cache, &file, 0, &waker);
     assert!(matches!(cache.acquire(&file, 0, &waker), Acquire::Pending));
     fill(guard, &file).discard();
@@ -188,7 +188,7 @@ fn a_discarded_block_that_another_waited_for_stays() {
 fn the_last_block_is_as_long_as_the_file_and_one_beyond_it_is_an_error() {
     let (temp, file, bytes) = pages(BLOCK + 3 * PAGE);
     let cache = cache_of(2);
-    let waker = Waker::new().unwrap();
+    let waker = Notifier::new().unwrap();
     let mut engine = Uring::new(&cache).unwrap();
     for block in [1, 2] {
         let mut guard = load(&cache, &file, block, &waker);
@@ -225,7 +225,12 @@ fn a_budget_without_room_for_a_block_is_refused() {
 }
 
 /// Acquires until there is a hit or a load, sleeping on the waker in between.
-fn acquire_patiently(cache: &Arc<BlockCache>, file: &Arc<PagesFile>, block: u64, waker: &Waker) -> Acquire {
+fn acquire_patiently(
+    cache: &Arc<BlockCache>,
+    file: &Arc<PagesFile>,
+    block: u64,
+    waker: &Notifier,
+) -> Acquire {
     loop {
         match cache.acquire(file, block, waker) {
             Acquire::Pending | Acquire::Full => {
@@ -249,7 +254,7 @@ fn threads_that_want_the_same_blocks_read_each_once() {
     std::thread::scope(|scope| {
         for _ in 0..8 {
             scope.spawn(|| {
-                let waker = Waker::new().unwrap();
+                let waker = Notifier::new().unwrap();
                 for block in 0..BLOCKS {
                     let got = match acquire_patiently(&cache, &file, block, &waker) {
                         Acquire::Load(guard) => {
@@ -280,7 +285,7 @@ fn nobody_is_forgotten_when_threads_fight_for_few_buffers_and_loads_fail() {
         for thread in 0..6u64 {
             let (cache, file, bytes, dice) = (&cache, &file, &bytes, &dice);
             scope.spawn(move || {
-                let waker = Waker::new().unwrap();
+                let waker = Notifier::new().unwrap();
                 for round in 0..150u64 {
                     let block = (round * 5 + thread) % 9;
                     let roll = dice.fetch_add(1, Ordering::Relaxed);
@@ -314,7 +319,7 @@ fn a_whole_file_streams_through_few_buffers_on_a_faulty_disk() {
     let cache = cache_of(5);
     let plan = SimPlan { seed: 11, max_delay: 6, short_percent: 30, eio_percent: 10, ..SimPlan::default() };
     let mut engine = Sim::new(&cache, plan);
-    let waker = Waker::new().unwrap();
+    let waker = Notifier::new().unwrap();
     let mut guards = std::collections::HashMap::new();
     let mut todo: Vec<u64> = (0..file.blocks()).rev().collect();
     let (mut served, mut done) = (0, Vec::new());

@@ -10,8 +10,8 @@ use common::{finish, load, make_cold, pages, read_once, readable};
 use proptest::prelude::*;
 use rewake_image_io::engine::{DEPTH_BLOCKS, DEPTH_DEMAND, MAX_EIO_RETRIES};
 use rewake_image_io::{
-    BLOCK, BlockCache, Done, Engine, How, PAGE, Psync, Read, ReadError, Sim, SimPlan, Uring, Waker, best,
-    read_now,
+    BLOCK, BlockCache, Done, Engine, Notifier, PAGE, Psync, Read, ReadError, ReadMode, Sim, SimPlan, Uring,
+    default_engine, read_now,
 };
 use rewake_skip::skip;
 
@@ -38,7 +38,7 @@ proptest! {
         for (name, mut engine) in engines(&cache) {
             for &(offset, len, direct, aligned) in &reads {
                 let offset = if aligned { offset / PAGE as u64 * PAGE as u64 } else { offset };
-                let how = if direct { How::Direct } else { How::Buffered };
+                let how = if direct { ReadMode::Direct } else { ReadMode::Buffered };
                 let start = usize::try_from(offset).unwrap().min(LEN);
                 let there = (LEN - start).min(len);
                 match read_once(&mut *engine, &cache, &file, (offset, len, how)) {
@@ -63,11 +63,11 @@ fn a_cold_file_read_directly_stays_out_of_the_page_cache() {
     let cache = BlockCache::new(4 * BLOCK).unwrap();
     for (name, mut engine) in engines(&cache).into_iter().take(2) {
         make_cold(&temp);
-        if file.how(0, BLOCK) == How::Buffered {
+        if file.how(0, BLOCK) == ReadMode::Buffered {
             skip!("{} cannot be made cold (tmpfs, or a kernel before 6.5)", temp.path().display());
         }
         let before = cache.metrics().snapshot();
-        let got = read_once(&mut *engine, &cache, &file, (0, BLOCK, How::Direct)).unwrap();
+        let got = read_once(&mut *engine, &cache, &file, (0, BLOCK, ReadMode::Direct)).unwrap();
         assert!(got == bytes[..BLOCK], "{name}: wrong bytes");
         assert!(!file.is_cached(0, BLOCK), "{name} went through the page cache");
         let after = cache.metrics().snapshot();
@@ -82,14 +82,15 @@ fn a_direct_read_of_an_unaligned_tail_is_right() {
     let cache = BlockCache::new(4 * BLOCK).unwrap();
     for (name, mut engine) in engines(&cache) {
         let tail = LEN - 12 * BLOCK;
-        let got = read_once(&mut *engine, &cache, &file, (12 * BLOCK as u64, tail, How::Direct)).unwrap();
+        let got =
+            read_once(&mut *engine, &cache, &file, (12 * BLOCK as u64, tail, ReadMode::Direct)).unwrap();
         assert!(got == bytes[12 * BLOCK..], "{name}: wrong bytes");
     }
 }
 
 #[test]
 fn a_file_truncated_after_open_is_an_error_that_names_it() {
-    for how in [How::Direct, How::Buffered] {
+    for how in [ReadMode::Direct, ReadMode::Buffered] {
         let (temp, file, _) = pages(LEN);
         let cache = BlockCache::new(4 * BLOCK).unwrap();
         temp.as_file().set_len(BLOCK as u64 + 904).unwrap();
@@ -109,7 +110,7 @@ fn a_file_truncated_after_open_is_an_error_that_names_it() {
 #[test]
 fn bytes_of_a_file_that_changed_after_open_are_given_to_nobody() {
     use std::os::unix::fs::FileExt as _;
-    for how in [How::Direct, How::Buffered] {
+    for how in [ReadMode::Direct, ReadMode::Buffered] {
         let (temp, file, _) = pages(LEN);
         let cache = BlockCache::new(4 * BLOCK).unwrap();
         std::thread::sleep(Duration::from_millis(30));
@@ -127,7 +128,7 @@ fn an_offset_no_file_can_have_is_an_error() {
     let cache = BlockCache::new(4 * BLOCK).unwrap();
     for (name, mut engine) in engines(&cache) {
         for offset in [u64::MAX, !4095, i64::MAX as u64] {
-            for how in [How::Direct, How::Buffered] {
+            for how in [ReadMode::Direct, ReadMode::Buffered] {
                 let result = read_once(&mut *engine, &cache, &file, (offset, PAGE, how));
                 assert!(result.is_err(), "{name} read at {offset}");
             }
@@ -143,7 +144,7 @@ fn demand_read(
     offset: u64,
 ) -> Read {
     let dst = cache.demand_buffer().unwrap();
-    Read { ticket, file: Arc::clone(file), offset, dst, how: How::Direct }
+    Read { ticket, file: Arc::clone(file), offset, dst, how: ReadMode::Direct }
 }
 
 #[test]
@@ -196,7 +197,7 @@ fn the_same_seed_gives_the_same_order_and_another_seed_another() {
 fn a_full_engine_gives_block_reads_back_but_still_takes_demand_reads() {
     let (_temp, file, bytes) = pages(LEN);
     let cache = BlockCache::new((DEPTH_BLOCKS + 3) * BLOCK).unwrap();
-    let waker = Waker::new().unwrap();
+    let waker = Notifier::new().unwrap();
     for (name, mut engine) in engines(&cache) {
         let mut guards = Vec::new();
         let mut block_read = |ticket: u64| {
@@ -204,7 +205,13 @@ fn a_full_engine_gives_block_reads_back_but_still_takes_demand_reads() {
             let mut dst = guard.take_slice().unwrap();
             dst.truncate(PAGE);
             guards.push(guard);
-            Read { ticket, file: Arc::clone(&file), offset: ticket * PAGE as u64, dst, how: How::Buffered }
+            Read {
+                ticket,
+                file: Arc::clone(&file),
+                offset: ticket * PAGE as u64,
+                dst,
+                how: ReadMode::Buffered,
+            }
         };
         for ticket in 0..DEPTH_BLOCKS as u64 {
             engine.submit(block_read(ticket)).unwrap_or_else(|_| panic!("{name} is full at {ticket}"));
@@ -296,9 +303,10 @@ fn epoll_sleeps_on_the_engine_until_its_reads_are_over() {
 fn the_best_engine_here_reads() {
     let (_temp, file, bytes) = pages(LEN);
     let cache = BlockCache::new(4 * BLOCK).unwrap();
-    let mut best = best(&cache).unwrap();
+    let mut best = default_engine(&cache).unwrap();
     eprintln!("{best:?}");
     assert!(!readable(best.engine.poll_fd().unwrap(), Duration::ZERO));
-    let got = read_once(&mut *best.engine, &cache, &file, (PAGE as u64, PAGE, How::Direct)).unwrap();
+    let got =
+        read_once(&mut *best.engine, &cache, &file, (PAGE as u64, PAGE, ReadMode::Direct)).unwrap();
     assert!(got == bytes[PAGE..2 * PAGE]);
 }

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use common::{make_cold, pages};
 use nix::fcntl::{FallocateFlags, fallocate};
-use rewake_image_io::{BLOCK, FileState, How, PAGE, PagesFile, ReadError, StoreError, read_now};
+use rewake_image_io::{BLOCK, FileState, PAGE, PagesFile, ReadError, ReadMode, StoreError, read_now};
 use rewake_skip::skip;
 
 /// How often something is put into the page cache until it is found there: the kernel may take memory for something else.
@@ -40,8 +40,11 @@ fn residency_is_measured_block_by_block() {
     assert!(just_read);
     assert!(!file.is_cached(BLOCK as u64, BLOCK));
     assert!(!file.is_cached(BLOCK as u64, 2 * BLOCK), "half of it is missing");
-    assert_eq!(file.how(2 * BLOCK as u64, BLOCK), How::Buffered);
-    assert_eq!(file.how(BLOCK as u64, BLOCK), if file.has_direct() { How::Direct } else { How::Buffered });
+    assert_eq!(file.how(2 * BLOCK as u64, BLOCK), ReadMode::Buffered);
+    assert_eq!(
+        file.how(BLOCK as u64, BLOCK),
+        if file.has_direct() { ReadMode::Direct } else { ReadMode::Buffered }
+    );
 }
 
 #[test]
@@ -52,7 +55,7 @@ fn a_block_with_dirty_pages_is_read_through_the_cache() {
     // The kernel may write it to the disk meanwhile.
     let buffered = (0..TRIES).any(|_| {
         temp.as_file().write_all_at(&[1; PAGE], 0).unwrap();
-        file.how(0, BLOCK) == How::Buffered
+        file.how(0, BLOCK) == ReadMode::Buffered
     });
     assert!(buffered);
 }

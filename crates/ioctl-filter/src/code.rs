@@ -44,7 +44,7 @@ pub(crate) enum When {
 /// 64 bits, of what is done with a register and a number.
 #[derive(Debug, Clone, Copy)]
 #[repr(u8)]
-pub(crate) enum Act {
+pub(crate) enum AluOp {
     Add = 0x00,
     And = 0x50,
     Left = 0x60,
@@ -111,17 +111,17 @@ impl Code {
 
     /// `to = from`.
     pub(crate) fn copy(&mut self, to: Register, from: Register) {
-        self.push(ALU64 | SOURCE | Act::Set as u8, to, from as u8, 0, 0);
+        self.push(ALU64 | SOURCE | AluOp::Set as u8, to, from as u8, 0, 0);
     }
 
     /// `to += from`.
     pub(crate) fn add(&mut self, to: Register, from: Register) {
-        self.push(ALU64 | SOURCE | Act::Add as u8, to, from as u8, 0, 0);
+        self.push(ALU64 | SOURCE | AluOp::Add as u8, to, from as u8, 0, 0);
     }
 
     /// `to &= from`.
     pub(crate) fn and(&mut self, to: Register, from: Register) {
-        self.push(ALU64 | SOURCE | Act::And as u8, to, from as u8, 0, 0);
+        self.push(ALU64 | SOURCE | AluOp::And as u8, to, from as u8, 0, 0);
     }
 
     /// `to = -to`.
@@ -130,7 +130,7 @@ impl Code {
     }
 
     /// With a number, whose sign counts in all 64 bits.
-    pub(crate) fn with(&mut self, act: Act, to: Register, number: i32) {
+    pub(crate) fn with(&mut self, act: AluOp, to: Register, number: i32) {
         self.push(ALU64 | act as u8, to, 0, 0, number);
     }
 
@@ -160,7 +160,7 @@ impl Code {
     /// `to` is the place on the stack.
     pub(crate) fn stack(&mut self, to: Register, place: i16) {
         self.copy(to, Register::R10);
-        self.with(Act::Add, to, i32::from(place));
+        self.with(AluOp::Add, to, i32::from(place));
     }
 
     /// Calls the function at `label` as often as R1 says, with its turn, and with what is on the stack at `context`.
@@ -169,7 +169,7 @@ impl Code {
         self.push(LOAD_IMMEDIATE, Register::R2, PSEUDO_FUNCTION, 0, 0);
         self.push(0, Register::R0, 0, 0, 0);
         self.stack(Register::R3, context);
-        self.with(Act::Set, Register::R4, 0);
+        self.with(AluOp::Set, Register::R4, 0);
         self.call(Helper::Loop);
     }
 
@@ -202,7 +202,7 @@ impl Code {
 
     /// Ends the function, which gives `number`.
     pub(crate) fn exit(&mut self, number: i32) {
-        self.with(Act::Set, Register::R0, number);
+        self.with(AluOp::Set, Register::R0, number);
         self.push(EXIT, Register::R0, 0, 0, 0);
     }
 

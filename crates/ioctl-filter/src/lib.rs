@@ -2,11 +2,11 @@
 //! Calls that hand memory to a driver wait until it is there; calls that concern what is not ready are kept away.
 //!
 //! A driver that looks at a program's pages does not wait for a userfaultfd (`mm/hmm.c` faults without FAULT_FLAG_ALLOW_RETRY), so
-//! that an ioctl which names memory that is still missing fails. A [`Hold`] is a small program at the kernel's `file_ioctl` hook
+//! that an ioctl which names memory that is still missing fails. A [`Attached`] is a small program at the kernel's `file_ioctl` hook
 //! (BPF LSM, sleepable): before such an ioctl begins, it reads a byte of each page that the ioctl names, and each of these reads
 //! waits as the program's own would. The ioctl is not changed, and who makes it does not matter.
 //!
-//! Where there is no memory to wait for, the same program answers an ioctl with EAGAIN, for as long as the file is marked ([`Marks`]):
+//! Where there is no memory to wait for, the same program answers an ioctl with EAGAIN, for as long as the file is marked ([`BlockList`]):
 //! libhsakmt's `kmtIoctl` and libdrm's `drmIoctl` make a call again that gave EINTR or EAGAIN, without a pause. The driver does not
 //! hear of it. A second program, at `file_mprotect`, answers so whoever gives access to a mapping of a marked file that has none: the memory behind
 //! it may not be there. (mmap(2) is let be: its hook is not told the offset.)
@@ -16,9 +16,9 @@
 //! The kernel takes it away when its last descriptor is closed.
 
 mod abi;
+mod block_list;
 mod code;
 mod kernel;
-mod marks;
 mod program;
 mod protect;
 mod types;
@@ -26,12 +26,12 @@ mod types;
 use std::io;
 use std::os::fd::{AsFd as _, OwnedFd};
 
-pub use marks::{Again, Kinds, MARKS, Marks};
+pub use block_list::{BlockList, CallClass, DenyRule, MARKS};
 use program::Plan;
 
 /// An ioctl of some devices that hands a range of the caller's memory over.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Call {
+pub struct WaitRule {
     /// The devices, as `st_rdev` tells them.
     pub devices: Vec<libc::dev_t>,
     /// `_IOC_NR` of the ioctl.
@@ -43,12 +43,12 @@ pub struct Call {
     /// Where it has the range's length in bytes, 8 bytes.
     pub length: u8,
     /// Which of these ioctls hand memory over; none: all.
-    pub only: Option<Only>,
+    pub only: Option<ArgMatch>,
 }
 
 /// Ioctls whose argument has `wanted` under `mask`, in 4 bytes at `at`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Only {
+pub struct ArgMatch {
     /// Bytes into the argument.
     pub at: u8,
     /// The bits that matter.
@@ -102,24 +102,28 @@ pub enum Error {
     /// [`MARKS`] are there.
     #[error("calls of more than {MARKS} files and parts cannot be kept away at once")]
     Full,
-    /// The [`Hold`] is gone, or another security module does not let the file be asked.
+    /// The [`Attached`] is gone, or another security module does not let the file be asked.
     #[error("no program at file_ioctl keeps calls away")]
     NotMarked(#[source] io::Error),
 }
 
 /// Calls are held as long as this, or copies of its descriptors, are open.
 #[derive(Debug)]
-pub struct Hold([OwnedFd; 2]);
+pub struct Attached([OwnedFd; 2]);
 
-/// From now on and for as long as the [`Hold`] is there, the first calls wait, whoever makes them, and the others are kept away by
-/// [`Marks`], of which there are none yet; `access` is what a mark calls mprotect(2) that gives access to a mapping of the file that has none, of part 0.
+/// From now on and for as long as the [`Attached`] is there, the first calls wait, whoever makes them, and the others are kept away by
+/// [`BlockList`], of which there are none yet; `access` is what a mark calls mprotect(2) that gives access to a mapping of the file that has none, of part 0.
 ///
 /// # Errors
 /// The kernel cannot, or does not allow it.
 ///
 /// # Panics
 /// The fields of a call that waits lie outside its argument.
-pub fn attach(waits: &[Call], again: &[Again], access: Kinds) -> Result<(Hold, Marks), Error> {
+pub fn attach(
+    waits: &[WaitRule],
+    again: &[DenyRule],
+    access: CallClass,
+) -> Result<(Attached, BlockList), Error> {
     let release = abi::release();
     if !is_new_enough(&release) {
         return Err(Error::TooOld(release));
@@ -133,11 +137,11 @@ pub fn attach(waits: &[Call], again: &[Again], access: Kinds) -> Result<(Hold, M
     let calls = attached("a program at file_ioctl", load(&plan, found.ioctl_hook)?)?;
     let code = protect::code(&found.offsets, plan.marks, access);
     let rights = attached("a program at file_mprotect", abi::load(&code, None, found.protect_hook))?;
-    let marks = Marks::new(secret);
+    let marks = BlockList::new(secret);
     let null = std::fs::File::open("/dev/null").map_err(refused("/dev/null"))?;
     // It has nothing of its own, and is marked by nobody.
     marks.open(null.as_fd(), 0).map_err(|_| Error::NotRun)?;
-    Ok((Hold([calls, rights]), marks))
+    Ok((Attached([calls, rights]), marks))
 }
 
 /// Gives the program of calls to the kernel.
@@ -167,7 +171,7 @@ fn is_new_enough(release: &str) -> bool {
     }
 }
 
-impl Hold {
+impl Attached {
     /// Calls are held as long as these are open.
     #[must_use]
     pub fn into_descriptors(self) -> [OwnedFd; 2] {

@@ -3,8 +3,8 @@
 
 use crate::abi::{Instruction, REQUEST_BYTES};
 use crate::code::Register::{R0, R1, R2, R3, R4, R6, R7, R8, R9, R10};
-use crate::code::{Act, Code, Helper, Label, When, Width};
-use crate::{Again, Call, MAX_ARGUMENT};
+use crate::code::{AluOp, Code, Helper, Label, When, Width};
+use crate::{DenyRule, MAX_ARGUMENT, WaitRule};
 
 /// Where the kernel has what the programs look at.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -43,9 +43,9 @@ pub(crate) const KEY_BYTES: u32 = 12;
 
 /// An ioctl that no driver has (`_IOW('R', 0xfe, 16)`), which the program answers by itself if its argument, a
 /// [`crate::abi::Request`], has the program's secret: it marks the file.
-pub(crate) const QUESTION: u32 = 0x4010_52fe;
+pub(crate) const CONTROL_IOCTL: u32 = 0x4010_52fe;
 /// It is marked.
-pub(crate) const ANSWER: i32 = libc::ECANCELED;
+pub(crate) const CONTROL_ACK: i32 = libc::ECANCELED;
 /// There is no room in the table.
 pub(crate) const FULL: i32 = libc::ENOSPC;
 
@@ -53,9 +53,9 @@ pub(crate) const FULL: i32 = libc::ENOSPC;
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Plan<'a> {
     /// Calls that wait.
-    pub(crate) waits: &'a [Call],
+    pub(crate) waits: &'a [WaitRule],
     /// Calls that are kept away.
-    pub(crate) again: &'a [Again],
+    pub(crate) again: &'a [DenyRule],
     pub(crate) offsets: Offsets,
     /// What only who has attached the program knows.
     pub(crate) secret: u64,
@@ -72,10 +72,10 @@ pub(crate) fn code(plan: &Plan<'_>) -> (Vec<Instruction>, [u32; 2]) {
     code.load(Width::Double, R8, R1, 8);
     code.load(Width::Double, R9, R1, 16);
     code.load(Width::Double, R6, R2, plan.offsets.private);
-    code.jump_if(When::Equal, R8, QUESTION.cast_signed(), told);
+    code.jump_if(When::Equal, R8, CONTROL_IOCTL.cast_signed(), told);
     code.load(Width::Double, R2, R2, plan.offsets.inode);
     code.load(Width::Word, R7, R2, plan.offsets.device);
-    code.with(Act::And, R8, 0xff);
+    code.with(AluOp::And, R8, 0xff);
     for call in plan.waits {
         one(&mut code, call, walk, end);
     }
@@ -98,22 +98,22 @@ pub(crate) fn code(plan: &Plan<'_>) -> (Vec<Instruction>, [u32; 2]) {
 }
 
 /// If it is this call: its bit in R7 and its part on the stack, and on to `look`. `private_data` is in R6.
-fn one_again(code: &mut Code, call: &Again, look: Label, end: Label) {
+fn one_again(code: &mut Code, call: &DenyRule, look: Label, end: Label) {
     let next = code.label();
     is_it(code, call.number, &call.devices, next);
     if let Some(part) = call.part {
         code.stack(R1, PART);
-        code.with(Act::Set, R2, 4);
+        code.with(AluOp::Set, R2, 4);
         code.copy(R3, R9);
-        code.with(Act::Add, R3, i32::from(part));
+        code.with(AluOp::Add, R3, i32::from(part));
         code.call(Helper::CopyFromUser);
         // The driver will say so.
         code.jump_if_all(When::NotEqual, R0, 0, end);
     } else {
-        code.with(Act::Set, R1, 0);
+        code.with(AluOp::Set, R1, 0);
         code.store(Width::Word, R10, PART, R1);
     }
-    code.with(Act::Set, R7, call.kind.0.cast_signed());
+    code.with(AluOp::Set, R7, call.kind.0.cast_signed());
     code.jump(look);
     code.here(next);
 }
@@ -135,7 +135,7 @@ pub(crate) fn marked(code: &mut Code, marks: u32, end: Label) {
 fn mark(code: &mut Code, plan: &Plan<'_>, end: Label) {
     let (none, done) = (code.label(), code.label());
     code.stack(R1, MARK);
-    code.with(Act::Set, R2, REQUEST_BYTES);
+    code.with(AluOp::Set, R2, REQUEST_BYTES);
     code.copy(R3, R9);
     code.call(Helper::CopyFromUser);
     code.jump_if_all(When::NotEqual, R0, 0, end);
@@ -148,7 +148,7 @@ fn mark(code: &mut Code, plan: &Plan<'_>, end: Label) {
     code.stack(R2, MARK);
     code.jump_if(When::Equal, R7, 0, none);
     code.stack(R3, KINDS);
-    code.with(Act::Set, R4, 0);
+    code.with(AluOp::Set, R4, 0);
     code.call(Helper::MapUpdate);
     code.jump_if_all(When::Equal, R0, 0, done);
     code.exit(-FULL);
@@ -156,7 +156,7 @@ fn mark(code: &mut Code, plan: &Plan<'_>, end: Label) {
     // Whether it was marked does not matter.
     code.call(Helper::MapDelete);
     code.here(done);
-    code.exit(-ANSWER);
+    code.exit(-CONTROL_ACK);
 }
 
 /// On to `next` if it is not the ioctl of that number in R8, of one of the devices in R7.
@@ -171,7 +171,7 @@ fn is_it(code: &mut Code, number: u8, devices: &[libc::dev_t], next: Label) {
 }
 
 /// If it is this call: the range's address in R6 and its length in R7, and on to `walk`.
-fn one(code: &mut Code, call: &Call, walk: Label, end: Label) {
+fn one(code: &mut Code, call: &WaitRule, walk: Label, end: Label) {
     let inside = |at: u8, width: u8| at.checked_add(width).is_some_and(|behind| behind <= call.bytes);
     let only = call.only.is_none_or(|only| inside(only.at, 4));
     let fits = inside(call.address, 8) && inside(call.length, 8) && only && call.bytes <= MAX_ARGUMENT;
@@ -180,13 +180,13 @@ fn one(code: &mut Code, call: &Call, walk: Label, end: Label) {
     let next = code.label();
     is_it(code, call.number, &call.devices, next);
     code.stack(R1, ARGUMENT);
-    code.with(Act::Set, R2, i32::from(call.bytes));
+    code.with(AluOp::Set, R2, i32::from(call.bytes));
     code.copy(R3, R9);
     code.call(Helper::CopyFromUser);
     code.jump_if_all(When::NotEqual, R0, 0, end);
     if let Some(only) = call.only {
         code.load(Width::Word, R1, R10, at(only.at));
-        code.with(Act::And, R1, only.mask);
+        code.with(AluOp::And, R1, only.mask);
         code.jump_if(When::NotEqual, R1, only.wanted, end);
     }
     code.load(Width::Double, R6, R10, at(call.address));
@@ -198,16 +198,16 @@ fn one(code: &mut Code, call: &Call, walk: Label, end: Label) {
 /// Has each page of the range at R6 with the length in R7 touched: in rounds, as a loop has an end.
 fn pages(code: &mut Code, round: Label) {
     code.copy(R1, R6);
-    code.with(Act::And, R1, PAGE - 1);
+    code.with(AluOp::And, R1, PAGE - 1);
     code.add(R7, R1);
-    code.with(Act::Add, R7, PAGE - 1);
-    code.with(Act::Right, R7, PAGE_SHIFT);
-    code.with(Act::And, R6, -PAGE);
+    code.with(AluOp::Add, R7, PAGE - 1);
+    code.with(AluOp::Right, R7, PAGE_SHIFT);
+    code.with(AluOp::And, R6, -PAGE);
     code.store(Width::Double, R10, START, R6);
     code.store(Width::Double, R10, PAGES, R7);
     code.copy(R1, R7);
-    code.with(Act::Add, R1, LOOPS - 1);
-    code.with(Act::Right, R1, LOOPS_SHIFT);
+    code.with(AluOp::Add, R1, LOOPS - 1);
+    code.with(AluOp::Right, R1, LOOPS_SHIFT);
     code.each(round, START);
     code.exit(0);
 }
@@ -216,18 +216,18 @@ fn pages(code: &mut Code, round: Label) {
 fn one_round(code: &mut Code, touch: Label) {
     let (all, done) = (code.label(), code.label());
     code.copy(R3, R1);
-    code.with(Act::Left, R3, LOOPS_SHIFT);
+    code.with(AluOp::Left, R3, LOOPS_SHIFT);
     // What is behind the rounds before.
     code.load(Width::Double, R1, R2, PAGES - START);
     code.copy(R4, R3);
     code.negate(R4);
     code.add(R1, R4);
     code.load(Width::Double, R4, R2, 0);
-    code.with(Act::Left, R3, PAGE_SHIFT);
+    code.with(AluOp::Left, R3, PAGE_SHIFT);
     code.add(R3, R4);
     code.store(Width::Double, R10, START, R3);
     code.jump_if_all(When::AtMost, R1, LOOPS, all);
-    code.with(Act::Set, R1, LOOPS);
+    code.with(AluOp::Set, R1, LOOPS);
     code.here(all);
     code.each(touch, START);
     code.jump_if(When::Equal, R0, LOOPS, done);
@@ -241,10 +241,10 @@ fn one_round(code: &mut Code, touch: Label) {
 fn one_page(code: &mut Code) {
     let there = code.label();
     code.load(Width::Double, R3, R2, 0);
-    code.with(Act::Left, R1, PAGE_SHIFT);
+    code.with(AluOp::Left, R1, PAGE_SHIFT);
     code.add(R3, R1);
     code.stack(R1, -8);
-    code.with(Act::Set, R2, 1);
+    code.with(AluOp::Set, R2, 1);
     code.call(Helper::CopyFromUser);
     code.jump_if_all(When::Equal, R0, 0, there);
     code.exit(1);
@@ -260,9 +260,9 @@ fn in_kernel(device: libc::dev_t) -> i32 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Kinds;
+    use crate::CallClass;
 
-    fn program(again: &[Again]) -> Vec<Instruction> {
+    fn program(again: &[DenyRule]) -> Vec<Instruction> {
         let offsets = Offsets { inode: 32, private: 40, device: 76, mapped: 80, rights: 16 };
         code(&Plan { waits: &[], again, offsets, secret: 5, marks: 3 }).0
     }
@@ -276,13 +276,13 @@ mod tests {
     #[test]
     fn calls_are_sent_back_or_the_driver_s() {
         // Functions of loops give 0 and 1.
-        let all = [0, 0, -libc::EAGAIN, -FULL, -ANSWER, 1, 0, 1, 0];
+        let all = [0, 0, -libc::EAGAIN, -FULL, -CONTROL_ACK, 1, 0, 1, 0];
         assert_eq!(answers(&program(&[])), all);
     }
 
     #[test]
     fn no_more_of_an_argument_is_read_than_its_part() {
-        let call = |part| Again { devices: vec![7], number: 0x24, part, kind: Kinds::one(2) };
+        let call = |part| DenyRule { devices: vec![7], number: 0x24, part, kind: CallClass::one(2) };
         let helpers = |part| {
             let code = program(&[call(part)]);
             code.iter().filter(|one| one.code == 0x85 && one.immediate == 148).count()

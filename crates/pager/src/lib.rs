@@ -23,17 +23,17 @@
 
 mod bits;
 mod change;
-mod moves;
 mod plan;
+mod remaps;
+mod residency_map;
 mod schedule;
 mod snapshot;
-mod space;
 
 pub use change::{Change, ChangeError};
 pub use plan::{Block, BlockIx, Extent, PageIx, Plan, PlanError};
+pub use residency_map::{Locate, Place, ResidencyMap, Run};
 pub use schedule::{Finish, PROMOTED_BLOCKS};
 pub use snapshot::{RestoreError, Segment};
-pub use space::{Locate, Place, ResidencyMap, Run};
 
 /// Bytes in a page: the only size that CRIU serves lazily on x86-64.
 pub const PAGE_SIZE: u64 = 4096;

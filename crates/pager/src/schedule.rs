@@ -65,7 +65,7 @@ impl Schedule {
     }
 
     /// These come before the others, in this order.
-    pub(crate) fn put_first(&mut self, blocks: impl IntoIterator<Item = Range<usize>>) {
+    pub(crate) fn set_priority(&mut self, blocks: impl IntoIterator<Item = Range<usize>>) {
         let pieces = |range: Range<usize>| {
             let starts = range.clone().step_by(FIRST);
             starts.map(move |start| start..range.end.min(start + FIRST))
@@ -75,7 +75,7 @@ impl Schedule {
     }
 
     /// Whether some of those that come before the others may be left.
-    pub(crate) fn has_first(&self) -> bool {
+    pub(crate) fn has_priority(&self) -> bool {
         self.next.load(Ordering::Relaxed) < self.first.len()
     }
 
@@ -287,21 +287,21 @@ mod tests {
     #[test]
     fn what_comes_before_the_others_does_and_what_was_touched_before_that() {
         let mut schedule = Schedule::new(5000);
-        schedule.put_first([4000..4003, 100..2500]);
-        assert!(schedule.has_first());
+        schedule.set_priority([4000..4003, 100..2500]);
+        assert!(schedule.has_priority());
         assert_eq!(schedule.claim(), Some(BlockIx(4000)));
         schedule.promote(BlockIx(7));
         let wanted = [7, 8].into_iter().chain(4001..4003).chain(100..2500);
         let wanted = wanted.chain(0..7).chain(9..100).chain(2500..4000).chain(4003..5000);
         assert_eq!(claims(&schedule), wanted.collect::<Vec<_>>());
-        assert!(!schedule.has_first());
+        assert!(!schedule.has_priority());
         schedule.check(|_| true).unwrap();
     }
 
     #[test]
     fn what_is_given_back_comes_again() {
         let mut schedule = Schedule::new(100);
-        schedule.put_first(std::iter::once(50..52));
+        schedule.set_priority(std::iter::once(50..52));
         assert_eq!(schedule.claim(), Some(BlockIx(50)));
         assert_eq!(schedule.claim(), Some(BlockIx(51)));
         assert_eq!(schedule.claim(), Some(BlockIx(0)));

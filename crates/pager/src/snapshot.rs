@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use crate::moves::Moved;
+use crate::remaps::RemapPiece;
 use crate::{PAGE_SIZE, PageIx, Plan, ResidencyMap};
 
 /// Pages that are not at the address they were dumped from. What no segment names is where the plan has it:
@@ -97,7 +97,7 @@ impl ResidencyMap {
         let plan = Arc::clone(&self.plan);
         for (_, pages) in plan.split(segment.page.0..segment.page.0 + segment.pages) {
             let target = segment.target + (pages.start - segment.page.0) * PAGE_SIZE;
-            self.put(Moved { target, page: pages.start, pages: pages.end - pages.start });
+            self.put(RemapPiece { target, page: pages.start, pages: pages.end - pages.start });
         }
         Ok(())
     }
@@ -112,7 +112,7 @@ fn dropped(start: u64, end: u64) -> Segment {
 }
 
 /// Pieces are cut at extents and by past changes; what follows in both orders is told as one.
-fn append_moved(moved: Moved, out: &mut Vec<Segment>) {
+fn append_moved(moved: RemapPiece, out: &mut Vec<Segment>) {
     if let Some(last) = out.last_mut()
         && last.target != Segment::DROPPED
         && last.page.0 + last.pages == moved.page

@@ -5,13 +5,13 @@
 //!
 //! * [`Channel`]: one end, blocking, with a deadline for every step.
 //! * [`Listener`], [`connect`]: how the ends meet.
-//! * [`Gated`]: whose gate is shut, for those who would dump it.
+//! * [`ProcessId`]: whose gate is shut, for those who would dump it.
 //! * [`SessionNote`]: what a session publishes for the plugins: where its fd store is, and whose restore it serves.
 
 mod abi;
 mod channel;
+mod dump_block;
 mod error;
-mod gated;
 mod generated;
 mod session;
 mod socket;
@@ -22,8 +22,8 @@ pub mod proto {
 }
 
 pub use channel::{Channel, MAX_DESCRIPTORS, PATIENCE};
+pub use dump_block::{FOLDER, ProcessId};
 pub use error::Error;
-pub use gated::{FOLDER, Gated};
 pub use session::{FileId, Notes, Phase, SESSIONS, SessionNote, Skipped, Store, sockets_of};
 pub use socket::{Listener, SOCKET, connect};
 

@@ -28,7 +28,7 @@ use nix::sys::stat::{SFlag, fstat};
 use nix::unistd::geteuid;
 
 use crate::abi;
-use crate::gated::{Gated, has_ended};
+use crate::dump_block::{ProcessId, has_ended};
 
 /// Where the notes are. Only this user may look.
 pub const SESSIONS: &str = "/run/rewake/sessions";
@@ -98,7 +98,7 @@ pub struct SessionNote {
     /// The session's number. A starter gives each number once.
     pub number: u64,
     /// The process that starts the session's worker again.
-    pub starter: Gated,
+    pub starter: ProcessId,
     /// The directory in which `criu restore` looks for `lazy-pages.socket`.
     pub work: FileId,
     /// The session's fd store.
@@ -211,7 +211,7 @@ impl SessionNote {
     /// # Errors
     /// `/proc` cannot be read.
     pub fn starter_lives(&self) -> io::Result<bool> {
-        Ok(Gated::of(self.starter.pid)? == Some(self.starter))
+        Ok(ProcessId::of(self.starter.pid)? == Some(self.starter))
     }
 
     /// Whether every process of the session's streamer has ended: its targets wait for `rewake recover`.
@@ -352,7 +352,7 @@ impl SessionNote {
         };
         Ok(Self {
             number: number.ok_or("its name has no number")?,
-            starter: Gated { pid: int(pid)?, started },
+            starter: ProcessId { pid: int(pid)?, started },
             work: FileId { device, inode },
             store: Store { number: int(number_of_store)?, inode: inode_of_store },
             phase,

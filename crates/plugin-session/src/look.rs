@@ -5,7 +5,7 @@ use std::fmt;
 use std::io;
 use std::path::Path;
 
-use rewake_plugin_protocol::{Gated, Notes, Phase, SessionNote, sockets_of};
+use rewake_plugin_protocol::{Notes, Phase, ProcessId, SessionNote, sockets_of};
 
 use crate::proc;
 
@@ -74,7 +74,7 @@ pub(crate) fn first_missing(
     processes: &[i32],
 ) -> io::Result<Option<Missing>> {
     for pid in processes {
-        if Gated::of(*pid)?.map_or(Ok(false), Gated::is_shut)? {
+        if ProcessId::of(*pid)?.map_or(Ok(false), ProcessId::is_shut)? {
             return Ok(Some(Missing { pid: *pid, what: What::Gate }));
         }
         if notes.is_empty() {

@@ -19,7 +19,7 @@ use crate::Error;
 use crate::cpu::Copier;
 use crate::device::{Device, MemoryDevice, import};
 use crate::flight::Ticket;
-use crate::rings::{Offer, Rings};
+use crate::rings::{Rings, SdmaCaps};
 use crate::staging::{Memory, Staging};
 use crate::table::{Bo, Table};
 use crate::transfer::Transfer;
@@ -32,7 +32,7 @@ static ENGINES: AtomicU32 = AtomicU32::new(0);
 
 /// The way that bytes go, and why not a better one.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Way {
+pub enum CopyPath {
     /// By the GPU's copy rings.
     Rings {
         /// How many.
@@ -51,7 +51,7 @@ pub enum Way {
     },
 }
 
-impl fmt::Display for Way {
+impl fmt::Display for CopyPath {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Cpu { why } => write!(f, "copies by the CPU ({why})"),
@@ -84,7 +84,7 @@ pub struct CopyEngine {
     minor: u32,
     staging: Staging,
     table: Table,
-    way: Way,
+    way: CopyPath,
     copies: Copies,
     /// Ended, and not told yet.
     done: VecDeque<Done>,
@@ -111,16 +111,16 @@ impl CopyEngine {
     /// # Errors
     /// The kernel refused something that every way needs.
     pub fn open(render: Render, staging: &Staging) -> Result<Self, Error> {
-        let (mask, version, rule) = match Offer::of(&render)? {
-            Offer::Nothing(why) => return Self::by_cpu(render, staging, &why),
-            Offer::Rings { mask, version, rule } => (mask, version, rule),
+        let (mask, version, rule) = match SdmaCaps::of(&render)? {
+            SdmaCaps::Nothing(why) => return Self::by_cpu(render, staging, &why),
+            SdmaCaps::Rings { mask, version, rule } => (mask, version, rule),
         };
         let rings = match Rings::new(&render, mask, rule, staging) {
             Ok(rings) => Box::new(rings),
             Err(error) => return Self::by_cpu(render, staging, &error.to_string()),
         };
         let why = staging.why().map(str::to_owned);
-        let way = Way::Rings { rings: rings.count(), version, memory: staging.memory(), why };
+        let way = CopyPath::Rings { rings: rings.count(), version, memory: staging.memory(), why };
         let event = event(render.minor())?;
         let event = if tells(&render, &event)? { Some(event) } else { None };
         Ok(Self::new(render.minor(), staging, way, Copies::Rings { render, rings, event }))
@@ -145,10 +145,10 @@ impl CopyEngine {
     fn with_thread(device: Device, staging: &Staging, why: &str) -> Result<Self, Error> {
         let minor = device.minor();
         let copier = Copier::new(device, staging, event(minor)?)?;
-        Ok(Self::new(minor, staging, Way::Cpu { why: why.to_owned() }, Copies::Cpu(copier)))
+        Ok(Self::new(minor, staging, CopyPath::Cpu { why: why.to_owned() }, Copies::Cpu(copier)))
     }
 
-    fn new(minor: u32, staging: &Staging, way: Way, copies: Copies) -> Self {
+    fn new(minor: u32, staging: &Staging, way: CopyPath, copies: Copies) -> Self {
         let id = ENGINES.fetch_add(1, Ordering::Relaxed);
         let (staging, table) = (staging.clone(), Table::new(id));
         // All that can be in flight may end before somebody asks.
@@ -162,7 +162,7 @@ impl CopyEngine {
 
     /// The way that bytes go: one line for logs.
     #[must_use]
-    pub fn way(&self) -> &Way {
+    pub fn way(&self) -> &CopyPath {
         &self.way
     }
 
@@ -392,14 +392,14 @@ mod tests {
     #[test]
     fn the_way_is_one_line_with_its_reason() {
         let rings = |memory, why: Option<&str>| {
-            Way::Rings { rings: 2, version: (4, 4), memory, why: why.map(str::to_owned) }.to_string()
+            CopyPath::Rings { rings: 2, version: (4, 4), memory, why: why.map(str::to_owned) }.to_string()
         };
         assert_eq!(rings(Memory::Pages, None), "2 copy rings (SDMA 4.4), staging in ordinary pages");
         assert_eq!(
             rings(Memory::Gtt, Some("no /dev/udmabuf")),
             "2 copy rings (SDMA 4.4), staging in GTT (no /dev/udmabuf)"
         );
-        let cpu = Way::Cpu { why: "no ring".to_owned() };
+        let cpu = CopyPath::Cpu { why: "no ring".to_owned() };
         assert_eq!(cpu.to_string(), "copies by the CPU (no ring)");
     }
 

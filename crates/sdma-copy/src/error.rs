@@ -146,10 +146,10 @@ pub enum Error {
     },
     /// A submission failed on the GPU, or was lost with it: its bytes are not there.
     #[error("{0}")]
-    Failed(Box<Trouble>),
+    Failed(Box<SubmitFault>),
     /// A submission is not done in time. It is still in flight.
     #[error("{0}")]
-    Late(Box<Trouble>),
+    Late(Box<SubmitFault>),
     /// An earlier submission failed: no more go there.
     #[error("renderD{minor}: a submission failed before: open a new engine")]
     Lost {
@@ -160,7 +160,7 @@ pub enum Error {
 
 /// What is known about a submission that failed or is late.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Trouble {
+pub struct SubmitFault {
     /// The render node.
     pub minor: u32,
     /// The ring.
@@ -179,7 +179,7 @@ pub struct Trouble {
     pub state: Option<u64>,
 }
 
-impl fmt::Display for Trouble {
+impl fmt::Display for SubmitFault {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { minor, ring, transfers, bytes, queued, age, errno, state } = self;
         write!(f, "renderD{minor}, copy ring {ring}: {transfers} transfers of {bytes} bytes ")?;
@@ -220,7 +220,7 @@ const STATES: [(u32, &str); 6] = {
 mod tests {
     use super::*;
 
-    const LATE: Trouble = Trouble {
+    const LATE: SubmitFault = SubmitFault {
         minor: 129,
         ring: 1,
         transfers: 3,
@@ -238,13 +238,13 @@ mod tests {
             "renderD129, copy ring 1: 3 transfers of 4096 bytes are not done after 1.500s, 8192 bytes in flight \
              there; the GPU was not reset: look for page faults in the kernel's log"
         );
-        let failed = Trouble { errno: Some(125), state: Some(5), ..LATE };
+        let failed = SubmitFault { errno: Some(125), state: Some(5), ..LATE };
         assert_eq!(
             failed.to_string(),
             "renderD129, copy ring 1: 3 transfers of 4096 bytes failed after 1.500s: Operation canceled (os error \
              125); the GPU was reset, this engine's commands are the cause"
         );
-        let silent = Trouble { state: None, ..failed };
+        let silent = SubmitFault { state: None, ..failed };
         assert!(silent.to_string().ends_with("; the kernel does not tell the GPU's state"), "{silent}");
     }
 }

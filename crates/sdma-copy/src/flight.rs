@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use rewake_amdgpu_uapi::render::Submission;
 
-use crate::error::Trouble;
+use crate::error::SubmitFault;
 
 /// A submission of one engine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -28,8 +28,14 @@ pub(crate) struct Flight {
 
 impl Flight {
     /// What is known about it, with that many bytes in flight on its ring.
-    pub(crate) fn trouble(&self, minor: u32, queued: u64, errno: Option<i32>, state: Option<u64>) -> Trouble {
-        Trouble {
+    pub(crate) fn trouble(
+        &self,
+        minor: u32,
+        queued: u64,
+        errno: Option<i32>,
+        state: Option<u64>,
+    ) -> SubmitFault {
+        SubmitFault {
             minor,
             ring: self.submission.ring,
             transfers: self.transfers,

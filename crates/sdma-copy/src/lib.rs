@@ -53,8 +53,8 @@ mod table;
 mod transfer;
 
 pub use device::MemoryDevice;
-pub use engine::{CopyEngine, Done, Way};
-pub use error::{Error, Trouble};
+pub use engine::{CopyEngine, CopyPath, Done};
+pub use error::{Error, SubmitFault};
 pub use flight::Ticket;
 pub use rings::{COPIES, IN_FLIGHT};
 pub use staging::{Memory, Place, Shape, Slot, Staging};

@@ -40,14 +40,14 @@ const _: () = assert!(COPIES as u64 * Sdma::COPY <= COMMANDS && COMMANDS.is_mult
 
 /// Whether a GPU has rings that we can use.
 #[derive(Debug)]
-pub(crate) enum Offer {
+pub(crate) enum SdmaCaps {
     /// It has: a bit for each.
     Rings { mask: u32, version: (u32, u32), rule: Rule },
     /// It has not, and why.
     Nothing(String),
 }
 
-impl Offer {
+impl SdmaCaps {
     pub(crate) fn of(render: &Render) -> Result<Self, Error> {
         let kernel = |source| Error::Kernel { minor: render.minor(), source };
         let info = render.engine_info(AMDGPU_HW_IP_DMA).map_err(kernel)?;

@@ -16,7 +16,7 @@ use rewake_amdgpu_uapi::abi::{AMDGPU_GEM_CREATE_CPU_ACCESS_REQUIRED, AMDGPU_GEM_
 use rewake_amdgpu_uapi::render::Render;
 
 use crate::Error;
-use crate::rings::Offer;
+use crate::rings::SdmaCaps;
 
 /// Bytes of ordinary pages in one dma-buf: half of what the udmabuf module permits unless told otherwise.
 const PART: u64 = 32 << 20;
@@ -101,7 +101,7 @@ impl Staging {
     pub fn new(shape: Shape, gpus: &[&Render]) -> Result<Self, Error> {
         let pages = Self::pages(shape)?;
         for gpu in gpus {
-            if let Offer::Rings { .. } = Offer::of(gpu)?
+            if let SdmaCaps::Rings { .. } = SdmaCaps::of(gpu)?
                 && let Err(error) = pages.is_taken_by(gpu)
             {
                 return Self::gtt(shape, gpu, &error.to_string());

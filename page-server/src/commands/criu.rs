@@ -64,7 +64,7 @@ impl Options {
 
 /// One command of CRIU.
 #[derive(Debug)]
-pub(super) struct Act<'a> {
+pub(super) struct CriuInvocation<'a> {
     /// `dump` or `restore`.
     pub(super) name: &'static str,
     /// The images directory.
@@ -81,7 +81,7 @@ pub(super) struct Act<'a> {
     pub(super) options: &'a Options,
 }
 
-impl Act<'_> {
+impl CriuInvocation<'_> {
     /// The command line.
     pub(super) fn command(&self, program: &Path) -> Command {
         let mut command = Command::new(program);
@@ -145,7 +145,7 @@ impl Criu {
     ///
     /// # Errors
     /// There is no such program.
-    pub(super) fn start(program: &Path, act: &Act<'_>, stdout: bool) -> anyhow::Result<Self> {
+    pub(super) fn start(program: &Path, act: &CriuInvocation<'_>, stdout: bool) -> anyhow::Result<Self> {
         let mut command = act.command(program);
         if !stdout {
             command.stdout(Stdio::from(sys::duplicate(io::stderr().as_fd())?));
@@ -255,7 +255,7 @@ mod tests {
         let given = strings(&["-v4", "--shell-job"]);
         let options = Options::default();
         let (images, work) = (Path::new("/img"), Path::new("/jobs"));
-        let act = Act {
+        let act = CriuInvocation {
             name: "dump",
             images,
             work,
@@ -268,7 +268,7 @@ mod tests {
         assert_eq!(words(&act.command(Path::new("criu"))), line);
         assert_eq!(act.log(), Path::new("/jobs/dump.log"));
         let options = Options { log: Some("/tmp/x".into()), ..Options::default() };
-        let act = Act { plugins: None, options: &options, ..act };
+        let act = CriuInvocation { plugins: None, options: &options, ..act };
         assert_eq!(words(&act.command(Path::new("criu"))), "dump -t 7 -D /img -W /jobs -v4 --shell-job");
         assert_eq!(act.log(), Path::new("/tmp/x"));
     }

@@ -82,7 +82,7 @@ fn shown(text: &str) -> anyhow::Result<u8> {
 
 /// Asks the streamer of a work directory.
 async fn streaming(work: &Path) -> anyhow::Result<proto::Streaming> {
-    match Client::connect(&control::streaming::socket(work)).await {
+    match Client::connect(&control::status_server::socket(work)).await {
         Ok(mut client) => Ok(client.streaming().await?),
         Err(ClientError::NoDaemon(_)) => {
             bail!("{}: no memory of GPUs is loaded for a restore with this work directory", work.display())

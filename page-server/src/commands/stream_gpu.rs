@@ -8,19 +8,19 @@ use std::thread::{self, JoinHandle};
 
 use anyhow::{Context as _, ensure};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use rewake_amdgpu_uapi::held::{self, Marks};
-use rewake_image_io::pace::Pace;
-use rewake_plugin_protocol::{FOLDER, Gated, Listener, Phase, SessionNote};
+use rewake_amdgpu_uapi::held::{self, BlockList};
+use rewake_image_io::io_budget::IoBudget;
+use rewake_plugin_protocol::{FOLDER, Listener, Phase, ProcessId, SessionNote};
 use tokio::sync::watch;
 use tracing::{error, info, warn};
 
 use super::{directory, lazy_pages, to_notify};
 use crate::cli::StreamGpu;
 use crate::control::CONNECT_LIMIT;
-use crate::control::streaming::Window;
+use crate::control::status_server::Window;
 use crate::daemon::Daemon;
 use crate::fd_store::FdStore;
-use crate::gpu_stream::Beside;
+use crate::gpu_stream::StreamOptions;
 use crate::ledger::{Ledger, SessionSlot, root};
 use crate::supervisor::{self, STOPPED, Start};
 use crate::timeline::record::State;
@@ -49,7 +49,7 @@ pub fn run(options: &StreamGpu) -> anyhow::Result<u8> {
     let work = directory(&options.work_dir, "-W")?;
     let images = options.images_dir.as_deref().map(|images| directory(images, "-D")).transpose()?;
     logging::start(options.log_file.as_deref(), options.verbosity)?;
-    Gated::prepare().with_context(|| format!("make {FOLDER}, which says who is not to be dumped yet"))?;
+    ProcessId::prepare().with_context(|| format!("make {FOLDER}, which says who is not to be dumped yet"))?;
     let listener = Listener::new(&work)?;
     files::clear(&work)?;
     // Loading matters more than being seen.
@@ -83,7 +83,7 @@ fn gpus_alone(start: &Start, doors: &Doors) -> anyhow::Result<()> {
     let session = OwnSession::open(start, &doors.work)?;
     begin(start, doors, &timeline)?;
     start.ready();
-    let beside = Beside { cpus: None, marks: marks(start), record: doors.record };
+    let beside = StreamOptions { cpus: None, marks: marks(start), record: doors.record };
     let done = gpus(doors, beside, start.ledger, &timeline);
     keep(&timeline, &doors.work);
     session.close();
@@ -246,7 +246,7 @@ async fn without_cpus(daemon: &Daemon, over: Option<watch::Receiver<bool>>) {
 }
 
 /// Has calls held and kept away, until all processes of this program have ended. None where the kernel does not.
-fn marks(start: &Start) -> Option<Marks> {
+fn marks(start: &Start) -> Option<BlockList> {
     match held::attach() {
         Ok((hold, marks)) => {
             start.ledger.keep(hold.into_descriptors());
@@ -267,12 +267,12 @@ fn marks(start: &Start) -> Option<Marks> {
 fn in_a_thread(
     start: &Start,
     doors: &Arc<Doors>,
-    pace: Arc<Pace>,
+    pace: Arc<IoBudget>,
     timeline: &Timeline,
     tell: watch::Sender<bool>,
 ) -> anyhow::Result<JoinHandle<bool>> {
     begin(start, doors, timeline)?;
-    let beside = Beside { cpus: Some(pace), marks: marks(start), record: doors.record };
+    let beside = StreamOptions { cpus: Some(pace), marks: marks(start), record: doors.record };
     let (doors, ledger, timeline) = (Arc::clone(doors), start.ledger, timeline.clone());
     let load = move || {
         let done = gpus(&doors, beside, ledger, &timeline);
@@ -288,7 +288,7 @@ fn in_a_thread(
     thread::Builder::new().name("gpus".to_owned()).spawn(load).context("starting a thread")
 }
 
-fn gpus(doors: &Doors, beside: Beside, ledger: Ledger, timeline: &Timeline) -> anyhow::Result<()> {
+fn gpus(doors: &Doors, beside: StreamOptions, ledger: Ledger, timeline: &Timeline) -> anyhow::Result<()> {
     let done = gpu_stream::serve(&doors.listener, beside, ledger, timeline);
     // Whoever asks hears it from now on.
     let done = done.inspect_err(|error| timeline.failed(&format!("{error:#}")))?;

@@ -11,15 +11,15 @@
 
 use std::time::Duration;
 
+mod accept;
 pub mod address;
 pub mod client;
-mod door;
 pub mod frame;
 mod generated;
 pub mod registry;
 pub mod server;
-pub mod streaming;
-mod streams;
+pub mod status_server;
+mod streamer_session;
 
 /// The messages of `proto/control.proto`.
 pub mod proto {

@@ -16,7 +16,7 @@ use tokio::task::LocalSet;
 use tokio::time::{MissedTickBehavior, interval, sleep, timeout};
 use tracing::{debug, info, warn};
 
-use super::door;
+use super::accept;
 use super::frame::{FrameError, receive, send};
 use super::proto::{self, Reply, Request, reply, request};
 use super::registry::{Facts, Known, Registry};
@@ -80,7 +80,7 @@ pub async fn run(
 impl Server {
     async fn accept(self: Rc<Self>, listener: UnixListener) {
         loop {
-            let stream = door::next(&listener).await;
+            let stream = accept::next(&listener).await;
             if self.clients.get() >= MAX_CLIENTS {
                 warn!("more than {MAX_CLIENTS} clients at once: one was turned away");
                 continue;
@@ -127,7 +127,7 @@ impl Server {
     }
 
     async fn client(&self, mut stream: UnixStream) -> Result<(), FrameError> {
-        if !door::greet(&mut stream).await? {
+        if !accept::greet(&mut stream).await? {
             return Ok(());
         }
         while let Some(request) = receive::<Request>(&mut stream, MESSAGE_LIMIT).await? {

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use rewake_plugin_protocol::Gated;
+use rewake_plugin_protocol::ProcessId;
 
 use super::Daemon;
 use crate::ledger::{Ledger, SessionState};
@@ -17,7 +17,7 @@ const LIMIT: Duration = Duration::from_secs(60);
 #[test]
 fn of_a_session_that_was_being_closed_a_successor_takes_the_store_back_and_serves_nothing() {
     let ledger = Ledger::new().unwrap();
-    let own = Gated::of(std::process::id().cast_signed()).unwrap().unwrap();
+    let own = ProcessId::of(std::process::id().cast_signed()).unwrap().unwrap();
     let slots = [(); 2].map(|()| ledger.take_session().unwrap()).map(|index| &ledger.sessions()[index]);
     for slot in slots {
         slot.set_paths(Path::new("/images"), Path::new("/work")).unwrap();

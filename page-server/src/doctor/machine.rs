@@ -4,7 +4,7 @@
 use std::io;
 
 use nix::sys::resource::{Resource, getrlimit};
-use rewake_image_io::{BlockCache, DEFAULT_BUDGET, best};
+use rewake_image_io::{BlockCache, DEFAULT_BUDGET, default_engine};
 use rewake_uffd::Uffd;
 
 use super::gpu_machine::DEFAULT;
@@ -54,8 +54,8 @@ pub fn userfaultfd_feature(bit: u64) -> bool {
 /// # Errors
 /// No way of reading works.
 pub fn io_uring() -> Result<Option<String>, String> {
-    let best = BlockCache::new(DEFAULT_BUDGET).and_then(|cache| best(&cache));
-    best.map(|best| best.note).map_err(|error| error.to_string())
+    let engine = BlockCache::new(DEFAULT_BUDGET).and_then(|cache| default_engine(&cache));
+    engine.map(|engine| engine.note).map_err(|error| error.to_string())
 }
 
 /// Whether the kernel can tell what of a file is in memory.

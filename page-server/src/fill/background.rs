@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use rewake_image_io::pace::{Begun, Lane, PIECE};
+use rewake_image_io::io_budget::{Lane, PIECE, Permit};
 use rewake_image_io::{Acquire, BLOCK, BlockRef, BufferSlice, Done, LoadGuard, PagesFile, Read, read_now};
 use rewake_pager::{BlockIx, Finish, PageIx};
 
@@ -59,7 +59,7 @@ pub(super) struct Load {
     claim: Claim,
     guard: LoadGuard,
     /// None for a block that a thread waits for: the background's pace does not count it.
-    begun: Option<Begun>,
+    begun: Option<Permit>,
 }
 
 /// A block whose bytes are here, or in the page cache.
@@ -115,7 +115,7 @@ impl Reactor {
         }
         while self.wants_more() {
             // What the page cache has, and what there is none of, is nothing to ask for.
-            let first_only = self.shared.pace.is_first_only();
+            let first_only = self.shared.pace.holds_background();
             let asks = self.cold && self.spaces.iter().any(|space| wants(space, first_only));
             self.held_back = asks && !self.shared.pace.allows(Lane::Cpus, PIECE);
             if self.held_back || !self.claim_batch() {
@@ -153,7 +153,7 @@ impl Reactor {
         let count = self.spaces.len();
         let at = |step: usize| &self.spaces[(self.turn + step) % count];
         // Restores wait for what comes before the rest.
-        let first_only = self.shared.pace.is_first_only();
+        let first_only = self.shared.pace.holds_background();
         let first = (0..count).find(|step| wants(at(*step), true));
         let rest = |step: &usize| !first_only && wants(at(*step), false);
         let urgent = |step: &usize| at(*step).session.is_urgent() && rest(step);
@@ -240,7 +240,7 @@ impl Reactor {
         file: &Arc<PagesFile>,
         guard: LoadGuard,
         dst: BufferSlice,
-        begun: Option<Begun>,
+        begun: Option<Permit>,
     ) -> bool {
         let offset = guard.offset();
         let how = file.how(offset, dst.len());

@@ -51,7 +51,7 @@ impl Reactor {
             Locate::Unbacked => {
                 let filled = space.fill_demand(&layout, demand.address, None, None);
                 if filled == Filled::All {
-                    space.walked(&layout, demand.address);
+                    space.prefault_zero_run(&layout, demand.address);
                 }
                 drop(layout);
                 return self.served(demand, filled);
@@ -71,7 +71,7 @@ impl Reactor {
             Bytes::Coming => self.blocked.push(demand),
             Bytes::OnDisk => {
                 drop(layout);
-                self.shared.pace.waits();
+                self.shared.pace.note_demand();
                 if self.load_wanted(&space, place.block) {
                     self.blocked.push(demand);
                 } else {

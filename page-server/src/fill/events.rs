@@ -25,7 +25,7 @@ use crate::sys;
 
 /// An address space with what only its home reactor has.
 #[derive(Debug)]
-pub(super) struct Home {
+pub(super) struct UffdReader {
     pub(super) space: Arc<AddressSpace>,
     journal: Journal,
     /// Received and not dealt with: empty between two calls, unless a forked child found no place.
@@ -54,14 +54,14 @@ fn no_room() -> io::Error {
 
 /// What one reading brought.
 #[derive(Debug, Default)]
-pub(super) struct News {
+pub(super) struct EventBatch {
     /// Pages that threads wait for.
     pub(super) faults: Vec<u64>,
     /// Address spaces of forked children, to be served from now on.
-    pub(super) children: Vec<Home>,
+    pub(super) children: Vec<UffdReader>,
 }
 
-impl Home {
+impl UffdReader {
     pub(super) fn new(space: Arc<AddressSpace>, journal: Journal) -> Self {
         Self { space, journal, messages: Vec::new(), crowded: false }
     }
@@ -73,7 +73,7 @@ impl Home {
         &mut self,
         ledger: Ledger,
         known: &BTreeSet<i32>,
-        news: &mut News,
+        news: &mut EventBatch,
     ) -> io::Result<()> {
         let space = Arc::clone(&self.space);
         let mut layout = space.layout_mut();
@@ -93,7 +93,7 @@ impl Home {
     ///
     /// # Errors
     /// The kernel's errno, or no room ([`wants_room`]): call it again.
-    pub(super) fn read_events(&mut self, ledger: Ledger, news: &mut News) -> io::Result<()> {
+    pub(super) fn read_events(&mut self, ledger: Ledger, news: &mut EventBatch) -> io::Result<()> {
         let space = Arc::clone(&self.space);
         let mut layout = space.layout_mut();
         self.apply(&mut layout, ledger, news)?;
@@ -118,7 +118,7 @@ impl Home {
 
     /// Deals with what was received. After an error call it again: meanwhile nothing more is received, so the
     /// ledger goes on to name the descriptors of children that have no place of their own.
-    pub(super) fn settle(&mut self, ledger: Ledger, news: &mut News) -> io::Result<()> {
+    pub(super) fn settle(&mut self, ledger: Ledger, news: &mut EventBatch) -> io::Result<()> {
         if self.messages.is_empty() {
             return Ok(());
         }
@@ -126,7 +126,7 @@ impl Home {
         self.apply(&mut space.layout_mut(), ledger, news)
     }
 
-    fn apply(&mut self, layout: &mut ResidencyMap, ledger: Ledger, news: &mut News) -> io::Result<()> {
+    fn apply(&mut self, layout: &mut ResidencyMap, ledger: Ledger, news: &mut EventBatch) -> io::Result<()> {
         let mut messages = std::mem::take(&mut self.messages);
         let mut dealt = 0_usize;
         let mut result = Ok(());
@@ -153,7 +153,7 @@ impl Home {
         message: Message,
         layout: &mut ResidencyMap,
         ledger: Ledger,
-        news: &mut News,
+        news: &mut EventBatch,
     ) -> io::Result<()> {
         match message {
             Message::Fault { address } => {
@@ -237,23 +237,23 @@ mod tests {
     use super::*;
     use crate::fd_store::{Entry, FdStore, Kind};
     use crate::session::Session;
-    use crate::watched::{self, Watched};
+    use crate::uffd_child::{self, UffdChild};
 
-    fn home(parent: &Watched, ledger: Ledger) -> Home {
+    fn home(parent: &UffdChild, ledger: Ledger) -> UffdReader {
         home_of(Session::new(0, 1, PathBuf::new()), parent, ledger)
     }
 
-    fn home_of(session: Session, parent: &Watched, ledger: Ledger) -> Home {
+    fn home_of(session: Session, parent: &UffdChild, ledger: Ledger) -> UffdReader {
         let session = Arc::new(session);
         session.release();
         let slot = parent.slot(ledger, &session, true);
         let journal = Journal::create(slot).unwrap();
-        Home::new(parent.address_space(&session, slot), journal)
+        UffdReader::new(parent.address_space(&session, slot), journal)
     }
 
     /// Receives a fork as a reactor does that found room, which another reactor has taken since.
-    fn receive_fork(home: &mut Home) {
-        watched::until(|| {
+    fn receive_fork(home: &mut UffdReader) {
+        uffd_child::until(|| {
             home.journal.receive(&home.space.uffd, 1, &mut home.messages).unwrap();
             !home.messages.is_empty()
         });
@@ -265,13 +265,13 @@ mod tests {
 
     #[test]
     fn a_fork_waits_in_the_kernel_while_there_is_no_room_and_then_the_child_is_served() {
-        let parent = Watched::start(watched::fork_and_touch);
+        let parent = UffdChild::start(uffd_child::fork_and_touch);
         let ledger = Ledger::new().unwrap();
         let mut home = home(&parent, ledger);
         let spare = ledger.take_space().unwrap();
         while ledger.take_space().is_some() {}
-        let mut news = News::default();
-        watched::until(|| home.space.uffd.changing());
+        let mut news = EventBatch::default();
+        uffd_child::until(|| home.space.uffd.changing());
         let begun = std::time::Instant::now();
         while begun.elapsed() < std::time::Duration::from_millis(200) {
             let error = home.read_events(ledger, &mut news).unwrap_err();
@@ -282,28 +282,28 @@ mod tests {
         assert!(!home.space.session.has_failed() && parent.lives());
 
         ledger.spaces()[spare].retire();
-        watched::until(|| {
+        uffd_child::until(|| {
             // With the one slot taken there is no room for another.
             let _ = home.read_events(ledger, &mut news);
             !news.children.is_empty()
         });
         let child = news.children.pop().unwrap();
         // The kernel makes the process after the message was read.
-        watched::until(|| !children_of(parent.pid).is_empty());
+        uffd_child::until(|| !children_of(parent.pid).is_empty());
         child.space.session.fail("a test");
-        watched::until(|| super::super::condemn::end(&child.space));
-        watched::until(|| child.space.slot.memory_is_gone());
+        uffd_child::until(|| super::super::abort::kill_or_poison(&child.space));
+        uffd_child::until(|| child.space.slot.memory_is_gone());
         assert!(parent.lives());
     }
 
     #[test]
     fn faults_are_read_while_there_is_no_room() {
-        let parent = Watched::start(watched::touch);
+        let parent = UffdChild::start(uffd_child::touch);
         let ledger = Ledger::new().unwrap();
         let mut home = home(&parent, ledger);
         while ledger.take_space().is_some() {}
-        let mut news = News::default();
-        watched::until(|| {
+        let mut news = EventBatch::default();
+        uffd_child::until(|| {
             home.read_events(ledger, &mut news).unwrap();
             news.faults == [parent.start]
         });
@@ -311,19 +311,19 @@ mod tests {
 
     #[test]
     fn a_fork_that_was_read_and_finds_no_room_is_kept_until_there_is_some() {
-        let parent = Watched::start(watched::fork_and_touch);
+        let parent = UffdChild::start(uffd_child::fork_and_touch);
         let ledger = Ledger::new().unwrap();
         let mut home = home(&parent, ledger);
         let spare = ledger.take_space().unwrap();
         while ledger.take_space().is_some() {}
-        let mut news = News::default();
+        let mut news = EventBatch::default();
         receive_fork(&mut home);
         assert!(wants_room(&home.read_events(ledger, &mut news).unwrap_err()));
         assert!(home.read_events(ledger, &mut news).is_err(), "it must not be forgotten");
         let slot = home.space.slot;
         let own = [&slot.uffd, &slot.pidfd, &slot.journal].map(|number| number.load(Ordering::Relaxed));
         let kept: Vec<i32> = ledger.descriptors().filter(|number| !own.contains(number)).collect();
-        assert!(matches!(kept[..], [number] if watched::is_open(number)), "{kept:?}");
+        assert!(matches!(kept[..], [number] if uffd_child::is_open(number)), "{kept:?}");
         assert!(news.children.is_empty());
 
         ledger.spaces()[spare].retire();
@@ -331,19 +331,19 @@ mod tests {
         let child = news.children.pop().expect("there is room for it now");
         assert_eq!(child.space.uffd.as_raw_fd(), kept[0]);
         child.space.session.fail("a test");
-        watched::until(|| super::super::condemn::end(&child.space));
-        watched::until(|| child.space.slot.memory_is_gone());
+        uffd_child::until(|| super::super::abort::kill_or_poison(&child.space));
+        uffd_child::until(|| child.space.slot.memory_is_gone());
         assert!(parent.lives());
     }
 
     #[test]
     fn nothing_is_filled_between_a_fork_that_was_read_and_the_copy_of_its_layout() {
-        let parent = Watched::start(watched::fork_and_touch);
+        let parent = UffdChild::start(uffd_child::fork_and_touch);
         let ledger = Ledger::new().unwrap();
         let mut home = home(&parent, ledger);
         let spare = ledger.take_space().unwrap();
         while ledger.take_space().is_some() {}
-        let mut news = News::default();
+        let mut news = EventBatch::default();
         receive_fork(&mut home);
         assert!(wants_room(&home.read_events(ledger, &mut news).unwrap_err()));
         let space = Arc::clone(&home.space);
@@ -356,15 +356,15 @@ mod tests {
         ledger.spaces()[spare].retire();
         home.settle(ledger, &mut news).unwrap();
         // The kernel refuses fills until the forking thread has run.
-        watched::until(|| fill() == super::super::space::Filled::All);
+        uffd_child::until(|| fill() == super::super::space::Filled::All);
         let child = news.children.pop().unwrap();
         let missing = |space: &AddressSpace| space.layout().missing();
-        assert_eq!((missing(&space), missing(&child.space)), (watched::PAGES - 1, watched::PAGES));
+        assert_eq!((missing(&space), missing(&child.space)), (uffd_child::PAGES - 1, uffd_child::PAGES));
     }
 
     #[test]
     fn a_full_fd_store_is_waited_for() {
-        let parent = Watched::start(watched::fork_and_touch);
+        let parent = UffdChild::start(uffd_child::fork_and_touch);
         let ledger = Ledger::new().unwrap();
         let (reader, writer) = FdStore::create().unwrap();
         nix::sys::socket::setsockopt(&writer, nix::sys::socket::sockopt::SndBuf, &(32 << 10)).unwrap();
@@ -375,15 +375,15 @@ mod tests {
         assert_eq!(full.unwrap().raw_os_error(), Some(libc::EAGAIN));
         let session = Session::new(0, 1, PathBuf::new()).with_store(store());
         let mut home = home_of(session, &parent, ledger);
-        let mut news = News::default();
-        watched::until(|| home.read_events(ledger, &mut news).is_err());
+        let mut news = EventBatch::default();
+        uffd_child::until(|| home.read_events(ledger, &mut news).is_err());
         assert!(wants_room(&home.read_events(ledger, &mut news).unwrap_err()));
         assert!(home.messages.is_empty() && news.children.is_empty(), "nothing was read");
         assert!(children_of(parent.pid).is_empty(), "the fork has not returned");
         assert!(!home.space.session.has_failed());
 
         store().retain(|entry| entry.kind != Kind::Files).unwrap();
-        watched::until(|| {
+        uffd_child::until(|| {
             home.read_events(ledger, &mut news).unwrap();
             !news.children.is_empty()
         });
@@ -396,19 +396,19 @@ mod tests {
 
     #[test]
     fn a_child_that_ended_before_it_had_a_place_needs_none() {
-        let parent = Watched::start(watched::fork_and_touch);
+        let parent = UffdChild::start(uffd_child::fork_and_touch);
         let ledger = Ledger::new().unwrap();
         let mut home = home(&parent, ledger);
         while ledger.take_space().is_some() {}
-        let mut news = News::default();
+        let mut news = EventBatch::default();
         receive_fork(&mut home);
         assert!(home.read_events(ledger, &mut news).is_err());
         let slot = home.space.slot;
-        watched::until(|| {
+        uffd_child::until(|| {
             crate::processes::kill_descendants(parent.pid, slot.pidfd.load(Ordering::Relaxed));
             home.messages
                 .iter()
-                .all(|(_, message)| matches!(message, Message::Fork { uffd } if Home::is_gone(*uffd)))
+                .all(|(_, message)| matches!(message, Message::Fork { uffd } if UffdReader::is_gone(*uffd)))
         });
         home.settle(ledger, &mut news).unwrap();
         assert!(news.children.is_empty());

@@ -14,14 +14,14 @@
 //!
 //! How much of the disk the background may have says [`rewake_image_io::pace`].
 
+mod abort;
 mod background;
-mod condemn;
 mod demand;
+mod enomem_retry;
 mod events;
 mod pool;
 mod reactor;
 mod shared;
-mod shortage;
 pub mod space;
 pub mod stats;
 

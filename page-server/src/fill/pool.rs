@@ -6,8 +6,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
 use anyhow::Context as _;
-use rewake_image_io::pace::Pace;
-use rewake_image_io::{BlockCache, Waker};
+use rewake_image_io::io_budget::IoBudget;
+use rewake_image_io::{BlockCache, Notifier};
 
 use super::reactor::{Task, run};
 use super::shared::{Handle, Shared};
@@ -39,13 +39,13 @@ impl Pool {
         let count = reactors();
         let handle = || {
             anyhow::Ok(Handle {
-                waker: Waker::new().context("making an eventfd")?,
+                waker: Notifier::new().context("making an eventfd")?,
                 inbox: Mutex::default(),
                 attention: AtomicBool::new(false),
             })
         };
         let handles: Vec<Handle> = (0..count).map(|_| handle()).collect::<Result<_, _>>()?;
-        let pace = Pace::new(handles.iter().map(|handle| handle.waker.clone()).collect())?;
+        let pace = IoBudget::new(handles.iter().map(|handle| handle.waker.clone()).collect())?;
         let shared = Arc::new(Shared {
             cache: Arc::clone(cache),
             ledger,
@@ -81,7 +81,7 @@ impl Pool {
 
     /// The pace of its reads, which others on the same disk keep to.
     #[must_use]
-    pub fn pace(&self) -> Arc<Pace> {
+    pub fn pace(&self) -> Arc<IoBudget> {
         Arc::clone(&self.shared.pace)
     }
 

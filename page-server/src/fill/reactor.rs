@@ -10,14 +10,14 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
 use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
-use rewake_image_io::{Done, Engine, PAGE, Waker};
+use rewake_image_io::{Done, Engine, Notifier, PAGE};
 use rewake_pager::Run;
 use slab::Slab;
 use tracing::{debug, error, info, warn};
 
 use super::background::{Claim, Load, Step, Work};
 use super::demand::{DEMAND_TICKET, Demand};
-use super::events::{Home, News, wants_room};
+use super::events::{EventBatch, UffdReader, wants_room};
 use super::shared::Shared;
 use super::space::AddressSpace;
 use crate::ledger::{Journal, NO_FD};
@@ -63,9 +63,9 @@ pub(super) struct Reactor {
     index: usize,
     pub(super) shared: Arc<Shared>,
     pub(super) engine: Box<dyn Engine>,
-    pub(super) waker: Waker,
+    pub(super) waker: Notifier,
     epoll: Epoll,
-    pub(super) homes: Slab<Home>,
+    pub(super) homes: Slab<UffdReader>,
     /// Address spaces of all reactors, as of `version`.
     pub(super) spaces: Vec<Arc<AddressSpace>>,
     version: usize,
@@ -114,7 +114,7 @@ impl Reactor {
         if let Err(error) = sys::short_time_slice() {
             debug!(%error, "no short time slice");
         }
-        let best = rewake_image_io::best(&shared.cache)?;
+        let best = rewake_image_io::default_engine(&shared.cache)?;
         if let Some(note) = best.note.filter(|_| index == 0) {
             info!("{note}");
         }
@@ -160,7 +160,7 @@ impl Reactor {
         self.wait();
         self.reap();
         let deferred = self.retry_deferred();
-        self.make_way();
+        self.yield_to_faulting_threads();
         self.refresh();
         self.stalled = deferred;
         let busy = self.background();
@@ -173,7 +173,7 @@ impl Reactor {
 
     /// A thread whose fault was just served wants a processor, and reactors that fill in the background hold
     /// all of them: without this it waits for the end of a time slice, many times what its fault took.
-    fn make_way(&mut self) {
+    fn yield_to_faulting_threads(&mut self) {
         let served = self.shared.served.load(Ordering::Relaxed);
         if served != self.served {
             self.served = served;
@@ -219,11 +219,11 @@ impl Reactor {
         }
         // Last: it may retire homes, and a token of this round must not be taken for a later home's.
         if tokens().any(|token| token == WAKER) {
-            self.woken();
+            self.handle_wakeup();
         }
         self.engine_ready = tokens().any(|token| token == ENGINE);
         if self.unended {
-            self.look_after_homes();
+            self.reap_finished_spaces();
         }
         if self.crowded {
             self.read_crowded();
@@ -241,27 +241,27 @@ impl Reactor {
         keys.into_iter().for_each(|key| self.read_home(key));
     }
 
-    fn woken(&mut self) {
+    fn handle_wakeup(&mut self) {
         self.waker.drain();
         self.retry_blocked();
         let Some(handle) = self.shared.handles.get(self.index) else { return };
         let tasks = std::mem::take(&mut *handle.inbox.lock().unwrap_or_else(PoisonError::into_inner));
         let attention = handle.attention.swap(false, Ordering::AcqRel);
         for Task::Adopt { space, journal, inherited } in tasks {
-            let mut home = Home::new(space, journal);
+            let mut home = UffdReader::new(space, journal);
             if let Some(known) = inherited {
                 self.inherit(&mut home, &known);
             }
             self.adopt(home);
         }
         if attention {
-            self.look_after_homes();
+            self.reap_finished_spaces();
         }
     }
 
     /// Takes up where a dead worker left off.
-    fn inherit(&mut self, home: &mut Home, known: &BTreeSet<i32>) {
-        let mut news = News::default();
+    fn inherit(&mut self, home: &mut UffdReader, known: &BTreeSet<i32>) {
+        let mut news = EventBatch::default();
         match home.finish_pending(self.shared.ledger, known, &mut news) {
             Err(error) if wants_room(&error) => {
                 home.crowded = true;
@@ -280,7 +280,7 @@ impl Reactor {
     }
 
     /// Watches an address space and serves it from now on.
-    fn adopt(&mut self, home: Home) {
+    fn adopt(&mut self, home: UffdReader) {
         let (space, crowded) = (Arc::clone(&home.space), home.crowded);
         let key = self.homes.insert(home);
         let token = FIRST_HOME + 2 * key as u64;
@@ -310,7 +310,7 @@ impl Reactor {
     }
 
     fn read_home(&mut self, key: usize) {
-        let mut news = News::default();
+        let mut news = EventBatch::default();
         let Some(home) = self.homes.get_mut(key) else { return };
         let (space, waited) = (Arc::clone(&home.space), home.crowded);
         home.crowded = false;
@@ -359,7 +359,7 @@ impl Reactor {
         }
     }
 
-    fn deliver(&mut self, space: &Arc<AddressSpace>, news: News) {
+    fn deliver(&mut self, space: &Arc<AddressSpace>, news: EventBatch) {
         for child in news.children {
             self.adopt(child);
         }
@@ -407,8 +407,8 @@ impl Reactor {
     }
 
     /// Retires address spaces that are done, ends those of failed sessions.
-    fn look_after_homes(&mut self) {
-        let finished = |home: &Home| {
+    fn reap_finished_spaces(&mut self) {
+        let finished = |home: &UffdReader| {
             let space = &home.space;
             space.is_gone() || space.session.is_released() && space.layout().missing() == 0
         };
@@ -419,7 +419,7 @@ impl Reactor {
             let Some(home) = self.homes.get(key) else { continue };
             let session = Arc::clone(&home.space.session);
             let failed = session.has_failed();
-            let done = finished(home) || failed && super::condemn::end(&home.space);
+            let done = finished(home) || failed && super::abort::kill_or_poison(&home.space);
             if done && self.children_are_home(key) {
                 self.retire(key);
                 retired.push(session);
@@ -439,7 +439,7 @@ impl Reactor {
     /// successor of it.
     fn children_are_home(&mut self, key: usize) -> bool {
         let Some(home) = self.homes.get_mut(key) else { return true };
-        let mut news = News::default();
+        let mut news = EventBatch::default();
         let settled = home.settle(self.shared.ledger, &mut news).is_ok();
         let space = Arc::clone(&home.space);
         self.deliver(&space, news);

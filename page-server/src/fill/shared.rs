@@ -4,8 +4,8 @@
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use rewake_image_io::pace::Pace;
-use rewake_image_io::{BlockCache, Waker};
+use rewake_image_io::io_budget::IoBudget;
+use rewake_image_io::{BlockCache, Notifier};
 
 use super::reactor::Task;
 use super::space::AddressSpace;
@@ -13,7 +13,7 @@ use crate::ledger::Ledger;
 
 #[derive(Debug)]
 pub(super) struct Handle {
-    pub(super) waker: Waker,
+    pub(super) waker: Notifier,
     pub(super) inbox: Mutex<Vec<Task>>,
     /// A home may have something to look at: failed, finished, or without a process.
     pub(super) attention: AtomicBool,
@@ -27,8 +27,8 @@ pub(super) struct Shared {
     pub(super) spaces: Mutex<Vec<Arc<AddressSpace>>>,
     pub(super) version: AtomicUsize,
     pub(super) sessions: AtomicUsize,
-    pub(super) pace: Arc<Pace>,
-    /// Faults served, by all reactors: see `Reactor::make_way`.
+    pub(super) pace: Arc<IoBudget>,
+    /// Faults served, by all reactors: see `Reactor::yield_to_faulting_threads`.
     pub(super) served: AtomicUsize,
     pub(super) handles: Vec<Handle>,
 }

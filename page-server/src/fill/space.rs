@@ -10,7 +10,7 @@ use rewake_pager::{BlockIx, Locate, PAGE_SIZE, PageIx, ResidencyMap, Run};
 use rewake_uffd::{FillPort, Outcome, Stop, Uffd};
 use tracing::{info, warn};
 
-use super::shortage::{PATIENCE, Refused, Shortage};
+use super::enomem_retry::{EnomemRetry, PATIENCE, Refused};
 use super::stats::{TaskStats, add};
 use crate::ledger::SpaceSlot;
 use crate::session::Session;
@@ -50,7 +50,7 @@ pub struct AddressSpace {
     last_fault: AtomicU64,
     /// Where the next fault is expected in memory that no image has.
     walk: AtomicU64,
-    shortage: Shortage,
+    shortage: EnomemRetry,
 }
 
 /// How a piece of filling ended.
@@ -80,7 +80,7 @@ impl AddressSpace {
         home: usize,
     ) -> Self {
         Self {
-            first: AtomicBool::new(space.has_first()),
+            first: AtomicBool::new(space.has_priority()),
             session,
             counts,
             slot,
@@ -94,7 +94,7 @@ impl AddressSpace {
             since: Instant::now(),
             last_fault: AtomicU64::new(0),
             walk: AtomicU64::new(0),
-            shortage: Shortage::default(),
+            shortage: EnomemRetry::default(),
         }
     }
 
@@ -195,7 +195,7 @@ impl AddressSpace {
 
     /// Whether some of what comes before the rest may be left. Costs nothing where there is none.
     pub fn has_first(&self) -> bool {
-        let has = self.first.load(Ordering::Relaxed) && self.layout().has_first();
+        let has = self.first.load(Ordering::Relaxed) && self.layout().has_priority();
         if !has {
             self.first.store(false, Ordering::Relaxed);
         }
@@ -388,13 +388,13 @@ impl AddressSpace {
 
     /// The page at `target`, which no image has, was served to a thread that waited. If that thread walks through such memory, what comes
     /// next is there before it is: a driver that is given such memory looks at every page of it.
-    pub fn walked(&self, layout: &ResidencyMap, target: u64) {
+    pub fn prefault_zero_run(&self, layout: &ResidencyMap, target: u64) {
         let next = target + PAGE_SIZE;
         if self.walk.swap(next, Ordering::Relaxed) != target {
             return;
         }
         let unbacked = |page: &u64| matches!(layout.locate(next + page * PAGE_SIZE), Locate::Unbacked);
-        let pages = (0..WALK).take_while(unbacked).count() as u64;
+        let pages = (0..ZERO_PREFAULT_PAGES).take_while(unbacked).count() as u64;
         if pages > 0 {
             // How it ends does not matter: whoever comes to a page that is not there is served.
             let there = self.uffd.zero(next, pages * PAGE_SIZE);
@@ -404,7 +404,7 @@ impl AddressSpace {
 }
 
 /// Pages ahead of a walk through memory that no image has: a call for so many takes as long as a few faults.
-const WALK: u64 = 64;
+const ZERO_PREFAULT_PAGES: u64 = 64;
 
 #[expect(clippy::cast_possible_truncation, reason = "4096")]
 const PAGE_LEN: usize = PAGE_SIZE as usize;
@@ -439,11 +439,11 @@ mod tests {
 
     use super::*;
     use crate::ledger::Ledger;
-    use crate::watched::{self, PAGES, Watched};
+    use crate::uffd_child::{self, PAGES, UffdChild};
 
     /// Pages of a task whose process ended when one was back: in all, back, and let go of.
     fn ended_early(fail: bool) -> [u64; 3] {
-        let task = Watched::start(watched::sleep);
+        let task = UffdChild::start(uffd_child::sleep);
         let session = Arc::new(Session::new(0, 1, PathBuf::new()));
         let space = task.address_space(&session, task.slot(Ledger::new().unwrap(), &session, true));
         let filled = space.fill_demand(&space.layout(), task.start, Some(PageIx(0)), Some(&[7; PAGE_LEN]));

@@ -8,8 +8,8 @@ use anyhow::Context as _;
 use rewake_amdgpu_uapi::criu;
 use rewake_ptrace_inject::with_tracer;
 
-use super::kept::Kept;
-use super::sets::Set;
+use super::blocked_calls::BlockedCalls;
+use super::reachability::GpuReach;
 use crate::processes::{self, Layout};
 use crate::sys;
 
@@ -24,9 +24,9 @@ pub(super) struct Gate<'a> {
     /// Its `/dev/kfd`.
     pub(super) kfd: BorrowedFd<'a>,
     /// What it may not do before; none where calls cannot be kept away.
-    pub(super) kept: Option<Kept<'a>>,
+    pub(super) kept: Option<BlockedCalls<'a>>,
     /// Its GPUs that go on one by one; none if they go on together.
-    pub(super) sets: &'a [Set],
+    pub(super) sets: &'a [GpuReach],
 }
 
 impl Gate<'_> {
@@ -39,7 +39,7 @@ impl Gate<'_> {
         let done = with_tracer(pid, PATIENCE, || criu::unpause(self.kfd));
         let done = done.with_context(|| format!("tracing process {pid}"))?;
         done.with_context(|| format!("letting the GPUs of process {pid} go on"))?;
-        self.kept.iter().for_each(Kept::process_goes_on);
+        self.kept.iter().for_each(BlockedCalls::process_goes_on);
         Ok(pid)
     }
 
@@ -49,7 +49,7 @@ impl Gate<'_> {
     /// The process has ended.
     pub(super) fn is_open(&self) -> anyhow::Result<i32> {
         let pid = sys::pidfd_pid(self.process).context("finding the process")?;
-        self.kept.iter().for_each(Kept::process_goes_on);
+        self.kept.iter().for_each(BlockedCalls::process_goes_on);
         Ok(pid)
     }
 

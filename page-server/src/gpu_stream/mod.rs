@@ -7,20 +7,20 @@
 //! of them when its own is ([`sets`], [`by_gpu`]): no queue runs before every byte that its GPU may reach is there (I2). In the end it is looked
 //! whether all do ([`confirm`]). What CPUs touched can be kept for the next restore of the image ([`recorded`]). A process whose gate nobody would open any more is killed, by the supervisor if need be.
 
-mod by_gpu;
-mod confirm;
+mod bar_mappings;
+mod blocked_calls;
+mod fault_server;
 mod gate;
-mod intake;
-mod kept;
-mod opening;
-mod parts;
+mod handoff;
+mod per_gpu_resume;
+mod placeholder_range;
 mod placeholders;
 #[cfg(test)]
 mod program;
-mod recorded;
-mod sets;
-mod touches;
-mod view;
+mod queue_monitor;
+mod queue_resume;
+mod reachability;
+mod working_set;
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::{Arc, mpsc};
@@ -29,17 +29,17 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
 use nix::sys::signal::{SigSet, SigmaskHow, Signal, sigprocmask};
-use rewake_amdgpu_uapi::held::Marks;
-use rewake_bo_contents::{Desk, Loading, Process, Report};
-use rewake_image_io::pace::{Pace, Standing};
+use rewake_amdgpu_uapi::held::BlockList;
+use rewake_bo_contents::{BackgroundLoad, LoadHandle, Process, Report};
+use rewake_image_io::io_budget::{BackgroundHold, IoBudget};
 use rewake_plugin_protocol::Listener;
 use tracing::{debug, info, warn};
 
-use confirm::{Confirm, Opened, Verdict};
-use intake::Taken;
-use opening::Opening;
+use fault_server::{AccessTrace, FaultServer, ResidencyState};
+use handoff::Handoff;
 use placeholders::Placeholders;
-use touches::{Heard, Resident, Touches};
+use queue_monitor::{Opened, QueueMonitor, QueueVerdict};
+use queue_resume::QueueResumer;
 
 use crate::ledger::Ledger;
 use crate::sys;
@@ -51,11 +51,11 @@ const CONFIRMED: Duration = Duration::from_secs(10);
 
 /// What else there is.
 #[derive(Debug, Default)]
-pub struct Beside {
+pub struct StreamOptions {
     /// Where memory of the same restore's CPUs comes from here, too: what both keep to.
-    pub cpus: Option<Arc<Pace>>,
+    pub cpus: Option<Arc<IoBudget>>,
     /// Where calls can be held and kept away.
-    pub marks: Option<Marks>,
+    pub marks: Option<BlockList>,
     /// Record in the image directory which buffers CPUs touch. What was recorded before is not used then, and replaced: it would be the
     /// order of that.
     pub record: bool,
@@ -80,14 +80,14 @@ pub struct Summary {
 fn load(
     processes: &[Process<'_>],
     placeholders: Vec<Placeholders<'_>>,
-    opening: &Opening<'_>,
-    loading: Loading<'_>,
-) -> anyhow::Result<(Option<Report>, Heard, Vec<Opened>)> {
-    let &Opening { ledger, timeline, .. } = opening;
+    opening: &QueueResumer<'_>,
+    loading: BackgroundLoad<'_>,
+) -> anyhow::Result<(Option<Report>, AccessTrace, Vec<Opened>)> {
+    let &QueueResumer { ledger, timeline, .. } = opening;
     let sets = opening.sets();
-    let resident = Resident::new(processes.len(), &placeholders, &sets)?;
+    let resident = ResidencyState::new(processes.len(), &placeholders, &sets)?;
     let (done, ready) = mpsc::channel();
-    let touches = Touches::new(placeholders, loading.desk(), &resident, &sets, done, ledger, timeline);
+    let touches = FaultServer::new(placeholders, loading.desk(), &resident, &sets, done, ledger, timeline);
     timeline.loads(loading.desk());
     // Who asks now is told of it.
     timeline.look();
@@ -114,7 +114,7 @@ fn load(
 /// Where this fails the load ends, and whoever is behind a gate is killed.
 fn or_give_up<T>(
     ledger: Ledger,
-    desk: &Desk,
+    desk: &LoadHandle,
     act: impl FnOnce() -> anyhow::Result<T>,
 ) -> thread::Result<anyhow::Result<T>> {
     let done = catch_unwind(AssertUnwindSafe(act));
@@ -127,15 +127,15 @@ fn or_give_up<T>(
 
 /// Loads what was taken over, and opens the gates: of whom, in the end.
 fn serve_taken(
-    taken: &Taken,
-    standing: Option<Standing>,
-    beside: Beside,
+    taken: &Handoff,
+    standing: Option<BackgroundHold>,
+    beside: StreamOptions,
     ledger: Ledger,
     timeline: &Timeline,
 ) -> anyhow::Result<(Summary, Vec<Opened>)> {
     let (mut gates, mut placeholders) = (Vec::new(), Vec::new());
-    let Beside { cpus, marks, record } = beside;
-    let pace = cpus.map_or_else(|| Pace::new(Vec::new()).map(Arc::new), Ok)?;
+    let StreamOptions { cpus, marks, record } = beside;
+    let pace = cpus.map_or_else(|| IoBudget::new(Vec::new()).map(Arc::new), Ok)?;
     for (place, gated) in taken.go(ledger, marks.as_ref())? {
         timeline.runs(place, sys::pidfd_pid(gated.gate.process).unwrap_or_default());
         gates.push((place, gated.gate));
@@ -146,10 +146,10 @@ fn serve_taken(
     info!(processes = gates.len(), "loading memory of GPUs behind running processes");
     let processes: Vec<Process<'_>> = taken.processes().collect();
     let count = gates.len();
-    let opening = Opening { taken, gates, ledger, timeline };
+    let opening = QueueResumer { taken, gates, ledger, timeline };
     let first = if record { Vec::new() } else { taken.recorded() };
     let loading =
-        Loading::new(&processes, Some(pace)).map(|loading| loading.first(first).twins(taken.twins()));
+        BackgroundLoad::new(&processes, Some(pace)).map(|loading| loading.first(first).twins(taken.twins()));
     let loaded =
         loading.map_err(Into::into).and_then(|loading| load(&processes, placeholders, &opening, loading));
     if loaded.is_err() {
@@ -165,8 +165,8 @@ fn serve_taken(
 }
 
 /// Waits until the queues run whose gates are open, and says whose do not, and of whose nothing can be told. How many do not.
-fn look_at_queues(confirm: &Confirm, opened: &[Opened]) -> usize {
-    let Verdict { ran, held, unknown } = confirm.wait(opened, CONFIRMED);
+fn look_at_queues(confirm: &QueueMonitor, opened: &[Opened]) -> usize {
+    let QueueVerdict { ran, held, unknown } = confirm.wait(opened, CONFIRMED);
     held.iter().for_each(|held| warn!("after {CONFIRMED:?} {held}"));
     unknown.iter().for_each(|unknown| info!("{unknown}"));
     if held.is_empty() && ran > 0 {
@@ -181,12 +181,12 @@ fn look_at_queues(confirm: &Confirm, opened: &[Opened]) -> usize {
 /// The plugin gave up, or memory could not be loaded: those whose gates are not open by then are killed, or the ledger knows them.
 pub fn serve(
     listener: &Listener,
-    beside: Beside,
+    beside: StreamOptions,
     ledger: Ledger,
     timeline: &Timeline,
 ) -> anyhow::Result<Option<Summary>> {
     let holds = beside.cpus.as_ref().filter(|_| beside.marks.is_some());
-    let Some(mut taken) = intake::take(listener, holds)? else { return Ok(None) };
+    let Some(mut taken) = handoff::take(listener, holds)? else { return Ok(None) };
     let (confirm, standing) = (taken.confirm.take(), taken.standing.take());
     timeline.handed_over();
     // Asked to stop, it goes on from here: it takes as long as it takes to load, and then no gate is shut.

@@ -19,8 +19,8 @@ use rewake_ptrace_inject::{Error, Shown, Swap, present, shown, with_stopped};
 use rewake_uffd::abi::{FEATURE_FORK, FEATURE_REMAP};
 use rewake_uffd::{FillPort as _, Message, PAGE_SIZE, RawMessage, Stop, Uffd, memory_is_gone};
 
-use super::parts::{Buffer, Part, parts};
-use super::view::Views;
+use super::bar_mappings::BarMappings;
+use super::placeholder_range::{Buffer, PlaceholderRange, parts};
 use crate::fd_store::{Entry, FdStore, Kind};
 use crate::{processes, sys};
 
@@ -40,7 +40,7 @@ const MESSAGES: usize = 64;
 
 /// What the plugin has handed over of a process; nothing watches it yet.
 #[derive(Debug)]
-pub(super) struct Handed {
+pub(super) struct ReceivedPlaceholders {
     file: OwnedFd,
     /// Whoever watches them has it.
     uffd: Mutex<Option<OwnedFd>>,
@@ -58,18 +58,18 @@ pub(super) struct Placeholders<'a> {
     /// Of the process, in the ledger.
     pidfd: RawFd,
     uffd: ManuallyDrop<Uffd>,
-    handed: &'a Handed,
+    handed: &'a ReceivedPlaceholders,
     /// The process's own files of render nodes, by the GPUs' names in the image.
     renders: &'a [(u32, OwnedFd)],
     /// By offset.
-    parts: Vec<Part<'a>>,
+    parts: Vec<PlaceholderRange<'a>>,
     /// Whether the program has moved some: they are looked for then.
     moved: bool,
 }
 
 /// What a touched address shows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Touched {
+pub(super) struct AccessedRange {
     /// The image's number of the buffer.
     pub(super) buffer: usize,
     /// Where in the placeholders' file, and how many bytes of it follow in the mapping.
@@ -90,7 +90,7 @@ pub(super) enum Outcome {
     Ended,
 }
 
-impl Handed {
+impl ReceivedPlaceholders {
     pub(super) fn new(files: Vec<OwnedFd>) -> anyhow::Result<Self> {
         let files: Result<[OwnedFd; 2], _> = files.try_into();
         let wrong =
@@ -242,7 +242,7 @@ impl<'a> Placeholders<'a> {
     }
 
     /// What an address shows; none if the device is there already, or nothing.
-    pub(super) fn at(&self, address: u64) -> anyhow::Result<Option<Touched>> {
+    pub(super) fn at(&self, address: u64) -> anyhow::Result<Option<AccessedRange>> {
         let file = self.handed.file.as_fd();
         let found = if self.moved {
             let there = match shown(self.pid, file, 0..u64::MAX) {
@@ -260,10 +260,10 @@ impl<'a> Placeholders<'a> {
         let Some((within, offset, length)) = found else { return Ok(None) };
         let offset = offset + within;
         let part = self.part_at(offset).filter(|part| !part.swapped);
-        Ok(part.map(|part| Touched { buffer: part.buffer.number, offset, rest: length - within }))
+        Ok(part.map(|part| AccessedRange { buffer: part.buffer.number, offset, rest: length - within }))
     }
 
-    fn part_at(&self, offset: u64) -> Option<&Part<'a>> {
+    fn part_at(&self, offset: u64) -> Option<&PlaceholderRange<'a>> {
         let next = self.parts.partition_point(|part| part.offset <= offset);
         let before = next.checked_sub(1).map(|before| &self.parts[before]);
         before.filter(|part| offset < part.offset + part.length)
@@ -278,15 +278,19 @@ impl<'a> Placeholders<'a> {
     ///
     /// # Errors
     /// It cannot be done: the process must be killed.
-    pub(super) fn swap(&mut self, buffers: &BTreeSet<usize>, views: &mut Views) -> anyhow::Result<Outcome> {
+    pub(super) fn swap(
+        &mut self,
+        buffers: &BTreeSet<usize>,
+        views: &mut BarMappings,
+    ) -> anyhow::Result<Outcome> {
         let pid = self.pid;
         // Its number may be another's.
         if self.is_gone() {
             return Ok(Outcome::Ended);
         }
         let (handed, renders, process) = (self.handed, self.renders, self.process);
-        let is_one = |part: &&mut Part<'_>| buffers.contains(&part.buffer.number);
-        let mut parts: Vec<&mut Part<'_>> = self.parts.iter_mut().filter(is_one).collect();
+        let is_one = |part: &&mut PlaceholderRange<'_>| buffers.contains(&part.buffer.number);
+        let mut parts: Vec<&mut PlaceholderRange<'_>> = self.parts.iter_mut().filter(is_one).collect();
         let swaps: Vec<Swap<'_>> = parts.iter().map(|part| part.swap(renders)).collect();
         let stopped = with_stopped(pid, PATIENCE, |stopped| {
             let (since, mut done) = (stopped.since(), Vec::new());
@@ -329,7 +333,12 @@ impl<'a> Placeholders<'a> {
     ///
     /// # Errors
     /// They cannot be had.
-    pub(super) fn copy(&mut self, address: u64, touched: Touched, views: &mut Views) -> anyhow::Result<()> {
+    pub(super) fn copy(
+        &mut self,
+        address: u64,
+        touched: AccessedRange,
+        views: &mut BarMappings,
+    ) -> anyhow::Result<()> {
         let Some(part) = self.part_at(touched.offset) else { return Ok(()) };
         let length = touched.rest.min(part.offset + part.length - touched.offset).min(COPIED);
         let view = view(self.process, part, views)?;
@@ -360,7 +369,12 @@ impl<'a> Placeholders<'a> {
 }
 
 /// What the program has made of copies goes to the device.
-fn merge(handed: &Handed, process: usize, part: &Part<'_>, views: &mut Views) -> anyhow::Result<()> {
+fn merge(
+    handed: &ReceivedPlaceholders,
+    process: usize,
+    part: &PlaceholderRange<'_>,
+    views: &mut BarMappings,
+) -> anyhow::Result<()> {
     let ranges =
         present(handed.file.as_fd(), part.offset, part.length).context("looking for changed pages")?;
     if ranges.is_empty() {
@@ -383,8 +397,8 @@ fn merge(handed: &Handed, process: usize, part: &Part<'_>, views: &mut Views) ->
 
 fn view<'v>(
     process: usize,
-    part: &Part<'_>,
-    views: &'v mut Views,
+    part: &PlaceholderRange<'_>,
+    views: &'v mut BarMappings,
 ) -> anyhow::Result<&'v rewake_amdgpu_uapi::abi::memory::Mapping> {
     let Buffer { number, gpu: (_, minor), dmabuf, bytes } = part.buffer;
     let view = views.of((process, number), minor, dmabuf, bytes);

@@ -9,8 +9,8 @@ use std::sync::atomic::{AtomicU8, Ordering};
 use rewake_plugin_protocol::proto;
 use rewake_uffd::PAGE_SIZE as PAGE;
 
-use super::parts::Buffer;
-use super::placeholders::Handed;
+use super::placeholder_range::Buffer;
+use super::placeholders::ReceivedPlaceholders;
 use crate::sys;
 
 /// The name of its GPU.
@@ -86,9 +86,9 @@ impl Program {
     }
 
     /// What the plugin hands over of it.
-    pub(super) fn handed(&self) -> Handed {
+    pub(super) fn handed(&self) -> ReceivedPlaceholders {
         let files = self.files[..2].iter().map(|file| file.try_clone().unwrap());
-        let mut handed = Handed::new(files.collect()).unwrap();
+        let mut handed = ReceivedPlaceholders::new(files.collect()).unwrap();
         let mapping = |buffer: usize| proto::Mapping {
             address: self.address + buffer as u64 * PAGE,
             length: PAGE,

@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, bail};
 use nix::unistd::geteuid;
-use rewake_plugin_protocol::{Gated, SESSIONS};
+use rewake_plugin_protocol::{ProcessId, SESSIONS};
 use tracing::warn;
 
 use super::Ledger;
@@ -183,11 +183,11 @@ impl Folder {
 fn starter_lives(folder: &Path) -> bool {
     let name = folder.file_name().and_then(|name| name.to_str()).unwrap_or_default();
     let of = name.split_once('-').and_then(|(pid, start)| Some((pid.parse().ok()?, start.parse().ok()?)));
-    of.is_some_and(|(pid, started)| Gated::of(pid).is_ok_and(|of| of == Some(Gated { pid, started })))
+    of.is_some_and(|(pid, started)| ProcessId::of(pid).is_ok_and(|of| of == Some(ProcessId { pid, started })))
 }
 
-fn this_process() -> anyhow::Result<Gated> {
-    let own = Gated::of(std::process::id().cast_signed()).context("looking at this process")?;
+fn this_process() -> anyhow::Result<ProcessId> {
+    let own = ProcessId::of(std::process::id().cast_signed()).context("looking at this process")?;
     own.context("this process has ended")
 }
 
@@ -208,7 +208,7 @@ fn lock(file: File, how: TryLock) -> io::Result<Option<File>> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::watched::until;
+    use crate::uffd_child::until;
 
     /// A child of another test may have a copy of a descriptor that is dropped here, for a moment.
     fn locked(path: &Path, how: TryLock) -> anyhow::Result<(Folder, Ledger)> {

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Processes whose GPUs stand still until a worker opens their gates: one that dies before that leaves nobody who would.
-//! Whoever would dump one of them is told of it ([`Gated`]), and whoever waits for this restore of what becomes of them all
-//! ([`Word`]): by the worker, or by who takes its place, as one must not say what only the other one knows.
+//! Whoever would dump one of them is told of it ([`ProcessId`]), and whoever waits for this restore of what becomes of them all
+//! ([`StatusByte`]): by the worker, or by who takes its place, as one must not say what only the other one knows.
 
 use std::io;
 use std::os::fd::{AsRawFd as _, BorrowedFd, IntoRawFd as _, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicI32, AtomicU32, AtomicU64, Ordering};
 
-use rewake_plugin_protocol::{FOLDER, Gated};
+use rewake_plugin_protocol::{FOLDER, ProcessId};
 
 use crate::sys;
 
@@ -17,7 +17,7 @@ pub(super) const MAX_GATES: usize = 1024;
 /// What becomes of processes before gates, in one byte.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
-pub enum Word {
+pub enum StatusByte {
     /// They run, and their GPUs stand still.
     Shut = b's',
     /// All gates are open.
@@ -28,7 +28,7 @@ pub enum Word {
     Back = b'b',
 }
 
-impl Word {
+impl StatusByte {
     /// None for any other byte.
     #[must_use]
     pub fn read(byte: u8) -> Option<Self> {
@@ -64,13 +64,13 @@ pub struct Gates {
 struct Gate {
     /// Its descriptor, one more than its number: 0 is none. Written last.
     process: AtomicI32,
-    /// As [`Gated`] has it; 0 of one that had ended.
+    /// As [`ProcessId`] has it; 0 of one that had ended.
     pid: AtomicI32,
     started: AtomicU64,
 }
 
 impl Gates {
-    /// Whoever has the other end of this is told a [`Word`] whenever there is one. It stays open as long as a process of this
+    /// Whoever has the other end of this is told a [`StatusByte`] whenever there is one. It stays open as long as a process of this
     /// server lives, and whoever takes a dead one's place tells on: its end without a last word means that nobody is left.
     pub fn tell(&self, whom: BorrowedFd<'_>) {
         self.told.store(whom.as_raw_fd() + 1, Ordering::Release);
@@ -92,7 +92,7 @@ impl Gates {
         let number = process.into_raw_fd();
         free.process.store(number + 1, Ordering::Release);
         self.any_was.store(1, Ordering::Release);
-        self.say(Word::Shut);
+        self.say(StatusByte::Shut);
         Ok(number)
     }
 
@@ -103,24 +103,24 @@ impl Gates {
         gate.forget();
         gate.process.store(0, Ordering::Release);
         if !self.any() {
-            self.say(Word::Open);
+            self.say(StatusByte::Open);
         }
     }
 
     /// All memory of CPUs is back.
     pub fn back(&self) {
-        self.say(Word::Back);
+        self.say(StatusByte::Back);
     }
 
     /// The processes behind closed gates, when all that served them have ended: their numbers in that table of
     /// descriptors are gone. No gate is left.
-    pub fn forget(&self) -> Vec<Gated> {
+    pub fn forget(&self) -> Vec<ProcessId> {
         self.told.store(0, Ordering::Release);
         let mut left = Vec::new();
         for gate in &self.gates {
             if gate.process.swap(0, Ordering::AcqRel) != 0 {
                 let (pid, started) = (gate.pid.load(Ordering::Relaxed), gate.started.load(Ordering::Relaxed));
-                left.push(Gated { pid, started });
+                left.push(ProcessId { pid, started });
                 gate.forget();
             }
         }
@@ -146,10 +146,10 @@ impl Gates {
             }
         }
         if any {
-            self.say(Word::Killed);
+            self.say(StatusByte::Killed);
         } else if self.any_was.load(Ordering::Acquire) == 1 {
             // The worker may have died between its last gate and its last word.
-            self.say(Word::Open);
+            self.say(StatusByte::Open);
         }
         for gate in &self.gates {
             let process = gate.process.load(Ordering::Acquire);
@@ -161,7 +161,7 @@ impl Gates {
     }
 
     /// Only a system call.
-    fn say(&self, word: Word) {
+    fn say(&self, word: StatusByte) {
         let whom = self.told.load(Ordering::Acquire);
         if whom != 0 {
             sys::write_byte(whom - 1, word as u8);
@@ -174,19 +174,19 @@ impl Gate {
     fn forget(&self) {
         let (pid, started) = (self.pid.load(Ordering::Relaxed), self.started.load(Ordering::Relaxed));
         if pid != 0 {
-            Gated { pid, started }.opened();
+            ProcessId { pid, started }.opened();
         }
     }
 }
 
 /// None if it has ended.
-fn gated(process: &OwnedFd) -> io::Result<Option<Gated>> {
+fn gated(process: &OwnedFd) -> io::Result<Option<ProcessId>> {
     let pid = match sys::pidfd_pid(process.as_raw_fd()) {
         Err(error) if error.raw_os_error() == Some(libc::ESRCH) => return Ok(None),
         pid => pid?,
     };
     // If it has not ended by now, nobody else had its number until then.
-    Ok(Gated::of(pid)?.filter(|_| !sys::has_ended(process.as_raw_fd())))
+    Ok(ProcessId::of(pid)?.filter(|_| !sys::has_ended(process.as_raw_fd())))
 }
 
 #[cfg(test)]
@@ -220,9 +220,9 @@ mod tests {
         }
     }
 
-    fn sleeper() -> (Child, Gated) {
+    fn sleeper() -> (Child, ProcessId) {
         let child = Command::new("sleep").arg("100").spawn().unwrap();
-        let gated = Gated::of(child.id().cast_signed()).unwrap().unwrap();
+        let gated = ProcessId::of(child.id().cast_signed()).unwrap().unwrap();
         (child, gated)
     }
 
@@ -233,7 +233,7 @@ mod tests {
 
     /// The reason where the folder cannot be made.
     fn ready() -> Result<(), String> {
-        Gated::prepare().map_err(|error| format!("{FOLDER}: {error}"))
+        ProcessId::prepare().map_err(|error| format!("{FOLDER}: {error}"))
     }
 
     #[test]

@@ -384,7 +384,7 @@ mod tests {
         send_all(&theirs, &77_i32.to_ne_bytes(), &writers);
         drop(writers);
         assert_eq!(inbox.next(ours.as_fd()).unwrap(), Received::Word(77));
-        crate::watched::until(|| readers.iter().all(is_closed));
+        crate::uffd_child::until(|| readers.iter().all(is_closed));
     }
 
     #[test]
@@ -397,13 +397,13 @@ mod tests {
         let received = inbox.next(ours.as_fd()).unwrap();
         let Received::Descriptor { image_pid: 5, uffd, host_pid } = received else { panic!("{received:?}") };
         assert_eq!(host_pid, i32::try_from(std::process::id()).unwrap());
-        crate::watched::until(|| readers[1..].iter().all(is_closed));
+        crate::uffd_child::until(|| readers[1..].iter().all(is_closed));
         assert!(
             !is_closed(&readers[0]) && inbox.undelivered() == Some((uffd, host_pid)),
             "a successor finds it"
         );
         close_all(&[uffd]);
-        crate::watched::until(|| is_closed(&readers[0]));
+        crate::uffd_child::until(|| is_closed(&readers[0]));
     }
 
     #[test]

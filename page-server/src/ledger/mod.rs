@@ -27,7 +27,7 @@ use nix::fcntl::FallocateFlags;
 use nix::time::{ClockId, clock_gettime};
 
 pub use folder::{Folder, InUse, root};
-pub use gates::{Gates, NotShut, Word};
+pub use gates::{Gates, NotShut, StatusByte};
 pub use handshake::{Inbox, Received};
 pub use journal::{Journal, Replay, forks, set_fork};
 pub use outcomes::Outcomes;

@@ -55,7 +55,7 @@ pub struct SessionSlot {
     pub connection: AtomicI32,
     /// Its streamer's group of processes; 0 before it is there.
     pub streamer: AtomicI32,
-    /// What that has said: [`Said`](crate::streamer::Said).
+    /// What that has said: [`StatusFlags`](crate::streamer::Said).
     pub said: AtomicU32,
     /// 1 when it brings memory of CPUs, too.
     pub pages: AtomicU32,

@@ -5,31 +5,31 @@
 //! * [`record`]: what was told so far, for whoever asks. `told`, `samples`, `longest`: in bounded memory.
 //! * [`text`], [`html`]: for people. [`files`]: kept beside CRIU's own logs.
 
-mod cpus;
+mod cpu_progress;
 #[cfg(test)]
 pub(crate) mod example;
 pub mod files;
 mod follow;
 pub mod html;
-mod longest;
 mod plot;
 pub mod record;
+mod recorder;
 mod samples;
 pub mod text;
-mod told;
+mod top_n;
 
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
-use rewake_bo_contents::Desk;
+use rewake_bo_contents::LoadHandle;
 
-use self::cpus::Cpus;
+use self::cpu_progress::Cpus;
 pub use self::follow::follow;
 use self::record::{Record, State};
-use self::told::Told;
+use self::recorder::Recorder;
 use crate::session::Session;
 
-/// What happens, told while it does. Clones are the same restore's. Processes have the numbers that their load's [`Desk`] calls them by,
+/// What happens, told while it does. Clones are the same restore's. Processes have the numbers that their load's [`LoadHandle`] calls them by,
 /// buffers those of the image. Nothing here waits for more than a reader that copies at most 600 KiB; memory is bounded by [`samples`] and
 /// [`longest`], whatever the restore does. Of memory of CPUs nothing is told: it is looked at what is counted of it.
 #[derive(Debug, Clone, Default)]
@@ -37,8 +37,8 @@ pub struct Timeline(Arc<Shared>);
 
 #[derive(Debug, Default)]
 struct Shared {
-    told: Mutex<Told>,
-    gpus: OnceLock<Desk>,
+    told: Mutex<Recorder>,
+    gpus: OnceLock<LoadHandle>,
     cpus: OnceLock<Cpus>,
 }
 
@@ -50,7 +50,7 @@ impl Timeline {
     }
 
     /// Memory of GPUs comes by this load.
-    pub fn loads(&self, load: Desk) {
+    pub fn loads(&self, load: LoadHandle) {
         // There is one.
         let _ = self.0.gpus.set(load);
     }
@@ -63,7 +63,7 @@ impl Timeline {
 
     /// A process runs, and its gate is shut. Its name is looked up.
     pub fn runs(&self, process: usize, pid: i32) {
-        let name = cpus::name(pid);
+        let name = cpu_progress::name(pid);
         self.told().note(process, |of, now| {
             of.pid = pid;
             of.name = name;
@@ -79,8 +79,8 @@ impl Timeline {
     }
 
     /// Under the lock: what was seen earlier is not told later.
-    fn look_into(&self, told: &mut Told) {
-        let gpus = self.0.gpus.get().map(Desk::progress).unwrap_or_default();
+    fn look_into(&self, told: &mut Recorder) {
+        let gpus = self.0.gpus.get().map(LoadHandle::progress).unwrap_or_default();
         told.sample(&gpus, self.0.cpus.get().and_then(Cpus::look));
     }
 
@@ -132,7 +132,7 @@ impl Timeline {
         self.told().record()
     }
 
-    fn told(&self) -> MutexGuard<'_, Told> {
+    fn told(&self) -> MutexGuard<'_, Recorder> {
         self.0.told.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

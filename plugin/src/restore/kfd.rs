@@ -15,8 +15,8 @@ use rewake_criu_images::amdgpu::{KfdBuffer, KfdImage, kfd_name};
 use rewake_criu_plugin::{Answer, Host};
 
 use super::Restore;
-use super::board::Place;
-use super::places::gpus;
+use super::gpu_assignment::gpus;
+use super::shared_state::MmapOffset;
 use crate::hsakmt;
 
 #[derive(Debug, thiserror::Error)]
@@ -79,7 +79,7 @@ impl Restore {
         for buffer in 0..image.buffers.len() {
             let own = if imports.contains(&buffer) { None } else { made.next() };
             if let Some((bo, _)) = &own {
-                self.board.put_buffer(index, buffer, Place::Offset(bo.restored_offset));
+                self.board.put_buffer(index, buffer, MmapOffset::Offset(bo.restored_offset));
             }
             dmabufs.push(own.and_then(|(_, dmabuf)| dmabuf));
         }

@@ -15,7 +15,7 @@ use rewake_criu_plugin::{Answer, Host};
 use rewake_plugin_protocol::MAX_DESCRIPTORS;
 
 use super::Restore;
-use super::places::gpus;
+use super::gpu_assignment::gpus;
 use crate::contents;
 
 /// Bytes of a buffer's number in a message.

@@ -9,8 +9,8 @@ use rewake_criu_images::rewake::BareMapping;
 use rewake_criu_plugin::{Answer, Host, Mapping, Refusal};
 
 use super::Restore;
-use super::board::Place;
-use super::places::gpus;
+use super::gpu_assignment::gpus;
+use super::shared_state::MmapOffset;
 use crate::buffers::{gpu_of_minor, is_address_of_one};
 use crate::device::Gpu;
 
@@ -136,7 +136,7 @@ fn of_render_node(
         let Some(buffer) = restore.buffers[index].at(name, offset) else { continue };
         host.debug(format_args!("mapping at {address:#x}: buffer {buffer} of process {}", image.pid));
         restore.board.wait(index, image.pid)?;
-        let Place::Offset(start) = restore.board.buffer(index, buffer) else {
+        let MmapOffset::Offset(start) = restore.board.buffer(index, buffer) else {
             return Err(Unmapped::OtherGpu { path: path.to_owned(), address }.into());
         };
         let within = offset - image.buffers[buffer].offset;
@@ -164,7 +164,7 @@ fn of_file(
     let found = nodes.find_map(|(index, node)| Some((index, node, node.mapped_at(minor, offset)?)));
     let Some((index, node, buffer)) = found else { return Ok(None) };
     let file = host.stored_fd(restore.board.wait_node(index, node.id)?)?;
-    let Place::Offset(start) = restore.board.node_buffer(index, buffer) else {
+    let MmapOffset::Offset(start) = restore.board.node_buffer(index, buffer) else {
         return Err(Unmapped::NoBuffer { path: path.to_owned(), address, offset, why: "" }.into());
     };
     let offset = start + (offset - node.contents.buffers[buffer].offset);

@@ -9,7 +9,7 @@ use nix::unistd::ftruncate;
 use rewake_criu_plugin::{Answer, Host, Mapping};
 
 use super::Restore;
-use super::later::Placeholder;
+use super::lazy_plan::Placeholder;
 
 impl Restore {
     /// What the task maps in the place of a mapping of a buffer of its own process.

@@ -10,8 +10,8 @@ use rewake_criu_plugin::{Answer, Host};
 use rewake_plugin_protocol::proto::{self, to_plugin, to_server};
 use rewake_plugin_protocol::{Channel, Error, MAX_DESCRIPTORS, SOCKET, VERSION, connect};
 
-use super::board::{Board, Place};
 use super::loading::Memory;
+use super::shared_state::{MmapOffset, SharedState};
 use super::{Restore, kfd_file};
 use crate::abi;
 use crate::image::Images;
@@ -131,7 +131,8 @@ impl Server {
         for (number, vma) in restore.later.mappings(process).iter().enumerate() {
             let Some((buffer, offset)) = restore.board.placeholder(process, number) else { continue };
             let handed_over = later.binary_search_by_key(&u32::try_from(buffer)?, |(number, _)| *number);
-            let (Ok(_), Place::Offset(start)) = (handed_over, restore.board.buffer(process, buffer)) else {
+            let (Ok(_), MmapOffset::Offset(start)) = (handed_over, restore.board.buffer(process, buffer))
+            else {
                 return Err(NoGate::NotHandedOver(image.pid, buffer).into());
             };
             let within = vma.offset - image.buffers[buffer].offset;
@@ -154,7 +155,7 @@ impl Server {
 
     /// A task that is stopped: if it computes, its queues stay where they are until the server says so. To be called
     /// before RESUME, by the tracer.
-    pub(super) fn gate(&self, host: &Host, images: &Images, board: &Board, pid: i32) -> Answer {
+    pub(super) fn gate(&self, host: &Host, images: &Images, board: &SharedState, pid: i32) -> Answer {
         let number = number_in_image(pid).ok_or(NoGate::NoNumber(pid))?;
         let Some(process) = images.kfd.iter().position(|(_, image)| image.pid == number) else {
             return Ok(());

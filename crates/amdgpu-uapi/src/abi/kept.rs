@@ -7,27 +7,27 @@
 
 use std::mem::offset_of;
 
-use rewake_ioctl_filter::{Again, Kinds};
+use rewake_ioctl_filter::{CallClass, DenyRule};
 
 use super::generated::*;
 use super::registering::{byte, number};
 
 /// A buffer's handle becomes something that another process can have. Its part is the GPU of the buffer.
-pub const EXPORT: Kinds = Kinds::one(0);
+pub const EXPORT: CallClass = CallClass::one(0);
 /// A buffer is mapped to GPUs. Its part is the GPU of the buffer, not those that it is mapped to.
-pub const MAP: Kinds = Kinds::one(1);
+pub const MAP: CallClass = CallClass::one(1);
 /// A queue is made. Of the whole process: part 0.
-pub const CREATE_QUEUE: Kinds = Kinds::one(2);
+pub const CREATE_QUEUE: CallClass = CallClass::one(2);
 /// A queue has another ring, or share of time. Of the whole process: part 0.
-pub const UPDATE_QUEUE: Kinds = Kinds::one(3);
+pub const UPDATE_QUEUE: CallClass = CallClass::one(3);
 /// The driver puts another record in the place of the open file's (Linux 7.2), which a mark would not be of, and the old one could
 /// not be opened through that file. Of the whole process: part 0. Whoever marks any part of a process has this kept away until the last is opened.
-pub const CREATE_PROCESS: Kinds = Kinds::one(4);
+pub const CREATE_PROCESS: CallClass = CallClass::one(4);
 
 /// Memory of another process is copied by GPUs, by that one's pid. Of the whole process that asks for it: part 0.
-pub const CROSS_COPY: Kinds = Kinds::one(5);
+pub const CROSS_COPY: CallClass = CallClass::one(5);
 /// A CPU is given access to memory on a GPU, by mprotect(2) of a mapping that had none. Of an open file of a render node: part 0.
-pub const ACCESS: Kinds = Kinds::one(6);
+pub const ACCESS: CallClass = CallClass::one(6);
 
 /// `AMDKFD_IOC_CREATE_PROCESS`; Linux 6.12 has nothing of that number.
 const ANOTHER_PROCESS: u8 = 0x27;
@@ -40,8 +40,8 @@ const CROSS_MEMORY_COPY: u8 = 0x83;
 
 /// EXPORT_DMABUF, IPC_EXPORT_HANDLE, MAP_MEMORY_TO_GPU, CREATE_QUEUE, UPDATE_QUEUE, CREATE_PROCESS, CROSS_MEMORY_COPY. Of `/dev/kfd` as `st_rdev` tells it.
 #[must_use]
-pub fn calls(kfd: libc::dev_t) -> [Again; 7] {
-    let call = |number, part, kind| Again { devices: vec![kfd], number, part, kind };
+pub fn calls(kfd: libc::dev_t) -> [DenyRule; 7] {
+    let call = |number, part, kind| DenyRule { devices: vec![kfd], number, part, kind };
     let export = const { gpu_of(offset_of!(kfd_ioctl_export_dmabuf_args, handle)) };
     let map = const { gpu_of(offset_of!(kfd_ioctl_map_memory_to_gpu_args, handle)) };
     [

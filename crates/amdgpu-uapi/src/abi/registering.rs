@@ -3,7 +3,7 @@
 
 use std::mem::{offset_of, size_of};
 
-use rewake_ioctl_filter::{Call, Only};
+use rewake_ioctl_filter::{ArgMatch, WaitRule};
 
 use super::generated::*;
 
@@ -15,30 +15,30 @@ const SVM_OP: u8 = 16;
 
 /// ALLOC_MEMORY_OF_GPU with USERPTR, SVM's SET_ATTR, GEM_USERPTR. Of `/dev/kfd` and the render nodes as `st_rdev` tells them.
 #[must_use]
-pub fn calls(kfd: libc::dev_t, render: &[libc::dev_t]) -> [Call; 3] {
+pub fn calls(kfd: libc::dev_t, render: &[libc::dev_t]) -> [WaitRule; 3] {
     let userptr = KFD_IOC_ALLOC_MEM_FLAGS_USERPTR.cast_signed();
     [
-        Call {
+        WaitRule {
             devices: vec![kfd],
             number: number(IOC_ALLOC_MEMORY_OF_GPU),
             bytes: const { byte(size_of::<kfd_ioctl_alloc_memory_of_gpu_args>()) },
             address: const { byte(offset_of!(kfd_ioctl_alloc_memory_of_gpu_args, mmap_offset)) },
             length: const { byte(offset_of!(kfd_ioctl_alloc_memory_of_gpu_args, size)) },
-            only: Some(Only {
+            only: Some(ArgMatch {
                 at: const { byte(offset_of!(kfd_ioctl_alloc_memory_of_gpu_args, flags)) },
                 mask: userptr,
                 wanted: userptr,
             }),
         },
-        Call {
+        WaitRule {
             devices: vec![kfd],
             number: number(IOC_SVM),
             bytes: SVM_BYTES,
             address: SVM_ADDRESS,
             length: SVM_LENGTH,
-            only: Some(Only { at: SVM_OP, mask: -1, wanted: KFD_IOCTL_SVM_OP_SET_ATTR.cast_signed() }),
+            only: Some(ArgMatch { at: SVM_OP, mask: -1, wanted: KFD_IOCTL_SVM_OP_SET_ATTR.cast_signed() }),
         },
-        Call {
+        WaitRule {
             devices: render.to_vec(),
             number: number(DRM_AMD_GEM_USERPTR),
             bytes: const { byte(size_of::<drm_amdgpu_gem_userptr>()) },

@@ -15,7 +15,7 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 
 use crate::abi::call::Argument as _;
 use crate::abi::{call, *};
-use crate::{Act, Error};
+use crate::{Error, FailedCall};
 
 /// What a paused process has; [`checkpoint`] wants exactly these counts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -54,7 +54,7 @@ pub struct Image {
 pub fn process_info(kfd: BorrowedFd<'_>) -> Result<Counts, Error> {
     let mut argument = operation(KFD_CRIU_OP_PROCESS_INFO);
     call::criu(kfd, &mut argument, &mut [], &mut [], &mut [])
-        .map_err(Act::named("CRIU_OP PROCESS_INFO").failed())?;
+        .map_err(FailedCall::named("CRIU_OP PROCESS_INFO").failed())?;
     Ok(Counts {
         pid: argument.pid,
         devices: argument.num_devices,
@@ -80,7 +80,7 @@ pub fn checkpoint(kfd: BorrowedFd<'_>, counts: &Counts) -> Result<Image, Error> 
     let mut argument = image.operation(KFD_CRIU_OP_CHECKPOINT);
     argument.pid = counts.pid;
     image.dmabufs = call::criu(kfd, &mut argument, &mut image.devices, &mut image.bos, &mut image.private)
-        .map_err(Act::named("CRIU_OP CHECKPOINT").failed())?;
+        .map_err(FailedCall::named("CRIU_OP CHECKPOINT").failed())?;
     Ok(image)
 }
 
@@ -91,7 +91,7 @@ pub fn checkpoint(kfd: BorrowedFd<'_>, counts: &Counts) -> Result<Image, Error> 
 pub fn unpause(kfd: BorrowedFd<'_>) -> Result<(), Error> {
     let mut argument = operation(KFD_CRIU_OP_UNPAUSE);
     let result = call::criu(kfd, &mut argument, &mut [], &mut [], &mut []);
-    result.map(drop).map_err(Act::named("CRIU_OP UNPAUSE").failed())
+    result.map(drop).map_err(FailedCall::named("CRIU_OP UNPAUSE").failed())
 }
 
 /// Makes everything in `image` anew in the process that opened `kfd`, evicted; fills in the buffers' dma-bufs and
@@ -102,7 +102,7 @@ pub fn unpause(kfd: BorrowedFd<'_>) -> Result<(), Error> {
 pub fn restore(kfd: BorrowedFd<'_>, image: &mut Image) -> Result<(), Error> {
     let mut argument = image.operation(KFD_CRIU_OP_RESTORE);
     image.dmabufs = call::criu(kfd, &mut argument, &mut image.devices, &mut image.bos, &mut image.private)
-        .map_err(Act::named("CRIU_OP RESTORE").failed())?;
+        .map_err(FailedCall::named("CRIU_OP RESTORE").failed())?;
     Ok(())
 }
 
@@ -114,7 +114,7 @@ pub fn resume(kfd: BorrowedFd<'_>, pid: u32) -> Result<(), Error> {
     let mut argument = operation(KFD_CRIU_OP_RESUME);
     argument.pid = pid;
     let result = call::criu(kfd, &mut argument, &mut [], &mut [], &mut []);
-    result.map(drop).map_err(Act::named("CRIU_OP RESUME").failed())
+    result.map(drop).map_err(FailedCall::named("CRIU_OP RESUME").failed())
 }
 
 fn operation(op: kfd_criu_op) -> kfd_ioctl_criu_args {

@@ -9,9 +9,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::channel;
 use std::time::Duration;
 
-use rewake_bo_contents::Whole;
-use rewake_image_io::Waker;
-use rewake_image_io::pace::{Lane, PIECE, Pace};
+use rewake_bo_contents::LoadEvent;
+use rewake_image_io::Notifier;
+use rewake_image_io::io_budget::{IoBudget, Lane, PIECE};
 
 use scene::{CHUNK, Scene, pattern};
 
@@ -20,12 +20,12 @@ fn a_process_is_whole_when_the_last_of_its_buffers_is() {
     let sizes = [CHUNK, 4096, 65536, 5 * CHUNK, 3 * CHUNK, 2 * CHUNK];
     let told = Scene::new(&sizes).load_as_three();
     let place = |whole| told.iter().position(|told| *told == whole).unwrap();
-    assert_eq!(place(Whole::Process { process: 2 }), 0, "none to wait for");
+    assert_eq!(place(LoadEvent::Process { process: 2 }), 0, "none to wait for");
     assert_eq!(told.len(), sizes.len() + 3);
     for process in [0, 1] {
-        let buffers = (process..sizes.len()).step_by(2).map(|number| Whole::Buffer { process, number });
+        let buffers = (process..sizes.len()).step_by(2).map(|number| LoadEvent::Buffer { process, number });
         let last = buffers.map(place).max().unwrap();
-        assert_eq!(place(Whole::Process { process }), last + 1);
+        assert_eq!(place(LoadEvent::Process { process }), last + 1);
     }
 }
 
@@ -89,8 +89,8 @@ fn what_is_demanded_before_it_begins_is_whole_first_and_small_ones_before_large_
     assert!(orders.iter().any(is_right), "{orders:?}");
 }
 
-fn one_reactor() -> Arc<Pace> {
-    Arc::new(Pace::new(vec![Waker::new().unwrap()]).unwrap())
+fn one_reactor() -> Arc<IoBudget> {
+    Arc::new(IoBudget::new(vec![Notifier::new().unwrap()]).unwrap())
 }
 
 /// Bytes under way at most that nobody waits for, and turns of another, while threads wait for the disk. All of it comes.
@@ -108,7 +108,7 @@ fn beside_others() -> (usize, usize) {
         let others = scope.spawn(|| {
             let (mut most, mut turns) = (0, 0);
             while !over.load(Ordering::Relaxed) {
-                pace.waits();
+                pace.note_demand();
                 let _ = begins.send(());
                 most = most.max(pace.under_way(Lane::Gpus));
                 let begun = pace.allows(Lane::Cpus, PIECE).then(|| pace.begin(Lane::Cpus, PIECE));
@@ -162,7 +162,7 @@ fn order_beside_another(demanded: usize) -> Vec<usize> {
     std::thread::scope(|scope| {
         scope.spawn(|| {
             while !over.load(Ordering::Relaxed) {
-                pace.waits();
+                pace.note_demand();
                 let _ = begins.send(());
                 std::thread::sleep(Duration::from_micros(200));
             }

@@ -7,9 +7,9 @@ use std::os::unix::fs::FileExt as _;
 use std::sync::Arc;
 
 use nix::sys::memfd::{MFdFlags, memfd_create};
-use rewake_bo_contents::{Loading, MemoryDevice, PagesFile, Process, Report, Whole};
+use rewake_bo_contents::{BackgroundLoad, LoadEvent, MemoryDevice, PagesFile, Process, Report};
 use rewake_criu_images::amdgpu::{KfdBuffer, KfdImage, pages_name};
-use rewake_image_io::pace::Pace;
+use rewake_image_io::io_budget::IoBudget;
 
 pub(crate) const CHUNK: usize = 2 << 20;
 const HEADER: u64 = 8;
@@ -88,7 +88,7 @@ impl Scene {
 
     pub(crate) fn load_at(
         &self,
-        pace: Option<Arc<Pace>>,
+        pace: Option<Arc<IoBudget>>,
         demanded: &[usize],
         whole: impl FnMut(usize) + Send,
     ) -> Report {
@@ -98,20 +98,20 @@ impl Scene {
     /// As if these sets of buffers had the same bytes.
     pub(crate) fn load_with(
         &self,
-        pace: Option<Arc<Pace>>,
+        pace: Option<Arc<IoBudget>>,
         demanded: &[usize],
         twins: &[&[usize]],
         mut whole: impl FnMut(usize) + Send,
     ) -> Report {
         let files = self.files();
         let processes = [Process { files: &files, dmabufs: &self.memfds }];
-        let loading = Loading::into_memory(&processes, &self.device, pace).unwrap();
+        let loading = BackgroundLoad::into_memory(&processes, &self.device, pace).unwrap();
         let sets = twins.iter().map(|set| set.iter().map(|buffer| (0, *buffer)).collect());
         let loading = loading.twins(sets.collect());
         let desk = loading.desk();
         demanded.iter().for_each(|buffer| desk.demand(0, *buffer));
         let buffer = |of| {
-            if let Whole::Buffer { number, .. } = of {
+            if let LoadEvent::Buffer { number, .. } = of {
                 whole(number);
             }
         };
@@ -123,7 +123,7 @@ impl Scene {
     }
 
     /// All, as if every second buffer were another process's, and a third process had none; what was told.
-    pub(crate) fn load_as_three(&self) -> Vec<Whole> {
+    pub(crate) fn load_as_three(&self) -> Vec<LoadEvent> {
         let files = self.files();
         let of = |process: usize| {
             let own = |number: usize| (process < 2 && number % 2 == process).then(|| &self.memfds[number]);
@@ -133,7 +133,7 @@ impl Scene {
         let dmabufs = [0, 1, 2].map(of);
         let processes = dmabufs.each_ref().map(|dmabufs| Process { files: &files, dmabufs });
         let mut told = Vec::new();
-        let loading = Loading::into_memory(&processes, &self.device, None).unwrap();
+        let loading = BackgroundLoad::into_memory(&processes, &self.device, None).unwrap();
         loading.run(|whole| told.push(whole)).unwrap().unwrap();
         told
     }

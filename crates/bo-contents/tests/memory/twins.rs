@@ -3,13 +3,13 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use rewake_bo_contents::{Alike, Loading, PagesFile, Process, Whole};
+use rewake_bo_contents::{BackgroundLoad, Candidates, LoadEvent, PagesFile, Process};
 
 use crate::scene::{CHUNK, Scene, pattern};
 
 /// Sets of buffers with the same bytes, by the files' place and the image's number.
 fn same(files: &[Vec<PagesFile>]) -> Vec<Vec<(usize, usize)>> {
-    let same = Alike::of(files).unwrap().compare(|| true).unwrap();
+    let same = Candidates::of(files).unwrap().compare(|| true).unwrap();
     assert!(!same.cut_off);
     same.sets
 }
@@ -145,7 +145,7 @@ fn what_was_found_before_the_time_was_over_is_kept() {
         scene.put(buffer, 0, &pattern(buffer / 2, *size));
     }
     let files = [Vec::from(scene.files())];
-    let alike = || Alike::of(&files).unwrap();
+    let alike = || Candidates::of(&files).unwrap();
     assert_eq!(alike().bytes(), sizes.iter().sum::<usize>() as u64);
     let same_within = |steps: u64| {
         let taken = AtomicU64::new(0);
@@ -182,17 +182,17 @@ fn processes_that_have_the_same_are_whole_together() {
     let dmabufs = [of(0), of(1)];
     let processes = dmabufs.each_ref().map(|dmabufs| Process { files: &files, dmabufs });
     let mut told = Vec::new();
-    let loading = Loading::into_memory(&processes, &scene.device, None).unwrap();
+    let loading = BackgroundLoad::into_memory(&processes, &scene.device, None).unwrap();
     let loading = loading.twins((0..4).map(|number| vec![(0, number), (1, 4 + number)]).collect());
     let desk = loading.desk();
     loading.run(|whole| told.push(whole)).unwrap().unwrap();
     assert_eq!(told.len(), 8 + 2);
     for process in [0, 1] {
         let place = |whole| told.iter().position(|told| *told == whole).unwrap();
-        let last = place(Whole::Process { process });
+        let last = place(LoadEvent::Process { process });
         for (of, size) in sizes.iter().enumerate() {
             let number = 4 * process + of;
-            assert!(place(Whole::Buffer { process, number }) < last, "{told:?}");
+            assert!(place(LoadEvent::Buffer { process, number }) < last, "{told:?}");
             assert!(scene.memory(number) == pattern(of, *size));
         }
     }

@@ -34,7 +34,7 @@ pub const DEPTH_DEMAND: usize = crate::cache::DEMAND_BUFFERS as usize;
 
 /// Whether a read goes past the page cache or through it; [`PagesFile::how`] decides by measurement.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum How {
+pub enum ReadMode {
     /// `O_DIRECT`: no copy and no page cache. Falls back to buffered where the file or the offset does not
     /// allow it.
     Direct,
@@ -54,7 +54,7 @@ pub struct Read {
     /// Where to; its length is the number of bytes wanted.
     pub dst: BufferSlice,
     /// Past or through the page cache.
-    pub how: How,
+    pub how: ReadMode,
 }
 
 /// A read that is over, in any order.
@@ -102,14 +102,14 @@ pub trait Engine {
 }
 
 /// The engine that suits this machine, and why it is not io_uring when it is not.
-pub struct Best {
-    /// The engine. Use and drop it on the thread that called [`best`].
+pub struct DefaultEngine {
+    /// The engine. Use and drop it on the thread that called [`default_engine`].
     pub engine: Box<dyn Engine>,
     /// For the log: why io_uring is not used, or what it has to do without. None: nothing is missing.
     pub note: Option<String>,
 }
 
-impl std::fmt::Debug for Best {
+impl std::fmt::Debug for DefaultEngine {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Best").field("note", &self.note).finish_non_exhaustive()
     }
@@ -120,15 +120,15 @@ impl std::fmt::Debug for Best {
 ///
 /// # Errors
 /// [`StoreError::Setup`] when neither can be set up.
-pub fn best(cache: &Arc<BlockCache>) -> Result<Best, StoreError> {
+pub fn default_engine(cache: &Arc<BlockCache>) -> Result<DefaultEngine, StoreError> {
     match Uring::new(cache) {
         Ok(ring) => {
             let note = ring.note();
-            Ok(Best { engine: Box::new(ring), note })
+            Ok(DefaultEngine { engine: Box::new(ring), note })
         }
         Err(error) => {
             let note = Some(format!("io_uring is not available ({error}); reading with threads instead"));
-            Ok(Best { engine: Box::new(Psync::new(cache)?), note })
+            Ok(DefaultEngine { engine: Box::new(Psync::new(cache)?), note })
         }
     }
 }
@@ -192,7 +192,7 @@ struct Flight {
 
 impl Flight {
     fn new(read: Read) -> Self {
-        let direct = read.how == How::Direct;
+        let direct = read.how == ReadMode::Direct;
         let transfer = if direct {
             Transfer::direct(&read.file, read.offset, read.dst.len(), read.dst.capacity())
         } else {

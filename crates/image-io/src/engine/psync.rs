@@ -12,7 +12,7 @@ use super::{Depth, Done, Engine, Flight, Read};
 use crate::cache::BlockCache;
 use crate::error::StoreError;
 use crate::metrics::Metrics;
-use crate::waker::Waker;
+use crate::notifier::Notifier;
 
 /// Threads per engine. Each read waits for the disk in its own thread; four are enough to overlap waiting
 /// with copying, and there may be one such engine per reactor.
@@ -32,7 +32,7 @@ pub struct Psync {
 struct Shared {
     queues: Mutex<Queues>,
     work: Condvar,
-    finished: Waker,
+    finished: Notifier,
     metrics: Arc<Metrics>,
 }
 
@@ -50,7 +50,7 @@ impl Psync {
     /// # Errors
     /// [`StoreError::Setup`] when the eventfd or the threads are refused.
     pub fn new(cache: &Arc<BlockCache>) -> Result<Self, StoreError> {
-        let finished = Waker::new()
+        let finished = Notifier::new()
             .map_err(|error| StoreError::Setup { act: "making the read threads' eventfd", error })?;
         let shared = Arc::new(Shared {
             queues: Mutex::default(),

@@ -19,8 +19,8 @@ use crate::BLOCK;
 use crate::cache::BlockCache;
 use crate::error::StoreError;
 use crate::metrics::Metrics;
-use crate::ring::{Flavour, Lookout, build, flush, push, wait_readable};
-use crate::waker::Waker;
+use crate::notifier::Notifier;
+use crate::ring::{CompletionPoller, Flavour, build, flush, push, wait_readable};
 
 /// Reads in flight at most; the submission queue has room for all of them and the completion queue for twice
 /// as many, so neither overflows.
@@ -43,8 +43,8 @@ pub struct Uring {
     flights: Vec<Option<Flight>>,
     vacant: Vec<usize>,
     depth: Depth,
-    finished: Waker,
-    lookout: Lookout,
+    finished: Notifier,
+    lookout: CompletionPoller,
     deferred: bool,
     registration: io::Result<()>,
     _one_thread: PhantomData<*mut ()>,
@@ -71,7 +71,7 @@ impl Uring {
 
     fn assemble(
         cache: &Arc<BlockCache>,
-        (ring, finished, flavour): (IoUring, Waker, Flavour),
+        (ring, finished, flavour): (IoUring, Notifier, Flavour),
         registration: io::Result<()>,
     ) -> Self {
         Self {
@@ -81,7 +81,7 @@ impl Uring {
             vacant: (0..DEPTH).rev().collect(),
             depth: Depth::default(),
             finished,
-            lookout: Lookout::default(),
+            lookout: CompletionPoller::default(),
             deferred: flavour == Flavour::Deferred,
             registration,
             _one_thread: PhantomData,
@@ -239,8 +239,8 @@ fn register(ring: &IoUring, cache: &BlockCache) -> io::Result<()> {
 mod tests {
     use super::*;
     use crate::ring::testing::{Flag, ends};
-    use crate::ring::{BELIEF, build_as};
-    use crate::{Acquire, How, PagesFile, Waker};
+    use crate::ring::{TRUST_FLAG_FOR, build_as};
+    use crate::{Acquire, Notifier, PagesFile, ReadMode};
     use std::io::Write;
 
     /// Every ring that an older or stricter kernel could leave us with.
@@ -265,9 +265,9 @@ mod tests {
         temp.as_file().sync_all().unwrap();
         let file = PagesFile::open(temp.path()).unwrap();
         let cache = BlockCache::new(8 * BLOCK).unwrap();
-        let waker = Waker::new().unwrap();
+        let waker = Notifier::new().unwrap();
         for mut ring in all_kinds(&cache) {
-            for how in [How::Direct, How::Buffered] {
+            for how in [ReadMode::Direct, ReadMode::Buffered] {
                 let Acquire::Load(mut guard) = cache.acquire(&file, 2, &waker) else { panic!("not a load") };
                 let dst = guard.take_slice().unwrap();
                 let read = Read { ticket: 7, file: Arc::clone(&file), offset: guard.offset(), dst, how };
@@ -307,10 +307,10 @@ mod tests {
         temp.as_file().sync_all().unwrap();
         let (file, cache) = (PagesFile::open(temp.path()).unwrap(), BlockCache::new(8 * BLOCK).unwrap());
         let mut ring = all_kinds(&cache).swap_remove(0);
-        let Acquire::Load(mut guard) = cache.acquire(&file, 0, &Waker::new().unwrap()) else {
+        let Acquire::Load(mut guard) = cache.acquire(&file, 0, &Notifier::new().unwrap()) else {
             panic!("not a load")
         };
-        let (dst, how) = (guard.take_slice().unwrap(), How::Direct);
+        let (dst, how) = (guard.take_slice().unwrap(), ReadMode::Direct);
         ring.submit(Read { ticket: 7, file: Arc::clone(&file), offset: 0, dst, how }).unwrap();
         ring.flush();
         assert!(wait_readable(ring.poll_fd().unwrap(), Duration::from_secs(60)));
@@ -319,7 +319,10 @@ mod tests {
         let (mut done, start) = (Vec::new(), Instant::now());
         while done.is_empty() {
             let patience = ring.patience();
-            assert!(patience <= BELIEF && start.elapsed() < Duration::from_secs(10), "it is never found");
+            assert!(
+                patience <= TRUST_FLAG_FOR && start.elapsed() < Duration::from_secs(10),
+                "it is never found"
+            );
             wait_readable(ring.poll_fd().unwrap(), patience);
             ring.reap(&mut done);
         }

@@ -4,9 +4,9 @@
 //!
 //! One thread, no locks. [`FileRing::submit`] starts, [`FileRing::finished`] tells what ended, [`FileRing::event`] wakes.
 
-mod readers;
 mod request;
 mod ring;
+mod shared_readers;
 #[cfg(test)]
 mod testing;
 
@@ -57,18 +57,18 @@ impl TransferFile {
     /// It is read from now on: what others read at the same time, in other processes, goes through the page cache, which reads it from the disk
     /// once. Not on file systems of other hosts.
     pub fn join(&self) {
-        self.joined.store(readers::join(&self.buffered), Ordering::Relaxed);
+        self.joined.store(shared_readers::join(&self.buffered), Ordering::Relaxed);
     }
 
     /// Whether its bytes come from another host, or may.
     #[must_use]
     pub fn is_of_another_host(&self) -> bool {
-        readers::is_of_another_host(&self.buffered)
+        shared_readers::is_of_another_host(&self.buffered)
     }
 
     /// Whether others have joined, too, and it is worth while to share.
     fn is_shared(&self) -> bool {
-        self.joined.load(Ordering::Relaxed) && readers::has_others(&self.buffered)
+        self.joined.load(Ordering::Relaxed) && shared_readers::has_others(&self.buffered)
     }
 
     /// The file, for everything else.

@@ -11,8 +11,8 @@ use io_uring::{IoUring, opcode, squeue, types};
 use super::Memory;
 use super::request::{Direction, Finished, Progress, Request, Step};
 use crate::error::StoreError;
-use crate::ring::{Lookout, build, flush, push, wait_readable};
-use crate::waker::Waker;
+use crate::notifier::Notifier;
+use crate::ring::{CompletionPoller, build, flush, push, wait_readable};
 
 /// How long a dropped ring waits for the kernel to finish its transfers before it leaks their memory.
 const DROP_PATIENCE: Duration = Duration::from_secs(10);
@@ -34,8 +34,8 @@ pub struct FileRing<M: Memory> {
     /// By slot; as many as may be under way. Leaked rather than dropped under a transfer: the kernel may write to its memory until then.
     flights: Vec<Option<Flight<M>>>,
     vacant: Vec<usize>,
-    event: Waker,
-    lookout: Lookout,
+    event: Notifier,
+    lookout: CompletionPoller,
     /// Ended without the ring: plain calls end at once.
     over: Vec<Finished>,
     one_thread: PhantomData<*mut ()>,
@@ -67,13 +67,13 @@ impl<M: Memory> FileRing<M> {
                 (Way::Uring(Box::new(ring)), event)
             }
             Err(error) => {
-                let event = Waker::new();
+                let event = Notifier::new();
                 let event = event.map_err(|error| StoreError::Setup { act: "making an eventfd", error })?;
                 (Way::Plain(error), event)
             }
         };
         let (flights, vacant) = ((0..depth).map(|_| None).collect(), (0..depth).rev().collect());
-        let (lookout, over) = (Lookout::default(), Vec::new());
+        let (lookout, over) = (CompletionPoller::default(), Vec::new());
         Ok(Self { way, flights, vacant, event, lookout, over, one_thread: PhantomData })
     }
 
@@ -295,7 +295,7 @@ mod tests {
     use crate::PAGE;
     use crate::files::TransferFile;
     use crate::files::testing::{Foreign, Pages};
-    use crate::ring::BELIEF;
+    use crate::ring::TRUST_FLAG_FOR;
     use crate::ring::testing::{Flag, ends};
 
     const BYTES: usize = 64 * PAGE;
@@ -366,7 +366,10 @@ mod tests {
         let start = Instant::now();
         while over.is_empty() {
             let patience = ring.patience();
-            assert!(patience <= BELIEF && start.elapsed() < Duration::from_secs(10), "it is never found");
+            assert!(
+                patience <= TRUST_FLAG_FOR && start.elapsed() < Duration::from_secs(10),
+                "it is never found"
+            );
             wait_readable(ring.event().as_raw_fd(), patience);
             ring.finished(&mut over);
         }

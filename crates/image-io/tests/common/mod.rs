@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rewake_image_io::{
-    Acquire, BlockCache, BlockRef, Done, Engine, How, LoadGuard, PagesFile, Read, ReadError, Waker,
+    Acquire, BlockCache, BlockRef, Done, Engine, LoadGuard, Notifier, PagesFile, Read, ReadError, ReadMode,
 };
 use tempfile::NamedTempFile;
 
@@ -65,7 +65,7 @@ pub fn finish(engine: &mut dyn Engine, count: usize) -> Vec<Done> {
     done
 }
 
-pub fn load(cache: &Arc<BlockCache>, file: &Arc<PagesFile>, block: u64, waker: &Waker) -> LoadGuard {
+pub fn load(cache: &Arc<BlockCache>, file: &Arc<PagesFile>, block: u64, waker: &Notifier) -> LoadGuard {
     match cache.acquire(file, block, waker) {
         Acquire::Load(guard) => guard,
         other => panic!("expected to load block {block}, got {other:?}"),
@@ -84,10 +84,10 @@ pub fn read_once(
     engine: &mut dyn Engine,
     cache: &Arc<BlockCache>,
     file: &Arc<PagesFile>,
-    (offset, len, how): (u64, usize, How),
+    (offset, len, how): (u64, usize, ReadMode),
 ) -> Result<Vec<u8>, ReadError> {
     // A block number that no test uses, far beyond the file: its buffer is a whole block.
-    let mut guard = load(cache, file, 1 << 40, &Waker::new().unwrap());
+    let mut guard = load(cache, file, 1 << 40, &Notifier::new().unwrap());
     let mut dst = guard.take_slice().unwrap();
     dst.fill(0xEE);
     dst.truncate(len);

@@ -9,8 +9,8 @@ use std::time::Duration;
 
 use super::*;
 
-fn own() -> Gated {
-    Gated::of(std::process::id().cast_signed()).unwrap().unwrap()
+fn own() -> ProcessId {
+    ProcessId::of(std::process::id().cast_signed()).unwrap().unwrap()
 }
 
 /// A note of this process's, whose store is `socket`.
@@ -125,7 +125,7 @@ fn a_work_directory_s_session_is_the_newest_that_a_process_serves() {
     let work = FileId::of(root).unwrap();
     let of = |number, starter| SessionNote { number, starter, work, ..note(number, &socket) };
     assert_eq!(SessionNote::of_work_dir(root, work).unwrap(), None);
-    let notes = [of(7, own()), of(3, own()), of(9, Gated { started: own().started + 1, ..own() })];
+    let notes = [of(7, own()), of(3, own()), of(9, ProcessId { started: own().started + 1, ..own() })];
     for note in &notes {
         note.write(root).unwrap();
         // The file system's clock moves with the timer's tick.
@@ -150,7 +150,7 @@ fn the_store_is_the_starter_s_socket_or_refused() {
     let socket = socket();
     let child = holder(&socket);
     let pid = child.id().cast_signed();
-    let starter = Gated::of(pid).unwrap().unwrap();
+    let starter = ProcessId::of(pid).unwrap().unwrap();
     let note =
         SessionNote { starter, store: Store { number: 0, ..note(1, &socket).store }, ..note(1, &socket) };
     let store = note.store().unwrap();
@@ -161,7 +161,7 @@ fn the_store_is_the_starter_s_socket_or_refused() {
     assert_eq!(errno(&other(Store { number: 2, ..note.store })), Some(libc::EINVAL));
     assert_eq!(errno(&other(Store { number: 77, ..note.store })), Some(libc::EBADF));
     assert_eq!(errno(&other(Store { inode: note.store.inode + 1, ..note.store })), Some(libc::EINVAL));
-    let another = Gated { started: starter.started + 1, ..starter };
+    let another = ProcessId { started: starter.started + 1, ..starter };
     assert_eq!(errno(&SessionNote { starter: another, ..note.clone() }), Some(libc::ESRCH));
     end(child);
     assert_eq!(errno(&note), Some(libc::ESRCH));

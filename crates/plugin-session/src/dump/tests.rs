@@ -7,7 +7,7 @@ use std::os::unix::net::UnixDatagram;
 use std::process::{Child, Command};
 
 use nix::sys::stat::fstat;
-use rewake_plugin_protocol::{FileId, Gated, Phase, SessionNote, Store};
+use rewake_plugin_protocol::{FileId, Phase, ProcessId, SessionNote, Store};
 
 use super::*;
 
@@ -21,7 +21,7 @@ struct Session {
 impl Session {
     fn new() -> Self {
         let (root, store) = (tempfile::tempdir().unwrap(), UnixDatagram::unbound().unwrap());
-        let starter = Gated::of(std::process::id().cast_signed()).unwrap().unwrap();
+        let starter = ProcessId::of(std::process::id().cast_signed()).unwrap().unwrap();
         let inode = fstat(&store).unwrap().st_ino;
         let store_of_note = Store { number: store.as_raw_fd(), inode };
         let work = FileId { device: 1, inode: 2 };
@@ -135,13 +135,13 @@ fn a_process_that_was_restored_meanwhile_is_refused_at_the_second_look() {
 
 #[test]
 fn a_closed_gate_is_missing_memory_too() {
-    if let Err(error) = Gated::prepare() {
+    if let Err(error) = ProcessId::prepare() {
         assert!(env::var_os("CI").is_none(), "{}: {error}", rewake_plugin_protocol::FOLDER);
         return eprintln!("skipped: {}: {error}", rewake_plugin_protocol::FOLDER);
     }
     let session = Session::new();
     session.end();
-    let gated = Gated::of(session.pid()).unwrap().unwrap();
+    let gated = ProcessId::of(session.pid()).unwrap().unwrap();
     gated.shut().unwrap();
     let error = session.wait(Some(0), || vec![session.pid()]).0.unwrap_err().to_string();
     gated.opened();

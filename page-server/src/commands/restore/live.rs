@@ -10,7 +10,7 @@ use super::super::picture;
 use super::bar::Bar;
 use crate::control::REPORT;
 use crate::control::client::Client;
-use crate::control::streaming::socket;
+use crate::control::status_server::socket;
 use crate::timeline::{files, text};
 
 /// Follows the streamer of a work directory to its end, and tells how it went. Where it cannot be asked nothing is shown:

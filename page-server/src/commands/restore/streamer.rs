@@ -13,11 +13,11 @@ use tokio::sync::watch;
 use tokio::task::JoinHandle;
 use tokio::time::timeout;
 
-use super::{END_LIMIT, Order};
+use super::{END_LIMIT, RestoreRequest};
 use crate::control::CONNECT_LIMIT;
 use crate::control::client::{self, Client, ClientError};
 use crate::control::proto::Session;
-use crate::streamer::{self, Said};
+use crate::streamer::{self, StatusFlags};
 
 /// A streamer under way.
 #[derive(Debug)]
@@ -89,7 +89,7 @@ impl OfDaemon {
     pub(super) async fn ask(
         mut client: Client,
         socket: &Path,
-        order: &Order<'_>,
+        order: &RestoreRequest<'_>,
         work: &Path,
     ) -> anyhow::Result<Self> {
         let opened = client.open(order.images, work, CONNECT_LIMIT, order.options.record).await;
@@ -156,7 +156,7 @@ impl Own {
 
     async fn end(&mut self) -> anyhow::Result<Streamed> {
         self.ask_to_end();
-        let (mut said, mut there) = (Said::default(), None);
+        let (mut said, mut there) = (StatusFlags::default(), None);
         while let Some(byte) = next(&mut self.words).await? {
             if said.hear(byte) {
                 there = Some(Instant::now());

@@ -16,7 +16,7 @@ use rewake_criu_plugin::{Answer, Host};
 
 use super::{From, Node, Space};
 use crate::restore::Restore;
-use crate::restore::board::Place;
+use crate::restore::shared_state::MmapOffset;
 
 #[derive(Debug, thiserror::Error)]
 enum Unmade {
@@ -63,7 +63,7 @@ impl Restore {
         for (handle, buffer) in own {
             node.map(&render, buffer)?;
             let offset = render.offset(handle)?;
-            self.board.put_node_buffer(index, buffer, offset.map_or(Place::Nowhere, Place::Offset));
+            self.board.put_node_buffer(index, buffer, offset.map_or(MmapOffset::Nowhere, MmapOffset::Offset));
             let dmabuf = render.export(handle)?.ok_or(Unmade::Bound { id: node.id, handle })?;
             dmabufs[buffer] = Some(dmabuf);
         }
