@@ -306,7 +306,6 @@ fn the_best_engine_here_reads() {
     let mut best = default_engine(&cache).unwrap();
     eprintln!("{best:?}");
     assert!(!readable(best.engine.poll_fd().unwrap(), Duration::ZERO));
-    let got =
-        read_once(&mut *best.engine, &cache, &file, (PAGE as u64, PAGE, ReadMode::Direct)).unwrap();
+    let got = read_once(&mut *best.engine, &cache, &file, (PAGE as u64, PAGE, ReadMode::Direct)).unwrap();
     assert!(got == bytes[PAGE..2 * PAGE]);
 }

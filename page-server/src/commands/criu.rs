@@ -15,7 +15,9 @@ use nix::unistd::Pid;
 use tokio::io::unix::AsyncFd;
 
 use crate::cli::Programs;
-use crate::{gpu_plugin, processes, sys};
+use rewake_streamer::gpu::plugin_folder;
+use rewake_streamer::supervise::processes;
+use rewake_streamer::sys;
 
 /// Error lines of the log that are shown.
 const SHOWN: usize = 8;
@@ -123,7 +125,7 @@ impl Programs {
             (Some(_), true) => bail!("--plugin-dir and CRIU's --libdir are one thing: give one of them"),
             (None, true) => Ok(None),
             (None, false) if !needed => Ok(None),
-            (chosen, false) => gpu_plugin::find(chosen.as_deref()),
+            (chosen, false) => plugin_folder::find(chosen.as_deref()),
         }
     }
 }
@@ -171,7 +173,7 @@ impl Criu {
     pub(super) fn kill_tree(&self) {
         let pid = self.child.id().cast_signed();
         // Not collected yet, so the number is its own.
-        if let Ok(pidfd) = crate::sys::pidfd_open(pid) {
+        if let Ok(pidfd) = rewake_streamer::sys::pidfd_open(pid) {
             processes::kill_descendants(pid, pidfd.as_raw_fd());
         }
         self.signal(Signal::SIGKILL);
@@ -276,7 +278,7 @@ mod tests {
     #[test]
     fn a_folder_of_plugins_is_given_once_and_only_where_it_is_wanted() {
         let chosen = tempfile::tempdir().unwrap();
-        fs::write(chosen.path().join(gpu_plugin::FILE), "").unwrap();
+        fs::write(chosen.path().join(plugin_folder::FILE), "").unwrap();
         let none = Programs { criu: None, plugin_dir: None };
         let one = Programs { criu: None, plugin_dir: Some(chosen.path().to_owned()) };
         let plain = Options::default();

@@ -10,8 +10,11 @@ use rewake_plugin_session::wait_for_tree;
 use super::criu::{CriuInvocation, NO_PLUGIN, Options, code, show_errors, starting};
 use super::directory;
 use crate::cli::Dump;
-use crate::duplicates_file::Found;
-use crate::{duplicates_file, gpu_plugin, sparse, units};
+use crate::sparse;
+use rewake_streamer::gpu::duplicates_file;
+use rewake_streamer::gpu::duplicates_file::Found;
+use rewake_streamer::gpu::plugin_folder;
+use rewake_streamer::units;
 
 /// Buffers that look the same are compared for that long, if the dump was over sooner.
 const LEAST: Duration = Duration::from_secs(10);
@@ -32,7 +35,7 @@ pub fn run(options: &Dump) -> anyhow::Result<u8> {
         None => images.clone(),
     };
     let given = Options::read(&options.criu_options, &OURS)?;
-    let gpu = gpu_plugin::machine_has_gpu();
+    let gpu = plugin_folder::machine_has_gpu();
     let plugins = options.programs.plugins(gpu, &given)?;
     let tree = options.tree.to_string();
     let act = CriuInvocation {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! `rewake park`: gives processes a descriptor of a session's fd store, or takes it from them. A streamer runs it
-//! (`crate::parking`); it is no command for people.
+//! (`rewake_streamer::supervise::parking`); it is no command for people.
 //!
 //! One line for each target, in order: [`DONE`], [`LATER`] or [`NEVER`], and a reason.
 
@@ -14,14 +14,8 @@ use rewake_plugin_protocol::ProcessId;
 use rewake_ptrace_inject::{Error, with_stopped};
 
 use crate::cli::Park;
-use crate::processes;
-
-/// The process has the descriptor, or needs none any more.
-pub const DONE: &str = "done";
-/// A later try may succeed.
-pub const LATER: &str = "later";
-/// No try can succeed.
-pub const NEVER: &str = "never";
+use rewake_streamer::supervise::parking::{DONE, LATER, NEVER};
+use rewake_streamer::supervise::processes;
 
 /// For a tracer to let go of a process, CRIU above all, and for its threads to stop.
 const PATIENCE: Duration = Duration::from_secs(1);

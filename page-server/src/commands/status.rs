@@ -13,11 +13,12 @@ use serde_json::{Value, json};
 
 use super::picture;
 use crate::cli::Status;
+use crate::control;
 use crate::control::client::{Client, ClientError};
 use crate::control::proto::{self, State};
-use crate::control::{self, address};
-use crate::recover::{self, Orphan};
-use crate::units;
+use rewake_streamer::session::address;
+use rewake_streamer::supervise::recover::{self, Orphan};
+use rewake_streamer::units;
 
 /// Runs the command; gives the exit code.
 ///

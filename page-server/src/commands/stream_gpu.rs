@@ -18,15 +18,20 @@ use super::{directory, lazy_pages, to_notify};
 use crate::cli::StreamGpu;
 use crate::control::CONNECT_LIMIT;
 use crate::control::status_server::Window;
-use crate::daemon::Daemon;
-use crate::fd_store::FdStore;
-use crate::gpu_stream::StreamOptions;
-use crate::ledger::{Ledger, SessionSlot, root};
-use crate::supervisor::{self, STOPPED, Start};
-use crate::timeline::record::State;
-use crate::timeline::{Timeline, files, follow};
-use crate::worker::{self, AskedToStop};
-use crate::{gpu_stream, logging, parking, session_store, streamer, sys};
+use crate::logging;
+use rewake_streamer::gpu;
+use rewake_streamer::gpu::StreamOptions;
+use rewake_streamer::ledger::fd_store::FdStore;
+use rewake_streamer::ledger::session_store;
+use rewake_streamer::ledger::{Ledger, SessionSlot, root};
+use rewake_streamer::record::model::State;
+use rewake_streamer::record::{Timeline, files, follow};
+use rewake_streamer::session::daemon::Daemon;
+use rewake_streamer::supervise::launch;
+use rewake_streamer::supervise::parking;
+use rewake_streamer::supervise::supervisor::{self, STOPPED, Start};
+use rewake_streamer::supervise::worker::{self, AskedToStop};
+use rewake_streamer::sys;
 
 /// Where the plugin and people find it, and what it leaves.
 #[derive(Debug)]
@@ -155,7 +160,7 @@ fn ends_when_abandoned(words: OwnedFd, work: PathBuf, supervisor: i32) -> anyhow
         let mut gone = [PollFd::new(words.as_fd(), PollFlags::empty())];
         while !matches!(poll(&mut gone, PollTimeout::NONE), Ok(1..)) {}
         thread::sleep(CONNECT_LIMIT);
-        if !streamer::is_met(&work) {
+        if !launch::is_met(&work) {
             // It asks the worker to stop, which has nothing to do, or has, and goes on.
             let _ = sys::pidfd_signal(starter.as_raw_fd(), libc::SIGTERM);
         }
@@ -289,7 +294,7 @@ fn in_a_thread(
 }
 
 fn gpus(doors: &Doors, beside: StreamOptions, ledger: Ledger, timeline: &Timeline) -> anyhow::Result<()> {
-    let done = gpu_stream::serve(&doors.listener, beside, ledger, timeline);
+    let done = gpu::serve(&doors.listener, beside, ledger, timeline);
     // Whoever asks hears it from now on.
     let done = done.inspect_err(|error| timeline.failed(&format!("{error:#}")))?;
     let Some(done) = done else { return Ok(()) };

@@ -8,9 +8,9 @@ use tokio::net::{UnixListener, UnixStream};
 use tokio::time::sleep;
 use tracing::warn;
 
-use super::address::may_speak;
 use super::frame::{FrameError, receive, send};
 use super::{MESSAGE_LIMIT, VERSION, hello, proto};
+use rewake_streamer::session::address::may_speak;
 
 /// Sleep after an accept that failed: descriptors are used up, most likely.
 const BREATH: Duration = Duration::from_millis(100);

@@ -17,11 +17,11 @@ use tracing::{error, info, warn};
 
 use super::proto::{self, State};
 use super::streamer_session::StreamerSession;
-use crate::daemon::Daemon;
-use crate::ledger::{SessionSlot, SessionState};
-use crate::open_session::{Lost, OpenSession};
-use crate::session::Session;
-use crate::streamer;
+use rewake_streamer::ledger::{SessionSlot, SessionState};
+use rewake_streamer::session::Session;
+use rewake_streamer::session::daemon::Daemon;
+use rewake_streamer::session::open::{Lost, OpenSession};
+use rewake_streamer::supervise::launch;
 
 /// Longest reason that is remembered, in bytes.
 const MAX_REASON: usize = 1024;
@@ -147,7 +147,7 @@ impl Registry {
     ) -> anyhow::Result<(u64, bool)> {
         self.may_open(images, work)?;
         let looked_at = images.to_owned();
-        let can = tokio::task::spawn_blocking(move || streamer::can_bring_pages(&looked_at)).await?;
+        let can = tokio::task::spawn_blocking(move || launch::can_bring_pages(&looked_at)).await?;
         if let Err(error) = &can {
             warn!("{}: all memory of CPUs comes before the processes run: {error:#}", images.display());
         }

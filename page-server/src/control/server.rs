@@ -21,8 +21,8 @@ use super::frame::{FrameError, receive, send};
 use super::proto::{self, Reply, Request, reply, request};
 use super::registry::{Facts, Known, Registry};
 use super::{CONNECT_LIMIT, MAX_CLIENTS, MESSAGE_LIMIT, REPORT};
-use crate::daemon::Daemon;
-use crate::gpu_plugin;
+use rewake_streamer::gpu::plugin_folder;
+use rewake_streamer::session::daemon::Daemon;
 
 /// Time that clients have to take their last answers when the daemon ends.
 const GRACE: Duration = Duration::from_secs(2);
@@ -170,7 +170,7 @@ impl Server {
             0 => CONNECT_LIMIT,
             limit => Duration::from_millis(limit.into()),
         };
-        let opened = match gpu_plugin::image_has_gpu(images) {
+        let opened = match plugin_folder::image_has_gpu(images) {
             Ok(true) => {
                 self.registry.stream(images, work, limit, open.record).await.map(|(session, lazy_pages)| {
                     proto::Opened { session, streamer: Some(proto::Streamer { lazy_pages }) }

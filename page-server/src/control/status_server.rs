@@ -13,10 +13,11 @@ use tracing::{debug, warn};
 
 use super::frame::{FrameError, receive, send};
 use super::proto::{self, Reply, Request, State, reply, request};
-use super::{MESSAGE_LIMIT, accept, address};
-use crate::sys;
-use crate::timeline::Timeline;
-use crate::timeline::record::{self, Memory, Record};
+use super::{MESSAGE_LIMIT, accept};
+use rewake_streamer::record::Timeline;
+use rewake_streamer::record::model::{self, Memory, Record};
+use rewake_streamer::session::address;
+use rewake_streamer::sys;
 
 /// The socket's name in the work directory. As long as that of the plugin's: where one fits the other does.
 const SOCKET: &str = "rewake-gpu.status";
@@ -108,10 +109,10 @@ async fn client(mut stream: UnixStream, timeline: &Timeline) -> Result<(), Frame
 
 pub(super) fn picture(record: &Record) -> proto::Streaming {
     let state = match record.state {
-        record::State::Waiting => State::Listening,
-        record::State::Loading => State::Running,
-        record::State::Complete => State::Complete,
-        record::State::Failed => State::Failed,
+        model::State::Waiting => State::Listening,
+        model::State::Loading => State::Running,
+        model::State::Complete => State::Complete,
+        model::State::Failed => State::Failed,
     };
     proto::Streaming {
         state: state.into(),
@@ -155,8 +156,8 @@ mod tests {
 
     use super::super::client::{Client, ClientError};
     use super::*;
-    use crate::session::Session;
-    use crate::timeline::example;
+    use rewake_streamer::record::example;
+    use rewake_streamer::session::Session;
 
     #[tokio::test]
     async fn who_asks_is_told_how_far_it_is_again_and_again() {

@@ -23,10 +23,10 @@ use super::client::Client;
 use super::proto::{self, State};
 use super::registry::nanos;
 use super::status_server::{picture, socket};
-use crate::ledger::{NO_FD, SessionSlot, SessionState};
-use crate::streamer::{self, RestoreOutcome, StatusFlags};
-use crate::sys;
-use crate::timeline::files;
+use rewake_streamer::ledger::{NO_FD, SessionSlot, SessionState};
+use rewake_streamer::record::files;
+use rewake_streamer::supervise::launch::{self, RestoreOutcome, StatusFlags};
+use rewake_streamer::sys;
 
 /// What it logs, in the work directory.
 const LOG: &str = "rewake-stream-gpu.log";
@@ -81,7 +81,7 @@ impl StreamerSession {
         let pages = self.brings_pages();
         let log = work.join(LOG);
         let errors = File::create(&log).with_context(|| format!("making {}", log.display()))?;
-        let mut command = streamer::command(&work, pages.then_some(images.as_path()), record)?;
+        let mut command = launch::command(&work, pages.then_some(images.as_path()), record)?;
         command.stdout(OwnedFd::from(theirs)).stderr(errors);
         sys::leave_descriptors(&mut command);
         let child = command.spawn()?;
@@ -230,7 +230,7 @@ impl StreamerSession {
     }
 
     fn is_met(&self) -> bool {
-        streamer::is_met(&self.slot.paths().1)
+        launch::is_met(&self.slot.paths().1)
     }
 
     /// No other restore will come for it.
@@ -238,7 +238,7 @@ impl StreamerSession {
         let group = self.slot.streamer.load(Ordering::Acquire);
         // While the connection is open one of its processes lives, and the number is its group's.
         if group > 0 && !sys::has_hung_up(self.slot.connection.load(Ordering::Acquire)) {
-            streamer::ask_to_end(group);
+            launch::ask_to_end(group);
         }
     }
 

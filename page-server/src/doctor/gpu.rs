@@ -7,7 +7,7 @@ use rewake_amdgpu_uapi::topology::GfxVersion;
 use rewake_sdma_copy::{CopyPath, Memory};
 
 use super::Check;
-use crate::units;
+use rewake_streamer::units;
 
 /// The first interface of the compute driver with checkpoints.
 const OLDEST: (u32, u32) = (1, 8);

@@ -11,7 +11,7 @@ use rewake_amdgpu_uapi::{Error, Kfd, held};
 use rewake_sdma_copy::{CopyEngine, Shape, Staging};
 
 use super::gpu::{Copies, Facts, Gpu, Plugin};
-use crate::gpu_plugin;
+use rewake_streamer::gpu::plugin_folder;
 
 /// Where CRIU looks by itself (`CR_PLUGIN_DEFAULT`).
 pub(super) const DEFAULT: &str = "/usr/lib/criu";
@@ -23,7 +23,7 @@ const TRIAL: Shape = Shape { slots: 16, slot_bytes: 2 << 20 };
 /// Looks at the GPUs; none without AMD's compute driver.
 #[must_use]
 pub fn facts(capabilities: u64) -> Option<Facts> {
-    if !gpu_plugin::machine_has_gpu() {
+    if !plugin_folder::machine_has_gpu() {
         return None;
     }
     let told = |error: Error| error.to_string();
@@ -68,8 +68,8 @@ fn plugin() -> Plugin {
     let stock = PathBuf::from(DEFAULT);
     Plugin {
         // Nothing was chosen that could be refused.
-        found: gpu_plugin::find(None).unwrap_or_default(),
-        variable: gpu_plugin::variable(),
-        stock: Some(stock).filter(|folder| folder.join(gpu_plugin::FILE).is_file()),
+        found: plugin_folder::find(None).unwrap_or_default(),
+        variable: plugin_folder::variable(),
+        stock: Some(stock).filter(|folder| folder.join(plugin_folder::FILE).is_file()),
     }
 }

@@ -10,7 +10,7 @@ use rewake_uffd::Uffd;
 use super::gpu_machine::DEFAULT;
 use super::kernel::{FEATURES, Kernel};
 use super::plugin;
-use crate::gpu_plugin;
+use rewake_streamer::gpu::plugin_folder;
 
 /// cachestat(2): the same number on every architecture but alpha.
 const SYS_CACHESTAT: libc::c_long = 451;
@@ -88,7 +88,7 @@ pub fn pipe_max_size() -> u64 {
 /// The folder whose plugins CRIU loads by itself.
 #[must_use]
 pub fn criu_plugins() -> plugin::Folder {
-    let path = gpu_plugin::variable().unwrap_or_else(|| DEFAULT.into());
+    let path = plugin_folder::variable().unwrap_or_else(|| DEFAULT.into());
     plugin::Folder { has_plugin: path.join(plugin::FILE).is_file(), path }
 }
 

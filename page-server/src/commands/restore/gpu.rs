@@ -19,7 +19,7 @@ use super::timeline::Timeline;
 use super::{END_LIMIT, RestoreRequest, directory, live, signals, workdir};
 use crate::commands::criu::{self, Criu};
 use crate::control::client::Client;
-use crate::streamer;
+use rewake_streamer::supervise::launch;
 
 /// Where a restore happens.
 struct Setting {
@@ -70,7 +70,7 @@ impl Setting {
 
     async fn alone(order: &RestoreRequest<'_>, given: Option<PathBuf>, bar: &Bar) -> anyhow::Result<Self> {
         let (work, own) = workdir::work(given, &std::env::temp_dir())?;
-        let can = streamer::can_bring_pages(order.images);
+        let can = launch::can_bring_pages(order.images);
         if let Err(error) = &can {
             bar.say(&format!("all memory of CPUs comes before the processes run: {error:#}\n"));
         }

@@ -11,7 +11,7 @@ use super::bar::Bar;
 use crate::control::REPORT;
 use crate::control::client::Client;
 use crate::control::status_server::socket;
-use crate::timeline::{files, text};
+use rewake_streamer::record::{files, text};
 
 /// Follows the streamer of a work directory to its end, and tells how it went. Where it cannot be asked nothing is shown:
 /// the restore is the same.

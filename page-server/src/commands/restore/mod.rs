@@ -28,7 +28,7 @@ use crate::cli::Restore;
 use crate::control::client::{self, Client, ClientError};
 use crate::control::proto::{Ended, Session};
 use crate::control::{CONNECT_LIMIT, REPORT};
-use crate::gpu_plugin;
+use rewake_streamer::gpu::plugin_folder;
 
 /// Time that CRIU has to notice that its session ended, and a session that its CRIU did.
 const END_LIMIT: Duration = Duration::from_secs(10);
@@ -68,7 +68,8 @@ impl RestoreRequest<'_> {
 pub fn run(options: &Restore) -> anyhow::Result<u8> {
     let images = directory(&options.images_dir, "-D")?;
     let given = Options::read(&options.criu_options, &OURS)?;
-    let gpu = gpu_plugin::image_has_gpu(&images).with_context(|| format!("reading {}", images.display()))?;
+    let gpu =
+        plugin_folder::image_has_gpu(&images).with_context(|| format!("reading {}", images.display()))?;
     ensure!(
         gpu || !options.record,
         "--record: this image has no GPU state, and it records what is touched of that only"

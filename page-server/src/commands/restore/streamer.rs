@@ -17,7 +17,7 @@ use super::{END_LIMIT, RestoreRequest};
 use crate::control::CONNECT_LIMIT;
 use crate::control::client::{self, Client, ClientError};
 use crate::control::proto::Session;
-use crate::streamer::{self, StatusFlags};
+use rewake_streamer::supervise::launch::{self, StatusFlags};
 
 /// A streamer under way.
 #[derive(Debug)]
@@ -143,7 +143,7 @@ impl Own {
     /// # Errors
     /// It cannot be started: its own line says why.
     pub(super) async fn start(work: &Path, images: Option<&Path>, record: bool) -> anyhow::Result<Self> {
-        let mut command = streamer::command(work, images, record)?;
+        let mut command = launch::command(work, images, record)?;
         let mut child = command.stdout(Stdio::piped()).spawn().context("starting rewake stream-gpu")?;
         let words = child.stdout.take().context("rewake stream-gpu has no output")?;
         let words = Receiver::from_owned_fd(words.into()).context("listening to rewake stream-gpu")?;
@@ -170,7 +170,7 @@ impl Own {
     }
 
     fn ask_to_end(&self) {
-        streamer::ask_to_end(self.child.id().cast_signed());
+        launch::ask_to_end(self.child.id().cast_signed());
     }
 }
 

@@ -11,9 +11,9 @@ use tempfile::TempDir;
 
 use super::super::directory;
 use crate::cli::Restore;
-use crate::control::address;
 use crate::control::client::{Client, ClientError};
-use crate::image::Image;
+use rewake_streamer::session::address;
+use rewake_streamer::session::image::Image;
 
 /// A daemon and the directories of one restore. Dropping it removes the directories that were made for it.
 #[derive(Debug)]
