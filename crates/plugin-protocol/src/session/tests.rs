@@ -162,8 +162,13 @@ fn the_store_is_the_starter_s_socket_or_refused() {
     assert_eq!(errno(&other(Store { number: 77, ..note.store })), Some(libc::EBADF));
     assert_eq!(errno(&other(Store { inode: note.store.inode + 1, ..note.store })), Some(libc::EINVAL));
     let another = ProcessId { started: starter.started + 1, ..starter };
-    assert_eq!(errno(&SessionNote { starter: another, ..note.clone() }), Some(libc::ESRCH));
+    let of_another = SessionNote { starter: another, store: Store { number: 77, ..note.store }, ..note.clone() };
+    assert_eq!(errno(&of_another), Some(libc::ESRCH));
+    // The starter has ended, and a worker has the store under the same number.
+    let worker = holder(&socket);
     end(child);
+    assert_eq!(fstat(note.store().unwrap()).unwrap().st_ino, note.store.inode);
+    end(worker);
     assert_eq!(errno(&note), Some(libc::ESRCH));
 }
 
