@@ -162,7 +162,8 @@ fn the_store_is_the_starter_s_socket_or_refused() {
     assert_eq!(errno(&other(Store { number: 77, ..note.store })), Some(libc::EBADF));
     assert_eq!(errno(&other(Store { inode: note.store.inode + 1, ..note.store })), Some(libc::EINVAL));
     let another = ProcessId { started: starter.started + 1, ..starter };
-    let of_another = SessionNote { starter: another, store: Store { number: 77, ..note.store }, ..note.clone() };
+    let of_another =
+        SessionNote { starter: another, store: Store { number: 77, ..note.store }, ..note.clone() };
     assert_eq!(errno(&of_another), Some(libc::ESRCH));
     // The starter has ended, and a worker has the store under the same number.
     let worker = holder(&socket);

@@ -13,20 +13,14 @@ use rewake_image_io::{BlockCache, DEFAULT_BUDGET};
 use rewake_plugin_protocol::{Phase, ProcessId, SessionNote};
 use tracing::{info, warn};
 
-use crate::cpu::Pool;
-use crate::cpu::address_spaces;
-use crate::ledger;
+use crate::cpu::{Pool, address_spaces};
 use crate::ledger::fd_store::FdStore;
-use crate::ledger::session_store;
-use crate::ledger::{Ledger, NO_FD, Received, SessionSlot, SessionState};
-use crate::session::Session;
+use crate::ledger::{self, Ledger, NO_FD, Received, SessionSlot, SessionState, session_store};
 use crate::session::image::{Image, TaskPlan};
-use crate::session::open;
-use crate::session::open::{Lost, OpenSession};
+use crate::session::open::{self, Lost, OpenSession};
 use crate::session::peer::Peer;
-use crate::session::socket;
-use crate::supervise::launch;
-use crate::supervise::parking;
+use crate::session::{Session, socket};
+use crate::supervise::{launch, parking};
 use crate::sys;
 
 /// "ReSTore Finished" (criu/uffd.c), sent by the restore when all tasks are in place. No pid is this large.
