@@ -294,7 +294,7 @@ fn gpus(doors: &Doors, beside: StreamOptions, ledger: Ledger, timeline: &Timelin
     let done = done.inspect_err(|error| timeline.failed(&format!("{error:#}")))?;
     let Some(done) = done else { return Ok(()) };
     if let Some(report) = &done.loaded {
-        report.ways.iter().for_each(|way| info!("{way}"));
+        report.paths.iter().for_each(|way| info!("{way}"));
         info!("{report}");
     }
     info!(

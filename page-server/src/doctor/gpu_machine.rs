@@ -56,7 +56,7 @@ fn copies(minor: u32) -> Result<Copies, String> {
     let render = Render::open(minor).map_err(|error| error.to_string())?;
     let staging = Staging::new(TRIAL, &[&render]).map_err(|error| error.to_string())?;
     let engine = CopyEngine::open(render, &staging).map_err(|error| error.to_string())?;
-    Ok(Copies { way: engine.way().clone(), told: engine.event_fd().is_some() })
+    Ok(Copies { way: engine.path().clone(), told: engine.event_fd().is_some() })
 }
 
 fn switched_off() -> Result<Vec<&'static str>, String> {
