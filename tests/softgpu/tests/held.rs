@@ -149,17 +149,17 @@ fn calls_of_a_marked_process_are_kept_away() {
             (0, UPDATE_QUEUE, [0, 0, 0, again]),
         ];
         for (part, kind, expected) in all {
-            marks.shut(other.as_fd(), part, kind).unwrap();
+            marks.block(other.as_fd(), part, kind).unwrap();
             for _ in 0..3 {
                 assert_eq!(calls(), expected);
             }
-            marks.open(kfd, part).unwrap();
+            marks.unblock(kfd, part).unwrap();
             assert_eq!(calls(), [0; 4]);
         }
-        marks.shut(kfd, gpu[0], EXPORT | MAP).unwrap();
-        marks.shut(kfd, 0, CREATE_QUEUE | UPDATE_QUEUE).unwrap();
+        marks.block(kfd, gpu[0], EXPORT | MAP).unwrap();
+        marks.block(kfd, 0, CREATE_QUEUE | UPDATE_QUEUE).unwrap();
         assert_eq!(calls(), [again; 4]);
-        marks.shut(kfd, gpu[0], MAP).unwrap();
+        marks.block(kfd, gpu[0], MAP).unwrap();
         assert_eq!(calls(), [0, again, again, again]);
     });
 }
@@ -178,7 +178,7 @@ fn no_access_is_given_to_mappings_of_a_marked_file() {
         let other = Mapping::anonymous(PAGE).unwrap();
         let (_hold, marks) = held::attach().unwrap();
         let (none, read, all) = (libc::PROT_NONE, libc::PROT_READ, libc::PROT_READ | libc::PROT_WRITE);
-        marks.shut(device.render().as_fd(), 0, ACCESS).unwrap();
+        marks.block(device.render().as_fd(), 0, ACCESS).unwrap();
         for rights in [read, libc::PROT_WRITE, libc::PROT_EXEC, all] {
             assert_eq!(protect(buffer.cpu(), rights), libc::EAGAIN);
         }
@@ -188,11 +188,11 @@ fn no_access_is_given_to_mappings_of_a_marked_file() {
             [0; 3]
         );
         assert_eq!([protect(&other, none), protect(&other, read)], [0; 2]);
-        marks.open(device.render().as_fd(), 0).unwrap();
+        marks.unblock(device.render().as_fd(), 0).unwrap();
         assert_eq!(protect(buffer.cpu(), all), 0);
         // Other kinds are of other calls.
         assert_eq!(protect(buffer.cpu(), none), 0);
-        marks.shut(device.render().as_fd(), 0, EXPORT | MAP).unwrap();
+        marks.block(device.render().as_fd(), 0, EXPORT | MAP).unwrap();
         assert_eq!(protect(buffer.cpu(), all), 0);
     });
 }
@@ -206,9 +206,9 @@ fn a_marked_process_stays_the_one_that_is_marked() {
         let plain = replace();
         assert_ne!(plain, libc::EAGAIN);
         let (_hold, marks) = held::attach().unwrap();
-        marks.shut(kfd.as_fd(), 0, CREATE_PROCESS).unwrap();
+        marks.block(kfd.as_fd(), 0, CREATE_PROCESS).unwrap();
         assert_eq!(replace(), libc::EAGAIN);
-        marks.open(kfd.as_fd(), 0).unwrap();
+        marks.unblock(kfd.as_fd(), 0).unwrap();
         assert_eq!(replace(), plain);
     });
 }
@@ -234,9 +234,9 @@ fn other_processes_are_not_kept_away() {
             (peer.hear(), export(&buffer))
         };
         let gpu = gpus.device(0).gpu_id();
-        marks.shut(its.as_fd(), gpu, EXPORT).unwrap();
+        marks.block(its.as_fd(), gpu, EXPORT).unwrap();
         assert_eq!(exports(), (libc::EAGAIN.to_string(), 0));
-        marks.open(its.as_fd(), gpu).unwrap();
+        marks.unblock(its.as_fd(), gpu).unwrap();
         assert_eq!(exports(), ("0".to_owned(), 0));
         peer.say("end");
         peer.finish();
@@ -250,9 +250,9 @@ fn other_gpus_of_a_marked_process_go_on() {
         let buffers = [0, 1].map(|gpu| buffer(&gpus, gpu));
         let (kfd, gpu) = (gpus.device(1).kfd().as_fd(), gpus.device(1).gpu_id());
         let (_hold, marks) = held::attach().unwrap();
-        marks.shut(kfd, gpu, EXPORT).unwrap();
+        marks.block(kfd, gpu, EXPORT).unwrap();
         assert_eq!(buffers.each_ref().map(export), [0, libc::EAGAIN]);
-        marks.open(kfd, gpu).unwrap();
+        marks.unblock(kfd, gpu).unwrap();
         assert_eq!(buffers.each_ref().map(export), [0, 0]);
     });
 }
@@ -265,7 +265,7 @@ fn an_argument_that_cannot_be_read_is_the_driver_s_to_refuse() {
         let (_hold, marks) = held::attach().unwrap();
         // 0: what a part that was not read might be taken for.
         for part in [0, gpus.device(0).gpu_id()] {
-            marks.shut(kfd, part, EXPORT | MAP).unwrap();
+            marks.block(kfd, part, EXPORT | MAP).unwrap();
         }
         for call in [IOC_EXPORT_DMABUF, IOC_MAP_MEMORY_TO_GPU] {
             assert_eq!(misuse_at(kfd, call, 0), libc::EFAULT);
@@ -282,13 +282,13 @@ fn marks_are_those_of_one_hold() {
         let (kfd, gpu) = (gpus.device(0).kfd().as_fd(), gpus.device(0).gpu_id());
         let (hold, marks) = held::attach().unwrap();
         let (_other, others) = held::attach().unwrap();
-        marks.shut(kfd, gpu, EXPORT).unwrap();
+        marks.block(kfd, gpu, EXPORT).unwrap();
         // Who has another number opens nothing.
-        others.open(kfd, gpu).unwrap();
+        others.unblock(kfd, gpu).unwrap();
         assert_eq!(export(&buffer), libc::EAGAIN);
         drop(hold);
         assert_eq!(export(&buffer), 0);
-        assert!(matches!(marks.shut(kfd, gpu, EXPORT), Err(rewake_ioctl_filter::Error::NotMarked(_))));
+        assert!(matches!(marks.block(kfd, gpu, EXPORT), Err(rewake_ioctl_filter::Error::NotAttached(_))));
         assert_eq!(export(&buffer), 0);
     });
 }
@@ -299,14 +299,14 @@ fn there_are_so_many_marks_and_no_more() {
         let gpus = Gpus::open(1).unwrap();
         let kfd = gpus.device(0).kfd().as_fd();
         let (_hold, marks) = held::attach().unwrap();
-        let full = |part| matches!(marks.shut(kfd, part, MAP), Err(rewake_ioctl_filter::Error::Full));
-        for part in 0..rewake_ioctl_filter::MARKS {
-            marks.shut(kfd, part, EXPORT).unwrap();
+        let full = |part| matches!(marks.block(kfd, part, MAP), Err(rewake_ioctl_filter::Error::Full));
+        for part in 0..rewake_ioctl_filter::MAX_BLOCKS {
+            marks.block(kfd, part, EXPORT).unwrap();
         }
-        assert!(full(rewake_ioctl_filter::MARKS));
+        assert!(full(rewake_ioctl_filter::MAX_BLOCKS));
         // One that is there may change.
-        marks.shut(kfd, 7, MAP).unwrap();
-        marks.open(kfd, 7).unwrap();
-        assert!(!full(rewake_ioctl_filter::MARKS));
+        marks.block(kfd, 7, MAP).unwrap();
+        marks.unblock(kfd, 7).unwrap();
+        assert!(!full(rewake_ioctl_filter::MAX_BLOCKS));
     });
 }

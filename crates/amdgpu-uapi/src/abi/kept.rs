@@ -41,7 +41,7 @@ const CROSS_MEMORY_COPY: u8 = 0x83;
 /// EXPORT_DMABUF, IPC_EXPORT_HANDLE, MAP_MEMORY_TO_GPU, CREATE_QUEUE, UPDATE_QUEUE, CREATE_PROCESS, CROSS_MEMORY_COPY. Of `/dev/kfd` as `st_rdev` tells it.
 #[must_use]
 pub fn calls(kfd: libc::dev_t) -> [DenyRule; 7] {
-    let call = |number, part, kind| DenyRule { devices: vec![kfd], number, part, kind };
+    let call = |number, part, class| DenyRule { devices: vec![kfd], number, part, class };
     let export = const { gpu_of(offset_of!(kfd_ioctl_export_dmabuf_args, handle)) };
     let map = const { gpu_of(offset_of!(kfd_ioctl_map_memory_to_gpu_args, handle)) };
     [
