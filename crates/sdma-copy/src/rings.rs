@@ -16,7 +16,7 @@ use rewake_amdgpu_uapi::abi::{
     drm_amdgpu_cs_chunk_syncobj,
 };
 use rewake_amdgpu_uapi::packet::{Rule, Sdma};
-use rewake_amdgpu_uapi::render::{Render, listed};
+use rewake_amdgpu_uapi::render::{Render, bo_list_entry};
 
 use crate::Error;
 use crate::address::Addresses;
@@ -204,7 +204,7 @@ impl Rings {
     ) -> Result<(u64, u32), Error> {
         self.stamp += 1;
         self.list.clear();
-        self.list.push(listed(self.commands.handle));
+        self.list.push(bo_list_entry(self.commands.handle));
         let mut packets = std::mem::take(&mut self.packets).cleared();
         for transfer in transfers {
             let to = self.reach(render, table, transfer, bos)? + transfer.at();
@@ -251,7 +251,7 @@ impl Rings {
         };
         if entry.stamp != self.stamp {
             entry.stamp = self.stamp;
-            self.list.push(listed(entry.handle));
+            self.list.push(bo_list_entry(entry.handle));
             bos.push(table.start_use(bo));
         }
         Ok(address)
@@ -397,7 +397,7 @@ impl StagingMap {
             let part = &mut self.parts[usize::try_from(part).unwrap_or(usize::MAX)];
             if part.stamp != stamp {
                 part.stamp = stamp;
-                list.push(listed(part.handle));
+                list.push(bo_list_entry(part.handle));
             }
         }
     }

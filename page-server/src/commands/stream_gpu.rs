@@ -8,7 +8,7 @@ use std::thread::{self, JoinHandle};
 
 use anyhow::{Context as _, ensure};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use rewake_amdgpu_uapi::held::{self, BlockList};
+use rewake_amdgpu_uapi::call_filter::{self, BlockList};
 use rewake_image_io::io_budget::IoBudget;
 use rewake_plugin_protocol::{FOLDER, Listener, Phase, ProcessId, SessionNote};
 use tokio::sync::watch;
@@ -247,7 +247,7 @@ async fn without_cpus(daemon: &Daemon, over: Option<watch::Receiver<bool>>) {
 
 /// Has calls held and kept away, until all processes of this program have ended. None where the kernel does not.
 fn marks(start: &Start) -> Option<BlockList> {
-    match held::attach() {
+    match call_filter::attach() {
         Ok((hold, marks)) => {
             start.ledger.keep(hold.into_descriptors());
             Some(marks)

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use anyhow::{Context as _, bail, ensure};
 use rewake_amdgpu_uapi::Kfd;
-use rewake_amdgpu_uapi::held::BlockList;
+use rewake_amdgpu_uapi::call_filter::BlockList;
 use rewake_amdgpu_uapi::topology::Topology;
 use rewake_bo_contents::{DUPLICATES_FILE, PagesFile, Process};
 use rewake_criu_images::ImageDir;

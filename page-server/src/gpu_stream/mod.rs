@@ -29,7 +29,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
 use nix::sys::signal::{SigSet, SigmaskHow, Signal, sigprocmask};
-use rewake_amdgpu_uapi::held::BlockList;
+use rewake_amdgpu_uapi::call_filter::BlockList;
 use rewake_bo_contents::{BackgroundLoad, LoadHandle, Process, Report};
 use rewake_image_io::io_budget::{BackgroundHold, IoBudget};
 use rewake_plugin_protocol::Listener;
