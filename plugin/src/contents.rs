@@ -16,7 +16,7 @@ pub(crate) fn load(host: &Host, processes: &[Process<'_>]) -> Answer {
 
 fn told(host: &Host, done: Result<Option<Report>, Error>) -> Answer {
     if let Some(report) = done? {
-        report.ways.iter().for_each(|way| host.info(way));
+        report.paths.iter().for_each(|way| host.info(way));
         host.info(&report);
     }
     Ok(())

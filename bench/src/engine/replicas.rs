@@ -72,7 +72,7 @@ fn load(images: &[Image], device: &Arc<MemoryDevice>, sets: Sets) -> anyhow::Res
     let processes: Vec<Process<'_>> =
         images.iter().map(|image| Process { files: &image.files, dmabufs: &image.memfds }).collect();
     let start = Instant::now();
-    let loading = BackgroundLoad::into_memory(&processes, device, Some(pace()?))?.twins(sets);
+    let loading = BackgroundLoad::into_memory(&processes, device, Some(pace()?))?.duplicates(sets);
     loading.run(|_| ())?.context("there is nothing to load")?;
     let took = start.elapsed();
     images.iter().try_for_each(Image::check)?;

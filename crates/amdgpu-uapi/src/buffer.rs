@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Memory that GPUs reach. As ROCm's library does, a buffer has one address for the CPU and all GPUs: a range of
-//! this process's addresses is taken first, and the buffer's CPU mapping, if it gets one, is put there.
+//! Memory that GPUs can access. As in ROCm's library, a buffer has one address for the CPU and all GPUs. A
+//! range of this process's addresses is reserved first, and the buffer's CPU mapping, if any, is placed
+//! there.
 
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -9,12 +10,13 @@ use crate::abi::memory::{Access, Mapping, PAGE};
 use crate::abi::{call, *};
 use crate::{Device, Error, FailedCall};
 
-/// Doorbells are mapped from /dev/kfd at an offset made of this and the GPU's id (kfd_priv.h); what ALLOC_MEMORY_OF_GPU
-/// gives for them is an offset of the render node, where they cannot be mapped.
+/// The kind of mmap offset for doorbells (kfd_priv.h). They are mapped from /dev/kfd at an offset made of
+/// this and the GPU's id. The offset that ALLOC_MEMORY_OF_GPU returns for them is one of the render node,
+/// where they cannot be mapped.
 const DOORBELLS_OFFSET: u64 = 3 << 62;
 const GPU_OFFSET_SHIFT: u32 = 46;
 
-/// Where a buffer's bytes are.
+/// The place of a buffer's bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
     /// The GPU's own memory.
@@ -39,31 +41,31 @@ impl Kind {
     }
 }
 
-/// What to allocate.
+/// The properties of an allocation.
 #[derive(Debug, Clone, Copy)]
 pub struct Spec {
-    /// Bytes, rounded up to pages.
+    /// The size in bytes, rounded up to pages.
     pub size: u64,
-    /// Where.
+    /// The place.
     pub kind: Kind,
     /// More `KFD_IOC_ALLOC_MEM_FLAGS_*`.
     pub flags: u32,
 }
 
 impl Spec {
-    /// VRAM that the CPU can reach where the BAR is large.
+    /// Describes VRAM, which the CPU can access where the BAR is large.
     #[must_use]
     pub fn vram(size: u64) -> Self {
         Self { size, kind: Kind::Vram, flags: KFD_IOC_ALLOC_MEM_FLAGS_PUBLIC }
     }
 
-    /// Host memory.
+    /// Describes host memory.
     #[must_use]
     pub fn gtt(size: u64) -> Self {
         Self { size, kind: Kind::Gtt, flags: 0 }
     }
 
-    /// The same, for code.
+    /// Makes the memory executable.
     #[must_use]
     pub fn executable(mut self) -> Self {
         self.flags |= KFD_IOC_ALLOC_MEM_FLAGS_EXECUTABLE;
@@ -71,7 +73,7 @@ impl Spec {
     }
 }
 
-/// A buffer, freed when dropped.
+/// A buffer, freed on drop.
 #[derive(Debug)]
 pub struct Buffer {
     object: Object,
@@ -81,10 +83,10 @@ pub struct Buffer {
 }
 
 impl Buffer {
-    /// Takes addresses and allocates; maps nothing.
+    /// Reserves addresses and allocates, without a mapping.
     ///
     /// # Errors
-    /// No addresses, or ALLOC_MEMORY_OF_GPU failed: ENOMEM if there is not enough.
+    /// No addresses are free, or ALLOC_MEMORY_OF_GPU failed: ENOMEM if memory is exhausted.
     pub fn alloc(device: &Arc<Device>, spec: Spec) -> Result<Self, Error> {
         let size = spec.size.max(1).next_multiple_of(PAGE);
         let place = reserve(device, size)?;
@@ -106,7 +108,7 @@ impl Buffer {
         Ok(Self { object, offset, kind: spec.kind, place })
     }
 
-    /// Allocates, maps to the device's GPU and to the CPU: what most users want.
+    /// Allocates a buffer, and maps it to the device's GPU and to the CPU.
     ///
     /// # Errors
     /// As [`Buffer::alloc`], [`Buffer::map`] and [`Buffer::map_cpu`].
@@ -117,10 +119,10 @@ impl Buffer {
         Ok(buffer)
     }
 
-    /// A buffer on memory that another process, or another buffer, exported. The CPU cannot reach it.
+    /// Imports a buffer that another process, or another buffer, exported. The CPU cannot access it.
     ///
     /// # Errors
-    /// GET_DMABUF_INFO or IMPORT_DMABUF failed: EINVAL for what is no buffer of such a GPU.
+    /// GET_DMABUF_INFO or IMPORT_DMABUF failed: EINVAL if it is not a buffer of such a GPU.
     pub fn import(device: &Arc<Device>, dmabuf: BorrowedFd<'_>) -> Result<Self, Error> {
         let kfd = device.kfd().as_fd();
         let act = FailedCall::named("GET_DMABUF_INFO").on(device.gpu_id());
@@ -146,7 +148,7 @@ impl Buffer {
         self.object.map(gpus)
     }
 
-    /// Takes it out of the page tables of these GPUs.
+    /// Unmaps it from the page tables of these GPUs.
     ///
     /// # Errors
     /// UNMAP_MEMORY_FROM_GPU failed.
@@ -154,15 +156,15 @@ impl Buffer {
         self.object.unmap(gpus)
     }
 
-    /// Lets the CPU reach it, at the address that GPUs use.
+    /// Maps it for the CPU, at the address that GPUs use.
     ///
     /// # Errors
-    /// `mmap` failed: EPERM or EINVAL where the CPU cannot reach this memory.
+    /// `mmap` failed: EPERM or EINVAL if the CPU cannot access this memory.
     pub fn map_cpu(&mut self) -> Result<(), Error> {
         self.place_mapping(Access::ReadWrite)
     }
 
-    /// Puts the buffer at its address without access for the CPU, as ROCm's library does for debuggers.
+    /// Maps it at its address without access for the CPU, as ROCm's library does for debuggers.
     ///
     /// # Errors
     /// As [`Buffer::map_cpu`].
@@ -180,7 +182,7 @@ impl Buffer {
         self.place.replace(fd, self.offset, access).map_err(act.failed())
     }
 
-    /// A dma-buf of it, for another process or driver.
+    /// Exports a dma-buf for another process or driver.
     ///
     /// # Errors
     /// EXPORT_DMABUF failed.
@@ -192,50 +194,50 @@ impl Buffer {
         call::export_dmabuf(device.kfd().as_fd(), self.object.handle, flags).map_err(act.failed())
     }
 
-    /// The CPU's view of it.
+    /// Returns the CPU mapping.
     #[must_use]
     pub fn cpu(&self) -> &Mapping {
         &self.place
     }
 
-    /// Its address, for CPU and GPUs.
+    /// Returns its address, for CPU and GPUs.
     #[must_use]
     pub fn address(&self) -> u64 {
         self.object.address
     }
 
-    /// Bytes.
+    /// Returns its size in bytes.
     #[must_use]
     pub fn size(&self) -> u64 {
         self.object.size
     }
 
-    /// The driver's name for it.
+    /// Returns the driver's handle.
     #[must_use]
     pub fn handle(&self) -> u64 {
         self.object.handle
     }
 
-    /// Where to `mmap` it; changes when a process is restored.
+    /// Returns its `mmap` offset, which changes in a restore.
     #[must_use]
     pub fn offset(&self) -> u64 {
         self.offset
     }
 }
 
-/// Host memory of the program that GPUs reach, let go of when dropped.
+/// Host memory of the program that GPUs can access, unregistered on drop.
 #[derive(Debug)]
 pub struct Userptr {
-    // Fields drop in order: the kernel lets go of the memory before it is unmapped.
+    // Fields drop in order: the kernel releases the memory before it is unmapped.
     object: Object,
     memory: Mapping,
 }
 
 impl Userptr {
-    /// Makes all of `memory` reachable by the device's GPU, at the same address.
+    /// Registers `memory` with the device's GPU, at the same address.
     ///
     /// # Errors
-    /// ALLOC_MEMORY_OF_GPU failed (EFAULT if a page is not there), or MAP_MEMORY_TO_GPU.
+    /// ALLOC_MEMORY_OF_GPU failed (EFAULT if a page is missing), or MAP_MEMORY_TO_GPU.
     pub fn register(device: &Arc<Device>, memory: Mapping) -> Result<Self, Error> {
         let mut argument = kfd_ioctl_alloc_memory_of_gpu_args {
             va_addr: memory.address(),
@@ -261,20 +263,20 @@ impl Userptr {
         self.object.map(gpus)
     }
 
-    /// The memory.
+    /// Returns the memory.
     #[must_use]
     pub fn cpu(&self) -> &Mapping {
         &self.memory
     }
 
-    /// Its address, for CPU and GPUs.
+    /// Returns its address, for CPU and GPUs.
     #[must_use]
     pub fn address(&self) -> u64 {
         self.object.address
     }
 }
 
-/// What the driver holds for a buffer.
+/// The driver's object for a buffer.
 #[derive(Debug)]
 struct Object {
     device: Arc<Device>,
@@ -312,8 +314,8 @@ impl Object {
 impl Drop for Object {
     fn drop(&mut self) {
         let gpus = std::mem::take(&mut self.gpus);
-        // The driver frees what is mapped only after it is unmapped; it frees all when the process ends, so that
-        // nothing is to be done about a failure here.
+        // The driver frees a buffer only after it is unmapped. A failure here has no remedy, and the driver
+        // frees everything when the process ends.
         let _ = self.unmap(&gpus);
         let mut argument = kfd_ioctl_free_memory_of_gpu_args { handle: self.handle };
         let _ = call::free_memory(self.device.kfd().as_fd(), &mut argument);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! `/dev/kfd`, and one GPU with this process's address space on it.
+//! `/dev/kfd`, and a GPU with this process's address space on it.
 
 use std::fs::{File, OpenOptions};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -12,7 +12,7 @@ use crate::render::Render;
 use crate::topology::Node;
 use crate::{Error, FailedCall};
 
-/// An open `/dev/kfd`: this process's compute state. All opens of one process share it.
+/// An open `/dev/kfd`: this process's compute state, which all its opens share.
 #[derive(Debug)]
 pub struct Kfd {
     file: File,
@@ -22,7 +22,7 @@ impl Kfd {
     /// Opens `/dev/kfd`.
     ///
     /// # Errors
-    /// There is none, it may not be opened, or the device cgroup hides every GPU.
+    /// It does not exist, it may not be opened, or the device cgroup hides every GPU.
     pub fn open() -> Result<Self, Error> {
         let path = PathBuf::from("/dev/kfd");
         match OpenOptions::new().read(true).write(true).open(&path) {
@@ -31,7 +31,7 @@ impl Kfd {
         }
     }
 
-    /// The interface's version, major and minor.
+    /// Returns the interface version, major and minor.
     ///
     /// # Errors
     /// GET_VERSION failed.
@@ -41,7 +41,7 @@ impl Kfd {
         Ok((argument.major_version, argument.minor_version))
     }
 
-    /// The address ranges of every GPU that this process may use.
+    /// Returns the address ranges of every GPU that this process may use.
     ///
     /// # Errors
     /// GET_PROCESS_APERTURES_NEW failed.
@@ -49,7 +49,7 @@ impl Kfd {
         call::apertures(self.as_fd()).map_err(FailedCall::named("GET_PROCESS_APERTURES_NEW").failed())
     }
 
-    /// Whether GPU page faults are retried in this process.
+    /// Returns whether GPU page faults are retried in this process (XNACK).
     ///
     /// # Errors
     /// SET_XNACK_MODE failed; EPERM where the kernel has no SVM.
@@ -60,17 +60,17 @@ impl Kfd {
         Ok(argument.xnack_enabled == 1)
     }
 
-    /// Retries GPU page faults in this process, or does not. Only before it has queues.
+    /// Turns retries of GPU page faults on or off. This must precede the first queue.
     ///
     /// # Errors
-    /// SET_XNACK_MODE failed: EPERM where a GPU cannot, EBUSY with queues.
+    /// SET_XNACK_MODE failed: EPERM if a GPU cannot, EBUSY with queues.
     pub fn set_xnack(&self, on: bool) -> Result<(), Error> {
         let mut argument = kfd_ioctl_set_xnack_mode_args { xnack_enabled: i32::from(on) };
         call::set_xnack_mode(self.as_fd(), &mut argument)
             .map_err(FailedCall::named("SET_XNACK_MODE").failed())
     }
 
-    /// A stream of a GPU's system management events: lines of text.
+    /// Opens a stream of a GPU's system management events, which are lines of text.
     ///
     /// # Errors
     /// SMI_EVENTS failed.
@@ -91,7 +91,7 @@ impl AsFd for Kfd {
     }
 }
 
-/// One GPU with this process's address space on it.
+/// A GPU with this process's address space on it.
 #[derive(Debug)]
 pub struct Device {
     kfd: Arc<Kfd>,
@@ -100,15 +100,16 @@ pub struct Device {
 }
 
 impl Device {
-    /// Opens the node's render node and makes its address space the one for compute.
+    /// Opens the node's render node, and makes its address space the one for compute.
     ///
     /// # Errors
-    /// The render node cannot be opened, or ACQUIRE_VM failed: EBUSY if the process has an address space there.
+    /// The render node cannot be opened, or ACQUIRE_VM failed: EBUSY if the process has an address space
+    /// there.
     pub fn open(kfd: &Arc<Kfd>, node: &Node) -> Result<Arc<Self>, Error> {
         Self::with(kfd, Render::open(node.render_minor())?, node)
     }
 
-    /// Makes the address space of `render` the one for compute, unless it is already, as after a restore.
+    /// Makes the address space of `render` the one for compute. After a restore, it already is.
     ///
     /// # Errors
     /// ACQUIRE_VM failed: EBUSY if the process has another address space there.
@@ -120,31 +121,31 @@ impl Device {
         Ok(Arc::new(Self { kfd: Arc::clone(kfd), render, node: node.clone() }))
     }
 
-    /// The process's compute state.
+    /// Returns the process's compute state.
     #[must_use]
     pub fn kfd(&self) -> &Arc<Kfd> {
         &self.kfd
     }
 
-    /// The render node whose address space is used.
+    /// Returns the render node of the address space.
     #[must_use]
     pub fn render(&self) -> &Render {
         &self.render
     }
 
-    /// What the topology says of this GPU.
+    /// Returns the GPU's node in the topology.
     #[must_use]
     pub fn node(&self) -> &Node {
         &self.node
     }
 
-    /// The driver's name for this GPU.
+    /// Returns the GPU's id in the driver.
     #[must_use]
     pub fn gpu_id(&self) -> u32 {
         self.node.gpu_id
     }
 
-    /// Bytes of VRAM that can be allocated.
+    /// Returns the bytes of VRAM that can be allocated.
     ///
     /// # Errors
     /// AVAILABLE_MEMORY failed.

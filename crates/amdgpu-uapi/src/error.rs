@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Errors that name the call, its object and the kernel's answer.
+//! Errors with the call, its object and the kernel's answer.
 
 use std::fmt;
 use std::io;
 use std::path::PathBuf;
 
-/// What goes wrong with a GPU.
+/// A GPU, or the driver, failed.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// There is no such device, or it may not be opened.
+    /// The device does not exist, or may not be opened.
     #[error("open {}: {source}; is the amdgpu driver loaded, and may this user open it?", path.display())]
     Open {
         /// The device node.
@@ -19,41 +19,41 @@ pub enum Error {
     /// An ioctl or a mapping failed.
     #[error("{what}: {source}")]
     Call {
-        /// Which, and of what.
+        /// The call, and its object.
         what: Box<FailedCall>,
         /// The kernel's answer.
         r#source: io::Error,
     },
-    /// The topology cannot be read or makes no sense.
+    /// The topology cannot be read, or is not valid.
     #[error("{}: {reason}", path.display())]
     Topology {
-        /// File or folder in sysfs.
+        /// The file or folder in sysfs.
         path: PathBuf,
-        /// What was found and what was expected.
+        /// The value that was found, and the expected one.
         reason: String,
     },
-    /// Checkpoint data of the kernel is not what its interface says.
+    /// The kernel's checkpoint data does not match its interface.
     #[error("checkpoint data of {length} bytes: {reason}")]
     Blob {
-        /// All bytes.
+        /// The size of all bytes.
         length: usize,
-        /// Where and what.
+        /// The place, and the mismatch.
         reason: String,
     },
-    /// A GPU did not do in time what it should.
+    /// A GPU did not finish in time.
     #[error("{what} on GPU {gpu:#x}: not done after {seconds} s")]
     Late {
-        /// What was waited for.
+        /// The awaited event.
         what: &'static str,
         /// The GPU.
         gpu: u32,
-        /// How long.
+        /// The timeout.
         seconds: u64,
     },
 }
 
 impl Error {
-    /// The kernel's errno, where one is the cause.
+    /// Returns the kernel's errno, if one is the cause.
     #[must_use]
     pub fn errno(&self) -> Option<i32> {
         match self {
@@ -73,20 +73,20 @@ pub struct FailedCall {
 }
 
 impl FailedCall {
-    /// The call's name in the kernel's header.
+    /// Names the call as the kernel's header does.
     #[must_use]
     pub fn named(call: &'static str) -> Self {
         Self { call, ..Self::default() }
     }
 
-    /// On which GPU.
+    /// Adds the GPU.
     #[must_use]
     pub fn on(mut self, gpu: u32) -> Self {
         self.gpu = Some(gpu);
         self
     }
 
-    /// At which GPU address, and how many bytes.
+    /// Adds the GPU address, and the number of bytes.
     #[must_use]
     pub fn at(mut self, address: u64, size: u64) -> Self {
         self.address = Some(address);
@@ -94,7 +94,7 @@ impl FailedCall {
         self
     }
 
-    /// The error of this call; for `map_err`.
+    /// Returns a closure for `map_err` that makes the error of this call.
     pub fn failed(self) -> impl FnOnce(io::Error) -> Error {
         move |source| Error::Call { what: Box::new(self), source }
     }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Events: what a CPU thread sleeps on until a GPU signals, and how GPU faults are told.
+//! Events, on which a CPU thread sleeps until a GPU signals. GPU faults are events too.
 
 use std::os::fd::AsFd as _;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -9,7 +9,7 @@ use crate::abi::{call, *};
 use crate::buffer::{Buffer, Spec};
 use crate::{Device, Error, FailedCall};
 
-/// Events of this process, with the page of slots that GPUs write to.
+/// The events of this process, with the page of slots that GPUs write to.
 #[derive(Debug)]
 pub struct Events {
     device: Arc<Device>,
@@ -18,7 +18,7 @@ pub struct Events {
     named: Mutex<bool>,
 }
 
-/// One event, ended when dropped.
+/// An event, destroyed on drop.
 #[derive(Debug)]
 pub struct Event {
     events: Arc<Events>,
@@ -26,24 +26,24 @@ pub struct Event {
     slot: u32,
 }
 
-/// How a wait ended.
+/// The result of a wait.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Outcome {
-    /// What was waited for came.
+    /// An event was signalled.
     Signalled,
-    /// It did not come in time.
+    /// No event was signalled in time.
     Timeout,
-    /// A GPU reached where nothing is mapped for it.
+    /// A GPU accessed an address without a mapping.
     Fault {
         /// The GPU.
         gpu: u32,
-        /// Where.
+        /// The address.
         address: u64,
     },
 }
 
 impl Events {
-    /// Takes a page of slots, in host memory that all of `gpus` reach. Once in a process.
+    /// Allocates the page of slots, in host memory that all of `gpus` can access. A process may do this once.
     ///
     /// # Errors
     /// As [`Buffer::mapped`].
@@ -55,7 +55,7 @@ impl Events {
         Ok(Arc::new(Self { device: Arc::clone(device), page, named: Mutex::new(false) }))
     }
 
-    /// An event that GPUs and [`Event::set`] signal, and that goes back by itself when a wait has seen it.
+    /// Creates an event that GPUs and [`Event::set`] signal. A wait that has seen the signal resets it.
     ///
     /// # Errors
     /// CREATE_EVENT failed.
@@ -63,7 +63,7 @@ impl Events {
         self.create(KFD_IOC_EVENT_SIGNAL)
     }
 
-    /// The event that a GPU's access to unmapped memory signals.
+    /// Creates the event that a GPU's access to unmapped memory signals.
     ///
     /// # Errors
     /// CREATE_EVENT failed.
@@ -84,7 +84,7 @@ impl Events {
         Ok(Event { events: Arc::clone(self), id: argument.event_id, slot: argument.event_slot_index })
     }
 
-    /// Waits for any of `events`, `milliseconds` at most.
+    /// Waits for any of `events`, for at most `milliseconds`.
     ///
     /// # Errors
     /// WAIT_EVENTS failed.
@@ -105,13 +105,13 @@ impl Events {
 }
 
 impl Event {
-    /// The driver's name for it, which a GPU writes to the slot.
+    /// Returns the driver's id, which a GPU writes to the slot.
     #[must_use]
     pub fn id(&self) -> u32 {
         self.id
     }
 
-    /// Address of its slot, for GPUs.
+    /// Returns the address of its slot, for GPUs.
     #[must_use]
     pub fn mailbox(&self) -> u64 {
         self.events.page.address() + u64::from(self.slot) * 8
@@ -127,7 +127,7 @@ impl Event {
         call::set_event(self.events.device.kfd().as_fd(), &mut argument).map_err(act.failed())
     }
 
-    /// Takes a signal back.
+    /// Resets the signal.
     ///
     /// # Errors
     /// RESET_EVENT failed.
@@ -141,7 +141,7 @@ impl Event {
 impl Drop for Event {
     fn drop(&mut self) {
         let mut argument = kfd_ioctl_destroy_event_args { event_id: self.id, pad: 0 };
-        // The driver ends all events with the process.
+        // The driver destroys all events with the process.
         let _ = call::destroy_event(self.events.device.kfd().as_fd(), &mut argument);
     }
 }

@@ -2,25 +2,27 @@
 //! AMD's compute driver (KFD) and render nodes from Rust.
 //!
 //! * [`abi`]: the kernel's numbers and structs, and the only `unsafe` code.
-//! * [`topology`]: what GPUs there are.
-//! * [`Kfd`], [`Device`]: `/dev/kfd`, and one GPU with the process's address space on it.
-//! * [`Buffer`], [`Userptr`]: memory that the GPU reaches, at the same address as the CPU.
-//! * [`ComputeQueue`], [`SdmaQueue`], [`Events`]: work, and waiting for it. [`packet`]: its encoding.
+//! * [`topology`]: the GPUs of the machine.
+//! * [`Kfd`], [`Device`]: `/dev/kfd`, and a GPU with the process's address space on it.
+//! * [`Buffer`], [`Userptr`]: memory that the GPU can access, at the CPU's address.
+//! * [`ComputeQueue`], [`SdmaQueue`], [`Events`]: work, and waits for it. [`packet`]: its encoding.
 //! * [`svm`]: attributes of ordinary memory.
-//! * [`criu`]: checkpoint operations and the kernel's private data.
-//! * [`mapping`]: which GPUs take the places of an image's. [`settings`]: what its user may switch.
-//! * [`held`]: calls that wait for memory. [`smi`]: what the driver tells of queues.
+//! * [`criu`]: checkpoint operations, and the kernel's private data.
+//! * [`mapping`]: assigns GPUs of the machine to those of an image. [`settings`]: checks that the user may
+//!   switch off.
+//! * [`call_filter`]: calls that wait for memory, or are blocked. [`smi`]: the driver's events about queues.
 //! * [`render`]: submissions through a render node.
 //!
-//! Sources: `include/uapi/linux/kfd_ioctl.h`, `include/uapi/drm/amdgpu_drm.h`, `drivers/gpu/drm/amd/amdkfd` of
+//! Sources: `include/uapi/linux/kfd_ioctl.h`, `include/uapi/drm/amdgpu_drm.h`, `drivers/gpu/drm/amd/amdkfd`
+//! of
 //! Linux 7.2 and 6.12. All of it runs on both.
 
 #![cfg_attr(not(test), deny(unsafe_code))]
 
 #[allow(unsafe_code, reason = "the one place for it")]
 pub mod abi;
+pub mod call_filter;
 pub mod criu;
-pub mod held;
 pub mod mapping;
 pub mod packet;
 pub mod render;

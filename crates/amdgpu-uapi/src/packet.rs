@@ -1,24 +1,25 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! How work is encoded: AQL packets of the HSA standard for compute queues, SDMA packets for copy engines.
+//! Encodes work: AQL packets of the HSA standard for compute queues, SDMA packets for copy engines.
 
 /// An AQL packet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Aql([u8; 64]);
 
-/// Waits for all packets before, and makes memory the same for all: `barrier`, acquire and release of system scope.
+/// Waits for all earlier packets, with acquire and release fences of system scope.
 const ORDERED: u16 = 1 << 8 | 2 << 9 | 2 << 11;
 const DISPATCH: u16 = 2;
 const BARRIER_AND: u16 = 3;
 const BARRIER_OR: u16 = 5;
 
 impl Aql {
-    /// Bytes.
+    /// Bytes of a packet.
     pub const SIZE: u64 = 64;
-    /// Header of a slot that holds no packet yet.
+    /// The header of a slot that holds no packet yet.
     pub const INVALID: u32 = 1;
 
-    /// Runs a kernel after all packets before it. `kernel` is the address of its code object's descriptor,
-    /// `arguments` that of its arguments, `signal` that of the signal that is decremented at the end (0: none).
+    /// Runs a kernel after all earlier packets. `kernel` is the address of its code object's descriptor, and
+    /// `arguments` that of its arguments. `signal` is the address of the signal that is decremented at the
+    /// end (0: none).
     #[must_use]
     pub fn dispatch(kernel: u64, arguments: u64, signal: u64) -> Self {
         let mut packet = Self::header(DISPATCH | ORDERED);
@@ -46,7 +47,7 @@ impl Aql {
         packet
     }
 
-    /// A packet of a kind that does not exist: tests see what a GPU makes of it.
+    /// Makes a packet of an invalid kind, for tests.
     #[must_use]
     pub fn of_kind(kind: u16) -> Self {
         Self::header(kind)
@@ -70,24 +71,25 @@ impl Aql {
         self.0[at..at + 8].copy_from_slice(&value.to_le_bytes());
     }
 
-    /// As in memory.
+    /// Returns the bytes in memory.
     #[must_use]
     pub fn bytes(&self) -> &[u8; 64] {
         &self.0
     }
 }
 
-/// A signal in memory, as ROCr lays it out (`amd_signal_t`): what a packet decrements at its end.
+/// A signal in memory, as ROCr lays it out (`amd_signal_t`). A packet decrements it at its end.
 #[derive(Debug, Clone, Copy)]
 pub struct Signal;
 
 impl Signal {
-    /// Bytes, and alignment.
+    /// Its size in bytes, and its alignment.
     pub const SIZE: u64 = 64;
-    /// Where its value is.
+    /// The offset of its value.
     pub const VALUE: u64 = 8;
 
-    /// The bytes of a signal of that value; at its end a GPU writes `event` to `mailbox` and interrupts (0, 0: neither).
+    /// Returns the bytes of a signal with that value. When it ends, a GPU writes `event` to `mailbox` and
+    /// interrupts (0, 0: neither).
     #[must_use]
     pub fn bytes(value: i64, mailbox: u64, event: u32) -> [u8; 64] {
         let mut bytes = [0; 64];
@@ -99,21 +101,22 @@ impl Signal {
     }
 }
 
-/// How an engine's packets count bytes, by the version of its IP. Kernel: `emit_copy_buffer` of `cik_sdma.c`,
-/// `sdma_v2_4.c`, `sdma_v3_0.c` (bytes), `sdma_v4_0.c` and newer (one less).
+/// The encoding of byte counts in an engine's packets, by the version of its IP. Kernel: `emit_copy_buffer`
+/// of `cik_sdma.c`, `sdma_v2_4.c`, `sdma_v3_0.c` (bytes), `sdma_v4_0.c` and newer (bytes minus one).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Rule {
-    /// Bytes that one packet copies or fills at most.
+    /// The most bytes that one packet copies or fills.
     largest: u64,
-    /// What the count field lacks to the bytes.
+    /// The difference between the bytes and the count field.
     less: u64,
 }
 
 impl Rule {
-    /// Of engines of GFX9 and newer: 4 MiB, though some take 1 GiB. Older headers define 22 bits of count.
+    /// The rule of GFX9 and newer: 4 MiB, though some engines take 1 GiB. Older headers define 22 bits of
+    /// count.
     pub const GFX9: Self = Self { largest: 1 << 22, less: 1 };
 
-    /// Of an engine's IP version, as INFO tells it; None for versions whose packets nobody here knows.
+    /// Returns the rule of an engine's IP version from INFO, or None for an unsupported version.
     #[must_use]
     pub fn of(major: u32) -> Option<Self> {
         match major {
@@ -124,13 +127,13 @@ impl Rule {
         }
     }
 
-    /// Packets that copy so many bytes.
+    /// Returns the number of packets that copy so many bytes.
     #[must_use]
     pub fn copies(self, bytes: u64) -> u64 {
         bytes.div_ceil(self.largest)
     }
 
-    /// Packets that fill so many bytes: each a whole number of words.
+    /// Returns the number of packets that fill so many bytes. Each fills whole words.
     #[must_use]
     pub fn fills(self, bytes: u64) -> u64 {
         bytes.div_ceil(self.largest_fill())
@@ -159,31 +162,31 @@ impl Default for Sdma {
 }
 
 impl Sdma {
-    /// Bytes that one packet copies or fills at most, on GFX9 and newer.
+    /// The most bytes that one packet copies or fills, on GFX9 and newer.
     pub const LARGEST: u64 = Rule::GFX9.largest;
     /// Bytes of a copy packet, the longest here.
     pub const COPY: u64 = 28;
 
-    /// No packets, for GFX9 and newer.
+    /// Returns an empty list of packets, for GFX9 and newer.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// No packets, for engines of that rule.
+    /// Returns an empty list of packets, for engines with that rule.
     #[must_use]
     pub fn by(rule: Rule) -> Self {
         Self { bytes: Vec::new(), rule }
     }
 
-    /// No packets any more; the memory for them stays.
+    /// Removes all packets, and keeps the allocation.
     #[must_use]
     pub fn cleared(mut self) -> Self {
         self.bytes.clear();
         self
     }
 
-    /// Copies bytes, with as many packets as it takes.
+    /// Copies bytes, with as many packets as needed.
     #[must_use]
     pub fn copy(mut self, to: u64, from: u64, bytes: u64) -> Self {
         let mut done = 0;
@@ -196,13 +199,13 @@ impl Sdma {
         self
     }
 
-    /// One copy packet with the count field as given: tests give wrong ones.
+    /// Adds one copy packet with this count field, for tests of wrong counts.
     #[must_use]
     pub fn copy_with_count(self, to: u64, from: u64, count: u32) -> Self {
         self.word(1).word(count).word(0).address(from).address(to)
     }
 
-    /// Fills with a 32-bit word, with as many packets as it takes; bytes is a multiple of 4.
+    /// Fills with a 32-bit word, with as many packets as needed. `bytes` is a multiple of 4.
     #[must_use]
     pub fn fill(mut self, to: u64, word: u32, bytes: u64) -> Self {
         let mut done = 0;
@@ -215,13 +218,13 @@ impl Sdma {
         self
     }
 
-    /// Writes a 32-bit word when all before is done.
+    /// Writes a 32-bit word when all earlier packets are done.
     #[must_use]
     pub fn fence(self, to: u64, word: u32) -> Self {
         self.word(5).address(to).word(word)
     }
 
-    /// Interrupts.
+    /// Raises an interrupt.
     #[must_use]
     pub fn trap(self) -> Self {
         self.word(6).word(0)
@@ -233,7 +236,7 @@ impl Sdma {
         self.word(0)
     }
 
-    /// Any word: tests write nonsense.
+    /// Adds any word, for tests of invalid packets.
     #[must_use]
     pub fn word(mut self, word: u32) -> Self {
         self.bytes.extend(word.to_le_bytes());
@@ -245,7 +248,7 @@ impl Sdma {
         self.word(u32::try_from(low).unwrap_or(0)).word(u32::try_from(high).unwrap_or(0))
     }
 
-    /// As in memory.
+    /// Returns the bytes in memory.
     #[must_use]
     pub fn bytes(&self) -> &[u8] {
         &self.bytes
@@ -261,7 +264,7 @@ mod tests {
     }
 
     #[test]
-    fn a_copy_counts_one_less_than_its_bytes_and_is_cut_at_the_largest() {
+    fn a_copy_count_is_bytes_minus_one_and_long_copies_are_split() {
         let one = Sdma::new().copy(0x2_0000_1000, 0x1_0000_2000, 256);
         assert_eq!(words(&one), [1, 255, 0, 0x2000, 1, 0x1000, 2]);
         let two = words(&Sdma::new().copy(0x8000_0000, 0, Sdma::LARGEST + 4));
@@ -269,7 +272,7 @@ mod tests {
     }
 
     #[test]
-    fn a_fill_counts_and_is_cut_as_a_copy_is() {
+    fn a_fill_is_counted_and_split_as_a_copy() {
         assert_eq!(words(&Sdma::new().fill(0x2_0000_1000, 7, 256)), [0x8000_000b, 0x1000, 2, 7, 255]);
         let two = words(&Sdma::new().fill(0x8000_0000, 7, Sdma::LARGEST + 8));
         assert_eq!((two.len(), two[4], two[6], two[9]), (10, 0x3f_ffff, 0x8040_0000, 7));
@@ -290,7 +293,7 @@ mod tests {
     }
 
     #[test]
-    fn packets_are_made_in_the_same_memory_again() {
+    fn cleared_packets_keep_their_allocation() {
         let packets = Sdma::new().copy(0, 0, 1);
         assert_eq!(packets.bytes().len() as u64, Sdma::COPY);
         let memory = packets.bytes().as_ptr();
@@ -299,7 +302,7 @@ mod tests {
     }
 
     #[test]
-    fn a_dispatch_has_its_addresses_where_hsa_says() {
+    fn a_dispatch_has_its_addresses_at_the_hsa_offsets() {
         let packet = *Aql::dispatch(0x11, 0x22, 0x33).bytes();
         let at = |at: usize| u64::from_le_bytes(packet[at..at + 8].try_into().unwrap());
         assert_eq!((packet[0], at(32), at(40), at(56)), (2, 0x11, 0x22, 0x33));

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! User queues: rings in memory that a GPU reads by itself, once a doorbell has been written.
+//! User queues: rings in memory that a GPU reads itself after a write to a doorbell.
 
 use std::os::fd::AsFd as _;
 use std::sync::Arc;
@@ -15,18 +15,18 @@ use crate::{Device, Error, FailedCall, svm};
 
 /// Bytes of the doorbells of one process on one GPU: 1024 queues of 8 bytes.
 const DOORBELLS: u64 = 8192;
-/// Where the pointers lie in their page.
+/// The offsets of the pointers in their page.
 const WRITE_POINTER: u64 = 0;
 const READ_POINTER: u64 = 128;
-/// How often a ring without room is looked at.
-const LOOK: Duration = Duration::from_micros(200);
+/// The poll interval for a full ring.
+const POLL_INTERVAL: Duration = Duration::from_micros(200);
 
-/// What queue to make.
+/// The properties of a queue.
 #[derive(Debug, Clone, Copy)]
 pub struct QueueSpec {
     /// Bytes of the ring: a power of two, 4 KiB or more.
     pub ring: u64,
-    /// Share of time, 0 to 100; 0 stops it.
+    /// The share of time, 0 to 100. 0 stops the queue.
     pub percentage: u32,
     /// 0 to 15.
     pub priority: u32,
@@ -38,7 +38,7 @@ impl Default for QueueSpec {
     }
 }
 
-/// What every kind of queue has.
+/// The state of a queue of any kind.
 #[derive(Debug)]
 struct Common {
     device: Arc<Device>,
@@ -47,11 +47,11 @@ struct Common {
     pointers: Buffer,
     doorbells: Arc<Buffer>,
     doorbell: u64,
-    /// What the write pointer will be after the last packet.
+    /// The value of the write pointer after the last packet.
     written: u64,
 }
 
-/// A queue of AQL packets for the compute units, ended when dropped.
+/// A queue of AQL packets for the compute units, destroyed on drop.
 #[derive(Debug)]
 pub struct ComputeQueue {
     common: Common,
@@ -59,18 +59,18 @@ pub struct ComputeQueue {
     saved: SavedWork,
 }
 
-/// A queue of packets for a copy engine, ended when dropped.
+/// A queue of packets for a copy engine, destroyed on drop.
 #[derive(Debug)]
 pub struct SdmaQueue {
     common: Common,
 }
 
-/// Where interrupted work is kept, in host memory.
+/// The host memory where interrupted work is saved.
 #[derive(Debug)]
 enum SavedWork {
     /// Ordinary memory with attributes.
     Shared(Mapping),
-    /// Where the kernel has no such attributes.
+    /// A userptr buffer, where the kernel has no such attributes.
     Registered(Userptr),
 }
 
@@ -93,7 +93,7 @@ impl SavedWork {
     }
 }
 
-/// The doorbells of this process on a GPU, for all its queues there.
+/// Allocates the doorbells of this process on a GPU, for all its queues there.
 ///
 /// # Errors
 /// As [`Buffer::mapped`].
@@ -140,20 +140,20 @@ impl Common {
         self.pointers.cpu().load64(READ_POINTER)
     }
 
-    /// Tells the GPU of everything written.
+    /// Rings the doorbell for everything that was written.
     fn publish(&self, doorbell: u64) {
         self.pointers.cpu().store64(WRITE_POINTER, self.written);
         self.doorbells.cpu().store64(self.doorbell, doorbell);
     }
 
-    /// Waits until the GPU has taken all but `left` of what was written.
+    /// Waits until the GPU has read all but `left` of what was written.
     fn wait(&self, left: u64, limit: Duration) -> Result<(), Error> {
-        // Looks are counted, and no clock is read: time passes while a process is in an image.
-        for _ in 0..=limit.as_micros() / LOOK.as_micros() {
+        // Polls are counted, because a clock runs on while a process is in an image.
+        for _ in 0..=limit.as_micros() / POLL_INTERVAL.as_micros() {
             if self.written.saturating_sub(self.read_pointer()) <= left {
                 return Ok(());
             }
-            thread::sleep(LOOK);
+            thread::sleep(POLL_INTERVAL);
         }
         Err(Error::Late { what: "a queue", gpu: self.device.gpu_id(), seconds: limit.as_secs() })
     }
@@ -174,7 +174,7 @@ impl Common {
 impl Drop for Common {
     fn drop(&mut self) {
         let mut argument = kfd_ioctl_destroy_queue_args { queue_id: self.id, pad: 0 };
-        // The driver ends all queues with the process.
+        // The driver destroys all queues with the process.
         let _ = call::destroy_queue(self.device.kfd().as_fd(), &mut argument);
     }
 }
@@ -182,31 +182,31 @@ impl Drop for Common {
 macro_rules! common {
     ($name:ident) => {
         impl $name {
-            /// The driver's name for it, in this process.
+            /// Returns the driver's id of the queue in this process.
             #[must_use]
             pub fn id(&self) -> u32 {
                 self.common.id
             }
 
-            /// What the GPU has taken: packets, or bytes for a copy engine.
+            /// Returns what the GPU has read: packets, or bytes for a copy engine.
             #[must_use]
             pub fn read_pointer(&self) -> u64 {
                 self.common.read_pointer()
             }
 
-            /// What was written, in the same unit.
+            /// Returns what was written, in the same unit.
             #[must_use]
             pub fn written(&self) -> u64 {
                 self.common.written
             }
 
-            /// The ring's memory.
+            /// Returns the ring's memory.
             #[must_use]
             pub fn ring(&self) -> &Buffer {
                 &self.common.ring
             }
 
-            /// Waits until the GPU has taken everything.
+            /// Waits until the GPU has read everything.
             ///
             /// # Errors
             /// [`Error::Late`].
@@ -214,7 +214,7 @@ macro_rules! common {
                 self.common.wait(0, limit)
             }
 
-            /// Another share of time (0 stops the queue) and priority.
+            /// Sets the share of time (0 stops the queue) and the priority.
             ///
             /// # Errors
             /// UPDATE_QUEUE failed.
@@ -228,10 +228,11 @@ common!(ComputeQueue);
 common!(SdmaQueue);
 
 impl ComputeQueue {
-    /// Makes a queue with all the memory that it needs.
+    /// Creates a queue with all the memory that it needs.
     ///
     /// # Errors
-    /// An allocation or CREATE_QUEUE failed; [`Error::Topology`] if the node's properties give no size of save area.
+    /// An allocation or CREATE_QUEUE failed; [`Error::Topology`] if the node's properties give no size of the
+    /// save area.
     pub fn new(device: &Arc<Device>, doorbells: &Arc<Buffer>, spec: QueueSpec) -> Result<Self, Error> {
         let sizes = device.node().save_area().ok_or_else(|| Error::Topology {
             path: crate::topology::SYSFS.into(),
@@ -252,16 +253,16 @@ impl ComputeQueue {
         Ok(Self { common, _end_of_pipe: end_of_pipe, saved })
     }
 
-    /// Where interrupted work is kept.
+    /// Returns the memory where interrupted work is saved.
     #[must_use]
     pub fn save_area(&self) -> &Mapping {
         self.saved.memory()
     }
 
-    /// Writes packets, waiting for room in the ring, and tells the GPU of them.
+    /// Writes packets when the ring has room, and rings the doorbell.
     ///
     /// # Errors
-    /// [`Error::Late`] if there is no room in time.
+    /// [`Error::Late`] if the ring gets no room in time.
     pub fn submit(&mut self, packets: &[Aql], limit: Duration) -> Result<(), Error> {
         let slots = self.common.ring.size() / Aql::SIZE;
         for packet in packets {
@@ -269,7 +270,7 @@ impl ComputeQueue {
             let at = self.common.written % slots * Aql::SIZE;
             let bytes = packet.bytes();
             self.common.ring.cpu().write(at + 4, &bytes[4..]);
-            // The header last: it makes the packet valid.
+            // The header is last, because it makes the packet valid.
             let header = u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]);
             self.common.ring.cpu().store32(at, header);
             self.common.written += 1;
@@ -280,10 +281,10 @@ impl ComputeQueue {
 }
 
 impl SdmaQueue {
-    /// Makes a queue on a copy engine that the driver chooses.
+    /// Creates a queue on a copy engine that the driver chooses.
     ///
     /// # Errors
-    /// An allocation or CREATE_QUEUE failed: ENOMEM if all engines' queues are taken.
+    /// An allocation or CREATE_QUEUE failed: ENOMEM if all engines' queues are in use.
     pub fn new(device: &Arc<Device>, doorbells: &Arc<Buffer>, spec: QueueSpec) -> Result<Self, Error> {
         let argument = kfd_ioctl_create_queue_args {
             queue_type: KFD_IOC_QUEUE_TYPE_SDMA,
@@ -292,13 +293,13 @@ impl SdmaQueue {
         Ok(Self { common: Common::new(device, doorbells, spec, argument)? })
     }
 
-    /// Writes packets of whole words, waiting for room in the ring, and tells the GPU of them.
+    /// Writes packets of whole words when the ring has room, and rings the doorbell.
     ///
     /// # Errors
-    /// [`Error::Late`] if there is no room in time.
+    /// [`Error::Late`] if the ring gets no room in time.
     ///
     /// # Panics
-    /// More packets than the ring holds.
+    /// The packets exceed the ring.
     pub fn submit(&mut self, packets: &[u8], limit: Duration) -> Result<(), Error> {
         let size = self.common.ring.size();
         let length = packets.len() as u64;

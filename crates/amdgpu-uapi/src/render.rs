@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A render node: submissions to copy engines through the graphics driver's side. What every DRM driver has (version,
-//! PRIME, syncobjs, closing of handles) comes from the `drm` crate; amdgpu's own calls are here.
+//! A render node: submissions to copy engines through the graphics driver. The `drm` crate has the calls of
+//! every DRM driver (version, PRIME, syncobjs, closing of handles). This module has amdgpu's own calls.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -23,7 +23,7 @@ use crate::abi::{
 };
 use crate::{Error, FailedCall};
 
-/// The bit of a GPU's address that the ones above it repeat (`AMDGPU_GMC_HOLE_START`).
+/// The sign bit of a GPU address, which all higher bits repeat (`AMDGPU_GMC_HOLE_START`).
 const SIGN: u64 = 1 << 47;
 
 /// An open render node: one GPU address space, one table of GEM handles.
@@ -42,7 +42,7 @@ impl AsFd for Render {
 impl drm::Device for Render {}
 impl drm::control::Device for Render {}
 
-/// A submission: where it went and its number there.
+/// The place and the number of a submission.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Submission {
     /// The context.
@@ -57,7 +57,7 @@ impl Render {
     /// Opens `/dev/dri/renderD<minor>`.
     ///
     /// # Errors
-    /// There is none, or it may not be opened.
+    /// It does not exist, or may not be opened.
     pub fn open(minor: u32) -> Result<Self, Error> {
         let path = PathBuf::from(format!("/dev/dri/renderD{minor}"));
         match OpenOptions::new().read(true).write(true).open(&path) {
@@ -66,19 +66,19 @@ impl Render {
         }
     }
 
-    /// One that is open already.
+    /// Uses an open file of a render node.
     #[must_use]
     pub fn of(file: OwnedFd, minor: u32) -> Self {
         Self { file: file.into(), minor }
     }
 
-    /// Its number in `/dev/dri`.
+    /// Returns its number in `/dev/dri`.
     #[must_use]
     pub fn minor(&self) -> u32 {
         self.minor
     }
 
-    /// The device's shape.
+    /// Returns the device's properties.
     ///
     /// # Errors
     /// INFO failed.
@@ -87,7 +87,7 @@ impl Render {
         gem::info(self.as_fd(), AMDGPU_INFO_DEV_INFO, 0).map_err(act.failed())
     }
 
-    /// An engine's version, alignments and rings (`AMDGPU_HW_IP_*`).
+    /// Returns an engine's version, alignments and rings (`AMDGPU_HW_IP_*`).
     ///
     /// # Errors
     /// INFO failed.
@@ -96,7 +96,7 @@ impl Render {
         gem::info(self.as_fd(), AMDGPU_INFO_HW_IP_INFO, engine).map_err(act.failed())
     }
 
-    /// Sizes and use of memory.
+    /// Returns sizes and use of memory.
     ///
     /// # Errors
     /// INFO failed.
@@ -105,7 +105,7 @@ impl Render {
         gem::info(self.as_fd(), AMDGPU_INFO_MEMORY, 0).map_err(act.failed())
     }
 
-    /// A submission context.
+    /// Creates a submission context.
     ///
     /// # Errors
     /// CTX failed.
@@ -113,7 +113,7 @@ impl Render {
         gem::ctx_alloc(self.as_fd()).map_err(FailedCall::named("AMDGPU_CTX ALLOC").failed())
     }
 
-    /// Ends a submission context.
+    /// Frees a submission context.
     ///
     /// # Errors
     /// CTX failed.
@@ -124,7 +124,7 @@ impl Render {
         gem::ctx(self.as_fd(), &mut argument).map_err(FailedCall::named("AMDGPU_CTX FREE").failed())
     }
 
-    /// What has happened to a context since it was made: `AMDGPU_CTX_QUERY2_FLAGS_*`.
+    /// Returns the events of a context since its creation: `AMDGPU_CTX_QUERY2_FLAGS_*`.
     ///
     /// # Errors
     /// CTX failed.
@@ -132,7 +132,7 @@ impl Render {
         gem::ctx_state(self.as_fd(), context).map_err(FailedCall::named("AMDGPU_CTX QUERY_STATE2").failed())
     }
 
-    /// A GEM buffer of `AMDGPU_GEM_DOMAIN_*`; gives its handle.
+    /// Creates a GEM buffer of `AMDGPU_GEM_DOMAIN_*`, and returns its handle.
     ///
     /// # Errors
     /// GEM_CREATE failed.
@@ -141,7 +141,7 @@ impl Render {
         gem::gem_alloc(self.as_fd(), size, u64::from(domain), flags).map_err(act.failed())
     }
 
-    /// A GEM buffer on host memory; gives its handle.
+    /// Creates a GEM buffer on host memory, and returns its handle.
     ///
     /// # Errors
     /// GEM_USERPTR failed.
@@ -151,7 +151,7 @@ impl Render {
         gem::gem_userptr(self.as_fd(), memory, flags).map_err(act.failed())
     }
 
-    /// A GEM buffer with all that can be said of one; gives its handle.
+    /// Creates a GEM buffer with all parameters, and returns its handle.
     ///
     /// # Errors
     /// GEM_CREATE failed.
@@ -160,7 +160,7 @@ impl Render {
         gem::gem_create(self.as_fd(), wanted).map_err(act.failed())
     }
 
-    /// What a GEM buffer was made with; None if there is no such handle.
+    /// Returns the parameters of a GEM buffer, or None if the handle does not exist.
     ///
     /// # Errors
     /// GEM_OP failed.
@@ -169,7 +169,7 @@ impl Render {
         unless(gem::gem_create_info(self.as_fd(), handle), libc::ENOENT).map_err(act.failed())
     }
 
-    /// All GEM buffers that this file has a handle of; None where the kernel cannot tell.
+    /// Returns all GEM buffers of this file, or None if the kernel cannot list them.
     ///
     /// # Errors
     /// GEM_LIST_HANDLES failed.
@@ -178,7 +178,7 @@ impl Render {
         unless(gem::gem_list(self.as_fd()), libc::EINVAL).map_err(act.failed())
     }
 
-    /// Where a GEM buffer is in this file's address space.
+    /// Returns the mappings of a GEM buffer in this file's address space.
     ///
     /// # Errors
     /// GEM_OP failed.
@@ -187,7 +187,7 @@ impl Render {
         gem::gem_mappings(self.as_fd(), handle).map_err(act.failed())
     }
 
-    /// Where to `mmap` a GEM buffer; None if the CPU has no access to it.
+    /// Returns the `mmap` offset of a GEM buffer, or None if the CPU has no access to it.
     ///
     /// # Errors
     /// GEM_MMAP failed.
@@ -196,22 +196,24 @@ impl Render {
             .map_err(FailedCall::named("AMDGPU_GEM_MMAP").failed())
     }
 
-    /// Whether the driver lets this file map the buffer at an offset. Only files that have the buffer may: by a handle, or
-    /// because their address space is the compute side's that has it (`drm_vma_node_is_allowed`).
+    /// Returns whether the driver lets this file map the buffer at an offset. Only a file that has the buffer
+    /// may: by a handle, or because its address space is the compute address space that has it
+    /// (`drm_vma_node_is_allowed`).
     ///
     /// # Errors
-    /// Nothing is there.
+    /// No buffer has this offset.
     pub fn may_map(&self, offset: u64) -> Result<bool, Error> {
-        match Mapping::untouched(self.as_fd(), offset, PAGE) {
+        match Mapping::inaccessible(self.as_fd(), offset, PAGE) {
             Ok(_) => Ok(true),
-            // Allowed, if the CPU had access to it.
+            // The driver permits the mapping, but the CPU has no access to the buffer.
             Err(error) if error.raw_os_error() == Some(libc::EPERM) => Ok(true),
             Err(error) if error.raw_os_error() == Some(libc::EACCES) => Ok(false),
             Err(error) => Err(FailedCall::named("mmap of a GEM buffer").at(offset, PAGE).failed()(error)),
         }
     }
 
-    /// A dma-buf of a GEM buffer; None if it may not leave the file: host memory, or bound to the address space.
+    /// Exports a dma-buf of a GEM buffer. Returns None if it may not leave the file: host memory, or bound to
+    /// the address space.
     ///
     /// # Errors
     /// PRIME_HANDLE_TO_FD failed.
@@ -222,7 +224,7 @@ impl Render {
         unless(dmabuf, libc::EPERM).map_err(act.failed())
     }
 
-    /// A GEM buffer from a dma-buf; gives its handle.
+    /// Imports a GEM buffer from a dma-buf, and returns its handle.
     ///
     /// # Errors
     /// PRIME_FD_TO_HANDLE failed.
@@ -232,7 +234,7 @@ impl Render {
         Ok(handle.into())
     }
 
-    /// Ends a GEM buffer's handle.
+    /// Closes a GEM buffer's handle.
     ///
     /// # Errors
     /// GEM_CLOSE failed.
@@ -240,7 +242,7 @@ impl Render {
         name(handle).and_then(|name| self.close_buffer(name)).map_err(FailedCall::named("GEM_CLOSE").failed())
     }
 
-    /// Whether there is a submission context of that number. Nothing changes.
+    /// Returns whether a submission context of that number exists.
     ///
     /// # Errors
     /// CTX failed.
@@ -249,7 +251,7 @@ impl Render {
         Ok(state.map_err(FailedCall::named("AMDGPU_CTX QUERY_STATE2").failed())?.is_some())
     }
 
-    /// The CPU's view of a GEM buffer.
+    /// Maps a GEM buffer for the CPU.
     ///
     /// # Errors
     /// GEM_MMAP or `mmap` failed.
@@ -260,7 +262,7 @@ impl Render {
             .map_err(FailedCall::named("mmap of a GEM buffer").at(offset, size).failed())
     }
 
-    /// Maps a GEM buffer at a GPU address for reading, writing and running.
+    /// Maps a GEM buffer at a GPU address for reads, writes and execution.
     ///
     /// # Errors
     /// GEM_VA failed.
@@ -269,7 +271,7 @@ impl Render {
         self.page_table(handle, AMDGPU_VA_OP_MAP, flags, address, size)
     }
 
-    /// Takes a GEM buffer away from a GPU address.
+    /// Unmaps a GEM buffer from a GPU address.
     ///
     /// # Errors
     /// GEM_VA failed.
@@ -277,8 +279,8 @@ impl Render {
         self.page_table(handle, AMDGPU_VA_OP_UNMAP, 0, address, size)
     }
 
-    /// Maps a part of a GEM buffer as [`Render::mappings`] told it. The driver takes addresses of the upper half with
-    /// their sign, and tells them without.
+    /// Restores a mapping that [`Render::mappings`] returned. The driver takes addresses of the upper half
+    /// with their sign, and returns them without.
     ///
     /// # Errors
     /// GEM_VA failed.
@@ -319,7 +321,8 @@ impl Render {
         gem::gem_va(self.as_fd(), &mut argument).map_err(act.failed())
     }
 
-    /// Runs `bytes` of copy engine packets at a GPU address, using `buffers` by handle, on a ring of a context.
+    /// Runs `bytes` of copy engine packets at a GPU address, using `buffers` by handle, on a ring of a
+    /// context.
     ///
     /// # Errors
     /// CS failed.
@@ -331,14 +334,14 @@ impl Render {
         buffers: &[u32],
         more: &[Chunk<'_>],
     ) -> Result<Submission, Error> {
-        let buffers: Vec<_> = buffers.iter().copied().map(listed).collect();
+        let buffers: Vec<_> = buffers.iter().copied().map(bo_list_entry).collect();
         let mut chunks = vec![Chunk::Buffers(&buffers)];
         chunks.extend(more);
         self.submit(context, ring, commands, &chunks)
     }
 
-    /// Runs `bytes` of copy engine packets at a GPU address on a ring of a context, with the submission's other parts.
-    /// Nothing is allocated.
+    /// Runs `bytes` of copy engine packets at a GPU address on a ring of a context, with the submission's
+    /// other parts. It allocates nothing.
     ///
     /// # Errors
     /// CS failed.
@@ -362,16 +365,17 @@ impl Render {
             rest.copy_from_slice(more);
             &chunks[..=more.len()]
         } else {
-            more // too many: submit says so
+            more // too many: submit reports it
         };
         let number = gem::submit(self.as_fd(), context, 0, chunks).map_err(act.failed())?;
         Ok(Submission { context, ring, number })
     }
 
-    /// Waits for a copy engine's submission until the monotonic clock shows `deadline` ns; whether it is done.
+    /// Waits for a copy engine's submission until the monotonic clock shows `deadline` ns. Returns whether it
+    /// is done.
     ///
     /// # Errors
-    /// WAIT_CS failed, or the submission did (ECANCELED after a GPU's reset).
+    /// WAIT_CS failed, or the submission did (ECANCELED after a reset of the GPU).
     pub fn wait(&self, submission: Submission, deadline: u64) -> Result<bool, Error> {
         let wanted = drm_amdgpu_wait_cs_in {
             handle: submission.number,
@@ -385,7 +389,7 @@ impl Render {
     }
 }
 
-/// None for one of the kernel's answers.
+/// Turns one errno into None.
 fn unless<T>(answer: io::Result<T>, errno: i32) -> io::Result<Option<T>> {
     match answer {
         Err(error) if error.raw_os_error() == Some(errno) => Ok(None),
@@ -393,13 +397,13 @@ fn unless<T>(answer: io::Result<T>, errno: i32) -> io::Result<Option<T>> {
     }
 }
 
-/// The crate's name of a handle; none is 0.
+/// Converts a handle for the `drm` crate; 0 is not one.
 fn name(handle: u32) -> io::Result<drm::buffer::Handle> {
     drm::control::from_u32(handle).ok_or_else(|| io::Error::from_raw_os_error(libc::ENOENT))
 }
 
-/// A GEM buffer in a submission's list of those that it uses.
+/// Returns a GEM buffer's entry in a submission's list.
 #[must_use]
-pub fn listed(handle: u32) -> drm_amdgpu_bo_list_entry {
+pub fn bo_list_entry(handle: u32) -> drm_amdgpu_bo_list_entry {
     drm_amdgpu_bo_list_entry { bo_handle: handle, bo_priority: 0 }
 }

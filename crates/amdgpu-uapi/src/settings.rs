@@ -1,36 +1,36 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The environment variables that CRIU's stock amdgpu plugin takes (CRIU's `Documentation/criu-amdgpu-plugin.txt`).
+//! The environment variables of CRIU's stock amdgpu plugin (CRIU's `Documentation/criu-amdgpu-plugin.txt`).
 
 use std::ffi::{OsStr, OsString};
 use std::fmt;
 
-/// The variable that limits the memory through which contents of buffers pass.
+/// The variable that limits the staging memory for buffers.
 const MAX_BUFFER_SIZE: &str = "KFD_MAX_BUFFER_SIZE";
 
-/// A variable has a value that it cannot have.
+/// A variable has an invalid value.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{variable}={}: expected {expected}", value.display())]
 pub struct BadSetting {
-    /// Its name.
+    /// The variable.
     pub variable: &'static str,
     /// Its value.
     pub value: OsString,
-    /// What it can be.
+    /// The valid values.
     pub expected: &'static str,
 }
 
-/// A check of a GPU that its user may give up.
+/// A check of a GPU that the user may switch off.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Switch {
     /// The compute firmware is at least as new.
     Firmware,
     /// The copy engines' firmware is at least as new.
     SdmaFirmware,
-    /// There are at least as many caches.
+    /// The GPU has at least as many caches.
     Caches,
-    /// There are at least as many global wave sync resources.
+    /// The GPU has at least as many global wave sync resources.
     Gws,
-    /// There is at least as much VRAM.
+    /// The GPU has at least as much VRAM.
     Vram,
     /// GPUs that were near one CPU are near one CPU again.
     Numa,
@@ -39,7 +39,7 @@ pub enum Switch {
 }
 
 impl Switch {
-    /// All of them.
+    /// All switches.
     pub const ALL: [Self; 7] = [
         Self::Firmware,
         Self::SdmaFirmware,
@@ -50,7 +50,7 @@ impl Switch {
         Self::Capability,
     ];
 
-    /// The environment variable.
+    /// Returns the environment variable.
     #[must_use]
     pub fn variable(self) -> &'static str {
         match self {
@@ -65,25 +65,25 @@ impl Switch {
     }
 }
 
-/// Which checks are made. By default all.
+/// The checks to make. By default all.
 #[derive(Clone, Copy, PartialEq, Eq, Default)]
 pub struct Checks {
     off: [bool; Switch::ALL.len()],
 }
 
 impl Checks {
-    /// As this process's environment has it.
+    /// Reads the switches from this process's environment.
     ///
     /// # Errors
-    /// [`BadSetting`], the first.
+    /// The first [`BadSetting`].
     pub fn from_environment() -> Result<Self, BadSetting> {
         Self::from_lookup(|variable| std::env::var_os(variable))
     }
 
-    /// As `lookup` has it, which gives the value of a variable.
+    /// Reads the switches with `lookup`, which returns the value of a variable.
     ///
     /// # Errors
-    /// [`BadSetting`], the first.
+    /// The first [`BadSetting`].
     pub fn from_lookup(lookup: impl Fn(&str) -> Option<OsString>) -> Result<Self, BadSetting> {
         let mut checks = Self::default();
         for switch in Switch::ALL {
@@ -94,14 +94,14 @@ impl Checks {
         Ok(checks)
     }
 
-    /// The same without one check.
+    /// Removes one check.
     #[must_use]
     pub fn without(mut self, switch: Switch) -> Self {
         self.off[switch as usize] = true;
         self
     }
 
-    /// Whether the check is made.
+    /// Returns whether a check is made.
     #[must_use]
     pub fn has(self, switch: Switch) -> bool {
         !self.off[switch as usize]
@@ -122,7 +122,7 @@ fn on(variable: &'static str, value: &OsStr) -> Result<bool, BadSetting> {
     }
 }
 
-/// The most bytes of memory through which contents of buffers pass (`KFD_MAX_BUFFER_SIZE`); None for no limit.
+/// Returns the limit of the staging memory in bytes (`KFD_MAX_BUFFER_SIZE`), or None for no limit.
 ///
 /// # Errors
 /// [`BadSetting`].
@@ -130,7 +130,7 @@ pub fn max_buffer_size() -> Result<Option<u64>, BadSetting> {
     std::env::var_os(MAX_BUFFER_SIZE).map_or(Ok(None), |value| size(&value))
 }
 
-/// Decimal or 0x and hexadecimal, and K, M or G. 0 is no limit, as stock has it.
+/// Parses a decimal or 0x number with an optional K, M or G. 0 means no limit, as in the stock plugin.
 fn size(value: &OsStr) -> Result<Option<u64>, BadSetting> {
     let bytes = || {
         let text = value.to_str()?;
@@ -157,11 +157,11 @@ mod tests {
     use super::*;
 
     fn with(variable: &str, value: &str) -> Result<Checks, BadSetting> {
-        Checks::from_lookup(|asked| (asked == variable).then(|| value.into()))
+        Checks::from_lookup(|name| (name == variable).then(|| value.into()))
     }
 
     #[test]
-    fn all_checks_are_made_unless_one_is_switched_off() {
+    fn each_check_is_made_unless_it_is_switched_off() {
         assert_eq!(Checks::from_lookup(|_| None).unwrap(), Checks::default());
         for switch in Switch::ALL {
             assert!(Checks::default().has(switch));
@@ -177,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn another_value_is_an_error_with_the_variable_the_value_and_what_it_can_be() {
+    fn an_invalid_value_is_named_with_the_valid_ones() {
         for value in ["", "2", "off", "true", " 0"] {
             let error = with("KFD_NUMA_CHECK", value).unwrap_err();
             assert_eq!(error.to_string(), format!("KFD_NUMA_CHECK={value}: expected 0, NO, 1 or YES"));

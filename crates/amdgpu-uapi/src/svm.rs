@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Attributes of ordinary memory that GPUs use in place. Linux 7.2 in Debian; 6.12 there has none (EPERM).
+//! Attributes of ordinary memory that GPUs use in place. Linux 7.2 in Debian has them; 6.12 there has not
+//! (EPERM).
 
 use std::os::fd::AsFd as _;
 
@@ -13,14 +14,14 @@ pub type Attribute = (kfd_ioctl_svm_attr_type, u32);
 /// Sets attributes of a range.
 ///
 /// # Errors
-/// SVM failed: EPERM without SVM, EFAULT where a page is not there, EINVAL for what is no attribute.
+/// SVM failed: EPERM without SVM, EFAULT if a page is missing, EINVAL for an unknown attribute.
 pub fn set(kfd: &Kfd, start: u64, size: u64, attributes: &[Attribute]) -> Result<(), Error> {
     let mut list = list(attributes);
     call::svm(kfd.as_fd(), start, size, KFD_IOCTL_SVM_OP_SET_ATTR, &mut list)
         .map_err(FailedCall::named("SVM SET_ATTR").at(start, size).failed())
 }
 
-/// Asks for attributes of a range.
+/// Gets attributes of a range.
 ///
 /// # Errors
 /// As [`set`].
@@ -36,7 +37,7 @@ pub fn get(
     Ok(list.iter().map(|attribute| (attribute.type_, attribute.value)).collect())
 }
 
-/// Makes memory reachable by a GPU at all times, as queues' save areas must be.
+/// Keeps memory accessible to a GPU at all times, as queues' save areas must be.
 ///
 /// # Errors
 /// As [`set`].

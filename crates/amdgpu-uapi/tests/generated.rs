@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! `src/abi/generated.rs` is what bindgen makes of Debian's newest kernel headers for users.
+//! Checks that `src/abi/generated.rs` is bindgen's output for Debian's newest kernel headers.
 //!
-//! `REWAKE_UAPI` names the folder of such headers (`.../usr/include`); `cargo xtask codegen` fetches them and sets it,
-//! with `REWAKE_BLESS=1`, which writes the file. Without headers at hand there is nothing to compare with.
+//! `REWAKE_UAPI` names the folder of the headers (`.../usr/include`). `cargo xtask codegen` fetches them and
+//! sets it, with `REWAKE_BLESS=1`, which writes the file. Without headers, the test compares nothing.
 
 use std::fs;
 use std::path::Path;
 
-/// Structs, unions and enums of the interface that this crate, its tests and its users name.
+/// The structs, unions and enums that this crate, its tests and its users name.
 const TYPES: [&str; 4] = [
     "kfd_(ioctl_(get_version|create_queue|destroy_queue|update_queue|create_event|destroy_event|set_event|reset_event\
      |wait_events|get_process_apertures_new|acquire_vm|alloc_memory_of_gpu|free_memory_of_gpu|map_memory_to_gpu\
@@ -19,7 +19,7 @@ const TYPES: [&str; 4] = [
      |cs_chunk|cs_chunk_(ib|dep|fence|syncobj)|wait_cs|info|info_hw_ip|memory_info|info_device)",
     "drm_number",
 ];
-/// Constants: allocation, queue, event, SVM and mmap kinds; domains, chunks, operations, queries.
+/// The constants: allocation, queue, event, SVM and mmap kinds; domains, chunks, operations, queries.
 const CONSTANTS: &str = "KFD_IOC(TL)?_.*|KFD_INVALID_FD|KFD_SIGNAL_EVENT_LIMIT|KFD_M(AX|IN)_QUEUE_.*\
      |HSA_CAP_SVMAPI_SUPPORTED|HSA_MEM_HEAP_TYPE_.*|HSA_IOLINK_TYPE_(PCIEXPRESS|XGMI)|AMDGPU_GEM_(DOMAIN_(CPU|GTT|VRAM|DOORBELL)|CREATE_(CPU_ACCESS_REQUIRED|NO_CPU_ACCESS\
      |VRAM_CLEARED)|USERPTR_.*|OP_.*)|AMDGPU_VA_OP_.*|AMDGPU_VM_(DELAY_UPDATE|PAGE_(READABLE|WRITEABLE|EXECUTABLE|PRT))\
@@ -65,5 +65,5 @@ fn generated_code_is_current() {
         fs::write(&path, &wanted).expect("the generated file can be written");
     }
     let found = fs::read_to_string(&path).unwrap_or_default();
-    assert!(found == wanted, "{} is not what the headers give: run `cargo xtask codegen`", path.display());
+    assert!(found == wanted, "{} does not match the headers: run `cargo xtask codegen`", path.display());
 }

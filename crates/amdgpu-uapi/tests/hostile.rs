@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Topology: a known good one is read whole, and nothing else makes it panic.
+//! Reads a valid topology completely, and checks that an invalid one never panics.
 
 use std::fs;
 use std::path::Path;
@@ -7,7 +7,7 @@ use std::path::Path;
 use proptest::prelude::*;
 use rewake_amdgpu_uapi::topology::{GfxVersion, Topology};
 
-/// Two GPUs like MI200 beside one CPU.
+/// Writes a topology of two GPUs like MI200 and one CPU.
 fn write_topology(root: &Path) {
     let write = |path: &str, text: &str| {
         let path = root.join(path);
@@ -36,7 +36,7 @@ fn write_topology(root: &Path) {
 }
 
 #[test]
-fn a_machine_with_two_gpus_is_read_whole() {
+fn a_machine_with_two_gpus_is_read_completely() {
     let root = tempfile::tempdir().unwrap();
     write_topology(root.path());
     let topology = Topology::read_from(root.path()).unwrap();
@@ -50,14 +50,14 @@ fn a_machine_with_two_gpus_is_read_whole() {
     assert!(gpu.has_svm() && gpu.has_large_bar());
     assert_eq!((gpu.vram(), gpu.caches[0].size(), gpu.property("unique_id")), (4 << 30, 16, u64::MAX));
     assert_eq!((gpu.links[0].to(), gpu.links[0].is_xgmi(), gpu.links[1].is_xgmi()), (0, false, true));
-    // What `kfd_queue_ctx_save_restore_size` gives for 104 units of GFX 9.0.10.
+    // The size that `kfd_queue_ctx_save_restore_size` gives for 104 units of GFX 9.0.10.
     let sizes = gpu.save_area().unwrap();
     assert_eq!((sizes.control_stack, sizes.area), (36_864, 36_864 + 104 * 0x9_5000));
     assert_eq!(sizes.total, u64::from(sizes.area) + 4096 * 32);
 }
 
 #[test]
-fn a_node_that_the_cgroup_hides_is_left_out_and_a_broken_one_is_named() {
+fn a_hidden_node_is_omitted_and_an_invalid_one_is_named() {
     let root = tempfile::tempdir().unwrap();
     write_topology(root.path());
     fs::write(root.path().join("nodes/2/properties"), "simd_count many\n").unwrap();

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Which GPU takes whose place: what always maps, what never does, and what people are told.
+//! Tests which GPU takes whose place: the mappings that always exist, those that never do, and the errors.
 
 mod machines;
 
@@ -23,10 +23,10 @@ fn refusal(image: &[Node], machine: &[Node]) -> String {
     find(image, machine).unwrap_err().to_string()
 }
 
-/// The same machine with one GPU that `change` makes another.
+/// Returns the machine with one GPU changed by `change`.
 fn with(nodes: &[Node], gpu: u32, change: impl FnOnce(&mut Node)) -> Vec<Node> {
     let mut nodes = nodes.to_vec();
-    change(nodes.iter_mut().find(|node| node.gpu_id == gpu).expect("a GPU of it"));
+    change(nodes.iter_mut().find(|node| node.gpu_id == gpu).expect("the machine has the GPU"));
     nodes
 }
 
@@ -68,7 +68,8 @@ proptest! {
         find(&image, &here).unwrap_err();
     }
 
-    /// Against trying every choice: a mapping is found exactly where there is one, and it keeps every check.
+    /// Compares with a test of every choice: a mapping is found if and only if one exists, and it passes
+    /// every check.
     #[test]
     fn a_mapping_is_found_where_there_is_one(
         (image, here) in (small(), small()),
@@ -106,13 +107,13 @@ fn only_the_gpus_that_are_used_need_a_place() {
 }
 
 #[test]
-fn nothing_used_is_nothing_mapped() {
+fn without_used_gpus_the_mapping_is_empty() {
     assert_eq!(find(&[], &[]).unwrap(), Mapping::default());
     assert_eq!(find(&machine(2, &[]), &machine(1, &[4])).unwrap(), Mapping::default());
 }
 
 #[test]
-fn nodes_that_make_no_sense_are_refused() {
+fn invalid_nodes_are_refused() {
     let good = machine(1, &[2]);
     let ids = gpu_ids(&good);
     let twice = [&good[..], &good[2..]].concat();
@@ -120,14 +121,14 @@ fn nodes_that_make_no_sense_are_refused() {
     let same = with(&good, ids[1], |node| node.gpu_id = ids[0]);
     assert_eq!(refusal(&good, &same), format!("this machine has two GPUs {:#x}", ids[0]));
     let error = Mapping::find(&good, &[7], &good, Checks::default()).unwrap_err().to_string();
-    assert_eq!(error, "the image uses GPU 0x7 and does not tell what it is");
+    assert_eq!(error, "the image uses GPU 0x7 and does not describe it");
     assert_eq!(refusal(&machine(1, &[300]), &good), "the image has 301 nodes, at most 256 are mapped");
 }
 
-/// Far more than a search takes that prunes.
+/// Far more time than a pruned search takes.
 const A_MINUTE: Duration = Duration::from_secs(60);
 
-/// What this thread has had of a CPU: others' work does not count.
+/// Returns the CPU time of this thread only.
 fn cpu_time() -> Duration {
     clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID).unwrap().into()
 }
@@ -140,14 +141,14 @@ fn sixty_four_gpus_of_one_hive_are_mapped_at_once() {
         let start = cpu_time();
         find(&image, &here).unwrap();
         let took = cpu_time() - start;
-        // Milliseconds; the margin is for a slow machine.
+        // It takes milliseconds; the margin is for a slow machine.
         assert!(took < A_MINUTE, "{hives:?}: {took:?}");
     }
 }
 
 #[test]
-fn what_cannot_be_is_known_soon() {
-    // A hive is split here, and every GPU for itself fits: the bad case for a search without pruning.
+fn an_impossible_mapping_fails_soon() {
+    // A hive is split here, and each GPU alone is compatible: the worst case for a search without pruning.
     for (wanted, there) in [
         (&[16][..], &[8, 8][..]),
         (&[8; 8], &[8, 8, 8, 8, 8, 8, 7, 9]),
@@ -168,7 +169,7 @@ fn what_cannot_be_is_known_soon() {
 }
 
 #[test]
-fn a_gpu_that_fits_nowhere_is_told_with_what_comes_closest() {
+fn an_incompatible_gpu_is_named_with_the_most_similar_one() {
     let image = machine(1, &[1, 1]);
     let ids = gpu_ids(&image);
     let [a, b] = [ids[0], ids[1]];
@@ -201,7 +202,7 @@ fn a_gpu_that_fits_nowhere_is_told_with_what_comes_closest() {
     assert_eq!(reason, [missing(a), missing(b)].join("; "));
 }
 
-/// A property, how to set it, and whether another GPU may have more of it, and what switches its check off.
+/// A property, a function that sets it, whether another GPU may have more of it, and the switch of its check.
 type Rule = (&'static str, fn(&mut Node, bool), bool, Option<Switch>);
 
 macro_rules! rules {
@@ -261,7 +262,7 @@ fn every_property_is_compared_as_the_stock_plugin_does() {
 }
 
 #[test]
-fn too_few_places_are_told_with_what_could_be_one_more() {
+fn too_few_places_are_named_with_the_most_similar_gpu() {
     let image = machine(1, &[1, 1]);
     let ids = gpu_ids(&image);
     let [a, b] = [ids[0], ids[1]];
@@ -293,7 +294,7 @@ fn a_missing_link_is_named() {
     assert_eq!(
         refusal(&image, &here),
         format!(
-            "no choice of this machine's GPUs is linked as the image's are: with 0 of 3 placed, nothing was left for \
+            "no choice of this machine's GPUs is linked as the image's are: with 0 of 3 placed, no place remains for \
              GPU {:#x} of the image, which has an XGMI link with GPU {:#x}",
             ids[0], ids[1]
         )
@@ -320,12 +321,12 @@ fn gpus_of_one_hive_stay_in_one_hive() {
     let image = unlinked(machine(1, &[2]));
     let apart = with(&image, gpu_ids(&image)[1], |node| node.hive_id = 99);
     assert!(refusal(&image, &apart).contains("a common XGMI hive with"), "{}", refusal(&image, &apart));
-    find(&apart, &image).expect("nobody asked for two hives");
+    find(&apart, &image).expect("the image does not need two hives");
 }
 
 #[test]
 fn gpus_stay_with_their_cpus_unless_numa_is_switched_off() {
-    // Two GPUs, each near a CPU of its own; here both are near the same.
+    // Two GPUs of the image are near different CPUs; here both are near the same.
     let image = machine(2, &[1, 1]);
     let here = with(&image, gpu_ids(&image)[1], |node| node.links = vec![Link { kind: PCIE, to_node: 0 }]);
     let here: Vec<Node> = here

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Private checkpoint data: read by its layout, written back byte for byte, changed only where it is asked for.
+//! Reads private checkpoint data by its layout, and writes it back byte for byte, except for requested
+//! changes.
 
 use proptest::prelude::*;
 use rewake_amdgpu_uapi::abi::{
@@ -7,7 +8,7 @@ use rewake_amdgpu_uapi::abi::{
 };
 use rewake_amdgpu_uapi::criu::blob::{self, Object, Private};
 
-/// One GPU, one buffer mapped on it, one of each kind of object.
+/// Returns a blob with one GPU, one buffer mapped on it, and one object of each kind.
 fn good_blob() -> Vec<u8> {
     let mut bytes = vec![0; blob::PROCESS + blob::DEVICE + blob::BO];
     bytes[0] = 1;
@@ -45,7 +46,7 @@ fn private_data_is_read_by_its_layout() {
 }
 
 #[test]
-fn memory_that_is_registered_is_that_of_userptrs_and_of_ranges() {
+fn registered_memory_is_that_of_userptrs_and_ranges() {
     let private = Private::read(&good_blob(), 1, 1, 3).unwrap();
     let userptr = KFD_IOC_ALLOC_MEM_FLAGS_USERPTR | KFD_IOC_ALLOC_MEM_FLAGS_WRITABLE;
     let of = |flags, bytes| -> Vec<(u64, u64)> {
@@ -89,7 +90,7 @@ proptest! {
     }
 }
 
-/// Bytes of a record that begins with the kernel's word for its kind, everything else as it comes.
+/// Returns a record that begins with the kernel's word for its kind, with random other bytes.
 fn record(kind: u32, length: usize) -> impl Strategy<Value = Vec<u8>> {
     prop::collection::vec(any::<u8>(), length).prop_map(move |mut bytes| {
         bytes[..4].copy_from_slice(&kind.to_le_bytes());
@@ -97,7 +98,7 @@ fn record(kind: u32, length: usize) -> impl Strategy<Value = Vec<u8>> {
     })
 }
 
-/// A queue with an MQD and a control stack.
+/// Returns a queue with an MQD and a control stack.
 fn queue() -> impl Strategy<Value = Vec<u8>> {
     (record(0, blob::QUEUE), any::<[u8; 5]>(), any::<[u8; 3]>()).prop_map(|(mut bytes, mqd, stack)| {
         bytes[108..112].copy_from_slice(&3_u32.to_le_bytes());
@@ -107,7 +108,7 @@ fn queue() -> impl Strategy<Value = Vec<u8>> {
 }
 
 prop_compose! {
-    /// Private data with noise in every byte that the layout does not fix; and its counts.
+    /// Returns private data with random bytes wherever the layout does not fix them, and its counts.
     fn noise()(devices in 0_usize..5)(
         devices in Just(devices),
         head in prop::collection::vec(any::<u8>(), 4 + devices * blob::DEVICE),
@@ -123,13 +124,13 @@ prop_compose! {
 
 proptest! {
     #[test]
-    fn every_byte_comes_back((bytes, devices, bos, objects) in noise()) {
+    fn every_byte_is_written_back((bytes, devices, bos, objects) in noise()) {
         let private = Private::read(&bytes, devices, bos, objects).unwrap();
         prop_assert_eq!(private.write(), bytes);
     }
 
     #[test]
-    fn a_buffer_that_is_taken_away_takes_its_bytes_alone((bytes, devices, bos, objects) in noise(), which: usize) {
+    fn a_removed_buffer_removes_only_its_bytes((bytes, devices, bos, objects) in noise(), which: usize) {
         let mut private = Private::read(&bytes, devices, bos, objects).unwrap();
         let gone = which.checked_rem(bos);
         private.retain_bos(|index| Some(index) != gone);
@@ -142,7 +143,7 @@ proptest! {
     }
 
     #[test]
-    fn a_change_changes_its_own_bytes_alone((bytes, devices, bos, objects) in noise(), percent: u32) {
+    fn a_change_changes_only_its_bytes((bytes, devices, bos, objects) in noise(), percent: u32) {
         let mut private = Private::read(&bytes, devices, bos, objects).unwrap();
         let before = private.queues().count();
         private.queues_mut().for_each(|queue| queue.percent = percent);
@@ -157,11 +158,11 @@ proptest! {
 }
 
 #[test]
-fn other_gpus_of_a_buffer_leave_what_is_behind_the_list() {
+fn a_change_of_gpus_keeps_the_bytes_after_the_list() {
     let mut bytes = good_blob();
     let bo = blob::PROCESS + blob::DEVICE;
     let list = bo + 12;
-    // Two GPUs, the end, and something that the kernel did not clear.
+    // Two GPUs, the end, and bytes that the kernel did not clear.
     for (place, word) in [(0, 77_u32), (1, 78), (2, 0), (3, 0xdead), (5, 0xbeef)] {
         bytes[list + place * 4..list + place * 4 + 4].copy_from_slice(&word.to_le_bytes());
     }
@@ -191,7 +192,7 @@ fn other_gpus_of_a_buffer_leave_what_is_behind_the_list() {
 }
 
 #[test]
-fn an_unknown_object_is_named_with_its_place() {
+fn an_unknown_object_is_named_with_its_offset() {
     let mut bytes = good_blob();
     let queue = blob::PROCESS + blob::DEVICE + blob::BO;
     bytes[queue] = 3;
@@ -199,7 +200,7 @@ fn an_unknown_object_is_named_with_its_place() {
     assert!(error.contains("at 0x120: object of kind 3, expected 0, 1 or 2"), "{error}");
 }
 
-/// Private data of one object alone, whose record is `length` bytes that count up, but for these words.
+/// Returns private data of one object, whose record is `length` ascending bytes, except for these words.
 fn counting(kind: u32, length: usize, words: &[(usize, u32)]) -> (Vec<u8>, Private) {
     let mut record: Vec<u8> = (0..=u8::MAX).cycle().take(length).collect();
     for (at, word) in [&[(0, kind)], words].concat() {
@@ -211,7 +212,7 @@ fn counting(kind: u32, length: usize, words: &[(usize, u32)]) -> (Vec<u8>, Priva
 }
 
 #[test]
-fn fields_are_where_the_kernel_has_them() {
+fn fields_are_at_the_kernels_offsets() {
     let word = |at: u8| u32::from_le_bytes([at, at + 1, at + 2, at + 3]);
     let long = |at: u8| u64::from(word(at)) | u64::from(word(at + 4)) << 32;
 
@@ -235,7 +236,7 @@ fn fields_are_where_the_kernel_has_them() {
 }
 
 #[test]
-fn a_gated_queue_differs_in_its_percentage_alone() {
+fn a_gated_queue_differs_only_in_its_percentage() {
     let (bytes, mut private) = counting(0, blob::QUEUE, &[(108, 0), (112, 0)]);
     private.queues_mut().for_each(|queue| queue.percent = 0);
     let mut expected = bytes;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A load behind processes that run already.
+//! Loads buffers in the background while their processes run.
 
 use std::sync::Arc;
 
@@ -13,86 +13,95 @@ use crate::load::{self, LoadEvent};
 use crate::pipeline::{Name, Process};
 use crate::report::Report;
 
-/// A load that has not begun.
+/// A load that has not started.
 ///
-/// Processes come one after the other, the one with the fewest bytes first: it can go on when it has all of them. Of each, those come first
-/// that [`BackgroundLoad::first`] names; then small buffers, for there are hundreds in a chunk; then the large ones, in the order of the files. What is
-/// demanded at the [`LoadHandle`] goes before all that is not under way. Under way are, and a demand may have to wait for, at most:
-/// * as many chunks of 2 MiB as staging memory has slots, 8 for each GPU and at most 24, being read or in their slots. The first of them
-///   that ends makes room for what was demanded. With a [`IoBudget`] those that are being read are two at least, and no more than 4 ms of the
-///   disk's time; a piece of one of them, as long as anybody waits for the disk.
-/// * Of them, on the GPU's copy rings, 2 for each ring; the others are overtaken. A ring is busy with less only if it is
-///   faster than this thread wakes. Where buffers have the same bytes, each is up to 17 copies.
-/// * 8 fills for each ring: nothing is read for them, and GPUs fill as fast as their memory is.
+/// It loads one process after the other. The process with the fewest bytes is first, because its queues can
+/// resume once all of its buffers are resident. Within a process, buffers given to
+/// [`BackgroundLoad::prioritize`] are first. Then follow small buffers, of which a chunk holds hundreds, then
+/// large ones in file order.
+///
+/// A demand at the [`LoadHandle`] precedes everything that is not in flight. A demand may have to wait for
+/// these at most:
+/// * As many chunks of 2 MiB as staging memory has slots: 8 for each GPU, 24 at most. They are being read or
+///   are in their slots, and the first that ends makes room for the demand. With an [`IoBudget`], at least
+///   two are being read, and at most 4 ms of the disk's time. While a demand load waits for the disk, only a
+///   piece of one chunk is read.
+/// * Of these chunks, 2 for each copy ring of the GPU; a demand overtakes the others. A ring has fewer only
+///   if it is faster than this thread wakes. With duplicates, each chunk is up to 17 copies.
+/// * 8 fills for each ring: a fill reads nothing, and GPUs fill at the speed of their memory.
 #[derive(Debug)]
 pub struct BackgroundLoad<'a> {
     processes: &'a [Process<'a>],
     sink: Sink<'a>,
-    desk: LoadHandle,
-    pace: Option<Arc<IoBudget>>,
+    handle: LoadHandle,
+    budget: Option<Arc<IoBudget>>,
     first: Vec<Name>,
-    twins: Vec<Vec<Name>>,
+    duplicates: Vec<Vec<Name>>,
 }
 
 impl<'a> BackgroundLoad<'a> {
-    /// Of all these processes' buffers that have a dma-buf, at the pace of all that read from the same disk, if others do. Nothing is
-    /// read yet, and no GPU opened.
+    /// Prepares a load of all buffers that have a dma-buf. `budget` is shared by all readers of the disk, if
+    /// there are others. Nothing is read and no GPU is opened yet.
     ///
     /// # Errors
-    /// There is no descriptor left.
-    pub fn new(processes: &'a [Process<'a>], pace: Option<Arc<IoBudget>>) -> Result<Self, Error> {
+    /// No descriptor is left.
+    pub fn new(processes: &'a [Process<'a>], budget: Option<Arc<IoBudget>>) -> Result<Self, Error> {
         Ok(Self {
             processes,
             sink: Sink::Gpus,
-            desk: LoadHandle::new(processes)?,
-            pace,
+            handle: LoadHandle::new(processes)?,
+            budget,
             first: Vec::new(),
-            twins: Vec::new(),
+            duplicates: Vec::new(),
         })
     }
 
-    /// As [`BackgroundLoad::new`], where the buffers are memfds of `memory`, which stands in for all GPUs: none is opened.
+    /// As [`BackgroundLoad::new`], but the buffers are memfds of `memory`, which takes the place of all GPUs.
+    /// No GPU is opened.
     ///
     /// # Errors
-    /// There is no descriptor left.
+    /// No descriptor is left.
     pub fn into_memory(
         processes: &'a [Process<'a>],
         memory: &'a Arc<MemoryDevice>,
-        pace: Option<Arc<IoBudget>>,
+        budget: Option<Arc<IoBudget>>,
     ) -> Result<Self, Error> {
-        Ok(Self { sink: Sink::Memory(memory), ..Self::new(processes, pace)? })
+        Ok(Self { sink: Sink::Memory(memory), ..Self::new(processes, budget)? })
     }
 
-    /// Buffers that somebody is likely to demand: a process's place and the image's number of each. They come in this order before the others of
-    /// their process and GPU, which come as they do otherwise. What is unknown or not loaded makes no difference.
+    /// Names buffers that are likely to be demanded: the process's index and the image's number of each. They
+    /// precede the other buffers of their process and GPU, in this order. Entries that are unknown or not
+    /// loaded are ignored.
     #[must_use]
-    pub fn first(self, first: Vec<(usize, usize)>) -> Self {
+    pub fn prioritize(self, first: Vec<(usize, usize)>) -> Self {
         Self { first, ..self }
     }
 
-    /// Sets of buffers that have the same bytes, as [`Candidates`](crate::Alike) finds them: a process's place and the image's number of each. Of a set those
-    /// of one are read, and copied to all that are loaded. What is unknown makes no difference.
+    /// Names sets of buffers that have the same bytes, as [`Candidates`](crate::Candidates) finds them: the
+    /// process's index and the image's number of each. Of each set, one buffer is read and copied to all
+    /// buffers that are loaded. Unknown entries are ignored.
     #[must_use]
-    pub fn twins(self, twins: Vec<Vec<(usize, usize)>>) -> Self {
-        Self { twins, ..self }
+    pub fn duplicates(self, duplicates: Vec<Vec<(usize, usize)>>) -> Self {
+        Self { duplicates, ..self }
     }
 
-    /// Where others ask for buffers, now or while it runs.
+    /// Returns the handle where other threads demand buffers, before or during the load.
     #[must_use]
-    pub fn desk(&self) -> LoadHandle {
-        self.desk.clone()
+    pub fn handle(&self) -> LoadHandle {
+        self.handle.clone()
     }
 
-    /// Loads; ends when all is there. `whole` hears once of every buffer of some bytes, and of every process: at once, and in the
-    /// thread that loads, which does nothing else meanwhile. None, and it hears nothing, where there is nothing to read.
+    /// Loads all buffers, and returns when all are resident. `on_event` is called once for each buffer that
+    /// has bytes, and once for each process, as soon as it is resident. The loading thread makes the calls
+    /// and waits for them. Returns None, without a call, if there is nothing to read.
     ///
     /// # Errors
     /// As [`load`](crate::load()).
-    pub fn run(self, mut whole: impl FnMut(LoadEvent) + Send) -> Result<Option<Report>, Error> {
-        let Self { processes, sink, desk, pace, first, twins } = self;
-        crate::run("loaded", processes, sink, pace, |flow| {
-            flow.by_process(&first, &twins);
-            load::run(flow, &desk, &mut whole)
+    pub fn run(self, mut on_event: impl FnMut(LoadEvent) + Send) -> Result<Option<Report>, Error> {
+        let Self { processes, sink, handle, budget, first, duplicates } = self;
+        crate::run("loaded", processes, sink, budget, |pipeline| {
+            pipeline.by_process(&first, &duplicates);
+            load::run(pipeline, &handle, &mut on_event)
         })
     }
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Which chunk comes next: what was demanded, in the order of demands; then the rest, group by group, the files of one in turn. Each is
-//! taken once.
+//! Chooses the next chunk. Demanded chunks are first, in the order of demands. Then the groups follow in
+//! order, and the files of one group take turns. Each chunk is taken once.
 
 use std::collections::VecDeque;
 use std::ops::RangeInclusive;
@@ -8,9 +8,9 @@ use std::ops::RangeInclusive;
 /// A chunk of one of the files.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Chunk {
-    /// Which file of all processes'.
+    /// The index of the file among all processes' files.
     pub(crate) file: usize,
-    /// Which chunk of it.
+    /// The number of the chunk in the file.
     pub(crate) number: u64,
 }
 
@@ -18,19 +18,19 @@ pub(crate) struct Chunk {
 #[derive(Debug)]
 pub(crate) struct ChunkSchedule {
     files: Vec<File>,
-    /// Each file once: those of the first group come before those of the second.
+    /// Each file is in one group. Files of the first group precede those of the second.
     groups: Vec<Group>,
-    /// Demands so far.
+    /// The number of demands so far.
     demands: u64,
-    /// Chunks that were not taken.
+    /// The number of chunks that were not taken.
     left: u64,
 }
 
-/// Files that come in turn.
+/// Files that take turns.
 #[derive(Debug)]
 struct Group {
     files: Vec<usize>,
-    /// Whose turn it is among them.
+    /// The index in `files` of the file that is next.
     turn: usize,
 }
 
@@ -38,16 +38,17 @@ struct Group {
 struct File {
     /// Every chunk once.
     sequence: Vec<u64>,
-    /// All before this place were taken.
+    /// All chunks before this index were taken.
     at: usize,
     taken: Bits,
     demanded: Bits,
-    /// What was demanded and not taken yet, each once, behind how many demands of all files it was the next.
+    /// Demanded chunks that were not taken: the serial number of each demand among all files, and the chunk.
     queue: VecDeque<(u64, u64)>,
 }
 
 impl ChunkSchedule {
-    /// The chunks of every file, in the order in which they come if nothing is demanded; and which files come in turn, each once.
+    /// Creates a schedule from each file's chunks, in their order without demands, and from the groups of
+    /// files. Each file is in one group.
     pub(crate) fn new(sequences: impl Iterator<Item = Vec<u64>>, groups: Vec<Vec<usize>>) -> Self {
         let file = |sequence: Vec<u64>| {
             let bits = Bits::new(sequence.len());
@@ -59,8 +60,8 @@ impl ChunkSchedule {
         Self { files, groups, demands: 0, left }
     }
 
-    /// The next chunk of a file of which one can be begun now; None if there is none. It takes as long as there are files,
-    /// however much is demanded.
+    /// Returns the next chunk whose file is `ready`, or None. The cost grows with the number of files, not
+    /// with the number of demands.
     pub(crate) fn next(&self, ready: impl Fn(usize) -> bool) -> Option<Chunk> {
         let fronts = self.files.iter().enumerate();
         let fronts =
@@ -74,7 +75,7 @@ impl ChunkSchedule {
         })
     }
 
-    /// Takes what [`ChunkSchedule::next`] gave.
+    /// Takes the chunk that [`ChunkSchedule::next`] returned.
     pub(crate) fn take(&mut self, chunk: Chunk) {
         let file = &mut self.files[chunk.file];
         file.taken.set(chunk.number);
@@ -82,13 +83,13 @@ impl ChunkSchedule {
             file.at += 1;
         }
         self.left -= 1;
-        // What is demanded of a file goes before the rest of it.
+        // The chunk was demanded if the file has demands: they precede its other chunks.
         if file.queue.pop_front().is_none() {
-            self.groups.iter_mut().for_each(|group| group.had_its_turn(chunk.file));
+            self.groups.iter_mut().for_each(|group| group.rotate_past(chunk.file));
         }
     }
 
-    /// These chunks of a file are wanted before all that nobody has demanded, and after what was demanded already.
+    /// Moves these chunks of a file before all chunks that were not demanded, and after earlier demands.
     pub(crate) fn demand(&mut self, file: usize, numbers: RangeInclusive<u64>) {
         for number in numbers {
             let file = &mut self.files[file];
@@ -99,17 +100,17 @@ impl ChunkSchedule {
         }
     }
 
-    /// Whether a file has chunks that were not taken.
-    pub(crate) fn has_left(&self, file: usize) -> bool {
+    /// Returns whether a file has chunks that were not taken.
+    pub(crate) fn has_remaining(&self, file: usize) -> bool {
         self.files[file].at < self.files[file].sequence.len()
     }
 
-    /// Whether it was ever demanded.
+    /// Returns whether a chunk was ever demanded.
     pub(crate) fn is_demanded(&self, chunk: Chunk) -> bool {
         self.files[chunk.file].demanded.has(chunk.number)
     }
 
-    /// Whether no chunk is left.
+    /// Returns whether all chunks were taken.
     pub(crate) fn all_taken(&self) -> bool {
         self.left == 0
     }
@@ -121,15 +122,15 @@ impl Group {
         next.iter().chain(before).copied()
     }
 
-    fn had_its_turn(&mut self, file: usize) {
+    fn rotate_past(&mut self, file: usize) {
         if let Some(place) = self.files.iter().position(|of| *of == file) {
             self.turn = (place + 1) % self.files.len();
         }
     }
 }
 
-/// The chunks of a file in which there are so many small buffers: where there are most of them first, those without any last,
-/// otherwise as in the file.
+/// Orders the chunks of a file by their number of small buffers, given in `small`: most first, else in file
+/// order.
 pub(crate) fn small_first(small: &[usize]) -> Vec<u64> {
     let mut sequence: Vec<u64> = (0..small.len() as u64).collect();
     sequence.sort_by_key(|number| {
@@ -139,8 +140,8 @@ pub(crate) fn small_first(small: &[usize]) -> Vec<u64> {
     sequence
 }
 
-/// These chunks of a file first, as far as there are such, each once; then the others in their sequence.
-pub(crate) fn put_first(first: &[u64], sequence: Vec<u64>) -> Vec<u64> {
+/// Moves these chunks of a file before the others, each once. Numbers beyond the file are ignored.
+pub(crate) fn prioritize(first: &[u64], sequence: Vec<u64>) -> Vec<u64> {
     let mut is_first = Bits::new(sequence.len());
     let there = |number: &&u64| **number < sequence.len() as u64;
     let mut all: Vec<u64> =
@@ -162,7 +163,7 @@ impl Bits {
         self.0[word(number)] & mask(number) != 0
     }
 
-    /// Whether it was set before.
+    /// Sets a bit, and returns whether it was set before.
     fn set(&mut self, number: u64) -> bool {
         let before = self.has(number);
         self.0[word(number)] |= mask(number);
@@ -186,8 +187,8 @@ mod tests {
 
     use super::*;
 
-    /// Files with so many chunks, in file order.
-    fn order(chunks: &[u64]) -> ChunkSchedule {
+    /// Creates a schedule of files with so many chunks, in file order.
+    fn schedule(chunks: &[u64]) -> ChunkSchedule {
         in_groups(chunks, vec![(0..chunks.len()).collect()])
     }
 
@@ -195,104 +196,109 @@ mod tests {
         ChunkSchedule::new(chunks.iter().map(|chunks| (0..*chunks).collect()), groups)
     }
 
-    fn take(order: &mut ChunkSchedule, ready: impl Fn(usize) -> bool) -> Option<(usize, u64)> {
-        let chunk = order.next(ready)?;
-        order.take(chunk);
+    fn take(schedule: &mut ChunkSchedule, ready: impl Fn(usize) -> bool) -> Option<(usize, u64)> {
+        let chunk = schedule.next(ready)?;
+        schedule.take(chunk);
         Some((chunk.file, chunk.number))
     }
 
-    fn rest(order: &mut ChunkSchedule) -> Vec<(usize, u64)> {
-        std::iter::from_fn(|| take(order, |_| true)).collect()
+    fn rest(schedule: &mut ChunkSchedule) -> Vec<(usize, u64)> {
+        std::iter::from_fn(|| take(schedule, |_| true)).collect()
     }
 
     #[test]
-    fn without_demands_files_come_in_turn_and_their_chunks_in_sequence() {
-        let mut order = ChunkSchedule::new([vec![2, 0, 1], vec![], vec![0]].into_iter(), vec![vec![0, 1, 2]]);
-        assert!(!order.all_taken());
-        assert_eq!(rest(&mut order), [(0, 2), (2, 0), (0, 0), (0, 1)]);
-        assert!(order.all_taken());
+    fn without_demands_files_take_turns() {
+        let mut schedule =
+            ChunkSchedule::new([vec![2, 0, 1], vec![], vec![0]].into_iter(), vec![vec![0, 1, 2]]);
+        assert!(!schedule.all_taken());
+        assert_eq!(rest(&mut schedule), [(0, 2), (2, 0), (0, 0), (0, 1)]);
+        assert!(schedule.all_taken());
     }
 
     #[test]
-    fn a_group_comes_when_of_those_before_none_can_be_begun() {
-        let mut order = in_groups(&[2, 1, 2], vec![vec![2], vec![0, 1]]);
-        assert_eq!(take(&mut order, |file| file != 2), Some((0, 0)));
-        assert_eq!(take(&mut order, |_| true), Some((2, 0)));
-        assert_eq!(rest(&mut order), [(2, 1), (1, 0), (0, 1)]);
+    fn a_later_group_comes_when_earlier_ones_are_not_ready() {
+        let mut schedule = in_groups(&[2, 1, 2], vec![vec![2], vec![0, 1]]);
+        assert_eq!(take(&mut schedule, |file| file != 2), Some((0, 0)));
+        assert_eq!(take(&mut schedule, |_| true), Some((2, 0)));
+        assert_eq!(rest(&mut schedule), [(2, 1), (1, 0), (0, 1)]);
     }
 
     #[test]
-    fn what_is_not_taken_is_next_again() {
-        let order = order(&[2]);
-        assert_eq!(order.next(|_| true), Some(Chunk { file: 0, number: 0 }));
-        assert_eq!(order.next(|_| true), Some(Chunk { file: 0, number: 0 }));
+    fn a_chunk_that_is_not_taken_stays_next() {
+        let schedule = schedule(&[2]);
+        assert_eq!(schedule.next(|_| true), Some(Chunk { file: 0, number: 0 }));
+        assert_eq!(schedule.next(|_| true), Some(Chunk { file: 0, number: 0 }));
     }
 
     #[test]
     fn demands_come_before_all_others_and_in_their_order() {
-        let mut order = order(&[100, 3]);
-        assert_eq!(take(&mut order, |_| true), Some((0, 0)));
-        order.demand(0, 98..=99);
-        order.demand(1, 2..=2);
-        assert_eq!(take(&mut order, |_| true), Some((0, 98)));
-        order.demand(0, 7..=7);
-        let next: Vec<_> = (0..5).filter_map(|_| take(&mut order, |_| true)).collect();
-        assert_eq!(next, [(0, 99), (1, 2), (0, 7), (1, 0), (0, 1)], "then where it was left");
+        let mut schedule = schedule(&[100, 3]);
+        assert_eq!(take(&mut schedule, |_| true), Some((0, 0)));
+        schedule.demand(0, 98..=99);
+        schedule.demand(1, 2..=2);
+        assert_eq!(take(&mut schedule, |_| true), Some((0, 98)));
+        schedule.demand(0, 7..=7);
+        let next: Vec<_> = (0..5).filter_map(|_| take(&mut schedule, |_| true)).collect();
+        assert_eq!(next, [(0, 99), (1, 2), (0, 7), (1, 0), (0, 1)], "then in sequence");
     }
 
     #[test]
-    fn of_a_demanded_buffer_only_what_is_not_under_way_is_queued() {
-        let mut order = order(&[5]);
-        assert_eq!(take(&mut order, |_| true), Some((0, 0)));
-        order.demand(0, 0..=1);
-        order.demand(0, 1..=3);
-        order.demand(0, 0..=3);
-        assert_eq!(rest(&mut order), [(0, 1), (0, 2), (0, 3), (0, 4)]);
-        let demanded = (0..5).map(|number| order.is_demanded(Chunk { file: 0, number }));
-        assert_eq!(demanded.collect::<Vec<_>>(), [true, true, true, true, false], "that under way, too");
+    fn a_demand_queues_only_chunks_that_were_not_taken() {
+        let mut schedule = schedule(&[5]);
+        assert_eq!(take(&mut schedule, |_| true), Some((0, 0)));
+        schedule.demand(0, 0..=1);
+        schedule.demand(0, 1..=3);
+        schedule.demand(0, 0..=3);
+        assert_eq!(rest(&mut schedule), [(0, 1), (0, 2), (0, 3), (0, 4)]);
+        let demanded = (0..5).map(|number| schedule.is_demanded(Chunk { file: 0, number }));
+        assert_eq!(
+            demanded.collect::<Vec<_>>(),
+            [true, true, true, true, false],
+            "the taken chunk also counts"
+        );
     }
 
     #[test]
-    fn a_demand_that_cannot_be_begun_now_stops_no_other_file_and_keeps_its_place() {
-        let mut order = order(&[2, 2, 2]);
-        order.demand(0, 1..=1);
-        order.demand(1, 1..=1);
-        assert_eq!(take(&mut order, |file| file != 0), Some((1, 1)));
-        assert_eq!(take(&mut order, |file| file == 2), Some((2, 0)));
-        assert_eq!(take(&mut order, |_| false), None);
-        assert_eq!(take(&mut order, |_| true), Some((0, 1)));
+    fn a_demand_that_is_not_ready_keeps_its_place_and_blocks_no_file() {
+        let mut schedule = schedule(&[2, 2, 2]);
+        schedule.demand(0, 1..=1);
+        schedule.demand(1, 1..=1);
+        assert_eq!(take(&mut schedule, |file| file != 0), Some((1, 1)));
+        assert_eq!(take(&mut schedule, |file| file == 2), Some((2, 0)));
+        assert_eq!(take(&mut schedule, |_| false), None);
+        assert_eq!(take(&mut schedule, |_| true), Some((0, 1)));
     }
 
     #[test]
-    fn demands_of_a_gpu_that_is_busy_cost_the_others_nothing() {
+    fn demands_of_a_busy_gpu_do_not_slow_the_others() {
         let chunks = 200_000;
-        let mut order = order(&[chunks, chunks]);
-        order.demand(0, 0..=chunks - 1);
-        // What this thread has had of a CPU: others' work does not count.
+        let mut schedule = schedule(&[chunks, chunks]);
+        schedule.demand(0, 0..=chunks - 1);
+        // Counts the CPU time of this thread only.
         let cpu_time = || Duration::from(clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID).unwrap());
         let start = cpu_time();
         for number in 0..chunks {
-            assert_eq!(take(&mut order, |file| file != 0), Some((1, number)));
+            assert_eq!(take(&mut schedule, |file| file != 0), Some((1, number)));
         }
         for number in 0..chunks {
-            assert_eq!(take(&mut order, |_| true), Some((0, number)));
+            assert_eq!(take(&mut schedule, |_| true), Some((0, number)));
         }
-        // A look at every demand, for each chunk, would be minutes.
+        // A scan of every demand for each chunk would take minutes.
         let took = cpu_time() - start;
         assert!(took < Duration::from_secs(5), "{took:?}");
     }
 
     #[test]
-    fn chunks_full_of_small_buffers_come_first_and_large_ones_as_in_the_file() {
+    fn chunks_with_most_small_buffers_come_first() {
         assert_eq!(small_first(&[0, 0, 9, 0, 700, 9, 0]), [4, 2, 5, 0, 1, 3, 6]);
         assert_eq!(small_first(&[]), [0; 0]);
     }
 
     #[test]
-    fn what_is_put_first_comes_once_in_its_order_and_the_rest_as_before() {
-        assert_eq!(put_first(&[3, 1, 3, 9, u64::MAX, 0], vec![2, 4, 0, 1, 3]), [3, 1, 0, 2, 4]);
-        assert_eq!(put_first(&[], vec![1, 0]), [1, 0]);
-        assert_eq!(put_first(&[0], Vec::new()), [0; 0]);
+    fn prioritized_chunks_come_once_before_the_rest() {
+        assert_eq!(prioritize(&[3, 1, 3, 9, u64::MAX, 0], vec![2, 4, 0, 1, 3]), [3, 1, 0, 2, 4]);
+        assert_eq!(prioritize(&[], vec![1, 0]), [1, 0]);
+        assert_eq!(prioritize(&[0], Vec::new()), [0; 0]);
     }
 
     /// `SplitMix64`.
@@ -308,7 +314,7 @@ mod tests {
         }
     }
 
-    /// Plays at random: gives the number of chunks that were there.
+    /// Takes all chunks with random demands. Returns the number of chunks.
     fn play(dice: &mut Dice) -> usize {
         let sizes: Vec<u64> = (0..=dice.below(4)).map(|_| dice.below(200)).collect();
         let small = |size: &u64, dice: &mut Dice| {
@@ -316,43 +322,43 @@ mod tests {
         };
         let sequence = |size: &u64| {
             let first: Vec<u64> = (0..dice.below(9)).map(|_| dice.below(250)).collect();
-            put_first(&first, small_first(&small(size, dice)))
+            prioritize(&first, small_first(&small(size, dice)))
         };
         let sequences: Vec<_> = sizes.iter().map(sequence).collect();
         let cut = usize::try_from(dice.below(sizes.len() as u64 + 1)).unwrap();
         let groups = vec![(cut..sizes.len()).collect(), (0..cut).collect()];
-        let mut order = ChunkSchedule::new(sequences.into_iter(), groups);
+        let mut schedule = ChunkSchedule::new(sequences.into_iter(), groups);
         let mut taken = Vec::new();
-        // In the order of demands, not taken.
+        // Demanded chunks that were not taken, in the order of demands.
         let mut wanted: Vec<(usize, u64)> = Vec::new();
-        while !order.all_taken() {
+        while !schedule.all_taken() {
             let file = usize::try_from(dice.below(sizes.len() as u64)).unwrap();
             if dice.below(5) == 0 && sizes[file] > 0 {
                 let first = dice.below(sizes[file]);
                 let last = first + dice.below((sizes[file] - first).min(9));
-                order.demand(file, first..=last);
+                schedule.demand(file, first..=last);
                 let new = (first..=last).map(|number| (file, number));
                 let new: Vec<_> =
                     new.filter(|chunk| !taken.contains(chunk) && !wanted.contains(chunk)).collect();
                 wanted.extend(new);
             }
             let busy = usize::try_from(dice.below(2 * sizes.len() as u64)).unwrap();
-            let Some(chunk) = take(&mut order, |file| file != busy) else { continue };
-            assert!(!taken.contains(&chunk), "{chunk:?} twice");
-            assert_ne!(chunk.0, busy, "of a file of which none could be begun");
+            let Some(chunk) = take(&mut schedule, |file| file != busy) else { continue };
+            assert!(!taken.contains(&chunk), "{chunk:?} was taken twice");
+            assert_ne!(chunk.0, busy, "the file was not ready");
             if let Some(first) = wanted.iter().position(|wanted| wanted.0 != busy) {
-                assert_eq!(chunk, wanted.remove(first), "before a demand");
+                assert_eq!(chunk, wanted.remove(first), "a demand was overtaken");
             }
             taken.push(chunk);
         }
         assert_eq!(wanted, []);
-        assert_eq!(order.next(|_| true), None);
+        assert_eq!(schedule.next(|_| true), None);
         assert_eq!(taken.len() as u64, sizes.iter().sum::<u64>(), "some were never taken");
         taken.len()
     }
 
     #[test]
-    fn every_chunk_is_taken_once_whatever_is_demanded_when() {
+    fn every_chunk_is_taken_once_with_random_demands() {
         let played: usize = (0..300).map(|seed| play(&mut Dice(seed))).sum();
         assert!(played > 10_000, "{played}");
     }

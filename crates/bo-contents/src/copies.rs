@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Copies between staging memory and buffers: an engine for each GPU, what each works on, and how much more it may be given.
+//! Copies between staging memory and buffers: one engine for each GPU, its copies in flight, and its room for
+//! more.
 
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -12,41 +13,41 @@ use rewake_sdma_copy::{Bo, CopyEngine, CopyPath, MemoryDevice, Shape, Slot, Stag
 use crate::chunk_schedule::Chunk;
 use crate::error::Error;
 
-/// Copies from staging memory that are submitted ahead, for each ring: one is copied, and the next one is there when it ends.
-/// More would only make demands wait.
-const AHEAD: usize = 2;
+/// Copies from staging memory in flight on each ring. One is copied, and the next is ready when it ends. More
+/// would only delay demands.
+const SUBMIT_AHEAD: usize = 2;
 
-/// Where buffers are.
+/// The place of the buffers.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Sink<'a> {
     /// On the GPUs that the files name.
     Gpus,
-    /// In memory that stands in for them.
+    /// In memory that takes the place of all GPUs.
     Memory(&'a Arc<MemoryDevice>),
 }
 
-/// Copies of a chunk that an engine works on.
+/// Copies of a chunk on one engine.
 #[derive(Debug, Clone, Copy)]
 struct Copying {
     engine: usize,
-    /// That of the GPU whose chunk it is.
+    /// The engine of the GPU that the chunk belongs to.
     leader: usize,
     ticket: Ticket,
     chunk: Chunk,
-    /// None: nothing of it goes through staging memory.
+    /// None: nothing of the chunk goes through staging memory.
     slot: Option<Slot>,
 }
 
-/// All engines.
+/// The engines of all GPUs.
 pub(crate) struct Copies {
     engines: Vec<CopyEngine>,
-    under_way: Vec<Copying>,
-    /// What is submitted next, by engine: used again and again.
+    in_flight: Vec<Copying>,
+    /// The transfers of the next submission, by engine. The allocations are reused.
     lists: Vec<Vec<Transfer>>,
 }
 
 impl Copies {
-    /// An engine for each of the GPUs' render nodes, and the staging memory of all.
+    /// Opens an engine for each render node, and creates the staging memory of all.
     pub(crate) fn new(sink: Sink<'_>, minors: &[u32], shape: Shape) -> Result<(Staging, Self), Error> {
         let (staging, engines): (Staging, Result<Vec<CopyEngine>, _>) = match sink {
             Sink::Gpus => {
@@ -65,27 +66,27 @@ impl Copies {
         };
         let engines = engines?;
         let lists = engines.iter().map(|_| Vec::new()).collect();
-        Ok((staging, Self { engines, under_way: Vec::new(), lists }))
+        Ok((staging, Self { engines, in_flight: Vec::new(), lists }))
     }
 
-    /// How many engines there are.
+    /// Returns the number of engines.
     pub(crate) fn count(&self) -> usize {
         self.engines.len()
     }
 
-    /// For the log: the way that each one's bytes go.
+    /// Returns a line for the log about each engine's copy path.
     pub(crate) fn notes(&self) -> impl Iterator<Item = String> {
-        self.engines.iter().map(|engine| format!("renderD{}: {}", engine.minor(), engine.way()))
+        self.engines.iter().map(|engine| format!("renderD{}: {}", engine.minor(), engine.path()))
     }
 
-    /// Whether the CPU copies for it.
+    /// Returns whether the CPU copies for an engine.
     pub(crate) fn is_by_cpu(&self, engine: usize) -> bool {
-        matches!(self.engines[engine].way(), CopyPath::Cpu { .. })
+        matches!(self.engines[engine].path(), CopyPath::Cpu { .. })
     }
 
-    /// Its name for a buffer.
+    /// Imports a buffer, and returns the engine's handle of it.
     pub(crate) fn import(&mut self, engine: usize, dmabuf: &OwnedFd) -> Result<Bo, Error> {
-        // The kernel rounds to pages.
+        // The size of 1 is enough: the kernel rounds it up to the buffer's pages.
         Ok(self.engines[engine].import(dmabuf.as_fd(), 1)?)
     }
 
@@ -93,39 +94,41 @@ impl Copies {
         Ok(self.engines[engine].release(bo)?)
     }
 
-    /// Where the CPU sees a buffer, if it does.
+    /// Returns the CPU's mapping of a buffer, if it has one.
     pub(crate) fn view(&mut self, engine: usize, bo: Bo) -> Result<Option<Arc<Mapping>>, Error> {
         Ok(self.engines[engine].view(bo)?)
     }
 
-    /// One more of what [`Copies::submit`] starts.
+    /// Adds a transfer to the next [`Copies::submit`].
     pub(crate) fn push(&mut self, engine: usize, transfer: Transfer) {
         self.lists[engine].push(transfer);
     }
 
-    /// Starts what was pushed, all of it of one chunk of a GPU's, for which there is room; how many submissions that are.
+    /// Submits the transfers that were pushed, which belong to one chunk and must have room. Returns the
+    /// number of submissions.
     pub(crate) fn submit(&mut self, leader: usize, chunk: Chunk, slot: Option<Slot>) -> Result<usize, Error> {
         let mut submissions = 0;
         for (engine, list) in self.lists.iter_mut().enumerate().filter(|(_, list)| !list.is_empty()) {
             let ticket = self.engines[engine].submit(list)?;
             list.clear();
-            self.under_way.push(Copying { engine, leader, ticket, chunk, slot });
+            self.in_flight.push(Copying { engine, leader, ticket, chunk, slot });
             submissions += 1;
         }
         Ok(submissions)
     }
 
-    /// Chunks of which all copies have ended, with their slots; whether any copy has, so that an engine has room.
-    pub(crate) fn ended(&mut self, into: &mut Vec<(Chunk, Option<Slot>)>) -> Result<bool, Error> {
+    /// Adds the chunks whose copies have all ended, with their slots. Returns whether any copy has ended,
+    /// which leaves room on an engine.
+    pub(crate) fn take_ended(&mut self, into: &mut Vec<(Chunk, Option<Slot>)>) -> Result<bool, Error> {
         let mut any = false;
         for engine in &mut self.engines {
             for done in engine.finished()? {
                 done.result?;
-                let index = self.under_way.iter().position(|copying| copying.ticket == done.ticket);
+                let index = self.in_flight.iter().position(|copying| copying.ticket == done.ticket);
                 let Some(index) = index else { continue };
                 any = true;
-                let Copying { chunk, slot, .. } = self.under_way.swap_remove(index);
-                if self.under_way.iter().all(|other| other.chunk != chunk) {
+                let Copying { chunk, slot, .. } = self.in_flight.swap_remove(index);
+                if self.in_flight.iter().all(|other| other.chunk != chunk) {
                     into.push((chunk, slot));
                 }
             }
@@ -133,57 +136,58 @@ impl Copies {
         Ok(any)
     }
 
-    /// Slots with chunks of a GPU's that are being copied, by whatever engine.
+    /// Returns the number of slots whose chunks belong to a GPU and are being copied by any engine.
     pub(crate) fn slots_of(&self, leader: usize) -> usize {
-        let first = |place: usize, chunk| self.under_way[..place].iter().all(|other| other.chunk != chunk);
+        let first = |place: usize, chunk| self.in_flight[..place].iter().all(|other| other.chunk != chunk);
         let of_it =
-            self.under_way.iter().enumerate().filter(|(_, of)| of.slot.is_some() && of.leader == leader);
+            self.in_flight.iter().enumerate().filter(|(_, of)| of.slot.is_some() && of.leader == leader);
         of_it.filter(|(place, of)| first(*place, of.chunk)).count()
     }
 
-    /// Slots that an engine copies from.
+    /// Returns the number of slots that an engine copies from.
     fn slots(&self, engine: usize) -> usize {
-        self.under_way.iter().filter(|of| of.slot.is_some() && of.engine == engine).count()
+        self.in_flight.iter().filter(|of| of.slot.is_some() && of.engine == engine).count()
     }
 
-    /// Whether it may be given anything.
+    /// Returns whether an engine has room for a submission.
     pub(crate) fn has_room(&self, engine: usize) -> bool {
         self.engines[engine].room() > 0
     }
 
-    /// Whether it may be given copies from a slot now.
+    /// Returns whether an engine has room for copies from a slot.
     pub(crate) fn may_copy(&self, engine: usize) -> bool {
-        self.to_come(engine) > 0 && self.has_room(engine)
+        self.slots_free(engine) > 0 && self.has_room(engine)
     }
 
-    /// Whether it may be given what needs no slot: copies from slots find room all the same, or what was read would wait for all
-    /// that is only filled.
+    /// Returns whether an engine has room for a fill, which needs no slot. Some room stays reserved for
+    /// copies from slots, or a chunk that was read would wait for all fills.
     pub(crate) fn may_fill(&self, engine: usize) -> bool {
-        self.engines[engine].room() > self.to_come(engine)
+        self.engines[engine].room() > self.slots_free(engine)
     }
 
-    /// How many copies from slots it may be given before one of them has ended.
-    fn to_come(&self, engine: usize) -> usize {
-        let rings = match self.engines[engine].way() {
+    /// Returns the number of copies from slots that an engine still takes.
+    fn slots_free(&self, engine: usize) -> usize {
+        let rings = match self.engines[engine].path() {
             CopyPath::Rings { rings, .. } => *rings,
             CopyPath::Cpu { .. } => 1,
         };
-        (AHEAD * rings).saturating_sub(self.slots(engine))
+        (SUBMIT_AHEAD * rings).saturating_sub(self.slots(engine))
     }
 
-    /// Whether no engine works.
+    /// Returns whether no copy is in flight.
     pub(crate) fn is_idle(&self) -> bool {
-        self.under_way.is_empty()
+        self.in_flight.is_empty()
     }
 
-    /// Engines that work: readable when something has ended. None: one that cannot tell.
+    /// Returns a descriptor for each busy engine, readable when a copy has ended. None: the engine has no
+    /// descriptor.
     pub(crate) fn events(&self) -> impl Iterator<Item = Option<BorrowedFd<'_>>> {
         self.engines.iter().filter(|engine| engine.in_flight() > 0).map(CopyEngine::event_fd)
     }
 
-    /// What an engine that does not answer knows of it; nothing where none works.
+    /// Returns the error of an engine that does not answer. Does nothing if no copy is in flight.
     pub(crate) fn diagnose(&mut self) -> Result<(), Error> {
-        if let Some(Copying { engine, ticket, .. }) = self.under_way.first() {
+        if let Some(Copying { engine, ticket, .. }) = self.in_flight.first() {
             self.engines[*engine].wait(*ticket, Instant::now())?;
         }
         Ok(())

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Which buffers of an image have the same bytes: replicas of a model on several GPUs have hundreds. Looked for once, when it has been dumped.
+//! Finds buffers of an image that have the same bytes, once after a dump. Replicas of a model on several GPUs
+//! have hundreds of them.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
@@ -13,21 +14,23 @@ use crate::folder::FileError;
 use crate::pages::PagesFile;
 use crate::pipeline::Name;
 
-/// In the image directory: what was found there. Whoever writes other pages there makes what is in it worthless.
-pub const TWINS: &str = "rewake-twins.json";
-/// Smaller ones are read as fast as they are told apart.
-pub(crate) const LEAST: u64 = 64 << 10;
-/// What is looked at first of buffers of one size: so many places, so many bytes at each.
-const PLACES: usize = 8;
-const SAMPLE: usize = 64;
+/// The file of an image directory that lists the duplicates. A program that writes other pages into the
+/// directory makes it invalid.
+pub const DUPLICATES_FILE: &str = "rewake-twins.json";
+/// The smallest buffer that is compared: a smaller one is read as fast as it is compared.
+pub(crate) const MIN_BYTES: u64 = 64 << 10;
+/// The number of samples that are compared first, and the bytes of each.
+const SAMPLES: usize = 8;
+const SAMPLE_BYTES: usize = 64;
 /// Bytes of a page.
 const PAGE: u64 = 4096;
-/// Compared at once.
-const STEP: usize = 1 << 20;
-/// Of buffers that were the same so far, so many different contents are told apart in each step; others are taken for unlike.
-const CONTENTS: usize = 8;
-/// Readers at most: more than a disk needs.
-const THREADS: usize = 8;
+/// Bytes that are compared at once.
+const COMPARE_BYTES: usize = 1 << 20;
+/// The most different contents that one step distinguishes among buffers that were equal so far. Further ones
+/// are assumed to be unique.
+const MAX_CONTENTS: usize = 8;
+/// The most reader threads: more than a disk needs.
+const MAX_THREADS: usize = 8;
 
 /// A buffer in its file.
 #[derive(Debug, Clone, Copy)]
@@ -44,22 +47,23 @@ impl Candidate<'_> {
         read.map_err(FileError::of("read", &self.file.name))
     }
 
-    /// But for its first page and its last, which are others', too: buffers begin behind the file's header.
+    /// Returns whether all is a hole, except the first and last page. These are shared with other buffers,
+    /// because buffers start after the file's header.
     fn is_hole(&self) -> Result<bool, FileError> {
         let end = self.start + self.bytes;
         let data = self.file.data(self.start.next_multiple_of(PAGE), end - end % PAGE);
         Ok(data.map_err(FileError::of("search", &self.file.name))?.is_none())
     }
 
-    fn sample(&self, place: usize) -> Result<[u8; SAMPLE], FileError> {
-        let mut sample = [0; SAMPLE];
-        let apart = (self.bytes - SAMPLE as u64) / (PLACES as u64 - 1);
-        self.read(apart * place as u64, &mut sample)?;
+    fn sample(&self, place: usize) -> Result<[u8; SAMPLE_BYTES], FileError> {
+        let mut sample = [0; SAMPLE_BYTES];
+        let distance = (self.bytes - SAMPLE_BYTES as u64) / (SAMPLES as u64 - 1);
+        self.read(distance * place as u64, &mut sample)?;
         Ok(sample)
     }
 
-    /// As [`Candidate::read`], once: what others have in the page cache is not put out for it.
-    fn pass(&self, at: u64, into: &mut [u8]) -> Result<(), FileError> {
+    /// As [`Candidate::read`], but drops the bytes from the page cache unless they were cached before.
+    fn read_once(&self, at: u64, into: &mut [u8]) -> Result<(), FileError> {
         let was_cached = self.file.file.is_cached(self.start + at, into.len());
         self.read(at, into)?;
         if !was_cached {
@@ -72,55 +76,56 @@ impl Candidate<'_> {
 
 type Group<'a> = Vec<Candidate<'a>>;
 
-/// Buffers that look the same: by their size, and some bytes of each.
+/// Buffers that may have the same bytes: their sizes and samples are equal.
 #[derive(Debug)]
 pub struct Candidates<'a>(Vec<Group<'a>>);
 
-/// Those that have the same bytes.
+/// Sets of buffers that have the same bytes.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct DuplicateSets {
-    /// Each of two buffers at least and every buffer in one at most, by the files' place and the image's number. All bytes were compared. Holes are in none:
-    /// nothing is read for them anyway.
+    /// Sets of two buffers or more, by the file's index and the image's number. Each buffer is in one set at
+    /// most, and all its bytes were compared. Holes are in no set: they are not read anyway.
     pub sets: Vec<Vec<Name>>,
-    /// Whether there may be more: not all were compared to their end.
+    /// Whether more sets may exist, because not all buffers were compared to the end.
     pub cut_off: bool,
 }
 
 impl<'a> Candidates<'a> {
-    /// Looks for them: a few reads for each buffer.
+    /// Finds candidates with a few reads for each buffer.
     ///
     /// # Errors
     /// A file cannot be read.
     pub fn of(processes: &'a [Vec<PagesFile>]) -> Result<Self, FileError> {
-        // What is looked at is far apart; and what is compared is not to be taken for what others have read.
-        without_reading_ahead(processes);
-        let mut groups = of_one_size(processes)?;
-        for place in 0..PLACES {
+        // Samples are far apart. What is compared later must not count as cached by other readers.
+        disable_readahead(processes);
+        let mut groups = group_by_size(processes)?;
+        for place in 0..SAMPLES {
             let split = groups.into_iter().map(|group| split(group, |candidate| candidate.sample(place)));
             groups = split.collect::<Result<Vec<_>, _>>()?.concat();
         }
         Ok(Self(groups))
     }
 
-    /// Bytes that are read to compare them, at most.
+    /// Returns an upper bound of the bytes that a comparison reads.
     #[must_use]
     pub fn bytes(&self) -> u64 {
         self.0.iter().flatten().map(|candidate| candidate.bytes).sum()
     }
 
-    /// Compares them as long as that `may_go_on`, which is asked before each MiB of a group; the largest buffers first.
+    /// Compares the candidates, the largest buffers first. `may_continue` is called before each MiB of a
+    /// group, and false ends the comparison.
     ///
     /// # Errors
     /// A file cannot be read.
-    pub fn compare(self, may_go_on: impl Fn() -> bool + Sync) -> Result<DuplicateSets, FileError> {
+    pub fn compare(self, may_continue: impl Fn() -> bool + Sync) -> Result<DuplicateSets, FileError> {
         let groups = Mutex::new(self.0.into_iter());
         let next = || groups.lock().unwrap_or_else(PoisonError::into_inner).next();
-        let threads = thread::available_parallelism().map_or(1, usize::from).min(THREADS);
+        let threads = thread::available_parallelism().map_or(1, usize::from).min(MAX_THREADS);
         let found: Vec<Result<DuplicateSets, FileError>> = thread::scope(|scope| {
             let work = || -> Result<DuplicateSets, FileError> {
                 let mut same = DuplicateSets::default();
                 while let Some(group) = next() {
-                    match sets_of(group, &may_go_on)? {
+                    match sets_of(group, &may_continue)? {
                         Some(sets) => same.sets.extend(sets),
                         None => same.cut_off = true,
                     }
@@ -128,7 +133,7 @@ impl<'a> Candidates<'a> {
                 Ok(same)
             };
             let threads: Vec<_> = (0..threads).map(|_| scope.spawn(work)).collect();
-            threads.into_iter().map(|thread| thread.join().expect("it has not panicked")).collect()
+            threads.into_iter().map(|thread| thread.join().expect("a comparing thread panicked")).collect()
         });
         let mut all = DuplicateSets::default();
         for found in found {
@@ -141,23 +146,24 @@ impl<'a> Candidates<'a> {
     }
 }
 
-fn without_reading_ahead(processes: &[Vec<PagesFile>]) {
+fn disable_readahead(processes: &[Vec<PagesFile>]) {
     let files = processes.iter().flatten();
     files.for_each(|file| advise(file, 0, 0, PosixFadviseAdvice::POSIX_FADV_RANDOM));
 }
 
 fn advise(file: &PagesFile, start: u64, bytes: u64, advice: PosixFadviseAdvice) {
-    // Where the kernel does not take it, nothing is lost.
+    // The advice is optional: nothing depends on it.
     let _ = posix_fadvise(file.file.file(), start.cast_signed(), bytes.cast_signed(), advice);
 }
 
-/// The largest first: no thread has one of them left when the others have ended.
-fn of_one_size(processes: &[Vec<PagesFile>]) -> Result<Vec<Group<'_>>, FileError> {
+/// Groups buffers by size, the largest first, so that no thread starts on a large one when the others have
+/// ended.
+fn group_by_size(processes: &[Vec<PagesFile>]) -> Result<Vec<Group<'_>>, FileError> {
     let mut sizes: BTreeMap<Reverse<u64>, Group<'_>> = BTreeMap::new();
     for (process, file) in
         (0..).zip(processes).flat_map(|(process, files)| files.iter().map(move |file| (process, file)))
     {
-        for stretch in file.stretches().iter().filter(|stretch| stretch.bytes >= LEAST) {
+        for stretch in file.stretches().iter().filter(|stretch| stretch.bytes >= MIN_BYTES) {
             let name = (process, stretch.buffer);
             let candidate = Candidate { name, file, start: stretch.start, bytes: stretch.bytes };
             sizes.entry(Reverse(stretch.bytes)).or_default().push(candidate);
@@ -173,7 +179,7 @@ fn of_one_size(processes: &[Vec<PagesFile>]) -> Result<Vec<Group<'_>>, FileError
     Ok(groups)
 }
 
-/// By what is read of each; without those that are the only ones.
+/// Splits a group by the value that `read` returns, and drops groups of one.
 fn split<'a, T: Ord>(
     group: Group<'a>,
     read: impl Fn(&Candidate<'a>) -> Result<T, FileError>,
@@ -185,24 +191,24 @@ fn split<'a, T: Ord>(
     Ok(by_content.into_values().filter(|group| group.len() > 1).collect())
 }
 
-/// Of buffers that look the same; none if it took too long.
-fn sets_of(group: Group<'_>, may_go_on: impl Fn() -> bool) -> Result<Option<Vec<Vec<Name>>>, FileError> {
+/// Compares a group to its end, and returns its sets. Returns None if it was cut off.
+fn sets_of(group: Group<'_>, may_continue: impl Fn() -> bool) -> Result<Option<Vec<Vec<Name>>>, FileError> {
     let bytes = group.first().map_or(0, |candidate| candidate.bytes);
     let mut groups = vec![group];
-    let mut buffer = vec![0; STEP];
-    for at in (0..bytes).step_by(STEP) {
+    let mut buffer = vec![0; COMPARE_BYTES];
+    for at in (0..bytes).step_by(COMPARE_BYTES) {
         if groups.is_empty() {
             break;
         }
-        if !may_go_on() {
+        if !may_continue() {
             return Ok(None);
         }
-        let length = usize::try_from(bytes - at).unwrap_or(STEP).min(STEP);
-        let mut still = Vec::new();
+        let length = usize::try_from(bytes - at).unwrap_or(COMPARE_BYTES).min(COMPARE_BYTES);
+        let mut next_groups = Vec::new();
         for group in groups {
-            still.extend(step(group, at, &mut buffer[..length])?);
+            next_groups.extend(split_by_content(group, at, &mut buffer[..length])?);
         }
-        groups = still;
+        groups = next_groups;
     }
     let names = |group: Group<'_>| {
         let mut names: Vec<Name> = group.iter().map(|candidate| candidate.name).collect();
@@ -212,14 +218,14 @@ fn sets_of(group: Group<'_>, may_go_on: impl Fn() -> bool) -> Result<Option<Vec<
     Ok(Some(groups.into_iter().map(names).collect()))
 }
 
-/// Those that are the same in these bytes, too.
-fn step<'a>(group: Group<'a>, at: u64, buffer: &mut [u8]) -> Result<Vec<Group<'a>>, FileError> {
+/// Splits a group by these bytes, and drops groups of one.
+fn split_by_content<'a>(group: Group<'a>, at: u64, buffer: &mut [u8]) -> Result<Vec<Group<'a>>, FileError> {
     let mut contents: Vec<(Vec<u8>, Group<'a>)> = Vec::new();
     for candidate in group {
-        candidate.pass(at, buffer)?;
+        candidate.read_once(at, buffer)?;
         match contents.iter().position(|(content, _)| content == buffer) {
             Some(place) => contents[place].1.push(candidate),
-            None if contents.len() < CONTENTS => contents.push((buffer.to_vec(), vec![candidate])),
+            None if contents.len() < MAX_CONTENTS => contents.push((buffer.to_vec(), vec![candidate])),
             None => {}
         }
     }

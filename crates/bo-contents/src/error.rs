@@ -1,45 +1,45 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Why contents could not be moved.
+//! Errors of saves and loads.
 
 use std::io;
 
 use nix::errno::Errno;
 
 use crate::folder::FileError;
-use crate::pipeline::PATIENCE;
+use crate::pipeline::STALL_TIMEOUT;
 
-/// Contents could not be moved.
+/// Buffers could not be saved or loaded.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// A GPU's copies.
+    /// A copy on a GPU failed.
     #[error(transparent)]
     Engine(#[from] rewake_sdma_copy::Error),
-    /// A GPU's driver.
+    /// A GPU's driver failed.
     #[error(transparent)]
     Driver(#[from] rewake_amdgpu_uapi::Error),
-    /// A file of the image.
+    /// A file of the image could not be opened or examined.
     #[error(transparent)]
     File(#[from] FileError),
-    /// Reading or writing it.
+    /// A read or write of a file failed.
     #[error(transparent)]
     Transfer(#[from] rewake_image_io::files::TransferError),
-    /// What reads and writes files.
+    /// The I/O engine failed.
     #[error(transparent)]
     Store(#[from] rewake_image_io::StoreError),
-    /// `KFD_MAX_BUFFER_SIZE`.
+    /// `KFD_MAX_BUFFER_SIZE` is not valid.
     #[error(transparent)]
     Setting(#[from] rewake_amdgpu_uapi::settings::BadSetting),
-    /// Files, memory and threads.
+    /// A file, memory or a thread could not be created.
     #[error(transparent)]
     Io(#[from] io::Error),
-    /// Nothing goes on.
+    /// The transfer makes no progress.
     #[error(transparent)]
     Stuck(#[from] Stuck),
-    /// A fault of ours.
-    #[error("copying panicked: a fault of rewake")]
+    /// The thread panicked, which is a bug in Rewake.
+    #[error("the copy thread panicked: this is a bug in rewake")]
     Panicked,
-    /// [`LoadHandle::give_up`](crate::Desk::give_up).
-    #[error("given up: nobody waits for it any more")]
+    /// The caller ended the load with [`LoadHandle::give_up`](crate::LoadHandle::give_up).
+    #[error("the load was given up: no process needs it")]
     GivenUp,
 }
 
@@ -49,16 +49,16 @@ impl From<Errno> for Error {
     }
 }
 
-/// Nothing goes on.
+/// The transfer makes no progress.
 #[derive(Debug, thiserror::Error)]
 pub enum Stuck {
-    /// Files do not answer.
-    #[error("{0} transfers of image files have not ended for {PATIENCE:?}: does the storage answer?")]
+    /// Reads or writes of files do not end.
+    #[error("{0} transfers of image files have not ended for {STALL_TIMEOUT:?}: does the storage answer?")]
     Files(usize),
-    /// A fault of ours.
-    #[error("nothing has happened for {PATIENCE:?}, and nothing is under way: a fault of rewake")]
+    /// Nothing is in flight, which is a bug in Rewake.
+    #[error("no progress for {STALL_TIMEOUT:?} with nothing in flight: this is a bug in rewake")]
     Nothing,
-    /// What is to be saved cannot be reached.
+    /// A buffer that is saved has no dma-buf.
     #[error("buffer {0} of the image has bytes, but the driver exported no dma-buf for it")]
     NoBytes(usize),
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Where other threads ask a load for buffers, and how far it is.
+//! Demands of other threads to a load, and the load's progress.
 
 use std::io;
 use std::os::fd::{AsFd as _, BorrowedFd};
@@ -10,15 +10,17 @@ use nix::sys::eventfd::{EfdFlags, EventFd};
 
 use crate::pipeline::Process;
 
-/// A handle to a load that another thread runs. Clones are the same load's. After its end nothing comes of demands.
+/// A handle of a load that another thread runs. Clones refer to the same load. Demands after its end have no
+/// effect.
 #[derive(Debug, Clone)]
 pub struct LoadHandle(Arc<Shared>);
 
 #[derive(Debug)]
 struct Shared {
-    /// By process and buffer: whether it was ever demanded. Each is queued once, so that the queue is no longer than the image.
-    asked: Vec<Vec<AtomicBool>>,
-    /// Demands that the load has not seen.
+    /// Whether each buffer of each process was ever demanded. Each is queued once, so the queue is no longer
+    /// than the image.
+    demanded: Vec<Vec<AtomicBool>>,
+    /// Demands that the load has not taken.
     queue: Mutex<Vec<(usize, usize)>>,
     /// Wakes the load.
     event: EventFd,
@@ -34,22 +36,23 @@ struct Count {
     all: u64,
 }
 
-/// How far a process's memory of one GPU is.
+/// The progress of a process's memory on one GPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Progress {
-    /// Its place among the load's processes.
+    /// The index of the process in the load.
     pub process: usize,
-    /// N of the GPU's `/dev/dri/renderDN`.
+    /// The N of the GPU's `/dev/dri/renderDN`.
     pub minor: u32,
-    /// Bytes of buffers that are there.
+    /// Bytes of resident buffers.
     pub resident: u64,
-    /// Bytes of buffers that are loaded in all.
+    /// Bytes of all buffers that are loaded.
     pub all: u64,
 }
 
 impl LoadHandle {
     pub(crate) fn new(processes: &[Process<'_>]) -> io::Result<Self> {
-        let asked = |process: &Process<'_>| process.dmabufs.iter().map(|_| AtomicBool::new(false)).collect();
+        let demanded =
+            |process: &Process<'_>| process.dmabufs.iter().map(|_| AtomicBool::new(false)).collect();
         let mut counts: Vec<Count> = Vec::new();
         for (process, of) in processes.iter().enumerate() {
             for file in of.files {
@@ -62,7 +65,7 @@ impl LoadHandle {
             }
         }
         Ok(Self(Arc::new(Shared {
-            asked: processes.iter().map(asked).collect(),
+            demanded: processes.iter().map(demanded).collect(),
             queue: Mutex::new(Vec::new()),
             event: EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?,
             counts,
@@ -70,33 +73,34 @@ impl LoadHandle {
         })))
     }
 
-    /// Wants a buffer, by the image's number of it in a process of the load, before all that nobody has demanded and after
-    /// what was demanded before. What is under way already comes first: see [`BackgroundLoad`](crate::Loading). Nothing comes of
-    /// it if the buffer is resident, was demanded before, is not loaded or is unknown. Does not wait.
+    /// Demands a buffer of a process, by the image's number of it. It precedes all buffers that were not
+    /// demanded, and follows earlier demands. Chunks in flight precede it: see
+    /// [`BackgroundLoad`](crate::BackgroundLoad). A buffer that is resident, was demanded before, is not
+    /// loaded or is unknown is ignored. Does not wait.
     pub fn demand(&self, process: usize, buffer: usize) {
-        let asked = self.0.asked.get(process).and_then(|asked| asked.get(buffer));
-        if asked.is_none_or(|asked| asked.swap(true, Ordering::Relaxed)) {
+        let demanded = self.0.demanded.get(process).and_then(|demanded| demanded.get(buffer));
+        if demanded.is_none_or(|demanded| demanded.swap(true, Ordering::Relaxed)) {
             return;
         }
         self.0.queue.lock().unwrap_or_else(PoisonError::into_inner).push((process, buffer));
-        // It fails where it would count too far: then the load is woken anyway.
+        // A write fails only when the counter is full, and then the load wakes anyway.
         let _ = self.0.event.write(1);
     }
 
-    /// Nobody needs it any more: it ends with an error as soon as it looks. Does not wait.
+    /// Makes the load end with an error soon, because nothing needs it. Does not wait.
     pub fn give_up(&self) {
         self.0.given_up.store(true, Ordering::Release);
-        // As above.
+        // A failed write is ignored as in `demand`.
         let _ = self.0.event.write(1);
     }
 
-    /// Whether it is to end.
+    /// Returns whether the load shall end.
     #[must_use]
     pub fn is_given_up(&self) -> bool {
         self.0.given_up.load(Ordering::Acquire)
     }
 
-    /// How far the load is, for each process and GPU. What it says is resident may be read.
+    /// Returns the progress for each process and GPU. Bytes counted as resident may be read.
     #[must_use]
     pub fn progress(&self) -> Vec<Progress> {
         let progress = |count: &Count| Progress {
@@ -108,7 +112,7 @@ impl LoadHandle {
         self.0.counts.iter().map(progress).collect()
     }
 
-    /// For the load: so many bytes more are resident.
+    /// Adds resident bytes. Called by the load.
     pub(crate) fn count(&self, process: usize, minor: u32, bytes: u64) {
         let count = self.0.counts.iter().find(|count| (count.process, count.minor) == (process, minor));
         if let Some(count) = count {
@@ -116,19 +120,20 @@ impl LoadHandle {
         }
     }
 
-    /// For the load: demands that it has not seen, in their order.
+    /// Takes the new demands, in their order. Called by the load.
     pub(crate) fn take_requests(&self) -> Vec<(usize, usize)> {
         std::mem::take(&mut self.0.queue.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// For the load: can be read when there are demands.
+    /// Returns a descriptor that is readable when there are demands. Polled by the load.
     pub(crate) fn event(&self) -> BorrowedFd<'_> {
         self.0.event.as_fd()
     }
 
-    /// For the load, when it has slept, and before it looks at demands: one that comes later wakes it again.
+    /// Resets the wakeup. The load calls it after a sleep and before it takes demands, so later demands wake
+    /// it again.
     pub(crate) fn drain_wakeup(&self) {
-        // Nothing to read is no error: something else woke it.
+        // There is nothing to read if another event woke the load.
         let _ = self.0.event.read();
     }
 }
@@ -139,48 +144,48 @@ mod tests {
 
     use super::*;
 
-    fn desk(buffers: usize) -> LoadHandle {
+    fn handle(buffers: usize) -> LoadHandle {
         let dmabufs: Vec<_> = (0..buffers).map(|_| None).collect();
         LoadHandle::new(&[Process { files: &[], dmabufs: &dmabufs }]).unwrap()
     }
 
-    fn wakes(desk: &LoadHandle) -> bool {
-        let mut fds = [PollFd::new(desk.event(), PollFlags::POLLIN)];
+    fn wakes(handle: &LoadHandle) -> bool {
+        let mut fds = [PollFd::new(handle.event(), PollFlags::POLLIN)];
         poll(&mut fds, PollTimeout::ZERO).unwrap() == 1
     }
 
     #[test]
     fn demands_are_queued_once_and_in_their_order() {
-        let desk = desk(4);
-        let other = desk.clone();
-        desk.demand(0, 3);
+        let handle = handle(4);
+        let other = handle.clone();
+        handle.demand(0, 3);
         other.demand(0, 1);
-        desk.demand(0, 1);
-        assert_eq!(desk.take_requests(), [(0, 3), (0, 1)]);
+        handle.demand(0, 1);
+        assert_eq!(handle.take_requests(), [(0, 3), (0, 1)]);
         other.demand(0, 3);
-        desk.demand(0, 0);
-        assert_eq!(desk.take_requests(), [(0, 0)]);
-        assert_eq!(desk.take_requests(), []);
+        handle.demand(0, 0);
+        assert_eq!(handle.take_requests(), [(0, 0)]);
+        assert_eq!(handle.take_requests(), []);
     }
 
     #[test]
-    fn what_is_unknown_is_nobodys_demand() {
-        let desk = desk(2);
-        desk.demand(0, 2);
-        desk.demand(1, 0);
-        desk.demand(usize::MAX, usize::MAX);
-        assert!(!wakes(&desk));
-        assert_eq!(desk.take_requests(), []);
+    fn demands_of_unknown_buffers_are_ignored() {
+        let handle = handle(2);
+        handle.demand(0, 2);
+        handle.demand(1, 0);
+        handle.demand(usize::MAX, usize::MAX);
+        assert!(!wakes(&handle));
+        assert_eq!(handle.take_requests(), []);
     }
 
     #[test]
     fn a_demand_wakes_the_load_once() {
-        let desk = desk(2);
-        assert!(!wakes(&desk));
-        desk.demand(0, 1);
-        assert!(wakes(&desk));
-        desk.drain_wakeup();
-        assert!(!wakes(&desk));
-        assert_eq!(desk.take_requests(), [(0, 1)]);
+        let handle = handle(2);
+        assert!(!wakes(&handle));
+        handle.demand(0, 1);
+        assert!(wakes(&handle));
+        handle.drain_wakeup();
+        assert!(!wakes(&handle));
+        assert_eq!(handle.take_requests(), [(0, 1)]);
     }
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What `rewake_image_io` must be promised about memory.
+//! Memory that `rewake_image_io` may read files into.
 
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -8,18 +8,19 @@ use rewake_amdgpu_uapi::abi::memory::Mapping;
 use rewake_image_io::files::Memory;
 use rewake_sdma_copy::{Place, Shape, Staging};
 
-/// Memory that files are read into and written from, slot after slot.
+/// Memory that files are read into and written from, slot by slot.
 #[derive(Debug, Clone)]
 pub(crate) enum IoMemory {
     /// Staging memory of ordinary pages.
     Staging(Staging),
-    /// This process's own, beside staging memory that files cannot be read into.
+    /// Memory of this process, where files cannot be read into staging memory.
     Own(Arc<Mapping>),
     /// A buffer, where the CPU copies.
     Buffer(Arc<Mapping>),
 }
 
-// SAFETY: all are mapped until the last clone is dropped, and none is ever borrowed: all accesses are volatile copies.
+// SAFETY: all are mapped until the last clone is dropped, and none is ever borrowed: all accesses are
+// volatile copies.
 unsafe impl Memory for IoMemory {
     fn start(&self) -> NonNull<u8> {
         match self {
@@ -42,7 +43,7 @@ unsafe impl Memory for IoMemory {
     }
 
     fn is_for_devices(&self) -> bool {
-        // It may be a device's own.
+        // A buffer may be a device's memory.
         !matches!(self, Self::Buffer(_))
     }
 }

@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Whose the files are, which of their chunks have bytes of which buffer, and which process's come first.
+//! Maps files to processes, GPUs and buffers, and orders the files of a load.
 
 use std::ops::RangeInclusive;
 
 use rewake_sdma_copy::Bo;
 
-use crate::chunk_schedule::{ChunkSchedule, put_first, small_first};
+use crate::chunk_schedule::{ChunkSchedule, prioritize, small_first};
 use crate::dedup::{Duplicates, source_of};
 use crate::pages::{CHUNK, PagesFile};
 use crate::pipeline::Process;
 
-/// A file, whose it is and what copies its bytes.
+/// A file with its process and the engine that copies its bytes.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct ProcessLayout<'a> {
+pub(crate) struct FileEntry<'a> {
     pub(crate) file: &'a PagesFile,
     pub(crate) process: usize,
     pub(crate) engine: usize,
@@ -21,23 +21,23 @@ pub(crate) struct ProcessLayout<'a> {
 /// A buffer that has bytes in a file.
 #[derive(Debug, Clone)]
 pub(crate) struct Buffer {
-    /// Which file of all processes'.
+    /// The index of the file among all processes' files.
     pub(crate) file: usize,
-    /// That it has bytes in.
+    /// The chunks that hold its bytes.
     pub(crate) chunks: RangeInclusive<u64>,
-    /// Those of them that are not done; of one that follows another, of that one's.
+    /// The number of chunks that are not done. For a follower, these are chunks of its source.
     pub(crate) left: u64,
-    /// Of all of it.
+    /// The size of the buffer.
     pub(crate) bytes: u64,
-    /// What the engine calls it, from the first copy to the last.
+    /// The engine's handle, from the first copy to the last.
     pub(crate) bo: Option<Bo>,
     /// Buffers with the same bytes.
-    pub(crate) twins: Duplicates,
+    pub(crate) duplicates: Duplicates,
 }
 
-/// All files that have chunks, and the render nodes of their GPUs, each once.
-pub(crate) fn parts<'a>(processes: &'a [Process<'a>]) -> (Vec<ProcessLayout<'a>>, Vec<u32>) {
-    let (mut parts, mut minors) = (Vec::new(), Vec::new());
+/// Returns all files that have chunks, and the render nodes of their GPUs, each once.
+pub(crate) fn file_entries<'a>(processes: &'a [Process<'a>]) -> (Vec<FileEntry<'a>>, Vec<u32>) {
+    let (mut entries, mut minors) = (Vec::new(), Vec::new());
     let files = processes.iter().enumerate();
     let files = files.flat_map(|(process, of)| of.files.iter().map(move |file| (process, file)));
     for (process, file) in files.filter(|(_, file)| file.chunks() > 0) {
@@ -45,28 +45,35 @@ pub(crate) fn parts<'a>(processes: &'a [Process<'a>]) -> (Vec<ProcessLayout<'a>>
             minors.push(file.minor);
             minors.len() - 1
         });
-        parts.push(ProcessLayout { file, process, engine });
+        entries.push(FileEntry { file, process, engine });
     }
-    (parts, minors)
+    (entries, minors)
 }
 
-/// What has bytes in a file, by process and buffer.
-pub(crate) fn buffers(processes: &[Process<'_>], parts: &[ProcessLayout<'_>]) -> Vec<Vec<Option<Buffer>>> {
+/// Returns the buffers that have bytes in a file, by process and number.
+pub(crate) fn buffers(processes: &[Process<'_>], entries: &[FileEntry<'_>]) -> Vec<Vec<Option<Buffer>>> {
     let mut buffers: Vec<Vec<Option<Buffer>>> =
         processes.iter().map(|process| vec![None; process.dmabufs.len()]).collect();
-    for (file, part) in parts.iter().enumerate() {
-        for stretch in part.file.stretches() {
+    for (file, entry) in entries.iter().enumerate() {
+        for stretch in entry.file.stretches() {
             let buffer = stretch.chunks().map(|chunks| {
                 let left = chunks.end() - chunks.start() + 1;
-                Buffer { file, chunks, left, bytes: stretch.bytes, bo: None, twins: Duplicates::default() }
+                Buffer {
+                    file,
+                    chunks,
+                    left,
+                    bytes: stretch.bytes,
+                    bo: None,
+                    duplicates: Duplicates::default(),
+                }
             });
-            buffers[part.process][stretch.buffer] = buffer;
+            buffers[entry.process][stretch.buffer] = buffer;
         }
     }
     buffers
 }
 
-/// How many buffers of each process are to be moved.
+/// Returns the number of buffers that are loaded or saved, by process.
 pub(crate) fn remaining(processes: &[Process<'_>], buffers: &[Vec<Option<Buffer>>]) -> Vec<usize> {
     let missing = |(of, buffers): (&Process<'_>, &Vec<Option<Buffer>>)| {
         let both = of.dmabufs.iter().zip(buffers);
@@ -75,39 +82,41 @@ pub(crate) fn remaining(processes: &[Process<'_>], buffers: &[Vec<Option<Buffer>
     processes.iter().zip(buffers).map(missing).collect()
 }
 
-/// All files, in the order in which they are loaded behind running processes: the process with the fewest bytes comes first, and of its GPUs that
-/// with the fewest. Each can go on when it has all of them, whatever the others wait for.
-pub(crate) fn smallest_first(processes: &[Process<'_>], parts: &[ProcessLayout<'_>]) -> Vec<usize> {
+/// Returns all files in the order of a background load. The process with the fewest bytes is first, and
+/// within it the GPU with the fewest. So its queues resume early, whatever the others wait for.
+pub(crate) fn smallest_first(processes: &[Process<'_>], entries: &[FileEntry<'_>]) -> Vec<usize> {
     let mut of_process = vec![0; processes.len()];
-    let of_part: Vec<u64> = parts.iter().map(|part| processes[part.process].bytes_in(part.file)).collect();
-    parts.iter().zip(&of_part).for_each(|(part, bytes)| of_process[part.process] += bytes);
-    let mut files: Vec<usize> = (0..parts.len()).collect();
+    let of_entry: Vec<u64> =
+        entries.iter().map(|entry| processes[entry.process].bytes_in(entry.file)).collect();
+    entries.iter().zip(&of_entry).for_each(|(entry, bytes)| of_process[entry.process] += bytes);
+    let mut files: Vec<usize> = (0..entries.len()).collect();
     files.sort_by_key(|file| {
-        let process = parts[*file].process;
-        (of_process[process], process, of_part[*file])
+        let process = entries[*file].process;
+        (of_process[process], process, of_entry[*file])
     });
     files
 }
 
-/// The order of what is loaded behind running processes, these files one after the other. Of each, buffers that are `wanted` first (process and buffer)
-/// come first, then small buffers before large ones: there are many of them in a chunk, and it costs nothing.
+/// Returns the schedule of a background load of these files, one after the other. In each file, `wanted`
+/// buffers (process and number) are first. Small buffers precede large ones, because a chunk holds many of
+/// them at no extra cost.
 pub(crate) fn background_schedule(
     processes: &[Process<'_>],
-    parts: &[ProcessLayout<'_>],
+    entries: &[FileEntry<'_>],
     buffers: &[Vec<Option<Buffer>>],
     files: Vec<usize>,
     wanted: &[(usize, usize)],
 ) -> ChunkSchedule {
     let groups = files.into_iter().map(|file| vec![file]).collect();
-    let first = chunks_of(processes, parts.len(), buffers, wanted);
-    let of_each = parts.iter().zip(&first);
+    let first = chunks_of(processes, entries.len(), buffers, wanted);
+    let of_each = entries.iter().zip(&first);
     ChunkSchedule::new(
-        of_each.map(|(part, first)| put_first(first, small_chunks_first(processes, part))),
+        of_each.map(|(entry, first)| prioritize(first, small_chunks_first(processes, entry))),
         groups,
     )
 }
 
-/// By file: the chunks of buffers that are loaded; others have none.
+/// Returns the chunks of the loaded buffers among `wanted`, by file.
 fn chunks_of(
     processes: &[Process<'_>],
     files: usize,
@@ -124,10 +133,10 @@ fn chunks_of(
     chunks
 }
 
-fn small_chunks_first(processes: &[Process<'_>], part: &ProcessLayout<'_>) -> Vec<u64> {
-    let here = &processes[part.process].dmabufs;
-    let mut small = vec![0; usize::try_from(part.file.chunks()).unwrap_or(usize::MAX)];
-    let stretches = part.file.stretches().iter();
+fn small_chunks_first(processes: &[Process<'_>], entry: &FileEntry<'_>) -> Vec<u64> {
+    let here = &processes[entry.process].dmabufs;
+    let mut small = vec![0; usize::try_from(entry.file.chunks()).unwrap_or(usize::MAX)];
+    let stretches = entry.file.stretches().iter();
     for stretch in stretches.filter(|of| of.bytes < CHUNK && here[of.buffer].is_some()) {
         for number in stretch.chunks().into_iter().flatten() {
             small[usize::try_from(number).unwrap_or(usize::MAX)] += 1;

@@ -1,19 +1,23 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The memory of GPUs' buffers, to and from `amdgpu-pages-ID-GPU.img` and `amdgpu-drm-pages-ID-MINOR-BUFFER.img`.
+//! Saves and loads the memory of buffer objects. The files are `amdgpu-pages-ID-GPU.img` and
+//! `amdgpu-drm-pages-ID-MINOR-BUFFER.img`.
 //!
-//! The unit is a chunk of the *file*, 2 MiB at a multiple of 2 MiB: a slot of staging memory holds one, disks read and
-//! write it past the page cache, and all buffers that have bytes in it are copied by one submission, so that small ones
-//! come by the hundred. Chunks of all GPUs are under way at once: one is copied while another is read or written. One thread
-//! looks after all of it, and no process has more memory for it than the staging memory.
+//! The unit is a chunk of the *file*: 2 MiB at a multiple of 2 MiB. A slot of staging memory holds one chunk,
+//! and disks read and write it with O_DIRECT. One submission copies all buffers that have bytes in a chunk,
+//! so hundreds of small buffers cost as much as a large one. Chunks of all GPUs are in flight at once: one is
+//! copied while another is read or written. One thread drives all of it, and its memory is limited to the
+//! staging memory.
 //!
-//! * [`PagesFile`]: what is where in a file. `flow`: what is under way, `copies` what engines work on. [`save`], [`load`]: the two directions.
-//! * [`Candidates`]: which buffers have the same bytes. `twins`: they are read once.
-//! * [`BackgroundLoad`]: a load that other threads can ask for a buffer first, and how far it is, at its [`LoadHandle`]. `order`: which
-//!   chunk comes next.
-//! * [`folder`]: files of an image directory.
+//! * [`PagesFile`]: the layout of a file. `pipeline`: the chunks in flight; `copies`: the copies in flight.
+//!   [`save`] and [`load`]: the two directions.
+//! * [`Candidates`]: finds buffers that have the same bytes. `dedup`: reads such bytes once.
+//! * [`BackgroundLoad`]: a load that takes demands and reports progress at its [`LoadHandle`].
+//!   `chunk_schedule`: chooses the next chunk.
+//! * [`folder`]: opens files of an image directory.
 //!
-//! What the page cache has is read from it, by threads of the kernel's, and by one copy where the CPU copies anyway (`straight`);
-//! the rest past it, by io_uring. [`BackgroundLoad::into_memory`] needs no GPU: tests, and `cargo xtask bench engine`, load into memory.
+//! Threads of the kernel read cached bytes from the page cache. Where the CPU copies anyway, they read into
+//! the buffer directly (`unstaged_reads`). io_uring reads the rest with O_DIRECT.
+//! [`BackgroundLoad::into_memory`] needs no GPU: tests and `cargo xtask bench engine` load into memory.
 
 mod background_load;
 mod chunk_schedule;
@@ -31,8 +35,8 @@ mod pipeline;
 mod report;
 mod save;
 mod slot_quota;
-mod straight;
 mod transfers;
+mod unstaged_reads;
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -40,7 +44,7 @@ use std::time::Instant;
 use nix::sys::signal::{SigSet, SigmaskHow};
 
 pub use background_load::BackgroundLoad;
-pub use duplicate_finder::{Candidates, DuplicateSets, TWINS};
+pub use duplicate_finder::{Candidates, DUPLICATES_FILE, DuplicateSets};
 pub use error::{Error, Stuck};
 pub use handle::{LoadHandle, Progress};
 pub use load::LoadEvent;
@@ -53,61 +57,62 @@ pub use rewake_sdma_copy::MemoryDevice;
 use copies::Sink;
 use pipeline::Pipeline;
 
-/// Writes the memory of buffers. Those that have bytes must all have a dma-buf.
+/// Writes the memory of buffers to files. Every buffer that has bytes must have a dma-buf.
 ///
 /// # Errors
-/// A GPU or a file failed, or one of them does not answer.
+/// A GPU or a file failed or does not answer.
 pub fn save(processes: &[Process<'_>]) -> Result<Option<Report>, Error> {
     run("saved", processes, Sink::Gpus, None, save::run)
 }
 
-/// Reads the memory of all processes' buffers, in the order of the files. A buffer without a dma-buf is left alone. None where
-/// there is nothing to read.
+/// Reads the memory of all processes' buffers, in file order. It skips buffers without a dma-buf. Returns
+/// None if there is nothing to read.
 ///
 /// # Errors
-/// A GPU or a file failed, or one of them does not answer.
+/// A GPU or a file failed or does not answer.
 pub fn load(processes: &[Process<'_>]) -> Result<Option<Report>, Error> {
     let any = |process: &&Process<'_>| process.dmabufs.iter().any(Option::is_some);
     let here: Vec<Process<'_>> = processes.iter().filter(any).copied().collect();
-    let desk = LoadHandle::new(&here)?;
-    run("loaded", &here, Sink::Gpus, None, |flow| load::run(flow, &desk, &mut |_| ()))
+    let handle = LoadHandle::new(&here)?;
+    run("loaded", &here, Sink::Gpus, None, |pipeline| load::run(pipeline, &handle, &mut |_| ()))
 }
 
-/// One of the two directions.
+/// Runs a save or a load on its own thread.
 fn run(
     done: &'static str,
     processes: &[Process<'_>],
     sink: Sink<'_>,
-    pace: Option<Arc<IoBudget>>,
-    act: impl FnOnce(&mut Pipeline<'_>) -> Result<Moved, Error> + Send,
+    budget: Option<Arc<IoBudget>>,
+    work: impl FnOnce(&mut Pipeline<'_>) -> Result<Moved, Error> + Send,
 ) -> Result<Option<Report>, Error> {
     if processes.iter().flat_map(|process| process.files).all(|file| file.chunks() == 0) {
         return Ok(None);
     }
-    // Not when they are opened: the plugin and the streamer of one restore have them open at the same time.
+    // Files are joined now and not when they are opened: plugin and streamer have them open at the same time.
+    // the same time.
     processes.iter().flat_map(|process| process.files).for_each(|file| file.file.join());
     let from_afar =
         processes.iter().flat_map(|process| process.files).any(|file| file.file.is_of_another_host());
-    pace.iter().filter(|_| from_afar).for_each(|pace| pace.set_remote_fs());
+    budget.iter().filter(|_| from_afar).for_each(|budget| budget.set_remote_fs());
     let start = Instant::now();
-    let (ways, moved) = on_quiet_thread(|| {
-        let mut flow = Pipeline::new(processes, sink, pace)?;
-        let ways = flow.notes();
-        Ok((ways, act(&mut flow)?))
+    let (paths, moved) = on_quiet_thread(|| {
+        let mut pipeline = Pipeline::new(processes, sink, budget)?;
+        let paths = pipeline.notes();
+        Ok((paths, work(&mut pipeline)?))
     })?;
-    Ok(Some(Report { done, ways, moved, time: start.elapsed() }))
+    Ok(Some(Report { done, paths, moved, time: start.elapsed() }))
 }
 
-/// Does it in a thread that has ended when this returns, and that signals do not reach.
+/// Runs `work` on a thread that blocks all signals, and joins the thread.
 ///
-/// An io_uring goes on in the kernel after it was closed, and interrupts the thread that had it (`io_ring_exit_work`).
-/// A driver's call that is made meanwhile gets EINTR: RESUME does, where it registers notifiers (`mm_take_all_locks`), and
-/// must not be made again.
-fn on_quiet_thread<T: Send>(act: impl FnOnce() -> Result<T, Error> + Send) -> Result<T, Error> {
+/// The kernel tears an io_uring down after its close, and then interrupts the thread that had it
+/// (`io_ring_exit_work`). A driver call that this thread makes meanwhile fails with EINTR. RESUME fails so
+/// while it registers notifiers (`mm_take_all_locks`), and must not be repeated.
+fn on_quiet_thread<T: Send>(work: impl FnOnce() -> Result<T, Error> + Send) -> Result<T, Error> {
     let before = SigSet::all().thread_swap_mask(SigmaskHow::SIG_SETMASK)?;
     let done = std::thread::scope(|scope| {
         let thread = std::thread::Builder::new().name("contents".to_owned());
-        Ok(thread.spawn_scoped(scope, act)?.join())
+        Ok(thread.spawn_scoped(scope, work)?.join())
     });
     before.thread_set_mask()?;
     match done {

@@ -1,35 +1,35 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What was moved, for people.
+//! A report of a save or load, for the log.
 
 use std::fmt;
 use std::time::Duration;
 
-/// What was moved.
+/// Counts of the bytes that were moved.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Moved {
-    /// Bytes of buffers, those that are zero among them.
+    /// Bytes of buffers, including zeros.
     pub bytes: u64,
-    /// Bytes that are zero: holes of files.
+    /// Zero bytes: holes of files.
     pub zero: u64,
-    /// Bytes of buffers that were given those of another one.
+    /// Bytes of buffers that were copied from a duplicate.
     pub same: u64,
-    /// Bytes that were asked of files: whole pages.
+    /// Bytes read from files, in whole pages.
     pub read: u64,
-    /// Pieces of work that GPUs were given.
+    /// Submissions to GPUs.
     pub submissions: u64,
-    /// Buffers.
+    /// The number of buffers.
     pub buffers: u64,
 }
 
-/// One direction, done.
+/// The result of a save or load.
 #[derive(Debug, Clone)]
 pub struct Report {
     pub(crate) done: &'static str,
-    /// The ways that bytes went, a line for each GPU.
-    pub ways: Vec<String>,
-    /// How much.
+    /// The path of the bytes, a line for each GPU.
+    pub paths: Vec<String>,
+    /// The amount.
     pub moved: Moved,
-    /// From the first engine's opening to the last byte.
+    /// The time from opening the first engine to the last byte.
     pub time: Duration,
 }
 
@@ -39,7 +39,8 @@ impl fmt::Display for Report {
         let seconds = time.as_secs_f64();
         write!(
             f,
-            "contents {done}: {} bytes, {} of them zero, {} submissions for {} buffers, {seconds:.3} s, {:.1} MiB/s",
+            "contents {done}: {} bytes, {} of them zero, {} submissions for {} buffers, {seconds:.3} s, \
+             {:.1} MiB/s",
             moved.bytes,
             moved.zero,
             moved.submissions,

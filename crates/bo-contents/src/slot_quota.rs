@@ -1,44 +1,44 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Which GPU gets the next slot of staging memory, where several need some: one after the other as long as the disk is what they wait for, and all
-//! of them as far as their copies are.
+//! Limits the slots of staging memory that one GPU takes from others. While the disk is slow, GPUs are loaded
+//! one after the other; while copies are slow, in parallel.
 
-/// Slots that each GPU may have, however many GPUs there are: two are read and one is copied.
-const LEAST: usize = 3;
-/// Chunks of 2 MiB that keep a disk busy.
-const BUSY: usize = 2;
+/// The slots that each GPU may have with any number of GPUs: two are read and one is copied.
+const MIN_SLOTS: usize = 3;
+/// Reads of 2 MiB that keep a disk busy.
+const BUSY_DISK_READS: usize = 2;
 
-/// Slots of a GPU, by what happens to them.
+/// The slots of a GPU, by state.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct SlotUse {
     pub(crate) reading: usize,
-    /// And not copied yet: the rings have enough.
+    /// Read and not copied: the rings are full.
     pub(crate) read: usize,
     pub(crate) copying: usize,
 }
 
-/// What a chunk that nobody has demanded waits for.
+/// The reason why a chunk that was not demanded waits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Backpressure {
-    /// Its GPU copies as fast as it can; others may go on.
-    ForCopies,
-    /// Its GPU has as many slots as it may have, and others would only share the disk: all would be there later.
-    ForTheDisk,
+    /// The GPU's copies are the limit. Other GPUs may start chunks.
+    Copies,
+    /// The GPU has all its slots, and the disk is the limit. Reads for other GPUs would only delay it.
+    Disk,
 }
 
-/// Of so many slots, for so many GPUs that have something left. None: nobody else needs any.
+/// Returns the slots of each of `gpus` GPUs that have chunks left. None: no other GPU needs any.
 pub(crate) fn quota(slots: usize, gpus: usize) -> Option<usize> {
-    (gpus > 1).then(|| (slots / gpus).max(LEAST))
+    (gpus > 1).then(|| (slots / gpus).max(MIN_SLOTS))
 }
 
-/// None: the GPU may take one more.
-pub(crate) fn backpressure(share: usize, taken: SlotUse) -> Option<Backpressure> {
-    let SlotUse { reading, read, copying } = taken;
-    if reading + read + copying < share {
+/// Returns the reason to wait, or None if the GPU may take a slot.
+pub(crate) fn backpressure(quota: usize, usage: SlotUse) -> Option<Backpressure> {
+    let SlotUse { reading, read, copying } = usage;
+    if reading + read + copying < quota {
         None
-    } else if read == 0 && reading >= BUSY {
-        Some(Backpressure::ForTheDisk)
+    } else if read == 0 && reading >= BUSY_DISK_READS {
+        Some(Backpressure::Disk)
     } else {
-        Some(Backpressure::ForCopies)
+        Some(Backpressure::Copies)
     }
 }
 
@@ -51,35 +51,31 @@ mod tests {
     }
 
     #[test]
-    fn who_is_alone_may_have_all() {
+    fn one_gpu_alone_has_no_quota() {
         assert_eq!(quota(24, 1), None);
         assert_eq!(quota(24, 0), None);
     }
 
     #[test]
-    fn each_of_many_can_be_read_for_while_it_copies() {
+    fn each_gpu_has_slots_for_reads_and_a_copy() {
         assert_eq!([2, 3, 8, 16, 64].map(|gpus| quota(24, gpus)), [12, 8, 3, 3, 3].map(Some));
     }
 
     #[test]
-    fn where_the_disk_is_slow_the_first_has_it_alone() {
+    fn a_slow_disk_serves_one_gpu_at_a_time() {
         assert_eq!(backpressure(8, of(5, 0, 1)), None);
-        for taken in [of(8, 0, 0), of(6, 0, 2)] {
-            assert_eq!(backpressure(8, taken), Some(Backpressure::ForTheDisk));
+        for usage in [of(8, 0, 0), of(6, 0, 2)] {
+            assert_eq!(backpressure(8, usage), Some(Backpressure::Disk));
         }
     }
 
     #[test]
-    fn where_copies_are_slow_others_go_on() {
-        for taken in [of(0, 6, 2), of(3, 3, 2), of(0, 0, 8), of(1, 0, 7)] {
-            assert_eq!(backpressure(8, taken), Some(Backpressure::ForCopies));
+    fn slow_copies_of_one_gpu_let_others_read() {
+        for usage in [of(0, 6, 2), of(3, 3, 2), of(0, 0, 8), of(1, 0, 7)] {
+            assert_eq!(backpressure(8, usage), Some(Backpressure::Copies));
         }
-        // More rings than slots: nothing is ever there that is not copied.
-        assert_eq!(backpressure(3, of(0, 0, 3)), Some(Backpressure::ForCopies));
-        assert_eq!(
-            backpressure(3, of(1, 0, 2)),
-            Some(Backpressure::ForCopies),
-            "one chunk keeps no disk busy"
-        );
+        // With more rings than slots, every slot that was read is copied.
+        assert_eq!(backpressure(3, of(0, 0, 3)), Some(Backpressure::Copies));
+        assert_eq!(backpressure(3, of(1, 0, 2)), Some(Backpressure::Copies), "one chunk keeps no disk busy");
     }
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Transfers of files, and the pace of those that nobody waits for.
+//! File transfers, and the I/O budget of background reads.
 
 use std::os::fd::AsFd as _;
 use std::sync::Arc;
@@ -12,32 +12,36 @@ use rewake_image_io::io_budget::{DemandGuard, IoBudget, Lane, PIECE, Permit};
 use crate::error::Error;
 use crate::io_memory::IoMemory;
 
-/// At once: a slot's data may be in several pieces.
-const MOST: usize = 64;
+/// The most transfers in flight: the data of a slot may need several.
+const MAX_IN_FLIGHT: usize = 64;
 
-/// Those under way.
+/// File transfers in flight.
 pub(crate) struct Transfers {
     ring: FileRing<IoMemory>,
-    /// Of all that read from the same disk; none: nobody else does.
-    pace: Option<Arc<IoBudget>>,
-    /// By the number that is the ring's token: the caller's, and what the disk's others are told of it.
-    under_way: Vec<Option<(u64, BudgetGuard)>>,
+    /// The budget of all readers of the disk. None: there is no other reader.
+    budget: Option<Arc<IoBudget>>,
+    /// By the ring's token: the caller's token, and the transfer's part in the budget.
+    in_flight: Vec<Option<(u64, BudgetGuard)>>,
 }
 
-/// Of a transfer, to all that read from the same disk.
+/// What a transfer holds of the budget.
 enum BudgetGuard {
     Nothing,
-    /// Nobody waits for it.
+    /// A background read.
     Background(Permit),
-    Waited(#[expect(dead_code, reason = "it is told until this is dropped")] DemandGuard),
+    Demand(#[expect(dead_code, reason = "the budget counts the demand until the drop")] DemandGuard),
 }
 
 impl Transfers {
-    pub(crate) fn new(pace: Option<Arc<IoBudget>>) -> Result<Self, Error> {
-        Ok(Self { ring: FileRing::new(MOST)?, pace, under_way: (0..MOST).map(|_| None).collect() })
+    pub(crate) fn new(budget: Option<Arc<IoBudget>>) -> Result<Self, Error> {
+        Ok(Self {
+            ring: FileRing::new(MAX_IN_FLIGHT)?,
+            budget,
+            in_flight: (0..MAX_IN_FLIGHT).map(|_| None).collect(),
+        })
     }
 
-    /// For the log: why they are one at a time, if they are.
+    /// Returns a line for the log if transfers run one at a time.
     pub(crate) fn note(&self) -> Option<String> {
         self.ring.note()
     }
@@ -46,95 +50,95 @@ impl Transfers {
         self.ring.in_flight()
     }
 
-    /// Whether so many more can be started. Each start needs it.
+    /// Returns whether `count` more transfers can start. A caller checks it before each start.
     pub(crate) fn has_room(&self, count: usize) -> bool {
-        self.under_way.iter().filter(|of| of.is_none()).count() >= count
+        self.in_flight.iter().filter(|of| of.is_none()).count() >= count
     }
 
-    /// Starts a read of all these bytes, or, if nobody waits for them, of as many of the first as make no other reader of the disk
-    /// wait for long. How many; none where that is none now.
-    pub(crate) fn read(&mut self, mut request: Request<IoMemory>, waited: bool) -> Option<usize> {
-        let pace = self.pace.as_ref().filter(|_| !request.file.is_cached(request.offset, request.bytes));
-        let told = match pace {
+    /// Starts a demanded read completely. A background read is cut so that it delays no other reader for
+    /// long. Returns the bytes that it reads, or None if the budget has no room now.
+    pub(crate) fn read(&mut self, mut request: Request<IoMemory>, demanded: bool) -> Option<usize> {
+        let budget = self.budget.as_ref().filter(|_| !request.file.is_cached(request.offset, request.bytes));
+        let guard = match budget {
             None => BudgetGuard::Nothing,
-            Some(pace) if waited => BudgetGuard::Waited(pace.wait()),
-            Some(pace) => {
-                if pace.is_busy() {
+            Some(budget) if demanded => BudgetGuard::Demand(budget.wait()),
+            Some(budget) => {
+                if budget.is_busy() {
                     request.bytes = request.bytes.min(PIECE);
                     request.needed = request.needed.min(request.bytes);
                 }
-                if !pace.allows(Lane::Gpus, request.bytes) {
+                if !budget.allows(Lane::Gpus, request.bytes) {
                     return None;
                 }
-                BudgetGuard::Background(pace.begin(Lane::Gpus, request.bytes))
+                BudgetGuard::Background(budget.begin(Lane::Gpus, request.bytes))
             }
         };
         let bytes = request.bytes;
-        self.begin(request, told);
+        self.begin(request, guard);
         Some(bytes)
     }
 
-    /// Starts any other transfer.
+    /// Starts a transfer outside the budget.
     pub(crate) fn start(&mut self, request: Request<IoMemory>) {
         self.begin(request, BudgetGuard::Nothing);
     }
 
-    fn begin(&mut self, mut request: Request<IoMemory>, told: BudgetGuard) {
-        let number = self.under_way.iter().position(Option::is_none).expect("room was asked for");
-        self.under_way[number] = Some((request.token, told));
+    fn begin(&mut self, mut request: Request<IoMemory>, guard: BudgetGuard) {
+        let number = self.in_flight.iter().position(Option::is_none).expect("the caller checked for room");
+        self.in_flight[number] = Some((request.token, guard));
         request.token = number as u64;
-        assert!(self.ring.submit(request).is_ok(), "more transfers than agreed");
+        assert!(self.ring.submit(request).is_ok(), "the ring has fewer entries than MAX_IN_FLIGHT");
     }
 
-    /// Whether who was refused is to look again soon: else the end of one under way says when.
-    pub(crate) fn is_for_others(&self) -> bool {
-        self.in_flight() == 0 || self.pace.as_ref().is_some_and(|pace| pace.is_busy())
+    /// Returns whether a refused caller must poll. Otherwise the end of a transfer wakes it.
+    pub(crate) fn must_poll(&self) -> bool {
+        self.in_flight() == 0 || self.budget.as_ref().is_some_and(|budget| budget.is_busy())
     }
 
-    /// How long to wait for [`Transfers::wakers`] at most: some may have ended of which none tells.
+    /// Returns the longest wait for [`Transfers::wakers`]: some transfers may end without an event.
     pub(crate) fn patience(&self) -> Duration {
         self.ring.patience()
     }
 
-    /// Whether some have ended already.
+    /// Returns whether some transfers have ended.
     pub(crate) fn has_finished(&self) -> bool {
         self.ring.has_finished()
     }
 
-    /// Those that have ended.
+    /// Adds the transfers that have ended.
     pub(crate) fn finished(&mut self, into: &mut Vec<Finished>) {
         self.ring.flush();
         let first = into.len();
         self.ring.finished(into);
         for finished in &mut into[first..] {
             let number = usize::try_from(finished.token).unwrap_or(usize::MAX);
-            let Some((token, told)) = self.under_way[number].take() else { continue };
+            let Some((token, guard)) = self.in_flight[number].take() else { continue };
             finished.token = token;
-            if let (Some(pace), BudgetGuard::Background(begun)) = (&self.pace, told) {
-                pace.end(begun);
+            if let (Some(budget), BudgetGuard::Background(permit)) = (&self.budget, guard) {
+                budget.end(permit);
             }
         }
     }
 
-    /// Readable when some may have ended, or it may be their turn.
+    /// Returns descriptors that are readable when a transfer may have ended or the budget may have room.
     pub(crate) fn wakers(&self) -> impl Iterator<Item = PollFd<'_>> {
-        let turn = self.pace.as_ref().map(|pace| pace.gpus().as_fd());
+        let turn = self.budget.as_ref().map(|budget| budget.gpus().as_fd());
         std::iter::once(self.ring.event()).chain(turn).map(|fd| PollFd::new(fd, PollFlags::POLLIN))
     }
 
-    /// When it has slept, and before it looks.
-    pub(crate) fn awake(&self) {
-        self.pace.iter().for_each(|pace| pace.gpus().drain());
+    /// Resets the wakeup after a sleep, before the caller checks the budget.
+    pub(crate) fn drain_wakeup(&self) {
+        self.budget.iter().for_each(|budget| budget.gpus().drain());
     }
 }
 
 impl Drop for Transfers {
     fn drop(&mut self) {
-        // A load that failed: others go on.
-        let Some(pace) = &self.pace else { return };
-        for (_, told) in self.under_way.drain(..).flatten() {
-            if let BudgetGuard::Background(begun) = told {
-                pace.end(begun);
+        // After a failed load, other readers still use the budget.
+        let Some(budget) = &self.budget else { return };
+        for (_, guard) in self.in_flight.drain(..).flatten() {
+            if let BudgetGuard::Background(permit) = guard {
+                budget.end(permit);
             }
         }
     }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! bpf(2): `include/uapi/linux/bpf.h`. The kernel takes the arguments' first bytes, as many as it is told there are.
+//! bpf(2): `include/uapi/linux/bpf.h`. The kernel reads as many bytes of an argument as the caller says.
 
 use std::io;
 use std::mem::{offset_of, size_of};
@@ -13,31 +13,32 @@ const BPF_MAP_TYPE_HASH: u32 = 1;
 const BPF_PROG_TYPE_LSM: u32 = 29;
 const BPF_LSM_MAC: u32 = 27;
 const BPF_F_SLEEPABLE: u32 = 1 << 4;
-/// What a program that may use all helpers says; one of `license_is_gpl_compatible` (`include/linux/license.h`).
+/// The licence of a program that may use all helpers; one of `license_is_gpl_compatible`
+/// (`include/linux/license.h`).
 const LICENSE: &std::ffi::CStr = c"Dual MIT/GPL";
 const NAME: &[u8] = b"rewake_ioctl_filter";
-/// Of what the verifier has to say; it keeps the end.
-const LOG: usize = 64 * 1024;
-/// Its last lines, that are shown.
-const LINES: usize = 3;
+/// Bytes of the verifier's log, of which the kernel keeps the end.
+const LOG_BYTES: usize = 64 * 1024;
+/// The last lines of the log, which errors show.
+const LOG_LINES: usize = 3;
 
-/// `struct bpf_insn`.
+/// An instruction: `struct bpf_insn`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(C)]
 pub(crate) struct Instruction {
     pub(crate) code: u8,
-    /// The destination's register, and in the upper half the source's.
+    /// The destination register, and in the upper half the source register.
     pub(crate) registers: u8,
     pub(crate) offset: i16,
     pub(crate) immediate: i32,
 }
 
-/// Bytes of a [`Request`].
+/// Bytes of a [`ControlRequest`].
 pub(crate) const REQUEST_BYTES: i32 = 16;
 /// Bytes of a [`Function`].
 const FUNCTION_BYTES: u32 = 8;
 
-/// `struct bpf_func_info`: where a function of a program begins, and its type.
+/// The start and the type of a function of a program: `struct bpf_func_info`.
 #[derive(Debug, Clone, Copy)]
 #[repr(C)]
 pub(crate) struct Function {
@@ -45,18 +46,18 @@ pub(crate) struct Function {
     pub(crate) type_id: u32,
 }
 
-/// What a program is asked or told: the argument of an ioctl that no driver has.
+/// A request to a program: the argument of an ioctl that no driver has.
 #[derive(Debug, Clone, Copy)]
 #[repr(C)]
-pub(crate) struct Request {
-    /// The program's own; another program does not look at the rest.
+pub(crate) struct ControlRequest {
+    /// The program's secret. A program ignores requests with another one.
     pub(crate) secret: u64,
     pub(crate) part: u32,
-    /// What is kept away from now on.
-    pub(crate) kinds: u32,
+    /// The classes of calls to block from now on.
+    pub(crate) classes: u32,
 }
 
-/// Of BPF_MAP_CREATE.
+/// The argument of BPF_MAP_CREATE.
 #[derive(Default)]
 #[repr(C)]
 struct Map {
@@ -70,7 +71,7 @@ struct Map {
     map_name: [u8; 16],
 }
 
-/// Of BPF_PROG_LOAD.
+/// The argument of BPF_PROG_LOAD.
 #[derive(Default)]
 #[repr(C)]
 struct Load {
@@ -96,7 +97,7 @@ struct Load {
     attach_btf_id: u32,
 }
 
-/// Of BPF_BTF_LOAD.
+/// The argument of BPF_BTF_LOAD.
 #[derive(Default)]
 #[repr(C)]
 struct Types {
@@ -108,7 +109,7 @@ struct Types {
     unused: u32,
 }
 
-/// Of BPF_LINK_CREATE.
+/// The argument of BPF_LINK_CREATE.
 #[derive(Default)]
 #[repr(C)]
 struct Link {
@@ -121,9 +122,9 @@ struct Link {
 const _: () = {
     assert!(size_of::<Instruction>() == 8);
     assert!(size_of::<Function>() == FUNCTION_BYTES as usize);
-    assert!(size_of::<Request>() == REQUEST_BYTES as usize);
-    assert!(offset_of!(Request, part) == 8);
-    assert!(offset_of!(Request, kinds) == 12);
+    assert!(size_of::<ControlRequest>() == REQUEST_BYTES as usize);
+    assert!(offset_of!(ControlRequest, part) == 8);
+    assert!(offset_of!(ControlRequest, classes) == 12);
     assert!(size_of::<Map>() == 44);
     assert!(offset_of!(Map, map_name) == 28);
     assert!(size_of::<Load>() == 112);
@@ -135,19 +136,20 @@ const _: () = {
 };
 
 /// # Safety
-/// The addresses in the argument are of what they should be, and as long as it says.
+/// The addresses in the argument must refer to valid memory of the lengths that it states.
 unsafe fn bpf<T>(command: libc::c_int, argument: &T) -> io::Result<OwnedFd> {
-    // SAFETY: an argument of the length that is told; for the addresses in it the caller answers.
+    // SAFETY: the length is that of the argument; the caller guarantees the addresses in it.
     let done = unsafe { libc::syscall(libc::SYS_bpf, command, std::ptr::from_ref(argument), size_of::<T>()) };
     if done < 0 {
         return Err(io::Error::last_os_error());
     }
     let number = RawFd::try_from(done).map_err(io::Error::other)?;
-    // SAFETY: just opened (with close-on-exec), and nobody else's.
+    // SAFETY: the call has just opened it (with close-on-exec), and nothing else owns it.
     Ok(unsafe { OwnedFd::from_raw_fd(number) })
 }
 
-/// A hash table of 4 bytes by `key` bytes; all its memory, for that many `entries`, is taken at once.
+/// Creates a hash table with keys of `key` bytes and values of 4 bytes. Memory for all `entries` is allocated
+/// at once.
 pub(crate) fn table(key: u32, entries: u32) -> io::Result<OwnedFd> {
     let mut argument = Map {
         map_type: BPF_MAP_TYPE_HASH,
@@ -161,15 +163,15 @@ pub(crate) fn table(key: u32, entries: u32) -> io::Result<OwnedFd> {
     unsafe { bpf(BPF_MAP_CREATE, &argument) }
 }
 
-/// Types of a program, as BTF.
+/// Loads a program's types (BTF).
 pub(crate) fn load_types(btf: &[u8]) -> io::Result<OwnedFd> {
     let argument = Types { btf: address(btf), btf_size: count(btf), ..Types::default() };
     // SAFETY: the bytes outlive the call.
     unsafe { bpf(BPF_BTF_LOAD, &argument) }
 }
 
-/// Loads a program for the hook whose function has the type `hook` in the kernel. It may sleep, and its functions be called by loops, if it comes with
-/// their types. And what the verifier said, if it refused.
+/// Loads a program for the hook whose function has the kernel type `hook`. A program with function types may
+/// sleep, and loops may call its functions. Returns also the verifier's log if the kernel refused it.
 pub(crate) fn load(
     code: &[Instruction],
     typed: Option<(&OwnedFd, &[Function])>,
@@ -197,44 +199,45 @@ pub(crate) fn load(
     if loaded.is_ok() {
         return (loaded, String::new());
     }
-    // Again, to be told why.
-    let mut log = vec![0_u8; LOG];
+    // The program is loaded again to get the log.
+    let mut log = vec![0_u8; LOG_BYTES];
     argument.log_level = 1;
     argument.log_size = count(&log);
     argument.log_buf = log.as_mut_ptr() as u64;
-    // SAFETY: as above; the log has the room that is told, and nobody looks at it meanwhile.
+    // SAFETY: as above; the log has the stated room, and nothing reads it meanwhile.
     let again = unsafe { bpf(BPF_PROG_LOAD, &argument) };
-    // ENOSPC: it had more to say than there is room for.
+    // ENOSPC means that the log was cut.
     let loaded = if again.is_ok() { again } else { loaded };
     let text = String::from_utf8_lossy(&log);
     let lines: Vec<&str> = text.trim_end_matches('\0').lines().collect();
-    (loaded, lines[lines.len().saturating_sub(LINES)..].iter().map(|line| format!("\n{line}")).collect())
+    (loaded, lines[lines.len().saturating_sub(LOG_LINES)..].iter().map(|line| format!("\n{line}")).collect())
 }
 
-/// Has a program run at its hook, as long as what this gives is open.
+/// Attaches a program to its hook until the returned descriptor is closed.
 pub(crate) fn attach(program: &OwnedFd) -> io::Result<OwnedFd> {
     let argument = Link { prog_fd: number(program), attach_type: BPF_LSM_MAC, ..Link::default() };
     // SAFETY: it has no addresses.
     unsafe { bpf(BPF_LINK_CREATE, &argument) }
 }
 
-/// The kernel's release.
+/// Returns the kernel's release.
 pub(crate) fn release() -> String {
     std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default().trim().to_owned()
 }
 
-/// The errno of an ioctl that no driver has, which a program may answer; 0 if it succeeded.
-pub(crate) fn ask(file: BorrowedFd<'_>, number: u32, request: &Request) -> i32 {
-    let argument: *const Request = request;
-    // SAFETY: its number says that it is written for the kernel to read, and how long it is; no driver has it.
-    let asked = unsafe { libc::ioctl(file.as_raw_fd(), libc::c_ulong::from(number), argument) };
-    if asked < 0 { io::Error::last_os_error().raw_os_error().unwrap_or(0) } else { 0 }
+/// Makes an ioctl that no driver has and that a program may answer. Returns its errno, or 0.
+pub(crate) fn control(file: BorrowedFd<'_>, number: u32, request: &ControlRequest) -> i32 {
+    let argument: *const ControlRequest = request;
+    // SAFETY: the number encodes the argument's size, and that the kernel only reads it; no driver has this
+    // ioctl.
+    let result = unsafe { libc::ioctl(file.as_raw_fd(), libc::c_ulong::from(number), argument) };
+    if result < 0 { io::Error::last_os_error().raw_os_error().unwrap_or(0) } else { 0 }
 }
 
-/// A number that nobody can guess.
+/// Returns a random number.
 pub(crate) fn random() -> io::Result<u64> {
     let mut bytes = [0_u8; 8];
-    // SAFETY: it writes so many bytes at most, which are there.
+    // SAFETY: it writes at most as many bytes as the buffer has.
     let got = unsafe { libc::getrandom(bytes.as_mut_ptr().cast(), bytes.len(), 0) };
     if got == 8 { Ok(u64::from_ne_bytes(bytes)) } else { Err(io::Error::last_os_error()) }
 }
@@ -243,12 +246,12 @@ fn address<T>(of: &[T]) -> u64 {
     of.as_ptr() as u64
 }
 
-/// A program of ours is some hundred instructions.
+/// Returns a length as u32: programs have some hundred instructions.
 fn count<T>(of: &[T]) -> u32 {
     u32::try_from(of.len()).unwrap_or(u32::MAX)
 }
 
-/// A descriptor as structs and instructions have it.
+/// Returns a descriptor as structs and instructions contain it.
 pub(crate) fn number(fd: &OwnedFd) -> u32 {
     fd.as_raw_fd().cast_unsigned()
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Which files' calls are kept away.
+//! Blocks calls on files.
 
 use std::fmt;
 use std::io;
@@ -8,43 +8,44 @@ use std::os::fd::BorrowedFd;
 
 use crate::{Error, abi, program};
 
-/// How many marks there can be at once: of a restore, one for each process, and for each of its GPUs one and one of its render node, and one more where
-/// it has another id than in the image. 120 processes with 16 GPUs each need 5,880. Memory for all is taken when a program is attached: 705 KiB (`memlock` of
-/// the table, Linux 6.12 and 7.2).
-pub const MARKS: u32 = 8192;
+/// The most entries of the table. A restore needs one for each process. For each GPU of a process it needs
+/// one, one for the render node, and one more if the GPU's id differs from the image. 120 processes with 16
+/// GPUs each need 5,880. An attached program allocates memory for all: 705 KiB (`memlock` of the table, Linux
+/// 6.12 and 7.2).
+pub const MAX_BLOCKS: u32 = 8192;
 
-/// An ioctl of some devices that is answered with EAGAIN while a mark of its file has its kind.
+/// An ioctl of some devices that fails with EAGAIN while its class is blocked on the file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DenyRule {
-    /// The devices, as `st_rdev` tells them.
+    /// The devices, by `st_rdev`.
     pub devices: Vec<libc::dev_t>,
-    /// `_IOC_NR` of the ioctl.
+    /// The `_IOC_NR` of the ioctl.
     pub number: u8,
-    /// Where the argument says, in 4 bytes, which part of what the file stands for it concerns. None: part 0, and nothing of the
-    /// argument is looked at.
+    /// The offset of 4 bytes in the argument that name the part of the file's object. None: the ioctl
+    /// concerns part 0, and the argument is not read.
     pub part: Option<u8>,
-    /// What a mark calls it, one kind. Ioctls may share one.
-    pub kind: CallClass,
+    /// The ioctl's class, which ioctls may share.
+    pub class: CallClass,
 }
 
-/// Kinds of calls.
+/// A set of classes of calls.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct CallClass(pub(crate) u32);
 
 impl CallClass {
-    /// One of 31.
+    /// Returns one of 31 classes.
     ///
     /// # Panics
-    /// `number` is more than 30.
+    /// `number` exceeds 30.
     #[must_use]
     pub const fn one(number: u8) -> Self {
-        assert!(number < 31, "there are 31 kinds");
+        assert!(number < 31, "there are 31 classes");
         Self(1 << number)
     }
 }
 
 impl CallClass {
-    /// Those of both.
+    /// Returns the union of two sets.
     #[must_use]
     pub const fn and(self, other: Self) -> Self {
         Self(self.0 | other.0)
@@ -59,16 +60,18 @@ impl BitOr for CallClass {
     }
 }
 
-/// Marks files, so that some of their calls are kept away ([`crate::attach`]).
+/// Blocks calls on files ([`crate::attach`]).
 ///
-/// A mark is of what the file's driver has put into `private_data` of the kernel's `struct file`, so that it is of all open files that
-/// have the same there. For `/dev/kfd` that is the driver's record of a process: each `/dev/kfd` that the process has opened, and no
-/// other process's; for a render node's, that open file's own. **Whoever marks keeps the file open until it has opened the mark:** the file holds that record, and without it another
-/// process's may come to be at its address, and have its calls kept away. (A driver may have
-/// a call that puts another record there: it is to be kept away, too.) So the owner of a mark opens it when it sees the process end, too.
+/// An entry refers to the file's `private_data` in the kernel's `struct file`, so it covers all open files
+/// with the same value. For `/dev/kfd` that is the driver's record of a process: it covers each `/dev/kfd` of
+/// the process, and no other process's. For a render node it is that open file alone.
 ///
-/// It is told by an ioctl of the file itself with a random number of 64 bits, which nobody else has. Calls that had begun before are
-/// not kept away, nor do marks stay when the [`crate::Attached`] is gone.
+/// **The caller keeps the file open until it has unblocked it.** The file holds the record; without it,
+/// another process's record may get the same address, and its calls would be blocked. A driver's call that
+/// replaces the record must be blocked too. So the caller also unblocks a file when its process has ended.
+///
+/// Requests are ioctls on the file itself, with a secret random number of 64 bits. Calls that began before
+/// are not blocked, and the entries end with the [`crate::Attached`].
 #[derive(Clone)]
 pub struct BlockList {
     secret: u64,
@@ -79,32 +82,32 @@ impl BlockList {
         Self { secret }
     }
 
-    /// From now on calls of these kinds, and of no others, that concern this part are kept away. A call for which no part is told is of part 0,
-    /// and only that: the parts are not looked at for it, nor part 0 for the others.
+    /// Blocks calls of exactly these classes that concern this part. A call without a part concerns part 0
+    /// only: entries of other parts do not affect it, and part 0 does not affect calls with other parts.
     ///
     /// # Errors
-    /// [`Error::Full`]; [`Error::NotMarked`] without a hold.
-    pub fn shut(&self, file: BorrowedFd<'_>, part: u32, kinds: CallClass) -> Result<(), Error> {
-        let request = abi::Request { secret: self.secret, part, kinds: kinds.0 };
-        match abi::ask(file, program::CONTROL_IOCTL, &request) {
+    /// [`Error::Full`]; [`Error::NotAttached`] without a program.
+    pub fn block(&self, file: BorrowedFd<'_>, part: u32, classes: CallClass) -> Result<(), Error> {
+        let request = abi::ControlRequest { secret: self.secret, part, classes: classes.0 };
+        match abi::control(file, program::CONTROL_IOCTL, &request) {
             program::CONTROL_ACK => Ok(()),
             program::FULL => Err(Error::Full),
-            other => Err(Error::NotMarked(io::Error::from_raw_os_error(other))),
+            other => Err(Error::NotAttached(io::Error::from_raw_os_error(other))),
         }
     }
 
-    /// No call that concerns this part is kept away any more. None need have been.
+    /// Unblocks all calls that concern this part. It need not be blocked.
     ///
     /// # Errors
-    /// [`Error::NotMarked`] without a hold: no call is kept away then either.
-    pub fn open(&self, file: BorrowedFd<'_>, part: u32) -> Result<(), Error> {
-        self.shut(file, part, CallClass::default())
+    /// [`Error::NotAttached`] without a program: then no call is blocked either.
+    pub fn unblock(&self, file: BorrowedFd<'_>, part: u32) -> Result<(), Error> {
+        self.block(file, part, CallClass::default())
     }
 }
 
 impl fmt::Debug for BlockList {
     fn fmt(&self, to: &mut fmt::Formatter<'_>) -> fmt::Result {
-        // The number is nobody else's business.
-        to.debug_struct("Marks").finish_non_exhaustive()
+        // The secret must not appear in logs.
+        to.debug_struct("BlockList").finish_non_exhaustive()
     }
 }

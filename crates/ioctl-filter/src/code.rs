@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Instructions of BPF programs (`Documentation/bpf/standardization/instruction-set.rst`), and their jumps by label.
+//! Instructions of BPF programs (`Documentation/bpf/standardization/instruction-set.rst`), and jumps to
+//! labels.
 
 use crate::abi::Instruction;
 
@@ -7,14 +8,14 @@ use crate::abi::Instruction;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub(crate) enum Register {
-    /// What a function gives.
+    /// The result of a function.
     R0 = 0,
-    /// Arguments, lost in a call: to 5.
+    /// R1 to R5: arguments, which a call overwrites.
     R1,
     R2,
     R3,
     R4,
-    /// Kept over calls: to 9.
+    /// R6 to R9: preserved by calls.
     R6 = 6,
     R7,
     R8,
@@ -23,7 +24,7 @@ pub(crate) enum Register {
     R10,
 }
 
-/// How many bytes are loaded or stored.
+/// The bytes that are loaded or stored.
 #[derive(Debug, Clone, Copy)]
 #[repr(u8)]
 pub(crate) enum Width {
@@ -31,7 +32,7 @@ pub(crate) enum Width {
     Double = 0x18,
 }
 
-/// When a jump is taken.
+/// The condition of a jump.
 #[derive(Debug, Clone, Copy)]
 #[repr(u8)]
 pub(crate) enum When {
@@ -41,7 +42,7 @@ pub(crate) enum When {
     AtMost = 0xb0,
 }
 
-/// 64 bits, of what is done with a register and a number.
+/// A 64-bit operation on a register and a number.
 #[derive(Debug, Clone, Copy)]
 #[repr(u8)]
 pub(crate) enum AluOp {
@@ -52,7 +53,7 @@ pub(crate) enum AluOp {
     Set = 0xb0,
 }
 
-/// A function of the kernel, by its number in `bpf.h`.
+/// A kernel function, by its number in `bpf.h`.
 #[derive(Debug, Clone, Copy)]
 #[repr(i32)]
 pub(crate) enum Helper {
@@ -63,7 +64,7 @@ pub(crate) enum Helper {
     Loop = 181,
 }
 
-/// Class: with a number (or, with [`SOURCE`], a register) in 64 bits; in 32 bits for jumps.
+/// The class of 64-bit operations with a number, or with [`SOURCE`] a register. For jumps, the 32-bit class.
 const ALU64: u8 = 0x07;
 const JUMP: u8 = 0x05;
 const JUMP32: u8 = 0x06;
@@ -74,22 +75,22 @@ const NEGATE: u8 = 0x80;
 const SOURCE: u8 = 0x08;
 const CALL: u8 = 0x85;
 const EXIT: u8 = 0x95;
-/// The source of a LOAD_IMMEDIATE of a table, by its descriptor.
+/// The source of a LOAD_IMMEDIATE of a table's descriptor.
 const PSEUDO_MAP: u8 = 1;
 /// The source of a LOAD_IMMEDIATE of a function of the program.
 const PSEUDO_FUNCTION: u8 = 4;
 
-/// A place in the code.
+/// A label in the code.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Label(usize);
 
-/// Code under way.
+/// Code under construction.
 #[derive(Debug, Default)]
 pub(crate) struct Code {
     instructions: Vec<Instruction>,
-    /// Where labels are, once they are known.
+    /// The positions of labels, once known.
     labels: Vec<Option<usize>>,
-    /// What goes to a label.
+    /// Instructions that refer to labels.
     uses: Vec<(usize, Label)>,
 }
 
@@ -98,13 +99,13 @@ impl Code {
         self.instructions.push(Instruction { code, registers: to as u8 | from << 4, offset, immediate });
     }
 
-    /// A place that is told later, by [`Code::here`].
+    /// Creates a label, which [`Code::here`] places.
     pub(crate) fn label(&mut self) -> Label {
         self.labels.push(None);
         Label(self.labels.len() - 1)
     }
 
-    /// The next instruction's place is this label's.
+    /// Places a label at the next instruction.
     pub(crate) fn here(&mut self, label: Label) {
         self.labels[label.0] = Some(self.instructions.len());
     }
@@ -129,7 +130,7 @@ impl Code {
         self.push(ALU64 | NEGATE, to, 0, 0, 0);
     }
 
-    /// With a number, whose sign counts in all 64 bits.
+    /// Applies an operation with a number, which is sign-extended to 64 bits.
     pub(crate) fn with(&mut self, act: AluOp, to: Register, number: i32) {
         self.push(ALU64 | act as u8, to, 0, 0, number);
     }
@@ -151,19 +152,19 @@ impl Code {
         self.push(0, Register::R0, 0, 0, i32::from_le_bytes([e, f, g, h]));
     }
 
-    /// `to` is the table with that descriptor.
+    /// Loads the table with that descriptor into `to`.
     pub(crate) fn table(&mut self, to: Register, descriptor: u32) {
         self.push(LOAD_IMMEDIATE, to, PSEUDO_MAP, 0, descriptor.cast_signed());
         self.push(0, Register::R0, 0, 0, 0);
     }
 
-    /// `to` is the place on the stack.
+    /// Loads the address of a stack slot into `to`.
     pub(crate) fn stack(&mut self, to: Register, place: i16) {
         self.copy(to, Register::R10);
         self.with(AluOp::Add, to, i32::from(place));
     }
 
-    /// Calls the function at `label` as often as R1 says, with its turn, and with what is on the stack at `context`.
+    /// Calls the function at `label` R1 times, with the index and the stack at `context`.
     pub(crate) fn each(&mut self, label: Label, context: i16) {
         self.uses.push((self.instructions.len(), label));
         self.push(LOAD_IMMEDIATE, Register::R2, PSEUDO_FUNCTION, 0, 0);
@@ -178,19 +179,19 @@ impl Code {
         self.push(JUMP, Register::R0, 0, 0, 0);
     }
 
-    /// If the register's lower 32 bits are so.
+    /// Jumps if the register's lower 32 bits meet the condition.
     pub(crate) fn jump_if(&mut self, when: When, left: Register, number: i32, label: Label) {
         self.uses.push((self.instructions.len(), label));
         self.push(JUMP32 | when as u8, left, 0, 0, number);
     }
 
-    /// If all 64 bits are so.
+    /// Jumps if all 64 bits meet the condition.
     pub(crate) fn jump_if_all(&mut self, when: When, left: Register, number: i32, label: Label) {
         self.uses.push((self.instructions.len(), label));
         self.push(JUMP | when as u8, left, 0, 0, number);
     }
 
-    /// If all 64 bits of two registers are not the same.
+    /// Jumps if two registers differ in any of their 64 bits.
     pub(crate) fn jump_if_other(&mut self, left: Register, right: Register, label: Label) {
         self.uses.push((self.instructions.len(), label));
         self.push(JUMP | SOURCE | When::NotEqual as u8, left, right as u8, 0, 0);
@@ -200,18 +201,18 @@ impl Code {
         self.push(CALL, Register::R0, 0, 0, helper as i32);
     }
 
-    /// Ends the function, which gives `number`.
+    /// Returns `number` from the function.
     pub(crate) fn exit(&mut self, number: i32) {
         self.with(AluOp::Set, Register::R0, number);
         self.push(EXIT, Register::R0, 0, 0, 0);
     }
 
-    /// All of it, and where `wanted` are.
+    /// Returns the code, and the positions of the `wanted` labels.
     ///
     /// # Panics
-    /// A label is nowhere, or too far away.
+    /// A label has no position, or is too far away.
     pub(crate) fn finish<const N: usize>(mut self, wanted: [Label; N]) -> (Vec<Instruction>, [u32; N]) {
-        let place = |label: Label| self.labels[label.0].expect("every label is somewhere");
+        let place = |label: Label| self.labels[label.0].expect("every label has a position");
         for (at, label) in &self.uses {
             let distance = place(*label).cast_signed() - at.cast_signed() - 1;
             let instruction = &mut self.instructions[*at];
@@ -251,7 +252,7 @@ mod tests {
     }
 
     #[test]
-    fn tables_are_told_from_numbers() {
+    fn tables_and_numbers_have_different_sources() {
         let mut code = Code::default();
         let end = code.label();
         code.table(Register::R1, 9);
@@ -269,7 +270,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_is_named_by_register_and_offset() {
+    fn memory_is_addressed_by_register_and_offset() {
         let mut code = Code::default();
         code.load(Width::Double, Register::R6, Register::R10, -8);
         code.store(Width::Word, Register::R10, -16, Register::R7);

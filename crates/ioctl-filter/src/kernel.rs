@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What the running kernel's own types tell (BTF, `Documentation/bpf/btf.rst`): the hooks' functions, and where its structs have what
-//! the programs look at.
+//! Reads the running kernel's types (BTF, `Documentation/bpf/btf.rst`): the hooks' functions, and the offsets
+//! of the struct fields that the programs read.
 
 use crate::Error;
 use crate::program::Offsets;
 
-/// Where it tells them.
+/// The file with the kernel's types.
 pub(crate) const PATH: &str = "/sys/kernel/btf/vmlinux";
 
-/// The functions that stand for the hooks.
+/// The functions of the hooks.
 const IOCTL_HOOK: &[u8] = b"bpf_lsm_file_ioctl";
 const PROTECT_HOOK: &[u8] = b"bpf_lsm_file_mprotect";
 
@@ -17,49 +17,51 @@ const MAGIC: u32 = 0x0001_eb9f;
 const STRUCT: u32 = 4;
 const UNION: u32 = 5;
 const FUNCTION: u32 = 12;
-/// Members without a name have members; that deep at most.
-const DEEPEST: u32 = 4;
+/// The deepest nesting of unnamed members that is searched.
+const MAX_DEPTH: u32 = 4;
 
-/// What was looked for.
+/// The types and offsets that the programs need.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Found {
-    /// The types of the hooks' functions.
+pub(crate) struct KernelTypes {
+    /// The type numbers of the hooks' functions.
     pub(crate) ioctl_hook: u32,
     pub(crate) protect_hook: u32,
     pub(crate) offsets: Offsets,
 }
 
-/// All types, and where each of them is.
+/// All types, and their offsets.
 struct Types<'a> {
     bytes: &'a [u8],
     names: &'a [u8],
-    /// By number, from 1.
-    places: Vec<usize>,
+    /// The offset of each type, by number minus 1.
+    starts: Vec<usize>,
 }
 
-/// Looks through all types.
-pub(crate) fn find(btf: &[u8]) -> Result<Found, Error> {
+/// Finds what the programs need in all types.
+pub(crate) fn find(btf: &[u8]) -> Result<KernelTypes, Error> {
     let types = Types::read(btf)?;
     let (mut ioctl_hook, mut protect_hook) = (None, None);
     let (mut file, mut inode, mut vma) = ([None; 2], None, [None; 2]);
-    for (id, at) in (1_u32..).zip(&types.places) {
+    for (id, at) in (1_u32..).zip(&types.starts) {
         let is_new = |found: &Option<i16>| found.is_none();
         match (types.kind(*at)?, types.name(*at)?) {
             (FUNCTION, IOCTL_HOOK) => ioctl_hook = Some(id),
             (FUNCTION, PROTECT_HOOK) => protect_hook = Some(id),
             (STRUCT, b"file") if file.iter().any(is_new) => {
-                file =
-                    [types.member(*at, b"f_inode", DEEPEST)?, types.member(*at, b"private_data", DEEPEST)?];
+                file = [
+                    types.member(*at, b"f_inode", MAX_DEPTH)?,
+                    types.member(*at, b"private_data", MAX_DEPTH)?,
+                ];
             }
-            (STRUCT, b"inode") if is_new(&inode) => inode = types.member(*at, b"i_rdev", DEEPEST)?,
+            (STRUCT, b"inode") if is_new(&inode) => inode = types.member(*at, b"i_rdev", MAX_DEPTH)?,
             (STRUCT, b"vm_area_struct") if vma.iter().any(is_new) => {
-                vma = [types.member(*at, b"vm_file", DEEPEST)?, types.member(*at, b"vm_flags", DEEPEST)?];
+                vma = [types.member(*at, b"vm_file", MAX_DEPTH)?, types.member(*at, b"vm_flags", MAX_DEPTH)?];
             }
             _ => {}
         }
     }
     let of = |of, field| Error::NoField { field, of };
-    Ok(Found {
+    Ok(KernelTypes {
         ioctl_hook: ioctl_hook.ok_or(Error::NoHook("bpf_lsm_file_ioctl"))?,
         protect_hook: protect_hook.ok_or(Error::NoHook("bpf_lsm_file_mprotect"))?,
         offsets: Offsets {
@@ -79,17 +81,17 @@ impl<'a> Types<'a> {
             return Err(Error::Types("no BTF of version 1 in this machine's byte order"));
         }
         let part = |offset: usize, length: usize| {
-            let start = header(1)?.checked_add(offset).ok_or(CUT)?;
-            btf.get(start..start.checked_add(length).ok_or(CUT)?).ok_or(CUT)
+            let start = header(1)?.checked_add(offset).ok_or(TRUNCATED)?;
+            btf.get(start..start.checked_add(length).ok_or(TRUNCATED)?).ok_or(TRUNCATED)
         };
         if header(1)? < HEADER {
-            return Err(CUT);
+            return Err(TRUNCATED);
         }
         let (bytes, names) = (part(header(2)?, header(3)?)?, part(header(4)?, header(5)?)?);
-        let mut types = Self { bytes, names, places: Vec::new() };
+        let mut types = Self { bytes, names, starts: Vec::new() };
         let mut at = 0;
         while at < bytes.len() {
-            types.places.push(at);
+            types.starts.push(at);
             at += 12 + trailing(types.kind(at)?, types.members(at)?)?;
         }
         Ok(types)
@@ -107,9 +109,9 @@ impl<'a> Types<'a> {
         Ok(word(self.bytes, at + 4)? as usize & 0xffff)
     }
 
-    /// Where a struct or union has a member, in bytes; its own, or one of a member without a name.
+    /// Returns the offset of a member of a struct or union in bytes, also of a member of an unnamed member.
     fn member(&self, of: usize, wanted: &[u8], deep: u32) -> Result<Option<i16>, Error> {
-        // With the flag the upper byte is a bit-field's width.
+        // With this flag, the upper byte is the width of a bit-field.
         let mask = if word(self.bytes, of + 4)? >> 31 == 1 { 0x00ff_ffff } else { u32::MAX };
         for number in 0..self.members(of)? {
             let at = of + 12 + 12 * number;
@@ -121,7 +123,7 @@ impl<'a> Types<'a> {
             let id = word(self.bytes, at + 4)? as usize;
             if called.is_empty()
                 && deep > 0
-                && let Some(inner) = id.checked_sub(1).and_then(|index| self.places.get(index))
+                && let Some(inner) = id.checked_sub(1).and_then(|index| self.starts.get(index))
                 && matches!(self.kind(*inner)?, STRUCT | UNION)
                 && let Some(within) = self.member(*inner, wanted, deep - 1)?
             {
@@ -132,16 +134,16 @@ impl<'a> Types<'a> {
     }
 }
 
-const CUT: Error = Error::Types("it ends too early");
+const TRUNCATED: Error = Error::Types("it ends too early");
 
-/// Bytes that follow the three words of a type.
+/// Returns the bytes that follow the three words of a type.
 fn trailing(kind: u32, count: usize) -> Result<usize, Error> {
     Ok(match kind {
-        // Pointers, forward declarations, names of types, qualifiers, functions, floats, tags of types.
+        // Pointers, forward declarations, typedefs, qualifiers, functions, floats, type tags.
         2 | 7..=12 | 16 | 18 => 0,
-        // Integers, variables, tags of declarations.
+        // Integers, variables, declaration tags.
         1 | 14 | 17 => 4,
-        // Enumerations, of 4 bytes; prototypes.
+        // Enumerations of 4 bytes, and prototypes.
         6 | 13 => 8 * count,
         3 => 12,
         // Structs and unions, sections, enumerations of 8 bytes.
@@ -152,7 +154,7 @@ fn trailing(kind: u32, count: usize) -> Result<usize, Error> {
 
 fn word(bytes: &[u8], at: usize) -> Result<u32, Error> {
     let word = at.checked_add(4).and_then(|end| bytes.get(at..end)).and_then(|word| word.try_into().ok());
-    word.map(u32::from_ne_bytes).ok_or(CUT)
+    word.map(u32::from_ne_bytes).ok_or(TRUNCATED)
 }
 
 fn name(names: &[u8], at: u32) -> &[u8] {
@@ -166,7 +168,8 @@ mod tests {
 
     use super::*;
 
-    /// With hooks that are types 5 and 6, behind a struct with a bit-field, and one with a member in a union without a name.
+    /// Creates types with hooks as numbers 5 and 6, after a struct with a bit-field, and one with a member in
+    /// an unnamed union.
     fn btf(hook: &str) -> Vec<u8> {
         let words =
             ["file", "f_inode", "private_data", "inode", "i_rdev", "vm_area_struct", "vm_file", "vm_flags"];
@@ -202,17 +205,17 @@ mod tests {
     fn the_hooks_and_the_members_are_found() {
         let offsets = Offsets { inode: 32, private: 40, device: 76, mapped: 80, rights: 16 };
         let found = find(&btf("bpf_lsm_file_ioctl")).unwrap();
-        assert_eq!(found, Found { ioctl_hook: 5, protect_hook: 6, offsets });
+        assert_eq!(found, KernelTypes { ioctl_hook: 5, protect_hook: 6, offsets });
     }
 
     #[test]
-    fn a_kernel_without_a_hook_is_told() {
+    fn a_missing_hook_is_reported() {
         let error = find(&btf("bpf_lsm_file_close")).unwrap_err().to_string();
         assert_eq!(error, "the kernel has no function bpf_lsm_file_ioctl: it needs CONFIG_BPF_LSM");
     }
 
     #[test]
-    fn a_kernel_with_other_structs_is_told_from_one_without_hooks() {
+    fn a_missing_field_is_not_reported_as_a_missing_hook() {
         let renamed = |field: &str| {
             let mut btf = btf("bpf_lsm_file_ioctl");
             let at = btf.windows(field.len()).position(|bytes| bytes == field.as_bytes()).unwrap();
@@ -233,10 +236,10 @@ mod tests {
     }
 
     #[test]
-    fn this_machine_s_kernel_can_be_read() {
+    fn the_running_kernels_types_can_be_read() {
         match std::fs::read(PATH) {
             Ok(btf) => match find(&btf) {
-                Ok(Found { offsets: Offsets { inode, private, device, mapped, rights }, .. }) => {
+                Ok(KernelTypes { offsets: Offsets { inode, private, device, mapped, rights }, .. }) => {
                     let all = [inode, private, device, mapped, rights];
                     assert!(all.into_iter().all(|offset| offset > 0), "{all:?}");
                 }

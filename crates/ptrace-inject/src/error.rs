@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Errors that name the act, the thread and the way out.
+//! Errors with the call, the thread and the remedy.
 
 use std::fmt;
 use std::io;
@@ -7,16 +7,16 @@ use std::path::PathBuf;
 
 use crate::stuck::Stuck;
 
-/// What goes wrong with a traced process. Unless said otherwise it goes on as if nothing had been.
+/// A process could not be traced, stopped or changed. It runs on unchanged, unless a variant says otherwise.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The process has ended, or never was.
+    /// The process has ended, or never existed.
     #[error("process or thread {pid} has ended")]
     Ended {
-        /// The process, or the thread of it that was missed.
+        /// The process, or the missing thread of it.
         pid: i32,
     },
-    /// Another process traces it, and did for as long as was waited.
+    /// Another process traces it, and did until the timeout.
     #[error("thread {tid} is traced by process {by} ({name}): a thread has one tracer; detach the other one")]
     Traced {
         /// The thread.
@@ -34,17 +34,17 @@ pub enum Error {
         /// The kernel's answer.
         r#source: io::Error,
     },
-    /// The program is not one for x86-64.
+    /// The program is not an x86-64 program.
     #[error("process {pid} runs {what}: system calls are injected into x86-64 programs only")]
     Foreign {
         /// The process.
         pid: i32,
-        /// What it runs.
+        /// The kind of program.
         what: &'static str,
     },
-    /// A seccomp filter would judge the injected call, and the kernel does not let us suspend it.
+    /// A seccomp filter would check the injected call, and the kernel refuses to suspend it.
     #[error(
-        "suspend the seccomp filter of thread {tid}: {source}; needs CAP_SYS_ADMIN and no filter of our own"
+        "suspend the seccomp filter of thread {tid}: {source}; needs CAP_SYS_ADMIN and an unfiltered tracer"
     )]
     Seccomp {
         /// The thread.
@@ -52,30 +52,30 @@ pub enum Error {
         /// The kernel's answer.
         r#source: io::Error,
     },
-    /// Other processes have the same memory (vfork, CLONE_VM), and would not be stopped.
+    /// Other processes share the memory (vfork, CLONE_VM), and would not be stopped.
     #[error(
-        "process {pid} shares its memory with processes {with:?}: ask again when they have ended or called exec"
+        "process {pid} shares its memory with processes {with:?}: retry when they have ended or called exec"
     )]
     SharedMemory {
         /// The process.
         pid: i32,
-        /// The others.
+        /// The other processes.
         with: Vec<i32>,
     },
-    /// Not enough of the process stands still.
-    #[error("process {pid} does not stand still: {}", list(threads))]
+    /// Too many threads of the process do not stop.
+    #[error("process {pid} cannot be stopped: {}", list(threads))]
     Unstoppable {
         /// The process.
         pid: i32,
-        /// Threads that do not stop, and why.
+        /// Threads that do not stop, and the reasons.
         threads: Vec<Stuck>,
     },
-    /// No thread that stands still can run a system call for us.
+    /// No stopped thread can make an injected call.
     #[error("process {pid} has no {what}: nothing can be injected")]
     NoEntry {
         /// The process.
         pid: i32,
-        /// What is missing.
+        /// The missing requirement.
         what: &'static str,
     },
     /// The kernel refused the injected call.
@@ -83,22 +83,23 @@ pub enum Error {
     Call {
         /// The process.
         pid: i32,
-        /// What was called.
+        /// The call.
         call: &'static str,
         /// The kernel's answer.
         r#source: io::Error,
     },
-    /// An injected call did not end. **The process is killed** when the tracer ends: its registers are not its own.
+    /// An injected call did not end. **The process is killed** when the tracer ends, because its registers
+    /// are changed.
     #[error("{call} in thread {tid} has not ended after {waited_ms} ms: the process is killed")]
     Hung {
         /// The thread.
         tid: i32,
-        /// What was called.
+        /// The call.
         call: &'static str,
-        /// How long, in milliseconds.
+        /// The time in milliseconds.
         waited_ms: u128,
     },
-    /// The calling thread does not trace the thread, or not in the stop that is needed.
+    /// The calling thread does not trace the thread, or the stop is of another kind.
     #[error(
         "thread {tid} is not stopped where a system call ends, by the calling thread: expected CRIU's stop after \
          rt_sigreturn; call this from CRIU's main thread in RESUME_DEVICES_LATE only"
@@ -107,7 +108,7 @@ pub enum Error {
         /// The thread.
         tid: i32,
     },
-    /// The process has too few free numbers for descriptors.
+    /// The process has too few free descriptor numbers.
     #[error(
         "process {pid} has no room for two more descriptors: its limit is {limit} open files; raise it (prlimit --nofile)"
     )]
@@ -117,7 +118,7 @@ pub enum Error {
         /// Its limit of open files (RLIMIT_NOFILE).
         limit: u64,
     },
-    /// The process has not, or not any more, a descriptor of the device's file.
+    /// The process has no descriptor of the device's file.
     #[error(
         "process {pid} has no descriptor of the device's file: it has closed it; serve the pages instead"
     )]
@@ -125,22 +126,23 @@ pub enum Error {
         /// The process.
         pid: i32,
     },
-    /// A mapping could be neither swapped nor kept. **The process must be killed**: it has a hole where memory was.
+    /// A mapping could be neither swapped nor kept. **The process must be killed**, because it has lost
+    /// memory.
     #[error("process {pid} has lost its mapping at {address:#x}, {length} bytes: {source}; kill it")]
     Lost {
         /// The process.
         pid: i32,
-        /// Where, in the process.
+        /// The address in the process.
         address: u64,
-        /// Bytes.
+        /// The length in bytes.
         length: u64,
         /// The kernel's answer.
         r#source: io::Error,
     },
-    /// A request to the kernel failed that should not.
+    /// A ptrace request failed unexpectedly.
     #[error("{act} thread {tid}: {source}")]
     Ptrace {
-        /// Which.
+        /// The request.
         act: &'static str,
         /// The thread.
         tid: i32,
@@ -155,15 +157,15 @@ pub enum Error {
         /// The kernel's answer.
         r#source: io::Error,
     },
-    /// No thread could be made to trace from.
-    #[error("start the tracer's thread: {0}")]
+    /// No tracer thread could be started.
+    #[error("start the tracer thread: {0}")]
     Spawn(io::Error),
 }
 
 impl Error {
     pub(crate) fn ptrace(act: &'static str, tid: i32) -> impl FnOnce(io::Error) -> Self {
         move |source| match source.raw_os_error() {
-            // It was stopped and ours: only a kill takes it away.
+            // A stopped tracee of this thread disappears only by a kill.
             Some(libc::ESRCH) => Self::Ended { pid: tid },
             _ => Self::Ptrace { act, tid, source },
         }

@@ -1,38 +1,38 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The mappings of a process, from `/proc/PID/maps` (`fs/proc/task_mmu.c: show_map_vma`).
+//! Reads the mappings of a process from `/proc/PID/maps` (`fs/proc/task_mmu.c: show_map_vma`).
 
 use std::fs;
 
 use crate::abi::Tid;
 use crate::error::Error;
 
-/// One mapping. Addresses and offsets are in bytes.
+/// A mapping. Addresses and offsets are in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Mapping {
     pub(crate) start: u64,
     pub(crate) end: u64,
-    /// `PROT_*`, as it is now.
+    /// The current `PROT_*`.
     pub(crate) protection: i32,
     pub(crate) executable: bool,
     pub(crate) shared: bool,
-    /// Where in the file it begins.
+    /// The offset of its start in the file.
     pub(crate) offset: u64,
-    /// [`NO_FILE`] for anonymous memory.
+    /// The file, or [`NO_FILE`] for anonymous memory.
     pub(crate) file: FileId,
-    /// Code of the kernel's for programs.
+    /// Whether it is the vdso, the kernel's code for programs.
     pub(crate) vdso: bool,
 }
 
-/// What tells one file from all others: device (as `makedev`) and inode.
+/// The identity of a file: device (as `makedev`) and inode.
 pub(crate) type FileId = (u64, u64);
 
 pub(crate) const NO_FILE: FileId = (0, 0);
 
-/// All mappings, in order.
+/// Returns all mappings, by address.
 pub(crate) fn read(pid: Tid) -> Result<Vec<Mapping>, Error> {
     let path = format!("/proc/{pid}/maps");
     let text = fs::read(&path).map_err(Error::read(&path))?;
-    // Names may have any bytes; nothing else is not ASCII.
+    // File names may have any bytes. All else is ASCII.
     Ok(String::from_utf8_lossy(&text).lines().filter_map(parse).collect())
 }
 

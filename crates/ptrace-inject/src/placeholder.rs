@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Where a process has placeholders, and the bytes that they have.
+//! Finds a process's placeholders, and the pages in them.
 
 use std::fs::File;
 use std::io;
@@ -11,24 +11,28 @@ use crate::abi;
 use crate::error::Error;
 use crate::maps::{self, FileId, Mapping};
 
-/// Bytes of a placeholders' file, where a process has them mapped, shared.
+/// A shared mapping of a part of the placeholder file in a process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Shown {
-    /// Where in the process.
+pub struct PlaceholderMapping {
+    /// The address in the process.
     pub address: u64,
-    /// Bytes.
+    /// The length in bytes.
     pub length: u64,
-    /// Where they begin in the file.
+    /// The offset in the file.
     pub offset: u64,
     /// `PROT_*`.
     pub protection: i32,
 }
 
-/// Where a process that may be running has a range of a placeholders' file mapped, by address.
+/// Returns the mappings of a range of the placeholder file, by address. The process may run.
 ///
 /// # Errors
-/// The process has ended, or `file` cannot be asked what it is.
-pub fn shown(pid: i32, file: BorrowedFd<'_>, range: Range<u64>) -> Result<Vec<Shown>, Error> {
+/// The process has ended, or `file` has no metadata.
+pub fn placeholder_mappings(
+    pid: i32,
+    file: BorrowedFd<'_>,
+    range: Range<u64>,
+) -> Result<Vec<PlaceholderMapping>, Error> {
     let file = identity(file).map_err(|source| Error::Call { pid, call: "stat the placeholder", source })?;
     Ok(parts(&maps::read(pid)?, file, &[range]).concat())
 }
@@ -38,9 +42,13 @@ pub(crate) fn identity(file: BorrowedFd<'_>) -> io::Result<FileId> {
     Ok((metadata.dev(), metadata.ino()))
 }
 
-/// Of each of some ranges, the parts of shared mappings of `file` that show bytes of it, by address. The ranges do not
-/// overlap; mappings may.
-pub(crate) fn parts(mappings: &[Mapping], file: FileId, ranges: &[Range<u64>]) -> Vec<Vec<Shown>> {
+/// Returns, for each range, its parts in shared mappings of `file`, by address. The ranges do not overlap;
+/// mappings may.
+pub(crate) fn parts(
+    mappings: &[Mapping],
+    file: FileId,
+    ranges: &[Range<u64>],
+) -> Vec<Vec<PlaceholderMapping>> {
     let mut order: Vec<usize> = (0..ranges.len()).collect();
     order.sort_unstable_by_key(|place| ranges[*place].start);
     let mut parts = vec![Vec::new(); ranges.len()];
@@ -54,11 +62,11 @@ pub(crate) fn parts(mappings: &[Mapping], file: FileId, ranges: &[Range<u64>]) -
     parts
 }
 
-/// What a mapping shows of a range.
-fn cut(mapping: &Mapping, range: &Range<u64>) -> Option<Shown> {
+/// Returns the part of a range that a mapping shows.
+fn cut(mapping: &Mapping, range: &Range<u64>) -> Option<PlaceholderMapping> {
     let first = mapping.offset.max(range.start);
     let last = (mapping.offset + (mapping.end - mapping.start)).min(range.end);
-    (first < last).then(|| Shown {
+    (first < last).then(|| PlaceholderMapping {
         address: mapping.start + (first - mapping.offset),
         length: last - first,
         offset: first,
@@ -66,13 +74,17 @@ fn cut(mapping: &Mapping, range: &Range<u64>) -> Option<Shown> {
     })
 }
 
-/// The parts of `offset..offset + length` of a placeholders' file that have pages: those that were given to it
-/// (UFFDIO_COPY) and that the program may have changed since. Read them with `pread(2)`, while the process stands
-/// still, and write them to the device before the swap.
+/// Returns the parts of `offset..offset + length` of the placeholder file that have pages. UFFDIO_COPY
+/// created these pages, and the program may have changed them since. Read them with `pread(2)` while the
+/// process is stopped, and write them to the device before the swap.
 ///
 /// # Errors
-/// `lseek(2)`'s; it moves the position of the open file, which nobody who maps it uses.
-pub fn present(placeholder: BorrowedFd<'_>, offset: u64, length: u64) -> io::Result<Vec<Range<u64>>> {
+/// Those of `lseek(2)`. It moves the position of the open file, which mappings do not use.
+pub fn populated_ranges(
+    placeholder: BorrowedFd<'_>,
+    offset: u64,
+    length: u64,
+) -> io::Result<Vec<Range<u64>>> {
     let end = offset + length;
     let mut found = Vec::new();
     let mut at = offset;
@@ -98,9 +110,9 @@ mod tests {
     }
 
     #[test]
-    fn each_range_has_its_parts_of_all_mappings_that_show_it_and_no_other() {
+    fn each_range_has_exactly_its_parts_of_all_mappings() {
         let mappings = [
-            // Two ranges at once, and a gap between them.
+            // Two ranges, and the gap between them.
             mapping(0x10_0000, 0x1000, 0x7000),
             // The same bytes once more.
             mapping(0x20_0000, 0x2000, 0x1000),
@@ -121,14 +133,14 @@ mod tests {
     }
 
     #[test]
-    fn pages_that_were_written_are_present_and_cut_to_what_is_asked() {
+    fn written_pages_are_populated_and_cut_to_the_range() {
         let file = abi::memory_file(c"placeholder", 16 * 4096).unwrap();
         file.write_all_at(&[1; 3 * 4096], 2 * 4096).unwrap();
         file.write_all_at(&[1], 9 * 4096 + 5).unwrap();
-        let all = present(file.as_fd(), 0, 16 * 4096).unwrap();
+        let all = populated_ranges(file.as_fd(), 0, 16 * 4096).unwrap();
         assert_eq!(all, [2 * 4096..5 * 4096, 9 * 4096..10 * 4096]);
-        let cut = present(file.as_fd(), 3 * 4096, 6 * 4096 + 4096).unwrap();
+        let cut = populated_ranges(file.as_fd(), 3 * 4096, 6 * 4096 + 4096).unwrap();
         assert_eq!(cut, [3 * 4096..5 * 4096, 9 * 4096..10 * 4096]);
-        assert_eq!(present(file.as_fd(), 10 * 4096, 6 * 4096).unwrap(), []);
+        assert_eq!(populated_ranges(file.as_fd(), 10 * 4096, 6 * 4096).unwrap(), []);
     }
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What `/proc` says of processes and threads. A thread that is gone gives none.
+//! Reads `/proc` files of processes and threads. An ended thread has none.
 
 use std::fs;
 use std::io;
@@ -7,19 +7,20 @@ use std::io;
 use crate::abi::Tid;
 use crate::error::Error;
 
-/// What `/proc/TID/status` says of a thread.
+/// Fields of `/proc/TID/status`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Status {
-    /// `R` running, `S` asleep, `D` asleep and not to be disturbed, `T` stopped, `t` traced and stopped, `Z` `X` ended.
+    /// `R` running, `S` sleeping, `D` in uninterruptible sleep, `T` stopped, `t` stopped by a tracer, `Z` `X`
+    /// ended.
     pub(crate) state: char,
-    /// The tracing process, in our own numbers; 0 when there is none.
+    /// The tracing process, in this PID namespace, or 0.
     pub(crate) tracer: Tid,
-    /// Whether a seccomp filter judges its system calls.
+    /// Whether a seccomp filter checks its system calls.
     pub(crate) filtered: bool,
 }
 
 impl Status {
-    /// Whether the thread has ended; only its number is left.
+    /// Returns whether the thread has ended, and only its number remains.
     pub(crate) fn has_ended(self) -> bool {
         matches!(self.state, 'Z' | 'X' | 'x')
     }
@@ -29,36 +30,36 @@ impl Status {
         Some(Self {
             state: field("State:")?.chars().next()?,
             tracer: field("TracerPid:")?.parse().ok()?,
-            // Missing where the kernel has no seccomp.
+            // The field is missing if the kernel has no seccomp.
             filtered: field("Seccomp:").is_some_and(|mode| mode != "0"),
         })
     }
 }
 
-/// A thread's status, of whichever process it is.
+/// Returns the status of a thread of any process.
 pub(crate) fn status(tid: Tid) -> Option<Status> {
     Status::parse(&fs::read_to_string(format!("/proc/{tid}/status")).ok()?)
 }
 
-/// The threads of a process, none when it has ended.
+/// Returns the threads of a process, or none if it has ended.
 pub(crate) fn threads(pid: Tid) -> Vec<Tid> {
     numbers(&format!("/proc/{pid}/task")).unwrap_or_default()
 }
 
-/// The children of a process's threads.
+/// Returns the children of all threads of a process.
 pub(crate) fn children(pid: Tid) -> Vec<Tid> {
     let list = |tid| fs::read_to_string(format!("/proc/{pid}/task/{tid}/children")).ok();
     let lists: Vec<String> = threads(pid).into_iter().filter_map(list).collect();
     lists.iter().flat_map(|list| list.split_ascii_whitespace()).filter_map(|pid| pid.parse().ok()).collect()
 }
 
-/// The numbers of a thread's descriptors.
+/// Returns the descriptor numbers of a thread.
 pub(crate) fn descriptors(tid: Tid) -> Result<Vec<std::os::fd::RawFd>, Error> {
     let folder = format!("/proc/{tid}/fd");
     numbers(&folder).map_err(Error::read(&folder))
 }
 
-/// How many descriptors a thread may have: the first number that it cannot use (`/proc/TID/limits`).
+/// Returns a thread's limit of open files: the first number that it cannot use (`/proc/TID/limits`).
 pub(crate) fn limit_of_files(tid: Tid) -> Result<u64, Error> {
     let path = format!("/proc/{tid}/limits");
     let text = fs::read_to_string(&path).map_err(Error::read(&path))?;
@@ -73,7 +74,7 @@ fn parse_limit(text: &str) -> Option<u64> {
     }
 }
 
-/// All processes.
+/// Returns all processes.
 pub(crate) fn processes() -> Result<Vec<Tid>, Error> {
     numbers("/proc").map_err(Error::read("/proc"))
 }
@@ -83,31 +84,32 @@ fn numbers(folder: &str) -> io::Result<Vec<Tid>> {
     Ok(names.collect())
 }
 
-/// Whether a thread has an address space still.
+/// Returns whether a thread still has an address space.
 pub(crate) fn has_memory(tid: Tid) -> bool {
-    // The first number is its size, 0 where there is none (`fs/proc/array.c: proc_pid_statm`).
+    // The first number is the size, which is 0 without an address space (`fs/proc/array.c: proc_pid_statm`).
     fs::read_to_string(format!("/proc/{tid}/statm")).is_ok_and(|text| !text.starts_with("0 "))
 }
 
-/// Nanoseconds that a thread has been on a CPU, up to the last tick.
+/// Returns a thread's CPU time in nanoseconds, up to the last tick.
 pub(crate) fn cpu_time(tid: Tid) -> Option<u64> {
     let text = fs::read_to_string(format!("/proc/{tid}/schedstat")).ok()?;
     text.split_ascii_whitespace().next()?.parse().ok()
 }
 
-/// The number of the system call in which a thread sleeps, -1 when it sleeps in a page fault; none when it runs.
+/// Returns the number of the system call in which a thread sleeps, or -1 in a page fault. Returns None if it
+/// runs.
 pub(crate) fn call(tid: Tid) -> Option<i64> {
     let text = fs::read_to_string(format!("/proc/{tid}/syscall")).ok()?;
     text.split_ascii_whitespace().next()?.parse().ok()
 }
 
-/// A process's name.
+/// Returns a process's name.
 pub(crate) fn name(pid: Tid) -> String {
     let name = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
     name.trim_end().to_owned()
 }
 
-/// What a process runs if that is no x86-64 program; its ELF header says so (System V ABI, chapter 4).
+/// Returns the kind of a program that is not for x86-64, by its ELF header (System V ABI, chapter 4).
 pub(crate) fn foreign_program(pid: Tid) -> Option<&'static str> {
     const CLASS_64: u8 = 2;
     const X86_64: [u8; 2] = [62, 0];

@@ -1,32 +1,32 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Calls that a stop would make return EINTR though no signal came.
+//! Restarts calls that fail with EINTR after a stop although no signal arrived.
 //!
-//! Most calls that a stop breaks into leave one of the kernel's own codes (ERESTARTSYS and others) in the result's
-//! register, and the kernel starts them again. A few leave EINTR, as they would for a signal. Those of them that wait
-//! without end can be started again just as well: their result becomes ERESTARTNOHAND, which is EINTR if a signal's
-//! handler runs first, and a restart if none does (signal(7); `arch/x86/kernel/signal.c`). With a time to wait, what is
-//! left of it is not known, and EINTR stays, as for any stop by SIGSTOP.
+//! A stop leaves one of the kernel's own codes (ERESTARTSYS and others) as the result of most interrupted
+//! calls, and the kernel restarts them. A few calls return EINTR, as for a signal. Those of them without a
+//! timeout can be restarted as well. Their result becomes ERESTARTNOHAND: EINTR if a signal handler runs
+//! first, else a restart (signal(7); `arch/x86/kernel/signal.c`). With a timeout, the remaining time is
+//! unknown, and EINTR stays, as after any SIGSTOP.
 
 use crate::abi::{self, Registers, Tid};
 
 const EINTR: u64 = (-(libc::EINTR as i64)).cast_unsigned();
-/// `include/linux/errno.h`: seen by tracers only.
+/// Only tracers see this code (`include/linux/errno.h`).
 const ERESTARTNOHAND: u64 = (-514_i64).cast_unsigned();
-/// All of the kernel's codes for a call to start again: ERESTART_RESTARTBLOCK to ERESTARTSYS, as they lie in a register.
+/// All of the kernel's restart codes, ERESTART_RESTARTBLOCK to ERESTARTSYS, as register values.
 const RESTARTS: std::ops::RangeInclusive<u64> = (-516_i64).cast_unsigned()..=(-512_i64).cast_unsigned();
 
-/// Marks the call in which a thread stopped as one to start again, if it is such a one.
+/// Marks the interrupted call of a stopped thread for a restart, if it returned EINTR without need.
 pub(crate) fn mark(tid: Tid) {
     let Ok(Some(mut registers)) = abi::registers(tid) else { return };
     if waits_without_end(&registers) && registers.rax == EINTR {
         registers.rax = ERESTARTNOHAND;
-        // It is not stopped any more if it was killed.
+        // The thread is no longer stopped if it was killed.
         let _ = abi::set_registers(tid, &registers);
     }
 }
 
-/// Whether the kernel is to start a thread's call again when the thread runs.
-pub(crate) fn is_due(registers: &Registers) -> bool {
+/// Returns whether the kernel will restart a thread's call when the thread resumes.
+pub(crate) fn will_restart(registers: &Registers) -> bool {
     registers.orig_rax.cast_signed() >= 0 && RESTARTS.contains(&registers.rax)
 }
 

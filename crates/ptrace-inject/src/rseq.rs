@@ -1,19 +1,19 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Restartable sequences (rseq(2)): code that starts anew when its thread loses the CPU inside it.
+//! Restartable sequences (rseq(2)): code that restarts if its thread loses the CPU inside it.
 //!
-//! The kernel forgets that a thread was in one as soon as it returns to other code, an injected call for instance
-//! (`kernel/rseq.c: rseq_ip_fixup`). So what a stop does to such a thread anyway is done first: it goes to the
-//! sequence's abort handler.
+//! The kernel forgets the sequence as soon as the thread returns to other code, such as an injected call
+//! (`kernel/rseq.c: rseq_ip_fixup`). So the thread is moved to the sequence's abort handler first, as the
+//! stop would do anyway.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt as _;
 
 use crate::abi::{self, Registers, Tid};
 
-/// Offset of `rseq_cs` in `struct rseq` (`include/uapi/linux/rseq.h`): the present sequence, or null.
+/// The offset of `rseq_cs` in `struct rseq` (`include/uapi/linux/rseq.h`): the current sequence, or null.
 const PRESENT: u64 = 8;
 
-/// `struct rseq_cs`.
+/// A sequence: `struct rseq_cs`.
 struct Sequence {
     start: u64,
     length: u64,
@@ -28,7 +28,8 @@ pub(crate) fn leave(tid: Tid, memory: &File, registers: &mut Registers) {
     }
 }
 
-/// None also when the memory is missing: a thread in a sequence has just written there.
+/// Returns the current sequence. Missing memory also means None, as a thread in a sequence has just written
+/// there.
 fn present(tid: Tid, memory: &File) -> Option<Sequence> {
     let area = abi::rseq(tid).ok()?.rseq_abi_pointer;
     let word = |address| {
@@ -36,6 +37,6 @@ fn present(tid: Tid, memory: &File) -> Option<Sequence> {
         memory.read_exact_at(&mut bytes, address).ok().map(|()| u64::from_le_bytes(bytes))
     };
     let sequence = word((area != 0).then(|| area + PRESENT)?).filter(|sequence| *sequence != 0)?;
-    // After two u32, version and flags.
+    // Two u32 precede these fields: version and flags.
     Some(Sequence { start: word(sequence + 8)?, length: word(sequence + 16)?, abort: word(sequence + 24)? })
 }

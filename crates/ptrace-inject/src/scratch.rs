@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A page of the process's for arguments of injected calls. It is a new mapping, so no userfaultfd watches it.
+//! A page in the process for arguments of injected calls. It is a new mapping, so no userfaultfd covers it.
 
 use std::fs::File;
 use std::io;
@@ -8,7 +8,7 @@ use std::os::unix::fs::FileExt as _;
 use crate::error::Error;
 use crate::stop::Stopped;
 
-/// Bytes of an argument, at most.
+/// The most bytes of an argument.
 const PAGE: usize = 4096;
 
 impl Stopped<'_> {
@@ -23,12 +23,12 @@ impl Stopped<'_> {
         let anywhere = [0, bytes, protection, flags, word(-1), 0];
         let scratch = self.syscall("map a page", libc::SYS_mmap, anywhere)?;
         let done = act(self, scratch);
-        // A page too many does no harm, and the caller needs the result of `act`.
+        // A leaked page is harmless, and the caller needs the result of `act`.
         let _ = self.syscall("unmap a page", libc::SYS_munmap, [scratch, bytes, 0, 0, 0, 0]);
         done
     }
 
-    /// Writes an argument, a page at most.
+    /// Writes an argument of a page at most.
     pub(crate) fn write(&self, address: u64, bytes: &[u8]) -> Result<(), Error> {
         let written = self.memory(true).and_then(|memory| match bytes.len() {
             0..=PAGE => memory.write_all_at(bytes, address),
@@ -37,7 +37,7 @@ impl Stopped<'_> {
         written.map_err(|source| Error::Call { pid: self.pid, call: "write an argument", source })
     }
 
-    /// Reads what a call has left in memory.
+    /// Reads bytes that a call has written.
     pub(crate) fn read<const BYTES: usize>(&self, address: u64) -> Result<[u8; BYTES], Error> {
         let mut bytes = [0; BYTES];
         let read = self.memory(false).and_then(|memory| memory.read_exact_at(&mut bytes, address));
@@ -45,14 +45,15 @@ impl Stopped<'_> {
         Ok(bytes)
     }
 
-    /// The process's memory, by the thread that makes calls: a first thread that has ended has none.
+    /// Opens the process's memory through the thread that makes calls. A first thread that has ended has no
+    /// memory.
     fn memory(&self, write: bool) -> io::Result<File> {
-        let tid = self.hand().map_err(io::Error::other)?;
+        let tid = self.calling_thread().map_err(io::Error::other)?;
         File::options().read(true).write(write).open(format!("/proc/{tid}/mem"))
     }
 }
 
-/// A number of C's type `int` as an argument.
+/// Converts a C `int` to an argument.
 pub(crate) fn word(value: i32) -> u64 {
     u64::from(value.cast_unsigned())
 }

@@ -1,22 +1,23 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Processes that run in another's memory: children of vfork before their exec, and clones with CLONE_VM.
+//! Finds processes that share another's memory: children of vfork before their exec, and clones with
+//! CLONE_VM.
 
 use crate::abi::{self, Tid};
 use crate::error::Error;
 use crate::proc;
 
-/// Refuses a process whose memory another has, whichever in the system that is.
+/// Refuses a process whose memory any other process shares.
 pub(crate) fn refuse_any(pid: Tid) -> Result<(), Error> {
     refuse(pid, &proc::processes()?)
 }
 
-/// Refuses a process whose memory a child of it has.
+/// Refuses a process whose memory a child of it shares.
 pub(crate) fn refuse_children(pid: Tid) -> Result<(), Error> {
     refuse(pid, &proc::children(pid))
 }
 
 fn refuse(pid: Tid, others: &[Tid]) -> Result<(), Error> {
-    // A thread that is about to end has no memory, which it shares with the kernel's own.
+    // An ending thread has no address space, and would seem to share the kernel's.
     while let Some(thread) = proc::threads(pid).into_iter().find(|tid| proc::has_memory(*tid)) {
         let is_same = |other: Tid| abi::same_memory(thread, other).unwrap_or(false);
         let shares = |other: &Tid| *other != pid && is_same(*other) && proc::has_memory(*other);

@@ -1,32 +1,33 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A whole process that stands still.
+//! Stops all threads of a process.
 
 use std::marker::PhantomData;
 use std::time::{Duration, Instant};
 
-use crate::abi::{self, Stop, Tid, Waited};
+use crate::abi::{self, Stop, Tid, TraceeState};
 use crate::error::Error;
-use crate::inject::Tools;
+use crate::inject::CallSetup;
 use crate::stuck::{self, Reason, Stuck};
-use crate::tracer::Traced;
+use crate::tracer::TraceeList;
 use crate::wait::Wait;
 use crate::{proc, restart, sharers, tracer};
 
-/// Stops all threads of process `pid`, runs `act`, and lets them go on as if nothing had been: system calls that the
-/// stop broke into are restarted, signals that came meanwhile are delivered, a process that job control had stopped
-/// stays stopped.
+/// Stops all threads of process `pid`, runs `act`, and resumes them. The stop leaves no trace. Interrupted
+/// system calls are restarted, and signals that arrive meanwhile are delivered. A process that job control
+/// had stopped stays stopped.
 ///
-/// `patience` is how long threads get to stop. Those that do not are [`Stopped::stuck`]; `act` runs all the same.
+/// Threads get `timeout` to stop. `act` runs also if some do not: see [`Stopped::stuck`].
 ///
-/// `act` runs in a thread of its own, the tracer, so that even threads that never stop can be let go. Nobody in this
-/// process may wait for any child (`waitpid(-1)`) meanwhile: it could take the news of a stop.
+/// `act` runs on a thread of its own, the tracer, so that threads that never stop can be detached. No other
+/// thread of this process may wait for any child (`waitpid(-1)`) meanwhile: it could take the report of a
+/// stop.
 ///
 /// # Errors
-/// [`Error::Ended`], [`Error::Traced`], [`Error::NotAllowed`], [`Error::Foreign`], [`Error::SharedMemory`]; the
-/// process runs on then.
+/// [`Error::Ended`], [`Error::Traced`], [`Error::NotAllowed`], [`Error::Foreign`], [`Error::SharedMemory`].
+/// The process runs on.
 pub fn with_stopped<T: Send>(
     pid: i32,
-    patience: Duration,
+    timeout: Duration,
     act: impl FnOnce(&mut Stopped<'_>) -> T + Send,
 ) -> Result<T, Error> {
     tracer::on_own_thread(|traced| {
@@ -40,29 +41,29 @@ pub fn with_stopped<T: Send>(
             traced,
             threads: Vec::new(),
             running: Vec::new(),
-            tools: None,
-            owner: Owner::Us,
+            call_setup: None,
+            owner: Owner::Rewake,
             tracer: PhantomData,
         };
-        stopped.settle(patience)?;
+        stopped.settle(timeout)?;
         sharers::refuse_children(pid)?;
         Ok(act(&mut stopped))
     })
 }
 
-/// Runs `act` on process `pid`, which the calling thread traces already, and leaves every thread in the stop it was in.
+/// Runs `act` on process `pid`, which the calling thread traces already. Every thread stays in its stop.
 ///
-/// This is for CRIU's main thread in `RESUME_DEVICES_LATE`: CRIU has seized every thread of the restored task. Each is
-/// stopped where a system call ends (`rt_sigreturn(2)`, and `munmap(2)` for the first thread), and its registers are
-/// the program's. Nothing here seizes, interrupts or detaches a thread, or starts one of ours. Injected calls end in
-/// a stop of the same kind. Registers and signal mask are the thread's own again.
+/// This is for CRIU's main thread in `RESUME_DEVICES_LATE`, when CRIU has seized every thread of the restored
+/// task. Each is stopped at the end of a system call (`rt_sigreturn(2)`, and `munmap(2)` for the first
+/// thread), with the program's registers. This function seizes, interrupts and detaches no thread, and starts
+/// none. Injected calls end in a stop of the same kind, with the thread's own registers and signal mask.
 ///
-/// The kernel does not say which ptrace options a thread has. The thread that made calls has PTRACE_O_TRACESYSGOOD
-/// afterwards, as CRIU sets it, and PTRACE_O_SUSPEND_SECCOMP if it has a filter.
+/// The kernel does not report ptrace options. The thread that made calls has PTRACE_O_TRACESYSGOOD
+/// afterwards, as CRIU sets it. If it has a filter, it also has PTRACE_O_SUSPEND_SECCOMP.
 ///
 /// # Errors
-/// [`Error::NotHeld`] for a thread that the calling thread has not stopped where a system call ends, or whose call the
-/// kernel is to start again; [`Error::Ended`], [`Error::Foreign`].
+/// [`Error::NotHeld`] for a thread that the calling thread has not stopped at the end of a system call, or
+/// whose call the kernel will restart; [`Error::Ended`], [`Error::Foreign`].
 pub fn with_tracee<T>(pid: i32, act: impl FnOnce(&mut Stopped<'_>) -> T) -> Result<T, Error> {
     if let Some(what) = proc::foreign_program(pid) {
         return Err(Error::Foreign { pid, what });
@@ -73,106 +74,110 @@ pub fn with_tracee<T>(pid: i32, act: impl FnOnce(&mut Stopped<'_>) -> T) -> Resu
     }
     for tid in &threads {
         let registers = abi::registers(*tid).map_err(|_| Error::NotHeld { tid: *tid })?;
-        if !abi::is_at_end_of_call(*tid) || registers.is_some_and(|registers| restart::is_due(&registers)) {
+        if !abi::is_at_syscall_exit(*tid)
+            || registers.is_some_and(|registers| restart::will_restart(&registers))
+        {
             return Err(Error::NotHeld { tid: *tid });
         }
     }
-    let traced = Traced::default();
+    let traced = TraceeList::default();
     let mut stopped = Stopped {
         pid,
         since: Instant::now(),
         traced: &traced,
         threads,
         running: Vec::new(),
-        tools: None,
+        call_setup: None,
         owner: Owner::Caller,
         tracer: PhantomData,
     };
     Ok(act(&mut stopped))
 }
 
-/// A process whose threads stand still, but for those that are [`Stopped::stuck`]. They go on when it is dropped.
+/// A process whose threads are stopped, except those that are [`Stopped::stuck`]. A drop resumes them.
 #[derive(Debug)]
 pub struct Stopped<'a> {
     pub(crate) pid: Tid,
     since: Instant,
-    traced: &'a Traced,
-    /// Those that stand still.
+    traced: &'a TraceeList,
+    /// The stopped threads.
     pub(crate) threads: Vec<Tid>,
-    /// Those that were asked to.
-    running: Vec<Asked>,
-    /// What calls are made with, once known.
-    pub(crate) tools: Option<Tools>,
-    /// Whose the stop is.
+    /// Threads that were interrupted and have not stopped.
+    running: Vec<StoppingThread>,
+    /// The means to inject calls, once found.
+    pub(crate) call_setup: Option<CallSetup>,
+    /// The owner of the stop.
     pub(crate) owner: Owner,
-    /// A tracer is a thread: this stays where it is.
+    /// Keeps this on its thread, because the tracer is a thread.
     tracer: PhantomData<*const ()>,
 }
 
-/// Who has stopped a process, and so lets it run again.
+/// The owner of a stop, who also ends it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Owner {
-    /// [`with_stopped`]: threads are in stops by PTRACE_INTERRUPT.
-    Us,
-    /// The caller of [`with_tracee`]: threads are where a system call ends, and stay there.
+    /// [`with_stopped`]: PTRACE_INTERRUPT has stopped the threads.
+    Rewake,
+    /// The caller of [`with_tracee`]: threads stay stopped at the end of a system call.
     Caller,
 }
 
-/// A thread that was asked to stop.
+/// A thread that was interrupted.
 #[derive(Debug)]
-struct Asked {
+struct StoppingThread {
     tid: Tid,
-    /// Nanoseconds on a CPU until then, or until it was waited for again.
+    /// The thread's CPU time in nanoseconds at the interrupt, or at the start of the last wait.
     cpu_time: Option<u64>,
-    /// Why it had not when it was last waited for.
+    /// The reason why it had not stopped at the end of the last wait.
     reason: Reason,
 }
 
 impl Stopped<'_> {
-    /// The process.
+    /// Returns the process.
     #[must_use]
     pub fn pid(&self) -> i32 {
         self.pid
     }
 
-    /// When its threads were first asked to stop. Those that run then stand still from their next entry into the kernel.
+    /// Returns the time of the first interrupt. Threads that ran then are stopped from their next entry into
+    /// the kernel.
     #[must_use]
     pub fn since(&self) -> Instant {
         self.since
     }
 
-    /// Threads that stand still.
+    /// Returns the stopped threads.
     #[must_use]
     pub fn threads(&self) -> &[i32] {
         &self.threads
     }
 
-    /// Threads that did not stop when they were last waited for, and why not then. They run no code of their own.
+    /// Returns the threads that had not stopped at the end of the last wait, with the reasons. They run none
+    /// of their own code.
     #[must_use]
     pub fn stuck(&self) -> Vec<Stuck> {
-        let stuck = |thread: &Asked| Stuck { tid: thread.tid, reason: thread.reason };
+        let stuck = |thread: &StoppingThread| Stuck { tid: thread.tid, reason: thread.reason };
         self.running.iter().map(stuck).collect()
     }
 
-    /// Waits for threads that did not stop before, `patience` at most: after what kept them is resolved.
-    /// Threads that spin in the kernel are not waited for.
+    /// Waits up to `timeout` for threads that had not stopped, after the caller has resolved the reasons.
+    /// Does not wait for threads that spin in the kernel.
     ///
     /// # Errors
     /// [`Error::Ended`], [`Error::Traced`], [`Error::NotAllowed`].
-    pub fn settle(&mut self, patience: Duration) -> Result<(), Error> {
+    pub fn settle(&mut self, timeout: Duration) -> Result<(), Error> {
         if self.owner == Owner::Caller {
             return Ok(());
         }
-        let mut wait = Wait::of(patience);
-        // What kept them may be resolved: time on a CPU counts anew.
+        let mut wait = Wait::of(timeout);
+        // The reason may be resolved, so count CPU time anew.
         for thread in &mut self.running {
             thread.cpu_time = proc::cpu_time(thread.tid);
         }
         loop {
-            self.look_around(wait.is_long())?;
-            // Only then: threads are born of running ones, so that a look finds all when none runs.
+            self.poll_threads(wait.is_long())?;
+            // New threads come from running ones, so the list is complete only when none runs.
             let known_stand = self.running.is_empty() || (wait.is_long() && self.all_spin());
-            if known_stand && !self.ask_new(&mut wait)? {
+            if known_stand && !self.interrupt_new(&mut wait)? {
                 break;
             }
             if wait.is_over() {
@@ -186,7 +191,7 @@ impl Stopped<'_> {
         Ok(())
     }
 
-    /// Looks why threads do not stop; true when all do as they spin in the kernel.
+    /// Updates the reasons why threads do not stop. Returns whether all of them spin in the kernel.
     fn all_spin(&mut self) -> bool {
         for thread in &mut self.running {
             thread.reason = stuck::reason(thread.tid, thread.cpu_time);
@@ -194,8 +199,8 @@ impl Stopped<'_> {
         self.running.iter().all(|thread| thread.reason == Reason::Spins)
     }
 
-    /// Begins to trace threads that were not known, and asks them to stop; false when there are none.
-    fn ask_new(&mut self, wait: &mut Wait) -> Result<bool, Error> {
+    /// Seizes and interrupts new threads. Returns whether there were any.
+    fn interrupt_new(&mut self, wait: &mut Wait) -> Result<bool, Error> {
         self.forget_ended();
         let known =
             |tid: &Tid| self.threads.contains(tid) || self.running.iter().any(|thread| thread.tid == *tid);
@@ -209,49 +214,49 @@ impl Stopped<'_> {
             }
             let cpu_time = proc::cpu_time(tid);
             if abi::interrupt(tid).is_ok() {
-                self.running.push(Asked { tid, cpu_time, reason: Reason::Unknown });
+                self.running.push(StoppingThread { tid, cpu_time, reason: Reason::Unknown });
             }
         }
         Ok(self.running.len() > before)
     }
 
-    /// An exec ends all threads but one, which takes the first one's number: it is not the one that stood still. And
-    /// it waits until the others are buried.
+    /// Removes ended threads. An exec ends all threads except one, which takes the number of the first, so
+    /// that number is another thread then. The exec waits until the others are reaped.
     fn forget_ended(&mut self) {
         let pid = self.pid;
         self.threads.retain(|tid| {
-            let stands = abi::is_stopped(*tid);
-            if !stands && *tid != pid {
-                abi::bury(*tid);
+            let stopped = abi::is_stopped(*tid);
+            if !stopped && *tid != pid {
+                abi::reap_thread(*tid);
             }
-            stands
+            stopped
         });
     }
 
-    /// Looks which threads have stopped or, if `closely`, ended.
-    fn look_around(&mut self, closely: bool) -> Result<(), Error> {
+    /// Collects threads that have stopped or, if `closely`, ended.
+    fn poll_threads(&mut self, closely: bool) -> Result<(), Error> {
         if closely {
             self.forget_ended();
         }
         for thread in std::mem::take(&mut self.running) {
             let tid = thread.tid;
-            let looked = abi::look(tid).map_err(Error::ptrace("look at", tid))?;
+            let looked = abi::poll_stop(tid).map_err(Error::ptrace("poll", tid))?;
             let ended = || closely && proc::status(tid).is_none_or(proc::Status::has_ended);
             match looked {
-                Waited::Stopped(Stop::Asked) => {
+                TraceeState::Stopped(Stop::Interrupt) => {
                     restart::mark(tid);
                     self.threads.push(tid);
                     continue;
                 }
-                Waited::Stopped(other) => step_on(tid, other),
-                Waited::Gone => continue,
-                Waited::Nothing if ended() => {
+                TraceeState::Stopped(other) => interrupt_again(tid, other),
+                TraceeState::Gone => continue,
+                TraceeState::Running if ended() => {
                     if tid != self.pid {
-                        abi::bury(tid);
+                        abi::reap_thread(tid);
                     }
                     continue;
                 }
-                Waited::Nothing => {}
+                TraceeState::Running => {}
             }
             self.running.push(thread);
         }
@@ -259,14 +264,14 @@ impl Stopped<'_> {
     }
 }
 
-/// Lets a thread go on from another stop than the one it was asked for, to that one. A thread that is being killed
-/// does not hear it.
-pub(crate) fn step_on(tid: Tid, stop: Stop) {
+/// Resumes a thread from another stop, towards the stop of the interrupt. Errors mean that the thread is
+/// being killed.
+pub(crate) fn interrupt_again(tid: Tid, stop: Stop) {
     let signal = match stop {
         Stop::Signal(signal) => signal,
         _ => 0,
     };
-    // Any stop takes the place of the one that was asked for.
+    // Any stop cancels the pending interrupt.
     let _ = abi::interrupt(tid).and_then(|()| abi::cont(tid, signal));
 }
 
@@ -276,7 +281,7 @@ impl Drop for Stopped<'_> {
             return;
         }
         for tid in &self.threads {
-            // One that was killed meanwhile does not hear it.
+            // The thread may have been killed.
             let _ = abi::detach(*tid);
         }
     }

@@ -1,19 +1,19 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Threads that do not stop, and whether they may be left alone.
+//! Threads that do not stop, and whether that is harmless.
 //!
-//! A thread stops when it next would run its own code. One that stays in the kernel does not: it sleeps and must not be
-//! disturbed (a disk, a parent in vfork), or it spins: a fault in the kernel (`read(2)` into a watched page) is broken
-//! off by fatal signals only, and with any other one pending it is tried again at once, for ever
-//! (`arch/x86/mm/fault.c: do_user_addr_fault`).
+//! A thread stops before it next runs its own code. One that stays in the kernel does not stop. It may be in
+//! uninterruptible sleep (a disk, a parent in vfork), or it may spin. Only fatal signals interrupt a page
+//! fault in the kernel (`read(2)` into a page of a userfaultfd). With any other signal pending, the kernel
+//! retries the fault at once, for ever (`arch/x86/mm/fault.c: do_user_addr_fault`).
 
 use std::fmt;
 
 use crate::abi::Tid;
 use crate::proc;
 
-/// Time on a CPU after which a thread that was asked to stop is in the kernel for certain: its own code it would have
-/// left at the first interrupt. Long enough to have taken any lock it wanted without sleeping.
-const SURELY_IN_KERNEL_NS: u64 = 3_000_000;
+/// The CPU time after which an interrupted thread is certainly in the kernel: it would have left its own code
+/// at the first interrupt. It suffices to take any lock without sleeping.
+const IN_KERNEL_AFTER_NS: u64 = 3_000_000;
 
 /// System calls that change mappings (x86-64 numbers).
 const CHANGES_MAPPINGS: [libc::c_long; 13] = [
@@ -32,29 +32,30 @@ const CHANGES_MAPPINGS: [libc::c_long; 13] = [
     libc::SYS_prctl,
 ];
 
-/// A thread that was asked to stop and has not.
+/// An interrupted thread that has not stopped.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Stuck {
     /// The thread.
     pub tid: i32,
-    /// Why it does not stop, as far as it can be told.
+    /// The reason, as far as known.
     pub reason: Reason,
 }
 
-/// Why a thread does not stop.
+/// The reason why a thread does not stop.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Reason {
-    /// It has run in the kernel since: it waits there for a page of a userfaultfd, or has much to do.
+    /// It has run in the kernel since the interrupt: it waits for a page of a userfaultfd, or works long.
     Spins,
-    /// It sleeps in a system call, of this number; in a page fault of its own if that is -1.
+    /// It sleeps in the system call with this number, or in a page fault of its own (-1).
     Sleeps(i64),
-    /// Not told: it has not run since.
+    /// Unknown, because it has not run since.
     Unknown,
 }
 
 impl Stuck {
-    /// Whether mappings can be changed without it: it is not about to change them itself. (One that spins has run for
-    /// so long that a change it asked for is made; a change begins with a lock, and who waits for that sleeps.)
+    /// Returns whether mappings can be changed without this thread, because it will not change them itself. A
+    /// spinning thread has run long enough to complete its change: a change begins with a lock, and a thread
+    /// that waits for a lock sleeps.
     #[must_use]
     pub fn is_harmless(&self) -> bool {
         match self.reason {
@@ -79,13 +80,13 @@ impl fmt::Display for Stuck {
     }
 }
 
-/// Tells why a thread does not stop that had been `since` nanoseconds on a CPU when asked to.
+/// Returns why a thread does not stop that had a CPU time of `since` ns at its interrupt.
 pub(crate) fn reason(tid: Tid, since: Option<u64>) -> Reason {
     if let Some(call) = proc::call(tid) {
         return Reason::Sleeps(call);
     }
     match (since, proc::cpu_time(tid)) {
-        (Some(since), Some(now)) if now.saturating_sub(since) >= SURELY_IN_KERNEL_NS => Reason::Spins,
+        (Some(since), Some(now)) if now.saturating_sub(since) >= IN_KERNEL_AFTER_NS => Reason::Spins,
         _ => Reason::Unknown,
     }
 }

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The device's mapping takes a placeholder's place.
+//! Replaces placeholders by mappings of the device.
 //!
-//! A placeholder is a shared mapping of a file of memory that stands for device memory until that is loaded. It is
-//! known by file and offset, not by address: what the program has unmapped meanwhile is not there any more, what it has
-//! moved, split or protected is swapped where and as it is now.
+//! A placeholder is a shared mapping of a memfd that takes the place of device memory until that is loaded.
+//! File and offset identify it, not its address. What the program has unmapped is not swapped. What it has
+//! moved, split or protected is swapped at its current place.
 
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
@@ -12,67 +12,69 @@ use std::os::fd::{AsRawFd as _, BorrowedFd, RawFd};
 
 use crate::error::Error;
 use crate::maps::{self, FileId};
-use crate::placeholder::{Shown, identity, parts};
+use crate::placeholder::{PlaceholderMapping, identity, parts};
 use crate::stop::Stopped;
 
-/// What takes whose place.
+/// A swap of a part of the placeholder file.
 #[derive(Debug, Clone, Copy)]
 pub struct Swap<'a> {
-    /// Where in the placeholders' file the bytes begin that are swapped, and how many; whole pages.
+    /// The offset of the part in the placeholder file, in whole pages.
     pub offset: u64,
-    /// Bytes.
+    /// The length in bytes.
     pub length: u64,
-    /// The device's file, as a descriptor of this process. The process has the same open file (`pidfd_getfd(2)`,
-    /// SCM_RIGHTS), under whatever number: a render node that is opened again is another client of the driver, which
-    /// may not map the buffer.
+    /// The device's file, a descriptor of this process. The process must have the same open file under some
+    /// number (`pidfd_getfd(2)`, SCM_RIGHTS). A render node that is opened again is another client of the
+    /// driver, which may not map the buffer.
     pub device: BorrowedFd<'a>,
-    /// What to map in place of `offset`, as an offset of the device.
+    /// The offset of the device that is mapped in place of `offset`.
     pub device_offset: u64,
 }
 
-/// Swaps of one stop.
+/// The swaps of one stop.
 ///
-/// Mappings were read once, and each device's number is looked up once, as nothing but the calls made here changes them
-/// while this is there: threads that stand still make none; those that are stuck are in none that does, or this was
-/// refused, and stop before they could make another; no other process has this memory ([`crate::with_stopped`]).
+/// Mappings are read once, and each device's number is looked up once. Only injected calls change them while
+/// this exists: stopped threads make no calls. Stuck threads are in no call that changes mappings, or the
+/// swaps were refused; and they stop before another call. No other process shares the memory
+/// ([`crate::with_stopped`]).
 #[derive(Debug)]
-pub struct Swapping<'s, 'a> {
+pub struct SwapBatch<'s, 'a> {
     stopped: &'s mut Stopped<'a>,
     file: FileId,
     swaps: &'s [Swap<'s>],
-    /// What is left of each.
-    parts: Vec<Vec<Shown>>,
-    /// The process's, by ours.
+    /// The remaining parts of each swap.
+    parts: Vec<Vec<PlaceholderMapping>>,
+    /// Descriptor numbers in the process, by the numbers in this process.
     numbers: BTreeMap<RawFd, RawFd>,
 }
 
 impl<'a> Stopped<'a> {
-    /// Looks where the placeholders of some ranges, which do not overlap, of the file `placeholder`, a descriptor of
-    /// this process, are now.
+    /// Finds the placeholders of these ranges of the file `placeholder`, a descriptor of this process. The
+    /// ranges must not overlap.
     ///
-    /// The order: load the device's memory; stop; resolve threads in [`Stopped::stuck`] only if this asks for it;
-    /// swap; let go; then UFFDIO_WAKE on each range swapped, for those who wait on the process's behalf (the process's
-    /// own threads try again when they go on). A userfaultfd with UFFD_FEATURE_EVENT_UNMAP needs a thread that reads it
-    /// meanwhile. Bytes in the placeholder ([`crate::present`]) are not taken over: merge them before, each range's
-    /// just before its swap. A thread that is stuck at one goes on when that is swapped, and may write to the next.
+    /// The order: load the device's memory, stop the process, swap, resume it, and call UFFDIO_WAKE on each
+    /// swapped range. The wake is for other processes that wait there for this one; its own threads retry
+    /// when they resume. Resolve threads in [`Stopped::stuck`] only if an error requires it. With
+    /// UFFD_FEATURE_EVENT_UNMAP, a thread must read the userfaultfd meanwhile. Pages in the placeholder
+    /// ([`crate::populated_ranges`]) are not copied: write those of a range to the device just before its
+    /// swap. A thread that is stuck at a range resumes when that is swapped, and may write to the next.
     ///
     /// # Errors
-    /// Those of [`Stopped::syscall`]; [`Error::Unstoppable`] also while a thread is changing mappings.
-    pub fn swapping<'s>(
+    /// Those of [`Stopped::syscall`]; [`Error::Unstoppable`] also while a thread changes mappings.
+    pub fn prepare_swaps<'s>(
         &'s mut self,
         placeholder: BorrowedFd<'_>,
         swaps: &'s [Swap<'s>],
-    ) -> Result<Swapping<'s, 'a>, Error> {
+    ) -> Result<SwapBatch<'s, 'a>, Error> {
         self.refuse_changing()?;
         let file = identity(placeholder).map_err(|source| self.failed("stat the placeholder", source))?;
         let ranges: Vec<_> = swaps.iter().map(|swap| swap.offset..swap.offset + swap.length).collect();
-        let mappings = maps::read(self.hand()?)?;
+        let mappings = maps::read(self.calling_thread()?)?;
         let parts = parts(&mappings, file, &ranges);
-        // Nothing is asked of a program that has none left: one that was executed meanwhile.
+        // A program without placeholders needs no calls: it may be a new one after an exec.
         if parts.iter().any(|parts| !parts.is_empty()) {
-            self.find_tools(&mappings)?;
+            self.find_call_setup(&mappings)?;
         }
-        Ok(Swapping { stopped: self, file, swaps, parts, numbers: BTreeMap::new() })
+        Ok(SwapBatch { stopped: self, file, swaps, parts, numbers: BTreeMap::new() })
     }
 
     fn refuse_changing(&self) -> Result<(), Error> {
@@ -88,19 +90,19 @@ impl<'a> Stopped<'a> {
     }
 }
 
-impl Swapping<'_, '_> {
-    /// Puts the device's mapping in the place of all placeholders of the range of `swaps[place]`, wherever they are;
-    /// empty when the program has none left. Each is mapped elsewhere first, not inherited by forks, and then moved:
-    /// when the device cannot be mapped, the placeholder stays.
+impl SwapBatch<'_, '_> {
+    /// Swaps all placeholders of the range of `swaps[place]`, wherever they are. Returns none if the program
+    /// has none left. The device is mapped elsewhere first, excluded from forks, and then moved. If that
+    /// mapping fails, the placeholder stays.
     ///
     /// # Errors
-    /// Those of [`Stopped::syscall`]; [`Error::NotOpen`]; [`Error::Lost`]. What has been swapped stays so: ask again
-    /// for the rest.
-    pub fn swap(&mut self, place: usize) -> Result<Vec<Shown>, Error> {
+    /// Those of [`Stopped::syscall`]; [`Error::NotOpen`]; [`Error::Lost`]. Parts that were swapped stay so:
+    /// call this again for the rest.
+    pub fn swap(&mut self, place: usize) -> Result<Vec<PlaceholderMapping>, Error> {
         let swap = &self.swaps[place];
         let mut swapped = Vec::new();
         while let Some(&part) = self.parts[place].last() {
-            // Not before there is one: a program that has none left may have closed the device, too.
+            // This waits for a placeholder: a program without any may have closed the device.
             let number = self.number(swap.device)?;
             self.swap_part(&part, number, swap.device_offset + (part.offset - swap.offset))?;
             swapped.extend(self.parts[place].pop());
@@ -108,8 +110,8 @@ impl Swapping<'_, '_> {
         Ok(swapped)
     }
 
-    /// The number of the device's file in the thread that makes our calls, which stays the same: one that stands still
-    /// leaves only when all are killed.
+    /// Returns the number of the device's file in the thread that makes injected calls. That thread stays the
+    /// same: a stopped thread disappears only if all are killed.
     fn number(&mut self, device: BorrowedFd<'_>) -> Result<RawFd, Error> {
         let numbers = match self.numbers.entry(device.as_raw_fd()) {
             Entry::Occupied(number) => return Ok(*number.get()),
@@ -118,17 +120,17 @@ impl Swapping<'_, '_> {
         Ok(*numbers.insert(self.stopped.number_of(device)?))
     }
 
-    fn swap_part(&mut self, part: &Shown, number: RawFd, offset: u64) -> Result<(), Error> {
-        let Shown { address, length, protection, .. } = *part;
+    fn swap_part(&mut self, part: &PlaceholderMapping, number: RawFd, offset: u64) -> Result<(), Error> {
+        let PlaceholderMapping { address, length, protection, .. } = *part;
         let word = |value: i32| u64::from(value.cast_unsigned());
         let arguments = [0, length, word(protection), word(libc::MAP_SHARED), word(number), offset];
         let scratch = self.stopped.syscall("map the device", libc::SYS_mmap, arguments)?;
         let advice = [scratch, length, word(libc::MADV_DONTFORK), 0, 0, 0];
         let moved =
-            self.stopped.syscall("keep the device from forks", libc::SYS_madvise, advice).and_then(|_| {
+            self.stopped.syscall("exclude the device from forks", libc::SYS_madvise, advice).and_then(|_| {
                 let flags = word(libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED);
                 let arguments = [scratch, length, length, flags, address, 0];
-                self.stopped.syscall("put the device in the placeholder's place", libc::SYS_mremap, arguments)
+                self.stopped.syscall("replace the placeholder by the device", libc::SYS_mremap, arguments)
             });
         let Err(error) = moved else { return Ok(()) };
         if let Error::Call { source, .. } = &error {
@@ -138,10 +140,11 @@ impl Swapping<'_, '_> {
         Err(error)
     }
 
-    /// mremap may fail after it has removed what was there (`mm/mremap.c: mremap_to`).
-    fn refuse_loss(&self, part: &Shown, errno: Option<i32>) -> Result<(), Error> {
+    /// Reports a lost mapping: mremap may fail after it has unmapped the placeholder (`mm/mremap.c:
+    /// mremap_to`).
+    fn refuse_loss(&self, part: &PlaceholderMapping, errno: Option<i32>) -> Result<(), Error> {
         let (start, end) = (part.address, part.address + part.length);
-        let mappings = maps::read(self.stopped.hand()?)?;
+        let mappings = maps::read(self.stopped.calling_thread()?)?;
         if mappings.iter().any(|there| there.file == self.file && there.start <= start && end <= there.end) {
             return Ok(());
         }

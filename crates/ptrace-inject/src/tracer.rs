@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Tracing from a thread of its own that ends at once.
+//! Traces a process from a short-lived thread.
 //!
-//! A tracer is a thread, not a process, and all its tracees are let go when it ends, running ones too, which
-//! PTRACE_DETACH cannot do (`kernel/ptrace.c: exit_ptrace`).
+//! A tracer is a thread, not a process. When it ends, the kernel detaches all its tracees, even running ones,
+//! which PTRACE_DETACH cannot do (`kernel/ptrace.c: exit_ptrace`).
 
 use std::io;
 use std::panic::resume_unwind;
@@ -17,73 +17,69 @@ use crate::error::Error;
 use crate::proc;
 use crate::wait::Wait;
 
-/// Tries to trace a thread that has no tracer and is refused all the same: the former tracer may have just gone.
-const REFUSALS: u32 = 3;
-/// How often it is seen to that no exec waits for us.
-const BURIALS: Duration = Duration::from_millis(5);
-/// How long the kernel may take for the rest of a thread that has returned.
-const END_OF_THREAD: Duration = Duration::from_secs(5);
+/// The most refusals of a thread without a tracer: the former tracer may have just ended.
+const MAX_REFUSALS: u32 = 3;
+/// The interval at which ended tracees are reaped, so that no exec waits for this process.
+const REAP_INTERVAL: Duration = Duration::from_millis(5);
+/// The time that the kernel gets to finish a thread that has returned.
+const THREAD_EXIT_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Runs `act` while a thread of ours, the one that runs it, traces process `pid`, which is not stopped: so the KFD's
-/// CRIU operations want it (`kfd_chardev.c: kfd_ioctl_criu`). On return the process is not traced any more.
+/// Runs `act` on a thread that traces process `pid`, which runs on: KFD's CRIU operations require a tracer
+/// (`kfd_chardev.c: kfd_ioctl_criu`). On return the process is not traced.
 ///
-/// While another tracer is there it is tried again, for `patience` at most.
+/// While another tracer is attached, it retries for up to `timeout`.
 ///
 /// # Errors
-/// [`Error::Ended`] also when the first thread has ended and others live on: there is nothing to trace then;
-/// [`Error::Traced`], [`Error::NotAllowed`], [`Error::Spawn`].
-pub fn with_tracer<T: Send>(
-    pid: i32,
-    patience: Duration,
-    act: impl FnOnce() -> T + Send,
-) -> Result<T, Error> {
+/// [`Error::Ended`], also if the first thread has ended and others live, because the first cannot be traced
+/// then. [`Error::Traced`], [`Error::NotAllowed`], [`Error::Spawn`].
+pub fn with_tracer<T: Send>(pid: i32, timeout: Duration, act: impl FnOnce() -> T + Send) -> Result<T, Error> {
     on_own_thread(|_| {
-        attach(pid, &mut Wait::of(patience))?;
+        attach(pid, &mut Wait::of(timeout))?;
         Ok(act())
     })
 }
 
-/// Threads that the tracer's thread traces, but for first ones.
+/// The tracees of the tracer thread, except first threads.
 ///
-/// An exec holds a lock that PTRACE_SEIZE wants, and waits until all other threads are buried, which are ours if we
-/// trace them: a tracer that asks for one more thread then waits for itself (`fs/exec.c: de_thread`,
-/// `kernel/ptrace.c: ptrace_attach`). So another thread of this process, which may, buries them.
+/// An exec holds a lock that PTRACE_SEIZE needs, and waits until all other threads are reaped. If they are
+/// tracees of this process, a tracer that seizes another thread waits for itself (`fs/exec.c: de_thread`,
+/// `kernel/ptrace.c: ptrace_attach`). So another thread of this process reaps them, which the kernel permits.
 #[derive(Debug, Default)]
-pub(crate) struct Traced(Mutex<Vec<Tid>>);
+pub(crate) struct TraceeList(Mutex<Vec<Tid>>);
 
-impl Traced {
+impl TraceeList {
     fn add(&self, tid: Tid) {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).push(tid);
     }
 
-    fn bury(&self) {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).iter().for_each(|tid| abi::bury(*tid));
+    fn reap_thread(&self) {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).iter().for_each(|tid| abi::reap_thread(*tid));
     }
 }
 
-/// Runs `act` in a thread, and returns when the kernel has let go of all that it traced.
+/// Runs `act` on a thread, and returns when the kernel has detached all its tracees.
 pub(crate) fn on_own_thread<T: Send>(
-    act: impl FnOnce(&Traced) -> Result<T, Error> + Send,
+    act: impl FnOnce(&TraceeList) -> Result<T, Error> + Send,
 ) -> Result<T, Error> {
-    let traced = Traced::default();
+    let traced = TraceeList::default();
     let (end, ended) = channel::<()>();
     thread::scope(|scope| {
         let body = || {
-            // Dropped last.
+            // This is dropped last.
             let _end = end;
             (abi::this_thread(), act(&traced))
         };
-        let thread = thread::Builder::new().name("rewake-ptrace-inject".to_owned());
+        let thread = thread::Builder::new().name("rewake-tracer".to_owned());
         let thread = thread.spawn_scoped(scope, body).map_err(Error::Spawn)?;
-        while ended.recv_timeout(BURIALS) == Err(RecvTimeoutError::Timeout) {
-            traced.bury();
+        while ended.recv_timeout(REAP_INTERVAL) == Err(RecvTimeoutError::Timeout) {
+            traced.reap_thread();
         }
         let (tid, result) = thread.join().unwrap_or_else(|panic| resume_unwind(panic));
-        // A joined thread has yet to let go of its tracees; it is in /proc until it has.
-        let mut wait = Wait::of(END_OF_THREAD);
+        // A joined thread may still have tracees. It stays in /proc until they are detached.
+        let mut wait = Wait::of(THREAD_EXIT_TIMEOUT);
         while Path::new(&format!("/proc/self/task/{tid}")).exists() {
             if wait.is_over() {
-                tracing::error!(tid, "the tracer's thread does not end");
+                tracing::error!(tid, "the tracer thread does not end");
                 break;
             }
         }
@@ -91,19 +87,19 @@ pub(crate) fn on_own_thread<T: Send>(
     })
 }
 
-/// [`attach`], of a thread of process `pid`.
-pub(crate) fn attach_thread(pid: Tid, tid: Tid, traced: &Traced, wait: &mut Wait) -> Result<bool, Error> {
+/// Attaches to a thread of process `pid`.
+pub(crate) fn attach_thread(pid: Tid, tid: Tid, traced: &TraceeList, wait: &mut Wait) -> Result<bool, Error> {
     if tid != pid {
         traced.add(tid);
     }
     attach(tid, wait)
 }
 
-/// Begins to trace a thread, which runs on; true if it was not traced by this thread before.
+/// Seizes a thread, which runs on. Returns whether it was not a tracee of this thread before.
 fn attach(tid: Tid, wait: &mut Wait) -> Result<bool, Error> {
     let mut refused = 0;
     loop {
-        let Err(source) = abi::seize(tid, abi::MARK_CALLS) else { return Ok(true) };
+        let Err(source) = abi::seize(tid, abi::TRACE_SYSGOOD) else { return Ok(true) };
         if source.raw_os_error() != Some(libc::EPERM) {
             return Err(failed(tid, source));
         }
@@ -113,7 +109,7 @@ fn attach(tid: Tid, wait: &mut Wait) -> Result<bool, Error> {
             return Ok(false);
         }
         refused += u32::from(by == 0);
-        if refused >= REFUSALS {
+        if refused >= MAX_REFUSALS {
             return Err(Error::NotAllowed { tid, source });
         }
         if wait.is_over() {

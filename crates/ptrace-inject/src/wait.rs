@@ -1,51 +1,51 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Waits with an end, in small steps: the kernel has no wait for a tracee that takes a time.
+//! Polling waits with a timeout: the kernel has no timed wait for a tracee.
 
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Looks at a tracee that only give way to others: a stop usually takes microseconds.
-const EAGER: u32 = 16;
-/// The shortest and the longest sleep between two looks.
-const SHORTEST: Duration = Duration::from_micros(20);
-const LONGEST: Duration = Duration::from_micros(500);
+/// Polls that only yield the CPU: a stop usually takes microseconds.
+const YIELDS: u32 = 16;
+/// The shortest and longest sleep between two polls.
+const MIN_SLEEP: Duration = Duration::from_micros(20);
+const MAX_SLEEP: Duration = Duration::from_micros(500);
 
-/// Looks come at least so often: a machine that stood still for a while took the time of a wait and did not look.
-const SELDOM: Duration = Duration::from_millis(4);
+/// The interval that sets the minimum number of polls. A suspended machine uses up the time without polling.
+const POLL_INTERVAL: Duration = Duration::from_millis(4);
 
-/// A wait that is under way.
+/// A wait in progress.
 #[derive(Debug)]
 pub(crate) struct Wait {
     until: Instant,
-    /// Looks before it is over.
-    least: u128,
-    looks: u32,
+    /// The least number of polls before the timeout.
+    min_polls: u128,
+    polls: u32,
     pause: Duration,
 }
 
 impl Wait {
-    pub(crate) fn of(patience: Duration) -> Self {
-        let least = patience.as_millis() / SELDOM.as_millis();
-        Self { until: Instant::now() + patience, least, looks: 0, pause: SHORTEST }
+    pub(crate) fn of(timeout: Duration) -> Self {
+        let min_polls = timeout.as_millis() / POLL_INTERVAL.as_millis();
+        Self { until: Instant::now() + timeout, min_polls, polls: 0, pause: MIN_SLEEP }
     }
 
-    /// True when the time is over; otherwise after a pause.
+    /// Returns true after the timeout, else false after a pause.
     pub(crate) fn is_over(&mut self) -> bool {
-        if Instant::now() >= self.until && u128::from(self.looks) >= self.least {
+        if Instant::now() >= self.until && u128::from(self.polls) >= self.min_polls {
             return true;
         }
-        self.looks += 1;
-        if self.looks <= EAGER {
+        self.polls += 1;
+        if self.polls <= YIELDS {
             thread::yield_now();
         } else {
             thread::sleep(self.pause);
-            self.pause = (self.pause * 2).min(LONGEST);
+            self.pause = (self.pause * 2).min(MAX_SLEEP);
         }
         false
     }
 
-    /// True now and then: time to look at what takes longer to see.
+    /// Returns true now and then, for checks that are slower.
     pub(crate) fn is_long(&self) -> bool {
-        self.looks > EAGER && self.looks.is_multiple_of(4)
+        self.polls > YIELDS && self.polls.is_multiple_of(4)
     }
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A descriptor of ours becomes one of a process, whatever confines it, and the process runs on as if nothing had been.
+//! Gives a descriptor to a process, whatever confines it. The process runs on unchanged.
 
 mod support;
 
@@ -12,31 +12,31 @@ use std::thread;
 
 use rewake_ptrace_inject::{Error, with_stopped};
 use support::memory::{FREE, Scene, content};
-use support::{PATIENCE, Shared, Target, sys, within};
+use support::{STOP_TIMEOUT, Shared, Target, sys, within};
 
 const RESULT: usize = FREE;
 const GO: usize = FREE + 1;
 const END: usize = FREE + 2;
 const CHILD: usize = FREE + 3;
 const COUNTS: usize = FREE + 8;
-/// `HIGHEST` of `src/give.rs`.
+/// `MAX_NUMBER` of `src/give.rs`.
 const BOUND: u64 = 4096;
 
 fn word(value: i32) -> usize {
     usize::try_from(value).unwrap()
 }
 
-/// Two ends of a socket: one to keep, one to give.
+/// Returns the two ends of a socket: one to keep, one to give.
 fn ends() -> (UnixStream, UnixStream) {
     UnixStream::pair().unwrap()
 }
 
 fn give(pid: i32, end: &UnixStream) -> Result<RawFd, Error> {
-    with_stopped(pid, PATIENCE, |stopped| stopped.give(end.as_fd()))?
+    with_stopped(pid, STOP_TIMEOUT, |stopped| stopped.give(end.as_fd()))?
 }
 
 fn close(pid: i32, number: RawFd) -> Result<(), Error> {
-    with_stopped(pid, PATIENCE, |stopped| stopped.close(number))?
+    with_stopped(pid, STOP_TIMEOUT, |stopped| stopped.close(number))?
 }
 
 fn descriptors(pid: i32) -> Vec<RawFd> {
@@ -53,7 +53,8 @@ fn limit(pid: i32) -> u64 {
     line.split_whitespace().next().unwrap().parse().unwrap()
 }
 
-/// Gives a socket to a process and proves that `number` there is that socket, the only new one, and closed on exec.
+/// Gives a socket to a process. Checks that `number` is that socket, the only new descriptor, and closed on
+/// exec.
 #[track_caller]
 fn given(pid: i32) -> RawFd {
     let before = descriptors(pid);
@@ -63,8 +64,8 @@ fn given(pid: i32) -> RawFd {
     drop(end);
     let mut after = descriptors(pid);
     after.retain(|there| *there != number);
-    assert_eq!(after, before, "no other descriptor came or went");
-    assert_eq!(fs::read_to_string(format!("/proc/{pid}/maps")).unwrap(), maps, "no mapping came or went");
+    assert_eq!(after, before, "the other descriptors are unchanged");
+    assert_eq!(fs::read_to_string(format!("/proc/{pid}/maps")).unwrap(), maps, "the mappings are unchanged");
     let info = fs::read_to_string(format!("/proc/{pid}/fdinfo/{number}")).unwrap();
     let flags = info.lines().find_map(|line| line.strip_prefix("flags:")).unwrap();
     let flags = i32::from_str_radix(flags.trim(), 8).unwrap();
@@ -77,14 +78,14 @@ fn given(pid: i32) -> RawFd {
     number
 }
 
-/// Closes a given descriptor, and proves that it is gone.
+/// Closes a given descriptor, and checks that it is closed.
 #[track_caller]
 fn closed(pid: i32, number: RawFd) {
     close(pid, number).unwrap();
     assert!(!descriptors(pid).contains(&number));
 }
 
-/// Counts until it is told to end.
+/// Counts until END is set.
 fn count(shared: Shared, at: usize) {
     while shared.get(END) == 0 {
         shared.add(at);
@@ -99,7 +100,7 @@ fn ends_with_seven(target: &Target) {
 }
 
 #[test]
-fn a_given_descriptor_has_the_highest_number_and_can_be_closed_again() {
+fn a_given_descriptor_has_the_highest_number_and_can_be_closed() {
     let target = Target::start(|shared| {
         count(shared, COUNTS);
         7
@@ -118,7 +119,7 @@ fn a_given_descriptor_has_the_highest_number_and_can_be_closed_again() {
 }
 
 #[test]
-fn a_child_inherits_it_and_a_program_that_is_executed_does_not() {
+fn a_given_descriptor_survives_fork_and_not_exec() {
     let target = Target::start(|shared| {
         shared.wait(GO, |go| go == 1);
         let child = sys::fork(|| {
@@ -155,13 +156,16 @@ fn all_threads_of_a_process_run_on() {
         7
     });
     let counts = || (0..THREADS).map(|thread| target.shared.get(COUNTS + thread)).collect::<Vec<_>>();
-    within(|| counts().iter().all(|count| *count > 0).then_some(()), || "not all count".to_owned());
+    within(
+        || counts().iter().all(|count| *count > 0).then_some(()),
+        || "some threads do not count".to_owned(),
+    );
     for _ in 0..20 {
         let number = given(target.pid);
         let then = counts();
         within(
             || counts().iter().zip(&then).all(|(now, then)| now > then).then_some(()),
-            || "not all count on".to_owned(),
+            || "some threads do not resume".to_owned(),
         );
         closed(target.pid, number);
     }
@@ -169,9 +173,9 @@ fn all_threads_of_a_process_run_on() {
 }
 
 #[test]
-fn a_filter_that_would_kill_does_not_see_the_calls() {
+fn a_strict_seccomp_filter_does_not_see_the_calls() {
     let target = Target::start(|shared| {
-        // Strict: read, write, exit and sigreturn, and death for the rest.
+        // A strict filter permits read, write, exit and sigreturn, and kills on other calls.
         sys::call(libc::SYS_prctl, [word(libc::PR_SET_SECCOMP), 1, 0, 0, 0, 0]).unwrap();
         shared.set(RESULT, 1);
         count(shared, COUNTS);
@@ -184,7 +188,7 @@ fn a_filter_that_would_kill_does_not_see_the_calls() {
 }
 
 #[test]
-fn a_process_of_another_user_gets_it() {
+fn a_process_of_another_user_gets_the_descriptor() {
     let target = Target::start(|shared| {
         const OTHER: usize = 65534;
         sys::call(libc::SYS_setgid, [OTHER, 0, 0, 0, 0, 0]).unwrap();
@@ -200,7 +204,7 @@ fn a_process_of_another_user_gets_it() {
 }
 
 #[test]
-fn a_process_in_namespaces_of_its_own_without_proc_gets_it() {
+fn a_process_in_other_namespaces_without_proc_gets_the_descriptor() {
     let target = Target::start(|shared| {
         let spaces = libc::CLONE_NEWUSER | libc::CLONE_NEWPID | libc::CLONE_NEWNS | libc::CLONE_NEWNET;
         let child = sys::call(libc::SYS_clone, [word(spaces | libc::SIGCHLD), 0, 0, 0, 0, 0]).unwrap();
@@ -216,7 +220,7 @@ fn a_process_in_namespaces_of_its_own_without_proc_gets_it() {
             return 7;
         }
         shared.set(CHILD, u64::try_from(child).unwrap());
-        within(|| sys::reap(i32::try_from(child).unwrap()), || "it runs".to_owned());
+        within(|| sys::reap(i32::try_from(child).unwrap()), || "the child runs".to_owned());
         7
     });
     target.shared.wait(RESULT, |result| result == 1);
@@ -228,7 +232,7 @@ fn a_process_in_namespaces_of_its_own_without_proc_gets_it() {
     ends_with_seven(&target);
 }
 
-/// Opens descriptors until there are no more numbers; how many it has opened.
+/// Opens descriptors until no number is free, and returns them.
 fn use_up() -> Vec<RawFd> {
     let mut opened = Vec::new();
     loop {
@@ -249,22 +253,22 @@ fn set_limit(files: u64) -> io::Result<()> {
 }
 
 #[test]
-fn a_process_without_free_numbers_is_refused_and_one_with_two_is_not() {
+fn a_process_needs_two_free_numbers() {
     const FILES: u64 = 64;
     let target = Target::start(|shared| {
         set_limit(FILES).unwrap();
         let mut opened = use_up();
         for free in 0..3 {
             shared.set(GO, free);
-            shared.wait(RESULT, |asked| asked > free);
-            // From the middle.
+            shared.wait(RESULT, |value| value > free);
+            // This frees a number in the middle.
             let number = opened.remove(opened.len() / 2);
             sys::call(libc::SYS_close, [word(number), 0, 0, 0, 0, 0]).unwrap();
         }
         count(shared, COUNTS);
         7
     });
-    // The test's own program may have been started with numbers above.
+    // The test may have inherited descriptors with higher numbers.
     let below = |have: &[RawFd]| have.iter().filter(|number| word(**number) < 64).count() as u64;
     for free in 0..3 {
         target.shared.wait(GO, |is| is == free);
@@ -289,7 +293,7 @@ fn a_process_without_free_numbers_is_refused_and_one_with_two_is_not() {
 }
 
 #[test]
-fn a_process_that_uses_all_numbers_below_the_bound_gets_a_low_one_above() {
+fn a_process_without_free_numbers_below_the_bound_gets_one_above() {
     let files = limit(std::process::id().try_into().unwrap());
     if files < BOUND + 8 {
         return eprintln!("skipped: this process may have {files} open files");
@@ -306,13 +310,13 @@ fn a_process_that_uses_all_numbers_below_the_bound_gets_a_low_one_above() {
     let used = descriptors(target.pid);
     let lowest = (0..).find(|number| !used.contains(number)).unwrap();
     assert!(word(lowest) as u64 >= BOUND);
-    // The socket that it comes through has the lowest number meanwhile.
+    // The temporary socket has the lowest number.
     assert_eq!(given(target.pid), lowest + 1);
     ends_with_seven(&target);
 }
 
 #[test]
-fn a_process_that_waits_for_a_missing_page_gets_it_and_the_page_stays_missing() {
+fn a_process_in_a_page_fault_gets_the_descriptor() {
     let scene = Scene::start(2, |hand| {
         hand.shared.set(RESULT, hand.word(8).load(Ordering::SeqCst));
         count(hand.shared, COUNTS);
@@ -324,7 +328,7 @@ fn a_process_that_waits_for_a_missing_page_gets_it_and_the_page_stays_missing() 
     let number = give(scene.target.pid, &end).unwrap();
     assert_eq!(descriptors(scene.target.pid).len(), before.len() + 1);
     close(scene.target.pid, number).unwrap();
-    assert_eq!(scene.shared().get(RESULT), 0, "the page is missing still");
+    assert_eq!(scene.shared().get(RESULT), 0, "the page is still missing");
     scene.swap();
     assert_eq!(scene.shared().wait(RESULT, |value| value != 0), content(8));
     scene.shared().set(END, 1);

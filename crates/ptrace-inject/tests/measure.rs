@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! How long it takes. `cargo test --release -p rewake-ptrace-inject --test measure -- --ignored --nocapture`
+//! Measures stops, calls and swaps. `cargo test --release -p rewake-ptrace-inject --test measure -- --ignored
+//! --nocapture`
 
 mod support;
 
@@ -9,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use rewake_ptrace_inject::{Stopped, with_stopped};
 use support::memory::{FREE, PAGE, Scene};
-use support::{PATIENCE, sys};
+use support::{STOP_TIMEOUT, sys};
 
 const ROUNDS: usize = 300;
 const READY: usize = FREE;
@@ -35,7 +36,7 @@ fn scene(threads: usize, pages: usize, busy: bool) -> Scene {
     scene
 }
 
-/// A target whose placeholders, a page each, are so many mappings of their own, none of which touches another.
+/// Starts a target with `count` placeholders of a page, which are separate mappings and not adjacent.
 fn apart(count: usize) -> Scene {
     let scene = Scene::start(2 * count, |hand| {
         for gap in (PAGE..2 * count * PAGE).step_by(2 * PAGE) {
@@ -69,12 +70,12 @@ fn stops_calls_and_swaps() {
         let kind = if busy { "that compute" } else { "that sleep" };
         measure(&format!("stopped and let go, {threads} threads {kind}"), |_| {
             let start = Instant::now();
-            with_stopped(pid, PATIENCE, |_| ()).unwrap();
+            with_stopped(pid, STOP_TIMEOUT, |_| ()).unwrap();
             start.elapsed()
         });
     }
     let target = scene(1, 1, false);
-    with_stopped(target.target.pid, PATIENCE, |stopped| {
+    with_stopped(target.target.pid, STOP_TIMEOUT, |stopped| {
         measure("one injected call", |_| {
             let start = Instant::now();
             stopped.syscall("getpid", libc::SYS_getpid, [0; 6]).unwrap();

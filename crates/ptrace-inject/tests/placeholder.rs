@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What the kernel does to placeholders that are not made as they must be: why `docs/decisions/0009-tracer.md` asks for it.
+//! Shows what the kernel does to placeholders that break the rules of `docs/decisions/0009-tracer.md`.
 
 mod support;
 
@@ -19,7 +19,7 @@ fn pause_for_ever() -> i32 {
 }
 
 #[test]
-fn one_that_is_moved_without_an_event_for_it_is_not_watched_any_more() {
+fn a_placeholder_moved_without_an_event_loses_its_userfaultfd() {
     let scene = Scene::start_with(0, 1, |hand| {
         let flags = usize::try_from(libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED).unwrap();
         let elsewhere = sys::map(0, PAGE, libc::PROT_NONE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1, 0);
@@ -27,11 +27,11 @@ fn one_that_is_moved_without_an_event_for_it_is_not_watched_any_more() {
         hand.shared.set(RESULT, word_at(elsewhere).load(Ordering::SeqCst) + 1);
         pause_for_ever()
     });
-    assert_eq!(scene.shared().wait(RESULT, |value| value != 0), 1, "zero, and no fault");
+    assert_eq!(scene.shared().wait(RESULT, |value| value != 0), 1, "zero without a page fault");
 }
 
 #[test]
-fn one_that_forks_inherit_is_given_zeros_by_a_child_and_then_is_not_missing_in_the_parent() {
+fn a_child_can_fill_an_inherited_placeholder_with_zeros() {
     let scene = Scene::start(1, |hand| {
         let child = sys::fork(|| {
             hand.shared.set(RESULT, hand.word(0).load(Ordering::SeqCst) + 1);
@@ -42,5 +42,5 @@ fn one_that_forks_inherit_is_given_zeros_by_a_child_and_then_is_not_missing_in_t
         hand.shared.set(RESULT + 1, hand.word(0).load(Ordering::SeqCst) + 1);
         pause_for_ever()
     });
-    assert_eq!(scene.shared().wait(RESULT + 1, |value| value != 0), 1, "zero, and no fault");
+    assert_eq!(scene.shared().wait(RESULT + 1, |value| value != 0), 1, "zero without a page fault");
 }

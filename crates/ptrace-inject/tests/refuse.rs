@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Processes that are refused, those that seem to be and are not, and tracers that die.
+//! Processes that are refused, processes that only look as if they were, and tracers that are killed.
 
 mod support;
 
@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use rewake_ptrace_inject::{Error, with_stopped};
 use support::memory::{FREE, PAGE, Scene, content};
-use support::{PATIENCE, Random, Target, sys, within};
+use support::{Random, STOP_TIMEOUT, Target, sys, within};
 
 const RESULT: usize = FREE;
 const GO: usize = FREE + 1;
@@ -22,13 +22,13 @@ fn word(value: i32) -> usize {
 }
 
 fn ask(pid: i32) -> Result<u64, Error> {
-    with_stopped(pid, PATIENCE, |stopped| stopped.syscall("getpid", libc::SYS_getpid, [0; 6]))?
+    with_stopped(pid, STOP_TIMEOUT, |stopped| stopped.syscall("getpid", libc::SYS_getpid, [0; 6]))?
 }
 
 #[test]
-fn a_process_whose_memory_another_has_is_refused_until_that_has_its_own() {
+fn a_process_is_refused_while_another_shares_its_memory() {
     let target = Target::start(|shared| {
-        // The child shares all memory, stack too; it only sleeps, in a call without effects there.
+        // The child shares all memory, even the stack. It only sleeps, in a call that does not write there.
         sys::share_memory(shared.word(GO));
         shared.set(RESULT, 1);
         loop {
@@ -36,7 +36,7 @@ fn a_process_whose_memory_another_has_is_refused_until_that_has_its_own() {
         }
     });
     let children = || std::fs::read_to_string(format!("/proc/{0}/task/{0}/children", target.pid)).unwrap();
-    let child = within(|| children().trim().parse::<i32>().ok(), || "no child".to_owned());
+    let child = within(|| children().trim().parse::<i32>().ok(), || "the target has no child".to_owned());
     let refused = ask(target.pid).unwrap_err();
     assert!(matches!(&refused, Error::SharedMemory { with, .. } if *with == [child]), "{refused}");
     sys::kill(child, libc::SIGKILL);
@@ -45,7 +45,7 @@ fn a_process_whose_memory_another_has_is_refused_until_that_has_its_own() {
 }
 
 #[test]
-fn a_call_that_waits_is_broken_off_and_the_process_goes_on() {
+fn a_call_that_waits_is_interrupted_and_the_process_runs_on() {
     let target = Target::start(|shared| {
         while shared.get(END) == 0 {
             shared.add(GO);
@@ -53,7 +53,7 @@ fn a_call_that_waits_is_broken_off_and_the_process_goes_on() {
         7
     });
     target.shared.wait(GO, |count| count > 0);
-    let broken = with_stopped(target.pid, PATIENCE, |stopped| {
+    let broken = with_stopped(target.pid, STOP_TIMEOUT, |stopped| {
         let broken = stopped.syscall("pause", libc::SYS_pause, [0; 6]).unwrap_err();
         assert!(stopped.syscall("getpid", libc::SYS_getpid, [0; 6]).is_ok());
         broken
@@ -66,14 +66,14 @@ fn a_call_that_waits_is_broken_off_and_the_process_goes_on() {
 }
 
 #[test]
-fn a_process_whose_call_cannot_be_broken_off_is_killed() {
+fn a_process_whose_call_cannot_be_interrupted_is_killed() {
     let scene = Scene::start(1, |_| {
         loop {
             thread::sleep(Duration::from_secs(1));
         }
     });
-    let hung = with_stopped(scene.target.pid, PATIENCE, |stopped| {
-        // The kernel waits for the page, and nobody gives it.
+    let hung = with_stopped(scene.target.pid, STOP_TIMEOUT, |stopped| {
+        // The kernel waits for the page, which is never filled.
         let arguments = [scene.address as u64, 0, 0, 0, 0, 0];
         stopped.syscall("uname", libc::SYS_uname, arguments).unwrap_err()
     })
@@ -88,7 +88,7 @@ fn i386_program() -> Vec<u8> {
     const BASE: u32 = 0x1_0000;
     let halves = |values: &[u16]| values.iter().flat_map(|value| value.to_le_bytes()).collect::<Vec<u8>>();
     let words = |values: &[u32]| values.iter().flat_map(|value| value.to_le_bytes()).collect::<Vec<u8>>();
-    // pause(2) is number 29; once more when a signal ends it.
+    // pause(2) has number 29. The code repeats it when a signal ends it.
     let code = [0xb8, 29, 0, 0, 0, 0xcd, 0x80, 0xeb, 0xf7];
     let size = 52 + 32 + 9;
     let mut file = b"\x7fELF\x01\x01\x01".to_vec();
@@ -113,7 +113,7 @@ fn an_i386_program_is_refused() {
         loop {
             let exec = [path, arguments.as_ptr().expose_provenance(), 0, 0, 0, 0];
             let error = sys::call(libc::SYS_execve, exec).unwrap_err().raw_os_error().unwrap();
-            // Another test's target has it open if it was forked while the file was written.
+            // A target of another test has it open if it was forked while the file was written.
             if error != libc::ETXTBSY {
                 return error;
             }
@@ -129,9 +129,9 @@ fn an_i386_program_is_refused() {
 }
 
 #[test]
-fn a_filter_that_would_kill_does_not_see_injected_calls_and_sees_all_others() {
+fn a_strict_seccomp_filter_sees_all_calls_except_injected_ones() {
     let scene = Scene::start(1, |hand| {
-        // Strict: read, write, exit and sigreturn, and death for the rest.
+        // A strict filter permits read, write, exit and sigreturn, and kills on other calls.
         let value = hand.word(8).load(Ordering::SeqCst);
         let strict = [word(libc::PR_SET_SECCOMP), 1, 0, 0, 0, 0];
         sys::call(libc::SYS_prctl, strict).unwrap();
@@ -151,8 +151,8 @@ fn a_filter_that_would_kill_does_not_see_injected_calls_and_sees_all_others() {
     assert!(libc::WIFSIGNALED(status) && libc::WTERMSIG(status) == libc::SIGKILL, "{status:#x}");
 }
 
-// A restartable sequence that spins until the word at rdi is set, and its abort handler; which of them ended it comes
-// back in eax. `struct rseq_cs`: version, flags, start, length, abort. The signature is glibc's.
+// A restartable sequence that spins until the word at rdi is set, and its abort handler. eax says which of
+// them ended it. `struct rseq_cs`: version, flags, start, length, abort. The signature is glibc's.
 global_asm!(
     ".pushsection .data.rel.rewake, \"aw\"",
     ".balign 32",
@@ -175,7 +175,7 @@ global_asm!(
 );
 
 #[test]
-fn a_thread_in_a_restartable_sequence_starts_it_anew() {
+fn a_stop_restarts_a_restartable_sequence() {
     let target = Target::start(|shared| {
         loop {
             shared.add(GO);
@@ -189,22 +189,22 @@ fn a_thread_in_a_restartable_sequence_starts_it_anew() {
     });
     for _ in 0..20 {
         let before = target.shared.wait(GO, |rounds| rounds > 0);
-        // Long enough for it to be inside again; usually: it is asked until it was.
+        // The thread is usually inside the sequence again. The stop is repeated until it was.
         let begun_anew = || {
             thread::sleep(Duration::from_millis(2));
             assert!(ask(target.pid).is_ok());
             (target.shared.get(GO) > before).then_some(())
         };
-        within(begun_anew, || "it was never in its sequence".to_owned());
+        within(begun_anew, || "the thread was never in its sequence".to_owned());
     }
     target.shared.set(END, 1);
     assert_eq!(libc::WEXITSTATUS(target.ended()), 0);
 }
 
 #[test]
-fn a_tracer_that_is_killed_leaves_a_process_that_goes_on_or_is_killed_and_never_one_that_is_wrong() {
+fn a_killed_tracer_leaves_a_process_unchanged_or_killed() {
     const ROUNDS: usize = 120;
-    /// So many if one of both has not come.
+    /// The most rounds, if one of the two outcomes is missing.
     const MOST: usize = 2000;
     let mut random = Random(11);
     let (mut went_on, mut killed) = (0, 0);
@@ -224,7 +224,8 @@ fn a_tracer_that_is_killed_leaves_a_process_that_goes_on_or_is_killed_and_never_
             7
         });
         scene.fault();
-        // Whole pages, so that a target that goes on has all of them: the tracer swaps, and then calls for ever.
+        // The swaps cover whole pages, so that a target that runs on has all of them. Then the tracer makes
+        // calls without end.
         let tracer = sys::fork(|| {
             scene.swap();
             scene.shared().set(RESULT, 1);
@@ -235,7 +236,7 @@ fn a_tracer_that_is_killed_leaves_a_process_that_goes_on_or_is_killed_and_never_
         scene.shared().wait(RESULT, |result| result == 1);
         thread::sleep(Duration::from_micros(random.below(3000)));
         sys::kill(tracer, libc::SIGKILL);
-        within(|| sys::reap(tracer), || "the tracer lives".to_owned());
+        within(|| sys::reap(tracer), || "the tracer is alive".to_owned());
         scene.shared().set(END, 1);
         let status = scene.target.ended();
         match libc::WIFEXITED(status) {
@@ -249,5 +250,5 @@ fn a_tracer_that_is_killed_leaves_a_process_that_goes_on_or_is_killed_and_never_
             }
         }
     }
-    assert!(went_on > 0 && killed > 0, "{went_on} went on, {killed} were killed");
+    assert!(went_on > 0 && killed > 0, "{went_on} ran on, {killed} were killed");
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A process that was stopped, and made to call, goes on as if nothing had been.
+//! Checks that a stopped process that made injected calls resumes unchanged.
 
 mod support;
 
@@ -10,7 +10,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use rewake_ptrace_inject::{Error, Stopped, with_stopped, with_tracer};
-use support::{PATIENCE, Random, Shared, Target, sys, within};
+use support::{Random, STOP_TIMEOUT, Shared, Target, sys, within};
 
 const RESULT: usize = 0;
 const GO: usize = 1;
@@ -21,14 +21,14 @@ fn word(value: i32) -> usize {
     usize::try_from(value).unwrap()
 }
 
-/// Stops a process and has it tell its own number.
+/// Stops a process, and makes it return its own number.
 fn ask(target: &Target) -> Result<u64, Error> {
     let getpid = |stopped: &mut Stopped<'_>| stopped.syscall("getpid", libc::SYS_getpid, [0; 6]);
-    with_stopped(target.pid, PATIENCE, getpid)?
+    with_stopped(target.pid, STOP_TIMEOUT, getpid)?
 }
 
 #[track_caller]
-fn asked(target: &Target) {
+fn stop_and_call(target: &Target) {
     assert_eq!(ask(target).unwrap(), u64::try_from(target.pid).unwrap());
 }
 
@@ -46,13 +46,16 @@ fn counting(shared: Shared, threads: usize) -> i32 {
 }
 
 #[test]
-fn all_threads_stand_still_and_go_on() {
+fn all_threads_stop_and_resume() {
     const THREADS: usize = 16;
     let target = Target::start(|shared| counting(shared, THREADS));
     let counts = || (0..THREADS).map(|thread| target.shared.get(FIRST + thread)).collect::<Vec<_>>();
-    within(|| counts().iter().all(|count| *count > 0).then_some(()), || "not all count".to_owned());
+    within(
+        || counts().iter().all(|count| *count > 0).then_some(()),
+        || "some threads do not count".to_owned(),
+    );
     for _ in 0..4 {
-        let (before, after, stopped) = with_stopped(target.pid, PATIENCE, |stopped| {
+        let (before, after, stopped) = with_stopped(target.pid, STOP_TIMEOUT, |stopped| {
             let before = counts();
             thread::sleep(Duration::from_millis(3));
             assert_eq!(stopped.stuck(), []);
@@ -63,7 +66,7 @@ fn all_threads_stand_still_and_go_on() {
         assert_eq!(target.tracer(), "0");
         within(
             || counts().iter().zip(&after).all(|(now, then)| now > then).then_some(()),
-            || "not all go on".to_owned(),
+            || "some threads do not resume".to_owned(),
         );
     }
     target.shared.set(END, 1);
@@ -71,7 +74,7 @@ fn all_threads_stand_still_and_go_on() {
 }
 
 #[test]
-fn threads_that_are_born_meanwhile_stand_still_too() {
+fn threads_created_during_the_stop_are_stopped_too() {
     let target = Target::start(|shared| {
         let family = move || {
             while shared.get(END) == 0 {
@@ -86,10 +89,10 @@ fn threads_that_are_born_meanwhile_stand_still_too() {
     });
     target.shared.wait(RESULT, |count| count > 10);
     for _ in 0..100 {
-        let (listed, stopped, counts) = with_stopped(target.pid, PATIENCE, |stopped| {
+        let (listed, stopped, counts) = with_stopped(target.pid, STOP_TIMEOUT, |stopped| {
             let before = target.shared.get(RESULT);
             let threads: BTreeSet<i32> = stopped.threads().iter().copied().collect();
-            // One that is gone by now had ended.
+            // A thread without a state has ended.
             let runs = |tid: &i32| target.state_of_any(*tid).is_some_and(|state| !"tZX".contains(state));
             let running: Vec<i32> = target.threads().into_iter().filter(runs).collect();
             thread::sleep(Duration::from_millis(1));
@@ -103,7 +106,7 @@ fn threads_that_are_born_meanwhile_stand_still_too() {
     assert_eq!(libc::WEXITSTATUS(target.ended()), 7);
 }
 
-/// A call that sleeps, what ends it, and what it then returns.
+/// A call that sleeps, its wakeup, and its result.
 struct Sleeper {
     name: &'static str,
     number: i64,
@@ -113,9 +116,9 @@ struct Sleeper {
     wake: fn(&Target, i32),
 }
 
-/// Of calls with a time, in milliseconds: until it is over each target must have been asked.
+/// The timeout of timed calls, in milliseconds. All targets must be stopped before it ends.
 static SLEEP: AtomicU64 = AtomicU64::new(0);
-/// What it is, in turn, where that was missed.
+/// The timeouts that are tried, if the stops took too long.
 const SLEEPS: [u64; 4] = [3000, 6000, 12_000, 24_000];
 
 fn address<T>(value: &T) -> usize {
@@ -174,8 +177,11 @@ fn futex_without_end(shared: Shared, _: [i32; 2]) -> std::io::Result<i64> {
 
 fn wake_futex(target: &Target, _: i32) {
     let woken = [address(target.shared.word(FIRST)), word(libc::FUTEX_WAKE), 1, 0, 0, 0];
-    // It may not be back in its call yet.
-    within(|| (sys::call(libc::SYS_futex, woken).unwrap() == 1).then_some(()), || "nobody waits".to_owned());
+    // The target may not be in its call yet.
+    within(
+        || (sys::call(libc::SYS_futex, woken).unwrap() == 1).then_some(()),
+        || "no thread waits".to_owned(),
+    );
 }
 
 fn epoll_without_end(_: Shared, [reader, _]: [i32; 2]) -> std::io::Result<i64> {
@@ -190,7 +196,7 @@ fn epoll_for_time(_: Shared, [reader, _]: [i32; 2]) -> std::io::Result<i64> {
     sys::call(libc::SYS_epoll_wait, [epoll(reader), event, 1, 60_000, 0, 0])
 }
 
-/// Those with a time first: they are asked while it runs.
+/// Timed calls are first, so that they are stopped in time.
 const SLEEPERS: [Sleeper; 8] = [
     Sleeper {
         name: "nanosleep",
@@ -248,7 +254,7 @@ const SLEEPERS: [Sleeper; 8] = [
         in_full: false,
         wake: write_to,
     },
-    // As after any stop: see `restart.rs`.
+    // The result is the same as after any stop: see `restart.rs`.
     Sleeper {
         name: "epoll_wait, timed",
         number: libc::SYS_epoll_wait,
@@ -260,16 +266,16 @@ const SLEEPERS: [Sleeper; 8] = [
 ];
 
 #[test]
-fn sleeping_calls_return_what_they_would_have() {
-    let asked_in_time = |sleep| {
+fn sleeping_calls_return_the_same_results() {
+    let stopped_in_time = |sleep| {
         SLEEP.store(sleep, Ordering::SeqCst);
-        sleeping_calls_were_asked_and_return_what_they_would_have()
+        sleeping_calls_return_as_without_a_stop()
     };
-    assert!(SLEEPS.into_iter().any(asked_in_time), "each time one was over before it had been asked");
+    assert!(SLEEPS.into_iter().any(stopped_in_time), "with each timeout, a call ended before its stop");
 }
 
-/// False where one was over before it had been asked.
-fn sleeping_calls_were_asked_and_return_what_they_would_have() -> bool {
+/// Returns false if a call ended before its stop.
+fn sleeping_calls_return_as_without_a_stop() -> bool {
     let start = |sleeper: &'static Sleeper| {
         let (reader, writer) = sys::pipe();
         let ends = [reader.as_raw_fd(), writer.as_raw_fd()];
@@ -286,7 +292,7 @@ fn sleeping_calls_were_asked_and_return_what_they_would_have() -> bool {
         });
         (sleeper, target, [reader, writer])
     };
-    // All at once: they sleep side by side.
+    // All targets sleep at the same time.
     let targets: Vec<_> = SLEEPERS.iter().map(start).collect();
     for (sleeper, target, _) in &targets {
         let is_over = || target.shared.get(RESULT) != 0;
@@ -294,11 +300,11 @@ fn sleeping_calls_were_asked_and_return_what_they_would_have() -> bool {
             || (is_over() || target.is_in(target.pid, sleeper.number)).then_some(()),
             || format!("{} does not sleep", sleeper.name),
         );
-        // The sole thread is made to call: its own call is broken into, and started again, each time.
+        // The injected call uses the only thread, whose own call is interrupted and restarted each time.
         let times = if sleeper.expected == Err(libc::EINTR) { 1 } else { 3 };
         for _ in 0..times {
             match ask(target) {
-                // One that has just come back is asked in vain.
+                // The call may have ended before the stop.
                 _ if sleeper.in_full && is_over() => return false,
                 answer => assert_eq!(answer.unwrap(), u64::try_from(target.pid).unwrap()),
             }
@@ -309,7 +315,7 @@ fn sleeping_calls_were_asked_and_return_what_they_would_have() -> bool {
         let result = target.shared.wait(RESULT, |result| result != 0).wrapping_sub(1 << 32).cast_signed();
         let result = if result < 0 { Err(i32::try_from(-result).unwrap()) } else { Ok(result) };
         assert_eq!(result, sleeper.expected, "{}", sleeper.name);
-        assert_eq!(target.shared.get(GO), 0, "{} came back early", sleeper.name);
+        assert_eq!(target.shared.get(GO), 0, "{} returned early", sleeper.name);
     }
     true
 }
@@ -356,7 +362,7 @@ fn each_signal_is_delivered_once() {
     });
     let mut stops = 0;
     while !sender.is_finished() || stops < 20 {
-        asked(&target);
+        stop_and_call(&target);
         stops += 1;
     }
     sender.join().unwrap();
@@ -367,7 +373,7 @@ fn each_signal_is_delivered_once() {
 }
 
 #[test]
-fn a_signal_still_ends_a_call_that_is_started_again() {
+fn a_signal_still_ends_a_restarted_call() {
     let signal = libc::SIGUSR1;
     let (reader, writer) = sys::pipe();
     let target = Target::start(|shared| {
@@ -378,7 +384,7 @@ fn a_signal_still_ends_a_call_that_is_started_again() {
         0
     });
     target.sleeps_in(target.pid, libc::SYS_epoll_wait);
-    with_stopped(target.pid, PATIENCE, |stopped| {
+    with_stopped(target.pid, STOP_TIMEOUT, |stopped| {
         target.signal(signal);
         stopped.syscall("getpid", libc::SYS_getpid, [0; 6]).unwrap();
     })
@@ -388,7 +394,7 @@ fn a_signal_still_ends_a_call_that_is_started_again() {
 }
 
 #[test]
-fn a_process_that_job_control_stopped_stays_so_and_one_that_it_stops_meanwhile_gets_so() {
+fn job_control_stops_before_and_during_a_stop_are_kept() {
     let target = Target::start(|shared| counting(shared, 3));
     target.shared.wait(FIRST + 2, |count| count > 0);
     let all = |state: char| {
@@ -397,7 +403,7 @@ fn a_process_that_job_control_stopped_stays_so_and_one_that_it_stops_meanwhile_g
     };
     target.signal(libc::SIGSTOP);
     all('T');
-    asked(&target);
+    stop_and_call(&target);
     all('T');
     let count = target.shared.get(FIRST);
     thread::sleep(Duration::from_millis(20));
@@ -405,7 +411,7 @@ fn a_process_that_job_control_stopped_stays_so_and_one_that_it_stops_meanwhile_g
     target.signal(libc::SIGCONT);
     target.shared.wait(FIRST, |now| now > count);
 
-    with_stopped(target.pid, PATIENCE, |stopped| {
+    with_stopped(target.pid, STOP_TIMEOUT, |stopped| {
         target.signal(libc::SIGSTOP);
         stopped.syscall("getpid", libc::SYS_getpid, [0; 6]).unwrap();
     })
@@ -417,38 +423,38 @@ fn a_process_that_job_control_stopped_stays_so_and_one_that_it_stops_meanwhile_g
 }
 
 #[test]
-fn while_another_traces_it_is_named_and_waited_for() {
+fn another_tracer_is_named_and_waited_for() {
     let target = Target::start(|shared| counting(shared, 1));
     let pid = target.pid;
     let (hold, held) = std::sync::mpsc::channel::<()>();
-    let (tell, told) = std::sync::mpsc::channel();
+    let (sender, receiver) = std::sync::mpsc::channel();
     let other = thread::spawn(move || {
-        with_tracer(pid, PATIENCE, move || {
-            tell.send(sys::gettid()).unwrap();
+        with_tracer(pid, STOP_TIMEOUT, move || {
+            sender.send(sys::gettid()).unwrap();
             held.recv_timeout(Duration::from_secs(20)).unwrap();
         })
     });
-    let tid = told.recv().unwrap();
+    let tid = receiver.recv().unwrap();
     let refused = with_stopped(pid, Duration::from_millis(30), |_| ()).unwrap_err();
     assert!(matches!(refused, Error::Traced { by, .. } if by == tid), "{refused}");
-    assert!(refused.to_string().contains("rewake-ptrace-inject"), "{refused}");
+    assert!(refused.to_string().contains("rewake-tracer"), "{refused}");
     let release = thread::spawn(move || {
         thread::sleep(Duration::from_millis(50));
         hold.send(()).unwrap();
     });
-    asked(&target);
+    stop_and_call(&target);
     release.join().unwrap();
     other.join().unwrap().unwrap();
-    // It runs on while it is traced, and is traced by nobody afterwards.
+    // It runs while it is traced, and has no tracer afterwards.
     let (before, tracer) =
-        with_tracer(pid, PATIENCE, || (target.shared.get(FIRST), target.tracer())).unwrap();
+        with_tracer(pid, STOP_TIMEOUT, || (target.shared.get(FIRST), target.tracer())).unwrap();
     assert_ne!(tracer, "0");
     assert_eq!(target.tracer(), "0");
     target.shared.wait(FIRST, |count| count > before);
 }
 
 #[test]
-fn threads_live_on_without_the_first_one() {
+fn threads_survive_the_end_of_the_first_one() {
     let target = Target::start(|shared| {
         thread::spawn(move || counting(shared, 2));
         sys::call(libc::SYS_exit, [0; 6]).unwrap();
@@ -456,18 +462,18 @@ fn threads_live_on_without_the_first_one() {
     });
     within(|| (target.state(target.pid) == 'Z').then_some(()), || "the first thread lives".to_owned());
     target.shared.wait(FIRST + 1, |count| count > 0);
-    asked(&target);
+    stop_and_call(&target);
     let count = target.shared.get(FIRST);
     target.shared.wait(FIRST, |now| now > count);
-    assert!(matches!(with_tracer(target.pid, PATIENCE, || ()), Err(Error::Ended { .. })));
+    assert!(matches!(with_tracer(target.pid, STOP_TIMEOUT, || ()), Err(Error::Ended { .. })));
 }
 
 #[test]
-fn a_process_that_ends_meanwhile_has_ended() {
+fn a_process_killed_during_a_stop_is_reported_as_ended() {
     let target = Target::start(|shared| counting(shared, 4));
-    let result = with_stopped(target.pid, PATIENCE, |stopped| {
+    let result = with_stopped(target.pid, STOP_TIMEOUT, |stopped| {
         target.signal(libc::SIGKILL);
-        // The kill is on its way; the call may get in before.
+        // The signal may take effect after this call.
         loop {
             if let Err(error) = stopped.syscall("getpid", libc::SYS_getpid, [0; 6]) {
                 return error;
@@ -475,7 +481,7 @@ fn a_process_that_ends_meanwhile_has_ended() {
         }
     });
     assert!(matches!(result, Ok(Error::Ended { .. })), "{result:?}");
-    assert!(libc::WIFSIGNALED(target.ended()), "its end is its parent's to see");
+    assert!(libc::WIFSIGNALED(target.ended()), "the parent reads the exit status");
     assert!(matches!(ask(&target), Err(Error::Ended { .. })));
 
     for round in 0..60 {
@@ -497,7 +503,7 @@ fn a_process_that_ends_meanwhile_has_ended() {
 }
 
 #[test]
-fn a_process_that_calls_exec_meanwhile_runs_the_new_program() {
+fn a_process_that_calls_exec_during_stops_runs_the_new_program() {
     for round in 0..40_u64 {
         let target = Target::start(|shared| {
             for _ in 0..3 {
@@ -511,7 +517,7 @@ fn a_process_that_calls_exec_meanwhile_runs_the_new_program() {
                 sys::call(libc::SYS_execve, [path, arguments.as_ptr().expose_provenance(), 0, 0, 0, 0])
                     .unwrap();
             };
-            // Not the first thread, whose number it takes.
+            // A thread that is not the first calls exec, and takes its number.
             thread::spawn(exec).join().unwrap();
             0
         });

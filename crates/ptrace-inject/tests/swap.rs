@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The device takes a placeholder's place under a program that runs, faults, maps, forks and dies.
+//! Swaps placeholders while a program runs, faults, maps, forks and dies.
 
 mod support;
 
@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::Duration;
 
-use rewake_ptrace_inject::{Error, Reason, Stopped, present};
+use rewake_ptrace_inject::{Error, Reason, Stopped, populated_ranges};
 use rewake_uffd::FillPort as _;
 use support::memory::{DEVICE_OFFSET, FREE, Hand, PAGE, Scene, content, count_in};
 use support::{Random, sys, within};
@@ -26,7 +26,7 @@ fn pause_for_ever() -> i32 {
     }
 }
 
-/// `read(2)` of four bytes into the placeholder; what it returned, plus one, comes in RESULT.
+/// Calls `read(2)` with a buffer of four bytes in the placeholder. RESULT becomes its result plus one.
 fn read_into(hand: Hand) {
     let (ours, theirs) = sys::pipe();
     let word = |fd: &dyn std::os::fd::AsRawFd| usize::try_from(fd.as_raw_fd()).unwrap();
@@ -38,7 +38,7 @@ fn read_into(hand: Hand) {
 }
 
 #[test]
-fn a_thread_that_waits_in_its_own_code_reads_the_device() {
+fn a_page_fault_in_user_code_reads_the_device_after_the_swap() {
     let scene = Scene::start(4, |hand| {
         hand.shared.set(RESULT, hand.word(PAGE).load(Ordering::SeqCst));
         pause_for_ever()
@@ -52,7 +52,7 @@ fn a_thread_that_waits_in_its_own_code_reads_the_device() {
 }
 
 #[test]
-fn another_thread_makes_the_calls_when_one_waits_in_the_kernel() {
+fn another_thread_makes_calls_while_one_faults_in_the_kernel() {
     let scene = Scene::start(1, |hand| {
         thread::spawn(move || read_into(hand));
         pause_for_ever()
@@ -75,7 +75,7 @@ fn another_thread_makes_the_calls_when_one_waits_in_the_kernel() {
 }
 
 #[test]
-fn a_sole_thread_that_waits_in_the_kernel_is_named_and_its_page_can_be_merged() {
+fn the_error_names_an_only_thread_that_faults_in_the_kernel() {
     let scene = Scene::start(2, |hand| {
         read_into(hand);
         hand.shared.set(END, hand.word(8).load(Ordering::SeqCst));
@@ -90,14 +90,14 @@ fn a_sole_thread_that_waits_in_the_kernel_is_named_and_its_page_can_be_merged() 
             assert!(threads.len() == 1 && threads[0].tid == tid && threads[0].is_harmless(), "{refused}");
             let said = refused.to_string();
             assert!(said.contains("waits in the kernel for a page") || said.contains("sleeps in"), "{said}");
-            // The real bytes let it get on to where it stops.
+            // The page's bytes let the thread reach its stop.
             let mut page = [0; PAGE];
             scene.device.read_exact_at(&mut page, DEVICE_OFFSET).unwrap();
             assert!(scene.uffd.copy(scene.address as u64, &page).complete(PAGE as u64));
-            stopped.settle(support::PATIENCE).unwrap();
+            stopped.settle(support::STOP_TIMEOUT).unwrap();
             assert_eq!(stopped.stuck(), []);
-            // What it wrote meanwhile goes to the device.
-            let pages = present(scene.placeholder.as_fd(), 0, scene.length as u64).unwrap();
+            // The bytes that it wrote meanwhile are copied to the device.
+            let pages = populated_ranges(scene.placeholder.as_fd(), 0, scene.length as u64).unwrap();
             scene.placeholder.read_exact_at(&mut page, 0).unwrap();
             scene.device.write_all_at(&page, DEVICE_OFFSET).unwrap();
             assert_eq!(scene.swap_in(stopped, &[scene.request(0, scene.length)]).unwrap().len(), 1);
@@ -111,7 +111,7 @@ fn a_sole_thread_that_waits_in_the_kernel_is_named_and_its_page_can_be_merged() 
 }
 
 #[test]
-fn sixteen_threads_that_compute_in_it_lose_no_value() {
+fn sixteen_threads_that_compute_in_a_placeholder_lose_no_value() {
     const THREADS: usize = 16;
     const PAGES: usize = 8;
     const WORDS: usize = PAGES * PAGE / 8;
@@ -125,15 +125,15 @@ fn sixteen_threads_that_compute_in_it_lose_no_value() {
         pause_for_ever()
     });
     scene.fault();
-    // Half by half, so that one swap happens while all of them count in memory that is the device's already.
+    // One swap happens while all threads already count in device memory.
     scene.swap_part(0, scene.length / 2).unwrap();
     thread::sleep(Duration::from_millis(20));
     scene.swap_part(scene.length / 2, scene.length / 2).unwrap();
     thread::sleep(Duration::from_millis(50));
-    // The last word of each thread's round: on a busy machine not all have made one yet.
+    // This is the last word of each thread's round. On a busy machine, some may not have completed one yet.
     let last = WORDS - THREADS..WORDS;
     let counted = |word: usize| scene.device_word(word * 8) != content(word * 8);
-    within(|| last.clone().all(counted).then_some(()), || "not all have counted".to_owned());
+    within(|| last.clone().all(counted).then_some(()), || "some threads have not counted".to_owned());
     scene.shared().set(END, 1);
     scene.shared().wait(RESULT, |value| value != 0);
     for word in 0..WORDS {
@@ -144,7 +144,7 @@ fn sixteen_threads_that_compute_in_it_lose_no_value() {
 }
 
 #[test]
-fn what_the_program_unmapped_moved_and_protected_is_swapped_as_it_is_now() {
+fn unmapped_moved_and_protected_placeholders_are_swapped_in_place() {
     let scene = Scene::start(8, |hand| {
         let page = |number: usize| hand.address + number * PAGE;
         let elsewhere = sys::map(0, PAGE, libc::PROT_NONE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1, 0);
@@ -154,7 +154,7 @@ fn what_the_program_unmapped_moved_and_protected_is_swapped_as_it_is_now() {
         sys::call(libc::SYS_mremap, moved).unwrap();
         let read = usize::try_from(libc::PROT_READ).unwrap();
         sys::call(libc::SYS_mprotect, [page(3), PAGE, read, 0, 0, 0]).unwrap();
-        // Its own memory where the placeholder was: not ours any more.
+        // The program maps its own memory over the placeholder.
         let own = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED;
         sys::map(page(7), PAGE, libc::PROT_READ | libc::PROT_WRITE, own, -1, 0);
         hand.word(7 * PAGE).store(77, Ordering::SeqCst);
@@ -187,7 +187,7 @@ fn what_the_program_unmapped_moved_and_protected_is_swapped_as_it_is_now() {
 }
 
 #[test]
-fn nothing_is_swapped_while_a_thread_is_moving_it() {
+fn nothing_is_swapped_while_a_thread_moves_a_placeholder() {
     let scene = Scene::start(2, |hand| {
         thread::spawn(move || {
             let flags = usize::try_from(libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED).unwrap();
@@ -199,10 +199,10 @@ fn nothing_is_swapped_while_a_thread_is_moving_it() {
         });
         pause_for_ever()
     });
-    // Its mremap is over when the event of it is read.
+    // The mremap returns once its event is read.
     let tid = i32::try_from(scene.shared().wait(TID, |tid| tid != 0)).unwrap();
     scene.target.sleeps_in(tid, libc::SYS_mremap);
-    // It passes to the end, as one thread does not stop: enough for the other to.
+    // The stop takes this long, because one thread does not stop. The other threads stop in that time.
     let short = Duration::from_secs(10);
     rewake_ptrace_inject::with_stopped(scene.target.pid, short, |stopped| {
         let refused = scene.swap_in(stopped, &[scene.request(0, scene.length)]).unwrap_err();
@@ -212,7 +212,7 @@ fn nothing_is_swapped_while_a_thread_is_moving_it() {
             (1, tid, Reason::Sleeps(libc::SYS_mremap))
         );
         scene.read_events();
-        stopped.settle(support::PATIENCE).unwrap();
+        stopped.settle(support::STOP_TIMEOUT).unwrap();
         assert_eq!(scene.swap_in(stopped, &[scene.request(0, scene.length)]).unwrap().len(), 2);
     })
     .unwrap();
@@ -220,7 +220,7 @@ fn nothing_is_swapped_while_a_thread_is_moving_it() {
 }
 
 #[test]
-fn nothing_is_swapped_where_nothing_is_left() {
+fn nothing_is_swapped_without_placeholders() {
     let scene = Scene::start(2, |hand| {
         sys::call(libc::SYS_munmap, [hand.address, 2 * PAGE, 0, 0, 0, 0]).unwrap();
         hand.shared.set(GO, 1);
@@ -230,7 +230,7 @@ fn nothing_is_swapped_where_nothing_is_left() {
     assert_eq!(scene.swap(), []);
 }
 
-/// A target with `pages` placeholders of a page each, that adds up their first words when told to.
+/// Starts a target with `pages` placeholders of a page, which adds up their first words when GO is set.
 fn adder(pages: usize) -> Scene {
     Scene::start(pages, move |hand| {
         hand.shared.wait(GO, |go| go != 0);
@@ -241,9 +241,9 @@ fn adder(pages: usize) -> Scene {
 }
 
 #[test]
-fn many_are_swapped_in_one_stop_in_any_order_each_for_its_part_of_its_device() {
+fn many_placeholders_are_swapped_in_one_stop_in_any_order() {
     const PAGES: usize = 40;
-    // The same open file in the target: it is there before that is forked.
+    // The target inherits the open file, so it is created before the fork.
     let other = sys::memory_file((PAGES * PAGE) as u64);
     let scene = adder(PAGES);
     other.write_all_at(&1_000_u64.to_ne_bytes(), 9 * PAGE as u64).unwrap();
@@ -252,7 +252,7 @@ fn many_are_swapped_in_one_stop_in_any_order_each_for_its_part_of_its_device() {
             let mut swaps: Vec<_> = (0..PAGES).rev().map(|page| scene.request(page * PAGE, PAGE)).collect();
             (swaps[7].device, swaps[7].device_offset) = (other.as_fd(), 9 * PAGE as u64);
             let swapped = scene.swap_in(stopped, &swaps).unwrap();
-            // They are there no more.
+            // They were swapped before.
             assert_eq!(scene.swap_in(stopped, &swaps).unwrap(), []);
             swapped
         })
@@ -267,15 +267,15 @@ fn many_are_swapped_in_one_stop_in_any_order_each_for_its_part_of_its_device() {
 }
 
 #[test]
-fn what_was_swapped_before_one_that_cannot_be_stays_so_and_the_rest_can_be_asked_again() {
+fn swaps_before_a_failed_one_are_kept_and_the_rest_can_be_retried() {
     const PAGES: usize = 5;
     let scene = adder(PAGES);
     let swaps: Vec<_> = (0..PAGES).map(|page| scene.request(page * PAGE, PAGE)).collect();
     let mut odd = swaps.clone();
-    // Not a multiple of a page.
+    // This is not a multiple of a page.
     odd[3].device_offset += 1;
     let swap = |stopped: &mut Stopped<'_>| {
-        let mut swapping = stopped.swapping(scene.placeholder.as_fd(), &odd).unwrap();
+        let mut swapping = stopped.prepare_swaps(scene.placeholder.as_fd(), &odd).unwrap();
         assert!((0..3).all(|place| swapping.swap(place).unwrap().len() == 1));
         for _ in 0..2 {
             let refused = swapping.swap(3);
@@ -302,7 +302,7 @@ fn a_device_that_cannot_be_mapped_leaves_the_placeholder() {
     let refused = scene
         .stopped(|stopped| {
             let mut request = scene.request(0, scene.length);
-            // Not a multiple of a page.
+            // This is not a multiple of a page.
             request.device_offset = 1;
             scene.swap_in(stopped, &[request]).unwrap_err()
         })
@@ -315,14 +315,14 @@ fn a_device_that_cannot_be_mapped_leaves_the_placeholder() {
 }
 
 #[test]
-fn the_device_is_found_under_another_number_and_missed_where_it_is_closed() {
+fn the_device_is_found_under_another_number_unless_closed() {
     let closing = |keep: bool| {
         move |hand: Hand| {
             let file = usize::try_from(hand.shared.wait(GO, |file| file != 0)).unwrap();
             if keep {
                 sys::call(libc::SYS_dup, [file, 0, 0, 0, 0, 0]).unwrap();
             }
-            // Another file has the number then.
+            // Another file takes the number.
             sys::call(libc::SYS_dup2, [0, file, 0, 0, 0, 0]).unwrap();
             hand.shared.set(RESULT, 1);
             pause_for_ever()
@@ -341,7 +341,7 @@ fn the_device_is_found_under_another_number_and_missed_where_it_is_closed() {
 }
 
 #[test]
-fn a_child_forked_before_keeps_its_placeholder_and_one_forked_after_has_no_device() {
+fn a_child_inherits_a_placeholder_and_not_the_device() {
     let fork_and_wait = |hand: Hand, word: usize| {
         let child = sys::fork(pause_for_ever);
         hand.shared.set(word, u64::try_from(child).unwrap());
@@ -361,11 +361,11 @@ fn a_child_forked_before_keeps_its_placeholder_and_one_forked_after_has_no_devic
     assert_eq!(scene.swap().len(), 1);
     scene.shared().set(GO, 1);
     let after = scene.shared().wait(END, |pid| pid != 0);
-    assert_eq!(maps(before), Some(true), "the placeholder, from its begin");
+    assert_eq!(maps(before), Some(true), "the placeholder from its start");
     assert_eq!(maps(after), None);
 }
 
-/// What a thread does in the window, over and over: touches, moves, cuts, protects, forks.
+/// Accesses, moves, splits, protects and forks at random in the placeholder.
 fn act_at_random(hand: Hand, seed: u64, pages: usize) -> u64 {
     let mut random = Random(seed);
     let mut done = 0;
@@ -385,7 +385,8 @@ fn act_at_random(hand: Hand, seed: u64, pages: usize) -> u64 {
                 sys::call(libc::SYS_mprotect, [address, PAGE, protection, 0, 0, 0]).unwrap();
             }
             5 => {
-                // Away and back: other threads must not look meanwhile, so this is a page that only it uses.
+                // The page moves away and back. Only this thread uses it, as others must not access it
+                // meanwhile.
                 let own = hand.address + pages * PAGE;
                 let free = sys::map(0, PAGE, libc::PROT_NONE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1, 0);
                 let flags = usize::try_from(libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED).unwrap();
@@ -434,7 +435,7 @@ fn two_hundred_swaps_under_random_activity_show_the_right_bytes() {
         let end = AtomicBool::new(false);
         thread::scope(|scope| {
             scope.spawn(|| scene.read_until(&end));
-            // Piece by piece in a random order.
+            // The pages are swapped in a random order.
             let mut left: Vec<usize> = (0..=PAGES).collect();
             while !left.is_empty() {
                 let page = left.swap_remove(usize::try_from(random.below(left.len() as u64)).unwrap());

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A process that the calling thread traces already, as CRIU's main thread traces a restored task, gets a descriptor
-//! and stays in the stop it was in.
+//! Gives a descriptor to a process that the calling thread traces already, as CRIU's main thread traces a
+//! restored task. The process stays in its stop.
 
 mod support;
 
@@ -11,17 +11,17 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 
 use rewake_ptrace_inject::{Error, Stopped, with_stopped, with_tracee};
-use support::{PATIENCE, Shared, Target, sys, within};
+use support::{STOP_TIMEOUT, Shared, Target, sys, within};
 
 const END: usize = 0;
-const BEGUN: usize = 1;
+const STARTED: usize = 1;
 const WRONG: usize = 2;
 const SIGNALS: usize = 3;
 const COUNTS: usize = 16;
 /// `PTRACE_EVENTMSG_SYSCALL_EXIT`
-const END_OF_CALL: u64 = 2;
+const SYSCALL_EXIT: u64 = 2;
 /// `PTRACE_O_SUSPEND_SECCOMP`
-const WITHOUT_SECCOMP: usize = 0x20_0000;
+const SUSPEND_SECCOMP: usize = 0x20_0000;
 
 fn word(value: i32) -> usize {
     usize::try_from(value).unwrap()
@@ -32,7 +32,7 @@ fn ptrace(request: libc::c_uint, tid: i32, address: usize, data: usize) {
     sys::call(libc::SYS_ptrace, [request, word(tid), address, data, 0, 0]).unwrap();
 }
 
-/// Waits for a stop of a thread of which this thread is the tracer.
+/// Waits for a stop of a tracee of this thread.
 #[track_caller]
 fn stops(tid: i32) {
     let stop = || {
@@ -45,7 +45,8 @@ fn stops(tid: i32) {
     within(stop, || format!("thread {tid} runs"));
 }
 
-/// Seizes all threads of a process, and has each stop where a system call ends: as CRIU does, but for the call.
+/// Seizes all threads of a process, and stops each at the end of a system call, as CRIU does, though of
+/// another call.
 fn seize(target: &Target, more_options: usize) -> Vec<i32> {
     let threads = target.threads();
     for tid in &threads {
@@ -53,7 +54,7 @@ fn seize(target: &Target, more_options: usize) -> Vec<i32> {
         ptrace(libc::PTRACE_INTERRUPT, *tid, 0, 0);
         stops(*tid);
         ptrace(libc::PTRACE_SETOPTIONS, *tid, 0, word(libc::PTRACE_O_TRACESYSGOOD) | more_options);
-        while message(*tid) != END_OF_CALL {
+        while message(*tid) != SYSCALL_EXIT {
             ptrace(libc::PTRACE_SYSCALL, *tid, 0, 0);
             stops(*tid);
         }
@@ -71,7 +72,7 @@ fn message(tid: i32) -> u64 {
     message
 }
 
-/// All that a stop must leave as it was: kind of stop, signal mask, registers.
+/// Returns what a stop must not change: its kind, the signal mask and the registers.
 fn state(tid: i32) -> (u64, u64, Vec<u64>) {
     let (mut mask, mut registers) = (0_u64, vec![0_u64; 27]);
     ptrace(libc::PTRACE_GETSIGMASK, tid, 8, (&raw mut mask).expose_provenance());
@@ -80,9 +81,9 @@ fn state(tid: i32) -> (u64, u64, Vec<u64>) {
     (message(tid), mask, registers)
 }
 
-/// Makes calls and notes any result that is wrong, until it is told to end.
+/// Makes calls until END is set, and notes wrong results.
 fn call_on(shared: Shared, at: usize, call: i64, expected: i64) {
-    shared.add(BEGUN);
+    shared.add(STARTED);
     while shared.get(END) == 0 {
         if sys::call(call, [0; 6]).ok() != Some(expected) {
             shared.add(WRONG);
@@ -108,7 +109,7 @@ fn ends_well(target: &Target) {
     assert_eq!(target.shared.get(WRONG), 0);
 }
 
-/// Has the target call on in `threads` threads, the first one among them.
+/// Makes calls in `threads` threads of the target, including the first.
 fn call_in(shared: Shared, threads: usize) -> i32 {
     let own = i64::from(std::process::id());
     let call = move |at| call_on(shared, at, libc::SYS_getpid, own);
@@ -119,10 +120,10 @@ fn call_in(shared: Shared, threads: usize) -> i32 {
 }
 
 #[test]
-fn threads_stay_in_the_stop_they_were_in_and_run_on_as_if_nothing_had_been() {
+fn threads_stay_in_their_stops_and_resume_unchanged() {
     const THREADS: usize = 4;
     let target = Target::start(|shared| call_in(shared, THREADS));
-    target.shared.wait(BEGUN, |begun| begun == THREADS as u64);
+    target.shared.wait(STARTED, |started| started == THREADS as u64);
     for _ in 0..20 {
         let threads = seize(&target, 0);
         assert_eq!(threads.len(), THREADS);
@@ -148,17 +149,17 @@ extern "C" fn note(_: i32) {
 }
 
 #[test]
-fn a_signal_that_comes_meanwhile_is_delivered_once_when_the_tracer_lets_go() {
+fn a_signal_during_the_stop_is_delivered_once_after_it() {
     let target = Target::start(|shared| {
         sys::on_signal(libc::SIGUSR1, note, 0);
-        shared.add(BEGUN);
+        shared.add(STARTED);
         while shared.get(END) == 0 {
             sys::call(libc::SYS_getpid, [0; 6]).unwrap();
             shared.set(SIGNALS, SIGNALLED.load(Ordering::SeqCst));
         }
         7
     });
-    target.shared.wait(BEGUN, |begun| begun == 1);
+    target.shared.wait(STARTED, |started| started == 1);
     for round in 1..=10 {
         let threads = seize(&target, 0);
         target.signal(libc::SIGUSR1);
@@ -170,8 +171,9 @@ fn a_signal_that_comes_meanwhile_is_delivered_once_when_the_tracer_lets_go() {
     ends_well(&target);
 }
 
-/// A target with a strict filter (read, write, exit and sigreturn, and death for the rest) that makes another call when it
-/// is told to end; and its threads, stopped, after it was given a descriptor.
+/// Starts a target with a strict filter, which permits read, write, exit and sigreturn, and kills on other
+/// calls. It makes another call when END is set. Returns it and its stopped threads, after it was given a
+/// descriptor.
 fn strict() -> (Target, Vec<i32>) {
     let target = Target::start(|shared| {
         sys::call(libc::SYS_prctl, [word(libc::PR_SET_SECCOMP), 1, 0, 0, 0, 0]).unwrap();
@@ -179,14 +181,14 @@ fn strict() -> (Target, Vec<i32>) {
         sys::call(libc::SYS_getpid, [0; 6]).map_or(8, |_| 7)
     });
     target.shared.wait(COUNTS, |count| count > 0);
-    let threads = seize(&target, WITHOUT_SECCOMP);
+    let threads = seize(&target, SUSPEND_SECCOMP);
     let number = give_and_keep(target.pid);
     assert!(has(target.pid, number));
     (target, threads)
 }
 
 #[test]
-fn a_filter_that_the_tracer_has_suspended_stays_suspended() {
+fn a_filter_suspended_by_the_tracer_stays_suspended() {
     let (target, threads) = strict();
     target.shared.set(END, 1);
     threads.iter().for_each(|tid| ptrace(libc::PTRACE_CONT, *tid, 0, 0));
@@ -195,7 +197,7 @@ fn a_filter_that_the_tracer_has_suspended_stays_suspended() {
 }
 
 #[test]
-fn a_filter_works_again_when_the_tracer_has_let_go() {
+fn a_filter_works_again_after_the_detach() {
     let (target, threads) = strict();
     detach(&threads);
     let then = target.shared.get(COUNTS);
@@ -206,14 +208,14 @@ fn a_filter_works_again_when_the_tracer_has_let_go() {
 }
 
 #[test]
-fn a_process_that_is_not_in_such_a_stop_is_refused_and_left_alone() {
+fn a_process_in_another_kind_of_stop_is_refused_unchanged() {
     let target = Target::start(|shared| call_in(shared, 2));
-    target.shared.wait(BEGUN, |begun| begun == 2);
+    target.shared.wait(STARTED, |started| started == 2);
     let refused = |pid| with_tracee(pid, |_| unreachable!()).unwrap_err();
-    // Nothing traces it.
+    // The process has no tracer.
     let error = refused(target.pid);
     assert!(matches!(error, Error::NotHeld { .. }), "{error}");
-    // It is stopped by another call than CRIU's last one.
+    // Another call than CRIU's last one stopped it.
     let threads = target.threads();
     for tid in &threads {
         ptrace(libc::PTRACE_SEIZE, *tid, 0, 0);
@@ -223,12 +225,12 @@ fn a_process_that_is_not_in_such_a_stop_is_refused_and_left_alone() {
     let error = refused(target.pid);
     assert!(matches!(error, Error::NotHeld { tid } if threads.contains(&tid)), "{error}");
     detach(&threads);
-    // Another thread's tracee is none of this thread's.
+    // A tracee of another thread is refused.
     let elsewhere = |stopped: &mut Stopped<'_>| {
         assert_eq!(stopped.threads().len(), 2);
         thread::scope(|scope| scope.spawn(|| refused(target.pid)).join().unwrap())
     };
-    let error = with_stopped(target.pid, PATIENCE, elsewhere).unwrap();
+    let error = with_stopped(target.pid, STOP_TIMEOUT, elsewhere).unwrap();
     assert!(matches!(error, Error::NotHeld { .. }), "{error}");
     ends_well(&target);
     drop(target);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Copies by the CPU, through its view of each BO: a thread that does one submission after the other, so that who submits
-//! can read files meanwhile.
+//! Copies by the CPU through its mapping of each BO. A thread runs the submissions in order, so the
+//! submitting thread can read files meanwhile.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{Ordering, fence};
@@ -20,24 +20,24 @@ use crate::staging::Staging;
 use crate::table::{Bo, Reach, Table};
 use crate::transfer::Transfer;
 
-/// The thread that copies, and what it was given. Dropping it waits for all of it.
+/// The copying thread and its submissions. A drop waits for all of them.
 #[derive(Debug)]
 pub(crate) struct Copier {
     device: Device,
-    /// None when it is to end.
+    /// None: the thread shall end.
     jobs: Option<SyncSender<Job>>,
     thread: Option<JoinHandle<()>>,
-    ended: Arc<Ended>,
-    /// Given and not known to be done, in order.
+    ended: Arc<FinishedJobs>,
+    /// Submissions in order whose end [`Copier::poll`] has not reported.
     flights: VecDeque<Flight>,
-    /// Lists of jobs that are done: memory that is used again.
+    /// Empty lists of finished jobs, whose allocations are reused.
     spare: Vec<Vec<(Arc<Mapping>, Transfer)>>,
 }
 
-/// What the thread has done.
+/// Jobs that the thread has finished.
 #[derive(Debug)]
-struct Ended {
-    /// Without transfers.
+struct FinishedJobs {
+    /// The jobs, without their transfers.
     jobs: Mutex<Vec<Job>>,
     more: Condvar,
     event: EventFd,
@@ -51,7 +51,7 @@ struct Flight {
     since: Instant,
 }
 
-/// A submission: transfers that have been checked, and where their BOs are.
+/// A submission: checked transfers with the mappings of their BOs.
 #[derive(Debug)]
 struct Job {
     ticket: Ticket,
@@ -59,9 +59,9 @@ struct Job {
 }
 
 impl Copier {
-    /// Its descriptor can be read when something has ended.
+    /// Starts the thread. `event` is readable when a submission has ended.
     pub(crate) fn new(device: Device, staging: &Staging, event: EventFd) -> Result<Self, Error> {
-        let ended = Arc::new(Ended { jobs: Mutex::default(), more: Condvar::new(), event });
+        let ended = Arc::new(FinishedJobs { jobs: Mutex::default(), more: Condvar::new(), event });
         let (jobs, receiver) = sync_channel(IN_FLIGHT);
         let work = {
             let (staging, ended) = (staging.clone(), Arc::clone(&ended));
@@ -84,7 +84,7 @@ impl Copier {
         &self.device
     }
 
-    /// Readable when something has ended.
+    /// Returns a descriptor that is readable when a submission has ended.
     pub(crate) fn event(&self) -> &EventFd {
         &self.ended.event
     }
@@ -97,7 +97,7 @@ impl Copier {
         self.flights.len()
     }
 
-    /// Submits transfers that have been checked.
+    /// Submits checked transfers.
     pub(crate) fn submit(
         &mut self,
         table: &mut Table,
@@ -113,7 +113,8 @@ impl Copier {
             placed.push((self.view(table, transfer.bo())?, *transfer));
         }
         let job = Job { ticket, transfers: placed };
-        // The channel has as much room as there are flights: it never blocks, and the thread ends with it only.
+        // This never blocks: the channel has room for all flights. It is closed only when the thread has
+        // ended.
         let sent = self.jobs.as_ref().is_some_and(|jobs| jobs.send(job).is_ok());
         if !sent {
             return Err(Error::Lost { minor });
@@ -123,7 +124,7 @@ impl Copier {
         Ok(())
     }
 
-    /// Where a BO is.
+    /// Returns the CPU mapping of a BO.
     pub(crate) fn view(&self, table: &mut Table, bo: Bo) -> Result<Arc<Mapping>, Error> {
         let entry = table.get(bo).ok_or_else(|| Error::Bo { minor: self.device.minor() })?;
         if let Reach::Cpu(view) = &entry.reach {
@@ -134,18 +135,18 @@ impl Copier {
         Ok(view)
     }
 
-    /// Tells what has ended since this was last asked.
-    pub(crate) fn poll(&mut self, mut told: impl FnMut(Ticket)) {
+    /// Reports the submissions that ended since the last call.
+    pub(crate) fn poll(&mut self, mut on_end: impl FnMut(Ticket)) {
         for job in self.ended.lock().drain(..) {
-            // They end in their order.
+            // Submissions end in order.
             self.flights.pop_front();
             self.spare.push(job.transfers);
-            told(job.ticket);
+            on_end(job.ticket);
         }
     }
 
-    /// Waits until a submission has ended, or until the deadline; None if it is not in flight. That it has ended is told by
-    /// [`Copier::poll`].
+    /// Waits until a submission has ended, or until the deadline. Returns None if it is not in flight.
+    /// [`Copier::poll`] still reports its end.
     pub(crate) fn wait(&self, ticket: Ticket, deadline: Instant) -> Option<Result<(), Error>> {
         let flight = self.flights.iter().find(|flight| flight.ticket == ticket)?;
         let left = deadline.saturating_duration_since(Instant::now());
@@ -165,30 +166,30 @@ impl Drop for Copier {
     fn drop(&mut self) {
         self.jobs = None;
         if let Some(thread) = self.thread.take() {
-            // It has nobody to tell of a panic.
+            // A drop cannot report a panic.
             let _ = thread.join();
         }
     }
 }
 
-impl Ended {
+impl FinishedJobs {
     fn lock(&self) -> MutexGuard<'_, Vec<Job>> {
         self.jobs.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-fn work(staging: &Staging, ended: &Ended, jobs: &Receiver<Job>) {
+fn work(staging: &Staging, ended: &FinishedJobs, jobs: &Receiver<Job>) {
     for mut job in jobs {
         for (view, transfer) in &job.transfers {
             run(staging, view, transfer);
         }
-        // Device memory is written through buffers of the CPU: they are empty after this.
+        // Device memory is written through write-combining buffers of the CPU, which this empties.
         fence(Ordering::SeqCst);
-        // Before anyone is told: a BO that is released then has no view of ours any more.
+        // The mappings are dropped before the end is visible, so that a BO released then has none left.
         job.transfers.clear();
         ended.lock().push(job);
         ended.more.notify_all();
-        // It fails where it would count too far: then it can be read anyway.
+        // A write fails only when the counter is full, and then the descriptor is readable anyway.
         let _ = ended.event.write(1);
     }
 }

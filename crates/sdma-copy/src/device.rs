@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Where BOs are that the CPU copies: on a GPU, behind its render node, or in this process's own memory.
+//! The devices whose BOs the CPU copies: a GPU's render node, or memory of this process.
 
 use std::collections::HashMap;
 use std::io;
@@ -14,21 +14,21 @@ use rewake_amdgpu_uapi::render::Render;
 use crate::Error;
 use crate::rings::close_handle;
 
-/// Memory of this process that stands in for GPUs where there are none: in tests, and where the way to a GPU is measured.
-/// Its BOs are memfds, and a thread copies. All of it is mapped and in memory from the start, as a GPU's own is.
+/// Memory of this process in the place of GPUs, for tests and for measurements without a GPU. Its BOs are
+/// memfds, and a thread copies. All of it is mapped and populated from the start, like GPU memory.
 #[derive(Debug)]
 pub struct MemoryDevice {
-    /// A BO's handle is its place here, and one.
+    /// Mappings of the BOs. A handle is the index plus one.
     views: Vec<Arc<Mapping>>,
-    /// By device and inode.
+    /// Handles by device and inode.
     handles: HashMap<(u64, u64), u32>,
 }
 
 impl MemoryDevice {
-    /// With these memfds, of at least one byte each, as its BOs.
+    /// Maps these memfds, of at least one byte each, as BOs.
     ///
     /// # Errors
-    /// One cannot be mapped, or there is not memory enough.
+    /// A memfd cannot be mapped, or memory is exhausted.
     pub fn new<'a>(memfds: impl IntoIterator<Item = BorrowedFd<'a>>) -> io::Result<Arc<Self>> {
         let (mut views, mut handles) = (Vec::new(), HashMap::new());
         for memfd in memfds {
@@ -44,15 +44,15 @@ impl MemoryDevice {
     fn handle(&self, memfd: BorrowedFd<'_>) -> io::Result<u32> {
         let file = fstat(memfd)?;
         let handle = self.handles.get(&(file.st_dev, file.st_ino));
-        handle.copied().ok_or_else(|| io::Error::other("none of the memfds that the device was made of"))
+        handle.copied().ok_or_else(|| io::Error::other("not one of the device's memfds"))
     }
 }
 
-/// Either of the two.
+/// A GPU or memory in its place.
 #[derive(Debug)]
 pub(crate) enum Device {
     Node(Render),
-    /// In the place of a render node of that number.
+    /// Memory in the place of the render node with this number.
     Memory(u32, Arc<MemoryDevice>),
 }
 
@@ -64,7 +64,7 @@ impl Device {
         }
     }
 
-    /// The handle of a BO, the same one however often it is asked for.
+    /// Returns the handle of a BO: the same one for each import.
     pub(crate) fn import(&self, dmabuf: BorrowedFd<'_>) -> Result<u32, Error> {
         match self {
             Self::Node(render) => import(render, dmabuf),
@@ -75,7 +75,7 @@ impl Device {
         }
     }
 
-    /// The CPU's view of a BO (on a GPU's own memory: the PCI BAR).
+    /// Returns the CPU mapping of a BO. For GPU memory, this is the PCI BAR.
     pub(crate) fn view(&self, handle: u32, bytes: u64) -> Result<Arc<Mapping>, Error> {
         match self {
             Self::Node(render) => {
@@ -97,7 +97,7 @@ impl Device {
     }
 }
 
-/// The GEM handle of a BO.
+/// Returns the GEM handle of a BO.
 pub(crate) fn import(render: &Render, dmabuf: BorrowedFd<'_>) -> Result<u32, Error> {
     let failed = |source| Error::Drm { minor: render.minor(), call: "PRIME_FD_TO_HANDLE", source };
     render.prime_fd_to_buffer(dmabuf).map(Into::into).map_err(failed)

@@ -1,49 +1,49 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Errors that name the act, its object and the way out.
+//! Errors with the call, its object and the remedy.
 
 use std::fmt;
 use std::io;
 use std::time::Duration;
 
-/// What goes wrong with copies.
+/// A copy, or its preparation, failed.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// A call on the render node failed.
+    /// An amdgpu call on the render node failed.
     #[error("renderD{minor}: {source}")]
     Kernel {
         /// The render node.
         minor: u32,
-        /// Which call, and the kernel's answer.
+        /// The call, and the kernel's answer.
         r#source: rewake_amdgpu_uapi::Error,
     },
-    /// A call of the render node that every DRM driver has failed.
+    /// A call that every DRM driver has failed on the render node.
     #[error("renderD{minor}: {call}: {source}")]
     Drm {
         /// The render node.
         minor: u32,
-        /// Which.
+        /// The call.
         call: &'static str,
         /// The kernel's answer.
         r#source: io::Error,
     },
-    /// Staging memory could not be made.
+    /// Staging memory could not be created.
     #[error("{bytes} bytes of staging memory: {act}: {source}")]
     Staging {
-        /// All of it.
+        /// The size of all slots.
         bytes: u64,
-        /// What failed.
+        /// The call that failed.
         act: &'static str,
         /// The kernel's answer.
         r#source: io::Error,
     },
-    /// Staging memory of no use.
+    /// The shape of the staging memory is not valid.
     #[error(
         "staging memory of {slots} slots of {slot_bytes} bytes: slots are whole pages, and all of them less than 2^40 bytes"
     )]
     Shape {
-        /// As asked for.
+        /// The requested number.
         slots: u32,
-        /// As asked for.
+        /// The requested size.
         slot_bytes: u64,
     },
     /// The GPU's address space has no room.
@@ -51,64 +51,64 @@ pub enum Error {
     Addresses {
         /// The render node.
         minor: u32,
-        /// Of the BO or the staging memory.
+        /// The size of the BO or the staging memory.
         bytes: u64,
     },
-    /// A BO is not as large as it was said to be.
-    #[error("renderD{minor}: a BO of {size} bytes was to be imported as one of {wanted}")]
+    /// A BO is smaller than the caller expects.
+    #[error("renderD{minor}: a BO has {size} bytes, and {wanted} bytes were expected")]
     Size {
         /// The render node.
         minor: u32,
-        /// Its dma-buf's.
+        /// The size of its dma-buf.
         size: u64,
-        /// The caller's.
+        /// The size that the caller expects.
         wanted: u64,
     },
-    /// A transfer outside of its BO or its slot, of no bytes, or a fill that is not whole words.
+    /// A transfer exceeds its BO or slot, has no bytes, or fills incomplete words.
     #[error("transfer of {bytes} bytes at {at:#x} of {what} of {size:#x} bytes: {reason}")]
     Range {
-        /// A BO or a slot.
+        /// The object: a BO or a slot.
         what: &'static str,
-        /// Where.
+        /// The first byte.
         at: u64,
-        /// How many.
+        /// The number of bytes.
         bytes: u64,
-        /// What there is.
+        /// The size of the object.
         size: u64,
-        /// What is wrong.
+        /// The violated rule.
         reason: &'static str,
     },
-    /// A BO that was released, or another engine's.
-    #[error("renderD{minor}: the BO was released, or is another engine's")]
+    /// The BO was released, or belongs to another engine.
+    #[error("renderD{minor}: the BO was released, or belongs to another engine")]
     Bo {
         /// The render node.
         minor: u32,
     },
-    /// A ticket whose end was told already, or another engine's.
-    #[error("renderD{minor}: the ticket's end was told already, or it is another engine's")]
+    /// The ticket's end was reported before, or it belongs to another engine.
+    #[error("renderD{minor}: the ticket's end was reported before, or it belongs to another engine")]
     Ticket {
         /// The render node.
         minor: u32,
     },
-    /// All rings have as many submissions in flight as they can: take finished ones first.
+    /// All rings have as many submissions in flight as they can take.
     #[error("renderD{minor}: every copy ring is full: wait for a ticket")]
     Full {
         /// The render node.
         minor: u32,
     },
-    /// More than one submission can hold.
+    /// The transfers exceed one submission.
     #[error(
-        "renderD{minor}: {packets} packets in one submission, and there is room for {most}: submit fewer transfers"
+        "renderD{minor}: {packets} packets in one submission, which holds {most}: submit fewer transfers"
     )]
     Long {
         /// The render node.
         minor: u32,
-        /// Packets of all transfers.
+        /// The packets of all transfers.
         packets: u64,
         /// The limit.
         most: u64,
     },
-    /// No ring, and no CPU view.
+    /// The GPU has no copy ring, and the CPU has no mapping of the BO.
     #[error(
         "renderD{minor} offers no copy ring, and the CPU cannot reach a BO of {bytes} bytes either ({source}): \
              load the amdgpu driver with copy rings for the kernel (user_queue=0), or enable a large BAR"
@@ -116,12 +116,12 @@ pub enum Error {
     Unreachable {
         /// The render node.
         minor: u32,
-        /// The BO.
+        /// The size of the BO.
         bytes: u64,
-        /// Why not.
+        /// The driver's answer.
         r#source: rewake_amdgpu_uapi::Error,
     },
-    /// The thread that copies by the CPU could not be started.
+    /// The thread for copies by the CPU could not be started.
     #[error("renderD{minor}: start the thread that copies: {source}")]
     Thread {
         /// The render node.
@@ -129,53 +129,53 @@ pub enum Error {
         /// The kernel's answer.
         r#source: io::Error,
     },
-    /// Copies by the CPU are not done in time. They go on.
+    /// Copies by the CPU are late, and still run.
     #[error(
-        "renderD{minor}, copies by the CPU: {transfers} transfers of {bytes} bytes are not done after {age:.3?}: does the \
-             GPU's memory answer?"
+        "renderD{minor}, copies by the CPU: {transfers} transfers of {bytes} bytes are not done after {age:.3?}: \
+             does the GPU's memory answer?"
     )]
     Slow {
         /// The render node.
         minor: u32,
-        /// In the submission.
+        /// The transfers in the submission.
         transfers: usize,
-        /// All of them.
+        /// Their bytes.
         bytes: u64,
-        /// Since it was submitted.
+        /// The time since it was submitted.
         age: Duration,
     },
-    /// A submission failed on the GPU, or was lost with it: its bytes are not there.
+    /// A submission failed on the GPU, or a reset lost it: its bytes were not copied.
     #[error("{0}")]
     Failed(Box<SubmitFault>),
-    /// A submission is not done in time. It is still in flight.
+    /// A submission is late, and still in flight.
     #[error("{0}")]
     Late(Box<SubmitFault>),
-    /// An earlier submission failed: no more go there.
-    #[error("renderD{minor}: a submission failed before: open a new engine")]
+    /// An earlier submission of this engine failed.
+    #[error("renderD{minor}: an earlier submission failed: open a new engine")]
     Lost {
         /// The render node.
         minor: u32,
     },
 }
 
-/// What is known about a submission that failed or is late.
+/// The facts about a submission that failed or is late.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SubmitFault {
     /// The render node.
     pub minor: u32,
     /// The ring.
     pub ring: u32,
-    /// Transfers in the submission.
+    /// The transfers in the submission.
     pub transfers: usize,
     /// Their bytes.
     pub bytes: u64,
-    /// Bytes in flight on that ring, with these.
+    /// Bytes in flight on that ring, including these.
     pub queued: u64,
-    /// Since it was submitted.
+    /// The time since it was submitted.
     pub age: Duration,
-    /// The kernel's answer, for one that failed: ECANCELED or ETIME after the GPU, or its ring, was reset.
+    /// The kernel's answer if it failed: ECANCELED or ETIME after a reset of the GPU or its ring.
     pub errno: Option<i32>,
-    /// `AMDGPU_CTX_QUERY2_FLAGS_*`: what happened to the GPU since the engine was opened, if the kernel tells.
+    /// `AMDGPU_CTX_QUERY2_FLAGS_*`, if the kernel reports them: the GPU's state since the engine was opened.
     pub state: Option<u64>,
 }
 
@@ -188,7 +188,7 @@ impl fmt::Display for SubmitFault {
         } else {
             write!(f, "are not done after {age:.3?}, {queued} bytes in flight there")?;
         }
-        let Some(state) = state else { return f.write_str("; the kernel does not tell the GPU's state") };
+        let Some(state) = state else { return f.write_str("; the kernel does not report the GPU's state") };
         let found: Vec<_> = STATES.iter().filter(|(flag, _)| state & u64::from(*flag) != 0).collect();
         if found.is_empty() {
             return f.write_str("; the GPU was not reset: look for page faults in the kernel's log");
@@ -232,7 +232,7 @@ mod tests {
     };
 
     #[test]
-    fn trouble_says_where_how_much_how_long_and_what_the_gpu_went_through() {
+    fn a_fault_names_the_ring_the_amount_the_time_and_the_gpu_state() {
         assert_eq!(
             Error::Late(Box::new(LATE)).to_string(),
             "renderD129, copy ring 1: 3 transfers of 4096 bytes are not done after 1.500s, 8192 bytes in flight \
@@ -245,6 +245,6 @@ mod tests {
              125); the GPU was reset, this engine's commands are the cause"
         );
         let silent = SubmitFault { state: None, ..failed };
-        assert!(silent.to_string().ends_with("; the kernel does not tell the GPU's state"), "{silent}");
+        assert!(silent.to_string().ends_with("; the kernel does not report the GPU's state"), "{silent}");
     }
 }

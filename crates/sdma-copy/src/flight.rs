@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Submissions that a GPU has not finished.
+//! Submissions in flight on a GPU.
 
 use std::time::Instant;
 
@@ -14,7 +14,7 @@ pub struct Ticket {
     pub(crate) number: u64,
 }
 
-/// One in flight.
+/// A submission in flight.
 #[derive(Debug)]
 pub(crate) struct Flight {
     pub(crate) ticket: Ticket,
@@ -22,13 +22,13 @@ pub(crate) struct Flight {
     pub(crate) transfers: usize,
     pub(crate) bytes: u64,
     pub(crate) since: Instant,
-    /// BOs by their place in the table.
+    /// Indices of its BOs in the table.
     pub(crate) bos: Vec<u32>,
 }
 
 impl Flight {
-    /// What is known about it, with that many bytes in flight on its ring.
-    pub(crate) fn trouble(
+    /// Returns the facts about the submission, with the bytes in flight on its ring.
+    pub(crate) fn fault(
         &self,
         minor: u32,
         queued: u64,

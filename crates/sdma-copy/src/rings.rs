@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A GPU's copy rings: transfers become packets, packets a submission of the ring that has the fewest bytes to do.
+//! A GPU's copy rings. Transfers become packets, and packets become a submission on the ring with the fewest
+//! bytes in flight.
 //!
-//! Each ring ends its submissions in their order. Its commands are in a slot of memory of their own until then.
+//! Each ring ends its submissions in order. Until then their packets occupy a slot of command memory.
 
 use std::collections::VecDeque;
 use std::os::fd::{AsFd as _, BorrowedFd};
@@ -15,7 +16,7 @@ use rewake_amdgpu_uapi::abi::{
     drm_amdgpu_cs_chunk_syncobj,
 };
 use rewake_amdgpu_uapi::packet::{Rule, Sdma};
-use rewake_amdgpu_uapi::render::{Render, listed};
+use rewake_amdgpu_uapi::render::{Render, bo_list_entry};
 
 use crate::Error;
 use crate::address::Addresses;
@@ -24,27 +25,29 @@ use crate::staging::Staging;
 use crate::table::{Entry, Reach, Table};
 use crate::transfer::Transfer;
 
-/// Submissions in flight on one ring, at most. The kernel blocks from the 33rd on, and forgets how older ones ended
-/// (`amdgpu_sched_jobs`).
+/// The most submissions in flight on one ring. The kernel blocks from the 33rd on, and forgets how older ones
+/// ended (`amdgpu_sched_jobs`).
 pub const IN_FLIGHT: usize = 8;
-/// Transfers of one submission that always fit, if none is longer than 1 MiB. Longer ones take a packet for each 4 MiB
-/// (GFX9 and newer; 2 MiB before).
+/// The transfers that always fit one submission if none exceeds 1 MiB. Longer ones take a packet for each 4
+/// MiB on GFX9 and newer, and for each 2 MiB before.
 pub const COPIES: usize = 2340;
 
-/// Bytes of commands of one submission.
-const COMMANDS: u64 = 64 << 10;
-/// Bytes that a submission's commands are a multiple of: eight words.
-const GROUP: usize = 32;
+/// Bytes of packets of one submission.
+const COMMAND_BYTES: u64 = 64 << 10;
+/// The unit of a submission's packet bytes: eight words.
+const COMMAND_ALIGNMENT: usize = 32;
 
-const _: () = assert!(COPIES as u64 * Sdma::COPY <= COMMANDS && COMMANDS.is_multiple_of(GROUP as u64));
+const _: () = assert!(
+    COPIES as u64 * Sdma::COPY <= COMMAND_BYTES && COMMAND_BYTES.is_multiple_of(COMMAND_ALIGNMENT as u64)
+);
 
-/// Whether a GPU has rings that we can use.
+/// The copy rings that a GPU offers.
 #[derive(Debug)]
 pub(crate) enum SdmaCaps {
-    /// It has: a bit for each.
+    /// Rings that Rewake can use: a bit for each.
     Rings { mask: u32, version: (u32, u32), rule: Rule },
-    /// It has not, and why.
-    Nothing(String),
+    /// No usable rings, and the reason.
+    None(String),
 }
 
 impl SdmaCaps {
@@ -53,10 +56,8 @@ impl SdmaCaps {
         let info = render.engine_info(AMDGPU_HW_IP_DMA).map_err(kernel)?;
         let version = (info.hw_ip_version_major, info.hw_ip_version_minor);
         Ok(match (info.available_rings, Rule::of(version.0)) {
-            (0, _) => Self::Nothing("the driver offers no copy ring".to_owned()),
-            (_, None) => {
-                Self::Nothing(format!("packets of SDMA version {}.{} are not known", version.0, version.1))
-            }
+            (0, _) => Self::None("the driver offers no copy ring".to_owned()),
+            (_, None) => Self::None(format!("SDMA version {}.{} is not supported", version.0, version.1)),
             (mask, Some(rule)) => Self::Rings { mask, version, rule },
         })
     }
@@ -69,12 +70,12 @@ pub(crate) struct Rings {
     rings: Vec<Ring>,
     addresses: Addresses,
     commands: Commands,
-    staging: Window,
-    /// Of the submission being made; memory that is used again.
+    staging: StagingMap,
+    /// The packets of the next submission. The allocation is reused.
     packets: Sdma,
     list: Vec<drm_amdgpu_bo_list_entry>,
     spare: Vec<Vec<u32>>,
-    /// Of the submission being made: what it lists has it.
+    /// The number of the next submission. Entries that it lists carry this number.
     stamp: u64,
     rule: Rule,
 }
@@ -83,14 +84,14 @@ pub(crate) struct Rings {
 struct Ring {
     number: u32,
     timeline: syncobj::Handle,
-    /// Submissions so far, and the timeline's last point.
+    /// The number of submissions so far, which is the timeline's last point.
     count: u64,
     flights: VecDeque<Flight>,
-    /// Of all in flight.
+    /// Bytes of all submissions in flight.
     bytes: u64,
 }
 
-/// Memory for packets: a slot for each submission in flight.
+/// Command memory: a slot for each submission in flight.
 #[derive(Debug)]
 struct Commands {
     handle: u32,
@@ -100,14 +101,14 @@ struct Commands {
 
 /// The staging memory in the GPU's address space.
 #[derive(Debug)]
-struct Window {
+struct StagingMap {
     address: u64,
     part_bytes: u64,
-    parts: Vec<Part>,
+    parts: Vec<StagingPart>,
 }
 
 #[derive(Debug)]
-struct Part {
+struct StagingPart {
     handle: u32,
     stamp: u64,
 }
@@ -121,7 +122,7 @@ impl Rings {
         Ok(Self {
             context: render.context().map_err(kernel)?,
             commands: Commands::new(render, &mut addresses, numbers.len())?,
-            staging: Window::new(render, &mut addresses, staging)?,
+            staging: StagingMap::new(render, &mut addresses, staging)?,
             rings: numbers.into_iter().map(|number| Ring::new(render, number)).collect::<Result<_, _>>()?,
             addresses,
             packets: Sdma::by(rule),
@@ -132,12 +133,12 @@ impl Rings {
         })
     }
 
-    /// How many rings there are.
+    /// Returns the number of rings.
     pub(crate) fn count(&self) -> usize {
         self.rings.len()
     }
 
-    /// Submissions that can be made before one has ended.
+    /// Returns the number of submissions that fit before one ends.
     pub(crate) fn room(&self) -> usize {
         self.rings.iter().map(|ring| IN_FLIGHT - ring.flights.len()).sum()
     }
@@ -146,7 +147,7 @@ impl Rings {
         self.rings.iter().map(|ring| ring.flights.len()).sum()
     }
 
-    /// Submits transfers that have been checked. `event` is signalled when they are done.
+    /// Submits checked transfers. The kernel signals `event` when they are done.
     pub(crate) fn submit(
         &mut self,
         render: &Render,
@@ -173,7 +174,7 @@ impl Rings {
         let (submission, bytes) = match flight {
             Ok(flight) => flight,
             Err(error) => {
-                self.land(render, table, bos)?;
+                self.end_uses(render, table, bos)?;
                 return Err(error);
             }
         };
@@ -191,7 +192,8 @@ impl Rings {
         }
     }
 
-    /// Writes the packets, lists what they use, counts the BOs in `bos`. Gives the packets' address and size.
+    /// Writes the packets, lists the memory that they use, and counts the BOs in `bos`. Returns the packets'
+    /// address and size.
     fn write(
         &mut self,
         render: &Render,
@@ -202,7 +204,7 @@ impl Rings {
     ) -> Result<(u64, u32), Error> {
         self.stamp += 1;
         self.list.clear();
-        self.list.push(listed(self.commands.handle));
+        self.list.push(bo_list_entry(self.commands.handle));
         let mut packets = std::mem::take(&mut self.packets).cleared();
         for transfer in transfers {
             let to = self.reach(render, table, transfer, bos)? + transfer.at();
@@ -219,17 +221,17 @@ impl Rings {
                 Transfer::Fill { bytes, word, .. } => packets.fill(to, word, bytes),
             };
         }
-        while !packets.bytes().len().is_multiple_of(GROUP) {
+        while !packets.bytes().len().is_multiple_of(COMMAND_ALIGNMENT) {
             packets = packets.nop();
         }
         let slot = ring as u64 * IN_FLIGHT as u64 + self.rings[ring].count % IN_FLIGHT as u64;
         let bytes = u32::try_from(packets.bytes().len()).unwrap_or(u32::MAX);
-        self.commands.memory.write(slot * COMMANDS, packets.bytes());
+        self.commands.memory.write(slot * COMMAND_BYTES, packets.bytes());
         self.packets = packets;
-        Ok((self.commands.address + slot * COMMANDS, bytes))
+        Ok((self.commands.address + slot * COMMAND_BYTES, bytes))
     }
 
-    /// The GPU address of a transfer's BO, which is in the list then.
+    /// Returns the GPU address of a transfer's BO, and lists the BO.
     fn reach(
         &mut self,
         render: &Render,
@@ -249,18 +251,18 @@ impl Rings {
         };
         if entry.stamp != self.stamp {
             entry.stamp = self.stamp;
-            self.list.push(listed(entry.handle));
-            bos.push(table.flies(bo));
+            self.list.push(bo_list_entry(entry.handle));
+            bos.push(table.start_use(bo));
         }
         Ok(address)
     }
 
-    /// Takes what has ended from every ring: `told` gets the ticket, and the error if it failed.
+    /// Reports submissions that have ended on any ring: `on_end` gets the ticket, and the error if it failed.
     pub(crate) fn poll(
         &mut self,
         render: &Render,
         table: &mut Table,
-        mut told: impl FnMut(Ticket, Result<(), Error>),
+        mut on_end: impl FnMut(Ticket, Result<(), Error>),
     ) -> Result<(), Error> {
         for ring in 0..self.rings.len() {
             while let Some(front) = self.rings[ring].flights.front() {
@@ -274,17 +276,17 @@ impl Rings {
                 let Some(flight) = ring.flights.pop_front() else { break };
                 ring.bytes -= flight.bytes;
                 let failed = |error: rewake_amdgpu_uapi::Error| {
-                    Error::Failed(Box::new(flight.trouble(render.minor(), queued, error.errno(), state)))
+                    Error::Failed(Box::new(flight.fault(render.minor(), queued, error.errno(), state)))
                 };
-                told(flight.ticket, ended.map(drop).map_err(failed));
-                self.land(render, table, flight.bos)?;
+                on_end(flight.ticket, ended.map(drop).map_err(failed));
+                self.end_uses(render, table, flight.bos)?;
             }
         }
         Ok(())
     }
 
-    /// Waits until a submission has ended, well or not, or until the monotonic clock shows `deadline` ns. None if it is
-    /// not in flight.
+    /// Waits until a submission has ended or failed, or until the monotonic clock shows `deadline` ns.
+    /// Returns None if it is not in flight.
     pub(crate) fn wait(&self, render: &Render, ticket: Ticket, deadline: u64) -> Option<Result<(), Error>> {
         let (ring, flight) = self.rings.iter().find_map(|ring| {
             ring.flights.iter().find(|flight| flight.ticket == ticket).map(|flight| (ring, flight))
@@ -292,18 +294,18 @@ impl Rings {
         Some(match render.wait(flight.submission, deadline) {
             Ok(false) => {
                 let state = render.context_state(self.context).ok();
-                Err(Error::Late(Box::new(flight.trouble(render.minor(), ring.bytes, None, state))))
+                Err(Error::Late(Box::new(flight.fault(render.minor(), ring.bytes, None, state))))
             }
-            // How it ended is told by `poll`.
+            // `poll` reports how it ended.
             Ok(true) | Err(_) => Ok(()),
         })
     }
 
-    /// These BOs are not in flight any more; those that were released are closed now.
-    fn land(&mut self, render: &Render, table: &mut Table, mut bos: Vec<u32>) -> Result<(), Error> {
+    /// Ends the use of these BOs by a submission, and closes those that were released.
+    fn end_uses(&mut self, render: &Render, table: &mut Table, mut bos: Vec<u32>) -> Result<(), Error> {
         let mut result = Ok(());
         for bo in bos.drain(..) {
-            if let Some(entry) = table.landed(bo) {
+            if let Some(entry) = table.end_use(bo) {
                 let closed = self.close(render, &entry);
                 result = result.and(closed);
             }
@@ -312,15 +314,15 @@ impl Rings {
         result
     }
 
-    /// Takes a BO away from the GPU's address space and closes its handle.
+    /// Unmaps a BO from the GPU's address space and closes its handle.
     pub(crate) fn close(&mut self, render: &Render, entry: &Entry) -> Result<(), Error> {
         let mut result = Ok(());
         if let Reach::Gpu(address) = entry.reach {
             let kernel = |source| Error::Kernel { minor: render.minor(), source };
             result = render.unmap_gpu(entry.handle, address, entry.size).map_err(kernel);
-            // Addresses that are still taken are not given to another.
+            // Addresses that are still mapped are not reused.
             if result.is_ok() {
-                self.addresses.give(address, entry.size);
+                self.addresses.release(address, entry.size);
             }
         }
         let closed = close_handle(render, entry.handle);
@@ -346,7 +348,7 @@ impl Ring {
         let minor = render.minor();
         let point = self.count + 1;
         if let Some(event) = event {
-            // Before the submission: one that nobody would hear the end of is not made.
+            // This precedes the submission: without it, the end would go unnoticed.
             let failed = |source| Error::Drm { minor, call: "SYNCOBJ_EVENTFD", source };
             render.syncobj_eventfd(self.timeline, point, event, false).map_err(failed)?;
         }
@@ -362,7 +364,7 @@ impl Ring {
 impl Commands {
     fn new(render: &Render, addresses: &mut Addresses, rings: usize) -> Result<Self, Error> {
         let kernel = |source| Error::Kernel { minor: render.minor(), source };
-        let size = COMMANDS * (rings * IN_FLIGHT) as u64;
+        let size = COMMAND_BYTES * (rings * IN_FLIGHT) as u64;
         let flags = u64::from(AMDGPU_GEM_CREATE_CPU_ACCESS_REQUIRED);
         let handle = render.create(size, AMDGPU_GEM_DOMAIN_GTT, flags).map_err(kernel)?;
         let memory = render.map(handle, size).map_err(kernel)?;
@@ -371,7 +373,7 @@ impl Commands {
     }
 }
 
-impl Window {
+impl StagingMap {
     fn new(render: &Render, addresses: &mut Addresses, staging: &Staging) -> Result<Self, Error> {
         let minor = render.minor();
         let (bytes, part_bytes) = (staging.bytes(), staging.part_bytes());
@@ -384,7 +386,7 @@ impl Window {
             let at = part * part_bytes;
             let mapped = render.map_gpu(handle, address + at, part_bytes.min(bytes - at));
             mapped.map_err(|source| Error::Kernel { minor, source })?;
-            parts.push(Part { handle, stamp: 0 });
+            parts.push(StagingPart { handle, stamp: 0 });
         }
         Ok(Self { address, part_bytes, parts })
     }
@@ -395,27 +397,27 @@ impl Window {
             let part = &mut self.parts[usize::try_from(part).unwrap_or(usize::MAX)];
             if part.stamp != stamp {
                 part.stamp = stamp;
-                list.push(listed(part.handle));
+                list.push(bo_list_entry(part.handle));
             }
         }
     }
 }
 
-/// Maps a BO where there is room.
+/// Maps a BO at free addresses.
 fn map(render: &Render, addresses: &mut Addresses, handle: u32, bytes: u64) -> Result<u64, Error> {
     let minor = render.minor();
     let address = addresses.take(bytes).ok_or(Error::Addresses { minor, bytes })?;
     if let Err(source) = render.map_gpu(handle, address, bytes) {
-        addresses.give(address, bytes);
+        addresses.release(address, bytes);
         return Err(Error::Kernel { minor, source });
     }
     Ok(address)
 }
 
-/// Gives a handle back.
+/// Closes a handle.
 pub(crate) fn close_handle(render: &Render, handle: u32) -> Result<(), Error> {
     let failed = |source| Error::Drm { minor: render.minor(), call: "GEM_CLOSE", source };
-    // The kernel gives no handle 0.
+    // The kernel never returns handle 0.
     let Some(handle) = drm::control::from_u32(handle) else { return Ok(()) };
     render.close_buffer(handle).map_err(failed)
 }

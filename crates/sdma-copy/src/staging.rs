@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! CPU memory that bytes rest in between a file or a socket and a GPU.
+//! CPU memory between a file or socket and a GPU.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -18,22 +18,22 @@ use rewake_amdgpu_uapi::render::Render;
 use crate::Error;
 use crate::rings::SdmaCaps;
 
-/// Bytes of ordinary pages in one dma-buf: half of what the udmabuf module permits unless told otherwise.
-const PART: u64 = 32 << 20;
-/// All staging memory is smaller.
-const LARGEST: u64 = 1 << 40;
+/// Bytes of ordinary pages in one dma-buf: half of the udmabuf module's default limit.
+const MAX_DMABUF_BYTES: u64 = 32 << 20;
+/// The limit for all staging memory.
+const MAX_BYTES: u64 = 1 << 40;
 
-/// How many slots, and how large.
+/// The number and size of slots.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Shape {
-    /// Slots, at least one.
+    /// The number of slots, at least one.
     pub slots: u32,
-    /// Bytes of one, whole pages.
+    /// Bytes of a slot, in whole pages.
     pub slot_bytes: u64,
 }
 
 impl Default for Shape {
-    /// 32 slots of 2 MiB.
+    /// Returns 32 slots of 2 MiB.
     fn default() -> Self {
         Self { slots: 32, slot_bytes: 2 << 20 }
     }
@@ -44,7 +44,7 @@ impl Default for Shape {
 pub struct Slot(pub(crate) u32);
 
 impl Slot {
-    /// Its number, from 0.
+    /// Returns its number, counted from 0.
     #[must_use]
     pub fn index(self) -> u32 {
         self.0
@@ -56,35 +56,34 @@ impl Slot {
 pub struct Place {
     /// The slot.
     pub slot: Slot,
-    /// From the slot's first byte.
+    /// The offset in the slot.
     pub at: u64,
 }
 
-/// What staging memory is made of.
+/// The kind of staging memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Memory {
-    /// Ordinary pages: files can be read into them with O_DIRECT, io_uring can register them.
+    /// Ordinary pages: O_DIRECT can read into them, and io_uring can register them.
     Pages,
-    /// A GPU driver's buffers (GTT), mapped as device memory: O_DIRECT and io_uring answer EFAULT. Read into memory of
-    /// your own, then [`Staging::write`].
+    /// Buffers of the GPU driver (GTT), mapped as device memory. O_DIRECT and io_uring fail with EFAULT: read
+    /// into other memory, then call [`Staging::write`].
     Gtt,
 }
 
-/// Staging memory for all GPUs of a transfer. A clone is the same memory, which lives until the last one is dropped.
+/// Staging memory for all GPUs of a transfer. Clones share the memory, which is freed with the last one.
 ///
-/// GPUs write it: there are no references to its bytes, only copies in and out. Who uses which slot is the caller's
-/// business.
+/// GPUs write to it, so bytes are copied in and out, and never borrowed. Callers decide who uses which slot.
 #[derive(Debug, Clone)]
 pub struct Staging(Arc<Inner>);
 
 #[derive(Debug)]
 struct Inner {
     shape: Shape,
-    /// All slots in one, or each by itself.
+    /// One mapping of all slots, or one for each.
     views: Vec<Mapping>,
     source: Source,
-    /// Why it is not made of ordinary pages.
-    why: Option<String>,
+    /// The reason why it is not ordinary pages.
+    reason: Option<String>,
 }
 
 #[derive(Debug)]
@@ -94,15 +93,16 @@ enum Source {
 }
 
 impl Staging {
-    /// Memory that the copy rings of all these GPUs take: ordinary pages, or else GTT of the first GPU.
+    /// Allocates memory that the copy rings of all these GPUs accept: ordinary pages, or else GTT of the
+    /// first GPU.
     ///
     /// # Errors
-    /// Memory could not be had, or the shape makes no sense.
+    /// Memory is exhausted, or the shape is not valid.
     pub fn new(shape: Shape, gpus: &[&Render]) -> Result<Self, Error> {
         let pages = Self::pages(shape)?;
         for gpu in gpus {
             if let SdmaCaps::Rings { .. } = SdmaCaps::of(gpu)?
-                && let Err(error) = pages.is_taken_by(gpu)
+                && let Err(error) = pages.check_import(gpu)
             {
                 return Self::gtt(shape, gpu, &error.to_string());
             }
@@ -110,10 +110,10 @@ impl Staging {
         Ok(pages)
     }
 
-    /// Ordinary pages. GPUs with copy rings need `/dev/udmabuf` to reach them.
+    /// Allocates ordinary pages. GPUs with copy rings need `/dev/udmabuf` to access them.
     ///
     /// # Errors
-    /// Memory could not be had, or the shape makes no sense.
+    /// Memory is exhausted, or the shape is not valid.
     pub fn pages(shape: Shape) -> Result<Self, Error> {
         let bytes = checked(shape)?;
         let memfd = memfd(bytes)?;
@@ -121,22 +121,23 @@ impl Staging {
         view.keep_from_core_dumps().map_err(failed(bytes, "madvise of a memfd"))?;
         let udmabuf = OpenOptions::new().read(true).write(true).open("/dev/udmabuf");
         let source = Source::Pages { memfd, udmabuf: udmabuf.map_err(|error| error.kind()) };
-        Ok(Self(Arc::new(Inner { shape, views: vec![view], source, why: None })))
+        Ok(Self(Arc::new(Inner { shape, views: vec![view], source, reason: None })))
     }
 
-    /// GTT buffers of that GPU, one for each slot; `why` is for [`CopyEngine::way`](crate::CopyEngine::way).
+    /// Allocates a GTT buffer of the GPU for each slot. `reason` appears in
+    /// [`CopyEngine::path`](crate::CopyEngine::path).
     ///
     /// # Errors
-    /// Memory could not be had, or the shape makes no sense.
-    pub fn gtt(shape: Shape, gpu: &Render, why: &str) -> Result<Self, Error> {
+    /// Memory is exhausted, or the shape is not valid.
+    pub fn gtt(shape: Shape, gpu: &Render, reason: &str) -> Result<Self, Error> {
         checked(shape)?;
         let made: Result<Vec<_>, Error> = (0..shape.slots).map(|_| gtt_slot(gpu, shape.slot_bytes)).collect();
         let (views, dmabufs) = made?.into_iter().unzip();
-        let why = Some(why.to_owned());
-        Ok(Self(Arc::new(Inner { shape, views, source: Source::Gtt(dmabufs), why })))
+        let reason = Some(reason.to_owned());
+        Ok(Self(Arc::new(Inner { shape, views, source: Source::Gtt(dmabufs), reason })))
     }
 
-    /// What it is made of.
+    /// Returns the kind of memory.
     #[must_use]
     pub fn memory(&self) -> Memory {
         match self.0.source {
@@ -145,82 +146,84 @@ impl Staging {
         }
     }
 
-    /// Why it is not made of ordinary pages, if it is not.
+    /// Returns the reason why it is not ordinary pages.
     #[must_use]
-    pub fn why(&self) -> Option<&str> {
-        self.0.why.as_deref()
+    pub fn reason(&self) -> Option<&str> {
+        self.0.reason.as_deref()
     }
 
-    /// Its shape.
+    /// Returns the shape.
     #[must_use]
     pub fn shape(&self) -> Shape {
         self.0.shape
     }
 
-    /// All slots.
+    /// Returns all slots.
     pub fn slots(&self) -> impl ExactSizeIterator<Item = Slot> + use<> {
         (0..self.0.shape.slots).map(Slot)
     }
 
-    /// Copies bytes out.
+    /// Copies bytes out of a slot.
     ///
     /// # Panics
-    /// Beyond the slot's end, as all of these.
+    /// The bytes exceed the slot.
     pub fn read(&self, from: Place, into: &mut [u8]) {
         let (view, at) = self.view(from, into.len() as u64);
         view.read(at, into);
     }
 
-    /// Copies bytes in.
+    /// Copies bytes into a slot.
     ///
     /// # Panics
-    /// Beyond the slot's end.
+    /// The bytes exceed the slot.
     pub fn write(&self, to: Place, bytes: &[u8]) {
         let (view, at) = self.view(to, bytes.len() as u64);
         view.write(at, bytes);
     }
 
-    /// Whether all of these bytes are zero, at the speed of memory.
+    /// Returns whether all of these bytes are zero, at the speed of memory.
     ///
     /// # Panics
-    /// Beyond the slot's end.
+    /// The bytes exceed the slot.
     #[must_use]
     pub fn is_zero(&self, from: Place, bytes: usize) -> bool {
         let (view, at) = self.view(from, bytes as u64);
         view.is_zero(at, bytes)
     }
 
-    /// The address of these bytes, for calls that read or write them (io_uring, `pread`); see [`Mapping::pointer`].
+    /// Returns the address of these bytes for calls that access them (io_uring, `pread`); see
+    /// [`Mapping::pointer`].
     ///
     /// # Panics
-    /// Beyond the slot's end.
+    /// The bytes exceed the slot.
     #[must_use]
     pub fn pointer(&self, at: Place, bytes: usize) -> NonNull<u8> {
         let (view, at) = self.view(at, bytes as u64);
         view.pointer(at, bytes)
     }
 
-    /// First address and size of all slots, one behind the other, to register with io_uring. None for GTT.
+    /// Returns the address and size of all slots, which are contiguous, to register with io_uring. Returns
+    /// None for GTT.
     #[must_use]
     pub fn whole(&self) -> Option<(NonNull<u8>, usize)> {
         let bytes = usize::try_from(self.bytes()).ok()?;
         (self.memory() == Memory::Pages).then(|| (self.0.views[0].pointer(0, bytes), bytes))
     }
 
-    /// All slots' bytes.
+    /// Returns the bytes of all slots.
     pub(crate) fn bytes(&self) -> u64 {
         u64::from(self.0.shape.slots) * self.0.shape.slot_bytes
     }
 
-    /// Where bytes are, counted from the first slot's first.
+    /// Returns the offset of a byte from the first slot's start.
     pub(crate) fn offset(&self, place: Place) -> u64 {
         u64::from(place.slot.0) * self.0.shape.slot_bytes + place.at
     }
 
-    /// The mapping that some bytes are in, and where.
+    /// Returns the mapping that holds some bytes, and their offset.
     ///
     /// # Panics
-    /// Beyond the slot's end: a mistake of the program.
+    /// The bytes exceed the slot, which is a bug of the caller.
     pub(crate) fn view(&self, place: Place, bytes: u64) -> (&Mapping, u64) {
         let Shape { slots, slot_bytes } = self.0.shape;
         let fits = place.at.checked_add(bytes).is_some_and(|end| end <= slot_bytes) && place.slot.0 < slots;
@@ -235,24 +238,24 @@ impl Staging {
         }
     }
 
-    /// Bytes in each of [`Self::dmabuf`]'s parts but the last.
+    /// Returns the bytes in each part of [`Self::dmabuf`], except the last.
     pub(crate) fn part_bytes(&self) -> u64 {
         match self.memory() {
-            Memory::Pages => PART,
+            Memory::Pages => MAX_DMABUF_BYTES,
             Memory::Gtt => self.0.shape.slot_bytes,
         }
     }
 
-    /// A dma-buf of one part. Of ordinary pages it is a new one every time: GPUs that share a dma-buf wait for each
-    /// other's fences on it, and those that share only its pages do not.
+    /// Returns a dma-buf of one part. For ordinary pages, each call creates a new one: GPUs that share a
+    /// dma-buf wait for each other's fences on it. GPUs that share only its pages do not.
     pub(crate) fn dmabuf(&self, part: u64) -> Result<OwnedFd, Error> {
         let bytes = self.bytes();
         match &self.0.source {
             Source::Pages { memfd, udmabuf } => {
                 let device =
                     udmabuf.as_ref().map_err(|kind| failed(bytes, "/dev/udmabuf")((*kind).into()))?;
-                let size = (bytes - part * PART).min(PART);
-                udmabuf::create(device.as_fd(), memfd.as_fd(), part * PART, size)
+                let size = (bytes - part * MAX_DMABUF_BYTES).min(MAX_DMABUF_BYTES);
+                udmabuf::create(device.as_fd(), memfd.as_fd(), part * MAX_DMABUF_BYTES, size)
                     .map_err(failed(bytes, "UDMABUF_CREATE"))
             }
             Source::Gtt(slots) => {
@@ -262,8 +265,8 @@ impl Staging {
         }
     }
 
-    /// Whether a GPU takes it.
-    fn is_taken_by(&self, gpu: &Render) -> Result<(), Error> {
+    /// Checks whether a GPU accepts the memory.
+    fn check_import(&self, gpu: &Render) -> Result<(), Error> {
         let dmabuf = self.dmabuf(0)?;
         let refused = |call| move |source| Error::Drm { minor: gpu.minor(), call, source };
         let handle =
@@ -274,7 +277,7 @@ impl Staging {
 
 fn checked(shape: Shape) -> Result<u64, Error> {
     let Shape { slots, slot_bytes } = shape;
-    let bytes = u64::from(slots).checked_mul(slot_bytes).filter(|bytes| (1..LARGEST).contains(bytes));
+    let bytes = u64::from(slots).checked_mul(slot_bytes).filter(|bytes| (1..MAX_BYTES).contains(bytes));
     let whole = slot_bytes.is_multiple_of(PAGE);
     bytes.filter(|_| whole).ok_or(Error::Shape { slots, slot_bytes })
 }
@@ -283,7 +286,7 @@ fn failed(bytes: u64, act: &'static str) -> impl Fn(io::Error) -> Error {
     move |source| Error::Staging { bytes, act, source }
 }
 
-/// Shared memory that can neither shrink nor grow: what udmabuf takes.
+/// Creates shared memory of a fixed size, as udmabuf needs it.
 fn memfd(bytes: u64) -> Result<OwnedFd, Error> {
     let failed = |act| move |errno: nix::Error| failed(bytes, act)(errno.into());
     let memfd = memfd_create(c"rewake staging", MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING)
@@ -294,7 +297,7 @@ fn memfd(bytes: u64) -> Result<OwnedFd, Error> {
     Ok(memfd)
 }
 
-/// The mapping and the dma-buf keep the buffer.
+/// Creates a GTT buffer, which its mapping and dma-buf keep alive.
 fn gtt_slot(gpu: &Render, bytes: u64) -> Result<(Mapping, OwnedFd), Error> {
     let minor = gpu.minor();
     let kernel = |source| Error::Kernel { minor, source };
@@ -323,7 +326,7 @@ mod tests {
     }
 
     #[test]
-    fn slots_are_apart_and_one_behind_the_other() {
+    fn slots_are_adjacent_and_do_not_overlap() {
         let staging = small();
         for slot in staging.slots() {
             assert!(staging.is_zero(Place { slot, at: 0 }, 8192), "fresh memory is zero");
@@ -342,12 +345,12 @@ mod tests {
 
     #[test]
     #[should_panic(expected = "2 bytes at 0x1fff of slot 1 of 3 slots of 0x2000 bytes")]
-    fn nothing_is_read_beyond_a_slot() {
+    fn a_read_beyond_a_slot_panics() {
         let _ = small().is_zero(place(1, 8191), 2);
     }
 
     #[test]
-    fn shapes_without_sense_are_refused() {
+    fn invalid_shapes_are_refused() {
         for (slots, slot_bytes) in
             [(0, PAGE), (1, 0), (1, PAGE + 1), (u32::MAX, 1 << 40), (1, 1 << 40), (2, u64::MAX)]
         {
@@ -357,7 +360,7 @@ mod tests {
     }
 
     #[test]
-    fn its_bytes_are_in_no_core_dump() {
+    fn core_dumps_exclude_staging_memory() {
         let staging = small();
         let start = format!("{:x}-", staging.0.views[0].address());
         let maps = std::fs::read_to_string("/proc/self/smaps").unwrap();

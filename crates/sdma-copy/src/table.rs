@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Imported BOs. The kernel gives one handle for one BO however often it is imported, and one close ends it for all: so
-//! imports are counted. A BO in flight is closed when it has landed.
+//! Imported BOs. The kernel returns the same handle for each import of a BO, and one close ends them all, so
+//! the table counts imports. A BO in flight is closed after its last copy.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -15,31 +15,31 @@ pub struct Bo {
     generation: u32,
 }
 
-/// How an engine reaches a BO.
+/// How an engine accesses a BO.
 #[derive(Debug)]
 pub(crate) enum Reach {
-    /// Not yet: it was never used.
+    /// The BO was not used yet.
     None,
-    /// At a GPU address.
+    /// The GPU address.
     Gpu(u64),
-    /// Through the CPU's view.
+    /// The CPU mapping.
     Cpu(Arc<Mapping>),
 }
 
 #[derive(Debug)]
 pub(crate) struct Entry {
     pub(crate) handle: u32,
-    /// Bytes.
+    /// The size in bytes.
     pub(crate) size: u64,
     pub(crate) reach: Reach,
-    /// The last submission that lists it.
+    /// The number of the last submission that lists it.
     pub(crate) stamp: u64,
     imports: u32,
     in_flight: u32,
     generation: u32,
 }
 
-/// All of an engine's.
+/// All BOs of an engine.
 #[derive(Debug)]
 pub(crate) struct Table {
     engine: u32,
@@ -73,41 +73,41 @@ impl Table {
         Bo { engine: self.engine, index, generation }
     }
 
-    /// An imported BO, if it is one.
+    /// Returns an imported BO.
     pub(crate) fn get(&mut self, bo: Bo) -> Option<&mut Entry> {
         let entry = self.entries.get_mut(bo.index as usize)?.as_mut()?;
         (bo.engine == self.engine && entry.generation == bo.generation && entry.imports > 0).then_some(entry)
     }
 
-    /// A submission uses it. Gives what [`Self::landed`] takes.
-    pub(crate) fn flies(&mut self, bo: Bo) -> u32 {
+    /// Counts a submission that uses a BO. Returns the index for [`Self::end_use`].
+    pub(crate) fn start_use(&mut self, bo: Bo) -> u32 {
         self.at(bo.index).in_flight += 1;
         bo.index
     }
 
-    /// A submission used it and has ended. Gives the entry if it is to be closed now.
-    pub(crate) fn landed(&mut self, index: u32) -> Option<Entry> {
+    /// Counts the end of a submission that used a BO. Returns the entry if it must be closed now.
+    pub(crate) fn end_use(&mut self, index: u32) -> Option<Entry> {
         self.at(index).in_flight -= 1;
         self.ended(index)
     }
 
-    /// Takes one import back. None if there is none; the entry if it is to be closed now.
+    /// Releases an import. Returns None if the BO is not imported, and the entry if it must be closed now.
     pub(crate) fn release(&mut self, bo: Bo) -> Option<Option<Entry>> {
         self.get(bo)?.imports -= 1;
         Some(self.ended(bo.index))
     }
 
     fn ended(&mut self, index: u32) -> Option<Entry> {
-        let over = |entry: &mut Entry| entry.imports == 0 && entry.in_flight == 0;
-        let entry = self.entries[index as usize].take_if(over)?;
+        let unused = |entry: &mut Entry| entry.imports == 0 && entry.in_flight == 0;
+        let entry = self.entries[index as usize].take_if(unused)?;
         self.by_handle.remove(&entry.handle);
         self.free.push(index);
         Some(entry)
     }
 
-    /// One that is there: by an index of this table's own.
+    /// Returns an entry by an index of this table.
     fn at(&mut self, index: u32) -> &mut Entry {
-        self.entries[index as usize].as_mut().expect("an entry in use")
+        self.entries[index as usize].as_mut().expect("the index is in use")
     }
 }
 
@@ -120,36 +120,36 @@ mod tests {
         let mut table = Table::new(0);
         let (one, two) = (table.import(5, 4096), table.import(5, 4096));
         assert_eq!(one, two);
-        assert!(matches!(table.release(one), Some(None)), "another import is left");
+        assert!(matches!(table.release(one), Some(None)), "one import remains");
         assert_eq!(table.release(two).flatten().map(|entry| entry.handle), Some(5));
         assert!(table.release(two).is_none(), "released");
         assert!(table.get(one).is_none(), "released");
     }
 
     #[test]
-    fn what_is_in_flight_is_closed_when_it_has_landed() {
+    fn a_bo_in_flight_is_closed_after_its_last_copy() {
         let mut table = Table::new(0);
         let bo = table.import(5, 4096);
-        let (first, second) = (table.flies(bo), table.flies(bo));
+        let (first, second) = (table.start_use(bo), table.start_use(bo));
         assert!(matches!(table.release(bo), Some(None)));
         assert!(table.get(bo).is_none(), "released");
-        assert!(table.landed(first).is_none());
-        assert_eq!(table.landed(second).map(|entry| entry.handle), Some(5));
+        assert!(table.end_use(first).is_none());
+        assert_eq!(table.end_use(second).map(|entry| entry.handle), Some(5));
     }
 
     #[test]
-    fn imported_again_while_in_flight_it_stays() {
+    fn a_bo_imported_again_in_flight_stays_open() {
         let mut table = Table::new(0);
         let bo = table.import(5, 4096);
-        let flight = table.flies(bo);
+        let flight = table.start_use(bo);
         table.release(bo).unwrap();
         let again = table.import(5, 4096);
-        assert!(table.landed(flight).is_none());
+        assert!(table.end_use(flight).is_none());
         assert_eq!(table.get(again).map(|entry| entry.handle), Some(5));
     }
 
     #[test]
-    fn a_place_in_the_table_that_is_used_again_is_another_bo() {
+    fn a_reused_index_is_another_bo() {
         let (mut table, mut other) = (Table::new(0), Table::new(1));
         let old = table.import(5, 4096);
         table.release(old).unwrap();
@@ -157,7 +157,7 @@ mod tests {
         assert!(table.get(old).is_none());
         assert!(table.get(new).is_some());
         other.import(7, 4096);
-        assert!(other.get(new).is_none(), "another engine's");
+        assert!(other.get(new).is_none(), "of another engine");
         assert_eq!(table.entries.len(), 1);
     }
 }

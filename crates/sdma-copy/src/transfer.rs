@@ -1,41 +1,41 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What an engine is asked to do.
+//! The transfers of an engine.
 
 use crate::staging::Place;
 use crate::table::Bo;
 
-/// Bytes to move.
+/// Bytes to copy or fill.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Transfer {
-    /// From staging into a BO.
+    /// Copies from staging memory into a BO.
     Load {
         /// The BO.
         bo: Bo,
-        /// First byte of the BO.
+        /// The first byte of the BO.
         at: u64,
-        /// First byte of the staging memory.
+        /// The first byte of the staging memory.
         from: Place,
-        /// How many, at least one.
+        /// The number of bytes, at least one.
         bytes: u64,
     },
-    /// From a BO into staging.
+    /// Copies from a BO into staging memory.
     Save {
         /// The BO.
         bo: Bo,
-        /// First byte of the BO.
+        /// The first byte of the BO.
         at: u64,
-        /// First byte of the staging memory.
+        /// The first byte of the staging memory.
         to: Place,
-        /// How many, at least one.
+        /// The number of bytes, at least one.
         bytes: u64,
     },
-    /// A word, again and again, into a BO.
+    /// Fills a BO with a repeated word.
     Fill {
         /// The BO.
         bo: Bo,
-        /// First byte of the BO, a multiple of 4.
+        /// The first byte of the BO, a multiple of 4.
         at: u64,
-        /// How many, a multiple of 4 and at least 4.
+        /// The number of bytes, a multiple of 4 and at least 4.
         bytes: u64,
         /// The word.
         word: u32,
@@ -43,7 +43,7 @@ pub enum Transfer {
 }
 
 impl Transfer {
-    /// Which BO.
+    /// Returns the BO.
     #[must_use]
     pub fn bo(&self) -> Bo {
         match *self {
@@ -51,7 +51,7 @@ impl Transfer {
         }
     }
 
-    /// First byte of the BO.
+    /// Returns the first byte of the BO.
     #[must_use]
     pub fn at(&self) -> u64 {
         match *self {
@@ -59,7 +59,7 @@ impl Transfer {
         }
     }
 
-    /// How many bytes.
+    /// Returns the number of bytes.
     #[must_use]
     pub fn bytes(&self) -> u64 {
         match *self {
@@ -67,7 +67,7 @@ impl Transfer {
         }
     }
 
-    /// Where in the staging memory, if there.
+    /// Returns the place in staging memory, unless it is a fill.
     #[must_use]
     pub fn place(&self) -> Option<Place> {
         match *self {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! An engine for memory in a GPU's place: the way by the CPU, without a GPU.
+//! Tests an engine for memory in the place of a GPU, which copies by the CPU.
 
 use std::fs::File;
 use std::os::fd::{AsFd as _, OwnedFd};
@@ -23,7 +23,7 @@ fn byte(index: u64) -> u8 {
     u8::try_from(index * 31 % 251).unwrap() + 1
 }
 
-/// Two slots, and an engine with a buffer of a slot's size.
+/// Two slots, and an engine with a BO of a slot's size.
 struct Scene {
     buffer: File,
     staging: Staging,
@@ -61,7 +61,7 @@ impl Scene {
 }
 
 #[test]
-fn bytes_go_in_are_filled_and_come_out() {
+fn bytes_are_loaded_filled_and_saved() {
     let mut scene = Scene::new();
     let bytes: Vec<u8> = (0..9000).map(byte).collect();
     scene.staging.write(Place { slot: scene.slot(0), at: 0 }, &bytes);
@@ -80,7 +80,7 @@ fn bytes_go_in_are_filled_and_come_out() {
 }
 
 #[test]
-fn submissions_end_in_their_order_and_each_is_told_once() {
+fn submissions_end_in_order_and_are_reported_once() {
     let mut scene = Scene::new();
     let tickets: Vec<_> = (0..IN_FLIGHT as u64)
         .map(|number| scene.engine.submit(&[scene.load(number * 4096, 4096)]).unwrap())
@@ -89,18 +89,18 @@ fn submissions_end_in_their_order_and_each_is_told_once() {
     assert!(matches!(scene.engine.submit(&[scene.load(0, 1)]), Err(Error::Full { minor: 128 })));
     let last = tickets[IN_FLIGHT - 1];
     scene.wait(last);
-    let told: Vec<_> = scene.engine.finished().unwrap().map(|done| done.ticket).collect();
-    assert_eq!(told, tickets[..IN_FLIGHT - 1], "but for the one that was waited for");
+    let on_end: Vec<_> = scene.engine.finished().unwrap().map(|done| done.ticket).collect();
+    assert_eq!(on_end, tickets[..IN_FLIGHT - 1], "all except the one that was waited for");
     assert_eq!((scene.engine.in_flight(), scene.engine.room()), (0, IN_FLIGHT));
     assert!(matches!(scene.engine.wait(last, Instant::now()), Err(Error::Ticket { .. })));
 }
 
 #[test]
-fn the_descriptor_can_be_read_when_something_has_ended_and_not_before() {
+fn the_descriptor_is_readable_after_a_submission_ended() {
     use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
     let mut scene = Scene::new();
     let ends = |scene: &Scene, wait: u16| {
-        let event = scene.engine.event_fd().expect("a thread always tells");
+        let event = scene.engine.event_fd().expect("the CPU path has a descriptor");
         poll(&mut [PollFd::new(event, PollFlags::POLLIN)], PollTimeout::from(wait)).unwrap() == 1
     };
     assert!(!ends(&scene, 0));
@@ -111,10 +111,10 @@ fn the_descriptor_can_be_read_when_something_has_ended_and_not_before() {
 }
 
 #[test]
-fn a_bo_that_was_released_or_is_none_of_the_devices_is_refused() {
+fn released_and_unknown_bos_are_refused() {
     let mut scene = Scene::new();
     let error = scene.engine.import(memfd(SLOT).as_fd(), SLOT).unwrap_err().to_string();
-    assert!(error.contains("none of the memfds"), "{error}");
+    assert!(error.contains("not one of the device's memfds"), "{error}");
     let error = scene.engine.import(scene.buffer.as_fd(), SLOT + 1).unwrap_err();
     assert!(matches!(error, Error::Size { size: SLOT, .. }), "{error}");
     scene.engine.release(scene.bo).unwrap();
@@ -122,7 +122,7 @@ fn a_bo_that_was_released_or_is_none_of_the_devices_is_refused() {
 }
 
 #[test]
-fn what_was_submitted_is_done_when_the_engine_is_gone() {
+fn a_drop_waits_for_submissions() {
     let mut scene = Scene::new();
     scene.staging.write(Place { slot: scene.slot(0), at: 0 }, &[7]);
     for _ in 0..IN_FLIGHT - 1 {

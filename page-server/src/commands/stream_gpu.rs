@@ -8,7 +8,7 @@ use std::thread::{self, JoinHandle};
 
 use anyhow::{Context as _, ensure};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use rewake_amdgpu_uapi::held::{self, BlockList};
+use rewake_amdgpu_uapi::call_filter::{self, BlockList};
 use rewake_image_io::io_budget::IoBudget;
 use rewake_plugin_protocol::{FOLDER, Listener, Phase, ProcessId, SessionNote};
 use tokio::sync::watch;
@@ -252,7 +252,7 @@ async fn without_cpus(daemon: &Daemon, over: Option<watch::Receiver<bool>>) {
 
 /// Has calls held and kept away, until all processes of this program have ended. None where the kernel does not.
 fn marks(start: &Start) -> Option<BlockList> {
-    match held::attach() {
+    match call_filter::attach() {
         Ok((hold, marks)) => {
             start.ledger.keep(hold.into_descriptors());
             Some(marks)
@@ -299,7 +299,7 @@ fn gpus(doors: &Doors, beside: StreamOptions, ledger: Ledger, timeline: &Timelin
     let done = done.inspect_err(|error| timeline.failed(&format!("{error:#}")))?;
     let Some(done) = done else { return Ok(()) };
     if let Some(report) = &done.loaded {
-        report.ways.iter().for_each(|way| info!("{way}"));
+        report.paths.iter().for_each(|way| info!("{way}"));
         info!("{report}");
     }
     info!(

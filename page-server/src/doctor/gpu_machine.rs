@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use rewake_amdgpu_uapi::render::Render;
 use rewake_amdgpu_uapi::settings::{Checks, Switch};
 use rewake_amdgpu_uapi::topology::{Node, Topology};
-use rewake_amdgpu_uapi::{Error, Kfd, held};
+use rewake_amdgpu_uapi::{Error, Kfd, call_filter};
 use rewake_sdma_copy::{CopyEngine, Shape, Staging};
 
 use super::gpu::{Copies, Facts, Gpu, Plugin};
@@ -35,7 +35,7 @@ pub fn facts(capabilities: u64) -> Option<Facts> {
         initial_user_namespace: std::fs::metadata("/proc/self/ns/user")
             .map_or(true, |namespace| namespace.ino() == INITIAL_USER_NAMESPACE),
         switched_off: switched_off(),
-        held: held::attach().map(drop).map_err(|error| format!("{:#}", anyhow::Error::from(error))),
+        held: call_filter::attach().map(drop).map_err(|error| format!("{:#}", anyhow::Error::from(error))),
         plugin: plugin(),
     })
 }
@@ -56,7 +56,7 @@ fn copies(minor: u32) -> Result<Copies, String> {
     let render = Render::open(minor).map_err(|error| error.to_string())?;
     let staging = Staging::new(TRIAL, &[&render]).map_err(|error| error.to_string())?;
     let engine = CopyEngine::open(render, &staging).map_err(|error| error.to_string())?;
-    Ok(Copies { way: engine.way().clone(), told: engine.event_fd().is_some() })
+    Ok(Copies { way: engine.path().clone(), told: engine.event_fd().is_some() })
 }
 
 fn switched_off() -> Result<Vec<&'static str>, String> {

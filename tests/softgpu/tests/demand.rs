@@ -117,7 +117,7 @@ impl Image {
     ) -> (Report, T) {
         let processes = [Process { files: &self.files, dmabufs: &self.dmabufs }];
         let loading = BackgroundLoad::new(&processes, None).unwrap();
-        let (desk, counted) = (loading.desk(), loading.desk());
+        let (desk, counted) = (loading.handle(), loading.handle());
         let (tell, told) = channel();
         thread::scope(|scope| {
             let load = scope.spawn(move || {
@@ -261,7 +261,7 @@ fn each_buffer_is_told_once_and_progress_counts_what_is_loaded() {
                 vec![of(0), of(1)]
             };
             let processes = [Process { files: &image.files, dmabufs: &image.dmabufs }];
-            assert_eq!(BackgroundLoad::new(&processes, None).unwrap().desk().progress(), progress(|_| 0));
+            assert_eq!(BackgroundLoad::new(&processes, None).unwrap().handle().progress(), progress(|_| 0));
             let (report, mut order) = image.load(|desk, told| {
                 // Left alone, unknown, of no process; a hole, twice; and one that is there already.
                 for (process, buffer) in [(0, 8), (0, 43), (0, 44), (1, 0), (0, 41), (0, 41)] {

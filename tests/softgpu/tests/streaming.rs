@@ -190,7 +190,7 @@ fn an_image_that_is_written_meanwhile_is_not_gone_on_with() {
         drop(held);
         assert!(!streamer.end().unwrap().success());
         wait_for_the_end_of(dumped.server.pid).unwrap();
-        assert!(streamer.said().contains("it was written while it was loaded"), "{}", streamer.said());
+        assert!(streamer.said().contains("the file was written while it was loaded"), "{}", streamer.said());
     });
 }
 

@@ -131,7 +131,7 @@ fn demanded(image: &Image<'_>, of: &[Option<OwnedFd>], after: Option<Duration>) 
     let processes = [Process { files: &image.files, dmabufs: of }, Process { files: &[], dmabufs: &[] }];
     let last = of.len() - 1;
     let loading = BackgroundLoad::into_memory(&processes, &image.device, Some(pace()?))?;
-    let (desk, at_once) = (loading.desk(), loading.desk());
+    let (desk, at_once) = (loading.handle(), loading.handle());
     let (begins, begun) = mpsc::channel();
     let (mut from, mut whole) = (None, None);
     let demanded = thread::scope(|scope| {

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Three counts, and private checkpoint data: what is read is written back the same, and can be changed.
+//! Parses three counts and private checkpoint data. What is parsed is written back the same, and can be
+//! changed.
 #![no_main]
 
 use rewake_amdgpu_uapi::criu::blob::Private;

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! One safe function for each ioctl that anybody here uses. Errors are the kernel's errno, unchanged.
+//! One safe function for each ioctl of `/dev/kfd` that Rewake uses. Errors are the kernel's errno.
 //!
-//! A call that a signal interrupts is made again, at most `INTERRUPTIONS` times; CRIU operations never are: some of
+//! A call that a signal interrupts is repeated, at most `MAX_RETRIES` times. CRIU operations are never
+//! repeated, because some do harm then.
 //! them do harm when repeated.
 
 use std::ffi::c_void;
@@ -11,18 +12,18 @@ use std::os::fd::{AsRawFd as _, BorrowedFd, FromRawFd as _, OwnedFd};
 use super::generated::*;
 use super::memory::Mapping;
 
-/// How often an interrupted call is made again before its EINTR is reported.
-const INTERRUPTIONS: u32 = 64;
+/// The most repetitions of an interrupted call before its EINTR is reported.
+const MAX_RETRIES: u32 = 64;
 
 /// A struct that the kernel fills.
 ///
 /// # Safety
 /// `repr(C)`, integers only: every bit pattern is valid, and reading one leaks nothing.
 pub unsafe trait Argument: Copy {
-    /// All bytes zero.
+    /// Returns the struct with all bytes zero.
     #[must_use]
     fn zeroed() -> Self {
-        // SAFETY: the trait's promise: every bit pattern is valid.
+        // SAFETY: the trait guarantees that every bit pattern is valid.
         unsafe { std::mem::zeroed() }
     }
 }
@@ -48,33 +49,35 @@ arguments! {
     drm_amdgpu_gem_list_handles_entry, drm_amdgpu_gem_vm_entry, drm_amdgpu_gem_create_in,
 }
 
-/// Any ioctl on any descriptor, once.
+/// Makes any ioctl on any descriptor, once.
 ///
 /// # Errors
 /// The kernel's errno.
 ///
 /// # Safety
-/// `argument` is valid for what ioctl `number` of that descriptor reads and writes there, and so is every address
-/// inside it. Tests that misuse the drivers need this; nothing else does.
+/// `argument`, and every address in it, must be valid for what ioctl `number` of that descriptor reads and
+/// writes there. Only tests that misuse the drivers need this.
 pub unsafe fn raw(fd: BorrowedFd<'_>, number: u32, argument: *mut c_void) -> io::Result<i32> {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller guarantees it.
     let result = unsafe { libc::ioctl(fd.as_raw_fd(), libc::c_ulong::from(number), argument) };
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
 }
 
 /// # Safety
-/// `number` takes an `A`, and addresses inside `argument` are valid for what the kernel does with them.
+/// `number` must take an `A`, and addresses inside `argument` must be valid for what the kernel does with
+/// them.
 unsafe fn once<A: Argument>(fd: BorrowedFd<'_>, number: u32, argument: &mut A) -> io::Result<()> {
-    // SAFETY: the caller's promise; `argument` is a live exclusive reference to bytes of any value.
+    // SAFETY: the caller guarantees the number; `argument` is a live exclusive reference to bytes of any
+    // value.
     unsafe { raw(fd, number, std::ptr::from_mut(argument).cast()) }.map(drop)
 }
 
 /// # Safety
 /// As [`once`].
-pub(super) unsafe fn again<A: Argument>(fd: BorrowedFd<'_>, number: u32, argument: &mut A) -> io::Result<()> {
-    let mut left = INTERRUPTIONS;
+pub(super) unsafe fn retry<A: Argument>(fd: BorrowedFd<'_>, number: u32, argument: &mut A) -> io::Result<()> {
+    let mut left = MAX_RETRIES;
     loop {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees it.
         match unsafe { once(fd, number, argument) } {
             Err(error) if error.kind() == io::ErrorKind::Interrupted && left > 0 => left -= 1,
             done => return done,
@@ -91,52 +94,52 @@ macro_rules! plain {
         pub fn $name(fd: BorrowedFd<'_>, argument: &mut $argument) -> io::Result<()> {
             // SAFETY: this number takes this struct, and no field of it is an address that the kernel uses in
             // this process: GPU addresses go through the GPU's page table.
-            unsafe { again(fd, $number, argument) }
+            unsafe { retry(fd, $number, argument) }
         }
     )* };
 }
 plain! {
-    /// Interface version.
+    /// Returns the interface version.
     get_version(IOC_GET_VERSION, kfd_ioctl_get_version_args);
     /// Makes a render node's address space the process's compute address space on that GPU.
     acquire_vm(IOC_ACQUIRE_VM, kfd_ioctl_acquire_vm_args);
     /// Frees a buffer.
     free_memory(IOC_FREE_MEMORY_OF_GPU, kfd_ioctl_free_memory_of_gpu_args);
-    /// Free VRAM.
+    /// Returns the free VRAM.
     available_memory(IOC_AVAILABLE_MEMORY, kfd_ioctl_get_available_memory_args);
-    /// A buffer from a dma-buf.
+    /// Imports a buffer from a dma-buf.
     import_dmabuf(IOC_IMPORT_DMABUF, kfd_ioctl_import_dmabuf_args);
-    /// A queue; its addresses are the GPU's.
+    /// Creates a queue; its addresses are the GPU's.
     create_queue(IOC_CREATE_QUEUE, kfd_ioctl_create_queue_args);
-    /// Other ring or share of time for a queue.
+    /// Changes a queue's ring or share of time.
     update_queue(IOC_UPDATE_QUEUE, kfd_ioctl_update_queue_args);
-    /// Ends a queue.
+    /// Destroys a queue.
     destroy_queue(IOC_DESTROY_QUEUE, kfd_ioctl_destroy_queue_args);
-    /// An event.
+    /// Creates an event.
     create_event(IOC_CREATE_EVENT, kfd_ioctl_create_event_args);
-    /// Ends an event.
+    /// Destroys an event.
     destroy_event(IOC_DESTROY_EVENT, kfd_ioctl_destroy_event_args);
     /// Signals an event from the CPU.
     set_event(IOC_SET_EVENT, kfd_ioctl_set_event_args);
-    /// Takes an event's signal back.
+    /// Resets an event.
     reset_event(IOC_RESET_EVENT, kfd_ioctl_reset_event_args);
-    /// Retry of GPU page faults: set (0, 1) or ask (-1).
+    /// Sets (0, 1) or returns (-1) the retry of GPU page faults.
     set_xnack_mode(IOC_SET_XNACK_MODE, kfd_ioctl_set_xnack_mode_args);
 }
 
-/// Allocates a buffer, not a userptr one.
+/// Allocates a buffer that is no userptr.
 ///
 /// # Errors
-/// The kernel's errno; EINVAL without a call if the flags ask for a userptr buffer.
+/// The kernel's errno; EINVAL without a call if the flags request a userptr.
 pub fn alloc_memory(fd: BorrowedFd<'_>, argument: &mut kfd_ioctl_alloc_memory_of_gpu_args) -> io::Result<()> {
     if argument.flags & KFD_IOC_ALLOC_MEM_FLAGS_USERPTR != 0 {
         return Err(io::Error::from_raw_os_error(libc::EINVAL));
     }
     // SAFETY: without USERPTR no field is an address of this process.
-    unsafe { again(fd, IOC_ALLOC_MEMORY_OF_GPU, argument) }
+    unsafe { retry(fd, IOC_ALLOC_MEMORY_OF_GPU, argument) }
 }
 
-/// Allocates a userptr buffer on `memory`, whose address goes where other buffers' mmap offset comes from.
+/// Allocates a userptr buffer on `memory`, whose address replaces the mmap offset of other buffers.
 ///
 /// # Errors
 /// The kernel's errno.
@@ -148,11 +151,13 @@ pub fn alloc_userptr(
     argument.flags |= KFD_IOC_ALLOC_MEM_FLAGS_USERPTR;
     argument.mmap_offset = memory.address();
     argument.size = memory.len();
-    // SAFETY: a `Mapping` is memory that others may write at any time; when it goes, the kernel notices.
-    unsafe { again(fd, IOC_ALLOC_MEMORY_OF_GPU, argument) }
+    // SAFETY: a `Mapping` is memory that others may write at any time; the kernel notices when it is
+    // unmapped.
+    unsafe { retry(fd, IOC_ALLOC_MEMORY_OF_GPU, argument) }
 }
 
-/// Maps a buffer into the page tables of GPUs; gives how many the kernel reached, also when it failed.
+/// Maps a buffer into the page tables of GPUs. Returns the number of GPUs that the kernel mapped, also on
+/// failure.
 ///
 /// # Errors
 /// The kernel's errno.
@@ -164,11 +169,12 @@ pub fn map_memory(fd: BorrowedFd<'_>, handle: u64, gpus: &[u32]) -> (u32, io::Re
         n_success: 0,
     };
     // SAFETY: the array is live and has that many entries; the kernel only reads it.
-    let result = unsafe { again(fd, IOC_MAP_MEMORY_TO_GPU, &mut argument) };
+    let result = unsafe { retry(fd, IOC_MAP_MEMORY_TO_GPU, &mut argument) };
     (argument.n_success, result)
 }
 
-/// Takes a buffer out of the page tables of GPUs; gives how many the kernel reached, also when it failed.
+/// Unmaps a buffer from the page tables of GPUs. Returns the number of GPUs that the kernel unmapped, also on
+/// failure.
 ///
 /// # Errors
 /// The kernel's errno.
@@ -180,28 +186,28 @@ pub fn unmap_memory(fd: BorrowedFd<'_>, handle: u64, gpus: &[u32]) -> (u32, io::
         n_success: 0,
     };
     // SAFETY: as `map_memory`.
-    let result = unsafe { again(fd, IOC_UNMAP_MEMORY_FROM_GPU, &mut argument) };
+    let result = unsafe { retry(fd, IOC_UNMAP_MEMORY_FROM_GPU, &mut argument) };
     (argument.n_success, result)
 }
 
-/// The address ranges of every GPU of this process.
+/// Returns the address ranges of every GPU of this process.
 ///
 /// # Errors
 /// The kernel's errno.
 pub fn apertures(fd: BorrowedFd<'_>) -> io::Result<Vec<kfd_process_device_apertures>> {
     let mut argument = kfd_ioctl_get_process_apertures_new_args::zeroed();
-    // Asked for none, it tells how many there are; asked for more than there are nodes, it refuses.
+    // With a count of 0, the kernel returns the number of entries. It refuses more entries than nodes.
     // SAFETY: it writes no entries.
-    unsafe { again(fd, IOC_GET_PROCESS_APERTURES_NEW, &mut argument) }?;
+    unsafe { retry(fd, IOC_GET_PROCESS_APERTURES_NEW, &mut argument) }?;
     let mut all = vec![kfd_process_device_apertures::zeroed(); argument.num_of_nodes as usize];
     argument.kfd_process_device_apertures_ptr = all.as_mut_ptr() as u64;
     // SAFETY: it writes at most that many entries of integers.
-    unsafe { again(fd, IOC_GET_PROCESS_APERTURES_NEW, &mut argument) }?;
+    unsafe { retry(fd, IOC_GET_PROCESS_APERTURES_NEW, &mut argument) }?;
     all.truncate(argument.num_of_nodes as usize);
     Ok(all)
 }
 
-/// Waits for one or all of `events`, `milliseconds` at most; gives `KFD_IOC_WAIT_RESULT_*`.
+/// Waits for one or all of `events`, for at most `milliseconds`. Returns `KFD_IOC_WAIT_RESULT_*`.
 ///
 /// # Errors
 /// The kernel's errno.
@@ -217,11 +223,11 @@ pub fn wait_events(
     argument.wait_for_all = u32::from(all);
     argument.timeout = milliseconds;
     // SAFETY: the kernel reads and writes that many live entries of integers.
-    unsafe { again(fd, IOC_WAIT_EVENTS, &mut argument) }?;
+    unsafe { retry(fd, IOC_WAIT_EVENTS, &mut argument) }?;
     Ok(argument.wait_result)
 }
 
-/// Size, flags and GPU of a dma-buf.
+/// Returns size, flags and GPU of a dma-buf.
 ///
 /// # Errors
 /// The kernel's errno.
@@ -229,7 +235,7 @@ pub fn dmabuf_info(fd: BorrowedFd<'_>, dmabuf: BorrowedFd<'_>) -> io::Result<kfd
     let mut argument = kfd_ioctl_get_dmabuf_info_args::zeroed();
     argument.dmabuf_fd = number(dmabuf);
     // SAFETY: no metadata buffer is given.
-    unsafe { again(fd, IOC_GET_DMABUF_INFO, &mut argument) }?;
+    unsafe { retry(fd, IOC_GET_DMABUF_INFO, &mut argument) }?;
     Ok(argument)
 }
 
@@ -249,11 +255,12 @@ pub fn svm(
     let count = u32::try_from(attributes.len()).unwrap_or(u32::MAX);
     let mut words = vec![start, size, u64::from(op) | u64::from(count) << 32];
     words.extend(attributes.iter().map(|a| u64::from(a.type_) | u64::from(a.value) << 32));
-    // The array's bytes count in the number's size field, 14 bits at bit 16.
+    // The size field of the number, 14 bits at bit 16, includes the array.
     let bytes = u32::try_from(attributes.len() * 8).ok().filter(|bytes| *bytes < (1 << 14) - 24);
     let bytes = bytes.ok_or_else(|| io::Error::from_raw_os_error(libc::EINVAL))?;
-    // SAFETY: the kernel reads and writes `words` by the number's size, which is theirs. The range is named, not
-    // borrowed: its pages stay this process's, and the GPU's writes to them are those that the program asked for.
+    // SAFETY: the kernel reads and writes `words` by the size in the number, which is theirs. The range is an
+    // address and not a borrow: its pages stay this process's, and the program requests the GPU's writes to
+    // them.
     unsafe { raw(fd, IOC_SVM + (bytes << 16), words.as_mut_ptr().cast()) }?;
     for (attribute, word) in attributes.iter_mut().zip(&words[HEADER..]) {
         let (low, high) = (word & 0xffff_ffff, word >> 32);
@@ -265,35 +272,36 @@ pub fn svm(
     Ok(())
 }
 
-/// A dma-buf of a buffer (`libc::O_RDWR` and the like as flags).
+/// Exports a dma-buf of a buffer, with flags such as `libc::O_RDWR`.
 ///
 /// # Errors
 /// The kernel's errno.
 pub fn export_dmabuf(fd: BorrowedFd<'_>, handle: u64, flags: u32) -> io::Result<OwnedFd> {
     let mut argument = kfd_ioctl_export_dmabuf_args { handle, flags, dmabuf_fd: KFD_INVALID_FD };
     // SAFETY: no field is an address.
-    unsafe { again(fd, IOC_EXPORT_DMABUF, &mut argument) }?;
+    unsafe { retry(fd, IOC_EXPORT_DMABUF, &mut argument) }?;
     // SAFETY: the kernel has just installed it for this call.
     unsafe { adopt(argument.dmabuf_fd) }
 }
 
-/// A stream of a GPU's system management events.
+/// Opens a stream of a GPU's system management events.
 ///
 /// # Errors
 /// The kernel's errno.
 pub fn smi_events(fd: BorrowedFd<'_>, gpu: u32) -> io::Result<OwnedFd> {
     let mut argument = kfd_ioctl_smi_events_args { gpuid: gpu, anon_fd: KFD_INVALID_FD };
     // SAFETY: no field is an address.
-    unsafe { again(fd, IOC_SMI_EVENTS, &mut argument) }?;
+    unsafe { retry(fd, IOC_SMI_EVENTS, &mut argument) }?;
     // SAFETY: the kernel has just installed it for this call.
     unsafe { adopt(argument.anon_fd) }
 }
 
-/// A checkpoint operation with its arrays, made once; gives the dma-buf of each buffer that the kernel exported.
+/// Makes a checkpoint operation with its arrays, once. Returns the dma-buf of each buffer that the kernel
+/// exported.
 ///
 /// # Errors
-/// The kernel's errno; counts in `argument` are what the kernel left there. EINVAL without a call if a count in
-/// `argument` is beyond its array.
+/// The kernel's errno; counts in `argument` are those that the kernel left. EINVAL without a call if a count
+/// in `argument` exceeds its array.
 pub fn criu(
     fd: BorrowedFd<'_>,
     argument: &mut kfd_ioctl_criu_args,
@@ -319,39 +327,39 @@ pub fn criu(
         // SAFETY: these two operations install a descriptor for this call in every other entry.
         fd => unsafe { adopt(fd) }.map(Some),
     };
-    // All are taken over before the first that cannot be ends this.
+    // All descriptors are owned before an error of one returns.
     let adopted: Vec<_> = exported.map(adopt).collect();
     adopted.into_iter().collect()
 }
 
-/// What an event told when it was waited for: a memory exception's fields, zero for other kinds.
+/// Returns the fields of a memory exception event, or zeros for other kinds.
 #[must_use]
 pub fn memory_exception(event: &kfd_event_data) -> kfd_hsa_memory_exception_data {
     // SAFETY: all members of the union are integers, and this one is the largest.
     unsafe { event.__bindgen_anon_1.memory_exception_data }
 }
 
-/// The number that the kernel's structs carry for a descriptor.
+/// Returns a descriptor as the kernel's structs contain it.
 #[must_use]
 pub fn number(fd: BorrowedFd<'_>) -> u32 {
     // A descriptor is never negative.
     fd.as_raw_fd().unsigned_abs()
 }
 
-/// Takes over a descriptor that the kernel has installed and named in a struct, and closes it on exec: checkpoint
-/// operations install dma-bufs that stay open there.
+/// Takes ownership of a descriptor that the kernel has installed and named in a struct, and sets
+/// close-on-exec. Checkpoint operations install dma-bufs without it.
 ///
 /// # Errors
 /// `number` is not an open descriptor of this process.
 ///
 /// # Safety
-/// The kernel gave `number` to this process in the call just made, and nobody has taken it over yet.
+/// The kernel has installed `number` in the call just made, and nothing owns it yet.
 unsafe fn adopt(number: u32) -> io::Result<OwnedFd> {
     let fd = i32::try_from(number).map_err(|_| io::Error::from_raw_os_error(libc::EBADF))?;
-    // SAFETY: a descriptor number asks for nothing in memory.
+    // SAFETY: a descriptor number refers to no memory.
     if unsafe { libc::fcntl(fd, libc::F_SETFD, libc::FD_CLOEXEC) } < 0 {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: open, and the caller's promise makes it ours alone.
+    // SAFETY: it is open, and the caller guarantees that nothing else owns it.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }

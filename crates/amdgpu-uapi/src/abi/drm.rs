@@ -1,23 +1,23 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! One safe function for each of a render node's ioctls that anybody here uses. Errors are the kernel's errno.
+//! One safe function for each ioctl of a render node that Rewake uses. Errors are the kernel's errno.
 
 use std::io;
 use std::os::fd::BorrowedFd;
 
-use super::call::{Argument, again};
+use super::call::{Argument, retry};
 use super::generated::*;
 use super::memory::Mapping;
 
-/// Allocates, frees or asks about a submission context.
+/// Creates, frees or queries a submission context.
 ///
 /// # Errors
 /// The kernel's errno.
 pub fn ctx(fd: BorrowedFd<'_>, argument: &mut drm_amdgpu_ctx) -> io::Result<()> {
     // SAFETY: no field is an address.
-    unsafe { again(fd, DRM_AMD_CTX, argument) }
+    unsafe { retry(fd, DRM_AMD_CTX, argument) }
 }
 
-/// One answer of a render node's INFO ioctl: the kernel writes at most the struct's size, older ones less.
+/// Returns an answer of the INFO ioctl. The kernel writes at most the struct's size, older ones less.
 ///
 /// # Errors
 /// The kernel's errno.
@@ -29,11 +29,11 @@ pub fn info<A: Argument>(fd: BorrowedFd<'_>, query: u32, hardware: u32) -> io::R
     argument.query = query;
     argument.__bindgen_anon_1.query_hw_ip.type_ = hardware;
     // SAFETY: `answer` is live, of that size, and takes any bytes.
-    unsafe { again(fd, DRM_AMD_INFO, &mut argument) }?;
+    unsafe { retry(fd, DRM_AMD_INFO, &mut argument) }?;
     Ok(answer)
 }
 
-/// A submission context; gives its number.
+/// Creates a submission context, and returns its number.
 ///
 /// # Errors
 /// The kernel's errno.
@@ -45,7 +45,7 @@ pub fn ctx_alloc(fd: BorrowedFd<'_>) -> io::Result<u32> {
     Ok(unsafe { argument.out.alloc.ctx_id })
 }
 
-/// What has happened to a context since it was made: `AMDGPU_CTX_QUERY2_FLAGS_*`.
+/// Returns the events of a context since its creation: `AMDGPU_CTX_QUERY2_FLAGS_*`.
 ///
 /// # Errors
 /// The kernel's errno.
@@ -58,7 +58,7 @@ pub fn ctx_state(fd: BorrowedFd<'_>, context: u32) -> io::Result<u64> {
     Ok(unsafe { argument.out.state.flags })
 }
 
-/// A GEM buffer of a render node; gives its handle.
+/// Creates a GEM buffer of a render node, and returns its handle.
 ///
 /// # Errors
 /// The kernel's errno.
@@ -66,7 +66,7 @@ pub fn gem_alloc(fd: BorrowedFd<'_>, size: u64, domains: u64, flags: u64) -> io:
     gem_create(fd, drm_amdgpu_gem_create_in { bo_size: size, alignment: 4096, domains, domain_flags: flags })
 }
 
-/// A GEM buffer of a render node with all that can be said of one; gives its handle.
+/// Creates a GEM buffer of a render node with all parameters, and returns its handle.
 ///
 /// # Errors
 /// The kernel's errno.
@@ -74,12 +74,12 @@ pub fn gem_create(fd: BorrowedFd<'_>, wanted: drm_amdgpu_gem_create_in) -> io::R
     let mut argument = drm_amdgpu_gem_create::zeroed();
     argument.in_ = wanted;
     // SAFETY: no field is an address.
-    unsafe { again(fd, DRM_AMD_GEM_CREATE, &mut argument) }?;
+    unsafe { retry(fd, DRM_AMD_GEM_CREATE, &mut argument) }?;
     // SAFETY: integers, and the kernel has written this side of the union.
     Ok(unsafe { argument.out.handle })
 }
 
-/// Where to `mmap` a GEM buffer.
+/// Returns the `mmap` offset of a GEM buffer.
 ///
 /// # Errors
 /// The kernel's errno.
@@ -87,12 +87,12 @@ pub fn gem_offset(fd: BorrowedFd<'_>, handle: u32) -> io::Result<u64> {
     let mut argument = drm_amdgpu_gem_mmap::zeroed();
     argument.in_.handle = handle;
     // SAFETY: no field is an address.
-    unsafe { again(fd, DRM_AMD_GEM_MMAP, &mut argument) }?;
+    unsafe { retry(fd, DRM_AMD_GEM_MMAP, &mut argument) }?;
     // SAFETY: integers, and the kernel has written this side of the union.
     Ok(unsafe { argument.out.addr_ptr })
 }
 
-/// Waits for a submission; whether it is done.
+/// Waits for a submission, and returns whether it is done.
 ///
 /// # Errors
 /// The kernel's errno.
@@ -100,12 +100,13 @@ pub fn wait_submission(fd: BorrowedFd<'_>, wanted: drm_amdgpu_wait_cs_in) -> io:
     let mut argument = drm_amdgpu_wait_cs::zeroed();
     argument.in_ = wanted;
     // SAFETY: no field is an address.
-    unsafe { again(fd, DRM_AMD_WAIT_CS, &mut argument) }?;
+    unsafe { retry(fd, DRM_AMD_WAIT_CS, &mut argument) }?;
     // SAFETY: integers, and the kernel has written this side of the union.
     Ok(unsafe { argument.out.status } == 0)
 }
 
-/// GPU page table of a render node: the 6.12 part of the struct, without timelines of syncobjs.
+/// Changes the GPU page table of a render node. It uses the 6.12 part of the struct, without timelines of
+/// syncobjs.
 ///
 /// # Errors
 /// The kernel's errno.
@@ -113,13 +114,13 @@ pub fn gem_va(fd: BorrowedFd<'_>, argument: &mut drm_amdgpu_gem_va) -> io::Resul
     argument.num_syncobj_handles = 0;
     argument.input_fence_syncobj_handles = 0;
     // SAFETY: the one field that is an address of this process has just been cleared.
-    unsafe { again(fd, DRM_AMD_GEM_VA, argument) }
+    unsafe { retry(fd, DRM_AMD_GEM_VA, argument) }
 }
 
-/// What a GEM buffer was made with: `alignment` in bytes.
+/// Returns the parameters of a GEM buffer, with `alignment` in bytes.
 ///
 /// # Errors
-/// The kernel's errno; ENOENT if there is no such handle.
+/// The kernel's errno; ENOENT if the handle does not exist.
 pub fn gem_create_info(fd: BorrowedFd<'_>, handle: u32) -> io::Result<drm_amdgpu_gem_create_in> {
     let mut info = drm_amdgpu_gem_create_in::zeroed();
     let mut argument = drm_amdgpu_gem_op {
@@ -129,32 +130,32 @@ pub fn gem_create_info(fd: BorrowedFd<'_>, handle: u32) -> io::Result<drm_amdgpu
         ..drm_amdgpu_gem_op::zeroed()
     };
     // SAFETY: `info` is live, of the size that this operation writes, and takes any bytes.
-    unsafe { again(fd, DRM_AMD_GEM_OP, &mut argument) }?;
+    unsafe { retry(fd, DRM_AMD_GEM_OP, &mut argument) }?;
     Ok(info)
 }
 
-/// All GEM buffers that a render node has a handle of. Linux 7.0 and newer.
+/// Returns all GEM buffers with a handle in a render node's file. Linux 7.0 and newer.
 ///
 /// # Errors
-/// The kernel's errno; EINVAL where the kernel has no such call.
+/// The kernel's errno; EINVAL if the kernel has no such call.
 pub fn gem_list(fd: BorrowedFd<'_>) -> io::Result<Vec<drm_amdgpu_gem_list_handles_entry>> {
     let empty = drm_amdgpu_gem_list_handles_entry::zeroed();
-    lengthening(empty, |entries| {
+    grow_list(empty, |entries| {
         let mut argument = drm_amdgpu_gem_list_handles::zeroed();
         argument.entries = entries.as_mut_ptr() as u64;
         argument.num_entries = u32::try_from(entries.len()).unwrap_or(u32::MAX);
         // SAFETY: as many entries as it says are live, and take any bytes.
-        unsafe { again(fd, DRM_AMD_GEM_LIST_HANDLES, &mut argument) }?;
+        unsafe { retry(fd, DRM_AMD_GEM_LIST_HANDLES, &mut argument) }?;
         Ok(argument.num_entries)
     })
 }
 
-/// Where a GEM buffer is in the render node's address space. Linux 7.0 and newer.
+/// Returns the mappings of a GEM buffer in the render node's address space. Linux 7.0 and newer.
 ///
 /// # Errors
-/// The kernel's errno; EINVAL where the kernel has no such call.
+/// The kernel's errno; EINVAL if the kernel has no such call.
 pub fn gem_mappings(fd: BorrowedFd<'_>, handle: u32) -> io::Result<Vec<drm_amdgpu_gem_vm_entry>> {
-    lengthening(drm_amdgpu_gem_vm_entry::zeroed(), |entries| {
+    grow_list(drm_amdgpu_gem_vm_entry::zeroed(), |entries| {
         let mut argument = drm_amdgpu_gem_op {
             handle,
             op: AMDGPU_GEM_OP_GET_MAPPING_INFO,
@@ -163,13 +164,13 @@ pub fn gem_mappings(fd: BorrowedFd<'_>, handle: u32) -> io::Result<Vec<drm_amdgp
             ..drm_amdgpu_gem_op::zeroed()
         };
         // SAFETY: as many entries as it says are live, and take any bytes.
-        unsafe { again(fd, DRM_AMD_GEM_OP, &mut argument) }?;
+        unsafe { retry(fd, DRM_AMD_GEM_OP, &mut argument) }?;
         Ok(argument.num_entries)
     })
 }
 
-/// Calls `fill`, which says how many entries there are, with a longer list until it was long enough.
-fn lengthening<A: Argument>(empty: A, fill: impl Fn(&mut [A]) -> io::Result<u32>) -> io::Result<Vec<A>> {
+/// Calls `fill`, which returns the number of entries, with a longer list until it is long enough.
+fn grow_list<A: Argument>(empty: A, fill: impl Fn(&mut [A]) -> io::Result<u32>) -> io::Result<Vec<A>> {
     let mut entries = vec![empty; 8];
     loop {
         let count = fill(&mut entries)? as usize;
@@ -181,7 +182,7 @@ fn lengthening<A: Argument>(empty: A, fill: impl Fn(&mut [A]) -> io::Result<u32>
     }
 }
 
-/// A GEM buffer on `memory` (`AMDGPU_GEM_USERPTR_*` flags); gives its handle.
+/// Creates a GEM buffer on `memory` (`AMDGPU_GEM_USERPTR_*` flags), and returns its handle.
 ///
 /// # Errors
 /// The kernel's errno.
@@ -189,11 +190,11 @@ pub fn gem_userptr(fd: BorrowedFd<'_>, memory: &Mapping, flags: u32) -> io::Resu
     let mut argument =
         drm_amdgpu_gem_userptr { addr: memory.address(), size: memory.len(), flags, handle: 0 };
     // SAFETY: as `alloc_userptr`.
-    unsafe { again(fd, DRM_AMD_GEM_USERPTR, &mut argument) }?;
+    unsafe { retry(fd, DRM_AMD_GEM_USERPTR, &mut argument) }?;
     Ok(argument.handle)
 }
 
-/// A list of GEM buffers for submissions; gives its handle.
+/// Creates a list of GEM buffers for submissions, and returns its handle.
 ///
 /// # Errors
 /// The kernel's errno.
@@ -201,12 +202,12 @@ pub fn bo_list_create(fd: BorrowedFd<'_>, buffers: &[drm_amdgpu_bo_list_entry]) 
     let mut argument = drm_amdgpu_bo_list::zeroed();
     argument.in_ = bo_list(buffers);
     // SAFETY: the entries are live, as many and as large as the struct says, and only read.
-    unsafe { again(fd, DRM_AMD_BO_LIST, &mut argument) }?;
+    unsafe { retry(fd, DRM_AMD_BO_LIST, &mut argument) }?;
     // SAFETY: integers, and the kernel has written this side of the union.
     Ok(unsafe { argument.out.list_handle })
 }
 
-/// Ends a list of GEM buffers.
+/// Destroys a list of GEM buffers.
 ///
 /// # Errors
 /// The kernel's errno.
@@ -215,7 +216,7 @@ pub fn bo_list_destroy(fd: BorrowedFd<'_>, list: u32) -> io::Result<()> {
     argument.in_.operation = AMDGPU_BO_LIST_OP_DESTROY;
     argument.in_.list_handle = list;
     // SAFETY: no entries are given.
-    unsafe { again(fd, DRM_AMD_BO_LIST, &mut argument) }
+    unsafe { retry(fd, DRM_AMD_BO_LIST, &mut argument) }
 }
 
 fn bo_list(buffers: &[drm_amdgpu_bo_list_entry]) -> drm_amdgpu_bo_list_in {
@@ -228,7 +229,7 @@ fn bo_list(buffers: &[drm_amdgpu_bo_list_entry]) -> drm_amdgpu_bo_list_in {
     }
 }
 
-/// One part of a command submission.
+/// A part of a command submission.
 #[derive(Debug, Clone, Copy)]
 pub enum Chunk<'a> {
     /// Commands to run.
@@ -249,10 +250,10 @@ pub enum Chunk<'a> {
     SyncobjOut(&'a [u32]),
 }
 
-/// Parts that one submission has at most: one of each kind.
+/// The most parts of a submission: one of each kind.
 pub const CHUNKS: usize = 8;
 
-/// Submits commands; gives the submission's number in its context and ring. Nothing is allocated.
+/// Submits commands, and returns the submission's number in its context and ring. It allocates nothing.
 ///
 /// # Errors
 /// The kernel's errno; E2BIG without a call for more than [`CHUNKS`] parts.
@@ -280,9 +281,10 @@ pub fn submit(fd: BorrowedFd<'_>, context: u32, list: u32, chunks: &[Chunk<'_>])
         flags: 0,
         chunks: addresses.as_ptr() as u64,
     };
-    // SAFETY: every address is of something live in this function or its arguments, as long as its count says, and
+    // SAFETY: every address is of something live in this function or its arguments, as long as its count
+    // says, and
     // only read.
-    unsafe { again(fd, DRM_AMD_CS, &mut argument) }?;
+    unsafe { retry(fd, DRM_AMD_CS, &mut argument) }?;
     // SAFETY: integers, and the kernel has written this side of the union.
     Ok(unsafe { argument.out.handle })
 }

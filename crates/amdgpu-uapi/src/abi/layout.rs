@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What the drivers have agreed with their users, checked when this compiles: sizes, offsets, ioctl numbers.
+//! Checks the drivers' ABI when this compiles: sizes, offsets, ioctl numbers.
 //!
-//! Sizes are those of Linux 7.2. Linux 6.12 has shorter `drm_amdgpu_gem_va` (40 bytes) and `drm_amdgpu_gem_op` (16):
-//! both kernels cut or zero-extend what they get by the size in the ioctl's number.
+//! Sizes are those of Linux 7.2. Linux 6.12 has shorter `drm_amdgpu_gem_va` (40 bytes) and
+//! `drm_amdgpu_gem_op` (16). Both kernels cut or zero-extend an argument by the size in the ioctl's number.
 
 use std::mem::offset_of;
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Memory that a GPU, a device or another process may write at any time: never borrowed, only read and written with
-//! bounds checked, by volatile and atomic accesses.
+//! Memory that a GPU, a device or another process may write at any time. It is never borrowed. Volatile and
+//! atomic accesses with bounds checks read and write it.
 
 use std::io;
 use std::os::fd::{AsRawFd as _, BorrowedFd};
@@ -10,10 +10,10 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 /// Bytes in a page.
 pub const PAGE: u64 = 4096;
 
-/// Words that [`Mapping::is_zero`] looks at before it decides.
+/// The words that [`Mapping::is_zero`] reads before it decides.
 const WORDS: usize = 16;
 
-/// A range of this process's addresses, unmapped when dropped.
+/// A range of this process's addresses, unmapped on drop.
 #[derive(Debug)]
 pub struct Mapping {
     start: NonNull<u8>,
@@ -21,10 +21,10 @@ pub struct Mapping {
     access: Access,
 }
 
-/// What the CPU may do in a mapping.
+/// The CPU's access to a mapping.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Access {
-    /// The addresses are only taken.
+    /// No access: the addresses are only reserved.
     None,
     /// Loads and stores.
     ReadWrite,
@@ -39,13 +39,13 @@ impl Access {
     }
 }
 
-// SAFETY: a mapping belongs to the process, not to a thread, and is touched by volatile and atomic accesses only.
+// SAFETY: a mapping belongs to the process, not to a thread, and all accesses are volatile or atomic.
 unsafe impl Send for Mapping {}
 // SAFETY: as above: no reference to its bytes is ever made.
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
-    /// Private zeroed memory.
+    /// Maps private zeroed memory.
     ///
     /// # Errors
     /// The kernel's errno.
@@ -53,16 +53,16 @@ impl Mapping {
         Self::map(0, length, Access::ReadWrite, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, None)
     }
 
-    /// Private zeroed memory at an address where nothing is: a process that is put back has its memory where it was.
+    /// Maps private zeroed memory at a free address. A restored process has its memory at its old addresses.
     ///
     /// # Errors
-    /// The kernel's errno; EEXIST where something is.
+    /// The kernel's errno; EEXIST if the addresses are in use.
     pub fn anonymous_at(address: u64, length: u64) -> io::Result<Self> {
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED_NOREPLACE;
         Self::map(address, length, Access::ReadWrite, flags, None)
     }
 
-    /// Addresses with nothing behind them, to put devices at later.
+    /// Reserves addresses for later device mappings.
     ///
     /// # Errors
     /// The kernel's errno.
@@ -76,7 +76,7 @@ impl Mapping {
         )
     }
 
-    /// `length` bytes of a device or file from `offset`, wherever there is room.
+    /// Maps `length` bytes of a device or file from `offset`, at any free address.
     ///
     /// # Errors
     /// The kernel's errno.
@@ -84,11 +84,12 @@ impl Mapping {
         Self::map(0, length, Access::ReadWrite, libc::MAP_SHARED, Some((fd, offset)))
     }
 
-    /// `length` bytes of a device or file from `offset`, not to be touched: to see whether the driver would map it.
+    /// Maps `length` bytes of a device or file from `offset` without access, to see whether the driver
+    /// permits it.
     ///
     /// # Errors
     /// The kernel's errno.
-    pub fn untouched(fd: BorrowedFd<'_>, offset: u64, length: u64) -> io::Result<Self> {
+    pub fn inaccessible(fd: BorrowedFd<'_>, offset: u64, length: u64) -> io::Result<Self> {
         Self::map(0, length, Access::None, libc::MAP_SHARED, Some((fd, offset)))
     }
 
@@ -113,10 +114,11 @@ impl Mapping {
         Ok(Self { start, length, access })
     }
 
-    /// Puts a device or file in the place of all of this mapping. As ROCm's library does, a forked child gets none of it.
+    /// Replaces all of this mapping by a device or file. As in ROCm's library, a forked child does not
+    /// inherit it.
     ///
     /// # Errors
-    /// The kernel's errno; the addresses may then be empty.
+    /// The kernel's errno; the addresses may then be unmapped.
     pub fn replace(&mut self, fd: BorrowedFd<'_>, offset: u64, access: Access) -> io::Result<()> {
         // SAFETY: exactly the addresses that this mapping owns, and nothing refers to its bytes.
         let start = unsafe {
@@ -137,31 +139,31 @@ impl Mapping {
         self.advise(libc::MADV_DONTFORK)
     }
 
-    /// First address; the GPU's too, where the two are kept equal.
+    /// Returns the first address, which is also the GPU's where the two are kept equal.
     #[must_use]
     pub fn address(&self) -> u64 {
         self.start.as_ptr() as u64
     }
 
-    /// Bytes.
+    /// Returns the size in bytes.
     #[must_use]
     pub fn len(&self) -> u64 {
         self.length as u64
     }
 
-    /// Never: a mapping has at least one byte.
+    /// Returns false: a mapping has at least one byte.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.length == 0
     }
 
-    /// What the CPU may do here.
+    /// Returns the CPU's access.
     #[must_use]
     pub fn access(&self) -> Access {
         self.access
     }
 
-    /// Gives the pages back to the kernel: anonymous memory reads zero afterwards.
+    /// Discards the pages: anonymous memory reads as zero afterwards.
     ///
     /// # Errors
     /// The kernel's errno.
@@ -169,15 +171,15 @@ impl Mapping {
         self.advise(libc::MADV_DONTNEED)
     }
 
-    /// Gets all pages now, writable, so that no access waits for one later.
+    /// Populates all pages, writable, so that no later access waits for one.
     ///
     /// # Errors
-    /// The kernel's errno: ENOMEM where there is not memory enough, EINVAL before Linux 5.14.
+    /// The kernel's errno: ENOMEM if memory is exhausted, EINVAL before Linux 5.14.
     pub fn populate(&self) -> io::Result<()> {
         self.advise(libc::MADV_POPULATE_WRITE)
     }
 
-    /// Leaves the mapping out of core dumps of this process: it holds memory of others.
+    /// Excludes the mapping from core dumps of this process, because it holds memory of others.
     ///
     /// # Errors
     /// The kernel refuses.
@@ -191,10 +193,11 @@ impl Mapping {
         if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
     }
 
-    /// The address of `length` bytes at `at`.
+    /// Returns the address of `length` bytes at `at`.
     ///
     /// # Panics
-    /// Beyond the end, misaligned, or in a mapping without access: a mistake of the program.
+    /// The bytes exceed the mapping, are misaligned, or the mapping has no access, which is a bug of the
+    /// caller.
     fn at(&self, at: u64, length: usize, align: u64) -> *mut u8 {
         let end = at.checked_add(length as u64).filter(|end| *end <= self.len());
         assert!(end.is_some(), "{length} bytes at {at:#x} of a mapping of {:#x}", self.len());
@@ -205,10 +208,10 @@ impl Mapping {
         unsafe { self.start.as_ptr().add(at) }
     }
 
-    /// Copies bytes out.
+    /// Copies bytes out of the mapping.
     ///
     /// # Panics
-    /// Beyond the end.
+    /// The bytes exceed the mapping.
     pub fn read(&self, at: u64, into: &mut [u8]) {
         let from = self.at(at, into.len(), 1);
         let words = if from.addr().is_multiple_of(8) { into.len() / 8 } else { 0 };
@@ -223,10 +226,10 @@ impl Mapping {
         }
     }
 
-    /// Copies bytes in.
+    /// Copies bytes into the mapping.
     ///
     /// # Panics
-    /// Beyond the end.
+    /// The bytes exceed the mapping.
     pub fn write(&self, at: u64, bytes: &[u8]) {
         let to = self.at(at, bytes.len(), 1);
         let words = if to.addr().is_multiple_of(8) { bytes.len() / 8 } else { 0 };
@@ -241,20 +244,20 @@ impl Mapping {
         }
     }
 
-    /// The address of `length` bytes at `at`, for calls that take one (io_uring, `pread`). Whoever uses it keeps the
-    /// mapping alive, and makes no reference of it: others may write there.
+    /// Returns the address of `length` bytes at `at`, for calls that take one (io_uring, `pread`). The caller
+    /// keeps the mapping alive and makes no reference to it, because others may write there.
     ///
     /// # Panics
-    /// Beyond the end.
+    /// The bytes exceed the mapping.
     #[must_use]
     pub fn pointer(&self, at: u64, length: usize) -> NonNull<u8> {
         NonNull::new(self.at(at, length, 1)).unwrap_or(self.start)
     }
 
-    /// Whether `length` bytes at `at` are all zero. It looks at all of them unless one is not, as fast as memory is.
+    /// Returns whether `length` bytes at `at` are all zero, at the speed of memory.
     ///
     /// # Panics
-    /// Beyond the end.
+    /// The bytes exceed the mapping.
     #[must_use]
     pub fn is_zero(&self, at: u64, length: usize) -> bool {
         let start = self.at(at, length, 1);
@@ -262,7 +265,7 @@ impl Mapping {
         let words = (length - head) / 8;
         // SAFETY: in bounds by `at`; volatile because others write here.
         let byte = |index: usize| unsafe { start.add(index).read_volatile() };
-        // SAFETY: as above, and aligned behind the head.
+        // SAFETY: as above, and the head makes it aligned.
         let word = |index: usize| unsafe { start.add(head).cast::<u64>().add(index).read_volatile() };
         let blocks = words / WORDS;
         (0..head).all(|index| byte(index) == 0)
@@ -272,11 +275,11 @@ impl Mapping {
             && (head + words * 8..length).all(|index| byte(index) == 0)
     }
 
-    /// Copies `length` bytes at `at` to another mapping (device memory: in words, where both are aligned alike), past the
-    /// CPU's caches: they would first read what is overwritten.
+    /// Copies `length` bytes at `at` to another mapping. It writes past the CPU's caches, which would first
+    /// read the overwritten bytes. It copies words where both are aligned alike, as device memory needs.
     ///
     /// # Panics
-    /// Beyond the end of either.
+    /// The bytes exceed one of the mappings.
     pub fn copy(&self, at: u64, to: &Self, to_at: u64, length: usize) {
         let (from, to) = (self.at(at, length, 1), to.at(to_at, length, 1));
         let alike = from.addr() % 8 == to.addr() % 8;
@@ -286,7 +289,7 @@ impl Mapping {
         let byte = |index: usize| unsafe { to.add(index).write_volatile(from.add(index).read_volatile()) };
         (0..head).for_each(byte);
         for index in 0..words {
-            // SAFETY: as above, and both are aligned behind the head.
+            // SAFETY: as above, and the heads make both aligned.
             unsafe {
                 let value = from.add(head).cast::<u64>().add(index).read_volatile();
                 write_past_caches(to.add(head).cast::<u64>().add(index), value);
@@ -299,7 +302,7 @@ impl Mapping {
     /// Fills `words` 32-bit words at `at`.
     ///
     /// # Panics
-    /// Beyond the end or misaligned.
+    /// The words exceed the mapping, or are misaligned.
     pub fn fill32(&self, at: u64, words: usize, value: u32) {
         let to = self.at(at, words * 4, 4).cast::<u32>();
         for index in 0..words {
@@ -308,10 +311,10 @@ impl Mapping {
         }
     }
 
-    /// Loads a 64-bit word; what was written before its store is seen after it.
+    /// Loads a 64-bit word with acquire ordering.
     ///
     /// # Panics
-    /// Beyond the end or misaligned.
+    /// The word exceeds the mapping, or is misaligned.
     #[must_use]
     pub fn load64(&self, at: u64) -> u64 {
         let word = self.at(at, 8, 8).cast();
@@ -319,20 +322,20 @@ impl Mapping {
         unsafe { AtomicU64::from_ptr(word) }.load(Ordering::Acquire)
     }
 
-    /// Stores a 64-bit word after everything written before.
+    /// Stores a 64-bit word with release ordering.
     ///
     /// # Panics
-    /// Beyond the end or misaligned.
+    /// The word exceeds the mapping, or is misaligned.
     pub fn store64(&self, at: u64, value: u64) {
         let word = self.at(at, 8, 8).cast();
         // SAFETY: as `load64`.
         unsafe { AtomicU64::from_ptr(word) }.store(value, Ordering::Release);
     }
 
-    /// Puts `new` where `old` is, in one step; whether `old` was there.
+    /// Replaces `old` by `new` atomically, and returns whether the word was `old`.
     ///
     /// # Panics
-    /// Beyond the end or misaligned.
+    /// The word exceeds the mapping, or is misaligned.
     #[must_use]
     pub fn replace64(&self, at: u64, old: u64, new: u64) -> bool {
         let word = self.at(at, 8, 8).cast();
@@ -344,7 +347,7 @@ impl Mapping {
     /// Loads a 32-bit word.
     ///
     /// # Panics
-    /// Beyond the end or misaligned.
+    /// The word exceeds the mapping, or is misaligned.
     #[must_use]
     pub fn load32(&self, at: u64) -> u32 {
         let word = self.at(at, 4, 4).cast();
@@ -352,10 +355,10 @@ impl Mapping {
         unsafe { AtomicU32::from_ptr(word) }.load(Ordering::Acquire)
     }
 
-    /// Stores a 32-bit word after everything written before.
+    /// Stores a 32-bit word with release ordering.
     ///
     /// # Panics
-    /// Beyond the end or misaligned.
+    /// The word exceeds the mapping, or is misaligned.
     pub fn store32(&self, at: u64, value: u32) {
         let word = self.at(at, 4, 4).cast();
         // SAFETY: as `load64`.
@@ -370,26 +373,27 @@ impl Drop for Mapping {
     }
 }
 
-/// Writes a word, as by `write_volatile`. [`order_writes`] comes before any other access to it.
+/// Writes a word as `write_volatile` does, past the caches. [`order_writes`] must precede any other access to
+/// it.
 ///
 /// # Safety
-/// As `write_volatile`'s.
+/// As for `write_volatile`.
 unsafe fn write_past_caches(to: *mut u64, value: u64) {
-    // SAFETY: the caller's promise; every processor of x86-64 has the instruction.
+    // SAFETY: the caller guarantees it; every x86-64 processor has the instruction.
     #[cfg(target_arch = "x86_64")]
     unsafe {
         std::arch::x86_64::_mm_stream_si64(to.cast(), value.cast_signed());
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller guarantees it.
     #[cfg(not(target_arch = "x86_64"))]
     unsafe {
         to.write_volatile(value);
     }
 }
 
-/// What was written past the caches comes before all that follows.
+/// Orders writes past the caches before all later writes.
 fn order_writes() {
-    // SAFETY: it only orders; every processor of x86-64 has the instruction.
+    // SAFETY: it only orders; every x86-64 processor has the instruction.
     #[cfg(target_arch = "x86_64")]
     unsafe {
         std::arch::x86_64::_mm_sfence();
@@ -401,7 +405,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn bytes_and_words_are_the_same_memory_at_any_alignment() {
+    fn bytes_and_words_access_the_same_memory_at_any_alignment() {
         let memory = Mapping::anonymous(PAGE).unwrap();
         let bytes: Vec<u8> = (1..=21).collect();
         memory.write(3, &bytes);
@@ -419,7 +423,7 @@ mod tests {
     }
 
     #[test]
-    fn one_byte_that_is_not_zero_is_found_wherever_it_is() {
+    fn a_nonzero_byte_is_found_at_any_offset() {
         let memory = Mapping::anonymous(PAGE).unwrap();
         for (at, length) in [(0, 4096), (3, 1000), (5, 2), (8, 131), (7, 0)] {
             assert!(memory.is_zero(at, length), "{length} bytes at {at}");
@@ -431,7 +435,7 @@ mod tests {
         }
         memory.write(2, &[1]);
         memory.write(1003, &[1]);
-        assert!(memory.is_zero(3, 1000), "what stands beside does not count");
+        assert!(memory.is_zero(3, 1000), "adjacent bytes do not count");
     }
 
     #[test]
@@ -454,13 +458,13 @@ mod tests {
 
     #[test]
     #[should_panic(expected = "8 bytes at 0xff9 of a mapping of 0x1000")]
-    fn nothing_is_read_beyond_the_end() {
+    fn a_read_beyond_the_end_panics() {
         Mapping::anonymous(PAGE).unwrap().read(PAGE - 7, &mut [0; 8]);
     }
 
     #[test]
     #[should_panic(expected = "no access")]
-    fn a_reservation_is_not_touched() {
+    fn a_reservation_cannot_be_read() {
         let _ = Mapping::reserve(PAGE).unwrap().load64(0);
     }
 }

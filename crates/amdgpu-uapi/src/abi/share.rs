@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A queue's share of time, for another process to ask for.
+//! Encodes a change of a queue's share of time, for a call by another process.
 
 use super::generated::*;
 
-/// UPDATE_QUEUE as an ioctl and its argument's bytes.
+/// Returns the number and the argument bytes of UPDATE_QUEUE.
 #[must_use]
 pub fn update_queue(argument: kfd_ioctl_update_queue_args) -> (u32, Vec<u8>) {
     let kfd_ioctl_update_queue_args {
@@ -27,7 +27,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn bytes_are_where_the_kernel_has_the_fields() {
+    fn fields_are_at_the_kernels_offsets() {
         let argument = kfd_ioctl_update_queue_args {
             ring_base_address: 1,
             queue_id: 2,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! `/dev/udmabuf`: a dma-buf of ordinary shared memory, that GPUs import (`include/uapi/linux/udmabuf.h`).
+//! `/dev/udmabuf`: a dma-buf of ordinary shared memory that GPUs import (`include/uapi/linux/udmabuf.h`).
 
 use std::io;
 use std::os::fd::{AsRawFd as _, BorrowedFd, FromRawFd as _, OwnedFd};
@@ -20,8 +20,8 @@ struct Create {
 // The size in the number is the struct's.
 const _: () = assert!(size_of::<Create>() == ((UDMABUF_CREATE >> 16) & 0x3fff) as usize);
 
-/// A dma-buf of `size` bytes of a memfd from `offset`, both whole pages. The memfd is sealed against shrinking and not
-/// against writing. Its pages are pinned as long as the dma-buf lives.
+/// Creates a dma-buf of `size` bytes of a memfd from `offset`, both in whole pages. The memfd must be sealed
+/// against shrinking, and not against writing. Its pages are pinned until the dma-buf is closed.
 ///
 /// # Errors
 /// The kernel's errno: EINVAL for another memfd, or for more than the module's `size_limit_mb` (64).

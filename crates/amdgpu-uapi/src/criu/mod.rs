@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Checkpoint operations. All but [`resume`] need the target's own `/dev/kfd` descriptor and a caller that is the
-//! target itself, or the thread that traces its leader; and CAP_CHECKPOINT_RESTORE or CAP_SYS_ADMIN.
+//! Checkpoint operations. All except [`resume`] need the target's own `/dev/kfd` descriptor. The caller must
+//! be the target itself or the thread that traces its leader, with CAP_CHECKPOINT_RESTORE or CAP_SYS_ADMIN.
 //!
-//! The kernel's rules, which are not checked here: pause and unpause strictly in turn, resume exactly once.
+//! The kernel's rules are not checked here: pause and unpause alternate, and resume happens exactly once.
 //!
-//! No operation is made again here, whatever its error is. A [`process_info`] or [`checkpoint`] that failed has left
-//! nothing behind and may be tried again (EINTR, EAGAIN). A [`restore`] that failed may have made a part: the process
-//! is lost. A [`resume`] that failed has counted: trying again looks like success and leaves memory unprotected
-//! (`amdgpu_amdkfd_criu_resume`, `kfd_criu_resume_svm`).
+//! No operation is repeated here, whatever its error. A [`process_info`] or [`checkpoint`] that failed has
+//! changed nothing, and may be repeated (EINTR, EAGAIN). A [`restore`] that failed may have created a part,
+//! and the process is lost. A [`resume`] that failed counts: a second one seems to succeed and leaves memory
+//! unprotected (`amdgpu_amdkfd_criu_resume`, `kfd_criu_resume_svm`).
 
 pub mod blob;
 
@@ -17,10 +17,10 @@ use crate::abi::call::Argument as _;
 use crate::abi::{call, *};
 use crate::{Error, FailedCall};
 
-/// What a paused process has; [`checkpoint`] wants exactly these counts.
+/// The counts of a paused process; [`checkpoint`] needs exactly these.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Counts {
-    /// The target, in its own pid namespace.
+    /// The target, in its own PID namespace.
     pub pid: u32,
     /// GPUs.
     pub devices: u32,
@@ -32,25 +32,26 @@ pub struct Counts {
     pub private: u64,
 }
 
-/// What the kernel tells of a paused process, and takes to restore one.
+/// The kernel's description of a paused process, from which it restores one.
 #[derive(Debug)]
 pub struct Image {
-    /// GPUs; a restore sets `drm_fd` and `actual_gpu_id` first.
+    /// GPUs. A restore sets `drm_fd` and `actual_gpu_id` first.
     pub devices: Vec<kfd_criu_device_bucket>,
     /// Buffers.
     pub bos: Vec<kfd_criu_bo_bucket>,
     /// Private data: see [`blob`].
     pub private: Vec<u8>,
-    /// How many objects the private data has.
+    /// The number of objects in the private data.
     pub objects: u32,
-    /// For each buffer that has bytes of its own, a dma-buf.
+    /// A dma-buf for each buffer with bytes of its own.
     pub dmabufs: Vec<Option<OwnedFd>>,
 }
 
-/// Pauses all queues of the target and counts what it has.
+/// Pauses all queues of the target, and counts its objects.
 ///
 /// # Errors
-/// CRIU_OP failed: EBADF for another process's descriptor, EACCES without the capability, ENODEV without GPUs.
+/// CRIU_OP failed: EBADF for another process's descriptor, EACCES without the capability, ENODEV without
+/// GPUs.
 pub fn process_info(kfd: BorrowedFd<'_>) -> Result<Counts, Error> {
     let mut argument = operation(KFD_CRIU_OP_PROCESS_INFO);
     call::criu(kfd, &mut argument, &mut [], &mut [], &mut [])
@@ -64,7 +65,7 @@ pub fn process_info(kfd: BorrowedFd<'_>) -> Result<Counts, Error> {
     })
 }
 
-/// Everything the kernel tells of a paused process.
+/// Returns the kernel's description of a paused process.
 ///
 /// # Errors
 /// CRIU_OP failed: EINVAL if it is not paused or has other counts.
@@ -84,7 +85,7 @@ pub fn checkpoint(kfd: BorrowedFd<'_>, counts: &Counts) -> Result<Image, Error> 
     Ok(image)
 }
 
-/// Lets a paused process's queues run again.
+/// Resumes a paused process's queues.
 ///
 /// # Errors
 /// CRIU_OP failed: EINVAL if it is not paused.
@@ -94,11 +95,12 @@ pub fn unpause(kfd: BorrowedFd<'_>) -> Result<(), Error> {
     result.map(drop).map_err(FailedCall::named("CRIU_OP UNPAUSE").failed())
 }
 
-/// Makes everything in `image` anew in the process that opened `kfd`, evicted; fills in the buffers' dma-bufs and
-/// `restored_offset`s.
+/// Restores everything in `image` in the process that opened `kfd`, with its queues evicted. Fills in the
+/// buffers' dma-bufs and `restored_offset`s.
 ///
 /// # Errors
-/// CRIU_OP failed: EINVAL for other GPUs than the process sees, EBUSY for an address space or copy engine in use.
+/// CRIU_OP failed: EINVAL for other GPUs than the process sees, EBUSY for an address space or copy engine in
+/// use.
 pub fn restore(kfd: BorrowedFd<'_>, image: &mut Image) -> Result<(), Error> {
     let mut argument = image.operation(KFD_CRIU_OP_RESTORE);
     image.dmabufs = call::criu(kfd, &mut argument, &mut image.devices, &mut image.bos, &mut image.private)
@@ -106,10 +108,10 @@ pub fn restore(kfd: BorrowedFd<'_>, image: &mut Image) -> Result<(), Error> {
     Ok(())
 }
 
-/// Lets a restored process's queues run. Exactly once: a second time does harm.
+/// Resumes a restored process's queues. A second call does harm.
 ///
 /// # Errors
-/// CRIU_OP failed: ESRCH for no such process, EFAULT where memory is missing.
+/// CRIU_OP failed: ESRCH if the process does not exist, EFAULT if memory is missing.
 pub fn resume(kfd: BorrowedFd<'_>, pid: u32) -> Result<(), Error> {
     let mut argument = operation(KFD_CRIU_OP_RESUME);
     argument.pid = pid;
@@ -122,7 +124,7 @@ fn operation(op: kfd_criu_op) -> kfd_ioctl_criu_args {
 }
 
 impl Image {
-    /// The private data, read.
+    /// Parses the private data.
     ///
     /// # Errors
     /// [`Error::Blob`].

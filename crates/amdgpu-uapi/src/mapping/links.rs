@@ -1,20 +1,20 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! How nodes are linked.
+//! The links between nodes.
 
 use std::collections::HashMap;
 
 use super::node::Node;
 use crate::abi::{HSA_IOLINK_TYPE_PCIEXPRESS, HSA_IOLINK_TYPE_XGMI};
 
-/// A link of PCIe to the other, from it; the same of XGMI; and GPUs of one hive.
+/// Links of a pair of nodes: PCIe to the other and from it, XGMI to and from it, and a common hive.
 const PCIE_TO: u8 = 1;
 const PCIE_FROM: u8 = 2;
 const XGMI_TO: u8 = 4;
 const XGMI_FROM: u8 = 8;
 const HIVE: u8 = 16;
 
-/// By node and node, how the first sees the other. Links to other nodes than these do not count, nor do links between
-/// CPUs, nor links of other kinds: stock's plugin does not look at them.
+/// Returns, for each pair of nodes, the links that the first sees to the second. Links to other nodes, links
+/// between CPUs and links of other kinds do not count: the stock plugin ignores them.
 pub(super) fn relations(nodes: &[&Node]) -> Vec<Vec<u8>> {
     let places: HashMap<u32, usize> = nodes.iter().map(|node| node.node_id).zip(0..).collect();
     let mut relations = vec![vec![0; nodes.len()]; nodes.len()];
@@ -40,7 +40,7 @@ pub(super) fn relations(nodes: &[&Node]) -> Vec<Vec<u8>> {
     relations
 }
 
-/// What relations can stand for: XGMI does what PCIe does.
+/// Adds the links that these links can replace: XGMI replaces PCIe.
 pub(super) fn offers(mut relations: Vec<Vec<u8>>) -> Vec<Vec<u8>> {
     for bits in relations.iter_mut().flatten() {
         if *bits & XGMI_TO != 0 {
@@ -53,7 +53,7 @@ pub(super) fn offers(mut relations: Vec<Vec<u8>>) -> Vec<Vec<u8>> {
     relations
 }
 
-/// The strongest part of a relation, for people.
+/// Returns the name of the strongest link, for messages.
 pub(super) fn name(bits: u8) -> &'static str {
     match bits {
         _ if bits & (XGMI_TO | XGMI_FROM) != 0 => "an XGMI link",
@@ -62,21 +62,21 @@ pub(super) fn name(bits: u8) -> &'static str {
     }
 }
 
-/// How a GPU is linked to each CPU among `nodes` that it is linked to.
+/// Returns a GPU's links to each CPU among `nodes` that it is linked to.
 pub(super) fn to_cpus(gpu: &Node, nodes: &[Node]) -> Vec<u8> {
     let cpus = nodes.iter().filter(|node| node.gpu_id == 0);
     let both: Vec<&Node> = std::iter::once(gpu).chain(cpus).collect();
     relations(&both).swap_remove(0).into_iter().filter(|bits| *bits != 0).collect()
 }
 
-/// The name of a link to a CPU that none of `found` can stand for, if there is one.
+/// Returns the name of a link to a CPU that none of `found` can replace, if any.
 pub(super) fn missing(wanted: &[u8], found: &[u8]) -> Option<&'static str> {
     let found = offers(vec![found.to_vec()]).swap_remove(0);
-    let lacks = |bits: &&u8| found.iter().all(|offered| **bits & !offered != 0);
-    wanted.iter().find(lacks).map(|bits| name(*bits))
+    let mismatches = |bits: &&u8| found.iter().all(|offered| **bits & !offered != 0);
+    wanted.iter().find(mismatches).map(|bits| name(*bits))
 }
 
-/// Whether the node is a CPU that one of the GPUs is linked to.
+/// Returns whether the node is a CPU that one of the GPUs is linked to.
 pub(super) fn is_cpu_of(node: &Node, gpus: &[&Node]) -> bool {
     let all: Vec<&Node> = std::iter::once(node).chain(gpus.iter().copied()).collect();
     node.gpu_id == 0 && relations(&all)[0].iter().any(|bits| *bits != 0)

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A place for each item, all different: bipartite matching by augmenting paths.
+//! Bipartite matching by augmenting paths: a different place for each item.
 
 use super::set::Set;
 
-/// A place for each item, as far as it has been found.
+/// A partial matching.
 #[derive(Debug, Clone)]
 pub(super) struct Matching {
-    /// Where each item is.
+    /// The place of each item.
     place: Vec<Option<usize>>,
-    /// What is at each place.
+    /// The item at each place.
     item: Vec<Option<usize>>,
 }
 
@@ -17,8 +17,8 @@ impl Matching {
         Self { place: vec![None; items], item: vec![None; places] }
     }
 
-    /// Finds a place for every item in its domain, starting from what there is; or gives an item that has none, with
-    /// all items that could have made room for it.
+    /// Completes the matching, so that every item has a place in its domain. On failure, returns an item
+    /// without a place, and all items that could have made room for it.
     pub(super) fn repair(&mut self, domains: &[Set]) -> Result<(), Vec<usize>> {
         for (place, domain) in self.place.iter_mut().zip(domains) {
             if let Some(left) = place.take_if(|place| !domain.contains(*place)) {

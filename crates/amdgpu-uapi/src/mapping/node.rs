@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A node as an image keeps it.
+//! A node as images describe it.
 
 use crate::topology;
 
-/// A CPU or GPU with what images keep of it: `kfd_device_entry` of CRIU's `criu-amdgpu.proto`, from the driver's
-/// properties of the same names.
+/// A CPU or GPU with the properties that images have: `kfd_device_entry` of CRIU's `criu-amdgpu.proto`. They
+/// are the driver's properties of the same names.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Node {
-    /// Its number in the topology.
+    /// The number in the topology.
     pub node_id: u32,
-    /// The name of a GPU in the driver's interface; 0 for a CPU.
+    /// The GPU's id in the driver, or 0 for a CPU.
     pub gpu_id: u32,
     /// CPU cores.
     pub cpu_cores_count: u32,
@@ -19,9 +19,9 @@ pub struct Node {
     pub mem_banks_count: u32,
     /// Caches.
     pub caches_count: u32,
-    /// Links to other nodes, those to hidden ones among them.
+    /// Links to other nodes, including hidden ones.
     pub io_links_count: u32,
-    /// Waves that one SIMD unit has at most.
+    /// The most waves of one SIMD unit.
     pub max_waves_per_simd: u32,
     /// Local data share, in KiB.
     pub lds_size_in_kb: u32,
@@ -33,29 +33,29 @@ pub struct Node {
     pub wave_front_size: u32,
     /// Shader arrays.
     pub array_count: u32,
-    /// Shader arrays an engine.
+    /// Shader arrays per engine.
     pub simd_arrays_per_engine: u32,
-    /// Compute units a shader array.
+    /// Compute units per shader array.
     pub cu_per_simd_array: u32,
-    /// SIMD units a compute unit.
+    /// SIMD units per compute unit.
     pub simd_per_cu: u32,
-    /// Scratch waves a compute unit.
+    /// Scratch waves per compute unit.
     pub max_slots_scratch_cu: u32,
     /// PCI vendor.
     pub vendor_id: u32,
-    /// PCI device: with the vendor, the instruction set.
+    /// PCI device, which with the vendor determines the instruction set.
     pub device_id: u32,
     /// PCI domain.
     pub domain: u32,
-    /// N of `/dev/dri/renderDN`.
+    /// The N of `/dev/dri/renderDN`.
     pub drm_render_minor: u32,
-    /// The XGMI hive; 0 without.
+    /// The XGMI hive, or 0.
     pub hive_id: u64,
     /// Copy engines.
     pub num_sdma_engines: u32,
     /// Copy engines for XGMI.
     pub num_sdma_xgmi_engines: u32,
-    /// Queues a copy engine.
+    /// Queues per copy engine.
     pub num_sdma_queues_per_engine: u32,
     /// Compute queues.
     pub num_cp_queues: u32,
@@ -65,11 +65,11 @@ pub struct Node {
     pub capability: u32,
     /// Version of the copy engines' firmware.
     pub sdma_fw_version: u32,
-    /// Whether the CPU reaches all of the VRAM: 0 or 1.
+    /// Whether the CPU can access all of the VRAM: 0 or 1.
     pub vram_public: u32,
     /// VRAM in bytes.
     pub vram_size: u64,
-    /// Links from it.
+    /// Links from this node.
     pub links: Vec<Link>,
 }
 
@@ -78,7 +78,7 @@ pub struct Node {
 pub struct Link {
     /// `HSA_IOLINK_TYPE_*`: 2 is PCIe, 11 is XGMI.
     pub kind: u32,
-    /// [`Node::node_id`] of the other end.
+    /// The [`Node::node_id`] of the other end.
     pub to_node: u32,
 }
 

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What a GPU must have in common with the one whose place it takes. The properties and how they compare are those of
-//! CRIU's stock plugin, and GDS.
+//! The properties that a GPU must share with the one whose place it takes. They are compared as in CRIU's
+//! stock plugin, plus GDS.
 
 use std::fmt;
 
 use super::node::Node;
 use crate::settings::{Checks, Switch};
 
-/// One property.
+/// A property and its rule.
 struct Property {
     name: &'static str,
     of: fn(&Node) -> u64,
@@ -31,16 +31,16 @@ enum Rule {
     AtLeast,
 }
 
-/// A property with another value than wanted.
+/// A property whose value does not fit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Difference {
-    /// For people.
+    /// The property's name, for messages.
     pub property: &'static str,
     /// The image's value.
     pub wanted: u64,
-    /// The machine's.
+    /// The machine's value.
     pub found: u64,
-    /// What switches the check off, if anything does.
+    /// The switch of the check, if any.
     pub switch: Option<Switch>,
     unit: Unit,
 }
@@ -59,7 +59,7 @@ macro_rules! properties {
     (@ $switch:ident) => { Some(Switch::$switch) };
 }
 
-/// In the order in which they are told: what a chip is, then what it has, then what software gives it.
+/// In the order of messages: what a chip is, then what it has, then what software gives it.
 const PROPERTIES: &[Property] = properties! {
     "PCI vendor" vendor_id Hexadecimal Equal;
     "PCI device" device_id Hexadecimal Equal;
@@ -88,7 +88,7 @@ const PROPERTIES: &[Property] = properties! {
     "copy engine firmware version" sdma_fw_version Number AtLeast unless SdmaFirmware;
 };
 
-/// Everything for which `machine` cannot take the place of `image`.
+/// Returns all properties that keep `machine` from the place of `image`.
 pub(super) fn differences(image: &Node, machine: &Node, checks: Checks) -> Vec<Difference> {
     let checked =
         PROPERTIES.iter().filter(|property| property.switch.is_none_or(|switch| checks.has(switch)));
@@ -102,12 +102,12 @@ pub(super) fn differences(image: &Node, machine: &Node, checks: Checks) -> Vec<D
 }
 
 impl Difference {
-    /// What is wanted, for people.
+    /// Returns the expected value, for messages.
     pub(super) fn wanted(&self) -> impl fmt::Display {
         self.value(self.wanted)
     }
 
-    /// What there is, for people.
+    /// Returns the machine's value, for messages.
     pub(super) fn found(&self) -> impl fmt::Display {
         self.value(self.found)
     }

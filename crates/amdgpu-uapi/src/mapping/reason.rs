@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Why no GPUs of this machine can take the places of those of an image.
+//! The reasons why GPUs of this machine cannot take the places of an image's.
 
 use std::fmt;
 
@@ -7,56 +7,56 @@ use super::property::Difference;
 use super::search::STEPS;
 use super::set::CAPACITY;
 
-/// Why there is no mapping, for people: every variant says what is missing.
+/// The reason why no mapping exists. Every variant says what is missing.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum NoMapping {
-    /// The nodes themselves make no sense.
+    /// The nodes are not valid.
     #[error("{0}")]
     Nodes(BadNodes),
-    /// GPUs that fit nowhere.
+    /// GPUs that no GPU of this machine is compatible with.
     #[error("{}", join(.0, "; "))]
-    Misfits(Vec<Misfit>),
-    /// More than the places that they fit.
+    NoCompatibleGpu(Vec<NoCompatibleGpu>),
+    /// More GPUs than compatible places.
     #[error("{} of the image can only take the place of {}{}{}", join(.items, ", "), listed(.places), also(.closest.as_ref()), hint(*.numa))]
-    Crowded {
-        /// These of the image.
-        items: Vec<Place>,
-        /// All that they fit.
-        places: Vec<Place>,
-        /// What is most like one of them and is not among the places.
-        closest: Option<Misfit>,
-        /// Whether there would be a mapping without the check of NUMA.
+    NotEnoughGpus {
+        /// The GPUs of the image.
+        items: Vec<NodeName>,
+        /// The compatible GPUs of the machine.
+        places: Vec<NodeName>,
+        /// The most similar GPU outside these places.
+        closest: Option<NoCompatibleGpu>,
+        /// Whether a mapping exists without the NUMA check.
         numa: bool,
     },
-    /// Links between GPUs, or between GPUs and CPUs.
-    #[error("no choice of this machine's GPUs is linked as the image's are: with {placed} of {all} placed, nothing was left for {item} of the image{}{}", linked(.link.as_ref()), hint(*.numa))]
+    /// Links between GPUs, or between GPUs and CPUs, do not fit.
+    #[error("no choice of this machine's GPUs is linked as the image's are: with {placed} of {all} placed, no place remains for {item} of the image{}{}", linked(.link.as_ref()), hint(*.numa))]
     Links {
-        /// Found no place.
-        item: Place,
-        /// What it is linked to, and how.
-        link: Option<(&'static str, Place)>,
-        /// How many had one then.
+        /// The item without a place.
+        item: NodeName,
+        /// The link that is missing, and its other end.
+        link: Option<(&'static str, NodeName)>,
+        /// The number of items that had a place.
         placed: usize,
-        /// Of how many.
+        /// The number of all items.
         all: usize,
-        /// Whether there would be a mapping without the check of NUMA.
+        /// Whether a mapping exists without the NUMA check.
         numa: bool,
     },
-    /// There may be a mapping.
+    /// The search was ended. A mapping may exist.
     #[error("no choice of this machine's GPUs that is linked as the image's are was found in {STEPS} steps")]
     Steps,
 }
 
-/// A node, by its name.
+/// The name of a node.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Place {
-    /// A GPU's gpu id.
+pub enum NodeName {
+    /// A GPU's id.
     Gpu(u32),
     /// A CPU's number.
     Cpu(u32),
 }
 
-impl fmt::Display for Place {
+impl fmt::Display for NodeName {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Gpu(id) => write!(f, "GPU {id:#x}"),
@@ -65,58 +65,58 @@ impl fmt::Display for Place {
     }
 }
 
-/// Nodes that make no sense.
+/// Nodes that are not valid.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum BadNodes {
-    /// Two nodes of one number.
+    /// Two nodes have one number.
     #[error("{0} has two nodes of the number {1}")]
     SameNode(&'static str, u32),
-    /// Two GPUs of one name.
+    /// Two GPUs have one id.
     #[error("{0} has two GPUs {1:#x}")]
     SameGpu(&'static str, u32),
-    /// A GPU that is used and not among the nodes.
-    #[error("the image uses GPU {0:#x} and does not tell what it is")]
+    /// A GPU that is used is not among the nodes.
+    #[error("the image uses GPU {0:#x} and does not describe it")]
     Unknown(u32),
-    /// More than can be.
+    /// The nodes are too many.
     #[error("{0} has {1} nodes, at most {CAPACITY} are mapped")]
     TooMany(&'static str, usize),
 }
 
-/// A GPU that fits nowhere.
+/// A GPU that no GPU of this machine is compatible with.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Misfit {
+pub struct NoCompatibleGpu {
     /// Its gpu id in the image.
     pub gpu: u32,
-    /// The GPU of this machine that is most like it, with what keeps it away, at least one thing; None without GPUs.
-    pub closest: Option<(u32, Vec<Lack>)>,
+    /// The most similar GPU of this machine with its mismatches, at least one. None without GPUs.
+    pub closest: Option<(u32, Vec<Mismatch>)>,
 }
 
-/// What keeps a GPU from taking a place.
+/// A reason why a GPU cannot take a place.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Lack {
-    /// A property.
+pub enum Mismatch {
+    /// A property does not fit.
     Property(Difference),
-    /// A link like this to a CPU.
+    /// A link of this kind to a CPU is missing.
     CpuLink(&'static str),
 }
 
-impl fmt::Display for Misfit {
+impl fmt::Display for NoCompatibleGpu {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "GPU {:#x} of the image: ", self.gpu)?;
-        let Some((closest, lacks)) = &self.closest else {
+        let Some((closest, mismatches)) = &self.closest else {
             return f.write_str("this machine has no GPU that this process can use");
         };
-        match lacks.first() {
-            Some(Lack::Property(difference)) => {
+        match mismatches.first() {
+            Some(Mismatch::Property(difference)) => {
                 let (wanted, found) = (difference.wanted(), difference.found());
                 write!(f, "{} {wanted} wanted, GPU {closest:#x} has {found}", difference.property)?;
             }
-            Some(Lack::CpuLink(link)) => write!(f, "{link} to a CPU wanted, GPU {closest:#x} has none")?,
+            Some(Mismatch::CpuLink(link)) => write!(f, "{link} to a CPU wanted, GPU {closest:#x} has none")?,
             None => {}
         }
-        let switches = lacks.iter().map(|lack| match lack {
-            Lack::Property(difference) => difference.switch,
-            Lack::CpuLink(_) => None,
+        let switches = mismatches.iter().map(|mismatch| match mismatch {
+            Mismatch::Property(difference) => difference.switch,
+            Mismatch::CpuLink(_) => None,
         });
         match switches.collect::<Option<Vec<_>>>() {
             Some(switches) => {
@@ -124,7 +124,7 @@ impl fmt::Display for Misfit {
                     switches.iter().map(|switch| format!("{}=0", switch.variable())).collect();
                 write!(f, ": set {} to accept", join(&settings, " and "))
             }
-            None if lacks.len() > 1 => write!(f, " (and {} more)", lacks.len() - 1),
+            None if mismatches.len() > 1 => write!(f, " (and {} more)", mismatches.len() - 1),
             None => Ok(()),
         }
     }
@@ -134,15 +134,15 @@ fn join<T: fmt::Display>(parts: &[T], between: &str) -> String {
     parts.iter().map(ToString::to_string).collect::<Vec<_>>().join(between)
 }
 
-fn listed(places: &[Place]) -> String {
+fn listed(places: &[NodeName]) -> String {
     if places.is_empty() { "nothing here".to_owned() } else { join(places, ", ") + " here" }
 }
 
-fn also(closest: Option<&Misfit>) -> String {
+fn also(closest: Option<&NoCompatibleGpu>) -> String {
     closest.map_or_else(String::new, |misfit| format!("; {misfit}"))
 }
 
-fn linked(link: Option<&(&'static str, Place)>) -> String {
+fn linked(link: Option<&(&'static str, NodeName)>) -> String {
     link.map_or_else(String::new, |(name, other)| format!(", which has {name} with {other}"))
 }
 

@@ -1,58 +1,58 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The search: items get different places, so that places relate as their items do.
+//! Searches different places for items, so that places are linked as their items are.
 //!
-//! Depth first, the item with the fewest places next. After each choice the places of all other items are cut down to
-//! those that relate to it and still have free neighbours enough, and there must be different ones for all
-//! (`matching`). Places that nothing tells apart are tried once.
+//! The search is depth first, and takes the item with the fewest places next. After each choice, the places
+//! of all other items are cut to those that are linked to it and still have enough free neighbours. Different
+//! places for all must remain (`matching`). Of interchangeable places, one is tried.
 
 use std::cmp::Reverse;
 
 use super::matching::Matching;
 use super::set::Set;
 
-/// Choices after which the search is given up. Where no choice has to be taken back there are as many as items: 66 for
-/// 64 GPUs of 2 CPUs. One takes 0.1 ms there, and 2 ms with 250 GPUs.
+/// The most choices of a search. Without dead ends, it needs one for each item: 66 for 64 GPUs of 2 CPUs. One
+/// takes 0.1 ms there, and 2 ms with 250 GPUs.
 pub(super) const STEPS: usize = 2_000;
 /// Bits of a relation.
 const BITS: u32 = 5;
 
-/// Which place may take which item.
+/// The places that each item may take.
 #[derive(Debug)]
 pub(super) struct Problem {
-    /// For each item, places that it may have.
+    /// The places of each item.
     pub(super) domains: Vec<Set>,
-    /// For each item, the place that is tried first.
+    /// The place of each item that is tried first.
     pub(super) preferred: Vec<Option<usize>>,
-    /// By item and item: bits that their places' relation must have.
+    /// For each pair of items, the bits that their places' relation must have.
     pub(super) wanted: Vec<Vec<u8>>,
-    /// By place and place: bits that there are.
+    /// For each pair of places, the bits of their relation.
     pub(super) offered: Vec<Vec<u8>>,
 }
 
-/// Why there is no answer.
+/// The reason why there is no solution.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Failure {
-    /// These items have fewer places than they are.
+    /// These items have too few places.
     Crowded(Vec<usize>),
-    /// Relations stand against it.
-    Unrelated(Dead),
-    /// So many choices did not suffice.
+    /// The relations cannot be met.
+    Unrelated(DeadEnd),
+    /// The search was ended after the most choices.
     Steps,
 }
 
 /// The dead end with the most items placed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Dead {
-    /// An item that had no place left.
+pub(super) struct DeadEnd {
+    /// An item without a place.
     pub(super) item: usize,
-    /// An item that it has a relation with, if one is to blame.
+    /// An item whose relation with it cannot be met, if one is the cause.
     pub(super) other: Option<usize>,
-    /// How many had one.
+    /// The number of items that had a place.
     pub(super) placed: usize,
 }
 
 impl Problem {
-    /// A place for each item, found with at most so many choices.
+    /// Finds a place for each item, with at most `steps` choices.
     pub(super) fn solve(&self, steps: usize) -> Result<Vec<usize>, Failure> {
         let mut matching = Matching::new(self.domains.len(), self.offered.len());
         matching.repair(&self.domains).map_err(Failure::Crowded)?;
@@ -76,7 +76,7 @@ impl Problem {
         }
     }
 
-    /// By wanted bits and place: the places whose relation from there has these bits.
+    /// Returns, for each set of bits and each place, the places whose relation from there has these bits.
     fn related(&self) -> Vec<Vec<Set>> {
         let fits = |wanted: u8, offered: &[u8]| {
             (0..offered.len()).filter(|place| wanted & !offered[*place] == 0).collect()
@@ -86,7 +86,8 @@ impl Problem {
     }
 }
 
-/// The first place of those that nothing tells apart: swapped, neither an item nor another place sees a difference.
+/// Returns the first place of each class of interchangeable places: a swap of two changes nothing for items
+/// and other places.
 fn classes(domains: &[Set], offered: &[Vec<u8>]) -> Vec<usize> {
     let alike = |a: usize, b: usize| {
         domains.iter().all(|domain| domain.contains(a) == domain.contains(b))
@@ -106,10 +107,10 @@ struct Search<'a> {
     related: Vec<Vec<Set>>,
     class: Vec<usize>,
     placed: Vec<Option<usize>>,
-    /// Choices left.
+    /// The remaining choices.
     steps: usize,
     gave_up: bool,
-    dead: Option<Dead>,
+    dead: Option<DeadEnd>,
 }
 
 impl Search<'_> {
@@ -144,7 +145,7 @@ impl Search<'_> {
         false
     }
 
-    /// Domains with the item at the place: others have a place that relates to it.
+    /// Returns the domains after the item takes the place: others keep the places that are linked to it.
     fn related_to(&self, domains: &[Set], item: usize, place: usize) -> Vec<Set> {
         let wanted = &self.problem.wanted[item];
         let narrow = |(other, domain): (usize, &Set)| {
@@ -158,7 +159,7 @@ impl Search<'_> {
         domains.iter().enumerate().map(narrow).collect()
     }
 
-    /// Domains without places that have fewer free neighbours of a kind than the item has items to place.
+    /// Removes places that have fewer free neighbours of a kind than the item has items to place.
     fn with_neighbours(&self, mut domains: Vec<Set>) -> Vec<Set> {
         let free: Vec<usize> = (0..domains.len()).filter(|item| self.placed[*item].is_none()).collect();
         let wanted = |item: &usize| {
@@ -187,7 +188,7 @@ impl Search<'_> {
         self.problem.wanted[item][other] & 1 << bit != 0
     }
 
-    /// Remembers a dead end, if it is deeper than those before.
+    /// Records a dead end, if it is deeper than earlier ones.
     fn note(&mut self, item: usize) {
         let placed = self.placed.iter().flatten().count();
         if self.dead.is_some_and(|dead| dead.placed >= placed) {
@@ -195,9 +196,9 @@ impl Search<'_> {
         }
         let wanted = &self.problem.wanted[item];
         let related = (0..wanted.len()).filter(|other| wanted[*other] != 0);
-        // The strongest relation, and of those the first to one that has its place.
+        // The strongest relation, and of those the first to an item with a place.
         let other = related.min_by_key(|other| (Reverse(wanted[*other]), self.placed[*other].is_none()));
-        self.dead = Some(Dead { item, other, placed });
+        self.dead = Some(DeadEnd { item, other, placed });
     }
 }
 
@@ -205,7 +206,7 @@ impl Search<'_> {
 mod tests {
     use super::*;
 
-    /// Sixteen items, each related to six, from a four by four board that goes round: to those at these steps.
+    /// Returns sixteen items on a four by four torus, each related to six at these steps.
     fn board(steps: &[(usize, usize)]) -> Vec<Vec<u8>> {
         let place = |row: usize, column: usize| row % 4 * 4 + column % 4;
         let mut relations = vec![vec![0; 16]; 16];
@@ -223,14 +224,14 @@ mod tests {
         Problem { domains: vec![all; wanted.len()], preferred: vec![None; wanted.len()], wanted, offered }
     }
 
-    /// Row and column of a rook's moves, and those of Shrikhande's graph: the same numbers of neighbours, of common
-    /// neighbours of any two, and yet not the same.
+    /// Returns the rook's graph (row and column) and Shrikhande's graph. They have the same numbers of
+    /// neighbours and of common neighbours, and are not isomorphic.
     fn rook_and_shrikhande() -> [Vec<Vec<u8>>; 2] {
         [board(&[(0, 1), (0, 2), (1, 0), (2, 0)]), board(&[(0, 1), (1, 0), (1, 1)])]
     }
 
     #[test]
-    fn boards_that_only_look_alike_are_told_apart_with_few_choices() {
+    fn similar_boards_are_distinguished_with_few_choices() {
         let [rook, other] = rook_and_shrikhande();
         for board in [&rook, &other] {
             assert!(board.iter().all(|row| row.iter().filter(|bit| **bit == 1).count() == 6));
@@ -240,7 +241,7 @@ mod tests {
     }
 
     #[test]
-    fn a_search_ends_with_its_choices() {
+    fn a_search_ends_after_the_most_choices() {
         let [rook, other] = rook_and_shrikhande();
         assert_eq!(problem(rook.clone(), other).solve(20), Err(Failure::Steps));
         assert_eq!(problem(rook.clone(), rook.clone()).solve(15), Err(Failure::Steps));
@@ -248,8 +249,8 @@ mod tests {
     }
 
     #[test]
-    fn places_alike_are_tried_once() {
-        // Three groups of three go into a group of four and one of five only if they are torn.
+    fn interchangeable_places_are_tried_once() {
+        // Three groups of three fit into a group of four and one of five only if they are split.
         let groups = |sizes: &[usize]| -> Vec<Vec<u8>> {
             let group: Vec<usize> =
                 sizes.iter().enumerate().flat_map(|(group, size)| vec![group; *size]).collect();
@@ -257,7 +258,7 @@ mod tests {
             (0..9).map(row).collect()
         };
         let problem = problem(groups(&[3, 3, 3]), groups(&[4, 5]));
-        // Two choices of the first place, one for each group, and what follows from them.
+        // Two choices for the first place, one for each group, and their consequences.
         assert!(matches!(problem.solve(5), Err(Failure::Unrelated(_))));
     }
 }

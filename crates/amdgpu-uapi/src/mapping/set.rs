@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Small sets of places.
 
-/// Numbers below this.
+/// The bound of the numbers in a set.
 pub(super) const CAPACITY: usize = 256;
 
 /// A set of numbers below [`CAPACITY`].
@@ -37,7 +37,7 @@ impl Set {
         self.0 == [0; CAPACITY / 64]
     }
 
-    /// In ascending order.
+    /// Returns the numbers in ascending order.
     pub(super) fn iter(self) -> impl Iterator<Item = usize> {
         let word = |(index, mut word): (usize, u64)| {
             std::iter::from_fn(move || {

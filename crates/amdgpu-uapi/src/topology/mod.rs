@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What the driver says of its CPUs and GPUs, under `/sys/class/kfd/kfd/topology`.
+//! Reads the driver's CPUs and GPUs from `/sys/class/kfd/kfd/topology`.
 //!
-//! Files are read with bounds: whatever lies there, the answer is a [`Topology`] or an [`Error::Topology`].
+//! Files are read with bounds: any content gives a [`Topology`] or an [`Error::Topology`].
 
 mod node;
 mod sysfs;
@@ -13,35 +13,35 @@ pub use node::{Bank, Cache, GfxVersion, Link, Node, SaveArea};
 
 use crate::Error;
 
-/// Where the driver shows its topology.
+/// The folder of the driver's topology.
 pub const SYSFS: &str = "/sys/class/kfd/kfd/topology";
-/// Nodes that are looked for; the driver numbers them without gaps and knows 64 GPUs at most.
+/// The most nodes. The driver numbers them without gaps, and supports 64 GPUs.
 const NODES: u32 = 256;
-/// How often a topology that changes while it is read is read again.
+/// The most reads of a topology that changes meanwhile.
 const ATTEMPTS: u32 = 5;
 
-/// CPUs and GPUs as of one generation.
+/// The CPUs and GPUs of one generation.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Topology {
-    /// Counts changes.
+    /// The generation, which counts changes.
     pub generation: u64,
-    /// By number; those that the device cgroup hides from this process are left out.
+    /// The nodes by number. Those that the device cgroup hides from this process are missing.
     pub nodes: Vec<Node>,
 }
 
 impl Topology {
-    /// This machine's.
+    /// Reads this machine's topology.
     ///
     /// # Errors
-    /// No driver, or files that make no sense.
+    /// The driver does not exist, or its files are not valid.
     pub fn read() -> Result<Self, Error> {
         Self::read_from(Path::new(SYSFS))
     }
 
-    /// The topology shown in the folder `root`.
+    /// Reads a topology from the folder `root`.
     ///
     /// # Errors
-    /// It cannot be read, makes no sense, or changes every time.
+    /// It cannot be read, is not valid, or changes during every read.
     pub fn read_from(root: &Path) -> Result<Self, Error> {
         let generation_file = root.join("generation_id");
         for _ in 0..ATTEMPTS {
@@ -55,7 +55,7 @@ impl Topology {
         Err(Error::Topology { path: generation_file, reason })
     }
 
-    /// Nodes that are GPUs, in order.
+    /// Returns the nodes that are GPUs, in order.
     pub fn gpus(&self) -> impl Iterator<Item = &Node> {
         self.nodes.iter().filter(|node| node.is_gpu())
     }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! One CPU or GPU. Names of properties are the driver's (`kfd_topology.c`).
+//! A CPU or GPU. Names of properties are the driver's (`kfd_topology.c`).
 
 use std::path::Path;
 
@@ -10,17 +10,17 @@ use crate::abi::{
     HSA_CAP_SVMAPI_SUPPORTED, HSA_IOLINK_TYPE_XGMI, HSA_MEM_HEAP_TYPE_FB_PRIVATE, HSA_MEM_HEAP_TYPE_FB_PUBLIC,
 };
 
-/// One CPU or GPU.
+/// A CPU or GPU.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Node {
-    /// Its number in the topology.
+    /// The number in the topology.
     pub number: u32,
-    /// The driver's name for a GPU in its calls; 0 for a CPU.
+    /// The GPU's id in the driver's calls, or 0 for a CPU.
     pub gpu_id: u32,
-    /// The driver's name for people, such as `arcturus`.
+    /// The driver's display name, such as `arcturus`.
     pub name: String,
     properties: Properties,
-    /// Memories.
+    /// Memory banks.
     pub banks: Vec<Bank>,
     /// Caches.
     pub caches: Vec<Cache>,
@@ -28,7 +28,7 @@ pub struct Node {
     pub links: Vec<Link>,
 }
 
-/// A memory of a node.
+/// A memory bank of a node.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Bank(Properties);
 
@@ -51,13 +51,13 @@ pub struct GfxVersion {
     pub step: u32,
 }
 
-/// How large a compute queue's areas for interrupted work must be: the driver refuses other sizes.
-/// Source: `kfd_queue.c` (`kfd_queue_ctx_save_restore_size`) of Linux 7.2.
+/// The sizes of a compute queue's areas for interrupted work. The driver refuses other sizes. Source:
+/// `kfd_queue.c` (`kfd_queue_ctx_save_restore_size`) of Linux 7.2.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SaveArea {
-    /// For CREATE_QUEUE: bytes of the control stack.
+    /// Bytes of the control stack, for CREATE_QUEUE.
     pub control_stack: u32,
-    /// For CREATE_QUEUE: bytes of the area of one XCC.
+    /// Bytes of the area of one XCC, for CREATE_QUEUE.
     pub area: u32,
     /// Bytes to allocate: the areas of all XCCs, each with room for the debugger.
     pub total: u64,
@@ -72,7 +72,7 @@ fn get32(properties: &Properties, name: &str) -> u32 {
 }
 
 impl Node {
-    /// None for one that is hidden from this process.
+    /// Reads a node. Returns None if it is hidden from this process.
     pub(super) fn read(number: u32, folder: &Path) -> Result<Option<Self>, Error> {
         let id = folder.join("gpu_id");
         let Some(text) = sysfs::text(&id)? else { return Ok(None) };
@@ -93,7 +93,7 @@ impl Node {
         }))
     }
 
-    /// A property by the driver's name; 0 if there is none.
+    /// Returns a property by the driver's name, or 0 if it does not exist.
     #[must_use]
     pub fn property(&self, name: &str) -> u64 {
         get(&self.properties, name)
@@ -103,45 +103,45 @@ impl Node {
         get32(&self.properties, name)
     }
 
-    /// Whether it has compute units.
+    /// Returns whether it has compute units.
     #[must_use]
     pub fn is_gpu(&self) -> bool {
         self.gpu_id != 0
     }
 
-    /// The `N` of `/dev/dri/renderDN`.
+    /// Returns the N of `/dev/dri/renderDN`.
     #[must_use]
     pub fn render_minor(&self) -> u32 {
         self.property32("drm_render_minor")
     }
 
-    /// Which instruction set.
+    /// Returns the version of the instruction set.
     #[must_use]
     pub fn gfx_version(&self) -> GfxVersion {
         let version = self.property32("gfx_target_version");
         GfxVersion { major: version / 10_000, minor: version / 100 % 100, step: version % 100 }
     }
 
-    /// Whether its queues are run by firmware (MES), which has no way to take a saved one: Linux 7.2 refuses to restore it,
-    /// and 6.12 has no pointer where it looks (`kfd_process_queue_manager.c`).
+    /// Returns whether firmware (MES) runs its queues. MES cannot take a saved queue: Linux 7.2 refuses to
+    /// restore it, and 6.12 uses a null pointer (`kfd_process_queue_manager.c`).
     #[must_use]
     pub fn has_mes(&self) -> bool {
         self.gfx_version().major >= 11
     }
 
-    /// Whether ordinary memory can be shared with it by attributes of ranges.
+    /// Returns whether it can share ordinary memory by attributes of ranges.
     #[must_use]
     pub fn has_svm(&self) -> bool {
         self.property("capability") & u64::from(HSA_CAP_SVMAPI_SUPPORTED) != 0
     }
 
-    /// Whether the CPU can reach all of its memory.
+    /// Returns whether the CPU can access all of its memory.
     #[must_use]
     pub fn has_large_bar(&self) -> bool {
         self.banks.iter().any(|bank| bank.heap() == HSA_MEM_HEAP_TYPE_FB_PUBLIC)
     }
 
-    /// Bytes of its own memory.
+    /// Returns the bytes of its own memory.
     #[must_use]
     pub fn vram(&self) -> u64 {
         let own = [HSA_MEM_HEAP_TYPE_FB_PUBLIC, HSA_MEM_HEAP_TYPE_FB_PRIVATE];
@@ -149,7 +149,8 @@ impl Node {
         banks.fold(0, |sum: u64, bank| sum.saturating_add(bank.size()))
     }
 
-    /// Sizes of a compute queue's areas for interrupted work; None if the properties make no sense.
+    /// Returns the sizes of a compute queue's areas for interrupted work, or None if the properties are not
+    /// valid.
     #[must_use]
     pub fn save_area(&self) -> Option<SaveArea> {
         let version = self.property32("gfx_target_version");
@@ -174,7 +175,7 @@ impl Node {
         Some(SaveArea { control_stack, area, total: total.next_multiple_of(PAGE) })
     }
 
-    /// Bytes of registers and local memory of one compute unit.
+    /// Returns the bytes of registers and local memory of one compute unit.
     fn unit_state(&self, version: u32) -> Option<u32> {
         let vector = match version {
             90_008 | 90_010 | 90_402 | 90_500 | 120_500 | 120_501 => 0x8_0000,
@@ -195,13 +196,13 @@ fn page_up(bytes: u32) -> Option<u32> {
 }
 
 impl Bank {
-    /// `HSA_MEM_HEAP_TYPE_*`.
+    /// Returns the `HSA_MEM_HEAP_TYPE_*`.
     #[must_use]
     pub fn heap(&self) -> u32 {
         get32(&self.0, "heap_type")
     }
 
-    /// Bytes.
+    /// Returns the size in bytes.
     #[must_use]
     pub fn size(&self) -> u64 {
         get(&self.0, "size_in_bytes")
@@ -209,13 +210,13 @@ impl Bank {
 }
 
 impl Cache {
-    /// 1, 2 or 3.
+    /// Returns the level: 1, 2 or 3.
     #[must_use]
     pub fn level(&self) -> u32 {
         get32(&self.0, "level")
     }
 
-    /// KiB.
+    /// Returns the size in KiB.
     #[must_use]
     pub fn size(&self) -> u64 {
         get(&self.0, "size")
@@ -223,25 +224,25 @@ impl Cache {
 }
 
 impl Link {
-    /// Number of the node at the other end.
+    /// Returns the number of the node at the other end.
     #[must_use]
     pub fn to(&self) -> u32 {
         get32(&self.0, "node_to")
     }
 
-    /// Number of the node at this end.
+    /// Returns the number of the node at this end.
     #[must_use]
     pub fn from(&self) -> u32 {
         get32(&self.0, "node_from")
     }
 
-    /// `HSA_IOLINK_TYPE_*`: 2 is PCIe, 11 is XGMI.
+    /// Returns the `HSA_IOLINK_TYPE_*`: 2 is PCIe, 11 is XGMI.
     #[must_use]
     pub fn kind(&self) -> u32 {
         get32(&self.0, "type")
     }
 
-    /// Whether it is a link between GPUs alone.
+    /// Returns whether it is a link between GPUs only.
     #[must_use]
     pub fn is_xgmi(&self) -> bool {
         self.kind() == HSA_IOLINK_TYPE_XGMI

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Small text files, read with bounds.
+//! Reads small text files with bounds.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -8,15 +8,15 @@ use std::path::{Path, PathBuf};
 
 use crate::Error;
 
-/// Bytes of a file: sysfs never shows more than a page.
+/// The most bytes of a file: a page, as sysfs never shows more.
 const FILE: u64 = 4096;
-/// Numbered folders in one folder: an MI300 shows some hundred caches.
+/// The most numbered folders in a folder: an MI300 shows some hundred caches.
 const FOLDERS: u32 = 4096;
 
-/// `name value` lines.
+/// The `name value` lines of a file.
 pub(super) type Properties = BTreeMap<String, u64>;
 
-/// The file's text; None if this process may not see it.
+/// Reads a file. Returns None if this process may not see it.
 pub(super) fn text(path: &Path) -> Result<Option<String>, Error> {
     let read = || {
         let mut text = String::new();
@@ -33,19 +33,19 @@ pub(super) fn text(path: &Path) -> Result<Option<String>, Error> {
     }
 }
 
-/// The driver answers EPERM for a GPU that the device cgroup hides.
+/// Returns whether the device cgroup hides the GPU: the driver fails with EPERM.
 fn hidden(error: &io::Error) -> bool {
     error.kind() == io::ErrorKind::PermissionDenied
 }
 
-/// A file that is one number.
+/// Reads a file with one number.
 pub(super) fn number(path: &Path) -> Result<u64, Error> {
     let text = text(path)?.ok_or_else(|| wrong(path, "this process may not read it"))?;
     let number = text.trim();
     number.parse().map_err(|_| wrong(path, &format!("{number:?} is no number")))
 }
 
-/// All lines of a file of properties; None if this process may not see it.
+/// Reads a file of properties. Returns None if this process may not see it.
 pub(super) fn properties(path: &Path) -> Result<Option<Properties>, Error> {
     let Some(text) = text(path)? else { return Ok(None) };
     let mut properties = Properties::new();
@@ -59,7 +59,8 @@ pub(super) fn properties(path: &Path) -> Result<Option<Properties>, Error> {
     Ok(Some(properties))
 }
 
-/// Some values (sibling maps of caches) are lists: the first number is kept. Signed ones wrap to u64, as the driver's do.
+/// Parses a line. Of a list (sibling maps of caches), the first number is kept. Signed values wrap to u64, as
+/// the driver's do.
 fn parse(line: &str) -> Option<(&str, u64)> {
     let (name, value) = line.trim().split_once(char::is_whitespace)?;
     let first = value.trim().split(',').next()?;
@@ -67,7 +68,7 @@ fn parse(line: &str) -> Option<(&str, u64)> {
     Some((name, value))
 }
 
-/// The properties of `folder/0/properties`, `folder/1/properties` and so on; none if there is no such folder.
+/// Reads `folder/0/properties`, `folder/1/properties` and so on. Returns none if the folder does not exist.
 pub(super) fn numbered(folder: &Path) -> Result<Vec<Properties>, Error> {
     let mut found = Vec::new();
     for number in 0..FOLDERS {

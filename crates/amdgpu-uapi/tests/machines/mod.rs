@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Machines for the tests of the mapping, and its rules once more, as plainly as can be.
+//! Machines for the tests of the mapping, and a plain version of its rules.
 
 use proptest::prelude::*;
 use rewake_amdgpu_uapi::mapping::{Link, Node};
@@ -41,7 +41,8 @@ fn gpu(number: usize, hive: usize) -> Node {
     }
 }
 
-/// CPUs, and after them GPUs in hives of these sizes. In a hive all are linked; GPUs are spread over the CPUs.
+/// Returns a machine with CPUs, and GPUs in hives of these sizes. The GPUs of a hive are all linked, and
+/// spread over the CPUs.
 pub(super) fn machine(cpus: usize, hives: &[usize]) -> Vec<Node> {
     let count: usize = hives.iter().sum();
     let mut nodes = vec![Node { cpu_cores_count: 8, ..Node::default() }; cpus];
@@ -71,7 +72,7 @@ fn link(nodes: &mut [Node], kind: u32, from: usize, to: usize) {
 }
 
 prop_compose! {
-    /// A few nodes with any links.
+    /// Generates a few nodes with any links.
     pub(super) fn small()(cpus in 0_usize..3, gpus in 0_usize..5)(
         nodes in Just((cpus, machine(cpus.max(1), &vec![1; gpus]))),
         links in prop::collection::vec((prop::sample::select(vec![PCIE, XGMI, XGMI, 4]), 0_usize..8, 0_usize..8), 0..12),
@@ -94,7 +95,7 @@ prop_compose! {
     }
 }
 
-/// Something else about one node.
+/// A change of one node.
 #[derive(Debug, Clone)]
 pub(super) struct Change {
     place: usize,
@@ -128,7 +129,7 @@ impl Change {
     }
 }
 
-/// The same machine in another order, with other numbers, names and render nodes.
+/// Returns the same machine in another order, with other numbers, ids and render nodes.
 pub(super) fn renamed(nodes: &[Node], seed: u64) -> Vec<Node> {
     let mut nodes = nodes.to_vec();
     let mut state = seed;
@@ -139,14 +140,14 @@ pub(super) fn renamed(nodes: &[Node], seed: u64) -> Vec<Node> {
     let numbers: Vec<u32> = nodes.iter().map(|node| node.node_id).collect();
     let renumbered = |old: u32| {
         let place = numbers.iter().position(|number| *number == old);
-        // A link to a node that is not there stays one.
+        // A link to a missing node is kept.
         place.map_or(u32::MAX, |place| u32::try_from(place).unwrap())
     };
     for (node, place) in nodes.iter_mut().zip(0_u32..) {
         node.node_id = renumbered(node.node_id);
         node.links.iter_mut().for_each(|link| link.to_node = renumbered(link.to_node));
         if node.gpu_id != 0 {
-            // Some keep their names, on other GPUs.
+            // Some GPUs exchange their ids.
             (node.gpu_id, node.drm_render_minor) = (0x1007 + 7 * place, 140 + place);
             node.hive_id = if node.hive_id == 0 { 0 } else { node.hive_id + 100 };
         }
@@ -154,7 +155,7 @@ pub(super) fn renamed(nodes: &[Node], seed: u64) -> Vec<Node> {
     nodes
 }
 
-/// All ways to give every old one a new one of its own.
+/// Returns all ways to assign each old id a different new one.
 pub(super) fn among(old: &[u32], new: &[u32]) -> Vec<Vec<(u32, u32)>> {
     let Some((first, rest)) = old.split_first() else { return vec![Vec::new()] };
     let mut all = Vec::new();
@@ -168,7 +169,7 @@ pub(super) fn among(old: &[u32], new: &[u32]) -> Vec<Vec<(u32, u32)>> {
     all
 }
 
-/// Whether these pairs keep every rule.
+/// Returns whether these pairs keep every rule.
 pub(super) fn fits_by_hand(image: &[Node], here: &[Node], pairs: &[(u32, u32)], checks: Checks) -> bool {
     let node = |nodes: &[Node], gpu: u32| nodes.iter().find(|node| node.gpu_id == gpu).unwrap().clone();
     let pairs: Vec<(Node, Node)> =
@@ -183,7 +184,7 @@ pub(super) fn fits_by_hand(image: &[Node], here: &[Node], pairs: &[(u32, u32)], 
 
 fn alike(old: &Node, new: &Node, checks: Checks) -> bool {
     let same = Node {
-        // What may differ, or is compared below.
+        // These fields may differ, or are compared below.
         node_id: new.node_id,
         gpu_id: new.gpu_id,
         domain: new.domain,
@@ -213,7 +214,7 @@ fn has(from: &Node, to: &Node, kind: u32) -> bool {
         && from.links.iter().any(|link| link.kind == kind && link.to_node == to.node_id)
 }
 
-/// The links from `a` to `b`.
+/// Returns whether the links from `a` to `b` have equivalents.
 fn linked_alike(a: &(Node, Node), b: &(Node, Node)) -> bool {
     let xgmi = has(&a.1, &b.1, XGMI);
     (!has(&a.0, &b.0, XGMI) || xgmi) && (!has(&a.0, &b.0, PCIE) || xgmi || has(&a.1, &b.1, PCIE))
@@ -224,7 +225,8 @@ fn hived_alike(a: &(Node, Node), b: &(Node, Node)) -> bool {
     a.0.gpu_id == b.0.gpu_id || !together(&a.0, &b.0) || together(&a.1, &b.1)
 }
 
-/// Each GPU's links to CPUs: to any with the like, or with the check of NUMA to its CPU's own replacement.
+/// Returns whether each link to a CPU has an equivalent. With the NUMA check, it must lead to the CPU's own
+/// replacement.
 fn cpus_alike(old: &[Node], new: &[Node], pairs: &[(Node, Node)], checks: Checks) -> bool {
     let touches =
         |gpu: &Node, cpu: &Node| [PCIE, XGMI].iter().any(|kind| has(gpu, cpu, *kind) || has(cpu, gpu, *kind));

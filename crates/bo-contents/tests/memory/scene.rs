@@ -27,7 +27,8 @@ pub(crate) fn pattern(seed: usize, bytes: usize) -> Vec<u8> {
 }
 
 impl Scene {
-    /// Buffers of these sizes, by turns on both GPUs. Their memory is not zero before anything is loaded; their files are holes.
+    /// Creates buffers of these sizes, alternating between the GPUs. Their memory is not zero before a load,
+    /// and their files are holes.
     pub(crate) fn new(sizes: &[usize]) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let buffer = |(index, size): (usize, &usize)| KfdBuffer {
@@ -63,7 +64,7 @@ impl Scene {
         file.write_all_at(bytes, offset + at as u64).unwrap();
     }
 
-    /// Writes the files to the disk and takes them out of the page cache.
+    /// Writes the files to the disk and drops them from the page cache.
     pub(crate) fn chill(&self) {
         for gpu in [7, 8] {
             let file = File::open(self.folder.path().join(pages_name(3, gpu))).unwrap();
@@ -79,50 +80,50 @@ impl Scene {
         [file(7), file(8)]
     }
 
-    /// Loads. Gives the buffers in the order in which they became whole.
+    /// Loads all buffers. Returns them in the order in which they became resident.
     pub(crate) fn load(&self, demanded: &[usize]) -> (Report, Vec<usize>) {
         let mut whole = Vec::new();
-        let report = self.load_at(None, demanded, |buffer| whole.push(buffer));
+        let report = self.load_with_budget(None, demanded, |buffer| whole.push(buffer));
         (report, whole)
     }
 
-    pub(crate) fn load_at(
+    pub(crate) fn load_with_budget(
         &self,
-        pace: Option<Arc<IoBudget>>,
+        budget: Option<Arc<IoBudget>>,
         demanded: &[usize],
         whole: impl FnMut(usize) + Send,
     ) -> Report {
-        self.load_with(pace, demanded, &[], whole)
+        self.load_with(budget, demanded, &[], whole)
     }
 
-    /// As if these sets of buffers had the same bytes.
+    /// Loads with these sets of buffers listed as duplicates.
     pub(crate) fn load_with(
         &self,
-        pace: Option<Arc<IoBudget>>,
+        budget: Option<Arc<IoBudget>>,
         demanded: &[usize],
-        twins: &[&[usize]],
+        duplicates: &[&[usize]],
         mut whole: impl FnMut(usize) + Send,
     ) -> Report {
         let files = self.files();
         let processes = [Process { files: &files, dmabufs: &self.memfds }];
-        let loading = BackgroundLoad::into_memory(&processes, &self.device, pace).unwrap();
-        let sets = twins.iter().map(|set| set.iter().map(|buffer| (0, *buffer)).collect());
-        let loading = loading.twins(sets.collect());
-        let desk = loading.desk();
-        demanded.iter().for_each(|buffer| desk.demand(0, *buffer));
+        let loading = BackgroundLoad::into_memory(&processes, &self.device, budget).unwrap();
+        let sets = duplicates.iter().map(|set| set.iter().map(|buffer| (0, *buffer)).collect());
+        let loading = loading.duplicates(sets.collect());
+        let handle = loading.handle();
+        demanded.iter().for_each(|buffer| handle.demand(0, *buffer));
         let buffer = |of| {
             if let LoadEvent::Buffer { number, .. } = of {
                 whole(number);
             }
         };
         let report = loading.run(buffer).unwrap().unwrap();
-        for progress in desk.progress() {
+        for progress in handle.progress() {
             assert_eq!(progress.resident, progress.all, "{progress:?}");
         }
         report
     }
 
-    /// All, as if every second buffer were another process's, and a third process had none; what was told.
+    /// Loads three processes: the first two share the buffers, and the third has none. Returns the events.
     pub(crate) fn load_as_three(&self) -> Vec<LoadEvent> {
         let files = self.files();
         let of = |process: usize| {
@@ -132,17 +133,17 @@ impl Scene {
         };
         let dmabufs = [0, 1, 2].map(of);
         let processes = dmabufs.each_ref().map(|dmabufs| Process { files: &files, dmabufs });
-        let mut told = Vec::new();
+        let mut events = Vec::new();
         let loading = BackgroundLoad::into_memory(&processes, &self.device, None).unwrap();
-        loading.run(|whole| told.push(whole)).unwrap().unwrap();
-        told
+        loading.run(|whole| events.push(whole)).unwrap().unwrap();
+        events
     }
 
     pub(crate) fn memory(&self, buffer: usize) -> Vec<u8> {
         let size = usize::try_from(self.image.buffers[buffer].size).unwrap();
         let mut bytes = vec![0; size];
         let memfd = self.memfds[buffer].as_ref().unwrap();
-        // By number: reading needs a file, and the descriptor is the scene's.
+        // Opens it by number: reads need a file, and the scene owns the descriptor.
         let file = File::open(format!("/proc/self/fd/{}", memfd.as_raw_fd())).unwrap();
         file.read_exact_at(&mut bytes, 0).unwrap();
         bytes

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Descriptors on their way from one process to another: pidfd_getfd(2), SCM_RIGHTS.
+//! Moves descriptors between processes with pidfd_getfd(2) and SCM_RIGHTS.
 //!
 //! Sources: `include/uapi/linux/pidfd.h`, `include/linux/socket.h`, `net/core/scm.c` of Linux 6.18; unix(7).
 
@@ -12,11 +12,11 @@ use super::{Tid, check};
 /// `PIDFD_THREAD` (`include/uapi/linux/pidfd.h`, Linux 6.9): a descriptor of one thread.
 const PIDFD_THREAD: libc::c_int = libc::O_EXCL;
 
-/// What a process passes to `recvmsg` to receive one descriptor: `struct user_msghdr`, `struct iovec`, a byte, and
-/// room for `struct cmsghdr` with one number. Pointers are addresses in that process.
+/// The buffers that a process passes to `recvmsg` to receive one descriptor: `struct user_msghdr`, `struct
+/// iovec`, a byte, and `struct cmsghdr` with one number. Pointers are addresses in that process.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Receipt {
+pub(crate) struct ReceiveBuffer {
     name: u64,
     name_length: u64,
     buffers: u64,
@@ -29,26 +29,26 @@ pub(crate) struct Receipt {
     control_bytes: [u64; 3],
 }
 
-const RECEIPT: usize = size_of::<Receipt>();
+const RECEIVE_BYTES: usize = size_of::<ReceiveBuffer>();
 
 const _: () = {
-    assert!(RECEIPT == 104);
-    assert!(size_of::<libc::msghdr>() == offset_of!(Receipt, buffer));
+    assert!(RECEIVE_BYTES == 104);
+    assert!(size_of::<libc::msghdr>() == offset_of!(ReceiveBuffer, buffer));
     assert!(size_of::<libc::iovec>() == 16);
-    assert!(offset_of!(libc::msghdr, msg_iov) == offset_of!(Receipt, buffers));
-    assert!(offset_of!(libc::msghdr, msg_iovlen) == offset_of!(Receipt, buffer_count));
-    assert!(offset_of!(libc::msghdr, msg_control) == offset_of!(Receipt, control));
-    assert!(offset_of!(libc::msghdr, msg_controllen) == offset_of!(Receipt, control_length));
-    assert!(offset_of!(libc::msghdr, msg_flags) == offset_of!(Receipt, flags));
+    assert!(offset_of!(libc::msghdr, msg_iov) == offset_of!(ReceiveBuffer, buffers));
+    assert!(offset_of!(libc::msghdr, msg_iovlen) == offset_of!(ReceiveBuffer, buffer_count));
+    assert!(offset_of!(libc::msghdr, msg_control) == offset_of!(ReceiveBuffer, control));
+    assert!(offset_of!(libc::msghdr, msg_controllen) == offset_of!(ReceiveBuffer, control_length));
+    assert!(offset_of!(libc::msghdr, msg_flags) == offset_of!(ReceiveBuffer, flags));
     assert!(size_of::<libc::cmsghdr>() == 16);
 };
 
-/// Bytes of `struct cmsghdr` and one number, and with padding (CMSG_LEN, CMSG_SPACE).
+/// Bytes of `struct cmsghdr` and one number, without and with padding (CMSG_LEN, CMSG_SPACE).
 const ONE_NUMBER: u64 = 20;
 const ONE_NUMBER_PADDED: u64 = 24;
 
-impl Receipt {
-    /// A receipt that is to lie at `address` of the process.
+impl ReceiveBuffer {
+    /// Creates a buffer for this `address` of the process.
     pub(crate) fn at(address: u64) -> Self {
         Self {
             name: 0,
@@ -64,19 +64,19 @@ impl Receipt {
         }
     }
 
-    /// As the process's memory has it.
-    pub(crate) fn to_bytes(self) -> [u8; RECEIPT] {
+    /// Returns the bytes for the process's memory.
+    pub(crate) fn to_bytes(self) -> [u8; RECEIVE_BYTES] {
         // SAFETY: thirteen u64 without padding: every byte is initialised, and both types have the same size.
         unsafe { std::mem::transmute(self) }
     }
 
-    /// As the kernel has left it.
-    pub(crate) fn of_bytes(bytes: [u8; RECEIPT]) -> Self {
+    /// Reads the buffer as the kernel has written it.
+    pub(crate) fn of_bytes(bytes: [u8; RECEIVE_BYTES]) -> Self {
         // SAFETY: any bytes are valid u64, and both types have the same size.
         unsafe { std::mem::transmute(bytes) }
     }
 
-    /// The number that the received descriptor has; none where the process has no free number (MSG_CTRUNC).
+    /// Returns the number of the received descriptor, or None if the process has no free number (MSG_CTRUNC).
     pub(crate) fn number(&self) -> Option<RawFd> {
         let [length, level_and_type, number] = self.control_bytes;
         let rights =
@@ -86,20 +86,20 @@ impl Receipt {
     }
 }
 
-impl Default for Receipt {
+impl Default for ReceiveBuffer {
     fn default() -> Self {
         Self::at(0)
     }
 }
 
-/// A descriptor for process `pid`, or for the one thread `tid` of it where that is another.
+/// Opens a pidfd of process `pid`, or of its thread `tid` if that is not the first.
 fn open(pid: Tid, tid: Tid) -> io::Result<OwnedFd> {
     let flags = if tid == pid { 0 } else { PIDFD_THREAD };
     // SAFETY: integers only.
     owned(unsafe { libc::syscall(libc::SYS_pidfd_open, tid, flags) })
 }
 
-/// A descriptor of this process for the open file that `number` names in thread `tid` of process `pid`.
+/// Copies descriptor `number` of thread `tid` of process `pid` into this process.
 pub(crate) fn take(pid: Tid, tid: Tid, number: RawFd) -> io::Result<OwnedFd> {
     let process = open(pid, tid)?;
     // SAFETY: integers only.
@@ -112,7 +112,7 @@ fn owned(result: libc::c_long) -> io::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(number) })
 }
 
-/// Puts a copy of `descriptor` into a socket's queue, with one byte of data.
+/// Sends a copy of `descriptor` through a socket, with one byte of data.
 pub(crate) fn send(socket: BorrowedFd<'_>, descriptor: BorrowedFd<'_>) -> io::Result<()> {
     let mut byte = 0_u8;
     let mut buffer = libc::iovec { iov_base: (&raw mut byte).cast(), iov_len: 1 };
@@ -125,7 +125,8 @@ pub(crate) fn send(socket: BorrowedFd<'_>, descriptor: BorrowedFd<'_>) -> io::Re
     message.msg_iovlen = 1;
     message.msg_control = (&raw mut control).cast();
     message.msg_controllen = size_of_val(&control);
-    // SAFETY: the kernel reads the message, its buffer and its control data, all of which live through the call.
+    // SAFETY: the kernel reads the message, its buffer and its control data, all of which live through the
+    // call.
     let sent = unsafe { libc::sendmsg(socket.as_raw_fd(), &raw const message, libc::MSG_NOSIGNAL) };
     check(sent.try_into().map_err(io::Error::other)?).map(drop)
 }
@@ -137,20 +138,20 @@ mod tests {
 
     use super::*;
 
-    /// Receives with a receipt in this process's own memory, as an injected call does in another.
-    fn receive(socket: &UnixDatagram) -> Receipt {
-        let mut receipt = Box::new(Receipt::default());
+    /// Receives into this process's own memory, as an injected call does in another.
+    fn receive(socket: &UnixDatagram) -> ReceiveBuffer {
+        let mut receipt = Box::new(ReceiveBuffer::default());
         let address = (&raw const *receipt).expose_provenance();
-        *receipt = Receipt::at(address as u64);
+        *receipt = ReceiveBuffer::at(address as u64);
         let message: *mut libc::msghdr = std::ptr::with_exposed_provenance_mut(address);
         // SAFETY: the receipt lives through the call, and its addresses are its own.
         let got = unsafe { libc::recvmsg(socket.as_raw_fd(), message, libc::MSG_CMSG_CLOEXEC) };
         assert_eq!(got, 1, "{}", io::Error::last_os_error());
-        Receipt::of_bytes(receipt.to_bytes())
+        ReceiveBuffer::of_bytes(receipt.to_bytes())
     }
 
     #[test]
-    fn a_descriptor_that_is_sent_has_a_number_in_the_receipt() {
+    fn a_sent_descriptor_has_a_number_in_the_buffer() {
         let (ours, theirs) = UnixDatagram::pair().unwrap();
         let (kept, sent) = UnixDatagram::pair().unwrap();
         send(ours.as_fd(), sent.as_fd()).unwrap();

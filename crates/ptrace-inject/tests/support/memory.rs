@@ -1,27 +1,27 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A placeholder in a target, and the file that plays the device.
+//! A placeholder in a target, and a file in the place of the device.
 
 use std::fs::File;
 use std::os::fd::{AsFd as _, AsRawFd as _};
 use std::os::unix::fs::FileExt as _;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use rewake_ptrace_inject::{Error, Shown, Stopped, Swap, with_stopped};
+use rewake_ptrace_inject::{Error, PlaceholderMapping, Stopped, Swap, with_stopped};
 use rewake_uffd::{FillPort as _, Message, RawMessage, Uffd};
 
-use super::{PATIENCE, Shared, Target, sys, within};
+use super::{STOP_TIMEOUT, Shared, Target, sys, within};
 
 pub const PAGE: usize = 4096;
-/// Where in the device the buffer begins: not where it does in the placeholder.
+/// The offset of the buffer in the device, which differs from that in the placeholder.
 pub const DEVICE_OFFSET: u64 = 3 * 4096;
-/// Words of the shared page that scenes use; tests begin at [`FREE`].
+/// The words of the shared page that scenes use. Tests use those from [`FREE`].
 const ADDRESS: usize = 0;
 const UFFD: usize = 1;
 pub const FREE: usize = 8;
 /// `UFFD_FEATURE_EVENT_REMAP`
 const EVENT_REMAP: u64 = 0x4;
 
-/// A target whose placeholder is watched by this process.
+/// A target with a placeholder, whose userfaultfd this process has.
 #[derive(Debug)]
 pub struct Scene {
     pub target: Target,
@@ -32,7 +32,7 @@ pub struct Scene {
     pub length: usize,
 }
 
-/// What the target has in hand.
+/// The memory that the target's body uses.
 #[derive(Debug, Clone, Copy)]
 pub struct Hand {
     pub shared: Shared,
@@ -40,33 +40,33 @@ pub struct Hand {
 }
 
 impl Hand {
-    /// The word at `offset` bytes.
+    /// Returns the word at `offset` bytes.
     pub fn word(&self, offset: usize) -> &'static AtomicU64 {
         word_at(self.address + offset)
     }
 }
 
-/// A word of memory that is mapped, or is to fault.
+/// Returns a word of memory that is mapped or missing.
 pub fn word_at(address: usize) -> &'static AtomicU64 {
     let word: *const AtomicU64 = std::ptr::with_exposed_provenance(address);
     // SAFETY: aligned, inside a mapping that outlives the target's use of it, and only used as an atomic.
     unsafe { &*word }
 }
 
-/// What the device's buffer has at `offset`.
+/// Returns the word of the device's buffer at `offset`.
 pub fn content(offset: usize) -> u64 {
     (offset as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15)
 }
 
 impl Scene {
-    /// A target with `pages` pages of placeholder that runs `body`.
+    /// Starts a target with a placeholder of `pages` pages, which runs `body`.
     ///
-    /// Its userfaultfd tells of mremap, as it must: see `placeholder.rs`.
+    /// Its userfaultfd reports mremap, as it must: see `placeholder.rs`.
     pub fn start(pages: usize, body: impl FnOnce(Hand) -> i32) -> Self {
         Self::start_with(EVENT_REMAP, pages, body)
     }
 
-    /// The same, with these features of userfaultfd.
+    /// As [`Scene::start`], with these userfaultfd features.
     pub fn start_with(features: u64, pages: usize, body: impl FnOnce(Hand) -> i32) -> Self {
         let length = pages * PAGE;
         let placeholder = sys::memory_file(length as u64);
@@ -80,7 +80,7 @@ impl Scene {
             uffd.register_missing(address as u64, length as u64).unwrap();
             shared.set(ADDRESS, address as u64);
             shared.set(UFFD, u64::try_from(uffd.as_raw_fd()).unwrap());
-            // Only this process is to hold it.
+            // Only the test process keeps the userfaultfd.
             std::mem::forget(uffd);
             body(Hand { shared, address })
         });
@@ -94,7 +94,7 @@ impl Scene {
         self.target.shared
     }
 
-    /// Waits for a fault; its page, as an offset of the placeholder as it was first.
+    /// Waits for a page fault. Returns its page, as an offset in the original placeholder.
     #[track_caller]
     pub fn fault(&self) -> usize {
         within(
@@ -104,11 +104,11 @@ impl Scene {
                 let Some(Message::Fault { address }) = slot[0].decode() else { return None };
                 Some(usize::try_from(address).unwrap() - self.address)
             },
-            || format!("no fault in process {}", self.target.pid),
+            || format!("no page fault in process {}", self.target.pid),
         )
     }
 
-    /// Reads what events there are: a program's mremap goes on then.
+    /// Reads pending events, which lets the program's mremap return.
     pub fn read_events(&self) {
         self.uffd.read(&mut [RawMessage::default(); 16]).unwrap();
     }
@@ -121,7 +121,7 @@ impl Scene {
         }
     }
 
-    /// What a swap of `length` bytes at `offset` is.
+    /// Returns the swap of `length` bytes at `offset`.
     pub fn request(&self, offset: usize, length: usize) -> Swap<'_> {
         Swap {
             offset: offset as u64,
@@ -131,14 +131,14 @@ impl Scene {
         }
     }
 
-    /// Swaps all, and wakes.
+    /// Swaps the whole placeholder, and wakes its threads.
     #[track_caller]
-    pub fn swap(&self) -> Vec<Shown> {
+    pub fn swap(&self) -> Vec<PlaceholderMapping> {
         self.swap_part(0, self.length).unwrap()
     }
 
-    /// Swaps a part, and wakes.
-    pub fn swap_part(&self, offset: usize, length: usize) -> Result<Vec<Shown>, Error> {
+    /// Swaps a part, and wakes its threads.
+    pub fn swap_part(&self, offset: usize, length: usize) -> Result<Vec<PlaceholderMapping>, Error> {
         let swapped = self.stopped(|stopped| self.swap_in(stopped, &[self.request(offset, length)]))??;
         for piece in &swapped {
             self.uffd.wake(piece.address, piece.length).unwrap();
@@ -146,18 +146,22 @@ impl Scene {
         Ok(swapped)
     }
 
-    /// Swaps in a stop that is under way.
-    pub fn swap_in(&self, stopped: &mut Stopped<'_>, swaps: &[Swap<'_>]) -> Result<Vec<Shown>, Error> {
-        let mut swapping = stopped.swapping(self.placeholder.as_fd(), swaps)?;
+    /// Makes swaps in an existing stop.
+    pub fn swap_in(
+        &self,
+        stopped: &mut Stopped<'_>,
+        swaps: &[Swap<'_>],
+    ) -> Result<Vec<PlaceholderMapping>, Error> {
+        let mut swapping = stopped.prepare_swaps(self.placeholder.as_fd(), swaps)?;
         let swapped: Result<Vec<_>, _> = (0..swaps.len()).map(|place| swapping.swap(place)).collect();
         Ok(swapped?.concat())
     }
 
     pub fn stopped<T: Send>(&self, act: impl FnOnce(&mut Stopped<'_>) -> T + Send) -> Result<T, Error> {
-        with_stopped(self.target.pid, PATIENCE, act)
+        with_stopped(self.target.pid, STOP_TIMEOUT, act)
     }
 
-    /// The word of the device's buffer at `offset`.
+    /// Returns the word of the device's buffer at `offset`.
     pub fn device_word(&self, offset: usize) -> u64 {
         let mut bytes = [0; 8];
         self.device.read_exact_at(&mut bytes, DEVICE_OFFSET + offset as u64).unwrap();
@@ -165,7 +169,7 @@ impl Scene {
     }
 }
 
-/// Adds one to each word of a range, round and round, until told to end: any lost or torn word shows.
+/// Adds one to each word of a range, again and again, until END is set. A lost or torn word would show.
 pub fn count_in(hand: Hand, words: std::ops::Range<usize>, stride: usize, end: usize) -> u64 {
     let mut rounds = 0;
     while hand.shared.get(end) == 0 {

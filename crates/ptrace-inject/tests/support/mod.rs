@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Processes to look into: forks of the test, with a page that both see.
+//! Target processes: forks of the test, with a shared page.
 #![allow(dead_code, unreachable_pub, reason = "each test file is a program of its own and uses a part")]
 
 pub mod memory;
@@ -9,12 +9,12 @@ use std::fs;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// How long threads get to stop. Long: machines that test are busy.
-pub const PATIENCE: Duration = Duration::from_secs(20);
-/// How long anything else may take.
-const LONG: Duration = Duration::from_secs(60);
+/// The time that threads get to stop. It is long, because test machines are busy.
+pub const STOP_TIMEOUT: Duration = Duration::from_secs(20);
+/// The timeout of all other waits.
+const TEST_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Words that test and target both see.
+/// Words that test and target share.
 #[derive(Debug, Clone, Copy)]
 pub struct Shared(&'static [AtomicU64]);
 
@@ -35,7 +35,7 @@ impl Shared {
         &self.0[word]
     }
 
-    /// Waits until a word satisfies `is`, and gives it.
+    /// Waits until a word satisfies `is`, and returns it.
     #[track_caller]
     pub fn wait(&self, word: usize, is: impl Fn(u64) -> bool) -> u64 {
         within(
@@ -45,7 +45,7 @@ impl Shared {
     }
 }
 
-/// Waits until `look` finds something.
+/// Waits until `look` returns a value.
 #[track_caller]
 pub fn within<T>(look: impl Fn() -> Option<T>, or: impl Fn() -> String) -> T {
     let start = Instant::now();
@@ -53,12 +53,12 @@ pub fn within<T>(look: impl Fn() -> Option<T>, or: impl Fn() -> String) -> T {
         if let Some(found) = look() {
             return found;
         }
-        assert!(start.elapsed() < LONG, "not in time: {}", or());
+        assert!(start.elapsed() < TEST_TIMEOUT, "not in time: {}", or());
         std::thread::sleep(Duration::from_micros(100));
     }
 }
 
-/// A process that is killed and reaped when this is dropped, and dies with the test.
+/// A process that a drop kills and reaps, and that dies with the test.
 #[derive(Debug)]
 pub struct Target {
     pub pid: i32,
@@ -73,12 +73,12 @@ impl Target {
         Self { pid, shared }
     }
 
-    /// The state letter of a thread.
+    /// Returns the state letter of a thread.
     pub fn state(&self, tid: i32) -> char {
         self.state_of_any(tid).expect("a thread")
     }
 
-    /// The same, of a thread that may be gone.
+    /// As [`Target::state`], for a thread that may have ended.
     pub fn state_of_any(&self, tid: i32) -> Option<char> {
         status_field(self.pid, tid, "State:")?.chars().next()
     }
@@ -92,7 +92,7 @@ impl Target {
         entries.map(|entry| entry.unwrap().file_name().to_str().unwrap().parse().unwrap()).collect()
     }
 
-    /// Waits until the process has ended; its wait status.
+    /// Waits until the process has ended, and returns its wait status.
     #[track_caller]
     pub fn ended(&self) -> i32 {
         within(|| sys::reap(self.pid), || format!("process {} is {}", self.pid, self.state(self.pid)))
@@ -108,7 +108,7 @@ impl Target {
         within(|| self.is_in(tid, number).then_some(()), || self.call(tid));
     }
 
-    /// Whether a thread sleeps in system call `number` now.
+    /// Returns whether a thread sleeps in system call `number` now.
     pub fn is_in(&self, tid: i32, number: i64) -> bool {
         self.call(tid).split_whitespace().next() == Some(&number.to_string())
     }
@@ -131,13 +131,13 @@ impl Drop for Target {
     }
 }
 
-/// None for a thread that is gone.
+/// Returns a field of a thread's status, or None if it has ended.
 fn status_field(pid: i32, tid: i32, name: &str) -> Option<String> {
     let text = fs::read_to_string(format!("/proc/{pid}/task/{tid}/status")).ok()?;
     Some(text.lines().find_map(|line| line.strip_prefix(name)).unwrap().trim().to_owned())
 }
 
-/// Numbers that look random and are the same in each run (splitmix64).
+/// A generator of pseudo-random numbers, the same in each run (splitmix64).
 #[derive(Debug)]
 pub struct Random(pub u64);
 

@@ -7,10 +7,12 @@ use std::os::fd::{FromRawFd as _, OwnedFd, RawFd};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::AtomicU64;
 
-/// Forks; the child runs `body` and ends with its result, with 101 if it panics, and with the test's thread.
+/// Forks. The child runs `body` and exits with its result, or with 101 if it panics. It dies with the test's
+/// thread.
 pub fn fork(body: impl FnOnce() -> i32) -> i32 {
     let parent = std::process::id();
-    // SAFETY: the child allocates, which glibc allows after a fork, and takes no lock that tests hold while forking.
+    // SAFETY: the child allocates, which glibc allows after a fork, and takes no lock that tests hold while
+    // forking.
     let pid = unsafe { libc::fork() };
     assert!(pid >= 0, "fork: {}", io::Error::last_os_error());
     if pid > 0 {
@@ -27,16 +29,16 @@ pub fn fork(body: impl FnOnce() -> i32) -> i32 {
     unsafe { libc::_exit(result) }
 }
 
-/// A page of words that forks share; never unmapped.
+/// Maps a page of words that forks share. It is never unmapped.
 pub fn shared_words() -> &'static [AtomicU64] {
     let page =
         map(0, 4096, libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED | libc::MAP_ANONYMOUS, -1, 0);
     let words: *const AtomicU64 = std::ptr::with_exposed_provenance(page);
-    // SAFETY: a mapping of 512 words that nobody unmaps, only used as atomics.
+    // SAFETY: a mapping of 512 words that is never unmapped, only used as atomics.
     unsafe { std::slice::from_raw_parts(words, 512) }
 }
 
-/// `mmap(2)`; panics when it fails.
+/// Calls `mmap(2)`, and panics if it fails.
 #[track_caller]
 pub fn map(address: usize, length: usize, protection: i32, flags: i32, file: RawFd, offset: i64) -> usize {
     let hint = std::ptr::with_exposed_provenance_mut(address);
@@ -46,7 +48,7 @@ pub fn map(address: usize, length: usize, protection: i32, flags: i32, file: Raw
     mapped.expose_provenance()
 }
 
-/// A system call with any numbers. Tests pass addresses of memory that is there and theirs.
+/// Makes any system call. Tests pass addresses of their own mapped memory.
 pub fn call(number: i64, arguments: [usize; 6]) -> io::Result<i64> {
     let [a, b, c, d, e, f] = arguments;
     // SAFETY: as said.
@@ -59,7 +61,7 @@ pub fn kill(pid: i32, signal: i32) {
     unsafe { libc::kill(pid, signal) };
 }
 
-/// Queues a signal that counts.
+/// Queues a real-time signal.
 pub fn queue(pid: i32, signal: i32) -> io::Result<()> {
     let value = libc::sigval { sival_ptr: std::ptr::null_mut() };
     // SAFETY: integers only.
@@ -71,7 +73,7 @@ pub fn exists(pid: i32) -> bool {
     unsafe { libc::kill(pid, 0) == 0 }
 }
 
-/// The wait status of a child that has ended.
+/// Returns the wait status of a child that has ended.
 pub fn reap(pid: i32) -> Option<i32> {
     let mut status = 0;
     // SAFETY: the kernel writes one int.
@@ -84,17 +86,17 @@ pub fn gettid() -> i32 {
     unsafe { libc::gettid() }
 }
 
-/// Has `handler` run at each `signal`.
+/// Installs `handler` for `signal`.
 pub fn on_signal(signal: i32, handler: extern "C" fn(i32), flags: i32) {
     // SAFETY: zeros are a valid sigaction.
     let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
     action.sa_sigaction = (handler as *const ()).expose_provenance();
     action.sa_flags = flags;
-    // SAFETY: a live sigaction; handlers only touch atomics.
+    // SAFETY: a live sigaction; handlers only use atomics.
     assert_eq!(unsafe { libc::sigaction(signal, &raw const action, std::ptr::null_mut()) }, 0);
 }
 
-/// A new file of memory.
+/// Creates a memfd.
 pub fn memory_file(length: u64) -> File {
     // SAFETY: a live C string; a new descriptor comes out.
     let file = unsafe { libc::memfd_create(c"test".as_ptr(), 0) };
@@ -103,7 +105,7 @@ pub fn memory_file(length: u64) -> File {
     file
 }
 
-/// A pipe: its reading and its writing end.
+/// Creates a pipe, and returns its read end and its write end.
 pub fn pipe() -> (OwnedFd, OwnedFd) {
     let mut ends = [-1; 2];
     // SAFETY: the kernel writes two ints.
@@ -111,7 +113,7 @@ pub fn pipe() -> (OwnedFd, OwnedFd) {
     (owned(ends[0]), owned(ends[1]))
 }
 
-/// A descriptor of this process for what `number` is in process `pid`.
+/// Copies descriptor `number` of process `pid` into this process.
 pub fn take_descriptor(pid: i32, number: RawFd) -> OwnedFd {
     let word = |value: i32| usize::try_from(value).unwrap();
     let pidfd = call(libc::SYS_pidfd_open, [word(pid), 0, 0, 0, 0, 0]).unwrap();
@@ -127,7 +129,8 @@ fn owned(number: RawFd) -> OwnedFd {
     unsafe { OwnedFd::from_raw_fd(number) }
 }
 
-/// A child in this process's memory, as of vfork, which sleeps until the word is set; returns when it has ended.
+/// Starts a child that shares this process's memory, as vfork does. It sleeps until the word is set. Returns
+/// when it has ended.
 pub fn share_memory(until: &'static AtomicU64) {
     extern "C" fn sleep_until(until: *mut libc::c_void) -> i32 {
         let time = libc::timespec { tv_sec: 0, tv_nsec: 1_000_000 };
@@ -148,7 +151,8 @@ pub fn share_memory(until: &'static AtomicU64) {
     assert!(child > 0, "clone: {}", io::Error::last_os_error());
 }
 
-/// Spins in a restartable sequence until the word is set: 1 when it came to its end, 2 when it was aborted.
+/// Spins in a restartable sequence until the word is set. Returns 1 if it reached the end, and 2 if it was
+/// aborted.
 pub fn spin(until: &'static AtomicU64) -> u64 {
     unsafe extern "C" {
         static __rseq_offset: libc::ptrdiff_t;
@@ -159,6 +163,7 @@ pub fn spin(until: &'static AtomicU64) -> u64 {
     unsafe { std::arch::asm!("mov {}, fs:[0]", out(reg) thread, options(nostack, readonly)) };
     // SAFETY: glibc sets it when it starts.
     let offset = unsafe { __rseq_offset };
-    // SAFETY: the word lives for ever, the address is that of `rseq_cs` in this thread's area, which glibc registered.
+    // SAFETY: the word lives for ever, the address is that of `rseq_cs` in this thread's area, which glibc
+    // registered.
     unsafe { rewake_spin(until, thread.wrapping_add_signed(offset) + 8) }
 }

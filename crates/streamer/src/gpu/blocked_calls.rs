@@ -5,7 +5,7 @@ use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 
 use anyhow::Context as _;
-use rewake_amdgpu_uapi::held::{
+use rewake_amdgpu_uapi::call_filter::{
     ACCESS, BlockList, CREATE_PROCESS, CREATE_QUEUE, CROSS_COPY, CallClass, EXPORT, MAP, UPDATE_QUEUE,
 };
 use tracing::warn;
@@ -49,14 +49,14 @@ impl<'a> BlockedCalls<'a> {
         kept.shut(PROCESS, of_all)?;
         kept.gpus.iter().try_for_each(|gpu| kept.shut(*gpu, of_gpu))?;
         for (_, render) in renders {
-            let shut = kept.marks.shut(render.as_fd(), MAPPINGS, ACCESS);
+            let shut = kept.marks.block(render.as_fd(), MAPPINGS, ACCESS);
             shut.context("keeping CPUs away from memory of GPUs")?;
         }
         Ok(kept)
     }
 
     fn shut(&self, part: u32, kinds: CallClass) -> anyhow::Result<()> {
-        self.marks.shut(self.kfd, part, kinds).context("keeping calls of a process away")
+        self.marks.block(self.kfd, part, kinds).context("keeping calls of a process away")
     }
 
     /// While the process stands still, where GPUs go on one by one: we have it make such a call.
@@ -96,7 +96,7 @@ impl<'a> BlockedCalls<'a> {
     }
 
     fn open_of(&self, file: BorrowedFd<'_>, part: u32) {
-        if let Err(error) = self.marks.open(file, part) {
+        if let Err(error) = self.marks.unblock(file, part) {
             warn!("calls of a process are kept away for as long as this runs: {error}");
         }
     }

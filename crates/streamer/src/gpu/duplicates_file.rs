@@ -9,7 +9,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, ensure};
-use rewake_bo_contents::{Candidates, DuplicateSets, PagesFile, TWINS, folder};
+use rewake_bo_contents::{Candidates, DUPLICATES_FILE, DuplicateSets, PagesFile, folder};
 use rewake_criu_images::ImageDir;
 use rewake_criu_images::amdgpu::{GpuFile, KfdImage};
 use serde::{Deserialize, Serialize};
@@ -45,7 +45,7 @@ struct Twins {
 /// It cannot be removed.
 pub fn forget(images: &Path) -> anyhow::Result<()> {
     let folder = File::open(images).with_context(|| images.display().to_string())?;
-    Ok(folder::remove(folder.as_fd(), TWINS)?)
+    Ok(folder::remove(folder.as_fd(), DUPLICATES_FILE)?)
 }
 
 /// What was found.
@@ -115,7 +115,7 @@ fn write(images: BorrowedFd<'_>, mut sets: Vec<Vec<Twin>>) -> anyhow::Result<usi
     let spared = sets.iter().map(|set| set.len() - 1).sum();
     let mut text = serde_json::to_vec(&Twins { version: VERSION, inventory: inventory(images)?, sets })?;
     text.push(b'\n');
-    sidecar_file::write(images, TWINS, &text)?;
+    sidecar_file::write(images, DUPLICATES_FILE, &text)?;
     Ok(spared)
 }
 
@@ -124,7 +124,7 @@ fn write(images: BorrowedFd<'_>, mut sets: Vec<Vec<Twin>>) -> anyhow::Result<usi
 /// # Errors
 /// It cannot be read, is damaged, or was made for another dump.
 pub(crate) fn read(images: BorrowedFd<'_>) -> anyhow::Result<Vec<Vec<Twin>>> {
-    let Some(text) = sidecar_file::read(images, TWINS, MOST_BYTES)? else { return Ok(Vec::new()) };
+    let Some(text) = sidecar_file::read(images, DUPLICATES_FILE, MOST_BYTES)? else { return Ok(Vec::new()) };
     let Twins { version, inventory: of, sets } = serde_json::from_slice(&text).context("it is damaged")?;
     ensure!(version == VERSION, "it is of version {version}, this program knows {VERSION}");
     ensure!(of == inventory(images)?, "it is of another dump");
@@ -182,7 +182,7 @@ mod tests {
     fn a_file_of_another_dump_or_that_makes_no_sense_is_refused() {
         let (folder, images) = images();
         let error = |text: &str| {
-            std::fs::write(folder.path().join(TWINS), text).unwrap();
+            std::fs::write(folder.path().join(DUPLICATES_FILE), text).unwrap();
             format!("{:#}", read(images.as_fd()).unwrap_err())
         };
         for text in
@@ -213,11 +213,11 @@ mod tests {
     #[test]
     fn an_image_without_gpus_gets_no_file_and_an_earlier_one_is_removed() {
         let (folder, _images) = images();
-        std::fs::write(folder.path().join(TWINS), "of another dump").unwrap();
+        std::fs::write(folder.path().join(DUPLICATES_FILE), "of another dump").unwrap();
         forget(folder.path()).unwrap();
         forget(folder.path()).unwrap();
         let found = find(folder.path(), Duration::from_secs).unwrap();
         assert_eq!(found, Found { spared: 0, cut_off: false });
-        assert!(!folder.path().join(TWINS).exists());
+        assert!(!folder.path().join(DUPLICATES_FILE).exists());
     }
 }

@@ -414,7 +414,7 @@ mod tests {
         let places = vec![handed.watch(0, pidfd.as_raw_fd(), program.buffers(), &renders, &store).unwrap()];
         let resident = ResidencyState::new(1, &places, &[]).unwrap();
         let processes = [Process { files: &[], dmabufs: &[] }];
-        let desk = BackgroundLoad::new(&processes, None).unwrap().desk();
+        let desk = BackgroundLoad::new(&processes, None).unwrap().handle();
         let (done, hears) = channel();
         let mut touches =
             FaultServer::new(places, desk, &resident, &[], done, Ledger::new().unwrap(), &timeline);

@@ -7,9 +7,9 @@ use std::sync::Arc;
 
 use anyhow::{Context as _, bail, ensure};
 use rewake_amdgpu_uapi::Kfd;
-use rewake_amdgpu_uapi::held::BlockList;
+use rewake_amdgpu_uapi::call_filter::BlockList;
 use rewake_amdgpu_uapi::topology::Topology;
-use rewake_bo_contents::{PagesFile, Process, TWINS};
+use rewake_bo_contents::{DUPLICATES_FILE, PagesFile, Process};
 use rewake_criu_images::ImageDir;
 use rewake_criu_images::amdgpu::{KfdImage, kfd_name};
 use rewake_image_io::io_budget::{BackgroundHold, IoBudget};
@@ -245,7 +245,7 @@ impl Handoff {
     pub(super) fn twins(&self) -> Vec<Vec<(usize, usize)>> {
         let Some(images) = &self.images else { return Vec::new() };
         let sets = duplicates_file::read(images.as_fd()).unwrap_or_else(|error| {
-            warn!("{TWINS} is not used, each buffer is read: {error:#}: remove it");
+            warn!("{DUPLICATES_FILE} is not used, each buffer is read: {error:#}: remove it");
             Vec::new()
         });
         let place = |(kfd, buffer)| Some((self.place(kfd)?, buffer));

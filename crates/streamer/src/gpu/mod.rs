@@ -32,7 +32,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
 use nix::sys::signal::{SigSet, SigmaskHow, Signal, sigprocmask};
-use rewake_amdgpu_uapi::held::BlockList;
+use rewake_amdgpu_uapi::call_filter::BlockList;
 use rewake_bo_contents::{BackgroundLoad, LoadHandle, Process, Report};
 use rewake_image_io::io_budget::{BackgroundHold, IoBudget};
 use rewake_plugin_protocol::Listener;
@@ -90,12 +90,12 @@ fn load(
     let sets = opening.sets();
     let resident = ResidencyState::new(processes.len(), &placeholders, &sets)?;
     let (done, ready) = mpsc::channel();
-    let touches = FaultServer::new(placeholders, loading.desk(), &resident, &sets, done, ledger, timeline);
-    timeline.loads(loading.desk());
+    let touches = FaultServer::new(placeholders, loading.handle(), &resident, &sets, done, ledger, timeline);
+    timeline.loads(loading.handle());
     // Who asks now is told of it.
     timeline.look();
     thread::scope(|scope| {
-        let (desk, other_desk) = (loading.desk(), loading.desk());
+        let (desk, other_desk) = (loading.handle(), loading.handle());
         // What waits for either would wait for ever, and what placeholders have would be zeros.
         let touches = scope.spawn(move || or_give_up(ledger, &desk, || touches.run()));
         let opener =
@@ -151,8 +151,8 @@ fn serve_taken(
     let count = gates.len();
     let opening = QueueResumer { taken, gates, ledger, timeline };
     let first = if record { Vec::new() } else { taken.recorded() };
-    let loading =
-        BackgroundLoad::new(&processes, Some(pace)).map(|loading| loading.first(first).twins(taken.twins()));
+    let loading = BackgroundLoad::new(&processes, Some(pace))
+        .map(|loading| loading.prioritize(first).duplicates(taken.twins()));
     let loaded =
         loading.map_err(Into::into).and_then(|loading| load(&processes, placeholders, &opening, loading));
     if loaded.is_err() {

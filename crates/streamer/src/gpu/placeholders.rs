@@ -15,7 +15,9 @@ use std::time::Duration;
 
 use anyhow::{Context as _, anyhow, bail, ensure};
 use rewake_plugin_protocol::proto;
-use rewake_ptrace_inject::{Error, Shown, Swap, present, shown, with_stopped};
+use rewake_ptrace_inject::{
+    Error, PlaceholderMapping, Swap, placeholder_mappings, populated_ranges, with_stopped,
+};
 use rewake_uffd::abi::{FEATURE_FORK, FEATURE_REMAP};
 use rewake_uffd::{FillPort as _, Message, PAGE_SIZE, RawMessage, Stop, Uffd, memory_is_gone};
 
@@ -134,8 +136,8 @@ impl ReceivedPlaceholders {
         store: &FdStore,
     ) -> anyhow::Result<Placeholders<'a>> {
         let pid = sys::pidfd_pid(pidfd).context("finding the process")?;
-        let there = shown(pid, self.file.as_fd(), 0..u64::MAX)?;
-        let told = |shown: &Shown, mapping: &proto::Mapping| {
+        let there = placeholder_mappings(pid, self.file.as_fd(), 0..u64::MAX)?;
+        let told = |shown: &PlaceholderMapping, mapping: &proto::Mapping| {
             (shown.address, shown.length, shown.offset) == (mapping.address, mapping.length, mapping.offset)
         };
         let same = there.len() == self.mappings.len()
@@ -145,7 +147,7 @@ impl ReceivedPlaceholders {
             "process {pid} has other placeholders than were told: {there:x?}, not {:x?}",
             self.mappings
         );
-        let there = present(self.file.as_fd(), 0, u64::MAX).context("looking at placeholders")?;
+        let there = populated_ranges(self.file.as_fd(), 0, u64::MAX).context("looking at placeholders")?;
         ensure!(
             there.is_empty(),
             "the placeholders of process {pid} have bytes before anybody gave them some"
@@ -246,11 +248,13 @@ impl<'a> Placeholders<'a> {
     pub(super) fn at(&self, address: u64) -> anyhow::Result<Option<AccessedRange>> {
         let file = self.handed.file.as_fd();
         let found = if self.moved {
-            let there = match shown(self.pid, file, 0..u64::MAX) {
+            let there = match placeholder_mappings(self.pid, file, 0..u64::MAX) {
                 Err(_) if self.is_going() => return Ok(None),
                 there => there?,
             };
-            let is = |shown: &&Shown| (shown.address..shown.address + shown.length).contains(&address);
+            let is = |shown: &&PlaceholderMapping| {
+                (shown.address..shown.address + shown.length).contains(&address)
+            };
             there.iter().find(is).map(|shown| (address - shown.address, shown.offset, shown.length))
         } else {
             let next = self.handed.mappings.partition_point(|mapping| mapping.address <= address);
@@ -295,7 +299,7 @@ impl<'a> Placeholders<'a> {
         let swaps: Vec<Swap<'_>> = parts.iter().map(|part| part.swap(renders)).collect();
         let stopped = with_stopped(pid, PATIENCE, |stopped| {
             let (since, mut done) = (stopped.since(), Vec::new());
-            let mut swapping = stopped.swapping(handed.file.as_fd(), &swaps)?;
+            let mut swapping = stopped.prepare_swaps(handed.file.as_fd(), &swaps)?;
             for (place, part) in parts.iter_mut().enumerate() {
                 merge(handed, process, part, views)?;
                 done.extend(swapping.swap(place)?);
@@ -376,8 +380,8 @@ fn merge(
     part: &PlaceholderRange<'_>,
     views: &mut BarMappings,
 ) -> anyhow::Result<()> {
-    let ranges =
-        present(handed.file.as_fd(), part.offset, part.length).context("looking for changed pages")?;
+    let ranges = populated_ranges(handed.file.as_fd(), part.offset, part.length)
+        .context("looking for changed pages")?;
     if ranges.is_empty() {
         return Ok(());
     }

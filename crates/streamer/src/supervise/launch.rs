@@ -8,7 +8,7 @@ use std::process::{Command, Stdio};
 use anyhow::Context as _;
 use nix::sys::signal::{Signal, killpg};
 use nix::unistd::Pid;
-use rewake_amdgpu_uapi::held;
+use rewake_amdgpu_uapi::call_filter;
 use rewake_plugin_protocol::SOCKET;
 
 use crate::ledger::StatusByte;
@@ -134,7 +134,7 @@ impl StatusFlags {
 /// # Errors
 /// Why not: the kernel does not hold calls, or the image's memory cannot be served.
 pub fn can_bring_pages(images: &Path) -> anyhow::Result<()> {
-    held::attach()?;
+    call_filter::attach()?;
     Image::open(images).map(drop)
 }
 

@@ -44,8 +44,8 @@ fn engine(gpus: &Gpus, through: Through, shape: Shape) -> (Staging, CopyEngine) 
         _ => CopyEngine::open(render, &staging).unwrap(),
     };
     if softgpu("sdma_rings") != Some(0) {
-        let rings = matches!(engine.way(), CopyPath::Rings { .. });
-        assert_eq!(rings, through != Through::Cpu, "{}", engine.way());
+        let rings = matches!(engine.path(), CopyPath::Rings { .. });
+        assert_eq!(rings, through != Through::Cpu, "{}", engine.path());
     }
     let memory = if through == Through::Gtt { Memory::Gtt } else { Memory::Pages };
     assert_eq!(staging.memory(), memory);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The kernel's private checkpoint data, version 1 (`struct kfd_criu_*_priv_data` of `kfd_priv.h`, the same in Linux
-//! 6.12 and 7.2, on x86-64): read with bounds, whatever an image holds, and written back byte for byte.
+//! The kernel's private checkpoint data, version 1: `struct kfd_criu_*_priv_data` of `kfd_priv.h`, the same
+//! in Linux 6.12 and 7.2, on x86-64. It is read with bounds, whatever an image contains, and written back
+//! byte for byte.
 //!
 //! ```
 //! # fn main() -> Result<(), rewake_amdgpu_uapi::Error> {
@@ -28,24 +29,25 @@ use crate::abi::memory::PAGE;
 
 /// Bytes of the part about the process, which is first.
 pub const PROCESS: usize = 8;
-/// For each GPU, before the buffers.
+/// Bytes of the part for each GPU, which precedes the buffers.
 pub const DEVICE: usize = 8;
-/// The only version there has been.
+/// The only version so far.
 const VERSION: u32 = 1;
-/// Attributes of a range besides one for each GPU.
+/// Attributes of a range, besides one for each GPU.
 const ATTRIBUTES: usize = 4;
 
-/// All of it. The kernel counts buffers and objects elsewhere, too: who takes a buffer away takes its bucket away.
+/// All private data. The kernel also counts buffers and objects elsewhere: a caller that removes a buffer removes
+/// its bucket.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Private {
-    /// Whether GPU page faults are retried; the kernel's word.
+    /// The kernel's word for XNACK: whether GPU page faults are retried.
     pub xnack_mode: u32,
     devices: Vec<[u8; DEVICE]>,
     bos: Vec<Bo>,
     objects: Vec<Object>,
 }
 
-/// One object.
+/// An object.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Object {
     /// A queue.
@@ -57,10 +59,10 @@ pub enum Object {
 }
 
 impl Private {
-    /// Reads private data of so many GPUs, buffers and objects, to its last byte.
+    /// Parses private data of so many GPUs, buffers and objects, to its last byte.
     ///
     /// # Errors
-    /// [`Error::Blob`]: it ends early or late, is of another version, or has an unknown object.
+    /// [`Error::Blob`]: it has a wrong length or another version, or an unknown object.
     pub fn read(bytes: &[u8], devices: usize, bos: usize, objects: usize) -> Result<Self, Error> {
         let mut reader = Reader { bytes, at: 0 };
         let version = reader.word()?;
@@ -68,7 +70,7 @@ impl Private {
             return Err(reader.wrong(&format!("version {version}, expected {VERSION}")));
         }
         let xnack_mode = reader.word()?;
-        // A count from an image asks for no memory before its bytes have been seen.
+        // A count from an image allocates no memory before its bytes are read.
         let mut read = Self { xnack_mode, devices: Vec::new(), bos: Vec::new(), objects: Vec::new() };
         for _ in 0..devices {
             read.devices.push(*reader.record()?);
@@ -85,7 +87,7 @@ impl Private {
         }
     }
 
-    /// The bytes that were read, with the fields as they are now.
+    /// Returns the bytes, with the current fields.
     #[must_use]
     pub fn write(&self) -> Vec<u8> {
         let mut to = Vec::new();
@@ -105,30 +107,30 @@ impl Private {
         to
     }
 
-    /// In the order of the buckets.
+    /// Returns the buffers, in the order of the buckets.
     #[must_use]
     pub fn bos(&self) -> &[Bo] {
         &self.bos
     }
 
-    /// As [`Self::bos`], to be changed.
+    /// As [`Self::bos`], mutable.
     pub fn bos_mut(&mut self) -> &mut [Bo] {
         &mut self.bos
     }
 
-    /// Takes away the buffers whose index `keep` does not want.
+    /// Removes the buffers whose index `keep` rejects.
     pub fn retain_bos(&mut self, mut keep: impl FnMut(usize) -> bool) {
         let mut index = 0..;
         self.bos.retain(|_| index.next().is_some_and(&mut keep));
     }
 
-    /// In the kernel's order.
+    /// Returns the objects, in the kernel's order.
     #[must_use]
     pub fn objects(&self) -> &[Object] {
         &self.objects
     }
 
-    /// Its queues.
+    /// Returns the queues.
     pub fn queues(&self) -> impl Iterator<Item = &Queue> {
         self.objects.iter().filter_map(|object| match object {
             Object::Queue(queue) => Some(&**queue),
@@ -136,7 +138,7 @@ impl Private {
         })
     }
 
-    /// Its queues, to be changed.
+    /// Returns the queues, mutable.
     pub fn queues_mut(&mut self) -> impl Iterator<Item = &mut Queue> {
         self.objects.iter_mut().filter_map(|object| match object {
             Object::Queue(queue) => Some(&mut **queue),
@@ -144,7 +146,7 @@ impl Private {
         })
     }
 
-    /// Its events.
+    /// Returns the events.
     pub fn events(&self) -> impl Iterator<Item = &Event> {
         self.objects.iter().filter_map(|object| match object {
             Object::Event(event) => Some(event),
@@ -152,8 +154,9 @@ impl Private {
         })
     }
 
-    /// The memory of its CPUs that is registered with GPUs (userptr and SVM), sorted, in bytes, none overlapping another: the driver looks for its pages when
-    /// queues are to run. `buffers`: flags (`KFD_IOC_ALLOC_MEM_FLAGS_*`) and sizes in bytes, in the order of the buckets.
+    /// Returns the CPU memory that is registered with GPUs (userptr and SVM), as sorted, disjoint byte
+    /// ranges. The driver accesses its pages when queues are resumed. `buffers` has flags
+    /// (`KFD_IOC_ALLOC_MEM_FLAGS_*`) and sizes in bytes, in the order of the buckets.
     #[must_use]
     pub fn registered(&self, buffers: impl Iterator<Item = (u32, u64)>) -> Vec<ops::Range<u64>> {
         let userptrs =
@@ -173,7 +176,7 @@ impl Private {
         all
     }
 
-    /// Its ranges of shared memory.
+    /// Returns the ranges of shared memory.
     pub fn ranges(&self) -> impl Iterator<Item = &Range> {
         self.objects.iter().filter_map(|object| match object {
             Object::Range(range) => Some(range),

@@ -1,19 +1,19 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The records of private data: what has a name in the kernel's structs, and beside it every byte that has none.
+//! The records of private data: the named fields of the kernel's structs, and all other bytes unchanged.
 
 use crate::Error;
 
-/// For each buffer.
+/// Bytes for each buffer.
 pub const BO: usize = 272;
-/// A queue before its MQD and control stack.
+/// Bytes of a queue before its MQD and control stack.
 pub const QUEUE: usize = 120;
-/// An event.
+/// Bytes of an event.
 pub const EVENT: usize = 64;
-/// A range before its attributes.
+/// Bytes of a range before its attributes.
 pub const RANGE: usize = 24;
-/// GPUs that a buffer can be mapped on.
+/// The most GPUs that a buffer can be mapped on.
 pub const GPUS: usize = 64;
-/// Where their list is in a buffer's record.
+/// The offset of their list in a buffer's record.
 const MAPPED: usize = 12;
 
 /// A little-endian number in a record that is long enough for it.
@@ -43,8 +43,8 @@ macro_rules! numbers {
 }
 numbers!(u32, u64);
 
-/// A struct of a record's named numbers, read and written by one table. `rest` is the whole record with zeros where
-/// the named numbers are: reserved words, padding and what the kernel put there all come back.
+/// Declares a struct of a record's named numbers, read and written by one table. `rest` is the whole record
+/// with zeros for the named numbers, so reserved words, padding and other kernel bytes are kept.
 macro_rules! record {
     ($(#[$meta:meta])* $name:ident[$length:ident] {
         $($(#[$doc:meta])* $field:ident: $type:ty = $at:literal,)*
@@ -74,11 +74,11 @@ macro_rules! record {
 }
 
 record! {
-    /// What a buffer has beside its bucket (`struct kfd_criu_bo_priv_data`).
+    /// A buffer's private data, besides its bucket (`struct kfd_criu_bo_priv_data`).
     Bo[BO] {
-        /// Where a userptr buffer's memory is.
+        /// The address of a userptr buffer's memory.
         user_address: u64 = 0,
-        /// Its number in the process, for a GPU.
+        /// The number in the process, for a GPU.
         idr_handle: u32 = 8,
     }
 }
@@ -86,37 +86,37 @@ record! {
 record! {
     /// A queue (`struct kfd_criu_queue_priv_data`).
     Queue[QUEUE] {
-        /// Address of the ring.
+        /// The address of the ring.
         ring: u64 = 8,
-        /// Bytes.
+        /// Bytes of the ring.
         ring_size: u64 = 16,
-        /// Address of the read pointer.
+        /// The address of the read pointer.
         read_pointer: u64 = 24,
-        /// Address of the write pointer.
+        /// The address of the write pointer.
         write_pointer: u64 = 32,
-        /// Where its doorbell is in the process's doorbells, as the kernel tells it.
+        /// The offset in the process's doorbells, as the kernel returns it.
         doorbell_offset: u64 = 40,
-        /// Address of the end-of-pipe buffer.
+        /// The address of the end-of-pipe buffer.
         end_of_pipe: u64 = 48,
-        /// Address of the save area.
+        /// The address of the save area.
         save_area: u64 = 56,
-        /// GPU, by the number in the image.
+        /// The GPU's number in the image.
         gpu: u32 = 64,
-        /// `KFD_IOC_QUEUE_TYPE_*` after creation.
+        /// `KFD_IOC_QUEUE_TYPE_*` at its creation.
         kind: u32 = 68,
         /// PM4 or AQL.
         format: u32 = 72,
-        /// The process's number for it.
+        /// The number in the process.
         id: u32 = 76,
         /// 0 to 15.
         priority: u32 = 80,
-        /// 0 to 100; a queue at 0 is restored and does not run.
+        /// The share of time, 0 to 100; a queue at 0 is restored and does not run.
         percent: u32 = 84,
-        /// Its doorbell.
+        /// The doorbell.
         doorbell: u32 = 88,
         /// Global wave sync resources.
         gws: u32 = 92,
-        /// Its copy engine and slot.
+        /// The copy engine and slot.
         sdma: u32 = 96,
         /// Bytes of the end-of-pipe buffer.
         end_of_pipe_size: u32 = 100,
@@ -128,15 +128,15 @@ record! {
 record! {
     /// An event (`struct kfd_criu_event_priv_data`).
     Event[EVENT] {
-        /// The buffer of the page of slots, on the first event; 0 on others.
+        /// The buffer of the page of slots in the first event; 0 in others.
         page: u64 = 8,
-        /// The process's number for it.
+        /// The number in the process.
         id: u32 = 16,
-        /// Not 0: a wait takes the signal back.
+        /// Not 0: a wait resets the signal.
         auto_reset: u32 = 20,
         /// `KFD_IOC_EVENT_*`.
         kind: u32 = 24,
-        /// Not 0: it is signalled.
+        /// Not 0: the event is signalled.
         signalled: u32 = 28,
     }
 }
@@ -144,22 +144,22 @@ record! {
 record! {
     /// A range of shared memory (`struct kfd_criu_svm_range_priv_data`).
     Range[RANGE] {
-        /// First page.
+        /// The first page.
         page: u64 = 8,
-        /// Pages.
+        /// The number of pages.
         pages: u64 = 16,
     } followed by { attributes: Vec<(u32, u32)> }
 }
 
 impl Bo {
-    /// GPUs that have it mapped, by their numbers in the image.
+    /// Returns the GPUs that it is mapped on, by their numbers in the image.
     #[must_use]
     pub fn mapped(&self) -> Vec<u32> {
         let words = (0..GPUS).map(|index| u32::get(&self.rest, MAPPED + index * 4));
         words.take_while(|gpu| *gpu != 0).collect()
     }
 
-    /// Has it mapped on these GPUs and no other. What the kernel left behind the end of its list stays there.
+    /// Sets the GPUs that it is mapped on. Bytes after the end of the list are kept.
     ///
     /// # Errors
     /// [`Error::Blob`]: more than [`GPUS`], or 0, which ends the list.
@@ -183,18 +183,18 @@ impl Bo {
 }
 
 impl Queue {
-    /// Bytes of the control stack and of the MQD, in that order, of a queue's record.
+    /// Returns the bytes of the control stack and of the MQD in a queue's record.
     pub(super) fn lengths(record: &[u8; QUEUE]) -> (u32, u32) {
         (u32::get(record, 108), u32::get(record, 112))
     }
 
-    /// Hardware state, kept in the kernel; of every XCC, one after the other.
+    /// Returns the saved hardware state of every XCC, one after the other.
     #[must_use]
     pub fn mqd(&self) -> &[u8] {
         &self.mqd
     }
 
-    /// Control stack.
+    /// Returns the control stack.
     #[must_use]
     pub fn control_stack(&self) -> &[u8] {
         &self.control_stack
@@ -214,7 +214,7 @@ impl Event {
 }
 
 impl Range {
-    /// `KFD_IOCTL_SVM_ATTR_*` and values.
+    /// Returns `KFD_IOCTL_SVM_ATTR_*` and their values.
     #[must_use]
     pub fn attributes(&self) -> &[(u32, u32)] {
         &self.attributes

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Buffers that have the same bytes.
+//! Loads of buffers that have the same bytes.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -7,15 +7,16 @@ use rewake_bo_contents::{BackgroundLoad, Candidates, LoadEvent, PagesFile, Proce
 
 use crate::scene::{CHUNK, Scene, pattern};
 
-/// Sets of buffers with the same bytes, by the files' place and the image's number.
+/// Returns the sets of buffers with the same bytes, by the file's index and the image's number.
 fn same(files: &[Vec<PagesFile>]) -> Vec<Vec<(usize, usize)>> {
     let same = Candidates::of(files).unwrap().compare(|| true).unwrap();
     assert!(!same.cut_off);
     same.sets
 }
 
-/// Buffers 0, 3 and 5 are said to have the same bytes, and their files have others: whose bytes it is that all have shows what was read.
-fn said_to_be_the_same() -> (Scene, Vec<usize>) {
+/// Creates a scene whose buffers 0, 3 and 5 are listed as duplicates, although their bytes differ. So the
+/// bytes in memory show which buffer was read.
+fn listed_as_duplicates() -> (Scene, Vec<usize>) {
     let large = 3 * CHUNK + 4096;
     let sizes = vec![large, 4096, 5 * CHUNK, large, 65536, large, 2 * CHUNK];
     let scene = Scene::new(&sizes);
@@ -29,28 +30,28 @@ fn has(scene: &Scene, sizes: &[usize], bytes_of: &[usize]) {
     for (buffer, of) in bytes_of.iter().enumerate() {
         assert!(
             scene.memory(buffer) == pattern(*of, sizes[buffer]),
-            "buffer {buffer} has others than {of}'s"
+            "buffer {buffer} does not have {of}'s bytes"
         );
     }
 }
 
 #[test]
-fn the_bytes_of_one_are_read_and_copied_to_all() {
+fn the_bytes_of_one_duplicate_are_read_and_copied_to_all() {
     for cold in [false, true] {
-        let (scene, sizes) = said_to_be_the_same();
+        let (scene, sizes) = listed_as_duplicates();
         if cold {
             scene.chill();
         }
-        let mut whole = Vec::new();
-        let report = scene.load_with(None, &[], &[&[5, 0, 3]], |buffer| whole.push(buffer));
-        // That of the GPU with the fewest bytes is read: GPU 8 has 1, 3 and 5.
+        let mut complete = Vec::new();
+        let report = scene.load_with(None, &[], &[&[5, 0, 3]], |buffer| complete.push(buffer));
+        // The buffer of the GPU with the fewest bytes is read: GPU 8 has 1, 3 and 5.
         has(&scene, &sizes, &[3, 1, 2, 3, 4, 3, 6]);
-        whole.sort_unstable();
-        assert_eq!(whole, [0, 1, 2, 3, 4, 5, 6], "each is told of once");
+        complete.sort_unstable();
+        assert_eq!(complete, [0, 1, 2, 3, 4, 5, 6], "each is reported once");
         assert_eq!(report.moved.same, 2 * sizes[0] as u64, "{report}");
         let bytes = sizes.iter().sum::<usize>() as u64;
         assert_eq!(report.moved.bytes, bytes, "{report}");
-        // Whole pages, some at two buffers' border, others at two chunks'.
+        // Reads are complete pages: some at the border of two buffers, others at the border of two chunks.
         let pages = (bytes - 2 * sizes[0] as u64)..=(bytes - 2 * sizes[0] as u64 + 16 * 4096);
         assert!(pages.contains(&report.moved.read), "{:?}", report.moved);
         assert_eq!(report.moved.zero, 0, "{report}");
@@ -58,24 +59,24 @@ fn the_bytes_of_one_are_read_and_copied_to_all() {
 }
 
 #[test]
-fn one_that_is_demanded_comes_first_and_all_with_it() {
+fn a_demanded_duplicate_and_its_source_are_loaded_first() {
     let order = || {
-        let (scene, sizes) = said_to_be_the_same();
+        let (scene, sizes) = listed_as_duplicates();
         scene.chill();
-        let mut whole = Vec::new();
-        // The other one is the last of its GPU.
-        scene.load_with(None, &[0], &[&[0, 5]], |buffer| whole.push(buffer));
+        let mut complete = Vec::new();
+        // The source is the last buffer of its GPU.
+        scene.load_with(None, &[0], &[&[0, 5]], |buffer| complete.push(buffer));
         has(&scene, &sizes, &[5, 1, 2, 3, 4, 5, 6]);
-        // Small ones are in its chunks.
-        whole.into_iter().filter(|buffer| sizes[*buffer] > CHUNK).collect::<Vec<_>>()
+        // Its chunks hold small buffers too.
+        complete.into_iter().filter(|buffer| sizes[*buffer] > CHUNK).collect::<Vec<_>>()
     };
-    // Several chunks are under way: one that stands still is overtaken, but not each time.
+    // Several chunks are in flight. One whose read is slow is overtaken, but not every time.
     let orders: Vec<Vec<usize>> = (0..5).map(|_| order()).collect();
     assert!(orders.iter().any(|order| order[..2] == [5, 0]), "{orders:?}");
 }
 
 #[test]
-fn zeros_are_filled_into_all() {
+fn holes_are_filled_in_all_duplicates() {
     let (size, data) = (4 * CHUNK, pattern(9, 300_000));
     let scene = Scene::new(&[size, size, 4096]);
     for buffer in [0, 1] {
@@ -84,7 +85,7 @@ fn zeros_are_filled_into_all() {
     scene.chill();
     let of_one = scene.load_with(None, &[], &[], |_| ()).moved;
     let of_both = scene.load_with(None, &[], &[&[0, 1]], |_| ()).moved;
-    // As many as without sets: each buffer's, however they came to it.
+    // The counts equal those without sets: they count each buffer.
     assert_eq!((of_both.bytes, of_both.zero), (of_one.bytes, of_one.zero));
     assert!(of_both.zero >= 2 * (3 * CHUNK - 4096) as u64 && of_both.read < of_one.read, "{of_both:?}");
     let mut right = vec![0; size];
@@ -93,20 +94,20 @@ fn zeros_are_filled_into_all() {
 }
 
 #[test]
-fn what_is_not_loaded_here_is_not_read_for_others() {
-    let (mut scene, sizes) = said_to_be_the_same();
+fn a_buffer_that_is_not_loaded_is_no_source() {
+    let (mut scene, sizes) = listed_as_duplicates();
     let kept = scene.memory(3);
     let memfd = scene.memfds[3].take();
     scene.load_with(None, &[0], &[&[3, 0, 5]], |buffer| assert_ne!(buffer, 3));
     scene.memfds[3] = memfd;
-    assert!(scene.memory(3) == kept, "it is left alone");
+    assert!(scene.memory(3) == kept, "it was not loaded");
     assert!(scene.memory(0) == pattern(5, sizes[0]) && scene.memory(5) == pattern(5, sizes[5]));
 }
 
 #[test]
-fn sets_that_make_no_sense_make_no_difference() {
-    let (scene, sizes) = said_to_be_the_same();
-    // Of other sizes, alone, twice in one, in two, unknown.
+fn invalid_sets_are_ignored() {
+    let (scene, sizes) = listed_as_duplicates();
+    // Other sizes, a single buffer, a buffer twice in one set, a buffer in two sets, an unknown buffer.
     let sets: [&[usize]; 6] = [&[0, 2, 4], &[1], &[6, 6], &[0, 3], &[3, 5], &[5, 70]];
     let report = scene.load_with(None, &[3, 5], &sets, |_| ());
     has(&scene, &sizes, &[3, 1, 2, 3, 4, 5, 6]);
@@ -114,13 +115,13 @@ fn sets_that_make_no_sense_make_no_difference() {
 }
 
 #[test]
-fn those_with_the_same_bytes_are_found() {
+fn duplicates_are_found() {
     let sizes = [3 * CHUNK, 3 * CHUNK, 65536, 3 * CHUNK, 65536, 3 * CHUNK, 4096, 4096, 3 * CHUNK, 3 * CHUNK];
     let scene = Scene::new(&sizes);
     for buffer in [0, 3, 5] {
         scene.put(buffer, 0, &pattern(7, sizes[buffer]));
     }
-    // One byte differs, where no sample is; two of 4 KiB; a hole in two.
+    // One byte differs outside the samples; two buffers have 4 KiB; two have a hole.
     scene.put(5, CHUNK + 777, &[0]);
     for buffer in [2, 4, 6, 7] {
         scene.put(buffer, 0, &pattern(8, sizes[buffer]));
@@ -130,15 +131,15 @@ fn those_with_the_same_bytes_are_found() {
     assert_eq!(found(), [vec![(0, 0), (0, 3)], vec![(0, 2), (0, 4)]]);
     scene.chill();
     assert_eq!(found(), [vec![(0, 0), (0, 3)], vec![(0, 2), (0, 4)]]);
-    // Two processes with one image: each buffer has its twin.
+    // Two processes with one image: each buffer has a duplicate.
     let two = same(&[Vec::from(scene.files()), Vec::from(scene.files())]);
     assert_eq!(two.len(), 4, "{two:?}");
     assert_eq!(two[0], [(0, 0), (0, 3), (1, 0), (1, 3)]);
 }
 
 #[test]
-fn what_was_found_before_the_time_was_over_is_kept() {
-    // The largest are compared first, by one thread or several.
+fn a_comparison_that_is_cut_off_keeps_its_sets() {
+    // The largest buffers are compared first, by one thread or several.
     let sizes = [6 * CHUNK, 6 * CHUNK, 2 * CHUNK, 2 * CHUNK, CHUNK, CHUNK];
     let scene = Scene::new(&sizes);
     for (buffer, size) in sizes.iter().enumerate() {
@@ -164,15 +165,15 @@ fn what_was_found_before_the_time_was_over_is_kept() {
 }
 
 #[test]
-fn processes_that_have_the_same_are_whole_together() {
+fn processes_with_duplicates_are_complete_together() {
     let sizes = [3 * CHUNK, 65536, 2 * CHUNK + 4096, 65536];
     let scene = Scene::new(&[sizes, sizes].concat());
     for (buffer, size) in sizes.iter().enumerate() {
         scene.put(buffer, 0, &pattern(buffer, *size));
-        // What is not to be seen.
+        // These bytes must not appear in memory.
         scene.put(4 + buffer, 0, &pattern(9, *size));
     }
-    // Two processes of one image: the first four buffers are the one's, the others the other's.
+    // Two processes of one image: the first has buffers 0 to 3, the second the others.
     let files = scene.files();
     let of = |process: usize| {
         let own = |number: usize| (number / 4 == process).then(|| scene.memfds[number].as_ref());
@@ -181,37 +182,41 @@ fn processes_that_have_the_same_are_whole_together() {
     };
     let dmabufs = [of(0), of(1)];
     let processes = dmabufs.each_ref().map(|dmabufs| Process { files: &files, dmabufs });
-    let mut told = Vec::new();
+    let mut events = Vec::new();
     let loading = BackgroundLoad::into_memory(&processes, &scene.device, None).unwrap();
-    let loading = loading.twins((0..4).map(|number| vec![(0, number), (1, 4 + number)]).collect());
-    let desk = loading.desk();
-    loading.run(|whole| told.push(whole)).unwrap().unwrap();
-    assert_eq!(told.len(), 8 + 2);
+    let loading = loading.duplicates((0..4).map(|number| vec![(0, number), (1, 4 + number)]).collect());
+    let handle = loading.handle();
+    loading.run(|complete| events.push(complete)).unwrap().unwrap();
+    assert_eq!(events.len(), 8 + 2);
     for process in [0, 1] {
-        let place = |whole| told.iter().position(|told| *told == whole).unwrap();
+        let place = |complete| events.iter().position(|events| *events == complete).unwrap();
         let last = place(LoadEvent::Process { process });
         for (of, size) in sizes.iter().enumerate() {
             let number = 4 * process + of;
-            assert!(place(LoadEvent::Buffer { process, number }) < last, "{told:?}");
+            assert!(place(LoadEvent::Buffer { process, number }) < last, "{events:?}");
             assert!(scene.memory(number) == pattern(of, *size));
         }
     }
-    assert!(desk.progress().iter().all(|of| of.resident == of.all && of.all > 0), "{:?}", desk.progress());
+    assert!(
+        handle.progress().iter().all(|of| of.resident == of.all && of.all > 0),
+        "{:?}",
+        handle.progress()
+    );
 }
 
 #[test]
-fn of_very_many_with_the_same_bytes_several_are_read() {
+fn a_large_set_of_duplicates_has_several_sources() {
     let scene = Scene::new(&[65536; 100]);
     let right = pattern(1, 65536);
     (0..100).for_each(|buffer| scene.put(buffer, 0, &right));
     let all: Vec<usize> = (0..100).collect();
     let report = scene.load_with(None, &[], &[&all], |_| ());
     assert!(all.iter().all(|buffer| scene.memory(*buffer) == right));
-    // 17 have one's bytes.
+    // Each source serves 17 buffers, itself included.
     assert_eq!(report.moved.same, (100 - 6) * 65536);
 }
 
-/// Numbers below a limit, from a seed.
+/// Random numbers below a limit, from a seed.
 struct Dice(u64);
 
 impl Dice {
@@ -221,7 +226,8 @@ impl Dice {
     }
 }
 
-/// Buffers of few sizes and contents, some of which have holes, some of which are demanded: how many were spared.
+/// Loads buffers of few sizes and contents with random holes and demands. Returns the bytes that were not
+/// read.
 fn play(seed: u64) -> u64 {
     let mut dice = Dice(seed);
     let kinds = [65536, CHUNK - 4096, CHUNK + 65536, 3 * CHUNK];
@@ -244,14 +250,14 @@ fn play(seed: u64) -> u64 {
         .collect();
     let demanded: Vec<usize> = (0..dice.below(4)).map(|_| dice.below(sizes.len())).collect();
     let sets: Vec<&[usize]> = sets.iter().map(Vec::as_slice).collect();
-    let mut whole = Vec::new();
-    let report = scene.load_with(None, &demanded, &sets, |buffer| whole.push(buffer));
+    let mut complete = Vec::new();
+    let report = scene.load_with(None, &demanded, &sets, |buffer| complete.push(buffer));
     for (buffer, bytes) in right.iter().enumerate() {
         assert!(scene.memory(buffer) == *bytes, "buffer {buffer} of seed {seed}");
     }
-    whole.sort_unstable();
-    assert_eq!(whole, (0..sizes.len()).collect::<Vec<_>>(), "seed {seed}");
-    // What is all zeros is in no set; all else that has an equal one is spared but once.
+    complete.sort_unstable();
+    assert_eq!(complete, (0..sizes.len()).collect::<Vec<_>>(), "seed {seed}");
+    // Buffers of zeros are in no set. Of all other equal buffers, one is read.
     let bytes_of = |buffer: &usize| &right[*buffer];
     let zeros = |buffer: &usize| bytes_of(buffer).iter().all(|byte| *byte == 0);
     let numbers = || (0..sizes.len()).filter(|buffer| !zeros(buffer));
@@ -265,7 +271,7 @@ fn play(seed: u64) -> u64 {
 }
 
 #[test]
-fn every_byte_is_right_whatever_is_the_same() {
+fn every_byte_is_right_with_random_duplicates() {
     let spared: u64 = (0..40).map(play).sum();
     assert!(spared > 40 * CHUNK as u64, "{spared}");
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Calls that hand a program's own memory to the driver, which looks at its pages before they return.
+//! Rules for calls that pass a program's memory to the driver, which accesses its pages before they return.
 
 use std::mem::{offset_of, size_of};
 
@@ -7,13 +7,14 @@ use rewake_ioctl_filter::{ArgMatch, WaitRule};
 
 use super::generated::*;
 
-/// `struct kfd_ioctl_svm_args` without its array.
+/// Bytes of `struct kfd_ioctl_svm_args` without its array.
 const SVM_BYTES: u8 = 24;
 const SVM_ADDRESS: u8 = 0;
 const SVM_LENGTH: u8 = 8;
 const SVM_OP: u8 = 16;
 
-/// ALLOC_MEMORY_OF_GPU with USERPTR, SVM's SET_ATTR, GEM_USERPTR. Of `/dev/kfd` and the render nodes as `st_rdev` tells them.
+/// Returns rules for ALLOC_MEMORY_OF_GPU with USERPTR, SVM's SET_ATTR and GEM_USERPTR. `kfd` and `render` are
+/// the devices' `st_rdev`.
 #[must_use]
 pub fn calls(kfd: libc::dev_t, render: &[libc::dev_t]) -> [WaitRule; 3] {
     let userptr = KFD_IOC_ALLOC_MEM_FLAGS_USERPTR.cast_signed();
@@ -49,7 +50,7 @@ pub fn calls(kfd: libc::dev_t, render: &[libc::dev_t]) -> [WaitRule; 3] {
     ]
 }
 
-/// `_IOC_NR`, which alone the driver goes by.
+/// Returns the `_IOC_NR`, the only part that the driver checks.
 pub(super) fn number(ioctl: u32) -> u8 {
     ioctl.to_le_bytes()[0]
 }
@@ -64,8 +65,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn fields_are_where_the_kernel_has_them() {
-        let told = calls(7, &[8, 9]).map(|call| (call.number, call.bytes, call.address, call.length));
-        assert_eq!(told, [(0x16, 40, 24, 8), (0x20, 24, 0, 8), (0x51, 24, 0, 8)]);
+    fn fields_are_at_the_kernels_offsets() {
+        let rules = calls(7, &[8, 9]).map(|call| (call.number, call.bytes, call.address, call.length));
+        assert_eq!(rules, [(0x16, 40, 24, 8), (0x20, 24, 0, 8), (0x51, 24, 0, 8)]);
     }
 }

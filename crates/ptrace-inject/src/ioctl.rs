@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What a driver is asked on a process's behalf: an ioctl that it takes from that process alone.
+//! Injects an ioctl that a driver accepts from the process alone.
 
 use std::os::fd::{AsRawFd as _, BorrowedFd, RawFd};
 
@@ -9,9 +9,9 @@ use crate::stop::Stopped;
 use crate::{abi, proc};
 
 impl Stopped<'_> {
-    /// Has one of the stopped threads make an ioctl whose argument these bytes are, a page at most, on its own descriptor of the open
-    /// file `device`, a descriptor of this process. They lie in a page of their own meanwhile, which is gone afterwards. What the driver
-    /// writes there is lost.
+    /// Makes a stopped thread call an ioctl on its own descriptor of the open file that `device`, a
+    /// descriptor of this process, refers to. The argument is a copy of these bytes, a page at most, in a
+    /// temporary page. What the driver writes there is lost.
     ///
     /// # Errors
     /// Those of [`Stopped::syscall`]; [`Error::NotOpen`].
@@ -29,10 +29,10 @@ impl Stopped<'_> {
         })
     }
 
-    /// The number of a file of ours in the thread that makes our calls, which stays the same: one that stands still leaves only when all
-    /// are killed.
+    /// Returns the number of this process's file in the thread that makes injected calls. That thread stays
+    /// the same: a stopped thread disappears only if all are killed.
     pub(crate) fn number_of(&self, device: BorrowedFd<'_>) -> Result<RawFd, Error> {
-        let (pid, hand) = (self.pid, self.hand()?);
+        let (pid, hand) = (self.pid, self.calling_thread()?);
         let is_it = |number: &RawFd| abi::same_file(device.as_raw_fd(), hand, *number).unwrap_or(false);
         proc::descriptors(hand)?.into_iter().find(is_it).ok_or(Error::NotOpen { pid })
     }
