@@ -219,7 +219,7 @@ pub struct BlockRef {
 }
 
 // SAFETY: a BlockRef gives only shared access to bytes that are not written while a reference exists. The
-// cache reuses a buffer only when its count of references is zero. The BlockRef holds the owner of the memory.
+// cache reuses a buffer only when its count of references is zero. The BlockRef holds the memory's owner.
 unsafe impl Send for BlockRef {}
 // SAFETY: as above; there is no interior mutability.
 unsafe impl Sync for BlockRef {}

@@ -110,7 +110,7 @@ fn beside_others() -> (usize, usize) {
             while !over.load(Ordering::Relaxed) {
                 pace.note_demand();
                 let _ = begins.send(());
-                most = most.max(pace.under_way(Lane::Gpus));
+                most = most.max(pace.in_flight(Lane::Gpus));
                 let begun = pace.allows(Lane::Cpus, PIECE).then(|| pace.begin(Lane::Cpus, PIECE));
                 std::thread::sleep(Duration::from_micros(200));
                 turns += usize::from(begun.is_some());
@@ -127,7 +127,7 @@ fn beside_others() -> (usize, usize) {
     for (buffer, size) in sizes.iter().enumerate() {
         assert!(scene.memory(buffer) == pattern(buffer, *size), "buffer {buffer}");
     }
-    assert_eq!(pace.under_way(Lane::Gpus), 0);
+    assert_eq!(pace.in_flight(Lane::Gpus), 0);
     done
 }
 
