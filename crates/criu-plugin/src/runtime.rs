@@ -11,11 +11,11 @@ use crate::host::Host;
 use crate::plugin::Stage;
 
 thread_local! {
-    /// The message and the kind of this thread's last panic.
+    /// The message and the place of this thread's last panic.
     static PANIC: RefCell<Option<String>> = const { RefCell::new(None) };
 }
 
-/// The kind of a `cdylib`'s plugin; [`crate::register!`] makes it.
+/// The place of a `cdylib`'s plugin; [`crate::register!`] makes it.
 #[derive(Debug)]
 pub struct Slot<P> {
     instance: Mutex<Option<Instance<P>>>,

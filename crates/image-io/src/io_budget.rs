@@ -32,8 +32,8 @@ const READAHEAD_LATENCY: Duration = Duration::from_millis(4);
 /// Chunks in flight that keep a disk busy, however slow it is: one is processed while the other is read.
 const CHUNKS: usize = 2;
 
-/// The least first-byte latency that [`IoBudget`] assumes when it measures again: the host of a remote disk
-/// may have had the bytes of the last read in its cache.
+/// A read that was alone may raise the least latency to twice its value, or to this: the disk's host may have
+/// served an earlier read from its cache.
 const LOCAL_LATENCY: Duration = Duration::from_millis(1);
 
 /// The kind of memory that is read.
@@ -60,7 +60,7 @@ pub struct IoBudget {
     refused: [AtomicBool; 2],
     /// Until when it is a lane's turn: nanoseconds since `start`.
     turn: [AtomicU64; 2],
-    /// When a thread last last_demand for a demand read: nanoseconds since `start`; 0: never.
+    /// When a thread last waited for a demand read: nanoseconds since `start`; 0: never.
     last_demand: AtomicU64,
     /// Demand reads in flight: see [`IoBudget::wait`].
     demands: AtomicUsize,
@@ -77,7 +77,7 @@ pub struct IoBudget {
     holds: AtomicUsize,
 }
 
-/// Limits background loads of CPU memory to the working set while it exists: see
+/// Limits background loads of CPU memory to blocks with priority while it exists: see
 /// [`IoBudget::hold_background`].
 #[derive(Debug)]
 pub struct BackgroundHold(Arc<IoBudget>);
@@ -144,7 +144,7 @@ impl IoBudget {
         })
     }
 
-    /// Holds background loads that are not in the working set: a restore waits for memory with its process
+    /// Holds background loads without priority. The caller's restore waits for memory with its processes
     /// stopped, and needs all processors and the disk.
     #[must_use]
     pub fn hold_background(self: &Arc<Self>) -> BackgroundHold {
@@ -152,7 +152,7 @@ impl IoBudget {
         BackgroundHold(Arc::clone(self))
     }
 
-    /// Whether a restore holds background loads: then only the working set and demanded pages are filled.
+    /// Whether a restore holds background loads: then only blocks with priority and demanded ones are filled.
     #[must_use]
     pub fn holds_background(&self) -> bool {
         self.holds.load(Ordering::Acquire) > 0

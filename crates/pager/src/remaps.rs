@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Pages that the program piece away from their address in the image.
+//! Pages that the program moved away from their address in the image.
 
 use std::collections::BTreeMap;
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A compact record of a layout, with which a successor takes over an address map.
+//! A compact record of a layout, with which a successor takes over an address space.
 
 use std::sync::Arc;
 
@@ -7,7 +7,7 @@ use crate::remaps::RemapPiece;
 use crate::{PAGE_SIZE, PageIx, Plan, ResidencyMap};
 
 /// Pages that are not at their address in the image. All other pages are where the plan has them: a program
-/// that never drops or remaps memory has an empty snapshot, whatever the size of its image.
+/// that never drops or moves memory has an empty snapshot, whatever the size of its image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Segment {
     /// Address of the first page, or [`Segment::DROPPED`].
@@ -24,7 +24,7 @@ pub enum RestoreError {
     /// Segments that are out of page order, empty, or beyond the plan.
     #[error("restoring a layout: {0:x?} is out of order or beyond the plan; the record is of another image")]
     BadPages(Segment),
-    /// An address that is unaligned, beyond the last address, or is_occupied.
+    /// An address that is unaligned, beyond the last address, or occupied.
     #[error("restoring a layout: {0:x?} has a bad or occupied address; the record is damaged")]
     BadTarget(Segment),
 }
@@ -62,7 +62,7 @@ impl ResidencyMap {
         }
     }
 
-    /// Makes the map of an address map of `plan` with the layout of [`ResidencyMap::snapshot`]. All its
+    /// Makes the map of an address space of `plan` with the layout of [`ResidencyMap::snapshot`]. All its
     /// pages are missing: the kernel reports resident ones when they are filled again.
     ///
     /// # Errors

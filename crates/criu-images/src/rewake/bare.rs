@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Mappings that showed no buffer when a process was dumped, so that a restore can tell them from damage.
+//! Mappings without a buffer at the dump, so that a restore can distinguish them from damage.
 
 use std::collections::BTreeSet;
 
@@ -10,24 +10,24 @@ use crate::amdgpu::record::{Contents, Missing, record};
 use crate::error::Result;
 use crate::generated::gpu as raw;
 
-/// Those of a process.
+/// The mappings without a buffer of one process.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct BareMappings {
-    /// Id of its `/dev/kfd`, which [`crate::amdgpu::kfd_name`] names the image of.
+    /// Id of its `/dev/kfd`: [`crate::amdgpu::kfd_name`] gives the name of its image.
     pub kfd: u32,
-    /// [`MAX_SHARED`] at most.
+    /// The mappings, at most [`MAX_SHARED`].
     pub mappings: BTreeSet<BareMapping>,
 }
 
 record! {
-    /// A mapping of a render node behind which the driver had no buffer (any more).
+    /// A mapping of a render node whose buffer was freed before the dump, or never existed.
     #[derive(PartialOrd, Ord)]
     BareMapping = raw::BareMapping {
         /// N of `/dev/dri/renderDN`.
         minor: u32,
-        /// Where it begins in the process.
+        /// Its address in the process.
         address: u64,
-        /// Where it begins in the render node's file, in bytes.
+        /// Its byte offset in the render node's file.
         offset: u64,
     }
 }
