@@ -86,8 +86,7 @@ fn run(
     }
     // Not when they are opened: the plugin and the streamer of one restore have them open at the same time.
     processes.iter().flat_map(|process| process.files).for_each(|file| file.file.join());
-    let from_afar =
-        processes.iter().flat_map(|process| process.files).any(|file| file.file.is_of_another_host());
+    let from_afar = processes.iter().flat_map(|process| process.files).any(|file| file.file.is_remote());
     pace.iter().filter(|_| from_afar).for_each(|pace| pace.set_remote_fs());
     let start = Instant::now();
     let (ways, moved) = on_quiet_thread(|| {

@@ -85,7 +85,8 @@ pub fn fuzz_one(kind: FuzzKind, bytes: &[u8]) -> bool {
         FuzzKind::AmdgpuKfd => amdgpu_round_trip(bytes, amdgpu::parse_kfd, |image| {
             for node in &image.nodes {
                 let (ranges, len) = image.pages(node.properties.gpu_id);
-                let end = |range: &amdgpu::Stretch| range.file_offset + image.buffers[range.buffer].size;
+                let end =
+                    |range: &amdgpu::ContentsRange| range.file_offset + image.buffers[range.buffer].size;
                 let ends = ranges.iter().map(end).max().unwrap_or(8);
                 assert_eq!(ends, len, "contents are in the file");
             }

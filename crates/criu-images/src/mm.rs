@@ -99,7 +99,7 @@ impl Vma {
 
     /// Whether children do not inherit it (MADV_DONTFORK).
     #[must_use]
-    pub fn is_not_for_children(&self) -> bool {
+    pub fn is_dontfork(&self) -> bool {
         self.advice & 1 << MADV_DONTFORK != 0
     }
 
@@ -111,7 +111,7 @@ impl Vma {
 
     /// Whether a plugin claimed it at the dump as a mapping of its device.
     #[must_use]
-    pub fn is_of_plugin(&self) -> bool {
+    pub fn is_plugin_device(&self) -> bool {
         self.status & STATUS_PLUGIN != 0
     }
 

@@ -9,8 +9,8 @@ use std::path::PathBuf;
 use common::{Images, put, refusal};
 use proptest::prelude::*;
 use rewake_criu_images::amdgpu::{
-    DmabufImage, GpuFile, KfdBuffer, KfdImage, Link, Mapping, Node, Properties, RenderBuffer, RenderContents,
-    RenderImage, Stretch, dmabuf_name, drm_pages_name, kfd_name, pages_name, render_name,
+    ContentsRange, DmabufImage, GpuFile, KfdBuffer, KfdImage, Link, Mapping, Node, Properties, RenderBuffer,
+    RenderContents, RenderImage, dmabuf_name, drm_pages_name, kfd_name, pages_name, render_name,
 };
 use rewake_criu_images::{ImageDir, PagesFile};
 
@@ -141,16 +141,16 @@ fn a_pages_file_has_one_gpu_s_contents_without_gaps() {
     let image = read_kfd(&seed("amdgpu-kfd/good-dev")).unwrap();
     assert_eq!(
         image.pages(0x1234),
-        (vec![Stretch { buffer: 0, file_offset: 8 }], 8 + (2 << 20)),
+        (vec![ContentsRange { buffer: 0, file_offset: 8 }], 8 + (2 << 20)),
         "no doorbells"
     );
-    assert_eq!(image.pages(0xab), (vec![Stretch { buffer: 1, file_offset: 8 }], 8 + 4096));
+    assert_eq!(image.pages(0xab), (vec![ContentsRange { buffer: 1, file_offset: 8 }], 8 + 4096));
     assert_eq!(image.pages(0x99), (vec![], 8));
     let buffer = |size, alloc_flags| KfdBuffer { size, alloc_flags, gpu_id: 1, ..KfdBuffer::default() };
     let buffers = vec![buffer(4096, 1), buffer(100, 4), buffer(8192, 2), buffer(4096, 3)];
     let image = KfdImage { buffers, ..KfdImage::default() };
-    let stretch = |buffer, file_offset| Stretch { buffer, file_offset };
-    assert_eq!(image.pages(1), (vec![stretch(0, 8), stretch(2, 4104), stretch(3, 12296)], 16392));
+    let range = |buffer, file_offset| ContentsRange { buffer, file_offset };
+    assert_eq!(image.pages(1), (vec![range(0, 8), range(2, 4104), range(3, 12296)], 16392));
 }
 
 #[test]

@@ -9,7 +9,7 @@ use std::path::PathBuf;
 use common::{Images, put};
 use rewake_criu_images::ImageDir;
 use rewake_criu_images::rewake::{
-    BareMapping, BareMappings, BufferOwner, BufferUser, RenderFile, RenderImport, SHARED_NAME, SecondFile,
+    BufferOwner, BufferUser, FreedMapping, FreedMappings, RenderFile, RenderImport, SHARED_NAME, SecondFile,
     SharedBuffer, SharedImage,
 };
 
@@ -62,12 +62,12 @@ fn render_nodes_are_read_and_written_bytewise() {
 #[test]
 fn mappings_without_buffers_are_read_and_written_bytewise() {
     let mappings = [
-        BareMapping { minor: 128, address: 0x7f00_0020_0000, offset: 0x1_0000_1000 },
-        BareMapping { minor: 129, address: 0x1000, offset: 0 },
+        FreedMapping { minor: 128, address: 0x7f00_0020_0000, offset: 0x1_0000_1000 },
+        FreedMapping { minor: 129, address: 0x1000, offset: 0 },
     ];
-    let none = BareMappings { kfd: 9, ..BareMappings::default() };
-    let bare = vec![BareMappings { kfd: 6, mappings: mappings.into() }, none];
-    let image = SharedImage { bare, ..SharedImage::default() };
+    let none = FreedMappings { kfd: 9, ..FreedMappings::default() };
+    let bare = vec![FreedMappings { kfd: 6, mappings: mappings.into() }, none];
+    let image = SharedImage { freed_mappings: bare, ..SharedImage::default() };
     assert_eq!(read(&seed("good-bare")).unwrap(), image);
     assert_eq!(image.to_bytes(), seed("good-bare"));
     assert!(!image.is_empty());

@@ -146,7 +146,7 @@ impl Host {
     /// Whether CRIU calls [`crate::Plugin::post_forking`], and has the store when a restore's plugin is made
     /// (CRIU 4.2).
     #[must_use]
-    pub fn tells_of_forking(&self) -> bool {
+    pub fn has_post_forking(&self) -> bool {
         abi::has_post_forking()
     }
 

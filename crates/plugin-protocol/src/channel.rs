@@ -19,7 +19,7 @@ use crate::error::Error;
 /// Descriptors in one message at most: the kernel takes 253 (`SCM_MAX_FD`).
 pub const MAX_DESCRIPTORS: usize = 250;
 /// Time limit for every step of the other end. Opening the files and engines of a large machine takes less.
-pub const PATIENCE: Duration = Duration::from_secs(60);
+pub const TIMEOUT: Duration = Duration::from_secs(60);
 /// Bytes of the largest message: [`MAX_DESCRIPTORS`] numbers are a tenth of it.
 const MAX_MESSAGE: usize = 16 << 10;
 
@@ -37,19 +37,19 @@ impl Channel {
     /// # Errors
     /// The peer is another user.
     pub fn new(socket: OwnedFd) -> Result<Self, Error> {
-        Self::with_patience(socket, PATIENCE)
+        Self::with_timeout(socket, TIMEOUT)
     }
 
     /// Makes a channel with another time limit for every step, a microsecond at least.
     ///
     /// # Errors
     /// The peer is another user.
-    pub fn with_patience(socket: OwnedFd, timeout: Duration) -> Result<Self, Error> {
+    pub fn with_timeout(socket: OwnedFd, timeout: Duration) -> Result<Self, Error> {
         let peer =
             getsockopt(&socket, sockopt::PeerCredentials).map_err(Error::of("read the peer's user"))?;
         let own = geteuid().as_raw();
         if peer.uid() != own && peer.uid() != 0 {
-            return Err(Error::Stranger { found: peer.uid(), expected: own });
+            return Err(Error::ForeignUser { found: peer.uid(), expected: own });
         }
         let limit = TimeVal::microseconds(i64::try_from(timeout.as_micros()).unwrap_or(i64::MAX));
         setsockopt(&socket, sockopt::ReceiveTimeout, &limit).map_err(Error::of("set a time limit"))?;
@@ -81,14 +81,14 @@ impl Channel {
     ///
     /// # Errors
     /// The kernel's.
-    pub fn wait_for_ever(&self) -> Result<(), Error> {
+    pub fn remove_timeout(&self) -> Result<(), Error> {
         setsockopt(&self.socket, sockopt::ReceiveTimeout, &TimeVal::zero())
             .map_err(Error::of("remove a time limit"))
     }
 
     fn failed(&self, act: &'static str, errno: Errno) -> Error {
         match errno {
-            Errno::EAGAIN => Error::Silent(self.timeout),
+            Errno::EAGAIN => Error::TimedOut(self.timeout),
             errno => Error::of(act)(errno),
         }
     }
@@ -127,7 +127,7 @@ impl Channel {
             }
         }
         if flags.intersects(MsgFlags::MSG_TRUNC | MsgFlags::MSG_CTRUNC) {
-            return Err(Error::CutOff);
+            return Err(Error::Truncated);
         }
         // No message is empty: zero bytes mean the end of the connection.
         if length == 0 {
@@ -135,7 +135,7 @@ impl Channel {
         }
         let message = M::decode(&buffer[..length]);
         let message =
-            message.map_err(|error| Error::Garbled { expected: "a message", found: error.to_string() })?;
+            message.map_err(|error| Error::Malformed { expected: "a message", found: error.to_string() })?;
         Ok((message, descriptors))
     }
 }

@@ -2,7 +2,7 @@
 //! Marks processes with a closed gate, so that they are not dumped: an image would have zeros in the place of
 //! missing memory. The driver shows no difference from any other eviction.
 //!
-//! A mark is an empty file in [`FOLDER`], named by the process's pid and start time (`/proc/PID/stat`). A
+//! A mark is an empty file in [`DUMP_BLOCKS`], named by the process's pid and start time (`/proc/PID/stat`). A
 //! name that is left over never names another process, and creating the file is atomic. A mark does not
 //! depend on the streamer's life: a process whose queues stay evicted for ever, because its streamer was
 //! killed, must not be dumped either. CRIU sees marks if it has the same `/run` and the same pid namespace.
@@ -15,7 +15,7 @@ use std::path::Path;
 use nix::unistd::unlink;
 
 /// The folder of the marks. Any user may read it, as CRIU may be unprivileged.
-pub const FOLDER: &str = "/run/rewake-gated";
+pub const DUMP_BLOCKS: &str = "/run/rewake-gated";
 
 /// Bytes of the longest path.
 const MAX_PATH: usize = 64;
@@ -64,23 +64,23 @@ impl ProcessId {
     /// # Errors
     /// The kernel's.
     pub fn prepare() -> io::Result<()> {
-        DirBuilder::new().recursive(true).mode(0o755).create(FOLDER)
+        DirBuilder::new().recursive(true).mode(0o755).create(DUMP_BLOCKS)
     }
 
     /// Marks the process: its gate is closed.
     ///
     /// # Errors
     /// The kernel's.
-    pub fn shut(self) -> io::Result<()> {
+    pub fn block_dump(self) -> io::Result<()> {
         File::create(self.path()).map(drop)
     }
 
     /// Removes the mark: the gate is open, or the process has ended. It is one system call.
-    pub fn opened(self) {
+    pub fn allow_dump(self) {
         let mut path = [0; MAX_PATH];
         let mut rest = &mut path[..];
         // The path fits. A mark that cannot be removed prevents only dumps of this process.
-        let _ = write!(rest, "{FOLDER}/{self}");
+        let _ = write!(rest, "{DUMP_BLOCKS}/{self}");
         let left = rest.len();
         let _ = unlink(&path[..MAX_PATH - left]);
     }
@@ -89,12 +89,12 @@ impl ProcessId {
     ///
     /// # Errors
     /// The kernel's.
-    pub fn is_shut(self) -> io::Result<bool> {
+    pub fn is_dump_blocked(self) -> io::Result<bool> {
         fs::exists(self.path())
     }
 
     fn path(self) -> std::path::PathBuf {
-        Path::new(FOLDER).join(self.to_string())
+        Path::new(DUMP_BLOCKS).join(self.to_string())
     }
 }
 
@@ -156,15 +156,15 @@ mod tests {
     #[test]
     fn a_mark_is_for_one_process_only() {
         if let Err(error) = ProcessId::prepare() {
-            rewake_skip::skip!("{FOLDER}: {error}");
+            rewake_skip::skip!("{DUMP_BLOCKS}: {error}");
         }
         let shut = ProcessId::of(own()).unwrap().unwrap();
-        shut.shut().unwrap();
+        shut.block_dump().unwrap();
         let with_the_same_pid = ProcessId { started: shut.started + 1, ..shut };
-        assert!(shut.is_shut().unwrap() && !with_the_same_pid.is_shut().unwrap());
-        shut.opened();
-        assert!(!shut.is_shut().unwrap());
+        assert!(shut.is_dump_blocked().unwrap() && !with_the_same_pid.is_dump_blocked().unwrap());
+        shut.allow_dump();
+        assert!(!shut.is_dump_blocked().unwrap());
         // The mark may be removed already.
-        shut.opened();
+        shut.allow_dump();
     }
 }

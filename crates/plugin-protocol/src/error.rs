@@ -23,13 +23,13 @@ pub enum Error {
     },
     /// The other end did not send or receive in time.
     #[error("the other end has neither sent nor received for {0:?}")]
-    Silent(Duration),
+    TimedOut(Duration),
     /// The other end closed the connection.
     #[error("the other end has closed the socket: see its log")]
     Closed,
     /// The other end is another user's.
     #[error("the other end belongs to user {found}, expected {expected} or root")]
-    Stranger {
+    ForeignUser {
         /// The other end's user.
         found: u32,
         /// This process's user.
@@ -42,7 +42,7 @@ pub enum Error {
     Version(u32),
     /// A message cannot be decoded or is not expected.
     #[error("expected {expected}, found {found}: are plugin and server of one version?")]
-    Garbled {
+    Malformed {
         /// The expected message.
         expected: &'static str,
         /// The received message.
@@ -52,7 +52,7 @@ pub enum Error {
     #[error(
         "a message was cut off: more descriptors than this process may have open? raise the limit (ulimit -n)"
     )]
-    CutOff,
+    Truncated,
     /// The server refused the handoff.
     #[error("the server refused: {0}")]
     Refused(String),

@@ -22,8 +22,8 @@ pub mod proto {
     pub use super::generated::*;
 }
 
-pub use channel::{Channel, MAX_DESCRIPTORS, PATIENCE};
-pub use dump_block::{FOLDER, ProcessId};
+pub use channel::{Channel, MAX_DESCRIPTORS, TIMEOUT};
+pub use dump_block::{DUMP_BLOCKS, ProcessId};
 pub use error::Error;
 pub use session::{FileId, Notes, Phase, SESSIONS, SessionNote, Skipped, Store, sockets_of};
 pub use socket::{Listener, SOCKET, connect};

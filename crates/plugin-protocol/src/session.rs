@@ -237,7 +237,7 @@ impl SessionNote {
     ///
     /// # Errors
     /// It is not a trusted note any more.
-    pub fn again(&self, root: &Path) -> io::Result<Option<Self>> {
+    pub fn reread(&self, root: &Path) -> io::Result<Option<Self>> {
         Self::read(&self.path(root)).map_err(io::Error::other)
     }
 
@@ -275,7 +275,7 @@ impl SessionNote {
     ///
     /// # Errors
     /// The kernel's: ENOENT where the session has ended and its note is removed.
-    pub fn ask_urgent(&self, root: &Path) -> io::Result<()> {
+    pub fn request_urgent(&self, root: &Path) -> io::Result<()> {
         let note = self.path(root);
         fs::symlink_metadata(&note)?;
         let path = with_suffix(&note, URGENT);

@@ -56,9 +56,9 @@ fn closed_ends_and_malformed_messages_are_errors() {
     let (one, other) = pair();
     let other = Channel::new(other).unwrap();
     send(one.as_raw_fd(), &[0xff; 40], MsgFlags::empty()).unwrap();
-    assert!(matches!(other.receive::<proto::ToServer>(), Err(Error::Garbled { .. })));
+    assert!(matches!(other.receive::<proto::ToServer>(), Err(Error::Malformed { .. })));
     send(one.as_raw_fd(), &vec![0; 20_000], MsgFlags::empty()).unwrap();
-    assert!(matches!(other.receive::<proto::ToServer>(), Err(Error::CutOff)));
+    assert!(matches!(other.receive::<proto::ToServer>(), Err(Error::Truncated)));
     drop(one);
     assert!(matches!(other.receive::<proto::ToServer>(), Err(Error::Closed)));
     assert!(matches!(other.send(&hello(), &[]), Err(Error::Closed)));
@@ -152,26 +152,26 @@ fn another_user_is_refused_as_plugin_and_as_server() {
     fs::set_permissions(&path, fs::Permissions::from_mode(0o666)).unwrap();
     let _connection = as_other_user(|| connect(&path)).unwrap().unwrap();
     let error = listener.accept().unwrap_err();
-    assert!(matches!(error, Error::Stranger { found: OTHER_USER, expected: 0 }), "{error:?}");
+    assert!(matches!(error, Error::ForeignUser { found: OTHER_USER, expected: 0 }), "{error:?}");
     assert_eq!(error.to_string(), "the other end belongs to user 65534, expected 0 or root");
     let _listener = as_other_user(|| Listener::new(their.path())).unwrap();
     let error = connect(&their.path().join(SOCKET)).unwrap_err();
-    assert!(matches!(error, Error::Stranger { found: OTHER_USER, expected: 0 }), "{error:?}");
+    assert!(matches!(error, Error::ForeignUser { found: OTHER_USER, expected: 0 }), "{error:?}");
 }
 
 #[test]
 fn an_end_that_neither_sends_nor_receives_times_out() {
     let (one, _other) = pair();
     let timeout = Duration::from_millis(50);
-    let one = Channel::with_patience(one, timeout).unwrap();
+    let one = Channel::with_timeout(one, timeout).unwrap();
     let start = Instant::now();
     let error = one.receive::<proto::ToServer>().unwrap_err();
-    assert!(matches!(error, Error::Silent(waited) if waited == timeout), "{error:?}");
+    assert!(matches!(error, Error::TimedOut(waited) if waited == timeout), "{error:?}");
     assert!(start.elapsed() >= timeout);
     assert_eq!(error.to_string(), "the other end has neither sent nor received for 50ms");
     // As many messages as the socket takes.
     let error = (0..100_000).find_map(|_| one.send(&hello(), &[]).err()).unwrap();
-    assert!(matches!(error, Error::Silent(_)), "{error:?}");
+    assert!(matches!(error, Error::TimedOut(_)), "{error:?}");
 }
 
 #[test]

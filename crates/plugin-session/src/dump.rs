@@ -156,7 +156,7 @@ fn request_urgent(
     if !requested.insert((note.starter.pid, note.starter.started, note.number)) {
         return;
     }
-    match note.ask_urgent(sessions) {
+    match note.request_urgent(sessions) {
         // It has just ended.
         Err(error) if error.kind() == io::ErrorKind::NotFound => {}
         Err(error) => {

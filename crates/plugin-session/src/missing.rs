@@ -77,7 +77,7 @@ pub(crate) fn first_missing(
     processes: &[i32],
 ) -> io::Result<Option<Missing>> {
     for pid in processes {
-        if ProcessId::of(*pid)?.map_or(Ok(false), ProcessId::is_shut)? {
+        if ProcessId::of(*pid)?.map_or(Ok(false), ProcessId::is_dump_blocked)? {
             return Ok(Some(Missing { pid: *pid, what: What::Gate }));
         }
         if notes.is_empty() {

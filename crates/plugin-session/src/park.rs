@@ -127,7 +127,7 @@ impl Parking {
         let mut waits = false;
         loop {
             // A session that has ended has killed the targets that it could not serve.
-            let Some(note) = first.again(&self.sessions).map_err(Error::Find)? else {
+            let Some(note) = first.reread(&self.sessions).map_err(Error::Find)? else {
                 return Ok(Plan::Leave);
             };
             let orphaned = note.is_orphaned(&self.sessions).map_err(Error::Find)?;

@@ -56,14 +56,14 @@ impl Uffd {
     /// # Errors
     /// EPERM without root or `vm.unprivileged_userfaultfd=1`; EINVAL when a feature is missing.
     pub fn open(features: u64) -> io::Result<Self> {
-        Self::begin(unready()?, features)
+        Self::negotiate(open_unnegotiated()?, features)
     }
 
-    /// Takes a descriptor from [`unready`], of this process's memory or another's, and negotiates `features`.
+    /// Takes a descriptor from [`open_unnegotiated`], of this process's memory or another's, and negotiates `features`.
     ///
     /// # Errors
     /// EINVAL when a feature is missing, or when features were negotiated before.
-    pub fn begin(fd: OwnedFd, features: u64) -> io::Result<Self> {
+    pub fn negotiate(fd: OwnedFd, features: u64) -> io::Result<Self> {
         abi::api(fd.as_fd(), &mut abi::Api { api: abi::UFFD_API, features, ioctls: 0 })?;
         Ok(Self(fd))
     }
@@ -118,11 +118,11 @@ impl Uffd {
 }
 
 /// Opens a non-blocking userfaultfd for this process's memory, kernel-mode faults included. It has no effect
-/// before [`Uffd::begin`], which another process may call.
+/// before [`Uffd::negotiate`], which another process may call.
 ///
 /// # Errors
 /// EPERM without root or `vm.unprivileged_userfaultfd=1`.
-pub fn unready() -> io::Result<OwnedFd> {
+pub fn open_unnegotiated() -> io::Result<OwnedFd> {
     // SAFETY: the syscall takes flags only and returns a new descriptor or -1.
     let fd = unsafe { libc::syscall(libc::SYS_userfaultfd, libc::O_CLOEXEC | libc::O_NONBLOCK) };
     let fd = RawFd::try_from(fd).unwrap_or(-1);
@@ -136,7 +136,7 @@ pub fn unready() -> io::Result<OwnedFd> {
 /// Whether the registered memory has ended with its last process. It is one system call, a request that
 /// anonymous memory refuses (UFFDIO_CONTINUE), so that it changes nothing.
 #[must_use]
-pub fn memory_is_gone(uffd: BorrowedFd<'_>) -> bool {
+pub fn address_space_ended(uffd: BorrowedFd<'_>) -> bool {
     let range = abi::Range { start: 0x1_0000, len: crate::PAGE_SIZE };
     let result = abi::continue_minor(uffd, &mut abi::Fill { range, mode: 0, done: 0 });
     result.is_err_and(|error| error.raw_os_error() == Some(libc::ESRCH))

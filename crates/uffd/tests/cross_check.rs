@@ -5,7 +5,7 @@ use std::os::fd::{AsFd as _, AsRawFd as _, FromRawFd as _, IntoRawFd as _, Owned
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
 
-use rewake_uffd::{FillPort as _, Message, PAGE_SIZE, RawMessage, Stop, Uffd, abi, memory_is_gone};
+use rewake_uffd::{FillPort as _, Message, PAGE_SIZE, RawMessage, Stop, Uffd, abi, address_space_ended};
 use userfaultfd::{Event, FeatureFlags, UffdBuilder};
 
 const PAGE: usize = 4096;
@@ -158,9 +158,9 @@ fn a_poisoned_page_stays_poisoned_after_the_descriptor_is_closed() {
 fn the_query_for_ended_memory_changes_nothing() {
     let _alone = alone();
     let (uffd, start) = registered(1);
-    assert!(!memory_is_gone(uffd.as_fd()));
+    assert!(!address_space_ended(uffd.as_fd()));
     assert!(uffd.copy(start, &[1; PAGE]).complete(PAGE_SIZE));
-    assert!(!memory_is_gone(uffd.as_fd()));
+    assert!(!address_space_ended(uffd.as_fd()));
 }
 
 #[test]

@@ -145,7 +145,7 @@ pub struct KfdBuffer {
 
 /// The place of one buffer's contents in a pages file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Stretch {
+pub struct ContentsRange {
     /// Index in [`KfdImage::buffers`].
     pub buffer: usize,
     /// Byte offset in the file; the length is the buffer's size.
@@ -163,12 +163,12 @@ impl KfdBuffer {
 impl KfdImage {
     /// Returns the places of contents in the pages file of a GPU, and the file's length in bytes.
     #[must_use]
-    pub fn pages(&self, gpu_id: u32) -> (Vec<Stretch>, u64) {
+    pub fn pages(&self, gpu_id: u32) -> (Vec<ContentsRange>, u64) {
         let mut end = HEADER;
         let mut ranges = Vec::new();
         for (buffer, entry) in self.buffers.iter().enumerate() {
             if entry.gpu_id == gpu_id && entry.has_contents() {
-                ranges.push(Stretch { buffer, file_offset: end });
+                ranges.push(ContentsRange { buffer, file_offset: end });
                 // No overflow in an image that was read: see `check_sizes`.
                 end += entry.size;
             }

@@ -20,7 +20,7 @@ mod render;
 
 pub use contents::CONTENTS_LIMIT;
 pub use dmabuf::DmabufImage;
-pub use kfd::{KfdBuffer, KfdImage, Link, MAX_BUFFERS, MAX_NODES, Node, Properties, Stretch};
+pub use kfd::{ContentsRange, KfdBuffer, KfdImage, Link, MAX_BUFFERS, MAX_NODES, Node, Properties};
 pub use render::{Mapping, RenderBuffer, RenderContents, RenderImage};
 
 pub(crate) use dmabuf::parse as parse_dmabuf;

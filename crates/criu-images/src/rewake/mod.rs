@@ -3,11 +3,11 @@
 //!
 //! - [`SharedImage`]: `rewake-shared.img`, the GPU objects that processes of a tree share.
 
-mod bare;
+mod freed_mappings;
 mod render;
 mod shared;
 
-pub use bare::{BareMapping, BareMappings};
+pub use freed_mappings::{FreedMapping, FreedMappings};
 pub use render::{BufferOwner, RenderFile, RenderImport};
 pub use shared::{BufferUser, MAX_SHARED, SHARED_NAME, SecondFile, SharedBuffer, SharedImage};
 

@@ -12,7 +12,7 @@ use crate::amdgpu::contents::file_of;
 use crate::amdgpu::record::{Contents, record};
 use crate::error::Result;
 use crate::generated::gpu as raw;
-use crate::rewake::bare::{self, BareMappings};
+use crate::rewake::freed_mappings::{self, FreedMappings};
 use crate::rewake::render::{self, RenderFile};
 
 /// The file's name.
@@ -30,7 +30,7 @@ pub struct SharedImage {
     /// Render nodes with more data than [`crate::amdgpu::RenderImage`] can have.
     pub render_files: Vec<RenderFile>,
     /// Mappings without a buffer, by process. For a process that is not listed they are not known.
-    pub bare: Vec<BareMappings>,
+    pub freed_mappings: Vec<FreedMappings>,
 }
 
 /// A buffer that several processes have, or that has an open dma-buf.
@@ -70,7 +70,7 @@ impl SharedImage {
         self.buffers.is_empty()
             && self.second_files.is_empty()
             && self.render_files.is_empty()
-            && self.bare.is_empty()
+            && self.freed_mappings.is_empty()
     }
 
     /// Encodes the whole file.
@@ -84,7 +84,7 @@ impl SharedImage {
             buffers: self.buffers.iter().map(buffer).collect(),
             second_files: self.second_files.iter().map(|file| file.to_raw().encode_to_vec()).collect(),
             render_files: self.render_files.iter().map(RenderFile::encode).collect(),
-            bare: self.bare.iter().map(BareMappings::encode).collect(),
+            bare: self.freed_mappings.iter().map(FreedMappings::encode).collect(),
         };
         file_of(&image.encode_to_vec())
     }
@@ -108,7 +108,7 @@ pub(crate) fn parse(file: &Path, bytes: &[u8]) -> Result<SharedImage> {
             .collect::<Result<_>>()?,
         second_files: raw.second_files.iter().map(second_file).collect::<Result<_>>()?,
         render_files: render::parse_all(contents, &raw.render_files)?,
-        bare: bare::parse_all(contents, &raw.bare)?,
+        freed_mappings: freed_mappings::parse_all(contents, &raw.bare)?,
     })
 }
 

@@ -63,8 +63,8 @@ impl TransferFile {
 
     /// Whether its bytes come from another host, or may.
     #[must_use]
-    pub fn is_of_another_host(&self) -> bool {
-        shared_readers::is_of_another_host(&self.buffered)
+    pub fn is_remote(&self) -> bool {
+        shared_readers::is_remote(&self.buffered)
     }
 
     /// Whether other processes have joined, too, so that sharing pays.

@@ -44,14 +44,14 @@ fn lock(kind: libc::c_int) -> libc::flock {
 }
 
 /// Whether the bytes of a file come from another host, or may.
-pub(super) fn is_of_another_host(file: &File) -> bool {
+pub(super) fn is_remote(file: &File) -> bool {
     !fstatfs(file).is_ok_and(|of| !REMOTE.contains(&of.filesystem_type()))
 }
 
 /// Registers this reader of a file, until all descriptors of the open file are closed. Returns false where
 /// other readers cannot find it.
 pub(super) fn join(file: &File) -> bool {
-    !is_of_another_host(file) && fcntl(file, FcntlArg::F_OFD_SETLK(&lock(libc::F_RDLCK))).is_ok()
+    !is_remote(file) && fcntl(file, FcntlArg::F_OFD_SETLK(&lock(libc::F_RDLCK))).is_ok()
 }
 
 /// Whether another reader has joined and has not left.

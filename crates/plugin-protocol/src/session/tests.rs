@@ -73,7 +73,7 @@ fn a_file_that_is_not_a_trusted_note_is_skipped_with_a_reason() {
     let (root, socket) = (root.path(), socket());
     let good = note(1, &socket);
     good.write(root).unwrap();
-    good.ask_urgent(root).unwrap();
+    good.request_urgent(root).unwrap();
     let folder = root.join(own().to_string());
     let text = fs::read_to_string(folder.join("session-1")).unwrap();
     let put = |name: &str, text: &str| fs::write(folder.join(name), text).unwrap();
@@ -188,10 +188,10 @@ fn an_urgent_request_is_a_file_that_is_removed_with_its_note() {
     let (root, socket) = (root.path(), socket());
     let (first, second) = (note(1, &socket), note(2, &socket));
     second.write(root).unwrap();
-    assert_eq!(first.ask_urgent(root).unwrap_err().kind(), io::ErrorKind::NotFound, "it has no note");
+    assert_eq!(first.request_urgent(root).unwrap_err().kind(), io::ErrorKind::NotFound, "it has no note");
     first.write(root).unwrap();
-    first.ask_urgent(root).unwrap();
-    first.ask_urgent(root).unwrap();
+    first.request_urgent(root).unwrap();
+    first.request_urgent(root).unwrap();
     assert!(first.is_urgent(root).unwrap() && !second.is_urgent(root).unwrap());
     first.remove(root).unwrap();
     assert!(!first.is_urgent(root).unwrap());

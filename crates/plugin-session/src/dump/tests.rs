@@ -139,15 +139,15 @@ fn the_second_check_refuses_a_process_restored_meanwhile() {
 #[test]
 fn a_closed_gate_counts_as_missing_memory() {
     if let Err(error) = ProcessId::prepare() {
-        assert!(env::var_os("CI").is_none(), "{}: {error}", rewake_plugin_protocol::FOLDER);
-        return eprintln!("skipped: {}: {error}", rewake_plugin_protocol::FOLDER);
+        assert!(env::var_os("CI").is_none(), "{}: {error}", rewake_plugin_protocol::DUMP_BLOCKS);
+        return eprintln!("skipped: {}: {error}", rewake_plugin_protocol::DUMP_BLOCKS);
     }
     let session = Session::new();
     session.end();
     let gated = ProcessId::of(session.pid()).unwrap().unwrap();
-    gated.shut().unwrap();
+    gated.block_dump().unwrap();
     let error = session.wait(Some(0), || vec![session.pid()]).0.unwrap_err().to_string();
-    gated.opened();
+    gated.allow_dump();
     assert!(error.contains("(sleep) has GPU queues that are stopped until memory"), "{error}");
     session.wait(Some(0), || vec![session.pid()]).0.unwrap();
 }

@@ -12,17 +12,17 @@ use crate::generated::gpu as raw;
 
 /// The mappings without a buffer of one process.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub struct BareMappings {
+pub struct FreedMappings {
     /// Id of its `/dev/kfd`: [`crate::amdgpu::kfd_name`] gives the name of its image.
     pub kfd: u32,
     /// The mappings, at most [`MAX_SHARED`].
-    pub mappings: BTreeSet<BareMapping>,
+    pub mappings: BTreeSet<FreedMapping>,
 }
 
 record! {
     /// A mapping of a render node whose buffer was freed before the dump, or never existed.
     #[derive(PartialOrd, Ord)]
-    BareMapping = raw::BareMapping {
+    FreedMapping = raw::BareMapping {
         /// N of `/dev/dri/renderDN`.
         minor: u32,
         /// Its address in the process.
@@ -32,14 +32,14 @@ record! {
     }
 }
 
-impl BareMappings {
+impl FreedMappings {
     pub(super) fn encode(&self) -> Vec<u8> {
         let mappings = self.mappings.iter().map(|mapping| mapping.to_raw().encode_to_vec()).collect();
         raw::BareMappings { kfd: Some(self.kfd), mappings }.encode_to_vec()
     }
 }
 
-pub(super) fn parse_all(contents: Contents<'_>, raw: &[Vec<u8>]) -> Result<Vec<BareMappings>> {
+pub(super) fn parse_all(contents: Contents<'_>, raw: &[Vec<u8>]) -> Result<Vec<FreedMappings>> {
     contents.limit("processes", raw.len(), ("MAX_SHARED", MAX_SHARED))?;
     let (mut known, mut all) = (BTreeSet::new(), Vec::new());
     for bytes in raw {
@@ -52,17 +52,17 @@ pub(super) fn parse_all(contents: Contents<'_>, raw: &[Vec<u8>]) -> Result<Vec<B
     Ok(all)
 }
 
-fn process(contents: Contents<'_>, bytes: &[u8]) -> Result<BareMappings> {
+fn process(contents: Contents<'_>, bytes: &[u8]) -> Result<FreedMappings> {
     let raw: raw::BareMappings = contents.decode("mappings without buffers", bytes)?;
     let kfd = contents.whole("mappings without buffers", raw.kfd.ok_or(Missing("kfd")))?;
     contents.limit("mappings without buffers", raw.mappings.len(), ("MAX_SHARED", MAX_SHARED))?;
     let mapping = |bytes: &Vec<u8>| {
         let raw: raw::BareMapping = contents.decode("a mapping without a buffer", bytes)?;
-        contents.whole("a mapping without a buffer", BareMapping::from_raw(&raw))
+        contents.whole("a mapping without a buffer", FreedMapping::from_raw(&raw))
     };
-    let mappings: BTreeSet<BareMapping> = raw.mappings.iter().map(mapping).collect::<Result<_>>()?;
+    let mappings: BTreeSet<FreedMapping> = raw.mappings.iter().map(mapping).collect::<Result<_>>()?;
     if mappings.len() != raw.mappings.len() {
         return Err(contents.damaged("each mapping once", format!("one of /dev/kfd {kfd} twice")));
     }
-    Ok(BareMappings { kfd, mappings })
+    Ok(FreedMappings { kfd, mappings })
 }
