@@ -14,7 +14,7 @@ use rewake_criu_images::amdgpu::{
 };
 use rewake_criu_images::{ImageDir, PagesFile};
 
-/// Reads a file of the fuzzers' corpus, which is not written by this crate.
+/// Reads a file of the fuzzers' corpus, which was written by hand and not by this crate.
 fn seed(name: &str) -> Vec<u8> {
     let path = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("fuzz/corpus").join(name);
     std::fs::read(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))

@@ -181,7 +181,7 @@ impl IoBudget {
         self.last_demand.store(self.nanos(now).max(1), Ordering::Relaxed);
     }
 
-    /// Whether a thread waits for the disk or did within [`QUIET_AFTER`]: background reads then have at most
+    /// Whether a thread waits for the disk or did within 5 ms: background reads then have at most
     /// [`PIECE`] bytes.
     #[must_use]
     pub fn is_busy(&self) -> bool {

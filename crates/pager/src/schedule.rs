@@ -322,7 +322,7 @@ mod tests {
     }
 
     #[test]
-    fn a_promoted_block_and_its_successor_are_claimed_first_and_once() {
+    fn a_promoted_block_and_its_successor_are_claimed_first_once() {
         let schedule = Schedule::new(100);
         schedule.promote(BlockIx(50));
         schedule.promote(BlockIx(50));

@@ -103,17 +103,17 @@ fn a_block_is_found_by_file_and_offset() {
 fn a_run_ends_where_an_extent_ends() {
     // Contiguous in memory and in the file, but in two mappings: one fill may not cross them.
     let map = map(&[extent(100, 0, 3), extent(103, 3, 2)]);
-    let told: Vec<_> =
+    let found: Vec<_> =
         all_runs(&map, 0).iter().map(|run| (run.target / PAGE_SIZE, run.page.0, run.pages)).collect();
-    assert_eq!(told, [(100, 0, 3), (103, 3, 2)]);
+    assert_eq!(found, [(100, 0, 3), (103, 3, 2)]);
 }
 
 #[test]
 fn contiguous_missing_pages_are_one_run() {
     let map = map(&[extent(100, 0, 14)]);
     map.set_resident(PageIx(3), 5);
-    let told: Vec<_> = all_runs(&map, 0).iter().map(|run| (run.page.0, run.pages)).collect();
-    assert_eq!(told, [(0, 3), (8, 6)]);
+    let found: Vec<_> = all_runs(&map, 0).iter().map(|run| (run.page.0, run.pages)).collect();
+    assert_eq!(found, [(0, 3), (8, 6)]);
 }
 
 #[test]
@@ -201,11 +201,11 @@ fn a_child_s_map_is_independent() {
 #[test]
 fn promoted_blocks_are_claimed_first_and_resident_ones_never() {
     let map = map(&[extent(100, 0, 10 * BLOCK_PAGES)]);
-    let touched = match map.locate((100 + 6 * BLOCK_PAGES + 3) * PAGE_SIZE) {
+    let faulted = match map.locate((100 + 6 * BLOCK_PAGES + 3) * PAGE_SIZE) {
         Locate::Missing(place) => place.block,
         other => panic!("{other:?}"),
     };
-    map.promote(touched);
+    map.promote(faulted);
     map.set_resident(PageIx(0), 2 * BLOCK_PAGES);
     let order: Vec<_> = std::iter::from_fn(|| map.claim()).map(|block| block.0).collect();
     assert_eq!(order, [6, 7, 2, 3, 4, 5, 8, 9]);

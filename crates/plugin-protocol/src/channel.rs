@@ -32,7 +32,7 @@ pub struct Channel {
 
 impl Channel {
     /// Makes a channel of a connected socket whose peer is this user or root, with a time limit of
-    /// [`PATIENCE`].
+    /// [`TIMEOUT`].
     ///
     /// # Errors
     /// The peer is another user.

@@ -2,10 +2,10 @@
 //! Marks processes with a closed gate, so that they are not dumped: an image would have zeros in the place of
 //! missing memory. The driver shows no difference from any other eviction.
 //!
-//! A mark is an empty file in [`DUMP_BLOCKS`], named by the process's pid and start time (`/proc/PID/stat`). A
-//! name that is left over never names another process, and creating the file is atomic. A mark does not
-//! depend on the streamer's life: a process whose queues stay evicted for ever, because its streamer was
-//! killed, must not be dumped either. CRIU sees marks if it has the same `/run` and the same pid namespace.
+//! A mark is an empty file in [`DUMP_BLOCKS`], named by the process's pid and start time (`/proc/PID/stat`).
+//! A name that is left over never names another process, and creating the file is atomic. A mark does not
+//! depend on the streamer's life. If the streamer was killed, queues stay evicted for ever, and the process
+//! must not be dumped either. CRIU sees marks if it has the same `/run` and the same pid namespace.
 
 use std::fs::{self, DirBuilder, File};
 use std::io::{self, Write as _};

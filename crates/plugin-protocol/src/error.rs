@@ -48,7 +48,7 @@ pub enum Error {
         /// The received message.
         found: String,
     },
-    /// A message was too long.
+    /// A message was cut off: it was too long, or had too many descriptors.
     #[error(
         "a message was cut off: more descriptors than this process may have open? raise the limit (ulimit -n)"
     )]

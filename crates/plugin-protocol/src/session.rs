@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What a session publishes for CRIU's plugins: a note in a file below [`SESSIONS`], with lines `key
-//! value...`.
+//! What a session publishes for CRIU's plugins: a note in a file below [`SESSIONS`].
+//! A line is `key value...`:
 //!
 //! ```text
 //! /run/rewake/sessions/<starter's pid>-<its start time>/session-<number>

@@ -19,7 +19,7 @@ pub(crate) struct Missing {
 /// What a process is missing.
 #[derive(Debug)]
 pub(crate) enum What {
-    /// Memory that a session has to load; the flag says whether the session is served.
+    /// Memory that a session has to load; the flag is true if the session is served.
     Memory(SessionNote, bool),
     /// Memory of one of the sessions that have not parked their store yet.
     Unparked,

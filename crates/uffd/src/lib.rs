@@ -7,7 +7,7 @@
 //! reading messages into memory that outlives the reader. Sources: `fs/userfaultfd.c`, `mm/userfaultfd.c`,
 //! `include/uapi/linux/userfaultfd.h` of Linux 6.18.
 //!
-//! - [`abi`]: numbers and structs, asserted at compile time. All ioctls are there.
+//! - [`abi`]: numbers, structs and all ioctls, asserted at compile time.
 //! - [`Uffd`]: one owned descriptor and its operations.
 //! - [`Outcome`]: how many bytes an operation filled and why it stopped.
 //! - [`Message`]: one decoded event.

@@ -59,7 +59,8 @@ impl Uffd {
         Self::negotiate(open_unnegotiated()?, features)
     }
 
-    /// Takes a descriptor from [`open_unnegotiated`], of this process's memory or another's, and negotiates `features`.
+    /// Takes a descriptor from [`open_unnegotiated`], of the memory of this process or another one, and
+    /// negotiates `features`.
     ///
     /// # Errors
     /// EINVAL when a feature is missing, or when features were negotiated before.

@@ -142,7 +142,7 @@ fn fills_are_refused_until_the_event_of_dropped_memory_is_read() {
 }
 
 #[test]
-fn a_poisoned_page_stays_poisoned_after_the_descriptor_is_closed() {
+fn a_poisoned_page_stays_poisoned_after_the_last_close() {
     let _alone = alone();
     let (uffd, start) = registered(1);
     assert!(uffd.poison(start, PAGE_SIZE).complete(PAGE_SIZE));

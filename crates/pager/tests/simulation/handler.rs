@@ -312,7 +312,7 @@ impl Served {
         Worker::Filling { mm, block, runs, next }
     }
 
-    /// Returns true when the faulting thread is woken for good.
+    /// Returns true when the faulting thread is woken.
     fn fill_demand(&self, page: u64, place: Option<Place>, kernel: &mut Mm) -> bool {
         let value = place.map_or(0, |place| image_value(place.file, place.file_offset / PAGE_SIZE));
         let (done, stop) = kernel.fill(page, &[value]);
