@@ -89,11 +89,9 @@ fn run(
         return Ok(None);
     }
     // Files are joined now and not when they are opened: plugin and streamer have them open at the same time.
-    // the same time.
     processes.iter().flat_map(|process| process.files).for_each(|file| file.file.join());
-    let from_afar =
-        processes.iter().flat_map(|process| process.files).any(|file| file.file.is_of_another_host());
-    budget.iter().filter(|_| from_afar).for_each(|budget| budget.set_remote_fs());
+    let remote = processes.iter().flat_map(|process| process.files).any(|file| file.file.is_remote());
+    budget.iter().filter(|_| remote).for_each(|budget| budget.set_remote_fs());
     let start = Instant::now();
     let (paths, moved) = on_quiet_thread(|| {
         let mut pipeline = Pipeline::new(processes, sink, budget)?;

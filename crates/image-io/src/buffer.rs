@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The memory that reads go to: one mapping, cut into buffers that have one owner each.
+//! The memory that reads fill: one mapping, divided into buffers with one owner each.
 
 use std::fmt;
 use std::io;
@@ -12,20 +12,20 @@ use memmap2::{Advice, MmapMut, MmapRaw};
 use crate::cache::BlockCache;
 use crate::{BLOCK, PAGE};
 
-/// The mapping behind a cache: block buffers, then one block's worth of demand buffers.
+/// The mapping of a cache: block buffers, then demand buffers of one block in all.
 #[derive(Debug)]
 pub(crate) struct Pool {
     map: MmapRaw,
     blocks: u32,
 }
 
-/// Which buffer of the pool a slice is.
+/// The place of a slice's buffer in the pool.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Place {
     Block(u32),
     Demand(u32),
-    /// Handed over to the cache: nothing to give back.
-    Gone,
+    /// The cache owns the buffer: a drop returns nothing.
+    Cache,
 }
 
 impl Pool {
@@ -33,7 +33,7 @@ impl Pool {
         let map = MmapMut::map_anon((blocks as usize + 1) * BLOCK)?;
         // A child must not share pages that the kernel may be reading into.
         map.advise(Advice::DontFork)?;
-        // A core dump of this process must not have memory of others.
+        // A core dump of this process must not have memory of other processes.
         map.advise(Advice::DontDump)?;
         Ok(Self { map: MmapRaw::from(map), blocks })
     }
@@ -59,10 +59,10 @@ impl Pool {
     }
 }
 
-/// A buffer of the pool, owned: whoever holds it is the only one who can reach its memory. It moves into a
-/// [`Read`](crate::Read) and comes back in a [`Done`](crate::Done); dropped, it returns to the pool.
+/// An owned buffer of the pool: only its owner can access its memory. It moves into a [`Read`](crate::Read),
+/// and a [`Done`](crate::Done) returns it. A drop returns it to the pool.
 ///
-/// Page aligned. Before it has been filled its bytes are arbitrary old ones (never uninitialised).
+/// It is page-aligned. Before it is filled it has arbitrary old bytes (never uninitialised ones).
 pub struct BufferSlice {
     home: Arc<BlockCache>,
     place: Place,
@@ -70,20 +70,20 @@ pub struct BufferSlice {
     len: usize,
 }
 
-// SAFETY: a BufferSlice is the only owner of its bytes (the cache hands out each buffer once until it comes
-// back), and those bytes live as long as `home`, which it holds. Like a Box<[u8]>.
+// SAFETY: a BufferSlice is the only owner of its bytes (the cache gives out each buffer once until it is
+// returned). The bytes live as long as `home`, which the slice holds. Like a Box<[u8]>.
 unsafe impl Send for BufferSlice {}
-// SAFETY: through & only shared reads of the bytes are possible.
+// SAFETY: a shared reference allows only reads of the bytes.
 unsafe impl Sync for BufferSlice {}
 
 impl BufferSlice {
-    /// `place` must be a buffer that the cache just took from its free list for this slice.
+    /// Makes a slice. `place` must be a buffer that the cache just took from its free list for this slice.
     pub(crate) fn new(home: Arc<BlockCache>, place: Place, len: usize) -> Self {
         let start = home.pool().at(place);
         Self { home, place, start, len }
     }
 
-    /// Makes the slice shorter; its memory stays whole. No effect when `len` is not less than now.
+    /// Makes the slice shorter; its memory stays whole. A `len` that is not less has no effect.
     pub fn truncate(&mut self, len: usize) {
         self.len = self.len.min(len);
     }
@@ -93,8 +93,8 @@ impl BufferSlice {
         matches!(self.place, Place::Demand(_))
     }
 
-    /// Bytes of memory behind the slice, a multiple of [`PAGE`]; at least `len()`. Direct reads, whose
-    /// length must be aligned, may write up to here.
+    /// Bytes of memory of the slice, a multiple of [`PAGE`] and at least `len()`. Direct reads have aligned
+    /// lengths and may write up to here.
     pub(crate) fn capacity(&self) -> usize {
         if self.is_demand() { PAGE } else { BLOCK }
     }
@@ -107,20 +107,20 @@ impl BufferSlice {
         self.place
     }
 
-    /// Marks the buffer as the cache's again, without returning it to the free list.
+    /// Returns the buffer to the cache, but not to the free list.
     pub(crate) fn hand_over(mut self) {
-        self.place = Place::Gone;
+        self.place = Place::Cache;
     }
 
-    /// The memory, for the kernel to write to. Valid for `capacity()` bytes while the slice lives.
+    /// The memory for the kernel to write to. It is valid for `capacity()` bytes while the slice lives.
     pub(crate) fn as_mut_ptr_whole(&mut self) -> *mut u8 {
         self.start.as_ptr()
     }
 
-    /// All of the memory, beyond `len()` too.
+    /// All of the memory, also beyond `len()`.
     pub(crate) fn whole_mut(&mut self) -> &mut [u8] {
-        // SAFETY: the buffer has capacity() initialised bytes (the mapping starts zeroed), owned by this slice
-        // alone, borrowed for as long as the result.
+        // SAFETY: the buffer has capacity() initialised bytes (the mapping starts zeroed). This slice alone
+        // owns them and is borrowed for as long as the result.
         unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.capacity()) }
     }
 }
@@ -157,7 +157,8 @@ impl fmt::Debug for BufferSlice {
 mod tests {
     use super::*;
 
-    /// Flags of this process's mapping at an address, as `VmFlags` of `/proc/self/smaps` shows them.
+    /// Returns the flags of this process's mapping at an address, as `VmFlags` of `/proc/self/smaps` shows
+    /// them.
     fn flags_at(address: usize) -> String {
         let maps = std::fs::read_to_string("/proc/self/smaps").unwrap();
         let mut inside = false;
@@ -170,7 +171,7 @@ mod tests {
                 return flags.to_owned();
             }
         }
-        panic!("nothing is mapped at {address:#x}")
+        panic!("no mapping at {address:#x}")
     }
 
     #[test]

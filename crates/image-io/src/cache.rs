@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Blocks of pages files in bounded memory, each read once however many sessions want it.
+//! Keeps blocks of pages files in bounded memory; each is read once for all sessions.
 
 use std::fmt;
 use std::ops::Deref;
@@ -14,15 +14,15 @@ use crate::notifier::Notifier;
 use crate::slots::{Found, Key, Slots};
 use crate::{BLOCK, PAGE};
 
-/// Default budget in bytes: 511 blocks and the demand buffers. Enough to keep one engine's queue full
-/// ([`crate::engine::DEPTH_BLOCKS`]) while as many blocks again are being copied out and some stay for a
-/// second session.
+/// Default budget in bytes: 511 blocks and the demand buffers. It keeps one engine's queue full
+/// ([`crate::engine::DEPTH_BLOCKS`]) while as many blocks are being copied and some stay for a second
+/// session.
 pub const DEFAULT_BUDGET: usize = 32 * 1024 * 1024;
 
 /// Number of one-page buffers for demand reads; together they take one block of the budget.
 ///
-/// Most faults load their block; these serve faults in blocks that are claimed but not being read yet, and those
-/// before the background may begin.
+/// Most page faults load their block. These buffers serve faults in blocks that are claimed but not being
+/// read yet, and faults before background loads may begin.
 pub const DEMAND_BUFFERS: u32 = 16;
 
 const _: () = assert!(DEMAND_BUFFERS as usize * PAGE == BLOCK);
@@ -30,7 +30,7 @@ const _: () = assert!(DEMAND_BUFFERS as usize * PAGE == BLOCK);
 /// A bounded cache of blocks, shared by all threads.
 pub struct BlockCache {
     pool: Pool,
-    /// Held for table look-ups only, never over a system call.
+    /// Locked for table look-ups only, never during a system call.
     slots: Mutex<Slots>,
     metrics: Arc<Metrics>,
     blocks: u32,
@@ -39,19 +39,19 @@ pub struct BlockCache {
 /// What [`BlockCache::acquire`] found.
 #[derive(Debug)]
 pub enum Acquire {
-    /// The bytes are here.
+    /// The block is loaded.
     Hit(BlockRef),
-    /// The caller, and nobody else, is to load the block.
+    /// The caller alone must load the block.
     Load(LoadGuard),
-    /// Another caller is loading it. The waker is signalled when it is published or failed: acquire again.
+    /// Another caller loads it. The notifier is woken when the block is published or failed: acquire again.
     Pending,
-    /// Every buffer is in use. The waker is signalled when one is free: acquire again.
+    /// Every buffer is in use. The notifier is woken when one is free: acquire again.
     Full,
 }
 
 impl BlockCache {
-    /// A cache that never takes more than `budget` bytes (rounded down to whole blocks) for its buffers.
-    /// Memory is taken from the system as buffers are first used, or at once by an engine that registers it.
+    /// Makes a cache whose buffers never take more than `budget` bytes, rounded down to whole blocks. The
+    /// system gives memory as buffers are first used, or at once where an engine registers it.
     ///
     /// # Errors
     /// [`StoreError::Budget`] for less than two blocks; [`StoreError::Setup`] when memory is refused.
@@ -60,7 +60,7 @@ impl BlockCache {
         if budget < least {
             return Err(StoreError::Budget { budget, least });
         }
-        // More than u32::MAX blocks is a pebibyte: such a budget is as good as that many.
+        // More than `u32::MAX` blocks would be a pebibyte: such a budget is limited to that many.
         let blocks = u32::try_from(budget / BLOCK - 1).unwrap_or(u32::MAX - 1);
         let pool = Pool::new(blocks)
             .map_err(|error| StoreError::Setup { act: "mapping the block cache's memory", error })?;
@@ -68,11 +68,11 @@ impl BlockCache {
         Ok(Arc::new(Self { pool, slots: Mutex::new(Slots::new(blocks)), metrics, blocks }))
     }
 
-    /// Looks a block of a file up, or makes the caller its loader. `block` counts [`BLOCK`]s from the start
-    /// of the file. A block beyond the end may be acquired; loading it gives [`crate::ReadError::Short`].
-    pub fn acquire(self: &Arc<Self>, file: &Arc<PagesFile>, block: u64, waker: &Notifier) -> Acquire {
+    /// Finds a block of a file, or makes the caller its loader. `block` counts [`BLOCK`]s from the start of
+    /// the file. A block beyond the end may be acquired; loading it gives [`crate::ReadError::Short`].
+    pub fn acquire(self: &Arc<Self>, file: &Arc<PagesFile>, block: u64, notifier: &Notifier) -> Acquire {
         let len = file.block_len(block);
-        let found = self.lock().acquire(Key { file: file.key(), block }, len, waker);
+        let found = self.lock().acquire(Key { file: file.key(), block }, len, notifier);
         match found {
             Found::Hit(index, len) => {
                 Metrics::add(&self.metrics.hits, 1);
@@ -82,7 +82,7 @@ impl BlockCache {
                 Metrics::add(&self.metrics.loads, 1);
                 let slice = BufferSlice::new(Arc::clone(self), Place::Block(index), len);
                 let home = Arc::clone(self);
-                Acquire::Load(LoadGuard { home, index, len, block, slice: Some(slice), standing: true })
+                Acquire::Load(LoadGuard { home, index, len, block, slice: Some(slice), is_pending: true })
             }
             Found::Pending => {
                 Metrics::add(&self.metrics.pending, 1);
@@ -95,7 +95,7 @@ impl BlockCache {
         }
     }
 
-    /// A one-page buffer for a page fault that waits, or None when all [`DEMAND_BUFFERS`] are in use.
+    /// Returns a one-page buffer for a demand read, or None when all [`DEMAND_BUFFERS`] are in use.
     pub fn demand_buffer(self: &Arc<Self>) -> Option<BufferSlice> {
         let index = self.lock().take_demand()?;
         Some(BufferSlice::new(Arc::clone(self), Place::Demand(index), PAGE))
@@ -115,7 +115,7 @@ impl BlockCache {
         &self.pool
     }
 
-    /// A buffer slice was dropped.
+    /// Takes back the buffer of a dropped slice.
     pub(crate) fn take_back(&self, place: Place) {
         match place {
             Place::Block(index) => {
@@ -123,7 +123,7 @@ impl BlockCache {
                 wake_all(&wake);
             }
             Place::Demand(index) => self.lock().return_demand(index),
-            Place::Gone => {}
+            Place::Cache => {}
         }
     }
 
@@ -133,15 +133,15 @@ impl BlockCache {
     }
 
     fn lock(&self) -> MutexGuard<'_, Slots> {
-        // A panic under the lock can only come from an index out of range, before anything is changed.
+        // A panic under the lock can only be an index out of range, before anything is changed.
         self.slots.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// After the lock is released: a wake is a system call.
-fn wake_all(wakers: &[Notifier]) {
-    for waker in wakers {
-        waker.wake();
+/// Wakes waiting callers, after the lock is released: a wake is a system call.
+fn wake_all(notifiers: &[Notifier]) {
+    for notifier in notifiers {
+        notifier.wake();
     }
 }
 
@@ -151,8 +151,8 @@ impl fmt::Debug for BlockCache {
     }
 }
 
-/// The duty to load one block. Dropping it unpublished fails the load: those who wait are woken, and the next
-/// to acquire the block becomes its loader. A read that is still under way keeps its buffer until it is done.
+/// The duty to load one block. If it is dropped without a publish, the load fails: waiting callers are woken,
+/// and the next caller that acquires the block loads it. A read in flight keeps its buffer until it is done.
 #[derive(Debug)]
 pub struct LoadGuard {
     home: Arc<BlockCache>,
@@ -160,11 +160,12 @@ pub struct LoadGuard {
     len: usize,
     block: u64,
     slice: Option<BufferSlice>,
-    standing: bool,
+    is_pending: bool,
 }
 
 impl LoadGuard {
-    /// The buffer to read the block into, as long as the block's valid bytes; once, then None.
+    /// Takes the buffer to read the block into, as long as the block's valid bytes. It returns None from the
+    /// second call on.
     pub fn take_slice(&mut self) -> Option<BufferSlice> {
         self.slice.take()
     }
@@ -174,22 +175,22 @@ impl LoadGuard {
         self.block.saturating_mul(BLOCK as u64)
     }
 
-    /// Makes the block available. `filled` is the buffer from [`take_slice`](Self::take_slice), back from a
-    /// read whose result was `Ok`: to hold it is the proof that no read is still writing to it.
+    /// Publishes the block. `filled` is the buffer from [`take_slice`](Self::take_slice), returned by a read
+    /// whose result was `Ok`: its owner proves that no read is still writing to it.
     ///
     /// # Panics
-    /// When `filled` is another block's buffer: its bytes would be served as this block's.
+    /// `filled` is another block's buffer: its bytes would be served as this block's.
     pub fn publish(mut self, filled: BufferSlice) -> BlockRef {
         let own = filled.place() == Place::Block(self.index) && Arc::ptr_eq(filled.home(), &self.home);
         assert!(own, "published {filled:?} for the block that is loaded into buffer {}", self.index);
         filled.hand_over();
-        self.standing = false;
+        self.is_pending = false;
         let wake = self.home.lock().publish(self.index);
         wake_all(&wake);
         self.home.block_ref(self.index, self.len)
     }
 
-    /// Gives up, as dropping does. The error stays with the caller: whoever waits will try for itself.
+    /// Fails the load, as dropping does. The caller keeps the error: waiting callers try again themselves.
     pub fn fail(self) {
         drop(self);
     }
@@ -197,7 +198,7 @@ impl LoadGuard {
 
 impl Drop for LoadGuard {
     fn drop(&mut self) {
-        if self.standing {
+        if self.is_pending {
             // The buffer first, so that abandoning the block frees it in the same step.
             drop(self.slice.take());
             let wake = self.home.lock().abandon(self.index);
@@ -206,9 +207,9 @@ impl Drop for LoadGuard {
     }
 }
 
-/// A loaded block: derefs to its valid bytes (fewer than [`BLOCK`] at the end of a file). Its buffer is not
-/// reused while a reference lives; afterwards the block stays until the buffer is needed, least recently
-/// used first.
+/// A loaded block that derefs to its valid bytes: fewer than [`BLOCK`] at the end of a file. Its buffer is
+/// not reused while a reference exists. Then the block stays until the buffer is needed; the least recently
+/// used block is evicted first.
 pub struct BlockRef {
     home: Arc<BlockCache>,
     index: u32,
@@ -217,15 +218,15 @@ pub struct BlockRef {
     discard: bool,
 }
 
-// SAFETY: a BlockRef gives only shared access to bytes that nobody writes while any reference lives (the
-// cache hands a buffer out again only when its count of references is zero), and holds the memory's owner.
+// SAFETY: a BlockRef gives only shared access to bytes that are not written while a reference exists. The
+// cache reuses a buffer only when its count of references is zero. The BlockRef holds the memory's owner.
 unsafe impl Send for BlockRef {}
 // SAFETY: as above; there is no interior mutability.
 unsafe impl Sync for BlockRef {}
 
 impl BlockRef {
-    /// Drops the reference and, when it is the last and nobody else asked for the block while it was being
-    /// loaded, frees the buffer at once instead of keeping the block. For bytes that will not be wanted again.
+    /// Drops the reference. If it is the last one and no other caller acquired the block while it was loaded,
+    /// the buffer is freed at once. Use it for bytes that will not be needed again.
     pub fn discard(mut self) {
         self.discard = true;
     }
@@ -235,8 +236,8 @@ impl Deref for BlockRef {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
-        // SAFETY: start is a buffer of BLOCK bytes in home's mapping, len <= BLOCK of them were filled before
-        // the block was published, and nobody writes to it while this reference is counted.
+        // SAFETY: start is a buffer of BLOCK bytes in home's mapping. len <= BLOCK of them were filled before
+        // the block was published, and nothing writes to it while this reference is counted.
         unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.len) }
     }
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What can go wrong, with the file, the place and the way out in every message.
+//! Errors of this crate. Every message has the file, the place and what to do.
 
 use std::io;
 use std::path::PathBuf;
@@ -7,7 +7,7 @@ use std::path::PathBuf;
 /// A read that did not fill its buffer. The bytes in the buffer must not be used.
 #[derive(Debug, thiserror::Error)]
 pub enum ReadError {
-    /// The file has no bytes there: it is truncated, or the offset is wrong.
+    /// The file has no bytes at this offset: it is truncated, or the offset is wrong.
     #[error(
         "reading {expected} bytes at offset {offset} of {}: the file ends after {got} of them; \
          it is truncated or does not belong to this image: dump or copy it again",
@@ -18,12 +18,12 @@ pub enum ReadError {
         file: PathBuf,
         /// Byte offset in the file where the read began.
         offset: u64,
-        /// Bytes asked for.
+        /// Bytes requested.
         expected: usize,
-        /// Bytes there before the end of the file.
+        /// Bytes before the end of the file.
         got: usize,
     },
-    /// The kernel refused the read, and went on refusing when it was tried again.
+    /// The kernel refused the read, also when it was tried again.
     #[error(
         "reading {expected} bytes at offset {offset} of {}: failed after {tries} tries: {source}; \
          check the storage below it (kernel log) or use another copy of the image",
@@ -34,16 +34,16 @@ pub enum ReadError {
         file: PathBuf,
         /// Byte offset in the file where the read began.
         offset: u64,
-        /// Bytes asked for.
+        /// Bytes requested.
         expected: usize,
-        /// How often the failing piece was tried.
+        /// How often the failing call was tried.
         tries: u32,
         /// The last refusal.
         r#source: io::Error,
     },
     /// The file system gave bytes in pieces so small that the bound on pieces was reached.
     #[error(
-        "reading {expected} bytes at offset {offset} of {}: gave up after {reads} reads that brought {got} \
+        "reading {expected} bytes at offset {offset} of {}: gave up after {reads} reads that gave {got} \
          bytes in all; the file system under it gives less than a page at a time: copy the image elsewhere",
         file.display()
     )]
@@ -52,14 +52,14 @@ pub enum ReadError {
         file: PathBuf,
         /// Byte offset in the file where the read began.
         offset: u64,
-        /// Bytes asked for.
+        /// Bytes requested.
         expected: usize,
-        /// Bytes read when it was given up.
+        /// Bytes read in all.
         got: usize,
         /// Reads issued.
         reads: u32,
     },
-    /// The file may have other contents than when it was opened.
+    /// The contents of the file may have changed since it was opened.
     #[error(
         "{}: the file changed while it was served: {what}; leave the files of an image as they are until all \
          memory is resident, and restore from an unchanged copy",
@@ -68,7 +68,7 @@ pub enum ReadError {
     Changed {
         /// Name the file was opened by.
         file: PathBuf,
-        /// What is not as it was.
+        /// What changed.
         what: String,
     },
 }
@@ -90,23 +90,26 @@ pub enum StoreError {
         /// Name the file was opened by.
         file: PathBuf,
     },
-    /// A file that was handed over is not the one that was opened, or its contents may have changed.
-    #[error("taking over pages file {}: {what}; restore again from an unchanged copy of the image", file.display())]
+    /// An inherited file is not the one that was opened, or its contents may have changed.
+    #[error(
+        "taking over pages file {}: {what}; restore again from an unchanged copy of the image",
+        file.display()
+    )]
     Another {
         /// Name the file was opened by.
         file: PathBuf,
-        /// What is not as it was.
+        /// What changed.
         what: String,
     },
-    /// The budget cannot hold a block beside the demand buffers.
+    /// The budget is too small for a block and the demand buffers.
     #[error("making the block cache: a budget of {budget} bytes is too small; give it at least {least}")]
     Budget {
-        /// Bytes asked for.
+        /// Bytes requested.
         budget: usize,
         /// Smallest budget that works, in bytes.
         least: usize,
     },
-    /// The kernel refused something that an engine or the cache stands on.
+    /// The kernel refused something that an engine or the cache needs.
     #[error("{act}: {error}")]
     Setup {
         /// What was being set up.

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! One pages file: its identity, its two descriptors, and whether the page cache has it.
+//! One pages file: its identity, its two descriptors, and its state in the page cache.
 //!
-//! A session serves the contents that a file had when it was opened. Every read of this crate that is `Ok` was
-//! followed by a look at the file ([`PagesFile::check_unchanged`]), before its bytes are given to anybody. A file
-//! may be removed, renamed or linked meanwhile, and may get another owner or mode. Anything else that changes its
-//! change time is an error: a write, another length or modification time, a hole, an extended attribute.
+//! A session serves the contents that a file had when it was opened. After every read, this crate checks the
+//! file ([`PagesFile::check_unchanged`]) before it gives the bytes to a caller. The file may be removed,
+//! renamed or linked meanwhile, and may get another owner or mode. Any other change of its change time is an
+//! error: a write, another length or modification time, a hole, an extended attribute.
 
 use std::fs::{File, OpenOptions};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
@@ -20,19 +20,19 @@ use crate::error::{ReadError, StoreError};
 use crate::identity::{FileKey, FileState};
 use crate::page_cache::{self, Cachestat};
 
-/// An open pages file. Its length and key are those at open: a file that shrinks later gives
-/// [`ReadError::Short`], one that is rewritten in place [`ReadError::Changed`].
+/// An open pages file. Its length and key are those at open. A file that shrinks later gives
+/// [`ReadError::Short`]; one that is rewritten in place gives [`ReadError::Changed`].
 #[derive(Debug)]
 pub struct PagesFile {
     name: PathBuf,
     buffered: File,
     direct: Option<File>,
-    /// As it was opened.
+    /// The state at open.
     state: FileState,
-    /// As it was when it was looked at last: other than `state` in what [`FileState::follow`] accepts.
+    /// The state at the last check. It differs from `state` only in what [`FileState::follow`] accepts.
     seen: Mutex<FileState>,
     cachestat_works: AtomicBool,
-    windows: CacheRegions,
+    regions: CacheRegions,
 }
 
 impl PagesFile {
@@ -78,21 +78,21 @@ impl PagesFile {
     }
 
     fn with(file: File, name: PathBuf, state: FileState, seen: FileState) -> Arc<Self> {
-        // Through /proc: the same inode, even when the path now names another file or none.
+        // Opens by /proc: the same inode, even when the path now names another file or none.
         let direct = OpenOptions::new()
             .read(true)
             .custom_flags(libc::O_DIRECT)
             .open(format!("/proc/self/fd/{}", file.as_raw_fd()))
             .ok();
-        let windows = CacheRegions::new(state.key.len);
+        let regions = CacheRegions::new(state.key.len);
         let (seen, cachestat_works) = (Mutex::new(seen), AtomicBool::new(true));
-        Arc::new(Self { name, buffered: file, direct, state, seen, cachestat_works, windows })
+        Arc::new(Self { name, buffered: file, direct, state, seen, cachestat_works, regions })
     }
 
-    /// Looks whether the file still has the contents that it was opened with.
+    /// Checks that the file still has the contents that it was opened with.
     ///
     /// # Errors
-    /// [`ReadError::Changed`], with what changed. What was read since the last look must not be used.
+    /// [`ReadError::Changed`], with what changed. Bytes read since the last check must not be used.
     pub fn check_unchanged(&self) -> Result<(), ReadError> {
         let mut seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
         match seen.follow(&self.buffered) {
@@ -105,12 +105,12 @@ impl PagesFile {
         }
     }
 
-    /// How the file was opened: for a successor's [`PagesFile::inherit`].
+    /// The state at open, for a successor's [`PagesFile::inherit`].
     pub fn state(&self) -> &FileState {
         &self.state
     }
 
-    /// The name in messages.
+    /// The name for messages.
     pub fn name(&self) -> &Path {
         &self.name
     }
@@ -130,7 +130,7 @@ impl PagesFile {
         self.state.key
     }
 
-    /// Whether the file system let us open the file for direct reads.
+    /// Whether the file system permits direct reads of the file.
     pub fn has_direct(&self) -> bool {
         self.direct.is_some()
     }
@@ -140,8 +140,9 @@ impl PagesFile {
         self.state.key.len.div_ceil(BLOCK as u64)
     }
 
-    /// Whether these bytes are to be read from the page cache: it holds all of them, and most of what is around
-    /// them. `true` where the kernel cannot tell (before 6.5, or refused): buffered reads are right everywhere.
+    /// Whether these bytes are to be read from the page cache: it has all of them, and most of the region
+    /// around them. `true` where the kernel cannot say (before 6.5, or refused): buffered reads are correct
+    /// everywhere.
     pub fn is_cached(&self, offset: u64, len: usize) -> bool {
         if self.is_cold(offset) {
             return false;
@@ -152,8 +153,8 @@ impl PagesFile {
         }
     }
 
-    /// How to read these bytes, by measurement: past the page cache when it lacks some of them, through it
-    /// when it has them. A range with dirty pages is read through it: a direct read would wait for the disk.
+    /// Chooses how to read these bytes, by measurement: through the page cache when it has all of them, else
+    /// past it. A range with dirty pages is read through it: a direct read would wait for the disk.
     pub fn how(&self, offset: u64, len: usize) -> ReadMode {
         if self.direct.is_none() {
             return ReadMode::Buffered;
@@ -169,10 +170,10 @@ impl PagesFile {
         }
     }
 
-    /// Whether `offset` lies where less than seven eighths were in the page cache when first asked for.
+    /// Whether less than seven eighths of the region of `offset` were in the page cache at the first query.
     fn is_cold(&self, offset: u64) -> bool {
         self.direct.is_some()
-            && self.windows.is_cold(offset, |start, len| match self.cachestat(start, len) {
+            && self.regions.is_cold(offset, |start, len| match self.cachestat(start, len) {
                 Some((stat, pages)) => stat.cached >= pages - pages / 8 || stat.dirty + stat.writeback > 0,
                 None => true,
             })
@@ -183,8 +184,8 @@ impl PagesFile {
     /// # Errors
     /// [`ReadError::Short`] when the range ends beyond the file.
     pub fn check_range(&self, offset: u64, len: usize) -> Result<(), ReadError> {
-        let there = self.state.key.len.saturating_sub(offset);
-        match usize::try_from(there) {
+        let rest = self.state.key.len.saturating_sub(offset);
+        match usize::try_from(rest) {
             Ok(got) if got < len => {
                 Err(ReadError::Short { file: self.name.clone(), offset, expected: len, got })
             }
@@ -193,10 +194,10 @@ impl PagesFile {
     }
 
     /// Valid bytes of a block: [`BLOCK`], less at the end. A block beyond the end counts as whole, so that
-    /// reading it is the error and not a block of nothing.
+    /// reading it is an error and not an empty block.
     pub(crate) fn block_len(&self, block: u64) -> usize {
-        let there = self.state.key.len.saturating_sub(block.saturating_mul(BLOCK as u64));
-        match usize::try_from(there) {
+        let rest = self.state.key.len.saturating_sub(block.saturating_mul(BLOCK as u64));
+        match usize::try_from(rest) {
             Ok(tail @ 1..BLOCK) => tail,
             _ => BLOCK,
         }
@@ -210,7 +211,8 @@ impl PagesFile {
         self.direct.as_ref()
     }
 
-    /// The page cache's state of a range, and the number of pages in the range; None where it cannot be had.
+    /// The page cache's state of a range, and the number of pages in the range; None where the kernel does
+    /// not give it.
     fn cachestat(&self, offset: u64, len: u64) -> Option<(Cachestat, u64)> {
         if !self.cachestat_works.load(Ordering::Relaxed) {
             return None;
@@ -224,7 +226,7 @@ impl PagesFile {
             Err(error) => error.raw_os_error(),
         };
         if matches!(errno, Some(libc::ENOSYS | libc::EPERM | libc::EACCES | libc::EOPNOTSUPP)) {
-            // It will not change for this file: ask no more.
+            // The answer stays the same for this file: do not query again.
             self.cachestat_works.store(false, Ordering::Relaxed);
         }
         None

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What tells one file, and one content of it, from another; and whether a file still has the content it had.
+//! Identifies a file and its contents, and finds out whether a file still has the same contents.
 
 use std::ffi::OsString;
 use std::fs::{File, Metadata};
@@ -7,7 +7,7 @@ use std::io;
 use std::os::fd::AsRawFd as _;
 use std::os::unix::fs::MetadataExt as _;
 
-/// What tells one content from another: two opens of one unchanged file have equal keys.
+/// Identifies one content of a file: two opens of an unchanged file have equal keys.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct FileKey {
     /// Device of the file system.
@@ -50,10 +50,10 @@ pub struct FileState {
 }
 
 impl FileState {
-    /// The state of an open file.
+    /// Reads the state of an open file.
     ///
     /// # Errors
-    /// The file cannot be examined.
+    /// The kernel refuses to give the file's attributes.
     pub fn of(file: &File) -> io::Result<Self> {
         Ok(Self::with(&file.metadata()?, file))
     }
@@ -69,12 +69,12 @@ impl FileState {
         }
     }
 
-    /// Compares the open file with this state. Gives the new state where only its change time is another and a
-    /// changed name, link count, owner or mode explains that (the file was removed, renamed, linked, or given
-    /// other permissions); `None` where nothing changed.
+    /// Compares the open file with this state. Returns None where nothing changed. Returns the new state
+    /// where only the change time differs and the name, link count, owner or mode explains it: the file was
+    /// removed, renamed, linked, or given other permissions.
     ///
     /// # Errors
-    /// What else changed: the contents may be others now.
+    /// What else changed: the contents may have changed.
     pub fn follow(&self, file: &File) -> Result<Option<Self>, String> {
         let meta = file.metadata().map_err(|error| format!("its state cannot be read ({error})"))?;
         let (before, now) = (self.key, FileKey::of(&meta));

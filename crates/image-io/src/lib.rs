@@ -1,19 +1,19 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Where bytes come from: pages files read once, into a bounded pool, by io_uring, plain reads or a simulation.
+//! Reads pages files once, into bounded memory, with io_uring, plain reads or a simulation.
 //!
-//! The way of a byte: a [`PagesFile`] is read block by block ([`BLOCK`]) by an [`Engine`] into a buffer that
-//! the [`BlockCache`] lends, and is then published there as a [`BlockRef`] for every session that wants it.
-//! One cache serves all threads; each thread owns one engine.
+//! An [`Engine`] reads a [`PagesFile`] block by block ([`BLOCK`]) into buffers that the [`BlockCache`] lends.
+//! The cache then publishes each block as a [`BlockRef`] for every session that needs it. All threads share
+//! one cache; each thread owns one engine.
 //!
-//! Beside it, [`files`]: transfers of large pieces in both directions, for the contents of buffer objects; and the [`pace`] that
-//! both keep to.
+//! [`files`] transfers GPU memory in both directions, in pieces of up to 2 MiB. [`io_budget`] limits the
+//! background reads of both.
 //!
-//! What holds here:
-//! - *Never invented bytes*: a buffer is published only by whoever holds it, and a read that is `Ok` has
-//!   filled all of it. A file that ends early is an error that names the file, never zeros; so is one that
-//!   may have been written to since it was opened.
-//! - *Bounded memory*: all buffers live in one mapping whose size is the budget.
-//! - *Single flight*: a block that several callers want is read once.
+//! Invariants:
+//! - *Never invented bytes*: only the owner of a buffer can publish it, and a read that is `Ok` has filled
+//!   all of it. A file that ends early is an error that names the file, never zeros. A file that may have
+//!   been written to since it was opened is an error, too.
+//! - *Bounded memory*: all buffers lie in one mapping whose size is the budget.
+//! - *Single flight*: a block that several callers need is read once.
 
 mod buffer;
 mod cache;
@@ -41,12 +41,12 @@ pub use identity::{FileKey, FileState};
 pub use metrics::{Counters, Metrics};
 pub use notifier::Notifier;
 
-/// Bytes in a page: the smallest thing that is read, and the alignment of every buffer and direct read.
+/// Bytes in a page: the smallest unit of a read, and the alignment of every buffer and direct read.
 pub const PAGE: usize = 4096;
 
-/// Bytes in a block, an aligned piece of a pages file: the unit of reading, caching and single flight.
+/// Bytes in a block, an aligned part of a pages file: the unit of reading, caching and single flight.
 ///
-/// 16 pages: a page fault may wait for a whole block (on disks that take 40 µs for a page, a block takes 75), so
-/// that nothing is read twice. For a disk's full speed, adjacent blocks are submitted together
-/// ([`Engine::flush`]): the kernel makes one request of them.
+/// A block has 16 pages. A page fault may wait for a whole block, so that nothing is read twice: disks that
+/// read a page in 40 µs read a block in 75 µs. Adjacent blocks are submitted together ([`Engine::flush`]),
+/// and the kernel makes one request of them: that gives a disk's full rate.
 pub const BLOCK: usize = 64 * 1024;

@@ -3,7 +3,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Live counters; shared by the cache and its engines. They only grow.
+/// Live counters that the cache and its engines share. They only grow.
 #[derive(Debug, Default)]
 pub struct Metrics {
     pub(crate) hits: AtomicU64,
@@ -16,29 +16,29 @@ pub struct Metrics {
     pub(crate) refused: AtomicU64,
 }
 
-/// The counters at one moment (each read by itself: sums may be off by what happened in between).
+/// The counters at one moment. Each is read by itself, so sums may be slightly off.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 pub struct Counters {
     /// Blocks found in the cache.
     pub hits: u64,
-    /// Blocks that a caller was told to load.
+    /// Blocks that a caller had to load.
     pub loads: u64,
     /// Times a caller found the block being loaded by another.
     pub pending: u64,
-    /// Times every buffer was in use: the bound on memory was reached.
+    /// Times that every buffer was in use: the bound on memory was reached.
     pub full: u64,
     /// Bytes that engines read past the page cache.
     pub bytes_direct: u64,
     /// Bytes that engines read through the page cache ([`crate::read_now`] is not counted).
     pub bytes_buffered: u64,
-    /// Reads issued again: after a short read, an interrupted one, EIO, or a refused direct read.
+    /// Reads that were issued again: after a short read, an interruption, EIO, or a refused direct read.
     pub retries: u64,
-    /// Reads given back by `Engine::submit`: the bound on reads in flight was reached.
+    /// Reads that `Engine::submit` returned: the bound on reads in flight was reached.
     pub refused: u64,
 }
 
 impl Metrics {
-    /// The counters now.
+    /// Returns the counters now.
     pub fn snapshot(&self) -> Counters {
         let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         Counters {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What of a file is in the page cache, by cachestat(2) (Linux 6.5).
+//! Returns which pages of a file are in the page cache, with cachestat(2) (Linux 6.5).
 
 use std::fs::File;
 use std::io;
@@ -7,17 +7,17 @@ use std::os::fd::AsRawFd as _;
 
 use crate::PAGE;
 
-/// The same number on every architecture but alpha.
+/// System call number; the same on every architecture but alpha.
 const SYS_CACHESTAT: libc::c_long = 451;
 
-/// struct cachestat_range of linux/mman.h.
+/// `struct cachestat_range` of `linux/mman.h`.
 #[repr(C)]
 struct CachestatRange {
     off: u64,
     len: u64,
 }
 
-/// struct cachestat of linux/mman.h. All fields count pages.
+/// `struct cachestat` of `linux/mman.h`. All fields count pages.
 #[repr(C)]
 #[derive(Default)]
 pub(crate) struct Cachestat {
@@ -30,7 +30,7 @@ pub(crate) struct Cachestat {
 
 const _: () = assert!(size_of::<CachestatRange>() == 16 && size_of::<Cachestat>() == 40);
 
-/// The state of a range of at least one byte.
+/// Returns the state of a range of at least one byte.
 pub(crate) fn cachestat(file: &File, offset: u64, len: u64) -> io::Result<Cachestat> {
     let range = CachestatRange { off: offset, len };
     let mut stat = Cachestat::default();
@@ -42,7 +42,7 @@ pub(crate) fn cachestat(file: &File, offset: u64, len: u64) -> io::Result<Caches
     if rc == 0 { Ok(stat) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Pages that these bytes are in; at least one byte.
+/// Number of pages that a range of at least one byte lies in.
 pub(crate) fn pages(offset: u64, len: u64) -> u64 {
     (offset + len).div_ceil(PAGE as u64) - offset / PAGE as u64
 }

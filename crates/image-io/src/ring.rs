@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Setting an io_uring up: the best kind that this kernel has, with an eventfd that tells when to look; and looking.
+//! Sets up the best io_uring that this kernel has, with an eventfd, and finds its completions.
 
 use std::io;
 use std::os::fd::{AsRawFd, RawFd};
@@ -15,27 +15,29 @@ const PROBE_PATIENCE: Duration = Duration::from_millis(200);
 /// When the set-up probe's timer fires: late enough that the poller sleeps by then.
 const PROBE_DELAY: Duration = Duration::from_millis(2);
 
-/// Times that the kernel is asked to take what is queued before it is left to the next call. Only memory pressure makes it refuse.
+/// Times that the kernel is entered to take queued calls before they are left to the next flush. It refuses
+/// only under memory pressure.
 const MAX_ENTERS: u32 = 8;
 
-/// So long is a ring believed that tells of nothing while calls are under way; what it does not tell of is found after twice that at most. Disks
-/// end a call more often, so that hardly anybody looks in vain: a look costs a processor some 15 microseconds.
+/// How long a clear flag is trusted while calls are in flight. A completion without the flag is found after
+/// at most twice this time. Disks complete calls more often than that, so that few checks are in vain: one
+/// costs about 15 µs of CPU time.
 pub(crate) const TRUST_FLAG_FOR: Duration = Duration::from_millis(5);
 
-/// And one that tells of something that is not there: it is about to come.
+/// How long a set flag without a completion is trusted: the completion is about to come.
 const RECHECK_AFTER: Duration = Duration::from_millis(1);
 
-/// Ring flavours, best first.
+/// Kinds of rings, best first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Flavour {
-    /// Completions run when this thread asks for them (Linux 6.1).
+    /// Completions run when this thread enters the kernel for them (Linux 6.1).
     Deferred,
     /// Completions run at this thread's next system call, without interrupting it (5.19).
     Cooperative,
     Plain,
 }
 
-/// Makes the best ring for `depth` calls at once that the kernel accepts and that wakes who waits for its eventfd.
+/// Makes the best ring for `depth` calls at once that the kernel accepts and whose eventfd wakes a poller.
 pub(crate) fn build(depth: usize) -> io::Result<(IoUring, Notifier, Flavour)> {
     for flavour in [Flavour::Deferred, Flavour::Cooperative] {
         let Ok((mut ring, finished)) = build_as(flavour, depth) else { continue };
@@ -81,81 +83,88 @@ fn wakes_poller(ring: &mut IoUring, finished: &Notifier) -> bool {
 /// # Safety
 /// The entry's pointers stay valid until its completion has been taken.
 pub(crate) unsafe fn push(ring: &mut IoUring, entry: &squeue::Entry) {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller's contract.
     let pushed = unsafe { ring.submission().push(entry) };
-    // Every user has a slot for each call, and rings are as long as there are slots.
+    // Every user has a slot for each call, and a ring is as long as the number of slots.
     pushed.unwrap_or_else(|_| unreachable!("the submission queue is shorter than the number of slots"));
 }
 
-/// Gives the kernel what is queued, and has it run what is over, even if no flag tells of that: `submit` does not.
+/// Gives queued calls to the kernel and has it run completions, also while the flag is clear: `submit` does
+/// not.
 fn enter(ring: &mut IoUring) {
     for _ in 0..MAX_ENTERS {
         let queued = u32::try_from(ring.submission().len()).unwrap_or(0);
         let flags = EnterFlags::GETEVENTS.bits();
-        // SAFETY: no more than is queued, whose pointers are valid by the promise of `push`; it waits for nothing and has no argument.
+        // SAFETY: no more calls than are queued, whose pointers are valid by the contract of `push`. The call
+        // does not wait and has no argument.
         let entered = unsafe { ring.submitter().enter::<libc::sigset_t>(queued, 0, flags, None) };
-        // Errors mean "not now": interrupted, or no memory. What stays queued goes with the next call.
+        // Errors are temporary: interrupted, or no memory. What stays queued is submitted with the next call.
         if entered.is_ok() && ring.submission().is_empty() {
             return;
         }
     }
 }
 
-/// Gives the kernel what is queued, if anything is.
+/// Gives queued calls to the kernel, if any.
 pub(crate) fn flush(ring: &mut IoUring) {
     if !ring.submission().is_empty() {
         enter(ring);
     }
 }
 
-/// When to ask the kernel for what is over, and when to believe a ring that tells of nothing.
+/// Decides when to enter the kernel for completions, and how long to trust a clear flag.
 ///
-/// **The flag that tells of it can be there with nothing to take:** the kernel queues a completion before it sets the flag
-/// (`io_req_local_work_add`), and when this thread has run it in between, the flag stays, until the next one. So whoever has found nothing must
-/// not look again at once. **And it can be away with something to take:** Linux 7.2's queue seems empty while a producer is in the middle of it
-/// (`io_uring/mpscq.h`), and later ones do not signal. So as long as anything is under way the kernel is asked each [`TRUST_FLAG_FOR`], whatever
-/// the flag says: its users have to look that often ([`CompletionPoller::patience`]).
+/// **The flag can be set without a completion.** The kernel queues a completion before it sets the flag
+/// (`io_req_local_work_add`). If this thread runs the completion in between, the flag stays set until the
+/// next one. So a caller that found nothing must not check again at once.
+///
+/// **The flag can be clear with a completion waiting.** Linux 7.2's queue seems empty while a producer is
+/// adding to it (`io_uring/mpscq.h`). Later producers do not signal. So while calls are in flight, the kernel
+/// is entered each [`TRUST_FLAG_FOR`], also with a clear flag. Users have to check that often
+/// ([`CompletionPoller::patience`]).
 #[derive(Debug, Default)]
 pub(crate) struct CompletionPoller {
-    /// When the kernel was last asked, or a ring with calls under way first believed. None: none are.
-    asked: Option<Instant>,
-    /// The ring told of something, and there was nothing.
-    is_doubtful: bool,
+    /// When the kernel was last entered, or a ring with calls in flight was first trusted. None: no calls are
+    /// in flight.
+    entered_at: Option<Instant>,
+    /// The flag was set without a completion.
+    found_nothing: bool,
 }
 
 impl CompletionPoller {
-    /// Has the kernel run what is over. Whether there is something to take: then take it, and look again.
-    pub(crate) fn look(&mut self, ring: &mut IoUring, event: &Notifier, under_way: usize) -> bool {
-        self.look_at(ring, event, under_way, Instant::now())
+    /// Has the kernel run completions. Returns whether the ring has some: then take them, and call again.
+    pub(crate) fn look(&mut self, ring: &mut IoUring, event: &Notifier, in_flight: usize) -> bool {
+        self.look_at(ring, event, in_flight, Instant::now())
     }
 
-    fn look_at(&mut self, ring: &mut IoUring, event: &Notifier, under_way: usize, now: Instant) -> bool {
-        // Before it looks, not after: what comes later signals it again. Running completions signals it too, hence each time.
+    fn look_at(&mut self, ring: &mut IoUring, event: &Notifier, in_flight: usize, now: Instant) -> bool {
+        // Drained before the check, not after: a later completion signals it again. Running completions
+        // signals it too, so this happens each time.
         event.drain();
-        let asked = *self.asked.get_or_insert(now);
-        if may_have_work(ring) || now.saturating_duration_since(asked) >= TRUST_FLAG_FOR {
-            self.asked = Some(now);
+        let entered_at = *self.entered_at.get_or_insert(now);
+        if may_have_work(ring) || now.saturating_duration_since(entered_at) >= TRUST_FLAG_FOR {
+            self.entered_at = Some(now);
             enter(ring);
         }
         let any = !ring.completion().is_empty();
-        self.is_doubtful = !any && may_have_work(ring);
-        if !any && under_way == 0 {
-            self.asked = None;
+        self.found_nothing = !any && may_have_work(ring);
+        if !any && in_flight == 0 {
+            self.entered_at = None;
         }
         any
     }
 
-    /// How long to wait for the eventfd at most before the next look.
-    pub(crate) fn patience(&self, under_way: usize) -> Duration {
-        match under_way {
+    /// How long to wait for the eventfd at most before the next check.
+    pub(crate) fn patience(&self, in_flight: usize) -> Duration {
+        match in_flight {
             0 => Duration::MAX,
-            _ if self.is_doubtful => RECHECK_AFTER,
+            _ if self.found_nothing => RECHECK_AFTER,
             _ => TRUST_FLAG_FOR,
         }
     }
 }
 
-/// Whether the ring tells of completions to take or to run, or of calls that the kernel has not taken yet.
+/// Whether the ring has completions to take or to run, or calls that the kernel has not taken yet.
 fn may_have_work(ring: &mut IoUring) -> bool {
     if !ring.completion().is_empty() {
         return true;
@@ -164,7 +173,7 @@ fn may_have_work(ring: &mut IoUring) -> bool {
     queue.taskrun() || queue.cq_overflow() || !queue.is_empty()
 }
 
-/// Waits until the descriptor is readable; false when the time is up first. An interruption does not count:
+/// Waits until the descriptor is readable; returns false after `patience`. An interruption does not count:
 /// the teardown of another ring of this thread causes them.
 pub(crate) fn wait_readable(fd: RawFd, patience: Duration) -> bool {
     let give_up = Instant::now() + patience;
@@ -190,24 +199,25 @@ pub(crate) mod testing {
     use super::*;
     use crate::PAGE;
 
-    /// `IORING_SQ_TASKRUN` of `sq_flags`, `IORING_OFF_SQ_RING`, and where `struct io_uring_params` has `sq_off.flags` (`include/uapi/linux/io_uring.h`).
+    /// `IORING_SQ_TASKRUN` of `sq_flags`, `IORING_OFF_SQ_RING`, and the place of `sq_off.flags` in `struct
+    /// io_uring_params` (`include/uapi/linux/io_uring.h`).
     const TASKRUN: u32 = 4;
     const SQ_RING: libc::off_t = 0;
     const FLAGS_AT: usize = 56 / 4;
 
-    /// The flag by which a ring tells that there is something to run: a second view of it.
+    /// The flag for completions that wait to be run, in a second mapping of the ring.
     pub(crate) struct Flag {
         view: *mut libc::c_void,
         at: usize,
     }
 
-    // SAFETY: the view is used atomically only, until it is dropped.
+    // SAFETY: the view is only used atomically, until it is dropped.
     unsafe impl Sync for Flag {}
 
     impl Flag {
         pub(crate) fn of(ring: &IoUring) -> Self {
             let mut parameters = [0_u32; 30];
-            // SAFETY: as many bytes as the struct has, which the kernel fills in.
+            // SAFETY: the array has the size of the struct, which the kernel fills in.
             let other = unsafe { libc::syscall(libc::SYS_io_uring_setup, 1, parameters.as_mut_ptr()) };
             assert!(other >= 0);
             // SAFETY: just opened.
@@ -224,17 +234,17 @@ pub(crate) mod testing {
         }
 
         fn word(&self) -> &AtomicU32 {
-            // SAFETY: an aligned word of the view, which others use atomically, too.
+            // SAFETY: an aligned word of the view, which the kernel uses atomically, too.
             unsafe { AtomicU32::from_ptr(self.view.cast::<u8>().add(self.at).cast()) }
         }
 
-        /// As when the kernel has told of something too early.
-        pub(crate) fn is_lost(&self) {
+        /// Clears the flag, like a kernel that set it too early.
+        pub(crate) fn clear(&self) {
             self.word().fetch_and(!TASKRUN, Ordering::SeqCst);
         }
 
-        /// As when the kernel tells of something too late: as long as `act` needs, and again if that takes it away.
-        pub(crate) fn is_left_behind(&self, act: impl FnOnce()) {
+        /// Keeps the flag set while `act` runs, like a kernel that sets it too late.
+        pub(crate) fn keep_set_during(&self, act: impl FnOnce()) {
             let (is_over, first) = (AtomicBool::new(false), Barrier::new(2));
             let leave = || self.word().fetch_or(TASKRUN, Ordering::SeqCst);
             std::thread::scope(|scope| {
@@ -252,7 +262,7 @@ pub(crate) mod testing {
         }
     }
 
-    /// The flag is left alone again, also where `act` panics.
+    /// Stops setting the flag, also where `act` panics.
     struct Over<'a>(&'a AtomicBool);
 
     impl Drop for Over<'_> {
@@ -263,7 +273,7 @@ pub(crate) mod testing {
 
     impl Drop for Flag {
         fn drop(&mut self) {
-            // SAFETY: nobody uses this view any more.
+            // SAFETY: nothing uses this view any more.
             unsafe { libc::munmap(self.view, PAGE) };
         }
     }
@@ -275,7 +285,7 @@ pub(crate) mod testing {
             act();
             done.send(()).unwrap();
         });
-        is_done.recv_timeout(Duration::from_secs(60)).expect("it does not end");
+        is_done.recv_timeout(Duration::from_secs(60)).expect("`act` does not end");
     }
 }
 
@@ -286,12 +296,12 @@ mod tests {
     use super::testing::Flag;
     use super::*;
 
-    /// A ring with a read of a pipe under way.
+    /// A ring with a read of a pipe in flight.
     struct Reading {
         ring: IoUring,
         event: Notifier,
         writer: PipeWriter,
-        // The kernel has them until the ring is closed.
+        // The kernel uses them until the ring is closed.
         _reader: PipeReader,
         _byte: Box<u8>,
     }
@@ -309,60 +319,60 @@ mod tests {
             Self { ring, event, writer, _reader: reader, _byte: byte }
         }
 
-        /// It is over, and nothing tells of it.
-        fn is_over_unseen(&mut self) {
+        /// Completes the read and clears the flag.
+        fn complete_unseen(&mut self) {
             self.writer.write_all(&[1]).unwrap();
             assert!(wait_readable(self.event.as_raw_fd(), Duration::from_secs(60)));
-            Flag::of(&self.ring).is_lost();
+            Flag::of(&self.ring).clear();
         }
     }
 
     #[test]
-    fn what_a_ring_does_not_tell_of_is_found_after_a_while() {
-        let (mut reading, mut lookout, start) = (Reading::new(), CompletionPoller::default(), Instant::now());
+    fn a_completion_without_the_flag_is_found_after_a_while() {
+        let (mut reading, mut poller, start) = (Reading::new(), CompletionPoller::default(), Instant::now());
         let mut look = |reading: &mut Reading, at| {
             let Reading { ring, event, .. } = reading;
-            lookout.look_at(ring, event, 1, start + at)
+            poller.look_at(ring, event, 1, start + at)
         };
         assert!(!look(&mut reading, Duration::ZERO));
-        reading.is_over_unseen();
-        assert!(!look(&mut reading, TRUST_FLAG_FOR / 2), "asked too often");
+        reading.complete_unseen();
+        assert!(!look(&mut reading, TRUST_FLAG_FOR / 2), "the kernel was entered too often");
         assert!(look(&mut reading, TRUST_FLAG_FOR));
         assert_eq!(reading.ring.completion().next().unwrap().result(), 1);
-        // The kernel has just been asked.
+        // The kernel has just been entered.
         assert!(!look(&mut reading, TRUST_FLAG_FOR));
     }
 
     #[test]
-    fn a_look_is_due_soon_while_calls_are_under_way_and_sooner_where_the_ring_tells_of_nothing() {
-        let (mut reading, mut lookout) = (Reading::new(), CompletionPoller::default());
-        assert_eq!(lookout.patience(0), Duration::MAX);
-        assert_eq!(lookout.patience(1), TRUST_FLAG_FOR);
+    fn the_wait_is_bounded_and_shorter_after_a_flag_in_vain() {
+        let (mut reading, mut poller) = (Reading::new(), CompletionPoller::default());
+        assert_eq!(poller.patience(0), Duration::MAX);
+        assert_eq!(poller.patience(1), TRUST_FLAG_FOR);
         let flag = Flag::of(&reading.ring);
         let Reading { ring, event, .. } = &mut reading;
-        // The kernel may take the flag away just then.
-        let mut doubts = || !lookout.look(ring, event, 1) && lookout.patience(1) == RECHECK_AFTER;
-        flag.is_left_behind(|| assert!((0..100_000).any(|_| doubts())));
+        // The kernel may clear the flag just then.
+        let mut doubts = || !poller.look(ring, event, 1) && poller.patience(1) == RECHECK_AFTER;
+        flag.keep_set_during(|| assert!((0..100_000).any(|_| doubts())));
     }
 
     #[test]
-    fn a_ring_with_nothing_under_way_is_left_alone() {
-        let (mut reading, mut lookout, start) = (Reading::new(), CompletionPoller::default(), Instant::now());
-        reading.is_over_unseen();
+    fn a_ring_with_nothing_in_flight_is_not_entered() {
+        let (mut reading, mut poller, start) = (Reading::new(), CompletionPoller::default(), Instant::now());
+        reading.complete_unseen();
         let Reading { ring, event, .. } = &mut reading;
-        let mut look = |under_way, at| lookout.look_at(ring, event, under_way, start + at);
-        assert!(!look(0, Duration::ZERO) && !look(0, 100 * TRUST_FLAG_FOR), "as if nothing were");
-        assert!(!look(1, 200 * TRUST_FLAG_FOR), "what has just begun is believed");
+        let mut look = |in_flight, at| poller.look_at(ring, event, in_flight, start + at);
+        assert!(!look(0, Duration::ZERO) && !look(0, 100 * TRUST_FLAG_FOR), "nothing is in flight");
+        assert!(!look(1, 200 * TRUST_FLAG_FOR), "the flag is trusted for a new call");
         assert!(look(1, 201 * TRUST_FLAG_FOR));
     }
 
     #[test]
-    fn a_sleeping_poller_is_woken_by_every_kind_of_ring() {
+    fn every_kind_of_ring_wakes_a_sleeping_poller() {
         for flavour in [Flavour::Deferred, Flavour::Cooperative, Flavour::Plain] {
             let (mut ring, finished) = build_as(flavour, 8).expect("this kernel has every kind of ring");
             for _ in 0..20 {
                 assert!(wakes_poller(&mut ring, &finished), "{flavour:?}");
-                assert!(!wait_readable(finished.as_raw_fd(), Duration::ZERO), "{flavour:?} is never silent");
+                assert!(!wait_readable(finished.as_raw_fd(), Duration::ZERO), "{flavour:?} stays readable");
             }
         }
     }

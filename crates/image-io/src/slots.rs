@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The cache's bookkeeping: which buffer holds which block, who waits, what goes first. No locks, no memory,
-//! no system calls: [`crate::cache`] adds those.
+//! Keeps which buffer has which block, which callers wait, and which block is evicted first. It has no locks,
+//! no memory and no system calls: [`crate::cache`] adds those.
 
 use std::collections::HashMap;
 
@@ -8,10 +8,10 @@ use crate::cache::DEMAND_BUFFERS;
 use crate::identity::FileKey;
 use crate::notifier::Notifier;
 
-/// No neighbour in the list of idle blocks.
+/// Marks the end of the list of idle blocks.
 const NONE: u32 = u32::MAX;
 
-/// One block of one file's content.
+/// One block of one content of a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct Key {
     pub(crate) file: FileKey,
@@ -22,13 +22,13 @@ pub(crate) struct Key {
 enum Phase {
     /// In the free list.
     Free,
-    /// A guard stands and the buffer is out.
+    /// A guard exists and a reader owns the buffer.
     Loading,
-    /// A guard stands, but the buffer came back unfilled: it can only fail.
+    /// A guard exists, but the buffer was returned unfilled: the load can only fail.
     Returned,
-    /// The guard failed while the buffer is still out (a read may be writing to it).
+    /// The guard failed while a reader still owns the buffer: a read may be writing to it.
     Detached,
-    /// Published; in the list of idle blocks when nobody refers to it.
+    /// Published; without references it is in the list of idle blocks.
     Ready,
 }
 
@@ -38,30 +38,30 @@ struct Slot {
     key: Option<Key>,
     refs: u32,
     len: usize,
-    /// Somebody besides the loader asked for it: discard() keeps it.
+    /// A caller other than the loader acquired it: discard() keeps it.
     wanted: bool,
     waiters: Vec<Notifier>,
     newer: u32,
     older: u32,
 }
 
-/// What a key's buffer is doing, as [`Slots::acquire`] found or made it.
+/// The state of a key's buffer, as [`Slots::acquire`] found or made it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Found {
-    /// Ready; a reference was taken. Index and valid bytes.
+    /// Ready, with one more reference: index and valid bytes.
     Hit(u32, usize),
-    /// The caller is to load it into the buffer with this index.
+    /// The caller must load it into the buffer with this index.
     Load(u32),
     Pending,
     Full,
 }
 
-/// All buffers' states. An index names both the slot and its buffer.
+/// The states of all buffers. An index names both the slot and its buffer.
 #[derive(Debug)]
 pub(crate) struct Slots {
     slots: Vec<Slot>,
     map: HashMap<Key, u32>,
-    /// Last in, first out: the buffer used last is the one that the CPU's caches still hold.
+    /// Last in, first out: the CPU's caches still have the buffer that was used last.
     free: Vec<u32>,
     demand_free: Vec<u32>,
     newest: u32,
@@ -69,9 +69,9 @@ pub(crate) struct Slots {
     full: Vec<Notifier>,
 }
 
-fn add_once(waiters: &mut Vec<Notifier>, waker: &Notifier) {
-    if !waiters.iter().any(|known| known.same(waker)) {
-        waiters.push(waker.clone());
+fn add_once(waiters: &mut Vec<Notifier>, notifier: &Notifier) {
+    if !waiters.iter().any(|known| known.same(notifier)) {
+        waiters.push(notifier.clone());
     }
 }
 
@@ -98,13 +98,13 @@ impl Slots {
         }
     }
 
-    /// Finds a block or makes the caller its loader. `len` is the block's valid bytes.
-    pub(crate) fn acquire(&mut self, key: Key, len: usize, waker: &Notifier) -> Found {
+    /// Finds a block or makes the caller its loader. `len` is the number of valid bytes.
+    pub(crate) fn acquire(&mut self, key: Key, len: usize, notifier: &Notifier) -> Found {
         if let Some(&index) = self.map.get(&key) {
             let slot = &mut self.slots[index as usize];
             if slot.phase != Phase::Ready {
                 slot.wanted = true;
-                add_once(&mut slot.waiters, waker);
+                add_once(&mut slot.waiters, notifier);
                 return Found::Pending;
             }
             slot.refs += 1;
@@ -115,7 +115,7 @@ impl Slots {
             return Found::Hit(index, len);
         }
         let Some(index) = self.free.pop().or_else(|| self.evict_oldest()) else {
-            add_once(&mut self.full, waker);
+            add_once(&mut self.full, notifier);
             return Found::Full;
         };
         let slot = &mut self.slots[index as usize];
@@ -128,7 +128,7 @@ impl Slots {
         Found::Load(index)
     }
 
-    /// The loader's buffer is filled: its block becomes ready, with one reference for the loader.
+    /// Makes a filled block ready, with one reference for the loader.
     pub(crate) fn publish(&mut self, index: u32) -> Vec<Notifier> {
         let slot = &mut self.slots[index as usize];
         slot.phase = Phase::Ready;
@@ -136,7 +136,7 @@ impl Slots {
         std::mem::take(&mut slot.waiters)
     }
 
-    /// The loader gave up: the block is forgotten. Its buffer is free once it is back.
+    /// Forgets a block whose loader gave up. Its buffer is free once it is returned.
     pub(crate) fn abandon(&mut self, index: u32) -> Vec<Notifier> {
         let slot = &mut self.slots[index as usize];
         let mut wake = std::mem::take(&mut slot.waiters);
@@ -151,7 +151,7 @@ impl Slots {
         wake
     }
 
-    /// A block buffer came back without being published.
+    /// Takes back a block buffer that was not published.
     pub(crate) fn return_block(&mut self, index: u32) -> Vec<Notifier> {
         let mut wake = Vec::new();
         let slot = &mut self.slots[index as usize];
@@ -163,13 +163,13 @@ impl Slots {
         wake
     }
 
-    /// One more reference to a block that the caller already refers to.
+    /// Adds a reference to a block that the caller already refers to.
     pub(crate) fn add_ref(&mut self, index: u32) {
         self.slots[index as usize].refs += 1;
     }
 
-    /// One reference less. The last one leaves the block idle, or, with `discard`, frees its buffer unless
-    /// somebody else asked for the block while it was loaded.
+    /// Drops one reference. After the last one the block is idle. With `discard` its buffer is freed instead,
+    /// unless another caller acquired the block while it was loaded.
     pub(crate) fn drop_ref(&mut self, index: u32, discard: bool) -> Vec<Notifier> {
         let slot = &mut self.slots[index as usize];
         slot.refs -= 1;
@@ -202,7 +202,7 @@ impl Slots {
         wake.append(&mut self.full);
     }
 
-    /// Takes the buffer of the block that has been idle for longest.
+    /// Takes the buffer of the block that was idle for longest.
     fn evict_oldest(&mut self) -> Option<u32> {
         let index = self.oldest;
         if index == NONE {

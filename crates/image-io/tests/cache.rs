@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What holds for the block cache: read once, bounded, nobody forgotten, nothing stale.
+//! The block cache reads each block once, bounds its memory, forgets no waiter and serves no stale bytes.
 
 mod common;
 
@@ -20,9 +20,9 @@ fn cache_of(blocks: usize) -> Arc<BlockCache> {
     cache
 }
 
-fn woken(waker: &Notifier) -> bool {
-    let yes = readable(waker.as_raw_fd(), Duration::ZERO);
-    waker.drain();
+fn woken(notifier: &Notifier) -> bool {
+    let yes = readable(notifier.as_raw_fd(), Duration::ZERO);
+    notifier.drain();
     yes
 }
 
@@ -35,7 +35,7 @@ fn is_hit(cache: &Arc<BlockCache>, file: &Arc<PagesFile>, block: u64) -> bool {
 }
 
 #[test]
-fn one_caller_loads_and_the_others_are_woken_when_it_is_published() {
+fn one_caller_loads_and_a_publish_wakes_the_others() {
     let (_temp, file, bytes) = pages(2 * BLOCK);
     let cache = cache_of(2);
     let (loader, waiter) = (Notifier::new().unwrap(), Notifier::new().unwrap());
@@ -50,7 +50,7 @@ fn one_caller_loads_and_the_others_are_woken_when_it_is_published() {
 }
 
 #[test]
-fn another_open_of_the_same_file_hits_and_changed_contents_do_not() {
+fn a_second_open_hits_and_changed_contents_miss() {
     let (temp, file, _) = pages(BLOCK);
     let cache = cache_of(2);
     drop(fill(load(&cache, &file, 0, &Notifier::new().unwrap()), &file));
@@ -83,30 +83,30 @@ fn a_failed_load_wakes_the_waiters_and_the_next_caller_loads() {
 fn a_buffer_is_not_reused_while_a_read_may_write_to_it() {
     let (_temp, file, _) = pages(2 * BLOCK);
     let cache = cache_of(1);
-    let waker = Notifier::new().unwrap();
-    let mut guard = load(&cache, &file, 0, &waker);
+    let notifier = Notifier::new().unwrap();
+    let mut guard = load(&cache, &file, 0, &notifier);
     let slice = guard.take_slice().unwrap();
     assert!(guard.take_slice().is_none());
     drop(guard);
-    assert!(matches!(cache.acquire(&file, 1, &waker), Acquire::Full), "its buffer is still out");
-    assert!(!woken(&waker));
+    assert!(matches!(cache.acquire(&file, 1, &notifier), Acquire::Full), "its buffer is still out");
+    assert!(!woken(&notifier));
     drop(slice);
-    assert!(woken(&waker));
-    drop(load(&cache, &file, 1, &waker));
+    assert!(woken(&notifier));
+    drop(load(&cache, &file, 1, &notifier));
 }
 
 #[test]
-fn a_buffer_that_comes_back_before_its_guard_is_freed_with_the_guard() {
+fn a_buffer_returned_before_its_guard_is_freed_with_the_guard() {
     let (_temp, file, _) = pages(2 * BLOCK);
     let cache = cache_of(1);
-    let waker = Notifier::new().unwrap();
-    let mut guard = load(&cache, &file, 0, &waker);
+    let notifier = Notifier::new().unwrap();
+    let mut guard = load(&cache, &file, 0, &notifier);
     drop(guard.take_slice());
-    assert!(matches!(cache.acquire(&file, 0, &waker), Acquire::Pending));
-    assert!(matches!(cache.acquire(&file, 1, &waker), Acquire::Full));
+    assert!(matches!(cache.acquire(&file, 0, &notifier), Acquire::Pending));
+    assert!(matches!(cache.acquire(&file, 1, &notifier), Acquire::Full));
     drop(guard);
-    assert!(woken(&waker));
-    drop(load(&cache, &file, 1, &waker));
+    assert!(woken(&notifier));
+    drop(load(&cache, &file, 1, &notifier));
 }
 
 #[test]
@@ -114,41 +114,41 @@ fn a_buffer_that_comes_back_before_its_guard_is_freed_with_the_guard() {
 fn a_block_cannot_be_published_with_another_blocks_buffer() {
     let (_temp, file, _) = pages(2 * BLOCK);
     let cache = cache_of(2);
-    let waker = Notifier::new().unwrap();
-    let (mut one, two) = (load(&cache, &file, 0, &waker), load(&cache, &file, 1, &waker));
+    let notifier = Notifier::new().unwrap();
+    let (mut one, two) = (load(&cache, &file, 0, &notifier), load(&cache, &file, 1, &notifier));
     let _ = two.publish(one.take_slice().unwrap());
 }
 
 #[test]
-fn referenced_blocks_stay_idle_ones_go_least_recently_used_first() {
+fn referenced_blocks_stay_idle_ones_are_evicted_in_lru_order() {
     let (_temp, file, bytes) = pages(6 * BLOCK);
     let cache = cache_of(3);
-    let waker = Notifier::new().unwrap();
-    let held = fill(load(&cache, &file, 0, &waker), &file);
-    drop(fill(load(&cache, &file, 1, &waker), &file));
-    drop(fill(load(&cache, &file, 2, &waker), &file));
+    let notifier = Notifier::new().unwrap();
+    let held = fill(load(&cache, &file, 0, &notifier), &file);
+    drop(fill(load(&cache, &file, 1, &notifier), &file));
+    drop(fill(load(&cache, &file, 2, &notifier), &file));
     assert!(is_hit(&cache, &file, 1), "used again: now 2 is the oldest");
-    drop(fill(load(&cache, &file, 3, &waker), &file));
+    drop(fill(load(&cache, &file, 3, &notifier), &file));
     assert!(is_hit(&cache, &file, 1) && is_hit(&cache, &file, 3) && !is_hit(&cache, &file, 2));
     assert!(*held == bytes[..BLOCK], "a held block was overwritten");
 }
 
 #[test]
-fn memory_is_bounded_and_a_freed_buffer_wakes_who_found_it_full() {
+fn memory_is_bounded_and_a_freed_buffer_wakes_waiters() {
     let (_temp, file, _) = pages(4 * BLOCK);
     let cache = cache_of(2);
-    let (waker, other) = (Notifier::new().unwrap(), Notifier::new().unwrap());
-    let first = fill(load(&cache, &file, 0, &waker), &file);
-    let second = fill(load(&cache, &file, 1, &waker), &file);
+    let (notifier, other) = (Notifier::new().unwrap(), Notifier::new().unwrap());
+    let first = fill(load(&cache, &file, 0, &notifier), &file);
+    let second = fill(load(&cache, &file, 1, &notifier), &file);
     let third = second.clone();
-    for waiter in [&waker, &other] {
+    for waiter in [&notifier, &other] {
         assert!(matches!(cache.acquire(&file, 2, waiter), Acquire::Full));
     }
     drop(second);
-    assert!(!woken(&waker), "a clone still holds it");
+    assert!(!woken(&notifier), "a clone still holds it");
     drop(third);
-    assert!(woken(&waker) && woken(&other));
-    drop(load(&cache, &file, 2, &waker));
+    assert!(woken(&notifier) && woken(&other));
+    drop(load(&cache, &file, 2, &notifier));
     assert!(!is_hit(&cache, &file, 1));
     assert!(is_hit(&cache, &file, 0));
     drop(first);
@@ -156,42 +156,42 @@ fn memory_is_bounded_and_a_freed_buffer_wakes_who_found_it_full() {
 }
 
 #[test]
-fn a_discarded_block_frees_its_buffer_at_once_and_that_one_is_used_next() {
+fn a_discarded_block_s_buffer_is_free_at_once_and_used_next() {
     let (_temp, file, _) = pages(8 * BLOCK);
     let cache = cache_of(4);
-    let waker = Notifier::new().unwrap();
-    let kept = fill(load(&cache, &file, 0, &waker), &file);
+    let notifier = Notifier::new().unwrap();
+    let kept = fill(load(&cache, &file, 0, &notifier), &file);
     drop(kept);
     let mut hot = None;
     for block in 1..8 {
-        let loaded = fill(load(&cache, &file, block, &waker), &file);
+        let loaded = fill(load(&cache, &file, block, &notifier), &file);
         let at = loaded.as_ptr();
         assert_eq!(*hot.get_or_insert(at), at, "block {block} went to a cold buffer");
         loaded.discard();
         assert!(!is_hit(&cache, &file, block));
     }
-    assert!(is_hit(&cache, &file, 0), "discarding pushed out nobody else's block");
+    assert!(is_hit(&cache, &file, 0), "discarding evicted another block");
 }
 
 #[test]
 fn a_discarded_block_that_another_waited_for_stays() {
     let (_temp, file, _) = pages(BLOCK);
     let cache = cache_of(2);
-    let waker = Notifier::new().unwrap();
-    let guard = load(&cache, &file, 0, &waker);
-    assert!(matches!(cache.acquire(&file, 0, &waker), Acquire::Pending));
+    let notifier = Notifier::new().unwrap();
+    let guard = load(&cache, &file, 0, &notifier);
+    assert!(matches!(cache.acquire(&file, 0, &notifier), Acquire::Pending));
     fill(guard, &file).discard();
     assert!(is_hit(&cache, &file, 0));
 }
 
 #[test]
-fn the_last_block_is_as_long_as_the_file_and_one_beyond_it_is_an_error() {
+fn the_last_block_ends_with_the_file_and_the_next_is_an_error() {
     let (temp, file, bytes) = pages(BLOCK + 3 * PAGE);
     let cache = cache_of(2);
-    let waker = Notifier::new().unwrap();
+    let notifier = Notifier::new().unwrap();
     let mut engine = Uring::new(&cache).unwrap();
     for block in [1, 2] {
-        let mut guard = load(&cache, &file, block, &waker);
+        let mut guard = load(&cache, &file, block, &notifier);
         let (offset, dst) = (guard.offset(), guard.take_slice().unwrap());
         let how = file.how(offset, dst.len());
         engine.submit(Read { ticket: block, file: Arc::clone(&file), offset, dst, how }).unwrap();
@@ -205,7 +205,7 @@ fn the_last_block_is_as_long_as_the_file_and_one_beyond_it_is_an_error() {
 }
 
 #[test]
-fn demand_buffers_are_pages_are_bounded_and_come_back() {
+fn demand_buffers_are_pages_bounded_and_returned() {
     let cache = cache_of(1);
     let all: Vec<_> = (0..DEMAND_BUFFERS).map(|_| cache.demand_buffer().unwrap()).collect();
     assert!(cache.demand_buffer().is_none());
@@ -224,21 +224,21 @@ fn a_budget_without_room_for_a_block_is_refused() {
     assert_eq!(BlockCache::new(2 * BLOCK).unwrap().capacity(), 1);
 }
 
-/// Acquires until there is a hit or a load, sleeping on the waker in between.
-fn acquire_patiently(
+/// Acquires until there is a hit or a load, sleeping on the notifier in between.
+fn acquire_waiting(
     cache: &Arc<BlockCache>,
     file: &Arc<PagesFile>,
     block: u64,
-    waker: &Notifier,
+    notifier: &Notifier,
 ) -> Acquire {
     loop {
-        match cache.acquire(file, block, waker) {
+        match cache.acquire(file, block, notifier) {
             Acquire::Pending | Acquire::Full => {
                 assert!(
-                    readable(waker.as_raw_fd(), Duration::from_secs(60)),
+                    readable(notifier.as_raw_fd(), Duration::from_secs(60)),
                     "lost wake-up for block {block}"
                 );
-                waker.drain();
+                notifier.drain();
             }
             found => return found,
         }
@@ -254,9 +254,9 @@ fn threads_that_want_the_same_blocks_read_each_once() {
     std::thread::scope(|scope| {
         for _ in 0..8 {
             scope.spawn(|| {
-                let waker = Notifier::new().unwrap();
+                let notifier = Notifier::new().unwrap();
                 for block in 0..BLOCKS {
-                    let got = match acquire_patiently(&cache, &file, block, &waker) {
+                    let got = match acquire_waiting(&cache, &file, block, &notifier) {
                         Acquire::Load(guard) => {
                             loads.fetch_add(1, Ordering::Relaxed);
                             std::thread::yield_now();
@@ -277,7 +277,7 @@ fn threads_that_want_the_same_blocks_read_each_once() {
 }
 
 #[test]
-fn nobody_is_forgotten_when_threads_fight_for_few_buffers_and_loads_fail() {
+fn no_waiter_is_forgotten_with_few_buffers_and_failing_loads() {
     let (_temp, file, bytes) = pages(9 * BLOCK);
     let cache = cache_of(2);
     let dice = AtomicU32::new(0);
@@ -285,11 +285,11 @@ fn nobody_is_forgotten_when_threads_fight_for_few_buffers_and_loads_fail() {
         for thread in 0..6u64 {
             let (cache, file, bytes, dice) = (&cache, &file, &bytes, &dice);
             scope.spawn(move || {
-                let waker = Notifier::new().unwrap();
+                let notifier = Notifier::new().unwrap();
                 for round in 0..150u64 {
                     let block = (round * 5 + thread) % 9;
                     let roll = dice.fetch_add(1, Ordering::Relaxed);
-                    let got = match acquire_patiently(cache, file, block, &waker) {
+                    let got = match acquire_waiting(cache, file, block, &notifier) {
                         Acquire::Load(mut guard) => {
                             if roll % 5 == 0 {
                                 let late = guard.take_slice();
@@ -303,7 +303,7 @@ fn nobody_is_forgotten_when_threads_fight_for_few_buffers_and_loads_fail() {
                         other => panic!("{other:?}"),
                     };
                     let at = usize::try_from(block).unwrap() * BLOCK;
-                    assert!(*got == bytes[at..at + BLOCK], "block {block} has others' bytes");
+                    assert!(*got == bytes[at..at + BLOCK], "block {block} has bytes of another block");
                     if roll % 3 == 0 {
                         got.discard();
                     }
@@ -319,13 +319,13 @@ fn a_whole_file_streams_through_few_buffers_on_a_faulty_disk() {
     let cache = cache_of(5);
     let plan = SimPlan { seed: 11, max_delay: 6, short_percent: 30, eio_percent: 10, ..SimPlan::default() };
     let mut engine = Sim::new(&cache, plan);
-    let waker = Notifier::new().unwrap();
+    let notifier = Notifier::new().unwrap();
     let mut guards = std::collections::HashMap::new();
     let mut todo: Vec<u64> = (0..file.blocks()).rev().collect();
     let (mut served, mut done) = (0, Vec::new());
     while served < file.blocks() {
         while let Some(block) = todo.pop() {
-            let Acquire::Load(mut guard) = cache.acquire(&file, block, &waker) else {
+            let Acquire::Load(mut guard) = cache.acquire(&file, block, &notifier) else {
                 todo.push(block);
                 break;
             };

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What holds for every engine: the same bytes, the same errors, nothing invented.
+//! Every engine gives the same bytes and the same errors, and invents nothing.
 
 mod common;
 
@@ -47,7 +47,7 @@ proptest! {
                         prop_assert!(got == bytes[start..start + len], "{}: wrong bytes at {}", name, offset);
                     }
                     Err(ReadError::Short { expected, got, .. }) => {
-                        prop_assert!(there < len, "{} says that {} bytes at {} are short", name, len, offset);
+                        prop_assert!(there < len, "{} refuses {} bytes at {}", name, len, offset);
                         prop_assert_eq!((expected, got), (len, there), "{}", name);
                     }
                     Err(other) => prop_assert!(false, "{}: {}", name, other),
@@ -108,7 +108,7 @@ fn a_file_truncated_after_open_is_an_error_that_names_it() {
 }
 
 #[test]
-fn bytes_of_a_file_that_changed_after_open_are_given_to_nobody() {
+fn no_engine_gives_bytes_of_a_file_that_changed_after_open() {
     use std::os::unix::fs::FileExt as _;
     for how in [ReadMode::Direct, ReadMode::Buffered] {
         let (temp, file, _) = pages(LEN);
@@ -171,7 +171,7 @@ fn a_passing_eio_is_retried_and_a_lasting_one_is_reported() {
             }
             Err(other) => panic!("{other}"),
         }
-        assert!(page != 5 || good == 5, "page 5 is broken for good, those before it are not");
+        assert!(page != 5 || good == 5, "page 5 is broken, those before it are not");
     }
     assert!(good >= 57, "{good} of 60");
     assert!(cache.metrics().snapshot().retries > u64::from(MAX_EIO_RETRIES));
@@ -194,14 +194,14 @@ fn the_same_seed_gives_the_same_order_and_another_seed_another() {
 }
 
 #[test]
-fn a_full_engine_gives_block_reads_back_but_still_takes_demand_reads() {
+fn a_full_engine_returns_block_reads_but_takes_demand_reads() {
     let (_temp, file, bytes) = pages(LEN);
     let cache = BlockCache::new((DEPTH_BLOCKS + 3) * BLOCK).unwrap();
-    let waker = Notifier::new().unwrap();
+    let notifier = Notifier::new().unwrap();
     for (name, mut engine) in engines(&cache) {
         let mut guards = Vec::new();
         let mut block_read = |ticket: u64| {
-            let mut guard = load(&cache, &file, (1 << 40) + ticket, &waker);
+            let mut guard = load(&cache, &file, (1 << 40) + ticket, &notifier);
             let mut dst = guard.take_slice().unwrap();
             dst.truncate(PAGE);
             guards.push(guard);
@@ -228,7 +228,7 @@ fn a_full_engine_gives_block_reads_back_but_still_takes_demand_reads() {
             let start = usize::try_from(done.ticket % 1000).unwrap() * PAGE;
             assert!(
                 *done.dst == bytes[start..start + PAGE],
-                "{name}: ticket {} has others' bytes",
+                "{name}: ticket {} has bytes of another read",
                 done.ticket
             );
         }
@@ -239,7 +239,7 @@ fn a_full_engine_gives_block_reads_back_but_still_takes_demand_reads() {
 }
 
 #[test]
-fn a_dropped_engine_gives_its_buffers_back_only_when_the_reads_are_over() {
+fn a_dropped_engine_returns_its_buffers_after_its_reads() {
     let (temp, file, _) = pages(LEN);
     let cache = BlockCache::new(4 * BLOCK).unwrap();
     for _ in 0..20 {
@@ -300,12 +300,12 @@ fn epoll_sleeps_on_the_engine_until_its_reads_are_over() {
 }
 
 #[test]
-fn the_best_engine_here_reads() {
+fn the_default_engine_reads() {
     let (_temp, file, bytes) = pages(LEN);
     let cache = BlockCache::new(4 * BLOCK).unwrap();
-    let mut best = default_engine(&cache).unwrap();
-    eprintln!("{best:?}");
-    assert!(!readable(best.engine.poll_fd().unwrap(), Duration::ZERO));
-    let got = read_once(&mut *best.engine, &cache, &file, (PAGE as u64, PAGE, ReadMode::Direct)).unwrap();
+    let mut default = default_engine(&cache).unwrap();
+    eprintln!("{default:?}");
+    assert!(!readable(default.engine.poll_fd().unwrap(), Duration::ZERO));
+    let got = read_once(&mut *default.engine, &cache, &file, (PAGE as u64, PAGE, ReadMode::Direct)).unwrap();
     assert!(got == bytes[PAGE..2 * PAGE]);
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What a pages file knows about itself.
+//! A pages file knows its identity, its changes and what of it is in the page cache.
 
 mod common;
 
@@ -11,7 +11,7 @@ use nix::fcntl::{FallocateFlags, fallocate};
 use rewake_image_io::{BLOCK, FileState, PAGE, PagesFile, ReadError, ReadMode, StoreError, read_now};
 use rewake_skip::skip;
 
-/// How often something is put into the page cache until it is found there: the kernel may take memory for something else.
+/// How often bytes are put into the page cache until they are found there: the kernel may evict them.
 const TRIES: u32 = 10;
 
 #[test]
@@ -97,7 +97,7 @@ fn a_range_beyond_the_end_is_refused_by_name() {
 }
 
 #[test]
-fn what_is_not_a_regular_file_is_refused() {
+fn only_regular_files_are_opened() {
     let dir = tempfile::tempdir().unwrap();
     assert!(matches!(PagesFile::open(dir.path()), Err(StoreError::NotRegular { .. })));
     assert!(matches!(PagesFile::open("/dev/zero"), Err(StoreError::NotRegular { .. })));
@@ -105,8 +105,8 @@ fn what_is_not_a_regular_file_is_refused() {
     assert!(missing.to_string().contains("pages-1.img"));
 }
 
-/// Changes a file until its change time is another: the kernel's clock for it goes by ticks.
-fn until_change_time_is_another(file: &std::fs::File, mut act: impl FnMut()) {
+/// Changes a file until its change time differs: the kernel's clock for it advances in ticks.
+fn until_change_time_differs(file: &std::fs::File, mut act: impl FnMut()) {
     let before = FileState::of(file).unwrap().key.ctime;
     let deadline = Instant::now() + Duration::from_secs(10);
     while FileState::of(file).unwrap().key.ctime == before {
@@ -125,11 +125,11 @@ fn read_one(file: &PagesFile) -> Result<(), ReadError> {
 }
 
 #[test]
-fn a_file_that_is_rewritten_in_place_is_noticed_though_its_length_and_modification_time_are_as_before() {
+fn a_rewrite_that_restores_the_modification_time_is_noticed() {
     let (temp, file, bytes) = pages(BLOCK);
     let modified = temp.as_file().metadata().unwrap().modified().unwrap();
     read_one(&file).unwrap();
-    until_change_time_is_another(temp.as_file(), || {
+    until_change_time_differs(temp.as_file(), || {
         temp.as_file().write_all_at(&vec![9; bytes.len()], 0).unwrap();
         set_back(temp.as_file(), modified);
     });
@@ -144,7 +144,7 @@ fn a_file_that_is_rewritten_in_place_is_noticed_though_its_length_and_modificati
     );
 }
 
-/// What an error says, and what was done to the file.
+/// A part of the error, and what is done to the file.
 type Change<'a> = (&'a str, &'a dyn Fn(&std::fs::File));
 
 #[test]
@@ -160,15 +160,15 @@ fn a_write_another_length_and_a_hole_are_each_named() {
     ];
     for (what, change) in cases {
         let (temp, file, _) = pages(BLOCK);
-        until_change_time_is_another(temp.as_file(), || change(temp.as_file()));
+        until_change_time_differs(temp.as_file(), || change(temp.as_file()));
         let error = read_one(&file).unwrap_err().to_string();
         assert!(error.contains(what), "{error}");
-        assert!(read_one(&file).is_err(), "it must not be forgotten");
+        assert!(read_one(&file).is_err(), "the change must stay an error");
     }
 }
 
 #[test]
-fn a_file_that_is_linked_renamed_given_another_mode_and_removed_is_served_on() {
+fn new_links_names_modes_and_removal_are_not_changes() {
     let (temp, file, bytes) = pages(BLOCK);
     let path = temp.path().to_owned();
     let [link, renamed] = ["link", "renamed"].map(|name| path.with_extension(name));
@@ -190,7 +190,7 @@ fn a_file_that_is_linked_renamed_given_another_mode_and_removed_is_served_on() {
 }
 
 #[test]
-fn a_file_is_inherited_in_the_state_it_was_opened_in_and_another_one_refused() {
+fn only_the_unchanged_file_can_be_inherited() {
     let (temp, file, _) = pages(BLOCK);
     let (other, ..) = pages(BLOCK);
     let inherit = |from: &std::fs::File| {
@@ -201,10 +201,10 @@ fn a_file_is_inherited_in_the_state_it_was_opened_in_and_another_one_refused() {
     std::thread::sleep(Duration::from_millis(20));
     let path = temp.path().to_owned();
     std::fs::remove_file(&path).unwrap();
-    let heir = inherit(temp.as_file()).unwrap();
-    assert_eq!(heir.key(), file.key());
-    read_one(&heir).unwrap();
-    until_change_time_is_another(temp.as_file(), || temp.as_file().write_all_at(&[1], 0).unwrap());
+    let inherited = inherit(temp.as_file()).unwrap();
+    assert_eq!(inherited.key(), file.key());
+    read_one(&inherited).unwrap();
+    until_change_time_differs(temp.as_file(), || temp.as_file().write_all_at(&[1], 0).unwrap());
     let refused = inherit(temp.as_file()).unwrap_err().to_string();
     assert!(refused.contains("modification time") && refused.contains("restore again"), "{refused}");
 }

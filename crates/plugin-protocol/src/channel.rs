@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! One end of the conversation.
+//! One end of a connection.
 
 use std::io::{IoSlice, IoSliceMut};
 use std::os::fd::{AsRawFd as _, BorrowedFd, OwnedFd};
@@ -16,56 +16,58 @@ use prost::Message;
 use crate::abi::adopt;
 use crate::error::Error;
 
-/// Descriptors in one message: the kernel takes 253 (`SCM_MAX_FD`).
+/// Descriptors in one message at most: the kernel takes 253 (`SCM_MAX_FD`).
 pub const MAX_DESCRIPTORS: usize = 250;
-/// For every step of the other end. Opening the files and engines of a large machine takes less.
-pub const PATIENCE: Duration = Duration::from_secs(60);
-/// The largest message: [`MAX_DESCRIPTORS`] numbers are a tenth of it.
+/// Time limit for every step of the other end. Opening the files and engines of a large machine takes less.
+pub const TIMEOUT: Duration = Duration::from_secs(60);
+/// Bytes of the largest message: [`MAX_DESCRIPTORS`] numbers are a tenth of it.
 const MAX_MESSAGE: usize = 16 << 10;
 
-/// One end.
+/// One end of a connection.
 #[derive(Debug)]
 pub struct Channel {
     socket: OwnedFd,
-    patience: Duration,
+    timeout: Duration,
 }
 
 impl Channel {
-    /// An end that is connected, to this user or root, with [`PATIENCE`].
+    /// Makes a channel of a connected socket whose peer is this user or root, with a time limit of
+    /// [`TIMEOUT`].
     ///
     /// # Errors
-    /// It is a stranger's.
+    /// The peer is another user.
     pub fn new(socket: OwnedFd) -> Result<Self, Error> {
-        Self::with_patience(socket, PATIENCE)
+        Self::with_timeout(socket, TIMEOUT)
     }
 
-    /// The same with another deadline for every step, a microsecond at least.
+    /// Makes a channel with another time limit for every step, a microsecond at least.
     ///
     /// # Errors
-    /// It is a stranger's.
-    pub fn with_patience(socket: OwnedFd, patience: Duration) -> Result<Self, Error> {
-        let peer = getsockopt(&socket, sockopt::PeerCredentials).map_err(Error::of("look who is there"))?;
+    /// The peer is another user.
+    pub fn with_timeout(socket: OwnedFd, timeout: Duration) -> Result<Self, Error> {
+        let peer =
+            getsockopt(&socket, sockopt::PeerCredentials).map_err(Error::of("read the peer's user"))?;
         let own = geteuid().as_raw();
         if peer.uid() != own && peer.uid() != 0 {
-            return Err(Error::Stranger { found: peer.uid(), expected: own });
+            return Err(Error::ForeignUser { found: peer.uid(), expected: own });
         }
-        let limit = TimeVal::microseconds(i64::try_from(patience.as_micros()).unwrap_or(i64::MAX));
-        setsockopt(&socket, sockopt::ReceiveTimeout, &limit).map_err(Error::of("set a deadline"))?;
-        setsockopt(&socket, sockopt::SendTimeout, &limit).map_err(Error::of("set a deadline"))?;
-        Ok(Self { socket, patience })
+        let limit = TimeVal::microseconds(i64::try_from(timeout.as_micros()).unwrap_or(i64::MAX));
+        setsockopt(&socket, sockopt::ReceiveTimeout, &limit).map_err(Error::of("set a time limit"))?;
+        setsockopt(&socket, sockopt::SendTimeout, &limit).map_err(Error::of("set a time limit"))?;
+        Ok(Self { socket, timeout })
     }
 
-    /// Says something.
+    /// Sends a message.
     ///
     /// # Errors
-    /// The other end has gone, or does not listen.
+    /// The other end has closed the connection, or does not receive.
     pub fn send(&self, message: &impl Message, descriptors: &[BorrowedFd<'_>]) -> Result<(), Error> {
         let bytes = message.encode_to_vec();
         let numbers: Vec<i32> = descriptors.iter().map(BorrowedFd::as_raw_fd).collect();
         let rights = [ControlMessage::ScmRights(&numbers)];
         let rights = if numbers.is_empty() { &[][..] } else { &rights[..] };
         let (bytes, flags) = ([IoSlice::new(&bytes)], MsgFlags::MSG_NOSIGNAL);
-        // With a deadline the kernel starts neither of the two again, even after a mere SIGSTOP and SIGCONT.
+        // With a time limit the kernel does not restart these calls, even after a mere SIGSTOP and SIGCONT.
         loop {
             match sendmsg::<()>(self.socket.as_raw_fd(), &bytes, rights, flags, None) {
                 Ok(_) => return Ok(()),
@@ -75,23 +77,23 @@ impl Channel {
         }
     }
 
-    /// From now on waits for the other end as long as it lives: what it does takes its time.
+    /// Removes the time limit for receiving: the other end's next step may take any time.
     ///
     /// # Errors
     /// The kernel's.
-    pub fn wait_for_ever(&self) -> Result<(), Error> {
+    pub fn remove_timeout(&self) -> Result<(), Error> {
         setsockopt(&self.socket, sockopt::ReceiveTimeout, &TimeVal::zero())
-            .map_err(Error::of("take a deadline back"))
+            .map_err(Error::of("remove a time limit"))
     }
 
     fn failed(&self, act: &'static str, errno: Errno) -> Error {
         match errno {
-            Errno::EAGAIN => Error::Silent(self.patience),
+            Errno::EAGAIN => Error::TimedOut(self.timeout),
             errno => Error::of(act)(errno),
         }
     }
 
-    /// Waits until there is something to hear, or the deadline is over.
+    /// Waits until a message or the end of the connection can be read, at most until the time limit.
     fn readable(&self) -> Result<(), Error> {
         let mut byte = [0];
         let peek = MsgFlags::MSG_PEEK;
@@ -104,36 +106,36 @@ impl Channel {
         }
     }
 
-    /// Hears something.
+    /// Receives a message.
     ///
     /// # Errors
-    /// Nothing comes, or nothing that makes sense.
+    /// No message is received in time, or it cannot be decoded.
     pub fn receive<M: Message + Default>(&self) -> Result<(M, Vec<OwnedFd>), Error> {
         let mut buffer = [0; MAX_MESSAGE];
         self.readable()?;
         let mut space = nix::cmsg_space!([i32; MAX_DESCRIPTORS]);
         let mut bytes = [IoSliceMut::new(&mut buffer)];
         let flags = MsgFlags::MSG_CMSG_CLOEXEC;
-        let came = recvmsg::<()>(self.socket.as_raw_fd(), &mut bytes, Some(&mut space), flags);
-        let came = came.map_err(|errno| self.failed("receive", errno))?;
-        let (length, flags) = (came.bytes, came.flags);
+        let received = recvmsg::<()>(self.socket.as_raw_fd(), &mut bytes, Some(&mut space), flags);
+        let received = received.map_err(|errno| self.failed("receive", errno))?;
+        let (length, flags) = (received.bytes, received.flags);
         let mut descriptors = Vec::new();
-        // nix gives no list of what was cut off; the flag tells below.
-        for control in came.cmsgs().into_iter().flatten() {
-            if let ControlMessageOwned::ScmRights(received) = control {
-                descriptors.extend(adopt(received));
+        // nix does not list descriptors that were cut off; the flag is checked below.
+        for control in received.cmsgs().into_iter().flatten() {
+            if let ControlMessageOwned::ScmRights(numbers) = control {
+                descriptors.extend(adopt(numbers));
             }
         }
         if flags.intersects(MsgFlags::MSG_TRUNC | MsgFlags::MSG_CTRUNC) {
-            return Err(Error::CutOff);
+            return Err(Error::Truncated);
         }
-        // No message is empty: that is the end.
+        // No message is empty: zero bytes mean the end of the connection.
         if length == 0 {
             return Err(Error::Closed);
         }
         let message = M::decode(&buffer[..length]);
         let message =
-            message.map_err(|error| Error::Garbled { expected: "a message", found: error.to_string() })?;
+            message.map_err(|error| Error::Malformed { expected: "a message", found: error.to_string() })?;
         Ok((message, descriptors))
     }
 }

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Processes whose GPUs stand still, told to whoever would dump them: an image would have zeros in the place of what is not loaded
-//! yet. The driver does not tell it from any other pause.
+//! Marks processes with a closed gate, so that they are not dumped: an image would have zeros in the place of
+//! missing memory. The driver shows no difference from any other eviction.
 //!
-//! An empty file in [`FOLDER`] for each, named by its pid and its start time (`/proc/PID/stat`): a name that stays behind is
-//! never another process's, and made at once it is never half there. It is not bound to the server's life: a process that
-//! stands still for good, as all who knew of it were killed, is one that must not be dumped either. Seen by who has the same
-//! `/run` and counts pids in the same namespace.
+//! A mark is an empty file in [`DUMP_BLOCKS`], named by the process's pid and start time (`/proc/PID/stat`).
+//! A name that is left over never names another process, and creating the file is atomic. A mark does not
+//! depend on the streamer's life. If the streamer was killed, queues stay evicted for ever, and the process
+//! must not be dumped either. CRIU sees marks if it has the same `/run` and the same pid namespace.
 
 use std::fs::{self, DirBuilder, File};
 use std::io::{self, Write as _};
@@ -14,44 +14,44 @@ use std::path::Path;
 
 use nix::unistd::unlink;
 
-/// Where the files are. Anybody may look: an unprivileged CRIU, too.
-pub const FOLDER: &str = "/run/rewake-gated";
+/// The folder of the marks. Any user may read it, as CRIU may be unprivileged.
+pub const DUMP_BLOCKS: &str = "/run/rewake-gated";
 
-/// Room for the longest path.
-const LONGEST: usize = 64;
-/// Of `/proc/PID/stat` behind the program's name, counted from 0: the state, how many threads there are, and the start
-/// time in clock ticks.
+/// Bytes of the longest path.
+const MAX_PATH: usize = 64;
+/// Fields of `/proc/PID/stat` after the program's name, counted from 0: the state, the number of threads, and
+/// the start time in clock ticks.
 const STATE: usize = 0;
 const THREADS: usize = 17;
 const STARTED: usize = 19;
 
-/// A process, as no other one is called before the machine starts again.
+/// A process; no other one has the same id until the machine restarts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct ProcessId {
     /// Its pid.
     pub pid: i32,
-    /// When it started, in clock ticks since the machine did.
+    /// The start time, in clock ticks since the machine started.
     pub started: u64,
 }
 
 impl ProcessId {
-    /// A process that is there; none if it has ended, waited for or not.
+    /// Returns the id of a process; None if it has ended, waited for or not.
     ///
     /// # Errors
-    /// It cannot be looked at.
+    /// `/proc` cannot be read.
     pub fn of(pid: i32) -> io::Result<Option<Self>> {
         let stat = match fs::read(format!("/proc/{pid}/stat")) {
             Err(error) if has_ended(&error) => return Ok(None),
             stat => stat?,
         };
         let stat = String::from_utf8_lossy(&stat);
-        // The name is anything, parentheses included.
+        // The name may have any characters, parentheses included.
         let fields: Vec<&str> =
             stat.rsplit_once(')').map_or(Vec::new(), |(_, rest)| rest.split_whitespace().collect());
         let started = fields.get(STARTED).and_then(|ticks| ticks.parse().ok());
         let started = started.ok_or_else(|| io::Error::other(format!("/proc/{pid}/stat: {stat}")))?;
         let lives = match fields.get(STATE) {
-            // Its first thread has ended. The others are the process as long as there are some.
+            // The first thread has ended. The process lives as long as it has other threads.
             Some(&"Z") => fields.get(THREADS).and_then(|count| count.parse::<u32>().ok()) > Some(1),
             Some(&"X") => false,
             _ => true,
@@ -59,42 +59,42 @@ impl ProcessId {
         Ok(Some(Self { pid, started }).filter(|_| lives))
     }
 
-    /// Makes the folder.
+    /// Makes the folder of the marks.
     ///
     /// # Errors
     /// The kernel's.
     pub fn prepare() -> io::Result<()> {
-        DirBuilder::new().recursive(true).mode(0o755).create(FOLDER)
+        DirBuilder::new().recursive(true).mode(0o755).create(DUMP_BLOCKS)
     }
 
-    /// Its gate is shut.
+    /// Marks the process: its gate is closed.
     ///
     /// # Errors
     /// The kernel's.
-    pub fn shut(self) -> io::Result<()> {
+    pub fn block_dump(self) -> io::Result<()> {
         File::create(self.path()).map(drop)
     }
 
-    /// Its gate is open, or it has ended. Only a system call.
-    pub fn opened(self) {
-        let mut path = [0; LONGEST];
+    /// Removes the mark: the gate is open, or the process has ended. It is one system call.
+    pub fn allow_dump(self) {
+        let mut path = [0; MAX_PATH];
         let mut rest = &mut path[..];
-        // It has room. A file that cannot be removed keeps this process from being dumped, and nobody else.
-        let _ = write!(rest, "{FOLDER}/{self}");
+        // The path fits. A mark that cannot be removed prevents only dumps of this process.
+        let _ = write!(rest, "{DUMP_BLOCKS}/{self}");
         let left = rest.len();
-        let _ = unlink(&path[..LONGEST - left]);
+        let _ = unlink(&path[..MAX_PATH - left]);
     }
 
-    /// Whether its gate is shut.
+    /// Whether the process is marked.
     ///
     /// # Errors
     /// The kernel's.
-    pub fn is_shut(self) -> io::Result<bool> {
+    pub fn is_dump_blocked(self) -> io::Result<bool> {
         fs::exists(self.path())
     }
 
     fn path(self) -> std::path::PathBuf {
-        Path::new(FOLDER).join(self.to_string())
+        Path::new(DUMP_BLOCKS).join(self.to_string())
     }
 }
 
@@ -104,7 +104,7 @@ impl std::fmt::Display for ProcessId {
     }
 }
 
-/// There is no such file, or the process went while it was read.
+/// Whether the file does not exist, or the process ended while it was read.
 pub(crate) fn has_ended(error: &io::Error) -> bool {
     error.kind() == io::ErrorKind::NotFound || error.raw_os_error() == Some(libc::ESRCH)
 }
@@ -120,8 +120,8 @@ mod tests {
     }
 
     #[test]
-    fn a_process_is_one_for_its_whole_life_and_another_is_another() {
-        // Its name is no trap.
+    fn a_process_keeps_its_id_and_later_ones_have_another() {
+        // The name must not confuse the parser.
         fs::write("/proc/self/comm", "a) Z 1 (").unwrap();
         let first = ProcessId::of(own()).unwrap().unwrap();
         // A tick is 10 ms.
@@ -135,7 +135,7 @@ mod tests {
     }
 
     #[test]
-    fn one_that_has_ended_is_none_whether_it_was_waited_for_or_not() {
+    fn a_process_that_has_ended_has_no_id() {
         let mut child = Command::new("true").spawn().unwrap();
         let pid = child.id().cast_signed();
         let ended = (0..1000).any(|_| {
@@ -148,23 +148,23 @@ mod tests {
     }
 
     #[test]
-    fn the_longest_path_has_room() {
+    fn the_longest_path_fits() {
         let longest = ProcessId { pid: i32::MIN, started: u64::MAX };
-        assert!(longest.path().as_os_str().len() <= LONGEST);
+        assert!(longest.path().as_os_str().len() <= MAX_PATH);
     }
 
     #[test]
-    fn a_name_is_one_life_s_only() {
+    fn a_mark_is_for_one_process_only() {
         if let Err(error) = ProcessId::prepare() {
-            rewake_skip::skip!("{FOLDER}: {error}");
+            rewake_skip::skip!("{DUMP_BLOCKS}: {error}");
         }
         let shut = ProcessId::of(own()).unwrap().unwrap();
-        shut.shut().unwrap();
+        shut.block_dump().unwrap();
         let with_the_same_pid = ProcessId { started: shut.started + 1, ..shut };
-        assert!(shut.is_shut().unwrap() && !with_the_same_pid.is_shut().unwrap());
-        shut.opened();
-        assert!(!shut.is_shut().unwrap());
-        // It may have ended long ago.
-        shut.opened();
+        assert!(shut.is_dump_blocked().unwrap() && !with_the_same_pid.is_dump_blocked().unwrap());
+        shut.allow_dump();
+        assert!(!shut.is_dump_blocked().unwrap());
+        // The mark may be removed already.
+        shut.allow_dump();
     }
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Why a handover came to nothing.
+//! Errors of the handoff.
 
 use std::io;
 use std::time::Duration;
@@ -9,57 +9,57 @@ use nix::errno::Errno;
 use crate::VERSION;
 use crate::socket::SOCKET;
 
-/// A handover came to nothing.
+/// A handoff failed.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The socket.
+    /// A call on the socket failed.
     #[error("{act} ({SOCKET} in CRIU's work directory)")]
     Socket {
-        /// What was tried.
+        /// The failed step.
         act: &'static str,
         /// The kernel's answer.
         #[source]
         source: io::Error,
     },
-    /// Nothing came, or what was said was not heard.
-    #[error("the other end has said nothing, and heard nothing, for {0:?}")]
-    Silent(Duration),
-    /// It ended, or gave up.
-    #[error("the other end has closed the socket: its log says why")]
+    /// The other end did not send or receive in time.
+    #[error("the other end has neither sent nor received for {0:?}")]
+    TimedOut(Duration),
+    /// The other end closed the connection.
+    #[error("the other end has closed the socket: see its log")]
     Closed,
-    /// It is someone else's.
+    /// The other end is another user's.
     #[error("the other end belongs to user {found}, expected {expected} or root")]
-    Stranger {
-        /// Who it is.
+    ForeignUser {
+        /// The other end's user.
         found: u32,
-        /// Who this is.
+        /// This process's user.
         expected: u32,
     },
-    /// What it says would be misunderstood.
+    /// The other end has another version of the protocol.
     #[error(
         "the other end speaks version {0}, this one {VERSION}: install plugin and `rewake` of one release"
     )]
     Version(u32),
-    /// It does not make sense.
+    /// A message cannot be decoded or is not expected.
     #[error("expected {expected}, found {found}: are plugin and server of one version?")]
-    Garbled {
-        /// What should have come.
+    Malformed {
+        /// The expected message.
         expected: &'static str,
-        /// What came.
+        /// The received message.
         found: String,
     },
-    /// It did not fit.
+    /// A message was cut off: it was too long, or had too many descriptors.
     #[error(
         "a message was cut off: more descriptors than this process may have open? raise the limit (ulimit -n)"
     )]
-    CutOff,
-    /// The server will not.
+    Truncated,
+    /// The server refused the handoff.
     #[error("the server refused: {0}")]
     Refused(String),
 }
 
 impl Error {
-    /// For `map_err`.
+    /// For `map_err`: makes an error of a failed step.
     pub(crate) fn of(act: &'static str) -> impl FnOnce(Errno) -> Self {
         move |errno| match errno {
             Errno::EPIPE | Errno::ECONNRESET => Self::Closed,

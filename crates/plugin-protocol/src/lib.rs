@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What CRIU's plugin for AMD GPUs hands to the page server while a restore goes on: processes, their buffers, and the
-//! gates that keep their GPUs still, as messages with descriptors over a local socket. Who says what and when stands in
-//! `proto/handover.proto`.
+//! The protocol between CRIU's plugin for AMD GPUs and the page server during a restore. The plugin hands off
+//! processes, their buffers, and the gates that keep their GPU queues evicted, as messages with descriptors
+//! over a local socket. `proto/handover.proto` describes the messages and their order.
 //!
-//! * [`Channel`]: one end, blocking, with a deadline for every step.
-//! * [`Listener`], [`connect`]: how the ends meet.
-//! * [`ProcessId`]: whose gate is shut, for those who would dump it.
-//! * [`SessionNote`]: what a session publishes for the plugins: where its fd store is, and whose restore it serves.
+//! - [`Channel`]: one end, blocking, with a deadline for every step.
+//! - [`Listener`], [`connect`]: how the ends connect.
+//! - [`ProcessId`]: names a process whose gate is closed, so that it is not dumped.
+//! - [`SessionNote`]: what a session publishes for the plugins: the place of its fd store, and its work
+//!   directory.
 
 mod abi;
 mod channel;
@@ -21,17 +22,17 @@ pub mod proto {
     pub use super::generated::*;
 }
 
-pub use channel::{Channel, MAX_DESCRIPTORS, PATIENCE};
-pub use dump_block::{FOLDER, ProcessId};
+pub use channel::{Channel, MAX_DESCRIPTORS, TIMEOUT};
+pub use dump_block::{DUMP_BLOCKS, ProcessId};
 pub use error::Error;
 pub use session::{FileId, Notes, Phase, SESSIONS, SessionNote, Skipped, Store, sockets_of};
 pub use socket::{Listener, SOCKET, connect};
 
-/// Of the conversation. It changes when a message changes its meaning.
+/// Version of the protocol. It changes when a message changes its meaning.
 pub const VERSION: u32 = 4;
 
 impl proto::Hello {
-    /// To be asked of the other end's before anything else is said.
+    /// Checks the other end's version, before any other message.
     ///
     /// # Errors
     /// [`Error::Version`]

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What a session publishes for CRIU's plugins: a note in a file below [`SESSIONS`], one `key value...` a line.
+//! What a session publishes for CRIU's plugins: a note in a file below [`SESSIONS`].
+//! A line is `key value...`:
 //!
 //! ```text
 //! /run/rewake/sessions/<starter's pid>-<its start time>/session-<number>
@@ -10,11 +11,12 @@
 //!     phase 3
 //! ```
 //!
-//! `starter` is the process that starts the session's worker again, by pid and start time in clock ticks. `work` is the
-//! directory in which `criu restore` looks for `lazy-pages.socket` (its `-W`), by device and inode. `store` is the
-//! session's *fd store*, by its number in the starter's table of descriptors and its inode: a socket whose queue holds
-//! the session's userfaultfds. While a target has missing memory, it has a descriptor of the store. `phase` is how far the
-//! restore is: a [`Phase`]. Beside the notes of a starter is its `ledger`, locked as long as a process of the streamer lives.
+//! `starter` is the process that starts the session's worker again, by pid and start time in clock ticks.
+//! `work` is the directory in which `criu restore` expects `lazy-pages.socket` (its `-W`), by device and
+//! inode. `store` is the session's *fd store*, by its number in the starter's table of descriptors and its
+//! inode. It is a socket whose queue has the session's userfaultfds. While a target has missing memory, it
+//! has a descriptor of the store. `phase` is the progress of the restore: a [`Phase`]. A starter's folder
+//! also has its `ledger`, which is locked while a process of the streamer lives.
 
 use std::fmt::Write as _;
 use std::fs::{self, DirBuilder, File, OpenOptions, TryLockError};
@@ -30,22 +32,22 @@ use nix::unistd::geteuid;
 use crate::abi;
 use crate::dump_block::{ProcessId, has_ended};
 
-/// Where the notes are. Only this user may look.
+/// The folder of the notes. Only this user may read it.
 pub const SESSIONS: &str = "/run/rewake/sessions";
 
-/// Of the note. It changes when a line changes its meaning.
+/// Version of the note. It changes when a line changes its meaning.
 const VERSION: u64 = 1;
-/// Beside the notes: a file that each process of the streamer has locked (flock(2)).
+/// A file in the notes' folder that each process of the streamer has locked (flock(2)).
 const LEDGER: &str = "ledger";
 /// Bytes that are read of a file: a note has a tenth.
-const LONGEST: u64 = 1024;
+const MAX_NOTE: u64 = 1024;
 const PREFIX: &str = "session-";
-/// Behind a note's name: the session is asked to load its memory before others'.
+/// Suffix of a note's name: the session must load its memory before other sessions do.
 const URGENT: &str = ".urgent";
-/// Behind a note's name while it is being written.
+/// Suffix of a note's name while it is written.
 const UNFINISHED: &str = ".new";
 
-/// A file, as no other one is known at the same time.
+/// A file; no other one has the same id at the same time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct FileId {
     /// The device, as `st_dev` has it.
@@ -55,10 +57,10 @@ pub struct FileId {
 }
 
 impl FileId {
-    /// The file at a path.
+    /// Returns the id of the file at a path.
     ///
     /// # Errors
-    /// It cannot be looked at.
+    /// The file's status cannot be read.
     pub fn of(path: &Path) -> io::Result<Self> {
         let status = fs::metadata(path)?;
         Ok(Self { device: status.dev(), inode: status.ino() })
@@ -74,7 +76,7 @@ pub struct Store {
     pub inode: u64,
 }
 
-/// How far the restore of a session is.
+/// The progress of a session's restore.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u64)]
 pub enum Phase {
@@ -92,43 +94,43 @@ impl Phase {
     }
 }
 
-/// What is known of a session.
+/// The note of a session.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SessionNote {
     /// The session's number. A starter gives each number once.
     pub number: u64,
     /// The process that starts the session's worker again.
     pub starter: ProcessId,
-    /// The directory in which `criu restore` looks for `lazy-pages.socket`.
+    /// The directory in which `criu restore` expects `lazy-pages.socket`.
     pub work: FileId,
     /// The session's fd store.
     pub store: Store,
-    /// How far the restore is.
+    /// The progress of the restore.
     pub phase: Phase,
 }
 
-/// All notes below a folder.
+/// All notes in a folder.
 #[derive(Debug, Default)]
 pub struct Notes {
-    /// Those that can be read.
+    /// Notes that were read.
     pub notes: Vec<SessionNote>,
-    /// Files that were not read, and why.
+    /// Files that were not read, with the reasons.
     pub skipped: Vec<Skipped>,
 }
 
-/// A file that is no note, or none to be trusted.
+/// A file that is not a note, or not trusted.
 #[derive(Debug, thiserror::Error)]
 #[error("{}: {reason}; it is not read", path.display())]
 pub struct Skipped {
     /// The file.
     pub path: PathBuf,
-    /// Why.
+    /// Why it is not read.
     pub reason: String,
 }
 
 impl SessionNote {
-    /// Writes the note below `root` (as a rule [`SESSIONS`]), in the place of an earlier one of this session. No reader
-    /// sees a part of it.
+    /// Writes the note below `root` (usually [`SESSIONS`]) and replaces an earlier one of this session.
+    /// Readers see either note as a whole.
     ///
     /// # Errors
     /// The kernel's.
@@ -144,10 +146,10 @@ impl SessionNote {
         fs::rename(&unfinished, &path)
     }
 
-    /// Removes the note, and the starter's folder with its last one.
+    /// Removes the note. With the last note it removes the starter's folder.
     ///
     /// # Errors
-    /// The kernel's; a note that was removed already is none.
+    /// The kernel's, except for a note that was removed already.
     pub fn remove(&self, root: &Path) -> io::Result<()> {
         let path = self.path(root);
         remove_file(&path)?;
@@ -158,8 +160,8 @@ impl SessionNote {
         }
     }
 
-    /// All notes below `root`, in no order; none where there is no such folder. A file that is no note, or that another
-    /// user could have written, is skipped.
+    /// Reads all notes below `root`, in any order; none where the folder does not exist. Files that are not
+    /// notes, or that another user may have written, are skipped.
     ///
     /// # Errors
     /// `root` cannot be listed.
@@ -176,7 +178,7 @@ impl SessionNote {
             for path in files.into_iter().filter(|path| is_note(path)) {
                 match Self::read(&path) {
                     Ok(Some(note)) => all.notes.push(note),
-                    // It was removed meanwhile.
+                    // The note was removed meanwhile.
                     Ok(None) => {}
                     Err(reason) => all.skipped.push(Skipped { path, reason }),
                 }
@@ -185,8 +187,8 @@ impl SessionNote {
         Ok(all)
     }
 
-    /// The session whose page server listens in a work directory: of several the one whose note is the newest. Notes of
-    /// sessions that no process serves do not count.
+    /// Returns the session whose page server listens in a work directory. Of several notes the newest counts.
+    /// Notes of sessions that no process serves do not count.
     ///
     /// # Errors
     /// `root` cannot be listed, or `/proc` cannot be read.
@@ -206,7 +208,7 @@ impl SessionNote {
         Ok(newest.map(|(_, note)| note))
     }
 
-    /// Whether the starter that the note names lives.
+    /// Whether the starter in the note lives.
     ///
     /// # Errors
     /// `/proc` cannot be read.
@@ -214,16 +216,16 @@ impl SessionNote {
         Ok(ProcessId::of(self.starter.pid)? == Some(self.starter))
     }
 
-    /// Whether every process of the session's streamer has ended: its targets wait for `rewake recover`.
+    /// Whether every process of the session's streamer has ended. Then its targets wait for `rewake recover`.
     ///
     /// # Errors
-    /// The ledger cannot be looked at.
+    /// The ledger cannot be opened.
     pub fn is_orphaned(&self, root: &Path) -> io::Result<bool> {
         let ledger = match File::open(self.folder(root).join(LEDGER)) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(!self.starter_lives()?),
             ledger => ledger?,
         };
-        // A lock that is given is let go at once, with the file.
+        // A lock that is granted is released at once, with the file.
         match ledger.try_lock_shared() {
             Ok(()) => Ok(true),
             Err(TryLockError::WouldBlock) => Ok(false),
@@ -231,11 +233,11 @@ impl SessionNote {
         }
     }
 
-    /// The note as it is now; none where the session has ended.
+    /// Reads the note again; None where the session has ended.
     ///
     /// # Errors
-    /// It is none any more that is to be trusted.
-    pub fn again(&self, root: &Path) -> io::Result<Option<Self>> {
+    /// It is not a trusted note any more.
+    pub fn reread(&self, root: &Path) -> io::Result<Option<Self>> {
         Self::read(&self.path(root)).map_err(io::Error::other)
     }
 
@@ -263,7 +265,7 @@ impl SessionNote {
 
     fn store_of(&self, process: ProcessId) -> io::Result<OwnedFd> {
         let opened = abi::process(process.pid)?;
-        // The pid may have been given to another process before it was opened, and not after.
+        // The pid may have been reused before it was opened, but not after.
         if ProcessId::of(process.pid)? != Some(process) {
             return Err(io::Error::from_raw_os_error(libc::ESRCH));
         }
@@ -276,7 +278,8 @@ impl SessionNote {
         }
     }
 
-    /// The number that the store has in a process; none where the process does not hold it, or has ended.
+    /// Returns the store's descriptor number in a process; None where the process does not have it, or has
+    /// ended.
     ///
     /// # Errors
     /// The process's descriptors cannot be listed.
@@ -285,18 +288,18 @@ impl SessionNote {
         Ok(sockets_of(pid)?.into_iter().find(held).map(|(number, _)| number))
     }
 
-    /// Asks the session to load the memory of its targets before others'.
+    /// Requests that the session loads the memory of its targets before other sessions do.
     ///
     /// # Errors
-    /// The kernel's: ENOENT where the session has ended and its note is gone.
-    pub fn ask_urgent(&self, root: &Path) -> io::Result<()> {
+    /// The kernel's: ENOENT where the session has ended and its note is removed.
+    pub fn request_urgent(&self, root: &Path) -> io::Result<()> {
         let note = self.path(root);
         fs::symlink_metadata(&note)?;
         let path = with_suffix(&note, URGENT);
         OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(path).map(drop)
     }
 
-    /// Whether the session was asked to.
+    /// Whether the session was requested to load its memory first.
     ///
     /// # Errors
     /// The kernel's.
@@ -324,7 +327,7 @@ impl SessionNote {
         text
     }
 
-    /// None where the file is gone.
+    /// Returns None where the file does not exist.
     fn read(path: &Path) -> Result<Option<Self>, String> {
         let opened =
             OpenOptions::new().read(true).custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK).open(path);
@@ -334,7 +337,7 @@ impl SessionNote {
         };
         refuse_foreign(&file)?;
         let mut text = String::new();
-        file.take(LONGEST).read_to_string(&mut text).map_err(|error| error.to_string())?;
+        file.take(MAX_NOTE).read_to_string(&mut text).map_err(|error| error.to_string())?;
         let note = Self::parse(path, &text)?;
         let names_starter = path.parent().and_then(Path::file_name);
         match names_starter.is_some_and(|name| *name == *note.starter.to_string()) {
@@ -362,7 +365,7 @@ impl SessionNote {
         }
         let int = |number: u64| i32::try_from(number).map_err(|error| format!("{number}: {error}"));
         let ((pid, started), (device, inode)) = (pair("starter")?, pair("work")?);
-        let (number_of_store, inode_of_store) = pair("store")?;
+        let (store_number, store_inode) = pair("store")?;
         let phase = match values("phase")?[..] {
             [number] => Phase::of(number).ok_or_else(|| format!("it has phase {number}, expected 1 to 3"))?,
             ref other => return Err(format!("line \"phase\": expected a number, found {}", other.len())),
@@ -371,14 +374,14 @@ impl SessionNote {
             number: number.ok_or("its name has no number")?,
             starter: ProcessId { pid: int(pid)?, started },
             work: FileId { device, inode },
-            store: Store { number: int(number_of_store)?, inode: inode_of_store },
+            store: Store { number: int(store_number)?, inode: store_inode },
             phase,
         })
     }
 }
 
-/// The sockets that a process has open: number and inode of each; none where it has ended. Where its first thread has
-/// ended, another thread shows them.
+/// Returns the sockets that a process has open, by number and inode; none where it has ended. Where its first
+/// thread has ended, another thread shows them.
 ///
 /// # Errors
 /// The process's descriptors cannot be listed.
@@ -398,7 +401,8 @@ pub fn sockets_of(pid: i32) -> io::Result<Vec<(RawFd, u64)>> {
     Ok(Vec::new())
 }
 
-/// The sockets of a thread's table of descriptors; none where the table is empty or gone.
+/// Returns the sockets of a thread's table of descriptors; None where the table is empty or the thread has
+/// ended.
 fn sockets_in(table: &Path) -> io::Result<Option<Vec<(RawFd, u64)>>> {
     let entries = match fs::read_dir(table) {
         Err(error) if has_ended(&error) => return Ok(None),
@@ -412,7 +416,7 @@ fn sockets_in(table: &Path) -> io::Result<Option<Vec<(RawFd, u64)>>> {
             entry => entry?,
         };
         any = true;
-        // One that was closed meanwhile is none.
+        // A descriptor that was closed meanwhile is skipped.
         let Ok(link) = fs::read_link(entry.path()) else { continue };
         let inode =
             link.to_str().and_then(|link| link.strip_prefix("socket:[")?.strip_suffix(']')?.parse().ok());
@@ -422,23 +426,23 @@ fn sockets_in(table: &Path) -> io::Result<Option<Vec<(RawFd, u64)>>> {
     Ok(any.then_some(sockets))
 }
 
-/// Refuses a file that another user has written, or could write to.
+/// Refuses a file that another user has written, or can write to.
 fn refuse_foreign(file: &File) -> Result<(), String> {
     let status = file.metadata().map_err(|error| error.to_string())?;
     let own = geteuid().as_raw();
     if !status.is_file() {
-        return Err("it is no regular file".to_owned());
+        return Err("it is not a regular file".to_owned());
     }
     if status.uid() != own && status.uid() != 0 {
         return Err(format!("it belongs to user {}, expected {own} or root", status.uid()));
     }
     if status.mode() & 0o022 != 0 {
-        return Err(format!("others may write to it (mode {:o})", status.mode() & 0o777));
+        return Err(format!("other users may write to it (mode {:o})", status.mode() & 0o777));
     }
     Ok(())
 }
 
-/// Whether a file has the name of a finished note.
+/// Whether a file has the name of a complete note.
 fn is_note(path: &Path) -> bool {
     let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
     name.starts_with(PREFIX) && !name.ends_with(URGENT) && !name.ends_with(UNFINISHED)
@@ -450,7 +454,7 @@ fn with_suffix(path: &Path, suffix: &str) -> PathBuf {
     name.into()
 }
 
-/// The entries of a folder; none where it is gone.
+/// Returns the entries of a folder; none where it does not exist.
 fn list(folder: &Path) -> io::Result<Vec<PathBuf>> {
     match fs::read_dir(folder) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(Vec::new()),

@@ -10,7 +10,7 @@ use anyhow::{Context as _, ensure};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use rewake_amdgpu_uapi::call_filter::{self, BlockList};
 use rewake_image_io::io_budget::IoBudget;
-use rewake_plugin_protocol::{FOLDER, Listener, Phase, ProcessId, SessionNote};
+use rewake_plugin_protocol::{DUMP_BLOCKS, Listener, Phase, ProcessId, SessionNote};
 use tokio::sync::watch;
 use tracing::{error, info, warn};
 
@@ -54,7 +54,8 @@ pub fn run(options: &StreamGpu) -> anyhow::Result<u8> {
     let work = directory(&options.work_dir, "-W")?;
     let images = options.images_dir.as_deref().map(|images| directory(images, "-D")).transpose()?;
     logging::start(options.log_file.as_deref(), options.verbosity)?;
-    ProcessId::prepare().with_context(|| format!("make {FOLDER}, which says who is not to be dumped yet"))?;
+    ProcessId::prepare()
+        .with_context(|| format!("make {DUMP_BLOCKS}, which says who is not to be dumped yet"))?;
     let listener = Listener::new(&work)?;
     files::clear(&work)?;
     // Loading matters more than being seen.

@@ -6,13 +6,13 @@ use std::collections::BTreeSet;
 use std::{fs, io};
 
 use rewake_criu_images::amdgpu::KfdImage;
-use rewake_criu_images::rewake::{BareMapping, MAX_SHARED};
+use rewake_criu_images::rewake::{FreedMapping, MAX_SHARED};
 
 use crate::buffers::{Buffers, gpu_of_minor};
 use crate::device::Gpu;
 
 /// Those of stopped tasks, which have the `/dev/kfd` that `image` is of. None if there are more than an image may have.
-pub(super) fn mappings(tasks: &[i32], image: &KfdImage) -> io::Result<Option<BTreeSet<BareMapping>>> {
+pub(super) fn mappings(tasks: &[i32], image: &KfdImage) -> io::Result<Option<BTreeSet<FreedMapping>>> {
     let buffers = Buffers::of(image);
     let mut found = BTreeSet::new();
     for task in tasks {
@@ -26,13 +26,13 @@ pub(super) fn mappings(tasks: &[i32], image: &KfdImage) -> io::Result<Option<BTr
 }
 
 /// By a line of `/proc/PID/maps`; its path is the one that a restore hears.
-fn of_render_node(line: &str) -> Option<BareMapping> {
+fn of_render_node(line: &str) -> Option<FreedMapping> {
     let mut fields = line.splitn(6, ' ');
     let (start, _) = fields.next()?.split_once('-')?;
     let offset = fields.nth(1)?;
     let Some(Gpu::Render(minor)) = Gpu::of_path(fields.nth(2)?.trim_start()) else { return None };
     let hex = |text| u64::from_str_radix(text, 16).ok();
-    Some(BareMapping { minor, address: hex(start)?, offset: hex(offset)? })
+    Some(FreedMapping { minor, address: hex(start)?, offset: hex(offset)? })
 }
 
 #[cfg(test)]
@@ -46,7 +46,7 @@ mod tests {
                 "7f0000200000-7f0000400000 rw-s 100001000 00:06 345                {path}"
             ))
         };
-        let mapping = BareMapping { minor: 129, address: 0x7f00_0020_0000, offset: 0x1_0000_1000 };
+        let mapping = FreedMapping { minor: 129, address: 0x7f00_0020_0000, offset: 0x1_0000_1000 };
         assert_eq!(of("/dev/dri/renderD129"), Some(mapping));
         assert_eq!(of("/jail/dev/dri/renderD129"), Some(mapping));
         assert_eq!(of("/srv/my jail/dev/dri/renderD129"), Some(mapping));

@@ -91,7 +91,7 @@ impl Dump {
     /// `kfd_chardev.c`).
     pub(crate) fn task(&mut self, pid: i32) -> Answer {
         if let Some(gated) = ProcessId::of(pid)?
-            && gated.is_shut()?
+            && gated.is_dump_blocked()?
         {
             return Err(BeingLoaded(pid).into());
         }

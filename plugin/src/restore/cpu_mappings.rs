@@ -28,14 +28,14 @@ impl BackingDevice {
         let file = vma.file().and_then(|id| files.as_ref()?.get(&id));
         let gpu = match file {
             Some(path) => path.as_ref().and_then(|path| Gpu::of_path(&path.to_string_lossy())),
-            None if vma.is_anonymous() && !vma.is_of_plugin() => return None,
+            None if vma.is_anonymous() && !vma.is_plugin_device() => return None,
             None => return Some(Self::Untold),
         };
         match gpu {
             Some(Gpu::Render(minor)) => Some(Self::Node(minor)),
             Some(Gpu::Kfd) => None,
             // A device under another name.
-            None => vma.is_of_plugin().then_some(Self::Untold),
+            None => vma.is_plugin_device().then_some(Self::Untold),
         }
     }
 }

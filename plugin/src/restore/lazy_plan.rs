@@ -66,7 +66,7 @@ impl LazyPlan {
         buffers: &[Buffers],
         sharing: &Sharing,
     ) -> Answer<Self> {
-        let uffd = rewake_uffd::unready();
+        let uffd = rewake_uffd::open_unnegotiated();
         if let Err(error) = &uffd {
             host.warn(format_args!("userfaultfd: {error}: what CPUs reach comes before the processes run"));
         }
@@ -135,7 +135,7 @@ impl Mappings {
         };
         let tasks: BTreeMap<u32, Vec<(BackingDevice, Vma)>> =
             tasks.into_iter().map(|(pid, vmas)| (pid, with_files(vmas))).collect();
-        let can_be_one = |vma: &Vma| may_be_placeholders && vma.is_shared() && vma.is_not_for_children();
+        let can_be_one = |vma: &Vma| may_be_placeholders && vma.is_shared() && vma.is_dontfork();
         let all = tasks.iter().flat_map(|(pid, vmas)| {
             vmas.iter().map(|(shown, vma)| (*shown, vma, Some(*pid).filter(|_| can_be_one(vma))))
         });

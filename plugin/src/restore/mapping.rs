@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use rewake_criu_images::amdgpu::{KfdBuffer, KfdImage, Properties};
-use rewake_criu_images::rewake::BareMapping;
+use rewake_criu_images::rewake::FreedMapping;
 use rewake_criu_plugin::{Answer, Host, Mapping, Refusal};
 
 use super::Restore;
@@ -56,7 +56,7 @@ pub(super) fn find(
             }
             let own = restore.own.map(|own| &restore.images.kfd[own]);
             let told = own.and_then(|(id, _)| restore.bare.get(id));
-            was_freed(own.map(|(_, image)| image), told, BareMapping { minor, address, offset })
+            was_freed(own.map(|(_, image)| image), told, FreedMapping { minor, address, offset })
                 .map_err(|why| Unmapped::NoBuffer { path: path.to_owned(), address, offset, why })?;
             host.warn(format_args!(
                 "a mapping of {path} at {address:#x}: the image has no buffer there, as one that had been freed; what touches it before \
@@ -72,8 +72,8 @@ pub(super) fn find(
 /// was none.
 fn was_freed(
     own: Option<&KfdImage>,
-    told: Option<&BTreeSet<BareMapping>>,
-    mapping: BareMapping,
+    told: Option<&BTreeSet<FreedMapping>>,
+    mapping: FreedMapping,
 ) -> Result<(), &'static str> {
     let computes = own.and_then(|image| Some((image, gpu_of_minor(image, mapping.minor)?)));
     let (image, (_, gpu_id)) = computes.ok_or("")?;
@@ -219,7 +219,7 @@ mod tests {
             ..KfdBuffer::default()
         };
         image.buffers = vec![buffer(0x11, VRAM, 0x10_0000), buffer(0x11, DOORBELL, 0x20_0000)];
-        let at = |minor, address| BareMapping { minor, address, offset: 1 << 40 };
+        let at = |minor, address| FreedMapping { minor, address, offset: 1 << 40 };
         let freed = |minor, address| was_freed(Some(&image), None, at(minor, address));
         assert_eq!(freed(128, 0x30_0000), Ok(()));
         for address in [0x10_0000, 0x10_1000] {

@@ -23,7 +23,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::OwnedFd;
 use std::path::Path;
 
-use rewake_criu_images::rewake::BareMapping;
+use rewake_criu_images::rewake::FreedMapping;
 use rewake_criu_plugin::{Answer, Host, Mapping, Refusal, Restored};
 
 use crate::buffers::Buffers;
@@ -78,7 +78,7 @@ pub(crate) struct Restore {
     /// What may come later.
     later: LazyPlan,
     /// Mappings without a buffer, by the id of the process's `/dev/kfd`; none of a process: its dump did not tell.
-    bare: BTreeMap<u32, BTreeSet<BareMapping>>,
+    bare: BTreeMap<u32, BTreeSet<FreedMapping>>,
     /// Who loads that, until it answers for all; in the main process.
     server: Option<Server>,
 }
@@ -120,7 +120,7 @@ impl Restore {
             resume,
             forked,
             later,
-            bare: shared.bare.into_iter().map(|of| (of.kfd, of.mappings)).collect(),
+            bare: shared.freed_mappings.into_iter().map(|of| (of.kfd, of.mappings)).collect(),
             server,
         })
     }

@@ -33,7 +33,7 @@ impl Restore {
         let file = memfd_create(c"rewake-placeholders", MFdFlags::MFD_CLOEXEC)?;
         ftruncate(&file, i64::try_from(self.later.length(process))?)?;
         let stored = host.store_fd(file.as_fd())?;
-        let uffd = host.store_fd(rewake_uffd::unready()?.as_fd())?;
+        let uffd = host.store_fd(rewake_uffd::open_unnegotiated()?.as_fd())?;
         self.board.put_placeholders(process, stored, uffd);
         Ok(stored)
     }

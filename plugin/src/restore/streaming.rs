@@ -185,13 +185,13 @@ impl Server {
         match message.what {
             Some(to_plugin::What::Refused(refused)) => Err(Error::Refused(refused.reason)),
             Some(what) => Ok(what),
-            None => Err(Error::Garbled { expected: "an answer", found: "an empty one".to_owned() }),
+            None => Err(Error::Malformed { expected: "an answer", found: "an empty one".to_owned() }),
         }
     }
 }
 
 fn unexpected(expected: &'static str, found: &to_plugin::What) -> Error {
-    Error::Garbled { expected, found: format!("{found:?}") }
+    Error::Malformed { expected, found: format!("{found:?}") }
 }
 
 /// What a task is called in its own namespace, and so in the image.

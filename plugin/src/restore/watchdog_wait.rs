@@ -34,7 +34,7 @@ struct Alone;
 impl Forked {
     /// In the main process, before it forks a task.
     pub(super) fn new(host: &Host) -> Answer<Self> {
-        if !host.tells_of_forking() {
+        if !host.has_post_forking() {
             return Ok(Self { criu: None });
         }
         let own = abi::task(std::process::id().cast_signed())?;

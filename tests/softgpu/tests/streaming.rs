@@ -223,7 +223,7 @@ fn a_streamer_to_which_nobody_comes_ends_when_asked() {
         let mut streamer = Streamer::start(folder.path()).unwrap();
         assert!(!streamer.has_ended().unwrap());
         let second = Streamer::start(folder.path()).unwrap_err();
-        assert!(format!("{second:#}").contains("somebody listens there"), "{second:#}");
+        assert!(format!("{second:#}").contains("another server listens there"), "{second:#}");
         kill(Pid::from_raw(streamer.pid().cast_signed()), Signal::SIGTERM).unwrap();
         assert_eq!(streamer.end().unwrap().code(), Some(STOPPED));
         assert!(!folder.path().join("rewake-gpu.socket").exists());

@@ -112,7 +112,7 @@ fn load_beside_demands() -> (usize, usize) {
             while !over.load(Ordering::Relaxed) {
                 budget.note_demand();
                 let _ = started.send(());
-                most = most.max(budget.under_way(Lane::Gpus));
+                most = most.max(budget.in_flight(Lane::Gpus));
                 let permit = budget.allows(Lane::Cpus, PIECE).then(|| budget.begin(Lane::Cpus, PIECE));
                 std::thread::sleep(Duration::from_micros(200));
                 turns += usize::from(permit.is_some());
@@ -129,7 +129,7 @@ fn load_beside_demands() -> (usize, usize) {
     for (buffer, size) in sizes.iter().enumerate() {
         assert!(scene.memory(buffer) == pattern(buffer, *size), "buffer {buffer}");
     }
-    assert_eq!(budget.under_way(Lane::Gpus), 0);
+    assert_eq!(budget.in_flight(Lane::Gpus), 0);
     done
 }
 

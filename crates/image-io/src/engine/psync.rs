@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Plain positioned reads on a few threads, for kernels and containers that refuse io_uring.
+//! Reads with plain positioned reads on a few threads, for kernels and containers that refuse io_uring.
 
 use std::collections::VecDeque;
 use std::os::fd::{AsRawFd, RawFd};
@@ -14,17 +14,17 @@ use crate::error::StoreError;
 use crate::metrics::Metrics;
 use crate::notifier::Notifier;
 
-/// Threads per engine. Each read waits for the disk in its own thread; four are enough to overlap waiting
-/// with copying, and there may be one such engine per reactor.
+/// Threads per engine. Each read waits for the disk in its own thread. Four overlap waiting with copying;
+/// each reactor may have such an engine.
 const THREADS: usize = 4;
 
-/// Reads by threads. See [`Engine`].
+/// Reads with threads. See [`Engine`].
 #[derive(Debug)]
 pub struct Psync {
     shared: Arc<Shared>,
     threads: Vec<JoinHandle<()>>,
     depth: Depth,
-    /// The list that `reap` swaps with the threads' one, so that neither allocates.
+    /// The list that `reap` swaps with the threads' list, so that neither allocates.
     spare: Vec<Done>,
 }
 
@@ -74,7 +74,7 @@ impl Psync {
 
 impl Shared {
     fn lock(&self) -> MutexGuard<'_, Queues> {
-        // Nothing under this lock can panic but running out of memory.
+        // Under this lock only an allocation can panic.
         self.queues.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -92,7 +92,7 @@ impl Shared {
         }
     }
 
-    /// Waits for a read; None when the engine is closing. Page faults go first.
+    /// Waits for a read; returns None when the engine is closing. Demand reads are served first.
     fn next_flight(&self) -> Option<Flight> {
         let mut queues = self.lock();
         loop {
@@ -164,7 +164,7 @@ impl Drop for Psync {
         self.shared.lock().closing = true;
         self.shared.work.notify_all();
         for thread in self.threads.drain(..) {
-            // A thread that panicked has said so on standard error; its reads are lost with the engine.
+            // A thread that panicked has written so to standard error; its reads are lost with the engine.
             let _ = thread.join();
         }
     }

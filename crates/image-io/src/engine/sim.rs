@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A simulated engine: real bytes, but late, out of order, in pieces, or not at all, the same every time for
-//! the same seed. For tests of everything above an engine.
+//! A simulated engine for tests: it gives real bytes, but late, out of order, in pieces, or not at all. The
+//! same seed gives the same behaviour.
 
 use std::io;
 use std::ops::Range;
@@ -13,18 +13,18 @@ use super::{Depth, Done, Engine, Flight, Read};
 use crate::cache::BlockCache;
 use crate::metrics::Metrics;
 
-/// What the simulation does to reads. The default does nothing to them but reorder.
+/// What the simulation does to reads. The default only reorders them.
 #[derive(Debug, Clone, Default)]
 pub struct SimPlan {
-    /// Same seed, same calls: same behaviour.
+    /// The same seed and the same calls give the same behaviour.
     pub seed: u64,
-    /// Each system call takes 0 to this many calls of `reap` more than one.
+    /// Each system call takes up to this many calls of `reap` more than one.
     pub max_delay: u32,
     /// Of 100 system calls, how many are cut short.
     pub short_percent: u8,
     /// Of 100 system calls, how many fail with EIO.
     pub eio_percent: u8,
-    /// Reads that touch these bytes of a file fail with EIO every time, as from a bad disk.
+    /// Reads that overlap these bytes of a file fail with EIO every time, as from a bad disk.
     pub broken: Option<Range<u64>>,
 }
 
@@ -40,14 +40,14 @@ pub struct Sim {
 }
 
 impl Sim {
-    /// A simulation that follows `plan`, with its counters in `cache`.
+    /// Makes a simulation that follows `plan`, with its counters in `cache`.
     pub fn new(cache: &Arc<BlockCache>, plan: SimPlan) -> Self {
         let random = plan.seed;
         let metrics = Arc::clone(cache.metrics());
         Self { plan, random, now: 0, flights: Vec::new(), depth: Depth::default(), metrics }
     }
 
-    /// A number below `bound`: SplitMix64.
+    /// Returns a number below `bound` by SplitMix64.
     fn below(&mut self, bound: u64) -> u64 {
         self.random = self.random.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.random;
@@ -60,7 +60,7 @@ impl Sim {
         self.now + 1 + self.below(u64::from(self.plan.max_delay) + 1)
     }
 
-    /// One system call as the plan would have it.
+    /// Makes one system call, with the plan's delays and faults.
     fn call(&mut self, flight: &mut Flight) -> io::Result<usize> {
         let file = Arc::clone(&flight.read.file);
         let next = flight.transfer.next(&file);
@@ -76,7 +76,7 @@ impl Sim {
             let more = self.below((len - least) as u64);
             len = least + usize::try_from(more).unwrap_or(0);
         }
-        // Through the page cache even when a direct read was asked for: lengths need not be aligned here.
+        // Through the page cache also for direct reads: lengths need not be aligned here.
         file.buffered().read_at(&mut flight.read.dst.whole_mut()[next.at..next.at + len], next.offset)
     }
 }
@@ -91,7 +91,7 @@ impl Engine for Sim {
         Ok(())
     }
 
-    /// Reads start as they are submitted.
+    /// Does nothing: reads start as they are submitted.
     fn flush(&mut self) {}
 
     fn reap(&mut self, done: &mut Vec<Done>) {

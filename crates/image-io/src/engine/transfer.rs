@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The rules of one read, whoever carries out its system calls: what is read next, and what a result means.
+//! The rules of one read for all engines: what is read next, and what a result means.
 
 use std::fs::File;
 use std::io;
@@ -10,21 +10,22 @@ use crate::file::PagesFile;
 use crate::metrics::Metrics;
 
 /// Short reads that are continued within one read: as many as a block has pages. Any real file system gives
-/// at least a page at a time, so more are a fault of the storage and not worth waiting for.
+/// at least a page at a time; more short reads are a fault of the storage.
 pub const MAX_SHORT_READS: u32 = 64;
 
-/// Times that EIO is tried again: multipath and network storage recover within a few tries, a bad disk never.
+/// Times that a read is tried again after EIO. Multipath and network storage recover within a few tries, a
+/// bad disk never does.
 pub const MAX_EIO_RETRIES: u32 = 3;
 
-/// Times that EINTR, EAGAIN or ENOMEM are tried again in one read. They pass by themselves.
+/// Times that a read is tried again after EINTR, EAGAIN or ENOMEM, which pass by themselves.
 pub const MAX_INTERRUPTIONS: u32 = 64;
 
-/// Progress of one read.
+/// The progress of one read.
 #[derive(Debug)]
 pub(crate) struct Transfer {
     offset: u64,
     len: usize,
-    /// Bytes that a direct read may write; `len` rounded up to pages.
+    /// Bytes that a direct read may write: `len` rounded up to pages.
     direct_len: usize,
     direct: bool,
     done: usize,
@@ -69,7 +70,7 @@ impl Transfer {
         }
     }
 
-    /// Direct where the file, the offset and the buffer allow it.
+    /// A direct read where the file, the offset and the buffer allow it, else a buffered one.
     pub(crate) fn direct(file: &PagesFile, offset: u64, len: usize, capacity: usize) -> Self {
         let direct_len = len.next_multiple_of(PAGE);
         let aligned = offset.is_multiple_of(PAGE as u64) && direct_len <= capacity;
@@ -78,8 +79,8 @@ impl Transfer {
     }
 
     pub(crate) fn next<'a>(&self, file: &'a PagesFile) -> Next<'a> {
-        // io_uring takes offset -1 for "where the file's cursor is" and would read other bytes; here, as for
-        // pread, it is beyond every file.
+        // io_uring takes offset -1 for the file's cursor and would read other bytes. Here it lies beyond
+        // every file, as for pread.
         let offset = self.offset.saturating_add(self.done as u64).min(i64::MAX as u64);
         match file.direct() {
             Some(direct) if self.direct => {
@@ -89,7 +90,7 @@ impl Transfer {
         }
     }
 
-    /// Takes the result of the system call that `next` asked for.
+    /// Takes the result of the system call that `next` returned.
     pub(crate) fn step(&mut self, file: &PagesFile, got: io::Result<usize>) -> Step {
         match got {
             Ok(n) => self.advance(file, n),
@@ -125,7 +126,7 @@ impl Transfer {
                 reads: self.shorts,
             }));
         }
-        // An unaligned short read is the end of the file, or nothing that a direct read could continue.
+        // An unaligned short read is at the end of the file, or a direct read cannot continue it.
         self.direct &= self.done.is_multiple_of(PAGE);
         Step::Again
     }
@@ -159,7 +160,7 @@ impl Transfer {
         }))
     }
 
-    /// Adds what this read did to the counters, once it is over.
+    /// Adds the calls of a finished read to the counters.
     pub(crate) fn count(&self, metrics: &Metrics) {
         let retries = self.shorts + self.eio + self.interruptions + u32::from(self.refused_direct);
         Metrics::add(&metrics.bytes_direct, self.bytes_direct);
@@ -184,7 +185,7 @@ mod tests {
         Err(io::Error::from_raw_os_error(code))
     }
 
-    /// Steps with the same result until the read is over; how many steps that took.
+    /// Steps with the same result until the read is over; returns the number of steps.
     fn steps(transfer: &mut Transfer, got: impl Fn() -> io::Result<usize>) -> (u32, Result<(), ReadError>) {
         let file = file();
         for step in 1..1000 {
@@ -196,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn a_refused_direct_read_goes_on_through_the_page_cache() {
+    fn a_refused_direct_read_continues_through_the_page_cache() {
         let file = file();
         let mut transfer = Transfer::direct(&file, 0, LEN, LEN);
         assert_eq!(transfer.direct, file.has_direct());

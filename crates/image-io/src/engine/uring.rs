@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Reads by io_uring: one system call starts a read, an eventfd tells when it is over.
+//! Reads with io_uring: one system call starts a read, and an eventfd is signalled when it is over.
 //!
-//! The eventfd, not the ring's own descriptor: a ring with deferred completions wakes its eventfd when one is
-//! waiting to be run, but wakes a poller of the ring only when the completion has been run, which nobody does
-//! while the poller sleeps (seen on Linux 6.18).
+//! The engine does not poll the ring's own descriptor. A ring with deferred completions wakes its eventfd
+//! when a completion waits to be run. It wakes a poller of the ring only when the completion has been run,
+//! and no thread runs it while the poller sleeps (seen on Linux 6.18).
 
 use std::io;
 use std::marker::PhantomData;
@@ -22,12 +22,12 @@ use crate::metrics::Metrics;
 use crate::notifier::Notifier;
 use crate::ring::{CompletionPoller, Flavour, build, flush, push, wait_readable};
 
-/// Reads in flight at most; the submission queue has room for all of them and the completion queue for twice
+/// Reads in flight at most. The submission queue has room for all of them and the completion queue for twice
 /// as many, so neither overflows.
 const DEPTH: usize = DEPTH_BLOCKS + DEPTH_DEMAND;
 
-/// Largest registered buffer the kernel takes (SZ_1G); larger pools are registered in pieces. A multiple of
-/// [`BLOCK`], so no buffer crosses from one piece to the next.
+/// Largest buffer that the kernel registers (SZ_1G); larger pools are registered in pieces. A multiple of
+/// [`BLOCK`], so that no buffer crosses from one piece to the next.
 const PIECE: usize = 1 << 30;
 
 const _: () = assert!(PIECE.is_multiple_of(BLOCK));
@@ -35,7 +35,7 @@ const _: () = assert!(PIECE.is_multiple_of(BLOCK));
 /// How long a dropped engine waits for the kernel to finish its reads before it leaks their buffers.
 const DROP_PATIENCE: Duration = Duration::from_secs(10);
 
-/// Reads by io_uring. See [`Engine`]. Belongs to the thread that made it, and so is not `Send`: the kernel
+/// Reads with io_uring. See [`Engine`]. It belongs to the thread that made it and is not `Send`: the kernel
 /// runs a ring's deferred work in that thread only.
 pub struct Uring {
     ring: IoUring,
@@ -44,14 +44,14 @@ pub struct Uring {
     vacant: Vec<usize>,
     depth: Depth,
     finished: Notifier,
-    lookout: CompletionPoller,
+    poller: CompletionPoller,
     deferred: bool,
     registration: io::Result<()>,
     _one_thread: PhantomData<*mut ()>,
 }
 
 impl Uring {
-    /// Sets a ring up on this thread, and registers the cache's memory with it when the limits allow.
+    /// Sets up a ring on this thread, and registers the cache's memory with it when the limits allow.
     ///
     /// # Errors
     /// [`StoreError::Setup`] when the kernel has no io_uring, forbids it, or lacks its read operation.
@@ -60,10 +60,10 @@ impl Uring {
         let (ring, finished, flavour) = build(DEPTH).map_err(setup("setting up an io_uring"))?;
         let mut probe = Probe::new();
         let probed = ring.submitter().register_probe(&mut probe);
-        probed.map_err(setup("asking io_uring for its operations"))?;
+        probed.map_err(setup("querying io_uring's operations"))?;
         if !probe.is_supported(opcode::Read::CODE) || !probe.is_supported(opcode::ReadFixed::CODE) {
             let error = io::Error::from_raw_os_error(libc::EOPNOTSUPP);
-            return Err(setup("asking io_uring to read files")(error));
+            return Err(setup("looking for io_uring's read operation")(error));
         }
         let registration = register(&ring, cache);
         Ok(Self::assemble(cache, (ring, finished, flavour), registration))
@@ -81,14 +81,14 @@ impl Uring {
             vacant: (0..DEPTH).rev().collect(),
             depth: Depth::default(),
             finished,
-            lookout: CompletionPoller::default(),
+            poller: CompletionPoller::default(),
             deferred: flavour == Flavour::Deferred,
             registration,
             _one_thread: PhantomData,
         }
     }
 
-    /// Whether completions run only when asked for, which is the cheapest.
+    /// Whether completions run only when this thread enters the kernel for them, which costs least.
     pub fn is_deferred(&self) -> bool {
         self.deferred
     }
@@ -98,11 +98,13 @@ impl Uring {
         self.registration.is_ok()
     }
 
-    /// For the log: what this ring has to do without.
+    /// For the log: what this ring lacks.
     pub(super) fn note(&self) -> Option<String> {
         let defer = (!self.deferred).then(|| "deferred completions are not available".to_owned());
         let fixed = self.registration.as_ref().err().map(|error| {
-            format!("registering the cache's memory failed ({error}; raise RLIMIT_MEMLOCK), reads pin it each time")
+            format!(
+                "the cache's memory is not registered ({error}; raise RLIMIT_MEMLOCK), reads pin it each time"
+            )
         });
         match (defer, fixed) {
             (None, None) => None,
@@ -110,8 +112,8 @@ impl Uring {
         }
     }
 
-    /// Queues the next system call of the read in `slot`. The submission queue always has room: it is as
-    /// long as there are slots, and each has at most one call queued or running.
+    /// Queues the next system call of the read in `slot`. The submission queue has room: it is as long as the
+    /// number of slots, and each slot has at most one call queued or running.
     fn queue(&mut self, slot: usize) {
         let Some(flight) = self.flights[slot].as_mut() else { return };
         let next = flight.transfer.next(&flight.read.file);
@@ -129,11 +131,11 @@ impl Uring {
         } else {
             opcode::Read::new(fd, start, len).offset(next.offset).build()
         };
-        // SAFETY: the buffer and the file are owned by the slot in `flights`, which outlives the read (see Drop).
+        // SAFETY: the slot in `flights` owns the buffer and the file, and it outlives the read (see Drop).
         unsafe { push(&mut self.ring, &entry.user_data(slot as u64)) };
     }
 
-    /// Takes completions from the ring; reads that are not over yet are queued again.
+    /// Takes completions from the ring, and queues reads again that are not over yet.
     fn collect(&mut self, done: &mut Vec<Done>) {
         loop {
             let Some(completion) = self.ring.completion().next() else { return };
@@ -161,7 +163,7 @@ impl Engine for Uring {
             return Err(read);
         }
         let Some(slot) = self.vacant.pop() else {
-            // As many slots as both depths allow: not reached.
+            // Not reached: the number of slots is the sum of both depths.
             self.depth.leave(&read.dst);
             return Err(read);
         };
@@ -175,8 +177,8 @@ impl Engine for Uring {
     }
 
     fn reap(&mut self, done: &mut Vec<Done>) {
-        // Ends: each round takes a completion, and every read has a bounded number of them.
-        while self.lookout.look(&mut self.ring, &self.finished, self.depth.total()) {
+        // It ends: each round takes a completion, and every read has a bounded number of them.
+        while self.poller.look(&mut self.ring, &self.finished, self.depth.total()) {
             self.collect(done);
         }
     }
@@ -190,7 +192,7 @@ impl Engine for Uring {
     }
 
     fn patience(&self) -> Duration {
-        self.lookout.patience(self.in_flight())
+        self.poller.patience(self.in_flight())
     }
 }
 
@@ -207,7 +209,7 @@ impl Drop for Uring {
             }
         }
         for flight in self.flights.iter_mut().filter_map(Option::take) {
-            // Storage that does not answer: better to lose a buffer than to have it written to after reuse.
+            // The storage does not answer: losing a buffer is better than a write to it after its reuse.
             std::mem::forget(flight);
         }
     }
@@ -223,15 +225,15 @@ impl std::fmt::Debug for Uring {
     }
 }
 
-/// Registers the whole pool, so that reads need not look its pages up each time.
+/// Registers the whole pool, so that reads need not find its pages each time.
 fn register(ring: &IoUring, cache: &BlockCache) -> io::Result<()> {
     let (base, len) = (cache.pool().base(), cache.pool().len());
     let pieces: Vec<libc::iovec> = (0..len)
         .step_by(PIECE)
         .map(|from| libc::iovec { iov_base: base.wrapping_add(from).cast(), iov_len: PIECE.min(len - from) })
         .collect();
-    // SAFETY: the pieces are the pool's mapping, which lives as long as the cache that Uring holds; the kernel
-    // pins the pages for as long as the ring lives.
+    // SAFETY: the pieces are the pool's mapping, which lives as long as the cache that Uring holds. The
+    // kernel pins the pages for as long as the ring lives.
     unsafe { ring.submitter().register_buffers(&pieces) }
 }
 
@@ -243,7 +245,7 @@ mod tests {
     use crate::{Acquire, Notifier, PagesFile, ReadMode};
     use std::io::Write;
 
-    /// Every ring that an older or stricter kernel could leave us with.
+    /// Returns every kind of ring that older or stricter kernels allow.
     fn all_kinds(cache: &Arc<BlockCache>) -> Vec<Uring> {
         let mut kinds = Vec::new();
         for flavour in [Flavour::Deferred, Flavour::Cooperative, Flavour::Plain] {
@@ -265,10 +267,12 @@ mod tests {
         temp.as_file().sync_all().unwrap();
         let file = PagesFile::open(temp.path()).unwrap();
         let cache = BlockCache::new(8 * BLOCK).unwrap();
-        let waker = Notifier::new().unwrap();
+        let notifier = Notifier::new().unwrap();
         for mut ring in all_kinds(&cache) {
             for how in [ReadMode::Direct, ReadMode::Buffered] {
-                let Acquire::Load(mut guard) = cache.acquire(&file, 2, &waker) else { panic!("not a load") };
+                let Acquire::Load(mut guard) = cache.acquire(&file, 2, &notifier) else {
+                    panic!("not a load")
+                };
                 let dst = guard.take_slice().unwrap();
                 let read = Read { ticket: 7, file: Arc::clone(&file), offset: guard.offset(), dst, how };
                 ring.submit(read).unwrap();
@@ -289,20 +293,20 @@ mod tests {
     }
 
     #[test]
-    fn a_flag_that_the_kernel_has_left_behind_is_looked_at_once() {
+    fn a_flag_without_completion_is_checked_once() {
         ends(|| {
             let cache = BlockCache::new(8 * BLOCK).unwrap();
             let mut ring = all_kinds(&cache).swap_remove(0);
             assert!(ring.is_deferred());
-            Flag::of(&ring.ring).is_left_behind(|| ring.reap(&mut Vec::new()));
-            assert_eq!(ring.patience(), Duration::MAX, "nothing is under way");
+            Flag::of(&ring.ring).keep_set_during(|| ring.reap(&mut Vec::new()));
+            assert_eq!(ring.patience(), Duration::MAX, "nothing is in flight");
         });
     }
 
     #[test]
-    fn a_read_is_found_that_is_over_and_that_nothing_tells_of() {
+    fn a_completed_read_without_the_flag_is_found() {
         let temp = tempfile::NamedTempFile::new_in(env!("CARGO_MANIFEST_DIR")).unwrap();
-        // No hole, which would be read at once.
+        // Not a hole, which would be read at once.
         temp.as_file().write_all(&[1; BLOCK]).unwrap();
         temp.as_file().sync_all().unwrap();
         let (file, cache) = (PagesFile::open(temp.path()).unwrap(), BlockCache::new(8 * BLOCK).unwrap());
@@ -315,13 +319,13 @@ mod tests {
         ring.flush();
         assert!(wait_readable(ring.poll_fd().unwrap(), Duration::from_secs(60)));
         ring.finished.drain();
-        Flag::of(&ring.ring).is_lost();
+        Flag::of(&ring.ring).clear();
         let (mut done, start) = (Vec::new(), Instant::now());
         while done.is_empty() {
             let patience = ring.patience();
             assert!(
                 patience <= TRUST_FLAG_FOR && start.elapsed() < Duration::from_secs(10),
-                "it is never found"
+                "the completion is not found"
             );
             wait_readable(ring.poll_fd().unwrap(), patience);
             ring.reap(&mut done);
@@ -330,7 +334,7 @@ mod tests {
     }
 
     #[test]
-    fn a_ring_that_lacks_something_says_what_and_what_to_do() {
+    fn the_note_names_what_a_ring_lacks_and_the_remedy() {
         let cache = BlockCache::new(8 * BLOCK).unwrap();
         let kinds = all_kinds(&cache);
         assert_eq!(kinds[0].note(), None);

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Many reads and writes at once, between files and memory that the caller divides up: what moves buffer objects to and
-//! from images. By io_uring, or by plain positioned calls where that is forbidden.
+//! Transfers many pieces at once between files and memory that the caller divides: buffer objects to and from
+//! images. It uses io_uring, or plain positioned calls where io_uring is forbidden.
 //!
-//! One thread, no locks. [`FileRing::submit`] starts, [`FileRing::finished`] tells what ended, [`FileRing::event`] wakes.
+//! One thread uses a ring, without locks. [`FileRing::submit`] starts transfers, [`FileRing::finished`]
+//! returns those that ended, and [`FileRing::event`] wakes the thread.
 
 mod request;
 mod ring;
@@ -26,18 +27,18 @@ use crate::page_cache::{Cachestat, cachestat, pages};
 /// Memory that files are read into and written from.
 ///
 /// # Safety
-/// The bytes stay mapped, readable and writable as long as the value lives, wherever it is moved to, and there are no
-/// references to them: the kernel and devices change them at any time.
+/// The bytes stay mapped, readable and writable while the value lives, also when it is moved. No references
+/// to them exist: the kernel and devices change them at any time.
 pub unsafe trait Memory {
-    /// First byte, at a page.
+    /// The first byte, page-aligned.
     fn start(&self) -> NonNull<u8>;
-    /// Bytes.
+    /// The length in bytes.
     fn bytes(&self) -> usize;
-    /// Whether disks may write into it themselves: not into what is another device's.
+    /// Whether disks may write into it directly. They must not write into another device's memory.
     fn is_for_devices(&self) -> bool;
 }
 
-/// A file that is transferred, opened once or twice: past the page cache, too, where the file system permits it.
+/// A file that is transferred. It is opened a second time for direct I/O where the file system permits it.
 #[derive(Debug)]
 pub struct TransferFile {
     name: PathBuf,
@@ -48,36 +49,36 @@ pub struct TransferFile {
 }
 
 impl TransferFile {
-    /// `direct` is the same file, opened with `O_DIRECT`; `name` is for messages.
+    /// Makes a transfer file. `direct` is the same file, opened with `O_DIRECT`; `name` is for messages.
     pub fn new(name: impl Into<PathBuf>, buffered: File, direct: Option<File>) -> Arc<Self> {
         let [refused, joined] = [false; 2].map(AtomicBool::new);
         Arc::new(Self { name: name.into(), buffered, direct, refused, joined })
     }
 
-    /// It is read from now on: what others read at the same time, in other processes, goes through the page cache, which reads it from the disk
-    /// once. Not on file systems of other hosts.
+    /// Registers this process as a reader of the file. While several processes read it, their reads use the
+    /// page cache, so that the disk reads the bytes once. Files on remote file systems are not registered.
     pub fn join(&self) {
         self.joined.store(shared_readers::join(&self.buffered), Ordering::Relaxed);
     }
 
     /// Whether its bytes come from another host, or may.
     #[must_use]
-    pub fn is_of_another_host(&self) -> bool {
-        shared_readers::is_of_another_host(&self.buffered)
+    pub fn is_remote(&self) -> bool {
+        shared_readers::is_remote(&self.buffered)
     }
 
-    /// Whether others have joined, too, and it is worth while to share.
+    /// Whether other processes have joined, too, so that sharing pays.
     fn is_shared(&self) -> bool {
         self.joined.load(Ordering::Relaxed) && shared_readers::has_others(&self.buffered)
     }
 
-    /// The file, for everything else.
+    /// The descriptor that is not opened for direct I/O.
     #[must_use]
     pub fn file(&self) -> &File {
         &self.buffered
     }
 
-    /// The descriptor for a call at this place.
+    /// Returns the descriptor for a call at this place, and whether it is direct.
     fn at(&self, offset: u64, at: usize, bytes: usize) -> (&File, bool) {
         let aligned =
             offset.is_multiple_of(PAGE as u64) && at.is_multiple_of(PAGE) && bytes.is_multiple_of(PAGE);
@@ -89,7 +90,7 @@ impl TransferFile {
         }
     }
 
-    /// Whether the page cache has all of these bytes, as far as the file has them. Not where the kernel cannot tell.
+    /// Whether the page cache has all of these bytes that the file has. False where the kernel cannot say.
     #[must_use]
     pub fn is_cached(&self, offset: u64, bytes: usize) -> bool {
         let Ok(length) = self.buffered.metadata().map(|kind| kind.len()) else { return false };
@@ -98,7 +99,7 @@ impl TransferFile {
         bytes > 0 && cachestat(&self.buffered, offset, bytes).is_ok_and(cached)
     }
 
-    /// The file system takes no direct calls after all, or not such ones.
+    /// Notes that the file system refused a direct call.
     fn refuse_direct(&self) {
         self.refused.store(true, Ordering::Relaxed);
     }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! One transfer, and the rules by which it goes on after a system call that did less than all of it.
+//! One transfer, and the rules for continuing it after a system call that did only a part of it.
 
 use std::fs::File;
 use std::io;
@@ -8,15 +8,15 @@ use std::sync::Arc;
 
 use super::{Memory, TransferFile};
 
-/// Calls for one transfer that do less than is left: each must do at least a page on any real file system, and a
-/// transfer of 2 MiB has 512.
+/// Calls for one transfer that do less than is left. Each does at least a page on any real file system, and a
+/// transfer of 2 MiB has 512 pages.
 const MAX_SHORT: u32 = 1024;
-/// EIO is tried again: see [`crate::engine`]. A disk that fails more often is broken.
+/// Times that a call is tried again after EIO: see [`crate::engine`]. A disk that fails more often is broken.
 const MAX_EIO: u32 = 3;
-/// EINTR, EAGAIN and ENOMEM are tried again; they pass by themselves.
+/// Times that a call is tried again after EINTR, EAGAIN or ENOMEM, which pass by themselves.
 const MAX_INTERRUPTIONS: u32 = 64;
 
-/// Which way bytes go.
+/// The direction of a transfer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Direction {
     /// From the file into memory.
@@ -34,34 +34,34 @@ impl Direction {
     }
 }
 
-/// A stretch of a file and as many bytes of memory.
+/// A range of a file and the memory to transfer it to or from.
 #[derive(Debug, Clone)]
 pub struct Request<M> {
     /// The file.
     pub file: Arc<TransferFile>,
-    /// Which way.
+    /// The direction.
     pub direction: Direction,
     /// First byte in the file.
     pub offset: u64,
-    /// The memory. It is held until the transfer is over.
+    /// The memory. The ring holds it until the transfer is over.
     pub memory: M,
-    /// First byte in the memory.
+    /// Offset of the first byte in the memory.
     pub at: usize,
-    /// How many, at least one. Past the page cache, but for reads of what it has, if all three are multiples of a page and
-    /// devices may use the memory.
+    /// Number of bytes, at least one. The transfer is direct if offset, place and length are multiples of a
+    /// page and devices may use the memory. Reads of bytes in the page cache are not direct.
     pub bytes: usize,
-    /// How many of them a read must get: less than `bytes` where the file ends inside its last page.
+    /// Bytes that a read must get at least: less than `bytes` where the file ends inside its last page.
     pub needed: usize,
-    /// The caller's own.
+    /// A number for the caller.
     pub token: u64,
 }
 
 /// A transfer that is over.
 #[derive(Debug)]
 pub struct Finished {
-    /// The request's.
+    /// The request's token.
     pub token: u64,
-    /// Whether it was done whole.
+    /// Whether the whole transfer was done.
     pub result: Result<(), TransferError>,
 }
 
@@ -76,7 +76,7 @@ pub struct TransferError {
     pub(super) source: io::Error,
 }
 
-/// A transfer on its way.
+/// A transfer in flight.
 #[derive(Debug)]
 pub(super) struct Progress<M> {
     pub(super) request: Request<M>,
@@ -86,7 +86,7 @@ pub(super) struct Progress<M> {
     interruptions: u32,
 }
 
-/// After a call.
+/// What to do after a call.
 #[derive(Debug)]
 pub(super) enum Step {
     Again,
@@ -98,13 +98,13 @@ impl<M: Memory> Progress<M> {
         Self { request, done: 0, short: 0, eio: 0, interruptions: 0 }
     }
 
-    /// File offset, place in the memory and bytes of the next call.
+    /// File offset, offset in the memory and length of the next call.
     pub(super) fn next(&self) -> (u64, usize, usize) {
         let Request { offset, at, bytes, .. } = self.request;
         (offset + self.done as u64, at + self.done, bytes - self.done)
     }
 
-    /// The descriptor of the next call, and whether it goes past the page cache.
+    /// The descriptor of the next call, and whether it is direct.
     pub(super) fn file(&self) -> (&File, bool) {
         let (offset, at, bytes) = self.next();
         let file = &self.request.file;
@@ -114,13 +114,13 @@ impl<M: Memory> Progress<M> {
         }
     }
 
-    /// Where the memory of the next call begins.
+    /// The address of the next call's memory.
     pub(super) fn start(&self) -> *mut u8 {
         let (_, at, _) = self.next();
         self.request.memory.start().as_ptr().wrapping_add(at)
     }
 
-    /// Takes the result of the call that [`Progress::next`] asked for; `direct` if it went past the page cache.
+    /// Takes the result of the call that [`Progress::next`] describes. `direct`: the call was a direct one.
     pub(super) fn step(&mut self, direct: bool, got: io::Result<usize>) -> Step {
         match got {
             Ok(0) => self.over(Err(match self.request.direction {
@@ -138,8 +138,10 @@ impl<M: Memory> Progress<M> {
                     return self.over(Ok(()));
                 }
                 if self.short > MAX_SHORT {
-                    return self
-                        .over(Err(io::Error::other(format!("only {} in {MAX_SHORT} calls", self.done))));
+                    return self.over(Err(io::Error::other(format!(
+                        "only {} bytes in {MAX_SHORT} calls",
+                        self.done
+                    ))));
                 }
                 Step::Again
             }
@@ -223,7 +225,7 @@ mod tests {
     }
 
     #[test]
-    fn a_refused_direct_call_goes_through_the_page_cache_from_then_on() {
+    fn after_a_refused_direct_call_all_use_the_page_cache() {
         let file = || tempfile::tempfile().unwrap();
         let transferred = TransferFile::new("pages.img", file(), Some(file()));
         let mut progress = read(8192, 8192);

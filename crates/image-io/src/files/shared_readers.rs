@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Who else reads a file: other restores of the same image, in processes that know nothing of each other.
+//! Finds other readers of a file: restores of the same image in independent processes.
 //!
-//! Each holds a read lock of its own open file (`fcntl(2)`, open file description locks) and sees by a look for a write lock
-//! whether it is the only one. No lock is waited for. On file systems of other hosts each reads for itself: a look would be a call of
-//! that host, and who reads there shares no page cache with this one.
+//! Each reader holds a read lock of its own open file (`fcntl(2)`, open file description locks). A query for
+//! a write lock shows whether it is the only reader. No process waits for a lock. On remote file systems each
+//! reader reads for itself: a query would be a request to the other host, and its readers there do not share
+//! this page cache.
 
 use std::fs::File;
 
@@ -12,8 +13,9 @@ use nix::sys::statfs::{
     AFS_SUPER_MAGIC, CODA_SUPER_MAGIC, FUSE_SUPER_MAGIC, FsType, NFS_SUPER_MAGIC, SMB_SUPER_MAGIC, fstatfs,
 };
 
-/// Those, and what may be one. Of CIFS, SMB 2, Ceph and 9p libc has no names (`linux/magic.h`), nor of Lustre, GPFS and BeeGFS, which are not Linux's own.
-const OF_OTHER_HOSTS: [FsType; 12] = [
+/// Remote file systems, and FUSE, which may be one. libc has no names for CIFS, SMB 2, Ceph and 9p
+/// (`linux/magic.h`), nor for Lustre, GPFS and BeeGFS, which are not in Linux.
+const REMOTE: [FsType; 12] = [
     NFS_SUPER_MAGIC,
     SMB_SUPER_MAGIC,
     FsType(0xff53_4d42),
@@ -28,7 +30,7 @@ const OF_OTHER_HOSTS: [FsType; 12] = [
     FsType(0x1983_0326),
 ];
 
-/// Locked: a byte that no file has, so that nobody who locks bytes of files is in the way.
+/// The byte that is locked: one that no file has, so that it does not conflict with other locks.
 const BYTE: libc::off_t = libc::off_t::MAX - 1;
 
 fn lock(kind: libc::c_int) -> libc::flock {
@@ -41,21 +43,22 @@ fn lock(kind: libc::c_int) -> libc::flock {
     }
 }
 
-/// Whether its bytes come from another host, or may.
-pub(super) fn is_of_another_host(file: &File) -> bool {
-    !fstatfs(file).is_ok_and(|of| !OF_OTHER_HOSTS.contains(&of.filesystem_type()))
+/// Whether the bytes of a file come from another host, or may.
+pub(super) fn is_remote(file: &File) -> bool {
+    !fstatfs(file).is_ok_and(|of| !REMOTE.contains(&of.filesystem_type()))
 }
 
-/// From here on others know that this file is read, until all its descriptors are closed. False where they do not.
+/// Registers this reader of a file, until all descriptors of the open file are closed. Returns false where
+/// other readers cannot find it.
 pub(super) fn join(file: &File) -> bool {
-    !is_of_another_host(file) && fcntl(file, FcntlArg::F_OFD_SETLK(&lock(libc::F_RDLCK))).is_ok()
+    !is_remote(file) && fcntl(file, FcntlArg::F_OFD_SETLK(&lock(libc::F_RDLCK))).is_ok()
 }
 
-/// Whether somebody else has joined who has not left.
+/// Whether another reader has joined and has not left.
 pub(super) fn has_others(file: &File) -> bool {
     let mut found = lock(libc::F_WRLCK);
-    let looked = fcntl(file, FcntlArg::F_OFD_GETLK(&mut found));
-    looked.is_ok() && i32::from(found.l_type) == libc::F_RDLCK
+    let queried = fcntl(file, FcntlArg::F_OFD_GETLK(&mut found));
+    queried.is_ok() && i32::from(found.l_type) == libc::F_RDLCK
 }
 
 #[cfg(test)]
@@ -81,7 +84,7 @@ mod tests {
         file
     }
 
-    /// Reads a piece as a load does; what came.
+    /// Reads a piece as a load does, and returns its bytes.
     fn read(file: &Arc<TransferFile>, piece: u64) -> Vec<u8> {
         let (mut ring, memory) = (FileRing::new(1).unwrap(), Pages::new(PIECE));
         let offset = piece * PIECE as u64;
@@ -99,12 +102,12 @@ mod tests {
     }
 
     #[test]
-    fn a_reader_knows_of_others_as_long_as_they_are_there() {
+    fn a_reader_finds_others_while_they_read() {
         let file = tempfile::NamedTempFile::new().unwrap();
         let one = fs::File::open(file.path()).unwrap();
         assert!(!has_others(&one));
         assert!(join(&one));
-        assert!(!has_others(&one), "itself");
+        assert!(!has_others(&one), "it finds itself");
         let two = fs::File::open(file.path()).unwrap();
         assert!(join(&two));
         assert!(has_others(&one) && has_others(&two));
@@ -129,12 +132,12 @@ mod tests {
         assert_eq!(read(&one, 0), [0; PIECE]);
         assert!(!cached(&one, 0), "alone it reads past the page cache");
         let two = open(temp.path());
-        // The kernel may take memory for something else: most of them.
+        // The kernel may evict pages at any time: most of them suffice.
         let shared = (1..PIECES).filter(|piece| {
-            let of_one = read(&one, *piece);
-            let was_there = cached(&two, *piece);
-            assert!(of_one == read(&two, *piece) && of_one[0] == u8::try_from(*piece).unwrap());
-            was_there
+            let first = read(&one, *piece);
+            let was_cached = cached(&two, *piece);
+            assert!(first == read(&two, *piece) && first[0] == u8::try_from(*piece).unwrap());
+            was_cached
         });
         assert!(shared.count() > 10);
         drop(two);

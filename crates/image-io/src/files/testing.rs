@@ -6,11 +6,11 @@ use std::sync::Arc;
 
 use super::Memory;
 
-/// Pages of this process's.
+/// Pages of this process.
 #[derive(Debug)]
 pub(super) struct Pages(memmap2::MmapRaw);
 
-// SAFETY: mapped until the value is dropped, and never borrowed.
+// SAFETY: the pages are mapped until the value is dropped, and never borrowed.
 unsafe impl Memory for Arc<Pages> {
     fn start(&self) -> NonNull<u8> {
         NonNull::new(self.0.as_mut_ptr()).unwrap()
@@ -31,7 +31,7 @@ impl Pages {
     }
 
     pub(super) fn put(&self, at: usize, bytes: &[u8]) {
-        // SAFETY: inside, and nothing else runs.
+        // SAFETY: the range lies in the mapping, and no other thread runs.
         unsafe { self.0.as_mut_ptr().add(at).copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
     }
 
@@ -41,11 +41,11 @@ impl Pages {
     }
 }
 
-/// A GPU's, as it were.
+/// Memory that disks must not write to, as that of a GPU.
 #[derive(Debug)]
 pub(super) struct Foreign(pub(super) Arc<Pages>);
 
-// SAFETY: as of `Pages`.
+// SAFETY: as for `Pages`.
 unsafe impl Memory for Foreign {
     fn start(&self) -> NonNull<u8> {
         self.0.start()

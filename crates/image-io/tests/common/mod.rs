@@ -29,14 +29,15 @@ pub fn pages(len: usize) -> (NamedTempFile, Arc<PagesFile>, Vec<u8>) {
     (temp, file, bytes)
 }
 
-/// Asks the kernel to forget the file's pages.
+/// Has the kernel evict the file's pages.
 pub fn make_cold(temp: &NamedTempFile) {
     // SAFETY: posix_fadvise takes no pointers.
     let rc = unsafe { libc::posix_fadvise(temp.as_raw_fd(), 0, 0, libc::POSIX_FADV_DONTNEED) };
     assert_eq!(rc, 0);
 }
 
-/// Whether the descriptor becomes readable in time; an interruption by io_uring's own work does not count.
+/// Returns whether the descriptor becomes readable in time. An interruption by io_uring's own work does not
+/// count.
 pub fn readable(fd: RawFd, patience: Duration) -> bool {
     let give_up = Instant::now() + patience;
     loop {
@@ -50,23 +51,23 @@ pub fn readable(fd: RawFd, patience: Duration) -> bool {
     }
 }
 
-/// Reaps until `count` reads are over, sleeping on the engine's descriptor where it has one.
+/// Reaps until `count` reads are over. It waits for the engine's descriptor where it has one.
 pub fn finish(engine: &mut dyn Engine, count: usize) -> Vec<Done> {
     engine.flush();
     let mut done = Vec::new();
     let start = Instant::now();
     while done.len() < count {
-        assert!(start.elapsed() < Duration::from_secs(60), "{} of {count} reads came back", done.len());
+        assert!(start.elapsed() < Duration::from_secs(60), "{} of {count} reads are over", done.len());
         if let Some(fd) = engine.poll_fd() {
-            assert!(readable(fd, Duration::from_secs(60)), "the engine's descriptor stays silent");
+            assert!(readable(fd, Duration::from_secs(60)), "the engine's descriptor stays unreadable");
         }
         engine.reap(&mut done);
     }
     done
 }
 
-pub fn load(cache: &Arc<BlockCache>, file: &Arc<PagesFile>, block: u64, waker: &Notifier) -> LoadGuard {
-    match cache.acquire(file, block, waker) {
+pub fn load(cache: &Arc<BlockCache>, file: &Arc<PagesFile>, block: u64, notifier: &Notifier) -> LoadGuard {
+    match cache.acquire(file, block, notifier) {
         Acquire::Load(guard) => guard,
         other => panic!("expected to load block {block}, got {other:?}"),
     }
@@ -79,7 +80,7 @@ pub fn fill(mut guard: LoadGuard, file: &PagesFile) -> BlockRef {
     guard.publish(slice)
 }
 
-/// One read of `len` bytes by an engine, through a block buffer of `cache`.
+/// Reads `len` bytes with an engine, into a block buffer of `cache`.
 pub fn read_once(
     engine: &mut dyn Engine,
     cache: &Arc<BlockCache>,

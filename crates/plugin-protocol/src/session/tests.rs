@@ -13,7 +13,7 @@ fn own() -> ProcessId {
     ProcessId::of(std::process::id().cast_signed()).unwrap().unwrap()
 }
 
-/// A note of this process's, whose store is `socket`.
+/// A note of this process, whose store is `socket`.
 fn note(number: u64, socket: &UnixDatagram) -> SessionNote {
     SessionNote {
         number,
@@ -28,7 +28,7 @@ fn socket() -> UnixDatagram {
     UnixDatagram::unbound().unwrap()
 }
 
-/// A process that has a copy of the socket, as number 0.
+/// A process that has a copy of the socket, as descriptor 0.
 fn holder(socket: &UnixDatagram) -> Child {
     let copy = socket.as_fd().try_clone_to_owned().unwrap();
     Command::new("sleep").arg("1000").stdin(copy).spawn().unwrap()
@@ -44,10 +44,10 @@ fn mode(path: &Path) -> u32 {
 }
 
 #[test]
-fn a_note_is_read_as_it_was_written_and_only_this_user_can_read_it() {
+fn a_note_is_read_as_written_and_only_by_this_user() {
     let root = tempfile::tempdir().unwrap();
     let (root, socket) = (root.path().join("run/sessions"), socket());
-    assert!(SessionNote::all(&root).unwrap().notes.is_empty(), "there is no folder yet");
+    assert!(SessionNote::all(&root).unwrap().notes.is_empty(), "the folder does not exist yet");
     let first = note(1, &socket);
     first.write(&root).unwrap();
     let second = SessionNote { number: u64::MAX, ..first.clone() };
@@ -64,16 +64,16 @@ fn a_note_is_read_as_it_was_written_and_only_this_user_can_read_it() {
     changed.remove(&root).unwrap();
     assert_eq!(SessionNote::all(&root).unwrap().notes, std::slice::from_ref(&second));
     second.remove(&root).unwrap();
-    assert!(!folder.exists(), "the last note takes the folder along");
+    assert!(!folder.exists(), "the folder is removed with the last note");
 }
 
 #[test]
-fn a_file_that_is_no_note_or_not_to_be_trusted_is_skipped_and_the_reason_kept() {
+fn a_file_that_is_not_a_trusted_note_is_skipped_with_a_reason() {
     let root = tempfile::tempdir().unwrap();
     let (root, socket) = (root.path(), socket());
     let good = note(1, &socket);
     good.write(root).unwrap();
-    good.ask_urgent(root).unwrap();
+    good.request_urgent(root).unwrap();
     let folder = root.join(own().to_string());
     let text = fs::read_to_string(folder.join("session-1")).unwrap();
     let put = |name: &str, text: &str| fs::write(folder.join(name), text).unwrap();
@@ -88,7 +88,7 @@ fn a_file_that_is_no_note_or_not_to_be_trusted_is_skipped_and_the_reason_kept() 
     fs::set_permissions(folder.join("session-8"), fs::Permissions::from_mode(0o622)).unwrap();
     symlink(folder.join("session-1"), folder.join("session-9")).unwrap();
     put("session-10", &text);
-    // Only root can give a file away.
+    // Only root can give a file to another user.
     if chown(folder.join("session-10"), Some(65534), None).is_err() {
         put("session-10", "");
     }
@@ -108,7 +108,7 @@ fn a_file_that_is_no_note_or_not_to_be_trusted_is_skipped_and_the_reason_kept() 
         ("session-6", "another starter's folder"),
         ("session-x", "its name has no number"),
         ("session-7", "no line \"version\""),
-        ("session-8", "others may write to it (mode 622)"),
+        ("session-8", "other users may write to it (mode 622)"),
         ("session-9", "symbolic links"),
         ("session-10", if geteuid().is_root() { "belongs to user 65534" } else { "no line" }),
     ];
@@ -119,7 +119,7 @@ fn a_file_that_is_no_note_or_not_to_be_trusted_is_skipped_and_the_reason_kept() 
 }
 
 #[test]
-fn a_work_directory_s_session_is_the_newest_that_a_process_serves() {
+fn a_work_directory_s_session_is_the_newest_that_is_served() {
     let root = tempfile::tempdir().unwrap();
     let (root, socket) = (root.path(), socket());
     let work = FileId::of(root).unwrap();
@@ -128,7 +128,7 @@ fn a_work_directory_s_session_is_the_newest_that_a_process_serves() {
     let notes = [of(7, own()), of(3, own()), of(9, ProcessId { started: own().started + 1, ..own() })];
     for note in &notes {
         note.write(root).unwrap();
-        // The file system's clock moves with the timer's tick.
+        // The file system's clock advances with the timer's tick.
         sleep(Duration::from_millis(30));
     }
     assert_eq!(SessionNote::of_work_dir(root, work).unwrap(), Some(notes[1].clone()));
@@ -137,7 +137,7 @@ fn a_work_directory_s_session_is_the_newest_that_a_process_serves() {
     let moved = SessionNote { number: 4, work: elsewhere, ..notes[0].clone() };
     moved.write(root).unwrap();
     assert_eq!(SessionNote::of_work_dir(root, elsewhere).unwrap(), Some(moved));
-    // The starter of the newest has ended: as long as its worker has the ledger locked, it is served.
+    // The starter of the newest has ended. While its worker has the ledger locked, the session is served.
     let ledger = File::create(notes[2].folder(root).join(LEDGER)).unwrap();
     ledger.lock().unwrap();
     assert_eq!(SessionNote::of_work_dir(root, work).unwrap(), Some(notes[2].clone()));
@@ -157,7 +157,7 @@ fn the_store_is_the_starter_s_socket_or_refused() {
     assert_eq!(fstat(&store).unwrap().st_ino, note.store.inode);
     let errno = |note: &SessionNote| note.store().unwrap_err().raw_os_error();
     let other = |store| SessionNote { store, ..note.clone() };
-    // Standard error is no socket; number 77 is none at all.
+    // Standard error is not a socket; number 77 is not open.
     assert_eq!(errno(&other(Store { number: 2, ..note.store })), Some(libc::EINVAL));
     assert_eq!(errno(&other(Store { number: 77, ..note.store })), Some(libc::EBADF));
     assert_eq!(errno(&other(Store { inode: note.store.inode + 1, ..note.store })), Some(libc::EINVAL));
@@ -189,15 +189,15 @@ fn a_process_holds_the_store_while_it_has_a_descriptor_of_it() {
 }
 
 #[test]
-fn a_session_is_asked_to_hurry_by_a_file_that_goes_with_its_note() {
+fn an_urgent_request_is_a_file_that_is_removed_with_its_note() {
     let root = tempfile::tempdir().unwrap();
     let (root, socket) = (root.path(), socket());
     let (first, second) = (note(1, &socket), note(2, &socket));
     second.write(root).unwrap();
-    assert_eq!(first.ask_urgent(root).unwrap_err().kind(), io::ErrorKind::NotFound, "it has no note");
+    assert_eq!(first.request_urgent(root).unwrap_err().kind(), io::ErrorKind::NotFound, "it has no note");
     first.write(root).unwrap();
-    first.ask_urgent(root).unwrap();
-    first.ask_urgent(root).unwrap();
+    first.request_urgent(root).unwrap();
+    first.request_urgent(root).unwrap();
     assert!(first.is_urgent(root).unwrap() && !second.is_urgent(root).unwrap());
     first.remove(root).unwrap();
     assert!(!first.is_urgent(root).unwrap());

@@ -29,7 +29,7 @@ pub(super) fn kill_or_poison(space: &AddressSpace) -> bool {
     }
     // Its threads may run on for a moment; the pidfd's readiness brings us back here. Its memory may live on in
     // a process that shares it (vfork) and that nobody knows.
-    sys::has_ended(pidfd) && (rewake_uffd::memory_is_gone(space.uffd.as_fd()) || poison(space))
+    sys::has_ended(pidfd) && (rewake_uffd::address_space_ended(space.uffd.as_fd()) || poison(space))
 }
 
 /// How far poisoning came.

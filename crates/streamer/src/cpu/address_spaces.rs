@@ -110,7 +110,7 @@ pub fn kill_rejected(ledger: Ledger, number: RawFd, host_pid: i32) -> bool {
     let process = sys::pidfd_open(host_pid).ok();
     for _ in 0..DEATH_LOOKS {
         // As long as its memory exists the number is its own: the pidfd is of the process that sent the descriptor.
-        if rewake_uffd::memory_is_gone(uffd) {
+        if rewake_uffd::address_space_ended(uffd) {
             return true;
         }
         if let Some(process) = &process {
@@ -308,7 +308,7 @@ mod tests {
         slot.host_pid.store(stranger.pid, Ordering::Relaxed);
         let copy = task.copy();
         drop(task);
-        uffd_child::until(|| rewake_uffd::memory_is_gone(copy.as_fd()));
+        uffd_child::until(|| rewake_uffd::address_space_ended(copy.as_fd()));
         watch_process(slot).unwrap();
         assert_eq!(slot.pidfd.load(Ordering::Relaxed), NO_FD);
         assert!(kill_rejected(ledger, copy.as_raw_fd(), stranger.pid));

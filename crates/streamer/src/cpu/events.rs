@@ -193,7 +193,7 @@ impl UffdReader {
     /// True when a forked child has ended before it got a place.
     fn is_gone(child: RawFd) -> bool {
         // SAFETY: the kernel opened it for a message that is not dealt with, so it is open still.
-        rewake_uffd::memory_is_gone(unsafe { BorrowedFd::borrow_raw(child) })
+        rewake_uffd::address_space_ended(unsafe { BorrowedFd::borrow_raw(child) })
     }
 
     /// Takes over the address space of a forked child. On failure its descriptor stays open and the message is

@@ -354,7 +354,7 @@ impl Reactor {
         }
         // SAFETY: the slot owns this descriptor until it is retired.
         self.unwatch(unsafe { BorrowedFd::borrow_raw(pidfd) });
-        if rewake_uffd::memory_is_gone(space.uffd.as_fd()) {
+        if rewake_uffd::address_space_ended(space.uffd.as_fd()) {
             self.gone(space);
         }
     }

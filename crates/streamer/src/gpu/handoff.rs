@@ -103,7 +103,7 @@ impl Handoff {
         self.standing = holds.map(IoBudget::hold_background);
         self.say(to_plugin::What::Hello(proto::Hello { version: VERSION, holds: holds.is_some() }))?;
         // CRIU restores all tasks meanwhile.
-        self.channel.wait_for_ever()?;
+        self.channel.remove_timeout()?;
         // While the driver takes an ended process apart, nobody can open it; now nobody waits.
         let driver = Kfd::open().map_err(anyhow::Error::from);
         loop {
@@ -276,7 +276,7 @@ impl Handoff {
         let (message, with) = self.channel.receive::<proto::ToServer>()?;
         let what = message.what;
         let what =
-            what.ok_or_else(|| Error::Garbled { expected: "a message", found: "an empty one".to_owned() })?;
+            what.ok_or_else(|| Error::Malformed { expected: "a message", found: "an empty one".to_owned() })?;
         Ok((what, with))
     }
 }

@@ -19,7 +19,7 @@ use rewake_ptrace_inject::{
     Error, PlaceholderMapping, Swap, placeholder_mappings, populated_ranges, with_stopped,
 };
 use rewake_uffd::abi::{FEATURE_FORK, FEATURE_REMAP};
-use rewake_uffd::{FillPort as _, Message, PAGE_SIZE, RawMessage, Stop, Uffd, memory_is_gone};
+use rewake_uffd::{FillPort as _, Message, PAGE_SIZE, RawMessage, Stop, Uffd, address_space_ended};
 
 use super::bar_mappings::BarMappings;
 use super::placeholder_range::{Buffer, PlaceholderRange, parts};
@@ -161,7 +161,7 @@ impl ReceivedPlaceholders {
                 &[uffd.as_raw_fd()],
             )
             .context("putting the userfaultfd of placeholders into the session's fd store")?;
-        let uffd = Uffd::begin(uffd, FEATURE_FORK | FEATURE_REMAP).context("UFFDIO_API")?;
+        let uffd = Uffd::negotiate(uffd, FEATURE_FORK | FEATURE_REMAP).context("UFFDIO_API")?;
         // From the first that is watched: not closed on errors either.
         let uffd = ManuallyDrop::new(uffd);
         for mapping in &self.mappings {
@@ -222,7 +222,7 @@ impl<'a> Placeholders<'a> {
         // SAFETY: made by the read that gave the message, and nobody else's. Not closed: what is missing would be zeros.
         let uffd = ManuallyDrop::new(unsafe { sys::take_over(uffd) });
         for _ in 0..FORKED {
-            if memory_is_gone(uffd.as_fd()) {
+            if address_space_ended(uffd.as_fd()) {
                 break;
             }
             processes::kill_descendants(self.pid, self.pidfd);
@@ -232,7 +232,7 @@ impl<'a> Placeholders<'a> {
 
     /// Whether the memory that is watched has ended, with its process or by exec: soon, if a call to it has just failed.
     fn is_gone(&self) -> bool {
-        memory_is_gone(self.uffd.as_fd())
+        address_space_ended(self.uffd.as_fd())
     }
 
     fn is_going(&self) -> bool {

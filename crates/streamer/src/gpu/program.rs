@@ -148,7 +148,7 @@ impl Drop for Program {
 
 /// In the forked child: only system calls and memory that is there.
 fn run(tell: RawFd, last: u64, shared: &AtomicU8) -> ! {
-    if let Ok(uffd) = rewake_uffd::unready() {
+    if let Ok(uffd) = rewake_uffd::open_unnegotiated() {
         let number = uffd.as_raw_fd().to_ne_bytes();
         // SAFETY: writes from a live buffer of that length, and closes what is not used again.
         unsafe {

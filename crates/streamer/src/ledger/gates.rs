@@ -7,7 +7,7 @@ use std::io;
 use std::os::fd::{AsRawFd as _, BorrowedFd, IntoRawFd as _, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicI32, AtomicU32, AtomicU64, Ordering};
 
-use rewake_plugin_protocol::{FOLDER, ProcessId};
+use rewake_plugin_protocol::{DUMP_BLOCKS, ProcessId};
 
 use crate::sys;
 
@@ -43,7 +43,7 @@ pub enum NotShut {
     #[error("one restore has more than {MAX_GATES} processes that use GPUs")]
     TooMany,
     /// Who would dump it could not be told.
-    #[error("note in {FOLDER} that a process is not to be dumped yet")]
+    #[error("note in {DUMP_BLOCKS} that a process is not to be dumped yet")]
     NotTold(#[source] io::Error),
 }
 
@@ -85,7 +85,7 @@ impl Gates {
         let free = free.ok_or(NotShut::TooMany)?;
         let gated = gated(&process).map_err(NotShut::NotTold)?;
         if let Some(gated) = gated {
-            gated.shut().map_err(NotShut::NotTold)?;
+            gated.block_dump().map_err(NotShut::NotTold)?;
         }
         free.pid.store(gated.map_or(0, |gated| gated.pid), Ordering::Relaxed);
         free.started.store(gated.map_or(0, |gated| gated.started), Ordering::Relaxed);
@@ -174,7 +174,7 @@ impl Gate {
     fn forget(&self) {
         let (pid, started) = (self.pid.load(Ordering::Relaxed), self.started.load(Ordering::Relaxed));
         if pid != 0 {
-            ProcessId { pid, started }.opened();
+            ProcessId { pid, started }.allow_dump();
         }
     }
 }
@@ -233,7 +233,7 @@ mod tests {
 
     /// The reason where the folder cannot be made.
     fn ready() -> Result<(), String> {
-        ProcessId::prepare().map_err(|error| format!("{FOLDER}: {error}"))
+        ProcessId::prepare().map_err(|error| format!("{DUMP_BLOCKS}: {error}"))
     }
 
     #[test]
@@ -245,13 +245,13 @@ mod tests {
         let [one_s, two_s] =
             [&one, &two].map(|child| gates.shut(sys::pidfd_open(child.id().cast_signed()).unwrap()).unwrap());
         assert_eq!(listener.said(), "ss");
-        assert!(first.is_shut().unwrap() && second.is_shut().unwrap());
+        assert!(first.is_dump_blocked().unwrap() && second.is_dump_blocked().unwrap());
         gates.opened(one_s);
         assert_eq!(listener.said(), "");
-        assert!(!first.is_shut().unwrap() && second.is_shut().unwrap());
+        assert!(!first.is_dump_blocked().unwrap() && second.is_dump_blocked().unwrap());
         gates.opened(two_s);
         assert_eq!(listener.said(), "o");
-        assert!(!second.is_shut().unwrap() && !gates.any());
+        assert!(!second.is_dump_blocked().unwrap() && !gates.any());
         [one, two].into_iter().for_each(ends);
     }
 
@@ -264,7 +264,7 @@ mod tests {
         let (child, gated) = sleeper();
         let process = gates.shut(sys::pidfd_open(child.id().cast_signed()).unwrap()).unwrap();
         assert_eq!((gates.end_all(), listener.said().as_str()), (1, "sk"));
-        assert!(!gated.is_shut().unwrap());
+        assert!(!gated.is_dump_blocked().unwrap());
         ends(child);
         gates.opened(process);
         listener.said();
@@ -279,6 +279,6 @@ mod tests {
         child.kill().unwrap();
         child.wait().unwrap();
         gates.shut(process).unwrap();
-        assert!(!gated.is_shut().unwrap());
+        assert!(!gated.is_dump_blocked().unwrap());
     }
 }

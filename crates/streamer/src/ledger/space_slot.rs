@@ -90,7 +90,7 @@ impl SpaceSlot {
     pub fn memory_is_gone(&self) -> bool {
         // SAFETY: the slot's userfaultfd, open while the slot is live.
         let uffd = unsafe { BorrowedFd::borrow_raw(self.uffd.load(Ordering::Acquire)) };
-        rewake_uffd::memory_is_gone(uffd)
+        rewake_uffd::address_space_ended(uffd)
     }
 
     /// Waits until the memory is gone, and with it every process that could read it: that of the slot, a child

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Which processes have missing memory.
+//! Finds processes with missing memory.
 
 use std::fmt;
 use std::io;
@@ -16,21 +16,21 @@ pub(crate) struct Missing {
     pub(crate) what: What,
 }
 
-/// What is missing.
+/// What a process is missing.
 #[derive(Debug)]
 pub(crate) enum What {
-    /// Memory that a session has to load; whether the session is served.
+    /// Memory that a session has to load; the flag is true if the session is served.
     Memory(SessionNote, bool),
-    /// Memory that is not loaded yet, of a session that has not parked its store yet: any of these.
-    Watched,
-    /// None, but a process of a streamer traces it: CRIU cannot.
+    /// Memory of one of the sessions that have not parked their store yet.
+    Unparked,
+    /// No memory, but a process of a streamer traces it, so CRIU cannot.
     Traced(i32),
-    /// Memory of GPUs: the queues stand before a closed gate.
+    /// GPU memory: the gate is closed and the queues are evicted.
     Gate,
 }
 
 impl Missing {
-    /// Whether no process loads it: `rewake recover` starts one.
+    /// Whether no process loads the memory: `rewake recover` starts one.
     pub(crate) fn is_unserved(&self) -> bool {
         matches!(self.what, What::Memory(_, false))
     }
@@ -46,14 +46,17 @@ impl fmt::Display for Missing {
                 write!(f, "memory that session {number} of process {starter} has not loaded yet")?;
                 if *served { Ok(()) } else { f.write_str(" and is not served: run `rewake recover`") }
             }
-            What::Watched => f.write_str("memory that a session has not loaded yet"),
-            What::Traced(tracer) => write!(f, "all its memory, and process {tracer} of rewake lets go of it"),
+            What::Unparked => f.write_str("memory that a session has not loaded yet"),
+            What::Traced(tracer) => {
+                write!(f, "all its memory, but process {tracer} of rewake still traces it")
+            }
             What::Gate => f.write_str("GPU queues that are stopped until memory of the GPU is resident"),
         }
     }
 }
 
-/// The notes below a folder; none where this user may not look: other users' sessions are none of ours.
+/// Reads the notes in a folder; none where this user may not read it: other users' sessions do not matter
+/// here.
 ///
 /// # Errors
 /// The folder cannot be read.
@@ -64,17 +67,17 @@ pub(crate) fn notes(sessions: &Path) -> io::Result<Notes> {
     }
 }
 
-/// The first of some processes that has missing memory.
+/// Returns the first process that has missing memory.
 ///
 /// # Errors
-/// A process's descriptors cannot be read: what is not known may be missing.
+/// A process's descriptors cannot be read: then memory may be missing.
 pub(crate) fn first_missing(
     sessions: &Path,
     notes: &[SessionNote],
     processes: &[i32],
 ) -> io::Result<Option<Missing>> {
     for pid in processes {
-        if ProcessId::of(*pid)?.map_or(Ok(false), ProcessId::is_shut)? {
+        if ProcessId::of(*pid)?.map_or(Ok(false), ProcessId::is_dump_blocked)? {
             return Ok(Some(Missing { pid: *pid, what: What::Gate }));
         }
         if notes.is_empty() {
@@ -89,10 +92,11 @@ pub(crate) fn first_missing(
         if let Some(tracer) = proc::our_tracer(*pid) {
             return Ok(Some(Missing { pid: *pid, what: What::Traced(tracer) }));
         }
-        // Without a plugin a session parks its store when CRIU has let the process go: a dump may come before.
+        // Without a plugin a session parks its store only after CRIU has detached from the process: a dump
+        // may be earlier.
         let restored = |note: &SessionNote| note.phase != Phase::Listening;
-        if notes.iter().any(restored) && proc::has_watched_memory(*pid) {
-            return Ok(Some(Missing { pid: *pid, what: What::Watched }));
+        if notes.iter().any(restored) && proc::has_registered_memory(*pid) {
+            return Ok(Some(Missing { pid: *pid, what: What::Unparked }));
         }
     }
     Ok(None)
