@@ -83,7 +83,8 @@ fn campaign(scenario: &str, rounds: usize) {
         if restored_and_parked(&scene, &mut server) {
             moment(LATEST, &mut random);
             deaths_in_some_order(&mut server, &mut random);
-            let output = recover().unwrap().output().unwrap();
+            let log = scene.work().join("recover.log");
+            let output = recover().unwrap().args(["-v4", "-o"]).arg(log).output().unwrap();
             let said = String::from_utf8_lossy(&output.stderr);
             lost = said.contains(FORK_LOST);
             assert_eq!(output.status.success(), !lost, "{said}");
@@ -94,7 +95,8 @@ fn campaign(scenario: &str, rounds: usize) {
         let verdict = scene.verdict(ACT).unwrap();
         assert!(
             if lost { verdict.killed() } else { verdict == Verdict::Ok },
-            "{verdict:?}\n{}",
+            "{verdict:?}, REWAKE_SEED={seed}\n{}\n{}",
+            fs::read_to_string(scene.work().join("recover.log")).unwrap_or_default(),
             scene.logs()
         );
         scene.next_round().unwrap();
