@@ -115,8 +115,8 @@ pub enum Error {
 #[derive(Debug)]
 pub struct Attached([OwnedFd; 2]);
 
-/// Attaches the programs until the [`Attached`] is dropped. Calls of `wait_rules` wait, whoever the caller
-/// is. Calls of `deny_rules` are blocked by the [`BlockList`], which is empty at first. `access` is the class
+/// Attaches the programs until the [`Attached`] is dropped. Calls of `wait_rules` wait, for every caller.
+/// Calls of `deny_rules` are blocked by the [`BlockList`], which is empty at first. `access` is the class
 /// of an mprotect(2) that adds access to an inaccessible mapping of the file, in part 0.
 ///
 /// # Errors
