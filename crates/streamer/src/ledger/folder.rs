@@ -20,10 +20,11 @@ use super::Ledger;
 
 const LEDGER: &str = "ledger";
 const UNFINISHED: &str = "ledger.new";
-/// How often to try for a ledger's lock while its starter lives, and [`LOCK_PAUSE`] apart: 20 ms in all.
+/// How often to try for a ledger's lock while its starter lives: 20 ms in all.
 const LOCK_TRIES: u32 = 5;
 /// How often to try once its starter has ended: 3 s in all.
 const DYING_TRIES: u32 = 750;
+/// The pause between two tries.
 const LOCK_PAUSE: Duration = Duration::from_millis(4);
 
 /// Returns the directory of this user's folders: `/run/rewake/sessions` for root, else

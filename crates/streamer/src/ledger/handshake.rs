@@ -76,8 +76,8 @@ impl Inbox {
     /// dead.
     #[expect(clippy::mut_from_ref, reason = "shared memory: exclusiveness is by process and thread")]
     fn area(&self) -> &mut Area {
-        // SAFETY: sessions are handled by the control thread alone, and no reference outlives a call of this
-        // module's functions, which do not call one another while holding one.
+        // SAFETY: only the control thread handles sessions. No reference outlives a call of this module's
+        // functions, and they do not call one another while they hold one.
         unsafe { &mut *self.area.get() }
     }
 
