@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The few system calls that nix does not wrap. One safe function each; no policy here.
+//! Wraps the few system calls that nix does not, each in one function without policy.
 
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
@@ -16,32 +16,32 @@ fn check(result: libc::c_long) -> io::Result<libc::c_long> {
 
 fn to_fd(number: libc::c_long) -> io::Result<OwnedFd> {
     let fd = RawFd::try_from(number).map_err(io::Error::other)?;
-    // SAFETY: callers pass what a descriptor-making system call has just returned: open and owned by nobody.
+    // SAFETY: callers pass a descriptor that a system call has just made: it is open, and nothing owns it.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
-/// A descriptor for process `pid` (`pidfd_open(2)`, Linux 5.3).
+/// Opens a descriptor of process `pid` (`pidfd_open(2)`, Linux 5.3).
 ///
 /// # Errors
-/// ESRCH when there is no such process.
+/// ESRCH: no process has the pid.
 pub fn pidfd_open(pid: i32) -> io::Result<OwnedFd> {
     // SAFETY: two integers in, a descriptor out.
     to_fd(check(unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) })?)
 }
 
-/// A descriptor of one thread (`PIDFD_THREAD`, Linux 6.9).
+/// Opens a descriptor of one thread (`PIDFD_THREAD`, Linux 6.9).
 ///
 /// # Errors
-/// ESRCH when there is no such thread; EINVAL before Linux 6.9.
+/// ESRCH: no thread has the number. EINVAL: the kernel is older than Linux 6.9.
 pub fn pidfd_open_thread(thread: i32) -> io::Result<OwnedFd> {
     // SAFETY: two integers in, a descriptor out. `PIDFD_THREAD` is O_EXCL (`include/uapi/linux/pidfd.h`).
     to_fd(check(unsafe { libc::syscall(libc::SYS_pidfd_open, thread, libc::O_EXCL) })?)
 }
 
-/// Sends SIGKILL through a pidfd: never to a process that took over the number.
+/// Sends SIGKILL through a pidfd: never to another process that has got the same number.
 ///
 /// # Errors
-/// ESRCH when the process is gone already.
+/// ESRCH: the process has been waited for.
 pub fn pidfd_kill(pidfd: RawFd) -> io::Result<()> {
     pidfd_signal(pidfd, libc::SIGKILL)
 }
@@ -49,25 +49,27 @@ pub fn pidfd_kill(pidfd: RawFd) -> io::Result<()> {
 /// Sends a signal through a pidfd.
 ///
 /// # Errors
-/// As [`pidfd_kill`].
+/// As for [`pidfd_kill`].
 pub fn pidfd_signal(pidfd: RawFd, signal: libc::c_int) -> io::Result<()> {
     // SAFETY: integers and a null siginfo; a closed descriptor gives EBADF.
     check(unsafe { libc::syscall(libc::SYS_pidfd_send_signal, pidfd, signal, 0, 0) }).map(drop)
 }
 
-/// A copy of descriptor `number` of the process behind a pidfd (`pidfd_getfd(2)`, Linux 5.6), closed on exec.
+/// Copies descriptor `number` of a pidfd's process (`pidfd_getfd(2)`, Linux 5.6). The copy is closed on exec.
 ///
 /// # Errors
-/// EPERM without the right to trace it, EBADF, ESRCH.
+/// EPERM: this process may not trace the other. EBADF, ESRCH.
 pub fn pidfd_getfd(process: BorrowedFd<'_>, number: RawFd) -> io::Result<OwnedFd> {
     // SAFETY: integers in, a descriptor out.
     to_fd(check(unsafe { libc::syscall(libc::SYS_pidfd_getfd, process.as_raw_fd(), number, 0) })?)
 }
 
-/// A descriptor for the process that made a unix connection; of the one that has its number now, before Linux 6.5.
+/// Opens a descriptor of the process that made a unix connection.
+///
+/// Before Linux 6.5 it is a descriptor of the process that has that process's pid now.
 ///
 /// # Errors
-/// ESRCH when there is no such process any more, or it cannot be seen from here.
+/// ESRCH: the process has ended, or is in another pid namespace.
 pub fn peer_process(socket: BorrowedFd<'_>) -> io::Result<OwnedFd> {
     /// `include/uapi/asm-generic/socket.h`
     const SO_PEERPIDFD: libc::c_int = 77;
@@ -75,11 +77,11 @@ pub fn peer_process(socket: BorrowedFd<'_>) -> io::Result<OwnedFd> {
     #[expect(clippy::cast_possible_truncation, reason = "4")]
     let mut len = size_of::<libc::c_int>() as libc::socklen_t;
     // SAFETY: the option's value is an int, and `number` a live one of the length given.
-    let asked = check(libc::c_long::from(unsafe {
+    let result = check(libc::c_long::from(unsafe {
         let value = (&raw mut number).cast();
         libc::getsockopt(socket.as_raw_fd(), libc::SOL_SOCKET, SO_PEERPIDFD, value, &raw mut len)
     }));
-    match asked {
+    match result {
         Ok(_) => to_fd(number.into()),
         Err(error) if error.raw_os_error() == Some(libc::ENOPROTOOPT) => {
             let peer = nix::sys::socket::getsockopt(&socket, nix::sys::socket::sockopt::PeerCredentials)?;
@@ -89,17 +91,17 @@ pub fn peer_process(socket: BorrowedFd<'_>) -> io::Result<OwnedFd> {
     }
 }
 
-/// The number of the process behind a pidfd, for this process (`/proc/self/fdinfo`, Linux 5.3).
+/// Returns the pid of a pidfd's process in this process's namespace (`/proc/self/fdinfo`, Linux 5.3).
 ///
 /// # Errors
-/// ESRCH when it has been waited for.
+/// ESRCH: the process has been waited for.
 pub fn pidfd_pid(pidfd: RawFd) -> io::Result<i32> {
     let text = std::fs::read_to_string(format!("/proc/self/fdinfo/{pidfd}"))?;
     let pid = text.lines().find_map(|line| line.strip_prefix("Pid:")?.trim().parse().ok());
     pid.filter(|pid| *pid > 0).ok_or_else(|| io::Error::from_raw_os_error(libc::ESRCH))
 }
 
-/// Sends SIGKILL to process `pid`; to nobody when that is no process's number.
+/// Sends SIGKILL to process `pid`, and to no process if the number is not above 0.
 pub fn kill(pid: i32) {
     if pid > 0 {
         // SAFETY: two integers. A number above 0 names one process, never a group.
@@ -107,13 +109,14 @@ pub fn kill(pid: i32) {
     }
 }
 
-/// Writes one byte for whoever reads; nobody may, and nobody is told.
+/// Writes one byte to a descriptor, and ignores an error: no process may read from the other end.
 pub fn write_byte(number: RawFd, byte: u8) {
-    // SAFETY: one live byte; a closed descriptor gives EBADF, and a pipe without a reader EPIPE: Rust has SIGPIPE ignored.
+    // SAFETY: one live byte; a closed descriptor gives EBADF, and a pipe without a reader EPIPE: Rust has
+    // SIGPIPE ignored.
     unsafe { libc::write(number, (&raw const byte).cast(), 1) };
 }
 
-/// What [`fork_sharing_files`] returned in this process.
+/// Which of the two processes [`fork_sharing_files`] has returned in.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fork {
     /// The parent, with the child's pid.
@@ -122,11 +125,12 @@ pub enum Fork {
     Child,
 }
 
-/// Forks a process that shares this one's descriptor table (`clone(CLONE_FILES)`): what either opens, both
-/// hold, and it stays open until both are gone. Memory is copied as by `fork`.
+/// Forks a process that shares this one's descriptor table (`clone(CLONE_FILES)`).
+///
+/// A descriptor that either opens is open in both, until both have ended. Memory is copied as by `fork`.
 ///
 /// # Safety
-/// As for `fork`: when other threads exist, the child may only make system calls and touch memory that no
+/// As for `fork`: if other threads exist, the child may only make system calls, and access memory that no
 /// other thread could have locked or left half-changed.
 ///
 /// # Errors
@@ -139,7 +143,7 @@ pub unsafe fn fork_sharing_files() -> io::Result<Fork> {
     Ok(if pid == 0 { Fork::Child } else { Fork::Parent(pid) })
 }
 
-/// A new anonymous memory file of `len` bytes, closed on exec.
+/// Makes an anonymous memory file of `len` bytes, closed on exec.
 ///
 /// # Errors
 /// EMFILE, ENOMEM.
@@ -152,25 +156,26 @@ pub fn memory_file(name: &std::ffi::CStr, len: u64) -> io::Result<OwnedFd> {
     Ok(file.into())
 }
 
-/// Makes `fd` owned again in a process that took over the descriptor table of a dead one.
+/// Returns the owner of a descriptor that the ledger or the kernel gave as a number.
 ///
 /// # Safety
-/// `fd` must be open and owned by nobody in this process.
+/// `fd` must be open, and nothing in this process may own it.
 #[must_use]
 pub unsafe fn take_over(fd: RawFd) -> OwnedFd {
-    // SAFETY: passed on to the caller.
+    // SAFETY: the caller's promise.
     unsafe { OwnedFd::from_raw_fd(fd) }
 }
 
-/// True when descriptor `number` of this process is a userfaultfd.
+/// Returns true if descriptor `number` of this process is a userfaultfd.
 #[must_use]
 pub fn is_userfaultfd(number: RawFd) -> bool {
     let link = std::fs::read_link(format!("/proc/self/fd/{number}"));
     link.is_ok_and(|link| link.as_os_str() == "anon_inode:[userfaultfd]")
 }
 
-/// From which byte on of its queue `MSG_PEEK` reads a unix socket (`SO_PEEK_OFF`): each peek moves it on. None:
-/// peeks always read the first message, and move nothing.
+/// Sets the byte of a unix socket's queue at which `MSG_PEEK` reads (`SO_PEEK_OFF`). Each peek advances it.
+///
+/// With none, each peek reads the first message.
 ///
 /// # Errors
 /// The kernel's errno.
@@ -179,10 +184,11 @@ pub fn set_peek_offset(socket: BorrowedFd<'_>, offset: Option<i32>) -> io::Resul
     set_socket_option(socket, libc::SO_PEEK_OFF, offset)
 }
 
-/// Bytes that were sent through a unix socket and not received, as the kernel counts them (`SIOCOUTQ`).
+/// Returns the bytes that were sent through a unix socket and not received, as the kernel counts them
+/// (`SIOCOUTQ`).
 ///
 /// # Errors
-/// It is no socket.
+/// The descriptor is no socket.
 pub fn unread_bytes(socket: BorrowedFd<'_>) -> io::Result<usize> {
     let mut bytes: libc::c_int = 0;
     // SAFETY: the kernel writes one integer.
@@ -190,7 +196,7 @@ pub fn unread_bytes(socket: BorrowedFd<'_>) -> io::Result<usize> {
     usize::try_from(bytes).map_err(io::Error::other)
 }
 
-/// A second descriptor for the same open file, closed on exec.
+/// Makes a second descriptor of the same open file, closed on exec.
 ///
 /// # Errors
 /// EMFILE.
@@ -198,14 +204,14 @@ pub fn duplicate(fd: BorrowedFd<'_>) -> io::Result<OwnedFd> {
     fd.try_clone_to_owned()
 }
 
-/// Until the process has ended. Only system calls.
+/// Waits until the process has ended. It makes only system calls.
 pub fn wait_for_end(pidfd: RawFd) {
     let mut poll = libc::pollfd { fd: pidfd, events: libc::POLLIN, revents: 0 };
     // SAFETY: one live pollfd; EINTR is tried again, and a pidfd is readable only when its process ended.
     while unsafe { libc::poll(&raw mut poll, 1, -1) } != 1 || poll.revents == 0 {}
 }
 
-/// Whether the process ends within `limit`, whole milliseconds.
+/// Returns true if the process ends within `limit`, in whole milliseconds.
 #[must_use]
 pub fn ends_within(pidfd: RawFd, limit: Duration) -> bool {
     let start = Instant::now();
@@ -222,19 +228,19 @@ pub fn ends_within(pidfd: RawFd, limit: Duration) -> bool {
     }
 }
 
-/// Waits for a millisecond. Only a system call.
+/// Waits for a millisecond. It makes only a system call.
 pub fn nap() {
     // SAFETY: a plain wait: no descriptors.
     unsafe { libc::poll(std::ptr::null_mut(), 0, 1) };
 }
 
-/// True when the process behind `pidfd` has ended: a pidfd is readable then.
+/// Returns true if the pidfd's process has ended: a pidfd is readable then.
 #[must_use]
 pub fn has_ended(pidfd: RawFd) -> bool {
     ends_within(pidfd, Duration::ZERO)
 }
 
-/// True when the other end of a socket is closed everywhere.
+/// Returns true if the other end of a socket is closed in all processes.
 #[must_use]
 pub fn has_hung_up(socket: RawFd) -> bool {
     let mut poll = libc::pollfd { fd: socket, events: 0, revents: 0 };
@@ -242,7 +248,7 @@ pub fn has_hung_up(socket: RawFd) -> bool {
     unsafe { libc::poll(&raw mut poll, 1, 0) == 1 && poll.revents & libc::POLLHUP != 0 }
 }
 
-/// `struct sched_attr`, its first version (`include/uapi/linux/sched/types.h`).
+/// The first version of `struct sched_attr` (`include/uapi/linux/sched/types.h`).
 #[repr(C)]
 struct SchedAttr {
     size: u32,
@@ -256,8 +262,10 @@ struct SchedAttr {
 }
 const _: () = assert!(size_of::<SchedAttr>() == 48);
 
-/// Gives the calling thread the ordinary policy with a time slice of 100 µs, the shortest there is
-/// (Linux 6.12; older kernels ignore it): it runs soon after it is woken, and lets others do the same.
+/// Gives the calling thread the ordinary policy with a time slice of 100 µs, the shortest possible.
+///
+/// The thread then runs soon after it is woken, and lets others do the same. Kernels before Linux 6.12 ignore
+/// the slice.
 ///
 /// # Errors
 /// The kernel's errno.
@@ -276,10 +284,11 @@ pub fn short_time_slice() -> io::Result<()> {
     check(unsafe { libc::syscall(libc::SYS_sched_setattr, 0, &raw const attr, 0) }).map(drop)
 }
 
-/// Runs `work` in a thread of its own that takes no signals: they are for those that decide whether this process may end.
+/// Runs `work` in a thread of its own, which gets no signals: the threads that decide on the process's end
+/// get them.
 ///
 /// # Errors
-/// There is no thread left.
+/// The kernel cannot start a thread.
 pub fn thread_without_signals(name: &str, work: impl FnOnce() + Send + 'static) -> io::Result<()> {
     let before = SigSet::all().thread_swap_mask(SigmaskHow::SIG_SETMASK)?;
     let thread = std::thread::Builder::new().name(name.to_owned()).spawn(work);
@@ -287,7 +296,7 @@ pub fn thread_without_signals(name: &str, work: impl FnOnce() + Send + 'static) 
     thread.map(drop)
 }
 
-/// Has the runtime watch a descriptor.
+/// Makes the runtime watch a descriptor.
 ///
 /// # Errors
 /// The descriptor cannot be watched.
@@ -296,27 +305,26 @@ pub fn watch(fd: OwnedFd) -> io::Result<AsyncFd<OwnedFd>> {
     unsafe { AsyncFd::register(fd) }.map_err(Into::into)
 }
 
-/// A program that is started by this command gets no descriptor of this process but its standard ones.
+/// Makes a command's program inherit no descriptors but the standard ones.
 pub fn leave_descriptors(command: &mut Command) {
     let close = || {
-        // SAFETY: integers only. The child has a table of its own by then; exec closes what is marked.
+        // SAFETY: integers only. The child has its own table by then, and exec closes the marked descriptors.
         let marked =
             unsafe { libc::syscall(libc::SYS_close_range, 3, libc::c_uint::MAX, libc::CLOSE_RANGE_CLOEXEC) };
         check(marked).map(drop)
     };
-    // SAFETY: it only makes a system call.
+    // SAFETY: the closure only makes a system call.
     unsafe { command.pre_exec(close) };
 }
 
-/// A program that is started by this command begins with all signals blocked: of those sent to it, only SIGKILL and
-/// SIGSTOP have an effect.
+/// Makes a command's program start with all signals blocked: only SIGKILL and SIGSTOP have an effect then.
 pub fn block_signals(command: &mut Command) {
     let block = || Ok(SigSet::all().thread_block()?);
-    // SAFETY: it only makes a system call, and std has set the child's mask by then.
+    // SAFETY: the closure only makes a system call, and std has set the child's mask by then.
     unsafe { command.pre_exec(block) };
 }
 
-/// Asks that a stream socket attach its peer's pid to every message (`SO_PASSCRED`).
+/// Makes a stream socket attach its peer's pid to every message (`SO_PASSCRED`).
 ///
 /// # Errors
 /// The kernel's errno.

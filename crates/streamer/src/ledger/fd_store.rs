@@ -1,14 +1,15 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A session's fd store: descriptors that lie in flight in the queue of a socket, as in CRIU's own fdstore.
+//! Keeps a session's descriptors in flight in the queue of a socket, as CRIU's own fdstore does.
 //!
 //! The store is one end of a SOCK_SEQPACKET pair. Each message in its queue carries one [`Entry`] and the
-//! descriptors that belong to it (SCM_RIGHTS). The kernel keeps these files open for as long as any process has
-//! the store open. Each target has it (`crate::supervise::parking`), and a forked child inherits it. So the last reference
-//! to a userfaultfd lives where the memory lives: when every process of ours is killed at once, page faults and
-//! events wait in the kernel, and `rewake recover` takes everything out of the store of any target.
+//! descriptors that belong to it (SCM_RIGHTS). The kernel keeps these files open for as long as any process
+//! has the store open. Each target has it (`crate::supervise::parking`), and a forked child inherits it. So a
+//! userfaultfd stays open as long as the memory exists. When every process of the streamer is killed at once,
+//! page faults and events wait in the kernel. `rewake recover` then takes everything out of the store of any
+//! target.
 //!
-//! The other end of the pair, which puts entries in, lies in the queue too ([`Kind::Writer`]). Without it a
-//! recovered store could not take the userfaultfd of a child that is forked later.
+//! The other end of the pair, which puts entries in, is an entry of the queue too ([`Kind::Writer`]). Without
+//! it `rewake recover` could not add the userfaultfd of a child that is forked later.
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::os::fd::{AsRawFd as _, BorrowedFd, OwnedFd, RawFd};
@@ -24,32 +25,33 @@ use nix::sys::stat::fstat;
 
 use crate::sys;
 
-/// Descriptors in one message: the kernel takes 253 (`SCM_MAX_FD`, `include/net/scm.h`).
+/// Descriptors in one message; the kernel allows 253 (`SCM_MAX_FD`, `include/net/scm.h`).
 pub const MAX_DESCRIPTORS: usize = 250;
-/// Bytes that the queue may hold, as the kernel counts them: about 1 KiB a message, for as many address spaces
-/// as a ledger has.
+/// Bytes that the queue may hold, as the kernel counts them: about 1 KiB a message, for as many address
+/// spaces as a ledger has.
 const QUEUE: usize = 16 << 20;
-/// Bytes of the queue that no put takes: a turn needs a mark, and an entry that is at the head and at the tail. A message
-/// takes less than 1 KiB.
+/// Bytes of the queue that no put uses. A rotation needs room for a mark, and for an entry that is both at
+/// the head and at the tail. A message uses less than 1 KiB.
 const RESERVE: usize = 8 << 10;
 /// Bytes of an entry: kind, index, life.
 const ENTRY: usize = 16;
 
-/// What a message of the store carries.
+/// The kind of a message in the store.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u32)]
 pub enum Kind {
     /// The end that puts entries in.
     Writer = 1,
-    /// An address space: its userfaultfd, then its journal. `index` is its slot in the ledger.
+    /// The userfaultfd of an address space, then its journal. `index` is its slot in the ledger.
     Space = 2,
-    /// The session's plan, sealed.
+    /// The session's plan, in a sealed file.
     Plan = 3,
-    /// Pages files, in the plan's order. `index` is the number of the first one.
+    /// Pages files, in the plan's order. `index` is the number of the first file.
     Files = 4,
     /// The userfaultfd of a process's placeholders.
     Placeholders = 5,
-    /// Ends one turn of the queue: `index` counts them, `life` is the pid. Carries no descriptor.
+    /// The end of one rotation of the queue, without descriptors. `index` counts rotations, `life` is the
+    /// pid.
     Mark = 6,
 }
 
@@ -58,12 +60,12 @@ impl Kind {
         [Self::Writer, Self::Space, Self::Plan, Self::Files, Self::Placeholders, Self::Mark];
 }
 
-/// Which descriptors a message carries.
+/// Names the descriptors that a message carries.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Entry {
-    /// What they are.
+    /// The kind of the descriptors.
     pub kind: Kind,
-    /// Which one of that kind.
+    /// Which entry of that kind this is.
     pub index: u32,
     /// Tells two users of one ledger slot apart: [`SpaceSlot::life`](crate::ledger::SpaceSlot::life).
     pub life: u64,
@@ -93,62 +95,63 @@ impl Entry {
 /// An entry with copies of its descriptors.
 pub type Stored = (Entry, Vec<OwnedFd>);
 
-/// The store of one session. The session's slot in the ledger owns both descriptors.
+/// The fd store of one session. The session's slot in the ledger owns both descriptors.
 #[derive(Debug)]
 pub struct FdStore {
     store: RawFd,
     writer: RawFd,
-    /// The socket's inode: by it a target's copy is recognised in `/proc/PID/fd`.
+    /// The socket's inode, which identifies a target's copy in `/proc/PID/fd`.
     inode: u64,
-    /// A turn of the queue takes entries out and puts them back: one at a time. How many there were.
-    turn: Mutex<u32>,
-    /// There may be no room for another put, as far as is known.
+    /// How many rotations of the queue there were. The lock lets one rotation run at a time.
+    rotation: Mutex<u32>,
+    /// True if another put may find no room.
     full: AtomicBool,
 }
 
 impl FdStore {
-    /// An empty store, with the entry for its writer: the descriptors of the store and of the writer.
+    /// Makes a store that holds only its writer's entry. Returns the store and the writer.
     ///
     /// # Errors
     /// EMFILE, ENOMEM.
     pub fn create() -> io::Result<(OwnedFd, OwnedFd)> {
         let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
         let (store, writer) = socketpair(AddressFamily::Unix, SockType::SeqPacket, None, flags)?;
-        // Without CAP_NET_ADMIN the queue holds some hundred entries, and a put says when it is full.
+        // Without CAP_NET_ADMIN the queue holds some hundred entries, and a put fails when it is full.
         let _ = setsockopt(&writer, sockopt::SndBufForce, &QUEUE);
         let entry = Entry { kind: Kind::Writer, index: 0, life: 0 };
         send(writer.as_raw_fd(), entry, &[writer.as_raw_fd()])?;
         Ok((store, writer))
     }
 
-    /// The store behind these descriptors, which stay open as long as this is used.
+    /// Returns the store of these descriptors. The caller keeps them open as long as the store is used.
     ///
     /// # Errors
-    /// The store is no open file.
+    /// EBADF: the store is no open file.
     pub fn of(store: RawFd, writer: RawFd) -> io::Result<Self> {
         if store < 0 || writer < 0 {
             return Err(io::Error::from_raw_os_error(libc::EBADF));
         }
-        // SAFETY: the caller keeps it open; it is borrowed for this call alone.
+        // SAFETY: the caller keeps it open, and it is borrowed for this call only.
         let inode = fstat(unsafe { BorrowedFd::borrow_raw(store) })?.st_ino;
-        Ok(Self { store, writer, inode, turn: Mutex::default(), full: AtomicBool::new(true) })
+        Ok(Self { store, writer, inode, rotation: Mutex::default(), full: AtomicBool::new(true) })
     }
 
-    /// The socket's inode.
+    /// Returns the socket's inode.
     #[must_use]
     pub fn inode(&self) -> u64 {
         self.inode
     }
 
-    /// The store itself, to be given to a target.
+    /// Returns the store's descriptor, of which a target gets a copy.
     #[must_use]
     pub fn descriptor(&self) -> BorrowedFd<'_> {
         // SAFETY: open as long as this is used, by the contract of `of`.
         unsafe { BorrowedFd::borrow_raw(self.store) }
     }
 
-    /// Whether a [`FdStore::put`] finds room now. Asks the kernel only after a put that took the last room: reactors ask
-    /// before each read.
+    /// Returns true if a [`FdStore::put`] finds room now.
+    ///
+    /// It makes a system call only after a put that used the last room, as reactors call it before each read.
     ///
     /// # Errors
     /// The kernel's.
@@ -156,7 +159,7 @@ impl FdStore {
         Ok(!self.full.load(Ordering::Acquire) || self.measure()?)
     }
 
-    /// Measures the room, and notes whether there is some.
+    /// Measures the room, and notes whether a put would find some.
     fn measure(&self) -> io::Result<bool> {
         // SAFETY: open as long as this is used, by the contract of `of`.
         let writer = unsafe { BorrowedFd::borrow_raw(self.writer) };
@@ -165,7 +168,7 @@ impl FdStore {
         Ok(has_room)
     }
 
-    /// Puts copies of descriptors into the store, at most [`MAX_DESCRIPTORS`].
+    /// Puts copies of at most [`MAX_DESCRIPTORS`] descriptors into the store.
     ///
     /// # Errors
     /// EAGAIN: the queue is full. ETOOMANYREFS: this user has too many descriptors in flight (unix(7)).
@@ -177,18 +180,20 @@ impl FdStore {
         self.measure().map(drop)
     }
 
-    /// Takes entries out for which `keep` is false: their descriptors close when no other copy is left.
+    /// Removes the entries for which `keep` is false. Their descriptors close when no other copy is left.
     ///
-    /// Each other entry is put in again before it is taken out, so that at no moment it is in no queue.
+    /// It puts each other entry in again before it takes the entry out, so the queue holds it at every
+    /// moment.
     ///
     /// # Errors
-    /// Descriptors are refused. The rest stays as it was.
+    /// The kernel refused descriptors. The other entries stay as they were.
     pub fn retain(&self, keep: impl Fn(Entry) -> bool) -> io::Result<()> {
-        let mut turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
-        *turn = turn.wrapping_add(1);
-        // A CRIU that was killed while it looked at the queue leaves an offset, and a worker that was killed here a mark.
+        let mut rotation = self.rotation.lock().unwrap_or_else(PoisonError::into_inner);
+        *rotation = rotation.wrapping_add(1);
+        // A CRIU that was killed while it read the queue leaves an offset. A worker that was killed here
+        // leaves a mark.
         sys::set_peek_offset(self.descriptor(), None)?;
-        let mark = Entry { kind: Kind::Mark, index: *turn, life: std::process::id().into() };
+        let mark = Entry { kind: Kind::Mark, index: *rotation, life: std::process::id().into() };
         send(self.writer, mark, &[])?;
         loop {
             let Some(entry) = head(self.store)? else { return Ok(()) };
@@ -199,7 +204,7 @@ impl FdStore {
                 let numbers: Vec<RawFd> = descriptors.iter().map(OwnedFd::as_raw_fd).collect();
                 send(self.writer, entry, &numbers)?;
             }
-            // Without room for descriptors the kernel closes those of the message.
+            // This call has no room for descriptors, so the kernel closes those of the message.
             recv(self.store, &mut [0; ENTRY], MsgFlags::MSG_DONTWAIT)?;
             if entry == mark {
                 return Ok(());
@@ -207,12 +212,12 @@ impl FdStore {
         }
     }
 
-    /// Takes everything out: nothing holds the session's descriptors any more but our own.
+    /// Removes all entries: then only this streamer holds the session's descriptors.
     ///
     /// # Errors
     /// The kernel's.
     pub fn empty(&self) -> io::Result<()> {
-        let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
+        let _rotation = self.rotation.lock().unwrap_or_else(PoisonError::into_inner);
         while head(self.store)?.is_some() {
             recv(self.store, &mut [0; ENTRY], MsgFlags::MSG_DONTWAIT)?;
         }
@@ -220,11 +225,12 @@ impl FdStore {
     }
 }
 
-/// Copies of all that a store holds, in order; it stays there. An entry that was on its way from the head to the
-/// tail when its process was killed comes twice.
+/// Returns copies of all entries in order, and leaves the store unchanged.
+///
+/// An entry occurs twice if a process was killed while it moved the entry from the head to the tail.
 ///
 /// # Errors
-/// Too many descriptors are open here, or it is no store.
+/// This process has too many open descriptors, or the socket is no store.
 pub fn peek_all(store: BorrowedFd<'_>) -> io::Result<Vec<Stored>> {
     sys::set_peek_offset(store, Some(0))?;
     let mut found = Vec::new();
@@ -248,13 +254,13 @@ fn send(writer: RawFd, entry: Entry, descriptors: &[RawFd]) -> io::Result<()> {
     Ok(())
 }
 
-/// The first entry, without its descriptors; none when the queue is empty.
+/// Returns the first entry without its descriptors; none if the queue is empty.
 fn head(store: RawFd) -> io::Result<Option<Entry>> {
     let mut bytes = [0; ENTRY];
     match recv(store, &mut bytes, MsgFlags::MSG_PEEK | MsgFlags::MSG_DONTWAIT) {
-        Ok(ENTRY) => Entry::decode(&bytes).map(Some).ok_or_else(garbled),
+        Ok(ENTRY) => Entry::decode(&bytes).map(Some).ok_or_else(foreign_message),
         Ok(0) | Err(Errno::EAGAIN) => Ok(None),
-        Ok(_) => Err(garbled()),
+        Ok(_) => Err(foreign_message()),
         Err(error) => Err(error.into()),
     }
 }
@@ -264,15 +270,15 @@ fn receive(store: RawFd, how: MsgFlags) -> io::Result<Option<Stored>> {
     let mut space = nix::cmsg_space!([RawFd; MAX_DESCRIPTORS]);
     let mut slices = [IoSliceMut::new(&mut bytes)];
     let flags = how | MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_CMSG_CLOEXEC;
-    let came = match recvmsg::<()>(store, &mut slices, Some(&mut space), flags) {
+    let message = match recvmsg::<()>(store, &mut slices, Some(&mut space), flags) {
         Err(Errno::EAGAIN) => return Ok(None),
-        came => came?,
+        message => message?,
     };
-    let (length, flags) = (came.bytes, came.flags);
+    let (length, flags) = (message.bytes, message.flags);
     let mut descriptors = Vec::new();
-    for control in came.cmsgs()? {
+    for control in message.cmsgs()? {
         if let ControlMessageOwned::ScmRights(numbers) = control {
-            // SAFETY: the kernel has just made them for this message: open, and owned by no one.
+            // SAFETY: the kernel has just made them for this message: open, and nothing owns them.
             descriptors.extend(numbers.into_iter().map(|number| unsafe { sys::take_over(number) }));
         }
     }
@@ -282,11 +288,11 @@ fn receive(store: RawFd, how: MsgFlags) -> io::Result<Option<Stored>> {
     if flags.intersects(MsgFlags::MSG_CTRUNC | MsgFlags::MSG_TRUNC) {
         return Err(io::Error::from_raw_os_error(libc::EMFILE));
     }
-    let entry = Entry::decode(&bytes[..length]).ok_or_else(garbled)?;
+    let entry = Entry::decode(&bytes[..length]).ok_or_else(foreign_message)?;
     Ok(Some((entry, descriptors)))
 }
 
-fn garbled() -> io::Error {
+fn foreign_message() -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, "the fd store holds a message that this program did not write")
 }
 
@@ -338,7 +344,7 @@ mod tests {
     }
 
     #[test]
-    fn the_files_live_on_when_only_a_copy_of_the_store_is_left_and_it_takes_new_ones() {
+    fn a_copy_of_the_store_keeps_the_files_open_and_takes_new_ones() {
         let (store, reading, writer) = store();
         let (mut far, near) = std::io::pipe().unwrap();
         store.put(space(1), &[near.as_raw_fd()]).unwrap();
@@ -355,7 +361,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_kept_is_closed_and_the_rest_stays_in_order() {
+    fn entries_not_kept_are_closed_and_the_others_stay_in_order() {
         let (store, reading, _writer) = store();
         let (mut far, near) = std::io::pipe().unwrap();
         store.put(space(1), &[near.as_raw_fd()]).unwrap();
@@ -371,7 +377,7 @@ mod tests {
     }
 
     #[test]
-    fn a_full_store_refuses_more_and_still_gives_up_what_is_not_kept() {
+    fn a_full_store_refuses_a_put_and_still_removes_entries() {
         let (store, reading, writer) = store();
         setsockopt(&writer, sockopt::SndBuf, &(32 << 10)).unwrap();
         let (mut far, near) = std::io::pipe().unwrap();
@@ -389,7 +395,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_killed_worker_and_a_killed_criu_leave_behind_does_not_end_a_turn_early() {
+    fn an_old_mark_or_peek_offset_does_not_end_a_rotation_early() {
         let (store, reading, _writer) = store();
         let file = file();
         for index in 0..3 {
@@ -404,7 +410,7 @@ mod tests {
     }
 
     #[test]
-    fn a_number_that_is_none_is_no_store() {
+    fn a_negative_number_is_no_store() {
         let (_store, reading, _writer) = store();
         for (store, writer) in [(-1, -1), (reading.as_raw_fd(), -1), (-1, reading.as_raw_fd())] {
             assert_eq!(FdStore::of(store, writer).unwrap_err().raw_os_error(), Some(libc::EBADF));
@@ -412,7 +418,7 @@ mod tests {
     }
 
     #[test]
-    fn it_holds_the_descriptors_of_every_address_space_that_a_ledger_has() {
+    fn the_store_holds_the_descriptors_of_all_spaces_of_a_ledger() {
         let (store, reading, _writer) = store();
         let file = file();
         for index in 0..u32::try_from(crate::ledger::MAX_SPACES).unwrap() {

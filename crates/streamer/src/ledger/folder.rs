@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Where ledgers lie: one folder for each starter below `/run/rewake/sessions`, with its ledger.
+//! Makes and finds the folders of ledgers: each starter has one below `/run/rewake/sessions`.
 //!
-//! The ledger is written before the first userfaultfd is taken. The processes of a streamer share one lock on it
-//! (flock(2), by one open file). A process that gets the lock knows that all of them have ended, and that no other
-//! process recovers the same sessions.
+//! A starter makes its ledger before it takes the first userfaultfd. The processes of a streamer share one
+//! lock on it (flock(2), by one open file). A process that gets the lock knows that all of them have ended,
+//! and that no other process recovers the same sessions.
 
 use std::fs::{self, DirBuilder, File, TryLockError};
 use std::io;
@@ -20,12 +20,14 @@ use super::Ledger;
 
 const LEDGER: &str = "ledger";
 const UNFINISHED: &str = "ledger.new";
-/// Tries to get a ledger's lock when its starter lives and when it does not, and time between them: 20 ms, 3 s.
+/// How often to try for a ledger's lock while its starter lives: 20 ms in all.
 const LOCK_TRIES: u32 = 5;
+/// How often to try once its starter has ended: 3 s in all.
 const DYING_TRIES: u32 = 750;
+/// The pause between two tries.
 const LOCK_PAUSE: Duration = Duration::from_millis(4);
 
-/// Where the folders of this user's starters are: `/run/rewake/sessions` for root, else
+/// Returns the directory of this user's folders: `/run/rewake/sessions` for root, else
 /// `$XDG_RUNTIME_DIR/rewake/sessions`.
 ///
 /// # Errors
@@ -43,14 +45,14 @@ pub fn root() -> anyhow::Result<PathBuf> {
 #[derive(Debug)]
 pub struct Folder {
     path: PathBuf,
-    /// Unlocked when no process has it open any more.
+    /// The kernel unlocks it when no process has it open any more.
     lock: File,
 }
 
-/// `File::try_lock` or `File::try_lock_shared`.
+/// Either `File::try_lock` or `File::try_lock_shared`.
 type TryLock = fn(&File) -> Result<(), TryLockError>;
 
-/// A folder that another process of ours has locked: its sessions are served.
+/// Another process of Rewake has locked the folder: it serves the sessions.
 #[derive(Debug)]
 pub struct InUse;
 
@@ -63,7 +65,7 @@ impl Folder {
         Self::create_below(&root()?, &this_process()?.to_string())
     }
 
-    /// Makes a folder that was taken the folder of this process.
+    /// Renames a recovered folder, so that it is named after this process.
     ///
     /// # Errors
     /// It cannot be renamed.
@@ -78,13 +80,13 @@ impl Folder {
         let path = root.join(name);
         let make = || -> anyhow::Result<(Self, Ledger)> {
             DirBuilder::new().recursive(true).mode(0o700).create(&path)?;
-            // It gets its name when it is locked: `rewake recover` would take an unlocked one.
+            // It gets its name only when it is locked: `rewake recover` would take one that is not.
             let unfinished = path.join(UNFINISHED);
             let file = File::options().read(true).write(true).create_new(true).open(&unfinished)?;
             let lock =
                 lock(file, File::try_lock)?.ok_or_else(|| io::Error::from_raw_os_error(libc::EWOULDBLOCK))?;
-            // Opened once more: a mapping keeps the file open, and a process that has the mapping is not one that
-            // serves.
+            // A mapping keeps its open file open, and a process with the mapping does not always serve. So
+            // the mapping has an open file of its own, without the lock.
             let ledger = Ledger::in_file(&File::options().read(true).write(true).open(&unfinished)?)?;
             fs::rename(&unfinished, path.join(LEDGER))?;
             Ok((Self { path: path.clone(), lock }, ledger))
@@ -92,7 +94,7 @@ impl Folder {
         make().with_context(|| format!("making the ledger in {}", path.display()))
     }
 
-    /// The folders of all starters of this user.
+    /// Returns the folders of all starters of this user.
     ///
     /// # Errors
     /// The folder that holds them cannot be read.
@@ -111,7 +113,7 @@ impl Folder {
         Ok(paths)
     }
 
-    /// Takes the folder of a starter all of whose processes have ended.
+    /// Locks the folder of a streamer whose processes have all ended.
     ///
     /// # Errors
     /// The ledger cannot be read, or another version of this program wrote it.
@@ -119,10 +121,11 @@ impl Folder {
         Self::lock(path, File::try_lock)
     }
 
-    /// As [`take`](Self::take), for a process that only reads the ledger: several may at one time.
+    /// Locks a folder as [`take`](Self::take) does, but shared: several processes may read the ledger at one
+    /// time.
     ///
     /// # Errors
-    /// As there.
+    /// As for [`take`](Self::take).
     pub fn look(path: &Path) -> anyhow::Result<Result<(Self, Ledger), InUse>> {
         Self::lock(path, File::try_lock_shared)
     }
@@ -130,7 +133,7 @@ impl Folder {
     fn lock(path: &Path, how: TryLock) -> anyhow::Result<Result<(Self, Ledger), InUse>> {
         let name = path.join(LEDGER);
         let file = match open(path) {
-            // Another process recovers it, and has renamed or removed the folder.
+            // Another process has recovered it, and has renamed or removed the folder.
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Err(InUse)),
             file => file.with_context(|| format!("opening {}", name.display()))?,
         };
@@ -139,8 +142,8 @@ impl Folder {
             if let Some(locked) = file.try_clone().and_then(|file| lock(file, how)).transpose() {
                 break Some(locked);
             }
-            // A plugin or `rewake status` that looks has the lock for a moment. Processes that were killed have it
-            // until the kernel has taken them apart.
+            // A plugin or `rewake status` that reads it has the lock for a moment. Killed processes have it
+            // until the kernel has closed their files.
             tries += 1;
             if tries >= if starter_lives(path) { LOCK_TRIES } else { DYING_TRIES } {
                 break None;
@@ -164,13 +167,13 @@ impl Folder {
         Ok(Ok((Self { path: path.to_owned(), lock }, ledger)))
     }
 
-    /// The folder.
+    /// Returns the path of the folder.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Removes the folder: nothing depends on its sessions any more.
+    /// Removes the folder, when nothing depends on its sessions any more.
     pub fn remove(self) {
         if let Err(error) = fs::remove_dir_all(&self.path) {
             warn!(%error, "removing {}", self.path.display());
@@ -179,11 +182,13 @@ impl Folder {
     }
 }
 
-/// Whether the process lives that a folder is named after.
+/// Returns true if the process lives after which the folder is named.
 fn starter_lives(folder: &Path) -> bool {
     let name = folder.file_name().and_then(|name| name.to_str()).unwrap_or_default();
-    let of = name.split_once('-').and_then(|(pid, start)| Some((pid.parse().ok()?, start.parse().ok()?)));
-    of.is_some_and(|(pid, started)| ProcessId::of(pid).is_ok_and(|of| of == Some(ProcessId { pid, started })))
+    let starter =
+        name.split_once('-').and_then(|(pid, start)| Some((pid.parse().ok()?, start.parse().ok()?)));
+    let lives = |(pid, started)| ProcessId::of(pid).is_ok_and(|now| now == Some(ProcessId { pid, started }));
+    starter.is_some_and(lives)
 }
 
 fn this_process() -> anyhow::Result<ProcessId> {
@@ -191,12 +196,12 @@ fn this_process() -> anyhow::Result<ProcessId> {
     own.context("this process has ended")
 }
 
-/// The ledger of a folder, for reading and writing.
+/// Opens the ledger of a folder for reading and writing.
 fn open(folder: &Path) -> io::Result<File> {
     File::options().read(true).write(true).open(folder.join(LEDGER))
 }
 
-/// None when another process has the lock.
+/// Locks a ledger; none if another process has the lock.
 fn lock(file: File, how: TryLock) -> io::Result<Option<File>> {
     match how(&file) {
         Ok(()) => Ok(Some(file)),
@@ -210,7 +215,8 @@ mod tests {
     use super::*;
     use crate::uffd_child::until;
 
-    /// A child of another test may have a copy of a descriptor that is dropped here, for a moment.
+    /// Retries until the lock is free: a child of another test may have a copy of the descriptor for a
+    /// moment.
     fn locked(path: &Path, how: TryLock) -> anyhow::Result<(Folder, Ledger)> {
         let mut locked = None;
         until(|| {
@@ -230,7 +236,7 @@ mod tests {
         assert!(Folder::take(&path).unwrap().is_err());
         drop(folder);
         let first = locked(&path, File::try_lock_shared).unwrap();
-        assert!(Folder::look(&path).unwrap().is_ok(), "several look at it");
+        assert!(Folder::look(&path).unwrap().is_ok(), "several processes read it");
         assert!(Folder::take(&path).unwrap().is_err(), "no process recovers it meanwhile");
         drop(first);
         let (taken, ledger) = locked(&path, File::try_lock).unwrap();

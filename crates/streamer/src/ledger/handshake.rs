@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Receiving the restore's messages so that a successor sees what its predecessor had taken.
+//! Receives the restore's messages so that a successor sees what its predecessor had received.
 //!
 //! The protocol (criu/uffd.c): an `int32` pid, then, unless it is negative (a zombie), one byte with the
-//! task's userfaultfd attached; after the last task the word "restore finished". Each is received by one
-//! `recvmsg` whose buffers, control data included, lie in the ledger. Descriptors that the protocol does not ask for are
+//! task's userfaultfd attached; after the last task the word "restore finished". One `recvmsg` receives each,
+//! and its buffers, control data included, are in the ledger. Descriptors that the protocol does not have are
 //! closed.
 
 use std::cell::UnsafeCell;
@@ -16,10 +16,10 @@ use crate::sys;
 /// Room for SCM_RIGHTS with one descriptor and SCM_CREDENTIALS.
 const CONTROL: usize = 128;
 
-/// The message being received for one session.
+/// The message that is being received for one session.
 #[repr(C)]
 pub struct Inbox {
-    /// 0: a word is awaited; 1: the byte that carries the descriptor of `pid`.
+    /// 0: a word is next; 1: the byte that carries the descriptor of `pid` is next.
     step: AtomicU32,
     area: UnsafeCell<Area>,
 }
@@ -38,55 +38,56 @@ struct Area {
     pid: i32,
 }
 
-/// One message.
+/// What [`Inbox::next`] has received.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Received {
-    /// Nothing more for now.
+    /// No further message has arrived yet.
     Empty,
-    /// The peer is gone.
+    /// The peer has closed the connection.
     Closed,
     /// A word: a task's pid, `-pid` of a zombie, or the finish notice.
     Word(u32),
-    /// The userfaultfd of the task announced before, and the host pid of the process that sent it.
+    /// The userfaultfd of the task whose pid came before.
     Descriptor {
-        /// Pid that names the images.
+        /// The pid that names the task's images.
         image_pid: i32,
         /// The userfaultfd's number.
         uffd: i32,
-        /// Pid on this host; 0 when the kernel attached none.
+        /// The sender's pid on this host; 0 if the kernel attached none.
         host_pid: i32,
     },
 }
 
-// The byte offset arithmetic of CMSG_*; libc's functions are const and safe to call on plain lengths.
+// As CMSG_ALIGN does: control messages are aligned to 8 bytes.
 const fn space(len: usize) -> usize {
     (len + 7) & !7
 }
 const HEADER: usize = size_of::<libc::cmsghdr>();
 
 impl Inbox {
-    /// Readies an inbox for a new session.
+    /// Empties the inbox for a new session.
     pub fn reset(&self) {
         self.step.store(0, Ordering::Relaxed);
         // SAFETY: only the control thread, which owns the session, uses the area; see `area`.
         unsafe { *self.area.get() = EMPTY };
     }
 
-    /// The caller is the one control thread of the worker, or its successor once it is dead.
+    /// Returns the buffers. The caller is the control thread of the worker, or of its successor once it is
+    /// dead.
     #[expect(clippy::mut_from_ref, reason = "shared memory: exclusiveness is by process and thread")]
     fn area(&self) -> &mut Area {
-        // SAFETY: sessions are handled by the control thread alone, and no reference outlives a call of this
-        // module's functions, which do not call one another while holding one.
+        // SAFETY: only the control thread handles sessions. No reference outlives a call of this module's
+        // functions, and they do not call one another while they hold one.
         unsafe { &mut *self.area.get() }
     }
 
-    /// A descriptor that was received and not yet given a slot.
+    /// Returns a descriptor that was received and has no slot yet.
     #[must_use]
     pub fn descriptor(&self) -> Option<i32> {
         self.undelivered().map(|(descriptor, _)| descriptor)
     }
 
-    /// As [`Inbox::descriptor`], with the host pid of the process that sent it, 0 when the kernel told none.
+    /// Returns the same descriptor and its sender's pid on this host, which is 0 if the kernel attached none.
     #[must_use]
     pub fn undelivered(&self) -> Option<(i32, i32)> {
         if self.step.load(Ordering::Acquire) != 1 {
@@ -96,13 +97,13 @@ impl Inbox {
         Some((descriptor?, pid.unwrap_or(0)))
     }
 
-    /// The next message, without waiting: one that a predecessor had received comes first.
+    /// Returns the next message without waiting. A message that a predecessor had received comes first.
     ///
     /// After [`Received::Word`] call [`Inbox::expect_descriptor`] or [`Inbox::done`]; after
-    /// [`Received::Descriptor`] call [`Inbox::done`], once its effect is noted.
+    /// [`Received::Descriptor`] call [`Inbox::done`], once the ledger has its effect.
     ///
     /// # Errors
-    /// The socket failed, or the peer does not speak the protocol.
+    /// The socket failed, or the peer violates the protocol.
     pub fn next(&self, socket: BorrowedFd<'_>) -> io::Result<Received> {
         let step = self.step.load(Ordering::Acquire);
         let received = self.take(step)?;
@@ -123,14 +124,15 @@ impl Inbox {
         }
     }
 
-    /// Whether the rest of a message must follow at once: CRIU sends a word, and a task's descriptor after its pid,
-    /// without doing anything in between.
+    /// Returns true if the rest of a message must follow at once.
+    ///
+    /// CRIU does nothing else while it sends a word, nor between a task's pid and its descriptor.
     #[must_use]
     pub fn is_midway(&self) -> bool {
         self.step.load(Ordering::Acquire) == 1 || self.area().word_len > 0
     }
 
-    /// The task `pid` will send its userfaultfd next.
+    /// Makes the userfaultfd of task `pid` the next message.
     pub fn expect_descriptor(&self, pid: i32) {
         let area = self.area();
         area.control = [0; CONTROL];
@@ -138,7 +140,7 @@ impl Inbox {
         self.step.store(1, Ordering::Release);
     }
 
-    /// The message is dealt with.
+    /// Discards the message: it is processed.
     pub fn done(&self) {
         let area = self.area();
         area.word_len = 0;
@@ -169,7 +171,7 @@ impl Inbox {
         }
     }
 
-    /// One `recvmsg` into the ledger: bytes received, or none when it would wait.
+    /// Calls `recvmsg` once, into the ledger. Returns the bytes received; none if it would wait.
     fn receive(&self, socket: BorrowedFd<'_>, step: u32, wanted: usize) -> io::Result<Option<usize>> {
         let area = self.area();
         let mut byte = 0_u8;
@@ -200,8 +202,8 @@ impl Inbox {
                     keep_one(&mut area.control);
                 }
                 if header.msg_flags & libc::MSG_CTRUNC != 0 {
-                    let what = "a descriptor of the restore was lost: this process may have too many (RLIMIT_NOFILE), \
-                                or the peer is not `criu restore --lazy-pages`";
+                    let what = "a descriptor of the restore was lost: this process may have too many \
+                                (RLIMIT_NOFILE), or the peer is not `criu restore --lazy-pages`";
                     return Err(io::Error::new(io::ErrorKind::InvalidData, what));
                 }
                 Ok(Some(bytes))
@@ -217,9 +219,10 @@ impl Inbox {
 
 const EMPTY: Area = Area { control: [0; CONTROL], word: [0; 4], word_len: 0, pid: 0 };
 
-/// Leaves one descriptor of a control area that the kernel has filled; credentials come before descriptors there
-/// (`scm_recv` of include/net/scm.h). A successor that looks in between finds one, too: the others are closed after their
-/// numbers are gone.
+/// Leaves one descriptor in a control area that the kernel has filled, and closes the others.
+///
+/// Credentials come before descriptors there (`scm_recv` of include/net/scm.h). The numbers are erased before
+/// the descriptors are closed, so a successor finds one descriptor at any moment.
 fn keep_one(control: &mut [u8; CONTROL]) {
     let numbers = descriptors(control);
     let rights = headers(control).find(|header| header.kind == libc::SCM_RIGHTS);
@@ -232,19 +235,20 @@ fn keep_one(control: &mut [u8; CONTROL]) {
 
 fn close_all(numbers: &[RawFd]) {
     for number in numbers {
-        // SAFETY: the kernel has just opened it for a message that asks for none, or one less: nothing owns it.
+        // SAFETY: the kernel has just opened it, and the protocol has no use for it: nothing owns it.
         drop(unsafe { sys::take_over(*number) });
     }
 }
 
-/// A message of a control area: `struct cmsghdr` on LP64 is a length u64, level i32, type i32, then the data.
+/// One message of a control area: `struct cmsghdr` on LP64 is a length u64, level i32, type i32, then the
+/// data.
 struct Header {
     kind: libc::c_int,
     at: usize,
     end: usize,
 }
 
-/// The messages of socket level in a zeroed control area that the kernel may have filled, each with data.
+/// Returns the messages of socket level, each with data, in a control area that was zeroed before a receive.
 fn headers(control: &[u8; CONTROL]) -> impl Iterator<Item = Header> + '_ {
     let mut at = 0;
     let next = move || {
@@ -270,17 +274,17 @@ fn number(control: &[u8; CONTROL], at: usize) -> i32 {
     i32::from_ne_bytes(bytes)
 }
 
-/// The descriptors in a control area.
+/// Returns the descriptors in a control area.
 fn descriptors(control: &[u8; CONTROL]) -> Vec<RawFd> {
     let rights = headers(control).filter(|header| header.kind == libc::SCM_RIGHTS);
     let numbers = rights.flat_map(|header| (header.at + HEADER..header.end - 3).step_by(4));
     numbers.map(|at| number(control, at)).collect()
 }
 
-/// Descriptor and sender's pid in a control area.
+/// Returns the descriptor and the sender's pid in a control area.
 fn parse(control: &[u8; CONTROL]) -> (Option<RawFd>, Option<i32>) {
     let credentials = headers(control).filter(|header| header.kind == libc::SCM_CREDENTIALS);
-    // Pid 0: attached by a receive that found nothing (the kernel does that on EAGAIN too).
+    // A receive that found nothing attaches pid 0: the kernel does that on EAGAIN too.
     let pid = credentials.map(|header| number(control, header.at + HEADER)).filter(|&pid| pid > 0).last();
     (descriptors(control).first().copied(), pid)
 }
@@ -328,7 +332,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_dead_worker_received_is_received_again_by_its_successor() {
+    fn a_successor_receives_again_what_a_dead_worker_had_received() {
         let (inbox, ours, mut theirs) = pair();
         theirs.write_all(&5_i32.to_ne_bytes()).unwrap();
         inbox.receive(ours.as_fd(), 0, 4).unwrap(); // ... and died before noting that it had
@@ -369,7 +373,7 @@ mod tests {
         sendmsg::<()>(socket.as_raw_fd(), &[IoSlice::new(bytes)], &rights, MsgFlags::empty(), None).unwrap();
     }
 
-    /// Whether the write end is open nowhere. A child of another test may have a copy for a moment.
+    /// Returns true if no process has the write end. A child of another test may have a copy for a moment.
     fn is_closed(reader: &std::io::PipeReader) -> bool {
         let mut poll = libc::pollfd { fd: reader.as_raw_fd(), events: libc::POLLIN, revents: 0 };
         // SAFETY: one live pollfd; no wait.
@@ -388,7 +392,7 @@ mod tests {
     }
 
     #[test]
-    fn of_several_descriptors_the_first_is_kept_and_the_others_are_closed() {
+    fn all_descriptors_of_a_message_but_the_first_are_closed() {
         let (inbox, ours, theirs) = pair();
         inbox.expect_descriptor(5);
         let (readers, writers) = pipes(3);
@@ -414,12 +418,12 @@ mod tests {
         send_all(&theirs, &[0], &writers);
         let error = inbox.next(ours.as_fd()).unwrap_err().to_string();
         assert!(error.contains("a descriptor of the restore was lost"), "{error}");
-        let (kept, _) = inbox.undelivered().expect("the first is still there to be dealt with");
+        let (kept, _) = inbox.undelivered().expect("the first descriptor is kept");
         close_all(&[kept]);
     }
 
     #[test]
-    fn what_must_follow_at_once_is_known() {
+    fn a_message_is_midway_within_a_word_and_before_a_descriptor() {
         let (inbox, ours, mut theirs) = pair();
         assert!(!inbox.is_midway(), "CRIU may take its time before a task");
         theirs.write_all(&[77, 0]).unwrap();

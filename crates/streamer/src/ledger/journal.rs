@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! How one address space's layout differs from its image, in memory that outlives the worker.
+//! Records how one address space's layout differs from its image, in memory that outlives the worker.
 //!
-//! Two halves in a memory file: records are appended to one; when it is full, the present layout is written
-//! to the other and the halves change places. One 64-bit word in the slot commits each step:
-//! `half << 63 | records << 8 | applied`, where `applied` counts the received messages already dealt with. A
-//! worker that dies between two instructions leaves either the old word or the new one.
+//! A memory file has two halves. Records are appended to one; when it is full, the current layout is written
+//! to the other, which then takes its place. One 64-bit word in the slot commits each step: `half << 63 |
+//! records << 8 | applied`, where `applied` counts the received messages that are processed. A worker that
+//! dies between two instructions leaves either the old word or the new one.
 
 use std::io;
 use std::os::fd::{AsRawFd as _, RawFd};
@@ -18,7 +18,7 @@ use rewake_uffd::{Message, RawMessage, Uffd};
 use super::{MAX_MESSAGES, SpaceSlot};
 use crate::sys;
 
-/// Records in a half: 512 KiB of 32-byte records, allocated only as they are written.
+/// Records in a half: 512 KiB of 32-byte records. The kernel allocates pages as records are written.
 const HALF: usize = 16 * 1024;
 const RECORD: usize = 32;
 
@@ -30,12 +30,12 @@ const REMAP: u64 = 5;
 
 type Record = [u64; 4];
 
-/// What a journal says.
+/// The contents of a journal.
 #[derive(Debug, Default)]
 pub struct Replay {
-    /// The layout to start from; none: the image's own.
+    /// The layout to start from; none if it is the image's own.
     pub snapshot: Option<Vec<Segment>>,
-    /// What changed since.
+    /// The changes since then.
     pub changes: Vec<Change>,
 }
 
@@ -72,7 +72,7 @@ impl Commit {
 }
 
 impl Journal {
-    /// An empty journal for a slot that is taken and not yet live.
+    /// Makes an empty journal for a slot that is taken and not yet live.
     ///
     /// # Errors
     /// EMFILE, ENOMEM.
@@ -86,7 +86,7 @@ impl Journal {
         Ok(journal)
     }
 
-    /// The journal that a dead worker left in `slot`.
+    /// Opens the journal that a dead worker left in `slot`.
     ///
     /// # Errors
     /// The journal file cannot be mapped.
@@ -95,7 +95,7 @@ impl Journal {
         Ok(Self { slot, map: MmapRaw::map_raw(fd)? })
     }
 
-    /// What it says. Messages that were received and not dealt with stay in the message area.
+    /// Reads the journal. Messages that are received and not processed stay in the message area.
     #[must_use]
     pub fn replay(&self) -> Replay {
         let commit = self.commit();
@@ -110,22 +110,24 @@ impl Journal {
                 [REMOVE, start, end, _] => replay.changes.push(Change::Remove { start, end }),
                 [UNMAP, start, end, _] => replay.changes.push(Change::Unmap { start, end }),
                 [REMAP, from, to, len] => replay.changes.push(Change::Remap { from, to, len }),
-                // Records are written only by the functions below.
+                // Only the functions below write records.
                 _ => {}
             }
         }
         replay
     }
 
-    /// Messages received and not yet dealt with, with their index.
+    /// Returns the messages that are received and not yet processed, with their index.
     pub fn pending(&mut self) -> Vec<(usize, Message)> {
         let applied = self.commit().applied;
         let messages = self.messages().iter().enumerate().skip(applied);
         messages.map_while(|(index, raw)| Some((index, raw.decode()?))).collect()
     }
 
-    /// Receives messages into the ledger, at most `limit` of them, and appends them to `out` with their index; each must
-    /// be dealt with by [`Journal::record_change`] or [`Journal::dealt_with`] before the next call. True: more may wait.
+    /// Receives at most `limit` messages into the ledger, and appends them to `out` with their index. Returns
+    /// true if more may wait.
+    ///
+    /// Before the next call, [`Journal::record_change`] or [`Journal::dealt_with`] must process each of them.
     ///
     /// # Errors
     /// The read failed.
@@ -135,7 +137,7 @@ impl Journal {
         limit: usize,
         out: &mut Vec<(usize, Message)>,
     ) -> io::Result<bool> {
-        // Zeroed slots first, then the count: whatever is in a slot beyond the count is unprocessed.
+        // Zeroed slots first, then the count: a message beyond the count is not processed.
         self.messages().fill(RawMessage::default());
         self.store(Commit { applied: 0, ..self.commit() });
         let limit = limit.min(MAX_MESSAGES);
@@ -145,8 +147,8 @@ impl Journal {
         Ok(count == limit)
     }
 
-    /// Notes a layout change that message `index` told. `layout` gives the layout after it, for when the
-    /// journal is full.
+    /// Records the layout change of message `index`. `layout` gives the layout after the change, and is
+    /// called if the journal is full.
     pub fn record_change(&mut self, index: usize, change: &Change, layout: impl FnOnce() -> Vec<Segment>) {
         let commit = self.commit();
         if commit.records == HALF {
@@ -162,16 +164,17 @@ impl Journal {
         self.store(Commit { half: commit.half, records: commit.records + 1, applied: index + 1 });
     }
 
-    /// Notes that message `index` needs nothing more from a successor.
+    /// Notes that message `index` is processed: a successor ignores it.
     pub fn dealt_with(&mut self, index: usize) {
         self.store(Commit { applied: index + 1, ..self.commit() });
     }
 
-    /// Writes the whole layout as the new beginning, `applied` messages being dealt with.
+    /// Starts the journal again with the whole layout, and notes that `applied` messages are processed.
     pub fn rewrite(&mut self, layout: &[Segment], applied: usize) {
         let commit = self.commit();
         if layout.len() >= HALF {
-            // Too torn to hold: from here on a successor may only end this process. Served on as before.
+            // Too fragmented to hold: this worker serves it as before, and a successor may only kill the
+            // process.
             self.slot.lossy.store(1, Ordering::Release);
             self.store(Commit { half: commit.half, records: 0, applied });
             return;
@@ -194,7 +197,7 @@ impl Journal {
 
     fn messages(&mut self) -> &mut [RawMessage; MAX_MESSAGES] {
         // SAFETY: one Journal exists for a slot (made when the slot is taken, or once by a successor), and it
-        // is borrowed exclusively here; no other process touches the area.
+        // is borrowed exclusively here; no other process accesses the area.
         unsafe { &mut *self.slot.messages.get() }
     }
 
@@ -215,13 +218,14 @@ impl Journal {
     }
 }
 
-/// Descriptors of forked children that were received but not yet given a slot of their own.
+/// Returns the descriptors of forked children that are received and have no slot of their own yet.
 pub(super) fn forked_descriptors(slot: &'static SpaceSlot) -> Vec<i32> {
     forks(slot).into_iter().map(|(_, number)| number).collect()
 }
 
-/// The fork messages that were received and not dealt with: each one's place and descriptor. At takeover only, when
-/// the worker that owned the area is dead and no [`Journal`] was made.
+/// Returns the fork messages that are received and not processed: the index and the descriptor of each.
+///
+/// It is for a takeover only: the worker that owned the area is dead, and no [`Journal`] was made since.
 #[must_use]
 pub fn forks(slot: &'static SpaceSlot) -> Vec<(usize, RawFd)> {
     // SAFETY: as the caller promises, no process writes the area.
@@ -234,7 +238,8 @@ pub fn forks(slot: &'static SpaceSlot) -> Vec<(usize, RawFd)> {
     messages.iter().enumerate().skip(applied).filter_map(fork).collect()
 }
 
-/// Gives one of [`forks`] another descriptor: at recovery, the child's one in this process's table.
+/// Gives one of [`forks`] another descriptor: after a recovery, the child's descriptor in this process's
+/// table.
 pub fn set_fork(slot: &'static SpaceSlot, index: usize, number: RawFd) {
     // SAFETY: as for `forks`.
     let messages = unsafe { &mut *slot.messages.get() };
@@ -259,7 +264,7 @@ mod tests {
     }
 
     #[test]
-    fn changes_come_back_in_order() {
+    fn changes_are_replayed_in_order() {
         let mut journal = journal();
         journal.record_change(0, &change(1), Vec::new);
         journal.record_change(1, &Change::Remap { from: 4096, to: 8192, len: 4096 }, Vec::new);
@@ -282,7 +287,7 @@ mod tests {
     }
 
     #[test]
-    fn a_layout_too_torn_to_keep_is_marked_lossy() {
+    fn a_layout_with_too_many_segments_is_marked_lossy() {
         let mut journal = journal();
         let segment = |page| Segment { target: page * 8192, page: PageIx(page), pages: 1 };
         journal.rewrite(&(0..HALF as u64).map(segment).collect::<Vec<_>>(), 0);
@@ -290,7 +295,7 @@ mod tests {
     }
 
     #[test]
-    fn a_message_received_and_not_dealt_with_is_found_again() {
+    fn a_message_that_is_not_processed_is_pending_again() {
         let mut journal = journal();
         let raw = |page: u64| {
             RawMessage::encode(rewake_uffd::abi::EVENT_REMOVE, [page * 4096, (page + 1) * 4096, 0])

@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The ledger: what a successor must know if the worker dies at any instruction.
+//! The ledger holds what a successor must know if the worker dies at any instruction.
 //!
-//! A file that is mapped before the supervisor forks the worker, and a descriptor table that both share
-//! (`CLONE_FILES`). Descriptors therefore outlive the worker under the same numbers, and the ledger says what
-//! they are. When both have ended, the file is what `rewake recover` reads ([`Folder`]); the descriptors are in
-//! each session's [fd store](crate::ledger::fd_store). Messages that can be received only once (userfaultfd events, the restore's handshake) are
-//! received *into* the ledger: the kernel's own write is the record, so there is no instant at which one is
-//! taken but not noted. See `docs/decisions/0003-no-orphan-faults.md`.
+//! It is a file that the supervisor maps before it forks the worker. Both share a descriptor table
+//! (`CLONE_FILES`), so descriptors outlive the worker under the same numbers, and the ledger says what they
+//! are. When both have ended, `rewake recover` reads the file ([`Folder`]) and takes the descriptors from
+//! each session's [fd store](crate::ledger::fd_store).
+//!
+//! Some messages can be received only once: userfaultfd events and the restore's handshake. The kernel writes
+//! them *into* the ledger, so no message is ever received and not noted. See
+//! `docs/decisions/0003-no-orphan-faults.md`.
 
 mod bytes;
 pub mod fd_store;
@@ -38,43 +40,44 @@ pub use space_slot::SpaceSlot;
 
 use crate::ledger::fd_store::FdStore;
 
-/// Restores served at once by one daemon. A slot is about 4.5 KiB.
+/// Restores that one daemon serves at once. A slot is about 4.5 KiB.
 pub const MAX_SESSIONS: usize = 256;
-/// Address spaces watched at once: every task of every session and every child that it forks meanwhile.
+/// Address spaces that one streamer watches at once: every task of every session, and the children that they
+/// fork.
 pub const MAX_SPACES: usize = 4096;
-/// Messages taken by one read of a userfaultfd.
+/// Messages that one read of a userfaultfd receives.
 pub const MAX_MESSAGES: usize = 32;
-/// Longest path of an image or work directory.
+/// Longest path of an image or work directory, in bytes.
 pub const MAX_PATH: usize = 2048;
 
-/// First bytes of a ledger: a program maps those of its own layout only.
+/// First bytes of a ledger: a program maps only ledgers of its own layout.
 const MAGIC: u64 = u64::from_le_bytes(*b"rewake-1");
 
 const FREE: u32 = 0;
 const LIVE: u32 = 1;
 const TAKEN: u32 = 2;
 
-/// `-1`: no descriptor.
+/// Stands for no descriptor.
 pub const NO_FD: i32 = -1;
-/// The session of an address space that nobody serves any more and whose memory is not gone yet: all that is
-/// left to do is to keep its userfaultfd open.
+/// The session of an address space that no session serves any more, and whose memory still exists. The
+/// streamer only keeps its userfaultfd open.
 pub const NO_SESSION: u32 = u32::MAX;
 
-/// The whole shared region.
+/// The whole shared memory.
 #[repr(C)]
 struct Layout {
     magic: AtomicU64,
-    /// Bytes of all this.
+    /// Size of the layout in bytes.
     length: AtomicU64,
-    /// Slots in use are among so many first ones.
+    /// Every slot in use is among this many first ones.
     used_sessions: AtomicU32,
     used_spaces: AtomicU32,
-    /// Times a worker was started; the first is 1.
+    /// How often a worker was started; the first worker has 1.
     generation: AtomicU32,
     ready: AtomicU32,
-    /// When a worker last said that it serves: nanoseconds since the machine started (CLOCK_BOOTTIME).
+    /// When a worker last noted that it serves: nanoseconds since boot (CLOCK_BOOTTIME).
     served_at: AtomicU64,
-    /// What holds calls that register memory: descriptors, one more than their numbers. 0 is none.
+    /// Descriptors that hold calls that register memory, each as its number plus one. 0 is none.
     holds: [AtomicI32; 2],
     outcomes: Outcomes,
     gates: Gates,
@@ -82,7 +85,7 @@ struct Layout {
     spaces: [SpaceSlot; MAX_SPACES],
 }
 
-/// Handle to the shared region; lives as long as the process.
+/// A handle to the shared memory, which lives as long as the process.
 #[derive(Clone, Copy)]
 pub struct Ledger(&'static Layout);
 
@@ -98,7 +101,7 @@ fn now() -> u64 {
 }
 
 impl Ledger {
-    /// An empty ledger in memory, shared with every later fork: for tests.
+    /// Makes an empty ledger in memory, which every later fork shares: for tests.
     ///
     /// # Errors
     /// ENOMEM.
@@ -107,7 +110,9 @@ impl Ledger {
         Self::in_file(&crate::sys::memory_file(c"rewake-ledger", 0)?.into())
     }
 
-    /// An empty ledger in a new file, with all its room: a page that the file system refuses later would be a SIGBUS.
+    /// Makes an empty ledger in a new file, with all its blocks allocated.
+    ///
+    /// A page that the file system refused later would be a SIGBUS.
     ///
     /// # Errors
     /// ENOMEM, ENOSPC.
@@ -120,7 +125,7 @@ impl Ledger {
         Ok(ledger)
     }
 
-    /// The ledger that a program of this version has left in a file; none where it is of another version.
+    /// Maps the ledger in a file; none if another version of the program wrote it.
     ///
     /// # Errors
     /// ENOMEM.
@@ -137,7 +142,7 @@ impl Ledger {
 
     fn map(file: &File) -> io::Result<Self> {
         let len = size_of::<Layout>();
-        // SAFETY: a new mapping of a file that is that long; nothing else lies there.
+        // SAFETY: a new mapping of a file that is that long, at an address that the kernel chooses.
         let map = unsafe {
             libc::mmap(
                 std::ptr::null_mut(),
@@ -151,30 +156,30 @@ impl Ledger {
         if map == libc::MAP_FAILED {
             return Err(io::Error::last_os_error());
         }
-        // SAFETY: page aligned, any bytes are a valid Layout (atomics and arrays of bytes), never unmapped. The
-        // file is in a folder of this user alone, and no program of ours makes it shorter.
+        // SAFETY: page aligned, any bytes are a valid Layout (atomics and arrays of bytes), never unmapped.
+        // Only this user can write to the file's folder, and no program of ours truncates it.
         Ok(Self(unsafe { &*map.cast::<Layout>() }))
     }
 
-    /// Times a worker was started.
+    /// Returns how often a worker was started.
     #[must_use]
     pub fn generation(&self) -> u32 {
         self.0.generation.load(Ordering::Acquire)
     }
 
-    /// Counts a start.
+    /// Counts the start of a worker, and returns how many there were.
     pub fn next_generation(&self) -> u32 {
         self.0.generation.fetch_add(1, Ordering::AcqRel) + 1
     }
 
-    /// True once some worker told whoever waits that the daemon is ready.
+    /// Returns true once a worker has reported that the daemon is ready.
     #[must_use]
     pub fn is_ready(&self) -> bool {
         self.0.ready.load(Ordering::Acquire) == 1
     }
 
-    /// Forgets what depends on the table of descriptors that is gone: who was to hear that the daemon is ready, and
-    /// what held calls.
+    /// Clears what depends on a descriptor table that no longer exists: the report of readiness, and the
+    /// descriptors that held calls.
     pub fn forget_numbers(&self) {
         self.0.ready.store(0, Ordering::Release);
         for hold in &self.0.holds {
@@ -182,55 +187,56 @@ impl Ledger {
         }
     }
 
-    /// Notes that this worker serves now; once a second.
+    /// Notes that this worker serves now. It does so once a second.
     pub fn beat(&self) {
         self.0.served_at.store(now(), Ordering::Relaxed);
     }
 
-    /// For how long no worker has served.
+    /// Returns for how long no worker has served.
     #[must_use]
     pub fn silent_for(&self) -> Duration {
         Duration::from_nanos(now().saturating_sub(self.0.served_at.load(Ordering::Relaxed)))
     }
 
-    /// Notes that it was told.
+    /// Notes that the daemon has been reported as ready.
     pub fn set_ready(&self) {
         self.0.ready.store(1, Ordering::Release);
     }
 
-    /// Calls that register memory are held as long as a process of this server lives.
+    /// Keeps the descriptors that hold calls that register memory: as long as a process of this streamer
+    /// lives.
     pub fn keep(&self, holds: [OwnedFd; 2]) {
         for (place, hold) in self.0.holds.iter().zip(holds) {
             place.store(hold.into_raw_fd() + 1, Ordering::Release);
         }
     }
 
-    /// How sessions ended.
+    /// Returns how sessions ended.
     #[must_use]
     pub fn outcomes(&self) -> &'static Outcomes {
         &self.0.outcomes
     }
 
-    /// All session slots that were ever taken.
+    /// Returns all session slots that were ever taken.
     #[must_use]
     pub fn sessions(&self) -> &'static [SessionSlot] {
         let used = self.0.used_sessions.load(Ordering::Acquire) as usize;
         &self.0.sessions[..used.min(MAX_SESSIONS)]
     }
 
-    /// All space slots that were ever taken.
+    /// Returns all space slots that were ever taken.
     #[must_use]
     pub fn spaces(&self) -> &'static [SpaceSlot] {
         let used = self.0.used_spaces.load(Ordering::Acquire) as usize;
         &self.0.spaces[..used.min(MAX_SPACES)]
     }
 
-    /// The live address spaces.
+    /// Returns the live address spaces, each with its slot number.
     pub fn live_spaces(&self) -> impl Iterator<Item = (usize, &'static SpaceSlot)> + use<> {
         self.spaces().iter().enumerate().filter(|(_, slot)| slot.is_live())
     }
 
-    /// Whether restored processes, or those being restored, need a worker.
+    /// Returns true if processes that are restored, or are being restored, need a worker.
     #[must_use]
     pub fn is_depended_on(&self) -> bool {
         let idle = |slot: &SessionSlot| {
@@ -239,13 +245,13 @@ impl Ledger {
         self.gates().any() || self.live_spaces().next().is_some() || !self.sessions().iter().all(idle)
     }
 
-    /// Whether memory is still to be brought for a session.
+    /// Returns true if memory of a session is still missing.
     #[must_use]
     pub fn serves_spaces(&self) -> bool {
         self.live_spaces().any(|(_, slot)| slot.session.load(Ordering::Acquire) != NO_SESSION)
     }
 
-    /// The fd store of the first session that has one: of a streamer that serves a single restore.
+    /// Returns the fd store of the first session that has one: for a streamer that serves a single restore.
     #[must_use]
     pub fn only_store(&self) -> Option<FdStore> {
         let numbers =
@@ -254,7 +260,7 @@ impl Ledger {
         FdStore::of(store, writer).ok()
     }
 
-    /// A free session slot, taken in state [`SessionState::Listening`] with no descriptors.
+    /// Takes a free session slot: in state [`SessionState::Listening`], with no descriptors.
     #[must_use]
     pub fn take_session(&self) -> Option<usize> {
         let free = |slot: &SessionSlot| {
@@ -277,7 +283,9 @@ impl Ledger {
         Some(index)
     }
 
-    /// Free space slots, at least; exact where most have been in use. Another thread may take them at any moment.
+    /// Returns a lower bound of the free space slots. It is exact once half of all slots have been in use.
+    ///
+    /// Another thread may take them at any moment.
     #[must_use]
     pub fn room(&self) -> usize {
         let used = self.0.used_spaces.load(Ordering::Acquire) as usize;
@@ -288,7 +296,7 @@ impl Ledger {
         self.0.spaces.iter().filter(|slot| slot.live.load(Ordering::Relaxed) == FREE).count()
     }
 
-    /// A free space slot with no descriptors. Not live until published.
+    /// Takes a free space slot, with no descriptors. It is not live until it is published.
     #[must_use]
     pub fn take_space(&self) -> Option<usize> {
         let free = |slot: &SpaceSlot| {
@@ -317,7 +325,7 @@ impl Ledger {
         }
     }
 
-    /// Descriptors that a successor needs; everything else that a dead worker left open may be closed.
+    /// Returns the descriptors that a successor needs. All others that a dead worker left open may be closed.
     pub fn descriptors(&self) -> impl Iterator<Item = i32> + use<> {
         let sessions = self.sessions().iter().filter(|slot| slot.state() != SessionState::Free);
         let of_session = |slot: &SessionSlot| {
@@ -335,14 +343,16 @@ impl Ledger {
             .filter(|&fd| fd != NO_FD)
     }
 
-    /// Processes before shut gates.
+    /// Returns the processes whose gates are closed.
     #[must_use]
     pub fn gates(&self) -> &'static Gates {
         &self.0.gates
     }
 
-    /// Kills every process that still has missing pages or stands before a gate, and waits until the former are dead: dead
-    /// processes read nothing, so the descriptors may close then. Only system calls.
+    /// Kills every process that has missing pages or a closed gate, and returns how many.
+    ///
+    /// It waits until those with missing pages are dead: they read nothing then, so the descriptors may
+    /// close. It makes only system calls.
     pub fn end_all(&self) -> usize {
         let gated = self.0.gates.end_all();
         let killed = gated + self.live_spaces().filter(|(_, slot)| slot.kill()).count();

@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! How sessions ended, kept for a while: a client that lost its connection with a worker asks the successor.
+//! Keeps for a while how sessions ended: a client that lost its connection with a worker asks its successor.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::bytes::ByteCell;
 
-/// Ended sessions that are remembered.
+/// How many ended sessions have their records kept.
 const KEPT: usize = 64;
-/// Bytes of one record; about two paths and a reason.
+/// Most bytes of one record: about two paths and a reason.
 const MAX_RECORD: usize = 6 * 1024;
 
-/// The latest [`KEPT`] records and the counts of all. Written by the control thread only.
+/// The latest [`KEPT`] records, and the counts of all. Only the control thread writes them.
 #[repr(C)]
 pub struct Outcomes {
     last: AtomicU64,
@@ -21,7 +21,7 @@ pub struct Outcomes {
 
 #[repr(C)]
 struct Record {
-    /// Of the session; 0: no record, or one that is being written.
+    /// The session's number; 0 if the slot has no record, or one that is being written.
     number: AtomicU64,
     bytes: ByteCell<MAX_RECORD>,
 }
@@ -34,13 +34,14 @@ impl std::fmt::Debug for Outcomes {
 }
 
 impl Outcomes {
-    /// A number that no session had before.
+    /// Returns a number that no session had before.
     pub(super) fn next_number(&self) -> u64 {
         self.last.fetch_add(1, Ordering::AcqRel) + 1
     }
 
-    /// Notes how session `number` ended: `record` is whatever the reader will want to know. False when the
-    /// record is too long to be kept; it is counted all the same.
+    /// Notes how session `number` ended, with a `record` for the reader.
+    ///
+    /// Returns false if the record is too long to be kept. The session is counted all the same.
     pub fn note(&self, number: u64, ok: bool, record: &[u8]) -> bool {
         let (served, failed) = self.counts();
         let index = usize::try_from((served + failed) % KEPT as u64).unwrap_or(0);
@@ -56,19 +57,19 @@ impl Outcomes {
         kept
     }
 
-    /// Sessions that ended well, and others.
+    /// Returns how many sessions ended well, and how many failed.
     #[must_use]
     pub fn counts(&self) -> (u64, u64) {
         (self.served.load(Ordering::Acquire), self.failed.load(Ordering::Acquire))
     }
 
-    /// The record of a session, if it is remembered.
+    /// Returns the record of a session, if it is kept.
     #[must_use]
     pub fn find(&self, number: u64) -> Option<Vec<u8>> {
         self.all().find_map(|(found, bytes)| (found == number).then_some(bytes))
     }
 
-    /// The records that are remembered, with their sessions' numbers, in no order.
+    /// Returns the records that are kept, each with its session's number, in no order.
     pub fn all(&self) -> impl Iterator<Item = (u64, Vec<u8>)> {
         let written = self.ring.iter().filter(|slot| slot.number.load(Ordering::Acquire) != 0);
         written.map(|slot| (slot.number.load(Ordering::Acquire), slot.bytes.get()))

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! One restore, in the ledger.
+//! The slot of one session in the ledger.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -8,23 +8,23 @@ use std::sync::atomic::{AtomicI32, AtomicU32, AtomicU64, Ordering};
 use super::{Inbox, MAX_PATH, NO_FD, bytes};
 use crate::sys;
 
-/// State of a session slot.
+/// The state of a session slot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u32)]
 pub enum SessionState {
-    /// Not in use.
+    /// No session has the slot.
     Free = 0,
     /// The socket waits for `criu restore`.
     Listening = 1,
-    /// Tasks are handing over their descriptors.
+    /// Tasks are sending their descriptors.
     Handshake = 2,
-    /// All tasks are known; the notice "restore finished" is awaited.
+    /// All tasks are known, and the notice "restore finished" is to follow.
     Restoring = 3,
-    /// The restored tree runs.
+    /// The restored processes run.
     Running = 4,
-    /// It has memory of GPUs: a `rewake stream-gpu` serves it, which depends on nobody here.
+    /// It has GPU memory: a `rewake stream-gpu` serves it, which does not depend on this streamer.
     Streaming = 5,
-    /// All its memory is resident, or its processes have ended. Processes may still have its fd store.
+    /// All its memory is resident, or its processes have ended. Some may still have its fd store.
     Closing = 6,
 }
 
@@ -42,49 +42,50 @@ impl SessionState {
     }
 }
 
-/// One restore.
+/// One session.
 #[repr(C)]
 pub struct SessionSlot {
     pub(super) state: AtomicU32,
     pub(super) number: AtomicU64,
-    /// Tasks that have reported, zombies included.
+    /// How many tasks have reported, zombies included.
     pub tasks: AtomicU32,
-    /// Listening socket, or [`NO_FD`].
+    /// The listening socket, or [`NO_FD`].
     pub listener: AtomicI32,
-    /// Connection with the restore, or [`NO_FD`]. With its streamer, which says there what becomes of it.
+    /// The connection with the restore, or with the session's own streamer, which reports on it; or
+    /// [`NO_FD`].
     pub connection: AtomicI32,
-    /// Its streamer's group of processes; 0 before it is there.
+    /// The process group of the session's own streamer; 0 before that is started.
     pub streamer: AtomicI32,
-    /// What that has said: [`StatusFlags`](crate::supervise::launch::Said).
+    /// What that streamer has reported: [`StatusFlags`](crate::supervise::launch::StatusFlags).
     pub said: AtomicU32,
-    /// 1 when it brings memory of CPUs, too.
+    /// 1 if that streamer loads CPU memory, too.
     pub pages: AtomicU32,
-    /// The fd store, and the end that puts entries in; or [`NO_FD`]. See [`crate::ledger::fd_store`].
+    /// The [fd store](crate::ledger::fd_store), or [`NO_FD`].
     pub store: AtomicI32,
-    /// See [`SessionSlot::store`].
+    /// The end of the fd store that puts entries in, or [`NO_FD`].
     pub writer: AtomicI32,
-    /// The store's inode: what a target's copy is recognised by.
+    /// The store's inode, which identifies a target's copy of it.
     pub inode: AtomicU64,
-    /// Handshake message being received.
+    /// The handshake message that is being received.
     pub inbox: Inbox,
     images: PathCell,
     work: PathCell,
 }
 
 impl SessionSlot {
-    /// Current state.
+    /// Returns the state.
     #[must_use]
     pub fn state(&self) -> SessionState {
         SessionState::from_number(self.state.load(Ordering::Acquire))
     }
 
-    /// The session's number: given once in the daemon's life, unlike the slot.
+    /// Returns the session's number. The daemon gives it once in its life, unlike the slot.
     #[must_use]
     pub fn number(&self) -> u64 {
         self.number.load(Ordering::Acquire)
     }
 
-    /// Forgets all descriptors: they are of a table that is gone.
+    /// Clears all descriptors: their table no longer exists.
     pub fn forget_numbers(&self) {
         for number in [&self.listener, &self.connection, &self.store, &self.writer] {
             number.store(NO_FD, Ordering::Release);
@@ -92,8 +93,8 @@ impl SessionSlot {
         self.inbox.done();
     }
 
-    /// Takes the fd store and its writer out, if the session has them: they close when they are dropped. The inode
-    /// stays, as processes may still have the store.
+    /// Takes the fd store and its writer out of the slot, if it has them. The inode stays: processes may
+    /// still have the store.
     pub fn take_store(&self) -> Option<(OwnedFd, OwnedFd)> {
         let [store, writer] = [&self.store, &self.writer].map(|number| number.swap(NO_FD, Ordering::AcqRel));
         if store == NO_FD || writer == NO_FD {
@@ -103,35 +104,35 @@ impl SessionSlot {
         Some(unsafe { (sys::take_over(store), sys::take_over(writer)) })
     }
 
-    /// No process has the session's fd store any more: another session may have the slot.
+    /// Frees the slot for another session, when no process has the session's fd store any more.
     pub fn free(&self) {
         drop(self.take_store());
         self.inode.store(0, Ordering::Release);
         self.set_state(SessionState::Free);
     }
 
-    /// Moves to `state`; everything written before is visible to a successor that sees it.
+    /// Sets the state. A successor that sees it also sees everything that was written before.
     pub fn set_state(&self, state: SessionState) {
         self.state.store(state as u32, Ordering::Release);
     }
 
-    /// Directories of the images and of the socket.
+    /// Returns the image directory and the directory of the socket.
     #[must_use]
     pub fn paths(&self) -> (std::path::PathBuf, std::path::PathBuf) {
         (self.images.get(), self.work.get())
     }
 
-    /// Notes the directories.
+    /// Stores the image directory and the directory of the socket.
     ///
     /// # Errors
-    /// A path longer than [`MAX_PATH`].
+    /// A path is longer than [`MAX_PATH`].
     pub fn set_paths(&self, images: &std::path::Path, work: &std::path::Path) -> io::Result<()> {
         self.images.set(images)?;
         self.work.set(work)
     }
 }
 
-/// A path in shared memory: written once while the slot is free, read by successors.
+/// A path in shared memory. It is written once while the slot is free, and successors read it.
 #[repr(C)]
 struct PathCell(bytes::ByteCell<MAX_PATH>);
 
@@ -151,7 +152,7 @@ impl PathCell {
     }
 }
 
-// SAFETY: all fields are atomics but the inbox's area, which only the control thread reaches.
+// SAFETY: all fields are atomics but the inbox's area, which only the control thread accesses.
 unsafe impl Sync for SessionSlot {}
 
 impl std::fmt::Debug for SessionSlot {

@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What a session keeps in its [fd store](crate::ledger::fd_store) from the beginning, and the note by which CRIU's plugins
-//! find it: a plugin parks before a target runs, and a dump waits for missing memory.
+//! Makes a session's [fd store](crate::ledger::fd_store), with the image's plan and files, and the session's
+//! note.
+//!
+//! CRIU's plugins find the session by its note: one parks before a target runs, and a dump waits for missing
+//! memory.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -15,7 +18,7 @@ use crate::ledger::SessionSlot;
 use crate::ledger::fd_store::{Entry, FdStore, Kind, MAX_DESCRIPTORS, peek_all};
 use crate::session::image::Image;
 
-/// A fresh fd store, in the ledger.
+/// Makes an empty fd store, and puts its descriptors into the session's slot.
 ///
 /// # Errors
 /// EMFILE, ENOMEM.
@@ -29,10 +32,10 @@ pub fn make(slot: &SessionSlot) -> io::Result<FdStore> {
     Ok(store)
 }
 
-/// The same with an image's plan and files.
+/// Makes the session's fd store, with an image's plan and files.
 ///
 /// # Errors
-/// As of [`make`].
+/// As for [`make`].
 pub fn of_image(slot: &SessionSlot, image: &Image) -> io::Result<FdStore> {
     let store = make(slot)?;
     let (plan, files) = image.seal()?;
@@ -45,7 +48,8 @@ pub fn of_image(slot: &SessionSlot, image: &Image) -> io::Result<FdStore> {
     Ok(store)
 }
 
-/// The image that a session was opened with: its plan and its files, whatever is at their path now.
+/// Returns the image with which a session was opened: its own plan and files, even if their paths have others
+/// now.
 ///
 /// # Errors
 /// The store has no plan, or a file changed.
@@ -63,10 +67,10 @@ pub fn image(store: &FdStore) -> anyhow::Result<Image> {
     Image::unseal(plan.as_fd(), files.into_values().flatten().collect())
 }
 
-/// What CRIU's plugins are to know of a session.
+/// Makes the note of a session for CRIU's plugins.
 ///
 /// # Errors
-/// The work directory cannot be looked at.
+/// The work directory cannot be examined.
 pub fn note(
     slot: &SessionSlot,
     store: &FdStore,

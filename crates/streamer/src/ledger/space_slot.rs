@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! One watched address space, in the ledger.
+//! The slot of one address space in the ledger.
 
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicI32, AtomicU32, AtomicU64, Ordering};
@@ -10,63 +10,65 @@ use super::{FREE, LIVE, MAX_MESSAGES, NO_FD, TAKEN};
 use crate::ledger::fd_store::{Entry, Kind};
 use crate::sys;
 
-/// One watched address space.
+/// One address space that a session serves.
 #[repr(C)]
 pub struct SpaceSlot {
     pub(super) live: AtomicU32,
-    /// Its own place among all of them.
+    /// The slot's own index.
     pub(super) index: AtomicU32,
-    /// How often it was taken.
+    /// How often the slot was taken.
     pub(super) life: AtomicU64,
-    /// When the process `host_pid` started, in clock ticks since the machine did; 0 where that is not known.
+    /// When the process `host_pid` started, in clock ticks since boot; 0 if that is not known.
     pub started: AtomicU64,
-    /// Session slot it belongs to.
+    /// The index of the session's slot.
     pub session: AtomicU32,
-    /// Pid that names the images (the pid inside the restored pid namespace).
+    /// The pid that names the images: the one inside the restored pid namespace.
     pub image_pid: AtomicI32,
-    /// Pid on this host; 0 for a child forked after the restore, whose pid no event tells.
+    /// The pid on this host; 0 for a child forked after the restore, whose pid is in no event.
     pub host_pid: AtomicI32,
     /// The userfaultfd.
     pub uffd: AtomicI32,
-    /// Process descriptor, or [`NO_FD`].
+    /// The process descriptor, or [`NO_FD`].
     pub pidfd: AtomicI32,
-    /// Journal file, or [`NO_FD`].
+    /// The journal file, or [`NO_FD`].
     pub journal: AtomicI32,
-    /// 1 when the journal could not hold the layout: a successor cannot serve this one, only end it.
+    /// 1 if the journal could not hold the layout: a successor can only kill the process.
     pub lossy: AtomicU32,
-    /// See [`Journal`].
+    /// The state of the [`Journal`](super::Journal).
     pub(super) commit: AtomicU64,
     pub(super) messages: std::cell::UnsafeCell<[RawMessage; MAX_MESSAGES]>,
 }
 
 impl SpaceSlot {
-    /// True when the slot describes an address space with missing pages.
+    /// Returns true if the slot describes an address space with missing pages.
     #[must_use]
     pub fn is_live(&self) -> bool {
         self.live.load(Ordering::Acquire) == LIVE
     }
 
-    /// True when no address space has the slot, not even one that is not published yet.
+    /// Returns true if no address space has the slot, not even one that is not published yet.
     #[must_use]
     pub fn is_free(&self) -> bool {
         self.live.load(Ordering::Acquire) == FREE
     }
 
-    /// Its place among all of them, and how often that was taken: what the fd store calls it.
+    /// Returns the address space's entry in the fd store: the slot's index, and how often the slot was taken.
     #[must_use]
     pub fn entry(&self) -> Entry {
         let (index, life) = (self.index.load(Ordering::Acquire), self.life.load(Ordering::Acquire));
         Entry { kind: Kind::Space, index, life }
     }
 
-    /// Publishes the filled slot to successors.
+    /// Makes the complete slot visible to successors.
     pub fn publish(&self) {
         self.live.store(LIVE, Ordering::Release);
     }
 
-    /// Takes the slot out: its process is gone, or nothing is missing in it. Closes its process descriptor and
-    /// journal, when no successor would look for them any more and before anybody else can have the slot. The
-    /// userfaultfd is its owner's to close: a fill may be under way on another thread.
+    /// Frees the slot: its process has ended, or no page of it is missing.
+    ///
+    /// It closes the process descriptor and the journal: after a successor would need them, and before
+    /// another address space can have the slot. The owner closes the userfaultfd, as another thread may be
+    /// filling pages.
     pub fn retire(&self) {
         self.live.store(TAKEN, Ordering::Release);
         for number in [&self.pidfd, &self.journal] {
@@ -79,35 +81,37 @@ impl SpaceSlot {
         self.live.store(FREE, Ordering::Release);
     }
 
-    /// Forgets all descriptors, as [`SessionSlot::forget_numbers`] does; gives the userfaultfd's old number.
+    /// Clears all descriptors: their table no longer exists. Returns the userfaultfd's old number.
     pub fn forget_numbers(&self) -> i32 {
         self.pidfd.store(NO_FD, Ordering::Release);
         self.journal.store(NO_FD, Ordering::Release);
         self.uffd.swap(NO_FD, Ordering::AcqRel)
     }
 
-    /// Asks the kernel whether the memory still exists. Only a system call.
+    /// Returns true if the memory no longer exists. It makes only a system call.
     pub fn memory_is_gone(&self) -> bool {
         // SAFETY: the slot's userfaultfd, open while the slot is live.
         let uffd = unsafe { BorrowedFd::borrow_raw(self.uffd.load(Ordering::Acquire)) };
         rewake_uffd::address_space_ended(uffd)
     }
 
-    /// Waits until the memory is gone, and with it every process that could read it: that of the slot, a child
-    /// whose pid is not known, or one that shares it. Only system calls: without an end it goes on for ever, and
-    /// with it the descriptors.
+    /// Waits until the memory no longer exists: then no process can read it, not even a child with an unknown
+    /// pid.
+    ///
+    /// It makes only system calls, and has no time limit: the descriptors stay open as long as the memory
+    /// exists.
     pub fn wait_for_end(&self) {
         while !self.memory_is_gone() {
             sys::nap();
         }
     }
 
-    /// Kills the process if its descriptor is known. Only system calls.
+    /// Kills the process if its descriptor is known. It makes only system calls.
     pub fn kill(&self) -> bool {
         let pidfd = self.pidfd.load(Ordering::Acquire);
         pidfd != NO_FD && sys::pidfd_kill(pidfd).is_ok()
     }
 }
 
-// SAFETY: all fields are atomics but the message area, which is reached only through the slot's one `Journal`.
+// SAFETY: all fields are atomics but the message area, which only the slot's one `Journal` accesses.
 unsafe impl Sync for SpaceSlot {}

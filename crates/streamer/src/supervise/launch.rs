@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A `rewake stream-gpu` as those see it who start it: the program, and what it says of those whose memory it brings.
+//! Starts a `rewake stream-gpu`, and reads what it reports about the processes whose memory it loads.
 
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
@@ -14,28 +14,28 @@ use rewake_plugin_protocol::SOCKET;
 use crate::ledger::StatusByte;
 use crate::session::image::Image;
 
-/// For people, of [`RestoreOutcome::Killed`].
+/// Explains [`RestoreOutcome::Killed`] to the user.
 pub const KILLED: &str =
-    "memory could not be brought back: the restored processes whose GPUs stood still were killed";
-/// For people, of [`RestoreOutcome::Abandoned`]: no process is left that could say.
-pub const ABANDONED: &str = "every process of rewake stream-gpu was killed: the restored processes wait for their memory; run `rewake recover`, \
-     which kills those whose GPUs were not resumed";
+    "memory could not be loaded: the restored processes whose GPU queues were still evicted were killed";
+/// Explains [`RestoreOutcome::Abandoned`] to the user: no process of the streamer is left to report.
+pub const ABANDONED: &str = "every process of rewake stream-gpu was killed: the restored processes wait for \
+     their memory; run `rewake recover`, which kills those whose GPUs were not resumed";
 
-/// What became of memory that could come later.
+/// What became of memory that was to be loaded while the processes run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RestoreOutcome {
-    /// It took nothing over: the plugin had nothing for it, or did it all itself.
+    /// The streamer took nothing over: the plugin had nothing for it, or loaded everything itself.
     Nothing,
-    /// All gates are open and all memory of CPUs is back.
+    /// All gates are open, and all CPU memory is resident.
     Open,
-    /// Those before gates were killed, or those with missing memory.
+    /// The processes with closed gates were killed, or those with missing memory.
     Killed,
-    /// Nobody is left to say: they stand before their gates for ever.
+    /// No process of the streamer is left: the gates stay closed.
     Abandoned,
 }
 
 impl RestoreOutcome {
-    /// Why it is no good one.
+    /// Returns the reason if the outcome is a failure.
     #[must_use]
     pub fn reason(self) -> Option<&'static str> {
         match self {
@@ -46,7 +46,7 @@ impl RestoreOutcome {
     }
 }
 
-/// What it has said so far on its `--status-fd`: whichever of its processes did.
+/// What the streamer's processes have reported so far on the `--status-fd`.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 pub struct StatusFlags(u32);
 
@@ -57,21 +57,21 @@ impl StatusFlags {
     const KILLED: u32 = 8;
     const BACK: u32 = 16;
 
-    /// As [`StatusFlags::bits`] gave it.
+    /// Makes the flags from the number that [`StatusFlags::bits`] gave.
     #[must_use]
     pub fn from_bits(bits: u32) -> Self {
         Self(bits)
     }
 
-    /// All of it, in a number.
+    /// Returns all flags as one number.
     #[must_use]
     pub fn bits(self) -> u32 {
         self.0
     }
 
-    /// One more byte. Whether it is news that some of the memory is there.
+    /// Adds one more byte. Returns true if it is the first report that some memory is resident.
     pub fn hear(&mut self, byte: u8) -> bool {
-        let (bit, there) = match StatusByte::read(byte) {
+        let (bit, resident) = match StatusByte::read(byte) {
             Some(StatusByte::Shut) => (Self::SHUT, false),
             Some(StatusByte::Open) => (Self::OPEN, true),
             Some(StatusByte::Killed) => (Self::KILLED, false),
@@ -80,43 +80,46 @@ impl StatusFlags {
         };
         let news = !self.has(bit);
         self.0 |= bit;
-        news && there
+        news && resident
     }
 
-    /// Whether it listens.
+    /// Returns true if the streamer accepts connections.
     #[must_use]
     pub fn is_ready(self) -> bool {
         self.has(Self::READY)
     }
 
-    /// Whether processes ran whose GPUs stood still.
+    /// Returns true if processes ran while their GPU queues were evicted.
     #[must_use]
     pub fn any_ran(self) -> bool {
         self.has(Self::SHUT)
     }
 
-    /// Whether some of the memory was there.
+    /// Returns true if some of the memory became resident.
     #[must_use]
     pub fn any_there(self) -> bool {
         self.has(Self::OPEN | Self::BACK)
     }
 
-    /// What it means when nobody is left to say more; `pages`: memory of CPUs was to come from it, too; `code`: its exit code, where that is known.
+    /// Returns the outcome when no process is left to report more.
+    ///
+    /// `pages` is true if the streamer was to load CPU memory, too. `code` is its exit code, if that is
+    /// known.
     #[must_use]
     pub fn fate(self, pages: bool, code: Option<i32>) -> RestoreOutcome {
-        match self.told(pages) {
+        match self.reported(pages) {
             RestoreOutcome::Nothing | RestoreOutcome::Open if code == Some(1) => RestoreOutcome::Killed,
             fate => fate,
         }
     }
 
-    fn told(self, pages: bool) -> RestoreOutcome {
+    fn reported(self, pages: bool) -> RestoreOutcome {
         if self.has(Self::KILLED) {
             return RestoreOutcome::Killed;
         }
         match (self.has(Self::SHUT), self.has(Self::OPEN)) {
             (true, false) => RestoreOutcome::Abandoned,
-            // Memory of CPUs was lost when nobody stood before a gate.
+            // CPU memory was lost while no gate was closed.
             _ if pages && !self.has(Self::BACK) => RestoreOutcome::Killed,
             (_, true) => RestoreOutcome::Open,
             (false, false) if pages => RestoreOutcome::Open,
@@ -129,21 +132,23 @@ impl StatusFlags {
     }
 }
 
-/// Whether memory of CPUs can come behind processes with GPUs.
+/// Checks that CPU memory can be loaded while processes with GPUs run.
 ///
 /// # Errors
-/// Why not: the kernel does not hold calls, or the image's memory cannot be served.
+/// The kernel does not hold calls, or the image's memory cannot be served.
 pub fn can_bring_pages(images: &Path) -> anyhow::Result<()> {
     call_filter::attach()?;
     Image::open(images).map(drop)
 }
 
-/// One that the plugin finds in CRIU's work directory; with `images` it brings memory of CPUs from there, too; with `record` it records what
-/// they touch. It says on its output what there
-/// is to say. It leads a group of its own: no terminal's signal is for it.
+/// Makes the command for a streamer that the plugin finds in CRIU's work directory.
+///
+/// With `images` the streamer loads CPU memory from there, too. With `record` it records what the processes
+/// access. It reports on its standard output. It leads a process group of its own, so a terminal's signals do
+/// not reach it.
 ///
 /// # Errors
-/// This program is not found.
+/// The path of this program cannot be found.
 pub fn command(work: &Path, images: Option<&Path>, record: bool) -> anyhow::Result<Command> {
     let mut command = Command::new(program()?);
     command.arg("stream-gpu").arg("-W").arg(work).args(["--status-fd", "1"]).process_group(0);
@@ -157,28 +162,33 @@ pub fn command(work: &Path, images: Option<&Path>, record: bool) -> anyhow::Resu
     Ok(command)
 }
 
-/// This program; of a daemon that was started before an upgrade, the one in its place.
+/// Returns the path of this program. After an upgrade it is the path of the new program in the old one's
+/// place.
 ///
 /// # Errors
-/// It is not found.
+/// The path cannot be found.
 pub fn program() -> anyhow::Result<PathBuf> {
     let program = std::env::current_exe().context("finding this program")?;
-    // The kernel's word for a file that was removed (`d_path` of fs/d_path.c).
+    // The kernel appends this to the path of a removed file (`d_path` of fs/d_path.c).
     let replaced = program.to_str().and_then(|path| path.strip_suffix(" (deleted)")).map(PathBuf::from);
     Ok(replaced.filter(|path| path.is_file()).unwrap_or(program))
 }
 
-/// Whether a restore's plugin has come to a streamer with this work directory: the socket there is for the first. Nobody comes when the
-/// directory has gone.
+/// Returns true if a restore's plugin has connected to the streamer of this work directory.
+///
+/// The streamer removes its socket when the first plugin has connected. None can connect if the directory does not
+/// exist.
 #[must_use]
 pub fn is_met(work: &Path) -> bool {
     work.is_dir() && !work.join(SOCKET).exists()
 }
 
-/// Asks one to end when it has nothing to do any more. The whole group: a worker whose supervisor was killed is asked by nobody else.
-/// The number is the group's as long as one of it lives.
+/// Sends SIGTERM to a streamer's process group: it ends when it has nothing left to do.
+///
+/// The whole group gets the signal, as a worker may have lost its supervisor, which would pass it on. No
+/// other group gets the number while one of its processes lives.
 pub fn ask_to_end(group: i32) {
-    // All may have ended.
+    // All its processes may have ended.
     let _ = killpg(Pid::from_raw(group), Signal::SIGTERM);
 }
 
@@ -186,9 +196,9 @@ pub fn ask_to_end(group: i32) {
 mod tests {
     use super::*;
 
-    fn fate(said: &[u8], pages: bool) -> RestoreOutcome {
+    fn fate(statuses: &[u8], pages: bool) -> RestoreOutcome {
         let mut all = StatusFlags::default();
-        said.iter().for_each(|byte| {
+        statuses.iter().for_each(|byte| {
             all.hear(*byte);
         });
         assert_eq!(StatusFlags::from_bits(all.bits()), all);
@@ -196,7 +206,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_said_last_is_what_became_of_them() {
+    fn the_last_status_byte_decides_the_outcome() {
         assert_eq!(fate(b"\0", false), RestoreOutcome::Nothing);
         assert_eq!(fate(b"\0sso", false), RestoreOutcome::Open);
         assert_eq!(fate(b"\0ss", false), RestoreOutcome::Abandoned);
@@ -207,7 +217,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_of_cpus_that_nobody_has_said_to_be_back_is_lost() {
+    fn cpu_memory_that_was_not_reported_resident_is_lost() {
         assert_eq!(fate(b"\0so", true), RestoreOutcome::Killed);
         assert_eq!(fate(b"\0", true), RestoreOutcome::Killed);
         assert_eq!(fate(b"\0s", true), RestoreOutcome::Abandoned);
@@ -215,7 +225,7 @@ mod tests {
     }
 
     #[test]
-    fn one_that_has_failed_has_brought_nothing_to_a_good_end() {
+    fn a_streamer_that_exits_with_1_has_killed_the_processes() {
         let mut said = StatusFlags::default();
         b"\0so".iter().for_each(|byte| {
             said.hear(*byte);
@@ -228,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn each_kind_of_memory_is_news_once() {
+    fn each_kind_of_memory_is_reported_as_resident_once() {
         let mut said = StatusFlags::default();
         let news: Vec<bool> = b"\0ssobob".iter().map(|byte| said.hear(*byte)).collect();
         assert_eq!(news, [false, false, false, true, true, false, false]);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The processes of a streamer, and what keeps sessions alive when they end.
+//! The processes of a streamer: their start, their successors, and the recovery of orphaned sessions.
 
 pub mod launch;
 pub mod parking;

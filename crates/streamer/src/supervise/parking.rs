@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Parking: each target of a session gets a descriptor of the session's [fd store](crate::ledger::fd_store), and loses it
-//! when all memory is resident.
+//! Parks the targets of a session: each gets a descriptor of the session's [fd
+//! store](crate::ledger::fd_store), and loses it when all memory is resident.
 //!
-//! A CRIU plugin parks before the target runs (`docs/rewake-plugin.md`). Without one it is done here, as soon as
-//! CRIU has let go of the process. A child that the target forks inherits the descriptor.
+//! A CRIU plugin parks before the target runs (`docs/rewake-plugin.md`). Without one, the streamer parks as
+//! soon as CRIU has detached from the process. A child that the target forks inherits the descriptor.
 //!
-//! A thread of the target makes some system calls for that (`rewake park`). Whoever traces it must not be
-//! killed meanwhile: the kernel kills the target then, for its registers are not its own. So a short-lived process in
-//! a process group of its own does it, which no signal to the streamer's group reaches. A service manager signals every
-//! process of a cgroup: all signals are blocked in that process.
+//! A thread of the target makes some system calls for that (`rewake park`). If its tracer is killed
+//! meanwhile, the kernel kills the target, as its registers are not its own. So the tracer is a short-lived
+//! process in a process group of its own, which no signal to the streamer's group reaches. A service manager
+//! signals every process of a cgroup, so all signals are blocked in that process.
 
 use std::collections::BTreeSet;
 use std::os::fd::{AsRawFd as _, OwnedFd};
@@ -29,33 +29,34 @@ use crate::supervise::launch;
 use crate::supervise::processes;
 use crate::sys;
 
-/// The process has the descriptor, or needs none any more.
+/// `rewake park` reports that the process has the descriptor, or needs none any more.
 pub const DONE: &str = "done";
-/// A later try may succeed.
+/// `rewake park` reports that a later try may succeed.
 pub const LATER: &str = "later";
-/// No try can succeed.
+/// `rewake park` reports that no try can succeed.
 pub const NEVER: &str = "never";
 
-/// Between two tries to park, the first and the last.
-const AGAIN: Duration = Duration::from_millis(5);
-const SELDOM: Duration = Duration::from_secs(1);
+/// The pause before the second try to park. Each pause doubles, up to [`LONGEST_PAUSE`].
+const FIRST_PAUSE: Duration = Duration::from_millis(5);
+const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 
-/// Parks in every task of a session whose restore has finished, and in the children that they forked before that.
+/// Parks every task of a session whose restore has finished, and the children that they forked before that.
+///
 /// Returns when each has the store, or has ended.
 ///
 /// # Errors
-/// A process can never be parked in: it must not run on, for the end of this process would turn its missing
+/// A process can never be parked. It must not continue to run: the end of this process would turn its missing
 /// memory into zeros.
 pub async fn park(ledger: Ledger, session: &Arc<Session>) -> anyhow::Result<()> {
     let mut done = BTreeSet::new();
-    let mut pause = AGAIN;
+    let mut pause = FIRST_PAUSE;
     let mut warned = false;
     while !session.is_empty() && !session.has_failed() {
-        let of = Arc::clone(session);
+        let parking = Arc::clone(session);
         let round = tokio::task::spawn_blocking(move || {
-            let targets = targets(ledger, &of, &done);
-            let left = give(&of, &targets)?;
-            done.extend(targets.iter().filter(|target| left.iter().all(|(of, _)| of != *target)));
+            let targets = targets(ledger, &parking, &done);
+            let left = park_targets(&parking, &targets)?;
+            done.extend(targets.iter().filter(|target| left.iter().all(|(other, _)| other != *target)));
             anyhow::Ok((targets, left, done))
         });
         let (targets, left, parked) = round.await.context("parking")??;
@@ -64,7 +65,7 @@ pub async fn park(ledger: Ledger, session: &Arc<Session>) -> anyhow::Result<()> 
         }
         done = parked;
         let Some((first, why)) = left.first() else { continue };
-        if pause >= SELDOM && !warned {
+        if pause >= LONGEST_PAUSE && !warned {
             warned = true;
             warn!(
                 session = session.number,
@@ -73,44 +74,45 @@ pub async fn park(ledger: Ledger, session: &Arc<Session>) -> anyhow::Result<()> 
             );
         }
         tokio::time::sleep(pause).await;
-        pause = (pause * 2).min(SELDOM);
+        pause = (pause * 2).min(LONGEST_PAUSE);
     }
     Ok(())
 }
 
-/// Takes the store's descriptor out of every process that has it. The store is empty: nothing of it waits for that.
+/// Takes the store's descriptor out of every process that has it. The store is empty by then.
 pub async fn unpark(session: u64, inode: u64, store: OwnedFd, writer: OwnedFd) {
     let work = move || unpark_now(session, inode, store, &writer);
     let _ = tokio::task::spawn_blocking(work).await;
 }
 
-/// The same, in this thread.
+/// Unparks a session as [`unpark`] does, in this thread.
 pub fn unpark_now(session: u64, inode: u64, store: OwnedFd, writer: &OwnedFd) {
     drop(store);
-    // With the last copy of the store the writer hangs up: the usual end, when the processes have ended.
+    // The writer hangs up when the last copy of the store is closed: usually because the processes have
+    // ended.
     if !sys::has_hung_up(writer.as_raw_fd()) {
-        unpark_of(inode, session);
+        unpark_inode(inode, session);
     }
 }
 
-/// The same for all sessions of a ledger whose streamer was killed before it came to that.
+/// Unparks all sessions of a ledger whose streamer ends before it has unparked them.
 pub fn unpark_all(ledger: Ledger) {
     for slot in ledger.sessions() {
         unpark_slot(slot);
     }
 }
 
-/// The same for one session.
+/// Unparks the session of one slot.
 pub fn unpark_slot(slot: &SessionSlot) {
     let inode = slot.inode.load(Ordering::Acquire);
     if inode != 0 {
-        unpark_of(inode, slot.number());
+        unpark_inode(inode, slot.number());
     }
 }
 
-fn unpark_of(inode: u64, session: u64) {
+fn unpark_inode(inode: u64, session: u64) {
     let unpark = || -> anyhow::Result<()> {
-        let mut command = parker()?;
+        let mut command = park_command()?;
         command.args(["--unpark", &inode.to_string()]).stdin(Stdio::null());
         let output = command.output().context("starting rewake park")?;
         ensure!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout).trim_end());
@@ -124,7 +126,8 @@ fn unpark_of(inode: u64, session: u64) {
     }
 }
 
-/// Tasks of the session, and children that they forked before they had the store; without those that are done.
+/// Returns the session's tasks, and the children that they forked before they had the store; without those in
+/// `done`.
 fn targets(ledger: Ledger, session: &Session, done: &BTreeSet<ProcessId>) -> Vec<ProcessId> {
     let Some(store) = session.store() else { return Vec::new() };
     let task = |(_, slot): (usize, &SpaceSlot)| {
@@ -137,7 +140,7 @@ fn targets(ledger: Ledger, session: &Session, done: &BTreeSet<ProcessId>) -> Vec
     for task in &tasks {
         let layout = processes::layout(task.pid);
         for pid in processes::descendants(task.pid) {
-            // One with another layout has called exec: it has none of the session's memory.
+            // A child with another layout has called exec: it has none of the session's memory.
             let forked = layout.is_some() && processes::layout(pid) == layout;
             let Ok(Some(child)) = ProcessId::of(pid) else { continue };
             let is_new = !tasks.contains(&child) && !done.contains(&child) && !targets.contains(&child);
@@ -149,23 +152,23 @@ fn targets(ledger: Ledger, session: &Session, done: &BTreeSet<ProcessId>) -> Vec
     targets
 }
 
-/// Tries to park in each; gives those that are left, with the reasons.
-fn give(session: &Session, targets: &[ProcessId]) -> anyhow::Result<Vec<(ProcessId, String)>> {
+/// Tries to park each target. Returns those that are not parked, with the reasons.
+fn park_targets(session: &Session, targets: &[ProcessId]) -> anyhow::Result<Vec<(ProcessId, String)>> {
     let Some(store) = session.store().filter(|_| !targets.is_empty()) else { return Ok(Vec::new()) };
-    let mut command = parker()?;
+    let mut command = park_command()?;
     command.args(targets.iter().map(ToString::to_string));
     let store = store.descriptor().try_clone_to_owned().context("sharing the fd store")?;
     // A process that cannot be started now may be started later, and the targets are served meanwhile.
-    let again = |why: String| Ok(targets.iter().map(|target| (*target, why.clone())).collect());
+    let all_left = |why: String| Ok(targets.iter().map(|target| (*target, why.clone())).collect());
     let output = match command.stdin(store).output() {
         Ok(output) => output,
-        Err(error) => return again(format!("starting rewake park: {error}")),
+        Err(error) => return all_left(format!("starting rewake park: {error}")),
     };
     let text = String::from_utf8_lossy(&output.stdout);
     let lines: Vec<(&str, &str)> = text.lines().filter_map(|line| line.split_once(' ')).collect();
     if lines.len() != targets.len() {
-        // If a signal killed it, the kernel has killed the target that it traced at that moment, and no other.
-        return again(format!("rewake park: {}: {}", output.status, text.trim_end()));
+        // If a signal killed it, the kernel has killed the one target that it traced at that moment.
+        return all_left(format!("rewake park: {}: {}", output.status, text.trim_end()));
     }
     let mut left = Vec::new();
     for (target, (word, why)) in targets.iter().zip(lines) {
@@ -173,8 +176,8 @@ fn give(session: &Session, targets: &[ProcessId]) -> anyhow::Result<Vec<(Process
             DONE => debug!(session = session.number, pid = target.pid, "parked: {why}"),
             LATER => left.push((*target, why.to_owned())),
             NEVER => bail!(
-                "process {} cannot be given a descriptor that keeps its memory waiting, and would read zeros if this \
-                 streamer were killed: {why}",
+                "process {} cannot be given a descriptor that keeps its memory waiting, and would read zeros \
+                 if this streamer were killed: {why}",
                 target.pid
             ),
             other => bail!("rewake park: expected {DONE}, {LATER} or {NEVER}, found {other:?}"),
@@ -183,7 +186,8 @@ fn give(session: &Session, targets: &[ProcessId]) -> anyhow::Result<Vec<(Process
     Ok(left)
 }
 
-fn parker() -> anyhow::Result<Command> {
+/// Makes a `rewake park` command: in its own process group, with all signals blocked.
+fn park_command() -> anyhow::Result<Command> {
     let mut command = Command::new(launch::program()?);
     command.arg("park").process_group(0).stderr(Stdio::null());
     sys::leave_descriptors(&mut command);

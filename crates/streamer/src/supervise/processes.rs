@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The processes behind address spaces, as /proc tells them.
+//! Finds processes, their children and their descriptors in /proc.
 
 use std::collections::BTreeSet;
 use std::io;
@@ -7,52 +7,58 @@ use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd, RawFd};
 
 use crate::sys;
 
-/// Processes looked at when a restored tree is ended; more than that is a fork bomb, which is left to others.
+/// Most processes examined when a restored tree is killed. A larger tree is a fork bomb, and is not killed
+/// whole.
 const MAX_PROCESSES: usize = 4096;
 
-/// Kills every living descendant of the process `pid` behind `pidfd`. A child forked after the restore is known
-/// by its userfaultfd only, and no event tells its pid; its parent still does.
+/// Kills every living descendant of process `pid`, which has the descriptor `pidfd`.
+///
+/// The streamer knows a child forked after the restore only by its userfaultfd, as no event has its pid.
 pub fn kill_descendants(pid: i32, pidfd: RawFd) {
     let listed = descendants(pid);
-    // Until it is reaped the number is its own; after that the list may be a stranger's.
+    // The number may be another process's once it is reaped, and so may the list.
     if pidfd < 0 || sys::has_ended(pidfd) {
         return;
     }
     for &child in &listed {
         let Ok(pidfd) = sys::pidfd_open(child) else { continue };
-        // The number may have gone to another process between the listing and the descriptor.
+        // Another process may have got the number between the listing and the descriptor.
         if parent(child).is_some_and(|parent| parent == pid || listed.contains(&parent)) {
             let _ = sys::pidfd_kill(pidfd.as_raw_fd());
         }
     }
 }
 
-/// The number that a process has in its own pid namespace.
+/// Returns the pid that a process has in its own pid namespace.
 #[must_use]
 pub fn own_number(pid: i32) -> Option<i32> {
     status(pid, "NSpid:")?.split_whitespace().last()?.parse().ok()
 }
 
-/// How the memory of a process is laid out: where its code begins and ends, and its stack begins. Another program's is at random places.
+/// How the memory of a process is laid out: the start and the end of its code, and the start of its stack.
+///
+/// After exec they are at other random addresses.
 pub type Layout = [u64; 3];
 
-/// None if it cannot be told.
+/// Returns the layout of a process; none if /proc does not show it.
 #[must_use]
 pub fn layout(pid: i32) -> Option<Layout> {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    // Behind the name, which may have anything: `startcode`, the 26th field, is the 24th (proc(5)).
+    // The name may contain anything, so count from its end: `startcode`, field 26 of proc(5), is the 24th
+    // there.
     let mut fields = stat.rsplit_once(')')?.1.split_whitespace().skip(23).map(str::parse);
     Some([fields.next()?.ok()?, fields.next()?.ok()?, fields.next()?.ok()?])
 }
 
-/// All processes that /proc shows.
+/// Returns the pids of all processes in /proc.
 pub fn all() -> impl Iterator<Item = i32> {
     let entries = std::fs::read_dir("/proc").into_iter().flatten();
     entries.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok())
 }
 
-/// Threads of a process that wait for a userfaultfd: for a page, or for an event to be read. 0 where the kernel does not
-/// say in which function a thread sleeps.
+/// Returns how many threads of a process wait for a userfaultfd: for a page, or until an event is read.
+///
+/// It is 0 if the kernel does not show in which function a thread sleeps.
 #[must_use]
 pub fn waiting_threads(pid: i32) -> usize {
     let Ok(threads) = std::fs::read_dir(format!("/proc/{pid}/task")) else { return 0 };
@@ -63,14 +69,16 @@ pub fn waiting_threads(pid: i32) -> usize {
     threads.filter_map(waits).count()
 }
 
-/// The number of a descriptor that a process has of the socket with this inode; none if it has none, or has ended.
+/// Returns the number of a process's descriptor of the socket with this inode.
+///
+/// It is none if the process has no such descriptor, or has ended.
 #[must_use]
 pub fn number_of_socket(pid: i32, inode: u64) -> Option<RawFd> {
     let sockets = rewake_plugin_protocol::sockets_of(pid).ok()?;
     sockets.into_iter().find(|(_, found)| *found == inode).map(|(number, _)| number)
 }
 
-/// A copy of a descriptor of a process. Where its first thread has ended, another thread of it gives it.
+/// Copies a descriptor of a process. If the first thread has ended, it copies it from another thread.
 ///
 /// # Errors
 /// The process has ended, or has no such descriptor, or may not be traced.
@@ -87,13 +95,13 @@ fn parent(pid: i32) -> Option<i32> {
     status(pid, "PPid:")?.trim().parse().ok()
 }
 
-/// What follows a name in its status.
+/// Returns what follows a name in `/proc/PID/status`.
 fn status(pid: i32, name: &str) -> Option<String> {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
     Some(status.lines().find_map(|line| line.strip_prefix(name))?.to_owned())
 }
 
-/// The living descendants of a process.
+/// Returns the living descendants of a process.
 #[must_use]
 pub fn descendants(pid: i32) -> BTreeSet<i32> {
     let mut found = BTreeSet::new();
@@ -123,16 +131,16 @@ mod tests {
     use std::process::Command;
 
     #[test]
-    fn here_a_process_has_the_number_that_it_has_itself() {
+    fn in_the_same_pid_namespace_own_number_is_the_pid() {
         let own = std::process::id().cast_signed();
         assert_eq!(own_number(own), Some(own));
         assert_eq!(own_number(-1), None);
     }
 
     #[test]
-    fn when_the_process_has_ended_its_number_may_be_a_stranger_s_whose_children_live_on() {
-        let mut stranger = Command::new("sh").args(["-c", "sleep 100; true"]).spawn().unwrap();
-        let pid = i32::try_from(stranger.id()).unwrap();
+    fn children_of_another_process_with_the_same_pid_are_not_killed() {
+        let mut other = Command::new("sh").args(["-c", "sleep 100; true"]).spawn().unwrap();
+        let pid = i32::try_from(other.id()).unwrap();
         while descendants(pid).is_empty() {
             std::thread::yield_now();
         }
@@ -144,24 +152,24 @@ mod tests {
             kill_descendants(pid, pidfd);
         }
         std::thread::sleep(std::time::Duration::from_millis(100));
-        assert!(!sys::has_ended(child.as_raw_fd()), "a stranger's child was killed");
+        assert!(!sys::has_ended(child.as_raw_fd()), "a child of another process was killed");
         let pidfd = sys::pidfd_open(pid).unwrap();
         kill_descendants(pid, pidfd.as_raw_fd());
-        stranger.wait().unwrap();
+        other.wait().unwrap();
     }
 
     #[test]
     fn a_child_of_any_thread_is_found() {
-        let (tell, told) = std::sync::mpsc::channel();
+        let (sender, receiver) = std::sync::mpsc::channel();
         let (end, ended) = std::sync::mpsc::channel::<()>();
         let thread = std::thread::spawn(move || {
             let mut child = Command::new("sleep").arg("100").spawn().unwrap();
-            tell.send(i32::try_from(child.id()).unwrap()).unwrap();
+            sender.send(i32::try_from(child.id()).unwrap()).unwrap();
             let _ = ended.recv();
             child.kill().unwrap();
             child.wait().unwrap();
         });
-        let child = told.recv().unwrap();
+        let child = receiver.recv().unwrap();
         assert!(descendants(i32::try_from(std::process::id()).unwrap()).contains(&child));
         drop(end);
         thread.join().unwrap();
@@ -176,7 +184,7 @@ mod tests {
             std::thread::yield_now();
         }
         let pidfd = sys::pidfd_open(pid).unwrap();
-        // The outer shell goes on to its own sleep, which is killed too.
+        // The outer shell then starts its own sleep, which is killed too.
         while shell.try_wait().unwrap().is_none() {
             kill_descendants(pid, pidfd.as_raw_fd());
             std::thread::yield_now();

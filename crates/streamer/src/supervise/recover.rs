@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Taking up sessions all of whose streamer's processes have ended.
+//! Recovers orphaned sessions: every process of their streamer has ended.
 //!
-//! The ledger says what was served, under the numbers of a descriptor table that is gone. Here each session's fd
-//! store is taken from a process that has it, and the ledger gets the numbers of this process's table. After that a
-//! worker takes over as from a dead one. What cannot be taken up is killed and counted: it must not run on with
-//! memory that no one serves.
+//! The ledger names descriptors by the numbers of a table that no longer exists. This file copies each
+//! session's fd store from a process that has it, and gives the ledger the numbers of this process's table.
+//! After that a worker takes over as from a dead one. Processes of a session that cannot be recovered are
+//! killed and counted: they must not run with memory that no streamer serves.
 
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd as _, AsRawFd as _, IntoRawFd as _, OwnedFd, RawFd};
@@ -24,50 +24,50 @@ use crate::supervise::parking;
 use crate::supervise::processes;
 use crate::sys;
 
-/// What was found in a ledger.
+/// What a recovery found in a ledger.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Found {
-    /// Sessions that a worker can take over.
+    /// How many sessions a worker can take over.
     pub sessions: usize,
-    /// Their address spaces.
+    /// How many address spaces they have.
     pub spaces: usize,
-    /// Processes that were killed, with the reason for each kill.
+    /// The processes that were killed, with the reason for each kill.
     pub killed: Vec<(i32, &'static str)>,
 }
 
-/// For a killed process to end. One in an uninterruptible system call (a dead mount) may never end; it runs no
-/// instruction of its program any more.
-const END: Duration = Duration::from_secs(10);
+/// How long to wait for the end of a killed process. One in an uninterruptible system call (a dead mount) may
+/// never end, but it executes no instruction of its program any more.
+const EXIT_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Why processes are killed.
+/// Reasons for kills.
 const GATED: &str = "its GPUs were not resumed yet, and what was loaded for them is lost";
 const NOT_PARKED: &str = "it was restored, and not parked yet";
 const LOST: &str = "the userfaultfd of a forked process of its session is lost";
 const UNREADABLE: &str = "its session's fd store cannot be read";
 
-/// A session without a streamer, whose targets wait.
+/// An orphaned session, whose targets wait.
 #[derive(Debug)]
 pub struct Orphan {
-    /// Its number.
+    /// The session's number.
     pub session: u64,
-    /// Its image directory.
+    /// The session's image directory.
     pub images: PathBuf,
-    /// Processes that have its fd store.
+    /// The processes that have its fd store.
     pub processes: Vec<i32>,
-    /// Their threads that wait for a page or for an event to be read.
+    /// How many of their threads wait for a page, or until an event is read.
     pub waiting: usize,
-    /// How long no streamer has served it, to a second.
+    /// How long no streamer has served it, accurate to a second.
     pub silent: Duration,
 }
 
-/// All sessions whose streamer's processes have all been killed.
+/// Returns all orphaned sessions.
 ///
 /// # Errors
-/// The folder of the ledgers cannot be read.
+/// The directory of the ledgers cannot be read.
 pub fn orphans() -> anyhow::Result<Vec<Orphan>> {
     let mut found = Vec::new();
     for path in Folder::all()? {
-        // A ledger that cannot be read is for `rewake recover` to report.
+        // `rewake recover` reports a ledger that cannot be read.
         let Ok(Ok((_folder, ledger))) = Folder::look(&path) else { continue };
         let served = |slot: &&SessionSlot| {
             matches!(slot.state(), SessionState::Handshake | SessionState::Restoring | SessionState::Running)
@@ -84,20 +84,24 @@ pub fn orphans() -> anyhow::Result<Vec<Orphan>> {
     Ok(found)
 }
 
-/// Gives a ledger whose processes have all ended the descriptors of its sessions, from the stores that targets have.
+/// Recovers the sessions of a ledger whose processes have all ended.
+///
+/// It takes the descriptors from the fd stores that targets have.
 pub fn take_up(ledger: Ledger) -> Found {
     let mut found = Found::default();
     for gated in ledger.gates().forget() {
         found.kill(gated.pid, gated.started, GATED);
     }
-    // From here on no number of the old table is taken for one of this process.
+    // From here on the ledger has no number of the old table, so none is mistaken for a descriptor of this
+    // process.
     ledger.forget_numbers();
     let old: Vec<RawFd> = ledger.spaces().iter().map(SpaceSlot::forget_numbers).collect();
     for (index, slot) in ledger.sessions().iter().enumerate() {
         slot.forget_numbers();
         match slot.state() {
             SessionState::Free => {}
-            // No restore has come; or a streamer of its own serves it, with a ledger of its own; or nothing is missing.
+            // No restore has connected; or the session's own streamer serves it, with another ledger; or no
+            // page is missing.
             SessionState::Listening | SessionState::Streaming | SessionState::Closing => {
                 parking::unpark_slot(slot);
                 slot.free();
@@ -117,9 +121,9 @@ impl Found {
             processes::all().filter(|pid| processes::number_of_socket(*pid, inode).is_some()).collect();
         let why = match find_store(&holders, inode) {
             None => NOT_PARKED,
-            Some(store) => match adopt(ledger, index, slot, store, old) {
+            Some(store) => match restore_descriptors(ledger, index, slot, store, old) {
                 Ok(Some(count)) => {
-                    // A target is parked after its restore has finished, and not before.
+                    // A target is parked only after its restore has finished.
                     slot.set_state(SessionState::Running);
                     self.sessions += 1;
                     self.spaces += count;
@@ -137,8 +141,8 @@ impl Found {
             self.kill(pid.load(Ordering::Acquire), started.load(Ordering::Acquire), why);
         }
         for pid in holders {
-            if let Ok(Some(of)) = ProcessId::of(pid) {
-                self.kill(pid, of.started, why);
+            if let Ok(Some(id)) = ProcessId::of(pid) {
+                self.kill(pid, id.started, why);
             }
         }
         for (_, space) in address_spaces::of_session(ledger, index) {
@@ -147,14 +151,15 @@ impl Found {
         slot.free();
     }
 
-    /// Kills a process and its descendants unless it has ended, and waits up to [`END`] for its end. A child that was
-    /// forked before its parent was parked is known by its parent only.
+    /// Kills a process and its descendants unless it has ended, and waits up to [`EXIT_TIMEOUT`] for its end.
+    ///
+    /// A child that was forked before its parent was parked can be found only through its parent.
     fn kill(&mut self, pid: i32, started: u64, why: &'static str) {
         let Some(pidfd) = open(pid, started) else { return };
         let number = pidfd.as_raw_fd();
         processes::kill_descendants(pid, number);
         if sys::pidfd_kill(number).is_ok() {
-            if !sys::ends_within(number, END) {
+            if !sys::ends_within(number, EXIT_TIMEOUT) {
                 warn!(pid, "the process has SIGKILL pending, and waits in the kernel");
             }
             self.killed.push((pid, why));
@@ -162,32 +167,34 @@ impl Found {
     }
 }
 
-/// A descriptor of the process that had this number and start time; none when it has ended.
+/// Opens a descriptor of the process with this pid and start time; none if it has ended.
 fn open(pid: i32, started: u64) -> Option<OwnedFd> {
     if pid <= 0 {
         return None;
     }
     let pidfd = sys::pidfd_open(pid).ok()?;
-    // In this order: what has that start time now was that process when the descriptor was opened.
-    let of = ProcessId::of(pid).ok().flatten()?;
-    (of.started == started).then_some(pidfd)
+    // In this order: a process that has the start time now also had the pid when the descriptor was opened.
+    let id = ProcessId::of(pid).ok().flatten()?;
+    (id.started == started).then_some(pidfd)
 }
 
-/// The session's store, from the first process that gives it.
+/// Copies the session's fd store from the first process that allows it.
 fn find_store(holders: &[i32], inode: u64) -> Option<OwnedFd> {
     holders.iter().find_map(|pid| {
         let number = processes::number_of_socket(*pid, inode)?;
         let store = processes::descriptor_of(*pid, number);
         let store =
             store.inspect_err(|error| warn!(%error, pid, number, "taking a session's fd store")).ok()?;
-        // The process runs: it may have closed the store and opened something else.
+        // The process runs, so it may have closed the store, and have another file under the number.
         fstat(&store).is_ok_and(|status| status.st_ino == inode).then_some(store)
     })
 }
 
-/// Notes all descriptors of a store in the ledger: how many address spaces there are; none when the userfaultfd of
-/// a living process is missing. `old`: the userfaultfds' numbers in the table that is gone, by slot.
-fn adopt(
+/// Puts all descriptors of a store into the ledger. Returns how many address spaces the session has; none if
+/// the userfaultfd of a living process is missing.
+///
+/// `old` has the userfaultfds' numbers in the old descriptor table, by slot.
+fn restore_descriptors(
     ledger: Ledger,
     index: usize,
     session: &'static SessionSlot,
@@ -209,7 +216,7 @@ fn adopt(
                     spaces_found.insert(entry.index, (uffd, descriptors.next()));
                 }
             }
-            // A worker takes them from the store itself.
+            // A worker takes all other kinds from the store itself.
             _ => {}
         }
     }
@@ -236,8 +243,8 @@ fn adopt(
     Ok(Some(count))
 }
 
-/// Fork messages that were received and not dealt with name descriptors of the old table: they get the numbers of
-/// this one. False when one was not in the store yet.
+/// Gives fork messages that are received and not processed the numbers of this process's descriptor table, in
+/// place of the old table's. Returns false if a child's descriptor was not in the store yet.
 fn renumber_forks(ledger: Ledger, parent: &'static SpaceSlot, old: &[RawFd]) -> bool {
     forks(parent).into_iter().all(|(index, number)| {
         let is_it = |(slot, before): &(&SpaceSlot, &RawFd)| {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A worker process: reactors, the control thread, and what it does when it is asked to stop.
+//! Runs a worker process: its control thread, and its end on SIGTERM.
 
 use std::os::fd::{AsRawFd as _, OwnedFd};
 use std::sync::Arc;
@@ -15,18 +15,18 @@ use crate::session::daemon::Daemon;
 use crate::supervise::supervisor::Start;
 use crate::sys;
 
-/// Between two notes that a worker serves.
-const BEAT: Duration = Duration::from_secs(1);
+/// The time between two notes that a worker serves.
+const HEARTBEAT: Duration = Duration::from_secs(1);
 
-/// Why [`block_on`] ended: SIGTERM, and no restored process depends on this worker.
+/// SIGTERM ended [`block_on`], and no restored process depends on this worker.
 #[derive(Debug, thiserror::Error)]
-#[error("asked to stop")]
+#[error("stopped by SIGTERM")]
 pub struct AskedToStop;
 
 /// Runs `work` on the control thread of a worker.
 ///
 /// # Errors
-/// What `work` gives, or the worker cannot be set up, or it was asked to stop.
+/// `work` failed, or the worker cannot be set up, or it was stopped by SIGTERM: [`AskedToStop`].
 pub fn block_on<T>(
     start: &Start,
     work: impl AsyncFnOnce(&Arc<Daemon>) -> anyhow::Result<T>,
@@ -41,8 +41,8 @@ pub fn block_on<T>(
         tokio::runtime::Builder::new_current_thread().enable_all().build().context("making a runtime")?;
     runtime.block_on(async {
         let requests = signal(SignalKind::terminate()).context("watching SIGTERM")?;
-        // All others stay blocked, as the supervisor left them. SIGINT of a terminal reaches the supervisor too,
-        // which passes it on as SIGTERM.
+        // All other signals stay blocked, as in the supervisor. A terminal's SIGINT reaches the supervisor
+        // too, which forwards it as SIGTERM.
         take_requests().context("unblocking SIGTERM")?;
         let daemon = Daemon::start(start.ledger, start.starter)?;
         tokio::select! {
@@ -54,7 +54,8 @@ pub fn block_on<T>(
     })
 }
 
-/// A worker that lost a thread keeps no promise: the supervisor starts another.
+/// Aborts the worker when one of its threads panics: it cannot serve without the thread. The supervisor then
+/// starts another.
 fn crash_on_panic() {
     std::panic::set_hook(Box::new(|panic| {
         error!("{panic}");
@@ -62,16 +63,18 @@ fn crash_on_panic() {
     }));
 }
 
-/// Lets SIGTERM in, the one signal that a worker takes.
+/// Unblocks SIGTERM, the one signal that a worker handles.
 ///
 /// # Errors
-/// The kernel's.
+/// The kernel's errno.
 pub fn take_requests() -> nix::Result<()> {
     SigSet::from(Signal::SIGTERM).thread_unblock()
 }
 
-/// Ends at once when no restored process depends on this worker, else when none does any more. However often it
-/// is asked: a service manager asks every process of a group, and the supervisor passes on what it is asked.
+/// Returns after SIGTERM, when no restored process depends on this worker.
+///
+/// While some do, the worker serves them, and takes no new sessions. SIGTERM may arrive several times: a
+/// service manager signals every process of a group, and the supervisor forwards the signal, too.
 async fn stop_requests(daemon: &Daemon, mut requests: unix::Signal) {
     while requests.recv().await.is_some() {
         let depending = daemon.restores_under_way();
@@ -79,20 +82,21 @@ async fn stop_requests(daemon: &Daemon, mut requests: unix::Signal) {
             break;
         }
         if !daemon.stopping.send_replace(true) {
-            info!(sessions = depending, "asked to stop: this process ends when all their memory is resident");
+            info!(sessions = depending, "SIGTERM: this process ends when all their memory is resident");
         }
     }
 }
 
-/// Says again and again that this worker serves: if it is killed, `rewake status` says how long ago. Never returns.
+/// Notes every second that this worker serves. If it is killed, `rewake status` shows how long ago. Never
+/// returns.
 async fn beat(ledger: Ledger) {
     loop {
         ledger.beat();
-        tokio::time::sleep(BEAT).await;
+        tokio::time::sleep(HEARTBEAT).await;
     }
 }
 
-/// Says when the supervisor has been killed. Never returns while all is well.
+/// Logs a warning if the supervisor is killed. Returns only an error.
 async fn watch_supervisor(start: &Start) -> anyhow::Error {
     match supervisor_ended(start.supervisor).await {
         Ok(()) => {
