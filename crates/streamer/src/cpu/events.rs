@@ -71,8 +71,8 @@ impl UffdReader {
 
     /// Handles the messages that a dead predecessor received and did not handle.
     ///
-    /// `known` are the userfaultfds that had a slot when it died. A fork whose child is among them only lacks the
-    /// entry in the journal that it is done.
+    /// `known` are the userfaultfds that had a slot when it died. A fork whose child is among them only lacks
+    /// the entry in the journal that it is done.
     pub(super) fn finish_pending(
         &mut self,
         ledger: Ledger,
