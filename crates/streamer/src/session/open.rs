@@ -120,9 +120,8 @@ impl OpenSession {
     }
 }
 
-/// Finishes to take a session's store back from processes, which a dead worker had begun. A thread does it,
-/// because it may take seconds, and other sessions must not wait. `notes` is the folder of the sessions'
-/// notes.
+/// Takes a session's store back from processes, where a dead worker has only begun to. A thread does it, because
+/// it may take seconds and other sessions must not wait. `notes` is the folder of the sessions' notes.
 pub(crate) fn finish_closing(slot: &'static SessionSlot, notes: PathBuf, starter: ProcessId) {
     let number = slot.number();
     std::thread::spawn(move || {
