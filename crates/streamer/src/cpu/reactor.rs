@@ -376,7 +376,7 @@ impl Reactor {
 
     /// Handles finished reads: demand reads first, because threads wait for them.
     fn reap(&mut self) {
-        // Also without reads in flight: an eventfd may be signalled for reads that were reaped before.
+        // Also without reads in flight: the eventfd may be signalled for earlier reads, and must be reset.
         if self.engine.in_flight() == 0 && !self.engine_ready {
             return;
         }
