@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Ending address spaces whose bytes cannot be had: killed or poisoned, never served zeros.
+//! Ends address spaces whose bytes cannot be read: kills or poisons them, and never serves zeros instead.
 
 use std::os::fd::AsFd as _;
 use std::sync::atomic::Ordering;
@@ -13,9 +13,11 @@ use crate::ledger::NO_FD;
 use crate::supervise::processes;
 use crate::sys;
 
-/// Kills the process, or, where its pid is not known (a child forked after the restore), makes every page
-/// that is still missing raise SIGBUS. True when the userfaultfd may be closed: nothing can read a zero page
-/// in place of a lost one any more. Until then it is called again.
+/// Kills the process of a failed session's address space. Where its pid is not known (a child forked after
+/// the restore), every missing page is poisoned: an access raises SIGBUS.
+///
+/// Returns true when the userfaultfd may be closed, because no access can read zeros in place of a lost page.
+/// The caller calls it again until then.
 pub(super) fn kill_or_poison(space: &AddressSpace) -> bool {
     let pidfd = space.slot.pidfd.load(Ordering::Acquire);
     if pidfd == NO_FD {
@@ -27,19 +29,19 @@ pub(super) fn kill_or_poison(space: &AddressSpace) -> bool {
     {
         error!(%error, "killing a process whose memory is lost");
     }
-    // Its threads may run on for a moment; the pidfd's readiness brings us back here. Its memory may live on in
-    // a process that shares it (vfork) and that nobody knows.
+    // Its threads may run for a moment longer: the reactor calls again when the pidfd is ready. A process of
+    // unknown pid (vfork) may still share its memory.
     sys::has_ended(pidfd) && (rewake_uffd::address_space_ended(space.uffd.as_fd()) || poison(space))
 }
 
-/// How far poisoning came.
+/// The outcome of poisoning a range.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Poisoned {
-    /// Nothing in the range can be read as zeros any more.
+    /// No access to the range can read zeros in place of a lost page.
     All,
-    /// Not now: to be tried again.
+    /// The kernel refused for now: try again.
     NotYet,
-    /// The memory is gone.
+    /// The address space does not exist any more.
     Gone,
 }
 
@@ -66,7 +68,8 @@ fn poison(space: &AddressSpace) -> bool {
     true
 }
 
-/// `in_place`: the restore has finished. Before, what is not mapped may be on its way to its place.
+/// Poisons the missing pages of a range. `in_place`: the restore has finished. Before that, CRIU may still
+/// map at its final address what is not mapped now.
 fn poison_run(port: &impl FillPort, target: u64, len: u64, in_place: bool) -> Poisoned {
     let mut done = 0;
     let mut limit = len;
@@ -77,12 +80,12 @@ fn poison_run(port: &impl FillPort, target: u64, len: u64, in_place: bool) -> Po
         match outcome.stop {
             None => {}
             Some(Stop::Present) => done += PAGE_SIZE,
-            // As a fill, it may not cross the border of two mappings: page by page.
+            // Like a fill, a call may not cross the border of two mappings: poison page by page.
             Some(Stop::NotMapped) if piece > PAGE_SIZE => limit = PAGE_SIZE,
             Some(Stop::NotMapped) if in_place => done += PAGE_SIZE,
             Some(Stop::Gone) => return Poisoned::Gone,
-            // Changing: events are read first, then this is tried again. A kernel before 6.6 has no poison:
-            // the descriptor stays open, and the child waits rather than read zeros.
+            // Changing: the reactor reads the events first, then tries again. A kernel before 6.6 cannot
+            // poison: the descriptor stays open, and the child waits rather than read zeros.
             Some(Stop::NotMapped | Stop::Changing | Stop::BadSource | Stop::Failed(_)) => {
                 return Poisoned::NotYet;
             }
@@ -102,7 +105,7 @@ mod tests {
 
     use super::*;
 
-    /// Mappings as the kernel sees them, in pages.
+    /// A kernel with these mappings, in pages.
     #[derive(Default)]
     struct Port {
         mappings: Vec<Range<u64>>,
@@ -156,14 +159,14 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_mapped_before_the_restore_has_finished_may_be_mapped_yet() {
+    fn unmapped_pages_are_poisoned_only_after_the_restore() {
         let port = Port { mappings: vec![10..15, 15..20], ..Port::default() };
         assert_eq!(poison_pages(&port, 10..21, false), Poisoned::NotYet);
         assert_eq!(poison_pages(&port, 10..21, true), Poisoned::All);
     }
 
     #[test]
-    fn without_poison_nothing_is_called_done() {
+    fn a_refused_poison_is_never_reported_as_done() {
         for stop in [Stop::Changing, Stop::Failed(libc::EINVAL), Stop::Failed(libc::ENOMEM)] {
             let port = Port { mappings: vec![10..15, 15..20], stop: Some(stop), ..Port::default() };
             assert_eq!(poison_pages(&port, 10..20, true), Poisoned::NotYet);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Address spaces between the ledger and the reactors: opened when a task reports, taken over from a dead
-//! worker, killed when neither can be.
+//! Opens the address space of a task that reports, and takes over those of a dead worker. Ends the tasks
+//! where neither is possible.
 
 use std::collections::BTreeSet;
 use std::os::fd::{AsRawFd as _, BorrowedFd, IntoRawFd as _, RawFd};
@@ -21,33 +21,36 @@ use crate::session::image::{Image, TaskPlan};
 use crate::supervise::processes;
 use crate::sys;
 
-/// Looks at a killed process before it is given up, and time between them: a second, and longer where this process stands still itself.
+/// How many times this process checks whether a killed process has ended. Together with [`DEATH_LOOK`] at
+/// least a second, and longer where this process itself does not run.
 const DEATH_LOOKS: u32 = 1000;
+/// Time between two checks.
 const DEATH_LOOK: Duration = Duration::from_millis(1);
 
 /// A task that has just sent its userfaultfd.
 #[derive(Debug)]
 pub struct Arrival {
-    /// Pid that names its images.
+    /// The pid in the names of its images.
     pub image_pid: i32,
-    /// Pid on this host; 0 when the kernel did not tell.
+    /// Its pid on this host; 0 when the kernel did not report it.
     pub host_pid: i32,
-    /// Its userfaultfd, open and not owned yet.
+    /// Its userfaultfd, which is open and has no owner yet.
     pub uffd: RawFd,
-    /// Reactor to serve it.
+    /// The index of its home reactor.
     pub home: usize,
 }
 
-/// True when a live slot has this descriptor already.
+/// Returns whether a live slot has this descriptor already.
 #[must_use]
 pub fn is_known(ledger: Ledger, number: i32) -> bool {
     ledger.live_spaces().any(|(_, slot)| slot.uffd.load(Ordering::Acquire) == number)
 }
 
-/// Notes a new address space in the ledger and makes the task for its reactor.
+/// Enters a new address space in the ledger and returns the task for its reactor.
 ///
 /// # Errors
-/// No free slot, or descriptors are refused. The userfaultfd is still open and owned by nobody: see [`kill_rejected`].
+/// Fails without a free slot, or when the kernel refuses descriptors. The userfaultfd is then still open and
+/// has no owner: see [`kill_rejected`].
 pub fn open(
     ledger: Ledger,
     plan: &TaskPlan,
@@ -67,7 +70,7 @@ pub fn open(
         Ok(journal)
     });
     let journal = kept.inspect_err(|_| slot.retire())?;
-    // SAFETY: just received (or received by a dead worker), and in no slot: owned by nobody.
+    // SAFETY: this worker or a dead one received it, and no slot had it: it has no owner.
     let uffd = Uffd::adopt(unsafe { sys::take_over(arrival.uffd) }).context("adopting a userfaultfd")?;
     slot.publish();
     session.space_opened();
@@ -85,8 +88,8 @@ fn watch_process(slot: &SpaceSlot) -> anyhow::Result<()> {
     match sys::pidfd_open(pid) {
         Ok(pidfd) => {
             let started = ProcessId::of(pid).ok().flatten().map_or(0, |of| of.started);
-            // As long as the memory exists, the task lives and the number is its own. Otherwise the descriptor may be
-            // of another process that got the number since.
+            // As long as the memory exists, the task lives and the pid is its own. Otherwise the pidfd may
+            // refer to another process that got the pid since.
             if slot.memory_is_gone() {
                 return Ok(());
             }
@@ -96,25 +99,27 @@ fn watch_process(slot: &SpaceSlot) -> anyhow::Result<()> {
         Err(error) if matches!(error.raw_os_error(), Some(libc::EMFILE | libc::ENFILE | libc::ENOMEM)) => {
             return Err(error).context("opening a process descriptor for a restored task");
         }
-        // It has ended, or its pid is not known here: it can still be served and poisoned, but not killed.
+        // It has ended, or its pid is not known here. It can still be served and poisoned, but not killed.
         Err(error) => warn!(%error, pid, "no process descriptor for a restored task"),
     }
     Ok(())
 }
 
-/// Ends a task that was not taken up. True when it has ended, so that its userfaultfd may be closed; otherwise
-/// that is kept open under a slot of its own, and the task waits rather than read zeros.
+/// Kills a task that cannot be served. Returns true when it has ended, so that its userfaultfd may be closed.
+///
+/// Otherwise a slot of its own keeps the userfaultfd open, and the task waits rather than read zeros.
 pub fn kill_rejected(ledger: Ledger, number: RawFd, host_pid: i32) -> bool {
-    // SAFETY: received, and in no slot: open, and owned by nobody.
+    // SAFETY: it was received and is in no slot, so it is open and has no owner.
     let uffd = unsafe { BorrowedFd::borrow_raw(number) };
     let process = sys::pidfd_open(host_pid).ok();
     for _ in 0..DEATH_LOOKS {
-        // As long as its memory exists the number is its own: the pidfd is of the process that sent the descriptor.
+        // As long as its memory exists the pid is its own: the pidfd refers to the process that sent the
+        // userfaultfd.
         if rewake_uffd::address_space_ended(uffd) {
             return true;
         }
         if let Some(process) = &process {
-            // A process that has ended already may have left its memory to another one that shares it.
+            // ESRCH is no error: the process may have ended while another one still shares its memory.
             let _ = sys::pidfd_kill(process.as_raw_fd());
         }
         std::thread::sleep(DEATH_LOOK);
@@ -124,7 +129,7 @@ pub fn kill_rejected(ledger: Ledger, number: RawFd, host_pid: i32) -> bool {
     false
 }
 
-/// Gives a userfaultfd that nobody serves a slot, so that successors and the supervisor keep it open.
+/// Enters a userfaultfd without a session in a slot, so that the supervisor and successors keep it open.
 fn park(ledger: Ledger, number: RawFd) {
     let Some(slot) = ledger.take_space().and_then(|index| ledger.spaces().get(index)) else {
         return error!(
@@ -136,13 +141,14 @@ fn park(ledger: Ledger, number: RawFd) {
     slot.publish();
 }
 
-/// Makes the tasks for all address spaces of a session that a dead worker served. Those that cannot be taken
-/// up are ended, and the session has failed then.
+/// Returns the tasks for all address spaces of a session that a dead worker served.
+///
+/// Where one cannot be taken over, this fails the session and kills the process.
 pub fn inherit(ledger: Ledger, image: &Image, session: &Arc<Session>, pool: &Pool) -> Vec<Task> {
     let known: BTreeSet<i32> =
         ledger.live_spaces().map(|(_, slot)| slot.uffd.load(Ordering::Acquire)).collect();
     let known = Arc::new(known);
-    let take_up =
+    let take_over =
         |(_, slot): (usize, &'static SpaceSlot)| match inherit_one(slot, image, session, pool, &known) {
             Ok(task) => Some(task),
             Err(error) => {
@@ -151,7 +157,7 @@ pub fn inherit(ledger: Ledger, image: &Image, session: &Arc<Session>, pool: &Poo
                 None
             }
         };
-    of_session(ledger, session.index).filter_map(take_up).collect()
+    of_session(ledger, session.index).filter_map(take_over).collect()
 }
 
 fn inherit_one(
@@ -169,7 +175,7 @@ fn inherit_one(
     let plan = plan.with_context(|| format!("task {pid} is not in the image any more"))?;
     let journal = Journal::open(slot).context("mapping a journal")?;
     let space = rebuild(plan, &journal)?;
-    // SAFETY: the ledger names it once, and its owner is dead.
+    // SAFETY: the ledger names it once, and the worker that owned it is dead.
     let uffd = Uffd::adopt(unsafe { sys::take_over(slot.uffd.load(Ordering::Acquire)) })?;
     session.space_opened();
     let counts = session.task_arrived(slot.host_pid.load(Ordering::Relaxed), space.missing());
@@ -179,7 +185,8 @@ fn inherit_one(
     Ok(Task::Adopt { space: Arc::new(space), journal, inherited: Some(Arc::clone(known)) })
 }
 
-/// The layout that the journal tells, every mapped page missing: those that are present say so when filled.
+/// Returns the layout that the journal describes, with every mapped page missing. Resident pages are found
+/// when a fill answers that they are present.
 fn rebuild(plan: &TaskPlan, journal: &Journal) -> anyhow::Result<ResidencyMap> {
     let replay = journal.replay();
     let mut space = match &replay.snapshot {
@@ -196,8 +203,9 @@ fn rebuild(plan: &TaskPlan, journal: &Journal) -> anyhow::Result<ResidencyMap> {
     Ok(space)
 }
 
-/// Ends the processes of a session that cannot be taken over at all, because its image cannot be read. Those
-/// that do not end within [`DEATH_LOOKS`] are reported, and keep their userfaultfds.
+/// Kills the processes of a session that cannot be taken over at all, because its image cannot be read.
+///
+/// It logs how many do not end within [`DEATH_LOOKS`] checks. They keep their userfaultfds.
 pub fn kill_session(ledger: Ledger, session: usize) {
     for (_, slot) in of_session(ledger, session) {
         kill_and_park(slot);
@@ -214,8 +222,8 @@ pub fn kill_session(ledger: Ledger, session: usize) {
     }
 }
 
-/// Kills the process of an address space that nobody can serve, and its descendants. Its userfaultfd stays open
-/// until its memory is gone: a child whose pid is not known waits rather than read zeros.
+/// Kills the process of an address space that cannot be served, and its descendants. The userfaultfd stays
+/// open as long as the memory exists: a child of unknown pid waits rather than read zeros.
 fn kill_and_park(slot: &SpaceSlot) {
     let pid = slot.host_pid.load(Ordering::Relaxed);
     processes::kill_descendants(pid, slot.pidfd.load(Ordering::Acquire));
@@ -225,15 +233,17 @@ fn kill_and_park(slot: &SpaceSlot) {
     slot.session.store(NO_SESSION, Ordering::Release);
 }
 
-/// Closes the userfaultfds of abandoned address spaces whose memory is gone; how many are left.
+/// Closes the userfaultfds of address spaces without a session whose memory does not exist any more. Returns
+/// how many are left.
 pub fn reap_parked(ledger: Ledger) -> usize {
-    let abandoned = |(_, slot): &(usize, &SpaceSlot)| slot.session.load(Ordering::Acquire) == NO_SESSION;
+    let without_session =
+        |(_, slot): &(usize, &SpaceSlot)| slot.session.load(Ordering::Acquire) == NO_SESSION;
     let mut left = 0;
-    for (_, slot) in ledger.live_spaces().filter(abandoned) {
+    for (_, slot) in ledger.live_spaces().filter(without_session) {
         if slot.memory_is_gone() {
             let number = slot.uffd.load(Ordering::Acquire);
             slot.retire();
-            // SAFETY: nobody served it, so nobody but the slot owned it.
+            // SAFETY: no reactor served it, so only the slot owned it.
             drop(unsafe { sys::take_over(number) });
         } else {
             left += 1;
@@ -242,7 +252,7 @@ pub fn reap_parked(ledger: Ledger) -> usize {
     left
 }
 
-/// The live address spaces of a session, by its place in the ledger.
+/// Returns the live address spaces of a session, which is given by its index in the ledger.
 pub fn of_session(ledger: Ledger, session: usize) -> impl Iterator<Item = (usize, &'static SpaceSlot)> {
     let session = u32::try_from(session).unwrap_or(NO_SESSION);
     ledger.live_spaces().filter(move |(_, slot)| slot.session.load(Ordering::Acquire) == session)
@@ -266,7 +276,7 @@ mod tests {
     }
 
     #[test]
-    fn a_task_for_which_there_is_no_room_is_dead_before_its_memory_is_let_go_of() {
+    fn a_task_without_a_slot_is_dead_before_its_userfaultfd_is_closed() {
         let task = UffdChild::start(uffd_child::touch);
         let ledger = Ledger::new().unwrap();
         while ledger.take_space().is_some() {}
@@ -284,7 +294,7 @@ mod tests {
     }
 
     #[test]
-    fn a_task_that_cannot_be_killed_keeps_waiting_and_the_ledger_its_userfaultfd() {
+    fn the_ledger_keeps_the_userfaultfd_of_a_task_that_survives() {
         let task = UffdChild::start(uffd_child::touch);
         let ledger = Ledger::new().unwrap();
         let copy = task.copy();
@@ -298,13 +308,13 @@ mod tests {
     }
 
     #[test]
-    fn a_number_that_may_be_another_process_s_by_now_is_not_watched_or_killed() {
+    fn a_pid_that_another_process_may_have_is_not_watched_or_killed() {
         let (task, stranger) = (UffdChild::start(uffd_child::touch), UffdChild::start(uffd_child::sleep));
         let ledger = Ledger::new().unwrap();
         let index = ledger.take_space().unwrap();
         let slot = &ledger.spaces()[index];
         slot.uffd.store(task.uffd, Ordering::Relaxed);
-        // As if the task's number had gone to the stranger when the task ended.
+        // As if the stranger had got the task's pid when the task ended.
         slot.host_pid.store(stranger.pid, Ordering::Relaxed);
         let copy = task.copy();
         drop(task);
@@ -316,7 +326,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_taken_over_is_killed_or_keeps_waiting() {
+    fn a_task_that_cannot_be_taken_over_is_killed_or_keeps_waiting() {
         let ledger = Ledger::new().unwrap();
         let pool = Pool::start(&BlockCache::new(DEFAULT_BUDGET).unwrap(), ledger).unwrap();
         let session = session();
@@ -336,7 +346,7 @@ mod tests {
     }
 
     #[test]
-    fn a_session_that_nobody_can_serve_does_not_hold_up_the_others() {
+    fn a_session_that_cannot_be_served_does_not_delay_the_others() {
         let ledger = Ledger::new().unwrap();
         let session = session();
         let task = UffdChild::start(uffd_child::touch);

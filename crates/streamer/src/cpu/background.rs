@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Everything that nobody waits for yet, block by block, one bounded step at a time.
+//! Loads pages that no thread waits for: block by block, one bounded step at a time.
 
 use std::sync::Arc;
 
@@ -10,20 +10,19 @@ use rewake_pager::{BlockIx, Finish, PageIx};
 use super::reactor::Reactor;
 use super::space::{AddressSpace, Filled};
 
-/// Blocks claimed together: adjacent ones make one request to the disk.
+/// Blocks that a reactor claims together: adjacent ones make one request to the disk.
 const BATCH: usize = PIECE / BLOCK;
-/// Blocks that one reactor has claimed ahead, wherever their bytes are; how many may be on the disk at once
-/// is for `pace` to say.
+/// Blocks that one reactor claims ahead, loaded or not. The I/O budget limits how many reads are in flight.
 const READ_AHEAD: usize = 3 * BATCH;
-/// How much is done between two looks at the faults.
+/// How much a reactor loads before it serves page faults again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Step {
-    /// Nobody waits: about 12 µs. Larger steps fill no faster.
+    /// No thread of the address space faults: about 12 µs. Larger steps fill no faster.
     Full,
-    /// Threads of the address space fault in quick succession: half of it.
+    /// Threads of the address space fault in quick succession: half of [`Step::Full`].
     Half,
-    /// They do, and this reactor's processor is left to them: a page or two, then it is offered. Better than
-    /// to sleep: a processor that sleeps takes longer to wake than a page takes to copy.
+    /// They do, and this reactor leaves its processor to them: it fills a page or two, then yields. It does
+    /// not sleep: an idle processor takes longer to wake than a page takes to copy.
     Brief,
 }
 
@@ -36,7 +35,7 @@ impl Step {
         }
     }
 
-    /// Bytes read from the page cache, several times faster than they are copied out.
+    /// Bytes to read from the page cache, which is several times faster than to copy them to the target.
     fn bytes(self) -> usize {
         match self {
             Self::Full => 64 * 1024,
@@ -53,16 +52,16 @@ pub(super) struct Claim {
     block: BlockIx,
 }
 
-/// A block on its way from the disk.
+/// A block whose read from the disk is in flight.
 #[derive(Debug)]
 pub(super) struct Load {
     claim: Claim,
     guard: LoadGuard,
-    /// None for a block that a thread waits for: the background's pace does not count it.
-    begun: Option<Permit>,
+    /// None for a demand load, which the budget of background reads does not count.
+    permit: Option<Permit>,
 }
 
-/// A block whose bytes are here, or in the page cache.
+/// A block whose bytes are in a buffer or in the page cache.
 #[derive(Debug)]
 pub(super) struct Work {
     claim: Claim,
@@ -72,8 +71,8 @@ pub(super) struct Work {
 
 #[derive(Debug)]
 enum Bytes {
-    Here(BlockRef),
-    /// In the page cache: being read into the buffer, `filled` bytes so far.
+    Loaded(BlockRef),
+    /// In the page cache. The reactor has read `filled` bytes of it into the buffer so far.
     Warm {
         guard: LoadGuard,
         buffer: BufferSlice,
@@ -81,26 +80,26 @@ enum Bytes {
     },
 }
 
-/// Whether there is something to claim.
-fn wants(space: &Arc<AddressSpace>, first_only: bool) -> bool {
+/// Returns whether the address space has blocks to claim, or, with `first_only`, prefetch blocks.
+fn has_work(space: &Arc<AddressSpace>, first_only: bool) -> bool {
     space.wants_background() && space.layout().has_claimable() && (!first_only || space.has_first())
 }
 
 impl Reactor {
-    /// One step. False: there is nothing to do now.
+    /// Does one step of background work. Returns false when there is nothing to do now.
     pub(super) fn background(&mut self) -> bool {
         self.held_back = false;
         self.read_ahead();
         let Some(work) = self.ready.pop_front() else { return false };
         if !work.claim.space.wants_background() {
-            return true; // dropped with its buffer: the process ended
+            return true; // the process has ended: the block is dropped with its buffer
         }
         let step = self.step(&work.claim.space);
         match work.bytes {
             Bytes::Warm { guard, buffer, filled } => {
                 self.read_warm(work.claim, work.next, guard, buffer, filled, step);
             }
-            Bytes::Here(block) => self.fill_piece(work.claim, work.next, block, step),
+            Bytes::Loaded(block) => self.fill_piece(work.claim, work.next, block, step),
         }
         if step == Step::Brief {
             std::thread::yield_now();
@@ -108,16 +107,16 @@ impl Reactor {
         true
     }
 
-    /// Claims blocks until enough are under way.
+    /// Claims blocks until enough are ready or in flight.
     fn read_ahead(&mut self) {
         for claim in std::mem::take(&mut self.waiting) {
             self.acquire(claim);
         }
         while self.wants_more() {
-            // What the page cache has, and what there is none of, is nothing to ask for.
-            let first_only = self.shared.pace.holds_background();
-            let asks = self.cold && self.spaces.iter().any(|space| wants(space, first_only));
-            self.held_back = asks && !self.shared.pace.allows(Lane::Cpus, PIECE);
+            // Only reads from the disk use the budget.
+            let first_only = self.shared.budget.holds_background();
+            let needs_disk = self.cold && self.spaces.iter().any(|space| has_work(space, first_only));
+            self.held_back = needs_disk && !self.shared.budget.allows(Lane::Cpus, PIECE);
             if self.held_back || !self.claim_batch() {
                 break;
             }
@@ -125,19 +124,20 @@ impl Reactor {
         self.engine.flush();
     }
 
-    /// A warm block is read when its turn comes, so that its bytes are still in the processor's cache when
-    /// they are copied; only the disk is asked ahead.
+    /// Returns whether to claim more blocks. Only reads from the disk are started ahead: a block of the page
+    /// cache is read just before its fill, so that its bytes are in the processor's cache when they are
+    /// copied.
     fn wants_more(&self) -> bool {
-        let coming = self.loads.len() + self.waiting.len();
+        let pending = self.loads.len() + self.waiting.len();
         if self.cold {
-            coming + self.ready.len() + BATCH <= READ_AHEAD
+            pending + self.ready.len() + BATCH <= READ_AHEAD
         } else {
-            self.ready.is_empty() && coming < READ_AHEAD
+            self.ready.is_empty() && pending < READ_AHEAD
         }
     }
 
-    /// Claims blocks of the next address space that wants some: together, because adjacent ones make one
-    /// request to the disk. False when there are none, or no buffers.
+    /// Claims a batch of blocks of the next address space: adjacent ones make one request to the disk.
+    /// Returns false without a block to claim or a buffer for it.
     fn claim_batch(&mut self) -> bool {
         let Some(space) = self.next_space() else { return false };
         for n in 0..if self.cold { BATCH } else { 1 } {
@@ -152,10 +152,10 @@ impl Reactor {
     fn next_space(&mut self) -> Option<Arc<AddressSpace>> {
         let count = self.spaces.len();
         let at = |step: usize| &self.spaces[(self.turn + step) % count];
-        // Restores wait for what comes before the rest.
-        let first_only = self.shared.pace.holds_background();
-        let first = (0..count).find(|step| wants(at(*step), true));
-        let rest = |step: &usize| !first_only && wants(at(*step), false);
+        // Prefetch blocks have priority: restores wait for them.
+        let first_only = self.shared.budget.holds_background();
+        let first = (0..count).find(|step| has_work(at(*step), true));
+        let rest = |step: &usize| !first_only && has_work(at(*step), false);
         let urgent = |step: &usize| at(*step).session.is_urgent() && rest(step);
         let step = first.or_else(|| (0..count).find(urgent)).or_else(|| (0..count).find(rest))?;
         let space = Arc::clone(&self.spaces[(self.turn + step) % count]);
@@ -167,9 +167,9 @@ impl Reactor {
         Some(space)
     }
 
-    /// Loads the block that a thread waits for, before all others. False when it cannot be loaded now: somebody
-    /// else claimed it, or there is no buffer.
-    pub(super) fn load_wanted(&mut self, space: &Arc<AddressSpace>, block: BlockIx) -> bool {
+    /// Loads the block that a page fault waits for, before all others. Returns false when it cannot be loaded
+    /// now: another reactor has claimed it, or no buffer is free.
+    pub(super) fn demand_load(&mut self, space: &Arc<AddressSpace>, block: BlockIx) -> bool {
         if !space.wants_background() {
             return false;
         }
@@ -184,7 +184,7 @@ impl Reactor {
         let claim = Claim { space: Arc::clone(space), block };
         match self.shared.cache.acquire(&file, index, &self.waker) {
             Acquire::Hit(block) => {
-                self.ready.push_front(Work { claim, next: first, bytes: Bytes::Here(block) });
+                self.ready.push_front(Work { claim, next: first, bytes: Bytes::Loaded(block) });
             }
             Acquire::Load(mut guard) => {
                 let Some(buffer) = guard.take_slice() else { unreachable!("a fresh guard has its buffer") };
@@ -199,7 +199,7 @@ impl Reactor {
         true
     }
 
-    /// Gets the claimed block's bytes under way. False when no buffer is free.
+    /// Finds the claimed block in the cache, or starts to read it. Returns false when no buffer is free.
     fn acquire(&mut self, claim: Claim) -> bool {
         let (file, index, first) = {
             let layout = claim.space.layout();
@@ -208,7 +208,7 @@ impl Reactor {
         };
         match self.shared.cache.acquire(&file, index, &self.waker) {
             Acquire::Hit(block) => {
-                self.ready.push_back(Work { claim, next: first, bytes: Bytes::Here(block) });
+                self.ready.push_back(Work { claim, next: first, bytes: Bytes::Loaded(block) });
             }
             Acquire::Load(guard) => self.load(claim, &file, first, guard),
             Acquire::Pending => self.waiting.push(claim),
@@ -229,18 +229,19 @@ impl Reactor {
             self.ready.push_back(Work { claim, next: first, bytes });
             return;
         }
-        let begun = self.shared.pace.begin(Lane::Cpus, buffer.len());
-        self.read_block(claim, file, guard, buffer, Some(begun));
+        let permit = self.shared.budget.begin(Lane::Cpus, buffer.len());
+        self.read_block(claim, file, guard, buffer, Some(permit));
     }
 
-    /// Reads a block from the disk. False when the engine is full: the block's turn comes again.
+    /// Starts to read a block from the disk. Returns false when the engine is full: the block is claimed
+    /// again later.
     fn read_block(
         &mut self,
         claim: Claim,
         file: &Arc<PagesFile>,
         guard: LoadGuard,
         dst: BufferSlice,
-        begun: Option<Permit>,
+        permit: Option<Permit>,
     ) -> bool {
         let offset = guard.offset();
         let how = file.how(offset, dst.len());
@@ -248,12 +249,12 @@ impl Reactor {
         let read = Read { ticket: entry.key() as u64, file: Arc::clone(file), offset, dst, how };
         match self.engine.submit(read) {
             Ok(()) => {
-                entry.insert(Load { claim, guard, begun });
+                entry.insert(Load { claim, guard, permit });
                 true
             }
             Err(_full) => {
-                if let Some(begun) = begun {
-                    self.shared.pace.end(begun);
+                if let Some(permit) = permit {
+                    self.shared.budget.end(permit);
                 }
                 claim.space.layout().release(claim.block, Finish::Retry);
                 false
@@ -261,17 +262,17 @@ impl Reactor {
         }
     }
 
-    /// A background read is back.
+    /// Handles a finished read of a block.
     pub(super) fn block_read(&mut self, done: Done) {
         let Ok(key) = usize::try_from(done.ticket) else { return };
-        let Some(Load { claim, guard, begun }) = self.loads.try_remove(key) else { return };
-        let wanted = begun.is_none();
-        if let Some(begun) = begun {
-            self.shared.pace.end(begun);
+        let Some(Load { claim, guard, permit }) = self.loads.try_remove(key) else { return };
+        let on_demand = permit.is_none();
+        if let Some(permit) = permit {
+            self.shared.budget.end(permit);
         }
         match done.result {
             Ok(()) => {
-                self.here(claim, guard, done.dst, wanted);
+                self.enqueue(claim, guard, done.dst, on_demand);
                 self.retry_blocked();
             }
             Err(error) => {
@@ -282,11 +283,11 @@ impl Reactor {
         }
     }
 
-    fn here(&mut self, claim: Claim, guard: LoadGuard, buffer: BufferSlice, wanted: bool) {
+    fn enqueue(&mut self, claim: Claim, guard: LoadGuard, buffer: BufferSlice, on_demand: bool) {
         let first = claim.space.layout().plan().block(claim.block).first;
-        let work = Work { claim, next: first, bytes: Bytes::Here(guard.publish(buffer)) };
-        // The neighbours of a touched page are likely to be touched next.
-        if wanted { self.ready.push_front(work) } else { self.ready.push_back(work) }
+        let work = Work { claim, next: first, bytes: Bytes::Loaded(guard.publish(buffer)) };
+        // The program is likely to access the neighbours of this page next.
+        if on_demand { self.ready.push_front(work) } else { self.ready.push_back(work) }
     }
 
     fn read_warm(
@@ -310,7 +311,7 @@ impl Reactor {
             return;
         }
         if end == buffer.len() {
-            self.here(claim, guard, buffer, false);
+            self.enqueue(claim, guard, buffer, false);
         } else {
             let bytes = Bytes::Warm { guard, buffer, filled: end };
             self.ready.push_front(Work { claim, next, bytes });
@@ -321,12 +322,12 @@ impl Reactor {
         let (filled, next) = claim.space.fill_piece(claim.block, from, step.pages(), &block, &mut self.runs);
         match (filled, next) {
             (Filled::All, Some(next)) => {
-                self.ready.push_front(Work { claim, next, bytes: Bytes::Here(block) });
+                self.ready.push_front(Work { claim, next, bytes: Bytes::Loaded(block) });
             }
             (Filled::All, None) => self.finish(&claim, block),
             (Filled::Later(next), _) => {
                 self.stalled = true;
-                self.ready.push_back(Work { claim, next, bytes: Bytes::Here(block) });
+                self.ready.push_back(Work { claim, next, bytes: Bytes::Loaded(block) });
             }
             (Filled::Gone, _) => self.gone(&claim.space),
             (Filled::Failed(errno), _) => self.refused(&claim.space, errno),
@@ -334,7 +335,8 @@ impl Reactor {
     }
 
     fn finish(&mut self, claim: &Claim, block: BlockRef) {
-        // Kept for a second session of the same image; alone, the same warm buffer is used again.
+        // A second session of the same image may need the block. A lone session uses the same warm buffer
+        // again.
         if self.shared.lone_session() {
             block.discard();
         } else {

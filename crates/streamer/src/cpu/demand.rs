@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Pages that threads wait for.
+//! Serves page faults: loads the pages that threads wait for.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -11,33 +11,33 @@ use rewake_pager::{Locate, PAGE_SIZE, Place};
 use super::reactor::Reactor;
 use super::space::{AddressSpace, Filled};
 
-/// A thread waits for the page at `address`.
+/// A page fault at `address`, which a thread waits for.
 #[derive(Debug)]
 pub(super) struct Demand {
     pub(super) space: Arc<AddressSpace>,
     pub(super) address: u64,
-    /// When its message was read.
+    /// When the reactor read its message.
     pub(super) since: Instant,
-    /// File and offset of the read that is under way for it.
+    /// File and offset of the read that is in flight for it.
     pub(super) reading: Option<(u32, u64)>,
 }
 
 /// Where a page's bytes are.
 enum Bytes {
     /// In the reactor's page buffer.
-    Here,
+    Loaded,
     /// In a block that some reactor is reading.
-    Coming,
-    /// Nowhere in memory.
+    InFlight,
+    /// Neither in the page cache nor in the block cache.
     OnDisk,
 }
 
-/// Marks tickets of demand reads; the rest is the index of the [`Demand`].
+/// The bit that marks tickets of demand reads. The other bits are the index of the [`Demand`].
 pub(super) const DEMAND_TICKET: u64 = 1 << 63;
 
 impl Reactor {
-    /// Serves a fault now if its bytes are in memory, otherwise asks the disk for its block, ahead of what is
-    /// read in the background: for the page alone when the block is claimed already and not being read yet.
+    /// Serves a page fault at once if its bytes are in memory. Otherwise reads its block from the disk, ahead
+    /// of background loads; the page alone where the block is claimed already and its read has not begun.
     pub(super) fn serve(&mut self, demand: Demand) {
         if demand.space.is_gone() || demand.space.session.has_failed() {
             return;
@@ -45,8 +45,8 @@ impl Reactor {
         let space = Arc::clone(&demand.space);
         let layout = space.layout();
         let place = match layout.locate(demand.address) {
-            // A page that we filled and that faults again was never touched by the program (its loss would
-            // have been an event): a fork does not copy zero pages, for one. Its bytes are the image's.
+            // A resident page that faults again was never accessed, because its loss would have been an
+            // event. One cause is a fork, which does not copy zero pages. The image's bytes are right.
             Locate::Missing(place) | Locate::Resident(place) => place,
             Locate::Unbacked => {
                 let filled = space.fill_demand(&layout, demand.address, None, None);
@@ -62,17 +62,17 @@ impl Reactor {
         };
         layout.promote(place.block);
         match self.bytes_at_hand(file, place) {
-            Bytes::Here => {
+            Bytes::Loaded => {
                 let filled =
                     space.fill_demand(&layout, demand.address, Some(place.page), Some(&self.page[..]));
                 drop(layout);
                 self.served(demand, filled);
             }
-            Bytes::Coming => self.blocked.push(demand),
+            Bytes::InFlight => self.blocked.push(demand),
             Bytes::OnDisk => {
                 drop(layout);
-                self.shared.pace.note_demand();
-                if self.load_wanted(&space, place.block) {
+                self.shared.budget.note_demand();
+                if self.demand_load(&space, place.block) {
                     self.blocked.push(demand);
                 } else {
                     self.read_page(demand, file, place);
@@ -83,22 +83,22 @@ impl Reactor {
 
     /// Copies the page's bytes into `self.page` if they are in the page cache or in the block cache.
     fn bytes_at_hand(&mut self, file: &Arc<PagesFile>, place: Place) -> Bytes {
-        // A failure to read is found again, and reported, by the read that follows.
+        // A read error is reported by the read that follows.
         if file.is_cached(place.file_offset, self.page.len())
             && read_now(file, place.file_offset, &mut self.page[..]).is_ok()
         {
-            return Bytes::Here;
+            return Bytes::Loaded;
         }
         match self.shared.cache.acquire(file, place.file_offset / BLOCK as u64, &self.waker) {
             Acquire::Hit(block) => {
                 let start = in_block(place.file_offset);
                 let Some(bytes) = block.get(start..start + self.page.len()) else { return Bytes::OnDisk };
                 self.page.copy_from_slice(bytes);
-                Bytes::Here
+                Bytes::Loaded
             }
-            // Its read was begun before this one could be.
-            Acquire::Pending => Bytes::Coming,
-            // The guard of a load is dropped here: nobody waits for the whole block.
+            // A reactor has begun to read the block: that read ends before a new one would.
+            Acquire::Pending => Bytes::InFlight,
+            // This drops the guard of a load: no thread waits for the whole block.
             Acquire::Load(_) | Acquire::Full => Bytes::OnDisk,
         }
     }
@@ -111,7 +111,7 @@ impl Reactor {
                 && Arc::ptr_eq(&other.space, &demand.space)
         };
         if self.demands.iter().any(|(_, other)| same(other)) {
-            return; // on its way already; the fill wakes every thread that waits for the page
+            return; // a read is in flight; its fill wakes every thread that waits for the page
         }
         let Some(dst) = self.shared.cache.demand_buffer() else {
             self.deferred.push(demand);
@@ -130,7 +130,7 @@ impl Reactor {
         }
     }
 
-    /// A demand read is back.
+    /// Handles a finished demand read.
     pub(super) fn page_read(&mut self, done: Done) {
         let Ok(key) = usize::try_from(done.ticket & !DEMAND_TICKET) else { return };
         let Some(demand) = self.demands.try_remove(key) else { return };
@@ -147,7 +147,7 @@ impl Reactor {
         };
         let Some(place) = place.filter(|place| demand.reading == Some((place.file, place.file_offset)))
         else {
-            // The program moved or dropped the page while it was read.
+            // The program has moved or dropped the page during the read.
             drop(layout);
             return self.serve(demand);
         };
@@ -156,7 +156,7 @@ impl Reactor {
         self.served(demand, filled);
     }
 
-    /// Serves what waited for a block to arrive.
+    /// Serves again the page faults that waited for a block.
     pub(super) fn retry_blocked(&mut self) {
         for demand in std::mem::take(&mut self.blocked) {
             self.serve(demand);
@@ -176,7 +176,8 @@ impl Reactor {
         }
     }
 
-    /// Tries again what had to wait for the program or for a buffer. True when some still waits.
+    /// Serves again the page faults that were deferred, for a layout change or for want of a buffer. Returns
+    /// whether some are still deferred.
     pub(super) fn retry_deferred(&mut self) -> bool {
         for demand in std::mem::take(&mut self.deferred) {
             self.serve(demand);

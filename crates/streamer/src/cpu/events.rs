@@ -1,12 +1,15 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Reading an address space's events and doing what they say.
+//! Reads the events of an address space and applies them to its layout.
 //!
-//! A FORK event brings a userfaultfd that needs a slot of the ledger and descriptors. Where there are none the event is
-//! not read: the forking thread waits in the kernel, and so do fills of its address space (UFFDIO_COPY answers EAGAIN
-//! until the event is read). It is tried again until there is room; no session ends for want of it. Other events of
-//! that address space wait, too: the kernel does not say which one is next. Faults of all others are served. When the kernel
-//! cannot make the descriptor (EMFILE, ENFILE, ENOMEM) it queues the event again (`fs/userfaultfd.c:
-//! userfaultfd_ctx_read`, Linux 4.11 and newer), so that trying again is right there, too.
+//! A FORK event carries a userfaultfd, which needs a slot of the ledger and descriptors. Without them the
+//! reactor does not read the event. Then the forking thread waits in the kernel, and fills of its address
+//! space get EAGAIN from UFFDIO_COPY. The reactor tries again until there is room: no session ends for want
+//! of it. Other events of that address space wait too, because the kernel does not say which one is next.
+//! Faults of all other address spaces are served.
+//!
+//! When the kernel cannot make the descriptor (EMFILE, ENFILE, ENOMEM), it queues the event again
+//! (`fs/userfaultfd.c: userfaultfd_ctx_read`, Linux 4.11 and newer). So the reactor may try again in that
+//! case too.
 
 use std::collections::BTreeSet;
 use std::io;
@@ -23,22 +26,22 @@ use super::stats::add;
 use crate::ledger::{Journal, Ledger, MAX_MESSAGES, MAX_SPACES};
 use crate::sys;
 
-/// An address space with what only its home reactor has.
+/// Reads the events of one address space, on its home reactor only.
 #[derive(Debug)]
 pub(super) struct UffdReader {
     pub(super) space: Arc<AddressSpace>,
     journal: Journal,
-    /// Received and not dealt with: empty between two calls, unless a forked child found no place.
+    /// Messages received and not handled. Empty between two calls, unless a forked child found no slot.
     messages: Vec<(usize, Message)>,
-    /// Its events are not read before there is room for a forked child.
+    /// Whether its events wait until there is room for a forked child.
     pub(super) crowded: bool,
 }
 
-/// Reactors that may read events at once, and each take as many slots as it reads messages.
+/// Reactors that may read events at once. Each may take as many slots as it reads messages.
 const READERS: usize = super::pool::MAX_REACTORS;
 
-/// Whether an event can be read, or dealt with, once there is more room: in the ledger, among the descriptors, in
-/// memory, or in the session's fd store (EAGAIN, ENOBUFS, ETOOMANYREFS).
+/// Returns whether the event can be read or handled later, when there is more room. Room means slots of the
+/// ledger, descriptors, memory, or space in the session's fd store (EAGAIN, ENOBUFS, ETOOMANYREFS).
 pub(super) fn wants_room(error: &io::Error) -> bool {
     let store = [libc::EAGAIN, libc::ENOBUFS, libc::ETOOMANYREFS];
     let kernel = [libc::EMFILE, libc::ENFILE, libc::ENOMEM];
@@ -52,12 +55,12 @@ fn no_room() -> io::Error {
     io::Error::new(io::ErrorKind::QuotaExceeded, what)
 }
 
-/// What one reading brought.
+/// The page faults and children that one read of events found.
 #[derive(Debug, Default)]
 pub(super) struct EventBatch {
     /// Pages that threads wait for.
     pub(super) faults: Vec<u64>,
-    /// Address spaces of forked children, to be served from now on.
+    /// Address spaces of forked children, which the reactor must serve from now on.
     pub(super) children: Vec<UffdReader>,
 }
 
@@ -66,14 +69,15 @@ impl UffdReader {
         Self { space, journal, messages: Vec::new(), crowded: false }
     }
 
-    /// Does what messages say that a dead predecessor received and did not deal with.
-    /// `known` are the userfaultfds that had a slot when it died: a fork whose child is among them is done but
-    /// for the note that it is.
+    /// Handles the messages that a dead predecessor received and did not handle.
+    ///
+    /// `known` are the userfaultfds that had a slot when it died. A fork whose child is among them only lacks
+    /// the entry in the journal that it is done.
     pub(super) fn finish_pending(
         &mut self,
         ledger: Ledger,
         known: &BTreeSet<i32>,
-        news: &mut EventBatch,
+        batch: &mut EventBatch,
     ) -> io::Result<()> {
         let space = Arc::clone(&self.space);
         let mut layout = space.layout_mut();
@@ -81,96 +85,97 @@ impl UffdReader {
         self.messages = self.journal.pending();
         let last = self.messages.last().map(|(index, _)| *index);
         self.messages.retain(|(_, message)| !done(*message));
-        self.apply(&mut layout, ledger, news)?;
+        self.apply(&mut layout, ledger, batch)?;
         if let Some(last) = last {
             self.journal.dealt_with(last);
         }
         Ok(())
     }
 
-    /// Reads events until none waits. Everything but faults is done at once, in order, before any fill can
-    /// look an address up again.
+    /// Reads events until none waits. Applies all but page faults at once and in order, before a fill can
+    /// look up an address again.
     ///
     /// # Errors
-    /// The kernel's errno, or no room ([`wants_room`]): call it again.
-    pub(super) fn read_events(&mut self, ledger: Ledger, news: &mut EventBatch) -> io::Result<()> {
+    /// Fails with the kernel's errno, or for want of room ([`wants_room`]): then call it again.
+    pub(super) fn read_events(&mut self, ledger: Ledger, batch: &mut EventBatch) -> io::Result<()> {
         let space = Arc::clone(&self.space);
         let mut layout = space.layout_mut();
-        self.apply(&mut layout, ledger, news)?;
-        // Bounded: a thread has one fault or event at a time, so what waits is at most what runs there.
+        self.apply(&mut layout, ledger, batch)?;
+        // Bounded: a thread has one fault or event at a time, so at most one message for each thread waits.
         loop {
-            // Each message may be a fork. Several reactors may look at the same room: a fork that finds none after all
-            // is kept in the ledger's messages.
+            // Each message may be a fork. Several reactors may count on the same room: the journal keeps a
+            // fork that finds none in the end.
             let room = if space.session.has_room() { ledger.room() } else { 0 };
             let limit = match room {
                 0 if space.uffd.changing() => return Err(no_room()),
-                // No event waits, and the kernel gives faults before events.
+                // No event waits, and the kernel returns faults before events.
                 0 => 1,
                 room => (room / READERS).clamp(1, MAX_MESSAGES),
             };
             let more = self.journal.receive(&space.uffd, limit, &mut self.messages)?;
-            self.apply(&mut layout, ledger, news)?;
+            self.apply(&mut layout, ledger, batch)?;
             if !more {
                 return Ok(());
             }
         }
     }
 
-    /// Deals with what was received. After an error call it again: meanwhile nothing more is received, so the
-    /// ledger goes on to name the descriptors of children that have no place of their own.
-    pub(super) fn settle(&mut self, ledger: Ledger, news: &mut EventBatch) -> io::Result<()> {
+    /// Handles the received messages. After an error call it again. Until then it receives no more, so the
+    /// ledger still names the descriptors of children without a slot.
+    pub(super) fn settle(&mut self, ledger: Ledger, batch: &mut EventBatch) -> io::Result<()> {
         if self.messages.is_empty() {
             return Ok(());
         }
         let space = Arc::clone(&self.space);
-        self.apply(&mut space.layout_mut(), ledger, news)
+        self.apply(&mut space.layout_mut(), ledger, batch)
     }
 
-    fn apply(&mut self, layout: &mut ResidencyMap, ledger: Ledger, news: &mut EventBatch) -> io::Result<()> {
+    fn apply(&mut self, layout: &mut ResidencyMap, ledger: Ledger, batch: &mut EventBatch) -> io::Result<()> {
         let mut messages = std::mem::take(&mut self.messages);
-        let mut dealt = 0_usize;
+        let mut handled = 0_usize;
         let mut result = Ok(());
         for &(index, message) in &messages {
-            result = self.deal_with(index, message, layout, ledger, news);
+            result = self.handle(index, message, layout, ledger, batch);
             if result.is_err() {
                 break;
             }
-            dealt += 1;
+            handled += 1;
         }
-        if let Some((index, _)) = dealt.checked_sub(1).and_then(|last| messages.get(last)) {
-            // Faults need nothing noted: a successor wakes every waiting thread, which then faults again.
+        if let Some((index, _)) = handled.checked_sub(1).and_then(|last| messages.get(last)) {
+            // The journal needs no faults: a successor wakes every waiting thread, which then faults again.
             self.journal.dealt_with(*index);
         }
-        messages.drain(..dealt);
+        messages.drain(..handled);
         self.messages = messages;
         self.space.hold_fills(layout, !self.messages.is_empty());
         result
     }
 
-    fn deal_with(
+    fn handle(
         &mut self,
         index: usize,
         message: Message,
         layout: &mut ResidencyMap,
         ledger: Ledger,
-        news: &mut EventBatch,
+        batch: &mut EventBatch,
     ) -> io::Result<()> {
         match message {
             Message::Fault { address } => {
-                news.faults.push(address);
+                batch.faults.push(address);
                 return Ok(());
             }
             Message::Remove { start, end } => self.change(layout, index, Change::Remove { start, end }),
             Message::Unmap { start, end } => self.change(layout, index, Change::Unmap { start, end }),
             Message::Remap { from, to, len } => self.change(layout, index, Change::Remap { from, to, len }),
             Message::Fork { uffd } if Self::is_gone(uffd) => {
-                // Before it is closed: a successor must not take what has its number by then for it.
+                // Before the close: a successor must not mistake a later descriptor of the same number for
+                // it.
                 self.journal.dealt_with(index);
-                // SAFETY: the kernel opened this descriptor for the message: nobody owns it.
+                // SAFETY: the kernel opened this descriptor for the message: it has no owner.
                 drop(unsafe { sys::take_over(uffd) });
             }
             Message::Fork { uffd } => {
-                news.children.push(self.fork(layout, ledger, uffd)?);
+                batch.children.push(self.fork(layout, ledger, uffd)?);
                 self.journal.dealt_with(index);
             }
             Message::Unknown(event) => warn!(event, "unknown userfaultfd event ignored"),
@@ -182,7 +187,7 @@ impl UffdReader {
     fn change(&mut self, layout: &mut ResidencyMap, index: usize, change: Change) {
         let before = layout.missing();
         if let Err(error) = layout.apply(&change) {
-            // The kernel gives whole pages; anything else is not an address of ours.
+            // The kernel reports whole pages: anything else is no address of this layout.
             warn!(%error, ?change, "layout change ignored");
         }
         self.journal.record_change(index, &change, || layout.snapshot());
@@ -190,14 +195,14 @@ impl UffdReader {
         debug!(image_pid = self.space.slot.image_pid.load(Ordering::Relaxed), ?change, "layout");
     }
 
-    /// True when a forked child has ended before it got a place.
+    /// Returns whether a forked child has ended before it got a slot.
     fn is_gone(child: RawFd) -> bool {
-        // SAFETY: the kernel opened it for a message that is not dealt with, so it is open still.
+        // SAFETY: the kernel opened it for a message that is not handled yet, so it is still open.
         rewake_uffd::address_space_ended(unsafe { BorrowedFd::borrow_raw(child) })
     }
 
-    /// Takes over the address space of a forked child. On failure its descriptor stays open and the message is
-    /// tried again: until then the child waits rather than read zeros.
+    /// Adopts the address space of a forked child. After an error its descriptor stays open and the message
+    /// is handled again. Until then the child waits rather than read zeros.
     fn fork(&mut self, layout: &ResidencyMap, ledger: Ledger, number: RawFd) -> io::Result<Self> {
         let parent = &self.space;
         let Some(slot) = ledger.take_space().and_then(|index| ledger.spaces().get(index)) else {
@@ -206,8 +211,9 @@ impl UffdReader {
         slot.session.store(parent.slot.session.load(Ordering::Relaxed), Ordering::Relaxed);
         slot.image_pid.store(parent.slot.image_pid.load(Ordering::Relaxed), Ordering::Relaxed);
         slot.uffd.store(number, Ordering::Relaxed);
-        // Before the layout is copied, which takes longer: if every process of ours is killed now, the child waits for
-        // `rewake recover`. Once, with the journal: an entry of each try would fill the store.
+        // Before the copy of the layout, which takes longer: if the whole streamer is killed now, the child
+        // waits for
+        // `rewake recover`. Only once, with the journal: one entry for each try would fill the store.
         let journal = Journal::create(slot).and_then(|journal| {
             parent.session.keep(slot)?;
             Ok(journal)
@@ -215,8 +221,8 @@ impl UffdReader {
         let mut journal = journal.inspect_err(|_| slot.retire())?;
         let child = layout.fork();
         journal.rewrite(&child.snapshot(), 0);
-        // SAFETY: the kernel opened this descriptor for the message, and it is dealt with once: nobody owns it.
-        // None that is open is refused, so that none is closed here.
+        // SAFETY: the kernel opened this descriptor for the message, and it is handled once: it has no owner.
+        // `adopt` refuses no open descriptor, so it closes none here.
         let uffd = Uffd::adopt(unsafe { sys::take_over(number) })?;
         slot.publish();
         parent.forked(child.missing());
@@ -251,7 +257,7 @@ mod tests {
         UffdReader::new(parent.address_space(&session, slot), journal)
     }
 
-    /// Receives a fork as a reactor does that found room, which another reactor has taken since.
+    /// Receives a fork like a reactor that found room, which another reactor has taken since.
     fn receive_fork(home: &mut UffdReader) {
         uffd_child::until(|| {
             home.journal.receive(&home.space.uffd, 1, &mut home.messages).unwrap();
@@ -264,31 +270,31 @@ mod tests {
     }
 
     #[test]
-    fn a_fork_waits_in_the_kernel_while_there_is_no_room_and_then_the_child_is_served() {
+    fn a_fork_waits_in_the_kernel_until_there_is_room() {
         let parent = UffdChild::start(uffd_child::fork_and_touch);
         let ledger = Ledger::new().unwrap();
         let mut home = home(&parent, ledger);
         let spare = ledger.take_space().unwrap();
         while ledger.take_space().is_some() {}
-        let mut news = EventBatch::default();
+        let mut batch = EventBatch::default();
         uffd_child::until(|| home.space.uffd.changing());
         let begun = std::time::Instant::now();
         while begun.elapsed() < std::time::Duration::from_millis(200) {
-            let error = home.read_events(ledger, &mut news).unwrap_err();
+            let error = home.read_events(ledger, &mut batch).unwrap_err();
             assert!(wants_room(&error), "{error}");
         }
-        assert!(home.messages.is_empty() && news.children.is_empty(), "nothing was read");
+        assert!(home.messages.is_empty() && batch.children.is_empty(), "nothing was read");
         assert!(children_of(parent.pid).is_empty(), "the fork has not returned");
         assert!(!home.space.session.has_failed() && parent.lives());
 
         ledger.spaces()[spare].retire();
         uffd_child::until(|| {
             // With the one slot taken there is no room for another.
-            let _ = home.read_events(ledger, &mut news);
-            !news.children.is_empty()
+            let _ = home.read_events(ledger, &mut batch);
+            !batch.children.is_empty()
         });
-        let child = news.children.pop().unwrap();
-        // The kernel makes the process after the message was read.
+        let child = batch.children.pop().unwrap();
+        // The kernel makes the process after the read of the message.
         uffd_child::until(|| !children_of(parent.pid).is_empty());
         child.space.session.fail("a test");
         uffd_child::until(|| super::super::abort::kill_or_poison(&child.space));
@@ -302,33 +308,33 @@ mod tests {
         let ledger = Ledger::new().unwrap();
         let mut home = home(&parent, ledger);
         while ledger.take_space().is_some() {}
-        let mut news = EventBatch::default();
+        let mut batch = EventBatch::default();
         uffd_child::until(|| {
-            home.read_events(ledger, &mut news).unwrap();
-            news.faults == [parent.start]
+            home.read_events(ledger, &mut batch).unwrap();
+            batch.faults == [parent.start]
         });
     }
 
     #[test]
-    fn a_fork_that_was_read_and_finds_no_room_is_kept_until_there_is_some() {
+    fn a_fork_that_was_read_is_kept_until_there_is_room() {
         let parent = UffdChild::start(uffd_child::fork_and_touch);
         let ledger = Ledger::new().unwrap();
         let mut home = home(&parent, ledger);
         let spare = ledger.take_space().unwrap();
         while ledger.take_space().is_some() {}
-        let mut news = EventBatch::default();
+        let mut batch = EventBatch::default();
         receive_fork(&mut home);
-        assert!(wants_room(&home.read_events(ledger, &mut news).unwrap_err()));
-        assert!(home.read_events(ledger, &mut news).is_err(), "it must not be forgotten");
+        assert!(wants_room(&home.read_events(ledger, &mut batch).unwrap_err()));
+        assert!(home.read_events(ledger, &mut batch).is_err(), "it must be kept");
         let slot = home.space.slot;
         let own = [&slot.uffd, &slot.pidfd, &slot.journal].map(|number| number.load(Ordering::Relaxed));
         let kept: Vec<i32> = ledger.descriptors().filter(|number| !own.contains(number)).collect();
         assert!(matches!(kept[..], [number] if uffd_child::is_open(number)), "{kept:?}");
-        assert!(news.children.is_empty());
+        assert!(batch.children.is_empty());
 
         ledger.spaces()[spare].retire();
-        home.settle(ledger, &mut news).unwrap();
-        let child = news.children.pop().expect("there is room for it now");
+        home.settle(ledger, &mut batch).unwrap();
+        let child = batch.children.pop().expect("there is room for it now");
         assert_eq!(child.space.uffd.as_raw_fd(), kept[0]);
         child.space.session.fail("a test");
         uffd_child::until(|| super::super::abort::kill_or_poison(&child.space));
@@ -337,15 +343,15 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_filled_between_a_fork_that_was_read_and_the_copy_of_its_layout() {
+    fn no_page_is_filled_between_a_fork_and_the_copy_of_its_layout() {
         let parent = UffdChild::start(uffd_child::fork_and_touch);
         let ledger = Ledger::new().unwrap();
         let mut home = home(&parent, ledger);
         let spare = ledger.take_space().unwrap();
         while ledger.take_space().is_some() {}
-        let mut news = EventBatch::default();
+        let mut batch = EventBatch::default();
         receive_fork(&mut home);
-        assert!(wants_room(&home.read_events(ledger, &mut news).unwrap_err()));
+        assert!(wants_room(&home.read_events(ledger, &mut batch).unwrap_err()));
         let space = Arc::clone(&home.space);
         let fill = || {
             let page = Some(&[7; 4096][..]);
@@ -354,10 +360,10 @@ mod tests {
         assert!(matches!(fill(), super::super::space::Filled::Later(_)));
 
         ledger.spaces()[spare].retire();
-        home.settle(ledger, &mut news).unwrap();
+        home.settle(ledger, &mut batch).unwrap();
         // The kernel refuses fills until the forking thread has run.
         uffd_child::until(|| fill() == super::super::space::Filled::All);
-        let child = news.children.pop().unwrap();
+        let child = batch.children.pop().unwrap();
         let missing = |space: &AddressSpace| space.layout().missing();
         assert_eq!((missing(&space), missing(&child.space)), (uffd_child::PAGES - 1, uffd_child::PAGES));
     }
@@ -375,19 +381,19 @@ mod tests {
         assert_eq!(full.unwrap().raw_os_error(), Some(libc::EAGAIN));
         let session = Session::new(0, 1, PathBuf::new()).with_store(store());
         let mut home = home_of(session, &parent, ledger);
-        let mut news = EventBatch::default();
-        uffd_child::until(|| home.read_events(ledger, &mut news).is_err());
-        assert!(wants_room(&home.read_events(ledger, &mut news).unwrap_err()));
-        assert!(home.messages.is_empty() && news.children.is_empty(), "nothing was read");
+        let mut batch = EventBatch::default();
+        uffd_child::until(|| home.read_events(ledger, &mut batch).is_err());
+        assert!(wants_room(&home.read_events(ledger, &mut batch).unwrap_err()));
+        assert!(home.messages.is_empty() && batch.children.is_empty(), "nothing was read");
         assert!(children_of(parent.pid).is_empty(), "the fork has not returned");
         assert!(!home.space.session.has_failed());
 
         store().retain(|entry| entry.kind != Kind::Files).unwrap();
         uffd_child::until(|| {
-            home.read_events(ledger, &mut news).unwrap();
-            !news.children.is_empty()
+            home.read_events(ledger, &mut batch).unwrap();
+            !batch.children.is_empty()
         });
-        let child = news.children.pop().unwrap();
+        let child = batch.children.pop().unwrap();
         let stored = crate::ledger::fd_store::peek_all(reader.as_fd()).unwrap();
         let of_child =
             |(entry, files): &&(Entry, Vec<_>)| *entry == child.space.slot.entry() && files.len() == 2;
@@ -395,14 +401,14 @@ mod tests {
     }
 
     #[test]
-    fn a_child_that_ended_before_it_had_a_place_needs_none() {
+    fn a_child_that_ended_before_it_had_a_slot_needs_none() {
         let parent = UffdChild::start(uffd_child::fork_and_touch);
         let ledger = Ledger::new().unwrap();
         let mut home = home(&parent, ledger);
         while ledger.take_space().is_some() {}
-        let mut news = EventBatch::default();
+        let mut batch = EventBatch::default();
         receive_fork(&mut home);
-        assert!(home.read_events(ledger, &mut news).is_err());
+        assert!(home.read_events(ledger, &mut batch).is_err());
         let slot = home.space.slot;
         uffd_child::until(|| {
             crate::supervise::processes::kill_descendants(parent.pid, slot.pidfd.load(Ordering::Relaxed));
@@ -410,8 +416,8 @@ mod tests {
                 .iter()
                 .all(|(_, message)| matches!(message, Message::Fork { uffd } if UffdReader::is_gone(*uffd)))
         });
-        home.settle(ledger, &mut news).unwrap();
-        assert!(news.children.is_empty());
-        assert!(ledger.descriptors().count() == 3, "nothing is left of the child");
+        home.settle(ledger, &mut batch).unwrap();
+        assert!(batch.children.is_empty());
+        assert!(ledger.descriptors().count() == 3, "no descriptor of the child is left");
     }
 }

@@ -1,19 +1,20 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The data plane: named threads ("reactors") that serve page faults and fill memory in the background.
+//! Serves page faults and loads memory in the background, on named threads ("reactors").
 //!
-//! Every address space has one *home* reactor: it alone reads the userfaultfd, so events are seen in order.
-//! Background blocks of any address space are filled by all reactors.
+//! Every address space has one *home* reactor. It alone reads the userfaultfd, so it sees events in order.
+//! All reactors fill background blocks of all address spaces.
 //!
-//! * [`space`]: one address space and the pieces of filling it.
-//! * `pool`: the threads. `reactor`: a thread's loop: events, completions, one bounded piece of background work, again.
-//! * `events`: what a fork, mremap, munmap or madvise changes.
-//! * `demand`: a page that a thread waits for.
-//! * `background`: everything else, block by block.
-//! * `enomem_retry`: how long memory is waited for that the kernel refuses.
-//! * `abort`: ending a session whose bytes cannot be had.
-//! * [`address_spaces`]: which address spaces a session has, and how they end.
+//! * [`space`]: fills one address space.
+//! * `pool`: starts the threads and assigns address spaces to them.
+//! * `reactor`: a thread's loop: events, completions, one bounded piece of background work.
+//! * `events`: applies what a fork, mremap, munmap or madvise changes.
+//! * `demand`: loads the pages that page faults wait for.
+//! * `background`: loads all other pages, block by block.
+//! * `enomem_retry`: limits how long refused fills (ENOMEM) are tried again.
+//! * `abort`: ends the address spaces of a failed session.
+//! * [`address_spaces`]: opens, takes over and ends a session's address spaces.
 //!
-//! [`rewake_image_io::io_budget`] says how much of the disk the background load may have.
+//! [`rewake_image_io::io_budget`] limits the background reads in flight.
 
 mod abort;
 pub mod address_spaces;

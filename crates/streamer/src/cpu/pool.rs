@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The reactor threads, as the control thread has them.
+//! Starts the reactor threads and assigns address spaces to them.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -13,16 +13,16 @@ use super::reactor::{Task, run};
 use super::shared::{Handle, Shared};
 use crate::ledger::Ledger;
 
-/// Reactors at most. Filling is bound by memory bandwidth: more threads than this fight over it.
+/// The most reactors. Memory bandwidth bounds the filling: more threads would only compete for it.
 pub(super) const MAX_REACTORS: usize = 8;
 
-/// How many reactors there are: one for each processor, [`MAX_REACTORS`] at most.
+/// Returns the number of reactors: one for each processor, [`MAX_REACTORS`] at most.
 #[must_use]
 pub fn reactors() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from).min(MAX_REACTORS)
 }
 
-/// The reactors.
+/// The reactor threads of a worker.
 #[derive(Debug)]
 pub struct Pool {
     shared: Arc<Shared>,
@@ -31,10 +31,10 @@ pub struct Pool {
 }
 
 impl Pool {
-    /// Starts them, [`reactors`] of them.
+    /// Starts the reactor threads: [`reactors`] of them.
     ///
     /// # Errors
-    /// Descriptors, memory or threads are refused.
+    /// Fails when the kernel refuses descriptors, memory or threads.
     pub fn start(cache: &Arc<BlockCache>, ledger: Ledger) -> anyhow::Result<Self> {
         let count = reactors();
         let handle = || {
@@ -45,14 +45,14 @@ impl Pool {
             })
         };
         let handles: Vec<Handle> = (0..count).map(|_| handle()).collect::<Result<_, _>>()?;
-        let pace = IoBudget::new(handles.iter().map(|handle| handle.waker.clone()).collect())?;
+        let budget = IoBudget::new(handles.iter().map(|handle| handle.waker.clone()).collect())?;
         let shared = Arc::new(Shared {
             cache: Arc::clone(cache),
             ledger,
             spaces: Mutex::default(),
             version: AtomicUsize::new(0),
             sessions: AtomicUsize::new(0),
-            pace: Arc::new(pace),
+            budget: Arc::new(budget),
             served: AtomicUsize::new(0),
             handles,
         });
@@ -65,7 +65,7 @@ impl Pool {
         Ok(Self { shared, next_home: AtomicUsize::new(0), _threads: threads })
     }
 
-    /// The reactor that the next address space should have as its home.
+    /// Chooses the home reactor of the next address space.
     #[must_use]
     pub fn choose_home(&self) -> usize {
         self.next_home.fetch_add(1, Ordering::Relaxed) % self.shared.handles.len()
@@ -79,18 +79,18 @@ impl Pool {
         handle.waker.wake();
     }
 
-    /// The pace of its reads, which others on the same disk keep to.
+    /// Returns the I/O budget of the reactors, which other readers of the same disk share.
     #[must_use]
     pub fn pace(&self) -> Arc<IoBudget> {
-        Arc::clone(&self.shared.pace)
+        Arc::clone(&self.shared.budget)
     }
 
-    /// Something about a session changed: it was released, or it failed.
+    /// Wakes all reactors, because a session was released or has failed.
     pub fn look_again(&self) {
         self.shared.attention_all();
     }
 
-    /// Sessions being served, for the choice between keeping and reusing buffers.
+    /// Sets the number of served sessions. With one session, reactors use their buffers again at once.
     pub fn set_sessions(&self, count: usize) {
         self.shared.sessions.store(count, Ordering::Relaxed);
     }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A reactor thread: look at events and completions, do one bounded piece of background work, again.
+//! Runs the loop of a reactor thread: events and completions first, then one bounded piece of background
+//! work.
 
 use std::collections::BTreeSet;
 use std::io;
@@ -24,18 +25,19 @@ use crate::ledger::{Journal, NO_FD};
 use crate::session::Session;
 use crate::sys;
 
-/// Longest sleep with nothing to do: bounds the harm of a wake-up lost to a bug of ours.
+/// Longest sleep of an idle reactor. It bounds the harm if a bug in Rewake loses a wake-up.
 const IDLE: Duration = Duration::from_secs(1);
-/// Sleep while waiting for a program to finish changing its layout, after [`SPINS`] tries without one.
+/// Sleep between two tries while a program changes its layout.
 const STALL: Duration = Duration::from_millis(1);
+/// Tries without a sleep before the first [`STALL`].
 const SPINS: u32 = 64;
-/// Sleep of a reactor that leaves the disk to those who wait.
+/// Sleep of a reactor that leaves the disk to demand loads.
 const HELD: Duration = Duration::from_millis(1);
-/// Descriptors looked at after one wait; the rest are found by the next.
+/// Descriptors that one wait can report. The next wait reports the others.
 const EVENTS: usize = 64;
 
-/// Where mappings can be: above the default `vm.mmap_min_addr`, below the end of user space on x86_64 with
-/// four-level page tables. The kernel refuses to wake outside it.
+/// The addresses that mappings can have: from the default `vm.mmap_min_addr` to the end of user space on
+/// x86_64 with four-level page tables. The kernel refuses to wake threads outside it.
 const LOWEST_ADDRESS: u64 = 0x1_0000;
 const HIGHEST_ADDRESS: u64 = 0x7fff_ffff_f000;
 
@@ -43,22 +45,22 @@ const WAKER: u64 = 0;
 const ENGINE: u64 = 1;
 const FIRST_HOME: u64 = 2;
 
-/// What a reactor is asked to do.
+/// A task that another thread gives to a reactor.
 #[derive(Debug)]
 pub enum Task {
-    /// Be home to an address space.
+    /// Become the home reactor of an address space.
     Adopt {
-        /// The address space, already published in the ledger.
+        /// The address space, which the ledger has already.
         space: Arc<AddressSpace>,
         /// Its journal.
         journal: Journal,
-        /// At takeover, the userfaultfds that had slots then: messages may be pending, and threads waiting
-        /// whose faults were read.
+        /// At a takeover, the userfaultfds that had slots then. Messages may be pending, and threads may wait
+        /// whose faults the dead worker has read.
         inherited: Option<Arc<BTreeSet<i32>>>,
     },
 }
 
-/// One thread's state. The work itself is in `demand`, `background`, `events` and `condemn`.
+/// The state of one reactor thread. The work itself is in `demand`, `background`, `events` and `abort`.
 pub(super) struct Reactor {
     index: usize,
     pub(super) shared: Arc<Shared>,
@@ -72,26 +74,26 @@ pub(super) struct Reactor {
     pub(super) turn: usize,
     pub(super) demands: Slab<Demand>,
     pub(super) deferred: Vec<Demand>,
-    /// Demands whose block some reactor is reading.
+    /// Page faults whose block some reactor is reading.
     pub(super) blocked: Vec<Demand>,
     pub(super) loads: Slab<Load>,
     pub(super) waiting: Vec<Claim>,
     pub(super) ready: std::collections::VecDeque<Work>,
     pub(super) runs: Vec<Run>,
     pub(super) page: Box<[u8; PAGE]>,
-    /// A background piece met a program that is changing its layout.
+    /// Whether a fill was refused because the program is changing its layout.
     pub(super) stalled: bool,
     spins: u32,
     served: usize,
     idle: bool,
-    /// Background reads wait until fewer threads do.
+    /// Whether background reads wait because demand loads use the disk.
     pub(super) held_back: bool,
     engine_ready: bool,
-    /// The last block was not in the page cache.
+    /// Whether the last block was not in the page cache.
     pub(super) cold: bool,
-    /// An address space of a failed session could not be ended yet.
+    /// Whether an address space of a failed session could not be ended yet.
     unended: bool,
-    /// Events of some address space are not read for want of room.
+    /// Whether events of some address space wait for room.
     crowded: bool,
     done: Vec<Done>,
 }
@@ -102,7 +104,7 @@ pub(super) fn run(index: usize, shared: Arc<Shared>) {
             reactor.turn();
         },
         Err(error) => {
-            // Without its reactors the worker cannot keep what it promised: the supervisor starts another.
+            // A worker without its reactors cannot serve its sessions: the supervisor starts another.
             error!("reactor {index}: {error:#}");
             std::process::abort();
         }
@@ -171,8 +173,9 @@ impl Reactor {
         self.idle = !busy && !self.stalled;
     }
 
-    /// A thread whose fault was just served wants a processor, and reactors that fill in the background hold
-    /// all of them: without this it waits for the end of a time slice, many times what its fault took.
+    /// Yields the processor after a page fault was served. Its thread needs a processor, and background loads
+    /// may hold all of them. Otherwise it would wait for the end of a time slice, which is many times the
+    /// fault's latency.
     fn yield_to_faulting_threads(&mut self) {
         let served = self.shared.served.load(Ordering::Relaxed);
         if served != self.served {
@@ -181,8 +184,9 @@ impl Reactor {
         }
     }
 
-    /// How long the next step may be. One reactor, the one after the home, leaves its processor to faulting
-    /// threads: with every processor filling, a thread waits longer for one than for its page.
+    /// Returns how long the next step may be. The reactor after the home leaves its processor to faulting
+    /// threads. If every processor filled memory, a thread would wait longer for a processor than for its
+    /// page.
     pub(super) fn step(&self, space: &AddressSpace) -> Step {
         let count = self.shared.handles.len();
         match space.is_faulting() {
@@ -192,7 +196,7 @@ impl Reactor {
         }
     }
 
-    /// Looks at what is ready; sleeps only when the last turn found nothing to do.
+    /// Handles the descriptors that are ready. Sleeps only when the last turn found nothing to do.
     fn wait(&mut self) {
         let timeout = if self.idle && self.held_back {
             HELD
@@ -217,7 +221,7 @@ impl Reactor {
         for token in tokens().filter(|token| *token >= FIRST_HOME) {
             self.home_ready(token - FIRST_HOME);
         }
-        // Last: it may retire homes, and a token of this round must not be taken for a later home's.
+        // Last: it may retire homes, and a token of this round must not be mistaken for that of a new home.
         if tokens().any(|token| token == WAKER) {
             self.handle_wakeup();
         }
@@ -230,7 +234,7 @@ impl Reactor {
         }
     }
 
-    /// Reads events that were not read for want of room: slots and descriptors are freed by any reactor.
+    /// Reads events that waited for room: any reactor may have freed slots and descriptors.
     fn read_crowded(&mut self) {
         if self.shared.ledger.room() == 0 {
             return;
@@ -259,10 +263,10 @@ impl Reactor {
         }
     }
 
-    /// Takes up where a dead worker left off.
+    /// Handles what a dead worker left unfinished in an address space.
     fn inherit(&mut self, home: &mut UffdReader, known: &BTreeSet<i32>) {
-        let mut news = EventBatch::default();
-        match home.finish_pending(self.shared.ledger, known, &mut news) {
+        let mut batch = EventBatch::default();
+        match home.finish_pending(self.shared.ledger, known, &mut batch) {
             Err(error) if wants_room(&error) => {
                 home.crowded = true;
                 self.crowded = true;
@@ -270,16 +274,16 @@ impl Reactor {
             Err(error) => home.space.session.fail(&format!("taking over: {error}")),
             Ok(()) => {}
         }
-        // Faults that were read and not served are known to nobody: whoever waits must fault again. A fault
-        // can wait anywhere in a mapping, so everything is woken.
+        // No record exists of faults that were read and not served: their threads must fault again. They can
+        // wait at any address, so this wakes the whole range.
         let (start, end) = (LOWEST_ADDRESS, HIGHEST_ADDRESS);
         if let Err(error) = rewake_uffd::FillPort::wake(&home.space.uffd, start, end - start) {
             debug!(%error, "waking after takeover");
         }
-        self.deliver(&Arc::clone(&home.space), news);
+        self.deliver(&Arc::clone(&home.space), batch);
     }
 
-    /// Watches an address space and serves it from now on.
+    /// Starts to watch and serve an address space.
     fn adopt(&mut self, home: UffdReader) {
         let (space, crowded) = (Arc::clone(&home.space), home.crowded);
         let key = self.homes.insert(home);
@@ -291,7 +295,7 @@ impl Reactor {
         if let Err(error) = watched {
             space.session.fail(&format!("watching a userfaultfd: {error}"));
         } else if crowded {
-            self.heed(key, &space, false);
+            self.watch_events(key, &space, false);
         }
         self.shared.add(&space);
         self.shared.attention(&space);
@@ -310,11 +314,11 @@ impl Reactor {
     }
 
     fn read_home(&mut self, key: usize) {
-        let mut news = EventBatch::default();
+        let mut batch = EventBatch::default();
         let Some(home) = self.homes.get_mut(key) else { return };
         let (space, waited) = (Arc::clone(&home.space), home.crowded);
         home.crowded = false;
-        match home.read_events(self.shared.ledger, &mut news) {
+        match home.read_events(self.shared.ledger, &mut batch) {
             Err(error) if wants_room(&error) => {
                 home.crowded = true;
                 self.crowded = true;
@@ -330,14 +334,14 @@ impl Reactor {
         }
         let crowded = self.homes.get(key).is_some_and(|home| home.crowded);
         if crowded != waited {
-            self.heed(key, &space, !crowded);
+            self.watch_events(key, &space, !crowded);
         }
-        self.deliver(&space, news);
+        self.deliver(&space, batch);
     }
 
-    /// Whether events of an address space wake this reactor. They do not where they cannot be read for want of room: its
-    /// descriptor stays readable, and would keep the reactor from sleeping.
-    fn heed(&self, key: usize, space: &AddressSpace, wakes: bool) {
+    /// Sets whether events of an address space wake this reactor. Without room they must not: the descriptor
+    /// stays readable, and the reactor would never sleep.
+    fn watch_events(&self, key: usize, space: &AddressSpace, wakes: bool) {
         let flags = if wakes { EpollFlags::EPOLLIN } else { EpollFlags::empty() };
         let mut event = EpollEvent::new(flags, FIRST_HOME + 2 * key as u64);
         if let Err(error) = self.epoll.modify(space.uffd.as_fd(), &mut event) {
@@ -345,8 +349,8 @@ impl Reactor {
         }
     }
 
-    /// The process ended. Its memory may live on in another that shares it (vfork): then it is served on, and
-    /// its end is found by a fill.
+    /// Handles the end of a process. Another process may share its memory (vfork): then the reactor still
+    /// serves it, and a fill finds the end of the memory.
     fn process_ended(&mut self, space: &Arc<AddressSpace>) {
         let pidfd = space.slot.pidfd.load(Ordering::Acquire);
         if pidfd == NO_FD || !sys::has_ended(pidfd) {
@@ -359,20 +363,20 @@ impl Reactor {
         }
     }
 
-    fn deliver(&mut self, space: &Arc<AddressSpace>, news: EventBatch) {
-        for child in news.children {
+    fn deliver(&mut self, space: &Arc<AddressSpace>, batch: EventBatch) {
+        for child in batch.children {
             self.adopt(child);
         }
         let since = Instant::now();
-        for address in news.faults {
+        for address in batch.faults {
             self.serve(Demand { space: Arc::clone(space), address, since, reading: None });
         }
         self.shared.check_finished(space);
     }
 
-    /// Finished reads: pages first, they are waited for.
+    /// Handles finished reads: demand reads first, because threads wait for them.
     fn reap(&mut self) {
-        // Its eventfd may tell of reads that were taken before it was written: taken back here all the same.
+        // Also without reads in flight: the eventfd may be signalled for earlier reads, and must be reset.
         if self.engine.in_flight() == 0 && !self.engine_ready {
             return;
         }
@@ -394,19 +398,19 @@ impl Reactor {
         }
     }
 
-    /// The process or its memory ended.
+    /// Handles the end of a process or of its memory.
     pub(super) fn gone(&mut self, space: &Arc<AddressSpace>) {
         space.set_gone();
         self.shared.attention(space);
     }
 
-    /// The kernel refused a fill for a reason that waiting does not cure.
+    /// Fails the session: the kernel refused a fill, and another try would not help.
     pub(super) fn refused(&mut self, space: &Arc<AddressSpace>, errno: i32) {
         space.session.fail(&space.complaint(errno));
         self.shared.attention_all();
     }
 
-    /// Retires address spaces that are done, ends those of failed sessions.
+    /// Retires finished address spaces and ends those of failed sessions.
     fn reap_finished_spaces(&mut self) {
         let finished = |home: &UffdReader| {
             let space = &home.space;
@@ -420,7 +424,7 @@ impl Reactor {
             let session = Arc::clone(&home.space.session);
             let failed = session.has_failed();
             let done = finished(home) || failed && super::abort::kill_or_poison(&home.space);
-            if done && self.children_are_home(key) {
+            if done && self.has_settled(key) {
                 self.retire(key);
                 retired.push(session);
             } else {
@@ -435,23 +439,23 @@ impl Reactor {
         }
     }
 
-    /// False while a forked child has no place in the ledger: its parent's messages are all that tells a
-    /// successor of it.
-    fn children_are_home(&mut self, key: usize) -> bool {
+    /// Returns false while a forked child has no slot of the ledger: only its parent's messages name it to a
+    /// successor.
+    fn has_settled(&mut self, key: usize) -> bool {
         let Some(home) = self.homes.get_mut(key) else { return true };
-        let mut news = EventBatch::default();
-        let settled = home.settle(self.shared.ledger, &mut news).is_ok();
+        let mut batch = EventBatch::default();
+        let settled = home.settle(self.shared.ledger, &mut batch).is_ok();
         let space = Arc::clone(&home.space);
-        self.deliver(&space, news);
+        self.deliver(&space, batch);
         settled
     }
 
-    /// Lets go of an address space: nothing is missing in it, or nobody is left to miss it. Its session does not know
-    /// yet.
+    /// Stops serving an address space: no page is missing, or its memory does not exist any more. The caller
+    /// notes the end in the session.
     fn retire(&mut self, key: usize) {
         let space = Arc::clone(&self.homes.remove(key).space);
-        // Its events are read by nobody from here on: a fill that one of them put off would be put off, and hold
-        // the descriptor open, for ever.
+        // No reactor reads its events from here on. A fill that the kernel refuses until one is read would be
+        // tried for ever, and would keep the descriptor open.
         space.set_gone();
         space.ended();
         let promotions_lost = space.layout().promotions_lost();
@@ -473,7 +477,7 @@ impl Reactor {
     }
 
     fn unwatch(&self, fd: BorrowedFd<'_>) {
-        // Only a descriptor that was never added is refused.
+        // The kernel refuses only a descriptor that was never added.
         let _ = self.epoll.delete(fd);
     }
 }

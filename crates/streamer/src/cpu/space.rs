@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! One restored address space and the pieces of filling it.
+//! Fills the memory of one restored address space.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
@@ -10,29 +10,29 @@ use rewake_pager::{BlockIx, Locate, PAGE_SIZE, PageIx, ResidencyMap, Run};
 use rewake_uffd::{FillPort, Outcome, Stop, Uffd};
 use tracing::{info, warn};
 
-use super::enomem_retry::{EnomemRetry, PATIENCE, Refused};
+use super::enomem_retry::{ENOMEM_LIMIT, EnomemRetry, Refused};
 use super::stats::{TaskStats, add};
 use crate::ledger::SpaceSlot;
 use crate::session::Session;
 
-/// So long after a fault the next one is expected.
+/// For this long after a page fault the next one is expected.
 const FAULTING_MICROS: u64 = 500;
 
-/// One address space.
+/// One restored address space.
 ///
-/// `layout` is held shared from the moment a page's address is looked up until the fill of that address
-/// returns, and exclusively while events are read: reading an event lets the program go on, so an address
-/// looked up before may mean something else after. This is the one lock that is held over a system call
+/// A reactor holds `layout` shared from the look-up of a page's address until the fill of that address
+/// returns. It holds `layout` exclusively while it reads events: a read event lets the program run, and an
+/// address may then have another page. This is the only lock that is held over a system call
 /// (docs/decisions/0004-layout-lock.md).
 #[derive(Debug)]
 pub struct AddressSpace {
-    /// The restore that it belongs to.
+    /// The session that serves it.
     pub session: Arc<Session>,
-    /// What is counted of the task that it is of, or that has forked it.
+    /// The counters of its task, or of the task that has forked it.
     pub counts: Arc<TaskStats>,
-    /// Its place in the ledger.
+    /// Its slot in the ledger.
     pub slot: &'static SpaceSlot,
-    /// The watched process's userfaultfd.
+    /// The userfaultfd of its process.
     pub uffd: Uffd,
     /// Files that the plan's extents name by index.
     pub files: Arc<Vec<Arc<PagesFile>>>,
@@ -40,35 +40,35 @@ pub struct AddressSpace {
     pub home: usize,
     layout: RwLock<ResidencyMap>,
     gone: AtomicBool,
-    /// A fork was read and its child has no place yet: see [`AddressSpace::hold_fills`].
+    /// Whether a fork was read and its child has no slot yet: see [`AddressSpace::hold_fills`].
     held: AtomicBool,
-    /// Something comes before the rest.
+    /// Whether prefetch blocks may be left.
     first: AtomicBool,
     begun: AtomicBool,
     since: Instant,
-    /// When a fault was last served: microseconds from `since`, 0 for never.
+    /// When the last page fault was served, in microseconds from `since`. 0: never.
     last_fault: AtomicU64,
-    /// Where the next fault is expected in memory that no image has.
+    /// The address of the next expected fault in memory that no image has.
     walk: AtomicU64,
     shortage: EnomemRetry,
 }
 
-/// How a piece of filling ended.
+/// The outcome of filling some pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Filled {
-    /// All pages asked for are dealt with.
+    /// All requested pages are resident or need no fill.
     All,
-    /// The program is changing its layout, so events must be read first, or the kernel has no memory at the
-    /// moment: go on at this page later.
+    /// Continue at this page later: events must be read first, because the program is changing its layout, or
+    /// the kernel has no memory now.
     Later(PageIx),
     /// The address space does not exist any more.
     Gone,
-    /// The kernel refused with this errno.
+    /// The kernel refused the fill with this errno.
     Failed(i32),
 }
 
 impl AddressSpace {
-    /// An address space in `slot` that is not yet served.
+    /// Returns an address space in `slot` that no reactor serves yet.
     #[must_use]
     pub fn new(
         session: Arc<Session>,
@@ -98,41 +98,41 @@ impl AddressSpace {
         }
     }
 
-    /// Shared access: addresses found under it stay true until it is dropped.
+    /// Locks the layout shared: addresses that are looked up stay valid until the guard is dropped.
     pub fn layout(&self) -> RwLockReadGuard<'_, ResidencyMap> {
-        // Readers cannot leave it half-changed, and a writer that panicked ends the worker.
+        // Readers cannot leave it half changed, and a writer that panics ends the worker.
         self.layout.read().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Exclusive access, for reading events.
+    /// Locks the layout exclusively, to read events.
     pub fn layout_mut(&self) -> RwLockWriteGuard<'_, ResidencyMap> {
         self.layout.write().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// True when the process or its memory ended.
+    /// Returns whether the process or its memory has ended.
     pub fn is_gone(&self) -> bool {
         self.gone.load(Ordering::Acquire)
     }
 
-    /// Notes that the process or its memory ended.
+    /// Notes that the process or its memory has ended.
     pub fn set_gone(&self) {
         self.gone.store(true, Ordering::Release);
     }
 
-    /// Puts fills off while `held`: a FORK event was read, and the child's layout is not copied from this one yet. A page
-    /// that is filled in between would count as resident in the child, which does not have it. `_layout` shows that
-    /// no fill is under way.
+    /// Makes fills wait while `held`: a FORK event was read, and the child's layout is not copied from this
+    /// one yet. A page that is filled in between would count as resident in the child, which does not have
+    /// it. `_layout` shows that no fill is in flight.
     pub(super) fn hold_fills(&self, _layout: &ResidencyMap, held: bool) {
         self.held.store(held, Ordering::Relaxed);
     }
 
-    /// True once: for the caller that claims its first background block.
+    /// Returns true once: to the caller that claims the first background block.
     pub fn begins(&self) -> bool {
         !self.begun.swap(true, Ordering::Relaxed)
     }
 
-    /// Has claims go on where another restore of the same image has come to, so that they share what is read
-    /// from there on. What lies before it is read again in the end: it is long out of the cache.
+    /// Moves the next claim to the position of another restore of the same image, so that both share the
+    /// reads from there. The blocks before it are read again at the end: the cache has dropped them long ago.
     pub fn join(&self, other: &Self) {
         let at = {
             let layout = other.layout();
@@ -148,42 +148,43 @@ impl AddressSpace {
         }
     }
 
-    /// A child was forked that lacks so many pages.
+    /// Counts the missing pages of a forked child.
     pub fn forked(&self, pages: u64) {
         add(&self.session.stats.pages_total, pages);
         add(&self.counts.pages_total, pages);
     }
 
-    /// So many pages are back.
-    fn back(&self, pages: u64, zero: bool) {
+    /// Counts pages that are resident now.
+    fn count_resident(&self, pages: u64, zero: bool) {
         let stats = &self.session.stats;
         add(if zero { &stats.pages_zero } else { &stats.pages_copied }, pages);
         add(&self.counts.pages_back, pages);
     }
 
-    /// So many pages need not come back any more.
+    /// Counts pages that need no load any more.
     pub fn dropped(&self, pages: u64) {
         add(&self.session.stats.pages_dropped, pages);
         add(&self.counts.pages_dropped, pages);
     }
 
-    /// Nobody is left to miss anything, or nothing is missing. Waits for fills that are under way: what they bring is counted after this.
+    /// Counts the missing pages as dropped, because the memory does not exist any more. Waits for fills in
+    /// flight, which count their own pages.
     pub fn ended(&self) {
         let missing = self.layout_mut().missing();
-        // What a failure has cost is not let go of.
+        // After a failure the missing pages are lost, not dropped.
         if !self.session.has_failed() {
             self.dropped(missing);
         }
     }
 
-    /// A fault was served, so long after its message was read.
+    /// Counts a page fault that was served `latency` after its message was read.
     pub fn note_fault(&self, latency: Duration) {
         self.session.stats.fault(latency);
         self.counts.fault(latency);
         self.last_fault.store(self.micros().max(1), Ordering::Relaxed);
     }
 
-    /// True while threads of it fault in quick succession.
+    /// Returns whether its threads fault in quick succession.
     pub fn is_faulting(&self) -> bool {
         let last = self.last_fault.load(Ordering::Relaxed);
         last != 0 && self.micros().saturating_sub(last) < FAULTING_MICROS
@@ -193,7 +194,7 @@ impl AddressSpace {
         u64::try_from(self.since.elapsed().as_micros()).unwrap_or(u64::MAX)
     }
 
-    /// Whether some of what comes before the rest may be left. Costs nothing where there is none.
+    /// Returns whether prefetch blocks may be left. It takes no lock where none are.
     pub fn has_first(&self) -> bool {
         let has = self.first.load(Ordering::Relaxed) && self.layout().has_priority();
         if !has {
@@ -202,13 +203,13 @@ impl AddressSpace {
         has
     }
 
-    /// True when background blocks of it are wanted.
+    /// Returns whether reactors may load its background blocks.
     pub fn wants_background(&self) -> bool {
         self.session.is_released() && !self.is_gone() && !self.session.has_failed()
     }
 
-    /// Fills the missing pages of `block` from `from` on, `pages` at most, out of the block's bytes. `runs` is
-    /// scratch space. Gives the page to go on at, none when the block is finished.
+    /// Fills the missing pages of `block` from page `from`, at most `pages`, with the block's bytes. Returns
+    /// the page to continue at, or none when the block is finished. `runs` is scratch space.
     pub fn fill_piece(
         &self,
         block: BlockIx,
@@ -246,7 +247,7 @@ impl AddressSpace {
         Filled::All
     }
 
-    /// Fills pages that are all zero or all not.
+    /// Fills pages that are either all zero or all not zero.
     fn fill_stretch(
         &self,
         layout: &ResidencyMap,
@@ -265,18 +266,18 @@ impl AddressSpace {
             done += bytes_len(outcome.bytes);
             match outcome.stop {
                 None => {}
-                // Filled by a fault in the same instant, or by a worker that died.
+                // A page fault at the same time or a dead worker has filled it.
                 Some(Stop::Present) => {
                     let copied = layout.set_resident(PageIx(page.0 + done as u64 / PAGE_SIZE), 1);
-                    self.back(copied, false);
+                    self.count_resident(copied, false);
                     done += PAGE_LEN;
                 }
                 Some(Stop::Changing) => {
                     add(&self.session.stats.put_off, 1);
                     return Filled::Later(PageIx(page.0 + done as u64 / PAGE_SIZE));
                 }
-                // A fill may not cross the border of two mappings, and mprotect makes new borders: page by
-                // page. A single page that is not mapped cannot be missed; nothing is left to fill there.
+                // A fill may not cross the border of two mappings, and mprotect makes new borders: fill page
+                // by page. A single page that is not mapped needs no fill.
                 Some(Stop::NotMapped) if piece.len() > PAGE_LEN => limit = PAGE_LEN,
                 Some(Stop::NotMapped) => {
                     let dropped = layout.set_resident(PageIx(page.0 + done as u64 / PAGE_SIZE), 1);
@@ -300,14 +301,14 @@ impl AddressSpace {
         let outcome =
             if zero { self.uffd.zero(target, bytes.len() as u64) } else { self.uffd.copy(target, bytes) };
         if outcome.bytes > 0
-            && let Some(refusals) = self.shortage.over()
+            && let Some(refusals) = self.shortage.succeeded()
         {
             info!(session = self.session.number, refusals, "there is memory again");
         }
         outcome
     }
 
-    /// The kernel refused to fill `page`: want of memory may pass, nothing else does.
+    /// Handles a refusal to fill `page`. Only after ENOMEM is the fill tried again.
     fn refused(&self, errno: i32, page: PageIx) -> Filled {
         if errno != libc::ENOMEM {
             return Filled::Failed(errno);
@@ -320,14 +321,14 @@ impl AddressSpace {
                 warn!(
                     session = self.session.number,
                     "no memory for a restored process (ENOMEM): trying for {} s",
-                    PATIENCE.as_secs()
+                    ENOMEM_LIMIT.as_secs()
                 );
             }
         }
         Filled::Later(page)
     }
 
-    /// What to say of a fill that failed with `errno`.
+    /// Returns the error text for a fill that failed with `errno`.
     pub fn complaint(&self, errno: i32) -> String {
         let error = std::io::Error::from_raw_os_error(errno);
         if errno != libc::ENOMEM {
@@ -337,19 +338,20 @@ impl AddressSpace {
             "filling memory of a restored process: {error}, {} times within {} s: raise the memory limit of its \
              control group, or free memory on this host",
             self.shortage.refusals(),
-            PATIENCE.as_secs()
+            ENOMEM_LIMIT.as_secs()
         )
     }
 
     fn note(&self, layout: &ResidencyMap, page: PageIx, outcome: Outcome, zero: bool) {
         if outcome.bytes > 0 {
             let pages = layout.set_resident(page, outcome.bytes / PAGE_SIZE);
-            self.back(pages, zero);
+            self.count_resident(pages, zero);
         }
     }
 
-    /// Serves the one page at `target` for a thread that waits there; `bytes` none for a zero page that no
-    /// image page stands behind. The caller holds the layout or is the home reactor, between two reads.
+    /// Fills the page at `target` for a thread that waits for it. Without `bytes` it becomes a zero page,
+    /// because the image has no page for it. The caller holds the layout, or is the home reactor between two
+    /// reads of events.
     pub fn fill_demand(
         &self,
         layout: &ResidencyMap,
@@ -366,13 +368,13 @@ impl AddressSpace {
         }
         match outcome.stop {
             None => Filled::All,
-            // Present: another thread's fault or a background piece was quicker. Not mapped: the thread will
-            // find out by itself. Either way it must not go on waiting.
+            // Present: the fault of another thread or a background load was faster. Not mapped: the thread
+            // gets its own error. In both cases it must be woken.
             Some(Stop::Present | Stop::NotMapped) => {
                 if let Some(page) = page.filter(|_| outcome.stop == Some(Stop::Present)) {
-                    self.back(layout.set_resident(page, 1), false);
+                    self.count_resident(layout.set_resident(page, 1), false);
                 }
-                // ESRCH here is found again by the next fill.
+                // The next fill finds an ESRCH again.
                 let _ = self.uffd.wake(target, PAGE_SIZE);
                 Filled::All
             }
@@ -386,8 +388,8 @@ impl AddressSpace {
         }
     }
 
-    /// The page at `target`, which no image has, was served to a thread that waited. If that thread walks through such memory, what comes
-    /// next is there before it is: a driver that is given such memory looks at every page of it.
+    /// Fills zero pages after `target`, where a thread walks through memory that no image has. A driver that
+    /// gets such memory accesses every page of it. The caller has just served the page at `target`.
     pub fn prefault_zero_run(&self, layout: &ResidencyMap, target: u64) {
         let next = target + PAGE_SIZE;
         if self.walk.swap(next, Ordering::Relaxed) != target {
@@ -396,14 +398,15 @@ impl AddressSpace {
         let unbacked = |page: &u64| matches!(layout.locate(next + page * PAGE_SIZE), Locate::Unbacked);
         let pages = (0..ZERO_PREFAULT_PAGES).take_while(unbacked).count() as u64;
         if pages > 0 {
-            // How it ends does not matter: whoever comes to a page that is not there is served.
-            let there = self.uffd.zero(next, pages * PAGE_SIZE);
-            self.walk.store(next + there.bytes, Ordering::Relaxed);
+            // The result does not matter: a page that is still missing is served at its fault.
+            let outcome = self.uffd.zero(next, pages * PAGE_SIZE);
+            self.walk.store(next + outcome.bytes, Ordering::Relaxed);
         }
     }
 }
 
-/// Pages ahead of a walk through memory that no image has: a call for so many takes as long as a few faults.
+/// Pages to fill ahead of a walk through memory that no image has. One call for all takes as long as a few
+/// faults.
 const ZERO_PREFAULT_PAGES: u64 = 64;
 
 #[expect(clippy::cast_possible_truncation, reason = "4096")]
@@ -413,13 +416,13 @@ fn pages_len(pages: u64) -> usize {
     bytes_len(pages * PAGE_SIZE)
 }
 
-/// Lengths here are at most one block.
+/// Converts a length, which is at most one block here.
 #[expect(clippy::cast_possible_truncation, reason = "64-bit only: CRIU's lazy pages are")]
 fn bytes_len(bytes: u64) -> usize {
     bytes as usize
 }
 
-/// Whether the first page is zero, and how many bytes of whole pages from the start are alike in that.
+/// Returns whether the first page is zero, and the bytes of the leading whole pages that share this property.
 fn leading_stretch(bytes: &[u8]) -> (bool, usize) {
     let mut pages = bytes.chunks(PAGE_LEN);
     let zero = pages.next().is_some_and(is_zero);
@@ -427,7 +430,7 @@ fn leading_stretch(bytes: &[u8]) -> (bool, usize) {
     (zero, (more + 1) * PAGE_LEN)
 }
 
-/// True when every byte is zero. Most pages that are not show it in the first words.
+/// Returns whether every byte is zero. Most other pages differ in the first words.
 fn is_zero(page: &[u8]) -> bool {
     page.iter().take(16).all(|byte| *byte == 0)
         && page.chunks(256).all(|chunk| chunk.iter().fold(0, |all, byte| all | byte) == 0)
@@ -441,7 +444,7 @@ mod tests {
     use crate::ledger::Ledger;
     use crate::uffd_child::{self, PAGES, UffdChild};
 
-    /// Pages of a task whose process ended when one was back: in all, back, and let go of.
+    /// The pages of a task whose process ended with one page resident: all, resident and dropped.
     fn ended_early(fail: bool) -> [u64; 3] {
         let task = UffdChild::start(uffd_child::sleep);
         let session = Arc::new(Session::new(0, 1, PathBuf::new()));
@@ -469,7 +472,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_process_never_got_is_let_go_of_when_it_ends_and_lost_when_its_session_fails() {
+    fn an_ended_process_drops_its_missing_pages_unless_failed() {
         assert_eq!(ended_early(false), [PAGES + 2, 1, PAGES + 1]);
         assert_eq!(ended_early(true), [PAGES + 2, 1, 2]);
     }
@@ -486,7 +489,7 @@ mod tests {
     }
 
     #[test]
-    fn stretches_of_zero_and_other_pages_are_told_apart() {
+    fn leading_zero_and_other_pages_are_distinguished() {
         let mut bytes = vec![0; 5 * PAGE_LEN];
         bytes[2 * PAGE_LEN] = 1;
         bytes[4 * PAGE_LEN - 1] = 1;

@@ -1,32 +1,32 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Counters of one session and of its tasks, written by reactors and read by whoever shows progress.
+//! Counters of one session and of its tasks: reactors write them, and progress displays read them.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// Buckets of the fault histogram: four to each power of two of nanoseconds, so within 25 %.
+/// Buckets of the histogram of fault latencies: four to each power of two of nanoseconds, so within 25 %.
 const BUCKETS: usize = 160;
 
-/// What a session did so far. All counts since the worker started.
+/// The counters of a session. All counts start with the worker.
 #[derive(Debug)]
 pub struct Stats {
-    /// Pages with bytes in the image that the session must bring back, over all address spaces.
+    /// Pages with bytes in the image that the session must load, in all address spaces.
     pub pages_total: AtomicU64,
-    /// Pages filled by us with bytes.
+    /// Pages that reactors filled with bytes.
     pub pages_copied: AtomicU64,
-    /// Pages filled by us with the zero page.
+    /// Pages that reactors filled with the zero page.
     pub pages_zero: AtomicU64,
-    /// Pages that need not come back any more: unmapped, dropped or replaced by the program.
+    /// Pages that need no load any more: the program unmapped, dropped or replaced them.
     pub pages_dropped: AtomicU64,
-    /// Faults served.
+    /// Page faults served.
     pub faults: AtomicU64,
-    /// Fills that the kernel put off because the program was changing its layout.
+    /// Fills that the kernel refused because the program was changing its layout (EAGAIN).
     pub put_off: AtomicU64,
-    /// Fills that the kernel refused for want of memory, and that were tried again.
+    /// Fills that the kernel refused for want of memory (ENOMEM), and that are tried again.
     pub starved: AtomicU64,
-    /// Events: forks, remaps, removes and unmaps.
+    /// Events of userfaultfd: forks, remaps, removes and unmaps.
     pub events: AtomicU64,
-    /// Nanoseconds from `start` to the first and the last fault served; 0: none.
+    /// Nanoseconds from `start` to the first and the last page fault served. 0: none.
     first_fault: AtomicU64,
     last_fault: AtomicU64,
     start: Instant,
@@ -52,27 +52,27 @@ impl Default for Stats {
     }
 }
 
-/// What was done for one task of a restore, and for the children that it has forked since. Counts as in [`Stats`].
+/// The counters of one task and of the children that it has forked since. They count as in [`Stats`].
 #[derive(Debug, Default)]
 pub struct TaskStats {
-    /// Its number on this host; 0 when the kernel did not tell.
+    /// Its pid on this host; 0 when the kernel did not report it.
     pub pid: i32,
-    /// Pages with bytes in the image that must be brought back.
+    /// Pages with bytes in the image that the session must load.
     pub pages_total: AtomicU64,
-    /// Pages filled by us, with bytes or with the zero page.
+    /// Pages that reactors filled, with bytes or with the zero page.
     pub pages_back: AtomicU64,
-    /// Pages that need not come back any more, those of a process that ended included.
+    /// Pages that need no load any more, those of a process that ended included.
     pub pages_dropped: AtomicU64,
-    /// Faults served.
+    /// Page faults served.
     pub faults: AtomicU64,
-    /// Microseconds that they took, together.
+    /// The sum of their latencies, in microseconds.
     pub fault_wait_us: AtomicU64,
-    /// Microseconds that the longest took.
+    /// The longest of their latencies, in microseconds.
     pub longest_fault_us: AtomicU64,
 }
 
 impl TaskStats {
-    /// Notes a fault served `latency` after its message was read.
+    /// Counts a page fault that was served `latency` after its message was read.
     pub fn fault(&self, latency: Duration) {
         let micros = u64::try_from(latency.as_micros()).unwrap_or(u64::MAX);
         add(&self.faults, 1);
@@ -81,19 +81,19 @@ impl TaskStats {
     }
 }
 
-/// Adds to a counter that only informs.
+/// Adds to a counter without ordering: it only informs users.
 pub(crate) fn add(counter: &AtomicU64, amount: u64) {
     counter.fetch_add(amount, Ordering::Relaxed);
 }
 
 impl Stats {
-    /// Notes a fault served `latency` after its message was read.
+    /// Counts a page fault that was served `latency` after its message was read.
     pub fn fault(&self, latency: Duration) {
         add(&self.faults, 1);
         let now = self.elapsed();
         self.last_fault.fetch_max(now, Ordering::Relaxed);
         if self.first_fault.load(Ordering::Relaxed) == 0 {
-            // Lost to another reactor in the same instant: its fault was the first.
+            // On failure another reactor was faster: its fault was the first.
             let _ = self.first_fault.compare_exchange(0, now, Ordering::Relaxed, Ordering::Relaxed);
         }
         if let Some(bucket) = self.latencies.get(bucket(latency)) {
@@ -101,26 +101,26 @@ impl Stats {
         }
     }
 
-    /// Nanoseconds since the counts began, 1 at least.
+    /// Returns the nanoseconds since the counts started, 1 at least.
     #[must_use]
     pub fn elapsed(&self) -> u64 {
         u64::try_from(self.start.elapsed().as_nanos()).unwrap_or(u64::MAX).max(1)
     }
 
-    /// When the first and the last fault so far were served, in nanoseconds as [`Stats::elapsed`] counts; 0:
-    /// no fault yet.
+    /// Returns when the first and the last page fault were served, in nanoseconds as [`Stats::elapsed`]
+    /// counts. 0: no fault yet.
     #[must_use]
     pub fn fault_times(&self) -> (u64, u64) {
         (self.first_fault.load(Ordering::Relaxed), self.last_fault.load(Ordering::Relaxed))
     }
 
-    /// Pages brought back so far.
+    /// Returns the number of pages that reactors have filled.
     #[must_use]
     pub fn pages_resident(&self) -> u64 {
         self.pages_copied.load(Ordering::Relaxed) + self.pages_zero.load(Ordering::Relaxed)
     }
 
-    /// The latency that `share` (0..=1) of the faults did not exceed; none before the first fault.
+    /// Returns the latency that `share` (0..=1) of the page faults did not exceed. None before the first one.
     #[must_use]
     pub fn fault_quantile(&self, share: f64) -> Option<Duration> {
         let counts: Vec<u64> = self.latencies.iter().map(|count| count.load(Ordering::Relaxed)).collect();
@@ -178,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn the_first_and_the_last_fault_are_known_by_their_times() {
+    fn the_times_of_the_first_and_the_last_fault_are_recorded() {
         let stats = Stats::default();
         assert_eq!(stats.fault_times(), (0, 0));
         stats.fault(Duration::ZERO);

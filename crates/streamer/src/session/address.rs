@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Where the control socket is, and who may speak on it.
+//! Finds and binds the control socket, and decides which users may connect to it.
 
 use std::fs::{DirBuilder, File};
 use std::io;
@@ -14,15 +14,15 @@ use nix::sys::socket::{AddressFamily, Backlog, SockFlag, SockType, UnixAddr, lis
 use nix::sys::stat::{Mode, fchmod};
 use nix::unistd::geteuid;
 
-/// Folder of root's socket.
+/// The folder of root's socket.
 const RUN: &str = "/run/rewake";
 const NAME: &str = "rewake.sock";
 
-/// The socket of a daemon that was started without `--socket`: `/run/rewake/rewake.sock` for root,
+/// Returns the control socket of a daemon without `--socket`: `/run/rewake/rewake.sock` for root, and
 /// `$XDG_RUNTIME_DIR/rewake.sock` for others.
 ///
 /// # Errors
-/// Not root, and the variable is not set.
+/// Fails when the user is not root and the variable is not set.
 pub fn default_socket() -> anyhow::Result<PathBuf> {
     if geteuid().is_root() {
         return Ok(Path::new(RUN).join(NAME));
@@ -32,12 +32,12 @@ pub fn default_socket() -> anyhow::Result<PathBuf> {
     Ok(Path::new(&folder).join(NAME))
 }
 
-/// Binds the socket, for this user only, and listens. A stale socket file is replaced; one that a daemon listens
-/// on is not.
+/// Binds the socket for this user only, and listens. It replaces a stale socket file, but not one that a
+/// daemon listens on.
 ///
 /// # Errors
-/// The folder is missing or not writable, the path is too long for a socket (107 bytes), something that is no
-/// socket has the name, or a daemon listens there.
+/// Fails when the folder is missing or not writable, or the path is too long for a socket (107 bytes). Also
+/// when the file is no socket, or a daemon listens on it.
 pub fn bind(path: &Path) -> anyhow::Result<UnixListener> {
     let folder =
         path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or_else(|| Path::new("."));
@@ -63,8 +63,9 @@ pub fn bind(path: &Path) -> anyhow::Result<UnixListener> {
     listener(path).with_context(|| format!("binding {}", path.display()))
 }
 
-/// The file takes the mode that its socket has when it is bound (`unix_bind_bsd` of net/unix/af_unix.c), less the
-/// umask: there is no moment at which others could connect, and what the process's umask is does not matter.
+/// Binds a socket that only its user can connect to. The file gets the mode of its socket at the bind, less
+/// the umask (net/unix/af_unix.c: `unix_bind_bsd`). So others can connect at no moment, whatever the umask
+/// is.
 pub(crate) fn listener(path: &Path) -> io::Result<UnixListener> {
     let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
     let made = socket(AddressFamily::Unix, SockType::Stream, flags, None)?;
@@ -74,6 +75,7 @@ pub(crate) fn listener(path: &Path) -> io::Result<UnixListener> {
     Ok(UnixListener::from(made))
 }
 
+/// The state of a socket file.
 enum State {
     Free,
     Stale,
@@ -81,11 +83,11 @@ enum State {
     Other(io::Error),
 }
 
-/// Asked with a datagram socket: a daemon's accept queue is not disturbed, and the kernel's answer tells a
-/// bound stream socket (wrong type) from a stale file (refused).
+/// Returns the state of a socket file. It connects with a datagram socket, which leaves the daemon's accept
+/// queue alone: the kernel answers "wrong type" for a bound stream socket and "refused" for a stale file.
 fn state(path: &Path) -> State {
-    let asked = UnixDatagram::unbound().and_then(|probe| probe.connect(path));
-    let Err(error) = asked else { return State::Served };
+    let connected = UnixDatagram::unbound().and_then(|probe| probe.connect(path));
+    let Err(error) = connected else { return State::Served };
     let is_socket = || {
         use std::os::unix::fs::FileTypeExt as _;
         std::fs::symlink_metadata(path).is_ok_and(|found| found.file_type().is_socket())
@@ -98,7 +100,7 @@ fn state(path: &Path) -> State {
     }
 }
 
-/// True for the peers that a daemon of user `ours` listens to: the same user, and root.
+/// Returns whether a daemon of user `ours` accepts a peer: only the same user and root.
 #[must_use]
 pub fn may_speak(peer: u32, ours: u32) -> bool {
     peer == ours || peer == 0
@@ -122,7 +124,7 @@ mod tests {
     fn a_stale_socket_file_is_replaced() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("s");
-        // No socket was ever bound to it: a child of another test may have a copy of one that is dropped.
+        // Made without a socket: a forked child of another test could keep a copy of a dropped one.
         mknod(&path, SFlag::S_IFSOCK, Mode::S_IRUSR | Mode::S_IWUSR, 0).unwrap();
         bind(&path).unwrap();
     }

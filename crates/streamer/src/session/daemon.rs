@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The control side of a worker: sessions from the first connection to the last page.
+//! Runs a worker's sessions on its control thread: from the first connection to the last page.
 
 use std::os::fd::{AsFd as _, AsRawFd as _};
 use std::os::unix::net::UnixListener;
@@ -23,50 +23,51 @@ use crate::session::{Session, socket};
 use crate::supervise::{launch, parking};
 use crate::sys;
 
-/// "ReSTore Finished" (criu/uffd.c), sent by the restore when all tasks are in place. No pid is this large.
+/// "ReSTore Finished" (criu/uffd.c), which the restore sends when all tasks are restored. No pid is this
+/// large.
 const FINISHED: u32 = 0x5253_5446;
 
-/// Between two looks whether a dump waits for a session's memory.
+/// Time between two checks whether a dump waits for a session's memory.
 const URGENCY_LOOK: Duration = Duration::from_millis(50);
 
-/// A worker's state: one for all sessions.
+/// The state of a worker: one for all its sessions.
 #[derive(Debug)]
 pub struct Daemon {
     /// The ledger of this streamer.
     pub ledger: Ledger,
     /// The process that starts this worker again.
     starter: ProcessId,
-    /// Where sessions' notes are.
+    /// The folder of the sessions' notes.
     notes: PathBuf,
-    /// The reactors.
+    /// The reactor threads.
     pub pool: Pool,
-    /// The block cache, shared by all sessions.
+    /// The block cache of all sessions.
     pub cache: Arc<BlockCache>,
-    /// Whether the daemon was asked to stop: then it takes no new sessions.
+    /// Whether the daemon must stop: then it opens no new sessions.
     pub stopping: tokio::sync::watch::Sender<bool>,
     sessions: Mutex<Vec<Arc<Session>>>,
 }
 
-/// How a session ended well.
+/// The result of a session that has ended well.
 #[derive(Debug, Clone)]
 pub struct Summary {
     /// Tasks restored, zombies included.
     pub tasks: usize,
-    /// Pages brought back with bytes and as zero pages.
+    /// Pages that reactors filled with bytes.
     pub pages_copied: u64,
-    /// Zero pages.
+    /// Pages that reactors filled with the zero page.
     pub pages_zero: u64,
-    /// Faults served.
+    /// Page faults served.
     pub faults: u64,
-    /// From the restore's connection to the last page.
+    /// The time from the opening of the session to the last page.
     pub elapsed: Duration,
 }
 
 impl Daemon {
-    /// Starts the reactors of a fresh worker.
+    /// Starts the reactors of a new worker.
     ///
     /// # Errors
-    /// Memory, descriptors or threads are refused.
+    /// Fails when the kernel refuses memory, descriptors or threads.
     pub fn start(ledger: Ledger, starter: ProcessId) -> anyhow::Result<Arc<Self>> {
         let notes = ledger::root()?;
         let cache = BlockCache::new(DEFAULT_BUDGET)?;
@@ -75,12 +76,12 @@ impl Daemon {
         Ok(Arc::new(Self { ledger, starter, notes, pool, cache, stopping, sessions: Mutex::default() }))
     }
 
-    /// The sessions being served.
+    /// Returns the sessions that this worker serves.
     pub fn sessions(&self) -> Vec<Arc<Session>> {
         self.sessions.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Sessions that a restore has connected to.
+    /// Returns the number of sessions that a restore has connected to.
     #[must_use]
     pub fn restores_under_way(&self) -> usize {
         let connected = |slot: &&SessionSlot| match slot.state() {
@@ -94,10 +95,10 @@ impl Daemon {
         self.ledger.sessions().iter().filter(connected).count()
     }
 
-    /// Opens a session: checks the whole image, then listens where the restore will look.
+    /// Opens a session: checks the whole image, then listens on the socket that the restore will connect to.
     ///
     /// # Errors
-    /// The image cannot be served, the socket not be bound, or too many sessions are open.
+    /// Fails when the image cannot be served, the socket cannot be bound, or too many sessions are open.
     pub fn open(&self, images: &Path, work: &Path) -> anyhow::Result<OpenSession> {
         address_spaces::reap_parked(self.ledger);
         let image = Image::open(images)?;
@@ -133,10 +134,10 @@ impl Daemon {
         }))
     }
 
-    /// A slot for one more session.
+    /// Takes a slot of the ledger for a new session.
     ///
     /// # Errors
-    /// Too many sessions are open, or a path is too long.
+    /// Fails when too many sessions are open, or a path is too long.
     pub fn take_slot(&self, images: &Path, work: &Path) -> anyhow::Result<(usize, &'static SessionSlot)> {
         let Some(index) = self.ledger.take_session() else {
             bail!("{} restores are being served: wait for one to end", crate::ledger::MAX_SESSIONS)
@@ -150,12 +151,12 @@ impl Daemon {
         Ok((index, slot))
     }
 
-    /// Takes up the sessions that a dead worker left, but those that streamers serve. Those that cannot be, because an image cannot be read any
-    /// more, are ended with their processes.
+    /// Takes over the sessions of a dead worker, except those that streamers serve. Where that fails, because
+    /// an image cannot be read any more, it kills the session's processes.
     pub fn inherit(&self) -> Vec<Result<OpenSession, Lost>> {
         self.ledger.reclaim();
         for slot in self.ledger.sessions() {
-            // It died while it opened the session: nobody was told of it yet.
+            // The worker died while it opened the session: no user knows of it yet.
             if slot.state() == SessionState::Listening && slot.listener.load(Ordering::Acquire) == NO_FD {
                 slot.free();
             }
@@ -175,7 +176,7 @@ impl Daemon {
                     .descriptor()
                     .is_some_and(|number| address_spaces::is_known(self.ledger, number))
                 {
-                    self.turn_away(slot);
+                    self.reject_task(slot);
                 }
                 address_spaces::kill_session(self.ledger, index);
                 let (images, work) = slot.paths();
@@ -201,12 +202,12 @@ impl Daemon {
             session.release();
         }
         let own = |number: i32| {
-            // SAFETY: the dead worker left it open in the shared table for us; the ledger names it once.
+            // SAFETY: the dead worker left it open in the shared descriptor table; the ledger names it once.
             (number != NO_FD).then(|| unsafe { sys::take_over(number) })
         };
         let listener = own(slot.listener.load(Ordering::Acquire)).map(UnixListener::from);
         let connection = own(slot.connection.load(Ordering::Acquire));
-        // Before any reactor may close a descriptor and free its number.
+        // Before a reactor can close a descriptor and free its number.
         let arrived =
             slot.inbox.descriptor().is_some_and(|number| address_spaces::is_known(self.ledger, number));
         for task in address_spaces::inherit(self.ledger, &image, &session, &self.pool) {
@@ -217,7 +218,7 @@ impl Daemon {
         Ok(OpenSession { image, slot, listener, connection, session, note, arrived })
     }
 
-    /// Writes the session's note. None, with a warning, when it cannot be written.
+    /// Writes the session's note. Returns none, and logs a warning, when it cannot be written.
     fn publish(&self, slot: &SessionSlot, session: &Session) -> Option<SessionNote> {
         let store = session.store()?;
         let write = || -> std::io::Result<SessionNote> {
@@ -236,11 +237,11 @@ impl Daemon {
         write().inspect_err(warn).ok()
     }
 
-    /// Looks again and again whether a dump waits for the session. Never returns.
+    /// Checks at intervals whether a dump waits for the session. Never returns.
     async fn watch_urgency(&self, open: &OpenSession) {
         loop {
-            let asked = open.note.as_ref().is_some_and(|note| note.is_urgent(&self.notes).unwrap_or(false));
-            if asked && !open.session.is_urgent() {
+            let urgent = open.note.as_ref().is_some_and(|note| note.is_urgent(&self.notes).unwrap_or(false));
+            if urgent && !open.session.is_urgent() {
                 info!(
                     session = open.session.number,
                     "a dump waits for its memory: it is loaded before others'"
@@ -268,8 +269,8 @@ impl Daemon {
     /// Serves a session to its end.
     ///
     /// # Errors
-    /// The restore or the image failed. The restored processes were killed, or can never read a page that
-    /// was not brought back.
+    /// Fails when the restore or the image fails. The restored processes are then killed, or can never read a
+    /// missing page.
     pub async fn serve(
         &self,
         mut open: OpenSession,
@@ -281,11 +282,11 @@ impl Daemon {
         outcome
     }
 
-    /// As [`Daemon::serve`]; the session stays in the ledger until [`Daemon::close`], so that its outcome can
-    /// be noted before.
+    /// Serves a session to its end like [`Daemon::serve`], and keeps it in the ledger until
+    /// [`Daemon::close`]. So the caller can note its outcome before.
     ///
     /// # Errors
-    /// As [`Daemon::serve`].
+    /// Fails like [`Daemon::serve`].
     pub async fn run(
         &self,
         open: &mut OpenSession,
@@ -303,7 +304,8 @@ impl Daemon {
         while !session.is_empty() {
             session.changed().await;
         }
-        // The first reason: what followed, such as the end of a restore whose tasks were killed, is its doing.
+        // The first reason is the cause: later ones, such as the end of a restore whose tasks were killed,
+        // follow from it.
         if let Some(reason) = session.failure() {
             bail!("{reason}");
         }
@@ -317,12 +319,12 @@ impl Daemon {
         })
     }
 
-    /// Lets go of a session that has ended.
+    /// Closes a session that has ended.
     pub async fn close(&self, open: OpenSession) {
         self.forget(&open.session);
         let note = open.note.clone();
         open.close().await;
-        // Not before: as long as a process has the store, a plugin must know what it is.
+        // Last: as long as a process has the store, a plugin must be able to identify it.
         if let Some(Err(error)) = note.map(|note| note.remove(&self.notes)) {
             warn!(%error, "removing a session's note");
         }
@@ -342,7 +344,8 @@ impl Daemon {
                     accepted?;
                     open.note = self.publish(open.slot, &open.session);
                 }
-                () = session.changed() => return Ok(()), // failed: nothing else happens before a restore connects
+                // Only a failure is possible before a restore connects.
+                () = session.changed() => return Ok(()),
                 () = limit => bail!(
                     "no `criu restore` connected within {} s: start one, or this again",
                     connect_limit.unwrap_or_default().as_secs_f32()
@@ -372,7 +375,7 @@ impl Daemon {
         Ok(())
     }
 
-    /// Receives every task's userfaultfd, serving their faults from the first on, then the finish notice.
+    /// Receives every task's userfaultfd and then the finish notice. It serves each task's faults at once.
     async fn handshake(&self, open: &mut OpenSession) -> anyhow::Result<()> {
         let Some(connection) = open.connection.as_ref() else {
             bail!("the connection with the restore is lost")
@@ -381,12 +384,12 @@ impl Daemon {
         let mut peer = Peer::of(&readable);
         loop {
             let next = open.slot.inbox.next(readable.get_ref().as_fd()).context("receiving from the restore");
-            let next = next.inspect_err(|_| self.turn_away(open.slot))?;
+            let next = next.inspect_err(|_| self.reject_task(open.slot))?;
             if next != Received::Empty {
-                peer.heard();
+                peer.note_message();
             }
             match next {
-                // What it sent before it ended was received above.
+                // All that the restore sent before its end was received above.
                 Received::Empty if peer.has_ended() => bail!("{}", open.cut_short()),
                 Received::Empty => {
                     let too_long = peer.too_long(open.step());
@@ -416,7 +419,7 @@ impl Daemon {
                     open.note = self.publish(open.slot, &open.session);
                     return Ok(());
                 }
-                Received::Word(word) => self.announced(open, i32::from_ne_bytes(word.to_ne_bytes()))?,
+                Received::Word(word) => self.expect_task(open, i32::from_ne_bytes(word.to_ne_bytes()))?,
                 Received::Descriptor { image_pid, uffd, host_pid } => {
                     self.task_arrived(open, image_pid, uffd, host_pid)?;
                 }
@@ -424,7 +427,7 @@ impl Daemon {
         }
     }
 
-    fn announced(&self, open: &OpenSession, pid: i32) -> anyhow::Result<()> {
+    fn expect_task(&self, open: &OpenSession, pid: i32) -> anyhow::Result<()> {
         let known = |pid: i32| u32::try_from(pid).is_ok_and(|pid| open.image.has_task(pid));
         if pid < 0 && known(-pid) {
             open.slot.tasks.fetch_add(1, Ordering::AcqRel);
@@ -451,7 +454,7 @@ impl Daemon {
         if !std::mem::take(&mut open.arrived) {
             if !sys::is_userfaultfd(number) {
                 open.slot.inbox.done();
-                // SAFETY: received, and in no slot: owned by nobody. No memory depends on it.
+                // SAFETY: it was received and is in no slot, so it has no owner. No memory depends on it.
                 drop(unsafe { sys::take_over(number) });
                 bail!(
                     "task {image_pid} sent a descriptor that is no userfaultfd: not `criu restore --lazy-pages`"
@@ -463,7 +466,7 @@ impl Daemon {
             match plan.and_then(|plan| address_spaces::open(self.ledger, plan, &open.session, &arrived)) {
                 Ok(task) => self.pool.submit(task),
                 Err(error) => {
-                    self.turn_away(open.slot);
+                    self.reject_task(open.slot);
                     return Err(error);
                 }
             }
@@ -473,16 +476,16 @@ impl Daemon {
         Ok(())
     }
 
-    /// Ends the task whose userfaultfd is in the inbox and in no slot, if there is one.
-    fn turn_away(&self, slot: &SessionSlot) {
+    /// Kills the task whose userfaultfd is in the inbox and in no slot, if one is.
+    fn reject_task(&self, slot: &SessionSlot) {
         let Some((number, host_pid)) = slot.inbox.undelivered() else { return };
         let ended =
             !sys::is_userfaultfd(number) || address_spaces::kill_rejected(self.ledger, number, host_pid);
-        // Between the two: a successor must neither lose the descriptor of a living task nor look for one that
-        // is closed.
+        // After the kill and before the close: a successor must neither lose the descriptor of a living task
+        // nor expect a closed one.
         slot.inbox.done();
         if ended {
-            // SAFETY: received, in no slot, and out of the inbox now: owned by nobody.
+            // SAFETY: it was received, is in no slot and not in the inbox any more: it has no owner.
             drop(unsafe { sys::take_over(number) });
         }
     }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What of a process's memory its GPUs reach as soon as queues run: a restore waits for it, and it comes before the rest.
+//! Finds the memory of a process that its GPUs can access as soon as queues run. A restore waits for it, so
+//! it is loaded before other memory.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -13,8 +14,10 @@ use tracing::debug;
 
 use crate::gpu::plugin_folder::image_files;
 
-/// Addresses, sorted, by the pid that names a process's images. Nothing of one whose images cannot be read: that is the plugin's to
-/// say, and costs only the order.
+/// Returns the sorted address ranges that GPUs can access, by the pid in the names of a process's images.
+///
+/// A process whose image cannot be read has no entry. The plugin reports that error; here it only affects the
+/// order of loads.
 #[must_use]
 pub fn gpu_registered_ranges(images: &ImageDir) -> BTreeMap<u32, Vec<Range<u64>>> {
     let directory = format!("/proc/self/fd/{}", images.as_fd().as_raw_fd());
@@ -35,7 +38,7 @@ pub fn gpu_registered_ranges(images: &ImageDir) -> BTreeMap<u32, Vec<Range<u64>>
 fn ranges(image: &KfdImage) -> Option<Vec<Range<u64>>> {
     let gpus = image.nodes.iter().filter(|node| node.properties.gpu_id != 0).count();
     let private = Private::read(&image.private, gpus, image.buffers.len(), image.objects as usize).ok()?;
-    // Where GPUs retry faults they reach all of it.
+    // With XNACK, GPUs retry faults and can access all memory.
     if private.xnack_mode != 0 {
         return Some(vec![Range { start: 0, end: u64::MAX }]);
     }
@@ -69,14 +72,14 @@ mod tests {
     }
 
     #[test]
-    fn what_a_process_has_registered_is_known_by_its_pid() {
+    fn registered_ranges_are_found_by_pid() {
         let folder = tempfile::tempdir().unwrap();
         for (id, image) in [(3, image(77, 0)), (4, image(78, 1))] {
             std::fs::write(folder.path().join(kfd_name(id)), image.to_bytes()).unwrap();
         }
         std::fs::write(folder.path().join(kfd_name(9)), b"damaged").unwrap();
         let images = ImageDir::open(folder.path()).unwrap();
-        // Of the second GPUs reach everything.
+        // GPUs can access all memory of the second process.
         let of = [(77, 0x7000..0x9000), (78, 0..u64::MAX)].map(|(pid, range)| (pid, vec![range]));
         assert_eq!(gpu_registered_ranges(&images), BTreeMap::from(of));
     }

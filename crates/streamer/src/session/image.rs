@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A whole image, checked and made ready to be served, before any restore is let in.
+//! Opens and checks a whole image before a session accepts a restore.
 //!
-//! The directory is opened once and every file relative to it. From then on the session has the open files and the
-//! plans made from them, and a successor gets both ([`Image::seal`]): no path is looked up a second time (I7).
+//! It opens the directory once, and every file relative to it. Afterwards the session uses the open files and
+//! the plans made from them, and a successor gets both ([`Image::seal`]). No path is looked up a second time
+//! (I7).
 
 mod sealed;
 
@@ -18,34 +19,34 @@ use rewake_pager::{Extent, Plan};
 
 use crate::session::gpu_pinned::gpu_registered_ranges;
 
-/// What one task lacks, and where it is.
+/// The missing pages of one task, and where their bytes are.
 #[derive(Debug)]
 pub struct TaskPlan {
-    /// The pages.
+    /// The missing pages.
     pub plan: Arc<Plan>,
     /// The files that the plan's extents name by index.
     pub files: Arc<Vec<Arc<PagesFile>>>,
-    /// Addresses that come before the rest.
+    /// Addresses that are loaded before all others.
     pub first: Vec<Range<u64>>,
 }
 
 /// A checked image directory.
 #[derive(Debug, Default)]
 pub struct Image {
-    /// Tasks by the pid that names their images; none for those without memory (zombies).
+    /// Tasks by the pid in the names of their images. None for those without memory (zombies).
     plans: BTreeMap<u32, Option<TaskPlan>>,
     /// The pages files of all tasks, each once.
     files: Vec<Arc<PagesFile>>,
-    /// Where each inode's file is in `files`.
+    /// The index in `files` of each inode's file.
     by_inode: HashMap<(u64, u64), usize>,
     digest: Digest,
 }
 
 impl Image {
-    /// Reads and checks everything that serving will need.
+    /// Reads and checks everything that a session needs.
     ///
     /// # Errors
-    /// Any file is missing, damaged or truncated, or pages are not in the image at all.
+    /// Fails when a file is missing, damaged or truncated, or when the image lacks pages.
     pub fn open(path: &Path) -> anyhow::Result<Self> {
         let images = ImageDir::open(path)?;
         images.inventory()?;
@@ -79,14 +80,14 @@ impl Image {
         };
         let plan = Plan::new(extents.into_iter().map(extent).collect()).with_context(pagemap)?;
         let open = |file: rewake_criu_images::PagesFile| {
-            anyhow::Ok(self.only_once(PagesFile::from_file(file.file, file.path)?))
+            anyhow::Ok(self.deduplicate(PagesFile::from_file(file.file, file.path)?))
         };
         let files = files.into_iter().map(open).collect::<Result<_, _>>()?;
         Ok(TaskPlan { plan: Arc::new(plan), files: Arc::new(files), first })
     }
 
-    /// The file, or the one that another task has opened already where it is the same.
-    fn only_once(&mut self, file: Arc<PagesFile>) -> Arc<PagesFile> {
+    /// Returns the open file of the same inode if a task has it already, and adds `file` otherwise.
+    fn deduplicate(&mut self, file: Arc<PagesFile>) -> Arc<PagesFile> {
         let at = *self.by_inode.entry(inode(&file)).or_insert(self.files.len());
         if at == self.files.len() {
             self.files.push(file);
@@ -94,31 +95,32 @@ impl Image {
         Arc::clone(&self.files[at])
     }
 
-    /// Names the image: a digest of the files of CRIU that were parsed, not of the contents of memory.
+    /// Returns a digest of the parsed CRIU files, which identifies the image. It does not cover the contents
+    /// of memory.
     #[must_use]
     pub fn digest(&self) -> Digest {
         self.digest
     }
 
-    /// Tasks, zombies included: each reports once.
+    /// Returns the number of tasks, zombies included. Each of them reports once.
     #[must_use]
     pub fn tasks(&self) -> usize {
         self.plans.len()
     }
 
-    /// True when the image has this task.
+    /// Returns whether the image has this task.
     #[must_use]
     pub fn has_task(&self, pid: u32) -> bool {
         self.plans.contains_key(&pid)
     }
 
-    /// The plan of a task with memory.
+    /// Returns the plan of a task with memory.
     #[must_use]
     pub fn plan(&self, pid: u32) -> Option<&TaskPlan> {
         self.plans.get(&pid)?.as_ref()
     }
 
-    /// Lazy pages of all tasks.
+    /// Returns the number of lazy pages of all tasks.
     #[must_use]
     pub fn lazy_pages(&self) -> u64 {
         self.plans.values().flatten().map(|task| task.plan.pages()).sum()

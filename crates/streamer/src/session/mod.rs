@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! One restore being served, as the control thread and the reactors share it.
+//! The state of a session, which the control thread and the reactors share.
 
 pub mod address;
 pub mod daemon;
@@ -22,18 +22,18 @@ use crate::cpu::stats::{Stats, TaskStats, add};
 use crate::ledger::fd_store::{Entry, FdStore, Kind};
 use crate::ledger::{Ledger, NO_FD, SpaceSlot};
 
-/// One restore.
+/// One restore that this worker serves.
 #[derive(Debug)]
 pub struct Session {
-    /// Its slot in the ledger.
+    /// The index of its slot in the ledger.
     pub index: usize,
-    /// Its number: for people, and never given again.
+    /// Its number, which users see. No other session ever gets it.
     pub number: u64,
-    /// Image directory.
+    /// Its image directory.
     pub images: PathBuf,
-    /// When the worker took it up.
+    /// When the worker opened it or took it over.
     pub since: Instant,
-    /// Counters.
+    /// Its counters.
     pub stats: Stats,
     /// Its fd store; none in tests.
     store: Option<FdStore>,
@@ -47,7 +47,7 @@ pub struct Session {
 }
 
 impl Session {
-    /// A session with no address spaces yet.
+    /// Returns a session without address spaces.
     #[must_use]
     pub fn new(index: usize, number: u64, images: PathBuf) -> Self {
         Self {
@@ -67,23 +67,23 @@ impl Session {
         }
     }
 
-    /// The session with the store that keeps its descriptors.
+    /// Gives the session the store that keeps its descriptors.
     #[must_use]
     pub fn with_store(self, store: FdStore) -> Self {
         Self { store: Some(store), ..self }
     }
 
-    /// Its fd store.
+    /// Returns its fd store.
     #[must_use]
     pub fn store(&self) -> Option<&FdStore> {
         self.store.as_ref()
     }
 
-    /// Puts an address space's userfaultfd, and its journal if it has one, into the store: from here on they outlive
+    /// Puts an address space's userfaultfd, and its journal if it has one, into the store, where they outlive
     /// this process. Of two entries for one address space the later one counts.
     ///
     /// # Errors
-    /// The store takes no more.
+    /// Fails when the store is full.
     pub fn keep(&self, slot: &SpaceSlot) -> io::Result<()> {
         let Some(store) = self.store() else { return Ok(()) };
         let mut numbers = vec![slot.uffd.load(Ordering::Acquire), slot.journal.load(Ordering::Acquire)];
@@ -91,13 +91,13 @@ impl Session {
         store.put(slot.entry(), &numbers)
     }
 
-    /// Whether the store takes the userfaultfd of one more address space.
+    /// Returns whether the store has room for the userfaultfd of one more address space.
     #[must_use]
     pub fn has_room(&self) -> bool {
         self.store().is_none_or(|store| store.has_room().unwrap_or(true))
     }
 
-    /// Takes address spaces out of the store that no slot of the ledger has any more. Until then their
+    /// Removes address spaces from the store that no slot of the ledger has any more. Until then their
     /// userfaultfds are open, and no process reads their events.
     pub fn forget_retired(&self, ledger: Ledger) {
         let Some(store) = self.store() else { return };
@@ -110,36 +110,38 @@ impl Session {
         }
     }
 
-    /// A dump waits for it: its memory is loaded before that of other sessions.
+    /// Makes reactors load its memory before that of other sessions, because a dump waits for it.
     pub fn make_urgent(&self) {
         self.urgent.store(true, Ordering::Relaxed);
     }
 
-    /// True after [`Session::make_urgent`].
+    /// Returns true after [`Session::make_urgent`].
     #[must_use]
     pub fn is_urgent(&self) -> bool {
         self.urgent.load(Ordering::Relaxed)
     }
 
-    /// The restore finished: background filling may begin, and what is resident may be let go.
+    /// Notes that the restore has finished. Reactors may then load in the background and retire address
+    /// spaces that are fully resident.
     pub fn release(&self) {
         if !self.released.swap(true, Ordering::AcqRel) {
             self.running_ns.store(self.stats.elapsed(), Ordering::Relaxed);
         }
     }
 
-    /// When the restore finished, in nanoseconds as [`Stats::elapsed`] counts; 0: not yet.
+    /// Returns when the restore finished, in nanoseconds as [`Stats::elapsed`] counts. 0: not yet.
     #[must_use]
     pub fn running_ns(&self) -> u64 {
         self.running_ns.load(Ordering::Relaxed)
     }
 
-    /// True after [`Session::release`].
+    /// Returns true after [`Session::release`].
     pub fn is_released(&self) -> bool {
         self.released.load(Ordering::Acquire)
     }
 
-    /// Ends the session: bytes of the image cannot be had. The first reason is kept and logged.
+    /// Fails the session, because bytes of the image cannot be read or filled. Keeps and logs only the first
+    /// reason.
     pub fn fail(&self, reason: &str) {
         if self.failure.set(reason.to_owned()).is_ok() {
             error!(
@@ -151,17 +153,17 @@ impl Session {
         }
     }
 
-    /// True after [`Session::fail`].
+    /// Returns true after [`Session::fail`].
     pub fn has_failed(&self) -> bool {
         self.failure.get().is_some()
     }
 
-    /// Why it failed.
+    /// Returns why it failed.
     pub fn failure(&self) -> Option<&str> {
         self.failure.get().map(String::as_str)
     }
 
-    /// One more task, with so many pages to bring back: what is done for it is counted there.
+    /// Adds a task with `pages` missing pages, and returns its counters.
     pub fn task_arrived(&self, pid: i32, pages: u64) -> Arc<TaskStats> {
         add(&self.stats.pages_total, pages);
         let task = Arc::new(TaskStats { pid, pages_total: pages.into(), ..TaskStats::default() });
@@ -169,29 +171,29 @@ impl Session {
         task
     }
 
-    /// The tasks that have arrived, in their order: all of them once it was released.
+    /// Returns the tasks that have reported, in this order. After [`Session::release`] these are all.
     pub fn tasks(&self) -> Vec<Arc<TaskStats>> {
         self.tasks.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// One more address space to serve.
+    /// Counts one more address space to serve.
     pub fn space_opened(&self) {
         self.open_spaces.fetch_add(1, Ordering::AcqRel);
     }
 
-    /// One less.
+    /// Counts one address space less. The last one ends the session.
     pub fn space_closed(&self) {
         if self.open_spaces.fetch_sub(1, Ordering::AcqRel) == 1 {
             self.changed.notify_one();
         }
     }
 
-    /// True when no address space needs serving.
+    /// Returns whether no address space is left to serve.
     pub fn is_empty(&self) -> bool {
         self.open_spaces.load(Ordering::Acquire) == 0
     }
 
-    /// Waits until the session failed or its last address space was closed. One waiter.
+    /// Waits until the session fails or its last address space is closed. Only one task may wait.
     pub async fn changed(&self) {
         self.changed.notified().await;
     }
@@ -207,7 +209,7 @@ mod tests {
     use crate::ledger::fd_store::peek_all;
 
     #[test]
-    fn an_address_space_that_is_not_published_yet_stays_in_the_store() {
+    fn an_unpublished_address_space_stays_in_the_store() {
         let ledger = Ledger::new().unwrap();
         let (store, writer) = FdStore::create().unwrap();
         let store = FdStore::of(store.as_raw_fd(), writer.as_raw_fd()).unwrap();

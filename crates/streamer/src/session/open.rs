@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A session from its socket to its end, as the control thread has it.
+//! Opens and closes a session on the control thread: accepts the restore, and takes the fd store back at the
+//! end.
 
 use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
 use std::os::unix::net::UnixListener;
@@ -19,22 +20,22 @@ use crate::session::socket;
 use crate::supervise::parking;
 use crate::sys;
 
-/// A session that is listening or further.
+/// A session that listens or has accepted its restore.
 #[derive(Debug)]
 pub struct OpenSession {
-    /// What the reactors see of it.
+    /// The state that it shares with the reactors.
     pub session: Arc<Session>,
     pub(crate) image: Image,
     pub(crate) slot: &'static SessionSlot,
     pub(crate) listener: Option<UnixListener>,
     pub(crate) connection: Option<OwnedFd>,
-    /// What CRIU's plugins know of it.
+    /// The note that CRIU's plugins read.
     pub(crate) note: Option<SessionNote>,
-    /// The message in the inbox was dealt with by a worker that died before it could say so.
+    /// Whether a dead worker has handled the message in the inbox, and died before it could note that.
     pub(crate) arrived: bool,
 }
 
-/// A session that a successor could not take up.
+/// A session that a successor could not take over.
 #[derive(Debug)]
 pub struct Lost {
     /// The session's number.
@@ -43,24 +44,24 @@ pub struct Lost {
     pub images: PathBuf,
     /// Its work directory.
     pub work: PathBuf,
-    /// Why.
+    /// Why it could not.
     pub error: anyhow::Error,
 }
 
 impl OpenSession {
-    /// Tasks that have reported.
+    /// Returns the number of tasks that have reported.
     #[must_use]
     pub fn tasks(&self) -> u32 {
         self.slot.tasks.load(Ordering::Relaxed)
     }
 
-    /// How far it is.
+    /// Returns its slot in the ledger, which has its state.
     #[must_use]
     pub fn slot(&self) -> &'static SessionSlot {
         self.slot
     }
 
-    /// How far its handshake is.
+    /// Returns the current step of its handshake.
     pub(crate) fn step(&self) -> Step {
         match () {
             () if self.slot.inbox.is_midway() => Step::Midway,
@@ -69,6 +70,7 @@ impl OpenSession {
         }
     }
 
+    /// Returns the error text for a restore that ended before its finish notice.
     pub(crate) fn cut_short(&self) -> String {
         let (reported, all) = (self.tasks(), self.image.tasks());
         format!(
@@ -77,7 +79,7 @@ impl OpenSession {
         )
     }
 
-    /// Waits for the restore and takes its connection.
+    /// Waits for the restore and accepts its connection.
     pub(crate) async fn accept(&mut self) -> anyhow::Result<()> {
         let Some(listener) = self.listener.as_ref() else { bail!("the listening socket is lost") };
         let readable = sys::watch(listener.try_clone()?.into()).context("watching the socket")?;
@@ -105,7 +107,7 @@ impl OpenSession {
         // From here on a successor only takes the store back.
         self.slot.set_state(SessionState::Closing);
         if let Some(store) = self.session.store() {
-            // What waits for the next one to read it waits no longer.
+            // This closes userfaultfds: threads that wait for a reader of their events are released.
             if let Err(error) = store.empty() {
                 warn!(%error, session = self.session.number, "emptying the fd store");
             }
@@ -118,8 +120,8 @@ impl OpenSession {
     }
 }
 
-/// A worker died while it took a session's store back from processes. That may take seconds: other sessions do not
-/// wait for it. `notes`: where the sessions' notes are.
+/// Takes a session's store back from processes, where a dead worker has only begun to. A thread does it, because
+/// it may take seconds and other sessions must not wait. `notes` is the folder of the sessions' notes.
 pub(crate) fn finish_closing(slot: &'static SessionSlot, notes: PathBuf, starter: ProcessId) {
     let number = slot.number();
     std::thread::spawn(move || {
@@ -136,8 +138,8 @@ pub(crate) fn finish_closing(slot: &'static SessionSlot, notes: PathBuf, starter
 }
 
 impl Drop for OpenSession {
-    /// Removes the socket that no restore has connected to. A request to stop drops such a session without
-    /// [`OpenSession::close`]. A worker that is killed drops nothing: its successor needs the socket.
+    /// Removes the socket of a session that no restore has connected to. A request to stop drops such a
+    /// session without [`OpenSession::close`]. A killed worker drops nothing: its successor needs the socket.
     fn drop(&mut self) {
         if self.listener.take().is_none() {
             return;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The process that connected to `lazy-pages.socket`: `criu restore` itself, which lives until it has said that it has
-//! finished. Its tasks have copies of the connection, so that the connection alone does not tell when it ends.
+//! Watches the process that connected to `lazy-pages.socket`: `criu restore`, which lives until it has sent
+//! its finish notice. The connection alone does not show its end, because its tasks have copies of it.
 
 use std::future::{Future, pending};
 use std::os::fd::{AsFd as _, OwnedFd};
@@ -12,18 +12,18 @@ use tracing::debug;
 
 use crate::sys;
 
-/// How long CRIU may take from its connection to the first task: it makes namespaces and runs action scripts, and
-/// reads no memory before.
+/// How long CRIU may take from its connection to the first task. Before that it makes namespaces and runs
+/// action scripts, but reads no memory.
 const FIRST_LIMIT: Duration = Duration::from_secs(600);
-/// How long the rest of a message may take, which CRIU sends at once: long enough for a machine that is suspended or
-/// short of memory.
+/// How long the rest of a message may take, which CRIU sends at once. This is enough for a machine that is
+/// suspended or short of memory.
 const STEP_LIMIT: Duration = Duration::from_secs(120);
 
-/// What is known of it.
+/// The restore's process, and the time of its last message.
 #[derive(Debug)]
 pub(crate) struct Peer {
     process: Process,
-    /// When the last message came.
+    /// When the last message was received.
     since: Instant,
 }
 
@@ -31,22 +31,24 @@ pub(crate) struct Peer {
 enum Process {
     Lives(AsyncFd<OwnedFd>),
     Ended,
-    /// Of another pid namespace, or the kernel does not say.
+    /// It is in another pid namespace, or the kernel does not report it.
     Unknown,
 }
 
-/// How far a handshake is.
+/// The step of a handshake.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Step {
     /// No task has reported.
     First,
-    /// The rest of a message is awaited.
+    /// The rest of a message is outstanding.
     Midway,
-    /// The next task, or the finish: CRIU reads memory that is not lazy meanwhile, however long that takes.
+    /// The next task or the finish notice is outstanding. CRIU reads memory that is not lazy meanwhile,
+    /// without a limit.
     Between,
 }
 
 impl Peer {
+    /// Watches the process at the other end of `connection`.
     pub(crate) fn of(connection: &AsyncFd<OwnedFd>) -> Self {
         let process = match sys::peer_process(connection.get_ref().as_fd()).and_then(sys::watch) {
             Ok(process) => Process::Lives(process),
@@ -59,17 +61,17 @@ impl Peer {
         Self { process, since: Instant::now() }
     }
 
-    /// A message came.
-    pub(crate) fn heard(&mut self) {
+    /// Notes that a message was received.
+    pub(crate) fn note_message(&mut self) {
         self.since = Instant::now();
     }
 
-    /// Whether it has ended: what it sent before is in the connection by then.
+    /// Returns whether it has ended. All that it sent is then in the connection.
     pub(crate) fn has_ended(&self) -> bool {
         matches!(self.process, Process::Ended)
     }
 
-    /// Waits until it has ended; after that for ever.
+    /// Waits until the process ends. A second call waits for ever.
     pub(crate) async fn ended(&mut self) {
         if let Process::Lives(process) = &self.process
             && process.readable().await.is_ok()
@@ -80,7 +82,7 @@ impl Peer {
         pending::<()>().await;
     }
 
-    /// Waits as long as the step may take.
+    /// Waits until the time limit of the step has passed.
     pub(crate) fn too_long(&self, step: Step) -> impl Future<Output = ()> + use<> {
         let limit = match step {
             Step::First => Some(FIRST_LIMIT),
@@ -113,7 +115,8 @@ mod tests {
         tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(test);
     }
 
-    /// A child that connects and then sleeps. This process keeps a copy of its end, as tasks of a restore do.
+    /// Starts a child that connects and then sleeps. This process keeps a copy of its end, like the tasks of
+    /// a restore.
     fn connect_child(client: &OwnedFd, address: &UnixAddr) -> i32 {
         // SAFETY: the child makes system calls only.
         let pid = unsafe { libc::fork() };
@@ -129,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn the_end_of_criu_is_noticed_though_its_tasks_keep_the_connection() {
+    fn the_end_of_criu_is_seen_though_its_tasks_keep_the_connection() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("socket");
         let listener = UnixListener::bind(&path).unwrap();
@@ -142,7 +145,7 @@ mod tests {
             sys::kill(pid);
             timeout(AT_ONCE, peer.ended()).await.unwrap();
             assert!(peer.has_ended() && !sys::has_hung_up(connection.get_ref().as_raw_fd()));
-            // SAFETY: waits for a child of this process; no status is asked for.
+            // SAFETY: waits for a child of this process, and the kernel writes no status.
             assert_eq!(unsafe { libc::waitpid(pid, std::ptr::null_mut(), 0) }, pid);
             let mut of_successor = Peer::of(&connection);
             assert!(of_successor.has_ended() || timeout(AT_ONCE, of_successor.ended()).await.is_ok());
@@ -150,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn each_step_has_its_limit_but_the_time_between_tasks() {
+    fn each_step_but_the_time_between_tasks_has_a_limit() {
         block_on(async {
             let long_ago = |limit| Peer { process: Process::Unknown, since: Instant::now() - limit };
             for (step, limit) in [(Step::First, FIRST_LIMIT), (Step::Midway, STEP_LIMIT)] {
@@ -163,9 +166,9 @@ mod tests {
             }
             let between = long_ago(FIRST_LIMIT).too_long(Step::Between);
             assert!(timeout(Duration::from_millis(20), between).await.is_err());
-            let mut heard = long_ago(STEP_LIMIT);
-            heard.heard();
-            assert!(timeout(Duration::from_millis(20), heard.too_long(Step::Midway)).await.is_err());
+            let mut active = long_ago(STEP_LIMIT);
+            active.note_message();
+            assert!(timeout(Duration::from_millis(20), active.too_long(Step::Midway)).await.is_err());
         });
     }
 }

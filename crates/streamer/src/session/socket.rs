@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The socket that `criu restore --lazy-pages` connects to: `lazy-pages.socket` in the work directory.
+//! Binds the socket that `criu restore --lazy-pages` connects to: `lazy-pages.socket` in the work directory.
 
 use std::fs::File;
 use std::io;
@@ -16,17 +16,17 @@ use tracing::warn;
 use crate::session::address::{listener, may_speak};
 use crate::sys;
 
-/// Fixed by CRIU (criu/uffd.c).
+/// The name of the socket, which CRIU sets (criu/uffd.c).
 pub const NAME: &str = "lazy-pages.socket";
 
-/// Binds and listens, for this user only. A socket file that nobody serves is replaced, as CRIU's daemon does; one that a daemon
-/// of ours serves is not.
+/// Binds the socket for this user only, and listens. Like CRIU's daemon, it replaces a stale socket file, but
+/// not one that another process listens on.
 ///
 /// # Errors
-/// The directory is missing or not writable, or another `rewake` listens there.
+/// Fails when the directory is missing or not writable, or another process listens there.
 pub fn listen(work: &Path) -> anyhow::Result<UnixListener> {
     let directory = File::open(work).with_context(|| format!("opening work directory {}", work.display()))?;
-    // Through the descriptor: the directory's own path may be longer than a socket address.
+    // Through the descriptor, because the directory's path may be longer than a socket address.
     let path = PathBuf::from(format!("/proc/self/fd/{}/{NAME}", directory.as_raw_fd()));
     if is_served(&work.join(NAME)) {
         bail!("{}/{NAME}: another daemon listens here: end it, or give another -W directory", work.display());
@@ -42,11 +42,13 @@ pub fn listen(work: &Path) -> anyhow::Result<UnixListener> {
     Ok(listener)
 }
 
-/// The next connection of this user or root; one of another user is closed: it could pass a userfaultfd of its own and be
-/// given the image's memory. None where none waits.
+/// Accepts the next connection of this user or root. Returns none when none waits.
+///
+/// It closes connections of other users: such a process could send a userfaultfd of its own and get the
+/// image's memory.
 ///
 /// # Errors
-/// The socket failed.
+/// Fails when the socket fails.
 pub fn accept(listener: &UnixListener) -> io::Result<Option<UnixStream>> {
     loop {
         let connection = match listener.accept() {
@@ -63,10 +65,10 @@ pub fn accept(listener: &UnixListener) -> io::Result<Option<UnixStream>> {
     }
 }
 
-/// Removes a socket file that is not needed any more.
+/// Removes the socket file if it exists.
 ///
 /// # Errors
-/// As `unlink`.
+/// Fails with the errors of `unlink`.
 pub fn remove(work: &Path) -> io::Result<()> {
     match std::fs::remove_file(work.join(NAME)) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
@@ -74,9 +76,9 @@ pub fn remove(work: &Path) -> io::Result<()> {
     }
 }
 
-/// Whether some process has the socket file bound. A datagram socket is asked, not a stream: the kernel
-/// answers "wrong type" for a bound one and "refused" for a stale file, and the daemon's one accept is not
-/// used up by a connection that is no restore.
+/// Returns whether a process listens on the socket file. It connects with a datagram socket: the kernel
+/// answers "wrong type" for a bound stream socket and "refused" for a stale file. A stream would use up the
+/// daemon's only accept.
 fn is_served(path: &Path) -> bool {
     let Ok(probe) = std::os::unix::net::UnixDatagram::unbound() else { return false };
     probe.connect(path).is_err_and(|error| error.raw_os_error() == Some(libc::EPROTOTYPE))
@@ -91,7 +93,7 @@ mod tests {
     #[test]
     fn a_stale_socket_file_is_replaced() {
         let dir = tempfile::tempdir().unwrap();
-        // No socket was ever bound to it: a child of another test may have a copy of one that is dropped.
+        // Made without a socket: a forked child of another test could keep a copy of a dropped one.
         mknod(&dir.path().join(NAME), SFlag::S_IFSOCK, Mode::S_IRUSR | Mode::S_IWUSR, 0).unwrap();
         listen(dir.path()).unwrap();
     }

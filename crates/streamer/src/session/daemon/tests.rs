@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A successor of a worker that was killed while it closed a session.
+//! Tests a successor of a worker that was killed while it closed a session.
 
 use std::path::Path;
 use std::sync::atomic::Ordering;
@@ -11,11 +11,11 @@ use super::Daemon;
 use crate::ledger::session_store;
 use crate::ledger::{Ledger, SessionState};
 
-/// Time for a process to be started that looks at all others.
+/// Time to start a process that examines all other processes.
 const LIMIT: Duration = Duration::from_secs(60);
 
 #[test]
-fn of_a_session_that_was_being_closed_a_successor_takes_the_store_back_and_serves_nothing() {
+fn a_successor_takes_back_the_store_of_a_closing_session() {
     let ledger = Ledger::new().unwrap();
     let own = ProcessId::of(std::process::id().cast_signed()).unwrap().unwrap();
     let slots = [(); 2].map(|()| ledger.take_session().unwrap()).map(|index| &ledger.sessions()[index]);
@@ -24,7 +24,7 @@ fn of_a_session_that_was_being_closed_a_successor_takes_the_store_back_and_serve
         session_store::make(slot).unwrap();
         slot.set_state(SessionState::Closing);
     }
-    // The second one's worker came further.
+    // The worker of the second one had taken the store from the slot already.
     drop(slots[1].take_store());
     assert!(!ledger.is_depended_on());
     let daemon = Daemon::start(ledger, own).unwrap();

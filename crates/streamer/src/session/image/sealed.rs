@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A checked image as one sealed memory file, for a successor that serves it from the same open files.
+//! Writes a checked image into a sealed memory file, and reads it again in a successor with the same open
+//! files.
 //!
-//! A successor must not parse the image again: another image may be at its path by then (I7). So the process that
-//! opened the image writes what it found into a memory file and seals it; the descriptors of the pages files are
-//! handed over beside it. The bytes, all numbers little-endian:
+//! A successor must not parse the image again: another image may be at its path by then (I7). So the process
+//! that opened the image writes the plans into a memory file and seals it. A successor gets it together with
+//! the descriptors of the pages files. The format, with all numbers little-endian:
 //!
 //! ```text
 //! MAGIC [8], VERSION u32, digest of the image [32]
@@ -34,19 +35,19 @@ use super::{Image, TaskPlan, inode};
 
 const MAGIC: [u8; 8] = *b"rewakepl";
 const VERSION: u32 = 1;
-/// Longest name or path, in bytes.
+/// The longest name or path, in bytes.
 const MAX_NAME: u32 = 4096;
-/// Bytes of a record of each kind.
+/// The bytes of a record of each kind.
 const INDEX: u64 = 4;
 const RANGE: u64 = 16;
 const EXTENT: u64 = 28;
 
 impl Image {
-    /// Writes everything that serving needs into a memory file that is sealed against writing, shrinking and growing.
-    /// Gives it, and the descriptors of the pages files in the order in which the memory file names them.
+    /// Writes everything that a session needs into a memory file, which is sealed against writing, shrinking
+    /// and growing. Returns it and the descriptors of the pages files, in the order of the memory file.
     ///
     /// # Errors
-    /// EMFILE, ENOMEM.
+    /// Fails with EMFILE or ENOMEM.
     pub fn seal(&self) -> io::Result<(OwnedFd, Vec<BorrowedFd<'_>>)> {
         let flags = MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING;
         let memory = File::from(memfd_create(c"rewake-plan", flags)?);
@@ -58,12 +59,12 @@ impl Image {
         Ok((memory.into(), self.files.iter().map(|file| file.as_fd()).collect()))
     }
 
-    /// The image that [`Image::seal`] wrote, served from the same open files: `files` are their descriptors in the
-    /// same order. Nothing is looked up by path.
+    /// Reads the image that [`Image::seal`] wrote. `files` are the descriptors of the pages files, in the
+    /// same order. It looks up no path.
     ///
     /// # Errors
-    /// `plan` is not sealed, is of another version or damaged; a descriptor is not the file that was opened, or the
-    /// file may have other contents by now.
+    /// Fails when `plan` is not sealed, is damaged or has another version. Also when a descriptor refers to
+    /// another file, or the contents of the file may have changed.
     pub fn unseal(plan: BorrowedFd<'_>, files: Vec<OwnedFd>) -> anyhow::Result<Self> {
         let memory = File::from(plan.try_clone_to_owned().context("the sealed plan of an image")?);
         let sealed = fcntl(&memory, FcntlArg::F_GET_SEALS).context("the sealed plan of an image")?;
@@ -84,7 +85,7 @@ fn seals() -> SealFlag {
     SealFlag::F_SEAL_WRITE | SealFlag::F_SEAL_SHRINK | SealFlag::F_SEAL_GROW
 }
 
-/// Writes the format above.
+/// Writes the format of this module.
 struct Output<W: Write>(BufWriter<W>);
 
 impl<W: Write> Output<W> {
@@ -159,7 +160,7 @@ impl<W: Write> Output<W> {
     }
 }
 
-/// The memory file from an offset on; others may use its descriptor's own offset.
+/// Reads the memory file at its own offset, because other processes may use the offset of the descriptor.
 struct At<'a> {
     memory: &'a File,
     offset: u64,
@@ -173,7 +174,8 @@ impl Read for At<'_> {
     }
 }
 
-/// Reads the format above and believes no count: what is kept in memory is in proportion to what was read.
+/// Reads the format of this module. It trusts no count: the memory that it uses is in proportion to the bytes
+/// read.
 struct Input<'a> {
     bytes: BufReader<At<'a>>,
     left: u64,
@@ -196,7 +198,7 @@ impl Input<'_> {
             let file = self.file(descriptor)?;
             ensure!(
                 image.by_inode.insert(inode(&file), image.files.len()).is_none(),
-                "{} is there twice",
+                "{} appears twice",
                 file.name().display()
             );
             image.files.push(file);
@@ -210,7 +212,7 @@ impl Input<'_> {
                 1 => Some(self.task(&image.files).with_context(|| format!("task {pid}"))?),
                 other => bail!("task {pid}: expected 0 or 1 for its memory, found {other}"),
             };
-            ensure!(image.plans.insert(pid, plan).is_none(), "task {pid} is there twice");
+            ensure!(image.plans.insert(pid, plan).is_none(), "task {pid} appears twice");
         }
         ensure!(self.left == 0, "expected the end, found {} bytes more", self.left);
         Ok(image)
@@ -234,9 +236,7 @@ impl Input<'_> {
         for _ in 0..count {
             let index = self.u32()?;
             let file = all.get(index as usize);
-            files.push(Arc::clone(
-                file.with_context(|| format!("file {index} of {} that there are", all.len()))?,
-            ));
+            files.push(Arc::clone(file.with_context(|| format!("file {index} of {}", all.len()))?));
         }
         let count = u64::from(self.u32()?);
         self.has_room(count, RANGE)?;
@@ -267,7 +267,7 @@ impl Input<'_> {
         Ok(extent)
     }
 
-    /// A count is not believed before that many records can follow.
+    /// Checks that so many records fit into the rest of the file.
     fn has_room(&self, count: u64, record: u64) -> anyhow::Result<()> {
         ensure!(count <= self.left / record, "{count} records where {} bytes are left", self.left);
         Ok(())

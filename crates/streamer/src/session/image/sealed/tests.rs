@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A sealed plan serves what the image had, whatever is at the image's path by then; anything else is refused.
+//! A successor serves a sealed plan from the same open files, whatever the image's path has by then. It
+//! refuses any other plan or file.
 
 use std::fs;
 use std::path::Path;
@@ -14,7 +15,7 @@ const PAGE: usize = 4096;
 const PAGES: u64 = 3;
 const LAZY: PageFlags = PageFlags(6);
 
-/// An image of two processes of three pages each, filled with `byte` and `byte + 1`, and a zombie.
+/// Writes an image of a zombie and two processes of three pages each, with the bytes `byte` and `byte + 1`.
 fn write_image(dir: &Path, byte: u8) {
     fs::create_dir_all(dir).unwrap();
     let task = |pid, state| Task {
@@ -52,7 +53,7 @@ fn opened() -> (tempfile::TempDir, Image) {
     let root = tempfile::tempdir().unwrap();
     write_image(&root.path().join("image"), 1);
     let mut image = Image::open(&root.path().join("image")).unwrap();
-    // What GPUs reach is read from images of GPUs, which this one has none of.
+    // These ranges normally come from GPU images, which this image lacks.
     if let Some(Some(task)) = image.plans.get_mut(&8) {
         task.first = vec![0x80_0000..0x80_1000, 0x80_2000..0x80_3000];
     }
@@ -63,12 +64,12 @@ fn unseal(plan: &OwnedFd, files: Vec<OwnedFd>) -> anyhow::Result<Image> {
     Image::unseal(plan.as_fd(), files)
 }
 
-fn handed_over(image: &Image) -> (OwnedFd, Vec<OwnedFd>) {
+fn plan_and_files(image: &Image) -> (OwnedFd, Vec<OwnedFd>) {
     let (plan, files) = image.seal().unwrap();
     (plan, files.iter().map(|file| file.try_clone_to_owned().unwrap()).collect())
 }
 
-/// A memory file with these bytes, sealed.
+/// Returns a sealed memory file with these bytes.
 fn sealed(bytes: &[u8]) -> OwnedFd {
     let flags = MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING;
     let memory = File::from(memfd_create(c"test", flags).unwrap());
@@ -84,7 +85,7 @@ fn bytes_of(plan: &OwnedFd) -> Vec<u8> {
     bytes
 }
 
-/// All of a task that serving uses.
+/// Everything of a task that a session uses: pid, extents, prefetch ranges and file names.
 type Content = (u32, Vec<Extent>, Vec<std::ops::Range<u64>>, Vec<PathBuf>);
 
 fn content(image: &Image) -> Vec<Content> {
@@ -99,53 +100,56 @@ fn content(image: &Image) -> Vec<Content> {
 #[test]
 fn a_successor_serves_the_same_plans_from_the_same_files() {
     let (_root, image) = opened();
-    let (plan, files) = handed_over(&image);
+    let (plan, files) = plan_and_files(&image);
     assert_eq!(files.len(), 2);
-    let heir = unseal(&plan, files).unwrap();
-    assert_eq!(content(&heir), content(&image));
-    assert_eq!((heir.tasks(), heir.lazy_pages(), heir.digest()), (3, 2 * PAGES, image.digest()));
-    assert!(heir.has_task(9) && heir.plan(9).is_none(), "a zombie has no memory");
-    assert_eq!(heir.plan(8).unwrap().first.len(), 2);
-    let again = bytes_of(&heir.seal().unwrap().0);
-    assert_eq!(again, bytes_of(&plan), "a third one gets the same");
+    let successor = unseal(&plan, files).unwrap();
+    assert_eq!(content(&successor), content(&image));
+    assert_eq!(
+        (successor.tasks(), successor.lazy_pages(), successor.digest()),
+        (3, 2 * PAGES, image.digest())
+    );
+    assert!(successor.has_task(9) && successor.plan(9).is_none(), "a zombie has no memory");
+    assert_eq!(successor.plan(8).unwrap().first.len(), 2);
+    let again = bytes_of(&successor.seal().unwrap().0);
+    assert_eq!(again, bytes_of(&plan), "a third process gets the same");
 }
 
 #[test]
-fn what_is_at_the_path_by_then_makes_no_difference() {
+fn a_successor_does_not_depend_on_the_path() {
     for replaced in [false, true] {
         let (root, image) = opened();
-        let (plan, files) = handed_over(&image);
+        let (plan, files) = plan_and_files(&image);
         drop(image);
-        std::thread::sleep(Duration::from_millis(20)); // the clock of change times
+        std::thread::sleep(Duration::from_millis(20)); // longer than the resolution of change times
         fs::remove_dir_all(root.path().join("image")).unwrap();
         if replaced {
             write_image(&root.path().join("image"), 9);
         }
-        let heir = unseal(&plan, files).unwrap();
+        let successor = unseal(&plan, files).unwrap();
         let mut page = [0; PAGE];
-        read_now(&heir.plan(8).unwrap().files[0], 0, &mut page).unwrap();
-        assert_eq!(page, [2; PAGE], "the bytes that the session was opened with");
+        read_now(&successor.plan(8).unwrap().files[0], 0, &mut page).unwrap();
+        assert_eq!(page, [2; PAGE], "the bytes of the image that the session opened");
     }
 }
 
 #[test]
-fn a_file_that_two_tasks_share_is_handed_over_once() {
+fn a_file_that_two_tasks_share_is_passed_once() {
     let root = tempfile::tempdir().unwrap();
     write_image(root.path(), 1);
     fs::remove_file(root.path().join("pages-2.img")).unwrap();
     fs::hard_link(root.path().join("pages-1.img"), root.path().join("pages-2.img")).unwrap();
     let image = Image::open(root.path()).unwrap();
-    let (plan, files) = handed_over(&image);
+    let (plan, files) = plan_and_files(&image);
     assert_eq!(files.len(), 1);
-    let heir = unseal(&plan, files).unwrap();
-    assert!(Arc::ptr_eq(&heir.plan(7).unwrap().files[0], &heir.plan(8).unwrap().files[0]));
+    let successor = unseal(&plan, files).unwrap();
+    assert!(Arc::ptr_eq(&successor.plan(7).unwrap().files[0], &successor.plan(8).unwrap().files[0]));
 }
 
 #[test]
 fn descriptors_of_other_files_are_refused_by_name() {
     let (root, image) = opened();
     let refused = |files: Vec<OwnedFd>| format!("{:#}", unseal(&image.seal().unwrap().0, files).unwrap_err());
-    let (_, mut files) = handed_over(&image);
+    let (_, mut files) = plan_and_files(&image);
     files.swap(0, 1);
     let error = refused(files);
     assert!(error.contains("pages-1.img: it is another file"), "{error}");
@@ -153,7 +157,7 @@ fn descriptors_of_other_files_are_refused_by_name() {
     assert!(refused(Vec::new()).contains("expected 2 pages files, found 0 descriptors"));
 
     std::thread::sleep(Duration::from_millis(20));
-    let (_, files) = handed_over(&image);
+    let (_, files) = plan_and_files(&image);
     let file = fs::OpenOptions::new().write(true).open(root.path().join("image/pages-2.img")).unwrap();
     file.write_all_at(&[7], 100).unwrap();
     let error = refused(files);
@@ -163,18 +167,18 @@ fn descriptors_of_other_files_are_refused_by_name() {
 #[test]
 fn a_plan_that_may_still_be_written_is_refused() {
     let (_root, image) = opened();
-    let (plan, files) = handed_over(&image);
+    let (plan, files) = plan_and_files(&image);
     let memory = memfd_create(c"test", MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING).unwrap();
     File::from(memory.try_clone().unwrap()).write_all_at(&bytes_of(&plan), 0).unwrap();
     let error = unseal(&memory, files).unwrap_err().to_string();
     assert!(error.contains("is not sealed"), "{error}");
-    assert!(File::from(plan).write_all_at(&[1], 0).is_err(), "ours is");
+    assert!(File::from(plan).write_all_at(&[1], 0).is_err(), "the plan of `seal` is sealed");
 }
 
 #[test]
 fn a_plan_of_another_version_says_so() {
     let (_root, image) = opened();
-    let (plan, files) = handed_over(&image);
+    let (plan, files) = plan_and_files(&image);
     let mut bytes = bytes_of(&plan);
     bytes[8] = 2;
     let error = format!("{:#}", unseal(&sealed(&bytes), files).unwrap_err());
@@ -182,35 +186,35 @@ fn a_plan_of_another_version_says_so() {
 }
 
 #[test]
-fn a_plan_that_is_cut_or_longer_is_refused_at_every_length() {
+fn a_plan_of_any_other_length_is_refused() {
     let (_root, image) = opened();
-    let (plan, _) = handed_over(&image);
+    let (plan, _) = plan_and_files(&image);
     let mut bytes = bytes_of(&plan);
     bytes.push(0);
     for len in (0..=bytes.len()).filter(|len| *len != bytes.len() - 1) {
-        let (_, files) = handed_over(&image);
+        let (_, files) = plan_and_files(&image);
         let error = format!("{:#}", unseal(&sealed(&bytes[..len]), files).unwrap_err());
         assert!(error.contains("the sealed plan of an image"), "{error}");
     }
 }
 
 #[test]
-fn hostile_bytes_are_refused_or_harmless_at_every_place() {
+fn hostile_bytes_are_refused_or_harmless_at_every_offset() {
     let (_root, image) = opened();
-    let (plan, _) = handed_over(&image);
+    let (plan, _) = plan_and_files(&image);
     let bytes = bytes_of(&plan);
     let mut refused = 0;
     for at in 0..bytes.len() {
         for value in [0, 0x7f, 0xff] {
             let mut bytes = bytes.clone();
             bytes[at] = value;
-            let (_, files) = handed_over(&image);
-            let Ok(heir) = unseal(&sealed(&bytes), files) else {
+            let (_, files) = plan_and_files(&image);
+            let Ok(successor) = unseal(&sealed(&bytes), files) else {
                 refused += 1;
                 continue;
             };
-            // Whatever a flipped byte makes of addresses, it reads no bytes beyond a file and needs no more memory.
-            for task in heir.plans.values().flatten() {
+            // A changed byte may change addresses. It must not cause reads beyond a file, or use more memory.
+            for task in successor.plans.values().flatten() {
                 assert!(task.plan.pages() <= PAGES && task.files.len() <= 2);
             }
         }
@@ -219,17 +223,17 @@ fn hostile_bytes_are_refused_or_harmless_at_every_place() {
 }
 
 #[test]
-fn counts_beyond_the_end_are_refused_before_memory_is_taken_for_them() {
+fn counts_beyond_the_end_are_refused_before_allocation() {
     let (_root, image) = opened();
-    let (plan, _) = handed_over(&image);
+    let (plan, _) = plan_and_files(&image);
     let bytes = bytes_of(&plan);
-    // The last task's numbers of ranges and of extents, seen from the end: the zombie has 8 bytes.
+    // The last task's counts of ranges and extents, at offsets from the end: the zombie has 8 bytes.
     let extents = bytes.len() - 8 - usize::try_from(EXTENT).unwrap() - 8;
     let ranges = extents - 2 * usize::try_from(RANGE).unwrap() - 4;
     for (at, len) in [(extents, 8), (ranges, 4)] {
         let mut bytes = bytes.clone();
         bytes[at..at + len].fill(0xff);
-        let (_, files) = handed_over(&image);
+        let (_, files) = plan_and_files(&image);
         let error = format!("{:#}", unseal(&sealed(&bytes), files).unwrap_err());
         assert!(error.contains("records where"), "{error}");
     }
