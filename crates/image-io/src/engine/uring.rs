@@ -93,11 +93,6 @@ impl Uring {
         self.deferred
     }
 
-    /// Whether the cache's memory is registered, so that reads need not pin it each time.
-    pub fn is_registered(&self) -> bool {
-        self.registration.is_ok()
-    }
-
     /// For the log: what this ring lacks.
     pub(super) fn note(&self) -> Option<String> {
         let defer = (!self.deferred).then(|| "deferred completions are not available".to_owned());

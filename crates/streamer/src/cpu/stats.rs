@@ -114,12 +114,6 @@ impl Stats {
         (self.first_fault.load(Ordering::Relaxed), self.last_fault.load(Ordering::Relaxed))
     }
 
-    /// Returns the number of pages that reactors have filled.
-    #[must_use]
-    pub fn pages_resident(&self) -> u64 {
-        self.pages_copied.load(Ordering::Relaxed) + self.pages_zero.load(Ordering::Relaxed)
-    }
-
     /// Returns the latency that `share` (0..=1) of the page faults did not exceed. None before the first one.
     #[must_use]
     pub fn fault_quantile(&self, share: f64) -> Option<Duration> {
