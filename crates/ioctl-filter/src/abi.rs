@@ -16,7 +16,9 @@ const BPF_F_SLEEPABLE: u32 = 1 << 4;
 /// The licence of a program that may use all helpers; one of `license_is_gpl_compatible`
 /// (`include/linux/license.h`).
 const LICENSE: &std::ffi::CStr = c"Dual MIT/GPL";
-const NAME: &[u8] = b"rewake_ioctl_filter";
+const NAME: &[u8] = b"rewake_filter";
+// The kernel has room for 15 characters and a zero (BPF_OBJ_NAME_LEN).
+const _: () = assert!(NAME.len() < 16);
 /// Bytes of the verifier's log, of which the kernel keeps the end.
 const LOG_BYTES: usize = 64 * 1024;
 /// The last lines of the log, which errors show.
