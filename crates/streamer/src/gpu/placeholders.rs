@@ -130,7 +130,8 @@ impl ReceivedPlaceholders {
     /// Watches all placeholders in the stopped process, and checks that it has no others.
     ///
     /// # Errors
-    /// One is missing or is something else. The process must not run then: an unwatched placeholder reads as zeros.
+    /// A placeholder is missing or another mapping. The process must not run then: an unwatched placeholder reads
+    /// as zeros.
     pub(super) fn watch<'a>(
         &'a self,
         process: usize,
@@ -225,7 +226,8 @@ impl<'a> Placeholders<'a> {
     /// no pid that is known here while its parent waits for the message to be read. Its page faults wait
     /// meanwhile.
     fn end_child(&self, uffd: RawFd) {
-        // SAFETY: made by the read that gave the message, and nobody else's. Not closed: what is missing would be zeros.
+        // SAFETY: the read that gave the message made it, and nothing else owns it. Not closed: missing memory
+        // would read as zeros.
         let uffd = ManuallyDrop::new(unsafe { sys::take_over(uffd) });
         for _ in 0..FORKED {
             if address_space_ended(uffd.as_fd()) {

@@ -80,7 +80,7 @@ impl Program {
         let number = i32::from_ne_bytes(number);
         // SAFETY: integers in, a descriptor out.
         let uffd = unsafe { libc::syscall(libc::SYS_pidfd_getfd, pidfd.as_raw_fd(), number, 0) };
-        // SAFETY: just opened, and nobody else's.
+        // SAFETY: just opened, and nothing else owns it.
         let uffd = unsafe { OwnedFd::from_raw_fd(RawFd::try_from(uffd).unwrap()) };
         Self { pid, buffers, files: [file, uffd, render.into()], address, shared }
     }

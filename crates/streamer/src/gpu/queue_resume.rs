@@ -196,7 +196,7 @@ impl<'a> QueueResumer<'a> {
                 return Ok(Attempt::Ended);
             }
             Ok(ResumeStep::NotNow(why)) => {
-                state.resident_since.map_or(Ok(()), |resident_since| is_late(resident_since, &why))?
+                state.resident_since.map_or(Ok(()), |since| is_late(since, &why))?;
             }
             Ok(ResumeStep::Never(error)) => {
                 state.all_at_once = true;

@@ -3,7 +3,7 @@
 //! and when GPUs were resumed.
 //!
 //! * [`Timeline`]: receives the streamer's events from any thread, and samples the counts of CPU memory.
-//! [`follow`] samples it often.
+//!   [`follow`] samples it often.
 //! * `recorder`: holds the events so far; `samples` and `top_n` bound its memory.
 //! * [`text`], [`html`]: show the record to users. [`files`]: keeps it beside CRIU's own logs.
 

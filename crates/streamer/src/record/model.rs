@@ -85,7 +85,8 @@ pub struct Process {
     pub longest_page_fault_us: u64,
     /// Buffers whose placeholders were swapped for the device.
     pub swaps: u64,
-    /// How long it stood still for that, together: from when its threads were asked to, without the microseconds of letting go.
+    /// How long it was stopped for that, together, from the request to its threads, without the microseconds of
+    /// resuming.
     pub stopped_us: u64,
 }
 
