@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The CPU's view of buffers that are there.
+//! Maps resident buffers into this process, so that the CPU can read and write them.
 
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
@@ -9,19 +9,20 @@ use rewake_amdgpu_uapi::Error;
 use rewake_amdgpu_uapi::abi::memory::Mapping;
 use rewake_amdgpu_uapi::render::Render;
 
-/// Of buffers that were looked at, until it is dropped.
+/// The mappings of buffers that were accessed; they are removed when this value is dropped.
 #[derive(Debug, Default)]
 pub(super) struct BarMappings {
     renders: BTreeMap<u32, Render>,
-    /// By the process's place among those loaded, and the image's number.
-    views: BTreeMap<(usize, usize), Mapping>,
+    /// By the process's index among those loaded, and the buffer's number in the image.
+    mappings: BTreeMap<(usize, usize), Mapping>,
 }
 
 impl BarMappings {
-    /// Of a buffer that is resident, and that a program has mapped itself: CPUs reach it.
+    /// Returns the mapping of a resident buffer that a program has mapped itself, so that CPUs can access
+    /// it.
     ///
     /// # Errors
-    /// The driver's.
+    /// The driver refuses to import or map the buffer.
     pub(super) fn of(
         &mut self,
         buffer: (usize, usize),
@@ -29,14 +30,14 @@ impl BarMappings {
         dmabuf: BorrowedFd<'_>,
         bytes: u64,
     ) -> Result<&Mapping, Error> {
-        let view = match self.views.entry(buffer) {
-            Entry::Occupied(view) => return Ok(view.into_mut()),
-            Entry::Vacant(view) => view,
+        let mapping = match self.mappings.entry(buffer) {
+            Entry::Occupied(mapping) => return Ok(mapping.into_mut()),
+            Entry::Vacant(mapping) => mapping,
         };
         let render = match self.renders.entry(minor) {
             Entry::Occupied(render) => render.into_mut(),
             Entry::Vacant(render) => render.insert(Render::open(minor)?),
         };
-        Ok(view.insert(render.map(render.import(dmabuf)?, bytes)?))
+        Ok(mapping.insert(render.map(render.import(dmabuf)?, bytes)?))
     }
 }

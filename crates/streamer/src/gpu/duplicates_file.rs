@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Which buffers of GPUs have the same bytes, in a file of the image directory: a restore reads them once, and copies them to all of these buffers.
+//! Keeps in a file of the image directory which GPU buffers have the same bytes. A restore reads those bytes
+//! once and copies them to all of these buffers.
 
 use std::cmp::Reverse;
 use std::fmt::Write as _;
@@ -18,13 +19,13 @@ use crate::gpu::plugin_folder::image_files;
 use crate::gpu::sidecar_file;
 
 const VERSION: u32 = 1;
-/// Different in each dump: with the bytes of another one buffers would get what is not theirs.
+/// This file differs in each dump. Sets of another dump would give buffers wrong bytes.
 const INVENTORY: &str = "inventory.img";
-/// Of that file; CRIU's has some hundred.
+/// The most bytes of that file; CRIU's has some hundred.
 const MOST_OF_INVENTORY: u64 = 1 << 16;
-/// Buffers in all sets.
+/// The most buffers in all sets.
 const MOST: usize = 1 << 16;
-/// Of a file with as many of them.
+/// The most bytes of a file with [`MOST`] buffers.
 const MOST_BYTES: u64 = 4 << 20;
 
 /// A buffer: N of its process's `amdgpu-kfd-N.img`, and its number there.
@@ -39,7 +40,7 @@ struct Twins {
     sets: Vec<Vec<Twin>>,
 }
 
-/// An earlier dump's file is worthless from now on.
+/// Removes the file of an earlier dump.
 ///
 /// # Errors
 /// It cannot be removed.
@@ -48,17 +49,17 @@ pub fn forget(images: &Path) -> anyhow::Result<()> {
     Ok(folder::remove(folder.as_fd(), DUPLICATES_FILE)?)
 }
 
-/// What was found.
+/// The result of [`find`].
 #[derive(Debug, PartialEq, Eq)]
 pub struct Found {
-    /// Buffers that need not be read.
+    /// The number of buffers that need not be read.
     pub spared: usize,
-    /// Whether the time was over before all were compared.
+    /// Whether the time limit ended before all were compared.
     pub cut_off: bool,
 }
 
-/// Looks for such buffers in an image that was dumped, and leaves the file. `begins` is told how many bytes are to be compared, and gives for how
-/// long they may be: what was found until then is kept.
+/// Finds buffers with the same bytes in a dumped image, and writes the file. `begins` gets the number of
+/// bytes to compare and returns the time limit: what was found by then is kept.
 ///
 /// # Errors
 /// The image cannot be read, or the directory not written to.
@@ -72,7 +73,7 @@ pub fn find(images: &Path, begins: impl FnOnce(u64) -> Duration) -> anyhow::Resu
     if sets.is_empty() {
         return Ok(Found { spared: 0, cut_off });
     }
-    // What spares the most first.
+    // The sets that save the most bytes first.
     sets.sort_by_key(|set| {
         let size = set.first().map_or(0, |(place, number)| processes[*place].1.buffers[*number].size);
         Reverse(size.saturating_mul(set.len() as u64 - 1))
@@ -84,7 +85,7 @@ pub fn find(images: &Path, begins: impl FnOnce(u64) -> Duration) -> anyhow::Resu
     Ok(Found { spared, cut_off })
 }
 
-/// A process's number in the image, and what the image has of it.
+/// A process's number in the image, and its image of KFD.
 type Computing = (u32, KfdImage);
 
 fn pages_files(images: &Path, folder: BorrowedFd<'_>) -> anyhow::Result<Vec<(Computing, Vec<PagesFile>)>> {
@@ -104,7 +105,7 @@ fn pages_files(images: &Path, folder: BorrowedFd<'_>) -> anyhow::Result<Vec<(Com
     Ok(all)
 }
 
-/// Of more than [`MOST`] buffers those of the first sets.
+/// Writes the sets, of more than [`MOST`] buffers the first.
 fn write(images: BorrowedFd<'_>, mut sets: Vec<Vec<Twin>>) -> anyhow::Result<usize> {
     let mut left = MOST;
     for set in &mut sets {
@@ -119,7 +120,7 @@ fn write(images: BorrowedFd<'_>, mut sets: Vec<Vec<Twin>>) -> anyhow::Result<usi
     Ok(spared)
 }
 
-/// The sets; none if the image has no such file.
+/// Returns the sets; none if the image has no such file.
 ///
 /// # Errors
 /// It cannot be read, is damaged, or was made for another dump.
@@ -137,7 +138,7 @@ fn inventory(images: BorrowedFd<'_>) -> anyhow::Result<String> {
     let bytes = sidecar_file::read(images, INVENTORY, MOST_OF_INVENTORY).context(INVENTORY)?;
     let bytes = bytes.with_context(|| format!("{INVENTORY} is not there"))?;
     Ok(bytes.iter().fold(String::new(), |mut text, byte| {
-        // Into a String: it does not fail.
+        // Writing to a String cannot fail.
         let _ = write!(text, "{byte:02x}");
         text
     }))

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Who waits for device memory that CPUs have touched: buffers are demanded, and the device put in the placeholders' place as soon as
-//! they are there; the rest when all of the process is.
+//! Serves page faults of CPUs in missing GPU memory. It demands the buffers, and swaps their placeholders
+//! for the mappings of the buffers as soon as these are resident.
 
 use std::collections::btree_map::{BTreeMap, Entry};
 use std::collections::{BTreeSet, VecDeque};
@@ -22,19 +22,22 @@ use super::reachability::GpuReach;
 use crate::ledger::Ledger;
 use crate::record::Timeline;
 
-/// Between two tries of what a process that does not stand still keeps us from, and between two stops of one that does, for it to run;
-/// milliseconds.
-const AGAIN: u16 = 5;
-/// Buffers that become the device in one stop when nobody waits for them. One is 0.2 ms and more, and reading the mappings 2 to 3 us for each
-/// that the process has (`docs/performance.md`): with thousands of them the stop is about 20 ms.
-const AT_ONCE: usize = 64;
-/// For a process to stand still, when all is there or after it last did. It is killed then: its placeholders would be there for ever.
+/// The time between two tries with a process that does not stop, and between two stops of one that does, so
+/// that it can run; in milliseconds.
+const RETRY_MS: u16 = 5;
+/// The number of buffers that one stop swaps when no thread waits for them. One buffer takes 0.2 ms and
+/// more; reading the mappings takes 2 to 3 us for each mapping of the process (`docs/performance.md`). With
+/// thousands of them the stop takes about 20 ms.
+const BUFFERS_PER_STOP: usize = 64;
+/// How long a process may refuse to stop, after all is resident or after its last stop. It is killed then:
+/// its placeholders would stay for ever.
 const PATIENCE: Duration = Duration::from_secs(120);
 
-/// What is there: told by the load, asked by those who wait.
+/// What is resident: the load writes it, the fault server reads it.
 #[derive(Debug)]
 pub(super) struct ResidencyState {
-    /// By process and buffer; without those that no placeholder stands for, and that no GPU waits for more than another.
+    /// One flag for each process and buffer, without buffers that have no placeholder and that all GPUs of
+    /// the process wait for alike.
     buffers: Vec<BTreeMap<usize, AtomicBool>>,
     /// By process.
     whole: Vec<AtomicBool>,
@@ -44,7 +47,7 @@ pub(super) struct ResidencyState {
 }
 
 impl ResidencyState {
-    /// Of so many processes.
+    /// Builds the state of `processes` processes; nothing is resident.
     pub(super) fn new(
         processes: usize,
         places: &[Placeholders<'_>],
@@ -68,8 +71,8 @@ impl ResidencyState {
         })
     }
 
-    /// A buffer is, or a process.
-    pub(super) fn tell(&self, whole: LoadEvent) {
+    /// Marks a buffer or a whole process as resident.
+    pub(super) fn mark_resident(&self, whole: LoadEvent) {
         let flag = match whole {
             LoadEvent::Buffer { process, number } => self.buffers[process].get(&number),
             LoadEvent::Process { process } => Some(&self.whole[process]),
@@ -80,14 +83,14 @@ impl ResidencyState {
         }
     }
 
-    /// The load has ended: all are, or it has failed.
+    /// Records that the load has ended: everything is resident, or the load has failed.
     pub(super) fn ended(&self, well: bool) {
         if well { &self.all } else { &self.given_up }.store(true, Ordering::Release);
         self.wake();
     }
 
     fn wake(&self) {
-        // It fails where it would count too far: then there is news anyway.
+        // A write fails only where the counter would overflow: the reader is woken then anyway.
         let _ = self.news.write(1);
     }
 
@@ -105,68 +108,70 @@ impl ResidencyState {
     }
 }
 
-/// What is there, as GPUs see it.
+/// A set of memory that has become resident and without placeholders.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum ReadyEvent {
-    /// All that one of the GPUs reaches that go on one by one: which process's, and which set.
+    /// Everything that one GPU reaches whose process resumes GPUs one by one: the process, and the index of
+    /// the GPU's reach.
     Gpu(usize, usize),
-    /// All of a process.
+    /// All memory of a process.
     Process(usize),
 }
 
-/// A page that threads of a process wait for: the process, among those loaded, and the address. A thread that is interrupted asks again.
-type Touch = (usize, u64);
+/// A page that threads of a process wait for: the process's index, and the address. An interrupted thread
+/// faults again.
+type FaultingPage = (usize, u64);
 
-/// What nobody waited for, of a process.
+/// The progress of swaps that no thread waited for, of one process.
 #[derive(Debug)]
 struct SwapProgress {
-    /// When the process last stood still, or was whole.
+    /// When the process last stopped, or when all of it became resident.
     stood: Instant,
-    /// Buffers that have become the device.
+    /// The number of buffers that were swapped.
     buffers: usize,
-    /// How long it stood still for that.
+    /// How long the process was stopped for that.
     stopped: Duration,
 }
 
-/// All processes' placeholders.
+/// Serves the page faults in all processes' placeholders.
 #[derive(Debug)]
 pub(super) struct FaultServer<'a> {
-    /// Of processes that are whole, the first is next.
+    /// The placeholders by process; of resident processes the first is swapped next.
     places: VecDeque<Placeholders<'a>>,
-    /// By process, when it is whole.
+    /// The swaps of each process that is resident.
     rest: BTreeMap<usize, SwapProgress>,
-    /// Processes that are not whole, or have placeholders.
+    /// The processes that are not resident, or have placeholders.
     left: BTreeSet<usize>,
-    /// By process, with their places: GPUs whose sets are not there, or have placeholders.
+    /// The GPUs whose reach is not resident or has placeholders: the process, the index, and the reach.
     sets: Vec<(usize, usize, &'a GpuReach)>,
-    /// Hears of those of both that are, and have none.
+    /// Receives an event for each process and reach that is resident without placeholders.
     done: Sender<ReadyEvent>,
-    desk: LoadHandle,
+    handle: LoadHandle,
     resident: &'a ResidencyState,
     ledger: Ledger,
     timeline: &'a Timeline,
-    views: BarMappings,
-    /// Since when.
-    waiting: BTreeMap<Touch, Instant>,
-    /// Whether a process did not stand still: it is tried again.
-    again: bool,
-    heard: AccessTrace,
+    bar_mappings: BarMappings,
+    /// The pages that threads wait for, and since when.
+    waiting: BTreeMap<FaultingPage, Instant>,
+    /// Whether a process did not stop, so that it must be tried again.
+    retry: bool,
+    trace: AccessTrace,
 }
 
-/// What CPUs touched.
+/// The buffers that CPUs accessed while they were missing.
 #[derive(Debug, Default)]
 pub(super) struct AccessTrace {
-    /// How often they waited.
-    pub(super) touches: u64,
-    /// For what, by process and buffer: each once, in their order.
-    pub(super) order: Vec<(usize, usize)>,
+    /// The number of page faults.
+    pub(super) faults: u64,
+    /// The buffers, by process and number, each once, in the order of their first page faults.
+    pub(super) buffers: Vec<(usize, usize)>,
     seen: BTreeSet<(usize, usize)>,
 }
 
 impl AccessTrace {
     fn of(&mut self, process: usize, buffer: usize) {
         if self.seen.insert((process, buffer)) {
-            self.order.push((process, buffer));
+            self.buffers.push((process, buffer));
         }
     }
 }
@@ -174,7 +179,7 @@ impl AccessTrace {
 impl<'a> FaultServer<'a> {
     pub(super) fn new(
         places: Vec<Placeholders<'a>>,
-        desk: LoadHandle,
+        handle: LoadHandle,
         resident: &'a ResidencyState,
         sets: &[(usize, &'a [GpuReach])],
         done: Sender<ReadyEvent>,
@@ -192,40 +197,40 @@ impl<'a> FaultServer<'a> {
                 })
                 .collect(),
             done,
-            desk,
+            handle,
             resident,
             ledger,
             timeline,
-            views: BarMappings::default(),
+            bar_mappings: BarMappings::default(),
             waiting: BTreeMap::new(),
-            again: false,
-            heard: AccessTrace::default(),
+            retry: false,
+            trace: AccessTrace::default(),
         }
     }
 
-    /// Serves until the device is everywhere; what was touched. Nothing to do where the load fails: whoever is behind
-    /// a gate is killed.
+    /// Serves page faults until no placeholder is left, and returns the access trace. Returns early where
+    /// the load fails: the processes with closed gates are killed then.
     ///
     /// # Errors
     /// A process's placeholders cannot be served, or not replaced.
     pub(super) fn run(mut self) -> anyhow::Result<AccessTrace> {
-        self.tell_done();
+        self.send_ready();
         while !self.left.is_empty() && !self.resident.given_up.load(Ordering::Acquire) {
             self.wait()?;
-            self.hear()?;
+            self.receive()?;
             self.serve()?;
             self.finish()?;
-            self.tell_done();
+            self.send_ready();
         }
-        Ok(self.heard)
+        Ok(self.trace)
     }
 
-    fn tell_done(&mut self) {
+    fn send_ready(&mut self) {
         let Self { places, left, sets, resident, done, .. } = self;
         left.retain(|process| {
             let is_done = resident.is_whole(*process) && !places.iter().any(|of| of.process() == *process);
             if is_done {
-                // Whoever does not hear has failed, and says so.
+                // A receiver that is gone has failed, and reports that itself.
                 let _ = done.send(ReadyEvent::Process(*process));
             }
             !is_done
@@ -244,13 +249,13 @@ impl<'a> FaultServer<'a> {
         });
     }
 
-    /// Until something is touched, or there, or to be tried again.
+    /// Waits for a page fault, for memory that becomes resident, or for the next try.
     fn wait(&self) -> anyhow::Result<()> {
         let timeout = match self.places.iter().filter(|of| self.can_finish(of)).count() {
-            0 if self.again => AGAIN.into(),
+            0 if self.retry => RETRY_MS.into(),
             0 => PollTimeout::NONE,
-            // Others run while one stands still.
-            whole => (AGAIN / u16::try_from(whole).unwrap_or(u16::MAX)).max(1).into(),
+            // Processes take turns: others run while one is stopped.
+            whole => (RETRY_MS / u16::try_from(whole).unwrap_or(u16::MAX)).max(1).into(),
         };
         let mut fds = vec![PollFd::new(self.resident.news.as_fd(), PollFlags::POLLIN)];
         fds.extend(self.places.iter().map(|place| PollFd::new(place.uffd(), PollFlags::POLLIN)));
@@ -263,50 +268,50 @@ impl<'a> FaultServer<'a> {
         Ok(())
     }
 
-    /// Takes what was touched.
-    fn hear(&mut self) -> anyhow::Result<()> {
+    /// Reads the page faults of all processes.
+    fn receive(&mut self) -> anyhow::Result<()> {
         for placeholders in &mut self.places {
             for address in placeholders.touched()? {
                 if let Entry::Vacant(touch) = self.waiting.entry((placeholders.process(), address)) {
                     touch.insert(Instant::now());
-                    self.heard.touches += 1;
+                    self.trace.faults += 1;
                 }
             }
         }
         Ok(())
     }
 
-    /// Lets go on whoever waits for what is there, and asks for what is not. A process that does not stand still is left alone after one try: it may be waiting for
-    /// its own messages to be read.
+    /// Wakes the threads whose buffers are resident, and demands the others. A process that does not stop
+    /// gets one try in each pass: it may be waiting for its own messages to be read.
     fn serve(&mut self) -> anyhow::Result<()> {
-        let mut moving = BTreeSet::new();
+        let mut unstopped = BTreeSet::new();
         for ((process, address), since) in std::mem::take(&mut self.waiting) {
-            // When a userfaultfd is closed its waiters look again.
+            // The kernel wakes the waiters of a closed userfaultfd, and they fault again.
             let of = self.places.iter_mut().find(|of| of.process() == process);
             let Some(placeholders) = of else { continue };
             let Some(touched) = placeholders.at(address)? else {
-                // The device is there by now, or nothing is.
+                // The buffer was swapped meanwhile, or nothing is mapped.
                 placeholders.wake(address, rewake_uffd::PAGE_SIZE);
                 continue;
             };
-            self.heard.of(process, touched.buffer);
+            self.trace.of(process, touched.buffer);
             let is_there = self.resident.has(process, touched.buffer);
             if !is_there {
-                self.desk.demand(process, touched.buffer);
+                self.handle.demand(process, touched.buffer);
             }
-            if !is_there || moving.contains(&process) {
+            if !is_there || unstopped.contains(&process) {
                 self.waiting.insert((process, address), since);
                 continue;
             }
-            match placeholders.swap(&BTreeSet::from([touched.buffer]), &mut self.views)? {
+            match placeholders.swap(&BTreeSet::from([touched.buffer]), &mut self.bar_mappings)? {
                 Outcome::Done { stopped } => {
                     placeholders.wake(address, rewake_uffd::PAGE_SIZE);
                     self.timeline.swapped(process, touched.buffer, stopped);
                 }
                 Outcome::NotNow(why) => {
                     debug!("a copy for process {}: {why}", placeholders.pid());
-                    placeholders.copy(address, touched, &mut self.views)?;
-                    moving.insert(process);
+                    placeholders.copy(address, touched, &mut self.bar_mappings)?;
+                    unstopped.insert(process);
                 }
                 Outcome::Ended => continue,
             }
@@ -318,11 +323,12 @@ impl<'a> FaultServer<'a> {
                 touched.buffer
             );
         }
-        self.again = !moving.is_empty();
+        self.retry = !unstopped.is_empty();
         Ok(())
     }
 
-    /// Buffers of a process that is whole, or of a set that is, whose place the device has not taken yet.
+    /// Returns the resident buffers of a process that still have placeholders: all, if the process is
+    /// resident, or those of each resident reach.
     fn unfinished(&self, of: &Placeholders<'_>) -> impl Iterator<Item = usize> {
         let process = of.process();
         let is_whole = self.resident.is_whole(process);
@@ -337,18 +343,18 @@ impl<'a> FaultServer<'a> {
         self.resident.is_whole(of.process()) || self.unfinished(of).next().is_some()
     }
 
-    /// Puts the device where it is not yet, in one stop of one process that is whole, or has a GPU whose set is. One that does not stand still
-    /// now is tried again.
+    /// Swaps placeholders in one stop of one process that is resident, or that has a GPU whose reach is. A
+    /// process that does not stop now is tried again.
     fn finish(&mut self) -> anyhow::Result<()> {
         let next = self.places.iter().position(|of| self.can_finish(of));
         let Some(mut placeholders) = next.and_then(|next| self.places.remove(next)) else { return Ok(()) };
         let (process, pid) = (placeholders.process(), placeholders.pid());
         let new = || SwapProgress { stood: Instant::now(), buffers: 0, stopped: Duration::ZERO };
         let is_whole = self.resident.is_whole(process);
-        let buffers: BTreeSet<usize> = self.unfinished(&placeholders).take(AT_ONCE).collect();
+        let buffers: BTreeSet<usize> = self.unfinished(&placeholders).take(BUFFERS_PER_STOP).collect();
         let rest = self.rest.entry(process).or_insert_with(new);
         if !buffers.is_empty() {
-            match placeholders.swap(&buffers, &mut self.views)? {
+            match placeholders.swap(&buffers, &mut self.bar_mappings)? {
                 Outcome::Done { stopped } => {
                     rest.stood = Instant::now();
                     rest.buffers += buffers.len();
@@ -356,7 +362,7 @@ impl<'a> FaultServer<'a> {
                     let share = stopped / u32::try_from(buffers.len()).unwrap_or(u32::MAX);
                     buffers.iter().for_each(|buffer| self.timeline.swapped(process, *buffer, share));
                 }
-                // A thread may wait in the kernel for memory of CPUs, which comes from here.
+                // A thread may wait in the kernel for CPU memory, which this streamer loads.
                 Outcome::NotNow(_) if !is_whole || self.ledger.serves_spaces() => {
                     rest.stood = Instant::now();
                 }
@@ -393,10 +399,10 @@ mod tests {
     use crate::ledger::fd_store::FdStore;
     use crate::uffd_child::until;
 
-    /// So many that two stops are not enough.
-    const BUFFERS: usize = 2 * AT_ONCE + 1;
+    /// More than two stops can swap.
+    const BUFFERS: usize = 2 * BUFFERS_PER_STOP + 1;
 
-    /// Programs that are tried until one stands still at once where it is touched.
+    /// The number of programs to try until one stops at once where it faults.
     const PROGRAMS: u32 = 10;
 
     #[test]
@@ -404,7 +410,7 @@ mod tests {
         assert!((0..PROGRAMS).any(|_| stood_still_when_it_was_touched()), "none of {PROGRAMS} stands still");
     }
 
-    /// False where its page was copied instead.
+    /// Returns false where the page was copied instead.
     fn stood_still_when_it_was_touched() -> bool {
         let program = Program::start(BUFFERS);
         let (pidfd, handed, timeline) = (program.pidfd(), program.handed(), Timeline::default());
@@ -414,33 +420,33 @@ mod tests {
         let places = vec![handed.watch(0, pidfd.as_raw_fd(), program.buffers(), &renders, &store).unwrap()];
         let resident = ResidencyState::new(1, &places, &[]).unwrap();
         let processes = [Process { files: &[], dmabufs: &[] }];
-        let desk = BackgroundLoad::new(&processes, None).unwrap().handle();
+        let handle = BackgroundLoad::new(&processes, None).unwrap().handle();
         let (done, hears) = channel();
         let mut touches =
-            FaultServer::new(places, desk, &resident, &[], done, Ledger::new().unwrap(), &timeline);
+            FaultServer::new(places, handle, &resident, &[], done, Ledger::new().unwrap(), &timeline);
         resident.ended(true);
 
-        // One stop, and more where it does not stand still.
+        // One stop, and further tries where the program does not stop.
         until(|| {
             touches.finish().unwrap();
             program.mappings() != (BUFFERS, 0)
         });
-        assert_eq!(program.mappings(), (AT_ONCE + 1, AT_ONCE));
+        assert_eq!(program.mappings(), (BUFFERS_PER_STOP + 1, BUFFERS_PER_STOP));
 
         program.touch();
         let mut message = [PollFd::new(touches.places[0].uffd(), PollFlags::POLLIN)];
         assert_eq!(poll(&mut message, 60_000_u16), Ok(1));
-        touches.hear().unwrap();
+        touches.receive().unwrap();
         touches.serve().unwrap();
         until(|| program.read() == LAST);
-        if touches.again {
+        if touches.retry {
             return false;
         }
-        assert_eq!(program.mappings(), (AT_ONCE, AT_ONCE + 1));
+        assert_eq!(program.mappings(), (BUFFERS_PER_STOP, BUFFERS_PER_STOP + 1));
 
         assert!(hears.try_recv().is_err());
-        let heard = touches.run().unwrap();
-        assert_eq!((heard.touches, heard.order), (1, vec![(0, BUFFERS - 1)]));
+        let trace = touches.run().unwrap();
+        assert_eq!((trace.faults, trace.buffers), (1, vec![(0, BUFFERS - 1)]));
         assert_eq!(program.mappings(), (0, BUFFERS));
         assert_eq!(hears.iter().collect::<Vec<_>>(), [ReadyEvent::Process(0)]);
         let of = &timeline.record().processes[0];

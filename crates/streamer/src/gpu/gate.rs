@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What keeps a process's GPUs still: the driver's CRIU operations PROCESS_INFO, by the plugin, and UNPAUSE, here.
+//! Opens a process's gate. The plugin closes it with the driver's CRIU operation PROCESS_INFO; UNPAUSE here
+//! opens it.
 
 use std::os::fd::{BorrowedFd, RawFd};
 use std::time::Duration;
@@ -13,52 +14,53 @@ use super::reachability::GpuReach;
 use crate::supervise::processes::{self, Layout};
 use crate::sys;
 
-/// How long CRIU may take to let go of a process that it has restored.
+/// How long CRIU may take to detach from a process that it has restored.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// The gate of a process.
 #[derive(Debug)]
 pub(super) struct Gate<'a> {
-    /// Its process descriptor, in the ledger.
+    /// The process descriptor, which the ledger owns.
     pub(super) process: RawFd,
-    /// Its `/dev/kfd`.
+    /// The process's `/dev/kfd`.
     pub(super) kfd: BorrowedFd<'a>,
-    /// What it may not do before; none where calls cannot be kept away.
-    pub(super) kept: Option<BlockedCalls<'a>>,
-    /// Its GPUs that go on one by one; none if they go on together.
-    pub(super) sets: &'a [GpuReach],
+    /// The calls that the process cannot make while its gate is closed; `None` where calls cannot be
+    /// blocked.
+    pub(super) blocked_calls: Option<BlockedCalls<'a>>,
+    /// The reach of each GPU that is resumed alone; empty if all are resumed together.
+    pub(super) reach: &'a [GpuReach],
 }
 
 impl Gate<'_> {
-    /// Opens it: once, when all memory of the process is loaded. The process's number.
+    /// Opens the gate, once, when all memory of the process is resident. Returns the process's number.
     ///
     /// # Errors
-    /// The process cannot be traced, or the driver refuses: it stands still.
+    /// The process cannot be traced, or the driver refuses: its queues stay evicted.
     pub(super) fn open(&self) -> anyhow::Result<i32> {
         let pid = sys::pidfd_pid(self.process).context("finding the process")?;
         let done = with_tracer(pid, PATIENCE, || criu::unpause(self.kfd));
         let done = done.with_context(|| format!("tracing process {pid}"))?;
         done.with_context(|| format!("letting the GPUs of process {pid} go on"))?;
-        self.kept.iter().for_each(BlockedCalls::process_goes_on);
+        self.blocked_calls.iter().for_each(BlockedCalls::unblock_process);
         Ok(pid)
     }
 
-    /// It was opened for each GPU, one by one. The process's number.
+    /// Unblocks the process's calls after each GPU was resumed alone. Returns the process's number.
     ///
     /// # Errors
     /// The process has ended.
     pub(super) fn is_open(&self) -> anyhow::Result<i32> {
         let pid = sys::pidfd_pid(self.process).context("finding the process")?;
-        self.kept.iter().for_each(BlockedCalls::process_goes_on);
+        self.blocked_calls.iter().for_each(BlockedCalls::unblock_process);
         Ok(pid)
     }
 
-    /// How its program's memory is laid out.
+    /// Returns the layout of the program's memory.
     pub(super) fn layout(&self) -> Option<Layout> {
         processes::layout(sys::pidfd_pid(self.process).ok()?)
     }
 
-    /// Whether there is nobody behind it.
+    /// Returns whether the process has ended.
     pub(super) fn has_ended(&self) -> bool {
         sys::has_ended(self.process)
     }

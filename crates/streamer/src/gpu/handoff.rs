@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What the plugin hands over, and when: `proto/handover.proto`.
+//! Receives what the plugin hands over: `proto/handover.proto`.
 
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::path::Path;
@@ -27,69 +27,69 @@ use super::working_set::{self, Access, NAME};
 use crate::gpu::duplicates_file;
 use crate::ledger::Ledger;
 
-/// How the image directory is called in messages: it comes as a descriptor.
+/// The name of the image directory in messages: it arrives as a descriptor without a path.
 const FOLDER: &str = "the image directory";
 
-/// A restore, ready to be taken over.
+/// A restore that the plugin has handed over.
 #[derive(Debug)]
 pub(super) struct Handoff {
     channel: Channel,
     /// The image directory.
     images: Option<OwnedFd>,
     processes: Vec<GpuProcess>,
-    /// From before the gates are shut; none where the driver does not tell.
-    pub(super) confirm: Option<QueueMonitor>,
-    /// From the plugin's first word on, where it waits for some of the CPUs' memory only; until the processes run.
-    pub(super) standing: Option<BackgroundHold>,
+    /// Monitors the queues from before the gates are closed; `None` where the driver sends no events.
+    pub(super) monitor: Option<QueueMonitor>,
+    /// Holds background reads of CPU memory from the plugin's first message until the processes run.
+    pub(super) hold: Option<BackgroundHold>,
 }
 
-/// A process that computes.
+/// A process that uses GPUs.
 #[derive(Debug)]
 struct GpuProcess {
     /// N of its `amdgpu-kfd-N.img`.
     id: u32,
     image: KfdImage,
     kfd: OwnedFd,
-    /// Their names in the image, and N of `/dev/dri/renderDN`.
+    /// The GPUs: names in the image, and N of `/dev/dri/renderDN`.
     gpus: Vec<(u32, u32)>,
-    /// Its own files of their render nodes, by their names in the image.
+    /// The process's own render node files, by the GPUs' names in the image.
     renders: Vec<(u32, OwnedFd)>,
     files: Vec<PagesFile>,
-    /// Of what is to be loaded here, by the image's number of the buffer.
+    /// The dmabufs of the buffers to load, by the image's number of the buffer.
     dmabufs: Vec<Option<OwnedFd>>,
     placeholders: Option<ReceivedPlaceholders>,
-    /// Its GPUs that could go on one by one, when all is handed over.
-    sets: Vec<GpuReach>,
+    /// The reach of each GPU that could be resumed alone; found when all is handed over.
+    reach: Vec<GpuReach>,
 }
 
-/// A process that stands before its gate.
+/// A restored process whose gate is closed.
 #[derive(Debug)]
 pub(super) struct StartedProcess<'a> {
     pub(super) gate: Gate<'a>,
-    /// Where its CPUs reach what is to be loaded, if they do.
+    /// The placeholders, if its CPUs have mapped buffers that are to be loaded.
     pub(super) placeholders: Option<Placeholders<'a>>,
 }
 
-/// Takes what the plugin that comes hands over, and opens all files: what cannot be is refused while nothing runs yet.
-/// None if the listener is closed before. `holds`: what memory of CPUs keeps to, where calls that register some of it are held.
-pub(super) fn take(listener: &Listener, holds: Option<&Arc<IoBudget>>) -> anyhow::Result<Option<Handoff>> {
+/// Receives what the plugin hands over, and opens all files: the restore is refused while no process runs
+/// yet. Returns `None` if the listener is closed before. `holds` is the I/O budget of CPU memory, where
+/// calls that register it can be held.
+pub(super) fn accept(listener: &Listener, holds: Option<&Arc<IoBudget>>) -> anyhow::Result<Option<Handoff>> {
     loop {
         let Some(channel) = listener.accept()? else { return Ok(None) };
-        let mut taken =
-            Handoff { channel, images: None, processes: Vec::new(), confirm: None, standing: None };
-        // Somebody looked whether there is one here.
-        let first = match taken.hear() {
+        let mut handoff = Handoff { channel, images: None, processes: Vec::new(), monitor: None, hold: None };
+        // A peer only checked whether a streamer listens.
+        let first = match handoff.receive() {
             Err(Error::Closed) => continue,
             first => first.map_err(anyhow::Error::from),
         };
-        // Whoever else comes loads everything at once.
+        // Another plugin finds no listener and loads everything itself.
         listener.close();
-        match first.and_then(|(what, _)| taken.collect(&what, holds)) {
-            Ok(()) => return Ok(Some(taken)),
+        match first.and_then(|(what, _)| handoff.collect(&what, holds)) {
+            Ok(()) => return Ok(Some(handoff)),
             Err(error) => {
-                // The plugin says so in CRIU's log; it may have gone.
+                // The plugin writes the reason to CRIU's log, unless it has ended.
                 let reason = format!("{error:#}");
-                let _ = taken.say(to_plugin::What::Refused(proto::Refused { reason }));
+                let _ = handoff.send_to_plugin(to_plugin::What::Refused(proto::Refused { reason }));
                 return Err(error);
             }
         }
@@ -98,16 +98,20 @@ pub(super) fn take(listener: &Listener, holds: Option<&Arc<IoBudget>>) -> anyhow
 
 impl Handoff {
     fn collect(&mut self, first: &to_server::What, holds: Option<&Arc<IoBudget>>) -> anyhow::Result<()> {
-        let to_server::What::Hello(hello) = first else { bail!(odd("Hello", first)) };
+        let to_server::What::Hello(hello) = first else { bail!(unexpected("Hello", first)) };
         hello.check()?;
-        self.standing = holds.map(IoBudget::hold_background);
-        self.say(to_plugin::What::Hello(proto::Hello { version: VERSION, holds: holds.is_some() }))?;
-        // CRIU restores all tasks meanwhile.
+        self.hold = holds.map(IoBudget::hold_background);
+        self.send_to_plugin(to_plugin::What::Hello(proto::Hello {
+            version: VERSION,
+            holds: holds.is_some(),
+        }))?;
+        // No timeout: CRIU restores all tasks meanwhile.
         self.channel.remove_timeout()?;
-        // While the driver takes an ended process apart, nobody can open it; now nobody waits.
+        // Opening `/dev/kfd` blocks while the driver tears down an ended process; here no process waits for
+        // it.
         let driver = Kfd::open().map_err(anyhow::Error::from);
         loop {
-            let (what, mut with) = self.hear()?;
+            let (what, mut with) = self.receive()?;
             match what {
                 to_server::What::Image(_) => self.images = with.pop(),
                 to_server::What::Process(process) => {
@@ -123,16 +127,16 @@ impl Handoff {
                     placeholders.context("mappings came before their placeholders")?.add(told)?;
                 }
                 to_server::What::Ready(_) => {
-                    self.processes.iter_mut().for_each(GpuProcess::divide);
+                    self.processes.iter_mut().for_each(GpuProcess::find_reach);
                     let minors = (0..self.processes.len()).flat_map(|place| self.minors(place));
-                    let confirm = driver.and_then(|kfd| QueueMonitor::new(&kfd, minors));
-                    match confirm {
-                        Ok(confirm) => self.confirm = Some(confirm),
+                    let monitor = driver.and_then(|kfd| QueueMonitor::new(&kfd, minors));
+                    match monitor {
+                        Ok(monitor) => self.monitor = Some(monitor),
                         Err(error) => warn!("whether queues run will not be told: {error:#}"),
                     }
-                    return Ok(self.say(to_plugin::What::Ready(proto::Ready {}))?);
+                    return Ok(self.send_to_plugin(to_plugin::What::Ready(proto::Ready {}))?);
                 }
-                other => bail!(odd("what is to be loaded", &other)),
+                other => bail!(unexpected("what is to be loaded", &other)),
             }
         }
     }
@@ -141,8 +145,8 @@ impl Handoff {
         self.processes.last_mut().context("something of a process came before the process")
     }
 
-    /// Waits until all processes stand before their gates, and answers for them from then on. By their places among
-    /// [`Handoff::processes`].
+    /// Waits until all processes are stopped with closed gates, and becomes responsible for them. Returns
+    /// them by their index among [`Handoff::processes`].
     pub(super) fn go(
         &self,
         ledger: Ledger,
@@ -150,29 +154,29 @@ impl Handoff {
     ) -> anyhow::Result<Vec<(usize, StartedProcess<'_>)>> {
         let gated = self.all_started(ledger).inspect_err(|error| {
             let reason = format!("{error:#}");
-            let _ = self.say(to_plugin::What::Refused(proto::Refused { reason }));
+            let _ = self.send_to_plugin(to_plugin::What::Refused(proto::Refused { reason }));
         });
         let mut gated = gated?;
         if let Some(marks) = marks
-            && let Err(error) = self.keep_away(marks, &mut gated)
+            && let Err(error) = self.block_calls(marks, &mut gated)
         {
             for (_, gated) in &mut gated {
-                (gated.gate.kept, gated.gate.sets) = (None, &[]);
+                (gated.gate.blocked_calls, gated.gate.reach) = (None, &[]);
             }
             warn!(
                 "gates are opened together, and memory that is not there is kept from nobody who asks for it (mprotect, export): {error:#}"
             );
         }
-        if let Err(error) = self.say(to_plugin::What::Go(proto::Go {})) {
-            // Before they could hand over what is not there.
+        if let Err(error) = self.send_to_plugin(to_plugin::What::Go(proto::Go {})) {
+            // The processes must end before they can export missing memory.
             ledger.gates().end_all();
             return Err(error.into());
         }
         Ok(gated)
     }
 
-    /// While no process runs: none hands over what is not there, nor changes what GPUs wait for that go on one by one.
-    fn keep_away<'a>(
+    /// Blocks calls while no process runs: none can export missing memory, or change what a GPU's reach is.
+    fn block_calls<'a>(
         &'a self,
         marks: &BlockList,
         gated: &mut [(usize, StartedProcess<'a>)],
@@ -180,13 +184,14 @@ impl Handoff {
         let machine = Topology::read()?;
         let own = |minor: u32| machine.gpus().find(|gpu| gpu.render_minor() == minor).map(|gpu| gpu.gpu_id);
         for (place, gated) in gated {
-            let GpuProcess { gpus, renders, sets, .. } = &self.processes[*place];
+            let GpuProcess { gpus, renders, reach, .. } = &self.processes[*place];
             let (names, alike) = reachability::names(gpus, own);
             let gate = &mut gated.gate;
             if alike {
-                gate.sets = sets;
+                gate.reach = reach;
             }
-            gate.kept = Some(BlockedCalls::new(marks, gate.kfd, names, renders, !gate.sets.is_empty())?);
+            gate.blocked_calls =
+                Some(BlockedCalls::new(marks, gate.kfd, names, renders, !gate.reach.is_empty())?);
         }
         Ok(())
     }
@@ -194,7 +199,7 @@ impl Handoff {
     fn all_started(&self, ledger: Ledger) -> anyhow::Result<Vec<(usize, StartedProcess<'_>)>> {
         let mut started: Vec<(usize, StartedProcess<'_>)> = Vec::new();
         loop {
-            let (what, mut with) = self.hear()?;
+            let (what, mut with) = self.receive()?;
             match what {
                 to_server::What::Started(process) => {
                     let announced = self.place(process.kfd);
@@ -205,7 +210,7 @@ impl Handoff {
                     started.push((place, self.processes[place].started(place, pidfd, ledger)?));
                 }
                 to_server::What::Go(_) => break,
-                other => bail!(odd("Go", &other)),
+                other => bail!(unexpected("Go", &other)),
             }
         }
         let is_missing = |place: &usize| !started.iter().any(|(there, _)| there == place);
@@ -215,17 +220,17 @@ impl Handoff {
         Ok(started)
     }
 
-    /// Of a process among those loaded, by what the image calls it.
+    /// Returns the index of a process, by the image's number.
     fn place(&self, kfd: u32) -> Option<usize> {
         self.processes.iter().position(|process| process.id == kfd)
     }
 
-    /// What is to be loaded.
+    /// Returns the files and buffers of all processes.
     pub(super) fn processes(&self) -> impl Iterator<Item = Process<'_>> {
         self.processes.iter().map(|of| Process { files: &of.files, dmabufs: &of.dmabufs })
     }
 
-    /// What CPUs touched in an earlier restore, if that was recorded.
+    /// Returns the working set that an earlier restore recorded, if any.
     pub(super) fn recorded(&self) -> Vec<(usize, usize)> {
         let Some(images) = &self.images else { return Vec::new() };
         let place = |of: &Access| self.place(of.kfd);
@@ -241,18 +246,18 @@ impl Handoff {
         recorded.iter().filter_map(|of| Some((place(of)?, of.buffer))).collect()
     }
 
-    /// Buffers with the same bytes, if some were found when the image was dumped.
-    pub(super) fn twins(&self) -> Vec<Vec<(usize, usize)>> {
+    /// Returns sets of buffers with the same bytes, if the dump recorded some.
+    pub(super) fn duplicates(&self) -> Vec<Vec<(usize, usize)>> {
         let Some(images) = &self.images else { return Vec::new() };
-        let sets = duplicates_file::read(images.as_fd()).unwrap_or_else(|error| {
+        let reach = duplicates_file::read(images.as_fd()).unwrap_or_else(|error| {
             warn!("{DUPLICATES_FILE} is not used, each buffer is read: {error:#}: remove it");
             Vec::new()
         });
         let place = |(kfd, buffer)| Some((self.place(kfd)?, buffer));
-        sets.into_iter().map(|set| set.into_iter().filter_map(place).collect()).collect()
+        reach.into_iter().map(|set| set.into_iter().filter_map(place).collect()).collect()
     }
 
-    /// Records what CPUs touched, for later restores. This one has gone well, whatever becomes of that.
+    /// Records the working set for later restores. A failure is logged only: this restore has succeeded.
     pub(super) fn record(&self, touched: &[(usize, usize)]) {
         let touched =
             touched.iter().map(|(place, buffer)| Access { kfd: self.processes[*place].id, buffer: *buffer });
@@ -263,16 +268,16 @@ impl Handoff {
         }
     }
 
-    /// N of the `/dev/dri/renderDN` of a process's GPUs.
+    /// Returns N of the `/dev/dri/renderDN` of each of a process's GPUs.
     pub(super) fn minors(&self, place: usize) -> impl Iterator<Item = u32> {
         self.processes[place].gpus.iter().map(|(_, minor)| *minor)
     }
 
-    fn say(&self, what: to_plugin::What) -> Result<(), Error> {
+    fn send_to_plugin(&self, what: to_plugin::What) -> Result<(), Error> {
         self.channel.send(&proto::ToPlugin { what: Some(what) }, &[])
     }
 
-    fn hear(&self) -> Result<(to_server::What, Vec<OwnedFd>), Error> {
+    fn receive(&self) -> Result<(to_server::What, Vec<OwnedFd>), Error> {
         let (message, with) = self.channel.receive::<proto::ToServer>()?;
         let what = message.what;
         let what =
@@ -297,16 +302,16 @@ impl GpuProcess {
         let kfd = with.next().context("a process came without its /dev/kfd")?;
         let renders = process.gpus.iter().map(|gpu| gpu.gpu_id).zip(with).collect();
         let gpus = process.gpus.iter().map(|gpu| (gpu.gpu_id, gpu.minor)).collect();
-        let (placeholders, sets) = (None, Vec::new());
-        Ok(Self { id: process.kfd, image, kfd, gpus, renders, files, dmabufs, placeholders, sets })
+        let (placeholders, reach) = (None, Vec::new());
+        Ok(Self { id: process.kfd, image, kfd, gpus, renders, files, dmabufs, placeholders, reach })
     }
 
-    fn divide(&mut self) {
-        self.sets = reachability::of(&self.image, &self.gpus, |number| self.dmabufs[number].is_some());
+    fn find_reach(&mut self) {
+        self.reach = reachability::of(&self.image, &self.gpus, |number| self.dmabufs[number].is_some());
     }
 
-    /// It stands before its gate, stopped, with all its mappings: its placeholders are watched from now on, and it is killed if nobody
-    /// would open the gate.
+    /// Takes a stopped process with a closed gate and all its mappings: watches its placeholders, and has it
+    /// killed if its gate can never be opened.
     fn started(&self, place: usize, pidfd: OwnedFd, ledger: Ledger) -> anyhow::Result<StartedProcess<'_>> {
         let process = ledger.gates().shut(pidfd)?;
         let placeholders = match &self.placeholders {
@@ -316,11 +321,11 @@ impl GpuProcess {
             }
             None => None,
         };
-        let gate = Gate { process, kfd: self.kfd.as_fd(), kept: None, sets: &[] };
+        let gate = Gate { process, kfd: self.kfd.as_fd(), blocked_calls: None, reach: &[] };
         Ok(StartedProcess { gate, placeholders })
     }
 
-    /// The buffers that placeholders stand for.
+    /// Returns the buffers that have placeholders.
     fn mapped(&self, handed: &ReceivedPlaceholders) -> anyhow::Result<Vec<Buffer<'_>>> {
         let of = |number: usize| {
             let buffer = self.image.buffers.get(number)?;
@@ -351,7 +356,7 @@ impl GpuProcess {
     }
 }
 
-fn odd(expected: &str, found: &to_server::What) -> String {
+fn unexpected(expected: &str, found: &to_server::What) -> String {
     format!("expected {expected}, found {found:?}: are plugin and server of one version?")
 }
 
@@ -376,7 +381,7 @@ mod tests {
                 server.receive::<proto::ToPlugin>().unwrap().0.what.unwrap()
             }
         });
-        let why = take(&listener, None).unwrap_err().to_string();
+        let why = accept(&listener, None).unwrap_err().to_string();
         let told = plugin.join().unwrap();
         let wanted = format!("speaks version {}, this one {VERSION}: install", VERSION + 1);
         assert!(why.contains(&wanted), "{why}");

@@ -1,11 +1,17 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The memory of GPUs, loaded behind processes that run already.
+//! Loads GPU memory in the background while the restored processes run.
 //!
-//! The plugin restores all but the contents of buffers that may come later, shuts the gate of every process (PROCESS_INFO),
-//! resumes it, and hands over ([`handoff`]). Here the rest is loaded; CPUs that touch it wait for it ([`fault_server`], [`placeholders`]).
-//! Each process's gate is opened when all of its memory is there ([`queue_resume`], [`gate`], [`blocked_calls`]), or, where its GPUs reach different memory, for each
-//! of them when its own is ([`reachability`], [`per_gpu_resume`]): no queue runs before every byte that its GPU may reach is there (I2). In the end it is looked
-//! whether all do ([`queue_monitor`]). What CPUs touched can be kept for the next restore of the image ([`working_set`]). A process whose gate nobody would open any more is killed, by the supervisor if need be.
+//! The plugin restores everything except the contents of buffers that can be loaded later. It closes the
+//! gate of every process (PROCESS_INFO), resumes it, and hands its descriptors over ([`handoff`]). The
+//! streamer loads the rest. A CPU that accesses missing memory waits for a demand load ([`fault_server`],
+//! [`placeholders`]).
+//!
+//! A process's gate is opened when all of its memory is resident ([`queue_resume`], [`gate`],
+//! [`blocked_calls`]). Where its GPUs reach different memory, each GPU is resumed when its own reach is
+//! resident ([`reachability`], [`per_gpu_resume`]). So no queue runs before every byte that its GPU can
+//! reach is resident (invariant I2). [`queue_monitor`] checks at the end whether the queues run. The working
+//! set can be recorded for the next restore of the image ([`working_set`]). A process whose gate can no
+//! longer be opened is killed, by the supervisor if the worker has died.
 
 mod bar_mappings;
 mod blocked_calls;
@@ -48,128 +54,132 @@ use crate::ledger::Ledger;
 use crate::record::Timeline;
 use crate::sys;
 
-/// For queues to run whose gates are open. Memory that programs have registered is mapped first, which takes as long as finding its
-/// pages does.
+/// How long to wait until the queues run whose gates are open. The driver first maps the memory that
+/// programs have registered, which takes as long as finding its pages does.
 const CONFIRMED: Duration = Duration::from_secs(10);
 
-/// What else there is.
+/// What a session passes to the GPU part of its streamer.
 #[derive(Debug, Default)]
 pub struct StreamOptions {
-    /// Where memory of the same restore's CPUs comes from here, too: what both keep to.
+    /// The I/O budget that the restore's CPU memory shares with its GPU memory.
     pub cpus: Option<Arc<IoBudget>>,
-    /// Where calls can be held and kept away.
+    /// The list of files and calls that the kernel side blocks, where calls can be blocked.
     pub marks: Option<BlockList>,
-    /// Record in the image directory which buffers CPUs touch. What was recorded before is not used then, and replaced: it would be the
-    /// order of that.
+    /// Records in the image directory which buffers CPUs access. An earlier record is not used then, and is
+    /// replaced: it would determine the order.
     pub record: bool,
 }
 
-/// How one restore went.
+/// The result of one restore.
 #[derive(Debug)]
 pub struct Summary {
-    /// Processes that compute.
+    /// The number of processes that use GPUs.
     pub processes: usize,
-    /// What was loaded behind them; none if nothing was left for that.
+    /// What was loaded in the background; `None` if nothing was left to load.
     pub loaded: Option<Report>,
-    /// How often CPUs waited for memory.
+    /// The number of page faults that waited for GPU memory.
     pub touches: u64,
-    /// From the moment at which they ran until the last gate was open.
+    /// The time from the moment the processes ran until the last gate was open.
     pub took: Duration,
-    /// Queues, of a process on a GPU each, that the driver still held some time afterwards.
+    /// The number of (process, GPU) pairs whose queues the driver still held after [`CONFIRMED`].
     pub held: usize,
 }
 
-/// Loads all of it, serves whoever touches it meanwhile, and opens the gates. When it is done no placeholder is left.
+/// Loads all memory, serves page faults meanwhile, and opens the gates. No placeholder is left when it
+/// returns.
 fn load(
     processes: &[Process<'_>],
     placeholders: Vec<Placeholders<'_>>,
-    opening: &QueueResumer<'_>,
+    resumer: &QueueResumer<'_>,
     loading: BackgroundLoad<'_>,
 ) -> anyhow::Result<(Option<Report>, AccessTrace, Vec<Opened>)> {
-    let &QueueResumer { ledger, timeline, .. } = opening;
-    let sets = opening.sets();
+    let &QueueResumer { ledger, timeline, .. } = resumer;
+    let sets = resumer.sets();
     let resident = ResidencyState::new(processes.len(), &placeholders, &sets)?;
     let (done, ready) = mpsc::channel();
-    let touches = FaultServer::new(placeholders, loading.handle(), &resident, &sets, done, ledger, timeline);
+    let fault_server =
+        FaultServer::new(placeholders, loading.handle(), &resident, &sets, done, ledger, timeline);
     timeline.loads(loading.handle());
-    // Who asks now is told of it.
+    // A reader of the timeline sees the load from now on.
     timeline.look();
     thread::scope(|scope| {
-        let (desk, other_desk) = (loading.handle(), loading.handle());
-        // What waits for either would wait for ever, and what placeholders have would be zeros.
-        let touches = scope.spawn(move || or_give_up(ledger, &desk, || touches.run()));
+        let (handle, other_handle) = (loading.handle(), loading.handle());
+        // If either thread failed alone, its waiters would wait for ever, and closed placeholders would read
+        // as zeros.
+        let fault_server = scope.spawn(move || or_give_up(ledger, &handle, || fault_server.run()));
         let opener =
-            scope.spawn(move || or_give_up(ledger, &other_desk, || opening.run(&ready, &other_desk)));
+            scope.spawn(move || or_give_up(ledger, &other_handle, || resumer.run(&ready, &other_handle)));
         let loaded = loading.run(|whole| {
             debug!("there: {whole:?}");
-            resident.tell(whole);
+            resident.mark_resident(whole);
         });
         resident.ended(loaded.is_ok());
-        // Why it was given up, before that it was.
-        let touched = touches.join().and_then(|touched| touched).unwrap_or_else(|panic| resume_unwind(panic));
+        // This error first: it is the reason why the load was given up.
+        let trace = fault_server.join().and_then(|trace| trace).unwrap_or_else(|panic| resume_unwind(panic));
         let opened = opener.join().and_then(|opened| opened).unwrap_or_else(|panic| resume_unwind(panic));
-        let touched = touched?;
+        let trace = trace?;
         let opened = opened.context("opening gates")?;
-        Ok((loaded.context("loading memory of GPUs")?, touched, opened))
+        Ok((loaded.context("loading memory of GPUs")?, trace, opened))
     })
 }
 
-/// Where this fails the load ends, and whoever is behind a gate is killed.
+/// Runs `act`; if it fails, kills every process whose gate is closed and gives up the load.
 fn or_give_up<T>(
     ledger: Ledger,
-    desk: &LoadHandle,
+    handle: &LoadHandle,
     act: impl FnOnce() -> anyhow::Result<T>,
 ) -> thread::Result<anyhow::Result<T>> {
     let done = catch_unwind(AssertUnwindSafe(act));
     if !matches!(done, Ok(Ok(_))) {
         ledger.gates().end_all();
-        desk.give_up();
+        handle.give_up();
     }
     done
 }
 
-/// Loads what was taken over, and opens the gates: of whom, in the end.
-fn serve_taken(
-    taken: &Handoff,
-    standing: Option<BackgroundHold>,
-    beside: StreamOptions,
+/// Loads what the plugin handed over and opens the gates. Returns the processes whose gates were opened.
+fn serve_handoff(
+    handoff: &Handoff,
+    hold: Option<BackgroundHold>,
+    options: StreamOptions,
     ledger: Ledger,
     timeline: &Timeline,
 ) -> anyhow::Result<(Summary, Vec<Opened>)> {
     let (mut gates, mut placeholders) = (Vec::new(), Vec::new());
-    let StreamOptions { cpus, marks, record } = beside;
-    let pace = cpus.map_or_else(|| IoBudget::new(Vec::new()).map(Arc::new), Ok)?;
-    for (place, gated) in taken.go(ledger, marks.as_ref())? {
+    let StreamOptions { cpus, marks, record } = options;
+    let budget = cpus.map_or_else(|| IoBudget::new(Vec::new()).map(Arc::new), Ok)?;
+    for (place, gated) in handoff.go(ledger, marks.as_ref())? {
         timeline.runs(place, sys::pidfd_pid(gated.gate.process).unwrap_or_default());
         gates.push((place, gated.gate));
         placeholders.extend(gated.placeholders);
     }
-    drop(standing);
+    drop(hold);
     let start = Instant::now();
     info!(processes = gates.len(), "loading memory of GPUs behind running processes");
-    let processes: Vec<Process<'_>> = taken.processes().collect();
+    let processes: Vec<Process<'_>> = handoff.processes().collect();
     let count = gates.len();
-    let opening = QueueResumer { taken, gates, ledger, timeline };
-    let first = if record { Vec::new() } else { taken.recorded() };
-    let loading = BackgroundLoad::new(&processes, Some(pace))
-        .map(|loading| loading.prioritize(first).duplicates(taken.twins()));
+    let resumer = QueueResumer { handoff, gates, ledger, timeline };
+    let working_set = if record { Vec::new() } else { handoff.recorded() };
+    let loading = BackgroundLoad::new(&processes, Some(budget))
+        .map(|loading| loading.prioritize(working_set).duplicates(handoff.duplicates()));
     let loaded =
-        loading.map_err(Into::into).and_then(|loading| load(&processes, placeholders, &opening, loading));
+        loading.map_err(Into::into).and_then(|loading| load(&processes, placeholders, &resumer, loading));
     if loaded.is_err() {
-        // Before they could hand over what is not there.
+        // The processes must end before they can export missing memory.
         ledger.gates().end_all();
     }
-    let (loaded, heard, opened) = loaded?;
+    let (loaded, trace, opened) = loaded?;
     if record {
-        taken.record(&heard.order);
+        handoff.record(&trace.buffers);
     }
-    let touches = heard.touches;
+    let touches = trace.faults;
     Ok((Summary { processes: count, loaded, touches, took: start.elapsed(), held: 0 }, opened))
 }
 
-/// Waits until the queues run whose gates are open, and says whose do not, and of whose nothing can be told. How many do not.
-fn look_at_queues(confirm: &QueueMonitor, opened: &[Opened]) -> usize {
-    let QueueVerdict { ran, held, unknown } = confirm.wait(opened, CONFIRMED);
+/// Waits until the queues run whose gates are open. Logs which do not run and which are unknown, and returns
+/// the number of those that do not.
+fn confirm_queues(monitor: &QueueMonitor, opened: &[Opened]) -> usize {
+    let QueueVerdict { ran, held, unknown } = monitor.wait(opened, CONFIRMED);
     held.iter().for_each(|held| warn!("after {CONFIRMED:?} {held}"));
     unknown.iter().for_each(|unknown| info!("{unknown}"));
     if held.is_empty() && ran > 0 {
@@ -178,28 +188,30 @@ fn look_at_queues(confirm: &QueueMonitor, opened: &[Opened]) -> usize {
     held.len()
 }
 
-/// Serves the one restore that comes, and tells `timeline` how. None if the listener is closed before one comes.
+/// Serves one restore and records it in `timeline`. Returns `None` if the listener is closed before a
+/// restore arrives.
 ///
 /// # Errors
-/// The plugin gave up, or memory could not be loaded: those whose gates are not open by then are killed, or the ledger knows them.
+/// The plugin gave up, or memory could not be loaded. Processes whose gates are closed are killed then, or
+/// the ledger still lists them.
 pub fn serve(
     listener: &Listener,
-    beside: StreamOptions,
+    options: StreamOptions,
     ledger: Ledger,
     timeline: &Timeline,
 ) -> anyhow::Result<Option<Summary>> {
-    let holds = beside.cpus.as_ref().filter(|_| beside.marks.is_some());
-    let Some(mut taken) = handoff::take(listener, holds)? else { return Ok(None) };
-    let (confirm, standing) = (taken.confirm.take(), taken.standing.take());
+    let holds = options.cpus.as_ref().filter(|_| options.marks.is_some());
+    let Some(mut handoff) = handoff::accept(listener, holds)? else { return Ok(None) };
+    let (monitor, hold) = (handoff.monitor.take(), handoff.hold.take());
     timeline.handed_over();
-    // Asked to stop, it goes on from here: it takes as long as it takes to load, and then no gate is shut.
+    // A stop signal has no effect from here on: the load must end, and then no gate is closed.
     let stop: SigSet = [Signal::SIGTERM, Signal::SIGINT].into_iter().collect();
     sigprocmask(SigmaskHow::SIG_BLOCK, Some(&stop), None).context("blocking signals")?;
-    let (mut summary, opened) = serve_taken(&taken, standing, beside, ledger, timeline)?;
-    // Who ends now is taken apart by the driver: nothing of it is open here.
-    drop(taken);
-    if let Some(confirm) = confirm {
-        summary.held = look_at_queues(&confirm, &opened);
+    let (mut summary, opened) = serve_handoff(&handoff, hold, options, ledger, timeline)?;
+    // The driver tears down a process that ends from here on: this process must hold none of its files open.
+    drop(handoff);
+    if let Some(monitor) = monitor {
+        summary.held = confirm_queues(&monitor, &opened);
     }
     Ok(Some(summary))
 }

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A process's GPUs go on one after the other: the gate is opened when the queues of those that must wait have no share of time, and each
-//! gets it back when its set is there.
+//! Resumes a process's GPUs one after the other. The gate is opened while the queues of GPUs that must wait
+//! have a queue percentage of 0. Each GPU gets its percentage back when its reach is resident.
 //!
-//! The driver takes UPDATE_QUEUE from the process alone, so one of its threads makes the call, while all stand still.
+//! The driver accepts UPDATE_QUEUE from the process alone. So one of its threads makes the call, while all
+//! are stopped.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -17,35 +18,36 @@ use super::gate::Gate;
 use super::reachability::{GpuReach, QueueSettings};
 use crate::sys;
 
-/// For threads to stop.
+/// How long threads may take to stop.
 const PATIENCE: Duration = Duration::from_secs(1);
-/// Looks for the end of a process to which a call has just failed: a quarter of a second.
+/// The number of checks for the end of a process to which a call has just failed: a quarter of a second.
 const ENDING: u32 = 250;
-/// What the driver says of a queue that is not there, or whose ring is not.
+/// The driver's error for a queue that does not exist, or whose ring does not.
 const NO_QUEUE: Option<i32> = Some(libc::EFAULT);
 
-/// What came of it.
+/// The result of one step.
 #[derive(Debug)]
 pub(super) enum ResumeStep {
     Done,
-    /// It does not stand still: nothing has changed for good.
+    /// The process does not stop: nothing has changed for good.
     NotNow(String),
-    /// It cannot be: everything is as it was.
+    /// The step is impossible: everything is as before.
     Never(anyhow::Error),
 }
 
 impl Gate<'_> {
-    /// Opens it for some of the GPUs that go on one by one, whose sets are there, by their places; the others have no share of time before.
+    /// Opens the gate for the GPUs in `ready`, whose reach is resident. The queues of the others get a
+    /// percentage of 0 before.
     ///
     /// # Errors
-    /// Some of it was done, and can be neither done nor undone: the process must be killed.
+    /// The step was done in part, and can be neither completed nor undone: the process must be killed.
     pub(super) fn resume_first_gpus(&self, ready: &BTreeSet<usize>) -> anyhow::Result<ResumeStep> {
         let must_wait = |(place, _): &(usize, &GpuReach)| !ready.contains(place);
-        let others = self.sets.iter().enumerate().filter(must_wait);
+        let others = self.reach.iter().enumerate().filter(must_wait);
         let queues: Vec<QueueSettings> = others.flat_map(|(_, set)| set.queues.iter().copied()).collect();
-        let step = self.standing(|gate, stopped| {
+        let step = self.with_process_stopped(|gate, stopped| {
             for (done, queue) in queues.iter().enumerate() {
-                if let Err(error) = gate.share(stopped, queue, false) {
+                if let Err(error) = gate.set_percentage(stopped, queue, false) {
                     // A call that was made and failed may have had its effect.
                     let unknown = matches!(error, Error::Call { .. }) && !is_no_queue(&error);
                     gate.undo(stopped, &queues[..done], Some(queue).filter(|_| unknown))?;
@@ -60,25 +62,26 @@ impl Gate<'_> {
             Ok(ResumeStep::Done)
         })?;
         if matches!(step, ResumeStep::Done) {
-            self.went_on(ready);
+            self.report_resumed(ready);
         }
         Ok(step)
     }
 
-    /// GPUs whose sets are there have their share of time again, where the gate is open for others.
+    /// Restores the queue percentage of GPUs whose reach is resident, where the gate is open for others.
     ///
     /// # Errors
-    /// They cannot: the process must be killed.
+    /// A percentage cannot be restored: the process must be killed.
     pub(super) fn restore_queue_percentage(&self, ready: &BTreeSet<usize>) -> anyhow::Result<ResumeStep> {
         let queues: Vec<QueueSettings> =
-            ready.iter().flat_map(|place| self.sets[*place].queues.iter().copied()).collect();
-        let step = self.standing(|gate, stopped| {
+            ready.iter().flat_map(|place| self.reach[*place].queues.iter().copied()).collect();
+        let step = self.with_process_stopped(|gate, stopped| {
             for queue in &queues {
-                match gate.share(stopped, queue, true) {
+                match gate.set_percentage(stopped, queue, true) {
                     Ok(()) => {}
-                    // It was there, and the driver keeps its ring since: the program has ended it.
+                    // The driver keeps the ring of a queue that exists: the program has destroyed this queue
+                    // since.
                     Err(error) if is_no_queue(&error) => {}
-                    // The driver was busy, or out of something: nothing is lost by another try.
+                    // The driver was busy, or short of a resource: another try loses nothing.
                     Err(error @ Error::Call { .. }) => return Ok(ResumeStep::NotNow(error.to_string())),
                     Err(error) => return Ok(ResumeStep::of(error)),
                 }
@@ -86,40 +89,40 @@ impl Gate<'_> {
             Ok(ResumeStep::Done)
         })?;
         if let ResumeStep::Never(error) = step {
-            if self.is_going() {
+            if self.ends_soon() {
                 return Ok(ResumeStep::NotNow(error.to_string()));
             }
             return Err(error.context("giving queues their share of time back"));
         }
         if matches!(step, ResumeStep::Done) {
-            self.went_on(ready);
+            self.report_resumed(ready);
         }
         Ok(step)
     }
 
-    fn went_on(&self, ready: &BTreeSet<usize>) {
+    fn report_resumed(&self, ready: &BTreeSet<usize>) {
         let pid = sys::pidfd_pid(self.process).unwrap_or_default();
-        for set in ready.iter().map(|place| &self.sets[*place]) {
-            self.kept.iter().for_each(|kept| kept.unblock_gpu(set.gpu));
+        for set in ready.iter().map(|place| &self.reach[*place]) {
+            self.blocked_calls.iter().for_each(|blocked_calls| blocked_calls.unblock_gpu(set.gpu));
             info!("GPU renderD{} of process {pid} goes on", set.minor);
         }
     }
 
-    /// What is done while all of the process stands still, and its queues may be updated.
-    fn standing(
+    /// Runs `act` while the whole process is stopped and its queues may be updated.
+    fn with_process_stopped(
         &self,
         act: impl FnOnce(&Self, &mut Stopped<'_>) -> anyhow::Result<ResumeStep> + Send,
     ) -> anyhow::Result<ResumeStep> {
-        let kept = self.kept.as_ref().context("calls of the process are not kept away")?;
+        let blocked_calls = self.blocked_calls.as_ref().context("calls of the process are not kept away")?;
         let pid = sys::pidfd_pid(self.process).context("finding the process")?;
         let done = with_stopped(pid, PATIENCE, |stopped| {
             let stuck = stopped.stuck();
             if stopped.threads().is_empty() || !stuck.iter().all(Stuck::is_harmless) {
                 return Ok(ResumeStep::of(Error::Unstoppable { pid, threads: stuck }));
             }
-            let done = kept.with_update_queue_allowed(|| act(self, stopped));
+            let done = blocked_calls.with_update_queue_allowed(|| act(self, stopped));
             if done.is_err() {
-                // Before it goes on, with queues of which nobody knows.
+                // Killed before it runs with queues in an unknown state.
                 let _ = sys::pidfd_kill(self.process);
             }
             done
@@ -127,7 +130,7 @@ impl Gate<'_> {
         done.unwrap_or_else(|error| Ok(ResumeStep::of(error)))
     }
 
-    fn is_going(&self) -> bool {
+    fn ends_soon(&self) -> bool {
         (0..ENDING).any(|_| {
             self.has_ended() || {
                 sys::nap();
@@ -136,12 +139,17 @@ impl Gate<'_> {
         })
     }
 
-    fn share(&self, stopped: &mut Stopped<'_>, queue: &QueueSettings, runs: bool) -> Result<(), Error> {
+    fn set_percentage(
+        &self,
+        stopped: &mut Stopped<'_>,
+        queue: &QueueSettings,
+        runs: bool,
+    ) -> Result<(), Error> {
         let (request, argument) = update_queue(queue.argument(runs));
         stopped.ioctl("UPDATE_QUEUE", self.kfd, request, &argument)
     }
 
-    /// Gives them their share of time back, and one more of which it is not known whether it was taken.
+    /// Restores the percentage of `queues`, and of one more whose state is unknown.
     fn undo(
         &self,
         stopped: &mut Stopped<'_>,
@@ -149,7 +157,7 @@ impl Gate<'_> {
         unknown: Option<&QueueSettings>,
     ) -> anyhow::Result<()> {
         for queue in queues.iter().chain(unknown) {
-            match self.share(stopped, queue, true) {
+            match self.set_percentage(stopped, queue, true) {
                 Ok(()) | Err(Error::Ended { .. }) => {}
                 Err(error) => bail!("queues had their share of time taken, and do not get it back: {error}"),
             }
@@ -168,7 +176,7 @@ impl ResumeStep {
             Error::Unstoppable { .. }
             | Error::SharedMemory { .. }
             | Error::Traced { .. }
-            // Whoever tries again sees that it has.
+            // The next try sees that the process has ended.
             | Error::Ended { .. } => Self::NotNow(error.to_string()),
             error => Self::Never(error.into()),
         }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Which part of a process's placeholders' file stands for which buffer.
+//! Finds the range of a process's placeholders' file for each buffer.
 
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
@@ -8,36 +8,36 @@ use anyhow::{Context as _, ensure};
 use rewake_plugin_protocol::proto;
 use rewake_ptrace_inject::Swap;
 
-/// A buffer that placeholders stand for.
+/// A buffer that has placeholders.
 #[derive(Debug)]
 pub(super) struct Buffer<'a> {
-    /// The image's number.
+    /// The image's number of the buffer.
     pub(super) number: usize,
-    /// Its GPU: the name in the image, and N of `/dev/dri/renderDN`.
+    /// The buffer's GPU: the name in the image, and N of `/dev/dri/renderDN`.
     pub(super) gpu: (u32, u32),
     pub(super) dmabuf: BorrowedFd<'a>,
     pub(super) bytes: u64,
 }
 
-/// The part of the placeholders' file that stands for a buffer: from the first to the last byte of it that is mapped.
+/// The range of the placeholders' file for one buffer: from its first to its last mapped byte.
 #[derive(Debug)]
 pub(super) struct PlaceholderRange<'a> {
     pub(super) buffer: Buffer<'a>,
-    /// Its place among the process's files of render nodes.
+    /// The index among the process's render node files.
     render: usize,
     pub(super) offset: u64,
     pub(super) length: u64,
-    /// Where `offset` is on the render node, and in the buffer.
+    /// The offset on the render node that belongs to `offset`, and the one in the buffer.
     device_offset: u64,
     within: u64,
     pub(super) swapped: bool,
 }
 
-/// The parts of all buffers, by offset; none shares a byte with another. `mappings` are the process's, `renders` its files of
-/// render nodes, by the GPUs' names in the image.
+/// Returns the ranges of all buffers, ordered by offset, without overlaps. `mappings` are the process's;
+/// `renders` are its render node files, by the GPUs' names in the image.
 ///
 /// # Errors
-/// What was told makes no sense.
+/// The plugin's mappings are inconsistent.
 pub(super) fn parts<'a>(
     mappings: &[proto::Mapping],
     renders: &[(u32, OwnedFd)],
@@ -86,12 +86,12 @@ impl<'a> PlaceholderRange<'a> {
         Ok(Self { buffer, render, offset, length, device_offset, within, swapped: false })
     }
 
-    /// Where in the buffer an offset of the file is.
+    /// Returns the offset in the buffer for an offset in the file.
     pub(super) fn within(&self, offset: u64) -> u64 {
         self.within + (offset - self.offset)
     }
 
-    /// What puts the device in its place.
+    /// Returns the swap that replaces the placeholder by the buffer's mapping.
     pub(super) fn swap<'r>(&self, renders: &'r [(u32, OwnedFd)]) -> Swap<'r> {
         let &PlaceholderRange { offset, length, device_offset, render, .. } = self;
         Swap { offset, length, device: renders[render].1.as_fd(), device_offset }
@@ -106,7 +106,8 @@ mod tests {
     const GPU: u32 = 4711;
     const DEVICE: u64 = 1 << 40;
 
-    /// Pages of a buffer that begins at page `start` of the file, and there on the device.
+    /// Maps pages of a buffer that begins at page `start` of the file, and at `DEVICE` plus that on the
+    /// device.
     fn mapping(buffer: u32, start: u64, within: u64, pages: u64) -> proto::Mapping {
         let offset = (start + within) * PAGE;
         let (length, device_offset, within) = (pages * PAGE, DEVICE + offset, within * PAGE);
@@ -131,7 +132,7 @@ mod tests {
 
     #[test]
     fn a_buffer_has_the_part_from_its_first_to_its_last_mapped_byte() {
-        // Mappings of one are not beside each other, nor in the order of the file.
+        // The mappings of one buffer are neither adjacent nor in the order of the file.
         let mappings = [mapping(7, 0, 5, 2), mapping(3, 8, 0, 8), mapping(7, 0, 1, 1), mapping(5, 16, 2, 1)];
         let parts = told(&mappings, &[3, 5, 7]).unwrap();
         assert_eq!(parts, [(7, 1, 6, 1), (3, 8, 8, 0), (5, 18, 1, 2)]);

@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A process's placeholders: memory that stands where its CPUs reach a device's, until that is loaded and takes its place.
+//! Watches a process's placeholders: anonymous memory in the place of CPU mappings of VRAM, while the
+//! buffers are missing.
 //!
-//! A touch of one is a fault that waits here. When its buffer is resident the process is stopped for some hundred microseconds, and
-//! the device put where the placeholder was. If it does not stop (its only thread is in the kernel and touches on its behalf), the
-//! placeholder is given a copy of the device's bytes, and what the program has made of them goes to the device before that takes the
-//! place (`docs/decisions/0009-tracer.md`, 0010).
+//! An access to a placeholder is a page fault. When its buffer is resident, the process is stopped for some
+//! hundred microseconds and the placeholder is swapped for the buffer's mapping. A process may not stop: its
+//! only thread is in the kernel, which accesses the placeholder for it. Then the placeholder gets a copy of
+//! the buffer's bytes. What the program writes there is copied to the buffer before the swap
+//! (`docs/decisions/0009-tracer.md`, 0010).
 
 use std::collections::BTreeSet;
 use std::mem::ManuallyDrop;
@@ -27,38 +29,40 @@ use crate::ledger::fd_store::{Entry, FdStore, Kind};
 use crate::supervise::processes;
 use crate::sys;
 
-/// For threads to stop. Those that cannot are found out within milliseconds; this is for a machine that has more to run than it can.
+/// How long threads may take to stop. Threads that cannot stop are found within milliseconds; this bound is
+/// for an overloaded machine.
 const PATIENCE: Duration = Duration::from_secs(1);
-/// Given to a program that does not stop, at once: what a `read(2)` into a placeholder goes on with. A CPU reads device memory at some tens
-/// of MB/s.
+/// How many bytes a program that does not stop gets at once, for example for a `read(2)` into a placeholder.
+/// A CPU reads device memory at some tens of MB/s.
 const COPIED: u64 = 256 << 10;
-/// Between two looks.
+/// The time between two checks.
 const LOOK: Duration = Duration::from_millis(10);
-/// Looks for a child of a fork that is under way: ten seconds.
+/// The number of checks for the end of a forked child: ten seconds.
 const FORKED: u32 = 1000;
-/// Looks at whether a process that cannot be looked at is ending: a second.
+/// The number of checks whether an inaccessible process is ending: a second.
 const ENDING: u32 = 100;
-/// Messages that one system call gives.
+/// The number of messages that one system call reads.
 const MESSAGES: usize = 64;
 
-/// What the plugin has handed over of a process; nothing watches it yet.
+/// The placeholders that the plugin has handed over for one process; they are not watched yet.
 #[derive(Debug)]
 pub(super) struct ReceivedPlaceholders {
     file: OwnedFd,
-    /// Whoever watches them has it.
+    /// `None` when [`Placeholders`] owns it.
     uffd: Mutex<Option<OwnedFd>>,
     /// By address.
     mappings: Vec<proto::Mapping>,
 }
 
-/// Placeholders that are watched. **Not closed when dropped**: what is missing would be zeros then. It is at the end of the process,
-/// when the supervisor has killed whoever is still behind a gate.
+/// Placeholders that are watched. **Not closed when dropped**: missing memory would read as zeros then. The
+/// kernel closes the userfaultfd when this process ends, after the supervisor has killed the processes with
+/// closed gates.
 #[derive(Debug)]
 pub(super) struct Placeholders<'a> {
-    /// The process's place among those loaded, and its number.
+    /// The process's index among those loaded, and its number.
     process: usize,
     pid: i32,
-    /// Of the process, in the ledger.
+    /// The process descriptor, which the ledger owns.
     pidfd: RawFd,
     uffd: ManuallyDrop<Uffd>,
     handed: &'a ReceivedPlaceholders,
@@ -66,30 +70,30 @@ pub(super) struct Placeholders<'a> {
     renders: &'a [(u32, OwnedFd)],
     /// By offset.
     parts: Vec<PlaceholderRange<'a>>,
-    /// Whether the program has moved some: they are looked for then.
+    /// Whether the program has moved placeholders: their addresses are looked up then.
     moved: bool,
 }
 
-/// What a touched address shows.
+/// What is mapped at an accessed address.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct AccessedRange {
     /// The image's number of the buffer.
     pub(super) buffer: usize,
-    /// Where in the placeholders' file, and how many bytes of it follow in the mapping.
+    /// The offset in the placeholders' file, and how many bytes of it follow in the mapping.
     offset: u64,
     rest: u64,
 }
 
-/// What became of a swap.
+/// The result of a swap.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Outcome {
     Done {
-        /// How long it stood still: since its threads were asked to, until all was done.
+        /// How long the process was stopped: from the request to its threads until the swap was complete.
         stopped: Duration,
     },
-    /// The process does not stand still now.
+    /// The process does not stop now.
     NotNow(String),
-    /// It has ended.
+    /// The process has ended.
     Ended,
 }
 
@@ -102,7 +106,7 @@ impl ReceivedPlaceholders {
         Ok(Self { file, uffd: Mutex::new(Some(uffd)), mappings: Vec::new() })
     }
 
-    /// More of them.
+    /// Adds mappings, in the order of their addresses.
     pub(super) fn add(&mut self, told: proto::Mappings) -> anyhow::Result<()> {
         for mapping in told.mappings {
             let proto::Mapping { address, length, offset, device_offset, .. } = mapping;
@@ -115,7 +119,7 @@ impl ReceivedPlaceholders {
         Ok(())
     }
 
-    /// The numbers of the buffers that they stand for.
+    /// Returns the numbers of the buffers that have placeholders.
     pub(super) fn buffers(&self) -> Vec<usize> {
         let mut numbers: Vec<usize> = self.mappings.iter().map(|mapping| mapping.buffer as usize).collect();
         numbers.sort_unstable();
@@ -123,10 +127,11 @@ impl ReceivedPlaceholders {
         numbers
     }
 
-    /// Watches them in the stopped process: all of them, and that there are no others.
+    /// Watches all placeholders in the stopped process, and checks that it has no others.
     ///
     /// # Errors
-    /// One is missing or is something else. The process must not run then: an unwatched placeholder reads as zeros.
+    /// A placeholder is missing or another mapping. The process must not run then: an unwatched placeholder reads
+    /// as zeros.
     pub(super) fn watch<'a>(
         &'a self,
         process: usize,
@@ -154,7 +159,8 @@ impl ReceivedPlaceholders {
         );
         let uffd = self.uffd.lock().unwrap_or_else(PoisonError::into_inner).take();
         let uffd = uffd.context("placeholders are watched already")?;
-        // If every process of ours is killed, touches of a placeholder wait: closed, it would read as zeros.
+        // If every process of the streamer is killed, page faults in placeholders wait: with the userfaultfd
+        // closed they would read zeros.
         store
             .put(
                 Entry { kind: Kind::Placeholders, index: u32::try_from(process)?, life: 0 },
@@ -162,7 +168,7 @@ impl ReceivedPlaceholders {
             )
             .context("putting the userfaultfd of placeholders into the session's fd store")?;
         let uffd = Uffd::negotiate(uffd, FEATURE_FORK | FEATURE_REMAP).context("UFFDIO_API")?;
-        // From the first that is watched: not closed on errors either.
+        // Not closed on errors either: placeholders are watched from here on.
         let uffd = ManuallyDrop::new(uffd);
         for mapping in &self.mappings {
             let registered = uffd.register_missing(mapping.address, mapping.length);
@@ -174,7 +180,7 @@ impl ReceivedPlaceholders {
 }
 
 impl<'a> Placeholders<'a> {
-    /// The process's place among those loaded.
+    /// Returns the process's index among those loaded.
     pub(super) fn process(&self) -> usize {
         self.process
     }
@@ -187,7 +193,7 @@ impl<'a> Placeholders<'a> {
         self.uffd.as_fd()
     }
 
-    /// Addresses that were touched since it was last asked.
+    /// Returns the addresses of page faults since the last call.
     ///
     /// # Errors
     /// A child has inherited placeholders, and nothing serves it: the process's children are killed.
@@ -216,10 +222,12 @@ impl<'a> Placeholders<'a> {
         }
     }
 
-    /// Kills the process's descendants until the one that has inherited is gone: it is nobody's yet while its parent waits for the
-    /// message to be read. What it touches meanwhile waits.
+    /// Kills the process's descendants until the child that inherited placeholders has ended. The child has
+    /// no pid that is known here while its parent waits for the message to be read. Its page faults wait
+    /// meanwhile.
     fn end_child(&self, uffd: RawFd) {
-        // SAFETY: made by the read that gave the message, and nobody else's. Not closed: what is missing would be zeros.
+        // SAFETY: the read that gave the message made it, and nothing else owns it. Not closed: missing memory
+        // would read as zeros.
         let uffd = ManuallyDrop::new(unsafe { sys::take_over(uffd) });
         for _ in 0..FORKED {
             if address_space_ended(uffd.as_fd()) {
@@ -230,7 +238,8 @@ impl<'a> Placeholders<'a> {
         }
     }
 
-    /// Whether the memory that is watched has ended, with its process or by exec: soon, if a call to it has just failed.
+    /// Returns whether the watched address space has ended, with its process or by exec. It may follow soon
+    /// after a failed call to the process.
     fn is_gone(&self) -> bool {
         address_space_ended(self.uffd.as_fd())
     }
@@ -244,7 +253,8 @@ impl<'a> Placeholders<'a> {
         })
     }
 
-    /// What an address shows; none if the device is there already, or nothing.
+    /// Returns the placeholder at an address; `None` if the buffer was swapped already, or nothing is
+    /// mapped.
     pub(super) fn at(&self, address: u64) -> anyhow::Result<Option<AccessedRange>> {
         let file = self.handed.file.as_fd();
         let found = if self.moved {
@@ -274,22 +284,22 @@ impl<'a> Placeholders<'a> {
         before.filter(|part| offset < part.offset + part.length)
     }
 
-    /// Buffers whose place the device has not taken yet.
+    /// Returns the buffers that still have placeholders.
     pub(super) fn left(&self) -> impl Iterator<Item = usize> {
         self.parts.iter().filter(|part| !part.swapped).map(|part| part.buffer.number)
     }
 
-    /// Puts the device in the place of all placeholders of resident buffers, in one stop.
+    /// Swaps all placeholders of resident buffers in one stop.
     ///
     /// # Errors
-    /// It cannot be done: the process must be killed.
+    /// The swap fails: the process must be killed.
     pub(super) fn swap(
         &mut self,
         buffers: &BTreeSet<usize>,
         views: &mut BarMappings,
     ) -> anyhow::Result<Outcome> {
         let pid = self.pid;
-        // Its number may be another's.
+        // The pid may belong to another process by now.
         if self.is_gone() {
             return Ok(Outcome::Ended);
         }
@@ -310,7 +320,8 @@ impl<'a> Placeholders<'a> {
         let done = stopped.map_err(anyhow::Error::from).and_then(|done| done);
         match done {
             Ok((done, stopped)) => {
-                // The process's own threads try again by themselves; those who wait on its behalf do not.
+                // The process's own threads fault again without a wake; kernel threads that access memory
+                // for it do not.
                 done.iter().for_each(|part| self.wake(part.address, part.length));
                 Ok(Outcome::Done { stopped })
             }
@@ -328,16 +339,16 @@ impl<'a> Placeholders<'a> {
         }
     }
 
-    /// Whoever waits for a page looks again.
+    /// Wakes the threads that wait for these pages; they fault again.
     pub(super) fn wake(&self, address: u64, length: u64) {
-        // It fails where nothing is mapped any more, and nobody waits then.
+        // It fails where nothing is mapped any more, and no thread waits then.
         let _ = self.uffd.wake(address, length);
     }
 
-    /// Gives a placeholder that was touched the bytes that the device has there, and some more behind them.
+    /// Fills a placeholder with the buffer's bytes at an accessed address, and with some that follow.
     ///
     /// # Errors
-    /// They cannot be had.
+    /// The bytes cannot be read or filled.
     pub(super) fn copy(
         &mut self,
         address: u64,
@@ -351,14 +362,15 @@ impl<'a> Placeholders<'a> {
         view.read(part.within(touched.offset), &mut bytes);
         let mut done = self.uffd.copy(address, &bytes);
         if done.stop == Some(Stop::NotMapped) && done.bytes == 0 {
-            // The mapping ends earlier by now, or is another: what is touched is still there, or it is looked for.
+            // The mapping is shorter or another by now. One page is tried; later accesses look up the
+            // mapping.
             self.moved = true;
             done = self.uffd.copy(address, &bytes[..usize::try_from(PAGE_SIZE)?]);
         }
         match done.stop {
-            // Whatever is behind the touched page comes when it is touched.
+            // The pages that were not filled are filled at their own page faults.
             _ if done.bytes > 0 => Ok(()),
-            // A change that its reader has not seen yet: it is touched again.
+            // The mapping is changing, and its message was not read yet: the thread faults again.
             None | Some(Stop::Present | Stop::Changing | Stop::NotMapped | Stop::Gone) => {
                 self.wake(address, PAGE_SIZE);
                 Ok(())
@@ -367,13 +379,13 @@ impl<'a> Placeholders<'a> {
         }
     }
 
-    /// All are gone: nothing is watched any more.
+    /// Closes the userfaultfd when no placeholder is left.
     pub(super) fn close(self) {
         drop(ManuallyDrop::into_inner(self.uffd));
     }
 }
 
-/// What the program has made of copies goes to the device.
+/// Writes what the program has changed in copies to the buffer.
 fn merge(
     handed: &ReceivedPlaceholders,
     process: usize,

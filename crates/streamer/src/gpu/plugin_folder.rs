@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Where CRIU's plugin for AMD GPUs is, and when it is needed. The rule for people: `docs/serve.md`.
+//! Finds CRIU's plugin for AMD GPUs, and says when it is needed. `docs/serve.md` has the rule for users.
 
 use std::fs::DirEntry;
 use std::io;
@@ -12,13 +12,14 @@ use rewake_criu_images::amdgpu::GpuFile;
 pub const FILE: &str = "amdgpu_plugin.so";
 /// CRIU's own variable for a folder of plugins.
 const VARIABLE: &str = "CRIU_LIBS_DIR";
-/// Beside this program, where it was built.
+/// The folder beside this program, in a build tree.
 const BUILT: &str = "criu-plugin";
-/// Below the prefix in whose `bin` this program is installed.
+/// The folder below the prefix in whose `bin` this program is installed.
 const INSTALLED: &str = "lib/rewake/criu";
 
-/// The folder to give to CRIU: the one that was `chosen`, else the one in `$CRIU_LIBS_DIR`, else one that belongs to this
-/// program. None where there is none, or the variable names another: then CRIU looks where it always does.
+/// Returns the folder to give to CRIU: the `chosen` one, else the one in `$CRIU_LIBS_DIR`, else one that
+/// belongs to this program. Returns `None` where none exists, or where the variable names another: CRIU uses
+/// its default then.
 ///
 /// # Errors
 /// The chosen folder has no plugin.
@@ -27,7 +28,7 @@ pub fn find(chosen: Option<&Path>) -> anyhow::Result<Option<PathBuf>> {
     search(chosen, variable().as_deref(), &program)
 }
 
-/// The folder that CRIU's own variable names.
+/// Returns the folder that CRIU's own variable names.
 #[must_use]
 pub fn variable() -> Option<PathBuf> {
     std::env::var_os(VARIABLE).filter(|value| !value.is_empty()).map(PathBuf::from)
@@ -46,7 +47,7 @@ fn search(chosen: Option<&Path>, variable: Option<&Path>, program: &Path) -> any
     Ok(own_folders(program).into_iter().find(|folder| holds_plugin(folder)))
 }
 
-/// Folders that belong to a program at this path.
+/// Returns the folders that belong to a program at this path.
 fn own_folders(program: &Path) -> Vec<PathBuf> {
     let bin = program.parent();
     let prefix = bin.and_then(Path::parent);
@@ -60,13 +61,13 @@ fn holds_plugin(folder: &Path) -> bool {
     folder.join(FILE).is_file()
 }
 
-/// Whether AMD's compute driver is on this machine.
+/// Returns whether this machine has AMD's compute driver.
 #[must_use]
 pub fn machine_has_gpu() -> bool {
     Path::new("/dev/kfd").exists()
 }
 
-/// Whether an image holds the state of a GPU.
+/// Returns whether an image holds the state of a GPU.
 ///
 /// # Errors
 /// The directory cannot be read.
@@ -74,7 +75,7 @@ pub fn image_has_gpu(images: &Path) -> io::Result<bool> {
     Ok(!image_files(images)?.is_empty())
 }
 
-/// The plugin's files of an image.
+/// Returns the plugin's files in an image.
 ///
 /// # Errors
 /// The directory cannot be read.
@@ -89,7 +90,7 @@ mod tests {
 
     use super::*;
 
-    /// A folder with a plugin in each of these.
+    /// Makes a folder with a plugin in each of `folders`.
     fn with_plugins(folders: &[&str]) -> tempfile::TempDir {
         let root = tempfile::tempdir().unwrap();
         for folder in folders {

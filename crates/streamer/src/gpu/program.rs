@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A program with placeholders, for tests of how they are served.
+//! Runs a program with placeholders, for tests of the fault server.
 
 use std::io::Read as _;
 use std::os::fd::{AsFd as _, AsRawFd as _, FromRawFd as _, OwnedFd, RawFd};
@@ -27,7 +27,7 @@ pub(super) struct Program {
     files: [OwnedFd; 3],
     /// The first placeholder.
     address: u64,
-    /// Zero when it is to read the last placeholder, then what it has read there.
+    /// Zero makes the child read the last placeholder; then it holds the byte read.
     shared: &'static AtomicU8,
 }
 
@@ -46,13 +46,13 @@ fn byte(address: u64) -> *const AtomicU8 {
     std::ptr::with_exposed_provenance(usize::try_from(address).unwrap())
 }
 
-/// Where a buffer's is, in the file and on the device: gaps keep mappings apart.
+/// Returns a buffer's offset in the file and on the device: gaps keep mappings apart.
 fn offset(buffer: usize) -> u64 {
     2 * buffer as u64 * PAGE
 }
 
 impl Program {
-    /// With a placeholder of a page for each buffer.
+    /// Starts the child with a placeholder of one page for each buffer.
     pub(super) fn start(buffers: usize) -> Self {
         let file = sys::memory_file(c"placeholders", offset(buffers)).unwrap();
         let render = std::fs::File::from(sys::memory_file(c"device", offset(buffers)).unwrap());
@@ -80,12 +80,12 @@ impl Program {
         let number = i32::from_ne_bytes(number);
         // SAFETY: integers in, a descriptor out.
         let uffd = unsafe { libc::syscall(libc::SYS_pidfd_getfd, pidfd.as_raw_fd(), number, 0) };
-        // SAFETY: just opened, and nobody else's.
+        // SAFETY: just opened, and nothing else owns it.
         let uffd = unsafe { OwnedFd::from_raw_fd(RawFd::try_from(uffd).unwrap()) };
         Self { pid, buffers, files: [file, uffd, render.into()], address, shared }
     }
 
-    /// What the plugin hands over of it.
+    /// Returns what the plugin would hand over for it.
     pub(super) fn handed(&self) -> ReceivedPlaceholders {
         let files = self.files[..2].iter().map(|file| file.try_clone().unwrap());
         let mut handed = ReceivedPlaceholders::new(files.collect()).unwrap();
@@ -101,24 +101,24 @@ impl Program {
         handed
     }
 
-    /// Its files of render nodes.
+    /// Returns its render node files.
     pub(super) fn renders(&self) -> Vec<(u32, OwnedFd)> {
         vec![(GPU, self.files[2].try_clone().unwrap())]
     }
 
-    /// Its buffers. Nobody looks at them, so that any file does.
+    /// Returns its buffers. No test reads the dmabufs, so any file will do.
     pub(super) fn buffers(&self) -> Vec<Buffer<'_>> {
         let dmabuf = self.files[2].as_fd();
         let buffer = |number| Buffer { number, gpu: (GPU, 128), dmabuf, bytes: PAGE };
         (0..self.buffers).map(buffer).collect()
     }
 
-    /// Has it read the last placeholder.
+    /// Makes the child read the last placeholder.
     pub(super) fn touch(&self) {
         self.shared.store(0, Ordering::SeqCst);
     }
 
-    /// What it has read there.
+    /// Returns the byte that the child has read there.
     pub(super) fn read(&self) -> u8 {
         self.shared.load(Ordering::SeqCst)
     }
@@ -127,7 +127,7 @@ impl Program {
         sys::pidfd_open(self.pid).unwrap()
     }
 
-    /// How many mappings it has of placeholders, and of the device.
+    /// Returns the number of its mappings of placeholders, and of the device.
     pub(super) fn mappings(&self) -> (usize, usize) {
         (self.mappings_of("memfd:placeholders"), self.mappings_of("memfd:device"))
     }
@@ -146,7 +146,7 @@ impl Drop for Program {
     }
 }
 
-/// In the forked child: only system calls and memory that is there.
+/// Runs in the forked child: only system calls and resident memory.
 fn run(tell: RawFd, last: u64, shared: &AtomicU8) -> ! {
     if let Ok(uffd) = rewake_uffd::open_unnegotiated() {
         let number = uffd.as_raw_fd().to_ne_bytes();

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Whether queues run when their gates are open.
+//! Checks whether queues run after their gates were opened.
 //!
-//! A driver that was asked to let them go on says yes, and may still hold them: what RESUME has begun maps all that GPUs reach, and
-//! tries again for ever if something cannot be had. It counts a process's queues on each GPU out and in, and tells of it; they run
-//! when they were counted in as often as out. It keeps as little as 1 KiB of that, so that somebody must listen all the time.
+//! A driver that accepts RESUME may still keep queues evicted. Its worker maps all that the GPUs reach, and
+//! retries for ever if some memory cannot be had. It sends an SMI event each time it evicts or restores a
+//! process's queues on a GPU; they run when both counts are equal. It buffers as little as 1 KiB of events,
+//! so a thread reads them all the time.
 
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd as _, RawFd};
@@ -23,49 +24,49 @@ use tracing::warn;
 
 use crate::sys;
 
-/// RESTORE has counted all out, once, before anything is handed over.
+/// RESTORE has evicted all queues once, before anything is handed over.
 const BY_RESTORE: i64 = 1;
-/// Between two looks at who has ended.
+/// The time between two checks which processes have ended.
 const LOOK: Duration = Duration::from_millis(20);
 
 /// A process whose gate is open.
 #[derive(Debug)]
 pub(super) struct Opened {
-    /// Its number here, and the one that it has itself: kernels tell either.
+    /// Its pid here, and the one in its own namespace: kernels report either.
     pub(super) numbers: [u32; 2],
-    /// Its process descriptor, in the ledger.
+    /// The process descriptor, which the ledger owns.
     pub(super) process: RawFd,
     /// N of the `/dev/dri/renderDN` of its GPUs.
     pub(super) minors: Vec<u32>,
 }
 
-/// What is known of all of them.
+/// What is known of the queues of all processes.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) struct QueueVerdict {
-    /// Queues that have run: of a process on a GPU each.
+    /// The number of (process, GPU) pairs whose queues have run.
     pub(super) ran: usize,
-    /// Whose are held, a line each.
+    /// A line for each pair whose queues are evicted.
     pub(super) held: Vec<String>,
-    /// Of whose nothing can be told, a line each.
+    /// A line for each pair of which nothing is known.
     pub(super) unknown: Vec<String>,
 }
 
 /// A process's queues on a GPU.
 #[derive(Debug, Clone, Copy)]
 struct Queues {
-    /// How much more often counted out than in.
+    /// The number of evictions without a restore.
     held: i64,
-    /// Since they were last counted in.
+    /// The number of postponed restores since the last restore.
     put_off: u64,
-    /// They were counted in as often as out, once.
+    /// Whether all evictions were ever matched by restores.
     ran: bool,
 }
 
-/// What the driver has told, by process and GPU.
+/// The events that the driver has sent, counted by process and GPU.
 #[derive(Debug, Default)]
 struct EvictionCounts(BTreeMap<(u32, u32), Queues>);
 
-/// Hears what the driver tells of some GPUs, in a thread of its own, until it is dropped.
+/// Reads the driver's events of some GPUs, in its own thread, until it is dropped.
 #[derive(Debug)]
 pub(super) struct QueueMonitor {
     /// Ids in the topology, by N of `/dev/dri/renderDN`.
@@ -82,10 +83,10 @@ struct Shared {
 }
 
 impl QueueMonitor {
-    /// Listens, from now on, to the GPUs with these render nodes: after RESTORE, before PROCESS_INFO.
+    /// Starts to read the events of the GPUs with these render nodes: after RESTORE, before PROCESS_INFO.
     ///
     /// # Errors
-    /// The driver does not tell, or there is no thread left.
+    /// The driver sends no events, or no thread can be started.
     pub(super) fn new(kfd: &Kfd, minors: impl IntoIterator<Item = u32>) -> anyhow::Result<Self> {
         let topology = Topology::read()?;
         let (mut gpus, mut streams) = (BTreeMap::new(), Vec::new());
@@ -100,7 +101,7 @@ impl QueueMonitor {
         let shared = Arc::new(Shared { told: Mutex::default(), news: Condvar::new(), stop });
         let thread = {
             let shared = Arc::clone(&shared);
-            // Signals are the main thread's.
+            // The main thread handles signals.
             let before = SigSet::all().thread_swap_mask(SigmaskHow::SIG_BLOCK).context("blocking signals")?;
             let thread = std::thread::Builder::new().name("queues".to_owned()).spawn(move || {
                 if let Err(error) = shared.listen(&mut streams) {
@@ -113,8 +114,8 @@ impl QueueMonitor {
         Ok(Self { gpus, shared, thread: Some(thread) })
     }
 
-    /// Waits until all queues of these have run whose gates are open; at most `patience`, and not for whoever has ended. Nothing is known
-    /// where the driver could not be heard to the end, which was said then.
+    /// Waits at most `patience` until the queues of all processes in `opened` have run, without those that
+    /// have ended. The verdict is empty where reading events failed, which was logged.
     pub(super) fn wait(&self, opened: &[Opened], patience: Duration) -> QueueVerdict {
         let start = Instant::now();
         let mut told = self.shared.told();
@@ -146,7 +147,7 @@ impl Shared {
         self.told.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Until it is to stop.
+    /// Reads events until the monitor is dropped.
     fn listen(&self, streams: &mut [Stream]) -> anyhow::Result<()> {
         loop {
             let mut fds = vec![PollFd::new(self.stop.as_fd(), PollFlags::POLLIN)];
@@ -184,14 +185,15 @@ impl EvictionCounts {
         }
     }
 
-    /// Of all of these, with GPUs' ids by their render nodes.
+    /// Returns the verdict on `opened`; `gpus` are ids by render node.
     fn verdict(&self, opened: &[&Opened], gpus: &BTreeMap<u32, u32>) -> QueueVerdict {
         let mut verdict = QueueVerdict::default();
         for of in opened {
             for gpu in of.minors.iter().filter_map(|minor| gpus.get(minor)) {
                 let queues = format!("queues of process {} on GPU {gpu:#x}", of.numbers[0]);
                 match self.queues(of, opened, *gpu) {
-                    // PROCESS_INFO must have been told of, and nothing is counted in more often than out.
+                    // PROCESS_INFO must have caused an event, and no queue is restored more often than
+                    // evicted.
                     None => verdict.unknown.push(format!(
                         "the driver has told nothing of the {queues} (CAP_SYS_ADMIN? another pid namespace?)"
                     )),
@@ -209,7 +211,8 @@ impl EvictionCounts {
         verdict
     }
 
-    /// A process's, by the number that the driver calls it by; none if that may be another's.
+    /// Returns the counts of a process by the pid that the driver uses; `None` if that may be another
+    /// process's.
     fn queues(&self, of: &Opened, all: &[&Opened], gpu: u32) -> Option<Queues> {
         let [here, own] = of.numbers;
         let alone = all.iter().filter(|other| other.numbers.contains(&own)).count() == 1;

@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Gates are opened: one by one, each when its process has all of its memory, or one of its GPUs all that it reaches; or all when all have.
+//! Opens the gates: each when its process is resident, or all together where calls cannot be blocked. A GPU
+//! that is resumed alone waits for its own reach only.
 //!
-//! A process's GPUs reach its own buffers, and those that others have handed it. What was handed over before the dump is loaded before
-//! anything runs; what is handed over now is there, where such calls are kept away from what is not (`docs/decisions/0012-gates-one-by-one.md`).
+//! A process's GPUs reach its own buffers, and those that other processes have exported to it. Buffers that
+//! were exported before the dump are loaded before anything runs. Buffers that are exported now are
+//! resident, where such calls are blocked for missing ones (`docs/decisions/0012-gates-one-by-one.md`).
 
 use std::collections::BTreeSet;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
@@ -25,197 +27,204 @@ use crate::record::Timeline;
 use crate::supervise::processes::{self, Layout};
 use crate::sys;
 
-/// Between two tries of what a process that does not stand still keeps us from.
-const AGAIN: Duration = Duration::from_millis(20);
-/// Looks whether a process that cannot be traced is ending, [`AGAIN`] apart: a second.
+/// The time between two tries with a process that does not stop.
+const RETRY: Duration = Duration::from_millis(20);
+/// The number of checks, [`RETRY`] apart, whether a process that cannot be traced is ending: a second.
 const ENDING: u32 = 50;
-/// For a process to stand still, when all of it is there.
+/// How long a process may refuse to stop after all of it is resident.
 const PATIENCE: Duration = Duration::from_secs(120);
 
-/// The gates of a restore's processes.
+/// Opens the gates of a restore's processes.
 #[derive(Debug)]
 pub(super) struct QueueResumer<'a> {
-    pub(super) taken: &'a Handoff,
-    /// With their processes' places.
+    pub(super) handoff: &'a Handoff,
+    /// The gates, with their processes' indexes.
     pub(super) gates: Vec<(usize, Gate<'a>)>,
     pub(super) ledger: Ledger,
     pub(super) timeline: &'a Timeline,
 }
 
-/// How far a process is.
+/// How far a process is resumed.
 #[derive(Debug, Default)]
 struct ProcessState {
-    /// GPUs, of those that go on one by one, whose sets are there.
+    /// The GPUs, of those that are resumed one by one, whose reach is resident.
     ready: BTreeSet<usize>,
-    /// Those that run.
-    on: BTreeSet<usize>,
-    /// They cannot go on one by one.
-    together: bool,
-    /// All of it is there, since then.
-    whole: Option<Instant>,
-    /// What its memory was laid out like when the first went on: another program has none of its queues.
+    /// The GPUs that run.
+    running: BTreeSet<usize>,
+    /// Whether its GPUs can only be resumed together.
+    all_at_once: bool,
+    /// When all of the process became resident.
+    resident_since: Option<Instant>,
+    /// The layout of its memory when the first GPU was resumed. After an exec it differs, and the new
+    /// program has none of the queues.
     layout: Option<Layout>,
 }
 
-/// What one try came to.
+/// The result of one try.
 enum Attempt {
-    /// All of the process goes on.
+    /// All GPUs of the process run.
     Opened(Opened),
-    /// It has ended.
+    /// The process has ended.
     Ended,
-    /// Some of it may.
-    GoesOn,
+    /// The gate is not open for all GPUs yet.
+    Pending,
 }
 
 impl ProcessState {
     fn waits(&self) -> bool {
-        self.whole.is_some() || (!self.together && self.ready != self.on)
+        self.resident_since.is_some() || (!self.all_at_once && self.ready != self.running)
     }
 
-    fn note(&mut self, news: ReadyEvent) {
-        match news {
+    fn note(&mut self, event: ReadyEvent) {
+        match event {
             ReadyEvent::Gpu(_, set) => drop(self.ready.insert(set)),
-            ReadyEvent::Process(_) => self.whole = Some(Instant::now()),
+            ReadyEvent::Process(_) => self.resident_since = Some(Instant::now()),
         }
     }
 }
 
 impl<'a> QueueResumer<'a> {
-    /// GPUs that go on one by one, with their processes' places.
+    /// Returns the reach of the GPUs that are resumed one by one, with their processes' indexes.
     pub(super) fn sets(&self) -> Vec<(usize, &'a [GpuReach])> {
-        self.gates.iter().map(|(place, gate)| (*place, gate.sets)).collect()
+        self.gates.iter().map(|(place, gate)| (*place, gate.reach)).collect()
     }
 
-    /// Opens that of each process that it hears of, all of whose GPUs' memory must be there, or for each of its GPUs when that has what it
-    /// reaches; of all when it has heard of all if they are not opened one by one. Ends when all are open, or when it can hear of no more.
-    /// Whose are open.
+    /// Opens gates as events arrive: a process's when all of it is resident, or a GPU's when its reach is.
+    /// Where calls cannot be blocked, waits for all processes first. Returns the opened gates when all are
+    /// open, or when no event can arrive.
     ///
     /// # Errors
-    /// One cannot be opened: `load` is given up then.
+    /// A gate cannot be opened: `load` is given up then.
     pub(super) fn run(&self, ready: &Receiver<ReadyEvent>, load: &LoadHandle) -> anyhow::Result<Vec<Opened>> {
-        let one_by_one = self.gates.iter().all(|(_, gate)| gate.kept.is_some());
+        let one_by_one = self.gates.iter().all(|(_, gate)| gate.blocked_calls.is_some());
         thread::scope(|scope| {
-            let (mut tell, mut threads) = (Vec::new(), Vec::new());
+            let (mut senders, mut threads) = (Vec::new(), Vec::new());
             for (place, gate) in &self.gates {
-                let (sender, hears) = channel();
-                tell.push((*place, sender));
-                // One that a debugger traces, or that does not stand still, keeps none of the others waiting.
+                let (sender, events) = channel();
+                senders.push((*place, sender));
+                // A thread each: a process that is traced or does not stop delays no other.
                 threads.push(scope.spawn(move || {
-                    let done = catch_unwind(AssertUnwindSafe(|| self.turns(*place, gate, &hears, load)));
+                    let done =
+                        catch_unwind(AssertUnwindSafe(|| self.serve_gate(*place, gate, &events, load)));
                     if !matches!(done, Ok(Ok(_))) {
-                        // At once: others may take their time to end.
+                        // Killed at once: the other threads may take long to end.
                         let _ = sys::pidfd_kill(gate.process);
                         load.give_up();
                     }
                     done
                 }));
             }
-            let (mut waiting, mut whole) = (Vec::new(), 0);
-            for news in ready {
-                waiting.push(news);
-                whole += usize::from(matches!(news, ReadyEvent::Process(_)));
-                if one_by_one || whole == self.gates.len() {
-                    for news in waiting.drain(..) {
-                        let (ReadyEvent::Gpu(process, _) | ReadyEvent::Process(process)) = news;
-                        // One that hears no more has failed, and says so.
-                        tell.iter().filter(|(place, _)| *place == process).for_each(|(_, sender)| {
-                            let _ = sender.send(news);
+            let (mut waiting, mut resident) = (Vec::new(), 0);
+            for event in ready {
+                waiting.push(event);
+                resident += usize::from(matches!(event, ReadyEvent::Process(_)));
+                if one_by_one || resident == self.gates.len() {
+                    for event in waiting.drain(..) {
+                        let (ReadyEvent::Gpu(process, _) | ReadyEvent::Process(process)) = event;
+                        // A receiver that is gone has failed, and reports that itself.
+                        senders.iter().filter(|(place, _)| *place == process).for_each(|(_, sender)| {
+                            let _ = sender.send(event);
                         });
                     }
                 }
             }
-            drop(tell);
+            drop(senders);
             let ended: Vec<_> = threads.into_iter().map(|of| of.join().and_then(|done| done)).collect();
             let ended = ended.into_iter().map(|of| of.unwrap_or_else(|panic| resume_unwind(panic)));
             Ok(ended.collect::<anyhow::Result<Vec<_>>>()?.into_iter().flatten().collect())
         })
     }
 
-    /// Tries, as often as there is news or something could not be done. None if the process has ended, or nothing more is heard.
-    fn turns(
+    /// Tries after each event, and again after a failed try. Returns `None` if the process has ended, or no
+    /// event can arrive.
+    fn serve_gate(
         &self,
         place: usize,
         gate: &Gate<'_>,
-        hears: &Receiver<ReadyEvent>,
+        events: &Receiver<ReadyEvent>,
         load: &LoadHandle,
     ) -> anyhow::Result<Option<Opened>> {
-        let mut turn = ProcessState::default();
+        let mut state = ProcessState::default();
         loop {
             let heard =
-                if turn.waits() { hears.recv_timeout(AGAIN) } else { hears.recv().map_err(Into::into) };
+                if state.waits() { events.recv_timeout(RETRY) } else { events.recv().map_err(Into::into) };
             match heard {
-                Ok(news) => turn.note(news),
+                Ok(event) => state.note(event),
                 Err(RecvTimeoutError::Timeout) => {}
-                Err(RecvTimeoutError::Disconnected) if turn.whole.is_none() || load.is_given_up() => {
+                Err(RecvTimeoutError::Disconnected)
+                    if state.resident_since.is_none() || load.is_given_up() =>
+                {
                     return Ok(None);
                 }
-                Err(RecvTimeoutError::Disconnected) => thread::sleep(AGAIN),
+                Err(RecvTimeoutError::Disconnected) => thread::sleep(RETRY),
             }
-            hears.try_iter().for_each(|news| turn.note(news));
-            if turn.waits() {
-                match self.advance(place, gate, &mut turn)? {
+            events.try_iter().for_each(|event| state.note(event));
+            if state.waits() {
+                match self.advance(place, gate, &mut state)? {
                     Attempt::Opened(opened) => return Ok(Some(opened)),
                     Attempt::Ended => return Ok(None),
-                    Attempt::GoesOn => {}
+                    Attempt::Pending => {}
                 }
             }
         }
     }
 
-    fn advance(&self, place: usize, gate: &Gate<'_>, turn: &mut ProcessState) -> anyhow::Result<Attempt> {
-        if turn.on.is_empty() && turn.whole.is_some() {
+    fn advance(&self, place: usize, gate: &Gate<'_>, state: &mut ProcessState) -> anyhow::Result<Attempt> {
+        if state.running.is_empty() && state.resident_since.is_some() {
             return self.open(place, gate, || gate.open());
         }
-        if turn.whole.is_some() {
-            turn.ready = (0..gate.sets.len()).collect();
+        if state.resident_since.is_some() {
+            state.ready = (0..gate.reach.len()).collect();
         }
-        let more: BTreeSet<usize> = turn.ready.difference(&turn.on).copied().collect();
-        // What is there is told before.
+        let more: BTreeSet<usize> = state.ready.difference(&state.running).copied().collect();
+        // The timeline must show resident memory before GPUs run.
         self.timeline.look();
-        let step = match (turn.on.is_empty(), more.is_empty()) {
+        let step = match (state.running.is_empty(), more.is_empty()) {
             (_, true) => Ok(ResumeStep::Done),
             (true, false) => gate.resume_first_gpus(&more),
             (false, false) => gate.restore_queue_percentage(&more),
         };
         match step {
             Ok(ResumeStep::Done) => {
-                let minors: Vec<u32> = more.iter().map(|set| gate.sets[*set].minor).collect();
+                let minors: Vec<u32> = more.iter().map(|set| gate.reach[*set].minor).collect();
                 self.timeline.gpus_go_on(place, &minors);
-                turn.on.extend(more);
-                turn.layout = turn.layout.or_else(|| gate.layout());
+                state.running.extend(more);
+                state.layout = state.layout.or_else(|| gate.layout());
             }
-            _ if gate.has_ended() || turn.layout.is_some_and(|of| gate.layout() != Some(of)) => {
+            _ if gate.has_ended() || state.layout.is_some_and(|of| gate.layout() != Some(of)) => {
                 self.ended(place, gate);
                 return Ok(Attempt::Ended);
             }
-            Ok(ResumeStep::NotNow(why)) => turn.whole.map_or(Ok(()), |whole| is_late(whole, &why))?,
+            Ok(ResumeStep::NotNow(why)) => {
+                state.resident_since.map_or(Ok(()), |since| is_late(since, &why))?;
+            }
             Ok(ResumeStep::Never(error)) => {
-                turn.together = true;
+                state.all_at_once = true;
                 warn!("GPUs of a process go on together, when all is there: {error:#}");
             }
             Err(error) => return Err(error),
         }
-        if turn.whole.is_some() && turn.on.len() == gate.sets.len() {
+        if state.resident_since.is_some() && state.running.len() == gate.reach.len() {
             return self.open(place, gate, || gate.is_open());
         }
-        Ok(Attempt::GoesOn)
+        Ok(Attempt::Pending)
     }
 
-    /// All of the process goes on.
+    /// Opens the whole gate of the process with `open`.
     fn open(
         &self,
         place: usize,
         gate: &Gate<'_>,
         open: impl FnOnce() -> anyhow::Result<i32>,
     ) -> anyhow::Result<Attempt> {
-        // What is there is told before the gate is open.
+        // The timeline must show resident memory before the gate is open.
         self.timeline.look();
         match open() {
             Ok(pid) => {
                 self.timeline.gate_opened(place);
                 self.ledger.gates().opened(gate.process);
                 let numbers = [pid, processes::own_number(pid).unwrap_or(pid)].map(i32::unsigned_abs);
-                let minors = self.taken.minors(place).collect();
+                let minors = self.handoff.minors(place).collect();
                 Ok(Attempt::Opened(Opened { numbers, process: gate.process, minors }))
             }
             Err(error) if ends_soon(gate) => {
@@ -233,17 +242,18 @@ impl<'a> QueueResumer<'a> {
     }
 }
 
-/// Whether the process ends within [`ENDING`] looks: one that was killed has no thread to trace some time before.
+/// Returns whether the process ends within [`ENDING`] checks: a killed process has no thread to trace some
+/// time before its end.
 fn ends_soon(gate: &Gate<'_>) -> bool {
     (0..ENDING).any(|_| {
         gate.has_ended() || {
-            thread::sleep(AGAIN);
+            thread::sleep(RETRY);
             false
         }
     })
 }
 
-fn is_late(whole: Instant, why: &str) -> anyhow::Result<()> {
-    ensure!(whole.elapsed() < PATIENCE, "a process did not stand still for {PATIENCE:?}: {why}");
+fn is_late(resident_since: Instant, why: &str) -> anyhow::Result<()> {
+    ensure!(resident_since.elapsed() < PATIENCE, "a process did not stand still for {PATIENCE:?}: {why}");
     Ok(())
 }

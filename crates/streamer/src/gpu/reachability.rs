@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What must be there before each GPU of a process goes on, where that is not the same for all.
+//! Finds what must be resident before each GPU of a process is resumed, where that differs between its GPUs.
 
 use std::collections::BTreeSet;
 
@@ -8,20 +8,20 @@ use rewake_amdgpu_uapi::criu::blob::{Private, Queue};
 use rewake_criu_images::amdgpu::KfdImage;
 use tracing::warn;
 
-/// A GPU of a process with queues.
+/// What the queues of one GPU of a process reach.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct GpuReach {
-    /// Its name in the image.
+    /// The GPU's name in the image.
     pub(super) gpu: u32,
     /// N of its `/dev/dri/renderDN`.
     pub(super) minor: u32,
-    /// Buffers of its own, and those that are mapped on it, among those that come later.
+    /// The GPU's own buffers, and those that are mapped on it, among the buffers that are loaded later.
     pub(super) buffers: BTreeSet<usize>,
-    /// Those that ran, as they are to be again.
+    /// The queues that ran, with the settings to restore.
     pub(super) queues: Vec<QueueSettings>,
 }
 
-/// A queue as the image has it.
+/// The settings of a queue in the image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct QueueSettings {
     id: u32,
@@ -32,14 +32,14 @@ pub(super) struct QueueSettings {
 }
 
 impl QueueSettings {
-    /// None if it does not run: its ring or its share of time is nothing.
+    /// Returns `None` for a queue that does not run: its ring or its percentage is 0.
     fn of(queue: &Queue) -> Option<Self> {
         let &Queue { id, ring, ring_size, percent, priority, .. } = queue;
         let ring_size = u32::try_from(ring_size).ok()?;
         (ring != 0 && percent != 0).then_some(Self { id, ring, ring_size, percent, priority })
     }
 
-    /// What gives it its time, or none of it.
+    /// Returns the argument of UPDATE_QUEUE that gives the queue its percentage, or 0.
     pub(super) fn argument(&self, runs: bool) -> kfd_ioctl_update_queue_args {
         kfd_ioctl_update_queue_args {
             ring_base_address: self.ring,
@@ -51,8 +51,9 @@ impl QueueSettings {
     }
 }
 
-/// A process's GPUs with queues, of those that the image names so, with their N. None where all wait for the same, and where the driver's own
-/// record is not understood: then they go on together. `later`: whether a buffer comes later.
+/// Returns the reach of each of a process's GPUs that has queues; `gpus` are names in the image with their
+/// N. Returns none where all GPUs reach the same, or where the driver's private record is not understood:
+/// the GPUs are resumed together then. `later` says whether a buffer is loaded later.
 pub(super) fn of(image: &KfdImage, gpus: &[(u32, u32)], later: impl Fn(usize) -> bool) -> Vec<GpuReach> {
     let counts = (image.gpus as usize, image.buffers.len(), image.objects as usize);
     let private = match Private::read(&image.private, counts.0, counts.1, counts.2) {
@@ -81,8 +82,9 @@ pub(super) fn of(image: &KfdImage, gpus: &[(u32, u32)], later: impl Fn(usize) ->
     if are_known && differ { sets } else { Vec::new() }
 }
 
-/// What calls name these GPUs by: the process's names, and the driver's own of this machine, by their N. Whether each is called alike by both: the
-/// driver looks some calls' buffers up by its own, and where they differ GPUs go on together.
+/// Returns the GPU ids that calls can contain: the process's names, and the driver's own on this machine, by
+/// their N. Also returns whether both are equal for each GPU. The driver looks up some calls' buffers by its
+/// own ids, so GPUs are resumed together where they differ.
 pub(super) fn names(gpus: &[(u32, u32)], own: impl Fn(u32) -> Option<u32>) -> (Vec<u32>, bool) {
     let names = gpus.iter().flat_map(|(name, minor)| own(*minor).into_iter().chain([*name]));
     let names: BTreeSet<u32> = names.collect();
@@ -100,7 +102,8 @@ mod tests {
 
     const GPUS: [(u32, u32); 2] = [(71, 128), (72, 129)];
 
-    /// Of two GPUs: buffers with their GPUs and those that they are mapped on, and a queue on each of `queues`.
+    /// An image of two GPUs: buffers with their GPUs and those that they are mapped on, and a queue on each
+    /// of `queues`.
     fn image(buffers: &[(u32, &[u32])], queues: &[u32]) -> KfdImage {
         let length = blob::PROCESS + 2 * blob::DEVICE + buffers.len() * blob::BO + queues.len() * blob::QUEUE;
         let mut blank = vec![0; length];

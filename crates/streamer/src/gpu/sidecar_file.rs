@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Files of ours in an image directory: written whole or not at all, and read as far as they may be long.
+//! Reads and writes Rewake's own files in an image directory. A file is written completely or not at all,
+//! and read up to a bound.
 
 use std::fs::File;
 use std::io::Read as _;
@@ -9,18 +10,18 @@ use anyhow::{Context as _, ensure};
 use nix::fcntl::renameat;
 use rewake_bo_contents::folder;
 
-/// In the place of an earlier one.
+/// Writes the file and replaces an earlier one.
 ///
 /// # Errors
 /// The directory cannot be written to.
 pub(crate) fn write(images: BorrowedFd<'_>, name: &str, bytes: &[u8]) -> anyhow::Result<()> {
-    // Until it is whole; another restore's has another name.
+    // The name until the file is complete; another restore's temporary file has another process id.
     let part = format!("{name}.{}", std::process::id());
     folder::write(images, &part, bytes)?;
     renameat(images, part.as_str(), images, name).with_context(|| format!("rename {part} to {name}"))
 }
 
-/// All of it; None if there is none.
+/// Returns the file's bytes, or `None` if the file does not exist.
 ///
 /// # Errors
 /// It cannot be read, or has more than `most` bytes.

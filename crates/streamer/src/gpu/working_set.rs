@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Which buffers CPUs touched in a restore of an image, in their order, in a file of its directory: a later restore loads those first.
+//! Records the working set of GPU buffers in a file of the image directory, in the order of first accesses.
+//! A later restore loads those first.
 
 use std::collections::BTreeSet;
 use std::os::fd::{AsFd as _, OwnedFd};
@@ -9,12 +10,13 @@ use serde::{Deserialize, Serialize};
 
 use crate::gpu::sidecar_file;
 
-/// In the image directory.
+/// The file's name in the image directory.
 pub(super) const NAME: &str = "rewake-order.json";
 const VERSION: u32 = 1;
-/// Buffers of all processes together. What comes behind so many others gains nothing by its place, and the file is read while processes run.
+/// The most buffers of all processes together. Later ones gain nothing by their place, and the file is read
+/// while processes run.
 const MOST: usize = 1 << 14;
-/// Of a file with as many of them.
+/// The most bytes of a file with [`MOST`] buffers.
 const MOST_BYTES: u64 = 1 << 20;
 
 /// The file's contents.
@@ -24,16 +26,17 @@ struct WorkingSetFile {
     touched: Vec<Access>,
 }
 
-/// A buffer, by what the image calls it: it has the same names in each restore.
+/// A buffer, by its names in the image, which are the same in each restore.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub(super) struct Access {
     /// N of its process's `amdgpu-kfd-N.img`.
     pub(super) kfd: u32,
-    /// Its number there.
+    /// The buffer's number there.
     pub(super) buffer: usize,
 }
 
-/// Whole or not at all, in the place of an earlier one; of more than [`MOST`] the first. How many.
+/// Writes the file completely or not at all, and replaces an earlier one. Keeps the first [`MOST`] buffers,
+/// and returns how many.
 ///
 /// # Errors
 /// The directory cannot be written to.
@@ -46,10 +49,11 @@ pub(super) fn write(images: &OwnedFd, mut touched: Vec<Access>) -> anyhow::Resul
     Ok(count)
 }
 
-/// What was recorded, each once; none if nothing was. `is_there`: whether the image has such a buffer.
+/// Returns the recorded buffers, each once; none if the file does not exist. `is_there` says whether the
+/// image has such a buffer.
 ///
 /// # Errors
-/// It cannot be read, or is not what is written here for this image.
+/// The file cannot be read, or was not written for this image.
 pub(super) fn read(images: &OwnedFd, is_there: impl Fn(Access) -> bool) -> anyhow::Result<Vec<Access>> {
     let Some(text) = sidecar_file::read(images.as_fd(), NAME, MOST_BYTES)? else { return Ok(Vec::new()) };
     let WorkingSetFile { version, mut touched } = serde_json::from_slice(&text).context("it is damaged")?;
@@ -79,7 +83,7 @@ mod tests {
         Access { kfd, buffer }
     }
 
-    /// Of processes 3 and 4, a hundred buffers each.
+    /// The image has processes 3 and 4 with a hundred buffers each.
     fn is_there(of: Access) -> bool {
         [3, 4].contains(&of.kfd) && of.buffer < 100
     }

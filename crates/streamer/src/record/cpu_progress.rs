@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! How far memory of CPUs is, by what the page server counts while it fills it: nobody who fills tells anything.
+//! Samples the progress of CPU memory from the counts of the threads that fill it.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -11,12 +11,13 @@ use super::printable;
 use crate::cpu::stats::TaskStats;
 use crate::session::Session;
 
-/// A process's memory of CPUs.
+/// The progress of one process's CPU memory.
 #[derive(Debug, Clone, Default)]
-pub(super) struct OfCpus {
+pub(super) struct CpuProgress {
     pub(super) pid: i32,
     pub(super) name: String,
-    /// Bytes that were left out and that it has not let go of, with those of the children that it has forked.
+    /// The bytes that were missing at the start and are not unmapped, including those of its forked
+    /// children.
     pub(super) bytes: u64,
     pub(super) resident: u64,
     pub(super) faults: u64,
@@ -24,19 +25,19 @@ pub(super) struct OfCpus {
     pub(super) longest_fault_us: u64,
 }
 
-/// Of all processes.
+/// The progress of all processes.
 #[derive(Debug, Clone, Default)]
-pub(super) struct Seen {
-    /// How long ago all were in place, and it began to come.
+pub(super) struct CpuSnapshot {
+    /// How long ago all processes were in place, and loading began.
     pub(super) begun: Duration,
-    pub(super) processes: Vec<OfCpus>,
+    pub(super) processes: Vec<CpuProgress>,
 }
 
-/// The restore whose memory of CPUs is brought back here.
+/// The restore whose CPU memory is loaded here.
 #[derive(Debug)]
 pub(super) struct Cpus {
     session: Arc<Session>,
-    /// Those with such memory, and their names: all are known when they are in place.
+    /// The tasks with missing memory, and their names: all are known when they are in place.
     tasks: OnceLock<Vec<(Arc<TaskStats>, String)>>,
 }
 
@@ -45,8 +46,8 @@ impl Cpus {
         Self { session, tasks: OnceLock::new() }
     }
 
-    /// None before all are in place: until then they are called as CRIU is.
-    pub(super) fn look(&self) -> Option<Seen> {
+    /// Returns `None` before all are in place: until then tasks have CRIU's name.
+    pub(super) fn look(&self) -> Option<CpuSnapshot> {
         if !self.session.is_released() {
             return None;
         }
@@ -59,18 +60,18 @@ impl Cpus {
         });
         let begun = self.session.stats.elapsed().saturating_sub(self.session.running_ns());
         let processes = tasks.iter().map(|(task, name)| of(task, name.clone())).collect();
-        Some(Seen { begun: Duration::from_nanos(begun), processes })
+        Some(CpuSnapshot { begun: Duration::from_nanos(begun), processes })
     }
 }
 
-fn of(task: &TaskStats, name: String) -> OfCpus {
+fn of(task: &TaskStats, name: String) -> CpuProgress {
     let resident = get(&task.pages_back) * PAGE_SIZE;
     let bytes = get(&task.pages_total).saturating_sub(get(&task.pages_dropped)) * PAGE_SIZE;
-    OfCpus {
+    CpuProgress {
         pid: task.pid,
         name,
         bytes,
-        // The counts are not of one moment.
+        // The counts are not read at one moment.
         resident: resident.min(bytes),
         faults: get(&task.faults),
         fault_wait_us: get(&task.fault_wait_us),
@@ -82,7 +83,7 @@ fn get(count: &AtomicU64) -> u64 {
     count.load(Ordering::Relaxed)
 }
 
-/// What a process calls itself; nothing where it has ended.
+/// Returns a process's name; empty where it has ended.
 pub(super) fn name(pid: i32) -> String {
     let name = std::fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
     printable(name.trim_end())

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A restore for tests: two processes with GPUs, of one of which they go on one by one, and one without, memory of both kinds, faults.
+//! Makes the record of a restore for tests: two processes with GPUs, one of which resumes them one by one, and one
+//! without. It has memory of both kinds, and page faults.
 
 use super::model::{FORMAT, Fault, Memory, Process, Record, State, Swap};
 
@@ -20,13 +21,12 @@ fn memory(process: usize, minor: Option<u32>, bytes: u64, resident_us: u64, samp
     }
 }
 
-/// That of a GPU, which goes on then.
+/// Returns the memory of a GPU that is resumed at `goes_on_us`.
 fn of_gpu(memory: Memory, goes_on_us: u64) -> Memory {
     Memory { goes_on_us: Some(goes_on_us), ..memory }
 }
 
-/// Three seconds.
-/// The record of that restore.
+/// Returns the record of that restore, which takes three seconds.
 ///
 /// # Panics
 /// Never: its numbers are small.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The timeline in CRIU's work directory, beside CRIU's own logs and statistics.
+//! Keeps the timeline in CRIU's work directory, beside CRIU's own logs and statistics.
 
 use std::io::{self, Write as _};
 use std::path::Path;
@@ -12,7 +12,7 @@ use super::model::Record;
 
 /// The record, for programs.
 pub const JSON: &str = "rewake-timeline.json";
-/// A page, for people.
+/// The page for users.
 pub const HTML: &str = "rewake-timeline.html";
 
 /// Writes both files, each whole or not at all. Those of an earlier restore are replaced.
@@ -36,7 +36,7 @@ fn put(work: &Path, name: &str, bytes: &[u8]) -> anyhow::Result<()> {
     written().with_context(|| format!("writing {name} in {}", work.display()))
 }
 
-/// Reads the record; none where there is none.
+/// Reads the record; `None` if the file does not exist.
 ///
 /// # Errors
 /// It cannot be read.
@@ -49,7 +49,7 @@ pub fn read(work: &Path) -> anyhow::Result<Option<Record>> {
     serde_json::from_slice(&bytes).with_context(|| format!("reading {}", path.display())).map(Some)
 }
 
-/// Removes what an earlier restore left: it would be taken for this one's.
+/// Removes the files of an earlier restore, which would look like this one's.
 ///
 /// # Errors
 /// It cannot be removed.

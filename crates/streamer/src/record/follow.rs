@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Looks how far a restore is, while it goes on.
+//! Samples the progress of a restore while it runs.
 
 use std::io;
 use std::time::{Duration, Instant};
@@ -11,15 +11,15 @@ use super::model::{Memory, Record};
 use crate::sys;
 use crate::units;
 
-/// Between two looks: what takes a tenth of a second has some.
+/// The time between two samples: a restore of a tenth of a second has some.
 const LOOK: Duration = Duration::from_millis(20);
-/// Between two lines in the log.
+/// The time between two lines in the log.
 const REPORT: Duration = Duration::from_secs(1);
 
-/// Has `timeline` look, often, until it has ended, and the log say what it sees, in a thread of its own.
+/// Starts a thread that samples `timeline` until it has ended, and logs the progress.
 ///
 /// # Errors
-/// There is no thread left.
+/// No thread can be started.
 pub fn follow(timeline: Timeline) -> io::Result<()> {
     sys::thread_without_signals("timeline", move || {
         let mut logged = Instant::now();

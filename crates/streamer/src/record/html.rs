@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The timeline as one page that needs nothing else: no script, no font, no other file.
+//! Shows the timeline as one page without scripts, fonts or other files.
 
 use std::fmt::Write as _;
 use std::time::Duration;

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A restore of memory behind running processes as people see it: what was there when, who waited how long, when GPUs went on.
+//! Records a restore that loads memory in the background: what was resident when, how long threads waited,
+//! and when GPUs were resumed.
 //!
-//! * [`Timeline`]: what the streamer tells of, from any thread. `cpus`: what it does not tell, and is looked at. [`follow`]: often.
-//! * [`record`]: what was told so far, for whoever asks. `told`, `samples`, `longest`: in bounded memory.
-//! * [`text`], [`html`]: for people. [`files`]: kept beside CRIU's own logs.
+//! * [`Timeline`]: receives the streamer's events from any thread, and samples the counts of CPU memory.
+//!   [`follow`] samples it often.
+//! * `recorder`: holds the events so far; `samples` and `top_n` bound its memory.
+//! * [`text`], [`html`]: show the record to users. [`files`]: keeps it beside CRIU's own logs.
 
 mod cpu_progress;
 #[cfg(any(test, feature = "testing"))]
@@ -29,115 +31,117 @@ use self::model::{Record, State};
 use self::recorder::Recorder;
 use crate::session::Session;
 
-/// What happens, told while it does. Clones are the same restore's. Processes have the numbers that their load's [`LoadHandle`] calls them by,
-/// buffers those of the image. Nothing here waits for more than a reader that copies at most 600 KiB; memory is bounded by [`samples`] and
-/// [`longest`], whatever the restore does. Of memory of CPUs nothing is told: it is looked at what is counted of it.
+/// Records the events of one restore; clones share it. Processes have the numbers of their load's
+/// [`LoadHandle`], buffers those of the image. No call waits longer than for a reader that copies at most
+/// 600 KiB. [`samples`] and [`top_n`] bound the memory. CPU memory sends no events: its counts are sampled.
 #[derive(Debug, Clone, Default)]
 pub struct Timeline(Arc<Shared>);
 
 #[derive(Debug, Default)]
 struct Shared {
-    told: Mutex<Recorder>,
+    recorder: Mutex<Recorder>,
     gpus: OnceLock<LoadHandle>,
     cpus: OnceLock<Cpus>,
 }
 
 impl Timeline {
-    /// The plugin has handed over what is to be loaded: time counts from here, if no memory of CPUs came before. Whatever is told before is told
-    /// at 0.
+    /// Notes that the plugin has handed over what is to be loaded. Time counts from here, unless CPU memory
+    /// came first. Earlier events get time 0.
     pub fn handed_over(&self) {
-        self.told().begin(Duration::ZERO);
+        self.recorder().begin(Duration::ZERO);
     }
 
-    /// Memory of GPUs comes by this load.
+    /// Sets the load of the GPU memory.
     pub fn loads(&self, load: LoadHandle) {
-        // There is one.
+        // Only one load exists.
         let _ = self.0.gpus.set(load);
     }
 
-    /// Memory of CPUs comes by this session.
+    /// Sets the session that loads the CPU memory.
     pub fn brings(&self, session: &Arc<Session>) {
         // There is one.
         let _ = self.0.cpus.set(Cpus::new(Arc::clone(session)));
     }
 
-    /// A process runs, and its gate is shut. Its name is looked up.
+    /// Notes that a process runs with a closed gate, and looks up its name.
     pub fn runs(&self, process: usize, pid: i32) {
         let name = cpu_progress::name(pid);
-        self.told().note(process, |of, now| {
+        self.recorder().note(process, |of, now| {
             of.pid = pid;
             of.name = name;
             of.runs_us = Some(now);
         });
     }
 
-    /// Notes how far it is: often, and once when all is there. Whether it has not ended.
+    /// Takes a sample of the progress. Returns whether the restore has not ended.
     pub fn look(&self) -> bool {
-        let mut told = self.told();
-        self.look_into(&mut told);
-        !matches!(told.state, State::Complete | State::Failed)
+        let mut recorder = self.recorder();
+        self.look_into(&mut recorder);
+        !matches!(recorder.state, State::Complete | State::Failed)
     }
 
-    /// Under the lock: what was seen earlier is not told later.
-    fn look_into(&self, told: &mut Recorder) {
+    /// Samples under the lock: an earlier sample is never recorded later.
+    fn look_into(&self, recorder: &mut Recorder) {
         let gpus = self.0.gpus.get().map(LoadHandle::progress).unwrap_or_default();
-        told.sample(&gpus, self.0.cpus.get().and_then(Cpus::look));
+        recorder.sample(&gpus, self.0.cpus.get().and_then(Cpus::look));
     }
 
     fn end(&self, state: State, reason: Option<String>) {
-        let mut told = self.told();
-        self.look_into(&mut told);
-        told.end(state, reason);
+        let mut recorder = self.recorder();
+        self.look_into(&mut recorder);
+        recorder.end(state, reason);
     }
 
-    /// A CPU's touch of what was not there was served: at this address of a process, in this buffer, after so long.
+    /// Notes a page fault in GPU memory that was served: at this address of a process, in this buffer, after
+    /// this wait.
     pub fn fault(&self, process: usize, buffer: usize, address: u64, waited: Duration) {
-        self.told().fault(process, buffer, address, waited);
+        self.recorder().fault(process, buffer, address, waited);
     }
 
-    /// The placeholders of a buffer became the device, for which the process stood still for so long: the buffer's share of a
-    /// stop.
+    /// Notes that a buffer's placeholders were swapped, for which the process was stopped this long: the
+    /// buffer's share of a stop.
     pub fn swapped(&self, process: usize, buffer: usize, stopped: Duration) {
-        self.told().swapped(process, buffer, stopped);
+        self.recorder().swapped(process, buffer, stopped);
     }
 
-    /// Some of its GPUs go on, by N of their `/dev/dri/renderDN`, and others do not.
+    /// Notes that some of a process's GPUs were resumed, by N of their `/dev/dri/renderDN`, and others not
+    /// yet.
     pub fn gpus_go_on(&self, process: usize, minors: &[u32]) {
-        self.told().gpus_go_on(process, minors);
+        self.recorder().gpus_go_on(process, minors);
     }
 
-    /// Its GPUs go on, all that did not before.
+    /// Notes that all other GPUs of a process were resumed.
     pub fn gate_opened(&self, process: usize) {
-        self.told().note(process, |of, now| of.gate_open_us = Some(now));
+        self.recorder().note(process, |of, now| of.gate_open_us = Some(now));
     }
 
-    /// It ended before its gate was opened.
+    /// Notes that a process ended before its gate was opened.
     pub fn gone(&self, process: usize) {
-        self.told().note(process, |of, now| of.gone_us = Some(now));
+        self.recorder().note(process, |of, now| of.gone_us = Some(now));
     }
 
-    /// All gates are open, and all memory is there.
+    /// Notes that all gates are open and all memory is resident.
     pub fn ended(&self) {
         self.end(State::Complete, None);
     }
 
-    /// It was given up.
+    /// Notes that the restore was given up.
     pub fn failed(&self, reason: &str) {
         self.end(State::Failed, Some(reason.to_owned()));
     }
 
-    /// All that is known at this moment.
+    /// Returns the record so far.
     #[must_use]
     pub fn record(&self) -> Record {
-        self.told().record()
+        self.recorder().record()
     }
 
-    fn told(&self) -> MutexGuard<'_, Recorder> {
-        self.0.told.lock().unwrap_or_else(PoisonError::into_inner)
+    fn recorder(&self) -> MutexGuard<'_, Recorder> {
+        self.0.recorder.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// A process's name is what it likes: on a terminal it must be no command.
+/// Replaces control characters: a process chooses its name, and it must not command a terminal.
 fn printable(name: &str) -> String {
     name.chars().map(|char| if char.is_control() { '?' } else { char }).collect()
 }
@@ -161,12 +165,12 @@ mod tests {
         assert_eq!(timeline.record().state, State::Waiting);
         timeline.handed_over();
         timeline.runs(0, nix::unistd::getpid().as_raw());
-        timeline.told().sample(&[part(0)], None);
+        timeline.recorder().sample(&[part(0)], None);
         timeline.fault(0, 7, 0x1000, Duration::from_millis(3));
         timeline.fault(0, 8, 0x2000, Duration::from_millis(1));
         timeline.swapped(0, 7, Duration::from_micros(200));
         assert_eq!((timeline.record().state, timeline.record().gates()), (State::Loading, (0, 1)));
-        timeline.told().sample(&[part(100)], None);
+        timeline.recorder().sample(&[part(100)], None);
         timeline.gate_opened(0);
         timeline.ended();
         let record = timeline.record();
@@ -208,13 +212,13 @@ mod tests {
     fn memory_of_cpus_is_its_process_s_and_that_of_others_has_no_gate() {
         let (timeline, session) = (Timeline::default(), Arc::new(Session::new(0, 1, PathBuf::new())));
         timeline.brings(&session);
-        // A number of nobody here, and one that the kernel did not tell.
+        // A pid of no process here, and one that the kernel did not report.
         let [own, _other, _unknown] =
             [nix::unistd::getpid().as_raw(), 1 << 23, 0].map(|pid| session.task_arrived(pid, 4));
         session.release();
         timeline.look();
         timeline.runs(0, own.pid);
-        timeline.told().sample(&[part(0)], None);
+        timeline.recorder().sample(&[part(0)], None);
         add(&own.pages_back, 1);
         own.fault(Duration::from_micros(60));
         timeline.fault(0, 7, 0x1000, Duration::from_millis(3));
@@ -270,7 +274,7 @@ mod tests {
         let timeline = Timeline::default();
         timeline.handed_over();
         timeline.gate_opened(usize::MAX);
-        timeline.told().sample(&[Progress { process: 1 << 40, ..part(0) }], None);
+        timeline.recorder().sample(&[Progress { process: 1 << 40, ..part(0) }], None);
         assert_eq!((timeline.record().processes.len(), timeline.record().memory.len()), (0, 0));
     }
 
@@ -280,7 +284,7 @@ mod tests {
         timeline.handed_over();
         let none = Progress { process: 0, minor: 129, resident: 0, all: 0 };
         for resident in [0, 100] {
-            timeline.told().sample(&[none, part(resident)], None);
+            timeline.recorder().sample(&[none, part(resident)], None);
         }
         let record = timeline.record();
         assert_eq!(record.memory.iter().map(|of| of.minor).collect::<Vec<_>>(), [Some(128)]);
@@ -292,7 +296,7 @@ mod tests {
         let timeline = Timeline::default();
         timeline.handed_over();
         let memory = |(process, minor)| Progress { process, minor, ..part(100) };
-        timeline.told().sample(&[(0, 128), (0, 129), (1, 128), (2, 128), (2, 129)].map(memory), None);
+        timeline.recorder().sample(&[(0, 128), (0, 129), (1, 128), (2, 128), (2, 129)].map(memory), None);
         let pause = || std::thread::sleep(Duration::from_millis(2));
         pause();
         timeline.gpus_go_on(0, &[129]);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What is known of a restore of memory behind running processes: the picture at one moment, or all of it at the end. Its JSON is the file
-//! `rewake-timeline.json` (docs/streaming.md). Times are microseconds since the beginning:
-//! memory of GPUs was handed over, or, if that was before, CRIU said that all tasks are in place and memory of CPUs began to come.
+//! Defines the record of a restore, at one moment or at its end. Its JSON is the file `rewake-timeline.json`
+//! (docs/streaming.md). Times are microseconds since the beginning: GPU memory was handed over. If CRIU
+//! reported earlier that all tasks are in place, loading of CPU memory began then.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 /// Version of the JSON: one more when a reader of the old one would misread it.
 pub(crate) const FORMAT: u32 = 2;
 
-/// Before the newest sample: what came since then is "lately".
+/// The time before the newest sample that counts as "lately".
 const LATELY_US: u64 = 1_000_000;
 
 /// Where a restore is.
@@ -21,9 +21,9 @@ pub enum State {
     /// Nothing was handed over yet.
     #[default]
     Waiting,
-    /// Memory is loaded, or gates are shut.
+    /// Memory is loaded, or gates are closed.
     Loading,
-    /// All gates are open, and all memory is there.
+    /// All gates are open, and all memory is resident.
     Complete,
     /// It was given up.
     Failed,
@@ -63,7 +63,7 @@ pub struct Process {
     pub pid: i32,
     /// What it calls itself (`/proc/PID/comm`).
     pub name: String,
-    /// It uses GPUs, which go on when its gate is opened.
+    /// Whether it uses GPUs, which are resumed when its gate is opened.
     pub gate: bool,
     /// It ran.
     pub runs_us: Option<u64>,
@@ -85,11 +85,12 @@ pub struct Process {
     pub longest_page_fault_us: u64,
     /// Buffers whose placeholders were swapped for the device.
     pub swaps: u64,
-    /// How long it stood still for that, together: from when its threads were asked to, without the microseconds of letting go.
+    /// How long it was stopped for that, together, from the request to its threads, without the microseconds of
+    /// resuming.
     pub stopped_us: u64,
 }
 
-/// A process's memory of CPUs, or of one GPU.
+/// A process's CPU memory, or its memory on one GPU.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Memory {
     /// Whose it is: its place in [`Record::processes`].
@@ -99,17 +100,18 @@ pub struct Memory {
     /// Bytes that were left out; of memory of CPUs without those that the process let go of, and with those that children which it has
     /// forked since lacked.
     pub bytes: u64,
-    /// Of them, bytes that are there.
+    /// How many of them are resident.
     pub resident: u64,
-    /// All were there.
+    /// When all were resident.
     pub resident_us: Option<u64>,
-    /// The GPU went on: with its process's gate, or, where the process's GPUs go on one by one, before. None of memory of CPUs.
+    /// When the GPU was resumed: with its process's gate, or before, where the process's GPUs are resumed
+    /// one by one. `None` for CPU memory.
     pub goes_on_us: Option<u64>,
-    /// Bytes that were there at each sample.
+    /// The resident bytes at each sample.
     pub samples: Vec<u64>,
 }
 
-/// A CPU touched memory of a GPU that was not there.
+/// A page fault of a CPU in missing GPU memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Fault {
     /// It was served.
@@ -124,7 +126,7 @@ pub struct Fault {
     pub waited_us: u64,
 }
 
-/// A buffer's placeholders became the device.
+/// A swap of a buffer's placeholders.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Swap {
     /// It was done.
@@ -215,13 +217,13 @@ impl Record {
         self.processes.iter().filter_map(|of| of.runs_us).min().unwrap_or_default()
     }
 
-    /// Bytes a second that a process's memory of one kind came with lately.
+    /// Returns the rate of one memory lately, in bytes a second.
     #[must_use]
     pub fn rate_of(&self, memory: &Memory) -> u64 {
         self.since_lately(|sample| memory.samples.get(sample).copied().unwrap_or_default())
     }
 
-    /// Bytes a second that came lately, all together.
+    /// Returns the rate of all memory lately, in bytes a second.
     #[must_use]
     pub fn rate(&self) -> u64 {
         self.since_lately(|sample| self.memory.iter().filter_map(|of| of.samples.get(sample)).sum())
@@ -237,7 +239,7 @@ impl Record {
         if took == 0 { 0 } else { u64::try_from(rate).unwrap_or(u64::MAX) }
     }
 
-    /// How long it takes until all is there, at this rate; none where nothing comes.
+    /// Returns how long it takes until all is resident, at this rate; `None` where nothing is loaded.
     #[must_use]
     pub fn left(&self) -> Option<Duration> {
         let (all, there) = self.totals();
@@ -261,7 +263,7 @@ impl Record {
         })
     }
 
-    /// Gates that are open or that nobody stands before, and all.
+    /// Returns how many gates are open or of ended processes, and how many exist.
     #[must_use]
     pub fn gates(&self) -> (usize, usize) {
         let open = |of: &&Process| of.gate_open_us.or(of.gone_us).is_some();
@@ -270,7 +272,7 @@ impl Record {
     }
 }
 
-/// How long bytes take at a rate; none where nothing comes of what is to.
+/// Returns how long bytes take at a rate; `None` where some are missing and nothing is loaded.
 #[must_use]
 pub fn left(bytes: u64, rate: u64) -> Option<Duration> {
     if bytes == 0 {

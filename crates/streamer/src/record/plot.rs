@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The drawing in the page: memory over time, when processes ran, gates were opened and GPUs went on, and how long faults waited.
+//! Draws the page's plot: memory over time, when processes ran, gates were opened and GPUs were resumed, and
+//! how long page faults waited.
 
 use std::fmt::Write as _;
 use std::time::Duration;
@@ -102,7 +103,7 @@ fn time(at: u64, step: u64) -> String {
     }
 }
 
-/// A line down for each process.
+/// Draws a vertical line for each process.
 fn moments(
     svg: &mut String,
     record: &Record,
@@ -126,7 +127,7 @@ fn moments(
     let _ = writeln!(svg, "<text class=\"{anchor} {class}\" x=\"{last:.1}\" y=\"24\">{name}</text>");
 }
 
-/// A line down for each GPU that goes on before another of its process, which has the colour of its memory.
+/// Draws a line for each GPU that is resumed before another of its process, in the colour of its memory.
 fn gpus(svg: &mut String, record: &Record) {
     for (place, at) in record.early() {
         let (memory, when) = (&record.memory[place], x(record, at));
@@ -167,7 +168,8 @@ fn last(record: &Record) -> u64 {
     record.sampled_us.last().copied().unwrap_or_default()
 }
 
-/// A bar for each that is kept: its height is the logarithm of the wait. Behind them, how many there were of both kinds.
+/// Draws a bar for each fault that is kept; its height is the logarithm of the wait. Behind the bars it
+/// draws how many faults of both kinds there were.
 fn faults(svg: &mut String, record: &Record) {
     let of = |(count, _, longest): (u64, u64, u64), whose: &str| match count {
         0 => format!("no faults in memory of {whose}"),

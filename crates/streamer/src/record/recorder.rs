@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What a timeline was told so far, and the record of it.
+//! Collects the events of a timeline, and builds the record.
 
 use std::time::{Duration, Instant, SystemTime};
 
 use rewake_bo_contents::Progress;
 
-use super::cpu_progress::{OfCpus, Seen};
+use super::cpu_progress::{CpuProgress, CpuSnapshot};
 use super::model::{FORMAT, Fault, Memory, Process, Record, State, Swap};
 use super::samples::{Sample, Samples};
 use super::top_n::Longest;
 
-/// Processes of one restore that are told of, as many as have gates: of more nothing is kept.
+/// The most processes of a restore that are recorded, as many as can have gates.
 const MOST: usize = 1024;
 
 #[derive(Debug, Default)]
@@ -19,32 +19,32 @@ pub(super) struct Recorder {
     pub(super) state: State,
     reason: Option<String>,
     over: Option<u64>,
-    /// Those with gates, by their load's numbers.
+    /// The processes with gates, by their load's numbers.
     processes: Vec<Process>,
     gpus: Vec<Memory>,
-    /// Of all processes, by their places among those that have such memory.
-    cpus: Vec<Brought>,
+    /// The CPU memory of all processes that have some to load.
+    cpus: Vec<CpuMemory>,
     samples: Samples,
     faults: u64,
     longest_faults: Longest<Fault>,
     longest_swaps: Longest<Swap>,
 }
 
-/// A process's memory of CPUs.
+/// The CPU memory of one process.
 #[derive(Debug)]
-struct Brought {
-    of: OfCpus,
+struct CpuMemory {
+    of: CpuProgress,
     begun_us: u64,
     resident_us: Option<u64>,
 }
 
 impl Recorder {
-    /// Since the beginning.
+    /// Returns the microseconds since the beginning.
     pub(super) fn now(&self) -> u64 {
         self.began.map_or(0, |(began, _)| micros(began.elapsed()))
     }
 
-    /// Time counts from so long ago.
+    /// Starts the clock, `ago` before now, unless it runs.
     pub(super) fn begin(&mut self, ago: Duration) {
         if self.began.is_none() {
             let now = (Instant::now(), SystemTime::now());
@@ -85,8 +85,8 @@ impl Recorder {
         });
     }
 
-    /// How far it is; what is not known yet is none.
-    pub(super) fn sample(&mut self, gpus: &[Progress], cpus: Option<Seen>) {
+    /// Takes a sample of the progress; `cpus` is `None` while it is unknown.
+    pub(super) fn sample(&mut self, gpus: &[Progress], cpus: Option<CpuSnapshot>) {
         if let Some(seen) = &cpus {
             self.begin(seen.begun);
         }
@@ -94,17 +94,17 @@ impl Recorder {
             return;
         }
         let at_us = self.now();
-        self.of_gpus(gpus, at_us);
+        self.sample_gpus(gpus, at_us);
         if let Some(seen) = cpus {
-            self.of_cpus(seen, at_us);
+            self.sample_cpus(seen, at_us);
         }
-        let faults = self.faults + self.cpus.iter().map(|brought| brought.of.faults).sum::<u64>();
+        let faults = self.faults + self.cpus.iter().map(|cpu_memory| cpu_memory.of.faults).sum::<u64>();
         let gpus = self.gpus.iter().map(|of| of.resident).collect();
-        let cpus = self.cpus.iter().map(|brought| brought.of.resident).collect();
+        let cpus = self.cpus.iter().map(|cpu_memory| cpu_memory.of.resident).collect();
         self.samples.push(Sample { at_us, faults, gpus, cpus });
     }
 
-    /// GPUs of a process go on, whose memory was seen before.
+    /// Notes that GPUs of a process were resumed; their memory was sampled before.
     pub(super) fn gpus_go_on(&mut self, process: usize, minors: &[u32]) {
         let now = self.now();
         let is_one =
@@ -112,13 +112,13 @@ impl Recorder {
         self.gpus.iter_mut().filter(is_one).for_each(|of| of.goes_on_us = Some(now));
     }
 
-    fn of_gpus(&mut self, progress: &[Progress], at_us: u64) {
-        // A GPU that a process has nothing on is nothing to see.
+    fn sample_gpus(&mut self, progress: &[Progress], at_us: u64) {
+        // A GPU on which a process has no memory is not shown.
         let seen = progress.iter().filter(|part| part.process < MOST && part.all > 0);
         for (place, part) in seen.enumerate() {
             let &Progress { process, minor, resident, all } = part;
             self.note(process, |_, _| ());
-            // They come in the same order each time.
+            // The load reports them in the same order each time.
             if self.gpus.len() <= place {
                 self.gpus.push(Memory { process, minor: Some(minor), ..Memory::default() });
             }
@@ -128,21 +128,21 @@ impl Recorder {
         }
     }
 
-    fn of_cpus(&mut self, seen: Seen, at_us: u64) {
+    fn sample_cpus(&mut self, seen: CpuSnapshot, at_us: u64) {
         let begun_us = at_us.saturating_sub(micros(seen.begun));
         for (place, of) in seen.processes.into_iter().take(MOST).enumerate() {
             if self.cpus.len() <= place {
-                self.cpus.push(Brought { of: OfCpus::default(), begun_us, resident_us: None });
+                self.cpus.push(CpuMemory { of: CpuProgress::default(), begun_us, resident_us: None });
             }
-            let brought = &mut self.cpus[place];
-            // A child that it forks may want some again.
+            let cpu_memory = &mut self.cpus[place];
+            // A forked child can have missing pages again.
             let there = of.resident >= of.bytes;
-            brought.resident_us = there.then(|| brought.resident_us.unwrap_or(at_us));
-            brought.of = of;
+            cpu_memory.resident_us = there.then(|| cpu_memory.resident_us.unwrap_or(at_us));
+            cpu_memory.of = of;
         }
     }
 
-    /// What has not begun does not end.
+    /// Ends the restore, if it has begun and not ended.
     pub(super) fn end(&mut self, state: State, reason: Option<String>) {
         if self.began.is_some() && self.over.is_none() {
             self.over = Some(self.now());
@@ -170,7 +170,7 @@ impl Recorder {
         }
     }
 
-    /// Those with gates first; each process's memory of CPUs before that of its GPUs.
+    /// Returns the processes, those with gates first, and each process's CPU memory before its GPU memory.
     fn processes_and_memory(&self) -> (Vec<Process>, Vec<Memory>) {
         let samples = |of: &dyn Fn(&Sample) -> Option<u64>| {
             self.samples.iter().map(|sample| of(sample).unwrap_or_default()).collect()
@@ -182,14 +182,14 @@ impl Recorder {
             let samples = samples(&|at| at.gpus.get(place).copied());
             memory.push(Memory { goes_on_us, samples, ..of.clone() });
         }
-        for (place, brought) in self.cpus.iter().enumerate() {
-            let process = whose(&mut processes, self.processes.len(), brought);
+        for (place, cpu_memory) in self.cpus.iter().enumerate() {
+            let process = whose(&mut processes, self.processes.len(), cpu_memory);
             memory.push(Memory {
                 process,
                 minor: None,
-                bytes: brought.of.bytes,
-                resident: brought.of.resident,
-                resident_us: brought.resident_us,
+                bytes: cpu_memory.of.bytes,
+                resident: cpu_memory.of.resident,
+                resident_us: cpu_memory.resident_us,
                 goes_on_us: None,
                 samples: samples(&|at| at.cpus.get(place).copied()),
             });
@@ -199,14 +199,14 @@ impl Recorder {
     }
 }
 
-/// The place of whom this memory is of: one of the first ones, which have gates, or else one more.
-fn whose(processes: &mut Vec<Process>, gates: usize, brought: &Brought) -> usize {
-    let of = &brought.of;
+/// Returns the index of the process that has this memory: one with a gate, or a new one.
+fn whose(processes: &mut Vec<Process>, gates: usize, cpu_memory: &CpuMemory) -> usize {
+    let of = &cpu_memory.of;
     let known = processes[..gates].iter().position(|process| of.pid != 0 && process.pid == of.pid);
     let place = known.unwrap_or_else(|| {
-        // CRIU lets go of all at one time.
+        // CRIU resumes all processes at one time.
         let with_them = processes[..gates].iter().map(|process| process.runs_us).max();
-        let runs_us = with_them.unwrap_or(Some(brought.begun_us));
+        let runs_us = with_them.unwrap_or(Some(cpu_memory.begun_us));
         processes.push(Process { pid: of.pid, name: of.name.clone(), runs_us, ..Process::default() });
         processes.len() - 1
     });

@@ -1,38 +1,38 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! How much was there when, in bounded memory.
+//! Keeps how much was resident when, in bounded memory.
 
-/// A plot is not wider than this.
+/// The most samples: a plot is not wider.
 const MOST: usize = 512;
-/// Numbers in all samples together: 512 KiB of them, however many processes there are.
+/// The most numbers in all samples together: 512 KiB, for any number of processes.
 const VALUES: usize = 1 << 16;
-/// A plot of fewer says nothing.
+/// The fewest samples that make a useful plot.
 const FEWEST: usize = 16;
 
-/// At one moment.
+/// The progress at one moment.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Sample {
     pub(super) at_us: u64,
     pub(super) faults: u64,
-    /// Bytes of each process's memory of each GPU.
+    /// The resident bytes of each process on each GPU.
     pub(super) gpus: Vec<u64>,
-    /// Bytes of each process's memory of CPUs.
+    /// The resident bytes of each process's CPU memory.
     pub(super) cpus: Vec<u64>,
 }
 
-/// Samples at even distances. When there is no room each second one is dropped, and from then on only each second one of
-/// those that come is kept: the first and the newest always are.
+/// Samples at even distances. When they are full, every second one is dropped, and only every second new one
+/// is kept from then on. The first and the newest are always kept.
 #[derive(Debug, Default)]
 pub(super) struct Samples {
     kept: Vec<Sample>,
-    /// Not at the distance yet; the newest.
+    /// The newest sample, while it is not at the distance.
     newest: Option<Sample>,
-    /// Of how many that come one is kept: 2 to this.
+    /// One of 2 to the power of this is kept.
     thinned: u32,
     came: usize,
 }
 
 impl Samples {
-    /// One more.
+    /// Adds a sample.
     pub(super) fn push(&mut self, sample: Sample) {
         let number = self.came;
         self.came += 1;
@@ -64,13 +64,13 @@ impl Samples {
         });
     }
 
-    /// All that are left.
+    /// Returns the samples that are kept.
     pub(super) fn iter(&self) -> impl Iterator<Item = &Sample> {
         self.kept.iter().chain(&self.newest)
     }
 }
 
-/// Samples of so many numbers each.
+/// Returns how many samples of this many numbers fit.
 fn room(numbers: usize) -> usize {
     (VALUES / numbers.max(1)).clamp(FEWEST, MOST)
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The timeline on a terminal of 80 columns.
+//! Shows the timeline on a terminal of 80 columns.
 
 use std::fmt::Write as _;
 use std::time::Duration;
@@ -7,18 +7,18 @@ use std::time::Duration;
 use super::model::{Process, Record, State};
 use crate::units;
 
-/// Columns of the line that shows how memory came.
+/// The columns of the line that shows how memory became resident.
 const SPARK: usize = 17;
 const LEVELS: [char; 8] = ['▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
 /// Lines of the table. All of it is in the JSON.
 const MOST: usize = 32;
-/// Lines of GPUs that go on before others of their processes.
+/// The most lines of GPUs that are resumed before others of their processes.
 const EARLY: usize = 16;
 /// Columns of a process's number and name in it.
 const LABEL: usize = 23;
 
-/// For people: what happened when, then each process's memory of CPUs and of each GPU. Times are on the restore's clock, which begins
-/// so long before the memory is handed over.
+/// Returns the record as text: the events, then each process's CPU memory and its memory on each GPU. Times
+/// are on the restore's clock, which begins `before` the handoff.
 #[must_use]
 pub fn text(record: &Record, before: Duration) -> String {
     let before = u64::try_from(before.as_micros()).unwrap_or_default();
@@ -43,7 +43,7 @@ pub fn text(record: &Record, before: Duration) -> String {
     text
 }
 
-/// In their order.
+/// Returns the events in their order.
 pub(super) fn moments(record: &Record) -> Vec<(u64, String)> {
     let all = units::bytes(record.totals().0);
     let mut moments = vec![(0, format!("{all} are to be loaded"))];
@@ -80,7 +80,7 @@ pub(super) fn moments(record: &Record) -> Vec<(u64, String)> {
     moments
 }
 
-/// Those that go on one by one, but for the last of each process: its gate is open then.
+/// Adds the GPUs that are resumed one by one, without the last of each process: its gate is open then.
 fn gpus(moments: &mut Vec<(u64, String)>, record: &Record) {
     let early = record.early();
     for &(place, at) in early.iter().take(EARLY) {
@@ -118,7 +118,7 @@ fn table(text: &mut String, record: &Record, before: u64) {
     }
 }
 
-/// How much was there, from the hand-over to the end.
+/// Returns a line of how much was resident, from the handoff to the end.
 fn spark(record: &Record, samples: &[u64], all: u64) -> String {
     let sample_at = |column: usize| {
         let at = record.elapsed_us * (column as u64 + 1) / SPARK as u64;
@@ -136,7 +136,7 @@ fn latency(micros: u64) -> String {
     units::latency(Duration::from_micros(micros))
 }
 
-/// For people.
+/// Returns milliseconds, to be printed.
 #[expect(clippy::cast_precision_loss, reason = "far less than 2^53 µs is measured")]
 pub(super) fn millis(micros: u64) -> f64 {
     micros as f64 / 1e3

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Those that took longest, in bounded memory.
+//! Keeps the events that took longest, in bounded memory.
 
-/// A page that shows more is read by nobody; 10 KiB.
+/// The most events: a longer page is of no use; 10 KiB.
 const MOST: usize = 256;
 
-/// The longest of all that came, in the order in which they did.
+/// The longest of all events, in the order of their arrival.
 #[derive(Debug)]
 pub(super) struct Longest<T> {
     kept: Vec<(u64, T)>,
-    /// When there is no room: what is not longer is not kept.
+    /// The shortest that is kept: when full, a new one must be longer.
     shortest: u64,
 }
 
@@ -19,7 +19,7 @@ impl<T> Default for Longest<T> {
 }
 
 impl<T: Copy> Longest<T> {
-    /// One more, that took so long.
+    /// Adds an event that took this long.
     pub(super) fn push(&mut self, took: u64, one: T) {
         if self.kept.len() >= MOST {
             if took <= self.shortest {
@@ -33,7 +33,7 @@ impl<T: Copy> Longest<T> {
         self.shortest = self.kept.iter().map(|(took, _)| *took).min().unwrap_or_default();
     }
 
-    /// All that are left.
+    /// Returns the events that are kept.
     pub(super) fn all(&self) -> Vec<T> {
         self.kept.iter().map(|(_, one)| *one).collect()
     }
