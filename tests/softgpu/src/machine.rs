@@ -58,15 +58,6 @@ impl Machine {
         self.found.get(name).unwrap_or_else(|| panic!("the module has no parameter {name}"))
     }
 
-    /// Whether GPUs retry faults here, in processes that ask for nothing else (XNACK).
-    ///
-    /// # Panics
-    /// As [`Machine::found`].
-    #[must_use]
-    pub fn gpus_retry_faults(&self) -> bool {
-        self.found("xnack") == "Y"
-    }
-
     /// Changes some of the parameters; all others are as they were found. What the judge has noted so far goes.
     ///
     /// # Panics
