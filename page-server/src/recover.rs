@@ -32,6 +32,10 @@ pub struct Found {
     pub killed: Vec<(i32, &'static str)>,
 }
 
+/// For a killed process to end. One in an uninterruptible system call (a dead mount) may never end; it runs no
+/// instruction of its program any more.
+const END: Duration = Duration::from_secs(10);
+
 /// Why processes are killed.
 const GATED: &str = "its GPUs were not resumed yet, and what was loaded for them is lost";
 const NOT_PARKED: &str = "it was restored, and not parked yet";
@@ -61,7 +65,7 @@ pub fn orphans() -> anyhow::Result<Vec<Orphan>> {
     let mut found = Vec::new();
     for path in Folder::all()? {
         // A ledger that cannot be read is for `rewake recover` to report.
-        let Ok(Ok((_, ledger))) = Folder::take(&path) else { continue };
+        let Ok(Ok((_folder, ledger))) = Folder::look(&path) else { continue };
         let served = |slot: &&SessionSlot| {
             matches!(slot.state(), SessionState::Handshake | SessionState::Restoring | SessionState::Running)
         };
@@ -140,14 +144,16 @@ impl Found {
         slot.free();
     }
 
-    /// Kills a process and its descendants unless it has ended, and waits for its end. A child that was forked before
-    /// its parent was parked is known by its parent only.
+    /// Kills a process and its descendants unless it has ended, and waits up to [`END`] for its end. A child that was
+    /// forked before its parent was parked is known by its parent only.
     fn kill(&mut self, pid: i32, started: u64, why: &'static str) {
         let Some(pidfd) = open(pid, started) else { return };
         let number = pidfd.as_raw_fd();
         processes::kill_descendants(pid, number);
         if sys::pidfd_kill(number).is_ok() {
-            sys::wait_for_end(number);
+            if !sys::ends_within(number, END) {
+                warn!(pid, "the process has SIGKILL pending, and waits in the kernel");
+            }
             self.killed.push((pid, why));
         }
     }

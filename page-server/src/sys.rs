@@ -5,6 +5,7 @@ use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::process::CommandExt as _;
 use std::process::Command;
+use std::time::{Duration, Instant};
 
 use nix::sys::signal::{SigSet, SigmaskHow};
 use tokio::io::unix::AsyncFd;
@@ -204,6 +205,23 @@ pub fn wait_for_end(pidfd: RawFd) {
     while unsafe { libc::poll(&raw mut poll, 1, -1) } != 1 || poll.revents == 0 {}
 }
 
+/// Whether the process ends within `limit`, whole milliseconds.
+#[must_use]
+pub fn ends_within(pidfd: RawFd, limit: Duration) -> bool {
+    let start = Instant::now();
+    let mut poll = libc::pollfd { fd: pidfd, events: libc::POLLIN, revents: 0 };
+    loop {
+        let left = limit.saturating_sub(start.elapsed()).as_millis();
+        let left = i32::try_from(left).unwrap_or(i32::MAX);
+        // SAFETY: one live pollfd. EINTR is tried again with what is left of the limit.
+        match unsafe { libc::poll(&raw mut poll, 1, left) } {
+            1 => return poll.revents & libc::POLLIN != 0,
+            _ if left == 0 => return false,
+            _ => {}
+        }
+    }
+}
+
 /// Waits for a millisecond. Only a system call.
 pub fn nap() {
     // SAFETY: a plain wait: no descriptors.
@@ -213,9 +231,7 @@ pub fn nap() {
 /// True when the process behind `pidfd` has ended: a pidfd is readable then.
 #[must_use]
 pub fn has_ended(pidfd: RawFd) -> bool {
-    let mut poll = libc::pollfd { fd: pidfd, events: libc::POLLIN, revents: 0 };
-    // SAFETY: one live pollfd; no wait.
-    unsafe { libc::poll(&raw mut poll, 1, 0) == 1 && poll.revents & libc::POLLIN != 0 }
+    ends_within(pidfd, Duration::ZERO)
 }
 
 /// True when the other end of a socket is closed everywhere.

@@ -2,16 +2,19 @@
 //! Control groups of version 2: processes that get one event together.
 
 use std::fs;
+use std::os::unix::process::ExitStatusExt as _;
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
-use crate::process::until;
+use crate::process::{run, until};
 use crate::scene::END;
 
+/// Bytes that a group may have, beside those that it has, until it runs out of memory.
+const MORE: u64 = 16 << 20;
 /// Groups of one test program have different names.
 static NUMBER: AtomicUsize = AtomicUsize::new(0);
 
@@ -39,6 +42,8 @@ impl Cgroup {
         write(&parent, "cgroup.subtree_control", "+memory")?;
         let group = Self::below(&parent)?;
         write(&group.path, "memory.oom.group", "1")?;
+        // A kernel without swap has no such file.
+        let _ = write(&group.path, "memory.swap.max", "0");
         Ok(group)
     }
 
@@ -69,8 +74,7 @@ impl Cgroup {
     /// Its processes.
     #[must_use]
     pub fn processes(&self) -> Vec<Pid> {
-        let text = fs::read_to_string(self.path.join("cgroup.procs")).unwrap_or_default();
-        text.lines().filter_map(|line| line.parse().ok()).map(Pid::from_raw).collect()
+        self.read("cgroup.procs").lines().filter_map(|line| line.parse().ok()).map(Pid::from_raw).collect()
     }
 
     /// Sends a signal to every process, one after the other, as a service manager does.
@@ -89,20 +93,31 @@ impl Cgroup {
         write(&self.path, "cgroup.kill", "1")
     }
 
-    /// Leaves the group no memory: the kernel kills all of it.
+    /// Has the group run out of memory: one more process of it allocates without end. The kernel kills all of it.
     ///
     /// # Errors
-    /// The kernel refuses.
+    /// The kernel refuses, or that process is not killed.
     pub fn run_out_of_memory(&self) -> Result<(), String> {
-        write(&self.path, "memory.max", "0")
+        let used = self.read("memory.current").trim().parse::<u64>().map_err(|error| error.to_string())?;
+        // Not less than is left when all processes have ended: the kernel would look for more to kill.
+        write(&self.path, "memory.max", &(used + MORE).to_string())?;
+        let mut endless = Command::new("tail");
+        endless.arg("/dev/zero");
+        let status = run(self.entered_by(&endless).stdout(Stdio::null()), END);
+        let status = status.map_err(|error| format!("{error:#}"))?;
+        if status.signal() == Some(Signal::SIGKILL as i32) { Ok(()) } else { Err(status.to_string()) }
     }
 
     /// How often the kernel has killed the group for want of memory.
     #[must_use]
     pub fn group_kills(&self) -> usize {
-        let events = fs::read_to_string(self.path.join("memory.events")).unwrap_or_default();
+        let events = self.read("memory.events");
         let count = events.lines().find_map(|line| line.strip_prefix("oom_group_kill "));
         count.and_then(|count| count.parse().ok()).unwrap_or(0)
+    }
+
+    fn read(&self, name: &str) -> String {
+        fs::read_to_string(self.path.join(name)).unwrap_or_default()
     }
 }
 

@@ -238,7 +238,8 @@ fn a_service_manager_s_stop_while_the_target_is_parked_costs_nothing() {
 fn out_of_memory(group: &Cgroup, _: &Server) {
     group.run_out_of_memory().unwrap();
     until(END, || group.processes().is_empty().then_some(())).expect("the kernel kills the group");
-    assert_eq!(group.group_kills(), 1);
+    // Twice where a process of it ran out of memory before the one that is to.
+    assert!((1..=2).contains(&group.group_kills()));
 }
 
 #[test]

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A process is dumped again while its memory is loading. No image has zeros in the place of missing memory: CRIU with
-//! rewake_plugin.so waits, CRIU without it refuses, and the program runs on.
+//! A process is dumped again while its memory is loading. No image has zeros in the place of missing memory: `rewake dump`
+//! waits, CRIU with rewake_plugin.so waits, and CRIU without it refuses, and the program runs on.
 //!
 //! `REWAKE_DUMPS` is the number of random moments for each version of CRIU (default 6).
 
-use std::ffi::OsStr;
-use std::fs;
+use std::fs::{self, File};
+use std::path::Path;
+use std::process::Command;
 use std::time::Duration;
 
 use rewake_tests::pattern::Random;
@@ -13,6 +14,7 @@ use rewake_tests::plugins::rewake_alone;
 use rewake_tests::process::run;
 use rewake_tests::random::{count, moment, seed};
 use rewake_tests::scene::ACT;
+use rewake_tests::server::rewake;
 use rewake_tests::sessions::parked;
 use rewake_tests::{Criu, Scene, Verdict, need};
 
@@ -20,32 +22,55 @@ fn rounds() -> usize {
     count("REWAKE_DUMPS", 6)
 }
 
-/// `criu dump` of a scene's target into a new folder; whether it succeeded, and its log.
-fn dump(criu: &Criu, scene: &Scene, plugins: Option<&OsStr>) -> (bool, String) {
+/// How a target is dumped.
+enum By<'a> {
+    /// `criu dump` without a plugin.
+    Criu,
+    /// `criu dump` with rewake_plugin.so in this folder.
+    Plugin(&'a Path),
+    /// `rewake dump`, and a CRIU without a plugin.
+    Rewake,
+}
+
+/// Dumps a scene's target into a new folder; whether it succeeded, and all that was logged.
+fn dump(criu: &Criu, scene: &Scene, by: &By<'_>) -> (bool, String) {
     let images = scene.work().join("again");
     fs::create_dir(&images).unwrap();
-    let mut command = criu.command("dump");
-    command.args(["-t", &scene.pid().to_string(), "-v4", "-o", "dump.log", "-D"]).arg(&images);
-    if let Some(plugins) = plugins {
+    let log = scene.work().join("again.log");
+    let mut command = match by {
+        By::Criu | By::Plugin(_) => criu.command("dump"),
+        By::Rewake => Command::new(rewake().unwrap()),
+    };
+    if let By::Rewake = by {
+        command.arg("dump").env("CRIU", criu.command("").get_program());
+    }
+    command.args(["-t", &scene.pid().to_string(), "-D"]).arg(&images);
+    if let By::Rewake = by {
+        command.arg("--");
+    }
+    command.args(["-v4", "-o", "dump.log"]);
+    if let By::Plugin(plugins) = by {
         command.arg("-L").arg(plugins);
     }
-    let status = run(&mut command, ACT).unwrap();
-    (status.success(), fs::read_to_string(images.join("dump.log")).unwrap_or_default())
+    let status = run(command.stderr(File::create(&log).unwrap()), ACT).unwrap();
+    let logs = [log, images.join("dump.log")].map(|log| fs::read_to_string(log).unwrap_or_default());
+    (status.success(), logs.concat())
 }
 
 #[test]
-fn with_the_plugin_a_dump_at_any_moment_waits_and_the_image_is_whole() {
+fn with_the_plugin_or_rewake_dump_a_dump_at_any_moment_waits_and_the_image_is_whole() {
     for criu in Criu::both() {
         let criu = need!(criu);
         let mut random = Random::new(seed());
         let mut scene = Scene::dumped(&criu, "plain", 256).unwrap();
         let mut waited = 0;
-        for _ in 0..rounds() {
+        for round in 0..rounds() {
             let mut server = scene.serve().unwrap();
             scene.restore().unwrap();
             moment(Duration::from_millis(30), &mut random);
             let plugins = rewake_alone(&scene.work()).unwrap();
-            let (dumped, log) = dump(&criu, &scene, Some(plugins.as_os_str()));
+            let by = if round % 2 == 0 { By::Plugin(&plugins) } else { By::Rewake };
+            let (dumped, log) = dump(&criu, &scene, &by);
             assert!(dumped, "{log}");
             waited += usize::from(log.contains("the dump waits until all memory of its tree is resident"));
             assert!(server.ended(ACT).unwrap().success(), "{}", server.text());
@@ -74,7 +99,7 @@ fn without_the_plugin_criu_refuses_and_the_program_runs_on() {
             scene.restore().unwrap();
             // Before that, docs/threat-model.md promises nothing without the plugin.
             parked(scene.pid(), || server.text().contains("all memory is back")).unwrap();
-            let (dumped, log) = dump(&criu, &scene, None);
+            let (dumped, log) = dump(&criu, &scene, &By::Criu);
             if dumped {
                 // All was resident by then, and the store taken back.
                 assert!(server.ended(ACT).unwrap().success(), "{log}");

@@ -68,6 +68,14 @@ fn recovered() -> Output {
 /// What `rewake recover` says when the streamer died between the read of a fork event and the put of the child's userfaultfd.
 const FORK_LOST: &str = "the userfaultfd of a forked process of its session is lost";
 
+/// Whether the target was killed because a child's userfaultfd was lost. The child may have read zeros until `recover` ran
+/// (decision 15, "Where it ends"): then it reports them, and the target may report the child.
+fn ended_for_a_lost_child(verdict: &Verdict) -> bool {
+    let of_the_child =
+        |line: &str| line.ends_with("found 0x0, a page of zeros") || line == "BAD a child saw wrong bytes";
+    verdict.killed() || matches!(verdict, Verdict::Bad(lines) if lines.lines().all(of_the_child))
+}
+
 /// Total deaths at random moments after a target was parked. At least half must come while memory is missing. Of those
 /// that fork, a fifth may be killed, and reported, for a death in the middle of a fork.
 fn campaign(scenario: &str, rounds: usize) {
@@ -83,7 +91,8 @@ fn campaign(scenario: &str, rounds: usize) {
         if restored_and_parked(&scene, &mut server) {
             moment(LATEST, &mut random);
             deaths_in_some_order(&mut server, &mut random);
-            let output = recover().unwrap().output().unwrap();
+            let log = scene.work().join("recover.log");
+            let output = recover().unwrap().args(["-v4", "-o"]).arg(log).output().unwrap();
             let said = String::from_utf8_lossy(&output.stderr);
             lost = said.contains(FORK_LOST);
             assert_eq!(output.status.success(), !lost, "{said}");
@@ -93,8 +102,9 @@ fn campaign(scenario: &str, rounds: usize) {
         scene.stop().unwrap();
         let verdict = scene.verdict(ACT).unwrap();
         assert!(
-            if lost { verdict.killed() } else { verdict == Verdict::Ok },
-            "{verdict:?}\n{}",
+            if lost { ended_for_a_lost_child(&verdict) } else { verdict == Verdict::Ok },
+            "{verdict:?}, lost {lost}, REWAKE_SEED={seed}\n{}\n{}",
+            fs::read_to_string(scene.work().join("recover.log")).unwrap_or_default(),
             scene.logs()
         );
         scene.next_round().unwrap();

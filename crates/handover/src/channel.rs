@@ -2,7 +2,7 @@
 //! One end of the conversation.
 
 use std::io::{IoSlice, IoSliceMut};
-use std::os::fd::{AsRawFd as _, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd as _, BorrowedFd, OwnedFd};
 use std::time::Duration;
 
 use nix::errno::Errno;
@@ -28,6 +28,12 @@ const MAX_MESSAGE: usize = 16 << 10;
 pub struct Channel {
     socket: OwnedFd,
     patience: Duration,
+}
+
+impl AsFd for Channel {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
 }
 
 impl Channel {

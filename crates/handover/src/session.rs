@@ -186,14 +186,14 @@ impl SessionNote {
     }
 
     /// The session whose page server listens in a work directory: of several the one whose note is the newest. Notes of
-    /// starters that have ended do not count.
+    /// sessions that no process serves do not count.
     ///
     /// # Errors
     /// `root` cannot be listed, or `/proc` cannot be read.
     pub fn of_work_dir(root: &Path, work: FileId) -> io::Result<Option<Self>> {
         let mut newest: Option<(SystemTime, Self)> = None;
         for note in Self::all(root)?.notes {
-            if note.work != work || !note.starter_lives()? {
+            if note.work != work || note.is_orphaned(root)? {
                 continue;
             }
             let Ok(written) = fs::metadata(note.path(root)).and_then(|status| status.modified()) else {
@@ -239,18 +239,35 @@ impl SessionNote {
         Self::read(&self.path(root)).map_err(io::Error::other)
     }
 
-    /// A descriptor of the session's fd store, from its starter.
+    /// Takes a descriptor of the session's fd store: from its starter, or from a worker that outlived the starter.
     ///
     /// # Errors
-    /// ESRCH where the starter has ended; EBADF or EINVAL where its descriptor is another one; EPERM where this process
-    /// may not trace the starter.
+    /// ESRCH where no process has it any more; EBADF or EINVAL where the starter's descriptor is another one; EPERM
+    /// where this process may not trace the starter.
     pub fn store(&self) -> io::Result<OwnedFd> {
-        let starter = abi::process(self.starter.pid)?;
+        match self.store_of(self.starter) {
+            Err(error) if error.raw_os_error() == Some(libc::ESRCH) => self.store_of_worker(),
+            store => store,
+        }
+    }
+
+    /// A worker shares the starter's table of descriptors: the store has the same number there.
+    fn store_of_worker(&self) -> io::Result<OwnedFd> {
+        let link = PathBuf::from(format!("socket:[{}]", self.store.inode));
+        let path = |pid: i32| format!("/proc/{pid}/fd/{}", self.store.number);
+        let has_it = |pid: &i32| fs::read_link(path(*pid)).is_ok_and(|target| target == link);
+        let pids = fs::read_dir("/proc")?.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok());
+        let store = |pid| self.store_of(Gated::of(pid).ok()??).ok();
+        pids.filter(has_it).find_map(store).ok_or_else(|| io::Error::from_raw_os_error(libc::ESRCH))
+    }
+
+    fn store_of(&self, process: Gated) -> io::Result<OwnedFd> {
+        let opened = abi::process(process.pid)?;
         // The pid may have been given to another process before it was opened, and not after.
-        if !self.starter_lives()? {
+        if Gated::of(process.pid)? != Some(process) {
             return Err(io::Error::from_raw_os_error(libc::ESRCH));
         }
-        let store = abi::descriptor_of(&starter, self.store.number)?;
+        let store = abi::descriptor_of(&opened, self.store.number)?;
         let status = fstat(&store)?;
         let is_socket = SFlag::from_bits_truncate(status.st_mode) & SFlag::S_IFMT == SFlag::S_IFSOCK;
         match is_socket && status.st_ino == self.store.inode {

@@ -105,7 +105,7 @@ fn wait(
 ) -> Result<(), Error> {
     let start = Instant::now();
     let (mut asked, mut reported) = (BTreeSet::new(), BTreeSet::new());
-    let mut waits = false;
+    let (mut waits, mut unserved) = (false, false);
     loop {
         let look = Instant::now();
         let processes = tree();
@@ -125,7 +125,10 @@ fn wait(
                 "{missing}: the dump waits until all memory of its tree is resident, nothing is stopped"
             ));
             waits = true;
+        } else if missing.is_unserved() && !unserved {
+            say(&missing.to_string());
         }
+        unserved |= missing.is_unserved();
         ask(sessions, &missing, &mut asked, &say);
         let pause = PAUSE.max(look.elapsed() * PAUSES_FOR_A_LOOK);
         sleep(limit.map_or(pause, |limit| pause.min(limit.saturating_sub(start.elapsed()))));

@@ -29,6 +29,13 @@ pub(crate) enum What {
     Gate,
 }
 
+impl Missing {
+    /// Whether no process loads it: `rewake recover` starts one.
+    pub(crate) fn is_unserved(&self) -> bool {
+        matches!(self.what, What::Memory(_, false))
+    }
+}
+
 impl fmt::Display for Missing {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { pid, what } = self;

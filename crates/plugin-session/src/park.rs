@@ -94,7 +94,7 @@ impl Parking {
                      zeros; restore them again"
                 ));
                 for pid in tasks {
-                    // One that has ended is what is wanted.
+                    // CRIU traces it and has not waited for it, so the number is its own. It may have ended.
                     let _ = kill(Pid::from_raw(*pid), Signal::SIGKILL);
                 }
                 return;
@@ -129,11 +129,16 @@ impl Parking {
             match note.phase {
                 Phase::Listening => return Ok(Way::Leave),
                 _ if orphaned => return Ok(Way::Kill(note.number)),
-                Phase::Running => {
-                    let store = note.store();
-                    let store = store.map_err(|error| Error::Store(note.number, note.starter.pid, error))?;
-                    return Ok(Way::Park(note, store));
-                }
+                Phase::Running => match note.store() {
+                    Ok(store) => return Ok(Way::Park(note, store)),
+                    // Its last process has ended since the look: the next look says so.
+                    Err(error)
+                        if error.raw_os_error() == Some(nix::libc::ESRCH) && start.elapsed() <= RECEIVE =>
+                    {
+                        sleep(LOOK);
+                    }
+                    Err(error) => return Err(Error::Store(note.number, note.starter.pid, error)),
+                },
                 Phase::Restoring if start.elapsed() > RECEIVE => return Err(Error::Slow(note.number)),
                 Phase::Restoring => {
                     if !waits {

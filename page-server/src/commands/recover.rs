@@ -46,8 +46,11 @@ pub fn run(options: &Recover) -> anyhow::Result<u8> {
         }
     }
     for streamer in streamers {
-        let killed = !streamer.is_ready();
-        if killed || !options.daemon && !matches!(waitpid(streamer.pid, None)?, WaitStatus::Exited(_, 0)) {
+        if !streamer.is_ready() {
+            code = LOST;
+        }
+        // One that has killed some of its targets serves the others.
+        if !options.daemon && !matches!(waitpid(streamer.pid, None)?, WaitStatus::Exited(_, 0)) {
             code = LOST;
         }
     }

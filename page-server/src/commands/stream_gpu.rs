@@ -76,6 +76,8 @@ pub fn run(options: &StreamGpu) -> anyhow::Result<u8> {
 
 fn gpus_alone(start: &Start, doors: &Doors) -> anyhow::Result<()> {
     if start.successor {
+        // Now, not when the supervisor has ended: a restore that connects until then would fail.
+        doors.listener.close();
         return nothing_was_half_loaded(start);
     }
     worker::take_requests().context("unblocking SIGTERM")?;

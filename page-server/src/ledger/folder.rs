@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Where ledgers lie: one folder for each starter below `/run/rewake/sessions`, with its ledger.
 //!
-//! The ledger is there before the first userfaultfd is taken. The processes of a streamer share one lock on it
-//! (flock(2), by one open file): whoever gets the lock knows that all of them have ended, and that no other
+//! The ledger is written before the first userfaultfd is taken. The processes of a streamer share one lock on it
+//! (flock(2), by one open file). A process that gets the lock knows that all of them have ended, and that no other
 //! process recovers the same sessions.
 
 use std::fs::{self, DirBuilder, File, TryLockError};
@@ -47,6 +47,9 @@ pub struct Folder {
     lock: File,
 }
 
+/// `File::try_lock` or `File::try_lock_shared`.
+type TryLock = fn(&File) -> Result<(), TryLockError>;
+
 /// A folder that another process of ours has locked: its sessions are served.
 #[derive(Debug)]
 pub struct InUse;
@@ -78,7 +81,8 @@ impl Folder {
             // It gets its name when it is locked: `rewake recover` would take an unlocked one.
             let unfinished = path.join(UNFINISHED);
             let file = File::options().read(true).write(true).create_new(true).open(&unfinished)?;
-            let lock = lock(file)?.ok_or_else(|| io::Error::from_raw_os_error(libc::EWOULDBLOCK))?;
+            let lock =
+                lock(file, File::try_lock)?.ok_or_else(|| io::Error::from_raw_os_error(libc::EWOULDBLOCK))?;
             // Opened once more: a mapping keeps the file open, and a process that has the mapping is not one that
             // serves.
             let ledger = Ledger::in_file(&File::options().read(true).write(true).open(&unfinished)?)?;
@@ -112,6 +116,18 @@ impl Folder {
     /// # Errors
     /// The ledger cannot be read, or another version of this program wrote it.
     pub fn take(path: &Path) -> anyhow::Result<Result<(Self, Ledger), InUse>> {
+        Self::lock(path, File::try_lock)
+    }
+
+    /// As [`take`](Self::take), for a process that only reads the ledger: several may at one time.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn look(path: &Path) -> anyhow::Result<Result<(Self, Ledger), InUse>> {
+        Self::lock(path, File::try_lock_shared)
+    }
+
+    fn lock(path: &Path, how: TryLock) -> anyhow::Result<Result<(Self, Ledger), InUse>> {
         let name = path.join(LEDGER);
         let file = match open(path) {
             // Another process recovers it, and has renamed or removed the folder.
@@ -120,11 +136,11 @@ impl Folder {
         };
         let mut tries = 0;
         let locked = loop {
-            if let Some(locked) = file.try_clone().and_then(lock).transpose() {
+            if let Some(locked) = file.try_clone().and_then(|file| lock(file, how)).transpose() {
                 break Some(locked);
             }
-            // A plugin that looks whether the processes have ended has the lock for a moment. Processes that were
-            // killed have it until the kernel has taken them apart.
+            // A plugin or `rewake status` that looks has the lock for a moment. Processes that were killed have it
+            // until the kernel has taken them apart.
             tries += 1;
             if tries >= if starter_lives(path) { LOCK_TRIES } else { DYING_TRIES } {
                 break None;
@@ -181,8 +197,8 @@ fn open(folder: &Path) -> io::Result<File> {
 }
 
 /// None when another process has the lock.
-fn lock(file: File) -> io::Result<Option<File>> {
-    match file.try_lock() {
+fn lock(file: File, how: TryLock) -> io::Result<Option<File>> {
+    match how(&file) {
         Ok(()) => Ok(Some(file)),
         Err(TryLockError::WouldBlock) => Ok(None),
         Err(TryLockError::Error(error)) => Err(error),
@@ -195,13 +211,13 @@ mod tests {
     use crate::watched::until;
 
     /// A child of another test may have a copy of a descriptor that is dropped here, for a moment.
-    fn taken(path: &Path) -> anyhow::Result<(Folder, Ledger)> {
-        let mut taken = None;
+    fn locked(path: &Path, how: TryLock) -> anyhow::Result<(Folder, Ledger)> {
+        let mut locked = None;
         until(|| {
-            taken = Folder::take(path).map(Result::ok).transpose();
-            taken.is_some()
+            locked = Folder::lock(path, how).map(Result::ok).transpose();
+            locked.is_some()
         });
-        taken.unwrap()
+        locked.unwrap()
     }
 
     #[test]
@@ -213,7 +229,11 @@ mod tests {
         assert_eq!(Folder::below(root.path()).unwrap(), [path.as_path()]);
         assert!(Folder::take(&path).unwrap().is_err());
         drop(folder);
-        let (taken, ledger) = taken(&path).unwrap();
+        let first = locked(&path, File::try_lock_shared).unwrap();
+        assert!(Folder::look(&path).unwrap().is_ok(), "several look at it");
+        assert!(Folder::take(&path).unwrap().is_err(), "no process recovers it meanwhile");
+        drop(first);
+        let (taken, ledger) = locked(&path, File::try_lock).unwrap();
         assert_eq!(ledger.sessions()[index].state(), super::super::SessionState::Listening);
         assert!(Folder::take(&path).unwrap().is_err(), "one process recovers it");
         taken.remove();
@@ -228,7 +248,7 @@ mod tests {
         drop(folder);
         let file = File::options().write(true).open(path.join(LEDGER)).unwrap();
         std::os::unix::fs::FileExt::write_all_at(&file, &[0xff; 16], 0).unwrap();
-        let error = taken(&path).unwrap_err().to_string();
+        let error = locked(&path, File::try_lock).unwrap_err().to_string();
         assert!(error.contains("another version of rewake"), "{error}");
         assert!(path.join(LEDGER).exists());
     }

@@ -10,8 +10,12 @@
 use std::fs::File;
 use std::io::{self, BufReader, IoSliceMut};
 use std::ops::Range;
+use std::os::fd::{AsFd as _, BorrowedFd};
+use std::thread;
 
 use nix::errno::Errno;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::signal::{SigSet, SigmaskHow, Signal, kill};
 use nix::sys::uio::{RemoteIoVec, process_vm_readv};
 use nix::unistd::Pid;
 use rewake_criu_images::amdgpu::KfdImage;
@@ -80,10 +84,11 @@ impl First {
     }
 }
 
-/// Waits until memory of a stopped task that uses a GPU is there, if a server brings it.
+/// Waits until memory of a stopped task that uses a GPU is there, if a server brings it. `server`: its connection, where it is known.
 pub(super) fn wait(
     host: &Host,
     devices: &Devices,
+    server: Option<BorrowedFd<'_>>,
     pid: i32,
     first: impl FnOnce() -> Answer<First>,
 ) -> Answer {
@@ -103,7 +108,36 @@ pub(super) fn wait(
     }
     let pages: u64 = ranges.iter().map(|range| (range.end - range.start) / PAGE).sum();
     host.info(format_args!("process {pid}: waiting for {pages} pages of its memory that come lazily"));
-    ranges.into_iter().try_for_each(|range| read(pid, range))
+    let reads = || ranges.into_iter().try_for_each(|range| read(pid, range));
+    match server {
+        Some(server) => kill_without(server, pid, reads),
+        None => reads(),
+    }
+}
+
+/// Kills the task when all processes of its server have ended before `reads` has: what it waits for would not come, as the task itself
+/// keeps the userfaultfd open (decision 15).
+fn kill_without(server: BorrowedFd<'_>, pid: i32, reads: impl FnOnce() -> Answer) -> Answer {
+    let (done, doing) = io::pipe()?;
+    let watch = || {
+        let mut ends =
+            [PollFd::new(server, PollFlags::empty()), PollFd::new(done.as_fd(), PollFlags::empty())];
+        while poll(&mut ends, PollTimeout::NONE) == Err(Errno::EINTR) {}
+        if ends[0].any() == Some(true) {
+            // It may have ended, too.
+            let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);
+        }
+    };
+    // CRIU's signals are for its own thread.
+    let before = SigSet::all().thread_swap_mask(SigmaskHow::SIG_SETMASK)?;
+    thread::scope(|scope| {
+        let watching = thread::Builder::new().spawn_scoped(scope, watch);
+        before.thread_set_mask()?;
+        watching?;
+        let read = reads();
+        drop(doing);
+        read
+    })
 }
 
 /// The readable mappings in which a userfaultfd brings missing pages, by `/proc/PID/smaps` (`um` in `VmFlags`). The driver cannot reach

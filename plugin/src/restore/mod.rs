@@ -189,7 +189,9 @@ impl Restore {
         let (images, devices, board, server) = (&self.images, &self.devices, &self.board, &self.server);
         let ready = || {
             loaded?;
-            lazy::wait(host, devices, pid, || first(images, server.as_ref(), pid))?;
+            lazy::wait(host, devices, server.as_ref().map(Server::connection), pid, || {
+                first(images, server.as_ref(), pid)
+            })?;
             server.as_ref().map_or(Ok(()), |server| server.gate(host, images, board, pid))
         };
         let mut done = self.resume.task(host, pid, ready, self.board.count());

@@ -188,6 +188,7 @@ impl Resume {
     }
 }
 
+/// Kills tasks that CRIU traces and has not waited for: their numbers are their own.
 fn end(host: &Host, tasks: &[i32]) {
     for pid in tasks {
         if let Err(errno) = kill(Pid::from_raw(*pid), Signal::SIGKILL) {

@@ -68,6 +68,11 @@ impl Server {
         }
     }
 
+    /// It hangs up when no process of the server is left.
+    pub(super) fn connection(&self) -> BorrowedFd<'_> {
+        self.channel.as_fd()
+    }
+
     /// Whether calls that register memory wait until it is there.
     pub(super) fn holds(&self) -> bool {
         self.holds

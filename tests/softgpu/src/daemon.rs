@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! `rewake serve`, which has streamers for those who ask it.
 
+use std::os::unix::process::CommandExt as _;
 use std::path::PathBuf;
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Command, ExitStatus, Stdio};
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
@@ -12,7 +13,7 @@ use tempfile::TempDir;
 use crate::dumped::{soon, streamer_of};
 use crate::streamer::{children, program};
 
-/// One with a socket of its own; killed when dropped, with its worker.
+/// One with a socket and a process group of its own; killed when dropped, with its worker.
 #[derive(Debug)]
 pub struct Daemon {
     folder: TempDir,
@@ -33,7 +34,8 @@ impl Daemon {
             .arg("--socket")
             .arg(folder.path().join("socket"))
             .arg("-v4")
-            .stdin(Stdio::null());
+            .stdin(Stdio::null())
+            .process_group(0);
         let daemon = Self { child: command.spawn().unwrap(), folder };
         assert!(soon(|| daemon.answers().is_some()), "rewake serve does not answer");
         daemon
@@ -58,6 +60,25 @@ impl Daemon {
         let mut status = Command::new(program().unwrap());
         let said = status.args(["status", "--json", "--socket"]).arg(self.socket()).output().unwrap();
         serde_json::from_slice(&said.stdout).ok()
+    }
+
+    /// Waits for its end.
+    ///
+    /// # Panics
+    /// It does not end.
+    #[must_use]
+    pub fn end(&mut self) -> ExitStatus {
+        assert!(soon(|| self.has_ended()), "rewake serve does not end");
+        self.child.wait().unwrap()
+    }
+
+    /// Whether it has ended.
+    ///
+    /// # Panics
+    /// It cannot be looked at.
+    #[must_use]
+    pub fn has_ended(&mut self) -> bool {
+        self.child.try_wait().unwrap().is_some()
     }
 
     /// Its supervisor's number.

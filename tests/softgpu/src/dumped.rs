@@ -2,19 +2,21 @@
 //! A workload's server that was dumped, and comes back with its memory loaded behind it.
 
 use std::io::{BufRead as _, BufReader, Read as _};
+use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStderr, Command, Stdio};
 use std::thread;
 use std::time::Duration;
 
 use gpu_app::shape::{Mode, Shape};
-use nix::sys::signal::{Signal, kill};
+use nix::sys::signal::{Signal, kill, killpg};
 use nix::unistd::Pid;
 
 use crate::criu::{Criu, Plugin, Version, queues, wait_for_the_end_of};
+use crate::left::runs;
 use crate::server::small;
 use crate::streamer::children;
-use crate::{Held, Judge, Server, Streamer};
+use crate::{Daemon, Held, Judge, Server, Streamer};
 
 /// With a ring, so that copies can be [held](Held), and they come one after the other.
 pub const ONE_RING: [(&str, &str); 1] = [("sdma_rings", "1")];
@@ -167,7 +169,7 @@ impl Dumped {
     }
 }
 
-/// `rewake restore` under way.
+/// `rewake restore` under way, with a process group of its own.
 #[derive(Debug)]
 pub struct Restoring {
     child: Child,
@@ -192,10 +194,35 @@ impl Restoring {
     #[must_use]
     pub fn with(criu: &Criu, options: &[&str]) -> Self {
         let mut command = criu.of_rewake("restore").unwrap();
-        command.args(options).stdout(Stdio::piped()).stderr(Stdio::piped());
+        command.args(options).stdout(Stdio::piped()).stderr(Stdio::piped()).process_group(0);
         let mut child = command.spawn().unwrap();
         let output = BufReader::new(child.stderr.take().unwrap());
         Self { child, output, said: String::new() }
+    }
+
+    /// Starts it with the streamers of this daemon.
+    ///
+    /// # Panics
+    /// It does not start.
+    #[must_use]
+    pub fn by(daemon: &Daemon, criu: &Criu) -> Self {
+        Self::with(criu, &["--socket", daemon.socket().to_str().unwrap(), "--", "-d"])
+    }
+
+    /// Its number.
+    #[must_use]
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Waits until its CRIU has ended, which has restored this process.
+    ///
+    /// # Panics
+    /// It does not end, or has restored no such process.
+    pub fn has_restored(&self, pid: u32, criu: &Criu) {
+        let name = |pid: u32| std::fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
+        let restoring = || children(self.pid()).into_iter().any(|child| name(child).trim() == criu.name());
+        assert!(soon(|| runs(pid) && !restoring()), "{}", criu.log("restore"));
     }
 
     /// Waits until it says that.
@@ -220,6 +247,15 @@ impl Restoring {
     #[must_use]
     pub fn streamer(&self) -> (u32, Vec<u32>) {
         streamer_of(self.child.id())
+    }
+
+    /// Whether it has ended.
+    ///
+    /// # Panics
+    /// It cannot be looked at.
+    #[must_use]
+    pub fn has_ended(&mut self) -> bool {
+        self.child.try_wait().unwrap().is_some()
     }
 
     /// Waits for its end: whether it went well, and what it said.
@@ -280,11 +316,39 @@ pub fn signal(pids: &[u32], signal: Signal) {
     pids.iter().for_each(|pid| kill(Pid::from_raw(pid.cast_signed()), signal).unwrap());
 }
 
+/// Sends signals to a process group, one after the other. The first may end it.
+pub fn signal_group(leader: u32, signals: &[Signal]) {
+    for signal in signals {
+        let _ = killpg(Pid::from_raw(leader.cast_signed()), *signal);
+    }
+}
+
 /// Of the process, at this moment.
 #[must_use]
 pub fn is_paused(pid: u32) -> bool {
     let gates = Judge::find().map_or_else(Vec::new, |judge| judge.gates());
     gates.iter().any(|gate| gate.pid == pid && gate.paused)
+}
+
+/// What others can see of processes with this number that have a closed gate: a file of each.
+///
+/// # Panics
+/// The folder is not there.
+#[must_use]
+pub fn gate_files(pid: u32) -> Vec<PathBuf> {
+    let files = std::fs::read_dir("/run/rewake-gated").unwrap().map(|file| file.unwrap().path());
+    let of_it = format!("{pid}-");
+    files.filter(|path| path.file_name().unwrap().to_str().unwrap().starts_with(&of_it)).collect()
+}
+
+/// Waits until the gate of a process is open, and its streamer's ledger has that.
+///
+/// # Panics
+/// It does not open.
+pub fn gate_opens(pid: u32) {
+    assert!(soon(|| gate_files(pid).is_empty()), "the gate of {pid} does not open");
+    // The ledger has it a moment after the file has gone.
+    nap();
 }
 
 /// Whether a thread of the process waits for memory that a userfaultfd is to bring, at this moment.

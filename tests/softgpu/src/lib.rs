@@ -36,7 +36,7 @@ pub use failing_disk::FailingDisk;
 pub use faults::Faults;
 pub use hold::Held;
 pub use judge::Judge;
-pub use machine::Machine;
+pub use machine::{Machine, gpus_retry_faults};
 pub use pair::Pair;
 pub use scene::{Peer, Scene, isolated};
 pub use server::Server;

@@ -89,17 +89,24 @@ impl Machine {
     }
 }
 
+/// Whether GPUs retry faults here, in processes that ask for nothing else (XNACK), as the module's parameters say.
+/// False where GPUs are real.
+#[must_use]
+pub fn gpus_retry_faults() -> bool {
+    let parameter = fs::read_to_string(Path::new(PARAMETERS).join("xnack"));
+    parameter.is_ok_and(|parameter| parameter.trim() == "Y")
+}
+
 impl Drop for Machine {
     /// What the judge has noted goes with the module: it is looked at first.
     fn drop(&mut self) {
         let noted = Judge::find().map(|judge| judge.violations()).unwrap_or_default();
-        if let Err(error) = self.load(&[]) {
-            eprintln!("the machine stays changed: {error}");
-        }
+        let loaded = self.load(&[]);
         if thread::panicking() {
-            eprintln!("the judge's list: {noted:?}");
+            eprintln!("the judge's list: {noted:?}; the module as it was found: {loaded:?}");
         } else {
             assert_eq!(noted, Vec::<String>::new(), "before the machine is as it was");
+            assert_eq!(loaded, Ok(()), "a process of this test still uses a GPU");
         }
     }
 }

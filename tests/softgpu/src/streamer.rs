@@ -3,6 +3,7 @@
 
 use std::fs::File;
 use std::io::Read as _;
+use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::thread;
@@ -14,7 +15,7 @@ use anyhow::{Context as _, bail};
 const LOOKS: u32 = 1200;
 const LOOK: Duration = Duration::from_millis(50);
 
-/// One of them; killed when dropped.
+/// One of them, with a process group of its own; killed when dropped.
 #[derive(Debug)]
 pub struct Streamer {
     child: Child,
@@ -66,7 +67,7 @@ impl Streamer {
     }
 
     fn listens(mut command: Command, log: PathBuf) -> anyhow::Result<Self> {
-        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(File::create(&log)?);
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(File::create(&log)?).process_group(0);
         let mut child = command.spawn().with_context(|| format!("start {command:?}"))?;
         let told = child.stdout.take().context("no output")?.read_exact(&mut [0]);
         let streamer = Self { child, log };

@@ -12,24 +12,18 @@ use nix::unistd::Pid;
 use rewake_kfd::topology::{Node, Topology};
 use rewake_skip::need;
 use serde_json::Value;
-use softgpu_tests::criu::{Criu, Plugin, Version, wait_for_the_end_of};
+use softgpu_tests::criu::{Criu, Plugin, Version, queues, wait_for_the_end_of};
 use softgpu_tests::dumped::{Dumped, ONE_RING, soon, unreached};
 use softgpu_tests::server::small;
 use softgpu_tests::streamer::told;
 use softgpu_tests::toucher::{BYTES, OWN_PARTS};
-use softgpu_tests::{Held, Machine, REAL_GPUS, Streamer, Toucher, isolated};
+use softgpu_tests::{Held, Machine, REAL_GPUS, Streamer, Toucher, gpus_retry_faults, isolated, script};
 
 /// Blocks at the ends of memory that is zeros, and what the file system keeps.
 const SLACK: u64 = 256 << 10;
 
 /// What the plugin says where everything must be there.
 const RETRIES: &str = "its GPUs reach all of its memory";
-
-/// Whether GPUs retry faults here, in processes that ask for nothing else (XNACK).
-fn retries() -> bool {
-    let parameter = fs::read_to_string("/sys/module/softgpu/parameters/xnack");
-    parameter.is_ok_and(|parameter| parameter.trim() == "Y")
-}
 
 /// Restores it; how many pages of CPUs were waited for before anything ran.
 fn comes_back(criu: &Criu) -> u64 {
@@ -49,7 +43,7 @@ fn there_and_back(shape: &Shape) {
     let back =
         said.lines().find(|line| line.contains("all memory is back")).unwrap_or_else(|| panic!("{said}"));
     let faults = told(back, " faults=");
-    if retries() {
+    if gpus_retry_faults() {
         assert!(dumped.criu.log("restore").contains(RETRIES), "{}", dumped.criu.log("restore"));
     } else {
         assert!(waited < lazy, "all memory of CPUs came first: {waited} of {lazy} pages");
@@ -187,7 +181,7 @@ fn memory_that_is_registered_while_it_is_missing_is_waited_for() {
             let (toucher, criu) = about_to_register(version, folder.path());
             let mut both = Streamer::of_both(criu.images()).unwrap();
             let (waited, log) = (comes_back(&criu), criu.log("restore"));
-            if retries() {
+            if gpus_retry_faults() {
                 assert!(log.contains(RETRIES), "{log}");
                 // The streamer may have been faster than the plugin: what counts is that nothing is missing now.
                 let now = criu.status();
@@ -231,22 +225,37 @@ fn asked(pid: u32, signal: Signal) {
     let _ = kill(Pid::from_raw(pid.cast_signed()), signal);
 }
 
+/// What the plugin says when its page server has gone: nothing has run, and CRIU fails.
+const PLUGIN_KILLS: &str = "cannot go on, all restored tasks are killed: the other end has closed the socket";
+/// What the supervisor says when its worker has gone, which had taken over: the plugin has nothing more to do.
+const SUPERVISOR_KILLS: &str = "killed 1 restored processes whose GPUs were not resumed yet";
+
+/// Workers are killed at each step of a restore before the target runs. Copies are held: no gate opens.
 #[test]
 fn whose_memory_nobody_brings_any_more_is_killed() {
     isolated("whose_memory_nobody_brings_any_more_is_killed", 1, |_| {
+        let _machine = need!(Machine::with(&ONE_RING), REAL_GPUS);
+        need!(queues());
         let folder = tempfile::tempdir().unwrap();
         let (toucher, criu) = about_to_register(Version::V4_2, folder.path());
-        let mut both = Streamer::of_both(criu.images()).unwrap();
-        let mut restoring = criu.command(&["restore", "--restore-detached", "--lazy-pages"]).spawn().unwrap();
-        // Their gates may be shut or not yet by then, or all may be there.
-        assert!(soon(|| criu.log("restore").contains("a page server takes what may come later")));
-        both.workers().into_iter().for_each(|worker| asked(worker, Signal::SIGKILL));
-        let restored = restoring.wait().unwrap().success();
-        let ended_well = both.end().unwrap().success();
-        if restored && ended_well {
-            asked(toucher.pid(), Signal::SIGKILL);
+        for (moment, restored, code, words) in [
+            (script::BEFORE, false, 0, PLUGIN_KILLS),
+            (script::RESTORED, false, 0, PLUGIN_KILLS),
+            (script::ABOUT_TO_RUN, true, 1, SUPERVISOR_KILLS),
+        ] {
+            let (mut both, held) = (Streamer::of_both(criu.images()).unwrap(), Held::streamers());
+            let workers: Vec<String> = both.workers().iter().map(u32::to_string).collect();
+            let kills = script::at(&criu, moment, &format!("kill -KILL {}", workers.join(" ")));
+            let mut restore = criu.command(&["restore", "--restore-detached", "--lazy-pages"]);
+            let status = restore.arg("--action-script").arg(kills).status().unwrap();
+            let ended = both.end().unwrap().code();
+            drop(held);
+            let said = [both.said(), criu.log("restore")].concat();
+            assert_eq!((status.success(), ended), (restored, Some(code)), "{moment}: {said}");
+            assert!(said.contains(words), "{moment}: no {words:?}: {said}");
+            wait_for_the_end_of(toucher.pid()).unwrap();
+            assert_eq!(toucher.answered(), None, "{moment}: it has run");
         }
-        wait_for_the_end_of(toucher.pid()).unwrap();
     });
 }
 

@@ -2,7 +2,6 @@
 //! What others are told of processes whose gates are shut: who would dump them, and who waits for their restore.
 
 use std::fs::OpenOptions;
-use std::path::PathBuf;
 use std::time::Duration;
 
 use nix::sys::signal::Signal;
@@ -10,7 +9,9 @@ use nix::sys::stat::Mode;
 use nix::unistd::mkfifo;
 use rewake_skip::need;
 use softgpu_tests::criu::{Criu, Plugin, Version, wait_for_the_end_of};
-use softgpu_tests::dumped::{Behind, Dumped, ONE_RING, Restoring, dies, is_paused, pages, signal, unreached};
+use softgpu_tests::dumped::{
+    Behind, Dumped, ONE_RING, Restoring, dies, gate_files, is_paused, pages, signal, unreached,
+};
 use softgpu_tests::random::Random;
 use softgpu_tests::streamer::recover;
 use softgpu_tests::{Machine, REAL_GPUS, isolated};
@@ -24,13 +25,6 @@ fn dumped() -> Result<(Machine, Dumped), &'static str> {
 /// For a dump of the process that was restored: a folder of its own.
 fn again(dumped: &Dumped) -> Criu {
     Criu::with(Plugin::Ours, Version::V4_2, &dumped.criu.images().with_file_name("again")).unwrap()
-}
-
-/// What everybody can see of processes with this pid that are not to be dumped.
-fn told(pid: u32) -> Vec<PathBuf> {
-    let files = std::fs::read_dir("/run/rewake-gated").unwrap().map(|file| file.unwrap().path());
-    let of_it = format!("{pid}-");
-    files.filter(|path| path.file_name().unwrap().to_str().unwrap().starts_with(&of_it)).collect()
 }
 
 #[test]
@@ -104,13 +98,13 @@ fn nothing_is_told_of_those_that_have_ended() {
         let (_machine, dumped) = need!(dumped());
         for itself in [false, true] {
             let (mut streamer, held) = dumped.comes_back_paused();
-            assert_eq!(told(dumped.server.pid).len(), 1);
+            assert_eq!(gate_files(dumped.server.pid).len(), 1);
             let dying = if itself { vec![dumped.server.pid] } else { streamer.workers() };
             dying.into_iter().for_each(dies);
             drop(held);
             assert_eq!(streamer.end().unwrap().success(), itself, "{}", streamer.said());
             wait_for_the_end_of(dumped.server.pid).unwrap();
-            assert!(told(dumped.server.pid).is_empty());
+            assert!(gate_files(dumped.server.pid).is_empty());
         }
         dumped.comes_back();
         dumped.server.ends_well();
@@ -166,13 +160,13 @@ fn where_nobody_is_left_to_know_that_is_said_and_what_stands_still_is_not_dumped
         assert!(refused.contains("has GPU queues that are stopped"), "{refused}");
         dumped.ends();
         // What is told of it stays, and is not told of the next with its pid.
-        assert_eq!(told(dumped.server.pid).len(), 1);
+        assert_eq!(gate_files(dumped.server.pid).len(), 1);
         dumped.comes_back();
-        assert_eq!(told(dumped.server.pid).len(), 1);
+        assert_eq!(gate_files(dumped.server.pid).len(), 1);
         again.dump(dumped.server.pid).unwrap();
         dumped.server.was_dumped(&again);
         again.restore().unwrap();
-        told(dumped.server.pid).into_iter().for_each(|stale| std::fs::remove_file(stale).unwrap());
+        gate_files(dumped.server.pid).into_iter().for_each(|stale| std::fs::remove_file(stale).unwrap());
         dumped.server.ends_well();
     });
 }

@@ -1,14 +1,15 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Whoever of a streamer is killed, and whenever: nobody stands still for ever, and no GPU reads what is not there.
 
+use std::process::Child;
 use std::thread;
 use std::time::Instant;
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use rewake_skip::need;
-use softgpu_tests::criu::{Version, wait_for_the_end_of};
-use softgpu_tests::dumped::{Behind, Dumped, ONE_RING, dies, is_paused, soon, unreached};
+use softgpu_tests::criu::{Version, WAITS, wait_for_the_end_of};
+use softgpu_tests::dumped::{Behind, Dumped, ONE_RING, dies, gate_opens, is_paused, soon, unreached};
 use softgpu_tests::streamer::recover;
 use softgpu_tests::{Held, Machine, REAL_GPUS, Streamer, isolated};
 
@@ -64,7 +65,7 @@ fn without_its_supervisor_it_serves_and_after_its_death_recover_kills() {
 }
 
 /// Who is killed.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Victim {
     Workers,
     Supervisor,
@@ -82,8 +83,29 @@ impl Victim {
     }
 }
 
-/// Restores it, kills some of the streamer when `moment` has come, before CRIU is started if there is none, and sees that it goes on or has ended; which.
-fn killed_at(dumped: &Dumped, behind: Behind, victim: Victim, moment: Option<&dyn Fn()>) -> bool {
+/// What became of a target.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Outcome {
+    /// CRIU has reported that the restore failed. No target is left.
+    RestoreFailed,
+    /// It was killed, and that was reported: by the plugin, by the supervisor or by `rewake recover`.
+    Killed,
+    /// Its gate is open, and it answers.
+    Answers,
+}
+
+/// What the plugin, a supervisor and `rewake recover` say who have killed a target.
+const KILLED: [&str; 3] = [
+    "all restored tasks are killed",
+    "killed 1 restored processes whose GPUs were not resumed yet",
+    "its GPUs were not resumed yet, and what was loaded for them is lost",
+];
+
+/// Waits for a moment of a restore.
+type Moment<'a> = &'a dyn Fn(&mut Child);
+
+/// Restores it, and kills some of the streamer when `moment` has come: before CRIU is started if there is none.
+fn killed_at(dumped: &Dumped, behind: Behind, victim: Victim, moment: Option<Moment<'_>>) -> Outcome {
     let mut streamer = dumped.streamer_of(behind);
     let victims = victim.pids(&streamer);
     let kill_them = || {
@@ -94,8 +116,8 @@ fn killed_at(dumped: &Dumped, behind: Behind, victim: Victim, moment: Option<&dy
     };
     let mut criu = dumped.restore_command(behind);
     let mut criu = if let Some(moment) = moment {
-        let criu = criu.spawn().unwrap();
-        moment();
+        let mut criu = criu.spawn().unwrap();
+        moment(&mut criu);
         kill_them();
         criu
     } else {
@@ -104,24 +126,77 @@ fn killed_at(dumped: &Dumped, behind: Behind, victim: Victim, moment: Option<&dy
     };
     let restored = criu.wait().unwrap().success();
     streamer.end().unwrap();
-    if restored && matches!(victim, Victim::All) {
-        // It serves memory of CPUs to its end, and kills what waits for its GPUs.
-        recover().unwrap();
-    }
-    let answer = if restored {
-        dumped.server.answers().map_err(|error| format!("{error:#}"))
-    } else {
-        Err(String::new())
+    let recovered = if restored && victim == Victim::All { recover().unwrap().1 } else { String::new() };
+    let outcome = match restored.then(|| dumped.server.answers()) {
+        None => Outcome::RestoreFailed,
+        Some(Ok(())) => Outcome::Answers,
+        Some(Err(_)) => Outcome::Killed,
     };
-    if answer.is_ok() {
-        assert!(!is_paused(dumped.server.pid), "{}", streamer.said());
+    let said = [streamer.said(), recovered, dumped.criu.log("restore")].concat();
+    if outcome == Outcome::RestoreFailed {
+        eprintln!(
+            "restore failed: {}\n{}",
+            said.lines().find(|line| line.contains("Error (")).unwrap_or(&said),
+            streamer.said()
+        );
+    }
+    if outcome == Outcome::Answers {
+        assert!(!is_paused(dumped.server.pid), "{said}");
         dies(dumped.server.pid);
     }
+    if outcome == Outcome::Killed {
+        assert!(KILLED.iter().any(|words| said.contains(words)), "it ended, and nothing says why: {said}");
+    }
     let ended = wait_for_the_end_of(dumped.server.pid);
-    ended.unwrap_or_else(|error| panic!("restored {restored}, {answer:?}, {error:#}: {}", streamer.said()));
-    answer.is_ok()
+    ended.unwrap_or_else(|error| panic!("{outcome:?}, {error:#}: {said}"));
+    outcome
 }
 
+/// How many restores had each outcome.
+#[derive(Debug, Default)]
+struct Sum {
+    failed: u32,
+    killed: u32,
+    answers: u32,
+}
+
+impl Sum {
+    fn add(&mut self, outcome: Outcome) {
+        *match outcome {
+            Outcome::RestoreFailed => &mut self.failed,
+            Outcome::Killed => &mut self.killed,
+            Outcome::Answers => &mut self.answers,
+        } += 1;
+    }
+}
+
+/// Moments that no time can miss: before the restore, while its gate is closed, while CRIU waits for memory, when its gate is open.
+fn killed_at_known_moments(dumped: &Dumped) {
+    let pid = dumped.server.pid;
+    let gpus = |victim, moment| killed_at(dumped, Behind::Gpus, victim, moment);
+    assert_eq!(gpus(Victim::Workers, None), Outcome::Answers, "nothing was handed over yet");
+    let closed = |criu: &mut Child| {
+        criu.wait().unwrap();
+        assert!(is_paused(pid));
+    };
+    let held = Held::streamers();
+    for victim in [Victim::Workers, Victim::All] {
+        assert_eq!(gpus(victim, Some(&closed)), Outcome::Killed, "no process was left to open its gate");
+    }
+    drop(held);
+    let waits = |_: &mut Child| assert!(soon(|| dumped.criu.log("restore").contains(WAITS)));
+    let failed = killed_at(dumped, Behind::Both, Victim::All, Some(&waits));
+    assert_eq!(failed, Outcome::RestoreFailed, "CRIU waits for memory that no process loads");
+    let open = |criu: &mut Child| {
+        criu.wait().unwrap();
+        gate_opens(pid);
+    };
+    for victim in [Victim::Workers, Victim::Supervisor, Victim::All] {
+        assert_eq!(gpus(victim, Some(&open)), Outcome::Answers, "all memory of its GPUs was resident");
+    }
+}
+
+/// `REWAKE_KILLS` is the number of moments (default 12).
 #[test]
 fn killed_at_any_moment_nobody_stands_still() {
     isolated("killed_at_any_moment_nobody_stands_still", 1, |_| {
@@ -131,25 +206,23 @@ fn killed_at_any_moment_nobody_stands_still() {
         dumped.comes_back();
         let whole = start.elapsed();
         dumped.ends();
+        killed_at_known_moments(&dumped);
         let moments: u32 = std::env::var("REWAKE_KILLS").map_or(12, |kills| kills.parse().unwrap());
-        let gpus = |victim, moment| killed_at(&dumped, Behind::Gpus, victim, moment);
-        assert!(gpus(Victim::Workers, None), "nothing was handed over yet");
-        let stands_still = || assert!(soon(|| is_paused(dumped.server.pid)));
-        let held = Held::streamers();
-        assert!(!gpus(Victim::Workers, Some(&stands_still)), "nobody was left to open its gate");
-        assert!(!gpus(Victim::All, Some(&stands_still)), "nobody was left to open its gate");
-        drop(held);
         let victims = [Victim::Workers, Victim::Supervisor, Victim::All];
         let all = [Behind::Gpus, Behind::Both].into_iter().flat_map(|behind| victims.map(|of| (behind, of)));
-        let mut went_on = 0;
+        let mut sum = Sum::default();
         for (moment, (behind, victim)) in (1..moments).zip(all.cycle()) {
-            eprintln!("at {moment} of {moments}: {victim:?}, {behind:?}");
-            let moment = || thread::sleep(whole * moment / moments);
-            let answers = killed_at(&dumped, behind, victim, Some(&moment));
-            assert!(answers || !matches!(victim, Victim::Supervisor), "its worker serves without it");
-            went_on += u32::from(answers);
+            let at = |_: &mut Child| thread::sleep(whole * moment / moments);
+            let outcome = killed_at(&dumped, behind, victim, Some(&at));
+            eprintln!("at {moment} of {moments}: {victim:?}, {behind:?}: {outcome:?}");
+            if victim == Victim::Supervisor {
+                assert_eq!(outcome, Outcome::Answers, "its worker serves without it");
+            } else {
+                sum.add(outcome);
+            }
         }
-        eprintln!("{went_on} went on");
+        // The first moments come before anything was handed over, the last ones when all memory is resident.
+        assert!(sum.answers > 0 && sum.failed + sum.killed > 0, "{sum:?}");
         dumped.comes_back();
         dumped.server.ends_well();
     });

@@ -14,13 +14,9 @@ fn dumped<const COUNT: usize>() -> Result<(Machine, [Dumped; COUNT]), &'static s
     Ok((machine, Dumped::together(&unreached(), Version::V4_2)?))
 }
 
-fn restoring(dumped: &Dumped, daemon: &Daemon) -> Restoring {
-    Restoring::with(&dumped.criu, &["--socket", daemon.socket().to_str().unwrap(), "--", "-d"])
-}
-
 /// It runs, and its GPUs stand still for as long as copies are held.
 fn paused(dumped: &Dumped, daemon: &Daemon) -> Restoring {
-    let restoring = restoring(dumped, daemon);
+    let restoring = Restoring::by(daemon, &dumped.criu);
     if !soon(|| is_paused(dumped.server.pid)) {
         panic!("{:?}\n{}", restoring.end(), dumped.criu.log("restore"));
     }
@@ -117,9 +113,9 @@ fn a_restore_whose_copy_engine_another_process_has_says_so_and_harms_it_not() {
         let (_machine, [first]) = need!(dumped());
         let second = need!(Dumped::of(&unreached(), Version::V4_2));
         let daemon = Daemon::start();
-        let (well, said) = restoring(&second, &daemon).end();
+        let (well, said) = Restoring::by(&daemon, &second.criu).end();
         assert!(well, "{said}");
-        let (well, said) = restoring(&first, &daemon).end();
+        let (well, said) = Restoring::by(&daemon, &first.criu).end();
         assert!(
             !well && said.contains("a queue of a copy engine (SDMA) has the number that it had"),
             "{said}"
@@ -136,7 +132,7 @@ fn a_restore_that_fails_leaves_no_streamer() {
         let (_machine, [dumped]) = need!(dumped());
         let daemon = Daemon::start();
         std::fs::write(dumped.criu.images().join("pstree.img"), "").unwrap();
-        let restoring = restoring(&dumped, &daemon);
+        let restoring = Restoring::by(&daemon, &dumped.criu);
         let (well, said) = restoring.end();
         assert!(!well && said.contains("criu restore failed"), "{said}");
         assert!(soon(|| states(&daemon.status()).is_empty()), "{}", daemon.status());

@@ -23,7 +23,7 @@ const ROWS: [Row; 9] = [
         event: "dumped again while memory is missing, CRIU has rewake_plugin.so",
         outcome: "the dump waits; its image is whole",
         program: "hollow",
-        test: "with_the_plugin_a_dump_at_any_moment_waits_and_the_image_is_whole",
+        test: "with_the_plugin_or_rewake_dump_a_dump_at_any_moment_waits_and_the_image_is_whole",
     },
     Row {
         event: "the same, CRIU has no plugin",

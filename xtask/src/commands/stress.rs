@@ -17,7 +17,7 @@ const EVERYDAY: &str = "everyday";
 /// Where a campaign's test runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Place {
-    /// Here, with the CRIU that set-up finds.
+    /// Here, with both versions of CRIU.
     Host,
     /// In a machine of the suite, this one where none is named.
     Machine(&'static str),
@@ -185,7 +185,8 @@ pub(crate) fn run(name: &str, words: &[&str]) -> anyhow::Result<()> {
 }
 
 fn on_host(campaign: &Campaign, options: &Options<'_>) -> anyhow::Result<()> {
-    let environment = super::test::environment(&setup::run()?, None)?;
+    let criu = setup::run()?;
+    let environment = super::test::environment(&criu, Some(&setup::run_other_than(&criu)?))?;
     program::run(repository::cargo().args(["build", "--release", "--package", "rewake", "--bins"]))?;
     let mut cargo = repository::cargo();
     cargo.args(["test", "--release", "--package", "rewake-tests"]);

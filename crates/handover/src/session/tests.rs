@@ -119,7 +119,7 @@ fn a_file_that_is_no_note_or_not_to_be_trusted_is_skipped_and_the_reason_kept() 
 }
 
 #[test]
-fn a_work_directory_s_session_is_the_newest_whose_starter_lives() {
+fn a_work_directory_s_session_is_the_newest_that_a_process_serves() {
     let root = tempfile::tempdir().unwrap();
     let (root, socket) = (root.path(), socket());
     let work = FileId::of(root).unwrap();
@@ -137,6 +137,12 @@ fn a_work_directory_s_session_is_the_newest_whose_starter_lives() {
     let moved = SessionNote { number: 4, work: elsewhere, ..notes[0].clone() };
     moved.write(root).unwrap();
     assert_eq!(SessionNote::of_work_dir(root, elsewhere).unwrap(), Some(moved));
+    // The starter of the newest has ended: as long as its worker has the ledger locked, it is served.
+    let ledger = File::create(notes[2].folder(root).join(LEDGER)).unwrap();
+    ledger.lock().unwrap();
+    assert_eq!(SessionNote::of_work_dir(root, work).unwrap(), Some(notes[2].clone()));
+    drop(ledger);
+    assert_eq!(SessionNote::of_work_dir(root, work).unwrap(), Some(notes[1].clone()));
 }
 
 #[test]
@@ -156,8 +162,14 @@ fn the_store_is_the_starter_s_socket_or_refused() {
     assert_eq!(errno(&other(Store { number: 77, ..note.store })), Some(libc::EBADF));
     assert_eq!(errno(&other(Store { inode: note.store.inode + 1, ..note.store })), Some(libc::EINVAL));
     let another = Gated { started: starter.started + 1, ..starter };
-    assert_eq!(errno(&SessionNote { starter: another, ..note.clone() }), Some(libc::ESRCH));
+    let of_another =
+        SessionNote { starter: another, store: Store { number: 77, ..note.store }, ..note.clone() };
+    assert_eq!(errno(&of_another), Some(libc::ESRCH));
+    // The starter has ended, and a worker has the store under the same number.
+    let worker = holder(&socket);
     end(child);
+    assert_eq!(fstat(note.store().unwrap()).unwrap().st_ino, note.store.inode);
+    end(worker);
     assert_eq!(errno(&note), Some(libc::ESRCH));
 }
 

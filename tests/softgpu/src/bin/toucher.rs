@@ -98,6 +98,7 @@ fn obey(order: &str, memories: &mut [Memory], own: &mut Own, folder: &Path) -> a
     match what {
         "check" => memory.check(),
         "register" => own.register(),
+        "own" => own.check(),
         "clear" => own.clear(),
         "export" => memory.export(),
         "tail" => memory.tail(),
@@ -145,9 +146,18 @@ impl Own {
     fn register(&mut self) -> anyhow::Result<()> {
         let memory = self.memory.take().context("there is none")?;
         let userptr = Userptr::register(&self.device, memory)?;
+        self.is_as_written(userptr.cpu())
+    }
+
+    /// By user code, from its end: the background load comes from the other side.
+    fn check(&self) -> anyhow::Result<()> {
+        self.is_as_written(self.memory.as_ref().context("there is none")?)
+    }
+
+    fn is_as_written(&self, memory: &Mapping) -> anyhow::Result<()> {
         let mut found = vec![0; BYTES];
-        for (part, at) in (0..userptr.cpu().len()).step_by(BYTES).enumerate() {
-            userptr.cpu().read(at, &mut found);
+        for part in (0..usize::try_from(memory.len())? / BYTES).rev() {
+            memory.read((part * BYTES) as u64, &mut found);
             let expected = if self.cleared && part == 0 { vec![0; BYTES] } else { pattern(OWN + part) };
             ensure!(found == expected, "its own memory is another");
         }
