@@ -14,9 +14,9 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, ensure};
 use gpu_app::gpu::Gpus;
-use rewake_amdgpu::{Bo, CopyEngine, Memory, Place, Shape, Slot, Staging, Ticket, Transfer};
-use rewake_kfd::Buffer;
-use rewake_kfd::render::Render;
+use rewake_amdgpu_uapi::Buffer;
+use rewake_amdgpu_uapi::render::Render;
+use rewake_sdma_copy::{Bo, CopyEngine, Memory, Place, Shape, Slot, Staging, Ticket, Transfer};
 
 use crate::report::number;
 

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand};
 
-/// Brings processes back before their memory: a page server for `criu restore --lazy-pages`.
+/// Restores CRIU checkpoints on demand: programs run while a streamer loads their memory, page faults first.
 #[derive(Debug, Parser)]
 #[command(name = "rewake", version, max_term_width = 100)]
 pub struct Cli {
@@ -18,24 +18,24 @@ pub struct Cli {
 /// The commands.
 #[derive(Debug, Subcommand)]
 pub enum Command {
-    /// Serves one restore: a drop-in for `criu lazy-pages`, with its options
+    /// Serves one restore, in the place of `criu lazy-pages` and with its options
     LazyPages(LazyPages),
     /// Serves many restores, one after another and at once
     Serve(Serve),
     /// Runs `criu dump`, with the plugin for GPUs
     Dump(Dump),
-    /// Runs `criu restore` and shows how the memory comes back
+    /// Runs `criu restore` on demand, and shows how the memory is loaded
     Restore(Restore),
-    /// Loads memory of GPUs behind the processes of one restore: `rewake restore` starts it
+    /// Loads the GPU memory of one restore while its processes run: `rewake restore` starts it
     StreamGpu(StreamGpu),
-    /// Shows what a running `rewake serve` does, or how far a restore of GPU memory is
+    /// Shows the restores that are served, and those that wait for `rewake recover`
     Status(Status),
     /// For streamers: gives targets a session's fd store
     #[command(hide = true)]
     Park(Park),
-    /// Serves restored processes whose streamer was killed
+    /// Serves restored processes all of whose streamer's processes were killed
     Recover(Recover),
-    /// Shows what is in an image, and whether it can be served
+    /// Shows what an image contains, and whether it can be served
     Inspect(Inspect),
     /// Checks whether this machine has what Rewake needs
     Doctor(Doctor),
@@ -120,11 +120,11 @@ pub struct StreamGpu {
     /// CRIU's work directory (its -W, else its -D): the plugin looks for the socket there
     #[arg(short = 'W', long, default_value = ".", value_name = "DIR")]
     pub work_dir: PathBuf,
-    /// Directory of the images: brings memory of CPUs back, too, for a `criu restore --lazy-pages`
+    /// Directory of the images: load CPU memory too, for a `criu restore --lazy-pages`
     #[arg(short = 'D', long, value_name = "DIR")]
     pub images_dir: Option<PathBuf>,
-    /// Record in the image directory (rewake-order.json) which of the GPUs' buffers CPUs touch before they are there: later restores of the
-    /// image load these first. An earlier record is not used, and replaced
+    /// Record the GPU working set in the image directory (rewake-order.json): the buffers that CPUs access while they are
+    /// missing. Later restores of the image load these first. An earlier record is not used, and is replaced
     #[arg(long)]
     pub record: bool,
     /// Log file [default: stderr]
@@ -133,9 +133,9 @@ pub struct StreamGpu {
     /// Log level: as of `rewake lazy-pages`
     #[arg(long, default_value_t = 2, value_name = "LEVEL")]
     pub verbosity: u8,
-    /// Write one zero byte to this descriptor once the socket is ready; then `s` for each process that runs while its GPUs
-    /// stand still, and `o` when all of them go on, or `k` when they were killed; with -D `b` when all memory of CPUs is back. It is
-    /// open until nobody is left to say more
+    /// Write one zero byte to this descriptor once the socket is ready; then `s` for each process that runs while its GPU
+    /// queues are evicted, and `o` when all of them are resumed, or `k` when they were killed; with -D `b` when all CPU memory
+    /// is resident. It closes when the last process of the streamer has ended
     #[arg(long, value_name = "FD")]
     pub status_fd: Option<i32>,
 }
@@ -168,7 +168,7 @@ pub struct Recover {
 /// Options of `rewake doctor`.
 #[derive(Debug, Args)]
 pub struct Doctor {
-    /// Everything, for programs (docs/doctor.md)
+    /// Print everything as JSON, for programs (docs/doctor.md)
     #[arg(long)]
     pub json: bool,
 }
@@ -179,10 +179,10 @@ pub struct Inspect {
     /// Directory of the images
     #[arg(value_name = "IMG")]
     pub images_dir: PathBuf,
-    /// Every mapping too
+    /// Show every mapping
     #[arg(long)]
     pub vmas: bool,
-    /// Everything, for programs (docs/inspect.md)
+    /// Print everything as JSON, for programs (docs/inspect.md)
     #[arg(long)]
     pub json: bool,
 }
@@ -260,8 +260,8 @@ pub struct Restore {
     pub socket: Option<PathBuf>,
     #[command(flatten)]
     pub(crate) programs: Programs,
-    /// Record in the image directory (rewake-order.json) which of the GPUs' buffers CPUs touch before they are there: later restores of the
-    /// image load these first. An earlier record is not used, and replaced
+    /// Record the GPU working set in the image directory (rewake-order.json): the buffers that CPUs access while they are
+    /// missing. Later restores of the image load these first. An earlier record is not used, and is replaced
     #[arg(long)]
     pub record: bool,
     /// Show nothing while it runs, and no timeline
@@ -281,10 +281,10 @@ pub struct Status {
     /// Control socket [default: as for `rewake serve`]
     #[arg(long, value_name = "PATH")]
     pub socket: Option<PathBuf>,
-    /// The work directory of a restore: how far its memory of GPUs is
+    /// The work directory of a restore: how much of its GPU memory is resident
     #[arg(short = 'W', long, value_name = "DIR", conflicts_with = "socket")]
     pub work_dir: Option<PathBuf>,
-    /// Everything, for programs
+    /// Print everything as JSON, for programs
     #[arg(long)]
     pub json: bool,
 }

@@ -2,13 +2,13 @@
 //! The C library's calls that no crate has, descriptors that come in messages, and the process
 //! that outlives CRIU.
 
-mod guard;
+mod watchdog;
 
 use std::ffi::CStr;
 use std::io;
 use std::os::fd::{FromRawFd as _, OwnedFd, RawFd};
 
-pub(crate) use guard::{Duty, fork as fork_guard, task};
+pub(crate) use watchdog::{OnCriuDeath, fork as fork_guard, task};
 
 /// A named semaphore with the value 1; one that is there is left alone.
 pub(crate) fn make_semaphore(name: &CStr, mode: u32) -> io::Result<()> {

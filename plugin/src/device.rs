@@ -5,7 +5,7 @@ use std::path::Path;
 use std::{fs, io};
 
 use nix::sys::stat::stat;
-use rewake_kfd::topology::{Node, Topology};
+use rewake_amdgpu_uapi::topology::{Node, Topology};
 
 /// Where the compute driver shows itself.
 pub(crate) const CLASS: &str = "/sys/class/kfd/kfd";
@@ -24,7 +24,7 @@ pub(crate) struct Devices {
 
 impl Devices {
     /// Asks the compute driver, if there is one; `class` is [`CLASS`].
-    pub(crate) fn of_machine(class: &Path) -> Result<Self, rewake_kfd::Error> {
+    pub(crate) fn of_machine(class: &Path) -> Result<Self, rewake_amdgpu_uapi::Error> {
         let Ok(text) = fs::read_to_string(class.join("dev")) else { return Ok(Self::default()) };
         let topology = Topology::read_from(&class.join("topology"))?;
         Ok(Self { kfd: numbers(&text), render: topology.gpus().map(Node::render_minor).collect() })

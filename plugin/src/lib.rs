@@ -16,9 +16,9 @@
 mod abi;
 mod buffers;
 mod contents;
+mod criu_watchdog;
 mod device;
 mod dump;
-mod guard;
 mod hsakmt;
 mod image;
 #[allow(unsafe_code, reason = "the system call has no other form")]

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Nodes of the driver's topology, between images and the search for their places: the same properties in both.
 
+use rewake_amdgpu_uapi::abi::{HSA_IOLINK_TYPE_PCIEXPRESS, HSA_IOLINK_TYPE_XGMI};
+use rewake_amdgpu_uapi::mapping;
 use rewake_criu_images::amdgpu::{Link, Node, Properties};
-use rewake_kfd::abi::{HSA_IOLINK_TYPE_PCIEXPRESS, HSA_IOLINK_TYPE_XGMI};
-use rewake_kfd::mapping;
 
 /// Both ways, from one list.
 macro_rules! same {

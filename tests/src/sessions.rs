@@ -64,7 +64,7 @@ fn is_traced(pid: Pid) -> bool {
 }
 
 fn holds_a_socket(task: Pid) -> bool {
-    rewake_handover::sockets_of(task.as_raw()).is_ok_and(|sockets| !sockets.is_empty())
+    rewake_plugin_protocol::sockets_of(task.as_raw()).is_ok_and(|sockets| !sockets.is_empty())
 }
 
 /// Whether a process's first thread sleeps in a page fault that nothing has served.

@@ -17,7 +17,7 @@ use rewake_tests::pattern::{BASE, PAGE};
 use rewake_tests::plugins::{Rig, placeholders};
 use rewake_tests::{Criu, Verdict, need};
 use rewake_uffd::abi::{self, Api, FEATURES_CRIU, UFFD_API};
-use rewake_uffd::{FillPort, Message, RawMessage, Uffd, memory_is_gone};
+use rewake_uffd::{FillPort, Message, RawMessage, Uffd, address_space_ended};
 
 /// Pages of each mapping of the target.
 const PAGES: usize = 8;
@@ -108,7 +108,7 @@ fn serve(listener: &UnixListener, device: &File) -> Seen {
     socket.write_all(b"\n").unwrap();
 
     let mut seen = Seen { late, faults: 0, events: Vec::new() };
-    while !memory_is_gone(uffd.as_fd()) {
+    while !address_space_ended(uffd.as_fd()) {
         let mut slots = [RawMessage::default(); 16];
         let count = uffd.read(&mut slots).unwrap();
         for message in slots[..count].iter().filter_map(RawMessage::decode) {

@@ -13,13 +13,13 @@ use std::time::Duration;
 use nix::sys::socket::{AddressFamily, ControlMessage, MsgFlags, SockFlag, SockType, sendmsg, socketpair};
 use nix::sys::stat::fstat;
 use nix::unistd::Pid;
-use rewake_handover::{FileId, Gated, Phase, SESSIONS, SessionNote, Store};
+use rewake_plugin_protocol::{FileId, Phase, ProcessId, SESSIONS, SessionNote, Store};
+use rewake_ptrace_inject::with_stopped;
 use rewake_tests::plugins::{amdgpu, rewake};
 use rewake_tests::process::{run, session, until};
 use rewake_tests::scene::{ACT, END};
 use rewake_tests::server::Setup;
 use rewake_tests::{Criu, Scene, Verdict, need, need_no_gpu};
-use rewake_tracer::with_stopped;
 use rewake_uffd::Uffd;
 
 /// How long a thread may take to stop on a busy machine.
@@ -42,7 +42,7 @@ impl Session {
         let rights = [uffd.as_raw_fd()];
         let rights = [ControlMessage::ScmRights(&rights)];
         sendmsg::<()>(other.as_raw_fd(), &[IoSlice::new(b"u")], &rights, MsgFlags::empty(), None).unwrap();
-        let starter = Gated::of(std::process::id().cast_signed()).unwrap().unwrap();
+        let starter = ProcessId::of(std::process::id().cast_signed()).unwrap().unwrap();
         let of_note = Store { number: store.as_raw_fd(), inode: fstat(&store).unwrap().st_ino };
         let note = SessionNote {
             number,

@@ -103,7 +103,7 @@ fn what_a_streamer_complains_of_is_the_answer() {
     let output = late(&daemon, &criu, &scene, &scene.work().join("never")).output().unwrap();
     let said = String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.code(), Some(1), "{said}");
-    assert!(said.contains("nothing was started") && said.contains("somebody listens there"), "{said}");
+    assert!(said.contains("nothing was started") && said.contains("another server listens there"), "{said}");
     assert_eq!(daemon.status().unwrap()["sessions"].as_array().unwrap().len(), 0);
 }
 

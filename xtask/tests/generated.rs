@@ -9,7 +9,7 @@ const GENERATED: &[(&str, &str, &str)] = &[
     ("criu.proto", "rewake.criu", "crates/criu-images/src/generated/criu.rs"),
     ("amdgpu.proto", "rewake.amdgpu", "crates/criu-images/src/generated/amdgpu.rs"),
     ("rewake_gpu.proto", "rewake.gpu", "crates/criu-images/src/generated/gpu.rs"),
-    ("handover.proto", "rewake.handover", "crates/handover/src/generated/handover.rs"),
+    ("handover.proto", "rewake.handover", "crates/plugin-protocol/src/generated/handover.rs"),
     ("control.proto", "rewake.control", "page-server/src/control/generated/control.rs"),
 ];
 

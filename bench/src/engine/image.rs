@@ -11,7 +11,7 @@ use std::sync::Arc;
 use anyhow::{Context as _, ensure};
 use nix::fcntl::{FallocateFlags, fallocate};
 use nix::sys::memfd::{MFdFlags, memfd_create};
-use rewake_contents::{MemoryDevice, PagesFile, Process};
+use rewake_bo_contents::{MemoryDevice, PagesFile, Process};
 use rewake_criu_images::ImageDir;
 use rewake_criu_images::amdgpu::{KfdBuffer, KfdImage, Node, Properties, kfd_name, pages_name};
 

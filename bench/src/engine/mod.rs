@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The engine that loads GPUs' memory (`crates/contents`), on this machine and without a GPU: from an image of real files into
+//! The engine that loads GPUs' memory (`crates/bo-contents`), on this machine and without a GPU: from an image of real files into
 //! memory that stands in for one. Beside it, in turns: memcpy where the image is in the page cache, `fio` where it is not.
 //!
 //! * [`image`]: the files and the memory, through [`view`]s. [`pass`]: one pass over all of it. [`table`]: the figures, and what is wanted of them.
@@ -17,7 +17,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::{Context as _, ensure};
-use rewake_store::pace::Pace;
+use rewake_image_io::io_budget::IoBudget;
 
 use crate::cache::{drop_files, load_files};
 use crate::disk;
@@ -95,8 +95,8 @@ pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
 }
 
 /// As behind processes, where no memory of CPUs comes beside it.
-fn pace() -> anyhow::Result<Arc<Pace>> {
-    Ok(Arc::new(Pace::new(Vec::new())?))
+fn pace() -> anyhow::Result<Arc<IoBudget>> {
+    Ok(Arc::new(IoBudget::new(Vec::new())?))
 }
 
 fn compare(options: &Options, work: &Path) -> anyhow::Result<Comparison> {

@@ -9,7 +9,7 @@ use anyhow::{Context as _, ensure};
 use nix::sys::resource::{UsageWho, getrusage};
 use nix::sys::time::TimeValLike as _;
 use nix::unistd::Pid;
-use rewake_contents::{Loading, Whole};
+use rewake_bo_contents::{BackgroundLoad, LoadEvent};
 
 use super::image::{Image, read};
 use super::pace;
@@ -33,9 +33,9 @@ pub(super) fn engine(image: &Image) -> anyhow::Result<Pass> {
     let (processes, device) = image.to_load();
     let mut whole = 0;
     let pass = measured(image.bytes(), || {
-        let loading = Loading::into_memory(&processes, device, Some(pace()?))?;
+        let loading = BackgroundLoad::into_memory(&processes, device, Some(pace()?))?;
         loading
-            .run(|of| whole += usize::from(matches!(of, Whole::Buffer { .. })))?
+            .run(|of| whole += usize::from(matches!(of, LoadEvent::Buffer { .. })))?
             .context("there is nothing to load")
     })?;
     ensure!(whole == image.buffers(), "the engine told of {whole} of {} buffers", image.buffers());

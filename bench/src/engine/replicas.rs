@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, ensure};
-use rewake_contents::{Alike, Loading, MemoryDevice, Process};
+use rewake_bo_contents::{BackgroundLoad, Candidates, MemoryDevice, Process};
 
 use super::image::{Image, MINOR};
 use super::pace;
@@ -59,7 +59,7 @@ pub(super) fn run(work: &Path, mib: u64, rounds: u64) -> anyhow::Result<String> 
 fn sets(images: &mut [Image]) -> anyhow::Result<(Sets, Duration)> {
     let files: Vec<_> = images.iter_mut().map(|image| std::mem::take(&mut image.files)).collect();
     let start = Instant::now();
-    let sets = Alike::of(&files)?.compare(|| true)?.sets;
+    let sets = Candidates::of(&files)?.compare(|| true)?.sets;
     let looked = start.elapsed();
     ensure!(sets.iter().all(|set| set.len() == COUNT as usize), "replicas differ: {sets:?}");
     images.iter_mut().zip(files).for_each(|(image, files)| image.files = files);
@@ -72,7 +72,7 @@ fn load(images: &[Image], device: &Arc<MemoryDevice>, sets: Sets) -> anyhow::Res
     let processes: Vec<Process<'_>> =
         images.iter().map(|image| Process { files: &image.files, dmabufs: &image.memfds }).collect();
     let start = Instant::now();
-    let loading = Loading::into_memory(&processes, device, Some(pace()?))?.twins(sets);
+    let loading = BackgroundLoad::into_memory(&processes, device, Some(pace()?))?.duplicates(sets);
     loading.run(|_| ())?.context("there is nothing to load")?;
     let took = start.elapsed();
     images.iter().try_for_each(Image::check)?;

@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A digest of the image files that were parsed: the bytes that the parser took, not a second reading of them.
+//! A digest of the parsed image files: of the bytes that the parser read, not of a second read.
 
 use std::collections::BTreeMap;
 use std::fmt;
 use std::io::{self, Read};
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// A BLAKE3 hash that names an image: see [`crate::ImageDir::digest`].
+/// A BLAKE3 hash that identifies an image: see [`crate::ImageDir::digest`].
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub struct Digest(pub [u8; 32]);
 
-/// 64 lower-case hexadecimal digits; a precision (`{:.12}`) gives the first ones only.
+/// Writes 64 lower-case hexadecimal digits; a precision (`{:.12}`) limits them.
 impl fmt::Display for Digest {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let digits: String = self.0.iter().map(|byte| format!("{byte:02x}")).collect();
@@ -26,15 +26,15 @@ impl fmt::Debug for Digest {
 
 /// Hashes of the files that an image directory and its parents have parsed, by their paths in the image.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Parsed(Arc<Mutex<BTreeMap<String, blake3::Hash>>>);
+pub(crate) struct ParsedFiles(Arc<Mutex<BTreeMap<String, blake3::Hash>>>);
 
-impl Parsed {
-    /// A reader that notes the hash of what went through it under `name` when it is dropped.
-    pub(crate) fn reader<R: Read>(&self, name: String, input: R) -> Hashed<R> {
-        Hashed { input, hasher: Box::new(blake3::Hasher::new()), name, parsed: self.clone() }
+impl ParsedFiles {
+    /// Makes a reader that hashes the bytes it reads, and notes the hash under `name` when it is dropped.
+    pub(crate) fn reader<R: Read>(&self, name: String, input: R) -> HashingReader<R> {
+        HashingReader { input, hasher: Box::new(blake3::Hasher::new()), name, parsed: self.clone() }
     }
 
-    /// One hash of all names and their files' hashes.
+    /// Returns one hash of all names and their files' hashes.
     pub(crate) fn digest(&self) -> Digest {
         let mut hasher = blake3::Hasher::new();
         for (name, hash) in &*self.0.lock().unwrap_or_else(PoisonError::into_inner) {
@@ -44,16 +44,16 @@ impl Parsed {
     }
 }
 
-/// A reader whose bytes are hashed as they are read.
+/// A reader that hashes its bytes as they are read.
 #[derive(Debug)]
-pub(crate) struct Hashed<R> {
+pub(crate) struct HashingReader<R> {
     input: R,
     hasher: Box<blake3::Hasher>,
     name: String,
-    parsed: Parsed,
+    parsed: ParsedFiles,
 }
 
-impl<R: Read> Read for Hashed<R> {
+impl<R: Read> Read for HashingReader<R> {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         let count = self.input.read(buffer)?;
         self.hasher.update(&buffer[..count]);
@@ -61,7 +61,7 @@ impl<R: Read> Read for Hashed<R> {
     }
 }
 
-impl<R> Drop for Hashed<R> {
+impl<R> Drop for HashingReader<R> {
     fn drop(&mut self) {
         let mut files = self.parsed.0.lock().unwrap_or_else(PoisonError::into_inner);
         files.insert(std::mem::take(&mut self.name), self.hasher.finalize());

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! An image directory, held open: every file is opened relative to it, so that no other directory can take its
-//! place. No symbolic link is followed but `parent`: a file's name is one component, so `O_NOFOLLOW` is enough.
+//! An open image directory. Every file is opened relative to it, so that no other directory can take its
+//! place. Only the symbolic link `parent` is followed: a file's name is one component, so `O_NOFOLLOW` is
+//! enough.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -13,7 +14,7 @@ use nix::errno::Errno;
 use nix::fcntl::{OFlag, openat};
 use nix::sys::stat::Mode;
 
-use crate::digest::{Digest, Hashed, Parsed};
+use crate::digest::{Digest, HashingReader, ParsedFiles};
 use crate::error::{ImageError, Result};
 use crate::files;
 use crate::frame::{Kind, Records};
@@ -23,8 +24,8 @@ use crate::pagemap::{self, Pagemap};
 use crate::tasks::{self, Task, TaskState};
 use crate::{frame, plan};
 
-/// The longest chain of parents that is followed: each level holds a descriptor, and an incremental series
-/// of more dumps than this is better started anew.
+/// The longest chain of parents that is followed. Each level has a descriptor, and a series of more
+/// incremental dumps should start again with a full one.
 pub const MAX_PARENTS: usize = 128;
 
 /// An open image directory.
@@ -32,9 +33,9 @@ pub const MAX_PARENTS: usize = 128;
 pub struct ImageDir {
     fd: OwnedFd,
     path: PathBuf,
-    /// Device and inode of this directory and of those whose `parent` links led here.
-    line: Vec<(u64, u64)>,
-    parsed: Parsed,
+    /// Device and inode of this directory and of its descendants, whose `parent` links led here.
+    lineage: Vec<(u64, u64)>,
+    parsed: ParsedFiles,
 }
 
 impl AsFd for ImageDir {
@@ -44,67 +45,72 @@ impl AsFd for ImageDir {
 }
 
 impl ImageDir {
-    /// Opens a directory. Nothing in it is read yet.
+    /// Opens a directory. No file in it is read yet.
     ///
     /// # Errors
-    /// It is not there, or not a directory, or may not be read.
+    /// The directory does not exist, is not a directory, or may not be read.
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref().to_path_buf();
         let fd =
             open_dir(nix::fcntl::AT_FDCWD, &path).map_err(|errno| io_error("open", &path, errno.into()))?;
-        Self::from_fd(fd, path, Vec::new(), Parsed::default())
+        Self::from_fd(fd, path, Vec::new(), ParsedFiles::default())
     }
 
-    /// The directory behind a descriptor; `path` is for messages.
+    /// Takes a directory's descriptor; `path` is for messages.
     ///
     /// # Errors
-    /// It cannot be asked for its identity.
+    /// The kernel refuses to give its identity.
     pub fn of(fd: OwnedFd, path: impl AsRef<Path>) -> Result<Self> {
-        Self::from_fd(fd, path.as_ref().to_path_buf(), Vec::new(), Parsed::default())
+        Self::from_fd(fd, path.as_ref().to_path_buf(), Vec::new(), ParsedFiles::default())
     }
 
-    fn from_fd(fd: OwnedFd, path: PathBuf, mut line: Vec<(u64, u64)>, parsed: Parsed) -> Result<Self> {
+    fn from_fd(
+        fd: OwnedFd,
+        path: PathBuf,
+        mut lineage: Vec<(u64, u64)>,
+        parsed: ParsedFiles,
+    ) -> Result<Self> {
         let dir = File::from(fd);
         let meta = dir.metadata().map_err(|error| io_error("stat", &path, error))?;
         let id = (meta.dev(), meta.ino());
-        if line.contains(&id) {
+        if lineage.contains(&id) {
             return Err(ImageError::ParentCycle { file: path });
         }
-        if line.len() > MAX_PARENTS {
+        if lineage.len() > MAX_PARENTS {
             return Err(ImageError::TooManyParents { file: path, limit: MAX_PARENTS });
         }
-        line.push(id);
-        Ok(Self { fd: dir.into(), path, line, parsed })
+        lineage.push(id);
+        Ok(Self { fd: dir.into(), path, lineage, parsed })
     }
 
-    /// The path that it was opened by, for messages.
+    /// The path for messages.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// The directory that the `parent` link leads to, or `None` where there is no link, or it leads nowhere.
+    /// Opens the directory of the `parent` link; `None` without a link or with a dangling one.
     ///
     /// # Errors
-    /// The link leads back to a descendant, or is the [`MAX_PARENTS`]th and one, or cannot be followed.
+    /// The link leads back to a descendant, exceeds [`MAX_PARENTS`], or cannot be followed.
     pub fn parent(&self) -> Result<Option<Self>> {
         let path = self.path.join("parent");
         match open_dir(self.fd.as_fd(), Path::new("parent")) {
-            Ok(fd) => Self::from_fd(fd, path, self.line.clone(), self.parsed.clone()).map(Some),
+            Ok(fd) => Self::from_fd(fd, path, self.lineage.clone(), self.parsed.clone()).map(Some),
             Err(Errno::ENOENT) => Ok(None),
             Err(errno) => Err(io_error("open", &path, errno.into())),
         }
     }
 
-    /// A digest of every file of CRIU that this directory and its parents have parsed so far, with their paths in
-    /// the image: two directories that were parsed alike and have one digest had the same bytes there. Contents
-    /// of memory (`pages-N.img`, files of GPUs) are not part of it.
+    /// Returns a digest of every file of CRIU that this directory and its parents have parsed so far, with
+    /// their paths in the image. Two directories with the same digest after the same parsing had the same
+    /// bytes in these files. Contents of memory (`pages-N.img`, files of GPUs) are not included.
     #[must_use]
     pub fn digest(&self) -> Digest {
         self.parsed.digest()
     }
 
-    /// What the dump says about itself.
+    /// Reads the inventory.
     ///
     /// # Errors
     /// The file is missing, damaged, or of another version of the format.
@@ -116,7 +122,7 @@ impl ImageDir {
         )?)
     }
 
-    /// All tasks, zombies included, parents before children.
+    /// Reads all tasks, zombies included, parents before children.
     ///
     /// # Errors
     /// `pstree.img` or a task's `core-PID.img` is missing or damaged.
@@ -128,7 +134,8 @@ impl ImageDir {
         Ok(tasks)
     }
 
-    /// As [`ImageDir::tasks`], with nobody's state and short name: what can be told where a `core-PID.img` is damaged.
+    /// Reads the tasks as [`ImageDir::tasks`] does, but without states and short names. It works where a
+    /// `core-PID.img` is damaged.
     ///
     /// # Errors
     /// `pstree.img` is missing or damaged.
@@ -136,7 +143,7 @@ impl ImageDir {
         tasks::parse_tree(self.required("pstree.img", &frame::PSTREE, "the process tree of a CRIU image")?)
     }
 
-    /// State and short name of a task.
+    /// Reads the state and the short name of a task.
     ///
     /// # Errors
     /// The task's `core-PID.img` is missing or damaged.
@@ -144,7 +151,7 @@ impl ImageDir {
         tasks::parse_core(self.required(&format!("core-{pid}.img"), &frame::CORE, "the task's state")?)
     }
 
-    /// The mappings of a task.
+    /// Reads the mappings of a task.
     ///
     /// # Errors
     /// The file is missing (zombies have none) or damaged.
@@ -152,8 +159,8 @@ impl ImageDir {
         mm::parse(self.required(&format!("mm-{pid}.img"), &frame::MM, "the task's mappings")?)
     }
 
-    /// Paths of all files that tasks had open or mapped, by their ids; a file without one (a pipe, a socket, a memfd) has `None`.
-    /// `None` where there is no `files.img`.
+    /// Reads the paths of all files that tasks had open or mapped, by file id. A file without a path (a pipe,
+    /// a socket, a memfd) has `None`. Returns `None` without a `files.img`.
     ///
     /// # Errors
     /// The file is damaged.
@@ -161,7 +168,7 @@ impl ImageDir {
         self.records("files.img", &frame::FILES)?.map(files::parse).transpose()
     }
 
-    /// The pages of a task, or `None` where this directory has none of it.
+    /// Reads the pagemap of a task; `None` where this directory has no pages of it.
     ///
     /// # Errors
     /// The file is damaged.
@@ -169,7 +176,7 @@ impl ImageDir {
         self.records(&plan::pagemap_name(pid), &frame::PAGEMAP)?.map(pagemap::parse).transpose()
     }
 
-    /// Opens a regular file for reading, with its length in bytes; `None` where there is none.
+    /// Opens a regular file for reading, and returns its length in bytes; `None` where it does not exist.
     pub(crate) fn file(&self, name: &str) -> Result<Option<(PathBuf, File, u64)>> {
         let path = self.path.join(name);
         // O_NONBLOCK: opening a FIFO by mistake must be refused below, not block here.
@@ -189,9 +196,9 @@ impl ImageDir {
         Ok(Some((path, file, meta.len())))
     }
 
-    fn records(&self, name: &str, kind: &'static Kind) -> Result<Option<Records<Hashed<File>>>> {
+    fn records(&self, name: &str, kind: &'static Kind) -> Result<Option<Records<HashingReader<File>>>> {
         let Some((path, file, len)) = self.file(name)? else { return Ok(None) };
-        let name = "parent/".repeat(self.line.len() - 1) + name;
+        let name = "parent/".repeat(self.lineage.len() - 1) + name;
         Records::new(kind, &path, self.parsed.reader(name, file), len).map(Some)
     }
 
@@ -200,7 +207,7 @@ impl ImageDir {
         name: &str,
         kind: &'static Kind,
         expected: &'static str,
-    ) -> Result<Records<Hashed<File>>> {
+    ) -> Result<Records<HashingReader<File>>> {
         let missing = || ImageError::Missing { file: self.path.join(name), expected };
         self.records(name, kind)?.ok_or_else(missing)
     }

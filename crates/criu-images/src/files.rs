@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! `files.img`: what files tasks had open or mapped.
+//! `files.img`: the files that tasks had open or mapped.
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -11,10 +11,11 @@ use crate::error::{ImageError, Result};
 use crate::frame::Records;
 use crate::generated::FileEntry;
 
-/// The most files that one image may have: four times what the kernel lets one process open by default (`fs.nr_open`).
+/// The most files that one image may have: four times the kernel's default limit for one process
+/// (`fs.nr_open`).
 pub const MAX_FILES: usize = 1 << 22;
 
-/// Paths by ids.
+/// Parses paths by file id.
 pub(crate) fn parse<R: Read>(mut records: Records<R>) -> Result<BTreeMap<u32, Option<PathBuf>>> {
     let mut files: BTreeMap<u32, Option<PathBuf>> = BTreeMap::new();
     while let Some((offset, entry)) = records.message::<FileEntry>()? {
@@ -25,7 +26,11 @@ pub(crate) fn parse<R: Read>(mut records: Records<R>) -> Result<BTreeMap<u32, Op
             Some(reg) => match reg.name {
                 Some(name) => Some(PathBuf::from(OsString::from_vec(name))),
                 None => {
-                    return Err(records.damaged(offset, "a file with its path", format!("{id:#x} without")));
+                    return Err(records.damaged(
+                        offset,
+                        "a file with its path",
+                        format!("{id:#x} without a path"),
+                    ));
                 }
             },
             None => None,
@@ -40,10 +45,10 @@ pub(crate) fn parse<R: Read>(mut records: Records<R>) -> Result<BTreeMap<u32, Op
                 limit: MAX_FILES as u64,
             });
         }
-        // CRIU looks a file up by id and kind: only those with paths must be told apart.
+        // CRIU finds a file by id and kind: only files with paths must have different ids.
         let known = files.entry(id).or_default();
         if known.is_some() && path.is_some() {
-            return Err(records.damaged(offset, "every path once", format!("another of {id:#x}")));
+            return Err(records.damaged(offset, "every path once", format!("another path of {id:#x}")));
         }
         *known = known.take().or(path);
     }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! How image files are framed: a header of one or two magic numbers, then records, each a little-endian
-//! `u32` length and that many bytes of protobuf. A length is checked before it is believed.
+//! The frame of image files: a header of one or two magic numbers, then records. Each record is a
+//! little-endian `u32` length and that many bytes of protobuf. A length is checked before it is used.
 
 use std::io::{BufReader, Read};
 use std::path::{Path, PathBuf};
@@ -9,40 +9,40 @@ use prost::Message;
 
 use crate::error::{ImageError, Result};
 
-/// First word of every image file but the inventory and the raw ones.
+/// First word of every image file except the inventory and the raw ones.
 pub(crate) const COMMON_MAGIC: u32 = 0x5456_4319;
 
-/// One kind of image file.
+/// A kind of image file.
 #[derive(Debug)]
 pub(crate) struct Kind {
-    /// For messages.
+    /// The name for messages.
     pub name: &'static str,
-    /// The number that names the kind.
+    /// The magic number of the kind.
     pub magic: u32,
-    /// Whether [`COMMON_MAGIC`] stands before it.
+    /// Whether [`COMMON_MAGIC`] precedes it.
     pub common: bool,
-    /// The longest record that is believed, in bytes.
+    /// The longest record that is accepted, in bytes.
     pub record_limit: u32,
 }
 
-/// `inventory.img`: a handful of numbers and names.
+/// `inventory.img`: a few numbers and names.
 pub(crate) const INVENTORY: Kind =
     Kind { name: "inventory", magic: 0x5831_3116, common: false, record_limit: 1 << 20 };
-/// `pstree.img`: up to six bytes a thread.
+/// `pstree.img`: up to six bytes per thread.
 pub(crate) const PSTREE: Kind =
     Kind { name: "process tree", magic: 0x5027_3030, common: true, record_limit: 32 << 20 };
 /// `core-PID.img`: registers, signals, limits; a few KiB.
 pub(crate) const CORE: Kind = Kind { name: "core", magic: 0x5505_3847, common: true, record_limit: 16 << 20 };
-/// `mm-PID.img`: about 50 bytes a mapping.
+/// `mm-PID.img`: about 50 bytes per mapping.
 pub(crate) const MM: Kind = Kind { name: "mm", magic: 0x5749_2820, common: true, record_limit: 256 << 20 };
-/// `files.img`: a path and some numbers a file; about 60 bytes for each file that an inotify or epoll watches.
+/// `files.img`: a path and some numbers per file; about 60 bytes for each file of an inotify or epoll.
 pub(crate) const FILES: Kind =
     Kind { name: "files", magic: 0x5630_3138, common: true, record_limit: 256 << 20 };
-/// `pagemap-ID.img`: about 20 bytes a record.
+/// `pagemap-ID.img`: about 20 bytes per record.
 pub(crate) const PAGEMAP: Kind =
     Kind { name: "pagemap", magic: 0x5608_4025, common: true, record_limit: 64 << 10 };
 
-/// The records of one file, one at a time.
+/// Reads the records of one file, one at a time.
 #[derive(Debug)]
 pub(crate) struct Records<R> {
     kind: &'static Kind,
@@ -71,7 +71,7 @@ impl<R: Read> Records<R> {
         Ok(records)
     }
 
-    /// Where the next record starts, in bytes.
+    /// Byte offset of the next record.
     pub(crate) fn offset(&self) -> u64 {
         self.offset
     }
@@ -81,7 +81,7 @@ impl<R: Read> Records<R> {
         &self.file
     }
 
-    /// An error about the record or header at `offset`.
+    /// Makes an error about the record or header at `offset`.
     pub(crate) fn damaged(
         &self,
         offset: u64,
@@ -92,7 +92,7 @@ impl<R: Read> Records<R> {
         ImageError::Damaged { file: self.file.clone(), offset, expected, found }
     }
 
-    /// The bytes of the next record, or `None` at the end of the file.
+    /// Reads the bytes of the next record; `None` at the end of the file.
     pub(crate) fn next(&mut self) -> Result<Option<&[u8]>> {
         if self.offset == self.len {
             return Ok(None);
@@ -124,7 +124,7 @@ impl<R: Read> Records<R> {
         Ok(Some(&self.record))
     }
 
-    /// The next record decoded, with the offset that it starts at.
+    /// Decodes the next record and returns it with its offset.
     pub(crate) fn message<M: Message + Default>(&mut self) -> Result<Option<(u64, M)>> {
         let start = self.offset;
         let decoded = match self.next()? {
@@ -137,19 +137,19 @@ impl<R: Read> Records<R> {
         }
     }
 
-    /// The one record of a file that has just one.
+    /// Decodes the record of a file that has exactly one.
     pub(crate) fn single<M: Message + Default>(mut self) -> Result<M> {
         let Some((_, message)) = self.message()? else { return Err(self.no_record()) };
         self.end()?;
         Ok(message)
     }
 
-    /// An error: the file ends where a record must be.
+    /// Makes an error: the file ends where a record must be.
     pub(crate) fn no_record(&self) -> ImageError {
         self.damaged(self.offset, format!("a {} record", self.kind.name), "the end of the file")
     }
 
-    /// Checks that nothing follows.
+    /// Checks that the file ends here.
     pub(crate) fn end(&self) -> Result<()> {
         let left = self.len - self.offset;
         if left == 0 {
@@ -184,10 +184,10 @@ impl<R: Read> Records<R> {
     }
 }
 
-/// A whole file of `kind` with these records, in memory.
+/// Makes a whole file of `kind` with these records, in memory.
 ///
 /// # Panics
-/// A record of 4 GiB or more: no message of this crate can be as long.
+/// A record has 4 GiB or more: no message of this crate is as long.
 pub(crate) fn file_of(kind: &Kind, records: impl IntoIterator<Item = Vec<u8>>) -> Vec<u8> {
     let mut bytes = Vec::new();
     if kind.common {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The one entry that everything which throws bytes at the parsers uses: cargo-fuzz, the corpus's replay, and
-//! the random mutations of the ordinary tests.
+//! The common entry of everything that feeds bytes to the parsers: cargo-fuzz, the replay of the corpus, and
+//! the random mutations of the tests.
 
 use std::io::Cursor;
 use std::path::Path;
@@ -11,7 +11,7 @@ use crate::{Result, amdgpu, files, inventory, mm, pagemap, rewake, tasks, write}
 /// An image file in memory.
 type Bytes = Cursor<Vec<u8>>;
 
-/// Which parser.
+/// The parser to use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FuzzKind {
     /// `inventory.img`.
@@ -52,26 +52,29 @@ impl FuzzKind {
     ];
 }
 
-/// Parses `bytes` as a file of `kind`. True when they were accepted.
+/// Parses `bytes` as a file of `kind`. Returns true when the parser accepted them.
 ///
 /// # Panics
-/// Bytes were accepted that break what the parser promises, or that read differently when written again.
+/// The accepted bytes violate the parser's guarantees, or read differently when they are written and read
+/// again.
 pub fn fuzz_one(kind: FuzzKind, bytes: &[u8]) -> bool {
     match kind {
-        FuzzKind::Inventory => {
-            again(bytes, &frame::INVENTORY, inventory::parse, |value| Some(write::inventory_bytes(value)))
-        }
+        FuzzKind::Inventory => round_trip(bytes, &frame::INVENTORY, inventory::parse, |value| {
+            Some(write::inventory_bytes(value))
+        }),
         FuzzKind::Pstree => {
-            again(bytes, &frame::PSTREE, tasks::parse_tree, |value| Some(write::tree_bytes(value)))
+            round_trip(bytes, &frame::PSTREE, tasks::parse_tree, |value| Some(write::tree_bytes(value)))
         }
         FuzzKind::Core => open(bytes, &frame::CORE).and_then(tasks::parse_core).is_ok(),
-        FuzzKind::Mm => again(bytes, &frame::MM, mm::parse, |mm| {
+        FuzzKind::Mm => round_trip(bytes, &frame::MM, mm::parse, |mm| {
             assert!(mm.vmas.windows(2).all(|pair| pair[0].end <= pair[1].start), "mappings are in order");
             assert!(mm.vmas.iter().all(|vma| vma.pages() > 0), "mappings are not empty");
             Some(write::mm_bytes(mm))
         }),
-        FuzzKind::Files => again(bytes, &frame::FILES, files::parse, |files| Some(write::files_bytes(files))),
-        FuzzKind::Pagemap => again(bytes, &frame::PAGEMAP, pagemap::parse, |map| {
+        FuzzKind::Files => {
+            round_trip(bytes, &frame::FILES, files::parse, |files| Some(write::files_bytes(files)))
+        }
+        FuzzKind::Pagemap => round_trip(bytes, &frame::PAGEMAP, pagemap::parse, |map| {
             let entries = &map.entries;
             assert!(entries.windows(2).all(|pair| pair[0].end() <= pair[1].vaddr), "runs are in order");
             assert!(entries.iter().all(|entry| entry.file_offset <= map.file_len), "runs are in the file");
@@ -79,24 +82,30 @@ pub fn fuzz_one(kind: FuzzKind, bytes: &[u8]) -> bool {
             assert_eq!(stats.total, stats.lazy + stats.eager);
             write::pagemap_bytes(map)
         }),
-        FuzzKind::AmdgpuKfd => amdgpu_again(bytes, amdgpu::parse_kfd, |image| {
+        FuzzKind::AmdgpuKfd => amdgpu_round_trip(bytes, amdgpu::parse_kfd, |image| {
             for node in &image.nodes {
-                let (stretches, len) = image.pages(node.properties.gpu_id);
+                let (ranges, len) = image.pages(node.properties.gpu_id);
                 let end =
-                    |stretch: &amdgpu::Stretch| stretch.file_offset + image.buffers[stretch.buffer].size;
-                let ends = stretches.iter().map(end).max().unwrap_or(8);
+                    |range: &amdgpu::ContentsRange| range.file_offset + image.buffers[range.buffer].size;
+                let ends = ranges.iter().map(end).max().unwrap_or(8);
                 assert_eq!(ends, len, "contents are in the file");
             }
             image.to_bytes()
         }),
-        FuzzKind::AmdgpuRender => amdgpu_again(bytes, amdgpu::parse_render, amdgpu::RenderImage::to_bytes),
-        FuzzKind::AmdgpuDmabuf => amdgpu_again(bytes, amdgpu::parse_dmabuf, amdgpu::DmabufImage::to_bytes),
-        FuzzKind::RewakeShared => amdgpu_again(bytes, rewake::parse_shared, rewake::SharedImage::to_bytes),
+        FuzzKind::AmdgpuRender => {
+            amdgpu_round_trip(bytes, amdgpu::parse_render, amdgpu::RenderImage::to_bytes)
+        }
+        FuzzKind::AmdgpuDmabuf => {
+            amdgpu_round_trip(bytes, amdgpu::parse_dmabuf, amdgpu::DmabufImage::to_bytes)
+        }
+        FuzzKind::RewakeShared => {
+            amdgpu_round_trip(bytes, rewake::parse_shared, rewake::SharedImage::to_bytes)
+        }
     }
 }
 
-/// Parses, writes, and parses again.
-fn amdgpu_again<T: PartialEq + std::fmt::Debug>(
+/// Parses, writes and parses again.
+fn amdgpu_round_trip<T: PartialEq + std::fmt::Debug>(
     bytes: &[u8],
     parse: impl Fn(&Path, &[u8]) -> Result<T>,
     write: impl Fn(&T) -> Vec<u8>,
@@ -107,7 +116,7 @@ fn amdgpu_again<T: PartialEq + std::fmt::Debug>(
         parse(file, &contents)
     };
     let Ok(value) = read(bytes) else { return false };
-    assert_eq!(read(&write(&value)).ok(), Some(value), "what was written reads the same");
+    assert_eq!(read(&write(&value)).ok(), Some(value), "the written bytes read the same");
     true
 }
 
@@ -115,8 +124,8 @@ fn open(bytes: &[u8], kind: &'static Kind) -> Result<Records<Bytes>> {
     Records::new(kind, Path::new(kind.name), Cursor::new(bytes.to_vec()), bytes.len() as u64)
 }
 
-/// Parses, writes, and parses again.
-fn again<T: PartialEq + std::fmt::Debug>(
+/// Parses, writes and parses again.
+fn round_trip<T: PartialEq + std::fmt::Debug>(
     bytes: &[u8],
     kind: &'static Kind,
     parse: impl Fn(Records<Bytes>) -> Result<T>,
@@ -125,7 +134,7 @@ fn again<T: PartialEq + std::fmt::Debug>(
     let Ok(value) = open(bytes, kind).and_then(&parse) else { return false };
     if let Some(written) = write(&value) {
         let reread = open(&written, kind).and_then(&parse);
-        assert_eq!(reread.ok(), Some(value), "what was written reads the same");
+        assert_eq!(reread.ok(), Some(value), "the written bytes read the same");
     }
     true
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! `inventory.img`: what a dump says about itself.
+//! `inventory.img`: general data of a dump.
 
 use std::io::Read;
 
@@ -7,20 +7,20 @@ use crate::error::{ImageError, Result};
 use crate::frame::Records;
 use crate::generated::InventoryEntry;
 
-/// The version of the image format that every CRIU since 1.0 writes ("1.1"): all files but the inventory
+/// The version of the image format that every CRIU since 1.0 writes ("1.1"). All files except the inventory
 /// start with a common magic number, and mappings are part of `mm-PID.img`.
 pub const IMAGE_VERSION: u32 = 2;
 
-/// The version of images whose pages may be compressed (`criu dump --compress`, CRIU 4.3): read as the version before,
-/// they would give wrong bytes.
+/// The version of images with compressed pages (`criu dump --compress`, CRIU 4.3). Read as version 2, they
+/// would give wrong bytes.
 const COMPRESSED: u32 = 3;
 
-/// What a dump says about itself.
+/// General data of a dump.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Inventory {
     /// Always [`IMAGE_VERSION`].
     pub version: u32,
-    /// CRIU plugins that the dump used and the restore will need.
+    /// CRIU plugins that the dump used and the restore needs.
     pub plugins: Vec<String>,
     /// Identity of the dump (CRIU 4.1 and later).
     pub run_id: Option<String>,

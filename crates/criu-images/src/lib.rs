@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! CRIU image formats: read, write, validate; never trusts a length.
+//! Reads, writes and validates CRIU's image formats; it never trusts a length.
 //!
-//! [`ImageDir`] is the way in: it gives the inventory, the tasks, their mappings and their pages, each checked
-//! as it is read. [`ImageDir::lazy_plan`] says for every page that a task may be restored without where its
-//! bytes are, parent images included. [`mod@write`] makes images, for tests.
+//! [`ImageDir`] is the entry point: it reads the inventory, the tasks, their mappings and their pages, and
+//! checks each. [`ImageDir::lazy_plan`] returns where the bytes of every lazy page are, in the image or in
+//! its parents. [`mod@write`] makes images, for tests.
 //!
-//! Facts about the formats: CRIU 4.1.1 and 4.2.1; everything here reads both.
+//! Sources for the formats: CRIU 4.1.1 and 4.2.1; this crate reads both.
 #![forbid(unsafe_code)]
 
 pub mod amdgpu;
@@ -36,7 +36,7 @@ pub use plan::{LazyExtent, LazyPlan, PagesFile};
 pub use stats::PageStats;
 pub use tasks::{MAX_TASKS, Task, TaskState};
 
-/// Bytes in a page of an image: CRIU writes base pages only.
+/// Bytes in a page of an image: CRIU writes only base pages.
 pub const PAGE: u64 = 4096;
-/// [`PAGE`] as the length of a buffer.
+/// [`PAGE`] as a buffer length.
 const PAGE_LEN: usize = 4096;

@@ -20,7 +20,7 @@ const MAP_ANONYMOUS: u32 = 0x20;
 const MAP_LOCKED: u32 = 0x2000;
 const MAP_HUGETLB: u32 = 0x4_0000;
 
-/// Of the kernel's mman-common.h.
+/// From the kernel's mman-common.h.
 const MADV_DONTFORK: u32 = 10;
 
 /// Bits of a mapping's status in the image.
@@ -32,7 +32,7 @@ const STATUS_VVAR: u32 = 1 << 12;
 const STATUS_GUARD: u32 = 1 << 16;
 const STATUS_PLUGIN: u32 = 1 << 27;
 
-/// What a mapping is, by its status bits: the first that is set names it.
+/// Names of mappings by status bits: the first bit that is set decides.
 const KINDS: &[(u32, &str)] = &[
     (STATUS_GUARD, "guard"),
     (STATUS_VSYSCALL, "vsyscall"),
@@ -57,25 +57,26 @@ const KINDS: &[(u32, &str)] = &[
 pub struct Vma {
     /// First address.
     pub start: u64,
-    /// First address behind it.
+    /// The first address after it.
     pub end: u64,
     /// PROT_* of the kernel.
     pub prot: u32,
     /// MAP_* of the kernel.
     pub flags: u32,
-    /// CRIU's bits: what kind of mapping it is.
+    /// CRIU's status bits: the kind of the mapping.
     pub status: u32,
-    /// Where in its file it begins, in bytes.
+    /// Byte offset in its file.
     pub offset: u64,
-    /// What it is of: a file's id in `files.img`, or CRIU's number of shared memory; 0 for private memory.
+    /// The mapped object: a file's id in `files.img`, or CRIU's number of shared memory; 0 for private
+    /// memory.
     pub object: u64,
-    /// The MADV_* that were in force, a bit for each number.
+    /// The MADV_* in force, one bit for each number.
     pub advice: u64,
 }
 
 impl Vma {
-    /// Whether CRIU restores the pages of this mapping through userfaultfd: private anonymous memory that is
-    /// neither locked, nor huge pages, nor the kernel's own.
+    /// Whether CRIU registers this mapping with userfaultfd: private anonymous memory that is neither locked,
+    /// nor huge pages, nor the kernel's own.
     #[must_use]
     pub fn can_be_lazy(&self) -> bool {
         self.flags & MAP_ANONYMOUS != 0
@@ -84,21 +85,21 @@ impl Vma {
             && self.status & (STATUS_VDSO | STATUS_VVAR | STATUS_VSYSCALL) == 0
     }
 
-    /// A short name of what it is, for printing.
+    /// Returns a short name of the kind of mapping, for printing.
     #[must_use]
     pub fn kind(&self) -> &'static str {
         KINDS.iter().find(|(bit, _)| self.status & bit != 0).map_or("other", |(_, name)| name)
     }
 
-    /// Whether it is shared with whoever maps its file.
+    /// Whether it is shared with other mappings of its file.
     #[must_use]
     pub fn is_shared(&self) -> bool {
         self.flags & MAP_SHARED != 0
     }
 
-    /// Whether forks leave it out (MADV_DONTFORK).
+    /// Whether children do not inherit it (MADV_DONTFORK).
     #[must_use]
-    pub fn is_not_for_children(&self) -> bool {
+    pub fn is_dontfork(&self) -> bool {
         self.advice & 1 << MADV_DONTFORK != 0
     }
 
@@ -108,20 +109,21 @@ impl Vma {
         self.flags & MAP_ANONYMOUS != 0
     }
 
-    /// Whether a plugin said at the dump that it is of a device of its own.
+    /// Whether a plugin claimed it at the dump as a mapping of its device.
     #[must_use]
-    pub fn is_of_plugin(&self) -> bool {
+    pub fn is_plugin_device(&self) -> bool {
         self.status & STATUS_PLUGIN != 0
     }
 
-    /// The file that it is of, by its id in `files.img` ([`crate::ImageDir::files`]); `None` where the image does not say so.
+    /// Returns the id of its file in `files.img` ([`crate::ImageDir::files`]); `None` where the image names
+    /// none.
     #[must_use]
     pub fn file(&self) -> Option<u32> {
         let of_file = self.status & (STATUS_FILE_PRIVATE | STATUS_FILE_SHARED) != 0;
         u32::try_from(self.object).ok().filter(|_| of_file)
     }
 
-    /// Its length in pages.
+    /// Returns its length in pages.
     #[must_use]
     pub fn pages(&self) -> u64 {
         (self.end - self.start) / PAGE
@@ -135,23 +137,23 @@ impl Vma {
 /// The mappings of a task.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Mm {
-    /// Mappings in ascending order; none overlaps another.
+    /// Mappings in ascending order, without overlaps.
     pub vmas: Vec<Vma>,
-    /// Ranges inside the mappings that a guard was installed on (MADV_GUARD_INSTALL), in the file's order.
+    /// Ranges inside the mappings with an installed guard (MADV_GUARD_INSTALL), in the file's order.
     pub guards: Vec<Vma>,
 }
 
 pub(crate) fn parse<R: Read>(mut records: Records<R>) -> Result<Mm> {
     let start = records.offset();
     let Some(record) = records.next()? else { return Err(records.no_record()) };
-    // Mapping by mapping, and not as one message: an empty mapping is two bytes in the file and fifty times
-    // as much in memory, so a hostile file must be refused at its first one.
+    // Mappings are decoded one by one, not as one message. An empty mapping takes two bytes in the file and
+    // fifty times as much in memory, so a hostile file must be refused at its first one.
     let mut mm = Mm::default();
     let outcome = collect(record, &mut mm);
     match outcome {
         Ok(()) => {}
-        Err(Refused::Damage { expected, found }) => return Err(records.damaged(start, expected, found)),
-        Err(Refused::TooMany) => {
+        Err(RecordError::Damage { expected, found }) => return Err(records.damaged(start, expected, found)),
+        Err(RecordError::TooMany) => {
             return Err(ImageError::TooMany {
                 file: records.file().to_path_buf(),
                 offset: start,
@@ -171,32 +173,32 @@ pub(crate) fn parse<R: Read>(mut records: Records<R>) -> Result<Mm> {
     Ok(mm)
 }
 
-enum Refused {
+enum RecordError {
     Damage { expected: &'static str, found: String },
     TooMany,
 }
 
-fn damage(expected: &'static str, found: impl Into<String>) -> Refused {
-    Refused::Damage { expected, found: found.into() }
+fn damage(expected: &'static str, found: impl Into<String>) -> RecordError {
+    RecordError::Damage { expected, found: found.into() }
 }
 
-/// Number of the field of `mm_entry` that holds a mapping.
+/// Number of the field of `mm_entry` that has a mapping.
 const VMAS_FIELD: u64 = 14;
 
-fn collect(mut record: &[u8], mm: &mut Mm) -> Result<(), Refused> {
+fn collect(mut record: &[u8], mm: &mut Mm) -> Result<(), RecordError> {
     while !record.is_empty() {
         let Some(body) = field(&mut record)? else { continue };
         let vma = vma(body)?;
         if mm.vmas.len() + mm.guards.len() == MAX_VMAS {
-            return Err(Refused::TooMany);
+            return Err(RecordError::TooMany);
         }
         if vma.is_guard() { mm.guards.push(vma) } else { mm.vmas.push(vma) }
     }
     Ok(())
 }
 
-/// Takes one field off the record; its bytes when it is a mapping.
-fn field<'a>(record: &mut &'a [u8]) -> Result<Option<&'a [u8]>, Refused> {
+/// Takes one field off the record. Returns its bytes when it is a mapping.
+fn field<'a>(record: &mut &'a [u8]) -> Result<Option<&'a [u8]>, RecordError> {
     let key = varint(record)?;
     let len = match key & 7 {
         0 => {
@@ -219,14 +221,14 @@ fn field<'a>(record: &mut &'a [u8]) -> Result<Option<&'a [u8]>, Refused> {
     Ok((key == VMAS_FIELD << 3 | 2).then_some(body))
 }
 
-fn varint(record: &mut &[u8]) -> Result<u64, Refused> {
+fn varint(record: &mut &[u8]) -> Result<u64, RecordError> {
     // A length delimiter is a varint like any other.
     let value =
         prost::decode_length_delimiter(record).map_err(|error| damage("a varint", error.to_string()))?;
     Ok(value as u64)
 }
 
-fn vma(body: &[u8]) -> Result<Vma, Refused> {
+fn vma(body: &[u8]) -> Result<Vma, RecordError> {
     let entry = VmaEntry::decode(body).map_err(|error| damage("a mapping", error.to_string()))?;
     let (Some(start), Some(end), Some(flags), Some(status)) =
         (entry.start, entry.end, entry.flags, entry.status)

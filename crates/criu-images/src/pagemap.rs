@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! `pagemap-ID.img`: which pages an image has, and where in its pages file they are.
+//! `pagemap-ID.img`: the pages of an image and their places in its pages file.
 
 use std::io::Read;
 
@@ -8,10 +8,10 @@ use crate::error::{ImageError, Result};
 use crate::frame::Records;
 use crate::generated::{PagemapEntry as Raw, PagemapHead};
 
-/// The most entries that one pagemap may have: each needs 32 bytes of memory.
+/// The most entries that one pagemap may have: each takes 32 bytes of memory.
 pub const MAX_PAGEMAP_ENTRIES: usize = 1 << 26;
 
-/// Flags of a pagemap entry. Bits without a name here are kept.
+/// Flags of a pagemap entry. Unknown bits are kept.
 #[derive(Clone, Copy, PartialEq, Eq, Default)]
 pub struct PageFlags(pub u32);
 
@@ -44,7 +44,7 @@ impl std::fmt::Debug for PageFlags {
     }
 }
 
-/// Which field holds an entry's number of pages.
+/// The field that has an entry's number of pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Generation {
     /// CRIU up to 4.1.1: 32 bits.
@@ -60,38 +60,38 @@ pub struct PagemapEntry {
     pub vaddr: u64,
     /// Number of pages, at least 1.
     pub pages: u64,
-    /// Where they are. PARENT goes before PRESENT, as in CRIU.
+    /// The place of the pages. PARENT has precedence over PRESENT, as in CRIU.
     pub flags: PageFlags,
-    /// For pages with PRESENT: offset in bytes in the pages file.
+    /// For PRESENT pages: byte offset in the pages file.
     pub file_offset: u64,
 }
 
 impl PagemapEntry {
-    /// First address behind the run.
+    /// The first address after the run.
     #[must_use]
     pub fn end(&self) -> u64 {
         self.vaddr + self.pages * PAGE
     }
 }
 
-/// The pages of one task (or shared memory object) in one image directory.
+/// The pages of one task or shared memory object in one image directory.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Pagemap {
     /// N of `pages-N.img`.
     pub pages_id: u32,
-    /// Runs in ascending order of address; none overlaps another.
+    /// Runs in ascending order of address, without overlaps.
     pub entries: Vec<PagemapEntry>,
-    /// How the counts were written; [`Generation::Wide`] where there are no entries.
+    /// How the counts are written; [`Generation::Wide`] without entries.
     pub generation: Generation,
-    /// Bytes that the pages file must have.
+    /// The least length of the pages file in bytes.
     pub file_len: u64,
 }
 
 impl Pagemap {
-    /// A pagemap of runs (address, pages, flags) in ascending order, with its offsets worked out.
+    /// Makes a pagemap of runs (address, pages, flags) in ascending order, and computes their offsets.
     ///
     /// # Panics
-    /// A run that ends behind the address space.
+    /// A run ends beyond the address space.
     #[must_use]
     pub fn new(
         pages_id: u32,
@@ -125,10 +125,10 @@ pub(crate) fn parse<R: Read>(mut records: Records<R>) -> Result<Pagemap> {
         if raw.nr_pages.is_none() {
             map.generation = Generation::Narrow;
         }
-        let entry = normalise(&raw, map.file_len)
+        let entry = to_entry(&raw, map.file_len)
             .ok_or_else(|| records.damaged(offset, "whole pages inside the address space", show(&raw)))?;
         if entry.vaddr < end {
-            let expected = format!("an address from {end:#x}, behind the entry before");
+            let expected = format!("an address from {end:#x}, after the entry before");
             return Err(records.damaged(offset, expected, show(&raw)));
         }
         if map.entries.len() == MAX_PAGEMAP_ENTRIES {
@@ -147,8 +147,8 @@ pub(crate) fn parse<R: Read>(mut records: Records<R>) -> Result<Pagemap> {
     Ok(map)
 }
 
-/// One reading of all generations of the record; `None` when it is not whole pages inside the address space.
-fn normalise(raw: &Raw, file_offset: u64) -> Option<PagemapEntry> {
+/// Converts a record of any generation. Returns `None` when it is not whole pages inside the address space.
+fn to_entry(raw: &Raw, file_offset: u64) -> Option<PagemapEntry> {
     let vaddr = raw.vaddr?;
     let pages = raw.nr_pages.or_else(|| raw.compat_nr_pages.map(u64::from))?;
     let flags = match (raw.in_parent, raw.flags) {

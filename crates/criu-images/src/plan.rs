@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Where the bytes of every lazy page of a task are.
+//! Finds the bytes of every lazy page of a task.
 
 use std::fs::File;
 use std::path::PathBuf;
@@ -10,14 +10,14 @@ use crate::error::{ImageError, Result};
 use crate::mm::Vma;
 use crate::pagemap::{PageFlags, Pagemap, PagemapEntry};
 
-/// One open file of pages: `pages-N.img`, or the contents of buffers of a GPU.
+/// An open file of pages: `pages-N.img`, or the contents of a GPU's buffers.
 #[derive(Debug)]
 pub struct PagesFile {
-    /// For messages.
+    /// The path for messages.
     pub path: PathBuf,
     /// The file, open for reading.
     pub file: File,
-    /// Its length in bytes when it was opened: at least what the image says.
+    /// Its length in bytes at open: at least what the image requires.
     pub len: u64,
 }
 
@@ -35,30 +35,30 @@ pub struct LazyExtent {
 }
 
 impl LazyExtent {
-    /// First address behind the run.
+    /// The first address after the run.
     #[must_use]
     pub fn end(&self) -> u64 {
         self.vaddr + self.pages * PAGE
     }
 }
 
-/// Everything that is needed to serve one task's missing pages.
+/// The data that serves one task's missing pages.
 #[derive(Debug)]
 pub struct LazyPlan {
-    /// The pages files of the image and of its parents, each once. Not all need be used.
+    /// The pages files of the image and of its parents, each once. Some may be unused.
     pub files: Vec<PagesFile>,
-    /// The lazy pages in ascending order of address. None crosses a border between mappings.
+    /// The lazy pages in ascending order of address. No extent crosses a border between mappings.
     pub extents: Vec<LazyExtent>,
-    /// Lazy pages that are in no file: `criu dump --lazy-pages` kept them back for its page server.
+    /// Lazy pages that are in no file: `criu dump --lazy-pages` left them to its page server.
     pub remote_pages: u64,
 }
 
 impl ImageDir {
-    /// Works out where the lazy pages of a task are.
+    /// Finds the places of a task's lazy pages.
     ///
     /// # Errors
-    /// A file that is needed is missing, damaged or truncated; a page is in no parent; a lazy page lies
-    /// where no lazy restore can put it.
+    /// A needed file is missing, damaged or truncated; a page is in no parent; or a lazy page lies where lazy
+    /// restore cannot put it.
     pub fn lazy_plan(&self, pid: u32) -> Result<LazyPlan> {
         let mm = self.mm(pid)?;
         let (levels, files) = self.chain(pid)?;
@@ -71,7 +71,7 @@ impl ImageDir {
         Ok(LazyPlan { files, extents, remote_pages })
     }
 
-    /// The task's pages here, then in the parents as far as lazy pages can be there.
+    /// Reads the task's pages in this directory, then in the parents as far as they can have lazy pages.
     fn chain(&self, pid: u32) -> Result<(Vec<Level>, Vec<PagesFile>)> {
         let (mut levels, mut files) = (Vec::new(), Vec::new());
         let missing = || ImageError::Missing {
@@ -88,7 +88,8 @@ impl ImageDir {
         Ok((levels, files))
     }
 
-    /// Adds this directory's pages to the chain; gives the parent when pages with `wanted` may be there.
+    /// Adds this directory's pages to the chain. Returns the parent when it may have pages with the flags
+    /// `wanted`.
     fn add_level(
         &self,
         map: Pagemap,
@@ -105,7 +106,7 @@ impl ImageDir {
         Ok(parent)
     }
 
-    /// The pages file of a pagemap, checked to be long enough; `None` when no page is in it.
+    /// Opens the pages file of a pagemap and checks its length; `None` when it has no page.
     pub(crate) fn pages_file(&self, map: &Pagemap) -> Result<Option<PagesFile>> {
         if map.file_len == 0 {
             return Ok(None);
@@ -127,15 +128,15 @@ impl ImageDir {
 struct Level {
     dir: PathBuf,
     map: Pagemap,
-    /// Index of its pages file; of nothing when no page is present in it.
+    /// Index of its pages file. It is not used when no page is present in the file.
     file: u32,
 }
 
-/// Walks the lazy entries in order of address.
+/// Places the lazy entries in order of address.
 struct Planner<'a> {
     pagemap: PathBuf,
     levels: &'a [Level],
-    /// Mappings that end behind what is done.
+    /// Mappings that end after the pages placed so far.
     vmas: &'a [Vma],
     extents: Vec<LazyExtent>,
     remote: u64,
@@ -152,24 +153,24 @@ impl Planner<'_> {
         Ok(())
     }
 
-    /// Finds the pages of `start..end`, which `entry` of the level covers.
+    /// Places the pages of `start..end`, which `entry` of the level covers.
     fn place(&mut self, level: usize, entry: &PagemapEntry, start: u64, end: u64) -> Result<()> {
         if entry.flags.has(PageFlags::PARENT) {
-            self.look_up(level + 1, start, end)
+            self.place_in_parent(level + 1, start, end)
         } else if entry.flags.has(PageFlags::PRESENT) {
             self.push(self.levels[level].file, entry.file_offset + (start - entry.vaddr), start, end)
         } else if entry.flags.has(PageFlags::LAZY) {
             self.remote += (end - start) / PAGE;
             Ok(())
         } else {
-            Err(self.lacking(level, start, end))
+            Err(self.not_in_parent(level, start, end))
         }
     }
 
-    /// Finds the pages of `start..end` in a parent, whose entries may be shorter.
-    fn look_up(&mut self, level: usize, start: u64, end: u64) -> Result<()> {
+    /// Places the pages of `start..end` in a parent, whose entries may be shorter.
+    fn place_in_parent(&mut self, level: usize, start: u64, end: u64) -> Result<()> {
         let levels = self.levels;
-        let Some(parent) = levels.get(level) else { return Err(self.lacking(level, start, end)) };
+        let Some(parent) = levels.get(level) else { return Err(self.not_in_parent(level, start, end)) };
         let first = parent.map.entries.partition_point(|entry| entry.end() <= start);
         let mut at = start;
         for entry in &parent.map.entries[first..] {
@@ -177,16 +178,16 @@ impl Planner<'_> {
                 break;
             }
             if entry.vaddr > at {
-                return Err(self.lacking(level, at, entry.vaddr.min(end)));
+                return Err(self.not_in_parent(level, at, entry.vaddr.min(end)));
             }
             let stop = entry.end().min(end);
             self.place(level, entry, at, stop)?;
             at = stop;
         }
-        if at == end { Ok(()) } else { Err(self.lacking(level, at, end)) }
+        if at == end { Ok(()) } else { Err(self.not_in_parent(level, at, end)) }
     }
 
-    /// Adds pages that were found, split at the borders of mappings.
+    /// Adds placed pages, split at the borders of mappings.
     fn push(&mut self, file: u32, mut file_offset: u64, mut vaddr: u64, end: u64) -> Result<()> {
         while vaddr < end {
             let vma = self.vma(vaddr, end)?;
@@ -208,7 +209,7 @@ impl Planner<'_> {
         Ok(())
     }
 
-    /// The mapping at `vaddr`, which must be one that CRIU registers.
+    /// Returns the mapping at `vaddr`, which CRIU must be able to register.
     fn vma(&mut self, vaddr: u64, end: u64) -> Result<Vma> {
         let done = self.vmas.iter().take_while(|vma| vma.end <= vaddr).count();
         self.vmas = &self.vmas[done..];
@@ -222,7 +223,7 @@ impl Planner<'_> {
         Err(ImageError::NotLazyable { file, vaddr, pages: (stop - vaddr) / PAGE, found })
     }
 
-    fn lacking(&self, level: usize, vaddr: u64, end: u64) -> ImageError {
+    fn not_in_parent(&self, level: usize, vaddr: u64, end: u64) -> ImageError {
         let last =
             |levels: &[Level]| levels.last().map_or_else(PathBuf::new, |level| level.dir.join("parent"));
         let parent = self.levels.get(level).map_or_else(|| last(self.levels), |level| level.dir.clone());

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Counts for people: how much of a task is where.
+//! Counts the pages of a task by place, for reports.
 
 use std::os::unix::fs::FileExt;
 
@@ -12,23 +12,23 @@ use crate::pagemap::{PageFlags, Pagemap};
 use crate::plan::PagesFile;
 use crate::{PAGE, PAGE_LEN};
 
-/// Pages read at a time while counting zeros.
+/// Pages that are read at a time to count zeros.
 const SCAN_PAGES: u64 = 256;
 
-/// How many pages of a task are where. Shared memory is not counted: it has pagemaps of its own.
+/// Pages of a task by place. Shared memory is not counted: it has its own pagemaps.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct PageStats {
     /// All pages that the pagemap lists.
     pub total: u64,
-    /// In this image's pages file.
+    /// Pages in this image's pages file.
     pub present: u64,
-    /// In a parent image.
+    /// Pages in a parent image.
     pub in_parent: u64,
-    /// In neither: with the page server of a `criu dump --lazy-pages`.
+    /// Pages in neither: the page server of a `criu dump --lazy-pages` has them.
     pub remote: u64,
-    /// May be restored after the task runs, wherever they are.
+    /// Pages that may be restored after the task runs, in any place.
     pub lazy: u64,
-    /// Must be restored before the task runs: `total` without `lazy`.
+    /// Pages that must be restored before the task runs: `total` without `lazy`.
     pub eager: u64,
 }
 
@@ -58,7 +58,7 @@ impl Pagemap {
 }
 
 impl ImageDir {
-    /// Reads the whole pages file of a task and counts the pages of zeros in it; 0 for a task without pages.
+    /// Reads the whole pages file of a task and counts its pages of zeros; 0 for a task without pages.
     ///
     /// # Errors
     /// A file is missing, damaged or truncated, or cannot be read.
@@ -70,7 +70,7 @@ impl ImageDir {
 }
 
 impl PagesFile {
-    /// Counts the bytes of those pages between `offset` and `end` that have nothing but zeros. Pages are counted from
+    /// Counts the bytes of those pages between `offset` and `end` that are all zeros. Pages are counted from
     /// `offset` on; the last one may be shorter. Holes of the file are not read.
     ///
     /// # Errors
@@ -97,8 +97,8 @@ impl PagesFile {
         Ok(zeros)
     }
 
-    /// Where the first data at `at` or behind begins: at the file's end at the latest, and at `at` where the file
-    /// system does not tell.
+    /// Returns the start of the first data at or after `at`, or the file's end. Returns `at` where the file
+    /// system does not know.
     fn next_data(&self, at: u64) -> u64 {
         let Ok(offset) = i64::try_from(at) else { return at };
         match lseek(&self.file, offset, Whence::SeekData) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! `pstree.img` and `core-PID.img`: which tasks an image has, and in which state.
+//! `pstree.img` and `core-PID.img`: the tasks of an image and their states.
 
 use std::collections::HashSet;
 use std::io::Read;
@@ -8,26 +8,27 @@ use crate::error::{ImageError, Result};
 use crate::frame::Records;
 use crate::generated::{CoreEntry, PstreeEntry};
 
-/// The most tasks that one image may have: the kernel's own limit of pids on 64-bit machines.
+/// The most tasks that one image may have: the kernel's limit of pids on 64-bit machines.
 pub const MAX_TASKS: usize = 1 << 22;
 
 /// The state of a task at the dump.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TaskState {
-    /// Ran.
+    /// The task ran.
     Alive,
-    /// Ended, and its parent has not waited for it yet; has no memory. CRIU 4.1 and 4.2 write zombies so.
+    /// The task had ended, and its parent had not waited for it; it has no memory. CRIU 4.1 and 4.2 write
+    /// zombies like this.
     Dead,
-    /// CRIU's other number for the same.
+    /// CRIU's other number for a zombie.
     Zombie,
-    /// Stopped by a signal; has memory.
+    /// The task was stopped by a signal; it has memory.
     Stopped,
-    /// A number that this crate has no name for.
+    /// A number that this crate does not know.
     Unknown(u32),
 }
 
 impl TaskState {
-    /// From the number in the image.
+    /// Converts the number in the image.
     #[must_use]
     pub fn from_raw(raw: u32) -> Self {
         match raw {
@@ -39,7 +40,7 @@ impl TaskState {
         }
     }
 
-    /// The number in the image.
+    /// Returns the number in the image.
     #[must_use]
     pub fn to_raw(self) -> u32 {
         match self {
@@ -51,18 +52,19 @@ impl TaskState {
         }
     }
 
-    /// Whether the image has memory of such a task. True for unknown states: a missing memory image is then
-    /// an error, never memory that is left out.
+    /// Whether the image has memory of such a task. It is true for unknown states: then missing memory is an
+    /// error, and is never left out.
     #[must_use]
     pub fn has_memory(self) -> bool {
         !matches!(self, Self::Dead | Self::Zombie)
     }
 }
 
-/// One task. All numbers are pids inside the dumped pid namespace; they name the task's files.
+/// One task. All numbers are pids in the dumped pid namespace; they are part of the names of the task's
+/// files.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Task {
-    /// The task.
+    /// Its pid.
     pub pid: u32,
     /// Its parent, 0 for the root of the tree.
     pub ppid: u32,
@@ -78,7 +80,7 @@ pub struct Task {
     pub comm: String,
 }
 
-/// The tree; states and names are not in it yet.
+/// Parses the tree, without states and names.
 pub(crate) fn parse_tree<R: Read>(mut records: Records<R>) -> Result<Vec<Task>> {
     let mut tasks = Vec::new();
     let mut seen = HashSet::new();
@@ -116,7 +118,7 @@ pub(crate) fn parse_tree<R: Read>(mut records: Records<R>) -> Result<Vec<Task>> 
     Ok(tasks)
 }
 
-/// State and short name of a task.
+/// Parses the state and the short name of a task.
 pub(crate) fn parse_core<R: Read>(records: Records<R>) -> Result<(TaskState, String)> {
     let offset = records.offset();
     let file = records.file().to_path_buf();

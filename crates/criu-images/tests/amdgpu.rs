@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The images of CRIU's amdgpu plugin: what reads, and what is said about what does not.
+//! The images of CRIU's amdgpu plugin: which files are accepted, and the errors for the others.
 
 mod common;
 
@@ -9,12 +9,12 @@ use std::path::PathBuf;
 use common::{Images, put, refusal};
 use proptest::prelude::*;
 use rewake_criu_images::amdgpu::{
-    DmabufImage, GpuFile, KfdBuffer, KfdImage, Link, Mapping, Node, Properties, RenderBuffer, RenderContents,
-    RenderImage, Stretch, dmabuf_name, drm_pages_name, kfd_name, pages_name, render_name,
+    ContentsRange, DmabufImage, GpuFile, KfdBuffer, KfdImage, Link, Mapping, Node, Properties, RenderBuffer,
+    RenderContents, RenderImage, dmabuf_name, drm_pages_name, kfd_name, pages_name, render_name,
 };
 use rewake_criu_images::{ImageDir, PagesFile};
 
-/// A file of the fuzzers' corpus: written by hand, not by this crate.
+/// Reads a file of the fuzzers' corpus, which was written by hand and not by this crate.
 fn seed(name: &str) -> Vec<u8> {
     let path = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("fuzz/corpus").join(name);
     std::fs::read(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
@@ -23,19 +23,19 @@ fn seed(name: &str) -> Vec<u8> {
 fn read_kfd(bytes: &[u8]) -> rewake_criu_images::Result<KfdImage> {
     let images = Images::new();
     put(&images.path("a"), &kfd_name(7), bytes);
-    Ok(ImageDir::open(images.path("a"))?.kfd(7)?.expect("the file is there"))
+    Ok(ImageDir::open(images.path("a"))?.kfd(7)?.expect("the file exists"))
 }
 
 fn read_render(bytes: &[u8]) -> rewake_criu_images::Result<RenderImage> {
     let images = Images::new();
     put(&images.path("a"), &render_name(8), bytes);
-    Ok(ImageDir::open(images.path("a"))?.render_node(8)?.expect("the file is there"))
+    Ok(ImageDir::open(images.path("a"))?.render_node(8)?.expect("the file exists"))
 }
 
 fn read_dmabuf(bytes: &[u8]) -> rewake_criu_images::Result<DmabufImage> {
     let images = Images::new();
     put(&images.path("a"), &dmabuf_name(9), bytes);
-    Ok(ImageDir::open(images.path("a"))?.dmabuf(9)?.expect("the file is there"))
+    Ok(ImageDir::open(images.path("a"))?.dmabuf(9)?.expect("the file exists"))
 }
 
 #[test]
@@ -49,7 +49,7 @@ fn files_are_named_as_by_criu_s_plugin() {
 }
 
 #[test]
-fn files_are_known_by_their_names_and_no_others_are() {
+fn only_files_with_these_names_are_recognised() {
     let known = |name: &str| GpuFile::of_name(name);
     assert_eq!(known("amdgpu-kfd-10.img"), Some(GpuFile::Kfd(10)));
     assert_eq!(known("amdgpu-renderD-11.img"), Some(GpuFile::Render(11)));
@@ -81,7 +81,7 @@ fn a_process_without_a_gpu_has_none_of_the_files() {
 }
 
 #[test]
-fn the_state_of_both_kinds_of_criu_reads_and_is_written_byte_for_byte() {
+fn the_state_of_both_versions_is_read_and_written_bytewise() {
     for (name, handle) in [("amdgpu-kfd/good-4.2", None), ("amdgpu-kfd/good-dev", Some(1))] {
         let bytes = seed(name);
         let image = read_kfd(&bytes).unwrap();
@@ -109,8 +109,8 @@ fn the_state_of_both_kinds_of_criu_reads_and_is_written_byte_for_byte() {
 }
 
 #[test]
-fn what_criu_s_plugin_wrote_reads_and_is_written_byte_for_byte() {
-    // Of gpu-app on one soft GPU, dumped by CRIU 4.2.1 and its plugin.
+fn images_of_criu_s_plugin_are_read_and_written_bytewise() {
+    // From gpu-app on one soft GPU, dumped by CRIU 4.2.1 and its plugin.
     let bytes = seed("amdgpu-kfd/good-stock-4.2.1");
     let image = read_kfd(&bytes).unwrap();
     assert_eq!((image.gpus, image.nodes.len()), (1, 2));
@@ -129,7 +129,7 @@ fn what_criu_s_plugin_wrote_reads_and_is_written_byte_for_byte() {
 }
 
 #[test]
-fn what_is_left_of_a_longer_file_does_not_count() {
+fn bytes_after_the_contents_are_ignored() {
     assert_eq!(
         read_kfd(&seed("amdgpu-kfd/good-longer-before")).unwrap(),
         read_kfd(&seed("amdgpu-kfd/good-dev")).unwrap()
@@ -137,24 +137,24 @@ fn what_is_left_of_a_longer_file_does_not_count() {
 }
 
 #[test]
-fn a_pages_file_has_the_buffers_with_contents_of_one_gpu_back_to_back() {
+fn a_pages_file_has_one_gpu_s_contents_without_gaps() {
     let image = read_kfd(&seed("amdgpu-kfd/good-dev")).unwrap();
     assert_eq!(
         image.pages(0x1234),
-        (vec![Stretch { buffer: 0, file_offset: 8 }], 8 + (2 << 20)),
+        (vec![ContentsRange { buffer: 0, file_offset: 8 }], 8 + (2 << 20)),
         "no doorbells"
     );
-    assert_eq!(image.pages(0xab), (vec![Stretch { buffer: 1, file_offset: 8 }], 8 + 4096));
+    assert_eq!(image.pages(0xab), (vec![ContentsRange { buffer: 1, file_offset: 8 }], 8 + 4096));
     assert_eq!(image.pages(0x99), (vec![], 8));
     let buffer = |size, alloc_flags| KfdBuffer { size, alloc_flags, gpu_id: 1, ..KfdBuffer::default() };
     let buffers = vec![buffer(4096, 1), buffer(100, 4), buffer(8192, 2), buffer(4096, 3)];
     let image = KfdImage { buffers, ..KfdImage::default() };
-    let stretch = |buffer, file_offset| Stretch { buffer, file_offset };
-    assert_eq!(image.pages(1), (vec![stretch(0, 8), stretch(2, 4104), stretch(3, 12296)], 16392));
+    let range = |buffer, file_offset| ContentsRange { buffer, file_offset };
+    assert_eq!(image.pages(1), (vec![range(0, 8), range(2, 4104), range(3, 12296)], 16392));
 }
 
 #[test]
-fn a_render_node_of_both_kinds_of_criu_reads_and_is_written_byte_for_byte() {
+fn render_nodes_of_both_versions_are_read_and_written_bytewise() {
     let old = seed("amdgpu-render/good-4.2");
     assert_eq!(read_render(&old).unwrap(), RenderImage { gpu_id: 0x1234, contents: None });
     let new = seed("amdgpu-render/good-dev");
@@ -169,16 +169,16 @@ fn a_render_node_of_both_kinds_of_criu_reads_and_is_written_byte_for_byte() {
 }
 
 #[test]
-fn a_dma_buf_reads_and_is_written_byte_for_byte() {
+fn a_dma_buf_is_read_and_written_bytewise() {
     for (name, handle) in [("good-dev", 5), ("good-largest", u32::MAX)] {
         let bytes = seed(&format!("amdgpu-dmabuf/{name}"));
         assert_eq!(read_dmabuf(&bytes).unwrap(), DmabufImage { handle });
         assert_eq!(read_dmabuf(&bytes).unwrap().to_bytes(), bytes);
     }
-    let said = refusal(read_dmabuf(&seed("amdgpu-dmabuf/bad-nothing")));
+    let error = refusal(read_dmabuf(&seed("amdgpu-dmabuf/bad-nothing")));
     assert!(
-        said.contains("amdgpu-dmabuf_9.img") && said.contains("a dma-buf with the field handle"),
-        "{said}"
+        error.contains("amdgpu-dmabuf_9.img") && error.contains("a dma-buf with the field handle"),
+        "{error}"
     );
 }
 
@@ -196,14 +196,14 @@ fn open_pages((images, image): &(Images, KfdImage)) -> rewake_criu_images::Resul
 }
 
 #[test]
-fn the_contents_of_a_gpu_are_opened_when_they_are_as_many_as_the_image_says() {
+fn contents_of_a_gpu_must_have_the_length_in_the_image() {
     let file = |claimed: u64, len: usize| [&claimed.to_le_bytes()[..], &vec![1; len]].concat();
     assert_eq!(open_pages(&with_pages(&file(14_192, 14_192))).unwrap().len, 14_200);
-    assert!(open_pages(&with_pages(&file(14_192, 14_193))).is_ok(), "a longer file was there before");
-    let said = |file: &[u8]| refusal(open_pages(&with_pages(file)));
-    assert!(said(&file(14_192, 14_191)).contains("14199 bytes, expected 14200"));
-    assert!(said(&[]).contains("0 bytes, expected 14200"));
-    let other = said(&file(14_191, 14_192));
+    assert!(open_pages(&with_pages(&file(14_192, 14_193))).is_ok(), "the file was longer before");
+    let error = |file: &[u8]| refusal(open_pages(&with_pages(file)));
+    assert!(error(&file(14_192, 14_191)).contains("14199 bytes, expected 14200"));
+    assert!(error(&[]).contains("0 bytes, expected 14200"));
+    let other = error(&file(14_191, 14_192));
     assert!(other.contains("contents of 14192 bytes, as in amdgpu-kfd-7.img, found 14191 bytes"), "{other}");
     let (images, image) = with_pages(&[]);
     std::fs::remove_file(images.path("a").join(pages_name(7, 0xab))).unwrap();
@@ -212,7 +212,7 @@ fn the_contents_of_a_gpu_are_opened_when_they_are_as_many_as_the_image_says() {
 }
 
 #[test]
-fn a_render_node_s_contents_have_a_header_that_means_nothing() {
+fn a_render_node_s_contents_have_a_meaningless_header() {
     let buffer = RenderBuffer { size: 4096, ..RenderBuffer::default() };
     let contents = RenderContents { id: 11, minor: 128, buffers: vec![buffer.clone(), buffer] };
     let images = Images::new();
@@ -224,7 +224,7 @@ fn a_render_node_s_contents_have_a_header_that_means_nothing() {
 }
 
 #[test]
-fn a_restore_reads_the_contents_of_mapped_buffers_in_vram_and_gtt() {
+fn a_restore_reads_contents_of_mapped_buffers_in_vram_and_gtt() {
     let buffer = |preferred_domains, mappings: usize| RenderBuffer {
         preferred_domains,
         mappings: vec![Mapping::default(); mappings],
@@ -235,10 +235,11 @@ fn a_restore_reads_the_contents_of_mapped_buffers_in_vram_and_gtt() {
 }
 
 #[test]
-fn zeros_are_counted_in_pages_from_any_offset_and_holes_are_zeros() {
+fn zero_pages_are_counted_from_any_offset_and_in_holes() {
     let images = Images::new();
     let path = images.path("a");
-    // Header; then a page of zeros, one that is not, a hole of 4 MiB that ends in the middle of a page, and 100 bytes.
+    // The header; then a page of zeros, one of other bytes, a hole of 4 MiB that ends inside a page, and 100
+    // bytes.
     let hole = 4 << 20;
     put(&path, "pages", &[&[1; 8][..], &[0; 4096], &[0, 7].repeat(2048)].concat());
     let file = std::fs::File::options().read(true).write(true).open(path.join("pages")).unwrap();
@@ -256,10 +257,10 @@ fn zeros_are_counted_in_pages_from_any_offset_and_holes_are_zeros() {
 }
 
 #[test]
-fn damage_is_told_with_what_was_expected_and_found() {
-    let said = |name: &str| refusal(read_kfd(&seed(&format!("amdgpu-kfd/{name}"))));
+fn damage_is_reported_with_what_was_expected_and_found() {
+    let error = |name: &str| refusal(read_kfd(&seed(&format!("amdgpu-kfd/{name}"))));
     for (name, parts) in [
-        ("bad-count", ["as many buffers as it says (9)", "found 3"]),
+        ("bad-count", ["as many buffers as the image counts (9)", "found 3"]),
         ("bad-foreign-gpu", ["buffers of the GPUs of its topology", "one of GPU 0x99 at 0x1000"]),
         ("bad-empty-buffer", ["a buffer inside the address space", "0 bytes at 0x1000"]),
         (
@@ -269,16 +270,19 @@ fn damage_is_told_with_what_was_expected_and_found() {
         ("bad-length", ["1099511627776 bytes of contents", "CONTENTS_LIMIT"]),
         ("bad-short", ["contents of", "bytes to the end"]),
     ] {
-        let said = said(name);
-        assert!(parts.iter().all(|part| said.contains(part)) && said.contains("amdgpu-kfd-7.img"), "{said}");
+        let error = error(name);
+        assert!(
+            parts.iter().all(|part| error.contains(part)) && error.contains("amdgpu-kfd-7.img"),
+            "{error}"
+        );
     }
-    let said = refusal(read_render(&seed("amdgpu-render/bad-half")));
-    assert!(said.contains("no count of them"), "{said}");
+    let error = refusal(read_render(&seed("amdgpu-render/bad-half")));
+    assert!(error.contains("no count of them"), "{error}");
 }
 
 #[test]
 fn a_missing_field_is_named() {
-    // A state whose only buffer has an address and nothing else.
+    // A state whose only buffer has an address and no other field.
     let contents = common::hex("08 01 10 00 18 00 28 01 32 02 08 05 38 00 40 00 48 00 52 00");
     let file = [&20_u64.to_le_bytes()[..], &contents].concat();
     assert!(refusal(read_kfd(&file)).contains("expected a buffer with the field size"));
@@ -293,7 +297,7 @@ fn a_missing_field_is_named() {
 type Read = fn(&ImageDir) -> rewake_criu_images::Result<bool>;
 
 #[test]
-fn a_file_cut_anywhere_is_read_or_refused_in_one_line_with_its_name() {
+fn a_truncated_file_is_read_or_refused_in_one_line() {
     let kinds: [(&str, String, Read); 3] = [
         ("amdgpu-kfd/good-dev", kfd_name(7), |dir| dir.kfd(7).map(|image| image.is_some())),
         ("amdgpu-render/good-dev", render_name(8), |dir| dir.render_node(8).map(|image| image.is_some())),
@@ -305,42 +309,55 @@ fn a_file_cut_anywhere_is_read_or_refused_in_one_line_with_its_name() {
     for (name, file, read) in kinds {
         let whole = seed(name);
         let read = |bytes: &[u8]| {
-            // Anew: some file systems flush a file that is cut and written again.
+            // A new file: some file systems flush a file that is truncated and written again.
             let _ = std::fs::remove_file(images.path("a").join(&file));
             put(&images.path("a"), &file, bytes);
             read(&dir)
         };
         for cut in 0..whole.len() {
-            let mut refused = vec![read(&whole[..cut]).expect_err("less than all of it")];
-            // The same cut with a length that is true: it ends between two fields, or inside one.
+            let mut refused = vec![read(&whole[..cut]).expect_err("the file is truncated")];
+            // The same with a correct length: the message ends between two fields, or inside one.
             if let Some(contents) = whole[..cut].get(8..) {
                 refused.extend(read(&[&(contents.len() as u64).to_le_bytes(), contents].concat()).err());
             }
-            for said in refused.iter().map(ToString::to_string) {
-                let one_line = !said.contains('\n') && said.len() < 400;
-                assert!(said.contains(&file) && one_line, "{name} cut at {cut}: {said}");
+            for error in refused.iter().map(ToString::to_string) {
+                let one_line = !error.contains('\n') && error.len() < 400;
+                assert!(error.contains(&file) && one_line, "{name} cut at {cut}: {error}");
             }
         }
     }
 }
 
 prop_compose! {
-    fn node()(gpu_id in 0_u32..4, numbers: [u32; 4], vram_size: u64, links in proptest::collection::vec(any::<(u32, u32)>(), 0..4)) -> Node {
+    fn node()(
+        gpu_id in 0_u32..4,
+        numbers: [u32; 4],
+        vram_size: u64,
+        links in proptest::collection::vec(any::<(u32, u32)>(), 0..4),
+    ) -> Node {
         let [node_id, capability, fw_version, domain] = numbers;
-        let properties = Properties { node_id, gpu_id, capability, fw_version, domain, vram_size, ..Properties::default() };
+        let mut properties = Properties { node_id, gpu_id, vram_size, ..Properties::default() };
+        (properties.capability, properties.fw_version, properties.domain) = (capability, fw_version, domain);
         Node { properties, links: links.into_iter().map(|(kind, to_node)| Link { kind, to_node }).collect() }
     }
 }
 
 prop_compose! {
-    fn buffer()(address in 0_u64..1 << 48, size in 1_u64..1 << 40, offset: u64, alloc_flags: u32, gpu_id in 0_u32..4, handle: Option<u32>) -> KfdBuffer {
+    fn buffer()(
+        address in 0_u64..1 << 48,
+        size in 1_u64..1 << 40,
+        offset: u64,
+        alloc_flags: u32,
+        gpu_id in 0_u32..4,
+        handle: Option<u32>,
+    ) -> KfdBuffer {
         KfdBuffer { address, size, offset, alloc_flags, gpu_id, handle }
     }
 }
 
 proptest! {
     #[test]
-    fn a_state_reads_as_it_was_written(
+    fn a_state_is_read_as_written(
         nodes in proptest::collection::vec(node(), 0..8),
         buffers in proptest::collection::vec(buffer(), 0..50),
         private in proptest::collection::vec(any::<u8>(), 0..400),
@@ -350,34 +367,53 @@ proptest! {
         let buffers = buffers.into_iter().filter(|buffer| known(buffer.gpu_id)).collect();
         let (pid, objects, shared_memory_size, shared_memory_magic) = numbers;
         let gpus = u32::try_from(nodes.len() / 2).unwrap();
-        let image = KfdImage { pid, gpus, nodes, buffers, objects, shared_memory_size, shared_memory_magic, private };
+        let image =
+            KfdImage { pid, gpus, nodes, buffers, objects, shared_memory_size, shared_memory_magic, private };
         prop_assert_eq!(read_kfd(&image.to_bytes()).unwrap(), image);
     }
 
     #[test]
-    fn a_render_node_reads_as_it_was_written(
+    fn a_render_node_is_read_as_written(
         gpu_id: u32,
         contents: Option<(u32, u32)>,
-        buffers in proptest::collection::vec((1_u64.., any::<[u32; 3]>(), any::<bool>(), proptest::collection::vec(any::<[u64; 4]>(), 0..4)), 0..20),
+        buffers in proptest::collection::vec(
+            (
+                1_u64..,
+                any::<[u32; 3]>(),
+                any::<bool>(),
+                proptest::collection::vec(any::<[u64; 4]>(), 0..4),
+            ),
+            0..20,
+        ),
     ) {
         let mapping = |[address, size, offset, flags]: [u64; 4]| Mapping { address, size, offset, flags };
-        let buffers = buffers.into_iter().map(|(size, [preferred_domains, handle, flags], is_import, mappings)| RenderBuffer {
-            size, preferred_domains, handle, is_import, alloc_flags: flags.into(),
-            mappings: mappings.into_iter().map(mapping).collect(),
-            ..RenderBuffer::default()
-        }).collect();
+        let buffers = buffers
+            .into_iter()
+            .map(|(size, [preferred_domains, handle, flags], is_import, mappings)| RenderBuffer {
+                size,
+                preferred_domains,
+                handle,
+                is_import,
+                alloc_flags: flags.into(),
+                mappings: mappings.into_iter().map(mapping).collect(),
+                ..RenderBuffer::default()
+            })
+            .collect();
         let contents = contents.map(|(id, minor)| RenderContents { id, minor, buffers });
         let image = RenderImage { gpu_id, contents };
         prop_assert_eq!(read_render(&image.to_bytes()).unwrap(), image);
     }
 
     #[test]
-    fn a_dma_buf_reads_as_it_was_written(handle: u32) {
+    fn a_dma_buf_is_read_as_written(handle: u32) {
         prop_assert_eq!(read_dmabuf(&DmabufImage { handle }.to_bytes()).unwrap(), DmabufImage { handle });
     }
 
     #[test]
-    fn no_bytes_make_a_parser_panic(contents in proptest::collection::vec(any::<u8>(), 0..200), cut in 0_usize..208) {
+    fn no_bytes_make_a_parser_panic(
+        contents in proptest::collection::vec(any::<u8>(), 0..200),
+        cut in 0_usize..208,
+    ) {
         let mut file = [&(contents.len() as u64).to_le_bytes()[..], &contents].concat();
         let _ = (read_kfd(&file), read_render(&file), read_dmabuf(&file));
         file.truncate(cut);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The fuzzers' corpus, replayed and mutated: what cargo-fuzz does for hours, here for two seconds on stable Rust.
+//! Replays and mutates the fuzzers' corpus: for two seconds on stable Rust, where cargo-fuzz takes hours.
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -8,9 +8,9 @@ use rewake_criu_images::fuzz::{FuzzKind, fuzz_one};
 
 /// Time for random mutations of all kinds together.
 const MUTATION_TIME: Duration = Duration::from_secs(2);
-/// The fewest mutants of one kind, whatever time they take: enough for some to be accepted and some not.
+/// The fewest mutants of one kind, for any time: enough that some are accepted and some are not.
 const FEWEST: u64 = 1000;
-/// The most: on a fast machine this ends the run.
+/// The most mutants: on a fast machine they end the run.
 const MUTANTS: u64 = 200_000;
 
 /// Files of a kind's corpus, by name.
@@ -34,7 +34,7 @@ impl Random {
     }
 }
 
-/// Numbers that parsers trip over, as bytes.
+/// Numbers that are hard for parsers, as bytes.
 const EDGES: [&[u8]; 6] =
     [&[0], &[0xff; 4], &[0xff; 10], &[0, 0, 0, 0x80], &[0x80; 9], &[0xff, 0xff, 0xff, 0xff, 0xff, 1]];
 
@@ -59,7 +59,7 @@ fn mutate(seed: &[u8], random: &mut Random) -> Vec<u8> {
 }
 
 #[test]
-fn every_seed_whose_name_says_so_is_accepted_and_every_other_is_refused() {
+fn exactly_the_seeds_with_good_names_are_accepted() {
     for (kind, name) in FuzzKind::ALL {
         let corpus = corpus(name);
         assert!(!corpus.is_empty(), "{name} has no seeds");
@@ -72,7 +72,7 @@ fn every_seed_whose_name_says_so_is_accepted_and_every_other_is_refused() {
 }
 
 #[test]
-fn mutants_of_the_corpus_neither_panic_nor_break_what_parsers_promise() {
+fn mutants_neither_panic_nor_violate_a_parser_s_guarantees() {
     let share = MUTATION_TIME / u32::try_from(FuzzKind::ALL.len()).expect("a few kinds");
     for (kind, name) in FuzzKind::ALL {
         let corpus = corpus(name);

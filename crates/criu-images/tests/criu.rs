@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Images of the real CRIU are read, and CRIU reads what `split_into_parent` makes of them. Needs root and CRIU
-//! (`CRIU` and `CRIU_ALT` name two versions); prints why it does not run elsewhere.
+//! Reads images of the real CRIU, and has CRIU restore images after `split_into_parent`. It needs root and
+//! CRIU (`CRIU` and `CRIU_ALT` name two versions); elsewhere it prints why it does not run.
 
 mod common;
 
@@ -18,10 +18,10 @@ use rewake_criu_images::write::{Place, split_into_parent};
 use rewake_criu_images::{ImageDir, PAGE, Task, TaskState};
 use rewake_skip::need;
 
-/// Time for the target to start and to be gone.
+/// Time limit for the target to start and to end.
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// A shell that holds a zombie: a parent that never waits, with memory of its own.
+/// A shell with a zombie child: a parent that never waits, with its own memory.
 const TARGET: &str = "true & exec sleep 1000";
 
 fn criu(program: &OsString, arguments: &[&str], images: &Path) -> bool {
@@ -32,7 +32,7 @@ fn criu(program: &OsString, arguments: &[&str], images: &Path) -> bool {
     status.is_ok_and(|status| status.success())
 }
 
-/// The CRIU that a variable names and that works here; the reason where there is none.
+/// Returns the CRIU that a variable names and that works here, or the reason why not.
 fn program(variable: &str, fallback: Option<&str>) -> Result<OsString, String> {
     let named = std::env::var_os(variable).or_else(|| fallback.map(OsString::from));
     let program = named.ok_or_else(|| format!("{variable} names no CRIU"))?;
@@ -46,13 +46,13 @@ fn program(variable: &str, fallback: Option<&str>) -> Result<OsString, String> {
     }
 }
 
-/// The target, killed at the end of the test whoever runs it.
+/// The target, which is killed at the end of the test, restored or not.
 struct Target(Child);
 
 impl Target {
     fn start() -> Self {
         let mut command = Command::new("sh");
-        // Without a locale of this kind it would have one page on its heap.
+        // Without such a locale its heap would have one page.
         command.env("LC_ALL", "C.UTF-8");
         command.args(["-c", TARGET]).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
         // SAFETY: setsid only, which is async-signal-safe: CRIU dumps whole sessions.
@@ -74,7 +74,7 @@ impl Target {
     }
 }
 
-/// The letter of /proc/PID/stat.
+/// Returns the state letter of /proc/PID/stat.
 fn state(pid: u32) -> Option<char> {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     stat.rsplit_once(") ")?.1.chars().next()
@@ -83,13 +83,13 @@ fn state(pid: u32) -> Option<char> {
 impl Drop for Target {
     fn drop(&mut self) {
         let pid = nix::unistd::Pid::from_raw(i32::try_from(self.pid()).expect("a pid"));
-        // Fails when it has ended already, which is as good.
+        // It fails when the target has ended already, which is as good.
         let _ = nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGKILL);
         reap();
     }
 }
 
-/// Waits for all children, orphans that this process got as their subreaper included: a pid must be free
+/// Waits for all children, including orphans that this process got as their subreaper: a pid must be free
 /// before CRIU can restore it.
 fn reap() {
     while nix::sys::wait::wait().is_ok() {}
@@ -114,19 +114,19 @@ fn check_tasks(tasks: &[Task], pid: u32) {
 }
 
 #[test]
-fn a_real_image_is_read_and_restores_after_it_was_split_in_two() {
-    there_and_back(&need!(program("CRIU", Some("criu"))));
+fn a_real_image_is_read_and_restored_after_a_split() {
+    dump_split_and_restore(&need!(program("CRIU", Some("criu"))));
 }
 
 #[test]
-fn another_criu_s_image_is_read_and_restores_after_it_was_split_in_two() {
-    there_and_back(&need!(program("CRIU_ALT", None)));
+fn another_criu_s_image_is_read_and_restored_after_a_split() {
+    dump_split_and_restore(&need!(program("CRIU_ALT", None)));
 }
 
-/// [`reap`] waits for every child of this process: two tests at once would take each other's.
+/// [`reap`] waits for every child of this process: concurrent tests would reap each other's children.
 static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
 
-fn there_and_back(program: &OsString) {
+fn dump_split_and_restore(program: &OsString) {
     let _alone = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
     let folder = tempfile::tempdir().unwrap();
     let (dir, parent) = (folder.path().join("images"), folder.path().join("before"));

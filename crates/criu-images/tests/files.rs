@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Single files: what CRIU writes is read, what is damaged is refused by file, offset, expected and found.
+//! Files that CRIU writes are read. Damaged ones are refused with file, offset, expected and found.
 
 mod common;
 
@@ -13,7 +13,7 @@ use rewake_criu_images::{
     Generation, ImageDir, ImageError, Inventory, PAGE, PageFlags, Task, TaskState, write,
 };
 
-/// The start of a pagemap of CRIU 4.2: one page that is present.
+/// The start of a pagemap of CRIU 4.2: one present page.
 const PAGEMAP_WIDE: &str = "19435654 25400856 02000000 0801 0e000000 0880c0bcb5febd15 1000 2004 2801";
 const INVENTORY_MAGIC: &str = "16313158";
 const PAGEMAP_MAGIC: &str = "19435654 25400856";
@@ -23,7 +23,7 @@ const HEAD: &str = "02000000 0801";
 fn pagemap(bytes: &[u8]) -> rewake_criu_images::Result<rewake_criu_images::Pagemap> {
     let images = Images::new();
     put(&images.path("a"), "pagemap-7.img", bytes);
-    ImageDir::open(images.path("a"))?.pagemap(PID).map(|map| map.expect("there is a pagemap"))
+    ImageDir::open(images.path("a"))?.pagemap(PID).map(|map| map.expect("the pagemap exists"))
 }
 
 #[test]
@@ -41,7 +41,7 @@ fn a_pagemap_of_criu_4_1_has_its_count_in_the_old_field() {
 }
 
 #[test]
-fn entries_without_flags_are_present_and_in_parent_adds_its_flag() {
+fn entries_without_flags_are_present_in_parent_adds_its_flag() {
     let old = format!("{PAGEMAP_MAGIC}{HEAD} 05000000 088020 1001 07000000 088040 1001 1801");
     let map = pagemap(&hex(&old)).unwrap();
     assert_eq!(map.entries[0].flags, PageFlags::PRESENT);
@@ -76,11 +76,11 @@ fn hostile_pagemap_entries_are_refused_at_their_offset() {
         "too long"
     );
     assert!(refused("0880e0ffffffffffffff01 1002").contains("expected whole pages inside"), "wraps around");
-    assert!(refused("ff").contains("expected a pagemap record"), "no protobuf");
+    assert!(refused("ff").contains("expected a pagemap record"), "not protobuf");
 }
 
 #[test]
-fn a_length_is_not_believed() {
+fn a_length_is_checked() {
     let text = refusal(pagemap(&hex(&format!("{PAGEMAP_MAGIC}{HEAD} ff000000 08"))));
     assert!(text.contains("at byte 14: expected a record of 255 bytes, found 1 bytes to the end"), "{text}");
     let error = pagemap(&hex(&format!("{PAGEMAP_MAGIC}{HEAD} ffffffff 08"))).unwrap_err();
@@ -115,7 +115,7 @@ fn a_directory_or_a_pipe_in_place_of_a_file_is_refused() {
 }
 
 #[test]
-fn an_inventory_gives_plugins_and_run_and_refuses_other_versions() {
+fn an_inventory_has_plugins_and_run_other_versions_are_refused() {
     let images = Images::new();
     let dir = images.path("a");
     std::fs::create_dir_all(&dir).unwrap();
@@ -142,7 +142,7 @@ fn task(pid: u32, ppid: u32, state: TaskState) -> Task {
 }
 
 #[test]
-fn tasks_come_with_their_states_and_zombies_have_no_memory() {
+fn tasks_have_their_states_and_zombies_no_memory() {
     let images = Images::new();
     let dir = images.path("a");
     std::fs::create_dir_all(&dir).unwrap();
@@ -210,11 +210,11 @@ fn files(records: &[&str]) -> rewake_criu_images::Result<BTreeMap<u32, Option<Pa
     let record = |text: &&str| format!("{:02x}000000 {text}", hex(text).len());
     let records: String = records.iter().map(record).collect();
     put(&images.path("a"), "files.img", &hex(&format!("{FILES_MAGIC}{records}")));
-    ImageDir::open(images.path("a"))?.files().map(|files| files.expect("there is a files.img"))
+    ImageDir::open(images.path("a"))?.files().map(|files| files.expect("files.img exists"))
 }
 
 #[test]
-fn files_are_known_by_their_paths_or_have_none() {
+fn files_have_their_paths_or_none() {
     // As CRIU 4.2.1 writes a device, whose path need not be UTF-8, and a memfd.
     let device = "0801 1002 1a06 0802 3202 2fff";
     let memfd = "0812 1005 a201 04 0805 1000";
@@ -226,22 +226,22 @@ fn files_are_known_by_their_paths_or_have_none() {
 #[test]
 fn damaged_files_are_refused() {
     assert!(refusal(files(&["0801"])).contains("a file with an id"));
-    assert!(refusal(files(&["1002 1a00"])).contains("a file with its path, found 0x2 without"));
+    assert!(refusal(files(&["1002 1a00"])).contains("a file with its path, found 0x2 without a path"));
     let path = "1002 1a03 3201 2f";
-    assert!(refusal(files(&[path, path])).contains("every path once, found another of 0x2"));
+    assert!(refusal(files(&[path, path])).contains("every path once, found another path of 0x2"));
 }
 
 #[test]
-fn a_mapping_says_which_file_it_is_of() {
+fn a_mapping_names_its_file() {
     let vma = |status, object| rewake_criu_images::Vma { status, object, ..anonymous(1, 1) };
     assert_eq!(vma(1 << 7 | 1, 9).file(), Some(9), "shared");
     assert_eq!(vma(1 << 27 | 1 << 6 | 1, 9).file(), Some(9), "private, of a device");
-    assert_eq!(vma(1 << 8 | 1, 9).file(), None, "shared memory has numbers of its own");
+    assert_eq!(vma(1 << 8 | 1, 9).file(), None, "shared memory has its own numbers");
     assert_eq!(vma(1 << 7 | 1, 1 << 32).file(), None, "no file has such a number");
 }
 
 #[test]
-fn mappings_are_sorted_and_say_what_they_are() {
+fn mappings_are_sorted_and_have_kinds() {
     let images = Images::new();
     let dir = images.add("a", &[anonymous(50, 1), anonymous(10, 1)], &[]);
     let mm = ImageDir::open(dir).unwrap().mm(PID).unwrap();
@@ -264,23 +264,23 @@ fn memory_is_lazy_only_if_criu_registers_it() {
 }
 
 #[test]
-fn a_symbolic_link_in_the_place_of_a_file_is_refused_and_its_target_not_opened() {
+fn a_symbolic_link_is_refused_and_its_target_not_opened() {
     let images = Images::new();
     let dir = images.add("a", &[anonymous(1, 2)], &[(1, 2, LAZY)]);
     for name in ["pages-1.img", "mm-7.img", "pagemap-7.img"] {
-        let (file, aside) = (dir.join(name), images.path("aside"));
-        std::fs::rename(&file, &aside).unwrap();
-        std::os::unix::fs::symlink(&aside, &file).unwrap();
+        let (file, target) = (dir.join(name), images.path("target"));
+        std::fs::rename(&file, &target).unwrap();
+        std::os::unix::fs::symlink(&target, &file).unwrap();
         let error = images.plan("a").unwrap_err();
         assert!(matches!(&error, ImageError::SymbolicLink { file: named } if *named == file), "{error:?}");
         assert!(error.to_string().contains("is a symbolic link: expected a file of the image"), "{error}");
-        std::fs::rename(&aside, &file).unwrap();
+        std::fs::rename(&target, &file).unwrap();
     }
     images.plan("a").unwrap();
 }
 
 #[test]
-fn a_directory_that_another_takes_the_place_of_is_read_on() {
+fn an_open_directory_is_read_after_another_takes_its_name() {
     let images = Images::new();
     images.add("a", &[anonymous(1, 2)], &[(1, 2, LAZY)]);
     let open = ImageDir::open(images.path("a")).unwrap();
@@ -290,7 +290,7 @@ fn a_directory_that_another_takes_the_place_of_is_read_on() {
 }
 
 #[test]
-fn a_digest_names_what_was_parsed_parents_included() {
+fn a_digest_covers_the_parsed_files_and_parents() {
     let digest = |images: &Images| {
         let open = ImageDir::open(images.path("child")).unwrap();
         open.lazy_plan(PID).unwrap();
@@ -304,20 +304,20 @@ fn a_digest_names_what_was_parsed_parents_included() {
         images
     };
     let (one, same, other) = (made(LAZY), made(LAZY), made(EAGER));
-    assert_eq!(digest(&one), digest(&same), "paths and times are not part of it");
+    assert_eq!(digest(&one), digest(&same), "paths and times are not included");
     assert_ne!(digest(&one), digest(&other), "the parent's pagemap is another");
     std::fs::write(one.path("child/pages-1.img"), [1; 4096]).unwrap();
-    assert_eq!(digest(&one), digest(&same), "contents of memory are not part of it");
+    assert_eq!(digest(&one), digest(&same), "contents of memory are not included");
     let text = digest(&one).to_string();
     assert!(text.len() == 64 && text.chars().all(|digit| digit.is_ascii_hexdigit()), "{text}");
     assert_eq!(format!("{:.12}", digest(&one)), text[..12]);
-    assert_ne!(ImageDir::open(one.path("child")).unwrap().digest(), digest(&one), "nothing was parsed");
+    assert_ne!(ImageDir::open(one.path("child")).unwrap().digest(), digest(&one), "no file was parsed");
 }
 
 #[test]
-fn an_error_says_its_cause_once() {
+fn an_error_names_its_cause_once() {
     let error = ImageDir::open("/nowhere/at/all").unwrap_err();
     assert_eq!(error.to_string().matches("os error 2").count(), 1, "{error}");
-    // A caller that prints the chain of causes adds nothing to it.
+    // A caller that prints the chain of causes adds no text.
     assert!(std::error::Error::source(&error).is_none());
 }

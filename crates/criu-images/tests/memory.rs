@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What a file can make a parser allocate is in proportion to its length, whatever it says. One test only:
-//! the count is the process's.
+//! A file can make a parser allocate only memory in proportion to its length, for any contents. One test
+//! only: the count is for the process.
 
 mod common;
 
@@ -15,7 +15,7 @@ struct Counting;
 static NOW: AtomicUsize = AtomicUsize::new(0);
 static PEAK: AtomicUsize = AtomicUsize::new(0);
 
-// SAFETY: every call goes to the system's allocator unchanged; counting touches atomics only.
+// SAFETY: every call goes to the system's allocator unchanged; counting uses only atomics.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         PEAK.fetch_max(NOW.fetch_add(layout.size(), Relaxed) + layout.size(), Relaxed);
@@ -35,8 +35,8 @@ static ALLOCATOR: Counting = Counting;
 
 /// Fixed buffers and messages.
 const BASE: usize = 64 << 10;
-/// Bytes of memory for one byte of a file: its copy in memory, a string of two bytes with its 24-byte header, a vector
-/// that doubles while the old half is still there, and room.
+/// Bytes of memory for one byte of a file: its copy in memory, a string of two bytes with its 24-byte header,
+/// a vector that doubles while the old half still exists, and a margin.
 const FACTOR: usize = 64;
 
 fn peak(kind: FuzzKind, bytes: &[u8]) -> usize {
@@ -60,7 +60,7 @@ fn amdgpu(start: &str, rest: &[u8]) -> Vec<u8> {
 }
 
 #[test]
-fn memory_is_in_proportion_to_the_file_and_never_to_what_it_claims() {
+fn memory_is_in_proportion_to_the_file_and_not_to_its_claims() {
     let wide_open = hex("19435654 25400856 02000000 0801 ffff0000 08");
     let mm = "19435654 20284957";
     let inputs = [
@@ -80,7 +80,7 @@ fn memory_is_in_proportion_to_the_file_and_never_to_what_it_claims() {
         ),
         ("many threads", FuzzKind::Pstree, file("19435654 30302750", &hex("2801").repeat(1 << 20))),
         ("contents that claim 256 MiB", FuzzKind::AmdgpuKfd, hex("0000001000000000 08")),
-        // A million of them, as it says.
+        // A million of them, as the file counts.
         ("empty nodes", FuzzKind::AmdgpuKfd, amdgpu("10808040 1800", &hex("2200").repeat(1 << 20))),
         ("empty buffers", FuzzKind::AmdgpuKfd, amdgpu("1000 1800 28808040", &hex("3200").repeat(1 << 20))),
         ("empty buffers", FuzzKind::AmdgpuRender, amdgpu("0801 20808040", &hex("2a00").repeat(1 << 20))),

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! For every lazy page the plan says where its bytes are, or the image is refused.
+//! The plan has the place of every lazy page, or the image is refused.
 
 mod common;
 
@@ -7,7 +7,7 @@ use common::*;
 use rewake_criu_images::{ImageDir, ImageError, MAX_PARENTS, PAGE, PageFlags, PageStats};
 
 #[test]
-fn lazy_pages_are_found_behind_eager_ones_and_eager_ones_are_left_out() {
+fn lazy_pages_are_found_and_eager_ones_left_out() {
     let images = Images::new();
     images.add("a", &[anonymous(10, 20)], &[(10, 2, EAGER), (12, 3, LAZY), (20, 1, EAGER), (21, 2, LAZY)]);
     let plan = images.plan("a").unwrap();
@@ -18,7 +18,7 @@ fn lazy_pages_are_found_behind_eager_ones_and_eager_ones_are_left_out() {
 }
 
 #[test]
-fn runs_that_continue_each_other_in_memory_and_file_are_one_extent() {
+fn runs_contiguous_in_memory_and_file_are_one_extent() {
     let images = Images::new();
     images.add("a", &[anonymous(10, 20)], &[(10, 4, LAZY), (14, 4, LAZY), (18, 1, EAGER), (19, 1, LAZY)]);
     assert_eq!(runs(&images.plan("a").unwrap()), [(10, 8, 0, 0), (19, 1, 0, 9)]);
@@ -33,7 +33,7 @@ fn no_extent_crosses_a_border_between_mappings() {
 }
 
 #[test]
-fn a_guard_is_no_border() {
+fn a_guard_is_not_a_border() {
     let images = Images::new();
     let mut guard = anonymous(12, 1);
     guard.status = 1 << 16;
@@ -104,11 +104,11 @@ fn pages_that_only_a_page_server_has_are_counted() {
     images.add("a", &[anonymous(10, 30)], &[(10, 5, REMOTE), (15, 1, LAZY), (16, 2, REMOTE)]);
     let plan = images.plan("a").unwrap();
     assert_eq!(plan.remote_pages, 7);
-    assert_eq!(runs(&plan), [(15, 1, 0, 0)], "pages that are not in the file take no room in it");
+    assert_eq!(runs(&plan), [(15, 1, 0, 0)], "remote pages take no space in the file");
 }
 
 #[test]
-fn lazy_pages_where_no_lazy_memory_is_are_refused() {
+fn lazy_pages_outside_lazy_memory_are_refused() {
     let images = Images::new();
     images.add("a", &[anonymous(10, 3), anonymous(15, 3)], &[(11, 5, LAZY)]);
     let text = refusal(images.plan("a"));
@@ -166,7 +166,7 @@ fn a_chain_of_parents_that_has_no_end_is_refused() {
 }
 
 #[test]
-fn the_longest_chain_of_parents_is_followed_and_one_more_is_refused() {
+fn the_longest_chain_of_parents_is_followed_one_more_refused() {
     let images = Images::new();
     let name = |level: usize| format!("{level}");
     for level in 0..=MAX_PARENTS + 1 {
@@ -181,7 +181,7 @@ fn the_longest_chain_of_parents_is_followed_and_one_more_is_refused() {
 }
 
 #[test]
-fn a_parent_is_not_opened_when_nothing_lazy_is_in_it() {
+fn a_parent_without_lazy_pages_is_not_opened() {
     let images = Images::new();
     images.add("a", &[anonymous(10, 9)], &[(10, 1, LAZY), (11, 2, IN_PARENT)]);
     images.link("a", "a");
@@ -189,7 +189,7 @@ fn a_parent_is_not_opened_when_nothing_lazy_is_in_it() {
 }
 
 #[test]
-fn the_summary_counts_every_page_once_by_place_and_once_by_time() {
+fn the_summary_counts_each_page_by_place_and_by_time() {
     let images = Images::new();
     let all = [(10, 1, LAZY), (11, 2, EAGER), (13, 4, IN_PARENT), (17, 8, LAZY_IN_PARENT), (25, 16, REMOTE)];
     let dir = images.add("a", &[anonymous(10, 90)], &all);
@@ -205,7 +205,7 @@ fn the_summary_counts_every_page_once_by_place_and_once_by_time() {
 }
 
 #[test]
-fn flags_without_a_name_are_kept() {
+fn unknown_flags_are_kept() {
     let images = Images::new();
     let dir = images.add("a", &[anonymous(10, 90)], &[(10, 1, PageFlags(0x86))]);
     assert_eq!(ImageDir::open(dir).unwrap().pagemap(PID).unwrap().unwrap().entries[0].flags, PageFlags(0x86));

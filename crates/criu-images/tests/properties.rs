@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What is written is read, and no bytes make a parser panic or take more memory than it is allowed.
+//! Written images are read back; no bytes make a parser panic or exceed its memory limit.
 
 mod common;
 
@@ -19,7 +19,7 @@ const HEADERS: [(FuzzKind, &str); 6] = [
 
 proptest! {
     #[test]
-    fn a_pagemap_reads_as_it_was_written(
+    fn a_pagemap_is_read_as_written(
         runs in proptest::collection::vec((0_u64..1 << 20, 1_u64..1 << 20, 0_u32..16), 0..200),
         pages_id: u32,
         narrow: bool,
@@ -42,7 +42,7 @@ proptest! {
     }
 
     #[test]
-    fn mappings_read_as_they_were_written(
+    fn mappings_are_read_as_written(
         vmas in proptest::collection::vec((0_u64..1 << 20, 1_u64..1 << 20, any::<[u32; 4]>()), 0..200),
     ) {
         let mut mm = Mm::default();
@@ -50,7 +50,8 @@ proptest! {
         for (gap, pages, [prot, flags, status, object]) in vmas {
             let start = next + gap * PAGE;
             next = start + pages * PAGE;
-            let vma = Vma { start, end: next, prot, flags, status, offset: 0, object: object.into(), advice: 0 };
+            let (object, advice) = (object.into(), 0);
+            let vma = Vma { start, end: next, prot, flags, status, offset: 0, object, advice };
             if status & 1 << 16 != 0 { mm.guards.push(vma) } else { mm.vmas.push(vma) }
         }
         let images = Images::new();

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The images that this project writes beside CRIU's: what reads, and what is said about what does not.
+//! The images that Rewake writes in addition to CRIU's: which files are accepted, and the errors for the
+//! others.
 
 mod common;
 
@@ -8,11 +9,11 @@ use std::path::PathBuf;
 use common::{Images, put};
 use rewake_criu_images::ImageDir;
 use rewake_criu_images::rewake::{
-    BareMapping, BareMappings, BufferOwner, BufferUser, RenderFile, RenderImport, SHARED_NAME, SecondFile,
+    BufferOwner, BufferUser, FreedMapping, FreedMappings, RenderFile, RenderImport, SHARED_NAME, SecondFile,
     SharedBuffer, SharedImage,
 };
 
-/// A file of the fuzzers' corpus: written by hand, not by this crate.
+/// Reads a file of the fuzzers' corpus, which was written by hand and not by this crate.
 fn seed(name: &str) -> Vec<u8> {
     let path = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("fuzz/corpus/rewake-shared").join(name);
     std::fs::read(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
@@ -21,11 +22,11 @@ fn seed(name: &str) -> Vec<u8> {
 fn read(bytes: &[u8]) -> rewake_criu_images::Result<SharedImage> {
     let images = Images::new();
     put(&images.path("a"), SHARED_NAME, bytes);
-    Ok(ImageDir::open(images.path("a"))?.shared()?.expect("the file is there"))
+    Ok(ImageDir::open(images.path("a"))?.shared()?.expect("the file exists"))
 }
 
 #[test]
-fn what_processes_share_reads_and_is_written_byte_for_byte() {
+fn shared_objects_are_read_and_written_bytewise() {
     let user = |kfd, buffer| BufferUser { kfd, buffer };
     let image = SharedImage {
         buffers: vec![
@@ -42,7 +43,7 @@ fn what_processes_share_reads_and_is_written_byte_for_byte() {
 }
 
 #[test]
-fn render_nodes_read_and_are_written_byte_for_byte() {
+fn render_nodes_are_read_and_written_bytewise() {
     let import = |buffer, owner| RenderImport { buffer, owner };
     let imports = vec![
         import(1, BufferOwner::Kfd(BufferUser { kfd: 6, buffer: 3 })),
@@ -59,21 +60,21 @@ fn render_nodes_read_and_are_written_byte_for_byte() {
 }
 
 #[test]
-fn mappings_without_buffers_read_and_are_written_byte_for_byte() {
+fn mappings_without_buffers_are_read_and_written_bytewise() {
     let mappings = [
-        BareMapping { minor: 128, address: 0x7f00_0020_0000, offset: 0x1_0000_1000 },
-        BareMapping { minor: 129, address: 0x1000, offset: 0 },
+        FreedMapping { minor: 128, address: 0x7f00_0020_0000, offset: 0x1_0000_1000 },
+        FreedMapping { minor: 129, address: 0x1000, offset: 0 },
     ];
-    let none = BareMappings { kfd: 9, ..BareMappings::default() };
-    let bare = vec![BareMappings { kfd: 6, mappings: mappings.into() }, none];
-    let image = SharedImage { bare, ..SharedImage::default() };
+    let none = FreedMappings { kfd: 9, ..FreedMappings::default() };
+    let bare = vec![FreedMappings { kfd: 6, mappings: mappings.into() }, none];
+    let image = SharedImage { freed_mappings: bare, ..SharedImage::default() };
     assert_eq!(read(&seed("good-bare")).unwrap(), image);
     assert_eq!(image.to_bytes(), seed("good-bare"));
     assert!(!image.is_empty());
 }
 
 #[test]
-fn an_image_where_nothing_is_shared_has_no_such_file() {
+fn an_image_without_shared_objects_has_no_such_file() {
     let images = Images::new();
     put(&images.path("a"), "inventory.img", &[]);
     assert_eq!(ImageDir::open(images.path("a")).unwrap().shared().unwrap(), None);
@@ -83,7 +84,7 @@ fn an_image_where_nothing_is_shared_has_no_such_file() {
 fn damage_is_named() {
     for (name, found) in [
         ("bad-twice", "buffer 3 of /dev/kfd 6 twice"),
-        ("bad-nobody", "one without users"),
+        ("bad-no-users", "one without users"),
         ("bad-user", "a buffer's user with the field buffer"),
         ("bad-second-file", "a second file with the field id"),
         ("bad-render-twice", "file 300 twice"),

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A plain image that was split into a chain of parents still has every page, at its place.
+//! A plain image that was split into a chain of parents still has every page at its place.
 
 mod common;
 
@@ -21,7 +21,7 @@ fn split(images: &Images, child: &str, parent: &str, place: impl Fn(u64) -> Plac
 }
 
 #[test]
-fn the_child_says_what_is_in_the_parent_and_the_parent_has_it() {
+fn the_child_marks_pages_of_the_parent_and_the_parent_has_them() {
     let images = Images::new();
     images.add("a", &[anonymous(10, 20)], &[(10, 4, LAZY), (20, 2, EAGER)]);
     split(&images, "a", "b", |page| match page {
@@ -45,7 +45,7 @@ fn the_child_says_what_is_in_the_parent_and_the_parent_has_it() {
 }
 
 #[test]
-fn entries_stay_of_the_generation_of_the_input() {
+fn entries_keep_the_generation_of_the_input() {
     for generation in [Generation::Narrow, Generation::Wide] {
         let images = Images::new();
         let dir = images.add("a", &[anonymous(10, 20)], &[(10, 4, LAZY)]);
@@ -59,7 +59,7 @@ fn entries_stay_of_the_generation_of_the_input() {
 }
 
 #[test]
-fn a_second_parent_or_a_task_that_is_there_already_is_refused() {
+fn a_second_parent_or_a_task_that_exists_already_is_refused() {
     let images = Images::new();
     let dir = images.add("a", &[anonymous(10, 20)], &[(10, 4, LAZY)]);
     split(&images, "a", "b", |_| Place::Parent);
@@ -71,7 +71,7 @@ fn a_second_parent_or_a_task_that_is_there_already_is_refused() {
     );
 }
 
-/// An image of runs in mappings, and for every page the level of the chain that it goes to.
+/// An image of runs in mappings, and for every page its level in the chain.
 fn layout() -> impl Strategy<Value = (Vec<(u64, u64, bool)>, Vec<u8>)> {
     let run = (0_u64..3, 1_u64..6, any::<bool>());
     (proptest::collection::vec(run, 1..12), proptest::collection::vec(0_u8..3, 60))
@@ -79,7 +79,7 @@ fn layout() -> impl Strategy<Value = (Vec<(u64, u64, bool)>, Vec<u8>)> {
 
 proptest! {
     #[test]
-    fn every_lazy_page_keeps_its_content_through_a_chain_of_three((runs, levels) in layout()) {
+    fn every_lazy_page_keeps_its_content_in_a_chain_of_three((runs, levels) in layout()) {
         let images = Images::new();
         let mut next = 10;
         let mut placed: Vec<(u64, u64, PageFlags)> = Vec::new();

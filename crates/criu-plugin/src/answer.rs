@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What a hook says to CRIU.
+//! The results that a hook returns to CRIU.
 
 use std::error::Error;
 use std::os::fd::OwnedFd;
@@ -7,12 +7,12 @@ use std::os::fd::OwnedFd;
 /// The result of a hook. `?` turns every error into [`Refusal::Failed`].
 pub type Answer<T = ()> = Result<T, Refusal>;
 
-/// Why a hook did not do it.
+/// Why a hook has no result.
 #[derive(Debug)]
 pub enum Refusal {
-    /// Not this plugin's business: CRIU asks the next plugin (`-ENOTSUP`).
+    /// Not for this plugin: CRIU calls the next plugin (`-ENOTSUP`).
     NotMine,
-    /// This plugin's business, and it went wrong: logged, and the dump or restore fails.
+    /// The plugin failed: the error is logged, and the dump or restore fails.
     Failed(Box<dyn Error + Send + Sync>),
 }
 
@@ -22,31 +22,31 @@ impl<E: Into<Box<dyn Error + Send + Sync>>> From<E> for Refusal {
     }
 }
 
-/// What became of a file that is to be restored.
+/// The result of restoring a file.
 #[derive(Debug)]
 pub enum Restored {
-    /// It is open: CRIU moves it to its number in the task.
+    /// The file is open: CRIU moves it to its number in the task.
     File(OwnedFd),
-    /// It waits for another task: CRIU asks again after [`crate::Host::wake_files`] for this one. Only where
-    /// [`crate::Host::can_wait`]; elsewhere it fails the restore.
+    /// The file depends on another task: CRIU calls again after [`crate::Host::wake_files`] for this one. It
+    /// fails the restore without [`crate::Host::can_wait`].
     Later,
 }
 
-/// How a mapping of a device is to be restored.
+/// How a mapping of a device is restored.
 #[derive(Debug)]
 pub struct Mapping {
     /// Offset in the file, in bytes.
     pub offset: u64,
-    /// The file to map; none: CRIU opens the path of the old one. CRIU closes it.
+    /// The file to map; None: CRIU opens the path of the old file. CRIU closes it.
     pub file: Option<OwnedFd>,
 }
 
-/// An error with its causes, on one line. A cause that the error before it has told already is not told again.
+/// Writes an error with its causes on one line. A cause that the text before ends with is left out.
 pub(crate) fn one_line(error: &(dyn Error + 'static)) -> String {
     let causes = std::iter::successors(Some(error), |error| (*error).source());
     let mut text: Vec<String> = Vec::new();
     for cause in causes.map(ToString::to_string) {
-        if !text.last().is_some_and(|told| told.ends_with(&cause)) {
+        if !text.last().is_some_and(|before| before.ends_with(&cause)) {
             text.push(cause);
         }
     }
@@ -66,8 +66,8 @@ mod tests {
         assert_eq!(one_line(&error), "read the image: disk on fire");
         #[derive(Debug, thiserror::Error)]
         #[error("restore: {0}")]
-        struct Telling(#[source] Outer);
-        let error = Telling(Outer(std::io::Error::other("disk on fire")));
+        struct WithSource(#[source] Outer);
+        let error = WithSource(Outer(std::io::Error::other("disk on fire")));
         assert_eq!(one_line(&error), "restore: read the image: disk on fire");
     }
 

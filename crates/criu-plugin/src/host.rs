@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What CRIU offers to its plugins.
+//! The functions of CRIU that a plugin can call.
 
 use std::ffi::CStr;
 use std::fmt;
@@ -9,27 +9,28 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::abi::{self, Level};
 
-/// Whether the plugin's name is in the inventory of the image that is being dumped. A plugin is loaded once a process.
+/// Whether the plugin's name is in the inventory of the image that is dumped. A process loads a plugin once.
 static RECORDED: AtomicBool = AtomicBool::new(false);
 
-/// Why the host did not do it.
+/// Why a function of the host failed.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum HostError {
     /// The program that loaded the plugin does not have the function.
     #[error("this CRIU has no {0}: expected CRIU 4.1 or newer; use such a one")]
     Missing(&'static str),
-    /// CRIU's tree of processes has no root, or another form.
+    /// CRIU's process tree has no root, or has another layout.
     #[error(
-        "CRIU's root_item cannot be read: {0}; expected CRIU 4.1 to 4.2, or one with the same struct pstree_item"
+        "CRIU's root_item cannot be read: {0}; expected CRIU 4.1 to 4.2, or one with the same \
+         struct pstree_item"
     )]
     NoRoot(String),
-    /// The function failed; CRIU has logged why.
+    /// The function failed; CRIU has logged the reason.
     #[error("CRIU's {0} failed: see the line of its log before this one")]
     Failed(&'static str),
 }
 
-/// The CRIU that a hook was called by. It cannot leave the hook's thread: CRIU's functions, its log among them, are for
-/// its own thread only.
+/// The CRIU that called a hook. It cannot leave the hook's thread: CRIU's functions, its log included, must
+/// be called from CRIU's own thread.
 #[derive(Debug)]
 pub struct Host {
     name: &'static CStr,
@@ -61,7 +62,7 @@ impl Host {
         abi::log(Level::Debug, &format!("{}: {message}", self.name()));
     }
 
-    /// The file that CRIU logs to, for a process that outlives it.
+    /// The file that CRIU logs to, for a process that outlives CRIU.
     ///
     /// # Errors
     /// [`HostError`]
@@ -73,7 +74,7 @@ impl Host {
         self.name.to_string_lossy()
     }
 
-    /// The image directory, in tasks that are being restored, too.
+    /// The image directory, also in tasks that are being restored.
     ///
     /// # Errors
     /// [`HostError`]
@@ -81,8 +82,8 @@ impl Host {
         abi::image_dir()?.ok_or(HostError::Failed("criu_get_image_dir"))
     }
 
-    /// Names the plugin in the image: a restore then insists on having it. Any number of times in one dump; the name gets
-    /// there once.
+    /// Adds the plugin's name to the image: a restore then requires the plugin. It may be called any number
+    /// of times in one dump; the name is added once.
     ///
     /// # Errors
     /// [`HostError`]
@@ -94,13 +95,13 @@ impl Host {
         Ok(())
     }
 
-    /// Whether the image names the plugin, which is struck off the list by this: once a restore. True for images without
-    /// a list (before CRIU 4.1).
+    /// Whether the image names the plugin. The first call in a restore removes the name from the list.
+    /// Returns true for images without a list (before CRIU 4.1).
     pub(crate) fn take_from_inventory(&self) -> bool {
         abi::check_and_remove_inventory_plugin(self.name).unwrap_or(true)
     }
 
-    /// Puts a copy of a descriptor into the store that all processes of this restore share; gives its id.
+    /// Puts a copy of a descriptor into the store that all processes of this restore share. Returns its id.
     ///
     /// # Errors
     /// [`HostError`]
@@ -108,7 +109,7 @@ impl Host {
         non_negative("fdstore_add", abi::fdstore_add(fd)?)
     }
 
-    /// A copy of a descriptor from that store.
+    /// Returns a copy of a descriptor in that store.
     ///
     /// # Errors
     /// [`HostError`]
@@ -124,8 +125,8 @@ impl Host {
         abi::run_id()
     }
 
-    /// The process whose tree is dumped, as this process counts pids; known from [`crate::Plugin::init`] on. CRIU has no
-    /// function for it.
+    /// The root of the tree that is dumped, in this process's pid namespace. It is known from
+    /// [`crate::Plugin::init`] on. CRIU has no function for it.
     ///
     /// # Errors
     /// [`HostError`]
@@ -133,8 +134,8 @@ impl Host {
         abi::root_pid()
     }
 
-    /// A descriptor number that the restored task `pid` (as in its namespace) will not use, and all above. CRIU ends at once
-    /// if there is no such task.
+    /// Returns a descriptor number such that the restored task `pid` (in its namespace) uses neither it nor
+    /// any above. CRIU ends at once if the task does not exist.
     ///
     /// # Errors
     /// [`HostError`]
@@ -142,20 +143,21 @@ impl Host {
         non_negative("find_unused_fd_pid", abi::find_unused_fd_pid(pid)?)
     }
 
-    /// Whether [`crate::Plugin::post_forking`] is called, and the store is there when a restore's plugin is made (CRIU 4.2).
+    /// Whether CRIU calls [`crate::Plugin::post_forking`], and has the store when a restore's plugin is made
+    /// (CRIU 4.2).
     #[must_use]
-    pub fn tells_of_forking(&self) -> bool {
-        abi::forking_is_told()
+    pub fn has_post_forking(&self) -> bool {
+        abi::has_post_forking()
     }
 
-    /// Whether [`crate::Restored::Later`] is understood.
+    /// Whether CRIU understands [`crate::Restored::Later`].
     #[must_use]
     pub fn can_wait(&self) -> bool {
         abi::restore_file_can_wait()
     }
 
-    /// Makes CRIU ask again for the files of task `pid` (as in its namespace) that were [`crate::Restored::Later`]. CRIU
-    /// ends at once if there is no such task.
+    /// Makes CRIU request the files of task `pid` (in its namespace) again that were
+    /// [`crate::Restored::Later`]. CRIU ends at once if the task does not exist.
     ///
     /// # Errors
     /// [`HostError`]
@@ -175,7 +177,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_a_program_lacks_is_named() {
+    fn a_missing_function_is_named() {
         let host = Host::new(c"test");
         assert_eq!(host.image_dir().unwrap_err(), HostError::Missing("criu_get_image_dir"));
         assert_eq!(host.store_fd(std::io::stdin().as_fd()), Err(HostError::Missing("fdstore_add")));

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! CRIU plugins in Rust. A crate of type `cdylib` implements [`Plugin`] and names it to [`register!`]:
+//! CRIU plugins in Rust. A crate of type `cdylib` implements [`Plugin`] and passes it to [`register!`]:
 //!
 //! ```
 //! use std::os::fd::{AsFd, BorrowedFd};
@@ -26,18 +26,20 @@
 //! # fn main() {}
 //! ```
 //!
-//! What this crate takes care of:
+//! This crate takes care of:
 //!
-//! * **One binary for every CRIU.** A CRIU refuses, and ends, when a plugin has more hooks than it knows. The descriptor
-//!   is fitted to the host while it is loaded; a hook that the host lacks is simply never called. All functions of the
-//!   host are looked up at run time, so that the file loads anywhere; one that is missing gives
-//!   [`HostError::Missing`].
-//! * **Errors and panics** in a hook become one line in CRIU's log and a failed dump or restore; nothing unwinds into CRIU.
-//! * **Processes.** Hooks of the restore run in the restored tasks, which are forks of CRIU with a copy of the plugin. What
-//!   belongs to CRIU's main process (see [`Plugin`]) is refused anywhere else.
-//! * **The inventory**: the plugin's name gets into the image once, and is asked for once.
+//! - **One binary for every CRIU.** A CRIU refuses a plugin with more hooks than it knows, and ends. So the
+//!   descriptor is fitted to the host while it is loaded; CRIU never calls a hook that it does not know. All
+//!   functions of the host are resolved at run time, so that the file loads anywhere. A missing function
+//!   gives [`HostError::Missing`].
+//! - **Errors and panics** in a hook become one line in CRIU's log and a failed dump or restore; nothing
+//!   unwinds into CRIU.
+//! - **Processes.** Hooks of the restore run in the restored tasks, which are forks of CRIU with a copy of
+//!   the plugin. Hooks of CRIU's main process (see [`Plugin`]) are refused in any other process.
+//! - **The inventory.** The plugin's name is added to the image once, and checked once.
 //!
-//! Facts: CRIU 4.1.1 and 4.2.1; the signatures of later ones from its development branch of November 2025.
+//! Sources: CRIU 4.1.1 and 4.2.1; the signatures of later versions are from its development branch of
+//! November 2025.
 
 mod abi;
 mod answer;
@@ -53,7 +55,7 @@ pub use runtime::Slot;
 
 /// Makes a type the plugin of this `cdylib`: exports `CR_PLUGIN_DESC` and fits it to the CRIU that loads it.
 ///
-/// Once a `cdylib`; it must be built with unwinding panics, as cargo does by default.
+/// Use it once per `cdylib`, which must be built with unwinding panics, as cargo does by default.
 #[macro_export]
 macro_rules! register {
     ($plugin:ty) => {
@@ -78,7 +80,7 @@ macro_rules! register {
                 CR_PLUGIN_DESC.fit_to_host();
             }
 
-            // Runs while CRIU's dlopen does, before it looks at the descriptor.
+            // Runs during CRIU's dlopen, before CRIU reads the descriptor.
             #[used]
             #[unsafe(link_section = ".init_array")]
             static ON_LOAD: extern "C" fn() = fit_to_host;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What a plugin is.
+//! The trait of a plugin, with its hooks.
 
 use std::ffi::CStr;
 use std::os::fd::{BorrowedFd, OwnedFd};
@@ -7,7 +7,7 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 use crate::answer::{Answer, Mapping, Refusal, Restored};
 use crate::host::Host;
 
-/// What CRIU loaded the plugin for.
+/// The command that CRIU loaded the plugin for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Stage {
     /// `criu dump`.
@@ -16,35 +16,36 @@ pub enum Stage {
     PreDump,
     /// `criu restore`.
     Restore {
-        /// Whether the image names this plugin, or is too old to name any. A plugin that is not named has nothing to
+        /// Whether the image names this plugin, or is too old to name any. An unnamed plugin has nothing to
         /// restore and should refuse with [`Refusal::NotMine`].
         named: bool,
     },
 }
 
-/// A CRIU plugin: what it does at each hook. Hooks that it leaves alone say [`Refusal::NotMine`].
+/// A CRIU plugin. Hooks that it does not implement return [`Refusal::NotMine`].
 ///
-/// A hook never runs while another one does. Those marked *task* run in the process that is being restored: a fork of
-/// CRIU with a copy of the plugin as it was at that moment, in the namespaces of the task, with its process id. What
-/// one task writes into `self` no other process sees; no thread may be left, and what stays open must not have a number
-/// that the task uses ([`Host::unused_fd`]). All others run in CRIU's main process.
+/// Two hooks never run at the same time. Hooks marked *task* run in the process that is being restored: a
+/// fork of CRIU with a copy of the plugin, in the namespaces of the task, with its pid. No other process sees
+/// what a task writes into `self`. No thread of it may outlive the hook. Descriptors that stay open must not
+/// have a number that the task uses ([`Host::unused_fd`]). All other hooks run in CRIU's main process.
 ///
-/// No thread before [`Plugin::post_forking`]: CRIU forks with plain `clone`, which copies one thread and every lock that
-/// another one holds.
+/// Start no thread before [`Plugin::post_forking`]: CRIU forks with plain `clone`, which copies only one
+/// thread but also locks that other threads hold.
 #[expect(unused_variables, reason = "the names of arguments are documentation")]
 pub trait Plugin: Sized + Send + 'static {
     /// The name in CRIU's log and in the image's inventory.
     const NAME: &'static CStr;
 
-    /// Right after loading. [`Refusal::NotMine`]: the plugin steps aside, no other hook is called.
+    /// Makes the plugin right after loading. [`Refusal::NotMine`]: the plugin does nothing, and no other hook
+    /// is called.
     ///
     /// # Errors
     /// [`Refusal::Failed`] ends CRIU's command.
     fn init(host: &Host, stage: Stage) -> Answer<Self>;
 
-    /// The end, also of a dump or restore that failed (`result` is not 0 then). A dump's tasks are still stopped; a
-    /// restore's run. All threads must be joined here. Not called after a pre-dump. It is called after a panic in
-    /// another hook, too, so that it can undo what must not stay.
+    /// Called at the end, also of a dump or restore that failed (then `result` is not 0). A dump's tasks are
+    /// still stopped; a restore's tasks run. All threads must be joined here. It is not called after a
+    /// pre-dump. It is called after a panic in another hook, too, to undo what must not stay.
     fn exit(self, host: &Host, stage: Stage, result: i32) {}
 
     /// Dumps a unix socket (`CR_PLUGIN_HOOK__DUMP_UNIX_SK`).
@@ -60,8 +61,9 @@ pub trait Plugin: Sized + Send + 'static {
         Err(Refusal::NotMine)
     }
 
-    /// Dumps an open file that CRIU does not know (`CR_PLUGIN_HOOK__DUMP_EXT_FILE`): `file` is the task's own. Before that
-    /// task's memory is dumped. `id` names it in the image; files shared by tasks are dumped once.
+    /// Dumps an open file that CRIU does not know (`CR_PLUGIN_HOOK__DUMP_EXT_FILE`), before the task's memory
+    /// is dumped. `file` is the task's own. `id` names it in the image; a file shared by tasks is dumped
+    /// once.
     fn dump_file(&mut self, host: &Host, file: BorrowedFd<'_>, id: u32) -> Answer {
         Err(Refusal::NotMine)
     }
@@ -86,50 +88,54 @@ pub trait Plugin: Sized + Send + 'static {
         Err(Refusal::NotMine)
     }
 
-    /// Says whether a mapped device can be dumped (`CR_PLUGIN_HOOK__HANDLE_DEVICE_VMA`): `Ok` makes CRIU keep the mapping
-    /// and ask [`Plugin::update_mapping`] at the restore. `file` may be good for `fstat` only. Once for a row of mappings
-    /// of one file, and in pre-dumps, too. If no plugin says `Ok`, the dump fails.
+    /// Decides whether a mapped device can be dumped (`CR_PLUGIN_HOOK__HANDLE_DEVICE_VMA`). `Ok` makes CRIU
+    /// keep the mapping and call [`Plugin::update_mapping`] at the restore. `file` may be usable for `fstat`
+    /// only. It is called once for a row of mappings of one file, also in pre-dumps. If no plugin returns
+    /// `Ok`, the dump fails.
     fn handle_device_mapping(&mut self, host: &Host, file: BorrowedFd<'_>, status: &libc::stat) -> Answer {
         Err(Refusal::NotMine)
     }
 
-    /// *task:* Says what to map in the place of a mapped device (`CR_PLUGIN_HOOK__UPDATE_VMA_MAP`); in every task that
-    /// has it, when the task's files are restored. `address` and `offset` are those at the dump, in bytes. CRIU knows no
-    /// errors here: this crate hands it a descriptor that cannot be mapped, so that the restore fails all the same.
+    /// *task:* Returns what to map in the place of a mapped device (`CR_PLUGIN_HOOK__UPDATE_VMA_MAP`). It is
+    /// called in every task with the mapping, when the task's files are restored. `address` and `offset` are
+    /// those at the dump, in bytes. CRIU has no errors here: this crate returns a descriptor that cannot be
+    /// mapped, so that the restore fails.
     fn update_mapping(&mut self, host: &Host, path: &CStr, address: u64, offset: u64) -> Answer<Mapping> {
         Err(Refusal::NotMine)
     }
 
-    /// When all memory of a restored task is in place and it is about to run (`CR_PLUGIN_HOOK__RESUME_DEVICES_LATE`);
-    /// `pid` as CRIU sees it. **CRIU ignores an error**: it is only logged.
+    /// Called when all memory of a restored task is in place and the task is about to run
+    /// (`CR_PLUGIN_HOOK__RESUME_DEVICES_LATE`). `pid` is in CRIU's pid namespace. **CRIU ignores an error**:
+    /// it is only logged.
     fn resume_devices_late(&mut self, host: &Host, pid: i32) -> Answer {
         Err(Refusal::NotMine)
     }
 
-    /// Before a task is stopped (`CR_PLUGIN_HOOK__PAUSE_DEVICES`, CRIU 4.0). It may come twice, or for a task that ends
-    /// meanwhile; in pre-dumps, too.
+    /// Called before a task is stopped (`CR_PLUGIN_HOOK__PAUSE_DEVICES`, CRIU 4.0). It may be called twice,
+    /// or for a task that ends meanwhile; also in pre-dumps.
     fn pause_devices(&mut self, host: &Host, pid: i32) -> Answer {
         Err(Refusal::NotMine)
     }
 
-    /// When all tasks are stopped and nothing is dumped yet (`CR_PLUGIN_HOOK__CHECKPOINT_DEVICES`, CRIU 4.0).
+    /// Called when all tasks are stopped and nothing is dumped yet (`CR_PLUGIN_HOOK__CHECKPOINT_DEVICES`,
+    /// CRIU 4.0).
     fn checkpoint_devices(&mut self, host: &Host, pid: i32) -> Answer {
         Err(Refusal::NotMine)
     }
 
-    /// When the first task is forked (`CR_PLUGIN_HOOK__POST_FORKING`, CRIU 4.2): threads may be started, with all
-    /// signals blocked.
+    /// Called when the first task is forked (`CR_PLUGIN_HOOK__POST_FORKING`, CRIU 4.2). From now on threads
+    /// may be started, with all signals blocked.
     fn post_forking(&mut self, host: &Host) -> Answer {
         Err(Refusal::NotMine)
     }
 
-    /// Before the first task is forked (`CR_PLUGIN_HOOK__RESTORE_INIT`, after CRIU 4.2).
+    /// Called before the first task is forked (`CR_PLUGIN_HOOK__RESTORE_INIT`, after CRIU 4.2).
     fn restore_init(&mut self, host: &Host) -> Answer {
         Err(Refusal::NotMine)
     }
 
-    /// When everything of all tasks is dumped (`CR_PLUGIN_HOOK__DUMP_DEVICES_LATE`, after CRIU 4.2). Not called when the
-    /// dump has failed: [`Plugin::exit`] is.
+    /// Called when all tasks are dumped (`CR_PLUGIN_HOOK__DUMP_DEVICES_LATE`, after CRIU 4.2). It is not
+    /// called when the dump has failed: [`Plugin::exit`] is.
     fn dump_devices_late(&mut self, host: &Host, pid: i32) -> Answer {
         Err(Refusal::NotMine)
     }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Between CRIU's calls and the plugin: the one instance, panics, errors, processes.
+//! Runs hooks: keeps the plugin's instance, catches panics, logs errors, and checks the process.
 
 use std::cell::RefCell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -11,11 +11,11 @@ use crate::host::Host;
 use crate::plugin::Stage;
 
 thread_local! {
-    /// What the last panic of this thread said, and where.
+    /// The message and the place of this thread's last panic.
     static PANIC: RefCell<Option<String>> = const { RefCell::new(None) };
 }
 
-/// Holds the plugin of a `cdylib`; made by [`crate::register!`].
+/// The place of a `cdylib`'s plugin; [`crate::register!`] makes it.
 #[derive(Debug)]
 pub struct Slot<P> {
     instance: Mutex<Option<Instance<P>>>,
@@ -26,12 +26,12 @@ pub struct Slot<P> {
 struct Instance<P> {
     plugin: P,
     stage: Stage,
-    /// After a panic only `exit` is called: nobody knows what state the plugin is in.
+    /// After a panic only `exit` is called, because the plugin's state is unknown.
     panicked: bool,
 }
 
 impl<P> Slot<P> {
-    /// With no plugin yet.
+    /// Makes a slot without a plugin.
     #[must_use]
     pub const fn new() -> Self {
         Self { instance: Mutex::new(None), main: OnceLock::new() }
@@ -44,21 +44,21 @@ impl<P> Default for Slot<P> {
     }
 }
 
-/// Where a hook belongs.
+/// The kind of process that a hook must run in.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Place {
+pub(crate) enum ProcessKind {
     /// CRIU's main process.
     Main,
     /// A task that is being restored: a fork of the main process.
     Task,
 }
 
-/// Makes the plugin's instance. `Err` when CRIU's command must fail; the reason is logged.
+/// Makes the plugin's instance. Returns `Err` when CRIU's command must fail; the reason is logged.
 pub(crate) fn init<P: Registered>(stage: Option<Stage>) -> Result<(), ()> {
     let host = Host::new(P::NAME);
     catch_panics();
     let Some(stage) = stage else {
-        host.warn("this CRIU loads plugins for something new, which is left alone");
+        host.warn("this CRIU loads plugins for an unknown command: the plugin does nothing");
         return Ok(());
     };
     let mark = match ProcessMark::new() {
@@ -68,7 +68,7 @@ pub(crate) fn init<P: Registered>(stage: Option<Stage>) -> Result<(), ()> {
             return Err(());
         }
     };
-    // CRIU loads a plugin once; a mark from before is as good.
+    // CRIU loads a plugin once; an earlier mark is as good.
     let _ = P::slot().main.set(mark);
     match guarded(|| P::init(&host, stage)) {
         Ok(Ok(plugin)) => {
@@ -88,7 +88,7 @@ pub(crate) fn init<P: Registered>(stage: Option<Stage>) -> Result<(), ()> {
     }
 }
 
-/// Ends the plugin's instance; nothing in any process but the main one, whose it is.
+/// Ends the plugin's instance. It does nothing except in the main process, which owns the instance.
 pub(crate) fn exit<P: Registered>(result: i32) {
     if !P::slot().main.get().is_some_and(ProcessMark::is_here) {
         return;
@@ -101,9 +101,9 @@ pub(crate) fn exit<P: Registered>(result: i32) {
     }
 }
 
-/// Why a hook has nothing to give; what went wrong is logged.
+/// Why a hook has no result; errors are logged.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum No {
+pub(crate) enum HookError {
     NotMine,
     Failed,
 }
@@ -111,30 +111,30 @@ pub(crate) enum No {
 /// Calls one hook of the plugin.
 pub(crate) fn hook<P: Registered, T>(
     name: &str,
-    place: Place,
+    kind: ProcessKind,
     act: impl FnOnce(&mut P, &Host) -> Answer<T>,
-) -> Result<T, No> {
+) -> Result<T, HookError> {
     let host = Host::new(P::NAME);
     let failed = |reason: &str| {
         host.error(format_args!("{name}: {reason}"));
-        Err(No::Failed)
+        Err(HookError::Failed)
     };
     let mut instance = match P::slot().instance.try_lock() {
         Ok(instance) => instance,
         Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
         Err(TryLockError::WouldBlock) => return failed("called while another hook runs"),
     };
-    // Stepped aside.
-    let Some(instance) = instance.as_mut() else { return Err(No::NotMine) };
-    if place == Place::Main && !P::slot().main.get().is_some_and(ProcessMark::is_here) {
-        return failed("called in a fork of CRIU, where it does not belong");
+    // The plugin refused in `init`.
+    let Some(instance) = instance.as_mut() else { return Err(HookError::NotMine) };
+    if kind == ProcessKind::Main && !P::slot().main.get().is_some_and(ProcessMark::is_here) {
+        return failed("called in a fork of CRIU, expected CRIU's main process");
     }
     if instance.panicked {
         return failed("not called: the plugin has panicked before");
     }
     match guarded(|| act(&mut instance.plugin, &host)) {
         Ok(Ok(value)) => Ok(value),
-        Ok(Err(Refusal::NotMine)) => Err(No::NotMine),
+        Ok(Err(Refusal::NotMine)) => Err(HookError::NotMine),
         Ok(Err(Refusal::Failed(error))) => failed(&one_line(&*error)),
         Err(panic) => {
             instance.panicked = true;
@@ -143,16 +143,17 @@ pub(crate) fn hook<P: Registered, T>(
     }
 }
 
-/// Keeps what a panic says instead of writing it to standard error, which in a restored task is the task's own.
+/// Stores a panic's message instead of writing it to standard error, which in a restored task is the task's
+/// own.
 fn catch_panics() {
     std::panic::set_hook(Box::new(|panic| {
         PANIC.with_borrow_mut(|slot| *slot = Some(panic.to_string()));
     }));
 }
 
-/// `Err` with what a panic said, on one line.
+/// Returns `Err` with the message of a panic, on one line.
 fn guarded<T>(act: impl FnOnce() -> T) -> Result<T, String> {
-    // What a panic leaves half-done is not used again: see `Instance::panicked`.
+    // State that a panic left incomplete is not used again: see `Instance::panicked`.
     catch_unwind(AssertUnwindSafe(act)).map_err(|payload| {
         // A payload whose drop panics would unwind into CRIU.
         std::mem::forget(payload);

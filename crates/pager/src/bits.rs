@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! One bit for every page of a plan, changed by several threads at once.
+//! One bit for every page of a plan; several threads change them concurrently.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -23,8 +23,8 @@ impl Bits {
         self.load(bit / WORD) >> (bit % WORD) & 1 == 1
     }
 
-    /// Sets `range`; gives how many of its bits were clear. Each bit is counted by exactly one of several
-    /// threads that set it.
+    /// Sets the bits of `range`. Returns how many of them were clear. When several threads set a bit, exactly
+    /// one of them counts it.
     pub(crate) fn set(&self, range: Range<u64>) -> u64 {
         let set = |(word, mask)| {
             let before = self.words[index(word)].fetch_or(mask, Ordering::AcqRel);
@@ -33,24 +33,24 @@ impl Bits {
         masks(range).map(set).sum()
     }
 
-    /// Clears `range`.
+    /// Clears the bits of `range`.
     pub(crate) fn clear(&self, range: Range<u64>) {
         for (word, mask) in masks(range) {
             self.words[index(word)].fetch_and(!mask, Ordering::AcqRel);
         }
     }
 
-    /// How many bits are set.
+    /// Number of set bits.
     pub(crate) fn count(&self) -> u64 {
         self.words.iter().map(|word| u64::from(word.load(Ordering::Acquire).count_ones())).sum()
     }
 
-    /// The first clear bit of `range`; its end when there is none.
+    /// The first clear bit of `range`, or the range's end.
     pub(crate) fn next_clear(&self, range: Range<u64>) -> u64 {
         self.find(range, |word| !word)
     }
 
-    /// The first set bit of `range`; its end when there is none.
+    /// The first set bit of `range`, or the range's end.
     pub(crate) fn next_set(&self, range: Range<u64>) -> u64 {
         self.find(range, |word| word)
     }
@@ -65,8 +65,8 @@ impl Bits {
             .unwrap_or(end)
     }
 
-    /// Maximal stretches of clear bits in `range`, in order.
-    pub(crate) fn clear_stretches(&self, range: Range<u64>) -> impl Iterator<Item = Range<u64>> {
+    /// Maximal ranges of clear bits in `range`, in order.
+    pub(crate) fn clear_ranges(&self, range: Range<u64>) -> impl Iterator<Item = Range<u64>> {
         let mut at = range.start;
         std::iter::from_fn(move || {
             let start = self.next_clear(at..range.end);
@@ -90,7 +90,7 @@ impl Clone for Bits {
     }
 }
 
-/// The words that `range` touches, each with a mask of the bits in it.
+/// The words that have bits of `range`, each with a mask of those bits.
 fn masks(range: Range<u64>) -> impl Iterator<Item = (u64, u64)> {
     let (start, end) = (range.start, range.end.max(range.start));
     (start / WORD..end.div_ceil(WORD)).filter_map(move |word| {
@@ -136,11 +136,11 @@ mod tests {
     }
 
     #[test]
-    fn stretches_are_maximal_and_clipped() {
+    fn clear_ranges_are_maximal_and_clipped() {
         let bits = Bits::new(300);
         bits.set(10..20);
         bits.set(64..128);
-        assert_eq!(bits.clear_stretches(5..200).collect::<Vec<_>>(), [5..10, 20..64, 128..200]);
-        assert_eq!(bits.clear_stretches(10..20).count(), 0);
+        assert_eq!(bits.clear_ranges(5..200).collect::<Vec<_>>(), [5..10, 20..64, 128..200]);
+        assert_eq!(bits.clear_ranges(10..20).count(), 0);
     }
 }

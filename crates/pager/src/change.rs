@@ -1,26 +1,27 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What a program does to its layout, as userfaultfd events tell it.
+//! Changes of a program's layout, as userfaultfd events report them.
 
 use crate::PAGE_SIZE;
 
-/// A change of the layout, in target addresses (bytes, whole pages).
+/// A change of the layout. Addresses and lengths are in bytes and cover whole pages of the target.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Change {
-    /// Contents of `start..end` are dropped (`MADV_DONTNEED` and its like): from now on zero pages.
+    /// The contents of `start..end` are dropped (`MADV_DONTNEED` and similar): the pages are zero from now
+    /// on.
     Remove {
         /// First address.
         start: u64,
         /// Address after the last.
         end: u64,
     },
-    /// `start..end` is not mapped any more.
+    /// `start..end` is unmapped.
     Unmap {
         /// First address.
         start: u64,
         /// Address after the last.
         end: u64,
     },
-    /// What was at `from..from + len` is now at `to..to + len`.
+    /// The memory at `from..from + len` is moved to `to..to + len`.
     Remap {
         /// Old address.
         from: u64,
@@ -31,7 +32,7 @@ pub enum Change {
     },
 }
 
-/// Why a change cannot be one that a kernel reported.
+/// Why a kernel cannot have reported a change.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum ChangeError {
     /// An address or length is not a multiple of the page size.
@@ -40,7 +41,7 @@ pub enum ChangeError {
     /// The end is below the start, or beyond the last address.
     #[error("changing a layout: {0:x?} ends before it starts or beyond the last address")]
     BadRange(Change),
-    /// Old and new place have addresses in common, which `mremap` refuses.
+    /// Old and new range overlap, which `mremap` refuses.
     #[error("changing a layout: {0:x?} moves memory onto itself")]
     Overlap(Change),
 }

@@ -1,24 +1,24 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What an image holds for one process, and in which order it lies in the files.
+//! The lazy pages of one process in an image, and their order in the files.
 
 use std::ops::Range;
 
 use crate::{BLOCK_PAGES, PAGE_SIZE, index};
 
-/// Pages of one plan at most: 16 TiB, far beyond any process that is dumped, and 1 GiB of page state.
+/// Pages of one plan at most: 16 TiB, far more than any dumped process has, and 1 GiB of page state.
 const MAX_PAGES: u64 = 1 << 32;
 
 /// Bytes in a block.
 const BLOCK: u64 = BLOCK_PAGES * PAGE_SIZE;
 
-/// Pages that lie together in a file and in the address space.
+/// Pages that are contiguous in a file and in the address space.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Extent {
-    /// Address at dump time, which is the target address until the program moves the page. Bytes.
+    /// Address at dump time, in bytes. It is the target address until the program moves the page.
     pub target: u64,
     /// Index of the file in a list that the caller keeps.
     pub file: u32,
-    /// Where the first page's bytes are in the file. Bytes, a multiple of the page size.
+    /// Byte offset of the first page in the file, a multiple of the page size.
     pub file_offset: u64,
     /// Length in pages, at least one. An extent lies inside one mapping.
     pub pages: u64,
@@ -32,16 +32,16 @@ pub struct PageIx(pub u64);
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct BlockIx(pub usize);
 
-/// An aligned stretch of [`BLOCK_PAGES`] pages of a file with at least one page of the plan in it.
+/// An aligned range of [`BLOCK_PAGES`] pages of a file with at least one page of the plan.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Block {
     /// Index of the file.
     pub file: u32,
     /// Offset in the file, in blocks.
     pub index: u64,
-    /// The first page of the plan in it.
+    /// The first page of the plan in the block.
     pub first: PageIx,
-    /// Pages of the plan in it: `first`, `first + 1`…
+    /// Number of pages of the plan in the block: `first`, `first + 1`…
     pub pages: u64,
 }
 
@@ -51,19 +51,20 @@ impl Block {
     }
 }
 
-/// Where every lazy page of one process lies in its image. Never changes.
+/// The place of every lazy page of one process in its image. It never changes.
 ///
-/// Costs about 70 bytes an extent and nothing a page: an image may claim 16 TiB in one record of a sparse file.
+/// It takes about 70 bytes per extent and nothing per page: an image may claim 16 TiB in one record of a
+/// sparse file.
 #[derive(Debug)]
 pub struct Plan {
-    /// In the order of (file, file offset), which is page order.
+    /// The extents in the order of (file, file offset), which is page order.
     extents: Vec<Extent>,
     /// First page of each extent.
     first_pages: Vec<u64>,
-    /// Targets of the extents, ascending, and which extent each is.
+    /// Targets of the extents, ascending, with the number of each extent in `by_target`.
     targets: Vec<u64>,
     by_target: Vec<u32>,
-    /// The block of each extent's first page: the one that the extent before ends in, or the next.
+    /// The block of each extent's first page: the block that the extent before ends in, or the next.
     first_blocks: Vec<usize>,
     blocks: usize,
     pages: u64,
@@ -81,7 +82,7 @@ pub enum PlanError {
     /// An extent ends beyond the last address or offset.
     #[error("making a page plan: {0:x?} ends beyond the last 64-bit address or offset; the image is damaged")]
     Overflow(Extent),
-    /// Two extents want the same address.
+    /// Two extents have the same address.
     #[error("making a page plan: {0:x?} and {1:x?} have an address in common; the image is damaged")]
     TargetOverlap(Extent, Extent),
     /// Two extents have bytes of a file in common.
@@ -101,12 +102,12 @@ impl Extent {
         self.file_offset + self.pages * PAGE_SIZE
     }
 
-    /// The block of the file that the first page lies in.
+    /// The block of the file that has the first page.
     fn first_block(&self) -> u64 {
         self.file_offset / BLOCK
     }
 
-    /// The block of the file that the last page lies in.
+    /// The block of the file that has the last page.
     fn last_block(&self) -> u64 {
         (self.file_end() - 1) / BLOCK
     }
@@ -130,10 +131,10 @@ impl Extent {
 }
 
 impl Plan {
-    /// A plan of `extents`, given in any order. O(n log n).
+    /// Makes a plan of `extents`, given in any order. O(n log n).
     ///
     /// # Errors
-    /// Extents that are unaligned, empty, too long, or have an address or file bytes in common.
+    /// Extents that are unaligned, empty, too long, or overlap in memory or in a file.
     pub fn new(mut extents: Vec<Extent>) -> Result<Self, PlanError> {
         extents.iter().try_for_each(Extent::validate)?;
         extents.sort_unstable_by_key(|extent| (extent.file, extent.file_offset));
@@ -157,7 +158,7 @@ impl Plan {
         Ok(Self { extents, first_pages, targets, by_target, first_blocks, blocks, pages })
     }
 
-    /// Pages in all.
+    /// Number of pages.
     #[must_use]
     pub fn pages(&self) -> u64 {
         self.pages
@@ -169,13 +170,14 @@ impl Plan {
         &self.extents
     }
 
-    /// Blocks in all.
+    /// Number of blocks.
     #[must_use]
     pub fn blocks(&self) -> usize {
         self.blocks
     }
 
-    /// The first block at or after offset `index` (in blocks) of a file; None when the file has none there.
+    /// The first block at or after offset `index` (in blocks) of a file; None when the file has no further
+    /// block.
     #[must_use]
     pub fn block_from(&self, file: u32, index: u64) -> Option<BlockIx> {
         let at = self.extents.partition_point(|extent| (extent.file, extent.last_block()) < (file, index));
@@ -183,10 +185,10 @@ impl Plan {
         Some(BlockIx(self.first_blocks[at] + crate::index(index.saturating_sub(extent.first_block()))))
     }
 
-    /// One block. O(log n).
+    /// Returns one block. O(log n).
     ///
     /// # Panics
-    /// `block` is not of this plan.
+    /// `block` is not in this plan.
     #[must_use]
     pub fn block(&self, block: BlockIx) -> Block {
         assert!(block.0 < self.blocks, "{block:?} of a plan of {} blocks", self.blocks);
@@ -204,13 +206,13 @@ impl Plan {
         Block { file: extent.file, index, first: PageIx(from), pages: end - from }
     }
 
-    /// The block that an extent's last page lies in.
+    /// The block that has an extent's last page.
     fn last_block_of(&self, number: usize) -> usize {
         let extent = self.extents[number];
         self.first_blocks[number] + index(extent.last_block() - extent.first_block())
     }
 
-    /// The block that `page` lies in. `page` must be of this plan.
+    /// The block that has `page`. `page` must be in this plan.
     pub(crate) fn block_of(&self, page: u64) -> BlockIx {
         let number = self.first_pages.partition_point(|first| *first <= page) - 1;
         let placed = self.placed(number);
@@ -218,7 +220,7 @@ impl Plan {
         BlockIx(self.first_blocks[number] + index(blocks))
     }
 
-    /// The extent that `page` lies in, with its number. `page` must be of this plan.
+    /// The extent that has `page`, with its first page. `page` must be in this plan.
     pub(crate) fn extent_of(&self, page: u64) -> Placed {
         self.placed(self.first_pages.partition_point(|first| *first <= page) - 1)
     }
@@ -231,7 +233,7 @@ impl Plan {
         (page < placed.extent.pages).then_some(placed.first + page)
     }
 
-    /// Pages dumped from the addresses `start..end`, extent by extent in the order of addresses.
+    /// The pages dumped from the addresses `start..end`, extent by extent in address order.
     pub(crate) fn pages_in(&self, start: u64, end: u64) -> impl Iterator<Item = (Placed, Range<u64>)> {
         let from = self.targets.partition_point(|target| *target <= start).saturating_sub(1);
         let extents = self.by_target[from..].iter().map(|number| self.placed(*number as usize));
@@ -242,7 +244,7 @@ impl Plan {
         })
     }
 
-    /// Pages of the plan between two page numbers, extent by extent.
+    /// Splits a range of pages of the plan at extents.
     pub(crate) fn split(&self, pages: Range<u64>) -> impl Iterator<Item = (Placed, Range<u64>)> {
         let mut at = pages.start;
         std::iter::from_fn(move || {
@@ -261,7 +263,7 @@ impl Plan {
     }
 }
 
-/// An extent and its first page.
+/// An extent and the number of its first page.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Placed {
     pub(crate) extent: Extent,
@@ -269,7 +271,7 @@ pub(crate) struct Placed {
 }
 
 impl Placed {
-    /// The page after its last.
+    /// The page after the last.
     pub(crate) fn end(&self) -> u64 {
         self.first + self.extent.pages
     }
@@ -279,12 +281,12 @@ impl Placed {
         self.extent.target + (page - self.first) * PAGE_SIZE
     }
 
-    /// Where the bytes of one of its pages are in the file.
+    /// The byte offset of one of its pages in the file.
     pub(crate) fn offset_of(&self, page: u64) -> u64 {
         self.extent.file_offset + (page - self.first) * PAGE_SIZE
     }
 
-    /// How far into their block the bytes of one of its pages are.
+    /// The byte offset of one of its pages in its block.
     pub(crate) fn block_offset_of(&self, page: u64) -> usize {
         index(self.offset_of(page) % BLOCK)
     }
@@ -293,7 +295,7 @@ impl Placed {
         self.first + (address - self.extent.target) / PAGE_SIZE
     }
 
-    /// Its first page at or after an offset in the file; the page after its last where it ends before.
+    /// The first page at or after an offset in the file, or the page after the last one.
     fn page_from(&self, offset: u64) -> u64 {
         let pages = offset.saturating_sub(self.extent.file_offset) / PAGE_SIZE;
         self.first + pages.min(self.extent.pages)
@@ -301,7 +303,7 @@ impl Placed {
 }
 
 fn sort_targets(extents: &[Extent]) -> Result<(Vec<u64>, Vec<u32>), PlanError> {
-    // At most MAX_PAGES extents, so that their numbers fit; the last one is 2^32 - 1.
+    // At most MAX_PAGES extents, so that their numbers fit; the last number is 2^32 - 1.
     let mut by_target: Vec<u32> = (0..=u32::MAX).take(extents.len()).collect();
     by_target.sort_unstable_by_key(|number| extents[*number as usize].target);
     for pair in by_target.windows(2) {
@@ -314,7 +316,7 @@ fn sort_targets(extents: &[Extent]) -> Result<(Vec<u64>, Vec<u32>), PlanError> {
     Ok((targets, by_target))
 }
 
-/// The block of each extent's first page, and how many blocks there are.
+/// The block of each extent's first page, and the number of blocks.
 fn first_blocks(extents: &[Extent]) -> (Vec<usize>, usize) {
     let mut blocks = 0;
     let mut before = None;

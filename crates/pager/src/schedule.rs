@@ -1,25 +1,25 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Which block is read next. Two bits a block; every method may run on several threads at once.
+//! Decides which block is read next, with two bits per block. Several threads may call each method.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use crate::BlockIx;
 
-/// Blocks that demand faults put in front and that wait for their turn: 16 MiB, about 10 ms of a fast disk.
-/// What was touched longer ago than that says little about what is touched next.
+/// Promoted blocks that may wait to be claimed: 16 MiB, about 10 ms of a fast disk. Page faults that are
+/// older say little about the next ones.
 pub const PROMOTED_BLOCKS: usize = 64;
 
-/// How work on a claimed block ended.
+/// The outcome of work on a claimed block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Finish {
-    /// Nothing of it is missing any more.
+    /// It has no missing page.
     Done,
     /// It must be claimed again.
     Retry,
 }
 
-/// State of a block. The order matters: below `Claimed` it can be claimed.
+/// State of a block. The order matters: a block below `Loading` can be claimed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum State {
     Missing = 0,
@@ -28,26 +28,26 @@ enum State {
     Done = 3,
 }
 
-/// Blocks that are searched together where they come before the others: each claim searches from their start.
-const FIRST: usize = 1024;
+/// Blocks of a priority range that are searched together: each claim searches from the start of its piece.
+const PRIORITY_PIECE: usize = 1024;
 const PER_WORD: usize = 32;
 /// The upper bit of every state.
 const UPPER: u64 = 0xaaaa_aaaa_aaaa_aaaa;
 
-/// States of all blocks, those in front, and how far the rest has come.
+/// The states of all blocks, the promoted blocks, and the position of the rest.
 #[derive(Debug)]
 pub(crate) struct Schedule {
     states: Box<[AtomicU64]>,
     blocks: usize,
-    /// Blocks that can be claimed; for a moment too high, never too low, so that zero means none.
-    waiting: AtomicUsize,
-    /// No block below can be claimed, most likely: where a search begins.
+    /// Blocks that can be claimed. It may be too high for a moment, but never too low: zero means none.
+    unclaimed: AtomicUsize,
+    /// Where a search begins: most likely no block below can be claimed.
     cursor: AtomicUsize,
-    front: Front,
+    promoted: PromotedRing,
     overflows: AtomicU64,
-    /// Blocks that come before the others, if none is in front, and which of these pieces is next.
-    first: Vec<Range<usize>>,
-    next: AtomicUsize,
+    /// Blocks to claim after promoted ones and before the others; `next_priority` is the current piece.
+    priority: Vec<Range<usize>>,
+    next_priority: AtomicUsize,
 }
 
 impl Schedule {
@@ -55,61 +55,62 @@ impl Schedule {
         Self {
             states: (0..blocks.div_ceil(PER_WORD)).map(|_| AtomicU64::new(0)).collect(),
             blocks,
-            waiting: AtomicUsize::new(blocks),
+            unclaimed: AtomicUsize::new(blocks),
             cursor: AtomicUsize::new(0),
-            front: Front::default(),
+            promoted: PromotedRing::default(),
             overflows: AtomicU64::new(0),
-            first: Vec::new(),
-            next: AtomicUsize::new(0),
+            priority: Vec::new(),
+            next_priority: AtomicUsize::new(0),
         }
     }
 
-    /// These come before the others, in this order.
-    pub(crate) fn put_first(&mut self, blocks: impl IntoIterator<Item = Range<usize>>) {
+    /// Sets the blocks to claim before the others, in this order.
+    pub(crate) fn set_priority(&mut self, blocks: impl IntoIterator<Item = Range<usize>>) {
         let pieces = |range: Range<usize>| {
-            let starts = range.clone().step_by(FIRST);
-            starts.map(move |start| start..range.end.min(start + FIRST))
+            let starts = range.clone().step_by(PRIORITY_PIECE);
+            starts.map(move |start| start..range.end.min(start + PRIORITY_PIECE))
         };
-        self.first = blocks.into_iter().flat_map(pieces).collect();
-        self.next = AtomicUsize::new(0);
+        self.priority = blocks.into_iter().flat_map(pieces).collect();
+        self.next_priority = AtomicUsize::new(0);
     }
 
-    /// Whether some of those that come before the others may be left.
-    pub(crate) fn has_first(&self) -> bool {
-        self.next.load(Ordering::Relaxed) < self.first.len()
+    /// Whether blocks with priority may be left.
+    pub(crate) fn has_priority(&self) -> bool {
+        self.next_priority.load(Ordering::Relaxed) < self.priority.len()
     }
 
-    /// Claims a block: those in front first, oldest first, then those that come before the others, then the lowest.
+    /// Claims a block: the oldest promoted one, else one with priority, else the lowest.
     pub(crate) fn claim(&self) -> Option<BlockIx> {
         let promoted =
-            std::iter::from_fn(|| self.front.pop()).find(|block| self.enter(*block, State::Queued));
-        let claimed = promoted.or_else(|| self.claim_first()).or_else(|| self.claim_lowest());
+            std::iter::from_fn(|| self.promoted.pop()).find(|block| self.claim_in(*block, State::Queued));
+        let claimed = promoted.or_else(|| self.claim_priority()).or_else(|| self.claim_lowest());
         if claimed.is_some() {
-            self.waiting.fetch_sub(1, Ordering::AcqRel);
+            self.unclaimed.fetch_sub(1, Ordering::AcqRel);
         }
         claimed.map(BlockIx)
     }
 
-    /// One that is given back when its piece is over comes with the lowest.
-    fn claim_first(&self) -> Option<usize> {
+    /// Claims a block with priority. A block that is released after its piece was searched is claimed with
+    /// the lowest.
+    fn claim_priority(&self) -> Option<usize> {
         loop {
-            let next = self.next.load(Ordering::Acquire);
-            if let Some(claimed) = self.search(self.first.get(next)?.clone()) {
+            let next = self.next_priority.load(Ordering::Acquire);
+            if let Some(claimed) = self.search(self.priority.get(next)?.clone()) {
                 return Some(claimed);
             }
-            // Not when another thread did.
-            let _ = self.next.compare_exchange(next, next + 1, Ordering::AcqRel, Ordering::Relaxed);
+            // It fails when another thread did it.
+            let _ = self.next_priority.compare_exchange(next, next + 1, Ordering::AcqRel, Ordering::Relaxed);
         }
     }
 
     fn claim_lowest(&self) -> Option<usize> {
-        if self.waiting.load(Ordering::Acquire) == 0 {
+        if self.unclaimed.load(Ordering::Acquire) == 0 {
             return None;
         }
         let from = self.cursor.load(Ordering::Acquire);
-        // The second look is needed only when a block was given back below a cursor on the move.
+        // The second search finds a block that was released below a moving cursor.
         let claimed = self.search(from..self.blocks).or_else(|| self.search(0..from))?;
-        // Not when another thread moved the cursor: it may have been moved back.
+        // It fails when another thread moved the cursor, perhaps back.
         let _ = self.cursor.compare_exchange(from, claimed + 1, Ordering::AcqRel, Ordering::Relaxed);
         Some(claimed)
     }
@@ -124,34 +125,34 @@ impl Schedule {
                 continue;
             }
             at = at / PER_WORD * PER_WORD + claimable.trailing_zeros() as usize / 2;
-            if at < range.end && (self.enter(at, State::Missing) || self.enter(at, State::Queued)) {
+            if at < range.end && (self.claim_in(at, State::Missing) || self.claim_in(at, State::Queued)) {
                 return Some(at);
             }
         }
         None
     }
 
-    fn enter(&self, block: usize, from: State) -> bool {
+    fn claim_in(&self, block: usize, from: State) -> bool {
         self.change(block, from, State::Loading)
     }
 
-    /// Puts `block` and the one after it in front, unless they are claimed or done.
+    /// Promotes `block` and the next one, unless they are claimed or done.
     pub(crate) fn promote(&self, block: BlockIx) {
         for block in block.0..self.blocks.min(block.0 + 2) {
             if !self.change(block, State::Missing, State::Queued) {
                 continue;
             }
-            if let Some(pushed_out) = self.front.push(block)
-                && self.change(pushed_out, State::Queued, State::Missing)
+            if let Some(overwritten) = self.promoted.push(block)
+                && self.change(overwritten, State::Queued, State::Missing)
             {
                 self.overflows.fetch_add(1, Ordering::Relaxed);
             }
         }
     }
 
-    /// Ends a claim.
+    /// Returns false when every block is claimed or done.
     pub(crate) fn has_claimable(&self) -> bool {
-        self.waiting.load(Ordering::Acquire) > 0
+        self.unclaimed.load(Ordering::Acquire) > 0
     }
 
     pub(crate) fn position(&self) -> Option<BlockIx> {
@@ -163,11 +164,11 @@ impl Schedule {
         self.cursor.store(block.0, Ordering::Release);
     }
 
-    /// Claims this very block; false when it is claimed or done.
+    /// Claims this block. Returns false when it is claimed or done.
     pub(crate) fn claim_block(&self, block: BlockIx) -> bool {
-        let claimed = self.enter(block.0, State::Missing) || self.enter(block.0, State::Queued);
+        let claimed = self.claim_in(block.0, State::Missing) || self.claim_in(block.0, State::Queued);
         if claimed {
-            self.waiting.fetch_sub(1, Ordering::AcqRel);
+            self.unclaimed.fetch_sub(1, Ordering::AcqRel);
         }
         claimed
     }
@@ -179,23 +180,23 @@ impl Schedule {
                 debug_assert!(held, "{block:?} was released without being claimed");
             }
             Finish::Retry => {
-                self.waiting.fetch_add(1, Ordering::AcqRel);
+                self.unclaimed.fetch_add(1, Ordering::AcqRel);
                 if self.change(block.0, State::Loading, State::Missing) {
                     self.cursor.fetch_min(block.0, Ordering::AcqRel);
                 } else {
-                    self.waiting.fetch_sub(1, Ordering::AcqRel);
+                    self.unclaimed.fetch_sub(1, Ordering::AcqRel);
                     debug_assert!(false, "{block:?} was released without being claimed");
                 }
             }
         }
     }
 
-    /// Promotions that were pushed out by later ones; such blocks keep their place in the plain order.
+    /// Number of promotions that later ones overwrote. Such blocks keep their place in the plain order.
     pub(crate) fn overflows(&self) -> u64 {
         self.overflows.load(Ordering::Relaxed)
     }
 
-    /// Why the states contradict one another. `missing` tells whether a block has missing pages.
+    /// Checks that the states are consistent. `missing` returns whether a block has missing pages.
     pub(crate) fn check(&self, missing: impl Fn(BlockIx) -> bool) -> Result<(), String> {
         let mut claimable = 0;
         for block in 0..self.blocks {
@@ -205,11 +206,11 @@ impl Schedule {
                 return Err(format!("block {block} is done and has missing pages"));
             }
         }
-        let waiting = self.waiting.load(Ordering::Acquire);
-        if waiting == claimable {
+        let unclaimed = self.unclaimed.load(Ordering::Acquire);
+        if unclaimed == claimable {
             Ok(())
         } else {
-            Err(format!("{claimable} blocks wait, {waiting} are counted"))
+            Err(format!("{claimable} blocks are claimable, {unclaimed} are counted"))
         }
     }
 
@@ -223,32 +224,32 @@ impl Schedule {
     }
 }
 
-/// A ring of promoted blocks. Entries are hints, the states decide: an entry that is lost between two
-/// threads, or found again a turn later, costs its place in the order and nothing else.
+/// A ring of promoted blocks. Entries are only hints; the states decide. An entry that two threads lose, or
+/// that is found a turn later, only loses its place in the order.
 #[derive(Debug)]
-struct Front {
+struct PromotedRing {
     /// Block number plus one; zero is an empty place.
     places: [AtomicUsize; PROMOTED_BLOCKS],
-    /// Entries ever taken, entries ever put.
+    /// Number of entries ever taken, and ever put.
     head: AtomicUsize,
     tail: AtomicUsize,
 }
 
-impl Default for Front {
+impl Default for PromotedRing {
     fn default() -> Self {
         let places = std::array::from_fn(|_| AtomicUsize::new(0));
         Self { places, head: AtomicUsize::new(0), tail: AtomicUsize::new(0) }
     }
 }
 
-impl Front {
-    /// Puts `block` last; gives the block whose place it took when the ring was full.
+impl PromotedRing {
+    /// Puts `block` last. Returns the block that it overwrote when the ring was full.
     fn push(&self, block: usize) -> Option<usize> {
         let at = self.tail.fetch_add(1, Ordering::AcqRel);
         self.places[at % PROMOTED_BLOCKS].swap(block + 1, Ordering::AcqRel).checked_sub(1)
     }
 
-    /// Takes the first.
+    /// Takes the first block.
     fn pop(&self) -> Option<usize> {
         loop {
             let head = self.head.load(Ordering::Acquire);
@@ -278,30 +279,30 @@ mod tests {
     }
 
     #[test]
-    fn without_faults_blocks_come_in_order() {
+    fn without_faults_blocks_are_claimed_in_order() {
         let schedule = Schedule::new(100);
         assert_eq!(claims(&schedule), (0..100).collect::<Vec<_>>());
         schedule.check(|_| true).unwrap();
     }
 
     #[test]
-    fn what_comes_before_the_others_does_and_what_was_touched_before_that() {
+    fn promoted_blocks_precede_priority_blocks_and_these_the_rest() {
         let mut schedule = Schedule::new(5000);
-        schedule.put_first([4000..4003, 100..2500]);
-        assert!(schedule.has_first());
+        schedule.set_priority([4000..4003, 100..2500]);
+        assert!(schedule.has_priority());
         assert_eq!(schedule.claim(), Some(BlockIx(4000)));
         schedule.promote(BlockIx(7));
         let wanted = [7, 8].into_iter().chain(4001..4003).chain(100..2500);
         let wanted = wanted.chain(0..7).chain(9..100).chain(2500..4000).chain(4003..5000);
         assert_eq!(claims(&schedule), wanted.collect::<Vec<_>>());
-        assert!(!schedule.has_first());
+        assert!(!schedule.has_priority());
         schedule.check(|_| true).unwrap();
     }
 
     #[test]
-    fn what_is_given_back_comes_again() {
+    fn a_released_block_is_claimed_again() {
         let mut schedule = Schedule::new(100);
-        schedule.put_first(std::iter::once(50..52));
+        schedule.set_priority(std::iter::once(50..52));
         assert_eq!(schedule.claim(), Some(BlockIx(50)));
         assert_eq!(schedule.claim(), Some(BlockIx(51)));
         assert_eq!(schedule.claim(), Some(BlockIx(0)));
@@ -310,7 +311,7 @@ mod tests {
     }
 
     #[test]
-    fn claims_that_begin_in_the_middle_come_to_the_start_in_the_end() {
+    fn claims_that_begin_in_the_middle_end_with_the_start() {
         let schedule = Schedule::new(100);
         assert_eq!(schedule.position(), None);
         schedule.begin_at(BlockIx(70));
@@ -321,7 +322,7 @@ mod tests {
     }
 
     #[test]
-    fn a_touched_block_and_its_successor_come_first_and_once() {
+    fn a_promoted_block_and_its_successor_are_claimed_first_once() {
         let schedule = Schedule::new(100);
         schedule.promote(BlockIx(50));
         schedule.promote(BlockIx(50));
@@ -332,7 +333,7 @@ mod tests {
     }
 
     #[test]
-    fn a_block_given_back_is_claimed_again_before_higher_ones() {
+    fn a_released_block_is_claimed_again_before_higher_ones() {
         let schedule = Schedule::new(100);
         for _ in 0..70 {
             schedule.claim();
@@ -346,19 +347,19 @@ mod tests {
     }
 
     #[test]
-    fn too_many_promotions_push_out_the_oldest_and_are_counted() {
+    fn too_many_promotions_overwrite_the_oldest_and_are_counted() {
         let schedule = Schedule::new(10 * PROMOTED_BLOCKS);
         for block in 0..PROMOTED_BLOCKS {
             schedule.promote(BlockIx(4 * block + 10));
         }
         assert_eq!(schedule.overflows(), PROMOTED_BLOCKS as u64);
-        // 64 calls put 128 blocks; the first 64 are pushed out.
+        // 64 calls put 128 blocks; the first 64 are overwritten.
         assert_eq!(schedule.claim(), Some(BlockIx(4 * PROMOTED_BLOCKS / 2 + 10)));
         assert_eq!(claims(&schedule).len(), 10 * PROMOTED_BLOCKS - 1);
     }
 
     #[test]
-    fn a_promotion_of_what_is_under_way_changes_nothing() {
+    fn a_promotion_of_a_claimed_or_done_block_changes_nothing() {
         let schedule = Schedule::new(4);
         assert_eq!(schedule.claim(), Some(BlockIx(0)));
         assert_eq!(schedule.claim(), Some(BlockIx(1)));

@@ -7,7 +7,7 @@ use std::time::Duration;
 use nix::time::{ClockId, clock_gettime};
 use rewake_pager::{
     BLOCK_PAGES, BlockIx, Change, ChangeError, Extent, Finish, Locate, PAGE_SIZE, PageIx, Plan, PlanError,
-    RestoreError, Run, Segment, Space,
+    ResidencyMap, RestoreError, Run, Segment,
 };
 
 const GIB: u64 = 1 << 30;
@@ -16,27 +16,27 @@ fn extent(target: u64, file_offset: u64, pages: u64) -> Extent {
     Extent { target: target * PAGE_SIZE, file: 0, file_offset: file_offset * PAGE_SIZE, pages }
 }
 
-fn space(extents: &[Extent]) -> Space {
-    Space::new(Arc::new(Plan::new(extents.to_vec()).unwrap()))
+fn map(extents: &[Extent]) -> ResidencyMap {
+    ResidencyMap::new(Arc::new(Plan::new(extents.to_vec()).unwrap()))
 }
 
 fn remap(from: u64, to: u64, pages: u64) -> Change {
     Change::Remap { from: from * PAGE_SIZE, to: to * PAGE_SIZE, len: pages * PAGE_SIZE }
 }
 
-fn all_runs(space: &Space, block: usize) -> Vec<Run> {
+fn all_runs(map: &ResidencyMap, block: usize) -> Vec<Run> {
     let mut runs = Vec::new();
-    assert_eq!(space.runs(BlockIx(block), PageIx(0), u64::MAX, &mut runs), None);
+    assert_eq!(map.runs(BlockIx(block), PageIx(0), u64::MAX, &mut runs), None);
     runs
 }
 
 #[test]
 fn a_plan_of_nothing_is_complete() {
-    let space = space(&[]);
-    assert_eq!(space.locate(0x1000), Locate::Unbacked);
-    assert_eq!(space.claim(), None);
-    assert!(space.background_done());
-    space.check().unwrap();
+    let map = map(&[]);
+    assert_eq!(map.locate(0x1000), Locate::Unbacked);
+    assert_eq!(map.claim(), None);
+    assert!(map.background_done());
+    map.check().unwrap();
 }
 
 #[test]
@@ -68,7 +68,8 @@ fn blocks_are_aligned_in_the_file_and_name_only_lazy_pages() {
 
 #[test]
 fn small_extents_share_a_block_and_a_long_one_has_many() {
-    // In blocks of the file: a page, two pages, the rest and two more blocks, the tail of which a fourth has.
+    // In blocks of the file: one page; two pages; the rest and two more blocks, whose tail has a fourth
+    // extent's page.
     let plan = [extent(9000, 0, 1), extent(100, 1, 2), extent(2000, 8, 30), extent(50, 47, 1)];
     let plan = Plan::new(plan.to_vec()).unwrap();
     let blocks = (0..plan.blocks()).map(|number| plan.block(BlockIx(number)));
@@ -82,7 +83,7 @@ fn a_record_that_claims_16_tib_costs_no_more_than_one_of_a_page() {
     assert_eq!((whole.pages(), whole.blocks()), (1 << 32, 1 << 28));
     let last = whole.block(BlockIx(whole.blocks() - 1));
     assert_eq!((last.index, last.first.0, last.pages), ((1 << 28) - 1, (1 << 32) - BLOCK_PAGES, BLOCK_PAGES));
-    assert_eq!(whole.extents().len(), 1, "all that it keeps");
+    assert_eq!(whole.extents().len(), 1, "the plan keeps one extent");
     assert_eq!(
         Plan::new(vec![extent(0, 0, 1 << 32), extent(1 << 33, 1 << 32, 1)]).unwrap_err(),
         PlanError::TooLarge
@@ -100,95 +101,95 @@ fn a_block_is_found_by_file_and_offset() {
 
 #[test]
 fn a_run_ends_where_an_extent_ends() {
-    // Contiguous in memory and in the file, but two mappings: one fill may not cross.
-    let space = space(&[extent(100, 0, 3), extent(103, 3, 2)]);
-    let told: Vec<_> =
-        all_runs(&space, 0).iter().map(|run| (run.target / PAGE_SIZE, run.page.0, run.pages)).collect();
-    assert_eq!(told, [(100, 0, 3), (103, 3, 2)]);
+    // Contiguous in memory and in the file, but in two mappings: one fill may not cross them.
+    let map = map(&[extent(100, 0, 3), extent(103, 3, 2)]);
+    let found: Vec<_> =
+        all_runs(&map, 0).iter().map(|run| (run.target / PAGE_SIZE, run.page.0, run.pages)).collect();
+    assert_eq!(found, [(100, 0, 3), (103, 3, 2)]);
 }
 
 #[test]
-fn missing_pages_that_follow_one_another_are_one_run() {
-    let space = space(&[extent(100, 0, 14)]);
-    space.set_resident(PageIx(3), 5);
-    let told: Vec<_> = all_runs(&space, 0).iter().map(|run| (run.page.0, run.pages)).collect();
-    assert_eq!(told, [(0, 3), (8, 6)]);
+fn contiguous_missing_pages_are_one_run() {
+    let map = map(&[extent(100, 0, 14)]);
+    map.set_resident(PageIx(3), 5);
+    let found: Vec<_> = all_runs(&map, 0).iter().map(|run| (run.page.0, run.pages)).collect();
+    assert_eq!(found, [(0, 3), (8, 6)]);
 }
 
 #[test]
 fn dropped_pages_are_never_filled_again() {
-    let mut space = space(&[extent(100, 0, 10)]);
-    space.apply(&Change::Remove { start: 102 * PAGE_SIZE, end: 104 * PAGE_SIZE }).unwrap();
-    assert_eq!(space.locate(102 * PAGE_SIZE), Locate::Unbacked);
-    assert_eq!((space.missing(), space.total()), (8, 8));
-    assert_eq!(all_runs(&space, 0).iter().map(|run| run.pages).sum::<u64>(), 8);
-    // A late note about a page that was filled just before it was dropped changes nothing.
-    assert_eq!(space.set_resident(PageIx(2), 1), 0);
-    space.check().unwrap();
+    let mut map = map(&[extent(100, 0, 10)]);
+    map.apply(&Change::Remove { start: 102 * PAGE_SIZE, end: 104 * PAGE_SIZE }).unwrap();
+    assert_eq!(map.locate(102 * PAGE_SIZE), Locate::Unbacked);
+    assert_eq!((map.missing(), map.total()), (8, 8));
+    assert_eq!(all_runs(&map, 0).iter().map(|run| run.pages).sum::<u64>(), 8);
+    // A late set_resident of a page that was filled just before it was dropped changes nothing.
+    assert_eq!(map.set_resident(PageIx(2), 1), 0);
+    map.check().unwrap();
 }
 
 #[test]
 fn a_moved_page_keeps_its_bytes_and_its_residency() {
-    let mut space = space(&[extent(100, 0, 4)]);
-    space.set_resident(PageIx(1), 1);
-    space.apply(&remap(100, 9000, 4)).unwrap();
-    let at = |page: u64| space.locate(page * PAGE_SIZE);
+    let mut map = map(&[extent(100, 0, 4)]);
+    map.set_resident(PageIx(1), 1);
+    map.apply(&remap(100, 9000, 4)).unwrap();
+    let at = |page: u64| map.locate(page * PAGE_SIZE);
     assert!(matches!(at(9001), Locate::Resident(place) if place.page == PageIx(1)));
     assert!(matches!(at(9002), Locate::Missing(place) if place.file_offset == 2 * PAGE_SIZE));
     assert_eq!(at(101), Locate::Unbacked);
-    assert_eq!(space.missing(), 3);
+    assert_eq!(map.missing(), 3);
 }
 
 #[test]
-fn what_a_move_lands_on_is_gone() {
-    let mut space = space(&[extent(100, 0, 4), extent(200, 4, 4)]);
-    space.apply(&remap(100, 202, 4)).unwrap();
-    assert_eq!((space.total(), space.missing()), (6, 6));
-    assert!(matches!(space.locate(202 * PAGE_SIZE), Locate::Missing(place) if place.page == PageIx(0)));
-    space.check().unwrap();
+fn a_move_drops_the_memory_at_its_target() {
+    let mut map = map(&[extent(100, 0, 4), extent(200, 4, 4)]);
+    map.apply(&remap(100, 202, 4)).unwrap();
+    assert_eq!((map.total(), map.missing()), (6, 6));
+    assert!(matches!(map.locate(202 * PAGE_SIZE), Locate::Missing(place) if place.page == PageIx(0)));
+    map.check().unwrap();
 }
 
 #[test]
-fn a_page_moved_back_home_leaves_nothing_to_remember() {
-    let mut space = space(&[extent(100, 0, 4)]);
-    space.apply(&remap(100, 900, 4)).unwrap();
-    assert_eq!(space.snapshot(), [Segment { target: 900 * PAGE_SIZE, page: PageIx(0), pages: 4 }]);
-    space.apply(&remap(900, 100, 4)).unwrap();
-    assert_eq!(space.snapshot(), []);
+fn a_page_moved_back_leaves_an_empty_snapshot() {
+    let mut map = map(&[extent(100, 0, 4)]);
+    map.apply(&remap(100, 900, 4)).unwrap();
+    assert_eq!(map.snapshot(), [Segment { target: 900 * PAGE_SIZE, page: PageIx(0), pages: 4 }]);
+    map.apply(&remap(900, 100, 4)).unwrap();
+    assert_eq!(map.snapshot(), []);
 }
 
 #[test]
 fn changes_that_no_kernel_reports_are_refused_and_do_nothing() {
-    let mut space = space(&[extent(100, 0, 4)]);
+    let mut map = map(&[extent(100, 0, 4)]);
     for bad in [
         Change::Remove { start: 100 * PAGE_SIZE, end: 101 * PAGE_SIZE + 1 },
         Change::Remap { from: 0, to: PAGE_SIZE, len: 100 },
     ] {
-        assert_eq!(space.apply(&bad), Err(ChangeError::Unaligned(bad)));
+        assert_eq!(map.apply(&bad), Err(ChangeError::Unaligned(bad)));
     }
     let beyond = Change::Remap { from: 0, to: u64::MAX - 4095, len: PAGE_SIZE };
     for bad in [Change::Unmap { start: 2 * PAGE_SIZE, end: PAGE_SIZE }, beyond] {
-        assert_eq!(space.apply(&bad), Err(ChangeError::BadRange(bad)));
+        assert_eq!(map.apply(&bad), Err(ChangeError::BadRange(bad)));
     }
     let bad = remap(100, 102, 4);
-    assert_eq!(space.apply(&bad), Err(ChangeError::Overlap(bad)));
-    assert_eq!((space.total(), space.snapshot()), (4, vec![]));
+    assert_eq!(map.apply(&bad), Err(ChangeError::Overlap(bad)));
+    assert_eq!((map.total(), map.snapshot()), (4, vec![]));
 }
 
 #[test]
 fn ranges_beyond_four_gib_are_dropped_whole() {
     let at = |gib: u64| gib * GIB / PAGE_SIZE;
-    let mut space = space(&[extent(100, 0, 4), extent(at(5), 4, 4), extent(at(7), 8, 4)]);
-    space.apply(&Change::Unmap { start: 0, end: 6 * GIB }).unwrap();
-    assert_eq!(space.total(), 4);
-    space.apply(&Change::Remove { start: 0, end: u64::MAX - 4095 }).unwrap();
-    assert_eq!((space.total(), space.missing()), (0, 0));
-    assert_eq!(space.claim(), None);
+    let mut map = map(&[extent(100, 0, 4), extent(at(5), 4, 4), extent(at(7), 8, 4)]);
+    map.apply(&Change::Unmap { start: 0, end: 6 * GIB }).unwrap();
+    assert_eq!(map.total(), 4);
+    map.apply(&Change::Remove { start: 0, end: u64::MAX - 4095 }).unwrap();
+    assert_eq!((map.total(), map.missing()), (0, 0));
+    assert_eq!(map.claim(), None);
 }
 
 #[test]
-fn a_child_goes_its_own_way() {
-    let mut parent = space(&[extent(100, 0, 4)]);
+fn a_child_s_map_is_independent() {
+    let mut parent = map(&[extent(100, 0, 4)]);
     parent.set_resident(PageIx(0), 1);
     let child = parent.fork();
     parent.apply(&Change::Unmap { start: 0, end: 102 * PAGE_SIZE }).unwrap();
@@ -198,59 +199,59 @@ fn a_child_goes_its_own_way() {
 }
 
 #[test]
-fn what_is_touched_comes_first_and_what_is_there_not_at_all() {
-    let space = space(&[extent(100, 0, 10 * BLOCK_PAGES)]);
-    let touched = match space.locate((100 + 6 * BLOCK_PAGES + 3) * PAGE_SIZE) {
+fn promoted_blocks_are_claimed_first_and_resident_ones_never() {
+    let map = map(&[extent(100, 0, 10 * BLOCK_PAGES)]);
+    let faulted = match map.locate((100 + 6 * BLOCK_PAGES + 3) * PAGE_SIZE) {
         Locate::Missing(place) => place.block,
         other => panic!("{other:?}"),
     };
-    space.promote(touched);
-    space.set_resident(PageIx(0), 2 * BLOCK_PAGES);
-    let order: Vec<_> = std::iter::from_fn(|| space.claim()).map(|block| block.0).collect();
+    map.promote(faulted);
+    map.set_resident(PageIx(0), 2 * BLOCK_PAGES);
+    let order: Vec<_> = std::iter::from_fn(|| map.claim()).map(|block| block.0).collect();
     assert_eq!(order, [6, 7, 2, 3, 4, 5, 8, 9]);
-    assert_eq!(space.promotions_lost(), 0);
+    assert_eq!(map.promotions_lost(), 0);
 }
 
 #[test]
 fn a_block_released_too_early_is_claimed_again() {
-    let space = space(&[extent(100, 0, 4)]);
-    let block = space.claim().unwrap();
-    assert_eq!(space.claim(), None);
-    space.release(block, Finish::Done);
-    assert_eq!(space.claim(), Some(block));
-    space.set_resident(PageIx(0), 4);
-    space.release(block, Finish::Done);
-    assert_eq!(space.claim(), None);
-    space.check().unwrap();
+    let map = map(&[extent(100, 0, 4)]);
+    let block = map.claim().unwrap();
+    assert_eq!(map.claim(), None);
+    map.release(block, Finish::Done);
+    assert_eq!(map.claim(), Some(block));
+    map.set_resident(PageIx(0), 4);
+    map.release(block, Finish::Done);
+    assert_eq!(map.claim(), None);
+    map.check().unwrap();
 }
 
 #[test]
-fn threads_that_share_a_space_fill_every_page_once() {
-    let space = space(&[extent(100, 0, 5000), extent(9000, 7000, 3000)]);
+fn threads_that_share_a_map_fill_every_page_once() {
+    let map = map(&[extent(100, 0, 5000), extent(9000, 7000, 3000)]);
     let filled: u64 = std::thread::scope(|scope| {
         let worker = || {
             let mut filled = 0;
-            while let Some(block) = space.claim() {
-                space.promote(BlockIx(block.0 * 7 % space.plan().blocks()));
-                for run in all_runs(&space, block.0) {
-                    filled += space.set_resident(run.page, run.pages);
-                    filled += space.set_resident(run.page, run.pages);
+            while let Some(block) = map.claim() {
+                map.promote(BlockIx(block.0 * 7 % map.plan().blocks()));
+                for run in all_runs(&map, block.0) {
+                    filled += map.set_resident(run.page, run.pages);
+                    filled += map.set_resident(run.page, run.pages);
                 }
-                space.release(block, Finish::Done);
+                map.release(block, Finish::Done);
             }
             filled
         };
         let workers: Vec<_> = (0..4).map(|_| scope.spawn(worker)).collect();
         workers.into_iter().map(|worker| worker.join().unwrap()).sum()
     });
-    assert_eq!((filled, space.missing()), (8000, 0));
-    space.check().unwrap();
+    assert_eq!((filled, map.missing()), (8000, 0));
+    map.check().unwrap();
 }
 
 #[test]
 fn a_record_of_another_image_is_refused() {
     let plan = Arc::new(Plan::new(vec![extent(100, 0, 4), extent(200, 4, 4)]).unwrap());
-    let restore = |segments: &[Segment]| Space::restore(Arc::clone(&plan), segments).map(drop);
+    let restore = |segments: &[Segment]| ResidencyMap::restore(Arc::clone(&plan), segments).map(drop);
     let segment =
         |target: u64, page, pages| Segment { target: target * PAGE_SIZE, page: PageIx(page), pages };
     let beyond = segment(900, 6, 3);
@@ -264,16 +265,16 @@ fn a_record_of_another_image_is_refused() {
     assert_eq!(restore(&[segment(900, 2, 4)]), Ok(()));
 }
 
-/// A million extents of one page, whose order in memory is the reverse of the file's.
+/// A million extents of one page; their order in memory is the reverse of the file's.
 fn million() -> Vec<Extent> {
     const COUNT: u64 = 1_000_000;
     (0..COUNT).map(|number| extent(2 * (COUNT - number), number, 1)).collect()
 }
 
-/// Far more than going through all of them once takes, on a slow machine too.
+/// Far more than one pass over all of them takes, also on a slow machine.
 const A_MINUTE: Duration = Duration::from_secs(60);
 
-/// What this thread has had of a CPU: others' work does not count.
+/// CPU time of this thread: other threads' work does not count.
 fn cpu_time() -> Duration {
     clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID).unwrap().into()
 }
@@ -283,21 +284,21 @@ fn a_million_extents_are_planned_and_walked_in_seconds() {
     // The bounds are wide for a loaded machine; anything quadratic would take hours.
     let extents = million();
     let begin = cpu_time();
-    let space = Space::new(Arc::new(Plan::new(extents).unwrap()));
+    let map = ResidencyMap::new(Arc::new(Plan::new(extents).unwrap()));
     let planned = cpu_time() - begin;
     let mut runs = Vec::new();
     let mut blocks = 0;
-    while let Some(block) = space.claim() {
+    while let Some(block) = map.claim() {
         runs.clear();
-        assert_eq!(space.runs(block, PageIx(0), BLOCK_PAGES, &mut runs), None);
+        assert_eq!(map.runs(block, PageIx(0), BLOCK_PAGES, &mut runs), None);
         for run in &runs {
-            space.set_resident(run.page, run.pages);
+            map.set_resident(run.page, run.pages);
         }
-        space.release(block, Finish::Done);
+        map.release(block, Finish::Done);
         blocks += 1;
     }
     let walked = cpu_time() - begin - planned;
-    assert_eq!((blocks, space.missing()), (1_000_000_u64.div_ceil(BLOCK_PAGES), 0));
+    assert_eq!((blocks, map.missing()), (1_000_000_u64.div_ceil(BLOCK_PAGES), 0));
     println!("a million extents: planned in {planned:?}, walked in {walked:?}");
     assert!(planned < A_MINUTE && walked < A_MINUTE, "{planned:?} {walked:?}");
 }
@@ -305,14 +306,14 @@ fn a_million_extents_are_planned_and_walked_in_seconds() {
 #[test]
 fn one_huge_extent_is_dropped_and_moved_in_milliseconds() {
     let pages = 64 * GIB / PAGE_SIZE;
-    let mut space = space(&[extent(1 << 20, 0, pages)]);
+    let mut map = map(&[extent(1 << 20, 0, pages)]);
     let start = PAGE_SIZE << 20;
     let begin = cpu_time();
-    space.apply(&Change::Remap { from: start, to: start + 100 * GIB, len: 3 * GIB }).unwrap();
-    space.apply(&Change::Remove { start: start + 100 * GIB, end: start + 102 * GIB }).unwrap();
-    space.apply(&Change::Unmap { start: start + 3 * GIB, end: start + 63 * GIB }).unwrap();
+    map.apply(&Change::Remap { from: start, to: start + 100 * GIB, len: 3 * GIB }).unwrap();
+    map.apply(&Change::Remove { start: start + 100 * GIB, end: start + 102 * GIB }).unwrap();
+    map.apply(&Change::Unmap { start: start + 3 * GIB, end: start + 63 * GIB }).unwrap();
     let took = cpu_time() - begin;
-    assert_eq!(space.total(), 2 * GIB / PAGE_SIZE);
+    assert_eq!(map.total(), 2 * GIB / PAGE_SIZE);
     println!("65 GiB changed in {took:?}");
     assert!(took < Duration::from_secs(1), "{took:?}");
 }

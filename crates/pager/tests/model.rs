@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A `Space` must tell the same as a table that holds every page by itself.
+//! A `ResidencyMap` must agree with a table that has an entry for every page.
 
 use std::collections::{BTreeMap, HashSet};
 use std::ops::Range;
@@ -7,18 +7,18 @@ use std::sync::Arc;
 
 use proptest::prelude::*;
 use rewake_pager::{
-    BLOCK_PAGES, BlockIx, Change, Extent, Finish, Locate, PAGE_SIZE, PageIx, Plan, Run, Segment, Space,
+    BLOCK_PAGES, BlockIx, Change, Extent, Finish, Locate, PAGE_SIZE, PageIx, Plan, ResidencyMap, Run, Segment,
 };
 
-/// Addresses in play, in pages.
+/// Addresses in use, in pages.
 const ADDRESSES: u64 = 800;
 
-/// The naive table.
+/// The simple table.
 struct Table {
-    /// Target page number to image page.
+    /// Target page number to page of the image.
     mapping: BTreeMap<u64, u64>,
     resident: HashSet<u64>,
-    /// (file, page number in the file, extent) of every image page; the index is the page.
+    /// (file, page number in the file, extent) of every page of the image; the index is the page.
     origin: Vec<(u32, u64, usize)>,
 }
 
@@ -73,10 +73,10 @@ enum Op {
     Unmap(u64, u64),
     Remap(u64, u64, u64),
     Resident(u64, u64),
-    /// Goes on with the child.
+    /// Continues with the child.
     Fork,
-    /// Goes on with a successor's view: nothing is resident.
-    HandOver,
+    /// Continues with a successor's map: no page is resident.
+    Successor,
     /// Claims a block and fills this many pages of it.
     Work(u64),
     Promote(usize),
@@ -91,14 +91,14 @@ fn ops() -> impl Strategy<Value = Vec<Op>> {
         4 => (at.clone(), at.clone(), len.clone()).prop_map(|(from, to, len)| Op::Remap(from, to, len)),
         3 => (at, len).prop_map(|(page, pages)| Op::Resident(page, pages)),
         1 => Just(Op::Fork),
-        1 => Just(Op::HandOver),
+        1 => Just(Op::Successor),
         3 => (0..70_u64).prop_map(Op::Work),
         1 => (0..16_usize).prop_map(Op::Promote),
     ];
     prop::collection::vec(op, 1..40)
 }
 
-/// Extents whose order in the files has nothing to do with their order in memory.
+/// Extents whose order in the files is unrelated to their order in memory.
 fn extents() -> impl Strategy<Value = Vec<Extent>> {
     let one = (0..12_u64, 1..40_u64, 0..2_u32, 0..30_u64, any::<u8>());
     prop::collection::vec(one, 1..12).prop_map(|list| {
@@ -120,7 +120,7 @@ fn extents() -> impl Strategy<Value = Vec<Extent>> {
     })
 }
 
-fn run(space: &mut Space, table: &mut Table, op: &Op) {
+fn run(map: &mut ResidencyMap, table: &mut Table, op: &Op) {
     let bytes = |pages: u64| pages * PAGE_SIZE;
     let change = match *op {
         Op::Remove(at, len) => Change::Remove { start: bytes(at), end: bytes(at + len) },
@@ -128,55 +128,55 @@ fn run(space: &mut Space, table: &mut Table, op: &Op) {
         Op::Remap(from, to, len) => {
             Change::Remap { from: bytes(from), to: bytes(to), len: bytes(len.min(from.abs_diff(to))) }
         }
-        Op::Resident(page, pages) => return set_resident(space, table, page..page + pages),
-        Op::Fork => return *space = space.fork(),
-        Op::HandOver => {
-            *space = Space::restore(Arc::clone(space.plan()), &space.snapshot()).unwrap();
+        Op::Resident(page, pages) => return set_resident(map, table, page..page + pages),
+        Op::Fork => return *map = map.fork(),
+        Op::Successor => {
+            *map = ResidencyMap::restore(Arc::clone(map.plan()), &map.snapshot()).unwrap();
             return table.resident.clear();
         }
-        Op::Work(pages) => return work(space, table, pages),
-        Op::Promote(block) => return space.promote(BlockIx(block % space.plan().blocks())),
+        Op::Work(pages) => return work(map, table, pages),
+        Op::Promote(block) => return map.promote(BlockIx(block % map.plan().blocks())),
     };
-    space.apply(&change).unwrap();
+    map.apply(&change).unwrap();
     table.apply(&change);
 }
 
-fn set_resident(space: &Space, table: &mut Table, pages: Range<u64>) {
+fn set_resident(map: &ResidencyMap, table: &mut Table, pages: Range<u64>) {
     let mapped: HashSet<u64> = table.mapping.values().copied().collect();
     let new = pages.clone().filter(|page| mapped.contains(page) && table.resident.insert(*page)).count();
-    assert_eq!(space.set_resident(PageIx(pages.start), pages.end - pages.start), new as u64);
+    assert_eq!(map.set_resident(PageIx(pages.start), pages.end - pages.start), new as u64);
 }
 
-fn work(space: &Space, table: &mut Table, pages: u64) {
-    let Some(block) = space.claim() else {
-        assert_eq!(table.missing(), [], "nothing to claim, and pages are missing");
+fn work(map: &ResidencyMap, table: &mut Table, pages: u64) {
+    let Some(block) = map.claim() else {
+        assert_eq!(table.missing(), [], "no block can be claimed, but pages are missing");
         return;
     };
     let mut runs = Vec::new();
-    let next = space.runs(block, PageIx(0), pages, &mut runs);
+    let next = map.runs(block, PageIx(0), pages, &mut runs);
     for run in runs {
-        set_resident(space, table, run.page.0..run.page.0 + run.pages);
+        set_resident(map, table, run.page.0..run.page.0 + run.pages);
     }
-    space.release(block, if next.is_some() { Finish::Retry } else { Finish::Done });
+    map.release(block, if next.is_some() { Finish::Retry } else { Finish::Done });
 }
 
-fn compare(space: &Space, table: &Table) {
-    space.check().unwrap();
+fn compare(map: &ResidencyMap, table: &Table) {
+    map.check().unwrap();
     let missing = table.missing();
-    assert_eq!(space.missing(), missing.len() as u64);
-    assert_eq!(space.total(), table.mapping.len() as u64);
-    assert_eq!(space.resident(), (table.mapping.len() - missing.len()) as u64);
-    assert_eq!(space.background_done(), missing.is_empty());
+    assert_eq!(map.missing(), missing.len() as u64);
+    assert_eq!(map.total(), table.mapping.len() as u64);
+    assert_eq!(map.resident(), (table.mapping.len() - missing.len()) as u64);
+    assert_eq!(map.background_done(), missing.is_empty());
     for address in 0..ADDRESSES + 200 {
-        compare_place(space, table, address);
+        compare_place(map, table, address);
     }
     for step in [1, 7, u64::MAX] {
-        assert_eq!(runs_of_all_blocks(space, table, step), missing, "in steps of {step}");
+        assert_eq!(runs_of_all_blocks(map, table, step), missing, "in steps of {step}");
     }
 }
 
-fn compare_place(space: &Space, table: &Table, address: u64) {
-    let located = space.locate(address * PAGE_SIZE + address % PAGE_SIZE);
+fn compare_place(map: &ResidencyMap, table: &Table, address: u64) {
+    let located = map.locate(address * PAGE_SIZE + address % PAGE_SIZE);
     let Some(page) = table.mapping.get(&address) else {
         return assert_eq!(located, Locate::Unbacked, "at page {address}");
     };
@@ -187,22 +187,22 @@ fn compare_place(space: &Space, table: &Table, address: u64) {
     };
     let (file, offset, _) = table.origin(*page);
     assert_eq!((place.page, place.file, place.file_offset), (PageIx(*page), file, offset * PAGE_SIZE));
-    let block = space.plan().block(place.block);
+    let block = map.plan().block(place.block);
     assert_eq!((block.file, block.index), (file, offset / BLOCK_PAGES));
 }
 
-/// (page, target) of every page that `runs` tells.
-fn runs_of_all_blocks(space: &Space, table: &Table, step: u64) -> Vec<(u64, u64)> {
-    let mut told = Vec::new();
-    for number in 0..space.plan().blocks() {
-        let block = space.plan().block(BlockIx(number));
+/// (page, target) of every page that `runs` returns.
+fn runs_of_all_blocks(map: &ResidencyMap, table: &Table, step: u64) -> Vec<(u64, u64)> {
+    let mut pages = Vec::new();
+    for number in 0..map.plan().blocks() {
+        let block = map.plan().block(BlockIx(number));
         let mut from = Some(PageIx(0));
         while let Some(page) = from {
             let mut runs: Vec<Run> = Vec::new();
-            from = space.runs(BlockIx(number), page, step, &mut runs);
+            from = map.runs(BlockIx(number), page, step, &mut runs);
             assert!(runs.iter().map(|run| run.pages).sum::<u64>() <= step);
             for run in &runs {
-                told.extend((0..run.pages).map(|page| (run.page.0 + page, run.target / PAGE_SIZE + page)));
+                pages.extend((0..run.pages).map(|page| (run.page.0 + page, run.target / PAGE_SIZE + page)));
                 let (file, offset, extent) = table.origin(run.page.0);
                 assert_eq!((file, offset / BLOCK_PAGES), (block.file, block.index));
                 assert_eq!(run.block_offset as u64, offset % BLOCK_PAGES * PAGE_SIZE);
@@ -210,20 +210,20 @@ fn runs_of_all_blocks(space: &Space, table: &Table, step: u64) -> Vec<(u64, u64)
             }
         }
     }
-    told
+    pages
 }
 
 proptest! {
     #![proptest_config(ProptestConfig { cases: 400, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn whatever_happens_the_space_tells_the_same_as_the_table(extents in extents(), ops in ops()) {
+    fn the_map_always_agrees_with_the_table(extents in extents(), ops in ops()) {
         let mut table = Table::new(&extents);
-        let mut space = Space::new(Arc::new(Plan::new(extents).unwrap()));
-        compare(&space, &table);
+        let mut map = ResidencyMap::new(Arc::new(Plan::new(extents).unwrap()));
+        compare(&map, &table);
         for op in &ops {
-            run(&mut space, &mut table, op);
-            compare(&space, &table);
+            run(&mut map, &mut table, op);
+            compare(&map, &table);
         }
     }
 
@@ -238,8 +238,8 @@ proptest! {
         };
         let mut segments: Vec<Segment> = record.iter().map(segment).collect();
         segments.sort_by_key(|segment| segment.page);
-        if let Ok(space) = Space::restore(Arc::new(Plan::new(extents).unwrap()), &segments) {
-            space.check().unwrap();
+        if let Ok(map) = ResidencyMap::restore(Arc::new(Plan::new(extents).unwrap()), &segments) {
+            map.check().unwrap();
         }
     }
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A restored task gets a descriptor of its session's fd store, in CRIU's main thread, before it runs.
+//! Gives a restored task a descriptor of its session's fd store, in CRIU's main thread, before the task runs.
 
 use std::collections::BTreeSet;
 use std::io;
@@ -11,30 +11,30 @@ use std::time::{Duration, Instant};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use rewake_criu_plugin::Host;
-use rewake_handover::{FileId, Phase, SESSIONS, SessionNote};
-use rewake_tracer::with_tracee;
+use rewake_plugin_protocol::{FileId, Phase, SESSIONS, SessionNote};
+use rewake_ptrace_inject::with_tracee;
 
 use crate::proc;
 
 /// What follows when a store was not parked.
-const LATER: &str = "its session parks the store when CRIU has let the task go";
-/// What it waits for before it parks a store.
+const LATER: &str = "its session parks the store when CRIU has detached from the task";
+/// Logged while the session has not received all userfaultfds.
 const WAITS: &str = "waiting until it has received the userfaultfds of all tasks";
-/// For the session to receive what the tasks sent it: CRIU does not wait for that.
-const RECEIVE: Duration = Duration::from_secs(60);
-/// Between two looks whether it has.
-const LOOK: Duration = Duration::from_millis(2);
+/// Time limit for the session to receive what the tasks sent: CRIU does not wait for that.
+const RECEIVE_TIMEOUT: Duration = Duration::from_secs(60);
+/// Time between two checks whether it has.
+const CHECK_INTERVAL: Duration = Duration::from_millis(2);
 
 /// The tasks of one `criu restore`.
 #[derive(Debug)]
 pub struct Parking {
-    /// Where sessions' notes are.
+    /// The folder of the sessions' notes.
     sessions: PathBuf,
-    /// The session that serves CRIU's work directory when CRIU loads its plugins; none where no session does. CRIU is in
-    /// its work directory then, however it was started, and later perhaps not.
+    /// The session that serves CRIU's work directory when CRIU loads its plugins; None where no session does.
+    /// At that time CRIU always runs in its work directory, later perhaps not.
     session: Result<Option<SessionNote>, Error>,
-    /// Tasks that were looked at.
-    seen: BTreeSet<i32>,
+    /// Tasks that were handled.
+    parked: BTreeSet<i32>,
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -43,26 +43,29 @@ enum Error {
     Find(#[source] io::Error),
     #[error("take the store of session {0} from process {1}: {2}")]
     Store(u64, i32, #[source] io::Error),
-    #[error("look at its descriptors: {0}")]
-    Look(#[source] io::Error),
-    #[error("session {0} has not received all userfaultfds after {limit} s", limit = RECEIVE.as_secs())]
+    #[error("list its descriptors: {0}")]
+    Descriptors(#[source] io::Error),
+    #[error(
+        "session {0} has not received all userfaultfds after {limit} s",
+        limit = RECEIVE_TIMEOUT.as_secs()
+    )]
     Slow(u64),
     #[error(transparent)]
-    Give(#[from] rewake_tracer::Error),
+    Give(#[from] rewake_ptrace_inject::Error),
 }
 
-/// What is to be done with the tasks of a restore.
-enum Way {
+/// How to treat the tasks of a restore.
+enum Plan {
     /// No session serves them.
     Leave,
-    /// They get the store of the session.
+    /// Give them the store of the session.
     Park(SessionNote, OwnedFd),
-    /// The streamer was killed before the tasks ran: their missing memory would be zeros.
+    /// Kill them: the streamer was killed before the tasks ran, and their missing memory would be zeros.
     Kill(u64),
 }
 
 impl Parking {
-    /// To be made in the plugin's `init`.
+    /// Must be called in the plugin's `init`.
     #[must_use]
     pub fn new() -> Self {
         Self::of(PathBuf::from(SESSIONS), Path::new("."))
@@ -70,38 +73,39 @@ impl Parking {
 
     fn of(sessions: PathBuf, work: &Path) -> Self {
         let session = FileId::of(work).and_then(|work| SessionNote::of_work_dir(&sessions, work));
-        Self { sessions, session: session.map_err(Error::Find), seen: BTreeSet::new() }
+        Self { sessions, session: session.map_err(Error::Find), parked: BTreeSet::new() }
     }
 
-    /// Parks the store in a task and its descendants that have not been seen yet, from CRIU's main thread in
-    /// `RESUME_DEVICES_LATE`. Nothing is done where no session serves this restore. What goes wrong is a warning. Where
-    /// every process of the streamer was killed meanwhile, the tasks are killed.
+    /// Parks the store in a task and its descendants, unless that is done. It must be called from CRIU's main
+    /// thread in `RESUME_DEVICES_LATE`. Without a session that serves this restore it does nothing. Errors
+    /// are warnings. If every process of the streamer was killed meanwhile, it kills the tasks.
     pub fn task(&mut self, host: &Host, pid: i32) {
-        if !self.seen.contains(&pid) {
+        if !self.parked.contains(&pid) {
             let tasks = proc::tree(pid);
             self.park(host, &tasks);
-            self.seen.extend(tasks);
+            self.parked.extend(tasks);
         }
     }
 
     fn park(&self, host: &Host, tasks: &[i32]) {
-        let (note, store) = match self.way(host) {
-            Ok(Way::Leave) => return,
-            Ok(Way::Park(note, store)) => (note, store),
-            Ok(Way::Kill(session)) => {
+        let (note, store) = match self.plan(host) {
+            Ok(Plan::Leave) => return,
+            Ok(Plan::Park(note, store)) => (note, store),
+            Ok(Plan::Kill(session)) => {
                 host.error(format_args!(
-                    "every process that serves session {session} was killed: the tasks are killed, as they would read \
-                     zeros; restore them again"
+                    "every process that serves session {session} was killed: the tasks are killed, because \
+                     they would read zeros; restore them again"
                 ));
                 for pid in tasks {
-                    // CRIU traces it and has not waited for it, so the number is its own. It may have ended.
+                    // CRIU traces it and has not waited for it, so the pid is not reused. It may have ended:
+                    // then the call fails.
                     let _ = kill(Pid::from_raw(*pid), Signal::SIGKILL);
                 }
                 return;
             }
             Err(error) => return host.warn(format_args!("{error}; {LATER}")),
         };
-        for pid in tasks.iter().filter(|pid| !self.seen.contains(pid)) {
+        for pid in tasks.iter().filter(|pid| !self.parked.contains(pid)) {
             match park(&note, &store, *pid) {
                 Ok(Some(number)) => host.info(format_args!(
                     "task {pid}: the store of session {} is parked, as descriptor {number}",
@@ -113,39 +117,44 @@ impl Parking {
         }
     }
 
-    /// Waits until the session has received what the tasks sent.
-    fn way(&self, host: &Host) -> Result<Way, Error> {
+    /// Waits until the session has received what the tasks sent, and decides how to treat the tasks.
+    fn plan(&self, host: &Host) -> Result<Plan, Error> {
         let first = match &self.session {
             Ok(Some(note)) => note,
-            Ok(None) => return Ok(Way::Leave),
+            Ok(None) => return Ok(Plan::Leave),
             Err(error) => return Err(Error::Find(io::Error::other(error.to_string()))),
         };
         let start = Instant::now();
         let mut waits = false;
         loop {
-            // A session that has ended has killed what it could not serve.
-            let Some(note) = first.again(&self.sessions).map_err(Error::Find)? else { return Ok(Way::Leave) };
+            // A session that has ended has killed the targets that it could not serve.
+            let Some(note) = first.reread(&self.sessions).map_err(Error::Find)? else {
+                return Ok(Plan::Leave);
+            };
             let orphaned = note.is_orphaned(&self.sessions).map_err(Error::Find)?;
             match note.phase {
-                Phase::Listening => return Ok(Way::Leave),
-                _ if orphaned => return Ok(Way::Kill(note.number)),
+                Phase::Listening => return Ok(Plan::Leave),
+                _ if orphaned => return Ok(Plan::Kill(note.number)),
                 Phase::Running => match note.store() {
-                    Ok(store) => return Ok(Way::Park(note, store)),
+                    Ok(store) => return Ok(Plan::Park(note, store)),
                     // Its last process has ended since the look: the next look says so.
                     Err(error)
-                        if error.raw_os_error() == Some(nix::libc::ESRCH) && start.elapsed() <= RECEIVE =>
+                        if error.raw_os_error() == Some(nix::libc::ESRCH)
+                            && start.elapsed() <= RECEIVE_TIMEOUT =>
                     {
-                        sleep(LOOK);
+                        sleep(CHECK_INTERVAL);
                     }
                     Err(error) => return Err(Error::Store(note.number, note.starter.pid, error)),
                 },
-                Phase::Restoring if start.elapsed() > RECEIVE => return Err(Error::Slow(note.number)),
+                Phase::Restoring if start.elapsed() > RECEIVE_TIMEOUT => {
+                    return Err(Error::Slow(note.number));
+                }
                 Phase::Restoring => {
                     if !waits {
                         host.info(format_args!("session {}: {WAITS}", note.number));
                     }
                     waits = true;
-                    sleep(LOOK);
+                    sleep(CHECK_INTERVAL);
                 }
             }
         }
@@ -158,9 +167,9 @@ impl Default for Parking {
     }
 }
 
-/// Parks the store in a task; its number there. None where the task has it.
+/// Parks the store in a task. Returns its number there, or None where the task has it already.
 fn park(note: &SessionNote, store: &OwnedFd, pid: i32) -> Result<Option<i32>, Error> {
-    if note.held_by(pid).map_err(Error::Look)?.is_some() {
+    if note.held_by(pid).map_err(Error::Descriptors)?.is_some() {
         return Ok(None);
     }
     Ok(Some(with_tracee(pid, |task| task.give(store.as_fd()))??))

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What `/proc` says of processes.
+//! Reads the state of processes from `/proc`.
 
 use std::collections::BTreeSet;
 use std::fs::{self, File};
 use std::io::{BufRead as _, BufReader};
 
-/// A process and its descendants, parents first.
+/// Returns a process and its descendants, parents first.
 pub(crate) fn tree(root: i32) -> Vec<i32> {
     let mut found = BTreeSet::from([root]);
     let mut tree = vec![root];
@@ -18,7 +18,7 @@ pub(crate) fn tree(root: i32) -> Vec<i32> {
     tree
 }
 
-/// The children of a process's threads; none where it has ended.
+/// Returns the children of a process's threads; none where it has ended.
 fn children(pid: i32) -> Vec<i32> {
     let Ok(threads) = fs::read_dir(format!("/proc/{pid}/task")) else { return Vec::new() };
     let lists = threads.filter_map(|thread| fs::read_to_string(thread.ok()?.path().join("children")).ok());
@@ -26,15 +26,15 @@ fn children(pid: i32) -> Vec<i32> {
     lists.iter().flat_map(|list| list.split_ascii_whitespace()).filter_map(|pid| pid.parse().ok()).collect()
 }
 
-/// A process's name, for messages.
+/// Returns a process's name, for messages.
 pub(crate) fn name(pid: i32) -> String {
     let name = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
     name.trim_end().to_owned()
 }
 
-/// Whether a userfaultfd watches a mapping of the process for missing pages: the flag `um` in `/proc/PID/smaps`
-/// (`fs/proc/task_mmu.c: show_smap_vma_flags`).
-pub(crate) fn has_watched_memory(pid: i32) -> bool {
+/// Whether a mapping of the process is registered with a userfaultfd for missing pages: the flag `um` in
+/// `/proc/PID/smaps` (`fs/proc/task_mmu.c: show_smap_vma_flags`).
+pub(crate) fn has_registered_memory(pid: i32) -> bool {
     let Ok(smaps) = File::open(format!("/proc/{pid}/smaps")) else { return false };
     let mut lines = BufReader::with_capacity(64 << 10, smaps).split(b'\n').map_while(Result::ok);
     lines.any(|line| line.strip_prefix(b"VmFlags:").is_some_and(|flags| has_flag(flags, b"um")))
@@ -44,7 +44,7 @@ fn has_flag(flags: &[u8], flag: &[u8]) -> bool {
     flags.split(|byte| *byte == b' ').any(|found| found == flag)
 }
 
-/// The process of ours that traces a process, if one does: it parks or takes back a session's store.
+/// Returns the process of Rewake that traces a process, if one does: it parks or removes a session's store.
 pub(crate) fn our_tracer(pid: i32) -> Option<i32> {
     let status = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
     let tracer = status.lines().find_map(|line| line.strip_prefix("TracerPid:"))?.trim().parse().ok()?;
@@ -64,8 +64,8 @@ mod tests {
     }
 
     #[test]
-    fn a_tree_has_children_and_grandchildren_of_all_threads_and_its_root_first() {
-        // A shell that stays, with a child that has a child.
+    fn a_tree_has_its_root_first_and_all_descendants() {
+        // A shell that waits, with a child that has a child.
         let script = "(sleep 1000; true) & wait";
         let mut shell = Command::new("sh").args(["-c", script]).spawn().unwrap();
         let root = shell.id().cast_signed();
@@ -83,6 +83,6 @@ mod tests {
         }
         shell.kill().unwrap();
         shell.wait().unwrap();
-        assert_eq!(tree(root), [root], "one that has ended has no children");
+        assert_eq!(tree(root), [root], "a process that has ended has no children");
     }
 }

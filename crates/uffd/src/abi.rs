@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The kernel's numbers and structs (`include/uapi/linux/userfaultfd.h`), checked when this compiles.
+//! The kernel's numbers and structs (`include/uapi/linux/userfaultfd.h`), checked at compile time.
 
-/// `UFFD_API`: the only version there is.
+/// `UFFD_API`: the only version that exists.
 pub const UFFD_API: u64 = 0xaa;
 const TYPE: u32 = 0xaa;
 
@@ -13,28 +13,28 @@ const fn ioc(dir: u32, nr: u32, size: usize) -> libc::c_ulong {
     ((dir << 30) | (size << 16) | (TYPE << 8) | nr) as libc::c_ulong
 }
 
-/// Negotiate features (`UFFDIO_API`).
+/// Negotiates features (`UFFDIO_API`).
 pub const UFFDIO_API: libc::c_ulong = ioc(3, 0x3f, size_of::<Api>());
-/// Register a range (`UFFDIO_REGISTER`).
+/// Registers a range (`UFFDIO_REGISTER`).
 pub const UFFDIO_REGISTER: libc::c_ulong = ioc(3, 0x00, size_of::<Register>());
-/// Wake threads that wait in a range (`UFFDIO_WAKE`).
+/// Wakes threads that wait in a range (`UFFDIO_WAKE`).
 pub const UFFDIO_WAKE: libc::c_ulong = ioc(2, 0x02, size_of::<Range>());
-/// Fill missing pages from our memory (`UFFDIO_COPY`).
+/// Fills missing pages from this process's memory (`UFFDIO_COPY`).
 pub const UFFDIO_COPY: libc::c_ulong = ioc(3, 0x03, size_of::<Copy>());
-/// Map the zero page (`UFFDIO_ZEROPAGE`).
+/// Maps the zero page (`UFFDIO_ZEROPAGE`).
 pub const UFFDIO_ZEROPAGE: libc::c_ulong = ioc(3, 0x04, size_of::<Fill>());
-/// Map pages that a shared-memory file has (`UFFDIO_CONTINUE`, Linux 5.13).
+/// Maps pages that a shared-memory file has (`UFFDIO_CONTINUE`, Linux 5.13).
 pub const UFFDIO_CONTINUE: libc::c_ulong = ioc(3, 0x07, size_of::<Fill>());
-/// Make access raise SIGBUS (`UFFDIO_POISON`, Linux 6.6).
+/// Makes an access raise SIGBUS (`UFFDIO_POISON`, Linux 6.6).
 pub const UFFDIO_POISON: libc::c_ulong = ioc(3, 0x08, size_of::<Fill>());
 
 /// `UFFDIO_REGISTER_MODE_MISSING`
 pub const REGISTER_MODE_MISSING: u64 = 1;
-/// UFFD_FEATURE_EVENT_FORK: a child that inherits a watched mapping is told of.
+/// UFFD_FEATURE_EVENT_FORK: the kernel queues an event when a child inherits a registered mapping.
 pub const FEATURE_FORK: u64 = 0x2;
-/// UFFD_FEATURE_EVENT_REMAP: `mremap` is told of, and what it moves stays watched.
+/// UFFD_FEATURE_EVENT_REMAP: the kernel queues an event for `mremap`, and moved memory stays registered.
 pub const FEATURE_REMAP: u64 = 0x4;
-/// Feature bits that CRIU asks for: FORK, REMAP, REMOVE, UNMAP events.
+/// Feature bits that CRIU sets: FORK, REMAP, REMOVE, UNMAP events.
 pub const FEATURES_CRIU: u64 = 0x2 | 0x4 | 0x8 | 0x40;
 
 /// `UFFD_EVENT_PAGEFAULT`
@@ -64,7 +64,7 @@ pub struct Range {
 pub struct Api {
     /// [`UFFD_API`].
     pub api: u64,
-    /// Wanted features in, supported features out.
+    /// Requested features in, supported features out.
     pub features: u64,
     /// Supported ioctls out.
     pub ioctls: u64,
@@ -74,7 +74,7 @@ pub struct Api {
 #[repr(C)]
 #[derive(Debug, Default)]
 pub struct Register {
-    /// What to watch.
+    /// The range to register.
     pub range: Range,
     /// `UFFDIO_REGISTER_MODE_*`.
     pub mode: u64,
@@ -88,7 +88,7 @@ pub struct Register {
 pub struct Copy {
     /// Target address.
     pub dst: u64,
-    /// Our address.
+    /// Address of the source in this process.
     pub src: u64,
     /// Bytes.
     pub len: u64,
@@ -125,7 +125,7 @@ const _: () = {
     assert!(size_of::<Fill>() == 32);
 };
 
-/// A request's argument struct. Only this module's structs are one.
+/// The argument struct of a request. Only structs of this module implement it.
 ///
 /// # Safety
 /// The type is `repr(C)`, has no padding and every bit pattern is valid, so the kernel may write any of it.
@@ -159,9 +159,10 @@ fn call<A: Argument>(
     arg: &mut A,
 ) -> std::io::Result<()> {
     use std::os::fd::AsRawFd as _;
-    // SAFETY: `number` carries the size of A (each pair is made by `request!`), `arg` is a live exclusive
-    // reference and any bits may be written to it. Addresses inside name memory of the watched process or
-    // are sources that the kernel reads with fault handling; it never writes through them into ours.
+    // SAFETY: `number` carries the size of A (each pair is made by `request!`). `arg` is a live exclusive
+    // reference, and any bits may be written to it. Addresses inside are memory of the registered process, or
+    // sources that the kernel reads with fault handling. The kernel never writes to this process's memory
+    // through them.
     let result = unsafe { libc::ioctl(fd.as_raw_fd(), number, std::ptr::from_mut(arg)) };
     if result < 0 { Err(std::io::Error::last_os_error()) } else { Ok(()) }
 }
@@ -175,11 +176,11 @@ request!(
     register, UFFDIO_REGISTER, Register
 );
 request!(
-    /// Wakes waiters.
+    /// Wakes waiting threads.
     wake, UFFDIO_WAKE, Range
 );
 request!(
-    /// Copies pages in.
+    /// Copies pages.
     copy, UFFDIO_COPY, Copy
 );
 request!(

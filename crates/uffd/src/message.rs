@@ -3,7 +3,7 @@
 
 use crate::abi;
 
-/// `struct uffd_msg` as read. A zeroed one is "nothing here": no event has number 0.
+/// `struct uffd_msg` as read. A zeroed one is an empty slot: no event has number 0.
 #[repr(C, align(8))]
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct RawMessage {
@@ -15,15 +15,15 @@ pub struct RawMessage {
 
 const _: () = assert!(size_of::<RawMessage>() == 32);
 
-/// A decoded event. Addresses are the target's, lengths in bytes.
+/// A decoded event. Addresses are the target's; lengths are in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Message {
-    /// A thread waits for the page that holds `address` (page aligned here).
+    /// A thread waits for the page at `address`.
     Fault {
         /// Start of the page.
         address: u64,
     },
-    /// The process forked; `uffd` is a new descriptor of ours for the child's address space.
+    /// The process forked. `uffd` is a new descriptor in this process for the child's address space.
     Fork {
         /// Descriptor number, opened by the read that gave this message.
         uffd: i32,
@@ -51,12 +51,12 @@ pub enum Message {
         /// End, exclusive.
         end: u64,
     },
-    /// An event that this kernel has and we do not know.
+    /// An event of this kernel that Rewake does not know.
     Unknown(u8),
 }
 
 impl RawMessage {
-    /// Decodes; none for an empty slot.
+    /// Decodes a message; returns None for an empty slot.
     #[must_use]
     pub fn decode(&self) -> Option<Message> {
         let [a, b, c] = self.args;
@@ -64,7 +64,8 @@ impl RawMessage {
             0 => return None,
             abi::EVENT_PAGEFAULT => Message::Fault { address: b & !(crate::PAGE_SIZE - 1) },
             abi::EVENT_FORK => {
-                // `arg.fork.ufd` is a u32 in the first argument word; little endian on every CRIU lazy-pages host.
+                // `arg.fork.ufd` is a u32 in the first argument word; CRIU's lazy-pages hosts are little
+                // endian.
                 let [b0, b1, b2, b3, ..] = a.to_ne_bytes();
                 Message::Fork { uffd: i32::from_ne_bytes([b0, b1, b2, b3]) }
             }
@@ -75,7 +76,7 @@ impl RawMessage {
         })
     }
 
-    /// A message as the kernel would write it, for tests and simulations.
+    /// Makes a message as the kernel would write it, for tests and simulations.
     #[must_use]
     pub fn encode(event: u8, args: [u64; 3]) -> Self {
         Self { event, reserved: [0; 7], args }

@@ -1,41 +1,41 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! How far a fill got and why it stopped.
+//! How many bytes a fill did and why it stopped.
 
 use std::io;
 
-/// Result of one COPY, ZEROPAGE or POISON: `bytes` from the start are done; `stop` says why not all.
+/// Result of one COPY, ZEROPAGE or POISON: the first `bytes` are done; `stop` is why the rest is not.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Outcome {
-    /// Bytes done, a multiple of the page size. These pages are present and their waiters woken.
+    /// Bytes done, a multiple of the page size. These pages are resident and their waiting threads are woken.
     pub bytes: u64,
-    /// Why the kernel stopped at `bytes`; none when all was done.
+    /// Why the kernel stopped at `bytes`; None when all was done.
     pub stop: Option<Stop>,
 }
 
 /// Why a fill stopped (`mm/userfaultfd.c: mfill_atomic`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Stop {
-    /// EEXIST: the next page is present already. Its waiters are not woken: wake them.
+    /// EEXIST: the next page is resident already. Its waiting threads are not woken: wake them.
     Present,
-    /// EAGAIN: a fork, remap, unmap or remove is under way. Read the events first, then try again.
+    /// EAGAIN: a fork, remap, unmap or remove is in progress. Read the events first, then try again.
     Changing,
-    /// ENOENT: the next page is not (any more) in a registered mapping.
+    /// ENOENT: the next page is not in a registered mapping (any more).
     NotMapped,
-    /// ESRCH: the address space is gone.
+    /// ESRCH: the address space has ended.
     Gone,
-    /// EFAULT: our source memory could not be read.
+    /// EFAULT: the source memory could not be read.
     BadSource,
-    /// Anything else, as errno; ENOMEM is the likely one.
+    /// Any other errno; ENOMEM is the likely one.
     Failed(i32),
 }
 
 impl Outcome {
-    /// `done` is the struct's result field, `wanted` the length asked for.
+    /// Makes an outcome. `done` is the struct's result field, `wanted` the requested length.
     pub(crate) fn new(result: io::Result<()>, done: i64, wanted: u64) -> Self {
         let Err(error) = result else { return Self { bytes: wanted, stop: None } };
         let errno = error.raw_os_error().unwrap_or(libc::EIO);
-        // A negative count is an errno, never progress. With partial progress ioctl() says EAGAIN and the
-        // reason is lost (it may be EEXIST, ENOENT, ...): the next call on the rest tells it.
+        // A negative count is an errno, never progress. With partial progress ioctl() fails with EAGAIN, and
+        // the reason is lost (it may be EEXIST, ENOENT, ...). The next call on the rest returns it.
         let bytes = u64::try_from(done).unwrap_or(0).min(wanted);
         if bytes > 0 && errno == libc::EAGAIN {
             return Self { bytes, stop: None };
@@ -43,7 +43,7 @@ impl Outcome {
         Self { bytes, stop: Some(Stop::from_errno(errno)) }
     }
 
-    /// True when everything asked for was done.
+    /// Returns true when all `wanted` bytes were done.
     #[must_use]
     pub fn complete(&self, wanted: u64) -> bool {
         self.bytes == wanted
@@ -81,7 +81,7 @@ mod tests {
     }
 
     #[test]
-    fn partial_progress_is_reported_and_the_reason_asked_again() {
+    fn partial_progress_is_reported_without_a_reason() {
         assert_eq!(failed(libc::EAGAIN, 4096), Outcome { bytes: 4096, stop: None });
     }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! One userfaultfd and what can be done with it.
+//! One userfaultfd and its operations.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd, RawFd};
@@ -8,20 +8,20 @@ use crate::abi;
 use crate::message::RawMessage;
 use crate::outcome::{Outcome, Stop};
 
-/// Fills pages of a watched address space: the seam between real descriptors and simulations.
+/// Fills pages of a registered address space. Real descriptors and simulations implement it.
 ///
-/// [`Stop::NotMapped`] is final only if nobody reads the descriptor's messages meanwhile.
+/// [`Stop::NotMapped`] is final only if no thread reads the descriptor's messages meanwhile.
 pub trait FillPort {
-    /// Copies `src` (whole pages) to `dst` and wakes who waits there.
+    /// Copies `src` (whole pages) to `dst` and wakes threads that wait there.
     fn copy(&self, dst: u64, src: &[u8]) -> Outcome;
-    /// Maps the zero page over `len` bytes at `dst` and wakes who waits there.
+    /// Maps the zero page over `len` bytes at `dst` and wakes threads that wait there.
     fn zero(&self, dst: u64, len: u64) -> Outcome;
-    /// Makes later access to `len` missing bytes at `dst` raise SIGBUS, and wakes who waits there.
+    /// Makes later accesses to `len` missing bytes at `dst` raise SIGBUS, and wakes threads that wait there.
     fn poison(&self, dst: u64, len: u64) -> Outcome;
     /// Wakes threads that wait in the range.
     ///
     /// # Errors
-    /// The kernel's errno; ESRCH when the address space is gone.
+    /// The kernel's errno; ESRCH when the address space has ended.
     fn wake(&self, start: u64, len: u64) -> io::Result<()>;
 }
 
@@ -33,7 +33,7 @@ pub trait FillPort {
 pub struct Uffd(OwnedFd);
 
 impl Uffd {
-    /// Takes a descriptor on which UFFDIO_API is done already (CRIU's, or one from a fork event) and makes it
+    /// Takes a descriptor on which UFFDIO_API is done (CRIU's, or one from a fork event) and makes it
     /// non-blocking: a blocking one reports POLLERR instead of readiness.
     ///
     /// # Errors
@@ -56,29 +56,30 @@ impl Uffd {
     /// # Errors
     /// EPERM without root or `vm.unprivileged_userfaultfd=1`; EINVAL when a feature is missing.
     pub fn open(features: u64) -> io::Result<Self> {
-        Self::begin(unready()?, features)
+        Self::negotiate(open_unnegotiated()?, features)
     }
 
-    /// Takes a descriptor that is [`unready`], of this process's memory or another's, and negotiates `features`.
+    /// Takes a descriptor from [`open_unnegotiated`], of the memory of this process or another one, and
+    /// negotiates `features`.
     ///
     /// # Errors
-    /// EINVAL when a feature is missing, or when that was done before.
-    pub fn begin(fd: OwnedFd, features: u64) -> io::Result<Self> {
+    /// EINVAL when a feature is missing, or when features were negotiated before.
+    pub fn negotiate(fd: OwnedFd, features: u64) -> io::Result<Self> {
         abi::api(fd.as_fd(), &mut abi::Api { api: abi::UFFD_API, features, ioctls: 0 })?;
         Ok(Self(fd))
     }
 
-    /// Watches `len` bytes at `start` for missing pages.
+    /// Registers `len` bytes at `start` for missing pages.
     ///
     /// # Errors
-    /// EINVAL for a mapping that cannot be watched, EBUSY when another userfaultfd has it.
+    /// EINVAL for a mapping that cannot be registered, EBUSY when another userfaultfd has it.
     pub fn register_missing(&self, start: u64, len: u64) -> io::Result<()> {
         let range = abi::Range { start, len };
         abi::register(self.as_fd(), &mut abi::Register { range, mode: abi::REGISTER_MODE_MISSING, ioctls: 0 })
     }
 
-    /// Reads the messages that wait, as many as `slots` holds; 0 when none does. The kernel fills slots in
-    /// order, so with zeroed slots the memory itself tells what was delivered, even if the reader dies.
+    /// Reads the waiting messages, as many as `slots` holds; returns 0 when none waits. The kernel fills
+    /// slots in order, so zeroed slots show what was delivered, even if the reader dies.
     ///
     /// # Errors
     /// The kernel's errno other than EAGAIN.
@@ -96,17 +97,19 @@ impl Uffd {
         }
     }
 
-    /// True while a fork, remap, unmap or remove of the target waits to be read or to take effect. A copy of
-    /// nothing is refused with EINVAL, but only after this check (`fs/userfaultfd.c: userfaultfd_copy`).
+    /// Returns true while a fork, remap, unmap or remove of the target waits to be read or to take effect. A
+    /// copy of zero bytes is refused with EINVAL, but only after this check (`fs/userfaultfd.c:
+    /// userfaultfd_copy`).
     #[must_use]
     pub fn changing(&self) -> bool {
         let result = abi::copy(self.as_fd(), &mut abi::Copy::default());
         result.is_err_and(|error| error.raw_os_error() == Some(libc::EAGAIN))
     }
 
-    /// The kernel looks for the mapping before it looks again whether one is being changed (Linux 6.18,
-    /// `mm/userfaultfd.c: mfill_atomic`), so a change that began in between gives ENOENT for memory that has
-    /// only moved. As long as its event is not read, which callers keep others from doing, it shows.
+    /// Corrects ENOENT for memory that is being moved. The kernel finds the mapping before it checks again
+    /// for a change (Linux 6.18, `mm/userfaultfd.c: mfill_atomic`). So a change that began in between gives
+    /// ENOENT for moved memory. [`Uffd::changing`] shows it until its event is read, which callers prevent
+    /// meanwhile.
     fn settle(&self, outcome: Outcome) -> Outcome {
         if outcome.stop == Some(Stop::NotMapped) && self.changing() {
             return Outcome { stop: Some(Stop::Changing), ..outcome };
@@ -115,26 +118,26 @@ impl Uffd {
     }
 }
 
-/// A userfaultfd for this process's memory, non-blocking, kernel-mode faults included: it watches nothing before
-/// [`Uffd::begin`], which another process may call.
+/// Opens a non-blocking userfaultfd for this process's memory, kernel-mode faults included. It has no effect
+/// before [`Uffd::negotiate`], which another process may call.
 ///
 /// # Errors
 /// EPERM without root or `vm.unprivileged_userfaultfd=1`.
-pub fn unready() -> io::Result<OwnedFd> {
+pub fn open_unnegotiated() -> io::Result<OwnedFd> {
     // SAFETY: the syscall takes flags only and returns a new descriptor or -1.
     let fd = unsafe { libc::syscall(libc::SYS_userfaultfd, libc::O_CLOEXEC | libc::O_NONBLOCK) };
     let fd = RawFd::try_from(fd).unwrap_or(-1);
     if fd < 0 {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: a fresh descriptor that nobody else owns.
+    // SAFETY: a fresh descriptor without another owner.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
-/// Whether the watched memory has ended with its last process. Asked by a request that anonymous memory
-/// refuses (UFFDIO_CONTINUE), so that it changes nothing. Only a system call.
+/// Whether the registered memory has ended with its last process. It is one system call, a request that
+/// anonymous memory refuses (UFFDIO_CONTINUE), so that it changes nothing.
 #[must_use]
-pub fn memory_is_gone(uffd: BorrowedFd<'_>) -> bool {
+pub fn address_space_ended(uffd: BorrowedFd<'_>) -> bool {
     let range = abi::Range { start: 0x1_0000, len: crate::PAGE_SIZE };
     let result = abi::continue_minor(uffd, &mut abi::Fill { range, mode: 0, done: 0 });
     result.is_err_and(|error| error.raw_os_error() == Some(libc::ESRCH))

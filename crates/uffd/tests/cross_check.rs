@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Our ABI module against the `userfaultfd` crate and against the kernel: what one side does, the other sees.
+//! Checks the ABI module against the `userfaultfd` crate and the kernel: each side sees what the other does.
 
 use std::os::fd::{AsFd as _, AsRawFd as _, FromRawFd as _, IntoRawFd as _, OwnedFd};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
 
-use rewake_uffd::{FillPort as _, Message, PAGE_SIZE, RawMessage, Stop, Uffd, abi, memory_is_gone};
+use rewake_uffd::{FillPort as _, Message, PAGE_SIZE, RawMessage, Stop, Uffd, abi, address_space_ended};
 use userfaultfd::{Event, FeatureFlags, UffdBuilder};
 
 const PAGE: usize = 4096;
 
-/// One test at a time: a fork in one is an event, and a second owner of descriptors, in the others.
+/// Runs one test at a time: a fork in one is an event in the others, and a second owner of their descriptors.
 fn alone() -> MutexGuard<'static, ()> {
     static ALONE: Mutex<()> = Mutex::new(());
     ALONE.lock().unwrap_or_else(PoisonError::into_inner)
@@ -33,8 +33,8 @@ fn map(pages: usize) -> *mut u8 {
     start.cast()
 }
 
-/// A watched range of `pages` pages, opened and registered by the other crate.
-fn watched(pages: usize) -> (Uffd, u64) {
+/// Opens and registers a range of `pages` pages with the other crate.
+fn registered(pages: usize) -> (Uffd, u64) {
     let features = FeatureFlags::EVENT_REMOVE | FeatureFlags::EVENT_UNMAP | FeatureFlags::EVENT_REMAP;
     let theirs = UffdBuilder::new()
         .close_on_exec(true)
@@ -45,15 +45,15 @@ fn watched(pages: usize) -> (Uffd, u64) {
         .expect("root, or vm.unprivileged_userfaultfd=1");
     let start = map(pages);
     theirs.register(start.cast(), pages * PAGE).unwrap();
-    // Not into_raw_fd: in 0.9.0 that closes the descriptor which it returns.
+    // Not into_raw_fd: in 0.9.0 it closes the descriptor that it returns.
     let theirs = std::mem::ManuallyDrop::new(theirs);
-    // SAFETY: never dropped there, so owned here alone.
+    // SAFETY: `theirs` is never dropped, so this is the only owner.
     let ours = Uffd::adopt(unsafe { OwnedFd::from_raw_fd(theirs.as_raw_fd()) }).unwrap();
     (ours, start as u64)
 }
 
 fn read_byte(address: u64) -> u8 {
-    // SAFETY: inside a mapping that is never unmapped; may wait for the page.
+    // SAFETY: inside a mapping that is never unmapped; the read may wait for the page.
     unsafe { (address as *const u8).read_volatile() }
 }
 
@@ -68,9 +68,9 @@ fn next(uffd: &Uffd) -> Message {
 }
 
 #[test]
-fn a_fault_on_a_range_registered_by_the_crate_is_read_and_served_by_us() {
+fn a_fault_on_the_crate_s_range_is_served_by_rewake() {
     let _alone = alone();
-    let (uffd, start) = watched(4);
+    let (uffd, start) = registered(4);
     let reader = thread::spawn(move || read_byte(start + PAGE_SIZE + 5));
     assert_eq!(next(&uffd), Message::Fault { address: start + PAGE_SIZE });
     let outcome = uffd.copy(start + PAGE_SIZE, &[0x5a; PAGE]);
@@ -79,7 +79,7 @@ fn a_fault_on_a_range_registered_by_the_crate_is_read_and_served_by_us() {
 }
 
 #[test]
-fn a_fault_on_a_range_registered_by_us_is_read_and_served_by_the_crate() {
+fn a_fault_on_rewake_s_range_is_served_by_the_crate() {
     let _alone = alone();
     let ours = Uffd::open(abi::FEATURES_CRIU).unwrap();
     let start = map(2) as u64;
@@ -95,15 +95,15 @@ fn a_fault_on_a_range_registered_by_us_is_read_and_served_by_the_crate() {
     let Event::Pagefault { addr, .. } = event else { panic!("{event:?}") };
     assert_eq!(addr as u64 & !(PAGE_SIZE - 1), start);
     let page = [7_u8; PAGE];
-    // SAFETY: the page is watched and missing; the source is a whole page.
+    // SAFETY: the page is registered and missing; the source is a whole page.
     unsafe { theirs.copy(page.as_ptr().cast(), start as *mut _, PAGE, true) }.unwrap();
     assert_eq!(reader.join().unwrap(), 7);
 }
 
 #[test]
-fn a_fill_over_a_present_page_stops_there_and_says_so() {
+fn a_fill_stops_at_a_resident_page() {
     let _alone = alone();
-    let (uffd, start) = watched(4);
+    let (uffd, start) = registered(4);
     assert!(uffd.copy(start + 2 * PAGE_SIZE, &[1; PAGE]).complete(PAGE_SIZE));
     let first = uffd.copy(start, &[2; 4 * PAGE]);
     assert_eq!((first.bytes, first.stop), (2 * PAGE_SIZE, None));
@@ -113,9 +113,9 @@ fn a_fill_over_a_present_page_stops_there_and_says_so() {
 }
 
 #[test]
-fn zero_pages_are_zero_and_a_range_that_is_not_watched_is_told() {
+fn zero_pages_are_zero_and_unregistered_ranges_are_refused() {
     let _alone = alone();
-    let (uffd, start) = watched(2);
+    let (uffd, start) = registered(2);
     assert!(uffd.zero(start, 2 * PAGE_SIZE).complete(2 * PAGE_SIZE));
     assert_eq!(read_byte(start + PAGE_SIZE), 0);
     let elsewhere = map(1) as u64;
@@ -123,12 +123,12 @@ fn zero_pages_are_zero_and_a_range_that_is_not_watched_is_told() {
 }
 
 #[test]
-fn while_the_program_drops_memory_fills_are_put_off_until_the_event_is_read() {
+fn fills_are_refused_until_the_event_of_dropped_memory_is_read() {
     let _alone = alone();
-    let (uffd, start) = watched(4);
+    let (uffd, start) = registered(4);
     assert!(!uffd.changing());
     let dropper = thread::spawn(move || {
-        // SAFETY: drops pages of a mapping that holds nothing of ours.
+        // SAFETY: drops pages of a mapping without Rust values.
         unsafe { libc::madvise(start as *mut _, 2 * PAGE, libc::MADV_DONTNEED) }
     });
     while !uffd.changing() {
@@ -142,9 +142,9 @@ fn while_the_program_drops_memory_fills_are_put_off_until_the_event_is_read() {
 }
 
 #[test]
-fn a_poisoned_page_stays_poisoned_after_the_descriptor_is_closed() {
+fn a_poisoned_page_stays_poisoned_after_the_last_close() {
     let _alone = alone();
-    let (uffd, start) = watched(1);
+    let (uffd, start) = registered(1);
     assert!(uffd.poison(start, PAGE_SIZE).complete(PAGE_SIZE));
     drop(uffd);
     let status = in_child(|| {
@@ -155,25 +155,25 @@ fn a_poisoned_page_stays_poisoned_after_the_descriptor_is_closed() {
 }
 
 #[test]
-fn asking_whether_memory_is_gone_changes_nothing() {
+fn the_query_for_ended_memory_changes_nothing() {
     let _alone = alone();
-    let (uffd, start) = watched(1);
-    assert!(!memory_is_gone(uffd.as_fd()));
+    let (uffd, start) = registered(1);
+    assert!(!address_space_ended(uffd.as_fd()));
     assert!(uffd.copy(start, &[1; PAGE]).complete(PAGE_SIZE));
-    assert!(!memory_is_gone(uffd.as_fd()));
+    assert!(!address_space_ended(uffd.as_fd()));
 }
 
 #[test]
-fn closing_the_last_descriptor_gives_zeros_which_is_why_it_must_not_happen() {
+fn closing_the_last_descriptor_turns_missing_pages_into_zeros() {
     let _alone = alone();
-    let (uffd, start) = watched(1);
+    let (uffd, start) = registered(1);
     drop(uffd);
     assert_eq!(read_byte(start), 0);
 }
 
-/// Runs in a forked child; gives the signal that ended it, or its exit code.
+/// Runs `body` in a forked child. Returns the signal that ended it, or its exit code.
 fn in_child(body: impl FnOnce() -> i32) -> i32 {
-    // SAFETY: the child touches memory and exits: no lock, no allocation.
+    // SAFETY: the child accesses memory and exits: no lock, no allocation.
     let pid = unsafe { libc::fork() };
     if pid == 0 {
         let code = body();

@@ -15,7 +15,9 @@ use nix::unistd::Pid;
 use tokio::io::unix::AsyncFd;
 
 use crate::cli::Programs;
-use crate::{gpu_plugin, processes, sys};
+use rewake_streamer::gpu::plugin_folder;
+use rewake_streamer::supervise::processes;
+use rewake_streamer::sys;
 
 /// Error lines of the log that are shown.
 const SHOWN: usize = 8;
@@ -64,7 +66,7 @@ impl Options {
 
 /// One command of CRIU.
 #[derive(Debug)]
-pub(super) struct Act<'a> {
+pub(super) struct CriuInvocation<'a> {
     /// `dump` or `restore`.
     pub(super) name: &'static str,
     /// The images directory.
@@ -81,7 +83,7 @@ pub(super) struct Act<'a> {
     pub(super) options: &'a Options,
 }
 
-impl Act<'_> {
+impl CriuInvocation<'_> {
     /// The command line.
     pub(super) fn command(&self, program: &Path) -> Command {
         let mut command = Command::new(program);
@@ -123,7 +125,7 @@ impl Programs {
             (Some(_), true) => bail!("--plugin-dir and CRIU's --libdir are one thing: give one of them"),
             (None, true) => Ok(None),
             (None, false) if !needed => Ok(None),
-            (chosen, false) => gpu_plugin::find(chosen.as_deref()),
+            (chosen, false) => plugin_folder::find(chosen.as_deref()),
         }
     }
 }
@@ -145,7 +147,7 @@ impl Criu {
     ///
     /// # Errors
     /// There is no such program.
-    pub(super) fn start(program: &Path, act: &Act<'_>, stdout: bool) -> anyhow::Result<Self> {
+    pub(super) fn start(program: &Path, act: &CriuInvocation<'_>, stdout: bool) -> anyhow::Result<Self> {
         let mut command = act.command(program);
         if !stdout {
             command.stdout(Stdio::from(sys::duplicate(io::stderr().as_fd())?));
@@ -171,7 +173,7 @@ impl Criu {
     pub(super) fn kill_tree(&self) {
         let pid = self.child.id().cast_signed();
         // Not collected yet, so the number is its own.
-        if let Ok(pidfd) = crate::sys::pidfd_open(pid) {
+        if let Ok(pidfd) = rewake_streamer::sys::pidfd_open(pid) {
             processes::kill_descendants(pid, pidfd.as_raw_fd());
         }
         self.signal(Signal::SIGKILL);
@@ -255,7 +257,7 @@ mod tests {
         let given = strings(&["-v4", "--shell-job"]);
         let options = Options::default();
         let (images, work) = (Path::new("/img"), Path::new("/jobs"));
-        let act = Act {
+        let act = CriuInvocation {
             name: "dump",
             images,
             work,
@@ -268,7 +270,7 @@ mod tests {
         assert_eq!(words(&act.command(Path::new("criu"))), line);
         assert_eq!(act.log(), Path::new("/jobs/dump.log"));
         let options = Options { log: Some("/tmp/x".into()), ..Options::default() };
-        let act = Act { plugins: None, options: &options, ..act };
+        let act = CriuInvocation { plugins: None, options: &options, ..act };
         assert_eq!(words(&act.command(Path::new("criu"))), "dump -t 7 -D /img -W /jobs -v4 --shell-job");
         assert_eq!(act.log(), Path::new("/tmp/x"));
     }
@@ -276,7 +278,7 @@ mod tests {
     #[test]
     fn a_folder_of_plugins_is_given_once_and_only_where_it_is_wanted() {
         let chosen = tempfile::tempdir().unwrap();
-        fs::write(chosen.path().join(gpu_plugin::FILE), "").unwrap();
+        fs::write(chosen.path().join(plugin_folder::FILE), "").unwrap();
         let none = Programs { criu: None, plugin_dir: None };
         let one = Programs { criu: None, plugin_dir: Some(chosen.path().to_owned()) };
         let plain = Options::default();

@@ -7,11 +7,14 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, anyhow, bail};
 use rewake_plugin_session::wait_for_tree;
 
-use super::criu::{Act, NO_PLUGIN, Options, code, show_errors, starting};
+use super::criu::{CriuInvocation, NO_PLUGIN, Options, code, show_errors, starting};
 use super::directory;
 use crate::cli::Dump;
-use crate::twins::Found;
-use crate::{gpu_plugin, holes, twins, units};
+use crate::sparse;
+use rewake_streamer::gpu::duplicates_file;
+use rewake_streamer::gpu::duplicates_file::Found;
+use rewake_streamer::gpu::plugin_folder;
+use rewake_streamer::units;
 
 /// Buffers that look the same are compared for that long, if the dump was over sooner.
 const LEAST: Duration = Duration::from_secs(10);
@@ -32,10 +35,10 @@ pub fn run(options: &Dump) -> anyhow::Result<u8> {
         None => images.clone(),
     };
     let given = Options::read(&options.criu_options, &OURS)?;
-    let gpu = gpu_plugin::machine_has_gpu();
+    let gpu = plugin_folder::machine_has_gpu();
     let plugins = options.programs.plugins(gpu, &given)?;
     let tree = options.tree.to_string();
-    let act = Act {
+    let act = CriuInvocation {
         name: "dump",
         images: &images,
         work: &work,
@@ -48,13 +51,13 @@ pub fn run(options: &Dump) -> anyhow::Result<u8> {
     // CRIU's own plugin folder may lack rewake_plugin.so.
     let say = |line: &str| eprintln!("rewake: {line}");
     wait_for_tree(options.tree.cast_signed(), say).map_err(|error| anyhow!("{error}"))?;
-    twins::forget(&images)?;
+    duplicates_file::forget(&images)?;
     // A signal to us alone does not reach it: a dump that is cut off can leave its tree stopped.
     let start = Instant::now();
     let exit = act.command(&program).status().with_context(|| starting(&program))?;
     if exit.success() {
         let took = start.elapsed();
-        if let Err(error) = holes::dig(&images) {
+        if let Err(error) = sparse::punch_zero_blocks(&images) {
             eprintln!("rewake: zeros in the image are not left out: {error:#}");
         }
         find_twins(&images, took);
@@ -79,7 +82,7 @@ fn find_twins(images: &Path, took: Duration) {
         }
         limit
     };
-    let found = twins::find(images, begins);
+    let found = duplicates_file::find(images, begins);
     if let Ok(Found { spared: spared @ 1.., .. }) = found {
         eprintln!("rewake: {spared} buffers of GPUs have the bytes of others and need not be read");
     }

@@ -10,11 +10,11 @@ use tracing::{error, info};
 
 use super::{detach, directory, to_notify};
 use crate::cli::LazyPages;
-use crate::daemon::{Daemon, Summary};
 use crate::logging;
-use crate::open_session::OpenSession;
-use crate::supervisor::{self, Start};
-use crate::worker;
+use rewake_streamer::session::daemon::{Daemon, Summary};
+use rewake_streamer::session::open::OpenSession;
+use rewake_streamer::supervise::supervisor::{self, Start};
+use rewake_streamer::supervise::worker;
 
 /// Runs the command; gives the exit code.
 ///

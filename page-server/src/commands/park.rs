@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! `rewake park`: gives processes a descriptor of a session's fd store, or takes it from them. A streamer runs it
-//! (`crate::parking`); it is no command for people.
+//! (`rewake_streamer::supervise::parking`); it is no command for people.
 //!
 //! One line for each target, in order: [`DONE`], [`LATER`] or [`NEVER`], and a reason.
 
@@ -10,18 +10,12 @@ use std::time::Duration;
 
 use anyhow::Context as _;
 use nix::sys::stat::fstat;
-use rewake_handover::Gated;
-use rewake_tracer::{Error, with_stopped};
+use rewake_plugin_protocol::ProcessId;
+use rewake_ptrace_inject::{Error, with_stopped};
 
 use crate::cli::Park;
-use crate::processes;
-
-/// The process has the descriptor, or needs none any more.
-pub const DONE: &str = "done";
-/// A later try may succeed.
-pub const LATER: &str = "later";
-/// No try can succeed.
-pub const NEVER: &str = "never";
+use rewake_streamer::supervise::parking::{DONE, LATER, NEVER};
+use rewake_streamer::supervise::processes;
 
 /// For a tracer to let go of a process, CRIU above all, and for its threads to stop.
 const PATIENCE: Duration = Duration::from_secs(1);
@@ -40,7 +34,7 @@ pub fn run(options: &Park) -> anyhow::Result<u8> {
     let store = std::io::stdin();
     let inode = fstat(&store).context("looking at the fd store")?.st_ino;
     for target in &options.targets {
-        let target: Gated = parse(target).with_context(|| format!("{target:?}: expected PID-START"))?;
+        let target: ProcessId = parse(target).with_context(|| format!("{target:?}: expected PID-START"))?;
         let (word, why) = match give(target, store.as_fd(), inode) {
             Ok(why) => (DONE, why),
             Err(error) if may_pass(&error) => (LATER, error.to_string()),
@@ -51,16 +45,16 @@ pub fn run(options: &Park) -> anyhow::Result<u8> {
     Ok(0)
 }
 
-fn parse(text: &str) -> Option<Gated> {
+fn parse(text: &str) -> Option<ProcessId> {
     let (pid, started) = text.split_once('-')?;
-    Some(Gated { pid: pid.parse().ok()?, started: started.parse().ok()? })
+    Some(ProcessId { pid: pid.parse().ok()?, started: started.parse().ok()? })
 }
 
 /// What was done.
-fn give(target: Gated, store: std::os::fd::BorrowedFd<'_>, inode: u64) -> Result<String, Error> {
+fn give(target: ProcessId, store: std::os::fd::BorrowedFd<'_>, inode: u64) -> Result<String, Error> {
     let pid = target.pid;
     // A process that cannot be looked at is tried.
-    let has_ended = || Gated::of(pid).is_ok_and(|of| of != Some(target));
+    let has_ended = || ProcessId::of(pid).is_ok_and(|of| of != Some(target));
     let parked = || processes::number_of_socket(pid, inode).map(|number| format!("has descriptor {number}"));
     if has_ended() {
         return Ok("has ended".to_owned());

@@ -6,8 +6,8 @@ use std::time::Duration;
 use serde_json::{Value, json};
 
 use crate::control::proto::{State, StreamedMemory, StreamedProcess, Streaming};
-use crate::timeline::record::{left, percent};
-use crate::units;
+use rewake_streamer::record::model::{left, percent};
+use rewake_streamer::units;
 
 /// Lines that a terminal is asked to hold. `rewake status --json` has all.
 const MOST: usize = 12;

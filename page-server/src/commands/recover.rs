@@ -15,10 +15,13 @@ use tracing::{error, info, warn};
 
 use super::lazy_pages::report;
 use crate::cli::Recover;
-use crate::ledger::{Folder, Ledger};
-use crate::recover::take_up;
-use crate::supervisor::{self, Start};
-use crate::{logging, parking, sys, worker};
+use crate::logging;
+use rewake_streamer::ledger::{Folder, Ledger};
+use rewake_streamer::supervise::parking;
+use rewake_streamer::supervise::recover::take_up;
+use rewake_streamer::supervise::supervisor::{self, Start};
+use rewake_streamer::supervise::worker;
+use rewake_streamer::sys;
 
 /// Descriptors of an address space: userfaultfd, journal and process. An entry may come twice, and its userfaultfds of
 /// forked children lie in messages.
@@ -125,7 +128,7 @@ fn serve(mut folder: Folder, ledger: Ledger, tell: OwnedFd) -> anyhow::Result<u8
     }
     for slot in ledger.sessions() {
         let images: PathBuf = slot.paths().0;
-        if slot.state() == crate::ledger::SessionState::Running {
+        if slot.state() == rewake_streamer::ledger::SessionState::Running {
             say(&format!(
                 "session {}: serving {} again, {:.1} s after its streamer was killed",
                 slot.number(),

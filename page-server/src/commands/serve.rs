@@ -11,12 +11,12 @@ use tracing::{error, info, warn};
 
 use super::{detach, to_notify};
 use crate::cli::Serve;
-use crate::control::address;
 use crate::control::registry::Facts;
 use crate::control::server::{self, Until};
 use crate::logging;
-use crate::supervisor::{self, Start};
-use crate::worker;
+use rewake_streamer::session::address;
+use rewake_streamer::supervise::supervisor::{self, Start};
+use rewake_streamer::supervise::worker;
 
 /// Runs the command; gives the exit code.
 ///

@@ -13,11 +13,12 @@ use serde_json::{Value, json};
 
 use super::picture;
 use crate::cli::Status;
+use crate::control;
 use crate::control::client::{Client, ClientError};
 use crate::control::proto::{self, State};
-use crate::control::{self, address};
-use crate::recover::{self, Orphan};
-use crate::units;
+use rewake_streamer::session::address;
+use rewake_streamer::supervise::recover::{self, Orphan};
+use rewake_streamer::units;
 
 /// Runs the command; gives the exit code.
 ///
@@ -82,7 +83,7 @@ fn shown(text: &str) -> anyhow::Result<u8> {
 
 /// Asks the streamer of a work directory.
 async fn streaming(work: &Path) -> anyhow::Result<proto::Streaming> {
-    match Client::connect(&control::streaming::socket(work)).await {
+    match Client::connect(&control::status_server::socket(work)).await {
         Ok(mut client) => Ok(client.streaming().await?),
         Err(ClientError::NoDaemon(_)) => {
             bail!("{}: no memory of GPUs is loaded for a restore with this work directory", work.display())

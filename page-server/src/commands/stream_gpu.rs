@@ -8,25 +8,30 @@ use std::thread::{self, JoinHandle};
 
 use anyhow::{Context as _, ensure};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use rewake_handover::{FOLDER, Gated, Listener, Phase, SessionNote};
-use rewake_kfd::held::{self, Marks};
-use rewake_store::pace::Pace;
+use rewake_amdgpu_uapi::call_filter::{self, BlockList};
+use rewake_image_io::io_budget::IoBudget;
+use rewake_plugin_protocol::{DUMP_BLOCKS, Listener, Phase, ProcessId, SessionNote};
 use tokio::sync::watch;
 use tracing::{error, info, warn};
 
 use super::{directory, lazy_pages, to_notify};
 use crate::cli::StreamGpu;
 use crate::control::CONNECT_LIMIT;
-use crate::control::streaming::Window;
-use crate::daemon::Daemon;
-use crate::fd_store::FdStore;
-use crate::gpu_stream::Beside;
-use crate::ledger::{Ledger, SessionSlot, root};
-use crate::supervisor::{self, STOPPED, Start};
-use crate::timeline::record::State;
-use crate::timeline::{Timeline, files, follow};
-use crate::worker::{self, AskedToStop};
-use crate::{gpu_stream, logging, parking, session_store, streamer, sys};
+use crate::control::status_server::Window;
+use crate::logging;
+use rewake_streamer::gpu;
+use rewake_streamer::gpu::StreamOptions;
+use rewake_streamer::ledger::fd_store::FdStore;
+use rewake_streamer::ledger::session_store;
+use rewake_streamer::ledger::{Ledger, SessionSlot, root};
+use rewake_streamer::record::model::State;
+use rewake_streamer::record::{Timeline, files, follow};
+use rewake_streamer::session::daemon::Daemon;
+use rewake_streamer::supervise::launch;
+use rewake_streamer::supervise::parking;
+use rewake_streamer::supervise::supervisor::{self, STOPPED, Start};
+use rewake_streamer::supervise::worker::{self, AskedToStop};
+use rewake_streamer::sys;
 
 /// Where the plugin and people find it, and what it leaves.
 #[derive(Debug)]
@@ -49,7 +54,8 @@ pub fn run(options: &StreamGpu) -> anyhow::Result<u8> {
     let work = directory(&options.work_dir, "-W")?;
     let images = options.images_dir.as_deref().map(|images| directory(images, "-D")).transpose()?;
     logging::start(options.log_file.as_deref(), options.verbosity)?;
-    Gated::prepare().with_context(|| format!("make {FOLDER}, which says who is not to be dumped yet"))?;
+    ProcessId::prepare()
+        .with_context(|| format!("make {DUMP_BLOCKS}, which says who is not to be dumped yet"))?;
     let listener = Listener::new(&work)?;
     files::clear(&work)?;
     // Loading matters more than being seen.
@@ -85,7 +91,7 @@ fn gpus_alone(start: &Start, doors: &Doors) -> anyhow::Result<()> {
     let session = OwnSession::open(start, &doors.work)?;
     begin(start, doors, &timeline)?;
     start.ready();
-    let beside = Beside { cpus: None, marks: marks(start), record: doors.record };
+    let beside = StreamOptions { cpus: None, marks: marks(start), record: doors.record };
     let done = gpus(doors, beside, start.ledger, &timeline);
     keep(&timeline, &doors.work);
     session.close();
@@ -157,7 +163,7 @@ fn ends_when_abandoned(words: OwnedFd, work: PathBuf, supervisor: i32) -> anyhow
         let mut gone = [PollFd::new(words.as_fd(), PollFlags::empty())];
         while !matches!(poll(&mut gone, PollTimeout::NONE), Ok(1..)) {}
         thread::sleep(CONNECT_LIMIT);
-        if !streamer::is_met(&work) {
+        if !launch::is_met(&work) {
             // It asks the worker to stop, which has nothing to do, or has, and goes on.
             let _ = sys::pidfd_signal(starter.as_raw_fd(), libc::SIGTERM);
         }
@@ -248,8 +254,8 @@ async fn without_cpus(daemon: &Daemon, over: Option<watch::Receiver<bool>>) {
 }
 
 /// Has calls held and kept away, until all processes of this program have ended. None where the kernel does not.
-fn marks(start: &Start) -> Option<Marks> {
-    match held::attach() {
+fn marks(start: &Start) -> Option<BlockList> {
+    match call_filter::attach() {
         Ok((hold, marks)) => {
             start.ledger.keep(hold.into_descriptors());
             Some(marks)
@@ -269,12 +275,12 @@ fn marks(start: &Start) -> Option<Marks> {
 fn in_a_thread(
     start: &Start,
     doors: &Arc<Doors>,
-    pace: Arc<Pace>,
+    pace: Arc<IoBudget>,
     timeline: &Timeline,
     tell: watch::Sender<bool>,
 ) -> anyhow::Result<JoinHandle<bool>> {
     begin(start, doors, timeline)?;
-    let beside = Beside { cpus: Some(pace), marks: marks(start), record: doors.record };
+    let beside = StreamOptions { cpus: Some(pace), marks: marks(start), record: doors.record };
     let (doors, ledger, timeline) = (Arc::clone(doors), start.ledger, timeline.clone());
     let load = move || {
         let done = gpus(&doors, beside, ledger, &timeline);
@@ -290,13 +296,13 @@ fn in_a_thread(
     thread::Builder::new().name("gpus".to_owned()).spawn(load).context("starting a thread")
 }
 
-fn gpus(doors: &Doors, beside: Beside, ledger: Ledger, timeline: &Timeline) -> anyhow::Result<()> {
-    let done = gpu_stream::serve(&doors.listener, beside, ledger, timeline);
+fn gpus(doors: &Doors, beside: StreamOptions, ledger: Ledger, timeline: &Timeline) -> anyhow::Result<()> {
+    let done = gpu::serve(&doors.listener, beside, ledger, timeline);
     // Whoever asks hears it from now on.
     let done = done.inspect_err(|error| timeline.failed(&format!("{error:#}")))?;
     let Some(done) = done else { return Ok(()) };
     if let Some(report) = &done.loaded {
-        report.ways.iter().for_each(|way| info!("{way}"));
+        report.paths.iter().for_each(|way| info!("{way}"));
         info!("{report}");
     }
     info!(

@@ -3,23 +3,22 @@
 //!
 //! * [`proto`]: the messages, generated.
 //! * [`frame`]: a message on a stream: a length, then that many bytes, within a time.
-//! * [`address`]: where the socket is, who may speak.
-//! * `door`: clients, up to their first request.
-//! * [`registry`], [`server`]: the daemon's side; `streams`: those of its sessions that have memory of GPUs.
-//! * [`streaming`]: the side of `rewake stream-gpu`, which says how far it is.
+//! * [`rewake_streamer::session::address`]: where the socket is, who may speak.
+//! * `accept`: clients, up to their first request.
+//! * [`registry`], [`server`]: the daemon's side; `streamer_session`: its sessions with GPU memory.
+//! * [`status_server`]: `rewake stream-gpu` answers how far it is.
 //! * [`client`]: the other side.
 
 use std::time::Duration;
 
-pub mod address;
+mod accept;
 pub mod client;
-mod door;
 pub mod frame;
 mod generated;
 pub mod registry;
 pub mod server;
-pub mod streaming;
-mod streams;
+pub mod status_server;
+mod streamer_session;
 
 /// The messages of `proto/control.proto`.
 pub mod proto {

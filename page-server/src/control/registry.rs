@@ -16,12 +16,12 @@ use tokio::sync::Notify;
 use tracing::{error, info, warn};
 
 use super::proto::{self, State};
-use super::streams::Stream;
-use crate::daemon::Daemon;
-use crate::ledger::{SessionSlot, SessionState};
-use crate::open_session::{Lost, OpenSession};
-use crate::session::Session;
-use crate::streamer;
+use super::streamer_session::StreamerSession;
+use rewake_streamer::ledger::{SessionSlot, SessionState};
+use rewake_streamer::session::Session;
+use rewake_streamer::session::daemon::Daemon;
+use rewake_streamer::session::open::{Lost, OpenSession};
+use rewake_streamer::supervise::launch;
 
 /// Longest reason that is remembered, in bytes.
 const MAX_REASON: usize = 1024;
@@ -42,7 +42,7 @@ pub struct Registry {
 #[derive(Debug)]
 enum Served {
     Here(Rc<Live>),
-    Streamed(Rc<Stream>),
+    Streamed(Rc<StreamerSession>),
 }
 
 /// One that is served here.
@@ -98,7 +98,7 @@ impl Registry {
         }
         let streamed = |slot: &&SessionSlot| slot.state() == SessionState::Streaming;
         for slot in self.daemon.ledger.sessions().iter().filter(streamed) {
-            match Stream::inherit(slot) {
+            match StreamerSession::inherit(slot) {
                 Ok(stream) => self.follow(stream, super::CONNECT_LIMIT),
                 Err(error) => {
                     error!(session = slot.number(), "{error:#}; it goes on by itself");
@@ -147,7 +147,7 @@ impl Registry {
     ) -> anyhow::Result<(u64, bool)> {
         self.may_open(images, work)?;
         let looked_at = images.to_owned();
-        let can = tokio::task::spawn_blocking(move || streamer::can_bring_pages(&looked_at)).await?;
+        let can = tokio::task::spawn_blocking(move || launch::can_bring_pages(&looked_at)).await?;
         if let Err(error) = &can {
             warn!("{}: all memory of CPUs comes before the processes run: {error:#}", images.display());
         }
@@ -161,9 +161,14 @@ impl Registry {
     }
 
     /// The daemon does not end meanwhile.
-    async fn start(&self, slot: &'static SessionSlot, pages: bool, record: bool) -> anyhow::Result<Stream> {
+    async fn start(
+        &self,
+        slot: &'static SessionSlot,
+        pages: bool,
+        record: bool,
+    ) -> anyhow::Result<StreamerSession> {
         self.opening.set(self.opening.get() + 1);
-        let started = Stream::start(slot, pages, record).await;
+        let started = StreamerSession::start(slot, pages, record).await;
         self.opening.set(self.opening.get() - 1);
         if started.is_err() {
             slot.set_state(SessionState::Free);
@@ -184,7 +189,7 @@ impl Registry {
         Ok(())
     }
 
-    fn follow(self: &Rc<Self>, stream: Stream, limit: Duration) {
+    fn follow(self: &Rc<Self>, stream: StreamerSession, limit: Duration) {
         let stream = Rc::new(stream);
         let number = stream.report().session;
         self.live.borrow_mut().insert(number, Served::Streamed(Rc::clone(&stream)));

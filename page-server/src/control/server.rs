@@ -16,13 +16,13 @@ use tokio::task::LocalSet;
 use tokio::time::{MissedTickBehavior, interval, sleep, timeout};
 use tracing::{debug, info, warn};
 
-use super::door;
+use super::accept;
 use super::frame::{FrameError, receive, send};
 use super::proto::{self, Reply, Request, reply, request};
 use super::registry::{Facts, Known, Registry};
 use super::{CONNECT_LIMIT, MAX_CLIENTS, MESSAGE_LIMIT, REPORT};
-use crate::daemon::Daemon;
-use crate::gpu_plugin;
+use rewake_streamer::gpu::plugin_folder;
+use rewake_streamer::session::daemon::Daemon;
 
 /// Time that clients have to take their last answers when the daemon ends.
 const GRACE: Duration = Duration::from_secs(2);
@@ -80,7 +80,7 @@ pub async fn run(
 impl Server {
     async fn accept(self: Rc<Self>, listener: UnixListener) {
         loop {
-            let stream = door::next(&listener).await;
+            let stream = accept::next(&listener).await;
             if self.clients.get() >= MAX_CLIENTS {
                 warn!("more than {MAX_CLIENTS} clients at once: one was turned away");
                 continue;
@@ -127,7 +127,7 @@ impl Server {
     }
 
     async fn client(&self, mut stream: UnixStream) -> Result<(), FrameError> {
-        if !door::greet(&mut stream).await? {
+        if !accept::greet(&mut stream).await? {
             return Ok(());
         }
         while let Some(request) = receive::<Request>(&mut stream, MESSAGE_LIMIT).await? {
@@ -170,7 +170,7 @@ impl Server {
             0 => CONNECT_LIMIT,
             limit => Duration::from_millis(limit.into()),
         };
-        let opened = match gpu_plugin::image_has_gpu(images) {
+        let opened = match plugin_folder::image_has_gpu(images) {
             Ok(true) => {
                 self.registry.stream(images, work, limit, open.record).await.map(|(session, lazy_pages)| {
                     proto::Opened { session, streamer: Some(proto::Streamer { lazy_pages }) }

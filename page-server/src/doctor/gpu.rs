@@ -3,11 +3,11 @@
 
 use std::path::PathBuf;
 
-use rewake_amdgpu::{Memory, Way};
-use rewake_kfd::topology::GfxVersion;
+use rewake_amdgpu_uapi::topology::GfxVersion;
+use rewake_sdma_copy::{CopyPath, Memory};
 
 use super::Check;
-use crate::units;
+use rewake_streamer::units;
 
 /// The first interface of the compute driver with checkpoints.
 const OLDEST: (u32, u32) = (1, 8);
@@ -56,7 +56,7 @@ pub struct Gpu {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Copies {
     /// The way.
-    pub way: Way,
+    pub way: CopyPath,
     /// Whether the kernel tells when a copy has ended (`SYNCOBJ_EVENTFD`).
     pub told: bool,
 }
@@ -190,10 +190,10 @@ fn copies(gpus: &[Gpu]) -> Check {
         return Check::failed(name, found, advice);
     }
     let mut advice = Vec::new();
-    if any(|copies| matches!(copies.way, Way::Cpu { .. })) {
+    if any(|copies| matches!(copies.way, CopyPath::Cpu { .. })) {
         advice.push("dumps of GPUs that the CPU copies from take long: their driver offers no copy ring");
     }
-    if any(|copies| matches!(copies.way, Way::Rings { memory: Memory::Gtt, .. })) {
+    if any(|copies| matches!(copies.way, CopyPath::Rings { memory: Memory::Gtt, .. })) {
         advice.push(
             "modprobe udmabuf, let this process open /dev/udmabuf, and leave its size_limit_mb at 64 or more",
         );

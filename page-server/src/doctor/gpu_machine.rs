@@ -4,14 +4,14 @@
 use std::os::unix::fs::MetadataExt as _;
 use std::path::PathBuf;
 
-use rewake_amdgpu::{CopyEngine, Shape, Staging};
-use rewake_kfd::render::Render;
-use rewake_kfd::settings::{Checks, Switch};
-use rewake_kfd::topology::{Node, Topology};
-use rewake_kfd::{Error, Kfd, held};
+use rewake_amdgpu_uapi::render::Render;
+use rewake_amdgpu_uapi::settings::{Checks, Switch};
+use rewake_amdgpu_uapi::topology::{Node, Topology};
+use rewake_amdgpu_uapi::{Error, Kfd, call_filter};
+use rewake_sdma_copy::{CopyEngine, Shape, Staging};
 
 use super::gpu::{Copies, Facts, Gpu, Plugin};
-use crate::gpu_plugin;
+use rewake_streamer::gpu::plugin_folder;
 
 /// Where CRIU looks by itself (`CR_PLUGIN_DEFAULT`).
 pub(super) const DEFAULT: &str = "/usr/lib/criu";
@@ -23,7 +23,7 @@ const TRIAL: Shape = Shape { slots: 16, slot_bytes: 2 << 20 };
 /// Looks at the GPUs; none without AMD's compute driver.
 #[must_use]
 pub fn facts(capabilities: u64) -> Option<Facts> {
-    if !gpu_plugin::machine_has_gpu() {
+    if !plugin_folder::machine_has_gpu() {
         return None;
     }
     let told = |error: Error| error.to_string();
@@ -35,7 +35,7 @@ pub fn facts(capabilities: u64) -> Option<Facts> {
         initial_user_namespace: std::fs::metadata("/proc/self/ns/user")
             .map_or(true, |namespace| namespace.ino() == INITIAL_USER_NAMESPACE),
         switched_off: switched_off(),
-        held: held::attach().map(drop).map_err(|error| format!("{:#}", anyhow::Error::from(error))),
+        held: call_filter::attach().map(drop).map_err(|error| format!("{:#}", anyhow::Error::from(error))),
         plugin: plugin(),
     })
 }
@@ -56,7 +56,7 @@ fn copies(minor: u32) -> Result<Copies, String> {
     let render = Render::open(minor).map_err(|error| error.to_string())?;
     let staging = Staging::new(TRIAL, &[&render]).map_err(|error| error.to_string())?;
     let engine = CopyEngine::open(render, &staging).map_err(|error| error.to_string())?;
-    Ok(Copies { way: engine.way().clone(), told: engine.event_fd().is_some() })
+    Ok(Copies { way: engine.path().clone(), told: engine.event_fd().is_some() })
 }
 
 fn switched_off() -> Result<Vec<&'static str>, String> {
@@ -68,8 +68,8 @@ fn plugin() -> Plugin {
     let stock = PathBuf::from(DEFAULT);
     Plugin {
         // Nothing was chosen that could be refused.
-        found: gpu_plugin::find(None).unwrap_or_default(),
-        variable: gpu_plugin::variable(),
-        stock: Some(stock).filter(|folder| folder.join(gpu_plugin::FILE).is_file()),
+        found: plugin_folder::find(None).unwrap_or_default(),
+        variable: plugin_folder::variable(),
+        stock: Some(stock).filter(|folder| folder.join(plugin_folder::FILE).is_file()),
     }
 }

@@ -3,10 +3,10 @@
 
 use std::io;
 
-use rewake_store::DEFAULT_BUDGET;
+use rewake_image_io::DEFAULT_BUDGET;
 
 use super::Check;
-use crate::ledger::MAX_SPACES;
+use rewake_streamer::ledger::MAX_SPACES;
 
 /// The oldest kernel with all that the daemon cannot do without: pidfd_open(2).
 const OLDEST: [u32; 2] = [5, 3];

@@ -4,13 +4,13 @@
 use std::io;
 
 use nix::sys::resource::{Resource, getrlimit};
-use rewake_store::{BlockCache, DEFAULT_BUDGET, best};
+use rewake_image_io::{BlockCache, DEFAULT_BUDGET, default_engine};
 use rewake_uffd::Uffd;
 
 use super::gpu_machine::DEFAULT;
 use super::kernel::{FEATURES, Kernel};
 use super::plugin;
-use crate::gpu_plugin;
+use rewake_streamer::gpu::plugin_folder;
 
 /// cachestat(2): the same number on every architecture but alpha.
 const SYS_CACHESTAT: libc::c_long = 451;
@@ -54,8 +54,8 @@ pub fn userfaultfd_feature(bit: u64) -> bool {
 /// # Errors
 /// No way of reading works.
 pub fn io_uring() -> Result<Option<String>, String> {
-    let best = BlockCache::new(DEFAULT_BUDGET).and_then(|cache| best(&cache));
-    best.map(|best| best.note).map_err(|error| error.to_string())
+    let engine = BlockCache::new(DEFAULT_BUDGET).and_then(|cache| default_engine(&cache));
+    engine.map(|engine| engine.note).map_err(|error| error.to_string())
 }
 
 /// Whether the kernel can tell what of a file is in memory.
@@ -88,7 +88,7 @@ pub fn pipe_max_size() -> u64 {
 /// The folder whose plugins CRIU loads by itself.
 #[must_use]
 pub fn criu_plugins() -> plugin::Folder {
-    let path = gpu_plugin::variable().unwrap_or_else(|| DEFAULT.into());
+    let path = plugin_folder::variable().unwrap_or_else(|| DEFAULT.into());
     plugin::Folder { has_plugin: path.join(plugin::FILE).is_file(), path }
 }
 

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
-use crate::sys;
+use rewake_streamer::sys;
 
 /// How long one command of CRIU may take; `criu check` takes well under a second.
 const LIMIT: Duration = Duration::from_secs(10);

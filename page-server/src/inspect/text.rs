@@ -7,7 +7,7 @@ use std::io::{self, Write};
 use rewake_criu_images::PAGE;
 
 use super::{Pages, Report, TaskReport, Verdict, VmaReport, gpu};
-use crate::units;
+use rewake_streamer::units;
 
 /// Levels of the tree that are shown by indentation; deeper ones line up with the last.
 const MAX_INDENT: usize = 16;

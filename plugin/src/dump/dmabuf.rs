@@ -5,7 +5,7 @@ use std::fs;
 use std::os::fd::{AsRawFd as _, BorrowedFd};
 
 use nix::sys::stat::fstat;
-use rewake_contents::folder;
+use rewake_bo_contents::folder;
 use rewake_criu_images::amdgpu::{DmabufImage, dmabuf_name};
 use rewake_criu_plugin::{Answer, Host};
 

@@ -3,12 +3,12 @@
 
 use std::os::fd::{AsFd as _, BorrowedFd};
 
-use rewake_contents::{PagesFile, Process, folder};
+use rewake_amdgpu_uapi::abi::{kfd_criu_bo_bucket, kfd_criu_device_bucket};
+use rewake_amdgpu_uapi::criu::{self, Counts, Image};
+use rewake_amdgpu_uapi::topology::Topology;
+use rewake_bo_contents::{PagesFile, Process, folder};
 use rewake_criu_images::amdgpu::{KfdBuffer, KfdImage, Node, kfd_name};
 use rewake_criu_plugin::{Answer, Host};
-use rewake_kfd::abi::{kfd_criu_bo_bucket, kfd_criu_device_bucket};
-use rewake_kfd::criu::{self, Counts, Image};
-use rewake_kfd::topology::Topology;
 
 use super::dmabuf;
 use super::shared::Shared;
@@ -76,7 +76,7 @@ fn nodes(machine: &Topology, gpus: &[kfd_criu_device_bucket]) -> Result<Vec<Node
     if let Some(unknown) = gpus.iter().find(known) {
         return Err(UnknownGpu(unknown.actual_gpu_id));
     }
-    let node = |node: &rewake_kfd::topology::Node| {
+    let node = |node: &rewake_amdgpu_uapi::topology::Node| {
         let bucket = gpus.iter().find(|bucket| bucket.actual_gpu_id == node.gpu_id);
         let mut node = topology::to_image(&node.into());
         node.properties.gpu_id = bucket.map_or(0, |bucket| bucket.user_gpu_id);

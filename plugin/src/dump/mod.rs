@@ -2,8 +2,8 @@
 //! The dump. A process's queues are paused when its `/dev/kfd` is dumped, and go on when CRIU is done with everything, or
 //! has failed: what they could write in between would be in one part of the image and not in another.
 
-mod bare;
 mod dmabuf;
+mod freed_mappings;
 mod kfd;
 mod render;
 mod shared;
@@ -14,14 +14,14 @@ use std::thread::sleep;
 use std::time::Duration;
 
 use nix::sys::stat::fstat;
+use rewake_amdgpu_uapi::abi::kfd_criu_bo_bucket;
+use rewake_amdgpu_uapi::criu::{self, Counts};
 use rewake_criu_images::amdgpu::KfdBuffer;
 use rewake_criu_plugin::{Answer, Host, Refusal};
-use rewake_handover::Gated;
-use rewake_kfd::abi::kfd_criu_bo_bucket;
-use rewake_kfd::criu::{self, Counts};
+use rewake_plugin_protocol::ProcessId;
 
+use crate::criu_watchdog::CriuWatchdog;
 use crate::device::{Devices, Gpu};
-use crate::guard::Guard;
 use crate::image;
 use dmabuf::Ownerless;
 use kfd::Name;
@@ -57,7 +57,7 @@ struct Process {
     /// Its GPUs.
     names: Vec<Name>,
     /// For as long as its queues are paused.
-    guard: Option<Guard>,
+    guard: Option<CriuWatchdog>,
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -90,8 +90,8 @@ impl Dump {
     /// its queues are paused already, and the driver would count a second pause that nobody ends (`criu_process_info` in
     /// `kfd_chardev.c`).
     pub(crate) fn task(&mut self, pid: i32) -> Answer {
-        if let Some(gated) = Gated::of(pid)?
-            && gated.is_shut()?
+        if let Some(gated) = ProcessId::of(pid)?
+            && gated.is_dump_blocked()?
         {
             return Err(BeingLoaded(pid).into());
         }
@@ -146,11 +146,11 @@ impl Dump {
         }
         let own = file.try_clone_to_owned()?;
         let tasks = self.tasks.with(file, &self.devices);
-        let guard = Guard::of_queues(host, file, &tasks);
+        let guard = CriuWatchdog::of_queues(host, file, &tasks);
         let counts = criu::process_info(file)?;
         self.paused.push(Process { kfd: own, id, counts, buffers: Vec::new(), names: Vec::new(), guard });
         let state = kfd::dump(host, file, id, &counts, &mut self.shared)?;
-        if let Some(mappings) = bare::mappings(&tasks, &state.image)? {
+        if let Some(mappings) = freed_mappings::mappings(&tasks, &state.image)? {
             self.shared.bare(id, mappings);
         }
         if let Some(process) = self.paused.last_mut() {
@@ -205,7 +205,7 @@ impl Dump {
 
 impl Process {
     /// Lets its queues go on.
-    fn go_on(&self) -> Result<(), rewake_kfd::Error> {
+    fn go_on(&self) -> Result<(), rewake_amdgpu_uapi::Error> {
         until_unpaused(|| criu::unpause(self.kfd.as_fd()))
     }
 
@@ -227,8 +227,8 @@ fn begin(host: &Host) -> Answer {
 /// The kernel says EINVAL when nothing is paused (any more), which is what is wanted, and may be asked again otherwise: what failed has not
 /// counted (`criu_unpause` in `kfd_chardev.c`).
 fn until_unpaused(
-    mut unpause: impl FnMut() -> Result<(), rewake_kfd::Error>,
-) -> Result<(), rewake_kfd::Error> {
+    mut unpause: impl FnMut() -> Result<(), rewake_amdgpu_uapi::Error>,
+) -> Result<(), rewake_amdgpu_uapi::Error> {
     let mut left = UNPAUSES;
     loop {
         left -= 1;
@@ -253,7 +253,7 @@ mod tests {
         let unpause = || {
             let errno = answers[asked.replace(asked.get() + 1).min(answers.len() - 1)];
             let (what, source) = (Box::default(), io::Error::from_raw_os_error(errno));
-            if errno == 0 { Ok(()) } else { Err(rewake_kfd::Error::Call { what, source }) }
+            if errno == 0 { Ok(()) } else { Err(rewake_amdgpu_uapi::Error::Call { what, source }) }
         };
         let done = until_unpaused(unpause);
         (done.map_err(|error| error.errno().unwrap()), asked.get())

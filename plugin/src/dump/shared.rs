@@ -9,16 +9,16 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use rewake_contents::folder;
-use rewake_criu_images::amdgpu::{KfdBuffer, RenderContents};
-use rewake_criu_images::rewake::{
-    BareMapping, BareMappings, BufferUser, RenderFile, SHARED_NAME, SecondFile, SharedBuffer, SharedImage,
-};
-use rewake_criu_plugin::{Answer, Host};
-use rewake_kfd::abi::{
+use rewake_amdgpu_uapi::abi::{
     KFD_IOC_ALLOC_MEM_FLAGS_EXECUTABLE, KFD_IOC_ALLOC_MEM_FLAGS_GTT, KFD_IOC_ALLOC_MEM_FLAGS_VRAM,
     KFD_IOC_ALLOC_MEM_FLAGS_WRITABLE,
 };
+use rewake_bo_contents::folder;
+use rewake_criu_images::amdgpu::{KfdBuffer, RenderContents};
+use rewake_criu_images::rewake::{
+    BufferUser, FreedMapping, FreedMappings, RenderFile, SHARED_NAME, SecondFile, SharedBuffer, SharedImage,
+};
+use rewake_criu_plugin::{Answer, Host};
 
 /// What an import is allowed, and nothing else (`import_obj_create` in `amdgpu_amdkfd_gpuvm.c`).
 const OF_IMPORTS: u32 = KFD_IOC_ALLOC_MEM_FLAGS_WRITABLE | KFD_IOC_ALLOC_MEM_FLAGS_EXECUTABLE;
@@ -33,7 +33,7 @@ pub(super) struct Shared {
     second_files: Vec<SecondFile>,
     render_files: Vec<RenderFile>,
     /// By the id of the `/dev/kfd`.
-    bare: BTreeMap<u32, BTreeSet<BareMapping>>,
+    bare: BTreeMap<u32, BTreeSet<FreedMapping>>,
 }
 
 /// A buffer with a dma-buf.
@@ -109,13 +109,13 @@ impl Shared {
     }
 
     /// Takes a process's mappings that show no buffer of its own.
-    pub(super) fn bare(&mut self, kfd: u32, mappings: BTreeSet<BareMapping>) {
+    pub(super) fn bare(&mut self, kfd: u32, mappings: BTreeSet<FreedMapping>) {
         self.bare.insert(kfd, mappings);
     }
 
     /// Those that show one of a render node's own are none.
     pub(super) fn shown(&mut self, node: &RenderContents) {
-        let shows = |mapping: &BareMapping| {
+        let shows = |mapping: &FreedMapping| {
             let mut offsets = node.buffers.iter().map(|of| of.offset..of.offset.saturating_add(of.size));
             mapping.minor == node.minor && offsets.any(|offsets| offsets.contains(&mapping.offset))
         };
@@ -149,7 +149,7 @@ impl Shared {
             SharedBuffer { users: users.into_iter().map(|(user, _)| user).collect(), dmabuf: known.file }
         };
         let buffers = self.buffers.iter().filter(told).map(buffer).collect();
-        let bare = |(kfd, mappings): (&u32, &BTreeSet<BareMapping>)| BareMappings {
+        let bare = |(kfd, mappings): (&u32, &BTreeSet<FreedMapping>)| FreedMappings {
             kfd: *kfd,
             mappings: mappings.clone(),
         };
@@ -157,7 +157,7 @@ impl Shared {
             buffers,
             second_files: self.second_files.clone(),
             render_files: self.render_files.clone(),
-            bare: self.bare.iter().map(bare).collect(),
+            freed_mappings: self.bare.iter().map(bare).collect(),
         }
     }
 
@@ -173,8 +173,8 @@ impl Shared {
 
 #[cfg(test)]
 mod tests {
+    use rewake_amdgpu_uapi::abi::KFD_IOC_ALLOC_MEM_FLAGS_PUBLIC;
     use rewake_criu_images::amdgpu::RenderBuffer;
-    use rewake_kfd::abi::KFD_IOC_ALLOC_MEM_FLAGS_PUBLIC;
 
     use super::*;
 
@@ -233,17 +233,17 @@ mod tests {
     #[test]
     fn a_mapping_that_shows_a_buffer_of_a_render_node_is_not_bare() {
         let mut shared = Shared::default();
-        let at = |minor, offset| BareMapping { minor, address: 0x1000, offset };
+        let at = |minor, offset| FreedMapping { minor, address: 0x1000, offset };
         shared.bare(6, [at(128, 100), at(128, 199), at(128, 200), at(129, 150)].into());
         shared.bare(9, BTreeSet::new());
         let buffers = vec![RenderBuffer { offset: 100, size: 100, ..RenderBuffer::default() }];
         shared.shown(&RenderContents { id: 12, minor: 128, buffers });
-        let bare = |kfd, mappings: &[BareMapping]| BareMappings {
+        let bare = |kfd, mappings: &[FreedMapping]| FreedMappings {
             kfd,
             mappings: mappings.iter().copied().collect(),
         };
         let image = shared.image();
-        assert_eq!(image.bare, [bare(6, &[at(128, 200), at(129, 150)]), bare(9, &[])]);
+        assert_eq!(image.freed_mappings, [bare(6, &[at(128, 200), at(129, 150)]), bare(9, &[])]);
         assert!(!image.is_empty(), "none is said, too");
     }
 }

@@ -3,12 +3,12 @@
 
 use std::os::fd::BorrowedFd;
 
-use rewake_contents::PagesFile;
+use rewake_amdgpu_uapi::criu::blob::Private;
+use rewake_bo_contents::PagesFile;
 use rewake_criu_images::amdgpu::{KfdImage, kfd_name, render_name};
 use rewake_criu_plugin::{Answer, Host};
-use rewake_kfd::criu::blob::Private;
 
-use super::places::{Places, gpus};
+use super::gpu_assignment::{GpuAssignment, gpus};
 use crate::image::Images;
 
 /// A file of the image makes no sense.
@@ -40,7 +40,7 @@ struct Mes {
 }
 
 /// Refuses what no task can be given.
-pub(super) fn all(host: &Host, images: &Images, places: &Places) -> Answer {
+pub(super) fn all(host: &Host, images: &Images, places: &GpuAssignment) -> Answer {
     let folder = host.image_dir()?;
     for (id, image) in &images.kfd {
         let damaged = |source| Damaged { file: kfd_name(*id), source };
@@ -57,7 +57,7 @@ pub(super) fn all(host: &Host, images: &Images, places: &Places) -> Answer {
 }
 
 /// Whether all queues can come back where they are to be.
-fn queues(image: &KfdImage, private: &Private, places: &Places) -> Answer {
+fn queues(image: &KfdImage, private: &Private, places: &GpuAssignment) -> Answer {
     for queue in private.queues() {
         let Some(gpu) = gpus(image).find(|gpu| gpu.gpu_id == queue.gpu) else { continue };
         let place = places.of(gpu)?;

@@ -5,18 +5,18 @@ use std::collections::BTreeSet;
 use std::os::fd::{AsFd as _, OwnedFd};
 
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
-use rewake_criu_images::amdgpu::{KfdBuffer, KfdImage, kfd_name};
-use rewake_criu_plugin::{Answer, Host};
-use rewake_kfd::Kfd;
-use rewake_kfd::abi::{
+use rewake_amdgpu_uapi::Kfd;
+use rewake_amdgpu_uapi::abi::{
     KFD_INVALID_FD, KFD_IOC_ALLOC_MEM_FLAGS_AQL_QUEUE_MEM, call, kfd_criu_bo_bucket, kfd_criu_device_bucket,
 };
-use rewake_kfd::criu::{self, Image};
-use rewake_kfd::render::Render;
+use rewake_amdgpu_uapi::criu::{self, Image};
+use rewake_amdgpu_uapi::render::Render;
+use rewake_criu_images::amdgpu::{KfdBuffer, KfdImage, kfd_name};
+use rewake_criu_plugin::{Answer, Host};
 
 use super::Restore;
-use super::board::Place;
-use super::places::gpus;
+use super::gpu_assignment::gpus;
+use super::shared_state::MmapOffset;
 use crate::hsakmt;
 
 #[derive(Debug, thiserror::Error)]
@@ -37,7 +37,7 @@ struct Unmade {
     pid: u32,
     file: String,
     #[source]
-    source: rewake_kfd::Error,
+    source: rewake_amdgpu_uapi::Error,
 }
 
 /// What it says of numbers of copy engines' queues, which it gives back exactly (`create_queue_cpsch` of
@@ -51,7 +51,7 @@ struct Engaged {
     pid: u32,
     file: String,
     #[source]
-    source: rewake_kfd::Error,
+    source: rewake_amdgpu_uapi::Error,
 }
 
 impl Restore {
@@ -79,7 +79,7 @@ impl Restore {
         for buffer in 0..image.buffers.len() {
             let own = if imports.contains(&buffer) { None } else { made.next() };
             if let Some((bo, _)) = &own {
-                self.board.put_buffer(index, buffer, Place::Offset(bo.restored_offset));
+                self.board.put_buffer(index, buffer, MmapOffset::Offset(bo.restored_offset));
             }
             dmabufs.push(own.and_then(|(_, dmabuf)| dmabuf));
         }

@@ -10,12 +10,12 @@ use nix::sys::socket::{
     AddressFamily, ControlMessage, ControlMessageOwned, MsgFlags, SockFlag, SockType, recvmsg, sendmsg,
     setsockopt, socketpair, sockopt,
 };
-use rewake_contents::{PagesFile, Process};
+use rewake_bo_contents::{PagesFile, Process};
 use rewake_criu_plugin::{Answer, Host};
-use rewake_handover::MAX_DESCRIPTORS;
+use rewake_plugin_protocol::MAX_DESCRIPTORS;
 
 use super::Restore;
-use super::places::gpus;
+use super::gpu_assignment::gpus;
 use crate::contents;
 
 /// Bytes of a buffer's number in a message.

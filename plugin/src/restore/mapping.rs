@@ -5,12 +5,12 @@ use std::collections::BTreeSet;
 
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use rewake_criu_images::amdgpu::{KfdBuffer, KfdImage, Properties};
-use rewake_criu_images::rewake::BareMapping;
+use rewake_criu_images::rewake::FreedMapping;
 use rewake_criu_plugin::{Answer, Host, Mapping, Refusal};
 
 use super::Restore;
-use super::board::Place;
-use super::places::gpus;
+use super::gpu_assignment::gpus;
+use super::shared_state::MmapOffset;
 use crate::buffers::{gpu_of_minor, is_address_of_one};
 use crate::device::Gpu;
 
@@ -56,7 +56,7 @@ pub(super) fn find(
             }
             let own = restore.own.map(|own| &restore.images.kfd[own]);
             let told = own.and_then(|(id, _)| restore.bare.get(id));
-            was_freed(own.map(|(_, image)| image), told, BareMapping { minor, address, offset })
+            was_freed(own.map(|(_, image)| image), told, FreedMapping { minor, address, offset })
                 .map_err(|why| Unmapped::NoBuffer { path: path.to_owned(), address, offset, why })?;
             host.warn(format_args!(
                 "a mapping of {path} at {address:#x}: the image has no buffer there, as one that had been freed; what touches it before \
@@ -72,8 +72,8 @@ pub(super) fn find(
 /// was none.
 fn was_freed(
     own: Option<&KfdImage>,
-    told: Option<&BTreeSet<BareMapping>>,
-    mapping: BareMapping,
+    told: Option<&BTreeSet<FreedMapping>>,
+    mapping: FreedMapping,
 ) -> Result<(), &'static str> {
     let computes = own.and_then(|image| Some((image, gpu_of_minor(image, mapping.minor)?)));
     let (image, (_, gpu_id)) = computes.ok_or("")?;
@@ -136,7 +136,7 @@ fn of_render_node(
         let Some(buffer) = restore.buffers[index].at(name, offset) else { continue };
         host.debug(format_args!("mapping at {address:#x}: buffer {buffer} of process {}", image.pid));
         restore.board.wait(index, image.pid)?;
-        let Place::Offset(start) = restore.board.buffer(index, buffer) else {
+        let MmapOffset::Offset(start) = restore.board.buffer(index, buffer) else {
             return Err(Unmapped::OtherGpu { path: path.to_owned(), address }.into());
         };
         let within = offset - image.buffers[buffer].offset;
@@ -164,7 +164,7 @@ fn of_file(
     let found = nodes.find_map(|(index, node)| Some((index, node, node.mapped_at(minor, offset)?)));
     let Some((index, node, buffer)) = found else { return Ok(None) };
     let file = host.stored_fd(restore.board.wait_node(index, node.id)?)?;
-    let Place::Offset(start) = restore.board.node_buffer(index, buffer) else {
+    let MmapOffset::Offset(start) = restore.board.node_buffer(index, buffer) else {
         return Err(Unmapped::NoBuffer { path: path.to_owned(), address, offset, why: "" }.into());
     };
     let offset = start + (offset - node.contents.buffers[buffer].offset);
@@ -219,7 +219,7 @@ mod tests {
             ..KfdBuffer::default()
         };
         image.buffers = vec![buffer(0x11, VRAM, 0x10_0000), buffer(0x11, DOORBELL, 0x20_0000)];
-        let at = |minor, address| BareMapping { minor, address, offset: 1 << 40 };
+        let at = |minor, address| FreedMapping { minor, address, offset: 1 << 40 };
         let freed = |minor, address| was_freed(Some(&image), None, at(minor, address));
         assert_eq!(freed(128, 0x30_0000), Ok(()));
         for address in [0x10_0000, 0x10_1000] {

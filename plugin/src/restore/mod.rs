@@ -3,41 +3,41 @@
 //! makes its own GPU state, stopped; and when all tasks are whole, the main process loads their memory and starts the queues of
 //! each, once.
 
-mod board;
 mod check;
-mod forked;
+mod cpu_mappings;
+mod cpu_page_wait;
+mod gpu_assignment;
 mod kfd;
-mod later;
-mod lazy;
+mod lazy_plan;
 mod loading;
 mod mapping;
 mod placeholders;
-mod places;
-mod reached;
 mod render;
 mod resume;
 mod shared;
+mod shared_state;
 mod streaming;
+mod watchdog_wait;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::OwnedFd;
 use std::path::Path;
 
-use rewake_criu_images::rewake::BareMapping;
+use rewake_criu_images::rewake::FreedMapping;
 use rewake_criu_plugin::{Answer, Host, Mapping, Refusal, Restored};
 
 use crate::buffers::Buffers;
 use crate::device::{CLASS, Devices};
 use crate::image::Images;
-use board::Board;
-use forked::Forked;
-use later::Later;
-use lazy::First;
-use places::Places;
+use cpu_page_wait::WaitScope;
+use gpu_assignment::GpuAssignment;
+use lazy_plan::LazyPlan;
 use render::Node;
 use resume::Resume;
 use shared::Sharing;
+use shared_state::SharedState;
 use streaming::Server;
+use watchdog_wait::Forked;
 
 /// A file of the image.
 #[derive(Debug, Clone, Copy)]
@@ -65,10 +65,10 @@ pub(crate) struct Restore {
     devices: Devices,
     /// By index in `images.kfd`.
     buffers: Vec<Buffers>,
-    places: Places,
+    places: GpuAssignment,
     sharing: Sharing,
     nodes: Vec<Node>,
-    board: Board,
+    board: SharedState,
     /// This task's process, by index in `images.kfd`; none in the main process.
     own: Option<usize>,
     /// This task's render nodes by their GPU in the machine: ids in CRIU's store.
@@ -76,16 +76,16 @@ pub(crate) struct Restore {
     resume: Resume,
     forked: Forked,
     /// What may come later.
-    later: Later,
+    later: LazyPlan,
     /// Mappings without a buffer, by the id of the process's `/dev/kfd`; none of a process: its dump did not tell.
-    bare: BTreeMap<u32, BTreeSet<BareMapping>>,
+    bare: BTreeMap<u32, BTreeSet<FreedMapping>>,
     /// Who loads that, until it answers for all; in the main process.
     server: Option<Server>,
 }
 
 impl Restore {
     pub(crate) fn new(host: &Host, images: Images) -> Answer<Self> {
-        let places = Places::find(host, &images)?;
+        let places = GpuAssignment::find(host, &images)?;
         check::all(host, &images, &places)?;
         let devices = Devices::of_machine(Path::new(CLASS))?;
         let shared = shared::read(host)?;
@@ -100,11 +100,11 @@ impl Restore {
             false => Server::find(host, buffers.iter().any(Buffers::are_some))?,
         };
         let later = match server {
-            Some(_) => Later::of(host, &images.kfd, &buffers, &sharing)?,
-            None => Later::nothing(&images.kfd),
+            Some(_) => LazyPlan::of(host, &images.kfd, &buffers, &sharing)?,
+            None => LazyPlan::nothing(&images.kfd),
         };
         let placeholders = (0..images.kfd.len()).map(|process| later.mappings(process).len());
-        let board = Board::new(&images.kfd, placeholders, files, sharing.exports.len(), of_nodes)?;
+        let board = SharedState::new(&images.kfd, placeholders, files, sharing.exports.len(), of_nodes)?;
         let (own, render, resume) = (None, BTreeMap::new(), Resume::new());
         let forked = Forked::new(host)?;
         Ok(Self {
@@ -120,7 +120,7 @@ impl Restore {
             resume,
             forked,
             later,
-            bare: shared.bare.into_iter().map(|of| (of.kfd, of.mappings)).collect(),
+            bare: shared.freed_mappings.into_iter().map(|of| (of.kfd, of.mappings)).collect(),
             server,
         })
     }
@@ -189,7 +189,7 @@ impl Restore {
         let (images, devices, board, server) = (&self.images, &self.devices, &self.board, &self.server);
         let ready = || {
             loaded?;
-            lazy::wait(host, devices, server.as_ref().map(Server::connection), pid, || {
+            cpu_page_wait::wait(host, devices, server.as_ref().map(Server::connection), pid, || {
                 first(images, server.as_ref(), pid)
             })?;
             server.as_ref().map_or(Ok(()), |server| server.gate(host, images, board, pid))
@@ -210,16 +210,16 @@ impl Restore {
 }
 
 /// What memory of a task's CPUs is to be there before its queues start.
-fn first(images: &Images, server: Option<&Server>, pid: i32) -> Answer<First> {
+fn first(images: &Images, server: Option<&Server>, pid: i32) -> Answer<WaitScope> {
     if !server.is_some_and(Server::holds) {
-        return Ok(First::All);
+        return Ok(WaitScope::All);
     }
-    let Some(number) = streaming::number_in_image(pid) else { return Ok(First::All) };
-    First::of(images.kfd.iter().map(|(_, image)| image).find(|image| image.pid == number))
+    let Some(number) = streaming::number_in_image(pid) else { return Ok(WaitScope::All) };
+    WaitScope::of(images.kfd.iter().map(|(_, image)| image).find(|image| image.pid == number))
 }
 
 /// The `/dev/kfd` of a process.
-fn kfd_file(host: &Host, images: &Images, board: &Board, process: usize) -> Answer<OwnedFd> {
+fn kfd_file(host: &Host, images: &Images, board: &SharedState, process: usize) -> Answer<OwnedFd> {
     let pid = images.kfd[process].1.pid;
     Ok(host.stored_fd(board.file(process, process, pid)?)?)
 }

@@ -9,7 +9,7 @@ use nix::unistd::ftruncate;
 use rewake_criu_plugin::{Answer, Host, Mapping};
 
 use super::Restore;
-use super::later::Placeholder;
+use super::lazy_plan::Placeholder;
 
 impl Restore {
     /// What the task maps in the place of a mapping of a buffer of its own process.
@@ -33,7 +33,7 @@ impl Restore {
         let file = memfd_create(c"rewake-placeholders", MFdFlags::MFD_CLOEXEC)?;
         ftruncate(&file, i64::try_from(self.later.length(process))?)?;
         let stored = host.store_fd(file.as_fd())?;
-        let uffd = host.store_fd(rewake_uffd::unready()?.as_fd())?;
+        let uffd = host.store_fd(rewake_uffd::open_unnegotiated()?.as_fd())?;
         self.board.put_placeholders(process, stored, uffd);
         Ok(stored)
     }

@@ -9,10 +9,10 @@ use std::os::fd::AsFd as _;
 use nix::sys::ptrace::{self, Options};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
+use rewake_amdgpu_uapi::{Error, Kfd, criu};
 use rewake_criu_plugin::{Answer, Host, Refusal};
-use rewake_kfd::{Error, Kfd, criu};
 
-use crate::guard::{self, Guard};
+use crate::criu_watchdog::{self, CriuWatchdog};
 
 /// What has been started.
 #[derive(Debug, Default)]
@@ -27,7 +27,7 @@ pub(super) struct Resume {
     all: bool,
     failed: bool,
     /// From when tasks are forked until all queues are started; with CRIU 4.1 from when they are whole.
-    guard: Option<Guard>,
+    guard: Option<CriuWatchdog>,
     /// Whom it kills, with their descendants.
     roots: Vec<i32>,
     /// Whether those that CRIU traces end with it.
@@ -49,24 +49,24 @@ struct Killed {
 impl Resume {
     /// Before a task is forked.
     pub(super) fn new() -> Self {
-        Self { strangers: guard::children(), ..Self::default() }
+        Self { strangers: criu_watchdog::children(), ..Self::default() }
     }
 
     /// The first task is forked. From now on tasks that CRIU leaves to themselves are killed.
     pub(super) fn forked(&mut self, host: &Host) {
-        let mut roots = guard::children();
+        let mut roots = criu_watchdog::children();
         roots.retain(|child| !self.strangers.contains(child));
-        roots.extend(guard::traced_siblings());
+        roots.extend(criu_watchdog::traced_siblings());
         if roots.is_empty() {
             host.warn(format_args!(
                 "the task that CRIU has forked is not found: if CRIU is killed before all are whole, kill them"
             ));
             return;
         }
-        self.look_after(roots, |roots| Guard::of_trees(host, roots));
+        self.replace_watchdog(roots, |roots| CriuWatchdog::of_trees(host, roots));
     }
 
-    fn look_after(&mut self, roots: Vec<i32>, start: impl FnOnce(&[i32]) -> Option<Guard>) {
+    fn replace_watchdog(&mut self, roots: Vec<i32>, start: impl FnOnce(&[i32]) -> Option<CriuWatchdog>) {
         // The earlier one ends when another is there. If none can be started it still looks after those that it knows.
         if let Some(guard) = start(&roots) {
             self.guard = Some(guard);
@@ -83,21 +83,21 @@ impl Resume {
         let known = self.roots.contains(&pid);
         self.roots.extend((!known).then_some(pid));
         // At once: a guard takes longer to be started.
-        self.tie(host, true);
+        self.set_exitkill(host, true);
         // Or none could be started earlier.
         if !known || self.guard.is_none() {
             let roots = self.roots.clone();
-            self.look_after(roots, |roots| Guard::of_trees(host, roots));
+            self.replace_watchdog(roots, |roots| CriuWatchdog::of_trees(host, roots));
         }
         true
     }
 
     /// Has tasks, which CRIU has stopped, end with it, or not any more: the kernel would let them run on at once, and the guard comes later.
-    fn tie(&mut self, host: &Host, tied: bool) {
+    fn set_exitkill(&mut self, host: &Host, tied: bool) {
         self.tied = tied;
         // CRIU has nothing more to do with their system calls.
         let options = if tied { Options::PTRACE_O_EXITKILL } else { Options::empty() };
-        for thread in guard::traced(&self.roots) {
+        for thread in criu_watchdog::traced(&self.roots) {
             if let Err(errno) = ptrace::setoptions(Pid::from_raw(thread), options) {
                 let then = if tied { "may run for a moment" } else { "is killed, too" };
                 host.warn(format_args!("trace {thread}: {errno}: if CRIU is killed now, it {then}"));
@@ -128,7 +128,7 @@ impl Resume {
     pub(super) fn no_more_guard(&mut self, host: &Host) {
         if self.all {
             if self.tied {
-                self.tie(host, false);
+                self.set_exitkill(host, false);
             }
             self.guard = None;
         }
@@ -204,11 +204,11 @@ mod tests {
     use super::*;
 
     /// A process that stands for a guard.
-    fn guard() -> (Guard, Pid) {
+    fn guard() -> (CriuWatchdog, Pid) {
         #[expect(clippy::zombie_processes, reason = "the guard waits for it when it is dropped")]
         let process = Command::new("sleep").arg("1000").spawn().unwrap();
         let pid = Pid::from_raw(process.id().cast_signed());
-        (Guard::of(pid), pid)
+        (CriuWatchdog::of(pid), pid)
     }
 
     fn is_there(pid: Pid) -> bool {
@@ -219,11 +219,11 @@ mod tests {
     fn a_guard_stays_until_another_is_there() {
         let mut resume = Resume::default();
         let ((first, of_first), (second, of_second)) = (guard(), guard());
-        resume.look_after(vec![7], |roots| Some(first).filter(|_| roots == [7]));
-        resume.look_after(vec![7, 8], |_| None);
+        resume.replace_watchdog(vec![7], |roots| Some(first).filter(|_| roots == [7]));
+        resume.replace_watchdog(vec![7, 8], |_| None);
         assert!(resume.guard.is_some() && is_there(of_first), "it still looks after the first tree");
         assert_eq!(resume.roots, [7, 8]);
-        resume.look_after(vec![7, 8, 9], |_| {
+        resume.replace_watchdog(vec![7, 8, 9], |_| {
             assert!(is_there(of_first), "at no moment is there none");
             Some(second)
         });

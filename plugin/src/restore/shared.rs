@@ -8,18 +8,18 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::path::Path;
 
+use rewake_amdgpu_uapi::FailedCall;
+use rewake_amdgpu_uapi::abi::call;
+use rewake_amdgpu_uapi::abi::{kfd_ioctl_free_memory_of_gpu_args, kfd_ioctl_import_dmabuf_args};
+use rewake_amdgpu_uapi::criu::blob::Private;
 use rewake_criu_images::ImageDir;
 use rewake_criu_images::amdgpu::{KfdBuffer, KfdImage, MAX_BUFFERS};
 use rewake_criu_images::rewake::{BufferUser, SHARED_NAME, SharedBuffer, SharedImage};
 use rewake_criu_plugin::{Answer, Host};
-use rewake_kfd::Act;
-use rewake_kfd::abi::call;
-use rewake_kfd::abi::{kfd_ioctl_free_memory_of_gpu_args, kfd_ioctl_import_dmabuf_args};
-use rewake_kfd::criu::blob::Private;
 
 use super::Restore;
-use super::board::Place;
-use super::places::gpus;
+use super::gpu_assignment::gpus;
+use super::shared_state::MmapOffset;
 
 /// For messages: a plugin is given a descriptor, not a path.
 const FOLDER: &str = "the image directory";
@@ -200,20 +200,22 @@ impl Restore {
             let handle = numbered(kfd, dmabuf.as_fd(), buffer, bo.idr_handle, &mut spare)?;
             let mapped = bo.mapped();
             if !mapped.is_empty() {
-                let act = Act::named("MAP_MEMORY_TO_GPU").on(buffer.gpu_id).at(buffer.address, buffer.size);
+                let act =
+                    FailedCall::named("MAP_MEMORY_TO_GPU").on(buffer.gpu_id).at(buffer.address, buffer.size);
                 call::map_memory(kfd, handle, &mapped).1.map_err(act.failed())?;
             }
             self.board.put_buffer(process, import.to.buffer, self.place_of(import));
         }
         for handle in spare {
             let mut argument = kfd_ioctl_free_memory_of_gpu_args { handle };
-            call::free_memory(kfd, &mut argument).map_err(Act::named("FREE_MEMORY_OF_GPU").failed())?;
+            call::free_memory(kfd, &mut argument)
+                .map_err(FailedCall::named("FREE_MEMORY_OF_GPU").failed())?;
         }
         Ok(())
     }
 
     /// Where an import is mapped from: on its own GPU it is the very buffer that was exported.
-    fn place_of(&self, import: &Import) -> Place {
+    fn place_of(&self, import: &Import) -> MmapOffset {
         let from = self.sharing.exports[import.from];
         let node = |whose: Whose| {
             let image = &self.images.kfd[whose.process].1;
@@ -223,7 +225,7 @@ impl Restore {
         if node(from) == node(import.to) {
             self.board.buffer(from.process, from.buffer)
         } else {
-            Place::Nowhere
+            MmapOffset::Nowhere
         }
     }
 }
@@ -247,7 +249,7 @@ fn numbered(
             gpu_id: buffer.gpu_id,
             dmabuf_fd: call::number(dmabuf),
         };
-        let act = Act::named("IMPORT_DMABUF").on(buffer.gpu_id).at(address, buffer.size);
+        let act = FailedCall::named("IMPORT_DMABUF").on(buffer.gpu_id).at(address, buffer.size);
         call::import_dmabuf(kfd, &mut argument).map_err(act.failed())?;
         match (argument.handle & NUMBER).cmp(&u64::from(wanted)) {
             std::cmp::Ordering::Less => spare.push(argument.handle),
@@ -270,7 +272,7 @@ mod tests {
         let buffer = |(size, handle): &(u64, u32)| KfdBuffer {
             size: *size,
             handle: Some(*handle),
-            alloc_flags: rewake_kfd::abi::KFD_IOC_ALLOC_MEM_FLAGS_VRAM,
+            alloc_flags: rewake_amdgpu_uapi::abi::KFD_IOC_ALLOC_MEM_FLAGS_VRAM,
             ..KfdBuffer::default()
         };
         (id, KfdImage { buffers: buffers.iter().map(buffer).collect(), ..KfdImage::default() })

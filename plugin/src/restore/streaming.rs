@@ -5,13 +5,13 @@
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::path::Path;
 
+use rewake_amdgpu_uapi::criu;
 use rewake_criu_plugin::{Answer, Host};
-use rewake_handover::proto::{self, to_plugin, to_server};
-use rewake_handover::{Channel, Error, MAX_DESCRIPTORS, SOCKET, VERSION, connect};
-use rewake_kfd::criu;
+use rewake_plugin_protocol::proto::{self, to_plugin, to_server};
+use rewake_plugin_protocol::{Channel, Error, MAX_DESCRIPTORS, SOCKET, VERSION, connect};
 
-use super::board::{Board, Place};
 use super::loading::Memory;
+use super::shared_state::{MmapOffset, SharedState};
 use super::{Restore, kfd_file};
 use crate::abi;
 use crate::image::Images;
@@ -136,7 +136,8 @@ impl Server {
         for (number, vma) in restore.later.mappings(process).iter().enumerate() {
             let Some((buffer, offset)) = restore.board.placeholder(process, number) else { continue };
             let handed_over = later.binary_search_by_key(&u32::try_from(buffer)?, |(number, _)| *number);
-            let (Ok(_), Place::Offset(start)) = (handed_over, restore.board.buffer(process, buffer)) else {
+            let (Ok(_), MmapOffset::Offset(start)) = (handed_over, restore.board.buffer(process, buffer))
+            else {
                 return Err(NoGate::NotHandedOver(image.pid, buffer).into());
             };
             let within = vma.offset - image.buffers[buffer].offset;
@@ -159,7 +160,7 @@ impl Server {
 
     /// A task that is stopped: if it computes, its queues stay where they are until the server says so. To be called
     /// before RESUME, by the tracer.
-    pub(super) fn gate(&self, host: &Host, images: &Images, board: &Board, pid: i32) -> Answer {
+    pub(super) fn gate(&self, host: &Host, images: &Images, board: &SharedState, pid: i32) -> Answer {
         let number = number_in_image(pid).ok_or(NoGate::NoNumber(pid))?;
         let Some(process) = images.kfd.iter().position(|(_, image)| image.pid == number) else {
             return Ok(());
@@ -189,13 +190,13 @@ impl Server {
         match message.what {
             Some(to_plugin::What::Refused(refused)) => Err(Error::Refused(refused.reason)),
             Some(what) => Ok(what),
-            None => Err(Error::Garbled { expected: "an answer", found: "an empty one".to_owned() }),
+            None => Err(Error::Malformed { expected: "an answer", found: "an empty one".to_owned() }),
         }
     }
 }
 
 fn unexpected(expected: &'static str, found: &to_plugin::What) -> Error {
-    Error::Garbled { expected, found: format!("{found:?}") }
+    Error::Malformed { expected, found: format!("{found:?}") }
 }
 
 /// What a task is called in its own namespace, and so in the image.

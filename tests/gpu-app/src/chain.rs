@@ -4,8 +4,8 @@
 use std::sync::Arc;
 
 use anyhow::{bail, ensure};
-use rewake_kfd::packet::{Aql, Signal};
-use rewake_kfd::{Buffer, ComputeQueue, Event, Outcome, QueueSpec};
+use rewake_amdgpu_uapi::packet::{Aql, Signal};
+use rewake_amdgpu_uapi::{Buffer, ComputeQueue, Event, Outcome, QueueSpec};
 
 use crate::gpu::{Gpus, PATIENCE};
 use crate::kernel::{ARGUMENTS, Kernel};

@@ -6,11 +6,11 @@ use std::thread;
 use std::time::Duration;
 
 use anyhow::{Context as _, bail, ensure};
-use rewake_kfd::abi::KFD_IOC_ALLOC_MEM_FLAGS_PUBLIC;
-use rewake_kfd::abi::memory::{Access, Mapping, PAGE};
-use rewake_kfd::packet::Sdma;
-use rewake_kfd::topology::Topology;
-use rewake_kfd::{
+use rewake_amdgpu_uapi::abi::KFD_IOC_ALLOC_MEM_FLAGS_PUBLIC;
+use rewake_amdgpu_uapi::abi::memory::{Access, Mapping, PAGE};
+use rewake_amdgpu_uapi::packet::Sdma;
+use rewake_amdgpu_uapi::topology::Topology;
+use rewake_amdgpu_uapi::{
     Buffer, Device, Event, Events, Kfd, Kind, QueueSpec, SdmaQueue, Spec, Userptr, doorbells, svm,
 };
 

@@ -15,12 +15,12 @@ use std::time::Duration;
 
 use anyhow::{Context as _, anyhow, bail, ensure};
 use drm::control::Device as _;
-use rewake_kfd::abi::{
+use rewake_amdgpu_uapi::abi::{
     AMDGPU_GEM_CREATE_CPU_ACCESS_REQUIRED, AMDGPU_GEM_DOMAIN_GTT, AMDGPU_GEM_DOMAIN_VRAM, AMDGPU_HW_IP_DMA,
 };
-use rewake_kfd::packet::Sdma;
-use rewake_kfd::render::Render;
-use rewake_kfd::topology::Topology;
+use rewake_amdgpu_uapi::packet::Sdma;
+use rewake_amdgpu_uapi::render::Render;
+use rewake_amdgpu_uapi::topology::Topology;
 
 use crate::gpu::PATIENCE;
 use crate::shape::Shape;

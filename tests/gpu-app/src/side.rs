@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
 use nix::errno::Errno;
-use rewake_kfd::abi::memory::Access;
+use rewake_amdgpu_uapi::abi::memory::Access;
 
 use crate::chain::{Lane, Step};
 use crate::gpu::{Gpus, Memory};
@@ -187,7 +187,8 @@ fn made<T>(make: impl Fn() -> anyhow::Result<T>) -> anyhow::Result<T> {
     let mut stale = false;
     loop {
         let done = make();
-        let errno = done.as_ref().err().and_then(|error| error.downcast_ref::<rewake_kfd::Error>()?.errno());
+        let errno =
+            done.as_ref().err().and_then(|error| error.downcast_ref::<rewake_amdgpu_uapi::Error>()?.errno());
         match errno.map(Errno::from_raw) {
             Some(Errno::EAGAIN) => thread::sleep(AGAIN),
             Some(Errno::EINVAL) if !stale => stale = true,

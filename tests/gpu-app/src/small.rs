@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use anyhow::Context as _;
-use rewake_kfd::Buffer;
+use rewake_amdgpu_uapi::Buffer;
 
 use crate::chain::{Lane, Step};
 use crate::gpu::Gpus;

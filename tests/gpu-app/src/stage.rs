@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use anyhow::ensure;
-use rewake_kfd::{Buffer, Userptr};
+use rewake_amdgpu_uapi::{Buffer, Userptr};
 
 use crate::chain::{Lane, SLOTS, Step};
 use crate::gpu::{Gpus, Memory, Uploader};

@@ -8,7 +8,7 @@ use std::thread;
 use std::time::Duration;
 
 use anyhow::{Context as _, bail, ensure};
-use rewake_kfd::topology::{Node, Topology};
+use rewake_amdgpu_uapi::topology::{Node, Topology};
 
 use crate::streamer;
 

@@ -9,7 +9,7 @@ use std::sync::{Mutex, PoisonError};
 use std::thread;
 use std::time::Duration;
 
-use rewake_kfd::topology::Topology;
+use rewake_amdgpu_uapi::topology::Topology;
 
 use crate::faults::Faults;
 use crate::hold::Held;

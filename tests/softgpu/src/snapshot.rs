@@ -9,12 +9,14 @@ use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::{Context as _, ensure};
-use rewake_kfd::abi::memory::{Mapping, PAGE};
-use rewake_kfd::abi::{KFD_IOC_ALLOC_MEM_FLAGS_USERPTR, call, kfd_criu_bo_bucket, kfd_criu_device_bucket};
-use rewake_kfd::criu::{self, Image};
-use rewake_kfd::render::Render;
-use rewake_kfd::topology::Topology;
-use rewake_kfd::{Device, Kfd};
+use rewake_amdgpu_uapi::abi::memory::{Mapping, PAGE};
+use rewake_amdgpu_uapi::abi::{
+    KFD_IOC_ALLOC_MEM_FLAGS_USERPTR, call, kfd_criu_bo_bucket, kfd_criu_device_bucket,
+};
+use rewake_amdgpu_uapi::criu::{self, Image};
+use rewake_amdgpu_uapi::render::Render;
+use rewake_amdgpu_uapi::topology::Topology;
+use rewake_amdgpu_uapi::{Device, Kfd};
 
 /// What is written and read.
 #[derive(Debug)]

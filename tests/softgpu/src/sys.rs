@@ -4,8 +4,8 @@
 use std::io;
 use std::os::fd::{AsRawFd as _, BorrowedFd, FromRawFd as _, OwnedFd};
 
-use rewake_kfd::abi::call;
-use rewake_kfd::abi::memory::Mapping;
+use rewake_amdgpu_uapi::abi::call;
+use rewake_amdgpu_uapi::abi::memory::Mapping;
 
 /// A copy of descriptor `number` of process `pid`: the same open file.
 ///

@@ -4,11 +4,11 @@
 
 use std::os::fd::{AsFd as _, BorrowedFd};
 
-use rewake_kfd::abi::memory::Mapping;
-use rewake_kfd::abi::*;
-use rewake_kfd::render::Render;
-use rewake_kfd::topology::Topology;
-use rewake_kfd::{Buffer, Device, Kfd, Spec};
+use rewake_amdgpu_uapi::abi::memory::Mapping;
+use rewake_amdgpu_uapi::abi::*;
+use rewake_amdgpu_uapi::render::Render;
+use rewake_amdgpu_uapi::topology::Topology;
+use rewake_amdgpu_uapi::{Buffer, Device, Kfd, Spec};
 use softgpu_tests::{isolated, sys};
 
 /// The kernel's own, which libc does not name.

@@ -9,7 +9,7 @@ use std::path::Path;
 use gpu_app::shape::{Mode, Shape};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
-use rewake_kfd::topology::{Node, Topology};
+use rewake_amdgpu_uapi::topology::{Node, Topology};
 use rewake_skip::need;
 use serde_json::Value;
 use softgpu_tests::criu::{Criu, Plugin, Version, queues, wait_for_the_end_of};

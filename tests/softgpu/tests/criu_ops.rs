@@ -9,14 +9,14 @@ use std::time::Duration;
 use gpu_app::chain::{Lane, Step};
 use gpu_app::gpu::Gpus;
 use gpu_app::kernel::Kernel;
-use rewake_kfd::abi::call::{self, Argument as _};
-use rewake_kfd::abi::{
+use rewake_amdgpu_uapi::abi::call::{self, Argument as _};
+use rewake_amdgpu_uapi::abi::{
     KFD_IOC_ALLOC_MEM_FLAGS_GTT, KFD_IOC_ALLOC_MEM_FLAGS_USERPTR, KFD_IOC_ALLOC_MEM_FLAGS_VRAM,
     kfd_ioctl_get_version_args,
 };
-use rewake_kfd::criu::{self, Counts};
-use rewake_kfd::topology::Topology;
-use rewake_kfd::{Error, Kfd};
+use rewake_amdgpu_uapi::criu::{self, Counts};
+use rewake_amdgpu_uapi::topology::Topology;
+use rewake_amdgpu_uapi::{Error, Kfd};
 use rewake_skip::need;
 use softgpu_tests::criu::queues_come_back;
 use softgpu_tests::snapshot::Snapshot;
@@ -339,7 +339,7 @@ fn a_restored_process_goes_on_where_it_was() {
 
 /// Buffers alone: no queue, no event.
 fn buffers(_: &Scene) -> (Snapshot, String) {
-    use rewake_kfd::{Buffer, Device, Spec};
+    use rewake_amdgpu_uapi::{Buffer, Device, Spec};
     let topology = Topology::read().unwrap();
     let kfd = Arc::new(Kfd::open().unwrap());
     let device = Device::open(&kfd, topology.gpus().next().unwrap()).unwrap();

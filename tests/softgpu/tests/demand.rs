@@ -9,9 +9,9 @@ use std::sync::mpsc::{Receiver, channel};
 use std::thread;
 
 use gpu_app::gpu::Gpus;
-use rewake_contents::{Desk, Loading, PagesFile, Process, Progress, Report, Whole};
+use rewake_amdgpu_uapi::Buffer;
+use rewake_bo_contents::{BackgroundLoad, LoadEvent, LoadHandle, PagesFile, Process, Progress, Report};
 use rewake_criu_images::amdgpu::{KfdBuffer, KfdImage, pages_name};
-use rewake_kfd::Buffer;
 use rewake_skip::need;
 use softgpu_tests::{Machine, REAL_GPUS, Scene, isolated};
 
@@ -105,7 +105,7 @@ impl Image {
 
     /// Loads it in a thread of its own, beside which `act` hears the numbers of buffers as they become resident, and how many bytes
     /// were by then.
-    fn load<T>(&self, act: impl FnOnce(&Desk, &Receiver<(usize, u64)>) -> T) -> (Report, T) {
+    fn load<T>(&self, act: impl FnOnce(&LoadHandle, &Receiver<(usize, u64)>) -> T) -> (Report, T) {
         self.load_with(|_| (), act)
     }
 
@@ -113,16 +113,16 @@ impl Image {
     fn load_with<T>(
         &self,
         before: impl Fn(usize) + Send,
-        act: impl FnOnce(&Desk, &Receiver<(usize, u64)>) -> T,
+        act: impl FnOnce(&LoadHandle, &Receiver<(usize, u64)>) -> T,
     ) -> (Report, T) {
         let processes = [Process { files: &self.files, dmabufs: &self.dmabufs }];
-        let loading = Loading::new(&processes, None).unwrap();
-        let (desk, counted) = (loading.desk(), loading.desk());
+        let loading = BackgroundLoad::new(&processes, None).unwrap();
+        let (desk, counted) = (loading.handle(), loading.handle());
         let (tell, told) = channel();
         thread::scope(|scope| {
             let load = scope.spawn(move || {
                 loading.run(move |whole| {
-                    if let Whole::Buffer { number: buffer, .. } = whole {
+                    if let LoadEvent::Buffer { number: buffer, .. } = whole {
                         tell.send((buffer, resident(&counted))).unwrap();
                         before(buffer);
                     }
@@ -166,7 +166,7 @@ fn seen(scene: &Scene, body: fn()) {
     assert!(scene.peer("loads").end().success());
 }
 
-fn resident(desk: &Desk) -> u64 {
+fn resident(desk: &LoadHandle) -> u64 {
     desk.progress().iter().map(|progress| progress.resident).sum()
 }
 
@@ -261,7 +261,7 @@ fn each_buffer_is_told_once_and_progress_counts_what_is_loaded() {
                 vec![of(0), of(1)]
             };
             let processes = [Process { files: &image.files, dmabufs: &image.dmabufs }];
-            assert_eq!(Loading::new(&processes, None).unwrap().desk().progress(), progress(|_| 0));
+            assert_eq!(BackgroundLoad::new(&processes, None).unwrap().handle().progress(), progress(|_| 0));
             let (report, mut order) = image.load(|desk, told| {
                 // Left alone, unknown, of no process; a hole, twice; and one that is there already.
                 for (process, buffer) in [(0, 8), (0, 43), (0, 44), (1, 0), (0, 41), (0, 41)] {

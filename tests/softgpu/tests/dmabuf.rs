@@ -9,10 +9,10 @@ use drm::control::Device as _;
 use gpu_app::chain::{Lane, Step};
 use gpu_app::gpu::Gpus;
 use gpu_app::kernel::Kernel;
-use rewake_kfd::Buffer;
-use rewake_kfd::abi::memory::Mapping;
-use rewake_kfd::abi::{KFD_IOC_ALLOC_MEM_FLAGS_VRAM, call};
-use rewake_kfd::render::Render;
+use rewake_amdgpu_uapi::Buffer;
+use rewake_amdgpu_uapi::abi::memory::Mapping;
+use rewake_amdgpu_uapi::abi::{KFD_IOC_ALLOC_MEM_FLAGS_VRAM, call};
+use rewake_amdgpu_uapi::render::Render;
 use softgpu_tests::{isolated, sys};
 
 fn fill(to: u64, value: u32) -> Step {

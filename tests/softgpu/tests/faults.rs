@@ -6,11 +6,11 @@ use std::os::fd::AsFd as _;
 
 use gpu_app::gpu::Gpus;
 use nix::errno::Errno;
-use rewake_kfd::abi::AMDGPU_GEM_DOMAIN_GTT;
-use rewake_kfd::abi::call::number;
-use rewake_kfd::render::Render;
-use rewake_kfd::topology::Topology;
-use rewake_kfd::{Kfd, criu};
+use rewake_amdgpu_uapi::abi::AMDGPU_GEM_DOMAIN_GTT;
+use rewake_amdgpu_uapi::abi::call::number;
+use rewake_amdgpu_uapi::render::Render;
+use rewake_amdgpu_uapi::topology::Topology;
+use rewake_amdgpu_uapi::{Kfd, criu};
 use rewake_skip::need;
 use softgpu_tests::faults::{Calls, Fault};
 use softgpu_tests::judge::A_WHILE;
@@ -18,7 +18,7 @@ use softgpu_tests::{Faults, Judge, REAL_GPUS, Scene, isolated, sys};
 
 const VERSIONS: Calls<'_> = Calls { comm: None, call: Some("kfd/GET_VERSION") };
 
-fn errno<T>(result: Result<T, rewake_kfd::Error>) -> Option<Errno> {
+fn errno<T>(result: Result<T, rewake_amdgpu_uapi::Error>) -> Option<Errno> {
     result.err().map(|error| Errno::from_raw(error.errno().unwrap()))
 }
 

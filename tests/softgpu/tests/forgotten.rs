@@ -9,7 +9,7 @@ use std::time::Duration;
 use gpu_app::chain::{Lane, Step};
 use gpu_app::gpu::Gpus;
 use gpu_app::kernel::Kernel;
-use rewake_kfd::criu;
+use rewake_amdgpu_uapi::criu;
 use rewake_skip::need;
 use softgpu_tests::{Judge, REAL_GPUS, isolated, sys};
 

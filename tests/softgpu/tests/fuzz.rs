@@ -6,9 +6,9 @@ use std::os::fd::{AsFd as _, BorrowedFd};
 use std::sync::Arc;
 
 use gpu_app::gpu::Gpus;
-use rewake_kfd::abi::memory::Mapping;
-use rewake_kfd::abi::*;
-use rewake_kfd::render::Render;
+use rewake_amdgpu_uapi::abi::memory::Mapping;
+use rewake_amdgpu_uapi::abi::*;
+use rewake_amdgpu_uapi::render::Render;
 use softgpu_tests::random::Random;
 use softgpu_tests::{Judge, Scene, isolated, sys};
 

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use gpu_app::shape::{Mode, Shape};
 use nix::sys::signal::Signal;
-use rewake_kfd::topology::{Node, Topology};
+use rewake_amdgpu_uapi::topology::{Node, Topology};
 use rewake_skip::need;
 use softgpu_tests::criu::{Criu, Version, WAITS};
 use softgpu_tests::dumped::{Dumped, signal, soon, unreached};

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! This machine, as an image and as itself.
 
-use rewake_kfd::mapping::{Mapping, NoMapping, Node};
-use rewake_kfd::settings::{Checks, Switch};
-use rewake_kfd::topology::Topology;
+use rewake_amdgpu_uapi::mapping::{Mapping, NoMapping, Node};
+use rewake_amdgpu_uapi::settings::{Checks, Switch};
+use rewake_amdgpu_uapi::topology::Topology;
 use softgpu_tests::isolated;
 
 fn nodes() -> Vec<Node> {
@@ -44,7 +44,8 @@ fn an_image_of_other_names_and_smaller_gpus_fits_and_one_of_larger_ones_does_not
         }
         let error = Mapping::find(&image, &gpus(&image), &here, Checks::default()).unwrap_err();
         assert!(
-            matches!(error, NoMapping::Misfits(_)) && error.to_string().contains("KFD_VRAM_SIZE_CHECK=0"),
+            matches!(error, NoMapping::NoCompatibleGpu(_))
+                && error.to_string().contains("KFD_VRAM_SIZE_CHECK=0"),
             "{error}"
         );
         Mapping::find(&image, &gpus(&image), &here, Checks::default().without(Switch::Vram)).unwrap();

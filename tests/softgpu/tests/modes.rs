@@ -6,7 +6,7 @@ use std::fs;
 
 use clap::ValueEnum as _;
 use gpu_app::shape::{Mode, Shape};
-use rewake_kfd::topology::{Node, Topology};
+use rewake_amdgpu_uapi::topology::{Node, Topology};
 use rewake_skip::need;
 use softgpu_tests::criu::Version;
 use softgpu_tests::dumped::{Behind, Dumped};

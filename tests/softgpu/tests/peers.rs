@@ -7,7 +7,7 @@ use std::os::fd::AsRawFd as _;
 use std::process::Command;
 use std::ptr;
 
-use rewake_kfd::topology::{Node, Topology};
+use rewake_amdgpu_uapi::topology::{Node, Topology};
 use softgpu_tests::isolated;
 
 /// As compilers write it: gfx90a, gfx942, gfx1100.

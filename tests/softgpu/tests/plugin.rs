@@ -2,7 +2,7 @@
 //! This project's plugin dumps the workload and restores it, and takes the stock plugin's place on either side.
 
 use gpu_app::shape::{Mode, Shape};
-use rewake_kfd::topology::{Node, Topology};
+use rewake_amdgpu_uapi::topology::{Node, Topology};
 use softgpu_tests::criu::{Criu, Plugin, Version, queues_come_back};
 use softgpu_tests::server::small;
 use softgpu_tests::{Server, isolated};

@@ -5,7 +5,7 @@
 use std::path::Path;
 
 use gpu_app::shape::Shape;
-use rewake_kfd::topology::Topology;
+use rewake_amdgpu_uapi::topology::Topology;
 use rewake_skip::need;
 use softgpu_tests::app::App;
 use softgpu_tests::criu::{Criu, Plugin, Version, queues, wait_for_the_end_of};

@@ -8,8 +8,8 @@ use std::time::Duration;
 use gpu_app::chain::{Lane, Step};
 use gpu_app::gpu::{Gpus, PATIENCE, Uploader};
 use gpu_app::kernel::{self, Kernel};
-use rewake_kfd::packet::{Aql, Sdma, Signal};
-use rewake_kfd::{Buffer, ComputeQueue, Outcome, QueueSpec};
+use rewake_amdgpu_uapi::packet::{Aql, Sdma, Signal};
+use rewake_amdgpu_uapi::{Buffer, ComputeQueue, Outcome, QueueSpec};
 use softgpu_tests::isolated;
 
 /// Longer than any dispatch that these tests wait for in vain.
@@ -243,7 +243,8 @@ fn a_copy_engines_fault_is_told_too() {
     isolated("a_copy_engines_fault_is_told_too", 1, |_| {
         let gpus = Gpus::open(1).unwrap();
         let mut queue =
-            rewake_kfd::SdmaQueue::new(gpus.device(0), gpus.doorbells(0), QueueSpec::default()).unwrap();
+            rewake_amdgpu_uapi::SdmaQueue::new(gpus.device(0), gpus.doorbells(0), QueueSpec::default())
+                .unwrap();
         let nowhere = 0x7ffe_0000_0000;
         queue.submit(Sdma::new().fill(nowhere, 0, 64).bytes(), PATIENCE).unwrap();
         let outcome = gpus.events().wait(&[gpus.fault()], 30_000).unwrap();
@@ -284,7 +285,8 @@ fn copy_engines_have_queues_for_many_and_then_no_more() {
         };
         // The driver keeps some of newer chips' for itself.
         assert!(all.len() as u64 > most / 2, "{} of {most}", all.len());
-        let errno = refusal.downcast_ref::<rewake_kfd::Error>().and_then(rewake_kfd::Error::errno);
+        let errno =
+            refusal.downcast_ref::<rewake_amdgpu_uapi::Error>().and_then(rewake_amdgpu_uapi::Error::errno);
         assert_eq!(errno, Some(libc::ENOMEM), "{refusal:#}");
         all.pop();
         Uploader::new(&gpus, 0).unwrap();

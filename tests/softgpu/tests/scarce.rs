@@ -5,7 +5,7 @@
 use gpu_app::gpu::Gpus;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
-use rewake_kfd::{Buffer, Spec};
+use rewake_amdgpu_uapi::{Buffer, Spec};
 use rewake_skip::need;
 use softgpu_tests::criu::{Version, wait_for_the_end_of};
 use softgpu_tests::dumped::{Dumped, ONE_RING, unreached};

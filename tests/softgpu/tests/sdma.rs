@@ -7,15 +7,15 @@ use std::time::{Duration, Instant};
 
 use drm::control::Device as _;
 use gpu_app::gpu::Gpus;
-use rewake_kfd::abi::drm::Chunk;
-use rewake_kfd::abi::memory::Mapping;
-use rewake_kfd::abi::{
+use rewake_amdgpu_uapi::abi::drm::Chunk;
+use rewake_amdgpu_uapi::abi::memory::Mapping;
+use rewake_amdgpu_uapi::abi::{
     AMDGPU_GEM_CREATE_CPU_ACCESS_REQUIRED, AMDGPU_GEM_DOMAIN_GTT, AMDGPU_GEM_DOMAIN_VRAM, AMDGPU_HW_IP_DMA,
     drm_amdgpu_bo_list_entry, drm_amdgpu_cs_chunk_dep, drm_amdgpu_cs_chunk_syncobj,
 };
-use rewake_kfd::packet::Sdma;
-use rewake_kfd::render::{Render, Submission};
-use rewake_kfd::topology::Topology;
+use rewake_amdgpu_uapi::packet::Sdma;
+use rewake_amdgpu_uapi::render::{Render, Submission};
+use rewake_amdgpu_uapi::topology::Topology;
 use rewake_skip::{need, skip};
 use softgpu_tests::{Held, Judge, Machine, Peer, REAL_GPUS, Scene, isolated, sys};
 
@@ -50,7 +50,12 @@ impl Bench {
         Self { context: render.context().unwrap(), render, commands, one, two }
     }
 
-    fn submit(&self, ring: u32, packets: &Sdma, more: &[Chunk<'_>]) -> Result<Submission, rewake_kfd::Error> {
+    fn submit(
+        &self,
+        ring: u32,
+        packets: &Sdma,
+        more: &[Chunk<'_>],
+    ) -> Result<Submission, rewake_amdgpu_uapi::Error> {
         // Engines take whole groups of eight words.
         let mut packets = packets.clone();
         while !packets.bytes().len().is_multiple_of(32) {
@@ -202,7 +207,7 @@ fn host_memory_is_copied_from_in_place() {
 #[test]
 fn a_list_of_buffers_serves_for_many_submissions() {
     isolated("a_list_of_buffers_serves_for_many_submissions", 1, |_| {
-        use rewake_kfd::abi::{drm, drm_amdgpu_cs_chunk_ib};
+        use rewake_amdgpu_uapi::abi::{drm, drm_amdgpu_cs_chunk_ib};
         let bench = Bench::new();
         let entry = |handle| drm_amdgpu_bo_list_entry { bo_handle: handle, bo_priority: 0 };
         let fd = bench.render.as_fd();

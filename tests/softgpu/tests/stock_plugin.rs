@@ -13,8 +13,8 @@ use std::path::Path;
 use std::time::Duration;
 
 use gpu_app::shape::{Mode, Shape};
-use rewake_kfd::Kfd;
-use rewake_kfd::topology::{Node, Topology};
+use rewake_amdgpu_uapi::Kfd;
+use rewake_amdgpu_uapi::topology::{Node, Topology};
 use rewake_skip::need;
 use softgpu_tests::criu::{Criu, Plugin, Version, queues_come_back, wait_for_the_end_of};
 use softgpu_tests::judge::{A_WHILE, Gate, LONG};

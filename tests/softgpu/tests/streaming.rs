@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use gpu_app::shape::Shape;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
-use rewake_kfd::criu;
+use rewake_amdgpu_uapi::criu;
 use rewake_skip::need;
 use softgpu_tests::criu::{Version, wait_for_the_end_of};
 use softgpu_tests::dumped::{Dumped, ONE_RING, Restoring, is_paused, pages, unreached};
@@ -190,7 +190,7 @@ fn an_image_that_is_written_meanwhile_is_not_gone_on_with() {
         drop(held);
         assert!(!streamer.end().unwrap().success());
         wait_for_the_end_of(dumped.server.pid).unwrap();
-        assert!(streamer.said().contains("it was written while it was loaded"), "{}", streamer.said());
+        assert!(streamer.said().contains("the file was written while it was loaded"), "{}", streamer.said());
     });
 }
 
@@ -223,7 +223,7 @@ fn a_streamer_to_which_nobody_comes_ends_when_asked() {
         let mut streamer = Streamer::start(folder.path()).unwrap();
         assert!(!streamer.has_ended().unwrap());
         let second = Streamer::start(folder.path()).unwrap_err();
-        assert!(format!("{second:#}").contains("somebody listens there"), "{second:#}");
+        assert!(format!("{second:#}").contains("another server listens there"), "{second:#}");
         kill(Pid::from_raw(streamer.pid().cast_signed()), Signal::SIGTERM).unwrap();
         assert_eq!(streamer.end().unwrap().code(), Some(STOPPED));
         assert!(!folder.path().join("rewake-gpu.socket").exists());

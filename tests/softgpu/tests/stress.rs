@@ -10,7 +10,7 @@ use anyhow::{Context as _, ensure};
 use gpu_app::shape::{Mode, Shape};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
-use rewake_kfd::topology::{Node, Topology};
+use rewake_amdgpu_uapi::topology::{Node, Topology};
 use rewake_skip::need;
 use softgpu_tests::criu::{Criu, Version, wait_for_the_end_of};
 use softgpu_tests::dumped::{Behind, Dumped};

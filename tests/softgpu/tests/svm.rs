@@ -7,14 +7,14 @@ use std::sync::Arc;
 use gpu_app::chain::{Lane, Step};
 use gpu_app::gpu::{Gpus, PATIENCE};
 use gpu_app::kernel::Kernel;
-use rewake_kfd::abi::memory::Mapping;
-use rewake_kfd::abi::{
+use rewake_amdgpu_uapi::abi::memory::Mapping;
+use rewake_amdgpu_uapi::abi::{
     KFD_IOCTL_SVM_ATTR_ACCESS, KFD_IOCTL_SVM_ATTR_GRANULARITY, KFD_IOCTL_SVM_ATTR_NO_ACCESS,
     KFD_IOCTL_SVM_ATTR_PREFERRED_LOC, KFD_IOCTL_SVM_ATTR_PREFETCH_LOC, KFD_IOCTL_SVM_ATTR_SET_FLAGS,
     KFD_IOCTL_SVM_FLAG_GPU_RO, KFD_IOCTL_SVM_LOCATION_UNDEFINED,
 };
-use rewake_kfd::packet::Sdma;
-use rewake_kfd::{Outcome, QueueSpec, SdmaQueue, svm};
+use rewake_amdgpu_uapi::packet::Sdma;
+use rewake_amdgpu_uapi::{Outcome, QueueSpec, SdmaQueue, svm};
 use rewake_skip::need;
 use rewake_uffd::{FillPort as _, Uffd};
 use softgpu_tests::isolated;

@@ -4,10 +4,10 @@
 use std::fs;
 
 use drm::Device as _;
-use rewake_kfd::Kfd;
-use rewake_kfd::abi::{AMDGPU_HW_IP_COMPUTE, AMDGPU_HW_IP_DMA, AMDGPU_HW_IP_GFX};
-use rewake_kfd::render::Render;
-use rewake_kfd::topology::{SYSFS, Topology};
+use rewake_amdgpu_uapi::Kfd;
+use rewake_amdgpu_uapi::abi::{AMDGPU_HW_IP_COMPUTE, AMDGPU_HW_IP_DMA, AMDGPU_HW_IP_GFX};
+use rewake_amdgpu_uapi::render::Render;
+use rewake_amdgpu_uapi::topology::{SYSFS, Topology};
 use softgpu_tests::isolated;
 
 /// What the stock CRIU plugin reads of every node.

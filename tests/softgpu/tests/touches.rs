@@ -9,9 +9,9 @@ use std::time::Duration;
 use gpu_app::shape::{Mode, Shape};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
+use rewake_amdgpu_uapi::topology::{Node, Topology};
 use rewake_criu_images::ImageDir;
 use rewake_criu_images::rewake::SHARED_NAME;
-use rewake_kfd::topology::{Node, Topology};
 use rewake_skip::{need, skip};
 use softgpu_tests::criu::{Criu, Version, wait_for_the_end_of};
 use softgpu_tests::dumped::{self, ONE_RING, is_paused, soon, waits_for_memory};
@@ -288,10 +288,10 @@ fn a_mapping_that_lost_its_buffer_after_the_dump_is_no_freed_one() {
         let dumped = need!(dumped_after("free 1"));
         let path = dumped.criu.images().join(SHARED_NAME);
         let mut shared = ImageDir::open(dumped.criu.images()).unwrap().shared().unwrap().unwrap();
-        let told: Vec<usize> = shared.bare.iter().map(|of| of.mappings.len()).collect();
+        let told: Vec<usize> = shared.freed_mappings.iter().map(|of| of.mappings.len()).collect();
         assert_eq!(told, [1], "of one process one mapping");
         // As if the buffer had been in the image, and were not any more.
-        shared.bare[0].mappings.clear();
+        shared.freed_mappings[0].mappings.clear();
         fs::write(&path, shared.to_bytes()).unwrap();
         let error = dumped.criu.restore().unwrap_err().to_string();
         assert!(error.contains("there was one when it was dumped"), "{error}");

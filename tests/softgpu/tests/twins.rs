@@ -4,7 +4,7 @@
 use std::fs;
 use std::path::Path;
 
-use rewake_contents::TWINS;
+use rewake_bo_contents::DUPLICATES_FILE;
 use rewake_skip::need;
 use softgpu_tests::criu::{Criu, Plugin, Version, queues, wait_for_the_end_of};
 use softgpu_tests::pair::BYTES;
@@ -48,7 +48,7 @@ fn what_was_found_in_another_dump_is_not_believed() {
     isolated("what_was_found_in_another_dump_is_not_believed", 2, |_| {
         let folder = tempfile::tempdir().unwrap();
         let (pair, criu) = need!(dumped(folder.path()));
-        let twins = criu.images().join(TWINS);
+        let twins = criu.images().join(DUPLICATES_FILE);
         let text = fs::read_to_string(&twins).unwrap();
         comes_back(&pair, &criu);
         // By `criu dump`, which does not look for any.

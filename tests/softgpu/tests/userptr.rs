@@ -7,8 +7,8 @@ use std::os::fd::AsFd as _;
 use gpu_app::chain::{Lane, Step};
 use gpu_app::gpu::Gpus;
 use gpu_app::kernel::Kernel;
-use rewake_kfd::abi::memory::Mapping;
-use rewake_kfd::{Userptr, svm};
+use rewake_amdgpu_uapi::abi::memory::Mapping;
+use rewake_amdgpu_uapi::{Userptr, svm};
 use rewake_uffd::{FillPort as _, Uffd};
 use softgpu_tests::isolated;
 

@@ -2,7 +2,7 @@
 //! The workload's answers are the model's, in every mode and shape.
 
 use gpu_app::shape::{Mode, Shape};
-use rewake_kfd::Kfd;
+use rewake_amdgpu_uapi::Kfd;
 use softgpu_tests::app::App;
 use softgpu_tests::isolated;
 
@@ -63,8 +63,8 @@ fn a_server_answers_while_long_dispatches_run() {
 #[test]
 fn a_server_answers_while_the_cpu_reads_weights() {
     isolated("a_server_answers_while_the_cpu_reads_weights", 1, |_| {
-        let topology = rewake_kfd::topology::Topology::read().unwrap();
-        if topology.gpus().all(rewake_kfd::topology::Node::has_large_bar) {
+        let topology = rewake_amdgpu_uapi::topology::Topology::read().unwrap();
+        if topology.gpus().all(rewake_amdgpu_uapi::topology::Node::has_large_bar) {
             answers(&Shape { mode: Mode::CpuReads, ..shape() }, 20);
         } else {
             let folder = tempfile::tempdir().unwrap();

@@ -6,7 +6,7 @@ use crate::{program, repository, vm};
 /// The package with the test that compares all code generated from `proto/` with its source: this one.
 const PROTO: &str = "xtask";
 /// The package whose code is generated from the kernel's headers.
-const KERNEL: &str = "rewake-kfd";
+const KERNEL: &str = "rewake-amdgpu-uapi";
 
 /// `proto/` needs no set-up: the generator is pure Rust, and the test that compares its output also blesses it. The
 /// headers are those of the virtual machine's Debian, which is made first if there is none.

@@ -3,10 +3,12 @@
 //!
 //! * [`source`]: Rust text with comments and literals blanked, so that rules see code only.
 //! * [`rust`]: rules for `.rs` files. [`text`]: rules for every file, documents and manifests.
+//! * [`words`]: words that the glossary replaces.
 
 mod rust;
 mod source;
 mod text;
+mod words;
 
 use std::fmt;
 use std::fs;
@@ -74,6 +76,7 @@ fn findings(root: &Path) -> anyhow::Result<Vec<Finding>> {
         let relative = path.strip_prefix(root).unwrap_or(&path).to_string_lossy().into_owned();
         let document = Document { path: relative, text: String::from_utf8_lossy(&bytes).into_owned() };
         findings.extend(text::check(root, &document));
+        findings.extend(words::check(&document));
         if document.path.ends_with(".rs") {
             findings.extend(rust::check(&document));
         }

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::{Context as _, ensure};
-use rewake_contents::{MemoryDevice, PagesFile};
+use rewake_bo_contents::{MemoryDevice, PagesFile};
 use rewake_criu_images::amdgpu::{KfdBuffer, KfdImage, pages_name};
 
 use super::super::image::{GPU, HEADER, ID, MIB, MINOR, PIECE, VRAM, Words, memory};

@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
-use rewake_contents::{Error, Loading, Process, Whole};
+use rewake_bo_contents::{BackgroundLoad, Error, LoadEvent, Process};
 
 use super::pace;
 use crate::cache::{drop_files, load_files};
@@ -117,7 +117,7 @@ fn far(pages: &Pages, from: From, buffer_mib: u64, rounds: u64) -> anyhow::Resul
 fn load_all(image: &Image<'_>) -> anyhow::Result<Duration> {
     let processes = [Process { files: &image.files, dmabufs: &image.all }];
     let start = Instant::now();
-    Loading::into_memory(&processes, &image.device, Some(pace()?))?
+    BackgroundLoad::into_memory(&processes, &image.device, Some(pace()?))?
         .run(|_| ())?
         .context("there is nothing to load")?;
     let took = start.elapsed();
@@ -130,8 +130,8 @@ fn load_all(image: &Image<'_>) -> anyhow::Result<Duration> {
 fn demanded(image: &Image<'_>, of: &[Option<OwnedFd>], after: Option<Duration>) -> anyhow::Result<Duration> {
     let processes = [Process { files: &image.files, dmabufs: of }, Process { files: &[], dmabufs: &[] }];
     let last = of.len() - 1;
-    let loading = Loading::into_memory(&processes, &image.device, Some(pace()?))?;
-    let (desk, at_once) = (loading.desk(), loading.desk());
+    let loading = BackgroundLoad::into_memory(&processes, &image.device, Some(pace()?))?;
+    let (desk, at_once) = (loading.handle(), loading.handle());
     let (begins, begun) = mpsc::channel();
     let (mut from, mut whole) = (None, None);
     let demanded = thread::scope(|scope| {
@@ -143,7 +143,7 @@ fn demanded(image: &Image<'_>, of: &[Option<OwnedFd>], after: Option<Duration>) 
             Some(now)
         });
         let loaded = loading.run(|what| match what {
-            Whole::Process { process: NOBODY } => {
+            LoadEvent::Process { process: NOBODY } => {
                 from = Some(Instant::now());
                 if after.is_none() {
                     at_once.demand(PROCESS, last);
@@ -151,7 +151,7 @@ fn demanded(image: &Image<'_>, of: &[Option<OwnedFd>], after: Option<Duration>) 
                 // It hears, or the load has failed.
                 let _ = begins.send(());
             }
-            Whole::Buffer { process: PROCESS, number } if number == last => {
+            LoadEvent::Buffer { process: PROCESS, number } if number == last => {
                 whole = Some(Instant::now());
                 at_once.give_up();
             }

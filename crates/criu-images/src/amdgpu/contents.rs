@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! How the files are framed: the length of the contents as a little-endian `u64`, then the contents.
+//! The frame of the files: the length of the contents as a little-endian `u64`, then the contents.
 
 use std::io::Read;
 use std::path::Path;
@@ -9,11 +9,11 @@ use crate::error::{ImageError, Result};
 
 /// Bytes of the length.
 pub(super) const HEADER: u64 = 8;
-/// The longest contents that are believed, in bytes: about 320 a buffer, and some KiB a queue.
+/// The longest contents that are accepted, in bytes: about 320 per buffer, and some KiB per queue.
 pub const CONTENTS_LIMIT: u64 = 512 << 20;
 
-/// Reads the contents of a file of `len` bytes. What follows them is not looked at: CRIU's plugin does not shorten a file
-/// that was longer.
+/// Reads the contents of a file of `len` bytes. Bytes after the contents are ignored: CRIU's plugin does not
+/// truncate a longer file.
 pub(crate) fn contents(file: &Path, mut input: impl Read, len: u64) -> Result<Vec<u8>> {
     if len < HEADER {
         return Err(damaged(file, 0, "the length of the contents in 8 bytes", format!("{len} bytes in all")));
@@ -46,7 +46,7 @@ pub(crate) fn contents(file: &Path, mut input: impl Read, len: u64) -> Result<Ve
     Ok(contents)
 }
 
-/// A whole file with these contents.
+/// Makes a whole file with these contents.
 pub(crate) fn file_of(contents: &[u8]) -> Vec<u8> {
     [&(contents.len() as u64).to_le_bytes(), contents].concat()
 }

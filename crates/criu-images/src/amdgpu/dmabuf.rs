@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! `amdgpu-dmabuf_ID.img`: one open dma-buf. Written by CRIU after 4.2.1 (`plugins/amdgpu/amdgpu_plugin_dmabuf.c`).
+//! `amdgpu-dmabuf_ID.img`: one open dma-buf. CRIU after 4.2.1 writes it
+//! (`plugins/amdgpu/amdgpu_plugin_dmabuf.c`).
 
 use std::path::Path;
 
@@ -11,7 +12,7 @@ use crate::error::Result;
 use crate::generated::amdgpu as raw;
 
 record! {
-    /// An open dma-buf: a buffer that its process shares with others.
+    /// An open dma-buf: a buffer that its process shares with other processes.
     DmabufImage = raw::DmabufImage {
         /// [`super::RenderBuffer::handle`] of the buffer.
         handle: u32,
@@ -19,7 +20,7 @@ record! {
 }
 
 impl DmabufImage {
-    /// The whole file.
+    /// Encodes the whole file.
     #[must_use]
     pub fn to_bytes(&self) -> Vec<u8> {
         file_of(&self.to_raw().encode_to_vec())

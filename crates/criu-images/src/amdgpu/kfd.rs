@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! `amdgpu-kfd-ID.img`: the compute driver's state of one process.
+//! `amdgpu-kfd-ID.img`: the KFD state of one process.
 
 use std::path::Path;
 
@@ -15,45 +15,45 @@ pub const MAX_BUFFERS: usize = 1 << 20;
 /// The most nodes that a machine may have.
 pub const MAX_NODES: usize = 1 << 10;
 
-/// `KFD_IOC_ALLOC_MEM_FLAGS_VRAM` and `_GTT`: buffers with contents of their own.
+/// `KFD_IOC_ALLOC_MEM_FLAGS_VRAM` and `_GTT`: buffers with their own contents.
 const WITH_CONTENTS: u32 = 1 | 2;
 
-/// The compute driver's state of one process.
+/// The KFD state of one process.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct KfdImage {
-    /// The process, in its own pid namespace.
+    /// The pid of the process, in its own pid namespace.
     pub pid: u32,
-    /// GPUs that the process can use: at most as many as `nodes` has.
+    /// Number of GPUs that the process can use: at most the number of `nodes`.
     pub gpus: u32,
-    /// The topology of the machine that was dumped, CPUs among it.
+    /// The topology of the dumped machine, CPUs included.
     pub nodes: Vec<Node>,
-    /// All buffers, in the order in which their contents are in the pages files.
+    /// All buffers, in the order of their contents in the pages files.
     pub buffers: Vec<KfdBuffer>,
-    /// Queues, events and ranges in `private`.
+    /// Number of queues, events and ranges in `private`.
     pub objects: u32,
-    /// Size in bytes of the memory that processes share through the runtime; 0 without.
+    /// Size in bytes of the runtime's shared memory; 0 without it.
     pub shared_memory_size: u64,
     /// The first word of that memory.
     pub shared_memory_magic: u32,
-    /// What the kernel gave to be given back.
+    /// The private data that the kernel gave at the dump and gets back at the restore.
     pub private: Vec<u8>,
 }
 
 /// A node of the topology.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Node {
-    /// What `/sys/class/kfd/kfd/topology/nodes` says about it.
+    /// Its properties in `/sys/class/kfd/kfd/topology/nodes`.
     pub properties: Properties,
     /// Its links to other nodes.
     pub links: Vec<Link>,
 }
 
 record! {
-    /// What `/sys/class/kfd/kfd/topology/nodes` says about a node.
+    /// Properties of a node in `/sys/class/kfd/kfd/topology/nodes`.
     Properties = raw::Node {
-        /// Its number.
+        /// Number of the node.
         node_id: u32,
-        /// Name of the GPU in the driver's interface, as the process knows it; 0 for a CPU.
+        /// KFD's id of the GPU, as the process knows it; 0 for a CPU.
         gpu_id: u32,
         /// CPU cores.
         cpu_cores_count: u32,
@@ -65,7 +65,7 @@ record! {
         caches_count: u32,
         /// Links to other nodes.
         io_links_count: u32,
-        /// Waves that one SIMD unit has at most.
+        /// Most waves of one SIMD unit.
         max_waves_per_simd: u32,
         /// Local data share, in KiB.
         lds_size_in_kb: u32,
@@ -77,13 +77,13 @@ record! {
         wave_front_size: u32,
         /// Shader arrays.
         array_count: u32,
-        /// Shader arrays an engine.
+        /// Shader arrays per engine.
         simd_arrays_per_engine: u32,
-        /// Compute units a shader array.
+        /// Compute units per shader array.
         cu_per_simd_array: u32,
-        /// SIMD units a compute unit.
+        /// SIMD units per compute unit.
         simd_per_cu: u32,
-        /// Scratch waves a compute unit.
+        /// Scratch waves per compute unit.
         max_slots_scratch_cu: u32,
         /// PCI vendor.
         vendor_id: u32,
@@ -93,13 +93,13 @@ record! {
         domain: u32,
         /// N of `/dev/dri/renderDN`.
         drm_render_minor: u32,
-        /// The XGMI hive; 0 without.
+        /// The XGMI hive; 0 without one.
         hive_id: u64,
         /// Copy engines.
         num_sdma_engines: u32,
         /// Copy engines for XGMI.
         num_sdma_xgmi_engines: u32,
-        /// Queues a copy engine.
+        /// Queues per copy engine.
         num_sdma_queues_per_engine: u32,
         /// Compute queues.
         num_cp_queues: u32,
@@ -121,7 +121,7 @@ record! {
     Link = raw::Link {
         /// Kind (`CRAT_IOLINK_TYPE_*`: 2 PCIe, 11 XGMI).
         kind: u32,
-        /// The node that it leads to.
+        /// The node at its other end.
         to_node: u32,
     }
 }
@@ -139,16 +139,16 @@ pub struct KfdBuffer {
     pub alloc_flags: u32,
     /// [`Properties::gpu_id`] of its GPU.
     pub gpu_id: u32,
-    /// Its number in the driver; `None` in images of CRIU up to 4.2.1.
+    /// Its handle in KFD; `None` in images of CRIU up to 4.2.1.
     pub handle: Option<u32>,
 }
 
-/// Where the contents of one buffer are in a pages file.
+/// The place of one buffer's contents in a pages file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Stretch {
+pub struct ContentsRange {
     /// Index in [`KfdImage::buffers`].
     pub buffer: usize,
-    /// First byte in the file; its length is the buffer's size.
+    /// Byte offset in the file; the length is the buffer's size.
     pub file_offset: u64,
 }
 
@@ -161,22 +161,22 @@ impl KfdBuffer {
 }
 
 impl KfdImage {
-    /// What is where in the pages file of a GPU, and the file's length in bytes.
+    /// Returns the places of contents in the pages file of a GPU, and the file's length in bytes.
     #[must_use]
-    pub fn pages(&self, gpu_id: u32) -> (Vec<Stretch>, u64) {
+    pub fn pages(&self, gpu_id: u32) -> (Vec<ContentsRange>, u64) {
         let mut end = HEADER;
-        let mut stretches = Vec::new();
+        let mut ranges = Vec::new();
         for (buffer, entry) in self.buffers.iter().enumerate() {
             if entry.gpu_id == gpu_id && entry.has_contents() {
-                stretches.push(Stretch { buffer, file_offset: end });
+                ranges.push(ContentsRange { buffer, file_offset: end });
                 // No overflow in an image that was read: see `check_sizes`.
                 end += entry.size;
             }
         }
-        (stretches, end)
+        (ranges, end)
     }
 
-    /// The whole file.
+    /// Encodes the whole file.
     #[must_use]
     pub fn to_bytes(&self) -> Vec<u8> {
         let node = |node: &Node| {
@@ -213,7 +213,7 @@ impl KfdImage {
 
 pub(crate) fn parse(file: &Path, bytes: &[u8]) -> Result<KfdImage> {
     let contents = Contents(file);
-    let image: raw::KfdImage = contents.decode("the compute driver's state", bytes)?;
+    let image: raw::KfdImage = contents.decode("the KFD state", bytes)?;
     let nodes = image.gpus.zip(image.cpus).map(|(gpus, cpus)| u64::from(gpus) + u64::from(cpus));
     contents.count("nodes", nodes, image.nodes.len(), ("MAX_NODES", MAX_NODES))?;
     contents.count("buffers", image.buffer_count, image.buffers.len(), ("MAX_BUFFERS", MAX_BUFFERS))?;
@@ -263,7 +263,7 @@ fn buffer(contents: Contents<'_>, bytes: &[u8]) -> Result<KfdBuffer> {
     Ok(buffer)
 }
 
-/// Every buffer is some GPU's, and no GPU's contents are longer than a file can be.
+/// Checks that every buffer belongs to a GPU of the topology, and that one GPU's contents fit into a file.
 fn check_sizes(contents: Contents<'_>, image: &KfdImage) -> Result<()> {
     let gpus = image.nodes.iter().map(|node| node.properties.gpu_id).filter(|gpu_id| *gpu_id != 0);
     let mut lengths: std::collections::BTreeMap<u32, u64> = gpus.map(|gpu_id| (gpu_id, HEADER)).collect();

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The images of CRIU's amdgpu plugin: what a process has on its GPUs. What the plugin of CRIU 4.2 writes and what the
-//! one of the development branch writes are both read.
+//! The images of CRIU's amdgpu plugin: the GPU state of a process. This crate reads images of CRIU 4.2's
+//! plugin and of the development branch.
 //!
-//! * [`KfdImage`]: `amdgpu-kfd-ID.img`, the compute driver's state of one process, with the layout of the
-//!   `amdgpu-pages-ID-GPU.img` beside it.
-//! * [`RenderImage`]: `amdgpu-renderD-ID.img`, one open render node, with an `amdgpu-drm-pages-ID-MINOR-INDEX.img` for
-//!   each buffer.
-//! * [`DmabufImage`]: `amdgpu-dmabuf_ID.img`, one open dma-buf.
-//! * `pages`: the contents of buffers.
+//! - [`KfdImage`]: `amdgpu-kfd-ID.img`, the KFD state of one process, with the layout of its
+//!   `amdgpu-pages-ID-GPU.img`.
+//! - [`RenderImage`]: `amdgpu-renderD-ID.img`, one open render node, with an
+//!   `amdgpu-drm-pages-ID-MINOR-INDEX.img` for each buffer.
+//! - [`DmabufImage`]: `amdgpu-dmabuf_ID.img`, one open dma-buf.
+//! - `pages`: the contents of buffers.
 //!
 //! ID is the id of the open file in `files.img`.
 
@@ -20,7 +20,7 @@ mod render;
 
 pub use contents::CONTENTS_LIMIT;
 pub use dmabuf::DmabufImage;
-pub use kfd::{KfdBuffer, KfdImage, Link, MAX_BUFFERS, MAX_NODES, Node, Properties, Stretch};
+pub use kfd::{ContentsRange, KfdBuffer, KfdImage, Link, MAX_BUFFERS, MAX_NODES, Node, Properties};
 pub use render::{Mapping, RenderBuffer, RenderContents, RenderImage};
 
 pub(crate) use dmabuf::parse as parse_dmabuf;
@@ -32,31 +32,32 @@ use contents::contents;
 use crate::dir::ImageDir;
 use crate::error::Result;
 
-/// The name of the image of the open file `id` of `/dev/kfd`.
+/// Returns the name of the image of the open file `id` of `/dev/kfd`.
 #[must_use]
 pub fn kfd_name(id: u32) -> String {
     format!("amdgpu-kfd-{id}.img")
 }
 
-/// The name of the image of the open file `id` of a render node.
+/// Returns the name of the image of the open file `id` of a render node.
 #[must_use]
 pub fn render_name(id: u32) -> String {
     format!("amdgpu-renderD-{id}.img")
 }
 
-/// The name of the file with the contents of one GPU's buffers.
+/// Returns the name of the file with the contents of one GPU's buffers.
 #[must_use]
 pub fn pages_name(id: u32, gpu_id: u32) -> String {
     format!("amdgpu-pages-{id}-{gpu_id:04x}.img")
 }
 
-/// The name of the image of the open dma-buf `id`.
+/// Returns the name of the image of the open dma-buf `id`.
 #[must_use]
 pub fn dmabuf_name(id: u32) -> String {
     format!("amdgpu-dmabuf_{id}.img")
 }
 
-/// The name of the file with the contents of buffer `index` of the open file `id` of `/dev/dri/renderD<minor>`.
+/// Returns the name of the file with the contents of buffer `index` of the open file `id` of
+/// `/dev/dri/renderD<minor>`.
 #[must_use]
 pub fn drm_pages_name(id: u32, minor: u32, index: usize) -> String {
     format!("amdgpu-drm-pages-{id}-{minor}-{index:04x}.img")
@@ -74,7 +75,7 @@ pub enum GpuFile {
 }
 
 impl GpuFile {
-    /// What a file of an image directory is by its name.
+    /// Returns the kind of a file of an image directory by its name.
     #[must_use]
     pub fn of_name(name: &str) -> Option<Self> {
         let id: u32 = name.strip_suffix(".img")?.rsplit(['-', '_']).next()?.parse().ok()?;
@@ -88,7 +89,8 @@ impl GpuFile {
 }
 
 impl ImageDir {
-    /// What the process that has the open file `id` of `/dev/kfd` has on its GPUs; `None` where there is no such image.
+    /// Reads the KFD state of the process with the open file `id` of `/dev/kfd`; `None` without such an
+    /// image.
     ///
     /// # Errors
     /// The file is damaged or cannot be read.
@@ -97,7 +99,7 @@ impl ImageDir {
         kfd::parse(&path, &contents(&path, file, len)?).map(Some)
     }
 
-    /// The open file `id` of a render node; `None` where there is no such image.
+    /// Reads the open file `id` of a render node; `None` without such an image.
     ///
     /// # Errors
     /// The file is damaged or cannot be read.
@@ -106,7 +108,7 @@ impl ImageDir {
         render::parse(&path, &contents(&path, file, len)?).map(Some)
     }
 
-    /// The open dma-buf `id`; `None` where there is no such image.
+    /// Reads the open dma-buf `id`; `None` without such an image.
     ///
     /// # Errors
     /// The file is damaged or cannot be read.

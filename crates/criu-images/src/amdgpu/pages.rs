@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Files with the contents of buffers: [`HEADER`] bytes, and then the contents, back to back.
+//! Files with the contents of buffers: [`HEADER`] bytes, then the contents without gaps.
 
 use std::os::unix::fs::FileExt as _;
 
@@ -10,11 +10,11 @@ use crate::error::{ImageError, Result};
 use crate::plan::PagesFile;
 
 impl ImageDir {
-    /// Opens the contents of the buffers of one GPU of `image`, the image of the open file `id`, and checks that they are
-    /// as many as the image says: [`KfdImage::pages`] says what is where.
+    /// Opens the contents of the buffers of one GPU of `image`, the image of the open file `id`, and checks
+    /// their length. [`KfdImage::pages`] gives the place of each buffer.
     ///
     /// # Errors
-    /// The file is missing, truncated, or of another image.
+    /// The file is missing, truncated, or belongs to another image.
     pub fn gpu_pages(&self, id: u32, image: &KfdImage, gpu_id: u32) -> Result<PagesFile> {
         let (_, end) = image.pages(gpu_id);
         let pages = self.pages_of(&pages_name(id, gpu_id), end)?;
@@ -30,20 +30,21 @@ impl ImageDir {
         Ok(pages)
     }
 
-    /// Opens the contents of buffer `index` of a render node, which are the file's bytes from
-    /// [`RenderContents::PAGES_OFFSET`] on. What is before them means nothing: CRIU's plugin has not always set it.
+    /// Opens the contents of buffer `index` of a render node: the file's bytes from
+    /// [`RenderContents::PAGES_OFFSET`] on. The bytes before are meaningless: CRIU's plugin has not always
+    /// set them.
     ///
     /// # Errors
     /// The file is missing or truncated.
     ///
     /// # Panics
-    /// There is no such buffer.
+    /// `index` is not a buffer of the render node.
     pub fn render_pages(&self, contents: &RenderContents, index: usize) -> Result<PagesFile> {
         let end = RenderContents::PAGES_OFFSET.saturating_add(contents.buffers[index].size);
         self.pages_of(&drm_pages_name(contents.id, contents.minor, index), end)
     }
 
-    /// Opens a file that must have `expected` bytes or more.
+    /// Opens a file that must have at least `expected` bytes.
     fn pages_of(&self, name: &str, expected: u64) -> Result<PagesFile> {
         let missing = || ImageError::Missing {
             file: self.path().join(name),

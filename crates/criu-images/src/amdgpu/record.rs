@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Messages that are rows of numbers, all of which must be there.
+//! Messages of numbers, all of which are required.
 
 use std::path::Path;
 
@@ -8,11 +8,11 @@ use prost::Message;
 use super::contents::{HEADER, damaged};
 use crate::error::{ImageError, Result};
 
-/// A field that a message must have and has not.
+/// A required field that a message does not have.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Missing(pub(crate) &'static str);
 
-/// A public struct, and its two ways to and from the generated message: fields have the same names.
+/// Defines a public struct and its conversions from and to the generated message: fields have the same names.
 macro_rules! record {
     ($(#[$meta:meta])* $name:ident = $raw:path { $($(#[$doc:meta])* $field:ident: $type:ty,)* }) => {
         $(#[$meta])*
@@ -23,7 +23,8 @@ macro_rules! record {
 
         impl $name {
             fn from_raw(raw: &$raw) -> Result<Self, $crate::amdgpu::record::Missing> {
-                Ok(Self { $($field: raw.$field.ok_or($crate::amdgpu::record::Missing(stringify!($field)))?,)* })
+                use $crate::amdgpu::record::Missing;
+                Ok(Self { $($field: raw.$field.ok_or(Missing(stringify!($field)))?,)* })
             }
 
             #[allow(clippy::needless_update, reason = "not every message has more than its numbers")]
@@ -35,7 +36,7 @@ macro_rules! record {
 }
 pub(crate) use record;
 
-/// Errors about one file's contents.
+/// Makes errors about one file's contents.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Contents<'a>(pub(crate) &'a Path);
 
@@ -49,12 +50,12 @@ impl Contents<'_> {
         M::decode(bytes).map_err(|error| self.damaged(what, error.to_string()))
     }
 
-    /// Every field that `what` must have.
+    /// Returns a message's value, or an error that names its missing field.
     pub(crate) fn whole<T>(self, what: &str, value: Result<T, Missing>) -> Result<T> {
         value.map_err(|Missing(field)| self.damaged(format!("{what} with the field {field}"), "one without"))
     }
 
-    /// Checks a count against the list that it counts, and the list against a limit.
+    /// Checks a count in the image against the length of its list, and the list against a limit.
     pub(crate) fn count(
         self,
         what: &'static str,
@@ -64,12 +65,14 @@ impl Contents<'_> {
     ) -> Result<()> {
         if claimed != Some(found as u64) {
             let claimed = claimed.map_or_else(|| "no count of them".to_owned(), |count| count.to_string());
-            return Err(self.damaged(format!("as many {what} as it says ({claimed})"), found.to_string()));
+            return Err(
+                self.damaged(format!("as many {what} as the image counts ({claimed})"), found.to_string())
+            );
         }
         self.limit(what, found, limit)
     }
 
-    /// Checks a count against a limit, which has a name.
+    /// Checks a count against a named limit.
     pub(crate) fn limit(self, what: &'static str, found: usize, limit: (&'static str, usize)) -> Result<()> {
         if found > limit.1 {
             return Err(ImageError::TooMany {

@@ -14,13 +14,13 @@ use crate::generated::amdgpu as raw;
 /// An open render node.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct RenderImage {
-    /// The GPU's name in the compute driver's interface at the dump.
+    /// [`super::Properties::gpu_id`] of the GPU at the dump.
     pub gpu_id: u32,
-    /// What it has; `None` in images of CRIU up to 4.2.1, which keeps nothing of it.
+    /// Its buffers; `None` in images of CRIU up to 4.2.1, which does not save them.
     pub contents: Option<RenderContents>,
 }
 
-/// What an open render node has.
+/// The buffers of an open render node.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct RenderContents {
     /// Id of the open file.
@@ -34,7 +34,7 @@ pub struct RenderContents {
 /// A buffer object of a render node.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct RenderBuffer {
-    /// Address of the last of `mappings`, where its CPU mappings are looked for; 0 without.
+    /// Address of the last of `mappings`, at which CRIU searches for CPU mappings; 0 without mappings.
     pub address: u64,
     /// Size in bytes, at least 1.
     pub size: u64,
@@ -42,20 +42,20 @@ pub struct RenderBuffer {
     pub offset: u64,
     /// `AMDGPU_GEM_CREATE_*`
     pub alloc_flags: u64,
-    /// In bytes.
+    /// Alignment in bytes.
     pub alignment: u64,
     /// `AMDGPU_GEM_DOMAIN_*`
     pub preferred_domains: u32,
     /// Its GEM handle.
     pub handle: u32,
-    /// Whether it came as a dma-buf.
+    /// Whether it was imported as a dma-buf.
     pub is_import: bool,
-    /// Where it is in the render node's address space.
+    /// Its mappings in the render node's address space.
     pub mappings: Vec<Mapping>,
 }
 
 record! {
-    /// Where a buffer is in a render node's address space.
+    /// A mapping of a buffer in a render node's address space.
     Mapping = raw::Mapping {
         /// Address on the GPU.
         address: u64,
@@ -77,7 +77,8 @@ impl RenderContents {
 }
 
 impl RenderBuffer {
-    /// Whether a restore reads the buffer's contents (`restore_bo_contents_drm` in `plugins/amdgpu/amdgpu_plugin_drm.c`).
+    /// Whether a restore reads the buffer's contents (`plugins/amdgpu/amdgpu_plugin_drm.c`:
+    /// `restore_bo_contents_drm`).
     #[must_use]
     pub fn has_contents(&self) -> bool {
         self.preferred_domains & WITH_CONTENTS != 0 && !self.mappings.is_empty()
@@ -85,7 +86,7 @@ impl RenderBuffer {
 }
 
 impl RenderImage {
-    /// The whole file.
+    /// Encodes the whole file.
     #[must_use]
     pub fn to_bytes(&self) -> Vec<u8> {
         let mut image = raw::RenderImage { gpu_id: Some(self.gpu_id), ..raw::RenderImage::default() };
@@ -126,12 +127,12 @@ pub(crate) fn parse(file: &Path, bytes: &[u8]) -> Result<RenderImage> {
         return Ok(RenderImage { gpu_id, contents: None });
     }
     contents.count("buffers", image.buffer_count, image.buffers.len(), ("MAX_BUFFERS", MAX_BUFFERS))?;
-    let of_node = RenderContents {
+    let node_contents = RenderContents {
         id: need("id", image.id)?,
         minor: need("drm_render_minor", image.minor)?,
         buffers: image.buffers.iter().map(|bytes| buffer(contents, bytes)).collect::<Result<_>>()?,
     };
-    Ok(RenderImage { gpu_id, contents: Some(of_node) })
+    Ok(RenderImage { gpu_id, contents: Some(node_contents) })
 }
 
 fn buffer(contents: Contents<'_>, bytes: &[u8]) -> Result<RenderBuffer> {

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Images that this project's plugins write beside CRIU's. CRIU and its own plugins do not look at them.
+//! Images that Rewake's plugins write in addition to CRIU's. CRIU and its own plugins ignore them.
 //!
-//! * [`SharedImage`]: `rewake-shared.img`, what processes of a tree have in common on their GPUs.
+//! - [`SharedImage`]: `rewake-shared.img`, the GPU objects that processes of a tree share.
 
-mod bare;
+mod freed_mappings;
 mod render;
 mod shared;
 
-pub use bare::{BareMapping, BareMappings};
+pub use freed_mappings::{FreedMapping, FreedMappings};
 pub use render::{BufferOwner, RenderFile, RenderImport};
 pub use shared::{BufferUser, MAX_SHARED, SHARED_NAME, SecondFile, SharedBuffer, SharedImage};
 
@@ -18,7 +18,7 @@ use crate::dir::ImageDir;
 use crate::error::Result;
 
 impl ImageDir {
-    /// What processes have in common on their GPUs; `None` where there is no such image.
+    /// Reads the GPU objects that processes share; `None` without such an image.
     ///
     /// # Errors
     /// The file is damaged or cannot be read.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What is kept of an open render node beside its `amdgpu-renderD-ID.img`.
+//! The data of an open render node that its `amdgpu-renderD-ID.img` does not have.
 
 use std::collections::BTreeSet;
 
@@ -13,35 +13,36 @@ use crate::generated::gpu as raw;
 /// An open render node.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct RenderFile {
-    /// Id of the open file, which [`crate::amdgpu::render_name`] names the image of.
+    /// Id of the open file: [`crate::amdgpu::render_name`] gives the name of its image.
     pub id: u32,
-    /// Id of the `/dev/kfd` of the process whose compute address space on that GPU is this file's; `None`: nobody's.
+    /// Id of the `/dev/kfd` of the process whose compute address space on that GPU is this file's. `None`: of
+    /// no process.
     pub kfd: Option<u32>,
-    /// Numbers of its submission contexts, ascending.
+    /// Ids of its submission contexts, ascending.
     pub contexts: Vec<u32>,
-    /// Its buffers that others make anew, each once.
+    /// Its buffers that another owner makes again, each once.
     pub imports: Vec<RenderImport>,
 }
 
-/// A buffer of a render node that somebody else makes anew.
+/// A buffer of a render node that another owner makes again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RenderImport {
     /// Index in [`crate::amdgpu::RenderContents::buffers`].
     pub buffer: u32,
-    /// Who makes it.
+    /// The owner that makes it.
     pub owner: BufferOwner,
 }
 
-/// Who makes a buffer anew.
+/// The owner that makes a buffer again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum BufferOwner {
-    /// A process, as memory of its compute side.
+    /// A process, as compute memory.
     Kfd(BufferUser),
     /// Another render node.
     Render {
         /// Id of the open file.
         id: u32,
-        /// Index in that one's [`crate::amdgpu::RenderContents::buffers`].
+        /// Index in that file's [`crate::amdgpu::RenderContents::buffers`].
         buffer: u32,
     },
 }
@@ -49,11 +50,12 @@ pub enum BufferOwner {
 impl RenderFile {
     pub(super) fn encode(&self) -> Vec<u8> {
         let import = |import: &RenderImport| {
-            let (kfd, render, there) = match import.owner {
+            let (kfd, render, their_buffer) = match import.owner {
                 BufferOwner::Kfd(user) => (Some(user.kfd), None, user.buffer),
                 BufferOwner::Render { id, buffer } => (None, Some(id), buffer),
             };
-            let raw = raw::RenderImport { buffer: Some(import.buffer), kfd, render, there: Some(there) };
+            let raw =
+                raw::RenderImport { buffer: Some(import.buffer), kfd, render, there: Some(their_buffer) };
             raw.encode_to_vec()
         };
         raw::RenderFile {
@@ -104,10 +106,10 @@ fn file(contents: Contents<'_>, bytes: &[u8]) -> Result<RenderFile> {
 fn import(contents: Contents<'_>, bytes: &[u8]) -> Result<RenderImport> {
     let raw: raw::RenderImport = contents.decode("an import", bytes)?;
     let need = |name, value: Option<u32>| contents.whole("an import", value.ok_or(Missing(name)));
-    let (buffer, there) = (need("buffer", raw.buffer)?, need("there", raw.there)?);
+    let (buffer, their_buffer) = (need("buffer", raw.buffer)?, need("there", raw.there)?);
     let owner = match (raw.kfd, raw.render) {
-        (Some(kfd), None) => BufferOwner::Kfd(BufferUser { kfd, buffer: there }),
-        (None, Some(id)) => BufferOwner::Render { id, buffer: there },
+        (Some(kfd), None) => BufferOwner::Kfd(BufferUser { kfd, buffer: their_buffer }),
+        (None, Some(id)) => BufferOwner::Render { id, buffer: their_buffer },
         _ => return Err(contents.damaged("an import from one owner", "none, or two")),
     };
     Ok(RenderImport { buffer, owner })

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! `rewake-shared.img`: what processes of a tree have in common on their GPUs. Framed as CRIU's amdgpu images are.
+//! `rewake-shared.img`: the GPU objects that processes of a tree share. It is framed as CRIU's amdgpu images
+//! are.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -11,33 +12,33 @@ use crate::amdgpu::contents::file_of;
 use crate::amdgpu::record::{Contents, record};
 use crate::error::Result;
 use crate::generated::gpu as raw;
-use crate::rewake::bare::{self, BareMappings};
+use crate::rewake::freed_mappings::{self, FreedMappings};
 use crate::rewake::render::{self, RenderFile};
 
 /// The file's name.
 pub const SHARED_NAME: &str = "rewake-shared.img";
-/// The most users of buffers, and the most second files, that the image may have.
+/// The most users of buffers, and the most second files, of an image.
 pub const MAX_SHARED: usize = MAX_BUFFERS;
 
-/// What processes of a tree have in common on their GPUs.
+/// The GPU objects that processes of a tree share.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct SharedImage {
-    /// Buffers of several processes, and those with an open dma-buf.
+    /// Buffers of several processes, and buffers with an open dma-buf.
     pub buffers: Vec<SharedBuffer>,
-    /// Files of `/dev/kfd` that have no image of their own.
+    /// Open files of `/dev/kfd` without an image of their own.
     pub second_files: Vec<SecondFile>,
-    /// Render nodes of which there is more to say than [`crate::amdgpu::RenderImage`] can.
+    /// Render nodes with more data than [`crate::amdgpu::RenderImage`] can have.
     pub render_files: Vec<RenderFile>,
-    /// What of processes' mappings showed no buffer. A process that is not among them: it is not known.
-    pub bare: Vec<BareMappings>,
+    /// Mappings without a buffer, by process. For a process that is not listed they are not known.
+    pub freed_mappings: Vec<FreedMappings>,
 }
 
-/// One buffer that several processes have, or one with an open dma-buf.
+/// A buffer that several processes have, or that has an open dma-buf.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct SharedBuffer {
-    /// Who has it, at least one; nobody has it twice. The first one makes it anew, the others import it.
+    /// Its users, at least one, each once. The first one makes it again; the others import it.
     pub users: Vec<BufferUser>,
-    /// Id of its open dma-buf, which [`crate::amdgpu::dmabuf_name`] names the image of.
+    /// Id of its open dma-buf: [`crate::amdgpu::dmabuf_name`] gives the name of its image.
     pub dmabuf: Option<u32>,
 }
 
@@ -45,7 +46,7 @@ record! {
     /// A buffer of one process.
     #[derive(PartialOrd, Ord)]
     BufferUser = raw::BufferUser {
-        /// Id of the process's `/dev/kfd`, which [`crate::amdgpu::kfd_name`] names the image of.
+        /// Id of the process's `/dev/kfd`: [`crate::amdgpu::kfd_name`] gives the name of its image.
         kfd: u32,
         /// Index in [`crate::amdgpu::KfdImage::buffers`].
         buffer: u32,
@@ -53,26 +54,26 @@ record! {
 }
 
 record! {
-    /// A `/dev/kfd` of a process that has another one open: both are one compute state.
+    /// An open `/dev/kfd` of a process that has another one open: both have one compute state.
     SecondFile = raw::SecondFile {
         /// Id of the open file.
         id: u32,
-        /// Id of the other one, which has the image.
+        /// Id of the other file, which has the image.
         kfd: u32,
     }
 }
 
 impl SharedImage {
-    /// Whether it says nothing: then it need not be there.
+    /// Whether it has no data: then the file is not needed.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.buffers.is_empty()
             && self.second_files.is_empty()
             && self.render_files.is_empty()
-            && self.bare.is_empty()
+            && self.freed_mappings.is_empty()
     }
 
-    /// The whole file.
+    /// Encodes the whole file.
     #[must_use]
     pub fn to_bytes(&self) -> Vec<u8> {
         let buffer = |buffer: &SharedBuffer| {
@@ -83,7 +84,7 @@ impl SharedImage {
             buffers: self.buffers.iter().map(buffer).collect(),
             second_files: self.second_files.iter().map(|file| file.to_raw().encode_to_vec()).collect(),
             render_files: self.render_files.iter().map(RenderFile::encode).collect(),
-            bare: self.bare.iter().map(BareMappings::encode).collect(),
+            bare: self.freed_mappings.iter().map(FreedMappings::encode).collect(),
         };
         file_of(&image.encode_to_vec())
     }
@@ -107,11 +108,11 @@ pub(crate) fn parse(file: &Path, bytes: &[u8]) -> Result<SharedImage> {
             .collect::<Result<_>>()?,
         second_files: raw.second_files.iter().map(second_file).collect::<Result<_>>()?,
         render_files: render::parse_all(contents, &raw.render_files)?,
-        bare: bare::parse_all(contents, &raw.bare)?,
+        freed_mappings: freed_mappings::parse_all(contents, &raw.bare)?,
     })
 }
 
-/// `all`: the users of the buffers before it, none of which may be named again.
+/// Parses one buffer. `all` has the users of the buffers before it, none of which may be named again.
 fn buffer(contents: Contents<'_>, bytes: &[u8], all: &mut BTreeSet<BufferUser>) -> Result<SharedBuffer> {
     let raw: raw::SharedBuffer = contents.decode("a shared buffer", bytes)?;
     let mut users = Vec::new();
@@ -126,7 +127,7 @@ fn buffer(contents: Contents<'_>, bytes: &[u8], all: &mut BTreeSet<BufferUser>) 
         users.push(user);
     }
     if users.is_empty() {
-        return Err(contents.damaged("a shared buffer that somebody has", "one without users"));
+        return Err(contents.damaged("a shared buffer with users", "one without users"));
     }
     Ok(SharedBuffer { users, dmabuf: raw.dmabuf })
 }

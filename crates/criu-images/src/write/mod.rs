@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Makes images, for tests: small ones from nothing, and incremental pairs out of plain dumps.
+//! Makes images for tests: small ones from nothing, and incremental pairs from plain dumps.
 //!
-//! What this module writes from nothing has the fields that [`crate::ImageDir`] reads, which is less than
-//! `criu restore` asks for. A directory that [`split_into_parent`] changed stays as good for CRIU as it was.
+//! Images from nothing have the fields that [`crate::ImageDir`] reads, which is less than `criu restore`
+//! needs. A directory that [`split_into_parent`] has changed is still complete for CRIU.
 
 mod split;
 
@@ -53,7 +53,7 @@ pub fn mm(dir: &Path, pid: u32, mm: &Mm) -> Result<()> {
     put(dir, &format!("mm-{pid}.img"), &mm_bytes(mm))
 }
 
-/// Writes `files.img`: paths by ids, as [`crate::ImageDir::files`] gives them.
+/// Writes `files.img`: paths by file id, as [`crate::ImageDir::files`] returns them.
 ///
 /// # Errors
 /// The file cannot be written.
@@ -75,7 +75,7 @@ pub fn pagemap(dir: &Path, pid: u32, map: &Pagemap) -> Result<()> {
     put(dir, &pagemap_name(pid), &bytes)
 }
 
-/// Writes `pages-N.img`: the present pages one after another.
+/// Writes `pages-N.img`: the present pages without gaps.
 ///
 /// # Errors
 /// The file cannot be written.
@@ -146,7 +146,7 @@ pub(crate) fn files_bytes(files: &BTreeMap<u32, Option<PathBuf>>) -> Vec<u8> {
     file_of(&frame::FILES, files.iter().map(entry))
 }
 
-/// `None` when an entry is too long for its generation.
+/// Encodes a pagemap; `None` when an entry is too long for its generation.
 pub(crate) fn pagemap_bytes(map: &Pagemap) -> Option<Vec<u8>> {
     let head = PagemapHead { pages_id: Some(map.pages_id) }.encode_to_vec();
     let entry = |entry: &PagemapEntry| {

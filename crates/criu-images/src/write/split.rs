@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Turns a plain dump into an incremental pair, as if the chosen pages had not changed since a dump before:
-//! the way to test parent images where the kernel cannot track changes (no soft-dirty bits).
+//! Turns a plain dump into an incremental pair, as if the chosen pages had not changed since an earlier dump.
+//! So parent images can be tested where the kernel cannot track changes (no soft-dirty bits).
 
 use std::fs::{self, File};
 use std::io::{self, BufWriter, Write};
@@ -14,21 +14,24 @@ use crate::pagemap::{PageFlags, Pagemap};
 use crate::plan::{pagemap_name, pages_name};
 use crate::{PAGE, PAGE_LEN};
 
-/// Where a page is to be.
+/// The place of a page after the split.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Place {
-    /// Stays in the image.
+    /// The page stays in the image.
     Here,
-    /// Moves to the parent, and is restored before the task runs: this is how CRIU marks unchanged pages.
+    /// The page moves to the parent, and is restored before the task runs: CRIU marks unchanged pages like
+    /// this.
     Parent,
-    /// Moves to the parent; if it was lazy, it stays lazy.
+    /// The page moves to the parent; a lazy page stays lazy.
     LazyParent,
 }
 
-/// Moves pages of one task from the image `dir` to the image `parent_dir`, which is made when it is not there,
-/// and links it as `parent`. `place` is asked for every page in the image's own pages file, in ascending
-/// order: it gets the page's address and flags. Call it for each task in turn; split the parent again for
-/// a longer chain. Entries stay as CRIU of the same generation writes them.
+/// Moves pages of one task from the image `dir` to the image `parent_dir`, and links that as `parent`. The
+/// parent is made if it does not exist. `place` is called for every page in the image's own pages file, in
+/// ascending order, with the page's address and flags.
+///
+/// Call it for each task in turn; split the parent again for a longer chain. Entries stay as CRIU of the same
+/// generation writes them.
 ///
 /// # Errors
 /// The image is damaged, has no pages of the task, has another parent, or the parent has the task already.
@@ -48,7 +51,7 @@ pub fn split_into_parent(
         let (expected, found) = ("a parent without this task".into(), "one that has it".into());
         return Err(ImageError::Unsupported { file: parent_pagemap, expected, found });
     }
-    let (child_runs, parent_runs) = choose(&map, &mut place);
+    let (child_runs, parent_runs) = split_runs(&map, &mut place);
     let child = Pagemap::new(map.pages_id, map.generation, child_runs);
     let parent = Pagemap::new(map.pages_id, map.generation, parent_runs);
     if let Some(pages) = image.pages_file(&map)? {
@@ -63,8 +66,8 @@ pub fn split_into_parent(
 
 type Runs = Vec<(u64, u64, PageFlags)>;
 
-/// The runs of the child and of the parent.
-fn choose(map: &Pagemap, place: &mut impl FnMut(u64, PageFlags) -> Place) -> (Runs, Runs) {
+/// Returns the runs of the child and of the parent.
+fn split_runs(map: &Pagemap, place: &mut impl FnMut(u64, PageFlags) -> Place) -> (Runs, Runs) {
     let (mut child, mut parent) = (Runs::new(), Runs::new());
     for entry in &map.entries {
         if entry.flags.has(PageFlags::PARENT) || !entry.flags.has(PageFlags::PRESENT) {
@@ -91,8 +94,8 @@ fn choose(map: &Pagemap, place: &mut impl FnMut(u64, PageFlags) -> Place) -> (Ru
     (child, parent)
 }
 
-/// Adds a page to the last run when it continues it; runs before `first` belong to other entries, and an
-/// entry longer than the ones that CRIU wrote might not fit its pipes.
+/// Adds a page to the last run when it continues it. Runs before `first` belong to other entries: an entry
+/// longer than CRIU's own might not fit its pipes.
 fn add_page(runs: &mut Runs, first: usize, vaddr: u64, flags: PageFlags) {
     if let Some((start, pages, same)) = runs[first..].last_mut()
         && *start + *pages * PAGE == vaddr
@@ -104,7 +107,7 @@ fn add_page(runs: &mut Runs, first: usize, vaddr: u64, flags: PageFlags) {
     }
 }
 
-/// Copies the pages that are present in `part` out of the pages file of `whole`.
+/// Copies the pages that are present in `part` from the pages file of `whole`.
 fn copy_pages(whole: &Pagemap, part: &Pagemap, from: &File, to: &Path) -> Result<()> {
     let copy = || -> io::Result<()> {
         let mut out = BufWriter::new(File::create(to)?);
@@ -127,7 +130,7 @@ fn copy_pages(whole: &Pagemap, part: &Pagemap, from: &File, to: &Path) -> Result
     copy().map_err(|error| io_error("write", to, error))
 }
 
-/// Makes the parent directory and links it; relative when the two lie next to each other.
+/// Makes the parent directory and links it; the link is relative when both lie in one directory.
 fn link(dir: &Path, parent_dir: &Path) -> Result<()> {
     fs::create_dir_all(parent_dir).map_err(|error| io_error("create", parent_dir, error))?;
     let real = |path: &Path| path.canonicalize().map_err(|error| io_error("resolve", path, error));

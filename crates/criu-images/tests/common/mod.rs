@@ -7,17 +7,17 @@ use std::path::{Path, PathBuf};
 
 use rewake_criu_images::{Generation, ImageDir, LazyPlan, Mm, PAGE, PageFlags, Pagemap, Vma, write};
 
-/// The task of all images here.
+/// The task of all images of the tests.
 pub(crate) const PID: u32 = 7;
-/// Present and lazy: what a plain dump says of ordinary memory.
+/// Present and lazy: the flags of ordinary memory in a plain dump.
 pub(crate) const LAZY: PageFlags = PageFlags(6);
 /// Present, not lazy.
 pub(crate) const EAGER: PageFlags = PageFlags(4);
-/// In the parent, not lazy: how CRIU marks unchanged pages.
+/// In the parent, not lazy: CRIU marks unchanged pages like this.
 pub(crate) const IN_PARENT: PageFlags = PageFlags(1);
 /// In the parent, lazy.
 pub(crate) const LAZY_IN_PARENT: PageFlags = PageFlags(3);
-/// Neither here nor in a parent.
+/// Neither in this image nor in a parent.
 pub(crate) const REMOTE: PageFlags = PageFlags(2);
 
 /// Private anonymous memory of these pages.
@@ -34,7 +34,7 @@ pub(crate) fn anonymous(first: u64, pages: u64) -> Vma {
     }
 }
 
-/// Content that tells every page of every image apart.
+/// Content that distinguishes every page of every image.
 pub(crate) fn page(image: u8, number: u64) -> Vec<u8> {
     let mut bytes = vec![image; 4096];
     bytes[..8].copy_from_slice(&number.to_le_bytes());
@@ -55,8 +55,8 @@ impl Images {
         self.root.path().join(name)
     }
 
-    /// An image with these mappings and runs (first page, pages, flags). Every present page is
-    /// `page(name's first byte, its number)`.
+    /// Makes an image with these mappings and runs (first page, pages, flags). The content of every present
+    /// page is `page(name's first byte, its number)`.
     pub(crate) fn add(&self, name: &str, vmas: &[Vma], runs: &[(u64, u64, PageFlags)]) -> PathBuf {
         let dir = self.path(name);
         std::fs::create_dir_all(&dir).expect("a folder");
@@ -81,7 +81,7 @@ impl Images {
     }
 }
 
-/// Every page of a plan, read from its file: (number of the page, content).
+/// Reads every page of a plan from its file: (number of the page, content).
 pub(crate) fn contents(plan: &LazyPlan) -> Vec<(u64, Vec<u8>)> {
     let mut pages = Vec::new();
     for extent in &plan.extents {
@@ -96,7 +96,7 @@ pub(crate) fn contents(plan: &LazyPlan) -> Vec<(u64, Vec<u8>)> {
     pages
 }
 
-/// The text of an error.
+/// Returns the text of an error.
 pub(crate) fn refusal<T>(result: rewake_criu_images::Result<T>) -> String {
     match result {
         Ok(_) => panic!("accepted"),
@@ -104,7 +104,7 @@ pub(crate) fn refusal<T>(result: rewake_criu_images::Result<T>) -> String {
     }
 }
 
-/// The runs of a plan: (first page, pages, file, page in the file).
+/// Returns the runs of a plan: (first page, pages, file, page in the file).
 pub(crate) fn runs(plan: &LazyPlan) -> Vec<(u64, u64, u32, u64)> {
     let run = |extent: &rewake_criu_images::LazyExtent| {
         (extent.vaddr / PAGE, extent.pages, extent.file, extent.file_offset / PAGE)
@@ -112,7 +112,7 @@ pub(crate) fn runs(plan: &LazyPlan) -> Vec<(u64, u64, u32, u64)> {
     plan.extents.iter().map(run).collect()
 }
 
-/// Bytes written as hexadecimal digits and blanks.
+/// Converts hexadecimal digits and blanks to bytes.
 pub(crate) fn hex(text: &str) -> Vec<u8> {
     let digits: Vec<u32> = text.chars().filter_map(|digit| digit.to_digit(16)).collect();
     digits.chunks(2).map(|pair| u8::try_from(pair[0] * 16 + pair[1]).expect("two digits")).collect()

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! `cr_plugin_desc_t`: the object by which CRIU knows a plugin.
+//! `cr_plugin_desc_t`: the object that describes a plugin to CRIU.
 
 use std::ffi::{c_char, c_int, c_uint, c_void};
 use std::mem::offset_of;
@@ -11,22 +11,23 @@ use crate::runtime::Slot;
 
 /// Hooks that this crate knows (`CR_PLUGIN_HOOK__MAX` of the development branch).
 pub const HOOKS: u32 = 15;
-/// What every CRIU since 3.17 has, for a host that does not tell.
-const FEWEST: u32 = 10;
-/// The first number of hooks with which `RESTORE_EXT_FILE` may ask to be called again.
+/// Hooks that every CRIU since 3.17 has, for a host whose number is unknown.
+const MIN_HOOKS: u32 = 10;
+/// The first number of hooks with which CRIU can call `RESTORE_EXT_FILE` again.
 const WITH_RETRY: u32 = 14;
-/// The first with `POST_FORKING`.
+/// The first number of hooks with `POST_FORKING`.
 const WITH_FORKING: u32 = 13;
 /// `CRIU_PLUGIN_VERSION`, 0.2.0: the same since CRIU 1.4.
 const VERSION: c_uint = 2 << 8;
 
 /// A type that [`crate::register!`] made the plugin of this `cdylib`.
 pub trait Registered: Plugin {
-    /// Where its instance is.
+    /// The slot of its instance.
     fn slot() -> &'static Slot<Self>;
 }
 
-/// `cr_plugin_desc_t`; made by [`crate::register!`]. Only [`Descriptor::of`] makes one, so the hooks fit their places.
+/// `cr_plugin_desc_t`; [`crate::register!`] makes it. Only [`Descriptor::of`] makes one, so that each hook is
+/// in its place.
 #[repr(C)]
 #[derive(Debug)]
 pub struct Descriptor {
@@ -51,7 +52,7 @@ const _: () = {
 unsafe impl Sync for Descriptor {}
 
 impl Descriptor {
-    /// The descriptor of a plugin, for the oldest host until [`Descriptor::fit_to_host`].
+    /// Makes the descriptor of a plugin, for the oldest host until [`Descriptor::fit_to_host`].
     #[must_use]
     pub const fn of<P: Registered>() -> Self {
         Self {
@@ -59,7 +60,7 @@ impl Descriptor {
             init: entry::init::<P>,
             exit: entry::exit::<P>,
             version: VERSION,
-            max_hooks: AtomicU32::new(FEWEST),
+            max_hooks: AtomicU32::new(MIN_HOOKS),
             // In the order of CRIU's enumeration: each function has the prototype of its place.
             hooks: [
                 entry::dump_unix_sk::<P> as *const c_void,
@@ -81,24 +82,25 @@ impl Descriptor {
         }
     }
 
-    /// Lowers or raises `max_hooks` to what the host knows: it would end otherwise, or leave hooks out.
+    /// Sets `max_hooks` to what the host knows. With more hooks CRIU would end; with less it would not call
+    /// all.
     pub fn fit_to_host(&self) {
-        self.max_hooks.store(hooks_of_host().unwrap_or(FEWEST).min(HOOKS), Ordering::Relaxed);
+        self.max_hooks.store(hooks_of_host().unwrap_or(MIN_HOOKS).min(HOOKS), Ordering::Relaxed);
     }
 }
 
-/// True where the caller of `RESTORE_EXT_FILE` passes a second argument.
+/// Whether the host passes a second argument to `RESTORE_EXT_FILE`.
 pub(crate) fn restore_file_can_wait() -> bool {
     hooks_of_host().is_some_and(|hooks| hooks >= WITH_RETRY)
 }
 
-/// True where `POST_FORKING` is called.
-pub(crate) fn forking_is_told() -> bool {
+/// Whether the host calls `POST_FORKING`.
+pub(crate) fn has_post_forking() -> bool {
     hooks_of_host().is_some_and(|hooks| hooks >= WITH_FORKING)
 }
 
-/// `CR_PLUGIN_HOOK__MAX` of the host: from the size of its object `cr_plugin_ctl`, which is one list head and one more for
-/// every hook.
+/// `CR_PLUGIN_HOOK__MAX` of the host. It follows from the size of the object `cr_plugin_ctl`, which has one
+/// list head and one more per hook.
 fn hooks_of_host() -> Option<u32> {
     /// `RTLD_DL_SYMENT` of `dlfcn.h`
     const SYMBOL: c_int = 1;
@@ -106,7 +108,7 @@ fn hooks_of_host() -> Option<u32> {
     // SAFETY: plain data, for which zeros are fine.
     let mut info: libc::Dl_info = unsafe { std::mem::zeroed() };
     let mut symbol = std::ptr::null_mut::<c_void>();
-    // SAFETY: any address will do; both results are live.
+    // SAFETY: any address is valid; both results are live.
     let found = unsafe { libc::dladdr1(address.as_ptr(), &raw mut info, &raw mut symbol, SYMBOL) };
     if found == 0 || symbol.is_null() {
         return None;
@@ -116,12 +118,12 @@ fn hooks_of_host() -> Option<u32> {
     hooks_by_size(size)
 }
 
-/// None if CRIU's object has become something else.
+/// Returns None if CRIU's object has another layout.
 fn hooks_by_size(size: u64) -> Option<u32> {
     const LIST_HEAD: u64 = 2 * size_of::<*const c_void>() as u64;
     let heads = u32::try_from(size / LIST_HEAD).ok()?;
     let whole = size.is_multiple_of(LIST_HEAD);
-    heads.checked_sub(1).filter(|hooks| whole && *hooks >= FEWEST)
+    heads.checked_sub(1).filter(|hooks| whole && *hooks >= MIN_HOOKS)
 }
 
 #[cfg(test)]
@@ -136,6 +138,6 @@ mod tests {
         for other in [0, 0x10, 0xa0, 0xe8, u64::MAX] {
             assert_eq!(hooks_by_size(other), None, "{other:#x}");
         }
-        assert_eq!(hooks_of_host(), None, "a test is no CRIU");
+        assert_eq!(hooks_of_host(), None, "a test is not CRIU");
     }
 }

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! CRIU's plugin interface (`criu-plugin.h`) and all unsafe code.
 //!
-//! * [`descriptor`]: the object that CRIU looks for, and how it is fitted to the host.
-//! * [`entry`]: the C functions that CRIU calls.
-//! * [`symbols`]: CRIU's functions that plugins call.
-//! * [`mark`]: which process this is.
+//! - [`descriptor`]: the object that CRIU finds, and how it is fitted to the host.
+//! - [`entry`]: the C functions that CRIU calls.
+//! - [`symbols`]: CRIU's functions that plugins call.
+//! - [`mark`]: identifies CRIU's main process.
 
 mod descriptor;
 mod entry;
@@ -12,7 +12,7 @@ mod mark;
 mod symbols;
 
 pub use descriptor::{Descriptor, HOOKS, Registered};
-pub(crate) use descriptor::{forking_is_told, restore_file_can_wait};
+pub(crate) use descriptor::{has_post_forking, restore_file_can_wait};
 pub(crate) use mark::ProcessMark;
 pub(crate) use symbols::{
     Level, add_inventory_plugin, check_and_remove_inventory_plugin, fdstore_add, fdstore_get,

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! CRIU's functions. None is linked against: each is looked up when it is needed, by name, in the program that loaded the
-//! plugin.
+//! CRIU's functions. The plugin is not linked against them: each is resolved by name in the loading program
+//! when it is needed.
 //!
-//! Prototypes: CRIU's headers `criu-plugin.h`, `log.h`, `image.h`, `fdstore.h`, `files.h`, `crtools.h`; the same from 4.1 to
-//! the development branch of November 2025.
+//! Prototypes are from CRIU's headers `criu-plugin.h`, `log.h`, `image.h`, `fdstore.h`, `files.h`,
+//! `crtools.h`. They are the same from 4.1 to the development branch of November 2025.
 
 use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
 use std::fs::File;
@@ -23,13 +23,13 @@ pub(crate) enum Level {
     Debug = 4,
 }
 
-/// The address of what the host calls `name`.
+/// Returns the address of the host's symbol `name`.
 pub(super) fn find(name: &CStr) -> Option<NonNull<c_void>> {
-    // SAFETY: looks a name up; the string is terminated.
+    // SAFETY: the call only resolves a name; the string is terminated.
     NonNull::new(unsafe { libc::dlsym(libc::RTLD_DEFAULT, name.as_ptr()) })
 }
 
-/// A function of the host as a pointer of the given type.
+/// Returns a function of the host as a pointer of the given type.
 macro_rules! function {
     ($name:ident: $type:ty) => {{
         const NAME: &str = stringify!($name);
@@ -38,17 +38,17 @@ macro_rules! function {
             Err(_) => unreachable!(),
         };
         let address = find(SYMBOL).ok_or(HostError::Missing(NAME))?;
-        // SAFETY: what the host exports by this name is CRIU's function with this prototype.
+        // SAFETY: the host's symbol of this name is CRIU's function with this prototype.
         let function: $type = unsafe { std::mem::transmute(address.as_ptr()) };
         function
     }};
 }
 
-/// Writes one line to CRIU's log; to standard error if the host has none.
+/// Writes one line to CRIU's log, or to standard error if the host has no log.
 pub(crate) fn log(level: Level, line: &str) {
     let line = line.replace('\0', " ");
     if print(level, &line).is_err() {
-        // Nobody else to tell if this fails.
+        // An error here cannot be reported.
         let _ = writeln!(std::io::stderr(), "{line}");
     }
 }
@@ -61,32 +61,34 @@ fn print(level: Level, line: &str) -> Result<(), HostError> {
     Ok(())
 }
 
-/// `criu_get_image_dir`; none if it gives no descriptor. The descriptor lives as long as the process.
+/// Calls `criu_get_image_dir`. Returns None if it gives no descriptor. The descriptor lives as long as the
+/// process.
 pub(crate) fn image_dir() -> Result<Option<BorrowedFd<'static>>, HostError> {
     let get = function!(criu_get_image_dir: unsafe extern "C" fn() -> c_int);
-    // SAFETY: takes nothing, gives the number of one of CRIU's service descriptors.
+    // SAFETY: the call takes nothing and returns the number of one of CRIU's service descriptors.
     let fd = unsafe { get() };
-    // SAFETY: not -1; CRIU keeps its service descriptors open until after the last hook.
+    // SAFETY: the number is valid; CRIU keeps its service descriptors open until after the last hook.
     Ok((fd >= 0).then(|| unsafe { BorrowedFd::borrow_raw(fd) }))
 }
 
-/// `log_get_fd`; none if it gives no descriptor. The descriptor lives as long as the process.
+/// Calls `log_get_fd`. Returns None if it gives no descriptor. The descriptor lives as long as the process.
 pub(crate) fn log_file() -> Result<Option<BorrowedFd<'static>>, HostError> {
     let get = function!(log_get_fd: unsafe extern "C" fn() -> c_int);
-    // SAFETY: takes nothing, gives the number of one of CRIU's service descriptors, or 2.
+    // SAFETY: the call takes nothing and returns the number of one of CRIU's service descriptors, or 2.
     let fd = unsafe { get() };
-    // SAFETY: not -1; CRIU keeps its log open until after the last hook.
+    // SAFETY: the number is valid; CRIU keeps its log open until after the last hook.
     Ok((fd >= 0).then(|| unsafe { BorrowedFd::borrow_raw(fd) }))
 }
 
-/// `add_inventory_plugin`: negative on failure. A second call adds the name a second time, which no restore accepts.
+/// Calls `add_inventory_plugin`, which returns a negative number on failure. A second call adds the name
+/// again, which no restore accepts.
 pub(crate) fn add_inventory_plugin(name: &CStr) -> Result<c_int, HostError> {
     let add = function!(add_inventory_plugin: unsafe extern "C" fn(*const c_char) -> c_int);
     // SAFETY: the name is terminated; CRIU copies it.
     Ok(unsafe { add(name.as_ptr()) })
 }
 
-/// `check_and_remove_inventory_plugin`
+/// Calls `check_and_remove_inventory_plugin`.
 pub(crate) fn check_and_remove_inventory_plugin(name: &CStr) -> Result<bool, HostError> {
     let check =
         function!(check_and_remove_inventory_plugin: unsafe extern "C" fn(*const c_char, usize) -> bool);
@@ -94,32 +96,32 @@ pub(crate) fn check_and_remove_inventory_plugin(name: &CStr) -> Result<bool, Hos
     Ok(unsafe { check(name.as_ptr(), name.count_bytes()) })
 }
 
-/// `fdstore_add`: an id, negative on failure.
+/// Calls `fdstore_add`, which returns an id, or a negative number on failure.
 pub(crate) fn fdstore_add(fd: BorrowedFd<'_>) -> Result<c_int, HostError> {
     let add = function!(fdstore_add: unsafe extern "C" fn(c_int) -> c_int);
-    // SAFETY: the descriptor is open; CRIU sends itself a copy.
+    // SAFETY: the descriptor is open; CRIU stores a copy.
     Ok(unsafe { add(fd.as_raw_fd()) })
 }
 
-/// `fdstore_get`; none on failure.
+/// Calls `fdstore_get`. Returns None on failure.
 pub(crate) fn fdstore_get(id: c_int) -> Result<Option<OwnedFd>, HostError> {
     let get = function!(fdstore_get: unsafe extern "C" fn(c_int) -> c_int);
-    // SAFETY: takes a number; one that is not in the store gives -1.
+    // SAFETY: the call takes a number and returns -1 for an unknown one.
     let fd = unsafe { get(id) };
-    // SAFETY: not -1: a new descriptor that CRIU leaves to the caller.
+    // SAFETY: a new descriptor, which the caller owns.
     Ok((fd >= 0).then(|| unsafe { OwnedFd::from_raw_fd(fd) }))
 }
 
-/// `criu_run_id`
+/// Reads `criu_run_id`.
 pub(crate) fn run_id() -> Result<String, HostError> {
     let id = find(c"criu_run_id").ok_or(HostError::Missing("criu_run_id"))?;
-    // SAFETY: an array of CRIU's that holds a terminated string, written once, before plugins are loaded.
+    // SAFETY: CRIU's array has a terminated string, written once, before plugins are loaded.
     let id = unsafe { CStr::from_ptr(id.as_ptr().cast_const().cast()) };
     Ok(id.to_string_lossy().into_owned())
 }
 
-/// The pid of `root_item`: of `struct pstree_item` the pointer `pid`, of `struct pid` the number `real` (`pstree.h`,
-/// `pid.h`; the same in 4.1.1, 4.2.1 and the development branch).
+/// Returns the pid of `root_item`: the pointer `pid` of `struct pstree_item`, and the number `real` of
+/// `struct pid` (`pstree.h`, `pid.h`). Both are the same in 4.1.1, 4.2.1 and the development branch.
 ///
 /// Another layout must not crash CRIU, so the memory is read through a file, and the result is only a number.
 pub(crate) fn root_pid() -> Result<i32, HostError> {
@@ -141,16 +143,16 @@ pub(crate) fn root_pid() -> Result<i32, HostError> {
     }
 }
 
-/// `find_unused_fd_pid`. CRIU asserts that there is such a task.
+/// Calls `find_unused_fd_pid`. CRIU asserts that the task exists.
 pub(crate) fn find_unused_fd_pid(pid: i32) -> Result<c_int, HostError> {
     let find_unused = function!(find_unused_fd_pid: unsafe extern "C" fn(libc::pid_t) -> c_int);
-    // SAFETY: takes a number; without such a task CRIU ends the process itself.
+    // SAFETY: the call takes a number; without such a task CRIU ends the process.
     Ok(unsafe { find_unused(pid) })
 }
 
-/// `set_fds_event`. CRIU asserts that there is such a task.
+/// Calls `set_fds_event`. CRIU asserts that the task exists.
 pub(crate) fn set_fds_event(pid: i32) -> Result<c_int, HostError> {
     let set = function!(set_fds_event: unsafe extern "C" fn(libc::pid_t) -> c_int);
-    // SAFETY: takes a number; without such a task CRIU ends the process itself.
+    // SAFETY: the call takes a number; without such a task CRIU ends the process.
     Ok(unsafe { set(pid) })
 }

@@ -1,31 +1,31 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The daemon as its rules have it: an event reader for each address space, fill workers, demand faults,
-//! a journal that outlives a crash.
+//! A streamer that keeps the rules: an event reader for each address space, fill workers, demand loads, and a
+//! journal that survives a crash.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
 
 use rewake_pager::{
-    BLOCK_PAGES, BlockIx, Change, Finish, Locate, PAGE_SIZE, PageIx, Place, Plan, Run, Segment, Space,
+    BLOCK_PAGES, BlockIx, Change, Finish, Locate, PAGE_SIZE, PageIx, Place, Plan, ResidencyMap, Run, Segment,
 };
 
 use crate::image_value;
 use crate::kernel::{Message, Mm, Stop, Value};
 use crate::rng::Rng;
 
-/// What a successor of a crashed daemon finds.
+/// What a successor of a crashed streamer finds.
 #[derive(Debug, Default)]
 struct Journal {
     snapshot: Option<Vec<Segment>>,
     changes: Vec<Change>,
-    /// Read from the kernel and not dealt with.
+    /// Messages that were read from the kernel and not applied.
     pending: VecDeque<Message>,
 }
 
 /// One address space that is served.
 #[derive(Debug)]
 struct Served {
-    space: Space,
+    map: ResidencyMap,
     journal: Journal,
     /// The layout lock.
     shared: usize,
@@ -58,7 +58,7 @@ enum Worker {
 struct Demand {
     mm: usize,
     page: u64,
-    doing: Serving,
+    state: Serving,
 }
 
 #[derive(Debug)]
@@ -66,66 +66,66 @@ enum Serving {
     Lookup {
         have: Option<Place>,
     },
-    /// Looked up; the lock is held.
+    /// The address was looked up; the lock is held.
     Fill {
         place: Option<Place>,
     },
 }
 
-/// The daemon.
+/// The streamer.
 #[derive(Debug)]
 pub(crate) struct Handler {
     plan: Arc<Plan>,
-    /// By address space; none when it is not served (yet, or any more).
+    /// By address space; none while it is not served.
     served: Vec<Option<Served>>,
     workers: Vec<Worker>,
     demands: Vec<Demand>,
-    /// The address space that the last step was about.
-    touched: Option<usize>,
-    /// Off in the canary: looks up and fills without the layout lock.
+    /// The address space of the last step.
+    last_mm: Option<usize>,
+    /// False in the canary: it looks up and fills without the layout lock.
     pub(crate) locking: bool,
-    /// One read in so many fails; zero for never.
+    /// One read in so many fails; zero: none.
     pub(crate) failures: u64,
     /// A source failed: the session is over.
     pub(crate) failed: bool,
 }
 
 impl Served {
-    fn new(space: Space, snapshot: Option<Vec<Segment>>) -> Self {
+    fn new(map: ResidencyMap, snapshot: Option<Vec<Segment>>) -> Self {
         let journal = Journal { snapshot, ..Journal::default() };
-        Self { space, journal, shared: 0, exclusive: false }
+        Self { map, journal, shared: 0, exclusive: false }
     }
 }
 
 impl Handler {
     pub(crate) fn new(plan: Plan, workers: usize) -> Self {
         let plan = Arc::new(plan);
-        let first = Served::new(Space::new(Arc::clone(&plan)), None);
+        let first = Served::new(ResidencyMap::new(Arc::clone(&plan)), None);
         let workers = (0..workers).map(|_| Worker::Idle).collect();
         let (locking, failures, failed) = (true, 0, false);
-        let (served, demands, touched) = (vec![Some(first)], Vec::new(), None);
-        Self { plan, served, workers, demands, touched, locking, failures, failed }
+        let (served, demands, last_mm) = (vec![Some(first)], Vec::new(), None);
+        Self { plan, served, workers, demands, last_mm, locking, failures, failed }
     }
 
-    /// True when every address space was let go of, with nothing missing.
+    /// Returns true when every address space was released, with no missing page.
     pub(crate) fn has_finished(&self) -> bool {
         self.served.iter().all(Option::is_none)
     }
 
-    /// The invariants of what the last step touched.
+    /// Checks the invariants of the address space of the last step.
     pub(crate) fn check(&mut self) -> Result<(), String> {
-        match self.touched.take() {
+        match self.last_mm.take() {
             Some(mm) => {
-                self.served.get(mm).and_then(Option::as_ref).map_or(Ok(()), |served| served.space.check())
+                self.served.get(mm).and_then(Option::as_ref).map_or(Ok(()), |served| served.map.check())
             }
             None => Ok(()),
         }
     }
 
-    /// One step of the event reader of `mm`: takes the lock and reads, or deals with one message.
+    /// One step of the event reader of `mm`: it takes the lock and reads, or applies one message.
     pub(crate) fn read_events(&mut self, mm: usize, kernel: &mut [Mm], rng: &mut Rng) {
         let locking = self.locking;
-        self.touched = Some(mm);
+        self.last_mm = Some(mm);
         let Some(served) = self.served.get_mut(mm).and_then(Option::as_mut) else { return };
         if !served.exclusive {
             if kernel[mm].has_messages() && (served.shared == 0 || !locking) {
@@ -138,23 +138,23 @@ impl Handler {
         match served.journal.pending.pop_front() {
             None => served.exclusive = false,
             Some(Message::Fault(page)) => {
-                self.demands.push(Demand { mm, page, doing: Serving::Lookup { have: None } });
+                self.demands.push(Demand { mm, page, state: Serving::Lookup { have: None } });
             }
             Some(Message::Fork(child)) => {
-                let space = served.space.fork();
-                let snapshot = Some(space.snapshot());
+                let map = served.map.fork();
+                let snapshot = Some(map.snapshot());
                 let len = self.served.len().max(child + 1);
                 self.served.resize_with(len, || None);
-                self.served[child] = Some(Served::new(space, snapshot));
+                self.served[child] = Some(Served::new(map, snapshot));
             }
             Some(message) => served.change(&to_change(&message), rng),
         }
     }
 
-    /// Lets go of `mm` when nothing is missing in it. Gives children that nobody will serve.
+    /// Releases `mm` when no page of it is missing. Returns children that are not served.
     pub(crate) fn retire(&mut self, mm: usize, kernel: &mut [Mm]) -> Vec<usize> {
         let Some(Some(served)) = self.served.get(mm) else { return Vec::new() };
-        if served.exclusive || !served.journal.pending.is_empty() || !served.space.background_done() {
+        if served.exclusive || !served.journal.pending.is_empty() || !served.map.background_done() {
             return Vec::new();
         }
         self.served[mm] = None;
@@ -162,15 +162,15 @@ impl Handler {
         kernel[mm].close()
     }
 
-    /// The daemon dies between two instructions; a successor takes over from the journals.
+    /// Kills the streamer between two instructions; a successor takes over from the journals.
     pub(crate) fn crash(&mut self, kernel: &mut [Mm]) {
         self.workers.iter_mut().for_each(|worker| *worker = Worker::Idle);
         self.demands.clear();
         for (mm, served) in self.served.iter_mut().enumerate() {
             let Some(served) = served else { continue };
-            served.space = served.journal.replay(&self.plan);
+            served.map = served.journal.replay(&self.plan);
             served.shared = 0;
-            // It deals with what was read before anything is filled.
+            // The successor applies messages that were read before it fills anything.
             served.exclusive = !served.journal.pending.is_empty();
             kernel[mm].wake_all();
         }
@@ -183,10 +183,10 @@ impl Handler {
             Worker::Idle => rng.index(self.served.len()),
             Worker::Reading { mm, .. } | Worker::Ready { mm, .. } | Worker::Filling { mm, .. } => mm,
         };
-        self.touched = Some(mm);
+        self.last_mm = Some(mm);
         let Some(served) = self.served.get_mut(mm).and_then(Option::as_mut) else { return };
         self.workers[number] = match worker {
-            Worker::Idle => match served.space.claim() {
+            Worker::Idle => match served.map.claim() {
                 Some(block) => Worker::Reading { mm, block, left: rng.within(0..6) },
                 None => Worker::Idle,
             },
@@ -196,7 +196,7 @@ impl Handler {
             }
             // Now and then no buffer is free.
             Worker::Reading { block, left: 0, .. } if rng.once_in(12) => {
-                served.space.release(block, Finish::Retry);
+                served.map.release(block, Finish::Retry);
                 Worker::Idle
             }
             Worker::Reading { block, left: 0, .. } => Worker::Ready { mm, block, from: PageIx(0) },
@@ -207,7 +207,7 @@ impl Handler {
             Worker::Ready { block, from, .. } => {
                 served.shared += 1;
                 let mut runs = Vec::new();
-                let next = served.space.runs(block, from, rng.within(1..9), &mut runs);
+                let next = served.map.runs(block, from, rng.within(1..9), &mut runs);
                 Worker::Filling { mm, block, runs: runs.into(), next }
             }
             Worker::Filling { block, runs, next, .. } => {
@@ -224,31 +224,31 @@ impl Handler {
         let number = rng.index(self.demands.len());
         let demand = &mut self.demands[number];
         let (mm, page) = (demand.mm, demand.page);
-        self.touched = Some(mm);
+        self.last_mm = Some(mm);
         let Some(served) = self.served.get_mut(mm).and_then(Option::as_mut) else { return };
-        match demand.doing {
+        match demand.state {
             Serving::Lookup { .. } if served.exclusive && self.locking => {}
             Serving::Lookup { have } => {
-                let place = match served.space.locate(page * PAGE_SIZE) {
+                let place = match served.map.locate(page * PAGE_SIZE) {
                     Locate::Missing(place) | Locate::Resident(place) => Some(place),
                     Locate::Unbacked => None,
                 };
                 if place == have || place.is_none() {
                     served.shared += 1;
-                    demand.doing = Serving::Fill { place };
+                    demand.state = Serving::Fill { place };
                     return;
                 }
                 // The page alone is read without the lock; then it is looked up again.
-                place.into_iter().for_each(|place| served.space.promote(place.block));
+                place.into_iter().for_each(|place| served.map.promote(place.block));
                 self.failed |= self.failures > 0 && rng.once_in(self.failures);
-                demand.doing = Serving::Lookup { have: place };
+                demand.state = Serving::Lookup { have: place };
             }
             Serving::Fill { place } => {
                 served.shared -= 1;
                 if served.fill_demand(page, place, &mut kernel[mm]) {
                     self.demands.swap_remove(number);
                 } else {
-                    demand.doing = Serving::Lookup { have: None };
+                    demand.state = Serving::Lookup { have: None };
                 }
             }
         }
@@ -257,10 +257,10 @@ impl Handler {
 
 impl Served {
     fn change(&mut self, change: &Change, rng: &mut Rng) {
-        self.space.apply(change).unwrap();
+        self.map.apply(change).unwrap();
         self.journal.changes.push(*change);
         if rng.once_in(6) {
-            self.journal.snapshot = Some(self.space.snapshot());
+            self.journal.snapshot = Some(self.map.snapshot());
             self.journal.changes.clear();
         }
     }
@@ -276,12 +276,12 @@ impl Served {
         let Some(mut run) = runs.pop_front() else {
             self.shared -= 1;
             let Some(from) = next else {
-                self.space.release(block, Finish::Done);
+                self.map.release(block, Finish::Done);
                 return Worker::Idle;
             };
             return Worker::Ready { mm, block, from };
         };
-        let place = self.space.plan().block(block);
+        let place = self.map.plan().block(block);
         let offset = place.index * BLOCK_PAGES + run.block_offset as u64 / PAGE_SIZE;
         let values: Vec<Value> =
             (offset..offset + run.pages).map(|page| image_value(place.file, page)).collect();
@@ -298,7 +298,7 @@ impl Served {
             Some(Stop::NotMapped) => done += 1,
             None => {}
         }
-        self.space.set_resident(run.page, done);
+        self.map.set_resident(run.page, done);
         if done < run.pages {
             let bytes = usize::try_from(done * PAGE_SIZE).unwrap();
             run = Run {
@@ -312,7 +312,7 @@ impl Served {
         Worker::Filling { mm, block, runs, next }
     }
 
-    /// True when the thread that waits need wait no longer.
+    /// Returns true when the faulting thread is woken.
     fn fill_demand(&self, page: u64, place: Option<Place>, kernel: &mut Mm) -> bool {
         let value = place.map_or(0, |place| image_value(place.file, place.file_offset / PAGE_SIZE));
         let (done, stop) = kernel.fill(page, &[value]);
@@ -321,21 +321,21 @@ impl Served {
         }
         kernel.wake(page);
         if done == 1 || stop == Some(Stop::Present) {
-            let _ = place.map(|place| self.space.set_resident(place.page, 1));
+            let _ = place.map(|place| self.map.set_resident(place.page, 1));
         }
         true
     }
 }
 
 impl Journal {
-    fn replay(&self, plan: &Arc<Plan>) -> Space {
+    fn replay(&self, plan: &Arc<Plan>) -> ResidencyMap {
         let plan = Arc::clone(plan);
-        let mut space = match &self.snapshot {
-            Some(segments) => Space::restore(plan, segments).unwrap(),
-            None => Space::new(plan),
+        let mut map = match &self.snapshot {
+            Some(segments) => ResidencyMap::restore(plan, segments).unwrap(),
+            None => ResidencyMap::new(plan),
         };
-        self.changes.iter().for_each(|change| space.apply(change).unwrap());
-        space
+        self.changes.iter().for_each(|change| map.apply(change).unwrap());
+        map
     }
 }
 

@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A model of what Linux does with memory that is registered with a userfaultfd.
+//! A model of Linux for memory that is registered with a userfaultfd.
 //!
 //! From `fs/userfaultfd.c` and `mm/userfaultfd.c`: a program that begins `madvise`, `munmap`, `mremap` or
-//! `fork` makes every fill answer EAGAIN until its event was read; `madvise` drops its pages after that,
-//! the others have changed the memory before they tell. Waiting faults are read before waiting events. A
-//! fill of several pages stops at the first that it cannot do. The last descriptor's end makes missing
-//! pages plain zero pages.
+//! `fork` makes every fill fail with EAGAIN until its event was read. `madvise` drops its pages after that;
+//! the others change the memory before their event is queued. Waiting faults are read before waiting events.
+//! A fill of several pages stops at the first page that it cannot fill. When the last descriptor is closed,
+//! missing pages become zero pages.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::ops::Range;
 
-/// Contents of a page in one number. Zero is a zero page.
+/// The contents of a page as one number. Zero is a zero page.
 pub(crate) type Value = u64;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -23,7 +23,7 @@ pub(crate) enum Page {
     },
 }
 
-/// What the handler reads. Ranges are page numbers.
+/// The messages that the handler reads. Ranges are page numbers.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Message {
     Fault(u64),
@@ -50,9 +50,9 @@ pub(crate) enum Stop {
 pub(crate) struct Mm {
     /// The pages of registered mappings, by page number.
     pub(crate) pages: BTreeMap<u64, Page>,
-    /// Changes that began and whose thread did not yet go on.
+    /// Changes that began and whose thread has not resumed.
     changing: u32,
-    /// (page, thread) of faults that wait; in `unread` too until the handler reads them.
+    /// (page, thread) of waiting faults; also in `unread` until the handler reads them.
     waiting: BTreeSet<(u64, usize)>,
     unread: VecDeque<(u64, usize)>,
     events: VecDeque<(u64, Message)>,
@@ -65,7 +65,7 @@ impl Mm {
         Self { pages: pages.map(|page| (page, Page::Missing)).collect(), ..Self::default() }
     }
 
-    /// A thread's access. None: it waits now.
+    /// Accesses a page from a thread. Returns None when the thread waits.
     pub(crate) fn access(&mut self, page: u64, thread: usize) -> Option<Value> {
         match self.pages[&page] {
             Page::Present { value, .. } => Some(value),
@@ -90,7 +90,7 @@ impl Mm {
         self.closed
     }
 
-    /// Every fill answers EAGAIN from here on.
+    /// Makes every fill fail with EAGAIN until the change ends.
     pub(crate) fn begin_change(&mut self) {
         self.changing += 1;
     }
@@ -105,7 +105,7 @@ impl Mm {
         self.tickets
     }
 
-    /// True when the event was read, or nobody will.
+    /// Returns true when the event was read, or never will be.
     pub(crate) fn was_read(&self, ticket: u64) -> bool {
         self.events.iter().all(|(other, _)| *other != ticket)
     }
@@ -115,7 +115,7 @@ impl Mm {
         fault.or_else(|| Some(self.events.pop_front()?.1))
     }
 
-    /// COPY or ZEROPAGE: pages done, and why not all.
+    /// Fills pages as COPY or ZEROPAGE does. Returns the number of filled pages, and why the fill stopped.
     pub(crate) fn fill(&mut self, start: u64, values: &[Value]) -> (u64, Option<Stop>) {
         assert!(!self.closed, "filled through a closed descriptor");
         if self.changing > 0 {
@@ -146,7 +146,7 @@ impl Mm {
         self.unread.clear();
     }
 
-    /// The descriptor's last reference goes; gives children that nobody will serve.
+    /// Closes the last descriptor. Returns children that are not served.
     pub(crate) fn close(&mut self) -> Vec<usize> {
         self.closed = true;
         self.wake_all();
@@ -154,7 +154,7 @@ impl Mm {
         self.events.drain(..).filter_map(orphan).collect()
     }
 
-    /// The child's memory. `lost` tells which shared zero pages are not copied.
+    /// Copies the memory for a child. `lost` returns true for shared zero pages that are not copied.
     pub(crate) fn fork(&self, mut lost: impl FnMut() -> bool) -> Self {
         let mut copy = |page: Page| match page {
             Page::Present { shared_zero: true, .. } if lost() => Page::Missing,
@@ -164,7 +164,7 @@ impl Mm {
         Self { pages, closed: self.closed, ..Self::default() }
     }
 
-    /// Takes the pages out of the memory.
+    /// Unmaps the pages and returns them.
     pub(crate) fn take(&mut self, range: Range<u64>) -> Vec<(u64, Page)> {
         let numbers: Vec<u64> = self.pages.range(range).map(|(number, _)| *number).collect();
         numbers.into_iter().filter_map(|number| self.pages.remove_entry(&number)).collect()

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Restored programs, a kernel, and the daemon's rules, in every order that chance finds.
+//! Runs restored programs, a kernel and a streamer's rules in random order.
 //!
-//! A seed decides everything. A seed that fails is named; `REWAKE_SIM_SEED=<seed> cargo test -p rewake-pager
+//! A seed decides everything. A failure names its seed; `REWAKE_SIM_SEED=<seed> cargo test -p rewake-pager
 //! --test simulation` runs it alone.
 
 mod handler;
@@ -17,34 +17,34 @@ use program::{Program, Wish};
 use rewake_pager::{Extent, PAGE_SIZE, Plan};
 use rng::Rng;
 
-/// Addresses in play, in pages.
+/// Addresses in use, in pages.
 const ADDRESSES: u64 = 220;
-/// Address spaces at most, so that forks of forks come to an end.
+/// Address spaces at most, so that forks of forks end.
 const SPACES: usize = 4;
-/// Steps until a run counts as hanging; the longest of thousands took a third.
+/// Steps until a run counts as hanging; the longest of thousands took a third of them.
 const STEPS: u64 = 60_000;
 
-/// Crashes in one run at most: what a crash costs must not eat up all progress.
+/// Crashes in one run at most: the cost of a crash must not use up all progress.
 const CRASHES: u64 = 8;
 
-/// Contents of a page of an image file. Every fifth is all zeros.
+/// Contents of a page of an image file. Every fifth page is all zeros.
 fn image_value(file: u32, page: u64) -> Value {
     if page.is_multiple_of(5) { 0 } else { 1 + u64::from(file) * 100_000 + page }
 }
 
-/// What a run is about, besides its seed.
+/// What a run tests, besides its seed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Variant {
     Plain,
-    /// The daemon dies and is succeeded, again and again.
+    /// The streamer dies again and again, and a successor takes over.
     Crashes,
     /// The source fails once.
     SourceFails,
-    /// No layout lock: wrong, and must be found out.
+    /// No layout lock: wrong, and the simulation must find out.
     NoLock,
 }
 
-/// How a run ended, when nothing was wrong.
+/// How a run without errors ended.
 #[derive(Debug, PartialEq, Eq)]
 enum End {
     Finished,
@@ -59,7 +59,7 @@ struct World {
     workers: usize,
     variant: Variant,
     crashes: u64,
-    /// How often each kind of actor moves: program, reader, worker, demand.
+    /// How often each kind of actor moves: program, reader, worker, demand load.
     weights: [u64; 4],
 }
 
@@ -73,7 +73,7 @@ impl World {
             expect.extend(
                 (0..extent.pages).map(|page| (target + page, vec![image_value(extent.file, offset + page)])),
             );
-            // Memory that was never written lies behind.
+            // Memory that was never written follows.
             for page in target + extent.pages..target + extent.pages + rng.within(0..4) {
                 expect.entry(page).or_insert_with(|| vec![0]);
             }
@@ -93,7 +93,7 @@ impl World {
             self.step()?;
             self.handler.check()?;
             if self.handler.failed {
-                // The daemon kills the target. Until that happens its threads run on, or wait.
+                // The streamer kills the target. Until then its threads run or wait.
                 for _ in 0..200 {
                     let mm = self.rng.index(self.kernel.len());
                     self.step_program(mm)?;
@@ -130,7 +130,7 @@ impl World {
             }
             _ => self.handler.serve(&mut self.kernel, &mut self.rng),
         }
-        // A child whose parent's descriptor closed first has none either.
+        // If the parent's descriptor is closed first, its child has none either.
         for child in self.handler.retire(mm, &mut self.kernel) {
             self.kernel[child].close();
         }
@@ -158,11 +158,11 @@ impl World {
         Ok(())
     }
 
-    /// The programs look at every page that they have.
+    /// Reads every page of all programs.
     fn read_everything(&mut self) -> Result<(), String> {
         for (mm, (program, kernel)) in self.programs.iter().zip(&mut self.kernel).enumerate() {
             for (page, expected) in &program.expect {
-                let value = kernel.access(*page, 0).ok_or("a page is missing and nobody serves it")?;
+                let value = kernel.access(*page, 0).ok_or("a page is missing and is not served")?;
                 if !expected.contains(&value) {
                     return Err(format!(
                         "address space {mm}: page {page} ended as {value}, one of {expected:?} was expected"
@@ -174,7 +174,7 @@ impl World {
     }
 }
 
-/// Mappings in an order of their own in two sparse files, so that there are several blocks.
+/// Mappings in random order in two sparse files, so that there are several blocks.
 fn extents(rng: &mut Rng) -> Vec<Extent> {
     let mut offsets = [0, 0];
     let mut target = 0;
@@ -195,7 +195,7 @@ fn extents(rng: &mut Rng) -> Vec<Extent> {
     extents
 }
 
-/// Runs `count` seeds, or the one that the environment asks for.
+/// Runs `count` seeds, or the one in the environment.
 fn run(variant: Variant, count: u64) -> Vec<End> {
     let asked =
         std::env::var("REWAKE_SIM_SEED").ok().map(|seed| seed.parse().expect("REWAKE_SIM_SEED: a number"));
@@ -213,12 +213,12 @@ fn every_page_that_a_program_reads_is_right() {
 }
 
 #[test]
-fn a_successor_of_a_crashed_daemon_goes_on_without_a_wrong_page() {
+fn a_successor_of_a_crashed_streamer_fills_no_wrong_page() {
     assert!(run(Variant::Crashes, 2000).iter().all(|end| *end == End::Finished));
 }
 
 #[test]
-fn a_source_that_fails_ends_the_session_before_a_wrong_page_is_read() {
+fn a_failing_source_ends_the_session_before_a_wrong_read() {
     let ends = run(Variant::SourceFails, 1000);
     assert!(ends.len() == 1 || ends.contains(&End::Killed));
 }

@@ -7,11 +7,11 @@ use std::os::unix::net::UnixDatagram;
 use std::process::{Child, Command};
 
 use nix::sys::stat::fstat;
-use rewake_handover::{FileId, Gated, Phase, SessionNote, Store};
+use rewake_plugin_protocol::{FileId, Phase, ProcessId, SessionNote, Store};
 
 use super::*;
 
-/// A session that is not served by anything, with a target that holds its store.
+/// A session that is not served, with a target that has its store.
 struct Session {
     root: tempfile::TempDir,
     note: SessionNote,
@@ -21,7 +21,7 @@ struct Session {
 impl Session {
     fn new() -> Self {
         let (root, store) = (tempfile::tempdir().unwrap(), UnixDatagram::unbound().unwrap());
-        let starter = Gated::of(std::process::id().cast_signed()).unwrap().unwrap();
+        let starter = ProcessId::of(std::process::id().cast_signed()).unwrap().unwrap();
         let inode = fstat(&store).unwrap().st_ino;
         let store_of_note = Store { number: store.as_raw_fd(), inode };
         let work = FileId { device: 1, inode: 2 };
@@ -36,17 +36,17 @@ impl Session {
         self.target.id().cast_signed()
     }
 
-    /// The session ends, as all is resident: here with its note.
+    /// Ends the session, as if all memory were resident: here by removing its note.
     fn end(&self) {
         self.note.remove(self.root.path()).unwrap();
     }
 
-    /// Waits for a tree; what was said.
+    /// Waits for a tree; returns the log lines.
     fn wait(&self, limit: Option<u64>, tree: impl Fn() -> Vec<i32>) -> (Result<(), Error>, Vec<String>) {
-        let said = RefCell::new(Vec::new());
-        let say = |line: &str| said.borrow_mut().push(line.to_owned());
-        let waited = super::wait(self.root.path(), limit.map(Duration::from_secs), tree, say);
-        (waited, said.into_inner())
+        let logged = RefCell::new(Vec::new());
+        let log = |line: &str| logged.borrow_mut().push(line.to_owned());
+        let waited = super::wait(self.root.path(), limit.map(Duration::from_secs), tree, log);
+        (waited, logged.into_inner())
     }
 }
 
@@ -58,33 +58,36 @@ impl Drop for Session {
 }
 
 #[test]
-fn a_tree_without_missing_memory_is_not_held_up_and_nothing_is_said() {
+fn a_tree_without_missing_memory_does_not_wait() {
     let session = Session::new();
     let own = std::process::id().cast_signed();
     fs::write(session.root.path().join("no folder"), "").unwrap();
-    let (waited, said) = session.wait(Some(0), || vec![1_000_000_000, own + 1_000_000]);
+    let (waited, logged) = session.wait(Some(0), || vec![1_000_000_000, own + 1_000_000]);
     waited.unwrap();
-    assert!(said.len() == 1 && said[0].contains("no folder: "), "{said:?}");
+    assert!(logged.len() == 1 && logged[0].contains("no folder: "), "{logged:?}");
     assert!(!session.note.is_urgent(session.root.path()).unwrap());
 }
 
 #[test]
-fn a_dump_waits_until_the_last_process_of_a_growing_tree_has_all_its_memory() {
+fn a_dump_waits_for_the_last_process_of_a_growing_tree() {
     let session = Session::new();
-    let looks = RefCell::new(0);
+    let checks = RefCell::new(0);
     let tree = || {
-        let look = looks.replace_with(|looks| *looks + 1);
-        if look == 3 {
-            assert!(session.note.is_urgent(session.root.path()).unwrap(), "it was asked to hurry");
+        let check = checks.replace_with(|checks| *checks + 1);
+        if check == 3 {
+            assert!(
+                session.note.is_urgent(session.root.path()).unwrap(),
+                "the session has an urgent request"
+            );
             session.end();
         }
         // The tree grows.
         vec![1_000_000_000; 3].into_iter().chain([session.pid()]).collect()
     };
-    let (waited, said) = session.wait(None, tree);
+    let (waited, logged) = session.wait(None, tree);
     waited.unwrap();
-    assert_eq!(*looks.borrow(), 4);
-    let [begin, end] = &said[..] else { panic!("{said:?}") };
+    assert_eq!(*checks.borrow(), 4);
+    let [begin, end] = &logged[..] else { panic!("{logged:?}") };
     let names = format!("process {} (sleep) has memory that session 5 of process", session.pid());
     assert!(begin.starts_with(&names) && begin.contains("the dump waits until"), "{begin}");
     assert!(!begin.contains("recover"), "{begin}");
@@ -92,15 +95,15 @@ fn a_dump_waits_until_the_last_process_of_a_growing_tree_has_all_its_memory() {
 }
 
 #[test]
-fn past_its_limit_a_dump_fails_and_names_the_process_and_what_is_missing() {
+fn past_its_limit_a_dump_fails_and_names_what_is_missing() {
     let session = Session::new();
     for limit in [0, 1] {
         let start = Instant::now();
         let tree = || {
-            assert!(start.elapsed() < Duration::from_secs(limit + 30), "it waits on");
+            assert!(start.elapsed() < Duration::from_secs(limit + 30), "the wait does not end");
             vec![session.pid()]
         };
-        let (waited, said) = session.wait(Some(limit), tree);
+        let (waited, logged) = session.wait(Some(limit), tree);
         let error = waited.unwrap_err().to_string();
         let names = format!("process {} (sleep) has memory that session 5", session.pid());
         let ends = format!(
@@ -108,12 +111,12 @@ fn past_its_limit_a_dump_fails_and_names_the_process_and_what_is_missing() {
         );
         assert!(error.starts_with(&names) && error.ends_with(&ends), "{error}");
         assert!(start.elapsed() >= Duration::from_secs(limit));
-        assert_eq!(said.len() as u64, limit, "{said:?}");
+        assert_eq!(logged.len() as u64, limit, "{logged:?}");
     }
 }
 
 #[test]
-fn a_session_that_is_not_served_is_named_with_what_to_do() {
+fn an_unserved_session_is_named_with_the_remedy() {
     let mut session = Session::new();
     let root = session.root.path();
     session.note.remove(root).unwrap();
@@ -124,7 +127,7 @@ fn a_session_that_is_not_served_is_named_with_what_to_do() {
 }
 
 #[test]
-fn a_process_that_was_restored_meanwhile_is_refused_at_the_second_look() {
+fn the_second_check_refuses_a_process_restored_meanwhile() {
     let session = Session::new();
     let dumped = Dumped { sessions: session.root.path().to_owned() };
     let error = dumped.check(session.pid()).unwrap_err().to_string();
@@ -134,17 +137,17 @@ fn a_process_that_was_restored_meanwhile_is_refused_at_the_second_look() {
 }
 
 #[test]
-fn a_closed_gate_is_missing_memory_too() {
-    if let Err(error) = Gated::prepare() {
-        assert!(env::var_os("CI").is_none(), "{}: {error}", rewake_handover::FOLDER);
-        return eprintln!("skipped: {}: {error}", rewake_handover::FOLDER);
+fn a_closed_gate_counts_as_missing_memory() {
+    if let Err(error) = ProcessId::prepare() {
+        assert!(env::var_os("CI").is_none(), "{}: {error}", rewake_plugin_protocol::DUMP_BLOCKS);
+        return eprintln!("skipped: {}: {error}", rewake_plugin_protocol::DUMP_BLOCKS);
     }
     let session = Session::new();
     session.end();
-    let gated = Gated::of(session.pid()).unwrap().unwrap();
-    gated.shut().unwrap();
+    let gated = ProcessId::of(session.pid()).unwrap().unwrap();
+    gated.block_dump().unwrap();
     let error = session.wait(Some(0), || vec![session.pid()]).0.unwrap_err().to_string();
-    gated.opened();
+    gated.allow_dump();
     assert!(error.contains("(sleep) has GPU queues that are stopped until memory"), "{error}");
     session.wait(Some(0), || vec![session.pid()]).0.unwrap();
 }

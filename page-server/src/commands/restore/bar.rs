@@ -5,7 +5,7 @@ use std::io::{IsTerminal as _, Write as _, stderr};
 use std::time::{Duration, Instant};
 
 use crate::control::proto::{Session, State};
-use crate::units;
+use rewake_streamer::units;
 
 /// Time between two lines where nothing can be redrawn.
 const PLAIN: Duration = Duration::from_secs(1);

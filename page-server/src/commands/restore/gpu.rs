@@ -16,10 +16,10 @@ use tokio::time::timeout;
 use super::bar::Bar;
 use super::streamer::{OfDaemon, Own, Streamed, Streamer};
 use super::timeline::Timeline;
-use super::{END_LIMIT, Order, directory, live, place, signals};
+use super::{END_LIMIT, RestoreRequest, directory, live, signals, workdir};
 use crate::commands::criu::{self, Criu};
 use crate::control::client::Client;
-use crate::streamer;
+use rewake_streamer::supervise::launch;
 
 /// Where a restore happens.
 struct Setting {
@@ -35,12 +35,12 @@ impl Setting {
     ///
     /// # Errors
     /// The daemon that was asked for is not there or refuses, or none can be started.
-    async fn make(order: &Order<'_>, bar: &Bar) -> anyhow::Result<Self> {
+    async fn make(order: &RestoreRequest<'_>, bar: &Bar) -> anyhow::Result<Self> {
         let options = order.options;
         let given = options.work_dir.as_deref().map(|path| directory(path, "-W")).transpose()?;
         let named = options.socket.is_some();
         let daemon = async {
-            let socket = place::socket(options)?;
+            let socket = workdir::socket(options)?;
             Ok::<_, anyhow::Error>((Client::connect(&socket).await?, socket))
         };
         match daemon.await {
@@ -58,19 +58,19 @@ impl Setting {
     }
 
     async fn of_daemon(
-        order: &Order<'_>,
+        order: &RestoreRequest<'_>,
         given: Option<PathBuf>,
         client: Client,
         socket: &Path,
     ) -> anyhow::Result<Self> {
-        let (work, own) = place::work(given, place::beside(socket))?;
+        let (work, own) = workdir::work(given, workdir::beside(socket))?;
         let of = OfDaemon::ask(client, socket, order, &work).await?;
         Ok(Self { pages: of.pages, streamer: Streamer::OfDaemon(of), work, _own: own })
     }
 
-    async fn alone(order: &Order<'_>, given: Option<PathBuf>, bar: &Bar) -> anyhow::Result<Self> {
-        let (work, own) = place::work(given, &std::env::temp_dir())?;
-        let can = streamer::can_bring_pages(order.images);
+    async fn alone(order: &RestoreRequest<'_>, given: Option<PathBuf>, bar: &Bar) -> anyhow::Result<Self> {
+        let (work, own) = workdir::work(given, &std::env::temp_dir())?;
+        let can = launch::can_bring_pages(order.images);
         if let Err(error) = &can {
             bar.say(&format!("all memory of CPUs comes before the processes run: {error:#}\n"));
         }
@@ -81,7 +81,7 @@ impl Setting {
 }
 
 /// Runs `criu restore`; gives its exit code.
-pub(super) async fn restore(order: &Order<'_>) -> anyhow::Result<u8> {
+pub(super) async fn restore(order: &RestoreRequest<'_>) -> anyhow::Result<u8> {
     let options = order.options;
     let mut signals = signals()?;
     let bar = Bar::new(options.quiet);

@@ -10,8 +10,8 @@ use super::super::picture;
 use super::bar::Bar;
 use crate::control::REPORT;
 use crate::control::client::Client;
-use crate::control::streaming::socket;
-use crate::timeline::{files, text};
+use crate::control::status_server::socket;
+use rewake_streamer::record::{files, text};
 
 /// Follows the streamer of a work directory to its end, and tells how it went. Where it cannot be asked nothing is shown:
 /// the restore is the same.

@@ -4,9 +4,9 @@
 mod bar;
 mod gpu;
 mod live;
-mod place;
 mod streamer;
 mod timeline;
+mod workdir;
 
 use std::io::Write as _;
 use std::path::Path;
@@ -20,15 +20,15 @@ use tokio::sync::{mpsc, watch};
 use tokio::time::{Instant as Deadline, interval, sleep_until, timeout};
 
 use self::bar::{Bar, resident, write};
-use self::place::Place;
 use self::timeline::{Clock, Timeline};
-use super::criu::{self, Act, Criu, Options};
+use self::workdir::WorkDir;
+use super::criu::{self, Criu, CriuInvocation, Options};
 use super::directory;
 use crate::cli::Restore;
 use crate::control::client::{self, Client, ClientError};
 use crate::control::proto::{Ended, Session};
 use crate::control::{CONNECT_LIMIT, REPORT};
-use crate::gpu_plugin;
+use rewake_streamer::gpu::plugin_folder;
 
 /// Time that CRIU has to notice that its session ended, and a session that its CRIU did.
 const END_LIMIT: Duration = Duration::from_secs(10);
@@ -38,17 +38,17 @@ const OURS: [&str; 4] = ["-D", "--images-dir", "-W", "--work-dir"];
 
 /// What to restore, and how.
 #[derive(Debug, Clone, Copy)]
-struct Order<'a> {
+struct RestoreRequest<'a> {
     options: &'a Restore,
     given: &'a Options,
     images: &'a Path,
     plugins: Option<&'a Path>,
 }
 
-impl Order<'_> {
+impl RestoreRequest<'_> {
     /// Starts CRIU, with these options of ours.
     fn start(&self, work: &Path, ours: &[&str]) -> anyhow::Result<Criu> {
-        let act = Act {
+        let act = CriuInvocation {
             name: "restore",
             images: self.images,
             work,
@@ -68,21 +68,22 @@ impl Order<'_> {
 pub fn run(options: &Restore) -> anyhow::Result<u8> {
     let images = directory(&options.images_dir, "-D")?;
     let given = Options::read(&options.criu_options, &OURS)?;
-    let gpu = gpu_plugin::image_has_gpu(&images).with_context(|| format!("reading {}", images.display()))?;
+    let gpu =
+        plugin_folder::image_has_gpu(&images).with_context(|| format!("reading {}", images.display()))?;
     ensure!(
         gpu || !options.record,
         "--record: this image has no GPU state, and it records what is touched of that only"
     );
     let plugins = options.programs.plugins(gpu, &given)?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    let order = Order { options, given: &given, images: &images, plugins: plugins.as_deref() };
+    let order = RestoreRequest { options, given: &given, images: &images, plugins: plugins.as_deref() };
     if gpu { runtime.block_on(gpu::restore(&order)) } else { runtime.block_on(restore(&order)) }
 }
 
-async fn restore(order: &Order<'_>) -> anyhow::Result<u8> {
-    let Order { options, given, images, .. } = *order;
+async fn restore(order: &RestoreRequest<'_>) -> anyhow::Result<u8> {
+    let RestoreRequest { options, given, images, .. } = *order;
     let mut signals = signals()?;
-    let (place, mut client) = Place::find(options, images).await?;
+    let (place, mut client) = WorkDir::find(options, images).await?;
     let opened = client.open(images, &place.work, CONNECT_LIMIT, false).await;
     let session = opened.context("this image cannot be served; nothing was started")?.session;
     let started = Instant::now();
@@ -97,7 +98,7 @@ async fn restore(order: &Order<'_>) -> anyhow::Result<u8> {
     let (sender, latest) = watch::channel(Session::default());
     let timeline = Timeline { session, own_daemon: place.own_daemon, ..Default::default() };
     let detached = given.detached;
-    let mut course = Course {
+    let mut course = RestoreRun {
         socket: &place.socket,
         session,
         started,
@@ -132,7 +133,7 @@ fn signals() -> anyhow::Result<mpsc::Receiver<Signal>> {
 }
 
 /// A restore under way.
-struct Course<'a> {
+struct RestoreRun<'a> {
     socket: &'a Path,
     session: u64,
     started: Instant,
@@ -145,20 +146,20 @@ struct Course<'a> {
 }
 
 /// How it went.
-enum How {
+enum RunEnd {
     /// The session ended, and CRIU too.
     Over(Box<Result<Ended, ClientError>>),
     /// We were asked to stop.
     Interrupted(Signal),
 }
 
-impl Course<'_> {
+impl RestoreRun<'_> {
     async fn run(
         &mut self,
         followed: impl Future<Output = Result<Ended, ClientError>>,
         signals: &mut mpsc::Receiver<Signal>,
         bar: &mut Bar,
-    ) -> anyhow::Result<How> {
+    ) -> anyhow::Result<RunEnd> {
         let mut followed = std::pin::pin!(followed);
         let mut ended: Option<Result<Ended, ClientError>> = None;
         // For the one that has not ended yet, when the other's end leaves it nothing to do.
@@ -199,7 +200,7 @@ impl Course<'_> {
             if self.exit.is_some()
                 && let Some(result) = ended.take()
             {
-                return Ok(How::Over(Box::new(result)));
+                return Ok(RunEnd::Over(Box::new(result)));
             }
         }
     }
@@ -256,7 +257,7 @@ impl Course<'_> {
         }
     }
 
-    async fn interrupted(&mut self, signal: Signal) -> anyhow::Result<How> {
+    async fn interrupted(&mut self, signal: Signal) -> anyhow::Result<RunEnd> {
         if self.exit.is_none() {
             if self.latest.borrow().running_ns == 0 {
                 self.criu.kill_tree();
@@ -267,14 +268,14 @@ impl Course<'_> {
             // One that does not end takes no notice of us: neither do we.
             let _ = timeout(END_LIMIT, self.criu.ended()).await;
         }
-        Ok(How::Interrupted(signal))
+        Ok(RunEnd::Interrupted(signal))
     }
 
     /// The last words and the exit code.
-    fn conclude(&mut self, json: bool, how: How, bar: &mut Bar) -> anyhow::Result<u8> {
+    fn conclude(&mut self, json: bool, how: RunEnd, bar: &mut Bar) -> anyhow::Result<u8> {
         let result = match how {
-            How::Interrupted(signal) => return Ok(self.stopped(signal)),
-            How::Over(result) => *result,
+            RunEnd::Interrupted(signal) => return Ok(self.stopped(signal)),
+            RunEnd::Over(result) => *result,
         };
         let exit = self.exit.unwrap_or_default();
         let ran = self.timeline.alive_ms.is_some() && (exit.success() || !self.detached);

@@ -13,11 +13,11 @@ use tokio::sync::watch;
 use tokio::task::JoinHandle;
 use tokio::time::timeout;
 
-use super::{END_LIMIT, Order};
+use super::{END_LIMIT, RestoreRequest};
 use crate::control::CONNECT_LIMIT;
 use crate::control::client::{self, Client, ClientError};
 use crate::control::proto::Session;
-use crate::streamer::{self, Said};
+use rewake_streamer::supervise::launch::{self, StatusFlags};
 
 /// A streamer under way.
 #[derive(Debug)]
@@ -89,7 +89,7 @@ impl OfDaemon {
     pub(super) async fn ask(
         mut client: Client,
         socket: &Path,
-        order: &Order<'_>,
+        order: &RestoreRequest<'_>,
         work: &Path,
     ) -> anyhow::Result<Self> {
         let opened = client.open(order.images, work, CONNECT_LIMIT, order.options.record).await;
@@ -143,7 +143,7 @@ impl Own {
     /// # Errors
     /// It cannot be started: its own line says why.
     pub(super) async fn start(work: &Path, images: Option<&Path>, record: bool) -> anyhow::Result<Self> {
-        let mut command = streamer::command(work, images, record)?;
+        let mut command = launch::command(work, images, record)?;
         let mut child = command.stdout(Stdio::piped()).spawn().context("starting rewake stream-gpu")?;
         let words = child.stdout.take().context("rewake stream-gpu has no output")?;
         let words = Receiver::from_owned_fd(words.into()).context("listening to rewake stream-gpu")?;
@@ -156,7 +156,7 @@ impl Own {
 
     async fn end(&mut self) -> anyhow::Result<Streamed> {
         self.ask_to_end();
-        let (mut said, mut there) = (Said::default(), None);
+        let (mut said, mut there) = (StatusFlags::default(), None);
         while let Some(byte) = next(&mut self.words).await? {
             if said.hear(byte) {
                 there = Some(Instant::now());
@@ -170,7 +170,7 @@ impl Own {
     }
 
     fn ask_to_end(&self) {
-        streamer::ask_to_end(self.child.id().cast_signed());
+        launch::ask_to_end(self.child.id().cast_signed());
     }
 }
 

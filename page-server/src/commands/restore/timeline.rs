@@ -8,7 +8,7 @@ use serde::Serialize;
 
 use super::bar::{resident, total};
 use crate::control::proto::{Ended, Session};
-use crate::units;
+use rewake_streamer::units;
 
 /// One restore. Times are milliseconds since CRIU was started.
 #[derive(Debug, Default, Serialize, PartialEq)]

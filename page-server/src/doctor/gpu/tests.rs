@@ -8,8 +8,8 @@ fn gfx(major: u32, minor: u32, step: u32) -> GfxVersion {
     GfxVersion { major, minor, step }
 }
 
-fn by_rings(memory: Memory) -> Way {
-    Way::Rings { rings: 2, version: (4, 4), memory, why: None }
+fn by_rings(memory: Memory) -> CopyPath {
+    CopyPath::Rings { rings: 2, version: (4, 4), memory, reason: None }
 }
 
 fn best() -> Copies {
@@ -128,7 +128,7 @@ fn gpus_whose_queues_do_not_come_back_are_named_with_the_reason() {
 
 #[test]
 fn copies_by_less_than_the_best_way_are_a_warning_with_what_is_missing() {
-    let by_cpu = Way::Cpu { why: "no ring".into() };
+    let by_cpu = CopyPath::Cpu { reason: "no ring".into() };
     for (way, told, asked) in
         [(by_cpu, "by the CPU (no ring)", "copy ring"), (by_rings(Memory::Gtt), "GTT", "udmabuf")]
     {

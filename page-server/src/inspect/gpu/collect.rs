@@ -3,11 +3,11 @@
 
 use std::collections::BTreeMap;
 
+use rewake_amdgpu_uapi::criu::blob::{Private, Queue};
 use rewake_criu_images::amdgpu::{
     GpuFile, KfdImage, Properties, RenderBuffer, RenderContents, kfd_name, pages_name,
 };
 use rewake_criu_images::{ImageDir, ImageError, PAGE, PagesFile};
-use rewake_kfd::criu::blob::{Private, Queue};
 
 use super::super::collect::Damage;
 use super::pending::{AQL, Memory};
@@ -159,7 +159,7 @@ fn kernel(private: &Private, memory: &Memory<'_>) -> KernelReport {
         priority: queue.priority,
         pending_bytes: memory.pending(queue),
     };
-    let range = |range: &rewake_kfd::criu::blob::Range| RangeReport {
+    let range = |range: &rewake_amdgpu_uapi::criu::blob::Range| RangeReport {
         start: range.page.saturating_mul(PAGE),
         bytes: range.pages.saturating_mul(PAGE),
     };

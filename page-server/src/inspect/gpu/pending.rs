@@ -4,9 +4,9 @@
 use std::collections::BTreeMap;
 use std::os::unix::fs::FileExt as _;
 
+use rewake_amdgpu_uapi::criu::blob::Queue;
 use rewake_criu_images::PagesFile;
 use rewake_criu_images::amdgpu::KfdImage;
-use rewake_kfd::criu::blob::Queue;
 
 /// `KFD_QUEUE_FORMAT_AQL` (`kfd_priv.h`).
 pub(super) const AQL: u32 = 1;

@@ -5,13 +5,13 @@ use std::os::fd::{AsFd as _, OwnedFd};
 use std::time::{Duration, Instant};
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use rewake_criu_images::amdgpu::{Mapping, RenderBuffer};
-use rewake_criu_plugin::Answer;
-use rewake_kfd::abi::{
+use rewake_amdgpu_uapi::abi::{
     AMDGPU_GEM_DOMAIN_CPU, AMDGPU_GEM_DOMAIN_GTT, AMDGPU_GEM_DOMAIN_VRAM, drm_amdgpu_gem_list_handles_entry,
     drm_amdgpu_gem_vm_entry,
 };
-use rewake_kfd::render::Render;
+use rewake_amdgpu_uapi::render::Render;
+use rewake_criu_images::amdgpu::{Mapping, RenderBuffer};
+use rewake_criu_plugin::Answer;
 
 use crate::dump::dmabuf;
 

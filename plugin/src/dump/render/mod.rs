@@ -14,13 +14,13 @@ mod space;
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 
-use rewake_contents::{PagesFile, Process, folder};
+use rewake_amdgpu_uapi::abi::AMDGPU_GEM_CREATE_CPU_ACCESS_REQUIRED;
+use rewake_amdgpu_uapi::render::Render;
+use rewake_amdgpu_uapi::topology::{Node, Topology};
+use rewake_bo_contents::{PagesFile, Process, folder};
 use rewake_criu_images::amdgpu::{RenderContents, RenderImage, render_name};
 use rewake_criu_images::rewake::{BufferOwner, RenderFile, RenderImport};
 use rewake_criu_plugin::{Answer, Host};
-use rewake_kfd::abi::AMDGPU_GEM_CREATE_CPU_ACCESS_REQUIRED;
-use rewake_kfd::render::Render;
-use rewake_kfd::topology::{Node, Topology};
 
 pub(super) use space::Spaces;
 

@@ -4,12 +4,12 @@
 
 use std::os::fd::AsFd as _;
 
-use rewake_criu_images::amdgpu::KfdBuffer;
-use rewake_criu_plugin::Answer;
-use rewake_kfd::abi::{
+use rewake_amdgpu_uapi::abi::{
     KFD_IOC_ALLOC_MEM_FLAGS_AQL_QUEUE_MEM, KFD_IOC_ALLOC_MEM_FLAGS_GTT, KFD_IOC_ALLOC_MEM_FLAGS_VRAM,
 };
-use rewake_kfd::render::Render;
+use rewake_amdgpu_uapi::render::Render;
+use rewake_criu_images::amdgpu::KfdBuffer;
+use rewake_criu_plugin::Answer;
 
 use super::listing::Listing;
 use crate::device::Devices;

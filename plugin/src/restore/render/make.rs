@@ -8,15 +8,15 @@
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd as _, OwnedFd};
 
+use rewake_amdgpu_uapi::abi::memory::PAGE;
+use rewake_amdgpu_uapi::abi::{AMDGPU_GEM_DOMAIN_GTT, drm_amdgpu_gem_create_in, drm_amdgpu_gem_vm_entry};
+use rewake_amdgpu_uapi::render::Render;
 use rewake_criu_images::amdgpu::RenderBuffer;
 use rewake_criu_plugin::{Answer, Host};
-use rewake_kfd::abi::memory::PAGE;
-use rewake_kfd::abi::{AMDGPU_GEM_DOMAIN_GTT, drm_amdgpu_gem_create_in, drm_amdgpu_gem_vm_entry};
-use rewake_kfd::render::Render;
 
 use super::{From, Node, Space};
 use crate::restore::Restore;
-use crate::restore::board::Place;
+use crate::restore::shared_state::MmapOffset;
 
 #[derive(Debug, thiserror::Error)]
 enum Unmade {
@@ -63,7 +63,7 @@ impl Restore {
         for (handle, buffer) in own {
             node.map(&render, buffer)?;
             let offset = render.offset(handle)?;
-            self.board.put_node_buffer(index, buffer, offset.map_or(Place::Nowhere, Place::Offset));
+            self.board.put_node_buffer(index, buffer, offset.map_or(MmapOffset::Nowhere, MmapOffset::Offset));
             let dmabuf = render.export(handle)?.ok_or(Unmade::Bound { id: node.id, handle })?;
             dmabufs[buffer] = Some(dmabuf);
         }

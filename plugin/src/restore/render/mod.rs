@@ -9,21 +9,21 @@ mod make;
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::{BorrowedFd, OwnedFd};
 
-use rewake_contents::PagesFile;
+use rewake_bo_contents::PagesFile;
 use rewake_criu_images::amdgpu::{MAX_BUFFERS, RenderBuffer, RenderContents, render_name};
 use rewake_criu_images::rewake::{BufferOwner, RenderFile, RenderImport, SHARED_NAME, SharedImage};
 use rewake_criu_plugin::Answer;
 
-use super::places::{Place, Places};
+use super::gpu_assignment::{AssignedGpu, GpuAssignment};
 use super::shared::{Sharing, Whose};
 use crate::image::Images;
-use rewake_contents::folder::FileError;
+use rewake_bo_contents::folder::FileError;
 
 /// One of the image, in the order of ids.
 #[derive(Debug)]
 pub(super) struct Node {
     pub(super) id: u32,
-    pub(super) place: Place,
+    pub(super) place: AssignedGpu,
     pub(super) contents: RenderContents,
     space: Space,
     contexts: Vec<u32>,
@@ -68,7 +68,7 @@ enum Unfit {
 /// All render nodes of the image. Buffers of processes that they import become exports of these.
 pub(super) fn nodes(
     images: &Images,
-    places: &Places,
+    places: &GpuAssignment,
     shared: &SharedImage,
     sharing: &mut Sharing,
 ) -> Answer<Vec<Node>> {

@@ -16,9 +16,9 @@ use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
 use gpu_app::kernel::{self, Kernel};
-use rewake_kfd::packet::{Aql, Sdma};
-use rewake_kfd::topology::{Node, Topology};
-use rewake_kfd::{Buffer, ComputeQueue, Device, Kfd, QueueSpec, SdmaQueue, Spec, doorbells};
+use rewake_amdgpu_uapi::packet::{Aql, Sdma};
+use rewake_amdgpu_uapi::topology::{Node, Topology};
+use rewake_amdgpu_uapi::{Buffer, ComputeQueue, Device, Kfd, QueueSpec, SdmaQueue, Spec, doorbells};
 use softgpu_tests::pair::{BYTES, COPIED};
 use softgpu_tests::toucher::{LOOK, pattern_of};
 

@@ -15,9 +15,9 @@ use std::thread;
 use std::time::Duration;
 
 use anyhow::{Context as _, bail, ensure};
-use rewake_kfd::abi::memory::Mapping;
-use rewake_kfd::topology::Topology;
-use rewake_kfd::{Buffer, Device, Kfd, Spec, Userptr};
+use rewake_amdgpu_uapi::abi::memory::Mapping;
+use rewake_amdgpu_uapi::topology::Topology;
+use rewake_amdgpu_uapi::{Buffer, Device, Kfd, Spec, Userptr};
 use softgpu_tests::toucher::{BUFFERS, BYTES, LOOK, Large, READ, TAIL, pattern, pattern_of};
 
 /// The number of the pattern in the first part of its own memory.

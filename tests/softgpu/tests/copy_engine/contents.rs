@@ -6,9 +6,9 @@ use std::os::fd::AsFd as _;
 use drm::control::Device as _;
 use gpu_app::gpu::Gpus;
 use nix::sys::uio::{RemoteIoVec, process_vm_readv};
-use rewake_amdgpu::{Bo, COPIES, CopyEngine, Error, Memory, Shape, Staging, Transfer, Way};
-use rewake_kfd::abi::{AMDGPU_GEM_CREATE_NO_CPU_ACCESS, AMDGPU_GEM_DOMAIN_VRAM};
-use rewake_kfd::{Buffer, Spec};
+use rewake_amdgpu_uapi::abi::{AMDGPU_GEM_CREATE_NO_CPU_ACCESS, AMDGPU_GEM_DOMAIN_VRAM};
+use rewake_amdgpu_uapi::{Buffer, Spec};
+use rewake_sdma_copy::{Bo, COPIES, CopyEngine, CopyPath, Error, Memory, Shape, Staging, Transfer};
 use softgpu_tests::isolated;
 
 use crate::{
@@ -22,8 +22,8 @@ fn the_way_is_the_best_that_the_gpu_offers() {
         let render = render(&gpus, 0);
         let staging = Staging::new(SMALL, &[&render]).unwrap();
         let engine = CopyEngine::open(render, &staging).unwrap();
-        assert_eq!((staging.memory(), staging.why()), (Memory::Pages, None));
-        let way = engine.way().to_string();
+        assert_eq!((staging.memory(), staging.reason()), (Memory::Pages, None));
+        let way = engine.path().to_string();
         if softgpu("sdma_rings") == Some(0) {
             assert_eq!(way, "copies by the CPU (the driver offers no copy ring)");
         } else {
@@ -148,7 +148,7 @@ fn without_a_ring_and_a_cpu_view_it_says_what_to_do() {
         for through in [Through::Pages, Through::Cpu] {
             let (_staging, mut engine) = engine(&gpus, through, SMALL);
             let bo = engine.import(dmabuf.as_fd(), 4096).unwrap();
-            let rings = matches!(engine.way(), Way::Rings { .. });
+            let rings = matches!(engine.path(), CopyPath::Rings { .. });
             match engine.submit(&[Transfer::Fill { bo, at: 0, bytes: 4096, word: 0 }]) {
                 Ok(ticket) => engine.wait(ticket, soon()).unwrap(),
                 Err(error) => {

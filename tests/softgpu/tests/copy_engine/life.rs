@@ -8,7 +8,7 @@ use std::thread;
 use std::time::Duration;
 
 use gpu_app::gpu::Gpus;
-use rewake_amdgpu::{Error, Transfer};
+use rewake_sdma_copy::{Error, Transfer};
 use softgpu_tests::isolated;
 
 use crate::{ALL, MIB, SMALL, Through, engine, import, place, run, soon};

@@ -9,9 +9,9 @@ use std::os::fd::AsFd as _;
 use std::time::{Duration, Instant};
 
 use gpu_app::gpu::Gpus;
-use rewake_amdgpu::{Bo, CopyEngine, Memory, Place, Shape, Staging, Transfer, Way};
-use rewake_kfd::Buffer;
-use rewake_kfd::render::Render;
+use rewake_amdgpu_uapi::Buffer;
+use rewake_amdgpu_uapi::render::Render;
+use rewake_sdma_copy::{Bo, CopyEngine, CopyPath, Memory, Place, Shape, Staging, Transfer};
 use rewake_skip::need;
 use softgpu_tests::{Machine, REAL_GPUS, Scene};
 
@@ -44,8 +44,8 @@ fn engine(gpus: &Gpus, through: Through, shape: Shape) -> (Staging, CopyEngine) 
         _ => CopyEngine::open(render, &staging).unwrap(),
     };
     if softgpu("sdma_rings") != Some(0) {
-        let rings = matches!(engine.way(), Way::Rings { .. });
-        assert_eq!(rings, through != Through::Cpu, "{}", engine.way());
+        let rings = matches!(engine.path(), CopyPath::Rings { .. });
+        assert_eq!(rings, through != Through::Cpu, "{}", engine.path());
     }
     let memory = if through == Through::Gtt { Memory::Gtt } else { Memory::Pages };
     assert_eq!(staging.memory(), memory);

@@ -9,15 +9,15 @@ use std::sync::Arc;
 use anyhow::{Context as _, bail, ensure};
 use gpu_app::gpu::Gpus;
 use nix::sys::memfd::{MFdFlags, memfd_create};
-use rewake_kfd::Buffer;
-use rewake_kfd::abi::memory::{Mapping, PAGE};
-use rewake_kfd::abi::{
+use rewake_amdgpu_uapi::Buffer;
+use rewake_amdgpu_uapi::abi::memory::{Mapping, PAGE};
+use rewake_amdgpu_uapi::abi::{
     AMDGPU_GEM_CREATE_CPU_ACCESS_REQUIRED, AMDGPU_GEM_CREATE_NO_CPU_ACCESS, AMDGPU_GEM_DOMAIN_GTT,
     AMDGPU_GEM_DOMAIN_VRAM, drm_amdgpu_gem_create_in, drm_amdgpu_gem_vm_entry, udmabuf,
 };
-use rewake_kfd::packet::Sdma;
-use rewake_kfd::render::Render;
-use rewake_kfd::topology::Topology;
+use rewake_amdgpu_uapi::packet::Sdma;
+use rewake_amdgpu_uapi::render::Render;
+use rewake_amdgpu_uapi::topology::Topology;
 
 /// `AMDGPU_GEM_CREATE_VM_ALWAYS_VALID`
 const ALWAYS_VALID: u64 = 1 << 6;

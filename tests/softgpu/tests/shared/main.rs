@@ -357,9 +357,9 @@ fn where_nothing_is_shared_the_file_says_so() {
             play.dump();
             let shared = ImageDir::open(play.images()).unwrap().shared().unwrap().unwrap();
             // Nor had either a mapping of a buffer that was freed.
-            assert_eq!(shared.bare.len(), 2, "{shared:?}");
-            assert!(shared.bare.iter().all(|of| of.mappings.is_empty()), "{shared:?}");
-            assert!(SharedImage { bare: Vec::new(), ..shared.clone() }.is_empty(), "{shared:?}");
+            assert_eq!(shared.freed_mappings.len(), 2, "{shared:?}");
+            assert!(shared.freed_mappings.iter().all(|of| of.mappings.is_empty()), "{shared:?}");
+            assert!(SharedImage { freed_mappings: Vec::new(), ..shared.clone() }.is_empty(), "{shared:?}");
         });
     });
 }

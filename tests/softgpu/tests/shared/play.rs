@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
-use rewake_kfd::topology::{Node, Topology};
+use rewake_amdgpu_uapi::topology::{Node, Topology};
 use softgpu_tests::criu::{Criu, Plugin, Version, queues_come_back, wait_for_the_end_of};
 use softgpu_tests::{Judge, Scene};
 

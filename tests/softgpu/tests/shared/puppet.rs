@@ -17,9 +17,9 @@ use drm::control::Device as _;
 use gpu_app::chain::{Lane, Step};
 use gpu_app::gpu::Gpus;
 use gpu_app::kernel::Kernel;
-use rewake_kfd::abi::call;
-use rewake_kfd::abi::memory::Mapping;
-use rewake_kfd::{Buffer, Kfd};
+use rewake_amdgpu_uapi::abi::call;
+use rewake_amdgpu_uapi::abi::memory::Mapping;
+use rewake_amdgpu_uapi::{Buffer, Kfd};
 use softgpu_tests::{Scene, sys};
 
 /// Bytes of every buffer.

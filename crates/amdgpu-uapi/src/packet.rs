@@ -1,0 +1,319 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Encodes work: AQL packets of the HSA standard for compute queues, SDMA packets for copy engines.
+
+/// An AQL packet.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Aql([u8; 64]);
+
+/// Waits for all earlier packets, with acquire and release fences of system scope.
+const ORDERED: u16 = 1 << 8 | 2 << 9 | 2 << 11;
+const DISPATCH: u16 = 2;
+const BARRIER_AND: u16 = 3;
+const BARRIER_OR: u16 = 5;
+
+impl Aql {
+    /// Bytes of a packet.
+    pub const SIZE: u64 = 64;
+    /// The header of a slot that holds no packet yet.
+    pub const INVALID: u32 = 1;
+
+    /// Runs a kernel after all earlier packets. `kernel` is the address of its code object's descriptor, and
+    /// `arguments` that of its arguments. `signal` is the address of the signal that is decremented at the
+    /// end (0: none).
+    #[must_use]
+    pub fn dispatch(kernel: u64, arguments: u64, signal: u64) -> Self {
+        let mut packet = Self::header(DISPATCH | ORDERED);
+        packet.put16(2, 1); // dimensions
+        packet.put16(4, 1);
+        packet.put16(6, 1);
+        packet.put16(8, 1);
+        packet.put32(12, 1);
+        packet.put32(16, 1);
+        packet.put32(20, 1);
+        packet.put64(32, kernel);
+        packet.put64(40, arguments);
+        packet.put64(56, signal);
+        packet
+    }
+
+    /// Waits until all of up to five signals are 0, or until one of them is.
+    #[must_use]
+    pub fn barrier(signals: &[u64; 5], any: bool, signal: u64) -> Self {
+        let mut packet = Self::header(ORDERED | if any { BARRIER_OR } else { BARRIER_AND });
+        for (index, dependency) in signals.iter().enumerate() {
+            packet.put64(8 + index * 8, *dependency);
+        }
+        packet.put64(56, signal);
+        packet
+    }
+
+    /// Makes a packet of an invalid kind, for tests.
+    #[must_use]
+    pub fn of_kind(kind: u16) -> Self {
+        Self::header(kind)
+    }
+
+    fn header(header: u16) -> Self {
+        let mut packet = Self([0; 64]);
+        packet.put16(0, header);
+        packet
+    }
+
+    fn put16(&mut self, at: usize, value: u16) {
+        self.0[at..at + 2].copy_from_slice(&value.to_le_bytes());
+    }
+
+    fn put32(&mut self, at: usize, value: u32) {
+        self.0[at..at + 4].copy_from_slice(&value.to_le_bytes());
+    }
+
+    fn put64(&mut self, at: usize, value: u64) {
+        self.0[at..at + 8].copy_from_slice(&value.to_le_bytes());
+    }
+
+    /// Returns the bytes in memory.
+    #[must_use]
+    pub fn bytes(&self) -> &[u8; 64] {
+        &self.0
+    }
+}
+
+/// A signal in memory, as ROCr lays it out (`amd_signal_t`). A packet decrements it at its end.
+#[derive(Debug, Clone, Copy)]
+pub struct Signal;
+
+impl Signal {
+    /// Its size in bytes, and its alignment.
+    pub const SIZE: u64 = 64;
+    /// The offset of its value.
+    pub const VALUE: u64 = 8;
+
+    /// Returns the bytes of a signal with that value. When it ends, a GPU writes `event` to `mailbox` and
+    /// interrupts (0, 0: neither).
+    #[must_use]
+    pub fn bytes(value: i64, mailbox: u64, event: u32) -> [u8; 64] {
+        let mut bytes = [0; 64];
+        bytes[..8].copy_from_slice(&1_i64.to_le_bytes()); // a user signal
+        bytes[8..16].copy_from_slice(&value.to_le_bytes());
+        bytes[16..24].copy_from_slice(&mailbox.to_le_bytes());
+        bytes[24..28].copy_from_slice(&event.to_le_bytes());
+        bytes
+    }
+}
+
+/// The encoding of byte counts in an engine's packets, by the version of its IP. Kernel: `emit_copy_buffer`
+/// of `cik_sdma.c`, `sdma_v2_4.c`, `sdma_v3_0.c` (bytes), `sdma_v4_0.c` and newer (bytes minus one).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Rule {
+    /// The most bytes that one packet copies or fills.
+    largest: u64,
+    /// The difference between the bytes and the count field.
+    less: u64,
+}
+
+impl Rule {
+    /// The rule of GFX9 and newer: 4 MiB, though some engines take 1 GiB. Older headers define 22 bits of
+    /// count.
+    pub const GFX9: Self = Self { largest: 1 << 22, less: 1 };
+
+    /// Returns the rule of an engine's IP version from INFO, or None for an unsupported version.
+    #[must_use]
+    pub fn of(major: u32) -> Option<Self> {
+        match major {
+            2 => Some(Self { largest: 0x1f_ffff, less: 0 }),
+            3 => Some(Self { largest: 0x3f_ffe0, less: 0 }),
+            4..=7 => Some(Self::GFX9),
+            _ => None,
+        }
+    }
+
+    /// Returns the number of packets that copy so many bytes.
+    #[must_use]
+    pub fn copies(self, bytes: u64) -> u64 {
+        bytes.div_ceil(self.largest)
+    }
+
+    /// Returns the number of packets that fill so many bytes. Each fills whole words.
+    #[must_use]
+    pub fn fills(self, bytes: u64) -> u64 {
+        bytes.div_ceil(self.largest_fill())
+    }
+
+    fn largest_fill(self) -> u64 {
+        self.largest & !3
+    }
+
+    fn count(self, bytes: u64) -> u32 {
+        u32::try_from(bytes - self.less).unwrap_or(u32::MAX)
+    }
+}
+
+/// Packets for copy engines (`sdma_v4_4_2.c`, `vega10_sdma_pkt_open.h`).
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Sdma {
+    bytes: Vec<u8>,
+    rule: Rule,
+}
+
+impl Default for Sdma {
+    fn default() -> Self {
+        Self::by(Rule::GFX9)
+    }
+}
+
+impl Sdma {
+    /// The most bytes that one packet copies or fills, on GFX9 and newer.
+    pub const LARGEST: u64 = Rule::GFX9.largest;
+    /// Bytes of a copy packet, the longest here.
+    pub const COPY: u64 = 28;
+
+    /// Returns an empty list of packets, for GFX9 and newer.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Returns an empty list of packets, for engines with that rule.
+    #[must_use]
+    pub fn by(rule: Rule) -> Self {
+        Self { bytes: Vec::new(), rule }
+    }
+
+    /// Removes all packets, and keeps the allocation.
+    #[must_use]
+    pub fn cleared(mut self) -> Self {
+        self.bytes.clear();
+        self
+    }
+
+    /// Copies bytes, with as many packets as needed.
+    #[must_use]
+    pub fn copy(mut self, to: u64, from: u64, bytes: u64) -> Self {
+        let mut done = 0;
+        while done < bytes {
+            let part = (bytes - done).min(self.rule.largest);
+            let count = self.rule.count(part);
+            self = self.copy_with_count(to + done, from + done, count);
+            done += part;
+        }
+        self
+    }
+
+    /// Adds one copy packet with this count field, for tests of wrong counts.
+    #[must_use]
+    pub fn copy_with_count(self, to: u64, from: u64, count: u32) -> Self {
+        self.word(1).word(count).word(0).address(from).address(to)
+    }
+
+    /// Fills with a 32-bit word, with as many packets as needed. `bytes` is a multiple of 4.
+    #[must_use]
+    pub fn fill(mut self, to: u64, word: u32, bytes: u64) -> Self {
+        let mut done = 0;
+        while done < bytes {
+            let part = (bytes - done).min(self.rule.largest_fill());
+            let count = self.rule.count(part);
+            self = self.word(11 | 2 << 30).address(to + done).word(word).word(count);
+            done += part;
+        }
+        self
+    }
+
+    /// Writes a 32-bit word when all earlier packets are done.
+    #[must_use]
+    pub fn fence(self, to: u64, word: u32) -> Self {
+        self.word(5).address(to).word(word)
+    }
+
+    /// Raises an interrupt.
+    #[must_use]
+    pub fn trap(self) -> Self {
+        self.word(6).word(0)
+    }
+
+    /// Does nothing, in one word.
+    #[must_use]
+    pub fn nop(self) -> Self {
+        self.word(0)
+    }
+
+    /// Adds any word, for tests of invalid packets.
+    #[must_use]
+    pub fn word(mut self, word: u32) -> Self {
+        self.bytes.extend(word.to_le_bytes());
+        self
+    }
+
+    fn address(self, address: u64) -> Self {
+        let (low, high) = (address & 0xffff_ffff, address >> 32);
+        self.word(u32::try_from(low).unwrap_or(0)).word(u32::try_from(high).unwrap_or(0))
+    }
+
+    /// Returns the bytes in memory.
+    #[must_use]
+    pub fn bytes(&self) -> &[u8] {
+        &self.bytes
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn words(packets: &Sdma) -> Vec<u32> {
+        packets.bytes().chunks(4).map(|word| u32::from_le_bytes(word.try_into().unwrap())).collect()
+    }
+
+    #[test]
+    fn a_copy_count_is_bytes_minus_one_and_long_copies_are_split() {
+        let one = Sdma::new().copy(0x2_0000_1000, 0x1_0000_2000, 256);
+        assert_eq!(words(&one), [1, 255, 0, 0x2000, 1, 0x1000, 2]);
+        let two = words(&Sdma::new().copy(0x8000_0000, 0, Sdma::LARGEST + 4));
+        assert_eq!((two.len(), two[1], two[8], two[12]), (14, 0x3f_ffff, 3, 0x8040_0000));
+    }
+
+    #[test]
+    fn a_fill_is_counted_and_split_as_a_copy() {
+        assert_eq!(words(&Sdma::new().fill(0x2_0000_1000, 7, 256)), [0x8000_000b, 0x1000, 2, 7, 255]);
+        let two = words(&Sdma::new().fill(0x8000_0000, 7, Sdma::LARGEST + 8));
+        assert_eq!((two.len(), two[4], two[6], two[9]), (10, 0x3f_ffff, 0x8040_0000, 7));
+    }
+
+    #[test]
+    fn older_engines_count_bytes_and_unknown_ones_have_no_rule() {
+        let (two, three) = (Rule::of(2).unwrap(), Rule::of(3).unwrap());
+        assert_eq!(words(&Sdma::by(three).copy(0, 0, 256))[1], 256);
+        assert_eq!((two.copies(0x1f_ffff), two.copies(0x20_0000), two.fills(0x1f_ffff)), (1, 2, 2));
+        assert_eq!(words(&Sdma::by(two).fill(0, 0, 0x20_0000))[4], 0x1f_fffc, "whole words");
+        assert_eq!((three.copies(0x3f_ffe0), three.copies(0x3f_ffe1)), (1, 2));
+        for (version, known) in
+            [(0, false), (1, false), (4, true), (5, true), (6, true), (7, true), (8, false)]
+        {
+            assert_eq!(Rule::of(version), known.then_some(Rule::GFX9), "version {version}");
+        }
+    }
+
+    #[test]
+    fn cleared_packets_keep_their_allocation() {
+        let packets = Sdma::new().copy(0, 0, 1);
+        assert_eq!(packets.bytes().len() as u64, Sdma::COPY);
+        let memory = packets.bytes().as_ptr();
+        let again = packets.cleared().fill(0, 0, 4);
+        assert_eq!((again.bytes().len(), again.bytes().as_ptr()), (20, memory));
+    }
+
+    #[test]
+    fn a_dispatch_has_its_addresses_at_the_hsa_offsets() {
+        let packet = *Aql::dispatch(0x11, 0x22, 0x33).bytes();
+        let at = |at: usize| u64::from_le_bytes(packet[at..at + 8].try_into().unwrap());
+        assert_eq!((packet[0], at(32), at(40), at(56)), (2, 0x11, 0x22, 0x33));
+        assert_eq!(u16::from_le_bytes([packet[0], packet[1]]) >> 8 & 1, 1, "the barrier bit");
+    }
+
+    #[test]
+    fn a_barrier_names_five_signals() {
+        let packet = *Aql::barrier(&[1, 2, 3, 4, 5], false, 6).bytes();
+        let at = |at: usize| u64::from_le_bytes(packet[at..at + 8].try_into().unwrap());
+        assert_eq!((packet[0], at(8), at(40), at(56)), (3, 1, 5, 6));
+        assert_eq!(Aql::barrier(&[0; 5], true, 0).bytes()[0], 5);
+    }
+}

@@ -1,0 +1,450 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Loads files into buffers. It reads the data of a chunk into its slot and copies it; the GPU fills holes,
+//! which are not read. Demanded chunks get slots and copies first.
+
+use std::sync::Arc;
+
+use rewake_image_io::files::{Direction, Request};
+use rewake_sdma_copy::{Place, Slot, Transfer};
+
+use crate::chunk_schedule::Chunk;
+use crate::error::Error;
+use crate::folder::FileError;
+use crate::handle::LoadHandle;
+use crate::pages::{PagesFile, Piece};
+use crate::pipeline::{Done, Pipeline};
+use crate::report::Moved;
+use crate::slot_quota::{self, Backpressure, SlotUse};
+
+/// Bytes of a page: the unit of O_DIRECT reads.
+const PAGE: u64 = 4096;
+/// The most reads for one chunk. Further data ranges are joined with the last one, including the holes
+/// between them.
+const MAX_READS: usize = 16;
+/// Bytes of the words that a GPU fills with.
+const WORD: u64 = 4;
+
+/// A range of a file that is not a hole, in whole pages.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct DataRange {
+    start: u64,
+    end: u64,
+}
+
+/// A buffer or process whose memory has become resident.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum LoadEvent {
+    /// A buffer is resident.
+    Buffer {
+        /// The index of the process in the load.
+        process: usize,
+        /// The image's number of the buffer.
+        number: usize,
+    },
+    /// All buffers of a process are resident. This follows the events of its buffers.
+    Process {
+        /// The index of the process in the load.
+        process: usize,
+    },
+}
+
+/// A chunk that is read into a slot.
+#[derive(Debug, Clone)]
+struct SlotRead {
+    chunk: Chunk,
+    ranges: Vec<DataRange>,
+    /// The number of ranges whose reads were all started. `from` is where the next range continues.
+    started: usize,
+    from: u64,
+    /// Reads in flight.
+    left: usize,
+}
+
+/// The slots of a load.
+#[derive(Debug)]
+struct Slots {
+    reads: Vec<Option<SlotRead>>,
+    /// Slots of which some reads are not started.
+    unfinished: Vec<Slot>,
+    /// Slots that were read and not copied.
+    ready: Vec<Slot>,
+    /// Whether the I/O budget has refused a read.
+    refused: bool,
+    /// GPUs that wait for their own copies. Chunks of other GPUs are started first.
+    skipped: Vec<usize>,
+}
+
+impl Slots {
+    /// Returns the reason why a chunk must wait while other GPUs need slots too.
+    fn backpressure(&self, pipeline: &Pipeline<'_>, chunk: Chunk) -> Option<Backpressure> {
+        let quota = pipeline.quota().filter(|_| !pipeline.is_demanded(chunk))?;
+        let of_it = self
+            .reads
+            .iter()
+            .flatten()
+            .filter(|slot_read| pipeline.gpu(slot_read.chunk) == pipeline.gpu(chunk));
+        let was_read =
+            |slot_read: &&SlotRead| slot_read.left == 0 && slot_read.started == slot_read.ranges.len();
+        let (read, all) = (of_it.clone().filter(was_read).count(), of_it.count());
+        slot_quota::backpressure(
+            quota,
+            SlotUse { reading: all - read, read, copying: pipeline.copies.slots_of(pipeline.gpu(chunk)) },
+        )
+    }
+}
+
+/// Loads all chunks, and reports each buffer and process as soon as it is resident.
+pub(crate) fn run(
+    pipeline: &mut Pipeline<'_>,
+    handle: &LoadHandle,
+    on_event: &mut dyn FnMut(LoadEvent),
+) -> Result<Moved, Error> {
+    let count = pipeline.staging.slots().len();
+    let mut slots = Slots {
+        reads: vec![None; count],
+        unfinished: Vec::new(),
+        ready: Vec::new(),
+        refused: false,
+        skipped: Vec::new(),
+    };
+    let (mut ended, mut copied, mut done) = (Vec::new(), Vec::new(), Vec::new());
+    pipeline.take_unread();
+    pipeline.without_buffers().for_each(|process| on_event(LoadEvent::Process { process }));
+    loop {
+        if handle.is_given_up() {
+            return Err(Error::GivenUp);
+        }
+        for (process, buffer) in handle.take_requests() {
+            pipeline.demand(process, buffer);
+        }
+        let mut idle = !start(pipeline, &mut slots)?;
+        pipeline.transferred(&mut ended);
+        for finished in ended.drain(..) {
+            finished.result?;
+            idle = false;
+            let index = usize::try_from(finished.token).unwrap_or(usize::MAX);
+            let Some(entry) = slots.reads.get_mut(index) else {
+                pipeline.unstaged.read_ended(index - count);
+                continue;
+            };
+            let Some(entry) = entry else { continue };
+            entry.left -= 1;
+            if entry.left == 0 && entry.started == entry.ranges.len() {
+                slots.ready.extend(pipeline.staging.slots().nth(index));
+            }
+        }
+        idle &= !copy_read(pipeline, &mut slots)?;
+        idle &= !pipeline.copied(&mut copied)?;
+        for (chunk, slot) in copied.drain(..) {
+            pipeline.chunk_done(chunk, &mut done)?;
+            slot.into_iter().for_each(|slot| pipeline.give_back(slot));
+            report_complete(pipeline, handle, chunk, &mut done, on_event)?;
+            idle = false;
+        }
+        if pipeline.all_taken() && pipeline.is_idle() {
+            return Ok(pipeline.moved);
+        }
+        if idle {
+            pipeline.wait(Some(handle.event()), slots.refused)?;
+            handle.drain_wakeup();
+        }
+    }
+}
+
+/// Reports the memory that a finished chunk makes resident. The caller may then let programs access it.
+fn report_complete(
+    pipeline: &Pipeline<'_>,
+    handle: &LoadHandle,
+    chunk: Chunk,
+    done: &mut Vec<Done>,
+    on_event: &mut dyn FnMut(LoadEvent),
+) -> Result<(), Error> {
+    if done.iter().any(|done| !done.complete.is_empty()) {
+        unchanged(pipeline.file(chunk))?;
+    }
+    for Done { process, minor, bytes, complete: buffers, all } in done.drain(..) {
+        if all {
+            pipeline.read_for(process).try_for_each(unchanged)?;
+        }
+        handle.count(process, minor, bytes);
+        buffers.into_iter().for_each(|number| on_event(LoadEvent::Buffer { process, number }));
+        if all {
+            on_event(LoadEvent::Process { process });
+        }
+    }
+    Ok(())
+}
+
+fn unchanged(file: &PagesFile) -> Result<(), Error> {
+    Ok(file.check_unchanged().map_err(FileError::of("read", &file.name))?)
+}
+
+/// Starts copies of slots that were read, as far as engines have room. Demanded chunks are first, then the
+/// order of the reads. Returns whether it started any.
+fn copy_read(pipeline: &mut Pipeline<'_>, slots: &mut Slots) -> Result<bool, Error> {
+    let Slots { reads, ready, .. } = slots;
+    let count = ready.len();
+    // A chunk for several GPUs is not overtaken on any of them. Otherwise it might never find room on all of
+    // them at once.
+    let mut closed = Vec::new();
+    ready.sort_by_key(|slot| {
+        let entry = reads[slot.index() as usize].as_ref();
+        !entry.is_some_and(|entry| pipeline.is_demanded(entry.chunk))
+    });
+    for slot in std::mem::take(ready) {
+        let entry = reads[slot.index() as usize].take().expect("a ready slot has a chunk");
+        if pipeline.may_copy(entry.chunk) && !pipeline.gpus(entry.chunk).any(|gpu| closed.contains(&gpu)) {
+            copy_in(pipeline, &entry, slot)?;
+        } else {
+            closed.extend(pipeline.gpus(entry.chunk));
+            reads[slot.index() as usize] = Some(entry);
+            ready.push(slot);
+        }
+    }
+    Ok(ready.len() < count)
+}
+
+/// Continues chunks that were started, and starts others while slots and room last. Returns whether it
+/// started a read or fill.
+fn start(pipeline: &mut Pipeline<'_>, slots: &mut Slots) -> Result<bool, Error> {
+    let mut any = false;
+    slots.refused = false;
+    slots.skipped.clear();
+    for slot in std::mem::take(&mut slots.unfinished) {
+        any |= read_on(pipeline, slots, slot);
+    }
+    while pipeline.transfers.has_room(MAX_READS)
+        && let Some(chunk) = pipeline.next_chunk(&slots.skipped)
+    {
+        let ranges = data_ranges(pipeline, chunk)?;
+        if ranges.is_empty() {
+            if !pipeline.may_fill(chunk) {
+                slots.skipped.push(pipeline.gpu(chunk));
+                continue;
+            }
+            pipeline.take_chunk(chunk);
+            account(pipeline, chunk, &ranges);
+            fill(pipeline, chunk)?;
+        } else if let Some(pieces) = unstaged_pieces(pipeline, chunk, &ranges) {
+            let Some(place) = pipeline.unstaged.place() else { break };
+            pipeline.take_chunk(chunk);
+            account(pipeline, chunk, &ranges);
+            pipeline.read_unstaged(chunk, place, &pieces)?;
+        } else {
+            // Background loads read one chunk after the other where the disk is shared.
+            if !slots.unfinished.is_empty() && !pipeline.is_demanded(chunk) {
+                break;
+            }
+            match slots.backpressure(pipeline, chunk) {
+                Some(Backpressure::Copies) => {
+                    slots.skipped.push(pipeline.gpu(chunk));
+                    continue;
+                }
+                Some(Backpressure::Disk) => break,
+                None => {}
+            }
+            let Some(slot) = pipeline.free_slot() else { break };
+            account(pipeline, chunk, &ranges);
+            let slot_read = SlotRead { chunk, ranges, started: 0, from: 0, left: 0 };
+            slots.reads[slot.index() as usize] = Some(slot_read);
+            pipeline.take_chunk(chunk);
+            any |= read_on(pipeline, slots, slot);
+            if pipeline.transfers.has_finished() {
+                // The page cache had the chunk, and this thread copied it: submit it to the GPU before the
+                // next one is read.
+                return Ok(true);
+            }
+            continue;
+        }
+        any = true;
+    }
+    Ok(any)
+}
+
+fn account(pipeline: &mut Pipeline<'_>, chunk: Chunk, ranges: &[DataRange]) {
+    pipeline.moved.bytes += moved(pipeline, chunk).map(|moved| moved.end - moved.start).sum::<u64>();
+    pipeline.moved.zero += zeros(pipeline, chunk, ranges);
+}
+
+/// Returns the moved bytes that are in no range.
+fn zeros(pipeline: &Pipeline<'_>, chunk: Chunk, ranges: &[DataRange]) -> u64 {
+    let pieces = pipeline.file(chunk).pieces(chunk.number).filter(|piece| pipeline.is_moved(chunk, piece));
+    pieces.map(|piece| zeros_in(piece, ranges)).sum()
+}
+
+fn zeros_in(piece: Piece, ranges: &[DataRange]) -> u64 {
+    parts(piece, ranges).filter(|(_, data)| !data).map(|(part, _)| part.bytes).sum()
+}
+
+/// Returns the ranges of a chunk to read: whole pages of what is moved, without holes.
+fn data_ranges(pipeline: &Pipeline<'_>, chunk: Chunk) -> Result<Vec<DataRange>, Error> {
+    let file = pipeline.file(chunk);
+    let (first, end) = file.range(chunk.number);
+    let mut ranges: Vec<DataRange> = Vec::new();
+    for moved in moved(pipeline, chunk) {
+        let mut from = moved.start;
+        while from < moved.end
+            && let Some((start, stop)) =
+                file.data(from, moved.end).map_err(FileError::of("search", &file.name))?
+        {
+            let run = DataRange { start: start - start % PAGE, end: stop.next_multiple_of(PAGE) };
+            match ranges.last_mut() {
+                Some(last) if run.start <= last.end => last.end = run.end,
+                _ => ranges.push(run),
+            }
+            from = stop;
+        }
+    }
+    if ranges.len() > MAX_READS {
+        let end = ranges[ranges.len() - 1].end;
+        ranges.truncate(MAX_READS);
+        ranges[MAX_READS - 1].end = end;
+    }
+    // A GPU fills whole words. Buffers of odd sizes, which drivers do not create, are read completely.
+    let odd = |piece: Piece| !piece.at.is_multiple_of(WORD) || !piece.bytes.is_multiple_of(WORD);
+    if file.pieces(chunk.number).any(odd) {
+        ranges = vec![DataRange { start: first, end: end.next_multiple_of(PAGE) }];
+    }
+    Ok(ranges)
+}
+
+/// Returns the moved ranges of a chunk. Adjacent pieces are one range.
+fn moved(pipeline: &Pipeline<'_>, chunk: Chunk) -> impl Iterator<Item = DataRange> {
+    let mut pieces = pipeline
+        .file(chunk)
+        .pieces(chunk.number)
+        .filter(move |piece| pipeline.is_moved(chunk, piece))
+        .peekable();
+    std::iter::from_fn(move || {
+        let Piece { offset, bytes, .. } = pieces.next()?;
+        let mut run = DataRange { start: offset, end: offset + bytes };
+        while let Some(next) = pieces.next_if(|next| next.offset == run.end) {
+            run.end += next.bytes;
+        }
+        Some(run)
+    })
+}
+
+/// Starts the reads of a slot's chunk that the budget allows. Returns whether it started any.
+fn read_on(pipeline: &mut Pipeline<'_>, slots: &mut Slots, slot: Slot) -> bool {
+    let size = |bytes: u64| usize::try_from(bytes).unwrap_or(usize::MAX);
+    let Some(slot_read) = &mut slots.reads[slot.index() as usize] else { return false };
+    let (file, demanded) = (pipeline.file(slot_read.chunk), pipeline.is_demanded(slot_read.chunk));
+    let (first, _) = file.range(slot_read.chunk.number);
+    let mut any = false;
+    while let Some(run) = slot_read.ranges.get(slot_read.started) {
+        let from = slot_read.from.max(run.start);
+        let request = Request {
+            file: Arc::clone(&file.file),
+            direction: Direction::Read,
+            offset: from,
+            memory: pipeline.io_memory(),
+            at: Pipeline::place(slot) + size(from - first),
+            bytes: size(run.end - from),
+            needed: size(run.end.min(file.length) - from),
+            token: u64::from(slot.index()),
+        };
+        let room = pipeline.transfers.has_room(1);
+        let Some(bytes) = room.then(|| pipeline.transfers.read(request, demanded)).flatten() else {
+            slots.unfinished.push(slot);
+            slots.refused = true;
+            break;
+        };
+        let end = from + bytes as u64;
+        (slot_read.from, any) = (end, true);
+        slot_read.started += usize::from(end == run.end);
+        slot_read.left += 1;
+        pipeline.moved.read += bytes as u64;
+    }
+    any
+}
+
+/// Returns the pieces of a chunk if they can be read into their buffers without staging memory. This needs a
+/// CPU copy path, few pieces, no holes, and data in the page cache. None: the chunk goes through a slot.
+fn unstaged_pieces(pipeline: &Pipeline<'_>, chunk: Chunk, ranges: &[DataRange]) -> Option<Vec<Piece>> {
+    let file = pipeline.file(chunk);
+    let (first, end) = file.range(chunk.number);
+    let alone = zeros(pipeline, chunk, ranges) == 0 && !pipeline.has_followers(chunk);
+    let suitable = alone && pipeline.may_read_unstaged(chunk, first, end - first);
+    let pieces: Vec<Piece> = file
+        .pieces(chunk.number)
+        .filter(|piece| suitable && pipeline.is_moved(chunk, piece))
+        .take(MAX_READS + 1)
+        .collect();
+    (1..=MAX_READS).contains(&pieces.len()).then_some(pieces)
+}
+
+/// Starts the copies of a chunk that was read, and the fills of its holes.
+fn copy_in(pipeline: &mut Pipeline<'_>, slot_read: &SlotRead, slot: Slot) -> Result<(), Error> {
+    let (file, chunk) = (pipeline.file(slot_read.chunk), slot_read.chunk);
+    let (first, end) = file.range(chunk.number);
+    pipeline.copy_to_staging(slot, (end - first).next_multiple_of(PAGE));
+    for piece in file.pieces(chunk.number) {
+        let zero = zeros_in(piece, &slot_read.ranges);
+        for which in 0..pipeline.buffers_with(chunk, &piece) {
+            let name = pipeline.buffer_with(chunk, &piece, which);
+            pipeline.count_duplicate(which, piece.bytes, zero);
+            for (part, data) in parts(piece, &slot_read.ranges) {
+                let from = Place { slot, at: part.offset - first };
+                pipeline.push(name, |bo| match data {
+                    true => Transfer::Load { bo, at: part.at, from, bytes: part.bytes },
+                    false => Transfer::Fill { bo, at: part.at, bytes: part.bytes, word: 0 },
+                })?;
+            }
+        }
+    }
+    pipeline.copy(chunk, Some(slot))
+}
+
+/// Fills a chunk that is one hole.
+fn fill(pipeline: &mut Pipeline<'_>, chunk: Chunk) -> Result<(), Error> {
+    let file = pipeline.file(chunk);
+    for piece in file.pieces(chunk.number) {
+        for which in 0..pipeline.buffers_with(chunk, &piece) {
+            pipeline.count_duplicate(which, piece.bytes, piece.bytes);
+            let fill = |bo| Transfer::Fill { bo, at: piece.at, bytes: piece.bytes, word: 0 };
+            pipeline.push(pipeline.buffer_with(chunk, &piece, which), fill)?;
+        }
+    }
+    pipeline.copy(chunk, None)
+}
+
+/// Splits a piece at the borders of ranges, and says of each part whether it is in a range.
+fn parts(piece: Piece, ranges: &[DataRange]) -> impl Iterator<Item = (Piece, bool)> {
+    let end = piece.offset + piece.bytes;
+    let mut offset = piece.offset;
+    std::iter::from_fn(move || {
+        if offset >= end {
+            return None;
+        }
+        let run = ranges.iter().find(|run| run.end > offset);
+        let (stop, data) = match run {
+            Some(run) if run.start <= offset => (run.end, true),
+            Some(run) => (run.start, false),
+            None => (end, false),
+        };
+        let bytes = stop.min(end) - offset;
+        let part = Piece { at: piece.at + (offset - piece.offset), offset, bytes, ..piece };
+        offset += bytes;
+        Some((part, data))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_piece_is_cut_where_data_begins_and_ends() {
+        let ranges = [DataRange { start: 4096, end: 8192 }, DataRange { start: 12288, end: 16384 }];
+        let piece = Piece { buffer: 0, at: 100, offset: 4000, bytes: 9000 };
+        let cut: Vec<(u64, u64, bool)> =
+            parts(piece, &ranges).map(|(part, data)| (part.at, part.bytes, data)).collect();
+        assert_eq!(cut, [(100, 96, false), (196, 4096, true), (4292, 4096, false), (8388, 712, true)]);
+        let cut: Vec<(u64, bool)> = parts(Piece { buffer: 0, at: 0, offset: 16384, bytes: 10 }, &ranges)
+            .map(|(part, data)| (part.bytes, data))
+            .collect();
+        assert_eq!(cut, [(10, false)]);
+        assert_eq!(parts(piece, &[]).count(), 1);
+    }
+}

@@ -1,0 +1,393 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The layout of a pages file: the length of the contents in 8 bytes, then the bytes of the buffers. KFD
+//! buffers of a process have one file for each GPU. Each buffer of a render node has its own.
+
+use std::fs::File;
+use std::io;
+use std::ops::{Range, RangeInclusive};
+use std::os::fd::BorrowedFd;
+use std::os::unix::fs::FileExt as _;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::SystemTime;
+
+use nix::errno::Errno;
+use nix::unistd::{Whence, lseek};
+use rewake_criu_images::amdgpu::{KfdImage, RenderContents, drm_pages_name, pages_name};
+use rewake_image_io::files::TransferFile;
+
+use crate::duplicate_finder::DUPLICATES_FILE;
+use crate::folder::{self as image, FileError};
+
+/// Bytes of a chunk, which fits a slot of staging memory.
+pub(crate) const CHUNK: u64 = 2 << 20;
+/// Bytes of the length at the start of a file.
+pub(crate) const HEADER: u64 = 8;
+
+/// A file with the memory of buffers of one GPU.
+#[derive(Debug)]
+pub struct PagesFile {
+    pub(crate) name: String,
+    pub(crate) file: Arc<TransferFile>,
+    /// The N of the GPU's `/dev/dri/renderDN`.
+    pub(crate) minor: u32,
+    /// The buffers in file order.
+    stretches: Vec<Stretch>,
+    /// The length of the whole file.
+    pub(crate) length: u64,
+    /// The modification time when a file was opened for reading.
+    written: Option<SystemTime>,
+    /// The data range that was found last. The file system scans a whole range to find its end.
+    data: Mutex<Range<u64>>,
+}
+
+/// A buffer's bytes in the file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Stretch {
+    /// The number of the buffer.
+    pub(crate) buffer: usize,
+    /// The first byte in the file.
+    pub(crate) start: u64,
+    /// The number of bytes.
+    pub(crate) bytes: u64,
+}
+
+impl Stretch {
+    /// Returns the chunks that hold the bytes, or None if there are no bytes.
+    pub(crate) fn chunks(&self) -> Option<RangeInclusive<u64>> {
+        let last = (self.start + self.bytes).checked_sub(1).filter(|_| self.bytes > 0)?;
+        Some(self.start / CHUNK..=last / CHUNK)
+    }
+}
+
+/// Bytes of a buffer in a chunk.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Piece {
+    /// The number of the buffer.
+    pub(crate) buffer: usize,
+    /// The first byte in the buffer.
+    pub(crate) at: u64,
+    /// The first byte in the file.
+    pub(crate) offset: u64,
+    /// The number of bytes.
+    pub(crate) bytes: u64,
+}
+
+#[derive(Debug, thiserror::Error)]
+#[error("{found}, where buffers need {expected}: the image is damaged or incomplete")]
+struct Length {
+    expected: u64,
+    found: String,
+}
+
+#[derive(Debug, thiserror::Error)]
+#[error("the file was written while it was loaded: the loaded memory may mix two images")]
+struct ChangedFile;
+
+impl PagesFile {
+    /// Creates a file of full length. It is a hole, except for the length of the contents.
+    pub fn create(
+        folder: BorrowedFd<'_>,
+        id: u32,
+        image: &KfdImage,
+        gpu: u32,
+        minor: u32,
+    ) -> Result<Self, FileError> {
+        Self::create_with_layout(folder, pages_name(id, gpu), minor, of_gpu(image, gpu))
+    }
+
+    /// As [`PagesFile::create`], for one buffer of a render node. `minor` is the GPU's number on this host.
+    pub fn create_render(
+        folder: BorrowedFd<'_>,
+        contents: &RenderContents,
+        buffer: usize,
+        minor: u32,
+    ) -> Result<Self, FileError> {
+        let name = drm_pages_name(contents.id, contents.minor, buffer);
+        Self::create_with_layout(folder, name, minor, of_buffer(contents, buffer))
+    }
+
+    /// Opens a file, and refuses one whose length does not match the image's buffers.
+    pub fn open(
+        folder: BorrowedFd<'_>,
+        id: u32,
+        image: &KfdImage,
+        gpu: u32,
+        minor: u32,
+    ) -> Result<Self, FileError> {
+        let pages = Self::open_existing(folder, pages_name(id, gpu), minor, of_gpu(image, gpu))?;
+        pages
+            .check_length()
+            .and_then(|()| pages.check_header())
+            .map_err(FileError::of("read", &pages.name))?;
+        Ok(pages)
+    }
+
+    /// As [`PagesFile::open`], for one buffer of a render node. CRIU's plugin does not set the header of such
+    /// files.
+    pub fn open_render(
+        folder: BorrowedFd<'_>,
+        contents: &RenderContents,
+        buffer: usize,
+        minor: u32,
+    ) -> Result<Self, FileError> {
+        let name = drm_pages_name(contents.id, contents.minor, buffer);
+        let pages = Self::open_existing(folder, name, minor, of_buffer(contents, buffer))?;
+        pages.check_length().map_err(FileError::of("read", &pages.name))?;
+        Ok(pages)
+    }
+
+    fn create_with_layout(
+        folder: BorrowedFd<'_>,
+        name: String,
+        minor: u32,
+        layout: Layout,
+    ) -> Result<Self, FileError> {
+        image::remove(folder, DUPLICATES_FILE)?;
+        let file = image::create(folder, &name)?;
+        let direct = image::open_direct(folder, &name, true);
+        let pages = Self::with_layout(name, (file, direct), minor, layout);
+        let file = pages.file.file();
+        let made = file.set_len(pages.length);
+        let made = made.and_then(|()| file.write_all_at(&(pages.length - HEADER).to_le_bytes(), 0));
+        made.map_err(FileError::of("write", &pages.name))?;
+        Ok(pages)
+    }
+
+    fn open_existing(
+        folder: BorrowedFd<'_>,
+        name: String,
+        minor: u32,
+        layout: Layout,
+    ) -> Result<Self, FileError> {
+        let file = image::open(folder, &name)?;
+        let direct = image::open_direct(folder, &name, false);
+        let written = modified(&file).map_err(FileError::of("read", &name))?;
+        Ok(Self { written: Some(written), ..Self::with_layout(name, (file, direct), minor, layout) })
+    }
+
+    fn with_layout(name: String, (file, direct): (File, Option<File>), minor: u32, layout: Layout) -> Self {
+        let file = TransferFile::new(&name, file, direct);
+        let (stretches, length) = layout;
+        Self { name, file, minor, stretches, length, written: None, data: Mutex::default() }
+    }
+
+    pub(crate) fn check_length(&self) -> io::Result<()> {
+        let length = self.file.file().metadata()?.len();
+        if length < self.length {
+            let found = format!("{length} bytes");
+            return Err(io::Error::other(Length { expected: self.length, found }));
+        }
+        Ok(())
+    }
+
+    /// Checks that all bytes that were read belong to one image. The file may be removed or renamed: a user
+    /// may do that once the restore runs.
+    pub(crate) fn check_unchanged(&self) -> io::Result<()> {
+        // A file that was shortened reads as a hole.
+        self.check_length()?;
+        match self.written {
+            Some(written) if modified(self.file.file())? != written => Err(io::Error::other(ChangedFile)),
+            _ => Ok(()),
+        }
+    }
+
+    fn check_header(&self) -> io::Result<()> {
+        let wrong = |found| io::Error::other(Length { expected: self.length, found });
+        let mut header = [0; 8];
+        self.file.file().read_exact_at(&mut header, 0)?;
+        let content_bytes = u64::from_le_bytes(header);
+        if content_bytes != self.length - HEADER {
+            return Err(wrong(format!("contents of {content_bytes} bytes by its header")));
+        }
+        Ok(())
+    }
+
+    /// Returns the number of chunks that hold bytes of buffers.
+    pub(crate) fn chunks(&self) -> u64 {
+        if self.length > HEADER { self.length.div_ceil(CHUNK) } else { 0 }
+    }
+
+    /// Returns the first byte of a chunk in the file, and the byte after its last.
+    pub(crate) fn range(&self, chunk: u64) -> (u64, u64) {
+        let start = chunk * CHUNK;
+        (start, (start + CHUNK).min(self.length))
+    }
+
+    /// Returns the pieces of a chunk, in file order.
+    pub(crate) fn pieces(&self, chunk: u64) -> impl Iterator<Item = Piece> {
+        let (start, end) = self.range(chunk);
+        let first = self.stretches.partition_point(|stretch| stretch.start + stretch.bytes <= start);
+        let inside = self.stretches[first..].iter().take_while(move |stretch| stretch.start < end);
+        inside.filter(|stretch| stretch.bytes > 0).map(move |stretch| {
+            let offset = stretch.start.max(start);
+            let bytes = (stretch.start + stretch.bytes).min(end) - offset;
+            Piece { buffer: stretch.buffer, at: offset - stretch.start, offset, bytes }
+        })
+    }
+
+    /// Returns the buffers in file order.
+    pub(crate) fn stretches(&self) -> &[Stretch] {
+        &self.stretches
+    }
+
+    /// Returns the next range between `offset` and `end` that is not a hole.
+    pub(crate) fn data(&self, offset: u64, end: u64) -> io::Result<Option<(u64, u64)>> {
+        let seek = |from: u64, whence| match lseek(self.file.file(), from.cast_signed(), whence) {
+            Ok(at) => Ok(Some(at.cast_unsigned())),
+            Err(Errno::ENXIO) => Ok(None),
+            Err(errno) => Err(io::Error::from(errno)),
+        };
+        let mut known = self.data.lock().unwrap_or_else(PoisonError::into_inner);
+        if known.contains(&offset) {
+            return Ok(Some((offset, known.end.min(end))));
+        }
+        let Some(start) = seek(offset, Whence::SeekData)?.filter(|start| *start < end) else {
+            return Ok(None);
+        };
+        let stop = seek(start, Whence::SeekHole)?.unwrap_or(end);
+        *known = start..stop;
+        Ok(Some((start, stop.min(end))))
+    }
+}
+
+fn modified(file: &File) -> io::Result<SystemTime> {
+    file.metadata()?.modified()
+}
+
+/// The buffers of a file, and its length.
+type Layout = (Vec<Stretch>, u64);
+
+fn of_gpu(image: &KfdImage, gpu: u32) -> Layout {
+    let (stretches, length) = image.pages(gpu);
+    let stretches = stretches.iter().map(|stretch| Stretch {
+        buffer: stretch.buffer,
+        start: stretch.file_offset,
+        bytes: image.buffers[stretch.buffer].size,
+    });
+    (stretches.collect(), length)
+}
+
+fn of_buffer(contents: &RenderContents, buffer: usize) -> Layout {
+    let bytes = contents.buffers[buffer].size;
+    let start = RenderContents::PAGES_OFFSET;
+    (vec![Stretch { buffer, start, bytes }], start.saturating_add(bytes))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::AsFd as _;
+
+    use rewake_criu_images::amdgpu::KfdBuffer;
+
+    use super::*;
+
+    /// Creates an image with buffers of these sizes. Every third buffer is on GPU 8, the others on GPU 7.
+    fn image(sizes: &[u64]) -> KfdImage {
+        let buffer = |(index, size): (usize, &u64)| KfdBuffer {
+            size: *size,
+            gpu_id: if index % 3 == 2 { 8 } else { 7 },
+            alloc_flags: 1,
+            ..KfdBuffer::default()
+        };
+        KfdImage { buffers: sizes.iter().enumerate().map(buffer).collect(), ..KfdImage::default() }
+    }
+
+    fn new_file(sizes: &[u64]) -> (tempfile::TempDir, PagesFile) {
+        let folder = tempfile::tempdir().unwrap();
+        let open = File::open(folder.path()).unwrap();
+        let file = PagesFile::create(open.as_fd(), 3, &image(sizes), 7, 128).unwrap();
+        (folder, file)
+    }
+
+    #[test]
+    fn every_byte_of_every_buffer_is_in_one_chunk() {
+        let sizes = [4096, 5 * CHUNK, 1, CHUNK - 4104, 4096, 9, 12288];
+        let (_folder, file) = new_file(&sizes);
+        let mut next = vec![0; sizes.len()];
+        let mut offset = HEADER;
+        for chunk in 0..file.chunks() {
+            let (start, end) = file.range(chunk);
+            for piece in file.pieces(chunk) {
+                assert!(piece.offset >= start && piece.offset + piece.bytes <= end);
+                assert_eq!((piece.offset, piece.at), (offset, next[piece.buffer]), "pieces are adjacent");
+                offset += piece.bytes;
+                next[piece.buffer] += piece.bytes;
+            }
+        }
+        assert_eq!(offset, file.length);
+        assert_eq!(next, [4096, 5 * CHUNK, 0, CHUNK - 4104, 4096, 0, 12288], "bytes on GPU 7");
+        let mut in_chunks = vec![0; sizes.len()];
+        for stretch in file.stretches() {
+            in_chunks[stretch.buffer] = stretch.chunks().unwrap().count();
+        }
+        assert_eq!(in_chunks, [1, 6, 0, 1, 1, 0, 1], "one buffer ends at the end of its chunk");
+    }
+
+    #[test]
+    fn a_process_without_memory_on_a_gpu_has_a_file_without_chunks() {
+        let (_folder, file) = new_file(&[]);
+        assert_eq!((file.chunks(), file.length), (0, HEADER));
+    }
+
+    #[test]
+    fn a_buffer_without_bytes_is_in_no_chunk() {
+        let (_folder, file) = new_file(&[0, 4096, 9, 0, 4096]);
+        assert_eq!(file.pieces(0).map(|piece| piece.buffer).collect::<Vec<_>>(), [1, 4]);
+        let chunks: Vec<_> = file.stretches().iter().map(Stretch::chunks).collect();
+        assert_eq!(chunks, [None, Some(0..=0), None, Some(0..=0)]);
+    }
+
+    #[test]
+    fn a_file_of_another_length_is_refused_with_both_lengths() {
+        let sizes = [4096, 8192];
+        let (folder, file) = new_file(&sizes);
+        let open = || {
+            let folder = File::open(folder.path()).unwrap();
+            PagesFile::open(folder.as_fd(), 3, &image(&sizes), 7, 128).map_err(|error| {
+                let cause = std::error::Error::source(&error).unwrap();
+                format!("{error}: {cause}")
+            })
+        };
+        open().unwrap();
+        file.file.file().write_all_at(&4096_u64.to_le_bytes(), 0).unwrap();
+        let error = open().unwrap_err();
+        assert!(error.contains("contents of 4096 bytes by its header, where buffers need 12296"), "{error}");
+        file.file.file().set_len(100).unwrap();
+        let error = open().unwrap_err();
+        assert!(error.starts_with("read amdgpu-pages-3-0007.img"), "{error}");
+        assert!(error.contains("100 bytes, where buffers need 12296"), "{error}");
+    }
+
+    #[test]
+    fn a_file_written_after_it_was_opened_is_refused() {
+        let (folder, file) = new_file(&[4096]);
+        let open = || {
+            let folder = File::open(folder.path()).unwrap();
+            PagesFile::open(folder.as_fd(), 3, &image(&[4096]), 7, 128).unwrap()
+        };
+        let opened = open();
+        opened.check_unchanged().unwrap();
+        // Modification times advance in ticks of up to 10 ms.
+        std::thread::sleep(std::time::Duration::from_millis(30));
+        file.file.file().write_all_at(&[1], 100).unwrap();
+        let error = opened.check_unchanged().unwrap_err();
+        assert!(error.to_string().contains("was written while it was loaded"), "{error}");
+        let opened = open();
+        std::fs::remove_file(folder.path().join(&file.name)).unwrap();
+        opened.check_unchanged().unwrap();
+    }
+
+    #[test]
+    fn data_finds_the_bytes_between_holes() {
+        let (_folder, file) = new_file(&[3 * CHUNK]);
+        assert_eq!(file.data(CHUNK, 2 * CHUNK).unwrap(), None);
+        file.file.file().write_all_at(&[1; 4096], CHUNK + 65536).unwrap();
+        let (start, end) = file.data(CHUNK, 2 * CHUNK).unwrap().unwrap();
+        assert!(start <= CHUNK + 65536 && end >= CHUNK + 65536 + 4096, "{start}..{end}");
+        assert_eq!(file.data(end.max(CHUNK + (1 << 20)), 2 * CHUNK).unwrap(), None);
+        let again = |offset, end| file.data(offset, end).unwrap();
+        assert_eq!(again(start + 5, 2 * CHUNK), Some((start + 5, end)), "from the cached range");
+        assert_eq!(again(start, start + 9), Some((start, start + 9)));
+        assert_eq!(again(CHUNK, 2 * CHUNK), Some((start, end)), "from before the cached range");
+    }
+}

@@ -1,0 +1,497 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The chunks in flight between files and buffers: engines, staging memory, file transfers, and waits.
+
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use rewake_amdgpu_uapi::abi::memory::Mapping;
+use rewake_amdgpu_uapi::settings::max_buffer_size;
+use rewake_image_io::files::{Direction, Finished, Request};
+use rewake_image_io::io_budget::IoBudget;
+use rewake_sdma_copy::{Bo, Memory, Shape, Slot, Staging, Transfer};
+
+use crate::chunk_schedule::{Chunk, ChunkSchedule};
+use crate::copies::{Copies, Sink};
+use crate::dedup::{assign_sources, source_of};
+use crate::error::{Error, Stuck};
+use crate::io_memory::IoMemory;
+use crate::layout::{
+    Buffer, FileEntry, background_schedule, buffers, file_entries, remaining, smallest_first,
+};
+use crate::pages::{CHUNK, PagesFile, Piece};
+use crate::report::Moved;
+use crate::slot_quota::quota;
+use crate::transfers::Transfers;
+use crate::unstaged_reads::UnstagedReads;
+
+/// Slots of staging memory for each GPU, 16 MiB: enough to keep a disk and two rings busy. Creating more
+/// takes longer than they save.
+const SLOTS_PER_GPU: u32 = 8;
+/// The most slots for all GPUs, 48 MiB: three chunks for each of eight GPUs.
+const MAX_SLOTS: u32 = 24;
+/// The fewest slots: one is copied while the other is read or written.
+const MIN_SLOTS: u64 = 2;
+/// The time without progress after which a restore or dump fails.
+pub(crate) const STALL_TIMEOUT: Duration = Duration::from_secs(120);
+/// The poll interval for engines without an event descriptor, and for a disk that others use.
+const SHORT_POLL_MS: u16 = 1;
+/// The poll interval for all others.
+const LONG_POLL_MS: u16 = 1000;
+
+/// The buffer memory of one process or one render node. A restore skips buffers without a dma-buf.
+#[derive(Debug, Clone, Copy)]
+pub struct Process<'a> {
+    /// The files with the bytes of the buffers.
+    pub files: &'a [PagesFile],
+    /// The dma-bufs, by the image's number of the buffer.
+    pub dmabufs: &'a [Option<OwnedFd>],
+}
+
+impl Process<'_> {
+    /// Returns the bytes in one of its files of buffers that have a dma-buf.
+    pub(crate) fn bytes_in(&self, file: &PagesFile) -> u64 {
+        let here = |buffer: usize| self.dmabufs.get(buffer).is_some_and(Option::is_some);
+        let stretches = file.stretches().iter().filter(|stretch| here(stretch.buffer));
+        stretches.map(|stretch| stretch.bytes).sum()
+    }
+}
+
+/// A buffer: its process and the image's number of it.
+pub(crate) type Name = (usize, usize);
+
+/// What a finished chunk completes, for a process on a GPU.
+pub(crate) struct Done {
+    /// The index of the process.
+    pub(crate) process: usize,
+    /// The GPU's render node.
+    pub(crate) minor: u32,
+    /// Bytes of buffers that became resident.
+    pub(crate) bytes: u64,
+    /// Buffers whose last chunk it was.
+    pub(crate) complete: Vec<usize>,
+    /// Whether they were the last buffers of the process.
+    pub(crate) all: bool,
+}
+
+/// All chunks in flight, and the means to move them.
+pub(crate) struct Pipeline<'a> {
+    pub(crate) staging: Staging,
+    pub(crate) moved: Moved,
+    pub(crate) unstaged: UnstagedReads,
+    pub(crate) transfers: Transfers,
+    pub(crate) copies: Copies,
+    processes: &'a [Process<'a>],
+    entries: Vec<FileEntry<'a>>,
+    /// The memory of the slots, as file transfers see it.
+    io_memory: IoMemory,
+    /// Buffers by process and number.
+    buffers: Vec<Vec<Option<Buffer>>>,
+    /// Incomplete buffers, by process.
+    missing: Vec<usize>,
+    schedule: ChunkSchedule,
+    /// Whether processes follow one another, instead of all files taking turns.
+    by_process: bool,
+    /// Whether some buffers have the same bytes as others.
+    has_duplicates: bool,
+    free: Vec<Slot>,
+    last: Instant,
+}
+
+impl<'a> Pipeline<'a> {
+    /// Opens an engine for each GPU. The schedule is file order.
+    pub(crate) fn new(
+        processes: &'a [Process<'a>],
+        sink: Sink<'_>,
+        budget: Option<Arc<IoBudget>>,
+    ) -> Result<Self, Error> {
+        let (entries, minors) = file_entries(processes);
+        let buffers = buffers(processes, &entries);
+        let missing = remaining(processes, &buffers);
+        let all: u64 = entries.iter().map(|entry| entry.file.chunks()).sum();
+        let most = (max_buffer_size()?.unwrap_or(u64::MAX) / CHUNK).max(MIN_SLOTS);
+        let slots =
+            MAX_SLOTS.min(SLOTS_PER_GPU.saturating_mul(u32::try_from(minors.len()).unwrap_or(MAX_SLOTS)));
+        let slots = u32::try_from(most.min(all.max(MIN_SLOTS))).unwrap_or(slots).min(slots);
+        let (staging, copies) = Copies::new(sink, &minors, Shape { slots, slot_bytes: CHUNK })?;
+        let io_memory = match staging.memory() {
+            Memory::Pages => IoMemory::Staging(staging.clone()),
+            Memory::Gtt => IoMemory::Own(Arc::new(Mapping::anonymous(u64::from(slots) * CHUNK)?)),
+        };
+        let sequences = entries.iter().map(|entry| (0..entry.file.chunks()).collect());
+        let schedule = ChunkSchedule::new(sequences, vec![(0..entries.len()).collect()]);
+        Ok(Self {
+            free: staging.slots().collect(),
+            staging,
+            moved: Moved::default(),
+            processes,
+            entries,
+            copies,
+            io_memory,
+            transfers: Transfers::new(budget)?,
+            buffers,
+            missing,
+            schedule,
+            by_process: false,
+            has_duplicates: false,
+            unstaged: UnstagedReads::default(),
+            last: Instant::now(),
+        })
+    }
+
+    pub(crate) fn file(&self, chunk: Chunk) -> &'a PagesFile {
+        self.entries[chunk.file].file
+    }
+
+    /// Returns the processes that have no buffer to load.
+    pub(crate) fn without_buffers(&self) -> impl Iterator<Item = usize> + use<> {
+        let none: Vec<usize> =
+            (0..self.missing.len()).filter(|process| self.missing[*process] == 0).collect();
+        none.into_iter()
+    }
+
+    /// Returns the files that a process's bytes come from. With duplicates, these include other processes'
+    /// files.
+    pub(crate) fn read_for(&self, process: usize) -> impl Iterator<Item = &'a PagesFile> {
+        let others = self.has_duplicates.then(|| self.files()).into_iter().flatten();
+        self.processes[process].files.iter().chain(others)
+    }
+
+    pub(crate) fn files(&self) -> impl Iterator<Item = &'a PagesFile> {
+        self.entries.iter().map(|entry| entry.file)
+    }
+
+    /// Returns lines for the log about the paths of the bytes.
+    pub(crate) fn notes(&self) -> Vec<String> {
+        self.copies.notes().chain(self.transfers.note()).collect()
+    }
+
+    /// Switches to the schedule of a background load, with `first` at the front of its GPUs. Of duplicates,
+    /// one buffer is read.
+    pub(crate) fn by_process(&mut self, first: &[Name], duplicates: &[Vec<Name>]) {
+        let files = smallest_first(self.processes, &self.entries);
+        for set in duplicates {
+            self.has_duplicates |= assign_sources(set, &files, self.processes, &mut self.buffers);
+        }
+        self.schedule = background_schedule(self.processes, &self.entries, &self.buffers, files, first);
+        self.by_process = true;
+    }
+
+    /// Moves a buffer before all that are not in flight and were not demanded earlier. Ignores a buffer that
+    /// is not loaded.
+    pub(crate) fn demand(&mut self, process: usize, buffer: usize) {
+        let here = self.processes[process].dmabufs[buffer].is_some();
+        if let Some(Buffer { file, chunks, .. }) =
+            source_of(&self.buffers, (process, buffer)).filter(|_| here)
+        {
+            self.schedule.demand(*file, chunks.clone());
+        }
+    }
+
+    /// Returns the next chunk of a GPU that has room for copies and is not `skipped`. None: no chunk can
+    /// start now.
+    pub(crate) fn next_chunk(&self, skipped: &[usize]) -> Option<Chunk> {
+        let engine = |file: usize| self.entries[file].engine;
+        self.schedule.next(|file| !skipped.contains(&engine(file)) && self.copies.has_room(engine(file)))
+    }
+
+    /// Takes the chunk that [`Pipeline::next_chunk`] returned.
+    pub(crate) fn take_chunk(&mut self, chunk: Chunk) {
+        self.schedule.take(chunk);
+        self.last = Instant::now();
+    }
+
+    /// Takes the chunks that hold no bytes to read.
+    pub(crate) fn take_unread(&mut self) {
+        for file in 0..self.entries.len() {
+            for number in 0..self.entries[file].file.chunks() {
+                let chunk = Chunk { file, number };
+                if !self.file(chunk).pieces(number).any(|piece| self.is_moved(chunk, &piece)) {
+                    self.schedule.take(chunk);
+                }
+            }
+        }
+    }
+
+    pub(crate) fn all_taken(&self) -> bool {
+        self.schedule.all_taken()
+    }
+
+    pub(crate) fn is_demanded(&self, chunk: Chunk) -> bool {
+        self.schedule.is_demanded(chunk)
+    }
+
+    pub(crate) fn free_slot(&mut self) -> Option<Slot> {
+        self.free.pop()
+    }
+
+    /// Returns the most slots for a GPU. None: no limit, because files take turns or one GPU remains.
+    pub(crate) fn quota(&self) -> Option<usize> {
+        let left = |engine: usize| {
+            let mut files = self.entries.iter().enumerate().filter(|(_, entry)| entry.engine == engine);
+            files.any(|(file, _)| self.schedule.has_remaining(file))
+        };
+        let gpus = || (0..self.copies.count()).filter(|engine| left(*engine)).count();
+        self.by_process.then(|| quota(self.staging.slots().len(), gpus())).flatten()
+    }
+
+    /// Returns the index of the GPU that a chunk belongs to.
+    pub(crate) fn gpu(&self, chunk: Chunk) -> usize {
+        self.entries[chunk.file].engine
+    }
+
+    pub(crate) fn give_back(&mut self, slot: Slot) {
+        self.free.push(slot);
+    }
+
+    /// Returns whether every slot is free and no copy is in flight.
+    pub(crate) fn is_idle(&self) -> bool {
+        let slots = self.free.len() == self.staging.slots().len();
+        slots && self.copies.is_idle() && self.unstaged.is_idle()
+    }
+
+    /// Returns whether a piece is moved. It is not if its buffer is skipped or has another source.
+    pub(crate) fn is_moved(&self, chunk: Chunk, piece: &Piece) -> bool {
+        let process = self.entries[chunk.file].process;
+        let buffer = || self.buffers[process][piece.buffer].as_ref();
+        self.processes[process].dmabufs[piece.buffer].is_some()
+            && buffer().is_some_and(|of| of.duplicates.source.is_none())
+    }
+
+    /// Returns the number of buffers that get a piece's bytes: its own and its followers.
+    pub(crate) fn buffers_with(&self, chunk: Chunk, piece: &Piece) -> usize {
+        let buffer = || self.buffers[self.entries[chunk.file].process][piece.buffer].as_ref();
+        if self.is_moved(chunk, piece) {
+            1 + buffer().map_or(0, |of| of.duplicates.followers.len())
+        } else {
+            0
+        }
+    }
+
+    /// Returns one of these buffers. The first is the piece's own.
+    pub(crate) fn buffer_with(&self, chunk: Chunk, piece: &Piece, which: usize) -> Name {
+        let process = self.entries[chunk.file].process;
+        let followers =
+            |buffer: &Buffer| which.checked_sub(1).map(|which| buffer.duplicates.followers[which]);
+        self.buffers[process][piece.buffer].as_ref().and_then(followers).unwrap_or((process, piece.buffer))
+    }
+
+    /// Returns the index of each GPU that a chunk is copied to; it may repeat.
+    pub(crate) fn gpus(&self, chunk: Chunk) -> impl Iterator<Item = usize> {
+        let pieces = self.has_duplicates.then(|| self.file(chunk).pieces(chunk.number)).into_iter().flatten();
+        let others = pieces.flat_map(move |piece| {
+            (1..self.buffers_with(chunk, &piece))
+                .map(move |which| self.gpu_of(self.buffer_with(chunk, &piece, which)))
+        });
+        std::iter::once(self.gpu(chunk)).chain(others)
+    }
+
+    fn gpu_of(&self, (process, number): Name) -> usize {
+        self.buffers[process][number].as_ref().map_or(0, |buffer| self.entries[buffer.file].engine)
+    }
+
+    /// Returns whether other buffers have some of a chunk's bytes.
+    pub(crate) fn has_followers(&self, chunk: Chunk) -> bool {
+        self.gpus(chunk).nth(1).is_some()
+    }
+
+    /// Returns the engine of a buffer, and the engine's handle of it.
+    pub(crate) fn bo(&mut self, (process, number): Name) -> Result<(usize, Bo), Error> {
+        let buffer = self.buffers[process][number].as_mut().expect("a buffer with a piece has bytes");
+        let engine = self.entries[buffer.file].engine;
+        if let Some(bo) = buffer.bo {
+            return Ok((engine, bo));
+        }
+        let dmabuf = self.processes[process].dmabufs[number].as_ref();
+        let bo = self.copies.import(engine, dmabuf.ok_or(Stuck::NoBytes(number))?)?;
+        buffer.bo = Some(bo);
+        self.moved.buffers += 1;
+        Ok((engine, bo))
+    }
+
+    /// Counts bytes of a piece for one of its buffers. Only those of the first buffer are read.
+    pub(crate) fn count_duplicate(&mut self, which: usize, bytes: u64, zero: u64) {
+        if which > 0 {
+            self.moved.bytes += bytes;
+            self.moved.same += bytes;
+            self.moved.zero += zero;
+        }
+    }
+
+    /// Adds a transfer to the next [`Pipeline::copy`].
+    pub(crate) fn push(&mut self, name: Name, transfer: impl FnOnce(Bo) -> Transfer) -> Result<(), Error> {
+        let (engine, bo) = self.bo(name)?;
+        self.copies.push(engine, transfer(bo));
+        Ok(())
+    }
+
+    /// Starts the copies of a chunk, which must have room.
+    pub(crate) fn copy(&mut self, chunk: Chunk, slot: Option<Slot>) -> Result<(), Error> {
+        let submissions = self.copies.submit(self.gpu(chunk), chunk, slot)?;
+        self.moved.submissions += submissions as u64;
+        self.last = Instant::now();
+        Ok(())
+    }
+
+    /// Returns whether the CPU copies and the page cache has these bytes.
+    pub(crate) fn may_read_unstaged(&self, chunk: Chunk, offset: u64, bytes: u64) -> bool {
+        let FileEntry { file, engine, .. } = self.entries[chunk.file];
+        self.copies.is_by_cpu(engine)
+            && file.file.is_cached(offset, usize::try_from(bytes).unwrap_or(usize::MAX))
+    }
+
+    /// Starts reads of a chunk's pieces into their buffers, without staging. Their tokens follow those of
+    /// slots.
+    pub(crate) fn read_unstaged(
+        &mut self,
+        chunk: Chunk,
+        place: usize,
+        pieces: &[Piece],
+    ) -> Result<(), Error> {
+        let file = self.file(chunk);
+        let token = (self.staging.slots().len() + place) as u64;
+        for piece in pieces {
+            let (engine, bo) = self.bo(self.buffer_with(chunk, piece, 0))?;
+            let view = self.copies.view(engine, bo)?.ok_or(Stuck::NoBytes(piece.buffer))?;
+            let &Piece { at, bytes, .. } = piece;
+            if at.checked_add(bytes).is_none_or(|end| end > view.len()) {
+                let (what, size, reason) = ("a BO", view.len(), "it ends before that");
+                return Err(rewake_sdma_copy::Error::Range { what, at, bytes, size, reason }.into());
+            }
+            let size = |bytes: u64| usize::try_from(bytes).unwrap_or(usize::MAX);
+            self.transfers.start(Request {
+                file: Arc::clone(&file.file),
+                direction: Direction::Read,
+                offset: piece.offset,
+                memory: IoMemory::Buffer(view),
+                at: size(piece.at),
+                bytes: size(piece.bytes),
+                needed: size(piece.bytes),
+                token,
+            });
+        }
+        self.moved.read += pieces.iter().map(|piece| piece.bytes).sum::<u64>();
+        self.unstaged.start(place, chunk, pieces.len());
+        Ok(())
+    }
+
+    /// Returns whether the copies of a slot's chunk may be submitted now.
+    pub(crate) fn may_copy(&self, chunk: Chunk) -> bool {
+        self.gpus(chunk).all(|gpu| self.copies.may_copy(gpu))
+    }
+
+    /// Returns whether the fills of a chunk without a slot may be submitted now.
+    pub(crate) fn may_fill(&self, chunk: Chunk) -> bool {
+        self.gpus(chunk).all(|gpu| self.copies.may_fill(gpu))
+    }
+
+    /// Adds the chunks whose copies have ended. Returns whether an engine may have room that it had not.
+    pub(crate) fn copied(&mut self, into: &mut Vec<(Chunk, Option<Slot>)>) -> Result<bool, Error> {
+        into.extend(self.unstaged.take_ended().map(|chunk| (chunk, None)));
+        let any = self.copies.take_ended(into)?;
+        if any {
+            self.last = Instant::now();
+        }
+        Ok(any)
+    }
+
+    /// Counts a finished chunk, and releases buffers that are complete.
+    pub(crate) fn chunk_done(&mut self, chunk: Chunk, into: &mut Vec<Done>) -> Result<(), Error> {
+        let file = self.file(chunk);
+        for piece in file.pieces(chunk.number) {
+            for which in 0..self.buffers_with(chunk, &piece) {
+                let (process, number) = self.buffer_with(chunk, &piece, which);
+                let Some(buffer) = &mut self.buffers[process][number] else { continue };
+                let FileEntry { file: PagesFile { minor, .. }, engine, .. } = self.entries[buffer.file];
+                let of_it = into.iter().position(|done| (done.process, done.minor) == (process, *minor));
+                let of_it = of_it.unwrap_or_else(|| {
+                    into.push(Done { process, minor: *minor, bytes: 0, complete: Vec::new(), all: false });
+                    into.len() - 1
+                });
+                buffer.left -= 1;
+                into[of_it].bytes += piece.bytes;
+                if buffer.left == 0 {
+                    buffer.bo.take().map_or(Ok(()), |bo| self.copies.release(engine, bo))?;
+                    into[of_it].complete.push(number);
+                }
+            }
+        }
+        for done in into {
+            self.missing[done.process] -= done.complete.len();
+            done.all = !done.complete.is_empty() && self.missing[done.process] == 0;
+        }
+        Ok(())
+    }
+
+    /// Returns the memory that files are read into and written from.
+    pub(crate) fn io_memory(&self) -> IoMemory {
+        self.io_memory.clone()
+    }
+
+    /// Returns the offset of a slot in that memory.
+    pub(crate) fn place(slot: Slot) -> usize {
+        slot.index() as usize * usize::try_from(CHUNK).unwrap_or(usize::MAX)
+    }
+
+    /// Adds the file transfers that have ended.
+    pub(crate) fn transferred(&mut self, into: &mut Vec<Finished>) {
+        self.transfers.finished(into);
+        if !into.is_empty() {
+            self.last = Instant::now();
+        }
+    }
+
+    /// Copies a slot to staging memory, where files cannot be read into it.
+    pub(crate) fn copy_to_staging(&self, slot: Slot, bytes: u64) {
+        if let IoMemory::Own(own) = &self.io_memory {
+            let mut copy = vec![0; usize::try_from(bytes).unwrap_or(0)];
+            own.read(Self::place(slot) as u64, &mut copy);
+            self.staging.write(rewake_sdma_copy::Place { slot, at: 0 }, &copy);
+        }
+    }
+
+    /// Copies a slot from staging memory, where files cannot be written from it.
+    pub(crate) fn copy_from_staging(&self, slot: Slot, bytes: u64) {
+        if let IoMemory::Own(own) = &self.io_memory {
+            let mut copy = vec![0; usize::try_from(bytes).unwrap_or(0)];
+            self.staging.read(rewake_sdma_copy::Place { slot, at: 0 }, &mut copy);
+            own.write(Self::place(slot) as u64, &copy);
+        }
+    }
+
+    /// Sleeps until a transfer may have ended or `wake` is readable; briefly if a read was `refused`.
+    pub(crate) fn wait(&mut self, wake: Option<BorrowedFd<'_>>, refused: bool) -> Result<(), Error> {
+        if refused && self.transfers.in_flight() == 0 && self.copies.is_idle() {
+            // Other readers have the budget, and this is not a stall.
+            self.last = Instant::now();
+        }
+        if self.last.elapsed() > STALL_TIMEOUT {
+            return self.diagnose();
+        }
+        let mut fds: Vec<PollFd<'_>> = self.transfers.wakers().collect();
+        fds.extend(wake.map(|wake| PollFd::new(wake, PollFlags::POLLIN)));
+        let soon = refused && self.transfers.must_poll();
+        let look = u16::try_from(self.transfers.patience().as_millis())
+            .map_or(LONG_POLL_MS, |look| look.min(LONG_POLL_MS));
+        let mut needs_polling = false;
+        for event in self.copies.events() {
+            needs_polling |= event.is_none();
+            fds.extend(event.map(|fd| PollFd::new(fd, PollFlags::POLLIN)));
+        }
+        match poll(&mut fds, PollTimeout::from(if needs_polling || soon { SHORT_POLL_MS } else { look })) {
+            Ok(_) | Err(nix::errno::Errno::EINTR) => {}
+            Err(errno) => return Err(errno.into()),
+        }
+        self.transfers.drain_wakeup();
+        Ok(())
+    }
+
+    fn diagnose(&mut self) -> Result<(), Error> {
+        self.copies.diagnose()?;
+        match self.transfers.in_flight() {
+            0 => Err(Stuck::Nothing.into()),
+            count => Err(Stuck::Files(count).into()),
+        }
+    }
+}

@@ -1,0 +1,99 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! A pages file with known contents, and engines driven to their end.
+#![allow(dead_code, unreachable_pub)] // Each test binary uses its part.
+
+use std::io::Write;
+use std::os::fd::{AsRawFd, RawFd};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use rewake_image_io::{
+    Acquire, BlockCache, BlockRef, Done, Engine, LoadGuard, Notifier, PagesFile, Read, ReadError, ReadMode,
+};
+use tempfile::NamedTempFile;
+
+/// Bytes that differ everywhere: each 8 bytes are a hash of their own offset.
+pub fn content(len: usize) -> Vec<u8> {
+    let word = |i: u64| (i.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ (i << 17)).to_le_bytes();
+    (0..len.div_ceil(8) as u64).flat_map(word).take(len).collect()
+}
+
+/// A file on disk with `content(len)`, written back so that it can be dropped from the page cache.
+pub fn pages(len: usize) -> (NamedTempFile, Arc<PagesFile>, Vec<u8>) {
+    let bytes = content(len);
+    // Not in /tmp, which may be memory: that never gets cold, and is never read directly.
+    let mut temp = NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    temp.write_all(&bytes).unwrap();
+    temp.as_file().sync_all().unwrap();
+    let file = PagesFile::open(temp.path()).unwrap();
+    (temp, file, bytes)
+}
+
+/// Has the kernel evict the file's pages.
+pub fn make_cold(temp: &NamedTempFile) {
+    // SAFETY: posix_fadvise takes no pointers.
+    let rc = unsafe { libc::posix_fadvise(temp.as_raw_fd(), 0, 0, libc::POSIX_FADV_DONTNEED) };
+    assert_eq!(rc, 0);
+}
+
+/// Returns whether the descriptor becomes readable in time. An interruption by io_uring's own work does not
+/// count.
+pub fn readable(fd: RawFd, patience: Duration) -> bool {
+    let give_up = Instant::now() + patience;
+    loop {
+        let left = give_up.saturating_duration_since(Instant::now());
+        let mut poll = libc::pollfd { fd, events: libc::POLLIN, revents: 0 };
+        // SAFETY: one pollfd that lives across the call.
+        let ready = unsafe { libc::poll(&raw mut poll, 1, i32::try_from(left.as_millis()).unwrap()) };
+        if ready >= 0 || std::io::Error::last_os_error().kind() != std::io::ErrorKind::Interrupted {
+            return ready > 0;
+        }
+    }
+}
+
+/// Reaps until `count` reads are over. It waits for the engine's descriptor where it has one.
+pub fn finish(engine: &mut dyn Engine, count: usize) -> Vec<Done> {
+    engine.flush();
+    let mut done = Vec::new();
+    let start = Instant::now();
+    while done.len() < count {
+        assert!(start.elapsed() < Duration::from_secs(60), "{} of {count} reads are over", done.len());
+        if let Some(fd) = engine.poll_fd() {
+            assert!(readable(fd, Duration::from_secs(60)), "the engine's descriptor stays unreadable");
+        }
+        engine.reap(&mut done);
+    }
+    done
+}
+
+pub fn load(cache: &Arc<BlockCache>, file: &Arc<PagesFile>, block: u64, notifier: &Notifier) -> LoadGuard {
+    match cache.acquire(file, block, notifier) {
+        Acquire::Load(guard) => guard,
+        other => panic!("expected to load block {block}, got {other:?}"),
+    }
+}
+
+/// Loads a block on the calling thread and publishes it.
+pub fn fill(mut guard: LoadGuard, file: &PagesFile) -> BlockRef {
+    let mut slice = guard.take_slice().unwrap();
+    rewake_image_io::read_now(file, guard.offset(), &mut slice).unwrap();
+    guard.publish(slice)
+}
+
+/// Reads `len` bytes with an engine, into a block buffer of `cache`.
+pub fn read_once(
+    engine: &mut dyn Engine,
+    cache: &Arc<BlockCache>,
+    file: &Arc<PagesFile>,
+    (offset, len, how): (u64, usize, ReadMode),
+) -> Result<Vec<u8>, ReadError> {
+    // A block number that no test uses, far beyond the file: its buffer is a whole block.
+    let mut guard = load(cache, file, 1 << 40, &Notifier::new().unwrap());
+    let mut dst = guard.take_slice().unwrap();
+    dst.fill(0xEE);
+    dst.truncate(len);
+    engine.submit(Read { ticket: 1, file: Arc::clone(file), offset, dst, how }).unwrap();
+    let done = finish(engine, 1).pop().unwrap();
+    assert_eq!((done.ticket, done.dst.len(), engine.in_flight()), (1, len, 0));
+    done.result.map(|()| done.dst.to_vec())
+}

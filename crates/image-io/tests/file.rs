@@ -1,0 +1,210 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! A pages file knows its identity, its changes and what of it is in the page cache.
+
+mod common;
+
+use std::os::unix::fs::{FileExt as _, PermissionsExt as _};
+use std::time::{Duration, Instant};
+
+use common::{make_cold, pages};
+use nix::fcntl::{FallocateFlags, fallocate};
+use rewake_image_io::{BLOCK, FileState, PAGE, PagesFile, ReadError, ReadMode, StoreError, read_now};
+use rewake_skip::skip;
+
+/// How often bytes are put into the page cache until they are found there: the kernel may evict them.
+const TRIES: u32 = 10;
+
+#[test]
+fn residency_is_measured_block_by_block() {
+    let (temp, file, bytes) = pages(4 * BLOCK);
+    let just_written = (0..TRIES).any(|_| {
+        std::os::unix::fs::FileExt::write_all_at(temp.as_file(), &bytes, 0).unwrap();
+        file.is_cached(0, 4 * BLOCK)
+    });
+    assert!(just_written);
+    temp.as_file().sync_all().unwrap();
+    make_cold(&temp);
+    if file.is_cached(0, BLOCK) {
+        skip!("{} cannot be made cold (tmpfs, or a kernel before 6.5)", temp.path().display());
+    }
+    let fadv_random = libc::POSIX_FADV_RANDOM;
+    // Without readahead the kernel caches exactly what is read (the advice is per open file).
+    let again = std::fs::File::open(temp.path()).unwrap();
+    // SAFETY: posix_fadvise takes no pointers.
+    unsafe { libc::posix_fadvise(std::os::fd::AsRawFd::as_raw_fd(&again), 0, 0, fadv_random) };
+    let random = PagesFile::from_file(again, temp.path()).unwrap();
+    let just_read = (0..TRIES).any(|_| {
+        read_now(&random, 2 * BLOCK as u64, &mut vec![0; BLOCK]).unwrap();
+        file.is_cached(2 * BLOCK as u64, BLOCK)
+    });
+    assert!(just_read);
+    assert!(!file.is_cached(BLOCK as u64, BLOCK));
+    assert!(!file.is_cached(BLOCK as u64, 2 * BLOCK), "half of it is missing");
+    assert_eq!(file.how(2 * BLOCK as u64, BLOCK), ReadMode::Buffered);
+    assert_eq!(
+        file.how(BLOCK as u64, BLOCK),
+        if file.has_direct() { ReadMode::Direct } else { ReadMode::Buffered }
+    );
+}
+
+#[test]
+fn a_block_with_dirty_pages_is_read_through_the_cache() {
+    use std::os::unix::fs::FileExt;
+    let (temp, file, _) = pages(BLOCK);
+    make_cold(&temp);
+    // The kernel may write it to the disk meanwhile.
+    let buffered = (0..TRIES).any(|_| {
+        temp.as_file().write_all_at(&[1; PAGE], 0).unwrap();
+        file.how(0, BLOCK) == ReadMode::Buffered
+    });
+    assert!(buffered);
+}
+
+#[test]
+fn the_end_of_the_file_counts_as_cached_whole_pages() {
+    let (_temp, file, _) = pages(PAGE + 904);
+    assert!(file.is_cached(PAGE as u64, BLOCK), "what lies beyond the end is not missing");
+    assert_eq!(file.blocks(), 1);
+}
+
+#[test]
+fn two_opens_of_one_file_have_one_key_until_it_changes() {
+    let (temp, file, _) = pages(BLOCK);
+    assert_eq!(PagesFile::open(temp.path()).unwrap().key(), file.key());
+    std::thread::sleep(std::time::Duration::from_millis(20));
+    std::fs::write(temp.path(), vec![9; BLOCK]).unwrap();
+    assert_ne!(PagesFile::open(temp.path()).unwrap().key(), file.key());
+}
+
+#[test]
+fn an_unlinked_file_is_still_read_directly() {
+    let temp = tempfile::tempfile().unwrap();
+    temp.set_len(BLOCK as u64).unwrap();
+    let file = PagesFile::from_file(temp, "unlinked").unwrap();
+    assert_eq!(file.len(), BLOCK as u64);
+    read_now(&file, 0, &mut [1; PAGE]).unwrap();
+}
+
+#[test]
+fn a_range_beyond_the_end_is_refused_by_name() {
+    let (temp, file, _) = pages(BLOCK + 10);
+    file.check_range(0, BLOCK + 10).unwrap();
+    file.check_range(u64::MAX, 0).unwrap();
+    let error = file.check_range(BLOCK as u64, 11).unwrap_err();
+    assert!(matches!(error, ReadError::Short { expected: 11, got: 10, .. }));
+    assert!(error.to_string().contains(&*temp.path().to_string_lossy()));
+    file.check_range(u64::MAX, 1).unwrap_err();
+}
+
+#[test]
+fn only_regular_files_are_opened() {
+    let dir = tempfile::tempdir().unwrap();
+    assert!(matches!(PagesFile::open(dir.path()), Err(StoreError::NotRegular { .. })));
+    assert!(matches!(PagesFile::open("/dev/zero"), Err(StoreError::NotRegular { .. })));
+    let missing = PagesFile::open(dir.path().join("pages-1.img")).unwrap_err();
+    assert!(missing.to_string().contains("pages-1.img"));
+}
+
+/// Changes a file until its change time differs: the kernel's clock for it advances in ticks.
+fn until_change_time_differs(file: &std::fs::File, mut act: impl FnMut()) {
+    let before = FileState::of(file).unwrap().key.ctime;
+    let deadline = Instant::now() + Duration::from_secs(10);
+    while FileState::of(file).unwrap().key.ctime == before {
+        assert!(Instant::now() < deadline, "the change time stays as it is");
+        std::thread::sleep(Duration::from_millis(1));
+        act();
+    }
+}
+
+fn set_back(file: &std::fs::File, modified: std::time::SystemTime) {
+    file.set_times(std::fs::FileTimes::new().set_modified(modified)).unwrap();
+}
+
+fn read_one(file: &PagesFile) -> Result<(), ReadError> {
+    read_now(file, 0, &mut [0; PAGE])
+}
+
+#[test]
+fn a_rewrite_that_restores_the_modification_time_is_noticed() {
+    let (temp, file, bytes) = pages(BLOCK);
+    let modified = temp.as_file().metadata().unwrap().modified().unwrap();
+    read_one(&file).unwrap();
+    until_change_time_differs(temp.as_file(), || {
+        temp.as_file().write_all_at(&vec![9; bytes.len()], 0).unwrap();
+        set_back(temp.as_file(), modified);
+    });
+    let error = read_one(&file).unwrap_err();
+    assert!(matches!(error, ReadError::Changed { .. }), "{error}");
+    assert!(error.to_string().contains(&*temp.path().to_string_lossy()), "{error}");
+    assert!(error.to_string().contains("change time is another"), "{error}");
+    assert_ne!(
+        PagesFile::open(temp.path()).unwrap().key(),
+        file.key(),
+        "a cache must not take it for the old one"
+    );
+}
+
+/// A part of the error, and what is done to the file.
+type Change<'a> = (&'a str, &'a dyn Fn(&std::fs::File));
+
+#[test]
+fn a_write_another_length_and_a_hole_are_each_named() {
+    let hole = |file: &std::fs::File| {
+        let mode = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
+        fallocate(file, mode, 0, PAGE as i64).unwrap();
+    };
+    let cases: [Change<'_>; 3] = [
+        ("modification time", &|file| file.write_all_at(&[1], 100).unwrap()),
+        ("it had 65536 bytes and has 131072", &|file| file.set_len(2 * BLOCK as u64).unwrap()),
+        ("modification time", &hole),
+    ];
+    for (what, change) in cases {
+        let (temp, file, _) = pages(BLOCK);
+        until_change_time_differs(temp.as_file(), || change(temp.as_file()));
+        let error = read_one(&file).unwrap_err().to_string();
+        assert!(error.contains(what), "{error}");
+        assert!(read_one(&file).is_err(), "the change must stay an error");
+    }
+}
+
+#[test]
+fn new_links_names_modes_and_removal_are_not_changes() {
+    let (temp, file, bytes) = pages(BLOCK);
+    let path = temp.path().to_owned();
+    let [link, renamed] = ["link", "renamed"].map(|name| path.with_extension(name));
+    let steps: [&dyn Fn(); 4] = [
+        &|| std::fs::hard_link(&path, &link).unwrap(),
+        &|| std::fs::rename(&path, &renamed).unwrap(),
+        &|| std::fs::set_permissions(&renamed, std::fs::Permissions::from_mode(0o640)).unwrap(),
+        &|| [&link, &renamed].iter().for_each(|name| std::fs::remove_file(name).unwrap()),
+    ];
+    let key = file.key();
+    for step in steps {
+        std::thread::sleep(Duration::from_millis(20));
+        step();
+        let mut page = [0; PAGE];
+        read_now(&file, 0, &mut page).unwrap();
+        assert!(page == bytes[..PAGE]);
+    }
+    assert_eq!(file.key(), key, "blocks that are cached stay so");
+}
+
+#[test]
+fn only_the_unchanged_file_can_be_inherited() {
+    let (temp, file, _) = pages(BLOCK);
+    let (other, ..) = pages(BLOCK);
+    let inherit = |from: &std::fs::File| {
+        PagesFile::inherit(from.try_clone().unwrap(), temp.path(), file.state().clone())
+    };
+    let refused = inherit(other.as_file()).unwrap_err().to_string();
+    assert!(refused.contains("it is another file"), "{refused}");
+    std::thread::sleep(Duration::from_millis(20));
+    let path = temp.path().to_owned();
+    std::fs::remove_file(&path).unwrap();
+    let inherited = inherit(temp.as_file()).unwrap();
+    assert_eq!(inherited.key(), file.key());
+    read_one(&inherited).unwrap();
+    until_change_time_differs(temp.as_file(), || temp.as_file().write_all_at(&[1], 0).unwrap());
+    let refused = inherit(temp.as_file()).unwrap_err().to_string();
+    assert!(refused.contains("modification time") && refused.contains("restore again"), "{refused}");
+}

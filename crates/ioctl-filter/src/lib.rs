@@ -1,0 +1,205 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Makes calls that pass missing memory to a driver wait, and blocks calls on buffers that are not resident.
+//!
+//! A driver that accesses a program's pages does not wait for a userfaultfd (`mm/hmm.c` faults without
+//! FAULT_FLAG_ALLOW_RETRY). So an ioctl that names missing memory fails. [`attach`] runs a small sleepable
+//! program at the kernel's `file_ioctl` hook (BPF LSM). Before such an ioctl begins, the program reads a byte
+//! of each page that the ioctl names. Each read waits as the caller's own access would. The ioctl is not
+//! changed, and the caller does not matter.
+//!
+//! Where no memory is missing, the same program makes an ioctl fail with EAGAIN while the file is blocked
+//! ([`BlockList`]). libhsakmt's `kmtIoctl` and libdrm's `drmIoctl` repeat a call at once after EINTR or
+//! EAGAIN. The driver does not see the call. A second program, at `file_mprotect`, does the same when a
+//! caller adds access to an inaccessible mapping of a blocked file: that memory may be missing. (mmap(2) is
+//! not blocked, because its hook does not get the offset.)
+//!
+//! This needs CAP_BPF and CAP_PERFMON (or root), and Linux 6.2 or newer with `CONFIG_BPF_LSM` and `bpf` among
+//! its security modules (`/sys/kernel/security/lsm`). Without that word the kernel accepts the program and
+//! never runs it, so [`attach`] checks that it runs. The kernel removes it when its last descriptor is
+//! closed.
+
+mod abi;
+mod block_list;
+mod code;
+mod kernel;
+mod program;
+mod protect;
+mod types;
+
+use std::io;
+use std::os::fd::{AsFd as _, OwnedFd};
+
+pub use block_list::{BlockList, CallClass, DenyRule, MAX_BLOCKS};
+use program::Plan;
+
+/// An ioctl of some devices that passes a range of the caller's memory to the driver.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct WaitRule {
+    /// The devices, by `st_rdev`.
+    pub devices: Vec<libc::dev_t>,
+    /// The `_IOC_NR` of the ioctl.
+    pub number: u8,
+    /// Bytes of its argument, at most [`MAX_ARGUMENT`].
+    pub bytes: u8,
+    /// The offset of the range's address in the argument, 8 bytes.
+    pub address: u8,
+    /// The offset of the range's length in bytes, 8 bytes.
+    pub length: u8,
+    /// The ioctls that pass memory. None: all.
+    pub only: Option<ArgMatch>,
+}
+
+/// Matches ioctls whose argument has `wanted` under `mask` in 4 bytes at `at`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ArgMatch {
+    /// The offset in the argument.
+    pub at: u8,
+    /// The bits to compare.
+    pub mask: i32,
+    /// The expected bits.
+    pub wanted: i32,
+}
+
+/// The most bytes of an argument.
+pub const MAX_ARGUMENT: u8 = 64;
+
+/// The programs could not be attached, or a file could not be blocked.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The kernel's types do not exist, or cannot be read.
+    #[error("the kernel's types cannot be read: is it built with CONFIG_DEBUG_INFO_BTF?")]
+    NoTypes(#[source] io::Error),
+    /// The kernel's types are not valid.
+    #[error("{path}: {0}", path = kernel::PATH)]
+    Types(&'static str),
+    /// A hook's function does not exist.
+    #[error("the kernel has no function {0}: it needs CONFIG_BPF_LSM")]
+    NoHook(&'static str),
+    /// A field of a struct does not exist, in any configuration of this kernel.
+    #[error("the kernel has no {field} in struct {of}, as Linux 6.2 to 7.2 have: is it a newer one?")]
+    NoField {
+        /// The field.
+        field: &'static str,
+        /// The struct.
+        of: &'static str,
+    },
+    /// Before 6.2, the kernel skipped such a program for a second caller on a CPU while it slept for a first
+    /// one (`prog->active`).
+    #[error("Linux {0} runs such programs for one caller at a time: 6.2 or newer is needed")]
+    TooOld(String),
+    /// The program is attached, and the kernel does not run it.
+    #[error("the kernel does not run programs at file_ioctl: add bpf to its list of security modules (lsm=)")]
+    NotRun,
+    /// A call of bpf(2) failed.
+    #[error(
+        "the kernel refuses {what}: it needs CAP_BPF and CAP_PERFMON, and at most 38 such programs{said}"
+    )]
+    Refused {
+        /// The purpose of the call.
+        what: &'static str,
+        /// The last lines of the verifier's log.
+        said: String,
+        /// The kernel's answer.
+        #[source]
+        source: io::Error,
+    },
+    /// The table has [`MAX_BLOCKS`] entries.
+    #[error("cannot block calls on more than {MAX_BLOCKS} files and parts")]
+    Full,
+    /// The [`Attached`] was dropped, or another security module refuses the ioctl.
+    #[error("no program at file_ioctl answers")]
+    NotAttached(#[source] io::Error),
+}
+
+/// The attached programs, which run until this and all copies of its descriptors are closed.
+#[derive(Debug)]
+pub struct Attached([OwnedFd; 2]);
+
+/// Attaches the programs until the [`Attached`] is dropped. Calls of `wait_rules` wait, for every caller.
+/// Calls of `deny_rules` are blocked by the [`BlockList`], which is empty at first. `access` is the class
+/// of an mprotect(2) that adds access to an inaccessible mapping of the file, in part 0.
+///
+/// # Errors
+/// The kernel lacks a feature, or refuses.
+///
+/// # Panics
+/// The fields of a wait rule lie outside its argument.
+pub fn attach(
+    wait_rules: &[WaitRule],
+    deny_rules: &[DenyRule],
+    access: CallClass,
+) -> Result<(Attached, BlockList), Error> {
+    let release = abi::release();
+    if !is_new_enough(&release) {
+        return Err(Error::TooOld(release));
+    }
+    let kernel = std::fs::read(kernel::PATH).map_err(Error::NoTypes)?;
+    let found = kernel::find(&kernel)?;
+    let secret = abi::random().map_err(refused("random bytes"))?;
+    let table = abi::table(program::KEY_BYTES, MAX_BLOCKS).map_err(refused("a table for a program"))?;
+    let plan =
+        Plan { wait_rules, deny_rules, offsets: found.offsets, secret, block_table: abi::number(&table) };
+    // Programs hold the table, and links hold the programs.
+    let calls = attach_program("a program at file_ioctl", load(&plan, found.ioctl_hook)?)?;
+    let code = protect::code(&found.offsets, plan.block_table, access);
+    let rights = attach_program("a program at file_mprotect", abi::load(&code, None, found.protect_hook))?;
+    let block_list = BlockList::new(secret);
+    let null = std::fs::File::open("/dev/null").map_err(refused("/dev/null"))?;
+    // This request only checks that the program runs. /dev/null has no entry.
+    block_list.unblock(null.as_fd(), 0).map_err(|_| Error::NotRun)?;
+    Ok((Attached([calls, rights]), block_list))
+}
+
+/// Loads the program for ioctls.
+fn load(plan: &Plan<'_>, hook: u32) -> Result<(io::Result<OwnedFd>, String), Error> {
+    let (code, [round, page]) = program::code(plan);
+    let types = abi::load_types(&types::TYPES).map_err(refused("types of a program"))?;
+    let functions = [
+        abi::Function { at: 0, type_id: types::HOOK },
+        abi::Function { at: round, type_id: types::ROUND },
+        abi::Function { at: page, type_id: types::PROBE },
+    ];
+    Ok(abi::load(&code, Some((&types, &functions)), hook))
+}
+
+/// Attaches a loaded program; `said` is the verifier's log.
+fn attach_program(
+    what: &'static str,
+    (loaded, said): (io::Result<OwnedFd>, String),
+) -> Result<OwnedFd, Error> {
+    let program = loaded.map_err(|source| Error::Refused { what, said, source })?;
+    abi::attach(&program).map_err(refused(what))
+}
+
+/// Returns whether the release is 6.2 or newer. A release without a version counts as newer.
+fn is_new_enough(release: &str) -> bool {
+    let mut numbers = release.split(|c: char| !c.is_ascii_digit()).map(str::parse::<u32>);
+    match (numbers.next(), numbers.next()) {
+        (Some(Ok(major)), Some(Ok(minor))) => (major, minor) >= (6, 2),
+        _ => true,
+    }
+}
+
+impl Attached {
+    /// Returns the descriptors, which keep the programs attached while they are open.
+    #[must_use]
+    pub fn into_descriptors(self) -> [OwnedFd; 2] {
+        self.0
+    }
+}
+
+fn refused(what: &'static str) -> impl Fn(io::Error) -> Error {
+    move |source| Error::Refused { what, said: String::new(), source }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn releases_before_6_2_are_too_old() {
+        let old = ["5.15.0-119-generic", "6.1.0-28-amd64", "6.1"];
+        assert!(!old.into_iter().any(is_new_enough));
+        assert!(["6.2.0", "6.12.107+deb13-amd64", "7.2.13", "next"].into_iter().all(is_new_enough));
+    }
+}

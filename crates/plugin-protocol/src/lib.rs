@@ -1,0 +1,42 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The protocol between CRIU's plugin for AMD GPUs and the page server during a restore. The plugin hands off
+//! processes, their buffers, and the gates that keep their GPU queues evicted, as messages with descriptors
+//! over a local socket. `proto/handover.proto` describes the messages and their order.
+//!
+//! - [`Channel`]: one end, blocking, with a deadline for every step.
+//! - [`Listener`], [`connect`]: how the ends connect.
+//! - [`ProcessId`]: names a process whose gate is closed, so that it is not dumped.
+//! - [`SessionNote`]: what a session publishes for the plugins: the place of its fd store, and its work
+//!   directory.
+
+mod abi;
+mod channel;
+mod dump_block;
+mod error;
+mod generated;
+mod session;
+mod socket;
+
+/// The messages.
+pub mod proto {
+    pub use super::generated::*;
+}
+
+pub use channel::{Channel, MAX_DESCRIPTORS, TIMEOUT};
+pub use dump_block::{DUMP_BLOCKS, ProcessId};
+pub use error::Error;
+pub use session::{FileId, Notes, Phase, SESSIONS, SessionNote, Skipped, Store, sockets_of};
+pub use socket::{Listener, SOCKET, connect};
+
+/// Version of the protocol. It changes when a message changes its meaning.
+pub const VERSION: u32 = 4;
+
+impl proto::Hello {
+    /// Checks the other end's version, before any other message.
+    ///
+    /// # Errors
+    /// [`Error::Version`]
+    pub fn check(&self) -> Result<(), Error> {
+        if self.version == VERSION { Ok(()) } else { Err(Error::Version(self.version)) }
+    }
+}

@@ -1,0 +1,204 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+use std::os::fd::{AsFd as _, AsRawFd as _};
+use std::os::unix::fs::{PermissionsExt as _, chown, symlink};
+use std::os::unix::net::UnixDatagram;
+use std::process::{Child, Command};
+use std::thread::sleep;
+use std::time::Duration;
+
+use super::*;
+
+fn own() -> ProcessId {
+    ProcessId::of(std::process::id().cast_signed()).unwrap().unwrap()
+}
+
+/// A note of this process, whose store is `socket`.
+fn note(number: u64, socket: &UnixDatagram) -> SessionNote {
+    SessionNote {
+        number,
+        starter: own(),
+        work: FileId { device: 37, inode: 1234 },
+        store: Store { number: socket.as_raw_fd(), inode: fstat(socket).unwrap().st_ino },
+        phase: Phase::Running,
+    }
+}
+
+fn socket() -> UnixDatagram {
+    UnixDatagram::unbound().unwrap()
+}
+
+/// A process that has a copy of the socket, as descriptor 0.
+fn holder(socket: &UnixDatagram) -> Child {
+    let copy = socket.as_fd().try_clone_to_owned().unwrap();
+    Command::new("sleep").arg("1000").stdin(copy).spawn().unwrap()
+}
+
+fn end(mut child: Child) {
+    child.kill().unwrap();
+    child.wait().unwrap();
+}
+
+fn mode(path: &Path) -> u32 {
+    fs::metadata(path).unwrap().permissions().mode() & 0o777
+}
+
+#[test]
+fn a_note_is_read_as_written_and_only_by_this_user() {
+    let root = tempfile::tempdir().unwrap();
+    let (root, socket) = (root.path().join("run/sessions"), socket());
+    assert!(SessionNote::all(&root).unwrap().notes.is_empty(), "the folder does not exist yet");
+    let first = note(1, &socket);
+    first.write(&root).unwrap();
+    let second = SessionNote { number: u64::MAX, ..first.clone() };
+    second.write(&root).unwrap();
+    let changed = SessionNote { work: FileId { device: 1, inode: 2 }, ..first.clone() };
+    changed.write(&root).unwrap();
+    let mut all = SessionNote::all(&root).unwrap();
+    all.notes.sort_by_key(|note| note.number);
+    assert_eq!(all.notes, [changed.clone(), second.clone()]);
+    assert!(all.skipped.is_empty(), "{:?}", all.skipped);
+    let folder = root.join(own().to_string());
+    assert_eq!((mode(&folder), mode(&folder.join("session-1"))), (0o700, 0o600));
+    changed.remove(&root).unwrap();
+    changed.remove(&root).unwrap();
+    assert_eq!(SessionNote::all(&root).unwrap().notes, std::slice::from_ref(&second));
+    second.remove(&root).unwrap();
+    assert!(!folder.exists(), "the folder is removed with the last note");
+}
+
+#[test]
+fn a_file_that_is_not_a_trusted_note_is_skipped_with_a_reason() {
+    let root = tempfile::tempdir().unwrap();
+    let (root, socket) = (root.path(), socket());
+    let good = note(1, &socket);
+    good.write(root).unwrap();
+    good.request_urgent(root).unwrap();
+    let folder = root.join(own().to_string());
+    let text = fs::read_to_string(folder.join("session-1")).unwrap();
+    let put = |name: &str, text: &str| fs::write(folder.join(name), text).unwrap();
+    put("session-2", &text.replace("version 1", "version 2"));
+    put("session-3", &text.replace("store", "sore"));
+    put("session-4", &text.replace("work 37 1234", "work 37"));
+    put("session-5", &text.replace("work 37", "work x"));
+    put("session-6", &text.replace("starter ", "starter 9"));
+    put("session-x", &text);
+    put("session-7", "");
+    put("session-8", &text);
+    fs::set_permissions(folder.join("session-8"), fs::Permissions::from_mode(0o622)).unwrap();
+    symlink(folder.join("session-1"), folder.join("session-9")).unwrap();
+    put("session-10", &text);
+    // Only root can give a file to another user.
+    if chown(folder.join("session-10"), Some(65534), None).is_err() {
+        put("session-10", "");
+    }
+    put("session-11.new", "half");
+    put("other", "something else");
+    let all = SessionNote::all(root).unwrap();
+    assert_eq!(all.notes, [good]);
+    let reason = |name: &str| {
+        let skipped = all.skipped.iter().find(|skipped| skipped.path == folder.join(name));
+        skipped.unwrap_or_else(|| panic!("{name}: {:?}", all.skipped)).reason.clone()
+    };
+    let expected = [
+        ("session-2", "version [2], expected 1"),
+        ("session-3", "no line \"store\""),
+        ("session-4", "expected two numbers, found 1"),
+        ("session-5", "line \"work\": invalid digit"),
+        ("session-6", "another starter's folder"),
+        ("session-x", "its name has no number"),
+        ("session-7", "no line \"version\""),
+        ("session-8", "other users may write to it (mode 622)"),
+        ("session-9", "symbolic links"),
+        ("session-10", if geteuid().is_root() { "belongs to user 65534" } else { "no line" }),
+    ];
+    for (name, text) in expected {
+        assert!(reason(name).contains(text), "{name}: {}", reason(name));
+    }
+    assert_eq!(all.skipped.len(), expected.len(), "{:?}", all.skipped);
+}
+
+#[test]
+fn a_work_directory_s_session_is_the_newest_that_is_served() {
+    let root = tempfile::tempdir().unwrap();
+    let (root, socket) = (root.path(), socket());
+    let work = FileId::of(root).unwrap();
+    let of = |number, starter| SessionNote { number, starter, work, ..note(number, &socket) };
+    assert_eq!(SessionNote::of_work_dir(root, work).unwrap(), None);
+    let notes = [of(7, own()), of(3, own()), of(9, ProcessId { started: own().started + 1, ..own() })];
+    for note in &notes {
+        note.write(root).unwrap();
+        // The file system's clock advances with the timer's tick.
+        sleep(Duration::from_millis(30));
+    }
+    assert_eq!(SessionNote::of_work_dir(root, work).unwrap(), Some(notes[1].clone()));
+    let elsewhere = FileId { inode: work.inode + 1, ..work };
+    assert_eq!(SessionNote::of_work_dir(root, elsewhere).unwrap(), None);
+    let moved = SessionNote { number: 4, work: elsewhere, ..notes[0].clone() };
+    moved.write(root).unwrap();
+    assert_eq!(SessionNote::of_work_dir(root, elsewhere).unwrap(), Some(moved));
+    // The starter of the newest has ended. While its worker has the ledger locked, the session is served.
+    let ledger = File::create(notes[2].folder(root).join(LEDGER)).unwrap();
+    ledger.lock().unwrap();
+    assert_eq!(SessionNote::of_work_dir(root, work).unwrap(), Some(notes[2].clone()));
+    drop(ledger);
+    assert_eq!(SessionNote::of_work_dir(root, work).unwrap(), Some(notes[1].clone()));
+}
+
+#[test]
+fn the_store_is_the_starter_s_socket_or_refused() {
+    let socket = socket();
+    let child = holder(&socket);
+    let pid = child.id().cast_signed();
+    let starter = ProcessId::of(pid).unwrap().unwrap();
+    let note =
+        SessionNote { starter, store: Store { number: 0, ..note(1, &socket).store }, ..note(1, &socket) };
+    let store = note.store().unwrap();
+    assert_eq!(fstat(&store).unwrap().st_ino, note.store.inode);
+    let errno = |note: &SessionNote| note.store().unwrap_err().raw_os_error();
+    let other = |store| SessionNote { store, ..note.clone() };
+    // Standard error is not a socket; number 77 is not open.
+    assert_eq!(errno(&other(Store { number: 2, ..note.store })), Some(libc::EINVAL));
+    assert_eq!(errno(&other(Store { number: 77, ..note.store })), Some(libc::EBADF));
+    assert_eq!(errno(&other(Store { inode: note.store.inode + 1, ..note.store })), Some(libc::EINVAL));
+    let another = ProcessId { started: starter.started + 1, ..starter };
+    let of_another =
+        SessionNote { starter: another, store: Store { number: 77, ..note.store }, ..note.clone() };
+    assert_eq!(errno(&of_another), Some(libc::ESRCH));
+    // The starter has ended, and a worker has the store under the same number.
+    let worker = holder(&socket);
+    end(child);
+    assert_eq!(fstat(note.store().unwrap()).unwrap().st_ino, note.store.inode);
+    end(worker);
+    assert_eq!(errno(&note), Some(libc::ESRCH));
+}
+
+#[test]
+fn a_process_holds_the_store_while_it_has_a_descriptor_of_it() {
+    let socket = socket();
+    let note = note(1, &socket);
+    let child = holder(&socket);
+    let without = Command::new("sleep").arg("1000").spawn().unwrap();
+    let pid = |child: &Child| child.id().cast_signed();
+    assert_eq!(note.held_by(pid(&child)).unwrap(), Some(0));
+    assert_eq!(note.held_by(pid(&without)).unwrap(), None);
+    let ended = pid(&child);
+    end(child);
+    end(without);
+    assert_eq!(note.held_by(ended).unwrap(), None);
+}
+
+#[test]
+fn an_urgent_request_is_a_file_that_is_removed_with_its_note() {
+    let root = tempfile::tempdir().unwrap();
+    let (root, socket) = (root.path(), socket());
+    let (first, second) = (note(1, &socket), note(2, &socket));
+    second.write(root).unwrap();
+    assert_eq!(first.request_urgent(root).unwrap_err().kind(), io::ErrorKind::NotFound, "it has no note");
+    first.write(root).unwrap();
+    first.request_urgent(root).unwrap();
+    first.request_urgent(root).unwrap();
+    assert!(first.is_urgent(root).unwrap() && !second.is_urgent(root).unwrap());
+    first.remove(root).unwrap();
+    assert!(!first.is_urgent(root).unwrap());
+}

@@ -1,0 +1,88 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Reads the mappings of a process from `/proc/PID/maps` (`fs/proc/task_mmu.c: show_map_vma`).
+
+use std::fs;
+
+use crate::abi::Tid;
+use crate::error::Error;
+
+/// A mapping. Addresses and offsets are in bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Mapping {
+    pub(crate) start: u64,
+    pub(crate) end: u64,
+    /// The current `PROT_*`.
+    pub(crate) protection: i32,
+    pub(crate) executable: bool,
+    pub(crate) shared: bool,
+    /// The offset of its start in the file.
+    pub(crate) offset: u64,
+    /// The file, or [`NO_FILE`] for anonymous memory.
+    pub(crate) file: FileId,
+    /// Whether it is the vdso, the kernel's code for programs.
+    pub(crate) vdso: bool,
+}
+
+/// The identity of a file: device (as `makedev`) and inode.
+pub(crate) type FileId = (u64, u64);
+
+pub(crate) const NO_FILE: FileId = (0, 0);
+
+/// Returns all mappings, by address.
+pub(crate) fn read(pid: Tid) -> Result<Vec<Mapping>, Error> {
+    let path = format!("/proc/{pid}/maps");
+    let text = fs::read(&path).map_err(Error::read(&path))?;
+    // File names may have any bytes. All else is ASCII.
+    Ok(String::from_utf8_lossy(&text).lines().filter_map(parse).collect())
+}
+
+fn parse(line: &str) -> Option<Mapping> {
+    let mut fields = line.splitn(6, ' ');
+    let (start, end) = fields.next()?.split_once('-')?;
+    let flags = fields.next()?;
+    let hex = |text| u64::from_str_radix(text, 16).ok();
+    let offset = hex(fields.next()?)?;
+    let (major, minor) = fields.next()?.split_once(':')?;
+    let (major, minor) = (u32::from_str_radix(major, 16).ok()?, u32::from_str_radix(minor, 16).ok()?);
+    let inode = fields.next()?.parse().ok()?;
+    let protection = [('r', libc::PROT_READ), ('w', libc::PROT_WRITE), ('x', libc::PROT_EXEC)];
+    let protection = protection.iter().filter(|(letter, _)| flags.contains(*letter));
+    Some(Mapping {
+        start: hex(start)?,
+        end: hex(end)?,
+        protection: protection.fold(0, |all, (_, bit)| all | bit),
+        executable: flags.contains('x'),
+        shared: flags.ends_with('s'),
+        offset,
+        file: (libc::makedev(major, minor), inode),
+        vdso: fields.next().is_some_and(|name| name.trim_start() == "[vdso]"),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_line_is_a_mapping() {
+        let line =
+            "7f0000001000-7f0000003000 r--s 00002000 00:01 2057                       /memfd:a b (deleted)";
+        let mapping = parse(line).unwrap();
+        assert_eq!((mapping.start, mapping.end), (0x7f00_0000_1000, 0x7f00_0000_3000));
+        assert_eq!((mapping.protection, mapping.shared, mapping.offset), (libc::PROT_READ, true, 0x2000));
+        assert_eq!(mapping.file, (libc::makedev(0, 1), 2057));
+        assert!(!mapping.vdso && !mapping.executable);
+    }
+
+    #[test]
+    fn anonymous_memory_has_no_file() {
+        let mapping = parse("10000-11000 ---p 00000000 00:00 0 ").unwrap();
+        assert_eq!((mapping.protection, mapping.shared, mapping.file), (0, false, NO_FILE));
+    }
+
+    #[test]
+    fn this_process_has_a_vdso_with_code() {
+        let mappings = read(std::process::id().try_into().unwrap()).unwrap();
+        assert!(mappings.iter().any(|mapping| mapping.vdso && mapping.executable));
+    }
+}

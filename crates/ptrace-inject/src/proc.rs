@@ -1,0 +1,158 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Reads `/proc` files of processes and threads. An ended thread has none.
+
+use std::fs;
+use std::io;
+
+use crate::abi::Tid;
+use crate::error::Error;
+
+/// Fields of `/proc/TID/status`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Status {
+    /// `R` running, `S` sleeping, `D` in uninterruptible sleep, `T` stopped, `t` stopped by a tracer, `Z` `X`
+    /// ended.
+    pub(crate) state: char,
+    /// The tracing process, in this PID namespace, or 0.
+    pub(crate) tracer: Tid,
+    /// Whether a seccomp filter checks its system calls.
+    pub(crate) filtered: bool,
+}
+
+impl Status {
+    /// Returns whether the thread has ended, and only its number remains.
+    pub(crate) fn has_ended(self) -> bool {
+        matches!(self.state, 'Z' | 'X' | 'x')
+    }
+
+    fn parse(text: &str) -> Option<Self> {
+        let field = |name| text.lines().find_map(|line: &str| line.strip_prefix(name)).map(str::trim);
+        Some(Self {
+            state: field("State:")?.chars().next()?,
+            tracer: field("TracerPid:")?.parse().ok()?,
+            // The field is missing if the kernel has no seccomp.
+            filtered: field("Seccomp:").is_some_and(|mode| mode != "0"),
+        })
+    }
+}
+
+/// Returns the status of a thread of any process.
+pub(crate) fn status(tid: Tid) -> Option<Status> {
+    Status::parse(&fs::read_to_string(format!("/proc/{tid}/status")).ok()?)
+}
+
+/// Returns the threads of a process, or none if it has ended.
+pub(crate) fn threads(pid: Tid) -> Vec<Tid> {
+    numbers(&format!("/proc/{pid}/task")).unwrap_or_default()
+}
+
+/// Returns the children of all threads of a process.
+pub(crate) fn children(pid: Tid) -> Vec<Tid> {
+    let list = |tid| fs::read_to_string(format!("/proc/{pid}/task/{tid}/children")).ok();
+    let lists: Vec<String> = threads(pid).into_iter().filter_map(list).collect();
+    lists.iter().flat_map(|list| list.split_ascii_whitespace()).filter_map(|pid| pid.parse().ok()).collect()
+}
+
+/// Returns the descriptor numbers of a thread.
+pub(crate) fn descriptors(tid: Tid) -> Result<Vec<std::os::fd::RawFd>, Error> {
+    let folder = format!("/proc/{tid}/fd");
+    numbers(&folder).map_err(Error::read(&folder))
+}
+
+/// Returns a thread's limit of open files: the first number that it cannot use (`/proc/TID/limits`).
+pub(crate) fn limit_of_files(tid: Tid) -> Result<u64, Error> {
+    let path = format!("/proc/{tid}/limits");
+    let text = fs::read_to_string(&path).map_err(Error::read(&path))?;
+    parse_limit(&text).ok_or_else(|| Error::read(&path)(io::ErrorKind::InvalidData.into()))
+}
+
+fn parse_limit(text: &str) -> Option<u64> {
+    let line = text.lines().find_map(|line| line.strip_prefix("Max open files"))?;
+    match line.split_ascii_whitespace().next()? {
+        "unlimited" => Some(u64::MAX),
+        soft => soft.parse().ok(),
+    }
+}
+
+/// Returns all processes.
+pub(crate) fn processes() -> Result<Vec<Tid>, Error> {
+    numbers("/proc").map_err(Error::read("/proc"))
+}
+
+fn numbers(folder: &str) -> io::Result<Vec<Tid>> {
+    let names = fs::read_dir(folder)?.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok());
+    Ok(names.collect())
+}
+
+/// Returns whether a thread still has an address space.
+pub(crate) fn has_memory(tid: Tid) -> bool {
+    // The first number is the size, which is 0 without an address space (`fs/proc/array.c: proc_pid_statm`).
+    fs::read_to_string(format!("/proc/{tid}/statm")).is_ok_and(|text| !text.starts_with("0 "))
+}
+
+/// Returns a thread's CPU time in nanoseconds, up to the last tick.
+pub(crate) fn cpu_time(tid: Tid) -> Option<u64> {
+    let text = fs::read_to_string(format!("/proc/{tid}/schedstat")).ok()?;
+    text.split_ascii_whitespace().next()?.parse().ok()
+}
+
+/// Returns the number of the system call in which a thread sleeps, or -1 in a page fault. Returns None if it
+/// runs.
+pub(crate) fn call(tid: Tid) -> Option<i64> {
+    let text = fs::read_to_string(format!("/proc/{tid}/syscall")).ok()?;
+    text.split_ascii_whitespace().next()?.parse().ok()
+}
+
+/// Returns a process's name.
+pub(crate) fn name(pid: Tid) -> String {
+    let name = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
+    name.trim_end().to_owned()
+}
+
+/// Returns the kind of a program that is not for x86-64, by its ELF header (System V ABI, chapter 4).
+pub(crate) fn foreign_program(pid: Tid) -> Option<&'static str> {
+    const CLASS_64: u8 = 2;
+    const X86_64: [u8; 2] = [62, 0];
+    const I386: [u8; 2] = [3, 0];
+    let mut header = [0; 20];
+    let file = fs::File::open(format!("/proc/{pid}/exe")).ok()?;
+    std::os::unix::fs::FileExt::read_exact_at(&file, &mut header, 0).ok()?;
+    match ([header[18], header[19]], header[4]) {
+        (X86_64, CLASS_64) => None,
+        (X86_64, _) => Some("an x32 program"),
+        (I386, _) => Some("an i386 program"),
+        _ => Some("a program for another machine"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_status_tells_state_tracer_and_filter() {
+        let text = "Name:\tx\nState:\tS (sleeping)\nTracerPid:\t17\nSeccomp:\t2\n";
+        assert_eq!(Status::parse(text), Some(Status { state: 'S', tracer: 17, filtered: true }));
+        let text = "State:\tZ (zombie)\nTracerPid:\t0\n";
+        let status = Status::parse(text).unwrap();
+        assert!(status.has_ended() && !status.filtered);
+    }
+
+    #[test]
+    fn the_limit_of_files_is_the_soft_one() {
+        let line = "Max processes             100                  200                  processes\n\
+                    Max open files            1024                 524288               files     \n";
+        assert_eq!(parse_limit(line), Some(1024));
+        assert_eq!(parse_limit("Max open files  unlimited  unlimited  files"), Some(u64::MAX));
+        assert_eq!(parse_limit(""), None);
+    }
+
+    #[test]
+    fn this_process_runs_an_x86_64_program_with_threads_and_a_name() {
+        let pid = std::process::id().try_into().unwrap();
+        assert_eq!(foreign_program(pid), None);
+        assert!(threads(pid).contains(&crate::abi::this_thread()));
+        assert!(processes().unwrap().contains(&pid));
+        assert!(!name(pid).is_empty());
+    }
+}

@@ -1,0 +1,359 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Opens the address space of a task that reports, and takes over those of a dead worker. Ends the tasks
+//! where neither is possible.
+
+use std::collections::BTreeSet;
+use std::os::fd::{AsRawFd as _, BorrowedFd, IntoRawFd as _, RawFd};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use anyhow::{Context as _, bail};
+use rewake_pager::ResidencyMap;
+use rewake_plugin_protocol::ProcessId;
+use rewake_uffd::Uffd;
+use tracing::{debug, error, warn};
+
+use crate::cpu::{AddressSpace, Pool, Task};
+use crate::ledger::{Journal, Ledger, MAX_SPACES, NO_SESSION, SpaceSlot};
+use crate::session::Session;
+use crate::session::image::{Image, TaskPlan};
+use crate::supervise::processes;
+use crate::sys;
+
+/// How many times this process checks whether a killed process has ended. Together with [`DEATH_LOOK`] at
+/// least a second, and longer where this process itself does not run.
+const DEATH_LOOKS: u32 = 1000;
+/// Time between two checks.
+const DEATH_LOOK: Duration = Duration::from_millis(1);
+
+/// A task that has just sent its userfaultfd.
+#[derive(Debug)]
+pub struct Arrival {
+    /// The pid in the names of its images.
+    pub image_pid: i32,
+    /// Its pid on this host; 0 when the kernel did not report it.
+    pub host_pid: i32,
+    /// Its userfaultfd, which is open and has no owner yet.
+    pub uffd: RawFd,
+    /// The index of its home reactor.
+    pub home: usize,
+}
+
+/// Returns whether a live slot has this descriptor already.
+#[must_use]
+pub fn is_known(ledger: Ledger, number: i32) -> bool {
+    ledger.live_spaces().any(|(_, slot)| slot.uffd.load(Ordering::Acquire) == number)
+}
+
+/// Enters a new address space in the ledger and returns the task for its reactor.
+///
+/// # Errors
+/// Fails without a free slot, or when the kernel refuses descriptors. The userfaultfd is then still open and
+/// has no owner: see [`kill_rejected`].
+pub fn open(
+    ledger: Ledger,
+    plan: &TaskPlan,
+    session: &Arc<Session>,
+    arrival: &Arrival,
+) -> anyhow::Result<Task> {
+    let slot = ledger.take_space().and_then(|index| ledger.spaces().get(index));
+    let slot =
+        slot.with_context(|| format!("more than {MAX_SPACES} address spaces at once: run a second daemon"))?;
+    slot.session.store(u32::try_from(session.index).unwrap_or(NO_SESSION), Ordering::Relaxed);
+    slot.image_pid.store(arrival.image_pid, Ordering::Relaxed);
+    slot.host_pid.store(arrival.host_pid, Ordering::Relaxed);
+    slot.uffd.store(arrival.uffd, Ordering::Relaxed);
+    let journal = watch_process(slot).and_then(|()| Journal::create(slot).context("making a journal"));
+    let kept = journal.and_then(|journal| {
+        session.keep(slot).context("putting a userfaultfd into the session's fd store")?;
+        Ok(journal)
+    });
+    let journal = kept.inspect_err(|_| slot.retire())?;
+    // SAFETY: this worker or a dead one received it, and no slot had it: it has no owner.
+    let uffd = Uffd::adopt(unsafe { sys::take_over(arrival.uffd) }).context("adopting a userfaultfd")?;
+    slot.publish();
+    session.space_opened();
+    let counts = session.task_arrived(arrival.host_pid, plan.plan.pages());
+    debug!(session = session.number, pid = arrival.image_pid, pages = plan.plan.pages(), "task arrived");
+    let mut space = ResidencyMap::new(Arc::clone(&plan.plan));
+    space.set_priority(&plan.first);
+    let files = Arc::clone(&plan.files);
+    let space = AddressSpace::new(Arc::clone(session), counts, slot, uffd, files, space, arrival.home);
+    Ok(Task::Adopt { space: Arc::new(space), journal, inherited: None })
+}
+
+fn watch_process(slot: &SpaceSlot) -> anyhow::Result<()> {
+    let pid = slot.host_pid.load(Ordering::Relaxed);
+    match sys::pidfd_open(pid) {
+        Ok(pidfd) => {
+            let started = ProcessId::of(pid).ok().flatten().map_or(0, |of| of.started);
+            // As long as the memory exists, the task lives and the pid is its own. Otherwise the pidfd may
+            // refer to another process that got the pid since.
+            if slot.memory_is_gone() {
+                return Ok(());
+            }
+            slot.pidfd.store(pidfd.into_raw_fd(), Ordering::Relaxed);
+            slot.started.store(started, Ordering::Relaxed);
+        }
+        Err(error) if matches!(error.raw_os_error(), Some(libc::EMFILE | libc::ENFILE | libc::ENOMEM)) => {
+            return Err(error).context("opening a process descriptor for a restored task");
+        }
+        // It has ended, or its pid is not known here. It can still be served and poisoned, but not killed.
+        Err(error) => warn!(%error, pid, "no process descriptor for a restored task"),
+    }
+    Ok(())
+}
+
+/// Kills a task that cannot be served. Returns true when it has ended, so that its userfaultfd may be closed.
+///
+/// Otherwise a slot of its own keeps the userfaultfd open, and the task waits rather than read zeros.
+pub fn kill_rejected(ledger: Ledger, number: RawFd, host_pid: i32) -> bool {
+    // SAFETY: it was received and is in no slot, so it is open and has no owner.
+    let uffd = unsafe { BorrowedFd::borrow_raw(number) };
+    let process = sys::pidfd_open(host_pid).ok();
+    for _ in 0..DEATH_LOOKS {
+        // As long as its memory exists the pid is its own: the pidfd refers to the process that sent the
+        // userfaultfd.
+        if rewake_uffd::address_space_ended(uffd) {
+            return true;
+        }
+        if let Some(process) = &process {
+            // ESRCH is no error: the process may have ended while another one still shares its memory.
+            let _ = sys::pidfd_kill(process.as_raw_fd());
+        }
+        std::thread::sleep(DEATH_LOOK);
+    }
+    error!(pid = host_pid, "a task that cannot be served could not be killed: it waits for ever; kill it");
+    park(ledger, number);
+    false
+}
+
+/// Enters a userfaultfd without a session in a slot, so that the supervisor and successors keep it open.
+fn park(ledger: Ledger, number: RawFd) {
+    let Some(slot) = ledger.take_space().and_then(|index| ledger.spaces().get(index)) else {
+        return error!(
+            "more than {MAX_SPACES} address spaces: its userfaultfd is lost when this worker ends"
+        );
+    };
+    slot.session.store(NO_SESSION, Ordering::Relaxed);
+    slot.uffd.store(number, Ordering::Relaxed);
+    slot.publish();
+}
+
+/// Returns the tasks for all address spaces of a session that a dead worker served.
+///
+/// Where one cannot be taken over, this fails the session and kills the process.
+pub fn inherit(ledger: Ledger, image: &Image, session: &Arc<Session>, pool: &Pool) -> Vec<Task> {
+    let known: BTreeSet<i32> =
+        ledger.live_spaces().map(|(_, slot)| slot.uffd.load(Ordering::Acquire)).collect();
+    let known = Arc::new(known);
+    let take_over =
+        |(_, slot): (usize, &'static SpaceSlot)| match inherit_one(slot, image, session, pool, &known) {
+            Ok(task) => Some(task),
+            Err(error) => {
+                session.fail(&format!("{:#}", error.context("taking over from a dead worker")));
+                kill_and_park(slot);
+                None
+            }
+        };
+    of_session(ledger, session.index).filter_map(take_over).collect()
+}
+
+fn inherit_one(
+    slot: &'static SpaceSlot,
+    image: &Image,
+    session: &Arc<Session>,
+    pool: &Pool,
+    known: &Arc<BTreeSet<i32>>,
+) -> anyhow::Result<Task> {
+    if slot.lossy.load(Ordering::Acquire) == 1 {
+        bail!("a process's memory was in more pieces than its journal holds");
+    }
+    let pid = slot.image_pid.load(Ordering::Relaxed);
+    let plan = u32::try_from(pid).ok().and_then(|pid| image.plan(pid));
+    let plan = plan.with_context(|| format!("task {pid} is not in the image any more"))?;
+    let journal = Journal::open(slot).context("mapping a journal")?;
+    let space = rebuild(plan, &journal)?;
+    // SAFETY: the ledger names it once, and the worker that owned it is dead.
+    let uffd = Uffd::adopt(unsafe { sys::take_over(slot.uffd.load(Ordering::Acquire)) })?;
+    session.space_opened();
+    let counts = session.task_arrived(slot.host_pid.load(Ordering::Relaxed), space.missing());
+    let files = Arc::clone(&plan.files);
+    let home = pool.choose_home();
+    let space = AddressSpace::new(Arc::clone(session), counts, slot, uffd, files, space, home);
+    Ok(Task::Adopt { space: Arc::new(space), journal, inherited: Some(Arc::clone(known)) })
+}
+
+/// Returns the layout that the journal describes, with every mapped page missing. Resident pages are found
+/// when a fill answers that they are present.
+fn rebuild(plan: &TaskPlan, journal: &Journal) -> anyhow::Result<ResidencyMap> {
+    let replay = journal.replay();
+    let mut space = match &replay.snapshot {
+        Some(segments) => {
+            ResidencyMap::restore(Arc::clone(&plan.plan), segments).context("replaying a journal")?
+        }
+        None => ResidencyMap::new(Arc::clone(&plan.plan)),
+    };
+    for change in &replay.changes {
+        if let Err(error) = space.apply(change) {
+            warn!(%error, ?change, "layout change ignored");
+        }
+    }
+    Ok(space)
+}
+
+/// Kills the processes of a session that cannot be taken over at all, because its image cannot be read.
+///
+/// It logs how many do not end within [`DEATH_LOOKS`] checks. They keep their userfaultfds.
+pub fn kill_session(ledger: Ledger, session: usize) {
+    for (_, slot) in of_session(ledger, session) {
+        kill_and_park(slot);
+    }
+    for _ in 0..DEATH_LOOKS {
+        if reap_parked(ledger) == 0 {
+            return;
+        }
+        std::thread::sleep(DEATH_LOOK);
+    }
+    let left = reap_parked(ledger);
+    if left > 0 {
+        error!("{left} processes without their memory could not be killed: they wait for ever; kill them");
+    }
+}
+
+/// Kills the process of an address space that cannot be served, and its descendants. The userfaultfd stays
+/// open as long as the memory exists: a child of unknown pid waits rather than read zeros.
+fn kill_and_park(slot: &SpaceSlot) {
+    let pid = slot.host_pid.load(Ordering::Relaxed);
+    processes::kill_descendants(pid, slot.pidfd.load(Ordering::Acquire));
+    if !slot.kill() {
+        warn!(pid, "a process with lost memory could not be killed");
+    }
+    slot.session.store(NO_SESSION, Ordering::Release);
+}
+
+/// Closes the userfaultfds of address spaces without a session whose memory does not exist any more. Returns
+/// how many are left.
+pub fn reap_parked(ledger: Ledger) -> usize {
+    let without_session =
+        |(_, slot): &(usize, &SpaceSlot)| slot.session.load(Ordering::Acquire) == NO_SESSION;
+    let mut left = 0;
+    for (_, slot) in ledger.live_spaces().filter(without_session) {
+        if slot.memory_is_gone() {
+            let number = slot.uffd.load(Ordering::Acquire);
+            slot.retire();
+            // SAFETY: no reactor served it, so only the slot owned it.
+            drop(unsafe { sys::take_over(number) });
+        } else {
+            left += 1;
+        }
+    }
+    left
+}
+
+/// Returns the live address spaces of a session, which is given by its index in the ledger.
+pub fn of_session(ledger: Ledger, session: usize) -> impl Iterator<Item = (usize, &'static SpaceSlot)> {
+    let session = u32::try_from(session).unwrap_or(NO_SESSION);
+    ledger.live_spaces().filter(move |(_, slot)| slot.session.load(Ordering::Acquire) == session)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::AsFd as _;
+    use std::path::PathBuf;
+    use std::time::Instant;
+
+    use rewake_image_io::{BlockCache, DEFAULT_BUDGET};
+    use rewake_pager::Plan;
+
+    use super::*;
+    use crate::ledger::NO_FD;
+    use crate::uffd_child::{self, UffdChild};
+
+    fn session() -> Arc<Session> {
+        Arc::new(Session::new(0, 1, PathBuf::new()))
+    }
+
+    #[test]
+    fn a_task_without_a_slot_is_dead_before_its_userfaultfd_is_closed() {
+        let task = UffdChild::start(uffd_child::touch);
+        let ledger = Ledger::new().unwrap();
+        while ledger.take_space().is_some() {}
+        let plan = TaskPlan {
+            plan: Arc::new(Plan::new(Vec::new()).unwrap()),
+            files: Arc::default(),
+            first: Vec::new(),
+        };
+        let arrival = Arrival { image_pid: task.pid, host_pid: task.pid, uffd: task.uffd, home: 0 };
+        assert!(open(ledger, &plan, &session(), &arrival).is_err());
+        assert!(uffd_child::is_open(task.uffd) && task.lives());
+        assert!(kill_rejected(ledger, task.uffd, task.pid));
+        uffd_child::until(|| !task.lives());
+        assert!(uffd_child::is_open(task.uffd));
+    }
+
+    #[test]
+    fn the_ledger_keeps_the_userfaultfd_of_a_task_that_survives() {
+        let task = UffdChild::start(uffd_child::touch);
+        let ledger = Ledger::new().unwrap();
+        let copy = task.copy();
+        assert!(!kill_rejected(ledger, task.uffd, 0));
+        assert!(task.lives() && uffd_child::is_open_for(task.uffd, &copy));
+        assert_eq!(ledger.descriptors().collect::<Vec<_>>(), [task.uffd]);
+        assert_eq!(reap_parked(ledger), 1);
+        sys::kill(task.pid);
+        uffd_child::until(|| reap_parked(ledger) == 0);
+        assert!(!uffd_child::is_open_for(task.uffd, &copy) && ledger.descriptors().count() == 0);
+    }
+
+    #[test]
+    fn a_pid_that_another_process_may_have_is_not_watched_or_killed() {
+        let (task, stranger) = (UffdChild::start(uffd_child::touch), UffdChild::start(uffd_child::sleep));
+        let ledger = Ledger::new().unwrap();
+        let index = ledger.take_space().unwrap();
+        let slot = &ledger.spaces()[index];
+        slot.uffd.store(task.uffd, Ordering::Relaxed);
+        // As if the stranger had got the task's pid when the task ended.
+        slot.host_pid.store(stranger.pid, Ordering::Relaxed);
+        let copy = task.copy();
+        drop(task);
+        uffd_child::until(|| rewake_uffd::address_space_ended(copy.as_fd()));
+        watch_process(slot).unwrap();
+        assert_eq!(slot.pidfd.load(Ordering::Relaxed), NO_FD);
+        assert!(kill_rejected(ledger, copy.as_raw_fd(), stranger.pid));
+        assert!(stranger.lives());
+    }
+
+    #[test]
+    fn a_task_that_cannot_be_taken_over_is_killed_or_keeps_waiting() {
+        let ledger = Ledger::new().unwrap();
+        let pool = Pool::start(&BlockCache::new(DEFAULT_BUDGET).unwrap(), ledger).unwrap();
+        let session = session();
+        let [known, unknown, torn] = [(); 3].map(|()| UffdChild::start(uffd_child::touch));
+        known.slot(ledger, &session, true);
+        unknown.slot(ledger, &session, false);
+        torn.slot(ledger, &session, false).lossy.store(1, Ordering::Relaxed);
+        assert!(inherit(ledger, &Image::default(), &session, &pool).is_empty());
+        assert!(session.failure().is_some_and(|reason| reason.contains("not in the image")), "{session:?}");
+        uffd_child::until(|| !known.lives());
+        for left in [&unknown, &torn] {
+            assert!(left.lives() && uffd_child::is_open(left.uffd));
+            assert!(ledger.descriptors().any(|number| number == left.uffd), "a successor must keep it open");
+        }
+        drop((unknown, torn));
+        uffd_child::until(|| reap_parked(ledger) == 0);
+    }
+
+    #[test]
+    fn a_session_that_cannot_be_served_does_not_delay_the_others() {
+        let ledger = Ledger::new().unwrap();
+        let session = session();
+        let task = UffdChild::start(uffd_child::touch);
+        task.slot(ledger, &session, false);
+        let begun = Instant::now();
+        kill_session(ledger, session.index);
+        assert!(begun.elapsed() < Duration::from_secs(60));
+        assert!(task.lives() && uffd_child::is_open(task.uffd));
+    }
+}

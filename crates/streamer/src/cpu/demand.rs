@@ -1,0 +1,193 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Serves page faults: loads the pages that threads wait for.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Instant;
+
+use rewake_image_io::{Acquire, BLOCK, Done, PagesFile, Read, read_now};
+use rewake_pager::{Locate, PAGE_SIZE, Place};
+
+use super::reactor::Reactor;
+use super::space::{AddressSpace, Filled};
+
+/// A page fault at `address`, which a thread waits for.
+#[derive(Debug)]
+pub(super) struct Demand {
+    pub(super) space: Arc<AddressSpace>,
+    pub(super) address: u64,
+    /// When the reactor read its message.
+    pub(super) since: Instant,
+    /// File and offset of the read that is in flight for it.
+    pub(super) reading: Option<(u32, u64)>,
+}
+
+/// Where a page's bytes are.
+enum Bytes {
+    /// In the reactor's page buffer.
+    Loaded,
+    /// In a block that some reactor is reading.
+    InFlight,
+    /// Neither in the page cache nor in the block cache.
+    OnDisk,
+}
+
+/// The bit that marks tickets of demand reads. The other bits are the index of the [`Demand`].
+pub(super) const DEMAND_TICKET: u64 = 1 << 63;
+
+impl Reactor {
+    /// Serves a page fault at once if its bytes are in memory. Otherwise reads its block from the disk, ahead
+    /// of background loads; the page alone where the block is claimed already and its read has not begun.
+    pub(super) fn serve(&mut self, demand: Demand) {
+        if demand.space.is_gone() || demand.space.session.has_failed() {
+            return;
+        }
+        let space = Arc::clone(&demand.space);
+        let layout = space.layout();
+        let place = match layout.locate(demand.address) {
+            // A resident page that faults again was never accessed, because its loss would have been an
+            // event. One cause is a fork, which does not copy zero pages. The image's bytes are right.
+            Locate::Missing(place) | Locate::Resident(place) => place,
+            Locate::Unbacked => {
+                let filled = space.fill_demand(&layout, demand.address, None, None);
+                if filled == Filled::All {
+                    space.prefault_zero_run(&layout, demand.address);
+                }
+                drop(layout);
+                return self.served(demand, filled);
+            }
+        };
+        let Some(file) = space.files.get(place.file as usize) else {
+            unreachable!("the plan was made with these files")
+        };
+        layout.promote(place.block);
+        match self.bytes_at_hand(file, place) {
+            Bytes::Loaded => {
+                let filled =
+                    space.fill_demand(&layout, demand.address, Some(place.page), Some(&self.page[..]));
+                drop(layout);
+                self.served(demand, filled);
+            }
+            Bytes::InFlight => self.blocked.push(demand),
+            Bytes::OnDisk => {
+                drop(layout);
+                self.shared.budget.note_demand();
+                if self.demand_load(&space, place.block) {
+                    self.blocked.push(demand);
+                } else {
+                    self.read_page(demand, file, place);
+                }
+            }
+        }
+    }
+
+    /// Copies the page's bytes into `self.page` if they are in the page cache or in the block cache.
+    fn bytes_at_hand(&mut self, file: &Arc<PagesFile>, place: Place) -> Bytes {
+        // A read error is reported by the read that follows.
+        if file.is_cached(place.file_offset, self.page.len())
+            && read_now(file, place.file_offset, &mut self.page[..]).is_ok()
+        {
+            return Bytes::Loaded;
+        }
+        match self.shared.cache.acquire(file, place.file_offset / BLOCK as u64, &self.waker) {
+            Acquire::Hit(block) => {
+                let start = in_block(place.file_offset);
+                let Some(bytes) = block.get(start..start + self.page.len()) else { return Bytes::OnDisk };
+                self.page.copy_from_slice(bytes);
+                Bytes::Loaded
+            }
+            // A reactor has begun to read the block: that read ends before a new one would.
+            Acquire::Pending => Bytes::InFlight,
+            // This drops the guard of a load: no thread waits for the whole block.
+            Acquire::Load(_) | Acquire::Full => Bytes::OnDisk,
+        }
+    }
+
+    fn read_page(&mut self, mut demand: Demand, file: &Arc<PagesFile>, place: Place) {
+        let page = Some((place.file, place.file_offset));
+        let same = |other: &Demand| {
+            other.reading == page
+                && other.address == demand.address
+                && Arc::ptr_eq(&other.space, &demand.space)
+        };
+        if self.demands.iter().any(|(_, other)| same(other)) {
+            return; // a read is in flight; its fill wakes every thread that waits for the page
+        }
+        let Some(dst) = self.shared.cache.demand_buffer() else {
+            self.deferred.push(demand);
+            return;
+        };
+        let entry = self.demands.vacant_entry();
+        let ticket = DEMAND_TICKET | entry.key() as u64;
+        let how = file.how(place.file_offset, dst.len());
+        let read = Read { ticket, file: Arc::clone(file), offset: place.file_offset, dst, how };
+        match self.engine.submit(read) {
+            Ok(()) => {
+                demand.reading = page;
+                entry.insert(demand);
+            }
+            Err(_full) => self.deferred.push(demand),
+        }
+    }
+
+    /// Handles a finished demand read.
+    pub(super) fn page_read(&mut self, done: Done) {
+        let Ok(key) = usize::try_from(done.ticket & !DEMAND_TICKET) else { return };
+        let Some(demand) = self.demands.try_remove(key) else { return };
+        if let Err(error) = done.result {
+            demand.space.session.fail(&error.to_string());
+            self.shared.attention_all();
+            return;
+        }
+        let space = Arc::clone(&demand.space);
+        let layout = space.layout();
+        let place = match layout.locate(demand.address) {
+            Locate::Missing(place) | Locate::Resident(place) => Some(place),
+            Locate::Unbacked => None,
+        };
+        let Some(place) = place.filter(|place| demand.reading == Some((place.file, place.file_offset)))
+        else {
+            // The program has moved or dropped the page during the read.
+            drop(layout);
+            return self.serve(demand);
+        };
+        let filled = space.fill_demand(&layout, demand.address, Some(place.page), Some(&done.dst));
+        drop(layout);
+        self.served(demand, filled);
+    }
+
+    /// Serves again the page faults that waited for a block.
+    pub(super) fn retry_blocked(&mut self) {
+        for demand in std::mem::take(&mut self.blocked) {
+            self.serve(demand);
+        }
+    }
+
+    fn served(&mut self, demand: Demand, filled: Filled) {
+        match filled {
+            Filled::All => {
+                self.shared.served.fetch_add(1, Ordering::Relaxed);
+                demand.space.note_fault(demand.since.elapsed());
+                self.shared.check_finished(&demand.space);
+            }
+            Filled::Later(_) => self.deferred.push(demand),
+            Filled::Gone => self.gone(&demand.space),
+            Filled::Failed(errno) => self.refused(&demand.space, errno),
+        }
+    }
+
+    /// Serves again the page faults that were deferred, for a layout change or for want of a buffer. Returns
+    /// whether some are still deferred.
+    pub(super) fn retry_deferred(&mut self) -> bool {
+        for demand in std::mem::take(&mut self.deferred) {
+            self.serve(demand);
+        }
+        !self.deferred.is_empty()
+    }
+}
+
+fn in_block(offset: u64) -> usize {
+    usize::try_from(offset % BLOCK as u64).unwrap_or(0)
+}
+
+const _: () = assert!(BLOCK as u64 == rewake_pager::BLOCK_PAGES * PAGE_SIZE);

@@ -1,0 +1,97 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Starts the reactor threads and assigns address spaces to them.
+
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+
+use anyhow::Context as _;
+use rewake_image_io::io_budget::IoBudget;
+use rewake_image_io::{BlockCache, Notifier};
+
+use super::reactor::{Task, run};
+use super::shared::{Handle, Shared};
+use crate::ledger::Ledger;
+
+/// The most reactors. Memory bandwidth bounds the filling: more threads would only compete for it.
+pub(super) const MAX_REACTORS: usize = 8;
+
+/// Returns the number of reactors: one for each processor, [`MAX_REACTORS`] at most.
+#[must_use]
+pub fn reactors() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from).min(MAX_REACTORS)
+}
+
+/// The reactor threads of a worker.
+#[derive(Debug)]
+pub struct Pool {
+    shared: Arc<Shared>,
+    next_home: AtomicUsize,
+    _threads: Vec<JoinHandle<()>>,
+}
+
+impl Pool {
+    /// Starts the reactor threads: [`reactors`] of them.
+    ///
+    /// # Errors
+    /// Fails when the kernel refuses descriptors, memory or threads.
+    pub fn start(cache: &Arc<BlockCache>, ledger: Ledger) -> anyhow::Result<Self> {
+        let count = reactors();
+        let handle = || {
+            anyhow::Ok(Handle {
+                waker: Notifier::new().context("making an eventfd")?,
+                inbox: Mutex::default(),
+                attention: AtomicBool::new(false),
+            })
+        };
+        let handles: Vec<Handle> = (0..count).map(|_| handle()).collect::<Result<_, _>>()?;
+        let budget = IoBudget::new(handles.iter().map(|handle| handle.waker.clone()).collect())?;
+        let shared = Arc::new(Shared {
+            cache: Arc::clone(cache),
+            ledger,
+            spaces: Mutex::default(),
+            version: AtomicUsize::new(0),
+            sessions: AtomicUsize::new(0),
+            budget: Arc::new(budget),
+            served: AtomicUsize::new(0),
+            handles,
+        });
+        let start = |index: usize| {
+            let shared = Arc::clone(&shared);
+            let thread = std::thread::Builder::new().name(format!("fill-{index}"));
+            thread.spawn(move || run(index, shared)).context("starting a reactor thread")
+        };
+        let threads = (0..count).map(start).collect::<Result<_, _>>()?;
+        Ok(Self { shared, next_home: AtomicUsize::new(0), _threads: threads })
+    }
+
+    /// Chooses the home reactor of the next address space.
+    #[must_use]
+    pub fn choose_home(&self) -> usize {
+        self.next_home.fetch_add(1, Ordering::Relaxed) % self.shared.handles.len()
+    }
+
+    /// Hands a task to the reactor of its address space.
+    pub fn submit(&self, task: Task) {
+        let Task::Adopt { space, .. } = &task;
+        let Some(handle) = self.shared.handles.get(space.home) else { return };
+        handle.inbox.lock().unwrap_or_else(PoisonError::into_inner).push(task);
+        handle.waker.wake();
+    }
+
+    /// Returns the I/O budget of the reactors, which other readers of the same disk share.
+    #[must_use]
+    pub fn pace(&self) -> Arc<IoBudget> {
+        Arc::clone(&self.shared.budget)
+    }
+
+    /// Wakes all reactors, because a session was released or has failed.
+    pub fn look_again(&self) {
+        self.shared.attention_all();
+    }
+
+    /// Sets the number of served sessions. With one session, reactors use their buffers again at once.
+    pub fn set_sessions(&self, count: usize) {
+        self.shared.sessions.store(count, Ordering::Relaxed);
+    }
+}

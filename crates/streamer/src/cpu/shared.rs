@@ -1,0 +1,81 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The state that all reactors share.
+
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use rewake_image_io::io_budget::IoBudget;
+use rewake_image_io::{BlockCache, Notifier};
+
+use super::reactor::Task;
+use super::space::AddressSpace;
+use crate::ledger::Ledger;
+
+/// How other threads reach one reactor.
+#[derive(Debug)]
+pub(super) struct Handle {
+    pub(super) waker: Notifier,
+    pub(super) inbox: Mutex<Vec<Task>>,
+    /// Whether an address space of this reactor may have failed, be finished or have lost its process.
+    pub(super) attention: AtomicBool,
+}
+
+/// The state that all reactors share.
+#[derive(Debug)]
+pub(super) struct Shared {
+    pub(super) cache: Arc<BlockCache>,
+    pub(super) ledger: Ledger,
+    pub(super) spaces: Mutex<Vec<Arc<AddressSpace>>>,
+    pub(super) version: AtomicUsize,
+    pub(super) sessions: AtomicUsize,
+    pub(super) budget: Arc<IoBudget>,
+    /// Page faults that all reactors have served: see `Reactor::yield_to_faulting_threads`.
+    pub(super) served: AtomicUsize,
+    pub(super) handles: Vec<Handle>,
+}
+
+impl Shared {
+    /// Makes every reactor check its address spaces.
+    pub(super) fn attention_all(&self) {
+        for handle in &self.handles {
+            handle.attention.store(true, Ordering::Release);
+            handle.waker.wake();
+        }
+    }
+
+    /// Makes the home reactor of `space` check its address spaces.
+    pub(super) fn attention(&self, space: &AddressSpace) {
+        if let Some(handle) = self.handles.get(space.home) {
+            handle.attention.store(true, Ordering::Release);
+            handle.waker.wake();
+        }
+    }
+
+    /// Wakes the home reactor of an address space where no page is missing any more.
+    pub(super) fn check_finished(&self, space: &AddressSpace) {
+        if space.session.is_released() && space.layout().missing() == 0 {
+            self.attention(space);
+        }
+    }
+
+    /// Returns whether no second session can need the same blocks.
+    pub(super) fn lone_session(&self) -> bool {
+        self.sessions.load(Ordering::Relaxed) <= 1
+    }
+
+    /// Adds an address space to those that all reactors fill.
+    pub(super) fn add(&self, space: &Arc<AddressSpace>) {
+        self.spaces.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::clone(space));
+        self.version.fetch_add(1, Ordering::Release);
+    }
+
+    /// Removes an address space and wakes every reactor to drop its reference. No reactor reads its events
+    /// any more: until the last reference closes the userfaultfd, the program waits at each event.
+    pub(super) fn remove(&self, space: &Arc<AddressSpace>) {
+        let mut spaces = self.spaces.lock().unwrap_or_else(PoisonError::into_inner);
+        spaces.retain(|other| !Arc::ptr_eq(other, space));
+        drop(spaces);
+        self.version.fetch_add(1, Ordering::Release);
+        self.handles.iter().for_each(|handle| handle.waker.wake());
+    }
+}

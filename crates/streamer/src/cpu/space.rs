@@ -1,0 +1,500 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Fills the memory of one restored address space.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::time::{Duration, Instant};
+
+use rewake_image_io::PagesFile;
+use rewake_pager::{BlockIx, Locate, PAGE_SIZE, PageIx, ResidencyMap, Run};
+use rewake_uffd::{FillPort, Outcome, Stop, Uffd};
+use tracing::{info, warn};
+
+use super::enomem_retry::{ENOMEM_LIMIT, EnomemRetry, Refused};
+use super::stats::{TaskStats, add};
+use crate::ledger::SpaceSlot;
+use crate::session::Session;
+
+/// For this long after a page fault the next one is expected.
+const FAULTING_MICROS: u64 = 500;
+
+/// One restored address space.
+///
+/// A reactor holds `layout` shared from the look-up of a page's address until the fill of that address
+/// returns. It holds `layout` exclusively while it reads events: a read event lets the program run, and an
+/// address may then have another page. This is the only lock that is held over a system call
+/// (docs/decisions/0004-layout-lock.md).
+#[derive(Debug)]
+pub struct AddressSpace {
+    /// The session that serves it.
+    pub session: Arc<Session>,
+    /// The counters of its task, or of the task that has forked it.
+    pub counts: Arc<TaskStats>,
+    /// Its slot in the ledger.
+    pub slot: &'static SpaceSlot,
+    /// The userfaultfd of its process.
+    pub uffd: Uffd,
+    /// Files that the plan's extents name by index.
+    pub files: Arc<Vec<Arc<PagesFile>>>,
+    /// Index of the reactor that reads its events.
+    pub home: usize,
+    layout: RwLock<ResidencyMap>,
+    gone: AtomicBool,
+    /// Whether a fork was read and its child has no slot yet: see [`AddressSpace::hold_fills`].
+    held: AtomicBool,
+    /// Whether prefetch blocks may be left.
+    first: AtomicBool,
+    begun: AtomicBool,
+    since: Instant,
+    /// When the last page fault was served, in microseconds from `since`. 0: never.
+    last_fault: AtomicU64,
+    /// The address of the next expected fault in memory that no image has.
+    walk: AtomicU64,
+    shortage: EnomemRetry,
+}
+
+/// The outcome of filling some pages.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Filled {
+    /// All requested pages are resident or need no fill.
+    All,
+    /// Continue at this page later: events must be read first, because the program is changing its layout, or
+    /// the kernel has no memory now.
+    Later(PageIx),
+    /// The address space does not exist any more.
+    Gone,
+    /// The kernel refused the fill with this errno.
+    Failed(i32),
+}
+
+impl AddressSpace {
+    /// Returns an address space in `slot` that no reactor serves yet.
+    #[must_use]
+    pub fn new(
+        session: Arc<Session>,
+        counts: Arc<TaskStats>,
+        slot: &'static SpaceSlot,
+        uffd: Uffd,
+        files: Arc<Vec<Arc<PagesFile>>>,
+        space: ResidencyMap,
+        home: usize,
+    ) -> Self {
+        Self {
+            first: AtomicBool::new(space.has_priority()),
+            session,
+            counts,
+            slot,
+            uffd,
+            files,
+            home,
+            layout: RwLock::new(space),
+            gone: AtomicBool::new(false),
+            held: AtomicBool::new(false),
+            begun: AtomicBool::new(false),
+            since: Instant::now(),
+            last_fault: AtomicU64::new(0),
+            walk: AtomicU64::new(0),
+            shortage: EnomemRetry::default(),
+        }
+    }
+
+    /// Locks the layout shared: addresses that are looked up stay valid until the guard is dropped.
+    pub fn layout(&self) -> RwLockReadGuard<'_, ResidencyMap> {
+        // Readers cannot leave it half changed, and a writer that panics ends the worker.
+        self.layout.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Locks the layout exclusively, to read events.
+    pub fn layout_mut(&self) -> RwLockWriteGuard<'_, ResidencyMap> {
+        self.layout.write().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Returns whether the process or its memory has ended.
+    pub fn is_gone(&self) -> bool {
+        self.gone.load(Ordering::Acquire)
+    }
+
+    /// Notes that the process or its memory has ended.
+    pub fn set_gone(&self) {
+        self.gone.store(true, Ordering::Release);
+    }
+
+    /// Makes fills wait while `held`: a FORK event was read, and the child's layout is not copied from this
+    /// one yet. A page that is filled in between would count as resident in the child, which does not have
+    /// it. `_layout` shows that no fill is in flight.
+    pub(super) fn hold_fills(&self, _layout: &ResidencyMap, held: bool) {
+        self.held.store(held, Ordering::Relaxed);
+    }
+
+    /// Returns true once: to the caller that claims the first background block.
+    pub fn begins(&self) -> bool {
+        !self.begun.swap(true, Ordering::Relaxed)
+    }
+
+    /// Moves the next claim to the position of another restore of the same image, so that both share the
+    /// reads from there. The blocks before it are read again at the end: the cache has dropped them long ago.
+    pub fn join(&self, other: &Self) {
+        let at = {
+            let layout = other.layout();
+            let Some(position) = layout.position() else { return };
+            layout.plan().block(position)
+        };
+        let Some(file) = other.files.get(at.file as usize) else { return };
+        let Some(own) = self.files.iter().position(|own| own.key() == file.key()) else { return };
+        let layout = self.layout();
+        let block = u32::try_from(own).ok().and_then(|own| layout.plan().block_from(own, at.index));
+        if let Some(block) = block {
+            layout.begin_at(block);
+        }
+    }
+
+    /// Counts the missing pages of a forked child.
+    pub fn forked(&self, pages: u64) {
+        add(&self.session.stats.pages_total, pages);
+        add(&self.counts.pages_total, pages);
+    }
+
+    /// Counts pages that are resident now.
+    fn count_resident(&self, pages: u64, zero: bool) {
+        let stats = &self.session.stats;
+        add(if zero { &stats.pages_zero } else { &stats.pages_copied }, pages);
+        add(&self.counts.pages_back, pages);
+    }
+
+    /// Counts pages that need no load any more.
+    pub fn dropped(&self, pages: u64) {
+        add(&self.session.stats.pages_dropped, pages);
+        add(&self.counts.pages_dropped, pages);
+    }
+
+    /// Counts the missing pages as dropped, because the memory does not exist any more. Waits for fills in
+    /// flight, which count their own pages.
+    pub fn ended(&self) {
+        let missing = self.layout_mut().missing();
+        // After a failure the missing pages are lost, not dropped.
+        if !self.session.has_failed() {
+            self.dropped(missing);
+        }
+    }
+
+    /// Counts a page fault that was served `latency` after its message was read.
+    pub fn note_fault(&self, latency: Duration) {
+        self.session.stats.fault(latency);
+        self.counts.fault(latency);
+        self.last_fault.store(self.micros().max(1), Ordering::Relaxed);
+    }
+
+    /// Returns whether its threads fault in quick succession.
+    pub fn is_faulting(&self) -> bool {
+        let last = self.last_fault.load(Ordering::Relaxed);
+        last != 0 && self.micros().saturating_sub(last) < FAULTING_MICROS
+    }
+
+    fn micros(&self) -> u64 {
+        u64::try_from(self.since.elapsed().as_micros()).unwrap_or(u64::MAX)
+    }
+
+    /// Returns whether prefetch blocks may be left. It takes no lock where none are.
+    pub fn has_first(&self) -> bool {
+        let has = self.first.load(Ordering::Relaxed) && self.layout().has_priority();
+        if !has {
+            self.first.store(false, Ordering::Relaxed);
+        }
+        has
+    }
+
+    /// Returns whether reactors may load its background blocks.
+    pub fn wants_background(&self) -> bool {
+        self.session.is_released() && !self.is_gone() && !self.session.has_failed()
+    }
+
+    /// Fills the missing pages of `block` from page `from`, at most `pages`, with the block's bytes. Returns
+    /// the page to continue at, or none when the block is finished. `runs` is scratch space.
+    pub fn fill_piece(
+        &self,
+        block: BlockIx,
+        from: PageIx,
+        pages: u64,
+        bytes: &[u8],
+        runs: &mut Vec<Run>,
+    ) -> (Filled, Option<PageIx>) {
+        let layout = self.layout();
+        runs.clear();
+        let next = layout.runs(block, from, pages, runs);
+        for run in runs.iter() {
+            let source = &bytes[run.block_offset..run.block_offset + pages_len(run.pages)];
+            match self.fill_run(&layout, run, source) {
+                Filled::All => {}
+                Filled::Later(page) => return (Filled::Later(page), Some(page)),
+                end => return (end, None),
+            }
+        }
+        (Filled::All, next)
+    }
+
+    fn fill_run(&self, layout: &ResidencyMap, run: &Run, source: &[u8]) -> Filled {
+        let mut done = 0;
+        while done < source.len() {
+            let rest = &source[done..];
+            let (zero, len) = leading_stretch(rest);
+            let target = run.target + done as u64;
+            let page = PageIx(run.page.0 + done as u64 / PAGE_SIZE);
+            match self.fill_stretch(layout, target, page, &rest[..len], zero) {
+                Filled::All => done += len,
+                end => return end,
+            }
+        }
+        Filled::All
+    }
+
+    /// Fills pages that are either all zero or all not zero.
+    fn fill_stretch(
+        &self,
+        layout: &ResidencyMap,
+        target: u64,
+        page: PageIx,
+        bytes: &[u8],
+        zero: bool,
+    ) -> Filled {
+        let mut done = 0;
+        let mut limit = bytes.len();
+        while done < bytes.len() {
+            let end = bytes.len().min(done + limit);
+            let piece = &bytes[done..end];
+            let outcome = self.fill(target + done as u64, piece, zero);
+            self.note(layout, PageIx(page.0 + done as u64 / PAGE_SIZE), outcome, zero);
+            done += bytes_len(outcome.bytes);
+            match outcome.stop {
+                None => {}
+                // A page fault at the same time or a dead worker has filled it.
+                Some(Stop::Present) => {
+                    let copied = layout.set_resident(PageIx(page.0 + done as u64 / PAGE_SIZE), 1);
+                    self.count_resident(copied, false);
+                    done += PAGE_LEN;
+                }
+                Some(Stop::Changing) => {
+                    add(&self.session.stats.put_off, 1);
+                    return Filled::Later(PageIx(page.0 + done as u64 / PAGE_SIZE));
+                }
+                // A fill may not cross the border of two mappings, and mprotect makes new borders: fill page
+                // by page. A single page that is not mapped needs no fill.
+                Some(Stop::NotMapped) if piece.len() > PAGE_LEN => limit = PAGE_LEN,
+                Some(Stop::NotMapped) => {
+                    let dropped = layout.set_resident(PageIx(page.0 + done as u64 / PAGE_SIZE), 1);
+                    self.dropped(dropped);
+                    done += PAGE_LEN;
+                }
+                Some(Stop::Gone) => return Filled::Gone,
+                Some(Stop::BadSource) => return Filled::Failed(libc::EFAULT),
+                Some(Stop::Failed(errno)) => {
+                    return self.refused(errno, PageIx(page.0 + done as u64 / PAGE_SIZE));
+                }
+            }
+        }
+        Filled::All
+    }
+
+    fn fill(&self, target: u64, bytes: &[u8], zero: bool) -> Outcome {
+        if self.held.load(Ordering::Relaxed) {
+            return Outcome { bytes: 0, stop: Some(Stop::Changing) };
+        }
+        let outcome =
+            if zero { self.uffd.zero(target, bytes.len() as u64) } else { self.uffd.copy(target, bytes) };
+        if outcome.bytes > 0
+            && let Some(refusals) = self.shortage.succeeded()
+        {
+            info!(session = self.session.number, refusals, "there is memory again");
+        }
+        outcome
+    }
+
+    /// Handles a refusal to fill `page`. Only after ENOMEM is the fill tried again.
+    fn refused(&self, errno: i32, page: PageIx) -> Filled {
+        if errno != libc::ENOMEM {
+            return Filled::Failed(errno);
+        }
+        add(&self.session.stats.starved, 1);
+        match self.shortage.refused(self.micros()) {
+            Refused::TooLong => return Filled::Failed(errno),
+            Refused::Again => {}
+            Refused::First => {
+                warn!(
+                    session = self.session.number,
+                    "no memory for a restored process (ENOMEM): trying for {} s",
+                    ENOMEM_LIMIT.as_secs()
+                );
+            }
+        }
+        Filled::Later(page)
+    }
+
+    /// Returns the error text for a fill that failed with `errno`.
+    pub fn complaint(&self, errno: i32) -> String {
+        let error = std::io::Error::from_raw_os_error(errno);
+        if errno != libc::ENOMEM {
+            return format!("filling memory of a restored process: {error}");
+        }
+        format!(
+            "filling memory of a restored process: {error}, {} times within {} s: raise the memory limit of its \
+             control group, or free memory on this host",
+            self.shortage.refusals(),
+            ENOMEM_LIMIT.as_secs()
+        )
+    }
+
+    fn note(&self, layout: &ResidencyMap, page: PageIx, outcome: Outcome, zero: bool) {
+        if outcome.bytes > 0 {
+            let pages = layout.set_resident(page, outcome.bytes / PAGE_SIZE);
+            self.count_resident(pages, zero);
+        }
+    }
+
+    /// Fills the page at `target` for a thread that waits for it. Without `bytes` it becomes a zero page,
+    /// because the image has no page for it. The caller holds the layout, or is the home reactor between two
+    /// reads of events.
+    pub fn fill_demand(
+        &self,
+        layout: &ResidencyMap,
+        target: u64,
+        page: Option<PageIx>,
+        bytes: Option<&[u8]>,
+    ) -> Filled {
+        let outcome = match bytes {
+            Some(bytes) if !is_zero(bytes) => self.fill(target, bytes, false),
+            _ => self.fill(target, &[0; PAGE_LEN], true),
+        };
+        if let Some(page) = page {
+            self.note(layout, page, outcome, bytes.is_none_or(is_zero));
+        }
+        match outcome.stop {
+            None => Filled::All,
+            // Present: the fault of another thread or a background load was faster. Not mapped: the thread
+            // gets its own error. In both cases it must be woken.
+            Some(Stop::Present | Stop::NotMapped) => {
+                if let Some(page) = page.filter(|_| outcome.stop == Some(Stop::Present)) {
+                    self.count_resident(layout.set_resident(page, 1), false);
+                }
+                // The next fill finds an ESRCH again.
+                let _ = self.uffd.wake(target, PAGE_SIZE);
+                Filled::All
+            }
+            Some(Stop::Changing) => {
+                add(&self.session.stats.put_off, 1);
+                Filled::Later(page.unwrap_or(PageIx(0)))
+            }
+            Some(Stop::Gone) => Filled::Gone,
+            Some(Stop::BadSource) => Filled::Failed(libc::EFAULT),
+            Some(Stop::Failed(errno)) => self.refused(errno, page.unwrap_or(PageIx(0))),
+        }
+    }
+
+    /// Fills zero pages after `target`, where a thread walks through memory that no image has. A driver that
+    /// gets such memory accesses every page of it. The caller has just served the page at `target`.
+    pub fn prefault_zero_run(&self, layout: &ResidencyMap, target: u64) {
+        let next = target + PAGE_SIZE;
+        if self.walk.swap(next, Ordering::Relaxed) != target {
+            return;
+        }
+        let unbacked = |page: &u64| matches!(layout.locate(next + page * PAGE_SIZE), Locate::Unbacked);
+        let pages = (0..ZERO_PREFAULT_PAGES).take_while(unbacked).count() as u64;
+        if pages > 0 {
+            // The result does not matter: a page that is still missing is served at its fault.
+            let outcome = self.uffd.zero(next, pages * PAGE_SIZE);
+            self.walk.store(next + outcome.bytes, Ordering::Relaxed);
+        }
+    }
+}
+
+/// Pages to fill ahead of a walk through memory that no image has. One call for all takes as long as a few
+/// faults.
+const ZERO_PREFAULT_PAGES: u64 = 64;
+
+#[expect(clippy::cast_possible_truncation, reason = "4096")]
+const PAGE_LEN: usize = PAGE_SIZE as usize;
+
+fn pages_len(pages: u64) -> usize {
+    bytes_len(pages * PAGE_SIZE)
+}
+
+/// Converts a length, which is at most one block here.
+#[expect(clippy::cast_possible_truncation, reason = "64-bit only: CRIU's lazy pages are")]
+fn bytes_len(bytes: u64) -> usize {
+    bytes as usize
+}
+
+/// Returns whether the first page is zero, and the bytes of the leading whole pages that share this property.
+fn leading_stretch(bytes: &[u8]) -> (bool, usize) {
+    let mut pages = bytes.chunks(PAGE_LEN);
+    let zero = pages.next().is_some_and(is_zero);
+    let more = pages.take_while(|page| is_zero(page) == zero).count();
+    (zero, (more + 1) * PAGE_LEN)
+}
+
+/// Returns whether every byte is zero. Most other pages differ in the first words.
+fn is_zero(page: &[u8]) -> bool {
+    page.iter().take(16).all(|byte| *byte == 0)
+        && page.chunks(256).all(|chunk| chunk.iter().fold(0, |all, byte| all | byte) == 0)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::PathBuf;
+
+    use super::*;
+    use crate::ledger::Ledger;
+    use crate::uffd_child::{self, PAGES, UffdChild};
+
+    /// The pages of a task whose process ended with one page resident: all, resident and dropped.
+    fn ended_early(fail: bool) -> [u64; 3] {
+        let task = UffdChild::start(uffd_child::sleep);
+        let session = Arc::new(Session::new(0, 1, PathBuf::new()));
+        let space = task.address_space(&session, task.slot(Ledger::new().unwrap(), &session, true));
+        let filled = space.fill_demand(&space.layout(), task.start, Some(PageIx(0)), Some(&[7; PAGE_LEN]));
+        assert_eq!(filled, Filled::All);
+        space.note_fault(Duration::from_micros(70));
+        space.forked(2);
+        space.dropped(2);
+        if fail {
+            session.fail("a test");
+        }
+        space.ended();
+        let tasks = session.tasks();
+        assert_eq!((tasks.len(), tasks[0].pid), (1, task.pid));
+        let faults = [&tasks[0].faults, &tasks[0].fault_wait_us, &tasks[0].longest_fault_us];
+        assert_eq!(faults.map(|count| count.load(Ordering::Relaxed)), [1, 70, 70]);
+        let (counts, stats) = (&tasks[0], &session.stats);
+        let of_task = [&counts.pages_total, &counts.pages_back, &counts.pages_dropped];
+        let of_session = [&stats.pages_total, &stats.pages_copied, &stats.pages_dropped];
+        let [of_task, of_session] =
+            [of_task, of_session].map(|counts| counts.map(|count| count.load(Ordering::Relaxed)));
+        assert_eq!(of_task, of_session);
+        of_task
+    }
+
+    #[test]
+    fn an_ended_process_drops_its_missing_pages_unless_failed() {
+        assert_eq!(ended_early(false), [PAGES + 2, 1, PAGES + 1]);
+        assert_eq!(ended_early(true), [PAGES + 2, 1, 2]);
+    }
+
+    #[test]
+    fn a_page_with_one_byte_set_anywhere_is_not_zero() {
+        let mut page = vec![0; PAGE_LEN];
+        assert!(is_zero(&page));
+        for at in [0, 15, 16, 255, 256, 2048, 4095] {
+            page[at] = 1;
+            assert!(!is_zero(&page), "{at}");
+            page[at] = 0;
+        }
+    }
+
+    #[test]
+    fn leading_zero_and_other_pages_are_distinguished() {
+        let mut bytes = vec![0; 5 * PAGE_LEN];
+        bytes[2 * PAGE_LEN] = 1;
+        bytes[4 * PAGE_LEN - 1] = 1;
+        assert_eq!(leading_stretch(&bytes), (true, 2 * PAGE_LEN));
+        assert_eq!(leading_stretch(&bytes[2 * PAGE_LEN..]), (false, 2 * PAGE_LEN));
+        assert_eq!(leading_stretch(&bytes[4 * PAGE_LEN..]), (true, PAGE_LEN));
+    }
+}

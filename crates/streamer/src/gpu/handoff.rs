@@ -1,0 +1,390 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Receives what the plugin hands over: `proto/handover.proto`.
+
+use std::os::fd::{AsFd as _, OwnedFd};
+use std::path::Path;
+use std::sync::Arc;
+
+use anyhow::{Context as _, bail, ensure};
+use rewake_amdgpu_uapi::Kfd;
+use rewake_amdgpu_uapi::call_filter::BlockList;
+use rewake_amdgpu_uapi::topology::Topology;
+use rewake_bo_contents::{DUPLICATES_FILE, PagesFile, Process};
+use rewake_criu_images::ImageDir;
+use rewake_criu_images::amdgpu::{KfdImage, kfd_name};
+use rewake_image_io::io_budget::{BackgroundHold, IoBudget};
+use rewake_plugin_protocol::proto::{self, to_plugin, to_server};
+use rewake_plugin_protocol::{Channel, Error, Listener, VERSION};
+use tracing::{info, warn};
+
+use super::blocked_calls::BlockedCalls;
+use super::gate::Gate;
+use super::placeholder_range::Buffer;
+use super::placeholders::{Placeholders, ReceivedPlaceholders};
+use super::queue_monitor::QueueMonitor;
+use super::reachability::{self, GpuReach};
+use super::working_set::{self, Access, NAME};
+use crate::gpu::duplicates_file;
+use crate::ledger::Ledger;
+
+/// The name of the image directory in messages: it arrives as a descriptor without a path.
+const FOLDER: &str = "the image directory";
+
+/// A restore that the plugin has handed over.
+#[derive(Debug)]
+pub(super) struct Handoff {
+    channel: Channel,
+    /// The image directory.
+    images: Option<OwnedFd>,
+    processes: Vec<GpuProcess>,
+    /// Monitors the queues from before the gates are closed; `None` where the driver sends no events.
+    pub(super) monitor: Option<QueueMonitor>,
+    /// Holds background reads of CPU memory from the plugin's first message until the processes run.
+    pub(super) hold: Option<BackgroundHold>,
+}
+
+/// A process that uses GPUs.
+#[derive(Debug)]
+struct GpuProcess {
+    /// N of its `amdgpu-kfd-N.img`.
+    id: u32,
+    image: KfdImage,
+    kfd: OwnedFd,
+    /// The GPUs: names in the image, and N of `/dev/dri/renderDN`.
+    gpus: Vec<(u32, u32)>,
+    /// The process's own render node files, by the GPUs' names in the image.
+    renders: Vec<(u32, OwnedFd)>,
+    files: Vec<PagesFile>,
+    /// The dmabufs of the buffers to load, by the image's number of the buffer.
+    dmabufs: Vec<Option<OwnedFd>>,
+    placeholders: Option<ReceivedPlaceholders>,
+    /// The reach of each GPU that could be resumed alone; found when all is handed over.
+    reach: Vec<GpuReach>,
+}
+
+/// A restored process whose gate is closed.
+#[derive(Debug)]
+pub(super) struct StartedProcess<'a> {
+    pub(super) gate: Gate<'a>,
+    /// The placeholders, if its CPUs have mapped buffers that are to be loaded.
+    pub(super) placeholders: Option<Placeholders<'a>>,
+}
+
+/// Receives what the plugin hands over, and opens all files: the restore is refused while no process runs
+/// yet. Returns `None` if the listener is closed before. `holds` is the I/O budget of CPU memory, where
+/// calls that register it can be held.
+pub(super) fn accept(listener: &Listener, holds: Option<&Arc<IoBudget>>) -> anyhow::Result<Option<Handoff>> {
+    loop {
+        let Some(channel) = listener.accept()? else { return Ok(None) };
+        let mut handoff = Handoff { channel, images: None, processes: Vec::new(), monitor: None, hold: None };
+        // A peer only checked whether a streamer listens.
+        let first = match handoff.receive() {
+            Err(Error::Closed) => continue,
+            first => first.map_err(anyhow::Error::from),
+        };
+        // Another plugin finds no listener and loads everything itself.
+        listener.close();
+        match first.and_then(|(what, _)| handoff.collect(&what, holds)) {
+            Ok(()) => return Ok(Some(handoff)),
+            Err(error) => {
+                // The plugin writes the reason to CRIU's log, unless it has ended.
+                let reason = format!("{error:#}");
+                let _ = handoff.send_to_plugin(to_plugin::What::Refused(proto::Refused { reason }));
+                return Err(error);
+            }
+        }
+    }
+}
+
+impl Handoff {
+    fn collect(&mut self, first: &to_server::What, holds: Option<&Arc<IoBudget>>) -> anyhow::Result<()> {
+        let to_server::What::Hello(hello) = first else { bail!(unexpected("Hello", first)) };
+        hello.check()?;
+        self.hold = holds.map(IoBudget::hold_background);
+        self.send_to_plugin(to_plugin::What::Hello(proto::Hello {
+            version: VERSION,
+            holds: holds.is_some(),
+        }))?;
+        // No timeout: CRIU restores all tasks meanwhile.
+        self.channel.remove_timeout()?;
+        // Opening `/dev/kfd` blocks while the driver tears down an ended process; here no process waits for
+        // it.
+        let driver = Kfd::open().map_err(anyhow::Error::from);
+        loop {
+            let (what, mut with) = self.receive()?;
+            match what {
+                to_server::What::Image(_) => self.images = with.pop(),
+                to_server::What::Process(process) => {
+                    let folder = self.images.as_ref().context("a process came before its image directory")?;
+                    self.processes.push(GpuProcess::open(folder, &process, with)?);
+                }
+                to_server::What::Buffers(buffers) => self.last()?.take(&buffers, with)?,
+                to_server::What::Placeholders(_) => {
+                    self.last()?.placeholders = Some(ReceivedPlaceholders::new(with)?);
+                }
+                to_server::What::Mappings(told) => {
+                    let placeholders = self.last()?.placeholders.as_mut();
+                    placeholders.context("mappings came before their placeholders")?.add(told)?;
+                }
+                to_server::What::Ready(_) => {
+                    self.processes.iter_mut().for_each(GpuProcess::find_reach);
+                    let minors = (0..self.processes.len()).flat_map(|place| self.minors(place));
+                    let monitor = driver.and_then(|kfd| QueueMonitor::new(&kfd, minors));
+                    match monitor {
+                        Ok(monitor) => self.monitor = Some(monitor),
+                        Err(error) => warn!("whether queues run will not be told: {error:#}"),
+                    }
+                    return Ok(self.send_to_plugin(to_plugin::What::Ready(proto::Ready {}))?);
+                }
+                other => bail!(unexpected("what is to be loaded", &other)),
+            }
+        }
+    }
+
+    fn last(&mut self) -> anyhow::Result<&mut GpuProcess> {
+        self.processes.last_mut().context("something of a process came before the process")
+    }
+
+    /// Waits until all processes are stopped with closed gates, and becomes responsible for them. Returns
+    /// them by their index among [`Handoff::processes`].
+    pub(super) fn go(
+        &self,
+        ledger: Ledger,
+        marks: Option<&BlockList>,
+    ) -> anyhow::Result<Vec<(usize, StartedProcess<'_>)>> {
+        let gated = self.all_started(ledger).inspect_err(|error| {
+            let reason = format!("{error:#}");
+            let _ = self.send_to_plugin(to_plugin::What::Refused(proto::Refused { reason }));
+        });
+        let mut gated = gated?;
+        if let Some(marks) = marks
+            && let Err(error) = self.block_calls(marks, &mut gated)
+        {
+            for (_, gated) in &mut gated {
+                (gated.gate.blocked_calls, gated.gate.reach) = (None, &[]);
+            }
+            warn!(
+                "gates are opened together, and memory that is not there is kept from nobody who asks for it (mprotect, export): {error:#}"
+            );
+        }
+        if let Err(error) = self.send_to_plugin(to_plugin::What::Go(proto::Go {})) {
+            // The processes must end before they can export missing memory.
+            ledger.gates().end_all();
+            return Err(error.into());
+        }
+        Ok(gated)
+    }
+
+    /// Blocks calls while no process runs: none can export missing memory, or change what a GPU's reach is.
+    fn block_calls<'a>(
+        &'a self,
+        marks: &BlockList,
+        gated: &mut [(usize, StartedProcess<'a>)],
+    ) -> anyhow::Result<()> {
+        let machine = Topology::read()?;
+        let own = |minor: u32| machine.gpus().find(|gpu| gpu.render_minor() == minor).map(|gpu| gpu.gpu_id);
+        for (place, gated) in gated {
+            let GpuProcess { gpus, renders, reach, .. } = &self.processes[*place];
+            let (names, alike) = reachability::names(gpus, own);
+            let gate = &mut gated.gate;
+            if alike {
+                gate.reach = reach;
+            }
+            gate.blocked_calls =
+                Some(BlockedCalls::new(marks, gate.kfd, names, renders, !gate.reach.is_empty())?);
+        }
+        Ok(())
+    }
+
+    fn all_started(&self, ledger: Ledger) -> anyhow::Result<Vec<(usize, StartedProcess<'_>)>> {
+        let mut started: Vec<(usize, StartedProcess<'_>)> = Vec::new();
+        loop {
+            let (what, mut with) = self.receive()?;
+            match what {
+                to_server::What::Started(process) => {
+                    let announced = self.place(process.kfd);
+                    let place = announced.filter(|place| !started.iter().any(|(there, _)| there == place));
+                    let place = place
+                        .with_context(|| format!("{} was not announced, or twice", kfd_name(process.kfd)))?;
+                    let pidfd = with.pop().context("a process came without its descriptor")?;
+                    started.push((place, self.processes[place].started(place, pidfd, ledger)?));
+                }
+                to_server::What::Go(_) => break,
+                other => bail!(unexpected("Go", &other)),
+            }
+        }
+        let is_missing = |place: &usize| !started.iter().any(|(there, _)| there == place);
+        if let Some(place) = (0..self.processes.len()).find(is_missing) {
+            bail!("{}: its process was announced, and did not start", kfd_name(self.processes[place].id));
+        }
+        Ok(started)
+    }
+
+    /// Returns the index of a process, by the image's number.
+    fn place(&self, kfd: u32) -> Option<usize> {
+        self.processes.iter().position(|process| process.id == kfd)
+    }
+
+    /// Returns the files and buffers of all processes.
+    pub(super) fn processes(&self) -> impl Iterator<Item = Process<'_>> {
+        self.processes.iter().map(|of| Process { files: &of.files, dmabufs: &of.dmabufs })
+    }
+
+    /// Returns the working set that an earlier restore recorded, if any.
+    pub(super) fn recorded(&self) -> Vec<(usize, usize)> {
+        let Some(images) = &self.images else { return Vec::new() };
+        let place = |of: &Access| self.place(of.kfd);
+        let is_there =
+            |of: Access| place(&of).is_some_and(|place| of.buffer < self.processes[place].dmabufs.len());
+        let recorded = working_set::read(images, is_there).unwrap_or_else(|error| {
+            warn!("{NAME} is not used: {error:#}: remove it, or restore with --record for a new one");
+            Vec::new()
+        });
+        if !recorded.is_empty() {
+            info!("by {NAME}, buffers that come first: {}", recorded.len());
+        }
+        recorded.iter().filter_map(|of| Some((place(of)?, of.buffer))).collect()
+    }
+
+    /// Returns sets of buffers with the same bytes, if the dump recorded some.
+    pub(super) fn duplicates(&self) -> Vec<Vec<(usize, usize)>> {
+        let Some(images) = &self.images else { return Vec::new() };
+        let reach = duplicates_file::read(images.as_fd()).unwrap_or_else(|error| {
+            warn!("{DUPLICATES_FILE} is not used, each buffer is read: {error:#}: remove it");
+            Vec::new()
+        });
+        let place = |(kfd, buffer)| Some((self.place(kfd)?, buffer));
+        reach.into_iter().map(|set| set.into_iter().filter_map(place).collect()).collect()
+    }
+
+    /// Records the working set for later restores. A failure is logged only: this restore has succeeded.
+    pub(super) fn record(&self, touched: &[(usize, usize)]) {
+        let touched =
+            touched.iter().map(|(place, buffer)| Access { kfd: self.processes[*place].id, buffer: *buffer });
+        let Some(images) = &self.images else { return };
+        match working_set::write(images, touched.collect()) {
+            Ok(count) => info!("{NAME}: recorded {count} buffers that CPUs touched"),
+            Err(error) => warn!("what CPUs touched is not recorded: {error:#}"),
+        }
+    }
+
+    /// Returns N of the `/dev/dri/renderDN` of each of a process's GPUs.
+    pub(super) fn minors(&self, place: usize) -> impl Iterator<Item = u32> {
+        self.processes[place].gpus.iter().map(|(_, minor)| *minor)
+    }
+
+    fn send_to_plugin(&self, what: to_plugin::What) -> Result<(), Error> {
+        self.channel.send(&proto::ToPlugin { what: Some(what) }, &[])
+    }
+
+    fn receive(&self) -> Result<(to_server::What, Vec<OwnedFd>), Error> {
+        let (message, with) = self.channel.receive::<proto::ToServer>()?;
+        let what = message.what;
+        let what =
+            what.ok_or_else(|| Error::Malformed { expected: "a message", found: "an empty one".to_owned() })?;
+        Ok((what, with))
+    }
+}
+
+impl GpuProcess {
+    fn open(folder: &OwnedFd, process: &proto::Process, with: Vec<OwnedFd>) -> anyhow::Result<Self> {
+        let images = ImageDir::of(folder.try_clone()?, Path::new(FOLDER))?;
+        let image = images.kfd(process.kfd)?;
+        let image = image.with_context(|| format!("{} is not in {FOLDER}", kfd_name(process.kfd)))?;
+        let mut files = Vec::new();
+        for gpu in &process.gpus {
+            files.push(PagesFile::open(folder.as_fd(), process.kfd, &image, gpu.gpu_id, gpu.minor)?);
+        }
+        let dmabufs = (0..image.buffers.len()).map(|_| None).collect();
+        let (count, wanted) = (with.len(), process.gpus.len() + 1);
+        ensure!(count == wanted, "a process came with {count} descriptors, not {wanted}");
+        let mut with = with.into_iter();
+        let kfd = with.next().context("a process came without its /dev/kfd")?;
+        let renders = process.gpus.iter().map(|gpu| gpu.gpu_id).zip(with).collect();
+        let gpus = process.gpus.iter().map(|gpu| (gpu.gpu_id, gpu.minor)).collect();
+        let (placeholders, reach) = (None, Vec::new());
+        Ok(Self { id: process.kfd, image, kfd, gpus, renders, files, dmabufs, placeholders, reach })
+    }
+
+    fn find_reach(&mut self) {
+        self.reach = reachability::of(&self.image, &self.gpus, |number| self.dmabufs[number].is_some());
+    }
+
+    /// Takes a stopped process with a closed gate and all its mappings: watches its placeholders, and has it
+    /// killed if its gate can never be opened.
+    fn started(&self, place: usize, pidfd: OwnedFd, ledger: Ledger) -> anyhow::Result<StartedProcess<'_>> {
+        let process = ledger.gates().shut(pidfd)?;
+        let placeholders = match &self.placeholders {
+            Some(handed) => {
+                let store = ledger.only_store().context("this restore has no fd store")?;
+                Some(handed.watch(place, process, self.mapped(handed)?, &self.renders, &store)?)
+            }
+            None => None,
+        };
+        let gate = Gate { process, kfd: self.kfd.as_fd(), blocked_calls: None, reach: &[] };
+        Ok(StartedProcess { gate, placeholders })
+    }
+
+    /// Returns the buffers that have placeholders.
+    fn mapped(&self, handed: &ReceivedPlaceholders) -> anyhow::Result<Vec<Buffer<'_>>> {
+        let of = |number: usize| {
+            let buffer = self.image.buffers.get(number)?;
+            let gpu = self.gpus.iter().find(|(name, _)| *name == buffer.gpu_id)?;
+            let dmabuf = self.dmabufs[number].as_ref()?.as_fd();
+            Some(Buffer { number, gpu: *gpu, dmabuf, bytes: buffer.size })
+        };
+        let known = |number| {
+            of(number).with_context(|| format!("a placeholder came for buffer {number}, which did not"))
+        };
+        handed.buffers().into_iter().map(known).collect()
+    }
+
+    fn take(&mut self, buffers: &proto::Buffers, dmabufs: Vec<OwnedFd>) -> anyhow::Result<()> {
+        ensure!(
+            buffers.numbers.len() == dmabufs.len(),
+            "{} buffers came with {} descriptors",
+            buffers.numbers.len(),
+            dmabufs.len()
+        );
+        for (number, dmabuf) in buffers.numbers.iter().zip(dmabufs) {
+            let count = self.image.buffers.len();
+            let place = self.dmabufs.get_mut(*number as usize);
+            let place = place.with_context(|| format!("buffer {number} came, of {count} in the image"))?;
+            *place = Some(dmabuf);
+        }
+        Ok(())
+    }
+}
+
+fn unexpected(expected: &str, found: &to_server::What) -> String {
+    format!("expected {expected}, found {found:?}: are plugin and server of one version?")
+}
+
+#[cfg(test)]
+mod tests {
+    use std::thread;
+
+    use rewake_plugin_protocol::{SOCKET, connect};
+
+    use super::*;
+
+    #[test]
+    fn a_plugin_of_another_version_is_refused_and_told_why() {
+        let folder = tempfile::tempdir().unwrap();
+        let listener = Listener::new(folder.path()).unwrap();
+        let plugin = thread::spawn({
+            let path = folder.path().join(SOCKET);
+            move || {
+                let server = connect(&path).unwrap().unwrap();
+                let hello = to_server::What::Hello(proto::Hello { version: VERSION + 1, holds: false });
+                server.send(&proto::ToServer { what: Some(hello) }, &[]).unwrap();
+                server.receive::<proto::ToPlugin>().unwrap().0.what.unwrap()
+            }
+        });
+        let why = accept(&listener, None).unwrap_err().to_string();
+        let told = plugin.join().unwrap();
+        let wanted = format!("speaks version {}, this one {VERSION}: install", VERSION + 1);
+        assert!(why.contains(&wanted), "{why}");
+        assert_eq!(told, to_plugin::What::Refused(proto::Refused { reason: why }));
+    }
+}

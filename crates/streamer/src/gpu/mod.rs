@@ -1,0 +1,217 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Loads GPU memory in the background while the restored processes run.
+//!
+//! The plugin restores everything except the contents of buffers that can be loaded later. It closes the
+//! gate of every process (PROCESS_INFO), resumes it, and hands its descriptors over ([`handoff`]). The
+//! streamer loads the rest. A CPU that accesses missing memory waits for a demand load ([`fault_server`],
+//! [`placeholders`]).
+//!
+//! A process's gate is opened when all of its memory is resident ([`queue_resume`], [`gate`],
+//! [`blocked_calls`]). Where its GPUs reach different memory, each GPU is resumed when its own reach is
+//! resident ([`reachability`], [`per_gpu_resume`]). So no queue runs before every byte that its GPU can
+//! reach is resident (invariant I2). [`queue_monitor`] checks at the end whether the queues run. The working
+//! set can be recorded for the next restore of the image ([`working_set`]). A process whose gate can no
+//! longer be opened is killed, by the supervisor if the worker has died.
+
+mod bar_mappings;
+mod blocked_calls;
+pub mod duplicates_file;
+mod fault_server;
+mod gate;
+mod handoff;
+mod per_gpu_resume;
+mod placeholder_range;
+mod placeholders;
+pub mod plugin_folder;
+#[cfg(test)]
+mod program;
+mod queue_monitor;
+mod queue_resume;
+mod reachability;
+mod sidecar_file;
+mod working_set;
+
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::{Arc, mpsc};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::Context as _;
+use nix::sys::signal::{SigSet, SigmaskHow, Signal, sigprocmask};
+use rewake_amdgpu_uapi::call_filter::BlockList;
+use rewake_bo_contents::{BackgroundLoad, LoadHandle, Process, Report};
+use rewake_image_io::io_budget::{BackgroundHold, IoBudget};
+use rewake_plugin_protocol::Listener;
+use tracing::{debug, info, warn};
+
+use fault_server::{AccessTrace, FaultServer, ResidencyState};
+use handoff::Handoff;
+use placeholders::Placeholders;
+use queue_monitor::{Opened, QueueMonitor, QueueVerdict};
+use queue_resume::QueueResumer;
+
+use crate::ledger::Ledger;
+use crate::record::Timeline;
+use crate::sys;
+
+/// How long to wait until the queues run whose gates are open. The driver first maps the memory that
+/// programs have registered, which takes as long as finding its pages does.
+const CONFIRMED: Duration = Duration::from_secs(10);
+
+/// What a session passes to the GPU part of its streamer.
+#[derive(Debug, Default)]
+pub struct StreamOptions {
+    /// The I/O budget that the restore's CPU memory shares with its GPU memory.
+    pub cpus: Option<Arc<IoBudget>>,
+    /// The list of files and calls that the kernel side blocks, where calls can be blocked.
+    pub marks: Option<BlockList>,
+    /// Records in the image directory which buffers CPUs access. An earlier record is not used then, and is
+    /// replaced: it would determine the order.
+    pub record: bool,
+}
+
+/// The result of one restore.
+#[derive(Debug)]
+pub struct Summary {
+    /// The number of processes that use GPUs.
+    pub processes: usize,
+    /// What was loaded in the background; `None` if nothing was left to load.
+    pub loaded: Option<Report>,
+    /// The number of page faults that waited for GPU memory.
+    pub touches: u64,
+    /// The time from the moment the processes ran until the last gate was open.
+    pub took: Duration,
+    /// The number of (process, GPU) pairs whose queues the driver still held after [`CONFIRMED`].
+    pub held: usize,
+}
+
+/// Loads all memory, serves page faults meanwhile, and opens the gates. No placeholder is left when it
+/// returns.
+fn load(
+    processes: &[Process<'_>],
+    placeholders: Vec<Placeholders<'_>>,
+    resumer: &QueueResumer<'_>,
+    loading: BackgroundLoad<'_>,
+) -> anyhow::Result<(Option<Report>, AccessTrace, Vec<Opened>)> {
+    let &QueueResumer { ledger, timeline, .. } = resumer;
+    let sets = resumer.sets();
+    let resident = ResidencyState::new(processes.len(), &placeholders, &sets)?;
+    let (done, ready) = mpsc::channel();
+    let fault_server =
+        FaultServer::new(placeholders, loading.handle(), &resident, &sets, done, ledger, timeline);
+    timeline.loads(loading.handle());
+    // A reader of the timeline sees the load from now on.
+    timeline.look();
+    thread::scope(|scope| {
+        let (handle, other_handle) = (loading.handle(), loading.handle());
+        // If either thread failed alone, its waiters would wait for ever, and closed placeholders would read
+        // as zeros.
+        let fault_server = scope.spawn(move || or_give_up(ledger, &handle, || fault_server.run()));
+        let opener =
+            scope.spawn(move || or_give_up(ledger, &other_handle, || resumer.run(&ready, &other_handle)));
+        let loaded = loading.run(|whole| {
+            debug!("there: {whole:?}");
+            resident.mark_resident(whole);
+        });
+        resident.ended(loaded.is_ok());
+        // This error first: it is the reason why the load was given up.
+        let trace = fault_server.join().and_then(|trace| trace).unwrap_or_else(|panic| resume_unwind(panic));
+        let opened = opener.join().and_then(|opened| opened).unwrap_or_else(|panic| resume_unwind(panic));
+        let trace = trace?;
+        let opened = opened.context("opening gates")?;
+        Ok((loaded.context("loading memory of GPUs")?, trace, opened))
+    })
+}
+
+/// Runs `act`; if it fails, kills every process whose gate is closed and gives up the load.
+fn or_give_up<T>(
+    ledger: Ledger,
+    handle: &LoadHandle,
+    act: impl FnOnce() -> anyhow::Result<T>,
+) -> thread::Result<anyhow::Result<T>> {
+    let done = catch_unwind(AssertUnwindSafe(act));
+    if !matches!(done, Ok(Ok(_))) {
+        ledger.gates().end_all();
+        handle.give_up();
+    }
+    done
+}
+
+/// Loads what the plugin handed over and opens the gates. Returns the processes whose gates were opened.
+fn serve_handoff(
+    handoff: &Handoff,
+    hold: Option<BackgroundHold>,
+    options: StreamOptions,
+    ledger: Ledger,
+    timeline: &Timeline,
+) -> anyhow::Result<(Summary, Vec<Opened>)> {
+    let (mut gates, mut placeholders) = (Vec::new(), Vec::new());
+    let StreamOptions { cpus, marks, record } = options;
+    let budget = cpus.map_or_else(|| IoBudget::new(Vec::new()).map(Arc::new), Ok)?;
+    for (place, gated) in handoff.go(ledger, marks.as_ref())? {
+        timeline.runs(place, sys::pidfd_pid(gated.gate.process).unwrap_or_default());
+        gates.push((place, gated.gate));
+        placeholders.extend(gated.placeholders);
+    }
+    drop(hold);
+    let start = Instant::now();
+    info!(processes = gates.len(), "loading memory of GPUs behind running processes");
+    let processes: Vec<Process<'_>> = handoff.processes().collect();
+    let count = gates.len();
+    let resumer = QueueResumer { handoff, gates, ledger, timeline };
+    let working_set = if record { Vec::new() } else { handoff.recorded() };
+    let loading = BackgroundLoad::new(&processes, Some(budget))
+        .map(|loading| loading.prioritize(working_set).duplicates(handoff.duplicates()));
+    let loaded =
+        loading.map_err(Into::into).and_then(|loading| load(&processes, placeholders, &resumer, loading));
+    if loaded.is_err() {
+        // The processes must end before they can export missing memory.
+        ledger.gates().end_all();
+    }
+    let (loaded, trace, opened) = loaded?;
+    if record {
+        handoff.record(&trace.buffers);
+    }
+    let touches = trace.faults;
+    Ok((Summary { processes: count, loaded, touches, took: start.elapsed(), held: 0 }, opened))
+}
+
+/// Waits until the queues run whose gates are open. Logs which do not run and which are unknown, and returns
+/// the number of those that do not.
+fn confirm_queues(monitor: &QueueMonitor, opened: &[Opened]) -> usize {
+    let QueueVerdict { ran, held, unknown } = monitor.wait(opened, CONFIRMED);
+    held.iter().for_each(|held| warn!("after {CONFIRMED:?} {held}"));
+    unknown.iter().for_each(|unknown| info!("{unknown}"));
+    if held.is_empty() && ran > 0 {
+        info!("the driver lets queues run: {ran}, of a process on a GPU each");
+    }
+    held.len()
+}
+
+/// Serves one restore and records it in `timeline`. Returns `None` if the listener is closed before a
+/// restore arrives.
+///
+/// # Errors
+/// The plugin gave up, or memory could not be loaded. Processes whose gates are closed are killed then, or
+/// the ledger still lists them.
+pub fn serve(
+    listener: &Listener,
+    options: StreamOptions,
+    ledger: Ledger,
+    timeline: &Timeline,
+) -> anyhow::Result<Option<Summary>> {
+    let holds = options.cpus.as_ref().filter(|_| options.marks.is_some());
+    let Some(mut handoff) = handoff::accept(listener, holds)? else { return Ok(None) };
+    let (monitor, hold) = (handoff.monitor.take(), handoff.hold.take());
+    timeline.handed_over();
+    // A stop signal has no effect from here on: the load must end, and then no gate is closed.
+    let stop: SigSet = [Signal::SIGTERM, Signal::SIGINT].into_iter().collect();
+    sigprocmask(SigmaskHow::SIG_BLOCK, Some(&stop), None).context("blocking signals")?;
+    let (mut summary, opened) = serve_handoff(&handoff, hold, options, ledger, timeline)?;
+    // The driver tears down a process that ends from here on: this process must hold none of its files open.
+    drop(handoff);
+    if let Some(monitor) = monitor {
+        summary.held = confirm_queues(&monitor, &opened);
+    }
+    Ok(Some(summary))
+}

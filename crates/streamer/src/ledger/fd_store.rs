@@ -1,0 +1,431 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Keeps a session's descriptors in flight in the queue of a socket, as CRIU's own fdstore does.
+//!
+//! The store is one end of a SOCK_SEQPACKET pair. Each message in its queue carries one [`Entry`] and the
+//! descriptors that belong to it (SCM_RIGHTS). The kernel keeps these files open for as long as any process
+//! has the store open. Each target has it (`crate::supervise::parking`), and a forked child inherits it. So a
+//! userfaultfd stays open as long as the memory exists. When every process of the streamer is killed at once,
+//! page faults and events wait in the kernel. `rewake recover` then takes everything out of the store of any
+//! target.
+//!
+//! The other end of the pair, which puts entries in, is an entry of the queue too ([`Kind::Writer`]). Without
+//! it `rewake recover` could not add the userfaultfd of a child that is forked later.
+
+use std::io::{self, IoSlice, IoSliceMut};
+use std::os::fd::{AsRawFd as _, BorrowedFd, OwnedFd, RawFd};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, PoisonError};
+
+use nix::errno::Errno;
+use nix::sys::socket::{
+    AddressFamily, ControlMessage, ControlMessageOwned, MsgFlags, SockFlag, SockType, getsockopt, recv,
+    recvmsg, sendmsg, setsockopt, socketpair, sockopt,
+};
+use nix::sys::stat::fstat;
+
+use crate::sys;
+
+/// Descriptors in one message; the kernel allows 253 (`SCM_MAX_FD`, `include/net/scm.h`).
+pub const MAX_DESCRIPTORS: usize = 250;
+/// Bytes that the queue may hold, as the kernel counts them: about 1 KiB a message, for as many address
+/// spaces as a ledger has.
+const QUEUE: usize = 16 << 20;
+/// Bytes of the queue that no put uses. A rotation needs room for a mark, and for an entry that is both at
+/// the head and at the tail. A message uses less than 1 KiB.
+const RESERVE: usize = 8 << 10;
+/// Bytes of an entry: kind, index, life.
+const ENTRY: usize = 16;
+
+/// The kind of a message in the store.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u32)]
+pub enum Kind {
+    /// The end that puts entries in.
+    Writer = 1,
+    /// The userfaultfd of an address space, then its journal. `index` is its slot in the ledger.
+    Space = 2,
+    /// The session's plan, in a sealed file.
+    Plan = 3,
+    /// Pages files, in the plan's order. `index` is the number of the first file.
+    Files = 4,
+    /// The userfaultfd of a process's placeholders.
+    Placeholders = 5,
+    /// The end of one rotation of the queue, without descriptors. `index` counts rotations, `life` is the
+    /// pid.
+    Mark = 6,
+}
+
+impl Kind {
+    const ALL: [Self; 6] =
+        [Self::Writer, Self::Space, Self::Plan, Self::Files, Self::Placeholders, Self::Mark];
+}
+
+/// Names the descriptors that a message carries.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Entry {
+    /// The kind of the descriptors.
+    pub kind: Kind,
+    /// Which entry of that kind this is.
+    pub index: u32,
+    /// Tells two users of one ledger slot apart: [`SpaceSlot::life`](crate::ledger::SpaceSlot::life).
+    pub life: u64,
+}
+
+impl Entry {
+    fn encode(self) -> [u8; ENTRY] {
+        let mut bytes = [0; ENTRY];
+        bytes[..4].copy_from_slice(&(self.kind as u32).to_ne_bytes());
+        bytes[4..8].copy_from_slice(&self.index.to_ne_bytes());
+        bytes[8..].copy_from_slice(&self.life.to_ne_bytes());
+        bytes
+    }
+
+    fn decode(bytes: &[u8]) -> Option<Self> {
+        let (kind, rest) = bytes.split_first_chunk()?;
+        let (index, rest) = rest.split_first_chunk()?;
+        let kind = u32::from_ne_bytes(*kind);
+        Some(Self {
+            kind: Kind::ALL.into_iter().find(|known| *known as u32 == kind)?,
+            index: u32::from_ne_bytes(*index),
+            life: u64::from_ne_bytes(rest.try_into().ok()?),
+        })
+    }
+}
+
+/// An entry with copies of its descriptors.
+pub type Stored = (Entry, Vec<OwnedFd>);
+
+/// The fd store of one session. The session's slot in the ledger owns both descriptors.
+#[derive(Debug)]
+pub struct FdStore {
+    store: RawFd,
+    writer: RawFd,
+    /// The socket's inode, which identifies a target's copy in `/proc/PID/fd`.
+    inode: u64,
+    /// How many rotations of the queue there were. The lock lets one rotation run at a time.
+    rotation: Mutex<u32>,
+    /// True if another put may find no room.
+    full: AtomicBool,
+}
+
+impl FdStore {
+    /// Makes a store that holds only its writer's entry. Returns the store and the writer.
+    ///
+    /// # Errors
+    /// EMFILE, ENOMEM.
+    pub fn create() -> io::Result<(OwnedFd, OwnedFd)> {
+        let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
+        let (store, writer) = socketpair(AddressFamily::Unix, SockType::SeqPacket, None, flags)?;
+        // Without CAP_NET_ADMIN the queue holds some hundred entries, and a put fails when it is full.
+        let _ = setsockopt(&writer, sockopt::SndBufForce, &QUEUE);
+        let entry = Entry { kind: Kind::Writer, index: 0, life: 0 };
+        send(writer.as_raw_fd(), entry, &[writer.as_raw_fd()])?;
+        Ok((store, writer))
+    }
+
+    /// Returns the store of these descriptors. The caller keeps them open as long as the store is used.
+    ///
+    /// # Errors
+    /// EBADF: the store is no open file.
+    pub fn of(store: RawFd, writer: RawFd) -> io::Result<Self> {
+        if store < 0 || writer < 0 {
+            return Err(io::Error::from_raw_os_error(libc::EBADF));
+        }
+        // SAFETY: the caller keeps it open, and it is borrowed for this call only.
+        let inode = fstat(unsafe { BorrowedFd::borrow_raw(store) })?.st_ino;
+        Ok(Self { store, writer, inode, rotation: Mutex::default(), full: AtomicBool::new(true) })
+    }
+
+    /// Returns the socket's inode.
+    #[must_use]
+    pub fn inode(&self) -> u64 {
+        self.inode
+    }
+
+    /// Returns the store's descriptor, of which a target gets a copy.
+    #[must_use]
+    pub fn descriptor(&self) -> BorrowedFd<'_> {
+        // SAFETY: open as long as this is used, by the contract of `of`.
+        unsafe { BorrowedFd::borrow_raw(self.store) }
+    }
+
+    /// Returns true if a [`FdStore::put`] finds room now.
+    ///
+    /// It makes a system call only after a put that used the last room, as reactors call it before each read.
+    ///
+    /// # Errors
+    /// The kernel's.
+    pub fn has_room(&self) -> io::Result<bool> {
+        Ok(!self.full.load(Ordering::Acquire) || self.measure()?)
+    }
+
+    /// Measures the room, and notes whether a put would find some.
+    fn measure(&self) -> io::Result<bool> {
+        // SAFETY: open as long as this is used, by the contract of `of`.
+        let writer = unsafe { BorrowedFd::borrow_raw(self.writer) };
+        let has_room = sys::unread_bytes(writer)? + RESERVE < getsockopt(&writer, sockopt::SndBuf)?;
+        self.full.store(!has_room, Ordering::Release);
+        Ok(has_room)
+    }
+
+    /// Puts copies of at most [`MAX_DESCRIPTORS`] descriptors into the store.
+    ///
+    /// # Errors
+    /// EAGAIN: the queue is full. ETOOMANYREFS: this user has too many descriptors in flight (unix(7)).
+    pub fn put(&self, entry: Entry, descriptors: &[RawFd]) -> io::Result<()> {
+        if !self.measure()? {
+            return Err(io::Error::from_raw_os_error(libc::EAGAIN));
+        }
+        send(self.writer, entry, descriptors)?;
+        self.measure().map(drop)
+    }
+
+    /// Removes the entries for which `keep` is false. Their descriptors close when no other copy is left.
+    ///
+    /// It puts each other entry in again before it takes the entry out, so the queue holds it at every
+    /// moment.
+    ///
+    /// # Errors
+    /// The kernel refused descriptors. The other entries stay as they were.
+    pub fn retain(&self, keep: impl Fn(Entry) -> bool) -> io::Result<()> {
+        let mut rotation = self.rotation.lock().unwrap_or_else(PoisonError::into_inner);
+        *rotation = rotation.wrapping_add(1);
+        // A CRIU that was killed while it read the queue leaves an offset. A worker that was killed here
+        // leaves a mark.
+        sys::set_peek_offset(self.descriptor(), None)?;
+        let mark = Entry { kind: Kind::Mark, index: *rotation, life: std::process::id().into() };
+        send(self.writer, mark, &[])?;
+        loop {
+            let Some(entry) = head(self.store)? else { return Ok(()) };
+            if entry.kind != Kind::Mark && keep(entry) {
+                let Some((entry, descriptors)) = receive(self.store, MsgFlags::MSG_PEEK)? else {
+                    return Ok(());
+                };
+                let numbers: Vec<RawFd> = descriptors.iter().map(OwnedFd::as_raw_fd).collect();
+                send(self.writer, entry, &numbers)?;
+            }
+            // This call has no room for descriptors, so the kernel closes those of the message.
+            recv(self.store, &mut [0; ENTRY], MsgFlags::MSG_DONTWAIT)?;
+            if entry == mark {
+                return Ok(());
+            }
+        }
+    }
+
+    /// Removes all entries: then only this streamer holds the session's descriptors.
+    ///
+    /// # Errors
+    /// The kernel's.
+    pub fn empty(&self) -> io::Result<()> {
+        let _rotation = self.rotation.lock().unwrap_or_else(PoisonError::into_inner);
+        while head(self.store)?.is_some() {
+            recv(self.store, &mut [0; ENTRY], MsgFlags::MSG_DONTWAIT)?;
+        }
+        Ok(())
+    }
+}
+
+/// Returns copies of all entries in order, and leaves the store unchanged.
+///
+/// An entry occurs twice if a process was killed while it moved the entry from the head to the tail.
+///
+/// # Errors
+/// This process has too many open descriptors, or the socket is no store.
+pub fn peek_all(store: BorrowedFd<'_>) -> io::Result<Vec<Stored>> {
+    sys::set_peek_offset(store, Some(0))?;
+    let mut found = Vec::new();
+    let done = loop {
+        match receive(store.as_raw_fd(), MsgFlags::MSG_PEEK) {
+            Ok(Some(stored)) => found.push(stored),
+            Ok(None) => break Ok(found),
+            Err(error) => break Err(error),
+        }
+    };
+    sys::set_peek_offset(store, None)?;
+    done
+}
+
+fn send(writer: RawFd, entry: Entry, descriptors: &[RawFd]) -> io::Result<()> {
+    let bytes = entry.encode();
+    let rights = [ControlMessage::ScmRights(descriptors)];
+    let rights = if descriptors.is_empty() { &[][..] } else { &rights[..] };
+    let flags = MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_NOSIGNAL;
+    sendmsg::<()>(writer, &[IoSlice::new(&bytes)], rights, flags, None)?;
+    Ok(())
+}
+
+/// Returns the first entry without its descriptors; none if the queue is empty.
+fn head(store: RawFd) -> io::Result<Option<Entry>> {
+    let mut bytes = [0; ENTRY];
+    match recv(store, &mut bytes, MsgFlags::MSG_PEEK | MsgFlags::MSG_DONTWAIT) {
+        Ok(ENTRY) => Entry::decode(&bytes).map(Some).ok_or_else(foreign_message),
+        Ok(0) | Err(Errno::EAGAIN) => Ok(None),
+        Ok(_) => Err(foreign_message()),
+        Err(error) => Err(error.into()),
+    }
+}
+
+fn receive(store: RawFd, how: MsgFlags) -> io::Result<Option<Stored>> {
+    let mut bytes = [0; ENTRY];
+    let mut space = nix::cmsg_space!([RawFd; MAX_DESCRIPTORS]);
+    let mut slices = [IoSliceMut::new(&mut bytes)];
+    let flags = how | MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_CMSG_CLOEXEC;
+    let message = match recvmsg::<()>(store, &mut slices, Some(&mut space), flags) {
+        Err(Errno::EAGAIN) => return Ok(None),
+        message => message?,
+    };
+    let (length, flags) = (message.bytes, message.flags);
+    let mut descriptors = Vec::new();
+    for control in message.cmsgs()? {
+        if let ControlMessageOwned::ScmRights(numbers) = control {
+            // SAFETY: the kernel has just made them for this message: open, and nothing owns them.
+            descriptors.extend(numbers.into_iter().map(|number| unsafe { sys::take_over(number) }));
+        }
+    }
+    if length == 0 && descriptors.is_empty() {
+        return Ok(None);
+    }
+    if flags.intersects(MsgFlags::MSG_CTRUNC | MsgFlags::MSG_TRUNC) {
+        return Err(io::Error::from_raw_os_error(libc::EMFILE));
+    }
+    let entry = Entry::decode(&bytes[..length]).ok_or_else(foreign_message)?;
+    Ok(Some((entry, descriptors)))
+}
+
+fn foreign_message() -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, "the fd store holds a message that this program did not write")
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::AsFd as _;
+
+    use nix::sys::memfd::{MFdFlags, memfd_create};
+
+    use super::*;
+
+    fn store() -> (FdStore, OwnedFd, OwnedFd) {
+        let (store, writer) = FdStore::create().unwrap();
+        (FdStore::of(store.as_raw_fd(), writer.as_raw_fd()).unwrap(), store, writer)
+    }
+
+    fn file() -> OwnedFd {
+        memfd_create(c"stored", MFdFlags::MFD_CLOEXEC).unwrap()
+    }
+
+    fn inode(file: &OwnedFd) -> u64 {
+        fstat(file).unwrap().st_ino
+    }
+
+    fn space(index: u32) -> Entry {
+        Entry { kind: Kind::Space, index, life: 7 }
+    }
+
+    /// Kinds and indices, and the inodes of all descriptors but the writer.
+    fn held(store: &OwnedFd) -> Vec<(Kind, u32, Vec<u64>)> {
+        let all = peek_all(store.as_fd()).unwrap();
+        let inodes = |files: &Vec<OwnedFd>| files.iter().map(inode).collect();
+        all.iter().map(|(entry, files)| (entry.kind, entry.index, inodes(files))).collect()
+    }
+
+    #[test]
+    fn what_was_put_in_is_found_in_order_again_and_again() {
+        let (store, reading, writer) = store();
+        let (one, two) = (file(), file());
+        store.put(space(1), &[one.as_raw_fd(), two.as_raw_fd()]).unwrap();
+        store.put(space(2), &[two.as_raw_fd()]).unwrap();
+        let expected = [
+            (Kind::Writer, 0, vec![inode(&writer)]),
+            (Kind::Space, 1, vec![inode(&one), inode(&two)]),
+            (Kind::Space, 2, vec![inode(&two)]),
+        ];
+        assert_eq!(held(&reading), expected);
+        assert_eq!(held(&reading), expected);
+    }
+
+    #[test]
+    fn a_copy_of_the_store_keeps_the_files_open_and_takes_new_ones() {
+        let (store, reading, writer) = store();
+        let (mut far, near) = std::io::pipe().unwrap();
+        store.put(space(1), &[near.as_raw_fd()]).unwrap();
+        drop((near, writer));
+        let mut found = peek_all(reading.as_fd()).unwrap();
+        let (_, mut writers) = found.remove(0);
+        let again = FdStore::of(reading.as_raw_fd(), writers[0].as_raw_fd()).unwrap();
+        again.put(space(2), &[file().as_raw_fd()]).unwrap();
+        assert_eq!(held(&reading).len(), 3);
+        // The pipe has a writer for as long as the store is open, and none afterwards.
+        drop((found, writers.pop()));
+        drop(reading);
+        assert_eq!(std::io::Read::read(&mut far, &mut [0]).unwrap(), 0);
+    }
+
+    #[test]
+    fn entries_not_kept_are_closed_and_the_others_stay_in_order() {
+        let (store, reading, _writer) = store();
+        let (mut far, near) = std::io::pipe().unwrap();
+        store.put(space(1), &[near.as_raw_fd()]).unwrap();
+        store.put(space(2), &[file().as_raw_fd()]).unwrap();
+        store.put(space(3), &[file().as_raw_fd()]).unwrap();
+        drop(near);
+        store.retain(|entry| entry != space(1)).unwrap();
+        let order: Vec<(Kind, u32)> = held(&reading).iter().map(|(kind, index, _)| (*kind, *index)).collect();
+        assert_eq!(order, [(Kind::Writer, 0), (Kind::Space, 2), (Kind::Space, 3)]);
+        assert_eq!(std::io::Read::read(&mut far, &mut [0]).unwrap(), 0, "its file is closed");
+        store.empty().unwrap();
+        assert_eq!(held(&reading), []);
+    }
+
+    #[test]
+    fn a_full_store_refuses_a_put_and_still_removes_entries() {
+        let (store, reading, writer) = store();
+        setsockopt(&writer, sockopt::SndBuf, &(32 << 10)).unwrap();
+        let (mut far, near) = std::io::pipe().unwrap();
+        store.put(space(0), &[near.as_raw_fd()]).unwrap();
+        drop(near);
+        let file = file();
+        let full = (1..1000).find_map(|index| store.put(space(index), &[file.as_raw_fd()]).err());
+        assert_eq!(full.unwrap().raw_os_error(), Some(libc::EAGAIN));
+        assert!(!store.has_room().unwrap());
+        let before = held(&reading).len();
+        store.retain(|entry| entry != space(0)).unwrap();
+        assert_eq!(std::io::Read::read(&mut far, &mut [0]).unwrap(), 0, "its file is closed");
+        assert_eq!(held(&reading).len(), before - 1);
+        store.put(space(0), &[file.as_raw_fd()]).unwrap();
+    }
+
+    #[test]
+    fn an_old_mark_or_peek_offset_does_not_end_a_rotation_early() {
+        let (store, reading, _writer) = store();
+        let file = file();
+        for index in 0..3 {
+            store.put(space(index), &[file.as_raw_fd()]).unwrap();
+            let mark = Entry { kind: Kind::Mark, index: 0, life: 5 };
+            send(store.writer, mark, &[]).unwrap();
+        }
+        sys::set_peek_offset(reading.as_fd(), Some(2 * i32::try_from(ENTRY).unwrap())).unwrap();
+        store.retain(|entry| entry != space(2)).unwrap();
+        let order: Vec<(Kind, u32)> = held(&reading).iter().map(|(kind, index, _)| (*kind, *index)).collect();
+        assert_eq!(order, [(Kind::Writer, 0), (Kind::Space, 0), (Kind::Space, 1)]);
+    }
+
+    #[test]
+    fn a_negative_number_is_no_store() {
+        let (_store, reading, _writer) = store();
+        for (store, writer) in [(-1, -1), (reading.as_raw_fd(), -1), (-1, reading.as_raw_fd())] {
+            assert_eq!(FdStore::of(store, writer).unwrap_err().raw_os_error(), Some(libc::EBADF));
+        }
+    }
+
+    #[test]
+    fn the_store_holds_the_descriptors_of_all_spaces_of_a_ledger() {
+        let (store, reading, _writer) = store();
+        let file = file();
+        for index in 0..u32::try_from(crate::ledger::MAX_SPACES).unwrap() {
+            store.put(space(index), &[file.as_raw_fd(), file.as_raw_fd()]).unwrap();
+        }
+        store.retain(|entry| entry.kind != Kind::Space || entry.index % 2 == 0).unwrap();
+        drop(file);
+        assert_eq!(held(&reading).len(), 1 + crate::ledger::MAX_SPACES / 2);
+    }
+}

@@ -1,0 +1,261 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Makes and finds the folders of ledgers: each starter has one below `/run/rewake/sessions`.
+//!
+//! A starter makes its ledger before it takes the first userfaultfd. The processes of a streamer share one
+//! lock on it (flock(2), by one open file). A process that gets the lock knows that all of them have ended,
+//! and that no other process recovers the same sessions.
+
+use std::fs::{self, DirBuilder, File, TryLockError};
+use std::io;
+use std::os::unix::fs::DirBuilderExt as _;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use anyhow::{Context as _, bail};
+use nix::unistd::geteuid;
+use rewake_plugin_protocol::{ProcessId, SESSIONS};
+use tracing::warn;
+
+use super::Ledger;
+
+const LEDGER: &str = "ledger";
+const UNFINISHED: &str = "ledger.new";
+/// How often to try for a ledger's lock while its starter lives: 20 ms in all.
+const LOCK_TRIES: u32 = 5;
+/// How often to try once its starter has ended: 3 s in all.
+const DYING_TRIES: u32 = 750;
+/// The pause between two tries.
+const LOCK_PAUSE: Duration = Duration::from_millis(4);
+
+/// Returns the directory of this user's folders: `/run/rewake/sessions` for root, else
+/// `$XDG_RUNTIME_DIR/rewake/sessions`.
+///
+/// # Errors
+/// Not root, and the variable is not set.
+pub fn root() -> anyhow::Result<PathBuf> {
+    if geteuid().is_root() {
+        return Ok(PathBuf::from(SESSIONS));
+    }
+    let folder = std::env::var_os("XDG_RUNTIME_DIR").filter(|folder| !folder.is_empty());
+    let folder = folder.context("XDG_RUNTIME_DIR is not set: expected a folder for the sessions' ledger")?;
+    Ok(Path::new(&folder).join("rewake/sessions"))
+}
+
+/// A starter's folder, locked by this process and all that inherit its descriptors.
+#[derive(Debug)]
+pub struct Folder {
+    path: PathBuf,
+    /// The kernel unlocks it when no process has it open any more.
+    lock: File,
+}
+
+/// Either `File::try_lock` or `File::try_lock_shared`.
+type TryLock = fn(&File) -> Result<(), TryLockError>;
+
+/// Another process of Rewake has locked the folder: it serves the sessions.
+#[derive(Debug)]
+pub struct InUse;
+
+impl Folder {
+    /// Makes the folder of this process, with an empty ledger.
+    ///
+    /// # Errors
+    /// The folder or the ledger cannot be made.
+    pub fn create() -> anyhow::Result<(Self, Ledger)> {
+        Self::create_below(&root()?, &this_process()?.to_string())
+    }
+
+    /// Renames a recovered folder, so that it is named after this process.
+    ///
+    /// # Errors
+    /// It cannot be renamed.
+    pub fn rename(&mut self) -> anyhow::Result<()> {
+        let path = self.path.with_file_name(this_process()?.to_string());
+        fs::rename(&self.path, &path).with_context(|| format!("renaming {}", self.path.display()))?;
+        self.path = path;
+        Ok(())
+    }
+
+    fn create_below(root: &Path, name: &str) -> anyhow::Result<(Self, Ledger)> {
+        let path = root.join(name);
+        let make = || -> anyhow::Result<(Self, Ledger)> {
+            DirBuilder::new().recursive(true).mode(0o700).create(&path)?;
+            // It gets its name only when it is locked: `rewake recover` would take one that is not.
+            let unfinished = path.join(UNFINISHED);
+            let file = File::options().read(true).write(true).create_new(true).open(&unfinished)?;
+            let lock =
+                lock(file, File::try_lock)?.ok_or_else(|| io::Error::from_raw_os_error(libc::EWOULDBLOCK))?;
+            // A mapping keeps its open file open, and a process with the mapping does not always serve. So
+            // the mapping has an open file of its own, without the lock.
+            let ledger = Ledger::in_file(&File::options().read(true).write(true).open(&unfinished)?)?;
+            fs::rename(&unfinished, path.join(LEDGER))?;
+            Ok((Self { path: path.clone(), lock }, ledger))
+        };
+        make().with_context(|| format!("making the ledger in {}", path.display()))
+    }
+
+    /// Returns the folders of all starters of this user.
+    ///
+    /// # Errors
+    /// The folder that holds them cannot be read.
+    pub fn all() -> anyhow::Result<Vec<PathBuf>> {
+        Self::below(&root()?)
+    }
+
+    fn below(root: &Path) -> anyhow::Result<Vec<PathBuf>> {
+        let entries = match fs::read_dir(root) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+            entries => entries.with_context(|| format!("reading {}", root.display()))?,
+        };
+        let mut paths: Vec<PathBuf> = entries.filter_map(|entry| Some(entry.ok()?.path())).collect();
+        paths.retain(|path| path.join(LEDGER).exists());
+        paths.sort();
+        Ok(paths)
+    }
+
+    /// Locks the folder of a streamer whose processes have all ended.
+    ///
+    /// # Errors
+    /// The ledger cannot be read, or another version of this program wrote it.
+    pub fn take(path: &Path) -> anyhow::Result<Result<(Self, Ledger), InUse>> {
+        Self::lock(path, File::try_lock)
+    }
+
+    /// Locks a folder as [`take`](Self::take) does, but shared: several processes may read the ledger at one
+    /// time.
+    ///
+    /// # Errors
+    /// As for [`take`](Self::take).
+    pub fn look(path: &Path) -> anyhow::Result<Result<(Self, Ledger), InUse>> {
+        Self::lock(path, File::try_lock_shared)
+    }
+
+    fn lock(path: &Path, how: TryLock) -> anyhow::Result<Result<(Self, Ledger), InUse>> {
+        let name = path.join(LEDGER);
+        let file = match open(path) {
+            // Another process has recovered it, and has renamed or removed the folder.
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Err(InUse)),
+            file => file.with_context(|| format!("opening {}", name.display()))?,
+        };
+        let mut tries = 0;
+        let locked = loop {
+            if let Some(locked) = file.try_clone().and_then(|file| lock(file, how)).transpose() {
+                break Some(locked);
+            }
+            // A plugin or `rewake status` that reads it has the lock for a moment. Killed processes have it
+            // until the kernel has closed their files.
+            tries += 1;
+            if tries >= if starter_lives(path) { LOCK_TRIES } else { DYING_TRIES } {
+                break None;
+            }
+            std::thread::sleep(LOCK_PAUSE);
+        };
+        let Some(lock) = locked else { return Ok(Err(InUse)) };
+        let lock = lock.with_context(|| format!("locking {}", name.display()))?;
+        let ledger = match open(path) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Err(InUse)),
+            file => file.and_then(|file| Ledger::of_file(&file)),
+        };
+        let ledger = ledger.with_context(|| format!("mapping {}", name.display()))?;
+        let Some(ledger) = ledger else {
+            bail!(
+                "{}: another version of rewake wrote this ledger, and processes may wait for its sessions: \
+                 run `rewake recover` of that version",
+                name.display()
+            );
+        };
+        Ok(Ok((Self { path: path.to_owned(), lock }, ledger)))
+    }
+
+    /// Returns the path of the folder.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Removes the folder, when nothing depends on its sessions any more.
+    pub fn remove(self) {
+        if let Err(error) = fs::remove_dir_all(&self.path) {
+            warn!(%error, "removing {}", self.path.display());
+        }
+        drop(self.lock);
+    }
+}
+
+/// Returns true if the process lives after which the folder is named.
+fn starter_lives(folder: &Path) -> bool {
+    let name = folder.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+    let starter =
+        name.split_once('-').and_then(|(pid, start)| Some((pid.parse().ok()?, start.parse().ok()?)));
+    let lives = |(pid, started)| ProcessId::of(pid).is_ok_and(|now| now == Some(ProcessId { pid, started }));
+    starter.is_some_and(lives)
+}
+
+fn this_process() -> anyhow::Result<ProcessId> {
+    let own = ProcessId::of(std::process::id().cast_signed()).context("looking at this process")?;
+    own.context("this process has ended")
+}
+
+/// Opens the ledger of a folder for reading and writing.
+fn open(folder: &Path) -> io::Result<File> {
+    File::options().read(true).write(true).open(folder.join(LEDGER))
+}
+
+/// Locks a ledger; none if another process has the lock.
+fn lock(file: File, how: TryLock) -> io::Result<Option<File>> {
+    match how(&file) {
+        Ok(()) => Ok(Some(file)),
+        Err(TryLockError::WouldBlock) => Ok(None),
+        Err(TryLockError::Error(error)) => Err(error),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::uffd_child::until;
+
+    /// Retries until the lock is free: a child of another test may have a copy of the descriptor for a
+    /// moment.
+    fn locked(path: &Path, how: TryLock) -> anyhow::Result<(Folder, Ledger)> {
+        let mut locked = None;
+        until(|| {
+            locked = Folder::lock(path, how).map(Result::ok).transpose();
+            locked.is_some()
+        });
+        locked.unwrap()
+    }
+
+    #[test]
+    fn a_ledger_is_taken_when_its_starter_has_ended_and_not_before() {
+        let root = tempfile::tempdir().unwrap();
+        let (folder, ledger) = Folder::create_below(root.path(), "1-2").unwrap();
+        let index = ledger.take_session().unwrap();
+        let path = folder.path().to_owned();
+        assert_eq!(Folder::below(root.path()).unwrap(), [path.as_path()]);
+        assert!(Folder::take(&path).unwrap().is_err());
+        drop(folder);
+        let first = locked(&path, File::try_lock_shared).unwrap();
+        assert!(Folder::look(&path).unwrap().is_ok(), "several processes read it");
+        assert!(Folder::take(&path).unwrap().is_err(), "no process recovers it meanwhile");
+        drop(first);
+        let (taken, ledger) = locked(&path, File::try_lock).unwrap();
+        assert_eq!(ledger.sessions()[index].state(), super::super::SessionState::Listening);
+        assert!(Folder::take(&path).unwrap().is_err(), "one process recovers it");
+        taken.remove();
+        assert_eq!(Folder::below(root.path()).unwrap().len(), 0);
+    }
+
+    #[test]
+    fn a_ledger_of_another_version_is_left_alone() {
+        let root = tempfile::tempdir().unwrap();
+        let (folder, _) = Folder::create_below(root.path(), "1-2").unwrap();
+        let path = folder.path().to_owned();
+        drop(folder);
+        let file = File::options().write(true).open(path.join(LEDGER)).unwrap();
+        std::os::unix::fs::FileExt::write_all_at(&file, &[0xff; 16], 0).unwrap();
+        let error = locked(&path, File::try_lock).unwrap_err().to_string();
+        assert!(error.contains("another version of rewake"), "{error}");
+        assert!(path.join(LEDGER).exists());
+    }
+}

@@ -1,0 +1,362 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The ledger holds what a successor must know if the worker dies at any instruction.
+//!
+//! It is a file that the supervisor maps before it forks the worker. Both share a descriptor table
+//! (`CLONE_FILES`), so descriptors outlive the worker under the same numbers, and the ledger says what they
+//! are. When both have ended, `rewake recover` reads the file ([`Folder`]) and takes the descriptors from
+//! each session's [fd store](crate::ledger::fd_store).
+//!
+//! Some messages can be received only once: userfaultfd events and the restore's handshake. The kernel writes
+//! them *into* the ledger, so no message is ever received and not noted. See
+//! `docs/decisions/0003-no-orphan-faults.md`.
+
+mod bytes;
+pub mod fd_store;
+mod folder;
+mod gates;
+mod handshake;
+mod journal;
+mod outcomes;
+mod session_slot;
+pub mod session_store;
+mod space_slot;
+
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsRawFd as _, IntoRawFd as _, OwnedFd};
+use std::sync::atomic::{AtomicI32, AtomicU32, AtomicU64, Ordering};
+use std::time::Duration;
+
+use nix::fcntl::FallocateFlags;
+use nix::time::{ClockId, clock_gettime};
+
+pub use folder::{Folder, InUse, root};
+pub use gates::{Gates, NotShut, StatusByte};
+pub use handshake::{Inbox, Received};
+pub use journal::{Journal, Replay, forks, set_fork};
+pub use outcomes::Outcomes;
+pub use session_slot::{SessionSlot, SessionState};
+pub use space_slot::SpaceSlot;
+
+use crate::ledger::fd_store::FdStore;
+
+/// Restores that one daemon serves at once. A slot is about 4.5 KiB.
+pub const MAX_SESSIONS: usize = 256;
+/// Address spaces that one streamer watches at once: every task of every session, and the children that they
+/// fork.
+pub const MAX_SPACES: usize = 4096;
+/// Messages that one read of a userfaultfd receives.
+pub const MAX_MESSAGES: usize = 32;
+/// Longest path of an image or work directory, in bytes.
+pub const MAX_PATH: usize = 2048;
+
+/// First bytes of a ledger: a program maps only ledgers of its own layout.
+const MAGIC: u64 = u64::from_le_bytes(*b"rewake-1");
+
+const FREE: u32 = 0;
+const LIVE: u32 = 1;
+const TAKEN: u32 = 2;
+
+/// Stands for no descriptor.
+pub const NO_FD: i32 = -1;
+/// The session of an address space that no session serves any more, and whose memory still exists. The
+/// streamer only keeps its userfaultfd open.
+pub const NO_SESSION: u32 = u32::MAX;
+
+/// The whole shared memory.
+#[repr(C)]
+struct Layout {
+    magic: AtomicU64,
+    /// Size of the layout in bytes.
+    length: AtomicU64,
+    /// Every slot in use is among this many first ones.
+    used_sessions: AtomicU32,
+    used_spaces: AtomicU32,
+    /// How often a worker was started; the first worker has 1.
+    generation: AtomicU32,
+    ready: AtomicU32,
+    /// When a worker last noted that it serves: nanoseconds since boot (CLOCK_BOOTTIME).
+    served_at: AtomicU64,
+    /// Descriptors that hold calls that register memory, each as its number plus one. 0 is none.
+    holds: [AtomicI32; 2],
+    outcomes: Outcomes,
+    gates: Gates,
+    sessions: [SessionSlot; MAX_SESSIONS],
+    spaces: [SpaceSlot; MAX_SPACES],
+}
+
+/// A handle to the shared memory, which lives as long as the process.
+#[derive(Clone, Copy)]
+pub struct Ledger(&'static Layout);
+
+impl std::fmt::Debug for Ledger {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Ledger").field("generation", &self.0.generation).finish_non_exhaustive()
+    }
+}
+
+fn now() -> u64 {
+    let now = clock_gettime(ClockId::CLOCK_BOOTTIME).map(Duration::from).unwrap_or_default();
+    u64::try_from(now.as_nanos()).unwrap_or(u64::MAX)
+}
+
+impl Ledger {
+    /// Makes an empty ledger in memory, which every later fork shares: for tests.
+    ///
+    /// # Errors
+    /// ENOMEM.
+    #[cfg(test)]
+    pub fn new() -> io::Result<Self> {
+        Self::in_file(&crate::sys::memory_file(c"rewake-ledger", 0)?.into())
+    }
+
+    /// Makes an empty ledger in a new file, with all its blocks allocated.
+    ///
+    /// A page that the file system refused later would be a SIGBUS.
+    ///
+    /// # Errors
+    /// ENOMEM, ENOSPC.
+    pub fn in_file(file: &File) -> io::Result<Self> {
+        let length = libc::off_t::try_from(size_of::<Layout>()).map_err(io::Error::other)?;
+        nix::fcntl::fallocate(file, FallocateFlags::empty(), 0, length)?;
+        let ledger = Self::map(file)?;
+        ledger.0.length.store(size_of::<Layout>() as u64, Ordering::Relaxed);
+        ledger.0.magic.store(MAGIC, Ordering::Release);
+        Ok(ledger)
+    }
+
+    /// Maps the ledger in a file; none if another version of the program wrote it.
+    ///
+    /// # Errors
+    /// ENOMEM.
+    pub fn of_file(file: &File) -> io::Result<Option<Self>> {
+        let length = size_of::<Layout>() as u64;
+        if file.metadata()?.len() != length {
+            return Ok(None);
+        }
+        let ledger = Self::map(file)?;
+        let own = ledger.0.magic.load(Ordering::Acquire) == MAGIC
+            && ledger.0.length.load(Ordering::Relaxed) == length;
+        Ok(own.then_some(ledger))
+    }
+
+    fn map(file: &File) -> io::Result<Self> {
+        let len = size_of::<Layout>();
+        // SAFETY: a new mapping of a file that is that long, at an address that the kernel chooses.
+        let map = unsafe {
+            libc::mmap(
+                std::ptr::null_mut(),
+                len,
+                libc::PROT_READ | libc::PROT_WRITE,
+                libc::MAP_SHARED,
+                file.as_raw_fd(),
+                0,
+            )
+        };
+        if map == libc::MAP_FAILED {
+            return Err(io::Error::last_os_error());
+        }
+        // SAFETY: page aligned, any bytes are a valid Layout (atomics and arrays of bytes), never unmapped.
+        // Only this user can write to the file's folder, and no program of ours truncates it.
+        Ok(Self(unsafe { &*map.cast::<Layout>() }))
+    }
+
+    /// Returns how often a worker was started.
+    #[must_use]
+    pub fn generation(&self) -> u32 {
+        self.0.generation.load(Ordering::Acquire)
+    }
+
+    /// Counts the start of a worker, and returns how many there were.
+    pub fn next_generation(&self) -> u32 {
+        self.0.generation.fetch_add(1, Ordering::AcqRel) + 1
+    }
+
+    /// Returns true once a worker has reported that the daemon is ready.
+    #[must_use]
+    pub fn is_ready(&self) -> bool {
+        self.0.ready.load(Ordering::Acquire) == 1
+    }
+
+    /// Clears what depends on a descriptor table that no longer exists: the report of readiness, and the
+    /// descriptors that held calls.
+    pub fn forget_numbers(&self) {
+        self.0.ready.store(0, Ordering::Release);
+        for hold in &self.0.holds {
+            hold.store(0, Ordering::Release);
+        }
+    }
+
+    /// Notes that this worker serves now. It does so once a second.
+    pub fn beat(&self) {
+        self.0.served_at.store(now(), Ordering::Relaxed);
+    }
+
+    /// Returns for how long no worker has served.
+    #[must_use]
+    pub fn silent_for(&self) -> Duration {
+        Duration::from_nanos(now().saturating_sub(self.0.served_at.load(Ordering::Relaxed)))
+    }
+
+    /// Notes that the daemon has been reported as ready.
+    pub fn set_ready(&self) {
+        self.0.ready.store(1, Ordering::Release);
+    }
+
+    /// Keeps the descriptors that hold calls that register memory: as long as a process of this streamer
+    /// lives.
+    pub fn keep(&self, holds: [OwnedFd; 2]) {
+        for (place, hold) in self.0.holds.iter().zip(holds) {
+            place.store(hold.into_raw_fd() + 1, Ordering::Release);
+        }
+    }
+
+    /// Returns how sessions ended.
+    #[must_use]
+    pub fn outcomes(&self) -> &'static Outcomes {
+        &self.0.outcomes
+    }
+
+    /// Returns all session slots that were ever taken.
+    #[must_use]
+    pub fn sessions(&self) -> &'static [SessionSlot] {
+        let used = self.0.used_sessions.load(Ordering::Acquire) as usize;
+        &self.0.sessions[..used.min(MAX_SESSIONS)]
+    }
+
+    /// Returns all space slots that were ever taken.
+    #[must_use]
+    pub fn spaces(&self) -> &'static [SpaceSlot] {
+        let used = self.0.used_spaces.load(Ordering::Acquire) as usize;
+        &self.0.spaces[..used.min(MAX_SPACES)]
+    }
+
+    /// Returns the live address spaces, each with its slot number.
+    pub fn live_spaces(&self) -> impl Iterator<Item = (usize, &'static SpaceSlot)> + use<> {
+        self.spaces().iter().enumerate().filter(|(_, slot)| slot.is_live())
+    }
+
+    /// Returns true if processes that are restored, or are being restored, need a worker.
+    #[must_use]
+    pub fn is_depended_on(&self) -> bool {
+        let idle = |slot: &SessionSlot| {
+            matches!(slot.state(), SessionState::Free | SessionState::Listening | SessionState::Closing)
+        };
+        self.gates().any() || self.live_spaces().next().is_some() || !self.sessions().iter().all(idle)
+    }
+
+    /// Returns true if memory of a session is still missing.
+    #[must_use]
+    pub fn serves_spaces(&self) -> bool {
+        self.live_spaces().any(|(_, slot)| slot.session.load(Ordering::Acquire) != NO_SESSION)
+    }
+
+    /// Returns the fd store of the first session that has one: for a streamer that serves a single restore.
+    #[must_use]
+    pub fn only_store(&self) -> Option<FdStore> {
+        let numbers =
+            |slot: &SessionSlot| (slot.store.load(Ordering::Acquire), slot.writer.load(Ordering::Acquire));
+        let (store, writer) = self.sessions().iter().map(numbers).find(|(store, _)| *store != NO_FD)?;
+        FdStore::of(store, writer).ok()
+    }
+
+    /// Takes a free session slot: in state [`SessionState::Listening`], with no descriptors.
+    #[must_use]
+    pub fn take_session(&self) -> Option<usize> {
+        let free = |slot: &SessionSlot| {
+            let (free, listening) = (SessionState::Free as u32, SessionState::Listening as u32);
+            slot.state.compare_exchange(free, listening, Ordering::AcqRel, Ordering::Relaxed).is_ok()
+        };
+        let index = self.0.sessions.iter().position(free)?;
+        let slot = self.0.sessions.get(index)?;
+        self.0.used_sessions.fetch_max(u32::try_from(index + 1).ok()?, Ordering::AcqRel);
+        slot.number.store(self.0.outcomes.next_number(), Ordering::Release);
+        slot.tasks.store(0, Ordering::Relaxed);
+        slot.listener.store(NO_FD, Ordering::Relaxed);
+        slot.connection.store(NO_FD, Ordering::Relaxed);
+        slot.store.store(NO_FD, Ordering::Relaxed);
+        slot.writer.store(NO_FD, Ordering::Relaxed);
+        slot.inode.store(0, Ordering::Relaxed);
+        slot.streamer.store(0, Ordering::Relaxed);
+        slot.said.store(0, Ordering::Relaxed);
+        slot.pages.store(0, Ordering::Relaxed);
+        Some(index)
+    }
+
+    /// Returns a lower bound of the free space slots. It is exact once half of all slots have been in use.
+    ///
+    /// Another thread may take them at any moment.
+    #[must_use]
+    pub fn room(&self) -> usize {
+        let used = self.0.used_spaces.load(Ordering::Acquire) as usize;
+        let never_used = MAX_SPACES.saturating_sub(used);
+        if never_used >= MAX_SPACES / 2 {
+            return never_used;
+        }
+        self.0.spaces.iter().filter(|slot| slot.live.load(Ordering::Relaxed) == FREE).count()
+    }
+
+    /// Takes a free space slot, with no descriptors. It is not live until it is published.
+    #[must_use]
+    pub fn take_space(&self) -> Option<usize> {
+        let free = |slot: &SpaceSlot| {
+            slot.live.compare_exchange(FREE, TAKEN, Ordering::AcqRel, Ordering::Relaxed).is_ok()
+        };
+        let index = self.0.spaces.iter().position(free)?;
+        let slot = self.0.spaces.get(index)?;
+        let number = u32::try_from(index).ok()?;
+        self.0.used_spaces.fetch_max(number + 1, Ordering::AcqRel);
+        slot.index.store(number, Ordering::Relaxed);
+        slot.life.fetch_add(1, Ordering::Relaxed);
+        slot.started.store(0, Ordering::Relaxed);
+        for fd in [&slot.uffd, &slot.pidfd, &slot.journal] {
+            fd.store(NO_FD, Ordering::Relaxed);
+        }
+        slot.lossy.store(0, Ordering::Relaxed);
+        slot.host_pid.store(0, Ordering::Relaxed);
+        slot.commit.store(0, Ordering::Relaxed);
+        Some(index)
+    }
+
+    /// Frees the slots that a dead worker had taken and not published.
+    pub fn reclaim(&self) {
+        for slot in self.spaces() {
+            let _ = slot.live.compare_exchange(TAKEN, FREE, Ordering::AcqRel, Ordering::Relaxed);
+        }
+    }
+
+    /// Returns the descriptors that a successor needs. All others that a dead worker left open may be closed.
+    pub fn descriptors(&self) -> impl Iterator<Item = i32> + use<> {
+        let sessions = self.sessions().iter().filter(|slot| slot.state() != SessionState::Free);
+        let of_session = |slot: &SessionSlot| {
+            let own = [&slot.listener, &slot.connection, &slot.store, &slot.writer];
+            own.map(|fd| fd.load(Ordering::Acquire)).into_iter().chain(slot.inbox.descriptor())
+        };
+        let of_space = |slot: &'static SpaceSlot| {
+            let own = [&slot.uffd, &slot.pidfd, &slot.journal].map(|fd| fd.load(Ordering::Acquire));
+            own.into_iter().chain(journal::forked_descriptors(slot))
+        };
+        sessions
+            .flat_map(of_session)
+            .chain(self.live_spaces().flat_map(move |(_, slot)| of_space(slot)))
+            .chain(self.0.holds.iter().map(|hold| hold.load(Ordering::Acquire) - 1))
+            .filter(|&fd| fd != NO_FD)
+    }
+
+    /// Returns the processes whose gates are closed.
+    #[must_use]
+    pub fn gates(&self) -> &'static Gates {
+        &self.0.gates
+    }
+
+    /// Kills every process that has missing pages or a closed gate, and returns how many.
+    ///
+    /// It waits until those with missing pages are dead: they read nothing then, so the descriptors may
+    /// close. It makes only system calls.
+    pub fn end_all(&self) -> usize {
+        let gated = self.0.gates.end_all();
+        let killed = gated + self.live_spaces().filter(|(_, slot)| slot.kill()).count();
+        self.live_spaces().for_each(|(_, slot)| slot.wait_for_end());
+        killed
+    }
+}

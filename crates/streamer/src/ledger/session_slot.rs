@@ -1,0 +1,162 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The slot of one session in the ledger.
+
+use std::io;
+use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicI32, AtomicU32, AtomicU64, Ordering};
+
+use super::{Inbox, MAX_PATH, NO_FD, bytes};
+use crate::sys;
+
+/// The state of a session slot.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u32)]
+pub enum SessionState {
+    /// No session has the slot.
+    Free = 0,
+    /// The socket waits for `criu restore`.
+    Listening = 1,
+    /// Tasks are sending their descriptors.
+    Handshake = 2,
+    /// All tasks are known, and the notice "restore finished" is to follow.
+    Restoring = 3,
+    /// The restored processes run.
+    Running = 4,
+    /// It has GPU memory: a `rewake stream-gpu` serves it, which does not depend on this streamer.
+    Streaming = 5,
+    /// All its memory is resident, or its processes have ended. Some may still have its fd store.
+    Closing = 6,
+}
+
+impl SessionState {
+    fn from_number(number: u32) -> Self {
+        match number {
+            1 => Self::Listening,
+            2 => Self::Handshake,
+            3 => Self::Restoring,
+            4 => Self::Running,
+            5 => Self::Streaming,
+            6 => Self::Closing,
+            _ => Self::Free,
+        }
+    }
+}
+
+/// One session.
+#[repr(C)]
+pub struct SessionSlot {
+    pub(super) state: AtomicU32,
+    pub(super) number: AtomicU64,
+    /// How many tasks have reported, zombies included.
+    pub tasks: AtomicU32,
+    /// The listening socket, or [`NO_FD`].
+    pub listener: AtomicI32,
+    /// The connection with the restore, or with the session's own streamer, which reports on it; or
+    /// [`NO_FD`].
+    pub connection: AtomicI32,
+    /// The process group of the session's own streamer; 0 before that is started.
+    pub streamer: AtomicI32,
+    /// What that streamer has reported: [`StatusFlags`](crate::supervise::launch::StatusFlags).
+    pub said: AtomicU32,
+    /// 1 if that streamer loads CPU memory, too.
+    pub pages: AtomicU32,
+    /// The [fd store](crate::ledger::fd_store), or [`NO_FD`].
+    pub store: AtomicI32,
+    /// The end of the fd store that puts entries in, or [`NO_FD`].
+    pub writer: AtomicI32,
+    /// The store's inode, which identifies a target's copy of it.
+    pub inode: AtomicU64,
+    /// The handshake message that is being received.
+    pub inbox: Inbox,
+    images: PathCell,
+    work: PathCell,
+}
+
+impl SessionSlot {
+    /// Returns the state.
+    #[must_use]
+    pub fn state(&self) -> SessionState {
+        SessionState::from_number(self.state.load(Ordering::Acquire))
+    }
+
+    /// Returns the session's number. The daemon gives it once in its life, unlike the slot.
+    #[must_use]
+    pub fn number(&self) -> u64 {
+        self.number.load(Ordering::Acquire)
+    }
+
+    /// Clears all descriptors: their table no longer exists.
+    pub fn forget_numbers(&self) {
+        for number in [&self.listener, &self.connection, &self.store, &self.writer] {
+            number.store(NO_FD, Ordering::Release);
+        }
+        self.inbox.done();
+    }
+
+    /// Takes the fd store and its writer out of the slot, if it has them. The inode stays: processes may
+    /// still have the store.
+    pub fn take_store(&self) -> Option<(OwnedFd, OwnedFd)> {
+        let [store, writer] = [&self.store, &self.writer].map(|number| number.swap(NO_FD, Ordering::AcqRel));
+        if store == NO_FD || writer == NO_FD {
+            return None;
+        }
+        // SAFETY: the slot owned both, and these swaps took them out.
+        Some(unsafe { (sys::take_over(store), sys::take_over(writer)) })
+    }
+
+    /// Frees the slot for another session, when no process has the session's fd store any more.
+    pub fn free(&self) {
+        drop(self.take_store());
+        self.inode.store(0, Ordering::Release);
+        self.set_state(SessionState::Free);
+    }
+
+    /// Sets the state. A successor that sees it also sees everything that was written before.
+    pub fn set_state(&self, state: SessionState) {
+        self.state.store(state as u32, Ordering::Release);
+    }
+
+    /// Returns the image directory and the directory of the socket.
+    #[must_use]
+    pub fn paths(&self) -> (std::path::PathBuf, std::path::PathBuf) {
+        (self.images.get(), self.work.get())
+    }
+
+    /// Stores the image directory and the directory of the socket.
+    ///
+    /// # Errors
+    /// A path is longer than [`MAX_PATH`].
+    pub fn set_paths(&self, images: &std::path::Path, work: &std::path::Path) -> io::Result<()> {
+        self.images.set(images)?;
+        self.work.set(work)
+    }
+}
+
+/// A path in shared memory. It is written once while the slot is free, and successors read it.
+#[repr(C)]
+struct PathCell(bytes::ByteCell<MAX_PATH>);
+
+impl PathCell {
+    fn set(&self, path: &std::path::Path) -> io::Result<()> {
+        use std::os::unix::ffi::OsStrExt as _;
+        if self.0.set(path.as_os_str().as_bytes()) {
+            return Ok(());
+        }
+        let what = format!("{}: path longer than {MAX_PATH} bytes: use a shorter one", path.display());
+        Err(io::Error::new(io::ErrorKind::InvalidInput, what))
+    }
+
+    fn get(&self) -> std::path::PathBuf {
+        use std::os::unix::ffi::OsStringExt as _;
+        std::ffi::OsString::from_vec(self.0.get()).into()
+    }
+}
+
+// SAFETY: all fields are atomics but the inbox's area, which only the control thread accesses.
+unsafe impl Sync for SessionSlot {}
+
+impl std::fmt::Debug for SessionSlot {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("SessionSlot").field("state", &self.state()).finish_non_exhaustive()
+    }
+}

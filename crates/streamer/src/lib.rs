@@ -1,0 +1,20 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The streamer: it serves the memory of restored programs while they run.
+//!
+//! * [`supervise`]: the processes of a streamer. A supervisor starts a worker again; `recover` serves what a whole streamer left.
+//! * [`ledger`]: the memory that survives a worker, the file that survives a streamer, and the fd stores parked in targets.
+//! * [`session`]: one restore that is served: its image, its handshake with CRIU, its end.
+//! * [`cpu`]: page faults and the background load of CPU memory.
+//! * [`gpu`]: GPU memory: faults of CPUs on it, gates, queues.
+//! * [`record`]: the events of a session with their times.
+
+pub mod cpu;
+pub mod gpu;
+pub mod ledger;
+pub mod record;
+pub mod session;
+pub mod supervise;
+pub mod sys;
+#[cfg(test)]
+mod uffd_child;
+pub mod units;

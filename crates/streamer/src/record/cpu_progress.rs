@@ -1,0 +1,118 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Samples the progress of CPU memory from the counts of the threads that fill it.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+use rewake_uffd::PAGE_SIZE;
+
+use super::printable;
+use crate::cpu::stats::TaskStats;
+use crate::session::Session;
+
+/// The progress of one process's CPU memory.
+#[derive(Debug, Clone, Default)]
+pub(super) struct CpuProgress {
+    pub(super) pid: i32,
+    pub(super) name: String,
+    /// The bytes that were missing at the start and are not unmapped, including those of its forked
+    /// children.
+    pub(super) bytes: u64,
+    pub(super) resident: u64,
+    pub(super) faults: u64,
+    pub(super) fault_wait_us: u64,
+    pub(super) longest_fault_us: u64,
+}
+
+/// The progress of all processes.
+#[derive(Debug, Clone, Default)]
+pub(super) struct CpuSnapshot {
+    /// How long ago all processes were in place, and loading began.
+    pub(super) begun: Duration,
+    pub(super) processes: Vec<CpuProgress>,
+}
+
+/// The restore whose CPU memory is loaded here.
+#[derive(Debug)]
+pub(super) struct Cpus {
+    session: Arc<Session>,
+    /// The tasks with missing memory, and their names: all are known when they are in place.
+    tasks: OnceLock<Vec<(Arc<TaskStats>, String)>>,
+}
+
+impl Cpus {
+    pub(super) fn new(session: Arc<Session>) -> Self {
+        Self { session, tasks: OnceLock::new() }
+    }
+
+    /// Returns `None` before all are in place: until then tasks have CRIU's name.
+    pub(super) fn look(&self) -> Option<CpuSnapshot> {
+        if !self.session.is_released() {
+            return None;
+        }
+        let tasks = self.tasks.get_or_init(|| {
+            let tasks = self.session.tasks().into_iter();
+            tasks
+                .filter(|task| get(&task.pages_total) > 0)
+                .map(|task| (Arc::clone(&task), name(task.pid)))
+                .collect()
+        });
+        let begun = self.session.stats.elapsed().saturating_sub(self.session.running_ns());
+        let processes = tasks.iter().map(|(task, name)| of(task, name.clone())).collect();
+        Some(CpuSnapshot { begun: Duration::from_nanos(begun), processes })
+    }
+}
+
+fn of(task: &TaskStats, name: String) -> CpuProgress {
+    let resident = get(&task.pages_back) * PAGE_SIZE;
+    let bytes = get(&task.pages_total).saturating_sub(get(&task.pages_dropped)) * PAGE_SIZE;
+    CpuProgress {
+        pid: task.pid,
+        name,
+        bytes,
+        // The counts are not read at one moment.
+        resident: resident.min(bytes),
+        faults: get(&task.faults),
+        fault_wait_us: get(&task.fault_wait_us),
+        longest_fault_us: get(&task.longest_fault_us),
+    }
+}
+
+fn get(count: &AtomicU64) -> u64 {
+    count.load(Ordering::Relaxed)
+}
+
+/// Returns a process's name; empty where it has ended.
+pub(super) fn name(pid: i32) -> String {
+    let name = std::fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
+    printable(name.trim_end())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::PathBuf;
+
+    use super::*;
+    use crate::cpu::stats::add;
+
+    #[test]
+    fn a_process_is_seen_when_it_is_in_place_with_what_it_still_wants() {
+        let session = Arc::new(Session::new(0, 1, PathBuf::new()));
+        let cpus = Cpus::new(Arc::clone(&session));
+        let own = nix::unistd::getpid().as_raw();
+        let task = session.task_arrived(own, 10);
+        session.task_arrived(1, 0);
+        add(&task.pages_back, 3);
+        add(&task.pages_dropped, 2);
+        task.fault(Duration::from_micros(40));
+        assert!(cpus.look().is_none());
+        session.release();
+        let seen = cpus.look().unwrap();
+        assert_eq!(seen.processes.len(), 1, "nothing of the other was left out");
+        let of = &seen.processes[0];
+        assert_eq!((of.pid, of.bytes, of.resident), (own, 8 * PAGE_SIZE, 3 * PAGE_SIZE));
+        assert_eq!((of.faults, of.fault_wait_us, of.longest_fault_us), (1, 40, 40));
+        assert!(!of.name.is_empty());
+    }
+}

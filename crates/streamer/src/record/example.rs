@@ -1,0 +1,82 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Makes the record of a restore for tests: two processes with GPUs, one of which resumes them one by one, and one
+//! without. It has memory of both kinds, and page faults.
+
+use super::model::{FORMAT, Fault, Memory, Process, Record, State, Swap};
+
+const GIB: u64 = 1 << 30;
+
+/// All of `bytes` after `resident_us`, evenly.
+fn memory(process: usize, minor: Option<u32>, bytes: u64, resident_us: u64, sampled_us: &[u64]) -> Memory {
+    let at = |at: &u64| u64::try_from(u128::from(bytes) * u128::from(*at) / u128::from(resident_us)).unwrap();
+    let samples = sampled_us.iter().map(|time| at(time).min(bytes)).collect();
+    Memory {
+        process,
+        minor,
+        bytes,
+        resident: bytes,
+        resident_us: Some(resident_us),
+        goes_on_us: None,
+        samples,
+    }
+}
+
+/// Returns the memory of a GPU that is resumed at `goes_on_us`.
+fn of_gpu(memory: Memory, goes_on_us: u64) -> Memory {
+    Memory { goes_on_us: Some(goes_on_us), ..memory }
+}
+
+/// Returns the record of that restore, which takes three seconds.
+///
+/// # Panics
+/// Never: its numbers are small.
+#[must_use]
+pub fn record() -> Record {
+    let sampled_us: Vec<u64> = (0..=30).map(|tick| tick * 98_340).collect();
+    let fault = |number: u64| Fault {
+        at_us: 200_000 + number * 230_000,
+        process: usize::from(number.is_multiple_of(3)),
+        buffer: 40 + usize::try_from(number).unwrap(),
+        address: 0x7f00_0000_0000 + number * 0x20_0000,
+        waited_us: 900 + number * number * 350,
+    };
+    let process = |pid, name: &str, runs_us, gate_us| Process {
+        pid,
+        name: name.to_owned(),
+        runs_us: Some(runs_us),
+        gate: true,
+        gate_open_us: Some(gate_us),
+        faults: 6,
+        fault_wait_us: 40_000,
+        longest_fault_us: 43_250,
+        page_faults: 250,
+        page_fault_wait_us: 10_000,
+        longest_page_fault_us: 85,
+        swaps: 4,
+        stopped_us: 800,
+        ..Process::default()
+    };
+    Record {
+        format: FORMAT,
+        handed_over_unix_ms: 1_790_000_000_123,
+        elapsed_us: 2_960_000,
+        state: State::Complete,
+        reason: None,
+        processes: vec![
+            process(4711, "python3", 1200, 2_951_000),
+            process(4712, "<b>\"rank\" & 1", 3400, 2_952_000),
+            Process { pid: 4713, name: "logger".to_owned(), runs_us: Some(3500), ..Process::default() },
+        ],
+        memory: vec![
+            of_gpu(memory(0, Some(128), 2 * GIB, 2_950_100, &sampled_us), 2_951_000),
+            memory(1, None, GIB / 2, 2_500_000, &sampled_us),
+            of_gpu(memory(1, Some(128), GIB, 1_400_000, &sampled_us), 1_410_000),
+            of_gpu(memory(1, Some(129), 3 * GIB / 2, 2_100_000, &sampled_us), 2_951_900),
+            memory(2, None, GIB / 4, 1_000_000, &sampled_us),
+        ],
+        sampled_faults: (0..31).map(|tick| tick * 12 / 31).collect(),
+        sampled_us,
+        longest_faults: (0..12).map(fault).collect(),
+        longest_swaps: vec![Swap { at_us: 700_000, process: 0, buffer: 41, stopped_us: 210 }],
+    }
+}

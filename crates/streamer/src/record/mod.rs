@@ -1,0 +1,319 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Records a restore that loads memory in the background: what was resident when, how long threads waited,
+//! and when GPUs were resumed.
+//!
+//! * [`Timeline`]: receives the streamer's events from any thread, and samples the counts of CPU memory.
+//!   [`follow`] samples it often.
+//! * `recorder`: holds the events so far; `samples` and `top_n` bound its memory.
+//! * [`text`], [`html`]: show the record to users. [`files`]: keeps it beside CRIU's own logs.
+
+mod cpu_progress;
+#[cfg(any(test, feature = "testing"))]
+pub mod example;
+pub mod files;
+mod follow;
+pub mod html;
+pub mod model;
+mod plot;
+mod recorder;
+mod samples;
+pub mod text;
+mod top_n;
+
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::Duration;
+
+use rewake_bo_contents::LoadHandle;
+
+use self::cpu_progress::Cpus;
+pub use self::follow::follow;
+use self::model::{Record, State};
+use self::recorder::Recorder;
+use crate::session::Session;
+
+/// Records the events of one restore; clones share it. Processes have the numbers of their load's
+/// [`LoadHandle`], buffers those of the image. No call waits longer than for a reader that copies at most
+/// 600 KiB. [`samples`] and [`top_n`] bound the memory. CPU memory sends no events: its counts are sampled.
+#[derive(Debug, Clone, Default)]
+pub struct Timeline(Arc<Shared>);
+
+#[derive(Debug, Default)]
+struct Shared {
+    recorder: Mutex<Recorder>,
+    gpus: OnceLock<LoadHandle>,
+    cpus: OnceLock<Cpus>,
+}
+
+impl Timeline {
+    /// Notes that the plugin has handed over what is to be loaded. Time counts from here, unless CPU memory
+    /// came first. Earlier events get time 0.
+    pub fn handed_over(&self) {
+        self.recorder().begin(Duration::ZERO);
+    }
+
+    /// Sets the load of the GPU memory.
+    pub fn loads(&self, load: LoadHandle) {
+        // Only one load exists.
+        let _ = self.0.gpus.set(load);
+    }
+
+    /// Sets the session that loads the CPU memory.
+    pub fn brings(&self, session: &Arc<Session>) {
+        // There is one.
+        let _ = self.0.cpus.set(Cpus::new(Arc::clone(session)));
+    }
+
+    /// Notes that a process runs with a closed gate, and looks up its name.
+    pub fn runs(&self, process: usize, pid: i32) {
+        let name = cpu_progress::name(pid);
+        self.recorder().note(process, |of, now| {
+            of.pid = pid;
+            of.name = name;
+            of.runs_us = Some(now);
+        });
+    }
+
+    /// Takes a sample of the progress. Returns whether the restore has not ended.
+    pub fn look(&self) -> bool {
+        let mut recorder = self.recorder();
+        self.look_into(&mut recorder);
+        !matches!(recorder.state, State::Complete | State::Failed)
+    }
+
+    /// Samples under the lock: an earlier sample is never recorded later.
+    fn look_into(&self, recorder: &mut Recorder) {
+        let gpus = self.0.gpus.get().map(LoadHandle::progress).unwrap_or_default();
+        recorder.sample(&gpus, self.0.cpus.get().and_then(Cpus::look));
+    }
+
+    fn end(&self, state: State, reason: Option<String>) {
+        let mut recorder = self.recorder();
+        self.look_into(&mut recorder);
+        recorder.end(state, reason);
+    }
+
+    /// Notes a page fault in GPU memory that was served: at this address of a process, in this buffer, after
+    /// this wait.
+    pub fn fault(&self, process: usize, buffer: usize, address: u64, waited: Duration) {
+        self.recorder().fault(process, buffer, address, waited);
+    }
+
+    /// Notes that a buffer's placeholders were swapped, for which the process was stopped this long: the
+    /// buffer's share of a stop.
+    pub fn swapped(&self, process: usize, buffer: usize, stopped: Duration) {
+        self.recorder().swapped(process, buffer, stopped);
+    }
+
+    /// Notes that some of a process's GPUs were resumed, by N of their `/dev/dri/renderDN`, and others not
+    /// yet.
+    pub fn gpus_go_on(&self, process: usize, minors: &[u32]) {
+        self.recorder().gpus_go_on(process, minors);
+    }
+
+    /// Notes that all other GPUs of a process were resumed.
+    pub fn gate_opened(&self, process: usize) {
+        self.recorder().note(process, |of, now| of.gate_open_us = Some(now));
+    }
+
+    /// Notes that a process ended before its gate was opened.
+    pub fn gone(&self, process: usize) {
+        self.recorder().note(process, |of, now| of.gone_us = Some(now));
+    }
+
+    /// Notes that all gates are open and all memory is resident.
+    pub fn ended(&self) {
+        self.end(State::Complete, None);
+    }
+
+    /// Notes that the restore was given up.
+    pub fn failed(&self, reason: &str) {
+        self.end(State::Failed, Some(reason.to_owned()));
+    }
+
+    /// Returns the record so far.
+    #[must_use]
+    pub fn record(&self) -> Record {
+        self.recorder().record()
+    }
+
+    fn recorder(&self) -> MutexGuard<'_, Recorder> {
+        self.0.recorder.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Replaces control characters: a process chooses its name, and it must not command a terminal.
+fn printable(name: &str) -> String {
+    name.chars().map(|char| if char.is_control() { '?' } else { char }).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::PathBuf;
+
+    use rewake_bo_contents::Progress;
+
+    use super::*;
+    use crate::cpu::stats::add;
+
+    fn part(resident: u64) -> Progress {
+        Progress { process: 0, minor: 128, resident, all: 100 }
+    }
+
+    #[test]
+    fn a_restore_is_told_from_its_hand_over_to_its_end() {
+        let timeline = Timeline::default();
+        assert_eq!(timeline.record().state, State::Waiting);
+        timeline.handed_over();
+        timeline.runs(0, nix::unistd::getpid().as_raw());
+        timeline.recorder().sample(&[part(0)], None);
+        timeline.fault(0, 7, 0x1000, Duration::from_millis(3));
+        timeline.fault(0, 8, 0x2000, Duration::from_millis(1));
+        timeline.swapped(0, 7, Duration::from_micros(200));
+        assert_eq!((timeline.record().state, timeline.record().gates()), (State::Loading, (0, 1)));
+        timeline.recorder().sample(&[part(100)], None);
+        timeline.gate_opened(0);
+        timeline.ended();
+        let record = timeline.record();
+        assert_eq!((record.state, record.gates()), (State::Complete, (1, 1)));
+        assert_eq!((record.totals(), record.memory[0].samples.clone()), ((100, 100), vec![0, 100, 100]));
+        assert_eq!((record.faults(), record.sampled_faults.clone()), ((2, 4000, 3000), vec![0, 2, 2]));
+        let process = &record.processes[0];
+        assert_eq!((process.swaps, process.stopped_us, process.name.is_empty()), (1, 200, false));
+        let times = [process.runs_us, record.resident_us(), process.gate_open_us, Some(record.elapsed_us)];
+        assert!(times.is_sorted() && times[0].is_some(), "{times:?}");
+        assert_eq!(timeline.record(), record, "an end is one");
+    }
+
+    #[test]
+    fn the_first_end_is_the_end() {
+        let timeline = Timeline::default();
+        timeline.failed("nothing was handed over");
+        assert_eq!(timeline.record().state, State::Waiting);
+        timeline.handed_over();
+        timeline.failed("a disk");
+        timeline.ended();
+        let record = timeline.record();
+        assert_eq!((record.state, record.reason.as_deref()), (State::Failed, Some("a disk")));
+    }
+
+    #[test]
+    fn what_a_million_faults_leave_is_bounded_and_none_is_uncounted() {
+        let timeline = Timeline::default();
+        for fault in 0..1_000_000 {
+            timeline.fault(0, fault, 0, Duration::from_micros(u64::try_from(fault % 1000).unwrap()));
+        }
+        let record = timeline.record();
+        assert_eq!((record.faults().0, record.faults().2), (1_000_000, 999));
+        assert_eq!(record.longest_faults.len(), 256);
+        assert!(record.longest_faults.iter().all(|fault| fault.waited_us == 999));
+    }
+
+    #[test]
+    fn memory_of_cpus_is_its_process_s_and_that_of_others_has_no_gate() {
+        let (timeline, session) = (Timeline::default(), Arc::new(Session::new(0, 1, PathBuf::new())));
+        timeline.brings(&session);
+        // A pid of no process here, and one that the kernel did not report.
+        let [own, _other, _unknown] =
+            [nix::unistd::getpid().as_raw(), 1 << 23, 0].map(|pid| session.task_arrived(pid, 4));
+        session.release();
+        timeline.look();
+        timeline.runs(0, own.pid);
+        timeline.recorder().sample(&[part(0)], None);
+        add(&own.pages_back, 1);
+        own.fault(Duration::from_micros(60));
+        timeline.fault(0, 7, 0x1000, Duration::from_millis(3));
+        timeline.look();
+        let record = timeline.record();
+        let of = |of: &model::Memory| (of.process, of.minor, of.bytes, of.resident);
+        assert_eq!(record.processes[1].runs_us, record.processes[0].runs_us, "CRIU lets go of all at once");
+        let wanted =
+            [(0, None, 16384, 4096), (0, Some(128), 100, 0), (1, None, 16384, 0), (2, None, 16384, 0)];
+        assert_eq!(record.memory.iter().map(of).collect::<Vec<_>>(), wanted);
+        assert_eq!(record.memory[0].samples, [0, 0, 4096]);
+        assert_eq!((record.processes.len(), record.gates()), (3, (0, 1)));
+        assert_eq!((record.faults().0, record.page_faults()), (1, (1, 60, 60)));
+        assert_eq!(record.sampled_faults, [0, 0, 2]);
+    }
+
+    #[test]
+    fn where_nothing_is_handed_over_time_counts_from_when_processes_are_in_place() {
+        let (timeline, session) = (Timeline::default(), Arc::new(Session::new(0, 1, PathBuf::new())));
+        timeline.brings(&session);
+        let task = session.task_arrived(0, 1);
+        assert!(timeline.look());
+        assert_eq!(timeline.record().state, State::Waiting);
+        session.release();
+        std::thread::sleep(Duration::from_millis(3));
+        timeline.look();
+        add(&task.pages_back, 1);
+        timeline.ended();
+        let record = timeline.record();
+        assert_eq!((record.state, record.totals(), record.gates()), (State::Complete, (4096, 4096), (0, 0)));
+        let runs = record.processes[0].runs_us.unwrap();
+        assert!(record.sampled_us[0] >= runs + 3000, "{record:?}");
+        assert!(record.resident_us() >= Some(3000) && !timeline.look(), "{record:?}");
+        assert_eq!(timeline.record(), record, "an end is one");
+    }
+
+    #[test]
+    fn what_a_forked_child_lacks_is_to_come_again() {
+        let (timeline, session) = (Timeline::default(), Arc::new(Session::new(0, 1, PathBuf::new())));
+        timeline.brings(&session);
+        let task = session.task_arrived(0, 1);
+        session.release();
+        add(&task.pages_back, 1);
+        timeline.look();
+        assert!(timeline.record().resident_us().is_some());
+        add(&task.pages_total, 1);
+        timeline.look();
+        assert_eq!((timeline.record().resident_us(), timeline.record().totals()), (None, (8192, 4096)));
+    }
+
+    #[test]
+    fn processes_beyond_those_with_gates_are_not_kept() {
+        let timeline = Timeline::default();
+        timeline.handed_over();
+        timeline.gate_opened(usize::MAX);
+        timeline.recorder().sample(&[Progress { process: 1 << 40, ..part(0) }], None);
+        assert_eq!((timeline.record().processes.len(), timeline.record().memory.len()), (0, 0));
+    }
+
+    #[test]
+    fn a_gpu_without_memory_to_load_is_not_shown() {
+        let timeline = Timeline::default();
+        timeline.handed_over();
+        let none = Progress { process: 0, minor: 129, resident: 0, all: 0 };
+        for resident in [0, 100] {
+            timeline.recorder().sample(&[none, part(resident)], None);
+        }
+        let record = timeline.record();
+        assert_eq!(record.memory.iter().map(|of| of.minor).collect::<Vec<_>>(), [Some(128)]);
+        assert_eq!(record.memory[0].samples, [0, 100]);
+    }
+
+    #[test]
+    fn a_gpu_goes_on_when_it_is_told_or_with_its_process_s_gate() {
+        let timeline = Timeline::default();
+        timeline.handed_over();
+        let memory = |(process, minor)| Progress { process, minor, ..part(100) };
+        timeline.recorder().sample(&[(0, 128), (0, 129), (1, 128), (2, 128), (2, 129)].map(memory), None);
+        let pause = || std::thread::sleep(Duration::from_millis(2));
+        pause();
+        timeline.gpus_go_on(0, &[129]);
+        timeline.gpus_go_on(2, &[128]);
+        let goes_on = || timeline.record().memory.iter().map(|of| of.goes_on_us).collect::<Vec<_>>();
+        let early = goes_on();
+        assert_eq!(early.iter().map(Option::is_some).collect::<Vec<_>>(), [false, true, false, true, false]);
+        pause();
+        [0, 1].into_iter().for_each(|process| timeline.gate_opened(process));
+        timeline.gone(2);
+        let gates: Vec<_> = timeline.record().processes.iter().map(|of| of.gate_open_us).collect();
+        assert_eq!(goes_on(), [gates[0], early[1], gates[1], early[3], None]);
+        assert!(early[1] < gates[0], "{early:?} {gates:?}");
+    }
+
+    #[test]
+    fn a_name_is_no_command_to_a_terminal() {
+        assert_eq!(printable("a\u{1b}[2Jb\nc é"), "a?[2Jb?c é");
+    }
+}

@@ -1,0 +1,346 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Defines the record of a restore, at one moment or at its end. Its JSON is the file `rewake-timeline.json`
+//! (docs/streaming.md). Times are microseconds since the beginning: GPU memory was handed over. If CRIU
+//! reported earlier that all tasks are in place, loading of CPU memory began then.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+/// Version of the JSON: one more when a reader of the old one would misread it.
+pub(crate) const FORMAT: u32 = 2;
+
+/// The time before the newest sample that counts as "lately".
+const LATELY_US: u64 = 1_000_000;
+
+/// Where a restore is.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum State {
+    /// Nothing was handed over yet.
+    #[default]
+    Waiting,
+    /// Memory is loaded, or gates are closed.
+    Loading,
+    /// All gates are open, and all memory is resident.
+    Complete,
+    /// It was given up.
+    Failed,
+}
+
+/// A restore.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Record {
+    /// Version of this format: 2.
+    pub format: u32,
+    /// When the restore had begun: milliseconds since 1970.
+    pub handed_over_unix_ms: u64,
+    /// How long ago that was, or how long all took.
+    pub elapsed_us: u64,
+    /// Where it is.
+    pub state: State,
+    /// Why it failed.
+    pub reason: Option<String>,
+    /// The processes, by the numbers that the rest of the record calls them by.
+    pub processes: Vec<Process>,
+    /// Memory, each process's of CPUs and of each GPU.
+    pub memory: Vec<Memory>,
+    /// When samples were taken.
+    pub sampled_us: Vec<u64>,
+    /// Faults served until each sample, of both kinds of memory.
+    pub sampled_faults: Vec<u64>,
+    /// The faults of memory of GPUs that waited longest, in the order of their ends.
+    pub longest_faults: Vec<Fault>,
+    /// The swaps that stopped a process longest, in their order.
+    pub longest_swaps: Vec<Swap>,
+}
+
+/// A process.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Process {
+    /// Its number here; 0: not known yet.
+    pub pid: i32,
+    /// What it calls itself (`/proc/PID/comm`).
+    pub name: String,
+    /// Whether it uses GPUs, which are resumed when its gate is opened.
+    pub gate: bool,
+    /// It ran.
+    pub runs_us: Option<u64>,
+    /// Its gate was opened.
+    pub gate_open_us: Option<u64>,
+    /// It had ended before that.
+    pub gone_us: Option<u64>,
+    /// Faults of memory of GPUs that were served.
+    pub faults: u64,
+    /// How long they waited, together.
+    pub fault_wait_us: u64,
+    /// How long the longest of them waited.
+    pub longest_fault_us: u64,
+    /// Faults of memory of CPUs that were served, the children's that it has forked included.
+    pub page_faults: u64,
+    /// How long they waited, together.
+    pub page_fault_wait_us: u64,
+    /// How long the longest of them waited.
+    pub longest_page_fault_us: u64,
+    /// Buffers whose placeholders were swapped for the device.
+    pub swaps: u64,
+    /// How long it was stopped for that, together, from the request to its threads, without the microseconds of
+    /// resuming.
+    pub stopped_us: u64,
+}
+
+/// A process's CPU memory, or its memory on one GPU.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Memory {
+    /// Whose it is: its place in [`Record::processes`].
+    pub process: usize,
+    /// N of the GPU's `/dev/dri/renderDN`; none: memory of CPUs.
+    pub minor: Option<u32>,
+    /// Bytes that were left out; of memory of CPUs without those that the process let go of, and with those that children which it has
+    /// forked since lacked.
+    pub bytes: u64,
+    /// How many of them are resident.
+    pub resident: u64,
+    /// When all were resident.
+    pub resident_us: Option<u64>,
+    /// When the GPU was resumed: with its process's gate, or before, where the process's GPUs are resumed
+    /// one by one. `None` for CPU memory.
+    pub goes_on_us: Option<u64>,
+    /// The resident bytes at each sample.
+    pub samples: Vec<u64>,
+}
+
+/// A page fault of a CPU in missing GPU memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Fault {
+    /// It was served.
+    pub at_us: u64,
+    /// Whose it was: a place in [`Record::processes`].
+    pub process: usize,
+    /// The image's number of the buffer.
+    pub buffer: usize,
+    /// Where in the process.
+    pub address: u64,
+    /// How long its thread waited.
+    pub waited_us: u64,
+}
+
+/// A swap of a buffer's placeholders.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Swap {
+    /// It was done.
+    pub at_us: u64,
+    /// Whose it was: a place in [`Record::processes`].
+    pub process: usize,
+    /// The image's number of the buffer.
+    pub buffer: usize,
+    /// How long the process stood still; where several became the device in one stop, an equal share of it.
+    pub stopped_us: u64,
+}
+
+impl Process {
+    /// For people: `4711 python3`.
+    #[must_use]
+    pub fn label(&self) -> String {
+        if self.pid == 0 { "process".to_owned() } else { format!("{} {}", self.pid, self.name) }
+    }
+}
+
+impl Memory {
+    /// For people: `CPUs` or `renderD128`.
+    #[must_use]
+    pub fn whose(&self) -> String {
+        self.minor.map_or_else(|| "CPUs".to_owned(), |minor| format!("renderD{minor}"))
+    }
+
+    /// How much of it is there, in percent, rounded down: 100 is all of it.
+    #[must_use]
+    pub fn percent(&self) -> u64 {
+        percent(self.resident, self.bytes)
+    }
+}
+
+/// Rounded down; all of nothing is 100.
+#[must_use]
+pub fn percent(part: u64, all: u64) -> u64 {
+    let percent = u128::from(part) * 100 / u128::from(all.max(1));
+    if part >= all { 100 } else { u64::try_from(percent).unwrap_or(100) }
+}
+
+impl Record {
+    /// Bytes that were left out, and of them those that are there.
+    #[must_use]
+    pub fn totals(&self) -> (u64, u64) {
+        self.memory.iter().fold((0, 0), |(all, there), of| (all + of.bytes, there + of.resident))
+    }
+
+    /// Whose memory it is.
+    #[must_use]
+    pub fn process_of(&self, memory: &Memory) -> Option<&Process> {
+        self.processes.get(memory.process)
+    }
+
+    /// All memory was there.
+    #[must_use]
+    pub fn resident_us(&self) -> Option<u64> {
+        let times = self.memory.iter().map(|of| of.resident_us).collect::<Option<Vec<u64>>>()?;
+        times.into_iter().max()
+    }
+
+    /// GPUs that went on before another one of their process: their places in [`Record::memory`] and when, in that order.
+    #[must_use]
+    pub fn early(&self) -> Vec<(usize, u64)> {
+        let mut last: BTreeMap<usize, u64> = BTreeMap::new();
+        for of in self.memory.iter().filter(|of| of.minor.is_some()) {
+            let last = last.entry(of.process).or_default();
+            // Not yet is later than all.
+            *last = of.goes_on_us.unwrap_or(u64::MAX).max(*last);
+        }
+        let is_early = |of: &Memory, at: u64| last.get(&of.process).is_some_and(|last| at < *last);
+        let times = self
+            .memory
+            .iter()
+            .enumerate()
+            .filter_map(|(place, of)| of.goes_on_us.filter(|at| is_early(of, *at)).map(|at| (place, at)));
+        let mut early: Vec<(usize, u64)> = times.collect();
+        early.sort_by_key(|(_, at)| *at);
+        early
+    }
+
+    /// Memory of GPUs began to be loaded when the first process ran; that of CPUs, where it comes later, from the beginning.
+    #[must_use]
+    pub fn began_us(&self, of_cpus: bool) -> u64 {
+        if of_cpus {
+            return 0;
+        }
+        self.processes.iter().filter_map(|of| of.runs_us).min().unwrap_or_default()
+    }
+
+    /// Returns the rate of one memory lately, in bytes a second.
+    #[must_use]
+    pub fn rate_of(&self, memory: &Memory) -> u64 {
+        self.since_lately(|sample| memory.samples.get(sample).copied().unwrap_or_default())
+    }
+
+    /// Returns the rate of all memory lately, in bytes a second.
+    #[must_use]
+    pub fn rate(&self) -> u64 {
+        self.since_lately(|sample| self.memory.iter().filter_map(|of| of.samples.get(sample)).sum())
+    }
+
+    /// What grew how fast, each second, from the last sample that is a second older than the newest, or the first.
+    fn since_lately(&self, value: impl Fn(usize) -> u64) -> u64 {
+        let Some((&newest, older)) = self.sampled_us.split_last() else { return 0 };
+        let since = older.iter().rposition(|at| newest - at >= LATELY_US).unwrap_or(0);
+        let (grown, took) =
+            (value(older.len()).saturating_sub(value(since)), newest - self.sampled_us[since]);
+        let rate = u128::from(grown) * 1_000_000 / u128::from(took.max(1));
+        if took == 0 { 0 } else { u64::try_from(rate).unwrap_or(u64::MAX) }
+    }
+
+    /// Returns how long it takes until all is resident, at this rate; `None` where nothing is loaded.
+    #[must_use]
+    pub fn left(&self) -> Option<Duration> {
+        let (all, there) = self.totals();
+        left(all.saturating_sub(there), self.rate())
+    }
+
+    /// Faults of memory of GPUs that were served, how long they waited, and how long the longest did, in microseconds.
+    #[must_use]
+    pub fn faults(&self) -> (u64, u64, u64) {
+        self.processes.iter().fold((0, 0, 0), |(count, wait, longest), of| {
+            (count + of.faults, wait + of.fault_wait_us, longest.max(of.longest_fault_us))
+        })
+    }
+
+    /// The same of memory of CPUs.
+    #[must_use]
+    pub fn page_faults(&self) -> (u64, u64, u64) {
+        self.processes.iter().fold((0, 0, 0), |(count, wait, longest), of| {
+            let longest = longest.max(of.longest_page_fault_us);
+            (count + of.page_faults, wait + of.page_fault_wait_us, longest)
+        })
+    }
+
+    /// Returns how many gates are open or of ended processes, and how many exist.
+    #[must_use]
+    pub fn gates(&self) -> (usize, usize) {
+        let open = |of: &&Process| of.gate_open_us.or(of.gone_us).is_some();
+        let gates = || self.processes.iter().filter(|of| of.gate);
+        (gates().filter(open).count(), gates().count())
+    }
+}
+
+/// Returns how long bytes take at a rate; `None` where some are missing and nothing is loaded.
+#[must_use]
+pub fn left(bytes: u64, rate: u64) -> Option<Duration> {
+    if bytes == 0 {
+        return Some(Duration::ZERO);
+    }
+    let micros = u128::from(bytes) * 1_000_000;
+    (rate > 0).then(|| Duration::from_micros(u64::try_from(micros / u128::from(rate)).unwrap_or(u64::MAX)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::example;
+    use super::*;
+
+    #[test]
+    fn the_json_is_the_record() {
+        let record = example::record();
+        let text = serde_json::to_string(&record).unwrap();
+        assert_eq!(serde_json::from_str::<Record>(&text).unwrap(), record);
+    }
+
+    #[test]
+    fn the_rate_is_that_of_the_last_second() {
+        let sampled_us = vec![0, 1_000_000, 2_000_000, 2_500_000, 3_000_000];
+        let samples = vec![0, 0, 100, 400, 500];
+        let record = Record {
+            memory: vec![Memory { bytes: 900, resident: 500, samples, ..Memory::default() }],
+            sampled_us,
+            ..Record::default()
+        };
+        assert_eq!(record.rate_of(&record.memory[0]), 400);
+        assert_eq!((record.rate(), record.left()), (400, Some(Duration::from_secs(1))));
+    }
+
+    #[test]
+    fn where_nothing_comes_nobody_knows_how_long_it_takes() {
+        let record = Record {
+            memory: vec![Memory { bytes: 9, samples: vec![0], ..Memory::default() }],
+            sampled_us: vec![5],
+            ..Record::default()
+        };
+        assert_eq!((record.rate(), record.left()), (0, None));
+        assert_eq!((Record::default().rate(), Record::default().left()), (0, Some(Duration::ZERO)));
+    }
+
+    #[test]
+    fn percent_are_all_only_when_all_is_there() {
+        assert_eq!((percent(999, 1000), percent(1000, 1000)), (99, 100));
+        assert_eq!((percent(u64::MAX - 1, u64::MAX), percent(0, 0)), (99, 100));
+    }
+
+    #[test]
+    fn all_is_there_when_the_last_of_it_is() {
+        let mut record = example::record();
+        assert_eq!(record.resident_us(), Some(2_950_100));
+        record.memory[0].resident_us = None;
+        assert_eq!(record.resident_us(), None);
+    }
+
+    #[test]
+    fn a_gpu_is_early_when_another_of_its_process_goes_on_later_or_not_at_all() {
+        let mut record = example::record();
+        assert_eq!(record.early(), [(2, 1_410_000)], "the only GPU of a process is not");
+        record.memory[3].goes_on_us = None;
+        assert_eq!(record.early(), [(2, 1_410_000)]);
+        record.memory[3].goes_on_us = record.memory[2].goes_on_us;
+        assert_eq!(record.early(), [], "they go on together");
+        record.memory[2].goes_on_us = None;
+        assert_eq!(record.early(), [(3, 1_410_000)]);
+    }
+}

@@ -1,0 +1,297 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Draws the page's plot: memory over time, when processes ran, gates were opened and GPUs were resumed, and
+//! how long page faults waited.
+
+use std::fmt::Write as _;
+use std::time::Duration;
+
+use super::html::escaped;
+use super::model::{Memory, Process, Record};
+use super::text::millis;
+use crate::units;
+
+/// Lines of memory that have a colour; the others' is grey.
+pub(super) const COLOURS: usize = 7;
+
+/// In units of the drawing: 800 wide.
+const LEFT: f64 = 84.0;
+const RIGHT: f64 = 786.0;
+const TOP: f64 = 36.0;
+const BOTTOM: f64 = 290.0;
+/// The strip of faults.
+const FLOOR: f64 = 386.0;
+const CEILING: f64 = 316.0;
+/// Waits from here on are seen, and those from there on are as high as the strip: microseconds.
+const SHORT: f64 = 10.0;
+const LONG: f64 = 10_000_000.0;
+
+/// What the memory at a place looks like: its colour's number, and which kind it is.
+pub(super) fn class(place: usize, memory: &Memory) -> String {
+    format!("c{}{}", place.min(COLOURS), if memory.minor.is_none() { " cpus" } else { "" })
+}
+
+/// The drawing: one `svg` element.
+pub(super) fn plot(record: &Record) -> String {
+    let mut svg = String::from(
+        "<svg viewBox=\"0 0 800 424\" role=\"img\" aria-label=\"Memory that is there, over time\">\n",
+    );
+    axes(&mut svg, record);
+    for (class, what, when) in [
+        ("runs", "runs", (|of| of.runs_us) as fn(&Process) -> Option<u64>),
+        ("gate", "gate open", |of| of.gate_open_us),
+    ] {
+        moments(&mut svg, record, (class, what), when);
+    }
+    gpus(&mut svg, record);
+    for (place, memory) in record.memory.iter().enumerate() {
+        line(&mut svg, record, place, memory);
+    }
+    faults(&mut svg, record);
+    svg.push_str("</svg>\n");
+    svg
+}
+
+#[expect(clippy::cast_precision_loss, reason = "a place in a drawing")]
+fn share(part: u64, all: u64) -> f64 {
+    part as f64 / all.max(1) as f64
+}
+
+fn x(record: &Record, at: u64) -> f64 {
+    LEFT + (RIGHT - LEFT) * share(at.min(record.elapsed_us), record.elapsed_us)
+}
+
+fn y(part: u64, all: u64) -> f64 {
+    if all == 0 { TOP } else { BOTTOM - (BOTTOM - TOP) * share(part.min(all), all) }
+}
+
+fn axes(svg: &mut String, record: &Record) {
+    // Writing to a String cannot fail, here and below.
+    for percent in [0, 50, 100] {
+        let at = y(percent, 100);
+        let _ = writeln!(
+            svg,
+            "<line class=\"grid\" x1=\"{LEFT}\" y1=\"{at:.1}\" x2=\"{RIGHT}\" y2=\"{at:.1}\"/>"
+        );
+        let _ = writeln!(
+            svg,
+            "<text class=\"end\" x=\"{:.0}\" y=\"{:.1}\">{percent} %</text>",
+            LEFT - 8.0,
+            at + 5.0
+        );
+    }
+    let step = step(record.elapsed_us);
+    for tick in (0..=record.elapsed_us).step_by(usize::try_from(step).unwrap_or(usize::MAX)) {
+        let at = x(record, tick);
+        let _ =
+            writeln!(svg, "<line class=\"grid\" x1=\"{at:.1}\" y1=\"{TOP}\" x2=\"{at:.1}\" y2=\"{FLOOR}\"/>");
+        let anchor = if at > RIGHT - 40.0 { "end" } else { "middle" };
+        let _ = writeln!(svg, "<text class=\"{anchor}\" x=\"{at:.1}\" y=\"412\">{}</text>", time(tick, step));
+    }
+}
+
+/// Between two times at the axis: 1, 2 or 5 of something, so that there are at most six.
+fn step(elapsed: u64) -> u64 {
+    let steps = (0..18).flat_map(|power| [1, 2, 5].map(|digit| digit * 10_u64.pow(power)));
+    steps.into_iter().find(|step| elapsed / step <= 5).unwrap_or(u64::MAX)
+}
+
+fn time(at: u64, step: u64) -> String {
+    match step {
+        1_000_000.. => format!("{} s", at / 1_000_000),
+        1000.. => format!("{} ms", at / 1000),
+        _ => format!("{at} µs"),
+    }
+}
+
+/// Draws a vertical line for each process.
+fn moments(
+    svg: &mut String,
+    record: &Record,
+    (class, what): (&str, &str),
+    when: fn(&Process) -> Option<u64>,
+) {
+    let all: Vec<(u64, &Process)> = record.processes.iter().filter_map(|of| Some((when(of)?, of))).collect();
+    for (at, of) in &all {
+        let place = x(record, *at);
+        let _ = writeln!(
+            svg,
+            "<line class=\"{class}\" x1=\"{place:.1}\" y1=\"{TOP}\" x2=\"{place:.1}\" y2=\"{FLOOR}\"><title>{}: {what} \
+             after {:.1} ms</title></line>",
+            escaped(&of.label()),
+            millis(*at),
+        );
+    }
+    let Some(last) = all.iter().map(|(at, _)| x(record, *at)).reduce(f64::max) else { return };
+    let anchor = if last > f64::midpoint(LEFT, RIGHT) { "end" } else { "start" };
+    let name = if all.len() == 1 { what.to_owned() } else { format!("{what} ({})", all.len()) };
+    let _ = writeln!(svg, "<text class=\"{anchor} {class}\" x=\"{last:.1}\" y=\"24\">{name}</text>");
+}
+
+/// Draws a line for each GPU that is resumed before another of its process, in the colour of its memory.
+fn gpus(svg: &mut String, record: &Record) {
+    for (place, at) in record.early() {
+        let (memory, when) = (&record.memory[place], x(record, at));
+        let label = record.process_of(memory).map(Process::label).unwrap_or_default();
+        let _ = writeln!(
+            svg,
+            "<line class=\"gpu {}\" x1=\"{when:.1}\" y1=\"{TOP}\" x2=\"{when:.1}\" y2=\"{FLOOR}\"><title>{}: {} goes \
+             on after {:.1} ms</title></line>",
+            class(place, memory),
+            escaped(&label),
+            memory.whose(),
+            millis(at),
+        );
+    }
+}
+
+fn line(svg: &mut String, record: &Record, place: usize, memory: &Memory) {
+    let mut points = format!("{:.1},{:.1}", x(record, 0), y(0, 1));
+    for (at, there) in record.sampled_us.iter().zip(&memory.samples) {
+        let _ = write!(points, " {:.1},{:.1}", x(record, *at), y(*there, memory.bytes));
+    }
+    let end = memory.resident_us.unwrap_or(record.elapsed_us);
+    let _ =
+        write!(points, " {:.1},{:.1}", x(record, end.max(last(record))), y(memory.resident, memory.bytes));
+    let label = record.process_of(memory).map(Process::label).unwrap_or_default();
+    let _ = writeln!(
+        svg,
+        "<polyline class=\"memory {}\" points=\"{points}\"><title>{}, {}: {} of {}</title></polyline>",
+        class(place, memory),
+        escaped(&label),
+        memory.whose(),
+        units::bytes(memory.resident),
+        units::bytes(memory.bytes),
+    );
+}
+
+fn last(record: &Record) -> u64 {
+    record.sampled_us.last().copied().unwrap_or_default()
+}
+
+/// Draws a bar for each fault that is kept; its height is the logarithm of the wait. Behind the bars it
+/// draws how many faults of both kinds there were.
+fn faults(svg: &mut String, record: &Record) {
+    let of = |(count, _, longest): (u64, u64, u64), whose: &str| match count {
+        0 => format!("no faults in memory of {whose}"),
+        _ => {
+            let longest = units::latency(Duration::from_micros(longest));
+            format!("{count} faults in memory of {whose}, {longest} at most")
+        }
+    };
+    let what = format!("{}; {}", of(record.faults(), "GPUs"), of(record.page_faults(), "CPUs"));
+    let count = record.faults().0 + record.page_faults().0;
+    let _ =
+        writeln!(svg, "<line class=\"grid\" x1=\"{LEFT}\" y1=\"{FLOOR}\" x2=\"{RIGHT}\" y2=\"{FLOOR}\"/>");
+    let _ = writeln!(svg, "<text x=\"{:.0}\" y=\"{:.0}\">{what}</text>", LEFT + 4.0, CEILING - 4.0);
+    if count == 0 {
+        return;
+    }
+    let mut points = String::new();
+    for (at, until) in record.sampled_us.iter().zip(&record.sampled_faults) {
+        let height = (FLOOR - CEILING) * share(*until, count).min(1.0);
+        let _ = write!(points, "{:.1},{:.1} ", x(record, *at), FLOOR - height);
+    }
+    let _ = writeln!(svg, "<polyline class=\"count\" points=\"{}\"/>", points.trim_end());
+    for fault in &record.longest_faults {
+        let wait = millis(fault.waited_us) * 1e3;
+        let height = ((wait.max(SHORT) / SHORT).log10() / (LONG / SHORT).log10()).clamp(0.03, 1.0);
+        let (at, high) = (x(record, fault.at_us), (FLOOR - CEILING) * height);
+        let label = record.processes.get(fault.process).map(Process::label).unwrap_or_default();
+        let _ = writeln!(
+            svg,
+            "<line class=\"fault\" x1=\"{at:.1}\" y1=\"{FLOOR}\" x2=\"{at:.1}\" y2=\"{:.1}\"><title>{}, buffer {}: {} \
+             after {:.1} ms</title></line>",
+            FLOOR - high,
+            escaped(&label),
+            fault.buffer,
+            units::latency(Duration::from_micros(fault.waited_us)),
+            millis(fault.at_us),
+        );
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::example;
+    use super::*;
+
+    /// The points of the memory at a place.
+    fn points(svg: &str, place: usize) -> Vec<(f64, f64)> {
+        let line =
+            svg.lines().filter(|line| line.starts_with("<polyline class=\"memory")).nth(place).unwrap();
+        let list = line.split('"').nth(3).unwrap();
+        let point = |point: &str| {
+            let (x, y) = point.split_once(',').unwrap();
+            (x.parse().unwrap(), y.parse().unwrap())
+        };
+        list.split(' ').map(point).collect()
+    }
+
+    #[test]
+    fn memory_rises_from_nothing_to_all_of_it() {
+        let record = example::record();
+        let svg = plot(&record);
+        for (place, memory) in record.memory.iter().enumerate() {
+            let points = points(&svg, place);
+            assert_eq!((points[0], points.last().unwrap().1), ((LEFT, BOTTOM), TOP));
+            assert!(points.windows(2).all(|two| two[0].0 <= two[1].0 && two[0].1 >= two[1].1), "{points:?}");
+            let full = points.iter().find(|(_, y)| *y <= TOP).unwrap().0;
+            let resident = x(&record, memory.resident_us.unwrap());
+            assert!((full - resident).abs() < 30.0, "{full} {resident}");
+        }
+    }
+
+    #[test]
+    fn memory_of_cpus_looks_different() {
+        let svg = plot(&example::record());
+        let lines: Vec<&str> =
+            svg.lines().filter(|line| line.starts_with("<polyline class=\"memory")).collect();
+        let dashed = |line: &&&str| line.starts_with("<polyline class=\"memory c1 cpus\"");
+        assert_eq!((lines.len(), lines.iter().filter(dashed).count()), (5, 1));
+        assert_eq!(lines.iter().filter(|line| line.contains(", CPUs: ")).count(), 2);
+    }
+
+    #[test]
+    fn each_gate_and_each_fault_is_there_and_longer_waits_are_higher() {
+        let record = example::record();
+        let svg = plot(&record);
+        assert_eq!(svg.matches("class=\"gate\"").count(), 2);
+        assert_eq!(svg.matches("class=\"runs\"").count(), 3);
+        let tops: Vec<f64> = svg
+            .lines()
+            .filter(|line| line.starts_with("<line class=\"fault\""))
+            .map(|line| line.split('"').nth(9).unwrap().parse().unwrap())
+            .collect();
+        assert_eq!(tops.len(), 12);
+        assert!(tops.is_sorted_by(|one, two| one >= two), "{tops:?}");
+    }
+
+    #[test]
+    fn a_gpu_that_goes_on_before_another_of_its_process_has_a_line_of_its_memory_s_colour() {
+        let svg = plot(&example::record());
+        let lines: Vec<&str> = svg.lines().filter(|line| line.contains("class=\"gpu")).collect();
+        let [line] = lines[..] else { panic!("{lines:?}") };
+        assert!(line.starts_with("<line class=\"gpu c2\""), "{line}");
+        assert!(line.contains("1: renderD128 goes on after 1410.0 ms"), "{line}");
+        let at = |line: &str| line.split('"').nth(3).unwrap().parse::<f64>().unwrap();
+        let gates = svg.lines().filter(|line| line.starts_with("<line class=\"gate\""));
+        assert!(gates.map(at).all(|gate| at(line) < gate), "{svg}");
+    }
+
+    #[test]
+    fn what_took_no_time_and_has_no_memory_is_drawn_too() {
+        let svg = plot(&Record::default());
+        assert!(!svg.contains("NaN") && !svg.contains("inf"), "{svg}");
+        let mut record = example::record();
+        record.memory[0].bytes = 0;
+        (record.elapsed_us, record.sampled_us) = (1, Vec::new());
+        let svg = plot(&record);
+        assert!(!svg.contains("NaN") && !svg.contains("inf"), "{svg}");
+    }
+
+    #[test]
+    fn times_at_the_axis_are_round_and_few() {
+        assert_eq!([0, 5, 6, 2_960_000, 3_600_000_000].map(step), [1, 1, 2, 500_000, 1_000_000_000]);
+        assert_eq!([time(3, 1), time(4000, 2000), time(20_000_000, 5_000_000)], ["3 µs", "4 ms", "20 s"]);
+    }
+}

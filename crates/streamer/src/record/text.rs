@@ -1,0 +1,219 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Shows the timeline on a terminal of 80 columns.
+
+use std::fmt::Write as _;
+use std::time::Duration;
+
+use super::model::{Process, Record, State};
+use crate::units;
+
+/// The columns of the line that shows how memory became resident.
+const SPARK: usize = 17;
+const LEVELS: [char; 8] = ['▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
+/// Lines of the table. All of it is in the JSON.
+const MOST: usize = 32;
+/// The most lines of GPUs that are resumed before others of their processes.
+const EARLY: usize = 16;
+/// Columns of a process's number and name in it.
+const LABEL: usize = 23;
+
+/// Returns the record as text: the events, then each process's CPU memory and its memory on each GPU. Times
+/// are on the restore's clock, which begins `before` the handoff.
+#[must_use]
+pub fn text(record: &Record, before: Duration) -> String {
+    let before = u64::try_from(before.as_micros()).unwrap_or_default();
+    let mut text = String::from("memory behind running processes, since the restore was started:\n");
+    for (at, what) in moments(record) {
+        // Writing to a String cannot fail, here and below.
+        let _ = writeln!(text, "{:8.1} ms  {what}", millis(before + at));
+    }
+    for (of, (faults, waited, longest)) in [("GPUs", record.faults()), ("CPUs", record.page_faults())] {
+        if let Some(mean) = waited.checked_div(faults).map(latency) {
+            let most = latency(longest);
+            let _ = writeln!(text, "{faults} faults in memory of {of}, {mean} on average, {most} at most");
+        }
+    }
+    let swaps: u64 = record.processes.iter().map(|of| of.swaps).sum();
+    if swaps > 0 {
+        let stopped = record.processes.iter().map(|of| of.stopped_us).sum();
+        let _ =
+            writeln!(text, "{swaps} buffers swapped, for which processes stood still {}", latency(stopped));
+    }
+    table(&mut text, record, before);
+    text
+}
+
+/// Returns the events in their order.
+pub(super) fn moments(record: &Record) -> Vec<(u64, String)> {
+    let all = units::bytes(record.totals().0);
+    let mut moments = vec![(0, format!("{all} are to be loaded"))];
+    let mut of_all = |what: &str, when: &dyn Fn(&Process) -> Option<u64>| {
+        let mut times: Vec<(u64, &Process)> =
+            record.processes.iter().filter_map(|of| Some((when(of)?, of))).collect();
+        times.sort_by_key(|(at, _)| *at);
+        match times.as_slice() {
+            [] => {}
+            [(at, of)] => moments.push((*at, format!("{}: {what}", of.label()))),
+            [(first, of), .., (last, other)] => {
+                let count = times.len();
+                moments.push((*first, format!("{}: {what}, the first of {count}", of.label())));
+                moments.push((*last, format!("{}: {what}, the last of {count}", other.label())));
+            }
+        }
+    };
+    of_all("runs", &|of| of.runs_us);
+    of_all("gate open, its GPUs run", &|of| of.gate_open_us);
+    of_all("ended before its gate was opened", &|of| of.gone_us);
+    gpus(&mut moments, record);
+    if let Some(at) = record.resident_us() {
+        let of_cpus = record.memory.iter().any(|of| of.minor.is_none());
+        let took = at.saturating_sub(record.began_us(of_cpus));
+        let rate = units::rate(record.totals().0, took.saturating_mul(1000));
+        moments.push((at, format!("all memory is there, {rate}")));
+    }
+    if record.state == State::Failed {
+        let why = record.reason.as_deref().unwrap_or("nobody knows why");
+        moments.push((record.elapsed_us, format!("failed: {why}")));
+    }
+    // Stable: what happened at one moment stays in this order.
+    moments.sort_by_key(|(at, _)| *at);
+    moments
+}
+
+/// Adds the GPUs that are resumed one by one, without the last of each process: its gate is open then.
+fn gpus(moments: &mut Vec<(u64, String)>, record: &Record) {
+    let early = record.early();
+    for &(place, at) in early.iter().take(EARLY) {
+        let memory = &record.memory[place];
+        let label = record.process_of(memory).map(Process::label).unwrap_or_default();
+        moments.push((at, format!("{label}: {} goes on, others wait", memory.whose())));
+    }
+    if let Some((_, at)) = early.get(EARLY) {
+        moments.push((*at, format!("... and {} more GPUs, before others", early.len() - EARLY)));
+    }
+}
+
+fn table(text: &mut String, record: &Record, before: u64) {
+    let _ = writeln!(
+        text,
+        "{:<LABEL$} {:<10} {:>10} {:>14}  there",
+        "process", "memory of", "bytes", "there after"
+    );
+    for memory in record.memory.iter().take(MOST) {
+        let label: String =
+            record.process_of(memory).map(Process::label).unwrap_or_default().chars().take(LABEL).collect();
+        let after = memory
+            .resident_us
+            .map_or_else(|| format!("{} %", memory.percent()), |at| format!("{:.1} ms", millis(before + at)));
+        let _ = writeln!(
+            text,
+            "{label:<LABEL$} {:<10} {:>10} {after:>14}  {}",
+            memory.whose(),
+            units::bytes(memory.bytes),
+            spark(record, &memory.samples, memory.bytes),
+        );
+    }
+    if record.memory.len() > MOST {
+        let _ = writeln!(text, "... and {} more", record.memory.len() - MOST);
+    }
+}
+
+/// Returns a line of how much was resident, from the handoff to the end.
+fn spark(record: &Record, samples: &[u64], all: u64) -> String {
+    let sample_at = |column: usize| {
+        let at = record.elapsed_us * (column as u64 + 1) / SPARK as u64;
+        let until = record.sampled_us.partition_point(|sampled| *sampled <= at);
+        until.checked_sub(1).and_then(|last| samples.get(last)).copied().unwrap_or_default()
+    };
+    let level = |there: u64| {
+        let level = u128::from(there.min(all)) * (LEVELS.len() as u128 - 1) / u128::from(all.max(1));
+        LEVELS[usize::try_from(level).unwrap_or_default()]
+    };
+    (0..SPARK).map(|column| level(sample_at(column))).collect()
+}
+
+fn latency(micros: u64) -> String {
+    units::latency(Duration::from_micros(micros))
+}
+
+/// Returns milliseconds, to be printed.
+#[expect(clippy::cast_precision_loss, reason = "far less than 2^53 µs is measured")]
+pub(super) fn millis(micros: u64) -> f64 {
+    micros as f64 / 1e3
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::example;
+    use super::super::model::Memory;
+    use super::*;
+
+    #[test]
+    fn what_happened_when_and_how_memory_came() {
+        let wanted = "\
+memory behind running processes, since the restore was started:
+    50.0 ms  5.2 GiB are to be loaded
+    51.2 ms  4711 python3: runs, the first of 3
+    53.5 ms  4713 logger: runs, the last of 3
+  1460.0 ms  4712 <b>\"rank\" & 1: renderD128 goes on, others wait
+  3000.1 ms  all memory is there, 1.91 GB/s
+  3001.0 ms  4711 python3: gate open, its GPUs run, the first of 2
+  3002.0 ms  4712 <b>\"rank\" & 1: gate open, its GPUs run, the last of 2
+12 faults in memory of GPUs, 6.7 ms on average, 43.2 ms at most
+500 faults in memory of CPUs, 40 µs on average, 85 µs at most
+8 buffers swapped, for which processes stood still 1.6 ms
+process                 memory of       bytes    there after  there
+4711 python3            renderD128    2.0 GiB      3000.1 ms  ▁▁▂▂▂▃▃▄▄▄▅▅▆▆▇▇█
+4712 <b>\"rank\" & 1      CPUs        512.0 MiB      2550.0 ms  ▁▁▂▂▃▃▄▄▅▅▆▆▇▇███
+4712 <b>\"rank\" & 1      renderD128    1.0 GiB      1450.0 ms  ▁▂▃▄▄▅▆▇█████████
+4712 <b>\"rank\" & 1      renderD129    1.5 GiB      2150.0 ms  ▁▁▂▃▃▄▄▅▅▆▇▇█████
+4713 logger             CPUs        256.0 MiB      1050.0 ms  ▁▃▄▅▆▇███████████
+";
+        let text = text(&example::record(), Duration::from_millis(50));
+        assert_eq!(text, wanted, "{text}");
+    }
+
+    #[test]
+    fn it_fits_eighty_columns_whatever_it_is_of() {
+        let mut record = example::record();
+        record.processes[0].pid = 4_194_304;
+        record.processes[0].name = "a".repeat(15);
+        record.memory[0] = Memory { bytes: (1 << 50) - 1, minor: Some(191), ..record.memory[0].clone() };
+        record.memory[0].resident_us = Some(36_000_000_000);
+        let last = |text: &str| text.lines().skip(10).map(|line| line.chars().count()).max();
+        let text = text(&record, Duration::ZERO);
+        assert!(last(&text) <= Some(80), "{text}");
+    }
+
+    #[test]
+    fn a_failure_says_why_and_what_was_there() {
+        let mut record = example::record();
+        record.memory[0] = Memory { resident: 1 << 30, resident_us: None, ..record.memory[0].clone() };
+        record.processes.iter_mut().for_each(|of| of.gate_open_us = None);
+        (record.state, record.reason) = (State::Failed, Some("read amdgpu-pages-7-1.img: EIO".to_owned()));
+        let text = text(&record, Duration::ZERO);
+        assert!(text.contains("  2960.0 ms  failed: read amdgpu-pages-7-1.img: EIO\n"), "{text}");
+        assert!(text.contains(" 50 %") && !text.contains("gate open"), "{text}");
+    }
+
+    #[test]
+    fn gpus_that_go_on_together_have_no_lines_and_of_many_that_do_not_the_first_do() {
+        let mut record = example::record();
+        record.memory[2].goes_on_us = record.memory[3].goes_on_us;
+        assert!(!text(&record, Duration::ZERO).contains("goes on"));
+        let one =
+            |number: usize| Memory { goes_on_us: Some(number as u64), ..record.memory[number % 5].clone() };
+        let memory = (0..500).map(|number| Memory { process: 0, minor: Some(128), ..one(number) }).collect();
+        let text = text(&Record { memory, ..record.clone() }, Duration::ZERO);
+        assert_eq!(text.matches("goes on").count(), 16, "{text}");
+        assert!(text.contains("     0.0 ms  ... and 483 more GPUs, before others\n"), "{text}");
+    }
+
+    #[test]
+    fn of_a_thousand_processes_the_first_are_shown() {
+        let mut record = example::record();
+        record.memory = vec![record.memory[0].clone(); 1000];
+        let text = text(&record, Duration::ZERO);
+        assert!(text.ends_with("... and 968 more\n") && text.lines().count() < 50, "{text}");
+    }
+}

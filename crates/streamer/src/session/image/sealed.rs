@@ -1,0 +1,308 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Writes a checked image into a sealed memory file, and reads it again in a successor with the same open
+//! files.
+//!
+//! A successor must not parse the image again: another image may be at its path by then (I7). So the process
+//! that opened the image writes the plans into a memory file and seals it. A successor gets it together with
+//! the descriptors of the pages files. The format, with all numbers little-endian:
+//!
+//! ```text
+//! MAGIC [8], VERSION u32, digest of the image [32]
+//! files u32, each: dev ino len u64, mtime ctime (i64 s, i64 ns), links u64, mode uid gid u32, name, path
+//! tasks u32, each: pid u32, has memory u32, and if it has:
+//!     files u32, each: index u32      first u32, each: start end u64
+//!     extents u64, each: target offset pages u64, file u32
+//! name, path: length u32, bytes
+//! ```
+
+use std::ffi::OsString;
+use std::fs::File;
+use std::io::{self, BufReader, BufWriter, Read, Write};
+use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
+use std::os::unix::ffi::{OsStrExt as _, OsStringExt as _};
+use std::os::unix::fs::FileExt as _;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use anyhow::{Context as _, bail, ensure};
+use nix::fcntl::{FcntlArg, SealFlag, fcntl};
+use nix::sys::memfd::{MFdFlags, memfd_create};
+use rewake_criu_images::{Digest, MAX_TASKS};
+use rewake_image_io::{FileKey, FileState, PagesFile};
+use rewake_pager::{Extent, PAGE_SIZE, Plan};
+
+use super::{Image, TaskPlan, inode};
+
+const MAGIC: [u8; 8] = *b"rewakepl";
+const VERSION: u32 = 1;
+/// The longest name or path, in bytes.
+const MAX_NAME: u32 = 4096;
+/// The bytes of a record of each kind.
+const INDEX: u64 = 4;
+const RANGE: u64 = 16;
+const EXTENT: u64 = 28;
+
+impl Image {
+    /// Writes everything that a session needs into a memory file, which is sealed against writing, shrinking
+    /// and growing. Returns it and the descriptors of the pages files, in the order of the memory file.
+    ///
+    /// # Errors
+    /// Fails with EMFILE or ENOMEM.
+    pub fn seal(&self) -> io::Result<(OwnedFd, Vec<BorrowedFd<'_>>)> {
+        let flags = MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING;
+        let memory = File::from(memfd_create(c"rewake-plan", flags)?);
+        let mut out = Output(BufWriter::new(&memory));
+        out.image(self)?;
+        out.0.flush()?;
+        drop(out);
+        fcntl(&memory, FcntlArg::F_ADD_SEALS(seals() | SealFlag::F_SEAL_SEAL))?;
+        Ok((memory.into(), self.files.iter().map(|file| file.as_fd()).collect()))
+    }
+
+    /// Reads the image that [`Image::seal`] wrote. `files` are the descriptors of the pages files, in the
+    /// same order. It looks up no path.
+    ///
+    /// # Errors
+    /// Fails when `plan` is not sealed, is damaged or has another version. Also when a descriptor refers to
+    /// another file, or the contents of the file may have changed.
+    pub fn unseal(plan: BorrowedFd<'_>, files: Vec<OwnedFd>) -> anyhow::Result<Self> {
+        let memory = File::from(plan.try_clone_to_owned().context("the sealed plan of an image")?);
+        let sealed = fcntl(&memory, FcntlArg::F_GET_SEALS).context("the sealed plan of an image")?;
+        ensure!(
+            SealFlag::from_bits_truncate(sealed).contains(seals()),
+            "the plan of an image is not sealed: expected the memory file that `rewake` made"
+        );
+        let len = memory.metadata().context("the sealed plan of an image")?.len();
+        let mut input = Input { bytes: BufReader::new(At { memory: &memory, offset: 0 }), left: len };
+        input.image(files).with_context(|| {
+            let at = len - input.left;
+            format!("the sealed plan of an image, {len} bytes, at byte {at}; restore the image again")
+        })
+    }
+}
+
+fn seals() -> SealFlag {
+    SealFlag::F_SEAL_WRITE | SealFlag::F_SEAL_SHRINK | SealFlag::F_SEAL_GROW
+}
+
+/// Writes the format of this module.
+struct Output<W: Write>(BufWriter<W>);
+
+impl<W: Write> Output<W> {
+    fn image(&mut self, image: &Image) -> io::Result<()> {
+        self.0.write_all(&MAGIC)?;
+        self.u32(VERSION)?;
+        self.0.write_all(&image.digest.0)?;
+        self.count(image.files.len())?;
+        for file in &image.files {
+            self.state(file.state())?;
+            self.text(file.name().as_os_str().as_bytes())?;
+        }
+        self.count(image.plans.len())?;
+        for (pid, plan) in &image.plans {
+            self.u32(*pid)?;
+            self.u32(u32::from(plan.is_some()))?;
+            if let Some(plan) = plan {
+                self.task(plan, image)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn state(&mut self, state: &FileState) -> io::Result<()> {
+        let FileKey { dev, ino, len, mtime, ctime } = state.key;
+        let times = [mtime.0, mtime.1, ctime.0, ctime.1].map(i64::cast_unsigned);
+        [dev, ino, len]
+            .into_iter()
+            .chain(times)
+            .chain([state.links])
+            .try_for_each(|value| self.u64(value))?;
+        [state.mode, state.owner.0, state.owner.1].into_iter().try_for_each(|value| self.u32(value))?;
+        self.text(state.name.as_bytes())
+    }
+
+    fn task(&mut self, task: &TaskPlan, image: &Image) -> io::Result<()> {
+        self.count(task.files.len())?;
+        for file in &*task.files {
+            let index = image.by_inode.get(&inode(file)).copied();
+            self.count(index.ok_or_else(|| io::Error::other("a task's file that the image does not have"))?)?;
+        }
+        self.count(task.first.len())?;
+        for range in &task.first {
+            self.u64(range.start)?;
+            self.u64(range.end)?;
+        }
+        self.u64(task.plan.extents().len() as u64)?;
+        for extent in task.plan.extents() {
+            [extent.target, extent.file_offset, extent.pages]
+                .into_iter()
+                .try_for_each(|value| self.u64(value))?;
+            self.u32(extent.file)?;
+        }
+        Ok(())
+    }
+
+    fn text(&mut self, bytes: &[u8]) -> io::Result<()> {
+        self.count(bytes.len())?;
+        self.0.write_all(bytes)
+    }
+
+    fn count(&mut self, count: usize) -> io::Result<()> {
+        self.u32(u32::try_from(count).map_err(io::Error::other)?)
+    }
+
+    fn u32(&mut self, value: u32) -> io::Result<()> {
+        self.0.write_all(&value.to_le_bytes())
+    }
+
+    fn u64(&mut self, value: u64) -> io::Result<()> {
+        self.0.write_all(&value.to_le_bytes())
+    }
+}
+
+/// Reads the memory file at its own offset, because other processes may use the offset of the descriptor.
+struct At<'a> {
+    memory: &'a File,
+    offset: u64,
+}
+
+impl Read for At<'_> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let count = self.memory.read_at(buffer, self.offset)?;
+        self.offset += count as u64;
+        Ok(count)
+    }
+}
+
+/// Reads the format of this module. It trusts no count: the memory that it uses is in proportion to the bytes
+/// read.
+struct Input<'a> {
+    bytes: BufReader<At<'a>>,
+    left: u64,
+}
+
+impl Input<'_> {
+    fn image(&mut self, descriptors: Vec<OwnedFd>) -> anyhow::Result<Image> {
+        ensure!(self.array()? == MAGIC, "expected the magic number of a plan");
+        let version = self.u32()?;
+        ensure!(version == VERSION, "expected version {VERSION}, found {version}: another `rewake` made it");
+        let digest = Digest(self.array()?);
+        let count = self.u32()?;
+        ensure!(
+            count as usize == descriptors.len(),
+            "expected {count} pages files, found {} descriptors",
+            descriptors.len()
+        );
+        let mut image = Image { digest, ..Image::default() };
+        for descriptor in descriptors {
+            let file = self.file(descriptor)?;
+            ensure!(
+                image.by_inode.insert(inode(&file), image.files.len()).is_none(),
+                "{} appears twice",
+                file.name().display()
+            );
+            image.files.push(file);
+        }
+        let tasks = self.u32()?;
+        ensure!(tasks as usize <= MAX_TASKS, "{tasks} tasks, more than MAX_TASKS = {MAX_TASKS}");
+        for _ in 0..tasks {
+            let pid = self.u32()?;
+            let plan = match self.u32()? {
+                0 => None,
+                1 => Some(self.task(&image.files).with_context(|| format!("task {pid}"))?),
+                other => bail!("task {pid}: expected 0 or 1 for its memory, found {other}"),
+            };
+            ensure!(image.plans.insert(pid, plan).is_none(), "task {pid} appears twice");
+        }
+        ensure!(self.left == 0, "expected the end, found {} bytes more", self.left);
+        Ok(image)
+    }
+
+    fn file(&mut self, descriptor: OwnedFd) -> anyhow::Result<Arc<PagesFile>> {
+        let [dev, ino, len] = [self.u64()?, self.u64()?, self.u64()?];
+        let mut time = || anyhow::Ok((self.u64()?.cast_signed(), self.u64()?.cast_signed()));
+        let (mtime, ctime) = (time()?, time()?);
+        let links = self.u64()?;
+        let (mode, owner) = (self.u32()?, (self.u32()?, self.u32()?));
+        let (name, path) = (self.text()?, PathBuf::from(self.text()?));
+        let state = FileState { key: FileKey { dev, ino, len, mtime, ctime }, links, mode, owner, name };
+        Ok(PagesFile::inherit(File::from(descriptor), path, state)?)
+    }
+
+    fn task(&mut self, all: &[Arc<PagesFile>]) -> anyhow::Result<TaskPlan> {
+        let count = u64::from(self.u32()?);
+        self.has_room(count, INDEX)?;
+        let mut files = Vec::new();
+        for _ in 0..count {
+            let index = self.u32()?;
+            let file = all.get(index as usize);
+            files.push(Arc::clone(file.with_context(|| format!("file {index} of {}", all.len()))?));
+        }
+        let count = u64::from(self.u32()?);
+        self.has_room(count, RANGE)?;
+        let mut first = Vec::new();
+        for _ in 0..count {
+            let range = self.u64()?..self.u64()?;
+            ensure!(range.start < range.end, "expected a range of addresses, found {range:#x?}");
+            first.push(range);
+        }
+        let count = self.u64()?;
+        self.has_room(count, EXTENT)?;
+        let mut extents = Vec::new();
+        for _ in 0..count {
+            extents.push(self.extent(&files)?);
+        }
+        let plan = Arc::new(Plan::new(extents)?);
+        Ok(TaskPlan { plan, files: Arc::new(files), first })
+    }
+
+    fn extent(&mut self, files: &[Arc<PagesFile>]) -> anyhow::Result<Extent> {
+        let [target, file_offset, pages] = [self.u64()?, self.u64()?, self.u64()?];
+        let extent = Extent { target, file: self.u32()?, file_offset, pages };
+        let file =
+            files.get(extent.file as usize).context("an extent of a file that the task does not have")?;
+        let end = pages.checked_mul(PAGE_SIZE).and_then(|bytes| bytes.checked_add(file_offset));
+        let inside = pages > 0 && end.is_some_and(|end| end <= file.len());
+        ensure!(inside, "{extent:x?} is not in {}, {} bytes", file.name().display(), file.len());
+        Ok(extent)
+    }
+
+    /// Checks that so many records fit into the rest of the file.
+    fn has_room(&self, count: u64, record: u64) -> anyhow::Result<()> {
+        ensure!(count <= self.left / record, "{count} records where {} bytes are left", self.left);
+        Ok(())
+    }
+
+    fn text(&mut self) -> anyhow::Result<OsString> {
+        let len = self.u32()?;
+        ensure!(len <= MAX_NAME, "a name of {len} bytes, more than MAX_NAME = {MAX_NAME}");
+        let mut bytes = vec![0; len as usize];
+        self.fill(&mut bytes)?;
+        Ok(OsString::from_vec(bytes))
+    }
+
+    fn u32(&mut self) -> anyhow::Result<u32> {
+        Ok(u32::from_le_bytes(self.array()?))
+    }
+
+    fn u64(&mut self) -> anyhow::Result<u64> {
+        Ok(u64::from_le_bytes(self.array()?))
+    }
+
+    fn array<const N: usize>(&mut self) -> anyhow::Result<[u8; N]> {
+        let mut bytes = [0; N];
+        self.fill(&mut bytes)?;
+        Ok(bytes)
+    }
+
+    fn fill(&mut self, bytes: &mut [u8]) -> anyhow::Result<()> {
+        let left = self.left.checked_sub(bytes.len() as u64);
+        let left = left.with_context(|| format!("expected {} bytes more before the end", bytes.len()))?;
+        self.bytes.read_exact(bytes)?;
+        self.left = left;
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,240 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! A successor serves a sealed plan from the same open files, whatever the image's path has by then. It
+//! refuses any other plan or file.
+
+use std::fs;
+use std::path::Path;
+use std::time::Duration;
+
+use rewake_criu_images::{Generation, Inventory, Mm, PageFlags, Pagemap, Task, TaskState, Vma, write};
+use rewake_image_io::read_now;
+
+use super::*;
+
+const PAGE: usize = 4096;
+const PAGES: u64 = 3;
+const LAZY: PageFlags = PageFlags(6);
+
+/// Writes an image of a zombie and two processes of three pages each, with the bytes `byte` and `byte + 1`.
+fn write_image(dir: &Path, byte: u8) {
+    fs::create_dir_all(dir).unwrap();
+    let task = |pid, state| Task {
+        pid,
+        ppid: if pid == 7 { 0 } else { 7 },
+        pgid: 7,
+        sid: 7,
+        threads: vec![pid],
+        state,
+        comm: "program".into(),
+    };
+    let tasks = [task(7, TaskState::Alive), task(8, TaskState::Alive), task(9, TaskState::Dead)];
+    write::tasks(dir, &tasks).unwrap();
+    write::inventory(dir, &Inventory { version: 2, plugins: Vec::new(), run_id: None }).unwrap();
+    for (pid, id, byte) in [(7, 1, byte), (8, 2, byte + 1)] {
+        let start = 0x10_0000 * u64::from(pid);
+        let vma = Vma {
+            start,
+            end: start + PAGES * PAGE as u64,
+            prot: 3,
+            flags: 0x22,
+            status: 1 << 9 | 1,
+            offset: 0,
+            object: 0,
+            advice: 0,
+        };
+        write::mm(dir, pid, &Mm { vmas: vec![vma], guards: Vec::new() }).unwrap();
+        let map = Pagemap::new(id, Generation::Wide, [(start, PAGES, LAZY)]);
+        write::pagemap(dir, pid, &map).unwrap();
+        write::pages(dir, id, &vec![byte; usize::try_from(PAGES).unwrap() * PAGE]).unwrap();
+    }
+}
+
+fn opened() -> (tempfile::TempDir, Image) {
+    let root = tempfile::tempdir().unwrap();
+    write_image(&root.path().join("image"), 1);
+    let mut image = Image::open(&root.path().join("image")).unwrap();
+    // These ranges normally come from GPU images, which this image lacks.
+    if let Some(Some(task)) = image.plans.get_mut(&8) {
+        task.first = vec![0x80_0000..0x80_1000, 0x80_2000..0x80_3000];
+    }
+    (root, image)
+}
+
+fn unseal(plan: &OwnedFd, files: Vec<OwnedFd>) -> anyhow::Result<Image> {
+    Image::unseal(plan.as_fd(), files)
+}
+
+fn plan_and_files(image: &Image) -> (OwnedFd, Vec<OwnedFd>) {
+    let (plan, files) = image.seal().unwrap();
+    (plan, files.iter().map(|file| file.try_clone_to_owned().unwrap()).collect())
+}
+
+/// Returns a sealed memory file with these bytes.
+fn sealed(bytes: &[u8]) -> OwnedFd {
+    let flags = MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING;
+    let memory = File::from(memfd_create(c"test", flags).unwrap());
+    memory.write_all_at(bytes, 0).unwrap();
+    fcntl(&memory, FcntlArg::F_ADD_SEALS(seals())).unwrap();
+    memory.into()
+}
+
+fn bytes_of(plan: &OwnedFd) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    let memory = File::from(plan.try_clone().unwrap());
+    At { memory: &memory, offset: 0 }.read_to_end(&mut bytes).unwrap();
+    bytes
+}
+
+/// Everything of a task that a session uses: pid, extents, prefetch ranges and file names.
+type Content = (u32, Vec<Extent>, Vec<std::ops::Range<u64>>, Vec<PathBuf>);
+
+fn content(image: &Image) -> Vec<Content> {
+    let of = |(pid, plan): (&u32, &Option<TaskPlan>)| {
+        let plan = plan.as_ref()?;
+        let names = plan.files.iter().map(|file| file.name().to_owned()).collect();
+        Some((*pid, plan.plan.extents().to_vec(), plan.first.clone(), names))
+    };
+    image.plans.iter().filter_map(of).collect()
+}
+
+#[test]
+fn a_successor_serves_the_same_plans_from_the_same_files() {
+    let (_root, image) = opened();
+    let (plan, files) = plan_and_files(&image);
+    assert_eq!(files.len(), 2);
+    let successor = unseal(&plan, files).unwrap();
+    assert_eq!(content(&successor), content(&image));
+    assert_eq!(
+        (successor.tasks(), successor.lazy_pages(), successor.digest()),
+        (3, 2 * PAGES, image.digest())
+    );
+    assert!(successor.has_task(9) && successor.plan(9).is_none(), "a zombie has no memory");
+    assert_eq!(successor.plan(8).unwrap().first.len(), 2);
+    let again = bytes_of(&successor.seal().unwrap().0);
+    assert_eq!(again, bytes_of(&plan), "a third process gets the same");
+}
+
+#[test]
+fn a_successor_does_not_depend_on_the_path() {
+    for replaced in [false, true] {
+        let (root, image) = opened();
+        let (plan, files) = plan_and_files(&image);
+        drop(image);
+        std::thread::sleep(Duration::from_millis(20)); // longer than the resolution of change times
+        fs::remove_dir_all(root.path().join("image")).unwrap();
+        if replaced {
+            write_image(&root.path().join("image"), 9);
+        }
+        let successor = unseal(&plan, files).unwrap();
+        let mut page = [0; PAGE];
+        read_now(&successor.plan(8).unwrap().files[0], 0, &mut page).unwrap();
+        assert_eq!(page, [2; PAGE], "the bytes of the image that the session opened");
+    }
+}
+
+#[test]
+fn a_file_that_two_tasks_share_is_passed_once() {
+    let root = tempfile::tempdir().unwrap();
+    write_image(root.path(), 1);
+    fs::remove_file(root.path().join("pages-2.img")).unwrap();
+    fs::hard_link(root.path().join("pages-1.img"), root.path().join("pages-2.img")).unwrap();
+    let image = Image::open(root.path()).unwrap();
+    let (plan, files) = plan_and_files(&image);
+    assert_eq!(files.len(), 1);
+    let successor = unseal(&plan, files).unwrap();
+    assert!(Arc::ptr_eq(&successor.plan(7).unwrap().files[0], &successor.plan(8).unwrap().files[0]));
+}
+
+#[test]
+fn descriptors_of_other_files_are_refused_by_name() {
+    let (root, image) = opened();
+    let refused = |files: Vec<OwnedFd>| format!("{:#}", unseal(&image.seal().unwrap().0, files).unwrap_err());
+    let (_, mut files) = plan_and_files(&image);
+    files.swap(0, 1);
+    let error = refused(files);
+    assert!(error.contains("pages-1.img: it is another file"), "{error}");
+    assert!(error.contains("restore the image again"), "{error}");
+    assert!(refused(Vec::new()).contains("expected 2 pages files, found 0 descriptors"));
+
+    std::thread::sleep(Duration::from_millis(20));
+    let (_, files) = plan_and_files(&image);
+    let file = fs::OpenOptions::new().write(true).open(root.path().join("image/pages-2.img")).unwrap();
+    file.write_all_at(&[7], 100).unwrap();
+    let error = refused(files);
+    assert!(error.contains("pages-2.img: it was written to"), "{error}");
+}
+
+#[test]
+fn a_plan_that_may_still_be_written_is_refused() {
+    let (_root, image) = opened();
+    let (plan, files) = plan_and_files(&image);
+    let memory = memfd_create(c"test", MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING).unwrap();
+    File::from(memory.try_clone().unwrap()).write_all_at(&bytes_of(&plan), 0).unwrap();
+    let error = unseal(&memory, files).unwrap_err().to_string();
+    assert!(error.contains("is not sealed"), "{error}");
+    assert!(File::from(plan).write_all_at(&[1], 0).is_err(), "the plan of `seal` is sealed");
+}
+
+#[test]
+fn a_plan_of_another_version_says_so() {
+    let (_root, image) = opened();
+    let (plan, files) = plan_and_files(&image);
+    let mut bytes = bytes_of(&plan);
+    bytes[8] = 2;
+    let error = format!("{:#}", unseal(&sealed(&bytes), files).unwrap_err());
+    assert!(error.contains("expected version 1, found 2: another `rewake` made it"), "{error}");
+}
+
+#[test]
+fn a_plan_of_any_other_length_is_refused() {
+    let (_root, image) = opened();
+    let (plan, _) = plan_and_files(&image);
+    let mut bytes = bytes_of(&plan);
+    bytes.push(0);
+    for len in (0..=bytes.len()).filter(|len| *len != bytes.len() - 1) {
+        let (_, files) = plan_and_files(&image);
+        let error = format!("{:#}", unseal(&sealed(&bytes[..len]), files).unwrap_err());
+        assert!(error.contains("the sealed plan of an image"), "{error}");
+    }
+}
+
+#[test]
+fn hostile_bytes_are_refused_or_harmless_at_every_offset() {
+    let (_root, image) = opened();
+    let (plan, _) = plan_and_files(&image);
+    let bytes = bytes_of(&plan);
+    let mut refused = 0;
+    for at in 0..bytes.len() {
+        for value in [0, 0x7f, 0xff] {
+            let mut bytes = bytes.clone();
+            bytes[at] = value;
+            let (_, files) = plan_and_files(&image);
+            let Ok(successor) = unseal(&sealed(&bytes), files) else {
+                refused += 1;
+                continue;
+            };
+            // A changed byte may change addresses. It must not cause reads beyond a file, or use more memory.
+            for task in successor.plans.values().flatten() {
+                assert!(task.plan.pages() <= PAGES && task.files.len() <= 2);
+            }
+        }
+    }
+    assert!(refused > bytes.len(), "{refused} of {} were refused", 3 * bytes.len());
+}
+
+#[test]
+fn counts_beyond_the_end_are_refused_before_allocation() {
+    let (_root, image) = opened();
+    let (plan, _) = plan_and_files(&image);
+    let bytes = bytes_of(&plan);
+    // The last task's counts of ranges and extents, at offsets from the end: the zombie has 8 bytes.
+    let extents = bytes.len() - 8 - usize::try_from(EXTENT).unwrap() - 8;
+    let ranges = extents - 2 * usize::try_from(RANGE).unwrap() - 4;
+    for (at, len) in [(extents, 8), (ranges, 4)] {
+        let mut bytes = bytes.clone();
+        bytes[at..at + len].fill(0xff);
+        let (_, files) = plan_and_files(&image);
+        let error = format!("{:#}", unseal(&sealed(&bytes), files).unwrap_err());
+        assert!(error.contains("records where"), "{error}");
+    }
+}

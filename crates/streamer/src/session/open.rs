@@ -1,0 +1,152 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Opens and closes a session on the control thread: accepts the restore, and takes the fd store back at the
+//! end.
+
+use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
+use std::os::unix::net::UnixListener;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use anyhow::{Context as _, bail};
+use rewake_plugin_protocol::{ProcessId, SessionNote};
+use tracing::warn;
+
+use crate::ledger::{NO_FD, SessionSlot, SessionState};
+use crate::session::Session;
+use crate::session::image::Image;
+use crate::session::peer::Step;
+use crate::session::socket;
+use crate::supervise::parking;
+use crate::sys;
+
+/// A session that listens or has accepted its restore.
+#[derive(Debug)]
+pub struct OpenSession {
+    /// The state that it shares with the reactors.
+    pub session: Arc<Session>,
+    pub(crate) image: Image,
+    pub(crate) slot: &'static SessionSlot,
+    pub(crate) listener: Option<UnixListener>,
+    pub(crate) connection: Option<OwnedFd>,
+    /// The note that CRIU's plugins read.
+    pub(crate) note: Option<SessionNote>,
+    /// Whether a dead worker has handled the message in the inbox, and died before it could note that.
+    pub(crate) arrived: bool,
+}
+
+/// A session that a successor could not take over.
+#[derive(Debug)]
+pub struct Lost {
+    /// The session's number.
+    pub number: u64,
+    /// Its image directory.
+    pub images: PathBuf,
+    /// Its work directory.
+    pub work: PathBuf,
+    /// Why it could not.
+    pub error: anyhow::Error,
+}
+
+impl OpenSession {
+    /// Returns the number of tasks that have reported.
+    #[must_use]
+    pub fn tasks(&self) -> u32 {
+        self.slot.tasks.load(Ordering::Relaxed)
+    }
+
+    /// Returns its slot in the ledger, which has its state.
+    #[must_use]
+    pub fn slot(&self) -> &'static SessionSlot {
+        self.slot
+    }
+
+    /// Returns the current step of its handshake.
+    pub(crate) fn step(&self) -> Step {
+        match () {
+            () if self.slot.inbox.is_midway() => Step::Midway,
+            () if self.tasks() == 0 => Step::First,
+            () => Step::Between,
+        }
+    }
+
+    /// Returns the error text for a restore that ended before its finish notice.
+    pub(crate) fn cut_short(&self) -> String {
+        let (reported, all) = (self.tasks(), self.image.tasks());
+        format!(
+            "`criu restore` ended before it said that it had finished ({reported} of {all} tasks had reported): see \
+             its log"
+        )
+    }
+
+    /// Waits for the restore and accepts its connection.
+    pub(crate) async fn accept(&mut self) -> anyhow::Result<()> {
+        let Some(listener) = self.listener.as_ref() else { bail!("the listening socket is lost") };
+        let readable = sys::watch(listener.try_clone()?.into()).context("watching the socket")?;
+        let connection = loop {
+            readable.readable().await?.clear_ready();
+            if let Some(connection) =
+                socket::accept(listener).context("accepting the restore's connection")?
+            {
+                break OwnedFd::from(connection);
+            }
+        };
+        sys::pass_credentials(connection.as_fd()).context("asking for the restore's pids")?;
+        self.slot.connection.store(connection.as_raw_fd(), Ordering::Release);
+        self.slot.set_state(SessionState::Handshake);
+        self.connection = Some(connection);
+        self.slot.listener.store(NO_FD, Ordering::Release);
+        self.listener = None;
+        Ok(())
+    }
+
+    /// Closes the sockets, takes the fd store out of the processes that have it, and frees the slot.
+    pub(crate) async fn close(self) {
+        self.slot.listener.store(NO_FD, Ordering::Release);
+        self.slot.connection.store(NO_FD, Ordering::Release);
+        // From here on a successor only takes the store back.
+        self.slot.set_state(SessionState::Closing);
+        if let Some(store) = self.session.store() {
+            // This closes userfaultfds: threads that wait for a reader of their events are released.
+            if let Err(error) = store.empty() {
+                warn!(%error, session = self.session.number, "emptying the fd store");
+            }
+            let inode = store.inode();
+            if let Some((store, writer)) = self.slot.take_store() {
+                parking::unpark(self.session.number, inode, store, writer).await;
+            }
+        }
+        self.slot.free();
+    }
+}
+
+/// Takes a session's store back from processes, where a dead worker has only begun to. A thread does it, because
+/// it may take seconds and other sessions must not wait. `notes` is the folder of the sessions' notes.
+pub(crate) fn finish_closing(slot: &'static SessionSlot, notes: PathBuf, starter: ProcessId) {
+    let number = slot.number();
+    std::thread::spawn(move || {
+        drop(slot.take_store());
+        parking::unpark_slot(slot);
+        let left = SessionNote::all(&notes).map(|all| all.notes).unwrap_or_default();
+        for note in left.iter().filter(|note| note.number == number && note.starter == starter) {
+            if let Err(error) = note.remove(&notes) {
+                warn!(%error, session = number, "removing a session's note");
+            }
+        }
+        slot.free();
+    });
+}
+
+impl Drop for OpenSession {
+    /// Removes the socket of a session that no restore has connected to. A request to stop drops such a
+    /// session without [`OpenSession::close`]. A killed worker drops nothing: its successor needs the socket.
+    fn drop(&mut self) {
+        if self.listener.take().is_none() {
+            return;
+        }
+        let (_, work): (PathBuf, PathBuf) = self.slot.paths();
+        if let Err(error) = socket::remove(&work) {
+            warn!(%error, "removing the socket in {}", work.display());
+        }
+    }
+}

@@ -1,0 +1,196 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Parks the targets of a session: each gets a descriptor of the session's [fd
+//! store](crate::ledger::fd_store), and loses it when all memory is resident.
+//!
+//! A CRIU plugin parks before the target runs (`docs/rewake-plugin.md`). Without one, the streamer parks as
+//! soon as CRIU has detached from the process. A child that the target forks inherits the descriptor.
+//!
+//! A thread of the target makes some system calls for that (`rewake park`). If its tracer is killed
+//! meanwhile, the kernel kills the target, as its registers are not its own. So the tracer is a short-lived
+//! process in a process group of its own, which no signal to the streamer's group reaches. A service manager
+//! signals every process of a cgroup, so all signals are blocked in that process.
+
+use std::collections::BTreeSet;
+use std::os::fd::{AsRawFd as _, OwnedFd};
+use std::os::unix::process::CommandExt as _;
+use std::process::{Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use anyhow::{Context as _, bail, ensure};
+use rewake_plugin_protocol::ProcessId;
+use tracing::{debug, info, warn};
+
+use crate::cpu::address_spaces;
+use crate::ledger::{Ledger, SessionSlot, SpaceSlot};
+use crate::session::Session;
+use crate::supervise::launch;
+use crate::supervise::processes;
+use crate::sys;
+
+/// `rewake park` reports that the process has the descriptor, or needs none any more.
+pub const DONE: &str = "done";
+/// `rewake park` reports that a later try may succeed.
+pub const LATER: &str = "later";
+/// `rewake park` reports that no try can succeed.
+pub const NEVER: &str = "never";
+
+/// The pause before the second try to park. Each pause doubles, up to [`LONGEST_PAUSE`].
+const FIRST_PAUSE: Duration = Duration::from_millis(5);
+const LONGEST_PAUSE: Duration = Duration::from_secs(1);
+
+/// Parks every task of a session whose restore has finished, and the children that they forked before that.
+///
+/// Returns when each has the store, or has ended.
+///
+/// # Errors
+/// A process can never be parked. It must not continue to run: the end of this process would turn its missing
+/// memory into zeros.
+pub async fn park(ledger: Ledger, session: &Arc<Session>) -> anyhow::Result<()> {
+    let mut done = BTreeSet::new();
+    let mut pause = FIRST_PAUSE;
+    let mut warned = false;
+    while !session.is_empty() && !session.has_failed() {
+        let parking = Arc::clone(session);
+        let round = tokio::task::spawn_blocking(move || {
+            let targets = targets(ledger, &parking, &done);
+            let left = park_targets(&parking, &targets)?;
+            done.extend(targets.iter().filter(|target| left.iter().all(|(other, _)| other != *target)));
+            anyhow::Ok((targets, left, done))
+        });
+        let (targets, left, parked) = round.await.context("parking")??;
+        if targets.is_empty() {
+            return Ok(());
+        }
+        done = parked;
+        let Some((first, why)) = left.first() else { continue };
+        if pause >= LONGEST_PAUSE && !warned {
+            warned = true;
+            warn!(
+                session = session.number,
+                pid = first.pid,
+                "not parked yet, so its memory depends on this streamer's processes alone: {why}"
+            );
+        }
+        tokio::time::sleep(pause).await;
+        pause = (pause * 2).min(LONGEST_PAUSE);
+    }
+    Ok(())
+}
+
+/// Takes the store's descriptor out of every process that has it. The store is empty by then.
+pub async fn unpark(session: u64, inode: u64, store: OwnedFd, writer: OwnedFd) {
+    let work = move || unpark_now(session, inode, store, &writer);
+    let _ = tokio::task::spawn_blocking(work).await;
+}
+
+/// Unparks a session as [`unpark`] does, in this thread.
+pub fn unpark_now(session: u64, inode: u64, store: OwnedFd, writer: &OwnedFd) {
+    drop(store);
+    // The writer hangs up when the last copy of the store is closed: usually because the processes have
+    // ended.
+    if !sys::has_hung_up(writer.as_raw_fd()) {
+        unpark_inode(inode, session);
+    }
+}
+
+/// Unparks all sessions of a ledger whose streamer ends before it has unparked them.
+pub fn unpark_all(ledger: Ledger) {
+    for slot in ledger.sessions() {
+        unpark_slot(slot);
+    }
+}
+
+/// Unparks the session of one slot.
+pub fn unpark_slot(slot: &SessionSlot) {
+    let inode = slot.inode.load(Ordering::Acquire);
+    if inode != 0 {
+        unpark_inode(inode, slot.number());
+    }
+}
+
+fn unpark_inode(inode: u64, session: u64) {
+    let unpark = || -> anyhow::Result<()> {
+        let mut command = park_command()?;
+        command.args(["--unpark", &inode.to_string()]).stdin(Stdio::null());
+        let output = command.output().context("starting rewake park")?;
+        ensure!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout).trim_end());
+        Ok(())
+    };
+    if let Err(error) = unpark() {
+        info!(
+            session,
+            "a process keeps an empty descriptor of this session, and CRIU cannot dump it: {error:#}"
+        );
+    }
+}
+
+/// Returns the session's tasks, and the children that they forked before they had the store; without those in
+/// `done`.
+fn targets(ledger: Ledger, session: &Session, done: &BTreeSet<ProcessId>) -> Vec<ProcessId> {
+    let Some(store) = session.store() else { return Vec::new() };
+    let task = |(_, slot): (usize, &SpaceSlot)| {
+        let (pid, started) = (slot.host_pid.load(Ordering::Acquire), slot.started.load(Ordering::Acquire));
+        (pid > 0).then_some(ProcessId { pid, started })
+    };
+    let tasks: BTreeSet<ProcessId> =
+        address_spaces::of_session(ledger, session.index).filter_map(task).collect();
+    let mut targets: Vec<ProcessId> = tasks.difference(done).copied().collect();
+    for task in &tasks {
+        let layout = processes::layout(task.pid);
+        for pid in processes::descendants(task.pid) {
+            // A child with another layout has called exec: it has none of the session's memory.
+            let forked = layout.is_some() && processes::layout(pid) == layout;
+            let Ok(Some(child)) = ProcessId::of(pid) else { continue };
+            let is_new = !tasks.contains(&child) && !done.contains(&child) && !targets.contains(&child);
+            if forked && is_new && processes::number_of_socket(pid, store.inode()).is_none() {
+                targets.push(child);
+            }
+        }
+    }
+    targets
+}
+
+/// Tries to park each target. Returns those that are not parked, with the reasons.
+fn park_targets(session: &Session, targets: &[ProcessId]) -> anyhow::Result<Vec<(ProcessId, String)>> {
+    let Some(store) = session.store().filter(|_| !targets.is_empty()) else { return Ok(Vec::new()) };
+    let mut command = park_command()?;
+    command.args(targets.iter().map(ToString::to_string));
+    let store = store.descriptor().try_clone_to_owned().context("sharing the fd store")?;
+    // A process that cannot be started now may be started later, and the targets are served meanwhile.
+    let all_left = |why: String| Ok(targets.iter().map(|target| (*target, why.clone())).collect());
+    let output = match command.stdin(store).output() {
+        Ok(output) => output,
+        Err(error) => return all_left(format!("starting rewake park: {error}")),
+    };
+    let text = String::from_utf8_lossy(&output.stdout);
+    let lines: Vec<(&str, &str)> = text.lines().filter_map(|line| line.split_once(' ')).collect();
+    if lines.len() != targets.len() {
+        // If a signal killed it, the kernel has killed the one target that it traced at that moment.
+        return all_left(format!("rewake park: {}: {}", output.status, text.trim_end()));
+    }
+    let mut left = Vec::new();
+    for (target, (word, why)) in targets.iter().zip(lines) {
+        match word {
+            DONE => debug!(session = session.number, pid = target.pid, "parked: {why}"),
+            LATER => left.push((*target, why.to_owned())),
+            NEVER => bail!(
+                "process {} cannot be given a descriptor that keeps its memory waiting, and would read zeros \
+                 if this streamer were killed: {why}",
+                target.pid
+            ),
+            other => bail!("rewake park: expected {DONE}, {LATER} or {NEVER}, found {other:?}"),
+        }
+    }
+    Ok(left)
+}
+
+/// Makes a `rewake park` command: in its own process group, with all signals blocked.
+fn park_command() -> anyhow::Result<Command> {
+    let mut command = Command::new(launch::program()?);
+    command.arg("park").process_group(0).stderr(Stdio::null());
+    sys::leave_descriptors(&mut command);
+    sys::block_signals(&mut command);
+    Ok(command)
+}

@@ -1,0 +1,194 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Finds processes, their children and their descriptors in /proc.
+
+use std::collections::BTreeSet;
+use std::io;
+use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd, RawFd};
+
+use crate::sys;
+
+/// Most processes examined when a restored tree is killed. A larger tree is a fork bomb, and is not killed
+/// whole.
+const MAX_PROCESSES: usize = 4096;
+
+/// Kills every living descendant of process `pid`, which has the descriptor `pidfd`.
+///
+/// The streamer knows a child forked after the restore only by its userfaultfd, as no event has its pid.
+pub fn kill_descendants(pid: i32, pidfd: RawFd) {
+    let listed = descendants(pid);
+    // The number may be another process's once it is reaped, and so may the list.
+    if pidfd < 0 || sys::has_ended(pidfd) {
+        return;
+    }
+    for &child in &listed {
+        let Ok(pidfd) = sys::pidfd_open(child) else { continue };
+        // Another process may have got the number between the listing and the descriptor.
+        if parent(child).is_some_and(|parent| parent == pid || listed.contains(&parent)) {
+            let _ = sys::pidfd_kill(pidfd.as_raw_fd());
+        }
+    }
+}
+
+/// Returns the pid that a process has in its own pid namespace.
+#[must_use]
+pub fn own_number(pid: i32) -> Option<i32> {
+    status(pid, "NSpid:")?.split_whitespace().last()?.parse().ok()
+}
+
+/// How the memory of a process is laid out: the start and the end of its code, and the start of its stack.
+///
+/// After exec they are at other random addresses.
+pub type Layout = [u64; 3];
+
+/// Returns the layout of a process; none if /proc does not show it.
+#[must_use]
+pub fn layout(pid: i32) -> Option<Layout> {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    // The name may contain anything, so count from its end: `startcode`, field 26 of proc(5), is the 24th
+    // there.
+    let mut fields = stat.rsplit_once(')')?.1.split_whitespace().skip(23).map(str::parse);
+    Some([fields.next()?.ok()?, fields.next()?.ok()?, fields.next()?.ok()?])
+}
+
+/// Returns the pids of all processes in /proc.
+pub fn all() -> impl Iterator<Item = i32> {
+    let entries = std::fs::read_dir("/proc").into_iter().flatten();
+    entries.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok())
+}
+
+/// Returns how many threads of a process wait for a userfaultfd: for a page, or until an event is read.
+///
+/// It is 0 if the kernel does not show in which function a thread sleeps.
+#[must_use]
+pub fn waiting_threads(pid: i32) -> usize {
+    let Ok(threads) = std::fs::read_dir(format!("/proc/{pid}/task")) else { return 0 };
+    let waits = |thread: std::io::Result<std::fs::DirEntry>| {
+        let function = std::fs::read_to_string(thread.ok()?.path().join("wchan")).ok()?;
+        ["handle_userfault", "userfaultfd_event_wait_completion"].contains(&function.trim()).then_some(())
+    };
+    threads.filter_map(waits).count()
+}
+
+/// Returns the number of a process's descriptor of the socket with this inode.
+///
+/// It is none if the process has no such descriptor, or has ended.
+#[must_use]
+pub fn number_of_socket(pid: i32, inode: u64) -> Option<RawFd> {
+    let sockets = rewake_plugin_protocol::sockets_of(pid).ok()?;
+    sockets.into_iter().find(|(_, found)| *found == inode).map(|(number, _)| number)
+}
+
+/// Copies a descriptor of a process. If the first thread has ended, it copies it from another thread.
+///
+/// # Errors
+/// The process has ended, or has no such descriptor, or may not be traced.
+pub fn descriptor_of(pid: i32, number: RawFd) -> io::Result<OwnedFd> {
+    let first = sys::pidfd_open(pid).and_then(|process| sys::pidfd_getfd(process.as_fd(), number));
+    let Err(error) = first else { return first };
+    let threads = std::fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten();
+    let numbers = threads.filter_map(|thread| thread.ok()?.file_name().to_str()?.parse::<i32>().ok());
+    let give = |thread: i32| sys::pidfd_getfd(sys::pidfd_open_thread(thread).ok()?.as_fd(), number).ok();
+    numbers.filter(|thread| *thread != pid).find_map(give).ok_or(error)
+}
+
+fn parent(pid: i32) -> Option<i32> {
+    status(pid, "PPid:")?.trim().parse().ok()
+}
+
+/// Returns what follows a name in `/proc/PID/status`.
+fn status(pid: i32, name: &str) -> Option<String> {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
+    Some(status.lines().find_map(|line| line.strip_prefix(name))?.to_owned())
+}
+
+/// Returns the living descendants of a process.
+#[must_use]
+pub fn descendants(pid: i32) -> BTreeSet<i32> {
+    let mut found = BTreeSet::new();
+    let mut open = vec![pid];
+    while let Some(pid) = open.pop() {
+        for child in children(pid) {
+            if found.len() < MAX_PROCESSES && found.insert(child) {
+                open.push(child);
+            }
+        }
+    }
+    found
+}
+
+fn children(pid: i32) -> Vec<i32> {
+    let Ok(threads) = std::fs::read_dir(format!("/proc/{pid}/task")) else { return Vec::new() };
+    let list = |thread: std::io::Result<std::fs::DirEntry>| {
+        std::fs::read_to_string(thread.ok()?.path().join("children")).ok()
+    };
+    let lists: Vec<String> = threads.filter_map(list).collect();
+    lists.iter().flat_map(|list| list.split_ascii_whitespace()).filter_map(|pid| pid.parse().ok()).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::process::Command;
+
+    #[test]
+    fn in_the_same_pid_namespace_own_number_is_the_pid() {
+        let own = std::process::id().cast_signed();
+        assert_eq!(own_number(own), Some(own));
+        assert_eq!(own_number(-1), None);
+    }
+
+    #[test]
+    fn children_of_another_process_with_the_same_pid_are_not_killed() {
+        let mut other = Command::new("sh").args(["-c", "sleep 100; true"]).spawn().unwrap();
+        let pid = i32::try_from(other.id()).unwrap();
+        while descendants(pid).is_empty() {
+            std::thread::yield_now();
+        }
+        let child = sys::pidfd_open(*descendants(pid).first().unwrap()).unwrap();
+        let mut ended = Command::new("true").spawn().unwrap();
+        let pidfd = sys::pidfd_open(i32::try_from(ended.id()).unwrap()).unwrap();
+        ended.wait().unwrap();
+        for pidfd in [pidfd.as_raw_fd(), crate::ledger::NO_FD] {
+            kill_descendants(pid, pidfd);
+        }
+        std::thread::sleep(std::time::Duration::from_millis(100));
+        assert!(!sys::has_ended(child.as_raw_fd()), "a child of another process was killed");
+        let pidfd = sys::pidfd_open(pid).unwrap();
+        kill_descendants(pid, pidfd.as_raw_fd());
+        other.wait().unwrap();
+    }
+
+    #[test]
+    fn a_child_of_any_thread_is_found() {
+        let (sender, receiver) = std::sync::mpsc::channel();
+        let (end, ended) = std::sync::mpsc::channel::<()>();
+        let thread = std::thread::spawn(move || {
+            let mut child = Command::new("sleep").arg("100").spawn().unwrap();
+            sender.send(i32::try_from(child.id()).unwrap()).unwrap();
+            let _ = ended.recv();
+            child.kill().unwrap();
+            child.wait().unwrap();
+        });
+        let child = receiver.recv().unwrap();
+        assert!(descendants(i32::try_from(std::process::id()).unwrap()).contains(&child));
+        drop(end);
+        thread.join().unwrap();
+    }
+
+    #[test]
+    fn children_of_children_are_killed_and_the_process_itself_is_not() {
+        let mut shell =
+            Command::new("sh").args(["-c", "sh -c 'sleep 100; true'; sleep 100"]).spawn().unwrap();
+        let pid = i32::try_from(shell.id()).unwrap();
+        while descendants(pid).len() < 2 {
+            std::thread::yield_now();
+        }
+        let pidfd = sys::pidfd_open(pid).unwrap();
+        // The outer shell then starts its own sleep, which is killed too.
+        while shell.try_wait().unwrap().is_none() {
+            kill_descendants(pid, pidfd.as_raw_fd());
+            std::thread::yield_now();
+        }
+        assert!(descendants(pid).is_empty());
+    }
+}

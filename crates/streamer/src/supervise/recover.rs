@@ -1,0 +1,259 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Recovers orphaned sessions: every process of their streamer has ended.
+//!
+//! The ledger names descriptors by the numbers of a table that no longer exists. This file copies each
+//! session's fd store from a process that has it, and gives the ledger the numbers of this process's table.
+//! After that a worker takes over as from a dead one. Processes of a session that cannot be recovered are
+//! killed and counted: they must not run with memory that no streamer serves.
+
+use std::collections::BTreeMap;
+use std::os::fd::{AsFd as _, AsRawFd as _, IntoRawFd as _, OwnedFd, RawFd};
+use std::path::PathBuf;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use anyhow::Context as _;
+use nix::sys::stat::fstat;
+use rewake_plugin_protocol::ProcessId;
+use tracing::{error, warn};
+
+use crate::cpu::address_spaces;
+use crate::ledger::fd_store::{self, Kind};
+use crate::ledger::{Folder, Ledger, NO_FD, SessionSlot, SessionState, SpaceSlot, forks, set_fork};
+use crate::supervise::parking;
+use crate::supervise::processes;
+use crate::sys;
+
+/// What a recovery found in a ledger.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct Found {
+    /// How many sessions a worker can take over.
+    pub sessions: usize,
+    /// How many address spaces they have.
+    pub spaces: usize,
+    /// The processes that were killed, with the reason for each kill.
+    pub killed: Vec<(i32, &'static str)>,
+}
+
+/// How long to wait for the end of a killed process. One in an uninterruptible system call (a dead mount) may
+/// never end, but it executes no instruction of its program any more.
+const EXIT_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Reasons for kills.
+const GATED: &str = "its GPUs were not resumed yet, and what was loaded for them is lost";
+const NOT_PARKED: &str = "it was restored, and not parked yet";
+const LOST: &str = "the userfaultfd of a forked process of its session is lost";
+const UNREADABLE: &str = "its session's fd store cannot be read";
+
+/// An orphaned session, whose targets wait.
+#[derive(Debug)]
+pub struct Orphan {
+    /// The session's number.
+    pub session: u64,
+    /// The session's image directory.
+    pub images: PathBuf,
+    /// The processes that have its fd store.
+    pub processes: Vec<i32>,
+    /// How many of their threads wait for a page, or until an event is read.
+    pub waiting: usize,
+    /// How long no streamer has served it, accurate to a second.
+    pub silent: Duration,
+}
+
+/// Returns all orphaned sessions.
+///
+/// # Errors
+/// The directory of the ledgers cannot be read.
+pub fn orphans() -> anyhow::Result<Vec<Orphan>> {
+    let mut found = Vec::new();
+    for path in Folder::all()? {
+        // `rewake recover` reports a ledger that cannot be read.
+        let Ok(Ok((_folder, ledger))) = Folder::look(&path) else { continue };
+        let served = |slot: &&SessionSlot| {
+            matches!(slot.state(), SessionState::Handshake | SessionState::Restoring | SessionState::Running)
+        };
+        for slot in ledger.sessions().iter().filter(served) {
+            let inode = slot.inode.load(Ordering::Acquire);
+            let holds = |pid: &i32| processes::number_of_socket(*pid, inode).is_some();
+            let processes: Vec<i32> = processes::all().filter(holds).collect();
+            let waiting = processes.iter().map(|pid| processes::waiting_threads(*pid)).sum();
+            let (session, images, silent) = (slot.number(), slot.paths().0, ledger.silent_for());
+            found.push(Orphan { session, images, processes, waiting, silent });
+        }
+    }
+    Ok(found)
+}
+
+/// Recovers the sessions of a ledger whose processes have all ended.
+///
+/// It takes the descriptors from the fd stores that targets have.
+pub fn take_up(ledger: Ledger) -> Found {
+    let mut found = Found::default();
+    for gated in ledger.gates().forget() {
+        found.kill(gated.pid, gated.started, GATED);
+    }
+    // From here on the ledger has no number of the old table, so none is mistaken for a descriptor of this
+    // process.
+    ledger.forget_numbers();
+    let old: Vec<RawFd> = ledger.spaces().iter().map(SpaceSlot::forget_numbers).collect();
+    for (index, slot) in ledger.sessions().iter().enumerate() {
+        slot.forget_numbers();
+        match slot.state() {
+            SessionState::Free => {}
+            // No restore has connected; or the session's own streamer serves it, with another ledger; or no
+            // page is missing.
+            SessionState::Listening | SessionState::Streaming | SessionState::Closing => {
+                parking::unpark_slot(slot);
+                slot.free();
+            }
+            SessionState::Handshake | SessionState::Restoring | SessionState::Running => {
+                found.session(ledger, index, slot, &old);
+            }
+        }
+    }
+    found
+}
+
+impl Found {
+    fn session(&mut self, ledger: Ledger, index: usize, slot: &'static SessionSlot, old: &[RawFd]) {
+        let inode = slot.inode.load(Ordering::Acquire);
+        let holders: Vec<i32> =
+            processes::all().filter(|pid| processes::number_of_socket(*pid, inode).is_some()).collect();
+        let why = match find_store(&holders, inode) {
+            None => NOT_PARKED,
+            Some(store) => match restore_descriptors(ledger, index, slot, store, old) {
+                Ok(Some(count)) => {
+                    // A target is parked only after its restore has finished.
+                    slot.set_state(SessionState::Running);
+                    self.sessions += 1;
+                    self.spaces += count;
+                    return;
+                }
+                Ok(None) => LOST,
+                Err(error) => {
+                    error!(session = slot.number(), "{error:#}");
+                    UNREADABLE
+                }
+            },
+        };
+        for (_, space) in address_spaces::of_session(ledger, index) {
+            let (pid, started) = (&space.host_pid, &space.started);
+            self.kill(pid.load(Ordering::Acquire), started.load(Ordering::Acquire), why);
+        }
+        for pid in holders {
+            if let Ok(Some(id)) = ProcessId::of(pid) {
+                self.kill(pid, id.started, why);
+            }
+        }
+        for (_, space) in address_spaces::of_session(ledger, index) {
+            space.retire();
+        }
+        slot.free();
+    }
+
+    /// Kills a process and its descendants unless it has ended, and waits up to [`EXIT_TIMEOUT`] for its end.
+    ///
+    /// A child that was forked before its parent was parked can be found only through its parent.
+    fn kill(&mut self, pid: i32, started: u64, why: &'static str) {
+        let Some(pidfd) = open(pid, started) else { return };
+        let number = pidfd.as_raw_fd();
+        processes::kill_descendants(pid, number);
+        if sys::pidfd_kill(number).is_ok() {
+            if !sys::ends_within(number, EXIT_TIMEOUT) {
+                warn!(pid, "the process has SIGKILL pending, and waits in the kernel");
+            }
+            self.killed.push((pid, why));
+        }
+    }
+}
+
+/// Opens a descriptor of the process with this pid and start time; none if it has ended.
+fn open(pid: i32, started: u64) -> Option<OwnedFd> {
+    if pid <= 0 {
+        return None;
+    }
+    let pidfd = sys::pidfd_open(pid).ok()?;
+    // In this order: a process that has the start time now also had the pid when the descriptor was opened.
+    let id = ProcessId::of(pid).ok().flatten()?;
+    (id.started == started).then_some(pidfd)
+}
+
+/// Copies the session's fd store from the first process that allows it.
+fn find_store(holders: &[i32], inode: u64) -> Option<OwnedFd> {
+    holders.iter().find_map(|pid| {
+        let number = processes::number_of_socket(*pid, inode)?;
+        let store = processes::descriptor_of(*pid, number);
+        let store =
+            store.inspect_err(|error| warn!(%error, pid, number, "taking a session's fd store")).ok()?;
+        // The process runs, so it may have closed the store, and have another file under the number.
+        fstat(&store).is_ok_and(|status| status.st_ino == inode).then_some(store)
+    })
+}
+
+/// Puts all descriptors of a store into the ledger. Returns how many address spaces the session has; none if
+/// the userfaultfd of a living process is missing.
+///
+/// `old` has the userfaultfds' numbers in the old descriptor table, by slot.
+fn restore_descriptors(
+    ledger: Ledger,
+    index: usize,
+    session: &'static SessionSlot,
+    store: OwnedFd,
+    old: &[RawFd],
+) -> anyhow::Result<Option<usize>> {
+    let stored = fd_store::peek_all(store.as_fd()).context("reading the session's fd store")?;
+    session.store.store(store.into_raw_fd(), Ordering::Release);
+    let mut spaces_found: BTreeMap<u32, (OwnedFd, Option<OwnedFd>)> = BTreeMap::new();
+    for (entry, descriptors) in stored {
+        let mut descriptors = descriptors.into_iter();
+        match (entry.kind, descriptors.next()) {
+            (Kind::Writer, Some(writer)) if session.writer.load(Ordering::Acquire) == NO_FD => {
+                session.writer.store(writer.into_raw_fd(), Ordering::Release);
+            }
+            (Kind::Space, Some(uffd)) => {
+                let slot = ledger.spaces().get(entry.index as usize);
+                if slot.is_some_and(|slot| !slot.is_free() && slot.entry() == entry) {
+                    spaces_found.insert(entry.index, (uffd, descriptors.next()));
+                }
+            }
+            // A worker takes all other kinds from the store itself.
+            _ => {}
+        }
+    }
+    anyhow::ensure!(session.writer.load(Ordering::Acquire) != NO_FD, "the session's fd store has no writer");
+    for (number, slot) in ledger.spaces().iter().enumerate() {
+        let Some(entry) = u32::try_from(number).ok().and_then(|number| spaces_found.remove(&number)) else {
+            continue;
+        };
+        let (uffd, journal) = entry;
+        slot.uffd.store(uffd.into_raw_fd(), Ordering::Release);
+        slot.journal.store(journal.map_or(NO_FD, OwnedFd::into_raw_fd), Ordering::Release);
+        let (pid, started) = (slot.host_pid.load(Ordering::Acquire), slot.started.load(Ordering::Acquire));
+        let pidfd = open(pid, started).map_or(NO_FD, OwnedFd::into_raw_fd);
+        slot.pidfd.store(pidfd, Ordering::Release);
+    }
+    let mut count = 0;
+    for (_, slot) in address_spaces::of_session(ledger, index) {
+        let whole = [&slot.uffd, &slot.journal].iter().all(|fd| fd.load(Ordering::Acquire) != NO_FD);
+        if !(whole && renumber_forks(ledger, slot, old)) {
+            return Ok(None);
+        }
+        count += 1;
+    }
+    Ok(Some(count))
+}
+
+/// Gives fork messages that are received and not processed the numbers of this process's descriptor table, in
+/// place of the old table's. Returns false if a child's descriptor was not in the store yet.
+fn renumber_forks(ledger: Ledger, parent: &'static SpaceSlot, old: &[RawFd]) -> bool {
+    forks(parent).into_iter().all(|(index, number)| {
+        let is_it = |(slot, before): &(&SpaceSlot, &RawFd)| {
+            **before == number && slot.uffd.load(Ordering::Acquire) != NO_FD
+        };
+        let found = ledger.spaces().iter().zip(old).find(is_it);
+        found.is_some_and(|(slot, _)| {
+            set_fork(parent, index, slot.uffd.load(Ordering::Acquire));
+            true
+        })
+    })
+}

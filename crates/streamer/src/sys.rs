@@ -1,0 +1,343 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Wraps the few system calls that nix does not, each in one function without policy.
+
+use std::io;
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+use std::os::unix::process::CommandExt as _;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use nix::sys::signal::{SigSet, SigmaskHow};
+use tokio::io::unix::AsyncFd;
+
+fn check(result: libc::c_long) -> io::Result<libc::c_long> {
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
+}
+
+fn to_fd(number: libc::c_long) -> io::Result<OwnedFd> {
+    let fd = RawFd::try_from(number).map_err(io::Error::other)?;
+    // SAFETY: callers pass a descriptor that a system call has just made: it is open, and nothing owns it.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
+/// Opens a descriptor of process `pid` (`pidfd_open(2)`, Linux 5.3).
+///
+/// # Errors
+/// ESRCH: no process has the pid.
+pub fn pidfd_open(pid: i32) -> io::Result<OwnedFd> {
+    // SAFETY: two integers in, a descriptor out.
+    to_fd(check(unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) })?)
+}
+
+/// Opens a descriptor of one thread (`PIDFD_THREAD`, Linux 6.9).
+///
+/// # Errors
+/// ESRCH: no thread has the number. EINVAL: the kernel is older than Linux 6.9.
+pub fn pidfd_open_thread(thread: i32) -> io::Result<OwnedFd> {
+    // SAFETY: two integers in, a descriptor out. `PIDFD_THREAD` is O_EXCL (`include/uapi/linux/pidfd.h`).
+    to_fd(check(unsafe { libc::syscall(libc::SYS_pidfd_open, thread, libc::O_EXCL) })?)
+}
+
+/// Sends SIGKILL through a pidfd: never to another process that has got the same number.
+///
+/// # Errors
+/// ESRCH: the process has been waited for.
+pub fn pidfd_kill(pidfd: RawFd) -> io::Result<()> {
+    pidfd_signal(pidfd, libc::SIGKILL)
+}
+
+/// Sends a signal through a pidfd.
+///
+/// # Errors
+/// As for [`pidfd_kill`].
+pub fn pidfd_signal(pidfd: RawFd, signal: libc::c_int) -> io::Result<()> {
+    // SAFETY: integers and a null siginfo; a closed descriptor gives EBADF.
+    check(unsafe { libc::syscall(libc::SYS_pidfd_send_signal, pidfd, signal, 0, 0) }).map(drop)
+}
+
+/// Copies descriptor `number` of a pidfd's process (`pidfd_getfd(2)`, Linux 5.6). The copy is closed on exec.
+///
+/// # Errors
+/// EPERM: this process may not trace the other. EBADF, ESRCH.
+pub fn pidfd_getfd(process: BorrowedFd<'_>, number: RawFd) -> io::Result<OwnedFd> {
+    // SAFETY: integers in, a descriptor out.
+    to_fd(check(unsafe { libc::syscall(libc::SYS_pidfd_getfd, process.as_raw_fd(), number, 0) })?)
+}
+
+/// Opens a descriptor of the process that made a unix connection.
+///
+/// Before Linux 6.5 it is a descriptor of the process that has that process's pid now.
+///
+/// # Errors
+/// ESRCH: the process has ended, or is in another pid namespace.
+pub fn peer_process(socket: BorrowedFd<'_>) -> io::Result<OwnedFd> {
+    /// `include/uapi/asm-generic/socket.h`
+    const SO_PEERPIDFD: libc::c_int = 77;
+    let mut number: libc::c_int = -1;
+    #[expect(clippy::cast_possible_truncation, reason = "4")]
+    let mut len = size_of::<libc::c_int>() as libc::socklen_t;
+    // SAFETY: the option's value is an int, and `number` a live one of the length given.
+    let result = check(libc::c_long::from(unsafe {
+        let value = (&raw mut number).cast();
+        libc::getsockopt(socket.as_raw_fd(), libc::SOL_SOCKET, SO_PEERPIDFD, value, &raw mut len)
+    }));
+    match result {
+        Ok(_) => to_fd(number.into()),
+        Err(error) if error.raw_os_error() == Some(libc::ENOPROTOOPT) => {
+            let peer = nix::sys::socket::getsockopt(&socket, nix::sys::socket::sockopt::PeerCredentials)?;
+            pidfd_open(peer.pid())
+        }
+        Err(error) => Err(error),
+    }
+}
+
+/// Returns the pid of a pidfd's process in this process's namespace (`/proc/self/fdinfo`, Linux 5.3).
+///
+/// # Errors
+/// ESRCH: the process has been waited for.
+pub fn pidfd_pid(pidfd: RawFd) -> io::Result<i32> {
+    let text = std::fs::read_to_string(format!("/proc/self/fdinfo/{pidfd}"))?;
+    let pid = text.lines().find_map(|line| line.strip_prefix("Pid:")?.trim().parse().ok());
+    pid.filter(|pid| *pid > 0).ok_or_else(|| io::Error::from_raw_os_error(libc::ESRCH))
+}
+
+/// Sends SIGKILL to process `pid`, and to no process if the number is not above 0.
+pub fn kill(pid: i32) {
+    if pid > 0 {
+        // SAFETY: two integers. A number above 0 names one process, never a group.
+        unsafe { libc::kill(pid, libc::SIGKILL) };
+    }
+}
+
+/// Writes one byte to a descriptor, and ignores an error: no process may read from the other end.
+pub fn write_byte(number: RawFd, byte: u8) {
+    // SAFETY: one live byte; a closed descriptor gives EBADF, and a pipe without a reader EPIPE: Rust has
+    // SIGPIPE ignored.
+    unsafe { libc::write(number, (&raw const byte).cast(), 1) };
+}
+
+/// Which of the two processes [`fork_sharing_files`] has returned in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Fork {
+    /// The parent, with the child's pid.
+    Parent(i32),
+    /// The child.
+    Child,
+}
+
+/// Forks a process that shares this one's descriptor table (`clone(CLONE_FILES)`).
+///
+/// A descriptor that either opens is open in both, until both have ended. Memory is copied as by `fork`.
+///
+/// # Safety
+/// As for `fork`: if other threads exist, the child may only make system calls, and access memory that no
+/// other thread could have locked or left half-changed.
+///
+/// # Errors
+/// EAGAIN, ENOMEM.
+pub unsafe fn fork_sharing_files() -> io::Result<Fork> {
+    let flags = libc::CLONE_FILES | libc::SIGCHLD;
+    // SAFETY: no new stack, no thread-local changes: a fork with one more flag. The caller keeps fork's rule.
+    let pid = check(unsafe { libc::syscall(libc::SYS_clone, flags, 0, 0, 0, 0) })?;
+    let pid = i32::try_from(pid).map_err(io::Error::other)?;
+    Ok(if pid == 0 { Fork::Child } else { Fork::Parent(pid) })
+}
+
+/// Makes an anonymous memory file of `len` bytes, closed on exec.
+///
+/// # Errors
+/// EMFILE, ENOMEM.
+pub fn memory_file(name: &std::ffi::CStr, len: u64) -> io::Result<OwnedFd> {
+    // SAFETY: a live C string and integer flags.
+    let fd = check(unsafe { libc::syscall(libc::SYS_memfd_create, name.as_ptr(), libc::MFD_CLOEXEC) })?;
+    let fd = to_fd(fd)?;
+    let file = std::fs::File::from(fd);
+    file.set_len(len)?;
+    Ok(file.into())
+}
+
+/// Returns the owner of a descriptor that the ledger or the kernel gave as a number.
+///
+/// # Safety
+/// `fd` must be open, and nothing in this process may own it.
+#[must_use]
+pub unsafe fn take_over(fd: RawFd) -> OwnedFd {
+    // SAFETY: the caller's promise.
+    unsafe { OwnedFd::from_raw_fd(fd) }
+}
+
+/// Returns true if descriptor `number` of this process is a userfaultfd.
+#[must_use]
+pub fn is_userfaultfd(number: RawFd) -> bool {
+    let link = std::fs::read_link(format!("/proc/self/fd/{number}"));
+    link.is_ok_and(|link| link.as_os_str() == "anon_inode:[userfaultfd]")
+}
+
+/// Sets the byte of a unix socket's queue at which `MSG_PEEK` reads (`SO_PEEK_OFF`). Each peek advances it.
+///
+/// With none, each peek reads the first message.
+///
+/// # Errors
+/// The kernel's errno.
+pub fn set_peek_offset(socket: BorrowedFd<'_>, offset: Option<i32>) -> io::Result<()> {
+    let offset: libc::c_int = offset.unwrap_or(-1);
+    set_socket_option(socket, libc::SO_PEEK_OFF, offset)
+}
+
+/// Returns the bytes that were sent through a unix socket and not received, as the kernel counts them
+/// (`SIOCOUTQ`).
+///
+/// # Errors
+/// The descriptor is no socket.
+pub fn unread_bytes(socket: BorrowedFd<'_>) -> io::Result<usize> {
+    let mut bytes: libc::c_int = 0;
+    // SAFETY: the kernel writes one integer.
+    check(unsafe { libc::ioctl(socket.as_raw_fd(), libc::TIOCOUTQ, &raw mut bytes) }.into())?;
+    usize::try_from(bytes).map_err(io::Error::other)
+}
+
+/// Makes a second descriptor of the same open file, closed on exec.
+///
+/// # Errors
+/// EMFILE.
+pub fn duplicate(fd: BorrowedFd<'_>) -> io::Result<OwnedFd> {
+    fd.try_clone_to_owned()
+}
+
+/// Waits until the process has ended. It makes only system calls.
+pub fn wait_for_end(pidfd: RawFd) {
+    let mut poll = libc::pollfd { fd: pidfd, events: libc::POLLIN, revents: 0 };
+    // SAFETY: one live pollfd; EINTR is tried again, and a pidfd is readable only when its process ended.
+    while unsafe { libc::poll(&raw mut poll, 1, -1) } != 1 || poll.revents == 0 {}
+}
+
+/// Returns true if the process ends within `limit`, in whole milliseconds.
+#[must_use]
+pub fn ends_within(pidfd: RawFd, limit: Duration) -> bool {
+    let start = Instant::now();
+    let mut poll = libc::pollfd { fd: pidfd, events: libc::POLLIN, revents: 0 };
+    loop {
+        let left = limit.saturating_sub(start.elapsed()).as_millis();
+        let left = i32::try_from(left).unwrap_or(i32::MAX);
+        // SAFETY: one live pollfd. EINTR is tried again with what is left of the limit.
+        match unsafe { libc::poll(&raw mut poll, 1, left) } {
+            1 => return poll.revents & libc::POLLIN != 0,
+            _ if left == 0 => return false,
+            _ => {}
+        }
+    }
+}
+
+/// Waits for a millisecond. It makes only a system call.
+pub fn nap() {
+    // SAFETY: a plain wait: no descriptors.
+    unsafe { libc::poll(std::ptr::null_mut(), 0, 1) };
+}
+
+/// Returns true if the pidfd's process has ended: a pidfd is readable then.
+#[must_use]
+pub fn has_ended(pidfd: RawFd) -> bool {
+    ends_within(pidfd, Duration::ZERO)
+}
+
+/// Returns true if the other end of a socket is closed in all processes.
+#[must_use]
+pub fn has_hung_up(socket: RawFd) -> bool {
+    let mut poll = libc::pollfd { fd: socket, events: 0, revents: 0 };
+    // SAFETY: one live pollfd; no wait.
+    unsafe { libc::poll(&raw mut poll, 1, 0) == 1 && poll.revents & libc::POLLHUP != 0 }
+}
+
+/// The first version of `struct sched_attr` (`include/uapi/linux/sched/types.h`).
+#[repr(C)]
+struct SchedAttr {
+    size: u32,
+    policy: u32,
+    flags: u64,
+    nice: i32,
+    priority: u32,
+    runtime: u64,
+    deadline: u64,
+    period: u64,
+}
+const _: () = assert!(size_of::<SchedAttr>() == 48);
+
+/// Gives the calling thread the ordinary policy with a time slice of 100 µs, the shortest possible.
+///
+/// The thread then runs soon after it is woken, and lets others do the same. Kernels before Linux 6.12 ignore
+/// the slice.
+///
+/// # Errors
+/// The kernel's errno.
+pub fn short_time_slice() -> io::Result<()> {
+    let attr = SchedAttr {
+        size: 48,
+        policy: 0, // SCHED_OTHER
+        flags: 0,
+        nice: 0,
+        priority: 0,
+        runtime: 100_000,
+        deadline: 0,
+        period: 0,
+    };
+    // SAFETY: pid 0 is this thread; `attr` is live and says its own size.
+    check(unsafe { libc::syscall(libc::SYS_sched_setattr, 0, &raw const attr, 0) }).map(drop)
+}
+
+/// Runs `work` in a thread of its own, which gets no signals: the threads that decide on the process's end
+/// get them.
+///
+/// # Errors
+/// The kernel cannot start a thread.
+pub fn thread_without_signals(name: &str, work: impl FnOnce() + Send + 'static) -> io::Result<()> {
+    let before = SigSet::all().thread_swap_mask(SigmaskHow::SIG_SETMASK)?;
+    let thread = std::thread::Builder::new().name(name.to_owned()).spawn(work);
+    before.thread_set_mask()?;
+    thread.map(drop)
+}
+
+/// Makes the runtime watch a descriptor.
+///
+/// # Errors
+/// The descriptor cannot be watched.
+pub fn watch(fd: OwnedFd) -> io::Result<AsyncFd<OwnedFd>> {
+    // SAFETY: an OwnedFd always gives the same descriptor and keeps it open while it lives.
+    unsafe { AsyncFd::register(fd) }.map_err(Into::into)
+}
+
+/// Makes a command's program inherit no descriptors but the standard ones.
+pub fn leave_descriptors(command: &mut Command) {
+    let close = || {
+        // SAFETY: integers only. The child has its own table by then, and exec closes the marked descriptors.
+        let marked =
+            unsafe { libc::syscall(libc::SYS_close_range, 3, libc::c_uint::MAX, libc::CLOSE_RANGE_CLOEXEC) };
+        check(marked).map(drop)
+    };
+    // SAFETY: the closure only makes a system call.
+    unsafe { command.pre_exec(close) };
+}
+
+/// Makes a command's program start with all signals blocked: only SIGKILL and SIGSTOP have an effect then.
+pub fn block_signals(command: &mut Command) {
+    let block = || Ok(SigSet::all().thread_block()?);
+    // SAFETY: the closure only makes a system call, and std has set the child's mask by then.
+    unsafe { command.pre_exec(block) };
+}
+
+/// Makes a stream socket attach its peer's pid to every message (`SO_PASSCRED`).
+///
+/// # Errors
+/// The kernel's errno.
+pub fn pass_credentials(socket: BorrowedFd<'_>) -> io::Result<()> {
+    set_socket_option(socket, libc::SO_PASSCRED, 1)
+}
+
+fn set_socket_option(socket: BorrowedFd<'_>, option: libc::c_int, value: libc::c_int) -> io::Result<()> {
+    #[expect(clippy::cast_possible_truncation, reason = "4")]
+    let len = size_of::<libc::c_int>() as libc::socklen_t;
+    // SAFETY: the option's value is a live int of the length given.
+    let result = unsafe {
+        libc::setsockopt(socket.as_raw_fd(), libc::SOL_SOCKET, option, (&raw const value).cast(), len)
+    };
+    check(result.into()).map(drop)
+}
