@@ -75,6 +75,13 @@ pub(crate) fn listener(path: &Path) -> io::Result<UnixListener> {
     Ok(UnixListener::from(made))
 }
 
+/// Returns the path of a file of an open directory: a socket address has 107 bytes, and the directory's own path may
+/// be longer.
+#[must_use]
+pub fn within(directory: &File, name: &str) -> PathBuf {
+    PathBuf::from(format!("/proc/self/fd/{}/{name}", directory.as_raw_fd()))
+}
+
 /// The state of a socket file.
 enum State {
     Free,
