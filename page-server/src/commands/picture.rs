@@ -19,7 +19,7 @@ const BAR: usize = 16;
 pub(super) fn lines(picture: &Streaming) -> Vec<String> {
     match picture.state() {
         State::Listening => return vec!["waiting for criu".to_owned()],
-        State::Complete => return vec![format!("all memory is there; {}", summary(picture))],
+        State::Complete => return vec![format!("all memory is resident; {}", summary(picture))],
         State::Failed => return vec![format!("failed; {}", summary(picture))],
         _ if !is_loading(picture) => {
             return vec!["criu restores the processes".to_owned()];
@@ -272,7 +272,7 @@ mod tests {
         assert_eq!(of(State::Listening), ["waiting for criu"]);
         let early = Streaming { state: State::Running.into(), ..Streaming::default() };
         assert_eq!(lines(&early), ["criu restores the processes"]);
-        assert!(of(State::Complete)[0].starts_with("all memory is there; "));
+        assert!(of(State::Complete)[0].starts_with("all memory is resident; "));
         assert!(of(State::Failed)[0].starts_with("failed; "));
     }
 

@@ -9,7 +9,7 @@ use std::sync::{Arc, OnceLock};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
-use anyhow::{Context as _, ensure};
+use anyhow::{Context as _, bail, ensure};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::{Pid, getpid, getppid};
 use rewake_amdgpu_uapi::call_filter::{self, BlockList};
@@ -18,7 +18,7 @@ use rewake_plugin_protocol::{DUMP_BLOCKS, Listener, Phase, ProcessId, SOCKET, Se
 use tokio::sync::watch;
 use tracing::{error, info, warn};
 
-use super::{directory, lazy_pages, to_notify};
+use super::{directory, to_notify};
 use crate::cli::Streamer;
 use crate::control::proto;
 use crate::control::status_server::{Answers, StatusSocket, streaming};
@@ -29,27 +29,12 @@ use rewake_streamer::ledger::session_store;
 use rewake_streamer::ledger::{Ledger, SessionSlot, SessionState, root};
 use rewake_streamer::record::model::State;
 use rewake_streamer::record::{Timeline, files, follow};
-use rewake_streamer::session::daemon::Daemon;
+use rewake_streamer::session::daemon::{Daemon, Summary};
+use rewake_streamer::session::open::OpenSession;
 use rewake_streamer::supervise::parking;
 use rewake_streamer::supervise::supervisor::{self, STOPPED, Start};
 use rewake_streamer::supervise::worker::{self, AskedToStop};
 use rewake_streamer::sys;
-
-/// What all workers of a streamer share.
-#[derive(Debug)]
-struct Restore {
-    /// CPU memory is served from here.
-    images: Option<PathBuf>,
-    work: PathBuf,
-    /// The plugin connects here; none if the image has no GPU memory.
-    plugin: Option<Listener>,
-    status: StatusSocket,
-    /// Whether the working set is recorded.
-    record: bool,
-    connect_timeout: Option<Duration>,
-    /// Set when no restore has connected in time.
-    unconnected: OnceLock<String>,
-}
 
 /// Runs the command; gives the exit code: 0 when all memory is resident, [`supervisor::STOPPED`] when it was asked to
 /// stop and nothing depended on it.
@@ -60,29 +45,68 @@ pub fn run(options: &Streamer) -> anyhow::Result<u8> {
     let work = directory(&options.work_dir, "-W")?;
     let images = options.images_dir.as_deref().map(|images| directory(images, "-D")).transpose()?;
     logging::start(options.log_file.as_deref(), options.verbosity)?;
-    let has_gpus = |images: &PathBuf| plugin_folder::image_has_gpu(images).context("reading the image");
-    let gpus = images.as_ref().map_or(Ok(true), has_gpus)?;
-    if gpus {
-        ProcessId::prepare().with_context(|| format!("make {DUMP_BLOCKS}, which delays dumps"))?;
-    }
-    let plugin = if gpus { Some(Listener::new(&work)?) } else { None };
-    files::clear(&work)?;
-    let restore = Restore {
-        images,
-        status: StatusSocket::bind(&work)?,
-        work,
-        plugin,
-        record: options.record,
-        connect_timeout: options.connect_timeout.map(Duration::from_secs),
-        unconnected: OnceLock::new(),
-    };
+    let limit = options.connect_timeout.map(Duration::from_secs);
+    let restore = Restore { record: options.record, is_kept: true, ..Restore::new(images, work, limit)? };
+    files::clear(&restore.work)?;
     let restore = Arc::new(restore);
-    supervisor::supervise(to_notify(options.status_fd), |start| restore.work(start))
+    supervisor::supervise(to_notify(options.status_fd), |start| restore.serve(start).unwrap_or(1))
+}
+
+/// What all workers of a streamer share.
+#[derive(Debug)]
+pub(super) struct Restore {
+    /// CPU memory is served from here.
+    images: Option<PathBuf>,
+    work: PathBuf,
+    /// The plugin connects here; none if the image has no GPU memory.
+    plugin: Option<Listener>,
+    status: StatusSocket,
+    /// Whether the working set is recorded.
+    record: bool,
+    /// Whether the timeline is left in the work directory.
+    is_kept: bool,
+    connect_timeout: Option<Duration>,
+    /// Set when no restore has connected in time.
+    unconnected: OnceLock<String>,
 }
 
 impl Restore {
+    /// Makes the restore of an image, and its sockets for clients and, with GPU state, for the plugin.
+    ///
+    /// # Errors
+    /// The image cannot be read, or another streamer serves there already.
+    pub(super) fn of_cpus(
+        images: PathBuf,
+        work: PathBuf,
+        limit: Option<Duration>,
+    ) -> anyhow::Result<Arc<Self>> {
+        let restore = Self::new(Some(images), work, limit)?;
+        Ok(Arc::new(Self { is_kept: restore.plugin.is_some(), ..restore }))
+    }
+
+    fn new(
+        images: Option<PathBuf>,
+        work: PathBuf,
+        connect_timeout: Option<Duration>,
+    ) -> anyhow::Result<Self> {
+        let has_gpus = |images: &PathBuf| {
+            plugin_folder::image_has_gpu(images).with_context(|| format!("reading {}", images.display()))
+        };
+        let gpus = images.as_ref().map_or(Ok(true), has_gpus)?;
+        if gpus {
+            ProcessId::prepare().with_context(|| format!("make {DUMP_BLOCKS}, which delays dumps"))?;
+        }
+        let plugin = if gpus { Some(Listener::new(&work)?) } else { None };
+        let status = StatusSocket::bind(&work)?;
+        let (record, is_kept, unconnected) = (false, false, OnceLock::new());
+        Ok(Self { images, work, plugin, status, record, is_kept, connect_timeout, unconnected })
+    }
+
     /// Runs a worker; gives its exit code.
-    fn work(self: &Arc<Self>, start: &Start) -> u8 {
+    ///
+    /// # Errors
+    /// Memory cannot be loaded, or the restore has failed. It is logged.
+    pub(super) fn serve(self: &Arc<Self>, start: &Start) -> anyhow::Result<u8> {
         let (timeline, mut answers) = (Timeline::default(), None);
         let loaded = self.load(start, &timeline, &mut answers);
         if let Err(error) = &loaded {
@@ -93,7 +117,7 @@ impl Restore {
         if let Some(answers) = answers {
             answers.finish(self.ended(&loaded, &timeline));
         }
-        loaded.unwrap_or(1)
+        loaded
     }
 
     /// Answers clients from now on. Loading matters more than being seen: a failure is logged.
@@ -191,14 +215,14 @@ impl Restore {
         over: Option<watch::Receiver<bool>>,
     ) -> anyhow::Result<()> {
         let Some(images) = &self.images else { return std::future::pending().await };
-        let session = lazy_pages::session(start, daemon, images, &self.work)?;
+        let session = session(start, daemon, images, &self.work)?;
         let Some(mut session) = session else { return Ok(()) };
         timeline.brings(&session.session);
         start.ready();
         let outcome = daemon.run(&mut session, None).await;
         start.ledger.outcomes().note(outcome.is_ok());
         if let Ok(summary) = &outcome {
-            lazy_pages::report(summary);
+            report(summary);
         }
         if let Some(mut over) = over {
             // An error means that the thread has ended, however it went.
@@ -263,13 +287,43 @@ impl Restore {
     fn keep(&self, timeline: &Timeline) {
         timeline.ended();
         let record = timeline.record();
-        if record.state == State::Waiting {
+        if !self.is_kept || record.state == State::Waiting {
             return;
         }
         if let Err(error) = files::write(&record, &self.work) {
             warn!("{error:#}");
         }
     }
+}
+
+/// The session of the restore's CPU memory; none if a worker that died had served it.
+fn session(
+    start: &Start,
+    daemon: &Daemon,
+    images: &Path,
+    work: &Path,
+) -> anyhow::Result<Option<OpenSession>> {
+    let inherited = if start.successor { daemon.inherit().pop() } else { None };
+    match (inherited, start.ledger.outcomes().counts()) {
+        (Some(inherited), _) => inherited.map(Some).map_err(|lost| lost.error),
+        (None, (0, 0)) => daemon.open(images, work).map(Some),
+        // The last worker died when its work was done.
+        (None, (_, 0)) => Ok(None),
+        (None, _) => bail!("the restore had failed already: see above"),
+    }
+}
+
+/// Logs that all CPU memory of a session is resident.
+pub(super) fn report(summary: &Summary) {
+    let pages = summary.pages_copied + summary.pages_zero;
+    info!(
+        tasks = summary.tasks,
+        pages,
+        zero_pages = summary.pages_zero,
+        faults = summary.faults,
+        seconds = format!("{:.3}", summary.elapsed.as_secs_f64()),
+        "all memory is back"
+    );
 }
 
 /// Ends this worker when nothing depends on it. The supervisor forwards the signal, so that it starts no successor.

@@ -286,7 +286,10 @@ impl RestoreRun<'_> {
             None => {}
         }
         if let Some(resident) = self.timeline.all_resident_ms {
-            self.view.say(&format!("{resident:8.1} ms  all memory resident\n"));
+            let last = self.ended.as_ref().and_then(|ended| ended.as_ref().ok()?.last.as_ref());
+            let any_gate = last.is_some_and(|last| last.processes.iter().any(|of| !of.without_gate));
+            let gpus = if any_gate { "GPUs run; " } else { "" };
+            self.view.say(&format!("{resident:8.1} ms  {gpus}all memory resident\n"));
         }
         Ok(criu::code(exit))
     }
