@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use anyhow::Context as _;
+use anyhow::{Context as _, anyhow};
 use tokio::net::UnixStream;
 use tokio::sync::{Semaphore, watch};
 use tokio::time::{MissedTickBehavior, interval};
@@ -22,7 +22,7 @@ use super::proto::{self, Ended, Reply, Request, State, reply, request};
 use super::{MESSAGE_LIMIT, REPORT, accept};
 use rewake_streamer::record::Timeline;
 use rewake_streamer::record::model::{self, Memory, Record};
-use rewake_streamer::session::address;
+use rewake_streamer::session::{address, socket};
 use rewake_streamer::sys;
 
 /// The socket's name in the work directory.
@@ -47,8 +47,16 @@ impl StatusSocket {
     /// Another streamer answers there, or the socket cannot be made: see [`address::bind`].
     pub fn bind(work: &Path) -> anyhow::Result<Self> {
         let directory = File::open(work).with_context(|| format!("opening {}", work.display()))?;
-        let listener = address::bind(&address::within(&directory, SOCKET));
-        let listener = listener.with_context(|| format!("making {SOCKET} in {}", work.display()))?;
+        let listener = address::bind(&address::within(&directory, SOCKET)).map_err(|error| {
+            if error.is::<address::InUse>() {
+                let socket = work.join(socket::NAME);
+                return anyhow!(
+                    "{}: another streamer listens here: end it, or give another -W directory",
+                    socket.display()
+                );
+            }
+            error.context(format!("making {SOCKET} in {}", work.display()))
+        })?;
         Ok(Self { listener, path: work.join(SOCKET) })
     }
 
