@@ -19,7 +19,7 @@ const BAR: usize = 16;
 pub(super) fn lines(picture: &Streaming) -> Vec<String> {
     match picture.state() {
         State::Listening => return vec!["waiting for criu".to_owned()],
-        State::Complete => return vec![format!("all memory is there; {}", summary(picture))],
+        State::Complete => return vec![format!("all memory is resident; {}", summary(picture))],
         State::Failed => return vec![format!("failed; {}", summary(picture))],
         _ if !is_loading(picture) => {
             return vec!["criu restores the processes".to_owned()];
@@ -90,7 +90,7 @@ fn summary(picture: &Streaming) -> String {
     let gated = || all.iter().filter(|of| !of.without_gate);
     let (gates, open) = (gated().count(), gated().filter(|of| of.gate_open_us > 0).count());
     let gates = if gates == 0 { String::new() } else { format!("  {open} of {gates} gates open") };
-    let (there, bytes) = sizes(&all);
+    let (there, bytes) = sizes_of(&all);
     let full = BAR * usize::try_from(percent(there, bytes)).unwrap_or(100) / 100;
     let bar = ["=".repeat(full), " ".repeat(BAR - full)].concat();
     format!("[{bar}] {}{gates}", of_all(&all, picture.rate))
@@ -98,14 +98,36 @@ fn summary(picture: &Streaming) -> String {
 
 /// What there is of all memory of these, how fast it comes, until when, and how often it was waited for.
 fn of_all(processes: &[&StreamedProcess], bytes_per_second: u64) -> String {
-    let (there, all) = sizes(processes);
+    let (there, all) = sizes_of(processes);
     let faults: u64 = processes.iter().map(|of| of.faults + of.page_faults).sum();
     let left = shown(left(all.saturating_sub(there), bytes_per_second));
     format!("{:>3} %  {}  {left} left  {faults} faults", percent(there, all), rate(bytes_per_second))
 }
 
-/// Bytes that are there, and all.
-fn sizes(processes: &[&StreamedProcess]) -> (u64, u64) {
+/// The resident bytes of a restore, and all.
+pub(super) fn sizes(picture: &Streaming) -> (u64, u64) {
+    sizes_of(&picture.processes.iter().collect::<Vec<_>>())
+}
+
+/// The page faults of a restore that were served.
+pub(super) fn faults(picture: &Streaming) -> u64 {
+    picture.processes.iter().map(|of| of.faults + of.page_faults).sum()
+}
+
+/// A state's name.
+pub(super) fn state_name(state: State) -> &'static str {
+    match state {
+        State::Unknown => "unknown",
+        State::Listening => "listening",
+        State::Restoring => "restoring",
+        State::Running => "running",
+        State::Complete => "complete",
+        State::Failed => "failed",
+    }
+}
+
+/// The resident bytes of some processes, and all.
+fn sizes_of(processes: &[&StreamedProcess]) -> (u64, u64) {
     let memory = || processes.iter().flat_map(|of| parts(of)).map(|(_, part)| part);
     (memory().map(|of| of.resident).sum(), memory().map(|of| of.bytes).sum())
 }
@@ -162,7 +184,7 @@ pub(super) fn as_json(picture: &Streaming) -> Value {
         })
     };
     json!({
-        "state": super::status::state_name(picture.state()),
+        "state": state_name(picture.state()),
         "elapsed_us": picture.elapsed_us,
         "rate": picture.rate,
         "left_us": left_us(picture.processes.iter().flat_map(parts).map(|(_, part)| part), picture.rate),
@@ -203,6 +225,7 @@ mod tests {
                     ..process(4712, "rank\u{1b}1", 7, vec![on(7, part(129, 2 << 30, 2 << 30))])
                 },
             ],
+            ..Streaming::default()
         }
     }
 
@@ -249,7 +272,7 @@ mod tests {
         assert_eq!(of(State::Listening), ["waiting for criu"]);
         let early = Streaming { state: State::Running.into(), ..Streaming::default() };
         assert_eq!(lines(&early), ["criu restores the processes"]);
-        assert!(of(State::Complete)[0].starts_with("all memory is there; "));
+        assert!(of(State::Complete)[0].starts_with("all memory is resident; "));
         assert!(of(State::Failed)[0].starts_with("failed; "));
     }
 

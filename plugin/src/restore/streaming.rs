@@ -18,7 +18,7 @@ use crate::image::Images;
 
 /// Without a page server the processes wait for what need not be there: CRIU's log is the only place where that is seen.
 const NONE: &str = "so all memory of GPUs is loaded before anything runs; `rewake restore` brings it behind the running processes, and so does \
-                    `rewake stream-gpu` with this work directory, if it is started before CRIU";
+                    `rewake lazy-pages` with this work directory, if it is started before CRIU";
 /// Placeholders in one message: a tenth of what it may have.
 const AT_ONCE: usize = 64;
 

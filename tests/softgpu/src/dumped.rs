@@ -293,7 +293,7 @@ impl Restoring {
 pub fn streamer_of(parent: u32) -> (u32, Vec<u32>) {
     let is_one = |pid: &u32| {
         let line = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
-        String::from_utf8_lossy(&line).contains("stream-gpu") && !children(*pid).is_empty()
+        String::from_utf8_lossy(&line).contains("streamer") && !children(*pid).is_empty()
     };
     let one = |_| children(parent).into_iter().find(is_one);
     let supervisor = (0..LOOKS).filter(|_| nap()).find_map(one).expect("there is a streamer");

@@ -64,7 +64,7 @@ fn there_and_back(shape: &Shape, way: Way) {
 fn says_that_all_came_first(log: &str) {
     let said: Vec<&str> = log.lines().filter(|line| line.contains("no page server")).collect();
     let [said] = said[..] else { panic!("{said:#?}") };
-    let words = ["Warn  (amdgpu_plugin): ", "rewake-gpu.socket", "`rewake restore`", "`rewake stream-gpu`"];
+    let words = ["Warn  (amdgpu_plugin): ", "rewake-gpu.socket", "`rewake restore`", "`rewake lazy-pages`"];
     assert!(words.into_iter().all(|word| said.contains(word)), "{said}");
 }
 

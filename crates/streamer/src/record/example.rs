@@ -2,7 +2,7 @@
 //! Makes the record of a restore for tests: two processes with GPUs, one of which resumes them one by one, and one
 //! without. It has memory of both kinds, and page faults.
 
-use super::model::{FORMAT, Fault, Memory, Process, Record, State, Swap};
+use super::model::{FORMAT, Fault, Memory, PageFaults, Process, Record, State, Swap};
 
 const GIB: u64 = 1 << 30;
 
@@ -74,6 +74,7 @@ pub fn record() -> Record {
             of_gpu(memory(1, Some(129), 3 * GIB / 2, 2_100_000, &sampled_us), 2_951_900),
             memory(2, None, GIB / 4, 1_000_000, &sampled_us),
         ],
+        page_fault_stats: PageFaults::default(),
         sampled_faults: (0..31).map(|tick| tick * 12 / 31).collect(),
         sampled_us,
         longest_faults: (0..12).map(fault).collect(),

@@ -46,6 +46,9 @@ pub struct Record {
     pub processes: Vec<Process>,
     /// Memory, each process's of CPUs and of each GPU.
     pub memory: Vec<Memory>,
+    /// The page faults on CPU memory, of all processes.
+    #[serde(default)]
+    pub page_fault_stats: PageFaults,
     /// When samples were taken.
     pub sampled_us: Vec<u64>,
     /// Faults served until each sample, of both kinds of memory.
@@ -54,6 +57,22 @@ pub struct Record {
     pub longest_faults: Vec<Fault>,
     /// The swaps that stopped a process longest, in their order.
     pub longest_swaps: Vec<Swap>,
+}
+
+/// The page faults on CPU memory that were served, and what became zeros without a read. Counts are since the
+/// streamer's present worker took over.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PageFaults {
+    /// When the first was served. One that was served before all processes were in place has 0.
+    pub first_us: Option<u64>,
+    /// When the last was served.
+    pub last_us: Option<u64>,
+    /// The latency of the median, within 25 %; 0 without any.
+    pub p50_ns: u64,
+    /// The latency that 99 % did not exceed, within 25 %.
+    pub p99_ns: u64,
+    /// Bytes of CPU memory that were filled with zeros.
+    pub zero_bytes: u64,
 }
 
 /// A process.

@@ -69,7 +69,7 @@ pub(super) fn moments(record: &Record) -> Vec<(u64, String)> {
         let of_cpus = record.memory.iter().any(|of| of.minor.is_none());
         let took = at.saturating_sub(record.began_us(of_cpus));
         let rate = units::rate(record.totals().0, took.saturating_mul(1000));
-        moments.push((at, format!("all memory is there, {rate}")));
+        moments.push((at, format!("all memory is resident, {rate}")));
     }
     if record.state == State::Failed {
         let why = record.reason.as_deref().unwrap_or("nobody knows why");
@@ -156,7 +156,7 @@ memory behind running processes, since the restore was started:
     51.2 ms  4711 python3: runs, the first of 3
     53.5 ms  4713 logger: runs, the last of 3
   1460.0 ms  4712 <b>\"rank\" & 1: renderD128 goes on, others wait
-  3000.1 ms  all memory is there, 1.91 GB/s
+  3000.1 ms  all memory is resident, 1.91 GB/s
   3001.0 ms  4711 python3: gate open, its GPUs run, the first of 2
   3002.0 ms  4712 <b>\"rank\" & 1: gate open, its GPUs run, the last of 2
 12 faults in memory of GPUs, 6.7 ms on average, 43.2 ms at most
