@@ -123,7 +123,7 @@ pub struct StreamGpu {
     /// Directory of the images: load CPU memory too, for a `criu restore --lazy-pages`
     #[arg(short = 'D', long, value_name = "DIR")]
     pub images_dir: Option<PathBuf>,
-    /// Record the GPU working set in the image directory (rewake-order.json): the buffers that CPUs access while they are
+    /// Record the GPU working set in the image directory (rewake-working-set.json): the buffers that CPUs access while they are
     /// missing. Later restores of the image load these first. An earlier record is not used, and is replaced
     #[arg(long)]
     pub record: bool,
@@ -260,7 +260,7 @@ pub struct Restore {
     pub socket: Option<PathBuf>,
     #[command(flatten)]
     pub(crate) programs: Programs,
-    /// Record the GPU working set in the image directory (rewake-order.json): the buffers that CPUs access while they are
+    /// Record the GPU working set in the image directory (rewake-working-set.json): the buffers that CPUs access while they are
     /// missing. Later restores of the image load these first. An earlier record is not used, and is replaced
     #[arg(long)]
     pub record: bool,

@@ -187,7 +187,7 @@ impl Stage {
 
 /// Who is not to be dumped because its gate is shut, of this number.
 fn marked(pid: u32) -> Vec<String> {
-    let files = fs::read_dir("/run/rewake-gated").unwrap();
+    let files = fs::read_dir("/run/rewake/dump-blocks").unwrap();
     let names = files.map(|file| file.unwrap().file_name().to_string_lossy().into_owned());
     names.filter(|name| name.starts_with(&format!("{pid}-"))).collect()
 }

@@ -177,7 +177,7 @@ fn what_was_touched_in_a_recorded_restore_comes_first_in_later_ones() {
         assert!(streamer.end().unwrap().success(), "{}", streamer.said());
         assert!(streamer.said().contains("recorded 1 buffers that CPUs touched"), "{}", streamer.said());
         dumped.ends();
-        let record = dumped.criu.images().join("rewake-order.json");
+        let record = dumped.criu.images().join("rewake-working-set.json");
         let recorded: serde_json::Value =
             serde_json::from_str(&fs::read_to_string(&record).unwrap()).unwrap();
         assert_eq!(recorded["touched"][0]["buffer"], before[3], "{recorded}");
