@@ -6,7 +6,7 @@ pub struct Hello {
     /// 1
     #[prost(uint32, tag = "1")]
     pub version: u32,
-    /// Name and version of the program, for people.
+    /// The name and version of the program, for people.
     #[prost(string, tag = "2")]
     pub program: ::prost::alloc::string::String,
 }
@@ -27,7 +27,7 @@ pub mod request {
         End(super::End),
         #[prost(message, tag = "4")]
         Status(super::AskStatus),
-        /// The only one that `rewake stream-gpu` answers; no other program does.
+        /// Only `rewake stream-gpu` answers this, and it answers nothing else.
         #[prost(message, tag = "5")]
         Streaming(super::AskStreaming),
     }
@@ -55,51 +55,51 @@ pub mod reply {
         Streaming(super::Streaming),
     }
 }
-/// The request was understood and is refused; the connection stays usable.
+/// The request is refused; the connection stays usable.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Failure {
     #[prost(string, tag = "1")]
     pub reason: ::prost::alloc::string::String,
 }
-/// Check an image and listen for a restore of it; where it has memory of GPUs, by a `rewake stream-gpu` of its own. Answer: Opened.
+/// Checks an image and listens for a restore of it. An image with GPU memory gets its own `rewake stream-gpu`. Answer: Opened.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Open {
-    /// Absolute path of the images directory.
+    /// The absolute path of the images directory.
     #[prost(bytes = "vec", tag = "1")]
     pub images_dir: ::prost::alloc::vec::Vec<u8>,
-    /// Absolute path of the directory for `lazy-pages.socket`.
+    /// The absolute path of the directory for `lazy-pages.socket`.
     #[prost(bytes = "vec", tag = "2")]
     pub work_dir: ::prost::alloc::vec::Vec<u8>,
     /// The session fails when no restore has connected after this time. 0: the daemon's own limit.
     #[prost(uint32, tag = "3")]
     pub connect_limit_ms: u32,
-    /// Of an image with memory of GPUs: record in its directory what CPUs touch of that (`rewake stream-gpu --record`).
+    /// For an image with GPU memory: record the working set in its directory (`rewake stream-gpu --record`).
     #[prost(bool, tag = "4")]
     pub record: bool,
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Opened {
-    /// Never used again while the daemon lives, by its workers' successors neither.
+    /// The session's number. It is not used again while the daemon lives, also not by a successor of its worker.
     #[prost(uint64, tag = "1")]
     pub session: u64,
-    /// Where the image has memory of GPUs.
+    /// Set if the image has GPU memory.
     #[prost(message, optional, tag = "2")]
     pub streamer: ::core::option::Option<Streamer>,
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Streamer {
-    /// It brings memory of CPUs, too: CRIU is to be called with --lazy-pages.
+    /// The streamer also loads CPU memory: CRIU must be called with --lazy-pages.
     #[prost(bool, tag = "1")]
     pub lazy_pages: bool,
 }
-/// Tell how a session goes. Answer: a Session at once and every 100 ms, then Ended.
+/// Reports the progress of a session. Answer: a Session at once and every 100 ms, then Ended.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Follow {
     #[prost(uint64, tag = "1")]
     pub session: u64,
 }
-/// End a session that no restore has connected to yet. Answer: Ended. One with memory of GPUs: no other restore will come for it. It ends
-/// when what it has taken over is there, and until then the answer is as to Follow.
+/// Ends a session that no restore has connected to yet. Answer: Ended. A session with GPU memory accepts no other restore. It
+/// ends when all memory that was handed over is resident; until then the answers are those to Follow.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct End {
     #[prost(uint64, tag = "1")]
@@ -108,7 +108,7 @@ pub struct End {
 /// Answer: Status.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct AskStatus {}
-/// One restore. Counts and times are since the daemon's present worker took it up.
+/// One restore. Counts and times start when the daemon's present worker took it over.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Session {
     #[prost(uint64, tag = "1")]
@@ -121,39 +121,39 @@ pub struct Session {
     pub state: i32,
     #[prost(uint64, tag = "5")]
     pub elapsed_ns: u64,
-    /// When the tasks ran, counted as elapsed_ns is; 0: not yet.
+    /// When the tasks began to run, on the clock of elapsed_ns; 0: not yet.
     #[prost(uint64, tag = "6")]
     pub running_ns: u64,
-    /// Tasks that have reported.
+    /// Tasks that have connected.
     #[prost(uint32, tag = "7")]
     pub tasks: u32,
-    /// Pages (4096 bytes) that lazy restore leaves out; a task's are counted when it reports.
+    /// Pages (4096 bytes) that lazy restore leaves out; a task's pages are counted when it connects.
     #[prost(uint64, tag = "8")]
     pub pages_total: u64,
     #[prost(uint64, tag = "9")]
     pub pages_copied: u64,
     #[prost(uint64, tag = "10")]
     pub pages_zero: u64,
-    /// Need not come back: the program let go of them.
+    /// Pages that need not be loaded: the program has freed them.
     #[prost(uint64, tag = "11")]
     pub pages_dropped: u64,
     #[prost(uint64, tag = "12")]
     pub faults: u64,
-    /// Latencies from reading a fault's message to the page's being there; 0 without faults.
+    /// Latencies from the read of a page fault's message until the page is resident; 0 without page faults.
     #[prost(uint64, tag = "13")]
     pub fault_p50_ns: u64,
     #[prost(uint64, tag = "14")]
     pub fault_p99_ns: u64,
-    /// When the first and the last fault so far were served, counted as elapsed_ns is; 0 without faults.
+    /// When the first and the last page fault so far were served, on the clock of elapsed_ns; 0 without page faults.
     #[prost(uint64, tag = "15")]
     pub first_fault_ns: u64,
     #[prost(uint64, tag = "16")]
     pub last_fault_ns: u64,
-    /// A `rewake stream-gpu` of its own serves it: pages are those of all its memory, faults those of both kinds, without latencies.
-    /// Its socket in the work directory tells more: AskStreaming.
+    /// Its own `rewake stream-gpu` serves it: pages are those of all memory, faults those of CPU and GPU memory, without latencies.
+    /// Its socket in the work directory reports more: AskStreaming.
     #[prost(bool, tag = "17")]
     pub gpus: bool,
-    /// When all of its memory was there and its GPUs ran, of a session with memory of GPUs, counted as elapsed_ns is; 0: not yet.
+    /// For a session with GPU memory: when all memory was resident and its GPUs ran, on the clock of elapsed_ns; 0: not yet.
     #[prost(uint64, tag = "18")]
     pub there_ns: u64,
 }
@@ -169,10 +169,10 @@ pub struct Ended {
 }
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct Status {
-    /// Being served now.
+    /// Sessions that are served now.
     #[prost(message, repeated, tag = "1")]
     pub sessions: ::prost::alloc::vec::Vec<Session>,
-    /// Ended lately, the latest last.
+    /// Sessions that ended lately, the latest last.
     #[prost(message, repeated, tag = "2")]
     pub recent: ::prost::alloc::vec::Vec<Ended>,
     #[prost(message, optional, tag = "3")]
@@ -180,7 +180,7 @@ pub struct Status {
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Daemon {
-    /// The process to signal: the supervisor.
+    /// The supervisor, which is the process to signal.
     #[prost(int32, tag = "1")]
     pub pid: i32,
     #[prost(int32, tag = "2")]
@@ -206,14 +206,14 @@ pub struct Cache {
     /// Buffers of 64 KiB.
     #[prost(uint64, tag = "1")]
     pub blocks: u64,
-    /// Blocks found, loaded, and found being loaded for another.
+    /// Blocks that were found, loaded, and found while they were loaded for another page.
     #[prost(uint64, tag = "2")]
     pub hits: u64,
     #[prost(uint64, tag = "3")]
     pub loads: u64,
     #[prost(uint64, tag = "4")]
     pub shared_loads: u64,
-    /// Times every buffer was in use.
+    /// How often every buffer was in use.
     #[prost(uint64, tag = "5")]
     pub full: u64,
     #[prost(uint64, tag = "6")]
@@ -227,16 +227,16 @@ pub struct Cache {
 /// Answer: Streaming.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct AskStreaming {}
-/// A restore whose memory is loaded behind its processes. Times are since it was handed over, or that of CPUs began to come.
+/// A restore whose memory is loaded in the background. Times start at the handoff, or at the first CPU memory.
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct Streaming {
-    /// LISTENING: nothing was handed over yet. RUNNING: it is loaded, or gates are shut. COMPLETE: all of it is there, of CPUs and of GPUs, and
-    /// gates are open.
+    /// LISTENING: before the handoff. RUNNING: memory is loaded, or gates are closed. COMPLETE: all CPU and GPU memory is resident,
+    /// and all gates are open.
     #[prost(enumeration = "State", tag = "1")]
     pub state: i32,
     #[prost(uint64, tag = "2")]
     pub elapsed_us: u64,
-    /// Bytes a second that came lately.
+    /// Bytes a second that were loaded lately.
     #[prost(uint64, tag = "3")]
     pub rate: u64,
     #[prost(message, repeated, tag = "4")]
@@ -252,26 +252,26 @@ pub struct StreamedProcess {
     /// 0: not yet.
     #[prost(uint64, tag = "3")]
     pub runs_us: u64,
-    /// When its gate was opened, or it had ended before that; when it ran, if it has none; 0: its GPUs stand still.
+    /// When its gate was opened, or when it ended before that; without a gate, when it ran; 0: its queues are evicted.
     #[prost(uint64, tag = "4")]
     pub gate_open_us: u64,
-    /// Touches of memory of GPUs by CPUs that were served, and how long the longest waited.
+    /// Page faults of CPUs in GPU memory that were served, and how long the longest waited.
     #[prost(uint64, tag = "5")]
     pub faults: u64,
     #[prost(uint64, tag = "6")]
     pub longest_fault_us: u64,
-    /// Buffers whose placeholders were swapped for the device.
+    /// Buffers whose placeholders were swapped.
     #[prost(uint64, tag = "7")]
     pub swaps: u64,
     #[prost(message, repeated, tag = "8")]
     pub memory: ::prost::alloc::vec::Vec<StreamedMemory>,
-    /// Its memory of CPUs, whose minor is 0; none where that does not come from here.
+    /// Its CPU memory, with minor 0; none if this streamer does not load it.
     #[prost(message, optional, tag = "9")]
     pub of_cpus: ::core::option::Option<StreamedMemory>,
     /// It uses no GPUs: it has no gate.
     #[prost(bool, tag = "10")]
     pub without_gate: bool,
-    /// Faults of memory of CPUs that were served, and how long the longest waited.
+    /// Page faults in CPU memory that were served, and how long the longest waited.
     #[prost(uint64, tag = "11")]
     pub page_faults: u64,
     #[prost(uint64, tag = "12")]
@@ -285,14 +285,14 @@ pub struct StreamedMemory {
     pub minor: u32,
     #[prost(uint64, tag = "2")]
     pub bytes: u64,
-    /// Of them, bytes that are there.
+    /// Of them, bytes that are resident.
     #[prost(uint64, tag = "3")]
     pub resident: u64,
-    /// Bytes a second that came lately.
+    /// Bytes a second that were loaded lately.
     #[prost(uint64, tag = "4")]
     pub rate: u64,
-    /// When the GPU went on: with its process's gate, or, where the process's GPUs go on one by one, before; 0: not yet, or the process ended
-    /// before that, or memory of CPUs.
+    /// When the GPU's queues were resumed: with its process's gate, or before that if the process's GPUs are resumed one by one.
+    /// 0: not yet, or the process ended before that, or this is CPU memory.
     #[prost(uint64, tag = "5")]
     pub goes_on_us: u64,
 }
@@ -300,15 +300,15 @@ pub struct StreamedMemory {
 #[repr(i32)]
 pub enum State {
     Unknown = 0,
-    /// Waits for the restore.
+    /// The session waits for the restore.
     Listening = 1,
-    /// The restored tasks hand over their memory; faults are served.
+    /// The restored tasks hand over their memory; page faults are served.
     Restoring = 2,
-    /// The restored tasks run; memory streams in.
+    /// The restored tasks run; memory is loaded in the background.
     Running = 3,
-    /// Nothing is missing any more.
+    /// All memory is resident.
     Complete = 4,
-    /// The restored tasks were ended, or never ran.
+    /// The restored tasks were killed, or never ran.
     Failed = 5,
 }
 impl State {
