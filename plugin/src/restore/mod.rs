@@ -107,8 +107,8 @@ impl Restore {
         let placeholders = (0..images.kfd.len()).map(|process| lazy_plan.mappings(process).len());
         let shared_state =
             SharedState::new(&images.kfd, placeholders, files, sharing.exports.len(), of_nodes)?;
-        let (own, render, resume) = (None, BTreeMap::new(), QueueStart::new());
-        let forked = WatchdogWait::new(host)?;
+        let resume = QueueStart::new();
+        let watchdog_wait = WatchdogWait::new(host)?;
         Ok(Self {
             images,
             devices,
@@ -117,10 +117,10 @@ impl Restore {
             sharing,
             nodes,
             shared_state,
-            own,
-            render_nodes: render,
+            own: None,
+            render_nodes: BTreeMap::new(),
             resume,
-            watchdog_wait: forked,
+            watchdog_wait,
             lazy_plan,
             freed_mappings: shared.freed_mappings.into_iter().map(|of| (of.kfd, of.mappings)).collect(),
             streamer,
@@ -211,7 +211,7 @@ impl Restore {
     }
 
     pub(crate) fn end(self, host: &Host, result: i32) {
-        self.resume.kill_all(host, result, self.shared_state.ready_count());
+        self.resume.end(host, result, self.shared_state.ready_count());
     }
 }
 

@@ -143,7 +143,7 @@ impl QueueStart {
         }
         self.tasks.push(pid);
         if self.failed {
-            end(host, &[pid]);
+            kill_all(host, &[pid]);
             return Err(OtherTaskFailed.into());
         }
         let started = ready().and_then(|()| Ok(self.start(pid)?));
@@ -161,7 +161,7 @@ impl QueueStart {
     pub(super) fn fail(&mut self, host: &Host, task: i32, refusal: Refusal) -> Refusal {
         let Refusal::Failed(why) = refusal else { return refusal };
         self.failed = true;
-        end(host, &self.tasks);
+        kill_all(host, &self.tasks);
         TasksKilled { task, why }.into()
     }
 
@@ -180,20 +180,20 @@ impl QueueStart {
     }
 
     /// Kills all tasks if the queues of some processes were not started: they would never get their GPUs.
-    pub(super) fn kill_all(self, host: &Host, result: i32, made: usize) {
+    pub(super) fn end(self, host: &Host, result: i32, made: usize) {
         if result == 0 && !self.failed && made != self.started {
             host.error(format_args!(
                 "killing the restored tasks: queues of {} processes were started, of {made} that were \
                  restored",
                 self.started
             ));
-            end(host, &self.tasks);
+            kill_all(host, &self.tasks);
         }
     }
 }
 
 /// Kills tasks. CRIU traces them and has not waited for them, so the pids are still theirs.
-fn end(host: &Host, tasks: &[i32]) {
+fn kill_all(host: &Host, tasks: &[i32]) {
     for pid in tasks {
         if let Err(errno) = kill(Pid::from_raw(*pid), Signal::SIGKILL) {
             host.warn(format_args!("kill {pid}: {errno}"));
