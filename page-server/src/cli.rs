@@ -258,7 +258,7 @@ pub struct Restore {
     pub socket: Option<PathBuf>,
     #[command(flatten)]
     pub(crate) programs: Programs,
-    /// Record the GPU working set in the image directory (rewake-order.json): the buffers that CPUs access while they are
+    /// Record the GPU working set in the image directory (rewake-working-set.json): the buffers that CPUs access while they are
     /// missing. Later restores of the image load these first. An earlier record is not used, and is replaced
     #[arg(long)]
     pub record: bool,

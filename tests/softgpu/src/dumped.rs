@@ -336,7 +336,7 @@ pub fn is_paused(pid: u32) -> bool {
 /// The folder is not there.
 #[must_use]
 pub fn gate_files(pid: u32) -> Vec<PathBuf> {
-    let files = std::fs::read_dir("/run/rewake-gated").unwrap().map(|file| file.unwrap().path());
+    let files = std::fs::read_dir("/run/rewake/dump-blocks").unwrap().map(|file| file.unwrap().path());
     let of_it = format!("{pid}-");
     files.filter(|path| path.file_name().unwrap().to_str().unwrap().starts_with(&of_it)).collect()
 }

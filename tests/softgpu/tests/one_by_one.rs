@@ -70,7 +70,7 @@ fn until_one_goes_on(pair: &Pair, criu: &Criu, held: &Held, both: &Streamer) -> 
 
 /// What others can see of a process that is not to be dumped.
 fn is_told(pid: u32) -> bool {
-    let mut files = fs::read_dir("/run/rewake-gated").unwrap().map(|file| file.unwrap().file_name());
+    let mut files = fs::read_dir("/run/rewake/dump-blocks").unwrap().map(|file| file.unwrap().file_name());
     files.any(|name| name.to_str().unwrap().starts_with(&format!("{pid}-")))
 }
 
