@@ -18,7 +18,6 @@ use tracing::{debug, info};
 
 use super::bar_mappings::BarMappings;
 use super::placeholders::{Outcome, Placeholders};
-use super::reachability::GpuReach;
 use crate::ledger::Ledger;
 use crate::record::Timeline;
 
@@ -36,8 +35,7 @@ const PATIENCE: Duration = Duration::from_secs(120);
 /// What is resident: the load writes it, the fault server reads it.
 #[derive(Debug)]
 pub(super) struct ResidencyState {
-    /// One flag for each process and buffer, without buffers that have no placeholder and that all GPUs of
-    /// the process wait for alike.
+    /// One flag for each process and buffer that has a placeholder.
     buffers: Vec<BTreeMap<usize, AtomicBool>>,
     /// By process.
     whole: Vec<AtomicBool>,
@@ -48,19 +46,11 @@ pub(super) struct ResidencyState {
 
 impl ResidencyState {
     /// Builds the state of `processes` processes; nothing is resident.
-    pub(super) fn new(
-        processes: usize,
-        places: &[Placeholders<'_>],
-        sets: &[(usize, &[GpuReach])],
-    ) -> anyhow::Result<Self> {
+    pub(super) fn new(processes: usize, places: &[Placeholders<'_>]) -> anyhow::Result<Self> {
         let mut buffers: Vec<BTreeMap<usize, AtomicBool>> = (0..processes).map(|_| BTreeMap::new()).collect();
         for placeholders in places {
             let none = |buffer| (buffer, AtomicBool::new(false));
             buffers[placeholders.process()] = placeholders.left().map(none).collect();
-        }
-        for (process, sets) in sets {
-            let all = sets.iter().flat_map(|set| &set.buffers);
-            buffers[*process].extend(all.map(|buffer| (*buffer, AtomicBool::new(false))));
         }
         Ok(Self {
             buffers,
@@ -98,24 +88,10 @@ impl ResidencyState {
         self.all.load(Ordering::Acquire) || self.whole[process].load(Ordering::Acquire)
     }
 
-    fn has_all(&self, process: usize, set: &GpuReach) -> bool {
-        set.buffers.iter().all(|buffer| self.has(process, *buffer))
-    }
-
     fn has(&self, process: usize, buffer: usize) -> bool {
         self.all.load(Ordering::Acquire)
             || self.buffers[process].get(&buffer).is_some_and(|flag| flag.load(Ordering::Acquire))
     }
-}
-
-/// A set of memory that has become resident and without placeholders.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum ReadyEvent {
-    /// Everything that one GPU reaches whose process resumes GPUs one by one: the process, and the index of
-    /// the GPU's reach.
-    Gpu(usize, usize),
-    /// All memory of a process.
-    Process(usize),
 }
 
 /// A page that threads of a process wait for: the process's index, and the address. An interrupted thread
@@ -142,10 +118,8 @@ pub(super) struct FaultServer<'a> {
     rest: BTreeMap<usize, SwapProgress>,
     /// The processes that are not resident, or have placeholders.
     left: BTreeSet<usize>,
-    /// The GPUs whose reach is not resident or has placeholders: the process, the index, and the reach.
-    sets: Vec<(usize, usize, &'a GpuReach)>,
-    /// Receives an event for each process and reach that is resident without placeholders.
-    done: Sender<ReadyEvent>,
+    /// Receives the index of each process that is resident and has no placeholders.
+    done: Sender<usize>,
     handle: LoadHandle,
     resident: &'a ResidencyState,
     ledger: Ledger,
@@ -181,8 +155,7 @@ impl<'a> FaultServer<'a> {
         places: Vec<Placeholders<'a>>,
         handle: LoadHandle,
         resident: &'a ResidencyState,
-        sets: &[(usize, &'a [GpuReach])],
-        done: Sender<ReadyEvent>,
+        done: Sender<usize>,
         ledger: Ledger,
         timeline: &'a Timeline,
     ) -> Self {
@@ -190,12 +163,6 @@ impl<'a> FaultServer<'a> {
             places: places.into(),
             rest: BTreeMap::new(),
             left: (0..resident.whole.len()).collect(),
-            sets: sets
-                .iter()
-                .flat_map(|(process, sets)| {
-                    sets.iter().enumerate().map(|(place, set)| (*process, place, set))
-                })
-                .collect(),
             done,
             handle,
             resident,
@@ -226,24 +193,12 @@ impl<'a> FaultServer<'a> {
     }
 
     fn send_ready(&mut self) {
-        let Self { places, left, sets, resident, done, .. } = self;
+        let Self { places, left, resident, done, .. } = self;
         left.retain(|process| {
             let is_done = resident.is_whole(*process) && !places.iter().any(|of| of.process() == *process);
             if is_done {
                 // A receiver that is gone has failed, and reports that itself.
-                let _ = done.send(ReadyEvent::Process(*process));
-            }
-            !is_done
-        });
-        sets.retain(|(process, place, set)| {
-            if !left.contains(process) {
-                return false;
-            }
-            let of = places.iter().find(|of| of.process() == *process);
-            let is_behind = |buffer: usize| set.buffers.contains(&buffer);
-            let is_done = resident.has_all(*process, set) && !of.is_some_and(|of| of.left().any(is_behind));
-            if is_done {
-                let _ = done.send(ReadyEvent::Gpu(*process, *place));
+                let _ = done.send(*process);
             }
             !is_done
         });
@@ -251,7 +206,7 @@ impl<'a> FaultServer<'a> {
 
     /// Waits for a page fault, for memory that becomes resident, or for the next try.
     fn wait(&self) -> anyhow::Result<()> {
-        let timeout = match self.places.iter().filter(|of| self.can_finish(of)).count() {
+        let timeout = match self.places.iter().filter(|of| self.resident.is_whole(of.process())).count() {
             0 if self.retry => RETRY_MS.into(),
             0 => PollTimeout::NONE,
             // Processes take turns: others run while one is stopped.
@@ -327,31 +282,14 @@ impl<'a> FaultServer<'a> {
         Ok(())
     }
 
-    /// Returns the resident buffers of a process that still have placeholders: all, if the process is
-    /// resident, or those of each resident reach.
-    fn unfinished(&self, of: &Placeholders<'_>) -> impl Iterator<Item = usize> {
-        let process = of.process();
-        let is_whole = self.resident.is_whole(process);
-        let there = |(of, _, set): &&(usize, usize, &'a GpuReach)| {
-            *of == process && self.resident.has_all(process, set)
-        };
-        let sets: Vec<&GpuReach> = self.sets.iter().filter(there).map(|(_, _, set)| *set).collect();
-        of.left().filter(move |buffer| is_whole || sets.iter().any(|set| set.buffers.contains(buffer)))
-    }
-
-    fn can_finish(&self, of: &Placeholders<'_>) -> bool {
-        self.resident.is_whole(of.process()) || self.unfinished(of).next().is_some()
-    }
-
-    /// Swaps placeholders in one stop of one process that is resident, or that has a GPU whose reach is. A
-    /// process that does not stop now is tried again.
+    /// Swaps placeholders in one stop of one process that is resident. A process that does not stop now is
+    /// tried again.
     fn finish(&mut self) -> anyhow::Result<()> {
-        let next = self.places.iter().position(|of| self.can_finish(of));
+        let next = self.places.iter().position(|of| self.resident.is_whole(of.process()));
         let Some(mut placeholders) = next.and_then(|next| self.places.remove(next)) else { return Ok(()) };
         let (process, pid) = (placeholders.process(), placeholders.pid());
         let new = || SwapProgress { stood: Instant::now(), buffers: 0, stopped: Duration::ZERO };
-        let is_whole = self.resident.is_whole(process);
-        let buffers: BTreeSet<usize> = self.unfinished(&placeholders).take(BUFFERS_PER_STOP).collect();
+        let buffers: BTreeSet<usize> = placeholders.left().take(BUFFERS_PER_STOP).collect();
         let rest = self.rest.entry(process).or_insert_with(new);
         if !buffers.is_empty() {
             match placeholders.swap(&buffers, &mut self.bar_mappings)? {
@@ -363,7 +301,7 @@ impl<'a> FaultServer<'a> {
                     buffers.iter().for_each(|buffer| self.timeline.swapped(process, *buffer, share));
                 }
                 // A thread may wait in the kernel for CPU memory, which this streamer loads.
-                Outcome::NotNow(_) if !is_whole || self.ledger.serves_spaces() => {
+                Outcome::NotNow(_) if self.ledger.serves_spaces() => {
                     rest.stood = Instant::now();
                 }
                 Outcome::NotNow(why) if rest.stood.elapsed() > PATIENCE => {
@@ -376,7 +314,7 @@ impl<'a> FaultServer<'a> {
                 }
             }
         }
-        if !is_whole || placeholders.left().next().is_some() {
+        if placeholders.left().next().is_some() {
             self.places.push_back(placeholders);
         } else {
             let SwapProgress { buffers, stopped, .. } = rest;
@@ -418,12 +356,12 @@ mod tests {
         let (store, writer) = FdStore::create().unwrap();
         let store = FdStore::of(store.into_raw_fd(), writer.into_raw_fd()).unwrap();
         let places = vec![handed.watch(0, pidfd.as_raw_fd(), program.buffers(), &renders, &store).unwrap()];
-        let resident = ResidencyState::new(1, &places, &[]).unwrap();
+        let resident = ResidencyState::new(1, &places).unwrap();
         let processes = [Process { files: &[], dmabufs: &[] }];
         let handle = BackgroundLoad::new(&processes, None).unwrap().handle();
         let (done, hears) = channel();
         let mut touches =
-            FaultServer::new(places, handle, &resident, &[], done, Ledger::new().unwrap(), &timeline);
+            FaultServer::new(places, handle, &resident, done, Ledger::new().unwrap(), &timeline);
         resident.ended(true);
 
         // One stop, and further tries where the program does not stop.
@@ -448,7 +386,7 @@ mod tests {
         let trace = touches.run().unwrap();
         assert_eq!((trace.faults, trace.buffers), (1, vec![(0, BUFFERS - 1)]));
         assert_eq!(program.mappings(), (0, BUFFERS));
-        assert_eq!(hears.iter().collect::<Vec<_>>(), [ReadyEvent::Process(0)]);
+        assert_eq!(hears.iter().collect::<Vec<_>>(), [0]);
         let of = &timeline.record().processes[0];
         assert_eq!((of.swaps, of.faults), (BUFFERS as u64, 1));
         assert!(of.stopped_us > 0);

@@ -10,8 +10,6 @@ use rewake_amdgpu_uapi::criu;
 use rewake_ptrace_inject::with_tracer;
 
 use super::blocked_calls::BlockedCalls;
-use super::reachability::GpuReach;
-use crate::supervise::processes::{self, Layout};
 use crate::sys;
 
 /// How long CRIU may take to detach from a process that it has restored.
@@ -27,8 +25,6 @@ pub(super) struct Gate<'a> {
     /// The calls that the process cannot make while its gate is closed; `None` where calls cannot be
     /// blocked.
     pub(super) blocked_calls: Option<BlockedCalls<'a>>,
-    /// The reach of each GPU that is resumed alone; empty if all are resumed together.
-    pub(super) reach: &'a [GpuReach],
 }
 
 impl Gate<'_> {
@@ -43,21 +39,6 @@ impl Gate<'_> {
         done.with_context(|| format!("letting the GPUs of process {pid} go on"))?;
         self.blocked_calls.iter().for_each(BlockedCalls::unblock_process);
         Ok(pid)
-    }
-
-    /// Unblocks the process's calls after each GPU was resumed alone. Returns the process's number.
-    ///
-    /// # Errors
-    /// The process has ended.
-    pub(super) fn is_open(&self) -> anyhow::Result<i32> {
-        let pid = sys::pidfd_pid(self.process).context("finding the process")?;
-        self.blocked_calls.iter().for_each(BlockedCalls::unblock_process);
-        Ok(pid)
-    }
-
-    /// Returns the layout of the program's memory.
-    pub(super) fn layout(&self) -> Option<Layout> {
-        processes::layout(sys::pidfd_pid(self.process).ok()?)
     }
 
     /// Returns whether the process has ended.

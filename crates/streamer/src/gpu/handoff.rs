@@ -22,7 +22,6 @@ use super::gate::Gate;
 use super::placeholder_range::Buffer;
 use super::placeholders::{Placeholders, ReceivedPlaceholders};
 use super::queue_monitor::QueueMonitor;
-use super::reachability::{self, GpuReach};
 use super::working_set::{self, Access, NAME};
 use crate::gpu::duplicates_file;
 use crate::ledger::Ledger;
@@ -58,8 +57,6 @@ struct GpuProcess {
     /// The dmabufs of the buffers to load, by the image's number of the buffer.
     dmabufs: Vec<Option<OwnedFd>>,
     placeholders: Option<ReceivedPlaceholders>,
-    /// The reach of each GPU that could be resumed alone; found when all is handed over.
-    reach: Vec<GpuReach>,
 }
 
 /// A restored process whose gate is closed.
@@ -127,7 +124,6 @@ impl Handoff {
                     placeholders.context("mappings came before their placeholders")?.add(told)?;
                 }
                 to_server::What::Ready(_) => {
-                    self.processes.iter_mut().for_each(GpuProcess::find_reach);
                     let minors = (0..self.processes.len()).flat_map(|place| self.minors(place));
                     let monitor = driver.and_then(|kfd| QueueMonitor::new(&kfd, minors));
                     match monitor {
@@ -161,7 +157,7 @@ impl Handoff {
             && let Err(error) = self.block_calls(marks, &mut gated)
         {
             for (_, gated) in &mut gated {
-                (gated.gate.blocked_calls, gated.gate.reach) = (None, &[]);
+                gated.gate.blocked_calls = None;
             }
             warn!(
                 "gates are opened together, and memory that is not there is kept from nobody who asks for it (mprotect, export): {error:#}"
@@ -175,7 +171,7 @@ impl Handoff {
         Ok(gated)
     }
 
-    /// Blocks calls while no process runs: none can export missing memory, or change what a GPU's reach is.
+    /// Blocks calls while no process runs: none can export missing memory.
     fn block_calls<'a>(
         &'a self,
         marks: &BlockList,
@@ -184,14 +180,12 @@ impl Handoff {
         let machine = Topology::read()?;
         let own = |minor: u32| machine.gpus().find(|gpu| gpu.render_minor() == minor).map(|gpu| gpu.gpu_id);
         for (place, gated) in gated {
-            let GpuProcess { gpus, renders, reach, .. } = &self.processes[*place];
-            let (names, alike) = reachability::names(gpus, own);
-            let gate = &mut gated.gate;
-            if alike {
-                gate.reach = reach;
-            }
-            gate.blocked_calls =
-                Some(BlockedCalls::new(marks, gate.kfd, names, renders, !gate.reach.is_empty())?);
+            let GpuProcess { gpus, renders, .. } = &self.processes[*place];
+            // The process names a GPU as in the image, and the driver looks up some calls' buffers by its own
+            // id.
+            let names = gpus.iter().flat_map(|(name, minor)| own(*minor).into_iter().chain([*name]));
+            let kfd = gated.gate.kfd;
+            gated.gate.blocked_calls = Some(BlockedCalls::new(marks, kfd, names.collect(), renders)?);
         }
         Ok(())
     }
@@ -249,12 +243,12 @@ impl Handoff {
     /// Returns sets of buffers with the same bytes, if the dump recorded some.
     pub(super) fn duplicates(&self) -> Vec<Vec<(usize, usize)>> {
         let Some(images) = &self.images else { return Vec::new() };
-        let reach = duplicates_file::read(images.as_fd()).unwrap_or_else(|error| {
+        let sets = duplicates_file::read(images.as_fd()).unwrap_or_else(|error| {
             warn!("{DUPLICATES_FILE} is not used, each buffer is read: {error:#}: remove it");
             Vec::new()
         });
         let place = |(kfd, buffer)| Some((self.place(kfd)?, buffer));
-        reach.into_iter().map(|set| set.into_iter().filter_map(place).collect()).collect()
+        sets.into_iter().map(|set| set.into_iter().filter_map(place).collect()).collect()
     }
 
     /// Records the working set for later restores. A failure is logged only: this restore has succeeded.
@@ -302,12 +296,7 @@ impl GpuProcess {
         let kfd = with.next().context("a process came without its /dev/kfd")?;
         let renders = process.gpus.iter().map(|gpu| gpu.gpu_id).zip(with).collect();
         let gpus = process.gpus.iter().map(|gpu| (gpu.gpu_id, gpu.minor)).collect();
-        let (placeholders, reach) = (None, Vec::new());
-        Ok(Self { id: process.kfd, image, kfd, gpus, renders, files, dmabufs, placeholders, reach })
-    }
-
-    fn find_reach(&mut self) {
-        self.reach = reachability::of(&self.image, &self.gpus, |number| self.dmabufs[number].is_some());
+        Ok(Self { id: process.kfd, image, kfd, gpus, renders, files, dmabufs, placeholders: None })
     }
 
     /// Takes a stopped process with a closed gate and all its mappings: watches its placeholders, and has it
@@ -321,7 +310,7 @@ impl GpuProcess {
             }
             None => None,
         };
-        let gate = Gate { process, kfd: self.kfd.as_fd(), blocked_calls: None, reach: &[] };
+        let gate = Gate { process, kfd: self.kfd.as_fd(), blocked_calls: None };
         Ok(StartedProcess { gate, placeholders })
     }
 

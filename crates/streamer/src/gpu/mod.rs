@@ -7,8 +7,7 @@
 //! [`placeholders`]).
 //!
 //! A process's gate is opened when all of its memory is resident ([`queue_resume`], [`gate`],
-//! [`blocked_calls`]). Where its GPUs reach different memory, each GPU is resumed when its own reach is
-//! resident ([`reachability`], [`per_gpu_resume`]). So no queue runs before every byte that its GPU can
+//! [`blocked_calls`]): all its GPUs are resumed then. So no queue runs before every byte that its GPU can
 //! reach is resident (invariant I2). [`queue_monitor`] checks at the end whether the queues run. The working
 //! set can be recorded for the next restore of the image ([`working_set`]). A process whose gate can no
 //! longer be opened is killed, by the supervisor if the worker has died.
@@ -19,7 +18,6 @@ pub mod duplicates_file;
 mod fault_server;
 mod gate;
 mod handoff;
-mod per_gpu_resume;
 mod placeholder_range;
 mod placeholders;
 pub mod plugin_folder;
@@ -27,7 +25,6 @@ pub mod plugin_folder;
 mod program;
 mod queue_monitor;
 mod queue_resume;
-mod reachability;
 mod sidecar_file;
 mod working_set;
 
@@ -94,11 +91,9 @@ fn load(
     loading: BackgroundLoad<'_>,
 ) -> anyhow::Result<(Option<Report>, AccessTrace, Vec<Opened>)> {
     let &QueueResumer { ledger, timeline, .. } = resumer;
-    let sets = resumer.sets();
-    let resident = ResidencyState::new(processes.len(), &placeholders, &sets)?;
+    let resident = ResidencyState::new(processes.len(), &placeholders)?;
     let (done, ready) = mpsc::channel();
-    let fault_server =
-        FaultServer::new(placeholders, loading.handle(), &resident, &sets, done, ledger, timeline);
+    let fault_server = FaultServer::new(placeholders, loading.handle(), &resident, done, ledger, timeline);
     timeline.loads(loading.handle());
     // A reader of the timeline sees the load from now on.
     timeline.look();

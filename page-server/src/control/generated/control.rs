@@ -291,10 +291,6 @@ pub struct StreamedMemory {
     /// Bytes a second that came lately.
     #[prost(uint64, tag = "4")]
     pub rate: u64,
-    /// When the GPU went on: with its process's gate, or, where the process's GPUs go on one by one, before; 0: not yet, or the process ended
-    /// before that, or memory of CPUs.
-    #[prost(uint64, tag = "5")]
-    pub goes_on_us: u64,
 }
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, ::prost::Enumeration)]
 #[repr(i32)]
