@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Receives what the plugin hands over: `proto/handover.proto`.
 
+use std::collections::BTreeMap;
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::path::Path;
 use std::sync::Arc;
@@ -124,7 +125,7 @@ impl Handoff {
                     placeholders.context("mappings came before their placeholders")?.add(told)?;
                 }
                 to_server::What::Ready(_) => {
-                    let minors = (0..self.processes.len()).flat_map(|place| self.minors(place));
+                    let minors = self.processes.iter().flat_map(GpuProcess::minors);
                     let monitor = driver.and_then(|kfd| QueueMonitor::new(&kfd, minors));
                     match monitor {
                         Ok(monitor) => self.monitor = Some(monitor),
@@ -142,12 +143,12 @@ impl Handoff {
     }
 
     /// Waits until all processes are stopped with closed gates, and becomes responsible for them. Returns
-    /// them by their index among [`Handoff::processes`].
+    /// them in the order of [`Handoff::processes`].
     pub(super) fn go(
         &self,
         ledger: Ledger,
         marks: Option<&BlockList>,
-    ) -> anyhow::Result<Vec<(usize, StartedProcess<'_>)>> {
+    ) -> anyhow::Result<Vec<StartedProcess<'_>>> {
         let gated = self.all_started(ledger).inspect_err(|error| {
             let reason = format!("{error:#}");
             let _ = self.send_to_plugin(to_plugin::What::Refused(proto::Refused { reason }));
@@ -156,7 +157,7 @@ impl Handoff {
         if let Some(marks) = marks
             && let Err(error) = self.block_calls(marks, &mut gated)
         {
-            for (_, gated) in &mut gated {
+            for gated in &mut gated {
                 gated.gate.blocked_calls = None;
             }
             warn!(
@@ -172,15 +173,10 @@ impl Handoff {
     }
 
     /// Blocks calls while no process runs: none can export missing memory.
-    fn block_calls<'a>(
-        &'a self,
-        marks: &BlockList,
-        gated: &mut [(usize, StartedProcess<'a>)],
-    ) -> anyhow::Result<()> {
+    fn block_calls<'a>(&'a self, marks: &BlockList, gated: &mut [StartedProcess<'a>]) -> anyhow::Result<()> {
         let machine = Topology::read()?;
         let own = |minor: u32| machine.gpus().find(|gpu| gpu.render_minor() == minor).map(|gpu| gpu.gpu_id);
-        for (place, gated) in gated {
-            let GpuProcess { gpus, renders, .. } = &self.processes[*place];
+        for (GpuProcess { gpus, renders, .. }, gated) in self.processes.iter().zip(gated) {
             // The process names a GPU as in the image, and the driver looks up some calls' buffers by its own
             // id.
             let names = gpus.iter().flat_map(|(name, minor)| own(*minor).into_iter().chain([*name]));
@@ -190,28 +186,27 @@ impl Handoff {
         Ok(())
     }
 
-    fn all_started(&self, ledger: Ledger) -> anyhow::Result<Vec<(usize, StartedProcess<'_>)>> {
-        let mut started: Vec<(usize, StartedProcess<'_>)> = Vec::new();
+    fn all_started(&self, ledger: Ledger) -> anyhow::Result<Vec<StartedProcess<'_>>> {
+        let mut started: BTreeMap<usize, StartedProcess<'_>> = BTreeMap::new();
         loop {
             let (what, mut with) = self.receive()?;
             match what {
                 to_server::What::Started(process) => {
                     let announced = self.place(process.kfd);
-                    let place = announced.filter(|place| !started.iter().any(|(there, _)| there == place));
+                    let place = announced.filter(|place| !started.contains_key(place));
                     let place = place
                         .with_context(|| format!("{} was not announced, or twice", kfd_name(process.kfd)))?;
                     let pidfd = with.pop().context("a process came without its descriptor")?;
-                    started.push((place, self.processes[place].started(place, pidfd, ledger)?));
+                    started.insert(place, self.processes[place].started(place, pidfd, ledger)?);
                 }
                 to_server::What::Go(_) => break,
                 other => bail!(unexpected("Go", &other)),
             }
         }
-        let is_missing = |place: &usize| !started.iter().any(|(there, _)| there == place);
-        if let Some(place) = (0..self.processes.len()).find(is_missing) {
+        if let Some(place) = (0..self.processes.len()).find(|place| !started.contains_key(place)) {
             bail!("{}: its process was announced, and did not start", kfd_name(self.processes[place].id));
         }
-        Ok(started)
+        Ok(started.into_values().collect())
     }
 
     /// Returns the index of a process, by the image's number.
@@ -262,11 +257,6 @@ impl Handoff {
         }
     }
 
-    /// Returns N of the `/dev/dri/renderDN` of each of a process's GPUs.
-    pub(super) fn minors(&self, place: usize) -> impl Iterator<Item = u32> {
-        self.processes[place].gpus.iter().map(|(_, minor)| *minor)
-    }
-
     fn send_to_plugin(&self, what: to_plugin::What) -> Result<(), Error> {
         self.channel.send(&proto::ToPlugin { what: Some(what) }, &[])
     }
@@ -299,6 +289,11 @@ impl GpuProcess {
         Ok(Self { id: process.kfd, image, kfd, gpus, renders, files, dmabufs, placeholders: None })
     }
 
+    /// Returns N of the `/dev/dri/renderDN` of each of its GPUs.
+    fn minors(&self) -> impl Iterator<Item = u32> {
+        self.gpus.iter().map(|(_, minor)| *minor)
+    }
+
     /// Takes a stopped process with a closed gate and all its mappings: watches its placeholders, and has it
     /// killed if its gate can never be opened.
     fn started(&self, place: usize, pidfd: OwnedFd, ledger: Ledger) -> anyhow::Result<StartedProcess<'_>> {
@@ -310,7 +305,8 @@ impl GpuProcess {
             }
             None => None,
         };
-        let gate = Gate { process, kfd: self.kfd.as_fd(), blocked_calls: None };
+        let (kfd, minors) = (self.kfd.as_fd(), self.minors().collect());
+        let gate = Gate { process, kfd, minors, blocked_calls: None };
         Ok(StartedProcess { gate, placeholders })
     }
 
