@@ -226,7 +226,6 @@ fn process(record: &Record, place: usize) -> proto::StreamedProcess {
         bytes: of.bytes,
         resident: of.resident,
         rate: record.rate_of(of),
-        goes_on_us: when(of.goes_on_us),
     };
     let memory = || record.memory.iter().filter(|of| of.process == place);
     proto::StreamedProcess {
@@ -340,9 +339,6 @@ mod tests {
         let [first, second, third] = &told.processes[..] else { panic!("{told:?}") };
         let minors = |of: &proto::StreamedProcess| of.memory.iter().map(|of| of.minor).collect::<Vec<_>>();
         assert_eq!([first, second, third].map(minors), [vec![128], vec![128, 129], vec![]]);
-        let go_on =
-            |of: &proto::StreamedProcess| of.memory.iter().map(|of| of.goes_on_us).collect::<Vec<_>>();
-        assert_eq!([first, second].map(go_on), [vec![2_951_000], vec![1_410_000, 2_951_900]]);
         let of_cpus = |of: &proto::StreamedProcess| of.of_cpus.map(|of| of.bytes >> 20);
         assert_eq!([first, second, third].map(of_cpus), [None, Some(512), Some(256)]);
         assert_eq!([first, second, third].map(|of| of.without_gate), [false, false, true]);

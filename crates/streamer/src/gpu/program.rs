@@ -74,6 +74,10 @@ impl Program {
             run(tell.as_raw_fd(), address + (buffers as u64 - 1) * PAGE, shared);
         }
         drop(tell);
+        // A later child would inherit the placeholders.
+        let start = std::ptr::with_exposed_provenance_mut(usize::try_from(address).unwrap());
+        // SAFETY: only the child uses these mappings.
+        assert_eq!(unsafe { libc::munmap(start, buffers * usize::try_from(PAGE).unwrap()) }, 0);
         let mut number = [0; 4];
         std::fs::File::from(told).read_exact(&mut number).expect("the child opens a userfaultfd: needs root");
         let pidfd = sys::pidfd_open(pid).unwrap();

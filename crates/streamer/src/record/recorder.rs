@@ -105,14 +105,6 @@ impl Recorder {
         self.samples.push(Sample { at_us, faults, gpus, cpus });
     }
 
-    /// Notes that GPUs of a process were resumed; their memory was sampled before.
-    pub(super) fn gpus_go_on(&mut self, process: usize, minors: &[u32]) {
-        let now = self.now();
-        let is_one =
-            |of: &&mut Memory| of.process == process && of.minor.is_some_and(|of| minors.contains(&of));
-        self.gpus.iter_mut().filter(is_one).for_each(|of| of.goes_on_us = Some(now));
-    }
-
     fn sample_gpus(&mut self, progress: &[Progress], at_us: u64) {
         // A GPU on which a process has no memory is not shown.
         let seen = progress.iter().filter(|part| part.process < MOST && part.all > 0);
@@ -187,10 +179,8 @@ impl Recorder {
         };
         let (mut processes, mut memory) = (self.processes.clone(), Vec::new());
         for (place, of) in self.gpus.iter().enumerate() {
-            let with_all = || self.processes.get(of.process).and_then(|of| of.gate_open_us);
-            let goes_on_us = of.goes_on_us.or_else(with_all);
             let samples = samples(&|at| at.gpus.get(place).copied());
-            memory.push(Memory { goes_on_us, samples, ..of.clone() });
+            memory.push(Memory { samples, ..of.clone() });
         }
         for (place, cpu_memory) in self.cpus.iter().enumerate() {
             let process = whose(&mut processes, self.processes.len(), cpu_memory);
@@ -200,7 +190,6 @@ impl Recorder {
                 bytes: cpu_memory.of.bytes,
                 resident: cpu_memory.of.resident,
                 resident_us: cpu_memory.resident_us,
-                goes_on_us: None,
                 samples: samples(&|at| at.cpus.get(place).copied()),
             });
         }

@@ -218,9 +218,6 @@ pub struct StreamedMemory {
     /// Bytes a second that were loaded lately.
     #[prost(uint64, tag = "4")]
     pub rate: u64,
-    /// When the GPU was resumed; 0: not yet, or the process ended before that, or CPU memory.
-    #[prost(uint64, tag = "5")]
-    pub goes_on_us: u64,
 }
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, ::prost::Enumeration)]
 #[repr(i32)]
