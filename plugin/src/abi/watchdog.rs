@@ -154,7 +154,7 @@ fn run(action: &OnCriuDeath<'_>, end: i32, log: i32, own: &[OwnedFd], found: Vec
     // SAFETY: numbers, and a name that ends with a zero. All other descriptors are closed: CRIU's parasite in
     // a task ends when the last copy of its socket is closed.
     ready &= unsafe {
-        libc::prctl(libc::PR_SET_NAME, c"rewake-watchdog".as_ptr());
+        libc::prctl(libc::PR_SET_NAME, c"rewake-watch".as_ptr());
         libc::syscall(libc::SYS_close_range, next.unsigned_abs(), libc::c_uint::MAX, 0) == 0
     };
     if ready
@@ -354,7 +354,7 @@ mod tests {
         let watchdog = fork(&OnCriuDeath::ResumeQueues(null.as_fd(), &[]), None).unwrap();
         drop(near);
         assert_eq!(far.read(&mut [0]).unwrap(), 0, "the watchdog has closed the other end");
-        assert_eq!(fs::read_to_string(format!("/proc/{watchdog}/comm")).unwrap(), "rewake-watchdog\n");
+        assert_eq!(fs::read_to_string(format!("/proc/{watchdog}/comm")).unwrap(), "rewake-watch\n");
         assert_eq!(waitpid(watchdog, Some(WaitPidFlag::WNOHANG)), Err(nix::errno::Errno::ECHILD));
         kill(watchdog, Signal::SIGTERM).unwrap();
         kill(watchdog, Signal::SIGINT).unwrap();
