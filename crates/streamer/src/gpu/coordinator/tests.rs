@@ -79,6 +79,11 @@ fn with_coordinator<'env, T>(
     })
 }
 
+fn store() -> FdStore {
+    let (store, writer) = FdStore::create().unwrap();
+    FdStore::of(store.into_raw_fd(), writer.into_raw_fd()).unwrap()
+}
+
 fn phase<'a>(coordinator: &'a Coordinator<'_, '_>, process: usize) -> &'a ProcessPhase {
     &coordinator.processes[process].phase
 }
@@ -96,8 +101,7 @@ fn buffers_that_no_thread_waits_for_are_swapped_in_several_stops_and_page_faults
 fn stopped_where_it_faulted() -> bool {
     let program = Program::start(BUFFERS);
     let (handed, renders, timeline) = (program.handed(), program.renders(), Timeline::default());
-    let (store, writer) = FdStore::create().unwrap();
-    let store = FdStore::of(store.into_raw_fd(), writer.into_raw_fd()).unwrap();
+    let store = store();
     let (pidfds, no_driver) = ([program.pidfd(), program.pidfd()], File::open("/dev/null").unwrap());
     let watched = handed.watch(0, pidfds[0].as_raw_fd(), program.buffers(), &renders, &store).unwrap();
     // The second process is never resident, so no gate is opened.
@@ -119,7 +123,7 @@ fn stopped_where_it_faulted() -> bool {
         assert_eq!(poll(&mut message, 60_000_u16), Ok(1));
         until(|| {
             coordinator.turn().unwrap();
-            timeline.record().processes[0].faults == 1 && !coordinator.processes[0].is_busy()
+            timeline.record().faults().0 == 1 && !coordinator.processes[0].is_busy()
         });
         until(|| program.read() == LAST);
         if program.mappings() != (BUFFERS_PER_STOP, BUFFERS_PER_STOP + 1) {
@@ -140,6 +144,37 @@ fn stopped_where_it_faulted() -> bool {
         assert!(of.stopped_us > 0);
         true
     })
+}
+
+#[test]
+fn a_page_fault_in_a_missing_buffer_is_served_when_the_buffer_is_resident() {
+    let program = Program::start(2);
+    let (handed, renders, timeline) = (program.handed(), program.renders(), Timeline::default());
+    let store = store();
+    let (pidfds, no_driver) = ([program.pidfd()], File::open("/dev/null").unwrap());
+    let watched = handed.watch(0, pidfds[0].as_raw_fd(), program.buffers(), &renders, &store).unwrap();
+    let gates = gates(&pidfds, &no_driver);
+    with_coordinator(&gates, vec![watched], &timeline, |mut coordinator, sender| {
+        program.touch();
+        until(|| {
+            coordinator.turn().unwrap();
+            coordinator.trace.faults == 1
+        });
+        assert!(!coordinator.processes[0].is_busy());
+        // Another buffer than the one that the program waits for.
+        sender.send(Event::Resident(LoadEvent::Buffer { process: 0, number: 0 }));
+        coordinator.turn().unwrap();
+        assert!(!coordinator.processes[0].is_busy());
+        assert_eq!(program.mappings(), (2, 0));
+        sender.send(Event::Resident(LoadEvent::Buffer { process: 0, number: 1 }));
+        until(|| {
+            coordinator.turn().unwrap();
+            timeline.record().faults().0 == 1 && !coordinator.processes[0].is_busy()
+        });
+        until(|| program.read() == LAST);
+        assert_eq!(program.mappings(), (1, 1));
+        assert!(matches!(phase(&coordinator, 0), ProcessPhase::Loading));
+    });
 }
 
 #[test]
