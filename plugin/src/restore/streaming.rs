@@ -18,7 +18,7 @@ use crate::image::Images;
 
 /// Without a streamer the processes wait for memory that could be lazy. Only this line of CRIU's log says so.
 const NO_STREAMER: &str = "so all GPU memory is loaded before the processes run; to load it in the \
-                           background, use `rewake restore`, or start `rewake stream-gpu` with this work \
+                           background, use `rewake restore`, or start `rewake lazy-pages` with this work \
                            directory before CRIU";
 /// Most placeholders in one message: a tenth of what fits.
 const MAX_MAPPINGS: usize = 64;
