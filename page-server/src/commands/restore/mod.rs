@@ -238,7 +238,7 @@ impl RestoreRun<'_> {
     async fn interrupted(&mut self, signal: Signal) -> anyhow::Result<u8> {
         let runs = self.runs() || self.exit.is_some_and(|exit| exit.success());
         if self.exit.is_none() {
-            if runs && !self.request.given.detached {
+            if runs {
                 self.criu.signal(signal);
             } else {
                 self.criu.kill_tree();
