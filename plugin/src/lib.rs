@@ -23,6 +23,7 @@ mod hsakmt;
 mod image;
 #[allow(unsafe_code, reason = "the system call has no other form")]
 mod kcmp;
+pub mod placement;
 mod restore;
 mod topology;
 

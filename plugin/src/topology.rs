@@ -1,21 +1,21 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Nodes of the driver's topology, between images and the search for their places: the same properties in both.
 
+use crate::placement;
 use rewake_amdgpu_uapi::abi::{HSA_IOLINK_TYPE_PCIEXPRESS, HSA_IOLINK_TYPE_XGMI};
-use rewake_amdgpu_uapi::mapping;
 use rewake_criu_images::amdgpu::{Link, Node, Properties};
 
 /// Both ways, from one list.
 macro_rules! same {
     ($($property:ident),* $(,)?) => {
-        fn properties(node: &mapping::Node) -> Properties {
+        fn properties(node: &placement::Node) -> Properties {
             Properties { $($property: node.$property,)* }
         }
 
         /// A node of an image.
-        pub(crate) fn of_image(node: &Node) -> mapping::Node {
-            let link = |link: &Link| mapping::Link { kind: link.kind, to_node: link.to_node };
-            mapping::Node {
+        pub(crate) fn of_image(node: &Node) -> placement::Node {
+            let link = |link: &Link| placement::Link { kind: link.kind, to_node: link.to_node };
+            placement::Node {
                 $($property: node.properties.$property,)*
                 links: node.links.iter().map(link).collect(),
             }
@@ -31,8 +31,9 @@ same! {
 }
 
 /// A node for an image. Of its links the stock plugin keeps PCIe's and XGMI's.
-pub(crate) fn to_image(node: &mapping::Node) -> Node {
-    let kept = |link: &&mapping::Link| matches!(link.kind, HSA_IOLINK_TYPE_PCIEXPRESS | HSA_IOLINK_TYPE_XGMI);
-    let link = |link: &mapping::Link| Link { kind: link.kind, to_node: link.to_node };
+pub(crate) fn to_image(node: &placement::Node) -> Node {
+    let kept =
+        |link: &&placement::Link| matches!(link.kind, HSA_IOLINK_TYPE_PCIEXPRESS | HSA_IOLINK_TYPE_XGMI);
+    let link = |link: &placement::Link| Link { kind: link.kind, to_node: link.to_node };
     Node { properties: properties(node), links: node.links.iter().filter(kept).map(link).collect() }
 }

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use rewake_amdgpu_uapi::abi::memory::Mapping;
-use rewake_amdgpu_uapi::settings::max_buffer_size;
+use rewake_criu_images::amdgpu::settings::max_buffer_size;
 use rewake_image_io::files::{Direction, Finished, Request};
 use rewake_image_io::io_budget::IoBudget;
 use rewake_sdma_copy::{Bo, Memory, Shape, Slot, Staging, Transfer};

@@ -5,9 +5,9 @@ use std::os::unix::fs::MetadataExt as _;
 use std::path::PathBuf;
 
 use rewake_amdgpu_uapi::render::Render;
-use rewake_amdgpu_uapi::settings::{Checks, Switch};
 use rewake_amdgpu_uapi::topology::{Node, Topology};
 use rewake_amdgpu_uapi::{Error, Kfd, call_filter};
+use rewake_criu_images::amdgpu::settings::{Checks, Switch};
 use rewake_sdma_copy::{CopyEngine, Shape, Staging};
 
 use super::gpu::{Copies, Facts, Gpu, Plugin};

@@ -4,9 +4,9 @@
 
 use std::path::Path;
 
-use rewake_amdgpu_uapi::mapping;
-use rewake_amdgpu_uapi::settings::Checks;
+use crate::placement;
 use rewake_amdgpu_uapi::topology::{Node, Topology};
+use rewake_criu_images::amdgpu::settings::Checks;
 use rewake_criu_images::amdgpu::{KfdImage, Properties, RenderImage, kfd_name, render_name};
 use rewake_criu_plugin::{Answer, Host};
 
@@ -45,7 +45,7 @@ pub(crate) enum NoPlace {
     )]
     NoDriver(String),
     #[error("no GPUs of this machine can take the places of the image's")]
-    Mapping(#[source] mapping::NoMapping),
+    Mapping(#[source] placement::NoMapping),
     #[error("GPU {0:#x} of the image has no place")]
     Missing(u32),
     #[error(
@@ -63,7 +63,7 @@ impl GpuAssignment {
             return Err(NoPlace::NoDriver(kfd.or_else(render).unwrap_or_default()).into());
         }
         let machine = Topology::read()?;
-        let mut nodes: Vec<mapping::Node> = Vec::new();
+        let mut nodes: Vec<placement::Node> = Vec::new();
         let mut names = Vec::new();
         for (_, image) in &images.kfd {
             names.extend(gpus(image).map(|gpu| (gpu.gpu_id, gpu.node_id)));
@@ -77,8 +77,8 @@ impl GpuAssignment {
             }
         }
         let used: Vec<u32> = nodes.iter().map(|node| node.gpu_id).filter(|gpu_id| *gpu_id != 0).collect();
-        let here: Vec<mapping::Node> = machine.nodes.iter().map(mapping::Node::from).collect();
-        let found = mapping::Mapping::find(&nodes, &used, &here, Checks::from_environment()?);
+        let here: Vec<placement::Node> = machine.nodes.iter().map(placement::Node::from).collect();
+        let found = placement::Mapping::find(&nodes, &used, &here, Checks::from_environment()?);
         let found = found.map_err(NoPlace::Mapping)?;
         let mut places = Vec::new();
         for node in nodes.iter().filter(|node| node.gpu_id != 0) {

@@ -6,7 +6,7 @@ use super::node::Node;
 use super::property::differences;
 use super::reason::{Mismatch, NoCompatibleGpu};
 use super::set::Set;
-use crate::settings::Checks;
+use rewake_criu_images::amdgpu::settings::Checks;
 
 /// Compares single GPUs of the image with those of the machine.
 pub(super) struct Compatibility<'a> {

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! This machine, as an image and as itself.
 
-use rewake_amdgpu_uapi::mapping::{Mapping, NoMapping, Node};
-use rewake_amdgpu_uapi::settings::{Checks, Switch};
+use amdgpu_plugin::placement::{Mapping, NoMapping, Node};
 use rewake_amdgpu_uapi::topology::Topology;
+use rewake_criu_images::amdgpu::settings::{Checks, Switch};
 use softgpu_tests::isolated;
 
 fn nodes() -> Vec<Node> {

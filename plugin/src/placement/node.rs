@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! A node as images describe it.
 
-use crate::topology;
+use rewake_amdgpu_uapi::topology;
 
 /// A CPU or GPU with the properties that images have: `kfd_device_entry` of CRIU's `criu-amdgpu.proto`. They
 /// are the driver's properties of the same names.

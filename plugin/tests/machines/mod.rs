@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Machines for the tests of the mapping, and a plain version of its rules.
 
+use amdgpu_plugin::placement::{Link, Node};
 use proptest::prelude::*;
-use rewake_amdgpu_uapi::mapping::{Link, Node};
-use rewake_amdgpu_uapi::settings::{Checks, Switch};
+use rewake_criu_images::amdgpu::settings::{Checks, Switch};
 
 pub(super) const PCIE: u32 = 2;
 pub(super) const XGMI: u32 = 11;

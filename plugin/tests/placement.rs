@@ -5,11 +5,11 @@ mod machines;
 
 use std::time::Duration;
 
+use amdgpu_plugin::placement::{Link, Mapping, NoMapping, Node};
 use machines::{PCIE, XGMI, among, change, fits_by_hand, machine, renamed, small};
 use nix::time::{ClockId, clock_gettime};
 use proptest::prelude::*;
-use rewake_amdgpu_uapi::mapping::{Link, Mapping, NoMapping, Node};
-use rewake_amdgpu_uapi::settings::{Checks, Switch};
+use rewake_criu_images::amdgpu::settings::{Checks, Switch};
 
 fn gpu_ids(nodes: &[Node]) -> Vec<u32> {
     nodes.iter().map(|node| node.gpu_id).filter(|id| *id != 0).collect()

@@ -5,7 +5,7 @@
 use std::fmt;
 
 use super::node::Node;
-use crate::settings::{Checks, Switch};
+use rewake_criu_images::amdgpu::settings::{Checks, Switch};
 
 /// A property and its rule.
 struct Property {

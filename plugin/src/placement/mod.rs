@@ -32,8 +32,8 @@ pub use node::{Link, Node};
 pub use property::Difference;
 pub use reason::{BadNodes, Mismatch, NoCompatibleGpu, NoMapping, NodeName};
 
-use crate::settings::{Checks, Switch};
 use compat::Compatibility;
+use rewake_criu_images::amdgpu::settings::{Checks, Switch};
 use search::{Failure, Problem, STEPS};
 use set::{CAPACITY, Set};
 

@@ -4,7 +4,7 @@
 use std::collections::HashMap;
 
 use super::node::Node;
-use crate::abi::{HSA_IOLINK_TYPE_PCIEXPRESS, HSA_IOLINK_TYPE_XGMI};
+use rewake_amdgpu_uapi::abi::{HSA_IOLINK_TYPE_PCIEXPRESS, HSA_IOLINK_TYPE_XGMI};
 
 /// Links of a pair of nodes: PCIe to the other and from it, XGMI to and from it, and a common hive.
 const PCIE_TO: u8 = 1;
