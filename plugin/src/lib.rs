@@ -25,7 +25,7 @@ mod image;
 mod kcmp;
 pub mod placement;
 mod restore;
-mod topology;
+pub mod topology;
 
 use std::ffi::CStr;
 use std::os::fd::BorrowedFd;

@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The links between nodes.
+//! The links between nodes. Links between CPUs and links of other kinds than PCIe and XGMI do not count: the
+//! stock plugin ignores them.
 
-use std::collections::HashMap;
-
-use super::node::Node;
 use rewake_amdgpu_uapi::abi::{HSA_IOLINK_TYPE_PCIEXPRESS, HSA_IOLINK_TYPE_XGMI};
+use rewake_criu_images::amdgpu::Node;
 
 /// Links of a pair of nodes: PCIe to the other and from it, XGMI to and from it, and a common hive.
 const PCIE_TO: u8 = 1;
@@ -13,44 +12,35 @@ const XGMI_TO: u8 = 4;
 const XGMI_FROM: u8 = 8;
 const HIVE: u8 = 16;
 
-/// Returns, for each pair of nodes, the links that the first sees to the second. Links to other nodes, links
-/// between CPUs and links of other kinds do not count: the stock plugin ignores them.
-pub(super) fn relations(nodes: &[&Node]) -> Vec<Vec<u8>> {
-    let places: HashMap<u32, usize> = nodes.iter().map(|node| node.node_id).zip(0..).collect();
-    let mut relations = vec![vec![0; nodes.len()]; nodes.len()];
-    for (from, node) in nodes.iter().enumerate() {
-        for link in &node.links {
-            let Some(to) = places.get(&link.to_node).copied().filter(|to| *to != from) else { continue };
-            let (there, back) = match link.kind {
-                HSA_IOLINK_TYPE_XGMI => (XGMI_TO, XGMI_FROM),
-                HSA_IOLINK_TYPE_PCIEXPRESS => (PCIE_TO, PCIE_FROM),
-                _ => continue,
-            };
-            if node.gpu_id != 0 || nodes[to].gpu_id != 0 {
-                relations[from][to] |= there;
-                relations[to][from] |= back;
-            }
-        }
-        for (to, other) in nodes.iter().enumerate() {
-            if to != from && node.gpu_id != 0 && other.gpu_id != 0 && node.hive_id == other.hive_id {
-                relations[from][to] |= if node.hive_id == 0 { 0 } else { HIVE };
-            }
-        }
+/// Returns the links that `node` has with `other`.
+pub(super) fn between(node: &Node, other: &Node) -> u8 {
+    let (a, b) = (&node.properties, &other.properties);
+    if a.node_id == b.node_id || a.gpu_id == 0 && b.gpu_id == 0 {
+        return 0;
     }
-    relations
+    let has = |from: &Node, kind, to_node| {
+        from.links.iter().any(|link| link.kind == kind && link.to_node == to_node)
+    };
+    let links = [
+        (PCIE_TO, has(node, HSA_IOLINK_TYPE_PCIEXPRESS, b.node_id)),
+        (PCIE_FROM, has(other, HSA_IOLINK_TYPE_PCIEXPRESS, a.node_id)),
+        (XGMI_TO, has(node, HSA_IOLINK_TYPE_XGMI, b.node_id)),
+        (XGMI_FROM, has(other, HSA_IOLINK_TYPE_XGMI, a.node_id)),
+        (HIVE, a.gpu_id != 0 && b.gpu_id != 0 && a.hive_id == b.hive_id && a.hive_id != 0),
+    ];
+    links.iter().filter(|(_, has)| *has).map(|(bit, _)| bit).sum()
 }
 
-/// Adds the links that these links can replace: XGMI replaces PCIe.
-pub(super) fn offers(mut relations: Vec<Vec<u8>>) -> Vec<Vec<u8>> {
-    for bits in relations.iter_mut().flatten() {
-        if *bits & XGMI_TO != 0 {
-            *bits |= PCIE_TO;
-        }
-        if *bits & XGMI_FROM != 0 {
-            *bits |= PCIE_FROM;
-        }
-    }
-    relations
+/// Returns the links of a node with each of `others`.
+pub(super) fn with<'a>(node: &Node, others: impl IntoIterator<Item = &'a Node>) -> Vec<u8> {
+    others.into_iter().map(|other| between(node, other)).collect()
+}
+
+/// Returns whether a pair with the links `found` can replace one with the links `wanted`. XGMI replaces PCIe.
+pub(super) fn replaces(found: u8, wanted: u8) -> bool {
+    let pcie =
+        if found & XGMI_TO == 0 { 0 } else { PCIE_TO } | if found & XGMI_FROM == 0 { 0 } else { PCIE_FROM };
+    wanted & !(found | pcie) == 0
 }
 
 /// Returns the name of the strongest link, for messages.
@@ -62,22 +52,15 @@ pub(super) fn name(bits: u8) -> &'static str {
     }
 }
 
-/// Returns a GPU's links to each CPU among `nodes` that it is linked to.
-pub(super) fn to_cpus(gpu: &Node, nodes: &[Node]) -> Vec<u8> {
-    let cpus = nodes.iter().filter(|node| node.gpu_id == 0);
-    let both: Vec<&Node> = std::iter::once(gpu).chain(cpus).collect();
-    relations(&both).swap_remove(0).into_iter().filter(|bits| *bits != 0).collect()
+/// Returns a link to a node that none of `found` can replace, if any.
+pub(super) fn missing(wanted: &[u8], found: &[u8]) -> Option<u8> {
+    wanted.iter().copied().find(|wanted| found.iter().all(|found| !replaces(*found, *wanted)))
 }
 
-/// Returns the name of a link to a CPU that none of `found` can replace, if any.
-pub(super) fn missing(wanted: &[u8], found: &[u8]) -> Option<&'static str> {
-    let found = offers(vec![found.to_vec()]).swap_remove(0);
-    let mismatches = |bits: &&u8| found.iter().all(|offered| **bits & !offered != 0);
-    wanted.iter().find(mismatches).map(|bits| name(*bits))
-}
-
-/// Returns whether the node is a CPU that one of the GPUs is linked to.
-pub(super) fn is_cpu_of(node: &Node, gpus: &[&Node]) -> bool {
-    let all: Vec<&Node> = std::iter::once(node).chain(gpus.iter().copied()).collect();
-    node.gpu_id == 0 && relations(&all)[0].iter().any(|bits| *bits != 0)
+/// Returns a link that one GPU has with more GPUs than another, and both numbers.
+pub(super) fn fewer(wanted: &[u8], found: &[u8]) -> Option<(u8, usize, usize)> {
+    let count = |links: &[u8], bit| links.iter().filter(|links| replaces(**links, bit)).count();
+    let kinds = [XGMI_TO, XGMI_FROM, PCIE_TO, PCIE_FROM, HIVE];
+    let mut numbers = kinds.map(|bit| (bit, count(wanted, bit), count(found, bit))).into_iter();
+    numbers.find(|(_, wanted, found)| wanted > found)
 }

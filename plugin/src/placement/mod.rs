@@ -19,23 +19,19 @@
 
 mod compat;
 mod links;
-mod matching;
-mod node;
 mod property;
 mod reason;
 mod search;
-mod set;
 
 use std::collections::HashSet;
 
-pub use node::{Link, Node};
-pub use property::Difference;
-pub use reason::{BadNodes, Mismatch, NoCompatibleGpu, NoMapping, NodeName};
+use rewake_criu_images::amdgpu::Node;
+use rewake_criu_images::amdgpu::settings::{Checks, Switch};
 
 use compat::Compatibility;
-use rewake_criu_images::amdgpu::settings::{Checks, Switch};
-use search::{Failure, Problem, STEPS};
-use set::{CAPACITY, Set};
+pub use property::Difference;
+pub use reason::{BadNodes, Mismatch, NoCompatibleGpu, NoPlacement, NodeName};
+use search::{Failure, MAX_NODES, Places, Problem, places};
 
 /// A GPU of the image, and the GPU that takes its place.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -50,46 +46,43 @@ pub struct Pair {
 
 /// A different place for every GPU in use.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub struct Mapping {
+pub struct Placement {
     pairs: Vec<Pair>,
 }
 
-impl Mapping {
+impl Placement {
     /// Finds places among `machine` for the GPUs `used`: gpu ids of all processes that are restored together,
     /// in any order, repeated or not. Other nodes of `image` matter only if they are linked to these.
     ///
     /// # Errors
-    /// No mapping exists: see [`NoMapping`].
-    pub fn find(image: &[Node], used: &[u32], machine: &[Node], checks: Checks) -> Result<Self, NoMapping> {
+    /// No placement exists: see [`NoPlacement`].
+    pub fn find(image: &[Node], used: &[u32], machine: &[Node], checks: Checks) -> Result<Self, NoPlacement> {
         check("this machine", machine)?;
         check("the image", image)?;
-        let used: HashSet<u32> = used.iter().copied().collect();
-        let known: HashSet<u32> = gpus(image).map(|gpu| gpu.gpu_id).collect();
-        if let Some(unknown) = used.difference(&known).min() {
-            return Err(NoMapping::Nodes(BadNodes::Unknown(*unknown)));
+        let is_used = |gpu: &&Node| used.contains(&gpu.properties.gpu_id);
+        if let Some(unknown) =
+            used.iter().filter(|id| gpus(image).all(|gpu| gpu.properties.gpu_id != **id)).min()
+        {
+            return Err(NoPlacement::Nodes(BadNodes::Unknown(*unknown)));
         }
-        let wanted: Vec<&Node> = gpus(image).filter(|gpu| used.contains(&gpu.gpu_id)).collect();
-        let likeness = Compatibility::new(image, machine, checks);
-        let fits: Vec<Set> = wanted.iter().map(|gpu| likeness.fits(gpu)).collect();
-        let misfits = wanted.iter().zip(&fits).filter(|(_, fits)| fits.is_empty());
-        let misfits: Vec<NoCompatibleGpu> = misfits.map(|(gpu, fits)| likeness.closest(gpu, fits)).collect();
+        let wanted: Vec<&Node> = gpus(image).filter(is_used).collect();
+        let compatibility = Compatibility::new(image, &wanted, machine, checks);
+        let fits: Vec<Places> = (0..wanted.len()).map(|gpu| compatibility.fits(gpu)).collect();
+        let closest = |gpu: usize| compatibility.closest(gpu, fits[gpu]);
+        let misfits: Vec<NoCompatibleGpu> =
+            (0..wanted.len()).filter(|gpu| fits[*gpu] == 0).map(closest).collect();
         if !misfits.is_empty() {
-            return Err(NoMapping::NoCompatibleGpu(misfits));
+            return Err(NoPlacement::NoCompatibleGpu(misfits));
         }
         let answer = place(image, &wanted, machine, &fits, checks.has(Switch::Numa));
         answer.map_err(|mut reason| {
-            let numa = checks.has(Switch::Numa) && place(image, &wanted, machine, &fits, false).is_ok();
-            if let NoMapping::NotEnoughGpus { numa: helps, .. } | NoMapping::Links { numa: helps, .. } =
-                &mut reason
-            {
-                *helps = numa;
+            if let NoPlacement::NotEnoughGpus { items, closest: near, .. } = &mut reason {
+                let crowd = (0..wanted.len()).filter(|gpu| items.contains(&name(wanted[*gpu])));
+                let others = crowd.map(closest).filter(|misfit| misfit.closest.is_some());
+                *near = others.min_by_key(|misfit| misfit.closest.as_ref().map(|(_, all)| all.len()));
             }
-            if let NoMapping::NotEnoughGpus { items, closest, .. } = &mut reason {
-                let crowd = wanted.iter().zip(&fits).filter(|(gpu, _)| items.contains(&name(gpu)));
-                let others = crowd.map(|(gpu, fits)| likeness.closest(gpu, fits));
-                let others = others.filter(|misfit| misfit.closest.is_some());
-                *closest = others
-                    .min_by_key(|misfit| misfit.closest.as_ref().map(|(_, mismatches)| mismatches.len()));
+            if let NoPlacement::NotEnoughGpus { numa, .. } | NoPlacement::Links { numa, .. } = &mut reason {
+                *numa = checks.has(Switch::Numa) && place(image, &wanted, machine, &fits, false).is_ok();
             }
             reason
         })
@@ -109,26 +102,26 @@ impl Mapping {
 }
 
 fn name(node: &Node) -> NodeName {
-    match node.gpu_id {
-        0 => NodeName::Cpu(node.node_id),
+    match node.properties.gpu_id {
+        0 => NodeName::Cpu(node.properties.node_id),
         id => NodeName::Gpu(id),
     }
 }
 
 fn gpus(nodes: &[Node]) -> impl Iterator<Item = &Node> {
-    nodes.iter().filter(|node| node.gpu_id != 0)
+    nodes.iter().filter(|node| node.properties.gpu_id != 0)
 }
 
 /// Checks that numbers and ids are unique, and that the nodes are not too many.
-fn check(whose: &'static str, nodes: &[Node]) -> Result<(), NoMapping> {
+fn check(whose: &'static str, nodes: &[Node]) -> Result<(), NoPlacement> {
     let (mut numbers, mut names) = (HashSet::new(), HashSet::new());
-    let bad = nodes.iter().find_map(|node| match node {
+    let bad = nodes.iter().map(|node| &node.properties).find_map(|node| match node {
         _ if !numbers.insert(node.node_id) => Some(BadNodes::SameNode(whose, node.node_id)),
         _ if node.gpu_id != 0 && !names.insert(node.gpu_id) => Some(BadNodes::SameGpu(whose, node.gpu_id)),
         _ => None,
     });
-    let many = (nodes.len() > CAPACITY).then_some(BadNodes::TooMany(whose, nodes.len()));
-    many.or(bad).map_or(Ok(()), |bad| Err(NoMapping::Nodes(bad)))
+    let many = (nodes.len() > MAX_NODES).then_some(BadNodes::TooMany(whose, nodes.len()));
+    many.or(bad).map_or(Ok(()), |bad| Err(NoPlacement::Nodes(bad)))
 }
 
 /// Places all GPUs, and with `numa` the CPUs that they are linked to.
@@ -136,58 +129,58 @@ fn place(
     image: &[Node],
     wanted: &[&Node],
     machine: &[Node],
-    fits: &[Set],
+    fits: &[Places],
     numa: bool,
-) -> Result<Mapping, NoMapping> {
+) -> Result<Placement, NoPlacement> {
     let mut items = wanted.to_vec();
-    let mut domains = fits.to_vec();
+    let mut candidates = fits.to_vec();
     if numa {
-        let cpus: Set = (0..machine.len()).filter(|place| machine[*place].gpu_id == 0).collect();
-        let near = image.iter().filter(|node| links::is_cpu_of(node, wanted));
-        items.extend(near);
-        domains.resize(items.len(), cpus);
+        let linked = |node: &&Node| {
+            node.properties.gpu_id == 0 && wanted.iter().any(|gpu| links::between(node, gpu) != 0)
+        };
+        items.extend(image.iter().filter(linked));
+        let cpus = places(machine.iter().map(|node| node.properties.gpu_id == 0));
+        candidates.resize(items.len(), cpus);
     }
+    let same = |item: &&Node| machine.iter().position(|node| name(node) == name(item));
     let problem = Problem {
-        domains,
-        preferred: items
-            .iter()
-            .map(|item| machine.iter().position(|node| name(node) == name(item)))
-            .collect(),
-        wanted: links::relations(&items),
-        offered: links::offers(links::relations(&machine.iter().collect::<Vec<_>>())),
+        candidates,
+        preferred: items.iter().map(same).collect(),
+        wanted: items.iter().map(|item| links::with(item, items.iter().copied())).collect(),
+        offered: machine.iter().map(|node| links::with(node, machine)).collect(),
     };
-    let places = problem.solve(STEPS).map_err(|failure| explain(failure, &problem, &items, machine))?;
+    let places = problem.solve().map_err(|failure| explain(failure, &problem, &items, machine))?;
     let pair = |(gpu, place): (&&Node, usize)| {
-        let Node { gpu_id, drm_render_minor, .. } = machine[place];
-        Pair { old: gpu.gpu_id, new: gpu_id, render_minor: drm_render_minor }
+        let (old, new) = (&gpu.properties, &machine[place].properties);
+        Pair { old: old.gpu_id, new: new.gpu_id, render_minor: new.drm_render_minor }
     };
-    Ok(Mapping { pairs: wanted.iter().zip(places).map(pair).collect() })
+    Ok(Placement { pairs: wanted.iter().zip(places).map(pair).collect() })
 }
 
 /// Explains a failure with the names of nodes.
-fn explain(failure: Failure, problem: &Problem, items: &[&Node], machine: &[Node]) -> NoMapping {
+fn explain(failure: Failure, problem: &Problem, items: &[&Node], machine: &[Node]) -> NoPlacement {
     match failure {
-        Failure::Crowded(mut crowd) => {
+        Failure::TooFew(mut crowd) => {
             crowd.sort_unstable();
-            let fits = |place: &usize| crowd.iter().any(|item| problem.domains[*item].contains(*place));
-            let places = (0..machine.len()).filter(fits);
-            NoMapping::NotEnoughGpus {
-                places: places.map(|place| name(&machine[place])).collect(),
+            let fits = crowd.iter().fold(0, |all, item| all | problem.candidates[*item]);
+            let fits = machine.iter().zip(0..).filter(|(_, place)| search::contains(fits, *place));
+            NoPlacement::NotEnoughGpus {
+                places: fits.map(|(node, _)| name(node)).collect(),
                 items: crowd.iter().map(|item| name(items[*item])).collect(),
                 numa: false,
                 closest: None,
             }
         }
-        Failure::Unrelated(dead) => {
-            let link = |other: usize| (links::name(problem.wanted[dead.item][other]), name(items[other]));
-            NoMapping::Links {
+        Failure::Links(dead) => {
+            let link = problem.wanted[dead.item][dead.last];
+            NoPlacement::Links {
                 item: name(items[dead.item]),
-                link: dead.other.map(link),
+                link: (link != 0).then(|| (links::name(link), name(items[dead.last]))),
                 placed: dead.placed,
                 all: items.len(),
                 numa: false,
             }
         }
-        Failure::Steps => NoMapping::Steps,
+        Failure::Steps => NoPlacement::Steps,
     }
 }

@@ -4,15 +4,15 @@
 
 use std::path::Path;
 
-use crate::placement;
 use rewake_amdgpu_uapi::topology::{Node, Topology};
 use rewake_criu_images::amdgpu::settings::Checks;
-use rewake_criu_images::amdgpu::{KfdImage, Properties, RenderImage, kfd_name, render_name};
+use rewake_criu_images::amdgpu::{self as image, KfdImage, Properties, RenderImage, kfd_name, render_name};
 use rewake_criu_plugin::{Answer, Host};
 
 use crate::device::CLASS;
 use crate::image::Images;
-use crate::topology;
+use crate::placement::{NoPlacement, Placement};
+use crate::topology::to_image;
 
 /// A GPU of this machine in the place of one of the image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -45,7 +45,7 @@ pub(crate) enum NoPlace {
     )]
     NoDriver(String),
     #[error("no GPUs of this machine can take the places of the image's")]
-    Mapping(#[source] placement::NoMapping),
+    Placement(#[source] NoPlacement),
     #[error("GPU {0:#x} of the image has no place")]
     Missing(u32),
     #[error(
@@ -63,25 +63,27 @@ impl GpuAssignment {
             return Err(NoPlace::NoDriver(kfd.or_else(render).unwrap_or_default()).into());
         }
         let machine = Topology::read()?;
-        let mut nodes: Vec<placement::Node> = Vec::new();
+        let mut nodes: Vec<image::Node> = Vec::new();
         let mut names = Vec::new();
         for (_, image) in &images.kfd {
             names.extend(gpus(image).map(|gpu| (gpu.gpu_id, gpu.node_id)));
             // All processes were dumped on one machine: what the first one's image calls a GPU is its name here.
-            for node in image.nodes.iter().map(topology::of_image) {
-                match nodes.iter().position(|known| known.node_id == node.node_id) {
-                    Some(index) if nodes[index].gpu_id == 0 => nodes[index] = node,
+            for node in &image.nodes {
+                let number = node.properties.node_id;
+                match nodes.iter().position(|known| known.properties.node_id == number) {
+                    Some(index) if nodes[index].properties.gpu_id == 0 => nodes[index] = node.clone(),
                     Some(_) => {}
-                    None => nodes.push(node),
+                    None => nodes.push(node.clone()),
                 }
             }
         }
-        let used: Vec<u32> = nodes.iter().map(|node| node.gpu_id).filter(|gpu_id| *gpu_id != 0).collect();
-        let here: Vec<placement::Node> = machine.nodes.iter().map(placement::Node::from).collect();
-        let found = placement::Mapping::find(&nodes, &used, &here, Checks::from_environment()?);
-        let found = found.map_err(NoPlace::Mapping)?;
+        let ids = nodes.iter().map(|node| node.properties.gpu_id);
+        let used: Vec<u32> = ids.filter(|gpu_id| *gpu_id != 0).collect();
+        let here: Vec<image::Node> = machine.nodes.iter().map(to_image).collect();
+        let found = Placement::find(&nodes, &used, &here, Checks::from_environment()?);
+        let found = found.map_err(NoPlace::Placement)?;
         let mut places = Vec::new();
-        for node in nodes.iter().filter(|node| node.gpu_id != 0) {
+        for node in nodes.iter().map(|node| &node.properties).filter(|node| node.gpu_id != 0) {
             let pair = found.get(node.gpu_id).ok_or(NoPlace::Missing(node.gpu_id))?;
             host.info(format_args!("GPU {:#x} of the image is GPU {:#x} here", pair.old, pair.new));
             let gpu = machine.gpus().find(|gpu| gpu.gpu_id == pair.new);
