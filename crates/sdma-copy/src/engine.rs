@@ -12,7 +12,6 @@ use drm::control::Device as _;
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use nix::time::{ClockId, clock_gettime};
 use nix::unistd::{Whence, lseek};
-use rewake_amdgpu_uapi::abi::memory::Mapping;
 use rewake_amdgpu_uapi::render::Render;
 
 use crate::Error;
@@ -228,18 +227,6 @@ impl CopyEngine {
         }
         self.tickets += 1;
         Ok(ticket)
-    }
-
-    /// Returns the CPU mapping of a BO if the CPU copies, else None. Cached bytes can be read into it
-    /// directly, which saves a copy.
-    ///
-    /// # Errors
-    /// The BO is not this engine's, or the CPU cannot access it.
-    pub fn view(&mut self, bo: Bo) -> Result<Option<Arc<Mapping>>, Error> {
-        match &self.copies {
-            Copies::Rings { .. } => Ok(None),
-            Copies::Cpu(copier) => copier.view(&mut self.table, bo).map(Some),
-        }
     }
 
     fn check(&mut self, transfer: &Transfer) -> Result<(), Error> {
