@@ -8,8 +8,8 @@ use std::thread::{self, JoinHandle};
 
 use anyhow::{Context as _, ensure};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use rewake_amdgpu_uapi::call_filter::{self, BlockList};
 use rewake_image_io::io_budget::IoBudget;
+use rewake_ioctl_filter::BlockList;
 use rewake_plugin_protocol::{DUMP_BLOCKS, Listener, Phase, ProcessId, SessionNote};
 use tokio::sync::watch;
 use tracing::{error, info, warn};
@@ -255,7 +255,7 @@ async fn without_cpus(daemon: &Daemon, over: Option<watch::Receiver<bool>>) {
 
 /// Has calls held and kept away, until all processes of this program have ended. None where the kernel does not.
 fn marks(start: &Start) -> Option<BlockList> {
-    match call_filter::attach() {
+    match rewake_ioctl_filter::attach() {
         Ok((hold, marks)) => {
             start.ledger.keep(hold.into_descriptors());
             Some(marks)

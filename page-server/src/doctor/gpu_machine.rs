@@ -6,7 +6,7 @@ use std::path::PathBuf;
 
 use rewake_amdgpu_uapi::render::Render;
 use rewake_amdgpu_uapi::topology::{Node, Topology};
-use rewake_amdgpu_uapi::{Error, Kfd, call_filter};
+use rewake_amdgpu_uapi::{Error, Kfd};
 use rewake_criu_images::amdgpu::settings::{Checks, Switch};
 use rewake_sdma_copy::{CopyEngine, Shape, Staging};
 
@@ -35,7 +35,9 @@ pub fn facts(capabilities: u64) -> Option<Facts> {
         initial_user_namespace: std::fs::metadata("/proc/self/ns/user")
             .map_or(true, |namespace| namespace.ino() == INITIAL_USER_NAMESPACE),
         switched_off: switched_off(),
-        held: call_filter::attach().map(drop).map_err(|error| format!("{:#}", anyhow::Error::from(error))),
+        held: rewake_ioctl_filter::attach()
+            .map(drop)
+            .map_err(|error| format!("{:#}", anyhow::Error::from(error))),
         plugin: plugin(),
     })
 }

@@ -5,7 +5,7 @@ use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 
 use anyhow::Context as _;
-use rewake_amdgpu_uapi::call_filter::{
+use rewake_ioctl_filter::{
     ACCESS, BlockList, CREATE_PROCESS, CREATE_QUEUE, CROSS_COPY, CallClass, EXPORT, MAP, UPDATE_QUEUE,
 };
 use tracing::warn;

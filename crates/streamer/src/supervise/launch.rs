@@ -8,7 +8,6 @@ use std::process::{Command, Stdio};
 use anyhow::Context as _;
 use nix::sys::signal::{Signal, killpg};
 use nix::unistd::Pid;
-use rewake_amdgpu_uapi::call_filter;
 use rewake_plugin_protocol::SOCKET;
 
 use crate::ledger::StatusByte;
@@ -137,7 +136,7 @@ impl StatusFlags {
 /// # Errors
 /// The kernel does not hold calls, or the image's memory cannot be served.
 pub fn can_bring_pages(images: &Path) -> anyhow::Result<()> {
-    call_filter::attach()?;
+    rewake_ioctl_filter::attach()?;
     Image::open(images).map(drop)
 }
 
