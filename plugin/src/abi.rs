@@ -8,7 +8,7 @@ use std::ffi::CStr;
 use std::io;
 use std::os::fd::{FromRawFd as _, OwnedFd, RawFd};
 
-pub(crate) use watchdog::{OnCriuDeath, fork as fork_guard, task};
+pub(crate) use watchdog::{OnCriuDeath, fork as fork_guard};
 
 /// A named semaphore with the value 1; one that is there is left alone.
 pub(crate) fn make_semaphore(name: &CStr, mode: u32) -> io::Result<()> {

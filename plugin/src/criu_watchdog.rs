@@ -8,7 +8,6 @@
 //!   unguarded. Where they are stopped they would run until then: the kernel kills those (`restore/resume.rs`). CRIU 4.1 says nothing
 //!   when it forks them: its tasks have a guard when they are whole only, and what CRIU's death leaves before that may run.
 
-use std::fs;
 use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
 
@@ -16,6 +15,8 @@ use nix::sys::signal::{Signal, kill};
 use nix::sys::wait::{WaitPidFlag, waitpid};
 use nix::unistd::{Pid, getppid};
 use rewake_criu_plugin::Host;
+use rewake_process::pidfd::pidfd_open;
+use rewake_process::proc;
 
 use crate::abi::{self, OnCriuDeath};
 
@@ -33,7 +34,7 @@ impl CriuWatchdog {
     /// Before a restored tree may run: of its first task, or of whatever CRIU has forked.
     pub(crate) fn of_trees(host: &Host, roots: &[i32]) -> Option<Self> {
         let otherwise = "tasks run without their GPUs' memory";
-        match those_there(roots, abi::task) {
+        match those_there(roots, pidfd_open) {
             Ok(roots) => Self::start(host, &OnCriuDeath::Kill(&roots), otherwise),
             Err(error) => none(host, &error, otherwise),
         }
@@ -83,17 +84,15 @@ impl Drop for CriuWatchdog {
 
 /// Children of this process's first thread.
 pub(crate) fn children() -> Vec<i32> {
-    let id = std::process::id();
-    children_of(&format!("/proc/{id}/task/{id}"))
+    let id = std::process::id().cast_signed();
+    proc::children_of_thread(id, id)
 }
 
 /// Siblings of this process that it traces: a task that CRIU has forked for its parent (`--restore-sibling`, as runc restores) is
 /// seized at once.
 pub(crate) fn traced_siblings() -> Vec<i32> {
-    let threads = fs::read_dir(format!("/proc/{}/task", getppid())).into_iter().flatten().flatten();
-    let mut siblings: Vec<i32> =
-        threads.flat_map(|thread| children_of(&thread.path().to_string_lossy())).collect();
-    siblings.retain(|sibling| tracer_of(*sibling) == Some(std::process::id()));
+    let mut siblings = proc::children(getppid().as_raw());
+    siblings.retain(|sibling| is_traced(*sibling));
     siblings
 }
 
@@ -101,25 +100,18 @@ pub(crate) fn traced_siblings() -> Vec<i32> {
 pub(crate) fn traced(roots: &[i32]) -> Vec<i32> {
     let (mut tasks, mut traced) = (roots.to_vec(), Vec::new());
     while let Some(task) = tasks.pop() {
-        // Whoever ends meanwhile has none.
-        for thread in fs::read_dir(format!("/proc/{task}/task")).into_iter().flatten().flatten() {
-            tasks.extend(children_of(&thread.path().to_string_lossy()));
-            let number = thread.file_name().to_str().and_then(|number| number.parse().ok());
-            traced.extend(number.filter(|thread| tracer_of(*thread) == Some(std::process::id())));
+        // A task that ends meanwhile has none.
+        for thread in proc::threads(task) {
+            tasks.extend(proc::children_of_thread(task, thread));
+            traced.extend(is_traced(thread).then_some(thread));
         }
     }
     traced
 }
 
-fn children_of(thread: &str) -> Vec<i32> {
-    let numbers = fs::read_to_string(format!("{thread}/children")).unwrap_or_default();
-    numbers.split_whitespace().filter_map(|number| number.parse().ok()).collect()
-}
-
-fn tracer_of(task: i32) -> Option<u32> {
-    let status = fs::read_to_string(format!("/proc/{task}/status")).ok()?;
-    let line = status.lines().find_map(|line| line.strip_prefix("TracerPid:"))?;
-    line.trim().parse().ok()
+/// Whether this process traces a thread.
+fn is_traced(thread: i32) -> bool {
+    proc::status(thread).is_some_and(|status| status.tracer == std::process::id().cast_signed())
 }
 
 #[cfg(test)]
@@ -148,6 +140,6 @@ mod tests {
     fn a_task_that_was_waited_for_has_ended() {
         let mut child = std::process::Command::new("true").spawn().unwrap();
         child.wait().unwrap();
-        assert!(those_there(&[child.id().cast_signed()], abi::task).unwrap().is_empty());
+        assert!(those_there(&[child.id().cast_signed()], pidfd_open).unwrap().is_empty());
     }
 }

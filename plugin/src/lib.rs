@@ -7,7 +7,7 @@
 //! * [`contents`]: the memory of buffers, to and from the image. `buffers`: which of them a mapping shows.
 //! * `shared`, in both: buffers that processes have in common, open dma-bufs, two `/dev/kfd`s of one process. CRIU's
 //!   images have no place for that: `rewake-shared.img` has it, beside what CRIU's own plugin restores as copies.
-//! * `hsakmt`: what ROCm's library shares between processes. `abi`, `kcmp`: the only `unsafe` code.
+//! * `hsakmt`: what ROCm's library shares between processes. `abi`: the only `unsafe` code.
 //! * `guard`: what is done when CRIU itself is killed. `device`: whether a file is an AMD GPU's.
 //! * `image`: the image's files. `topology`: the machine as images tell it.
 #![deny(unsafe_code)]
@@ -21,8 +21,6 @@ mod device;
 mod dump;
 mod hsakmt;
 mod image;
-#[allow(unsafe_code, reason = "the system call has no other form")]
-mod kcmp;
 pub mod placement;
 mod restore;
 pub mod topology;

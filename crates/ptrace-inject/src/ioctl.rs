@@ -3,10 +3,12 @@
 
 use std::os::fd::{AsRawFd as _, BorrowedFd, RawFd};
 
+use rewake_process::kcmp::same_file;
+
 use crate::error::Error;
+use crate::proc;
 use crate::scratch::word;
 use crate::stop::Stopped;
-use crate::{abi, proc};
 
 impl Stopped<'_> {
     /// Makes a stopped thread call an ioctl on its own descriptor of the open file that `device`, a
@@ -33,7 +35,7 @@ impl Stopped<'_> {
     /// the same: a stopped thread disappears only if all are killed.
     pub(crate) fn number_of(&self, device: BorrowedFd<'_>) -> Result<RawFd, Error> {
         let (pid, hand) = (self.pid, self.calling_thread()?);
-        let is_it = |number: &RawFd| abi::same_file(device.as_raw_fd(), hand, *number).unwrap_or(false);
+        let is_it = |number: &RawFd| same_file(device.as_raw_fd(), hand, *number).unwrap_or(false);
         proc::descriptors(hand)?.into_iter().find(is_it).ok_or(Error::NotOpen { pid })
     }
 }

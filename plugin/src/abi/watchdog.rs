@@ -13,6 +13,7 @@ use nix::sys::wait::{WaitPidFlag, waitpid};
 use nix::unistd::Pid;
 use rewake_amdgpu_uapi::abi::call::{self, Argument as _};
 use rewake_amdgpu_uapi::abi::{KFD_CRIU_OP_UNPAUSE, kfd_ioctl_criu_args};
+use rewake_process::pidfd::{pidfd_open, pidfd_signal};
 
 /// Looks at a task that something else traces still, and tries of an unpause; time between them: five seconds in all.
 const LOOKS: u32 = 5000;
@@ -53,7 +54,7 @@ pub(crate) fn fork(duty: &OnCriuDeath<'_>, log: Option<BorrowedFd<'_>>) -> io::R
     // Copies above the numbers that the guard's go to.
     let first = OWN + i32::try_from(own.len()).map_err(io::Error::other)?;
     let copy = |fd: BorrowedFd<'_>| above(fd, first);
-    let end = copy(task(std::process::id().cast_signed())?.as_fd())?;
+    let end = copy(pidfd_open(std::process::id().cast_signed())?.as_fd())?;
     let log = log.map(copy).transpose()?;
     let own = own.into_iter().map(copy).collect::<io::Result<Vec<OwnedFd>>>()?;
     let mut all = std::mem::MaybeUninit::uninit();
@@ -109,17 +110,6 @@ fn if_back(forked: io::Result<Pid>, back: io::Result<()>) -> io::Result<Pid> {
     back.and(forked)
 }
 
-/// A descriptor of a task: its number may be another's when it has ended, and this is not. It can be read then.
-pub(crate) fn task(pid: i32) -> io::Result<OwnedFd> {
-    // SAFETY: numbers only.
-    let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) };
-    if fd < 0 {
-        return Err(io::Error::last_os_error());
-    }
-    // SAFETY: the kernel has just made it for this call.
-    Ok(unsafe { OwnedFd::from_raw_fd(i32::try_from(fd).unwrap_or(-1)) })
-}
-
 fn above(fd: BorrowedFd<'_>, first: i32) -> io::Result<OwnedFd> {
     let copy = fcntl(fd, FcntlArg::F_DUPFD_CLOEXEC(first))?;
     // SAFETY: the kernel has just made it for this call.
@@ -161,12 +151,9 @@ fn done(duty: &OnCriuDeath<'_>, mut found: Vec<i32>) -> Option<&'static [u8]> {
     match duty {
         OnCriuDeath::GoOn(_, tasks) => Some(if go_on(tasks)? { WENT_ON } else { PAUSED }),
         OnCriuDeath::Kill(roots) => {
-            let none = std::ptr::null::<libc::siginfo_t>();
             for (fd, (root, _)) in (OWN..).zip(*roots) {
-                // SAFETY: numbers only. One that has ended is no root of anything.
-                let signalled =
-                    unsafe { libc::syscall(libc::SYS_pidfd_send_signal, fd, libc::SIGSTOP, none, 0) };
-                if signalled == 0 {
+                // One that has ended is no root of anything.
+                if pidfd_signal(fd, libc::SIGSTOP).is_ok() {
                     found.push(*root);
                 }
             }

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Which tasks of the tree have which files of GPUs open: CRIU tells of a file when it dumps it, and not whose it is.
 
-use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, OwnedFd};
+
+use rewake_process::kcmp::same_file;
 
 use crate::device::{Devices, Gpu};
-use crate::kcmp;
 
 /// The tasks of the tree, stopped.
 #[derive(Debug, Default)]
@@ -58,7 +59,7 @@ impl Tasks {
 }
 
 fn is(file: BorrowedFd<'_>, pid: i32, number: i32) -> bool {
-    kcmp::same_file(file, pid, number).unwrap_or(false)
+    same_file(file.as_raw_fd(), pid, number).unwrap_or(false)
 }
 
 /// A task's descriptors of `/dev/kfd`.

@@ -10,8 +10,8 @@ use std::sync::mpsc::channel;
 use std::time::Duration;
 
 use rewake_bo_contents::LoadEvent;
-use rewake_image_io::Notifier;
 use rewake_image_io::io_budget::{IoBudget, Lane, PIECE};
+use rewake_process::Notifier;
 
 use scene::{CHUNK, Scene, pattern};
 

@@ -12,8 +12,8 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, bail};
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use nix::sys::eventfd::{EfdFlags, EventFd};
 use rewake_bo_contents::{LoadEvent, LoadHandle};
+use rewake_process::Notifier;
 use tracing::{debug, info};
 
 use super::bar_mappings::BarMappings;
@@ -43,7 +43,7 @@ pub(super) struct ResidencyState {
     whole: Vec<AtomicBool>,
     all: AtomicBool,
     given_up: AtomicBool,
-    news: EventFd,
+    news: Notifier,
 }
 
 impl ResidencyState {
@@ -67,7 +67,7 @@ impl ResidencyState {
             whole: (0..processes).map(|_| AtomicBool::new(false)).collect(),
             all: AtomicBool::new(false),
             given_up: AtomicBool::new(false),
-            news: EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK).context("eventfd")?,
+            news: Notifier::new().context("eventfd")?,
         })
     }
 
@@ -90,8 +90,7 @@ impl ResidencyState {
     }
 
     fn wake(&self) {
-        // A write fails only where the counter would overflow: the reader is woken then anyway.
-        let _ = self.news.write(1);
+        self.news.wake();
     }
 
     fn is_whole(&self, process: usize) -> bool {
@@ -264,7 +263,7 @@ impl<'a> FaultServer<'a> {
             Err(errno) => return Err(errno).context("waiting for touches"),
         }
         // Nothing to read is no error.
-        let _ = self.resident.news.read();
+        self.resident.news.drain();
         Ok(())
     }
 
