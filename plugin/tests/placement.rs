@@ -193,7 +193,7 @@ fn an_incompatible_gpu_is_named_with_the_most_similar_one() {
     Placement::find(&image, &[a], &alone, Checks::default().without(Switch::Vram)).unwrap();
 
     let older = with(&alone, b, |node| {
-        (node.properties.fw_version, node.properties.capability) = (node.properties.fw_version - 1, 0)
+        (node.properties.fw_version, node.properties.capability) = (node.properties.fw_version - 1, 0);
     });
     let reason = Placement::find(&image, &[a], &older, Checks::default()).unwrap_err().to_string();
     let hint = "set KFD_VRAM_SIZE_CHECK=0 and KFD_CAPABILITY_CHECK=0 and KFD_FW_VER_CHECK=0 to accept";

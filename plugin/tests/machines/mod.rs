@@ -214,7 +214,7 @@ fn alike(old: &Properties, new: &Properties, checks: Checks) -> bool {
         fw_version: new.fw_version,
         sdma_fw_version: new.sdma_fw_version,
         capability: if checks.has(Switch::Capability) { old.capability } else { new.capability },
-        ..old.clone()
+        ..*old
     };
     same == *new
         && old.gds_size_in_kb <= new.gds_size_in_kb
