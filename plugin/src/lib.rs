@@ -9,7 +9,7 @@
 //!   images have no place for that: `rewake-shared.img` has it, beside what CRIU's own plugin restores as copies.
 //! * `hsakmt`: what ROCm's library shares between processes. `abi`: the only `unsafe` code.
 //! * `guard`: what is done when CRIU itself is killed. `device`: whether a file is an AMD GPU's.
-//! * `image`: the image's files. `topology`: the machine as images tell it.
+//! * `image`: the image's files. [`topology`]: the machine as images describe it. [`placement`]: which GPU takes whose place.
 #![deny(unsafe_code)]
 
 #[allow(unsafe_code, reason = "the one place for it")]
