@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Reports what an image directory contains, for people and scripts. `docs/inspect.md` explains the numbers.
+//! What is in an image directory, for people and scripts. The numbers' meaning: `docs/inspect.md`.
 //!
-//! * [`collect`]: reads all files, and lists what cannot be read.
-//! * [`gpu`]: the files of CRIU's amdgpu plugin.
-//! * [`text`]: writes the tables.
+//! * [`collect`]: reads everything that can be read, and lists what cannot.
+//! * [`gpu`]: the part of CRIU's amdgpu plugin.
+//! * [`text`]: the tables.
 
 pub mod collect;
 pub mod gpu;
@@ -16,29 +16,29 @@ use serde::{Serialize, Serializer};
 /// renamed. What could not be read is null, and `damage` says why.
 #[derive(Debug, Serialize)]
 pub struct Report {
-    /// The directory, as the caller named it.
+    /// As given.
     pub images_dir: String,
     /// Parent images, the nearest first.
     pub parent_dirs: Vec<String>,
-    /// The version of the image format.
+    /// Version of the image format.
     pub image_version: Option<u32>,
-    /// The id of the dump, if CRIU wrote one.
+    /// Identity of the dump, where CRIU wrote one.
     pub run_id: Option<String>,
     /// CRIU plugins that the restore will need.
     pub plugins: Vec<String>,
-    /// The size of a page in bytes.
+    /// Bytes in a page.
     pub page_bytes: u64,
     /// Whether a restore can be served lazily.
     pub lazy: Lazy,
-    /// The tasks, each after its parent.
+    /// Tasks, each behind its parent.
     pub tasks: Vec<TaskReport>,
-    /// The GPU state.
+    /// What is on GPUs.
     pub gpu: gpu::GpuReport,
     /// Sums over what could be read.
     pub totals: Totals,
     /// The directory's image files, by name.
     pub files: Vec<FileReport>,
-    /// A message for each damaged or missing item.
+    /// What is damaged or missing, one message each.
     pub damage: Vec<String>,
 }
 
@@ -47,7 +47,7 @@ pub struct Report {
 pub struct Lazy {
     /// The answer.
     pub verdict: Verdict,
-    /// The reason, if the answer is not yes.
+    /// Why it is not a plain yes.
     pub reason: Option<String>,
 }
 
@@ -55,26 +55,26 @@ pub struct Lazy {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Verdict {
-    /// Yes, from the image's files.
+    /// From its files alone.
     Yes,
-    /// Only the dump's page server has some pages.
+    /// Some pages are with the page server of the dump only.
     NeedsPageServer,
-    /// No: the image is damaged.
+    /// It is damaged.
     No,
 }
 
 /// One task.
 #[derive(Debug, Serialize)]
 pub struct TaskReport {
-    /// The task's pid in its pid namespace.
+    /// The task, in its pid namespace.
     pub pid: u32,
-    /// Its parent's pid; 0 for the root.
+    /// Its parent, 0 for the root.
     pub ppid: u32,
     /// Its process group.
     pub pgid: u32,
     /// Its session.
     pub sid: u32,
-    /// The distance from the root of the tree.
+    /// Steps from the root of the tree.
     #[serde(skip)]
     pub depth: usize,
     /// alive, stopped, zombie, or "unknown N".
@@ -83,9 +83,9 @@ pub struct TaskReport {
     pub comm: Option<String>,
     /// All its threads, the main one included.
     pub threads: Vec<u32>,
-    /// The sum of its mappings.
+    /// Sum of its mappings.
     pub mapped_bytes: Option<u64>,
-    /// The sum of its mappings that CRIU restores lazily.
+    /// Sum of its mappings that CRIU restores lazily.
     pub lazy_able_bytes: Option<u64>,
     /// Its pages; null for a task without memory.
     pub pages: Option<Pages>,
@@ -96,19 +96,19 @@ pub struct TaskReport {
 /// Numbers of pages. `total = lazy + eager = present + parent + remote`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub struct Pages {
-    /// Pages that the image lists.
+    /// Listed in the image.
     pub total: u64,
-    /// Pages that are loaded while the task runs.
+    /// Restored after the task runs.
     pub lazy: u64,
-    /// Pages that are loaded before the task runs.
+    /// Restored before the task runs.
     pub eager: u64,
-    /// Pages in this directory.
+    /// In this directory.
     pub present: u64,
-    /// Pages in a parent image.
+    /// In a parent image.
     pub parent: u64,
-    /// Pages that the dump's page server has.
+    /// With the page server of the dump.
     pub remote: u64,
-    /// Present pages that are all zeros; null if they could not be read.
+    /// Of the present ones, those with nothing but zeros; null when they could not be read.
     pub zero: Option<u64>,
 }
 
@@ -125,7 +125,7 @@ impl Pages {
         }
     }
 
-    /// Adds another task's pages. The sums saturate: a damaged image can claim more than fits in 64 bits.
+    /// Adds another task's. A damaged image can claim more than 64 bits hold.
     fn add(&mut self, other: &Self) {
         let sums = [
             (&mut self.total, other.total),
@@ -145,24 +145,24 @@ impl Pages {
 /// One mapping, or a guard inside one.
 #[derive(Debug, Serialize)]
 pub struct VmaReport {
-    /// The first address, as hexadecimal text: JSON's numbers end at 2^53.
+    /// First address, as hexadecimal text: JSON's numbers end at 2^53.
     #[serde(serialize_with = "hexadecimal")]
     pub start: u64,
-    /// The first address after it.
+    /// First address behind it.
     #[serde(serialize_with = "hexadecimal")]
     pub end: u64,
     /// Its length.
     pub bytes: u64,
-    /// The kind of mapping.
+    /// What it is.
     pub kind: &'static str,
-    /// The PROT_* flags as text: `rwx`.
+    /// PROT_* as text: `rwx`.
     #[serde(serialize_with = "protection")]
     pub prot: u32,
     /// Whether CRIU restores it lazily.
     pub lazy_able: bool,
-    /// Its pages that the image lists; all others are zeros or have the mapped file's contents.
+    /// Its pages that the image lists; the others are zeros or the file's.
     pub pages: u64,
-    /// Its pages that are loaded while the task runs.
+    /// Those restored after the task runs.
     pub lazy_pages: u64,
 }
 
@@ -173,26 +173,26 @@ pub struct FileReport {
     pub name: String,
     /// Its length.
     pub bytes: u64,
-    /// The task whose pages these are, for a pages file; null for shared memory and other files.
+    /// For a pages file: the task whose pages these are; null for shared memory and other files.
     pub task: Option<u32>,
 }
 
 /// Sums over what could be read.
 #[derive(Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Totals {
-    /// The number of tasks.
+    /// Tasks.
     pub tasks: usize,
-    /// The number of threads.
+    /// Threads.
     pub threads: usize,
-    /// The bytes of all mappings.
+    /// Mappings.
     pub mapped_bytes: u64,
-    /// The bytes of mappings that CRIU restores lazily.
+    /// Mappings that CRIU restores lazily.
     pub lazy_able_bytes: u64,
-    /// The pages of tasks, without shared memory.
+    /// Pages of tasks; shared memory is not counted.
     pub pages: Pages,
-    /// The number of image files.
+    /// Image files.
     pub files: usize,
-    /// The sum of their lengths.
+    /// Their lengths.
     pub file_bytes: u64,
 }
 

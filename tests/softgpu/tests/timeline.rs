@@ -162,7 +162,7 @@ fn one_command_shows_it_all() {
         let course = [
             "0 of 2 gates open",
             "memory behind running processes, since",
-            "all memory is resident",
+            "all memory is there",
             "its GPUs run, the last of 2",
             "there after",
         ];

@@ -51,18 +51,18 @@ pub mod to_plugin {
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Hello {
-    /// The version of the protocol; both ends must have the same.
+    /// Both must have the same.
     #[prost(uint32, tag = "1")]
     pub version: u32,
-    /// From the streamer: it also loads CPU memory, and calls that register memory are held until all memory is resident. So only
-    /// memory that is registered already must be resident before the processes run.
+    /// The server's: it brings memory of CPUs, too, and until all is there the kernel holds calls that register some. So only what is
+    /// registered by now must be there before the processes run.
     #[prost(bool, tag = "2")]
     pub holds: bool,
 }
 /// The image directory, as a descriptor.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Image {}
-/// A process that computes, with its open /dev/kfd and its open files of the GPUs' render nodes, in their order.
+/// A process that computes. Its file of the compute driver comes along, and its own open files of the GPUs' render nodes, in their order.
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct Process {
     /// N of amdgpu-kfd-N.img.
@@ -71,27 +71,28 @@ pub struct Process {
     #[prost(message, repeated, tag = "2")]
     pub gpus: ::prost::alloc::vec::Vec<Gpu>,
 }
-/// A GPU of the image, and the GPU of this machine that is assigned to it.
+/// A GPU of the image, and where it is now.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Gpu {
-    /// Its id in the image.
+    /// Its name in the image.
     #[prost(uint32, tag = "1")]
     pub gpu_id: u32,
     /// N of /dev/dri/renderDN.
     #[prost(uint32, tag = "2")]
     pub minor: u32,
 }
-/// Buffers of the last process.
+/// Buffers of the process that was named last.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Buffers {
-    /// Their numbers in the image; the message has a dma-buf for each.
+    /// Their numbers in the image; a dma-buf comes for each.
     #[prost(uint32, repeated, tag = "1")]
     pub numbers: ::prost::alloc::vec::Vec<u32>,
 }
-/// The placeholders of the last process: their file, and the process's userfaultfd, with which no range is registered yet.
+/// What stands for device memory in the process that was named last until it is there. Its userfaultfd, which watches nothing
+/// yet, comes along.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Placeholders {}
-/// Mappings of the last process that are placeholders.
+/// Placeholders of the process that was named last.
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct Mappings {
     #[prost(message, repeated, tag = "1")]
@@ -99,27 +100,27 @@ pub struct Mappings {
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Mapping {
-    /// Its address in the process, and its length in bytes.
+    /// Where it is in the process, and how many bytes.
     #[prost(uint64, tag = "1")]
     pub address: u64,
     #[prost(uint64, tag = "2")]
     pub length: u64,
-    /// Its start in the placeholders' file.
+    /// Where it begins in the placeholders' file.
     #[prost(uint64, tag = "3")]
     pub offset: u64,
     /// The buffer's number in the image.
     #[prost(uint32, tag = "4")]
     pub buffer: u32,
-    /// The mmap offset on the render node of the mapping that it replaces.
+    /// Where it begins on the render node, which it takes the place of.
     #[prost(uint64, tag = "5")]
     pub device_offset: u64,
-    /// Its start in the buffer.
+    /// Where it begins in the buffer.
     #[prost(uint64, tag = "6")]
     pub within: u64,
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Ready {}
-/// A process whose gate is closed, with its pidfd.
+/// A process stands before its gate. Its pidfd comes along.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Started {
     /// N of amdgpu-kfd-N.img.

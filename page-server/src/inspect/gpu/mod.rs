@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Reports the GPU part of an image, as CRIU's amdgpu plugin and ours write it. `docs/inspect.md` explains
-//! the numbers.
+//! The GPU part of an image, as CRIU's amdgpu plugin and ours write it. The numbers' meaning: `docs/inspect.md`.
 //!
 //! * [`collect`]: reads it.
-//! * [`pending`]: computes what queues had not done yet.
-//! * [`text`]: writes the tables.
+//! * [`pending`]: what queues had not done yet.
+//! * [`text`]: the tables.
 
 pub mod collect;
 pub mod pending;
@@ -14,10 +13,10 @@ use serde::Serialize;
 
 use super::hexadecimal;
 
-/// The GPU part of an image; the lists are empty if the image has none.
+/// The GPU part of an image; empty lists where there is none.
 #[derive(Debug, Default, Serialize)]
 pub struct GpuReport {
-    /// The processes that had `/dev/kfd` open.
+    /// One for each process that had `/dev/kfd` open.
     pub processes: Vec<ProcessReport>,
     /// Open render nodes.
     pub render_nodes: Vec<RenderReport>,
@@ -26,7 +25,7 @@ pub struct GpuReport {
 }
 
 impl GpuReport {
-    /// Returns whether the image has no GPU part.
+    /// True where the image has no GPU part.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.processes.is_empty() && self.render_nodes.is_empty() && self.dmabufs.is_empty()
@@ -36,55 +35,55 @@ impl GpuReport {
 /// What a process had on its GPUs.
 #[derive(Debug, Serialize)]
 pub struct ProcessReport {
-    /// The image file.
+    /// The file that says so.
     pub file: String,
-    /// The process's pid in its pid namespace.
+    /// The process, in its pid namespace.
     pub pid: u32,
-    /// The GPUs of the dumped machine.
+    /// GPUs of the dumped machine.
     pub gpus: Vec<GpuUse>,
-    /// Sums of each kind of buffer that the process has.
+    /// Sums by kind, of kinds that there are.
     pub kinds: Vec<KindReport>,
     /// All buffers, in the image's order.
     pub buffers: Vec<BufferReport>,
-    /// The size of the memory that processes share through the runtime; 0 without.
+    /// Memory that processes share through the runtime; 0 without.
     pub shared_memory_bytes: u64,
-    /// The kernel's state of the process; null if it could not be read.
+    /// What the kernel keeps; null when it could not be read.
     pub kernel: Option<KernelReport>,
 }
 
-/// The kernel's state of a process, without its buffers.
+/// What the kernel keeps of a process beside its buffers.
 #[derive(Debug, Serialize)]
 pub struct KernelReport {
     /// Whether GPU page faults are retried.
     pub xnack: bool,
-    /// The queues.
+    /// Queues.
     pub queues: Vec<QueueReport>,
-    /// The number of events.
+    /// Events.
     pub events: usize,
-    /// The number of events that are signalled.
+    /// Those that are signalled.
     pub events_signalled: usize,
-    /// Ranges of ordinary memory that GPUs can access.
+    /// Ranges of ordinary memory that GPUs reach.
     pub svm_ranges: Vec<RangeReport>,
 }
 
 /// A GPU of the dumped machine, and what the process had there.
 #[derive(Debug, Serialize)]
 pub struct GpuUse {
-    /// Its id in this image.
+    /// Its name in this image.
     pub gpu_id: u32,
-    /// Its PCI device id.
+    /// PCI device.
     pub device_id: u32,
     /// N of `/dev/dri/renderDN`.
     pub render_minor: u32,
-    /// The size of its memory.
+    /// Its memory.
     pub vram_bytes: u64,
-    /// The number of buffers on it, of all kinds.
+    /// Buffers on it, of all kinds.
     pub buffers: usize,
-    /// The bytes of buffers' contents in its pages file.
+    /// Contents of buffers in its pages file.
     pub content_bytes: u64,
-    /// The bytes of these in pages (4096 bytes) that are all zeros; null if they could not be read.
+    /// Of these, pages of 4096 bytes with nothing but zeros; null when they could not be read.
     pub zero_bytes: Option<u64>,
-    /// Its pages file, if that matches the image.
+    /// Its pages file, when that has what the image says.
     pub pages_file: Option<String>,
 }
 
@@ -92,11 +91,11 @@ pub struct GpuUse {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Kind {
-    /// In the GPU's memory.
+    /// In the GPU.
     Vram,
-    /// In host memory of the driver.
+    /// In the machine, the driver's.
     Gtt,
-    /// In host memory of the process.
+    /// In the machine, the process's.
     Userptr,
     /// The GPU's doorbells.
     Doorbell,
@@ -107,7 +106,7 @@ pub enum Kind {
 }
 
 impl Kind {
-    /// Returns the kind for `KFD_IOC_ALLOC_MEM_FLAGS_*` (`include/uapi/linux/kfd_ioctl.h`).
+    /// By `KFD_IOC_ALLOC_MEM_FLAGS_*` (`include/uapi/linux/kfd_ioctl.h`).
     #[must_use]
     pub fn of(alloc_flags: u32) -> Self {
         let kinds = [Self::Vram, Self::Gtt, Self::Userptr, Self::Doorbell, Self::Mmio];
@@ -115,7 +114,7 @@ impl Kind {
         kinds.get(bit).copied().unwrap_or(Self::Other)
     }
 
-    /// Returns the kind's name in text and in JSON.
+    /// Its name, in text and in JSON.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -134,11 +133,11 @@ impl Kind {
 pub struct KindReport {
     /// The kind.
     pub kind: Kind,
-    /// The number of buffers.
+    /// How many.
     pub buffers: usize,
-    /// The sum of their sizes.
+    /// Sum of their sizes.
     pub bytes: u64,
-    /// Zero bytes in their contents; null if the image has no contents, or they could not be read.
+    /// Zeros in their contents; null where the image has none, or they could not be read.
     pub zero_bytes: Option<u64>,
 }
 
@@ -154,38 +153,38 @@ pub struct BufferReport {
     pub kind: Kind,
     /// Its GPU.
     pub gpu_id: u32,
-    /// The GPUs that map it; null if that could not be read.
+    /// GPUs that have it mapped; null when that could not be read.
     pub mapped_on: Option<Vec<u32>>,
-    /// Zero bytes in its contents; null if the image has no contents, or they could not be read.
+    /// Zeros in its contents; null where the image has none, or they could not be read.
     pub zero_bytes: Option<u64>,
 }
 
 /// A queue.
 #[derive(Debug, Serialize)]
 pub struct QueueReport {
-    /// The queue's number in the process.
+    /// The process's number for it.
     pub id: u32,
     /// Its GPU.
     pub gpu_id: u32,
     /// "aql", "pm4", "sdma", "sdma-xgmi", "sdma-engine" or "other".
     pub kind: &'static str,
-    /// The address of its ring.
+    /// Address of its ring.
     #[serde(serialize_with = "hexadecimal")]
     pub ring: u64,
-    /// The size of its ring in bytes.
+    /// Bytes of its ring.
     pub ring_bytes: u64,
     /// Its share of time, in percent; at 0 it does not run.
     pub percent: u32,
-    /// Its priority, 0 to 15.
+    /// 0 to 15.
     pub priority: u32,
-    /// The bytes in the ring that the GPU had not taken; null if its pointers are not in the image's buffers.
+    /// Bytes in the ring that the GPU had not taken; null where its pointers are not in the image's buffers.
     pub pending_bytes: Option<u64>,
 }
 
-/// A range of ordinary memory that GPUs can access.
+/// A range of ordinary memory that GPUs reach.
 #[derive(Debug, Serialize)]
 pub struct RangeReport {
-    /// Its first address.
+    /// First address.
     #[serde(serialize_with = "hexadecimal")]
     pub start: u64,
     /// Its length.
@@ -195,11 +194,11 @@ pub struct RangeReport {
 /// An open render node.
 #[derive(Debug, Serialize)]
 pub struct RenderReport {
-    /// The image file.
+    /// The file that says so.
     pub file: String,
     /// Its GPU, as in [`GpuUse::gpu_id`].
     pub gpu_id: u32,
-    /// N of `/dev/dri/renderDN`; null in images of CRIU up to 4.2.1, which have the GPU only.
+    /// N of `/dev/dri/renderDN`; null in images of CRIU up to 4.2.1, which keeps nothing but the GPU.
     pub minor: Option<u32>,
     /// Its buffers; null as `minor`.
     pub buffers: Option<Vec<RenderBufferReport>>,
@@ -214,18 +213,18 @@ pub struct RenderBufferReport {
     pub bytes: u64,
     /// "vram", "gtt" or "other".
     pub kind: Kind,
-    /// Whether it was imported from another process or driver.
+    /// Whether it came from another process or driver.
     pub imported: bool,
-    /// The number of its mappings in the render node's address space.
+    /// Where it is in the render node's address space: how many places.
     pub mappings: usize,
-    /// Zero bytes in its contents; null if a restore reads none, or they could not be read.
+    /// Zeros in its contents; null where a restore reads none, or they could not be read.
     pub zero_bytes: Option<u64>,
 }
 
 /// An open dma-buf.
 #[derive(Debug, Serialize)]
 pub struct DmabufReport {
-    /// The image file.
+    /// The file that says so.
     pub file: String,
     /// [`RenderBufferReport::handle`] of the buffer.
     pub handle: u32,

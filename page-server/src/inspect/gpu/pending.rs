@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Computes how much a queue's GPU had not taken yet. The queue's pointers are in memory that may be in the
-//! image.
+//! What a queue had not done yet: its pointers are in memory, which may be in the image.
 
 use std::collections::BTreeMap;
 use std::os::unix::fs::FileExt as _;
@@ -11,38 +10,37 @@ use rewake_criu_images::amdgpu::KfdImage;
 
 /// `KFD_QUEUE_FORMAT_AQL` (`kfd_priv.h`).
 pub(super) const AQL: u32 = 1;
-/// Bytes of an AQL packet: an AQL queue's pointers count packets. Those of PM4 count words, those of copy
-/// engines bytes.
+/// Bytes of an AQL packet: its pointers count these. PM4 counts words, copy engines count bytes.
 const PACKET: u64 = 64;
 const WORD: u64 = 4;
 
-/// A process's memory in the contents of its buffers.
+/// Memory of a process as its buffers' contents have it.
 #[derive(Debug)]
 pub(super) struct Memory<'a> {
     files: &'a BTreeMap<u32, PagesFile>,
-    /// Each buffer's address, size, GPU and offset in the GPU's file, sorted by address.
-    ranges: Vec<(u64, u64, u32, u64)>,
+    /// Address, size, GPU and place in the GPU's file, in order of address.
+    places: Vec<(u64, u64, u32, u64)>,
 }
 
 impl<'a> Memory<'a> {
-    /// Collects the buffers in these files; `files` are by GPU.
+    /// Of the buffers in these files, by GPU.
     pub(super) fn new(image: &KfdImage, files: &'a BTreeMap<u32, PagesFile>) -> Self {
         let of_gpu = |gpu: &u32| {
             let gpu = *gpu;
-            image.pages(gpu).0.into_iter().map(move |range| {
-                let buffer = image.buffers[range.buffer];
-                (buffer.address, buffer.size, gpu, range.file_offset)
+            image.pages(gpu).0.into_iter().map(move |stretch| {
+                let buffer = image.buffers[stretch.buffer];
+                (buffer.address, buffer.size, gpu, stretch.file_offset)
             })
         };
-        let mut ranges: Vec<_> = files.keys().flat_map(of_gpu).collect();
-        ranges.sort_unstable();
-        Self { files, ranges }
+        let mut places: Vec<_> = files.keys().flat_map(of_gpu).collect();
+        places.sort_unstable();
+        Self { files, places }
     }
 
-    /// Reads eight bytes at an address, if they are in a file.
+    /// Eight bytes at an address, if they are in a file.
     fn long(&self, address: u64) -> Option<u64> {
-        let end = self.ranges.partition_point(|(start, ..)| *start <= address);
-        let (start, size, gpu, offset) = *self.ranges.get(end.checked_sub(1)?)?;
+        let behind = self.places.partition_point(|(start, ..)| *start <= address);
+        let (start, size, gpu, offset) = *self.places.get(behind.checked_sub(1)?)?;
         let mut bytes = [0; size_of::<u64>()];
         let at = address - start;
         if at.checked_add(bytes.len() as u64)? > size {
@@ -52,7 +50,7 @@ impl<'a> Memory<'a> {
         Some(u64::from_le_bytes(bytes))
     }
 
-    /// Returns the bytes that a queue's GPU had not taken; none if its pointers are not in the image.
+    /// Bytes that a queue's GPU had not taken; none when they are not known.
     pub(super) fn pending(&self, queue: &Queue) -> Option<u64> {
         let unit = match (queue.kind, queue.format) {
             (super::collect::COMPUTE, AQL) => PACKET,
