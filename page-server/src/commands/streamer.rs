@@ -9,7 +9,7 @@ use std::sync::{Arc, OnceLock};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
-use anyhow::{Context as _, bail, ensure};
+use anyhow::{Context as _, bail};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::{Pid, getpid, getppid};
 use rewake_amdgpu_uapi::call_filter::{self, BlockList};
@@ -147,6 +147,15 @@ impl Restore {
         timeline: &Timeline,
         answers: &mut Option<Answers>,
     ) -> anyhow::Result<u8> {
+        if start.successor {
+            // Before anything that takes time: a restore that connects until then would fail.
+            self.close();
+            if start.ledger.gates().any() {
+                // Without `block_on`, which closes what the dead worker had: the supervisor waits by these descriptors.
+                *answers = self.answers(start, timeline);
+                bail!("the worker died while it loaded GPU memory: a successor cannot finish that");
+            }
+        }
         let (mut gpus, mut own) = (None, None);
         let served = worker::block_on(start, async |daemon| {
             *answers = self.answers(start, timeline);
@@ -186,17 +195,12 @@ impl Restore {
         loaded.map(|()| 0)
     }
 
-    /// Samples the progress, limits the wait for a restore, and fails where a worker has died in the middle of a load.
+    /// Samples the progress, and limits the wait for a restore.
     fn prepare(self: &Arc<Self>, start: &Start, timeline: &Timeline) -> anyhow::Result<()> {
         if let Err(error) = follow(timeline.clone()) {
             warn!("the progress is sampled only when a client asks: {error}");
         }
-        self.end_unless_connected(start)?;
-        if start.successor {
-            nothing_was_half_loaded(start)?;
-            self.close();
-        }
-        Ok(())
+        self.end_unless_connected(start)
     }
 
     fn close(&self) {
@@ -368,12 +372,6 @@ impl OwnSession {
             warn!("removing the session's note: {error:#}");
         }
     }
-}
-
-/// Fails where a worker died while gates were closed: a successor cannot finish that load.
-fn nothing_was_half_loaded(start: &Start) -> anyhow::Result<()> {
-    ensure!(!start.ledger.gates().any(), "the worker died while it loaded GPU memory");
-    Ok(())
 }
 
 /// Returns when GPU memory is resident, and no restore has connected for CPU memory: the tree had none that was

@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, anyhow};
+use anyhow::{Context as _, bail};
 use tokio::net::UnixStream;
 use tokio::sync::{Semaphore, watch};
 use tokio::time::{MissedTickBehavior, interval};
@@ -32,6 +32,9 @@ const CLIENTS: usize = 16;
 /// Time that followers have to take the last message.
 const LAST_LIMIT: Duration = Duration::from_secs(2);
 const LOOK: Duration = Duration::from_millis(1);
+/// Time that the streamer of an earlier restore has to end: longer than [`LAST_LIMIT`].
+const ENDING_LIMIT: Duration = Duration::from_secs(3);
+const ENDING_LOOK: Duration = Duration::from_millis(20);
 
 /// The listening socket, for this user only. Its file is removed with it.
 #[derive(Debug)]
@@ -47,16 +50,21 @@ impl StatusSocket {
     /// Another streamer answers there, or the socket cannot be made: see [`address::bind`].
     pub fn bind(work: &Path) -> anyhow::Result<Self> {
         let directory = File::open(work).with_context(|| format!("opening {}", work.display()))?;
-        let listener = address::bind(&address::within(&directory, SOCKET)).map_err(|error| {
-            if error.is::<address::InUse>() {
-                let socket = work.join(socket::NAME);
-                return anyhow!(
+        let path = address::within(&directory, SOCKET);
+        let until = Instant::now() + ENDING_LIMIT;
+        let listener = loop {
+            match address::bind(&path) {
+                // The streamer of the last restore in this directory may be ending.
+                Err(error) if error.is::<address::InUse>() && Instant::now() < until => {
+                    std::thread::sleep(ENDING_LOOK);
+                }
+                Err(error) if error.is::<address::InUse>() => bail!(
                     "{}: another streamer listens here: end it, or give another -W directory",
-                    socket.display()
-                );
+                    work.join(socket::NAME).display()
+                ),
+                bound => break bound.with_context(|| format!("making {SOCKET} in {}", work.display()))?,
             }
-            error.context(format!("making {SOCKET} in {}", work.display()))
-        })?;
+        };
         Ok(Self { listener, path: work.join(SOCKET) })
     }
 
