@@ -6,6 +6,7 @@
 //! * [`disk`], [`fill`]: what the machine itself can do, measured in the same run.
 //! * [`processes`]: processes that cannot outlive the bench, their CPU time and memory.
 //! * [`programs`]: real programs, and when they answer.
+//! * [`replicas`]: restores of one image at once.
 //! * [`plugin`]: CRIU's plugins for AMD GPUs, on one process and one disk. [`limits`]: what disk and copies can do.
 //! * [`behind`]: this project's plugin, at once and with memory behind the process.
 //! * [`engine`]: what loads GPUs' memory, beside memcpy and the disk.
@@ -23,6 +24,7 @@ mod limits;
 mod plugin;
 mod processes;
 mod programs;
+mod replicas;
 mod report;
 mod touch;
 
@@ -44,6 +46,8 @@ enum Command {
     /// Restores a Python, a Node and a Java server in turn eagerly, through `criu lazy-pages` and through
     /// `rewake lazy-pages`, and asks each for its first answer (needs root)
     Programs(programs::Options),
+    /// Restores one image several times at once, by `rewake serve` and each by itself (needs root)
+    Replicas(replicas::Options),
     /// Dumps and restores a process on GPUs in turn with CRIU's own plugin and with rewake's (needs root, GPUs)
     Plugin(plugin::Options),
     /// Restores a process on a GPU in turn at once, with its GPU's memory behind it, and with all memory behind it (needs root, GPUs)
@@ -72,6 +76,7 @@ fn run(command: Command) -> anyhow::Result<()> {
     match command {
         Command::Lazy(options) => lazy::run(&options),
         Command::Programs(options) => programs::run(&options),
+        Command::Replicas(options) => replicas::run(&options),
         Command::Plugin(options) => plugin::run(&options),
         Command::Behind(options) => behind::run(&options),
         Command::Engine(options) => engine::run(&options),

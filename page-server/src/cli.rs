@@ -20,14 +20,15 @@ pub struct Cli {
 pub enum Command {
     /// Serves one restore, in the place of `criu lazy-pages` and with its options
     LazyPages(LazyPages),
-    /// Serves many restores, one after another and at once
+    /// Runs the node agent, which starts a streamer for each restore
     Serve(Serve),
     /// Runs `criu dump`, with the plugin for GPUs
     Dump(Dump),
     /// Runs `criu restore` on demand, and shows how the memory is loaded
     Restore(Restore),
-    /// Loads the GPU memory of one restore while its processes run: `rewake restore` starts it
-    StreamGpu(StreamGpu),
+    /// For `rewake restore` and `rewake serve`: serves one restore
+    #[command(hide = true)]
+    Streamer(Streamer),
     /// Shows the restores that are served, and those that wait for `rewake recover`
     Status(Status),
     /// For streamers: gives targets a session's fd store
@@ -114,17 +115,16 @@ impl Remote {
     }
 }
 
-/// Options of `rewake stream-gpu`.
+/// Options of `rewake streamer`.
 #[derive(Debug, Args)]
-pub struct StreamGpu {
-    /// CRIU's work directory (its -W, else its -D): the plugin looks for the socket there
+pub struct Streamer {
+    /// CRIU's work directory (its -W, else its -D): CRIU, its plugin and clients connect there
     #[arg(short = 'W', long, default_value = ".", value_name = "DIR")]
     pub work_dir: PathBuf,
-    /// Directory of the images: load CPU memory too, for a `criu restore --lazy-pages`
+    /// Directory of the images: serve CPU memory, for a `criu restore --lazy-pages`
     #[arg(short = 'D', long, value_name = "DIR")]
     pub images_dir: Option<PathBuf>,
-    /// Record the GPU working set in the image directory (rewake-order.json): the buffers that CPUs access while they are
-    /// missing. Later restores of the image load these first. An earlier record is not used, and is replaced
+    /// Record the GPU working set in the image directory: as of `rewake restore`
     #[arg(long)]
     pub record: bool,
     /// Log file [default: stderr]
@@ -133,11 +133,12 @@ pub struct StreamGpu {
     /// Log level: as of `rewake lazy-pages`
     #[arg(long, default_value_t = 2, value_name = "LEVEL")]
     pub verbosity: u8,
-    /// Write one zero byte to this descriptor once the socket is ready; then `s` for each process that runs while its GPU
-    /// queues are evicted, and `o` when all of them are resumed, or `k` when they were killed; with -D `b` when all CPU memory
-    /// is resident. It closes when the last process of the streamer has ended
+    /// Write one zero byte to this descriptor once all sockets are ready, and close it
     #[arg(long, value_name = "FD")]
     pub status_fd: Option<i32>,
+    /// End when no restore has connected after this many seconds [default: wait]
+    #[arg(long, value_name = "SECONDS")]
+    pub connect_timeout: Option<u64>,
 }
 
 /// Options of `rewake park`. The fd store is standard input.
@@ -202,15 +203,12 @@ pub struct Serve {
     /// Go to the background once clients are answered
     #[arg(short = 'd', long)]
     pub daemon: bool,
-    /// Write the daemon's pid to this file (with -d)
+    /// Write the agent's pid to this file (with -d)
     #[arg(long, value_name = "FILE")]
     pub pidfile: Option<PathBuf>,
     /// Write one zero byte to this descriptor once clients are answered, and close it
     #[arg(long, value_name = "FD")]
     pub status_fd: Option<i32>,
-    /// For `rewake restore`'s own daemon: end with its session
-    #[arg(long, hide = true)]
-    pub until_idle: bool,
 }
 
 /// Which programs `rewake dump` and `rewake restore` run.
@@ -254,13 +252,13 @@ pub struct Restore {
     /// alone, removed afterwards]
     #[arg(short = 'W', long, value_name = "DIR")]
     pub work_dir: Option<PathBuf>,
-    /// Control socket of the daemon to use [default: that of a running `rewake serve`; else a daemon for this
-    /// restore alone is started]
+    /// Control socket of the agent that starts the streamer [default: that of a running `rewake serve`; without
+    /// one, this command starts it]
     #[arg(long, value_name = "PATH")]
     pub socket: Option<PathBuf>,
     #[command(flatten)]
     pub(crate) programs: Programs,
-    /// Record the GPU working set in the image directory (rewake-order.json): the buffers that CPUs access while they are
+    /// Record the GPU working set in the image directory (rewake-working-set.json): the buffers that CPUs access while they are
     /// missing. Later restores of the image load these first. An earlier record is not used, and is replaced
     #[arg(long)]
     pub record: bool,
@@ -281,7 +279,7 @@ pub struct Status {
     /// Control socket [default: as for `rewake serve`]
     #[arg(long, value_name = "PATH")]
     pub socket: Option<PathBuf>,
-    /// The work directory of a restore: how much of its GPU memory is resident
+    /// The work directory of a restore: how much of its memory is resident
     #[arg(short = 'W', long, value_name = "DIR", conflicts_with = "socket")]
     pub work_dir: Option<PathBuf>,
     /// Print everything as JSON, for programs

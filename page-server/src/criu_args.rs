@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! CRIU's way of writing options that clap reads otherwise.
+//! Rewrites CRIU's spellings of options that clap would read differently.
 
 use std::ffi::OsString;
 
 /// Rewrites `-v`, `-v4`, `-vvv` and `--verbosity` without a value to `--verbosity=N`.
 pub fn normalise(args: impl Iterator<Item = OsString>) -> Vec<OsString> {
-    let mut ours = true; // up to `--`; what follows is for another program
+    let mut ours = true; // up to `--`: the rest are arguments of another program
     args.map(|arg| {
         ours &= arg != "--";
         match arg.to_str().and_then(verbosity) {
@@ -16,7 +16,7 @@ pub fn normalise(args: impl Iterator<Item = OsString>) -> Vec<OsString> {
     .collect()
 }
 
-/// CRIU: `-v` and `-v` repeated count, `-vN` sets.
+/// Returns the level of an option: CRIU counts repeated `-v`, and `-vN` sets it.
 fn verbosity(arg: &str) -> Option<usize> {
     let rest = match arg {
         "--verbosity" => "",
@@ -37,7 +37,7 @@ mod tests {
     }
 
     #[test]
-    fn verbosity_in_all_of_crius_spellings() {
+    fn all_of_criu_s_spellings_of_verbosity_are_read() {
         for (given, level) in
             [("-v", 1), ("-vv", 2), ("-vvvv", 4), ("-v4", 4), ("-v0", 0), ("--verbosity", 1)]
         {
@@ -46,12 +46,12 @@ mod tests {
     }
 
     #[test]
-    fn options_for_another_program_are_left_alone() {
+    fn options_of_another_program_stay() {
         assert_eq!(normalised(&["-v", "--", "-v4"]), ["--verbosity=1", "--", "-v4"]);
     }
 
     #[test]
-    fn other_arguments_are_left_alone() {
+    fn other_arguments_stay() {
         let args = ["lazy-pages", "--verbosity=4", "-D", "-dir-with-v", "--version", "-o", "v4"];
         assert_eq!(normalised(&args), args);
     }

@@ -2,10 +2,12 @@
 //! `rewake`: the command line around [`rewake_streamer`].
 //!
 //! * [`cli`], [`commands`], [`criu_args`], [`logging`]: for people and their scripts.
-//! * [`control`]: what `rewake serve` and its clients send to each other.
+//! * [`agent`]: `rewake serve`, which starts streamers.
+//! * [`control`]: what the agent, streamers and their clients send to each other.
 //! * [`inspect`], [`doctor`]: what an image holds, and what a machine lacks.
 //! * [`sparse`]: what a dump leaves out.
 
+pub mod agent;
 pub mod cli;
 pub mod commands;
 pub mod control;

@@ -15,7 +15,7 @@ fn main() -> ExitCode {
         Command::Serve(options) => commands::serve::run(options),
         Command::Dump(options) => commands::dump::run(options),
         Command::Restore(options) => commands::restore::run(options),
-        Command::StreamGpu(options) => commands::stream_gpu::run(options),
+        Command::Streamer(options) => commands::streamer::run(options),
         Command::Status(options) => commands::status::run(options),
         Command::Park(options) => commands::park::run(options),
         Command::Recover(options) => commands::recover::run(options),

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What of a dumped image is zeros becomes holes of its files: nothing is read from the disk for them, by whatever restores it.
+//! Turns zeros in the pages files of a dump into holes: a restore does not read holes from the disk.
 //!
-//! CRIU leaves out what a program has never touched, and writes all else. A GPU's queues have save areas in the program's memory, tens of MiB
-//! each, of which a driver uses little, and which come before anything runs.
+//! CRIU leaves out pages that a program has never accessed, and writes all others. Each queue of a GPU has a
+//! save area of tens of MiB in the program's memory. The driver uses little of it, and a restore loads it
+//! before the program runs.
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
@@ -16,16 +17,18 @@ use nix::fcntl::{FallocateFlags, fallocate};
 use rewake_image_io::BLOCK;
 use rewake_image_io::files::TransferFile;
 
-/// Read at once.
+/// Bytes of one read.
 const STEP: usize = 1 << 20;
 
 const _: () = assert!(STEP.is_multiple_of(BLOCK));
 
-/// Makes holes of the zeros in all `pages-*.img` of the folder, as far as the page cache has them still (Linux 6.5 tells): whole blocks of 64 KiB,
-/// which is what restores read. Bytes of new holes; none where the file system has no holes.
+/// Turns whole zero blocks (64 KiB, the unit of restores) in all `pages-*.img` of the folder into holes, and
+/// returns the bytes of new holes: 0 if the file system has no holes.
+///
+/// Only blocks in the page cache are read (Linux 6.5 and newer report which).
 ///
 /// # Errors
-/// A file cannot be read or changed; the others are gone through all the same. What is in the image stays the same.
+/// A file cannot be read or changed; all others are processed. The contents of the image stay the same.
 pub fn punch_zero_blocks(images: &Path) -> anyhow::Result<u64> {
     let files = pages_files(images).with_context(|| images.display().to_string())?;
     let punch = |path: PathBuf| punch_zero_blocks_of(&path).with_context(|| path.display().to_string());
@@ -48,8 +51,8 @@ fn punch_zero_blocks_of(path: &Path) -> anyhow::Result<u64> {
     let file = OpenOptions::new().read(true).write(true).custom_flags(libc::O_NOFOLLOW).open(path)?;
     let length = file.metadata()?.len();
     let pages = TransferFile::new(path, file.try_clone()?, None);
-    let (mut buffer, mut dug, mut zeros) = (vec![0; STEP], 0, 0..0);
-    // The last block may be shorter, and is left alone.
+    let (mut buffer, mut punched_bytes, mut zeros) = (vec![0; STEP], 0, 0..0);
+    // The last block may be shorter; it is not punched.
     let end = length / BLOCK as u64 * BLOCK as u64;
     for start in (0..end).step_by(STEP) {
         let length = usize::try_from(end - start).unwrap_or(STEP).min(STEP);
@@ -61,24 +64,24 @@ fn punch_zero_blocks_of(path: &Path) -> anyhow::Result<u64> {
             if bytes.iter().all(|byte| *byte == 0) {
                 let at = start + (block * BLOCK) as u64;
                 if zeros.end != at {
-                    dug += punch(&file, &zeros)?;
+                    punched_bytes += punch(&file, &zeros)?;
                     zeros = at..at;
                 }
                 zeros.end += BLOCK as u64;
             }
         }
     }
-    dug += punch(&file, &zeros)?;
-    Ok(dug)
+    punched_bytes += punch(&file, &zeros)?;
+    Ok(punched_bytes)
 }
 
 fn punch(file: &File, zeros: &Range<u64>) -> anyhow::Result<u64> {
     let bytes = zeros.end - zeros.start;
-    let how = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
+    let mode = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
     if bytes == 0 {
         return Ok(0);
     }
-    match fallocate(file, how, i64::try_from(zeros.start)?, i64::try_from(bytes)?) {
+    match fallocate(file, mode, i64::try_from(zeros.start)?, i64::try_from(bytes)?) {
         Ok(()) => Ok(bytes),
         Err(Errno::EOPNOTSUPP) => Ok(0),
         Err(errno) => Err(errno).context("making a hole of zeros"),
@@ -97,7 +100,8 @@ mod tests {
     fn zeros_become_holes_and_every_byte_stays() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("pages-7.img");
-        // Zeros at the beginning, across two steps, less than a block of them, and at the end, which is no whole block.
+        // Zeros at the beginning, across two steps, less than a block of them, and at the end, which is no
+        // whole block.
         let mut bytes = vec![1_u8; 3 * STEP + BLOCK + 4096];
         let zeros = [0..BLOCK, STEP - BLOCK..STEP + 2 * BLOCK, 2 * STEP + 4096..2 * STEP + BLOCK];
         zeros.into_iter().for_each(|range| bytes[range].fill(0));
@@ -115,7 +119,7 @@ mod tests {
     }
 
     #[test]
-    fn a_folder_that_is_not_there_is_named() {
+    fn a_missing_folder_is_named() {
         let error = format!("{:#}", punch_zero_blocks(Path::new("/nowhere/images")).unwrap_err());
         assert!(error.starts_with("/nowhere/images: "), "{error}");
     }

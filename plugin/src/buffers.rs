@@ -1,65 +1,66 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Which buffer of a process a CPU's mapping shows: a render node is one GPU's, and an offset in it one buffer's.
+//! Finds the buffer of a CPU mapping: a render node belongs to one GPU, and an offset in it to one buffer.
 
 use std::collections::BTreeMap;
 
 use rewake_criu_images::amdgpu::{KfdBuffer, KfdImage};
 
-/// Buffers whose offset is one of `/dev/kfd` (doorbells, registers) or an address of the process (userptr).
-const NOT_OF_RENDER_NODES: u32 = 4 | 8 | 16;
+/// Flags of buffers whose offset is one of `/dev/kfd` (doorbells, registers) or an address of the process
+/// (userptr).
+const NOT_ON_RENDER_NODES: u32 = 4 | 8 | 16;
 
-/// A process's buffers, by the names of their GPUs and the offsets of their mappings.
+/// A process's buffers, by GPU id and mmap offset.
 #[derive(Debug)]
-pub(crate) struct Buffers(BTreeMap<u32, Vec<Stretch>>);
+pub(crate) struct Buffers(BTreeMap<u32, Vec<OffsetRange>>);
 
-/// Offsets of one buffer.
+/// The mmap offsets of one buffer.
 #[derive(Debug)]
-struct Stretch {
+struct OffsetRange {
     start: u64,
     end: u64,
-    /// The furthest end of this one and of all before it.
-    furthest: u64,
+    /// The highest end of this range and of all before it.
+    max_end: u64,
     /// Index in the image.
     buffer: usize,
 }
 
 impl Buffers {
     pub(crate) fn of(image: &KfdImage) -> Self {
-        let mut all: BTreeMap<u32, Vec<Stretch>> = BTreeMap::new();
-        for (buffer, of) in image.buffers.iter().enumerate() {
-            if of.alloc_flags & NOT_OF_RENDER_NODES == 0 {
-                let (start, end) = (of.offset, of.offset.saturating_add(of.size));
-                all.entry(of.gpu_id).or_default().push(Stretch { start, end, furthest: end, buffer });
+        let mut all: BTreeMap<u32, Vec<OffsetRange>> = BTreeMap::new();
+        for (buffer, bo) in image.buffers.iter().enumerate() {
+            if bo.alloc_flags & NOT_ON_RENDER_NODES == 0 {
+                let (start, end) = (bo.offset, bo.offset.saturating_add(bo.size));
+                all.entry(bo.gpu_id).or_default().push(OffsetRange { start, end, max_end: end, buffer });
             }
         }
-        for stretches in all.values_mut() {
-            stretches.sort_by_key(|stretch| (stretch.start, stretch.end));
-            stretches.dedup_by_key(|stretch| (stretch.start, stretch.end));
-            let mut furthest = 0;
-            for stretch in stretches {
-                furthest = stretch.end.max(furthest);
-                stretch.furthest = furthest;
+        for ranges in all.values_mut() {
+            ranges.sort_by_key(|range| (range.start, range.end));
+            ranges.dedup_by_key(|range| (range.start, range.end));
+            let mut max_end = 0;
+            for range in ranges {
+                max_end = range.end.max(max_end);
+                range.max_end = max_end;
             }
         }
         Self(all)
     }
 
-    /// Whether there are any.
-    pub(crate) fn are_some(&self) -> bool {
+    /// Returns whether the process has such buffers.
+    pub(crate) fn has_any(&self) -> bool {
         !self.0.is_empty()
     }
 
-    /// The image's first buffer of a GPU that has `offset`.
+    /// Returns the image's first buffer of a GPU that has `offset`.
     pub(crate) fn at(&self, gpu_id: u32, offset: u64) -> Option<usize> {
         let all = self.0.get(&gpu_id)?;
-        // The driver gives each memory offsets of its own, so that only the last one is looked at.
-        let before = &all[..all.partition_point(|stretch| stretch.start <= offset)];
-        let near = before.iter().rev().take_while(|stretch| offset < stretch.furthest);
-        near.filter(|stretch| offset < stretch.end).map(|stretch| stretch.buffer).min()
+        // The driver gives each buffer its own offsets. So usually one range is looked at.
+        let before = &all[..all.partition_point(|range| range.start <= offset)];
+        let near = before.iter().rev().take_while(|range| offset < range.max_end);
+        near.filter(|range| offset < range.end).map(|range| range.buffer).min()
     }
 }
 
-/// The GPU of a render node, by its index among the image's nodes and its name.
+/// Returns the GPU of a render node: its index among the image's nodes, and its id.
 pub(crate) fn gpu_of_minor(image: &KfdImage, minor: u32) -> Option<(usize, u32)> {
     let is = |gpu_id: u32, of: u32| gpu_id != 0 && of == minor;
     let mut nodes = image.nodes.iter().map(|node| &node.properties).enumerate();
@@ -67,15 +68,16 @@ pub(crate) fn gpu_of_minor(image: &KfdImage, minor: u32) -> Option<(usize, u32)>
     Some((node, properties.gpu_id))
 }
 
-/// Whether a GPU has a buffer of render nodes at an address of the process. ROCm's library maps buffers where GPUs have them.
-pub(crate) fn is_address_of_one(image: &KfdImage, gpu_id: u32, address: u64) -> bool {
-    let here = |buffer: &&KfdBuffer| buffer.gpu_id == gpu_id && buffer.alloc_flags & NOT_OF_RENDER_NODES == 0;
+/// Returns whether a GPU has a buffer at an address of the process. ROCm's library maps buffers at their GPU
+/// addresses.
+pub(crate) fn has_buffer_at_address(image: &KfdImage, gpu_id: u32, address: u64) -> bool {
+    let here = |buffer: &&KfdBuffer| buffer.gpu_id == gpu_id && buffer.alloc_flags & NOT_ON_RENDER_NODES == 0;
     let covers =
         |buffer: &KfdBuffer| (buffer.address..buffer.address.saturating_add(buffer.size)).contains(&address);
     image.buffers.iter().filter(here).any(covers)
 }
 
-/// The render nodes of the GPU of this name: one, unless the image is odd.
+/// Returns the minor numbers of a GPU's render nodes: one, except in a damaged image.
 pub(crate) fn minors_of(image: &KfdImage, gpu_id: u32) -> impl Iterator<Item = u32> {
     let gpus = image.nodes.iter().map(|node| &node.properties).filter(|gpu| gpu.gpu_id != 0);
     gpus.filter(move |gpu| gpu.gpu_id == gpu_id).map(|gpu| gpu.drm_render_minor)
@@ -107,13 +109,13 @@ mod tests {
     }
 
     #[test]
-    fn gpus_have_the_same_offsets() {
+    fn gpus_may_have_the_same_offsets() {
         let buffers = buffers(&[(1, 100, 100, VRAM), (2, 100, 100, VRAM)]);
         assert_eq!([1, 2, 3].map(|gpu| buffers.at(gpu, 150)), [Some(0), Some(1), None]);
     }
 
     #[test]
-    fn of_those_at_one_offset_it_is_the_first_of_the_image() {
+    fn of_several_buffers_at_an_offset_the_first_of_the_image_is_found() {
         let all = [(1, 150, 100, VRAM), (1, 0, 1000, VRAM), (1, 150, 500, VRAM), (1, 160, 1, VRAM)];
         let buffers = buffers(&all);
         let first =

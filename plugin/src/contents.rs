@@ -1,22 +1,22 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The memory of buffers, to and from the image, with a word in CRIU's log.
+//! Saves and loads the memory of buffers, and reports it to CRIU's log.
 
 use rewake_bo_contents::{Error, Process, Report};
 use rewake_criu_plugin::{Answer, Host};
 
-/// Writes the memory of buffers. Those that have bytes must all have a dma-buf.
+/// Writes the memory of buffers. Every buffer with contents must have a dma-buf.
 pub(crate) fn save(host: &Host, processes: &[Process<'_>]) -> Answer {
-    told(host, rewake_bo_contents::save(processes))
+    log_report(host, rewake_bo_contents::save(processes))
 }
 
 /// Reads the memory of all processes' buffers.
 pub(crate) fn load(host: &Host, processes: &[Process<'_>]) -> Answer {
-    told(host, rewake_bo_contents::load(processes))
+    log_report(host, rewake_bo_contents::load(processes))
 }
 
-fn told(host: &Host, done: Result<Option<Report>, Error>) -> Answer {
-    if let Some(report) = done? {
-        report.paths.iter().for_each(|way| host.info(way));
+fn log_report(host: &Host, result: Result<Option<Report>, Error>) -> Answer {
+    if let Some(report) = result? {
+        report.paths.iter().for_each(|path| host.info(path));
         host.info(&report);
     }
     Ok(())

@@ -1,12 +1,15 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! CRIU killed in the middle: what it has stopped goes on without it, and what only its plugin does is not done. A process that
-//! outlives CRIU does the least that must be.
+//! Handles the death of CRIU with a process that outlives it, the CRIU watchdog. When CRIU is killed, the
+//! kernel lets the tasks run that it had stopped, and the plugin's last hooks are not called.
 //!
-//! * In a dump: the tasks go on, and their queues would stay paused for ever. The guard lets them go on.
-//! * In a restore, the tasks would wait for CRIU for ever, or run before their GPUs' memory is there. The guard kills them; a
-//!   task makes no GPU state before it is there, but for one that has waited five seconds for it (`restore/watchdog_wait.rs`): that goes on
-//!   unguarded. Where they are stopped they would run until then: the kernel kills those (`restore/resume.rs`). CRIU 4.1 says nothing
-//!   when it forks them: its tasks have a guard when they are whole only, and what CRIU's death leaves before that may run.
+//! * Dump: the tasks would run with queues that stay evicted. The watchdog resumes the queues.
+//! * Restore: the tasks would wait for CRIU without end, or run before their GPU memory is resident. The
+//!   watchdog kills them. A task waits for the watchdog before it makes GPU state, for five seconds at most
+//!   (`restore/watchdog_wait.rs`).
+//! * Tasks that CRIU has stopped would run until the watchdog acts. The kernel kills those
+//!   (`restore/resume.rs`).
+//! * CRIU 4.1 does not report its forks. There the watchdog starts when the tasks are complete. Before that,
+//!   tasks may run if CRIU is killed.
 
 use std::fs;
 use std::io;
@@ -19,76 +22,81 @@ use rewake_criu_plugin::Host;
 
 use crate::abi::{self, OnCriuDeath};
 
-/// The guard; dropped, it is gone.
+/// The watchdog's process; it is killed when this is dropped.
 #[derive(Debug)]
 pub(crate) struct CriuWatchdog(Pid);
 
 impl CriuWatchdog {
-    /// Before the queues behind `kfd` are paused; one of `tasks` is whose file that is. None, with a warning, if it cannot
-    /// be started.
-    pub(crate) fn of_queues(host: &Host, kfd: BorrowedFd<'_>, tasks: &[i32]) -> Option<Self> {
-        Self::start(host, &OnCriuDeath::GoOn(kfd, tasks), "queues stay paused")
+    /// Starts a watchdog before the queues of the process that opened `kfd` are evicted: it is one of
+    /// `tasks`. Returns none, with a warning, if that fails.
+    pub(crate) fn for_queues(host: &Host, kfd: BorrowedFd<'_>, tasks: &[i32]) -> Option<Self> {
+        Self::start(host, &OnCriuDeath::ResumeQueues(kfd, tasks), "queues stay evicted")
     }
 
-    /// Before a restored tree may run: of its first task, or of whatever CRIU has forked.
-    pub(crate) fn of_trees(host: &Host, roots: &[i32]) -> Option<Self> {
-        let otherwise = "tasks run without their GPUs' memory";
-        match those_there(roots, abi::task) {
-            Ok(roots) => Self::start(host, &OnCriuDeath::Kill(&roots), otherwise),
-            Err(error) => none(host, &error, otherwise),
+    /// Starts a watchdog for restored trees before they may run. `roots`: the first task, or all tasks that
+    /// CRIU forked.
+    pub(crate) fn for_trees(host: &Host, roots: &[i32]) -> Option<Self> {
+        let consequence = "tasks may run without their GPU memory";
+        match open_living_tasks(roots, abi::open_pidfd) {
+            Ok(roots) => Self::start(host, &OnCriuDeath::KillTrees(&roots), consequence),
+            Err(error) => warn_not_started(host, &error, consequence),
         }
     }
 
-    fn start(host: &Host, duty: &OnCriuDeath<'_>, otherwise: &str) -> Option<Self> {
-        match abi::fork_guard(duty, host.log_file().ok()) {
+    fn start(host: &Host, action: &OnCriuDeath<'_>, consequence: &str) -> Option<Self> {
+        match abi::fork_watchdog(action, host.log_file().ok()) {
             Ok(pid) => Some(Self(pid)),
-            Err(error) => none(host, &error, otherwise),
+            Err(error) => warn_not_started(host, &error, consequence),
         }
     }
 
-    /// A child that stands for one.
+    /// Takes a child process in the place of a watchdog.
     #[cfg(test)]
     pub(crate) fn of(pid: Pid) -> Self {
         Self(pid)
     }
 }
 
-fn none(host: &Host, error: &io::Error, otherwise: &str) -> Option<CriuWatchdog> {
+fn warn_not_started(host: &Host, error: &io::Error, consequence: &str) -> Option<CriuWatchdog> {
     host.warn(format_args!(
-        "start a process that outlives CRIU: {error}; if CRIU is killed now, {otherwise}"
+        "the CRIU watchdog cannot be started: {error}; if CRIU is killed now, {consequence}"
     ));
     None
 }
 
-/// Tasks with their descriptors. One that has ended needs no guard; one that cannot be had would have none.
-fn those_there(tasks: &[i32], open: impl Fn(i32) -> io::Result<OwnedFd>) -> io::Result<Vec<(i32, OwnedFd)>> {
-    let mut there = Vec::new();
+/// Opens pidfds of tasks. A task that has ended is left out: it needs no watchdog. Any other failure is an
+/// error.
+fn open_living_tasks(
+    tasks: &[i32],
+    open: impl Fn(i32) -> io::Result<OwnedFd>,
+) -> io::Result<Vec<(i32, OwnedFd)>> {
+    let mut living = Vec::new();
     for task in tasks {
         match open(*task) {
-            Ok(file) => there.push((*task, file)),
+            Ok(file) => living.push((*task, file)),
             Err(error) if error.raw_os_error() == Some(libc::ESRCH) => {}
             Err(error) => return Err(error),
         }
     }
-    Ok(there)
+    Ok(living)
 }
 
 impl Drop for CriuWatchdog {
     fn drop(&mut self) {
-        // It is this process's child until it is waited for, so that its number is nobody else's. Neither can fail then.
+        // It is a child that was not waited for, so the pid is still its own. Neither call can fail.
         let _ = kill(self.0, Signal::SIGKILL);
         let _ = waitpid(self.0, Some(WaitPidFlag::__WALL));
     }
 }
 
-/// Children of this process's first thread.
+/// Returns the children of this process's first thread.
 pub(crate) fn children() -> Vec<i32> {
     let id = std::process::id();
     children_of(&format!("/proc/{id}/task/{id}"))
 }
 
-/// Siblings of this process that it traces: a task that CRIU has forked for its parent (`--restore-sibling`, as runc restores) is
-/// seized at once.
+/// Returns siblings of this process that it traces. With `--restore-sibling`, as runc restores, CRIU forks a
+/// task as its sibling and seizes it at once.
 pub(crate) fn traced_siblings() -> Vec<i32> {
     let threads = fs::read_dir(format!("/proc/{}/task", getppid())).into_iter().flatten().flatten();
     let mut siblings: Vec<i32> =
@@ -97,11 +105,11 @@ pub(crate) fn traced_siblings() -> Vec<i32> {
     siblings
 }
 
-/// Threads of these trees that this process traces.
+/// Returns the threads of these trees that this process traces.
 pub(crate) fn traced(roots: &[i32]) -> Vec<i32> {
     let (mut tasks, mut traced) = (roots.to_vec(), Vec::new());
     while let Some(task) = tasks.pop() {
-        // Whoever ends meanwhile has none.
+        // A task that has ended meanwhile has no threads.
         for thread in fs::read_dir(format!("/proc/{task}/task")).into_iter().flatten().flatten() {
             tasks.extend(children_of(&thread.path().to_string_lossy()));
             let number = thread.file_name().to_str().and_then(|number| number.parse().ok());
@@ -129,17 +137,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_tasks_that_have_ended_need_no_guard() {
+    fn only_tasks_that_have_ended_need_no_watchdog() {
         let open = |errno: i32| {
             move |task: i32| match task {
                 8 => Err(io::Error::from_raw_os_error(errno)),
                 _ => Ok(File::open("/dev/null")?.into()),
             }
         };
-        let there = those_there(&[7, 8, 9], open(libc::ESRCH)).unwrap();
+        let there = open_living_tasks(&[7, 8, 9], open(libc::ESRCH)).unwrap();
         assert_eq!(there.iter().map(|(task, _)| *task).collect::<Vec<_>>(), [7, 9]);
         for errno in [libc::EMFILE, libc::EINVAL, libc::ENOSYS] {
-            let error = those_there(&[7, 8, 9], open(errno)).unwrap_err();
+            let error = open_living_tasks(&[7, 8, 9], open(errno)).unwrap_err();
             assert_eq!(error.raw_os_error(), Some(errno));
         }
     }
@@ -148,6 +156,6 @@ mod tests {
     fn a_task_that_was_waited_for_has_ended() {
         let mut child = std::process::Command::new("true").spawn().unwrap();
         child.wait().unwrap();
-        assert!(those_there(&[child.id().cast_signed()], abi::task).unwrap().is_empty());
+        assert!(open_living_tasks(&[child.id().cast_signed()], abi::open_pidfd).unwrap().is_empty());
     }
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Which files are AMD GPUs'.
+//! Identifies device files of AMD GPUs.
 
 use std::path::Path;
 use std::{fs, io};
@@ -7,35 +7,35 @@ use std::{fs, io};
 use nix::sys::stat::stat;
 use rewake_amdgpu_uapi::topology::{Node, Topology};
 
-/// Where the compute driver shows itself.
+/// The compute driver's class folder.
 pub(crate) const CLASS: &str = "/sys/class/kfd/kfd";
 
 /// Major number of every DRM device.
-const DRM: u32 = 226;
+const DRM_MAJOR: u32 = 226;
 
 /// The device numbers of this machine's GPUs.
 #[derive(Debug, Default)]
 pub(crate) struct Devices {
-    /// Of the compute driver, `/dev/kfd`; none without one.
+    /// The device number of `/dev/kfd`; none without the compute driver.
     kfd: Option<(u32, u32)>,
     /// Minor numbers of the GPUs' render nodes.
     render: Vec<u32>,
 }
 
 impl Devices {
-    /// Asks the compute driver, if there is one; `class` is [`CLASS`].
+    /// Reads the compute driver's topology, if the driver is loaded; `class` is [`CLASS`].
     pub(crate) fn of_machine(class: &Path) -> Result<Self, rewake_amdgpu_uapi::Error> {
         let Ok(text) = fs::read_to_string(class.join("dev")) else { return Ok(Self::default()) };
         let topology = Topology::read_from(&class.join("topology"))?;
         Ok(Self { kfd: numbers(&text), render: topology.gpus().map(Node::render_minor).collect() })
     }
 
-    /// Whether a process can compute on an AMD GPU here.
-    pub(crate) fn any(&self) -> bool {
+    /// Returns whether processes can compute on AMD GPUs of this machine.
+    pub(crate) fn has_gpus(&self) -> bool {
         self.kfd.is_some()
     }
 
-    /// Which part of a GPU a file is, if it is one.
+    /// Returns which GPU device a file is, if it is one.
     pub(crate) fn gpu(&self, status: &libc::stat) -> Option<Gpu> {
         if status.st_mode & libc::S_IFMT != libc::S_IFCHR {
             return None;
@@ -44,10 +44,10 @@ impl Devices {
         if self.kfd == Some((major, minor)) {
             return Some(Gpu::Kfd);
         }
-        (major == DRM && self.render.contains(&minor)).then_some(Gpu::Render(minor))
+        (major == DRM_MAJOR && self.render.contains(&minor)).then_some(Gpu::Render(minor))
     }
 
-    /// A task's descriptors of GPUs. What cannot be looked at is none.
+    /// Returns a task's descriptors of GPU devices. A descriptor that cannot be read is left out.
     pub(crate) fn open_in(&self, pid: i32) -> io::Result<Vec<(i32, Gpu)>> {
         let mut found = Vec::new();
         for entry in fs::read_dir(format!("/proc/{pid}/fd"))? {
@@ -60,17 +60,17 @@ impl Devices {
     }
 }
 
-/// A file of an AMD GPU.
+/// A device file of an AMD GPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Gpu {
-    /// `/dev/kfd`, for all of them.
+    /// `/dev/kfd`, which is one file for all GPUs.
     Kfd,
-    /// `/dev/dri/renderDN` of one.
+    /// `/dev/dri/renderDN` of one GPU, with N.
     Render(u32),
 }
 
 impl Gpu {
-    /// By a path, wherever it was dumped: containers may have their devices in other places.
+    /// Identifies a device by the end of its path: in a container `/dev` may be below another folder.
     pub(crate) fn of_path(path: &str) -> Option<Self> {
         if path.ends_with("/dev/kfd") {
             return Some(Self::Kfd);
@@ -80,7 +80,7 @@ impl Gpu {
     }
 }
 
-/// `MAJOR:MINOR`
+/// Parses `MAJOR:MINOR`.
 fn numbers(text: &str) -> Option<(u32, u32)> {
     let (major, minor) = text.trim().split_once(':')?;
     Some((major.parse().ok()?, minor.parse().ok()?))
@@ -100,7 +100,7 @@ mod tests {
     fn a_machine_without_the_compute_driver_has_no_gpu() {
         let class = tempfile::tempdir().unwrap();
         let devices = Devices::of_machine(&class.path().join("kfd")).unwrap();
-        assert!(!devices.any());
+        assert!(!devices.has_gpus());
         assert_eq!(devices.gpu(&status(libc::S_IFCHR, 10, 232)), None);
     }
 
@@ -124,7 +124,7 @@ mod tests {
         }
         let devices = Devices::of_machine(class.path()).unwrap();
         let name = |kind, major, minor| devices.gpu(&status(kind, major, minor));
-        assert!(devices.any());
+        assert!(devices.has_gpus());
         assert_eq!(name(libc::S_IFCHR, 511, 0), Some(Gpu::Kfd));
         assert_eq!(name(libc::S_IFCHR, 226, 129), Some(Gpu::Render(129)));
         assert_eq!(name(libc::S_IFBLK, 511, 0), None, "a block device");

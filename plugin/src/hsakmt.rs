@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The memory that processes share through ROCm's library: a file and a semaphore that every one of them expects to
-//! find. Images keep its size and first word (`hsakmt_shared_mem` of libhsakmt's `perfctr.c`).
+//! Restores the file and the semaphore that ROCm's library shares between processes. Images have the file's
+//! size and first word (`hsakmt_shared_mem` of libhsakmt's `perfctr.c`).
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read as _, Write as _};
@@ -9,27 +9,27 @@ use std::os::unix::fs::OpenOptionsExt as _;
 use rewake_criu_images::amdgpu::KfdImage;
 
 const MEMORY: &str = "/dev/shm/hsakmt_shared_mem";
-/// The library's name for it; the file is `/dev/shm/sem.hsakmt_semaphore`.
+/// The semaphore's name; its file is `/dev/shm/sem.hsakmt_semaphore`.
 const SEMAPHORE: &std::ffi::CStr = c"/hsakmt_semaphore";
-/// Everybody's, as the library makes it.
+/// All users may access it, as with the library's own.
 const MODE: u32 = 0o666;
 
-/// It could not be read or made.
+/// The shared file or semaphore could not be read or created.
 #[derive(Debug, thiserror::Error)]
-#[error("{act} {name}")]
+#[error("{action} {name}")]
 pub(crate) struct SharedError {
-    act: &'static str,
+    action: &'static str,
     name: &'static str,
     #[source]
     source: io::Error,
 }
 
-fn failed(act: &'static str, name: &'static str) -> impl Fn(io::Error) -> SharedError {
-    move |source| SharedError { act, name, source }
+fn failed(action: &'static str, name: &'static str) -> impl Fn(io::Error) -> SharedError {
+    move |source| SharedError { action, name, source }
 }
 
-/// Notes the shared memory in a process's image, if there is some.
-pub(crate) fn note(mut image: KfdImage) -> Result<KfdImage, SharedError> {
+/// Adds the shared memory to a process's image, if it exists.
+pub(crate) fn add_to_image(mut image: KfdImage) -> Result<KfdImage, SharedError> {
     let failed = failed("read", MEMORY);
     let mut file = match File::open(MEMORY) {
         Ok(file) => file,
@@ -43,12 +43,12 @@ pub(crate) fn note(mut image: KfdImage) -> Result<KfdImage, SharedError> {
     Ok(image)
 }
 
-/// Makes the shared memory anew where it is gone; leaves alone what is there.
-pub(crate) fn put_back(image: &KfdImage) -> Result<(), SharedError> {
+/// Creates the shared memory again if it does not exist.
+pub(crate) fn recreate(image: &KfdImage) -> Result<(), SharedError> {
     if image.shared_memory_size == 0 {
         return Ok(());
     }
-    let failed = failed("make", MEMORY);
+    let failed = failed("create", MEMORY);
     match OpenOptions::new().write(true).create_new(true).mode(MODE).open(MEMORY) {
         Ok(mut file) => {
             file.set_len(image.shared_memory_size).map_err(&failed)?;
@@ -58,7 +58,7 @@ pub(crate) fn put_back(image: &KfdImage) -> Result<(), SharedError> {
         Err(error) => return Err(failed(error)),
     }
     crate::abi::make_semaphore(SEMAPHORE, MODE).map_err(|source| SharedError {
-        act: "make",
+        action: "create",
         name: "/dev/shm/sem.hsakmt_semaphore",
         source,
     })

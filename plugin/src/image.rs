@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The files that the plugin has in an image directory.
+//! Reads the plugin's files in an image directory.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -12,20 +12,21 @@ use nix::sys::stat::{Mode, fstatat};
 use rewake_criu_images::ImageDir;
 use rewake_criu_images::amdgpu::{KfdImage, RenderImage};
 
-/// How CRIU's image directory is called in messages: a plugin is given a descriptor, not a path.
+/// The name of CRIU's image directory in messages: a plugin gets a descriptor and not a path.
 pub(crate) const FOLDER: &str = "the image directory";
 
-/// `criu --stream`: files of the image go through these sockets of criu-image-streamer, in one direction and once.
-const STREAMS: [&str; 2] = ["streamer-capture.sock", "streamer-serve.sock"];
+/// Sockets of criu-image-streamer. With `criu --stream` an image's files go through them once, in one
+/// direction.
+const STREAM_SOCKETS: [&str; 2] = ["streamer-capture.sock", "streamer-serve.sock"];
 
 #[derive(Debug, thiserror::Error)]
-#[error("GPU state cannot be streamed ({0} is in the image directory): leave --stream away")]
-struct Streamed(&'static str);
+#[error("GPU state cannot be streamed ({0} is in the image directory): run CRIU without --stream")]
+struct StreamedImage(&'static str);
 
-/// Refuses an image that is streamed: what is written beside the stream would be lost.
+/// Refuses an image that is streamed: files that are written into the directory would be lost.
 pub(crate) fn refuse_stream(folder: BorrowedFd<'_>) -> Answer<()> {
-    match STREAMS.into_iter().find(|name| fstatat(folder, *name, AtFlags::empty()).is_ok()) {
-        Some(name) => Err(Streamed(name).into()),
+    match STREAM_SOCKETS.into_iter().find(|name| fstatat(folder, *name, AtFlags::empty()).is_ok()) {
+        Some(name) => Err(StreamedImage(name).into()),
         None => Ok(()),
     }
 }
@@ -33,17 +34,17 @@ pub(crate) fn refuse_stream(folder: BorrowedFd<'_>) -> Answer<()> {
 /// The state of all GPU files of an image.
 #[derive(Debug)]
 pub(crate) struct Images {
-    /// By the id of the open `/dev/kfd`, each a process's.
+    /// Processes by the id of their open `/dev/kfd`.
     pub(crate) kfd: Vec<(u32, KfdImage)>,
-    /// By the id of the open render node.
+    /// Open render nodes by their file id.
     pub(crate) render: BTreeMap<u32, RenderImage>,
 }
 
 impl Images {
-    /// Reads and checks all of it; none if the image has none.
+    /// Reads and checks all GPU files; returns none if the image has none.
     pub(crate) fn read(folder: BorrowedFd<'_>) -> Answer<Option<Self>> {
         let (mut kfd, mut render) = (BTreeMap::new(), BTreeMap::new());
-        let images = ImageDir::of(again(folder)?, Path::new(FOLDER))?;
+        let images = ImageDir::of(reopen(folder)?, Path::new(FOLDER))?;
         for name in names(folder)? {
             if let Some(id) = id_in(&name, "amdgpu-kfd-") {
                 kfd.extend(images.kfd(id)?.map(|image| (id, image)));
@@ -58,23 +59,23 @@ impl Images {
 
 type Answer<T> = Result<T, Box<dyn std::error::Error + Send + Sync>>;
 
-/// N of `amdgpu-…-N.img`.
+/// Returns N of `amdgpu-…-N.img`.
 fn id_in(name: &str, start: &str) -> Option<u32> {
     let number = name.strip_prefix(start)?.strip_suffix(".img")?;
-    // As it is written: no sign, no zeros in front.
+    // Only as the plugin writes it: no sign, no leading zeros.
     number.parse().ok().filter(|id: &u32| id.to_string() == number)
 }
 
 fn names(folder: BorrowedFd<'_>) -> Answer<Vec<String>> {
     let mut names = Vec::new();
-    for entry in Dir::from_fd(again(folder)?)?.into_iter() {
+    for entry in Dir::from_fd(reopen(folder)?)?.into_iter() {
         names.extend(entry?.file_name().to_str().ok().map(str::to_owned));
     }
     Ok(names)
 }
 
-/// The folder opened anew: a copy of a descriptor would share its place in the list of names.
-pub(crate) fn again(folder: BorrowedFd<'_>) -> io::Result<OwnedFd> {
+/// Opens the folder again: a copy of a descriptor would share its position in the directory.
+pub(crate) fn reopen(folder: BorrowedFd<'_>) -> io::Result<OwnedFd> {
     Ok(openat(folder, ".", OFlag::O_RDONLY | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC, Mode::empty())?)
 }
 
@@ -113,7 +114,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let open = File::open(folder.path()).unwrap();
         refuse_stream(open.as_fd()).unwrap();
-        for name in STREAMS {
+        for name in STREAM_SOCKETS {
             fs::write(folder.path().join(name), "").unwrap();
             let error = refuse_stream(open.as_fd()).unwrap_err().to_string();
             assert!(error.contains(name) && error.contains("--stream"), "{error}");

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Whether two descriptors are one open file: `kcmp(2)`, which CRIU needs, too.
+//! Compares open files of two processes with `kcmp(2)`, which CRIU needs, too.
 
 use std::io;
 use std::os::fd::{AsRawFd as _, BorrowedFd};
@@ -7,7 +7,7 @@ use std::os::fd::{AsRawFd as _, BorrowedFd};
 /// `KCMP_FILE` of `linux/kcmp.h`.
 const FILE: libc::c_int = 0;
 
-/// Whether `own` is the open file behind descriptor `number` of process `pid`.
+/// Returns whether `own` is the same open file as descriptor `number` of process `pid`.
 pub(crate) fn same_file(own: BorrowedFd<'_>, pid: i32, number: i32) -> io::Result<bool> {
     let caller = libc::c_long::from(nix::unistd::getpid().as_raw());
     let (pid, number) = (libc::c_long::from(pid), libc::c_long::from(number));

@@ -1,18 +1,22 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! CRIU's plugin for AMD GPUs, by the name, and with the image files, of CRIU's own one: what one dumps the other
-//! restores. Where nothing belongs to a GPU it steps aside: dumps and restores go as if it were not there.
+//! CRIU's plugin for AMD GPUs. It has the name and the image files of CRIU's own plugin, so that either
+//! restores what the other dumped. Without GPU state it steps aside, and dumps and restores run as without
+//! it.
 //!
-//! * [`dump`]: processes paused, their GPU state and memory written, paused until CRIU has their memory, too.
-//! * [`restore`]: GPU state made anew in the restored tasks, memory loaded, queues started once.
-//! * [`contents`]: the memory of buffers, to and from the image. `buffers`: which of them a mapping shows.
-//! * `shared`, in both: buffers that processes have in common, open dma-bufs, two `/dev/kfd`s of one process. CRIU's
-//!   images have no place for that: `rewake-shared.img` has it, beside what CRIU's own plugin restores as copies.
+//! * [`dump`]: evicts the processes' queues, writes GPU state and memory, and resumes the queues when CRIU
+//!   has finished.
+//! * [`restore`]: makes GPU state in the restored tasks, loads memory, and starts the queues once.
+//! * [`contents`]: saves and loads the memory of buffers. `buffers`: finds the buffer of a mapping.
+//! * `shared`, in both: buffers that processes share, open dma-bufs, two `/dev/kfd`s of one process. CRIU's
+//!   images cannot hold them: `rewake-shared.img` does. CRIU's own plugin ignores that file and restores
+//!   copies.
 //! * `hsakmt`: what ROCm's library shares between processes. `abi`, `kcmp`: the only `unsafe` code.
-//! * `guard`: what is done when CRIU itself is killed. `device`: whether a file is an AMD GPU's.
-//! * `image`: the image's files. `topology`: the machine as images tell it.
+//! * `criu_watchdog`: resumes queues or kills tasks when CRIU is killed. `device`: identifies files of AMD
+//!   GPUs.
+//! * `image`: the image's files. `topology`: nodes of the driver's topology, as images have them.
 #![deny(unsafe_code)]
 
-#[allow(unsafe_code, reason = "the one place for it")]
+#[allow(unsafe_code, reason = "system calls that no crate has")]
 mod abi;
 mod buffers;
 mod contents;
@@ -41,12 +45,13 @@ use restore::Restore;
 /// The plugin of one CRIU command.
 #[derive(Debug)]
 enum Amdgpu {
-    Dump(Box<Dump>, Waited),
+    Dump(Box<Dump>, DumpWait),
     Restore(Box<Restore>, Parking),
 }
 
-/// What a dump waited for, before CRIU stopped anything; a pre-dump waits for nothing.
-type Waited = Option<Dumped>;
+/// The missing memory that a dump waited for before CRIU stopped any task; none for a pre-dump, which does
+/// not wait.
+type DumpWait = Option<Dumped>;
 
 register!(Amdgpu);
 
@@ -60,15 +65,15 @@ impl Plugin for Amdgpu {
         };
         match stage {
             Stage::Dump | Stage::PreDump => {
-                // Also without a GPU: this may be the only plugin of ours that CRIU has.
+                // Also without a GPU: CRIU may have no `rewake_plugin.so`.
                 let waited = (stage == Stage::Dump).then(|| Dumped::wait(host)).transpose()?;
                 let devices = Devices::of_machine(Path::new(device::CLASS))?;
-                if !devices.any() {
+                if !devices.has_gpus() {
                     return aside("this machine has no AMD GPU");
                 }
                 Ok(Self::Dump(Box::new(Dump::new(devices)), waited))
             }
-            // The stock plugin does not name itself where no render node is mapped.
+            // CRIU's own plugin is not in the inventory if no render node was mapped.
             Stage::Restore { named } => match Images::read(host.image_dir()?)? {
                 Some(images) => Ok(Self::Restore(Box::new(Restore::new(host, images)?), Parking::new())),
                 None => {
@@ -94,7 +99,7 @@ impl Plugin for Amdgpu {
 
     fn checkpoint_devices(&mut self, _: &Host, pid: i32) -> Answer {
         self.dumping()?.task(pid)?;
-        // Other plugins have something to do then.
+        // CRIU then asks other plugins, too.
         Err(Refusal::NotMine)
     }
 
@@ -111,13 +116,14 @@ impl Plugin for Amdgpu {
     }
 
     fn post_forking(&mut self, host: &Host) -> Answer {
-        self.restoring()?.forked(host);
-        // Other plugins have something to do then.
+        self.restoring()?.post_forking(host);
+        // CRIU then asks other plugins, too.
         Err(Refusal::NotMine)
     }
 
     fn resume_devices_late(&mut self, host: &Host, pid: i32) -> Answer {
-        // Before a queue runs, and before the tasks are tied to CRIU by options of its trace, which parking sets anew.
+        // Before a queue runs, and before this plugin sets PTRACE_O_EXITKILL: parking sets the trace's
+        // options, too.
         if let Self::Restore(_, parking) = self {
             parking.task(host, pid);
         }
@@ -128,7 +134,7 @@ impl Plugin for Amdgpu {
         if let Self::Dump(_, Some(waited)) = self {
             waited.check(pid)?;
         }
-        // Other plugins have something to do then.
+        // CRIU then asks other plugins, too.
         Err(Refusal::NotMine)
     }
 }

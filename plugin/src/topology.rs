@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Nodes of the driver's topology, between images and the search for their places: the same properties in both.
+//! Converts nodes of the driver's topology between images and the search for a GPU assignment.
 
 use rewake_amdgpu_uapi::abi::{HSA_IOLINK_TYPE_PCIEXPRESS, HSA_IOLINK_TYPE_XGMI};
 use rewake_amdgpu_uapi::mapping;
 use rewake_criu_images::amdgpu::{Link, Node, Properties};
 
-/// Both ways, from one list.
+/// Defines both conversions from one list of properties.
 macro_rules! same {
     ($($property:ident),* $(,)?) => {
         fn properties(node: &mapping::Node) -> Properties {
             Properties { $($property: node.$property,)* }
         }
 
-        /// A node of an image.
+        /// Converts a node of an image.
         pub(crate) fn of_image(node: &Node) -> mapping::Node {
             let link = |link: &Link| mapping::Link { kind: link.kind, to_node: link.to_node };
             mapping::Node {
@@ -30,7 +30,7 @@ same! {
     vram_public, vram_size,
 }
 
-/// A node for an image. Of its links the stock plugin keeps PCIe's and XGMI's.
+/// Converts a node for an image. As the stock plugin, it keeps only PCIe and XGMI links.
 pub(crate) fn to_image(node: &mapping::Node) -> Node {
     let kept = |link: &&mapping::Link| matches!(link.kind, HSA_IOLINK_TYPE_PCIEXPRESS | HSA_IOLINK_TYPE_XGMI);
     let link = |link: &mapping::Link| Link { kind: link.kind, to_node: link.to_node };

@@ -14,14 +14,14 @@ use serde_json::Value;
 use tempfile::TempDir;
 
 use crate::criu::Criu;
-use crate::process::{children, kill_all, run, tail, until, wait_child};
+use crate::process::{run, tail, until, wait_child};
 use crate::scene::Scene;
 use crate::server::rewake;
 
 /// Time until a daemon answers.
 const START: Duration = Duration::from_secs(60);
 
-/// A running `rewake serve` with a socket of its own. Dropping it kills it and its workers.
+/// A running `rewake serve` with a socket of its own. Dropping it kills it; streamers run on.
 #[derive(Debug)]
 pub struct Daemon {
     dir: TempDir,
@@ -35,13 +35,7 @@ impl Daemon {
     /// It does not, with the end of its log.
     pub fn start() -> anyhow::Result<Self> {
         let dir = tempfile::Builder::new().prefix("rewake-serve-").tempdir().context("make a directory")?;
-        let log = File::create(dir.path().join("serve.err"))?;
-        let mut command = Command::new(rewake()?);
-        command.arg("serve").arg("--socket").arg(dir.path().join("socket"));
-        command.args(["-v4", "-o"]).arg(dir.path().join("serve.log"));
-        // A group of its own: tests send signals to it.
-        command.process_group(0);
-        let child = command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log).spawn()?;
+        let child = spawn(&dir)?;
         let daemon = Self { dir, child };
         until(START, || daemon.status().ok()).with_context(|| format!("no answer\n{}", daemon.logs()))?;
         Ok(daemon)
@@ -90,7 +84,7 @@ impl Daemon {
         Pid::from_raw(self.child.id().cast_signed())
     }
 
-    /// Sends a signal to it and its worker.
+    /// Sends a signal to its process group.
     ///
     /// # Errors
     /// They have ended.
@@ -98,13 +92,16 @@ impl Daemon {
         killpg(self.pid(), signal).context("a signal to the daemon's group")
     }
 
-    /// Kills the worker.
+    /// Kills it, and starts another in its place.
     ///
     /// # Errors
-    /// The daemon does not answer, or the worker is gone.
-    pub fn kill_worker(&self) -> anyhow::Result<()> {
-        let pid = self.status()?["daemon"]["worker_pid"].as_i64().context("the worker's pid")?;
-        kill(Pid::from_raw(i32::try_from(pid)?), Signal::SIGKILL).context("kill the worker")
+    /// It does not answer.
+    pub fn replace(&mut self) -> anyhow::Result<()> {
+        self.child.kill()?;
+        self.child.wait()?;
+        self.child = spawn(&self.dir)?;
+        until(START, || self.status().ok()).with_context(|| format!("no answer\n{}", self.logs()))?;
+        Ok(())
     }
 
     /// Asks it to end.
@@ -135,11 +132,19 @@ impl Drop for Daemon {
         if std::thread::panicking() {
             eprintln!("{}", self.logs());
         }
-        let workers = children(self.pid());
         let _ = self.child.kill();
         let _ = self.child.wait();
-        kill_all(&workers);
     }
+}
+
+fn spawn(dir: &TempDir) -> anyhow::Result<Child> {
+    let log = File::options().create(true).append(true).open(dir.path().join("serve.err"))?;
+    let mut command = Command::new(rewake()?);
+    command.arg("serve").arg("--socket").arg(dir.path().join("socket"));
+    command.args(["-v4", "-o"]).arg(dir.path().join("serve.log"));
+    // A group of its own: tests send signals to it.
+    command.process_group(0);
+    Ok(command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log).spawn()?)
 }
 
 /// `rewake restore --json` of an image, with no daemon named and no CRIU options yet.

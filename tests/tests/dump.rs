@@ -129,7 +129,7 @@ fn an_image_with_gpu_state_is_restored_whole_and_without_a_page_server() {
         let mut command = restore(&criu, &rig.path("images")).unwrap();
         command.arg("-W").arg(rig.path("images")).arg("--plugin-dir").arg(rig.path("plugins"));
         let told = timeline(&command.args(["--", "-d", "-v4"]).output().unwrap()).unwrap();
-        assert_eq!((&told["own_daemon"], &told["session"]), (&false.into(), &0.into()), "{told}");
+        assert_eq!(told["session"], serde_json::Value::Null, "{told}");
         assert!(told["all_resident_ms"].is_f64() && told["alive_ms"] == told["all_resident_ms"], "{told}");
         assert!(rig.log_lines("restore", "lazy-pages.socket").is_empty());
         assert!(!rig.log_lines("restore", "amdgpu_plugin: ").is_empty());

@@ -136,7 +136,7 @@ fn to_rewake_lazy_pages() {
 
 /// Waits until the one target of a daemon is parked; false when all its memory was resident before.
 fn parked_of(daemon: &Daemon, scene: &Scene) -> bool {
-    let served = || daemon.status().is_ok_and(|status| status["daemon"]["sessions_served"] == 1);
+    let served = || daemon.status().is_ok_and(|status| status["agent"]["sessions_served"] == 1);
     parked(scene.pid(), served).unwrap()
 }
 
@@ -165,7 +165,7 @@ fn serve(criu: &Criu, scene: &Scene, signals: Signals, phase: Phase, outcome: Ou
         ends_well(scene);
     }
     if outcome == ServesOn {
-        assert_eq!(daemon.status().unwrap()["daemon"]["generation"], 1, "{}", daemon.logs());
+        assert_eq!(daemon.status().unwrap()["agent"]["pid"], group.as_raw(), "{}", daemon.logs());
     } else {
         assert_eq!(daemon.ended(END).unwrap().code(), Some(0));
         assert!(!daemon.socket().exists());
@@ -257,7 +257,7 @@ fn restore(criu: &Criu, scene: &Scene, signals: Signals, phase: Phase, outcome: 
         until(END, || is_child(scene.pid()).then_some(())).expect("its CRIU ends");
         ends_well(scene);
     }
-    assert_eq!(daemon.status().unwrap()["daemon"]["generation"], 1, "{}", daemon.logs());
+    assert_eq!(daemon.status().unwrap()["agent"]["pid"], daemon.pid().as_raw(), "{}", daemon.logs());
     missing
 }
 

@@ -96,7 +96,7 @@ impl Image {
         Self::open(directory, minor)
     }
 
-    /// As `rewake stream-gpu` reads it; with memory that is all there.
+    /// As the streamer reads it; with memory that is all there.
     fn open(directory: &Path, minor: u32) -> anyhow::Result<Self> {
         let kfd =
             ImageDir::open(directory)?.kfd(ID)?.context("the image that was just written is not there")?;

@@ -15,7 +15,7 @@ use crate::disk::{self, DiskLimits};
 use crate::fill;
 use crate::processes::catch_interrupts;
 use crate::report::{self, Comparison, Limits, Setting};
-use image::Image;
+pub(crate) use image::Image;
 pub(crate) use round::Sample;
 
 /// Arguments of `rewake-bench lazy`.

@@ -14,7 +14,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::{SaFlags, SigAction, SigHandler, SigSet, Signal, kill, sigaction};
 use nix::unistd::Pid;
 
-pub(crate) use tree::{PeakMemory, Sampler, high_water_mark, page_faults};
+pub(crate) use tree::{PeakMemory, Sampler, descendants, high_water_mark, page_faults};
 
 /// Time in which a killed process must be gone.
 const KILL_WAIT: Duration = Duration::from_secs(10);

@@ -7,9 +7,7 @@ use std::os::unix::fs::MetadataExt as _;
 
 pub use rewake_ioctl_filter::{Attached, BlockList, CallClass};
 
-pub use crate::abi::deny_rules::{
-    ACCESS, CREATE_PROCESS, CREATE_QUEUE, CROSS_COPY, EXPORT, MAP, UPDATE_QUEUE,
-};
+pub use crate::abi::deny_rules::{ACCESS, CREATE_PROCESS, CROSS_COPY, EXPORT};
 use crate::abi::{deny_rules, wait_rules};
 use crate::topology::Topology;
 

@@ -16,7 +16,9 @@ use crate::pipeline::Name;
 
 /// The file of an image directory that lists the duplicates. A program that writes other pages into the
 /// directory makes it invalid.
-pub const DUPLICATES_FILE: &str = "rewake-twins.json";
+pub const DUPLICATES_FILE: &str = "rewake-duplicates.json";
+/// The file's name in earlier releases.
+pub const EARLIER_DUPLICATES_FILE: &str = "rewake-twins.json";
 /// The smallest buffer that is compared: a smaller one is read as fast as it is compared.
 pub(crate) const MIN_BYTES: u64 = 64 << 10;
 /// The number of samples that are compared first, and the bytes of each.

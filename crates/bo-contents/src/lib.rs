@@ -44,7 +44,7 @@ use std::time::Instant;
 use nix::sys::signal::{SigSet, SigmaskHow};
 
 pub use background_load::BackgroundLoad;
-pub use duplicate_finder::{Candidates, DUPLICATES_FILE, DuplicateSets};
+pub use duplicate_finder::{Candidates, DUPLICATES_FILE, DuplicateSets, EARLIER_DUPLICATES_FILE};
 pub use error::{Error, Stuck};
 pub use handle::{LoadHandle, Progress};
 pub use load::LoadEvent;

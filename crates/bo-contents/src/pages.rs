@@ -15,7 +15,7 @@ use nix::unistd::{Whence, lseek};
 use rewake_criu_images::amdgpu::{KfdImage, RenderContents, drm_pages_name, pages_name};
 use rewake_image_io::files::TransferFile;
 
-use crate::duplicate_finder::DUPLICATES_FILE;
+use crate::duplicate_finder::{DUPLICATES_FILE, EARLIER_DUPLICATES_FILE};
 use crate::folder::{self as image, FileError};
 
 /// Bytes of a chunk, which fits a slot of staging memory.
@@ -143,6 +143,7 @@ impl PagesFile {
         layout: Layout,
     ) -> Result<Self, FileError> {
         image::remove(folder, DUPLICATES_FILE)?;
+        image::remove(folder, EARLIER_DUPLICATES_FILE)?;
         let file = image::create(folder, &name)?;
         let direct = image::open_direct(folder, &name, true);
         let pages = Self::with_layout(name, (file, direct), minor, layout);

@@ -19,6 +19,7 @@ use crate::engine::ReadMode;
 use crate::error::{ReadError, StoreError};
 use crate::identity::{FileKey, FileState};
 use crate::page_cache::{self, Cachestat};
+use crate::shared_readers;
 
 /// An open pages file. Its length and key are those at open. A file that shrinks later gives
 /// [`ReadError::Short`]; one that is rewritten in place gives [`ReadError::Changed`].
@@ -32,6 +33,8 @@ pub struct PagesFile {
     /// The state at the last check. It differs from `state` only in what [`FileState::follow`] accepts.
     seen: Mutex<FileState>,
     cachestat_works: AtomicBool,
+    /// Whether other readers can find this one.
+    joined: bool,
     regions: CacheRegions,
 }
 
@@ -86,7 +89,8 @@ impl PagesFile {
             .ok();
         let regions = CacheRegions::new(state.key.len);
         let (seen, cachestat_works) = (Mutex::new(seen), AtomicBool::new(true));
-        Arc::new(Self { name, buffered: file, direct, state, seen, cachestat_works, regions })
+        let joined = shared_readers::join(&file);
+        Arc::new(Self { name, buffered: file, direct, state, seen, cachestat_works, joined, regions })
     }
 
     /// Checks that the file still has the contents that it was opened with.
@@ -154,9 +158,10 @@ impl PagesFile {
     }
 
     /// Chooses how to read these bytes, by measurement: through the page cache when it has all of them, else
-    /// past it. A range with dirty pages is read through it: a direct read would wait for the disk.
+    /// past it. A range with dirty pages is read through it: a direct read would wait for the disk. While other
+    /// processes read the file, all reads go through it, so that the disk reads the bytes once.
     pub fn how(&self, offset: u64, len: usize) -> ReadMode {
-        if self.direct.is_none() {
+        if self.direct.is_none() || self.is_shared() {
             return ReadMode::Buffered;
         }
         if self.is_cold(offset) {
@@ -168,6 +173,10 @@ impl PagesFile {
             }
             _ => ReadMode::Buffered,
         }
+    }
+
+    fn is_shared(&self) -> bool {
+        self.joined && shared_readers::has_others(&self.buffered)
     }
 
     /// Whether less than seven eighths of the region of `offset` were in the page cache at the first query.

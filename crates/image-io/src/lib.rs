@@ -28,6 +28,7 @@ mod metrics;
 mod notifier;
 mod page_cache;
 mod ring;
+mod shared_readers;
 mod slots;
 
 pub use buffer::BufferSlice;

@@ -6,17 +6,24 @@
 //! A name that is left over never names another process, and creating the file is atomic. A mark does not
 //! depend on the streamer's life. If the streamer was killed, queues stay evicted for ever, and the process
 //! must not be dumped either. CRIU sees marks if it has the same `/run` and the same pid namespace.
+//!
+//! Plugin and streamer may be of different releases. So marks are also made and read in [`EARLIER_FOLDER`].
 
 use std::fs::{self, DirBuilder, File};
 use std::io::{self, Write as _};
-use std::os::unix::fs::DirBuilderExt as _;
-use std::path::Path;
+use std::os::unix::fs::{DirBuilderExt as _, PermissionsExt as _};
+use std::path::{Path, PathBuf};
 
 use nix::unistd::unlink;
 
 /// The folder of the marks. Any user may read it, as CRIU may be unprivileged.
-pub const DUMP_BLOCKS: &str = "/run/rewake-gated";
+pub const DUMP_BLOCKS: &str = "/run/rewake/dump-blocks";
+/// The folder of the marks in earlier releases.
+const EARLIER_FOLDER: &str = "/run/rewake-gated";
+const FOLDERS: [&str; 2] = [DUMP_BLOCKS, EARLIER_FOLDER];
 
+/// The right of group and others to pass through a folder.
+const PASS: u32 = 0o011;
 /// Bytes of the longest path.
 const MAX_PATH: usize = 64;
 /// Fields of `/proc/PID/stat` after the program's name, counted from 0: the state, the number of threads, and
@@ -59,12 +66,15 @@ impl ProcessId {
         Ok(Some(Self { pid, started }).filter(|_| lives))
     }
 
-    /// Makes the folder of the marks.
+    /// Makes the folders of the marks, which any user can reach.
     ///
     /// # Errors
     /// The kernel's.
     pub fn prepare() -> io::Result<()> {
-        DirBuilder::new().recursive(true).mode(0o755).create(DUMP_BLOCKS)
+        for folder in FOLDERS {
+            DirBuilder::new().recursive(true).mode(0o755).create(folder)?;
+        }
+        Path::new(DUMP_BLOCKS).parent().map_or(Ok(()), let_all_users_pass)
     }
 
     /// Marks the process: its gate is closed.
@@ -72,17 +82,19 @@ impl ProcessId {
     /// # Errors
     /// The kernel's.
     pub fn block_dump(self) -> io::Result<()> {
-        File::create(self.path()).map(drop)
+        self.paths().into_iter().try_for_each(|path| File::create(path).map(drop))
     }
 
-    /// Removes the mark: the gate is open, or the process has ended. It is one system call.
+    /// Removes the mark: the gate is open, or the process has ended. It makes system calls only.
     pub fn allow_dump(self) {
-        let mut path = [0; MAX_PATH];
-        let mut rest = &mut path[..];
-        // The path fits. A mark that cannot be removed prevents only dumps of this process.
-        let _ = write!(rest, "{DUMP_BLOCKS}/{self}");
-        let left = rest.len();
-        let _ = unlink(&path[..MAX_PATH - left]);
+        for folder in FOLDERS {
+            let mut path = [0; MAX_PATH];
+            let mut rest = &mut path[..];
+            // The path fits. A mark that cannot be removed prevents only dumps of this process.
+            let _ = write!(rest, "{folder}/{self}");
+            let left = rest.len();
+            let _ = unlink(&path[..MAX_PATH - left]);
+        }
     }
 
     /// Whether the process is marked.
@@ -90,12 +102,30 @@ impl ProcessId {
     /// # Errors
     /// The kernel's.
     pub fn is_dump_blocked(self) -> io::Result<bool> {
-        fs::exists(self.path())
+        for path in self.paths() {
+            match fs::exists(path) {
+                // A folder that this user cannot reach has no mark: [`ProcessId::prepare`] opens it before the first one.
+                Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {}
+                Ok(false) => {}
+                found => return found,
+            }
+        }
+        Ok(false)
     }
 
-    fn path(self) -> std::path::PathBuf {
-        Path::new(DUMP_BLOCKS).join(self.to_string())
+    fn paths(self) -> [PathBuf; 2] {
+        FOLDERS.map(|folder| Path::new(folder).join(self.to_string()))
     }
+}
+
+/// Lets all users pass through a folder. A daemon makes it for its own user only.
+fn let_all_users_pass(folder: &Path) -> io::Result<()> {
+    let mut permissions = fs::metadata(folder)?.permissions();
+    if permissions.mode() & PASS != PASS {
+        permissions.set_mode(permissions.mode() | PASS);
+        fs::set_permissions(folder, permissions)?;
+    }
+    Ok(())
 }
 
 impl std::fmt::Display for ProcessId {
@@ -150,7 +180,46 @@ mod tests {
     #[test]
     fn the_longest_path_fits() {
         let longest = ProcessId { pid: i32::MIN, started: u64::MAX };
-        assert!(longest.path().as_os_str().len() <= MAX_PATH);
+        assert!(longest.paths().iter().all(|path| path.as_os_str().len() <= MAX_PATH));
+    }
+
+    /// An id that no process has, so that no other test uses its mark.
+    fn unused() -> ProcessId {
+        ProcessId { pid: own(), started: 0 }
+    }
+
+    #[test]
+    fn a_mark_of_an_earlier_release_blocks_a_dump() {
+        if let Err(error) = ProcessId::prepare() {
+            rewake_skip::skip!("{DUMP_BLOCKS}: {error}");
+        }
+        let process = unused();
+        File::create(Path::new(EARLIER_FOLDER).join(process.to_string())).unwrap();
+        assert!(process.is_dump_blocked().unwrap());
+        process.allow_dump();
+        assert!(!process.is_dump_blocked().unwrap());
+    }
+
+    #[test]
+    fn a_plugin_of_an_earlier_release_sees_a_mark() {
+        if let Err(error) = ProcessId::prepare() {
+            rewake_skip::skip!("{DUMP_BLOCKS}: {error}");
+        }
+        let process = ProcessId { started: 1, ..unused() };
+        process.block_dump().unwrap();
+        assert!(Path::new(EARLIER_FOLDER).join(process.to_string()).exists());
+        assert!(Path::new(DUMP_BLOCKS).join(process.to_string()).exists());
+        process.allow_dump();
+        assert!(!Path::new(EARLIER_FOLDER).join(process.to_string()).exists());
+    }
+
+    #[test]
+    fn all_users_can_pass_through_a_folder_that_a_daemon_has_made() {
+        let root = tempfile::tempdir().unwrap();
+        let folder = root.path().join("rewake");
+        DirBuilder::new().mode(0o700).create(&folder).unwrap();
+        let_all_users_pass(&folder).unwrap();
+        assert_eq!(fs::metadata(&folder).unwrap().permissions().mode() & 0o777, 0o711);
     }
 
     #[test]

@@ -4,8 +4,6 @@
 //! * [`with_tracer`]: runs a closure on a thread that traces a running process.
 //! * [`with_stopped`]: runs a closure while all threads are stopped, and leaves no trace.
 //! * [`Stopped::syscall`]: makes the process call the kernel. No code is written to it.
-//! * [`Stopped::ioctl`]: makes it call an ioctl, with an argument in memory, on a file that this process also
-//!   has open.
 //! * [`Stopped::give`], [`Stopped::close`]: gives it a descriptor, and closes one.
 //! * [`with_tracee`]: as [`with_stopped`], for a process that the calling thread has already stopped, as
 //!   CRIU's main thread has.
@@ -29,7 +27,6 @@ mod entry;
 mod error;
 mod give;
 mod inject;
-mod ioctl;
 mod maps;
 mod placeholder;
 mod proc;

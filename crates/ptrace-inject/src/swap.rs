@@ -14,6 +14,7 @@ use crate::error::Error;
 use crate::maps::{self, FileId};
 use crate::placeholder::{PlaceholderMapping, identity, parts};
 use crate::stop::Stopped;
+use crate::{abi, proc};
 
 /// A swap of a part of the placeholder file.
 #[derive(Debug, Clone, Copy)]
@@ -117,7 +118,10 @@ impl SwapBatch<'_, '_> {
             Entry::Occupied(number) => return Ok(*number.get()),
             Entry::Vacant(number) => number,
         };
-        Ok(*numbers.insert(self.stopped.number_of(device)?))
+        let (pid, tid) = (self.stopped.pid, self.stopped.calling_thread()?);
+        let is_it = |number: &RawFd| abi::same_file(device.as_raw_fd(), tid, *number).unwrap_or(false);
+        let found = proc::descriptors(tid)?.into_iter().find(is_it);
+        Ok(*numbers.insert(found.ok_or(Error::NotOpen { pid })?))
     }
 
     fn swap_part(&mut self, part: &PlaceholderMapping, number: RawFd, offset: u64) -> Result<(), Error> {

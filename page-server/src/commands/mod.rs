@@ -13,7 +13,7 @@ pub mod recover;
 pub mod restore;
 pub mod serve;
 pub mod status;
-pub mod stream_gpu;
+pub mod streamer;
 
 mod detach;
 

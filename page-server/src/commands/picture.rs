@@ -19,7 +19,7 @@ const BAR: usize = 16;
 pub(super) fn lines(picture: &Streaming) -> Vec<String> {
     match picture.state() {
         State::Listening => return vec!["waiting for criu".to_owned()],
-        State::Complete => return vec![format!("all memory is there; {}", summary(picture))],
+        State::Complete => return vec![format!("all memory is resident; {}", summary(picture))],
         State::Failed => return vec![format!("failed; {}", summary(picture))],
         _ if !is_loading(picture) => {
             return vec!["criu restores the processes".to_owned()];
@@ -27,7 +27,7 @@ pub(super) fn lines(picture: &Streaming) -> Vec<String> {
         _ => {}
     }
     let of_one =
-        |of| std::iter::once(process_line(of)).chain(parts(of).map(|(whose, part)| line(of, &whose, part)));
+        |of| std::iter::once(process_line(of)).chain(parts(of).map(|(whose, part)| line(&whose, part)));
     let all = || picture.processes.iter().filter(|of| parts(of).next().is_some()).flat_map(of_one);
     let mut lines: Vec<String> = all().take(MOST).collect();
     let more = all().count().saturating_sub(MOST);
@@ -55,15 +55,6 @@ fn label(process: &StreamedProcess) -> String {
     text.chars().map(|char| if char.is_control() { '?' } else { char }).take(LABEL).collect()
 }
 
-/// Whether the GPU goes on. Nothing of memory of CPUs, of a process that has ended, and where it is not told.
-fn gpu_state(process: &StreamedProcess, memory: &StreamedMemory) -> &'static str {
-    match memory.goes_on_us {
-        0 if memory.minor == 0 || process.gate_open_us > 0 => "",
-        0 => " waits",
-        _ => " on",
-    }
-}
-
 fn process_line(process: &StreamedProcess) -> String {
     let gate = match process {
         StreamedProcess { without_gate: true, .. } => "",
@@ -73,15 +64,14 @@ fn process_line(process: &StreamedProcess) -> String {
     format!("{:<LABEL$} {}{gate}", label(process), of_all(&[process], rate_of(process)))
 }
 
-fn line(process: &StreamedProcess, whose: &str, memory: &StreamedMemory) -> String {
+fn line(whose: &str, memory: &StreamedMemory) -> String {
     format!(
-        "  {whose:<10} {:>10} / {:>10} {:>3} % {:>11}  {} left{}",
+        "  {whose:<10} {:>10} / {:>10} {:>3} % {:>11}  {} left",
         units::bytes(memory.resident),
         units::bytes(memory.bytes),
         percent(memory.resident, memory.bytes),
         rate(memory.rate),
         shown(time_left([memory].into_iter(), memory.rate)),
-        gpu_state(process, memory),
     )
 }
 
@@ -90,7 +80,7 @@ fn summary(picture: &Streaming) -> String {
     let gated = || all.iter().filter(|of| !of.without_gate);
     let (gates, open) = (gated().count(), gated().filter(|of| of.gate_open_us > 0).count());
     let gates = if gates == 0 { String::new() } else { format!("  {open} of {gates} gates open") };
-    let (there, bytes) = sizes(&all);
+    let (there, bytes) = sizes_of(&all);
     let full = BAR * usize::try_from(percent(there, bytes)).unwrap_or(100) / 100;
     let bar = ["=".repeat(full), " ".repeat(BAR - full)].concat();
     format!("[{bar}] {}{gates}", of_all(&all, picture.rate))
@@ -98,14 +88,36 @@ fn summary(picture: &Streaming) -> String {
 
 /// What there is of all memory of these, how fast it comes, until when, and how often it was waited for.
 fn of_all(processes: &[&StreamedProcess], bytes_per_second: u64) -> String {
-    let (there, all) = sizes(processes);
+    let (there, all) = sizes_of(processes);
     let faults: u64 = processes.iter().map(|of| of.faults + of.page_faults).sum();
     let left = shown(left(all.saturating_sub(there), bytes_per_second));
     format!("{:>3} %  {}  {left} left  {faults} faults", percent(there, all), rate(bytes_per_second))
 }
 
-/// Bytes that are there, and all.
-fn sizes(processes: &[&StreamedProcess]) -> (u64, u64) {
+/// The resident bytes of a restore, and all.
+pub(super) fn sizes(picture: &Streaming) -> (u64, u64) {
+    sizes_of(&picture.processes.iter().collect::<Vec<_>>())
+}
+
+/// The page faults of a restore that were served.
+pub(super) fn faults(picture: &Streaming) -> u64 {
+    picture.processes.iter().map(|of| of.faults + of.page_faults).sum()
+}
+
+/// A state's name.
+pub(super) fn state_name(state: State) -> &'static str {
+    match state {
+        State::Unknown => "unknown",
+        State::Listening => "listening",
+        State::Restoring => "restoring",
+        State::Running => "running",
+        State::Complete => "complete",
+        State::Failed => "failed",
+    }
+}
+
+/// The resident bytes of some processes, and all.
+fn sizes_of(processes: &[&StreamedProcess]) -> (u64, u64) {
     let memory = || processes.iter().flat_map(|of| parts(of)).map(|(_, part)| part);
     (memory().map(|of| of.resident).sum(), memory().map(|of| of.bytes).sum())
 }
@@ -140,7 +152,6 @@ pub(super) fn as_json(picture: &Streaming) -> Value {
             "resident": of.resident,
             "rate": of.rate,
             "left_us": left_us([of].into_iter(), of.rate),
-            "goes_on_us": minor.map(|_| of.goes_on_us),
         })
     };
     let process = |of: &StreamedProcess| {
@@ -162,7 +173,7 @@ pub(super) fn as_json(picture: &Streaming) -> Value {
         })
     };
     json!({
-        "state": super::status::state_name(picture.state()),
+        "state": state_name(picture.state()),
         "elapsed_us": picture.elapsed_us,
         "rate": picture.rate,
         "left_us": left_us(picture.processes.iter().flat_map(parts).map(|(_, part)| part), picture.rate),
@@ -175,7 +186,7 @@ mod tests {
     use super::*;
 
     fn part(minor: u32, bytes: u64, resident: u64) -> StreamedMemory {
-        StreamedMemory { minor, bytes, resident, rate: 1 << 28, goes_on_us: 0 }
+        StreamedMemory { minor, bytes, resident, rate: 1 << 28 }
     }
 
     fn process(pid: i32, name: &str, gate_open_us: u64, memory: Vec<StreamedMemory>) -> StreamedProcess {
@@ -183,14 +194,10 @@ mod tests {
         StreamedProcess { pid, name, gate_open_us, faults: 6, memory, ..StreamedProcess::default() }
     }
 
-    fn on(goes_on_us: u64, part: StreamedMemory) -> StreamedMemory {
-        StreamedMemory { goes_on_us, ..part }
-    }
-
-    /// Two processes with GPUs, of the first of which they go on one by one; of the second memory of CPUs, too.
+    /// Two processes with GPUs, one of which also has CPU memory.
     fn picture() -> Streaming {
         let of_cpus = Some(part(0, 2 << 30, 1 << 29));
-        let gpus = [part(128, 2 << 30, 1 << 30), on(6, part(129, 1 << 30, 1 << 30))];
+        let gpus = [part(128, 2 << 30, 1 << 30), part(129, 1 << 30, 1 << 30)];
         Streaming {
             state: State::Running.into(),
             elapsed_us: 2_000_000,
@@ -200,9 +207,10 @@ mod tests {
                 StreamedProcess {
                     of_cpus,
                     page_faults: 30,
-                    ..process(4712, "rank\u{1b}1", 7, vec![on(7, part(129, 2 << 30, 2 << 30))])
+                    ..process(4712, "rank\u{1b}1", 7, vec![part(129, 2 << 30, 2 << 30)])
                 },
             ],
+            ..Streaming::default()
         }
     }
 
@@ -210,22 +218,15 @@ mod tests {
     fn a_line_for_each_process_and_kind_of_its_memory_and_one_for_all() {
         let wanted = [
             "4194304 a-long-name-  66 %  0.54 GB/s  2.00 s left  6 faults  gate shut",
-            "  renderD128    1.0 GiB /    2.0 GiB  50 %   0.27 GB/s  4.00 s left waits",
-            "  renderD129    1.0 GiB /    1.0 GiB 100 %   0.27 GB/s  0.00 s left on",
+            "  renderD128    1.0 GiB /    2.0 GiB  50 %   0.27 GB/s  4.00 s left",
+            "  renderD129    1.0 GiB /    1.0 GiB 100 %   0.27 GB/s  0.00 s left",
             "4712 rank?1           62 %  0.54 GB/s  3.00 s left  36 faults  gate open",
             "  CPUs        512.0 MiB /    2.0 GiB  25 %   0.27 GB/s  6.00 s left",
-            "  renderD129    2.0 GiB /    2.0 GiB 100 %   0.27 GB/s  0.00 s left on",
+            "  renderD129    2.0 GiB /    2.0 GiB 100 %   0.27 GB/s  0.00 s left",
             "[==========      ]  64 %  0.54 GB/s  5.00 s left  42 faults  1 of 2 gates open",
         ];
         assert_eq!(lines(&picture()), wanted);
         assert!(wanted.iter().all(|line| line.len() < 80));
-    }
-
-    #[test]
-    fn of_a_process_that_ended_before_and_where_it_is_not_told_no_gpu_waits() {
-        let mut picture = picture();
-        picture.processes[0].gate_open_us = 5;
-        assert!(lines(&picture)[1].ends_with(" left"), "{:?}", lines(&picture));
     }
 
     #[test]
@@ -249,7 +250,7 @@ mod tests {
         assert_eq!(of(State::Listening), ["waiting for criu"]);
         let early = Streaming { state: State::Running.into(), ..Streaming::default() };
         assert_eq!(lines(&early), ["criu restores the processes"]);
-        assert!(of(State::Complete)[0].starts_with("all memory is there; "));
+        assert!(of(State::Complete)[0].starts_with("all memory is resident; "));
         assert!(of(State::Failed)[0].starts_with("failed; "));
     }
 
@@ -273,10 +274,6 @@ mod tests {
             (&json!(true), &json!(30))
         );
         assert_eq!(value["processes"][1]["gate_open_us"], 7);
-        let goes_on =
-            |process: usize, part: usize| &value["processes"][process]["memory"][part]["goes_on_us"];
-        assert_eq!([goes_on(0, 0), goes_on(0, 1), goes_on(1, 1)], [&json!(0), &json!(6), &json!(7)]);
-        assert_eq!(goes_on(1, 0), &Value::Null, "that of CPUs waits for nothing");
     }
 
     #[test]

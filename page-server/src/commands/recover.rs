@@ -13,7 +13,7 @@ use nix::unistd::{ForkResult, Pid, fork, setsid};
 use tokio::task::LocalSet;
 use tracing::{error, info, warn};
 
-use super::lazy_pages::report;
+use super::streamer::report;
 use crate::cli::Recover;
 use crate::logging;
 use rewake_streamer::ledger::{Folder, Ledger};

@@ -1,27 +1,23 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! `rewake serve`: a daemon that serves many restores, one after another and at once.
+//! `rewake serve`: the node agent, which starts a streamer for each restore.
 
 use std::io::Write as _;
-use std::os::unix::net::UnixListener;
 use std::path::{Path, absolute};
-use std::time::Instant;
 
 use anyhow::Context as _;
-use tracing::{error, info, warn};
+use nix::sys::signal::{SigSet, SigmaskHow, Signal, sigprocmask};
+use tracing::warn;
 
 use super::{detach, to_notify};
+use crate::agent;
 use crate::cli::Serve;
-use crate::control::registry::Facts;
-use crate::control::server::{self, Until};
 use crate::logging;
 use rewake_streamer::session::address;
-use rewake_streamer::supervise::supervisor::{self, Start};
-use rewake_streamer::supervise::worker;
 
 /// Runs the command; gives the exit code.
 ///
 /// # Errors
-/// The socket cannot be bound, or the daemon cannot be started.
+/// The socket cannot be bound, or the agent cannot be started.
 pub fn run(options: &Serve) -> anyhow::Result<u8> {
     let socket = match &options.socket {
         Some(path) => absolute(path)?,
@@ -30,11 +26,7 @@ pub fn run(options: &Serve) -> anyhow::Result<u8> {
     let pidfile = options.pidfile.as_deref().map(absolute).transpose()?;
     logging::start(options.log_file.as_deref(), options.verbosity)?;
     // Before the socket is bound: what serves those sessions must not hold it.
-    if !options.until_idle {
-        super::recover::start_all(options.status_fd);
-    }
-    // Bound before the first worker is forked: all workers share the one listener, and clients that come between the death
-    // of a worker and its successor's start wait in its queue.
+    super::recover::start_all(options.status_fd);
     let listener = address::bind(&socket)?;
     let mut notify = to_notify(options.status_fd);
     if options.daemon
@@ -43,36 +35,20 @@ pub fn run(options: &Serve) -> anyhow::Result<u8> {
         return Ok(code);
     }
     std::env::set_current_dir("/").context("entering /")?;
-    let started = Instant::now();
-    let until = if options.until_idle { Until::Idle } else { Until::Asked };
-    let code = supervisor::supervise(notify, |start| {
-        let facts = Facts { pid: start.supervisor, started };
-        worker_main(start, &listener, facts, until, options.log_file.is_some())
-    });
-    remove(&socket);
-    code.map(supervisor::asked_to_stop_is_well)
-}
-
-fn worker_main(start: &Start, listener: &UnixListener, facts: Facts, until: Until, logged: bool) -> u8 {
-    let served = worker::block_on(start, async |daemon| {
-        let listener = listener.try_clone().context("taking the control socket")?;
-        server::run(daemon, listener, facts, until, || start.ready()).await
-    });
-    match served {
-        Ok(()) => 0,
-        Err(error) if error.is::<worker::AskedToStop>() => {
-            info!("{error}");
-            0
-        }
-        Err(error) => {
-            error!("{error:#}");
-            if logged {
-                // One line for people too; nobody reads it when stderr is closed.
-                let _ = writeln!(std::io::stderr(), "rewake: {error:#}");
+    // A terminal or a script sends SIGHUP or SIGUSR1 to whole groups: these must not end the agent.
+    let mut unused = SigSet::all();
+    [Signal::SIGTERM, Signal::SIGINT, Signal::SIGCHLD].into_iter().for_each(|used| unused.remove(used));
+    sigprocmask(SigmaskHow::SIG_BLOCK, Some(&unused), None).context("blocking signals")?;
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let served = runtime.block_on(agent::run(listener, &socket, || {
+        for pipe in notify {
+            if let Err(error) = std::fs::File::from(pipe).write_all(&[0]) {
+                warn!(%error, "reporting that the agent is ready");
             }
-            1
         }
-    }
+    }));
+    remove(&socket);
+    served.map(|()| 0)
 }
 
 fn remove(socket: &Path) {

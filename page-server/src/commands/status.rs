@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! `rewake status`: what a running daemon does.
+//! `rewake status`: the sessions of the agent, and those without a streamer.
 
 use std::ffi::OsStr;
 use std::fmt::Write as _;
@@ -13,9 +13,9 @@ use serde_json::{Value, json};
 
 use super::picture;
 use crate::cli::Status;
-use crate::control;
 use crate::control::client::{Client, ClientError};
 use crate::control::proto::{self, State};
+use crate::control::streamer;
 use rewake_streamer::session::address;
 use rewake_streamer::supervise::recover::{self, Orphan};
 use rewake_streamer::units;
@@ -23,7 +23,7 @@ use rewake_streamer::units;
 /// Runs the command; gives the exit code.
 ///
 /// # Errors
-/// No daemon listens, or it cannot be talked to.
+/// No agent runs, or it does not answer.
 pub fn run(options: &Status) -> anyhow::Result<u8> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     if let Some(work) = &options.work_dir {
@@ -42,7 +42,7 @@ pub fn run(options: &Status) -> anyhow::Result<u8> {
     let orphans = recover::orphans()?;
     let status = runtime.block_on(async { Client::connect(&socket).await?.status().await });
     let status = match status {
-        Err(ClientError::NoDaemon(_)) if !orphans.is_empty() => None,
+        Err(ClientError::NotServed(_)) if !orphans.is_empty() => None,
         status => Some(status?),
     };
     if options.json {
@@ -83,156 +83,98 @@ fn shown(text: &str) -> anyhow::Result<u8> {
 
 /// Asks the streamer of a work directory.
 async fn streaming(work: &Path) -> anyhow::Result<proto::Streaming> {
-    match Client::connect(&control::status_server::socket(work)).await {
+    match streamer::connect(work).await {
         Ok(mut client) => Ok(client.streaming().await?),
-        Err(ClientError::NoDaemon(_)) => {
-            bail!("{}: no memory of GPUs is loaded for a restore with this work directory", work.display())
+        Err(ClientError::NotServed(_)) => {
+            bail!("{}: no streamer serves a restore with this work directory", work.display())
         }
         Err(error) => Err(error.into()),
     }
 }
 
 /// Path bytes for people.
-pub(super) fn path(bytes: &[u8]) -> String {
+fn path(bytes: &[u8]) -> String {
     Path::new(OsStr::from_bytes(bytes)).display().to_string()
-}
-
-/// State for people and programs.
-pub(super) fn state(session: &proto::Session) -> &'static str {
-    state_name(session.state())
-}
-
-/// The same, for whatever has one.
-pub(super) fn state_name(state: State) -> &'static str {
-    match state {
-        State::Unknown => "unknown",
-        State::Listening => "listening",
-        State::Restoring => "restoring",
-        State::Running => "running",
-        State::Complete => "complete",
-        State::Failed => "failed",
-    }
 }
 
 fn as_table(status: &proto::Status) -> String {
     let mut text = String::new();
-    let daemon = status.daemon.unwrap_or_default();
-    let cache = daemon.cache.unwrap_or_default();
+    let agent = status.agent.unwrap_or_default();
     // Writing to a String cannot fail, here and below.
     let _ = writeln!(
         text,
-        "daemon {} (worker {}, generation {}), up {}: {} served, {} failed, {} resident",
-        daemon.pid,
-        daemon.worker_pid,
-        daemon.generation,
-        units::seconds(Duration::from_nanos(daemon.uptime_ns)),
-        daemon.sessions_served,
-        daemon.sessions_failed,
-        units::bytes(daemon.rss_bytes),
-    );
-    let _ = writeln!(
-        text,
-        "cache: {} blocks, {} hits, {} loads, {} shared loads; {} read directly, {} through the page cache",
-        cache.blocks,
-        cache.hits,
-        cache.loads,
-        cache.shared_loads,
-        units::bytes(cache.bytes_direct),
-        units::bytes(cache.bytes_buffered),
+        "agent {}, up {}: {} served, {} failed, {} resident",
+        agent.pid,
+        units::seconds(Duration::from_nanos(agent.uptime_ns)),
+        agent.sessions_served,
+        agent.sessions_failed,
+        units::bytes(agent.rss_bytes),
     );
     let _ = writeln!(
         text,
         "\n{:>7}  {:<9}  {:>7}  {:>22}  {:>8}  {:>8}  {:>8}  images",
-        "session", "state", "time", "back", "faults", "p50", "p99"
+        "session", "state", "time", "resident", "faults", "p50", "p99"
     );
-    for session in &status.sessions {
+    for session in status.sessions.iter().chain(&status.recent) {
         line(&mut text, session);
-    }
-    for ended in &status.recent {
-        if let Some(session) = &ended.summary {
-            line(&mut text, session);
-        }
-        if !ended.ok {
-            let _ = writeln!(text, "         {}", ended.reason);
+        if !session.reason.is_empty() {
+            let _ = writeln!(text, "         {}", session.reason);
         }
     }
     text
 }
 
 fn line(text: &mut String, session: &proto::Session) {
-    let pages = |pages: u64| units::bytes(pages * rewake_uffd::PAGE_SIZE);
     let latency =
         |nanos: u64| if nanos == 0 { "-".to_owned() } else { units::latency(Duration::from_nanos(nanos)) };
+    let progress = session.progress.clone().unwrap_or_default();
+    let (resident, all) = picture::sizes(&progress);
     let _ = writeln!(
         text,
         "{:>7}  {:<9}  {:>7}  {:>22}  {:>8}  {:>8}  {:>8}  {}",
         session.session,
         state(session),
         units::seconds(Duration::from_nanos(session.elapsed_ns)),
-        format!("{} / {}", pages(session.pages_copied + session.pages_zero), pages(session.pages_total)),
-        session.faults,
-        latency(session.fault_p50_ns),
-        latency(session.fault_p99_ns),
+        format!("{} / {}", units::bytes(resident), units::bytes(all)),
+        picture::faults(&progress),
+        latency(progress.page_fault_p50_ns),
+        latency(progress.page_fault_p99_ns),
         path(&session.images_dir),
     );
-    if session.gpus {
-        let _ = writeln!(text, "         with memory of GPUs: rewake status -W {}", path(&session.work_dir));
-    }
+}
+
+/// The state of a session that may have ended before its streamer reported.
+fn state(session: &proto::Session) -> &'static str {
+    let state = session.progress.as_ref().map_or(State::Unknown, proto::Streaming::state);
+    picture::state_name(if session.reason.is_empty() { state } else { State::Failed })
 }
 
 fn as_json(status: &proto::Status) -> Value {
-    let daemon = status.daemon.unwrap_or_default();
-    let cache = daemon.cache.unwrap_or_default();
+    let agent = status.agent.unwrap_or_default();
+    let sessions = |of: &[proto::Session]| of.iter().map(session_json).collect::<Vec<_>>();
     json!({
-        "daemon": {
-            "pid": daemon.pid,
-            "worker_pid": daemon.worker_pid,
-            "generation": daemon.generation,
-            "uptime_ns": daemon.uptime_ns,
-            "sessions_served": daemon.sessions_served,
-            "sessions_failed": daemon.sessions_failed,
-            "rss_bytes": daemon.rss_bytes,
+        "agent": {
+            "pid": agent.pid,
+            "uptime_ns": agent.uptime_ns,
+            "sessions_served": agent.sessions_served,
+            "sessions_failed": agent.sessions_failed,
+            "rss_bytes": agent.rss_bytes,
         },
-        "cache": {
-            "blocks": cache.blocks,
-            "hits": cache.hits,
-            "loads": cache.loads,
-            "shared_loads": cache.shared_loads,
-            "full": cache.full,
-            "bytes_direct": cache.bytes_direct,
-            "bytes_buffered": cache.bytes_buffered,
-            "retries": cache.retries,
-        },
-        "sessions": status.sessions.iter().map(session_json).collect::<Vec<_>>(),
-        "recent": status.recent.iter().map(ended_json).collect::<Vec<_>>(),
+        "sessions": sessions(&status.sessions),
+        "recent": sessions(&status.recent),
     })
 }
 
-fn ended_json(ended: &proto::Ended) -> Value {
-    let summary = ended.summary.clone().unwrap_or_default();
-    json!({ "ok": ended.ok, "reason": ended.reason, "summary": session_json(&summary) })
-}
-
+/// The streamer's report, with what the agent knows of the session.
 fn session_json(session: &proto::Session) -> Value {
-    json!({
-        "session": session.session,
-        "images_dir": path(&session.images_dir),
-        "work_dir": path(&session.work_dir),
-        "state": state(session),
-        "elapsed_ns": session.elapsed_ns,
-        "running_ns": session.running_ns,
-        "tasks": session.tasks,
-        "pages_total": session.pages_total,
-        "pages_copied": session.pages_copied,
-        "pages_zero": session.pages_zero,
-        "pages_dropped": session.pages_dropped,
-        "faults": session.faults,
-        "fault_p50_ns": session.fault_p50_ns,
-        "fault_p99_ns": session.fault_p99_ns,
-        "first_fault_ns": session.first_fault_ns,
-        "last_fault_ns": session.last_fault_ns,
-        "gpus": session.gpus,
-    })
+    let mut all = picture::as_json(&session.progress.clone().unwrap_or_default());
+    all["session"] = session.session.into();
+    all["images_dir"] = path(&session.images_dir).into();
+    all["work_dir"] = path(&session.work_dir).into();
+    all["state"] = state(session).into();
+    all["elapsed_ns"] = session.elapsed_ns.into();
+    all["reason"] = if session.reason.is_empty() { Value::Null } else { session.reason.clone().into() };
+    all
 }
 
 #[cfg(test)]
@@ -240,36 +182,34 @@ mod tests {
     use super::*;
 
     fn example() -> proto::Status {
-        let session = |session, state: State| proto::Session {
+        let session = |session, state: State, reason: &str| proto::Session {
             session,
-            state: state as i32,
             images_dir: b"/images/a".to_vec(),
-            pages_total: 256,
-            pages_copied: 128,
-            faults: 3,
-            fault_p99_ns: 85_000,
+            work_dir: b"/jobs/5".to_vec(),
+            reason: reason.to_owned(),
+            progress: Some(proto::Streaming {
+                state: state.into(),
+                page_fault_p99_ns: 85_000,
+                processes: vec![proto::StreamedProcess {
+                    page_faults: 3,
+                    of_cpus: Some(proto::StreamedMemory {
+                        bytes: 1 << 20,
+                        resident: 1 << 19,
+                        ..Default::default()
+                    }),
+                    ..Default::default()
+                }],
+                ..Default::default()
+            }),
             ..Default::default()
         };
-        let ended = |ok, reason: &str, summary| proto::Ended {
-            ok,
-            reason: reason.to_owned(),
-            summary: Some(summary),
-        };
         proto::Status {
-            sessions: vec![session(7, State::Running)],
+            sessions: vec![session(7, State::Running, "")],
             recent: vec![
-                ended(
-                    true,
-                    "",
-                    proto::Session {
-                        gpus: true,
-                        work_dir: b"/jobs/5".to_vec(),
-                        ..session(5, State::Complete)
-                    },
-                ),
-                ended(false, "pages-1.img ends early", session(6, State::Failed)),
+                session(5, State::Complete, ""),
+                session(6, State::Running, "pages-1.img ends early"),
             ],
-            daemon: Some(proto::Daemon { pid: 77, sessions_served: 5, ..Default::default() }),
+            agent: Some(proto::Agent { pid: 77, sessions_served: 5, ..Default::default() }),
         }
     }
 
@@ -277,13 +217,13 @@ mod tests {
     fn the_table_shows_every_session_and_why_one_failed() {
         let text = as_table(&example());
         for part in [
-            "daemon 77",
+            "agent 77",
             "5 served",
             "running",
             "512.0 KiB / 1.0 MiB",
             "85 µs",
             "complete",
-            "-W /jobs/5",
+            "failed",
             "ends early",
         ] {
             assert!(text.contains(part), "{part:?} is not in\n{text}");
@@ -293,8 +233,12 @@ mod tests {
     #[test]
     fn the_json_holds_the_same() {
         let value = as_json(&example());
-        assert_eq!(value["sessions"][0]["pages_copied"], 128);
+        assert_eq!(value["sessions"][0]["processes"][0]["memory"][0]["resident"], 1 << 19);
+        assert_eq!(
+            (&value["sessions"][0]["state"], &value["recent"][1]["state"]),
+            (&"running".into(), &"failed".into())
+        );
         assert_eq!(value["recent"][1]["reason"], "pages-1.img ends early");
-        assert_eq!(value["daemon"]["pid"], 77);
+        assert_eq!(value["agent"]["pid"], 77);
     }
 }

@@ -15,8 +15,8 @@ use rewake_streamer::session::address::may_speak;
 /// Sleep after an accept that failed: descriptors are used up, most likely.
 const BREATH: Duration = Duration::from_millis(100);
 
-/// The next client that may speak; waits for it.
-pub(super) async fn next(listener: &UnixListener) -> UnixStream {
+/// Waits for the next client that may connect.
+pub(crate) async fn next(listener: &UnixListener) -> UnixStream {
     let ours = geteuid().as_raw();
     loop {
         let stream = match listener.accept().await {
@@ -34,16 +34,16 @@ pub(super) async fn next(listener: &UnixListener) -> UnixStream {
     }
 }
 
-/// Greets it. True if it is one to be answered.
+/// Greets it. Returns whether both speak the same version.
 ///
 /// # Errors
-/// It cannot be talked to.
-pub(super) async fn greet(stream: &mut UnixStream) -> Result<bool, FrameError> {
+/// The connection fails.
+pub(crate) async fn greet(stream: &mut UnixStream) -> Result<bool, FrameError> {
     let Some(theirs) = receive::<proto::Hello>(stream, MESSAGE_LIMIT).await? else { return Ok(false) };
     send(stream, &hello()).await?;
     if theirs.version != VERSION {
         warn!(
-            "{} speaks version {} of the control protocol, this daemon {VERSION}",
+            "{} speaks version {} of the control protocol, this program {VERSION}",
             theirs.program, theirs.version
         );
     }

@@ -4,27 +4,20 @@
 use std::io;
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use tokio::net::UnixStream;
-use tokio::sync::watch;
-use tokio::time::sleep;
 
 use super::frame::{FrameError, receive, send};
 use super::proto::{self, Reply, Request, reply, request};
 use super::{MESSAGE_LIMIT, OPEN_LIMIT, VERSION, hello};
 
-/// Time without any report after which a followed session is given up. A worker's successor answers within
-/// milliseconds.
-const PATIENCE: Duration = Duration::from_secs(15);
-const RETRY: Duration = Duration::from_millis(50);
-
 /// Why a request was not answered as it should be.
 #[derive(Debug, thiserror::Error)]
 pub enum ClientError {
-    /// Nobody listens.
-    #[error("{}: no daemon listens here: start `rewake serve`, or name its socket with --socket", .0.display())]
-    NoDaemon(PathBuf),
+    /// No process listens.
+    #[error("{}: no process listens here: start `rewake serve`, or name its socket with --socket", .0.display())]
+    NotServed(PathBuf),
     /// The socket cannot be used.
     #[error("{}: {error}", .path.display())]
     Connect {
@@ -58,8 +51,8 @@ pub enum ClientError {
 }
 
 impl ClientError {
-    /// True when another connection may do better.
-    fn is_passing(&self) -> bool {
+    /// True when another connection may succeed.
+    pub(super) fn is_passing(&self) -> bool {
         matches!(self, Self::Frame(_) | Self::Closed)
     }
 }
@@ -79,7 +72,7 @@ impl Client {
         let connected = UnixStream::connect(path).await;
         let stream = connected.map_err(|error| match error.kind() {
             io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused => {
-                ClientError::NoDaemon(path.to_owned())
+                ClientError::NotServed(path.to_owned())
             }
             _ => ClientError::Connect { path: path.to_owned(), error },
         })?;
@@ -93,7 +86,7 @@ impl Client {
         Ok(client)
     }
 
-    async fn ask(&mut self, kind: request::Kind) -> Result<reply::Kind, ClientError> {
+    pub(super) async fn ask(&mut self, kind: request::Kind) -> Result<reply::Kind, ClientError> {
         self.ask_within(kind, MESSAGE_LIMIT).await
     }
 
@@ -102,7 +95,7 @@ impl Client {
         self.answer(limit).await
     }
 
-    async fn answer(&mut self, limit: Duration) -> Result<reply::Kind, ClientError> {
+    pub(super) async fn answer(&mut self, limit: Duration) -> Result<reply::Kind, ClientError> {
         let reply: Reply = receive(&mut self.stream, limit).await?.ok_or(ClientError::Closed)?;
         match reply.kind.ok_or(ClientError::Unexpected)? {
             reply::Kind::Failure(failure) => Err(ClientError::Refused(failure.reason)),
@@ -110,7 +103,7 @@ impl Client {
         }
     }
 
-    /// Opens a session. Both paths are absolute. With `record`, what CPUs touch of GPUs' memory is recorded.
+    /// Has the agent start a streamer. Both paths are absolute. With `record`, it records the GPU working set.
     ///
     /// # Errors
     /// The image cannot be served, or the connection broke.
@@ -118,13 +111,11 @@ impl Client {
         &mut self,
         images: &Path,
         work: &Path,
-        connect_limit: Duration,
         record: bool,
     ) -> Result<proto::Opened, ClientError> {
         let open = proto::Open {
             images_dir: images.as_os_str().as_bytes().to_vec(),
             work_dir: work.as_os_str().as_bytes().to_vec(),
-            connect_limit_ms: u32::try_from(connect_limit.as_millis()).unwrap_or(u32::MAX),
             record,
         };
         match self.ask_within(request::Kind::Open(open), OPEN_LIMIT).await? {
@@ -133,16 +124,7 @@ impl Client {
         }
     }
 
-    /// Ends a session that no restore has connected to.
-    ///
-    /// # Errors
-    /// One has, the session is not being served, or the connection broke.
-    pub async fn end(&mut self, session: u64) -> Result<proto::Ended, ClientError> {
-        let first = self.ask(request::Kind::End(proto::End { session })).await?;
-        self.rest(first, |_| {}).await
-    }
-
-    /// Everything about the daemon.
+    /// The agent's sessions.
     ///
     /// # Errors
     /// The connection broke.
@@ -153,85 +135,14 @@ impl Client {
         }
     }
 
-    /// How far `rewake stream-gpu` is.
+    /// How far a streamer is.
     ///
     /// # Errors
-    /// It is none, or the connection broke.
+    /// It is no streamer's socket, or the connection broke.
     pub async fn streaming(&mut self) -> Result<proto::Streaming, ClientError> {
         match self.ask(request::Kind::Streaming(proto::AskStreaming {})).await? {
             reply::Kind::Streaming(streaming) => Ok(streaming),
             _ => Err(ClientError::Unexpected),
-        }
-    }
-
-    /// Follows a session to its end; `report` is called every 100 ms.
-    ///
-    /// # Errors
-    /// The session is not known, or the connection broke.
-    pub async fn follow(
-        &mut self,
-        session: u64,
-        report: impl FnMut(proto::Session),
-    ) -> Result<proto::Ended, ClientError> {
-        let first = self.ask(request::Kind::Follow(proto::Follow { session })).await?;
-        self.rest(first, report).await
-    }
-
-    async fn rest(
-        &mut self,
-        first: reply::Kind,
-        mut report: impl FnMut(proto::Session),
-    ) -> Result<proto::Ended, ClientError> {
-        let mut kind = first;
-        loop {
-            match kind {
-                reply::Kind::Progress(session) => report(session),
-                reply::Kind::Ended(ended) => return Ok(ended),
-                _ => return Err(ClientError::Unexpected),
-            }
-            kind = self.answer(MESSAGE_LIMIT).await?;
-        }
-    }
-}
-
-/// Follows a session to its end, through the death of workers; `latest` always holds the last report.
-///
-/// # Errors
-/// The daemon is gone, does not know the session, or has been silent for 15 s.
-pub async fn follow(
-    socket: &Path,
-    session: u64,
-    latest: &watch::Sender<proto::Session>,
-) -> Result<proto::Ended, ClientError> {
-    let mut heard = Instant::now();
-    loop {
-        let attempt = async {
-            let mut client = Client::connect(socket).await?;
-            client
-                .follow(session, |report| {
-                    heard = Instant::now();
-                    latest.send_replace(report);
-                })
-                .await
-        };
-        match attempt.await {
-            Err(error) if error.is_passing() && heard.elapsed() < PATIENCE => sleep(RETRY).await,
-            other => return other,
-        }
-    }
-}
-
-/// No other restore will come for a session with memory of GPUs. It has been asked to end when this returns, or has ended.
-pub async fn ask_to_end(socket: &Path, session: u64) {
-    let started = Instant::now();
-    loop {
-        let asked = async {
-            let mut client = Client::connect(socket).await?;
-            client.ask(request::Kind::End(proto::End { session })).await
-        };
-        match asked.await {
-            Err(error) if error.is_passing() && started.elapsed() < PATIENCE => sleep(RETRY).await,
-            _ => return,
         }
     }
 }

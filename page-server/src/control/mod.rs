@@ -1,24 +1,21 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The control protocol between `rewake serve` and its clients: `proto/control.proto` over a UNIX socket.
+//! The control protocol between the agent, streamers and their clients: `proto/control.proto` over UNIX sockets.
 //!
 //! * [`proto`]: the messages, generated.
 //! * [`frame`]: a message on a stream: a length, then that many bytes, within a time.
-//! * [`rewake_streamer::session::address`]: where the socket is, who may speak.
+//! * [`rewake_streamer::session::address`]: where the agent's socket is, which users may connect.
 //! * `accept`: clients, up to their first request.
-//! * [`registry`], [`server`]: the daemon's side; `streamer_session`: its sessions with GPU memory.
-//! * [`status_server`]: `rewake stream-gpu` answers how far it is.
-//! * [`client`]: the other side.
+//! * [`status_server`]: a streamer answers its clients.
+//! * [`client`]: the other side; [`streamer`]: starts a streamer and follows it to its end.
 
 use std::time::Duration;
 
-mod accept;
+pub(crate) mod accept;
 pub mod client;
 pub mod frame;
 mod generated;
-pub mod registry;
-pub mod server;
 pub mod status_server;
-mod streamer_session;
+pub mod streamer;
 
 /// The messages of `proto/control.proto`.
 pub mod proto {
@@ -26,17 +23,15 @@ pub mod proto {
 }
 
 /// Version of the protocol that this program speaks: both sides must speak the same.
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 2;
 /// Longest message, in bytes.
 pub const MAX_MESSAGE: usize = 1 << 20;
 /// Time that one message may take to come or to go, and that a connection may be idle between requests.
 pub const MESSAGE_LIMIT: Duration = Duration::from_secs(10);
-/// Time that a session may take to be opened: an image is checked, a streamer begins.
+/// Time that a session may take to be opened: the agent checks an image and starts a streamer.
 pub const OPEN_LIMIT: Duration = Duration::from_secs(60);
 /// Time between two reports of a followed session.
 pub const REPORT: Duration = Duration::from_millis(100);
-/// Time that a restore has to connect when its client sets no limit.
-pub const CONNECT_LIMIT: Duration = Duration::from_secs(60);
 /// Clients at once. More are turned away.
 pub const MAX_CLIENTS: usize = 256;
 

@@ -1,113 +1,214 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! `rewake stream-gpu` answers who asks how far it is, on a socket in CRIU's work directory.
+//! A streamer answers its clients on a socket in CRIU's work directory: `rewake restore`, `rewake serve` and
+//! `rewake status -W` follow a restore there, whichever of them started the streamer.
+//!
+//! All processes of the streamer share the listening socket. So a client that is refused knows that the streamer has
+//! ended, and one whose worker dies connects to the successor.
 
-use std::fs;
+use std::fs::{self, File};
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
-use anyhow::Context as _;
+use anyhow::{Context as _, bail};
 use tokio::net::UnixStream;
-use tokio::sync::Semaphore;
+use tokio::sync::{Semaphore, watch};
+use tokio::time::{MissedTickBehavior, interval};
 use tracing::{debug, warn};
 
 use super::frame::{FrameError, receive, send};
-use super::proto::{self, Reply, Request, State, reply, request};
-use super::{MESSAGE_LIMIT, accept};
+use super::proto::{self, Ended, Reply, Request, State, reply, request};
+use super::{MESSAGE_LIMIT, REPORT, accept};
 use rewake_streamer::record::Timeline;
 use rewake_streamer::record::model::{self, Memory, Record};
-use rewake_streamer::session::address;
+use rewake_streamer::session::{address, socket};
 use rewake_streamer::sys;
 
-/// The socket's name in the work directory. As long as that of the plugin's: where one fits the other does.
-const SOCKET: &str = "rewake-gpu.status";
+/// The socket's name in the work directory.
+pub(super) const SOCKET: &str = "rewake.status";
 /// Clients at once. More wait.
 const CLIENTS: usize = 16;
+/// Time that followers have to take the last message.
+const LAST_LIMIT: Duration = Duration::from_secs(2);
+const LOOK: Duration = Duration::from_millis(1);
+/// Time that the streamer of an earlier restore has to end: longer than [`LAST_LIMIT`].
+const ENDING_LIMIT: Duration = Duration::from_secs(3);
+const ENDING_LOOK: Duration = Duration::from_millis(20);
 
-/// Where it is, by the restore's work directory.
-#[must_use]
-pub fn socket(work: &Path) -> PathBuf {
-    work.join(SOCKET)
-}
-
-/// The socket, for this user only. It goes with this.
+/// The listening socket, for this user only. Its file is removed with it.
 #[derive(Debug)]
-pub struct Window {
+pub struct StatusSocket {
     listener: UnixListener,
     path: PathBuf,
 }
 
-impl Window {
-    /// Listens.
+impl StatusSocket {
+    /// Listens in a work directory.
     ///
     /// # Errors
-    /// Another streamer answers there, or it cannot be made: see [`address::bind`].
-    pub fn new(work: &Path) -> anyhow::Result<Self> {
-        let path = socket(work);
-        Ok(Self { listener: address::bind(&path)?, path })
+    /// Another streamer answers there, or the socket cannot be made: see [`address::bind`].
+    pub fn bind(work: &Path) -> anyhow::Result<Self> {
+        let directory = File::open(work).with_context(|| format!("opening {}", work.display()))?;
+        let path = address::within(&directory, SOCKET);
+        let until = Instant::now() + ENDING_LIMIT;
+        let listener = loop {
+            match address::bind(&path) {
+                // The streamer of the last restore in this directory may be ending.
+                Err(error) if error.is::<address::InUse>() && Instant::now() < until => {
+                    std::thread::sleep(ENDING_LOOK);
+                }
+                Err(error) if error.is::<address::InUse>() => bail!(
+                    "{}: another streamer listens here: end it, or give another -W directory",
+                    work.join(socket::NAME).display()
+                ),
+                bound => break bound.with_context(|| format!("making {SOCKET} in {}", work.display()))?,
+            }
+        };
+        Ok(Self { listener, path: work.join(SOCKET) })
     }
 
-    /// Answers with what `timeline` says, in a thread of its own, as long as this process lives.
+    /// Answers clients in a thread of its own: with the record of `timeline`; RESTORING once `connected`; `stop` is
+    /// called when a client knows that no restore will connect any more.
     ///
     /// # Errors
     /// There is no descriptor or no thread left.
-    pub fn show(&self, timeline: Timeline) -> anyhow::Result<()> {
+    pub fn answer(
+        &self,
+        timeline: Timeline,
+        connected: impl Fn() -> bool + Send + Sync + 'static,
+        stop: impl Fn() + Send + Sync + 'static,
+    ) -> anyhow::Result<Answers> {
         let listener = self.listener.try_clone().context("sharing the socket")?;
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+        let (last, followed) = (watch::channel(None).0, Arc::new(Semaphore::new(CLIENTS)));
+        let restore = Arc::new(Followed {
+            timeline,
+            connected: Box::new(connected),
+            stop: Box::new(stop),
+            last: last.clone(),
+            followers: Arc::clone(&followed),
+        });
         let answer = move || {
             runtime.block_on(async {
                 match tokio::net::UnixListener::from_std(listener) {
-                    Ok(listener) => answer(&listener, timeline).await,
-                    Err(error) => warn!(%error, "nobody can ask how far it is"),
+                    Ok(listener) => restore.answer(&listener).await,
+                    Err(error) => warn!(%error, "no client can follow this restore"),
                 }
             });
         };
-        sys::thread_without_signals("status", answer).context("starting a thread")
+        sys::thread_without_signals("status", answer).context("starting a thread")?;
+        Ok(Answers { last, followers: followed })
     }
 }
 
-impl Drop for Window {
+impl Drop for StatusSocket {
     fn drop(&mut self) {
-        // Whoever removed it has done no harm.
+        // It may have been removed with its directory.
         let _ = fs::remove_file(&self.path);
     }
 }
 
-async fn answer(listener: &tokio::net::UnixListener, timeline: Timeline) {
-    let room = Arc::new(Semaphore::new(CLIENTS));
-    // An error means that it was closed, which nobody does.
-    while let Ok(place) = Arc::clone(&room).acquire_owned().await {
-        let (stream, timeline) = (accept::next(listener).await, timeline.clone());
-        tokio::spawn(async move {
-            if let Err(error) = client(stream, &timeline).await {
-                debug!(%error, "a client was given up");
-            }
-            drop(place);
-        });
+/// A thread that answers clients.
+#[derive(Debug)]
+pub struct Answers {
+    last: watch::Sender<Option<Ended>>,
+    /// Followers have a permit each.
+    followers: Arc<Semaphore>,
+}
+
+impl Answers {
+    /// Gives followers the last message, and waits up to [`LAST_LIMIT`] until all have taken it.
+    pub fn finish(self, ended: Ended) {
+        self.last.send_replace(Some(ended));
+        let until = Instant::now() + LAST_LIMIT;
+        while self.followers.available_permits() < CLIENTS && Instant::now() < until {
+            std::thread::sleep(LOOK);
+        }
     }
 }
 
-async fn client(mut stream: UnixStream, timeline: &Timeline) -> Result<(), FrameError> {
-    if !accept::greet(&mut stream).await? {
-        return Ok(());
-    }
-    while let Some(request) = receive::<Request>(&mut stream, MESSAGE_LIMIT).await? {
-        let answer = match request.kind {
-            Some(request::Kind::Streaming(_)) => {
-                timeline.look();
-                reply::Kind::Streaming(picture(&timeline.record()))
-            }
-            _ => {
-                let reason = "this is `rewake stream-gpu`, which only says how far it is".to_owned();
-                reply::Kind::Failure(proto::Failure { reason })
-            }
-        };
-        send(&mut stream, &Reply { kind: Some(answer) }).await?;
-    }
-    Ok(())
+/// What clients of a streamer may know and ask.
+struct Followed {
+    timeline: Timeline,
+    connected: Box<dyn Fn() -> bool + Send + Sync>,
+    stop: Box<dyn Fn() + Send + Sync>,
+    last: watch::Sender<Option<Ended>>,
+    followers: Arc<Semaphore>,
 }
 
-pub(super) fn picture(record: &Record) -> proto::Streaming {
+impl Followed {
+    async fn answer(self: Arc<Self>, listener: &tokio::net::UnixListener) {
+        let room = Arc::new(Semaphore::new(CLIENTS));
+        // An error means that the semaphore was closed, and no code closes it.
+        while let Ok(place) = Arc::clone(&room).acquire_owned().await {
+            let (stream, restore) = (accept::next(listener).await, Arc::clone(&self));
+            tokio::spawn(async move {
+                if let Err(error) = restore.client(stream).await {
+                    debug!(%error, "a client was dropped");
+                }
+                drop(place);
+            });
+        }
+    }
+
+    async fn client(&self, mut stream: UnixStream) -> Result<(), FrameError> {
+        if !accept::greet(&mut stream).await? {
+            return Ok(());
+        }
+        while let Some(request) = receive::<Request>(&mut stream, MESSAGE_LIMIT).await? {
+            let answer = match request.kind {
+                Some(request::Kind::Streaming(_)) => reply::Kind::Streaming(self.now()),
+                Some(request::Kind::Follow(_)) => return self.follow(&mut stream).await,
+                Some(request::Kind::End(_)) => {
+                    (self.stop)();
+                    return self.follow(&mut stream).await;
+                }
+                _ => {
+                    let reason = "this is a streamer, which only reports on its own restore".to_owned();
+                    reply::Kind::Failure(proto::Failure { reason })
+                }
+            };
+            send(&mut stream, &Reply { kind: Some(answer) }).await?;
+        }
+        Ok(())
+    }
+
+    async fn follow(&self, stream: &mut UnixStream) -> Result<(), FrameError> {
+        // At most as many as clients: there is a permit.
+        let Ok(_following) = Arc::clone(&self.followers).acquire_owned().await else { return Ok(()) };
+        let mut last = self.last.subscribe();
+        let mut reports = interval(REPORT);
+        reports.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        loop {
+            let ended = last.borrow_and_update().clone();
+            let is_last = ended.is_some();
+            let kind = ended.map_or_else(|| reply::Kind::Streaming(self.now()), reply::Kind::Ended);
+            send(stream, &Reply { kind: Some(kind) }).await?;
+            if is_last {
+                return Ok(());
+            }
+            tokio::select! {
+                // An error is impossible: this value has the sender.
+                _ = last.changed() => {}
+                _ = reports.tick() => {}
+            }
+        }
+    }
+
+    fn now(&self) -> proto::Streaming {
+        self.timeline.look();
+        let mut now = streaming(&self.timeline.record());
+        if now.state() == State::Listening && (self.connected)() {
+            now.set_state(State::Restoring);
+        }
+        now
+    }
+}
+
+/// Describes a record for clients.
+#[must_use]
+pub fn streaming(record: &Record) -> proto::Streaming {
     let state = match record.state {
         model::State::Waiting => State::Listening,
         model::State::Loading => State::Running,
@@ -119,19 +220,20 @@ pub(super) fn picture(record: &Record) -> proto::Streaming {
         elapsed_us: record.elapsed_us,
         rate: record.rate(),
         processes: (0..record.processes.len()).map(|place| process(record, place)).collect(),
+        page_fault_p50_ns: record.page_fault_stats.p50_ns,
+        page_fault_p99_ns: record.page_fault_stats.p99_ns,
     }
 }
 
 fn process(record: &Record, place: usize) -> proto::StreamedProcess {
     let of = &record.processes[place];
-    // What happened at 0 is told as at 1: 0 is not yet.
+    // An event at 0 is reported at 1: 0 means not yet.
     let when = |at: Option<u64>| at.map_or(0, |at| at.max(1));
     let told = |of: &Memory| proto::StreamedMemory {
         minor: of.minor.unwrap_or_default(),
         bytes: of.bytes,
         resident: of.resident,
         rate: record.rate_of(of),
-        goes_on_us: when(of.goes_on_us),
     };
     let memory = || record.memory.iter().filter(|of| of.process == place);
     proto::StreamedProcess {
@@ -154,20 +256,32 @@ fn process(record: &Record, place: usize) -> proto::StreamedProcess {
 mod tests {
     use std::os::unix::fs::PermissionsExt as _;
 
-    use super::super::client::{Client, ClientError};
+    use tempfile::TempDir;
+
+    use super::super::client::ClientError;
+    use super::super::streamer;
     use super::*;
-    use rewake_streamer::record::example;
+    use rewake_streamer::record::{example, files};
     use rewake_streamer::session::Session;
 
-    #[tokio::test]
-    async fn who_asks_is_told_how_far_it_is_again_and_again() {
+    /// A streamer's socket in a directory, and the thread that answers there.
+    fn answers(
+        timeline: &Timeline,
+        stop: impl Fn() + Send + Sync + 'static,
+    ) -> (TempDir, StatusSocket, Answers) {
         let work = tempfile::tempdir().unwrap();
-        let window = Window::new(work.path()).unwrap();
+        let socket = StatusSocket::bind(work.path()).unwrap();
+        let answers = socket.answer(timeline.clone(), || false, stop).unwrap();
+        (work, socket, answers)
+    }
+
+    #[tokio::test]
+    async fn a_client_asks_how_far_a_restore_is_again_and_again() {
         let timeline = Timeline::default();
-        window.show(timeline.clone()).unwrap();
-        let mode = fs::metadata(socket(work.path())).unwrap().permissions().mode();
+        let (work, socket, _answers) = answers(&timeline, || ());
+        let mode = fs::metadata(work.path().join(SOCKET)).unwrap().permissions().mode();
         assert_eq!(mode & 0o777, 0o600);
-        let mut client = Client::connect(&socket(work.path())).await.unwrap();
+        let mut client = streamer::connect(work.path()).await.unwrap();
         assert_eq!(client.streaming().await.unwrap().state(), State::Listening);
         timeline.handed_over();
         timeline.runs(0, nix::unistd::getpid().as_raw());
@@ -177,24 +291,62 @@ mod tests {
         timeline.brings(&session);
         timeline.look();
         timeline.gate_opened(0);
-        let told = client.streaming().await.unwrap();
-        let process = &told.processes[0];
-        assert_eq!((told.state(), process.pid), (State::Running, nix::unistd::getpid().as_raw()));
+        let now = client.streaming().await.unwrap();
+        let process = &now.processes[0];
+        assert_eq!((now.state(), process.pid), (State::Running, nix::unistd::getpid().as_raw()));
         assert!(process.runs_us > 0 && process.gate_open_us > 0);
         assert_eq!(process.of_cpus, Some(proto::StreamedMemory { bytes: 4096, ..Default::default() }));
-        drop(window);
-        assert!(matches!(Client::connect(&socket(work.path())).await, Err(ClientError::NoDaemon(_))));
+        drop(socket);
+        assert!(matches!(streamer::connect(work.path()).await, Err(ClientError::NotServed(_))));
+    }
+
+    #[tokio::test]
+    async fn a_follower_gets_the_last_message() {
+        let timeline = Timeline::default();
+        let (work, _socket, answers) = answers(&timeline, || ());
+        let (path, (sender, reports)) = (work.path().to_owned(), std::sync::mpsc::channel());
+        let following =
+            tokio::spawn(
+                async move { streamer::follow(&path, |now| sender.send(now.state()).unwrap()).await },
+            );
+        assert_eq!(
+            tokio::task::spawn_blocking(move || reports.recv().unwrap()).await.unwrap(),
+            State::Listening
+        );
+        let ended = Ended { ok: false, reason: "a disk".to_owned(), last: None };
+        tokio::task::spawn_blocking({
+            let ended = ended.clone();
+            move || answers.finish(ended)
+        })
+        .await
+        .unwrap();
+        assert_eq!(following.await.unwrap().unwrap(), ended);
+    }
+
+    #[tokio::test]
+    async fn a_streamer_whose_restore_does_not_come_is_stopped() {
+        let (sender, stopped) = std::sync::mpsc::channel();
+        let (work, _socket, _answers) = answers(&Timeline::default(), move || sender.send(()).unwrap());
+        streamer::ask_to_end(work.path()).await;
+        stopped.try_recv().unwrap();
+    }
+
+    #[tokio::test]
+    async fn the_end_of_a_restore_that_no_client_saw_is_in_its_record() {
+        let work = tempfile::tempdir().unwrap();
+        let followed = streamer::follow(work.path(), |_| ()).await;
+        assert!(matches!(followed, Err(ClientError::NotServed(_))), "{followed:?}");
+        files::write(&example::record(), work.path()).unwrap();
+        let ended = streamer::follow(work.path(), |_| ()).await.unwrap();
+        assert_eq!((ended.ok, ended.last.unwrap().state()), (true, State::Complete));
     }
 
     #[test]
-    fn both_kinds_of_memory_are_told_and_who_has_no_gate_stands_before_none() {
-        let told = picture(&example::record());
+    fn both_kinds_of_memory_are_reported() {
+        let told = streaming(&example::record());
         let [first, second, third] = &told.processes[..] else { panic!("{told:?}") };
         let minors = |of: &proto::StreamedProcess| of.memory.iter().map(|of| of.minor).collect::<Vec<_>>();
         assert_eq!([first, second, third].map(minors), [vec![128], vec![128, 129], vec![]]);
-        let go_on =
-            |of: &proto::StreamedProcess| of.memory.iter().map(|of| of.goes_on_us).collect::<Vec<_>>();
-        assert_eq!([first, second].map(go_on), [vec![2_951_000], vec![1_410_000, 2_951_900]]);
         let of_cpus = |of: &proto::StreamedProcess| of.of_cpus.map(|of| of.bytes >> 20);
         assert_eq!([first, second, third].map(of_cpus), [None, Some(512), Some(256)]);
         assert_eq!([first, second, third].map(|of| of.without_gate), [false, false, true]);
@@ -203,28 +355,22 @@ mod tests {
 
     #[tokio::test]
     async fn other_requests_are_refused_and_the_connection_stays() {
-        let work = tempfile::tempdir().unwrap();
-        let window = Window::new(work.path()).unwrap();
-        window.show(Timeline::default()).unwrap();
-        let mut client = Client::connect(&socket(work.path())).await.unwrap();
+        let (work, _socket, _answers) = answers(&Timeline::default(), || ());
+        let mut client = streamer::connect(work.path()).await.unwrap();
         let refused = client.status().await.unwrap_err().to_string();
-        assert!(refused.contains("only says how far it is"), "{refused}");
+        assert!(refused.contains("only reports on its own restore"), "{refused}");
         client.streaming().await.unwrap();
     }
 
     #[tokio::test]
-    async fn more_clients_than_there_is_room_for_wait_for_their_turn() {
-        let work = tempfile::tempdir().unwrap();
-        let window = Window::new(work.path()).unwrap();
-        window.show(Timeline::default()).unwrap();
+    async fn clients_beyond_the_limit_wait() {
+        let (work, _socket, _answers) = answers(&Timeline::default(), || ());
         let mut clients = Vec::new();
         for _ in 0..CLIENTS {
-            clients.push(Client::connect(&socket(work.path())).await.unwrap());
+            clients.push(streamer::connect(work.path()).await.unwrap());
         }
-        let path = socket(work.path());
-        let late = Client::connect(&path);
-        let mut late = std::pin::pin!(late);
-        let soon = std::time::Duration::from_millis(100);
+        let mut late = std::pin::pin!(streamer::connect(work.path()));
+        let soon = Duration::from_millis(100);
         assert!(tokio::time::timeout(soon, &mut late).await.is_err());
         clients.pop();
         late.await.unwrap().streaming().await.unwrap();

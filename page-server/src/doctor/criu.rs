@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Verdicts about CRIU. Pure: its answers in, checks out.
+//! Makes verdicts about CRIU from its answers.
 
 use std::fmt;
 
 use super::Check;
 use super::program::{Answer, Criu};
 
-/// The oldest that Rewake is tested with.
+/// The oldest CRIU that Rewake is tested with.
 pub const OLDEST: Version = Version([4, 1, 1]);
-/// How to get a newer one.
-const SETUP: &str = "`cargo xtask setup` in Rewake's source tree unpacks a newer one without touching the system; or \
-                     install CRIU 4.1.1 or newer and name it in the environment variable CRIU";
+/// How to get a newer CRIU.
+const SETUP: &str = "`cargo xtask setup` in Rewake's source tree unpacks a newer one without a change of the \
+                     system; or install CRIU 4.1.1 or newer and name it in the environment variable CRIU";
 
 /// A release of CRIU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -25,7 +25,7 @@ impl fmt::Display for Version {
     }
 }
 
-/// The release in what `criu --version` writes: `Version: 4.2.1` at the start of a line.
+/// Parses the release in the output of `criu --version`: `Version: 4.2.1` at the start of a line.
 #[must_use]
 pub fn parse_version(text: &str) -> Option<Version> {
     let number = text.lines().find_map(|line| line.strip_prefix("Version:"))?.trim();
@@ -41,7 +41,7 @@ pub fn parse_version(text: &str) -> Option<Version> {
     Some(Version([leading(true)?, leading(true)?, leading(false)?]))
 }
 
-/// Version, `criu check`, and incremental dumps; the last two only when the version is good enough.
+/// Checks the version, `criu check`, and incremental dumps; the last two only if the version is supported.
 #[must_use]
 pub fn verdicts(criu: &Result<Criu, String>, is_root: bool) -> Vec<Check> {
     let criu = match criu {
@@ -59,8 +59,8 @@ fn version(criu: &Criu) -> Result<Check, Check> {
     let text =
         criu.version.as_ref().map_err(|error| Check::failed("criu", format!("{path}: {error}"), SETUP))?;
     let Some(version) = parse_version(&text.text) else {
-        let said = text.text.lines().next().unwrap_or("nothing");
-        return Err(Check::failed("criu", format!("{path} --version says no version but: {said}"), SETUP));
+        let line = text.text.lines().next().unwrap_or("nothing");
+        return Err(Check::failed("criu", format!("{path} --version prints no version but: {line}"), SETUP));
     };
     if version >= OLDEST {
         return Ok(Check::ok("criu", format!("CRIU {version}, {path}")));
@@ -68,7 +68,8 @@ fn version(criu: &Criu) -> Result<Check, Check> {
     let mut found = format!("CRIU {version}, {path}: {OLDEST} or newer is needed");
     if version < Version([4, 0, 0]) {
         found.push_str(
-            "; 3.17.1 of Debian bookworm, for one, fails on kernels like 6.18 with \"Unexpected rt vDSO area bounds\"",
+            "; 3.17.1 of Debian bookworm, for one, fails on kernels like 6.18 with \"Unexpected rt vDSO area \
+             bounds\"",
         );
     }
     Err(Check::failed("criu", found, SETUP))
@@ -82,10 +83,11 @@ fn check(answer: &Result<Answer, String>, is_root: bool) -> Check {
             Check::warning(name, "not known: `criu check` needs root", "run `rewake doctor` as root")
         }
         Ok(answer) => {
-            let advice = "the message names what the kernel or the container's profile lacks; `criu check --all` tells more";
+            let advice = "the message names what the kernel or the container's profile lacks; `criu check \
+                          --all` prints more";
             Check::failed(name, reason(&answer.text), advice)
         }
-        Err(error) => Check::failed(name, error, "run `criu check -v4` by hand to see where it stays"),
+        Err(error) => Check::failed(name, error, "run `criu check -v4` by hand to see where it stops"),
     }
 }
 
@@ -101,7 +103,7 @@ fn incremental(answer: &Result<Answer, String>, is_root: bool) -> Check {
     }
 }
 
-/// The first error that CRIU wrote, or else its last word.
+/// Returns the first error that CRIU wrote, or else its last line.
 fn reason(text: &str) -> &str {
     text.lines().map(str::trim).find(|line| line.starts_with("Error")).unwrap_or_else(|| last_line(text))
 }
@@ -158,7 +160,7 @@ mod tests {
     }
 
     #[test]
-    fn bookworms_criu_fails_with_its_known_message_and_the_way_out() {
+    fn bookworms_criu_fails_with_its_known_message_and_its_advice() {
         let checks = verdicts(&Ok(criu("3.17.1")), true);
         assert_eq!(checks.len(), 1);
         assert_eq!(checks[0].verdict, Verdict::Failed);
@@ -171,7 +173,7 @@ mod tests {
     }
 
     #[test]
-    fn a_criu_just_too_old_fails_without_another_releases_story() {
+    fn a_criu_just_too_old_fails_without_the_older_release_s_message() {
         let checks = verdicts(&Ok(criu("4.1")), true);
         assert_eq!(checks[0].verdict, Verdict::Failed);
         assert!(!checks[0].found.contains("vDSO"), "{checks:?}");
@@ -179,7 +181,7 @@ mod tests {
 
     #[test]
     fn no_criu_or_one_without_a_version_fails() {
-        let checks = verdicts(&Err("there is no `criu` on the path".into()), true);
+        let checks = verdicts(&Err("no `criu` on the path".into()), true);
         assert_eq!((checks.len(), checks[0].verdict), (1, Verdict::Failed));
         let silent = Criu { version: answer(true, "hello\n"), ..criu("4.2") };
         assert_eq!(outcome(silent, true), [("criu", Verdict::Failed)]);
@@ -188,7 +190,7 @@ mod tests {
     }
 
     #[test]
-    fn a_failed_criu_check_is_told_in_crius_words() {
+    fn a_failed_criu_check_shows_criu_s_first_error() {
         let text = "Warn  (a.c:1): x\nError (b.c:2): Kernel lacks it\nError (c.c:3): more\n";
         let failed = Criu { check: answer(false, text), ..criu("4.2.1") };
         let checks = verdicts(&Ok(failed), true);
@@ -199,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn without_root_what_criu_cannot_tell_is_not_its_failure() {
+    fn without_root_an_unknown_answer_is_no_failure() {
         let refused = answer(false, "Error (a.c:1): You need to be root\n");
         let criu = Criu { check: refused.clone(), dirty_tracking: refused, ..criu("4.2.1") };
         let checks =
@@ -208,7 +210,7 @@ mod tests {
     }
 
     #[test]
-    fn a_kernel_without_dirty_tracking_is_no_more_than_information() {
+    fn a_kernel_without_dirty_tracking_is_information_only() {
         let criu = Criu { dirty_tracking: answer(false, "Warn (a.c:1): OFF\n"), ..criu("4.2.1") };
         assert_eq!(outcome(criu, true)[2], ("incremental dumps", Verdict::Info));
     }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Verdicts about GPUs and what CRIU needs for them. Pure: facts in, checks out.
+//! Makes verdicts from facts about GPUs and what CRIU needs for them.
 
 use std::path::PathBuf;
 
@@ -9,70 +9,70 @@ use rewake_sdma_copy::{CopyPath, Memory};
 use super::Check;
 use rewake_streamer::units;
 
-/// The first interface of the compute driver with checkpoints.
+/// The first version of the compute driver's interface with checkpoints.
 const OLDEST: (u32, u32) = (1, 8);
 /// `CAP_SYS_ADMIN` and `CAP_CHECKPOINT_RESTORE` (`include/uapi/linux/capability.h`).
 const CAPABILITIES: u64 = 1 << 21 | 1 << 40;
-/// Chips from this generation on schedule their queues by MES, which cannot give a queue's state back.
+/// The first generation of chips whose queues MES schedules. MES cannot restore a queue's state.
 const FIRST_WITH_MES: u32 = 11;
 
-/// What was found of a machine with AMD's compute driver.
+/// The facts about a machine with AMD's compute driver.
 #[derive(Debug, Clone)]
 pub struct Facts {
-    /// Version of the driver's interface, or why `/dev/kfd` cannot be used.
+    /// The version of the driver's interface, or why `/dev/kfd` cannot be used.
     pub version: Result<(u32, u32), String>,
-    /// GPUs, or why the topology cannot be read.
+    /// The GPUs, or why the topology cannot be read.
     pub gpus: Result<Vec<Gpu>, String>,
-    /// Effective capabilities, as the kernel's bits.
+    /// The effective capabilities, as the kernel's bits.
     pub capabilities: u64,
-    /// Whether this is the initial user namespace: capabilities of others do not count here.
+    /// Whether this is the initial user namespace. The driver ignores capabilities in other ones.
     pub initial_user_namespace: bool,
-    /// Checks that environment variables turn off, or what is wrong with one.
+    /// The checks that environment variables turn off, or what is wrong with a variable.
     pub switched_off: Result<Vec<&'static str>, String>,
     /// Whether calls that register memory can be held, or why not.
-    pub held: Result<(), String>,
-    /// Where the plugin is.
+    pub call_hold: Result<(), String>,
+    /// The folders with a plugin.
     pub plugin: Plugin,
 }
 
 /// A GPU.
 #[derive(Debug, Clone)]
 pub struct Gpu {
-    /// The driver's name for it.
+    /// The driver's id of the GPU.
     pub gpu_id: u32,
     /// Its instruction set.
     pub gfx: GfxVersion,
     /// Compute dies that share each queue.
     pub xccs: u64,
-    /// Bytes of its memory.
+    /// The size of its memory in bytes.
     pub vram: u64,
     /// N of `/dev/dri/renderDN`.
     pub minor: u32,
-    /// How bytes would go to it and from it, or why they cannot.
+    /// How memory would be copied to it and from it, or why it cannot.
     pub copies: Result<Copies, String>,
 }
 
-/// How bytes go to a GPU and from it.
+/// How memory is copied to a GPU and from it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Copies {
-    /// The way.
-    pub way: CopyPath,
-    /// Whether the kernel tells when a copy has ended (`SYNCOBJ_EVENTFD`).
-    pub told: bool,
+    /// What copies.
+    pub path: CopyPath,
+    /// Whether the kernel signals the end of a copy (`SYNCOBJ_EVENTFD`).
+    pub has_event: bool,
 }
 
-/// Where the plugin is.
+/// The folders with a plugin.
 #[derive(Debug, Clone, Default)]
 pub struct Plugin {
     /// The folder that `rewake dump` and `rewake restore` would give to CRIU.
     pub found: Option<PathBuf>,
-    /// `$CRIU_LIBS_DIR`, where that is set.
+    /// `$CRIU_LIBS_DIR`, if that is set.
     pub variable: Option<PathBuf>,
-    /// CRIU's default folder, when there is an `amdgpu_plugin.so` in it: CRIU's own one.
+    /// CRIU's default folder, if it has an `amdgpu_plugin.so`: CRIU's own one.
     pub stock: Option<PathBuf>,
 }
 
-/// All checks of GPUs: one where there is no driver.
+/// Returns all checks of GPUs; a machine without the driver has one.
 #[must_use]
 pub fn verdicts(facts: Option<&Facts>) -> Vec<Check> {
     let Some(facts) = facts else { return vec![Check::info("gpu", "no AMD GPU: CPU memory only")] };
@@ -89,7 +89,7 @@ pub fn verdicts(facts: Option<&Facts>) -> Vec<Check> {
             checks.push(copies(gpus));
         }
     }
-    checks.push(held(&facts.held));
+    checks.push(call_hold(&facts.call_hold));
     checks.push(switches(&facts.switched_off));
     checks.push(plugin(&facts.plugin));
     checks
@@ -104,7 +104,8 @@ fn driver(version: &Result<(u32, u32), String>) -> Check {
         Ok((major, minor)) => {
             let (oldest_major, oldest_minor) = OLDEST;
             let found = format!(
-                "/dev/kfd has interface {major}.{minor}, and checkpoints came with {oldest_major}.{oldest_minor}"
+                "/dev/kfd has interface {major}.{minor}, and checkpoints came with \
+                 {oldest_major}.{oldest_minor}"
             );
             Check::failed(name, found, "use Linux 5.18 or newer")
         }
@@ -145,12 +146,13 @@ fn topology(gpus: &[Gpu]) -> Check {
     Check::ok(name, gpus.iter().map(gpu).collect::<Vec<_>>().join("; "))
 }
 
-/// `gfx90a`: the stepping is hexadecimal.
+/// Formats a chip as in `gfx90a`: the stepping is hexadecimal.
 fn chip(GfxVersion { major, minor, step }: GfxVersion) -> String {
     format!("gfx{major}{minor}{step:x}")
 }
 
-/// Which GPUs' queues come back. Sources: `kfd_process_queue_manager.c`, `kfd_mqd_manager_v9.c` of Linux 6.12 and 7.2.
+/// Checks whether the driver can restore the GPUs' queues. Sources: `kfd_process_queue_manager.c`,
+/// `kfd_mqd_manager_v9.c` of Linux 6.12 and 7.2.
 fn queues(gpus: &[Gpu]) -> Check {
     let name = "gpu queues";
     let reason = |gpu: &Gpu| {
@@ -168,37 +170,40 @@ fn queues(gpus: &[Gpu]) -> Check {
         return Check::ok(name, "the driver can restore them");
     }
     let found = format!("the driver of Linux 6.12 or 7.2 cannot restore all queues: {}", reasons.join("; "));
-    let advice = "on these GPUs dump processes without queues only (such as ones with a render node alone), or use a newer \
-                  kernel that can";
+    let advice = "on these GPUs dump only processes without queues (such as ones with a render node alone), \
+                  or use a newer kernel that can restore them";
     Check::warning(name, found, advice)
 }
 
 fn copies(gpus: &[Gpu]) -> Check {
     let name = "gpu copies";
-    let told = |gpu: &Gpu| {
+    let line = |gpu: &Gpu| {
         let (id, minor) = (gpu.gpu_id, gpu.minor);
         match &gpu.copies {
-            Ok(Copies { way, told: true, .. }) => format!("{id:#x}: {way}"),
-            Ok(Copies { way, .. }) => format!("{id:#x}: {way}, whose ends are not told"),
+            Ok(Copies { path, has_event: true }) => format!("{id:#x}: {path}"),
+            Ok(Copies { path, .. }) => format!("{id:#x}: {path}, without an event at the end"),
             Err(error) => format!("{id:#x}: renderD{minor}: {error}"),
         }
     };
-    let found = gpus.iter().map(told).collect::<Vec<_>>().join("; ");
+    let found = gpus.iter().map(line).collect::<Vec<_>>().join("; ");
     let any = |bad: fn(&Copies) -> bool| gpus.iter().any(|gpu| gpu.copies.as_ref().is_ok_and(bad));
     if gpus.iter().any(|gpu| gpu.copies.is_err()) {
         let advice = "let this process read and write /dev/dri/renderD* of each GPU, in its container too";
         return Check::failed(name, found, advice);
     }
     let mut advice = Vec::new();
-    if any(|copies| matches!(copies.way, CopyPath::Cpu { .. })) {
-        advice.push("dumps of GPUs that the CPU copies from take long: their driver offers no copy ring");
+    if any(|copies| matches!(copies.path, CopyPath::Cpu { .. })) {
+        advice.push(
+            "the CPU copies the memory of such GPUs, and their dumps take long: their driver offers \
+                     no copy ring",
+        );
     }
-    if any(|copies| matches!(copies.way, CopyPath::Rings { memory: Memory::Gtt, .. })) {
+    if any(|copies| matches!(copies.path, CopyPath::Rings { memory: Memory::Gtt, .. })) {
         advice.push(
             "modprobe udmabuf, let this process open /dev/udmabuf, and leave its size_limit_mb at 64 or more",
         );
     }
-    if any(|copies| !copies.told) {
+    if any(|copies| !copies.has_event) {
         advice.push("use Linux 6.6 or newer (SYNCOBJ_EVENTFD)");
     }
     if advice.is_empty() {
@@ -215,7 +220,7 @@ fn switches(switched_off: &Result<Vec<&'static str>, String>) -> Check {
         }
         Ok(off) => {
             let found = format!(
-                "switched off in this environment: {}; a restore on GPUs that differ there is tried",
+                "switched off in this environment: {}; a restore does not refuse GPUs that differ in these",
                 off.join(", ")
             );
             Check::info(name, found)
@@ -224,12 +229,12 @@ fn switches(switched_off: &Result<Vec<&'static str>, String>) -> Check {
     }
 }
 
-fn held(held: &Result<(), String>) -> Check {
+fn call_hold(call_hold: &Result<(), String>) -> Check {
     let name = "gpu registered memory";
-    match held {
-        Ok(()) => Check::ok(name, "calls that register memory can wait until it is there"),
+    match call_hold {
+        Ok(()) => Check::ok(name, "calls that register memory can wait until it is resident"),
         Err(error) => {
-            let found = format!("memory of CPUs comes before processes with GPUs run: {error}");
+            let found = format!("processes with GPUs run only after all their CPU memory is loaded: {error}");
             let advice =
                 "as root, on a kernel with CONFIG_BPF_LSM, add bpf to its list of security modules (lsm=)";
             Check::warning(name, found, advice)
@@ -243,8 +248,7 @@ fn plugin(plugin: &Plugin) -> Check {
     let advice = "`cargo xtask plugin` in Rewake's source tree builds it; --plugin-dir names its folder";
     match (&plugin.found, &stock, &plugin.variable) {
         (Some(folder), Some(stock), _) if *folder != plugin.stock.clone().unwrap_or_default() => {
-            let found =
-                format!("{}; CRIU by itself, without --libdir, takes the one in {stock}", folder.display());
+            let found = format!("{}; CRIU without --libdir loads the one in {stock}", folder.display());
             Check::info(name, found)
         }
         (Some(folder), ..) => Check::ok(name, folder.display().to_string()),
@@ -253,10 +257,10 @@ fn plugin(plugin: &Plugin) -> Check {
             Check::failed(name, found, format!("unset CRIU_LIBS_DIR, or put the plugin there; {advice}"))
         }
         (None, Some(stock), None) => {
-            Check::warning(name, format!("there is only the one of CRIU, in {stock}"), advice)
+            Check::warning(name, format!("only CRIU's own plugin was found, in {stock}"), advice)
         }
         (None, None, None) => {
-            let found = "there is none: processes that use a GPU can be neither dumped nor restored";
+            let found = "not found: processes that use a GPU can be neither dumped nor restored";
             Check::failed(name, found, advice)
         }
     }

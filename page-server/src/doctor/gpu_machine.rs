@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Facts about this machine's GPUs. No judgement here.
+//! Reads facts about this machine's GPUs, without verdicts.
 
 use std::os::unix::fs::MetadataExt as _;
 use std::path::PathBuf;
@@ -13,29 +13,31 @@ use rewake_sdma_copy::{CopyEngine, Shape, Staging};
 use super::gpu::{Copies, Facts, Gpu, Plugin};
 use rewake_streamer::gpu::plugin_folder;
 
-/// Where CRIU looks by itself (`CR_PLUGIN_DEFAULT`).
+/// The folder where CRIU looks for plugins without `--libdir` (`CR_PLUGIN_DEFAULT`).
 pub(super) const DEFAULT: &str = "/usr/lib/criu";
-/// Number of the initial user namespace (`PROC_USER_INIT_INO` of Linux).
+/// The inode of the initial user namespace (`PROC_USER_INIT_INO` of Linux).
 const INITIAL_USER_NAMESPACE: u64 = 0xefff_fffd;
-/// As much as the largest piece of memory that a GPU is given at once: limits of udmabuf show with it.
+/// The largest staging memory that one GPU gets: limits of udmabuf show with it.
 const TRIAL: Shape = Shape { slots: 16, slot_bytes: 2 << 20 };
 
-/// Looks at the GPUs; none without AMD's compute driver.
+/// Reads the facts about GPUs; returns none without AMD's compute driver.
 #[must_use]
 pub fn facts(capabilities: u64) -> Option<Facts> {
     if !plugin_folder::machine_has_gpu() {
         return None;
     }
-    let told = |error: Error| error.to_string();
+    let text = |error: Error| error.to_string();
     Some(Facts {
-        version: Kfd::open().and_then(|kfd| kfd.version()).map_err(told),
-        gpus: Topology::read().map(|topology| topology.gpus().map(gpu).collect()).map_err(told),
+        version: Kfd::open().and_then(|kfd| kfd.version()).map_err(text),
+        gpus: Topology::read().map(|topology| topology.gpus().map(gpu).collect()).map_err(text),
         capabilities,
-        // Where there is no /proc, there are no namespaces to be seen either.
+        // Without /proc, namespaces cannot be recognised.
         initial_user_namespace: std::fs::metadata("/proc/self/ns/user")
             .map_or(true, |namespace| namespace.ino() == INITIAL_USER_NAMESPACE),
         switched_off: switched_off(),
-        held: call_filter::attach().map(drop).map_err(|error| format!("{:#}", anyhow::Error::from(error))),
+        call_hold: call_filter::attach()
+            .map(drop)
+            .map_err(|error| format!("{:#}", anyhow::Error::from(error))),
         plugin: plugin(),
     })
 }
@@ -56,7 +58,7 @@ fn copies(minor: u32) -> Result<Copies, String> {
     let render = Render::open(minor).map_err(|error| error.to_string())?;
     let staging = Staging::new(TRIAL, &[&render]).map_err(|error| error.to_string())?;
     let engine = CopyEngine::open(render, &staging).map_err(|error| error.to_string())?;
-    Ok(Copies { way: engine.path().clone(), told: engine.event_fd().is_some() })
+    Ok(Copies { path: engine.path().clone(), has_event: engine.event_fd().is_some() })
 }
 
 fn switched_off() -> Result<Vec<&'static str>, String> {
@@ -67,7 +69,7 @@ fn switched_off() -> Result<Vec<&'static str>, String> {
 fn plugin() -> Plugin {
     let stock = PathBuf::from(DEFAULT);
     Plugin {
-        // Nothing was chosen that could be refused.
+        // No folder was named that could be refused.
         found: plugin_folder::find(None).unwrap_or_default(),
         variable: plugin_folder::variable(),
         stock: Some(stock).filter(|folder| folder.join(plugin_folder::FILE).is_file()),

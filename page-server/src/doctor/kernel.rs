@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Verdicts about the kernel and its limits. Pure: facts in, a check out.
+//! Makes verdicts from facts about the kernel and its limits.
 
 use std::io;
 
@@ -8,39 +8,39 @@ use rewake_image_io::DEFAULT_BUDGET;
 use super::Check;
 use rewake_streamer::ledger::MAX_SPACES;
 
-/// The oldest kernel with all that the daemon cannot do without: pidfd_open(2).
+/// The oldest kernel with all that the daemon requires: pidfd_open(2).
 const OLDEST: [u32; 2] = [5, 3];
-/// The features that CRIU asks a userfaultfd for (`include/uapi/linux/userfaultfd.h`).
+/// The features that CRIU requests of a userfaultfd (`include/uapi/linux/userfaultfd.h`).
 pub const FEATURES: [(u64, &str); 4] =
     [(0x2, "fork events"), (0x4, "remap events"), (0x8, "remove events"), (0x40, "unmap events")];
 /// `UFFD_FEATURE_POISON`, Linux 6.6.
 pub const FEATURE_POISON: u64 = 1 << 14;
-/// Pipes of this length in bytes are what CRIU's page server asks for.
+/// The size in bytes of the pipes that CRIU's page server requests.
 const PIPE_BYTES: u64 = 4 << 20;
 
 const CAP_IPC_LOCK: u64 = 1 << 14;
 const CAP_SYS_PTRACE: u64 = 1 << 19;
 const CAP_SYS_RESOURCE: u64 = 1 << 24;
 
-/// What the kernel says of itself.
+/// What the kernel reports about itself.
 #[derive(Debug, Clone)]
 pub struct Kernel {
-    /// As `uname -r`.
+    /// The release, as `uname -r` prints it.
     pub release: String,
     /// The architecture that this program was built for.
     pub machine: &'static str,
-    /// Bytes in a page.
+    /// The size of a page in bytes.
     pub page_bytes: u64,
 }
 
-/// The first two numbers of a release such as `6.18.44-cloud-amd64`.
+/// Parses the first two numbers of a release such as `6.18.44-cloud-amd64`.
 #[must_use]
 pub fn parse_release(release: &str) -> Option<[u32; 2]> {
     let mut numbers = release.split(|letter: char| !letter.is_ascii_digit());
     Some([numbers.next()?.parse().ok()?, numbers.next()?.parse().ok()?])
 }
 
-/// New enough, and with pages of 4 KiB.
+/// Checks that the kernel is new enough and has pages of 4 KiB.
 #[must_use]
 pub fn version(kernel: &Kernel) -> Check {
     let Kernel { release, machine, page_bytes } = kernel;
@@ -66,7 +66,7 @@ pub fn version(kernel: &Kernel) -> Check {
     }
 }
 
-/// Usable, with all that CRIU asks for.
+/// Checks that userfaultfd works with all features that CRIU requests.
 #[must_use]
 pub fn userfaultfd(outcome: &io::Result<Vec<&'static str>>, capabilities: u64) -> Check {
     let name = "userfaultfd";
@@ -77,12 +77,14 @@ pub fn userfaultfd(outcome: &io::Result<Vec<&'static str>>, capabilities: u64) -
             let advice = match error.raw_os_error() {
                 Some(libc::ENOSYS) => "use a kernel built with CONFIG_USERFAULTFD",
                 Some(libc::EPERM) if privileged => {
-                    "a seccomp filter or a security module forbids it: allow userfaultfd(2) in the container's profile"
+                    "a seccomp filter or a security module forbids it: allow userfaultfd(2) in the \
+                     container's profile"
                 }
-                // vm.unprivileged_userfaultfd=1 would let it open one, and still refuse it fork events.
+                // With vm.unprivileged_userfaultfd=1 the open would succeed, but without fork events.
                 Some(libc::EPERM) => "run as root, or with CAP_SYS_PTRACE",
                 _ => {
-                    "make sure that this process may open descriptors, and that its sandbox allows userfaultfd(2)"
+                    "make sure that this process may open descriptors, and that its sandbox allows \
+                     userfaultfd(2)"
                 }
             };
             return Check::failed(name, format!("cannot be used: {error}"), advice);
@@ -100,34 +102,35 @@ pub fn userfaultfd(outcome: &io::Result<Vec<&'static str>>, capabilities: u64) -
     Check::failed(name, found, advice)
 }
 
-/// Whether lost pages can be made to raise SIGBUS.
+/// Checks whether lost pages can raise SIGBUS.
 #[must_use]
 pub fn poison(works: bool) -> Check {
     let name = "userfaultfd poison";
     if works {
         return Check::ok(name, "pages that are lost for good can raise SIGBUS");
     }
-    let found = "not available: should an image become unreadable, a process that cannot be found and killed waits \
-                 for ever instead";
+    let found = "not available: if an image becomes unreadable, a process that cannot be found and killed \
+                 waits without end instead";
     Check::warning(name, found, "use Linux 6.6 or newer, with userfaultfd allowed")
 }
 
-/// How files are read.
+/// Checks how files are read.
 #[must_use]
 pub fn io_uring(outcome: Result<Option<String>, String>) -> Check {
     let name = "io_uring";
     match outcome {
         Ok(None) => Check::ok(name, "usable"),
         Ok(Some(note)) => {
-            let advice = "reads are slower, and that is all; to change it use Linux 6.1 or newer, sysctl -w kernel.io_uring_disabled=0, \
-                          allow io_uring in the container's seccomp profile, and raise RLIMIT_MEMLOCK";
+            let advice = "only reads are slower; to change that use Linux 6.1 or newer, sysctl -w \
+                          kernel.io_uring_disabled=0, allow io_uring in the container's seccomp profile, and \
+                          raise RLIMIT_MEMLOCK";
             Check::warning(name, note, advice)
         }
         Err(error) => Check::failed(name, error, "free some memory, or raise this process's limits"),
     }
 }
 
-/// Whether the way of reading a file can be chosen by what is in memory.
+/// Checks whether cached files can be recognised, which decides how a file is read.
 #[must_use]
 pub fn cachestat(works: bool) -> Check {
     let name = "cachestat";
@@ -142,10 +145,11 @@ pub fn cachestat(works: bool) -> Check {
     )
 }
 
-/// Room for the descriptors of restored processes.
+/// Checks the limit of open files against the descriptors of restored processes.
 #[must_use]
 pub fn open_files(limit: u64) -> Check {
-    // A userfaultfd and a pidfd for each address space that the daemon can hold, with room for files and sockets.
+    // A userfaultfd and a pidfd for each address space that the daemon can serve, and some for files and
+    // sockets.
     let wanted = 2 * MAX_SPACES as u64 + 1024;
     if limit >= wanted {
         return Check::ok("open files", amount(limit));
@@ -155,7 +159,8 @@ pub fn open_files(limit: u64) -> Check {
     Check::warning("open files", found, advice)
 }
 
-/// Room for the buffers that io_uring registers: each reactor has a ring, and each ring the whole cache.
+/// Checks the limit of locked memory. Each reactor has a ring, and io_uring registers the whole cache with
+/// each ring.
 #[must_use]
 pub fn locked_memory(soft: u64, capabilities: u64, reactors: u64) -> Check {
     let name = "locked memory";
@@ -166,11 +171,11 @@ pub fn locked_memory(soft: u64, capabilities: u64, reactors: u64) -> Check {
     if soft >= wanted {
         return Check::ok(name, amount(soft));
     }
-    let found = format!("at most {soft} bytes: io_uring may have to pin each read's buffer anew");
+    let found = format!("at most {soft} bytes: io_uring may have to pin the buffer of each read");
     Check::warning(name, found, format!("ulimit -l {}, or LimitMEMLOCK={wanted} in the unit", wanted / 1024))
 }
 
-/// Room in pipes for CRIU's page server.
+/// Checks the size of pipes for CRIU's page server.
 #[must_use]
 pub fn pipe_size(bytes: u64, capabilities: u64) -> Check {
     let name = "pipe size";
@@ -181,13 +186,13 @@ pub fn pipe_size(bytes: u64, capabilities: u64) -> Check {
         return Check::ok(name, format!("fs.pipe-max-size is {bytes}, and CAP_SYS_RESOURCE lifts it"));
     }
     let found = format!(
-        "fs.pipe-max-size is {bytes}: too little for `criu dump --lazy-pages` and `criu page-server --lazy-pages`; \
-         nothing else minds"
+        "fs.pipe-max-size is {bytes}: too little for `criu dump --lazy-pages` and `criu page-server \
+         --lazy-pages` only"
     );
     Check::warning(name, found, format!("sysctl -w fs.pipe-max-size={PIPE_BYTES}"))
 }
 
-/// A limit in words: the largest number is none.
+/// Formats a limit. The largest number is no limit.
 fn amount(limit: u64) -> String {
     if limit == u64::MAX { "unlimited".into() } else { limit.to_string() }
 }
@@ -236,7 +241,7 @@ mod tests {
     }
 
     #[test]
-    fn a_refused_userfaultfd_fails_and_the_way_out_fits_the_reason() {
+    fn a_refused_userfaultfd_fails_and_the_advice_fits_the_reason() {
         let refused = |errno, capabilities| {
             let check = userfaultfd(&Err(io::Error::from_raw_os_error(errno)), capabilities);
             assert_eq!(check.verdict, Verdict::Failed);
@@ -248,7 +253,7 @@ mod tests {
     }
 
     #[test]
-    fn every_event_that_criu_asks_for_is_needed() {
+    fn every_event_that_criu_requests_is_needed() {
         let check = userfaultfd(&Ok(vec!["fork events"]), 0);
         assert_eq!(check.verdict, Verdict::Failed);
         assert!(check.found.contains("without fork events"));
@@ -256,7 +261,7 @@ mod tests {
     }
 
     #[test]
-    fn io_uring_is_a_wish_and_reading_is_a_need() {
+    fn io_uring_is_optional_and_reading_is_not() {
         assert_eq!(io_uring(Ok(None)).verdict, Verdict::Ok);
         let slow = io_uring(Ok(Some("reading with threads instead".into())));
         assert_eq!((slow.verdict, slow.found.as_str()), (Verdict::Warning, "reading with threads instead"));
@@ -273,7 +278,7 @@ mod tests {
     }
 
     #[test]
-    fn limits_are_wishes() {
+    fn low_limits_are_warnings() {
         assert_eq!(open_files(1 << 20).verdict, Verdict::Ok);
         assert_eq!(open_files(u64::MAX).found, "unlimited");
         assert_eq!(open_files(1024).verdict, Verdict::Warning);
@@ -284,7 +289,7 @@ mod tests {
     }
 
     #[test]
-    fn poison_and_cachestat_are_wishes() {
+    fn poison_and_cachestat_are_optional() {
         assert_eq!([poison(true).verdict, cachestat(true).verdict], [Verdict::Ok; 2]);
         assert_eq!([poison(false).verdict, cachestat(false).verdict], [Verdict::Warning; 2]);
     }

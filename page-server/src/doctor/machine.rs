@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Facts about this machine. No judgement here.
+//! Reads facts about this machine, without verdicts.
 
 use std::io;
 
@@ -12,10 +12,10 @@ use super::kernel::{FEATURES, Kernel};
 use super::plugin;
 use rewake_streamer::gpu::plugin_folder;
 
-/// cachestat(2): the same number on every architecture but alpha.
+/// cachestat(2): the same number on every architecture except alpha.
 const SYS_CACHESTAT: libc::c_long = 451;
 
-/// The kernel's release and the machine.
+/// Returns the kernel's release and the machine.
 #[must_use]
 pub fn kernel() -> Kernel {
     let page = nix::unistd::sysconf(nix::unistd::SysconfVar::PAGE_SIZE).ok().flatten();
@@ -26,7 +26,7 @@ pub fn kernel() -> Kernel {
     }
 }
 
-/// The capabilities that are in effect, as the kernel's bits.
+/// Returns the effective capabilities, as the kernel's bits.
 #[must_use]
 pub fn capabilities() -> u64 {
     let status = text("/proc/self/status").unwrap_or_default();
@@ -34,65 +34,65 @@ pub fn capabilities() -> u64 {
     line.and_then(|digits| u64::from_str_radix(digits.trim(), 16).ok()).unwrap_or(0)
 }
 
-/// Why a userfaultfd cannot be had, or the names of the features of [`FEATURES`] that it lacks.
+/// Opens a userfaultfd and returns the names of the features of [`FEATURES`] that it lacks.
 ///
 /// # Errors
-/// The kernel's answer.
+/// The kernel refuses to open one.
 pub fn userfaultfd() -> io::Result<Vec<&'static str>> {
     Uffd::open(0)?;
     Ok(FEATURES.iter().filter(|(bit, _)| !userfaultfd_feature(*bit)).map(|(_, name)| *name).collect())
 }
 
-/// Whether a userfaultfd can have this feature.
+/// Returns whether a userfaultfd can have this feature.
 #[must_use]
 pub fn userfaultfd_feature(bit: u64) -> bool {
     Uffd::open(bit).is_ok()
 }
 
-/// Sets an engine up as the daemon does: nothing, what is missing, or why there is none at all.
+/// Sets an engine up as the daemon does. Returns none if it has io_uring, or what is missing.
 ///
 /// # Errors
-/// No way of reading works.
+/// No engine can be set up.
 pub fn io_uring() -> Result<Option<String>, String> {
     let engine = BlockCache::new(DEFAULT_BUDGET).and_then(|cache| default_engine(&cache));
     engine.map(|engine| engine.note).map_err(|error| error.to_string())
 }
 
-/// Whether the kernel can tell what of a file is in memory.
+/// Returns whether the kernel reports which pages of a file are in the page cache.
 #[must_use]
 pub fn cachestat() -> bool {
     let nothing = std::ptr::null_mut::<libc::c_void>();
-    // SAFETY: there is no descriptor -1: the kernel refuses the call before it looks at the pointers.
+    // SAFETY: -1 is no descriptor: the kernel refuses the call before it reads the pointers.
     unsafe { libc::syscall(SYS_CACHESTAT, -1, nothing, nothing, 0) };
     io::Error::last_os_error().raw_os_error() == Some(libc::EBADF)
 }
 
-/// Descriptors that this process may have open (the soft limit).
+/// Returns how many descriptors this process may have open (the soft limit).
 #[must_use]
 pub fn open_files() -> u64 {
     getrlimit(Resource::RLIMIT_NOFILE).map_or(0, |(soft, _)| soft)
 }
 
-/// Bytes that this process may lock or register (the soft limit).
+/// Returns how many bytes this process may lock or register (the soft limit).
 #[must_use]
 pub fn locked_memory() -> u64 {
     getrlimit(Resource::RLIMIT_MEMLOCK).map_or(0, |(soft, _)| soft)
 }
 
-/// `fs.pipe-max-size`, in bytes.
+/// Returns `fs.pipe-max-size` in bytes.
 #[must_use]
 pub fn pipe_max_size() -> u64 {
     text("/proc/sys/fs/pipe-max-size").and_then(|value| value.parse().ok()).unwrap_or(0)
 }
 
-/// The folder whose plugins CRIU loads by itself.
+/// Returns the folder whose plugins CRIU loads without `--libdir`.
 #[must_use]
 pub fn criu_plugins() -> plugin::Folder {
     let path = plugin_folder::variable().unwrap_or_else(|| DEFAULT.into());
     plugin::Folder { has_plugin: path.join(plugin::FILE).is_file(), path }
 }
 
-/// A small file without the blanks around; none when it cannot be read.
+/// Reads a small file, without surrounding blanks; returns none if that fails.
 fn text(path: &str) -> Option<String> {
     Some(std::fs::read_to_string(path).ok()?.trim().to_owned())
 }

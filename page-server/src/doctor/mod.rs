@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Whether this machine has what Rewake needs, and what to do where it has not. Checks and limits:
-//! `docs/doctor.md`.
+//! Checks whether this machine has what Rewake needs, and advises what to do otherwise. `docs/doctor.md`
+//! describes checks and limits.
 //!
-//! * [`machine`], [`gpu_machine`]: facts, as they are. [`program`]: facts from CRIU.
-//! * [`kernel`], [`gpu`], [`criu`], [`plugin`]: verdicts, from facts only.
-//! * [`text`]: the report for people.
+//! * [`machine`], [`gpu_machine`]: read facts. [`program`]: gets facts from CRIU.
+//! * [`kernel`], [`gpu`], [`criu`], [`plugin`]: make verdicts, from facts only.
+//! * [`text`]: writes the report for people.
 
 pub mod criu;
 pub mod gpu;
@@ -17,30 +17,30 @@ pub mod text;
 
 use serde::Serialize;
 
-/// How a check came out.
+/// The result of a check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Verdict {
-    /// As it should be.
+    /// Rewake has what it needs.
     Ok,
-    /// Good to know; nothing is missing.
+    /// A fact that users may want to know; nothing is missing.
     Info,
-    /// Works, with less than there could be.
+    /// Rewake works, but slower or with fewer features than possible.
     Warning,
     /// Rewake cannot work.
     Failed,
 }
 
-/// One check's outcome.
+/// One check with its result.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Check {
-    /// What was looked at. Stable: scripts may look for it.
+    /// What was checked. Stable: scripts may look for it.
     pub name: &'static str,
-    /// How it came out.
+    /// The result.
     pub verdict: Verdict,
     /// What was found, and what follows from it.
     pub found: String,
-    /// The way out, for warnings and failures.
+    /// What to do about a warning or a failure.
     pub advice: Option<String>,
 }
 
@@ -78,7 +78,7 @@ impl Report {
     }
 }
 
-/// Looks at this machine.
+/// Runs all checks on this machine.
 #[must_use]
 pub fn examine() -> Report {
     let capabilities = machine::capabilities();
@@ -108,7 +108,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_report_is_as_bad_as_its_worst_check() {
+    fn the_report_has_the_worst_check_s_verdict() {
         let ok = Check::ok("a", "");
         let info = Check::info("b", "");
         let warning = Check::warning("c", "", "");
@@ -130,7 +130,7 @@ mod tests {
     }
 
     #[test]
-    fn whatever_this_machine_is_every_check_says_something_and_the_bad_ones_a_way_out() {
+    fn on_any_machine_each_check_has_a_text_and_bad_ones_have_advice() {
         for check in examine().checks {
             assert!(!check.found.is_empty(), "{check:?}");
             assert_eq!(check.advice.is_some(), check.verdict >= Verdict::Warning, "{check:?}");

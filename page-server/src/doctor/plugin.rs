@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Whether CRIU, when it is called by itself or by a container engine, loads `rewake_plugin.so`. Pure: facts in, a check
-//! out.
+//! Checks whether CRIU loads `rewake_plugin.so` when a user or a container engine calls it.
 
 use std::path::PathBuf;
 
@@ -9,7 +8,7 @@ use super::Check;
 /// The plugin's file.
 pub const FILE: &str = "rewake_plugin.so";
 
-/// The folder whose plugins CRIU loads when it is given no other one.
+/// The folder whose plugins CRIU loads without `--libdir`.
 #[derive(Debug, Clone)]
 pub struct Folder {
     /// `$CRIU_LIBS_DIR`, else the default that CRIU is built with.
@@ -18,15 +17,15 @@ pub struct Folder {
     pub has_plugin: bool,
 }
 
-/// The check.
+/// Returns the check.
 #[must_use]
 pub fn verdict(folder: &Folder) -> Check {
     let (name, path) = ("rewake plugin", folder.path.display());
     if folder.has_plugin {
-        return Check::ok(name, format!("{path}/{FILE}: dumps wait for memory that is still being loaded"));
+        return Check::ok(name, format!("{path}/{FILE}: dumps wait for missing memory"));
     }
     let found = format!(
-        "{path} has no {FILE}: `criu dump` fails for a process whose memory is still being loaded, instead of waiting"
+        "{path} has no {FILE}: `criu dump` of a process with missing memory fails instead of waiting"
     );
     Check::warning(
         name,
@@ -41,7 +40,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_folder_without_the_plugin_is_named_with_what_to_do() {
+    fn a_folder_without_the_plugin_is_named_with_advice() {
         let folder = |has_plugin| Folder { path: "/usr/lib/criu".into(), has_plugin };
         let check = verdict(&folder(true));
         assert_eq!(check.verdict, Verdict::Ok);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Facts from CRIU: the only program that the doctor runs.
+//! Gets facts from CRIU: the only program that the doctor runs.
 
 use std::env;
 use std::ffi::OsStr;
@@ -12,12 +12,12 @@ use std::time::{Duration, Instant};
 
 use rewake_streamer::sys;
 
-/// How long one command of CRIU may take; `criu check` takes well under a second.
+/// How long one CRIU command may take; `criu check` takes well under a second.
 const LIMIT: Duration = Duration::from_secs(10);
-/// How much of its output is read.
+/// How many bytes of its output are read.
 const OUTPUT_BYTES: u64 = 64 * 1024;
 
-/// What one command answered.
+/// The result of one command.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Answer {
     /// Whether it exited with 0.
@@ -26,7 +26,7 @@ pub struct Answer {
     pub text: String,
 }
 
-/// The CRIU that was found, and its answers, or why there was none.
+/// The CRIU that was found, and its answers or why it gave none.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Criu {
     /// The program.
@@ -39,16 +39,16 @@ pub struct Criu {
     pub dirty_tracking: Result<Answer, String>,
 }
 
-/// Finds CRIU (the environment variable CRIU, else `criu` on the path) and asks it.
+/// Finds CRIU (the environment variable CRIU, else `criu` on the path) and runs its commands.
 ///
 /// # Errors
-/// Where it was looked for in vain.
+/// CRIU is not found; the error says where it was searched.
 pub fn examine() -> Result<Criu, String> {
     let path = locate()?;
-    let ask = |arguments: &[&str]| ask(&path, arguments, LIMIT).map_err(|error| error.to_string());
-    let version = ask(&["--version"]);
-    let check = ask(&["check"]);
-    let dirty_tracking = ask(&["check", "--feature", "mem_dirty_track"]);
+    let run = |arguments: &[&str]| run(&path, arguments, LIMIT).map_err(|error| error.to_string());
+    let version = run(&["--version"]);
+    let check = run(&["check"]);
+    let dirty_tracking = run(&["check", "--feature", "mem_dirty_track"]);
     Ok(Criu { version, check, dirty_tracking, path })
 }
 
@@ -62,9 +62,9 @@ fn locate() -> Result<PathBuf, String> {
     };
     found.ok_or_else(|| match &chosen {
         Some(value) => {
-            format!("the environment variable CRIU is {}, and there is no such program", value.display())
+            format!("the environment variable CRIU is {}, and no such program exists", value.display())
         }
-        None => "there is no `criu` on the path".into(),
+        None => "no `criu` on the path".into(),
     })
 }
 
@@ -73,8 +73,8 @@ fn on_path(name: &OsStr) -> Option<PathBuf> {
 }
 
 /// Runs a command for `limit` at most.
-fn ask(path: &Path, arguments: &[&str], limit: Duration) -> io::Result<Answer> {
-    // A file, not a pipe: nothing that the command leaves behind can keep us waiting for its end.
+fn run(path: &Path, arguments: &[&str], limit: Duration) -> io::Result<Answer> {
+    // A file and not a pipe: a process that the command leaves running could keep a pipe open.
     let mut output = File::from(sys::memory_file(c"criu-output", 0)?);
     let mut command = Command::new(path);
     command.args(arguments).stdin(Stdio::null()).stdout(output.try_clone()?).stderr(output.try_clone()?);
@@ -106,21 +106,21 @@ mod tests {
 
     #[test]
     fn both_outputs_and_the_exit_code_are_the_answer() {
-        let answer = ask(Path::new("/bin/sh"), &["-c", "echo one; echo two >&2; exit 3"], LIMIT).unwrap();
+        let answer = run(Path::new("/bin/sh"), &["-c", "echo one; echo two >&2; exit 3"], LIMIT).unwrap();
         assert_eq!(answer, Answer { success: false, text: "one\ntwo\n".into() });
     }
 
     #[test]
-    fn a_command_that_does_not_end_is_ended() {
+    fn a_command_that_does_not_end_is_killed() {
         let began = Instant::now();
         let error =
-            ask(Path::new("/bin/sh"), &["-c", "exec sleep 1000"], Duration::from_millis(50)).unwrap_err();
+            run(Path::new("/bin/sh"), &["-c", "exec sleep 1000"], Duration::from_millis(50)).unwrap_err();
         assert!(error.to_string().contains("no answer"), "{error}");
         assert!(began.elapsed() < Duration::from_secs(100));
     }
 
     #[test]
-    fn a_program_that_is_not_there_is_an_error() {
-        assert!(ask(Path::new("/nowhere/criu"), &[], LIMIT).is_err());
+    fn a_missing_program_is_an_error() {
+        assert!(run(Path::new("/nowhere/criu"), &[], LIMIT).is_err());
     }
 }

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The report for people.
+//! Writes the report for people.
 
 use std::io::{self, Write};
 
 use super::{Report, Verdict};
 
-/// Writes one line a check, and below it the way out where one is needed.
+/// Writes one line for each check, and its advice below it.
 ///
 /// # Errors
-/// `out` refuses.
+/// A write to `out` fails.
 pub fn write(report: &Report, out: &mut impl Write) -> io::Result<()> {
     for check in &report.checks {
         writeln!(out, "{:<8} {:<19} {}", word(check.verdict), check.name, check.found)?;
@@ -46,7 +46,7 @@ mod tests {
     }
 
     #[test]
-    fn each_check_is_a_line_and_each_way_out_another() {
+    fn each_check_has_a_line_and_each_advice_another() {
         let text = shown(vec![
             Check::ok("kernel", "Linux 6.18"),
             Check::info("gpu", "none"),
@@ -66,7 +66,7 @@ Rewake cannot work here: 1 of 4 checks failed.
     }
 
     #[test]
-    fn the_last_line_says_whether_it_will_do() {
+    fn the_last_line_says_whether_rewake_can_work() {
         assert!(shown(vec![Check::ok("a", "")]).ends_with("Rewake can work here.\n"));
         let warned = shown(vec![Check::ok("a", ""), Check::warning("b", "", "")]);
         assert!(warned.ends_with("Rewake can work here; warnings: 1.\n"), "{warned}");

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Reads an image directory: everything that can be read, and one message for everything that cannot.
+//! Reads an image directory: all that can be read, and a message for all that cannot.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::path::Path;
@@ -11,15 +11,15 @@ use super::{FileReport, Lazy, Pages, Report, TaskReport, Totals, Verdict, VmaRep
 /// Reads the directory.
 ///
 /// # Errors
-/// The directory cannot be opened. All else that is wrong is in [`Report::damage`].
+/// The directory cannot be opened. All other errors are in [`Report::damage`].
 pub fn collect(path: &Path) -> Result<Report, ImageError> {
     let mut reader =
         Reader { image: ImageDir::open(path)?, damage: Damage::default(), owners: BTreeMap::new() };
     let parents = reader.parents();
     let inventory = reader.image.inventory();
-    let inventory = reader.damage.kept(inventory);
+    let inventory = reader.damage.value_or_note(inventory);
     let tree = reader.image.tree();
-    let tree = in_tree_order(reader.damage.kept(tree).unwrap_or_default());
+    let tree = in_tree_order(reader.damage.value_or_note(tree).unwrap_or_default());
     let tasks: Vec<_> =
         tree.into_iter().map(|(task, depth)| reader.task(task, depth, parents.first())).collect();
     let files = reader.files();
@@ -43,7 +43,7 @@ pub fn collect(path: &Path) -> Result<Report, ImageError> {
     })
 }
 
-/// Messages, each once.
+/// The messages, each once.
 #[derive(Debug, Default)]
 pub(super) struct Damage {
     messages: Vec<String>,
@@ -51,7 +51,7 @@ pub(super) struct Damage {
 }
 
 impl Damage {
-    pub(super) fn kept<T>(&mut self, result: Result<T, impl std::fmt::Display>) -> Option<T> {
+    pub(super) fn value_or_note<T>(&mut self, result: Result<T, impl std::fmt::Display>) -> Option<T> {
         match result {
             Ok(value) => Some(value),
             Err(error) => {
@@ -71,22 +71,24 @@ impl Damage {
 struct Reader {
     image: ImageDir,
     damage: Damage,
-    /// The task of each pages file, by the number in the file's name.
+    /// The owner of each pages file, by the number in the file's name.
     owners: BTreeMap<u32, u32>,
 }
 
 impl Reader {
-    /// The chain of parent images as far as it can be followed.
+    /// Returns the chain of parent images as far as it can be followed.
     fn parents(&mut self) -> Vec<ImageDir> {
         let mut parents: Vec<ImageDir> = Vec::new();
-        while let Some(parent) = self.damage.kept(parents.last().unwrap_or(&self.image).parent()).flatten() {
+        while let Some(parent) =
+            self.damage.value_or_note(parents.last().unwrap_or(&self.image).parent()).flatten()
+        {
             parents.push(parent);
         }
         parents
     }
 
     fn task(&mut self, task: Task, depth: usize, parent: Option<&ImageDir>) -> TaskReport {
-        let core = self.damage.kept(self.image.core(task.pid));
+        let core = self.damage.value_or_note(self.image.core(task.pid));
         let (mm, pages) = match &core {
             Some((state, _)) if !state.has_memory() => (None, None),
             _ => self.memory(task.pid, core.is_some(), parent),
@@ -109,7 +111,8 @@ impl Reader {
         }
     }
 
-    /// The memory of a task. Where it is not `certain` that the task has any, its absence is no damage.
+    /// Reads the memory of a task. Unless it is `certain` that the task has memory, missing files are no
+    /// damage.
     fn memory(
         &mut self,
         pid: u32,
@@ -118,20 +121,20 @@ impl Reader {
     ) -> (Option<Mm>, Option<(Pagemap, Pages)>) {
         let mm = match self.image.mm(pid) {
             Err(ImageError::Missing { .. }) if !certain => return (None, None),
-            other => self.damage.kept(other),
+            other => self.damage.value_or_note(other),
         };
-        let Some(map) = self.damage.kept(self.image.pagemap(pid)) else { return (mm, None) };
-        if mm.is_some() && self.damage.kept(self.image.lazy_plan(pid)).is_some() {
+        let Some(map) = self.damage.value_or_note(self.image.pagemap(pid)) else { return (mm, None) };
+        if mm.is_some() && self.damage.value_or_note(self.image.lazy_plan(pid)).is_some() {
             self.check_parent(pid, map.as_ref(), parent);
         }
         let Some(map) = map else { return (mm, None) };
         self.owners.insert(map.pages_id, pid);
-        let zero = self.damage.kept(self.image.zero_pages(pid));
+        let zero = self.damage.value_or_note(self.image.zero_pages(pid));
         let pages = Pages::new(&map.stats(), zero);
         (mm, Some((map, pages)))
     }
 
-    /// Lazy pages are looked for by the plan; this is for those that `criu restore` takes from the parent.
+    /// Checks the pages that `criu restore` reads from the parent. The lazy plan has checked the lazy ones.
     fn check_parent(&mut self, pid: u32, map: Option<&Pagemap>, parent: Option<&ImageDir>) {
         let in_parent = |entry: &&rewake_criu_images::PagemapEntry| entry.flags.has(PageFlags::PARENT);
         let Some(first) = map.and_then(|map| map.entries.iter().find(in_parent)) else { return };
@@ -151,23 +154,23 @@ impl Reader {
         }
     }
 
-    /// All `*.img` files of the directory.
+    /// Returns all `*.img` files of the directory.
     fn files(&mut self) -> Vec<FileReport> {
         let here = self.image.path().to_path_buf();
         let named = |error: std::io::Error| format!("{}: cannot list it: {error}", here.display());
-        let Some(entries) = self.damage.kept(std::fs::read_dir(&here).map_err(named)) else {
+        let Some(entries) = self.damage.value_or_note(std::fs::read_dir(&here).map_err(named)) else {
             return Vec::new();
         };
         let mut files = Vec::new();
         for entry in entries {
-            let Some(entry) = self.damage.kept(entry.map_err(named)) else { break };
+            let Some(entry) = self.damage.value_or_note(entry.map_err(named)) else { break };
             let name = entry.file_name().to_string_lossy().into_owned();
             if !name.ends_with(".img") {
                 continue;
             }
             let stat =
                 entry.path().metadata().map_err(|error| format!("{}: {error}", entry.path().display()));
-            let Some(stat) = self.damage.kept(stat) else { continue };
+            let Some(stat) = self.damage.value_or_note(stat) else { continue };
             let number = name.strip_prefix("pages-").and_then(|rest| rest.strip_suffix(".img"));
             let owner = number.and_then(|number| self.owners.get(&number.parse().ok()?));
             files.push(FileReport { bytes: stat.len(), task: owner.copied(), name });
@@ -195,7 +198,7 @@ fn state_name(state: TaskState) -> String {
     match state {
         TaskState::Alive => "alive".into(),
         TaskState::Stopped => "stopped".into(),
-        // Two numbers of CRIU's for one thing.
+        // CRIU has two numbers for this state.
         TaskState::Zombie | TaskState::Dead => "zombie".into(),
         TaskState::Unknown(number) => format!("unknown {number}"),
     }
@@ -207,11 +210,11 @@ fn real_path(image: &ImageDir) -> String {
 }
 
 fn bytes(vmas: &[Vma], wanted: impl Fn(&Vma) -> bool) -> u64 {
-    // No overflow: mappings do not overlap.
+    // Cannot overflow: mappings do not overlap.
     vmas.iter().filter(|vma| wanted(vma)).map(|vma| vma.end - vma.start).sum()
 }
 
-/// The mappings with their pages, then the guards inside them.
+/// Returns the mappings with their pages, then the guards inside them.
 fn vma_reports(mm: &Mm, map: Option<&Pagemap>) -> Vec<VmaReport> {
     let mut entries = map.map_or(&[][..], |map| &map.entries);
     let report = |vma: &Vma, lazy_able, pages, lazy_pages| VmaReport {
@@ -244,8 +247,8 @@ fn vma_reports(mm: &Mm, map: Option<&Pagemap>) -> Vec<VmaReport> {
     reports
 }
 
-/// Each task behind its parent, with its depth. Tasks that descend from themselves, as in a damaged image only,
-/// come last.
+/// Returns each task after its parent, with its depth. Tasks that descend from themselves come last: only a
+/// damaged image has such tasks.
 fn in_tree_order(tasks: Vec<Task>) -> Vec<(Task, usize)> {
     let index: HashMap<u32, usize> = tasks.iter().enumerate().map(|(at, task)| (task.pid, at)).collect();
     let mut children: Vec<Vec<usize>> = vec![Vec::new(); tasks.len()];

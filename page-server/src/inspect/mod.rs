@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What is in an image directory, for people and scripts. The numbers' meaning: `docs/inspect.md`.
+//! Reports what an image directory contains, for people and scripts. `docs/inspect.md` explains the numbers.
 //!
-//! * [`collect`]: reads everything that can be read, and lists what cannot.
-//! * [`gpu`]: the part of CRIU's amdgpu plugin.
-//! * [`text`]: the tables.
+//! * [`collect`]: reads all files, and lists what cannot be read.
+//! * [`gpu`]: the files of CRIU's amdgpu plugin.
+//! * [`text`]: writes the tables.
 
 pub mod collect;
 pub mod gpu;
@@ -16,29 +16,29 @@ use serde::{Serialize, Serializer};
 /// renamed. What could not be read is null, and `damage` says why.
 #[derive(Debug, Serialize)]
 pub struct Report {
-    /// As given.
+    /// The directory, as the caller named it.
     pub images_dir: String,
     /// Parent images, the nearest first.
     pub parent_dirs: Vec<String>,
-    /// Version of the image format.
+    /// The version of the image format.
     pub image_version: Option<u32>,
-    /// Identity of the dump, where CRIU wrote one.
+    /// The id of the dump, if CRIU wrote one.
     pub run_id: Option<String>,
     /// CRIU plugins that the restore will need.
     pub plugins: Vec<String>,
-    /// Bytes in a page.
+    /// The size of a page in bytes.
     pub page_bytes: u64,
     /// Whether a restore can be served lazily.
     pub lazy: Lazy,
-    /// Tasks, each behind its parent.
+    /// The tasks, each after its parent.
     pub tasks: Vec<TaskReport>,
-    /// What is on GPUs.
+    /// The GPU state.
     pub gpu: gpu::GpuReport,
     /// Sums over what could be read.
     pub totals: Totals,
     /// The directory's image files, by name.
     pub files: Vec<FileReport>,
-    /// What is damaged or missing, one message each.
+    /// A message for each damaged or missing item.
     pub damage: Vec<String>,
 }
 
@@ -47,7 +47,7 @@ pub struct Report {
 pub struct Lazy {
     /// The answer.
     pub verdict: Verdict,
-    /// Why it is not a plain yes.
+    /// The reason, if the answer is not yes.
     pub reason: Option<String>,
 }
 
@@ -55,26 +55,26 @@ pub struct Lazy {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Verdict {
-    /// From its files alone.
+    /// Yes, from the image's files.
     Yes,
-    /// Some pages are with the page server of the dump only.
+    /// Only the dump's page server has some pages.
     NeedsPageServer,
-    /// It is damaged.
+    /// No: the image is damaged.
     No,
 }
 
 /// One task.
 #[derive(Debug, Serialize)]
 pub struct TaskReport {
-    /// The task, in its pid namespace.
+    /// The task's pid in its pid namespace.
     pub pid: u32,
-    /// Its parent, 0 for the root.
+    /// Its parent's pid; 0 for the root.
     pub ppid: u32,
     /// Its process group.
     pub pgid: u32,
     /// Its session.
     pub sid: u32,
-    /// Steps from the root of the tree.
+    /// The distance from the root of the tree.
     #[serde(skip)]
     pub depth: usize,
     /// alive, stopped, zombie, or "unknown N".
@@ -83,9 +83,9 @@ pub struct TaskReport {
     pub comm: Option<String>,
     /// All its threads, the main one included.
     pub threads: Vec<u32>,
-    /// Sum of its mappings.
+    /// The sum of its mappings.
     pub mapped_bytes: Option<u64>,
-    /// Sum of its mappings that CRIU restores lazily.
+    /// The sum of its mappings that CRIU restores lazily.
     pub lazy_able_bytes: Option<u64>,
     /// Its pages; null for a task without memory.
     pub pages: Option<Pages>,
@@ -96,19 +96,19 @@ pub struct TaskReport {
 /// Numbers of pages. `total = lazy + eager = present + parent + remote`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub struct Pages {
-    /// Listed in the image.
+    /// Pages that the image lists.
     pub total: u64,
-    /// Restored after the task runs.
+    /// Pages that are loaded while the task runs.
     pub lazy: u64,
-    /// Restored before the task runs.
+    /// Pages that are loaded before the task runs.
     pub eager: u64,
-    /// In this directory.
+    /// Pages in this directory.
     pub present: u64,
-    /// In a parent image.
+    /// Pages in a parent image.
     pub parent: u64,
-    /// With the page server of the dump.
+    /// Pages that the dump's page server has.
     pub remote: u64,
-    /// Of the present ones, those with nothing but zeros; null when they could not be read.
+    /// Present pages that are all zeros; null if they could not be read.
     pub zero: Option<u64>,
 }
 
@@ -125,7 +125,7 @@ impl Pages {
         }
     }
 
-    /// Adds another task's. A damaged image can claim more than 64 bits hold.
+    /// Adds another task's pages. The sums saturate: a damaged image can claim more than fits in 64 bits.
     fn add(&mut self, other: &Self) {
         let sums = [
             (&mut self.total, other.total),
@@ -145,24 +145,24 @@ impl Pages {
 /// One mapping, or a guard inside one.
 #[derive(Debug, Serialize)]
 pub struct VmaReport {
-    /// First address, as hexadecimal text: JSON's numbers end at 2^53.
+    /// The first address, as hexadecimal text: JSON's numbers end at 2^53.
     #[serde(serialize_with = "hexadecimal")]
     pub start: u64,
-    /// First address behind it.
+    /// The first address after it.
     #[serde(serialize_with = "hexadecimal")]
     pub end: u64,
     /// Its length.
     pub bytes: u64,
-    /// What it is.
+    /// The kind of mapping.
     pub kind: &'static str,
-    /// PROT_* as text: `rwx`.
+    /// The PROT_* flags as text: `rwx`.
     #[serde(serialize_with = "protection")]
     pub prot: u32,
     /// Whether CRIU restores it lazily.
     pub lazy_able: bool,
-    /// Its pages that the image lists; the others are zeros or the file's.
+    /// Its pages that the image lists; all others are zeros or have the mapped file's contents.
     pub pages: u64,
-    /// Those restored after the task runs.
+    /// Its pages that are loaded while the task runs.
     pub lazy_pages: u64,
 }
 
@@ -173,26 +173,26 @@ pub struct FileReport {
     pub name: String,
     /// Its length.
     pub bytes: u64,
-    /// For a pages file: the task whose pages these are; null for shared memory and other files.
+    /// The task whose pages these are, for a pages file; null for shared memory and other files.
     pub task: Option<u32>,
 }
 
 /// Sums over what could be read.
 #[derive(Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Totals {
-    /// Tasks.
+    /// The number of tasks.
     pub tasks: usize,
-    /// Threads.
+    /// The number of threads.
     pub threads: usize,
-    /// Mappings.
+    /// The bytes of all mappings.
     pub mapped_bytes: u64,
-    /// Mappings that CRIU restores lazily.
+    /// The bytes of mappings that CRIU restores lazily.
     pub lazy_able_bytes: u64,
-    /// Pages of tasks; shared memory is not counted.
+    /// The pages of tasks, without shared memory.
     pub pages: Pages,
-    /// Image files.
+    /// The number of image files.
     pub files: usize,
-    /// Their lengths.
+    /// The sum of their lengths.
     pub file_bytes: u64,
 }
 

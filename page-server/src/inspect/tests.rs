@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What `rewake inspect` shows of images made here. The expected texts are whole, in `testdata/`.
+//! Tests the reports of images that are made here. The complete expected texts are in `testdata/`.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -34,7 +34,7 @@ fn vma(first: u64, pages: u64, prot: u32, flags: u32, status: u32) -> Vma {
     }
 }
 
-/// Mappings: 16 pages of a program's text, 64 of heap, 8 of stack that are locked, and vsyscall.
+/// Returns mappings: 16 pages of a program's text, 64 of heap, 8 of locked stack, and vsyscall.
 fn mm() -> Mm {
     let vmas = vec![
         vma(0x400, 16, 5, 0x2, 1 << 6),
@@ -54,7 +54,7 @@ fn mm() -> Mm {
     Mm { vmas, guards: vec![vma(0x520, 1, 3, 0x22, 1 << 16)] }
 }
 
-/// Pages files of `zeros` and then others.
+/// Returns a pages file whose first `zeros` pages are zero.
 fn pages(count: u64, zeros: u64) -> Vec<u8> {
     (0..count).flat_map(|page| vec![u8::from(page >= zeros); 4096]).collect()
 }
@@ -67,7 +67,7 @@ fn memory(dir: &Path, pid: u32, pages_id: u32, runs: &[(u64, u64, PageFlags)], z
     write::pages(dir, pages_id, &pages(map.file_len / PAGE, zeros)).unwrap();
 }
 
-/// A tree of four, one of them a zombie, with memory in the image and in a parent image.
+/// Makes an image of four tasks, one of them a zombie, with memory in the image and in a parent image.
 fn family() -> tempfile::TempDir {
     let root = tempfile::tempdir().unwrap();
     let (dir, parent) = (root.path().join("img"), root.path().join("before"));
@@ -107,7 +107,7 @@ fn shown(root: &tempfile::TempDir, report: &Report, vmas: bool) -> String {
     anonymous(root, &String::from_utf8(out).unwrap())
 }
 
-/// The text without the name of the temporary folder.
+/// Returns the text without the name of the temporary folder.
 fn anonymous(root: &tempfile::TempDir, text: &str) -> String {
     text.replace(root.path().to_str().unwrap(), "/images")
 }
@@ -124,7 +124,7 @@ fn a_family_is_shown_with_its_memory_and_totals() {
 }
 
 #[test]
-fn every_mapping_is_shown_when_asked_for() {
+fn every_mapping_is_shown_on_request() {
     let root = family();
     let report = collect(&image(&root)).unwrap();
     compare(&shown(&root, &report, true), include_str!("testdata/family-vmas.txt"));
@@ -160,13 +160,13 @@ fn without_a_process_tree_only_files_and_damage_are_shown() {
 }
 
 #[test]
-fn a_directory_that_is_not_there_is_an_error() {
+fn a_missing_directory_is_an_error() {
     let error = collect(Path::new("/nowhere/at/all")).unwrap_err().to_string();
     assert!(error.contains("/nowhere/at/all"), "{error}");
 }
 
 #[test]
-fn a_dump_with_a_page_server_needs_it_again_and_is_not_damaged() {
+fn a_dump_with_a_page_server_needs_it_and_is_not_damaged() {
     let root = family();
     memory(&image(&root), 20, 2, &[(0x530, 8, REMOTE)], 0);
     let report = collect(&image(&root)).unwrap();
@@ -176,7 +176,7 @@ fn a_dump_with_a_page_server_needs_it_again_and_is_not_damaged() {
 }
 
 #[test]
-fn eager_pages_of_a_parent_that_is_not_there_are_damage() {
+fn eager_pages_of_a_missing_parent_are_damage() {
     let root = family();
     let dir = image(&root);
     memory(&dir, 30, 3, &[(0x402, 5, IN_PARENT)], 0);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The report as tables.
+//! Writes the report as tables.
 
 use std::fmt::Write as _;
 use std::io::{self, Write};
@@ -9,13 +9,13 @@ use rewake_criu_images::PAGE;
 use super::{Pages, Report, TaskReport, Verdict, VmaReport, gpu};
 use rewake_streamer::units;
 
-/// Levels of the tree that are shown by indentation; deeper ones line up with the last.
+/// Levels of the tree that are indented; deeper ones are indented as the last.
 const MAX_INDENT: usize = 16;
 
-/// Writes the tables; the mappings too when `vmas`.
+/// Writes the tables, with the mappings if `vmas`.
 ///
 /// # Errors
-/// `out` refuses.
+/// A write to `out` fails.
 pub fn write(report: &Report, vmas: bool, out: &mut impl Write) -> io::Result<()> {
     header(report, out)?;
     tasks(report, out)?;
@@ -51,7 +51,7 @@ fn header(report: &Report, out: &mut impl Write) -> io::Result<()> {
     match &report.lazy.reason {
         Some(reason) => writeln!(out, ": {reason}")?,
         None => {
-            writeln!(out, ": {} of {} come back after the tasks run", size(pages.lazy), size(pages.total))?;
+            writeln!(out, ": {} of {} are loaded while the tasks run", size(pages.lazy), size(pages.total))?;
         }
     }
     writeln!(out)
@@ -78,7 +78,7 @@ fn tasks(report: &Report, out: &mut impl Write) -> io::Result<()> {
     writeln!(out, "\n")
 }
 
-/// The columns that tasks and totals have in common.
+/// Writes the columns that tasks and totals share.
 fn row(
     threads: usize,
     mapped: &str,
@@ -110,13 +110,14 @@ fn mappings(task: &TaskReport, out: &mut impl Write) -> io::Result<()> {
         let (pages, lazy) = (size(*pages), size(*lazy_pages));
         writeln!(
             out,
-            "{start:>16x}-{end:<16x} {length:>10}  {kind:<12} {prot:<4}  {lazy_able:<9} {pages:>10} {lazy:>10}"
+            "{start:>16x}-{end:<16x} {length:>10}  {kind:<12} {prot:<4}  {lazy_able:<9} {pages:>10} \
+             {lazy:>10}"
         )?;
     }
     writeln!(out)
 }
 
-/// Pages files each, the others as one line.
+/// Writes a line for each pages file, and one for all other files.
 fn files(report: &Report, out: &mut impl Write) -> io::Result<()> {
     let (pages, others): (Vec<_>, Vec<_>) =
         report.files.iter().partition(|file| file.name.starts_with("pages-"));
@@ -128,7 +129,7 @@ fn files(report: &Report, out: &mut impl Write) -> io::Result<()> {
     writeln!(out, "{:>10}  {} other image files", cell(bytes), others.len())
 }
 
-/// PROT_* as `rwx`.
+/// Formats PROT_* flags as `rwx`.
 #[must_use]
 pub fn protection(prot: u32) -> String {
     [(1, 'r'), (2, 'w'), (4, 'x')]
@@ -137,22 +138,22 @@ pub fn protection(prot: u32) -> String {
         .collect()
 }
 
-/// Pages as bytes for people.
+/// Formats a number of pages as bytes.
 fn size(pages: u64) -> String {
     cell(pages.saturating_mul(PAGE))
 }
 
-/// Bytes in a column of sizes, where a unit would hide that there is nothing.
+/// Formats bytes for a column of sizes. Zero has no unit, so that it is easy to see.
 pub(super) fn cell(bytes: u64) -> String {
     if bytes == 0 { "0".into() } else { units::bytes(bytes) }
 }
 
-/// Text of an image or a path without its control characters: it must not move the reader's cursor.
+/// Escapes control characters in text of an image or a path: it must not move the terminal's cursor.
 fn printable(text: &str) -> String {
     let mut clean = String::with_capacity(text.len());
     for letter in text.chars() {
         if letter.is_control() {
-            // Writing to a string cannot fail.
+            // A write to a string cannot fail.
             let _ = write!(clean, "{}", letter.escape_default());
         } else {
             clean.push(letter);

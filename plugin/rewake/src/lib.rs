@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! CRIU's plugin for processes that a session of `rewake` restored and whose memory is still being loaded. It has no GPU
-//! code, and belongs into the plugin folder of every CRIU on the host.
+//! CRIU's plugin for processes that a session of `rewake` restored and that have missing memory. It has no
+//! GPU code, and belongs into the plugin folder of every CRIU on the host.
 //!
-//! * Restore: each task gets the session's fd store before it runs, so that missing memory is never read as zeros,
-//!   whatever becomes of the session's processes.
-//! * Dump: CRIU waits, before it stops anything, until no process of the tree has missing memory.
-//! * `criu pre-dump` is not held up: it dumps no descriptors, and the dump that follows waits.
+//! * Restore: each task gets the session's fd store before it runs. So missing memory is never read as zeros,
+//!   also when all processes of the streamer have ended.
+//! * Dump: CRIU waits, before it stops any task, until no process of the tree has missing memory.
+//! * `criu pre-dump` does not wait: it dumps no descriptors, and the dump that follows waits.
 //!
-//! `docs/rewake-plugin.md` is for its users; how it is done: [`rewake_plugin_session`].
+//! `docs/rewake-plugin.md` describes its use, [`rewake_plugin_session`] has the code.
 #![deny(unsafe_code)]
 
 use std::ffi::CStr;
@@ -39,7 +39,7 @@ impl Plugin for Rewake {
         if let Self::Dump(dumped) = self {
             dumped.check(pid)?;
         }
-        // Other plugins have something to do then.
+        // CRIU then asks other plugins, too.
         Err(Refusal::NotMine)
     }
 

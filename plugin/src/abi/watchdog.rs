@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A process that waits for CRIU's death: what only CRIU undoes would otherwise stay for ever. It is a fork without a
-//! program of its own and makes plain system calls only: CRIU's memory is in no known state in it.
+//! The CRIU watchdog: a process that waits for CRIU's death and then resumes queues or kills tasks. It is a
+//! fork that executes no program. CRIU's memory is in no known state in it, so it makes plain system calls
+//! only.
 
 use std::fs::File;
 use std::io::{self, Write as _};
@@ -14,46 +15,51 @@ use nix::unistd::Pid;
 use rewake_amdgpu_uapi::abi::call::{self, Argument as _};
 use rewake_amdgpu_uapi::abi::{KFD_CRIU_OP_UNPAUSE, kfd_ioctl_criu_args};
 
-/// Looks at a task that something else traces still, and tries of an unpause; time between them: five seconds in all.
-const LOOKS: u32 = 5000;
-const LOOK: libc::timespec = libc::timespec { tv_sec: 0, tv_nsec: 1_000_000 };
-/// Descriptors that the guard keeps: CRIU's end, where to say it, and behind them those of its duty.
-const END: i32 = 0;
-const LOG: i32 = 1;
-const OWN: i32 = 2;
-/// Looks at a task that is to stand still: a tenth of a second. One that sleeps in the kernel for longer does not fork.
-const STOPS: u32 = 100;
-/// Tasks of one restored tree.
-const TREE: usize = 1 << 16;
-const WENT_ON: &[u8] =
-    b"Warn  (amdgpu_plugin): CRIU ended in the middle of the dump: the queues of a process go on\n";
-const PAUSED: &[u8] =
-    b"Error (amdgpu_plugin): CRIU ended in the middle of the dump: the queues of a process stay paused\n";
+/// Attempts to trace a task that another process still traces, and to resume queues. With the interval: five
+/// seconds.
+const ATTEMPTS: u32 = 5000;
+const RETRY_INTERVAL: libc::timespec = libc::timespec { tv_sec: 0, tv_nsec: 1_000_000 };
+/// Descriptors of the watchdog: CRIU's pidfd, the log, and then those of its action.
+const CRIU_FD: i32 = 0;
+const LOG_FD: i32 = 1;
+const FIRST_FD: i32 = 2;
+/// Checks of whether a task has stopped: a tenth of a second. A task that sleeps in the kernel for longer
+/// does not fork.
+const STOP_CHECKS: u32 = 100;
+/// Most tasks of one restored tree.
+const MAX_TASKS: usize = 1 << 16;
+const RESUMED: &[u8] =
+    b"Warn  (amdgpu_plugin): CRIU ended during the dump: the queues of a process are resumed\n";
+const STILL_EVICTED: &[u8] =
+    b"Error (amdgpu_plugin): CRIU ended during the dump, and the queues of a process could not be resumed: \
+      kill it\n";
 const KILLED: &[u8] =
     b"Warn  (amdgpu_plugin): CRIU ended before all GPU state was restored: the restored tasks are killed\n";
 
-/// What is done when CRIU has died.
+/// What the watchdog does when CRIU has died.
 #[derive(Debug)]
 pub(crate) enum OnCriuDeath<'a> {
-    /// The queues behind a process's own `/dev/kfd` go on; it is one of these tasks'.
-    GoOn(BorrowedFd<'a>, &'a [i32]),
-    /// These tasks, which have not been waited for, are killed with all their descendants.
-    Kill(&'a [(i32, OwnedFd)]),
+    /// Resumes the queues of the process that opened this `/dev/kfd`: one of these tasks.
+    ResumeQueues(BorrowedFd<'a>, &'a [i32]),
+    /// Kills these tasks, which CRIU has not waited for, with all their descendants.
+    KillTrees(&'a [(i32, OwnedFd)]),
 }
 
-/// Forks a process that does its duty when this process has died, and says so in `log`, on standard error if none. No
-/// signal tells of the guard's end, and only `__WALL` waits for it.
-pub(crate) fn fork(duty: &OnCriuDeath<'_>, log: Option<BorrowedFd<'_>>) -> io::Result<Pid> {
-    let own: Vec<BorrowedFd<'_>> = match duty {
-        OnCriuDeath::GoOn(kfd, _) => vec![*kfd],
-        OnCriuDeath::Kill(roots) => roots.iter().map(|(_, task)| task.as_fd()).collect(),
+/// Forks a process that runs `action` when this process has died, and reports it to `log` or to standard
+/// error.
+///
+/// Its end sends no signal, and only a wait with `__WALL` reaps it.
+pub(crate) fn fork(action: &OnCriuDeath<'_>, log: Option<BorrowedFd<'_>>) -> io::Result<Pid> {
+    let own: Vec<BorrowedFd<'_>> = match action {
+        OnCriuDeath::ResumeQueues(kfd, _) => vec![*kfd],
+        OnCriuDeath::KillTrees(roots) => roots.iter().map(|(_, task)| task.as_fd()).collect(),
     };
-    // The fork has the room, and does not allocate.
-    let found = Vec::with_capacity(if let OnCriuDeath::Kill(_) = duty { TREE } else { 0 });
-    // Copies above the numbers that the guard's go to.
-    let first = OWN + i32::try_from(own.len()).map_err(io::Error::other)?;
-    let copy = |fd: BorrowedFd<'_>| above(fd, first);
-    let end = copy(task(std::process::id().cast_signed())?.as_fd())?;
+    // Allocated here: the fork must not allocate.
+    let found = Vec::with_capacity(if let OnCriuDeath::KillTrees(_) = action { MAX_TASKS } else { 0 });
+    // Copies with higher numbers than those that the watchdog's descriptors get.
+    let first = FIRST_FD + i32::try_from(own.len()).map_err(io::Error::other)?;
+    let copy = |fd: BorrowedFd<'_>| duplicate_above(fd, first);
+    let end = copy(open_pidfd(std::process::id().cast_signed())?.as_fd())?;
     let log = log.map(copy).transpose()?;
     let own = own.into_iter().map(copy).collect::<io::Result<Vec<OwnedFd>>>()?;
     let mut all = std::mem::MaybeUninit::uninit();
@@ -66,12 +72,13 @@ pub(crate) fn fork(duty: &OnCriuDeath<'_>, log: Option<BorrowedFd<'_>>) -> io::R
     if blocked != 0 {
         return Err(io::Error::last_os_error());
     }
-    let forked = among_own_pids(|| {
-        // SAFETY: a fork: no flags, no stack, and no signal to the parent at its end. The child does nothing but `watch`.
+    let forked = fork_in_own_pid_namespace(|| {
+        // SAFETY: a fork: no flags, no stack, and no signal to the parent at its end. The child only executes
+        // `run`.
         let pid = unsafe { libc::syscall(libc::SYS_clone, 0, 0, 0, 0, 0) };
         if pid == 0 {
             let log = log.as_ref().map_or(libc::STDERR_FILENO, |log| log.as_raw_fd());
-            watch(duty, end.as_raw_fd(), log, &own, found);
+            run(action, end.as_raw_fd(), log, &own, found);
         }
         if pid < 0 {
             return Err(io::Error::last_os_error());
@@ -83,87 +90,94 @@ pub(crate) fn fork(duty: &OnCriuDeath<'_>, log: Option<BorrowedFd<'_>>) -> io::R
     forked
 }
 
-/// Forks in this thread's own PID namespace. CRIU may have moved the children that it forks to another one (an external PID
-/// namespace), where the numbers that the guard knows are nobody's or a stranger's.
-fn among_own_pids(fork: impl FnOnce() -> io::Result<Pid>) -> io::Result<Pid> {
+/// Forks in this thread's own PID namespace.
+///
+/// CRIU may have set another one for its children (an external PID namespace). There the pids that the
+/// watchdog knows belong to no process or to another one.
+fn fork_in_own_pid_namespace(fork: impl FnOnce() -> io::Result<Pid>) -> io::Result<Pid> {
     let (own, children) = ("/proc/thread-self/ns/pid", "/proc/thread-self/ns/pid_for_children");
-    // There is none to read before its first process: one that was unshared just now.
-    let elsewhere =
+    // A namespace that was just unshared and has no process cannot be read.
+    let is_moved =
         std::fs::read_link(children).is_ok_and(|there| std::fs::read_link(own).ok() != Some(there));
-    if !elsewhere {
+    if !is_moved {
         return fork();
     }
-    let there = File::open(children)?;
+    let other = File::open(children)?;
     setns(File::open(own)?, CloneFlags::CLONE_NEWPID)?;
     let forked = fork();
-    if_back(forked, setns(there, CloneFlags::CLONE_NEWPID).map_err(io::Error::from))
+    kill_unless_restored(forked, setns(other, CloneFlags::CLONE_NEWPID).map_err(io::Error::from))
 }
 
-/// The guard, if CRIU's children go where they went before. Otherwise nobody would know of it.
-fn if_back(forked: io::Result<Pid>, back: io::Result<()>) -> io::Result<Pid> {
-    if let (Ok(guard), Err(_)) = (&forked, &back) {
+/// Returns the watchdog if the PID namespace of CRIU's children was restored. Otherwise kills it: the caller
+/// gets an error and not its pid.
+fn kill_unless_restored(forked: io::Result<Pid>, back: io::Result<()>) -> io::Result<Pid> {
+    if let (Ok(watchdog), Err(_)) = (&forked, &back) {
         // A child that was not waited for: neither can fail.
-        let _ = kill(*guard, Signal::SIGKILL);
-        let _ = waitpid(*guard, Some(WaitPidFlag::__WALL));
+        let _ = kill(*watchdog, Signal::SIGKILL);
+        let _ = waitpid(*watchdog, Some(WaitPidFlag::__WALL));
     }
     back.and(forked)
 }
 
-/// A descriptor of a task: its number may be another's when it has ended, and this is not. It can be read then.
-pub(crate) fn task(pid: i32) -> io::Result<OwnedFd> {
+/// Opens a pidfd. It always refers to this task, also when the pid is reused; it is readable when the task
+/// has ended.
+pub(crate) fn open_pidfd(pid: i32) -> io::Result<OwnedFd> {
     // SAFETY: numbers only.
     let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) };
     if fd < 0 {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: the kernel has just made it for this call.
+    // SAFETY: the kernel has just opened it for this call.
     Ok(unsafe { OwnedFd::from_raw_fd(i32::try_from(fd).unwrap_or(-1)) })
 }
 
-fn above(fd: BorrowedFd<'_>, first: i32) -> io::Result<OwnedFd> {
+fn duplicate_above(fd: BorrowedFd<'_>, first: i32) -> io::Result<OwnedFd> {
     let copy = fcntl(fd, FcntlArg::F_DUPFD_CLOEXEC(first))?;
-    // SAFETY: the kernel has just made it for this call.
+    // SAFETY: the kernel has just opened it for this call.
     Ok(unsafe { OwnedFd::from_raw_fd(copy) })
 }
 
-/// The guard's life.
-fn watch(duty: &OnCriuDeath<'_>, end: i32, log: i32, own: &[OwnedFd], found: Vec<i32>) -> ! {
+/// Runs the watchdog: arranges its descriptors, waits for CRIU's death, and acts.
+fn run(action: &OnCriuDeath<'_>, end: i32, log: i32, own: &[OwnedFd], found: Vec<i32>) -> ! {
     let placed = |fd: i32, number: i32| {
-        // SAFETY: numbers only. What is open at that number is a copy of CRIU's, which nobody here uses.
+        // SAFETY: numbers only. What is open at that number is a copy of CRIU's descriptor that this process
+        // does not use.
         unsafe { libc::dup2(fd, number) == number }
     };
-    // Standard error may be where its own number goes to: first of all.
-    let mut ready = placed(log, LOG) && placed(end, END);
-    let mut next = OWN;
+    // The log first: standard error may have a number that another descriptor gets.
+    let mut ready = placed(log, LOG_FD) && placed(end, CRIU_FD);
+    let mut next = FIRST_FD;
     for fd in own {
         ready &= placed(fd.as_raw_fd(), next);
         next += 1;
     }
-    // SAFETY: numbers, and a name that is terminated. Whatever else was open is closed: CRIU's parasite in a task goes
-    // when the last copy of its socket is closed.
+    // SAFETY: numbers, and a name that ends with a zero. All other descriptors are closed: CRIU's parasite in
+    // a task ends when the last copy of its socket is closed.
     ready &= unsafe {
-        libc::prctl(libc::PR_SET_NAME, c"rewake-guard".as_ptr());
+        libc::prctl(libc::PR_SET_NAME, c"rewake-watch".as_ptr());
         libc::syscall(libc::SYS_close_range, next.unsigned_abs(), libc::c_uint::MAX, 0) == 0
     };
     if ready
-        && ended()
-        && let Some(said) = done(duty, found)
+        && wait_for_criu_death()
+        && let Some(message) = act(action, found)
     {
-        // SAFETY: the bytes are static. Nobody is there to be told of a failure.
-        unsafe { libc::write(LOG, said.as_ptr().cast(), said.len()) };
+        // SAFETY: the bytes are static. A failure cannot be reported anywhere.
+        unsafe { libc::write(LOG_FD, message.as_ptr().cast(), message.len()) };
     }
-    // SAFETY: ends the process at once, without what the fork has inherited.
+    // SAFETY: ends the process at once, without running exit handlers that the fork inherited.
     unsafe { libc::_exit(0) }
 }
 
-/// What there is to say; nothing if there was nothing to do.
-fn done(duty: &OnCriuDeath<'_>, mut found: Vec<i32>) -> Option<&'static [u8]> {
-    match duty {
-        OnCriuDeath::GoOn(_, tasks) => Some(if go_on(tasks)? { WENT_ON } else { PAUSED }),
-        OnCriuDeath::Kill(roots) => {
+/// Runs the action. Returns the line for the log, or none if there was nothing to do.
+fn act(action: &OnCriuDeath<'_>, mut found: Vec<i32>) -> Option<&'static [u8]> {
+    match action {
+        OnCriuDeath::ResumeQueues(_, tasks) => {
+            Some(if resume_queues(tasks)? { RESUMED } else { STILL_EVICTED })
+        }
+        OnCriuDeath::KillTrees(roots) => {
             let none = std::ptr::null::<libc::siginfo_t>();
-            for (fd, (root, _)) in (OWN..).zip(*roots) {
-                // SAFETY: numbers only. One that has ended is no root of anything.
+            for (fd, (root, _)) in (FIRST_FD..).zip(*roots) {
+                // SAFETY: numbers only. A task that has ended has no descendants here.
                 let signalled =
                     unsafe { libc::syscall(libc::SYS_pidfd_send_signal, fd, libc::SIGSTOP, none, 0) };
                 if signalled == 0 {
@@ -177,14 +191,16 @@ fn done(duty: &OnCriuDeath<'_>, mut found: Vec<i32>) -> Option<&'static [u8]> {
     }
 }
 
-/// Ends stopped tasks and their descendants. One that is stopped before its children are read has no more of them later. Their
-/// numbers are nobody else's meanwhile, but for one that is killed and waited for by somebody else in these microseconds.
+/// Kills stopped tasks and their descendants. A task is stopped before its children are read, so it forks no
+/// more.
+///
+/// The pids stay theirs, except if another process kills and reaps one of them in these microseconds.
 fn kill_with_descendants(found: &mut Vec<i32>) {
     let mut next = 0;
     while let Some(task) = found.get(next).copied() {
         let before = found.len();
-        until_it_stands(task);
-        children(task, found);
+        wait_until_stopped(task);
+        add_children(task, found);
         for child in &found[before..] {
             // SAFETY: numbers only.
             unsafe { libc::kill(*child, libc::SIGSTOP) };
@@ -197,41 +213,42 @@ fn kill_with_descendants(found: &mut Vec<i32>) {
     }
 }
 
-/// A file by its path and a zero, to be read; -1, which nothing can be read from, if it is not there.
+/// Opens a file for reading, by its path with a zero at the end; returns -1 if that fails.
 fn open(path: std::fmt::Arguments<'_>) -> i32 {
     let mut bytes = [0_u8; 64];
     if (&mut bytes[..63]).write_fmt(path).is_err() {
         return -1;
     }
-    // SAFETY: the last byte is a zero, if none before is.
+    // SAFETY: the last byte is always zero.
     unsafe { libc::open(bytes.as_ptr().cast(), libc::O_RDONLY | libc::O_CLOEXEC) }
 }
 
-/// A task that was sent SIGSTOP may be in the middle of a fork.
-fn until_it_stands(task: i32) {
-    for _ in 0..STOPS {
+/// Waits until a task that was sent SIGSTOP has stopped: until then it may finish a fork.
+fn wait_until_stopped(task: i32) {
+    for _ in 0..STOP_CHECKS {
         let file = open(format_args!("/proc/{task}/stat\0"));
         let mut bytes = [0_u8; 128];
-        // SAFETY: the buffer is live and as long as is said.
+        // SAFETY: the buffer is live and has this length.
         let read = unsafe { libc::read(file, bytes.as_mut_ptr().cast(), bytes.len()) };
-        // SAFETY: opened above; an error of that is one of this, and harmless.
+        // SAFETY: opened above. If that failed, this call fails, too, without harm.
         unsafe { libc::close(file) };
         let read = &bytes[..usize::try_from(read).unwrap_or(0)];
-        // `pid (name) state`: a name may have anything in it.
+        // `pid (name) state`: a name may contain any character.
         let name = read.iter().rposition(|byte| *byte == b')');
         match name.and_then(|end| read.get(end + 2)) {
-            Some(b'R' | b'S' | b'D') => pause(),
+            Some(b'R' | b'S' | b'D') => wait_briefly(),
             _ => return,
         }
     }
 }
 
-/// Adds the children of a task's first thread, which is the one that forks while a tree is restored. None if it has ended.
-fn children(task: i32, found: &mut Vec<i32>) {
+/// Adds the children of a task's first thread: only that one forks while a tree is restored. A task that has
+/// ended has none.
+fn add_children(task: i32, found: &mut Vec<i32>) {
     let file = open(format_args!("/proc/{task}/task/{task}/children\0"));
     let (mut bytes, mut number) = ([0_u8; 4096], 0_i32);
     loop {
-        // SAFETY: the buffer is live and as long as is said.
+        // SAFETY: the buffer is live and has this length.
         let read = unsafe { libc::read(file, bytes.as_mut_ptr().cast(), bytes.len()) };
         let Some(bytes) = usize::try_from(read).ok().filter(|read| *read > 0).map(|read| &bytes[..read])
         else {
@@ -245,20 +262,20 @@ fn children(task: i32, found: &mut Vec<i32>) {
             }
         }
     }
-    // SAFETY: opened above; an error of that is one of this, and harmless.
+    // SAFETY: opened above. If that failed, this call fails, too, without harm.
     unsafe { libc::close(file) };
 }
 
-/// Waits for CRIU's end; no if that cannot be waited for.
-fn ended() -> bool {
-    let mut end = libc::pollfd { fd: END, events: libc::POLLIN, revents: 0 };
+/// Waits for CRIU's death; returns false if the wait fails.
+fn wait_for_criu_death() -> bool {
+    let mut end = libc::pollfd { fd: CRIU_FD, events: libc::POLLIN, revents: 0 };
     // SAFETY: one live entry. No signal interrupts: all are blocked.
     unsafe { libc::poll(&raw mut end, 1, -1) == 1 && end.revents & libc::POLLIN != 0 }
 }
 
-/// Traces the task whose file it is, which may be running, and lets its queues go on. The trace ends with this process.
-/// None if no such task is left.
-fn go_on(tasks: &[i32]) -> Option<bool> {
+/// Traces the task that opened the `/dev/kfd`, which may be running, and resumes its queues. The trace ends
+/// with this process. Returns none if no such task exists any more.
+fn resume_queues(tasks: &[i32]) -> Option<bool> {
     let mut any = None;
     for task in tasks {
         match seize(*task) {
@@ -270,22 +287,22 @@ fn go_on(tasks: &[i32]) -> Option<bool> {
             }
         }
         any = Some(false);
-        for _ in 0..LOOKS {
-            match unpause() {
-                // Not paused: CRIU died just before it was, or when it had been.
+        for _ in 0..ATTEMPTS {
+            match resume_once() {
+                // No queue is evicted: CRIU died before the eviction, or after it had resumed them.
                 Ok(()) | Err(libc::EINVAL) => return Some(true),
-                // Another task's file.
+                // Another task opened the file.
                 Err(libc::EBADF) => break,
-                Err(_) => pause(),
+                Err(_) => wait_briefly(),
             }
         }
     }
     any
 }
 
-fn unpause() -> Result<(), i32> {
+fn resume_once() -> Result<(), i32> {
     // SAFETY: open until this process ends.
-    let kfd = unsafe { BorrowedFd::borrow_raw(OWN) };
+    let kfd = unsafe { BorrowedFd::borrow_raw(FIRST_FD) };
     let mut argument = kfd_ioctl_criu_args { op: KFD_CRIU_OP_UNPAUSE, ..kfd_ioctl_criu_args::zeroed() };
     match call::criu(kfd, &mut argument, &mut [], &mut [], &mut []) {
         Ok(_) => Ok(()),
@@ -295,24 +312,24 @@ fn unpause() -> Result<(), i32> {
 
 fn seize(task: i32) -> Result<(), i32> {
     let none = std::ptr::null_mut::<libc::c_void>();
-    for _ in 0..LOOKS {
+    for _ in 0..ATTEMPTS {
         // SAFETY: neither address nor data is used by this request.
         if unsafe { libc::ptrace(libc::PTRACE_SEIZE, task, none, none) } == 0 {
             return Ok(());
         }
         match io::Error::last_os_error().raw_os_error() {
-            // Traced still, by CRIU or whoever came after it.
-            Some(libc::EPERM) => pause(),
+            // Another process still traces it: CRIU, or one after it.
+            Some(libc::EPERM) => wait_briefly(),
             other => return Err(other.unwrap_or(libc::EIO)),
         }
     }
     Err(libc::EPERM)
 }
 
-fn pause() {
-    let look = LOOK;
+fn wait_briefly() {
+    let interval = RETRY_INTERVAL;
     // SAFETY: reads one live struct.
-    unsafe { libc::nanosleep(&raw const look, std::ptr::null_mut()) };
+    unsafe { libc::nanosleep(&raw const interval, std::ptr::null_mut()) };
 }
 
 #[cfg(test)]
@@ -330,30 +347,30 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_guard_keeps_nothing_else_open_and_is_nobody_s_ordinary_child() {
+    fn a_watchdog_has_no_other_descriptors_and_is_no_ordinary_child() {
         let (near, mut far) = UnixStream::pair().unwrap();
         far.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
         let null = File::open("/dev/null").unwrap();
-        let guard = fork(&OnCriuDeath::GoOn(null.as_fd(), &[]), None).unwrap();
+        let watchdog = fork(&OnCriuDeath::ResumeQueues(null.as_fd(), &[]), None).unwrap();
         drop(near);
-        assert_eq!(far.read(&mut [0]).unwrap(), 0, "the guard has let go of the other end");
-        assert_eq!(fs::read_to_string(format!("/proc/{guard}/comm")).unwrap(), "rewake-guard\n");
-        assert_eq!(waitpid(guard, Some(WaitPidFlag::WNOHANG)), Err(nix::errno::Errno::ECHILD));
-        kill(guard, Signal::SIGTERM).unwrap();
-        kill(guard, Signal::SIGINT).unwrap();
+        assert_eq!(far.read(&mut [0]).unwrap(), 0, "the watchdog has closed the other end");
+        assert_eq!(fs::read_to_string(format!("/proc/{watchdog}/comm")).unwrap(), "rewake-watch\n");
+        assert_eq!(waitpid(watchdog, Some(WaitPidFlag::WNOHANG)), Err(nix::errno::Errno::ECHILD));
+        kill(watchdog, Signal::SIGTERM).unwrap();
+        kill(watchdog, Signal::SIGINT).unwrap();
         let flags = WaitPidFlag::__WALL | WaitPidFlag::WNOHANG;
         assert_eq!(
-            waitpid(guard, Some(flags)),
+            waitpid(watchdog, Some(flags)),
             Ok(WaitStatus::StillAlive),
             "signals to a whole group end CRIU only"
         );
-        kill(guard, Signal::SIGKILL).unwrap();
-        let ended = waitpid(guard, Some(WaitPidFlag::__WALL)).unwrap();
-        assert_eq!(ended, WaitStatus::Signaled(guard, Signal::SIGKILL, false));
+        kill(watchdog, Signal::SIGKILL).unwrap();
+        let ended = waitpid(watchdog, Some(WaitPidFlag::__WALL)).unwrap();
+        assert_eq!(ended, WaitStatus::Signaled(watchdog, Signal::SIGKILL, false));
     }
 
     #[test]
-    fn a_guard_has_its_parent_s_namespace_wherever_other_children_go() {
+    fn a_watchdog_has_its_parent_s_pid_namespace() {
         if !nix::unistd::geteuid().is_root() {
             rewake_skip::skip!("PID namespaces need root");
         }
@@ -370,10 +387,10 @@ mod tests {
         setns(&there, CloneFlags::CLONE_NEWPID).unwrap();
         let children = || fs::read_link("/proc/thread-self/ns/pid_for_children").unwrap();
         let before = children();
-        let guard = fork(&OnCriuDeath::Kill(&[]), None).unwrap();
-        let its = fs::read_link(format!("/proc/{guard}/ns/pid"));
-        kill(guard, Signal::SIGKILL).unwrap();
-        waitpid(guard, Some(WaitPidFlag::__WALL)).unwrap();
+        let watchdog = fork(&OnCriuDeath::KillTrees(&[]), None).unwrap();
+        let its = fs::read_link(format!("/proc/{watchdog}/ns/pid"));
+        kill(watchdog, Signal::SIGKILL).unwrap();
+        waitpid(watchdog, Some(WaitPidFlag::__WALL)).unwrap();
         let own = fs::read_link("/proc/self/ns/pid").unwrap();
         assert_eq!((its.unwrap(), children()), (own.clone(), before.clone()));
         assert_ne!(own, before);
@@ -382,19 +399,22 @@ mod tests {
     }
 
     #[test]
-    fn a_guard_that_leaves_criu_s_children_elsewhere_is_none() {
-        let forked = || fork(&OnCriuDeath::Kill(&[]), None);
-        let guard = if_back(forked(), Ok(())).unwrap();
-        kill(guard, Signal::SIGKILL).unwrap();
-        waitpid(guard, Some(WaitPidFlag::__WALL)).unwrap();
-        let guard = forked().unwrap();
+    fn a_watchdog_that_leaves_criu_s_children_in_another_namespace_is_killed() {
+        let forked = || fork(&OnCriuDeath::KillTrees(&[]), None);
+        let watchdog = kill_unless_restored(forked(), Ok(())).unwrap();
+        kill(watchdog, Signal::SIGKILL).unwrap();
+        waitpid(watchdog, Some(WaitPidFlag::__WALL)).unwrap();
+        let watchdog = forked().unwrap();
         let refused = || Err(io::Error::from_raw_os_error(libc::EPERM));
-        let error = if_back(Ok(guard), refused()).unwrap_err();
+        let error = kill_unless_restored(Ok(watchdog), refused()).unwrap_err();
         assert_eq!(error.raw_os_error(), Some(libc::EPERM));
-        assert_eq!(kill(guard, None), Err(nix::errno::Errno::ESRCH), "it was killed, and waited for");
+        assert_eq!(kill(watchdog, None), Err(nix::errno::Errno::ESRCH), "it was killed, and waited for");
         let unforked = || Err(io::Error::from_raw_os_error(libc::EAGAIN));
-        assert_eq!(if_back(unforked(), Ok(())).unwrap_err().raw_os_error(), Some(libc::EAGAIN));
-        assert_eq!(if_back(unforked(), refused()).unwrap_err().raw_os_error(), Some(libc::EPERM));
+        assert_eq!(kill_unless_restored(unforked(), Ok(())).unwrap_err().raw_os_error(), Some(libc::EAGAIN));
+        assert_eq!(
+            kill_unless_restored(unforked(), refused()).unwrap_err().raw_os_error(),
+            Some(libc::EPERM)
+        );
     }
 
     #[test]
@@ -403,7 +423,7 @@ mod tests {
         let mut shell = Command::new("sh").args(["-c", script]).stdout(Stdio::piped()).spawn().unwrap();
         let lines = BufReader::new(shell.stdout.take().unwrap()).lines();
         let numbers: Vec<i32> = lines.take(3).map(|line| line.unwrap().parse().unwrap()).collect();
-        let mut found = Vec::with_capacity(TREE);
+        let mut found = Vec::with_capacity(MAX_TASKS);
         found.push(shell.id().cast_signed());
         kill_with_descendants(&mut found);
         assert_eq!(shell.wait().unwrap().signal(), Some(libc::SIGKILL));

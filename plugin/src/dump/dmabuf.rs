@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Open dma-bufs of amdgpu's buffers.
+//! Writes open dma-bufs that amdgpu exported.
 
 use std::fs;
 use std::os::fd::{AsRawFd as _, BorrowedFd};
@@ -9,27 +9,27 @@ use rewake_bo_contents::folder;
 use rewake_criu_images::amdgpu::{DmabufImage, dmabuf_name};
 use rewake_criu_plugin::{Answer, Host};
 
-use super::shared::Shared;
+use super::shared::DumpSharing;
 
-/// How the kernel names every dma-buf's file, with or without a name of its own behind it.
-const LINK: &str = "/dmabuf:";
-/// What a dma-buf's `fdinfo` says of who exported it.
-const EXPORTER: &str = "exp_name:";
+/// Start of the link of every dma-buf's file in /proc; the dma-buf's own name may follow.
+const LINK_PREFIX: &str = "/dmabuf:";
+/// The line of a dma-buf's `fdinfo` that names its exporter.
+const EXPORTER_KEY: &str = "exp_name:";
 const AMDGPU: &str = "amdgpu";
 
-/// A dma-buf whose buffer is in no image has nowhere to come back from.
+/// A dma-buf cannot be restored if no image has its buffer.
 #[derive(Debug, thiserror::Error)]
 #[error(
-    "the dma-buf of file {0:#x} is open, and no process that is dumped has its buffer on a GPU's compute side: \
-     close it, or dump the process that has the buffer, too"
+    "the dma-buf of file {0:#x} is open, and no process that is dumped has its buffer as compute memory: \
+     close it, or also dump the process that has the buffer"
 )]
-pub(super) struct Ownerless(pub(super) u32);
+pub(super) struct OwnerlessDmabuf(pub(super) u32);
 
-/// Whether a file is a dma-buf of an AMD GPU's memory.
-pub(super) fn is_one(file: BorrowedFd<'_>) -> Answer<bool> {
+/// Returns whether a file is a dma-buf of an AMD GPU's memory.
+pub(super) fn is_amdgpu_dmabuf(file: BorrowedFd<'_>) -> Answer<bool> {
     let number = file.as_raw_fd();
     let link = fs::read_link(format!("/proc/self/fd/{number}"))?;
-    if !link.to_string_lossy().starts_with(LINK) {
+    if !link.to_string_lossy().starts_with(LINK_PREFIX) {
         return Ok(false);
     }
     let info = fs::read_to_string(format!("/proc/self/fdinfo/{number}"))?;
@@ -37,17 +37,17 @@ pub(super) fn is_one(file: BorrowedFd<'_>) -> Answer<bool> {
 }
 
 fn exporter(info: &str) -> Option<&str> {
-    info.lines().find_map(|line| line.strip_prefix(EXPORTER)).map(str::trim)
+    info.lines().find_map(|line| line.strip_prefix(EXPORTER_KEY)).map(str::trim)
 }
 
-/// Its name among all dma-bufs.
+/// Returns the inode of a dma-buf, which identifies it among all dma-bufs.
 pub(super) fn inode(file: BorrowedFd<'_>) -> nix::Result<u64> {
     Ok(fstat(file)?.st_ino)
 }
 
-/// Writes what images keep of an open dma-buf.
-pub(super) fn dump(host: &Host, file: BorrowedFd<'_>, id: u32, shared: &mut Shared) -> Answer {
-    let handle = shared.dmabuf(id, inode(file)?);
+/// Writes the image of an open dma-buf.
+pub(super) fn dump(host: &Host, file: BorrowedFd<'_>, id: u32, shared: &mut DumpSharing) -> Answer {
+    let handle = shared.add_dmabuf(id, inode(file)?);
     folder::write(host.image_dir()?, &dmabuf_name(id), &DmabufImage { handle }.to_bytes())?;
     shared.write(host)
 }
@@ -59,7 +59,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_exporter_is_told_by_the_kernel() {
+    fn fdinfo_names_the_exporter() {
         let info =
             "pos:\t0\nflags:\t02000002\nmnt_id:\t16\nino:\t3\nsize:\t4096\ncount:\t3\nexp_name:\tamdgpu\n";
         assert_eq!(exporter(info), Some("amdgpu"));
@@ -67,7 +67,7 @@ mod tests {
     }
 
     #[test]
-    fn other_files_are_none() {
-        assert!(!is_one(fs::File::open("/proc/self/exe").unwrap().as_fd()).unwrap());
+    fn other_files_are_no_dma_bufs() {
+        assert!(!is_amdgpu_dmabuf(fs::File::open("/proc/self/exe").unwrap().as_fd()).unwrap());
     }
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Mappings of render nodes that show no buffer: ROCm's library frees a buffer first, and unmaps it then. A restore knows by them what had
-//! been freed from what is damaged.
+//! Finds mappings of render nodes that have no buffer: ROCm's library frees a buffer before it unmaps it.
+//! With this list a restore distinguishes a mapping of a freed buffer from a damaged image.
 
 use std::collections::BTreeSet;
 use std::{fs, io};
@@ -11,13 +11,14 @@ use rewake_criu_images::rewake::{FreedMapping, MAX_SHARED};
 use crate::buffers::{Buffers, gpu_of_minor};
 use crate::device::Gpu;
 
-/// Those of stopped tasks, which have the `/dev/kfd` that `image` is of. None if there are more than an image may have.
-pub(super) fn mappings(tasks: &[i32], image: &KfdImage) -> io::Result<Option<BTreeSet<FreedMapping>>> {
+/// Finds the mappings without a buffer in stopped tasks that have the `/dev/kfd` of `image` open. Returns
+/// none if an image cannot hold so many.
+pub(super) fn find(tasks: &[i32], image: &KfdImage) -> io::Result<Option<BTreeSet<FreedMapping>>> {
     let buffers = Buffers::of(image);
     let mut found = BTreeSet::new();
     for task in tasks {
         let maps = String::from_utf8_lossy(&fs::read(format!("/proc/{task}/maps"))?).into_owned();
-        found.extend(maps.lines().filter_map(of_render_node).filter(|mapping| {
+        found.extend(maps.lines().filter_map(render_node_mapping).filter(|mapping| {
             let gpu = gpu_of_minor(image, mapping.minor);
             gpu.is_some_and(|(_, gpu_id)| buffers.at(gpu_id, mapping.offset).is_none())
         }));
@@ -25,8 +26,8 @@ pub(super) fn mappings(tasks: &[i32], image: &KfdImage) -> io::Result<Option<BTr
     Ok(Some(found).filter(|found| found.len() <= MAX_SHARED))
 }
 
-/// By a line of `/proc/PID/maps`; its path is the one that a restore hears.
-fn of_render_node(line: &str) -> Option<FreedMapping> {
+/// Parses a line of `/proc/PID/maps`. Its path is the one that CRIU passes to the plugin in a restore.
+fn render_node_mapping(line: &str) -> Option<FreedMapping> {
     let mut fields = line.splitn(6, ' ');
     let (start, _) = fields.next()?.split_once('-')?;
     let offset = fields.nth(1)?;
@@ -42,7 +43,7 @@ mod tests {
     #[test]
     fn mappings_of_render_nodes_are_known_by_their_paths() {
         let of = |path: &str| {
-            of_render_node(&format!(
+            render_node_mapping(&format!(
                 "7f0000200000-7f0000400000 rw-s 100001000 00:06 345                {path}"
             ))
         };

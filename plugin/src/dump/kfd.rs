@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A process's compute state.
+//! Writes the compute state of a process.
 
 use std::os::fd::{AsFd as _, BorrowedFd};
 
@@ -11,37 +11,37 @@ use rewake_criu_images::amdgpu::{KfdBuffer, KfdImage, Node, kfd_name};
 use rewake_criu_plugin::{Answer, Host};
 
 use super::dmabuf;
-use super::shared::Shared;
+use super::shared::DumpSharing;
 use crate::{contents, hsakmt, topology};
 
-/// A GPU in the process has another name than in the machine once it was restored on another one.
+/// The two ids of a GPU. They differ in a process that was restored on another GPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Name {
-    /// In the machine.
+pub(super) struct GpuName {
+    /// The id in the machine's topology.
     pub(super) actual: u32,
-    /// In the process.
+    /// The id that the process uses.
     pub(super) user: u32,
 }
 
 #[derive(Debug, thiserror::Error)]
-#[error("the process uses GPU {0:#x}, which the driver's topology does not have: is it hidden from CRIU?")]
+#[error("the process uses GPU {0:#x}, and the driver's topology does not list it: is it hidden from CRIU?")]
 struct UnknownGpu(u32);
 
-/// What was written of a process.
+/// A process's compute state as it was written.
 #[derive(Debug)]
-pub(super) struct Written {
-    pub(super) names: Vec<Name>,
+pub(super) struct KfdDump {
+    pub(super) names: Vec<GpuName>,
     pub(super) image: KfdImage,
 }
 
-/// Writes the state of the paused process that opened `file`.
+/// Writes the state of the process that opened `file` and whose queues are evicted.
 pub(super) fn dump(
     host: &Host,
     file: BorrowedFd<'_>,
     id: u32,
     counts: &Counts,
-    shared: &mut Shared,
-) -> Answer<Written> {
+    shared: &mut DumpSharing,
+) -> Answer<KfdDump> {
     let state = criu::checkpoint(file, counts)?;
     let folder = host.image_dir()?;
     let machine = Topology::read()?;
@@ -56,8 +56,12 @@ pub(super) fn dump(
         private: state.private.clone(),
     };
     let inodes = state.dmabufs.iter().map(|dmabuf| dmabuf.as_ref().map(|fd| dmabuf::inode(fd.as_fd())));
-    shared.process(id, &mut image.buffers, &inodes.map(Option::transpose).collect::<Result<Vec<_>, _>>()?);
-    let image = hsakmt::note(image)?;
+    shared.add_process(
+        id,
+        &mut image.buffers,
+        &inodes.map(Option::transpose).collect::<Result<Vec<_>, _>>()?,
+    );
+    let image = hsakmt::add_to_image(image)?;
     host.info(format_args!(
         "process {}: {} GPUs, {} buffers, {} queues, events and ranges",
         counts.pid, counts.devices, counts.bos, counts.objects
@@ -65,15 +69,16 @@ pub(super) fn dump(
     save(host, folder, id, &image, &state, &machine)?;
     folder::write(folder, &kfd_name(id), &image.to_bytes())?;
     let name =
-        |bucket: &kfd_criu_device_bucket| Name { actual: bucket.actual_gpu_id, user: bucket.user_gpu_id };
-    Ok(Written { names: state.devices.iter().map(name).collect(), image })
+        |bucket: &kfd_criu_device_bucket| GpuName { actual: bucket.actual_gpu_id, user: bucket.user_gpu_id };
+    Ok(KfdDump { names: state.devices.iter().map(name).collect(), image })
 }
 
-/// All nodes, with the GPUs' names in the process; the last one first, as the stock plugin writes them.
+/// Returns all nodes with the GPU ids that the process uses, in reverse order as the stock plugin writes
+/// them.
 fn nodes(machine: &Topology, gpus: &[kfd_criu_device_bucket]) -> Result<Vec<Node>, UnknownGpu> {
-    let known =
+    let is_unknown =
         |bucket: &&kfd_criu_device_bucket| machine.gpus().all(|gpu| gpu.gpu_id != bucket.actual_gpu_id);
-    if let Some(unknown) = gpus.iter().find(known) {
+    if let Some(unknown) = gpus.iter().find(is_unknown) {
         return Err(UnknownGpu(unknown.actual_gpu_id));
     }
     let node = |node: &rewake_amdgpu_uapi::topology::Node| {
@@ -96,7 +101,7 @@ fn buffer(bo: &kfd_criu_bo_bucket) -> KfdBuffer {
     }
 }
 
-/// Writes the memory of all buffers, a file for each GPU.
+/// Writes the memory of all buffers, one file for each GPU.
 fn save(
     host: &Host,
     folder: BorrowedFd<'_>,

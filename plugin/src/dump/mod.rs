@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The dump. A process's queues are paused when its `/dev/kfd` is dumped, and go on when CRIU is done with everything, or
-//! has failed: what they could write in between would be in one part of the image and not in another.
+//! Dumps GPU state. A process's queues are evicted when its `/dev/kfd` is dumped, and resumed when CRIU has
+//! finished or failed. If they ran in between, parts of the image would disagree.
 
 mod dmabuf;
 mod freed_mappings;
@@ -23,83 +23,85 @@ use rewake_plugin_protocol::ProcessId;
 use crate::criu_watchdog::CriuWatchdog;
 use crate::device::{Devices, Gpu};
 use crate::image;
-use dmabuf::Ownerless;
-use kfd::Name;
-use render::{Renders, Spaces};
-use shared::Shared;
+use dmabuf::OwnerlessDmabuf;
+use kfd::GpuName;
+use render::{AddressSpaces, RenderNodes};
+use shared::DumpSharing;
 use tasks::Tasks;
 
-/// Tries to let a process's queues go on, and time between them.
-const UNPAUSES: u32 = 10;
-const BETWEEN: Duration = Duration::from_millis(10);
+/// Attempts to resume a process's queues, and the time between them.
+const MAX_UNPAUSES: u32 = 10;
+const UNPAUSE_INTERVAL: Duration = Duration::from_millis(10);
 
 /// One `criu dump`.
 #[derive(Debug)]
 pub(crate) struct Dump {
     devices: Devices,
     tasks: Tasks,
-    paused: Vec<Process>,
-    /// Every `/dev/kfd` that was dumped.
+    evicted: Vec<EvictedProcess>,
+    /// Every `/dev/kfd` dumped so far.
     files: Vec<OwnedFd>,
-    renders: Renders,
-    shared: Shared,
+    render_nodes: RenderNodes,
+    shared: DumpSharing,
 }
 
-/// A process with its queues paused.
+/// A process whose queues are evicted.
 #[derive(Debug)]
-struct Process {
-    /// Its own `/dev/kfd`, to let its queues go on.
+struct EvictedProcess {
+    /// The process's own `/dev/kfd`, with which its queues are resumed.
     kfd: OwnedFd,
-    /// The file's id.
+    /// The id that CRIU gave the file.
     id: u32,
     counts: Counts,
     buffers: Vec<KfdBuffer>,
-    /// Its GPUs.
-    names: Vec<Name>,
-    /// For as long as its queues are paused.
-    guard: Option<CriuWatchdog>,
+    /// The ids of its GPUs.
+    names: Vec<GpuName>,
+    /// Runs for as long as the queues are evicted.
+    watchdog: Option<CriuWatchdog>,
 }
 
 #[derive(Debug, thiserror::Error)]
 #[error(
-    "file {0:#x} is a second /dev/kfd of a process, and its state is that of processes {1:?} alike: \
-     close one of the two"
+    "file {0:#x} is a second /dev/kfd of a process, and its state matches each of the processes {1:?}: \
+     close one of the process's two files"
 )]
-struct Alike(u32, Vec<u32>);
+struct AmbiguousKfd(u32, Vec<u32>);
 
 #[derive(Debug, thiserror::Error)]
 #[error(
-    "process {0} was restored while the dump began, and its GPU queues are stopped until their memory is resident: an image \
-     would have zeros in its place; dump it again"
+    "process {0} was restored while the dump began, and its GPU queues are stopped until their memory is \
+     resident: an image would have zeros in its place; dump it again"
 )]
-struct BeingLoaded(i32);
+struct MissingMemory(i32);
 
 impl Dump {
     pub(crate) fn new(devices: Devices) -> Self {
         Self {
             devices,
             tasks: Tasks::default(),
-            paused: Vec::new(),
+            evicted: Vec::new(),
             files: Vec::new(),
-            renders: Renders::default(),
-            shared: Shared::default(),
+            render_nodes: RenderNodes::default(),
+            shared: DumpSharing::default(),
         }
     }
 
-    /// Notes a task of the tree, all of which are stopped. One whose gate is shut is refused here, before anything is touched:
-    /// its queues are paused already, and the driver would count a second pause that nobody ends (`criu_process_info` in
-    /// `kfd_chardev.c`).
+    /// Adds a task of the stopped tree. A process whose gate is closed is refused here, before its state is
+    /// changed.
+    ///
+    /// Its queues are evicted already. The driver would count a second eviction, and no call would end it
+    /// (`criu_process_info` in `kfd_chardev.c`).
     pub(crate) fn task(&mut self, pid: i32) -> Answer {
-        if let Some(gated) = ProcessId::of(pid)?
-            && gated.is_dump_blocked()?
+        if let Some(process) = ProcessId::of(pid)?
+            && process.is_dump_blocked()?
         {
-            return Err(BeingLoaded(pid).into());
+            return Err(MissingMemory(pid).into());
         }
         self.tasks.add(pid);
         Ok(())
     }
 
-    /// Mappings of GPUs are kept; their bytes are the buffers'.
+    /// Accepts a mapping of a GPU. Its bytes are written with the buffers.
     pub(crate) fn mapping(&self, host: &Host, status: &libc::stat) -> Answer {
         self.devices.gpu(status).ok_or(Refusal::NotMine)?;
         Ok(host.record_in_inventory()?)
@@ -108,32 +110,32 @@ impl Dump {
     pub(crate) fn file(&mut self, host: &Host, file: BorrowedFd<'_>, id: u32) -> Answer {
         match self.devices.gpu(&fstat(file)?) {
             Some(Gpu::Kfd) => {
-                begin(host)?;
+                record_gpu_state(host)?;
                 self.kfd(host, file, id)?;
             }
             Some(Gpu::Render(minor)) => {
-                begin(host)?;
-                self.renders.add(file.try_clone_to_owned()?, id, minor);
+                record_gpu_state(host)?;
+                self.render_nodes.add(file.try_clone_to_owned()?, id, minor);
             }
-            None if dmabuf::is_one(file)? => {
-                begin(host)?;
+            None if dmabuf::is_amdgpu_dmabuf(file)? => {
+                record_gpu_state(host)?;
                 dmabuf::dump(host, file, id, &mut self.shared)?;
             }
             None => return Err(Refusal::NotMine),
         }
-        self.renders(host)?;
-        self.owners()
+        self.write_render_nodes(host)?;
+        self.check_dmabuf_owners()
     }
 
-    /// Writes the render nodes when all files of GPUs have been seen.
-    fn renders(&mut self, host: &Host) -> Answer {
+    /// Writes the render nodes once CRIU has dumped all GPU files of the tree.
+    fn write_render_nodes(&mut self, host: &Host) -> Answer {
         let seen: Vec<BorrowedFd<'_>> =
-            self.files.iter().map(OwnedFd::as_fd).chain(self.renders.files()).collect();
-        if !self.tasks.all_are(&self.devices, &seen) {
+            self.files.iter().map(OwnedFd::as_fd).chain(self.render_nodes.files()).collect();
+        if !self.tasks.have_only_files(&self.devices, &seen) {
             return Ok(());
         }
-        let mut spaces = Spaces::new(&self.devices, &self.tasks, &self.paused);
-        self.renders.write(host, &mut spaces, &mut self.shared)
+        let mut spaces = AddressSpaces::new(&self.devices, &self.tasks, &self.evicted);
+        self.render_nodes.write(host, &mut spaces, &mut self.shared)
     }
 
     fn kfd(&mut self, host: &Host, file: BorrowedFd<'_>, id: u32) -> Answer {
@@ -141,76 +143,89 @@ impl Dump {
         self.files.push(file.try_clone_to_owned()?);
         if let Some(first) = first {
             host.info(format_args!("file {id:#x}: a second /dev/kfd of the process of file {first:#x}"));
-            self.shared.second_file(id, first);
+            self.shared.add_second_file(id, first);
             return self.shared.write(host);
         }
         let own = file.try_clone_to_owned()?;
         let tasks = self.tasks.with(file, &self.devices);
-        let guard = CriuWatchdog::of_queues(host, file, &tasks);
+        let watchdog = CriuWatchdog::for_queues(host, file, &tasks);
         let counts = criu::process_info(file)?;
-        self.paused.push(Process { kfd: own, id, counts, buffers: Vec::new(), names: Vec::new(), guard });
+        self.evicted.push(EvictedProcess {
+            kfd: own,
+            id,
+            counts,
+            buffers: Vec::new(),
+            names: Vec::new(),
+            watchdog,
+        });
         let state = kfd::dump(host, file, id, &counts, &mut self.shared)?;
-        if let Some(mappings) = freed_mappings::mappings(&tasks, &state.image)? {
-            self.shared.bare(id, mappings);
+        if let Some(mappings) = freed_mappings::find(&tasks, &state.image)? {
+            self.shared.add_freed_mappings(id, mappings);
         }
-        if let Some(process) = self.paused.last_mut() {
+        if let Some(process) = self.evicted.last_mut() {
             (process.buffers, process.names) = (state.image.buffers, state.names);
         }
         self.shared.write(host)
     }
 
-    /// The id of the `/dev/kfd` by which the process of `file` was paused, if it was. It must not be paused twice: that
-    /// would have to be undone twice, and cannot be (`criu_process_info` in `kfd_chardev.c`). The kernel gives a paused
-    /// process's state to who knows its counts, and refuses for all others.
+    /// Returns the id of the `/dev/kfd` with which the queues of this process were evicted, if they were.
+    ///
+    /// A second eviction must not happen: it would have to be undone twice, and cannot be
+    /// (`criu_process_info` in `kfd_chardev.c`). CHECKPOINT succeeds only with the counts of the evicted
+    /// process, so it identifies the process.
     fn process_of(&self, file: BorrowedFd<'_>, id: u32) -> Answer<Option<u32>> {
-        // Every refusal is a line in the kernel's log.
-        if !self.tasks.one_has_both(&self.devices, file, &self.files) {
+        // The kernel logs every call that it refuses: try only where the answer can be yes.
+        if !self.tasks.any_has_kfd_and_other(&self.devices, file, &self.files) {
             return Ok(None);
         }
-        let same = |process: &&Process| {
-            criu::checkpoint(file, &process.counts).is_ok_and(|state| process.is(&state.bos))
+        let same = |process: &&EvictedProcess| {
+            criu::checkpoint(file, &process.counts).is_ok_and(|state| process.has_buffers(&state.bos))
         };
-        let found: Vec<&Process> = self.paused.iter().filter(same).collect();
+        let found: Vec<&EvictedProcess> = self.evicted.iter().filter(same).collect();
         match found[..] {
             [] => Ok(None),
             [process] => Ok(Some(process.id)),
-            _ => Err(Alike(id, found.iter().map(|process| process.counts.pid).collect()).into()),
+            _ => Err(AmbiguousKfd(id, found.iter().map(|process| process.counts.pid).collect()).into()),
         }
     }
 
-    /// Refuses open dma-bufs when nobody is left who could have their buffers.
-    fn owners(&self) -> Answer {
+    /// Refuses an open dma-buf once no process remains that could have its buffer.
+    fn check_dmabuf_owners(&self) -> Answer {
         match self.shared.ownerless().first() {
-            Some(file) if self.tasks.have_only(&self.devices, &self.files) => Err(Ownerless(*file).into()),
+            Some(file) if self.tasks.have_only_kfds(&self.devices, &self.files) => {
+                Err(OwnerlessDmabuf(*file).into())
+            }
             _ => Ok(()),
         }
     }
 
-    /// Lets all queues go on, whatever became of the dump.
+    /// Resumes all queues, after a dump that succeeded or failed.
     pub(crate) fn end(self, host: &Host) {
         for file in self.shared.ownerless() {
-            host.error(format_args!("it cannot be restored: {}", Ownerless(file)));
+            host.error(format_args!("the image cannot be restored: {}", OwnerlessDmabuf(file)));
         }
-        for process in self.paused {
-            if let Err(error) = process.go_on() {
+        for process in self.evicted {
+            if let Err(error) = process.resume_queues() {
                 host.error(format_args!(
-                    "the queues of a dumped process stay paused: {error}; it is tried again when CRIU has ended"
+                    "process {}: its queues could not be resumed: {error}; the CRIU watchdog tries again \
+                     when CRIU has ended",
+                    process.counts.pid
                 ));
-                // By the guard.
-                std::mem::forget(process.guard);
+                // The watchdog resumes them.
+                std::mem::forget(process.watchdog);
             }
         }
     }
 }
 
-impl Process {
-    /// Lets its queues go on.
-    fn go_on(&self) -> Result<(), rewake_amdgpu_uapi::Error> {
-        until_unpaused(|| criu::unpause(self.kfd.as_fd()))
+impl EvictedProcess {
+    /// Resumes the process's queues.
+    fn resume_queues(&self) -> Result<(), rewake_amdgpu_uapi::Error> {
+        unpause_with_retries(|| criu::unpause(self.kfd.as_fd()))
     }
 
-    /// Whether these are its buffers. No two have one offset on a GPU.
-    fn is(&self, bos: &[kfd_criu_bo_bucket]) -> bool {
+    /// Returns whether these are the process's buffers. Two buffers never have the same offset on a GPU.
+    fn has_buffers(&self, bos: &[kfd_criu_bo_bucket]) -> bool {
         let same = |(buffer, bo): (&KfdBuffer, &kfd_criu_bo_bucket)| {
             (buffer.address, buffer.size, buffer.offset) == (bo.addr, bo.size, bo.offset)
         };
@@ -218,23 +233,24 @@ impl Process {
     }
 }
 
-/// The image gets GPU state.
-fn begin(host: &Host) -> Answer {
+/// Prepares the image for GPU state: names this plugin in the inventory, and refuses a streamed image.
+fn record_gpu_state(host: &Host) -> Answer {
     image::refuse_stream(host.image_dir()?)?;
     Ok(host.record_in_inventory()?)
 }
 
-/// The kernel says EINVAL when nothing is paused (any more), which is what is wanted, and may be asked again otherwise: what failed has not
-/// counted (`criu_unpause` in `kfd_chardev.c`).
-fn until_unpaused(
+/// Resumes queues with retries. EINVAL means that no queue is evicted (any more), and is success.
+///
+/// A call that failed has not been counted, so that it can be repeated (`criu_unpause` in `kfd_chardev.c`).
+fn unpause_with_retries(
     mut unpause: impl FnMut() -> Result<(), rewake_amdgpu_uapi::Error>,
 ) -> Result<(), rewake_amdgpu_uapi::Error> {
-    let mut left = UNPAUSES;
+    let mut left = MAX_UNPAUSES;
     loop {
         left -= 1;
         match unpause() {
             Err(error) if error.errno() == Some(libc::EINVAL) => return Ok(()),
-            Err(_) if left > 0 => sleep(BETWEEN),
+            Err(_) if left > 0 => sleep(UNPAUSE_INTERVAL),
             done => return done,
         }
     }
@@ -247,23 +263,24 @@ mod tests {
 
     use super::*;
 
-    /// The kernel answers with these, the last one ever after; what it comes to, and how often it was asked.
-    fn unpaused(answers: &[i32]) -> (Result<(), i32>, usize) {
-        let asked = Cell::new(0);
+    /// Returns the result and the number of calls for a kernel that returns these errors in order, then
+    /// always the last.
+    fn unpause_answered_with(answers: &[i32]) -> (Result<(), i32>, usize) {
+        let calls = Cell::new(0);
         let unpause = || {
-            let errno = answers[asked.replace(asked.get() + 1).min(answers.len() - 1)];
+            let errno = answers[calls.replace(calls.get() + 1).min(answers.len() - 1)];
             let (what, source) = (Box::default(), io::Error::from_raw_os_error(errno));
             if errno == 0 { Ok(()) } else { Err(rewake_amdgpu_uapi::Error::Call { what, source }) }
         };
-        let done = until_unpaused(unpause);
-        (done.map_err(|error| error.errno().unwrap()), asked.get())
+        let done = unpause_with_retries(unpause);
+        (done.map_err(|error| error.errno().unwrap()), calls.get())
     }
 
     #[test]
-    fn queues_that_are_not_paused_any_more_need_no_other_try() {
-        assert_eq!(unpaused(&[0]), (Ok(()), 1));
-        assert_eq!(unpaused(&[libc::EINVAL]), (Ok(()), 1));
-        assert_eq!(unpaused(&[libc::EBUSY, libc::EINTR, libc::EINVAL]), (Ok(()), 3));
-        assert_eq!(unpaused(&[libc::EBUSY]), (Err(libc::EBUSY), UNPAUSES as usize));
+    fn queues_that_run_again_need_no_other_attempt() {
+        assert_eq!(unpause_answered_with(&[0]), (Ok(()), 1));
+        assert_eq!(unpause_answered_with(&[libc::EINVAL]), (Ok(()), 1));
+        assert_eq!(unpause_answered_with(&[libc::EBUSY, libc::EINTR, libc::EINVAL]), (Ok(()), 3));
+        assert_eq!(unpause_answered_with(&[libc::EBUSY]), (Err(libc::EBUSY), MAX_UNPAUSES as usize));
     }
 }

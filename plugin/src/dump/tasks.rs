@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Which tasks of the tree have which files of GPUs open: CRIU tells of a file when it dumps it, and not whose it is.
+//! Finds which tasks of the tree have which GPU files open. CRIU passes each file to the plugin, but not its
+//! task.
 
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 
@@ -17,56 +18,62 @@ impl Tasks {
         self.pids.push(pid);
     }
 
-    /// Whether some task has `file` and one of `others` besides.
-    pub(super) fn one_has_both(&self, devices: &Devices, file: BorrowedFd<'_>, others: &[OwnedFd]) -> bool {
+    /// Returns whether a task has both `file` and one of `others` open.
+    pub(super) fn any_has_kfd_and_other(
+        &self,
+        devices: &Devices,
+        file: BorrowedFd<'_>,
+        others: &[OwnedFd],
+    ) -> bool {
         self.pids.iter().any(|pid| {
             let numbers = kfd_numbers(*pid, devices);
-            let has = |file: BorrowedFd<'_>| numbers.iter().any(|number| is(file, *pid, *number));
+            let has = |file: BorrowedFd<'_>| numbers.iter().any(|number| is_same(file, *pid, *number));
             numbers.len() > 1 && has(file) && others.iter().any(|other| has(other.as_fd()))
         })
     }
 
-    /// Whether some task has both files, of whichever kind.
-    pub(super) fn one_has(&self, devices: &Devices, one: BorrowedFd<'_>, other: BorrowedFd<'_>) -> bool {
+    /// Returns whether a task has both files open. They may be of any kind.
+    pub(super) fn any_has(&self, devices: &Devices, one: BorrowedFd<'_>, other: BorrowedFd<'_>) -> bool {
         self.pids.iter().any(|pid| {
             let numbers = numbers(*pid, devices, |_| true);
-            let has = |file: BorrowedFd<'_>| numbers.iter().any(|number| is(file, *pid, *number));
+            let has = |file: BorrowedFd<'_>| numbers.iter().any(|number| is_same(file, *pid, *number));
             has(one) && has(other)
         })
     }
 
-    /// Whether every file of a GPU that the tree has is one of `files`; yes if that cannot be told: none is waited for.
-    pub(super) fn all_are(&self, devices: &Devices, files: &[BorrowedFd<'_>]) -> bool {
-        let known = |pid, number| files.iter().any(|file| is(*file, pid, number));
+    /// Returns whether `files` has every GPU file of the tree. A task that cannot be read counts as one
+    /// without GPU files.
+    pub(super) fn have_only_files(&self, devices: &Devices, files: &[BorrowedFd<'_>]) -> bool {
+        let known = |pid, number| files.iter().any(|file| is_same(*file, pid, number));
         self.pids
             .iter()
             .all(|pid| numbers(*pid, devices, |_| true).into_iter().all(|number| known(*pid, number)))
     }
 
-    /// The tasks that have `file`: whoever opened it, and its children that did not close it.
+    /// Returns the tasks that have `file` open: the one that opened it, and children that did not close it.
     pub(super) fn with(&self, file: BorrowedFd<'_>, devices: &Devices) -> Vec<i32> {
-        let has = |pid: &&i32| kfd_numbers(**pid, devices).iter().any(|number| is(file, **pid, *number));
+        let has = |pid: &&i32| kfd_numbers(**pid, devices).iter().any(|number| is_same(file, **pid, *number));
         self.pids.iter().filter(has).copied().collect()
     }
 
-    /// Whether every `/dev/kfd` of the tree is one of `files`; no if that cannot be told.
-    pub(super) fn have_only(&self, devices: &Devices, files: &[OwnedFd]) -> bool {
-        let known = |pid, number| files.iter().any(|file| is(file.as_fd(), pid, number));
+    /// Returns whether `files` has every `/dev/kfd` of the tree; false while no task is known.
+    pub(super) fn have_only_kfds(&self, devices: &Devices, files: &[OwnedFd]) -> bool {
+        let known = |pid, number| files.iter().any(|file| is_same(file.as_fd(), pid, number));
         let all = |pid: &i32| kfd_numbers(*pid, devices).into_iter().all(|number| known(*pid, number));
         !self.pids.is_empty() && self.pids.iter().all(all)
     }
 }
 
-fn is(file: BorrowedFd<'_>, pid: i32, number: i32) -> bool {
+fn is_same(file: BorrowedFd<'_>, pid: i32, number: i32) -> bool {
     kcmp::same_file(file, pid, number).unwrap_or(false)
 }
 
-/// A task's descriptors of `/dev/kfd`.
+/// Returns a task's descriptors of `/dev/kfd`.
 fn kfd_numbers(pid: i32, devices: &Devices) -> Vec<i32> {
     numbers(pid, devices, |gpu| gpu == Gpu::Kfd)
 }
 
-/// A task's descriptors of GPUs; none of a task that cannot be looked at, or has ended.
+/// Returns a task's descriptors of GPU files; none if the task has ended or cannot be read.
 fn numbers(pid: i32, devices: &Devices, wanted: impl Fn(Gpu) -> bool) -> Vec<i32> {
     let open = devices.open_in(pid).unwrap_or_default();
     open.into_iter().filter(|(_, gpu)| wanted(*gpu)).map(|(number, _)| number).collect()

@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Which memory may come later, with a page server: known before a task exists, so that all of them know it.
+//! Plans which buffers a streamer loads in the background. The plan is made before a task exists, so that all
+//! tasks have it.
 //!
-//! A buffer may if every mapping of it is one that a CPU cannot use, or one that a placeholder takes the place of: the process's own,
-//! shared, not for children (`docs/decisions/0010-placeholders.md`). All others come before a task runs.
+//! A buffer is lazy if a CPU can access none of its mappings, or if a placeholder can replace each of them:
+//! mappings of the process itself that are shared and not inherited by children
+//! (`docs/decisions/0010-placeholders.md`). All other buffers are loaded before a task runs.
 
 use std::collections::BTreeMap;
 use std::os::fd::BorrowedFd;
@@ -13,45 +15,45 @@ use rewake_criu_images::amdgpu::KfdImage;
 use rewake_criu_images::{ImageDir, Vma};
 use rewake_criu_plugin::{Answer, Host};
 
-use super::cpu_mappings::{BackingDevice, CpuMappings, Files};
+use super::cpu_mappings::{BackingDevice, CpuMappings, FilePaths};
 use super::gpu_assignment::gpus;
 use super::shared::Sharing;
 use crate::buffers::{Buffers, gpu_of_minor, minors_of};
-use crate::image::{FOLDER, again};
+use crate::image::{FOLDER, reopen};
 
-/// PROT_READ, PROT_WRITE and PROT_EXEC, which lets a CPU read, too.
-const REACHED: u32 = 7;
-/// Mapped buffers that are smaller come before the process runs: to put the device in a placeholder's place stops the process for half a
-/// millisecond, and a copy engine fills as much in that time.
-const WORTH_IT: u64 = 2 << 20;
+/// PROT_READ, PROT_WRITE, and PROT_EXEC, with which a CPU can read, too.
+const CPU_ACCESS: u32 = 7;
+/// Mapped buffers below this size are not lazy. To swap a placeholder stops the process for half a
+/// millisecond, and a copy engine fills as many bytes in that time.
+const MIN_PLACEHOLDER: u64 = 2 << 20;
 
-/// Of all processes.
+/// The plan for all processes.
 #[derive(Debug)]
-pub(super) struct LazyPlan(Vec<OfProcess>);
+pub(super) struct LazyPlan(Vec<ProcessPlan>);
 
 #[derive(Debug)]
-struct OfProcess {
-    /// By the image's number of the buffer: whether it may come later, and where it begins in the placeholders' file.
+struct ProcessPlan {
+    /// For each buffer of the image: whether it is lazy, and its start in the placeholders' file.
     buffers: Vec<(bool, u64)>,
-    /// Bytes of that file.
+    /// The length of that file in bytes.
     length: u64,
-    /// Mappings that placeholders take the place of, if the buffer is one that comes later; by address.
+    /// Mappings that placeholders replace if their buffer is lazy, sorted by address.
     mappings: Vec<Vma>,
 }
 
-/// A mapping's place among its process's, and the placeholder in its place.
+/// A mapping and the placeholder that replaces it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Placeholder {
-    /// Among [`LazyPlan::mappings`].
+    /// The mapping's index in [`LazyPlan::mappings`].
     pub(super) number: usize,
-    /// Where it begins in the file.
+    /// The placeholder's start in the file.
     pub(super) offset: u64,
 }
 
 impl LazyPlan {
-    /// Without a page server.
-    pub(super) fn nothing(images: &[(u32, KfdImage)]) -> Self {
-        let of = |image: &KfdImage| OfProcess {
+    /// Returns the plan without a streamer: no buffer is lazy.
+    pub(super) fn eager(images: &[(u32, KfdImage)]) -> Self {
+        let of = |image: &KfdImage| ProcessPlan {
             buffers: vec![(false, 0); image.buffers.len()],
             length: 0,
             mappings: Vec::new(),
@@ -59,7 +61,7 @@ impl LazyPlan {
         Self(images.iter().map(|(_, image)| of(image)).collect())
     }
 
-    /// With one.
+    /// Returns the plan with a streamer.
     pub(super) fn of(
         host: &Host,
         images: &[(u32, KfdImage)],
@@ -68,9 +70,11 @@ impl LazyPlan {
     ) -> Answer<Self> {
         let uffd = rewake_uffd::open_unnegotiated();
         if let Err(error) = &uffd {
-            host.warn(format_args!("userfaultfd: {error}: what CPUs reach comes before the processes run"));
+            host.warn(format_args!(
+                "userfaultfd: {error}: buffers that CPUs can access are loaded before the processes run"
+            ));
         }
-        let mappings = Mappings::of(host.image_dir()?, uffd.is_ok())?;
+        let mappings = RenderMappings::of(host.image_dir()?, uffd.is_ok())?;
         let of = |(index, ((_, image), buffers)): (usize, (&(u32, KfdImage), &Buffers))| {
             let (exports, imports) = (sharing.exports_of(index), sharing.imports_of(index));
             let is_elsewhere = |buffer| exports.contains(&buffer) || imports.contains(&buffer);
@@ -79,22 +83,23 @@ impl LazyPlan {
         Ok(Self(images.iter().zip(buffers).enumerate().map(of).collect()))
     }
 
-    /// Whether a buffer comes later.
-    pub(super) fn has(&self, process: usize, buffer: usize) -> bool {
+    /// Returns whether a buffer is lazy.
+    pub(super) fn is_lazy(&self, process: usize, buffer: usize) -> bool {
         self.0[process].buffers[buffer].0
     }
 
-    /// Bytes of a process's file of placeholders.
+    /// Returns the length of a process's placeholder file in bytes.
     pub(super) fn length(&self, process: usize) -> u64 {
         self.0[process].length
     }
 
-    /// Mappings of a process that may be placeholders.
+    /// Returns the mappings of a process that placeholders may replace.
     pub(super) fn mappings(&self, process: usize) -> &[Vma] {
         &self.0[process].mappings
     }
 
-    /// What takes the place of the mapping at `address`, which shows a buffer of the same process from `within` on.
+    /// Returns the placeholder for the mapping at `address`. The mapping starts at `within` in a buffer of
+    /// the same process.
     pub(super) fn placeholder(
         &self,
         process: usize,
@@ -103,23 +108,23 @@ impl LazyPlan {
         within: u64,
     ) -> Option<Placeholder> {
         let of = &self.0[process];
-        let (later, base) = of.buffers[buffer];
-        let number = of.mappings.binary_search_by_key(&address, |vma| vma.start).ok().filter(|_| later)?;
+        let (is_lazy, base) = of.buffers[buffer];
+        let number = of.mappings.binary_search_by_key(&address, |vma| vma.start).ok().filter(|_| is_lazy)?;
         Some(Placeholder { number, offset: base + within })
     }
 }
 
-/// Where CPUs reach the render nodes, in all tasks of the image.
-struct Mappings {
-    /// By the tasks' numbers; of each by address.
+/// The mappings of render nodes that a CPU can access, in all tasks of the image.
+struct RenderMappings {
+    /// Mappings of each task by its pid, sorted by address.
     tasks: BTreeMap<u32, Vec<(BackingDevice, Vma)>>,
-    reached: CpuMappings,
+    cpu_mappings: CpuMappings,
 }
 
-impl Mappings {
-    /// Read from the image.
+impl RenderMappings {
+    /// Reads the mappings from the image.
     fn of(folder: BorrowedFd<'_>, may_be_placeholders: bool) -> Answer<Self> {
-        let images = ImageDir::of(again(folder)?, Path::new(FOLDER))?;
+        let images = ImageDir::of(reopen(folder)?, Path::new(FOLDER))?;
         let files = images.files()?;
         let mut tasks = BTreeMap::new();
         for task in images.tasks()?.iter().filter(|task| task.state.has_memory()) {
@@ -128,19 +133,19 @@ impl Mappings {
         Ok(Self::sorted(tasks, &files, may_be_placeholders))
     }
 
-    fn sorted(tasks: BTreeMap<u32, Vec<Vma>>, files: &Files, may_be_placeholders: bool) -> Self {
-        let of_buffers = |vma: &Vma| BackingDevice::of(vma, files).filter(|_| vma.prot & REACHED != 0);
+    fn sorted(tasks: BTreeMap<u32, Vec<Vma>>, files: &FilePaths, may_be_placeholders: bool) -> Self {
+        let of_buffers = |vma: &Vma| BackingDevice::of(vma, files).filter(|_| vma.prot & CPU_ACCESS != 0);
         let with_files = |vmas: Vec<Vma>| {
             vmas.into_iter().filter_map(|vma| Some((of_buffers(&vma)?, vma))).collect::<Vec<_>>()
         };
         let tasks: BTreeMap<u32, Vec<(BackingDevice, Vma)>> =
             tasks.into_iter().map(|(pid, vmas)| (pid, with_files(vmas))).collect();
-        let can_be_one = |vma: &Vma| may_be_placeholders && vma.is_shared() && vma.is_dontfork();
+        let is_replaceable = |vma: &Vma| may_be_placeholders && vma.is_shared() && vma.is_dontfork();
         let all = tasks.iter().flat_map(|(pid, vmas)| {
-            vmas.iter().map(|(shown, vma)| (*shown, vma, Some(*pid).filter(|_| can_be_one(vma))))
+            vmas.iter().map(|(device, vma)| (*device, vma, Some(*pid).filter(|_| is_replaceable(vma))))
         });
-        let reached = CpuMappings::of(all);
-        Self { tasks, reached }
+        let cpu_mappings = CpuMappings::of(all);
+        Self { tasks, cpu_mappings }
     }
 
     fn of_process(
@@ -148,29 +153,29 @@ impl Mappings {
         image: &KfdImage,
         buffers: &Buffers,
         is_elsewhere: impl Fn(usize) -> bool,
-    ) -> OfProcess {
-        let mut of = OfProcess { buffers: Vec::new(), length: 0, mappings: Vec::new() };
+    ) -> ProcessPlan {
+        let mut of = ProcessPlan { buffers: Vec::new(), length: 0, mappings: Vec::new() };
         for (number, buffer) in image.buffers.iter().enumerate() {
             let offsets = buffer.offset..buffer.offset.saturating_add(buffer.size);
-            let task = Some(image.pid).filter(|_| buffer.size >= WORTH_IT);
-            let mut shown = minors_of(image, buffer.gpu_id)
+            let task = Some(image.pid).filter(|_| buffer.size >= MIN_PLACEHOLDER);
+            let mut device = minors_of(image, buffer.gpu_id)
                 .map(BackingDevice::Node)
-                .chain(std::iter::once(BackingDevice::Untold));
-            let later =
-                !is_elsewhere(number) && shown.all(|shown| self.reached.only_by(shown, &offsets, task));
-            of.buffers.push((later, of.length));
+                .chain(std::iter::once(BackingDevice::Unknown));
+            let is_lazy = !is_elsewhere(number)
+                && device.all(|device| self.cpu_mappings.has_only_placeholders(device, &offsets, task));
+            of.buffers.push((is_lazy, of.length));
             of.length += buffer.size.next_multiple_of(PAGE);
         }
-        let comes_later =
+        let is_lazy =
             |gpu_id: u32, offset: u64| buffers.at(gpu_id, offset).is_some_and(|buffer| of.buffers[buffer].0);
         let own = self.tasks.get(&image.pid).into_iter().flatten();
-        let may_be_asked_for = own.filter(|(shown, vma)| match shown {
+        let placeholders = own.filter(|(device, vma)| match device {
             BackingDevice::Node(minor) => {
-                gpu_of_minor(image, *minor).is_some_and(|(_, gpu_id)| comes_later(gpu_id, vma.offset))
+                gpu_of_minor(image, *minor).is_some_and(|(_, gpu_id)| is_lazy(gpu_id, vma.offset))
             }
-            BackingDevice::Untold => gpus(image).any(|gpu| comes_later(gpu.gpu_id, vma.offset)),
+            BackingDevice::Unknown => gpus(image).any(|gpu| is_lazy(gpu.gpu_id, vma.offset)),
         });
-        of.mappings = may_be_asked_for.map(|(_, vma)| *vma).collect();
+        of.mappings = placeholders.map(|(_, vma)| *vma).collect();
         of
     }
 }
@@ -194,12 +199,12 @@ mod tests {
     const OTHER_NODE: u64 = 2;
     const WEIGHTS: u64 = 3;
 
-    /// So many that going through all for each takes minutes.
+    /// So many that a search of all of them for each takes minutes.
     const MANY: u64 = 200_000;
-    /// Far more than going through them once takes.
+    /// Far more than one pass over them takes.
     const SOON: Duration = Duration::from_secs(5);
 
-    /// What this thread has had of a CPU: others' work does not count.
+    /// The CPU time of this thread: other threads' work does not count.
     fn cpu_time() -> Duration {
         clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID).unwrap().into()
     }
@@ -210,7 +215,7 @@ mod tests {
         Vma { start, end, prot: 3, flags: SHARED, status: FILE, offset, object: NODE, advice: DONTFORK }
     }
 
-    /// Of these GPUs (1 or 2), with these offsets and sizes.
+    /// A process with buffers of these GPUs (1 or 2), offsets and sizes.
     fn image_of(buffers: impl Iterator<Item = (u32, u64, u64)>) -> KfdImage {
         let buffer = |(gpu_id, offset, size)| KfdBuffer { gpu_id, offset, size, ..KfdBuffer::default() };
         let gpu = |(gpu_id, drm_render_minor)| {
@@ -221,19 +226,19 @@ mod tests {
         KfdImage { pid: OWN, nodes, buffers: buffers.map(buffer).collect(), ..KfdImage::default() }
     }
 
-    /// Two buffers of 4 MiB and one of a page, one behind the other.
+    /// A process with two adjacent buffers of 4 MiB, and one of a page.
     fn image() -> KfdImage {
         let all = [(1, 1 << 32, 4 << 20), (1, (1 << 32) + (4 << 20), 4 << 20), (1, 1 << 33, PAGE)];
         image_of(all.into_iter())
     }
 
-    fn plan_of(image: &KfdImage, tasks: &[(u32, &[Vma])], files: &Files) -> LazyPlan {
+    fn plan_of(image: &KfdImage, tasks: &[(u32, &[Vma])], files: &FilePaths) -> LazyPlan {
         let tasks = tasks.iter().map(|(pid, vmas)| (*pid, vmas.to_vec())).collect();
-        let mappings = Mappings::sorted(tasks, files, true);
+        let mappings = RenderMappings::sorted(tasks, files, true);
         LazyPlan(vec![mappings.of_process(image, &Buffers::of(image), |_| false)])
     }
 
-    fn files() -> Files {
+    fn files() -> FilePaths {
         let paths =
             [(1, "/dev/dri/renderD128"), (2, "/jail/dev/dri/renderD129"), (3, "/srv/weights.safetensors")];
         Some(paths.map(|(id, path)| (id, Some(PathBuf::from(path)))).into())
@@ -243,23 +248,23 @@ mod tests {
         plan_of(&image(), tasks, &files())
     }
 
-    fn later(plan: &LazyPlan) -> [bool; 3] {
-        [0, 1, 2].map(|buffer| plan.has(0, buffer))
+    fn lazy(plan: &LazyPlan) -> [bool; 3] {
+        [0, 1, 2].map(|buffer| plan.is_lazy(0, buffer))
     }
 
     #[test]
-    fn what_no_cpu_reaches_comes_later() {
-        assert_eq!(later(&plan(&[])), [true; 3]);
+    fn a_buffer_without_cpu_access_is_lazy() {
+        assert_eq!(lazy(&plan(&[])), [true; 3]);
         let no_access = Vma { prot: 0, advice: 0, ..vma(0x10_0000, 2048, 1 << 32) };
-        assert_eq!(later(&plan(&[(OWN, &[no_access])])), [true; 3]);
+        assert_eq!(lazy(&plan(&[(OWN, &[no_access])])), [true; 3]);
         let executed = Vma { prot: 4, ..no_access };
-        assert_eq!(later(&plan(&[(OWN, &[executed])])), [false, false, true]);
+        assert_eq!(lazy(&plan(&[(OWN, &[executed])])), [false, false, true]);
     }
 
     #[test]
     fn a_mapping_of_the_process_itself_becomes_a_placeholder() {
         let plan = plan(&[(OWN, &[vma(0x10_0000, 16, (1 << 32) + (4 << 20) + PAGE)])]);
-        assert_eq!(later(&plan), [true; 3]);
+        assert_eq!(lazy(&plan), [true; 3]);
         let first = Some(Placeholder { number: 0, offset: (4 << 20) + PAGE });
         assert_eq!(plan.placeholder(0, 1, 0x10_0000, PAGE), first);
         assert_eq!(plan.placeholder(0, 1, 0x10_1000, PAGE), None, "nothing begins there");
@@ -267,7 +272,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_placeholder_cannot_stand_for_comes_first() {
+    fn a_buffer_with_an_irreplaceable_mapping_is_not_lazy() {
         let at = vma(0x10_0000, 16, 1 << 32);
         let cases = [
             (OWN, Vma { advice: 0, ..at }, "a child would have it"),
@@ -277,19 +282,19 @@ mod tests {
         ];
         for (pid, vma, why) in cases {
             let plan = plan(&[(pid, &[vma])]);
-            assert!(!plan.has(0, 0), "{why}");
+            assert!(!plan.is_lazy(0, 0), "{why}");
             assert_eq!(plan.placeholder(0, 0, 0x10_0000, 0), None, "{why}");
         }
-        assert_eq!(later(&plan(&[(OWN, &[vma(0x10_0000, 1, 1 << 33)])])), [true, true, false], "small");
+        assert_eq!(lazy(&plan(&[(OWN, &[vma(0x10_0000, 1, 1 << 33)])])), [true, true, false], "small");
     }
 
     #[test]
-    fn a_file_at_a_buffer_s_offset_has_no_part_in_it() {
+    fn a_file_mapped_at_a_buffer_s_offset_does_not_count() {
         // Weights, mapped as a whole, and a piece of them that looks like one of the first buffer.
         let weights = Vma { object: WEIGHTS, advice: 0, ..vma(0x10_0000, 4 << 20, 0) };
         let piece = Vma { object: WEIGHTS, ..vma(0x8_0000_0000, 16, 1 << 32) };
         let plan = plan(&[(OWN, &[weights, piece])]);
-        assert_eq!(later(&plan), [true; 3]);
+        assert_eq!(lazy(&plan), [true; 3]);
         assert!(plan.mappings(0).is_empty(), "{:?}", plan.mappings(0));
     }
 
@@ -298,49 +303,50 @@ mod tests {
         let image =
             image_of([(1, 1 << 32, 4 << 20), (2, 1 << 32, 4 << 20), (2, 1 << 33, 4 << 20)].into_iter());
         let child_has_it = [Vma { advice: 0, ..vma(0x10_0000, 16, 1 << 32) }];
-        assert_eq!(later(&plan_of(&image, &[(OWN, &child_has_it)], &None)), [false, false, true]);
-        // As a placeholder's: it may be asked for.
+        assert_eq!(lazy(&plan_of(&image, &[(OWN, &child_has_it)], &None)), [false, false, true]);
+        // As a placeholder: its page faults may come.
         let plan = plan_of(&image, &[(OWN, &[vma(0x10_0000, 16, 1 << 32)])], &None);
-        assert_eq!((later(&plan), plan.mappings(0).len()), ([true; 3], 1));
+        assert_eq!((lazy(&plan), plan.mappings(0).len()), ([true; 3], 1));
     }
 
     #[test]
-    fn gpus_with_the_same_offsets_are_told_apart_by_their_nodes() {
+    fn gpus_with_the_same_offsets_are_separated_by_their_nodes() {
         let image = image_of([(1, 1 << 32, 4 << 20), (2, 1 << 32, 4 << 20), (2, 1 << 33, PAGE)].into_iter());
         let private = Vma { object: OTHER_NODE, flags: 2, ..vma(0x10_0000, 16, 1 << 32) };
         let own = vma(0x20_0000, 16, 1 << 32);
         let plan = plan_of(&image, &[(OWN, &[private, own])], &files());
-        assert_eq!(later(&plan), [true, false, true]);
+        assert_eq!(lazy(&plan), [true, false, true]);
         assert_eq!(plan.mappings(0), [own]);
         assert_eq!(plan.placeholder(0, 0, 0x20_0000, 0), Some(Placeholder { number: 0, offset: 0 }));
         assert_eq!(plan.placeholder(0, 1, 0x10_0000, 0), None);
     }
 
     #[test]
-    fn many_mappings_of_as_many_buffers_are_planned_at_once() {
-        let offset = |number: u64| (1 << 32) + number * WORTH_IT;
-        let image = image_of((0..MANY).map(|number| (1, offset(number), WORTH_IT)));
+    fn many_mappings_of_as_many_buffers_are_planned_quickly() {
+        let offset = |number: u64| (1 << 32) + number * MIN_PLACEHOLDER;
+        let image = image_of((0..MANY).map(|number| (1, offset(number), MIN_PLACEHOLDER)));
         let own: Vec<Vma> =
             (0..MANY).map(|number| vma((number + 1) << 32, 2, offset(MANY - 1 - number))).collect();
         let start = cpu_time();
         let plan = plan_of(&image, &[(OWN, &own)], &files());
         let took = cpu_time() - start;
-        assert!((0..image.buffers.len()).all(|buffer| plan.has(0, buffer)));
+        assert!((0..image.buffers.len()).all(|buffer| plan.is_lazy(0, buffer)));
         assert!(plan.mappings(0) == own, "{} mappings", plan.mappings(0).len());
         assert!(took < SOON, "{took:?}");
     }
 
     #[test]
-    fn nor_does_it_take_long_where_all_reach_all() {
-        // Buffers that are all at one offset, mapped, and in the middle of files that the image does not tell.
-        let image = image_of((0..MANY).map(|_| (1, 1 << 32, WORTH_IT)));
-        let untold = |number: u64| Vma { object: 4, ..vma((number + 1) << 40, 1 << 21, 0) };
+    fn many_mappings_of_each_buffer_are_planned_quickly() {
+        // All buffers have one offset. It is mapped, and lies within mappings of files that the image does
+        // not name.
+        let image = image_of((0..MANY).map(|_| (1, 1 << 32, MIN_PLACEHOLDER)));
+        let unnamed = |number: u64| Vma { object: 4, ..vma((number + 1) << 40, 1 << 21, 0) };
         let own = |number: u64| vma((MANY + number + 1) << 40, 1, 1 << 32);
-        let all: Vec<Vma> = (0..MANY).map(untold).chain((0..MANY).map(own)).collect();
+        let all: Vec<Vma> = (0..MANY).map(unnamed).chain((0..MANY).map(own)).collect();
         let start = cpu_time();
         let plan = plan_of(&image, &[(OWN, &all)], &files());
         let took = cpu_time() - start;
-        assert!((0..image.buffers.len()).all(|buffer| !plan.has(0, buffer)));
+        assert!((0..image.buffers.len()).all(|buffer| !plan.is_lazy(0, buffer)));
         assert!(took < SOON, "{took:?}");
     }
 }

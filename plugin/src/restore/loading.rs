@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The buffers' memory, loaded in CRIU's main process when every task is whole: for all processes at once, with one staging
-//! memory, and where threads may be left behind (io_uring has some). Tasks hand their buffers over as dma-bufs.
+//! Loads the buffers' memory in CRIU's main process when every task is complete: for all processes at once,
+//! with one staging memory. There io_uring may leave kernel threads, which CRIU would count as a task's.
+//! Tasks pass their buffers as dma-bufs.
 
 use std::io::{IoSlice, IoSliceMut};
 use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
@@ -19,30 +20,29 @@ use super::gpu_assignment::gpus;
 use crate::contents;
 
 /// Bytes of a buffer's number in a message.
-const NUMBER: usize = 4;
-/// Wanted of the socket: some KiB for a message, and a hundred messages more than the largest process had.
+const NUMBER_BYTES: usize = 4;
+/// The socket's buffer: some KiB for a message, and a hundred messages more than the largest process had.
 const SOCKET_BYTES: usize = 16 << 20;
 
 #[derive(Debug, thiserror::Error)]
-enum Lost {
-    #[error("hand over {0} buffers: the socket takes no more")]
+enum HandoverError {
+    #[error("pass {0} buffers to CRIU's main process: the socket's buffer is full")]
     Full(usize),
-    #[error(
-        "the buffers of process {0} were handed over in a way that makes no sense: a fault of the plugin"
-    )]
+    #[error("the message with the buffers of process {0} is malformed: report this fault of the plugin")]
     Garbled(u32),
     #[error(
-        "the buffers of the render node of file {0:#x} were handed over in a way that makes no sense: a fault of the plugin"
+        "the message with the buffers of the render node of file {0:#x} is malformed: report this fault of \
+         the plugin"
     )]
     NodeGarbled(u32),
 }
 
 impl Restore {
-    /// In a task: hands buffers over. Gives the id of the socket that has them in CRIU's store.
-    pub(super) fn hand_over(host: &Host, dmabufs: &[Option<OwnedFd>]) -> Answer<i32> {
+    /// In a task: passes buffers to the main process. Returns the id of the socket with them in CRIU's store.
+    pub(super) fn send_dmabufs(host: &Host, dmabufs: &[Option<OwnedFd>]) -> Answer<i32> {
         let flags = SockFlag::SOCK_CLOEXEC;
         let (to, from) = socketpair(AddressFamily::Unix, SockType::SeqPacket, None, flags)?;
-        // Without the right to more than the system's limit that must do.
+        // Without the right to exceed the system's limit, the default has to do.
         let _ = setsockopt(&to, sockopt::SndBufForce, &SOCKET_BYTES);
         let with_bytes: Vec<(usize, &OwnedFd)> = dmabufs
             .iter()
@@ -59,68 +59,68 @@ impl Restore {
             let bytes = [IoSlice::new(&numbers)];
             match sendmsg::<()>(to.as_raw_fd(), &bytes, &rights, MsgFlags::MSG_DONTWAIT, None) {
                 Ok(_) => {}
-                Err(Errno::EAGAIN) => return Err(Lost::Full(with_bytes.len()).into()),
+                Err(Errno::EAGAIN) => return Err(HandoverError::Full(with_bytes.len()).into()),
                 Err(errno) => return Err(errno.into()),
             }
         }
         Ok(host.store_fd(from.as_fd())?)
     }
 
-    /// In the main process: loads the memory of all that was handed over, but what a page server takes.
+    /// In the main process: loads the memory of all buffers, except those that the streamer loads.
     pub(super) fn load(&self, host: &Host) -> Answer {
-        let mut memory = self.handed_over(host)?;
-        if let Some(server) = &self.server {
-            server.take(host, self, &mut memory)?;
+        let mut memory = self.receive_all(host)?;
+        if let Some(streamer) = &self.streamer {
+            streamer.hand_over(host, self, &mut memory)?;
         }
-        let now: Vec<Process<'_>> = memory.iter().map(Memory::process).collect();
+        let now: Vec<Process<'_>> = memory.iter().map(UnloadedBuffers::process).collect();
         contents::load(host, &now)
     }
 
-    fn handed_over(&self, host: &Host) -> Answer<Vec<Memory>> {
+    fn receive_all(&self, host: &Host) -> Answer<Vec<UnloadedBuffers>> {
         let folder = host.image_dir()?;
         let mut memory = Vec::new();
         for (index, (id, image)) in self.images.kfd.iter().enumerate() {
-            let Some(stored) = self.board.contents(index) else { continue };
+            let Some(stored) = self.shared_state.contents(index) else { continue };
             let mut files = Vec::new();
             for gpu in gpus(image) {
-                let minor = self.places.of(gpu)?.minor;
+                let minor = self.assignment.of(gpu)?.minor;
                 files.push(PagesFile::open(folder, *id, image, gpu.gpu_id, minor)?);
             }
             let dmabufs = receive(&host.stored_fd(stored)?, image.buffers.len())?;
-            let dmabufs = dmabufs.ok_or(Lost::Garbled(image.pid))?;
-            memory.push(Memory { process: Some(index), files, dmabufs });
+            let dmabufs = dmabufs.ok_or(HandoverError::Garbled(image.pid))?;
+            memory.push(UnloadedBuffers { process: Some(index), files, dmabufs });
         }
         for (index, node) in self.nodes.iter().enumerate() {
-            let Some(stored) = self.board.node_contents(index) else { continue };
+            let Some(stored) = self.shared_state.node_contents(index) else { continue };
             let dmabufs = receive(&host.stored_fd(stored)?, node.contents.buffers.len())?;
-            let dmabufs = dmabufs.ok_or(Lost::NodeGarbled(node.id))?;
-            memory.push(Memory { process: None, files: node.files(folder, &dmabufs)?, dmabufs });
+            let dmabufs = dmabufs.ok_or(HandoverError::NodeGarbled(node.id))?;
+            memory.push(UnloadedBuffers { process: None, files: node.files(folder, &dmabufs)?, dmabufs });
         }
         Ok(memory)
     }
 }
 
-/// Buffers of a process, or of a render node, whose memory is to be loaded.
-pub(super) struct Memory {
-    /// Which process, if it is one that computes.
+/// Buffers of a process or of a render node whose memory is to be loaded.
+pub(super) struct UnloadedBuffers {
+    /// The process's index, if these are buffers of a process that computes.
     pub(super) process: Option<usize>,
     files: Vec<PagesFile>,
-    /// By the image's number of the buffer; those without one are left alone.
+    /// By the image's number of the buffer. A buffer without one is not loaded.
     pub(super) dmabufs: Vec<Option<OwnedFd>>,
 }
 
-impl Memory {
+impl UnloadedBuffers {
     fn process(&self) -> Process<'_> {
         Process { files: &self.files, dmabufs: &self.dmabufs }
     }
 }
 
-/// The dma-bufs of `count` buffers; none if what was sent makes no sense.
+/// Receives the dma-bufs of `count` buffers; returns none if a message is malformed.
 fn receive(from: &OwnedFd, count: usize) -> Answer<Option<Vec<Option<OwnedFd>>>> {
     let mut dmabufs: Vec<Option<OwnedFd>> = (0..count).map(|_| None).collect();
     let mut space = nix::cmsg_space!([i32; MAX_DESCRIPTORS]);
     loop {
-        let mut numbers = [0; MAX_DESCRIPTORS * NUMBER];
+        let mut numbers = [0; MAX_DESCRIPTORS * NUMBER_BYTES];
         let (length, fds) = {
             let mut bytes = [IoSliceMut::new(&mut numbers)];
             let message = recvmsg::<()>(
@@ -137,11 +137,11 @@ fn receive(from: &OwnedFd, count: usize) -> Answer<Option<Vec<Option<OwnedFd>>>>
             }
             (message.bytes, fds)
         };
-        // The sender's end was closed when it had sent everything.
+        // The sender closed its end after the last message.
         if length == 0 {
             return Ok(Some(dmabufs));
         }
-        let (numbers, rest) = numbers[..length].as_chunks::<NUMBER>();
+        let (numbers, rest) = numbers[..length].as_chunks::<NUMBER_BYTES>();
         if !rest.is_empty() || numbers.len() != fds.len() {
             return Ok(None);
         }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The restore. Everything that can be refused is refused in CRIU's main process, before a task exists; then every task
-//! makes its own GPU state, stopped; and when all tasks are whole, the main process loads their memory and starts the queues of
-//! each, once.
+//! Restores GPU state. CRIU's main process first checks the image, before a task exists. Each task then makes
+//! its own state with its queues evicted. When all tasks are complete, the main process loads their memory
+//! and starts each process's queues once.
 
 mod check;
 mod cpu_mappings;
@@ -32,31 +32,31 @@ use crate::image::Images;
 use cpu_page_wait::WaitScope;
 use gpu_assignment::GpuAssignment;
 use lazy_plan::LazyPlan;
-use render::Node;
-use resume::Resume;
+use render::RenderNode;
+use resume::QueueStart;
 use shared::Sharing;
 use shared_state::SharedState;
-use streaming::Server;
-use watchdog_wait::Forked;
+use streaming::Streamer;
+use watchdog_wait::WatchdogWait;
 
-/// A file of the image.
+/// A GPU file of the image.
 #[derive(Debug, Clone, Copy)]
-enum File {
-    /// `/dev/kfd`, by its place on the board.
+enum GpuFile {
+    /// `/dev/kfd`: its index in [`SharedState`] and the index of its process.
     Kfd { file: usize, process: usize },
-    /// Index in [`Restore::nodes`].
+    /// A render node: index in [`Restore::nodes`].
     Render(usize),
-    /// Index in [`Sharing::exports`].
+    /// A dma-buf: index in [`Sharing::exports`].
     Dmabuf(usize),
 }
 
-/// CRIU's own plugin dumps two such files as if they were two processes.
+/// CRIU's own plugin dumps two `/dev/kfd`s of one process as if they were of two processes.
 #[derive(Debug, thiserror::Error)]
 #[error(
-    "process {0} has two images of one compute state, amdgpu-kfd-{1}.img and amdgpu-kfd-{2}.img: dump it with this \
-     plugin, or with one /dev/kfd open"
+    "process {0} has two images of its compute state, amdgpu-kfd-{1}.img and amdgpu-kfd-{2}.img: dump it \
+     with this plugin, or with one open /dev/kfd"
 )]
-struct Twice(u32, u32, u32);
+struct TwoImages(u32, u32, u32);
 
 /// One `criu restore`.
 #[derive(Debug)]
@@ -65,161 +65,167 @@ pub(crate) struct Restore {
     devices: Devices,
     /// By index in `images.kfd`.
     buffers: Vec<Buffers>,
-    places: GpuAssignment,
+    assignment: GpuAssignment,
     sharing: Sharing,
-    nodes: Vec<Node>,
-    board: SharedState,
-    /// This task's process, by index in `images.kfd`; none in the main process.
+    nodes: Vec<RenderNode>,
+    shared_state: SharedState,
+    /// The process that this task has made, by index in `images.kfd`; none in the main process.
     own: Option<usize>,
-    /// This task's render nodes by their GPU in the machine: ids in CRIU's store.
-    render: BTreeMap<u32, i32>,
-    resume: Resume,
-    forked: Forked,
-    /// What may come later.
-    later: LazyPlan,
-    /// Mappings without a buffer, by the id of the process's `/dev/kfd`; none of a process: its dump did not tell.
-    bare: BTreeMap<u32, BTreeSet<FreedMapping>>,
-    /// Who loads that, until it answers for all; in the main process.
-    server: Option<Server>,
+    /// This task's render nodes: ids in CRIU's store, by the GPU's id in this machine.
+    render_nodes: BTreeMap<u32, i32>,
+    resume: QueueStart,
+    watchdog_wait: WatchdogWait,
+    /// Which buffers are lazy.
+    lazy_plan: LazyPlan,
+    /// Mappings without a buffer, by the id of the process's `/dev/kfd`. A dump by another plugin does not
+    /// list them.
+    freed_mappings: BTreeMap<u32, BTreeSet<FreedMapping>>,
+    /// In the main process: the streamer that loads lazy buffers, until it is responsible for all tasks.
+    streamer: Option<Streamer>,
 }
 
 impl Restore {
     pub(crate) fn new(host: &Host, images: Images) -> Answer<Self> {
-        let places = GpuAssignment::find(host, &images)?;
-        check::all(host, &images, &places)?;
+        let assignment = GpuAssignment::find(host, &images)?;
+        check::check_images(host, &images, &assignment)?;
         let devices = Devices::of_machine(Path::new(CLASS))?;
         let shared = shared::read(host)?;
         let mut sharing = Sharing::of(&shared, &images.kfd)?;
-        let nodes = render::nodes(&images, &places, &shared, &mut sharing)?;
+        let nodes = render::nodes(&images, &assignment, &shared, &mut sharing)?;
         let files = images.kfd.len() + sharing.second_files.len();
         let of_nodes = nodes.iter().map(|node| node.contents.buffers.len());
         let buffers: Vec<Buffers> = images.kfd.iter().map(|(_, image)| Buffers::of(image)).collect();
         // Without a process that computes there is no gate.
-        let server = match buffers.is_empty() {
+        let streamer = match buffers.is_empty() {
             true => None,
-            false => Server::find(host, buffers.iter().any(Buffers::are_some))?,
+            false => Streamer::connect_in_work_dir(host, buffers.iter().any(Buffers::has_any))?,
         };
-        let later = match server {
+        let lazy_plan = match streamer {
             Some(_) => LazyPlan::of(host, &images.kfd, &buffers, &sharing)?,
-            None => LazyPlan::nothing(&images.kfd),
+            None => LazyPlan::eager(&images.kfd),
         };
-        let placeholders = (0..images.kfd.len()).map(|process| later.mappings(process).len());
-        let board = SharedState::new(&images.kfd, placeholders, files, sharing.exports.len(), of_nodes)?;
-        let (own, render, resume) = (None, BTreeMap::new(), Resume::new());
-        let forked = Forked::new(host)?;
+        let placeholders = (0..images.kfd.len()).map(|process| lazy_plan.mappings(process).len());
+        let shared_state =
+            SharedState::new(&images.kfd, placeholders, files, sharing.exports.len(), of_nodes)?;
+        let resume = QueueStart::new();
+        let watchdog_wait = WatchdogWait::new(host)?;
         Ok(Self {
             images,
             devices,
             buffers,
-            places,
+            assignment,
             sharing,
             nodes,
-            board,
-            own,
-            render,
+            shared_state,
+            own: None,
+            render_nodes: BTreeMap::new(),
             resume,
-            forked,
-            later,
-            bare: shared.freed_mappings.into_iter().map(|of| (of.kfd, of.mappings)).collect(),
-            server,
+            watchdog_wait,
+            lazy_plan,
+            freed_mappings: shared.freed_mappings.into_iter().map(|of| (of.kfd, of.mappings)).collect(),
+            streamer,
         })
     }
 
     pub(crate) fn file(&mut self, host: &Host, id: u32) -> Answer<Restored> {
-        let file = self.what(host, id)?.ok_or(Refusal::NotMine)?;
-        self.forked.until_guarded(host, &self.board)?;
-        // Whatever the task waits for below, nobody waits for the task then.
-        self.own_state(host, file)?;
+        let file = self.identify(host, id)?.ok_or(Refusal::NotMine)?;
+        self.watchdog_wait.wait(host, &self.shared_state)?;
+        // First the task's own state, so that no other task waits for this one while it waits below.
+        self.restore_own_state(host, file)?;
         let fd = match file {
-            File::Kfd { file, process } => {
+            GpuFile::Kfd { file, process } => {
                 let pid = self.images.kfd[process].1.pid;
-                host.stored_fd(self.board.file(file, process, pid)?)?
+                host.stored_fd(self.shared_state.file(file, process, pid)?)?
             }
-            File::Render(node) => self.render_file(host, node)?,
-            File::Dmabuf(export) => self.shown(host, export)?,
+            GpuFile::Render(node) => self.render_file(host, node)?,
+            GpuFile::Dmabuf(export) => self.exported(host, export)?,
         };
         Ok(Restored::File(fd))
     }
 
-    /// What a file of the image is.
-    fn what(&self, host: &Host, id: u32) -> Answer<Option<File>> {
+    /// Returns which GPU file of the image has this id.
+    fn identify(&self, host: &Host, id: u32) -> Answer<Option<GpuFile>> {
         if let Some(process) = self.images.kfd.iter().position(|(kfd, _)| *kfd == id) {
-            return Ok(Some(File::Kfd { file: process, process }));
+            return Ok(Some(GpuFile::Kfd { file: process, process }));
         }
         if let Some(second) = self.sharing.second_files.iter().position(|(file, _)| *file == id) {
             let process = self.sharing.second_files[second].1;
-            return Ok(Some(File::Kfd { file: self.images.kfd.len() + second, process }));
+            return Ok(Some(GpuFile::Kfd { file: self.images.kfd.len() + second, process }));
         }
         if let Some(node) = self.nodes.iter().position(|node| node.id == id) {
-            return Ok(Some(File::Render(node)));
+            return Ok(Some(GpuFile::Render(node)));
         }
-        Ok(self.sharing.dmabuf(host, id)?.map(File::Dmabuf))
+        Ok(self.sharing.dmabuf(host, id)?.map(GpuFile::Dmabuf))
     }
 
-    /// Makes the GPU state of this task's process, if it has one and it is not made yet: CRIU asks for files in the order
-    /// of their numbers, and for one that two tasks have in whichever it likes.
-    fn own_state(&mut self, host: &Host, asked: File) -> Answer {
+    /// Makes the GPU state of this task's process, if it has one that is not made yet. CRIU restores files in
+    /// the order of their ids, and a file that two tasks have in either of them.
+    fn restore_own_state(&mut self, host: &Host, requested: GpuFile) -> Answer {
         let task = std::process::id();
         let is_own = |process: &usize| self.images.kfd[*process].1.pid == task;
-        let asked = if let File::Kfd { process, .. } = asked { Some(process).filter(is_own) } else { None };
-        let Some(own) = asked.or(self.own).or_else(|| (0..self.images.kfd.len()).find(is_own)) else {
+        let requested =
+            if let GpuFile::Kfd { process, .. } = requested { Some(process).filter(is_own) } else { None };
+        let Some(own) = requested.or(self.own).or_else(|| (0..self.images.kfd.len()).find(is_own)) else {
             return Ok(());
         };
         match self.own {
             Some(made) if made == own => Ok(()),
-            Some(made) => Err(Twice(task, self.images.kfd[made].0, self.images.kfd[own].0).into()),
-            None => self.process(host, own).inspect_err(|_| self.board.failed(own)),
+            Some(made) => Err(TwoImages(task, self.images.kfd[made].0, self.images.kfd[own].0).into()),
+            None => self.restore_process(host, own).inspect_err(|_| self.shared_state.put_failed(own)),
         }
     }
 
     pub(crate) fn mapping(&mut self, host: &Host, path: &str, address: u64, offset: u64) -> Answer<Mapping> {
-        mapping::find(self, host, path, address, offset)
+        mapping::replace(self, host, path, address, offset)
     }
 
-    /// In the main process: the first task is forked.
-    pub(crate) fn forked(&mut self, host: &Host) {
-        self.resume.forked(host);
-        // Also where no guard could be started, which was said: tasks go on without.
-        self.board.put_guarded();
+    /// In the main process: CRIU has forked the first task.
+    pub(crate) fn post_forking(&mut self, host: &Host) {
+        self.resume.post_forking(host);
+        // Also if no watchdog could be started, which was logged: tasks then run without one.
+        self.shared_state.stop_watchdog_wait();
     }
 
-    /// In the main process: a task is whole, and stopped. With the first one all are, and their memory is loaded.
+    /// In the main process: a task is complete and stopped. At the first one all tasks are, and their memory
+    /// is loaded.
     pub(crate) fn resume(&mut self, host: &Host, pid: i32) -> Answer {
         let loaded = if self.resume.begin(host, pid) { self.load(host) } else { Ok(()) };
-        let (images, devices, board, server) = (&self.images, &self.devices, &self.board, &self.server);
+        let (images, devices, state, streamer) =
+            (&self.images, &self.devices, &self.shared_state, &self.streamer);
         let ready = || {
             loaded?;
-            cpu_page_wait::wait(host, devices, server.as_ref().map(Server::connection), pid, || {
-                first(images, server.as_ref(), pid)
+            cpu_page_wait::wait(host, devices, streamer.as_ref().map(Streamer::connection), pid, || {
+                wait_scope(images, streamer.as_ref(), pid)
             })?;
-            server.as_ref().map_or(Ok(()), |server| server.gate(host, images, board, pid))
+            streamer.as_ref().map_or(Ok(()), |streamer| streamer.gate(host, images, state, pid))
         };
-        let mut done = self.resume.task(host, pid, ready, self.board.count());
+        let mut done = self.resume.task(host, pid, ready, self.shared_state.ready_count());
         if self.resume.all_started()
-            && let Some(server) = self.server.take()
+            && let Some(streamer) = self.streamer.take()
         {
-            done = done.and_then(|()| server.go().map_err(|refusal| self.resume.fail(host, pid, refusal)));
+            done =
+                done.and_then(|()| streamer.finish().map_err(|refusal| self.resume.fail(host, pid, refusal)));
         }
-        self.resume.no_more_guard(host);
+        self.resume.stop_watchdog_when_done(host);
         done
     }
 
     pub(crate) fn end(self, host: &Host, result: i32) {
-        self.resume.end(host, result, self.board.count());
+        self.resume.end(host, result, self.shared_state.ready_count());
     }
 }
 
-/// What memory of a task's CPUs is to be there before its queues start.
-fn first(images: &Images, server: Option<&Server>, pid: i32) -> Answer<WaitScope> {
-    if !server.is_some_and(Server::holds) {
+/// Returns which lazy CPU memory of a task must be resident before its queues start.
+fn wait_scope(images: &Images, streamer: Option<&Streamer>, pid: i32) -> Answer<WaitScope> {
+    if !streamer.is_some_and(Streamer::holds_calls) {
         return Ok(WaitScope::All);
     }
-    let Some(number) = streaming::number_in_image(pid) else { return Ok(WaitScope::All) };
+    let Some(number) = streaming::pid_in_image(pid) else { return Ok(WaitScope::All) };
     WaitScope::of(images.kfd.iter().map(|(_, image)| image).find(|image| image.pid == number))
 }
 
-/// The `/dev/kfd` of a process.
-fn kfd_file(host: &Host, images: &Images, board: &SharedState, process: usize) -> Answer<OwnedFd> {
+/// Returns the open `/dev/kfd` of a process.
+fn kfd_file(host: &Host, images: &Images, state: &SharedState, process: usize) -> Answer<OwnedFd> {
     let pid = images.kfd[process].1.pid;
-    Ok(host.stored_fd(board.file(process, process, pid)?)?)
+    Ok(host.stored_fd(state.file(process, process, pid)?)?)
 }

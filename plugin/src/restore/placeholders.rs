@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! In a task: memory that stands for a device's until that is there. The page server watches it by the task's own userfaultfd, and puts the
-//! device in its place.
+//! Makes placeholders in a task: anonymous memory in the place of CPU mappings of a buffer, until the buffer
+//! is resident. The streamer serves their page faults with the task's own userfaultfd, and swaps them.
 
 use std::os::fd::AsFd as _;
 
@@ -12,7 +12,7 @@ use super::Restore;
 use super::lazy_plan::Placeholder;
 
 impl Restore {
-    /// What the task maps in the place of a mapping of a buffer of its own process.
+    /// Returns the placeholder that the task maps in the place of a mapping of its own process's buffer.
     pub(super) fn placeholder(
         &mut self,
         host: &Host,
@@ -20,21 +20,22 @@ impl Restore {
         buffer: usize,
         placeholder: Placeholder,
     ) -> Answer<Mapping> {
-        let stored = match self.board.placeholders(process) {
+        let stored = match self.shared_state.placeholders(process) {
             Some((stored, _)) => stored,
             None => self.make_placeholders(host, process)?,
         };
-        self.board.put_placeholder(process, placeholder.number, buffer, placeholder.offset);
+        self.shared_state.put_placeholder(process, placeholder.number, buffer, placeholder.offset);
         Ok(Mapping { offset: placeholder.offset, file: Some(host.stored_fd(stored)?) })
     }
 
-    /// The file, by its id in CRIU's store: a number kept open could be one that the task needs.
+    /// Makes the placeholders' file and returns its id in CRIU's store. The task may need any descriptor
+    /// number that stays open here.
     fn make_placeholders(&self, host: &Host, process: usize) -> Answer<i32> {
         let file = memfd_create(c"rewake-placeholders", MFdFlags::MFD_CLOEXEC)?;
-        ftruncate(&file, i64::try_from(self.later.length(process))?)?;
+        ftruncate(&file, i64::try_from(self.lazy_plan.length(process))?)?;
         let stored = host.store_fd(file.as_fd())?;
         let uffd = host.store_fd(rewake_uffd::open_unnegotiated()?.as_fd())?;
-        self.board.put_placeholders(process, stored, uffd);
+        self.shared_state.put_placeholders(process, stored, uffd);
         Ok(stored)
     }
 }

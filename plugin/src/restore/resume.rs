@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The queues' start, in CRIU's main process, when every task is whole and about to run.
+//! Starts queues in CRIU's main process, when every task is complete and about to run.
 //!
-//! RESUME once a process and never again: a second one does harm ([`criu::resume`]). CRIU ignores what this hook says, so a
-//! failure ends the tasks here: none runs with a GPU that does not.
+//! Each process gets one RESUME only: a second one does harm ([`criu::resume`]). CRIU ignores this hook's
+//! result, so a failure kills all tasks here: none runs without its GPUs.
 
 use std::os::fd::AsFd as _;
 
@@ -14,67 +14,69 @@ use rewake_criu_plugin::{Answer, Host, Refusal};
 
 use crate::criu_watchdog::{self, CriuWatchdog};
 
-/// What has been started.
+/// The start of all processes' queues, and the CRIU watchdog until then.
 #[derive(Debug, Default)]
-pub(super) struct Resume {
-    /// Children of this process that CRIU has not forked for this restore: who executed it may have left some.
-    strangers: Vec<i32>,
-    /// CRIU's own, opened when it is first needed.
+pub(super) struct QueueStart {
+    /// Children from before the restore: the program that executed CRIU may have left some.
+    earlier_children: Vec<i32>,
+    /// CRIU's own `/dev/kfd`, opened at the first use.
     kfd: Option<Kfd>,
-    /// Tasks that CRIU has named, in order.
+    /// Tasks that CRIU has passed to the hook, in order.
     tasks: Vec<i32>,
     started: usize,
-    all: bool,
+    all_started: bool,
     failed: bool,
-    /// From when tasks are forked until all queues are started; with CRIU 4.1 from when they are whole.
-    guard: Option<CriuWatchdog>,
-    /// Whom it kills, with their descendants.
+    /// Runs from the first fork until all queues are started; with CRIU 4.1 from when the tasks are complete.
+    watchdog: Option<CriuWatchdog>,
+    /// The tasks that it kills with their descendants.
     roots: Vec<i32>,
-    /// Whether those that CRIU traces end with it.
-    tied: bool,
+    /// Whether the tasks that CRIU traces have PTRACE_O_EXITKILL.
+    exitkill: bool,
 }
 
 #[derive(Debug, thiserror::Error)]
 #[error("killed: the queues of another task could not be started")]
-struct Together;
+struct OtherTaskFailed;
 
 #[derive(Debug, thiserror::Error)]
-#[error("task {task} cannot go on, all restored tasks are killed")]
-struct Killed {
+#[error("task {task} cannot be started, all restored tasks are killed")]
+struct TasksKilled {
     task: i32,
     #[source]
     why: Box<dyn std::error::Error + Send + Sync>,
 }
 
-impl Resume {
-    /// Before a task is forked.
+impl QueueStart {
+    /// Called before CRIU forks a task.
     pub(super) fn new() -> Self {
-        Self { strangers: criu_watchdog::children(), ..Self::default() }
+        Self { earlier_children: criu_watchdog::children(), ..Self::default() }
     }
 
-    /// The first task is forked. From now on tasks that CRIU leaves to themselves are killed.
-    pub(super) fn forked(&mut self, host: &Host) {
+    /// Starts the watchdog when CRIU has forked the first task.
+    pub(super) fn post_forking(&mut self, host: &Host) {
         let mut roots = criu_watchdog::children();
-        roots.retain(|child| !self.strangers.contains(child));
+        roots.retain(|child| !self.earlier_children.contains(child));
         roots.extend(criu_watchdog::traced_siblings());
         if roots.is_empty() {
             host.warn(format_args!(
-                "the task that CRIU has forked is not found: if CRIU is killed before all are whole, kill them"
+                "the task that CRIU has forked is not found, so no watchdog runs: if CRIU is killed before \
+                 all tasks are complete, kill them"
             ));
             return;
         }
-        self.replace_watchdog(roots, |roots| CriuWatchdog::of_trees(host, roots));
+        self.replace_watchdog(roots, |roots| CriuWatchdog::for_trees(host, roots));
     }
 
     fn replace_watchdog(&mut self, roots: Vec<i32>, start: impl FnOnce(&[i32]) -> Option<CriuWatchdog>) {
-        // The earlier one ends when another is there. If none can be started it still looks after those that it knows.
-        if let Some(guard) = start(&roots) {
-            self.guard = Some(guard);
+        // The earlier watchdog ends when the new one runs. If that cannot be started, the earlier one keeps
+        // its tasks.
+        if let Some(watchdog) = start(&roots) {
+            self.watchdog = Some(watchdog);
         }
         self.roots = roots;
     }
 
-    /// Whether no task was named yet.
+    /// Returns whether this is the first task. If so, CRIU's death kills all tasks from here on.
     pub(super) fn begin(&mut self, host: &Host, pid: i32) -> bool {
         let first = self.tasks.is_empty();
         if !first {
@@ -82,31 +84,32 @@ impl Resume {
         }
         let known = self.roots.contains(&pid);
         self.roots.extend((!known).then_some(pid));
-        // At once: a guard takes longer to be started.
+        // First, as a watchdog takes longer to start.
         self.set_exitkill(host, true);
-        // Or none could be started earlier.
-        if !known || self.guard.is_none() {
+        // Also if no watchdog could be started earlier.
+        if !known || self.watchdog.is_none() {
             let roots = self.roots.clone();
-            self.replace_watchdog(roots, |roots| CriuWatchdog::of_trees(host, roots));
+            self.replace_watchdog(roots, |roots| CriuWatchdog::for_trees(host, roots));
         }
         true
     }
 
-    /// Has tasks, which CRIU has stopped, end with it, or not any more: the kernel would let them run on at once, and the guard comes later.
-    fn set_exitkill(&mut self, host: &Host, tied: bool) {
-        self.tied = tied;
-        // CRIU has nothing more to do with their system calls.
-        let options = if tied { Options::PTRACE_O_EXITKILL } else { Options::empty() };
+    /// Sets or clears PTRACE_O_EXITKILL of the tasks that CRIU has stopped. When CRIU dies, the kernel would
+    /// let them run before the watchdog acts.
+    fn set_exitkill(&mut self, host: &Host, exitkill: bool) {
+        self.exitkill = exitkill;
+        // CRIU no longer traces their system calls, so no other option is lost.
+        let options = if exitkill { Options::PTRACE_O_EXITKILL } else { Options::empty() };
         for thread in criu_watchdog::traced(&self.roots) {
             if let Err(errno) = ptrace::setoptions(Pid::from_raw(thread), options) {
-                let then = if tied { "may run for a moment" } else { "is killed, too" };
-                host.warn(format_args!("trace {thread}: {errno}: if CRIU is killed now, it {then}"));
+                let consequence = if exitkill { "may run for a moment" } else { "is killed, too" };
+                host.warn(format_args!("trace {thread}: {errno}: if CRIU is killed now, it {consequence}"));
             }
         }
     }
 
-    /// Starts the queues of a task, if it has some, when it is `ready`: the memory of all is loaded, or behind a gate. `made`:
-    /// how many processes have some.
+    /// Starts the queues of a task, if it has some. `ready` loads their memory or closes their gate first.
+    /// `made`: how many processes have GPU state.
     pub(super) fn task(
         &mut self,
         host: &Host,
@@ -114,34 +117,34 @@ impl Resume {
         ready: impl FnOnce() -> Answer,
         made: usize,
     ) -> Answer {
-        let done = self.next(host, pid, ready);
-        self.all = !self.failed && self.started == made;
+        let done = self.resume_task(host, pid, ready);
+        self.all_started = !self.failed && self.started == made;
         done
     }
 
-    /// Whether the queues of all processes were started.
+    /// Returns whether the queues of all processes were started.
     pub(super) fn all_started(&self) -> bool {
-        self.all
+        self.all_started
     }
 
-    /// Once all queues were started, CRIU's end does no harm.
-    pub(super) fn no_more_guard(&mut self, host: &Host) {
-        if self.all {
-            if self.tied {
+    /// Stops the watchdog once all queues were started: CRIU's death then does no harm.
+    pub(super) fn stop_watchdog_when_done(&mut self, host: &Host) {
+        if self.all_started {
+            if self.exitkill {
                 self.set_exitkill(host, false);
             }
-            self.guard = None;
+            self.watchdog = None;
         }
     }
 
-    fn next(&mut self, host: &Host, pid: i32, ready: impl FnOnce() -> Answer) -> Answer {
+    fn resume_task(&mut self, host: &Host, pid: i32, ready: impl FnOnce() -> Answer) -> Answer {
         if self.tasks.contains(&pid) {
             return Err(Refusal::NotMine);
         }
         self.tasks.push(pid);
         if self.failed {
-            end(host, &[pid]);
-            return Err(Together.into());
+            kill_all(host, &[pid]);
+            return Err(OtherTaskFailed.into());
         }
         let started = ready().and_then(|()| Ok(self.start(pid)?));
         match started {
@@ -154,15 +157,15 @@ impl Resume {
         }
     }
 
-    /// Ends all tasks.
+    /// Kills all tasks.
     pub(super) fn fail(&mut self, host: &Host, task: i32, refusal: Refusal) -> Refusal {
         let Refusal::Failed(why) = refusal else { return refusal };
         self.failed = true;
-        end(host, &self.tasks);
-        Killed { task, why }.into()
+        kill_all(host, &self.tasks);
+        TasksKilled { task, why }.into()
     }
 
-    /// Whether there was something to start.
+    /// Sends RESUME for a task; returns whether it has GPU state.
     fn start(&mut self, pid: i32) -> Result<bool, Error> {
         let kfd = match self.kfd.take() {
             Some(kfd) => kfd,
@@ -176,20 +179,21 @@ impl Resume {
         }
     }
 
-    /// Says so if processes were left standing: they would wait for their GPUs for ever.
+    /// Kills all tasks if the queues of some processes were not started: they would never get their GPUs.
     pub(super) fn end(self, host: &Host, result: i32, made: usize) {
         if result == 0 && !self.failed && made != self.started {
             host.error(format_args!(
-                "killing the restored tasks: queues of {} processes were started, of {made} that were restored",
+                "killing the restored tasks: queues of {} processes were started, of {made} that were \
+                 restored",
                 self.started
             ));
-            end(host, &self.tasks);
+            kill_all(host, &self.tasks);
         }
     }
 }
 
-/// Kills tasks that CRIU traces and has not waited for: their numbers are their own.
-fn end(host: &Host, tasks: &[i32]) {
+/// Kills tasks. CRIU traces them and has not waited for them, so the pids are still theirs.
+fn kill_all(host: &Host, tasks: &[i32]) {
     for pid in tasks {
         if let Err(errno) = kill(Pid::from_raw(*pid), Signal::SIGKILL) {
             host.warn(format_args!("kill {pid}: {errno}"));
@@ -203,32 +207,32 @@ mod tests {
 
     use super::*;
 
-    /// A process that stands for a guard.
-    fn guard() -> (CriuWatchdog, Pid) {
-        #[expect(clippy::zombie_processes, reason = "the guard waits for it when it is dropped")]
+    /// Starts a process in the place of a watchdog.
+    fn watchdog() -> (CriuWatchdog, Pid) {
+        #[expect(clippy::zombie_processes, reason = "the watchdog waits for it when it is dropped")]
         let process = Command::new("sleep").arg("1000").spawn().unwrap();
         let pid = Pid::from_raw(process.id().cast_signed());
         (CriuWatchdog::of(pid), pid)
     }
 
-    fn is_there(pid: Pid) -> bool {
+    fn is_alive(pid: Pid) -> bool {
         kill(pid, None).is_ok()
     }
 
     #[test]
-    fn a_guard_stays_until_another_is_there() {
-        let mut resume = Resume::default();
-        let ((first, of_first), (second, of_second)) = (guard(), guard());
+    fn a_watchdog_is_kept_until_another_runs() {
+        let mut resume = QueueStart::default();
+        let ((first, of_first), (second, of_second)) = (watchdog(), watchdog());
         resume.replace_watchdog(vec![7], |roots| Some(first).filter(|_| roots == [7]));
         resume.replace_watchdog(vec![7, 8], |_| None);
-        assert!(resume.guard.is_some() && is_there(of_first), "it still looks after the first tree");
+        assert!(resume.watchdog.is_some() && is_alive(of_first), "it still watches the first tree");
         assert_eq!(resume.roots, [7, 8]);
         resume.replace_watchdog(vec![7, 8, 9], |_| {
-            assert!(is_there(of_first), "at no moment is there none");
+            assert!(is_alive(of_first), "a watchdog runs at every moment");
             Some(second)
         });
-        assert_eq!((is_there(of_first), is_there(of_second)), (false, true));
+        assert_eq!((is_alive(of_first), is_alive(of_second)), (false, true));
         drop(resume);
-        assert!(!is_there(of_second));
+        assert!(!is_alive(of_second));
     }
 }

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Buffers that processes have in common: who makes each of them anew, who imports it, and which open dma-buf is whose.
+//! Restores buffers that processes share: one process allocates each, others import it, and open dma-bufs
+//! refer to it.
 //!
-//! A task makes its own state, shows everybody the dma-bufs of what it made, and only then waits for those of others:
-//! two tasks that need buffers of each other both get them.
+//! A task makes its own state, shares the dma-bufs of its buffers with all tasks, and only then waits for
+//! those of others. So two tasks that need buffers of each other both get them.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
@@ -20,91 +21,93 @@ use rewake_criu_plugin::{Answer, Host};
 use super::Restore;
 use super::gpu_assignment::gpus;
 use super::shared_state::MmapOffset;
+use crate::image::FOLDER;
 
-/// For messages: a plugin is given a descriptor, not a path.
-const FOLDER: &str = "the image directory";
-/// A driver's handle: the GPU's name in its upper half, the buffer's number in its lower one (`kfd_priv.h`, MAKE_HANDLE).
-const NUMBER: u64 = 0xffff_ffff;
+/// The buffer's number in a driver's handle; the upper half is the GPU's id (`kfd_priv.h`, MAKE_HANDLE).
+const HANDLE_NUMBER: u64 = 0xffff_ffff;
 
 /// A buffer of a process, by indices in [`crate::image::Images::kfd`] and in that image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Whose {
+pub(super) struct ProcessBuffer {
     pub(super) process: usize,
     pub(super) buffer: usize,
 }
 
-/// All of it.
+/// What processes share.
 #[derive(Debug, Default)]
 pub(super) struct Sharing {
-    /// Buffers that a process makes for others, or for an open dma-buf.
-    pub(super) exports: Vec<Whose>,
+    /// Buffers that a process allocates for others, or for an open dma-buf.
+    pub(super) exports: Vec<ProcessBuffer>,
     imports: Vec<Import>,
-    /// Open dma-bufs: id, and index in `exports`.
+    /// Open dma-bufs: indices in `exports`, by file id.
     dmabufs: BTreeMap<u32, usize>,
-    /// Further files of `/dev/kfd`: id, and the process.
+    /// Second `/dev/kfd`s: file id, and the process's index.
     pub(super) second_files: Vec<(u32, usize)>,
 }
 
 #[derive(Debug, Clone, Copy)]
 struct Import {
-    to: Whose,
+    to: ProcessBuffer,
     /// Index in `exports`.
     from: usize,
 }
 
 /// The file of shared buffers and the images of processes are not of one dump.
 #[derive(Debug, thiserror::Error)]
-pub(super) enum Unfit {
+pub(super) enum OtherDump {
     #[error(
-        "{SHARED_NAME} is of another dump: it names file {0:#x}, and there is no amdgpu-kfd-{0}.img; remove it"
+        "{SHARED_NAME} is of another dump: it names file {0:#x}, and there is no amdgpu-kfd-{0}.img; remove \
+         it"
     )]
     NoProcess(u32),
     #[error(
-        "{SHARED_NAME} is of another dump: it says that {0} are one buffer, and their images do not; remove it"
+        "{SHARED_NAME} is of another dump: it says that {0} are one buffer, and their images differ; remove \
+         it"
     )]
     NotOne(String),
 }
 
-/// What cannot be made one again.
+/// A buffer that cannot be shared again.
 #[derive(Debug, thiserror::Error)]
 enum Unshared {
     #[error(
-        "the dma-buf of file {0:#x} was open, and the image does not tell whose buffer it is: dump it together with the \
-         process that has the buffer, with this plugin"
+        "the dma-buf of file {0:#x} was open, and the image does not name the process that has its buffer: \
+         dump both processes together, with this plugin"
     )]
     NoBuffer(u32),
     #[error(
-        "the shared buffer at {address:#x} had number {wanted} in its process, and gets {found}: the image has another \
-         buffer of that number"
+        "the shared buffer at {address:#x} had number {wanted} in its process, and the driver gives it \
+         {found}: the image has another buffer of that number"
     )]
     Taken { address: u64, wanted: u32, found: u64 },
     #[error("the shared buffer at {address:#x} has number {wanted}, expected less than {MAX_BUFFERS}")]
     TooMany { address: u64, wanted: u32 },
 }
 
-/// Reads what is shared.
+/// Reads `rewake-shared.img`.
 pub(super) fn read(host: &Host) -> Answer<SharedImage> {
     let folder = ImageDir::of(host.image_dir()?.try_clone_to_owned()?, Path::new(FOLDER))?;
     Ok(folder.shared()?.unwrap_or_default())
 }
 
 impl Sharing {
-    /// Which buffers of a process are other processes', a render node's or an open dma-buf's, too.
+    /// Returns the buffers of a process that other processes, render nodes or open dma-bufs also have.
     pub(super) fn exports_of(&self, process: usize) -> BTreeSet<usize> {
         self.exports.iter().filter(|export| export.process == process).map(|export| export.buffer).collect()
     }
 
-    /// Checks what is shared against the images of the processes.
-    pub(super) fn of(shared: &SharedImage, images: &[(u32, KfdImage)]) -> Result<Self, Unfit> {
-        let process = |id: u32| images.iter().position(|(kfd, _)| *kfd == id).ok_or(Unfit::NoProcess(id));
+    /// Checks the shared image against the images of the processes.
+    pub(super) fn of(shared: &SharedImage, images: &[(u32, KfdImage)]) -> Result<Self, OtherDump> {
+        let process = |id: u32| images.iter().position(|(kfd, _)| *kfd == id).ok_or(OtherDump::NoProcess(id));
         let mut sharing = Self::default();
         let mut numbers = BTreeSet::new();
         for buffer in &shared.buffers {
-            let whose =
-                |user: &BufferUser| Ok(Whose { process: process(user.kfd)?, buffer: user.buffer as usize });
-            let users = buffer.users.iter().map(whose).collect::<Result<Vec<_>, _>>()?;
-            let number = one(&users, images).filter(|number| numbers.insert(*number));
-            number.ok_or_else(|| Unfit::NotOne(named(buffer)))?;
+            let buffer_of = |user: &BufferUser| {
+                Ok(ProcessBuffer { process: process(user.kfd)?, buffer: user.buffer as usize })
+            };
+            let users = buffer.users.iter().map(buffer_of).collect::<Result<Vec<_>, _>>()?;
+            let number = common_number(&users, images).filter(|number| numbers.insert(*number));
+            number.ok_or_else(|| OtherDump::NotOne(describe(buffer)))?;
             let from = sharing.exports.len();
             sharing.exports.extend(users.first());
             sharing.imports.extend(users.iter().skip(1).map(|to| Import { to: *to, from }));
@@ -116,19 +119,19 @@ impl Sharing {
         Ok(sharing)
     }
 
-    /// Index in `exports` of a buffer, which becomes one if it was none.
-    pub(super) fn export_of(&mut self, whose: Whose) -> usize {
-        if let Some(import) = self.imports.iter().find(|import| import.to == whose) {
+    /// Returns the index in `exports` of a buffer, which becomes an export if it was none.
+    pub(super) fn export_of(&mut self, user: ProcessBuffer) -> usize {
+        if let Some(import) = self.imports.iter().find(|import| import.to == user) {
             return import.from;
         }
-        let known = self.exports.iter().position(|export| *export == whose);
+        let known = self.exports.iter().position(|export| *export == user);
         known.unwrap_or_else(|| {
-            self.exports.push(whose);
+            self.exports.push(user);
             self.exports.len() - 1
         })
     }
 
-    /// Which buffers a process imports.
+    /// Returns the buffers that a process imports.
     pub(super) fn imports_of(&self, process: usize) -> BTreeSet<usize> {
         self.imports
             .iter()
@@ -137,7 +140,7 @@ impl Sharing {
             .collect()
     }
 
-    /// Index in `exports` of an open dma-buf; none if the file is something else.
+    /// Returns the index in `exports` of an open dma-buf; none if the file is no dma-buf.
     pub(super) fn dmabuf(&self, host: &Host, id: u32) -> Answer<Option<usize>> {
         if let Some(export) = self.dmabufs.get(&id) {
             return Ok(Some(*export));
@@ -150,40 +153,40 @@ impl Sharing {
     }
 }
 
-/// The number that a dump gave the buffer, if these are one: with memory of its own, of one size.
-fn one(users: &[Whose], images: &[(u32, KfdImage)]) -> Option<u32> {
-    let buffer = |whose: &Whose| images[whose.process].1.buffers.get(whose.buffer);
+/// Returns the number that a dump gave a buffer, if all these are that buffer: with contents and of one size.
+fn common_number(users: &[ProcessBuffer], images: &[(u32, KfdImage)]) -> Option<u32> {
+    let buffer = |user: &ProcessBuffer| images[user.process].1.buffers.get(user.buffer);
     let first = buffer(users.first()?)?;
     let alike =
         |other: &KfdBuffer| other.has_contents() && (other.size, other.handle) == (first.size, first.handle);
-    let all = users.iter().all(|whose| buffer(whose).is_some_and(alike));
+    let all = users.iter().all(|user| buffer(user).is_some_and(alike));
     first.handle.filter(|number| all && *number != 0)
 }
 
-fn named(buffer: &SharedBuffer) -> String {
+fn describe(buffer: &SharedBuffer) -> String {
     let names = buffer.users.iter().map(|user| format!("{} of file {:#x}", user.buffer, user.kfd));
     names.collect::<Vec<_>>().join(", ")
 }
 
 impl Restore {
-    /// Shows other tasks the buffers that this one has made for them. `dmabufs`: of all buffers of the process.
-    pub(super) fn show(&self, host: &Host, process: usize, dmabufs: &[Option<OwnedFd>]) -> Answer {
-        for (export, whose) in self.sharing.exports.iter().enumerate() {
-            if let Some(dmabuf) = dmabufs.get(whose.buffer).filter(|_| whose.process == process) {
+    /// Shares the buffers that this task has made for others. `dmabufs`: those of all buffers of the process.
+    pub(super) fn share_exports(&self, host: &Host, process: usize, dmabufs: &[Option<OwnedFd>]) -> Answer {
+        for (export, user) in self.sharing.exports.iter().enumerate() {
+            if let Some(dmabuf) = dmabufs.get(user.buffer).filter(|_| user.process == process) {
                 let dmabuf = dmabuf.as_ref().ok_or("the driver gave no dma-buf of a shared buffer")?;
-                self.board.put_export(export, host.store_fd(dmabuf.as_fd())?);
+                self.shared_state.put_export(export, host.store_fd(dmabuf.as_fd())?);
             }
         }
         Ok(())
     }
 
-    /// A dma-buf that the task which has the buffer shows, now or later.
-    pub(super) fn shown(&self, host: &Host, export: usize) -> Answer<OwnedFd> {
+    /// Waits for the dma-buf of a buffer that another task makes.
+    pub(super) fn exported(&self, host: &Host, export: usize) -> Answer<OwnedFd> {
         let owner = self.sharing.exports[export].process;
-        Ok(host.stored_fd(self.board.export(export, owner, self.images.kfd[owner].1.pid)?)?)
+        Ok(host.stored_fd(self.shared_state.export(export, owner, self.images.kfd[owner].1.pid)?)?)
     }
 
-    /// Imports what others make for the process, with the numbers, addresses and GPUs that it had.
+    /// Imports the buffers that other tasks make, with the numbers, addresses and GPUs that the process had.
     pub(super) fn import(&self, host: &Host, process: usize, kfd: BorrowedFd<'_>) -> Answer {
         let image = &self.images.kfd[process].1;
         let (gpus, buffers) = (gpus(image).count(), image.buffers.len());
@@ -191,20 +194,20 @@ impl Restore {
         let number = |import: &&Import| private.bos()[import.to.buffer].idr_handle;
         let mut imports: Vec<&Import> =
             self.sharing.imports.iter().filter(|import| import.to.process == process).collect();
-        // The kernel gives the lowest free number of a GPU, so that a number can be had when those below it are taken.
+        // The kernel gives the lowest free number of a GPU: a number is next when all below it are in use.
         imports.sort_by_key(number);
         let mut spare = Vec::new();
         for import in imports {
-            let dmabuf = self.shown(host, import.from)?;
+            let dmabuf = self.exported(host, import.from)?;
             let (buffer, bo) = (&image.buffers[import.to.buffer], &private.bos()[import.to.buffer]);
-            let handle = numbered(kfd, dmabuf.as_fd(), buffer, bo.idr_handle, &mut spare)?;
+            let handle = import_with_number(kfd, dmabuf.as_fd(), buffer, bo.idr_handle, &mut spare)?;
             let mapped = bo.mapped();
             if !mapped.is_empty() {
                 let act =
                     FailedCall::named("MAP_MEMORY_TO_GPU").on(buffer.gpu_id).at(buffer.address, buffer.size);
                 call::map_memory(kfd, handle, &mapped).1.map_err(act.failed())?;
             }
-            self.board.put_buffer(process, import.to.buffer, self.place_of(import));
+            self.shared_state.put_buffer(process, import.to.buffer, self.mmap_offset(import));
         }
         for handle in spare {
             let mut argument = kfd_ioctl_free_memory_of_gpu_args { handle };
@@ -214,24 +217,25 @@ impl Restore {
         Ok(())
     }
 
-    /// Where an import is mapped from: on its own GPU it is the very buffer that was exported.
-    fn place_of(&self, import: &Import) -> MmapOffset {
+    /// Returns the mmap offset of an import. On its own GPU an import is the exported buffer itself.
+    fn mmap_offset(&self, import: &Import) -> MmapOffset {
         let from = self.sharing.exports[import.from];
-        let node = |whose: Whose| {
-            let image = &self.images.kfd[whose.process].1;
-            let name = image.buffers[whose.buffer].gpu_id;
+        let node = |user: ProcessBuffer| {
+            let image = &self.images.kfd[user.process].1;
+            let name = image.buffers[user.buffer].gpu_id;
             image.nodes.iter().find(|node| node.properties.gpu_id == name).map(|node| node.properties.node_id)
         };
         if node(from) == node(import.to) {
-            self.board.buffer(from.process, from.buffer)
+            self.shared_state.buffer(from.process, from.buffer)
         } else {
             MmapOffset::Nowhere
         }
     }
 }
 
-/// Imports a dma-buf until it gets the number that is wanted; what came before goes to `spare`. It costs no memory.
-fn numbered(
+/// Imports a dma-buf until it gets the number `wanted`. The handles before that go to `spare`; they take no
+/// memory.
+fn import_with_number(
     kfd: BorrowedFd<'_>,
     dmabuf: BorrowedFd<'_>,
     buffer: &KfdBuffer,
@@ -251,11 +255,13 @@ fn numbered(
         };
         let act = FailedCall::named("IMPORT_DMABUF").on(buffer.gpu_id).at(address, buffer.size);
         call::import_dmabuf(kfd, &mut argument).map_err(act.failed())?;
-        match (argument.handle & NUMBER).cmp(&u64::from(wanted)) {
+        match (argument.handle & HANDLE_NUMBER).cmp(&u64::from(wanted)) {
             std::cmp::Ordering::Less => spare.push(argument.handle),
             std::cmp::Ordering::Equal => return Ok(argument.handle),
             std::cmp::Ordering::Greater => {
-                return Err(Unshared::Taken { address, wanted, found: argument.handle & NUMBER }.into());
+                return Err(
+                    Unshared::Taken { address, wanted, found: argument.handle & HANDLE_NUMBER }.into()
+                );
             }
         }
     }
@@ -288,14 +294,14 @@ mod tests {
     }
 
     #[test]
-    fn the_first_user_makes_a_buffer_and_the_others_import_it() {
+    fn the_first_user_allocates_a_buffer_and_the_others_import_it() {
         let images = [image(6, &[(1, 1), (2, 2)]), image(9, &[(2, 2), (1, 1)])];
         let buffers = vec![shared(&[(6, 0), (9, 1)], None), shared(&[(9, 0), (6, 1)], Some(12))];
         let second_files = vec![SecondFile { id: 14, kfd: 9 }];
         let sharing =
             Sharing::of(&SharedImage { buffers, second_files, ..SharedImage::default() }, &images).unwrap();
-        let whose = |process, buffer| Whose { process, buffer };
-        assert_eq!(sharing.exports, [whose(0, 0), whose(1, 0)]);
+        let user = |process, buffer| ProcessBuffer { process, buffer };
+        assert_eq!(sharing.exports, [user(0, 0), user(1, 0)]);
         let exports = [0, 1, 2].map(|process| sharing.exports_of(process).into_iter().collect::<Vec<_>>());
         assert_eq!(exports, [vec![0], vec![0], vec![]]);
         assert_eq!(sharing.imports_of(0), BTreeSet::from([1]));
@@ -305,7 +311,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_of_another_dump_is_refused() {
+    fn an_image_of_another_dump_is_refused() {
         let images = [image(6, &[(1, 1), (2, 2), (1, 0)]), image(9, &[(2, 1), (1, 3), (1, 0)])];
         for (users, why) in [
             ([(6, 0), (7, 0)], "no amdgpu-kfd-7.img"),

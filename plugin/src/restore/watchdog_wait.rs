@@ -1,8 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! From a task's fork until a guard looks after it. CRIU says that it has forked beside what the task does already, and may be
-//! killed in between: the task waits for the guard, without GPU state that nobody would let go on, or for CRIU's end. After five
-//! seconds it goes on unguarded, with a warning: until all queues run, or a guard is there when all tasks are whole
-//! ([`super::resume`]), CRIU's death would leave it waiting, or running without its GPUs.
+//! Makes a task wait until the CRIU watchdog runs. CRIU reports a fork while the task runs already, and may
+//! be killed before the watchdog starts. So the task waits, without GPU state, for the watchdog or for CRIU's
+//! death.
+//!
+//! After five seconds it continues without a watchdog, with a warning. If CRIU is then killed before all
+//! queues run, the task may wait without end or run without its GPUs. A later watchdog ends that risk when
+//! all tasks are complete ([`super::resume`]).
 
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 
@@ -15,66 +18,68 @@ use rewake_criu_plugin::{Answer, Host};
 use super::shared_state::SharedState;
 use crate::abi;
 
-/// Milliseconds between looks for the guard: it takes a few to start.
-const LOOK: u16 = 1;
-/// How long a task waits for one. With CRIU 4.2 there is none if a plugin that was asked before this one takes the call for itself.
-const PATIENCE: Duration = Duration::from_secs(5);
+/// Milliseconds between checks for the watchdog: it takes a few to start.
+const POLL_INTERVAL_MS: u16 = 1;
+/// How long a task waits for a watchdog. With CRIU 4.2 none starts if another plugin takes the POST_FORKING
+/// call for itself.
+const WATCHDOG_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// What tasks know CRIU's main process by.
+/// How tasks notice the death of CRIU's main process.
 #[derive(Debug)]
-pub(super) struct Forked {
-    /// In CRIU's store. None with CRIU 4.1, which does not say when it forks.
+pub(super) struct WatchdogWait {
+    /// A pidfd of CRIU's main process, by its id in CRIU's store. None with CRIU 4.1, which does not report
+    /// its forks.
     criu: Option<i32>,
 }
 
 #[derive(Debug, thiserror::Error)]
-#[error("CRIU ended before a process was there that looks after what it restores: this task ends, too")]
-struct Alone;
+#[error("CRIU ended before its watchdog ran: this task ends, too")]
+struct CriuEnded;
 
-impl Forked {
-    /// In the main process, before it forks a task.
+impl WatchdogWait {
+    /// In the main process: called before it forks a task.
     pub(super) fn new(host: &Host) -> Answer<Self> {
         if !host.has_post_forking() {
             return Ok(Self { criu: None });
         }
-        let own = abi::task(std::process::id().cast_signed())?;
+        let own = abi::open_pidfd(std::process::id().cast_signed())?;
         Ok(Self { criu: Some(host.store_fd(own.as_fd())?) })
     }
 
-    /// In a task: waits until it is looked after.
-    pub(super) fn until_guarded(&self, host: &Host, board: &SharedState) -> Answer {
-        let Some(criu) = self.criu.filter(|_| !board.is_guarded()) else { return Ok(()) };
-        if !guarded(&host.stored_fd(criu)?, || board.is_guarded(), PATIENCE)? {
+    /// In a task: waits until the watchdog runs.
+    pub(super) fn wait(&self, host: &Host, state: &SharedState) -> Answer {
+        let Some(criu) = self.criu.filter(|_| !state.has_watchdog()) else { return Ok(()) };
+        if !wait_for_watchdog(&host.stored_fd(criu)?, || state.has_watchdog(), WATCHDOG_TIMEOUT)? {
             host.warn(format_args!(
-                "nothing looks after the restored tasks {PATIENCE:?} after they were forked: does another plugin take \
-                 POST_FORKING for itself? Should CRIU be killed now, kill them"
+                "no CRIU watchdog runs {WATCHDOG_TIMEOUT:?} after the fork of the restored tasks: does \
+                 another plugin take POST_FORKING for itself? If CRIU is killed now, kill the tasks"
             ));
-            // Nobody else need wait.
-            board.put_guarded();
+            // No other task has to wait.
+            state.stop_watchdog_wait();
         }
         Ok(())
     }
 }
 
-/// False if it is not within this time.
-fn guarded(criu: &OwnedFd, is_guarded: impl Fn() -> bool, patience: Duration) -> Answer<bool> {
+/// Waits until a watchdog runs; returns false if none does within this time.
+fn wait_for_watchdog(criu: &OwnedFd, has_watchdog: impl Fn() -> bool, timeout: Duration) -> Answer<bool> {
     let start = Instant::now();
-    while start.elapsed() < patience {
+    while start.elapsed() < timeout {
         let ended = has_ended(criu.as_fd())?;
-        // It may have been its last deed.
-        if is_guarded() {
+        // CRIU may have started it just before its death.
+        if has_watchdog() {
             return Ok(true);
         }
         if ended {
-            return Err(Alone.into());
+            return Err(CriuEnded.into());
         }
     }
     Ok(false)
 }
 
-/// Whether a process has ended, or does so soon.
+/// Returns whether a process has ended or ends within the interval.
 fn has_ended(process: BorrowedFd<'_>) -> Result<bool, Errno> {
-    match poll(&mut [PollFd::new(process, PollFlags::POLLIN)], LOOK) {
+    match poll(&mut [PollFd::new(process, PollFlags::POLLIN)], POLL_INTERVAL_MS) {
         Err(Errno::EINTR) => Ok(false),
         ended => Ok(ended? > 0),
     }
@@ -93,36 +98,38 @@ mod tests {
 
     fn criu() -> (Child, OwnedFd) {
         let child = Command::new("cat").stdin(Stdio::piped()).stdout(Stdio::null()).spawn().unwrap();
-        let file = abi::task(child.id().cast_signed()).unwrap();
+        let file = abi::open_pidfd(child.id().cast_signed()).unwrap();
         (child, file)
     }
 
     #[test]
-    fn a_task_goes_on_when_it_is_guarded() {
+    fn a_task_continues_when_a_watchdog_runs() {
         let (mut criu, file) = criu();
         let looks = Cell::new(0);
         let after_some = || looks.replace(looks.get() + 1) == 5;
-        assert!(guarded(&file, after_some, LONG).unwrap());
+        assert!(wait_for_watchdog(&file, after_some, LONG).unwrap());
         assert_eq!(looks.get(), 6);
         criu.kill().unwrap();
         criu.wait().unwrap();
-        assert!(guarded(&file, || true, LONG).unwrap(), "that was its last deed");
+        assert!(wait_for_watchdog(&file, || true, LONG).unwrap(), "started just before CRIU's death");
     }
 
     #[test]
-    fn it_does_not_wait_for_ever() {
+    fn the_wait_is_bounded() {
         let (mut criu, file) = criu();
-        assert!(!guarded(&file, || false, Duration::from_millis(50)).unwrap());
+        assert!(!wait_for_watchdog(&file, || false, Duration::from_millis(50)).unwrap());
         criu.kill().unwrap();
         criu.wait().unwrap();
     }
 
     #[test]
-    fn a_task_without_a_guard_does_not_outlive_criu() {
+    fn a_task_without_a_watchdog_does_not_outlive_criu() {
         let (mut criu, file) = criu();
         // While it waits.
         drop(criu.stdin.take());
-        let Err(Refusal::Failed(why)) = guarded(&file, || false, LONG) else { panic!("it goes on") };
+        let Err(Refusal::Failed(why)) = wait_for_watchdog(&file, || false, LONG) else {
+            panic!("it continues")
+        };
         assert!(why.to_string().starts_with("CRIU ended"), "{why}");
         criu.wait().unwrap();
     }

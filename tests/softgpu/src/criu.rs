@@ -17,7 +17,7 @@ const STOCK_PLUGIN: &str = "/usr/local/lib/criu";
 /// Beside the test programs: where `cargo xtask plugin` puts this project's.
 const OWN_PLUGIN: &str = "criu-plugin";
 /// What our plugin says when it waits, behind the number of pages.
-pub const WAITS: &str = " pages of its memory that come lazily";
+pub const WAITS: &str = " missing pages of its memory";
 /// Lines of CRIU's log that an error quotes.
 const QUOTED: usize = 12;
 /// Looks for the end of a restored process, and time between them: a minute.
@@ -219,8 +219,10 @@ impl Criu {
     #[must_use]
     pub fn left_buffers(&self) -> bool {
         let log = self.log("restore");
-        log.lines()
-            .any(|line| line.contains(" buffers come later") && !line.contains(" 0 buffers come later"))
+        log.lines().any(|line| {
+            line.contains(" buffers are loaded in the background")
+                && !line.contains(" 0 buffers are loaded in the background")
+        })
     }
 
     /// What it wrote at the last `dump`, `restore`...; empty if it never got so far.

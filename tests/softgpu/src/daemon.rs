@@ -5,15 +5,13 @@ use std::os::unix::process::CommandExt as _;
 use std::path::PathBuf;
 use std::process::{Child, Command, ExitStatus, Stdio};
 
-use nix::sys::signal::{Signal, kill};
-use nix::unistd::Pid;
 use serde_json::Value;
 use tempfile::TempDir;
 
 use crate::dumped::{soon, streamer_of};
-use crate::streamer::{children, program};
+use crate::streamer::program;
 
-/// One with a socket and a process group of its own; killed when dropped, with its worker.
+/// One with a socket and a process group of its own. It is killed when dropped; its streamers run on.
 #[derive(Debug)]
 pub struct Daemon {
     folder: TempDir,
@@ -28,17 +26,20 @@ impl Daemon {
     #[must_use]
     pub fn start() -> Self {
         let folder = tempfile::tempdir().unwrap();
-        let mut command = Command::new(program().unwrap());
-        command
-            .arg("serve")
-            .arg("--socket")
-            .arg(folder.path().join("socket"))
-            .arg("-v4")
-            .stdin(Stdio::null())
-            .process_group(0);
-        let daemon = Self { child: command.spawn().unwrap(), folder };
+        let daemon = Self { child: spawn(&folder), folder };
         assert!(soon(|| daemon.answers().is_some()), "rewake serve does not answer");
         daemon
+    }
+
+    /// Kills it, and starts another in its place.
+    ///
+    /// # Panics
+    /// That does not answer.
+    pub fn replace(&mut self) {
+        self.child.kill().unwrap();
+        self.child.wait().unwrap();
+        self.child = spawn(&self.folder);
+        assert!(soon(|| self.answers().is_some()), "rewake serve does not answer");
     }
 
     /// Its control socket.
@@ -81,19 +82,10 @@ impl Daemon {
         self.child.try_wait().unwrap().is_some()
     }
 
-    /// Its supervisor's number.
+    /// Its number.
     #[must_use]
     pub fn pid(&self) -> u32 {
         self.child.id()
-    }
-
-    /// Its worker's.
-    ///
-    /// # Panics
-    /// It says nothing.
-    #[must_use]
-    pub fn worker(&self) -> u32 {
-        u32::try_from(self.status()["daemon"]["worker_pid"].as_u64().unwrap()).unwrap()
     }
 
     /// The supervisor and the workers of the one streamer that it has.
@@ -102,18 +94,20 @@ impl Daemon {
     /// There is none.
     #[must_use]
     pub fn streamer(&self) -> (u32, Vec<u32>) {
-        streamer_of(self.worker())
+        streamer_of(self.pid())
     }
+}
+
+fn spawn(folder: &TempDir) -> Child {
+    let mut command = Command::new(program().unwrap());
+    command.arg("serve").arg("--socket").arg(folder.path().join("socket")).arg("-v4");
+    command.stdin(Stdio::null()).process_group(0).spawn().unwrap()
 }
 
 impl Drop for Daemon {
     fn drop(&mut self) {
-        let workers = children(self.child.id());
         // Ended by a test, maybe.
         let _ = self.child.kill();
         let _ = self.child.wait();
-        for worker in workers {
-            let _ = kill(Pid::from_raw(worker.cast_signed()), Signal::SIGKILL);
-        }
     }
 }

@@ -293,7 +293,7 @@ impl Restoring {
 pub fn streamer_of(parent: u32) -> (u32, Vec<u32>) {
     let is_one = |pid: &u32| {
         let line = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
-        String::from_utf8_lossy(&line).contains("stream-gpu") && !children(*pid).is_empty()
+        String::from_utf8_lossy(&line).contains("streamer") && !children(*pid).is_empty()
     };
     let one = |_| children(parent).into_iter().find(is_one);
     let supervisor = (0..LOOKS).filter(|_| nap()).find_map(one).expect("there is a streamer");
@@ -336,7 +336,7 @@ pub fn is_paused(pid: u32) -> bool {
 /// The folder is not there.
 #[must_use]
 pub fn gate_files(pid: u32) -> Vec<PathBuf> {
-    let files = std::fs::read_dir("/run/rewake-gated").unwrap().map(|file| file.unwrap().path());
+    let files = std::fs::read_dir("/run/rewake/dump-blocks").unwrap().map(|file| file.unwrap().path());
     let of_it = format!("{pid}-");
     files.filter(|path| path.file_name().unwrap().to_str().unwrap().starts_with(&of_it)).collect()
 }

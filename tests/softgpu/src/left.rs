@@ -10,7 +10,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
 /// The process that the plugin leaves to look after a dump or a restore.
-pub const GUARD: &str = "rewake-guard";
+pub const GUARD: &str = "rewake-watch";
 /// What CRIU's processes are called, by its version.
 const CRIUS: [&str; 2] = ["criu", "criu-4.1"];
 /// Looks at something that happens soon, and time between them: a minute.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! `rewake stream-gpu`, which loads memory of GPUs behind restored processes, and `rewake lazy-pages`, which does memory of CPUs.
+//! `rewake streamer`, which loads memory of GPUs behind restored processes, and `rewake lazy-pages`, which does memory of CPUs.
 
 use std::fs::File;
 use std::io::Read as _;
@@ -41,8 +41,8 @@ impl Streamer {
 
     fn of_gpus(work: &Path, options: &[&str]) -> anyhow::Result<Self> {
         let mut command = Command::new(program()?);
-        command.arg("stream-gpu").arg("-W").arg(work).args(options).args(["-v4", "--status-fd", "1"]);
-        Self::listens(command, work.join("stream-gpu.log"))
+        command.arg("streamer").arg("-W").arg(work).args(options).args(["-v4", "--status-fd", "1"]);
+        Self::listens(command, work.join("streamer.log"))
     }
 
     /// Starts the one for CPUs, for a restore of these images that has `--lazy-pages`; it listens when this returns.
@@ -61,9 +61,9 @@ impl Streamer {
     /// As [`Streamer::start`].
     pub fn of_both(images: &Path) -> anyhow::Result<Self> {
         let mut command = Command::new(program()?);
-        command.arg("stream-gpu").arg("-D").arg(images).arg("-W").arg(images);
+        command.arg("streamer").arg("-D").arg(images).arg("-W").arg(images);
         command.args(["-v4", "--status-fd", "1"]);
-        Self::listens(command, images.join("stream-gpu.log"))
+        Self::listens(command, images.join("streamer.log"))
     }
 
     fn listens(mut command: Command, log: PathBuf) -> anyhow::Result<Self> {

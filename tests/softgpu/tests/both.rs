@@ -23,7 +23,7 @@ use softgpu_tests::{Held, Machine, REAL_GPUS, Streamer, Toucher, gpus_retry_faul
 const SLACK: u64 = 256 << 10;
 
 /// What the plugin says where everything must be there.
-const RETRIES: &str = "its GPUs reach all of its memory";
+const RETRIES: &str = "its GPUs can access all of its memory";
 
 /// Restores it; how many pages of CPUs were waited for before anything ran.
 fn comes_back(criu: &Criu) -> u64 {
@@ -226,7 +226,8 @@ fn asked(pid: u32, signal: Signal) {
 }
 
 /// What the plugin says when its page server has gone: nothing has run, and CRIU fails.
-const PLUGIN_KILLS: &str = "cannot go on, all restored tasks are killed: the other end has closed the socket";
+const PLUGIN_KILLS: &str =
+    "cannot be started, all restored tasks are killed: the other end has closed the socket";
 /// What the supervisor says when its worker has gone, which had taken over: the plugin has nothing more to do.
 const SUPERVISOR_KILLS: &str = "killed 1 restored processes whose GPUs were not resumed yet";
 

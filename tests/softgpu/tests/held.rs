@@ -8,8 +8,8 @@ use std::thread;
 use gpu_app::gpu::Gpus;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use rewake_amdgpu_uapi::abi::memory::Mapping;
-use rewake_amdgpu_uapi::abi::{IOC_EXPORT_DMABUF, IOC_MAP_MEMORY_TO_GPU, KFD_IOCTL_SVM_ATTR_ACCESS};
-use rewake_amdgpu_uapi::call_filter::{ACCESS, CREATE_PROCESS, CREATE_QUEUE, EXPORT, MAP, UPDATE_QUEUE};
+use rewake_amdgpu_uapi::abi::{IOC_EXPORT_DMABUF, KFD_IOCTL_SVM_ATTR_ACCESS};
+use rewake_amdgpu_uapi::call_filter::{ACCESS, CREATE_PROCESS, CROSS_COPY, EXPORT};
 use rewake_amdgpu_uapi::render::Render;
 use rewake_amdgpu_uapi::{Buffer, Kfd, QueueSpec, SdmaQueue, Spec, Userptr, call_filter, svm};
 use rewake_skip::skip;
@@ -18,6 +18,10 @@ use softgpu_tests::isolated;
 use softgpu_tests::sys::{descriptor_of, misuse_at, protect};
 
 const PAGE: u64 = 4096;
+/// CREATE_PROCESS, `_IO('K', 0x27)`.
+const NEW_PROCESS: u32 = 0x4b27;
+/// CROSS_MEMORY_COPY of ROCm's own driver, `_IO('K', 0x83)`.
+const CROSS_MEMORY_COPY: u32 = 0x4b83;
 const PAGES: u64 = 5;
 
 /// Calls it with memory that is missing, and brings each page when it is waited for.
@@ -133,34 +137,42 @@ fn calls_of_a_marked_process_are_kept_away() {
         let gpu = [device.gpu_id()];
         buffer.unmap(&gpu).unwrap();
         let mut calls = || {
-            let results = [buffer.map(&gpu), queue().map(drop), before.update(100, 7)];
-            let errnos = results.map(|result| result.err().map_or(0, |error| error.errno().unwrap()));
-            [export(&buffer), errnos[0], errnos[1], errnos[2]]
+            let others = [buffer.map(&gpu), queue().map(drop), before.update(100, 7)];
+            assert!(others.iter().all(Result::is_ok), "calls that no rule names: {others:?}");
+            let misused = [NEW_PROCESS, CROSS_MEMORY_COPY].map(|call| misuse_at(kfd, call, 0));
+            [export(&buffer), misused[0], misused[1]]
         };
-        assert_eq!(calls(), [0; 4]);
+        let plain = calls();
+        assert!(plain[0] == 0 && !plain.contains(&libc::EAGAIN), "{plain:?}");
         // Not those of another open file: of the process.
         let other = Kfd::open().unwrap();
-        let again = libc::EAGAIN;
+        let blocked = |calls: &[usize]| {
+            let mut expected = plain;
+            calls.iter().for_each(|call| expected[*call] = libc::EAGAIN);
+            expected
+        };
         let all = [
-            (gpu[0], EXPORT, [again, 0, 0, 0]),
-            // A new queue's memory is mapped.
-            (gpu[0], MAP, [0, again, again, 0]),
-            (0, CREATE_QUEUE, [0, 0, again, 0]),
-            (0, UPDATE_QUEUE, [0, 0, 0, again]),
+            (gpu[0], EXPORT, blocked(&[0])),
+            (0, CREATE_PROCESS, blocked(&[1])),
+            (0, CROSS_COPY, blocked(&[2])),
+            (0, CREATE_PROCESS | CROSS_COPY, blocked(&[1, 2])),
+            // A class counts in its own part only.
+            (0, EXPORT, plain),
+            (gpu[0], CREATE_PROCESS | CROSS_COPY, plain),
         ];
-        for (part, kind, expected) in all {
-            marks.block(other.as_fd(), part, kind).unwrap();
+        for (part, classes, expected) in all {
+            marks.block(other.as_fd(), part, classes).unwrap();
             for _ in 0..3 {
                 assert_eq!(calls(), expected);
             }
             marks.unblock(kfd, part).unwrap();
-            assert_eq!(calls(), [0; 4]);
+            assert_eq!(calls(), plain);
         }
-        marks.block(kfd, gpu[0], EXPORT | MAP).unwrap();
-        marks.block(kfd, 0, CREATE_QUEUE | UPDATE_QUEUE).unwrap();
-        assert_eq!(calls(), [again; 4]);
-        marks.block(kfd, gpu[0], MAP).unwrap();
-        assert_eq!(calls(), [0, again, again, again]);
+        marks.block(kfd, gpu[0], EXPORT).unwrap();
+        marks.block(kfd, 0, CREATE_PROCESS | CROSS_COPY).unwrap();
+        assert_eq!(calls(), blocked(&[0, 1, 2]));
+        marks.block(kfd, 0, CROSS_COPY).unwrap();
+        assert_eq!(calls(), blocked(&[0, 2]));
     });
 }
 
@@ -192,7 +204,7 @@ fn no_access_is_given_to_mappings_of_a_marked_file() {
         assert_eq!(protect(buffer.cpu(), all), 0);
         // Other kinds are of other calls.
         assert_eq!(protect(buffer.cpu(), none), 0);
-        marks.block(device.render().as_fd(), 0, EXPORT | MAP).unwrap();
+        marks.block(device.render().as_fd(), 0, EXPORT | CROSS_COPY).unwrap();
         assert_eq!(protect(buffer.cpu(), all), 0);
     });
 }
@@ -201,8 +213,7 @@ fn no_access_is_given_to_mappings_of_a_marked_file() {
 fn a_marked_process_stays_the_one_that_is_marked() {
     isolated("a_marked_process_stays_the_one_that_is_marked", 1, |_| {
         let kfd = Kfd::open().unwrap();
-        // CREATE_PROCESS, `_IO('K', 0x27)`; without an argument.
-        let replace = || misuse_at(kfd.as_fd(), 0x4b27, 0);
+        let replace = || misuse_at(kfd.as_fd(), NEW_PROCESS, 0);
         let plain = replace();
         assert_ne!(plain, libc::EAGAIN);
         let (_hold, marks) = call_filter::attach().unwrap();
@@ -265,12 +276,10 @@ fn an_argument_that_cannot_be_read_is_the_driver_s_to_refuse() {
         let (_hold, marks) = call_filter::attach().unwrap();
         // 0: what a part that was not read might be taken for.
         for part in [0, gpus.device(0).gpu_id()] {
-            marks.block(kfd, part, EXPORT | MAP).unwrap();
+            marks.block(kfd, part, EXPORT).unwrap();
         }
-        for call in [IOC_EXPORT_DMABUF, IOC_MAP_MEMORY_TO_GPU] {
-            assert_eq!(misuse_at(kfd, call, 0), libc::EFAULT);
-            assert_eq!(misuse_at(kfd, call, u64::MAX - 7), libc::EFAULT);
-        }
+        assert_eq!(misuse_at(kfd, IOC_EXPORT_DMABUF, 0), libc::EFAULT);
+        assert_eq!(misuse_at(kfd, IOC_EXPORT_DMABUF, u64::MAX - 7), libc::EFAULT);
     });
 }
 
@@ -299,13 +308,13 @@ fn there_are_so_many_marks_and_no_more() {
         let gpus = Gpus::open(1).unwrap();
         let kfd = gpus.device(0).kfd().as_fd();
         let (_hold, marks) = call_filter::attach().unwrap();
-        let full = |part| matches!(marks.block(kfd, part, MAP), Err(rewake_ioctl_filter::Error::Full));
+        let full = |part| matches!(marks.block(kfd, part, CROSS_COPY), Err(rewake_ioctl_filter::Error::Full));
         for part in 0..rewake_ioctl_filter::MAX_BLOCKS {
             marks.block(kfd, part, EXPORT).unwrap();
         }
         assert!(full(rewake_ioctl_filter::MAX_BLOCKS));
         // One that is there may change.
-        marks.block(kfd, 7, MAP).unwrap();
+        marks.block(kfd, 7, CROSS_COPY).unwrap();
         marks.unblock(kfd, 7).unwrap();
         assert!(!full(rewake_ioctl_filter::MAX_BLOCKS));
     });

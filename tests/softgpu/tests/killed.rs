@@ -27,7 +27,7 @@ fn a_streamer_that_dies_takes_what_stands_still_with_it() {
         assert!(!streamer.end().unwrap().success());
         wait_for_the_end_of(dumped.server.pid).unwrap();
         assert!(
-            streamer.said().contains("the worker died while it loaded memory of GPUs"),
+            streamer.said().contains("the worker died while it loaded GPU memory"),
             "{}",
             streamer.said()
         );

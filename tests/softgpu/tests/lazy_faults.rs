@@ -21,7 +21,7 @@ use softgpu_tests::tried::{CRIU, ERRNOS, every, says_why, tail, tried};
 use softgpu_tests::{Faults, Judge, REAL_GPUS, Streamer, isolated, left, script};
 
 /// What the plugin says when a page server has answered it.
-const MET: &str = "a page server takes what may come later";
+const MET: &str = "a streamer loads memory in the background";
 /// What its guard says when it has done what it is for.
 const KILLED: &str = "the restored tasks are killed";
 /// The calls that fail, but with `PLUGIN_EVERY_FAULT`: a task's state is made, what comes first is loaded, gates are shut, queues start.
@@ -187,7 +187,7 @@ impl Stage {
 
 /// Who is not to be dumped because its gate is shut, of this number.
 fn marked(pid: u32) -> Vec<String> {
-    let files = fs::read_dir("/run/rewake-gated").unwrap();
+    let files = fs::read_dir("/run/rewake/dump-blocks").unwrap();
     let names = files.map(|file| file.unwrap().file_name().to_string_lossy().into_owned());
     names.filter(|name| name.starts_with(&format!("{pid}-"))).collect()
 }

@@ -62,9 +62,9 @@ fn there_and_back(shape: &Shape, way: Way) {
 
 /// Nobody had started a page server: why the process ran late, and what to do, is said once however many tasks there are.
 fn says_that_all_came_first(log: &str) {
-    let said: Vec<&str> = log.lines().filter(|line| line.contains("no page server")).collect();
+    let said: Vec<&str> = log.lines().filter(|line| line.contains("no streamer listens")).collect();
     let [said] = said[..] else { panic!("{said:#?}") };
-    let words = ["Warn  (amdgpu_plugin): ", "rewake-gpu.socket", "`rewake restore`", "`rewake stream-gpu`"];
+    let words = ["Warn  (amdgpu_plugin): ", "rewake-gpu.socket", "`rewake restore`", "`rewake lazy-pages`"];
     assert!(words.into_iter().all(|word| said.contains(word)), "{said}");
 }
 

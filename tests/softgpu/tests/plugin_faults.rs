@@ -205,7 +205,11 @@ fn criu_killed_in_a_dump_leaves_all_running() {
                 assert_eq!(status.signal(), Some(libc::SIGKILL), "{call:?}");
                 stage.goes_on(&format!("{fault:?} {call:?}"));
                 let log = stage.criu.log("dump");
-                assert!(log.contains("the queues of a process go on"), "{fault:?} {call:?}: {}", tail(&log));
+                assert!(
+                    log.contains("the queues of a process are resumed"),
+                    "{fault:?} {call:?}: {}",
+                    tail(&log)
+                );
                 // The guard cannot know whether CRIU died just before it had paused, or just after it had undone it; the kernel
                 // does, and says EINVAL.
                 let edge = [(PAUSE, Fault::KillBefore), (GO_ON, Fault::KillAfter)];

@@ -51,7 +51,7 @@ fn a_process_runs_before_its_memory_is_there_and_its_gpus_when_it_is() {
         let dumped = need!(Dumped::of(&unreached(), Version::V4_2));
         let (mut streamer, held) = dumped.comes_back_paused();
         let said = dumped.criu.log("restore");
-        assert!(said.contains("buffers come later"), "{said}");
+        assert!(said.contains("buffers are loaded in the background"), "{said}");
         drop(held);
         assert!(streamer.end().unwrap().success(), "{}", streamer.said());
         let timeline = fs::read_to_string(dumped.criu.images().join("rewake-timeline.json")).unwrap();

@@ -119,7 +119,7 @@ fn who_asks_while_it_loads_is_told_and_what_there_was_to_see_is_left() {
 
         assert!(streamer.end().unwrap().success(), "{}", streamer.said());
         let (said, done) = dumped.status(&[]);
-        assert!(!done && said.contains("no memory of GPUs is loaded"), "{said}");
+        assert!(!done && said.contains("no streamer serves a restore"), "{said}");
         is_whole(&dumped.timeline(), bytes);
         let page = fs::read_to_string(dumped.criu.images().join("rewake-timeline.html")).unwrap();
         assert!(page.contains("<polyline class=\"memory") && page.ends_with("</html>\n"), "{page}");
@@ -162,7 +162,7 @@ fn one_command_shows_it_all() {
         let course = [
             "0 of 2 gates open",
             "memory behind running processes, since",
-            "all memory is there",
+            "all memory is resident",
             "its GPUs run, the last of 2",
             "there after",
         ];

@@ -177,7 +177,7 @@ fn what_was_touched_in_a_recorded_restore_comes_first_in_later_ones() {
         assert!(streamer.end().unwrap().success(), "{}", streamer.said());
         assert!(streamer.said().contains("recorded 1 buffers that CPUs touched"), "{}", streamer.said());
         dumped.ends();
-        let record = dumped.criu.images().join("rewake-order.json");
+        let record = dumped.criu.images().join("rewake-working-set.json");
         let recorded: serde_json::Value =
             serde_json::from_str(&fs::read_to_string(&record).unwrap()).unwrap();
         assert_eq!(recorded["touched"][0]["buffer"], before[3], "{recorded}");
@@ -261,10 +261,7 @@ fn a_mapping_whose_buffer_had_been_freed_is_there_to_be_unmapped() {
         let dumped = need!(dumped_after("free 1"));
         let looks = || {
             assert!(
-                dumped
-                    .criu
-                    .log("restore")
-                    .contains("the image has no buffer there, as one that had been freed")
+                dumped.criu.log("restore").contains("the image has no buffer for it, because it was freed")
             );
             dumped.toucher.asked("check 0").unwrap();
             // By the kernel: the program itself gets SIGBUS.
@@ -294,7 +291,7 @@ fn a_mapping_that_lost_its_buffer_after_the_dump_is_no_freed_one() {
         shared.freed_mappings[0].mappings.clear();
         fs::write(&path, shared.to_bytes()).unwrap();
         let error = dumped.criu.restore().unwrap_err().to_string();
-        assert!(error.contains("there was one when it was dumped"), "{error}");
+        assert!(error.contains("it had one at the dump"), "{error}");
         wait_for_the_end_of(dumped.toucher.pid()).unwrap();
         // Other plugins tell nothing.
         fs::remove_file(&path).unwrap();

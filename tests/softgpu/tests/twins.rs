@@ -57,7 +57,10 @@ fn what_was_found_in_another_dump_is_not_believed() {
         assert!(!twins.exists(), "the plugin has left what was found in other pages");
         fs::write(&twins, text).unwrap();
         let said = comes_back(&pair, &criu);
-        assert!(said.contains("rewake-twins.json is not used") && said.contains("of another dump"), "{said}");
+        assert!(
+            said.contains("rewake-duplicates.json is not used") && said.contains("of another dump"),
+            "{said}"
+        );
         assert!(!said.contains("for other buffers"), "{said}");
         pair.ends();
     });

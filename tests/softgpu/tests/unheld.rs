@@ -15,8 +15,7 @@ use softgpu_tests::streamer::told;
 use softgpu_tests::{Held, Judge, Machine, Pair, REAL_GPUS, Streamer, Toucher, isolated};
 
 /// What the streamer says of it.
-const SAID: &str =
-    "memory of CPUs of processes with GPUs comes before they run, their gates are opened together";
+const SAID: &str = "BPF LSM is not available: GPU processes start when all their CPU memory is resident";
 /// Long enough for a gate to be opened that must not be.
 const A_WHILE: Duration = Duration::from_millis(500);
 
@@ -97,7 +96,7 @@ fn by_one_command_memory_of_cpus_is_not_lazy() {
         assert_eq!(dumped.criu.pages_waited_for(), 0);
         drop(held);
         let (well, said) = restoring.end();
-        assert!(well && said.contains("all memory of CPUs comes before the processes run"), "{said}");
+        assert!(well && said.contains("all CPU memory is loaded before the processes run"), "{said}");
         dumped.server.ends_well();
     });
 }

@@ -4,9 +4,27 @@
 use super::{Document, Finding};
 
 /// Files and folders whose text was rewritten.
-const REWRITTEN: [&str; 18] = [
+const REWRITTEN: [&str; 36] = [
     "README.md",
+    "docs/containers.md",
+    "docs/decisions/0010-placeholders.md",
+    "docs/decisions/0011-registered-memory.md",
+    "docs/decisions/0013-a-streamer-for-each-restore.md",
+    "docs/decisions/0014-the-same-bytes-once.md",
+    "docs/doctor.md",
+    "docs/gpu-mapping.md",
+    "docs/inspect.md",
+    "docs/performance.md",
     "docs/proved.md",
+    "docs/setup.md",
+    "docs/vm.md",
+    "page-server/src/criu_args.rs",
+    "page-server/src/doctor/",
+    "page-server/src/inspect/",
+    "page-server/src/logging.rs",
+    "page-server/src/sparse.rs",
+    "plugin/",
+    "proto/",
     "crates/amdgpu-uapi/src/",
     "crates/bo-contents/",
     "crates/criu-images/src/",
@@ -24,8 +42,6 @@ const REWRITTEN: [&str; 18] = [
     "crates/streamer/src/supervise/",
     "crates/uffd/",
 ];
-/// Generated from `proto/`, which was not rewritten yet.
-const GENERATED: &str = "/generated/";
 
 /// Words, and what to write in their place.
 const WORDS: [(&str, &str); 9] = [
@@ -42,7 +58,7 @@ const WORDS: [(&str, &str); 9] = [
 
 pub(super) fn check(document: &Document) -> Vec<Finding> {
     let path = &document.path;
-    if path.contains(GENERATED) || !REWRITTEN.iter().any(|rewritten| path.starts_with(rewritten)) {
+    if !REWRITTEN.iter().any(|rewritten| path.starts_with(rewritten)) {
         return Vec::new();
     }
     let lines = document.text.lines().enumerate();
@@ -76,7 +92,6 @@ mod tests {
     fn a_replaced_word_is_found_in_a_rewritten_file_only() {
         let text = "//! Whoever waits.\nfn untold() {}\n// It goes on.\n";
         assert_eq!(found("crates/pager/src/plan.rs", text), [1, 3]);
-        assert_eq!(found("plugin/src/lib.rs", text), [0; 0]);
-        assert_eq!(found("crates/pager/src/generated/a.rs", text), [0; 0]);
+        assert_eq!(found("bench/src/lib.rs", text), [0; 0]);
     }
 }

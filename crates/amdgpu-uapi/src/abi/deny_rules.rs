@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Rules for calls that must not happen while their memory is missing: they export a buffer, map it further,
-//! or run queues.
+//! Rules for calls that must not happen while their memory is missing: they make it accessible to another
+//! process or to CPUs, or would remove such a rule.
 //!
 //! A part is compared with the argument. The driver uses that id to find the GPU among those of the process,
 //! as the process names them. Only EXPORT_DMABUF uses the machine's ids (`kfd_device_by_id`). So on GPUs with
@@ -15,22 +15,15 @@ use super::wait_rules::{byte, number};
 
 /// Makes a buffer available to another process. The part is the GPU of the buffer.
 pub const EXPORT: CallClass = CallClass::one(0);
-/// Maps a buffer to GPUs. The part is the GPU of the buffer, not the GPUs that it is mapped to.
-pub const MAP: CallClass = CallClass::one(1);
-/// Creates a queue. Part 0: the whole process.
-pub const CREATE_QUEUE: CallClass = CallClass::one(2);
-/// Changes a queue's ring or share of time. Part 0: the whole process.
-pub const UPDATE_QUEUE: CallClass = CallClass::one(3);
 /// Replaces the record of an open file (Linux 7.2). Entries would not cover the new record, and the old one
 /// could not be unblocked through that file. Part 0: the whole process. A caller that blocks any part of a
 /// process also blocks this until all are unblocked.
-pub const CREATE_PROCESS: CallClass = CallClass::one(4);
-
+pub const CREATE_PROCESS: CallClass = CallClass::one(1);
 /// Copies memory of another process, named by pid, with GPUs. Part 0: the whole calling process.
-pub const CROSS_COPY: CallClass = CallClass::one(5);
+pub const CROSS_COPY: CallClass = CallClass::one(2);
 /// Gives a CPU access to memory on a GPU, by mprotect(2) of an inaccessible mapping. Part 0, of an open file
 /// of a render node.
-pub const ACCESS: CallClass = CallClass::one(6);
+pub const ACCESS: CallClass = CallClass::one(3);
 
 /// `AMDKFD_IOC_CREATE_PROCESS`; Linux 6.12 has no ioctl of that number.
 const ANOTHER_PROCESS: u8 = 0x27;
@@ -42,19 +35,15 @@ const IPC_EXPORT_GPU: u8 = 24;
 /// CROSS_MEMORY_COPY, of the same driver.
 const CROSS_MEMORY_COPY: u8 = 0x83;
 
-/// Returns rules for EXPORT_DMABUF, IPC_EXPORT_HANDLE, MAP_MEMORY_TO_GPU, CREATE_QUEUE, UPDATE_QUEUE,
-/// CREATE_PROCESS and CROSS_MEMORY_COPY. `kfd` is the `st_rdev` of `/dev/kfd`.
+/// Returns rules for EXPORT_DMABUF, IPC_EXPORT_HANDLE, CREATE_PROCESS and CROSS_MEMORY_COPY. `kfd` is the
+/// `st_rdev` of `/dev/kfd`.
 #[must_use]
-pub fn calls(kfd: libc::dev_t) -> [DenyRule; 7] {
+pub fn calls(kfd: libc::dev_t) -> [DenyRule; 4] {
     let call = |number, part, class| DenyRule { devices: vec![kfd], number, part, class };
     let export = const { gpu_of(offset_of!(kfd_ioctl_export_dmabuf_args, handle)) };
-    let map = const { gpu_of(offset_of!(kfd_ioctl_map_memory_to_gpu_args, handle)) };
     [
         call(number(IOC_EXPORT_DMABUF), Some(export), EXPORT),
         call(IPC_EXPORT, Some(IPC_EXPORT_GPU), EXPORT),
-        call(number(IOC_MAP_MEMORY_TO_GPU), Some(map), MAP),
-        call(number(IOC_CREATE_QUEUE), None, CREATE_QUEUE),
-        call(number(IOC_UPDATE_QUEUE), None, UPDATE_QUEUE),
         call(ANOTHER_PROCESS, None, CREATE_PROCESS),
         call(CROSS_MEMORY_COPY, None, CROSS_COPY),
     ]
@@ -73,8 +62,6 @@ mod tests {
     #[test]
     fn fields_are_at_the_kernels_offsets() {
         let rules = calls(7).map(|call| (call.number, call.part));
-        let whole = [(0x02, None), (0x07, None), (0x27, None), (0x83, None)];
-        assert_eq!(rules[..3], [(0x24, Some(4)), (0x81, Some(24)), (0x18, Some(4))]);
-        assert_eq!(rules[3..], whole);
+        assert_eq!(rules, [(0x24, Some(4)), (0x81, Some(24)), (0x27, None), (0x83, None)]);
     }
 }

@@ -19,7 +19,6 @@ pub mod drm;
 pub mod generated;
 mod layout;
 pub mod memory;
-pub mod share;
 pub mod udmabuf;
 pub mod wait_rules;
 

@@ -27,7 +27,7 @@ pub struct KfdImage {
     #[prost(bytes = "vec", optional, tag = "10")]
     pub private_data: ::core::option::Option<::prost::alloc::vec::Vec<u8>>,
 }
-/// One node of the topology at the dump, as in /sys/class/kfd/kfd/topology/nodes; a CPU has gpu_id 0.
+/// One node of the dumped machine's topology, as in /sys/class/kfd/kfd/topology/nodes; a CPU has gpu_id 0.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Node {
     #[prost(uint32, optional, tag = "1")]
@@ -167,7 +167,7 @@ pub struct DmabufImage {
     #[prost(uint32, optional, tag = "1")]
     pub handle: ::core::option::Option<u32>,
 }
-/// Where a buffer is in the render node's address space.
+/// A mapping of a buffer in the render node's address space.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Mapping {
     #[prost(uint64, optional, tag = "1")]

@@ -41,7 +41,7 @@ pub struct CoreEntry {
     #[prost(message, optional, tag = "3")]
     pub tc: ::core::option::Option<TaskCoreEntry>,
 }
-/// The part of a core record that is about the whole task.
+/// The part of a core record that describes the whole task.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct TaskCoreEntry {
     #[prost(uint32, optional, tag = "1")]
@@ -79,7 +79,7 @@ pub struct VmaEntry {
     #[prost(uint64, optional, tag = "9")]
     pub madv: ::core::option::Option<u64>,
 }
-/// files.img, one record a file; what else CRIU knows of it is in fields that are not listed.
+/// files.img, one record a file; CRIU has more fields that are not listed.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct FileEntry {
     #[prost(uint32, optional, tag = "2")]
@@ -87,7 +87,7 @@ pub struct FileEntry {
     #[prost(message, optional, tag = "3")]
     pub reg: ::core::option::Option<RegFileEntry>,
 }
-/// A file that was opened by a path, devices among them. Paths are bytes: they need not be UTF-8.
+/// A file that was opened by a path; devices are such files, too. Paths are bytes: they need not be UTF-8.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct RegFileEntry {
     #[prost(bytes = "vec", optional, tag = "6")]

@@ -7,9 +7,8 @@
 
 mod request;
 mod ring;
-mod shared_readers;
 #[cfg(test)]
-mod testing;
+pub(crate) mod testing;
 
 use std::fs::File;
 use std::io;
@@ -21,8 +20,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 pub use request::{Direction, Finished, Request, TransferError};
 pub use ring::FileRing;
 
-use crate::PAGE;
 use crate::page_cache::{Cachestat, cachestat, pages};
+use crate::{PAGE, shared_readers};
 
 /// Memory that files are read into and written from.
 ///

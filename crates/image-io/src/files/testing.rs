@@ -8,7 +8,7 @@ use super::Memory;
 
 /// Pages of this process.
 #[derive(Debug)]
-pub(super) struct Pages(memmap2::MmapRaw);
+pub(crate) struct Pages(memmap2::MmapRaw);
 
 // SAFETY: the pages are mapped until the value is dropped, and never borrowed.
 unsafe impl Memory for Arc<Pages> {
@@ -26,16 +26,16 @@ unsafe impl Memory for Arc<Pages> {
 }
 
 impl Pages {
-    pub(super) fn new(bytes: usize) -> Arc<Self> {
+    pub(crate) fn new(bytes: usize) -> Arc<Self> {
         Arc::new(Self(memmap2::MmapOptions::new().len(bytes).map_anon().unwrap().into()))
     }
 
-    pub(super) fn put(&self, at: usize, bytes: &[u8]) {
+    pub(crate) fn put(&self, at: usize, bytes: &[u8]) {
         // SAFETY: the range lies in the mapping, and no other thread runs.
         unsafe { self.0.as_mut_ptr().add(at).copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
     }
 
-    pub(super) fn get(&self, at: usize, bytes: usize) -> Vec<u8> {
+    pub(crate) fn get(&self, at: usize, bytes: usize) -> Vec<u8> {
         // SAFETY: as above.
         unsafe { std::slice::from_raw_parts(self.0.as_ptr().add(at), bytes) }.to_vec()
     }
@@ -43,7 +43,7 @@ impl Pages {
 
 /// Memory that disks must not write to, as that of a GPU.
 #[derive(Debug)]
-pub(super) struct Foreign(pub(super) Arc<Pages>);
+pub(crate) struct Foreign(pub(super) Arc<Pages>);
 
 // SAFETY: as for `Pages`.
 unsafe impl Memory for Foreign {

@@ -51,18 +51,18 @@ pub mod to_plugin {
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Hello {
-    /// Both must have the same.
+    /// The version of the protocol; both ends must have the same.
     #[prost(uint32, tag = "1")]
     pub version: u32,
-    /// The server's: it brings memory of CPUs, too, and until all is there the kernel holds calls that register some. So only what is
-    /// registered by now must be there before the processes run.
+    /// From the streamer: it also loads CPU memory, and calls that register memory are held until all memory is resident. So only
+    /// memory that is registered already must be resident before the processes run.
     #[prost(bool, tag = "2")]
     pub holds: bool,
 }
 /// The image directory, as a descriptor.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Image {}
-/// A process that computes. Its file of the compute driver comes along, and its own open files of the GPUs' render nodes, in their order.
+/// A process that computes, with its open /dev/kfd and its open files of the GPUs' render nodes, in their order.
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct Process {
     /// N of amdgpu-kfd-N.img.
@@ -71,28 +71,27 @@ pub struct Process {
     #[prost(message, repeated, tag = "2")]
     pub gpus: ::prost::alloc::vec::Vec<Gpu>,
 }
-/// A GPU of the image, and where it is now.
+/// A GPU of the image, and the GPU of this machine that is assigned to it.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Gpu {
-    /// Its name in the image.
+    /// Its id in the image.
     #[prost(uint32, tag = "1")]
     pub gpu_id: u32,
     /// N of /dev/dri/renderDN.
     #[prost(uint32, tag = "2")]
     pub minor: u32,
 }
-/// Buffers of the process that was named last.
+/// Buffers of the last process.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Buffers {
-    /// Their numbers in the image; a dma-buf comes for each.
+    /// Their numbers in the image; the message has a dma-buf for each.
     #[prost(uint32, repeated, tag = "1")]
     pub numbers: ::prost::alloc::vec::Vec<u32>,
 }
-/// What stands for device memory in the process that was named last until it is there. Its userfaultfd, which watches nothing
-/// yet, comes along.
+/// The placeholders of the last process: their file, and the process's userfaultfd, with which no range is registered yet.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Placeholders {}
-/// Placeholders of the process that was named last.
+/// Mappings of the last process that are placeholders.
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct Mappings {
     #[prost(message, repeated, tag = "1")]
@@ -100,27 +99,27 @@ pub struct Mappings {
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Mapping {
-    /// Where it is in the process, and how many bytes.
+    /// Its address in the process, and its length in bytes.
     #[prost(uint64, tag = "1")]
     pub address: u64,
     #[prost(uint64, tag = "2")]
     pub length: u64,
-    /// Where it begins in the placeholders' file.
+    /// Its start in the placeholders' file.
     #[prost(uint64, tag = "3")]
     pub offset: u64,
     /// The buffer's number in the image.
     #[prost(uint32, tag = "4")]
     pub buffer: u32,
-    /// Where it begins on the render node, which it takes the place of.
+    /// The mmap offset on the render node of the mapping that it replaces.
     #[prost(uint64, tag = "5")]
     pub device_offset: u64,
-    /// Where it begins in the buffer.
+    /// Its start in the buffer.
     #[prost(uint64, tag = "6")]
     pub within: u64,
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Ready {}
-/// A process stands before its gate. Its pidfd comes along.
+/// A process whose gate is closed, with its pidfd.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Started {
     /// N of amdgpu-kfd-N.img.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Maps resident buffers into this process, so that the CPU can read and write them.
+//! Maps resident buffers of a process into this process, so that the CPU can read and write them.
 
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
@@ -13,8 +13,8 @@ use rewake_amdgpu_uapi::render::Render;
 #[derive(Debug, Default)]
 pub(super) struct BarMappings {
     renders: BTreeMap<u32, Render>,
-    /// By the process's index among those loaded, and the buffer's number in the image.
-    mappings: BTreeMap<(usize, usize), Mapping>,
+    /// By the image's numbers of the buffers.
+    mappings: BTreeMap<usize, Mapping>,
 }
 
 impl BarMappings {
@@ -25,7 +25,7 @@ impl BarMappings {
     /// The driver refuses to import or map the buffer.
     pub(super) fn of(
         &mut self,
-        buffer: (usize, usize),
+        buffer: usize,
         minor: u32,
         dmabuf: BorrowedFd<'_>,
         bytes: u64,

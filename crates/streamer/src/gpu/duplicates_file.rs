@@ -10,7 +10,9 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, ensure};
-use rewake_bo_contents::{Candidates, DUPLICATES_FILE, DuplicateSets, PagesFile, folder};
+use rewake_bo_contents::{
+    Candidates, DUPLICATES_FILE, DuplicateSets, EARLIER_DUPLICATES_FILE, PagesFile, folder,
+};
 use rewake_criu_images::ImageDir;
 use rewake_criu_images::amdgpu::{GpuFile, KfdImage};
 use serde::{Deserialize, Serialize};
@@ -46,6 +48,7 @@ struct Twins {
 /// It cannot be removed.
 pub fn forget(images: &Path) -> anyhow::Result<()> {
     let folder = File::open(images).with_context(|| images.display().to_string())?;
+    folder::remove(folder.as_fd(), EARLIER_DUPLICATES_FILE)?;
     Ok(folder::remove(folder.as_fd(), DUPLICATES_FILE)?)
 }
 
@@ -125,8 +128,13 @@ fn write(images: BorrowedFd<'_>, mut sets: Vec<Vec<Twin>>) -> anyhow::Result<usi
 /// # Errors
 /// It cannot be read, is damaged, or was made for another dump.
 pub(crate) fn read(images: BorrowedFd<'_>) -> anyhow::Result<Vec<Vec<Twin>>> {
-    let Some(text) = sidecar_file::read(images, DUPLICATES_FILE, MOST_BYTES)? else { return Ok(Vec::new()) };
-    let Twins { version, inventory: of, sets } = serde_json::from_slice(&text).context("it is damaged")?;
+    let names = (DUPLICATES_FILE, EARLIER_DUPLICATES_FILE);
+    let parse = |text: &[u8]| parse(text, images);
+    Ok(sidecar_file::read_renamed(images, names, MOST_BYTES, parse)?.unwrap_or_default())
+}
+
+fn parse(text: &[u8], images: BorrowedFd<'_>) -> anyhow::Result<Vec<Vec<Twin>>> {
+    let Twins { version, inventory: of, sets } = serde_json::from_slice(text).context("it is damaged")?;
     ensure!(version == VERSION, "it is of version {version}, this program knows {VERSION}");
     ensure!(of == inventory(images)?, "it is of another dump");
     let count: usize = sets.iter().map(Vec::len).sum();
@@ -165,6 +173,17 @@ mod tests {
         assert_eq!(write(images.as_fd(), sets.clone()).unwrap(), 3);
         assert_eq!(read(images.as_fd()).unwrap(), sets);
         assert_eq!(folder.path().read_dir().unwrap().count(), 2, "nothing else is left there");
+    }
+
+    #[test]
+    fn a_file_of_an_earlier_release_is_read_and_removed_by_a_later_dump() {
+        let (folder, images) = images();
+        let earlier = folder.path().join("rewake-twins.json");
+        write(images.as_fd(), vec![vec![(3, 0), (3, 7)]]).unwrap();
+        std::fs::rename(folder.path().join(DUPLICATES_FILE), &earlier).unwrap();
+        assert_eq!(read(images.as_fd()).unwrap(), [[(3, 0), (3, 7)]]);
+        forget(folder.path()).unwrap();
+        assert!(!earlier.exists());
     }
 
     #[test]

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Receives what the plugin hands over: `proto/handover.proto`.
 
+use std::collections::BTreeMap;
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::path::Path;
 use std::sync::Arc;
@@ -22,7 +23,6 @@ use super::gate::Gate;
 use super::placeholder_range::Buffer;
 use super::placeholders::{Placeholders, ReceivedPlaceholders};
 use super::queue_monitor::QueueMonitor;
-use super::reachability::{self, GpuReach};
 use super::working_set::{self, Access, NAME};
 use crate::gpu::duplicates_file;
 use crate::ledger::Ledger;
@@ -58,8 +58,6 @@ struct GpuProcess {
     /// The dmabufs of the buffers to load, by the image's number of the buffer.
     dmabufs: Vec<Option<OwnedFd>>,
     placeholders: Option<ReceivedPlaceholders>,
-    /// The reach of each GPU that could be resumed alone; found when all is handed over.
-    reach: Vec<GpuReach>,
 }
 
 /// A restored process whose gate is closed.
@@ -127,8 +125,7 @@ impl Handoff {
                     placeholders.context("mappings came before their placeholders")?.add(told)?;
                 }
                 to_server::What::Ready(_) => {
-                    self.processes.iter_mut().for_each(GpuProcess::find_reach);
-                    let minors = (0..self.processes.len()).flat_map(|place| self.minors(place));
+                    let minors = self.processes.iter().flat_map(GpuProcess::minors);
                     let monitor = driver.and_then(|kfd| QueueMonitor::new(&kfd, minors));
                     match monitor {
                         Ok(monitor) => self.monitor = Some(monitor),
@@ -146,12 +143,12 @@ impl Handoff {
     }
 
     /// Waits until all processes are stopped with closed gates, and becomes responsible for them. Returns
-    /// them by their index among [`Handoff::processes`].
+    /// them in the order of [`Handoff::processes`].
     pub(super) fn go(
         &self,
         ledger: Ledger,
         marks: Option<&BlockList>,
-    ) -> anyhow::Result<Vec<(usize, StartedProcess<'_>)>> {
+    ) -> anyhow::Result<Vec<StartedProcess<'_>>> {
         let gated = self.all_started(ledger).inspect_err(|error| {
             let reason = format!("{error:#}");
             let _ = self.send_to_plugin(to_plugin::What::Refused(proto::Refused { reason }));
@@ -160,8 +157,8 @@ impl Handoff {
         if let Some(marks) = marks
             && let Err(error) = self.block_calls(marks, &mut gated)
         {
-            for (_, gated) in &mut gated {
-                (gated.gate.blocked_calls, gated.gate.reach) = (None, &[]);
+            for gated in &mut gated {
+                gated.gate.blocked_calls = None;
             }
             warn!(
                 "gates are opened together, and memory that is not there is kept from nobody who asks for it (mprotect, export): {error:#}"
@@ -175,49 +172,41 @@ impl Handoff {
         Ok(gated)
     }
 
-    /// Blocks calls while no process runs: none can export missing memory, or change what a GPU's reach is.
-    fn block_calls<'a>(
-        &'a self,
-        marks: &BlockList,
-        gated: &mut [(usize, StartedProcess<'a>)],
-    ) -> anyhow::Result<()> {
+    /// Blocks calls while no process runs: none can export missing memory.
+    fn block_calls<'a>(&'a self, marks: &BlockList, gated: &mut [StartedProcess<'a>]) -> anyhow::Result<()> {
         let machine = Topology::read()?;
         let own = |minor: u32| machine.gpus().find(|gpu| gpu.render_minor() == minor).map(|gpu| gpu.gpu_id);
-        for (place, gated) in gated {
-            let GpuProcess { gpus, renders, reach, .. } = &self.processes[*place];
-            let (names, alike) = reachability::names(gpus, own);
-            let gate = &mut gated.gate;
-            if alike {
-                gate.reach = reach;
-            }
-            gate.blocked_calls =
-                Some(BlockedCalls::new(marks, gate.kfd, names, renders, !gate.reach.is_empty())?);
+        for (GpuProcess { gpus, renders, .. }, gated) in self.processes.iter().zip(gated) {
+            // The process names a GPU as in the image, and the driver looks up some calls' buffers by its own
+            // id.
+            let names = gpus.iter().flat_map(|(name, minor)| own(*minor).into_iter().chain([*name]));
+            let kfd = gated.gate.kfd;
+            gated.gate.blocked_calls = Some(BlockedCalls::new(marks, kfd, names.collect(), renders)?);
         }
         Ok(())
     }
 
-    fn all_started(&self, ledger: Ledger) -> anyhow::Result<Vec<(usize, StartedProcess<'_>)>> {
-        let mut started: Vec<(usize, StartedProcess<'_>)> = Vec::new();
+    fn all_started(&self, ledger: Ledger) -> anyhow::Result<Vec<StartedProcess<'_>>> {
+        let mut started: BTreeMap<usize, StartedProcess<'_>> = BTreeMap::new();
         loop {
             let (what, mut with) = self.receive()?;
             match what {
                 to_server::What::Started(process) => {
                     let announced = self.place(process.kfd);
-                    let place = announced.filter(|place| !started.iter().any(|(there, _)| there == place));
+                    let place = announced.filter(|place| !started.contains_key(place));
                     let place = place
                         .with_context(|| format!("{} was not announced, or twice", kfd_name(process.kfd)))?;
                     let pidfd = with.pop().context("a process came without its descriptor")?;
-                    started.push((place, self.processes[place].started(place, pidfd, ledger)?));
+                    started.insert(place, self.processes[place].started(place, pidfd, ledger)?);
                 }
                 to_server::What::Go(_) => break,
                 other => bail!(unexpected("Go", &other)),
             }
         }
-        let is_missing = |place: &usize| !started.iter().any(|(there, _)| there == place);
-        if let Some(place) = (0..self.processes.len()).find(is_missing) {
+        if let Some(place) = (0..self.processes.len()).find(|place| !started.contains_key(place)) {
             bail!("{}: its process was announced, and did not start", kfd_name(self.processes[place].id));
         }
-        Ok(started)
+        Ok(started.into_values().collect())
     }
 
     /// Returns the index of a process, by the image's number.
@@ -249,12 +238,12 @@ impl Handoff {
     /// Returns sets of buffers with the same bytes, if the dump recorded some.
     pub(super) fn duplicates(&self) -> Vec<Vec<(usize, usize)>> {
         let Some(images) = &self.images else { return Vec::new() };
-        let reach = duplicates_file::read(images.as_fd()).unwrap_or_else(|error| {
+        let sets = duplicates_file::read(images.as_fd()).unwrap_or_else(|error| {
             warn!("{DUPLICATES_FILE} is not used, each buffer is read: {error:#}: remove it");
             Vec::new()
         });
         let place = |(kfd, buffer)| Some((self.place(kfd)?, buffer));
-        reach.into_iter().map(|set| set.into_iter().filter_map(place).collect()).collect()
+        sets.into_iter().map(|set| set.into_iter().filter_map(place).collect()).collect()
     }
 
     /// Records the working set for later restores. A failure is logged only: this restore has succeeded.
@@ -266,11 +255,6 @@ impl Handoff {
             Ok(count) => info!("{NAME}: recorded {count} buffers that CPUs touched"),
             Err(error) => warn!("what CPUs touched is not recorded: {error:#}"),
         }
-    }
-
-    /// Returns N of the `/dev/dri/renderDN` of each of a process's GPUs.
-    pub(super) fn minors(&self, place: usize) -> impl Iterator<Item = u32> {
-        self.processes[place].gpus.iter().map(|(_, minor)| *minor)
     }
 
     fn send_to_plugin(&self, what: to_plugin::What) -> Result<(), Error> {
@@ -302,12 +286,12 @@ impl GpuProcess {
         let kfd = with.next().context("a process came without its /dev/kfd")?;
         let renders = process.gpus.iter().map(|gpu| gpu.gpu_id).zip(with).collect();
         let gpus = process.gpus.iter().map(|gpu| (gpu.gpu_id, gpu.minor)).collect();
-        let (placeholders, reach) = (None, Vec::new());
-        Ok(Self { id: process.kfd, image, kfd, gpus, renders, files, dmabufs, placeholders, reach })
+        Ok(Self { id: process.kfd, image, kfd, gpus, renders, files, dmabufs, placeholders: None })
     }
 
-    fn find_reach(&mut self) {
-        self.reach = reachability::of(&self.image, &self.gpus, |number| self.dmabufs[number].is_some());
+    /// Returns N of the `/dev/dri/renderDN` of each of its GPUs.
+    fn minors(&self) -> impl Iterator<Item = u32> {
+        self.gpus.iter().map(|(_, minor)| *minor)
     }
 
     /// Takes a stopped process with a closed gate and all its mappings: watches its placeholders, and has it
@@ -321,7 +305,8 @@ impl GpuProcess {
             }
             None => None,
         };
-        let gate = Gate { process, kfd: self.kfd.as_fd(), blocked_calls: None, reach: &[] };
+        let (kfd, minors) = (self.kfd.as_fd(), self.minors().collect());
+        let gate = Gate { process, kfd, minors, blocked_calls: None };
         Ok(StartedProcess { gate, placeholders })
     }
 

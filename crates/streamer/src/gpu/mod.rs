@@ -3,36 +3,36 @@
 //!
 //! The plugin restores everything except the contents of buffers that can be loaded later. It closes the
 //! gate of every process (PROCESS_INFO), resumes it, and hands its descriptors over ([`handoff`]). The
-//! streamer loads the rest. A CPU that accesses missing memory waits for a demand load ([`fault_server`],
-//! [`placeholders`]).
+//! streamer loads the rest. A CPU that accesses missing memory waits for a demand load ([`placeholders`],
+//! [`swapping`]).
 //!
-//! A process's gate is opened when all of its memory is resident ([`queue_resume`], [`gate`],
-//! [`blocked_calls`]). Where its GPUs reach different memory, each GPU is resumed when its own reach is
-//! resident ([`reachability`], [`per_gpu_resume`]). So no queue runs before every byte that its GPU can
+//! One thread has the state of all processes ([`coordinator`], [`process_state`]) and receives the [`event`]s
+//! of the others. A process's gate is opened when all of its memory is resident ([`gate`],
+//! [`blocked_calls`]): all its GPUs are resumed then. So no queue runs before every byte that its GPU can
 //! reach is resident (invariant I2). [`queue_monitor`] checks at the end whether the queues run. The working
 //! set can be recorded for the next restore of the image ([`working_set`]). A process whose gate can no
 //! longer be opened is killed, by the supervisor if the worker has died.
 
 mod bar_mappings;
 mod blocked_calls;
+mod coordinator;
 pub mod duplicates_file;
-mod fault_server;
+mod event;
 mod gate;
 mod handoff;
-mod per_gpu_resume;
 mod placeholder_range;
 mod placeholders;
 pub mod plugin_folder;
+mod process_state;
 #[cfg(test)]
 mod program;
 mod queue_monitor;
-mod queue_resume;
-mod reachability;
 mod sidecar_file;
+mod swapping;
 mod working_set;
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::sync::{Arc, mpsc};
+use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -44,16 +44,20 @@ use rewake_image_io::io_budget::{BackgroundHold, IoBudget};
 use rewake_plugin_protocol::Listener;
 use tracing::{debug, info, warn};
 
-use fault_server::{AccessTrace, FaultServer, ResidencyState};
+use coordinator::{AccessTrace, Coordinator};
+use event::{Event, event_queue};
+use gate::Gate;
 use handoff::Handoff;
 use placeholders::Placeholders;
 use queue_monitor::{Opened, QueueMonitor, QueueVerdict};
-use queue_resume::QueueResumer;
 
 use crate::ledger::Ledger;
 use crate::record::Timeline;
 use crate::sys;
 
+/// How long a process may refuse to stop, after all of it is resident or after its last stop, or be traced by
+/// another program. It is killed then: its placeholders would stay, and its gate closed, for ever.
+const PATIENCE: Duration = Duration::from_secs(120);
 /// How long to wait until the queues run whose gates are open. The driver first maps the memory that
 /// programs have registered, which takes as long as finding its pages does.
 const CONFIRMED: Duration = Duration::from_secs(10);
@@ -87,38 +91,30 @@ pub struct Summary {
 
 /// Loads all memory, serves page faults meanwhile, and opens the gates. No placeholder is left when it
 /// returns.
-fn load(
-    processes: &[Process<'_>],
-    placeholders: Vec<Placeholders<'_>>,
-    resumer: &QueueResumer<'_>,
+fn load<'env>(
+    gates: &'env [Gate<'env>],
+    placeholders: Vec<Placeholders<'env>>,
     loading: BackgroundLoad<'_>,
+    ledger: Ledger,
+    timeline: &'env Timeline,
 ) -> anyhow::Result<(Option<Report>, AccessTrace, Vec<Opened>)> {
-    let &QueueResumer { ledger, timeline, .. } = resumer;
-    let sets = resumer.sets();
-    let resident = ResidencyState::new(processes.len(), &placeholders, &sets)?;
-    let (done, ready) = mpsc::channel();
-    let fault_server =
-        FaultServer::new(placeholders, loading.handle(), &resident, &sets, done, ledger, timeline);
+    let (sender, events) = event_queue()?;
     timeline.loads(loading.handle());
     // A reader of the timeline sees the load from now on.
     timeline.look();
     thread::scope(|scope| {
-        let (handle, other_handle) = (loading.handle(), loading.handle());
-        // If either thread failed alone, its waiters would wait for ever, and closed placeholders would read
-        // as zeros.
-        let fault_server = scope.spawn(move || or_give_up(ledger, &handle, || fault_server.run()));
-        let opener =
-            scope.spawn(move || or_give_up(ledger, &other_handle, || resumer.run(&ready, &other_handle)));
-        let loaded = loading.run(|whole| {
-            debug!("there: {whole:?}");
-            resident.mark_resident(whole);
+        let (handle, queue) = (loading.handle(), (sender.clone(), events));
+        let coordinator =
+            Coordinator::new(scope, gates, placeholders, queue, handle.clone(), ledger, timeline);
+        let coordinator = scope.spawn(move || or_give_up(ledger, &handle, || coordinator.run()));
+        let loaded = loading.run(|event| {
+            debug!("there: {event:?}");
+            sender.send(Event::Resident(event));
         });
-        resident.ended(loaded.is_ok());
+        sender.send(if loaded.is_ok() { Event::Loaded } else { Event::LoadFailed });
+        let done = coordinator.join().and_then(|done| done).unwrap_or_else(|panic| resume_unwind(panic));
         // This error first: it is the reason why the load was given up.
-        let trace = fault_server.join().and_then(|trace| trace).unwrap_or_else(|panic| resume_unwind(panic));
-        let opened = opener.join().and_then(|opened| opened).unwrap_or_else(|panic| resume_unwind(panic));
-        let trace = trace?;
-        let opened = opened.context("opening gates")?;
+        let (trace, opened) = done?;
         Ok((loaded.context("loading memory of GPUs")?, trace, opened))
     })
 }
@@ -148,9 +144,9 @@ fn serve_handoff(
     let (mut gates, mut placeholders) = (Vec::new(), Vec::new());
     let StreamOptions { cpus, marks, record } = options;
     let budget = cpus.map_or_else(|| IoBudget::new(Vec::new()).map(Arc::new), Ok)?;
-    for (place, gated) in handoff.go(ledger, marks.as_ref())? {
+    for (place, gated) in handoff.go(ledger, marks.as_ref())?.into_iter().enumerate() {
         timeline.runs(place, sys::pidfd_pid(gated.gate.process).unwrap_or_default());
-        gates.push((place, gated.gate));
+        gates.push(gated.gate);
         placeholders.extend(gated.placeholders);
     }
     drop(hold);
@@ -158,12 +154,11 @@ fn serve_handoff(
     info!(processes = gates.len(), "loading memory of GPUs behind running processes");
     let processes: Vec<Process<'_>> = handoff.processes().collect();
     let count = gates.len();
-    let resumer = QueueResumer { handoff, gates, ledger, timeline };
     let working_set = if record { Vec::new() } else { handoff.recorded() };
     let loading = BackgroundLoad::new(&processes, Some(budget))
         .map(|loading| loading.prioritize(working_set).duplicates(handoff.duplicates()));
     let loaded =
-        loading.map_err(Into::into).and_then(|loading| load(&processes, placeholders, &resumer, loading));
+        loading.map_err(Into::into).and_then(|loading| load(&gates, placeholders, loading, ledger, timeline));
     if loaded.is_err() {
         // The processes must end before they can export missing memory.
         ledger.gates().end_all();

@@ -31,7 +31,7 @@ use crate::sys;
 
 /// How long threads may take to stop. Threads that cannot stop are found within milliseconds; this bound is
 /// for an overloaded machine.
-const PATIENCE: Duration = Duration::from_secs(1);
+const STOP_TIMEOUT: Duration = Duration::from_secs(1);
 /// How many bytes a program that does not stop gets at once, for example for a `read(2)` into a placeholder.
 /// A CPU reads device memory at some tens of MB/s.
 const COPIED: u64 = 256 << 10;
@@ -72,6 +72,7 @@ pub(super) struct Placeholders<'a> {
     parts: Vec<PlaceholderRange<'a>>,
     /// Whether the program has moved placeholders: their addresses are looked up then.
     moved: bool,
+    bar_mappings: BarMappings,
 }
 
 /// What is mapped at an accessed address.
@@ -175,7 +176,8 @@ impl ReceivedPlaceholders {
             registered.with_context(|| format!("watching a placeholder at {:#x}", mapping.address))?;
         }
         let parts = parts(&self.mappings, renders, buffers)?;
-        Ok(Placeholders { process, pid, pidfd, uffd, handed: self, renders, parts, moved: false })
+        let (moved, bar_mappings) = (false, BarMappings::default());
+        Ok(Placeholders { process, pid, pidfd, uffd, handed: self, renders, parts, moved, bar_mappings })
     }
 }
 
@@ -274,14 +276,8 @@ impl<'a> Placeholders<'a> {
         };
         let Some((within, offset, length)) = found else { return Ok(None) };
         let offset = offset + within;
-        let part = self.part_at(offset).filter(|part| !part.swapped);
+        let part = part_at(&self.parts, offset).filter(|part| !part.swapped);
         Ok(part.map(|part| AccessedRange { buffer: part.buffer.number, offset, rest: length - within }))
-    }
-
-    fn part_at(&self, offset: u64) -> Option<&PlaceholderRange<'a>> {
-        let next = self.parts.partition_point(|part| part.offset <= offset);
-        let before = next.checked_sub(1).map(|before| &self.parts[before]);
-        before.filter(|part| offset < part.offset + part.length)
     }
 
     /// Returns the buffers that still have placeholders.
@@ -293,25 +289,21 @@ impl<'a> Placeholders<'a> {
     ///
     /// # Errors
     /// The swap fails: the process must be killed.
-    pub(super) fn swap(
-        &mut self,
-        buffers: &BTreeSet<usize>,
-        views: &mut BarMappings,
-    ) -> anyhow::Result<Outcome> {
+    pub(super) fn swap(&mut self, buffers: &BTreeSet<usize>) -> anyhow::Result<Outcome> {
         let pid = self.pid;
         // The pid may belong to another process by now.
         if self.is_gone() {
             return Ok(Outcome::Ended);
         }
-        let (handed, renders, process) = (self.handed, self.renders, self.process);
+        let (handed, renders, views) = (self.handed, self.renders, &mut self.bar_mappings);
         let is_one = |part: &&mut PlaceholderRange<'_>| buffers.contains(&part.buffer.number);
         let mut parts: Vec<&mut PlaceholderRange<'_>> = self.parts.iter_mut().filter(is_one).collect();
         let swaps: Vec<Swap<'_>> = parts.iter().map(|part| part.swap(renders)).collect();
-        let stopped = with_stopped(pid, PATIENCE, |stopped| {
+        let stopped = with_stopped(pid, STOP_TIMEOUT, |stopped| {
             let (since, mut done) = (stopped.since(), Vec::new());
             let mut swapping = stopped.prepare_swaps(handed.file.as_fd(), &swaps)?;
             for (place, part) in parts.iter_mut().enumerate() {
-                merge(handed, process, part, views)?;
+                merge(handed, part, views)?;
                 done.extend(swapping.swap(place)?);
                 part.swapped = true;
             }
@@ -349,15 +341,10 @@ impl<'a> Placeholders<'a> {
     ///
     /// # Errors
     /// The bytes cannot be read or filled.
-    pub(super) fn copy(
-        &mut self,
-        address: u64,
-        touched: AccessedRange,
-        views: &mut BarMappings,
-    ) -> anyhow::Result<()> {
-        let Some(part) = self.part_at(touched.offset) else { return Ok(()) };
+    pub(super) fn copy(&mut self, address: u64, touched: AccessedRange) -> anyhow::Result<()> {
+        let Some(part) = part_at(&self.parts, touched.offset) else { return Ok(()) };
         let length = touched.rest.min(part.offset + part.length - touched.offset).min(COPIED);
-        let view = view(self.process, part, views)?;
+        let view = view(part, &mut self.bar_mappings)?;
         let mut bytes = vec![0; usize::try_from(length)?];
         view.read(part.within(touched.offset), &mut bytes);
         let mut done = self.uffd.copy(address, &bytes);
@@ -385,10 +372,15 @@ impl<'a> Placeholders<'a> {
     }
 }
 
+fn part_at<'p, 'a>(parts: &'p [PlaceholderRange<'a>], offset: u64) -> Option<&'p PlaceholderRange<'a>> {
+    let next = parts.partition_point(|part| part.offset <= offset);
+    let before = next.checked_sub(1).map(|before| &parts[before]);
+    before.filter(|part| offset < part.offset + part.length)
+}
+
 /// Writes what the program has changed in copies to the buffer.
 fn merge(
     handed: &ReceivedPlaceholders,
-    process: usize,
     part: &PlaceholderRange<'_>,
     views: &mut BarMappings,
 ) -> anyhow::Result<()> {
@@ -399,7 +391,7 @@ fn merge(
     }
     let file = std::fs::File::from(handed.file.try_clone()?);
     let mut bytes = vec![0; usize::try_from(COPIED)?];
-    let view = view(process, part, views)?;
+    let view = view(part, views)?;
     for range in ranges {
         let mut at = range.start;
         while at < range.end {
@@ -413,11 +405,10 @@ fn merge(
 }
 
 fn view<'v>(
-    process: usize,
     part: &PlaceholderRange<'_>,
     views: &'v mut BarMappings,
 ) -> anyhow::Result<&'v rewake_amdgpu_uapi::abi::memory::Mapping> {
     let Buffer { number, gpu: (_, minor), dmabuf, bytes } = part.buffer;
-    let view = views.of((process, number), minor, dmabuf, bytes);
+    let view = views.of(number, minor, dmabuf, bytes);
     view.with_context(|| format!("looking at buffer {number} of renderD{minor}"))
 }

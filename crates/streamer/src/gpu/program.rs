@@ -5,6 +5,7 @@ use std::io::Read as _;
 use std::os::fd::{AsFd as _, AsRawFd as _, FromRawFd as _, OwnedFd, RawFd};
 use std::os::unix::fs::FileExt as _;
 use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::{Mutex, PoisonError};
 
 use rewake_plugin_protocol::proto;
 use rewake_uffd::PAGE_SIZE as PAGE;
@@ -16,6 +17,8 @@ use crate::sys;
 /// The name of its GPU.
 const GPU: u32 = 4711;
 const NOT_READ: u8 = 0xff;
+/// Held while a program starts: another child would inherit its placeholders.
+static STARTING: Mutex<()> = Mutex::new(());
 /// What the last buffer begins with.
 pub(super) const LAST: u8 = 7;
 
@@ -54,6 +57,7 @@ fn offset(buffer: usize) -> u64 {
 impl Program {
     /// Starts the child with a placeholder of one page for each buffer.
     pub(super) fn start(buffers: usize) -> Self {
+        let _alone = STARTING.lock().unwrap_or_else(PoisonError::into_inner);
         let file = sys::memory_file(c"placeholders", offset(buffers)).unwrap();
         let render = std::fs::File::from(sys::memory_file(c"device", offset(buffers)).unwrap());
         render.write_all_at(&[LAST], offset(buffers - 1)).unwrap();
@@ -74,6 +78,9 @@ impl Program {
             run(tell.as_raw_fd(), address + (buffers as u64 - 1) * PAGE, shared);
         }
         drop(tell);
+        let start = std::ptr::with_exposed_provenance_mut(usize::try_from(address).unwrap());
+        // SAFETY: only the child uses these mappings.
+        assert_eq!(unsafe { libc::munmap(start, buffers * usize::try_from(PAGE).unwrap()) }, 0);
         let mut number = [0; 4];
         std::fs::File::from(told).read_exact(&mut number).expect("the child opens a userfaultfd: needs root");
         let pidfd = sys::pidfd_open(pid).unwrap();

@@ -11,7 +11,9 @@ use serde::{Deserialize, Serialize};
 use crate::gpu::sidecar_file;
 
 /// The file's name in the image directory.
-pub(super) const NAME: &str = "rewake-order.json";
+pub(super) const NAME: &str = "rewake-working-set.json";
+/// Its name in earlier releases.
+const EARLIER_NAME: &str = "rewake-order.json";
 const VERSION: u32 = 1;
 /// The most buffers of all processes together. Later ones gain nothing by their place, and the file is read
 /// while processes run.
@@ -55,8 +57,13 @@ pub(super) fn write(images: &OwnedFd, mut touched: Vec<Access>) -> anyhow::Resul
 /// # Errors
 /// The file cannot be read, or was not written for this image.
 pub(super) fn read(images: &OwnedFd, is_there: impl Fn(Access) -> bool) -> anyhow::Result<Vec<Access>> {
-    let Some(text) = sidecar_file::read(images.as_fd(), NAME, MOST_BYTES)? else { return Ok(Vec::new()) };
-    let WorkingSetFile { version, mut touched } = serde_json::from_slice(&text).context("it is damaged")?;
+    let names = (NAME, EARLIER_NAME);
+    let parse = |text: &[u8]| parse(text, &is_there);
+    Ok(sidecar_file::read_renamed(images.as_fd(), names, MOST_BYTES, parse)?.unwrap_or_default())
+}
+
+fn parse(text: &[u8], is_there: impl Fn(Access) -> bool) -> anyhow::Result<Vec<Access>> {
+    let WorkingSetFile { version, mut touched } = serde_json::from_slice(text).context("it is damaged")?;
     ensure!(version == VERSION, "it is of version {version}, this program knows {VERSION}");
     ensure!(touched.len() <= MOST, "it has {} buffers, where {MOST} are the most", touched.len());
     if let Some(Access { kfd, buffer }) = touched.iter().find(|of| !is_there(**of)) {
@@ -98,6 +105,18 @@ mod tests {
         write(&images, vec![of(3, 1)]).unwrap();
         assert_eq!(read(&images, is_there).unwrap(), [of(3, 1)]);
         assert_eq!(folder.path().read_dir().unwrap().count(), 1, "nothing else is left there");
+    }
+
+    #[test]
+    fn a_file_of_an_earlier_release_is_read_until_a_new_one_is_written() {
+        let (folder, images) = images();
+        write(&images, vec![of(4, 7), of(3, 99)]).unwrap();
+        std::fs::rename(folder.path().join(NAME), folder.path().join("rewake-order.json")).unwrap();
+        assert_eq!(read(&images, is_there).unwrap(), [of(4, 7), of(3, 99)]);
+        let error = format!("{:#}", read(&images, |_| false).unwrap_err());
+        assert!(error.starts_with("rewake-order.json, "), "the error names the file: {error}");
+        write(&images, vec![of(3, 1)]).unwrap();
+        assert_eq!(read(&images, is_there).unwrap(), [of(3, 1)]);
     }
 
     #[test]

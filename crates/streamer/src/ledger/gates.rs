@@ -2,13 +2,12 @@
 //! Lists processes whose GPU queues stay evicted until a worker opens their gates.
 //!
 //! A worker that dies before that leaves processes whose gates no successor can open. A note per process
-//! makes CRIU's plugins refuse to dump it ([`ProcessId`]). The caller of the restore reads what becomes of
-//! all of them ([`StatusByte`]). The worker writes both, and after its death the supervisor does: only one of
-//! them knows the state.
+//! makes CRIU's plugins refuse to dump it ([`ProcessId`]). The worker writes it, and after its death the
+//! supervisor removes it.
 
 use std::io;
-use std::os::fd::{AsRawFd as _, BorrowedFd, IntoRawFd as _, OwnedFd, RawFd};
-use std::sync::atomic::{AtomicI32, AtomicU32, AtomicU64, Ordering};
+use std::os::fd::{AsRawFd as _, IntoRawFd as _, OwnedFd, RawFd};
+use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
 
 use rewake_plugin_protocol::{DUMP_BLOCKS, ProcessId};
 
@@ -16,28 +15,6 @@ use crate::sys;
 
 /// Most processes of one restore that use GPUs.
 pub(super) const MAX_GATES: usize = 1024;
-
-/// What becomes of processes whose gates were closed, in one byte.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[repr(u8)]
-pub enum StatusByte {
-    /// A process runs, and its GPU queues stay evicted: its gate is closed.
-    Shut = b's',
-    /// All gates are open.
-    Open = b'o',
-    /// The processes with closed gates were killed.
-    Killed = b'k',
-    /// All CPU memory is resident, if this streamer loads it.
-    Back = b'b',
-}
-
-impl StatusByte {
-    /// Decodes a byte; none if it is no status byte.
-    #[must_use]
-    pub fn read(byte: u8) -> Option<Self> {
-        [Self::Shut, Self::Open, Self::Killed, Self::Back].into_iter().find(|status| *status as u8 == byte)
-    }
-}
 
 /// Why a gate could not be closed.
 #[derive(Debug, thiserror::Error)]
@@ -54,10 +31,6 @@ pub enum NotShut {
 #[derive(Debug)]
 #[repr(C)]
 pub struct Gates {
-    /// The descriptor to which status bytes are written: its number plus one. 0 is none.
-    listener: AtomicI32,
-    /// 1 once a gate was closed.
-    any_closed: AtomicU32,
     gates: [Gate; MAX_GATES],
 }
 
@@ -73,14 +46,6 @@ struct Gate {
 }
 
 impl Gates {
-    /// Sets the descriptor to which every [`StatusByte`] is written.
-    ///
-    /// It stays open as long as a process of this streamer lives: the supervisor writes when the worker has
-    /// died. If it closes without a last byte, all processes of the streamer have ended.
-    pub fn tell(&self, whom: BorrowedFd<'_>) {
-        self.listener.store(whom.as_raw_fd() + 1, Ordering::Release);
-    }
-
     /// Closes the gate of one more process. Its descriptor stays open as long as the descriptor table exists.
     ///
     /// # Errors
@@ -96,8 +61,6 @@ impl Gates {
         free.started.store(id.map_or(0, |id| id.started), Ordering::Relaxed);
         let number = process.into_raw_fd();
         free.process.store(number + 1, Ordering::Release);
-        self.any_closed.store(1, Ordering::Release);
-        self.report(StatusByte::Shut);
         Ok(number)
     }
 
@@ -107,14 +70,6 @@ impl Gates {
         let Some(gate) = gate else { return };
         gate.allow_dump();
         gate.process.store(0, Ordering::Release);
-        if !self.any() {
-            self.report(StatusByte::Open);
-        }
-    }
-
-    /// Reports that all CPU memory is resident.
-    pub fn back(&self) {
-        self.report(StatusByte::Back);
     }
 
     /// Removes all gates, and returns the processes that had closed ones.
@@ -122,7 +77,6 @@ impl Gates {
     /// It is for the time after every process of the streamer has ended: their descriptor table no longer
     /// exists.
     pub fn forget(&self) -> Vec<ProcessId> {
-        self.listener.store(0, Ordering::Release);
         let mut left = Vec::new();
         for gate in &self.gates {
             if gate.process.swap(0, Ordering::AcqRel) != 0 {
@@ -140,26 +94,18 @@ impl Gates {
         self.gates.iter().any(|gate| gate.process.load(Ordering::Acquire) != 0)
     }
 
-    /// Kills all processes with closed gates, reports it, and waits until they are dead. Returns how many it
-    /// killed.
+    /// Kills all processes with closed gates, and waits until they are dead. Returns how many it killed.
     ///
     /// A process that has not yet left a system call would read zeros when the last userfaultfd closes. The
     /// function makes only system calls.
     pub fn end_all(&self) -> usize {
         let mut killed = 0;
-        let any = self.any();
         for gate in &self.gates {
             let process = gate.process.load(Ordering::Acquire);
             if process != 0 {
                 killed += usize::from(sys::pidfd_kill(process - 1).is_ok());
                 gate.allow_dump();
             }
-        }
-        if any {
-            self.report(StatusByte::Killed);
-        } else if self.any_closed.load(Ordering::Acquire) == 1 {
-            // The worker may have died after it opened the last gate, and before it reported that.
-            self.report(StatusByte::Open);
         }
         for gate in &self.gates {
             let process = gate.process.load(Ordering::Acquire);
@@ -168,14 +114,6 @@ impl Gates {
             }
         }
         killed
-    }
-
-    /// Writes a status byte. It makes only a system call.
-    fn report(&self, status: StatusByte) {
-        let listener = self.listener.load(Ordering::Acquire);
-        if listener != 0 {
-            sys::write_byte(listener - 1, status as u8);
-        }
     }
 }
 
@@ -201,34 +139,12 @@ fn process_id(process: &OwnedFd) -> io::Result<Option<ProcessId>> {
 
 #[cfg(test)]
 mod tests {
-    use std::fs::File;
-    use std::io::Read as _;
-    use std::os::fd::AsFd as _;
     use std::process::{Child, Command};
 
     use rewake_skip::need;
 
     use super::super::Ledger;
     use super::*;
-
-    /// Reads the status bytes that were written so far.
-    struct Listener(File);
-
-    impl Listener {
-        fn of(gates: &Gates) -> Self {
-            let (ours, theirs) = nix::unistd::pipe2(nix::fcntl::OFlag::O_NONBLOCK).unwrap();
-            gates.tell(theirs.as_fd());
-            // The gates own it from now on.
-            let _ = theirs.into_raw_fd();
-            Self(ours.into())
-        }
-
-        fn statuses(&mut self) -> String {
-            let mut bytes = [0; 64];
-            let count = self.0.read(&mut bytes).unwrap_or(0);
-            String::from_utf8(bytes[..count].to_vec()).unwrap()
-        }
-    }
 
     fn sleeper() -> (Child, ProcessId) {
         let child = Command::new("sleep").arg("100").spawn().unwrap();
@@ -247,42 +163,32 @@ mod tests {
     }
 
     #[test]
-    fn closing_a_gate_and_opening_the_last_one_are_reported() {
+    fn a_process_is_not_dumped_until_its_gate_is_open() {
         need!(ready());
         let gates = Ledger::new().unwrap().gates();
-        let mut listener = Listener::of(gates);
         let ((one, first), (two, second)) = (sleeper(), sleeper());
         let [one_s, two_s] =
             [&one, &two].map(|child| gates.shut(sys::pidfd_open(child.id().cast_signed()).unwrap()).unwrap());
-        assert_eq!(listener.statuses(), "ss");
         assert!(first.is_dump_blocked().unwrap() && second.is_dump_blocked().unwrap());
         gates.opened(one_s);
-        assert_eq!(listener.statuses(), "");
-        assert!(!first.is_dump_blocked().unwrap() && second.is_dump_blocked().unwrap());
+        assert!(!first.is_dump_blocked().unwrap() && second.is_dump_blocked().unwrap() && gates.any());
         gates.opened(two_s);
-        assert_eq!(listener.statuses(), "o");
         assert!(!second.is_dump_blocked().unwrap() && !gates.any());
         [one, two].into_iter().for_each(ends);
     }
 
     #[test]
-    fn after_a_worker_s_death_the_gates_that_it_left_are_reported() {
+    fn after_a_worker_s_death_the_processes_whose_gates_it_left_closed_are_killed() {
         need!(ready());
         let gates = Ledger::new().unwrap().gates();
-        let mut listener = Listener::of(gates);
-        assert_eq!((gates.end_all(), listener.statuses().as_str()), (0, ""), "no gate was closed");
+        assert_eq!(gates.end_all(), 0, "no gate was closed");
         let (child, gated) = sleeper();
         let process = gates.shut(sys::pidfd_open(child.id().cast_signed()).unwrap()).unwrap();
-        assert_eq!((gates.end_all(), listener.statuses().as_str()), (1, "sk"));
+        assert_eq!(gates.end_all(), 1);
         assert!(!gated.is_dump_blocked().unwrap());
         ends(child);
         gates.opened(process);
-        listener.statuses();
-        assert_eq!(
-            (gates.end_all(), listener.statuses().as_str()),
-            (0, "o"),
-            "the worker died before its last report"
-        );
+        assert_eq!(gates.end_all(), 0, "all gates were opened");
     }
 
     #[test]

@@ -31,7 +31,7 @@ use nix::fcntl::FallocateFlags;
 use nix::time::{ClockId, clock_gettime};
 
 pub use folder::{Folder, InUse, root};
-pub use gates::{Gates, NotShut, StatusByte};
+pub use gates::{Gates, NotShut};
 pub use handshake::{Inbox, Received};
 pub use journal::{Journal, Replay, forks, set_fork};
 pub use outcomes::Outcomes;
@@ -277,9 +277,6 @@ impl Ledger {
         slot.store.store(NO_FD, Ordering::Relaxed);
         slot.writer.store(NO_FD, Ordering::Relaxed);
         slot.inode.store(0, Ordering::Relaxed);
-        slot.streamer.store(0, Ordering::Relaxed);
-        slot.said.store(0, Ordering::Relaxed);
-        slot.pages.store(0, Ordering::Relaxed);
         Some(index)
     }
 

@@ -22,10 +22,8 @@ pub enum SessionState {
     Restoring = 3,
     /// The restored processes run.
     Running = 4,
-    /// It has GPU memory: a `rewake stream-gpu` serves it, which does not depend on this streamer.
-    Streaming = 5,
     /// All its memory is resident, or its processes have ended. Some may still have its fd store.
-    Closing = 6,
+    Closing = 5,
 }
 
 impl SessionState {
@@ -35,8 +33,7 @@ impl SessionState {
             2 => Self::Handshake,
             3 => Self::Restoring,
             4 => Self::Running,
-            5 => Self::Streaming,
-            6 => Self::Closing,
+            5 => Self::Closing,
             _ => Self::Free,
         }
     }
@@ -51,15 +48,8 @@ pub struct SessionSlot {
     pub tasks: AtomicU32,
     /// The listening socket, or [`NO_FD`].
     pub listener: AtomicI32,
-    /// The connection with the restore, or with the session's own streamer, which reports on it; or
-    /// [`NO_FD`].
+    /// The connection with the restore, or [`NO_FD`].
     pub connection: AtomicI32,
-    /// The process group of the session's own streamer; 0 before that is started.
-    pub streamer: AtomicI32,
-    /// What that streamer has reported: [`StatusFlags`](crate::supervise::launch::StatusFlags).
-    pub said: AtomicU32,
-    /// 1 if that streamer loads CPU memory, too.
-    pub pages: AtomicU32,
     /// The [fd store](crate::ledger::fd_store), or [`NO_FD`].
     pub store: AtomicI32,
     /// The end of the fd store that puts entries in, or [`NO_FD`].

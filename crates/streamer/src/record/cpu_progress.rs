@@ -31,6 +31,14 @@ pub(super) struct CpuSnapshot {
     /// How long ago all processes were in place, and loading began.
     pub(super) begun: Duration,
     pub(super) processes: Vec<CpuProgress>,
+    /// How long ago the first and the last page fault were served.
+    pub(super) first_fault: Option<Duration>,
+    pub(super) last_fault: Option<Duration>,
+    /// The latency of the median page fault and the 99th percentile; zero without any.
+    pub(super) p50: Duration,
+    pub(super) p99: Duration,
+    /// The bytes that were filled with zeros.
+    pub(super) zero_bytes: u64,
 }
 
 /// The restore whose CPU memory is loaded here.
@@ -58,9 +66,21 @@ impl Cpus {
                 .map(|task| (Arc::clone(&task), name(task.pid)))
                 .collect()
         });
-        let begun = self.session.stats.elapsed().saturating_sub(self.session.running_ns());
-        let processes = tasks.iter().map(|(task, name)| of(task, name.clone())).collect();
-        Some(CpuSnapshot { begun: Duration::from_nanos(begun), processes })
+        let stats = &self.session.stats;
+        let now = stats.elapsed();
+        let ago = |at: u64| Duration::from_nanos(now.saturating_sub(at));
+        let [first_fault, last_fault] =
+            <[u64; 2]>::from(stats.fault_times()).map(|at| (at > 0).then(|| ago(at)));
+        let [p50, p99] = [0.5, 0.99].map(|share| stats.fault_quantile(share).unwrap_or_default());
+        Some(CpuSnapshot {
+            begun: ago(self.session.running_ns()),
+            processes: tasks.iter().map(|(task, name)| of(task, name.clone())).collect(),
+            first_fault,
+            last_fault,
+            p50,
+            p99,
+            zero_bytes: get(&stats.pages_zero) * PAGE_SIZE,
+        })
     }
 }
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Makes the record of a restore for tests: two processes with GPUs, one of which resumes them one by one, and one
-//! without. It has memory of both kinds, and page faults.
+//! Makes the record of a restore for tests: two processes with GPUs and one without. It has memory of
+//! both kinds, and page faults.
 
-use super::model::{FORMAT, Fault, Memory, Process, Record, State, Swap};
+use super::model::{FORMAT, Fault, Memory, PageFaults, Process, Record, State, Swap};
 
 const GIB: u64 = 1 << 30;
 
@@ -10,20 +10,7 @@ const GIB: u64 = 1 << 30;
 fn memory(process: usize, minor: Option<u32>, bytes: u64, resident_us: u64, sampled_us: &[u64]) -> Memory {
     let at = |at: &u64| u64::try_from(u128::from(bytes) * u128::from(*at) / u128::from(resident_us)).unwrap();
     let samples = sampled_us.iter().map(|time| at(time).min(bytes)).collect();
-    Memory {
-        process,
-        minor,
-        bytes,
-        resident: bytes,
-        resident_us: Some(resident_us),
-        goes_on_us: None,
-        samples,
-    }
-}
-
-/// Returns the memory of a GPU that is resumed at `goes_on_us`.
-fn of_gpu(memory: Memory, goes_on_us: u64) -> Memory {
-    Memory { goes_on_us: Some(goes_on_us), ..memory }
+    Memory { process, minor, bytes, resident: bytes, resident_us: Some(resident_us), samples }
 }
 
 /// Returns the record of that restore, which takes three seconds.
@@ -68,12 +55,13 @@ pub fn record() -> Record {
             Process { pid: 4713, name: "logger".to_owned(), runs_us: Some(3500), ..Process::default() },
         ],
         memory: vec![
-            of_gpu(memory(0, Some(128), 2 * GIB, 2_950_100, &sampled_us), 2_951_000),
+            memory(0, Some(128), 2 * GIB, 2_950_100, &sampled_us),
             memory(1, None, GIB / 2, 2_500_000, &sampled_us),
-            of_gpu(memory(1, Some(128), GIB, 1_400_000, &sampled_us), 1_410_000),
-            of_gpu(memory(1, Some(129), 3 * GIB / 2, 2_100_000, &sampled_us), 2_951_900),
+            memory(1, Some(128), GIB, 1_400_000, &sampled_us),
+            memory(1, Some(129), 3 * GIB / 2, 2_100_000, &sampled_us),
             memory(2, None, GIB / 4, 1_000_000, &sampled_us),
         ],
+        page_fault_stats: PageFaults::default(),
         sampled_faults: (0..31).map(|tick| tick * 12 / 31).collect(),
         sampled_us,
         longest_faults: (0..12).map(fault).collect(),

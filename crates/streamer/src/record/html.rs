@@ -23,7 +23,6 @@ h1{font-size:1.3rem;margin:0}h2{font-size:1.05rem;margin:1.5rem 0 .3rem}p{margin
 svg{display:block;width:100%;height:auto;margin:1rem 0 0}text{font-size:15px;fill:var(--soft)}
 .end{text-anchor:end}.middle{text-anchor:middle}text.gate{fill:var(--gate)}
 .grid{stroke:var(--grid)}line.runs{stroke:var(--soft);stroke-dasharray:2 4}line.gate{stroke:var(--gate);stroke-width:2}
-line.gpu{stroke-width:2;stroke-dasharray:8 3}
 .memory{fill:none;stroke-width:2.5;stroke-linejoin:round}.cpus{stroke-dasharray:8 4}.count{fill:none;stroke:var(--soft);stroke-width:1}
 .fault{stroke:var(--fault);stroke-width:3}
 .scroll{overflow-x:auto}table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}
@@ -122,11 +121,10 @@ fn memory(page: &mut String, record: &Record) {
             of.whose(),
             units::bytes(of.bytes),
             of.resident_us.map_or_else(|| format!("{} %", of.percent()), milliseconds),
-            of.goes_on_us.map_or_else(|| "-".to_owned(), milliseconds),
             units::rate(of.resident, took.saturating_mul(1000)),
         ]
     };
-    let columns = ["process", "memory of", "bytes", "there after", "GPU goes on", "rate"];
+    let columns = ["process", "memory of", "bytes", "there after", "rate"];
     table(page, "Memory", &columns, record.memory.iter().enumerate().map(row));
 }
 
@@ -249,7 +247,7 @@ mod tests {
             "<td>CPUs</td>",
             "5.2 GiB of 5.2 GiB",
             "2952.0 ms",
-            "1410.0 ms</td>",
+            "1400.0 ms</td>",
             "43.2 ms",
             "85 µs",
             "0x7f00",

@@ -104,13 +104,7 @@ impl Timeline {
         self.recorder().swapped(process, buffer, stopped);
     }
 
-    /// Notes that some of a process's GPUs were resumed, by N of their `/dev/dri/renderDN`, and others not
-    /// yet.
-    pub fn gpus_go_on(&self, process: usize, minors: &[u32]) {
-        self.recorder().gpus_go_on(process, minors);
-    }
-
-    /// Notes that all other GPUs of a process were resumed.
+    /// Notes that a process's gate was opened: all its GPUs are resumed.
     pub fn gate_opened(&self, process: usize) {
         self.recorder().note(process, |of, now| of.gate_open_us = Some(now));
     }
@@ -289,27 +283,6 @@ mod tests {
         let record = timeline.record();
         assert_eq!(record.memory.iter().map(|of| of.minor).collect::<Vec<_>>(), [Some(128)]);
         assert_eq!(record.memory[0].samples, [0, 100]);
-    }
-
-    #[test]
-    fn a_gpu_goes_on_when_it_is_told_or_with_its_process_s_gate() {
-        let timeline = Timeline::default();
-        timeline.handed_over();
-        let memory = |(process, minor)| Progress { process, minor, ..part(100) };
-        timeline.recorder().sample(&[(0, 128), (0, 129), (1, 128), (2, 128), (2, 129)].map(memory), None);
-        let pause = || std::thread::sleep(Duration::from_millis(2));
-        pause();
-        timeline.gpus_go_on(0, &[129]);
-        timeline.gpus_go_on(2, &[128]);
-        let goes_on = || timeline.record().memory.iter().map(|of| of.goes_on_us).collect::<Vec<_>>();
-        let early = goes_on();
-        assert_eq!(early.iter().map(Option::is_some).collect::<Vec<_>>(), [false, true, false, true, false]);
-        pause();
-        [0, 1].into_iter().for_each(|process| timeline.gate_opened(process));
-        timeline.gone(2);
-        let gates: Vec<_> = timeline.record().processes.iter().map(|of| of.gate_open_us).collect();
-        assert_eq!(goes_on(), [gates[0], early[1], gates[1], early[3], None]);
-        assert!(early[1] < gates[0], "{early:?} {gates:?}");
     }
 
     #[test]

@@ -3,7 +3,6 @@
 //! (docs/streaming.md). Times are microseconds since the beginning: GPU memory was handed over. If CRIU
 //! reported earlier that all tasks are in place, loading of CPU memory began then.
 
-use std::collections::BTreeMap;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
@@ -46,6 +45,9 @@ pub struct Record {
     pub processes: Vec<Process>,
     /// Memory, each process's of CPUs and of each GPU.
     pub memory: Vec<Memory>,
+    /// The page faults on CPU memory, of all processes.
+    #[serde(default)]
+    pub page_fault_stats: PageFaults,
     /// When samples were taken.
     pub sampled_us: Vec<u64>,
     /// Faults served until each sample, of both kinds of memory.
@@ -54,6 +56,22 @@ pub struct Record {
     pub longest_faults: Vec<Fault>,
     /// The swaps that stopped a process longest, in their order.
     pub longest_swaps: Vec<Swap>,
+}
+
+/// The page faults on CPU memory that were served, and what became zeros without a read. Counts are since the
+/// streamer's present worker took over.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PageFaults {
+    /// When the first was served. One that was served before all processes were in place has 0.
+    pub first_us: Option<u64>,
+    /// When the last was served.
+    pub last_us: Option<u64>,
+    /// The latency of the median, within 25 %; 0 without any.
+    pub p50_ns: u64,
+    /// The latency that 99 % did not exceed, within 25 %.
+    pub p99_ns: u64,
+    /// Bytes of CPU memory that were filled with zeros.
+    pub zero_bytes: u64,
 }
 
 /// A process.
@@ -104,9 +122,6 @@ pub struct Memory {
     pub resident: u64,
     /// When all were resident.
     pub resident_us: Option<u64>,
-    /// When the GPU was resumed: with its process's gate, or before, where the process's GPUs are resumed
-    /// one by one. `None` for CPU memory.
-    pub goes_on_us: Option<u64>,
     /// The resident bytes at each sample.
     pub samples: Vec<u64>,
 }
@@ -186,26 +201,6 @@ impl Record {
     pub fn resident_us(&self) -> Option<u64> {
         let times = self.memory.iter().map(|of| of.resident_us).collect::<Option<Vec<u64>>>()?;
         times.into_iter().max()
-    }
-
-    /// GPUs that went on before another one of their process: their places in [`Record::memory`] and when, in that order.
-    #[must_use]
-    pub fn early(&self) -> Vec<(usize, u64)> {
-        let mut last: BTreeMap<usize, u64> = BTreeMap::new();
-        for of in self.memory.iter().filter(|of| of.minor.is_some()) {
-            let last = last.entry(of.process).or_default();
-            // Not yet is later than all.
-            *last = of.goes_on_us.unwrap_or(u64::MAX).max(*last);
-        }
-        let is_early = |of: &Memory, at: u64| last.get(&of.process).is_some_and(|last| at < *last);
-        let times = self
-            .memory
-            .iter()
-            .enumerate()
-            .filter_map(|(place, of)| of.goes_on_us.filter(|at| is_early(of, *at)).map(|at| (place, at)));
-        let mut early: Vec<(usize, u64)> = times.collect();
-        early.sort_by_key(|(_, at)| *at);
-        early
     }
 
     /// Memory of GPUs began to be loaded when the first process ran; that of CPUs, where it comes later, from the beginning.
@@ -330,17 +325,5 @@ mod tests {
         assert_eq!(record.resident_us(), Some(2_950_100));
         record.memory[0].resident_us = None;
         assert_eq!(record.resident_us(), None);
-    }
-
-    #[test]
-    fn a_gpu_is_early_when_another_of_its_process_goes_on_later_or_not_at_all() {
-        let mut record = example::record();
-        assert_eq!(record.early(), [(2, 1_410_000)], "the only GPU of a process is not");
-        record.memory[3].goes_on_us = None;
-        assert_eq!(record.early(), [(2, 1_410_000)]);
-        record.memory[3].goes_on_us = record.memory[2].goes_on_us;
-        assert_eq!(record.early(), [], "they go on together");
-        record.memory[2].goes_on_us = None;
-        assert_eq!(record.early(), [(3, 1_410_000)]);
     }
 }

@@ -42,7 +42,6 @@ pub(super) fn plot(record: &Record) -> String {
     ] {
         moments(&mut svg, record, (class, what), when);
     }
-    gpus(&mut svg, record);
     for (place, memory) in record.memory.iter().enumerate() {
         line(&mut svg, record, place, memory);
     }
@@ -125,23 +124,6 @@ fn moments(
     let anchor = if last > f64::midpoint(LEFT, RIGHT) { "end" } else { "start" };
     let name = if all.len() == 1 { what.to_owned() } else { format!("{what} ({})", all.len()) };
     let _ = writeln!(svg, "<text class=\"{anchor} {class}\" x=\"{last:.1}\" y=\"24\">{name}</text>");
-}
-
-/// Draws a line for each GPU that is resumed before another of its process, in the colour of its memory.
-fn gpus(svg: &mut String, record: &Record) {
-    for (place, at) in record.early() {
-        let (memory, when) = (&record.memory[place], x(record, at));
-        let label = record.process_of(memory).map(Process::label).unwrap_or_default();
-        let _ = writeln!(
-            svg,
-            "<line class=\"gpu {}\" x1=\"{when:.1}\" y1=\"{TOP}\" x2=\"{when:.1}\" y2=\"{FLOOR}\"><title>{}: {} goes \
-             on after {:.1} ms</title></line>",
-            class(place, memory),
-            escaped(&label),
-            memory.whose(),
-            millis(at),
-        );
-    }
 }
 
 fn line(svg: &mut String, record: &Record, place: usize, memory: &Memory) {
@@ -264,18 +246,6 @@ mod tests {
             .collect();
         assert_eq!(tops.len(), 12);
         assert!(tops.is_sorted_by(|one, two| one >= two), "{tops:?}");
-    }
-
-    #[test]
-    fn a_gpu_that_goes_on_before_another_of_its_process_has_a_line_of_its_memory_s_colour() {
-        let svg = plot(&example::record());
-        let lines: Vec<&str> = svg.lines().filter(|line| line.contains("class=\"gpu")).collect();
-        let [line] = lines[..] else { panic!("{lines:?}") };
-        assert!(line.starts_with("<line class=\"gpu c2\""), "{line}");
-        assert!(line.contains("1: renderD128 goes on after 1410.0 ms"), "{line}");
-        let at = |line: &str| line.split('"').nth(3).unwrap().parse::<f64>().unwrap();
-        let gates = svg.lines().filter(|line| line.starts_with("<line class=\"gate\""));
-        assert!(gates.map(at).all(|gate| at(line) < gate), "{svg}");
     }
 
     #[test]

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant, SystemTime};
 use rewake_bo_contents::Progress;
 
 use super::cpu_progress::{CpuProgress, CpuSnapshot};
-use super::model::{FORMAT, Fault, Memory, Process, Record, State, Swap};
+use super::model::{FORMAT, Fault, Memory, PageFaults, Process, Record, State, Swap};
 use super::samples::{Sample, Samples};
 use super::top_n::Longest;
 
@@ -24,6 +24,7 @@ pub(super) struct Recorder {
     gpus: Vec<Memory>,
     /// The CPU memory of all processes that have some to load.
     cpus: Vec<CpuMemory>,
+    page_faults: PageFaults,
     samples: Samples,
     faults: u64,
     longest_faults: Longest<Fault>,
@@ -104,14 +105,6 @@ impl Recorder {
         self.samples.push(Sample { at_us, faults, gpus, cpus });
     }
 
-    /// Notes that GPUs of a process were resumed; their memory was sampled before.
-    pub(super) fn gpus_go_on(&mut self, process: usize, minors: &[u32]) {
-        let now = self.now();
-        let is_one =
-            |of: &&mut Memory| of.process == process && of.minor.is_some_and(|of| minors.contains(&of));
-        self.gpus.iter_mut().filter(is_one).for_each(|of| of.goes_on_us = Some(now));
-    }
-
     fn sample_gpus(&mut self, progress: &[Progress], at_us: u64) {
         // A GPU on which a process has no memory is not shown.
         let seen = progress.iter().filter(|part| part.process < MOST && part.all > 0);
@@ -129,7 +122,15 @@ impl Recorder {
     }
 
     fn sample_cpus(&mut self, seen: CpuSnapshot, at_us: u64) {
-        let begun_us = at_us.saturating_sub(micros(seen.begun));
+        let at = |ago: Duration| at_us.saturating_sub(micros(ago));
+        let begun_us = at(seen.begun);
+        self.page_faults = PageFaults {
+            first_us: seen.first_fault.map(at),
+            last_us: seen.last_fault.map(at),
+            p50_ns: nanos(seen.p50),
+            p99_ns: nanos(seen.p99),
+            zero_bytes: seen.zero_bytes,
+        };
         for (place, of) in seen.processes.into_iter().take(MOST).enumerate() {
             if self.cpus.len() <= place {
                 self.cpus.push(CpuMemory { of: CpuProgress::default(), begun_us, resident_us: None });
@@ -163,6 +164,7 @@ impl Recorder {
             reason: self.reason.clone(),
             processes,
             memory,
+            page_fault_stats: self.page_faults,
             sampled_us: self.samples.iter().map(|sample| sample.at_us).collect(),
             sampled_faults: self.samples.iter().map(|sample| sample.faults).collect(),
             longest_faults: self.longest_faults.all(),
@@ -177,10 +179,8 @@ impl Recorder {
         };
         let (mut processes, mut memory) = (self.processes.clone(), Vec::new());
         for (place, of) in self.gpus.iter().enumerate() {
-            let with_all = || self.processes.get(of.process).and_then(|of| of.gate_open_us);
-            let goes_on_us = of.goes_on_us.or_else(with_all);
             let samples = samples(&|at| at.gpus.get(place).copied());
-            memory.push(Memory { goes_on_us, samples, ..of.clone() });
+            memory.push(Memory { samples, ..of.clone() });
         }
         for (place, cpu_memory) in self.cpus.iter().enumerate() {
             let process = whose(&mut processes, self.processes.len(), cpu_memory);
@@ -190,7 +190,6 @@ impl Recorder {
                 bytes: cpu_memory.of.bytes,
                 resident: cpu_memory.of.resident,
                 resident_us: cpu_memory.resident_us,
-                goes_on_us: None,
                 samples: samples(&|at| at.cpus.get(place).copied()),
             });
         }
@@ -215,6 +214,10 @@ fn whose(processes: &mut Vec<Process>, gates: usize, cpu_memory: &CpuMemory) -> 
     process.page_fault_wait_us = of.fault_wait_us;
     process.longest_page_fault_us = of.longest_fault_us;
     place
+}
+
+fn nanos(time: Duration) -> u64 {
+    u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
 }
 
 fn micros(time: Duration) -> u64 {

@@ -12,8 +12,6 @@ const SPARK: usize = 17;
 const LEVELS: [char; 8] = ['▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
 /// Lines of the table. All of it is in the JSON.
 const MOST: usize = 32;
-/// The most lines of GPUs that are resumed before others of their processes.
-const EARLY: usize = 16;
 /// Columns of a process's number and name in it.
 const LABEL: usize = 23;
 
@@ -64,12 +62,11 @@ pub(super) fn moments(record: &Record) -> Vec<(u64, String)> {
     of_all("runs", &|of| of.runs_us);
     of_all("gate open, its GPUs run", &|of| of.gate_open_us);
     of_all("ended before its gate was opened", &|of| of.gone_us);
-    gpus(&mut moments, record);
     if let Some(at) = record.resident_us() {
         let of_cpus = record.memory.iter().any(|of| of.minor.is_none());
         let took = at.saturating_sub(record.began_us(of_cpus));
         let rate = units::rate(record.totals().0, took.saturating_mul(1000));
-        moments.push((at, format!("all memory is there, {rate}")));
+        moments.push((at, format!("all memory is resident, {rate}")));
     }
     if record.state == State::Failed {
         let why = record.reason.as_deref().unwrap_or("nobody knows why");
@@ -78,19 +75,6 @@ pub(super) fn moments(record: &Record) -> Vec<(u64, String)> {
     // Stable: what happened at one moment stays in this order.
     moments.sort_by_key(|(at, _)| *at);
     moments
-}
-
-/// Adds the GPUs that are resumed one by one, without the last of each process: its gate is open then.
-fn gpus(moments: &mut Vec<(u64, String)>, record: &Record) {
-    let early = record.early();
-    for &(place, at) in early.iter().take(EARLY) {
-        let memory = &record.memory[place];
-        let label = record.process_of(memory).map(Process::label).unwrap_or_default();
-        moments.push((at, format!("{label}: {} goes on, others wait", memory.whose())));
-    }
-    if let Some((_, at)) = early.get(EARLY) {
-        moments.push((*at, format!("... and {} more GPUs, before others", early.len() - EARLY)));
-    }
 }
 
 fn table(text: &mut String, record: &Record, before: u64) {
@@ -155,8 +139,7 @@ memory behind running processes, since the restore was started:
     50.0 ms  5.2 GiB are to be loaded
     51.2 ms  4711 python3: runs, the first of 3
     53.5 ms  4713 logger: runs, the last of 3
-  1460.0 ms  4712 <b>\"rank\" & 1: renderD128 goes on, others wait
-  3000.1 ms  all memory is there, 1.91 GB/s
+  3000.1 ms  all memory is resident, 1.91 GB/s
   3001.0 ms  4711 python3: gate open, its GPUs run, the first of 2
   3002.0 ms  4712 <b>\"rank\" & 1: gate open, its GPUs run, the last of 2
 12 faults in memory of GPUs, 6.7 ms on average, 43.2 ms at most
@@ -180,7 +163,7 @@ process                 memory of       bytes    there after  there
         record.processes[0].name = "a".repeat(15);
         record.memory[0] = Memory { bytes: (1 << 50) - 1, minor: Some(191), ..record.memory[0].clone() };
         record.memory[0].resident_us = Some(36_000_000_000);
-        let last = |text: &str| text.lines().skip(10).map(|line| line.chars().count()).max();
+        let last = |text: &str| text.lines().skip(9).map(|line| line.chars().count()).max();
         let text = text(&record, Duration::ZERO);
         assert!(last(&text) <= Some(80), "{text}");
     }
@@ -194,19 +177,6 @@ process                 memory of       bytes    there after  there
         let text = text(&record, Duration::ZERO);
         assert!(text.contains("  2960.0 ms  failed: read amdgpu-pages-7-1.img: EIO\n"), "{text}");
         assert!(text.contains(" 50 %") && !text.contains("gate open"), "{text}");
-    }
-
-    #[test]
-    fn gpus_that_go_on_together_have_no_lines_and_of_many_that_do_not_the_first_do() {
-        let mut record = example::record();
-        record.memory[2].goes_on_us = record.memory[3].goes_on_us;
-        assert!(!text(&record, Duration::ZERO).contains("goes on"));
-        let one =
-            |number: usize| Memory { goes_on_us: Some(number as u64), ..record.memory[number % 5].clone() };
-        let memory = (0..500).map(|number| Memory { process: 0, minor: Some(128), ..one(number) }).collect();
-        let text = text(&Record { memory, ..record.clone() }, Duration::ZERO);
-        assert_eq!(text.matches("goes on").count(), 16, "{text}");
-        assert!(text.contains("     0.0 ms  ... and 483 more GPUs, before others\n"), "{text}");
     }
 
     #[test]

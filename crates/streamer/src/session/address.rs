@@ -8,7 +8,7 @@ use std::os::unix::fs::DirBuilderExt as _;
 use std::os::unix::net::{UnixDatagram, UnixListener};
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context as _, bail};
+use anyhow::Context as _;
 use nix::fcntl::{Flock, FlockArg};
 use nix::sys::socket::{AddressFamily, Backlog, SockFlag, SockType, UnixAddr, listen, socket};
 use nix::sys::stat::{Mode, fchmod};
@@ -17,6 +17,11 @@ use nix::unistd::geteuid;
 /// The folder of root's socket.
 const RUN: &str = "/run/rewake";
 const NAME: &str = "rewake.sock";
+
+/// Another process listens on a socket.
+#[derive(Debug, thiserror::Error)]
+#[error("{}: a daemon listens here: use it, or give another --socket", .0.display())]
+pub struct InUse(PathBuf);
 
 /// Returns the control socket of a daemon without `--socket`: `/run/rewake/rewake.sock` for root, and
 /// `$XDG_RUNTIME_DIR/rewake.sock` for others.
@@ -55,7 +60,7 @@ pub fn bind(path: &Path) -> anyhow::Result<UnixListener> {
         State::Stale => {
             std::fs::remove_file(path).with_context(|| format!("replacing {}", path.display()))?;
         }
-        State::Served => bail!("{}: a daemon listens here: use it, or give another --socket", path.display()),
+        State::Served => return Err(InUse(path.to_owned()).into()),
         State::Other(error) => {
             return Err(error).with_context(|| format!("{}: not a socket", path.display()));
         }
@@ -73,6 +78,13 @@ pub(crate) fn listener(path: &Path) -> io::Result<UnixListener> {
     nix::sys::socket::bind(made.as_raw_fd(), &UnixAddr::new(path)?)?;
     listen(&made, Backlog::MAXCONN)?;
     Ok(UnixListener::from(made))
+}
+
+/// Returns the path of a file of an open directory: a socket address has 107 bytes, and the directory's own path may
+/// be longer.
+#[must_use]
+pub fn within(directory: &File, name: &str) -> PathBuf {
+    PathBuf::from(format!("/proc/self/fd/{}/{name}", directory.as_raw_fd()))
 }
 
 /// The state of a socket file.

@@ -20,7 +20,7 @@ use crate::session::image::{Image, TaskPlan};
 use crate::session::open::{self, Lost, OpenSession};
 use crate::session::peer::Peer;
 use crate::session::{Session, socket};
-use crate::supervise::{launch, parking};
+use crate::supervise::parking;
 use crate::sys;
 
 /// "ReSTore Finished" (criu/uffd.c), which the restore sends when all tasks are restored. No pid is this
@@ -43,8 +43,6 @@ pub struct Daemon {
     pub pool: Pool,
     /// The block cache of all sessions.
     pub cache: Arc<BlockCache>,
-    /// Whether the daemon must stop: then it opens no new sessions.
-    pub stopping: tokio::sync::watch::Sender<bool>,
     sessions: Mutex<Vec<Arc<Session>>>,
 }
 
@@ -72,8 +70,7 @@ impl Daemon {
         let notes = ledger::root()?;
         let cache = BlockCache::new(DEFAULT_BUDGET)?;
         let pool = Pool::start(&cache, ledger)?;
-        let (stopping, _) = tokio::sync::watch::channel(false);
-        Ok(Arc::new(Self { ledger, starter, notes, pool, cache, stopping, sessions: Mutex::default() }))
+        Ok(Arc::new(Self { ledger, starter, notes, pool, cache, sessions: Mutex::default() }))
     }
 
     /// Returns the sessions that this worker serves.
@@ -86,7 +83,6 @@ impl Daemon {
     pub fn restores_under_way(&self) -> usize {
         let connected = |slot: &&SessionSlot| match slot.state() {
             SessionState::Free | SessionState::Listening => false,
-            SessionState::Streaming => launch::is_met(&slot.paths().1),
             SessionState::Handshake
             | SessionState::Restoring
             | SessionState::Running
@@ -164,9 +160,7 @@ impl Daemon {
                 open::finish_closing(slot, self.notes.clone(), self.starter);
             }
         }
-        let served = |slot: &SessionSlot| {
-            !matches!(slot.state(), SessionState::Free | SessionState::Streaming | SessionState::Closing)
-        };
+        let served = |slot: &SessionSlot| !matches!(slot.state(), SessionState::Free | SessionState::Closing);
         let taken = self.ledger.sessions().iter().enumerate().filter(|(_, slot)| served(slot));
         let inherit = |(index, slot): (usize, &'static SessionSlot)| {
             let session = self.inherit_one(index, slot);
@@ -225,7 +219,7 @@ impl Daemon {
             let phase = match slot.state() {
                 SessionState::Free | SessionState::Listening => Phase::Listening,
                 SessionState::Handshake | SessionState::Restoring => Phase::Restoring,
-                SessionState::Running | SessionState::Streaming | SessionState::Closing => Phase::Running,
+                SessionState::Running | SessionState::Closing => Phase::Running,
             };
             let note = session_store::note(slot, store, self.starter, &slot.paths().1, phase)?;
             note.write(&self.notes)?;
@@ -277,7 +271,7 @@ impl Daemon {
         connect_limit: Option<Duration>,
     ) -> anyhow::Result<Summary> {
         let outcome = self.run(&mut open, connect_limit).await;
-        self.ledger.outcomes().note(open.session.number, outcome.is_ok(), &[]);
+        self.ledger.outcomes().note(outcome.is_ok());
         self.close(open).await;
         outcome
     }

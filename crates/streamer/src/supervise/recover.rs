@@ -102,7 +102,7 @@ pub fn take_up(ledger: Ledger) -> Found {
             SessionState::Free => {}
             // No restore has connected; or the session's own streamer serves it, with another ledger; or no
             // page is missing.
-            SessionState::Listening | SessionState::Streaming | SessionState::Closing => {
+            SessionState::Listening | SessionState::Closing => {
                 parking::unpark_slot(slot);
                 slot.free();
             }

@@ -73,15 +73,16 @@ pub fn take_requests() -> nix::Result<()> {
 
 /// Returns after SIGTERM, when no restored process depends on this worker.
 ///
-/// While some do, the worker serves them, and takes no new sessions. SIGTERM may arrive several times: a
-/// service manager signals every process of a group, and the supervisor forwards the signal, too.
+/// While some do, the worker serves them. SIGTERM may arrive several times: a service manager signals every
+/// process of a group, and the supervisor forwards the signal, too.
 async fn stop_requests(daemon: &Daemon, mut requests: unix::Signal) {
+    let mut reported = false;
     while requests.recv().await.is_some() {
         let depending = daemon.restores_under_way();
         if depending == 0 {
             break;
         }
-        if !daemon.stopping.send_replace(true) {
+        if !std::mem::replace(&mut reported, true) {
             info!(sessions = depending, "SIGTERM: this process ends when all their memory is resident");
         }
     }

@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! `rewake restore`: runs `criu restore` with a daemon behind it, and shows how the memory comes back.
+//! `rewake restore`: runs `criu restore` with a streamer, and shows how memory is loaded.
+//!
+//! The streamer and the restored processes do not depend on this command: it follows them, and may be killed.
 
-mod bar;
-mod gpu;
-mod live;
-mod streamer;
+mod place;
 mod timeline;
-mod workdir;
+mod view;
 
 use std::io::Write as _;
 use std::path::Path;
@@ -19,18 +18,20 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{mpsc, watch};
 use tokio::time::{Instant as Deadline, interval, sleep_until, timeout};
 
-use self::bar::{Bar, resident, write};
+use self::place::Place;
 use self::timeline::{Clock, Timeline};
-use self::workdir::WorkDir;
+use self::view::{View, write};
 use super::criu::{self, Criu, CriuInvocation, Options};
 use super::directory;
 use crate::cli::Restore;
-use crate::control::client::{self, Client, ClientError};
-use crate::control::proto::{Ended, Session};
-use crate::control::{CONNECT_LIMIT, REPORT};
+use crate::control::REPORT;
+use crate::control::client::ClientError;
+use crate::control::proto::{Ended, State, Streaming};
+use crate::control::streamer::{self, ABANDONED};
 use rewake_streamer::gpu::plugin_folder;
+use rewake_streamer::record::{files, text};
 
-/// Time that CRIU has to notice that its session ended, and a session that its CRIU did.
+/// Time that CRIU has to notice that its streamer ended, and a streamer that its CRIU did.
 const END_LIMIT: Duration = Duration::from_secs(10);
 
 /// Options that are for `rewake restore` itself, not for CRIU.
@@ -42,11 +43,13 @@ struct RestoreRequest<'a> {
     options: &'a Restore,
     given: &'a Options,
     images: &'a Path,
+    /// The image has GPU state.
+    gpus: bool,
     plugins: Option<&'a Path>,
 }
 
 impl RestoreRequest<'_> {
-    /// Starts CRIU, with these options of ours.
+    /// Starts CRIU, with these options beside the user's.
     fn start(&self, work: &Path, ours: &[&str]) -> anyhow::Result<Criu> {
         let act = CriuInvocation {
             name: "restore",
@@ -64,61 +67,55 @@ impl RestoreRequest<'_> {
 /// Runs the command; gives the exit code: CRIU's own once the tree ran, 1 before.
 ///
 /// # Errors
-/// The image cannot be served, there is no daemon or no CRIU: nothing was started.
+/// The image cannot be served, there is no agent or no CRIU: nothing was started. Or the restore failed.
 pub fn run(options: &Restore) -> anyhow::Result<u8> {
     let images = directory(&options.images_dir, "-D")?;
     let given = Options::read(&options.criu_options, &OURS)?;
-    let gpu =
+    let gpus =
         plugin_folder::image_has_gpu(&images).with_context(|| format!("reading {}", images.display()))?;
     ensure!(
-        gpu || !options.record,
-        "--record: this image has no GPU state, and it records what is touched of that only"
+        gpus || !options.record,
+        "--record: this image has no GPU state, and only the working set of GPU memory is recorded"
     );
-    let plugins = options.programs.plugins(gpu, &given)?;
+    let plugins = options.programs.plugins(gpus, &given)?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    let order = RestoreRequest { options, given: &given, images: &images, plugins: plugins.as_deref() };
-    if gpu { runtime.block_on(gpu::restore(&order)) } else { runtime.block_on(restore(&order)) }
+    let request =
+        RestoreRequest { options, given: &given, images: &images, gpus, plugins: plugins.as_deref() };
+    runtime.block_on(restore(&request))
 }
 
-async fn restore(order: &RestoreRequest<'_>) -> anyhow::Result<u8> {
-    let RestoreRequest { options, given, images, .. } = *order;
+async fn restore(request: &RestoreRequest<'_>) -> anyhow::Result<u8> {
     let mut signals = signals()?;
-    let (place, mut client) = WorkDir::find(options, images).await?;
-    let opened = client.open(images, &place.work, CONNECT_LIMIT, false).await;
-    let session = opened.context("this image cannot be served; nothing was started")?.session;
+    let view = View::new(request.options.quiet);
+    let place = Place::make(request, &view).await?;
+    // Followed from the beginning: a streamer that has ended answers no client.
+    let (sender, latest) = watch::channel(Streaming::default());
+    let work = place.work.clone();
+    let mut followed =
+        tokio::spawn(async move { streamer::follow(&work, |now| drop(sender.send_replace(now))).await });
     let started = Instant::now();
-    let criu = match order.start(&place.work, &["--lazy-pages"]) {
+    let lazy: &[&str] = if place.lazy_pages { &["--lazy-pages"] } else { &[] };
+    let criu = match request.start(&place.work, lazy) {
         Ok(criu) => criu,
         Err(error) => {
-            client.end(session).await.context("ending the session")?;
+            streamer::ask_to_end(&place.work).await;
             return Err(error);
         }
     };
-    drop(client);
-    let (sender, latest) = watch::channel(Session::default());
-    let timeline = Timeline { session, own_daemon: place.own_daemon, ..Default::default() };
-    let detached = given.detached;
-    let mut course = RestoreRun {
-        socket: &place.socket,
-        session,
-        started,
-        detached,
-        criu,
-        latest,
-        timeline,
-        exit: None,
-        told: false,
-    };
-    let mut bar = Bar::new(options.quiet);
-    let how = {
-        let followed = client::follow(&place.socket, session, &sender);
-        course.run(followed, &mut signals, &mut bar).await?
-    };
-    bar.clear();
-    course.conclude(options.json, how, &mut bar)
+    let timeline = Timeline { session: place.session, ..Timeline::default() };
+    let mut run =
+        RestoreRun { request, place, started, criu, latest, view, timeline, exit: None, ended: None };
+    loop {
+        if let Some(signal) = run.step(&mut followed, &mut signals).await? {
+            return run.interrupted(signal).await;
+        }
+        if run.exit.is_some() && run.ended.is_some() {
+            return run.conclude();
+        }
+    }
 }
 
-/// SIGINT and SIGTERM, as they come.
+/// Receives SIGINT and SIGTERM.
 fn signals() -> anyhow::Result<mpsc::Receiver<Signal>> {
     let (sender, receiver) = mpsc::channel(1);
     for (kind, number) in
@@ -134,183 +131,168 @@ fn signals() -> anyhow::Result<mpsc::Receiver<Signal>> {
 
 /// A restore under way.
 struct RestoreRun<'a> {
-    socket: &'a Path,
-    session: u64,
+    request: &'a RestoreRequest<'a>,
+    place: Place,
     started: Instant,
-    detached: bool,
     criu: Criu,
-    latest: watch::Receiver<Session>,
+    latest: watch::Receiver<Streaming>,
+    view: View,
     timeline: Timeline,
+    /// How CRIU ended.
     exit: Option<ExitStatus>,
-    told: bool,
+    /// How the streamer ended.
+    ended: Option<Result<Ended, ClientError>>,
 }
 
-/// How it went.
-enum RunEnd {
-    /// The session ended, and CRIU too.
-    Over(Box<Result<Ended, ClientError>>),
-    /// We were asked to stop.
-    Interrupted(Signal),
-}
+type Followed = tokio::task::JoinHandle<Result<Ended, ClientError>>;
 
 impl RestoreRun<'_> {
-    async fn run(
+    /// Waits for the end of the streamer or of CRIU, and shows the progress meanwhile. Returns a signal that ends this
+    /// command.
+    async fn step(
         &mut self,
-        followed: impl Future<Output = Result<Ended, ClientError>>,
+        followed: &mut Followed,
         signals: &mut mpsc::Receiver<Signal>,
-        bar: &mut Bar,
-    ) -> anyhow::Result<RunEnd> {
-        let mut followed = std::pin::pin!(followed);
-        let mut ended: Option<Result<Ended, ClientError>> = None;
-        // For the one that has not ended yet, when the other's end leaves it nothing to do.
-        let mut deadline: Option<Deadline> = None;
+    ) -> anyhow::Result<Option<Signal>> {
         let mut redraw = interval(REPORT);
+        let deadline = self.deadline();
         loop {
             tokio::select! {
-                result = &mut followed, if ended.is_none() => {
-                    let lost = result.as_ref().is_ok_and(|ended| !ended.ok) || result.is_err();
-                    deadline = lost.then(|| Deadline::now() + END_LIMIT);
-                    self.ended(&result);
-                    ended = Some(result);
-                    if self.exit.is_none() && self.timeline.ok {
-                        self.tell(bar);
-                    }
+                ended = &mut *followed, if self.ended.is_none() => {
+                    self.streamer_ended(ended.context("following the streamer")?);
+                    return Ok(None);
                 }
                 exit = self.criu.ended(), if self.exit.is_none() => {
-                    self.criu_ended(exit?).await?;
-                    if !exit_is_good(self.exit) {
-                        deadline = Some(Deadline::now() + END_LIMIT);
-                    }
+                    self.criu_ended(exit?).await;
+                    return Ok(None);
                 }
-                _ = redraw.tick(), if ended.is_none() => {
-                    self.look();
-                    bar.show(&self.latest.borrow());
-                }
-                Some(signal) = signals.recv() => return self.interrupted(signal).await,
+                _ = redraw.tick(), if self.ended.is_none() => self.view.show(&self.latest.borrow()),
+                Some(signal) = signals.recv() => return Ok(Some(signal)),
                 () = until(deadline) => {
-                    deadline = None;
-                    self.look();
-                    if self.exit.is_none() {
-                        self.criu.kill_tree();
-                    } else if self.timeline.alive_ms.is_none() {
-                        bail!("criu ended, and session {} did not: see `rewake status`", self.session);
+                    if self.exit.is_some() {
+                        bail!("criu ended, and its streamer did not: see `rewake status`");
                     }
+                    self.criu.kill_tree();
+                    self.exit = Some(self.criu.ended().await?);
+                    return Ok(None);
                 }
             }
-            if self.exit.is_some()
-                && let Some(result) = ended.take()
-            {
-                return Ok(RunEnd::Over(Box::new(result)));
+        }
+    }
+
+    /// The time that CRIU or the streamer has left when the other's end leaves it nothing to do.
+    fn deadline(&self) -> Option<Deadline> {
+        let is_idle = match (&self.exit, &self.ended) {
+            (None, Some(Ok(ended))) => !ended.ok,
+            // Processes that run wait for `rewake recover`.
+            (None, Some(Err(_))) => !self.runs(),
+            (Some(exit), None) => !exit.success() && !self.runs(),
+            _ => false,
+        };
+        is_idle.then(|| Deadline::now() + END_LIMIT)
+    }
+
+    /// Whether the restored processes were seen to run.
+    fn runs(&self) -> bool {
+        matches!(self.latest.borrow().state(), State::Running | State::Complete)
+    }
+
+    fn streamer_ended(&mut self, ended: Result<Ended, ClientError>) {
+        let last = ended.as_ref().ok().and_then(|ended| ended.last.as_ref());
+        let clock = last.map(|last| Clock::new(self.started, last));
+        self.timeline.ok = ended.as_ref().is_ok_and(|ended| ended.ok);
+        self.timeline.reason = match &ended {
+            Ok(ended) => (!ended.ok).then(|| ended.reason.clone()),
+            Err(ClientError::NotServed(_)) => Some(ABANDONED.to_owned()),
+            Err(error) => Some(format!("following the streamer: {error}")),
+        };
+        self.view.clear();
+        match files::read(&self.place.work) {
+            Ok(Some(record)) => {
+                if let Some(clock) = clock {
+                    self.timeline.add(&record, clock);
+                    self.view.say(&text::text(&record, Duration::from_micros(clock.before_us())));
+                }
             }
+            // It had nothing to load, or was killed.
+            Ok(None) => {}
+            Err(error) => self.view.say(&format!("rewake: {error:#}\n")),
         }
+        self.ended = Some(ended);
     }
 
-    /// Notes when the tree ran, from the session's reports.
-    fn look(&mut self) {
-        let latest = self.latest.borrow();
-        if !self.detached && self.timeline.alive_ms.is_none() && latest.running_ns != 0 {
-            self.timeline.alive_ms = Clock::new(self.started, &latest).at(latest.running_ns);
-            self.timeline.alive_resident_bytes = resident(&latest);
-        }
-    }
-
-    async fn criu_ended(&mut self, exit: ExitStatus) -> anyhow::Result<()> {
+    async fn criu_ended(&mut self, exit: ExitStatus) {
         let now = self.started.elapsed().as_secs_f64() * 1e3;
         self.exit = Some(exit);
         self.timeline.criu_exit_code = exit.code();
         self.timeline.criu_ended_ms = Some(now);
-        if !exit.success() {
-            self.end_session().await;
-        } else if self.detached {
+        if exit.success() && self.request.given.detached {
             self.timeline.alive_ms = Some(now);
-            // A daemon that has just lost its worker answers a moment later: the last report has to do.
-            let status = async { Client::connect(self.socket).await?.status().await };
-            let status = timeout(REPORT, status).await.ok().and_then(Result::ok).unwrap_or_default();
-            let sessions =
-                status.sessions.iter().chain(status.recent.iter().filter_map(|ended| ended.summary.as_ref()));
-            let found = sessions.into_iter().find(|session| session.session == self.session).cloned();
-            self.timeline.alive_resident_bytes =
-                resident(&found.unwrap_or_else(|| self.latest.borrow().clone()));
+            self.view.say(&format!("     0.0 ms  restore started\n{now:8.1} ms  process is alive\n"));
         }
-        Ok(())
+        // A streamer that nothing depends on ends now.
+        streamer::ask_to_end(&self.place.work).await;
     }
 
-    /// Ends a session that no restore connected to. One that was connected to ends by itself.
-    async fn end_session(&self) {
-        let end = async { Client::connect(self.socket).await?.end(self.session).await };
-        // Refused, or the daemon is gone: following the session tells.
-        let _ = timeout(END_LIMIT, end).await;
-    }
-
-    fn ended(&mut self, result: &Result<Ended, ClientError>) {
-        if let Ok(ended) = result {
-            let session = ended.summary.clone().unwrap_or_default();
-            self.timeline.end(ended, Clock::new(self.started, &session));
-        }
-    }
-
-    /// Shows the timeline, once. CRIU may stay for as long as the tree does: it is shown before.
-    fn tell(&mut self, bar: &mut Bar) {
-        if !std::mem::replace(&mut self.told, true) {
-            bar.clear();
-            bar.say(&self.timeline.text());
-        }
-    }
-
-    async fn interrupted(&mut self, signal: Signal) -> anyhow::Result<RunEnd> {
+    /// Passes the signal on to CRIU, or kills the tree before it runs. Gives the exit code.
+    async fn interrupted(&mut self, signal: Signal) -> anyhow::Result<u8> {
+        let runs = self.runs() || self.exit.is_some_and(|exit| exit.success());
         if self.exit.is_none() {
-            if self.latest.borrow().running_ns == 0 {
-                self.criu.kill_tree();
-                self.end_session().await;
-            } else {
+            if runs {
                 self.criu.signal(signal);
+            } else {
+                self.criu.kill_tree();
             }
-            // One that does not end takes no notice of us: neither do we.
+            // One that does not end takes no notice of this command.
             let _ = timeout(END_LIMIT, self.criu.ended()).await;
+            streamer::ask_to_end(&self.place.work).await;
         }
-        Ok(RunEnd::Interrupted(signal))
+        let fate = if runs { "run on; so does their streamer" } else { "were killed" };
+        write(&format!("rewake: {signal}: the restored processes {fate}\n"));
+        Ok(128 + u8::try_from(signal as i32).unwrap_or(0))
     }
 
-    /// The last words and the exit code.
-    fn conclude(&mut self, json: bool, how: RunEnd, bar: &mut Bar) -> anyhow::Result<u8> {
-        let result = match how {
-            RunEnd::Interrupted(signal) => return Ok(self.stopped(signal)),
-            RunEnd::Over(result) => *result,
-        };
+    /// Writes the timeline; gives the exit code, or the error that the command ends with.
+    fn conclude(&mut self) -> anyhow::Result<u8> {
         let exit = self.exit.unwrap_or_default();
-        let ran = self.timeline.alive_ms.is_some() && (exit.success() || !self.detached);
-        if !exit.success() {
-            self.criu.show_errors();
+        let (detached, succeeded) = (self.request.given.detached, exit.success());
+        if succeeded && !detached && matches!(self.ended, Some(Err(_))) {
+            // The tree has ended, and needs no memory any more.
+            self.timeline.reason = None;
         }
-        if let Err(error) = &result {
-            self.timeline.reason = Some(error.to_string());
+        if self.timeline.ok && self.timeline.all_resident_ms.is_none() {
+            // Nothing was missing.
+            self.timeline.all_resident_ms = self.timeline.alive_ms;
         }
-        if json {
+        let ran = succeeded || !detached && self.timeline.alive_ms.is_some();
+        self.timeline.ok &= ran;
+        if self.request.options.json {
             let text = serde_json::to_string_pretty(&self.timeline)?;
             writeln!(std::io::stdout(), "{text}").context("writing the timeline")?;
         }
-        match &self.timeline.reason {
-            Some(reason) if exit.success() || ran => bail!("the restored processes were ended: {reason}"),
-            Some(reason) if !ran => {
-                bail!("criu restore failed ({exit}); nothing was restored; the page server: {reason}")
-            }
-            None if !ran => bail!("criu restore failed ({exit}); nothing was restored"),
-            _ => {}
+        if !succeeded {
+            self.criu.show_errors();
         }
-        self.tell(bar);
+        let reason = self.timeline.reason.as_deref();
+        if !ran {
+            let reason = reason.map(|reason| format!("; the streamer: {reason}")).unwrap_or_default();
+            let RestoreRequest { gpus, plugins, given, .. } = *self.request;
+            let hint = if gpus && plugins.is_none() && !given.plugins { criu::NO_PLUGIN } else { "" };
+            bail!("criu restore failed ({exit}); nothing was restored{reason}{hint}");
+        }
+        match reason {
+            Some(reason) if reason == ABANDONED => bail!("{reason}"),
+            Some(reason) => bail!("the restored processes were killed: {reason}"),
+            None => {}
+        }
+        if let Some(resident) = self.timeline.all_resident_ms {
+            let last = self.ended.as_ref().and_then(|ended| ended.as_ref().ok()?.last.as_ref());
+            let any_gate = last.is_some_and(|last| last.processes.iter().any(|of| !of.without_gate));
+            let gpus = if any_gate { "GPUs run; " } else { "" };
+            self.view.say(&format!("{resident:8.1} ms  {gpus}all memory resident\n"));
+        }
         Ok(criu::code(exit))
     }
-
-    fn stopped(&self, signal: Signal) -> u8 {
-        let fate =
-            if self.latest.borrow().running_ns == 0 { "ended" } else { "go on; so does their page server" };
-        write(&format!("rewake: {signal}: the restored processes {fate}\n"));
-        128 + u8::try_from(signal as i32).unwrap_or(0)
-    }
-}
-
-fn exit_is_good(exit: Option<ExitStatus>) -> bool {
-    exit.is_some_and(|exit| exit.success())
 }
 
 async fn until(deadline: Option<Deadline>) {

@@ -1,23 +1,19 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What happened when, for people and programs.
+//! What `rewake restore --json` writes: the streamer's record on the clock of this command.
 
-use std::fmt::Write as _;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use serde::Serialize;
 
-use super::bar::{resident, total};
-use crate::control::proto::{Ended, Session};
-use rewake_streamer::units;
+use crate::control::proto::Streaming;
+use rewake_streamer::record::model::{Memory, Record, State};
 
 /// One restore. Times are milliseconds since CRIU was started.
 #[derive(Debug, Default, Serialize, PartialEq)]
 pub(super) struct Timeline {
-    /// Number of the session in its daemon.
-    pub(super) session: u64,
-    /// True when the daemon was started for this restore.
-    pub(super) own_daemon: bool,
-    /// All memory is back, or was let go of by the processes.
+    /// Number of the session, if the agent serves it.
+    pub(super) session: Option<u64>,
+    /// All memory is resident, or the processes dropped it, and all gates are open.
     pub(super) ok: bool,
     /// Why not.
     pub(super) reason: Option<String>,
@@ -27,160 +23,128 @@ pub(super) struct Timeline {
     pub(super) criu_ended_ms: Option<f64>,
     /// The restored processes ran.
     pub(super) alive_ms: Option<f64>,
-    /// Lazy memory that was back at that time.
+    /// Missing memory that was resident at that time.
     pub(super) alive_resident_bytes: u64,
-    /// The first fault was served.
+    /// The first page fault on CPU memory was served.
     pub(super) first_fault_ms: Option<f64>,
     /// The last.
     pub(super) last_fault_ms: Option<f64>,
-    /// All memory was back.
+    /// All memory was resident, and all gates were open.
     pub(super) all_resident_ms: Option<f64>,
     /// From `alive_ms` to `all_resident_ms`, in 10^9 bytes a second.
     pub(super) gb_per_s: Option<f64>,
-    /// Tasks restored, zombies included.
-    pub(super) tasks: u32,
-    /// Memory that lazy restore left out.
+    /// Processes that had missing memory or a gate.
+    pub(super) tasks: u64,
+    /// Memory that was missing when the processes ran, without what they dropped.
     pub(super) lazy_bytes: u64,
-    /// Of it, brought back with bytes.
+    /// Of it, loaded from the image.
     pub(super) copied_bytes: u64,
-    /// Of it, brought back as zero pages.
+    /// Of it, filled with zeros.
     pub(super) zero_bytes: u64,
-    /// Faults served.
+    /// Page faults served, on CPU memory and by CPUs on GPU memory.
     pub(super) faults: u64,
-    /// Median latency of a fault, in microseconds.
+    /// Median latency of a page fault on CPU memory, in microseconds.
     pub(super) fault_p50_us: Option<f64>,
-    /// 99 % of the faults were faster.
+    /// 99 % of them were faster.
     pub(super) fault_p99_us: Option<f64>,
 }
 
-/// Maps a session's clock, which counts from its start in the daemon, to milliseconds since `started` here.
+/// Maps a record's clock to milliseconds since `started` here.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Clock {
     offset_ms: f64,
 }
 
 impl Clock {
-    /// From a report that has just come.
-    pub(super) fn new(started: Instant, session: &Session) -> Self {
-        Self { offset_ms: started.elapsed().as_secs_f64() * 1e3 - millis(session.elapsed_ns) }
+    /// From a report that has just arrived.
+    pub(super) fn new(started: Instant, report: &Streaming) -> Self {
+        Self { offset_ms: started.elapsed().as_secs_f64() * 1e3 - millis(report.elapsed_us) }
     }
 
-    /// A time of the session; none for 0, which means "not yet".
-    pub(super) fn at(self, nanos: u64) -> Option<f64> {
-        (nanos != 0).then(|| (millis(nanos) + self.offset_ms).max(0.0))
+    /// Microseconds of the record as milliseconds here.
+    pub(super) fn at(self, micros: u64) -> f64 {
+        (millis(micros) + self.offset_ms).max(0.0)
+    }
+
+    /// How long before the record's beginning this command started CRIU, in microseconds.
+    #[expect(
+        clippy::cast_possible_truncation,
+        clippy::cast_sign_loss,
+        reason = "not negative, and far below 2^53"
+    )]
+    pub(super) fn before_us(self) -> u64 {
+        (self.at(0) * 1e3) as u64
     }
 }
 
-#[expect(clippy::cast_precision_loss, reason = "far less than 2^53 ns is measured")]
-fn millis(nanos: u64) -> f64 {
-    nanos as f64 / 1e6
+#[expect(clippy::cast_precision_loss, reason = "far less than 2^53 is measured")]
+fn millis(micros: u64) -> f64 {
+    micros as f64 / 1e3
 }
 
 impl Timeline {
-    /// Takes in how the session ended, at `all_resident_ms`.
-    #[expect(clippy::cast_precision_loss, reason = "a rate")]
-    pub(super) fn end(&mut self, ended: &Ended, clock: Clock) {
-        let session = ended.summary.clone().unwrap_or_default();
-        let page = rewake_uffd::PAGE_SIZE;
-        let micros = |nanos: u64| (session.faults > 0).then(|| millis(nanos) * 1e3);
-        self.ok = ended.ok;
-        self.reason = (!ended.ok).then(|| ended.reason.clone());
-        self.alive_ms = self.alive_ms.or_else(|| clock.at(session.running_ns));
-        self.first_fault_ms = clock.at(session.first_fault_ns);
-        self.last_fault_ms = clock.at(session.last_fault_ns);
-        self.all_resident_ms = if ended.ok { clock.at(session.elapsed_ns) } else { None };
-        self.tasks = session.tasks;
-        self.lazy_bytes = total(&session);
-        self.copied_bytes = session.pages_copied * page;
-        self.zero_bytes = session.pages_zero * page;
-        self.faults = session.faults;
-        self.fault_p50_us = micros(session.fault_p50_ns);
-        self.fault_p99_us = micros(session.fault_p99_ns);
-        let streaming =
-            self.all_resident_ms.zip(clock.at(session.running_ns)).map(|(end, start)| end - start);
-        self.gb_per_s = streaming.filter(|&ms| ms > 0.0).map(|ms| resident(&session) as f64 / ms / 1e6);
-    }
-
-    /// For people.
-    pub(super) fn text(&self) -> String {
-        let mut text = String::from("     0.0 ms  restore started\n");
-        let mut moments: Vec<(f64, String)> = Vec::new();
-        let mut moment = |ms: Option<f64>, what: String| moments.extend(ms.map(|ms| (ms, what)));
-        let back = (units::bytes(self.alive_resident_bytes), units::bytes(self.lazy_bytes));
-        moment(self.alive_ms, format!("process is alive; {} of {} resident", back.0, back.1));
-        moment(self.first_fault_ms, "first fault".to_owned());
-        moment(self.last_fault_ms, "last fault".to_owned());
-        let rate = self.gb_per_s.map(|rate| format!(", {rate:.2} GB/s")).unwrap_or_default();
-        moment(self.all_resident_ms, format!("all memory resident{rate}"));
-        moments.sort_by(|(one, _), (two, _)| one.total_cmp(two));
-        for (ms, what) in moments {
-            // Writing to a String cannot fail, here and below.
-            let _ = writeln!(text, "{ms:8.1} ms  {what}");
+    /// Takes in the streamer's record. `alive_ms` is set already when CRIU's end is known to be the time.
+    pub(super) fn add(&mut self, record: &Record, clock: Clock) {
+        let runs = record.processes.iter().filter_map(|of| of.runs_us).min();
+        self.alive_ms = self.alive_ms.or_else(|| runs.map(|at| clock.at(at)));
+        let faults = record.page_fault_stats;
+        self.first_fault_ms = faults.first_us.map(|at| clock.at(at));
+        self.last_fault_ms = faults.last_us.map(|at| clock.at(at));
+        let gates = record.processes.iter().filter_map(|of| of.gate_open_us);
+        let resident = record.resident_us().into_iter().chain(gates).max();
+        let complete = record.state == State::Complete;
+        self.all_resident_ms = resident.filter(|_| complete).map(|at| clock.at(at));
+        self.tasks = record.processes.len() as u64;
+        let (all, loaded) = record.totals();
+        self.lazy_bytes = all;
+        self.zero_bytes = faults.zero_bytes;
+        self.copied_bytes = loaded.saturating_sub(faults.zero_bytes);
+        self.faults = record.faults().0 + record.page_faults().0;
+        let micros = |nanos: u64| (nanos > 0).then(|| millis(nanos));
+        (self.fault_p50_us, self.fault_p99_us) = (micros(faults.p50_ns), micros(faults.p99_ns));
+        if let Some(alive) = self.alive_ms {
+            self.alive_resident_bytes =
+                record.memory.iter().map(|of| resident_at(record, of, clock, alive)).sum();
+            let took = self.all_resident_ms.map(|end| end - alive).filter(|took| *took > 0.0);
+            #[expect(clippy::cast_precision_loss, reason = "a rate")]
+            let rate = took.map(|took| loaded.saturating_sub(self.alive_resident_bytes) as f64 / took / 1e6);
+            self.gb_per_s = rate;
         }
-        let micros = |micros: Option<f64>| {
-            micros.map_or_else(
-                || "-".to_owned(),
-                |micros| units::latency(Duration::from_secs_f64(micros / 1e6)),
-            )
-        };
-        let _ = writeln!(
-            text,
-            "{} tasks, {} copied, {} zero; {} faults, p50 {}, p99 {}",
-            self.tasks,
-            units::bytes(self.copied_bytes),
-            units::bytes(self.zero_bytes),
-            self.faults,
-            micros(self.fault_p50_us),
-            micros(self.fault_p99_us),
-        );
-        text
     }
+}
+
+/// Resident bytes at the last sample before a time.
+fn resident_at(record: &Record, memory: &Memory, clock: Clock, at_ms: f64) -> u64 {
+    let before = record.sampled_us.partition_point(|sampled| clock.at(*sampled) <= at_ms);
+    before.checked_sub(1).and_then(|last| memory.samples.get(last)).copied().unwrap_or_default()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::control::proto::State;
-
-    fn ended() -> Ended {
-        let summary = Session {
-            state: State::Complete as i32,
-            elapsed_ns: 1_100_000_000,
-            running_ns: 100_000_000,
-            tasks: 1,
-            pages_total: 1 << 18,
-            pages_copied: 1 << 18,
-            faults: 10,
-            fault_p50_ns: 20_000,
-            fault_p99_ns: 80_000,
-            first_fault_ns: 90_000_000,
-            last_fault_ns: 500_000_000,
-            ..Default::default()
-        };
-        Ended { ok: true, reason: String::new(), summary: Some(summary) }
-    }
+    use rewake_streamer::record::example;
 
     #[test]
-    fn moments_are_told_in_their_order_on_the_clock_of_the_command() {
-        let mut timeline = Timeline { alive_resident_bytes: 4096, ..Default::default() };
-        timeline.end(&ended(), Clock { offset_ms: -50.0 });
-        let text = timeline.text();
-        let wanted = [
-            "     0.0 ms  restore started",
-            "    40.0 ms  first fault",
-            "    50.0 ms  process is alive; 4.0 KiB of 1.0 GiB resident",
-            "   450.0 ms  last fault",
-            "  1050.0 ms  all memory resident, 1.07 GB/s",
-            "1 tasks, 1.0 GiB copied, 0 B zero; 10 faults, p50 20 µs, p99 80 µs",
-        ];
-        assert_eq!(text.lines().collect::<Vec<_>>(), wanted);
-    }
-
-    #[test]
-    fn a_failed_session_has_a_reason_and_no_end_of_memory() {
+    fn a_record_s_times_are_on_the_clock_of_the_command() {
+        let mut record = example::record();
+        record.page_fault_stats.first_us = Some(2000);
+        record.page_fault_stats.p50_ns = 20_000;
+        record.page_fault_stats.zero_bytes = 1 << 30;
         let mut timeline = Timeline::default();
-        timeline.end(&Ended { ok: false, reason: "cut".to_owned(), ..ended() }, Clock { offset_ms: 0.0 });
-        assert_eq!((timeline.reason.as_deref(), timeline.all_resident_ms), (Some("cut"), None));
-        assert_eq!(timeline.gb_per_s, None);
+        timeline.add(&record, Clock { offset_ms: 50.0 });
+        assert_eq!((timeline.alive_ms, timeline.first_fault_ms), (Some(51.2), Some(52.0)));
+        assert_eq!(timeline.all_resident_ms, Some(3002.0), "the last gate opens after the last buffer");
+        assert_eq!((timeline.fault_p50_us, timeline.fault_p99_us), (Some(20.0), None));
+        assert_eq!((timeline.lazy_bytes, timeline.copied_bytes), (21 << 28, 17 << 28));
+        assert_eq!((timeline.tasks, timeline.faults), (3, 512));
+        assert!(timeline.gb_per_s > Some(1.5), "{timeline:?}");
+    }
+
+    #[test]
+    fn a_failed_restore_has_no_end_of_memory() {
+        let record = Record { state: State::Failed, ..example::record() };
+        let mut timeline = Timeline::default();
+        timeline.add(&record, Clock { offset_ms: 0.0 });
+        assert_eq!((timeline.all_resident_ms, timeline.gb_per_s), (None, None));
     }
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Which facts about GPUs lead to which verdicts.
+//! Tests which facts about GPUs lead to which verdicts.
 
 use super::super::Verdict;
 use super::*;
@@ -13,14 +13,14 @@ fn by_rings(memory: Memory) -> CopyPath {
 }
 
 fn best() -> Copies {
-    Copies { way: by_rings(Memory::Pages), told: true }
+    Copies { path: by_rings(Memory::Pages), has_event: true }
 }
 
 fn gpu(gpu_id: u32, gfx: GfxVersion) -> Gpu {
     Gpu { gpu_id, gfx, xccs: 1, vram: 64 << 30, minor: 128, copies: Ok(best()) }
 }
 
-/// A machine on which everything is right.
+/// The facts about a machine without any fault.
 fn good() -> Facts {
     Facts {
         version: Ok((1, 17)),
@@ -28,12 +28,12 @@ fn good() -> Facts {
         capabilities: CAPABILITIES,
         initial_user_namespace: true,
         switched_off: Ok(Vec::new()),
-        held: Ok(()),
+        call_hold: Ok(()),
         plugin: Plugin { found: Some("/opt/rewake".into()), ..Plugin::default() },
     }
 }
 
-/// The one check that is not ok, or the last one of a machine where all are.
+/// Returns the one check that is not ok, or the last one if all are.
 fn odd(facts: &Facts) -> Check {
     let mut checks = verdicts(Some(facts));
     let (bad, good): (Vec<_>, Vec<_>) = checks.drain(..).partition(|check| check.verdict != Verdict::Ok);
@@ -80,7 +80,7 @@ fn a_good_machine_passes_every_check() {
 }
 
 #[test]
-fn a_driver_without_checkpoints_or_out_of_reach_fails() {
+fn a_driver_that_is_too_old_or_cannot_be_opened_fails() {
     assert_eq!(outcome(&Facts { version: Ok((1, 8)), ..good() }).1, Verdict::Ok);
     assert_eq!(outcome(&Facts { version: Ok((1, 7)), ..good() }), ("gpu", Verdict::Failed));
     let unusable = odd(&Facts { version: Err("open /dev/kfd: EACCES".into()), ..good() });
@@ -108,7 +108,7 @@ fn a_topology_that_cannot_be_read_or_is_empty_fails() {
 }
 
 #[test]
-fn gpus_whose_queues_do_not_come_back_are_named_with_the_reason() {
+fn gpus_whose_queues_cannot_be_restored_are_named_with_the_reason() {
     for (gpus, reason) in [
         (vec![gpu(0x11, gfx(11, 0, 0))], "those of 0x11 (gfx1100) are scheduled by MES"),
         (vec![gpu(0x12, gfx(12, 0, 1))], "those of 0x12 (gfx1201) are scheduled by MES"),
@@ -127,18 +127,18 @@ fn gpus_whose_queues_do_not_come_back_are_named_with_the_reason() {
 }
 
 #[test]
-fn copies_by_less_than_the_best_way_are_a_warning_with_what_is_missing() {
+fn copies_on_a_slower_path_are_a_warning_with_what_is_missing() {
     let by_cpu = CopyPath::Cpu { reason: "no ring".into() };
-    for (way, told, asked) in
+    for (path, found, advised) in
         [(by_cpu, "by the CPU (no ring)", "copy ring"), (by_rings(Memory::Gtt), "GTT", "udmabuf")]
     {
-        let check = odd(&with_copies(Ok(Copies { way, told: true })));
+        let check = odd(&with_copies(Ok(Copies { path, has_event: true })));
         assert_eq!((check.name, check.verdict), ("gpu copies", Verdict::Warning));
-        assert!(check.found.contains("0x2: ") && check.found.contains(told), "{check:?}");
+        assert!(check.found.contains("0x2: ") && check.found.contains(found), "{check:?}");
         let advice = check.advice.unwrap();
-        assert!(advice.contains(asked) && !advice.contains("6.6"), "{advice}");
+        assert!(advice.contains(advised) && !advice.contains("6.6"), "{advice}");
     }
-    let check = odd(&with_copies(Ok(Copies { told: false, ..best() })));
+    let check = odd(&with_copies(Ok(Copies { has_event: false, ..best() })));
     let advice = check.advice.unwrap();
     assert!(advice.contains("6.6") && !advice.contains("udmabuf"), "{advice}");
 }
@@ -151,13 +151,13 @@ fn a_render_node_that_cannot_be_used_fails() {
 }
 
 #[test]
-fn a_kernel_that_cannot_hold_calls_is_told_and_the_way_out() {
-    let without = odd(&Facts { held: Err("no bpf".into()), ..good() });
+fn a_kernel_that_cannot_hold_calls_is_a_warning() {
+    let without = odd(&Facts { call_hold: Err("no bpf".into()), ..good() });
     assert_eq!((without.name, without.verdict), ("gpu registered memory", Verdict::Warning));
 }
 
 #[test]
-fn checks_that_are_switched_off_are_told_and_wrong_values_fail() {
+fn checks_that_are_switched_off_are_named_and_wrong_values_fail() {
     let off = odd(&Facts { switched_off: Ok(vec!["KFD_NUMA_CHECK"]), ..good() });
     assert_eq!((off.name, off.verdict), ("gpu checks", Verdict::Info));
     assert!(off.found.contains("KFD_NUMA_CHECK"), "{off:?}");
@@ -170,8 +170,8 @@ fn the_plugin_is_ours_or_crius_or_missing() {
     let (ours, stock): (PathBuf, PathBuf) = ("/opt/rewake".into(), "/usr/lib/criu/".into());
     let both = odd(&with_plugin(Plugin { found: Some(ours), stock: Some(stock.clone()), variable: None }));
     assert_eq!((both.name, both.verdict), ("gpu plugin", Verdict::Info));
-    assert!(both.found.contains("/opt/rewake; CRIU by itself"), "{both:?}");
-    // Given by the variable: there is no second one.
+    assert!(both.found.contains("/opt/rewake; CRIU without --libdir"), "{both:?}");
+    // The variable names CRIU's own folder: both are one.
     let one = Plugin {
         found: Some("/usr/lib/criu".into()),
         stock: Some(stock.clone()),

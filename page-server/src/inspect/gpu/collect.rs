@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Reads the GPU part of an image directory: everything that can be read, and one message for everything that cannot.
+//! Reads the GPU part of an image directory: all that can be read, and a message for all that cannot.
 
 use std::collections::BTreeMap;
 
@@ -16,13 +16,13 @@ use super::{
     QueueReport, RangeReport, RenderBufferReport, RenderReport,
 };
 
-/// `enum kfd_queue_type` (`kfd_priv.h`, the same in Linux 6.12 and 7.2). 2 is the driver's own.
+/// `enum kfd_queue_type` (`kfd_priv.h`, the same in Linux 6.12 and 7.2). The driver uses 2 itself.
 pub(super) const COMPUTE: u32 = 0;
 const SDMA: u32 = 1;
 const SDMA_XGMI: u32 = 3;
 const SDMA_BY_ENGINE: u32 = 4;
 
-/// Reads what the files of these names hold.
+/// Reads the files of these names.
 pub(in crate::inspect) fn collect<'a>(
     images: &ImageDir,
     names: impl Iterator<Item = &'a str>,
@@ -33,11 +33,11 @@ pub(in crate::inspect) fn collect<'a>(
         let file = name.to_owned();
         match GpuFile::of_name(name) {
             Some(GpuFile::Kfd(id)) => {
-                let image = damage.kept(images.kfd(id)).flatten();
+                let image = damage.value_or_note(images.kfd(id)).flatten();
                 report.processes.extend(image.map(|image| process(images, id, &image, damage)));
             }
             Some(GpuFile::Render(id)) => {
-                let Some(image) = damage.kept(images.render_node(id)).flatten() else { continue };
+                let Some(image) = damage.value_or_note(images.render_node(id)).flatten() else { continue };
                 let contents = image.contents.as_ref();
                 report.render_nodes.push(RenderReport {
                     file,
@@ -47,7 +47,7 @@ pub(in crate::inspect) fn collect<'a>(
                 });
             }
             Some(GpuFile::Dmabuf(id)) => {
-                let image = damage.kept(images.dmabuf(id)).flatten();
+                let image = damage.value_or_note(images.dmabuf(id)).flatten();
                 report.dmabufs.extend(image.map(|image| DmabufReport { file, handle: image.handle }));
             }
             None => {}
@@ -62,9 +62,9 @@ fn process(images: &ImageDir, id: u32, image: &KfdImage, damage: &mut Damage) ->
     let mut files = BTreeMap::new();
     for gpu in &gpus {
         let opened = match images.gpu_pages(id, image, gpu.gpu_id) {
-            // Nothing that it would hold is missing.
+            // The file would be empty.
             Err(ImageError::Missing { .. }) if image.pages(gpu.gpu_id).0.is_empty() => continue,
-            other => damage.kept(other),
+            other => damage.value_or_note(other),
         };
         files.extend(opened.map(|file| (gpu.gpu_id, file)));
     }
@@ -91,13 +91,13 @@ fn process(images: &ImageDir, id: u32, image: &KfdImage, damage: &mut Damage) ->
     }
 }
 
-/// For each buffer, the zeros of its contents where they could be counted.
+/// Returns the zero bytes in each buffer's contents, where they could be counted.
 fn zeros(image: &KfdImage, files: &BTreeMap<u32, PagesFile>, damage: &mut Damage) -> Vec<Option<u64>> {
     let mut zeros = vec![None; image.buffers.len()];
     for (gpu_id, file) in files {
-        for stretch in image.pages(*gpu_id).0 {
-            let end = stretch.file_offset + image.buffers[stretch.buffer].size;
-            zeros[stretch.buffer] = damage.kept(file.zero_bytes(stretch.file_offset, end));
+        for range in image.pages(*gpu_id).0 {
+            let end = range.file_offset + image.buffers[range.buffer].size;
+            zeros[range.buffer] = damage.value_or_note(file.zero_bytes(range.file_offset, end));
         }
     }
     zeros
@@ -110,7 +110,7 @@ fn private(images: &ImageDir, id: u32, image: &KfdImage, damage: &mut Damage) ->
         let file = images.path().join(kfd_name(id));
         format!("{}: {error}; the image is damaged: dump again", file.display())
     };
-    damage.kept(read.map_err(named))
+    damage.value_or_note(read.map_err(named))
 }
 
 fn gpu_use(
@@ -120,21 +120,21 @@ fn gpu_use(
     buffers: &[BufferReport],
     files: &BTreeMap<u32, PagesFile>,
 ) -> GpuUse {
-    let stretches = image.pages(gpu.gpu_id).0;
-    let zeros = stretches.iter().map(|stretch| buffers[stretch.buffer].zero_bytes);
+    let ranges = image.pages(gpu.gpu_id).0;
+    let zeros = ranges.iter().map(|range| buffers[range.buffer].zero_bytes);
     GpuUse {
         gpu_id: gpu.gpu_id,
         device_id: gpu.device_id,
         render_minor: gpu.drm_render_minor,
         vram_bytes: gpu.vram_size,
         buffers: buffers.iter().filter(|buffer| buffer.gpu_id == gpu.gpu_id).count(),
-        content_bytes: stretches.iter().map(|stretch| image.buffers[stretch.buffer].size).sum(),
+        content_bytes: ranges.iter().map(|range| image.buffers[range.buffer].size).sum(),
         zero_bytes: zeros.sum(),
         pages_file: files.contains_key(&gpu.gpu_id).then(|| pages_name(id, gpu.gpu_id)),
     }
 }
 
-/// Sums by kind. A damaged image can claim more than 64 bits hold.
+/// Returns the sums by kind. They saturate: a damaged image can claim more than fits in 64 bits.
 fn kinds(buffers: &[BufferReport]) -> Vec<KindReport> {
     let mut kinds: BTreeMap<Kind, KindReport> = BTreeMap::new();
     for buffer in buffers {
@@ -189,9 +189,9 @@ fn render_buffers(
     damage: &mut Damage,
 ) -> Vec<RenderBufferReport> {
     let mut zeros = |index: usize, buffer: &RenderBuffer| {
-        let file = damage.kept(images.render_pages(contents, index))?;
+        let file = damage.value_or_note(images.render_pages(contents, index))?;
         let start = RenderContents::PAGES_OFFSET;
-        damage.kept(file.zero_bytes(start, start + buffer.size))
+        damage.value_or_note(file.zero_bytes(start, start + buffer.size))
     };
     let report = |(index, buffer): (usize, &RenderBuffer)| RenderBufferReport {
         handle: buffer.handle,
@@ -204,7 +204,7 @@ fn render_buffers(
     contents.buffers.iter().enumerate().map(report).collect()
 }
 
-/// By `AMDGPU_GEM_DOMAIN_*` (`include/uapi/drm/amdgpu_drm.h`).
+/// Returns the kind for `AMDGPU_GEM_DOMAIN_*` (`include/uapi/drm/amdgpu_drm.h`).
 fn domain(domains: u32) -> Kind {
     match (domains & 4, domains & 2) {
         (4, _) => Kind::Vram,

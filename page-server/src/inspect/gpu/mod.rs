@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The GPU part of an image, as CRIU's amdgpu plugin and ours write it. The numbers' meaning: `docs/inspect.md`.
+//! Reports the GPU part of an image, as CRIU's amdgpu plugin and ours write it. `docs/inspect.md` explains
+//! the numbers.
 //!
 //! * [`collect`]: reads it.
-//! * [`pending`]: what queues had not done yet.
-//! * [`text`]: the tables.
+//! * [`pending`]: computes what queues had not done yet.
+//! * [`text`]: writes the tables.
 
 pub mod collect;
 pub mod pending;
@@ -13,10 +14,10 @@ use serde::Serialize;
 
 use super::hexadecimal;
 
-/// The GPU part of an image; empty lists where there is none.
+/// The GPU part of an image; the lists are empty if the image has none.
 #[derive(Debug, Default, Serialize)]
 pub struct GpuReport {
-    /// One for each process that had `/dev/kfd` open.
+    /// The processes that had `/dev/kfd` open.
     pub processes: Vec<ProcessReport>,
     /// Open render nodes.
     pub render_nodes: Vec<RenderReport>,
@@ -25,7 +26,7 @@ pub struct GpuReport {
 }
 
 impl GpuReport {
-    /// True where the image has no GPU part.
+    /// Returns whether the image has no GPU part.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.processes.is_empty() && self.render_nodes.is_empty() && self.dmabufs.is_empty()
@@ -35,55 +36,55 @@ impl GpuReport {
 /// What a process had on its GPUs.
 #[derive(Debug, Serialize)]
 pub struct ProcessReport {
-    /// The file that says so.
+    /// The image file.
     pub file: String,
-    /// The process, in its pid namespace.
+    /// The process's pid in its pid namespace.
     pub pid: u32,
-    /// GPUs of the dumped machine.
+    /// The GPUs of the dumped machine.
     pub gpus: Vec<GpuUse>,
-    /// Sums by kind, of kinds that there are.
+    /// Sums of each kind of buffer that the process has.
     pub kinds: Vec<KindReport>,
     /// All buffers, in the image's order.
     pub buffers: Vec<BufferReport>,
-    /// Memory that processes share through the runtime; 0 without.
+    /// The size of the memory that processes share through the runtime; 0 without.
     pub shared_memory_bytes: u64,
-    /// What the kernel keeps; null when it could not be read.
+    /// The kernel's state of the process; null if it could not be read.
     pub kernel: Option<KernelReport>,
 }
 
-/// What the kernel keeps of a process beside its buffers.
+/// The kernel's state of a process, without its buffers.
 #[derive(Debug, Serialize)]
 pub struct KernelReport {
     /// Whether GPU page faults are retried.
     pub xnack: bool,
-    /// Queues.
+    /// The queues.
     pub queues: Vec<QueueReport>,
-    /// Events.
+    /// The number of events.
     pub events: usize,
-    /// Those that are signalled.
+    /// The number of events that are signalled.
     pub events_signalled: usize,
-    /// Ranges of ordinary memory that GPUs reach.
+    /// Ranges of ordinary memory that GPUs can access.
     pub svm_ranges: Vec<RangeReport>,
 }
 
 /// A GPU of the dumped machine, and what the process had there.
 #[derive(Debug, Serialize)]
 pub struct GpuUse {
-    /// Its name in this image.
+    /// Its id in this image.
     pub gpu_id: u32,
-    /// PCI device.
+    /// Its PCI device id.
     pub device_id: u32,
     /// N of `/dev/dri/renderDN`.
     pub render_minor: u32,
-    /// Its memory.
+    /// The size of its memory.
     pub vram_bytes: u64,
-    /// Buffers on it, of all kinds.
+    /// The number of buffers on it, of all kinds.
     pub buffers: usize,
-    /// Contents of buffers in its pages file.
+    /// The bytes of buffers' contents in its pages file.
     pub content_bytes: u64,
-    /// Of these, pages of 4096 bytes with nothing but zeros; null when they could not be read.
+    /// The bytes of these in pages (4096 bytes) that are all zeros; null if they could not be read.
     pub zero_bytes: Option<u64>,
-    /// Its pages file, when that has what the image says.
+    /// Its pages file, if that matches the image.
     pub pages_file: Option<String>,
 }
 
@@ -91,11 +92,11 @@ pub struct GpuUse {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Kind {
-    /// In the GPU.
+    /// In the GPU's memory.
     Vram,
-    /// In the machine, the driver's.
+    /// In host memory of the driver.
     Gtt,
-    /// In the machine, the process's.
+    /// In host memory of the process.
     Userptr,
     /// The GPU's doorbells.
     Doorbell,
@@ -106,7 +107,7 @@ pub enum Kind {
 }
 
 impl Kind {
-    /// By `KFD_IOC_ALLOC_MEM_FLAGS_*` (`include/uapi/linux/kfd_ioctl.h`).
+    /// Returns the kind for `KFD_IOC_ALLOC_MEM_FLAGS_*` (`include/uapi/linux/kfd_ioctl.h`).
     #[must_use]
     pub fn of(alloc_flags: u32) -> Self {
         let kinds = [Self::Vram, Self::Gtt, Self::Userptr, Self::Doorbell, Self::Mmio];
@@ -114,7 +115,7 @@ impl Kind {
         kinds.get(bit).copied().unwrap_or(Self::Other)
     }
 
-    /// Its name, in text and in JSON.
+    /// Returns the kind's name in text and in JSON.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -133,11 +134,11 @@ impl Kind {
 pub struct KindReport {
     /// The kind.
     pub kind: Kind,
-    /// How many.
+    /// The number of buffers.
     pub buffers: usize,
-    /// Sum of their sizes.
+    /// The sum of their sizes.
     pub bytes: u64,
-    /// Zeros in their contents; null where the image has none, or they could not be read.
+    /// Zero bytes in their contents; null if the image has no contents, or they could not be read.
     pub zero_bytes: Option<u64>,
 }
 
@@ -153,38 +154,38 @@ pub struct BufferReport {
     pub kind: Kind,
     /// Its GPU.
     pub gpu_id: u32,
-    /// GPUs that have it mapped; null when that could not be read.
+    /// The GPUs that map it; null if that could not be read.
     pub mapped_on: Option<Vec<u32>>,
-    /// Zeros in its contents; null where the image has none, or they could not be read.
+    /// Zero bytes in its contents; null if the image has no contents, or they could not be read.
     pub zero_bytes: Option<u64>,
 }
 
 /// A queue.
 #[derive(Debug, Serialize)]
 pub struct QueueReport {
-    /// The process's number for it.
+    /// The queue's number in the process.
     pub id: u32,
     /// Its GPU.
     pub gpu_id: u32,
     /// "aql", "pm4", "sdma", "sdma-xgmi", "sdma-engine" or "other".
     pub kind: &'static str,
-    /// Address of its ring.
+    /// The address of its ring.
     #[serde(serialize_with = "hexadecimal")]
     pub ring: u64,
-    /// Bytes of its ring.
+    /// The size of its ring in bytes.
     pub ring_bytes: u64,
     /// Its share of time, in percent; at 0 it does not run.
     pub percent: u32,
-    /// 0 to 15.
+    /// Its priority, 0 to 15.
     pub priority: u32,
-    /// Bytes in the ring that the GPU had not taken; null where its pointers are not in the image's buffers.
+    /// The bytes in the ring that the GPU had not taken; null if its pointers are not in the image's buffers.
     pub pending_bytes: Option<u64>,
 }
 
-/// A range of ordinary memory that GPUs reach.
+/// A range of ordinary memory that GPUs can access.
 #[derive(Debug, Serialize)]
 pub struct RangeReport {
-    /// First address.
+    /// Its first address.
     #[serde(serialize_with = "hexadecimal")]
     pub start: u64,
     /// Its length.
@@ -194,11 +195,11 @@ pub struct RangeReport {
 /// An open render node.
 #[derive(Debug, Serialize)]
 pub struct RenderReport {
-    /// The file that says so.
+    /// The image file.
     pub file: String,
     /// Its GPU, as in [`GpuUse::gpu_id`].
     pub gpu_id: u32,
-    /// N of `/dev/dri/renderDN`; null in images of CRIU up to 4.2.1, which keeps nothing but the GPU.
+    /// N of `/dev/dri/renderDN`; null in images of CRIU up to 4.2.1, which have the GPU only.
     pub minor: Option<u32>,
     /// Its buffers; null as `minor`.
     pub buffers: Option<Vec<RenderBufferReport>>,
@@ -213,18 +214,18 @@ pub struct RenderBufferReport {
     pub bytes: u64,
     /// "vram", "gtt" or "other".
     pub kind: Kind,
-    /// Whether it came from another process or driver.
+    /// Whether it was imported from another process or driver.
     pub imported: bool,
-    /// Where it is in the render node's address space: how many places.
+    /// The number of its mappings in the render node's address space.
     pub mappings: usize,
-    /// Zeros in its contents; null where a restore reads none, or they could not be read.
+    /// Zero bytes in its contents; null if a restore reads none, or they could not be read.
     pub zero_bytes: Option<u64>,
 }
 
 /// An open dma-buf.
 #[derive(Debug, Serialize)]
 pub struct DmabufReport {
-    /// The file that says so.
+    /// The image file.
     pub file: String,
     /// [`RenderBufferReport::handle`] of the buffer.
     pub handle: u32,

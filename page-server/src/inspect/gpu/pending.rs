@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What a queue had not done yet: its pointers are in memory, which may be in the image.
+//! Computes how much a queue's GPU had not taken yet. The queue's pointers are in memory that may be in the
+//! image.
 
 use std::collections::BTreeMap;
 use std::os::unix::fs::FileExt as _;
@@ -10,37 +11,38 @@ use rewake_criu_images::amdgpu::KfdImage;
 
 /// `KFD_QUEUE_FORMAT_AQL` (`kfd_priv.h`).
 pub(super) const AQL: u32 = 1;
-/// Bytes of an AQL packet: its pointers count these. PM4 counts words, copy engines count bytes.
+/// Bytes of an AQL packet: an AQL queue's pointers count packets. Those of PM4 count words, those of copy
+/// engines bytes.
 const PACKET: u64 = 64;
 const WORD: u64 = 4;
 
-/// Memory of a process as its buffers' contents have it.
+/// A process's memory in the contents of its buffers.
 #[derive(Debug)]
 pub(super) struct Memory<'a> {
     files: &'a BTreeMap<u32, PagesFile>,
-    /// Address, size, GPU and place in the GPU's file, in order of address.
-    places: Vec<(u64, u64, u32, u64)>,
+    /// Each buffer's address, size, GPU and offset in the GPU's file, sorted by address.
+    ranges: Vec<(u64, u64, u32, u64)>,
 }
 
 impl<'a> Memory<'a> {
-    /// Of the buffers in these files, by GPU.
+    /// Collects the buffers in these files; `files` are by GPU.
     pub(super) fn new(image: &KfdImage, files: &'a BTreeMap<u32, PagesFile>) -> Self {
         let of_gpu = |gpu: &u32| {
             let gpu = *gpu;
-            image.pages(gpu).0.into_iter().map(move |stretch| {
-                let buffer = image.buffers[stretch.buffer];
-                (buffer.address, buffer.size, gpu, stretch.file_offset)
+            image.pages(gpu).0.into_iter().map(move |range| {
+                let buffer = image.buffers[range.buffer];
+                (buffer.address, buffer.size, gpu, range.file_offset)
             })
         };
-        let mut places: Vec<_> = files.keys().flat_map(of_gpu).collect();
-        places.sort_unstable();
-        Self { files, places }
+        let mut ranges: Vec<_> = files.keys().flat_map(of_gpu).collect();
+        ranges.sort_unstable();
+        Self { files, ranges }
     }
 
-    /// Eight bytes at an address, if they are in a file.
+    /// Reads eight bytes at an address, if they are in a file.
     fn long(&self, address: u64) -> Option<u64> {
-        let behind = self.places.partition_point(|(start, ..)| *start <= address);
-        let (start, size, gpu, offset) = *self.places.get(behind.checked_sub(1)?)?;
+        let end = self.ranges.partition_point(|(start, ..)| *start <= address);
+        let (start, size, gpu, offset) = *self.ranges.get(end.checked_sub(1)?)?;
         let mut bytes = [0; size_of::<u64>()];
         let at = address - start;
         if at.checked_add(bytes.len() as u64)? > size {
@@ -50,7 +52,7 @@ impl<'a> Memory<'a> {
         Some(u64::from_le_bytes(bytes))
     }
 
-    /// Bytes that a queue's GPU had not taken; none when they are not known.
+    /// Returns the bytes that a queue's GPU had not taken; none if its pointers are not in the image.
     pub(super) fn pending(&self, queue: &Queue) -> Option<u64> {
         let unit = match (queue.kind, queue.format) {
             (super::collect::COMPUTE, AQL) => PACKET,

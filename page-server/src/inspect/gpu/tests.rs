@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What `rewake inspect` shows of GPU state made here. The expected texts are whole, in `../testdata/`.
+//! Tests the reports of GPU state that is made here. The complete expected texts are in `../testdata/`.
 
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt as _;
@@ -15,7 +15,7 @@ use super::super::{Report, Verdict, collect, text};
 use super::{Kind, KindReport};
 
 const MIB: u64 = 1 << 20;
-/// Of the buffer with the queues' pointers.
+/// The address of the buffer with the queues' pointers.
 const POINTERS: u64 = 0x7f00_0040_0000;
 /// The image's GPUs.
 const FIRST: u32 = 0x1234;
@@ -30,12 +30,12 @@ fn buffer(address: u64, size: u64, alloc_flags: u32, gpu_id: u32) -> KfdBuffer {
     KfdBuffer { address, size, alloc_flags, gpu_id, ..KfdBuffer::default() }
 }
 
-/// Little-endian words at their places in `length` bytes.
+/// Returns `length` bytes with these little-endian words at their offsets.
 fn record(length: usize, words: &[(usize, u64)]) -> Vec<u8> {
     let mut bytes = vec![0; length];
     for (at, word) in words {
         let word = word.to_le_bytes();
-        // Most fields have 4 bytes, and what follows in their order overwrites the rest.
+        // Most fields have 4 bytes; the next field overwrites the rest.
         let end = (at + word.len()).min(length);
         bytes[*at..end].copy_from_slice(&word[..end - at]);
     }
@@ -79,7 +79,7 @@ fn private(buffers: &[KfdBuffer]) -> Vec<u8> {
     bytes
 }
 
-/// Every kind of buffer, on two GPUs; of the second only a doorbell.
+/// Returns a process with every kind of buffer on one GPU, and a doorbell on a second one.
 fn image() -> KfdImage {
     let buffers = vec![
         buffer(0x7f00_0000_0000, 4 * MIB, 0xd000_0001, FIRST),
@@ -101,7 +101,8 @@ fn image() -> KfdImage {
     }
 }
 
-/// The contents of the first GPU: a page that is not zero, a hole, and the page of the queues' pointers.
+/// Writes the contents of the first GPU: a page that is not zero, a hole, and the page of the queues'
+/// pointers.
 fn put_pages(dir: &Path, image: &KfdImage) {
     let (stretches, end) = image.pages(FIRST);
     let file = File::create(dir.join(pages_name(27, FIRST))).unwrap();
@@ -156,7 +157,7 @@ fn put_render_nodes(dir: &Path) {
     for (id, node) in nodes {
         fs::write(dir.join(render_name(id)), node.to_bytes()).unwrap();
     }
-    // Their headers mean nothing.
+    // A restore does not read the headers.
     fs::write(dir.join(drm_pages_name(30, 128, 0)), [&[0xff; 8][..], &[0; 4096], &[1; 4096]].concat())
         .unwrap();
     fs::write(dir.join(drm_pages_name(30, 128, 2)), [0; 8200]).unwrap();
@@ -176,7 +177,7 @@ fn compare(root: &tempfile::TempDir, shown: &str, expected: &str) {
     assert!(shown == expected, "shown:\n{shown}\nexpected:\n{expected}");
 }
 
-/// The image with one thing changed: what is said about it, which must be one line, and the report.
+/// Changes one thing in the image. Returns the damage, which must be one line, and the report.
 fn damaged(change: impl FnOnce(&Path)) -> (String, Report) {
     let root = gpu_image();
     change(&dir(&root));
@@ -223,7 +224,7 @@ fn kinds_are_the_driver_s_flags() {
 }
 
 #[test]
-fn pages_files_that_do_not_have_what_the_image_says_are_damage() {
+fn pages_files_that_differ_from_the_image_are_damage() {
     let name = pages_name(27, FIRST);
     let (said, report) = damaged(|dir| fs::remove_file(dir.join(&name)).unwrap());
     assert!(said.contains("amdgpu-pages-27-1234.img: expected the contents of buffers"), "{said}");
@@ -247,7 +248,7 @@ fn pages_files_that_do_not_have_what_the_image_says_are_damage() {
 }
 
 #[test]
-fn private_data_that_makes_no_sense_is_damage_and_the_rest_is_shown() {
+fn invalid_private_data_is_damage_and_the_rest_is_shown() {
     let (said, report) = damaged(write_image(|image| image.private.truncate(2000)));
     assert!(said.contains("amdgpu-kfd-27.img: checkpoint data of 2000 bytes: at"), "{said}");
     let process = &report.gpu.processes[0];
@@ -273,14 +274,14 @@ fn each_other_damaged_file_is_one_line() {
 }
 
 #[test]
-fn work_that_queues_had_not_done_is_told_where_their_pointers_are_in_the_image() {
+fn pending_work_of_queues_is_shown_if_their_pointers_are_in_the_image() {
     let pending = |report: &Report| {
         let queues = &report.gpu.processes[0].kernel.as_ref().unwrap().queues;
         queues.iter().map(|queue| queue.pending_bytes).collect::<Vec<_>>()
     };
     let root = gpu_image();
     assert_eq!(pending(&read(&root)), [Some(7 * 64), Some(64), None], "packets, bytes, and elsewhere");
-    // A read pointer that is ahead is no number of bytes.
+    // With the read pointer ahead the number of bytes is unknown.
     let image = image();
     let file = File::options().write(true).open(dir(&root).join(pages_name(27, FIRST))).unwrap();
     file.write_all_at(&11_u64.to_le_bytes(), image.pages(FIRST).0[1].file_offset).unwrap();

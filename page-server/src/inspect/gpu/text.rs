@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The GPU part as tables.
+//! Writes the GPU part as tables.
 
 use std::io::{self, Write};
 
 use super::super::text::cell;
 use super::{BufferReport, GpuReport, KernelReport, ProcessReport, RenderBufferReport, RenderReport};
 
-/// Buffers of a process that are shown: the largest ones.
+/// How many buffers of a process are shown: the largest ones.
 const LARGEST: usize = 8;
 
-/// Writes the tables; nothing for an image without a GPU part.
+/// Writes the tables, or nothing if the image has no GPU part.
 ///
 /// # Errors
-/// `out` refuses.
+/// A write to `out` fails.
 pub(in crate::inspect) fn write(report: &GpuReport, out: &mut impl Write) -> io::Result<()> {
     if report.is_empty() {
         return Ok(());
@@ -71,7 +71,7 @@ fn kinds(process: &ProcessReport, out: &mut impl Write) -> io::Result<()> {
 
 fn largest(process: &ProcessReport, out: &mut impl Write) -> io::Result<()> {
     let mut buffers: Vec<&BufferReport> = process.buffers.iter().collect();
-    // The first one of a size first.
+    // A stable sort: buffers of one size keep the image's order.
     buffers.sort_by_key(|buffer| std::cmp::Reverse(buffer.bytes));
     buffers.truncate(LARGEST);
     if buffers.is_empty() {
@@ -123,7 +123,7 @@ fn of_kernel(process: &ProcessReport, kernel: &KernelReport, out: &mut impl Writ
 fn render_node(node: &RenderReport, out: &mut impl Write) -> io::Result<()> {
     write!(out, "render node of {}: GPU {:#x}", node.file, node.gpu_id)?;
     let (Some(minor), Some(buffers)) = (node.minor, &node.buffers) else {
-        return writeln!(out, "; the image has nothing else of it");
+        return writeln!(out, "; the image has no other state of it");
     };
     writeln!(out, ", /dev/dri/renderD{minor}; buffers: {}", buffers.len())?;
     buffers.iter().try_for_each(|buffer| render_buffer(buffer, out))
@@ -141,7 +141,7 @@ fn render_buffer(buffer: &RenderBufferReport, out: &mut impl Write) -> io::Resul
     )
 }
 
-/// A number of bytes, or the mark of one that is not known.
+/// Formats a number of bytes, or the mark for an unknown one.
 fn known(bytes: Option<u64>, unknown: &str) -> String {
     bytes.map_or_else(|| unknown.to_owned(), cell)
 }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What an open render node has. Calls on the file act on the dumped process's: it stands still.
+//! Lists the buffers and contexts of an open render node. The descriptor is the dumped process's own file,
+//! and the process is stopped, so the list does not change.
 
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::time::{Duration, Instant};
@@ -15,80 +16,84 @@ use rewake_criu_plugin::Answer;
 
 use crate::dump::dmabuf;
 
-/// How long rendering that is under way may go on. What waits for the stopped process would never end.
-const IDLE: Duration = Duration::from_secs(20);
-/// Numbers of buffers that are tried where the kernel has no list. The lowest free number is given to the next buffer: a file
-/// that has only higher ones had this many and closed them.
-const TRIED: u32 = 64;
-/// One more than the highest number of a context (`AMDGPU_VM_MAX_NUM_CTX`).
-const CONTEXTS: u32 = 4096;
+/// How long submitted work may take to end. Work that waits for the stopped process never ends.
+const IDLE_TIMEOUT: Duration = Duration::from_secs(20);
+/// Handles that are probed where the kernel has no list. A new buffer gets the lowest free handle: a file
+/// with higher handles only had this many buffers and closed them.
+const PROBED_HANDLES: u32 = 64;
+/// One more than the highest id of a context (`AMDGPU_VM_MAX_NUM_CTX`).
+const CONTEXT_LIMIT: u32 = 4096;
 /// `AMDGPU_GEM_LIST_HANDLES_FLAG_IS_IMPORT`: memory of another GPU or driver.
 const IS_IMPORT: u32 = 1;
 
-const MEMORY: u32 = AMDGPU_GEM_DOMAIN_GTT | AMDGPU_GEM_DOMAIN_VRAM;
+const COPYABLE_DOMAINS: u32 = AMDGPU_GEM_DOMAIN_GTT | AMDGPU_GEM_DOMAIN_VRAM;
 
 #[derive(Debug, Default)]
 pub(super) struct Listing {
     pub(super) buffers: Vec<Buffer>,
-    /// The kernel does not tell where they are mapped, nor whether these are all.
-    pub(super) untold: bool,
-    /// Numbers of submission contexts.
+    /// The kernel does not report where buffers are mapped, and there may be more buffers.
+    pub(super) is_incomplete: bool,
+    /// Ids of submission contexts.
     pub(super) contexts: Vec<u32>,
 }
 
 #[derive(Debug)]
 pub(super) struct Buffer {
-    /// As the kernel tells it: `is_import` is memory of another GPU or driver.
+    /// The buffer as the kernel reports it: `is_import` marks memory of another GPU or driver.
     pub(super) image: RenderBuffer,
     pub(super) dmabuf: OwnedFd,
     pub(super) inode: u64,
 }
 
-/// What would not come back.
+/// A buffer that a restore could not make again.
 #[derive(Debug, thiserror::Error)]
-pub(super) enum Refused {
+pub(super) enum NotRestorable {
     #[error(
-        "file {id:#x}, a render node, has buffers of its own (number {handle}, {size:#x} bytes), and this kernel does not tell \
-         where they are mapped: use one with AMDGPU_GEM_LIST_HANDLES (7.2 has it), or end what renders before the dump"
+        "file {id:#x}, a render node, has its own buffers (number {handle}, {size:#x} bytes), and this \
+         kernel does not report where they are mapped: use one with AMDGPU_GEM_LIST_HANDLES (7.2 has it), or \
+         end the rendering before the dump"
     )]
-    Untold { id: u32, handle: u32, size: u64 },
+    NotListed { id: u32, handle: u32, size: u64 },
     #[error(
-        "buffer {handle} of file {id:#x}, a render node, is memory of domains {domains:#x}, which copy engines do not reach"
+        "buffer {handle} of file {id:#x}, a render node, is memory of domains {domains:#x}, which copy \
+         engines cannot access"
     )]
-    Domains { id: u32, handle: u32, domains: u64 },
+    UnsupportedDomains { id: u32, handle: u32, domains: u64 },
     #[error(
-        "buffer {handle} of file {id:#x}, a render node, cannot be read by anybody else: it is host memory of the process \
-         (GEM_USERPTR), of which the driver does not tell the address, or bound to its address space (VM_ALWAYS_VALID)"
+        "buffer {handle} of file {id:#x}, a render node, cannot be read by another process: it is host \
+         memory of the process (GEM_USERPTR), whose address the driver does not report, or bound to its \
+         address space (VM_ALWAYS_VALID)"
     )]
     Bound { id: u32, handle: u32 },
     #[error(
-        "buffer {handle} of file {id:#x}, a render node, came as a dma-buf from another driver, or from a process that is not \
-         dumped: dump that one, too, or close the buffer"
+        "buffer {handle} of file {id:#x}, a render node, was imported from another driver, or from a process \
+         that is not dumped: also dump that process, or close the buffer"
     )]
     Foreign { id: u32, handle: u32 },
     #[error(
-        "buffer {handle} of file {id:#x}, a render node, was imported by a process's compute side, and would come back without \
-         the CPU's access to it"
+        "buffer {handle} of file {id:#x}, a render node, was imported as a process's compute memory, and \
+         would be restored without CPU access"
     )]
-    Taken { id: u32, handle: u32 },
+    ImportedByCompute { id: u32, handle: u32 },
     #[error(
-        "buffer {handle} of file {id:#x}, a render node, has been in use for {IDLE:?}: rendering must end before it is copied"
+        "buffer {handle} of file {id:#x}, a render node, has been in use for {IDLE_TIMEOUT:?}: submitted \
+         work must end before the buffer is copied"
     )]
     Busy { id: u32, handle: u32 },
 }
 
-/// What the file `id` has.
-pub(super) fn of(render: &Render, id: u32) -> Answer<Listing> {
+/// Lists what the file `id` has.
+pub(super) fn list(render: &Render, id: u32) -> Answer<Listing> {
     let mut listing = match render.handles()? {
         Some(entries) => {
             let buffers = entries.iter().map(|entry| buffer(render, id, entry)).collect::<Answer<_>>()?;
             Listing { buffers, ..Listing::default() }
         }
-        None => Listing { buffers: tried(render, id)?, untold: true, ..Listing::default() },
+        None => Listing { buffers: probe(render, id)?, is_incomplete: true, ..Listing::default() },
     };
-    // Without a buffer nothing can be submitted.
+    // Without a buffer a context is of no use: nothing can be submitted.
     if !listing.buffers.is_empty() {
-        for context in 1..CONTEXTS {
+        for context in 1..CONTEXT_LIMIT {
             if render.has_context(context)? {
                 listing.contexts.push(context);
             }
@@ -97,14 +102,16 @@ pub(super) fn of(render: &Render, id: u32) -> Answer<Listing> {
     Ok(listing)
 }
 
-/// Where the kernel has no list. Programs have render nodes open that they never use; the statistics in `fdinfo` do not tell
-/// them: Linux 6.12 counts page tables and compute memory there, and leaves out what is not mapped.
-fn tried(render: &Render, id: u32) -> Answer<Vec<Buffer>> {
+/// Probes for buffers where the kernel has no list. Programs open render nodes that they never use.
+///
+/// The statistics in `fdinfo` do not identify such files: Linux 6.12 counts page tables and compute memory
+/// there, and leaves out buffers that are not mapped.
+fn probe(render: &Render, id: u32) -> Answer<Vec<Buffer>> {
     let mut buffers = Vec::new();
-    for handle in 1..=TRIED {
+    for handle in 1..=PROBED_HANDLES {
         let Some(info) = render.created_as(handle)? else { continue };
-        let untold = Refused::Untold { id, handle, size: info.bo_size };
-        let dmabuf = render.export(handle)?.ok_or(untold)?;
+        let not_listed = NotRestorable::NotListed { id, handle, size: info.bo_size };
+        let dmabuf = render.export(handle)?.ok_or(not_listed)?;
         let image = RenderBuffer {
             size: info.bo_size,
             offset: render.offset(handle)?.unwrap_or(0),
@@ -123,12 +130,13 @@ fn tried(render: &Render, id: u32) -> Answer<Vec<Buffer>> {
 fn buffer(render: &Render, id: u32, entry: &drm_amdgpu_gem_list_handles_entry) -> Answer<Buffer> {
     let handle = entry.gem_handle;
     let domains = u32::try_from(entry.preferred_domains).ok();
-    let domains =
-        domains.filter(|domains| domains & MEMORY != 0 && domains & !(MEMORY | AMDGPU_GEM_DOMAIN_CPU) == 0);
+    let domains = domains.filter(|domains| {
+        domains & COPYABLE_DOMAINS != 0 && domains & !(COPYABLE_DOMAINS | AMDGPU_GEM_DOMAIN_CPU) == 0
+    });
     let preferred_domains =
-        domains.ok_or(Refused::Domains { id, handle, domains: entry.preferred_domains })?;
-    let dmabuf = render.export(handle)?.ok_or(Refused::Bound { id, handle })?;
-    // The list has pages, this has bytes, as GEM_CREATE takes them.
+        domains.ok_or(NotRestorable::UnsupportedDomains { id, handle, domains: entry.preferred_domains })?;
+    let dmabuf = render.export(handle)?.ok_or(NotRestorable::Bound { id, handle })?;
+    // The list has the alignment in pages. This call has it in bytes, as GEM_CREATE takes it.
     let alignment = render.created_as(handle)?.map_or(0, |info| info.alignment);
     let mappings: Vec<Mapping> = render.mappings(handle)?.iter().map(mapping).collect();
     let image = RenderBuffer {
@@ -150,16 +158,16 @@ fn mapping(entry: &drm_amdgpu_gem_vm_entry) -> Mapping {
     Mapping { address: entry.addr, size: entry.size, offset: entry.offset, flags: entry.flags }
 }
 
-/// Waits until what was submitted has ended. The process stands still: nothing more comes.
+/// Waits until all submitted work has ended. The process is stopped and submits no more.
 pub(super) fn wait_until_idle(listing: &Listing, id: u32) -> Answer {
-    let end = Instant::now() + IDLE;
+    let end = Instant::now() + IDLE_TIMEOUT;
     for buffer in &listing.buffers {
-        // A dma-buf can be written to when nobody uses it any more, for reading or writing (`dma_buf_poll`).
+        // A dma-buf polls as writable once no job reads or writes it (`dma_buf_poll`).
         let mut idle = [PollFd::new(buffer.dmabuf.as_fd(), PollFlags::POLLOUT)];
         let left = end.saturating_duration_since(Instant::now());
         let left = PollTimeout::try_from(left).unwrap_or(PollTimeout::ZERO);
         if poll(&mut idle, left)? == 0 {
-            return Err(Refused::Busy { id, handle: buffer.image.handle }.into());
+            return Err(NotRestorable::Busy { id, handle: buffer.image.handle }.into());
         }
     }
     Ok(())

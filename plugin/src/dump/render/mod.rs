@@ -1,12 +1,16 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Open render nodes: who renders has buffers there, and so has who computes if libraries asked for them.
+//! Dumps open render nodes. A process that renders has buffers there, and libraries may allocate some in one
+//! that computes.
 //!
-//! A buffer may be a process's compute memory, too, or another render node's; which, is known when all files of GPUs have
-//! been seen, and nothing writes to it when all queues are paused. So they are dumped together, with the last one.
+//! A buffer may also be a process's compute memory, or another render node's buffer. That is known once CRIU
+//! has passed all GPU files; then all queues are evicted, too, and none writes to the buffers. So all render
+//! nodes are dumped with the last GPU file.
 //!
-//! * [`listing`]: what a file has, and what of that cannot come back. [`space`]: whose compute address space it is.
+//! * [`listing`]: what a file has, and which of it cannot be restored. [`space`]: which process's compute
+//!   address space a file has.
 //!
-//! No ioctl tells of syncobjs, lists of buffers, sparse mappings (PRT) or metadata of buffers: a restored file has none.
+//! No ioctl reports syncobjs, buffer lists, sparse mappings (PRT) or buffer metadata: a restored file has
+//! none.
 
 mod listing;
 mod space;
@@ -22,55 +26,60 @@ use rewake_criu_images::amdgpu::{RenderContents, RenderImage, render_name};
 use rewake_criu_images::rewake::{BufferOwner, RenderFile, RenderImport};
 use rewake_criu_plugin::{Answer, Host};
 
-pub(super) use space::Spaces;
+pub(super) use space::AddressSpaces;
 
-use super::shared::Shared;
+use super::shared::DumpSharing;
 use crate::contents;
-use listing::{Listing, Refused};
+use listing::{Listing, NotRestorable};
 
-/// All render nodes so far.
+/// All open render nodes that CRIU has passed so far.
 #[derive(Debug, Default)]
-pub(super) struct Renders {
-    files: Vec<Open>,
-    /// How many of them are in the image.
+pub(super) struct RenderNodes {
+    files: Vec<OpenNode>,
+    /// The number of those that are in the image.
     written: usize,
 }
 
 #[derive(Debug)]
-struct Open {
+struct OpenNode {
     file: OwnedFd,
     id: u32,
     minor: u32,
 }
 
-/// One that is being written.
+/// A render node that is being written.
 #[derive(Debug)]
-struct Writing {
-    /// Its GPU's name in the machine.
+struct NodeDump {
+    /// Its GPU's id in the machine's topology.
     gpu: u32,
     image: RenderContents,
-    /// In the image's order.
+    /// The buffers' dma-bufs, in the image's order.
     dmabufs: Vec<Option<OwnedFd>>,
-    told: RenderFile,
-    /// Whether that is more than the image has place for. A compute address space with nothing else is not.
-    is_told: bool,
+    record: RenderFile,
+    /// Whether `record` has to be written. A file that is only a compute address space needs none.
+    needs_record: bool,
 }
 
 #[derive(Debug, thiserror::Error)]
-#[error("/dev/dri/renderD{0} is no GPU of the driver's topology")]
+#[error("/dev/dri/renderD{0}: the driver's topology has no GPU with this render node")]
 struct UnknownNode(u32);
 
-impl Renders {
+impl RenderNodes {
     pub(super) fn add(&mut self, file: OwnedFd, id: u32, minor: u32) {
-        self.files.push(Open { file, id, minor });
+        self.files.push(OpenNode { file, id, minor });
     }
 
     pub(super) fn files(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
         self.files.iter().map(|open| open.file.as_fd())
     }
 
-    /// Writes those that are not in the image yet.
-    pub(super) fn write(&mut self, host: &Host, spaces: &mut Spaces<'_>, shared: &mut Shared) -> Answer {
+    /// Writes the render nodes that are not in the image yet.
+    pub(super) fn write(
+        &mut self,
+        host: &Host,
+        spaces: &mut AddressSpaces<'_>,
+        shared: &mut DumpSharing,
+    ) -> Answer {
         if self.written == self.files.len() {
             return Ok(());
         }
@@ -78,10 +87,10 @@ impl Renders {
         let mut listings = Vec::new();
         for open in &self.files[self.written..] {
             let render = Render::of(open.file.try_clone()?, open.minor);
-            let listing = listing::of(&render, open.id)?;
+            let listing = listing::list(&render, open.id)?;
             listings.push((open, render, listing));
         }
-        let first = first_users(&listings);
+        let first_owners = first_owners(&listings);
         let mut writing = Vec::new();
         for (open, render, listing) in &mut listings {
             let gpu =
@@ -90,35 +99,36 @@ impl Renders {
             listing::wait_until_idle(listing, open.id)?;
             let kfd = spaces.of(render, gpu, listing)?;
             if let Some(kfd) = kfd {
-                spaces.leave_out(kfd, listing);
+                spaces.remove_compute_mappings(kfd, listing);
             }
-            let imports = imports(open.id, listing, &first, shared)?;
-            if listing.untold && !imports.is_empty() {
+            let imports = imports(open.id, listing, &first_owners, shared)?;
+            if listing.is_incomplete && !imports.is_empty() {
                 host.warn(format_args!(
-                    "file {:#x}, a render node: {} numbers of buffers of the compute side come back; where they are mapped \
-                     besides, this kernel does not tell: use one with AMDGPU_GEM_LIST_HANDLES if the program does that",
+                    "file {:#x}, a render node: {} handles of compute buffers are restored without further \
+                     mappings, which this kernel does not report: use one with AMDGPU_GEM_LIST_HANDLES if \
+                     the program has such mappings",
                     open.id,
                     imports.len()
                 ));
             }
-            writing.push(Writing::of(open, gpu, std::mem::take(listing), (kfd, imports)));
+            writing.push(NodeDump::of(open, gpu, std::mem::take(listing), (kfd, imports)));
         }
         save(host, &writing)?;
         for file in writing {
             host.info(format_args!(
-                "renderD{}: file {:#x} has {} buffers, {} of them others', {} contexts",
+                "renderD{}: file {:#x} has {} buffers ({} of them imported), {} contexts",
                 file.image.minor,
                 file.image.id,
                 file.image.buffers.len(),
-                file.told.imports.len(),
-                file.told.contexts.len()
+                file.record.imports.len(),
+                file.record.contexts.len()
             ));
-            shared.shown(&file.image);
+            shared.remove_mappings_of(&file.image);
             let name = render_name(file.image.id);
-            let image = RenderImage { gpu_id: spaces.name(file.gpu), contents: Some(file.image) };
+            let image = RenderImage { gpu_id: spaces.user_name(file.gpu), contents: Some(file.image) };
             folder::write(host.image_dir()?, &name, &image.to_bytes())?;
-            if file.is_told || (file.told.kfd.is_none() && spaces.are_some()) {
-                shared.render_file(file.told);
+            if file.needs_record || (file.record.kfd.is_none() && spaces.has_processes()) {
+                shared.add_render_file(file.record);
             }
         }
         self.written = self.files.len();
@@ -126,69 +136,77 @@ impl Renders {
     }
 }
 
-/// By the dma-buf's inode: the file, by its id, that has the buffer first, and where in its list. Who imported it from
-/// another GPU or driver does not count.
-fn first_users(listings: &[(&Open, Render, Listing)]) -> BTreeMap<u64, (u32, u32)> {
-    let mut first = BTreeMap::new();
+/// Returns the first file of each buffer and the index in its list, by the dma-buf's inode. Files that
+/// imported the buffer from another GPU or driver do not count.
+fn first_owners(listings: &[(&OpenNode, Render, Listing)]) -> BTreeMap<u64, (u32, u32)> {
+    let mut owners = BTreeMap::new();
     for (open, _, listing) in listings {
         for (index, buffer) in (0..).zip(&listing.buffers).filter(|(_, buffer)| !buffer.image.is_import) {
-            first.entry(buffer.inode).or_insert((open.id, index));
+            owners.entry(buffer.inode).or_insert((open.id, index));
         }
     }
-    first
+    owners
 }
 
-/// The buffers of a file that others make anew: the compute side if it has them, otherwise the first user.
+/// Returns the buffers that a restored file imports: from the process that computes with them, otherwise from
+/// the first file that has them.
 fn imports(
     id: u32,
     listing: &Listing,
-    first: &BTreeMap<u64, (u32, u32)>,
-    shared: &Shared,
+    first_owners: &BTreeMap<u64, (u32, u32)>,
+    shared: &DumpSharing,
 ) -> Answer<Vec<RenderImport>> {
     let mut imports = Vec::new();
     for (index, buffer) in (0..).zip(&listing.buffers) {
         let handle = buffer.image.handle;
-        let owner = match (shared.owner(buffer.inode), first.get(&buffer.inode)) {
+        let owner = match (shared.owner(buffer.inode), first_owners.get(&buffer.inode)) {
             (Some(user), _) => {
-                // What the compute side imported would come back without the CPU's access.
-                let asked = buffer.image.alloc_flags & u64::from(AMDGPU_GEM_CREATE_CPU_ACCESS_REQUIRED) != 0;
-                if shared.is_import(buffer.inode) && asked {
-                    return Err(Refused::Taken { id, handle }.into());
+                // A buffer that the process imported is restored without CPU access.
+                let needs_cpu =
+                    buffer.image.alloc_flags & u64::from(AMDGPU_GEM_CREATE_CPU_ACCESS_REQUIRED) != 0;
+                if shared.is_import(buffer.inode) && needs_cpu {
+                    return Err(NotRestorable::ImportedByCompute { id, handle }.into());
                 }
                 BufferOwner::Kfd(user)
             }
-            (None, _) if listing.untold => {
-                return Err(Refused::Untold { id, handle, size: buffer.image.size }.into());
+            (None, _) if listing.is_incomplete => {
+                return Err(NotRestorable::NotListed { id, handle, size: buffer.image.size }.into());
             }
             (None, Some((own, _))) if *own == id => continue,
             (None, Some((id, buffer))) => BufferOwner::Render { id: *id, buffer: *buffer },
-            (None, None) => return Err(Refused::Foreign { id, handle }.into()),
+            (None, None) => return Err(NotRestorable::Foreign { id, handle }.into()),
         };
         imports.push(RenderImport { buffer: index, owner });
     }
     Ok(imports)
 }
 
-impl Writing {
-    fn of(open: &Open, gpu: u32, listing: Listing, (kfd, imports): (Option<u32>, Vec<RenderImport>)) -> Self {
+impl NodeDump {
+    fn of(
+        open: &OpenNode,
+        gpu: u32,
+        listing: Listing,
+        (kfd, imports): (Option<u32>, Vec<RenderImport>),
+    ) -> Self {
         let (mut buffers, mut dmabufs) = (Vec::new(), Vec::new());
         for buffer in listing.buffers {
             buffers.push(buffer.image);
             dmabufs.push(Some(buffer.dmabuf));
         }
-        // CRIU's plugin imports what is marked so, in whichever way it was shared.
+        // CRIU's plugin imports the buffers that are marked so.
         for import in &imports {
             buffers[import.buffer as usize].is_import = true;
         }
         let image = RenderContents { id: open.id, minor: open.minor, buffers };
-        let told = RenderFile { id: open.id, kfd, contexts: listing.contexts, imports };
-        let is_told = !image.buffers.is_empty();
-        Self { gpu, image, dmabufs, told, is_told }
+        let record = RenderFile { id: open.id, kfd, contexts: listing.contexts, imports };
+        let needs_record = !image.buffers.is_empty();
+        Self { gpu, image, dmabufs, record, needs_record }
     }
 }
 
-/// Writes the memory of all buffers, a file for each. What others make anew is written, too, as CRIU's plugin does.
-fn save(host: &Host, writing: &[Writing]) -> Answer {
+/// Writes the memory of all buffers, one file for each. Imported buffers are written, too, as CRIU's plugin
+/// does.
+fn save(host: &Host, writing: &[NodeDump]) -> Answer {
     let folder = host.image_dir()?;
     let mut files = Vec::new();
     for file in writing {
@@ -197,7 +215,7 @@ fn save(host: &Host, writing: &[Writing]) -> Answer {
         files.push(buffers.map(create).collect::<Result<Vec<_>, _>>()?);
     }
     let process = |(files, writing)| -> Process<'_> {
-        let (files, writing): (&Vec<PagesFile>, &Writing) = (files, writing);
+        let (files, writing): (&Vec<PagesFile>, &NodeDump) = (files, writing);
         Process { files, dmabufs: &writing.dmabufs }
     };
     let processes: Vec<_> = files.iter().zip(writing).map(process).collect();

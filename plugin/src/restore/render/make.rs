@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A render node made anew, in the task that is asked for it, or in the first one that needs a buffer of it.
+//! Makes a render node in the task that CRIU restores it in, or in the first one that needs a buffer of it.
 //!
-//! A process knows its buffers and contexts by number, and the driver gives the lowest that is free: all numbers up to the
-//! highest are made, and those that nobody had are let go of at the end. A file makes what is its own without waiting
-//! for anybody, and then waits for what others make.
+//! A process refers to its buffers and contexts by number, and the driver gives the lowest free one. So all
+//! numbers up to the highest are allocated, and spare ones freed at the end. A file makes its own buffers
+//! without a wait, and only then waits for the buffers of others.
 
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd as _, OwnedFd};
@@ -14,14 +14,15 @@ use rewake_amdgpu_uapi::render::Render;
 use rewake_criu_images::amdgpu::RenderBuffer;
 use rewake_criu_plugin::{Answer, Host};
 
-use super::{From, Node, Space};
+use super::{BufferSource, RenderNode, Space};
 use crate::restore::Restore;
 use crate::restore::shared_state::MmapOffset;
 
 #[derive(Debug, thiserror::Error)]
-enum Unmade {
+enum NodeError {
     #[error(
-        "a render node (file {id:#x}) had {what} {wanted}, and the driver gives number {found}: who else uses this file?"
+        "a render node (file {id:#x}) had {what} {wanted}, and the driver gives number {found}: does another \
+         process use this file?"
     )]
     Number { id: u32, what: &'static str, wanted: u32, found: u32 },
     #[error(
@@ -31,30 +32,31 @@ enum Unmade {
 }
 
 impl Restore {
-    /// A render node, whole but for the bytes of its buffers.
+    /// Returns a render node, complete except for the contents of its buffers.
     pub(in crate::restore) fn render_file(&mut self, host: &Host, index: usize) -> Answer<OwnedFd> {
-        let file = host.stored_fd(self.made(host, index)?)?;
-        let render = Render::of(file.try_clone()?, self.nodes[index].place.minor);
+        let file = host.stored_fd(self.node_by_id(host, index)?)?;
+        let render = Render::of(file.try_clone()?, self.nodes[index].gpu.minor);
         self.import_into(host, index, &render)?;
         Ok(file)
     }
 
-    /// A render node with what is its own, by its id in CRIU's store.
-    fn made(&mut self, host: &Host, index: usize) -> Answer<i32> {
-        if self.board.take_node(index) {
-            return self.make(host, index).inspect_err(|_| self.board.node_failed(index));
+    /// Returns a render node with its own buffers, by its id in CRIU's store. Makes it if no task has begun
+    /// to.
+    fn node_by_id(&mut self, host: &Host, index: usize) -> Answer<i32> {
+        if self.shared_state.claim_node(index) {
+            return self.make_node(host, index).inspect_err(|_| self.shared_state.node_failed(index));
         }
-        Ok(self.board.wait_node(index, self.nodes[index].id)?)
+        Ok(self.shared_state.wait_node(index, self.nodes[index].id)?)
     }
 
-    fn make(&mut self, host: &Host, index: usize) -> Answer<i32> {
+    fn make_node(&mut self, host: &Host, index: usize) -> Answer<i32> {
         let stored = self.node_file(host, index)?;
         let node = &self.nodes[index];
-        let render = Render::of(host.stored_fd(stored)?, node.place.minor);
+        let render = Render::of(host.stored_fd(stored)?, node.gpu.minor);
         let own = node.own();
         for wanted in 1..=node.highest() {
             let found = match own.get(&wanted) {
-                Some(buffer) => render.create_as(again(&node.contents.buffers[*buffer]))?,
+                Some(buffer) => render.create_as(create_arguments(&node.contents.buffers[*buffer]))?,
                 None => render.create(PAGE, AMDGPU_GEM_DOMAIN_GTT, 0)?,
             };
             node.check_number("buffer", wanted, found)?;
@@ -63,76 +65,83 @@ impl Restore {
         for (handle, buffer) in own {
             node.map(&render, buffer)?;
             let offset = render.offset(handle)?;
-            self.board.put_node_buffer(index, buffer, offset.map_or(MmapOffset::Nowhere, MmapOffset::Offset));
-            let dmabuf = render.export(handle)?.ok_or(Unmade::Bound { id: node.id, handle })?;
+            self.shared_state.put_node_buffer(
+                index,
+                buffer,
+                offset.map_or(MmapOffset::Nowhere, MmapOffset::Offset),
+            );
+            let dmabuf = render.export(handle)?.ok_or(NodeError::Bound { id: node.id, handle })?;
             dmabufs[buffer] = Some(dmabuf);
         }
         node.contexts(&render)?;
         if dmabufs.iter().any(Option::is_some) {
-            self.board.put_node_contents(index, Self::hand_over(host, &dmabufs)?);
+            self.shared_state.put_node_contents(index, Self::send_dmabufs(host, &dmabufs)?);
         }
-        self.board.put_node(index, stored);
+        self.shared_state.put_node(index, stored);
         Ok(stored)
     }
 
-    /// The file that a render node is to be, with nothing in it, by its id in CRIU's store.
+    /// Opens the file for a render node, still without buffers, and returns its id in CRIU's store.
     fn node_file(&mut self, host: &Host, index: usize) -> Answer<i32> {
-        let place = self.nodes[index].place;
+        let assigned = self.nodes[index].gpu;
         match (self.nodes[index].space, self.own) {
             (Space::Compute(process), own) if own != Some(process) => {
                 let image = &self.images.kfd[process].1;
-                self.board.wait(process, image.pid)?;
+                self.shared_state.wait(process, image.pid)?;
                 let here = |node: &rewake_criu_images::amdgpu::Node| {
                     let gpu = &node.properties;
-                    gpu.gpu_id != 0 && self.places.of(gpu).is_ok_and(|other| other.actual == place.actual)
+                    gpu.gpu_id != 0
+                        && self.assignment.of(gpu).is_ok_and(|other| other.actual == assigned.actual)
                 };
                 let node = image.nodes.iter().position(here).ok_or("the process does not have the GPU")?;
-                Ok(self.board.render(process, node))
+                Ok(self.shared_state.render(process, node))
             }
             (Space::Compute(_), _) | (Space::Unknown, Some(_)) => {
-                self.render_node(host, place.actual, place.minor)
+                self.render_node(host, assigned.actual, assigned.minor)
             }
             (Space::Own, _) | (Space::Unknown, None) => {
-                Ok(host.store_fd(Render::open(place.minor)?.as_fd())?)
+                Ok(host.store_fd(Render::open(assigned.minor)?.as_fd())?)
             }
         }
     }
 
-    /// Puts what others make in the places that were kept for it, and lets go of the other places.
+    /// Imports the buffers of others with the numbers that were kept for them, and frees all other spare
+    /// numbers.
     fn import_into(&mut self, host: &Host, index: usize, render: &Render) -> Answer {
-        let imports: Vec<(usize, From)> =
+        let imports: Vec<(usize, BufferSource)> =
             self.nodes[index].imports.iter().map(|(buffer, from)| (*buffer, *from)).collect();
-        let mut taken = self.nodes[index].own();
+        let mut used = self.nodes[index].own();
         for (buffer, from) in imports {
             let dmabuf = match from {
-                From::Process(export) => self.shown(host, export)?,
-                From::Node { node, buffer } => self.shown_by(host, node, buffer)?,
+                BufferSource::Process(export) => self.exported(host, export)?,
+                BufferSource::Node { node, buffer } => self.exported_by_node(host, node, buffer)?,
             };
             let node = &self.nodes[index];
             let wanted = node.contents.buffers[buffer].handle;
             render.close(wanted)?;
             node.check_number("buffer", wanted, render.import(dmabuf.as_fd())?)?;
             node.map(render, buffer)?;
-            taken.insert(wanted, buffer);
+            used.insert(wanted, buffer);
         }
-        for spare in (1..=self.nodes[index].highest()).filter(|number| !taken.contains_key(number)) {
+        for spare in (1..=self.nodes[index].highest()).filter(|number| !used.contains_key(number)) {
             render.close(spare)?;
         }
         Ok(())
     }
 
-    /// A buffer that a render node makes, which is made now if nobody has made it.
-    fn shown_by(&mut self, host: &Host, index: usize, buffer: usize) -> Answer<OwnedFd> {
-        let file = host.stored_fd(self.made(host, index)?)?;
+    /// Returns a buffer of a render node, which is made now if no task has made it.
+    fn exported_by_node(&mut self, host: &Host, index: usize, buffer: usize) -> Answer<OwnedFd> {
+        let file = host.stored_fd(self.node_by_id(host, index)?)?;
         let node = &self.nodes[index];
         let handle = node.contents.buffers[buffer].handle;
-        let dmabuf = Render::of(file, node.place.minor).export(handle)?;
-        Ok(dmabuf.ok_or(Unmade::Bound { id: node.id, handle })?)
+        let dmabuf = Render::of(file, node.gpu.minor).export(handle)?;
+        Ok(dmabuf.ok_or(NodeError::Bound { id: node.id, handle })?)
     }
 }
 
-/// What a buffer is made anew with. CRIU's plugin keeps its alignment in pages, as the kernel's list has it.
-fn again(buffer: &RenderBuffer) -> drm_amdgpu_gem_create_in {
+/// Returns the arguments that make a buffer again. CRIU's plugin has the alignment in pages, as in the
+/// kernel's list.
+fn create_arguments(buffer: &RenderBuffer) -> drm_amdgpu_gem_create_in {
     let alignment = if buffer.alignment < PAGE { buffer.alignment * PAGE } else { buffer.alignment };
     drm_amdgpu_gem_create_in {
         bo_size: buffer.size,
@@ -142,8 +151,8 @@ fn again(buffer: &RenderBuffer) -> drm_amdgpu_gem_create_in {
     }
 }
 
-impl Node {
-    /// Buffers that this file makes, by their numbers.
+impl RenderNode {
+    /// Returns the buffers that this file makes, by their numbers.
     fn own(&self) -> BTreeMap<u32, usize> {
         let own = (0..).zip(&self.contents.buffers).filter(|(index, _)| !self.has_import(*index));
         own.map(|(index, buffer)| (buffer.handle, index)).collect()
@@ -153,11 +162,11 @@ impl Node {
         self.contents.buffers.iter().map(|buffer| buffer.handle).max().unwrap_or(0)
     }
 
-    fn check_number(&self, what: &'static str, wanted: u32, found: u32) -> Result<(), Unmade> {
-        if found == wanted { Ok(()) } else { Err(Unmade::Number { id: self.id, what, wanted, found }) }
+    fn check_number(&self, what: &'static str, wanted: u32, found: u32) -> Result<(), NodeError> {
+        if found == wanted { Ok(()) } else { Err(NodeError::Number { id: self.id, what, wanted, found }) }
     }
 
-    /// Maps a buffer where it was in the file's address space.
+    /// Maps a buffer at its earlier addresses in the file's address space.
     fn map(&self, render: &Render, buffer: usize) -> Answer {
         let buffer = &self.contents.buffers[buffer];
         for mapping in &buffer.mappings {
@@ -168,7 +177,8 @@ impl Node {
         Ok(())
     }
 
-    /// Submission contexts by their numbers, of normal priority: which one they had is not told.
+    /// Makes submission contexts with their numbers. All get normal priority: the kernel does not report the
+    /// one that they had.
     fn contexts(&self, render: &Render) -> Answer {
         let mut spare = Vec::new();
         for wanted in 1..=self.contexts.last().copied().unwrap_or(0) {

@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Open render nodes: which file each of them is, and what it has. [`make`] makes it anew.
+//! Plans open render nodes: which address space each has, and which buffers it makes or imports. [`make`]
+//! makes them.
 //!
-//! The one with a process's compute address space comes back as that one; every other is a file of its own. Where an image
-//! does not tell, as CRIU's plugin's do not, all of a GPU's in a task that computes are its compute address space.
+//! The file with a process's compute address space is restored with that role; every other file has its own
+//! address space. Images of CRIU's plugin do not say which: there all files of a GPU in a task that computes
+//! get its compute address space.
 
 mod make;
 
@@ -15,63 +17,64 @@ use rewake_criu_images::rewake::{BufferOwner, RenderFile, RenderImport, SHARED_N
 use rewake_criu_plugin::Answer;
 
 use super::gpu_assignment::{AssignedGpu, GpuAssignment};
-use super::shared::{Sharing, Whose};
+use super::shared::{ProcessBuffer, Sharing};
 use crate::image::Images;
 use rewake_bo_contents::folder::FileError;
 
-/// One of the image, in the order of ids.
+/// An open render node of the image.
 #[derive(Debug)]
-pub(super) struct Node {
+pub(super) struct RenderNode {
     pub(super) id: u32,
-    pub(super) place: AssignedGpu,
+    pub(super) gpu: AssignedGpu,
     pub(super) contents: RenderContents,
     space: Space,
     contexts: Vec<u32>,
-    /// By index in the contents' buffers.
-    imports: BTreeMap<usize, From>,
+    /// Sources of imported buffers, by index in the contents' buffers.
+    imports: BTreeMap<usize, BufferSource>,
 }
 
-/// Whose address space a file is.
+/// The address space of a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Space {
-    /// The compute side's of a process, by index in [`Images::kfd`].
+    /// The compute address space of a process: index in [`Images::kfd`].
     Compute(usize),
-    /// Nobody's but its own.
+    /// Its own address space.
     Own,
-    /// The image does not tell.
+    /// The image does not say.
     Unknown,
 }
 
-/// Who makes a buffer anew.
+/// What makes a buffer that a render node imports.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum From {
+enum BufferSource {
     /// A process: index in [`Sharing::exports`].
     Process(usize),
     /// Another render node: index in the list of all, and of its buffers.
     Node { node: usize, buffer: usize },
 }
 
-/// What no file can be made from.
+/// A render node that cannot be made from the image.
 #[derive(Debug, thiserror::Error)]
-enum Unfit {
+enum UnfitNode {
     #[error("{} is damaged: buffer {handle}: {why}", render_name(*id))]
     Damaged { id: u32, handle: u32, why: &'static str },
     #[error("{SHARED_NAME} is of another dump: {what}; remove it")]
     OtherDump { what: String },
     #[error(
-        "{}: buffer {handle} came as a dma-buf, and the image does not tell whose it is: dump it with this plugin",
+        "{}: buffer {handle} was imported, and the image does not name its owner: dump it with this plugin",
         render_name(*id)
     )]
     Whose { id: u32, handle: u32 },
 }
 
-/// All render nodes of the image. Buffers of processes that they import become exports of these.
+/// Returns all render nodes of the image, in the order of ids. Buffers of processes that they import become
+/// exports.
 pub(super) fn nodes(
     images: &Images,
-    places: &GpuAssignment,
+    assignment: &GpuAssignment,
     shared: &SharedImage,
     sharing: &mut Sharing,
-) -> Answer<Vec<Node>> {
+) -> Answer<Vec<RenderNode>> {
     let ids: Vec<u32> = images.render.keys().copied().collect();
     if let Some(file) = shared.render_files.iter().find(|file| !ids.contains(&file.id)) {
         return Err(other_dump(format!(
@@ -84,55 +87,55 @@ pub(super) fn nodes(
     let mut nodes = Vec::new();
     for (id, image) in &images.render {
         let contents = image.contents.clone().unwrap_or_default();
-        check(*id, &contents.buffers)?;
-        let told = shared.render_files.iter().find(|file| file.id == *id);
-        let imports = told.map_or(&[][..], |told| &told.imports);
+        check_buffers(*id, &contents.buffers)?;
+        let record = shared.render_files.iter().find(|file| file.id == *id);
+        let imports = record.map_or(&[][..], |record| &record.imports);
         let imports = imports.iter().map(|import| {
             let buffer = import.buffer as usize;
-            Ok((buffer, from(*id, import, images, &ids, sharing)?))
+            Ok((buffer, buffer_source(*id, import, images, &ids, sharing)?))
         });
-        let node = Node {
+        let node = RenderNode {
             id: *id,
-            place: places.of_render(image)?,
+            gpu: assignment.of_render(image)?,
             contents,
-            space: space(told, images)?,
-            contexts: told.map_or_else(Vec::new, |told| told.contexts.clone()),
-            imports: imports.collect::<Result<_, Unfit>>()?,
+            space: space(record, images)?,
+            contexts: record.map_or_else(Vec::new, |record| record.contexts.clone()),
+            imports: imports.collect::<Result<_, UnfitNode>>()?,
         };
         let lost = (0..)
             .zip(&node.contents.buffers)
             .find(|(index, buffer)| buffer.is_import && !node.has_import(*index));
         if let Some((_, buffer)) = lost {
-            return Err(Unfit::Whose { id: *id, handle: buffer.handle }.into());
+            return Err(UnfitNode::Whose { id: *id, handle: buffer.handle }.into());
         }
         nodes.push(node);
     }
     Ok(nodes)
 }
 
-fn other_dump(what: String) -> Unfit {
-    Unfit::OtherDump { what }
+fn other_dump(what: String) -> UnfitNode {
+    UnfitNode::OtherDump { what }
 }
 
-fn space(told: Option<&RenderFile>, images: &Images) -> Result<Space, Unfit> {
-    let Some(told) = told else { return Ok(Space::Unknown) };
-    let Some(kfd) = told.kfd else { return Ok(Space::Own) };
+fn space(record: Option<&RenderFile>, images: &Images) -> Result<Space, UnfitNode> {
+    let Some(record) = record else { return Ok(Space::Unknown) };
+    let Some(kfd) = record.kfd else { return Ok(Space::Own) };
     let process = images.kfd.iter().position(|(id, _)| *id == kfd);
     let process = process
         .ok_or_else(|| other_dump(format!("it names file {kfd:#x}, and there is no amdgpu-kfd-{kfd}.img")));
     process.map(Space::Compute)
 }
 
-/// Every buffer can have its number and place.
-fn check(id: u32, buffers: &[RenderBuffer]) -> Result<(), Unfit> {
+/// Checks that every buffer can have its number and its mappings.
+fn check_buffers(id: u32, buffers: &[RenderBuffer]) -> Result<(), UnfitNode> {
     let mut numbers = BTreeSet::new();
     for buffer in buffers {
-        let damaged = |why| Err(Unfit::Damaged { id, handle: buffer.handle, why });
+        let damaged = |why| Err(UnfitNode::Damaged { id, handle: buffer.handle, why });
         if buffer.handle == 0 || buffer.handle as usize > MAX_BUFFERS {
-            return damaged("no driver has such a number");
+            return damaged("the number is out of range");
         }
         if !numbers.insert(buffer.handle) {
-            return damaged("there are two of that number");
+            return damaged("another buffer has the same number");
         }
         let inside = |offset: u64, size: u64| offset.checked_add(size).is_some_and(|end| end <= buffer.size);
         if !buffer.mappings.iter().all(|mapping| inside(mapping.offset, mapping.size)) {
@@ -142,43 +145,43 @@ fn check(id: u32, buffers: &[RenderBuffer]) -> Result<(), Unfit> {
     Ok(())
 }
 
-fn from(
+fn buffer_source(
     id: u32,
     import: &RenderImport,
     images: &Images,
     ids: &[u32],
     sharing: &mut Sharing,
-) -> Result<From, Unfit> {
-    let unfit = || other_dump(format!("buffer {} of file {id:#x} and its owner's do not fit", import.buffer));
+) -> Result<BufferSource, UnfitNode> {
+    let unfit = || other_dump(format!("buffer {} of file {id:#x} differs from its owner's", import.buffer));
     let buffers =
         |id: &u32| images.render[id].contents.as_ref().map_or(&[][..], |contents| &contents.buffers);
     let size = buffers(&id).get(import.buffer as usize).ok_or_else(unfit)?.size;
     match import.owner {
         BufferOwner::Kfd(user) => {
             let process = images.kfd.iter().position(|(kfd, _)| *kfd == user.kfd).ok_or_else(unfit)?;
-            let whose = Whose { process, buffer: user.buffer as usize };
-            let buffer = images.kfd[process].1.buffers.get(whose.buffer).ok_or_else(unfit)?;
+            let owner = ProcessBuffer { process, buffer: user.buffer as usize };
+            let buffer = images.kfd[process].1.buffers.get(owner.buffer).ok_or_else(unfit)?;
             let fits = buffer.has_contents() && buffer.size == size;
-            fits.then(|| From::Process(sharing.export_of(whose))).ok_or_else(unfit)
+            fits.then(|| BufferSource::Process(sharing.export_of(owner))).ok_or_else(unfit)
         }
         BufferOwner::Render { id: owner, buffer } => {
             let node = ids.iter().position(|known| *known == owner && owner != id).ok_or_else(unfit)?;
             let buffer = buffer as usize;
-            let there =
-                buffers(&ids[node]).get(buffer).filter(|there| there.size == size && !there.is_import);
-            there.map(|_| From::Node { node, buffer }).ok_or_else(unfit)
+            let found =
+                buffers(&ids[node]).get(buffer).filter(|found| found.size == size && !found.is_import);
+            found.map(|_| BufferSource::Node { node, buffer }).ok_or_else(unfit)
         }
     }
 }
 
-impl Node {
-    /// Whether somebody else makes the buffer anew.
+impl RenderNode {
+    /// Returns whether the file imports the buffer.
     pub(super) fn has_import(&self, buffer: usize) -> bool {
         self.imports.contains_key(&buffer)
     }
 
-    /// The files with the bytes of those that have a dma-buf. CRIU's plugin does not look for the bytes of what is mapped
-    /// nowhere, and may have written none.
+    /// Opens the pages files of the buffers that have a dma-buf. CRIU's plugin may not have written those of
+    /// buffers that are mapped nowhere, and does not read them.
     pub(super) fn files(
         &self,
         folder: BorrowedFd<'_>,
@@ -186,7 +189,7 @@ impl Node {
     ) -> Result<Vec<PagesFile>, FileError> {
         let mut files = Vec::new();
         for (buffer, _) in dmabufs.iter().enumerate().filter(|(_, dmabuf)| dmabuf.is_some()) {
-            match PagesFile::open_render(folder, &self.contents, buffer, self.place.minor) {
+            match PagesFile::open_render(folder, &self.contents, buffer, self.gpu.minor) {
                 Err(error) if error.is_missing() && !self.contents.buffers[buffer].has_contents() => {}
                 file => files.push(file?),
             }
@@ -194,10 +197,11 @@ impl Node {
         Ok(files)
     }
 
-    /// The buffer that was mapped at an offset of `/dev/dri/renderD<minor>`, of those that this file makes anew.
+    /// Returns the buffer that was mapped at an offset of `/dev/dri/renderD<minor>`, of those that this file
+    /// makes.
     pub(super) fn mapped_at(&self, minor: u32, offset: u64) -> Option<usize> {
         let inside = |buffer: &RenderBuffer| {
-            // Without the CPU's access there is none.
+            // A buffer without CPU access has no offset.
             buffer.offset != 0 && (buffer.offset..buffer.offset.saturating_add(buffer.size)).contains(&offset)
         };
         let here = self.contents.minor == minor;

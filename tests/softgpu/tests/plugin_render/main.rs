@@ -47,7 +47,7 @@ fn workload(version: Version) {
     let dumped = criu.dump(pid);
     if !told() {
         let error = dumped.unwrap_err().to_string();
-        assert!(error.contains("this kernel does not tell where they are mapped"), "{error}");
+        assert!(error.contains("this kernel does not report where they are mapped"), "{error}");
         app.rendered("kept").unwrap();
         app.answers(&[1, 2, 3], 3).unwrap();
         return app.quit().unwrap();
@@ -106,7 +106,7 @@ fn there_and_back(cast: &mut Cast, version: Version) {
     let before = cast.ask("look");
     if !told() {
         let error = cast.refused(version);
-        assert!(error.contains("this kernel does not tell where they are mapped"), "{error}");
+        assert!(error.contains("this kernel does not report where they are mapped"), "{error}");
         return assert_eq!(cast.ask("look"), before);
     }
     cast.dump(version);
@@ -160,13 +160,14 @@ fn what_cannot_come_back_is_refused_and_stays() {
         let all = [
             ("userptr", "is host memory of the process (GEM_USERPTR)"),
             ("always-valid", "bound to its address space (VM_ALWAYS_VALID)"),
-            ("foreign", "came as a dma-buf from another driver"),
+            ("foreign", "was imported from another driver"),
         ];
         // One process has one role: the other ones are of the same test.
         for (role, reason) in all {
             cast::play(scene, role, |cast| {
                 let error = cast.refused(Version::V4_2);
-                let reason = if told() { reason } else { "this kernel does not tell where they are mapped" };
+                let reason =
+                    if told() { reason } else { "this kernel does not report where they are mapped" };
                 assert!(error.contains(reason), "{role}: {error}");
                 cast.ask("look");
             });

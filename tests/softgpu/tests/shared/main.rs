@@ -255,7 +255,7 @@ fn an_image_that_does_not_tell_whose_a_dma_buf_is_is_refused() {
             fs::remove_file(&file).unwrap();
             let refused = play.refused();
             if queues_come_back() {
-                assert!(refused.contains("does not tell whose buffer it is"), "{refused}");
+                assert!(refused.contains("does not name the process that has its buffer"), "{refused}");
             }
             fs::write(&file, bytes).unwrap();
             if play.restore(Plugin::Ours) {

@@ -16,7 +16,7 @@ use softgpu_tests::toucher::Large;
 use softgpu_tests::{Held, Judge, Streamer, Toucher};
 
 /// What `--record` leaves in the images directory.
-const RECORD: &str = "rewake-order.json";
+const RECORD: &str = "rewake-working-set.json";
 
 /// What comes behind a process.
 #[derive(Debug, Clone, Copy)]

@@ -44,18 +44,18 @@ fn lock(kind: libc::c_int) -> libc::flock {
 }
 
 /// Whether the bytes of a file come from another host, or may.
-pub(super) fn is_remote(file: &File) -> bool {
+pub(crate) fn is_remote(file: &File) -> bool {
     !fstatfs(file).is_ok_and(|of| !REMOTE.contains(&of.filesystem_type()))
 }
 
 /// Registers this reader of a file, until all descriptors of the open file are closed. Returns false where
 /// other readers cannot find it.
-pub(super) fn join(file: &File) -> bool {
+pub(crate) fn join(file: &File) -> bool {
     !is_remote(file) && fcntl(file, FcntlArg::F_OFD_SETLK(&lock(libc::F_RDLCK))).is_ok()
 }
 
 /// Whether another reader has joined and has not left.
-pub(super) fn has_others(file: &File) -> bool {
+pub(crate) fn has_others(file: &File) -> bool {
     let mut found = lock(libc::F_WRLCK);
     let queried = fcntl(file, FcntlArg::F_OFD_GETLK(&mut found));
     queried.is_ok() && i32::from(found.l_type) == libc::F_RDLCK
@@ -70,9 +70,11 @@ mod tests {
 
     use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
 
-    use super::super::testing::Pages;
-    use super::super::{Direction, FileRing, Finished, Request, TransferFile};
     use super::*;
+    use crate::engine::ReadMode;
+    use crate::files::testing::Pages;
+    use crate::files::{Direction, FileRing, Finished, Request, TransferFile};
+    use crate::{BLOCK, PagesFile};
 
     const PIECE: usize = 1 << 20;
     const PIECES: u64 = 16;
@@ -147,5 +149,20 @@ mod tests {
             !cached(&one, piece)
         };
         assert!((1..PIECES).filter(|piece| again(*piece)).count() > 10, "alone again");
+    }
+
+    #[test]
+    fn a_pages_file_that_two_read_is_read_through_the_page_cache() {
+        let temp = tempfile::NamedTempFile::new_in(env!("CARGO_MANIFEST_DIR")).unwrap();
+        temp.as_file().write_all_at(&vec![7; 1 << 20], 0).unwrap();
+        temp.as_file().sync_all().unwrap();
+        posix_fadvise(temp.as_file(), 0, 0, PosixFadviseAdvice::POSIX_FADV_DONTNEED).unwrap();
+        let one = PagesFile::open(temp.path()).unwrap();
+        let alone = one.how(0, BLOCK);
+        let two = PagesFile::open(temp.path()).unwrap();
+        assert_eq!([&one, &two].map(|file| file.how(0, BLOCK)), [ReadMode::Buffered; 2]);
+        drop(two);
+        assert_eq!(one.how(0, BLOCK), alone, "alone again");
+        assert_eq!(alone, if one.has_direct() { ReadMode::Direct } else { ReadMode::Buffered });
     }
 }

@@ -1,0 +1,14 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The node agent, `rewake serve`: starts a streamer for each restore that a client asks for, and reports on all of them.
+//!
+//! It holds no userfaultfd and no image. When it ends, streamers and restored processes run on; the next agent finds
+//! the sessions by the file that this one has left ([`sessions_file`]).
+//!
+//! * `session`: one restore: its streamer is started, followed, and remembered when it has ended.
+//! * [`server`]: clients of the control socket.
+
+pub mod server;
+mod session;
+mod sessions_file;
+
+pub use self::server::run;

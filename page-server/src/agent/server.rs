@@ -1,0 +1,123 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Accepts clients of the control socket and answers them until the agent is asked to end.
+
+use std::cell::Cell;
+use std::path::Path;
+use std::rc::Rc;
+
+use anyhow::Context as _;
+use tokio::net::{UnixListener, UnixStream};
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::Notify;
+use tokio::task::LocalSet;
+use tokio::time::timeout;
+use tracing::{debug, info, warn};
+
+use super::session::Registry;
+use crate::control::frame::{FrameError, receive, send};
+use crate::control::proto::{self, Reply, Request, reply, request};
+use crate::control::{MAX_CLIENTS, MESSAGE_LIMIT, OPEN_LIMIT, accept};
+
+/// Serves clients until SIGTERM or SIGINT. `ready` is called when they are answered. Streamers run on afterwards.
+///
+/// # Errors
+/// The listener or signals cannot be used.
+pub async fn run(
+    listener: std::os::unix::net::UnixListener,
+    socket: &Path,
+    ready: impl FnOnce(),
+) -> anyhow::Result<()> {
+    LocalSet::new()
+        .run_until(async {
+            let listener = UnixListener::from_std(listener).context("watching the control socket")?;
+            let mut terminate = signal(SignalKind::terminate()).context("watching SIGTERM")?;
+            let mut interrupt = signal(SignalKind::interrupt()).context("watching SIGINT")?;
+            let registry = Registry::start(socket);
+            let (opening, opened) = (Cell::new(0), Notify::new());
+            let server = Rc::new(Server { registry, clients: Cell::new(0), opening, opened });
+            ready();
+            tokio::select! {
+                () = Rc::clone(&server).accept(listener) => {}
+                _ = terminate.recv() => {}
+                _ = interrupt.recv() => {}
+            }
+            info!("asked to end: streamers run on");
+            // A client that is waiting for its streamer gets its answer.
+            let _ = timeout(OPEN_LIMIT, server.opened_all()).await;
+            Ok(())
+        })
+        .await
+}
+
+struct Server {
+    registry: Rc<Registry>,
+    clients: Cell<usize>,
+    /// Requests for a streamer that are not answered yet.
+    opening: Cell<usize>,
+    opened: Notify,
+}
+
+impl Server {
+    async fn accept(self: Rc<Self>, listener: UnixListener) {
+        loop {
+            let stream = accept::next(&listener).await;
+            if self.clients.get() >= MAX_CLIENTS {
+                warn!("more than {MAX_CLIENTS} clients at once: one was turned away");
+                continue;
+            }
+            self.clients.set(self.clients.get() + 1);
+            let server = Rc::clone(&self);
+            tokio::task::spawn_local(async move {
+                if let Err(error) = server.client(stream).await {
+                    debug!(%error, "a client was dropped");
+                }
+                server.clients.set(server.clients.get() - 1);
+            });
+        }
+    }
+
+    async fn opened_all(&self) {
+        while self.opening.get() > 0 {
+            self.opened.notified().await;
+        }
+    }
+
+    async fn client(&self, mut stream: UnixStream) -> Result<(), FrameError> {
+        if !accept::greet(&mut stream).await? {
+            return Ok(());
+        }
+        while let Some(request) = receive::<Request>(&mut stream, MESSAGE_LIMIT).await? {
+            match request.kind {
+                Some(request::Kind::Open(open)) => {
+                    self.opening.set(self.opening.get() + 1);
+                    let sent = self.open(&mut stream, &open).await;
+                    self.opening.set(self.opening.get() - 1);
+                    self.opened.notify_one();
+                    sent?;
+                }
+                Some(request::Kind::Status(_)) => {
+                    answer(&mut stream, reply::Kind::Status(self.registry.status())).await?;
+                }
+                _ => {
+                    let reason = "this is `rewake serve`: a streamer answers that, in its work directory";
+                    answer(&mut stream, failure(reason.to_owned())).await?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// A streamer whose client has gone ends by itself: no restore connects.
+    async fn open(&self, stream: &mut UnixStream, open: &proto::Open) -> Result<(), FrameError> {
+        let opened = self.registry.open(open).await;
+        answer(stream, opened.map_or_else(|error| failure(format!("{error:#}")), reply::Kind::Opened)).await
+    }
+}
+
+async fn answer(stream: &mut UnixStream, kind: reply::Kind) -> Result<(), FrameError> {
+    send(stream, &Reply { kind: Some(kind) }).await
+}
+
+fn failure(reason: String) -> reply::Kind {
+    reply::Kind::Failure(proto::Failure { reason })
+}

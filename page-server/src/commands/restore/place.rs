@@ -1,0 +1,107 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The work directory of a restore, and its streamer: one that the agent starts, or this command.
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::{Path, PathBuf, absolute};
+
+use anyhow::Context as _;
+use tempfile::TempDir;
+
+use super::RestoreRequest;
+use super::view::View;
+use crate::cli::Restore;
+use crate::commands::directory;
+use crate::control::client::{Client, ClientError};
+use crate::control::streamer;
+use rewake_streamer::session::address;
+use rewake_streamer::supervise::launch::Plan;
+
+/// A streamer that waits for the restore. Dropping this removes the work directory if it was made for the restore.
+#[derive(Debug)]
+pub(super) struct Place {
+    /// CRIU's work directory.
+    pub(super) work: PathBuf,
+    /// The session's number, if the agent serves it.
+    pub(super) session: Option<u64>,
+    /// Whether CRIU is to be called with `--lazy-pages`.
+    pub(super) lazy_pages: bool,
+    _own: Option<TempDir>,
+}
+
+const NOT_SERVED: &str = "this image cannot be served; nothing was started";
+
+impl Place {
+    /// Has the agent start a streamer. Without an agent, or when one that was not named refuses, this process starts it.
+    ///
+    /// # Errors
+    /// The agent that was named does not run or refuses, or the image cannot be served.
+    pub(super) async fn make(request: &RestoreRequest<'_>, view: &View) -> anyhow::Result<Self> {
+        let given = request.options.work_dir.as_deref().map(|path| directory(path, "-W")).transpose()?;
+        let is_named = request.options.socket.is_some();
+        match socket(request.options) {
+            Err(error) if is_named => return Err(error),
+            // This user can have no agent.
+            Err(_) => {}
+            Ok(socket) => match Client::connect(&socket).await {
+                Err(ClientError::NotServed(_)) if !is_named => {}
+                Err(error) if is_named => return Err(error.into()),
+                Err(error) => view.say(&alone(&socket, &error)),
+                Ok(client) => match Self::by_agent(request, given.clone(), client, &socket).await {
+                    Err(error) if !is_named => view.say(&alone(&socket, &error)),
+                    made => return made.context(NOT_SERVED),
+                },
+            },
+        }
+        Self::alone(request, given, view).await
+    }
+
+    async fn by_agent(
+        request: &RestoreRequest<'_>,
+        given: Option<PathBuf>,
+        mut client: Client,
+        socket: &Path,
+    ) -> anyhow::Result<Self> {
+        // Beside the agent's socket: an agent with a /tmp of its own would not find the directory there.
+        let (work, own) = work(given, socket.parent().unwrap_or_else(|| Path::new("/")))?;
+        let opened = client.open(request.images, &work, request.options.record).await?;
+        Ok(Self { work, session: Some(opened.session), lazy_pages: opened.lazy_pages, _own: own })
+    }
+
+    async fn alone(
+        request: &RestoreRequest<'_>,
+        given: Option<PathBuf>,
+        view: &View,
+    ) -> anyhow::Result<Self> {
+        let plan = Plan::of(request.images).context(NOT_SERVED)?;
+        if let Some(reason) = &plan.eager {
+            view.say(&format!("all CPU memory is loaded before the processes run: {reason}\n"));
+        }
+        let (work, own) = work(given, &std::env::temp_dir())?;
+        streamer::start(request.images, &work, &plan, request.options.record, None).await?;
+        Ok(Self { work, session: None, lazy_pages: plan.lazy_pages(), _own: own })
+    }
+}
+
+fn alone(socket: &Path, error: &impl std::fmt::Display) -> String {
+    format!("{}: {error:#}: this command starts the streamer itself\n", socket.display())
+}
+
+/// Where an agent is looked for.
+fn socket(options: &Restore) -> anyhow::Result<PathBuf> {
+    Ok(match &options.socket {
+        Some(path) => absolute(path)?,
+        None => address::default_socket()?,
+    })
+}
+
+/// The work directory that was given, or a private one in this folder, which is removed with it.
+fn work(given: Option<PathBuf>, parent: &Path) -> anyhow::Result<(PathBuf, Option<TempDir>)> {
+    if let Some(given) = given {
+        return Ok((given, None));
+    }
+    let private = fs::Permissions::from_mode(0o700);
+    let own = tempfile::Builder::new().prefix("restore-").permissions(private).tempdir_in(parent);
+    let own = own.with_context(|| format!("making a work directory in {}", parent.display()))?;
+    Ok((own.path().to_owned(), Some(own)))
+}
