@@ -8,7 +8,7 @@ use std::ffi::CStr;
 use std::io;
 use std::os::fd::{FromRawFd as _, OwnedFd, RawFd};
 
-pub(crate) use watchdog::{OnCriuDeath, fork as fork_watchdog, open_pidfd};
+pub(crate) use watchdog::{OnCriuDeath, fork as fork_watchdog};
 
 /// Creates a named semaphore with the value 1. An existing one stays as it is.
 pub(crate) fn make_semaphore(name: &CStr, mode: u32) -> io::Result<()> {

@@ -11,7 +11,6 @@
 //! * CRIU 4.1 does not report its forks. There the watchdog starts when the tasks are complete. Before that,
 //!   tasks may run if CRIU is killed.
 
-use std::fs;
 use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
 
@@ -19,6 +18,8 @@ use nix::sys::signal::{Signal, kill};
 use nix::sys::wait::{WaitPidFlag, waitpid};
 use nix::unistd::{Pid, getppid};
 use rewake_criu_plugin::Host;
+use rewake_process::pidfd::pidfd_open;
+use rewake_process::proc;
 
 use crate::abi::{self, OnCriuDeath};
 
@@ -37,7 +38,7 @@ impl CriuWatchdog {
     /// CRIU forked.
     pub(crate) fn for_trees(host: &Host, roots: &[i32]) -> Option<Self> {
         let consequence = "tasks may run without their GPU memory";
-        match open_living_tasks(roots, abi::open_pidfd) {
+        match open_living_tasks(roots, pidfd_open) {
             Ok(roots) => Self::start(host, &OnCriuDeath::KillTrees(&roots), consequence),
             Err(error) => warn_not_started(host, &error, consequence),
         }
@@ -91,17 +92,15 @@ impl Drop for CriuWatchdog {
 
 /// Returns the children of this process's first thread.
 pub(crate) fn children() -> Vec<i32> {
-    let id = std::process::id();
-    children_of(&format!("/proc/{id}/task/{id}"))
+    let id = std::process::id().cast_signed();
+    proc::children_of_thread(id, id)
 }
 
 /// Returns siblings of this process that it traces. With `--restore-sibling`, as runc restores, CRIU forks a
 /// task as its sibling and seizes it at once.
 pub(crate) fn traced_siblings() -> Vec<i32> {
-    let threads = fs::read_dir(format!("/proc/{}/task", getppid())).into_iter().flatten().flatten();
-    let mut siblings: Vec<i32> =
-        threads.flat_map(|thread| children_of(&thread.path().to_string_lossy())).collect();
-    siblings.retain(|sibling| tracer_of(*sibling) == Some(std::process::id()));
+    let mut siblings = proc::children(getppid().as_raw());
+    siblings.retain(|sibling| is_traced(*sibling));
     siblings
 }
 
@@ -110,24 +109,17 @@ pub(crate) fn traced(roots: &[i32]) -> Vec<i32> {
     let (mut tasks, mut traced) = (roots.to_vec(), Vec::new());
     while let Some(task) = tasks.pop() {
         // A task that has ended meanwhile has no threads.
-        for thread in fs::read_dir(format!("/proc/{task}/task")).into_iter().flatten().flatten() {
-            tasks.extend(children_of(&thread.path().to_string_lossy()));
-            let number = thread.file_name().to_str().and_then(|number| number.parse().ok());
-            traced.extend(number.filter(|thread| tracer_of(*thread) == Some(std::process::id())));
+        for thread in proc::threads(task) {
+            tasks.extend(proc::children_of_thread(task, thread));
+            traced.extend(is_traced(thread).then_some(thread));
         }
     }
     traced
 }
 
-fn children_of(thread: &str) -> Vec<i32> {
-    let numbers = fs::read_to_string(format!("{thread}/children")).unwrap_or_default();
-    numbers.split_whitespace().filter_map(|number| number.parse().ok()).collect()
-}
-
-fn tracer_of(task: i32) -> Option<u32> {
-    let status = fs::read_to_string(format!("/proc/{task}/status")).ok()?;
-    let line = status.lines().find_map(|line| line.strip_prefix("TracerPid:"))?;
-    line.trim().parse().ok()
+/// Whether this process traces a thread.
+fn is_traced(thread: i32) -> bool {
+    proc::status(thread).is_some_and(|status| status.tracer == std::process::id().cast_signed())
 }
 
 #[cfg(test)]
@@ -156,6 +148,6 @@ mod tests {
     fn a_task_that_was_waited_for_has_ended() {
         let mut child = std::process::Command::new("true").spawn().unwrap();
         child.wait().unwrap();
-        assert!(open_living_tasks(&[child.id().cast_signed()], abi::open_pidfd).unwrap().is_empty());
+        assert!(open_living_tasks(&[child.id().cast_signed()], pidfd_open).unwrap().is_empty());
     }
 }

@@ -10,10 +10,11 @@
 //! * `shared`, in both: buffers that processes share, open dma-bufs, two `/dev/kfd`s of one process. CRIU's
 //!   images cannot hold them: `rewake-shared.img` does. CRIU's own plugin ignores that file and restores
 //!   copies.
-//! * `hsakmt`: what ROCm's library shares between processes. `abi`, `kcmp`: the only `unsafe` code.
+//! * `hsakmt`: what ROCm's library shares between processes. `abi`: the only `unsafe` code.
 //! * `criu_watchdog`: resumes queues or kills tasks when CRIU is killed. `device`: identifies files of AMD
 //!   GPUs.
-//! * `image`: the image's files. `topology`: nodes of the driver's topology, as images have them.
+//! * `image`: the image's files. [`topology`]: the machine's nodes, as images describe them.
+//! * [`placement`]: finds a GPU of this machine for each GPU of the image.
 #![deny(unsafe_code)]
 
 #[allow(unsafe_code, reason = "system calls that no crate has")]
@@ -25,10 +26,9 @@ mod device;
 mod dump;
 mod hsakmt;
 mod image;
-#[allow(unsafe_code, reason = "the system call has no other form")]
-mod kcmp;
+pub mod placement;
 mod restore;
-mod topology;
+pub mod topology;
 
 use std::ffi::CStr;
 use std::os::fd::BorrowedFd;

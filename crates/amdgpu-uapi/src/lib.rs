@@ -8,9 +8,7 @@
 //! * [`ComputeQueue`], [`SdmaQueue`], [`Events`]: work, and waits for it. [`packet`]: its encoding.
 //! * [`svm`]: attributes of ordinary memory.
 //! * [`criu`]: checkpoint operations, and the kernel's private data.
-//! * [`mapping`]: assigns GPUs of the machine to those of an image. [`settings`]: checks that the user may
-//!   switch off.
-//! * [`call_filter`]: calls that wait for memory, or are blocked. [`smi`]: the driver's events about queues.
+//! * [`smi`]: the driver's events about queues.
 //! * [`render`]: submissions through a render node.
 //!
 //! Sources: `include/uapi/linux/kfd_ioctl.h`, `include/uapi/drm/amdgpu_drm.h`, `drivers/gpu/drm/amd/amdkfd`
@@ -21,12 +19,9 @@
 
 #[allow(unsafe_code, reason = "the one place for it")]
 pub mod abi;
-pub mod call_filter;
 pub mod criu;
-pub mod mapping;
 pub mod packet;
 pub mod render;
-pub mod settings;
 pub mod smi;
 pub mod svm;
 pub mod topology;

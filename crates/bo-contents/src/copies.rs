@@ -6,7 +6,6 @@ use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Instant;
 
-use rewake_amdgpu_uapi::abi::memory::Mapping;
 use rewake_amdgpu_uapi::render::Render;
 use rewake_sdma_copy::{Bo, CopyEngine, CopyPath, MemoryDevice, Shape, Slot, Staging, Ticket, Transfer};
 
@@ -79,11 +78,6 @@ impl Copies {
         self.engines.iter().map(|engine| format!("renderD{}: {}", engine.minor(), engine.path()))
     }
 
-    /// Returns whether the CPU copies for an engine.
-    pub(crate) fn is_by_cpu(&self, engine: usize) -> bool {
-        matches!(self.engines[engine].path(), CopyPath::Cpu { .. })
-    }
-
     /// Imports a buffer, and returns the engine's handle of it.
     pub(crate) fn import(&mut self, engine: usize, dmabuf: &OwnedFd) -> Result<Bo, Error> {
         // The size of 1 is enough: the kernel rounds it up to the buffer's pages.
@@ -92,11 +86,6 @@ impl Copies {
 
     pub(crate) fn release(&mut self, engine: usize, bo: Bo) -> Result<(), Error> {
         Ok(self.engines[engine].release(bo)?)
-    }
-
-    /// Returns the CPU's mapping of a buffer, if it has one.
-    pub(crate) fn view(&mut self, engine: usize, bo: Bo) -> Result<Option<Arc<Mapping>>, Error> {
-        Ok(self.engines[engine].view(bo)?)
     }
 
     /// Adds a transfer to the next [`Copies::submit`].

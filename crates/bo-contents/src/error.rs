@@ -28,7 +28,7 @@ pub enum Error {
     Store(#[from] rewake_image_io::StoreError),
     /// `KFD_MAX_BUFFER_SIZE` is not valid.
     #[error(transparent)]
-    Setting(#[from] rewake_amdgpu_uapi::settings::BadSetting),
+    Setting(#[from] rewake_criu_images::amdgpu::settings::BadSetting),
     /// A file, memory or a thread could not be created.
     #[error(transparent)]
     Io(#[from] io::Error),

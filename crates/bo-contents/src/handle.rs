@@ -6,7 +6,7 @@ use std::os::fd::{AsFd as _, BorrowedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use nix::sys::eventfd::{EfdFlags, EventFd};
+use rewake_process::Notifier;
 
 use crate::pipeline::Process;
 
@@ -23,7 +23,7 @@ struct Shared {
     /// Demands that the load has not taken.
     queue: Mutex<Vec<(usize, usize)>>,
     /// Wakes the load.
-    event: EventFd,
+    event: Notifier,
     counts: Vec<Count>,
     given_up: AtomicBool,
 }
@@ -67,7 +67,7 @@ impl LoadHandle {
         Ok(Self(Arc::new(Shared {
             demanded: processes.iter().map(demanded).collect(),
             queue: Mutex::new(Vec::new()),
-            event: EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?,
+            event: Notifier::new()?,
             counts,
             given_up: AtomicBool::new(false),
         })))
@@ -83,15 +83,13 @@ impl LoadHandle {
             return;
         }
         self.0.queue.lock().unwrap_or_else(PoisonError::into_inner).push((process, buffer));
-        // A write fails only when the counter is full, and then the load wakes anyway.
-        let _ = self.0.event.write(1);
+        self.0.event.wake();
     }
 
     /// Makes the load end with an error soon, because nothing needs it. Does not wait.
     pub fn give_up(&self) {
         self.0.given_up.store(true, Ordering::Release);
-        // A failed write is ignored as in `demand`.
-        let _ = self.0.event.write(1);
+        self.0.event.wake();
     }
 
     /// Returns whether the load shall end.
@@ -133,8 +131,7 @@ impl LoadHandle {
     /// Resets the wakeup. The load calls it after a sleep and before it takes demands, so later demands wake
     /// it again.
     pub(crate) fn drain_wakeup(&self) {
-        // There is nothing to read if another event woke the load.
-        let _ = self.0.event.read();
+        self.0.event.drain();
     }
 }
 

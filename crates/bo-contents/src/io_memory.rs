@@ -15,8 +15,6 @@ pub(crate) enum IoMemory {
     Staging(Staging),
     /// Memory of this process, where files cannot be read into staging memory.
     Own(Arc<Mapping>),
-    /// A buffer, where the CPU copies.
-    Buffer(Arc<Mapping>),
 }
 
 // SAFETY: all are mapped until the last clone is dropped, and none is ever borrowed: all accesses are
@@ -28,7 +26,7 @@ unsafe impl Memory for IoMemory {
                 let slot = staging.slots().next().expect("staging memory has slots");
                 staging.pointer(Place { slot, at: 0 }, 0)
             }
-            Self::Own(mapping) | Self::Buffer(mapping) => mapping.pointer(0, 0),
+            Self::Own(mapping) => mapping.pointer(0, 0),
         }
     }
 
@@ -38,12 +36,7 @@ unsafe impl Memory for IoMemory {
                 let Shape { slots, slot_bytes } = staging.shape();
                 usize::try_from(u64::from(slots) * slot_bytes).unwrap_or(0)
             }
-            Self::Own(mapping) | Self::Buffer(mapping) => usize::try_from(mapping.len()).unwrap_or(0),
+            Self::Own(mapping) => usize::try_from(mapping.len()).unwrap_or(0),
         }
-    }
-
-    fn is_for_devices(&self) -> bool {
-        // A buffer may be a device's memory.
-        !matches!(self, Self::Buffer(_))
     }
 }

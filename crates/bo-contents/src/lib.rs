@@ -15,8 +15,8 @@
 //!   `chunk_schedule`: chooses the next chunk.
 //! * [`folder`]: opens files of an image directory.
 //!
-//! Threads of the kernel read cached bytes from the page cache. Where the CPU copies anyway, they read into
-//! the buffer directly (`unstaged_reads`). io_uring reads the rest with O_DIRECT.
+//! Cached bytes are read from the page cache, and the rest with O_DIRECT. Where a GPU has no SDMA rings, a
+//! thread copies between staging memory and the CPU's mapping of a buffer.
 //! [`BackgroundLoad::into_memory`] needs no GPU: tests and `cargo xtask bench engine` load into memory.
 
 mod background_load;
@@ -36,7 +36,6 @@ mod report;
 mod save;
 mod slot_quota;
 mod transfers;
-mod unstaged_reads;
 
 use std::sync::Arc;
 use std::time::Instant;

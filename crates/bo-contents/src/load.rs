@@ -99,9 +99,8 @@ pub(crate) fn run(
     handle: &LoadHandle,
     on_event: &mut dyn FnMut(LoadEvent),
 ) -> Result<Moved, Error> {
-    let count = pipeline.staging.slots().len();
     let mut slots = Slots {
-        reads: vec![None; count],
+        reads: vec![None; pipeline.staging.slots().len()],
         unfinished: Vec::new(),
         ready: Vec::new(),
         refused: false,
@@ -123,11 +122,7 @@ pub(crate) fn run(
             finished.result?;
             idle = false;
             let index = usize::try_from(finished.token).unwrap_or(usize::MAX);
-            let Some(entry) = slots.reads.get_mut(index) else {
-                pipeline.unstaged.read_ended(index - count);
-                continue;
-            };
-            let Some(entry) = entry else { continue };
+            let Some(entry) = slots.reads.get_mut(index).and_then(Option::as_mut) else { continue };
             entry.left -= 1;
             if entry.left == 0 && entry.started == entry.ranges.len() {
                 slots.ready.extend(pipeline.staging.slots().nth(index));
@@ -225,11 +220,6 @@ fn start(pipeline: &mut Pipeline<'_>, slots: &mut Slots) -> Result<bool, Error> 
             pipeline.take_chunk(chunk);
             account(pipeline, chunk, &ranges);
             fill(pipeline, chunk)?;
-        } else if let Some(pieces) = unstaged_pieces(pipeline, chunk, &ranges) {
-            let Some(place) = pipeline.unstaged.place() else { break };
-            pipeline.take_chunk(chunk);
-            account(pipeline, chunk, &ranges);
-            pipeline.read_unstaged(chunk, place, &pieces)?;
         } else {
             // Background loads read one chunk after the other where the disk is shared.
             if !slots.unfinished.is_empty() && !pipeline.is_demanded(chunk) {
@@ -357,21 +347,6 @@ fn read_on(pipeline: &mut Pipeline<'_>, slots: &mut Slots, slot: Slot) -> bool {
         pipeline.moved.read += bytes as u64;
     }
     any
-}
-
-/// Returns the pieces of a chunk if they can be read into their buffers without staging memory. This needs a
-/// CPU copy path, few pieces, no holes, and data in the page cache. None: the chunk goes through a slot.
-fn unstaged_pieces(pipeline: &Pipeline<'_>, chunk: Chunk, ranges: &[DataRange]) -> Option<Vec<Piece>> {
-    let file = pipeline.file(chunk);
-    let (first, end) = file.range(chunk.number);
-    let alone = zeros(pipeline, chunk, ranges) == 0 && !pipeline.has_followers(chunk);
-    let suitable = alone && pipeline.may_read_unstaged(chunk, first, end - first);
-    let pieces: Vec<Piece> = file
-        .pieces(chunk.number)
-        .filter(|piece| suitable && pipeline.is_moved(chunk, piece))
-        .take(MAX_READS + 1)
-        .collect();
-    (1..=MAX_READS).contains(&pieces.len()).then_some(pieces)
 }
 
 /// Starts the copies of a chunk that was read, and the fills of its holes.

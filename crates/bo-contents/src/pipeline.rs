@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use rewake_amdgpu_uapi::abi::memory::Mapping;
-use rewake_amdgpu_uapi::settings::max_buffer_size;
-use rewake_image_io::files::{Direction, Finished, Request};
+use rewake_criu_images::amdgpu::settings::max_buffer_size;
+use rewake_image_io::files::Finished;
 use rewake_image_io::io_budget::IoBudget;
 use rewake_sdma_copy::{Bo, Memory, Shape, Slot, Staging, Transfer};
 
@@ -24,7 +24,6 @@ use crate::pages::{CHUNK, PagesFile, Piece};
 use crate::report::Moved;
 use crate::slot_quota::quota;
 use crate::transfers::Transfers;
-use crate::unstaged_reads::UnstagedReads;
 
 /// Slots of staging memory for each GPU, 16 MiB: enough to keep a disk and two rings busy. Creating more
 /// takes longer than they save.
@@ -79,7 +78,6 @@ pub(crate) struct Done {
 pub(crate) struct Pipeline<'a> {
     pub(crate) staging: Staging,
     pub(crate) moved: Moved,
-    pub(crate) unstaged: UnstagedReads,
     pub(crate) transfers: Transfers,
     pub(crate) copies: Copies,
     processes: &'a [Process<'a>],
@@ -135,7 +133,6 @@ impl<'a> Pipeline<'a> {
             schedule,
             by_process: false,
             has_duplicates: false,
-            unstaged: UnstagedReads::default(),
             last: Instant::now(),
         })
     }
@@ -248,7 +245,7 @@ impl<'a> Pipeline<'a> {
     /// Returns whether every slot is free and no copy is in flight.
     pub(crate) fn is_idle(&self) -> bool {
         let slots = self.free.len() == self.staging.slots().len();
-        slots && self.copies.is_idle() && self.unstaged.is_idle()
+        slots && self.copies.is_idle()
     }
 
     /// Returns whether a piece is moved. It is not if its buffer is skipped or has another source.
@@ -291,11 +288,6 @@ impl<'a> Pipeline<'a> {
         self.buffers[process][number].as_ref().map_or(0, |buffer| self.entries[buffer.file].engine)
     }
 
-    /// Returns whether other buffers have some of a chunk's bytes.
-    pub(crate) fn has_followers(&self, chunk: Chunk) -> bool {
-        self.gpus(chunk).nth(1).is_some()
-    }
-
     /// Returns the engine of a buffer, and the engine's handle of it.
     pub(crate) fn bo(&mut self, (process, number): Name) -> Result<(usize, Bo), Error> {
         let buffer = self.buffers[process][number].as_mut().expect("a buffer with a piece has bytes");
@@ -334,48 +326,6 @@ impl<'a> Pipeline<'a> {
         Ok(())
     }
 
-    /// Returns whether the CPU copies and the page cache has these bytes.
-    pub(crate) fn may_read_unstaged(&self, chunk: Chunk, offset: u64, bytes: u64) -> bool {
-        let FileEntry { file, engine, .. } = self.entries[chunk.file];
-        self.copies.is_by_cpu(engine)
-            && file.file.is_cached(offset, usize::try_from(bytes).unwrap_or(usize::MAX))
-    }
-
-    /// Starts reads of a chunk's pieces into their buffers, without staging. Their tokens follow those of
-    /// slots.
-    pub(crate) fn read_unstaged(
-        &mut self,
-        chunk: Chunk,
-        place: usize,
-        pieces: &[Piece],
-    ) -> Result<(), Error> {
-        let file = self.file(chunk);
-        let token = (self.staging.slots().len() + place) as u64;
-        for piece in pieces {
-            let (engine, bo) = self.bo(self.buffer_with(chunk, piece, 0))?;
-            let view = self.copies.view(engine, bo)?.ok_or(Stuck::NoBytes(piece.buffer))?;
-            let &Piece { at, bytes, .. } = piece;
-            if at.checked_add(bytes).is_none_or(|end| end > view.len()) {
-                let (what, size, reason) = ("a BO", view.len(), "it ends before that");
-                return Err(rewake_sdma_copy::Error::Range { what, at, bytes, size, reason }.into());
-            }
-            let size = |bytes: u64| usize::try_from(bytes).unwrap_or(usize::MAX);
-            self.transfers.start(Request {
-                file: Arc::clone(&file.file),
-                direction: Direction::Read,
-                offset: piece.offset,
-                memory: IoMemory::Buffer(view),
-                at: size(piece.at),
-                bytes: size(piece.bytes),
-                needed: size(piece.bytes),
-                token,
-            });
-        }
-        self.moved.read += pieces.iter().map(|piece| piece.bytes).sum::<u64>();
-        self.unstaged.start(place, chunk, pieces.len());
-        Ok(())
-    }
-
     /// Returns whether the copies of a slot's chunk may be submitted now.
     pub(crate) fn may_copy(&self, chunk: Chunk) -> bool {
         self.gpus(chunk).all(|gpu| self.copies.may_copy(gpu))
@@ -388,7 +338,6 @@ impl<'a> Pipeline<'a> {
 
     /// Adds the chunks whose copies have ended. Returns whether an engine may have room that it had not.
     pub(crate) fn copied(&mut self, into: &mut Vec<(Chunk, Option<Slot>)>) -> Result<bool, Error> {
-        into.extend(self.unstaged.take_ended().map(|chunk| (chunk, None)));
         let any = self.copies.take_ended(into)?;
         if any {
             self.last = Instant::now();

@@ -128,7 +128,9 @@ impl Transfers {
 
     /// Resets the wakeup after a sleep, before the caller checks the budget.
     pub(crate) fn drain_wakeup(&self) {
-        self.budget.iter().for_each(|budget| budget.gpus().drain());
+        if let Some(budget) = &self.budget {
+            budget.gpus().drain();
+        }
     }
 }
 

@@ -27,8 +27,8 @@ impl<E: Into<Box<dyn Error + Send + Sync>>> From<E> for Refusal {
 pub enum Restored {
     /// The file is open: CRIU moves it to its number in the task.
     File(OwnedFd),
-    /// The file depends on another task: CRIU calls again after [`crate::Host::wake_files`] for this one. It
-    /// fails the restore without [`crate::Host::can_wait`].
+    /// The file depends on another task: CRIU calls again when another task sends this one a file. It fails
+    /// the restore with CRIU up to 4.2.1.
     Later,
 }
 

@@ -134,35 +134,11 @@ impl Host {
         abi::root_pid()
     }
 
-    /// Returns a descriptor number such that the restored task `pid` (in its namespace) uses neither it nor
-    /// any above. CRIU ends at once if the task does not exist.
-    ///
-    /// # Errors
-    /// [`HostError`]
-    pub fn unused_fd(&self, pid: i32) -> Result<i32, HostError> {
-        non_negative("find_unused_fd_pid", abi::find_unused_fd_pid(pid)?)
-    }
-
     /// Whether CRIU calls [`crate::Plugin::post_forking`], and has the store when a restore's plugin is made
     /// (CRIU 4.2).
     #[must_use]
     pub fn has_post_forking(&self) -> bool {
         abi::has_post_forking()
-    }
-
-    /// Whether CRIU understands [`crate::Restored::Later`].
-    #[must_use]
-    pub fn can_wait(&self) -> bool {
-        abi::restore_file_can_wait()
-    }
-
-    /// Makes CRIU request the files of task `pid` (in its namespace) again that were
-    /// [`crate::Restored::Later`]. CRIU ends at once if the task does not exist.
-    ///
-    /// # Errors
-    /// [`HostError`]
-    pub fn wake_files(&self, pid: i32) -> Result<(), HostError> {
-        non_negative("set_fds_event", abi::set_fds_event(pid)?).map(drop)
     }
 }
 
@@ -182,9 +158,8 @@ mod tests {
         assert_eq!(host.image_dir().unwrap_err(), HostError::Missing("criu_get_image_dir"));
         assert_eq!(host.store_fd(std::io::stdin().as_fd()), Err(HostError::Missing("fdstore_add")));
         assert_eq!(host.log_file().unwrap_err(), HostError::Missing("log_get_fd"));
-        assert_eq!(host.run_id(), Err(HostError::Missing("criu_run_id")));
         assert_eq!(host.root_pid(), Err(HostError::Missing("root_item")));
-        let text = host.unused_fd(1).unwrap_err().to_string();
-        assert_eq!(text, "this CRIU has no find_unused_fd_pid: expected CRIU 4.1 or newer; use such a one");
+        let text = host.run_id().unwrap_err().to_string();
+        assert_eq!(text, "this CRIU has no criu_run_id: expected CRIU 4.1 or newer; use such a one");
     }
 }

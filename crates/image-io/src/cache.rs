@@ -10,9 +10,9 @@ use crate::buffer::{BufferSlice, Place, Pool};
 use crate::error::StoreError;
 use crate::file::PagesFile;
 use crate::metrics::Metrics;
-use crate::notifier::Notifier;
 use crate::slots::{Found, Key, Slots};
 use crate::{BLOCK, PAGE};
+use rewake_process::Notifier;
 
 /// Default budget in bytes: 511 blocks and the demand buffers. It keeps one engine's queue full
 /// ([`crate::engine::DEPTH_BLOCKS`]) while as many blocks are being copied and some stay for a second

@@ -5,7 +5,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use crate::{BLOCK, Notifier, StoreError};
+use rewake_process::Notifier;
+
+use crate::{BLOCK, StoreError};
 
 /// Bytes of one background read while threads wait for demand reads. Adjacent blocks make one request to the
 /// disk. Below 256 KiB a request costs more by its number than by its length.

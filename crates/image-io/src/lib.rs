@@ -25,7 +25,6 @@ pub mod files;
 mod identity;
 pub mod io_budget;
 mod metrics;
-mod notifier;
 mod page_cache;
 mod ring;
 mod shared_readers;
@@ -40,7 +39,6 @@ pub use error::{ReadError, StoreError};
 pub use file::PagesFile;
 pub use identity::{FileKey, FileState};
 pub use metrics::{Counters, Metrics};
-pub use notifier::Notifier;
 
 /// Bytes in a page: the smallest unit of a read, and the alignment of every buffer and direct read.
 pub const PAGE: usize = 4096;

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use io_uring::{EnterFlags, IoUring, opcode, squeue, types};
 
-use crate::notifier::Notifier;
+use rewake_process::Notifier;
 
 /// How long set-up waits for a ring that should wake a poller after [`PROBE_DELAY`].
 const PROBE_PATIENCE: Duration = Duration::from_millis(200);

@@ -6,7 +6,7 @@ use std::collections::HashMap;
 
 use crate::cache::DEMAND_BUFFERS;
 use crate::identity::FileKey;
-use crate::notifier::Notifier;
+use rewake_process::Notifier;
 
 /// Marks the end of the list of idle blocks.
 const NONE: u32 = u32::MAX;

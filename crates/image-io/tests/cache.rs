@@ -10,9 +10,10 @@ use std::time::Duration;
 
 use common::{fill, finish, load, pages, readable};
 use rewake_image_io::{
-    Acquire, BLOCK, BlockCache, DEMAND_BUFFERS, Engine, Notifier, PAGE, PagesFile, Read, ReadError, Sim,
-    SimPlan, StoreError, Uring, read_now,
+    Acquire, BLOCK, BlockCache, DEMAND_BUFFERS, Engine, PAGE, PagesFile, Read, ReadError, Sim, SimPlan,
+    StoreError, Uring, read_now,
 };
+use rewake_process::Notifier;
 
 fn cache_of(blocks: usize) -> Arc<BlockCache> {
     let cache = BlockCache::new((blocks + 1) * BLOCK).unwrap();

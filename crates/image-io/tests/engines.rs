@@ -10,9 +10,10 @@ use common::{finish, load, make_cold, pages, read_once, readable};
 use proptest::prelude::*;
 use rewake_image_io::engine::{DEPTH_BLOCKS, DEPTH_DEMAND, MAX_EIO_RETRIES};
 use rewake_image_io::{
-    BLOCK, BlockCache, Done, Engine, Notifier, PAGE, Psync, Read, ReadError, ReadMode, Sim, SimPlan, Uring,
+    BLOCK, BlockCache, Done, Engine, PAGE, Psync, Read, ReadError, ReadMode, Sim, SimPlan, Uring,
     default_engine, read_now,
 };
+use rewake_process::Notifier;
 use rewake_skip::skip;
 
 fn engines(cache: &Arc<BlockCache>) -> Vec<(&'static str, Box<dyn Engine>)> {

@@ -16,16 +16,16 @@ pub const MAX_BLOCKS: u32 = 8192;
 
 /// An ioctl of some devices that fails with EAGAIN while its class is blocked on the file.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct DenyRule {
+pub(crate) struct DenyRule {
     /// The devices, by `st_rdev`.
-    pub devices: Vec<libc::dev_t>,
+    pub(crate) devices: Vec<libc::dev_t>,
     /// The `_IOC_NR` of the ioctl.
-    pub number: u8,
+    pub(crate) number: u8,
     /// The offset of 4 bytes in the argument that name the part of the file's object. None: the ioctl
     /// concerns part 0, and the argument is not read.
-    pub part: Option<u8>,
+    pub(crate) part: Option<u8>,
     /// The ioctl's class, which ioctls may share.
-    pub class: CallClass,
+    pub(crate) class: CallClass,
 }
 
 /// A set of classes of calls.

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Makes calls that pass missing memory to a driver wait, and blocks calls on buffers that are not resident.
+//! Makes calls that pass missing memory to KFD or a render node wait, and blocks calls on buffers that are not
+//! resident.
 //!
 //! A driver that accesses a program's pages does not wait for a userfaultfd (`mm/hmm.c` faults without
 //! FAULT_FLAG_ALLOW_RETRY). So an ioctl that names missing memory fails. [`attach`] runs a small sleepable
@@ -19,49 +20,55 @@
 //! closed.
 
 mod abi;
+mod amd;
 mod block_list;
 mod code;
+mod deny_rules;
 mod kernel;
 mod program;
 mod protect;
 mod types;
+mod wait_rules;
 
 use std::io;
 use std::os::fd::{AsFd as _, OwnedFd};
 
-pub use block_list::{BlockList, CallClass, DenyRule, MAX_BLOCKS};
+pub use amd::{AttachError, attach};
+use block_list::DenyRule;
+pub use block_list::{BlockList, CallClass, MAX_BLOCKS};
+pub use deny_rules::{ACCESS, CREATE_PROCESS, CROSS_COPY, EXPORT};
 use program::Plan;
 
 /// An ioctl of some devices that passes a range of the caller's memory to the driver.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct WaitRule {
+pub(crate) struct WaitRule {
     /// The devices, by `st_rdev`.
-    pub devices: Vec<libc::dev_t>,
+    pub(crate) devices: Vec<libc::dev_t>,
     /// The `_IOC_NR` of the ioctl.
-    pub number: u8,
+    pub(crate) number: u8,
     /// Bytes of its argument, at most [`MAX_ARGUMENT`].
-    pub bytes: u8,
+    pub(crate) bytes: u8,
     /// The offset of the range's address in the argument, 8 bytes.
-    pub address: u8,
+    pub(crate) address: u8,
     /// The offset of the range's length in bytes, 8 bytes.
-    pub length: u8,
+    pub(crate) length: u8,
     /// The ioctls that pass memory. None: all.
-    pub only: Option<ArgMatch>,
+    pub(crate) only: Option<ArgMatch>,
 }
 
 /// Matches ioctls whose argument has `wanted` under `mask` in 4 bytes at `at`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct ArgMatch {
+pub(crate) struct ArgMatch {
     /// The offset in the argument.
-    pub at: u8,
+    pub(crate) at: u8,
     /// The bits to compare.
-    pub mask: i32,
+    pub(crate) mask: i32,
     /// The expected bits.
-    pub wanted: i32,
+    pub(crate) wanted: i32,
 }
 
 /// The most bytes of an argument.
-pub const MAX_ARGUMENT: u8 = 64;
+pub(crate) const MAX_ARGUMENT: u8 = 64;
 
 /// The programs could not be attached, or a file could not be blocked.
 #[derive(Debug, thiserror::Error)]
@@ -119,12 +126,9 @@ pub struct Attached([OwnedFd; 2]);
 /// Calls of `deny_rules` are blocked by the [`BlockList`], which is empty at first. `access` is the class
 /// of an mprotect(2) that adds access to an inaccessible mapping of the file, in part 0.
 ///
-/// # Errors
-/// The kernel lacks a feature, or refuses.
-///
 /// # Panics
 /// The fields of a wait rule lie outside its argument.
-pub fn attach(
+fn attach_rules(
     wait_rules: &[WaitRule],
     deny_rules: &[DenyRule],
     access: CallClass,

@@ -47,20 +47,16 @@ impl ProcessId {
     /// # Errors
     /// `/proc` cannot be read.
     pub fn of(pid: i32) -> io::Result<Option<Self>> {
-        let stat = match fs::read(format!("/proc/{pid}/stat")) {
+        let fields = match rewake_process::proc::stat(pid) {
             Err(error) if has_ended(&error) => return Ok(None),
-            stat => stat?,
+            fields => fields?,
         };
-        let stat = String::from_utf8_lossy(&stat);
-        // The name may have any characters, parentheses included.
-        let fields: Vec<&str> =
-            stat.rsplit_once(')').map_or(Vec::new(), |(_, rest)| rest.split_whitespace().collect());
         let started = fields.get(STARTED).and_then(|ticks| ticks.parse().ok());
-        let started = started.ok_or_else(|| io::Error::other(format!("/proc/{pid}/stat: {stat}")))?;
-        let lives = match fields.get(STATE) {
+        let started = started.ok_or_else(|| io::Error::other(format!("/proc/{pid}/stat: {fields:?}")))?;
+        let lives = match fields.get(STATE).map(String::as_str) {
             // The first thread has ended. The process lives as long as it has other threads.
-            Some(&"Z") => fields.get(THREADS).and_then(|count| count.parse::<u32>().ok()) > Some(1),
-            Some(&"X") => false,
+            Some("Z") => fields.get(THREADS).and_then(|count| count.parse::<u32>().ok()) > Some(1),
+            Some("X") => false,
             _ => true,
         };
         Ok(Some(Self { pid, started }).filter(|_| lives))

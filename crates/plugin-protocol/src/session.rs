@@ -21,15 +21,16 @@
 use std::fmt::Write as _;
 use std::fs::{self, DirBuilder, File, OpenOptions, TryLockError};
 use std::io::{self, Read as _, Write as _};
-use std::os::fd::{OwnedFd, RawFd};
+use std::os::fd::{AsFd as _, OwnedFd, RawFd};
 use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
 use nix::sys::stat::{SFlag, fstat};
 use nix::unistd::geteuid;
+use rewake_process::pidfd::{pidfd_getfd, pidfd_open};
+use rewake_process::proc::processes;
 
-use crate::abi;
 use crate::dump_block::{ProcessId, has_ended};
 
 /// The folder of the notes. Only this user may read it.
@@ -258,18 +259,18 @@ impl SessionNote {
         let link = PathBuf::from(format!("socket:[{}]", self.store.inode));
         let path = |pid: i32| format!("/proc/{pid}/fd/{}", self.store.number);
         let has_it = |pid: &i32| fs::read_link(path(*pid)).is_ok_and(|target| target == link);
-        let pids = fs::read_dir("/proc")?.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok());
+        let pids = processes()?.into_iter();
         let store = |pid| self.store_of(ProcessId::of(pid).ok()??).ok();
         pids.filter(has_it).find_map(store).ok_or_else(|| io::Error::from_raw_os_error(libc::ESRCH))
     }
 
     fn store_of(&self, process: ProcessId) -> io::Result<OwnedFd> {
-        let opened = abi::process(process.pid)?;
+        let opened = pidfd_open(process.pid)?;
         // The pid may have been reused before it was opened, but not after.
         if ProcessId::of(process.pid)? != Some(process) {
             return Err(io::Error::from_raw_os_error(libc::ESRCH));
         }
-        let store = abi::descriptor_of(&opened, self.store.number)?;
+        let store = pidfd_getfd(opened.as_fd(), self.store.number)?;
         let status = fstat(&store)?;
         let is_socket = SFlag::from_bits_truncate(status.st_mode) & SFlag::S_IFMT == SFlag::S_IFSOCK;
         match is_socket && status.st_ino == self.store.inode {

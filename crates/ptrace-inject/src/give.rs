@@ -6,9 +6,12 @@
 //! the process needs no access to this one.
 
 use std::collections::BTreeSet;
-use std::os::fd::{AsFd as _, BorrowedFd, RawFd};
+use std::io;
+use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd, RawFd};
 
-use crate::abi::{self, ReceiveBuffer};
+use rewake_process::pidfd::{pidfd_getfd, pidfd_open, pidfd_open_thread};
+
+use crate::abi::{self, ReceiveBuffer, Tid};
 use crate::error::Error;
 use crate::proc;
 use crate::scratch::word;
@@ -55,7 +58,7 @@ impl Stopped<'_> {
         let numbers: [u8; 8] = self.read(scratch)?;
         let number = |at: usize| RawFd::from_ne_bytes(std::array::from_fn(|byte| numbers[at + byte]));
         let (theirs, other) = (number(0), number(4));
-        let taken = abi::take(self.pid, self.calling_thread()?, other);
+        let taken = take(self.pid, self.calling_thread()?, other);
         // This frees a number before the process receives, which needs one.
         self.close(other)?;
         let sent = taken.and_then(|ours| abi::send(ours.as_fd(), descriptor));
@@ -115,4 +118,10 @@ impl Stopped<'_> {
         let limit = self.calling_thread().and_then(proc::limit_of_files);
         limit.map_or_else(|error| error, |limit| Error::NoNumber { pid: self.pid, limit })
     }
+}
+
+/// Copies descriptor `number` of thread `tid` of process `pid` into this process.
+fn take(pid: Tid, tid: Tid, number: RawFd) -> io::Result<OwnedFd> {
+    let process = if tid == pid { pidfd_open(pid) } else { pidfd_open_thread(tid) };
+    pidfd_getfd(process?.as_fd(), number)
 }

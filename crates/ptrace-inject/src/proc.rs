@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Reads `/proc` files of processes and threads. An ended thread has none.
+//! Reads `/proc` files that only a tracer needs. An ended thread has none.
 
 use std::fs;
 use std::io;
@@ -7,51 +7,8 @@ use std::io;
 use crate::abi::Tid;
 use crate::error::Error;
 
-/// Fields of `/proc/TID/status`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Status {
-    /// `R` running, `S` sleeping, `D` in uninterruptible sleep, `T` stopped, `t` stopped by a tracer, `Z` `X`
-    /// ended.
-    pub(crate) state: char,
-    /// The tracing process, in this PID namespace, or 0.
-    pub(crate) tracer: Tid,
-    /// Whether a seccomp filter checks its system calls.
-    pub(crate) filtered: bool,
-}
-
-impl Status {
-    /// Returns whether the thread has ended, and only its number remains.
-    pub(crate) fn has_ended(self) -> bool {
-        matches!(self.state, 'Z' | 'X' | 'x')
-    }
-
-    fn parse(text: &str) -> Option<Self> {
-        let field = |name| text.lines().find_map(|line: &str| line.strip_prefix(name)).map(str::trim);
-        Some(Self {
-            state: field("State:")?.chars().next()?,
-            tracer: field("TracerPid:")?.parse().ok()?,
-            // The field is missing if the kernel has no seccomp.
-            filtered: field("Seccomp:").is_some_and(|mode| mode != "0"),
-        })
-    }
-}
-
-/// Returns the status of a thread of any process.
-pub(crate) fn status(tid: Tid) -> Option<Status> {
-    Status::parse(&fs::read_to_string(format!("/proc/{tid}/status")).ok()?)
-}
-
-/// Returns the threads of a process, or none if it has ended.
-pub(crate) fn threads(pid: Tid) -> Vec<Tid> {
-    numbers(&format!("/proc/{pid}/task")).unwrap_or_default()
-}
-
-/// Returns the children of all threads of a process.
-pub(crate) fn children(pid: Tid) -> Vec<Tid> {
-    let list = |tid| fs::read_to_string(format!("/proc/{pid}/task/{tid}/children")).ok();
-    let lists: Vec<String> = threads(pid).into_iter().filter_map(list).collect();
-    lists.iter().flat_map(|list| list.split_ascii_whitespace()).filter_map(|pid| pid.parse().ok()).collect()
-}
+use rewake_process::proc::numbers;
+pub(crate) use rewake_process::proc::{Status, children, name, processes, status, threads};
 
 /// Returns the descriptor numbers of a thread.
 pub(crate) fn descriptors(tid: Tid) -> Result<Vec<std::os::fd::RawFd>, Error> {
@@ -74,16 +31,6 @@ fn parse_limit(text: &str) -> Option<u64> {
     }
 }
 
-/// Returns all processes.
-pub(crate) fn processes() -> Result<Vec<Tid>, Error> {
-    numbers("/proc").map_err(Error::read("/proc"))
-}
-
-fn numbers(folder: &str) -> io::Result<Vec<Tid>> {
-    let names = fs::read_dir(folder)?.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok());
-    Ok(names.collect())
-}
-
 /// Returns whether a thread still has an address space.
 pub(crate) fn has_memory(tid: Tid) -> bool {
     // The first number is the size, which is 0 without an address space (`fs/proc/array.c: proc_pid_statm`).
@@ -101,12 +48,6 @@ pub(crate) fn cpu_time(tid: Tid) -> Option<u64> {
 pub(crate) fn call(tid: Tid) -> Option<i64> {
     let text = fs::read_to_string(format!("/proc/{tid}/syscall")).ok()?;
     text.split_ascii_whitespace().next()?.parse().ok()
-}
-
-/// Returns a process's name.
-pub(crate) fn name(pid: Tid) -> String {
-    let name = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
-    name.trim_end().to_owned()
 }
 
 /// Returns the kind of a program that is not for x86-64, by its ELF header (System V ABI, chapter 4).
@@ -130,15 +71,6 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_status_tells_state_tracer_and_filter() {
-        let text = "Name:\tx\nState:\tS (sleeping)\nTracerPid:\t17\nSeccomp:\t2\n";
-        assert_eq!(Status::parse(text), Some(Status { state: 'S', tracer: 17, filtered: true }));
-        let text = "State:\tZ (zombie)\nTracerPid:\t0\n";
-        let status = Status::parse(text).unwrap();
-        assert!(status.has_ended() && !status.filtered);
-    }
-
-    #[test]
     fn the_limit_of_files_is_the_soft_one() {
         let line = "Max processes             100                  200                  processes\n\
                     Max open files            1024                 524288               files     \n";
@@ -148,11 +80,7 @@ mod tests {
     }
 
     #[test]
-    fn this_process_runs_an_x86_64_program_with_threads_and_a_name() {
-        let pid = std::process::id().try_into().unwrap();
-        assert_eq!(foreign_program(pid), None);
-        assert!(threads(pid).contains(&crate::abi::this_thread()));
-        assert!(processes().unwrap().contains(&pid));
-        assert!(!name(pid).is_empty());
+    fn this_process_runs_an_x86_64_program() {
+        assert_eq!(foreign_program(std::process::id().cast_signed()), None);
     }
 }

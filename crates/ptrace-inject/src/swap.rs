@@ -10,11 +10,13 @@ use std::collections::btree_map::Entry;
 use std::io;
 use std::os::fd::{AsRawFd as _, BorrowedFd, RawFd};
 
+use rewake_process::kcmp::same_file;
+
 use crate::error::Error;
 use crate::maps::{self, FileId};
 use crate::placeholder::{PlaceholderMapping, identity, parts};
+use crate::proc;
 use crate::stop::Stopped;
-use crate::{abi, proc};
 
 /// A swap of a part of the placeholder file.
 #[derive(Debug, Clone, Copy)]
@@ -119,7 +121,7 @@ impl SwapBatch<'_, '_> {
             Entry::Vacant(number) => number,
         };
         let (pid, tid) = (self.stopped.pid, self.stopped.calling_thread()?);
-        let is_it = |number: &RawFd| abi::same_file(device.as_raw_fd(), tid, *number).unwrap_or(false);
+        let is_it = |number: &RawFd| same_file(device.as_raw_fd(), tid, *number).unwrap_or(false);
         let found = proc::descriptors(tid)?.into_iter().find(is_it);
         Ok(*numbers.insert(found.ok_or(Error::NotOpen { pid })?))
     }

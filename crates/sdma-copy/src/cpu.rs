@@ -9,8 +9,8 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
-use nix::sys::eventfd::EventFd;
 use rewake_amdgpu_uapi::abi::memory::Mapping;
+use rewake_process::Notifier;
 
 use crate::Error;
 use crate::device::Device;
@@ -40,7 +40,7 @@ struct FinishedJobs {
     /// The jobs, without their transfers.
     jobs: Mutex<Vec<Job>>,
     more: Condvar,
-    event: EventFd,
+    event: Notifier,
 }
 
 #[derive(Debug)]
@@ -60,7 +60,7 @@ struct Job {
 
 impl Copier {
     /// Starts the thread. `event` is readable when a submission has ended.
-    pub(crate) fn new(device: Device, staging: &Staging, event: EventFd) -> Result<Self, Error> {
+    pub(crate) fn new(device: Device, staging: &Staging, event: Notifier) -> Result<Self, Error> {
         let ended = Arc::new(FinishedJobs { jobs: Mutex::default(), more: Condvar::new(), event });
         let (jobs, receiver) = sync_channel(IN_FLIGHT);
         let work = {
@@ -85,7 +85,7 @@ impl Copier {
     }
 
     /// Returns a descriptor that is readable when a submission has ended.
-    pub(crate) fn event(&self) -> &EventFd {
+    pub(crate) fn event(&self) -> &Notifier {
         &self.ended.event
     }
 
@@ -189,8 +189,7 @@ fn work(staging: &Staging, ended: &FinishedJobs, jobs: &Receiver<Job>) {
         job.transfers.clear();
         ended.lock().push(job);
         ended.more.notify_all();
-        // A write fails only when the counter is full, and then the descriptor is readable anyway.
-        let _ = ended.event.write(1);
+        ended.event.wake();
     }
 }
 

@@ -9,11 +9,10 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Instant;
 
 use drm::control::Device as _;
-use nix::sys::eventfd::{EfdFlags, EventFd};
 use nix::time::{ClockId, clock_gettime};
 use nix::unistd::{Whence, lseek};
-use rewake_amdgpu_uapi::abi::memory::Mapping;
 use rewake_amdgpu_uapi::render::Render;
+use rewake_process::Notifier;
 
 use crate::Error;
 use crate::cpu::Copier;
@@ -100,7 +99,7 @@ enum Copies {
         render: Render,
         rings: Box<Rings>,
         /// None: the kernel cannot signal the end of work.
-        event: Option<EventFd>,
+        event: Option<Notifier>,
     },
     Cpu(Copier),
 }
@@ -221,25 +220,13 @@ impl CopyEngine {
         let ticket = Ticket { engine: self.id, number: self.tickets };
         match &mut self.copies {
             Copies::Rings { render, rings, event } => {
-                let event = event.as_ref().map(EventFd::as_fd);
+                let event = event.as_ref().map(Notifier::as_fd);
                 rings.submit(render, (&mut self.table, &self.staging), transfers, ticket, event)?;
             }
             Copies::Cpu(copier) => copier.submit(&mut self.table, transfers, ticket)?,
         }
         self.tickets += 1;
         Ok(ticket)
-    }
-
-    /// Returns the CPU mapping of a BO if the CPU copies, else None. Cached bytes can be read into it
-    /// directly, which saves a copy.
-    ///
-    /// # Errors
-    /// The BO is not this engine's, or the CPU cannot access it.
-    pub fn view(&mut self, bo: Bo) -> Result<Option<Arc<Mapping>>, Error> {
-        match &self.copies {
-            Copies::Rings { .. } => Ok(None),
-            Copies::Cpu(copier) => copier.view(&mut self.table, bo).map(Some),
-        }
     }
 
     fn check(&mut self, transfer: &Transfer) -> Result<(), Error> {
@@ -283,10 +270,10 @@ impl CopyEngine {
     /// call [`Self::finished`] every few hundred microseconds, or [`Self::wait`] for the oldest ticket.
     #[must_use]
     pub fn event_fd(&self) -> Option<BorrowedFd<'_>> {
-        self.event().map(EventFd::as_fd)
+        self.event().map(Notifier::as_fd)
     }
 
-    fn event(&self) -> Option<&EventFd> {
+    fn event(&self) -> Option<&Notifier> {
         match &self.copies {
             Copies::Rings { event, .. } => event.as_ref(),
             Copies::Cpu(copier) => Some(copier.event()),
@@ -300,8 +287,7 @@ impl CopyEngine {
     /// The kernel could not close a released BO. The next call returns what has ended.
     pub fn finished(&mut self) -> Result<impl Iterator<Item = Done> + '_, Error> {
         if let Some(event) = self.event() {
-            // There is nothing to read if no submission has ended.
-            let _ = event.read();
+            event.drain();
         }
         self.poll()?;
         Ok(std::iter::from_fn(|| self.done.pop_front()))
@@ -341,20 +327,19 @@ impl CopyEngine {
     }
 }
 
-fn event(minor: u32) -> Result<EventFd, Error> {
-    let failed = |errno: nix::Error| Error::Drm { minor, call: "eventfd", source: errno.into() };
-    EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK).map_err(failed)
+fn event(minor: u32) -> Result<Notifier, Error> {
+    Notifier::new().map_err(|source| Error::Drm { minor, call: "eventfd", source })
 }
 
 /// Returns whether the kernel signals event descriptors when work ends.
-fn signals_eventfd(render: &Render, event: &EventFd) -> Result<bool, Error> {
+fn signals_eventfd(render: &Render, event: &Notifier) -> Result<bool, Error> {
     let minor = render.minor();
     let failed = |call| move |source| Error::Drm { minor, call, source };
     let signalled = render.create_syncobj(true).map_err(failed("SYNCOBJ_CREATE"))?;
     let signals_eventfd = render.syncobj_eventfd(signalled, 0, event.as_fd(), false).is_ok();
     render.destroy_syncobj(signalled).map_err(failed("SYNCOBJ_DESTROY"))?;
     // The syncobj was created signalled.
-    Ok(signals_eventfd && event.read().is_ok())
+    Ok(signals_eventfd && event.drain())
 }
 
 /// Returns an instant as the time of the monotonic clock, plus `more` nanoseconds.

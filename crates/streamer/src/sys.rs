@@ -5,10 +5,14 @@ use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::process::CommandExt as _;
 use std::process::Command;
-use std::time::{Duration, Instant};
 
 use nix::sys::signal::{SigSet, SigmaskHow};
 use tokio::io::unix::AsyncFd;
+
+pub use rewake_process::pidfd::{
+    ends_within, has_ended, pidfd_getfd, pidfd_kill, pidfd_open, pidfd_open_thread, pidfd_pid, pidfd_signal,
+    wait_for_end,
+};
 
 fn check(result: libc::c_long) -> io::Result<libc::c_long> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
@@ -18,50 +22,6 @@ fn to_fd(number: libc::c_long) -> io::Result<OwnedFd> {
     let fd = RawFd::try_from(number).map_err(io::Error::other)?;
     // SAFETY: callers pass a descriptor that a system call has just made: it is open, and nothing owns it.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
-}
-
-/// Opens a descriptor of process `pid` (`pidfd_open(2)`, Linux 5.3).
-///
-/// # Errors
-/// ESRCH: no process has the pid.
-pub fn pidfd_open(pid: i32) -> io::Result<OwnedFd> {
-    // SAFETY: two integers in, a descriptor out.
-    to_fd(check(unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) })?)
-}
-
-/// Opens a descriptor of one thread (`PIDFD_THREAD`, Linux 6.9).
-///
-/// # Errors
-/// ESRCH: no thread has the number. EINVAL: the kernel is older than Linux 6.9.
-pub fn pidfd_open_thread(thread: i32) -> io::Result<OwnedFd> {
-    // SAFETY: two integers in, a descriptor out. `PIDFD_THREAD` is O_EXCL (`include/uapi/linux/pidfd.h`).
-    to_fd(check(unsafe { libc::syscall(libc::SYS_pidfd_open, thread, libc::O_EXCL) })?)
-}
-
-/// Sends SIGKILL through a pidfd: never to another process that has got the same number.
-///
-/// # Errors
-/// ESRCH: the process has been waited for.
-pub fn pidfd_kill(pidfd: RawFd) -> io::Result<()> {
-    pidfd_signal(pidfd, libc::SIGKILL)
-}
-
-/// Sends a signal through a pidfd.
-///
-/// # Errors
-/// As for [`pidfd_kill`].
-pub fn pidfd_signal(pidfd: RawFd, signal: libc::c_int) -> io::Result<()> {
-    // SAFETY: integers and a null siginfo; a closed descriptor gives EBADF.
-    check(unsafe { libc::syscall(libc::SYS_pidfd_send_signal, pidfd, signal, 0, 0) }).map(drop)
-}
-
-/// Copies descriptor `number` of a pidfd's process (`pidfd_getfd(2)`, Linux 5.6). The copy is closed on exec.
-///
-/// # Errors
-/// EPERM: this process may not trace the other. EBADF, ESRCH.
-pub fn pidfd_getfd(process: BorrowedFd<'_>, number: RawFd) -> io::Result<OwnedFd> {
-    // SAFETY: integers in, a descriptor out.
-    to_fd(check(unsafe { libc::syscall(libc::SYS_pidfd_getfd, process.as_raw_fd(), number, 0) })?)
 }
 
 /// Opens a descriptor of the process that made a unix connection.
@@ -89,16 +49,6 @@ pub fn peer_process(socket: BorrowedFd<'_>) -> io::Result<OwnedFd> {
         }
         Err(error) => Err(error),
     }
-}
-
-/// Returns the pid of a pidfd's process in this process's namespace (`/proc/self/fdinfo`, Linux 5.3).
-///
-/// # Errors
-/// ESRCH: the process has been waited for.
-pub fn pidfd_pid(pidfd: RawFd) -> io::Result<i32> {
-    let text = std::fs::read_to_string(format!("/proc/self/fdinfo/{pidfd}"))?;
-    let pid = text.lines().find_map(|line| line.strip_prefix("Pid:")?.trim().parse().ok());
-    pid.filter(|pid| *pid > 0).ok_or_else(|| io::Error::from_raw_os_error(libc::ESRCH))
 }
 
 /// Sends SIGKILL to process `pid`, and to no process if the number is not above 0.
@@ -204,40 +154,10 @@ pub fn duplicate(fd: BorrowedFd<'_>) -> io::Result<OwnedFd> {
     fd.try_clone_to_owned()
 }
 
-/// Waits until the process has ended. It makes only system calls.
-pub fn wait_for_end(pidfd: RawFd) {
-    let mut poll = libc::pollfd { fd: pidfd, events: libc::POLLIN, revents: 0 };
-    // SAFETY: one live pollfd; EINTR is tried again, and a pidfd is readable only when its process ended.
-    while unsafe { libc::poll(&raw mut poll, 1, -1) } != 1 || poll.revents == 0 {}
-}
-
-/// Returns true if the process ends within `limit`, in whole milliseconds.
-#[must_use]
-pub fn ends_within(pidfd: RawFd, limit: Duration) -> bool {
-    let start = Instant::now();
-    let mut poll = libc::pollfd { fd: pidfd, events: libc::POLLIN, revents: 0 };
-    loop {
-        let left = limit.saturating_sub(start.elapsed()).as_millis();
-        let left = i32::try_from(left).unwrap_or(i32::MAX);
-        // SAFETY: one live pollfd. EINTR is tried again with what is left of the limit.
-        match unsafe { libc::poll(&raw mut poll, 1, left) } {
-            1 => return poll.revents & libc::POLLIN != 0,
-            _ if left == 0 => return false,
-            _ => {}
-        }
-    }
-}
-
 /// Waits for a millisecond. It makes only a system call.
 pub fn nap() {
     // SAFETY: a plain wait: no descriptors.
     unsafe { libc::poll(std::ptr::null_mut(), 0, 1) };
-}
-
-/// Returns true if the pidfd's process has ended: a pidfd is readable then.
-#[must_use]
-pub fn has_ended(pidfd: RawFd) -> bool {
-    ends_within(pidfd, Duration::ZERO)
 }
 
 /// Returns true if the other end of a socket is closed in all processes.

@@ -168,14 +168,11 @@ pub(crate) fn is_open(number: RawFd) -> bool {
 
 /// True when descriptor `number` is open and for the same file as `copy`: other tests may have got the number since.
 pub(crate) fn is_open_for(number: RawFd, copy: &OwnedFd) -> bool {
-    /// `enum kcmp_type` of linux/kcmp.h.
-    const KCMP_FILE: i32 = 0;
-    let own = std::process::id();
-    // SAFETY: integers only.
-    let order = unsafe { libc::syscall(libc::SYS_kcmp, own, own, KCMP_FILE, number, copy.as_raw_fd()) };
-    let error = std::io::Error::last_os_error();
-    assert!(order >= 0 || error.raw_os_error() == Some(libc::EBADF), "kcmp: {error}");
-    order == 0
+    let own = std::process::id().cast_signed();
+    match rewake_process::kcmp::same_file(copy.as_raw_fd(), own, number) {
+        Err(error) if error.raw_os_error() == Some(libc::EBADF) => false,
+        same => same.expect("kcmp"),
+    }
 }
 
 /// Looks until it is so; not for ever.

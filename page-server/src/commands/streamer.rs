@@ -12,8 +12,8 @@ use std::time::Duration;
 use anyhow::{Context as _, bail};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::{Pid, getpid, getppid};
-use rewake_amdgpu_uapi::call_filter::{self, BlockList};
 use rewake_image_io::io_budget::IoBudget;
+use rewake_ioctl_filter::BlockList;
 use rewake_plugin_protocol::{DUMP_BLOCKS, Listener, Phase, ProcessId, SOCKET, SessionNote};
 use tokio::sync::watch;
 use tracing::{error, info, warn};
@@ -389,7 +389,7 @@ async fn without_cpus(daemon: &Daemon, over: Option<watch::Receiver<bool>>) {
 /// Attaches the filter that holds and refuses calls until all processes of this program have ended. None where the
 /// kernel cannot.
 fn blocked_calls(start: &Start) -> Option<BlockList> {
-    match call_filter::attach() {
+    match rewake_ioctl_filter::attach() {
         Ok((filter, list)) => {
             start.ledger.keep(filter.into_descriptors());
             Some(list)

@@ -5,9 +5,9 @@ use std::os::unix::fs::MetadataExt as _;
 use std::path::PathBuf;
 
 use rewake_amdgpu_uapi::render::Render;
-use rewake_amdgpu_uapi::settings::{Checks, Switch};
 use rewake_amdgpu_uapi::topology::{Node, Topology};
-use rewake_amdgpu_uapi::{Error, Kfd, call_filter};
+use rewake_amdgpu_uapi::{Error, Kfd};
+use rewake_criu_images::amdgpu::settings::{Checks, Switch};
 use rewake_sdma_copy::{CopyEngine, Shape, Staging};
 
 use super::gpu::{Copies, Facts, Gpu, Plugin};
@@ -35,7 +35,7 @@ pub fn facts(capabilities: u64) -> Option<Facts> {
         initial_user_namespace: std::fs::metadata("/proc/self/ns/user")
             .map_or(true, |namespace| namespace.ino() == INITIAL_USER_NAMESPACE),
         switched_off: switched_off(),
-        call_hold: call_filter::attach()
+        call_hold: rewake_ioctl_filter::attach()
             .map(drop)
             .map_err(|error| format!("{:#}", anyhow::Error::from(error))),
         plugin: plugin(),

@@ -14,6 +14,7 @@ use nix::sys::wait::{WaitPidFlag, waitpid};
 use nix::unistd::Pid;
 use rewake_amdgpu_uapi::abi::call::{self, Argument as _};
 use rewake_amdgpu_uapi::abi::{KFD_CRIU_OP_UNPAUSE, kfd_ioctl_criu_args};
+use rewake_process::pidfd::{pidfd_open, pidfd_signal};
 
 /// Attempts to trace a task that another process still traces, and to resume queues. With the interval: five
 /// seconds.
@@ -59,7 +60,7 @@ pub(crate) fn fork(action: &OnCriuDeath<'_>, log: Option<BorrowedFd<'_>>) -> io:
     // Copies with higher numbers than those that the watchdog's descriptors get.
     let first = FIRST_FD + i32::try_from(own.len()).map_err(io::Error::other)?;
     let copy = |fd: BorrowedFd<'_>| duplicate_above(fd, first);
-    let end = copy(open_pidfd(std::process::id().cast_signed())?.as_fd())?;
+    let end = copy(pidfd_open(std::process::id().cast_signed())?.as_fd())?;
     let log = log.map(copy).transpose()?;
     let own = own.into_iter().map(copy).collect::<io::Result<Vec<OwnedFd>>>()?;
     let mut all = std::mem::MaybeUninit::uninit();
@@ -119,18 +120,6 @@ fn kill_unless_restored(forked: io::Result<Pid>, back: io::Result<()>) -> io::Re
     back.and(forked)
 }
 
-/// Opens a pidfd. It always refers to this task, also when the pid is reused; it is readable when the task
-/// has ended.
-pub(crate) fn open_pidfd(pid: i32) -> io::Result<OwnedFd> {
-    // SAFETY: numbers only.
-    let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) };
-    if fd < 0 {
-        return Err(io::Error::last_os_error());
-    }
-    // SAFETY: the kernel has just opened it for this call.
-    Ok(unsafe { OwnedFd::from_raw_fd(i32::try_from(fd).unwrap_or(-1)) })
-}
-
 fn duplicate_above(fd: BorrowedFd<'_>, first: i32) -> io::Result<OwnedFd> {
     let copy = fcntl(fd, FcntlArg::F_DUPFD_CLOEXEC(first))?;
     // SAFETY: the kernel has just opened it for this call.
@@ -175,12 +164,9 @@ fn act(action: &OnCriuDeath<'_>, mut found: Vec<i32>) -> Option<&'static [u8]> {
             Some(if resume_queues(tasks)? { RESUMED } else { STILL_EVICTED })
         }
         OnCriuDeath::KillTrees(roots) => {
-            let none = std::ptr::null::<libc::siginfo_t>();
             for (fd, (root, _)) in (FIRST_FD..).zip(*roots) {
-                // SAFETY: numbers only. A task that has ended has no descendants here.
-                let signalled =
-                    unsafe { libc::syscall(libc::SYS_pidfd_send_signal, fd, libc::SIGSTOP, none, 0) };
-                if signalled == 0 {
+                // A task that has ended has no descendants here.
+                if pidfd_signal(fd, libc::SIGSTOP).is_ok() {
                     found.push(*root);
                 }
             }

@@ -83,7 +83,7 @@ fn nodes(machine: &Topology, gpus: &[kfd_criu_device_bucket]) -> Result<Vec<Node
     }
     let node = |node: &rewake_amdgpu_uapi::topology::Node| {
         let bucket = gpus.iter().find(|bucket| bucket.actual_gpu_id == node.gpu_id);
-        let mut node = topology::to_image(&node.into());
+        let mut node = topology::to_image(node);
         node.properties.gpu_id = bucket.map_or(0, |bucket| bucket.user_gpu_id);
         node
     };

@@ -2,10 +2,11 @@
 //! Finds which tasks of the tree have which GPU files open. CRIU passes each file to the plugin, but not its
 //! task.
 
-use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, OwnedFd};
+
+use rewake_process::kcmp::same_file;
 
 use crate::device::{Devices, Gpu};
-use crate::kcmp;
 
 /// The tasks of the tree, stopped.
 #[derive(Debug, Default)]
@@ -65,7 +66,7 @@ impl Tasks {
 }
 
 fn is_same(file: BorrowedFd<'_>, pid: i32, number: i32) -> bool {
-    kcmp::same_file(file, pid, number).unwrap_or(false)
+    same_file(file.as_raw_fd(), pid, number).unwrap_or(false)
 }
 
 /// Returns a task's descriptors of `/dev/kfd`.

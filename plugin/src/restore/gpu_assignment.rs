@@ -4,15 +4,15 @@
 
 use std::path::Path;
 
-use rewake_amdgpu_uapi::mapping;
-use rewake_amdgpu_uapi::settings::Checks;
 use rewake_amdgpu_uapi::topology::{Node, Topology};
-use rewake_criu_images::amdgpu::{KfdImage, Properties, RenderImage, kfd_name, render_name};
+use rewake_criu_images::amdgpu::settings::Checks;
+use rewake_criu_images::amdgpu::{self as image, KfdImage, Properties, RenderImage, kfd_name, render_name};
 use rewake_criu_plugin::{Answer, Host};
 
 use crate::device::CLASS;
 use crate::image::Images;
-use crate::topology;
+use crate::placement::{NoPlacement, Placement};
+use crate::topology::to_image;
 
 /// A GPU of this machine that is assigned to one of the image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -46,7 +46,7 @@ pub(crate) enum AssignmentError {
     )]
     NoDriver(String),
     #[error("the image's GPUs cannot be assigned to GPUs of this machine")]
-    Mapping(#[source] mapping::NoMapping),
+    Placement(#[source] NoPlacement),
     #[error("no GPU of this machine is assigned to GPU {0:#x} of the image")]
     Missing(u32),
     #[error(
@@ -65,26 +65,28 @@ impl GpuAssignment {
             return Err(AssignmentError::NoDriver(kfd.or_else(render).unwrap_or_default()).into());
         }
         let machine = Topology::read()?;
-        let mut nodes: Vec<mapping::Node> = Vec::new();
+        let mut nodes: Vec<image::Node> = Vec::new();
         let mut names = Vec::new();
         for (_, image) in &images.kfd {
             names.extend(gpus(image).map(|gpu| (gpu.gpu_id, gpu.node_id)));
             // All processes were dumped on one machine. The search uses the GPU's id in the first image that
             // has it.
-            for node in image.nodes.iter().map(topology::of_image) {
-                match nodes.iter().position(|known| known.node_id == node.node_id) {
-                    Some(index) if nodes[index].gpu_id == 0 => nodes[index] = node,
+            for node in &image.nodes {
+                let number = node.properties.node_id;
+                match nodes.iter().position(|known| known.properties.node_id == number) {
+                    Some(index) if nodes[index].properties.gpu_id == 0 => nodes[index] = node.clone(),
                     Some(_) => {}
-                    None => nodes.push(node),
+                    None => nodes.push(node.clone()),
                 }
             }
         }
-        let used: Vec<u32> = nodes.iter().map(|node| node.gpu_id).filter(|gpu_id| *gpu_id != 0).collect();
-        let here: Vec<mapping::Node> = machine.nodes.iter().map(mapping::Node::from).collect();
-        let found = mapping::Mapping::find(&nodes, &used, &here, Checks::from_environment()?);
-        let found = found.map_err(AssignmentError::Mapping)?;
+        let ids = nodes.iter().map(|node| node.properties.gpu_id);
+        let used: Vec<u32> = ids.filter(|gpu_id| *gpu_id != 0).collect();
+        let here: Vec<image::Node> = machine.nodes.iter().map(to_image).collect();
+        let found = Placement::find(&nodes, &used, &here, Checks::from_environment()?);
+        let found = found.map_err(AssignmentError::Placement)?;
         let mut assigned = Vec::new();
-        for node in nodes.iter().filter(|node| node.gpu_id != 0) {
+        for node in nodes.iter().map(|node| &node.properties).filter(|node| node.gpu_id != 0) {
             let pair = found.get(node.gpu_id).ok_or(AssignmentError::Missing(node.gpu_id))?;
             host.info(format_args!("GPU {:#x} of the image is GPU {:#x} here", pair.old, pair.new));
             let gpu = machine.gpus().find(|gpu| gpu.gpu_id == pair.new);

@@ -9,11 +9,11 @@ use rewake_amdgpu_uapi::criu;
 use rewake_criu_plugin::{Answer, Host};
 use rewake_plugin_protocol::proto::{self, to_plugin, to_server};
 use rewake_plugin_protocol::{Channel, Error, MAX_DESCRIPTORS, SOCKET, VERSION, connect};
+use rewake_process::pidfd::pidfd_open;
 
 use super::loading::UnloadedBuffers;
 use super::shared_state::{MmapOffset, SharedState};
 use super::{Restore, kfd_file};
-use crate::abi;
 use crate::image::Images;
 
 /// Without a streamer the processes wait for memory that could be lazy. Only this line of CRIU's log says so.
@@ -171,7 +171,7 @@ impl Streamer {
         let Some(process) = images.kfd.iter().position(|(_, image)| image.pid == number) else {
             return Ok(());
         };
-        let task = abi::open_pidfd(pid)?;
+        let task = pidfd_open(pid)?;
         criu::process_info(kfd_file(host, images, state, process)?.as_fd())?;
         let kfd = images.kfd[process].0;
         self.send(to_server::What::Started(proto::Started { kfd }), &[task.as_fd()])?;

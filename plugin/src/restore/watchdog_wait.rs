@@ -14,9 +14,9 @@ use std::time::{Duration, Instant};
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, poll};
 use rewake_criu_plugin::{Answer, Host};
+use rewake_process::pidfd::pidfd_open;
 
 use super::shared_state::SharedState;
-use crate::abi;
 
 /// Milliseconds between checks for the watchdog: it takes a few to start.
 const POLL_INTERVAL_MS: u16 = 1;
@@ -42,7 +42,7 @@ impl WatchdogWait {
         if !host.has_post_forking() {
             return Ok(Self { criu: None });
         }
-        let own = abi::open_pidfd(std::process::id().cast_signed())?;
+        let own = pidfd_open(std::process::id().cast_signed())?;
         Ok(Self { criu: Some(host.store_fd(own.as_fd())?) })
     }
 
@@ -98,7 +98,7 @@ mod tests {
 
     fn criu() -> (Child, OwnedFd) {
         let child = Command::new("cat").stdin(Stdio::piped()).stdout(Stdio::null()).spawn().unwrap();
-        let file = abi::open_pidfd(child.id().cast_signed()).unwrap();
+        let file = pidfd_open(child.id().cast_signed()).unwrap();
         (child, file)
     }
 

@@ -9,9 +9,9 @@ use gpu_app::gpu::Gpus;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use rewake_amdgpu_uapi::abi::memory::Mapping;
 use rewake_amdgpu_uapi::abi::{IOC_EXPORT_DMABUF, KFD_IOCTL_SVM_ATTR_ACCESS};
-use rewake_amdgpu_uapi::call_filter::{ACCESS, CREATE_PROCESS, CROSS_COPY, EXPORT};
 use rewake_amdgpu_uapi::render::Render;
-use rewake_amdgpu_uapi::{Buffer, Kfd, QueueSpec, SdmaQueue, Spec, Userptr, call_filter, svm};
+use rewake_amdgpu_uapi::{Buffer, Kfd, QueueSpec, SdmaQueue, Spec, Userptr, svm};
+use rewake_ioctl_filter::{ACCESS, CREATE_PROCESS, CROSS_COPY, EXPORT};
 use rewake_skip::skip;
 use rewake_uffd::{FillPort as _, Uffd};
 use softgpu_tests::isolated;
@@ -53,7 +53,7 @@ fn waits<T: Send>(call: impl FnOnce(Mapping) -> T + Send) -> T {
 fn memory_that_is_registered_is_waited_for() {
     isolated("memory_that_is_registered_is_waited_for", 1, |_| {
         let gpus = Gpus::open(1).unwrap();
-        let _hold = call_filter::attach().unwrap();
+        let _hold = rewake_ioctl_filter::attach().unwrap();
         let memory = waits(|memory| Userptr::register(gpus.device(0), memory).unwrap());
         assert_eq!(memory.cpu().load32((PAGES - 1) * PAGE), 0x0707_0707);
     });
@@ -66,7 +66,7 @@ fn memory_with_attributes_is_waited_for() {
         if !gpus.device(0).node().has_svm() {
             skip!("this kernel shares no memory by attributes (SVM)");
         }
-        let _hold = call_filter::attach().unwrap();
+        let _hold = rewake_ioctl_filter::attach().unwrap();
         let access = [(KFD_IOCTL_SVM_ATTR_ACCESS, gpus.device(0).gpu_id())];
         waits(|memory| {
             svm::set(gpus.device(0).kfd(), memory.address(), memory.len(), &access).unwrap();
@@ -80,7 +80,7 @@ fn memory_of_render_nodes_is_waited_for() {
     isolated("memory_of_render_nodes_is_waited_for", 1, |_| {
         let gpus = Gpus::open(1).unwrap();
         let render = Render::open(gpus.device(0).node().render_minor()).unwrap();
-        let _hold = call_filter::attach().unwrap();
+        let _hold = rewake_ioctl_filter::attach().unwrap();
         waits(|memory| {
             render.userptr(&memory).unwrap();
             memory
@@ -95,7 +95,7 @@ fn what_is_not_there_at_all_is_the_driver_s_to_refuse() {
         let refused =
             || Userptr::register(gpus.device(0), Mapping::reserve(2 * PAGE).unwrap()).unwrap_err().errno();
         let plain = refused();
-        let _hold = call_filter::attach().unwrap();
+        let _hold = rewake_ioctl_filter::attach().unwrap();
         assert_eq!(refused(), plain);
     });
 }
@@ -104,7 +104,7 @@ fn what_is_not_there_at_all_is_the_driver_s_to_refuse() {
 fn other_memory_is_registered_as_ever() {
     isolated("other_memory_is_registered_as_ever", 1, |_| {
         let gpus = Gpus::open(1).unwrap();
-        let (hold, _) = call_filter::attach().unwrap();
+        let (hold, _) = rewake_ioctl_filter::attach().unwrap();
         let (uffd, missing) = (Uffd::open(0).unwrap(), Mapping::anonymous(PAGE).unwrap());
         uffd.register_missing(missing.address(), PAGE).unwrap();
         drop(gpus.registered(&[7; 4096]).unwrap());
@@ -131,7 +131,7 @@ fn calls_of_a_marked_process_are_kept_away() {
         let gpus = Gpus::open(1).unwrap();
         let (device, mut buffer) = (gpus.device(0), buffer(&gpus, 0));
         let kfd = device.kfd().as_fd();
-        let (_hold, marks) = call_filter::attach().unwrap();
+        let (_hold, marks) = rewake_ioctl_filter::attach().unwrap();
         let queue = || SdmaQueue::new(device, gpus.doorbells(0), QueueSpec::default());
         let before = queue().unwrap();
         let gpu = [device.gpu_id()];
@@ -188,7 +188,7 @@ fn no_access_is_given_to_mappings_of_a_marked_file() {
         };
         let (buffer, shown) = (hidden(device), buffer(&gpus, 0));
         let other = Mapping::anonymous(PAGE).unwrap();
-        let (_hold, marks) = call_filter::attach().unwrap();
+        let (_hold, marks) = rewake_ioctl_filter::attach().unwrap();
         let (none, read, all) = (libc::PROT_NONE, libc::PROT_READ, libc::PROT_READ | libc::PROT_WRITE);
         marks.block(device.render().as_fd(), 0, ACCESS).unwrap();
         for rights in [read, libc::PROT_WRITE, libc::PROT_EXEC, all] {
@@ -216,7 +216,7 @@ fn a_marked_process_stays_the_one_that_is_marked() {
         let replace = || misuse_at(kfd.as_fd(), NEW_PROCESS, 0);
         let plain = replace();
         assert_ne!(plain, libc::EAGAIN);
-        let (_hold, marks) = call_filter::attach().unwrap();
+        let (_hold, marks) = rewake_ioctl_filter::attach().unwrap();
         marks.block(kfd.as_fd(), 0, CREATE_PROCESS).unwrap();
         assert_eq!(replace(), libc::EAGAIN);
         marks.unblock(kfd.as_fd(), 0).unwrap();
@@ -237,7 +237,7 @@ fn other_processes_are_not_kept_away() {
             }
             return;
         }
-        let (_hold, marks) = call_filter::attach().unwrap();
+        let (_hold, marks) = rewake_ioctl_filter::attach().unwrap();
         let mut peer = scene.peer("marked");
         let its = descriptor_of(peer.pid(), peer.hear().parse().unwrap()).unwrap();
         let mut exports = || {
@@ -260,7 +260,7 @@ fn other_gpus_of_a_marked_process_go_on() {
         let gpus = Gpus::open(2).unwrap();
         let buffers = [0, 1].map(|gpu| buffer(&gpus, gpu));
         let (kfd, gpu) = (gpus.device(1).kfd().as_fd(), gpus.device(1).gpu_id());
-        let (_hold, marks) = call_filter::attach().unwrap();
+        let (_hold, marks) = rewake_ioctl_filter::attach().unwrap();
         marks.block(kfd, gpu, EXPORT).unwrap();
         assert_eq!(buffers.each_ref().map(export), [0, libc::EAGAIN]);
         marks.unblock(kfd, gpu).unwrap();
@@ -273,7 +273,7 @@ fn an_argument_that_cannot_be_read_is_the_driver_s_to_refuse() {
     isolated("an_argument_that_cannot_be_read_is_the_driver_s_to_refuse", 1, |_| {
         let gpus = Gpus::open(1).unwrap();
         let kfd = gpus.device(0).kfd().as_fd();
-        let (_hold, marks) = call_filter::attach().unwrap();
+        let (_hold, marks) = rewake_ioctl_filter::attach().unwrap();
         // 0: what a part that was not read might be taken for.
         for part in [0, gpus.device(0).gpu_id()] {
             marks.block(kfd, part, EXPORT).unwrap();
@@ -289,8 +289,8 @@ fn marks_are_those_of_one_hold() {
         let gpus = Gpus::open(1).unwrap();
         let buffer = buffer(&gpus, 0);
         let (kfd, gpu) = (gpus.device(0).kfd().as_fd(), gpus.device(0).gpu_id());
-        let (hold, marks) = call_filter::attach().unwrap();
-        let (_other, others) = call_filter::attach().unwrap();
+        let (hold, marks) = rewake_ioctl_filter::attach().unwrap();
+        let (_other, others) = rewake_ioctl_filter::attach().unwrap();
         marks.block(kfd, gpu, EXPORT).unwrap();
         // Who has another number opens nothing.
         others.unblock(kfd, gpu).unwrap();
@@ -307,7 +307,7 @@ fn there_are_so_many_marks_and_no_more() {
     isolated("there_are_so_many_marks_and_no_more", 1, |_| {
         let gpus = Gpus::open(1).unwrap();
         let kfd = gpus.device(0).kfd().as_fd();
-        let (_hold, marks) = call_filter::attach().unwrap();
+        let (_hold, marks) = rewake_ioctl_filter::attach().unwrap();
         let full = |part| matches!(marks.block(kfd, part, CROSS_COPY), Err(rewake_ioctl_filter::Error::Full));
         for part in 0..rewake_ioctl_filter::MAX_BLOCKS {
             marks.block(kfd, part, EXPORT).unwrap();

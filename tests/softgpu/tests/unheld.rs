@@ -7,7 +7,7 @@ use std::thread;
 use std::time::Duration;
 
 use gpu_app::shape::Shape;
-use rewake_amdgpu_uapi::call_filter::{self, AttachError};
+use rewake_ioctl_filter::AttachError;
 use rewake_skip::need;
 use softgpu_tests::criu::{Criu, Version, queues};
 use softgpu_tests::dumped::{Dumped, ONE_RING, Restoring, is_paused, soon, unreached};
@@ -24,7 +24,7 @@ fn unheld() -> Result<(), &'static str> {
     let line = fs::read_to_string("/proc/cmdline").unwrap();
     let mut modules = line.split_whitespace().filter_map(|word| word.strip_prefix("lsm="));
     let asked = modules.any(|modules| modules.split(',').all(|module| module != "bpf"));
-    match call_filter::attach() {
+    match rewake_ioctl_filter::attach() {
         Ok(_) => assert!(!asked, "calls are held without bpf: {line}"),
         Err(AttachError::Kernel(_)) => return Ok(()),
         Err(other) => panic!("{other}"),

@@ -1,12 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! `cargo xtask tidy`: the rules of style that neither rustfmt nor clippy checks. Also a test, at the end of this file.
 //!
-//! * [`source`]: Rust text with comments and literals blanked, so that rules see code only.
 //! * [`rust`]: rules for `.rs` files. [`text`]: rules for every file, documents and manifests.
 //! * [`words`]: words that the glossary replaces.
 
 mod rust;
-mod source;
 mod text;
 mod words;
 

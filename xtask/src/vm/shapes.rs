@@ -61,7 +61,7 @@ const OF_THE_KERNEL: &[&str] = &[
     "held",
     "judge",
     "lazy_pages",
-    "mapping",
+    "placement",
     "memory",
     "modes",
     "peers",

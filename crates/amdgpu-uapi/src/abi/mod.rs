@@ -4,15 +4,12 @@
 //! * [`generated`]: bindgen's output from the kernel's headers; `layout` asserts sizes, offsets and numbers.
 //! * [`call`], [`drm`]: one safe function for each ioctl of `/dev/kfd` and of render nodes, and [`call::raw`]
 //!   for tests that misuse them.
-//! * [`wait_rules`]: ioctls that pass a program's memory to the driver. [`deny_rules`]: ioctls that can be
-//!   blocked.
 //! * [`udmabuf`]: dma-bufs of ordinary memory.
 //! * [`memory`]: mappings that others also write, with raw, checked access only.
 //!
 //! Nothing outside this module needs `unsafe`.
 
 pub mod call;
-pub mod deny_rules;
 pub mod drm;
 #[allow(missing_docs, missing_debug_implementations, reason = "generated: the kernel's headers describe it")]
 #[allow(non_camel_case_types, non_snake_case, unreachable_pub, clippy::all, reason = "generated")]
@@ -20,6 +17,5 @@ pub mod generated;
 mod layout;
 pub mod memory;
 pub mod udmabuf;
-pub mod wait_rules;
 
 pub use generated::*;

@@ -10,8 +10,8 @@ use std::sync::mpsc::channel;
 use std::time::Duration;
 
 use rewake_bo_contents::LoadEvent;
-use rewake_image_io::Notifier;
 use rewake_image_io::io_budget::{IoBudget, Lane, PIECE};
+use rewake_process::Notifier;
 
 use scene::{CHUNK, Scene, pattern};
 
@@ -72,8 +72,8 @@ fn holes_of_a_file_overwrite_memory_with_zeros() {
 
 #[test]
 fn demanded_buffers_are_first_then_small_ones_then_large_ones() {
-    // The even buffers are on GPU 7.
-    let sizes = [12 * CHUNK, 4096, 12 * CHUNK, 4096, 3 * CHUNK, 4096, 6 * CHUNK, 4096, 4096];
+    // The even buffers are on GPU 7. The demanded ones have more chunks than there are slots (16).
+    let sizes = [12 * CHUNK, 4096, 20 * CHUNK, 4096, 3 * CHUNK, 4096, 6 * CHUNK, 4096, 4096];
     let scene = Scene::new(&sizes);
     for (buffer, size) in sizes.iter().enumerate() {
         scene.put(buffer, 0, &pattern(buffer, *size));

@@ -8,6 +8,7 @@
 //!   `amdgpu-drm-pages-ID-MINOR-INDEX.img` for each buffer.
 //! - [`DmabufImage`]: `amdgpu-dmabuf_ID.img`, one open dma-buf.
 //! - `pages`: the contents of buffers.
+//! - [`settings`]: the environment variables of that plugin, which Rewake's plugin has too.
 //!
 //! ID is the id of the open file in `files.img`.
 
@@ -17,6 +18,7 @@ mod kfd;
 mod pages;
 pub(crate) mod record;
 mod render;
+pub mod settings;
 
 pub use contents::CONTENTS_LIMIT;
 pub use dmabuf::DmabufImage;

@@ -11,10 +11,10 @@ mod entry;
 mod mark;
 mod symbols;
 
+pub(crate) use descriptor::has_post_forking;
 pub use descriptor::{Descriptor, HOOKS, Registered};
-pub(crate) use descriptor::{has_post_forking, restore_file_can_wait};
 pub(crate) use mark::ProcessMark;
 pub(crate) use symbols::{
-    Level, add_inventory_plugin, check_and_remove_inventory_plugin, fdstore_add, fdstore_get,
-    find_unused_fd_pid, image_dir, log, log_file, root_pid, run_id, set_fds_event,
+    Level, add_inventory_plugin, check_and_remove_inventory_plugin, fdstore_add, fdstore_get, image_dir, log,
+    log_file, root_pid, run_id,
 };

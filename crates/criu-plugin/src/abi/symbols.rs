@@ -142,17 +142,3 @@ pub(crate) fn root_pid() -> Result<i32, HostError> {
         other => Err(HostError::NoRoot(format!("it has pid {other}"))),
     }
 }
-
-/// Calls `find_unused_fd_pid`. CRIU asserts that the task exists.
-pub(crate) fn find_unused_fd_pid(pid: i32) -> Result<c_int, HostError> {
-    let find_unused = function!(find_unused_fd_pid: unsafe extern "C" fn(libc::pid_t) -> c_int);
-    // SAFETY: the call takes a number; without such a task CRIU ends the process.
-    Ok(unsafe { find_unused(pid) })
-}
-
-/// Calls `set_fds_event`. CRIU asserts that the task exists.
-pub(crate) fn set_fds_event(pid: i32) -> Result<c_int, HostError> {
-    let set = function!(set_fds_event: unsafe extern "C" fn(libc::pid_t) -> c_int);
-    // SAFETY: the call takes a number; without such a task CRIU ends the process.
-    Ok(unsafe { set(pid) })
-}

@@ -12,7 +12,7 @@ use super::{Depth, Done, Engine, Flight, Read};
 use crate::cache::BlockCache;
 use crate::error::StoreError;
 use crate::metrics::Metrics;
-use crate::notifier::Notifier;
+use rewake_process::Notifier;
 
 /// Threads per engine. Each read waits for the disk in its own thread. Four overlap waiting with copying;
 /// each reactor may have such an engine.

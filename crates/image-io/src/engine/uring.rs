@@ -19,8 +19,8 @@ use crate::BLOCK;
 use crate::cache::BlockCache;
 use crate::error::StoreError;
 use crate::metrics::Metrics;
-use crate::notifier::Notifier;
 use crate::ring::{CompletionPoller, Flavour, build, flush, push, wait_readable};
+use rewake_process::Notifier;
 
 /// Reads in flight at most. The submission queue has room for all of them and the completion queue for twice
 /// as many, so neither overflows.
@@ -237,7 +237,8 @@ mod tests {
     use super::*;
     use crate::ring::testing::{Flag, ends};
     use crate::ring::{TRUST_FLAG_FOR, build_as};
-    use crate::{Acquire, Notifier, PagesFile, ReadMode};
+    use crate::{Acquire, PagesFile, ReadMode};
+    use rewake_process::Notifier;
     use std::io::Write;
 
     /// Returns every kind of ring that older or stricter kernels allow.

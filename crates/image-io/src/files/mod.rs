@@ -27,14 +27,13 @@ use crate::{PAGE, shared_readers};
 ///
 /// # Safety
 /// The bytes stay mapped, readable and writable while the value lives, also when it is moved. No references
-/// to them exist: the kernel and devices change them at any time.
+/// to them exist: the kernel and devices change them at any time. It is not another device's memory, which
+/// disks must not write to.
 pub unsafe trait Memory {
     /// The first byte, page-aligned.
     fn start(&self) -> NonNull<u8>;
     /// The length in bytes.
     fn bytes(&self) -> usize;
-    /// Whether disks may write into it directly. They must not write into another device's memory.
-    fn is_for_devices(&self) -> bool;
 }
 
 /// A file that is transferred. It is opened a second time for direct I/O where the file system permits it.

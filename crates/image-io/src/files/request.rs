@@ -107,11 +107,7 @@ impl<M: Memory> Progress<M> {
     /// The descriptor of the next call, and whether it is direct.
     pub(super) fn file(&self) -> (&File, bool) {
         let (offset, at, bytes) = self.next();
-        let file = &self.request.file;
-        match self.request.memory.is_for_devices() {
-            true => file.at(offset, at, bytes),
-            false => (&file.buffered, false),
-        }
+        self.request.file.at(offset, at, bytes)
     }
 
     /// The address of the next call's memory.

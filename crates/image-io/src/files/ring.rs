@@ -11,8 +11,8 @@ use io_uring::{IoUring, opcode, squeue, types};
 use super::Memory;
 use super::request::{Direction, Finished, Progress, Request, Step};
 use crate::error::StoreError;
-use crate::notifier::Notifier;
 use crate::ring::{CompletionPoller, build, flush, push, wait_readable};
+use rewake_process::Notifier;
 
 /// How long a dropped ring waits for the kernel to finish its transfers before it leaks their memory.
 const DROP_PATIENCE: Duration = Duration::from_secs(10);

@@ -19,10 +19,6 @@ unsafe impl Memory for Arc<Pages> {
     fn bytes(&self) -> usize {
         self.0.len()
     }
-
-    fn is_for_devices(&self) -> bool {
-        true
-    }
 }
 
 impl Pages {
@@ -38,24 +34,5 @@ impl Pages {
     pub(crate) fn get(&self, at: usize, bytes: usize) -> Vec<u8> {
         // SAFETY: as above.
         unsafe { std::slice::from_raw_parts(self.0.as_ptr().add(at), bytes) }.to_vec()
-    }
-}
-
-/// Memory that disks must not write to, as that of a GPU.
-#[derive(Debug)]
-pub(crate) struct Foreign(pub(super) Arc<Pages>);
-
-// SAFETY: as for `Pages`.
-unsafe impl Memory for Foreign {
-    fn start(&self) -> NonNull<u8> {
-        self.0.start()
-    }
-
-    fn bytes(&self) -> usize {
-        self.0.bytes()
-    }
-
-    fn is_for_devices(&self) -> bool {
-        false
     }
 }

@@ -8,8 +8,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rewake_image_io::{
-    Acquire, BlockCache, BlockRef, Done, Engine, LoadGuard, Notifier, PagesFile, Read, ReadError, ReadMode,
+    Acquire, BlockCache, BlockRef, Done, Engine, LoadGuard, PagesFile, Read, ReadError, ReadMode,
 };
+use rewake_process::Notifier;
 use tempfile::NamedTempFile;
 
 /// Bytes that differ everywhere: each 8 bytes are a hash of their own offset.

@@ -1,16 +1,13 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Moves descriptors between processes with pidfd_getfd(2) and SCM_RIGHTS.
+//! Moves descriptors between processes with SCM_RIGHTS.
 //!
-//! Sources: `include/uapi/linux/pidfd.h`, `include/linux/socket.h`, `net/core/scm.c` of Linux 6.18; unix(7).
+//! Sources: `include/linux/socket.h`, `net/core/scm.c` of Linux 6.18; unix(7).
 
 use std::io;
 use std::mem::offset_of;
-use std::os::fd::{AsRawFd as _, BorrowedFd, FromRawFd as _, OwnedFd, RawFd};
+use std::os::fd::{AsRawFd as _, BorrowedFd, RawFd};
 
-use super::{Tid, check};
-
-/// `PIDFD_THREAD` (`include/uapi/linux/pidfd.h`, Linux 6.9): a descriptor of one thread.
-const PIDFD_THREAD: libc::c_int = libc::O_EXCL;
+use super::check;
 
 /// The buffers that a process passes to `recvmsg` to receive one descriptor: `struct user_msghdr`, `struct
 /// iovec`, a byte, and `struct cmsghdr` with one number. Pointers are addresses in that process.
@@ -92,26 +89,6 @@ impl Default for ReceiveBuffer {
     }
 }
 
-/// Opens a pidfd of process `pid`, or of its thread `tid` if that is not the first.
-fn open(pid: Tid, tid: Tid) -> io::Result<OwnedFd> {
-    let flags = if tid == pid { 0 } else { PIDFD_THREAD };
-    // SAFETY: integers only.
-    owned(unsafe { libc::syscall(libc::SYS_pidfd_open, tid, flags) })
-}
-
-/// Copies descriptor `number` of thread `tid` of process `pid` into this process.
-pub(crate) fn take(pid: Tid, tid: Tid, number: RawFd) -> io::Result<OwnedFd> {
-    let process = open(pid, tid)?;
-    // SAFETY: integers only.
-    owned(unsafe { libc::syscall(libc::SYS_pidfd_getfd, process.as_raw_fd(), number, 0) })
-}
-
-fn owned(result: libc::c_long) -> io::Result<OwnedFd> {
-    let number = RawFd::try_from(check(result)?).map_err(io::Error::other)?;
-    // SAFETY: the kernel has installed it for this process in the call that gave its number.
-    Ok(unsafe { OwnedFd::from_raw_fd(number) })
-}
-
 /// Sends a copy of `descriptor` through a socket, with one byte of data.
 pub(crate) fn send(socket: BorrowedFd<'_>, descriptor: BorrowedFd<'_>) -> io::Result<()> {
     let mut byte = 0_u8;
@@ -133,7 +110,7 @@ pub(crate) fn send(socket: BorrowedFd<'_>, descriptor: BorrowedFd<'_>) -> io::Re
 
 #[cfg(test)]
 mod tests {
-    use std::os::fd::AsFd as _;
+    use std::os::fd::{AsFd as _, FromRawFd as _, OwnedFd};
     use std::os::unix::net::UnixDatagram;
 
     use super::*;
@@ -157,12 +134,10 @@ mod tests {
         send(ours.as_fd(), sent.as_fd()).unwrap();
         drop(sent);
         let number = receive(&theirs).number().unwrap();
-        let own = std::process::id().try_into().unwrap();
-        let copy = UnixDatagram::from(take(own, own, number).unwrap());
+        // SAFETY: the kernel has just installed it, and only this test knows its number.
+        let copy = UnixDatagram::from(unsafe { OwnedFd::from_raw_fd(number) });
         copy.send(b"x").unwrap();
         assert_eq!(kept.recv(&mut [0; 2]).unwrap(), 1);
-        // SAFETY: the kernel has just installed it, and only this test knows its number.
-        drop(unsafe { OwnedFd::from_raw_fd(number) });
     }
 
     #[test]

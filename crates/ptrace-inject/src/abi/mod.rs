@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The kernel interfaces: ptrace, waits for stops, kcmp. All unsafe code of the crate is in this module.
+//! The kernel interfaces: ptrace, waits for stops, messages. All unsafe code of the crate is in this module.
 //!
-//! Sources: `include/uapi/linux/ptrace.h`, `kernel/ptrace.c`, `kernel/kcmp.c` of Linux 6.18; ptrace(2).
+//! Sources: `include/uapi/linux/ptrace.h`, `kernel/ptrace.c` of Linux 6.18; ptrace(2).
 
 mod descriptors;
 mod ptrace;
 mod wait;
 
 use std::io;
-use std::os::fd::{AsRawFd as _, BorrowedFd, RawFd};
+use std::os::fd::{AsRawFd as _, BorrowedFd};
 
-pub(crate) use descriptors::{ReceiveBuffer, send, take};
+pub(crate) use descriptors::{ReceiveBuffer, send};
 pub(crate) use ptrace::{
     Registers, cont, cont_to_syscall, cont_to_syscall_with, detach, interrupt, is_at_syscall_exit,
     is_stopped, registers, rseq, seize, set_options, set_registers, set_signal_mask, signal_mask,
@@ -28,10 +28,6 @@ pub(crate) const EXIT_KILL: u64 = 0x10_0000;
 /// CONFIG_CHECKPOINT_RESTORE.
 pub(crate) const SUSPEND_SECCOMP: u64 = 0x20_0000;
 
-/// `enum kcmp_type` (`include/uapi/linux/kcmp.h`).
-const KCMP_FILE: libc::c_int = 0;
-const KCMP_VM: libc::c_int = 1;
-
 fn check(result: libc::c_long) -> io::Result<libc::c_long> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
 }
@@ -40,22 +36,6 @@ fn check(result: libc::c_long) -> io::Result<libc::c_long> {
 pub(crate) fn this_thread() -> Tid {
     // SAFETY: nothing in, an integer out; always succeeds.
     unsafe { libc::gettid() }
-}
-
-/// Returns whether two threads share an address space.
-pub(crate) fn same_memory(a: Tid, b: Tid) -> io::Result<bool> {
-    kcmp(a, b, KCMP_VM, 0, 0)
-}
-
-/// Returns whether descriptor `ours` of this process and descriptor `number` of thread `tid` are one open
-/// file.
-pub(crate) fn same_file(ours: RawFd, tid: Tid, number: RawFd) -> io::Result<bool> {
-    kcmp(this_thread(), tid, KCMP_FILE, ours, number)
-}
-
-fn kcmp(a: Tid, b: Tid, what: libc::c_int, first: RawFd, second: RawFd) -> io::Result<bool> {
-    // SAFETY: integers only.
-    check(unsafe { libc::syscall(libc::SYS_kcmp, a, b, what, first, second) }).map(|order| order == 0)
 }
 
 /// Returns the offset of the next data in a file (`SEEK_DATA`), or None if only a hole remains.

@@ -6,8 +6,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
 use anyhow::Context as _;
+use rewake_image_io::BlockCache;
 use rewake_image_io::io_budget::IoBudget;
-use rewake_image_io::{BlockCache, Notifier};
+use rewake_process::Notifier;
 
 use super::reactor::{Task, run};
 use super::shared::{Handle, Shared};

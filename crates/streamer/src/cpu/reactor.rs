@@ -11,8 +11,9 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
 use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
-use rewake_image_io::{Done, Engine, Notifier, PAGE};
+use rewake_image_io::{Done, Engine, PAGE};
 use rewake_pager::Run;
+use rewake_process::Notifier;
 use slab::Slab;
 use tracing::{debug, error, info, warn};
 

@@ -4,8 +4,9 @@
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use rewake_image_io::BlockCache;
 use rewake_image_io::io_budget::IoBudget;
-use rewake_image_io::{BlockCache, Notifier};
+use rewake_process::Notifier;
 
 use super::reactor::Task;
 use super::space::AddressSpace;

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 
 use anyhow::Context as _;
-use rewake_amdgpu_uapi::call_filter::{ACCESS, BlockList, CREATE_PROCESS, CROSS_COPY, CallClass, EXPORT};
+use rewake_ioctl_filter::{ACCESS, BlockList, CREATE_PROCESS, CROSS_COPY, CallClass, EXPORT};
 use tracing::warn;
 
 /// The block list's key for calls that concern no GPU in particular.

@@ -3,12 +3,11 @@
 
 use std::any::Any;
 use std::os::fd::{AsFd, BorrowedFd};
-use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 
 use anyhow::Context as _;
-use nix::sys::eventfd::{EfdFlags, EventFd};
 use rewake_bo_contents::LoadEvent;
+use rewake_process::Notifier;
 
 use super::placeholders::Placeholders;
 use super::queue_monitor::Opened;
@@ -46,37 +45,36 @@ pub(super) enum Event<'a> {
 #[derive(Debug, Clone)]
 pub(super) struct EventSender<'a> {
     sender: Sender<Event<'a>>,
-    wakeup: Arc<EventFd>,
+    wakeup: Notifier,
 }
 
 /// Receives events. Its descriptor is readable when there may be some.
 #[derive(Debug)]
 pub(super) struct EventQueue<'a> {
     receiver: Receiver<Event<'a>>,
-    wakeup: Arc<EventFd>,
+    wakeup: Notifier,
 }
 
 /// Makes a queue of events.
 pub(super) fn event_queue<'a>() -> anyhow::Result<(EventSender<'a>, EventQueue<'a>)> {
-    let wakeup = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK).context("eventfd")?;
-    let ((sender, receiver), wakeup) = (channel(), Arc::new(wakeup));
-    Ok((EventSender { sender, wakeup: Arc::clone(&wakeup) }, EventQueue { receiver, wakeup }))
+    let wakeup = Notifier::new().context("eventfd")?;
+    let (sender, receiver) = channel();
+    Ok((EventSender { sender, wakeup: wakeup.clone() }, EventQueue { receiver, wakeup }))
 }
 
 impl<'a> EventSender<'a> {
     pub(super) fn send(&self, event: Event<'a>) {
         // A coordinator that has failed receives nothing, and has reported that itself.
         let _ = self.sender.send(event);
-        // A write fails only where the counter would overflow: the coordinator wakes then anyway.
-        let _ = self.wakeup.write(1);
+        self.wakeup.wake();
     }
 }
 
 impl<'a> EventQueue<'a> {
     /// Takes the events so far.
     pub(super) fn take(&self) -> impl Iterator<Item = Event<'a>> {
-        // Read before the events: a later event wakes again. Nothing to read is no error.
-        let _ = self.wakeup.read();
+        // Drained before the events are taken: a later event wakes again.
+        self.wakeup.drain();
         self.receiver.try_iter()
     }
 }

@@ -8,12 +8,12 @@ use std::sync::Arc;
 
 use anyhow::{Context as _, bail, ensure};
 use rewake_amdgpu_uapi::Kfd;
-use rewake_amdgpu_uapi::call_filter::BlockList;
 use rewake_amdgpu_uapi::topology::Topology;
 use rewake_bo_contents::{DUPLICATES_FILE, PagesFile, Process};
 use rewake_criu_images::ImageDir;
 use rewake_criu_images::amdgpu::{KfdImage, kfd_name};
 use rewake_image_io::io_budget::{BackgroundHold, IoBudget};
+use rewake_ioctl_filter::BlockList;
 use rewake_plugin_protocol::proto::{self, to_plugin, to_server};
 use rewake_plugin_protocol::{Channel, Error, Listener, VERSION};
 use tracing::{info, warn};

@@ -38,9 +38,9 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
 use nix::sys::signal::{SigSet, SigmaskHow, Signal, sigprocmask};
-use rewake_amdgpu_uapi::call_filter::BlockList;
 use rewake_bo_contents::{BackgroundLoad, LoadHandle, Process, Report};
 use rewake_image_io::io_budget::{BackgroundHold, IoBudget};
+use rewake_ioctl_filter::BlockList;
 use rewake_plugin_protocol::Listener;
 use tracing::{debug, info, warn};
 

@@ -15,11 +15,11 @@ use std::time::{Duration, Instant};
 use anyhow::Context as _;
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use nix::sys::eventfd::{EfdFlags, EventFd};
 use nix::sys::signal::{SigSet, SigmaskHow};
 use rewake_amdgpu_uapi::Kfd;
 use rewake_amdgpu_uapi::smi::{QueueEvent, SmiEvent, Stream};
 use rewake_amdgpu_uapi::topology::Topology;
+use rewake_process::Notifier;
 use tracing::warn;
 
 use crate::sys;
@@ -79,7 +79,7 @@ pub(super) struct QueueMonitor {
 struct Shared {
     told: Mutex<EvictionCounts>,
     news: Condvar,
-    stop: EventFd,
+    stop: Notifier,
 }
 
 impl QueueMonitor {
@@ -97,7 +97,7 @@ impl QueueMonitor {
                 streams.push(Stream::open(kfd, gpu)?);
             }
         }
-        let stop = EventFd::from_flags(EfdFlags::EFD_CLOEXEC).context("eventfd")?;
+        let stop = Notifier::new().context("eventfd")?;
         let shared = Arc::new(Shared { told: Mutex::default(), news: Condvar::new(), stop });
         let thread = {
             let shared = Arc::clone(&shared);
@@ -136,8 +136,8 @@ impl QueueMonitor {
 
 impl Drop for QueueMonitor {
     fn drop(&mut self) {
-        // Neither fails: the counter is at 0, and the thread does not panic.
-        let _ = self.shared.stop.write(1);
+        self.shared.stop.wake();
+        // The thread does not panic.
         let _ = self.thread.take().map(JoinHandle::join);
     }
 }

@@ -105,8 +105,7 @@ fn get(count: &AtomicU64) -> u64 {
 
 /// Returns a process's name; empty where it has ended.
 pub(super) fn name(pid: i32) -> String {
-    let name = std::fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
-    printable(name.trim_end())
+    printable(&rewake_process::proc::name(pid))
 }
 
 #[cfg(test)]

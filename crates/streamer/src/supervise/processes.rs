@@ -5,6 +5,8 @@ use std::collections::BTreeSet;
 use std::io;
 use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd, RawFd};
 
+use rewake_process::proc;
+
 use crate::sys;
 
 /// Most processes examined when a restored tree is killed. A larger tree is a fork bomb, and is not killed
@@ -23,7 +25,7 @@ pub fn kill_descendants(pid: i32, pidfd: RawFd) {
     for &child in &listed {
         let Ok(pidfd) = sys::pidfd_open(child) else { continue };
         // Another process may have got the number between the listing and the descriptor.
-        if parent(child).is_some_and(|parent| parent == pid || listed.contains(&parent)) {
+        if proc::status(child).is_some_and(|status| status.parent == pid || listed.contains(&status.parent)) {
             let _ = sys::pidfd_kill(pidfd.as_raw_fd());
         }
     }
@@ -32,7 +34,7 @@ pub fn kill_descendants(pid: i32, pidfd: RawFd) {
 /// Returns the pid that a process has in its own pid namespace.
 #[must_use]
 pub fn own_number(pid: i32) -> Option<i32> {
-    status(pid, "NSpid:")?.split_whitespace().last()?.parse().ok()
+    proc::status(pid)?.own_number
 }
 
 /// How the memory of a process is laid out: the start and the end of its code, and the start of its stack.
@@ -43,17 +45,15 @@ pub type Layout = [u64; 3];
 /// Returns the layout of a process; none if /proc does not show it.
 #[must_use]
 pub fn layout(pid: i32) -> Option<Layout> {
-    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    // The name may contain anything, so count from its end: `startcode`, field 26 of proc(5), is the 24th
-    // there.
-    let mut fields = stat.rsplit_once(')')?.1.split_whitespace().skip(23).map(str::parse);
+    let stat = proc::stat(pid).ok()?;
+    // `startcode`, field 26 of proc(5), is the 24th after the name.
+    let mut fields = stat.iter().skip(23).map(|field| field.parse());
     Some([fields.next()?.ok()?, fields.next()?.ok()?, fields.next()?.ok()?])
 }
 
 /// Returns the pids of all processes in /proc.
 pub fn all() -> impl Iterator<Item = i32> {
-    let entries = std::fs::read_dir("/proc").into_iter().flatten();
-    entries.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok())
+    proc::processes().unwrap_or_default().into_iter()
 }
 
 /// Returns how many threads of a process wait for a userfaultfd: for a page, or until an event is read.
@@ -61,12 +61,12 @@ pub fn all() -> impl Iterator<Item = i32> {
 /// It is 0 if the kernel does not show in which function a thread sleeps.
 #[must_use]
 pub fn waiting_threads(pid: i32) -> usize {
-    let Ok(threads) = std::fs::read_dir(format!("/proc/{pid}/task")) else { return 0 };
-    let waits = |thread: std::io::Result<std::fs::DirEntry>| {
-        let function = std::fs::read_to_string(thread.ok()?.path().join("wchan")).ok()?;
-        ["handle_userfault", "userfaultfd_event_wait_completion"].contains(&function.trim()).then_some(())
+    let waits = |thread: &i32| {
+        let function =
+            std::fs::read_to_string(format!("/proc/{pid}/task/{thread}/wchan")).unwrap_or_default();
+        ["handle_userfault", "userfaultfd_event_wait_completion"].contains(&function.trim())
     };
-    threads.filter_map(waits).count()
+    proc::threads(pid).iter().filter(|thread| waits(thread)).count()
 }
 
 /// Returns the number of a process's descriptor of the socket with this inode.
@@ -85,44 +85,16 @@ pub fn number_of_socket(pid: i32, inode: u64) -> Option<RawFd> {
 pub fn descriptor_of(pid: i32, number: RawFd) -> io::Result<OwnedFd> {
     let first = sys::pidfd_open(pid).and_then(|process| sys::pidfd_getfd(process.as_fd(), number));
     let Err(error) = first else { return first };
-    let threads = std::fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten();
-    let numbers = threads.filter_map(|thread| thread.ok()?.file_name().to_str()?.parse::<i32>().ok());
+    let threads = proc::threads(pid).into_iter().filter(|thread| *thread != pid);
     let give = |thread: i32| sys::pidfd_getfd(sys::pidfd_open_thread(thread).ok()?.as_fd(), number).ok();
-    numbers.filter(|thread| *thread != pid).find_map(give).ok_or(error)
-}
-
-fn parent(pid: i32) -> Option<i32> {
-    status(pid, "PPid:")?.trim().parse().ok()
-}
-
-/// Returns what follows a name in `/proc/PID/status`.
-fn status(pid: i32, name: &str) -> Option<String> {
-    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
-    Some(status.lines().find_map(|line| line.strip_prefix(name))?.to_owned())
+    threads.into_iter().find_map(give).ok_or(error)
 }
 
 /// Returns the living descendants of a process.
 #[must_use]
 pub fn descendants(pid: i32) -> BTreeSet<i32> {
-    let mut found = BTreeSet::new();
-    let mut open = vec![pid];
-    while let Some(pid) = open.pop() {
-        for child in children(pid) {
-            if found.len() < MAX_PROCESSES && found.insert(child) {
-                open.push(child);
-            }
-        }
-    }
-    found
-}
-
-fn children(pid: i32) -> Vec<i32> {
-    let Ok(threads) = std::fs::read_dir(format!("/proc/{pid}/task")) else { return Vec::new() };
-    let list = |thread: std::io::Result<std::fs::DirEntry>| {
-        std::fs::read_to_string(thread.ok()?.path().join("children")).ok()
-    };
-    let lists: Vec<String> = threads.filter_map(list).collect();
-    lists.iter().flat_map(|list| list.split_ascii_whitespace()).filter_map(|pid| pid.parse().ok()).collect()
+    // The process itself is the first.
+    proc::tree(pid, MAX_PROCESSES + 1).into_iter().skip(1).collect()
 }
 
 #[cfg(test)]

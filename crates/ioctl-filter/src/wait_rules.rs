@@ -3,9 +3,9 @@
 
 use std::mem::{offset_of, size_of};
 
-use rewake_ioctl_filter::{ArgMatch, WaitRule};
+use rewake_amdgpu_uapi::abi::*;
 
-use super::generated::*;
+use crate::{ArgMatch, WaitRule};
 
 /// Bytes of `struct kfd_ioctl_svm_args` without its array.
 const SVM_BYTES: u8 = 24;
@@ -16,7 +16,7 @@ const SVM_OP: u8 = 16;
 /// Returns rules for ALLOC_MEMORY_OF_GPU with USERPTR, SVM's SET_ATTR and GEM_USERPTR. `kfd` and `render` are
 /// the devices' `st_rdev`.
 #[must_use]
-pub fn calls(kfd: libc::dev_t, render: &[libc::dev_t]) -> [WaitRule; 3] {
+pub(crate) fn calls(kfd: libc::dev_t, render: &[libc::dev_t]) -> [WaitRule; 3] {
     let userptr = KFD_IOC_ALLOC_MEM_FLAGS_USERPTR.cast_signed();
     [
         WaitRule {
@@ -51,11 +51,11 @@ pub fn calls(kfd: libc::dev_t, render: &[libc::dev_t]) -> [WaitRule; 3] {
 }
 
 /// Returns the `_IOC_NR`, the only part that the driver checks.
-pub(super) fn number(ioctl: u32) -> u8 {
+pub(crate) fn number(ioctl: u32) -> u8 {
     ioctl.to_le_bytes()[0]
 }
 
-pub(super) const fn byte(of: usize) -> u8 {
+pub(crate) const fn byte(of: usize) -> u8 {
     assert!(of <= u8::MAX as usize);
     of.to_le_bytes()[0]
 }

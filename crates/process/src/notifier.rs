@@ -35,14 +35,16 @@ impl Notifier {
         let _ = (&*self.eventfd).write(&1u64.to_ne_bytes());
     }
 
-    /// Clears all wake-ups so far. Drain first, then look for work: the other order loses wake-ups.
-    pub fn drain(&self) {
+    /// Clears all wake-ups so far, and returns whether there were any. Drain first, then look for work: the
+    /// other order loses wake-ups.
+    pub fn drain(&self) -> bool {
         // EAGAIN: no wake-up is pending.
-        let _ = (&*self.eventfd).read(&mut [0u8; 8]);
+        (&*self.eventfd).read(&mut [0u8; 8]).is_ok()
     }
 
     /// Whether both wake by the same eventfd.
-    pub(crate) fn same(&self, other: &Notifier) -> bool {
+    #[must_use]
+    pub fn same(&self, other: &Notifier) -> bool {
         Arc::ptr_eq(&self.eventfd, &other.eventfd)
     }
 }

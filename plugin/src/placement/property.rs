@@ -4,13 +4,13 @@
 
 use std::fmt;
 
-use super::node::Node;
-use crate::settings::{Checks, Switch};
+use rewake_criu_images::amdgpu::Properties;
+use rewake_criu_images::amdgpu::settings::{Checks, Switch};
 
 /// A property and its rule.
 struct Property {
     name: &'static str,
-    of: fn(&Node) -> u64,
+    of: fn(&Properties) -> u64,
     unit: Unit,
     rule: Rule,
     switch: Option<Switch>,
@@ -49,7 +49,7 @@ macro_rules! properties {
     ($($name:literal $field:ident $unit:ident $rule:ident $(unless $switch:ident)?;)*) => {
         &[$(Property {
             name: $name,
-            of: |node| node.$field.into(),
+            of: |gpu| gpu.$field.into(),
             unit: Unit::$unit,
             rule: Rule::$rule,
             switch: properties!(@ $($switch)?),
@@ -89,7 +89,7 @@ const PROPERTIES: &[Property] = properties! {
 };
 
 /// Returns all properties that keep `machine` from the place of `image`.
-pub(super) fn differences(image: &Node, machine: &Node, checks: Checks) -> Vec<Difference> {
+pub(super) fn differences(image: &Properties, machine: &Properties, checks: Checks) -> Vec<Difference> {
     let checked =
         PROPERTIES.iter().filter(|property| property.switch.is_none_or(|switch| checks.has(switch)));
     let difference = |property: &Property| {

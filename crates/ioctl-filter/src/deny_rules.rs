@@ -8,10 +8,10 @@
 
 use std::mem::offset_of;
 
-use rewake_ioctl_filter::{CallClass, DenyRule};
+use rewake_amdgpu_uapi::abi::*;
 
-use super::generated::*;
-use super::wait_rules::{byte, number};
+use crate::wait_rules::{byte, number};
+use crate::{CallClass, DenyRule};
 
 /// Makes a buffer available to another process. The part is the GPU of the buffer.
 pub const EXPORT: CallClass = CallClass::one(0);
@@ -38,7 +38,7 @@ const CROSS_MEMORY_COPY: u8 = 0x83;
 /// Returns rules for EXPORT_DMABUF, IPC_EXPORT_HANDLE, CREATE_PROCESS and CROSS_MEMORY_COPY. `kfd` is the
 /// `st_rdev` of `/dev/kfd`.
 #[must_use]
-pub fn calls(kfd: libc::dev_t) -> [DenyRule; 4] {
+pub(crate) fn calls(kfd: libc::dev_t) -> [DenyRule; 4] {
     let call = |number, part, class| DenyRule { devices: vec![kfd], number, part, class };
     let export = const { gpu_of(offset_of!(kfd_ioctl_export_dmabuf_args, handle)) };
     [

@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Machines for the tests of the mapping, and a plain version of its rules.
+//! Machines for the tests of the placement, and a plain version of its rules.
 
 use proptest::prelude::*;
-use rewake_amdgpu_uapi::mapping::{Link, Node};
-use rewake_amdgpu_uapi::settings::{Checks, Switch};
+use rewake_criu_images::amdgpu::settings::{Checks, Switch};
+use rewake_criu_images::amdgpu::{Link, Node, Properties};
 
 pub(super) const PCIE: u32 = 2;
 pub(super) const XGMI: u32 = 11;
 
 fn gpu(number: usize, hive: usize) -> Node {
     let small = u32::try_from(number).unwrap();
-    Node {
+    let properties = Properties {
         gpu_id: 0x1000 + 7 * small,
         drm_render_minor: 127 + small,
         hive_id: hive as u64 + 1,
@@ -37,37 +37,44 @@ fn gpu(number: usize, hive: usize) -> Node {
         sdma_fw_version: 8,
         vram_public: 1,
         vram_size: 65_520 << 20,
-        ..Node::default()
-    }
+        ..Properties::default()
+    };
+    Node { properties, links: Vec::new() }
 }
 
 /// Returns a machine with CPUs, and GPUs in hives of these sizes. The GPUs of a hive are all linked, and
 /// spread over the CPUs.
 pub(super) fn machine(cpus: usize, hives: &[usize]) -> Vec<Node> {
     let count: usize = hives.iter().sum();
-    let mut nodes = vec![Node { cpu_cores_count: 8, ..Node::default() }; cpus];
+    let mut nodes = vec![
+        Node {
+            properties: Properties { cpu_cores_count: 8, ..Properties::default() },
+            links: Vec::new()
+        };
+        cpus
+    ];
     let of_hive = hives.iter().enumerate().flat_map(|(hive, size)| vec![hive; *size]);
     nodes.extend(of_hive.zip(1..).map(|(hive, number)| gpu(number, hive)));
     for (number, node) in nodes.iter_mut().enumerate() {
-        node.node_id = u32::try_from(number).unwrap();
+        node.properties.node_id = u32::try_from(number).unwrap();
     }
     for number in 0..count {
         link(&mut nodes, PCIE, cpus + number, number * cpus / count);
         link(&mut nodes, PCIE, number * cpus / count, cpus + number);
         for other in (0..count).filter(|other| *other != number) {
-            if nodes[cpus + number].hive_id == nodes[cpus + other].hive_id {
+            if nodes[cpus + number].properties.hive_id == nodes[cpus + other].properties.hive_id {
                 link(&mut nodes, XGMI, cpus + number, cpus + other);
             }
         }
     }
     for node in &mut nodes {
-        node.io_links_count = u32::try_from(node.links.len()).unwrap();
+        node.properties.io_links_count = u32::try_from(node.links.len()).unwrap();
     }
     nodes
 }
 
 fn link(nodes: &mut [Node], kind: u32, from: usize, to: usize) {
-    let to_node = nodes[to].node_id;
+    let to_node = nodes[to].properties.node_id;
     nodes[from].links.push(Link { kind, to_node });
 }
 
@@ -80,7 +87,7 @@ prop_compose! {
     ) -> Vec<Node> {
         let (cpus, mut nodes) = nodes;
         for (node, hive) in nodes.iter_mut().zip(hives) {
-            node.hive_id = hive;
+            node.properties.hive_id = hive;
         }
         if cpus == 0 {
             nodes.remove(0);
@@ -110,20 +117,25 @@ pub(super) fn change() -> impl Strategy<Value = Change> {
 impl Change {
     pub(super) fn make(&self, nodes: &mut [Node]) {
         let count = nodes.len().max(1);
-        let Some(node) = nodes.get_mut(self.place % count).filter(|node| node.gpu_id != 0) else { return };
+        let Some(node) = nodes.get_mut(self.place % count).filter(|node| node.properties.gpu_id != 0) else {
+            return;
+        };
         let by = |number: &mut u32| *number = if self.more { *number + 1 } else { *number - 1 };
         match self.what {
-            0 => node.vram_size = if self.more { node.vram_size + 1 } else { node.vram_size - 1 },
-            1 => by(&mut node.fw_version),
-            2 => by(&mut node.sdma_fw_version),
-            3 => by(&mut node.caches_count),
-            4 => by(&mut node.num_gws),
-            5 => by(&mut node.capability),
-            6 => by(&mut node.device_id),
-            7 => by(&mut node.simd_count),
-            8 => node.vram_public = 0,
-            9 => node.gds_size_in_kb = 64,
-            10 => by(&mut node.drm_render_minor),
+            0 => {
+                node.properties.vram_size =
+                    if self.more { node.properties.vram_size + 1 } else { node.properties.vram_size - 1 }
+            }
+            1 => by(&mut node.properties.fw_version),
+            2 => by(&mut node.properties.sdma_fw_version),
+            3 => by(&mut node.properties.caches_count),
+            4 => by(&mut node.properties.num_gws),
+            5 => by(&mut node.properties.capability),
+            6 => by(&mut node.properties.device_id),
+            7 => by(&mut node.properties.simd_count),
+            8 => node.properties.vram_public = 0,
+            9 => node.properties.gds_size_in_kb = 64,
+            10 => by(&mut node.properties.drm_render_minor),
             _ => drop(node.links.pop()),
         }
     }
@@ -137,19 +149,20 @@ pub(super) fn renamed(nodes: &[Node], seed: u64) -> Vec<Node> {
         state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         nodes.swap(last, usize::try_from(state >> 33).unwrap() % (last + 1));
     }
-    let numbers: Vec<u32> = nodes.iter().map(|node| node.node_id).collect();
+    let numbers: Vec<u32> = nodes.iter().map(|node| node.properties.node_id).collect();
     let renumbered = |old: u32| {
         let place = numbers.iter().position(|number| *number == old);
         // A link to a missing node is kept.
         place.map_or(u32::MAX, |place| u32::try_from(place).unwrap())
     };
     for (node, place) in nodes.iter_mut().zip(0_u32..) {
-        node.node_id = renumbered(node.node_id);
+        node.properties.node_id = renumbered(node.properties.node_id);
         node.links.iter_mut().for_each(|link| link.to_node = renumbered(link.to_node));
-        if node.gpu_id != 0 {
+        if node.properties.gpu_id != 0 {
             // Some GPUs exchange their ids.
-            (node.gpu_id, node.drm_render_minor) = (0x1007 + 7 * place, 140 + place);
-            node.hive_id = if node.hive_id == 0 { 0 } else { node.hive_id + 100 };
+            (node.properties.gpu_id, node.properties.drm_render_minor) = (0x1007 + 7 * place, 140 + place);
+            node.properties.hive_id =
+                if node.properties.hive_id == 0 { 0 } else { node.properties.hive_id + 100 };
         }
     }
     nodes
@@ -171,19 +184,23 @@ pub(super) fn among(old: &[u32], new: &[u32]) -> Vec<Vec<(u32, u32)>> {
 
 /// Returns whether these pairs keep every rule.
 pub(super) fn fits_by_hand(image: &[Node], here: &[Node], pairs: &[(u32, u32)], checks: Checks) -> bool {
-    let node = |nodes: &[Node], gpu: u32| nodes.iter().find(|node| node.gpu_id == gpu).unwrap().clone();
+    let node =
+        |nodes: &[Node], gpu: u32| nodes.iter().find(|node| node.properties.gpu_id == gpu).unwrap().clone();
     let pairs: Vec<(Node, Node)> =
         pairs.iter().map(|(old, new)| (node(image, *old), node(here, *new))).collect();
-    let different =
-        pairs.iter().enumerate().all(|(i, a)| pairs[..i].iter().all(|b| a.1.gpu_id != b.1.gpu_id));
-    let alike = pairs.iter().all(|(old, new)| alike(old, new, checks));
+    let different = pairs
+        .iter()
+        .enumerate()
+        .all(|(i, a)| pairs[..i].iter().all(|b| a.1.properties.gpu_id != b.1.properties.gpu_id));
+    let alike = pairs.iter().all(|(old, new)| alike(&old.properties, &new.properties, checks));
     let linked = pairs.iter().all(|a| pairs.iter().all(|b| linked_alike(a, b) && hived_alike(a, b)));
-    let cpus = |nodes: &[Node]| nodes.iter().filter(|node| node.gpu_id == 0).cloned().collect::<Vec<_>>();
+    let cpus =
+        |nodes: &[Node]| nodes.iter().filter(|node| node.properties.gpu_id == 0).cloned().collect::<Vec<_>>();
     different && alike && linked && cpus_alike(&cpus(image), &cpus(here), &pairs, checks)
 }
 
-fn alike(old: &Node, new: &Node, checks: Checks) -> bool {
-    let same = Node {
+fn alike(old: &Properties, new: &Properties, checks: Checks) -> bool {
+    let same = Properties {
         // These fields may differ, or are compared below.
         node_id: new.node_id,
         gpu_id: new.gpu_id,
@@ -197,8 +214,7 @@ fn alike(old: &Node, new: &Node, checks: Checks) -> bool {
         fw_version: new.fw_version,
         sdma_fw_version: new.sdma_fw_version,
         capability: if checks.has(Switch::Capability) { old.capability } else { new.capability },
-        links: new.links.clone(),
-        ..old.clone()
+        ..*old
     };
     same == *new
         && old.gds_size_in_kb <= new.gds_size_in_kb
@@ -210,8 +226,8 @@ fn alike(old: &Node, new: &Node, checks: Checks) -> bool {
 }
 
 fn has(from: &Node, to: &Node, kind: u32) -> bool {
-    from.node_id != to.node_id
-        && from.links.iter().any(|link| link.kind == kind && link.to_node == to.node_id)
+    from.properties.node_id != to.properties.node_id
+        && from.links.iter().any(|link| link.kind == kind && link.to_node == to.properties.node_id)
 }
 
 /// Returns whether the links from `a` to `b` have equivalents.
@@ -221,8 +237,9 @@ fn linked_alike(a: &(Node, Node), b: &(Node, Node)) -> bool {
 }
 
 fn hived_alike(a: &(Node, Node), b: &(Node, Node)) -> bool {
-    let together = |a: &Node, b: &Node| a.hive_id == b.hive_id && a.hive_id != 0;
-    a.0.gpu_id == b.0.gpu_id || !together(&a.0, &b.0) || together(&a.1, &b.1)
+    let together =
+        |a: &Node, b: &Node| a.properties.hive_id == b.properties.hive_id && a.properties.hive_id != 0;
+    a.0.properties.gpu_id == b.0.properties.gpu_id || !together(&a.0, &b.0) || together(&a.1, &b.1)
 }
 
 /// Returns whether each link to a CPU has an equivalent. With the NUMA check, it must lead to the CPU's own
@@ -239,8 +256,10 @@ fn cpus_alike(old: &[Node], new: &[Node], pairs: &[(Node, Node)], checks: Checks
             .all(|gpu| old.iter().filter(|cpu| touches(&gpu.0, cpu)).all(|cpu| replaced(gpu, cpu)));
     }
     let old: Vec<&Node> = old.iter().filter(|cpu| pairs.iter().any(|gpu| touches(&gpu.0, cpu))).collect();
-    let numbers = |nodes: &[&Node]| nodes.iter().map(|node| node.node_id).collect::<Vec<_>>();
-    let node = |nodes: &[&Node], number| (*nodes.iter().find(|node| node.node_id == number).unwrap()).clone();
+    let numbers = |nodes: &[&Node]| nodes.iter().map(|node| node.properties.node_id).collect::<Vec<_>>();
+    let node = |nodes: &[&Node], number| {
+        (*nodes.iter().find(|node| node.properties.node_id == number).unwrap()).clone()
+    };
     let new: Vec<&Node> = new.iter().collect();
     among(&numbers(&old), &numbers(&new)).iter().any(|cpus| {
         let mut cpus = cpus.iter().map(|(a, b)| (node(&old, *a), node(&new, *b)));

@@ -4,12 +4,11 @@
 use std::fmt;
 
 use super::property::Difference;
-use super::search::STEPS;
-use super::set::CAPACITY;
+use super::search::{MAX_NODES, MAX_STEPS};
 
-/// The reason why no mapping exists. Every variant says what is missing.
+/// The reason why no placement exists. Every variant says what is missing.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum NoMapping {
+pub enum NoPlacement {
     /// The nodes are not valid.
     #[error("{0}")]
     Nodes(BadNodes),
@@ -25,7 +24,7 @@ pub enum NoMapping {
         places: Vec<NodeName>,
         /// The most similar GPU outside these places.
         closest: Option<NoCompatibleGpu>,
-        /// Whether a mapping exists without the NUMA check.
+        /// Whether a placement exists without the NUMA check.
         numa: bool,
     },
     /// Links between GPUs, or between GPUs and CPUs, do not fit.
@@ -39,11 +38,13 @@ pub enum NoMapping {
         placed: usize,
         /// The number of all items.
         all: usize,
-        /// Whether a mapping exists without the NUMA check.
+        /// Whether a placement exists without the NUMA check.
         numa: bool,
     },
-    /// The search was ended. A mapping may exist.
-    #[error("no choice of this machine's GPUs that is linked as the image's are was found in {STEPS} steps")]
+    /// The search was ended. A placement may exist.
+    #[error(
+        "no choice of this machine's GPUs that is linked as the image's are was found in {MAX_STEPS} steps"
+    )]
     Steps,
 }
 
@@ -78,7 +79,7 @@ pub enum BadNodes {
     #[error("the image uses GPU {0:#x} and does not describe it")]
     Unknown(u32),
     /// The nodes are too many.
-    #[error("{0} has {1} nodes, at most {CAPACITY} are mapped")]
+    #[error("{0} has {1} nodes, at most {MAX_NODES} are supported")]
     TooMany(&'static str, usize),
 }
 
@@ -98,6 +99,15 @@ pub enum Mismatch {
     Property(Difference),
     /// A link of this kind to a CPU is missing.
     CpuLink(&'static str),
+    /// The GPU of the image has a link of this kind with more GPUs.
+    GpuLinks {
+        /// The kind.
+        link: &'static str,
+        /// The number of GPUs in the image.
+        wanted: usize,
+        /// The number of GPUs here.
+        found: usize,
+    },
 }
 
 impl fmt::Display for NoCompatibleGpu {
@@ -112,11 +122,14 @@ impl fmt::Display for NoCompatibleGpu {
                 write!(f, "{} {wanted} wanted, GPU {closest:#x} has {found}", difference.property)?;
             }
             Some(Mismatch::CpuLink(link)) => write!(f, "{link} to a CPU wanted, GPU {closest:#x} has none")?,
+            Some(Mismatch::GpuLinks { link, wanted, found }) => {
+                write!(f, "{link} with other GPUs: {wanted} wanted, GPU {closest:#x} has {found}")?;
+            }
             None => {}
         }
         let switches = mismatches.iter().map(|mismatch| match mismatch {
             Mismatch::Property(difference) => difference.switch,
-            Mismatch::CpuLink(_) => None,
+            Mismatch::CpuLink(_) | Mismatch::GpuLinks { .. } => None,
         });
         match switches.collect::<Option<Vec<_>>>() {
             Some(switches) => {

@@ -1,0 +1,28 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Processes of this machine.
+//!
+//! * [`pidfd`]: descriptors of processes, and copies of their descriptors.
+//! * [`kcmp`]: whether threads have an open file or an address space in common.
+//! * [`proc`]: what `/proc` shows of processes and threads.
+//! * [`Notifier`]: an eventfd.
+//!
+//! [`pidfd`], but for `pidfd_pid`, and [`kcmp`] only make system calls: they allocate nothing, and a forked
+//! child may call them.
+
+#![deny(unsafe_code)]
+
+#[allow(unsafe_code, reason = "the system call has no other form")]
+pub mod kcmp;
+#[allow(unsafe_code, reason = "the system call has no other form")]
+mod notifier;
+#[allow(unsafe_code, reason = "the system calls have no other form")]
+pub mod pidfd;
+pub mod proc;
+
+pub use notifier::Notifier;
+
+use std::io;
+
+fn check(result: libc::c_long) -> io::Result<libc::c_long> {
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
+}
