@@ -90,6 +90,15 @@ pub fn parent(pid: Pid) -> Option<Pid> {
     relations(pid).map(|(parent, _)| Pid::from_raw(parent))
 }
 
+/// Whether all threads of a process have ended, so that its descriptors are closed: it is gone or a zombie.
+#[must_use]
+pub fn has_ended(pid: Pid) -> bool {
+    let Ok(stat) = fs::read_to_string(format!("/proc/{pid}/stat")) else { return true };
+    let state = stat.rsplit_once(')').and_then(|(_, fields)| fields.split_whitespace().next());
+    let threads = fs::read_dir(format!("/proc/{pid}/task")).map_or(0, Iterator::count);
+    matches!(state, None | Some("Z" | "X")) && threads <= 1
+}
+
 /// Parent and session of a process, from `/proc`; none when it is gone.
 fn relations(pid: Pid) -> Option<(i32, i32)> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;

@@ -14,7 +14,7 @@ use rewake_tests::cgroup::Cgroup;
 use rewake_tests::daemon::{Daemon, has_namespaces, in_namespaces, processes_naming, restore};
 use rewake_tests::held::Gate;
 use rewake_tests::plugins::rewake_alone;
-use rewake_tests::process::{children, parent, run, session, until};
+use rewake_tests::process::{children, has_ended, parent, run, session, until};
 use rewake_tests::scene::{ACT, END};
 use rewake_tests::sessions::{folders, own_sessions, parked, recover, served_again, waits_in_a_page_fault};
 use rewake_tests::{Criu, Scene, Server, Verdict, need, skip};
@@ -110,9 +110,17 @@ const WATCHED: Duration = Duration::from_millis(200);
 
 /// Restores a scene with its streamer in a cgroup, and lets the event happen in a phase. None when all memory was resident
 /// before the event.
-fn happens(scene: &Scene, group: &Cgroup, event: Event, members: Members, phase: Phase) -> Option<Server> {
+fn happens(
+    scene: &Scene,
+    group: &Cgroup,
+    event: Event,
+    members: Members,
+    phase: Phase,
+    outcome: Outcome,
+) -> Option<Server> {
     let mut server = scene.serve().unwrap();
-    server.processes().into_iter().for_each(|pid| group.take(pid).unwrap());
+    let streamer = server.processes();
+    streamer.iter().for_each(|pid| group.take(*pid).unwrap());
     scene.go().unwrap();
     let now = |server: &Server| {
         if members == All {
@@ -120,6 +128,11 @@ fn happens(scene: &Scene, group: &Cgroup, event: Event, members: Members, phase:
             session(scene.pid()).into_iter().chain(criu).for_each(|pid| group.take(pid).unwrap());
         }
         event(group, server);
+        // A signal is sent and has not ended a process yet. CRIU must not meet a streamer that is about to die.
+        if outcome != Served {
+            let ended = || streamer.iter().all(|pid| has_ended(*pid)).then_some(());
+            until(END, ended).expect("the event ends the streamer");
+        }
     };
     if phase == MemoryMissing {
         scene.restore().unwrap();
@@ -173,7 +186,7 @@ fn has_outcome(scene: &Scene, server: &mut Server, outcome: Outcome) -> bool {
 
 fn plays(scene: &mut Scene, group: &Cgroup, event: Event, members: Members, phase: Phase, outcome: Outcome) {
     for _ in 0..MOST {
-        let server = happens(scene, group, event, members, phase);
+        let server = happens(scene, group, event, members, phase, outcome);
         let came = server.is_some_and(|mut server| has_outcome(scene, &mut server, outcome));
         scene.next_round().unwrap();
         if came {
@@ -369,6 +382,9 @@ fn a_stopped_streamer_keeps_its_targets_waiting_and_serves_them_when_it_runs_aga
             assert!(gate.is_reached_by(1, ACT), "{}", scene.logs());
             server.processes().into_iter().for_each(|pid| kill(pid, Signal::SIGSTOP).unwrap());
             gate.open().unwrap();
+            if !plugin {
+                until(ACT, || restore.is_finished().then_some(())).expect("CRIU waits for no streamer");
+            }
             thread::sleep(WATCHED);
             // With the plugin CRIU waits, and the target has not run. Without it the target waits.
             assert_eq!((restore.is_finished(), scene.written().as_str()), (!plugin, ""));

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use rewake_ptrace_inject::{Error, Stopped, with_stopped, with_tracer};
+use rewake_ptrace_inject::{Error, Reason, Stopped, with_stopped, with_tracer};
 use support::{Random, STOP_TIMEOUT, Shared, Target, sys, within};
 
 const RESULT: usize = 0;
@@ -524,6 +524,10 @@ fn a_process_that_calls_exec_during_stops_runs_the_new_program() {
         for _ in 0..8 {
             match ask(&target) {
                 Ok(pid) => assert_eq!(pid, u64::try_from(target.pid).unwrap()),
+                // The only thread left works long in the kernel: it loads the new program.
+                Err(Error::Unstoppable { threads, .. }) => {
+                    assert!(threads.iter().all(|thread| thread.reason == Reason::Spins), "{threads:?}");
+                }
                 Err(Error::Ended { .. }) => {}
                 Err(error) => panic!("round {round}: {error}"),
             }
