@@ -67,10 +67,12 @@ fn holds_a_socket(task: Pid) -> bool {
     rewake_plugin_protocol::sockets_of(task.as_raw()).is_ok_and(|sockets| !sockets.is_empty())
 }
 
-/// Whether a process's first thread sleeps in a page fault that nothing has served.
+/// Whether a thread of a process sleeps in a page fault that no streamer has served.
 #[must_use]
 pub fn waits_in_a_page_fault(pid: Pid) -> bool {
-    fs::read_to_string(format!("/proc/{pid}/wchan")).is_ok_and(|place| place.contains("userfault"))
+    let threads = fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();
+    let mut places = threads.filter_map(|thread| fs::read_to_string(thread.path().join("wchan")).ok());
+    places.any(|place| place.contains("userfault"))
 }
 
 /// `rewake recover`, not yet started.

@@ -30,7 +30,6 @@ use rewake_streamer::ledger::{Ledger, SessionSlot, SessionState, root};
 use rewake_streamer::record::model::State;
 use rewake_streamer::record::{Timeline, files, follow};
 use rewake_streamer::session::daemon::{Daemon, Summary};
-use rewake_streamer::session::open::OpenSession;
 use rewake_streamer::supervise::parking;
 use rewake_streamer::supervise::supervisor::{self, STOPPED, Start};
 use rewake_streamer::supervise::worker::{self, AskedToStop};
@@ -219,8 +218,20 @@ impl Restore {
         over: Option<watch::Receiver<bool>>,
     ) -> anyhow::Result<()> {
         let Some(images) = &self.images else { return std::future::pending().await };
-        let session = session(start, daemon, images, &self.work)?;
-        let Some(mut session) = session else { return Ok(()) };
+        let (served, failed) = start.ledger.outcomes().counts();
+        let inherited = if start.successor { daemon.inherit().pop() } else { None };
+        let mut session = match inherited {
+            Some(inherited) => inherited.map_err(|lost| lost.error)?,
+            None if served + failed == 0 => daemon.open(images, &self.work)?,
+            // The last worker died when its work was done, and may not have kept the record.
+            None => {
+                timeline.handed_over();
+                if failed > 0 {
+                    bail!("the restore had failed already: see above");
+                }
+                return Ok(());
+            }
+        };
         timeline.brings(&session.session);
         start.ready();
         let outcome = daemon.run(&mut session, None).await;
@@ -297,23 +308,6 @@ impl Restore {
         if let Err(error) = files::write(&record, &self.work) {
             warn!("{error:#}");
         }
-    }
-}
-
-/// The session of the restore's CPU memory; none if a worker that died had served it.
-fn session(
-    start: &Start,
-    daemon: &Daemon,
-    images: &Path,
-    work: &Path,
-) -> anyhow::Result<Option<OpenSession>> {
-    let inherited = if start.successor { daemon.inherit().pop() } else { None };
-    match (inherited, start.ledger.outcomes().counts()) {
-        (Some(inherited), _) => inherited.map(Some).map_err(|lost| lost.error),
-        (None, (0, 0)) => daemon.open(images, work).map(Some),
-        // The last worker died when its work was done.
-        (None, (_, 0)) => Ok(None),
-        (None, _) => bail!("the restore had failed already: see above"),
     }
 }
 

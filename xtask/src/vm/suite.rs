@@ -295,14 +295,19 @@ fn script(tests: &[PathBuf], wanted: &Wanted<'_>) -> String {
     script + "exit $failed\n"
 }
 
-/// Which programs failed, by what [`script`] printed, and which tests of each, by what Rust's test harness did; or
-/// what `cargo xtask vm` says of the machine.
+/// Which programs failed, by what [`script`] printed, and which tests of each and why, by what Rust's test harness did;
+/// or what `cargo xtask vm` says of the machine.
 fn failed(output: &str) -> String {
     let mut programs = Vec::new();
-    let mut tests = Vec::new();
-    for line in output.lines().map(str::trim_end) {
+    let mut tests: Vec<String> = Vec::new();
+    let mut lines = output.lines().map(str::trim_end);
+    while let Some(line) = lines.next() {
         if let Some(test) = line.strip_prefix("---- ").and_then(|rest| rest.strip_suffix(" stdout ----")) {
-            tests.push(test);
+            tests.push(test.to_owned());
+        } else if let Some((_, place)) = line.split_once(" panicked at ")
+            && let (Some(test), Some(message)) = (tests.last_mut(), lines.next())
+        {
+            *test += &format!(": {place} {message}");
         } else if let Some(program) = line.strip_prefix(FAILED) {
             let program = Path::new(program).file_name().unwrap_or_default().to_string_lossy();
             programs.push(format!("{program} failed ({})", tests.join(", ")));
@@ -381,8 +386,12 @@ mod tests {
 
     #[test]
     fn what_failed_is_told_by_name() {
-        let output = "running 2 tests\r\n---- a::one stdout ----\r\npanicked\r\n---- two stdout ----\r\n\
+        let output = "running 2 tests\r\n---- a::one stdout ----\r\n\r\n\
+            thread 'a::one' (7) panicked at a.rs:9:1:\r\nno GPU\r\n---- two stdout ----\r\n\
             failed: /t/deps/first-1f\r\ntest three ... ok\r\nfailed: /t/deps/second-2\r\nxtask: it is late\n";
-        assert_eq!(failed(output), "first-1f failed (a::one, two), second-2 failed (), it is late");
+        assert_eq!(
+            failed(output),
+            "first-1f failed (a::one: a.rs:9:1: no GPU, two), second-2 failed (), it is late"
+        );
     }
 }
