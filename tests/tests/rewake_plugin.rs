@@ -19,12 +19,13 @@ use rewake_tests::plugins::{amdgpu, rewake};
 use rewake_tests::process::{run, session, until};
 use rewake_tests::scene::{ACT, END};
 use rewake_tests::server::Setup;
+use rewake_tests::sessions::own_sessions;
 use rewake_tests::{Criu, Scene, Verdict, need, need_no_gpu};
 use rewake_uffd::Uffd;
 
 /// How long a thread may take to stop on a busy machine.
 const PATIENCE: Duration = Duration::from_secs(20);
-const WAITS: &str = "has memory that session";
+const WAITS: &str = "has memory that streamer";
 
 /// A session.
 struct Session {
@@ -35,7 +36,7 @@ struct Session {
 
 impl Session {
     /// One whose page server listens in `work`.
-    fn new(work: &Path, number: u64) -> Self {
+    fn new(work: &Path) -> Self {
         let (kind, flags) = (SockType::SeqPacket, SockFlag::SOCK_CLOEXEC);
         let (other, store) = socketpair(AddressFamily::Unix, kind, None, flags).unwrap();
         let uffd = Uffd::open(0).unwrap();
@@ -44,13 +45,8 @@ impl Session {
         sendmsg::<()>(other.as_raw_fd(), &[IoSlice::new(b"u")], &rights, MsgFlags::empty(), None).unwrap();
         let starter = ProcessId::of(std::process::id().cast_signed()).unwrap().unwrap();
         let of_note = Store { number: store.as_raw_fd(), inode: fstat(&store).unwrap().st_ino };
-        let note = SessionNote {
-            number,
-            starter,
-            work: FileId::of(work).unwrap(),
-            store: of_note,
-            phase: Phase::Running,
-        };
+        let note =
+            SessionNote { starter, work: FileId::of(work).unwrap(), store: of_note, phase: Phase::Running };
         note.write(Path::new(SESSIONS)).unwrap();
         Self { note, sockets: (store, other) }
     }
@@ -69,10 +65,6 @@ impl Session {
 
     fn held_by(&self, pid: Pid) -> Option<i32> {
         self.note.held_by(pid.as_raw()).unwrap()
-    }
-
-    fn is_urgent(&self) -> bool {
-        self.note.is_urgent(Path::new(SESSIONS)).unwrap()
     }
 }
 
@@ -139,9 +131,10 @@ fn every_task_of_a_tree_has_it() {
 #[test]
 fn a_restore_that_no_session_serves_is_left_alone() {
     let criu = need!(Criu::main());
+    own_sessions().unwrap();
     let scene = Scene::dumped(&criu, "plain", 4).unwrap();
     // Another restore's.
-    let elsewhere = Session::new(&scene.images(), 4);
+    let elsewhere = Session::new(&scene.images());
     let mut command = criu.command("restore");
     command.args(["-d", "-v4", "-o", "restore.log", "-D"]).arg(scene.images()).arg("-W").arg(scene.work());
     command.arg("-L").arg(plugins(&scene.files()));
@@ -162,13 +155,15 @@ struct Restored {
 }
 
 impl Restored {
-    fn new(criu: &Criu, scenario: &str, number: u64) -> Self {
+    fn new(criu: &Criu, scenario: &str) -> Self {
+        // A streamer has one note, and other tests of this program write theirs.
+        own_sessions().unwrap();
         let scene = Scene::dumped(criu, scenario, 16).unwrap();
         let mut server = scene.serve().unwrap();
         scene.restore().unwrap();
         // The page server loads all memory and ends; then the test plays a session that has some left.
         assert!(server.ended(END).unwrap().success(), "{}", server.text());
-        let session = Session::new(&scene.work(), number);
+        let session = Session::new(&scene.work());
         rewake_tests::process::session(scene.pid()).into_iter().for_each(|task| session.park(task));
         let plugins = plugins(&scene.files());
         let image = scene.files().join("image");
@@ -211,11 +206,10 @@ fn a_dump_waits_for_missing_memory_of_the_whole_tree_and_then_is_whole() {
     need_no_gpu!();
     for criu in Criu::both() {
         let criu = need!(criu);
-        let mut of = Restored::new(&criu, "tree", 5);
+        let mut of = Restored::new(&criu, "tree");
         let tasks = session(of.scene.pid());
         let mut dump = of.dump(&criu, "dump", &of.plugins).spawn().unwrap();
         of.waits(&mut dump);
-        assert!(of.session.is_urgent(), "the session was not asked to hurry");
         // The last of them that has missing memory is a child.
         let (last, others) = tasks.split_last().unwrap();
         others.iter().for_each(|task| of.session.unpark(*task));
@@ -244,7 +238,7 @@ fn a_dump_waits_for_missing_memory_of_the_whole_tree_and_then_is_whole() {
 fn past_its_limit_a_dump_fails_whichever_plugin_criu_has_and_the_program_runs_on() {
     for criu in Criu::both() {
         let criu = need!(criu);
-        let of = Restored::new(&criu, "plain", 6);
+        let of = Restored::new(&criu, "plain");
         for name in ["amdgpu_plugin", "rewake_plugin"] {
             let alone = of.image.join(name);
             fs::create_dir(&alone).unwrap();
@@ -253,7 +247,7 @@ fn past_its_limit_a_dump_fails_whichever_plugin_criu_has_and_the_program_runs_on
             let status = of.dump(&criu, "dump", &alone).env("REWAKE_DUMP_WAIT", "1").status().unwrap();
             assert!(!status.success());
             let said = of.log(&format!("Error ({name}): init: "));
-            let expected = format!("process {} (target) {WAITS} 6", of.scene.pid());
+            let expected = format!("process {} (target) {WAITS} {}", of.scene.pid(), std::process::id());
             assert!(said.len() == 1 && said[0].contains(&expected), "{said:?} in {:#?}", of.log("Error"));
             assert!(said[0].contains("REWAKE_DUMP_WAIT allows no more: dump it later"), "{said:?}");
             of.runs();
@@ -267,7 +261,7 @@ fn past_its_limit_a_dump_fails_whichever_plugin_criu_has_and_the_program_runs_on
 fn criu_itself_refuses_a_task_that_holds_a_store_with_a_userfaultfd() {
     for criu in Criu::both() {
         let criu = need!(criu);
-        let of = Restored::new(&criu, "plain", 7);
+        let of = Restored::new(&criu, "plain");
         let none = of.image.join("none");
         fs::create_dir(&none).unwrap();
         assert!(!of.dump(&criu, "dump", &none).status().unwrap().success());
@@ -281,7 +275,7 @@ fn criu_itself_refuses_a_task_that_holds_a_store_with_a_userfaultfd() {
 #[test]
 fn a_pre_dump_is_not_held_up() {
     let criu = need!(Criu::main());
-    let of = Restored::new(&criu, "plain", 8);
+    let of = Restored::new(&criu, "plain");
     // It fails where the kernel does not track writes: that it got there is enough.
     let mut pre_dump = of.dump(&criu, "pre-dump", &of.plugins).spawn().unwrap();
     let ended = until(ACT, || pre_dump.try_wait().unwrap());
@@ -293,7 +287,7 @@ fn a_pre_dump_is_not_held_up() {
 #[test]
 fn a_signal_ends_a_dump_that_waits_and_nothing_was_stopped() {
     let criu = need!(Criu::main());
-    let of = Restored::new(&criu, "plain", 9);
+    let of = Restored::new(&criu, "plain");
     let mut dump = of.dump(&criu, "dump", &of.plugins).spawn().unwrap();
     of.waits(&mut dump);
     dump.kill().unwrap();

@@ -3,7 +3,7 @@
 //! A line is `key value...`:
 //!
 //! ```text
-//! /run/rewake/sessions/<starter's pid>-<its start time>/session-<number>
+//! /run/rewake/sessions/<starter's pid>-<its start time>/session-1
 //!     version 1
 //!     starter 4711 123456
 //!     work 37 1234
@@ -42,9 +42,8 @@ const VERSION: u64 = 1;
 const LEDGER: &str = "ledger";
 /// Bytes that are read of a file: a note has a tenth.
 const MAX_NOTE: u64 = 1024;
-const PREFIX: &str = "session-";
-/// Suffix of a note's name: the session must load its memory before other sessions do.
-const URGENT: &str = ".urgent";
+/// The note's name in its starter's folder.
+const NOTE: &str = "session-1";
 /// Suffix of a note's name while it is written.
 const UNFINISHED: &str = ".new";
 
@@ -98,8 +97,6 @@ impl Phase {
 /// The note of a session.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SessionNote {
-    /// The session's number. A starter gives each number once.
-    pub number: u64,
     /// The process that starts the session's worker again.
     pub starter: ProcessId,
     /// The directory in which `criu restore` expects `lazy-pages.socket`.
@@ -154,7 +151,6 @@ impl SessionNote {
     pub fn remove(&self, root: &Path) -> io::Result<()> {
         let path = self.path(root);
         remove_file(&path)?;
-        remove_file(&with_suffix(&path, URGENT))?;
         match fs::remove_dir(self.folder(root)) {
             Err(error) if !matches!(error.raw_os_error(), Some(libc::ENOTEMPTY | libc::ENOENT)) => Err(error),
             _ => Ok(()),
@@ -169,20 +165,12 @@ impl SessionNote {
     pub fn all(root: &Path) -> io::Result<Notes> {
         let mut all = Notes::default();
         for folder in list(root)? {
-            let files = match list(&folder) {
-                Ok(files) => files,
-                Err(error) => {
-                    all.skipped.push(Skipped { path: folder, reason: error.to_string() });
-                    continue;
-                }
-            };
-            for path in files.into_iter().filter(|path| is_note(path)) {
-                match Self::read(&path) {
-                    Ok(Some(note)) => all.notes.push(note),
-                    // The note was removed meanwhile.
-                    Ok(None) => {}
-                    Err(reason) => all.skipped.push(Skipped { path, reason }),
-                }
+            let path = folder.join(NOTE);
+            match Self::read(&path) {
+                Ok(Some(note)) => all.notes.push(note),
+                // The streamer has not written it yet, or has removed it.
+                Ok(None) => {}
+                Err(reason) => all.skipped.push(Skipped { path, reason }),
             }
         }
         Ok(all)
@@ -289,35 +277,16 @@ impl SessionNote {
         Ok(sockets_of(pid)?.into_iter().find(held).map(|(number, _)| number))
     }
 
-    /// Requests that the session loads the memory of its targets before other sessions do.
-    ///
-    /// # Errors
-    /// The kernel's: ENOENT where the session has ended and its note is removed.
-    pub fn request_urgent(&self, root: &Path) -> io::Result<()> {
-        let note = self.path(root);
-        fs::symlink_metadata(&note)?;
-        let path = with_suffix(&note, URGENT);
-        OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(path).map(drop)
-    }
-
-    /// Whether the session was requested to load its memory first.
-    ///
-    /// # Errors
-    /// The kernel's.
-    pub fn is_urgent(&self, root: &Path) -> io::Result<bool> {
-        fs::exists(with_suffix(&self.path(root), URGENT))
-    }
-
     fn folder(&self, root: &Path) -> PathBuf {
         root.join(self.starter.to_string())
     }
 
     fn path(&self, root: &Path) -> PathBuf {
-        self.folder(root).join(format!("{PREFIX}{}", self.number))
+        self.folder(root).join(NOTE)
     }
 
     fn text(&self) -> String {
-        let Self { starter, work, store, phase, .. } = self;
+        let Self { starter, work, store, phase } = self;
         let mut text = String::new();
         // Writing to a string does not fail.
         let _ = write!(
@@ -339,7 +308,7 @@ impl SessionNote {
         refuse_foreign(&file)?;
         let mut text = String::new();
         file.take(MAX_NOTE).read_to_string(&mut text).map_err(|error| error.to_string())?;
-        let note = Self::parse(path, &text)?;
+        let note = Self::parse(&text)?;
         let names_starter = path.parent().and_then(Path::file_name);
         match names_starter.is_some_and(|name| *name == *note.starter.to_string()) {
             true => Ok(Some(note)),
@@ -347,9 +316,7 @@ impl SessionNote {
         }
     }
 
-    fn parse(path: &Path, text: &str) -> Result<Self, String> {
-        let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
-        let number = name.strip_prefix(PREFIX).and_then(|number| number.parse().ok());
+    fn parse(text: &str) -> Result<Self, String> {
         let values = |key: &str| -> Result<Vec<u64>, String> {
             let line = text.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix(' '));
             let line = line.ok_or_else(|| format!("it has no line {key:?}"))?;
@@ -372,7 +339,6 @@ impl SessionNote {
             ref other => return Err(format!("line \"phase\": expected a number, found {}", other.len())),
         };
         Ok(Self {
-            number: number.ok_or("its name has no number")?,
             starter: ProcessId { pid: int(pid)?, started },
             work: FileId { device, inode },
             store: Store { number: int(store_number)?, inode: store_inode },
@@ -441,12 +407,6 @@ fn refuse_foreign(file: &File) -> Result<(), String> {
         return Err(format!("other users may write to it (mode {:o})", status.mode() & 0o777));
     }
     Ok(())
-}
-
-/// Whether a file has the name of a complete note.
-fn is_note(path: &Path) -> bool {
-    let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
-    name.starts_with(PREFIX) && !name.ends_with(URGENT) && !name.ends_with(UNFINISHED)
 }
 
 fn with_suffix(path: &Path, suffix: &str) -> PathBuf {

@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use rewake_criu_plugin::Host;
 use rewake_plugin_protocol::SESSIONS;
 
-use crate::missing::{Missing, What, first_missing, notes};
+use crate::missing::{Missing, first_missing, notes};
 use crate::proc;
 
 /// Seconds that a dump waits at most. Unset: no limit.
@@ -109,7 +109,7 @@ fn wait(
     log: impl Fn(&str),
 ) -> Result<(), Error> {
     let start = Instant::now();
-    let (mut requested, mut reported) = (BTreeSet::new(), BTreeSet::new());
+    let mut reported = BTreeSet::new();
     let (mut waits, mut unserved) = (false, false);
     loop {
         let look = Instant::now();
@@ -134,7 +134,6 @@ fn wait(
             log(&missing.to_string());
         }
         unserved |= missing.is_unserved();
-        request_urgent(sessions, &missing, &mut requested, &log);
         let pause = PAUSE.max(look.elapsed() * PAUSES_FOR_A_LOOK);
         sleep(limit.map_or(pause, |limit| pause.min(limit.saturating_sub(start.elapsed()))));
     }
@@ -143,27 +142,6 @@ fn wait(
         log(&format!("all memory of the tree is resident after {waited:.1} s: the dump begins"));
     }
     Ok(())
-}
-
-/// Requests once that a session with missing memory loads it first.
-fn request_urgent(
-    sessions: &Path,
-    missing: &Missing,
-    requested: &mut BTreeSet<(i32, u64, u64)>,
-    log: &impl Fn(&str),
-) {
-    let What::Memory(note, _) = &missing.what else { return };
-    if !requested.insert((note.starter.pid, note.starter.started, note.number)) {
-        return;
-    }
-    match note.request_urgent(sessions) {
-        // It has just ended.
-        Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-        Err(error) => {
-            log(&format!("session {} cannot be requested to load its memory first: {error}", note.number));
-        }
-        Ok(()) => {}
-    }
 }
 
 #[cfg(test)]

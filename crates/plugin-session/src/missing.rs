@@ -42,8 +42,7 @@ impl fmt::Display for Missing {
         write!(f, "process {pid} ({}) has ", proc::name(*pid))?;
         match what {
             What::Memory(note, served) => {
-                let (number, starter) = (note.number, note.starter.pid);
-                write!(f, "memory that session {number} of process {starter} has not loaded yet")?;
+                write!(f, "memory that streamer {} has not loaded yet", note.starter.pid)?;
                 if *served { Ok(()) } else { f.write_str(" and is not served: run `rewake recover`") }
             }
             What::Unparked => f.write_str("memory that a session has not loaded yet"),

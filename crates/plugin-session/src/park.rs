@@ -41,15 +41,15 @@ pub struct Parking {
 enum Error {
     #[error("find the session of CRIU's work directory: {0}")]
     Find(#[source] io::Error),
-    #[error("take the store of session {0} from process {1}: {2}")]
-    Store(u64, i32, #[source] io::Error),
+    #[error("take the fd store of streamer {0}: {1}")]
+    Store(i32, #[source] io::Error),
     #[error("list its descriptors: {0}")]
     Descriptors(#[source] io::Error),
     #[error(
-        "session {0} has not received all userfaultfds after {limit} s",
+        "streamer {0} has not received all userfaultfds after {limit} s",
         limit = RECEIVE_TIMEOUT.as_secs()
     )]
-    Slow(u64),
+    Slow(i32),
     #[error(transparent)]
     Give(#[from] rewake_ptrace_inject::Error),
 }
@@ -61,7 +61,7 @@ enum Plan {
     /// Give them the store of the session.
     Park(SessionNote, OwnedFd),
     /// Kill them: the streamer was killed before the tasks ran, and their missing memory would be zeros.
-    Kill(u64),
+    Kill(i32),
 }
 
 impl Parking {
@@ -91,10 +91,10 @@ impl Parking {
         let (note, store) = match self.plan(host) {
             Ok(Plan::Leave) => return,
             Ok(Plan::Park(note, store)) => (note, store),
-            Ok(Plan::Kill(session)) => {
+            Ok(Plan::Kill(streamer)) => {
                 host.error(format_args!(
-                    "every process that serves session {session} was killed: the tasks are killed, because \
-                     they would read zeros; restore them again"
+                    "every process of streamer {streamer} was killed: the tasks are killed, because they would \
+                     read zeros; restore them again"
                 ));
                 for pid in tasks {
                     // CRIU traces it and has not waited for it, so the pid is not reused. It may have ended:
@@ -108,8 +108,8 @@ impl Parking {
         for pid in tasks.iter().filter(|pid| !self.parked.contains(pid)) {
             match park(&note, &store, *pid) {
                 Ok(Some(number)) => host.info(format_args!(
-                    "task {pid}: the store of session {} is parked, as descriptor {number}",
-                    note.number
+                    "task {pid}: the store of streamer {} is parked, as descriptor {number}",
+                    note.starter.pid
                 )),
                 Ok(None) => {}
                 Err(error) => host.warn(format_args!("task {pid}: {error}; {LATER}")),
@@ -134,7 +134,7 @@ impl Parking {
             let orphaned = note.is_orphaned(&self.sessions).map_err(Error::Find)?;
             match note.phase {
                 Phase::Listening => return Ok(Plan::Leave),
-                _ if orphaned => return Ok(Plan::Kill(note.number)),
+                _ if orphaned => return Ok(Plan::Kill(note.starter.pid)),
                 Phase::Running => match note.store() {
                     Ok(store) => return Ok(Plan::Park(note, store)),
                     // Its last process has ended since the look: the next look says so.
@@ -144,14 +144,14 @@ impl Parking {
                     {
                         sleep(CHECK_INTERVAL);
                     }
-                    Err(error) => return Err(Error::Store(note.number, note.starter.pid, error)),
+                    Err(error) => return Err(Error::Store(note.starter.pid, error)),
                 },
                 Phase::Restoring if start.elapsed() > RECEIVE_TIMEOUT => {
-                    return Err(Error::Slow(note.number));
+                    return Err(Error::Slow(note.starter.pid));
                 }
                 Phase::Restoring => {
                     if !waits {
-                        host.info(format_args!("session {}: {WAITS}", note.number));
+                        host.info(format_args!("streamer {}: {WAITS}", note.starter.pid));
                     }
                     waits = true;
                     sleep(CHECK_INTERVAL);

@@ -66,10 +66,9 @@ impl UffdChild {
     }
 
     /// A published slot for it, with a process descriptor if its pid is `known`.
-    pub(crate) fn slot(&self, ledger: Ledger, session: &Session, known: bool) -> &'static SpaceSlot {
+    pub(crate) fn slot(&self, ledger: Ledger, known: bool) -> &'static SpaceSlot {
         let index = ledger.take_space().unwrap();
         let slot = &ledger.spaces()[index];
-        slot.session.store(u32::try_from(session.index).unwrap(), Ordering::Relaxed);
         slot.image_pid.store(self.pid, Ordering::Relaxed);
         slot.uffd.store(self.uffd, Ordering::Relaxed);
         if known {

@@ -3,14 +3,12 @@
 
 use std::io::{Read as _, Write as _};
 use std::os::fd::{OwnedFd, RawFd};
-use std::path::{Path, PathBuf};
-use std::rc::Rc;
+use std::path::Path;
 
 use anyhow::{Context as _, ensure};
 use nix::sys::resource::{Resource, getrlimit};
 use nix::sys::wait::{WaitStatus, waitpid};
 use nix::unistd::{ForkResult, Pid, fork, setsid};
-use tokio::task::LocalSet;
 use tracing::{error, info, warn};
 
 use super::streamer::report;
@@ -92,7 +90,7 @@ impl Streamer {
 fn start(path: &Path, own: Option<RawFd>) -> anyhow::Result<Option<Streamer>> {
     let Ok((folder, ledger)) = Folder::take(path)? else { return Ok(None) };
     if !ledger.is_depended_on() {
-        parking::unpark_all(ledger);
+        parking::unpark_slot(ledger.session());
         folder.remove();
         return Ok(None);
     }
@@ -116,7 +114,7 @@ fn start(path: &Path, own: Option<RawFd>) -> anyhow::Result<Option<Streamer>> {
     }
 }
 
-/// Serves all sessions of a ledger to their end; gives the exit code.
+/// Serves the session of a ledger to its end; gives the exit code.
 fn serve(mut folder: Folder, ledger: Ledger, tell: OwnedFd) -> anyhow::Result<u8> {
     supervisor::raise_descriptor_limit();
     has_descriptors_for(ledger)?;
@@ -126,18 +124,14 @@ fn serve(mut folder: Folder, ledger: Ledger, tell: OwnedFd) -> anyhow::Result<u8
     for (pid, why) in &found.killed {
         say(&format!("killed process {pid}: {why}"));
     }
-    for slot in ledger.sessions() {
-        let images: PathBuf = slot.paths().0;
-        if slot.state() == rewake_streamer::ledger::SessionState::Running {
-            say(&format!(
-                "session {}: serving {} again, {:.1} s after its streamer was killed",
-                slot.number(),
-                images.display(),
-                silent.as_secs_f64()
-            ));
-        }
+    if let Some(spaces) = found.spaces {
+        say(&format!(
+            "serving {} again, {:.1} s after its streamer was killed",
+            ledger.session().paths().0.display(),
+            silent.as_secs_f64()
+        ));
+        info!(spaces, "recovered");
     }
-    info!(sessions = found.sessions, spaces = found.spaces, killed = found.killed.len(), "recovered");
     // Closed without a byte, it says that processes were killed.
     let notify = if found.killed.is_empty() { vec![tell] } else { Vec::new() };
     let code = supervisor::supervise_ledger(folder, ledger, true, notify, worker_main)?;
@@ -158,28 +152,13 @@ fn has_descriptors_for(ledger: Ledger) -> anyhow::Result<()> {
 }
 
 fn worker_main(start: &Start) -> u8 {
-    let served = worker::block_on(start, async |daemon| {
-        let local = LocalSet::new();
-        let lost = Rc::new(std::cell::Cell::new(false));
-        for inherited in daemon.inherit() {
-            let (daemon, lost) = (std::sync::Arc::clone(daemon), Rc::clone(&lost));
-            local.spawn_local(async move {
-                let ended = match inherited {
-                    Ok(session) => daemon.serve(session, None).await,
-                    Err(lost) => Err(lost.error),
-                };
-                match ended {
-                    Ok(summary) => report(&summary),
-                    Err(error) => {
-                        lost.set(true);
-                        error!("{error:#}");
-                    }
-                }
-            });
-        }
+    let served = worker::block_on(start, async |worker| {
+        let session = worker.inherit()?;
         start.ready();
-        local.await;
-        Ok(if lost.get() { LOST } else { 0 })
+        let Some(mut session) = session else { return Ok(0) };
+        let outcome = worker.serve(&mut session).await;
+        worker.close(session).await;
+        outcome.map(|summary| report(&summary)).map(|()| 0)
     });
     served.unwrap_or_else(|error| {
         error!("{error:#}");

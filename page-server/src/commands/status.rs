@@ -56,9 +56,8 @@ pub fn run(options: &Status) -> anyhow::Result<u8> {
 
 fn orphan_as_line(orphan: &Orphan) -> String {
     format!(
-        "session {} of {} has no streamer for {} s: {} processes have missing memory, {} of their threads wait; run \
+        "a restore of {} has no streamer for {} s: {} processes have missing memory, {} of their threads wait; run \
          `rewake recover`\n",
-        orphan.session,
         orphan.images.display(),
         orphan.silent.as_secs(),
         orphan.processes.len(),
@@ -68,7 +67,6 @@ fn orphan_as_line(orphan: &Orphan) -> String {
 
 fn orphan_as_json(orphan: &Orphan) -> Value {
     json!({
-        "session": orphan.session,
         "images_dir": orphan.images.display().to_string(),
         "processes": orphan.processes,
         "waiting_threads": orphan.waiting,

@@ -26,10 +26,10 @@ use crate::logging;
 use rewake_streamer::gpu::{self, StreamOptions, plugin_folder};
 use rewake_streamer::ledger::fd_store::FdStore;
 use rewake_streamer::ledger::session_store;
-use rewake_streamer::ledger::{Ledger, SessionSlot, SessionState, root};
+use rewake_streamer::ledger::{Ledger, Outcome, SessionSlot, SessionState, root};
 use rewake_streamer::record::model::State;
 use rewake_streamer::record::{Timeline, files, follow};
-use rewake_streamer::session::daemon::{Daemon, Summary};
+use rewake_streamer::session::serve::{Summary, Worker};
 use rewake_streamer::supervise::parking;
 use rewake_streamer::supervise::supervisor::{self, STOPPED, Start};
 use rewake_streamer::supervise::worker::{self, AskedToStop};
@@ -156,13 +156,13 @@ impl Restore {
             }
         }
         let (mut gpus, mut own) = (None, None);
-        let served = worker::block_on(start, async |daemon| {
+        let served = worker::block_on(start, async |worker| {
             *answers = self.answers(start, timeline);
             self.prepare(start, timeline)?;
             let mut over: Option<watch::Receiver<bool>> = None;
             if !start.successor && self.plugin.is_some() {
                 let (sender, receiver) = watch::channel(false);
-                gpus = Some(self.load_gpus(start, daemon.pool.pace(), timeline, sender)?);
+                gpus = Some(self.load_gpus(start, worker.pool.pace(), timeline, sender)?);
                 over = Some(receiver);
             }
             if self.images.is_none() {
@@ -173,8 +173,8 @@ impl Restore {
                 start.ready();
             }
             tokio::select! {
-                done = self.serve_cpus(start, daemon, timeline, over.clone()) => done,
-                () = without_cpus(daemon, over) => Ok(()),
+                done = self.serve_cpus(start, worker, timeline, over.clone()) => done,
+                () = without_cpus(start.ledger, over) => Ok(()),
             }
         });
         match served {
@@ -213,29 +213,19 @@ impl Restore {
     async fn serve_cpus(
         &self,
         start: &Start,
-        daemon: &Daemon,
+        worker: &Worker,
         timeline: &Timeline,
         over: Option<watch::Receiver<bool>>,
     ) -> anyhow::Result<()> {
         let Some(images) = &self.images else { return std::future::pending().await };
-        let (served, failed) = start.ledger.outcomes().counts();
-        let inherited = if start.successor { daemon.inherit().pop() } else { None };
-        let mut session = match inherited {
-            Some(inherited) => inherited.map_err(|lost| lost.error)?,
-            None if served + failed == 0 => daemon.open(images, &self.work)?,
-            // The last worker died when its work was done, and may not have kept the record.
-            None => {
-                timeline.handed_over();
-                if failed > 0 {
-                    bail!("the restore had failed already: see above");
-                }
-                return Ok(());
-            }
-        };
+        if start.ledger.session().outcome() != Outcome::Open {
+            // The last worker died when the session had ended, and may not have kept the record.
+            timeline.handed_over();
+        }
+        let Some(mut session) = worker.open(images, &self.work)? else { return Ok(()) };
         timeline.brings(&session.session);
         start.ready();
-        let outcome = daemon.run(&mut session, None).await;
-        start.ledger.outcomes().note(outcome.is_ok());
+        let outcome = worker.serve(&mut session).await;
         if let Ok(summary) = &outcome {
             report(summary);
         }
@@ -243,7 +233,7 @@ impl Restore {
             // An error means that the thread has ended, however it went.
             let _ = over.wait_for(|over| *over).await;
         }
-        daemon.close(session).await;
+        worker.close(session).await;
         outcome.map(drop)
     }
 
@@ -274,12 +264,9 @@ impl Restore {
 
     /// Whether a restore has connected: CRIU for CPU memory, or its plugin for GPU memory.
     fn is_connected(&self, ledger: Ledger) -> bool {
-        let is_served = |slot: &SessionSlot| {
-            matches!(slot.state(), SessionState::Handshake | SessionState::Restoring | SessionState::Running)
-        };
         // The plugin's socket is removed when the first plugin has connected.
         self.plugin.is_some() && self.work.is_dir() && !self.work.join(SOCKET).exists()
-            || self.images.is_some() && ledger.sessions().iter().any(is_served)
+            || self.images.is_some() && ledger.session().is_connected()
     }
 
     fn end_unless_connected(self: &Arc<Self>, start: &Start) -> anyhow::Result<()> {
@@ -342,8 +329,8 @@ struct OwnSession {
 
 impl OwnSession {
     fn open(start: &Start, work: &Path) -> anyhow::Result<Self> {
-        let index = start.ledger.take_session().context("taking a session of the ledger")?;
-        let slot = &start.ledger.sessions()[index];
+        let slot = start.ledger.session();
+        slot.set_state(SessionState::Listening);
         let store = session_store::make(slot).context("making the session's fd store")?;
         let note = session_store::note(slot, &store, start.starter, work, Phase::Running)?;
         note.write(&root()?).context("writing the session's note")?;
@@ -359,7 +346,7 @@ impl OwnSession {
             if let Err(error) = of.and_then(|of| of.empty()) {
                 warn!(%error, "emptying the fd store");
             }
-            parking::unpark_now(self.note.number, inode, store, &writer);
+            parking::unpark_now(inode, store, &writer);
         }
         self.slot.free();
         if let Err(error) = root().and_then(|root| Ok(self.note.remove(&root)?)) {
@@ -370,10 +357,10 @@ impl OwnSession {
 
 /// Returns when GPU memory is resident, and no restore has connected for CPU memory: the tree had none that was
 /// missing, or CRIU has failed.
-async fn without_cpus(daemon: &Daemon, over: Option<watch::Receiver<bool>>) {
+async fn without_cpus(ledger: Ledger, over: Option<watch::Receiver<bool>>) {
     if let Some(mut over) = over
         && over.wait_for(|over| *over).await.is_ok()
-        && daemon.restores_under_way() == 0
+        && matches!(ledger.session().state(), SessionState::Free | SessionState::Listening)
     {
         return;
     }

@@ -285,7 +285,7 @@ mod tests {
         assert_eq!(client.streaming().await.unwrap().state(), State::Listening);
         timeline.handed_over();
         timeline.runs(0, nix::unistd::getpid().as_raw());
-        let session = Arc::new(Session::new(0, 1, PathBuf::new()));
+        let session = Arc::new(Session::new(PathBuf::new()));
         session.task_arrived(nix::unistd::getpid().as_raw(), 1);
         session.release();
         timeline.brings(&session);

@@ -14,9 +14,8 @@ fn own() -> ProcessId {
 }
 
 /// A note of this process, whose store is `socket`.
-fn note(number: u64, socket: &UnixDatagram) -> SessionNote {
+fn note(socket: &UnixDatagram) -> SessionNote {
     SessionNote {
-        number,
         starter: own(),
         work: FileId { device: 37, inode: 1234 },
         store: Store { number: socket.as_raw_fd(), inode: fstat(socket).unwrap().st_ino },
@@ -48,72 +47,73 @@ fn a_note_is_read_as_written_and_only_by_this_user() {
     let root = tempfile::tempdir().unwrap();
     let (root, socket) = (root.path().join("run/sessions"), socket());
     assert!(SessionNote::all(&root).unwrap().notes.is_empty(), "the folder does not exist yet");
-    let first = note(1, &socket);
+    let first = note(&socket);
     first.write(&root).unwrap();
-    let second = SessionNote { number: u64::MAX, ..first.clone() };
+    let second = SessionNote { starter: ProcessId { pid: 1, started: 2 }, ..first.clone() };
     second.write(&root).unwrap();
     let changed = SessionNote { work: FileId { device: 1, inode: 2 }, ..first.clone() };
     changed.write(&root).unwrap();
     let mut all = SessionNote::all(&root).unwrap();
-    all.notes.sort_by_key(|note| note.number);
+    all.notes.sort_by_key(|note| note.starter != own());
     assert_eq!(all.notes, [changed.clone(), second.clone()]);
     assert!(all.skipped.is_empty(), "{:?}", all.skipped);
     let folder = root.join(own().to_string());
-    assert_eq!((mode(&folder), mode(&folder.join("session-1"))), (0o700, 0o600));
+    assert_eq!((mode(&folder), mode(&folder.join(NOTE))), (0o700, 0o600));
     changed.remove(&root).unwrap();
     changed.remove(&root).unwrap();
-    assert_eq!(SessionNote::all(&root).unwrap().notes, std::slice::from_ref(&second));
-    second.remove(&root).unwrap();
-    assert!(!folder.exists(), "the folder is removed with the last note");
+    assert!(!folder.exists(), "the folder is removed with the note");
+    assert_eq!(SessionNote::all(&root).unwrap().notes, [second]);
 }
 
 #[test]
 fn a_file_that_is_not_a_trusted_note_is_skipped_with_a_reason() {
     let root = tempfile::tempdir().unwrap();
     let (root, socket) = (root.path(), socket());
-    let good = note(1, &socket);
+    let good = note(&socket);
     good.write(root).unwrap();
-    good.request_urgent(root).unwrap();
     let folder = root.join(own().to_string());
-    let text = fs::read_to_string(folder.join("session-1")).unwrap();
-    let put = |name: &str, text: &str| fs::write(folder.join(name), text).unwrap();
-    put("session-2", &text.replace("version 1", "version 2"));
-    put("session-3", &text.replace("store", "sore"));
-    put("session-4", &text.replace("work 37 1234", "work 37"));
-    put("session-5", &text.replace("work 37", "work x"));
-    put("session-6", &text.replace("starter ", "starter 9"));
-    put("session-x", &text);
-    put("session-7", "");
-    put("session-8", &text);
-    fs::set_permissions(folder.join("session-8"), fs::Permissions::from_mode(0o622)).unwrap();
-    symlink(folder.join("session-1"), folder.join("session-9")).unwrap();
-    put("session-10", &text);
+    let text = fs::read_to_string(folder.join(NOTE)).unwrap();
+    // In the folders of other starters.
+    let put = |starter: u64, text: &str| {
+        let folder = root.join(format!("{starter}-1"));
+        fs::create_dir_all(&folder).unwrap();
+        fs::write(folder.join(NOTE), text).unwrap();
+        folder.join(NOTE)
+    };
+    put(2, &text.replace("version 1", "version 2"));
+    put(3, &text.replace("store", "sore"));
+    put(4, &text.replace("work 37 1234", "work 37"));
+    put(5, &text.replace("work 37", "work x"));
+    put(6, &text);
+    put(7, "");
+    fs::set_permissions(put(8, &text), fs::Permissions::from_mode(0o622)).unwrap();
+    fs::remove_file(put(9, "")).unwrap();
+    symlink(folder.join(NOTE), root.join("9-1").join(NOTE)).unwrap();
     // Only root can give a file to another user.
-    if chown(folder.join("session-10"), Some(65534), None).is_err() {
-        put("session-10", "");
+    if chown(put(10, &text), Some(65534), None).is_err() {
+        put(10, "");
     }
-    put("session-11.new", "half");
-    put("other", "something else");
+    fs::rename(put(11, "half"), root.join("11-1").join(format!("{NOTE}{UNFINISHED}"))).unwrap();
     let all = SessionNote::all(root).unwrap();
     assert_eq!(all.notes, [good]);
-    let reason = |name: &str| {
-        let skipped = all.skipped.iter().find(|skipped| skipped.path == folder.join(name));
-        skipped.unwrap_or_else(|| panic!("{name}: {:?}", all.skipped)).reason.clone()
+    let reason = |starter: u64| {
+        let path = root.join(format!("{starter}-1")).join(NOTE);
+        let skipped = all.skipped.iter().find(|skipped| skipped.path == path);
+        skipped.unwrap_or_else(|| panic!("{starter}: {:?}", all.skipped)).reason.clone()
     };
     let expected = [
-        ("session-2", "version [2], expected 1"),
-        ("session-3", "no line \"store\""),
-        ("session-4", "expected two numbers, found 1"),
-        ("session-5", "line \"work\": invalid digit"),
-        ("session-6", "another starter's folder"),
-        ("session-x", "its name has no number"),
-        ("session-7", "no line \"version\""),
-        ("session-8", "other users may write to it (mode 622)"),
-        ("session-9", "symbolic links"),
-        ("session-10", if geteuid().is_root() { "belongs to user 65534" } else { "no line" }),
+        (2, "version [2], expected 1"),
+        (3, "no line \"store\""),
+        (4, "expected two numbers, found 1"),
+        (5, "line \"work\": invalid digit"),
+        (6, "another starter's folder"),
+        (7, "no line \"version\""),
+        (8, "other users may write to it (mode 622)"),
+        (9, "symbolic links"),
+        (10, if geteuid().is_root() { "belongs to user 65534" } else { "no line" }),
     ];
-    for (name, text) in expected {
-        assert!(reason(name).contains(text), "{name}: {}", reason(name));
+    for (starter, text) in expected {
+        assert!(reason(starter).contains(text), "{starter}: {}", reason(starter));
     }
     assert_eq!(all.skipped.len(), expected.len(), "{:?}", all.skipped);
 }
@@ -123,9 +123,11 @@ fn a_work_directory_s_session_is_the_newest_that_is_served() {
     let root = tempfile::tempdir().unwrap();
     let (root, socket) = (root.path(), socket());
     let work = FileId::of(root).unwrap();
-    let of = |number, starter| SessionNote { number, starter, work, ..note(number, &socket) };
+    let of = |starter| SessionNote { starter, work, ..note(&socket) };
     assert_eq!(SessionNote::of_work_dir(root, work).unwrap(), None);
-    let notes = [of(7, own()), of(3, own()), of(9, ProcessId { started: own().started + 1, ..own() })];
+    let other = Command::new("sleep").arg("1000").spawn().unwrap();
+    let other_id = ProcessId::of(other.id().cast_signed()).unwrap().unwrap();
+    let notes = [of(own()), of(other_id), of(ProcessId { started: own().started + 1, ..own() })];
     for note in &notes {
         note.write(root).unwrap();
         // The file system's clock advances with the timer's tick.
@@ -134,7 +136,7 @@ fn a_work_directory_s_session_is_the_newest_that_is_served() {
     assert_eq!(SessionNote::of_work_dir(root, work).unwrap(), Some(notes[1].clone()));
     let elsewhere = FileId { inode: work.inode + 1, ..work };
     assert_eq!(SessionNote::of_work_dir(root, elsewhere).unwrap(), None);
-    let moved = SessionNote { number: 4, work: elsewhere, ..notes[0].clone() };
+    let moved = SessionNote { work: elsewhere, ..notes[0].clone() };
     moved.write(root).unwrap();
     assert_eq!(SessionNote::of_work_dir(root, elsewhere).unwrap(), Some(moved));
     // The starter of the newest has ended. While its worker has the ledger locked, the session is served.
@@ -143,6 +145,7 @@ fn a_work_directory_s_session_is_the_newest_that_is_served() {
     assert_eq!(SessionNote::of_work_dir(root, work).unwrap(), Some(notes[2].clone()));
     drop(ledger);
     assert_eq!(SessionNote::of_work_dir(root, work).unwrap(), Some(notes[1].clone()));
+    end(other);
 }
 
 #[test]
@@ -151,8 +154,7 @@ fn the_store_is_the_starter_s_socket_or_refused() {
     let child = holder(&socket);
     let pid = child.id().cast_signed();
     let starter = ProcessId::of(pid).unwrap().unwrap();
-    let note =
-        SessionNote { starter, store: Store { number: 0, ..note(1, &socket).store }, ..note(1, &socket) };
+    let note = SessionNote { starter, store: Store { number: 0, ..note(&socket).store }, ..note(&socket) };
     let store = note.store().unwrap();
     assert_eq!(fstat(&store).unwrap().st_ino, note.store.inode);
     let errno = |note: &SessionNote| note.store().unwrap_err().raw_os_error();
@@ -176,7 +178,7 @@ fn the_store_is_the_starter_s_socket_or_refused() {
 #[test]
 fn a_process_holds_the_store_while_it_has_a_descriptor_of_it() {
     let socket = socket();
-    let note = note(1, &socket);
+    let note = note(&socket);
     let child = holder(&socket);
     let without = Command::new("sleep").arg("1000").spawn().unwrap();
     let pid = |child: &Child| child.id().cast_signed();
@@ -186,19 +188,4 @@ fn a_process_holds_the_store_while_it_has_a_descriptor_of_it() {
     end(child);
     end(without);
     assert_eq!(note.held_by(ended).unwrap(), None);
-}
-
-#[test]
-fn an_urgent_request_is_a_file_that_is_removed_with_its_note() {
-    let root = tempfile::tempdir().unwrap();
-    let (root, socket) = (root.path(), socket());
-    let (first, second) = (note(1, &socket), note(2, &socket));
-    second.write(root).unwrap();
-    assert_eq!(first.request_urgent(root).unwrap_err().kind(), io::ErrorKind::NotFound, "it has no note");
-    first.write(root).unwrap();
-    first.request_urgent(root).unwrap();
-    first.request_urgent(root).unwrap();
-    assert!(first.is_urgent(root).unwrap() && !second.is_urgent(root).unwrap());
-    first.remove(root).unwrap();
-    assert!(!first.is_urgent(root).unwrap());
 }

@@ -25,7 +25,7 @@ impl Session {
         let inode = fstat(&store).unwrap().st_ino;
         let store_of_note = Store { number: store.as_raw_fd(), inode };
         let work = FileId { device: 1, inode: 2 };
-        let note = SessionNote { number: 5, starter, work, store: store_of_note, phase: Phase::Running };
+        let note = SessionNote { starter, work, store: store_of_note, phase: Phase::Running };
         note.write(root.path()).unwrap();
         let copy = store.as_fd().try_clone_to_owned().unwrap();
         let target = Command::new("sleep").arg("1000").stdin(copy).spawn().unwrap();
@@ -64,8 +64,7 @@ fn a_tree_without_missing_memory_does_not_wait() {
     fs::write(session.root.path().join("no folder"), "").unwrap();
     let (waited, logged) = session.wait(Some(0), || vec![1_000_000_000, own + 1_000_000]);
     waited.unwrap();
-    assert!(logged.len() == 1 && logged[0].contains("no folder: "), "{logged:?}");
-    assert!(!session.note.is_urgent(session.root.path()).unwrap());
+    assert!(logged.len() == 1 && logged[0].contains("no folder/session-1: "), "{logged:?}");
 }
 
 #[test]
@@ -75,10 +74,6 @@ fn a_dump_waits_for_the_last_process_of_a_growing_tree() {
     let tree = || {
         let check = checks.replace_with(|checks| *checks + 1);
         if check == 3 {
-            assert!(
-                session.note.is_urgent(session.root.path()).unwrap(),
-                "the session has an urgent request"
-            );
             session.end();
         }
         // The tree grows.
@@ -88,7 +83,7 @@ fn a_dump_waits_for_the_last_process_of_a_growing_tree() {
     waited.unwrap();
     assert_eq!(*checks.borrow(), 4);
     let [begin, end] = &logged[..] else { panic!("{logged:?}") };
-    let names = format!("process {} (sleep) has memory that session 5 of process", session.pid());
+    let names = format!("process {} (sleep) has memory that streamer ", session.pid());
     assert!(begin.starts_with(&names) && begin.contains("the dump waits until"), "{begin}");
     assert!(!begin.contains("recover"), "{begin}");
     assert!(end.starts_with("all memory of the tree is resident after 0."), "{end}");
@@ -105,7 +100,7 @@ fn past_its_limit_a_dump_fails_and_names_what_is_missing() {
         };
         let (waited, logged) = session.wait(Some(limit), tree);
         let error = waited.unwrap_err().to_string();
-        let names = format!("process {} (sleep) has memory that session 5", session.pid());
+        let names = format!("process {} (sleep) has memory that streamer ", session.pid());
         let ends = format!(
             "waited {limit} s, REWAKE_DUMP_WAIT allows no more: dump it later, or raise REWAKE_DUMP_WAIT"
         );

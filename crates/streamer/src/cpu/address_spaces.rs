@@ -15,7 +15,7 @@ use rewake_uffd::Uffd;
 use tracing::{debug, error, warn};
 
 use crate::cpu::{AddressSpace, Pool, Task};
-use crate::ledger::{Journal, Ledger, MAX_SPACES, NO_SESSION, SpaceSlot};
+use crate::ledger::{Journal, Ledger, MAX_SPACES, SpaceSlot};
 use crate::session::Session;
 use crate::session::image::{Image, TaskPlan};
 use crate::supervise::processes;
@@ -58,9 +58,9 @@ pub fn open(
     arrival: &Arrival,
 ) -> anyhow::Result<Task> {
     let slot = ledger.take_space().and_then(|index| ledger.spaces().get(index));
-    let slot =
-        slot.with_context(|| format!("more than {MAX_SPACES} address spaces at once: run a second daemon"))?;
-    slot.session.store(u32::try_from(session.index).unwrap_or(NO_SESSION), Ordering::Relaxed);
+    let slot = slot.with_context(|| {
+        format!("more than {MAX_SPACES} address spaces at once: restore fewer processes at once")
+    })?;
     slot.image_pid.store(arrival.image_pid, Ordering::Relaxed);
     slot.host_pid.store(arrival.host_pid, Ordering::Relaxed);
     slot.uffd.store(arrival.uffd, Ordering::Relaxed);
@@ -75,7 +75,7 @@ pub fn open(
     slot.publish();
     session.space_opened();
     let counts = session.task_arrived(arrival.host_pid, plan.plan.pages());
-    debug!(session = session.number, pid = arrival.image_pid, pages = plan.plan.pages(), "task arrived");
+    debug!(pid = arrival.image_pid, pages = plan.plan.pages(), "task arrived");
     let mut space = ResidencyMap::new(Arc::clone(&plan.plan));
     space.set_priority(&plan.first);
     let files = Arc::clone(&plan.files);
@@ -125,23 +125,24 @@ pub fn kill_rejected(ledger: Ledger, number: RawFd, host_pid: i32) -> bool {
         std::thread::sleep(DEATH_LOOK);
     }
     error!(pid = host_pid, "a task that cannot be served could not be killed: it waits for ever; kill it");
-    park(ledger, number);
+    abandon(ledger, number);
     false
 }
 
-/// Enters a userfaultfd without a session in a slot, so that the supervisor and successors keep it open.
-fn park(ledger: Ledger, number: RawFd) {
+/// Enters a userfaultfd that the session cannot serve in a slot, so that the supervisor and successors keep it
+/// open.
+fn abandon(ledger: Ledger, number: RawFd) {
     let Some(slot) = ledger.take_space().and_then(|index| ledger.spaces().get(index)) else {
         return error!(
             "more than {MAX_SPACES} address spaces: its userfaultfd is lost when this worker ends"
         );
     };
-    slot.session.store(NO_SESSION, Ordering::Relaxed);
+    slot.abandoned.store(1, Ordering::Relaxed);
     slot.uffd.store(number, Ordering::Relaxed);
     slot.publish();
 }
 
-/// Returns the tasks for all address spaces of a session that a dead worker served.
+/// Returns the tasks for all address spaces that a dead worker served.
 ///
 /// Where one cannot be taken over, this fails the session and kills the process.
 pub fn inherit(ledger: Ledger, image: &Image, session: &Arc<Session>, pool: &Pool) -> Vec<Task> {
@@ -153,11 +154,11 @@ pub fn inherit(ledger: Ledger, image: &Image, session: &Arc<Session>, pool: &Poo
             Ok(task) => Some(task),
             Err(error) => {
                 session.fail(&format!("{:#}", error.context("taking over from a dead worker")));
-                kill_and_park(slot);
+                kill_and_abandon(slot);
                 None
             }
         };
-    of_session(ledger, session.index).filter_map(take_over).collect()
+    ledger.served_spaces().filter_map(take_over).collect()
 }
 
 fn inherit_one(
@@ -206,17 +207,17 @@ fn rebuild(plan: &TaskPlan, journal: &Journal) -> anyhow::Result<ResidencyMap> {
 /// Kills the processes of a session that cannot be taken over at all, because its image cannot be read.
 ///
 /// It logs how many do not end within [`DEATH_LOOKS`] checks. They keep their userfaultfds.
-pub fn kill_session(ledger: Ledger, session: usize) {
-    for (_, slot) in of_session(ledger, session) {
-        kill_and_park(slot);
+pub fn kill_session(ledger: Ledger) {
+    for (_, slot) in ledger.served_spaces() {
+        kill_and_abandon(slot);
     }
     for _ in 0..DEATH_LOOKS {
-        if reap_parked(ledger) == 0 {
+        if reap_abandoned(ledger) == 0 {
             return;
         }
         std::thread::sleep(DEATH_LOOK);
     }
-    let left = reap_parked(ledger);
+    let left = reap_abandoned(ledger);
     if left > 0 {
         error!("{left} processes without their memory could not be killed: they wait for ever; kill them");
     }
@@ -224,22 +225,21 @@ pub fn kill_session(ledger: Ledger, session: usize) {
 
 /// Kills the process of an address space that cannot be served, and its descendants. The userfaultfd stays
 /// open as long as the memory exists: a child of unknown pid waits rather than read zeros.
-fn kill_and_park(slot: &SpaceSlot) {
+fn kill_and_abandon(slot: &SpaceSlot) {
     let pid = slot.host_pid.load(Ordering::Relaxed);
     processes::kill_descendants(pid, slot.pidfd.load(Ordering::Acquire));
     if !slot.kill() {
         warn!(pid, "a process with lost memory could not be killed");
     }
-    slot.session.store(NO_SESSION, Ordering::Release);
+    slot.abandoned.store(1, Ordering::Release);
 }
 
-/// Closes the userfaultfds of address spaces without a session whose memory does not exist any more. Returns
-/// how many are left.
-pub fn reap_parked(ledger: Ledger) -> usize {
-    let without_session =
-        |(_, slot): &(usize, &SpaceSlot)| slot.session.load(Ordering::Acquire) == NO_SESSION;
+/// Closes the userfaultfds of abandoned address spaces whose memory does not exist any more. Returns how many
+/// are left.
+pub fn reap_abandoned(ledger: Ledger) -> usize {
+    let abandoned = |(_, slot): &(usize, &SpaceSlot)| slot.abandoned.load(Ordering::Acquire) == 1;
     let mut left = 0;
-    for (_, slot) in ledger.live_spaces().filter(without_session) {
+    for (_, slot) in ledger.live_spaces().filter(abandoned) {
         if slot.memory_is_gone() {
             let number = slot.uffd.load(Ordering::Acquire);
             slot.retire();
@@ -250,12 +250,6 @@ pub fn reap_parked(ledger: Ledger) -> usize {
         }
     }
     left
-}
-
-/// Returns the live address spaces of a session, which is given by its index in the ledger.
-pub fn of_session(ledger: Ledger, session: usize) -> impl Iterator<Item = (usize, &'static SpaceSlot)> {
-    let session = u32::try_from(session).unwrap_or(NO_SESSION);
-    ledger.live_spaces().filter(move |(_, slot)| slot.session.load(Ordering::Acquire) == session)
 }
 
 #[cfg(test)]
@@ -272,7 +266,7 @@ mod tests {
     use crate::uffd_child::{self, UffdChild};
 
     fn session() -> Arc<Session> {
-        Arc::new(Session::new(0, 1, PathBuf::new()))
+        Arc::new(Session::new(PathBuf::new()))
     }
 
     #[test]
@@ -301,9 +295,9 @@ mod tests {
         assert!(!kill_rejected(ledger, task.uffd, 0));
         assert!(task.lives() && uffd_child::is_open_for(task.uffd, &copy));
         assert_eq!(ledger.descriptors().collect::<Vec<_>>(), [task.uffd]);
-        assert_eq!(reap_parked(ledger), 1);
+        assert_eq!(reap_abandoned(ledger), 1);
         sys::kill(task.pid);
-        uffd_child::until(|| reap_parked(ledger) == 0);
+        uffd_child::until(|| reap_abandoned(ledger) == 0);
         assert!(!uffd_child::is_open_for(task.uffd, &copy) && ledger.descriptors().count() == 0);
     }
 
@@ -331,9 +325,9 @@ mod tests {
         let pool = Pool::start(&BlockCache::new(DEFAULT_BUDGET).unwrap(), ledger).unwrap();
         let session = session();
         let [known, unknown, torn] = [(); 3].map(|()| UffdChild::start(uffd_child::touch));
-        known.slot(ledger, &session, true);
-        unknown.slot(ledger, &session, false);
-        torn.slot(ledger, &session, false).lossy.store(1, Ordering::Relaxed);
+        known.slot(ledger, true);
+        unknown.slot(ledger, false);
+        torn.slot(ledger, false).lossy.store(1, Ordering::Relaxed);
         assert!(inherit(ledger, &Image::default(), &session, &pool).is_empty());
         assert!(session.failure().is_some_and(|reason| reason.contains("not in the image")), "{session:?}");
         uffd_child::until(|| !known.lives());
@@ -342,17 +336,16 @@ mod tests {
             assert!(ledger.descriptors().any(|number| number == left.uffd), "a successor must keep it open");
         }
         drop((unknown, torn));
-        uffd_child::until(|| reap_parked(ledger) == 0);
+        uffd_child::until(|| reap_abandoned(ledger) == 0);
     }
 
     #[test]
-    fn a_session_that_cannot_be_served_does_not_delay_the_others() {
+    fn the_kill_of_a_session_waits_for_a_limited_time() {
         let ledger = Ledger::new().unwrap();
-        let session = session();
         let task = UffdChild::start(uffd_child::touch);
-        task.slot(ledger, &session, false);
+        task.slot(ledger, false);
         let begun = Instant::now();
-        kill_session(ledger, session.index);
+        kill_session(ledger);
         assert!(begun.elapsed() < Duration::from_secs(60));
         assert!(task.lives() && uffd_child::is_open(task.uffd));
     }

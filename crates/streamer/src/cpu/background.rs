@@ -156,8 +156,7 @@ impl Reactor {
         let first_only = self.shared.budget.holds_background();
         let first = (0..count).find(|step| has_work(at(*step), true));
         let rest = |step: &usize| !first_only && has_work(at(*step), false);
-        let urgent = |step: &usize| at(*step).session.is_urgent() && rest(step);
-        let step = first.or_else(|| (0..count).find(urgent)).or_else(|| (0..count).find(rest))?;
+        let step = first.or_else(|| (0..count).find(rest))?;
         let space = Arc::clone(&self.spaces[(self.turn + step) % count]);
         self.turn = (self.turn + step + 1) % count;
         if space.begins() {
@@ -335,13 +334,8 @@ impl Reactor {
     }
 
     fn finish(&mut self, claim: &Claim, block: BlockRef) {
-        // A second session of the same image may need the block. A lone session uses the same warm buffer
-        // again.
-        if self.shared.lone_session() {
-            block.discard();
-        } else {
-            drop(block);
-        }
+        // No other address space needs it soon, and the same warm buffer is used again.
+        block.discard();
         claim.space.layout().release(claim.block, Finish::Done);
         self.shared.check_finished(&claim.space);
     }

@@ -208,7 +208,6 @@ impl UffdReader {
         let Some(slot) = ledger.take_space().and_then(|index| ledger.spaces().get(index)) else {
             return Err(no_room());
         };
-        slot.session.store(parent.slot.session.load(Ordering::Relaxed), Ordering::Relaxed);
         slot.image_pid.store(parent.slot.image_pid.load(Ordering::Relaxed), Ordering::Relaxed);
         slot.uffd.store(number, Ordering::Relaxed);
         // Before the copy of the layout, which takes longer: if the whole streamer is killed now, the child
@@ -246,13 +245,13 @@ mod tests {
     use crate::uffd_child::{self, UffdChild};
 
     fn home(parent: &UffdChild, ledger: Ledger) -> UffdReader {
-        home_of(Session::new(0, 1, PathBuf::new()), parent, ledger)
+        home_of(Session::new(PathBuf::new()), parent, ledger)
     }
 
     fn home_of(session: Session, parent: &UffdChild, ledger: Ledger) -> UffdReader {
         let session = Arc::new(session);
         session.release();
-        let slot = parent.slot(ledger, &session, true);
+        let slot = parent.slot(ledger, true);
         let journal = Journal::create(slot).unwrap();
         UffdReader::new(parent.address_space(&session, slot), journal)
     }
@@ -379,7 +378,7 @@ mod tests {
         let other = Entry { kind: Kind::Files, index: 0, life: 0 };
         let full = std::iter::repeat_with(|| store().put(other, &[writer_number])).find_map(Result::err);
         assert_eq!(full.unwrap().raw_os_error(), Some(libc::EAGAIN));
-        let session = Session::new(0, 1, PathBuf::new()).with_store(store());
+        let session = Session::new(PathBuf::new()).with_store(store());
         let mut home = home_of(session, &parent, ledger);
         let mut batch = EventBatch::default();
         uffd_child::until(|| home.read_events(ledger, &mut batch).is_err());

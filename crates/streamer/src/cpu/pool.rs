@@ -52,7 +52,6 @@ impl Pool {
             ledger,
             spaces: Mutex::default(),
             version: AtomicUsize::new(0),
-            sessions: AtomicUsize::new(0),
             budget: Arc::new(budget),
             served: AtomicUsize::new(0),
             handles,
@@ -86,13 +85,8 @@ impl Pool {
         Arc::clone(&self.shared.budget)
     }
 
-    /// Wakes all reactors, because a session was released or has failed.
+    /// Wakes all reactors, because the session was released or has failed.
     pub fn look_again(&self) {
         self.shared.attention_all();
-    }
-
-    /// Sets the number of served sessions. With one session, reactors use their buffers again at once.
-    pub fn set_sessions(&self, count: usize) {
-        self.shared.sessions.store(count, Ordering::Relaxed);
     }
 }

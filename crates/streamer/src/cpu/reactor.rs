@@ -324,7 +324,7 @@ impl Reactor {
                 home.crowded = true;
                 self.crowded = true;
                 if !waited {
-                    warn!(session = space.session.number, "a fork waits: {error}");
+                    warn!("a fork waits: {error}");
                 }
             }
             Err(error) => {
@@ -411,7 +411,7 @@ impl Reactor {
         self.shared.attention_all();
     }
 
-    /// Retires finished address spaces and ends those of failed sessions.
+    /// Retires finished address spaces, and ends all of them if the session has failed.
     fn reap_finished_spaces(&mut self) {
         let finished = |home: &UffdReader| {
             let space = &home.space;
@@ -432,12 +432,11 @@ impl Reactor {
                 self.unended |= failed || done;
             }
         }
-        retired.sort_by_key(|session| session.index);
-        for of_one in retired.chunk_by(Arc::ptr_eq) {
-            of_one[0].forget_retired(self.shared.ledger);
-            // Not before: a session without address spaces closes its fd store.
-            of_one.iter().for_each(|session| session.space_closed());
+        if let Some(session) = retired.first() {
+            session.forget_retired(self.shared.ledger);
         }
+        // Not before: a session without address spaces closes its fd store.
+        retired.iter().for_each(|session| session.space_closed());
     }
 
     /// Returns false while a forked child has no slot of the ledger: only its parent's messages name it to a
@@ -460,7 +459,7 @@ impl Reactor {
         space.set_gone();
         space.ended();
         let promotions_lost = space.layout().promotions_lost();
-        debug!(session = space.session.number, promotions_lost, "an address space needs nothing more");
+        debug!(promotions_lost, "an address space needs nothing more");
         let pidfd = space.slot.pidfd.load(Ordering::Acquire);
         self.unwatch(space.uffd.as_fd());
         if pidfd != NO_FD {

@@ -28,7 +28,6 @@ pub(super) struct Shared {
     pub(super) ledger: Ledger,
     pub(super) spaces: Mutex<Vec<Arc<AddressSpace>>>,
     pub(super) version: AtomicUsize,
-    pub(super) sessions: AtomicUsize,
     pub(super) budget: Arc<IoBudget>,
     /// Page faults that all reactors have served: see `Reactor::yield_to_faulting_threads`.
     pub(super) served: AtomicUsize,
@@ -57,11 +56,6 @@ impl Shared {
         if space.session.is_released() && space.layout().missing() == 0 {
             self.attention(space);
         }
-    }
-
-    /// Returns whether no second session can need the same blocks.
-    pub(super) fn lone_session(&self) -> bool {
-        self.sessions.load(Ordering::Relaxed) <= 1
     }
 
     /// Adds an address space to those that all reactors fill.

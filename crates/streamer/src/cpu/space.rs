@@ -131,8 +131,8 @@ impl AddressSpace {
         !self.begun.swap(true, Ordering::Relaxed)
     }
 
-    /// Moves the next claim to the position of another restore of the same image, so that both share the
-    /// reads from there. The blocks before it are read again at the end: the cache has dropped them long ago.
+    /// Moves the next claim to the position of another process with the same pages (its parent), so that both
+    /// share the reads from there. The blocks before it are read again at the end: the cache has dropped them long ago.
     pub fn join(&self, other: &Self) {
         let at = {
             let layout = other.layout();
@@ -303,7 +303,7 @@ impl AddressSpace {
         if outcome.bytes > 0
             && let Some(refusals) = self.shortage.succeeded()
         {
-            info!(session = self.session.number, refusals, "there is memory again");
+            info!(refusals, "there is memory again");
         }
         outcome
     }
@@ -318,11 +318,7 @@ impl AddressSpace {
             Refused::TooLong => return Filled::Failed(errno),
             Refused::Again => {}
             Refused::First => {
-                warn!(
-                    session = self.session.number,
-                    "no memory for a restored process (ENOMEM): trying for {} s",
-                    ENOMEM_LIMIT.as_secs()
-                );
+                warn!("no memory for a restored process (ENOMEM): trying for {} s", ENOMEM_LIMIT.as_secs());
             }
         }
         Filled::Later(page)
@@ -447,8 +443,8 @@ mod tests {
     /// The pages of a task whose process ended with one page resident: all, resident and dropped.
     fn ended_early(fail: bool) -> [u64; 3] {
         let task = UffdChild::start(uffd_child::sleep);
-        let session = Arc::new(Session::new(0, 1, PathBuf::new()));
-        let space = task.address_space(&session, task.slot(Ledger::new().unwrap(), &session, true));
+        let session = Arc::new(Session::new(PathBuf::new()));
+        let space = task.address_space(&session, task.slot(Ledger::new().unwrap(), true));
         let filled = space.fill_demand(&space.layout(), task.start, Some(PageIx(0)), Some(&[7; PAGE_LEN]));
         assert_eq!(filled, Filled::All);
         space.note_fault(Duration::from_micros(70));

@@ -184,7 +184,7 @@ impl<'scope, 'env> Coordinator<'scope, 'env> {
             Event::Loaded => self.processes.iter_mut().for_each(ProcessState::all_is_resident),
             Event::LoadFailed => self.has_load_failed = true,
             Event::Swapped { process, placeholders, result } => {
-                let loads_cpus = self.ledger.serves_spaces();
+                let loads_cpus = self.ledger.served_spaces().next().is_some();
                 self.processes[process].take_back(placeholders, result, loads_cpus)?;
             }
             Event::GateOpened { process, opened } => {

@@ -300,7 +300,7 @@ impl GpuProcess {
         let process = ledger.gates().shut(pidfd)?;
         let placeholders = match &self.placeholders {
             Some(handed) => {
-                let store = ledger.only_store().context("this restore has no fd store")?;
+                let store = ledger.session().fd_store().context("this restore has no fd store")?;
                 Some(handed.watch(place, process, self.mapped(handed)?, &self.renders, &store)?)
             }
             None => None,

@@ -212,6 +212,7 @@ fn lock(file: File, how: TryLock) -> io::Result<Option<File>> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::SessionState;
     use super::*;
     use crate::uffd_child::until;
 
@@ -230,7 +231,7 @@ mod tests {
     fn a_ledger_is_taken_when_its_starter_has_ended_and_not_before() {
         let root = tempfile::tempdir().unwrap();
         let (folder, ledger) = Folder::create_below(root.path(), "1-2").unwrap();
-        let index = ledger.take_session().unwrap();
+        ledger.session().set_state(SessionState::Listening);
         let path = folder.path().to_owned();
         assert_eq!(Folder::below(root.path()).unwrap(), [path.as_path()]);
         assert!(Folder::take(&path).unwrap().is_err());
@@ -240,7 +241,7 @@ mod tests {
         assert!(Folder::take(&path).unwrap().is_err(), "no process recovers it meanwhile");
         drop(first);
         let (taken, ledger) = locked(&path, File::try_lock).unwrap();
-        assert_eq!(ledger.sessions()[index].state(), super::super::SessionState::Listening);
+        assert_eq!(ledger.session().state(), SessionState::Listening);
         assert!(Folder::take(&path).unwrap().is_err(), "one process recovers it");
         taken.remove();
         assert_eq!(Folder::below(root.path()).unwrap().len(), 0);

@@ -4,7 +4,7 @@
 //! It is a file that the supervisor maps before it forks the worker. Both share a descriptor table
 //! (`CLONE_FILES`), so descriptors outlive the worker under the same numbers, and the ledger says what they
 //! are. When both have ended, `rewake recover` reads the file ([`Folder`]) and takes the descriptors from
-//! each session's [fd store](crate::ledger::fd_store).
+//! the session's [fd store](crate::ledger::fd_store).
 //!
 //! Some messages can be received only once: userfaultfd events and the restore's handshake. The kernel writes
 //! them *into* the ledger, so no message is ever received and not noted. See
@@ -16,7 +16,6 @@ mod folder;
 mod gates;
 mod handshake;
 mod journal;
-mod outcomes;
 mod session_slot;
 pub mod session_store;
 mod space_slot;
@@ -34,15 +33,10 @@ pub use folder::{Folder, InUse, root};
 pub use gates::{Gates, NotShut};
 pub use handshake::{Inbox, Received};
 pub use journal::{Journal, Replay, forks, set_fork};
-pub use outcomes::Outcomes;
-pub use session_slot::{SessionSlot, SessionState};
+pub use session_slot::{Outcome, SessionSlot, SessionState};
 pub use space_slot::SpaceSlot;
 
-use crate::ledger::fd_store::FdStore;
-
-/// Restores that one daemon serves at once. A slot is about 4.5 KiB.
-pub const MAX_SESSIONS: usize = 256;
-/// Address spaces that one streamer watches at once: every task of every session, and the children that they
+/// Address spaces that one streamer watches at once: every task of the restore, and the children that they
 /// fork.
 pub const MAX_SPACES: usize = 4096;
 /// Messages that one read of a userfaultfd receives.
@@ -51,7 +45,7 @@ pub const MAX_MESSAGES: usize = 32;
 pub const MAX_PATH: usize = 2048;
 
 /// First bytes of a ledger: a program maps only ledgers of its own layout.
-const MAGIC: u64 = u64::from_le_bytes(*b"rewake-1");
+const MAGIC: u64 = u64::from_le_bytes(*b"rewake-2");
 
 const FREE: u32 = 0;
 const LIVE: u32 = 1;
@@ -59,18 +53,13 @@ const TAKEN: u32 = 2;
 
 /// Stands for no descriptor.
 pub const NO_FD: i32 = -1;
-/// The session of an address space that no session serves any more, and whose memory still exists. The
-/// streamer only keeps its userfaultfd open.
-pub const NO_SESSION: u32 = u32::MAX;
-
 /// The whole shared memory.
 #[repr(C)]
 struct Layout {
     magic: AtomicU64,
     /// Size of the layout in bytes.
     length: AtomicU64,
-    /// Every slot in use is among this many first ones.
-    used_sessions: AtomicU32,
+    /// Every space slot in use is among this many first ones.
     used_spaces: AtomicU32,
     /// How often a worker was started; the first worker has 1.
     generation: AtomicU32,
@@ -79,9 +68,8 @@ struct Layout {
     served_at: AtomicU64,
     /// Descriptors that hold calls that register memory, each as its number plus one. 0 is none.
     holds: [AtomicI32; 2],
-    outcomes: Outcomes,
     gates: Gates,
-    sessions: [SessionSlot; MAX_SESSIONS],
+    session: SessionSlot,
     spaces: [SpaceSlot; MAX_SPACES],
 }
 
@@ -120,6 +108,7 @@ impl Ledger {
         let length = libc::off_t::try_from(size_of::<Layout>()).map_err(io::Error::other)?;
         nix::fcntl::fallocate(file, FallocateFlags::empty(), 0, length)?;
         let ledger = Self::map(file)?;
+        ledger.0.session.reset();
         ledger.0.length.store(size_of::<Layout>() as u64, Ordering::Relaxed);
         ledger.0.magic.store(MAGIC, Ordering::Release);
         Ok(ledger)
@@ -211,17 +200,10 @@ impl Ledger {
         }
     }
 
-    /// Returns how sessions ended.
+    /// Returns the session.
     #[must_use]
-    pub fn outcomes(&self) -> &'static Outcomes {
-        &self.0.outcomes
-    }
-
-    /// Returns all session slots that were ever taken.
-    #[must_use]
-    pub fn sessions(&self) -> &'static [SessionSlot] {
-        let used = self.0.used_sessions.load(Ordering::Acquire) as usize;
-        &self.0.sessions[..used.min(MAX_SESSIONS)]
+    pub fn session(&self) -> &'static SessionSlot {
+        &self.0.session
     }
 
     /// Returns all space slots that were ever taken.
@@ -239,45 +221,13 @@ impl Ledger {
     /// Returns true if processes that are restored, or are being restored, need a worker.
     #[must_use]
     pub fn is_depended_on(&self) -> bool {
-        let idle = |slot: &SessionSlot| {
-            matches!(slot.state(), SessionState::Free | SessionState::Listening | SessionState::Closing)
-        };
-        self.gates().any() || self.live_spaces().next().is_some() || !self.sessions().iter().all(idle)
+        self.gates().any() || self.live_spaces().next().is_some() || self.session().is_connected()
     }
 
-    /// Returns true if memory of a session is still missing.
-    #[must_use]
-    pub fn serves_spaces(&self) -> bool {
-        self.live_spaces().any(|(_, slot)| slot.session.load(Ordering::Acquire) != NO_SESSION)
-    }
-
-    /// Returns the fd store of the first session that has one: for a streamer that serves a single restore.
-    #[must_use]
-    pub fn only_store(&self) -> Option<FdStore> {
-        let numbers =
-            |slot: &SessionSlot| (slot.store.load(Ordering::Acquire), slot.writer.load(Ordering::Acquire));
-        let (store, writer) = self.sessions().iter().map(numbers).find(|(store, _)| *store != NO_FD)?;
-        FdStore::of(store, writer).ok()
-    }
-
-    /// Takes a free session slot: in state [`SessionState::Listening`], with no descriptors.
-    #[must_use]
-    pub fn take_session(&self) -> Option<usize> {
-        let free = |slot: &SessionSlot| {
-            let (free, listening) = (SessionState::Free as u32, SessionState::Listening as u32);
-            slot.state.compare_exchange(free, listening, Ordering::AcqRel, Ordering::Relaxed).is_ok()
-        };
-        let index = self.0.sessions.iter().position(free)?;
-        let slot = self.0.sessions.get(index)?;
-        self.0.used_sessions.fetch_max(u32::try_from(index + 1).ok()?, Ordering::AcqRel);
-        slot.number.store(self.0.outcomes.next_number(), Ordering::Release);
-        slot.tasks.store(0, Ordering::Relaxed);
-        slot.listener.store(NO_FD, Ordering::Relaxed);
-        slot.connection.store(NO_FD, Ordering::Relaxed);
-        slot.store.store(NO_FD, Ordering::Relaxed);
-        slot.writer.store(NO_FD, Ordering::Relaxed);
-        slot.inode.store(0, Ordering::Relaxed);
-        Some(index)
+    /// Returns the live address spaces that the session serves, each with its slot number. The others are
+    /// [abandoned](SpaceSlot::abandoned).
+    pub fn served_spaces(&self) -> impl Iterator<Item = (usize, &'static SpaceSlot)> + use<> {
+        self.live_spaces().filter(|(_, slot)| slot.abandoned.load(Ordering::Acquire) == 0)
     }
 
     /// Returns a lower bound of the free space slots. It is exact once half of all slots have been in use.
@@ -306,6 +256,7 @@ impl Ledger {
         slot.index.store(number, Ordering::Relaxed);
         slot.life.fetch_add(1, Ordering::Relaxed);
         slot.started.store(0, Ordering::Relaxed);
+        slot.abandoned.store(0, Ordering::Relaxed);
         for fd in [&slot.uffd, &slot.pidfd, &slot.journal] {
             fd.store(NO_FD, Ordering::Relaxed);
         }
@@ -324,17 +275,14 @@ impl Ledger {
 
     /// Returns the descriptors that a successor needs. All others that a dead worker left open may be closed.
     pub fn descriptors(&self) -> impl Iterator<Item = i32> + use<> {
-        let sessions = self.sessions().iter().filter(|slot| slot.state() != SessionState::Free);
-        let of_session = |slot: &SessionSlot| {
-            let own = [&slot.listener, &slot.connection, &slot.store, &slot.writer];
-            own.map(|fd| fd.load(Ordering::Acquire)).into_iter().chain(slot.inbox.descriptor())
-        };
+        let session = Some(self.session()).filter(|slot| slot.state() != SessionState::Free);
         let of_space = |slot: &'static SpaceSlot| {
             let own = [&slot.uffd, &slot.pidfd, &slot.journal].map(|fd| fd.load(Ordering::Acquire));
             own.into_iter().chain(journal::forked_descriptors(slot))
         };
-        sessions
-            .flat_map(of_session)
+        session
+            .into_iter()
+            .flat_map(SessionSlot::descriptors)
             .chain(self.live_spaces().flat_map(move |(_, slot)| of_space(slot)))
             .chain(self.0.holds.iter().map(|hold| hold.load(Ordering::Acquire) - 1))
             .filter(|&fd| fd != NO_FD)

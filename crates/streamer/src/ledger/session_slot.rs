@@ -1,18 +1,19 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The slot of one session in the ledger.
+//! The session in the ledger.
 
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicI32, AtomicU32, AtomicU64, Ordering};
 
 use super::{Inbox, MAX_PATH, NO_FD, bytes};
+use crate::ledger::fd_store::FdStore;
 use crate::sys;
 
 /// The state of a session slot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u32)]
 pub enum SessionState {
-    /// No session has the slot.
+    /// The session is not opened yet, or has ended.
     Free = 0,
     /// The socket waits for `criu restore`.
     Listening = 1,
@@ -39,11 +40,23 @@ impl SessionState {
     }
 }
 
-/// One session.
+/// How a session ended: a worker's successor must not serve it again.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u32)]
+pub enum Outcome {
+    /// It has not ended.
+    Open = 0,
+    /// All its memory is resident, or its processes have ended.
+    Served = 1,
+    /// It has failed, and the reason is logged.
+    Failed = 2,
+}
+
+/// The session.
 #[repr(C)]
 pub struct SessionSlot {
-    pub(super) state: AtomicU32,
-    pub(super) number: AtomicU64,
+    state: AtomicU32,
+    outcome: AtomicU32,
     /// How many tasks have reported, zombies included.
     pub tasks: AtomicU32,
     /// The listening socket, or [`NO_FD`].
@@ -69,10 +82,46 @@ impl SessionSlot {
         SessionState::from_number(self.state.load(Ordering::Acquire))
     }
 
-    /// Returns the session's number. The daemon gives it once in its life, unlike the slot.
+    /// Returns whether a restore has connected, and its memory is not all resident yet.
     #[must_use]
-    pub fn number(&self) -> u64 {
-        self.number.load(Ordering::Acquire)
+    pub fn is_connected(&self) -> bool {
+        matches!(self.state(), SessionState::Handshake | SessionState::Restoring | SessionState::Running)
+    }
+
+    /// Returns how the session ended.
+    #[must_use]
+    pub fn outcome(&self) -> Outcome {
+        match self.outcome.load(Ordering::Acquire) {
+            1 => Outcome::Served,
+            2 => Outcome::Failed,
+            _ => Outcome::Open,
+        }
+    }
+
+    /// Notes how the session ended.
+    pub fn set_outcome(&self, outcome: Outcome) {
+        self.outcome.store(outcome as u32, Ordering::Release);
+    }
+
+    /// Clears everything but the paths.
+    pub(super) fn reset(&self) {
+        self.tasks.store(0, Ordering::Relaxed);
+        self.inode.store(0, Ordering::Relaxed);
+        self.forget_numbers();
+        self.inbox.reset();
+    }
+
+    /// Returns the descriptors that a successor needs.
+    pub(super) fn descriptors(&self) -> impl Iterator<Item = i32> + use<> {
+        let own = [&self.listener, &self.connection, &self.store, &self.writer];
+        own.map(|fd| fd.load(Ordering::Acquire)).into_iter().chain(self.inbox.descriptor())
+    }
+
+    /// Returns the fd store, if the session has one.
+    #[must_use]
+    pub fn fd_store(&self) -> Option<FdStore> {
+        let [store, writer] = [&self.store, &self.writer].map(|number| number.load(Ordering::Acquire));
+        if store == NO_FD { None } else { FdStore::of(store, writer).ok() }
     }
 
     /// Clears all descriptors: their table no longer exists.
@@ -94,7 +143,7 @@ impl SessionSlot {
         Some(unsafe { (sys::take_over(store), sys::take_over(writer)) })
     }
 
-    /// Frees the slot for another session, when no process has the session's fd store any more.
+    /// Ends the session, when no process has its fd store any more.
     pub fn free(&self) {
         drop(self.take_store());
         self.inode.store(0, Ordering::Release);

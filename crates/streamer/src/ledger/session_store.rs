@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Makes a session's [fd store](crate::ledger::fd_store), with the image's plan and files, and the session's
+//! Makes the session's [fd store](crate::ledger::fd_store), with the image's plan and files, and the session's
 //! note.
 //!
 //! CRIU's plugins find the session by its note: one parks before a target runs, and a dump waits for missing
@@ -80,5 +80,5 @@ pub fn note(
 ) -> io::Result<SessionNote> {
     let number = slot.store.load(Ordering::Acquire);
     let store = Store { number, inode: store.inode() };
-    Ok(SessionNote { number: slot.number(), starter, work: FileId::of(work)?, store, phase })
+    Ok(SessionNote { starter, work: FileId::of(work)?, store, phase })
 }

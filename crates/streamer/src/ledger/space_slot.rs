@@ -20,8 +20,9 @@ pub struct SpaceSlot {
     pub(super) life: AtomicU64,
     /// When the process `host_pid` started, in clock ticks since boot; 0 if that is not known.
     pub started: AtomicU64,
-    /// The index of the session's slot.
-    pub session: AtomicU32,
+    /// 1 if the session cannot serve the address space and its memory still exists: the streamer only keeps
+    /// the userfaultfd open.
+    pub abandoned: AtomicU32,
     /// The pid that names the images: the one inside the restored pid namespace.
     pub image_pid: AtomicI32,
     /// The pid on this host; 0 for a child forked after the restore, whose pid is in no event.

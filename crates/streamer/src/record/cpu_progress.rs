@@ -117,7 +117,7 @@ mod tests {
 
     #[test]
     fn a_process_is_seen_when_it_is_in_place_with_what_it_still_wants() {
-        let session = Arc::new(Session::new(0, 1, PathBuf::new()));
+        let session = Arc::new(Session::new(PathBuf::new()));
         let cpus = Cpus::new(Arc::clone(&session));
         let own = nix::unistd::getpid().as_raw();
         let task = session.task_arrived(own, 10);

@@ -204,7 +204,7 @@ mod tests {
 
     #[test]
     fn memory_of_cpus_is_its_process_s_and_that_of_others_has_no_gate() {
-        let (timeline, session) = (Timeline::default(), Arc::new(Session::new(0, 1, PathBuf::new())));
+        let (timeline, session) = (Timeline::default(), Arc::new(Session::new(PathBuf::new())));
         timeline.brings(&session);
         // A pid of no process here, and one that the kernel did not report.
         let [own, _other, _unknown] =
@@ -231,7 +231,7 @@ mod tests {
 
     #[test]
     fn where_nothing_is_handed_over_time_counts_from_when_processes_are_in_place() {
-        let (timeline, session) = (Timeline::default(), Arc::new(Session::new(0, 1, PathBuf::new())));
+        let (timeline, session) = (Timeline::default(), Arc::new(Session::new(PathBuf::new())));
         timeline.brings(&session);
         let task = session.task_arrived(0, 1);
         assert!(timeline.look());
@@ -251,7 +251,7 @@ mod tests {
 
     #[test]
     fn what_a_forked_child_lacks_is_to_come_again() {
-        let (timeline, session) = (Timeline::default(), Arc::new(Session::new(0, 1, PathBuf::new())));
+        let (timeline, session) = (Timeline::default(), Arc::new(Session::new(PathBuf::new())));
         timeline.brings(&session);
         let task = session.task_arrived(0, 1);
         session.release();

@@ -2,11 +2,11 @@
 //! The state of a session, which the control thread and the reactors share.
 
 pub mod address;
-pub mod daemon;
 pub mod gpu_pinned;
 pub mod image;
 pub mod open;
 pub(crate) mod peer;
+pub mod serve;
 pub mod socket;
 
 use std::io;
@@ -22,13 +22,9 @@ use crate::cpu::stats::{Stats, TaskStats, add};
 use crate::ledger::fd_store::{Entry, FdStore, Kind};
 use crate::ledger::{Ledger, NO_FD, SpaceSlot};
 
-/// One restore that this worker serves.
+/// The restore that this worker serves.
 #[derive(Debug)]
 pub struct Session {
-    /// The index of its slot in the ledger.
-    pub index: usize,
-    /// Its number, which users see. No other session ever gets it.
-    pub number: u64,
     /// Its image directory.
     pub images: PathBuf,
     /// When the worker opened it or took it over.
@@ -39,7 +35,6 @@ pub struct Session {
     store: Option<FdStore>,
     tasks: Mutex<Vec<Arc<TaskStats>>>,
     released: AtomicBool,
-    urgent: AtomicBool,
     running_ns: AtomicU64,
     failure: OnceLock<String>,
     open_spaces: AtomicUsize,
@@ -49,17 +44,14 @@ pub struct Session {
 impl Session {
     /// Returns a session without address spaces.
     #[must_use]
-    pub fn new(index: usize, number: u64, images: PathBuf) -> Self {
+    pub fn new(images: PathBuf) -> Self {
         Self {
-            index,
-            number,
             images,
             since: Instant::now(),
             stats: Stats::default(),
             store: None,
             tasks: Mutex::default(),
             released: AtomicBool::new(false),
-            urgent: AtomicBool::new(false),
             running_ns: AtomicU64::new(0),
             failure: OnceLock::new(),
             open_spaces: AtomicUsize::new(0),
@@ -110,17 +102,6 @@ impl Session {
         }
     }
 
-    /// Makes reactors load its memory before that of other sessions, because a dump waits for it.
-    pub fn make_urgent(&self) {
-        self.urgent.store(true, Ordering::Relaxed);
-    }
-
-    /// Returns true after [`Session::make_urgent`].
-    #[must_use]
-    pub fn is_urgent(&self) -> bool {
-        self.urgent.load(Ordering::Relaxed)
-    }
-
     /// Notes that the restore has finished. Reactors may then load in the background and retire address
     /// spaces that are fully resident.
     pub fn release(&self) {
@@ -144,11 +125,7 @@ impl Session {
     /// reason.
     pub fn fail(&self, reason: &str) {
         if self.failure.set(reason.to_owned()).is_ok() {
-            error!(
-                session = self.number,
-                "{reason}; ending the restored processes of {}",
-                self.images.display()
-            );
+            error!("{reason}; ending the restored processes of {}", self.images.display());
             self.changed.notify_one();
         }
     }
@@ -213,7 +190,7 @@ mod tests {
         let ledger = Ledger::new().unwrap();
         let (store, writer) = FdStore::create().unwrap();
         let store = FdStore::of(store.as_raw_fd(), writer.as_raw_fd()).unwrap();
-        let session = Session::new(0, 1, PathBuf::new()).with_store(store);
+        let session = Session::new(PathBuf::new()).with_store(store);
         let file = memfd_create(c"userfaultfd", MFdFlags::MFD_CLOEXEC).unwrap();
         let [forked, retired] = [(), ()].map(|()| {
             let index = ledger.take_space().unwrap();

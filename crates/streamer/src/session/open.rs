@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Opens and closes a session on the control thread: accepts the restore, and takes the fd store back at the
+//! Opens and closes the session on the control thread: accepts the restore, and takes the fd store back at the
 //! end.
 
 use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
@@ -35,30 +35,11 @@ pub struct OpenSession {
     pub(crate) arrived: bool,
 }
 
-/// A session that a successor could not take over.
-#[derive(Debug)]
-pub struct Lost {
-    /// The session's number.
-    pub number: u64,
-    /// Its image directory.
-    pub images: PathBuf,
-    /// Its work directory.
-    pub work: PathBuf,
-    /// Why it could not.
-    pub error: anyhow::Error,
-}
-
 impl OpenSession {
     /// Returns the number of tasks that have reported.
     #[must_use]
     pub fn tasks(&self) -> u32 {
         self.slot.tasks.load(Ordering::Relaxed)
-    }
-
-    /// Returns its slot in the ledger, which has its state.
-    #[must_use]
-    pub fn slot(&self) -> &'static SessionSlot {
-        self.slot
     }
 
     /// Returns the current step of its handshake.
@@ -109,28 +90,27 @@ impl OpenSession {
         if let Some(store) = self.session.store() {
             // This closes userfaultfds: threads that wait for a reader of their events are released.
             if let Err(error) = store.empty() {
-                warn!(%error, session = self.session.number, "emptying the fd store");
+                warn!(%error, "emptying the fd store");
             }
             let inode = store.inode();
             if let Some((store, writer)) = self.slot.take_store() {
-                parking::unpark(self.session.number, inode, store, writer).await;
+                parking::unpark(inode, store, writer).await;
             }
         }
         self.slot.free();
     }
 }
 
-/// Takes a session's store back from processes, where a dead worker has only begun to. A thread does it, because
-/// it may take seconds and other sessions must not wait. `notes` is the folder of the sessions' notes.
+/// Takes the session's store back from processes, where a dead worker has only begun to. A thread does it, because
+/// it may take seconds. `notes` is the folder of the sessions' notes.
 pub(crate) fn finish_closing(slot: &'static SessionSlot, notes: PathBuf, starter: ProcessId) {
-    let number = slot.number();
     std::thread::spawn(move || {
         drop(slot.take_store());
         parking::unpark_slot(slot);
         let left = SessionNote::all(&notes).map(|all| all.notes).unwrap_or_default();
-        for note in left.iter().filter(|note| note.number == number && note.starter == starter) {
+        for note in left.iter().filter(|note| note.starter == starter) {
             if let Err(error) = note.remove(&notes) {
-                warn!(%error, session = number, "removing a session's note");
+                warn!(%error, "removing the session's note");
             }
         }
         slot.free();

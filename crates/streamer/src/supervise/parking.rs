@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Parks the targets of a session: each gets a descriptor of the session's [fd
+//! Parks the targets of the session: each gets a descriptor of the session's [fd
 //! store](crate::ledger::fd_store), and loses it when all memory is resident.
 //!
 //! A CRIU plugin parks before the target runs (`docs/rewake-plugin.md`). Without one, the streamer parks as
@@ -22,7 +22,6 @@ use anyhow::{Context as _, bail, ensure};
 use rewake_plugin_protocol::ProcessId;
 use tracing::{debug, info, warn};
 
-use crate::cpu::address_spaces;
 use crate::ledger::{Ledger, SessionSlot, SpaceSlot};
 use crate::session::Session;
 use crate::supervise::launch;
@@ -68,7 +67,6 @@ pub async fn park(ledger: Ledger, session: &Arc<Session>) -> anyhow::Result<()> 
         if pause >= LONGEST_PAUSE && !warned {
             warned = true;
             warn!(
-                session = session.number,
                 pid = first.pid,
                 "not parked yet, so its memory depends on this streamer's processes alone: {why}"
             );
@@ -80,37 +78,30 @@ pub async fn park(ledger: Ledger, session: &Arc<Session>) -> anyhow::Result<()> 
 }
 
 /// Takes the store's descriptor out of every process that has it. The store is empty by then.
-pub async fn unpark(session: u64, inode: u64, store: OwnedFd, writer: OwnedFd) {
-    let work = move || unpark_now(session, inode, store, &writer);
+pub async fn unpark(inode: u64, store: OwnedFd, writer: OwnedFd) {
+    let work = move || unpark_now(inode, store, &writer);
     let _ = tokio::task::spawn_blocking(work).await;
 }
 
-/// Unparks a session as [`unpark`] does, in this thread.
-pub fn unpark_now(session: u64, inode: u64, store: OwnedFd, writer: &OwnedFd) {
+/// Unparks as [`unpark`] does, in this thread.
+pub fn unpark_now(inode: u64, store: OwnedFd, writer: &OwnedFd) {
     drop(store);
     // The writer hangs up when the last copy of the store is closed: usually because the processes have
     // ended.
     if !sys::has_hung_up(writer.as_raw_fd()) {
-        unpark_inode(inode, session);
+        unpark_inode(inode);
     }
 }
 
-/// Unparks all sessions of a ledger whose streamer ends before it has unparked them.
-pub fn unpark_all(ledger: Ledger) {
-    for slot in ledger.sessions() {
-        unpark_slot(slot);
-    }
-}
-
-/// Unparks the session of one slot.
+/// Unparks the session of a streamer that ends before it has unparked it.
 pub fn unpark_slot(slot: &SessionSlot) {
     let inode = slot.inode.load(Ordering::Acquire);
     if inode != 0 {
-        unpark_inode(inode, slot.number());
+        unpark_inode(inode);
     }
 }
 
-fn unpark_inode(inode: u64, session: u64) {
+fn unpark_inode(inode: u64) {
     let unpark = || -> anyhow::Result<()> {
         let mut command = park_command()?;
         command.args(["--unpark", &inode.to_string()]).stdin(Stdio::null());
@@ -119,10 +110,7 @@ fn unpark_inode(inode: u64, session: u64) {
         Ok(())
     };
     if let Err(error) = unpark() {
-        info!(
-            session,
-            "a process keeps an empty descriptor of this session, and CRIU cannot dump it: {error:#}"
-        );
+        info!("a process keeps an empty descriptor of this session, and CRIU cannot dump it: {error:#}");
     }
 }
 
@@ -134,8 +122,7 @@ fn targets(ledger: Ledger, session: &Session, done: &BTreeSet<ProcessId>) -> Vec
         let (pid, started) = (slot.host_pid.load(Ordering::Acquire), slot.started.load(Ordering::Acquire));
         (pid > 0).then_some(ProcessId { pid, started })
     };
-    let tasks: BTreeSet<ProcessId> =
-        address_spaces::of_session(ledger, session.index).filter_map(task).collect();
+    let tasks: BTreeSet<ProcessId> = ledger.served_spaces().filter_map(task).collect();
     let mut targets: Vec<ProcessId> = tasks.difference(done).copied().collect();
     for task in &tasks {
         let layout = processes::layout(task.pid);
@@ -173,7 +160,7 @@ fn park_targets(session: &Session, targets: &[ProcessId]) -> anyhow::Result<Vec<
     let mut left = Vec::new();
     for (target, (word, why)) in targets.iter().zip(lines) {
         match word {
-            DONE => debug!(session = session.number, pid = target.pid, "parked: {why}"),
+            DONE => debug!(pid = target.pid, "parked: {why}"),
             LATER => left.push((*target, why.to_owned())),
             NEVER => bail!(
                 "process {} cannot be given a descriptor that keeps its memory waiting, and would read zeros \

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Recovers orphaned sessions: every process of their streamer has ended.
+//! Recovers an orphaned session: every process of its streamer has ended.
 //!
-//! The ledger names descriptors by the numbers of a table that no longer exists. This file copies each
-//! session's fd store from a process that has it, and gives the ledger the numbers of this process's table.
+//! The ledger names descriptors by the numbers of a table that no longer exists. This file copies
+//! the session's fd store from a process that has it, and gives the ledger the numbers of this process's table.
 //! After that a worker takes over as from a dead one. Processes of a session that cannot be recovered are
 //! killed and counted: they must not run with memory that no streamer serves.
 
@@ -17,7 +17,6 @@ use nix::sys::stat::fstat;
 use rewake_plugin_protocol::ProcessId;
 use tracing::{error, warn};
 
-use crate::cpu::address_spaces;
 use crate::ledger::fd_store::{self, Kind};
 use crate::ledger::{Folder, Ledger, NO_FD, SessionSlot, SessionState, SpaceSlot, forks, set_fork};
 use crate::supervise::parking;
@@ -27,10 +26,8 @@ use crate::sys;
 /// What a recovery found in a ledger.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Found {
-    /// How many sessions a worker can take over.
-    pub sessions: usize,
-    /// How many address spaces they have.
-    pub spaces: usize,
+    /// How many address spaces a worker can take over; none if the session cannot be served any more.
+    pub spaces: Option<usize>,
     /// The processes that were killed, with the reason for each kill.
     pub killed: Vec<(i32, &'static str)>,
 }
@@ -48,8 +45,6 @@ const UNREADABLE: &str = "its session's fd store cannot be read";
 /// An orphaned session, whose targets wait.
 #[derive(Debug)]
 pub struct Orphan {
-    /// The session's number.
-    pub session: u64,
     /// The session's image directory.
     pub images: PathBuf,
     /// The processes that have its fd store.
@@ -69,24 +64,26 @@ pub fn orphans() -> anyhow::Result<Vec<Orphan>> {
     for path in Folder::all()? {
         // `rewake recover` reports a ledger that cannot be read.
         let Ok(Ok((_folder, ledger))) = Folder::look(&path) else { continue };
-        let served = |slot: &&SessionSlot| {
-            matches!(slot.state(), SessionState::Handshake | SessionState::Restoring | SessionState::Running)
-        };
-        for slot in ledger.sessions().iter().filter(served) {
-            let inode = slot.inode.load(Ordering::Acquire);
-            let holds = |pid: &i32| processes::number_of_socket(*pid, inode).is_some();
-            let processes: Vec<i32> = processes::all().filter(holds).collect();
+        let slot = ledger.session();
+        if slot.is_connected() {
+            let processes = holders(slot);
             let waiting = processes.iter().map(|pid| processes::waiting_threads(*pid)).sum();
-            let (session, images, silent) = (slot.number(), slot.paths().0, ledger.silent_for());
-            found.push(Orphan { session, images, processes, waiting, silent });
+            let (images, silent) = (slot.paths().0, ledger.silent_for());
+            found.push(Orphan { images, processes, waiting, silent });
         }
     }
     Ok(found)
 }
 
-/// Recovers the sessions of a ledger whose processes have all ended.
+/// Returns the processes that have the session's fd store.
+fn holders(slot: &SessionSlot) -> Vec<i32> {
+    let inode = slot.inode.load(Ordering::Acquire);
+    processes::all().filter(|pid| processes::number_of_socket(*pid, inode).is_some()).collect()
+}
+
+/// Recovers the session of a ledger whose processes have all ended.
 ///
-/// It takes the descriptors from the fd stores that targets have.
+/// It takes the descriptors from the fd store that targets have.
 pub fn take_up(ledger: Ledger) -> Found {
     let mut found = Found::default();
     for gated in ledger.gates().forget() {
@@ -96,47 +93,43 @@ pub fn take_up(ledger: Ledger) -> Found {
     // process.
     ledger.forget_numbers();
     let old: Vec<RawFd> = ledger.spaces().iter().map(SpaceSlot::forget_numbers).collect();
-    for (index, slot) in ledger.sessions().iter().enumerate() {
-        slot.forget_numbers();
-        match slot.state() {
-            SessionState::Free => {}
-            // No restore has connected; or the session's own streamer serves it, with another ledger; or no
-            // page is missing.
-            SessionState::Listening | SessionState::Closing => {
-                parking::unpark_slot(slot);
-                slot.free();
-            }
-            SessionState::Handshake | SessionState::Restoring | SessionState::Running => {
-                found.session(ledger, index, slot, &old);
-            }
+    let slot = ledger.session();
+    slot.forget_numbers();
+    match slot.state() {
+        SessionState::Free => {}
+        // No restore has connected, or no page is missing.
+        SessionState::Listening | SessionState::Closing => {
+            parking::unpark_slot(slot);
+            slot.free();
+        }
+        SessionState::Handshake | SessionState::Restoring | SessionState::Running => {
+            found.session(ledger, &old);
         }
     }
     found
 }
 
 impl Found {
-    fn session(&mut self, ledger: Ledger, index: usize, slot: &'static SessionSlot, old: &[RawFd]) {
-        let inode = slot.inode.load(Ordering::Acquire);
-        let holders: Vec<i32> =
-            processes::all().filter(|pid| processes::number_of_socket(*pid, inode).is_some()).collect();
-        let why = match find_store(&holders, inode) {
+    fn session(&mut self, ledger: Ledger, old: &[RawFd]) {
+        let slot = ledger.session();
+        let holders = holders(slot);
+        let why = match find_store(&holders, slot.inode.load(Ordering::Acquire)) {
             None => NOT_PARKED,
-            Some(store) => match restore_descriptors(ledger, index, slot, store, old) {
+            Some(store) => match restore_descriptors(ledger, store, old) {
                 Ok(Some(count)) => {
                     // A target is parked only after its restore has finished.
                     slot.set_state(SessionState::Running);
-                    self.sessions += 1;
-                    self.spaces += count;
+                    self.spaces = Some(count);
                     return;
                 }
                 Ok(None) => LOST,
                 Err(error) => {
-                    error!(session = slot.number(), "{error:#}");
+                    error!("{error:#}");
                     UNREADABLE
                 }
             },
         };
-        for (_, space) in address_spaces::of_session(ledger, index) {
+        for (_, space) in ledger.served_spaces() {
             let (pid, started) = (&space.host_pid, &space.started);
             self.kill(pid.load(Ordering::Acquire), started.load(Ordering::Acquire), why);
         }
@@ -145,7 +138,7 @@ impl Found {
                 self.kill(pid, id.started, why);
             }
         }
-        for (_, space) in address_spaces::of_session(ledger, index) {
+        for (_, space) in ledger.served_spaces() {
             space.retire();
         }
         slot.free();
@@ -194,13 +187,8 @@ fn find_store(holders: &[i32], inode: u64) -> Option<OwnedFd> {
 /// the userfaultfd of a living process is missing.
 ///
 /// `old` has the userfaultfds' numbers in the old descriptor table, by slot.
-fn restore_descriptors(
-    ledger: Ledger,
-    index: usize,
-    session: &'static SessionSlot,
-    store: OwnedFd,
-    old: &[RawFd],
-) -> anyhow::Result<Option<usize>> {
+fn restore_descriptors(ledger: Ledger, store: OwnedFd, old: &[RawFd]) -> anyhow::Result<Option<usize>> {
+    let session = ledger.session();
     let stored = fd_store::peek_all(store.as_fd()).context("reading the session's fd store")?;
     session.store.store(store.into_raw_fd(), Ordering::Release);
     let mut spaces_found: BTreeMap<u32, (OwnedFd, Option<OwnedFd>)> = BTreeMap::new();
@@ -233,7 +221,7 @@ fn restore_descriptors(
         slot.pidfd.store(pidfd, Ordering::Release);
     }
     let mut count = 0;
-    for (_, slot) in address_spaces::of_session(ledger, index) {
+    for (_, slot) in ledger.served_spaces() {
         let whole = [&slot.uffd, &slot.journal].iter().all(|fd| fd.load(Ordering::Acquire) != NO_FD);
         if !(whole && renumber_forks(ledger, slot, old)) {
             return Ok(None);

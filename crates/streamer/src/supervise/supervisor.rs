@@ -97,7 +97,7 @@ pub fn supervise_ledger(
     let code = run_workers(first, worker);
     // No process serves what is left, even if the reason is an error of the supervisor.
     end_all(ledger);
-    parking::unpark_all(ledger);
+    parking::unpark_slot(ledger.session());
     folder.remove();
     code
 }

@@ -2,7 +2,6 @@
 //! Runs a worker process: its control thread, and its end on SIGTERM.
 
 use std::os::fd::{AsRawFd as _, OwnedFd};
-use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context as _;
@@ -11,7 +10,8 @@ use tokio::signal::unix::{self, SignalKind, signal};
 use tracing::{error, info, warn};
 
 use crate::ledger::Ledger;
-use crate::session::daemon::Daemon;
+use crate::ledger::SessionState;
+use crate::session::serve::Worker;
 use crate::supervise::supervisor::Start;
 use crate::sys;
 
@@ -27,10 +27,7 @@ pub struct AskedToStop;
 ///
 /// # Errors
 /// `work` failed, or the worker cannot be set up, or it was stopped by SIGTERM: [`AskedToStop`].
-pub fn block_on<T>(
-    start: &Start,
-    work: impl AsyncFnOnce(&Arc<Daemon>) -> anyhow::Result<T>,
-) -> anyhow::Result<T> {
+pub fn block_on<T>(start: &Start, work: impl AsyncFnOnce(&Worker) -> anyhow::Result<T>) -> anyhow::Result<T> {
     start.close_leftovers().context("closing what the last worker left open")?;
     let generation = start.ledger.next_generation();
     if generation > 1 {
@@ -44,10 +41,10 @@ pub fn block_on<T>(
         // All other signals stay blocked, as in the supervisor. A terminal's SIGINT reaches the supervisor
         // too, which forwards it as SIGTERM.
         take_requests().context("unblocking SIGTERM")?;
-        let daemon = Daemon::start(start.ledger, start.starter)?;
+        let worker = Worker::start(start.ledger, start.starter)?;
         tokio::select! {
-            result = work(&daemon) => result,
-            () = stop_requests(&daemon, requests) => Err(AskedToStop.into()),
+            result = work(&worker) => result,
+            () = stop_requests(start.ledger, requests) => Err(AskedToStop.into()),
             error = watch_supervisor(start) => Err(error),
             () = beat(start.ledger) => unreachable!("it never returns"),
         }
@@ -75,15 +72,14 @@ pub fn take_requests() -> nix::Result<()> {
 ///
 /// While some do, the worker serves them. SIGTERM may arrive several times: a service manager signals every
 /// process of a group, and the supervisor forwards the signal, too.
-async fn stop_requests(daemon: &Daemon, mut requests: unix::Signal) {
+async fn stop_requests(ledger: Ledger, mut requests: unix::Signal) {
     let mut reported = false;
     while requests.recv().await.is_some() {
-        let depending = daemon.restores_under_way();
-        if depending == 0 {
+        if matches!(ledger.session().state(), SessionState::Free | SessionState::Listening) {
             break;
         }
         if !std::mem::replace(&mut reported, true) {
-            info!(sessions = depending, "SIGTERM: this process ends when all their memory is resident");
+            info!("SIGTERM: this process ends when all memory of the restore is resident");
         }
     }
 }

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use rewake_plugin_protocol::ProcessId;
 
-use super::Daemon;
+use super::Worker;
 use crate::ledger::session_store;
 use crate::ledger::{Ledger, SessionState};
 
@@ -16,23 +16,25 @@ const LIMIT: Duration = Duration::from_secs(60);
 
 #[test]
 fn a_successor_takes_back_the_store_of_a_closing_session() {
-    let ledger = Ledger::new().unwrap();
     let own = ProcessId::of(std::process::id().cast_signed()).unwrap().unwrap();
-    let slots = [(); 2].map(|()| ledger.take_session().unwrap()).map(|index| &ledger.sessions()[index]);
-    for slot in slots {
+    // Of the second one the dead worker had taken the store from the slot already.
+    for taken in [false, true] {
+        let ledger = Ledger::new().unwrap();
+        let slot = ledger.session();
         slot.set_paths(Path::new("/images"), Path::new("/work")).unwrap();
         session_store::make(slot).unwrap();
         slot.set_state(SessionState::Closing);
+        if taken {
+            drop(slot.take_store());
+        }
+        assert!(!ledger.is_depended_on());
+        let worker = Worker::start(ledger, own).unwrap();
+        assert!(worker.inherit().unwrap().is_none());
+        let start = Instant::now();
+        while slot.state() != SessionState::Free {
+            assert!(start.elapsed() < LIMIT, "it is not free after {LIMIT:?}");
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        assert_eq!(slot.inode.load(Ordering::Acquire), 0);
     }
-    // The worker of the second one had taken the store from the slot already.
-    drop(slots[1].take_store());
-    assert!(!ledger.is_depended_on());
-    let daemon = Daemon::start(ledger, own).unwrap();
-    assert!(daemon.inherit().is_empty());
-    let start = Instant::now();
-    while slots.iter().any(|slot| slot.state() != SessionState::Free) {
-        assert!(start.elapsed() < LIMIT, "they are not free after {LIMIT:?}");
-        std::thread::sleep(Duration::from_millis(10));
-    }
-    assert!(slots.iter().all(|slot| slot.inode.load(Ordering::Acquire) == 0));
 }

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Runs a worker's sessions on its control thread: from the first connection to the last page.
+//! Serves the session on a worker's control thread: from the first connection to the last page.
 
 use std::os::fd::{AsFd as _, AsRawFd as _};
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use anyhow::{Context as _, bail};
@@ -14,10 +14,9 @@ use rewake_plugin_protocol::{Phase, ProcessId, SessionNote};
 use tracing::{info, warn};
 
 use crate::cpu::{Pool, address_spaces};
-use crate::ledger::fd_store::FdStore;
-use crate::ledger::{self, Ledger, NO_FD, Received, SessionSlot, SessionState, session_store};
+use crate::ledger::{self, Ledger, NO_FD, Outcome, Received, SessionSlot, SessionState, session_store};
 use crate::session::image::{Image, TaskPlan};
-use crate::session::open::{self, Lost, OpenSession};
+use crate::session::open::{self, OpenSession};
 use crate::session::peer::Peer;
 use crate::session::{Session, socket};
 use crate::supervise::parking;
@@ -27,12 +26,9 @@ use crate::sys;
 /// large.
 const FINISHED: u32 = 0x5253_5446;
 
-/// Time between two checks whether a dump waits for a session's memory.
-const URGENCY_LOOK: Duration = Duration::from_millis(50);
-
-/// The state of a worker: one for all its sessions.
+/// The state of a worker.
 #[derive(Debug)]
-pub struct Daemon {
+pub struct Worker {
     /// The ledger of this streamer.
     pub ledger: Ledger,
     /// The process that starts this worker again.
@@ -41,9 +37,6 @@ pub struct Daemon {
     notes: PathBuf,
     /// The reactor threads.
     pub pool: Pool,
-    /// The block cache of all sessions.
-    pub cache: Arc<BlockCache>,
-    sessions: Mutex<Vec<Arc<Session>>>,
 }
 
 /// The result of a session that has ended well.
@@ -61,137 +54,91 @@ pub struct Summary {
     pub elapsed: Duration,
 }
 
-impl Daemon {
+impl Worker {
     /// Starts the reactors of a new worker.
     ///
     /// # Errors
     /// Fails when the kernel refuses memory, descriptors or threads.
-    pub fn start(ledger: Ledger, starter: ProcessId) -> anyhow::Result<Arc<Self>> {
+    pub fn start(ledger: Ledger, starter: ProcessId) -> anyhow::Result<Self> {
         let notes = ledger::root()?;
-        let cache = BlockCache::new(DEFAULT_BUDGET)?;
-        let pool = Pool::start(&cache, ledger)?;
-        Ok(Arc::new(Self { ledger, starter, notes, pool, cache, sessions: Mutex::default() }))
+        let pool = Pool::start(&BlockCache::new(DEFAULT_BUDGET)?, ledger)?;
+        Ok(Self { ledger, starter, notes, pool })
     }
 
-    /// Returns the sessions that this worker serves.
-    pub fn sessions(&self) -> Vec<Arc<Session>> {
-        self.sessions.lock().unwrap_or_else(PoisonError::into_inner).clone()
-    }
-
-    /// Returns the number of sessions that a restore has connected to.
-    #[must_use]
-    pub fn restores_under_way(&self) -> usize {
-        let connected = |slot: &&SessionSlot| match slot.state() {
-            SessionState::Free | SessionState::Listening => false,
-            SessionState::Handshake
-            | SessionState::Restoring
-            | SessionState::Running
-            | SessionState::Closing => true,
-        };
-        self.ledger.sessions().iter().filter(connected).count()
-    }
-
-    /// Opens a session: checks the whole image, then listens on the socket that the restore will connect to.
+    /// Opens the session: takes it over from a dead worker, or else checks the whole image and listens on the
+    /// socket that the restore will connect to. None if a dead worker has served it.
     ///
     /// # Errors
-    /// Fails when the image cannot be served, the socket cannot be bound, or too many sessions are open.
-    pub fn open(&self, images: &Path, work: &Path) -> anyhow::Result<OpenSession> {
-        address_spaces::reap_parked(self.ledger);
+    /// Fails when the image cannot be served, the socket cannot be bound, or the session has failed before.
+    /// Where a session cannot be taken over, its processes are killed.
+    pub fn open(&self, images: &Path, work: &Path) -> anyhow::Result<Option<OpenSession>> {
+        address_spaces::reap_abandoned(self.ledger);
+        if let Some(inherited) = self.inherit()? {
+            return Ok(Some(inherited));
+        }
+        match self.ledger.session().outcome() {
+            Outcome::Open => self.listen(images, work).map(Some),
+            Outcome::Served => Ok(None),
+            Outcome::Failed => bail!("the restore had failed already: see above"),
+        }
+    }
+
+    fn listen(&self, images: &Path, work: &Path) -> anyhow::Result<OpenSession> {
         let image = Image::open(images)?;
         let listener = socket::listen(work)?;
-        let (index, slot) = self.take_slot(images, work)?;
-        let session = Session::new(index, slot.number(), images.to_owned());
-        let session = match session_store::of_image(slot, &image) {
-            Ok(store) => Arc::new(session.with_store(store)),
-            Err(error) => {
-                drop(slot.take_store());
-                slot.set_state(SessionState::Free);
-                return Err(error).context("making the session's fd store");
-            }
-        };
+        let slot = self.ledger.session();
+        slot.set_paths(images, work)?;
+        let store = session_store::of_image(slot, &image).context("making the session's fd store");
+        let session = Session::new(images.to_owned()).with_store(store.inspect_err(|_| slot.free())?);
         slot.listener.store(listener.as_raw_fd(), Ordering::Release);
-        let note = self.publish(slot, &session);
+        slot.set_state(SessionState::Listening);
+        let note = self.publish(&session);
         info!(
-            session = slot.number(),
             tasks = image.tasks(),
             lazy_pages = image.lazy_pages(),
             image = %image.digest(),
             "listening for {}",
             images.display()
         );
-        Ok(self.track(OpenSession {
-            image,
-            slot,
-            listener: Some(listener),
-            connection: None,
-            session,
-            note,
-            arrived: false,
-        }))
+        let (session, listener) = (Arc::new(session), Some(listener));
+        Ok(OpenSession { image, slot, listener, connection: None, session, note, arrived: false })
     }
 
-    /// Takes a slot of the ledger for a new session.
+    /// Takes over the session of a dead worker; none if there is nothing to serve.
     ///
     /// # Errors
-    /// Fails when too many sessions are open, or a path is too long.
-    pub fn take_slot(&self, images: &Path, work: &Path) -> anyhow::Result<(usize, &'static SessionSlot)> {
-        let Some(index) = self.ledger.take_session() else {
-            bail!("{} restores are being served: wait for one to end", crate::ledger::MAX_SESSIONS)
-        };
-        let slot = &self.ledger.sessions()[index];
-        slot.inbox.reset();
-        if let Err(error) = slot.set_paths(images, work) {
-            slot.set_state(SessionState::Free);
-            return Err(error.into());
-        }
-        Ok((index, slot))
-    }
-
-    /// Takes over the sessions of a dead worker, except those that streamers serve. Where that fails, because
-    /// an image cannot be read any more, it kills the session's processes.
-    pub fn inherit(&self) -> Vec<Result<OpenSession, Lost>> {
+    /// Fails when the image cannot be read any more. The session's processes are then killed.
+    pub fn inherit(&self) -> anyhow::Result<Option<OpenSession>> {
         self.ledger.reclaim();
-        for slot in self.ledger.sessions() {
-            // The worker died while it opened the session: no user knows of it yet.
-            if slot.state() == SessionState::Listening && slot.listener.load(Ordering::Acquire) == NO_FD {
-                slot.free();
-            }
-            if slot.state() == SessionState::Closing {
+        let slot = self.ledger.session();
+        match slot.state() {
+            SessionState::Free => return Ok(None),
+            SessionState::Closing => {
                 open::finish_closing(slot, self.notes.clone(), self.starter);
+                return Ok(None);
             }
+            SessionState::Listening
+            | SessionState::Handshake
+            | SessionState::Restoring
+            | SessionState::Running => {}
         }
-        let served = |slot: &SessionSlot| !matches!(slot.state(), SessionState::Free | SessionState::Closing);
-        let taken = self.ledger.sessions().iter().enumerate().filter(|(_, slot)| served(slot));
-        let inherit = |(index, slot): (usize, &'static SessionSlot)| {
-            let session = self.inherit_one(index, slot);
-            session.map(|session| self.track(session)).map_err(|error| {
-                if !slot
-                    .inbox
-                    .descriptor()
-                    .is_some_and(|number| address_spaces::is_known(self.ledger, number))
-                {
-                    self.reject_task(slot);
-                }
-                address_spaces::kill_session(self.ledger, index);
-                let (images, work) = slot.paths();
-                slot.free();
-                Lost {
-                    number: slot.number(),
-                    images,
-                    work,
-                    error: error.context("taking over from a dead worker"),
-                }
-            })
-        };
-        taken.map(inherit).collect()
+        let inherited = self.take_over(slot).inspect_err(|_| {
+            let is_known = |number| address_spaces::is_known(self.ledger, number);
+            if !slot.inbox.descriptor().is_some_and(is_known) {
+                self.reject_task(slot);
+            }
+            slot.set_outcome(Outcome::Failed);
+            address_spaces::kill_session(self.ledger);
+            slot.free();
+        });
+        inherited.map(Some).context("taking over from a dead worker")
     }
 
-    fn inherit_one(&self, index: usize, slot: &'static SessionSlot) -> anyhow::Result<OpenSession> {
+    fn take_over(&self, slot: &'static SessionSlot) -> anyhow::Result<OpenSession> {
         let (images, _work) = slot.paths();
-        let [store, writer] = [&slot.store, &slot.writer].map(|number| number.load(Ordering::Acquire));
-        let store = FdStore::of(store, writer).context("finding the session's fd store")?;
+        let store = slot.fd_store().context("finding the session's fd store")?;
         let image = session_store::image(&store)?;
-        let session = Arc::new(Session::new(index, slot.number(), images).with_store(store));
+        let session = Arc::new(Session::new(images).with_store(store));
         if slot.state() == SessionState::Running {
             session.release();
         }
@@ -207,14 +154,14 @@ impl Daemon {
         for task in address_spaces::inherit(self.ledger, &image, &session, &self.pool) {
             self.pool.submit(task);
         }
-        let note = self.publish(slot, &session);
-        info!(session = session.number, "taken over in state {:?}", slot.state());
+        let note = self.publish(&session);
+        info!("taken over in state {:?}", slot.state());
         Ok(OpenSession { image, slot, listener, connection, session, note, arrived })
     }
 
     /// Writes the session's note. Returns none, and logs a warning, when it cannot be written.
-    fn publish(&self, slot: &SessionSlot, session: &Session) -> Option<SessionNote> {
-        let store = session.store()?;
+    fn publish(&self, session: &Session) -> Option<SessionNote> {
+        let (slot, store) = (self.ledger.session(), session.store()?);
         let write = || -> std::io::Result<SessionNote> {
             let phase = match slot.state() {
                 SessionState::Free | SessionState::Listening => Phase::Listening,
@@ -225,72 +172,26 @@ impl Daemon {
             note.write(&self.notes)?;
             Ok(note)
         };
-        let warn = |error: &std::io::Error| {
-            warn!(%error, session = session.number, "CRIU's plugins cannot find this session");
-        };
-        write().inspect_err(warn).ok()
+        write().inspect_err(|error| warn!(%error, "CRIU's plugins cannot find this session")).ok()
     }
 
-    /// Checks at intervals whether a dump waits for the session. Never returns.
-    async fn watch_urgency(&self, open: &OpenSession) {
-        loop {
-            let urgent = open.note.as_ref().is_some_and(|note| note.is_urgent(&self.notes).unwrap_or(false));
-            if urgent && !open.session.is_urgent() {
-                info!(
-                    session = open.session.number,
-                    "a dump waits for its memory: it is loaded before others'"
-                );
-                open.session.make_urgent();
-                self.pool.look_again();
-            }
-            tokio::time::sleep(URGENCY_LOOK).await;
-        }
-    }
-
-    fn track(&self, session: OpenSession) -> OpenSession {
-        let mut sessions = self.sessions.lock().unwrap_or_else(PoisonError::into_inner);
-        sessions.push(Arc::clone(&session.session));
-        self.pool.set_sessions(sessions.len());
-        session
-    }
-
-    fn forget(&self, session: &Arc<Session>) {
-        let mut sessions = self.sessions.lock().unwrap_or_else(PoisonError::into_inner);
-        sessions.retain(|other| !Arc::ptr_eq(other, session));
-        self.pool.set_sessions(sessions.len());
-    }
-
-    /// Serves a session to its end.
+    /// Serves the session until its memory is resident, and notes the outcome. It stays in the ledger until
+    /// [`Worker::close`].
     ///
     /// # Errors
     /// Fails when the restore or the image fails. The restored processes are then killed, or can never read a
     /// missing page.
-    pub async fn serve(
-        &self,
-        mut open: OpenSession,
-        connect_limit: Option<Duration>,
-    ) -> anyhow::Result<Summary> {
-        let outcome = self.run(&mut open, connect_limit).await;
-        self.ledger.outcomes().note(outcome.is_ok());
-        self.close(open).await;
+    pub async fn serve(&self, open: &mut OpenSession) -> anyhow::Result<Summary> {
+        let outcome = self.run(open).await;
+        open.slot.set_outcome(if outcome.is_ok() { Outcome::Served } else { Outcome::Failed });
         outcome
     }
 
-    /// Serves a session to its end like [`Daemon::serve`], and keeps it in the ledger until
-    /// [`Daemon::close`]. So the caller can note its outcome before.
-    ///
-    /// # Errors
-    /// Fails like [`Daemon::serve`].
-    pub async fn run(
-        &self,
-        open: &mut OpenSession,
-        connect_limit: Option<Duration>,
-    ) -> anyhow::Result<Summary> {
+    async fn run(&self, open: &mut OpenSession) -> anyhow::Result<Summary> {
         let session = Arc::clone(&open.session);
-        let outcome = self.follow(open, connect_limit).await;
+        let outcome = self.follow(open).await;
         if let Err(error) = &outcome {
             session.fail(&format!("{error:#}"));
-            self.pool.look_again();
         }
         if session.has_failed() {
             self.pool.look_again();
@@ -313,37 +214,26 @@ impl Daemon {
         })
     }
 
-    /// Closes a session that has ended.
+    /// Closes the session when it has ended.
     pub async fn close(&self, open: OpenSession) {
-        self.forget(&open.session);
         let note = open.note.clone();
         open.close().await;
         // Last: as long as a process has the store, a plugin must be able to identify it.
         if let Some(Err(error)) = note.map(|note| note.remove(&self.notes)) {
-            warn!(%error, "removing a session's note");
+            warn!(%error, "removing the session's note");
         }
     }
 
-    async fn follow(&self, open: &mut OpenSession, connect_limit: Option<Duration>) -> anyhow::Result<()> {
+    async fn follow(&self, open: &mut OpenSession) -> anyhow::Result<()> {
         if open.slot.state() == SessionState::Listening {
             let session = Arc::clone(&open.session);
-            let limit = async {
-                match connect_limit {
-                    Some(limit) => tokio::time::sleep(limit).await,
-                    None => std::future::pending().await,
-                }
-            };
             tokio::select! {
                 accepted = open.accept() => {
                     accepted?;
-                    open.note = self.publish(open.slot, &open.session);
+                    open.note = self.publish(&open.session);
                 }
                 // Only a failure is possible before a restore connects.
                 () = session.changed() => return Ok(()),
-                () = limit => bail!(
-                    "no `criu restore` connected within {} s: start one, or this again",
-                    connect_limit.unwrap_or_default().as_secs_f32()
-                ),
             }
         }
         if open.slot.state() != SessionState::Running {
@@ -362,10 +252,7 @@ impl Daemon {
                 session.changed().await;
             }
         };
-        tokio::select! {
-            _ = async { tokio::join!(park, load) } => {}
-            () = self.watch_urgency(open) => {}
-        }
+        tokio::join!(park, load);
         Ok(())
     }
 
@@ -410,7 +297,7 @@ impl Daemon {
                     }
                     open.slot.set_state(SessionState::Running);
                     open.slot.inbox.done();
-                    open.note = self.publish(open.slot, &open.session);
+                    open.note = self.publish(&open.session);
                     return Ok(());
                 }
                 Received::Word(word) => self.expect_task(open, i32::from_ne_bytes(word.to_ne_bytes()))?,
