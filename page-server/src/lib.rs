@@ -3,14 +3,12 @@
 //!
 //! * [`cli`], [`commands`], [`criu_args`], [`logging`]: for people and their scripts.
 //! * [`agent`]: `rewake serve`, which starts streamers.
-//! * [`control`]: what the agent, streamers and their clients send to each other.
 //! * [`inspect`], [`doctor`]: what an image holds, and what a machine lacks.
 //! * [`sparse`]: what a dump leaves out.
 
 pub mod agent;
 pub mod cli;
 pub mod commands;
-pub mod control;
 pub mod criu_args;
 pub mod doctor;
 pub mod inspect;

@@ -10,7 +10,7 @@ const GENERATED: &[(&str, &str, &str)] = &[
     ("amdgpu.proto", "rewake.amdgpu", "crates/criu-images/src/generated/amdgpu.rs"),
     ("rewake_gpu.proto", "rewake.gpu", "crates/criu-images/src/generated/gpu.rs"),
     ("handover.proto", "rewake.handover", "crates/plugin-protocol/src/generated/handover.rs"),
-    ("control.proto", "rewake.control", "page-server/src/control/generated/control.rs"),
+    ("control.proto", "rewake.control", "crates/streamer/src/control/generated/control.rs"),
 ];
 
 fn generate(proto: &str, package: &str, root: &Path) -> String {

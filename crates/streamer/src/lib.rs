@@ -6,8 +6,10 @@
 //! * [`session`]: one restore that is served: its image, its handshake with CRIU, its end.
 //! * [`cpu`]: page faults and the background load of CPU memory.
 //! * [`gpu`]: GPU memory: faults of CPUs on it, gates, queues.
+//! * [`control`]: what the agent, streamers and their clients send to each other.
 //! * [`record`]: the events of a session with their times.
 
+pub mod control;
 pub mod cpu;
 pub mod gpu;
 pub mod ledger;

@@ -14,9 +14,9 @@ use tokio::time::timeout;
 use tracing::{debug, info, warn};
 
 use super::session::Registry;
-use crate::control::frame::{FrameError, receive, send};
-use crate::control::proto::{self, Reply, Request, reply, request};
-use crate::control::{MAX_CLIENTS, MESSAGE_LIMIT, OPEN_LIMIT, accept};
+use rewake_streamer::control::frame::{FrameError, receive, send};
+use rewake_streamer::control::proto::{self, Reply, Request, reply, request};
+use rewake_streamer::control::{MAX_CLIENTS, MESSAGE_LIMIT, OPEN_LIMIT, accept};
 
 /// Serves clients until SIGTERM or SIGINT. `ready` is called when they are answered. Streamers run on afterwards.
 ///

@@ -14,9 +14,9 @@ use anyhow::ensure;
 use tracing::{error, info, warn};
 
 use super::sessions_file::{self, Entry, Sessions};
-use crate::control::client::ClientError;
-use crate::control::proto::{self, Ended, Streaming};
-use crate::control::streamer::{self, ABANDONED};
+use rewake_streamer::control::client::ClientError;
+use rewake_streamer::control::proto::{self, Ended, Streaming};
+use rewake_streamer::control::streamer::{self, ABANDONED};
 use rewake_streamer::supervise::launch::Plan;
 
 /// The streamer's log, in the work directory.

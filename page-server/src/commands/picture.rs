@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 
-use crate::control::proto::{State, StreamedMemory, StreamedProcess, Streaming};
+use rewake_streamer::control::proto::{State, StreamedMemory, StreamedProcess, Streaming};
 use rewake_streamer::record::model::{left, percent};
 use rewake_streamer::units;
 

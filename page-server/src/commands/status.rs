@@ -13,9 +13,9 @@ use serde_json::{Value, json};
 
 use super::picture;
 use crate::cli::Status;
-use crate::control::client::{Client, ClientError};
-use crate::control::proto::{self, State};
-use crate::control::streamer;
+use rewake_streamer::control::client::{Client, ClientError};
+use rewake_streamer::control::proto::{self, State};
+use rewake_streamer::control::streamer;
 use rewake_streamer::session::address;
 use rewake_streamer::supervise::recover::{self, Orphan};
 use rewake_streamer::units;

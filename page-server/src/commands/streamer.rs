@@ -20,8 +20,8 @@ use tracing::{error, info, warn};
 
 use super::{directory, to_notify};
 use crate::cli::Streamer;
-use crate::control::proto;
-use crate::control::status_server::{Answers, StatusSocket, streaming};
+use rewake_streamer::control::proto;
+use rewake_streamer::control::status_server::{Answers, StatusSocket, streaming};
 use crate::logging;
 use rewake_streamer::gpu::{self, StreamOptions, plugin_folder};
 use rewake_streamer::ledger::fd_store::FdStore;

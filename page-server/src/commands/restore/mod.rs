@@ -24,10 +24,10 @@ use self::view::{View, write};
 use super::criu::{self, Criu, CriuInvocation, Options};
 use super::directory;
 use crate::cli::Restore;
-use crate::control::REPORT;
-use crate::control::client::ClientError;
-use crate::control::proto::{Ended, State, Streaming};
-use crate::control::streamer::{self, ABANDONED};
+use rewake_streamer::control::REPORT;
+use rewake_streamer::control::client::ClientError;
+use rewake_streamer::control::proto::{Ended, State, Streaming};
+use rewake_streamer::control::streamer::{self, ABANDONED};
 use rewake_streamer::gpu::plugin_folder;
 use rewake_streamer::record::{files, text};
 

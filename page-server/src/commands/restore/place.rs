@@ -12,8 +12,8 @@ use super::RestoreRequest;
 use super::view::View;
 use crate::cli::Restore;
 use crate::commands::directory;
-use crate::control::client::{Client, ClientError};
-use crate::control::streamer;
+use rewake_streamer::control::client::{Client, ClientError};
+use rewake_streamer::control::streamer;
 use rewake_streamer::session::address;
 use rewake_streamer::supervise::launch::Plan;
 

@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use serde::Serialize;
 
-use crate::control::proto::Streaming;
+use rewake_streamer::control::proto::Streaming;
 use rewake_streamer::record::model::{Memory, Record, State};
 
 /// One restore. Times are milliseconds since CRIU was started.

@@ -5,7 +5,7 @@ use std::io::{IsTerminal as _, Write as _, stderr};
 use std::time::{Duration, Instant};
 
 use super::super::picture;
-use crate::control::proto::Streaming;
+use rewake_streamer::control::proto::Streaming;
 
 /// Time between two lines where nothing can be redrawn.
 const PLAIN: Duration = Duration::from_secs(1);

@@ -15,10 +15,10 @@ use tokio::time::{sleep, timeout};
 use super::client::{Client, ClientError};
 use super::proto::{self, Ended, Streaming, reply, request};
 use super::status_server::{SOCKET, streaming};
-use rewake_streamer::record::files;
-use rewake_streamer::record::model::State;
-use rewake_streamer::session::address;
-use rewake_streamer::supervise::launch::{self, Plan};
+use crate::record::files;
+use crate::record::model::State;
+use crate::session::address;
+use crate::supervise::launch::{self, Plan};
 
 /// Time until a streamer listens, on a machine that has much else to do. A client of the agent waits longer:
 /// [`super::OPEN_LIMIT`].

@@ -20,10 +20,10 @@ use tracing::{debug, warn};
 use super::frame::{FrameError, receive, send};
 use super::proto::{self, Ended, Reply, Request, State, reply, request};
 use super::{MESSAGE_LIMIT, REPORT, accept};
-use rewake_streamer::record::Timeline;
-use rewake_streamer::record::model::{self, Memory, Record};
-use rewake_streamer::session::{address, socket};
-use rewake_streamer::sys;
+use crate::record::Timeline;
+use crate::record::model::{self, Memory, Record};
+use crate::session::{address, socket};
+use crate::sys;
 
 /// The socket's name in the work directory.
 pub(super) const SOCKET: &str = "rewake.status";
@@ -261,8 +261,8 @@ mod tests {
     use super::super::client::ClientError;
     use super::super::streamer;
     use super::*;
-    use rewake_streamer::record::{example, files};
-    use rewake_streamer::session::Session;
+    use crate::record::{example, files};
+    use crate::session::Session;
 
     /// A streamer's socket in a directory, and the thread that answers there.
     fn answers(

@@ -3,14 +3,14 @@
 //!
 //! * [`proto`]: the messages, generated.
 //! * [`frame`]: a message on a stream: a length, then that many bytes, within a time.
-//! * [`rewake_streamer::session::address`]: where the agent's socket is, which users may connect.
+//! * [`crate::session::address`]: where the agent's socket is, which users may connect.
 //! * `accept`: clients, up to their first request.
 //! * [`status_server`]: a streamer answers its clients.
 //! * [`client`]: the other side; [`streamer`]: starts a streamer and follows it to its end.
 
 use std::time::Duration;
 
-pub(crate) mod accept;
+pub mod accept;
 pub mod client;
 pub mod frame;
 mod generated;

@@ -10,13 +10,13 @@ use tracing::warn;
 
 use super::frame::{FrameError, receive, send};
 use super::{MESSAGE_LIMIT, VERSION, hello, proto};
-use rewake_streamer::session::address::may_speak;
+use crate::session::address::may_speak;
 
 /// Sleep after an accept that failed: descriptors are used up, most likely.
 const BREATH: Duration = Duration::from_millis(100);
 
 /// Waits for the next client that may connect.
-pub(crate) async fn next(listener: &UnixListener) -> UnixStream {
+pub async fn next(listener: &UnixListener) -> UnixStream {
     let ours = geteuid().as_raw();
     loop {
         let stream = match listener.accept().await {
@@ -38,7 +38,7 @@ pub(crate) async fn next(listener: &UnixListener) -> UnixStream {
 ///
 /// # Errors
 /// The connection fails.
-pub(crate) async fn greet(stream: &mut UnixStream) -> Result<bool, FrameError> {
+pub async fn greet(stream: &mut UnixStream) -> Result<bool, FrameError> {
     let Some(theirs) = receive::<proto::Hello>(stream, MESSAGE_LIMIT).await? else { return Ok(false) };
     send(stream, &hello()).await?;
     if theirs.version != VERSION {
