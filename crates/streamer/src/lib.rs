@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The streamer: it serves the memory of restored programs while they run.
 //!
+//! * [`restore`]: a restore from the start of its streamer to the last byte. Start here.
 //! * [`supervise`]: the processes of a streamer. A supervisor starts a worker again; `recover` serves what a whole streamer left.
 //! * [`ledger`]: the memory that survives a worker, the file that survives a streamer, and the fd stores parked in targets.
 //! * [`session`]: one restore that is served: its image, its handshake with CRIU, its end.
@@ -14,6 +15,7 @@ pub mod cpu;
 pub mod gpu;
 pub mod ledger;
 pub mod record;
+pub mod restore;
 pub mod session;
 pub mod supervise;
 pub mod sys;

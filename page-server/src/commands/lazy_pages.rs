@@ -6,10 +6,10 @@ use std::time::Duration;
 
 use anyhow::{Context as _, bail};
 
-use super::streamer::Restore;
 use super::{detach, directory, to_notify};
 use crate::cli::LazyPages;
 use crate::logging;
+use rewake_streamer::restore::{Options, Restore};
 use rewake_streamer::supervise::supervisor::{self, asked_to_stop_is_well};
 
 /// Runs the command; gives the exit code.
@@ -34,7 +34,13 @@ pub fn run(options: &LazyPages) -> anyhow::Result<u8> {
     {
         return Ok(code);
     }
-    let restore = Restore::of_cpus(images, work, options.connect_timeout.map(Duration::from_secs))?;
+    let restore = Restore::new(Options {
+        images: Some(images),
+        work,
+        records_working_set: false,
+        keeps_record: false,
+        connect_timeout: options.connect_timeout.map(Duration::from_secs),
+    })?;
     let code = supervisor::supervise(notify, |start| {
         restore.serve(start).unwrap_or_else(|error| {
             complain(options, &error);

@@ -11,10 +11,10 @@ use nix::sys::wait::{WaitStatus, waitpid};
 use nix::unistd::{ForkResult, Pid, fork, setsid};
 use tracing::{error, info, warn};
 
-use super::streamer::report;
 use crate::cli::Recover;
 use crate::logging;
 use rewake_streamer::ledger::{Folder, Ledger};
+use rewake_streamer::restore::report;
 use rewake_streamer::supervise::parking;
 use rewake_streamer::supervise::recover::take_up;
 use rewake_streamer::supervise::supervisor::{self, Start};

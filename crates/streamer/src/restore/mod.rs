@@ -1,0 +1,355 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! One restore, from the start of its streamer to the last byte: CPU memory for `criu restore --lazy-pages`, GPU memory
+//! that CRIU's plugin hands over, clients that follow it, and the record.
+
+mod own_session;
+
+use std::path::PathBuf;
+use std::sync::{Arc, OnceLock};
+use std::thread::{self, JoinHandle};
+use std::time::Duration;
+
+use anyhow::{Context as _, bail};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::{Pid, getpid, getppid};
+use own_session::OwnSession;
+use rewake_image_io::io_budget::IoBudget;
+use rewake_ioctl_filter::BlockList;
+use rewake_plugin_protocol::{DUMP_BLOCKS, Listener, ProcessId, SOCKET};
+use tokio::sync::watch;
+use tracing::{error, info, warn};
+
+use crate::control::proto;
+use crate::control::status_server::{Answers, StatusSocket, streaming};
+use crate::gpu::{self, StreamOptions, plugin_folder};
+use crate::ledger::{Ledger, Outcome, SessionState};
+use crate::record::model::State;
+use crate::record::{Timeline, files, follow};
+use crate::session::serve::{Summary, Worker};
+use crate::supervise::supervisor::{STOPPED, Start};
+use crate::supervise::worker::{self, AskedToStop};
+use crate::sys;
+
+/// What is restored, and how.
+#[derive(Debug)]
+pub struct Options {
+    /// CPU memory is served from this directory; none: CRIU loads it itself.
+    pub images: Option<PathBuf>,
+    /// CRIU's work directory (`-W`): the sockets and the record are here.
+    pub work: PathBuf,
+    /// Whether the GPU working set is recorded.
+    pub records_working_set: bool,
+    /// Whether the record is left in the work directory. It always is if the image has GPU memory.
+    pub keeps_record: bool,
+    /// The streamer ends when no restore has connected within this time.
+    pub connect_timeout: Option<Duration>,
+}
+
+/// What all workers of a streamer share.
+#[derive(Debug)]
+pub struct Restore {
+    options: Options,
+    /// The plugin connects here; none if the image has no GPU memory.
+    plugin: Option<Listener>,
+    status: StatusSocket,
+    /// Set when no restore has connected in time.
+    unconnected: OnceLock<String>,
+}
+
+impl Restore {
+    /// Makes the restore of an image, and its sockets for clients and, with GPU state, for the plugin.
+    ///
+    /// # Errors
+    /// The image cannot be read, or another streamer serves there already.
+    pub fn new(options: Options) -> anyhow::Result<Arc<Self>> {
+        let has_gpus = |images: &PathBuf| {
+            plugin_folder::image_has_gpu(images).with_context(|| format!("reading {}", images.display()))
+        };
+        let gpus = options.images.as_ref().map_or(Ok(true), has_gpus)?;
+        if gpus {
+            ProcessId::prepare().with_context(|| format!("make {DUMP_BLOCKS}, which delays dumps"))?;
+        }
+        let plugin = if gpus { Some(Listener::new(&options.work)?) } else { None };
+        let status = StatusSocket::bind(&options.work)?;
+        let restore = Self { options, plugin, status, unconnected: OnceLock::new() };
+        if restore.keeps_record() {
+            files::clear(&restore.options.work)?;
+        }
+        Ok(Arc::new(restore))
+    }
+
+    fn keeps_record(&self) -> bool {
+        self.options.keeps_record || self.plugin.is_some()
+    }
+
+    /// Runs a worker; gives its exit code.
+    ///
+    /// # Errors
+    /// Memory cannot be loaded, or the restore has failed. It is logged.
+    pub fn serve(self: &Arc<Self>, start: &Start) -> anyhow::Result<u8> {
+        let (timeline, mut answers) = (Timeline::default(), None);
+        let loaded = self.load(start, &timeline, &mut answers);
+        if let Err(error) = &loaded {
+            error!("{error:#}");
+            timeline.failed(&format!("{error:#}"));
+        }
+        self.keep(&timeline);
+        if let Some(answers) = answers {
+            answers.finish(self.ended(&loaded, &timeline));
+        }
+        loaded
+    }
+
+    /// Answers clients from now on. Loading matters more than being seen: a failure is logged.
+    fn answers(self: &Arc<Self>, start: &Start, timeline: &Timeline) -> Option<Answers> {
+        let (restore, ledger) = (Arc::clone(self), start.ledger);
+        let connected = move || restore.is_connected(ledger);
+        let stop = stop(start.supervisor);
+        let answers = self.status.answer(timeline.clone(), connected, stop);
+        answers.inspect_err(|error| warn!("no client can follow this restore: {error:#}")).ok()
+    }
+
+    fn ended(&self, loaded: &anyhow::Result<u8>, timeline: &Timeline) -> proto::Ended {
+        let record = timeline.record();
+        let reason = match loaded {
+            Err(error) => format!("{error:#}"),
+            Ok(_) if record.state == State::Failed => record.reason.clone().unwrap_or_default(),
+            Ok(_) if record.state == State::Waiting => self.unconnected.get().cloned().unwrap_or_default(),
+            Ok(_) => String::new(),
+        };
+        proto::Ended { ok: reason.is_empty(), reason, last: Some(streaming(&record)) }
+    }
+
+    /// Gives the exit code; `answers` is set as soon as clients are answered.
+    fn load(
+        self: &Arc<Self>,
+        start: &Start,
+        timeline: &Timeline,
+        answers: &mut Option<Answers>,
+    ) -> anyhow::Result<u8> {
+        if start.successor {
+            // Before anything that takes time: a restore that connects until then would fail.
+            self.close();
+            if start.ledger.gates().any() {
+                // Without `block_on`, which closes what the dead worker had: the supervisor waits by these descriptors.
+                *answers = self.answers(start, timeline);
+                bail!("the worker died while it loaded GPU memory: a successor cannot finish that");
+            }
+        }
+        let (mut gpus, mut own) = (None, None);
+        let served = worker::block_on(start, async |worker| {
+            *answers = self.answers(start, timeline);
+            self.prepare(start, timeline)?;
+            let mut over: Option<watch::Receiver<bool>> = None;
+            if !start.successor && self.plugin.is_some() {
+                let (sender, receiver) = watch::channel(false);
+                gpus = Some(self.load_gpus(start, worker.pool.pace(), timeline, sender)?);
+                over = Some(receiver);
+            }
+            if self.options.images.is_none() {
+                if start.successor {
+                    return Ok(());
+                }
+                own = Some(OwnSession::open(start, &self.options.work)?);
+                start.ready();
+            }
+            tokio::select! {
+                done = self.serve_cpus(start, worker, timeline, over.clone()) => done,
+                () = without_cpus(start.ledger, over) => Ok(()),
+            }
+        });
+        match served {
+            Ok(()) => {}
+            Err(error) if !error.is::<AskedToStop>() => return Err(error),
+            // The streamer finishes what the plugin has handed over.
+            Err(_) if start.ledger.gates().any() => {}
+            Err(_) => return Ok(STOPPED),
+        }
+        // A restore that has not connected by now does not connect any more.
+        self.close();
+        let loaded =
+            gpus.map_or(Ok(()), |gpus| gpus.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)));
+        if let Some(own) = own {
+            own.close();
+        }
+        loaded.map(|()| 0)
+    }
+
+    /// Samples the progress, and limits the wait for a restore.
+    fn prepare(self: &Arc<Self>, start: &Start, timeline: &Timeline) -> anyhow::Result<()> {
+        if let Err(error) = follow(timeline.clone()) {
+            warn!("the progress is sampled only when a client asks: {error}");
+        }
+        self.end_unless_connected(start)
+    }
+
+    fn close(&self) {
+        if let Some(plugin) = &self.plugin {
+            plugin.close();
+        }
+    }
+
+    /// Serves CPU memory, unless a worker that died has loaded all of it. The session ends when GPU memory is resident
+    /// too, as `over` says: until then its fd store keeps the userfaultfds of placeholders.
+    async fn serve_cpus(
+        &self,
+        start: &Start,
+        worker: &Worker,
+        timeline: &Timeline,
+        over: Option<watch::Receiver<bool>>,
+    ) -> anyhow::Result<()> {
+        let Some(images) = &self.options.images else { return std::future::pending().await };
+        if start.ledger.session().outcome() != Outcome::Open {
+            // The last worker died when the session had ended, and may not have kept the record.
+            timeline.handed_over();
+        }
+        let Some(mut session) = worker.open(images, &self.options.work)? else { return Ok(()) };
+        timeline.brings(&session.session);
+        start.ready();
+        let outcome = worker.serve(&mut session).await;
+        if let Ok(summary) = &outcome {
+            report(summary);
+        }
+        if let Some(mut over) = over {
+            // An error means that the thread has ended, however it went.
+            let _ = over.wait_for(|over| *over).await;
+        }
+        worker.close(session).await;
+        outcome.map(drop)
+    }
+
+    /// Loads GPU memory in a thread; `over` gets true when it has ended.
+    fn load_gpus(
+        self: &Arc<Self>,
+        start: &Start,
+        budget: Arc<IoBudget>,
+        timeline: &Timeline,
+        over: watch::Sender<bool>,
+    ) -> anyhow::Result<JoinHandle<anyhow::Result<()>>> {
+        let cpus = self.options.images.is_some().then_some(budget);
+        let options =
+            StreamOptions { cpus, marks: blocked_calls(start), record: self.options.records_working_set };
+        let (restore, ledger, timeline) = (Arc::clone(self), start.ledger, timeline.clone());
+        let load = move || {
+            let done =
+                restore.plugin.as_ref().map_or(Ok(()), |plugin| gpus(plugin, options, ledger, &timeline));
+            if done.is_err() {
+                // The processes whose gates are still closed.
+                ledger.gates().end_all();
+            }
+            // No one listens any more when all CPU memory is resident.
+            let _ = over.send(true);
+            done
+        };
+        thread::Builder::new().name("gpus".to_owned()).spawn(load).context("starting a thread")
+    }
+
+    /// Whether a restore has connected: CRIU for CPU memory, or its plugin for GPU memory.
+    fn is_connected(&self, ledger: Ledger) -> bool {
+        // The plugin's socket is removed when the first plugin has connected.
+        self.plugin.is_some() && self.options.work.is_dir() && !self.options.work.join(SOCKET).exists()
+            || self.options.images.is_some() && ledger.session().is_connected()
+    }
+
+    fn end_unless_connected(self: &Arc<Self>, start: &Start) -> anyhow::Result<()> {
+        let Some(limit) = self.options.connect_timeout else { return Ok(()) };
+        let (restore, ledger, stop) = (Arc::clone(self), start.ledger, stop(start.supervisor));
+        let wait = move || {
+            thread::sleep(limit);
+            if !restore.is_connected(ledger) {
+                let reason = format!("no `criu restore` connected within {} s", limit.as_secs());
+                warn!("{reason}");
+                // It is set once: this is the only thread that sets it.
+                let _ = restore.unconnected.set(reason);
+                stop();
+            }
+        };
+        sys::thread_without_signals("connect-limit", wait).context("starting a thread")
+    }
+
+    /// Leaves the record for users, if a restore has begun.
+    fn keep(&self, timeline: &Timeline) {
+        timeline.ended();
+        let record = timeline.record();
+        if !self.keeps_record() || record.state == State::Waiting {
+            return;
+        }
+        if let Err(error) = files::write(&record, &self.options.work) {
+            warn!("{error:#}");
+        }
+    }
+}
+
+/// Logs that all CPU memory of a session is resident.
+pub fn report(summary: &Summary) {
+    let pages = summary.pages_copied + summary.pages_zero;
+    info!(
+        tasks = summary.tasks,
+        pages,
+        zero_pages = summary.pages_zero,
+        faults = summary.faults,
+        seconds = format!("{:.3}", summary.elapsed.as_secs_f64()),
+        "all memory is back"
+    );
+}
+
+/// Ends this worker when nothing depends on it. The supervisor forwards the signal, so that it starts no successor.
+fn stop(supervisor: i32) -> impl Fn() + Send + Sync + 'static {
+    move || {
+        // While it is this process's parent, no other process has its number.
+        let supervised = getppid().as_raw() == supervisor;
+        let _ = kill(if supervised { Pid::from_raw(supervisor) } else { getpid() }, Signal::SIGTERM);
+    }
+}
+
+/// Returns when GPU memory is resident, and no restore has connected for CPU memory: the tree had none that was
+/// missing, or CRIU has failed.
+async fn without_cpus(ledger: Ledger, over: Option<watch::Receiver<bool>>) {
+    if let Some(mut over) = over
+        && over.wait_for(|over| *over).await.is_ok()
+        && matches!(ledger.session().state(), SessionState::Free | SessionState::Listening)
+    {
+        return;
+    }
+    std::future::pending::<()>().await;
+}
+
+/// Attaches the filter that holds and refuses calls until all processes of this program have ended. None where the
+/// kernel cannot.
+fn blocked_calls(start: &Start) -> Option<BlockList> {
+    match rewake_ioctl_filter::attach() {
+        Ok((filter, list)) => {
+            start.ledger.keep(filter.into_descriptors());
+            Some(list)
+        }
+        Err(error) => {
+            let error = anyhow::Error::from(error);
+            warn!(
+                "BPF LSM is not available: GPU processes start when all their CPU memory is resident, the queues of the \
+                 whole restore resume together, and mprotect and export of missing buffers are not blocked: {error:#}"
+            );
+            None
+        }
+    }
+}
+
+fn gpus(
+    plugin: &Listener,
+    options: StreamOptions,
+    ledger: Ledger,
+    timeline: &Timeline,
+) -> anyhow::Result<()> {
+    let Some(done) = gpu::serve(plugin, options, ledger, timeline)? else { return Ok(()) };
+    if let Some(report) = &done.loaded {
+        report.paths.iter().for_each(|path| info!("{path}"));
+        info!("{report}");
+    }
+    info!(
+        processes = done.processes,
+        touches = done.touches,
+        seconds = format!("{:.3}", done.took.as_secs_f64()),
+        "{}",
+        if done.held == 0 { "GPUs go on" } else { "gates are open, and not all GPUs go on" }
+    );
+    Ok(())
+}
