@@ -40,6 +40,7 @@ cargo xtask <command>
   vm test [filter] [--machine NAME]
                              the tests of the software GPU, in every machine of the suite or in one
   tidy                       the style rules that rustfmt and clippy do not know
+  figures                    product lines, type names that several types have, import circles
   codegen                    write the code generated from proto/ anew
 
 setup, test, demo, bench and vm need root and start again under sudo. CRIU=/path chooses a CRIU. More: docs/setup.md
@@ -80,6 +81,7 @@ fn dispatch(words: &[&str]) -> anyhow::Result<ExitCode> {
         ["vm", "test", more @ ..] => vm::test(&vm::Wanted::parse(more)?)?,
         ["vm", more @ ..] => return vm::run(more),
         ["tidy"] => tidy::check()?,
+        ["figures"] => commands::figures::run()?,
         ["codegen"] => commands::codegen::run()?,
         [] | ["help" | "--help" | "-h"] => print!("{HELP}"),
         other => bail!("`{}` is no command of xtask; `cargo xtask help` lists them", other.join(" ")),
