@@ -6,8 +6,7 @@ use std::time::Duration;
 
 use nix::errno::Errno;
 
-use crate::VERSION;
-use crate::socket::SOCKET;
+use crate::{SOCKET, VERSION};
 
 /// A handoff failed.
 #[derive(Debug, thiserror::Error)]

@@ -26,8 +26,10 @@ pub use channel::{Channel, MAX_DESCRIPTORS, TIMEOUT};
 pub use dump_block::{DUMP_BLOCKS, ProcessId};
 pub use error::Error;
 pub use session::{FileId, Notes, Phase, SESSIONS, SessionNote, Skipped, Store, sockets_of};
-pub use socket::{Listener, SOCKET, connect};
+pub use socket::{Listener, connect};
 
+/// The socket's name in CRIU's work directory, where CRIU runs during a restore.
+pub const SOCKET: &str = "rewake-gpu.socket";
 /// Version of the protocol. It changes when a message changes its meaning.
 pub const VERSION: u32 = 4;
 

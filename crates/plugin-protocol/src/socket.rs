@@ -12,12 +12,10 @@ use nix::fcntl::{OFlag, open};
 use nix::sys::socket::{self, AddressFamily, Backlog, Shutdown, SockFlag, SockType, UnixAddr, accept4, bind};
 use nix::sys::stat::{Mode, fchmod};
 
+use crate::SOCKET;
 use crate::abi::accepted;
 use crate::channel::Channel;
 use crate::error::Error;
-
-/// The socket's name in CRIU's work directory, where CRIU runs during a restore.
-pub const SOCKET: &str = "rewake-gpu.socket";
 
 /// A server's socket that waits for a plugin. Only this user can connect.
 #[derive(Debug)]

@@ -6,9 +6,14 @@ use std::io;
 
 use crate::abi::Tid;
 use crate::error::Error;
+use crate::stuck::Reason;
 
 use rewake_process::proc::numbers;
 pub(crate) use rewake_process::proc::{Status, children, name, processes, status, threads};
+
+/// The CPU time after which an interrupted thread is certainly in the kernel: it would have left its own code
+/// at the first interrupt. It suffices to take any lock without sleeping.
+const IN_KERNEL_AFTER_NS: u64 = 3_000_000;
 
 /// Returns the descriptor numbers of a thread.
 pub(crate) fn descriptors(tid: Tid) -> Result<Vec<std::os::fd::RawFd>, Error> {
@@ -48,6 +53,17 @@ pub(crate) fn cpu_time(tid: Tid) -> Option<u64> {
 pub(crate) fn call(tid: Tid) -> Option<i64> {
     let text = fs::read_to_string(format!("/proc/{tid}/syscall")).ok()?;
     text.split_ascii_whitespace().next()?.parse().ok()
+}
+
+/// Returns why a thread does not stop that had a CPU time of `since` ns at its interrupt.
+pub(crate) fn why_stuck(tid: Tid, since: Option<u64>) -> Reason {
+    if let Some(call) = call(tid) {
+        return Reason::Sleeps(call);
+    }
+    match (since, cpu_time(tid)) {
+        (Some(since), Some(now)) if now.saturating_sub(since) >= IN_KERNEL_AFTER_NS => Reason::Spins,
+        _ => Reason::Unknown,
+    }
 }
 
 /// Returns the kind of a program that is not for x86-64, by its ELF header (System V ABI, chapter 4).

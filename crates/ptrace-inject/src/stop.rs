@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use crate::abi::{self, Stop, Tid, TraceeState};
 use crate::error::Error;
 use crate::inject::CallSetup;
-use crate::stuck::{self, Reason, Stuck};
+use crate::stuck::{Reason, Stuck};
 use crate::tracer::TraceeList;
 use crate::wait::Wait;
 use crate::{proc, restart, sharers, tracer};
@@ -194,7 +194,7 @@ impl Stopped<'_> {
     /// Updates the reasons why threads do not stop. Returns whether all of them spin in the kernel.
     fn all_spin(&mut self) -> bool {
         for thread in &mut self.running {
-            thread.reason = stuck::reason(thread.tid, thread.cpu_time);
+            thread.reason = proc::why_stuck(thread.tid, thread.cpu_time);
         }
         self.running.iter().all(|thread| thread.reason == Reason::Spins)
     }

@@ -8,13 +8,6 @@
 
 use std::fmt;
 
-use crate::abi::Tid;
-use crate::proc;
-
-/// The CPU time after which an interrupted thread is certainly in the kernel: it would have left its own code
-/// at the first interrupt. It suffices to take any lock without sleeping.
-const IN_KERNEL_AFTER_NS: u64 = 3_000_000;
-
 /// System calls that change mappings (x86-64 numbers).
 const CHANGES_MAPPINGS: [libc::c_long; 13] = [
     libc::SYS_mmap,
@@ -77,17 +70,6 @@ impl fmt::Display for Stuck {
             Reason::Sleeps(call) => write!(f, "thread {tid} sleeps in system call {call}"),
             Reason::Unknown => write!(f, "thread {tid} has not run"),
         }
-    }
-}
-
-/// Returns why a thread does not stop that had a CPU time of `since` ns at its interrupt.
-pub(crate) fn reason(tid: Tid, since: Option<u64>) -> Reason {
-    if let Some(call) = proc::call(tid) {
-        return Reason::Sleeps(call);
-    }
-    match (since, proc::cpu_time(tid)) {
-        (Some(since), Some(now)) if now.saturating_sub(since) >= IN_KERNEL_AFTER_NS => Reason::Spins,
-        _ => Reason::Unknown,
     }
 }
 

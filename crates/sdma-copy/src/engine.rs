@@ -15,10 +15,11 @@ use rewake_amdgpu_uapi::render::Render;
 use rewake_process::Notifier;
 
 use crate::Error;
+use crate::caps::SdmaCaps;
 use crate::cpu::Copier;
 use crate::device::{Device, MemoryDevice, import};
 use crate::flight::Ticket;
-use crate::rings::{Rings, SdmaCaps};
+use crate::rings::Rings;
 use crate::staging::{Memory, Staging};
 use crate::table::{Bo, Table};
 use crate::transfer::Transfer;

@@ -44,6 +44,7 @@
 #![forbid(unsafe_code)]
 
 mod address;
+mod caps;
 mod cpu;
 mod device;
 mod engine;

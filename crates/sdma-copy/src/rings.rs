@@ -12,7 +12,7 @@ use drm::control::{Device as _, syncobj};
 use rewake_amdgpu_uapi::abi::drm::Chunk;
 use rewake_amdgpu_uapi::abi::memory::Mapping;
 use rewake_amdgpu_uapi::abi::{
-    AMDGPU_GEM_CREATE_CPU_ACCESS_REQUIRED, AMDGPU_GEM_DOMAIN_GTT, AMDGPU_HW_IP_DMA, drm_amdgpu_bo_list_entry,
+    AMDGPU_GEM_CREATE_CPU_ACCESS_REQUIRED, AMDGPU_GEM_DOMAIN_GTT, drm_amdgpu_bo_list_entry,
     drm_amdgpu_cs_chunk_syncobj,
 };
 use rewake_amdgpu_uapi::packet::{Rule, Sdma};
@@ -40,28 +40,6 @@ const COMMAND_ALIGNMENT: usize = 32;
 const _: () = assert!(
     COPIES as u64 * Sdma::COPY <= COMMAND_BYTES && COMMAND_BYTES.is_multiple_of(COMMAND_ALIGNMENT as u64)
 );
-
-/// The copy rings that a GPU offers.
-#[derive(Debug)]
-pub(crate) enum SdmaCaps {
-    /// Rings that Rewake can use: a bit for each.
-    Rings { mask: u32, version: (u32, u32), rule: Rule },
-    /// No usable rings, and the reason.
-    None(String),
-}
-
-impl SdmaCaps {
-    pub(crate) fn of(render: &Render) -> Result<Self, Error> {
-        let kernel = |source| Error::Kernel { minor: render.minor(), source };
-        let info = render.engine_info(AMDGPU_HW_IP_DMA).map_err(kernel)?;
-        let version = (info.hw_ip_version_major, info.hw_ip_version_minor);
-        Ok(match (info.available_rings, Rule::of(version.0)) {
-            (0, _) => Self::None("the driver offers no copy ring".to_owned()),
-            (_, None) => Self::None(format!("SDMA version {}.{} is not supported", version.0, version.1)),
-            (mask, Some(rule)) => Self::Rings { mask, version, rule },
-        })
-    }
-}
 
 /// All rings of one context.
 #[derive(Debug)]

@@ -16,7 +16,7 @@ use rewake_amdgpu_uapi::abi::{AMDGPU_GEM_CREATE_CPU_ACCESS_REQUIRED, AMDGPU_GEM_
 use rewake_amdgpu_uapi::render::Render;
 
 use crate::Error;
-use crate::rings::SdmaCaps;
+use crate::caps::SdmaCaps;
 
 /// Bytes of ordinary pages in one dma-buf: half of the udmabuf module's default limit.
 const MAX_DMABUF_BYTES: u64 = 32 << 20;

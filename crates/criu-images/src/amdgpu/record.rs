@@ -22,13 +22,13 @@ macro_rules! record {
         }
 
         impl $name {
-            fn from_raw(raw: &$raw) -> Result<Self, $crate::amdgpu::record::Missing> {
+            pub(crate) fn from_raw(raw: &$raw) -> Result<Self, $crate::amdgpu::record::Missing> {
                 use $crate::amdgpu::record::Missing;
                 Ok(Self { $($field: raw.$field.ok_or(Missing(stringify!($field)))?,)* })
             }
 
             #[allow(clippy::needless_update, reason = "not every message has more than its numbers")]
-            fn to_raw(self) -> $raw {
+            pub(crate) fn to_raw(self) -> $raw {
                 $raw { $($field: Some(self.$field),)* ..Default::default() }
             }
         }

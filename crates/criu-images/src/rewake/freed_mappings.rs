@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 
 use prost::Message;
 
-use super::shared::MAX_SHARED;
+use super::buffer_user::MAX_SHARED;
 use crate::amdgpu::record::{Contents, Missing, record};
 use crate::error::Result;
 use crate::generated::gpu as raw;

@@ -3,13 +3,15 @@
 //!
 //! - [`SharedImage`]: `rewake-shared.img`, the GPU objects that processes of a tree share.
 
+mod buffer_user;
 mod freed_mappings;
 mod render;
 mod shared;
 
+pub use buffer_user::{BufferUser, MAX_SHARED};
 pub use freed_mappings::{FreedMapping, FreedMappings};
 pub use render::{BufferOwner, RenderFile, RenderImport};
-pub use shared::{BufferUser, MAX_SHARED, SHARED_NAME, SecondFile, SharedBuffer, SharedImage};
+pub use shared::{SHARED_NAME, SecondFile, SharedBuffer, SharedImage};
 
 pub(crate) use shared::parse as parse_shared;
 

@@ -7,19 +7,16 @@ use std::path::Path;
 
 use prost::Message;
 
-use crate::amdgpu::MAX_BUFFERS;
 use crate::amdgpu::contents::file_of;
 use crate::amdgpu::record::{Contents, record};
 use crate::error::Result;
 use crate::generated::gpu as raw;
+use crate::rewake::buffer_user::{BufferUser, MAX_SHARED};
 use crate::rewake::freed_mappings::{self, FreedMappings};
 use crate::rewake::render::{self, RenderFile};
 
 /// The file's name.
 pub const SHARED_NAME: &str = "rewake-shared.img";
-/// The most users of buffers, and the most second files, of an image.
-pub const MAX_SHARED: usize = MAX_BUFFERS;
-
 /// The GPU objects that processes of a tree share.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct SharedImage {
@@ -40,17 +37,6 @@ pub struct SharedBuffer {
     pub users: Vec<BufferUser>,
     /// Id of its open dma-buf: [`crate::amdgpu::dmabuf_name`] gives the name of its image.
     pub dmabuf: Option<u32>,
-}
-
-record! {
-    /// A buffer of one process.
-    #[derive(PartialOrd, Ord)]
-    BufferUser = raw::BufferUser {
-        /// Id of the process's `/dev/kfd`: [`crate::amdgpu::kfd_name`] gives the name of its image.
-        kfd: u32,
-        /// Index in [`crate::amdgpu::KfdImage::buffers`].
-        buffer: u32,
-    }
 }
 
 record! {

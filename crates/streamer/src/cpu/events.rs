@@ -38,7 +38,7 @@ pub(super) struct UffdReader {
 }
 
 /// Reactors that may read events at once. Each may take as many slots as it reads messages.
-const READERS: usize = super::pool::MAX_REACTORS;
+const READERS: usize = super::shared::MAX_REACTORS;
 
 /// Returns whether the event can be read or handled later, when there is more room. Room means slots of the
 /// ledger, descriptors, memory, or space in the session's fd store (EAGAIN, ENOBUFS, ETOOMANYREFS).

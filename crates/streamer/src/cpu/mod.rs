@@ -8,8 +8,8 @@
 //! * `pool`: starts the threads and assigns address spaces to them.
 //! * `reactor`: a thread's loop: events, completions, one bounded piece of background work.
 //! * `events`: applies what a fork, mremap, munmap or madvise changes.
-//! * `demand`: loads the pages that page faults wait for.
-//! * `background`: loads all other pages, block by block.
+//! * `reactor::demand`: loads the pages that page faults wait for.
+//! * `reactor::background`: loads all other pages, block by block.
 //! * `enomem_retry`: limits how long refused fills (ENOMEM) are tried again.
 //! * `abort`: ends the address spaces of a failed session.
 //! * [`address_spaces`]: opens, takes over and ends a session's address spaces.
@@ -18,8 +18,6 @@
 
 mod abort;
 pub mod address_spaces;
-mod background;
-mod demand;
 mod enomem_retry;
 mod events;
 mod pool;
@@ -29,5 +27,5 @@ pub mod space;
 pub mod stats;
 
 pub use pool::{Pool, reactors};
-pub use reactor::Task;
+pub use shared::Task;
 pub use space::AddressSpace;

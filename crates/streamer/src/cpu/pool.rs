@@ -10,12 +10,9 @@ use rewake_image_io::BlockCache;
 use rewake_image_io::io_budget::IoBudget;
 use rewake_process::Notifier;
 
-use super::reactor::{Task, run};
-use super::shared::{Handle, Shared};
+use super::reactor::run;
+use super::shared::{Handle, MAX_REACTORS, Shared, Task};
 use crate::ledger::Ledger;
-
-/// The most reactors. Memory bandwidth bounds the filling: more threads would only compete for it.
-pub(super) const MAX_REACTORS: usize = 8;
 
 /// Returns the number of reactors: one for each processor, [`MAX_REACTORS`] at most.
 #[must_use]

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The state that all reactors share.
 
+use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -8,9 +9,26 @@ use rewake_image_io::BlockCache;
 use rewake_image_io::io_budget::IoBudget;
 use rewake_process::Notifier;
 
-use super::reactor::Task;
 use super::space::AddressSpace;
-use crate::ledger::Ledger;
+use crate::ledger::{Journal, Ledger};
+
+/// The most reactors. Memory bandwidth bounds the filling: more threads would only compete for it.
+pub(super) const MAX_REACTORS: usize = 8;
+
+/// A task that another thread gives to a reactor.
+#[derive(Debug)]
+pub enum Task {
+    /// Become the home reactor of an address space.
+    Adopt {
+        /// The address space, which the ledger has already.
+        space: Arc<AddressSpace>,
+        /// Its journal.
+        journal: Journal,
+        /// At a takeover, the userfaultfds that had slots then. Messages may be pending, and threads may wait
+        /// whose faults the dead worker has read.
+        inherited: Option<Arc<BTreeSet<i32>>>,
+    },
+}
 
 /// How other threads reach one reactor.
 #[derive(Debug)]

@@ -7,8 +7,8 @@ use rewake_image_io::io_budget::{Lane, PIECE, Permit};
 use rewake_image_io::{Acquire, BLOCK, BlockRef, BufferSlice, Done, LoadGuard, PagesFile, Read, read_now};
 use rewake_pager::{BlockIx, Finish, PageIx};
 
-use super::reactor::Reactor;
-use super::space::{AddressSpace, Filled};
+use super::Reactor;
+use crate::cpu::space::{AddressSpace, Filled};
 
 /// Blocks that a reactor claims together: adjacent ones make one request to the disk.
 const BATCH: usize = PIECE / BLOCK;

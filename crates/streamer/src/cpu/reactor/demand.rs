@@ -8,8 +8,8 @@ use std::time::Instant;
 use rewake_image_io::{Acquire, BLOCK, Done, PagesFile, Read, read_now};
 use rewake_pager::{Locate, PAGE_SIZE, Place};
 
-use super::reactor::Reactor;
-use super::space::{AddressSpace, Filled};
+use super::Reactor;
+use crate::cpu::space::{AddressSpace, Filled};
 
 /// A page fault at `address`, which a thread waits for.
 #[derive(Debug)]

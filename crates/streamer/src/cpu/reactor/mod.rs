@@ -2,6 +2,9 @@
 //! Runs the loop of a reactor thread: events and completions first, then one bounded piece of background
 //! work.
 
+mod background;
+mod demand;
+
 use std::collections::BTreeSet;
 use std::io;
 use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, RawFd};
@@ -10,6 +13,8 @@ use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
+use background::{Claim, Load, Step, Work};
+use demand::{DEMAND_TICKET, Demand};
 use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
 use rewake_image_io::{Done, Engine, PAGE};
 use rewake_pager::Run;
@@ -17,12 +22,10 @@ use rewake_process::Notifier;
 use slab::Slab;
 use tracing::{debug, error, info, warn};
 
-use super::background::{Claim, Load, Step, Work};
-use super::demand::{DEMAND_TICKET, Demand};
 use super::events::{EventBatch, UffdReader, wants_room};
-use super::shared::Shared;
+use super::shared::{Shared, Task};
 use super::space::AddressSpace;
-use crate::ledger::{Journal, NO_FD};
+use crate::ledger::NO_FD;
 use crate::session::Session;
 use crate::sys;
 
@@ -46,52 +49,37 @@ const WAKER: u64 = 0;
 const ENGINE: u64 = 1;
 const FIRST_HOME: u64 = 2;
 
-/// A task that another thread gives to a reactor.
-#[derive(Debug)]
-pub enum Task {
-    /// Become the home reactor of an address space.
-    Adopt {
-        /// The address space, which the ledger has already.
-        space: Arc<AddressSpace>,
-        /// Its journal.
-        journal: Journal,
-        /// At a takeover, the userfaultfds that had slots then. Messages may be pending, and threads may wait
-        /// whose faults the dead worker has read.
-        inherited: Option<Arc<BTreeSet<i32>>>,
-    },
-}
-
 /// The state of one reactor thread. The work itself is in `demand`, `background`, `events` and `abort`.
 pub(super) struct Reactor {
     index: usize,
-    pub(super) shared: Arc<Shared>,
-    pub(super) engine: Box<dyn Engine>,
-    pub(super) waker: Notifier,
+    shared: Arc<Shared>,
+    engine: Box<dyn Engine>,
+    waker: Notifier,
     epoll: Epoll,
-    pub(super) homes: Slab<UffdReader>,
+    homes: Slab<UffdReader>,
     /// Address spaces of all reactors, as of `version`.
-    pub(super) spaces: Vec<Arc<AddressSpace>>,
+    spaces: Vec<Arc<AddressSpace>>,
     version: usize,
-    pub(super) turn: usize,
-    pub(super) demands: Slab<Demand>,
-    pub(super) deferred: Vec<Demand>,
+    turn: usize,
+    demands: Slab<Demand>,
+    deferred: Vec<Demand>,
     /// Page faults whose block some reactor is reading.
-    pub(super) blocked: Vec<Demand>,
-    pub(super) loads: Slab<Load>,
-    pub(super) waiting: Vec<Claim>,
-    pub(super) ready: std::collections::VecDeque<Work>,
-    pub(super) runs: Vec<Run>,
-    pub(super) page: Box<[u8; PAGE]>,
+    blocked: Vec<Demand>,
+    loads: Slab<Load>,
+    waiting: Vec<Claim>,
+    ready: std::collections::VecDeque<Work>,
+    runs: Vec<Run>,
+    page: Box<[u8; PAGE]>,
     /// Whether a fill was refused because the program is changing its layout.
-    pub(super) stalled: bool,
+    stalled: bool,
     spins: u32,
     served: usize,
     idle: bool,
     /// Whether background reads wait because demand loads use the disk.
-    pub(super) held_back: bool,
+    held_back: bool,
     engine_ready: bool,
     /// Whether the last block was not in the page cache.
-    pub(super) cold: bool,
+    cold: bool,
     /// Whether an address space of a failed session could not be ended yet.
     unended: bool,
     /// Whether events of some address space wait for room.
@@ -188,7 +176,7 @@ impl Reactor {
     /// Returns how long the next step may be. The reactor after the home leaves its processor to faulting
     /// threads. If every processor filled memory, a thread would wait longer for a processor than for its
     /// page.
-    pub(super) fn step(&self, space: &AddressSpace) -> Step {
+    fn step(&self, space: &AddressSpace) -> Step {
         let count = self.shared.handles.len();
         match space.is_faulting() {
             false => Step::Full,
@@ -400,13 +388,13 @@ impl Reactor {
     }
 
     /// Handles the end of a process or of its memory.
-    pub(super) fn gone(&mut self, space: &Arc<AddressSpace>) {
+    fn gone(&mut self, space: &Arc<AddressSpace>) {
         space.set_gone();
         self.shared.attention(space);
     }
 
     /// Fails the session: the kernel refused a fill, and another try would not help.
-    pub(super) fn refused(&mut self, space: &Arc<AddressSpace>, errno: i32) {
+    fn refused(&mut self, space: &Arc<AddressSpace>, errno: i32) {
         space.session.fail(&space.complaint(errno));
         self.shared.attention_all();
     }
