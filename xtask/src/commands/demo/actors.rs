@@ -87,7 +87,7 @@ impl Drop for Target {
     }
 }
 
-/// `criu restore`, which stays as the parent of what it restored and collects it: with `-d` that would be left to
+/// `criu restore` or `rewake restore`, which stays as the parent of what it restored and collects it: with `-d` that would be left to
 /// init, and a container's init may leave the pid taken for ever.
 pub(super) struct Restore {
     criu: Child,
@@ -95,24 +95,17 @@ pub(super) struct Restore {
 }
 
 impl Restore {
-    /// Returns when the process runs again: CRIU tells a script of it.
-    pub(super) fn start(
-        criu: &Path,
-        images: &Path,
-        work: &Path,
-        more: &[&str],
-        limit: Duration,
-    ) -> anyhow::Result<Self> {
+    /// Starts a restore, and returns when the process runs again: CRIU runs a script then. `command` has the image and the
+    /// work directory already, and ends with options for CRIU.
+    pub(super) fn start(mut command: Command, work: &Path, limit: Duration) -> anyhow::Result<Self> {
         let (script, resumed, log) = (work.join("on-event"), work.join("resumed"), work.join("restore.log"));
         fs::write(&script, ON_EVENT).with_context(|| format!("write {}", script.display()))?;
         fs::set_permissions(&script, fs::Permissions::from_mode(0o755))
             .context("make a script executable")?;
-        let mut command = Command::new(criu);
-        command.args(["restore", "-D"]).arg(images).arg("-W").arg(work).args(["-o", "restore.log"]);
         // CRIU works in the work folder, and hands the name to a shell: a relative one needs no quoting.
-        command.args(["--action-script", "./on-event"]).args(more);
-        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
-        let mut restore = Self { criu: command.spawn().context("start `criu restore`")?, log };
+        command.args(["-o", "restore.log", "--action-script", "./on-event"]);
+        command.stdin(Stdio::null()).stdout(Stdio::null());
+        let mut restore = Self { criu: command.spawn().context("start the restore")?, log };
         wait_until(limit, "`criu restore` did not finish", || {
             let resumed = resumed.exists();
             ensure!(
@@ -126,9 +119,15 @@ impl Restore {
         Ok(restore)
     }
 
-    /// Waits for the end of the restored process.
+    /// Waits for the end of the restored process, which must be a good one.
     pub(super) fn ended(mut self, limit: Duration) -> anyhow::Result<()> {
-        wait_until(limit, "the restored process did not end", || Ok(self.criu.try_wait()?.is_some()))
+        let mut end = None;
+        wait_until(limit, "the restored process did not end", || {
+            end = self.criu.try_wait()?;
+            Ok(end.is_some())
+        })?;
+        ensure!(end.is_some_and(|status| status.success()), "the restore failed: {end:?}");
+        Ok(())
     }
 }
 
@@ -148,46 +147,6 @@ fn last_error(log: &Path) -> String {
     let text = fs::read_to_string(log).unwrap_or_default();
     let error = text.lines().rfind(|line| line.contains("Error (")).unwrap_or("no error in its log");
     format!("{error} (log: {})", log.display())
-}
-
-/// `rewake lazy-pages`.
-pub(super) struct Server(Child);
-
-impl Server {
-    /// Returns when it listens: it says so on descriptor 3, as `criu lazy-pages` does.
-    pub(super) fn start(rewake: &Path, images: &Path, work: &Path, limit: Duration) -> anyhow::Result<Self> {
-        let ready = work.join("server-ready");
-        let mut command = Command::new("sh");
-        command.args(["-c", r#"ready=$1; shift; exec "$@" 3>"$ready""#, "sh"]).arg(&ready).arg(rewake);
-        command.args(["lazy-pages", "--status-fd", "3", "-o", "lazy-pages.log", "-D"]).arg(images);
-        let child =
-            command.arg("-W").arg(work).stdin(Stdio::null()).spawn().context("start the page server")?;
-        let mut server = Self(child);
-        wait_until(limit, "the page server did not get ready", || {
-            ensure!(server.0.try_wait()?.is_none(), "the page server ended before it was ready");
-            Ok(fs::metadata(&ready).is_ok_and(|file| file.len() > 0))
-        })?;
-        Ok(server)
-    }
-
-    /// Waits for its end, which must be a good one.
-    pub(super) fn finished(mut self, limit: Duration) -> anyhow::Result<()> {
-        let mut end = None;
-        wait_until(limit, "the page server did not end", || {
-            end = self.0.try_wait()?;
-            Ok(end.is_some())
-        })?;
-        ensure!(end.is_some_and(|status| status.success()), "the page server failed: {end:?}");
-        Ok(())
-    }
-}
-
-impl Drop for Server {
-    fn drop(&mut self) {
-        // Gone already is as good.
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
 }
 
 fn wait_until(

@@ -1,14 +1,17 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! `cargo xtask demo --cpu`: one process is dumped, and restored twice: by CRIU alone, which reads all memory first, and
-//! with rewake as its page server. Both times the process checks every byte of its memory itself.
+//! by `rewake restore`. Both times the process checks every byte of its memory itself. The timeline of the second restore is
+//! left as a drawing: the README shows one.
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, ensure};
 
-use super::actors::{Restore, Server, Target};
+use super::actors::{Restore, Target};
+use super::drawing::drawing;
 use crate::{program, repository, setup};
 
 /// Memory of the process, in MiB.
@@ -70,7 +73,9 @@ impl Stage {
         let size = image_bytes(&self.images())? >> 20;
         say(dumping, &format!("CRIU has dumped it ({size} MiB of pages) and it is gone"));
 
-        let (restored, eager) = timed(|| self.restore(&[]))?;
+        let mut command = Command::new(&self.criu);
+        command.args(["restore", "-D"]).arg(self.images()).arg("-W").arg(self.work());
+        let (restored, eager) = timed(|| Restore::start(command, &self.work(), LIMIT))?;
         say(eager, "CRIU alone: the process runs again, after all of its memory was read");
         restored.ended(LIMIT)?;
         target.check()?;
@@ -78,28 +83,29 @@ impl Stage {
         target.again()?;
 
         let lazy = Instant::now();
-        let server = Server::start(rewake, &self.images(), &self.work(), LIMIT)?;
-        let restored = self.restore(&["--lazy-pages"])?;
+        let mut command = Command::new(rewake);
+        command.arg("restore").arg("--criu").arg(&self.criu).arg("-D").arg(self.images());
+        command.arg("-W").arg(self.work()).arg("--");
+        let restored = Restore::start(command, &self.work(), LIMIT)?;
         let running = lazy.elapsed();
-        say(running, "with rewake: the process runs again, its memory is still on the way");
+        say(running, "with rewake: the process runs again, its memory is loaded in the background");
         restored.ended(LIMIT)?;
         target.check()?;
-        say(lazy.elapsed(), "it has touched and checked every byte in random order meanwhile: all right");
-        server.finished(LIMIT)?;
-        say(lazy.elapsed(), "rewake has brought everything and has ended");
+        say(lazy.elapsed(), "it has accessed and checked every byte in random order meanwhile: all right");
+        let page = self.work().join("rewake-timeline.html");
+        let page = fs::read_to_string(&page).with_context(|| format!("read {}", page.display()))?;
+        let path = repository::target()?.join("timeline.svg");
+        fs::write(&path, drawing(&page)?).with_context(|| format!("write {}", path.display()))?;
+        println!("{:12}  its timeline: {}", "", path.display());
         let gain = eager.as_secs_f64() / running.as_secs_f64();
         println!("\nThe process was back {gain:.1} times sooner than with CRIU alone.");
         Ok(())
     }
 
     fn dump(&self, pid: u32) -> anyhow::Result<()> {
-        let mut command = std::process::Command::new(&self.criu);
+        let mut command = Command::new(&self.criu);
         command.arg("dump").args(["-t", &pid.to_string(), "-D"]).arg(self.images()).args(["-o", "dump.log"]);
         program::capture(&mut command).map(drop)
-    }
-
-    fn restore(&self, more: &[&str]) -> anyhow::Result<Restore> {
-        Restore::start(&self.criu, &self.images(), &self.work(), more, LIMIT)
     }
 }
 

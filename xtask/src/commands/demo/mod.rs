@@ -4,10 +4,11 @@
 //!
 //! * [`gpu`]: builds what is needed and starts the machine. [`scene`]: the play itself, inside it.
 //! * [`timeline`]: what CRIU's log says happened when.
-//! * [`cpu`], [`actors`]: the other demo and its processes.
+//! * [`cpu`], [`actors`], [`drawing`]: the other demo, its processes, and the drawing that it leaves.
 
 mod actors;
 pub(crate) mod cpu;
+mod drawing;
 pub(crate) mod gpu;
 pub(crate) mod scene;
 mod timeline;
