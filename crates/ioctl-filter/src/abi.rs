@@ -234,7 +234,7 @@ pub(crate) fn attach(program: &OwnedFd) -> io::Result<OwnedFd> {
 pub(crate) fn runs_lsm_programs() -> io::Result<bool> {
     let mut ids = [0_u64; MAX_MODULES as usize];
     let mut bytes = MAX_MODULES * 8;
-    // SAFETY: the kernel writes at most as many bytes as it is told, and updates that number.
+    // SAFETY: the kernel writes at most as many bytes as `bytes` says, and updates that number.
     let count = unsafe { libc::syscall(SYS_LSM_LIST_MODULES, ids.as_mut_ptr(), &raw mut bytes, 0) };
     match usize::try_from(count) {
         Ok(count) => Ok(ids[..count].contains(&LSM_ID_BPF)),

@@ -165,36 +165,41 @@ fn a_range_that_is_not_watched_costs_one_look_at_each_mapping() {
         let without = time();
         let _hold = rewake_ioctl_filter::attach().unwrap();
         let with = time();
-        eprintln!("20 calls: {without:?} without the filter, {with:?} with it");
         assert!(with < without + LIMIT, "{with:?}, and {without:?} without the filter");
         assert_eq!([present(memory.address()), present(memory.address() + 1023 * GIB)], [0, 0]);
     });
 }
 
-/// Pages that are resident and watched: the call reads them for some seconds, emulated.
-const RESIDENT: u64 = 32 * GIB;
+/// Bytes of a page that all read accesses of untouched memory share, where the range allows it.
+const HUGE: u64 = 2 << 20;
+/// Resident memory whose pages a call reads for more than a second, and that the kernel unmaps at once.
+const RESIDENT: u64 = 16 * GIB;
 
-/// Registers memory whose pages are missing, or resident.
-fn register_watched(scene: &Scene, is_missing: bool) {
+/// Makes calls with watched memory whose pages are missing, or resident.
+fn call_with_watched(scene: &Scene, is_missing: bool) {
     let gpus = Gpus::open(1).unwrap();
     let render = gpus.device(0).render();
-    let memory = Mapping::reserve(RESIDENT).unwrap();
+    let memory = Mapping::reserve(RESIDENT + HUGE).unwrap();
     assert_eq!(protect(&memory, libc::PROT_READ | libc::PROT_WRITE), 0);
+    let start = memory.address().next_multiple_of(HUGE);
     let uffd = Uffd::open(0).unwrap();
-    uffd.register_missing(memory.address(), RESIDENT).unwrap();
     if is_missing {
+        uffd.register_missing(start, RESIDENT).unwrap();
         thread::scope(|scope| {
             scope.spawn(|| call_in_vain(render, &memory));
             assert!(has_page_fault(&uffd, 60_000));
             scene.say("waits");
         });
     }
-    let start = Instant::now();
-    assert!(uffd.zero(memory.address(), RESIDENT).complete(RESIDENT));
-    eprintln!("filled {:?}", start.elapsed());
-    let start = Instant::now();
+    let own = File::open("/proc/self/mem").unwrap();
+    for page in (start..start + RESIDENT).step_by(HUGE.try_into().unwrap()) {
+        own.read_exact_at(&mut [0], page).unwrap();
+    }
+    assert_eq!(present(start) as u64, GIB / PAGE, "this kernel has no huge zero page");
+    uffd.register_missing(start, RESIDENT).unwrap();
+    let began = Instant::now();
     call_in_vain(render, &memory);
-    scene.say(&start.elapsed().as_millis().to_string());
+    scene.say(&began.elapsed().as_millis().to_string());
     call_in_vain(render, &memory);
 }
 
@@ -202,7 +207,7 @@ fn register_watched(scene: &Scene, is_missing: bool) {
 fn a_process_that_is_killed_in_such_a_call_ends() {
     isolated("a_process_that_is_killed_in_such_a_call_ends", 1, |scene| {
         if let Some(role) = scene.role() {
-            return register_watched(scene, role == "missing");
+            return call_with_watched(scene, role == "missing");
         }
         let _hold = rewake_ioctl_filter::attach().unwrap();
         let mut missing = scene.peer("missing");
@@ -212,10 +217,10 @@ fn a_process_that_is_killed_in_such_a_call_ends() {
         let call = Duration::from_millis(resident.hear().parse().unwrap());
         // The second call has begun.
         thread::sleep(call / 10);
-        let start = Instant::now();
+        let killed = Instant::now();
         resident.kill();
-        eprintln!("killed in a call of {call:?}: ended after {:?}", start.elapsed());
-        assert!(start.elapsed() < call * 7 / 10, "the call went on: {:?} of {call:?}", start.elapsed());
+        let took = killed.elapsed();
+        assert!(took < call / 2, "the call went on: {took:?} of {call:?}");
     });
 }
 
