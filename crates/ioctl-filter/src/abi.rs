@@ -19,8 +19,6 @@ const SYS_LSM_LIST_MODULES: libc::c_long = 461;
 const LSM_ID_BPF: u64 = 109;
 /// More than the kernel can have.
 const MAX_MODULES: u32 = 64;
-/// The same list in older kernels.
-const MODULES: &str = "/sys/kernel/security/lsm";
 /// The licence of a program that may use all helpers; one of `license_is_gpl_compatible`
 /// (`include/linux/license.h`).
 const LICENSE: &std::ffi::CStr = c"Dual MIT/GPL";
@@ -236,10 +234,8 @@ pub(crate) fn runs_lsm_programs() -> io::Result<bool> {
     let mut bytes = MAX_MODULES * 8;
     // SAFETY: the kernel writes at most as many bytes as `bytes` says, and updates that number.
     let count = unsafe { libc::syscall(SYS_LSM_LIST_MODULES, ids.as_mut_ptr(), &raw mut bytes, 0) };
-    match usize::try_from(count) {
-        Ok(count) => Ok(ids[..count].contains(&LSM_ID_BPF)),
-        Err(_) => Ok(std::fs::read_to_string(MODULES)?.trim().split(',').any(|name| name == "bpf")),
-    }
+    let count = usize::try_from(count).map_err(|_| io::Error::last_os_error())?;
+    Ok(ids[..count].contains(&LSM_ID_BPF))
 }
 
 /// Returns the kernel's release.

@@ -103,7 +103,7 @@ pub enum Error {
     #[error("the kernel does not run programs at file_ioctl: add bpf to its list of security modules (lsm=)")]
     NotRun,
     /// The list of security modules cannot be read.
-    #[error("the kernel does not say which security modules are active: mount securityfs, or use Linux 6.8")]
+    #[error("lsm_list_modules(2) does not name the active security modules: Linux 6.8 is needed")]
     NoModules(#[source] io::Error),
     /// A call of bpf(2) failed.
     #[error(
