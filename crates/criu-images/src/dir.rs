@@ -89,6 +89,19 @@ impl ImageDir {
         &self.path
     }
 
+    /// Device and inode of the directory.
+    #[must_use]
+    pub fn id(&self) -> (u64, u64) {
+        self.lineage.last().copied().unwrap_or_default()
+    }
+
+    /// Opens the directory of the `parent` link, that one's, and so on, up to the first that cannot be opened.
+    #[must_use]
+    pub fn ancestors(&self) -> Vec<Self> {
+        let parent = |dir: &Self| dir.parent().ok().flatten();
+        std::iter::successors(parent(self), parent).collect()
+    }
+
     /// Opens the directory of the `parent` link; `None` without a link or with a dangling one.
     ///
     /// # Errors

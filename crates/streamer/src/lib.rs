@@ -3,6 +3,7 @@
 //!
 //! * [`supervise`]: the processes of a streamer. A supervisor starts a worker again; `recover` serves what a whole streamer left.
 //! * [`ledger`]: the memory that survives a worker, the file that survives a streamer, and the fd stores parked in targets.
+//! * [`planner`]: the confined process that parses an image.
 //! * [`session`]: one restore that is served: its image, its handshake with CRIU, its end.
 //! * [`cpu`]: page faults and the background load of CPU memory.
 //! * [`gpu`]: GPU memory: faults of CPUs on it, gates, queues.
@@ -11,6 +12,7 @@
 pub mod cpu;
 pub mod gpu;
 pub mod ledger;
+pub mod planner;
 pub mod record;
 pub mod session;
 pub mod supervise;

@@ -222,7 +222,7 @@ impl Restore {
         let inherited = if start.successor { daemon.inherit().pop() } else { None };
         let mut session = match inherited {
             Some(inherited) => inherited.map_err(|lost| lost.error)?,
-            None if served + failed == 0 => daemon.open(images, &self.work)?,
+            None if served + failed == 0 => daemon.open(images, &self.work).await?,
             // The last worker died when its work was done, and may not have kept the record.
             None => {
                 timeline.handed_over();

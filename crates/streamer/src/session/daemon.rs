@@ -95,9 +95,9 @@ impl Daemon {
     ///
     /// # Errors
     /// Fails when the image cannot be served, the socket cannot be bound, or too many sessions are open.
-    pub fn open(&self, images: &Path, work: &Path) -> anyhow::Result<OpenSession> {
+    pub async fn open(&self, images: &Path, work: &Path) -> anyhow::Result<OpenSession> {
         address_spaces::reap_parked(self.ledger);
-        let image = Image::open(images)?;
+        let image = Image::open_in_background(images.to_owned()).await?;
         let listener = socket::listen(work)?;
         let (index, slot) = self.take_slot(images, work)?;
         let session = Session::new(index, slot.number(), images.to_owned());
