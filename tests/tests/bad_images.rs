@@ -150,13 +150,14 @@ fn lazy_pages_that_are_in_no_file_without_a_page_server() {
     });
 }
 
-/// A server for a copy of the images, so that only its pages file gets cut, not the one that CRIU reads.
-fn server_of_its_own_copy(criu: &Criu, scene: &Scene) -> (Server, PathBuf) {
-    let own = scene.images().join("of-the-server");
-    images::copy(&scene.images(), &own).unwrap();
-    let server = Setup::new(criu, &own, &scene.work()).unwrap().listening().unwrap();
-    let pages = images::pages_path(&own, &Pagemap::read(&path(scene)).unwrap());
-    (server, pages)
+/// A server with a pages file of its own, so that only that gets cut, not the one that CRIU reads.
+fn server_of_its_own_pages(scene: &Scene) -> (Server, PathBuf) {
+    let server = scene.serve().unwrap();
+    let pages = images::pages_path(&scene.images(), &Pagemap::read(&path(scene)).unwrap());
+    let own = pages.with_extension("own");
+    fs::rename(&pages, &own).unwrap();
+    fs::copy(&own, &pages).unwrap();
+    (server, own)
 }
 
 fn cut_in_half(pages: &Path) {
@@ -167,7 +168,7 @@ fn cut_in_half(pages: &Path) {
 fn a_pages_file_that_is_cut_under_the_server_kills_the_target_and_never_shows_zeros() {
     let criu = need!(Criu::main());
     let scene = Scene::dumped(&criu, "random", 64).unwrap();
-    let (mut server, pages) = server_of_its_own_copy(&criu, &scene);
+    let (mut server, pages) = server_of_its_own_pages(&scene);
     cut_in_half(&pages);
     scene.go().unwrap();
     scene.stop().unwrap();
@@ -191,7 +192,7 @@ fn resident(scene: &Scene) -> u64 {
 fn a_pages_file_that_is_cut_while_it_streams_never_shows_zeros() {
     let criu = need!(Criu::main());
     let scene = Scene::dumped(&criu, "random", 512).unwrap();
-    let (mut server, pages) = server_of_its_own_copy(&criu, &scene);
+    let (mut server, pages) = server_of_its_own_pages(&scene);
     let whole = fs::metadata(&pages).unwrap().len();
     scene.go().unwrap();
     scene.stop().unwrap();

@@ -5,7 +5,7 @@ use std::fs::{self, File};
 use std::io::{Read as _, Write as _};
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::Child;
 
 use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
@@ -13,7 +13,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use rewake_tests::daemon::{Daemon, has_namespaces, in_namespaces, processes_naming, restore, timeline};
 use rewake_tests::held::{Gate, latecomer, script};
-use rewake_tests::images::{self, Pagemap, pagemap_path, pages_path};
+use rewake_tests::images::{Pagemap, pagemap_path, pages_path};
 use rewake_tests::process::{children, until};
 use rewake_tests::scene::{ACT, END};
 use rewake_tests::{Criu, Scene, Verdict, need, skip};
@@ -31,14 +31,14 @@ fn session(status: &Value, state: &str) -> Option<Value> {
     live.chain(recent).find(|session| session["state"] == state).cloned()
 }
 
-/// A CRIU that cuts the pages file of the served copy in half, which the daemon has checked by then, and restores
-/// from the scene's own images: CRIU 4.2 reads a cut file in an endless loop.
-fn saboteur(criu: &Criu, scene: &Scene, served: &Path) -> PathBuf {
-    let pages = served.join(pages_file(scene).file_name().unwrap());
+/// A CRIU that cuts the pages file which the streamer has open in half, and restores from a whole one in its place: CRIU
+/// 4.2 reads a cut file in an endless loop.
+fn saboteur(criu: &Criu, scene: &Scene) -> PathBuf {
+    let pages = pages_file(scene);
     let half = pages.metadata().unwrap().len() / 2;
-    let cut = format!("truncate -s {half} {}", pages.display());
-    let restore = format!("exec $criu $act $lazy -D {} \"$@\"", scene.images().display());
-    script(criu, scene.work().join("criu"), &format!("{cut}\nact=$1 lazy=$2\nshift 4\n{restore}")).unwrap()
+    let (pages, own) = (pages.display(), pages.with_extension("own"));
+    let cut = format!("mv {pages} {0} && cp {0} {pages} && truncate -s {half} {0}", own.display());
+    script(criu, scene.work().join("criu"), &format!("{cut}\nexec $criu \"$@\"")).unwrap()
 }
 
 /// The work directories that restores have made beside the daemon's socket.
@@ -151,10 +151,8 @@ fn a_failing_session_harms_no_other() {
     let restoring = daemon.detached(&criu, &good).unwrap().spawn().unwrap();
 
     bad.go().unwrap();
-    let served = bad.images().join("served");
-    images::copy(&bad.images(), &served).unwrap();
-    let broken = saboteur(&criu, &bad, &served);
-    let mut command = daemon.restore(&criu, &served).unwrap();
+    let broken = saboteur(&criu, &bad);
+    let mut command = daemon.restore(&criu, &bad.images()).unwrap();
     command.arg("-W").arg(bad.work()).arg("--criu").arg(broken).args(["--", "-d"]);
     let output = command.output().unwrap();
     let said = String::from_utf8_lossy(&output.stderr);

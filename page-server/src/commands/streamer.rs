@@ -14,7 +14,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::{Pid, getpid, getppid};
 use rewake_image_io::io_budget::IoBudget;
 use rewake_ioctl_filter::BlockList;
-use rewake_plugin_protocol::{DUMP_BLOCKS, Listener, Phase, ProcessId, SOCKET, SessionNote};
+use rewake_plugin_protocol::{DUMP_BLOCKS, FileId, Listener, Phase, ProcessId, SOCKET, SessionNote};
 use tokio::sync::watch;
 use tracing::{error, info, warn};
 
@@ -256,7 +256,9 @@ impl Restore {
         over: watch::Sender<bool>,
     ) -> anyhow::Result<JoinHandle<anyhow::Result<()>>> {
         let cpus = self.images.is_some().then_some(budget);
-        let options = StreamOptions { cpus, marks: blocked_calls(start), record: self.record };
+        let images =
+            self.images.as_deref().map(FileId::of).transpose().context("stat of the image directory")?;
+        let options = StreamOptions { cpus, images, marks: blocked_calls(start), record: self.record };
         let (restore, ledger, timeline) = (Arc::clone(self), start.ledger, timeline.clone());
         let load = move || {
             let done =

@@ -32,7 +32,9 @@ use nix::fcntl::AtFlags;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::Signal;
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, socketpair};
-use nix::sys::stat::{SFlag, fstatat};
+use nix::sys::stat::{SFlag, fstat, fstatat};
+use nix::sys::wait::waitpid;
+use nix::unistd::Pid;
 use rewake_plugin_protocol::Channel;
 
 use crate::session::image::{Image, sealed};
@@ -212,9 +214,10 @@ impl Drop for Planner<'_> {
             return;
         }
         let id = self.child.id().cast_signed();
-        let wait = move || drop(nix::sys::wait::waitpid(nix::unistd::Pid::from_raw(id), None));
         // Without a thread it stays a zombie until this process ends.
-        let _ = sys::thread_without_signals("planner's end", wait);
+        let _ = sys::thread_without_signals("planner's end", move || {
+            let _ = waitpid(Pid::from_raw(id), None);
+        });
     }
 }
 
@@ -222,7 +225,7 @@ impl Drop for Planner<'_> {
 /// that directory or a parent.
 fn check_places(image: &Image, directories: &[OwnedFd]) -> anyhow::Result<()> {
     let opened = directories.first().context("no directory was opened")?;
-    let opened = nix::sys::stat::fstat(opened).context("stat of the image directory")?;
+    let opened = fstat(opened).context("stat of the image directory")?;
     ensure!((opened.st_dev, opened.st_ino) == image.directory(), "it is not of the image directory");
     for file in image.files() {
         let name = file.name().file_name().context("a pages file without a name")?;
@@ -240,8 +243,7 @@ fn check_places(image: &Image, directories: &[OwnedFd]) -> anyhow::Result<()> {
 
 /// Replaces characters that would change the look of a log or a terminal.
 fn printable(text: &str) -> String {
-    let text: String = text.trim().chars().map(|char| if char.is_control() { ' ' } else { char }).collect();
-    text
+    text.trim().chars().map(|char| if char.is_control() { ' ' } else { char }).collect()
 }
 
 /// Why a planner cannot be confined.
