@@ -11,14 +11,15 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
 use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
-use rewake_image_io::{Done, Engine, PAGE};
+use rewake_image_io::io_budget::Lane;
+use rewake_image_io::{BufferSlice, Done, Engine, PAGE};
 use rewake_pager::Run;
 use rewake_process::Notifier;
 use slab::Slab;
 use tracing::{debug, error, info, warn};
 
 use super::background::{Claim, Load, Step, Work};
-use super::demand::{DEMAND_TICKET, Demand};
+use super::demand::{DEMAND_TOKEN, Demand};
 use super::events::{EventBatch, UffdReader, wants_room};
 use super::shared::Shared;
 use super::space::AddressSpace;
@@ -65,7 +66,7 @@ pub enum Task {
 pub(super) struct Reactor {
     index: usize,
     pub(super) shared: Arc<Shared>,
-    pub(super) engine: Box<dyn Engine>,
+    pub(super) engine: Engine<BufferSlice>,
     pub(super) waker: Notifier,
     epoll: Epoll,
     pub(super) homes: Slab<UffdReader>,
@@ -96,7 +97,7 @@ pub(super) struct Reactor {
     unended: bool,
     /// Whether events of some address space wait for room.
     crowded: bool,
-    done: Vec<Done>,
+    done: Vec<Done<BufferSlice>>,
 }
 
 pub(super) fn run(index: usize, shared: Arc<Shared>) {
@@ -117,8 +118,9 @@ impl Reactor {
         if let Err(error) = sys::short_time_slice() {
             debug!(%error, "no short time slice");
         }
-        let best = rewake_image_io::default_engine(&shared.cache)?;
-        if let Some(note) = best.note.filter(|_| index == 0) {
+        let budget = (Arc::clone(&shared.budget), Lane::Cpus);
+        let engine = Engine::new(Some(&shared.cache), Some(budget))?;
+        if let Some(note) = engine.note().filter(|_| index == 0) {
             info!("{note}");
         }
         let epoll = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC).context("making an epoll")?;
@@ -126,7 +128,7 @@ impl Reactor {
         let reactor = Self {
             index,
             shared,
-            engine: best.engine,
+            engine,
             waker,
             epoll,
             homes: Slab::new(),
@@ -153,8 +155,8 @@ impl Reactor {
             done: Vec::new(),
         };
         reactor.watch(reactor.waker.as_raw_fd(), WAKER)?;
-        if let Some(fd) = reactor.engine.poll_fd() {
-            reactor.watch(fd, ENGINE)?;
+        if let Some(event) = reactor.engine.event() {
+            reactor.watch(event.as_raw_fd(), ENGINE)?;
         }
         Ok(reactor)
     }
@@ -381,11 +383,11 @@ impl Reactor {
         if self.engine.in_flight() == 0 && !self.engine_ready {
             return;
         }
-        let mut done: Vec<Done> = std::mem::take(&mut self.done);
+        let mut done = std::mem::take(&mut self.done);
         self.engine.reap(&mut done);
-        done.sort_by_key(|done| done.ticket & DEMAND_TICKET == 0);
+        done.sort_by_key(|done| done.token & DEMAND_TOKEN == 0);
         for done in done.drain(..) {
-            if done.ticket & DEMAND_TICKET == 0 { self.block_read(done) } else { self.page_read(done) }
+            if done.token & DEMAND_TOKEN == 0 { self.block_read(done) } else { self.page_read(done) }
         }
         self.done = done;
     }

@@ -14,7 +14,7 @@ use std::sync::Arc;
 
 use anyhow::{Context as _, bail};
 use rewake_criu_images::{Digest, ImageDir, LazyPlan};
-use rewake_image_io::PagesFile;
+use rewake_image_io::ImageFile;
 use rewake_pager::{Extent, Plan};
 
 use crate::session::gpu_pinned::gpu_registered_ranges;
@@ -25,7 +25,7 @@ pub struct TaskPlan {
     /// The missing pages.
     pub plan: Arc<Plan>,
     /// The files that the plan's extents name by index.
-    pub files: Arc<Vec<Arc<PagesFile>>>,
+    pub files: Arc<Vec<Arc<ImageFile>>>,
     /// Addresses that are loaded before all others.
     pub first: Vec<Range<u64>>,
 }
@@ -36,7 +36,7 @@ pub struct Image {
     /// Tasks by the pid in the names of their images. None for those without memory (zombies).
     plans: BTreeMap<u32, Option<TaskPlan>>,
     /// The pages files of all tasks, each once.
-    files: Vec<Arc<PagesFile>>,
+    files: Vec<Arc<ImageFile>>,
     /// The index in `files` of each inode's file.
     by_inode: HashMap<(u64, u64), usize>,
     digest: Digest,
@@ -80,16 +80,17 @@ impl Image {
         };
         let plan = Plan::new(extents.into_iter().map(extent).collect()).with_context(pagemap)?;
         let open = |file: rewake_criu_images::PagesFile| {
-            anyhow::Ok(self.deduplicate(PagesFile::from_file(file.file, file.path)?))
+            anyhow::Ok(self.deduplicate(ImageFile::from_file(file.file, file.path)?))
         };
         let files = files.into_iter().map(open).collect::<Result<_, _>>()?;
         Ok(TaskPlan { plan: Arc::new(plan), files: Arc::new(files), first })
     }
 
     /// Returns the open file of the same inode if a task has it already, and adds `file` otherwise.
-    fn deduplicate(&mut self, file: Arc<PagesFile>) -> Arc<PagesFile> {
+    fn deduplicate(&mut self, file: Arc<ImageFile>) -> Arc<ImageFile> {
         let at = *self.by_inode.entry(inode(&file)).or_insert(self.files.len());
         if at == self.files.len() {
+            file.join();
             self.files.push(file);
         }
         Arc::clone(&self.files[at])
@@ -127,6 +128,6 @@ impl Image {
     }
 }
 
-fn inode(file: &PagesFile) -> (u64, u64) {
+fn inode(file: &ImageFile) -> (u64, u64) {
     (file.key().dev, file.key().ino)
 }
