@@ -60,7 +60,8 @@ pub struct ImageFile {
 }
 
 impl ImageFile {
-    /// Takes over a file that is already open, for reading or for both directions; `name` is for messages only.
+    /// Takes over an open file, for reading or for both directions; `name` is for messages only. It is not
+    /// joined ([`ImageFile::join`]).
     ///
     /// # Errors
     /// [`StoreError::Open`] and [`StoreError::NotRegular`], with the name.
@@ -74,25 +75,30 @@ impl ImageFile {
         Ok(Self::with(file, name, state.clone(), state))
     }
 
-    /// Takes over a file that another [`ImageFile`] had opened in `state`, from any process.
+    /// Takes over a file that another [`ImageFile`] had opened in `state`, from any process, and joins it.
     ///
     /// # Errors
     /// [`StoreError::Another`] when it is not that file, or its contents may have changed since.
     pub fn inherit(file: File, name: impl Into<PathBuf>, state: FileState) -> Result<Arc<Self>, StoreError> {
         let name = name.into();
         match state.follow(&file) {
-            Ok(now) => Ok(Self::with(file, name, state.clone(), now.unwrap_or(state))),
+            Ok(now) => {
+                let file = Self::with(file, name, state.clone(), now.unwrap_or(state));
+                file.join();
+                Ok(file)
+            }
             Err(what) => Err(StoreError::Another { file: name, what }),
         }
     }
 
     fn with(file: File, name: PathBuf, state: FileState, seen: FileState) -> Arc<Self> {
-        // Opens by /proc: the same inode, even when the path now names another file or none. A file that is
-        // not open for writing may refuse that.
-        let path = format!("/proc/self/fd/{}", file.as_raw_fd());
-        let open =
-            |write| OpenOptions::new().read(true).write(write).custom_flags(libc::O_DIRECT).open(&path).ok();
-        let direct = if is_writable(&file) { open(true) } else { open(false) };
+        // Opens by /proc: the same inode, even when the path now names another file or none.
+        let direct = OpenOptions::new()
+            .read(true)
+            .write(is_writable(&file))
+            .custom_flags(libc::O_DIRECT)
+            .open(format!("/proc/self/fd/{}", file.as_raw_fd()))
+            .ok();
         let [cachestat_works, direct_refused, joined] = [true, false, false].map(AtomicBool::new);
         Arc::new(Self {
             regions: CacheRegions::new(state.key.len),
@@ -196,16 +202,6 @@ impl ImageFile {
         self.state.key
     }
 
-    /// Whether the file system permits direct reads of the file.
-    pub fn has_direct(&self) -> bool {
-        self.direct().is_some()
-    }
-
-    /// Number of blocks; the last one may be shorter than [`BLOCK`].
-    pub fn blocks(&self) -> u64 {
-        self.state.key.len.div_ceil(BLOCK as u64)
-    }
-
     /// Whether the page cache has all of these bytes. Of a block it must have most of the region around it,
     /// too: chunks are longer than the kernel reads ahead. `false` where the kernel cannot say (before 6.5, or
     /// refused).
@@ -243,18 +239,6 @@ impl ImageFile {
                 Some((stat, pages)) => stat.cached >= pages - pages / 8 || stat.dirty + stat.writeback > 0,
                 None => true,
             })
-    }
-
-    /// Checks that the file has these bytes, by its length at open.
-    ///
-    /// # Errors
-    /// [`TransferError::Short`] when the range ends beyond the file.
-    pub fn check_range(&self, offset: u64, len: usize) -> Result<(), TransferError> {
-        let rest = self.state.key.len.saturating_sub(offset);
-        match usize::try_from(rest) {
-            Ok(got) if got < len => Err(TransferError::short(&self.name, offset, len, got)),
-            _ => Ok(()),
-        }
     }
 
     /// Valid bytes of a block: [`BLOCK`], less at the end. A block beyond the end counts as whole, so that

@@ -207,7 +207,7 @@ mod tests {
         assert!(matches!(transfer().step(&file, Ok(5000)), Step::Finished(Ok(()))));
         let mut early = transfer();
         assert!(matches!(early.step(&file, Ok(4999)), Step::Again));
-        let Step::Finished(Err(error)) = early.step(&file, Ok(0)) else { panic!("it goes on") };
+        let Step::Finished(Err(error)) = early.step(&file, Ok(0)) else { panic!("it is not over") };
         assert!(matches!(error, TransferError::Short { expected: 5000, got: 4999, .. }), "{error}");
     }
 
@@ -236,7 +236,7 @@ mod tests {
     #[test]
     fn a_write_that_writes_nothing_is_an_error_that_says_so() {
         let mut write = Transfer::new(Direction::Write, 8, 9, 9, false);
-        let Step::Finished(Err(error)) = write.step(&file(), Ok(0)) else { panic!("it goes on") };
+        let Step::Finished(Err(error)) = write.step(&file(), Ok(0)) else { panic!("it is not over") };
         assert!(error.to_string().starts_with("writing 9 bytes at offset 8 of pages-1.img"), "{error}");
     }
 }
