@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! One test: its own process, and more of them in other roles if it wants.
 
+use std::any::type_name;
 use std::fs::File;
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::path::Path;
@@ -46,12 +47,22 @@ pub struct Peer {
     output: BufReader<ChildStdout>,
 }
 
-/// Runs `body` in a new process, on a machine with so many GPUs; `name` is the test's own.
+/// Runs `body`, a closure of the test's own function, in a new process. The machine has at least `gpus` GPUs.
 ///
 /// # Panics
-/// The body did, did not end in time, broke a rule that the judge knows, or left something behind. Where GPUs are
-/// missing, too, if they are required.
-pub fn isolated(name: &'static str, gpus: usize, body: fn(&Scene)) {
+/// The body panics, does not end in time, breaks a rule that the judge knows, or leaves something behind. Also if
+/// GPUs are missing that [`REQUIRED`] asks for.
+pub fn isolated<F: Fn(&Scene)>(gpus: usize, body: F) {
+    isolate(test_of(type_name::<F>()), gpus, &body);
+}
+
+/// The test's name, as the test harness has it, of a closure's type: `program::module::test::{{closure}}`.
+fn test_of(closure: &'static str) -> &'static str {
+    let path = closure.split_once("::{{closure}}").map(|(path, _)| path);
+    path.and_then(|path| path.split_once("::")).expect("the type of a closure in a function").1
+}
+
+fn isolate(name: &'static str, gpus: usize, body: &dyn Fn(&Scene)) {
     static ALONE: Mutex<()> = Mutex::new(());
     if std::env::var(TEST).is_ok_and(|test| test == name) {
         let scene = Scene { name, role: std::env::var(ROLE).ok() };

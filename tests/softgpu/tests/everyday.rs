@@ -265,7 +265,7 @@ fn table(phase: Phase, play: impl Fn(Command, &[Event], Outcome)) {
 
 #[test]
 fn every_event_while_a_gate_is_closed() {
-    isolated("every_event_while_a_gate_is_closed", 1, |_| {
+    isolated(1, |_| {
         let _machine = need!(Machine::with(&ONE_RING), REAL_GPUS);
         let dumped = need!(Dumped::of(&unreached(), Version::V4_2));
         let pid = dumped.server.pid;
@@ -325,7 +325,7 @@ fn comes(toucher: &Toucher, criu: &Criu, command: Command, events: &[Event], out
 
 #[test]
 fn every_event_while_memory_of_cpus_is_missing() {
-    isolated("every_event_while_memory_of_cpus_is_missing", 1, |_| {
+    isolated(1, |_| {
         let _machine = need!(Machine::with(&ONE_RING), REAL_GPUS);
         need!(queues());
         if gpus_retry_faults() {

@@ -26,7 +26,7 @@ fn soon(there: impl Fn() -> bool) -> bool {
 
 #[test]
 fn a_queue_that_runs_while_the_process_is_paused_is_reported() {
-    isolated("a_queue_that_runs_while_the_process_is_paused_is_reported", 1, |_| {
+    isolated(1, |_| {
         let judge = need!(Judge::find(), REAL_GPUS);
         let gpus = Gpus::open(1).unwrap();
         let mut lane = Lane::new(&gpus, 1, 1).unwrap();
@@ -50,7 +50,7 @@ fn a_queue_that_runs_while_the_process_is_paused_is_reported() {
 
 #[test]
 fn a_descriptor_that_alone_keeps_memory_is_reported() {
-    isolated("a_descriptor_that_alone_keeps_memory_is_reported", 1, |scene| {
+    isolated(1, |scene| {
         let judge = need!(Judge::find(), REAL_GPUS);
         if scene.role().is_some() {
             let gpus = Gpus::open(1).unwrap();

@@ -10,7 +10,7 @@ use rewake_amdgpu_uapi::abi::memory::Mapping;
 use rewake_amdgpu_uapi::abi::*;
 use rewake_amdgpu_uapi::render::Render;
 use softgpu_tests::random::Random;
-use softgpu_tests::{Judge, Scene, isolated, sys};
+use softgpu_tests::{Judge, isolated, sys};
 
 /// Calls of each process.
 const CALLS: u32 = 4000;
@@ -347,29 +347,27 @@ fn seed() -> u64 {
     chosen.map_or(SEED, |seed| seed.parse().expect("SOFTGPU_FUZZ_SEED is a number"))
 }
 
-fn several(scene: &Scene) {
-    if let Some(role) = scene.role() {
-        scene.say("begun");
-        calls(seed().wrapping_add(role.parse().unwrap()));
-        return;
-    }
-    let mut peers: Vec<_> = ["1", "2", "3"].map(|role| scene.peer(role)).into();
-    for peer in &mut peers {
-        assert_eq!(peer.hear(), "begun");
-    }
-    // One ends as a crash does, in the middle.
-    std::thread::sleep(std::time::Duration::from_millis(500));
-    peers.remove(0).kill();
-    for peer in peers {
-        peer.finish();
-    }
-    // Nonsense breaks rules: that is no news. What is left alive is looked at afterwards.
-    if let Some(judge) = Judge::find() {
-        judge.clear();
-    }
-}
-
 #[test]
 fn nonsense_from_several_processes_harms_nobody() {
-    isolated("nonsense_from_several_processes_harms_nobody", 1, several);
+    isolated(1, |scene| {
+        if let Some(role) = scene.role() {
+            scene.say("begun");
+            calls(seed().wrapping_add(role.parse().unwrap()));
+            return;
+        }
+        let mut peers: Vec<_> = ["1", "2", "3"].map(|role| scene.peer(role)).into();
+        for peer in &mut peers {
+            assert_eq!(peer.hear(), "begun");
+        }
+        // One ends as a crash does, in the middle.
+        std::thread::sleep(std::time::Duration::from_millis(500));
+        peers.remove(0).kill();
+        for peer in peers {
+            peer.finish();
+        }
+        // Nonsense breaks rules: that is no news. What is left alive is looked at afterwards.
+        if let Some(judge) = Judge::find() {
+            judge.clear();
+        }
+    });
 }

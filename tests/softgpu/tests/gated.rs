@@ -29,7 +29,7 @@ fn again(dumped: &Dumped) -> Criu {
 
 #[test]
 fn a_dump_waits_for_a_closed_gate_and_past_its_limit_is_refused() {
-    isolated("a_dump_waits_for_a_closed_gate_and_past_its_limit_is_refused", 1, |_| {
+    isolated(1, |_| {
         let (_machine, mut dumped) = need!(dumped());
         let (mut streamer, held) = dumped.comes_back_paused();
         let again = again(&dumped);
@@ -63,7 +63,7 @@ const WAITS: [&str; 2] = ["has GPU queues that are stopped", "has memory that se
 /// `REWAKE_DUMPS` is the number of moments (default 4), `REWAKE_SEED` chooses them.
 #[test]
 fn a_dump_at_any_moment_has_all_memory() {
-    isolated("a_dump_at_any_moment_has_all_memory", 1, |_| {
+    isolated(1, |_| {
         let number = |name: &str| std::env::var(name).ok().map(|text| text.parse::<u64>().expect(name));
         let rounds = number("REWAKE_DUMPS").unwrap_or(4);
         let mut random = Random(number("REWAKE_SEED").unwrap_or(0x5eed_0018));
@@ -94,7 +94,7 @@ fn a_dump_at_any_moment_has_all_memory() {
 
 #[test]
 fn nothing_is_told_of_those_that_have_ended() {
-    isolated("nothing_is_told_of_those_that_have_ended", 1, |_| {
+    isolated(1, |_| {
         let (_machine, dumped) = need!(dumped());
         for itself in [false, true] {
             let (mut streamer, held) = dumped.comes_back_paused();
@@ -113,7 +113,7 @@ fn nothing_is_told_of_those_that_have_ended() {
 
 #[test]
 fn rewake_restore_says_what_became_of_it_whoever_is_left_to_know() {
-    isolated("rewake_restore_says_what_became_of_it_whoever_is_left_to_know", 1, |_| {
+    isolated(1, |_| {
         let (_machine, dumped) = need!(dumped());
 
         let (restoring, held) = dumped.restoring();
@@ -143,7 +143,7 @@ fn rewake_restore_says_what_became_of_it_whoever_is_left_to_know() {
 
 #[test]
 fn where_nobody_is_left_to_know_that_is_said_and_what_stands_still_is_not_dumped() {
-    isolated("where_nobody_is_left_to_know_that_is_said_and_what_stands_still_is_not_dumped", 1, |_| {
+    isolated(1, |_| {
         let (_machine, mut dumped) = need!(dumped());
         let (restoring, held) = dumped.restoring();
         let (supervisor, workers) = restoring.streamer();
@@ -173,7 +173,7 @@ fn where_nobody_is_left_to_know_that_is_said_and_what_stands_still_is_not_dumped
 
 #[test]
 fn rewake_restore_leaves_no_streamer_behind_that_took_nothing_over() {
-    isolated("rewake_restore_leaves_no_streamer_behind_that_took_nothing_over", 1, |_| {
+    isolated(1, |_| {
         let (_machine, dumped) = need!(dumped());
         // CRIU waits for somebody who writes it.
         let tree = dumped.criu.images().join("pstree.img");

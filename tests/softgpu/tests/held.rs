@@ -51,7 +51,7 @@ fn waits<T: Send>(call: impl FnOnce(Mapping) -> T + Send) -> T {
 
 #[test]
 fn memory_that_is_registered_is_waited_for() {
-    isolated("memory_that_is_registered_is_waited_for", 1, |_| {
+    isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         let _hold = rewake_ioctl_filter::attach().unwrap();
         let memory = waits(|memory| Userptr::register(gpus.device(0), memory).unwrap());
@@ -61,7 +61,7 @@ fn memory_that_is_registered_is_waited_for() {
 
 #[test]
 fn memory_with_attributes_is_waited_for() {
-    isolated("memory_with_attributes_is_waited_for", 1, |_| {
+    isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         if !gpus.device(0).node().has_svm() {
             skip!("this kernel shares no memory by attributes (SVM)");
@@ -77,7 +77,7 @@ fn memory_with_attributes_is_waited_for() {
 
 #[test]
 fn memory_of_render_nodes_is_waited_for() {
-    isolated("memory_of_render_nodes_is_waited_for", 1, |_| {
+    isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         let render = Render::open(gpus.device(0).node().render_minor()).unwrap();
         let _hold = rewake_ioctl_filter::attach().unwrap();
@@ -90,7 +90,7 @@ fn memory_of_render_nodes_is_waited_for() {
 
 #[test]
 fn what_is_not_there_at_all_is_the_driver_s_to_refuse() {
-    isolated("what_is_not_there_at_all_is_the_driver_s_to_refuse", 1, |_| {
+    isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         let refused =
             || Userptr::register(gpus.device(0), Mapping::reserve(2 * PAGE).unwrap()).unwrap_err().errno();
@@ -102,7 +102,7 @@ fn what_is_not_there_at_all_is_the_driver_s_to_refuse() {
 
 #[test]
 fn other_memory_is_registered_as_ever() {
-    isolated("other_memory_is_registered_as_ever", 1, |_| {
+    isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         let (hold, _) = rewake_ioctl_filter::attach().unwrap();
         let (uffd, missing) = (Uffd::open(0).unwrap(), Mapping::anonymous(PAGE).unwrap());
@@ -127,7 +127,7 @@ fn buffer(gpus: &Gpus, gpu: usize) -> Buffer {
 
 #[test]
 fn calls_of_a_marked_process_are_kept_away() {
-    isolated("calls_of_a_marked_process_are_kept_away", 1, |_| {
+    isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         let (device, mut buffer) = (gpus.device(0), buffer(&gpus, 0));
         let kfd = device.kfd().as_fd();
@@ -178,7 +178,7 @@ fn calls_of_a_marked_process_are_kept_away() {
 
 #[test]
 fn no_access_is_given_to_mappings_of_a_marked_file() {
-    isolated("no_access_is_given_to_mappings_of_a_marked_file", 1, |_| {
+    isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         let device = gpus.device(0);
         let hidden = |device| {
@@ -211,7 +211,7 @@ fn no_access_is_given_to_mappings_of_a_marked_file() {
 
 #[test]
 fn a_marked_process_stays_the_one_that_is_marked() {
-    isolated("a_marked_process_stays_the_one_that_is_marked", 1, |_| {
+    isolated(1, |_| {
         let kfd = Kfd::open().unwrap();
         let replace = || misuse_at(kfd.as_fd(), NEW_PROCESS, 0);
         let plain = replace();
@@ -226,7 +226,7 @@ fn a_marked_process_stays_the_one_that_is_marked() {
 
 #[test]
 fn other_processes_are_not_kept_away() {
-    isolated("other_processes_are_not_kept_away", 1, |scene| {
+    isolated(1, |scene| {
         let gpus = Gpus::open(1).unwrap();
         let buffer = buffer(&gpus, 0);
         let kfd = gpus.device(0).kfd().as_fd();
@@ -256,7 +256,7 @@ fn other_processes_are_not_kept_away() {
 
 #[test]
 fn other_gpus_of_a_marked_process_go_on() {
-    isolated("other_gpus_of_a_marked_process_go_on", 2, |_| {
+    isolated(2, |_| {
         let gpus = Gpus::open(2).unwrap();
         let buffers = [0, 1].map(|gpu| buffer(&gpus, gpu));
         let (kfd, gpu) = (gpus.device(1).kfd().as_fd(), gpus.device(1).gpu_id());
@@ -270,7 +270,7 @@ fn other_gpus_of_a_marked_process_go_on() {
 
 #[test]
 fn an_argument_that_cannot_be_read_is_the_driver_s_to_refuse() {
-    isolated("an_argument_that_cannot_be_read_is_the_driver_s_to_refuse", 1, |_| {
+    isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         let kfd = gpus.device(0).kfd().as_fd();
         let (_hold, marks) = rewake_ioctl_filter::attach().unwrap();
@@ -285,7 +285,7 @@ fn an_argument_that_cannot_be_read_is_the_driver_s_to_refuse() {
 
 #[test]
 fn marks_are_those_of_one_hold() {
-    isolated("marks_are_those_of_one_hold", 1, |_| {
+    isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         let buffer = buffer(&gpus, 0);
         let (kfd, gpu) = (gpus.device(0).kfd().as_fd(), gpus.device(0).gpu_id());
@@ -304,7 +304,7 @@ fn marks_are_those_of_one_hold() {
 
 #[test]
 fn there_are_so_many_marks_and_no_more() {
-    isolated("there_are_so_many_marks_and_no_more", 1, |_| {
+    isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         let kfd = gpus.device(0).kfd().as_fd();
         let (_hold, marks) = rewake_ioctl_filter::attach().unwrap();

@@ -31,7 +31,7 @@ fn states(status: &Value) -> Vec<String> {
 
 #[test]
 fn each_of_two_restores_at_once_has_a_streamer_and_the_agent_may_die() {
-    isolated("each_of_two_restores_at_once_has_a_streamer_and_the_agent_may_die", 1, |_| {
+    isolated(1, |_| {
         let (_machine, both) = need!(dumped::<2>());
         let (mut daemon, held) = (Daemon::start(), Held::streamers());
         let restorings = both.each_ref().map(|dumped| paused(dumped, &daemon));
@@ -65,7 +65,7 @@ fn each_of_two_restores_at_once_has_a_streamer_and_the_agent_may_die() {
 
 #[test]
 fn a_streamer_that_dies_is_told_by_the_daemon_and_harms_no_other() {
-    isolated("a_streamer_that_dies_is_told_by_the_daemon_and_harms_no_other", 1, |_| {
+    isolated(1, |_| {
         let (_machine, [one, two]) = need!(dumped());
         let (daemon, held) = (Daemon::start(), Held::streamers());
         let first = paused(&one, &daemon);
@@ -95,7 +95,7 @@ fn a_streamer_that_dies_is_told_by_the_daemon_and_harms_no_other() {
 
 #[test]
 fn a_daemon_that_is_killed_takes_nobody_with_it() {
-    isolated("a_daemon_that_is_killed_takes_nobody_with_it", 1, |_| {
+    isolated(1, |_| {
         let (_machine, [dumped]) = need!(dumped());
         let (daemon, held) = (Daemon::start(), Held::streamers());
         let restoring = paused(&dumped, &daemon);
@@ -113,7 +113,7 @@ fn a_daemon_that_is_killed_takes_nobody_with_it() {
 /// The driver gives queues of copy engines back by number, and both had the first.
 #[test]
 fn a_restore_whose_copy_engine_another_process_has_says_so_and_harms_it_not() {
-    isolated("a_restore_whose_copy_engine_another_process_has_says_so_and_harms_it_not", 1, |_| {
+    isolated(1, |_| {
         let (_machine, [first]) = need!(dumped());
         let second = need!(Dumped::of(&unreached(), Version::V4_2));
         let daemon = Daemon::start();
@@ -129,7 +129,7 @@ fn a_restore_whose_copy_engine_another_process_has_says_so_and_harms_it_not() {
 
 #[test]
 fn a_restore_that_fails_leaves_no_streamer() {
-    isolated("a_restore_that_fails_leaves_no_streamer", 1, |_| {
+    isolated(1, |_| {
         let (_machine, [dumped]) = need!(dumped());
         let daemon = Daemon::start();
         std::fs::write(dumped.criu.images().join("pstree.img"), "").unwrap();

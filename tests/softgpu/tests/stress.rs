@@ -62,7 +62,7 @@ fn orders(random: &mut Random) -> Vec<String> {
 
 #[test]
 fn whatever_it_does_before_its_memory_is_there() {
-    isolated("whatever_it_does_before_its_memory_is_there", 1, |_| {
+    isolated(1, |_| {
         let machine = need!(Machine::find(), REAL_GPUS);
         let mut random = Random(number("RESTORE_SEED").unwrap_or(SEED));
         let rounds = number("RESTORE_ROUNDS").unwrap_or(ROUNDS);
@@ -90,7 +90,7 @@ const BUSY: [Mode; 3] = [Mode::CpuReads, Mode::Allocating, Mode::NoAccess];
 
 #[test]
 fn a_server_that_is_asked_before_its_memory_is_there() {
-    isolated("a_server_that_is_asked_before_its_memory_is_there", 1, |_| {
+    isolated(1, |_| {
         let machine = need!(Machine::find(), REAL_GPUS);
         let mut random = Random(number("RESTORE_SEED").unwrap_or(SEED));
         let rounds = number("RESTORE_ROUNDS").unwrap_or(ROUNDS);

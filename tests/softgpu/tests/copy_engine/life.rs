@@ -43,7 +43,7 @@ static COUNTING: Counting = Counting;
 
 #[test]
 fn one_bo_imported_twice_is_released_twice_and_later_if_in_flight() {
-    isolated("life::one_bo_imported_twice_is_released_twice_and_later_if_in_flight", 1, |_| {
+    isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         for through in [Through::Pages, Through::Cpu] {
             let (staging, mut engine) = engine(&gpus, through, SMALL);
@@ -66,7 +66,7 @@ fn one_bo_imported_twice_is_released_twice_and_later_if_in_flight() {
 
 #[test]
 fn memory_that_was_released_can_be_freed() {
-    isolated("life::memory_that_was_released_can_be_freed", 1, |_| {
+    isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         let device = gpus.device(0);
         let (_staging, mut engine) = engine(&gpus, Through::Pages, SMALL);
@@ -95,7 +95,7 @@ fn memory_that_was_released_can_be_freed() {
 
 #[test]
 fn what_cannot_be_done_is_refused_before_anything_is() {
-    isolated("life::what_cannot_be_done_is_refused_before_anything_is", 1, |_| {
+    isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         for through in ALL {
             let (staging, mut engine) = engine(&gpus, through, SMALL);
@@ -131,7 +131,7 @@ fn what_cannot_be_done_is_refused_before_anything_is() {
 
 #[test]
 fn an_engine_closes_what_it_opens() {
-    isolated("life::an_engine_closes_what_it_opens", 1, |_| {
+    isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         let descriptors = || std::fs::read_dir("/proc/self/fd").unwrap().count();
         let mappings = || {
@@ -153,7 +153,7 @@ fn an_engine_closes_what_it_opens() {
 
 #[test]
 fn a_warm_engine_allocates_nothing() {
-    isolated("life::a_warm_engine_allocates_nothing", 1, |_| {
+    isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         let (staging, mut engine) = engine(&gpus, Through::Pages, SMALL);
         let buffer = gpus.host(256 << 10).unwrap();
