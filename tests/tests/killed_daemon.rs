@@ -168,7 +168,7 @@ fn a_killed_worker_is_replaced_and_the_target_sees_right_bytes() {
 }
 
 #[test]
-fn a_worker_killed_while_the_target_forks_drops_and_moves_memory_is_replaced() {
+fn a_worker_killed_while_the_layout_changes_is_replaced() {
     let criu = need!(Criu::main());
     campaign(&criu, "active", Victim::Worker, rounds(2));
 }

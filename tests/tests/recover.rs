@@ -222,7 +222,7 @@ fn of_a_target_that_has_ended_nothing_is_left() {
 }
 
 #[test]
-fn a_target_that_is_killed_while_recover_serves_it_ends_the_session() {
+fn a_target_killed_while_recover_serves_it_ends_the_session() {
     let criu = need!(Criu::main());
     let scene = orphaned(&criu, "random");
     let output = recover().unwrap().arg("-d").output().unwrap();

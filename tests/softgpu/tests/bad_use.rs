@@ -50,7 +50,7 @@ fn check(fd: BorrowedFd<'_>, arena: &Mapping, cases: &[Case]) {
 }
 
 #[test]
-fn addresses_that_are_none_are_told_at_once() {
+fn invalid_addresses_are_refused_at_once() {
     isolated(1, |_| {
         let kfd = Kfd::open().unwrap();
         let render = Render::open(Topology::read().unwrap().gpus().next().unwrap().render_minor()).unwrap();
@@ -76,7 +76,7 @@ fn addresses_that_are_none_are_told_at_once() {
 }
 
 #[test]
-fn numbers_that_are_none_are_told() {
+fn invalid_numbers_are_refused() {
     isolated(1, |_| {
         let arena = Mapping::anonymous(1 << 16).unwrap();
         let kfd = Kfd::open().unwrap();

@@ -96,7 +96,7 @@ fn left(images: &Path) -> Option<Value> {
 }
 
 #[test]
-fn what_people_see_has_both_kinds_of_memory_and_ends_with_the_last_of_them() {
+fn status_counts_cpu_and_gpu_memory_until_all_is_resident() {
     isolated(1, |_| {
         let _machine = need!(Machine::with(&ONE_RING), REAL_GPUS);
         let dumped = need!(Dumped::of(&Shape { processes: 2, ..unreached() }, Version::V4_2));
@@ -152,7 +152,7 @@ fn what_rewake_has_dumped_has_holes_for_zeros() {
 }
 
 #[test]
-fn what_is_registered_is_there_before_queues_start() {
+fn registered_memory_is_resident_before_queues_start() {
     isolated(1, |_| {
         there_and_back(&Shape { mode: Mode::Userptr, ..small() });
         if Topology::read().unwrap().gpus().all(Node::has_svm) {
@@ -210,7 +210,7 @@ fn asked_to_stop_again_and_again_it_brings_all_to_its_end() {
 }
 
 #[test]
-fn without_lazy_pages_it_ends_when_gpus_go_on() {
+fn without_lazy_pages_it_ends_when_queues_are_resumed() {
     isolated(1, |_| {
         let dumped = need!(Dumped::of(&unreached(), Version::V4_2));
         let mut both = Streamer::of_both(dumped.criu.images()).unwrap();
@@ -233,7 +233,7 @@ const SUPERVISOR_KILLS: &str = "killed 1 restored processes whose GPUs were not 
 
 /// Workers are killed at each step of a restore before the target runs. Copies are held: no gate opens.
 #[test]
-fn whose_memory_nobody_brings_any_more_is_killed() {
+fn a_target_without_a_streamer_is_killed() {
     isolated(1, |_| {
         let _machine = need!(Machine::with(&ONE_RING), REAL_GPUS);
         need!(queues());
@@ -261,7 +261,7 @@ fn whose_memory_nobody_brings_any_more_is_killed() {
 }
 
 #[test]
-fn a_streamer_that_nobody_needs_ends_when_it_is_asked_to() {
+fn a_streamer_without_sessions_ends_when_asked() {
     isolated(1, |_| {
         let folder = tempfile::tempdir().unwrap();
         let (_toucher, criu) = about_to_register(Version::V4_2, folder.path());

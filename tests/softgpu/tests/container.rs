@@ -62,7 +62,7 @@ fn a_container_whose_gpus_stand_still_is_not_dumped() {
 }
 
 #[test]
-fn a_container_whose_streamer_was_killed_waits_and_is_killed_by_recover() {
+fn recover_kills_a_container_whose_streamer_was_killed() {
     isolated(1, |_| {
         let (_machine, container, both, _held) = need!(paused());
         let all: Vec<u32> = [both.pid()].into_iter().chain(both.workers()).collect();

@@ -33,7 +33,7 @@ fn fill(to: u64, value: u32) -> Step {
 }
 
 #[test]
-fn a_process_is_counted_and_told_to_the_last_byte() {
+fn a_process_is_counted_and_described_to_the_last_byte() {
     isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         let lane = Lane::new(&gpus, 1, 2).unwrap();
@@ -132,7 +132,7 @@ fn a_paused_process_stands_still() {
 }
 
 #[test]
-fn work_in_the_middle_is_interrupted_and_goes_on() {
+fn work_in_the_middle_is_interrupted_and_continues() {
     isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         let mut lane = Lane::new(&gpus, 1, 1).unwrap();
@@ -305,7 +305,7 @@ fn summing(_: &Scene) -> (Snapshot, String) {
 }
 
 #[test]
-fn a_restored_process_goes_on_where_it_was() {
+fn a_restored_process_continues_where_it_was() {
     isolated(1, |scene| {
         donor_and_heir(scene, summing, |mut snapshot, told| {
             let kfd = Arc::new(Kfd::open().unwrap());
@@ -385,7 +385,7 @@ fn an_image_that_does_not_fit_is_refused() {
 }
 
 #[test]
-fn nobody_is_resumed_who_is_not_there() {
+fn a_process_that_does_not_exist_is_not_resumed() {
     isolated(1, |_| {
         let kfd = Kfd::open().unwrap();
         assert_eq!(errno(criu::resume(kfd.as_fd(), 0x3f_fff0)), Some(libc::ESRCH));

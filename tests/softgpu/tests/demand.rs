@@ -209,7 +209,7 @@ fn far_end(gpus: &Arc<Gpus>) -> u64 {
 }
 
 #[test]
-fn a_demanded_buffer_at_the_far_end_waits_for_no_more_than_is_under_way() {
+fn a_demand_load_waits_only_for_reads_in_flight() {
     isolated(1, |scene| {
         slowly(scene, || {
             let gpus = Gpus::open(1).unwrap();
@@ -235,7 +235,7 @@ fn small_buffers_come_before_large_ones() {
 }
 
 #[test]
-fn each_buffer_is_told_once_and_progress_counts_what_is_loaded() {
+fn each_buffer_is_reported_once_and_progress_counts_bytes() {
     isolated(2, |scene| {
         seen(scene, || {
             let mut all = vec![made(64 * KIB); 40];

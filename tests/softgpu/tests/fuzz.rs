@@ -348,7 +348,7 @@ fn seed() -> u64 {
 }
 
 #[test]
-fn nonsense_from_several_processes_harms_nobody() {
+fn nonsense_from_several_processes_does_no_harm() {
     isolated(1, |scene| {
         if let Some(role) = scene.role() {
             scene.say("begun");

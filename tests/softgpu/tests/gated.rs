@@ -93,7 +93,7 @@ fn a_dump_at_any_moment_has_all_memory() {
 }
 
 #[test]
-fn nothing_is_told_of_those_that_have_ended() {
+fn processes_that_have_ended_are_not_reported() {
     isolated(1, |_| {
         let (_machine, dumped) = need!(dumped());
         for itself in [false, true] {
@@ -112,7 +112,7 @@ fn nothing_is_told_of_those_that_have_ended() {
 }
 
 #[test]
-fn rewake_restore_says_what_became_of_it_whoever_is_left_to_know() {
+fn rewake_restore_reports_the_result_after_any_death() {
     isolated(1, |_| {
         let (_machine, dumped) = need!(dumped());
 
@@ -142,7 +142,7 @@ fn rewake_restore_says_what_became_of_it_whoever_is_left_to_know() {
 }
 
 #[test]
-fn where_nobody_is_left_to_know_that_is_said_and_what_stands_still_is_not_dumped() {
+fn an_unknown_result_is_reported_and_a_paused_target_not_dumped() {
     isolated(1, |_| {
         let (_machine, mut dumped) = need!(dumped());
         let (restoring, held) = dumped.restoring();
@@ -172,7 +172,7 @@ fn where_nobody_is_left_to_know_that_is_said_and_what_stands_still_is_not_dumped
 }
 
 #[test]
-fn rewake_restore_leaves_no_streamer_behind_that_took_nothing_over() {
+fn rewake_restore_ends_a_streamer_without_sessions() {
     isolated(1, |_| {
         let (_machine, dumped) = need!(dumped());
         // CRIU waits for somebody who writes it.

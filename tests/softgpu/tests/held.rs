@@ -255,7 +255,7 @@ fn other_processes_are_not_kept_away() {
 }
 
 #[test]
-fn other_gpus_of_a_marked_process_go_on() {
+fn other_gpus_of_a_marked_process_run_on() {
     isolated(2, |_| {
         let gpus = Gpus::open(2).unwrap();
         let buffers = [0, 1].map(|gpu| buffer(&gpus, gpu));

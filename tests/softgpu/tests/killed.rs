@@ -37,7 +37,7 @@ fn a_streamer_that_dies_takes_what_stands_still_with_it() {
 }
 
 #[test]
-fn without_its_supervisor_it_serves_and_after_its_death_recover_kills() {
+fn a_worker_without_supervisor_serves_until_recover_kills() {
     isolated(1, |_| {
         let _machine = need!(Machine::with(&ONE_RING), REAL_GPUS);
         let dumped = need!(Dumped::of(&unreached(), Version::V4_2));
@@ -198,7 +198,7 @@ fn killed_at_known_moments(dumped: &Dumped) {
 
 /// `REWAKE_KILLS` is the number of moments (default 12).
 #[test]
-fn killed_at_any_moment_nobody_stands_still() {
+fn a_streamer_killed_at_any_moment_leaves_no_paused_queue() {
     isolated(1, |_| {
         let _machine = need!(Machine::with(&SLOW), REAL_GPUS);
         let dumped = need!(Dumped::of(&unreached(), Version::V4_2));

@@ -206,7 +206,7 @@ fn killed_at(version: Version, early: &[Moment]) {
 }
 
 #[test]
-fn criu_killed_before_the_page_server_answers_leaves_nothing_and_later_harms_nobody() {
+fn criu_killed_before_or_after_the_page_server_answers() {
     isolated(1, |_| {
         killed_at(Version::V4_2, &[&EARLY[..], &WHOLE].concat());
     });
@@ -220,7 +220,7 @@ fn the_older_criu_killed_when_tasks_are_whole_leaves_nothing() {
 }
 
 #[test]
-fn criu_killed_at_any_moment_leaves_nobody_standing_still() {
+fn criu_killed_at_any_moment_leaves_no_paused_queue() {
     isolated(1, |_| {
         let stage = need!(Stage::set(Version::V4_2));
         let whole = stage.comes_back();
@@ -233,7 +233,7 @@ fn criu_killed_at_any_moment_leaves_nobody_standing_still() {
 }
 
 #[test]
-fn a_driver_that_refuses_a_call_half_way_is_told_of_and_nothing_is_left() {
+fn a_refused_call_is_reported_and_nothing_is_left() {
     isolated(1, |_| {
         let stage = need!(Stage::set(Version::V4_2));
         stage.faults.count(CRIU);

@@ -48,14 +48,14 @@ fn there_and_back(shape: &Shape, version: Version) {
 }
 
 #[test]
-fn registered_memory_is_there_before_queues_start() {
+fn registered_memory_is_resident_before_queues_start() {
     isolated(1, |_| {
         there_and_back(&Shape { mode: Mode::Userptr, ..small() }, Version::V4_2);
     });
 }
 
 #[test]
-fn memory_with_attributes_is_there_before_queues_start() {
+fn memory_with_attributes_is_resident_before_queues_start() {
     isolated(1, |_| {
         if Topology::read().unwrap().gpus().all(Node::has_svm) {
             there_and_back(&Shape { mode: Mode::Svm, ..small() }, Version::V4_2);
@@ -72,7 +72,7 @@ fn memory_of_gpus_comes_later_still() {
 }
 
 #[test]
-fn memory_that_is_registered_at_once_is_there() {
+fn memory_that_is_registered_at_once_is_resident() {
     isolated(1, |_| {
         for version in [Version::V4_2, Version::V4_1] {
             let folder = tempfile::tempdir().unwrap();

@@ -23,7 +23,7 @@ fn comes_back(criu: &Criu) -> Streamer {
 }
 
 #[test]
-fn a_process_goes_on_while_another_waits_for_its_memory() {
+fn a_process_runs_while_another_waits_for_its_memory() {
     isolated(1, |_| {
         let _machine = need!(Machine::with(&ONE_RING), REAL_GPUS);
         let judge = need!(Judge::find(), REAL_GPUS);
@@ -42,7 +42,7 @@ fn a_process_goes_on_while_another_waits_for_its_memory() {
 }
 
 #[test]
-fn a_buffer_is_not_handed_over_before_it_is_there() {
+fn a_buffer_is_not_handed_over_before_it_is_resident() {
     isolated(1, |_| {
         let _machine = need!(Machine::with(&ONE_RING), REAL_GPUS);
         let folder = tempfile::tempdir().unwrap();
@@ -98,7 +98,7 @@ impl HalfResident {
 }
 
 #[test]
-fn gpus_of_a_process_are_resumed_together_when_the_memory_of_all_is_resident() {
+fn gpus_are_resumed_together_when_the_memory_of_all_is_resident() {
     isolated(2, |_| {
         let folder = tempfile::tempdir().unwrap();
         let machine = need!(Machine::find(), REAL_GPUS);
@@ -131,7 +131,7 @@ fn a_process_may_destroy_queues_while_its_gate_is_closed() {
 }
 
 #[test]
-fn a_process_that_is_killed_while_its_gate_is_closed_is_released() {
+fn a_process_killed_while_its_gate_is_closed_is_released() {
     isolated(2, |_| {
         let folder = tempfile::tempdir().unwrap();
         let machine = need!(Machine::find(), REAL_GPUS);
@@ -155,7 +155,7 @@ fn gpus_of_a_process_that_has_closed_their_driver_are_resumed() {
 }
 
 #[test]
-fn a_program_that_executes_another_while_its_gate_is_closed_is_released() {
+fn a_process_that_execs_while_its_gate_is_closed_is_released() {
     isolated(2, |_| {
         let folder = tempfile::tempdir().unwrap();
         let machine = need!(Machine::find(), REAL_GPUS);

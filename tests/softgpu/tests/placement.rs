@@ -31,7 +31,7 @@ fn every_gpu_stays_under_its_name_where_it_was() {
 }
 
 #[test]
-fn an_image_of_other_names_and_smaller_gpus_fits_and_one_of_larger_ones_does_not() {
+fn an_image_of_smaller_gpus_fits_and_one_of_larger_does_not() {
     isolated(1, |_| {
         let here = nodes();
         let mut image = here.clone();
@@ -55,7 +55,7 @@ fn an_image_of_other_names_and_smaller_gpus_fits_and_one_of_larger_ones_does_not
 }
 
 #[test]
-fn a_gpu_too_few_is_told() {
+fn a_missing_gpu_is_an_error() {
     isolated(1, |_| {
         let image = nodes();
         let gone = gpus(&image)[0];

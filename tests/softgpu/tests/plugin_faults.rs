@@ -356,7 +356,7 @@ fn criu_killed_in_a_restore_for_its_parent_leaves_nothing() {
 }
 
 #[test]
-fn criu_killed_at_any_moment_of_a_restore_lets_nothing_run_that_is_not_whole() {
+fn criu_killed_at_any_moment_of_a_restore_runs_no_partial_task() {
     isolated(1, |_| {
         let mut stage = need!(Stage::left());
         let start = Instant::now();

@@ -311,7 +311,7 @@ fn random_damage_does_no_harm() {
 }
 
 #[test]
-fn a_mapping_of_a_buffer_that_has_another_offset_is_no_freed_one() {
+fn a_mapping_of_a_buffer_at_another_offset_is_no_freed_one() {
     isolated(1, |_| {
         let dumped = need!(Dumped::new());
         let (id, mut image) = dumped.kfd();

@@ -221,7 +221,7 @@ fn an_invalid_packet_is_waited_for() {
 }
 
 #[test]
-fn an_unmapped_address_is_told_and_ends_the_queue() {
+fn an_unmapped_address_is_reported_and_ends_the_queue() {
     isolated(1, |_| {
         let mut hand = Hand::new();
         let nowhere = 0x7fff_0000_0000 - (1 << 30);
@@ -239,7 +239,7 @@ fn an_unmapped_address_is_told_and_ends_the_queue() {
 }
 
 #[test]
-fn a_copy_engines_fault_is_told_too() {
+fn a_copy_engines_fault_is_reported_too() {
     isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         let mut queue =

@@ -46,7 +46,7 @@ fn runs(work: &Path) {
 }
 
 #[test]
-fn one_image_restored_three_times_at_once_is_there_three_times() {
+fn one_image_is_restored_three_times_at_once() {
     isolated(1, |_| {
         let _machine = need!(Machine::with(&ONE_RING), REAL_GPUS);
         let folder = tempfile::tempdir().unwrap();

@@ -364,7 +364,7 @@ fn ends(owner: Peer, judge: &Judge) {
 
 /// As a process's files close, one after the other, when it ends.
 #[test]
-fn a_descriptor_that_closes_behind_a_file_whose_jobs_are_waited_for_is_not_forgotten() {
+fn a_descriptor_that_closes_while_jobs_run_is_not_forgotten() {
     isolated(1, |scene| {
         if scene.role().is_some() {
             return owns(scene);

@@ -30,7 +30,7 @@ fn states(status: &Value) -> Vec<String> {
 }
 
 #[test]
-fn each_of_two_restores_at_once_has_a_streamer_and_the_agent_may_die() {
+fn two_restores_have_two_streamers_and_the_agent_may_die() {
     isolated(1, |_| {
         let (_machine, both) = need!(dumped::<2>());
         let (mut daemon, held) = (Daemon::start(), Held::streamers());
@@ -64,7 +64,7 @@ fn each_of_two_restores_at_once_has_a_streamer_and_the_agent_may_die() {
 }
 
 #[test]
-fn a_streamer_that_dies_is_told_by_the_daemon_and_harms_no_other() {
+fn the_agent_reports_a_dead_streamer_and_others_serve_on() {
     isolated(1, |_| {
         let (_machine, [one, two]) = need!(dumped());
         let (daemon, held) = (Daemon::start(), Held::streamers());
@@ -94,7 +94,7 @@ fn a_streamer_that_dies_is_told_by_the_daemon_and_harms_no_other() {
 }
 
 #[test]
-fn a_daemon_that_is_killed_takes_nobody_with_it() {
+fn a_killed_agent_ends_no_streamer() {
     isolated(1, |_| {
         let (_machine, [dumped]) = need!(dumped());
         let (daemon, held) = (Daemon::start(), Held::streamers());
@@ -112,7 +112,7 @@ fn a_daemon_that_is_killed_takes_nobody_with_it() {
 
 /// The driver gives queues of copy engines back by number, and both had the first.
 #[test]
-fn a_restore_whose_copy_engine_another_process_has_says_so_and_harms_it_not() {
+fn a_copy_engine_that_another_process_has_is_an_error() {
     isolated(1, |_| {
         let (_machine, [first]) = need!(dumped());
         let second = need!(Dumped::of(&unreached(), Version::V4_2));

@@ -213,7 +213,7 @@ fn a_dump_that_leaves_it_paused_with_fewer_gpus_than_there_are() {
 }
 
 #[test]
-fn a_process_with_render_nodes_only_is_not_dumped_and_the_other_stays_paused() {
+fn a_process_with_render_nodes_only_is_not_dumped() {
     isolated(1, |_| {
         let folder = tempfile::tempdir().unwrap();
         let (server, criu) = started(&Shape { mode: Mode::RenderOnly, ..small() }, folder.path());

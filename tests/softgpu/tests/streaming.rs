@@ -45,7 +45,7 @@ fn there_and_back(shape: &Shape) {
 }
 
 #[test]
-fn a_process_runs_before_its_memory_is_there_and_its_gpus_when_it_is() {
+fn a_process_runs_with_missing_buffers_and_its_queues_wait() {
     isolated(1, |_| {
         let _machine = need!(Machine::with(&ONE_RING), REAL_GPUS);
         let dumped = need!(Dumped::of(&unreached(), Version::V4_2));
@@ -64,7 +64,7 @@ fn a_process_runs_before_its_memory_is_there_and_its_gpus_when_it_is() {
 }
 
 #[test]
-fn how_long_a_restore_takes_does_not_grow_with_memory_that_only_gpus_reach() {
+fn restore_time_does_not_grow_with_memory_that_only_gpus_reach() {
     isolated(1, |_| {
         let machine = need!(Machine::find(), REAL_GPUS);
         let of = |layer_kib| Dumped::of(&Shape { layer_kib, ..unreached() }, Version::V4_2);
@@ -141,7 +141,7 @@ fn holds_queues_of(pid: u32) {
 }
 
 #[test]
-fn queues_that_are_held_when_the_gate_is_open_are_told_of() {
+fn queues_still_evicted_after_the_gate_opens_are_reported() {
     isolated(1, |_| {
         let _machine = need!(Machine::with(&ONE_RING), REAL_GPUS);
         let dumped = need!(Dumped::of(&unreached(), Version::V4_2));
@@ -202,7 +202,7 @@ fn damage(images: &Path) {
 }
 
 #[test]
-fn an_image_that_cannot_be_streamed_is_refused_before_anything_runs() {
+fn an_image_that_cannot_be_streamed_is_refused_before_it_runs() {
     isolated(1, |_| {
         let dumped = need!(Dumped::of(&unreached(), Version::V4_2));
         let mut streamer = dumped.streamer();
@@ -217,7 +217,7 @@ fn an_image_that_cannot_be_streamed_is_refused_before_anything_runs() {
 }
 
 #[test]
-fn a_streamer_to_which_nobody_comes_ends_when_asked() {
+fn a_streamer_without_a_restore_ends_when_asked() {
     isolated(1, |_| {
         let folder = tempfile::tempdir().unwrap();
         let mut streamer = Streamer::start(folder.path()).unwrap();

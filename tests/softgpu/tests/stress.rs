@@ -61,7 +61,7 @@ fn orders(random: &mut Random) -> Vec<String> {
 }
 
 #[test]
-fn whatever_it_does_before_its_memory_is_there() {
+fn random_orders_to_a_program_with_missing_memory() {
     isolated(1, |_| {
         let machine = need!(Machine::find(), REAL_GPUS);
         let mut random = Random(number("RESTORE_SEED").unwrap_or(SEED));
@@ -89,7 +89,7 @@ fn whatever_it_does_before_its_memory_is_there() {
 const BUSY: [Mode; 3] = [Mode::CpuReads, Mode::Allocating, Mode::NoAccess];
 
 #[test]
-fn a_server_that_is_asked_before_its_memory_is_there() {
+fn requests_to_a_server_with_missing_memory() {
     isolated(1, |_| {
         let machine = need!(Machine::find(), REAL_GPUS);
         let mut random = Random(number("RESTORE_SEED").unwrap_or(SEED));

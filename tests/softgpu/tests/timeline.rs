@@ -83,7 +83,7 @@ fn sum(of: &Value, name: &str) -> u64 {
 }
 
 #[test]
-fn who_asks_while_it_loads_is_told_and_what_there_was_to_see_is_left() {
+fn status_answers_during_the_load_and_the_timeline_stays() {
     isolated(1, |_| {
         let _machine = need!(Machine::with(&ONE_RING), REAL_GPUS);
         let dumped = need!(dumped(&unreached()));

@@ -59,7 +59,7 @@ fn every_node_shows_what_the_stock_plugin_reads() {
 }
 
 #[test]
-fn every_gpu_has_a_render_node_of_amdgpu_that_tells_the_same() {
+fn every_gpu_has_a_render_node_of_amdgpu_with_the_same_values() {
     isolated(1, |_| {
         for node in Topology::read().unwrap().gpus() {
             assert!((128..=255).contains(&node.render_minor()), "{}", node.render_minor());

@@ -162,7 +162,7 @@ fn there(said: &str) -> Vec<usize> {
 }
 
 #[test]
-fn what_was_touched_in_a_recorded_restore_comes_first_in_later_ones() {
+fn the_recorded_working_set_is_loaded_first_in_later_restores() {
     isolated(1, |_| {
         let dumped = need!(dumped_on(&ONE_RING, Some(FOUR), Version::V4_2));
         let (before, _) = dumped.comes_back_untouched();
@@ -256,7 +256,7 @@ fn no_access_is_given_to_what_is_not_there() {
 }
 
 #[test]
-fn a_mapping_whose_buffer_had_been_freed_is_there_to_be_unmapped() {
+fn a_mapping_whose_buffer_was_freed_can_be_unmapped() {
     isolated(1, |_| {
         let dumped = need!(dumped_after("free 1"));
         let looks = || {
@@ -280,7 +280,7 @@ fn a_mapping_whose_buffer_had_been_freed_is_there_to_be_unmapped() {
 }
 
 #[test]
-fn a_mapping_that_lost_its_buffer_after_the_dump_is_no_freed_one() {
+fn a_mapping_whose_buffer_the_image_lost_is_no_freed_one() {
     isolated(1, |_| {
         let dumped = need!(dumped_after("free 1"));
         let path = dumped.criu.images().join(SHARED_NAME);
@@ -319,7 +319,7 @@ fn a_program_that_executes_another_or_ends_meanwhile_is_gone() {
 }
 
 #[test]
-fn a_program_that_bequeaths_what_is_not_there_is_killed_with_its_children() {
+fn a_program_that_forks_with_missing_buffers_is_killed() {
     isolated(1, |_| {
         let dumped = need!(dumped(Version::V4_2));
         let (mut streamer, held) = dumped.comes_back();

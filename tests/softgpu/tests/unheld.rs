@@ -48,7 +48,7 @@ fn comes_back(criu: &Criu) -> (Streamer, Held) {
 }
 
 #[test]
-fn all_memory_of_cpus_comes_first_and_that_of_gpus_behind() {
+fn all_cpu_memory_is_loaded_before_gpu_memory() {
     isolated(1, |_| {
         let _machine = need!(machine());
         let dumped = need!(Dumped::of(&unreached(), Version::V4_2));
@@ -69,7 +69,7 @@ fn all_memory_of_cpus_comes_first_and_that_of_gpus_behind() {
 }
 
 #[test]
-fn what_is_registered_meanwhile_is_there() {
+fn memory_registered_meanwhile_is_resident() {
     isolated(1, |_| {
         need!(unheld());
         for version in [Version::V4_2, Version::V4_1] {
@@ -102,7 +102,7 @@ fn by_one_command_memory_of_cpus_is_not_lazy() {
 }
 
 #[test]
-fn processes_go_on_together() {
+fn processes_are_resumed_together() {
     isolated(1, |_| {
         let _machine = need!(machine());
         let judge = need!(Judge::find(), REAL_GPUS);
@@ -119,7 +119,7 @@ fn processes_go_on_together() {
 }
 
 #[test]
-fn gpus_of_a_process_go_on_together() {
+fn gpus_of_a_process_are_resumed_together() {
     isolated(2, |_| {
         let folder = tempfile::tempdir().unwrap();
         let _machine = need!(machine());

@@ -42,7 +42,7 @@ fn a_gpu_reads_and_writes_the_programs_memory() {
 }
 
 #[test]
-fn a_missing_page_refuses_registration_and_a_filled_one_does_not() {
+fn a_missing_page_refuses_registration_and_a_resident_does_not() {
     isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         let mut lane = Lane::new(&gpus, 1, 1).unwrap();

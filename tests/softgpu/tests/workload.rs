@@ -111,7 +111,7 @@ fn a_server_answers_while_numbers_change_in_host_memory() {
 }
 
 #[test]
-fn a_server_answers_while_numbers_change_in_memory_with_attributes() {
+fn a_server_answers_while_memory_with_attributes_changes() {
     isolated(2, |_| {
         let shape = Shape { mode: Mode::Svm, gpus: 2, ..shape() };
         if Kfd::open().unwrap().xnack().is_ok() {
@@ -160,7 +160,7 @@ fn a_server_answers_with_many_small_buffers_and_zeros() {
 }
 
 #[test]
-fn nonsense_is_refused_and_the_server_goes_on() {
+fn nonsense_is_refused_and_the_server_runs_on() {
     isolated(1, |_| {
         let folder = tempfile::tempdir().unwrap();
         let app = App::start(&shape(), folder.path()).unwrap();

@@ -109,7 +109,7 @@ fn gpus_share_staging_and_do_not_wait_for_each_other() {
 }
 
 #[test]
-fn a_full_engine_says_so_and_goes_on() {
+fn a_full_engine_reports_that_and_copies_on() {
     isolated(1, |_| {
         need!(bandwidth());
         let gpus = Gpus::open(1).unwrap();
@@ -130,7 +130,7 @@ fn a_full_engine_says_so_and_goes_on() {
 }
 
 #[test]
-fn what_ends_is_told_once_and_can_be_polled_for() {
+fn a_finished_copy_is_reported_once_and_can_be_polled_for() {
     isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         for through in [Through::Pages, Through::Cpu] {

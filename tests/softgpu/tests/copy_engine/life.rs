@@ -42,7 +42,7 @@ unsafe impl GlobalAlloc for Counting {
 static COUNTING: Counting = Counting;
 
 #[test]
-fn one_bo_imported_twice_is_released_twice_and_later_if_in_flight() {
+fn a_bo_imported_twice_is_released_after_both_and_its_copies() {
     isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         for through in [Through::Pages, Through::Cpu] {

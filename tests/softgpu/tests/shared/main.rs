@@ -221,7 +221,7 @@ fn a_dma_buf_in_a_process_that_computes_nothing() {
 }
 
 #[test]
-fn a_dma_buf_whose_buffer_nobody_has_is_refused() {
+fn a_dma_buf_whose_buffer_no_process_has_is_refused() {
     isolated(1, |scene| {
         play(scene, Version::V4_2, |play| {
             let (root, child) = pair(play);
@@ -241,7 +241,7 @@ fn a_dma_buf_whose_buffer_nobody_has_is_refused() {
 }
 
 #[test]
-fn an_image_that_does_not_tell_whose_a_dma_buf_is_is_refused() {
+fn an_image_that_names_no_owner_of_a_dma_buf_is_refused() {
     isolated(1, |scene| {
         play(scene, Version::V4_2, |play| {
             let root = play.root.clone();
