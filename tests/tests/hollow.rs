@@ -9,7 +9,7 @@ use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
 
-use rewake_tests::pattern::Random;
+use rewake_tests::Random;
 use rewake_tests::plugins::rewake_alone;
 use rewake_tests::process::run;
 use rewake_tests::random::{count, moment, seed};

@@ -8,7 +8,7 @@ use std::fmt;
 use std::thread::scope;
 use std::time::{Duration, Instant};
 
-use rewake_tests::pattern::Random;
+use rewake_tests::Random;
 use rewake_tests::random::{count, moment, seed};
 use rewake_tests::scene::END;
 use rewake_tests::{Criu, Scene, Server, Verdict, need};

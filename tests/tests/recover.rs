@@ -12,8 +12,8 @@ use std::thread::sleep;
 use std::time::Duration;
 
 use nix::sys::signal::{Signal, kill};
+use rewake_tests::Random;
 use rewake_tests::daemon::Daemon;
-use rewake_tests::pattern::Random;
 use rewake_tests::process::{kill_all, session, until};
 use rewake_tests::random::{count, moment, seed};
 use rewake_tests::scene::{ACT, END};

@@ -11,7 +11,9 @@ use std::process::Child;
 use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
-use rewake_tests::daemon::{Daemon, has_namespaces, in_namespaces, processes_naming, restore, timeline};
+use rewake_tests::daemon::{
+    Daemon, detached, has_namespaces, in_namespaces, processes_naming, restore, timeline,
+};
 use rewake_tests::held::{Gate, latecomer, script};
 use rewake_tests::images::{self, Pagemap, pagemap_path, pages_path};
 use rewake_tests::process::{children, until};
@@ -62,7 +64,7 @@ fn one_daemon_serves_one_restore_after_another() {
     let daemon = Daemon::start().unwrap();
     for round in 1..=2 {
         scene.go().unwrap();
-        let output = daemon.detached(&criu, &scene).unwrap().output().unwrap();
+        let output = detached(&daemon, &criu, &scene).unwrap().output().unwrap();
         let told = timeline(&output).unwrap();
         assert_eq!(scene.verdict(ACT).unwrap(), Verdict::Ok);
         assert_eq!(told["session"], round);
@@ -148,7 +150,7 @@ fn a_failing_session_harms_no_other() {
     let bad = Scene::dumped(&criu, "plain", 64).unwrap();
     let daemon = Daemon::start().unwrap();
     good.go().unwrap();
-    let restoring = daemon.detached(&criu, &good).unwrap().spawn().unwrap();
+    let restoring = detached(&daemon, &criu, &good).unwrap().spawn().unwrap();
 
     bad.go().unwrap();
     let served = bad.images().join("served");
@@ -174,7 +176,7 @@ fn a_failing_session_harms_no_other() {
 
 /// Waits until a restore by this agent is under way in a scene; gives the restore.
 fn restoring(daemon: &Daemon, criu: &Criu, scene: &Scene) -> Child {
-    let restoring = daemon.detached(criu, scene).unwrap().spawn().unwrap();
+    let restoring = detached(daemon, criu, scene).unwrap().spawn().unwrap();
     until(ACT, || under_way(daemon)).expect("a restore under way");
     restoring
 }

@@ -7,10 +7,10 @@ use std::io::{BufRead as _, BufReader, Write as _};
 use std::path::Path;
 use std::process::{Child, ChildStdin, ChildStdout, Command, ExitStatus, Stdio};
 use std::sync::{Mutex, PoisonError};
-use std::thread;
-use std::time::Duration;
 
 use rewake_amdgpu_uapi::topology::Topology;
+use rewake_testkit::process::wait_child;
+use rewake_testkit::{MINUTE, soon};
 
 use crate::faults::Faults;
 use crate::hold::Held;
@@ -26,11 +26,6 @@ const REQUIRED: &str = "SOFTGPU_REQUIRED";
 const MARK: &str = "@ ";
 /// What a process says when its body has run to the end.
 const RAN: &str = "the body ran";
-/// Looks at a process that should end, and time between them: four minutes, under emulation too.
-const LOOKS: u32 = 2400;
-const LOOK: Duration = Duration::from_millis(100);
-/// Looks at what is still alive after a process has ended: the driver takes processes apart in the background.
-const LAST_LOOKS: u32 = 600;
 
 /// What a test's body has.
 #[derive(Debug)]
@@ -88,13 +83,12 @@ fn isolate(name: &'static str, gpus: usize, body: &dyn Fn(&Scene)) {
     peer.listen_to_the_end();
     if let (Some(judge), Some(before)) = (judge, before) {
         assert_eq!(judge.violations(), Vec::<String>::new(), "the judge's list after {name}");
-        let alike = (0..LAST_LOOKS).any(|_| {
-            judge.alive() == before || {
-                thread::sleep(LOOK);
-                false
-            }
-        });
-        assert!(alike, "left behind by {name}: {:?}, before it {before:?}", judge.alive());
+        // The driver takes processes apart in the background.
+        assert!(
+            soon(|| judge.alive() == before),
+            "left behind by {name}: {:?}, before it {before:?}",
+            judge.alive()
+        );
     }
 }
 
@@ -253,14 +247,10 @@ impl Peer {
     }
 
     fn wait(&mut self) -> ExitStatus {
-        for _ in 0..LOOKS {
-            if let Some(status) = self.child.try_wait().expect("a child to wait for") {
-                return status;
-            }
-            thread::sleep(LOOK);
-        }
-        // Best effort: the panic tells.
-        let _ = self.child.kill();
-        panic!("process {} did not end", self.child.id());
+        wait_child(&mut self.child, 4 * MINUTE).unwrap_or_else(|| {
+            // Best effort: the panic tells.
+            let _ = self.child.kill();
+            panic!("process {} did not end", self.child.id());
+        })
     }
 }

@@ -11,18 +11,11 @@ use gpu_app::gpu::Gpus;
 use gpu_app::kernel::Kernel;
 use rewake_amdgpu_uapi::criu;
 use rewake_skip::need;
+use rewake_testkit::soon;
 use softgpu_tests::{Judge, REAL_GPUS, isolated, sys};
 
 /// Longer than the judge lets a descriptor be on its way, on a machine with three GPUs.
 const FORGOTTEN: Duration = Duration::from_millis(4500);
-
-/// Whether it is so within a minute.
-fn soon(there: impl Fn() -> bool) -> bool {
-    (0..1200).any(|_| {
-        thread::sleep(Duration::from_millis(50));
-        there()
-    })
-}
 
 #[test]
 fn a_queue_that_runs_while_the_process_is_paused_is_reported() {
@@ -75,7 +68,7 @@ fn a_descriptor_that_alone_keeps_memory_is_reported() {
                 assert_eq!(judge.violations(), Vec::<String>::new(), "it has another user");
             } else {
                 // If none is reported, `take` says so.
-                soon(|| !judge.violations().is_empty());
+                let _ = soon(|| !judge.violations().is_empty());
                 assert_eq!(judge.take("leak").len(), 1);
             }
         }

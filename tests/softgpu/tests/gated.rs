@@ -12,7 +12,7 @@ use softgpu_tests::criu::{Criu, Plugin, Version, wait_for_the_end_of};
 use softgpu_tests::dumped::{
     Behind, Dumped, ONE_RING, Restoring, dies, gate_files, is_paused, pages, signal, unreached,
 };
-use softgpu_tests::random::Random;
+use softgpu_tests::random::{Random, count};
 use softgpu_tests::streamer::recover;
 use softgpu_tests::{Machine, REAL_GPUS, isolated};
 
@@ -64,9 +64,8 @@ const WAITS: [&str; 2] = ["has GPU queues that are stopped", "has memory that se
 #[test]
 fn a_dump_at_any_moment_has_all_memory() {
     isolated(1, |_| {
-        let number = |name: &str| std::env::var(name).ok().map(|text| text.parse::<u64>().expect(name));
-        let rounds = number("REWAKE_DUMPS").unwrap_or(4);
-        let mut random = Random(number("REWAKE_SEED").unwrap_or(0x5eed_0018));
+        let rounds = count("REWAKE_DUMPS", 4_u64);
+        let mut random = Random::new(count("REWAKE_SEED", 0x5eed_0018));
         let (machine, mut dumped) = need!(dumped());
         let mut waited = 0;
         for round in 0..rounds {

@@ -4,18 +4,12 @@
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 use std::os::fd::AsFd as _;
-use std::thread;
-use std::time::Duration;
 
 use gpu_app::gpu::Gpus;
 use rewake_sdma_copy::{Error, Transfer};
 use softgpu_tests::isolated;
 
 use crate::{ALL, MIB, SMALL, Through, engine, import, place, run, soon};
-
-/// Looks for memory that is let go of in the background: a minute.
-const LOOKS: u32 = 6000;
-const LOOK: Duration = Duration::from_millis(10);
 
 /// Counts what a thread allocates.
 struct Counting;
@@ -84,11 +78,8 @@ fn memory_that_was_released_can_be_freed() {
             }
             drop(buffer);
             // The driver lets go of a submission's buffers in the background, when its fence has long been signalled.
-            let mut looks = (0..LOOKS).map(|_| {
-                thread::sleep(LOOK);
-                device.available().unwrap()
-            });
-            assert!(looks.any(|available| available == before), "in flight: {in_flight}");
+            let released = rewake_testkit::soon(|| device.available().unwrap() == before);
+            assert!(released, "in flight: {in_flight}");
         }
     });
 }
