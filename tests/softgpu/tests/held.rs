@@ -173,7 +173,7 @@ fn a_range_that_is_not_watched_costs_one_look_at_each_mapping() {
 /// Bytes of a page that all read accesses of untouched memory share, where the range allows it.
 const HUGE: u64 = 2 << 20;
 /// Resident memory whose pages a call reads for more than a second, and that the kernel unmaps at once.
-const RESIDENT: u64 = 16 * GIB;
+const RESIDENT: u64 = 32 * GIB;
 
 /// Makes calls with watched memory whose pages are missing, or resident.
 fn call_with_watched(scene: &Scene, is_missing: bool) {
