@@ -203,17 +203,17 @@ impl ImageFile {
     }
 
     /// Whether the page cache has all of these bytes. Of a block it must have most of the region around it,
-    /// too: chunks are longer than the kernel reads ahead. `false` where the kernel cannot say (before 6.5, or
-    /// refused).
+    /// too: chunks are longer than the kernel reads ahead. `false` where the kernel cannot say (before 6.5,
+    /// or refused).
     pub fn is_cached(&self, offset: u64, len: usize) -> bool {
         let in_cold_region = len <= BLOCK && self.is_cold(offset);
         !in_cold_region
             && self.cachestat(offset, len as u64).is_some_and(|(stat, pages)| stat.cached >= pages)
     }
 
-    /// Chooses how to read these bytes, by measurement. A range with dirty pages is read through the page cache:
-    /// a direct read would wait for the disk. While other processes read the file, all reads go through it, so
-    /// that the disk reads the bytes once.
+    /// Chooses how to read these bytes, by measurement. A range with dirty pages is read through the page
+    /// cache: a direct read would wait for the disk. While other processes read the file, all reads go
+    /// through it, so that the disk reads the bytes once.
     pub fn mode(&self, offset: u64, len: usize) -> ReadMode {
         let from_disk = || {
             if self.direct().is_none() || self.is_shared() { ReadMode::Buffered } else { ReadMode::Direct }

@@ -176,8 +176,8 @@ impl IoBudget {
         &self.notifiers[Lane::Gpus as usize][0]
     }
 
-    /// Counts a demand read until the permit is dropped, however long it takes. I/O schedulers and disks prefer
-    /// a stream of adjacent reads to one that is far from them (mq-deadline for half a second).
+    /// Counts a demand read until the permit is dropped, however long it takes. I/O schedulers and disks
+    /// prefer a stream of adjacent reads to one that is far from them (mq-deadline for half a second).
     #[must_use]
     pub fn demand(self: &Arc<Self>) -> Permit {
         self.demands.fetch_add(1, Ordering::Relaxed);

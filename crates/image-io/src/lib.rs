@@ -4,10 +4,10 @@
 //! An [`Engine`] transfers between an [`ImageFile`] and memory, with io_uring, threads or a simulation. Each
 //! thread owns one. [`io_budget`] limits the background reads of all of them.
 //!
-//! Memory of CPUs is read block by block ([`BLOCK`]) into buffers that the [`BlockCache`] lends. The cache then
-//! publishes each block as a [`BlockRef`] for every session that needs it. Memory of GPUs is transferred in
-//! chunks of 2 MiB, between files and staging memory that copy engines access: no other session needs a
-//! chunk after its copy, so the cache does not keep it.
+//! Memory of CPUs is read block by block ([`BLOCK`]) into buffers that the [`BlockCache`] lends. The cache
+//! then publishes each block as a [`BlockRef`] for every session that needs it. Memory of GPUs is
+//! transferred in chunks of 2 MiB, between files and staging memory that copy engines access. No other
+//! session needs a chunk after its copy, so the cache does not keep it.
 //!
 //! Invariants:
 //! - *Never invented bytes*: only the owner of a buffer can publish it, and a read that is `Ok` has filled
