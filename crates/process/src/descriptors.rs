@@ -5,7 +5,7 @@ use std::io;
 
 use crate::check;
 
-/// Closes every descriptor but the three standard ones: those that a parent did not mark to be closed on exec.
+/// Closes every descriptor but the three standard ones: a parent may not have marked them to be closed on exec.
 ///
 /// # Safety
 /// Nothing in this process may own such a descriptor: only a program that has just started may call it.

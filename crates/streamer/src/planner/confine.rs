@@ -12,8 +12,8 @@ use std::io;
 use std::os::fd::BorrowedFd;
 
 use landlock::{
-    ABI, Access as _, AccessFs, CompatLevel, Compatible as _, PathBeneath, Ruleset, RulesetAttr as _,
-    RulesetCreatedAttr as _, RulesetError,
+    ABI, Access as _, AccessFs, CompatLevel, Compatible as _, PathBeneath, RestrictionStatus, Ruleset,
+    RulesetAttr as _, RulesetCreatedAttr as _, RulesetError,
 };
 use nix::sys::resource::{Resource, setrlimit};
 use seccompiler::{
@@ -74,6 +74,7 @@ pub(super) fn confine(directories: &[BorrowedFd<'_>]) -> io::Result<()> {
     limit(Resource::RLIMIT_CPU, TIME.as_secs())?;
     limit(Resource::RLIMIT_FSIZE, PLAN)?;
     limit(Resource::RLIMIT_CORE, 0)?;
+    // A kernel without Landlock does not enforce it. The streamer's check of the pages files remains.
     allow_reading_below(directories).map_err(|error| failed("Landlock", error))?;
     let filter = filter().map_err(|error| failed("seccomp", error))?;
     seccompiler::apply_filter(&filter).map_err(|error| failed("seccomp", error))
@@ -83,7 +84,7 @@ fn limit(resource: Resource, value: u64) -> io::Result<()> {
     setrlimit(resource, value, value).map_err(|errno| failed(&format!("{resource:?}"), errno))
 }
 
-fn allow_reading_below(directories: &[BorrowedFd<'_>]) -> Result<(), RulesetError> {
+fn allow_reading_below(directories: &[BorrowedFd<'_>]) -> Result<RestrictionStatus, RulesetError> {
     let rules = directories.iter().map(|directory| {
         Ok::<_, RulesetError>(PathBeneath::new(*directory, AccessFs::ReadFile | AccessFs::ReadDir))
     });
@@ -94,7 +95,6 @@ fn allow_reading_below(directories: &[BorrowedFd<'_>]) -> Result<(), RulesetErro
         .create()?
         .add_rules(rules)?
         .restrict_self()
-        .map(drop)
 }
 
 fn filter() -> Result<BpfProgram, seccompiler::BackendError> {
@@ -120,4 +120,44 @@ fn filter() -> Result<BpfProgram, seccompiler::BackendError> {
     rules.insert(libc::SYS_fcntl, copies.into());
     let arch = TargetArch::try_from(std::env::consts::ARCH)?;
     SeccompFilter::new(rules, SeccompAction::KillProcess, SeccompAction::Allow, arch)?.try_into()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::{self, File};
+    use std::os::fd::AsFd as _;
+    use std::thread;
+
+    use landlock::RulesetStatus;
+    use rewake_skip::skip;
+
+    use super::*;
+
+    #[test]
+    fn files_below_the_directories_can_be_read_and_no_others() {
+        let [own, parent, other] = [(); 3].map(|()| tempfile::tempdir().unwrap());
+        for folder in [&own, &parent, &other] {
+            fs::write(folder.path().join("pages-1.img"), "pages").unwrap();
+        }
+        let read = |folder: &tempfile::TempDir| fs::read_to_string(folder.path().join("pages-1.img"));
+        let open = [&own, &parent].map(|folder| File::open(folder.path()).unwrap());
+        // Landlock restricts the thread that asks for it.
+        let confined = || {
+            let status = allow_reading_below(&open.each_ref().map(File::as_fd)).unwrap().ruleset;
+            (status, [read(&own), read(&parent), read(&other)], fs::write(own.path().join("new"), ""))
+        };
+        let (status, [of_own, of_parent, of_other], written) =
+            thread::scope(|scope| scope.spawn(confined).join()).unwrap();
+        if status == RulesetStatus::NotEnforced {
+            skip!("this kernel has no Landlock");
+        }
+        assert_eq!([of_own.unwrap(), of_parent.unwrap()], ["pages", "pages"]);
+        assert_eq!(of_other.unwrap_err().kind(), io::ErrorKind::PermissionDenied);
+        assert_eq!(written.unwrap_err().kind(), io::ErrorKind::PermissionDenied);
+    }
+
+    #[test]
+    fn the_filter_is_made_for_this_machine() {
+        assert!(filter().unwrap().len() > ALLOWED.len());
+    }
 }

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Has an image parsed and planned by a confined process, the planner.
 //!
-//! An image is hostile input: lengths, addresses and links in it may be chosen to make a parser read, write or
-//! use what it should not. And the file system below it may hang. So a child of the streamer, `rewake planner`,
-//! does all of that ([`child`]):
+//! An image is hostile input: lengths, addresses and links in it may be chosen to make a parser read, write
+//! or use what it should not. And the file system below it may hang. So a child of the streamer, `rewake
+//! planner`, opens and parses it ([`child`]):
 //!
 //! 1. It opens the image directory and its parents, and sends their descriptors. It has read no file by then.
 //! 2. It confines itself ([`confine`]): limits, Landlock, seccomp.
@@ -44,13 +44,15 @@ use crate::sys;
 /// The hidden command that is the planner.
 pub const COMMAND: &str = "planner";
 
-/// Wall time, and CPU time, of a planner. A plan of 2^24 extents takes a third of it here. The agent and
-/// `rewake restore` give up a streamer that does not listen after 30 s.
+/// Wall time, and CPU time, of a planner. A plan of 2^24 extents takes 4 s without optimisation. The agent
+/// and `rewake restore` give up a streamer that does not listen after 30 s.
 pub const TIME: Duration = Duration::from_secs(20);
 
-/// Address space of a planner. An extent takes 64 bytes while its task is planned, 32 of them for its record in
-/// the pagemap, and 32 bytes afterwards. A vector that grows may have twice its length. So 2^24 extents, which
-/// is 1 TiB of memory with a gap after each 64 KiB, take 2 GiB.
+/// Address space of a planner.
+///
+/// An extent takes 64 bytes while its task is planned, 32 of them for its record in the pagemap, and 32 bytes
+/// afterwards. A vector that grows may have twice its length. So 2^24 extents take 1 to 2 GiB: that is 1 TiB
+/// of memory with a gap in each 64 KiB.
 pub const MEMORY: u64 = 4 << 30;
 
 /// Length of a plan: an extent takes 28 bytes, so 2^24 take 448 MiB.
@@ -162,8 +164,8 @@ impl<'a> Planner<'a> {
             let limit = PollTimeout::try_from(left).unwrap_or(PollTimeout::ZERO);
             match poll(&mut [PollFd::new(self.channel.as_fd(), PollFlags::POLLIN)], limit) {
                 Ok(0) if left.is_zero() => bail!(
-                    "{}: the image was not read and planned within {} s, and the planner was killed: does its \
-                     file system answer?",
+                    "{}: the image was not read and planned within {} s, and the planner was killed: does \
+                     its file system answer?",
                     self.images.display(),
                     TIME.as_secs()
                 ),
@@ -190,8 +192,8 @@ impl<'a> Planner<'a> {
         let words = printable(&String::from_utf8_lossy(&words[..count]));
         let separator = if words.is_empty() { "" } else { ": " };
         format!(
-            "{}: the planner of this restore {how}{separator}{words} (its limits: {} GiB of memory, {} s): is the \
-             image damaged? If another program killed it, restore again",
+            "{}: the planner of this restore {how}{separator}{words} (its limits: {} GiB of memory, {} s): \
+             is the image damaged? If another program killed it, restore again",
             self.images.display(),
             MEMORY >> 30,
             TIME.as_secs()
@@ -221,9 +223,9 @@ impl Drop for Planner<'_> {
     }
 }
 
-/// Checks that the planner planned the directory that it opened, and that every pages file is a regular file in
-/// that directory or a parent.
-fn check_places(image: &Image, directories: &[OwnedFd]) -> anyhow::Result<()> {
+/// Checks that the planner planned the directory that it opened, and that every pages file is a regular file
+/// in that directory or a parent.
+pub(crate) fn check_places(image: &Image, directories: &[OwnedFd]) -> anyhow::Result<()> {
     let opened = directories.first().context("no directory was opened")?;
     let opened = fstat(opened).context("stat of the image directory")?;
     ensure!((opened.st_dev, opened.st_ino) == image.directory(), "it is not of the image directory");

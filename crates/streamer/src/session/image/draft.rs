@@ -69,8 +69,8 @@ impl Draft {
         let pagemap = || format!("{}/pagemap-{pid}.img", images.path().display());
         if remote_pages > 0 {
             bail!(
-                "{}: {remote_pages} pages are not in the image (it was made by `criu dump --lazy-pages`): they \
-                 can only come from that dump's page server, which is not supported yet",
+                "{}: {remote_pages} pages are not in the image (it was made by `criu dump --lazy-pages`): \
+                 they can only come from that dump's page server, which is not supported yet",
                 pagemap()
             );
         }

@@ -253,3 +253,22 @@ fn counts_beyond_the_end_are_refused_before_allocation() {
         assert!(error.contains("records where"), "{error}");
     }
 }
+
+#[test]
+fn a_planner_may_return_only_files_of_the_directories_that_it_opened() {
+    let (root, image) = opened();
+    let directory = |path: &Path| OwnedFd::from(File::open(path).unwrap());
+    let (own, other) = (root.path().join("image"), root.path().join("other"));
+    write_image(&other, 1);
+    let check = |opened: &[&Path]| {
+        let opened: Vec<OwnedFd> = opened.iter().copied().map(directory).collect();
+        crate::planner::check_places(&image, &opened).map_err(|error| error.to_string())
+    };
+    assert_eq!(check(&[&own]), Ok(()));
+    assert_eq!(check(&[&own, &other]), Ok(()));
+    assert_eq!(check(&[&other, &own]), Err("it is not of the image directory".into()));
+    assert_eq!(check(&[]), Err("no directory was opened".into()));
+    fs::rename(own.join("pages-2.img"), root.path().join("pages-2.img")).unwrap();
+    std::os::unix::fs::symlink(root.path().join("pages-2.img"), own.join("pages-2.img")).unwrap();
+    assert!(check(&[&own, &other]).unwrap_err().contains("pages-2.img is not a file of the image"));
+}
