@@ -13,6 +13,7 @@ use nix::errno::Errno;
 use nix::sys::signal::{Signal, kill};
 use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
 use nix::unistd::Pid;
+use rewake_process::proc::{self, Status};
 
 /// How often waits look again.
 const POLL: Duration = Duration::from_millis(2);
@@ -93,10 +94,7 @@ pub fn parent(pid: Pid) -> Option<Pid> {
 /// Whether all threads of a process have ended, so that its descriptors are closed: it is gone or a zombie.
 #[must_use]
 pub fn has_ended(pid: Pid) -> bool {
-    let Ok(stat) = fs::read_to_string(format!("/proc/{pid}/stat")) else { return true };
-    let state = stat.rsplit_once(')').and_then(|(_, fields)| fields.split_whitespace().next());
-    let threads = fs::read_dir(format!("/proc/{pid}/task")).map_or(0, Iterator::count);
-    matches!(state, None | Some("Z" | "X")) && threads <= 1
+    proc::status(pid.as_raw()).is_none_or(Status::has_ended) && proc::threads(pid.as_raw()).len() <= 1
 }
 
 /// Parent and session of a process, from `/proc`; none when it is gone.

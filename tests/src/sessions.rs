@@ -4,6 +4,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
+use std::time::Duration;
 
 use anyhow::{Context, ensure};
 use nix::sched::{CloneFlags, unshare};
@@ -14,6 +15,8 @@ use crate::scene::ACT;
 use crate::server::rewake;
 
 const FOLDER: &str = "/run/rewake";
+/// A target that reads all of its memory meets a missing page within this time.
+const FAULT: Duration = Duration::from_secs(5);
 
 /// Gives the calling thread, and all that it starts from now on, a `/run/rewake` of its own: `rewake recover` serves
 /// every session that it finds there, those of other tests too.
@@ -73,6 +76,12 @@ pub fn waits_in_a_page_fault(pid: Pid) -> bool {
     let threads = fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();
     let mut places = threads.filter_map(|thread| fs::read_to_string(thread.path().join("wchan")).ok());
     places.any(|place| place.contains("userfault"))
+}
+
+/// Waits until a target that reads all of its memory meets a missing page: false when all is resident.
+#[must_use]
+pub fn meets_a_missing_page(pid: Pid) -> bool {
+    until(FAULT, || waits_in_a_page_fault(pid).then_some(())).is_some()
 }
 
 /// `rewake recover`, not yet started.

@@ -16,7 +16,9 @@ use rewake_tests::held::Gate;
 use rewake_tests::plugins::rewake_alone;
 use rewake_tests::process::{children, has_ended, parent, run, session, until};
 use rewake_tests::scene::{ACT, END};
-use rewake_tests::sessions::{folders, own_sessions, parked, recover, served_again, waits_in_a_page_fault};
+use rewake_tests::sessions::{
+    folders, meets_a_missing_page, own_sessions, parked, recover, served_again, waits_in_a_page_fault,
+};
 use rewake_tests::{Criu, Scene, Server, Verdict, need, skip};
 
 use Members::{All, Streamer};
@@ -103,8 +105,6 @@ fn kill_each(group: &Cgroup, _: &Server) {
 const MIB: usize = 384;
 /// Restores at most until an event came while memory was missing.
 const MOST: usize = 5;
-/// A target that reads all of its memory at random meets a missing page within this time.
-const FAULT: Duration = Duration::from_secs(5);
 /// How long a target is watched that must not run.
 const WATCHED: Duration = Duration::from_millis(200);
 
@@ -161,7 +161,7 @@ fn has_outcome(scene: &Scene, server: &mut Server, outcome: Outcome) -> bool {
         Served => {}
         Recovered => {
             server.all_ended(END).unwrap();
-            came = until(FAULT, || waits_in_a_page_fault(scene.pid()).then_some(())).is_some();
+            came = meets_a_missing_page(scene.pid());
             thread::sleep(WATCHED);
             assert!(!came || waits_in_a_page_fault(scene.pid()), "it runs on: {}", scene.written());
             assert!(recovered() == 1 || !came, "it waits, and is not recovered");

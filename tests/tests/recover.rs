@@ -17,7 +17,9 @@ use rewake_tests::pattern::Random;
 use rewake_tests::process::{kill_all, session, until};
 use rewake_tests::random::{count, moment, seed};
 use rewake_tests::scene::{ACT, END};
-use rewake_tests::sessions::{folders, own_sessions, parked, recover, served_again, waits_in_a_page_fault};
+use rewake_tests::sessions::{
+    folders, meets_a_missing_page, own_sessions, parked, recover, served_again, waits_in_a_page_fault,
+};
 use rewake_tests::{Criu, Scene, Server, Verdict, need};
 
 /// Memory of a target, in MiB: loading it takes longer than killing its streamer.
@@ -28,8 +30,6 @@ const LATEST: Duration = Duration::from_millis(40);
 
 /// Restores at most until a streamer was killed while memory was missing.
 const MOST: usize = 5;
-/// A target that reads all of its memory meets a missing page within this time.
-const FAULT: Duration = Duration::from_secs(5);
 
 fn rounds() -> usize {
     count("REWAKE_RECOVERIES", 10)
@@ -157,7 +157,7 @@ fn orphaned(criu: &Criu, scenario: &str) -> Scene {
         if restored_and_parked(&scene, &mut server) {
             total_death(&mut server);
             assert_eq!(folders().len(), 1, "its ledger is left");
-            if until(FAULT, || waits_in_a_page_fault(scene.pid()).then_some(())).is_some() {
+            if meets_a_missing_page(scene.pid()) {
                 return scene;
             }
             recovered();

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! `cargo xtask figures`: counts by which the structure of the product is judged. Tests, benchmarks and generated code do not
-//! count.
+//! `cargo xtask figures`: counts by which the structure of the product is judged. Tests, benchmarks and generated code
+//! do not count.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -9,11 +9,12 @@ use std::path::{Path, PathBuf};
 use anyhow::Context as _;
 
 use crate::repository;
+use crate::tidy::{self, rust::first_test_line};
 
 /// Folders of the product.
 const PRODUCT: [&str; 3] = ["crates", "plugin", "page-server"];
 /// Folders and files inside them that are no product.
-const OTHERS: [&str; 6] = ["tests", "generated", "generated.rs", "target", "tests.rs", "examples"];
+const OTHERS: [&str; 5] = ["tests", "generated", "generated.rs", "tests.rs", "examples"];
 
 /// A product file without its tests.
 struct Source {
@@ -30,11 +31,7 @@ struct Source {
 /// A file cannot be read.
 pub(crate) fn run() -> anyhow::Result<()> {
     let root = repository::root();
-    let mut sources = Vec::new();
-    for folder in PRODUCT {
-        collect(root, &root.join(folder), &mut sources)?;
-    }
-    sources.sort_by(|one, other| one.path.cmp(&other.path));
+    let sources = sources(root)?;
     let lines: usize = sources.iter().map(|source| source.text.lines().count()).sum();
     println!("{lines} product lines of Rust in {} files", sources.len());
     let names = names(&sources);
@@ -50,30 +47,24 @@ pub(crate) fn run() -> anyhow::Result<()> {
     Ok(())
 }
 
-fn collect(root: &Path, folder: &Path, sources: &mut Vec<Source>) -> anyhow::Result<()> {
-    for entry in fs::read_dir(folder).with_context(|| format!("list {}", folder.display()))? {
-        let path = entry.with_context(|| format!("list {}", folder.display()))?.path();
-        let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-        if OTHERS.contains(&name.as_str()) {
+/// The product's files, in order.
+fn sources(root: &Path) -> anyhow::Result<Vec<Source>> {
+    let mut sources = Vec::new();
+    for path in tidy::files(root)? {
+        let inside = path.strip_prefix(root).unwrap_or(&path);
+        let is_product = PRODUCT.iter().any(|folder| inside.starts_with(folder))
+            && inside.extension().is_some_and(|extension| extension == "rs")
+            && !inside.iter().any(|name| OTHERS.iter().any(|other| name == *other));
+        let Some(home) = inside.ancestors().find(|above| above.ends_with("src")).filter(|_| is_product)
+        else {
             continue;
-        }
-        if path.is_dir() {
-            collect(root, &path, sources)?;
-        } else if name.ends_with(".rs") {
-            let text = fs::read_to_string(&path).with_context(|| format!("read {}", path.display()))?;
-            let home = path.ancestors().find(|above| above.ends_with("src")).unwrap_or(folder).to_owned();
-            let path = path.strip_prefix(root).unwrap_or(&path).to_owned();
-            let home = home.strip_prefix(root).unwrap_or(&home).to_owned();
-            sources.push(Source { path, home, text: without_tests(&text) });
-        }
+        };
+        let text = fs::read_to_string(&path).with_context(|| format!("read {}", path.display()))?;
+        let lines: Vec<&str> = text.lines().collect();
+        let text = lines[..first_test_line(&lines)].join("\n");
+        sources.push(Source { path: inside.to_owned(), home: home.to_owned(), text });
     }
-    Ok(())
-}
-
-/// The text up to its test module, which is the last item by convention.
-fn without_tests(text: &str) -> String {
-    let end = text.find("#[cfg(test)]\nmod ").unwrap_or(text.len());
-    text[..end].trim_end().to_owned()
+    Ok(sources)
 }
 
 /// Names that several structs, enums or traits of the product have, with their files.
@@ -96,8 +87,8 @@ fn names(sources: &[Source]) -> BTreeMap<String, Vec<String>> {
     names
 }
 
-/// Groups of more than two files of a crate that import each other in a circle. A module and those inside it are one house:
-/// imports between them do not count.
+/// Groups of more than two files of a crate that import each other in a circle. A module and those inside it are one
+/// house: imports between them do not count.
 fn circles(sources: &[Source]) -> Vec<Vec<String>> {
     let files: BTreeMap<Vec<String>, usize> =
         sources.iter().enumerate().map(|(at, source)| (module(source), at)).collect();
@@ -183,10 +174,5 @@ mod tests {
         assert_eq!(names(&sources)["A"].len(), 2);
         sources[3].text.clear();
         assert_eq!(circles(&sources).len() + names(&sources).len(), 0);
-    }
-
-    #[test]
-    fn tests_do_not_count() {
-        assert_eq!(without_tests("fn a() {}\n\n#[cfg(test)]\nmod tests {}\n"), "fn a() {}");
     }
 }

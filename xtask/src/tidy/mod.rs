@@ -4,7 +4,7 @@
 //! * [`rust`]: rules for `.rs` files. [`text`]: rules for every file, documents and manifests.
 //! * [`words`]: words that the glossary replaces.
 
-mod rust;
+pub(crate) mod rust;
 mod text;
 mod words;
 
@@ -83,7 +83,7 @@ fn findings(root: &Path) -> anyhow::Result<Vec<Finding>> {
 }
 
 /// All files that the rules are about, in order.
-fn files(root: &Path) -> anyhow::Result<Vec<PathBuf>> {
+pub(crate) fn files(root: &Path) -> anyhow::Result<Vec<PathBuf>> {
     let mut found = Vec::new();
     let mut folders = vec![root.to_owned()];
     while let Some(folder) = folders.pop() {

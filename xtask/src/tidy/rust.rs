@@ -44,7 +44,7 @@ fn length(document: &Document, lines: &[&str]) -> Option<Finding> {
 }
 
 /// Where the trailing `#[cfg(test)] mod tests` begins, or the number of lines.
-fn first_test_line(lines: &[&str]) -> usize {
+pub(crate) fn first_test_line(lines: &[&str]) -> usize {
     let module =
         |pair: &[&str]| pair[0] == "#[cfg(test)]" && pair[1].starts_with("mod ") && pair[1].ends_with('{');
     lines.windows(2).rposition(module).unwrap_or(lines.len())

@@ -88,6 +88,13 @@ impl SessionSlot {
         matches!(self.state(), SessionState::Handshake | SessionState::Restoring | SessionState::Running)
     }
 
+    /// Returns whether a restore has connected, and the session is not closed yet: its processes may still have
+    /// the fd store.
+    #[must_use]
+    pub fn is_under_way(&self) -> bool {
+        self.is_connected() || self.state() == SessionState::Closing
+    }
+
     /// Returns how the session ended.
     #[must_use]
     pub fn outcome(&self) -> Outcome {

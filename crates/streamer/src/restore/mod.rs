@@ -22,7 +22,7 @@ use tracing::{error, info, warn};
 use crate::control::proto;
 use crate::control::status_server::{Answers, StatusSocket, streaming};
 use crate::gpu::{self, StreamOptions, plugin_folder};
-use crate::ledger::{Ledger, Outcome, SessionState};
+use crate::ledger::{Ledger, Outcome};
 use crate::record::model::State;
 use crate::record::{Timeline, files, follow};
 use crate::session::serve::{Summary, Worker};
@@ -307,7 +307,7 @@ fn stop(supervisor: i32) -> impl Fn() + Send + Sync + 'static {
 async fn without_cpus(ledger: Ledger, over: Option<watch::Receiver<bool>>) {
     if let Some(mut over) = over
         && over.wait_for(|over| *over).await.is_ok()
-        && matches!(ledger.session().state(), SessionState::Free | SessionState::Listening)
+        && !ledger.session().is_under_way()
     {
         return;
     }

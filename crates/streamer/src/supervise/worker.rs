@@ -10,7 +10,6 @@ use tokio::signal::unix::{self, SignalKind, signal};
 use tracing::{error, info, warn};
 
 use crate::ledger::Ledger;
-use crate::ledger::SessionState;
 use crate::session::serve::Worker;
 use crate::supervise::supervisor::Start;
 use crate::sys;
@@ -75,7 +74,7 @@ pub fn take_requests() -> nix::Result<()> {
 async fn stop_requests(ledger: Ledger, mut requests: unix::Signal) {
     let mut reported = false;
     while requests.recv().await.is_some() {
-        if matches!(ledger.session().state(), SessionState::Free | SessionState::Listening) {
+        if !ledger.session().is_under_way() {
             break;
         }
         if !std::mem::replace(&mut reported, true) {

@@ -87,8 +87,8 @@ impl Drop for Target {
     }
 }
 
-/// `criu restore` or `rewake restore`, which stays as the parent of what it restored and collects it: with `-d` that would be left to
-/// init, and a container's init may leave the pid taken for ever.
+/// `criu restore` or `rewake restore`, which stays as the parent of the restored process and collects it. With `-d` init
+/// would, and a container's init may leave the pid taken for ever.
 pub(super) struct Restore {
     criu: Child,
     log: PathBuf,

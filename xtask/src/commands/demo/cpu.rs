@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! `cargo xtask demo --cpu`: one process is dumped, and restored twice: by CRIU alone, which reads all memory first, and
-//! by `rewake restore`. Both times the process checks every byte of its memory itself. The timeline of the second restore is
-//! left as a drawing: the README shows one.
+//! by `rewake restore`. Both times the process checks every byte of its memory itself. The timeline of the second
+//! restore is left as a drawing: the README shows one.
 
 use std::fs;
 use std::path::{Path, PathBuf};
