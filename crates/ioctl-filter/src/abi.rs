@@ -13,6 +13,12 @@ const BPF_MAP_TYPE_HASH: u32 = 1;
 const BPF_PROG_TYPE_LSM: u32 = 29;
 const BPF_LSM_MAC: u32 = 27;
 const BPF_F_SLEEPABLE: u32 = 1 << 4;
+/// lsm_list_modules(2), Linux 6.8: the same number on every architecture except alpha.
+const SYS_LSM_LIST_MODULES: libc::c_long = 461;
+/// `include/uapi/linux/lsm.h`
+const LSM_ID_BPF: u64 = 109;
+/// More than the kernel can have.
+const MAX_MODULES: u32 = 64;
 /// The licence of a program that may use all helpers; one of `license_is_gpl_compatible`
 /// (`include/linux/license.h`).
 const LICENSE: &std::ffi::CStr = c"Dual MIT/GPL";
@@ -220,6 +226,16 @@ pub(crate) fn attach(program: &OwnedFd) -> io::Result<OwnedFd> {
     let argument = Link { prog_fd: number(program), attach_type: BPF_LSM_MAC, ..Link::default() };
     // SAFETY: it has no addresses.
     unsafe { bpf(BPF_LINK_CREATE, &argument) }
+}
+
+/// Returns whether `bpf` is among the kernel's active security modules.
+pub(crate) fn runs_lsm_programs() -> io::Result<bool> {
+    let mut ids = [0_u64; MAX_MODULES as usize];
+    let mut bytes = MAX_MODULES * 8;
+    // SAFETY: the kernel writes at most as many bytes as `bytes` says, and updates that number.
+    let count = unsafe { libc::syscall(SYS_LSM_LIST_MODULES, ids.as_mut_ptr(), &raw mut bytes, 0) };
+    let count = usize::try_from(count).map_err(|_| io::Error::last_os_error())?;
+    Ok(ids[..count].contains(&LSM_ID_BPF))
 }
 
 /// Returns the kernel's release.

@@ -6,7 +6,7 @@ use std::os::unix::fs::MetadataExt as _;
 
 use rewake_amdgpu_uapi::topology::Topology;
 
-use crate::{Attached, BlockList, Error, attach_rules, deny_rules, wait_rules};
+use crate::{Attached, BlockList, Error, Loaded, Rules, abi, deny_rules, wait_rules};
 
 /// Major number of every DRM device.
 const DRM: u32 = 226;
@@ -33,13 +33,26 @@ pub enum AttachError {
 /// that blocks a GPU also blocks [`crate::CREATE_PROCESS`] in part 0.
 ///
 /// # Errors
-/// The driver does not exist, or the kernel cannot filter calls: see [`Attached`].
+/// The driver does not exist, or the kernel cannot filter calls.
 pub fn attach() -> Result<(Attached, BlockList), AttachError> {
-    let mut render = Vec::new();
-    for gpu in Topology::read()?.gpus() {
-        // The nodes are named by number, because a container may not show all of them.
-        render.push(libc::makedev(DRM, gpu.render_minor()));
-    }
+    Ok(Loaded::new(&rules()?)?.attach()?)
+}
+
+/// Checks whether [`attach`] would succeed, without a change of this machine: it loads the programs, which the
+/// kernel verifies, and reads the kernel's list of active security modules. It cannot see whether the kernel
+/// has room for one more program at these hooks.
+///
+/// # Errors
+/// As [`attach`].
+pub fn check() -> Result<(), AttachError> {
+    Loaded::new(&rules()?)?;
+    if abi::runs_lsm_programs().map_err(Error::NoModules)? { Ok(()) } else { Err(Error::NotRun.into()) }
+}
+
+fn rules() -> Result<Rules, AttachError> {
+    // The nodes are named by number, because a container may not show all of them.
+    let render: Vec<_> = Topology::read()?.gpus().map(|gpu| libc::makedev(DRM, gpu.render_minor())).collect();
     let kfd = fs::metadata("/dev/kfd").map_err(AttachError::Device)?.rdev();
-    Ok(attach_rules(&wait_rules::calls(kfd, &render), &deny_rules::calls(kfd), deny_rules::ACCESS)?)
+    let (wait, deny) = (wait_rules::calls(kfd, &render), deny_rules::calls(kfd));
+    Ok(Rules { wait, deny, access: deny_rules::ACCESS })
 }

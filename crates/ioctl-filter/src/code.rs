@@ -15,6 +15,7 @@ pub(crate) enum Register {
     R2,
     R3,
     R4,
+    R5,
     /// R6 to R9: preserved by calls.
     R6 = 6,
     R7,
@@ -38,8 +39,10 @@ pub(crate) enum Width {
 pub(crate) enum When {
     Equal = 0x10,
     NotEqual = 0x50,
-    /// Unsigned.
-    AtMost = 0xb0,
+    /// Signed.
+    AtMost = 0xd0,
+    /// The register has a bit of the number.
+    HasBit = 0x40,
 }
 
 /// A 64-bit operation on a register and a number.
@@ -48,8 +51,6 @@ pub(crate) enum When {
 pub(crate) enum AluOp {
     Add = 0x00,
     And = 0x50,
-    Left = 0x60,
-    Right = 0x70,
     Set = 0xb0,
 }
 
@@ -61,6 +62,8 @@ pub(crate) enum Helper {
     MapUpdate = 2,
     MapDelete = 3,
     CopyFromUser = 148,
+    CurrentTask = 158,
+    FindVma = 180,
     Loop = 181,
 }
 
@@ -71,7 +74,7 @@ const JUMP32: u8 = 0x06;
 const LOAD: u8 = 0x61;
 const STORE: u8 = 0x63;
 const LOAD_IMMEDIATE: u8 = 0x18;
-const NEGATE: u8 = 0x80;
+const SUBTRACT: u8 = 0x10;
 const SOURCE: u8 = 0x08;
 const CALL: u8 = 0x85;
 const EXIT: u8 = 0x95;
@@ -125,9 +128,9 @@ impl Code {
         self.push(ALU64 | SOURCE | AluOp::And as u8, to, from as u8, 0, 0);
     }
 
-    /// `to = -to`.
-    pub(crate) fn negate(&mut self, to: Register) {
-        self.push(ALU64 | NEGATE, to, 0, 0, 0);
+    /// `to -= from`.
+    pub(crate) fn subtract(&mut self, to: Register, from: Register) {
+        self.push(ALU64 | SOURCE | SUBTRACT, to, from as u8, 0, 0);
     }
 
     /// Applies an operation with a number, which is sign-extended to 64 bits.
@@ -164,12 +167,16 @@ impl Code {
         self.with(AluOp::Add, to, i32::from(place));
     }
 
-    /// Calls the function at `label` R1 times, with the index and the stack at `context`.
-    pub(crate) fn each(&mut self, label: Label, context: i16) {
+    /// Loads the function at `label` into `to`.
+    pub(crate) fn function(&mut self, to: Register, label: Label) {
         self.uses.push((self.instructions.len(), label));
-        self.push(LOAD_IMMEDIATE, Register::R2, PSEUDO_FUNCTION, 0, 0);
+        self.push(LOAD_IMMEDIATE, to, PSEUDO_FUNCTION, 0, 0);
         self.push(0, Register::R0, 0, 0, 0);
-        self.stack(Register::R3, context);
+    }
+
+    /// Calls the function at `label` R1 times, with the index and the stack address in R3.
+    pub(crate) fn each(&mut self, label: Label) {
+        self.function(Register::R2, label);
         self.with(AluOp::Set, Register::R4, 0);
         self.call(Helper::Loop);
     }
@@ -237,18 +244,18 @@ mod tests {
         let (back, end) = (code.label(), code.label());
         code.here(back);
         code.jump_if(When::Equal, Register::R2, 7, end);
-        code.each(end, -8);
+        code.each(end);
         code.jump(back);
         code.here(end);
         code.exit(0);
         let (code, places) = code.finish([back, end]);
-        assert_eq!(places, [0, 8]);
-        assert_eq!(code[0], Instruction { code: 0x16, registers: 2, offset: 7, immediate: 7 });
-        assert_eq!(code[1], Instruction { code: 0x18, registers: 0x42, offset: 0, immediate: 6 });
-        assert_eq!(code[6], Instruction { code: 0x85, registers: 0, offset: 0, immediate: 181 });
-        assert_eq!(code[7], Instruction { code: 0x05, registers: 0, offset: -8, immediate: 0 });
-        assert_eq!(code[8], Instruction { code: 0xb7, registers: 0, offset: 0, immediate: 0 });
-        assert_eq!(code[9].code, 0x95);
+        assert_eq!(places, [0, 6]);
+        assert_eq!(code[0], Instruction { code: 0x16, registers: 2, offset: 5, immediate: 7 });
+        assert_eq!(code[1], Instruction { code: 0x18, registers: 0x42, offset: 0, immediate: 4 });
+        assert_eq!(code[4], Instruction { code: 0x85, registers: 0, offset: 0, immediate: 181 });
+        assert_eq!(code[5], Instruction { code: 0x05, registers: 0, offset: -6, immediate: 0 });
+        assert_eq!(code[6], Instruction { code: 0xb7, registers: 0, offset: 0, immediate: 0 });
+        assert_eq!(code[7].code, 0x95);
     }
 
     #[test]
@@ -258,6 +265,7 @@ mod tests {
         code.table(Register::R1, 9);
         code.number(Register::R2, 0xfedc_ba98_7654_3210);
         code.jump_if_other(Register::R1, Register::R2, end);
+        code.subtract(Register::R1, Register::R2);
         code.and(Register::R1, Register::R7);
         code.here(end);
         let (code, []) = code.finish([]);
@@ -265,8 +273,9 @@ mod tests {
         assert_eq!(code[1], Instruction { code: 0, registers: 0, offset: 0, immediate: 0 });
         assert_eq!(code[2], Instruction { code: 0x18, registers: 0x02, offset: 0, immediate: 0x7654_3210 });
         assert_eq!(code[3].immediate.cast_unsigned(), 0xfedc_ba98);
-        assert_eq!(code[4], Instruction { code: 0x5d, registers: 0x21, offset: 1, immediate: 0 });
-        assert_eq!(code[5], Instruction { code: 0x5f, registers: 0x71, offset: 0, immediate: 0 });
+        assert_eq!(code[4], Instruction { code: 0x5d, registers: 0x21, offset: 2, immediate: 0 });
+        assert_eq!(code[5], Instruction { code: 0x1f, registers: 0x21, offset: 0, immediate: 0 });
+        assert_eq!(code[6], Instruction { code: 0x5f, registers: 0x71, offset: 0, immediate: 0 });
     }
 
     #[test]

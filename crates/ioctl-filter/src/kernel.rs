@@ -20,6 +20,18 @@ const FUNCTION: u32 = 12;
 /// The deepest nesting of unnamed members that is searched.
 const MAX_DEPTH: u32 = 4;
 
+/// The fields that the programs read: struct and name.
+const FIELDS: [(&str, &str); 8] = [
+    ("file", "f_inode"),
+    ("file", "private_data"),
+    ("inode", "i_rdev"),
+    ("vm_area_struct", "vm_file"),
+    ("vm_area_struct", "vm_flags"),
+    ("vm_area_struct", "vm_end"),
+    ("task_struct", "pending"),
+    ("sigpending", "signal"),
+];
+
 /// The types and offsets that the programs need.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct KernelTypes {
@@ -41,37 +53,31 @@ struct Types<'a> {
 pub(crate) fn find(btf: &[u8]) -> Result<KernelTypes, Error> {
     let types = Types::read(btf)?;
     let (mut ioctl_hook, mut protect_hook) = (None, None);
-    let (mut file, mut inode, mut vma) = ([None; 2], None, [None; 2]);
+    let mut found = [None; FIELDS.len()];
     for (id, at) in (1_u32..).zip(&types.starts) {
-        let is_new = |found: &Option<i16>| found.is_none();
         match (types.kind(*at)?, types.name(*at)?) {
             (FUNCTION, IOCTL_HOOK) => ioctl_hook = Some(id),
             (FUNCTION, PROTECT_HOOK) => protect_hook = Some(id),
-            (STRUCT, b"file") if file.iter().any(is_new) => {
-                file = [
-                    types.member(*at, b"f_inode", MAX_DEPTH)?,
-                    types.member(*at, b"private_data", MAX_DEPTH)?,
-                ];
-            }
-            (STRUCT, b"inode") if is_new(&inode) => inode = types.member(*at, b"i_rdev", MAX_DEPTH)?,
-            (STRUCT, b"vm_area_struct") if vma.iter().any(is_new) => {
-                vma = [types.member(*at, b"vm_file", MAX_DEPTH)?, types.member(*at, b"vm_flags", MAX_DEPTH)?];
+            (STRUCT, name) => {
+                for ((of, field), found) in FIELDS.iter().zip(&mut found) {
+                    if found.is_none() && of.as_bytes() == name {
+                        *found = types.member(*at, field.as_bytes(), MAX_DEPTH)?;
+                    }
+                }
             }
             _ => {}
         }
     }
-    let of = |of, field| Error::NoField { field, of };
-    Ok(KernelTypes {
-        ioctl_hook: ioctl_hook.ok_or(Error::NoHook("bpf_lsm_file_ioctl"))?,
-        protect_hook: protect_hook.ok_or(Error::NoHook("bpf_lsm_file_mprotect"))?,
-        offsets: Offsets {
-            inode: file[0].ok_or_else(|| of("file", "f_inode"))?,
-            private: file[1].ok_or_else(|| of("file", "private_data"))?,
-            device: inode.ok_or_else(|| of("inode", "i_rdev"))?,
-            mapped: vma[0].ok_or_else(|| of("vm_area_struct", "vm_file"))?,
-            rights: vma[1].ok_or_else(|| of("vm_area_struct", "vm_flags"))?,
-        },
-    })
+    let ioctl_hook = ioctl_hook.ok_or(Error::NoHook("bpf_lsm_file_ioctl"))?;
+    let protect_hook = protect_hook.ok_or(Error::NoHook("bpf_lsm_file_mprotect"))?;
+    let mut all = [0; FIELDS.len()];
+    for (((of, field), found), to) in FIELDS.into_iter().zip(found).zip(&mut all) {
+        *to = found.ok_or(Error::NoField { field, of })?;
+    }
+    let [inode, private, device, mapped, flags, end, pending, signals] = all;
+    let signals = pending.checked_add(signals).ok_or(Error::Types("struct task_struct is too large"))?;
+    let offsets = Offsets { inode, private, device, mapped, flags, end, signals };
+    Ok(KernelTypes { ioctl_hook, protect_hook, offsets })
 }
 
 impl<'a> Types<'a> {
@@ -168,16 +174,12 @@ mod tests {
 
     use super::*;
 
-    /// Creates types with hooks as numbers 5 and 6, after a struct with a bit-field, and one with a member in
+    /// Creates types with hooks as numbers 7 and 8, after a struct with a bit-field, and one with a member in
     /// an unnamed union.
     fn btf(hook: &str) -> Vec<u8> {
-        let words =
-            ["file", "f_inode", "private_data", "inode", "i_rdev", "vm_area_struct", "vm_file", "vm_flags"];
-        let names: String = words
-            .into_iter()
-            .chain([hook, "bpf_lsm_file_mprotect"])
-            .map(|name| format!("\0{name}"))
-            .collect();
+        let fields = FIELDS.into_iter().flat_map(|(of, field)| [of, field]);
+        let names: String =
+            fields.chain([hook, "bpf_lsm_file_mprotect"]).map(|name| format!("\0{name}")).collect();
         let names = names + "\0";
         let at = |name: &str| u32::try_from(names.find(&format!("\0{name}\0")).unwrap() + 1).unwrap();
         let member = |name: u32, id: u32, bits: u32| [name, id, bits];
@@ -188,8 +190,12 @@ mod tests {
             [member(0, 0, 3 << 24), member(at("i_rdev"), 0, 32 << 24 | 608)].concat(),
             vec![0, UNION << 24 | 1, 8],
             member(at("vm_flags"), 0, 0).to_vec(),
-            vec![at("vm_area_struct"), STRUCT << 24 | 2, 96],
-            [member(0, 3, 128), member(at("vm_file"), 0, 640)].concat(),
+            vec![at("vm_area_struct"), STRUCT << 24 | 3, 96],
+            [member(at("vm_end"), 0, 64), member(0, 3, 128), member(at("vm_file"), 0, 640)].concat(),
+            vec![at("task_struct"), STRUCT << 24 | 1, 4000],
+            member(at("pending"), 0, 7040).to_vec(),
+            vec![at("sigpending"), STRUCT << 24 | 1, 24],
+            member(at("signal"), 0, 128).to_vec(),
             vec![at(hook), FUNCTION << 24, 3],
             vec![at("bpf_lsm_file_mprotect"), FUNCTION << 24, 3],
         ]
@@ -203,9 +209,10 @@ mod tests {
 
     #[test]
     fn the_hooks_and_the_members_are_found() {
-        let offsets = Offsets { inode: 32, private: 40, device: 76, mapped: 80, rights: 16 };
+        let offsets =
+            Offsets { inode: 32, private: 40, device: 76, mapped: 80, flags: 16, end: 8, signals: 896 };
         let found = find(&btf("bpf_lsm_file_ioctl")).unwrap();
-        assert_eq!(found, KernelTypes { ioctl_hook: 5, protect_hook: 6, offsets });
+        assert_eq!(found, KernelTypes { ioctl_hook: 7, protect_hook: 8, offsets });
     }
 
     #[test]
@@ -218,16 +225,12 @@ mod tests {
     fn a_missing_field_is_not_reported_as_a_missing_hook() {
         let renamed = |field: &str| {
             let mut btf = btf("bpf_lsm_file_ioctl");
-            let at = btf.windows(field.len()).position(|bytes| bytes == field.as_bytes()).unwrap();
-            btf[at] = b'_';
+            let name = format!("\0{field}\0");
+            let at = btf.windows(name.len()).position(|bytes| bytes == name.as_bytes()).unwrap();
+            btf[at + 1] = b'_';
             find(&btf).unwrap_err().to_string()
         };
-        for (field, of) in [
-            ("f_inode", "file"),
-            ("private_data", "file"),
-            ("i_rdev", "inode"),
-            ("vm_flags", "vm_area_struct"),
-        ] {
+        for (of, field) in FIELDS {
             let error = renamed(field);
             let wanted = format!("the kernel has no {field} in struct {of}, as ");
             assert!(error.starts_with(&wanted) && !error.contains("CONFIG"), "{error}");
@@ -239,8 +242,9 @@ mod tests {
     fn the_running_kernels_types_can_be_read() {
         match std::fs::read(PATH) {
             Ok(btf) => match find(&btf) {
-                Ok(KernelTypes { offsets: Offsets { inode, private, device, mapped, rights }, .. }) => {
-                    let all = [inode, private, device, mapped, rights];
+                Ok(KernelTypes { offsets, .. }) => {
+                    let Offsets { inode, private, device, mapped, flags, end, signals } = offsets;
+                    let all = [inode, private, device, mapped, flags, end, signals];
                     assert!(all.into_iter().all(|offset| offset > 0), "{all:?}");
                 }
                 Err(error) => assert!(matches!(error, Error::NoHook(_)), "{error}"),
@@ -251,7 +255,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn damaged_types_are_refused_or_read(at in 0_usize..320, bytes: [u8; 4], end in 0_usize..450) {
+        fn damaged_types_are_refused_or_read(at in 0_usize..400, bytes: [u8; 4], end in 0_usize..600) {
             let mut btf = btf("bpf_lsm_file_ioctl");
             let at = at.min(btf.len() - 4);
             btf[at..at + 4].copy_from_slice(&bytes);

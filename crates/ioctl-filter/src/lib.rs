@@ -4,9 +4,9 @@
 //!
 //! A driver that accesses a program's pages does not wait for a userfaultfd (`mm/hmm.c` faults without
 //! FAULT_FLAG_ALLOW_RETRY). So an ioctl that names missing memory fails. [`attach`] runs a small sleepable
-//! program at the kernel's `file_ioctl` hook (BPF LSM). Before such an ioctl begins, the program reads a byte
-//! of each page that the ioctl names. Each read waits as the caller's own access would. The ioctl is not
-//! changed, and the caller does not matter.
+//! program at the kernel's `file_ioctl` hook (BPF LSM). Before such an ioctl begins, the program looks at each
+//! mapping that the ioctl names. Where a userfaultfd watches one, it reads a byte of each page, which waits as
+//! the caller's own access would. The ioctl is not changed, and the caller does not matter.
 //!
 //! Where no memory is missing, the same program makes an ioctl fail with EAGAIN while the file is blocked
 //! ([`BlockList`]). libhsakmt's `kmtIoctl` and libdrm's `drmIoctl` repeat a call at once after EINTR or
@@ -17,7 +17,7 @@
 //! This needs CAP_BPF and CAP_PERFMON (or root), and Linux 6.2 or newer with `CONFIG_BPF_LSM` and `bpf` among
 //! its security modules (`/sys/kernel/security/lsm`). Without that word the kernel accepts the program and
 //! never runs it, so [`attach`] checks that it runs. The kernel removes it when its last descriptor is
-//! closed.
+//! closed. [`check`] attaches nothing.
 
 mod abi;
 mod amd;
@@ -27,13 +27,14 @@ mod deny_rules;
 mod kernel;
 mod program;
 mod protect;
+mod range_walk;
 mod types;
 mod wait_rules;
 
 use std::io;
 use std::os::fd::{AsFd as _, OwnedFd};
 
-pub use amd::{AttachError, attach};
+pub use amd::{AttachError, attach, check};
 use block_list::DenyRule;
 pub use block_list::{BlockList, CallClass, MAX_BLOCKS};
 pub use deny_rules::{ACCESS, CREATE_PROCESS, CROSS_COPY, EXPORT};
@@ -67,6 +68,10 @@ pub(crate) struct ArgMatch {
     pub(crate) wanted: i32,
 }
 
+/// The purposes of the programs, for errors.
+const IOCTL: &str = "a program at file_ioctl";
+const MPROTECT: &str = "a program at file_mprotect";
+
 /// The most bytes of an argument.
 pub(crate) const MAX_ARGUMENT: u8 = 64;
 
@@ -97,6 +102,9 @@ pub enum Error {
     /// The program is attached, and the kernel does not run it.
     #[error("the kernel does not run programs at file_ioctl: add bpf to its list of security modules (lsm=)")]
     NotRun,
+    /// The list of security modules cannot be read.
+    #[error("lsm_list_modules(2) does not name the active security modules: Linux 6.8 is needed")]
+    NoModules(#[source] io::Error),
     /// A call of bpf(2) failed.
     #[error(
         "the kernel refuses {what}: it needs CAP_BPF and CAP_PERFMON, and at most 38 such programs{said}"
@@ -122,57 +130,66 @@ pub enum Error {
 #[derive(Debug)]
 pub struct Attached([OwnedFd; 2]);
 
-/// Attaches the programs until the [`Attached`] is dropped. Calls of `wait_rules` wait, for every caller.
-/// Calls of `deny_rules` are blocked by the [`BlockList`], which is empty at first. `access` is the class
-/// of an mprotect(2) that adds access to an inaccessible mapping of the file, in part 0.
-///
-/// # Panics
-/// The fields of a wait rule lie outside its argument.
-fn attach_rules(
-    wait_rules: &[WaitRule],
-    deny_rules: &[DenyRule],
+/// The rules of the programs.
+#[derive(Debug)]
+struct Rules {
+    /// Calls that wait, for every caller.
+    wait: [WaitRule; 3],
+    /// Calls that a [`BlockList`] blocks.
+    deny: [DenyRule; 4],
+    /// The class of an mprotect(2) that adds access to an inaccessible mapping of the file, in part 0.
     access: CallClass,
-) -> Result<(Attached, BlockList), Error> {
-    let release = abi::release();
-    if !is_new_enough(&release) {
-        return Err(Error::TooOld(release));
+}
+
+/// Programs in the kernel, which do not run before they are attached.
+#[derive(Debug)]
+struct Loaded {
+    calls: OwnedFd,
+    rights: OwnedFd,
+    secret: u64,
+}
+
+impl Loaded {
+    /// Makes the programs for this kernel, and has its verifier check them.
+    fn new(rules: &Rules) -> Result<Self, Error> {
+        let release = abi::release();
+        if !is_new_enough(&release) {
+            return Err(Error::TooOld(release));
+        }
+        let found = kernel::find(&std::fs::read(kernel::PATH).map_err(Error::NoTypes)?)?;
+        let secret = abi::random().map_err(refused("random bytes"))?;
+        // The programs hold the table.
+        let table = abi::table(program::KEY_BYTES, MAX_BLOCKS).map_err(refused("a table for a program"))?;
+        let plan = Plan {
+            wait_rules: &rules.wait,
+            deny_rules: &rules.deny,
+            offsets: found.offsets,
+            secret,
+            block_table: abi::number(&table),
+        };
+        let (code, places) = program::code(&plan);
+        let types = abi::load_types(&types::btf()).map_err(refused("types of a program"))?;
+        let functions = places.map(|at| abi::Function { at, type_id: types::FUNCTION });
+        let load = |what, (loaded, said): (io::Result<OwnedFd>, String)| {
+            loaded.map_err(|source| Error::Refused { what, said, source })
+        };
+        let calls = abi::load(&code, Some((&types, &functions)), found.ioctl_hook);
+        let rights = protect::code(&found.offsets, plan.block_table, rules.access);
+        let rights = abi::load(&rights, None, found.protect_hook);
+        Ok(Self { calls: load(IOCTL, calls)?, rights: load(MPROTECT, rights)?, secret })
     }
-    let kernel = std::fs::read(kernel::PATH).map_err(Error::NoTypes)?;
-    let found = kernel::find(&kernel)?;
-    let secret = abi::random().map_err(refused("random bytes"))?;
-    let table = abi::table(program::KEY_BYTES, MAX_BLOCKS).map_err(refused("a table for a program"))?;
-    let plan =
-        Plan { wait_rules, deny_rules, offsets: found.offsets, secret, block_table: abi::number(&table) };
-    // Programs hold the table, and links hold the programs.
-    let calls = attach_program("a program at file_ioctl", load(&plan, found.ioctl_hook)?)?;
-    let code = protect::code(&found.offsets, plan.block_table, access);
-    let rights = attach_program("a program at file_mprotect", abi::load(&code, None, found.protect_hook))?;
-    let block_list = BlockList::new(secret);
-    let null = std::fs::File::open("/dev/null").map_err(refused("/dev/null"))?;
-    // This request only checks that the program runs. /dev/null has no entry.
-    block_list.unblock(null.as_fd(), 0).map_err(|_| Error::NotRun)?;
-    Ok((Attached([calls, rights]), block_list))
-}
 
-/// Loads the program for ioctls.
-fn load(plan: &Plan<'_>, hook: u32) -> Result<(io::Result<OwnedFd>, String), Error> {
-    let (code, [round, page]) = program::code(plan);
-    let types = abi::load_types(&types::TYPES).map_err(refused("types of a program"))?;
-    let functions = [
-        abi::Function { at: 0, type_id: types::HOOK },
-        abi::Function { at: round, type_id: types::ROUND },
-        abi::Function { at: page, type_id: types::PROBE },
-    ];
-    Ok(abi::load(&code, Some((&types, &functions)), hook))
-}
-
-/// Attaches a loaded program; `said` is the verifier's log.
-fn attach_program(
-    what: &'static str,
-    (loaded, said): (io::Result<OwnedFd>, String),
-) -> Result<OwnedFd, Error> {
-    let program = loaded.map_err(|source| Error::Refused { what, said, source })?;
-    abi::attach(&program).map_err(refused(what))
+    /// Attaches the programs until the [`Attached`] is dropped. The [`BlockList`] is empty at first.
+    fn attach(&self) -> Result<(Attached, BlockList), Error> {
+        // Links hold the programs.
+        let calls = abi::attach(&self.calls).map_err(refused(IOCTL))?;
+        let rights = abi::attach(&self.rights).map_err(refused(MPROTECT))?;
+        let block_list = BlockList::new(self.secret);
+        let null = std::fs::File::open("/dev/null").map_err(refused("/dev/null"))?;
+        // This request only checks that the program runs. /dev/null has no entry.
+        block_list.unblock(null.as_fd(), 0).map_err(|_| Error::NotRun)?;
+        Ok((Attached([calls, rights]), block_list))
+    }
 }
 
 /// Returns whether the release is 6.2 or newer. A release without a version counts as newer.

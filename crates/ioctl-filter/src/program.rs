@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The program for ioctls. It reads a byte of each page that a call of a wait rule names, and makes blocked
-//! calls fail.
+//! The program for ioctls. A call of a wait rule waits until the range that it names is resident
+//! ([`crate::range_walk`]). A blocked call fails.
 
 use crate::abi::{Instruction, REQUEST_BYTES};
 use crate::code::Register::{R0, R1, R2, R3, R4, R6, R7, R8, R9, R10};
 use crate::code::{AluOp, Code, Helper, Label, When, Width};
+use crate::range_walk::{self, WALK};
 use crate::{DenyRule, MAX_ARGUMENT, WaitRule};
 
 /// The offsets of the kernel fields that the programs read.
@@ -19,23 +20,17 @@ pub(crate) struct Offsets {
     /// `vm_file` in `struct vm_area_struct`.
     pub(crate) mapped: i16,
     /// `vm_flags` in `struct vm_area_struct`.
-    pub(crate) rights: i16,
+    pub(crate) flags: i16,
+    /// `vm_end` in `struct vm_area_struct`.
+    pub(crate) end: i16,
+    /// `pending.signal` in `struct task_struct`.
+    pub(crate) signals: i16,
 }
 
-const PAGE_SHIFT: i32 = 12;
-const PAGE: i32 = 1 << PAGE_SHIFT;
-/// `BPF_MAX_LOOPS`, a power of two: 32 GiB of pages.
-const LOOPS_SHIFT: i32 = 23;
-const LOOPS: i32 = 1 << LOOPS_SHIFT;
-
-/// The stack slot of the first page's address.
-const START: i16 = -16;
-/// The stack slot of the number of pages.
-const PAGES: i16 = -8;
 /// The stack slot of the ioctl's argument.
-const ARGUMENT: i16 = START - MAX_ARGUMENT as i16;
+const ARGUMENT: i16 = WALK - MAX_ARGUMENT as i16;
 
-/// The stack slot, in place of the range, of the secret of a [`crate::abi::ControlRequest`], and then of the
+/// The stack slot, in place of the walk, of the secret of a [`crate::abi::ControlRequest`], and then of the
 /// file's `private_data`.
 const ENTRY: i16 = -16;
 pub(crate) const PART: i16 = ENTRY + 8;
@@ -65,10 +60,11 @@ pub(crate) struct Plan<'a> {
     pub(crate) block_table: u32,
 }
 
-/// Returns the program, and the positions of its second and third functions.
-pub(crate) fn code(plan: &Plan<'_>) -> (Vec<Instruction>, [u32; 2]) {
+/// Returns the program, and the positions of its functions. The first one is the program itself.
+pub(crate) fn code(plan: &Plan<'_>) -> (Vec<Instruction>, [u32; 4]) {
     let mut code = Code::default();
-    let [pages, check, control, end, round, page] = [(); 6].map(|()| code.label());
+    let [start, walk, check, control, end, step, look, page] = [(); 8].map(|()| code.label());
+    code.here(start);
     // int file_ioctl(struct file *file, unsigned int cmd, unsigned long arg)
     code.load(Width::Double, R2, R1, 0);
     code.load(Width::Double, R8, R1, 8);
@@ -79,24 +75,26 @@ pub(crate) fn code(plan: &Plan<'_>) -> (Vec<Instruction>, [u32; 2]) {
     code.load(Width::Word, R7, R2, plan.offsets.device);
     code.with(AluOp::And, R8, 0xff);
     for call in plan.wait_rules {
-        wait_rule(&mut code, call, pages, end);
+        wait_rule(&mut code, call, walk, end);
     }
     for call in plan.deny_rules {
         deny_rule(&mut code, call, check, end);
     }
     code.here(end);
     code.exit(0);
-    code.here(pages);
-    read_pages(&mut code, round);
+    code.here(walk);
+    range_walk::walk(&mut code, step, end);
     code.here(check);
     check_block_list(&mut code, plan.block_table, end);
     code.here(control);
     handle_control(&mut code, plan, end);
-    code.here(round);
-    read_round(&mut code, page);
+    code.here(step);
+    range_walk::step(&mut code, &plan.offsets, look, page);
+    code.here(look);
+    range_walk::look(&mut code, &plan.offsets);
     code.here(page);
-    read_page(&mut code);
-    code.finish([round, page])
+    range_walk::page(&mut code, &plan.offsets);
+    code.finish([start, step, look, page])
 }
 
 /// If it is this call, jumps to `check` with its class in R7 and its part on the stack. `private_data` is in
@@ -173,8 +171,8 @@ fn match_ioctl(code: &mut Code, number: u8, devices: &[libc::dev_t], next: Label
     code.here(found);
 }
 
-/// If it is this call, jumps to `pages` with the range's address in R6 and its length in R7.
-fn wait_rule(code: &mut Code, call: &WaitRule, pages: Label, end: Label) {
+/// If it is this call, jumps to `walk` with the range's address in R6 and its length in R7.
+fn wait_rule(code: &mut Code, call: &WaitRule, walk: Label, end: Label) {
     let inside = |at: u8, width: u8| at.checked_add(width).is_some_and(|end| end <= call.bytes);
     let only = call.only.is_none_or(|only| inside(only.at, 4));
     let fits = inside(call.address, 8) && inside(call.length, 8) && only && call.bytes <= MAX_ARGUMENT;
@@ -194,67 +192,8 @@ fn wait_rule(code: &mut Code, call: &WaitRule, pages: Label, end: Label) {
     }
     code.load(Width::Double, R6, R10, at(call.address));
     code.load(Width::Double, R7, R10, at(call.length));
-    code.jump(pages);
+    code.jump(walk);
     code.here(next);
-}
-
-/// Reads each page of the range at R6 with the length in R7. It takes several rounds, because a loop is
-/// limited.
-fn read_pages(code: &mut Code, round: Label) {
-    code.copy(R1, R6);
-    code.with(AluOp::And, R1, PAGE - 1);
-    code.add(R7, R1);
-    code.with(AluOp::Add, R7, PAGE - 1);
-    code.with(AluOp::Right, R7, PAGE_SHIFT);
-    code.with(AluOp::And, R6, -PAGE);
-    code.store(Width::Double, R10, START, R6);
-    code.store(Width::Double, R10, PAGES, R7);
-    code.copy(R1, R7);
-    code.with(AluOp::Add, R1, LOOPS - 1);
-    code.with(AluOp::Right, R1, LOOPS_SHIFT);
-    code.each(round, START);
-    code.exit(0);
-}
-
-/// long round(u32 i, struct { u64 start, pages; } *range): returns 1, which ends the loop, if a page could
-/// not be read.
-fn read_round(code: &mut Code, page: Label) {
-    let (all, done) = (code.label(), code.label());
-    code.copy(R3, R1);
-    code.with(AluOp::Left, R3, LOOPS_SHIFT);
-    // The pages that follow those of earlier rounds.
-    code.load(Width::Double, R1, R2, PAGES - START);
-    code.copy(R4, R3);
-    code.negate(R4);
-    code.add(R1, R4);
-    code.load(Width::Double, R4, R2, 0);
-    code.with(AluOp::Left, R3, PAGE_SHIFT);
-    code.add(R3, R4);
-    code.store(Width::Double, R10, START, R3);
-    code.jump_if_all(When::AtMost, R1, LOOPS, all);
-    code.with(AluOp::Set, R1, LOOPS);
-    code.here(all);
-    code.each(page, START);
-    code.jump_if(When::Equal, R0, LOOPS, done);
-    code.exit(1);
-    code.here(done);
-    code.exit(0);
-}
-
-/// long page(u32 i, u64 *start): returns 1, which ends the loop, if the page cannot be read. The driver
-/// cannot read it either, and reports that itself. A killed program does not wait for the rest.
-fn read_page(code: &mut Code) {
-    let ok = code.label();
-    code.load(Width::Double, R3, R2, 0);
-    code.with(AluOp::Left, R1, PAGE_SHIFT);
-    code.add(R3, R1);
-    code.stack(R1, -8);
-    code.with(AluOp::Set, R2, 1);
-    code.call(Helper::CopyFromUser);
-    code.jump_if_all(When::Equal, R0, 0, ok);
-    code.exit(1);
-    code.here(ok);
-    code.exit(0);
 }
 
 /// Returns a device's number in the kernel's encoding (`include/linux/kdev_t.h`).
@@ -268,7 +207,8 @@ mod tests {
     use crate::CallClass;
 
     fn program(deny_rules: &[DenyRule]) -> Vec<Instruction> {
-        let offsets = Offsets { inode: 32, private: 40, device: 76, mapped: 80, rights: 16 };
+        let offsets =
+            Offsets { inode: 32, private: 40, device: 76, mapped: 80, flags: 16, end: 8, signals: 900 };
         code(&Plan { wait_rules: &[], deny_rules, offsets, secret: 5, block_table: 3 }).0
     }
 
@@ -280,8 +220,8 @@ mod tests {
 
     #[test]
     fn calls_are_blocked_or_passed_to_the_driver() {
-        // The functions of loops return 0 and 1.
-        let all = [0, 0, -libc::EAGAIN, -FULL, -CONTROL_ACK, 1, 0, 1, 0];
+        // The callbacks return 0 and 1.
+        let all = [0, 0, -libc::EAGAIN, -FULL, -CONTROL_ACK, 0, 1, 0, 0, 1];
         assert_eq!(answers(&program(&[])), all);
     }
 

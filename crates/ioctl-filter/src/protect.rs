@@ -19,7 +19,7 @@ pub(crate) fn code(offsets: &Offsets, block_table: u32, class: CallClass) -> Vec
     code.load(Width::Double, R8, R1, 16);
     code.with(AluOp::And, R8, RIGHTS);
     code.jump_if_all(When::Equal, R8, 0, end);
-    code.load(Width::Double, R3, R2, offsets.rights);
+    code.load(Width::Double, R3, R2, offsets.flags);
     code.with(AluOp::And, R3, RIGHTS);
     code.jump_if_all(When::NotEqual, R3, 0, end);
     code.load(Width::Double, R2, R2, offsets.mapped);

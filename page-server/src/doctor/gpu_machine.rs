@@ -35,9 +35,7 @@ pub fn facts(capabilities: u64) -> Option<Facts> {
         initial_user_namespace: std::fs::metadata("/proc/self/ns/user")
             .map_or(true, |namespace| namespace.ino() == INITIAL_USER_NAMESPACE),
         switched_off: switched_off(),
-        call_hold: rewake_ioctl_filter::attach()
-            .map(drop)
-            .map_err(|error| format!("{:#}", anyhow::Error::from(error))),
+        call_hold: rewake_ioctl_filter::check().map_err(|error| format!("{:#}", anyhow::Error::from(error))),
         plugin: plugin(),
     })
 }

@@ -1,12 +1,16 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Calls that register memory wait until it is there, where the kernel can be made to hold them. That they fail otherwise is seen in
-//! `userptr.rs`. Others are kept away from processes that are marked.
+//! Calls that register memory wait until it is resident, where the kernel can make them wait. Elsewhere they fail:
+//! `userptr.rs`. Other calls are blocked for processes that are marked.
 
+use std::fs::File;
 use std::os::fd::{AsFd as _, AsRawFd as _};
+use std::os::unix::fs::FileExt as _;
 use std::thread;
+use std::time::{Duration, Instant};
 
 use gpu_app::gpu::Gpus;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use rewake_amdgpu_uapi::abi::drm::gem_userptr;
 use rewake_amdgpu_uapi::abi::memory::Mapping;
 use rewake_amdgpu_uapi::abi::{IOC_EXPORT_DMABUF, KFD_IOCTL_SVM_ATTR_ACCESS};
 use rewake_amdgpu_uapi::render::Render;
@@ -14,8 +18,8 @@ use rewake_amdgpu_uapi::{Buffer, Kfd, QueueSpec, SdmaQueue, Spec, Userptr, svm};
 use rewake_ioctl_filter::{ACCESS, CREATE_PROCESS, CROSS_COPY, EXPORT};
 use rewake_skip::skip;
 use rewake_uffd::{FillPort as _, Uffd};
-use softgpu_tests::isolated;
 use softgpu_tests::sys::{descriptor_of, misuse_at, protect};
+use softgpu_tests::{Scene, isolated};
 
 const PAGE: u64 = 4096;
 /// CREATE_PROCESS, `_IO('K', 0x27)`.
@@ -23,22 +27,22 @@ const NEW_PROCESS: u32 = 0x4b27;
 /// CROSS_MEMORY_COPY of ROCm's own driver, `_IO('K', 0x83)`.
 const CROSS_MEMORY_COPY: u32 = 0x4b83;
 const PAGES: u64 = 5;
+const ALL: [u64; 5] = [0, 1, 2, 3, 4];
 
-/// Calls it with memory that is missing, and brings each page when it is waited for.
-fn waits<T: Send>(call: impl FnOnce(Mapping) -> T + Send) -> T {
+/// Makes a call with memory of which these pages are watched and missing, and fills each when the call waits for it.
+fn waits<T: Send>(watched: &[u64], call: impl FnOnce(Mapping) -> T + Send) -> T {
     let memory = Mapping::anonymous(PAGES * PAGE).unwrap();
     let address = memory.address();
     let uffd = Uffd::open(0).unwrap();
-    uffd.register_missing(address, PAGES * PAGE).unwrap();
+    watched.iter().for_each(|page| uffd.register_missing(address + page * PAGE, PAGE).unwrap());
     thread::scope(|scope| {
         let calling = scope.spawn(|| call(memory));
-        for page in 0..PAGES {
-            let mut waited_for = [PollFd::new(uffd.as_fd(), PollFlags::POLLIN)];
-            let asked = poll(&mut waited_for, PollTimeout::from(60_000_u16)).unwrap();
-            if asked != 1 || calling.is_finished() {
+        for (at, page) in watched.iter().enumerate() {
+            let is_waited_for = has_page_fault(&uffd, 60_000);
+            if !is_waited_for || calling.is_finished() {
                 let ended = calling.is_finished();
-                // It would wait for them for ever, and this for it.
-                (page..PAGES).for_each(|page| {
+                // Otherwise the call waits for them, and this thread for the call.
+                watched[at..].iter().for_each(|page| {
                     uffd.copy(address + page * PAGE, &[7; 4096]);
                 });
                 panic!("page {page} is not waited for; the call has ended: {ended}");
@@ -49,12 +53,17 @@ fn waits<T: Send>(call: impl FnOnce(Mapping) -> T + Send) -> T {
     })
 }
 
+/// Returns whether a thread has a page fault within some milliseconds.
+fn has_page_fault(uffd: &Uffd, limit: u16) -> bool {
+    poll(&mut [PollFd::new(uffd.as_fd(), PollFlags::POLLIN)], PollTimeout::from(limit)).unwrap() == 1
+}
+
 #[test]
 fn memory_that_is_registered_is_waited_for() {
     isolated("memory_that_is_registered_is_waited_for", 1, |_| {
         let gpus = Gpus::open(1).unwrap();
         let _hold = rewake_ioctl_filter::attach().unwrap();
-        let memory = waits(|memory| Userptr::register(gpus.device(0), memory).unwrap());
+        let memory = waits(&ALL, |memory| Userptr::register(gpus.device(0), memory).unwrap());
         assert_eq!(memory.cpu().load32((PAGES - 1) * PAGE), 0x0707_0707);
     });
 }
@@ -68,7 +77,7 @@ fn memory_with_attributes_is_waited_for() {
         }
         let _hold = rewake_ioctl_filter::attach().unwrap();
         let access = [(KFD_IOCTL_SVM_ATTR_ACCESS, gpus.device(0).gpu_id())];
-        waits(|memory| {
+        waits(&ALL, |memory| {
             svm::set(gpus.device(0).kfd(), memory.address(), memory.len(), &access).unwrap();
             memory
         });
@@ -81,10 +90,149 @@ fn memory_of_render_nodes_is_waited_for() {
         let gpus = Gpus::open(1).unwrap();
         let render = Render::open(gpus.device(0).node().render_minor()).unwrap();
         let _hold = rewake_ioctl_filter::attach().unwrap();
-        waits(|memory| {
+        waits(&ALL, |memory| {
             render.userptr(&memory).unwrap();
             memory
         });
+    });
+}
+
+#[test]
+fn pages_between_mappings_that_are_not_watched_are_waited_for() {
+    isolated("pages_between_mappings_that_are_not_watched_are_waited_for", 1, |_| {
+        let gpus = Gpus::open(1).unwrap();
+        let _hold = rewake_ioctl_filter::attach().unwrap();
+        for watched in [&[2][..], &[1, 3], &[0, 4]] {
+            let memory = waits(watched, |memory| Userptr::register(gpus.device(0), memory).unwrap());
+            for page in ALL {
+                let expected = if watched.contains(&page) { 0x0707_0707 } else { 0 };
+                assert_eq!(memory.cpu().load32(page * PAGE), expected, "page {page} of {watched:?}");
+            }
+        }
+    });
+}
+
+#[test]
+fn a_call_waits_while_another_thread_changes_mappings() {
+    isolated("a_call_waits_while_another_thread_changes_mappings", 1, |_| {
+        let gpus = Gpus::open(1).unwrap();
+        let _hold = rewake_ioctl_filter::attach().unwrap();
+        thread::scope(|scope| {
+            let calls = scope.spawn(|| {
+                for _ in 0..100 {
+                    waits(&[1, 3], |memory| Userptr::register(gpus.device(0), memory).unwrap());
+                }
+            });
+            while !calls.is_finished() {
+                Mapping::anonymous(PAGE).unwrap().populate().unwrap();
+            }
+        });
+    });
+}
+
+const GIB: u64 = 1 << 30;
+/// Bit 63 of an entry of `/proc/self/pagemap`: the page is present, also if it is the zero page.
+const PRESENT: u64 = 1 << 63;
+
+/// Returns how many pages of a GiB of this process's memory are present.
+fn present(address: u64) -> usize {
+    let mut entries = vec![0; usize::try_from(GIB / PAGE * 8).unwrap()];
+    File::open("/proc/self/pagemap").unwrap().read_exact_at(&mut entries, address / PAGE * 8).unwrap();
+    let entries = entries.chunks_exact(8).map(|entry| u64::from_ne_bytes(entry.try_into().unwrap()));
+    entries.filter(|entry| entry & PRESENT != 0).count()
+}
+
+/// Makes a call that names a range, and that the driver refuses before it looks at the range.
+fn call_in_vain(render: &Render, memory: &Mapping) {
+    assert_eq!(gem_userptr(render.as_fd(), memory, 0).unwrap_err().raw_os_error(), Some(libc::EACCES));
+}
+
+/// A page fault for each page would take hours.
+#[test]
+fn a_range_that_is_not_watched_costs_one_look_at_each_mapping() {
+    isolated("a_range_that_is_not_watched_costs_one_look_at_each_mapping", 1, |_| {
+        /// For 20 calls, emulated.
+        const LIMIT: Duration = Duration::from_secs(2);
+        let gpus = Gpus::open(1).unwrap();
+        let render = gpus.device(0).render();
+        let memory = Mapping::reserve(1024 * GIB).unwrap();
+        assert_eq!(protect(&memory, libc::PROT_READ | libc::PROT_WRITE), 0);
+        let time = || {
+            let start = Instant::now();
+            (0..20).for_each(|_| call_in_vain(render, &memory));
+            start.elapsed()
+        };
+        let without = time();
+        let _hold = rewake_ioctl_filter::attach().unwrap();
+        let with = time();
+        assert!(with < without + LIMIT, "{with:?}, and {without:?} without the filter");
+        assert_eq!([present(memory.address()), present(memory.address() + 1023 * GIB)], [0, 0]);
+    });
+}
+
+/// Bytes of a page that all read accesses of untouched memory share, where the range allows it.
+const HUGE: u64 = 2 << 20;
+/// Resident memory whose pages a call reads for more than a second, and that the kernel unmaps at once.
+const RESIDENT: u64 = 32 * GIB;
+
+/// Makes calls with watched memory whose pages are missing, or resident.
+fn call_with_watched(scene: &Scene, is_missing: bool) {
+    let gpus = Gpus::open(1).unwrap();
+    let render = gpus.device(0).render();
+    let memory = Mapping::reserve(RESIDENT + HUGE).unwrap();
+    assert_eq!(protect(&memory, libc::PROT_READ | libc::PROT_WRITE), 0);
+    let start = memory.address().next_multiple_of(HUGE);
+    let uffd = Uffd::open(0).unwrap();
+    if is_missing {
+        uffd.register_missing(start, RESIDENT).unwrap();
+        thread::scope(|scope| {
+            scope.spawn(|| call_in_vain(render, &memory));
+            assert!(has_page_fault(&uffd, 60_000));
+            scene.say("waits");
+        });
+    }
+    let own = File::open("/proc/self/mem").unwrap();
+    for page in (start..start + RESIDENT).step_by(HUGE.try_into().unwrap()) {
+        own.read_exact_at(&mut [0], page).unwrap();
+    }
+    assert_eq!(present(start) as u64, GIB / PAGE, "this kernel has no huge zero page");
+    uffd.register_missing(start, RESIDENT).unwrap();
+    let began = Instant::now();
+    call_in_vain(render, &memory);
+    scene.say(&began.elapsed().as_millis().to_string());
+    call_in_vain(render, &memory);
+}
+
+#[test]
+fn a_process_that_is_killed_in_such_a_call_ends() {
+    isolated("a_process_that_is_killed_in_such_a_call_ends", 1, |scene| {
+        if let Some(role) = scene.role() {
+            return call_with_watched(scene, role == "missing");
+        }
+        let _hold = rewake_ioctl_filter::attach().unwrap();
+        let mut missing = scene.peer("missing");
+        assert_eq!(missing.hear(), "waits");
+        missing.kill();
+        let mut resident = scene.peer("resident");
+        let call = Duration::from_millis(resident.hear().parse().unwrap());
+        // The second call has begun.
+        thread::sleep(call / 10);
+        let killed = Instant::now();
+        resident.kill();
+        let took = killed.elapsed();
+        assert!(took < call / 2, "the call went on: {took:?} of {call:?}");
+    });
+}
+
+/// It succeeds where a hook has no room for one more program.
+#[test]
+fn a_check_attaches_nothing() {
+    isolated("a_check_attaches_nothing", 1, |_| {
+        /// `BPF_MAX_TRAMP_LINKS`
+        const MOST: usize = 38;
+        let attached: Vec<_> = std::iter::from_fn(|| rewake_ioctl_filter::attach().ok()).collect();
+        assert!((1..=MOST).contains(&attached.len()), "{} filters are attached", attached.len());
+        rewake_ioctl_filter::check().unwrap();
     });
 }
 

@@ -26,7 +26,11 @@ fn unheld() -> Result<(), &'static str> {
     let asked = modules.any(|modules| modules.split(',').all(|module| module != "bpf"));
     match rewake_ioctl_filter::attach() {
         Ok(_) => assert!(!asked, "calls are held without bpf: {line}"),
-        Err(AttachError::Kernel(_)) => return Ok(()),
+        Err(AttachError::Kernel(error)) => {
+            let checked = rewake_ioctl_filter::check().unwrap_err();
+            assert_eq!(checked.to_string(), error.to_string());
+            return Ok(());
+        }
         Err(other) => panic!("{other}"),
     }
     Err("this kernel holds calls; `cargo xtask vm --kernel-args lsm=yama` boots one that does not")
