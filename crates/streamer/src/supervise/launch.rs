@@ -34,7 +34,7 @@ impl Plan {
     pub fn of(images: &Path) -> anyhow::Result<Self> {
         let gpus =
             plugin_folder::image_has_gpu(images).with_context(|| format!("reading {}", images.display()))?;
-        let held = || rewake_ioctl_filter::check().map_err(anyhow::Error::from);
+        let held = || rewake_ioctl_filter::attach().map(drop).map_err(anyhow::Error::from);
         let checked = if gpus { held() } else { Ok(()) };
         let checked = checked.and_then(|()| Image::open(images).map(drop));
         match checked {
