@@ -31,6 +31,9 @@ pub enum Command {
     Streamer(Streamer),
     /// Shows the restores that are served, and those that wait for `rewake recover`
     Status(Status),
+    /// For streamers: parses an image, and plans its restore, in a confined process
+    #[command(hide = true)]
+    Planner(Planner),
     /// For streamers: gives targets a session's fd store
     #[command(hide = true)]
     Park(Park),
@@ -139,6 +142,14 @@ pub struct Streamer {
     /// End when no restore has connected after this many seconds [default: wait]
     #[arg(long, value_name = "SECONDS")]
     pub connect_timeout: Option<u64>,
+}
+
+/// Options of `rewake planner`. The socket is standard input, the plan's file standard output.
+#[derive(Debug, Args)]
+pub struct Planner {
+    /// Directory of the images
+    #[arg(value_name = "IMG")]
+    pub images_dir: PathBuf,
 }
 
 /// Options of `rewake park`. The fd store is standard input.

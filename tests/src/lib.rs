@@ -8,6 +8,7 @@
 //! * [`cgroup`]: processes that get one event together.
 //! * [`Container`]: one dumped target in a container of runc's.
 //! * [`Criu`]: the dump and restore commands, from `CRIU` (default: `criu` on the path) and `CRIU_ALT`.
+//! * [`fuse`]: a file system that hangs.
 //! * [`held`]: restores that wait for the test at a known step.
 //! * [`images`]: surgery on CRIU images, with a codec of its own so that it does not share our reader's mistakes.
 //! * [`limit`]: memory that the kernel refuses.
@@ -25,6 +26,7 @@ pub mod cgroup;
 pub mod container;
 pub mod criu;
 pub mod daemon;
+pub mod fuse;
 pub mod held;
 pub mod images;
 pub mod limit;

@@ -22,6 +22,16 @@ impl MemoryLimit {
     /// # Errors
     /// Why this machine has no such groups.
     pub fn new(mib: usize) -> Result<Self, String> {
+        let limit = Self::that_kills(mib)?;
+        limit.write("memory.oom_control", "1")?;
+        Ok(limit)
+    }
+
+    /// A group whose processes may get `mib` MiB more once they are in it; beyond that the kernel kills one.
+    ///
+    /// # Errors
+    /// Why this machine has no such groups.
+    pub fn that_kills(mib: usize) -> Result<Self, String> {
         let own = fs::read_to_string("/proc/self/cgroup").map_err(|error| error.to_string())?;
         let path = own.lines().find_map(|line| line.split_once(":memory:")).map(|(_, path)| path);
         let path = path.ok_or("/proc/self/cgroup names no memory controller of version 1")?;
@@ -29,7 +39,6 @@ impl MemoryLimit {
         let group = parent.join(format!("rewake-test-{}-{mib}", std::process::id()));
         fs::create_dir(&group).map_err(|error| format!("mkdir {}: {error}", group.display()))?;
         let limit = Self { group };
-        limit.write("memory.oom_control", "1")?;
         limit.write("memory.limit_in_bytes", &(mib << 20).to_string())?;
         Ok(limit)
     }

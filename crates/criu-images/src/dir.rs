@@ -89,6 +89,19 @@ impl ImageDir {
         &self.path
     }
 
+    /// Device and inode of the directory.
+    #[must_use]
+    pub fn id(&self) -> (u64, u64) {
+        self.lineage.last().copied().unwrap_or_default()
+    }
+
+    /// Opens the directory of the `parent` link, that one's, and so on, up to the first that cannot be opened.
+    #[must_use]
+    pub fn ancestors(&self) -> Vec<Self> {
+        let parent = |dir: &Self| dir.parent().ok().flatten();
+        std::iter::successors(parent(self), parent).collect()
+    }
+
     /// Opens the directory of the `parent` link; `None` without a link or with a dangling one.
     ///
     /// # Errors
@@ -108,6 +121,18 @@ impl ImageDir {
     #[must_use]
     pub fn digest(&self) -> Digest {
         self.parsed.digest()
+    }
+
+    /// Returns a digest that identifies the dump: copies of an image have the same. It covers the inventory, in
+    /// which CRIU writes the time of the dump since boot and, from version 4.1, the id of its run.
+    ///
+    /// # Errors
+    /// As for [`ImageDir::inventory`].
+    pub fn dump_id(&self) -> Result<Digest> {
+        let fd = self.fd.try_clone().map_err(|error| io_error("open", &self.path, error))?;
+        let alone = Self::of(fd, &self.path)?;
+        alone.inventory()?;
+        Ok(alone.digest())
     }
 
     /// Reads the inventory.

@@ -170,6 +170,12 @@ impl Plan {
         &self.extents
     }
 
+    /// The extents alone, for a process that only checks a plan.
+    #[must_use]
+    pub fn into_extents(self) -> Vec<Extent> {
+        self.extents
+    }
+
     /// Number of blocks.
     #[must_use]
     pub fn blocks(&self) -> usize {

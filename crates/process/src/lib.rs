@@ -2,6 +2,7 @@
 //! Processes of this machine.
 //!
 //! * [`pidfd`]: descriptors of processes, and copies of their descriptors.
+//! * [`descriptors`]: the descriptor table of this process.
 //! * [`kcmp`]: whether threads have an open file or an address space in common.
 //! * [`proc`]: what `/proc` shows of processes and threads.
 //! * [`Notifier`]: an eventfd.
@@ -11,6 +12,8 @@
 
 #![deny(unsafe_code)]
 
+#[allow(unsafe_code, reason = "the system call has no other form")]
+pub mod descriptors;
 #[allow(unsafe_code, reason = "the system call has no other form")]
 pub mod kcmp;
 #[allow(unsafe_code, reason = "the system call has no other form")]

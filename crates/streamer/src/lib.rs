@@ -4,6 +4,7 @@
 //! * [`restore`]: a restore from the start of its streamer to the last byte. Start here.
 //! * [`supervise`]: the processes of a streamer. A supervisor starts a worker again; `recover` serves what a whole streamer left.
 //! * [`ledger`]: the memory that survives a worker, the file that survives a streamer, and the fd stores parked in targets.
+//! * [`planner`]: the confined process that parses an image.
 //! * [`session`]: one restore that is served: its image, its handshake with CRIU, its end.
 //! * [`cpu`]: page faults and the background load of CPU memory.
 //! * [`gpu`]: GPU memory: faults of CPUs on it, gates, queues.
@@ -14,6 +15,7 @@ pub mod control;
 pub mod cpu;
 pub mod gpu;
 pub mod ledger;
+pub mod planner;
 pub mod record;
 pub mod restore;
 pub mod session;

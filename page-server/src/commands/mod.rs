@@ -8,6 +8,7 @@ pub mod inspect;
 pub mod lazy_pages;
 pub mod park;
 mod picture;
+pub mod planner;
 mod print;
 pub mod recover;
 pub mod restore;

@@ -2,7 +2,7 @@
 //! Receives what the plugin hands over: `proto/handover.proto`.
 
 use std::collections::BTreeMap;
-use std::os::fd::{AsFd as _, OwnedFd};
+use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -70,8 +70,13 @@ pub(super) struct StartedProcess<'a> {
 
 /// Receives what the plugin hands over, and opens all files: the restore is refused while no process runs
 /// yet. Returns `None` if the listener is closed before. `holds` is the I/O budget of CPU memory, where
-/// calls that register it can be held.
-pub(super) fn accept(listener: &Listener, holds: Option<&Arc<IoBudget>>) -> anyhow::Result<Option<Handoff>> {
+/// calls that register it can be held. `images` is the image directory of the CPU memory, if this streamer serves
+/// it.
+pub(super) fn accept(
+    listener: &Listener,
+    holds: Option<&Arc<IoBudget>>,
+    images: Option<&ImageDir>,
+) -> anyhow::Result<Option<Handoff>> {
     loop {
         let Some(channel) = listener.accept()? else { return Ok(None) };
         let mut handoff = Handoff { channel, images: None, processes: Vec::new(), monitor: None, hold: None };
@@ -82,7 +87,7 @@ pub(super) fn accept(listener: &Listener, holds: Option<&Arc<IoBudget>>) -> anyh
         };
         // Another plugin finds no listener and loads everything itself.
         listener.close();
-        match first.and_then(|(what, _)| handoff.collect(&what, holds)) {
+        match first.and_then(|(what, _)| handoff.collect(&what, holds, images)) {
             Ok(()) => return Ok(Some(handoff)),
             Err(error) => {
                 // The plugin writes the reason to CRIU's log, unless it has ended.
@@ -95,7 +100,12 @@ pub(super) fn accept(listener: &Listener, holds: Option<&Arc<IoBudget>>) -> anyh
 }
 
 impl Handoff {
-    fn collect(&mut self, first: &to_server::What, holds: Option<&Arc<IoBudget>>) -> anyhow::Result<()> {
+    fn collect(
+        &mut self,
+        first: &to_server::What,
+        holds: Option<&Arc<IoBudget>>,
+        images: Option<&ImageDir>,
+    ) -> anyhow::Result<()> {
         let to_server::What::Hello(hello) = first else { bail!(unexpected("Hello", first)) };
         hello.check()?;
         self.hold = holds.map(IoBudget::hold_background);
@@ -111,7 +121,10 @@ impl Handoff {
         loop {
             let (what, mut with) = self.receive()?;
             match what {
-                to_server::What::Image(_) => self.images = with.pop(),
+                to_server::What::Image(_) => {
+                    self.images = with.pop();
+                    check_image(self.images.as_ref(), images)?;
+                }
                 to_server::What::Process(process) => {
                     let folder = self.images.as_ref().context("a process came before its image directory")?;
                     self.processes.push(GpuProcess::open(folder, &process, with)?);
@@ -341,6 +354,20 @@ impl GpuProcess {
     }
 }
 
+/// Checks that the plugin's image directory has the image whose CPU memory this streamer serves, or a copy.
+fn check_image(handed: Option<&OwnedFd>, served: Option<&ImageDir>) -> anyhow::Result<()> {
+    let (Some(handed), Some(served)) = (handed, served) else { return Ok(()) };
+    let path = std::fs::read_link(format!("/proc/self/fd/{}", handed.as_raw_fd())).unwrap_or_default();
+    let handed = ImageDir::of(handed.try_clone()?, path)?;
+    ensure!(
+        handed.id() == served.id() || handed.dump_id()? == served.dump_id()?,
+        "`criu restore` restores the image in {}, and this streamer serves the CPU memory of another dump: give \
+         both the same directory (-D)",
+        handed.path().display()
+    );
+    Ok(())
+}
+
 fn unexpected(expected: &str, found: &to_server::What) -> String {
     format!("expected {expected}, found {found:?}: are plugin and server of one version?")
 }
@@ -349,6 +376,7 @@ fn unexpected(expected: &str, found: &to_server::What) -> String {
 mod tests {
     use std::thread;
 
+    use rewake_criu_images::{Inventory, write};
     use rewake_plugin_protocol::{SOCKET, connect};
 
     use super::*;
@@ -366,10 +394,31 @@ mod tests {
                 server.receive::<proto::ToPlugin>().unwrap().0.what.unwrap()
             }
         });
-        let why = accept(&listener, None).unwrap_err().to_string();
+        let why = accept(&listener, None, None).unwrap_err().to_string();
         let told = plugin.join().unwrap();
         let wanted = format!("speaks version {}, this one {VERSION}: install", VERSION + 1);
         assert!(why.contains(&wanted), "{why}");
         assert_eq!(told, to_plugin::What::Refused(proto::Refused { reason: why }));
+    }
+
+    #[test]
+    fn a_plugin_with_the_image_of_another_dump_is_refused_by_its_path() {
+        let [served, copy, other] = [7, 7, 8].map(image);
+        let handed = |of: &tempfile::TempDir| OwnedFd::from(std::fs::File::open(of.path()).unwrap());
+        let dir = ImageDir::open(served.path()).unwrap();
+        check_image(Some(&handed(&served)), Some(&dir)).unwrap();
+        check_image(Some(&handed(&copy)), Some(&dir)).unwrap();
+        check_image(Some(&handed(&other)), None).unwrap();
+        let why = check_image(Some(&handed(&other)), Some(&dir)).unwrap_err().to_string();
+        let path = other.path().display().to_string();
+        assert!(why.contains(&path) && why.contains("give both the same directory"), "{why}");
+    }
+
+    /// An image directory with an inventory only.
+    fn image(dump: u32) -> tempfile::TempDir {
+        let dir = tempfile::tempdir().unwrap();
+        let run_id = Some(format!("run {dump}"));
+        write::inventory(dir.path(), &Inventory { version: 2, plugins: Vec::new(), run_id }).unwrap();
+        dir
     }
 }

@@ -39,6 +39,7 @@ use std::time::{Duration, Instant};
 use anyhow::Context as _;
 use nix::sys::signal::{SigSet, SigmaskHow, Signal, sigprocmask};
 use rewake_bo_contents::{BackgroundLoad, LoadHandle, Process, Report};
+use rewake_criu_images::ImageDir;
 use rewake_image_io::io_budget::{BackgroundHold, IoBudget};
 use rewake_ioctl_filter::BlockList;
 use rewake_plugin_protocol::Listener;
@@ -67,6 +68,8 @@ const CONFIRMED: Duration = Duration::from_secs(10);
 pub struct StreamOptions {
     /// The I/O budget that the restore's CPU memory shares with its GPU memory.
     pub cpus: Option<Arc<IoBudget>>,
+    /// The image directory of that CPU memory.
+    pub images: Option<ImageDir>,
     /// The list of files and calls that the kernel side blocks, where calls can be blocked.
     pub marks: Option<BlockList>,
     /// Records in the image directory which buffers CPUs access. An earlier record is not used then, and is
@@ -142,7 +145,7 @@ fn serve_handoff(
     timeline: &Timeline,
 ) -> anyhow::Result<(Summary, Vec<Opened>)> {
     let (mut gates, mut placeholders) = (Vec::new(), Vec::new());
-    let StreamOptions { cpus, marks, record } = options;
+    let StreamOptions { cpus, marks, record, .. } = options;
     let budget = cpus.map_or_else(|| IoBudget::new(Vec::new()).map(Arc::new), Ok)?;
     for (place, gated) in handoff.go(ledger, marks.as_ref())?.into_iter().enumerate() {
         timeline.runs(place, sys::pidfd_pid(gated.gate.process).unwrap_or_default());
@@ -196,7 +199,9 @@ pub fn serve(
     timeline: &Timeline,
 ) -> anyhow::Result<Option<Summary>> {
     let holds = options.cpus.as_ref().filter(|_| options.marks.is_some());
-    let Some(mut handoff) = handoff::accept(listener, holds)? else { return Ok(None) };
+    let Some(mut handoff) = handoff::accept(listener, holds, options.images.as_ref())? else {
+        return Ok(None);
+    };
     let (monitor, hold) = (handoff.monitor.take(), handoff.hold.take());
     timeline.handed_over();
     // A stop signal has no effect from here on: the load must end, and then no gate is closed.

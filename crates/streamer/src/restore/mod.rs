@@ -13,6 +13,7 @@ use anyhow::{Context as _, bail};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::{Pid, getpid, getppid};
 use own_session::OwnSession;
+use rewake_criu_images::ImageDir;
 use rewake_image_io::io_budget::IoBudget;
 use rewake_ioctl_filter::BlockList;
 use rewake_plugin_protocol::{DUMP_BLOCKS, Listener, ProcessId, SOCKET};
@@ -203,7 +204,7 @@ impl Restore {
             // The last worker died when the session had ended, and may not have kept the record.
             timeline.handed_over();
         }
-        let Some(mut session) = worker.open(images, &self.options.work)? else { return Ok(()) };
+        let Some(mut session) = worker.open(images, &self.options.work).await? else { return Ok(()) };
         timeline.brings(&session.session);
         start.ready();
         let outcome = worker.serve(&mut session).await;
@@ -227,8 +228,9 @@ impl Restore {
         over: watch::Sender<bool>,
     ) -> anyhow::Result<JoinHandle<anyhow::Result<()>>> {
         let cpus = self.options.images.is_some().then_some(budget);
-        let options =
-            StreamOptions { cpus, marks: blocked_calls(start), record: self.options.records_working_set };
+        let images = self.options.images.as_deref().map(ImageDir::open).transpose()?;
+        let record = self.options.records_working_set;
+        let options = StreamOptions { cpus, images, marks: blocked_calls(start), record };
         let (restore, ledger, timeline) = (Arc::clone(self), start.ledger, timeline.clone());
         let load = move || {
             let done =

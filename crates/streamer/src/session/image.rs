@@ -1,23 +1,27 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Opens and checks a whole image before a session accepts a restore.
+//! An image that a session serves: which bytes of which open file belong at which address.
 //!
-//! It opens the directory once, and every file relative to it. Afterwards the session uses the open files and
-//! the plans made from them, and a successor gets both ([`Image::seal`]). No path is looked up a second time
-//! (I7).
+//! An image is hostile input, so no process of a session parses one. The [planner](crate::planner) does, in
+//! a confined process, and returns its plans in a sealed memory file with the descriptors of the pages files
+//! ([`Image::open`]). A successor gets both ([`Image::seal`]). No path is looked up a second time (I7).
 
-mod sealed;
+pub(crate) mod draft;
+mod opened_by;
+pub(crate) mod sealed;
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use std::ops::Range;
-use std::path::Path;
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use anyhow::{Context as _, bail};
-use rewake_criu_images::{Digest, ImageDir, LazyPlan};
+use anyhow::Context as _;
+use rewake_criu_images::Digest;
 use rewake_image_io::PagesFile;
-use rewake_pager::{Extent, Plan};
+use rewake_pager::Plan;
+use tokio::sync::oneshot;
 
-use crate::session::gpu_pinned::gpu_registered_ranges;
+use crate::{planner, sys};
 
 /// The missing pages of one task, and where their bytes are.
 #[derive(Debug)]
@@ -37,62 +41,46 @@ pub struct Image {
     plans: BTreeMap<u32, Option<TaskPlan>>,
     /// The pages files of all tasks, each once.
     files: Vec<Arc<PagesFile>>,
-    /// The index in `files` of each inode's file.
-    by_inode: HashMap<(u64, u64), usize>,
+    /// Device and inode of the image directory.
+    directory: (u64, u64),
     digest: Digest,
+    /// See [`rewake_criu_images::ImageDir::dump_id`].
+    dump: Digest,
+    /// The memory file that has all of this; none in tests.
+    sealed: Option<OwnedFd>,
 }
 
 impl Image {
-    /// Reads and checks everything that a session needs.
+    /// Has an image checked and planned by a confined process. It blocks, up to the planner's time limit.
     ///
     /// # Errors
-    /// Fails when a file is missing, damaged or truncated, or when the image lacks pages.
+    /// Fails when a file is missing, damaged or truncated, or when the image lacks pages; also when the
+    /// planner exceeds a limit.
     pub fn open(path: &Path) -> anyhow::Result<Self> {
-        let images = ImageDir::open(path)?;
-        images.inventory()?;
-        let mut image = Self::default();
-        let mut first = gpu_registered_ranges(&images);
-        for task in images.tasks()? {
-            let first = first.remove(&task.pid).unwrap_or_default();
-            let plan =
-                if task.state.has_memory() { Some(image.task(&images, task.pid, first)?) } else { None };
-            image.plans.insert(task.pid, plan);
-        }
-        image.digest = images.digest();
-        Ok(image)
+        planner::plan(path)
     }
 
-    fn task(&mut self, images: &ImageDir, pid: u32, first: Vec<Range<u64>>) -> anyhow::Result<TaskPlan> {
-        let LazyPlan { files, extents, remote_pages } = images.lazy_plan(pid)?;
-        let pagemap = || format!("{}/pagemap-{pid}.img", images.path().display());
-        if remote_pages > 0 {
-            bail!(
-                "{}: {remote_pages} pages are not in the image (it was made by `criu dump --lazy-pages`): they \
-                 can only come from that dump's page server, which is not supported yet",
-                pagemap()
-            );
-        }
-        let extent = |extent: rewake_criu_images::LazyExtent| Extent {
-            target: extent.vaddr,
-            file: extent.file,
-            file_offset: extent.file_offset,
-            pages: extent.pages,
-        };
-        let plan = Plan::new(extents.into_iter().map(extent).collect()).with_context(pagemap)?;
-        let open = |file: rewake_criu_images::PagesFile| {
-            anyhow::Ok(self.deduplicate(PagesFile::from_file(file.file, file.path)?))
-        };
-        let files = files.into_iter().map(open).collect::<Result<_, _>>()?;
-        Ok(TaskPlan { plan: Arc::new(plan), files: Arc::new(files), first })
+    /// [`Image::open`] for the control thread, which serves other requests meanwhile.
+    ///
+    /// # Errors
+    /// As for [`Image::open`].
+    pub async fn open_in_background(path: PathBuf) -> anyhow::Result<Self> {
+        let (sender, opened) = oneshot::channel();
+        // A receiver that is gone was asked to stop.
+        let open = move || drop(sender.send(Self::open(&path)));
+        sys::thread_without_signals("planner", open).context("starting a thread")?;
+        opened.await.context("the thread that plans the restore has ended")?
     }
 
-    /// Returns the open file of the same inode if a task has it already, and adds `file` otherwise.
-    fn deduplicate(&mut self, file: Arc<PagesFile>) -> Arc<PagesFile> {
-        let at = *self.by_inode.entry(inode(&file)).or_insert(self.files.len());
-        if at == self.files.len() {
-            self.files.push(file);
-        }
-        Arc::clone(&self.files[at])
+    /// Returns device and inode of the image directory.
+    #[must_use]
+    pub fn directory(&self) -> (u64, u64) {
+        self.directory
+    }
+
+    /// Returns the pages files of all tasks.
+    pub(crate) fn files(&self) -> &[Arc<PagesFile>] {
+        &self.files
     }
 
     /// Returns a digest of the parsed CRIU files, which identifies the image. It does not cover the contents
@@ -125,8 +113,4 @@ impl Image {
     pub fn lazy_pages(&self) -> u64 {
         self.plans.values().flatten().map(|task| task.plan.pages()).sum()
     }
-}
-
-fn inode(file: &PagesFile) -> (u64, u64) {
-    (file.key().dev, file.key().ino)
 }

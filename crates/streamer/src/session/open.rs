@@ -60,7 +60,7 @@ impl OpenSession {
         )
     }
 
-    /// Waits for the restore and accepts its connection.
+    /// Waits for the restore, accepts its connection, and checks that it restores this session's image.
     pub(crate) async fn accept(&mut self) -> anyhow::Result<()> {
         let Some(listener) = self.listener.as_ref() else { bail!("the listening socket is lost") };
         let readable = sys::watch(listener.try_clone()?.into()).context("watching the socket")?;
@@ -72,6 +72,12 @@ impl OpenSession {
                 break OwnedFd::from(connection);
             }
         };
+        // A process of a pid namespace beside this one has no pid here.
+        if let Ok(pid) =
+            sys::peer_process(connection.as_fd()).and_then(|peer| sys::pidfd_pid(peer.as_raw_fd()))
+        {
+            self.image.check_opened_by(pid)?;
+        }
         sys::pass_credentials(connection.as_fd()).context("asking for the restore's pids")?;
         self.slot.connection.store(connection.as_raw_fd(), Ordering::Release);
         self.slot.set_state(SessionState::Handshake);

@@ -71,20 +71,20 @@ impl Worker {
     /// # Errors
     /// Fails when the image cannot be served, the socket cannot be bound, or the session has failed before.
     /// Where a session cannot be taken over, its processes are killed.
-    pub fn open(&self, images: &Path, work: &Path) -> anyhow::Result<Option<OpenSession>> {
+    pub async fn open(&self, images: &Path, work: &Path) -> anyhow::Result<Option<OpenSession>> {
         address_spaces::reap_abandoned(self.ledger);
         if let Some(inherited) = self.inherit()? {
             return Ok(Some(inherited));
         }
         match self.ledger.session().outcome() {
-            Outcome::Open => self.listen(images, work).map(Some),
+            Outcome::Open => self.listen(images, work).await.map(Some),
             Outcome::Served => Ok(None),
             Outcome::Failed => bail!("the restore had failed already: see above"),
         }
     }
 
-    fn listen(&self, images: &Path, work: &Path) -> anyhow::Result<OpenSession> {
-        let image = Image::open(images)?;
+    async fn listen(&self, images: &Path, work: &Path) -> anyhow::Result<OpenSession> {
+        let image = Image::open_in_background(images.to_owned()).await?;
         let listener = socket::listen(work)?;
         let slot = self.ledger.session();
         slot.set_paths(images, work)?;

@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Writes a checked image into a sealed memory file, and reads it again in a successor with the same open
-//! files.
+//! The memory file with an image's plans: the planner writes it, and every worker of the session reads it.
 //!
-//! A successor must not parse the image again: another image may be at its path by then (I7). So the process
-//! that opened the image writes the plans into a memory file and seals it. A successor gets it together with
-//! the descriptors of the pages files. The format, with all numbers little-endian:
+//! A session must not parse an image: an image is hostile input. A successor must not look at the path
+//! again: another image may be there by then (I7). So a [`Draft`] is written into a memory file, which is
+//! sealed. A worker gets it together with the descriptors of the pages files, and checks every number in it.
+//! The format, with all numbers little-endian:
 //!
 //! ```text
-//! MAGIC [8], VERSION u32, digest of the image [32]
+//! MAGIC [8], VERSION u32, digest of the image [32], id of the dump [32]
+//! directory: dev ino u64
 //! files u32, each: dev ino len u64, mtime ctime (i64 s, i64 ns), links u64, mode uid gid u32, name, path
 //! tasks u32, each: pid u32, has memory u32, and if it has:
 //!     files u32, each: index u32      first u32, each: start end u64
@@ -15,6 +16,7 @@
 //! name, path: length u32, bytes
 //! ```
 
+use std::collections::HashSet;
 use std::ffi::OsString;
 use std::fs::File;
 use std::io::{self, BufReader, BufWriter, Read, Write};
@@ -31,10 +33,11 @@ use rewake_criu_images::{Digest, MAX_TASKS};
 use rewake_image_io::{FileKey, FileState, PagesFile};
 use rewake_pager::{Extent, PAGE_SIZE, Plan};
 
-use super::{Image, TaskPlan, inode};
+use super::draft::{Draft, DraftTask};
+use super::{Image, TaskPlan};
 
 const MAGIC: [u8; 8] = *b"rewakepl";
-const VERSION: u32 = 1;
+const VERSION: u32 = 3;
 /// The longest name or path, in bytes.
 const MAX_NAME: u32 = 4096;
 /// The bytes of a record of each kind.
@@ -42,31 +45,55 @@ const INDEX: u64 = 4;
 const RANGE: u64 = 16;
 const EXTENT: u64 = 28;
 
-impl Image {
-    /// Writes everything that a session needs into a memory file, which is sealed against writing, shrinking
-    /// and growing. Returns it and the descriptors of the pages files, in the order of the memory file.
+/// Makes an empty memory file for a plan.
+///
+/// # Errors
+/// EMFILE, ENOMEM.
+pub(crate) fn memory_file() -> io::Result<File> {
+    let flags = MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING;
+    Ok(memfd_create(c"rewake-plan", flags)?.into())
+}
+
+/// Seals a memory file against writing, shrinking and growing.
+///
+/// # Errors
+/// EBUSY: a process has mapped it for writing.
+pub(crate) fn seal(memory: &File) -> io::Result<()> {
+    fcntl(memory, FcntlArg::F_ADD_SEALS(seals() | SealFlag::F_SEAL_SEAL))?;
+    Ok(())
+}
+
+impl Draft {
+    /// Writes everything that a session needs into a memory file.
     ///
     /// # Errors
-    /// Fails with EMFILE or ENOMEM.
+    /// EFBIG, ENOMEM.
+    pub(crate) fn write(&self, memory: &File) -> io::Result<()> {
+        let mut out = Output(BufWriter::new(memory));
+        out.draft(self)?;
+        out.0.flush()
+    }
+}
+
+impl Image {
+    /// Returns the sealed memory file, and the descriptors of the pages files in its order, for a successor.
+    ///
+    /// # Errors
+    /// Fails with EMFILE.
     pub fn seal(&self) -> io::Result<(OwnedFd, Vec<BorrowedFd<'_>>)> {
-        let flags = MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING;
-        let memory = File::from(memfd_create(c"rewake-plan", flags)?);
-        let mut out = Output(BufWriter::new(&memory));
-        out.image(self)?;
-        out.0.flush()?;
-        drop(out);
-        fcntl(&memory, FcntlArg::F_ADD_SEALS(seals() | SealFlag::F_SEAL_SEAL))?;
-        Ok((memory.into(), self.files.iter().map(|file| file.as_fd()).collect()))
+        let sealed = self.sealed.as_ref().ok_or(io::ErrorKind::NotFound)?;
+        Ok((sealed.try_clone()?, self.files.iter().map(|file| file.as_fd()).collect()))
     }
 
-    /// Reads the image that [`Image::seal`] wrote. `files` are the descriptors of the pages files, in the
-    /// same order. It looks up no path.
+    /// Reads a sealed memory file. `files` are the descriptors of the pages files, in its order. It looks up
+    /// no path.
     ///
     /// # Errors
     /// Fails when `plan` is not sealed, is damaged or has another version. Also when a descriptor refers to
     /// another file, or the contents of the file may have changed.
     pub fn unseal(plan: BorrowedFd<'_>, files: Vec<OwnedFd>) -> anyhow::Result<Self> {
-        let memory = File::from(plan.try_clone_to_owned().context("the sealed plan of an image")?);
+        let plan = plan.try_clone_to_owned().context("the sealed plan of an image")?;
+        let memory = File::from(plan.try_clone().context("the sealed plan of an image")?);
         let sealed = fcntl(&memory, FcntlArg::F_GET_SEALS).context("the sealed plan of an image")?;
         ensure!(
             SealFlag::from_bits_truncate(sealed).contains(seals()),
@@ -74,10 +101,11 @@ impl Image {
         );
         let len = memory.metadata().context("the sealed plan of an image")?.len();
         let mut input = Input { bytes: BufReader::new(At { memory: &memory, offset: 0 }), left: len };
-        input.image(files).with_context(|| {
+        let image = input.image(files).with_context(|| {
             let at = len - input.left;
             format!("the sealed plan of an image, {len} bytes, at byte {at}; restore the image again")
-        })
+        })?;
+        Ok(Self { sealed: Some(plan), ..image })
     }
 }
 
@@ -89,21 +117,24 @@ fn seals() -> SealFlag {
 struct Output<W: Write>(BufWriter<W>);
 
 impl<W: Write> Output<W> {
-    fn image(&mut self, image: &Image) -> io::Result<()> {
+    fn draft(&mut self, draft: &Draft) -> io::Result<()> {
         self.0.write_all(&MAGIC)?;
         self.u32(VERSION)?;
-        self.0.write_all(&image.digest.0)?;
-        self.count(image.files.len())?;
-        for file in &image.files {
-            self.state(file.state())?;
-            self.text(file.name().as_os_str().as_bytes())?;
+        self.0.write_all(&draft.digest.0)?;
+        self.0.write_all(&draft.dump.0)?;
+        self.u64(draft.directory.0)?;
+        self.u64(draft.directory.1)?;
+        self.count(draft.files.len())?;
+        for file in &draft.files {
+            self.state(&file.state)?;
+            self.text(file.path.as_os_str().as_bytes())?;
         }
-        self.count(image.plans.len())?;
-        for (pid, plan) in &image.plans {
+        self.count(draft.tasks.len())?;
+        for (pid, task) in &draft.tasks {
             self.u32(*pid)?;
-            self.u32(u32::from(plan.is_some()))?;
-            if let Some(plan) = plan {
-                self.task(plan, image)?;
+            self.u32(u32::from(task.is_some()))?;
+            if let Some(task) = task {
+                self.task(task)?;
             }
         }
         Ok(())
@@ -121,19 +152,18 @@ impl<W: Write> Output<W> {
         self.text(state.name.as_bytes())
     }
 
-    fn task(&mut self, task: &TaskPlan, image: &Image) -> io::Result<()> {
+    fn task(&mut self, task: &DraftTask) -> io::Result<()> {
         self.count(task.files.len())?;
-        for file in &*task.files {
-            let index = image.by_inode.get(&inode(file)).copied();
-            self.count(index.ok_or_else(|| io::Error::other("a task's file that the image does not have"))?)?;
+        for index in &task.files {
+            self.count(*index)?;
         }
         self.count(task.first.len())?;
         for range in &task.first {
             self.u64(range.start)?;
             self.u64(range.end)?;
         }
-        self.u64(task.plan.extents().len() as u64)?;
-        for extent in task.plan.extents() {
+        self.u64(task.extents.len() as u64)?;
+        for extent in &task.extents {
             [extent.target, extent.file_offset, extent.pages]
                 .into_iter()
                 .try_for_each(|value| self.u64(value))?;
@@ -186,18 +216,20 @@ impl Input<'_> {
         ensure!(self.array()? == MAGIC, "expected the magic number of a plan");
         let version = self.u32()?;
         ensure!(version == VERSION, "expected version {VERSION}, found {version}: another `rewake` made it");
-        let digest = Digest(self.array()?);
+        let (digest, dump) = (Digest(self.array()?), Digest(self.array()?));
+        let directory = (self.u64()?, self.u64()?);
         let count = self.u32()?;
         ensure!(
             count as usize == descriptors.len(),
             "expected {count} pages files, found {} descriptors",
             descriptors.len()
         );
-        let mut image = Image { digest, ..Image::default() };
+        let mut image = Image { digest, dump, directory, ..Image::default() };
+        let mut inodes = HashSet::new();
         for descriptor in descriptors {
             let file = self.file(descriptor)?;
             ensure!(
-                image.by_inode.insert(inode(&file), image.files.len()).is_none(),
+                inodes.insert((file.key().dev, file.key().ino)),
                 "{} appears twice",
                 file.name().display()
             );

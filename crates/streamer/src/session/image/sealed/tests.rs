@@ -6,7 +6,9 @@ use std::fs;
 use std::path::Path;
 use std::time::Duration;
 
-use rewake_criu_images::{Generation, Inventory, Mm, PageFlags, Pagemap, Task, TaskState, Vma, write};
+use rewake_criu_images::{
+    Generation, ImageDir, Inventory, Mm, PageFlags, Pagemap, Task, TaskState, Vma, write,
+};
 use rewake_image_io::read_now;
 
 use super::*;
@@ -52,12 +54,25 @@ fn write_image(dir: &Path, byte: u8) {
 fn opened() -> (tempfile::TempDir, Image) {
     let root = tempfile::tempdir().unwrap();
     write_image(&root.path().join("image"), 1);
-    let mut image = Image::open(&root.path().join("image")).unwrap();
+    let mut draft = draft(&root.path().join("image"));
     // These ranges normally come from GPU images, which this image lacks.
-    if let Some(Some(task)) = image.plans.get_mut(&8) {
+    if let Some(Some(task)) = draft.tasks.get_mut(&8) {
         task.first = vec![0x80_0000..0x80_1000, 0x80_2000..0x80_3000];
     }
-    (root, image)
+    (root, planned(draft))
+}
+
+fn draft(images: &Path) -> Draft {
+    Draft::read(&ImageDir::open(images).unwrap()).unwrap()
+}
+
+/// Returns the image of a draft, as its first worker reads it.
+fn planned(draft: Draft) -> Image {
+    let memory = memory_file().unwrap();
+    draft.write(&memory).unwrap();
+    seal(&memory).unwrap();
+    let files = draft.files.into_iter().map(|file| file.file.into()).collect();
+    Image::unseal(memory.as_fd(), files).unwrap()
 }
 
 fn unseal(plan: &OwnedFd, files: Vec<OwnedFd>) -> anyhow::Result<Image> {
@@ -138,7 +153,7 @@ fn a_file_that_two_tasks_share_is_passed_once() {
     write_image(root.path(), 1);
     fs::remove_file(root.path().join("pages-2.img")).unwrap();
     fs::hard_link(root.path().join("pages-1.img"), root.path().join("pages-2.img")).unwrap();
-    let image = Image::open(root.path()).unwrap();
+    let image = planned(draft(root.path()));
     let (plan, files) = plan_and_files(&image);
     assert_eq!(files.len(), 1);
     let successor = unseal(&plan, files).unwrap();
@@ -180,9 +195,9 @@ fn a_plan_of_another_version_says_so() {
     let (_root, image) = opened();
     let (plan, files) = plan_and_files(&image);
     let mut bytes = bytes_of(&plan);
-    bytes[8] = 2;
+    bytes[8] = 1;
     let error = format!("{:#}", unseal(&sealed(&bytes), files).unwrap_err());
-    assert!(error.contains("expected version 1, found 2: another `rewake` made it"), "{error}");
+    assert!(error.contains("expected version 3, found 1: another `rewake` made it"), "{error}");
 }
 
 #[test]
@@ -237,4 +252,23 @@ fn counts_beyond_the_end_are_refused_before_allocation() {
         let error = format!("{:#}", unseal(&sealed(&bytes), files).unwrap_err());
         assert!(error.contains("records where"), "{error}");
     }
+}
+
+#[test]
+fn a_planner_may_return_only_files_of_the_directories_that_it_opened() {
+    let (root, image) = opened();
+    let directory = |path: &Path| OwnedFd::from(File::open(path).unwrap());
+    let (own, other) = (root.path().join("image"), root.path().join("other"));
+    write_image(&other, 1);
+    let check = |opened: &[&Path]| {
+        let opened: Vec<OwnedFd> = opened.iter().copied().map(directory).collect();
+        crate::planner::check_places(&image, &opened).map_err(|error| error.to_string())
+    };
+    assert_eq!(check(&[&own]), Ok(()));
+    assert_eq!(check(&[&own, &other]), Ok(()));
+    assert_eq!(check(&[&other, &own]), Err("it is not of the image directory".into()));
+    assert_eq!(check(&[]), Err("no directory was opened".into()));
+    fs::rename(own.join("pages-2.img"), root.path().join("pages-2.img")).unwrap();
+    std::os::unix::fs::symlink(root.path().join("pages-2.img"), own.join("pages-2.img")).unwrap();
+    assert!(check(&[&own, &other]).unwrap_err().contains("pages-2.img is not a file of the image"));
 }

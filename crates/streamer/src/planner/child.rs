@@ -1,0 +1,52 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The planner: the process that parses an image.
+//!
+//! Standard input is the socket to the streamer, standard output the memory file for the plan.
+
+use std::fs::File;
+use std::os::fd::{AsFd as _, BorrowedFd};
+use std::path::Path;
+
+use anyhow::Context as _;
+use rewake_criu_images::ImageDir;
+use rewake_plugin_protocol::{Channel, MAX_DESCRIPTORS};
+use rewake_process::descriptors;
+
+use super::confine::confine;
+use super::{Report, TIME, step};
+use crate::session::image::draft::Draft;
+
+/// Bytes of a reason that are sent: a message has 16 KiB at most.
+const MAX_REASON: usize = 8 << 10;
+
+/// Plans the restore of an image, and reports to the streamer. Returns the exit code.
+///
+/// # Errors
+/// The streamer cannot be reached.
+pub fn run(images: &Path) -> anyhow::Result<u8> {
+    // SAFETY: this program has just started, and has opened nothing.
+    unsafe { descriptors::close_inherited()? };
+    let channel = Channel::with_timeout(std::io::stdin().as_fd().try_clone_to_owned()?, TIME)?;
+    let stdout = File::from(std::io::stdout().as_fd().try_clone_to_owned()?);
+    let Err(error) = plan(images, &stdout, &channel) else { return Ok(0) };
+    let mut reason = format!("{error:#}");
+    reason.truncate(reason.floor_char_boundary(MAX_REASON));
+    channel.send(&Report { step: step::REFUSED, reason }, &[])?;
+    Ok(1)
+}
+
+fn plan(images: &Path, out: &File, channel: &Channel) -> anyhow::Result<()> {
+    let report = |step: u32, descriptors: &[BorrowedFd<'_>]| {
+        channel.send(&Report { step, reason: String::new() }, descriptors).context("reporting a plan")
+    };
+    let images = ImageDir::open(images)?;
+    let parents = images.ancestors();
+    let directories: Vec<_> = [&images].into_iter().chain(&parents).map(|of| of.as_fd()).collect();
+    report(step::DIRECTORIES, &directories)?;
+    confine(&directories).context("confining the planner")?;
+    let draft = Draft::read(&images)?;
+    draft.write(out).context("writing the plan")?;
+    let files: Vec<_> = draft.files.iter().map(|file| file.file.as_fd()).collect();
+    files.chunks(MAX_DESCRIPTORS).try_for_each(|some| report(step::FILES, some))?;
+    report(step::DONE, &[])
+}

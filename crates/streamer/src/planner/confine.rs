@@ -1,0 +1,163 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Confines the planner before it reads the first byte of an image (decision 16).
+//!
+//! * Limits ([`super`]): address space, CPU time, length of the plan; no core file.
+//! * Landlock, where the kernel has it: it may read files below the image's directories, and nothing else.
+//! * seccomp: it may open files for reading, read, write to what it has open, and use memory.
+//!
+//! Both also forbid new privileges.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::os::fd::BorrowedFd;
+
+use landlock::{
+    ABI, Access as _, AccessFs, CompatLevel, Compatible as _, PathBeneath, RestrictionStatus, Ruleset,
+    RulesetAttr as _, RulesetCreatedAttr as _, RulesetError,
+};
+use nix::sys::resource::{Resource, setrlimit};
+use seccompiler::{
+    BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter, SeccompRule,
+    TargetArch,
+};
+
+use super::{MEMORY, PLAN, TIME, failed};
+
+/// System calls that a planner may make with any arguments.
+///
+/// It has no descriptor that they could harm: the socket, the memory files, and files of the image that are
+/// open for reading.
+const ALLOWED: &[libc::c_long] = &[
+    // Files.
+    libc::SYS_read,
+    libc::SYS_pread64,
+    libc::SYS_readv,
+    libc::SYS_lseek,
+    libc::SYS_fstat,
+    libc::SYS_newfstatat,
+    libc::SYS_statx,
+    libc::SYS_readlinkat,
+    libc::SYS_getdents64,
+    libc::SYS_close,
+    // The plan, the reports, and the last words.
+    libc::SYS_write,
+    libc::SYS_writev,
+    libc::SYS_sendmsg,
+    // Memory.
+    libc::SYS_brk,
+    libc::SYS_munmap,
+    libc::SYS_mremap,
+    libc::SYS_madvise,
+    libc::SYS_futex,
+    libc::SYS_getrandom,
+    // The end, also by a panic.
+    libc::SYS_clock_gettime,
+    libc::SYS_getpid,
+    libc::SYS_gettid,
+    libc::SYS_tgkill,
+    libc::SYS_rt_sigprocmask,
+    libc::SYS_rt_sigaction,
+    libc::SYS_rt_sigreturn,
+    libc::SYS_sigaltstack,
+    libc::SYS_exit,
+    libc::SYS_exit_group,
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_readlink,
+];
+
+/// Confines this process, for good.
+///
+/// # Errors
+/// The kernel refuses a limit or has no seccomp filters: then no image is parsed.
+pub(super) fn confine(directories: &[BorrowedFd<'_>]) -> io::Result<()> {
+    limit(Resource::RLIMIT_AS, MEMORY)?;
+    limit(Resource::RLIMIT_CPU, TIME.as_secs())?;
+    limit(Resource::RLIMIT_FSIZE, PLAN)?;
+    limit(Resource::RLIMIT_CORE, 0)?;
+    // A kernel without Landlock does not enforce it. The streamer's check of the pages files remains.
+    allow_reading_below(directories).map_err(|error| failed("Landlock", error))?;
+    let filter = filter().map_err(|error| failed("seccomp", error))?;
+    seccompiler::apply_filter(&filter).map_err(|error| failed("seccomp", error))
+}
+
+fn limit(resource: Resource, value: u64) -> io::Result<()> {
+    setrlimit(resource, value, value).map_err(|errno| failed(&format!("{resource:?}"), errno))
+}
+
+fn allow_reading_below(directories: &[BorrowedFd<'_>]) -> Result<RestrictionStatus, RulesetError> {
+    let rules = directories.iter().map(|directory| {
+        Ok::<_, RulesetError>(PathBeneath::new(*directory, AccessFs::ReadFile | AccessFs::ReadDir))
+    });
+    // On an older kernel, what it does not know is not restricted.
+    Ruleset::default()
+        .set_compatibility(CompatLevel::BestEffort)
+        .handle_access(AccessFs::from_all(ABI::V5))?
+        .create()?
+        .add_rules(rules)?
+        .restrict_self()
+}
+
+fn filter() -> Result<BpfProgram, seccompiler::BackendError> {
+    let mut rules: BTreeMap<i64, Vec<SeccompRule>> =
+        ALLOWED.iter().map(|number| (*number, Vec::new())).collect();
+    // Argument `index` has no bit of `mask`.
+    let none_of = |index: u8, mask: u64| {
+        let is = SeccompCmpOp::MaskedEq(mask);
+        SeccompRule::new(vec![SeccompCondition::new(index, SeccompCmpArgLen::Dword, is, 0)?])
+    };
+    let is = |index: u8, value: libc::c_int| {
+        let value = u64::from(value.cast_unsigned());
+        let equal = SeccompCmpOp::Eq;
+        SeccompRule::new(vec![SeccompCondition::new(index, SeccompCmpArgLen::Dword, equal, value)?])
+    };
+    let bits = |flags: libc::c_int| u64::from(flags.cast_unsigned());
+    let writing = bits(libc::O_ACCMODE | libc::O_CREAT | libc::O_TRUNC);
+    rules.insert(libc::SYS_openat, vec![none_of(2, writing)?]);
+    for call in [libc::SYS_mmap, libc::SYS_mprotect] {
+        rules.insert(call, vec![none_of(2, bits(libc::PROT_EXEC))?]);
+    }
+    let copies = [is(1, libc::F_DUPFD_CLOEXEC)?, is(1, libc::F_GETFD)?, is(1, libc::F_GETFL)?];
+    rules.insert(libc::SYS_fcntl, copies.into());
+    let arch = TargetArch::try_from(std::env::consts::ARCH)?;
+    SeccompFilter::new(rules, SeccompAction::KillProcess, SeccompAction::Allow, arch)?.try_into()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::{self, File};
+    use std::os::fd::AsFd as _;
+    use std::thread;
+
+    use landlock::RulesetStatus;
+    use rewake_skip::skip;
+
+    use super::*;
+
+    #[test]
+    fn files_below_the_directories_can_be_read_and_no_others() {
+        let [own, parent, other] = [(); 3].map(|()| tempfile::tempdir().unwrap());
+        for folder in [&own, &parent, &other] {
+            fs::write(folder.path().join("pages-1.img"), "pages").unwrap();
+        }
+        let read = |folder: &tempfile::TempDir| fs::read_to_string(folder.path().join("pages-1.img"));
+        let open = [&own, &parent].map(|folder| File::open(folder.path()).unwrap());
+        // Landlock restricts the thread that asks for it.
+        let confined = || {
+            let status = allow_reading_below(&open.each_ref().map(File::as_fd)).unwrap().ruleset;
+            (status, [read(&own), read(&parent), read(&other)], fs::write(own.path().join("new"), ""))
+        };
+        let (status, [of_own, of_parent, of_other], written) =
+            thread::scope(|scope| scope.spawn(confined).join()).unwrap();
+        if status == RulesetStatus::NotEnforced {
+            skip!("this kernel has no Landlock");
+        }
+        assert_eq!([of_own.unwrap(), of_parent.unwrap()], ["pages", "pages"]);
+        assert_eq!(of_other.unwrap_err().kind(), io::ErrorKind::PermissionDenied);
+        assert_eq!(written.unwrap_err().kind(), io::ErrorKind::PermissionDenied);
+    }
+
+    #[test]
+    fn the_filter_is_made_for_this_machine() {
+        assert!(filter().unwrap().len() > ALLOWED.len());
+    }
+}

@@ -1,0 +1,254 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Has an image parsed and planned by a confined process, the planner.
+//!
+//! An image is hostile input: lengths, addresses and links in it may be chosen to make a parser read, write
+//! or use what it should not. And the file system below it may hang. So a child of the streamer, `rewake
+//! planner`, opens and parses it ([`child`]):
+//!
+//! 1. It opens the image directory and its parents, and sends their descriptors. It has read no file by then.
+//! 2. It confines itself ([`confine`]): limits, Landlock, seccomp.
+//! 3. It parses the image and writes the plan into a memory file that the streamer made.
+//! 4. It sends the descriptors of the pages files.
+//!
+//! The streamer seals the memory file and reads it like a successor does
+//! ([`sealed`](crate::session::image)): it checks every number again. It also checks that every pages file is
+//! in one of the directories. A planner that exceeds [`TIME`] is killed.
+
+pub mod child;
+mod confine;
+
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
+use std::os::unix::fs::FileExt as _;
+use std::os::unix::process::ExitStatusExt as _;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, bail, ensure};
+use nix::errno::Errno;
+use nix::fcntl::AtFlags;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::signal::Signal;
+use nix::sys::socket::{AddressFamily, SockFlag, SockType, socketpair};
+use nix::sys::stat::{SFlag, fstat, fstatat};
+use nix::sys::wait::waitpid;
+use nix::unistd::Pid;
+use rewake_plugin_protocol::Channel;
+
+use crate::session::image::{Image, sealed};
+use crate::supervise::launch;
+use crate::sys;
+
+/// The hidden command that is the planner.
+pub const COMMAND: &str = "planner";
+
+/// Wall time, and CPU time, of a planner. A plan of 2^24 extents takes 4 s without optimisation. The agent
+/// and `rewake restore` give up a streamer that does not listen after 30 s.
+pub const TIME: Duration = Duration::from_secs(20);
+
+/// Address space of a planner.
+///
+/// An extent takes 64 bytes while its task is planned, 32 of them for its record in the pagemap, and 32 bytes
+/// afterwards. A vector that grows may have twice its length. So 2^24 extents take 1 to 2 GiB: that is 1 TiB
+/// of memory with a gap in each 64 KiB.
+pub const MEMORY: u64 = 4 << 30;
+
+/// Length of a plan: an extent takes 28 bytes, so 2^24 take 448 MiB.
+pub const PLAN: u64 = 1 << 30;
+
+/// Pages files of a plan: each takes a descriptor of the streamer.
+const MAX_FILES: usize = 1 << 16;
+
+/// Bytes of the planner's last words that an error shows.
+const WORDS: usize = 200;
+
+/// Time that a planner has to exit when its work is done.
+const EXIT: Duration = Duration::from_millis(100);
+
+/// The steps of a planner, each with descriptors.
+mod step {
+    /// The directories were opened.
+    pub(super) const DIRECTORIES: u32 = 1;
+    /// Some pages files; more follow.
+    pub(super) const FILES: u32 = 2;
+    /// The plan is written.
+    pub(super) const DONE: u32 = 3;
+    /// The image cannot be served.
+    pub(super) const REFUSED: u32 = 4;
+}
+
+/// A message of the planner.
+#[derive(Clone, PartialEq, Eq, prost::Message)]
+struct Report {
+    /// What it has done: one of [`step`].
+    #[prost(uint32, tag = "1")]
+    step: u32,
+    /// Why the image cannot be served.
+    #[prost(string, tag = "2")]
+    reason: String,
+}
+
+/// Plans the restore of an image.
+///
+/// # Errors
+/// The image cannot be served, or the planner exceeded a limit.
+pub fn plan(images: &Path) -> anyhow::Result<Image> {
+    Planner::start(images)?.finish()
+}
+
+/// A planner that runs.
+#[derive(Debug)]
+struct Planner<'a> {
+    images: &'a Path,
+    child: Child,
+    channel: Channel,
+    /// Where it writes the plan.
+    plan: File,
+    /// Where it writes what a panic or the allocator says.
+    words: File,
+    deadline: Instant,
+}
+
+impl<'a> Planner<'a> {
+    fn start(images: &'a Path) -> anyhow::Result<Self> {
+        let (ours, its) = socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC)
+            .context("making a socket for the planner")?;
+        let memory = || sealed::memory_file().context("making a memory file for the planner");
+        let (plan, words) = (memory()?, memory()?);
+        let mut command = Command::new(launch::program()?);
+        command.arg(COMMAND).arg(images).env_clear();
+        command.stdin(Stdio::from(its)).stdout(plan.try_clone()?).stderr(words.try_clone()?);
+        let deadline = Instant::now() + TIME;
+        let child = command.spawn().context("starting the planner")?;
+        let channel = Channel::with_timeout(ours, TIME)?;
+        Ok(Self { images, child, channel, plan, words, deadline })
+    }
+
+    fn finish(mut self) -> anyhow::Result<Image> {
+        let (directories, files) = self.receive_all()?;
+        sealed::seal(&self.plan).context("sealing the planner's plan")?;
+        let image = Image::unseal(self.plan.as_fd(), files)?;
+        check_places(&image, &directories).context("checking the planner's plan")?;
+        Ok(image)
+    }
+
+    /// Receives the descriptors of the directories and of the pages files.
+    fn receive_all(&mut self) -> anyhow::Result<(Vec<OwnedFd>, Vec<OwnedFd>)> {
+        let (mut directories, mut files) = (Vec::new(), Vec::new());
+        loop {
+            let (report, descriptors) = self.receive()?;
+            match report.step {
+                step::DIRECTORIES if directories.is_empty() => directories = descriptors,
+                step::FILES if files.len() < MAX_FILES => files.extend(descriptors),
+                step::DONE => return Ok((directories, files)),
+                step::REFUSED => bail!("{}", printable(&report.reason)),
+                other => bail!("{}: unexpected report {other} of the planner", self.images.display()),
+            }
+        }
+    }
+
+    fn receive(&mut self) -> anyhow::Result<(Report, Vec<OwnedFd>)> {
+        self.wait()?;
+        match self.channel.receive() {
+            Err(rewake_plugin_protocol::Error::Closed) => bail!("{}", self.last_words()),
+            received => received.with_context(|| format!("{}: the planner's report", self.images.display())),
+        }
+    }
+
+    /// Waits for a report, or the planner's end.
+    fn wait(&self) -> anyhow::Result<()> {
+        loop {
+            let left = self.deadline.saturating_duration_since(Instant::now());
+            let limit = PollTimeout::try_from(left).unwrap_or(PollTimeout::ZERO);
+            match poll(&mut [PollFd::new(self.channel.as_fd(), PollFlags::POLLIN)], limit) {
+                Ok(0) if left.is_zero() => bail!(
+                    "{}: the image was not read and planned within {} s, and the planner was killed: does \
+                     its file system answer?",
+                    self.images.display(),
+                    TIME.as_secs()
+                ),
+                Ok(0) | Err(Errno::EINTR) => {}
+                Ok(_) => return Ok(()),
+                Err(errno) => return Err(errno).context("waiting for the planner"),
+            }
+        }
+    }
+
+    /// Returns why the planner ended without a plan.
+    fn last_words(&mut self) -> String {
+        let ended = self.ends_within(EXIT).then(|| self.child.wait().ok()).flatten();
+        let how = match ended.map(|status| (status.signal(), status.code())) {
+            Some((Some(signal), _)) => {
+                let name = Signal::try_from(signal).map_or_else(|_| signal.to_string(), |it| it.to_string());
+                format!("was killed by {name}")
+            }
+            Some((None, Some(code))) => format!("exited with {code}"),
+            _ => "closed its socket".to_owned(),
+        };
+        let mut words = [0; WORDS];
+        let count = self.words.read_at(&mut words, 0).unwrap_or(0);
+        let words = printable(&String::from_utf8_lossy(&words[..count]));
+        let separator = if words.is_empty() { "" } else { ": " };
+        format!(
+            "{}: the planner of this restore {how}{separator}{words} (its limits: {} GiB of memory, {} s): \
+             is the image damaged? If another program killed it, restore again",
+            self.images.display(),
+            MEMORY >> 30,
+            TIME.as_secs()
+        )
+    }
+
+    fn ends_within(&self, limit: Duration) -> bool {
+        let pidfd = sys::pidfd_open(self.child.id().cast_signed());
+        pidfd.is_ok_and(|pidfd| sys::ends_within(pidfd.as_raw_fd(), limit))
+    }
+}
+
+impl Drop for Planner<'_> {
+    /// Ends the planner. One that waits for a dead file system may end much later: a thread waits for that.
+    fn drop(&mut self) {
+        // It may have ended.
+        let _ = self.child.kill();
+        if self.ends_within(EXIT) {
+            let _ = self.child.wait();
+            return;
+        }
+        let id = self.child.id().cast_signed();
+        // Without a thread it stays a zombie until this process ends.
+        let _ = sys::thread_without_signals("planner's end", move || {
+            let _ = waitpid(Pid::from_raw(id), None);
+        });
+    }
+}
+
+/// Checks that the planner planned the directory that it opened, and that every pages file is a regular file
+/// in that directory or a parent.
+pub(crate) fn check_places(image: &Image, directories: &[OwnedFd]) -> anyhow::Result<()> {
+    let opened = directories.first().context("no directory was opened")?;
+    let opened = fstat(opened).context("stat of the image directory")?;
+    ensure!((opened.st_dev, opened.st_ino) == image.directory(), "it is not of the image directory");
+    for file in image.files() {
+        let name = file.name().file_name().context("a pages file without a name")?;
+        let is_in = |directory: &OwnedFd| {
+            let found = fstatat(directory, name, AtFlags::AT_SYMLINK_NOFOLLOW);
+            found.is_ok_and(|found| {
+                (found.st_dev, found.st_ino) == (file.key().dev, file.key().ino)
+                    && SFlag::from_bits_truncate(found.st_mode & SFlag::S_IFMT.bits()) == SFlag::S_IFREG
+            })
+        };
+        ensure!(directories.iter().any(is_in), "{} is not a file of the image", file.name().display());
+    }
+    Ok(())
+}
+
+/// Replaces characters that would change the look of a log or a terminal.
+fn printable(text: &str) -> String {
+    text.trim().chars().map(|char| if char.is_control() { ' ' } else { char }).collect()
+}
+
+/// Why a planner cannot be confined.
+fn failed(act: &str, error: impl std::error::Error + Send + Sync + 'static) -> io::Error {
+    io::Error::other(format!("{act}: {error}"))
+}

@@ -1,0 +1,14 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! `rewake planner`: the process that parses an image for a streamer.
+
+use rewake_streamer::planner::child;
+
+use crate::cli::Planner;
+
+/// Runs the command; gives the exit code: 1 when the image cannot be served.
+///
+/// # Errors
+/// No streamer listens.
+pub fn run(options: &Planner) -> anyhow::Result<u8> {
+    child::run(&options.images_dir)
+}
