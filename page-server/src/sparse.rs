@@ -14,8 +14,7 @@ use std::path::{Path, PathBuf};
 use anyhow::Context as _;
 use nix::errno::Errno;
 use nix::fcntl::{FallocateFlags, fallocate};
-use rewake_image_io::BLOCK;
-use rewake_image_io::files::TransferFile;
+use rewake_image_io::{BLOCK, ImageFile};
 
 /// Bytes of one read.
 const STEP: usize = 1 << 20;
@@ -50,7 +49,7 @@ fn pages_files(images: &Path) -> io::Result<Vec<PathBuf>> {
 fn punch_zero_blocks_of(path: &Path) -> anyhow::Result<u64> {
     let file = OpenOptions::new().read(true).write(true).custom_flags(libc::O_NOFOLLOW).open(path)?;
     let length = file.metadata()?.len();
-    let pages = TransferFile::new(path, file.try_clone()?, None);
+    let pages = ImageFile::from_file(file.try_clone()?, path)?;
     let (mut buffer, mut punched_bytes, mut zeros) = (vec![0; STEP], 0, 0..0);
     // The last block may be shorter; it is not punched.
     let end = length / BLOCK as u64 * BLOCK as u64;

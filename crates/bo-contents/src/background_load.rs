@@ -10,8 +10,9 @@ use crate::copies::Sink;
 use crate::error::Error;
 use crate::handle::LoadHandle;
 use crate::load::{self, LoadEvent};
-use crate::pipeline::{Name, Process};
+use crate::process::{Name, Process};
 use crate::report::Report;
+use crate::run::run;
 
 /// A load that has not started.
 ///
@@ -99,7 +100,7 @@ impl<'a> BackgroundLoad<'a> {
     /// As [`load`](crate::load()).
     pub fn run(self, mut on_event: impl FnMut(LoadEvent) + Send) -> Result<Option<Report>, Error> {
         let Self { processes, sink, handle, budget, first, duplicates } = self;
-        crate::run("loaded", processes, sink, budget, |pipeline| {
+        run("loaded", processes, sink, budget, |pipeline| {
             pipeline.by_process(&first, &duplicates);
             load::run(pipeline, &handle, &mut on_event)
         })

@@ -1,18 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Reads the bytes of one buffer for all buffers that have the same bytes.
 
+use crate::buffer::{Buffer, Duplicates};
 use crate::duplicate_finder::MIN_BYTES;
-use crate::layout::Buffer;
-use crate::pipeline::{Name, Process};
-
-/// Other buffers that have a buffer's bytes.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub(crate) struct Duplicates {
-    /// The buffer whose bytes are read for this one.
-    pub(crate) source: Option<Name>,
-    /// The buffers that this one's bytes are read for.
-    pub(crate) followers: Vec<Name>,
-}
+use crate::process::{Name, Process};
 
 /// The most buffers that one read serves. The copies of a chunk are one submission for each GPU, which has
 /// room for 2340, and demands may wait for them. Each of a chunk's 33 pieces that are long enough may be

@@ -4,21 +4,15 @@
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
-use std::os::unix::fs::FileExt as _;
 use std::sync::{Mutex, PoisonError};
 use std::thread;
 
 use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
+use rewake_image_io::{TransferError, read_now};
 
-use crate::folder::FileError;
 use crate::pages::PagesFile;
-use crate::pipeline::Name;
+use crate::process::Name;
 
-/// The file of an image directory that lists the duplicates. A program that writes other pages into the
-/// directory makes it invalid.
-pub const DUPLICATES_FILE: &str = "rewake-duplicates.json";
-/// The file's name in earlier releases.
-pub const EARLIER_DUPLICATES_FILE: &str = "rewake-twins.json";
 /// The smallest buffer that is compared: a smaller one is read as fast as it is compared.
 pub(crate) const MIN_BYTES: u64 = 64 << 10;
 /// The number of samples that are compared first, and the bytes of each.
@@ -44,20 +38,18 @@ struct Candidate<'a> {
 }
 
 impl Candidate<'_> {
-    fn read(&self, at: u64, into: &mut [u8]) -> Result<(), FileError> {
-        let read = self.file.file.file().read_exact_at(into, self.start + at);
-        read.map_err(FileError::of("read", &self.file.name))
+    fn read(&self, at: u64, into: &mut [u8]) -> Result<(), TransferError> {
+        read_now(&self.file.file, self.start + at, into)
     }
 
     /// Returns whether all is a hole, except the first and last page. These are shared with other buffers,
     /// because buffers start after the file's header.
-    fn is_hole(&self) -> Result<bool, FileError> {
+    fn is_hole(&self) -> Result<bool, TransferError> {
         let end = self.start + self.bytes;
-        let data = self.file.data(self.start.next_multiple_of(PAGE), end - end % PAGE);
-        Ok(data.map_err(FileError::of("search", &self.file.name))?.is_none())
+        Ok(self.file.file.data(self.start.next_multiple_of(PAGE), end - end % PAGE)?.is_none())
     }
 
-    fn sample(&self, place: usize) -> Result<[u8; SAMPLE_BYTES], FileError> {
+    fn sample(&self, place: usize) -> Result<[u8; SAMPLE_BYTES], TransferError> {
         let mut sample = [0; SAMPLE_BYTES];
         let distance = (self.bytes - SAMPLE_BYTES as u64) / (SAMPLES as u64 - 1);
         self.read(distance * place as u64, &mut sample)?;
@@ -65,7 +57,7 @@ impl Candidate<'_> {
     }
 
     /// As [`Candidate::read`], but drops the bytes from the page cache unless they were cached before.
-    fn read_once(&self, at: u64, into: &mut [u8]) -> Result<(), FileError> {
+    fn read_once(&self, at: u64, into: &mut [u8]) -> Result<(), TransferError> {
         let was_cached = self.file.file.is_cached(self.start + at, into.len());
         self.read(at, into)?;
         if !was_cached {
@@ -97,7 +89,7 @@ impl<'a> Candidates<'a> {
     ///
     /// # Errors
     /// A file cannot be read.
-    pub fn of(processes: &'a [Vec<PagesFile>]) -> Result<Self, FileError> {
+    pub fn of(processes: &'a [Vec<PagesFile>]) -> Result<Self, TransferError> {
         // Samples are far apart. What is compared later must not count as cached by other readers.
         disable_readahead(processes);
         let mut groups = group_by_size(processes)?;
@@ -119,12 +111,12 @@ impl<'a> Candidates<'a> {
     ///
     /// # Errors
     /// A file cannot be read.
-    pub fn compare(self, may_continue: impl Fn() -> bool + Sync) -> Result<DuplicateSets, FileError> {
+    pub fn compare(self, may_continue: impl Fn() -> bool + Sync) -> Result<DuplicateSets, TransferError> {
         let groups = Mutex::new(self.0.into_iter());
         let next = || groups.lock().unwrap_or_else(PoisonError::into_inner).next();
         let threads = thread::available_parallelism().map_or(1, usize::from).min(MAX_THREADS);
-        let found: Vec<Result<DuplicateSets, FileError>> = thread::scope(|scope| {
-            let work = || -> Result<DuplicateSets, FileError> {
+        let found: Vec<Result<DuplicateSets, TransferError>> = thread::scope(|scope| {
+            let work = || -> Result<DuplicateSets, TransferError> {
                 let mut same = DuplicateSets::default();
                 while let Some(group) = next() {
                     match sets_of(group, &may_continue)? {
@@ -155,12 +147,12 @@ fn disable_readahead(processes: &[Vec<PagesFile>]) {
 
 fn advise(file: &PagesFile, start: u64, bytes: u64, advice: PosixFadviseAdvice) {
     // The advice is optional: nothing depends on it.
-    let _ = posix_fadvise(file.file.file(), start.cast_signed(), bytes.cast_signed(), advice);
+    let _ = posix_fadvise(&*file.file, start.cast_signed(), bytes.cast_signed(), advice);
 }
 
 /// Groups buffers by size, the largest first, so that no thread starts on a large one when the others have
 /// ended.
-fn group_by_size(processes: &[Vec<PagesFile>]) -> Result<Vec<Group<'_>>, FileError> {
+fn group_by_size(processes: &[Vec<PagesFile>]) -> Result<Vec<Group<'_>>, TransferError> {
     let mut sizes: BTreeMap<Reverse<u64>, Group<'_>> = BTreeMap::new();
     for (process, file) in
         (0..).zip(processes).flat_map(|(process, files)| files.iter().map(move |file| (process, file)))
@@ -184,8 +176,8 @@ fn group_by_size(processes: &[Vec<PagesFile>]) -> Result<Vec<Group<'_>>, FileErr
 /// Splits a group by the value that `read` returns, and drops groups of one.
 fn split<'a, T: Ord>(
     group: Group<'a>,
-    read: impl Fn(&Candidate<'a>) -> Result<T, FileError>,
-) -> Result<Vec<Group<'a>>, FileError> {
+    read: impl Fn(&Candidate<'a>) -> Result<T, TransferError>,
+) -> Result<Vec<Group<'a>>, TransferError> {
     let mut by_content: BTreeMap<T, Group<'a>> = BTreeMap::new();
     for candidate in group {
         by_content.entry(read(&candidate)?).or_default().push(candidate);
@@ -194,7 +186,10 @@ fn split<'a, T: Ord>(
 }
 
 /// Compares a group to its end, and returns its sets. Returns None if it was cut off.
-fn sets_of(group: Group<'_>, may_continue: impl Fn() -> bool) -> Result<Option<Vec<Vec<Name>>>, FileError> {
+fn sets_of(
+    group: Group<'_>,
+    may_continue: impl Fn() -> bool,
+) -> Result<Option<Vec<Vec<Name>>>, TransferError> {
     let bytes = group.first().map_or(0, |candidate| candidate.bytes);
     let mut groups = vec![group];
     let mut buffer = vec![0; COMPARE_BYTES];
@@ -221,7 +216,11 @@ fn sets_of(group: Group<'_>, may_continue: impl Fn() -> bool) -> Result<Option<V
 }
 
 /// Splits a group by these bytes, and drops groups of one.
-fn split_by_content<'a>(group: Group<'a>, at: u64, buffer: &mut [u8]) -> Result<Vec<Group<'a>>, FileError> {
+fn split_by_content<'a>(
+    group: Group<'a>,
+    at: u64,
+    buffer: &mut [u8],
+) -> Result<Vec<Group<'a>>, TransferError> {
     let mut contents: Vec<(Vec<u8>, Group<'a>)> = Vec::new();
     for candidate in group {
         candidate.read_once(at, buffer)?;

@@ -2,11 +2,14 @@
 //! Errors of saves and loads.
 
 use std::io;
+use std::time::Duration;
 
 use nix::errno::Errno;
 
 use crate::folder::FileError;
-use crate::pipeline::STALL_TIMEOUT;
+
+/// The time without progress after which a restore or dump fails.
+pub(crate) const STALL_TIMEOUT: Duration = Duration::from_secs(120);
 
 /// Buffers could not be saved or loaded.
 #[derive(Debug, thiserror::Error)]
@@ -22,7 +25,7 @@ pub enum Error {
     File(#[from] FileError),
     /// A read or write of a file failed.
     #[error(transparent)]
-    Transfer(#[from] rewake_image_io::files::TransferError),
+    Transfer(#[from] rewake_image_io::TransferError),
     /// The I/O engine failed.
     #[error(transparent)]
     Store(#[from] rewake_image_io::StoreError),

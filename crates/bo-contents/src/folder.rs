@@ -10,6 +10,12 @@ use nix::fcntl::{OFlag, openat};
 use nix::sys::stat::Mode;
 use nix::unistd::{UnlinkatFlags, unlinkat};
 
+/// The file of an image directory that lists the duplicates. A program that writes other pages into the
+/// directory makes it invalid.
+pub const DUPLICATES_FILE: &str = "rewake-duplicates.json";
+/// The file's name in earlier releases.
+pub const EARLIER_DUPLICATES_FILE: &str = "rewake-twins.json";
+
 /// A file of the image could not be read or written.
 #[derive(Debug, thiserror::Error)]
 #[error("{act} {name} in the image directory")]
@@ -63,13 +69,6 @@ pub fn open(folder: BorrowedFd<'_>, name: &str) -> Result<File, FileError> {
         return Err(FileError::of("open", name)(io::Error::other("not a regular file")));
     }
     Ok(file)
-}
-
-/// Opens a file of the image directory with O_DIRECT. Returns None where the file system has no O_DIRECT.
-pub fn open_direct(folder: BorrowedFd<'_>, name: &str, write: bool) -> Option<File> {
-    let access = if write { OFlag::O_RDWR } else { OFlag::O_RDONLY };
-    let flags = access | OFlag::O_CLOEXEC | OFlag::O_DIRECT | OFlag::O_NOFOLLOW;
-    openat(folder, name, flags, Mode::empty()).ok().map(File::from)
 }
 
 /// Writes a whole small file.

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use rewake_process::Notifier;
 
-use crate::pipeline::Process;
+use crate::process::Process;
 
 /// A handle of a load that another thread runs. Clones refer to the same load. Demands after its end have no
 /// effect.

@@ -5,7 +5,7 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 
 use rewake_amdgpu_uapi::abi::memory::Mapping;
-use rewake_image_io::files::Memory;
+use rewake_image_io::Memory;
 use rewake_sdma_copy::{Place, Shape, Staging};
 
 /// Memory that files are read into and written from, slot by slot.

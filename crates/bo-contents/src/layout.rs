@@ -1,14 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Maps files to processes, GPUs and buffers, and orders the files of a load.
 
-use std::ops::RangeInclusive;
-
-use rewake_sdma_copy::Bo;
-
+use crate::buffer::{Buffer, Duplicates};
 use crate::chunk_schedule::{ChunkSchedule, prioritize, small_first};
-use crate::dedup::{Duplicates, source_of};
+use crate::dedup::source_of;
 use crate::pages::{CHUNK, PagesFile};
-use crate::pipeline::Process;
+use crate::process::Process;
 
 /// A file with its process and the engine that copies its bytes.
 #[derive(Debug, Clone, Copy)]
@@ -16,23 +13,6 @@ pub(crate) struct FileEntry<'a> {
     pub(crate) file: &'a PagesFile,
     pub(crate) process: usize,
     pub(crate) engine: usize,
-}
-
-/// A buffer that has bytes in a file.
-#[derive(Debug, Clone)]
-pub(crate) struct Buffer {
-    /// The index of the file among all processes' files.
-    pub(crate) file: usize,
-    /// The chunks that hold its bytes.
-    pub(crate) chunks: RangeInclusive<u64>,
-    /// The number of chunks that are not done. For a follower, these are chunks of its source.
-    pub(crate) left: u64,
-    /// The size of the buffer.
-    pub(crate) bytes: u64,
-    /// The engine's handle, from the first copy to the last.
-    pub(crate) bo: Option<Bo>,
-    /// Buffers with the same bytes.
-    pub(crate) duplicates: Duplicates,
 }
 
 /// Returns all files that have chunks, and the render nodes of their GPUs, each once.

@@ -20,6 +20,7 @@
 //! [`BackgroundLoad::into_memory`] needs no GPU: tests and `cargo xtask bench engine` load into memory.
 
 mod background_load;
+mod buffer;
 mod chunk_schedule;
 mod copies;
 mod dedup;
@@ -32,29 +33,25 @@ mod layout;
 mod load;
 mod pages;
 mod pipeline;
+mod process;
 mod report;
+mod run;
 mod save;
 mod slot_quota;
-mod transfers;
-
-use std::sync::Arc;
-use std::time::Instant;
-
-use nix::sys::signal::{SigSet, SigmaskHow};
 
 pub use background_load::BackgroundLoad;
-pub use duplicate_finder::{Candidates, DUPLICATES_FILE, DuplicateSets, EARLIER_DUPLICATES_FILE};
+pub use duplicate_finder::{Candidates, DuplicateSets};
 pub use error::{Error, Stuck};
+pub use folder::{DUPLICATES_FILE, EARLIER_DUPLICATES_FILE};
 pub use handle::{LoadHandle, Progress};
 pub use load::LoadEvent;
 pub use pages::PagesFile;
-pub use pipeline::Process;
+pub use process::Process;
 pub use report::{Moved, Report};
-use rewake_image_io::io_budget::IoBudget;
 pub use rewake_sdma_copy::MemoryDevice;
 
 use copies::Sink;
-use pipeline::Pipeline;
+use run::run;
 
 /// Writes the memory of buffers to files. Every buffer that has bytes must have a dma-buf.
 ///
@@ -74,47 +71,4 @@ pub fn load(processes: &[Process<'_>]) -> Result<Option<Report>, Error> {
     let here: Vec<Process<'_>> = processes.iter().filter(any).copied().collect();
     let handle = LoadHandle::new(&here)?;
     run("loaded", &here, Sink::Gpus, None, |pipeline| load::run(pipeline, &handle, &mut |_| ()))
-}
-
-/// Runs a save or a load on its own thread.
-fn run(
-    done: &'static str,
-    processes: &[Process<'_>],
-    sink: Sink<'_>,
-    budget: Option<Arc<IoBudget>>,
-    work: impl FnOnce(&mut Pipeline<'_>) -> Result<Moved, Error> + Send,
-) -> Result<Option<Report>, Error> {
-    if processes.iter().flat_map(|process| process.files).all(|file| file.chunks() == 0) {
-        return Ok(None);
-    }
-    // Files are joined now and not when they are opened: plugin and streamer have them open at the same time.
-    processes.iter().flat_map(|process| process.files).for_each(|file| file.file.join());
-    let remote = processes.iter().flat_map(|process| process.files).any(|file| file.file.is_remote());
-    budget.iter().filter(|_| remote).for_each(|budget| budget.set_remote_fs());
-    let start = Instant::now();
-    let (paths, moved) = on_quiet_thread(|| {
-        let mut pipeline = Pipeline::new(processes, sink, budget)?;
-        let paths = pipeline.notes();
-        Ok((paths, work(&mut pipeline)?))
-    })?;
-    Ok(Some(Report { done, paths, moved, time: start.elapsed() }))
-}
-
-/// Runs `work` on a thread that blocks all signals, and joins the thread.
-///
-/// The kernel tears an io_uring down after its close, and then interrupts the thread that had it
-/// (`io_ring_exit_work`). A driver call that this thread makes meanwhile fails with EINTR. RESUME fails so
-/// while it registers notifiers (`mm_take_all_locks`), and must not be repeated.
-fn on_quiet_thread<T: Send>(work: impl FnOnce() -> Result<T, Error> + Send) -> Result<T, Error> {
-    let before = SigSet::all().thread_swap_mask(SigmaskHow::SIG_SETMASK)?;
-    let done = std::thread::scope(|scope| {
-        let thread = std::thread::Builder::new().name("contents".to_owned());
-        Ok(thread.spawn_scoped(scope, work)?.join())
-    });
-    before.thread_set_mask()?;
-    match done {
-        Ok(Ok(answer)) => answer,
-        Ok(Err(_)) => Err(Error::Panicked),
-        Err(error) => Err(error),
-    }
 }

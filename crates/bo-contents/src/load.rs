@@ -4,14 +4,13 @@
 
 use std::sync::Arc;
 
-use rewake_image_io::files::{Direction, Request};
+use rewake_image_io::{Class, Direction, Request};
 use rewake_sdma_copy::{Place, Slot, Transfer};
 
 use crate::chunk_schedule::Chunk;
 use crate::error::Error;
-use crate::folder::FileError;
 use crate::handle::LoadHandle;
-use crate::pages::{PagesFile, Piece};
+use crate::pages::Piece;
 use crate::pipeline::{Done, Pipeline};
 use crate::report::Moved;
 use crate::slot_quota::{self, Backpressure, SlotUse};
@@ -133,7 +132,7 @@ pub(crate) fn run(
         for (chunk, slot) in copied.drain(..) {
             pipeline.chunk_done(chunk, &mut done)?;
             slot.into_iter().for_each(|slot| pipeline.give_back(slot));
-            report_complete(pipeline, handle, chunk, &mut done, on_event)?;
+            report_complete(pipeline, handle, &mut done, on_event)?;
             idle = false;
         }
         if pipeline.all_taken() && pipeline.is_idle() {
@@ -150,16 +149,13 @@ pub(crate) fn run(
 fn report_complete(
     pipeline: &Pipeline<'_>,
     handle: &LoadHandle,
-    chunk: Chunk,
     done: &mut Vec<Done>,
     on_event: &mut dyn FnMut(LoadEvent),
 ) -> Result<(), Error> {
-    if done.iter().any(|done| !done.complete.is_empty()) {
-        unchanged(pipeline.file(chunk))?;
-    }
     for Done { process, minor, bytes, complete: buffers, all } in done.drain(..) {
         if all {
-            pipeline.read_for(process).try_for_each(unchanged)?;
+            // The process's queues may run now: not with memory of an image that was replaced.
+            pipeline.files().try_for_each(|file| file.file.check_unchanged())?;
         }
         handle.count(process, minor, bytes);
         buffers.into_iter().for_each(|number| on_event(LoadEvent::Buffer { process, number }));
@@ -168,10 +164,6 @@ fn report_complete(
         }
     }
     Ok(())
-}
-
-fn unchanged(file: &PagesFile) -> Result<(), Error> {
-    Ok(file.check_unchanged().map_err(FileError::of("read", &file.name))?)
 }
 
 /// Starts copies of slots that were read, as far as engines have room. Demanded chunks are first, then the
@@ -208,7 +200,7 @@ fn start(pipeline: &mut Pipeline<'_>, slots: &mut Slots) -> Result<bool, Error> 
     for slot in std::mem::take(&mut slots.unfinished) {
         any |= read_on(pipeline, slots, slot);
     }
-    while pipeline.transfers.has_room(MAX_READS)
+    while pipeline.engine.has_room(MAX_READS)
         && let Some(chunk) = pipeline.next_chunk(&slots.skipped)
     {
         let ranges = data_ranges(pipeline, chunk)?;
@@ -239,7 +231,7 @@ fn start(pipeline: &mut Pipeline<'_>, slots: &mut Slots) -> Result<bool, Error> 
             slots.reads[slot.index() as usize] = Some(slot_read);
             pipeline.take_chunk(chunk);
             any |= read_on(pipeline, slots, slot);
-            if pipeline.transfers.has_finished() {
+            if pipeline.engine.has_finished() {
                 // The page cache had the chunk, and this thread copied it: submit it to the GPU before the
                 // next one is read.
                 return Ok(true);
@@ -274,8 +266,7 @@ fn data_ranges(pipeline: &Pipeline<'_>, chunk: Chunk) -> Result<Vec<DataRange>, 
     for moved in moved(pipeline, chunk) {
         let mut from = moved.start;
         while from < moved.end
-            && let Some((start, stop)) =
-                file.data(from, moved.end).map_err(FileError::of("search", &file.name))?
+            && let Some((start, stop)) = file.file.data(from, moved.end)?
         {
             let run = DataRange { start: start - start % PAGE, end: stop.next_multiple_of(PAGE) };
             match ranges.last_mut() {
@@ -325,17 +316,17 @@ fn read_on(pipeline: &mut Pipeline<'_>, slots: &mut Slots, slot: Slot) -> bool {
     while let Some(run) = slot_read.ranges.get(slot_read.started) {
         let from = slot_read.from.max(run.start);
         let request = Request {
+            token: u64::from(slot.index()),
             file: Arc::clone(&file.file),
             direction: Direction::Read,
+            class: if demanded { Class::Demand } else { Class::Background },
             offset: from,
             memory: pipeline.io_memory(),
             at: Pipeline::place(slot) + size(from - first),
             bytes: size(run.end - from),
             needed: size(run.end.min(file.length) - from),
-            token: u64::from(slot.index()),
         };
-        let room = pipeline.transfers.has_room(1);
-        let Some(bytes) = room.then(|| pipeline.transfers.read(request, demanded)).flatten() else {
+        let Ok(bytes) = pipeline.engine.submit(request) else {
             slots.unfinished.push(slot);
             slots.refused = true;
             break;

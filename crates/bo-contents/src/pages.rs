@@ -4,19 +4,15 @@
 
 use std::fs::File;
 use std::io;
-use std::ops::{Range, RangeInclusive};
+use std::ops::RangeInclusive;
 use std::os::fd::BorrowedFd;
 use std::os::unix::fs::FileExt as _;
-use std::sync::{Arc, Mutex, PoisonError};
-use std::time::SystemTime;
+use std::sync::Arc;
 
-use nix::errno::Errno;
-use nix::unistd::{Whence, lseek};
 use rewake_criu_images::amdgpu::{KfdImage, RenderContents, drm_pages_name, pages_name};
-use rewake_image_io::files::TransferFile;
+use rewake_image_io::{ImageFile, read_now};
 
-use crate::duplicate_finder::{DUPLICATES_FILE, EARLIER_DUPLICATES_FILE};
-use crate::folder::{self as image, FileError};
+use crate::folder::{self as image, DUPLICATES_FILE, EARLIER_DUPLICATES_FILE, FileError};
 
 /// Bytes of a chunk, which fits a slot of staging memory.
 pub(crate) const CHUNK: u64 = 2 << 20;
@@ -27,17 +23,13 @@ pub(crate) const HEADER: u64 = 8;
 #[derive(Debug)]
 pub struct PagesFile {
     pub(crate) name: String,
-    pub(crate) file: Arc<TransferFile>,
+    pub(crate) file: Arc<ImageFile>,
     /// The N of the GPU's `/dev/dri/renderDN`.
     pub(crate) minor: u32,
     /// The buffers in file order.
     stretches: Vec<Stretch>,
     /// The length of the whole file.
     pub(crate) length: u64,
-    /// The modification time when a file was opened for reading.
-    written: Option<SystemTime>,
-    /// The data range that was found last. The file system scans a whole range to find its end.
-    data: Mutex<Range<u64>>,
 }
 
 /// A buffer's bytes in the file.
@@ -79,10 +71,6 @@ struct Length {
     found: String,
 }
 
-#[derive(Debug, thiserror::Error)]
-#[error("the file was written while it was loaded: the loaded memory may mix two images")]
-struct ChangedFile;
-
 impl PagesFile {
     /// Creates a file of full length. It is a hole, except for the length of the contents.
     pub fn create(
@@ -115,10 +103,7 @@ impl PagesFile {
         minor: u32,
     ) -> Result<Self, FileError> {
         let pages = Self::open_existing(folder, pages_name(id, gpu), minor, of_gpu(image, gpu))?;
-        pages
-            .check_length()
-            .and_then(|()| pages.check_header())
-            .map_err(FileError::of("read", &pages.name))?;
+        pages.check_header().map_err(FileError::of("read", &pages.name))?;
         Ok(pages)
     }
 
@@ -131,9 +116,7 @@ impl PagesFile {
         minor: u32,
     ) -> Result<Self, FileError> {
         let name = drm_pages_name(contents.id, contents.minor, buffer);
-        let pages = Self::open_existing(folder, name, minor, of_buffer(contents, buffer))?;
-        pages.check_length().map_err(FileError::of("read", &pages.name))?;
-        Ok(pages)
+        Self::open_existing(folder, name, minor, of_buffer(contents, buffer))
     }
 
     fn create_with_layout(
@@ -145,13 +128,10 @@ impl PagesFile {
         image::remove(folder, DUPLICATES_FILE)?;
         image::remove(folder, EARLIER_DUPLICATES_FILE)?;
         let file = image::create(folder, &name)?;
-        let direct = image::open_direct(folder, &name, true);
-        let pages = Self::with_layout(name, (file, direct), minor, layout);
-        let file = pages.file.file();
-        let made = file.set_len(pages.length);
-        let made = made.and_then(|()| file.write_all_at(&(pages.length - HEADER).to_le_bytes(), 0));
-        made.map_err(FileError::of("write", &pages.name))?;
-        Ok(pages)
+        let made = file.set_len(layout.1);
+        let made = made.and_then(|()| file.write_all_at(&(layout.1 - HEADER).to_le_bytes(), 0));
+        made.map_err(FileError::of("write", &name))?;
+        Self::with_layout(name, file, minor, layout)
     }
 
     fn open_existing(
@@ -161,41 +141,26 @@ impl PagesFile {
         layout: Layout,
     ) -> Result<Self, FileError> {
         let file = image::open(folder, &name)?;
-        let direct = image::open_direct(folder, &name, false);
-        let written = modified(&file).map_err(FileError::of("read", &name))?;
-        Ok(Self { written: Some(written), ..Self::with_layout(name, (file, direct), minor, layout) })
+        let pages = Self::with_layout(name, file, minor, layout)?;
+        let (found, expected) = (pages.file.len(), pages.length);
+        if found < expected {
+            let wrong = Length { expected, found: format!("{found} bytes") };
+            return Err(FileError::of("read", &pages.name)(io::Error::other(wrong)));
+        }
+        Ok(pages)
     }
 
-    fn with_layout(name: String, (file, direct): (File, Option<File>), minor: u32, layout: Layout) -> Self {
-        let file = TransferFile::new(&name, file, direct);
+    fn with_layout(name: String, file: File, minor: u32, layout: Layout) -> Result<Self, FileError> {
+        let file = ImageFile::from_file(file, &name)
+            .map_err(|error| FileError::of("open", &name)(io::Error::other(error)))?;
         let (stretches, length) = layout;
-        Self { name, file, minor, stretches, length, written: None, data: Mutex::default() }
-    }
-
-    pub(crate) fn check_length(&self) -> io::Result<()> {
-        let length = self.file.file().metadata()?.len();
-        if length < self.length {
-            let found = format!("{length} bytes");
-            return Err(io::Error::other(Length { expected: self.length, found }));
-        }
-        Ok(())
-    }
-
-    /// Checks that all bytes that were read belong to one image. The file may be removed or renamed: a user
-    /// may do that once the restore runs.
-    pub(crate) fn check_unchanged(&self) -> io::Result<()> {
-        // A file that was shortened reads as a hole.
-        self.check_length()?;
-        match self.written {
-            Some(written) if modified(self.file.file())? != written => Err(io::Error::other(ChangedFile)),
-            _ => Ok(()),
-        }
+        Ok(Self { name, file, minor, stretches, length })
     }
 
     fn check_header(&self) -> io::Result<()> {
         let wrong = |found| io::Error::other(Length { expected: self.length, found });
         let mut header = [0; 8];
-        self.file.file().read_exact_at(&mut header, 0)?;
+        read_now(&self.file, 0, &mut header).map_err(io::Error::other)?;
         let content_bytes = u64::from_le_bytes(header);
         if content_bytes != self.length - HEADER {
             return Err(wrong(format!("contents of {content_bytes} bytes by its header")));
@@ -230,29 +195,6 @@ impl PagesFile {
     pub(crate) fn stretches(&self) -> &[Stretch] {
         &self.stretches
     }
-
-    /// Returns the next range between `offset` and `end` that is not a hole.
-    pub(crate) fn data(&self, offset: u64, end: u64) -> io::Result<Option<(u64, u64)>> {
-        let seek = |from: u64, whence| match lseek(self.file.file(), from.cast_signed(), whence) {
-            Ok(at) => Ok(Some(at.cast_unsigned())),
-            Err(Errno::ENXIO) => Ok(None),
-            Err(errno) => Err(io::Error::from(errno)),
-        };
-        let mut known = self.data.lock().unwrap_or_else(PoisonError::into_inner);
-        if known.contains(&offset) {
-            return Ok(Some((offset, known.end.min(end))));
-        }
-        let Some(start) = seek(offset, Whence::SeekData)?.filter(|start| *start < end) else {
-            return Ok(None);
-        };
-        let stop = seek(start, Whence::SeekHole)?.unwrap_or(end);
-        *known = start..stop;
-        Ok(Some((start, stop.min(end))))
-    }
-}
-
-fn modified(file: &File) -> io::Result<SystemTime> {
-    file.metadata()?.modified()
 }
 
 /// The buffers of a file, and its length.
@@ -350,45 +292,13 @@ mod tests {
             })
         };
         open().unwrap();
-        file.file.file().write_all_at(&4096_u64.to_le_bytes(), 0).unwrap();
+        let written = File::options().write(true).open(folder.path().join(&file.name)).unwrap();
+        written.write_all_at(&4096_u64.to_le_bytes(), 0).unwrap();
         let error = open().unwrap_err();
         assert!(error.contains("contents of 4096 bytes by its header, where buffers need 12296"), "{error}");
-        file.file.file().set_len(100).unwrap();
+        written.set_len(100).unwrap();
         let error = open().unwrap_err();
         assert!(error.starts_with("read amdgpu-pages-3-0007.img"), "{error}");
         assert!(error.contains("100 bytes, where buffers need 12296"), "{error}");
-    }
-
-    #[test]
-    fn a_file_written_after_it_was_opened_is_refused() {
-        let (folder, file) = new_file(&[4096]);
-        let open = || {
-            let folder = File::open(folder.path()).unwrap();
-            PagesFile::open(folder.as_fd(), 3, &image(&[4096]), 7, 128).unwrap()
-        };
-        let opened = open();
-        opened.check_unchanged().unwrap();
-        // Modification times advance in ticks of up to 10 ms.
-        std::thread::sleep(std::time::Duration::from_millis(30));
-        file.file.file().write_all_at(&[1], 100).unwrap();
-        let error = opened.check_unchanged().unwrap_err();
-        assert!(error.to_string().contains("was written while it was loaded"), "{error}");
-        let opened = open();
-        std::fs::remove_file(folder.path().join(&file.name)).unwrap();
-        opened.check_unchanged().unwrap();
-    }
-
-    #[test]
-    fn data_finds_the_bytes_between_holes() {
-        let (_folder, file) = new_file(&[3 * CHUNK]);
-        assert_eq!(file.data(CHUNK, 2 * CHUNK).unwrap(), None);
-        file.file.file().write_all_at(&[1; 4096], CHUNK + 65536).unwrap();
-        let (start, end) = file.data(CHUNK, 2 * CHUNK).unwrap().unwrap();
-        assert!(start <= CHUNK + 65536 && end >= CHUNK + 65536 + 4096, "{start}..{end}");
-        assert_eq!(file.data(end.max(CHUNK + (1 << 20)), 2 * CHUNK).unwrap(), None);
-        let again = |offset, end| file.data(offset, end).unwrap();
-        assert_eq!(again(start + 5, 2 * CHUNK), Some((start + 5, end)), "from the cached range");
-        assert_eq!(again(start, start + 9), Some((start, start + 9)));
-        assert_eq!(again(CHUNK, 2 * CHUNK), Some((start, end)), "from before the cached range");
     }
 }

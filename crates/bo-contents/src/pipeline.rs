@@ -1,29 +1,28 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The chunks in flight between files and buffers: engines, staging memory, file transfers, and waits.
 
-use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd as _, BorrowedFd};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use rewake_amdgpu_uapi::abi::memory::Mapping;
 use rewake_criu_images::amdgpu::settings::max_buffer_size;
-use rewake_image_io::files::Finished;
-use rewake_image_io::io_budget::IoBudget;
+use rewake_image_io::io_budget::{IoBudget, Lane};
+use rewake_image_io::{Done as Transferred, Engine};
 use rewake_sdma_copy::{Bo, Memory, Shape, Slot, Staging, Transfer};
 
+use crate::buffer::Buffer;
 use crate::chunk_schedule::{Chunk, ChunkSchedule};
 use crate::copies::{Copies, Sink};
 use crate::dedup::{assign_sources, source_of};
-use crate::error::{Error, Stuck};
+use crate::error::{Error, STALL_TIMEOUT, Stuck};
 use crate::io_memory::IoMemory;
-use crate::layout::{
-    Buffer, FileEntry, background_schedule, buffers, file_entries, remaining, smallest_first,
-};
+use crate::layout::{FileEntry, background_schedule, buffers, file_entries, remaining, smallest_first};
 use crate::pages::{CHUNK, PagesFile, Piece};
+use crate::process::{Name, Process};
 use crate::report::Moved;
 use crate::slot_quota::quota;
-use crate::transfers::Transfers;
 
 /// Slots of staging memory for each GPU, 16 MiB: enough to keep a disk and two rings busy. Creating more
 /// takes longer than they save.
@@ -32,33 +31,10 @@ const SLOTS_PER_GPU: u32 = 8;
 const MAX_SLOTS: u32 = 24;
 /// The fewest slots: one is copied while the other is read or written.
 const MIN_SLOTS: u64 = 2;
-/// The time without progress after which a restore or dump fails.
-pub(crate) const STALL_TIMEOUT: Duration = Duration::from_secs(120);
 /// The poll interval for engines without an event descriptor, and for a disk that others use.
 const SHORT_POLL_MS: u16 = 1;
 /// The poll interval for all others.
 const LONG_POLL_MS: u16 = 1000;
-
-/// The buffer memory of one process or one render node. A restore skips buffers without a dma-buf.
-#[derive(Debug, Clone, Copy)]
-pub struct Process<'a> {
-    /// The files with the bytes of the buffers.
-    pub files: &'a [PagesFile],
-    /// The dma-bufs, by the image's number of the buffer.
-    pub dmabufs: &'a [Option<OwnedFd>],
-}
-
-impl Process<'_> {
-    /// Returns the bytes in one of its files of buffers that have a dma-buf.
-    pub(crate) fn bytes_in(&self, file: &PagesFile) -> u64 {
-        let here = |buffer: usize| self.dmabufs.get(buffer).is_some_and(Option::is_some);
-        let stretches = file.stretches().iter().filter(|stretch| here(stretch.buffer));
-        stretches.map(|stretch| stretch.bytes).sum()
-    }
-}
-
-/// A buffer: its process and the image's number of it.
-pub(crate) type Name = (usize, usize);
 
 /// What a finished chunk completes, for a process on a GPU.
 pub(crate) struct Done {
@@ -78,10 +54,12 @@ pub(crate) struct Done {
 pub(crate) struct Pipeline<'a> {
     pub(crate) staging: Staging,
     pub(crate) moved: Moved,
-    pub(crate) transfers: Transfers,
+    pub(crate) engine: Engine<IoMemory>,
     pub(crate) copies: Copies,
     processes: &'a [Process<'a>],
     entries: Vec<FileEntry<'a>>,
+    /// The I/O budget of background reads. None: there is no other reader.
+    budget: Option<Arc<IoBudget>>,
     /// The memory of the slots, as file transfers see it.
     io_memory: IoMemory,
     /// Buffers by process and number.
@@ -127,7 +105,8 @@ impl<'a> Pipeline<'a> {
             entries,
             copies,
             io_memory,
-            transfers: Transfers::new(budget)?,
+            engine: Engine::new(None, budget.clone().map(|budget| (budget, Lane::Gpus)))?,
+            budget,
             buffers,
             missing,
             schedule,
@@ -148,20 +127,13 @@ impl<'a> Pipeline<'a> {
         none.into_iter()
     }
 
-    /// Returns the files that a process's bytes come from. With duplicates, these include other processes'
-    /// files.
-    pub(crate) fn read_for(&self, process: usize) -> impl Iterator<Item = &'a PagesFile> {
-        let others = self.has_duplicates.then(|| self.files()).into_iter().flatten();
-        self.processes[process].files.iter().chain(others)
-    }
-
     pub(crate) fn files(&self) -> impl Iterator<Item = &'a PagesFile> {
         self.entries.iter().map(|entry| entry.file)
     }
 
     /// Returns lines for the log about the paths of the bytes.
     pub(crate) fn notes(&self) -> Vec<String> {
-        self.copies.notes().chain(self.transfers.note()).collect()
+        self.copies.notes().chain(self.engine.note().map(str::to_owned)).collect()
     }
 
     /// Switches to the schedule of a background load, with `first` at the front of its GPUs. Of duplicates,
@@ -384,8 +356,9 @@ impl<'a> Pipeline<'a> {
     }
 
     /// Adds the file transfers that have ended.
-    pub(crate) fn transferred(&mut self, into: &mut Vec<Finished>) {
-        self.transfers.finished(into);
+    pub(crate) fn transferred(&mut self, into: &mut Vec<Transferred<IoMemory>>) {
+        self.engine.flush();
+        self.engine.reap(into);
         if !into.is_empty() {
             self.last = Instant::now();
         }
@@ -411,34 +384,39 @@ impl<'a> Pipeline<'a> {
 
     /// Sleeps until a transfer may have ended or `wake` is readable; briefly if a read was `refused`.
     pub(crate) fn wait(&mut self, wake: Option<BorrowedFd<'_>>, refused: bool) -> Result<(), Error> {
-        if refused && self.transfers.in_flight() == 0 && self.copies.is_idle() {
+        if refused && self.engine.in_flight() == 0 && self.copies.is_idle() {
             // Other readers have the budget, and this is not a stall.
             self.last = Instant::now();
         }
         if self.last.elapsed() > STALL_TIMEOUT {
             return self.diagnose();
         }
-        let mut fds: Vec<PollFd<'_>> = self.transfers.wakers().collect();
-        fds.extend(wake.map(|wake| PollFd::new(wake, PollFlags::POLLIN)));
-        let soon = refused && self.transfers.must_poll();
-        let look = u16::try_from(self.transfers.patience().as_millis())
-            .map_or(LONG_POLL_MS, |look| look.min(LONG_POLL_MS));
-        let mut needs_polling = false;
+        let budget = self.budget.as_ref();
+        let of_budget = budget.map(|budget| budget.gpus().as_fd());
+        let readable = |fd| PollFd::new(fd, PollFlags::POLLIN);
+        let mut fds: Vec<PollFd<'_>> =
+            [self.engine.event(), of_budget, wake].into_iter().flatten().map(readable).collect();
+        // The end of a transfer wakes a refused caller, except while demand reads limit the others.
+        let mut must_poll =
+            refused && (self.engine.in_flight() == 0 || budget.is_some_and(|budget| budget.is_busy()));
         for event in self.copies.events() {
-            needs_polling |= event.is_none();
-            fds.extend(event.map(|fd| PollFd::new(fd, PollFlags::POLLIN)));
+            must_poll |= event.is_none();
+            fds.extend(event.map(readable));
         }
-        match poll(&mut fds, PollTimeout::from(if needs_polling || soon { SHORT_POLL_MS } else { look })) {
+        let look = u16::try_from(self.engine.patience().as_millis())
+            .map_or(LONG_POLL_MS, |look| look.min(LONG_POLL_MS));
+        match poll(&mut fds, PollTimeout::from(if must_poll { SHORT_POLL_MS } else { look })) {
             Ok(_) | Err(nix::errno::Errno::EINTR) => {}
             Err(errno) => return Err(errno.into()),
         }
-        self.transfers.drain_wakeup();
+        // Before the next read asks the budget.
+        self.budget.iter().for_each(|budget| _ = budget.gpus().drain());
         Ok(())
     }
 
     fn diagnose(&mut self) -> Result<(), Error> {
         self.copies.diagnose()?;
-        match self.transfers.in_flight() {
+        match self.engine.in_flight() {
             0 => Err(Stuck::Nothing.into()),
             count => Err(Stuck::Files(count).into()),
         }

@@ -3,7 +3,8 @@
 
 use std::sync::Arc;
 
-use rewake_image_io::files::{Direction, Request};
+use nix::unistd::ftruncate;
+use rewake_image_io::{Class, Direction, Request};
 use rewake_sdma_copy::{Place, Slot, Transfer};
 
 use crate::chunk_schedule::Chunk;
@@ -36,7 +37,7 @@ pub(crate) fn run(pipeline: &mut Pipeline<'_>) -> Result<Moved, Error> {
         }
         pipeline.copied(&mut copied)?;
         ready.extend(copied.drain(..).filter_map(|(chunk, slot)| slot.map(|slot| (chunk, slot))));
-        while pipeline.transfers.has_room(MAX_WRITES)
+        while pipeline.engine.has_room(MAX_WRITES)
             && let Some((chunk, slot)) = ready.pop()
         {
             pipeline.chunk_done(chunk, &mut done)?;
@@ -68,7 +69,7 @@ pub(crate) fn run(pipeline: &mut Pipeline<'_>) -> Result<Moved, Error> {
     }
     for file in pipeline.files() {
         // The last page was written whole, and is cut here.
-        file.file.file().set_len(file.length)?;
+        ftruncate(&*file.file, file.length.cast_signed())?;
     }
     Ok(pipeline.moved)
 }
@@ -119,16 +120,18 @@ fn write(pipeline: &mut Pipeline<'_>, chunk: Chunk, slot: Slot) -> usize {
             continue;
         }
         let bytes = usize::try_from(run).unwrap_or(usize::MAX);
-        pipeline.transfers.start(Request {
+        let request = Request {
+            token: u64::from(slot.index()),
             file: Arc::clone(&file.file),
             direction: Direction::Write,
+            class: Class::Background,
             offset: start + at,
             memory: pipeline.io_memory(),
             at: Pipeline::place(slot) + usize::try_from(at).unwrap_or(usize::MAX),
             bytes,
             needed: bytes,
-            token: u64::from(slot.index()),
-        });
+        };
+        assert!(pipeline.engine.submit(request).is_ok(), "the caller checked for room");
         count += 1;
         at += run;
     }

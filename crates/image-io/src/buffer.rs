@@ -10,7 +10,8 @@ use std::sync::Arc;
 use memmap2::{Advice, MmapMut, MmapRaw};
 
 use crate::cache::BlockCache;
-use crate::{BLOCK, PAGE};
+use crate::memory::Memory;
+use crate::units::{BLOCK, PAGE};
 
 /// The mapping of a cache: block buffers, then demand buffers of one block in all.
 #[derive(Debug)]
@@ -59,8 +60,8 @@ impl Pool {
     }
 }
 
-/// An owned buffer of the pool: only its owner can access its memory. It moves into a [`Read`](crate::Read),
-/// and a [`Done`](crate::Done) returns it. A drop returns it to the pool.
+/// An owned buffer of the pool: only its owner can access its memory. It moves into a
+/// [`Request`](crate::Request), and a [`Done`](crate::Done) returns it. A drop returns it to the pool.
 ///
 /// It is page-aligned. Before it is filled it has arbitrary old bytes (never uninitialised ones).
 pub struct BufferSlice {
@@ -88,15 +89,9 @@ impl BufferSlice {
         self.len = self.len.min(len);
     }
 
-    /// Whether this is one of the small buffers for single pages.
-    pub fn is_demand(&self) -> bool {
-        matches!(self.place, Place::Demand(_))
-    }
-
-    /// Bytes of memory of the slice, a multiple of [`PAGE`] and at least `len()`. Direct reads have aligned
-    /// lengths and may write up to here.
-    pub(crate) fn capacity(&self) -> usize {
-        if self.is_demand() { PAGE } else { BLOCK }
+    /// Bytes of memory of the slice, a multiple of [`PAGE`] and at least `len()`.
+    fn capacity(&self) -> usize {
+        if matches!(self.place, Place::Demand(_)) { PAGE } else { BLOCK }
     }
 
     pub(crate) fn home(&self) -> &Arc<BlockCache> {
@@ -111,17 +106,17 @@ impl BufferSlice {
     pub(crate) fn hand_over(mut self) {
         self.place = Place::Cache;
     }
+}
 
-    /// The memory for the kernel to write to. It is valid for `capacity()` bytes while the slice lives.
-    pub(crate) fn as_mut_ptr_whole(&mut self) -> *mut u8 {
-        self.start.as_ptr()
+// SAFETY: the buffer is a part of `home`'s mapping, which the slice keeps. All references to its bytes borrow
+// the slice. It is ordinary memory.
+unsafe impl Memory for BufferSlice {
+    fn start(&self) -> NonNull<u8> {
+        self.start
     }
 
-    /// All of the memory, also beyond `len()`.
-    pub(crate) fn whole_mut(&mut self) -> &mut [u8] {
-        // SAFETY: the buffer has capacity() initialised bytes (the mapping starts zeroed). This slice alone
-        // owns them and is borrowed for as long as the result.
-        unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.capacity()) }
+    fn bytes(&self) -> usize {
+        self.capacity()
     }
 }
 
@@ -129,15 +124,16 @@ impl Deref for BufferSlice {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
-        // SAFETY: as in whole_mut; len is never above capacity.
+        // SAFETY: the buffer has capacity() initialised bytes (the mapping starts zeroed), and len is never
+        // above that. This slice alone owns them and is borrowed for as long as the result.
         unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.len) }
     }
 }
 
 impl DerefMut for BufferSlice {
     fn deref_mut(&mut self) -> &mut [u8] {
-        let len = self.len;
-        &mut self.whole_mut()[..len]
+        // SAFETY: as above, and borrowed mutably.
+        unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.len) }
     }
 }
 

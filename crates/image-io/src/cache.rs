@@ -8,31 +8,21 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::buffer::{BufferSlice, Place, Pool};
 use crate::error::StoreError;
-use crate::file::PagesFile;
-use crate::metrics::Metrics;
+use crate::file::ImageFile;
 use crate::slots::{Found, Key, Slots};
-use crate::{BLOCK, PAGE};
+use crate::units::{BLOCK, PAGE};
 use rewake_process::Notifier;
 
 /// Default budget in bytes: 511 blocks and the demand buffers. It keeps one engine's queue full
-/// ([`crate::engine::DEPTH_BLOCKS`]) while as many blocks are being copied and some stay for a second
+/// ([`crate::DEPTH`]) while as many blocks are being copied and some stay for a second
 /// session.
 pub const DEFAULT_BUDGET: usize = 32 * 1024 * 1024;
-
-/// Number of one-page buffers for demand reads; together they take one block of the budget.
-///
-/// Most page faults load their block. These buffers serve faults in blocks that are claimed but not being
-/// read yet, and faults before background loads may begin.
-pub const DEMAND_BUFFERS: u32 = 16;
-
-const _: () = assert!(DEMAND_BUFFERS as usize * PAGE == BLOCK);
 
 /// A bounded cache of blocks, shared by all threads.
 pub struct BlockCache {
     pool: Pool,
     /// Locked for table look-ups only, never during a system call.
     slots: Mutex<Slots>,
-    metrics: Arc<Metrics>,
     blocks: u32,
 }
 
@@ -64,34 +54,23 @@ impl BlockCache {
         let blocks = u32::try_from(budget / BLOCK - 1).unwrap_or(u32::MAX - 1);
         let pool = Pool::new(blocks)
             .map_err(|error| StoreError::Setup { act: "mapping the block cache's memory", error })?;
-        let metrics = Arc::new(Metrics::default());
-        Ok(Arc::new(Self { pool, slots: Mutex::new(Slots::new(blocks)), metrics, blocks }))
+        Ok(Arc::new(Self { pool, slots: Mutex::new(Slots::new(blocks)), blocks }))
     }
 
     /// Finds a block of a file, or makes the caller its loader. `block` counts [`BLOCK`]s from the start of
-    /// the file. A block beyond the end may be acquired; loading it gives [`crate::ReadError::Short`].
-    pub fn acquire(self: &Arc<Self>, file: &Arc<PagesFile>, block: u64, notifier: &Notifier) -> Acquire {
+    /// the file. A block beyond the end may be acquired; loading it gives [`crate::TransferError::Short`].
+    pub fn acquire(self: &Arc<Self>, file: &Arc<ImageFile>, block: u64, notifier: &Notifier) -> Acquire {
         let len = file.block_len(block);
         let found = self.lock().acquire(Key { file: file.key(), block }, len, notifier);
         match found {
-            Found::Hit(index, len) => {
-                Metrics::add(&self.metrics.hits, 1);
-                Acquire::Hit(self.block_ref(index, len))
-            }
+            Found::Hit(index, len) => Acquire::Hit(self.block_ref(index, len)),
             Found::Load(index) => {
-                Metrics::add(&self.metrics.loads, 1);
                 let slice = BufferSlice::new(Arc::clone(self), Place::Block(index), len);
                 let home = Arc::clone(self);
                 Acquire::Load(LoadGuard { home, index, len, block, slice: Some(slice), is_pending: true })
             }
-            Found::Pending => {
-                Metrics::add(&self.metrics.pending, 1);
-                Acquire::Pending
-            }
-            Found::Full => {
-                Metrics::add(&self.metrics.full, 1);
-                Acquire::Full
-            }
+            Found::Pending => Acquire::Pending,
+            Found::Full => Acquire::Full,
         }
     }
 
@@ -104,11 +83,6 @@ impl BlockCache {
     /// Number of block buffers.
     pub fn capacity(&self) -> usize {
         self.blocks as usize
-    }
-
-    /// The counters of this cache and of the engines made for it.
-    pub fn metrics(&self) -> &Arc<Metrics> {
-        &self.metrics
     }
 
     pub(crate) fn pool(&self) -> &Pool {
@@ -147,7 +121,7 @@ fn wake_all(notifiers: &[Notifier]) {
 
 impl fmt::Debug for BlockCache {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("BlockCache").field("blocks", &self.blocks).field("metrics", &self.metrics).finish()
+        f.debug_struct("BlockCache").field("blocks", &self.blocks).finish_non_exhaustive()
     }
 }
 

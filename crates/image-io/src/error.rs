@@ -2,11 +2,11 @@
 //! Errors of this crate. Every message has the file, the place and what to do.
 
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
-/// A read that did not fill its buffer. The bytes in the buffer must not be used.
+/// A transfer that was not done to its end. Bytes that were read must not be used.
 #[derive(Debug, thiserror::Error)]
-pub enum ReadError {
+pub enum TransferError {
     /// The file has no bytes at this offset: it is truncated, or the offset is wrong.
     #[error(
         "reading {expected} bytes at offset {offset} of {}: the file ends after {got} of them; \
@@ -16,25 +16,27 @@ pub enum ReadError {
     Short {
         /// Name the file was opened by.
         file: PathBuf,
-        /// Byte offset in the file where the read began.
+        /// Byte offset in the file where the transfer began.
         offset: u64,
-        /// Bytes requested.
+        /// Bytes that were needed.
         expected: usize,
         /// Bytes before the end of the file.
         got: usize,
     },
-    /// The kernel refused the read, also when it was tried again.
+    /// The kernel refused the transfer, also when it was tried again.
     #[error(
-        "reading {expected} bytes at offset {offset} of {}: failed after {tries} tries: {source}; \
+        "{act} {expected} bytes at offset {offset} of {}: failed after {tries} tries: {source}; \
          check the storage below it (kernel log) or use another copy of the image",
         file.display()
     )]
     Io {
+        /// What was done.
+        act: &'static str,
         /// Name the file was opened by.
         file: PathBuf,
-        /// Byte offset in the file where the read began.
+        /// Byte offset in the file where the transfer began.
         offset: u64,
-        /// Bytes requested.
+        /// Bytes that were needed.
         expected: usize,
         /// How often the failing call was tried.
         tries: u32,
@@ -43,21 +45,23 @@ pub enum ReadError {
     },
     /// The file system gave bytes in pieces so small that the bound on pieces was reached.
     #[error(
-        "reading {expected} bytes at offset {offset} of {}: gave up after {reads} reads that gave {got} \
-         bytes in all; the file system under it gives less than a page at a time: copy the image elsewhere",
+        "{act} {expected} bytes at offset {offset} of {}: gave up after {calls} calls that moved {got} \
+         bytes in all; the file system under it moves less than a page at a time: copy the image elsewhere",
         file.display()
     )]
     Fragmented {
+        /// What was done.
+        act: &'static str,
         /// Name the file was opened by.
         file: PathBuf,
-        /// Byte offset in the file where the read began.
+        /// Byte offset in the file where the transfer began.
         offset: u64,
-        /// Bytes requested.
+        /// Bytes that were needed.
         expected: usize,
-        /// Bytes read in all.
+        /// Bytes transferred in all.
         got: usize,
-        /// Reads issued.
-        reads: u32,
+        /// Calls issued.
+        calls: u32,
     },
     /// The contents of the file may have changed since it was opened.
     #[error(
@@ -73,26 +77,33 @@ pub enum ReadError {
     },
 }
 
+impl TransferError {
+    /// Says that a file ends after `got` of the expected bytes.
+    pub(crate) fn short(file: &Path, offset: u64, expected: usize, got: usize) -> Self {
+        Self::Short { file: file.to_path_buf(), offset, expected, got }
+    }
+}
+
 /// Setting up a file, the cache or an engine failed.
 #[derive(Debug, thiserror::Error)]
 pub enum StoreError {
-    /// The pages file could not be opened or examined.
-    #[error("opening pages file {}: {error}", file.display())]
+    /// The file could not be opened or examined.
+    #[error("opening {}: {error}", file.display())]
     Open {
         /// Name the file was opened by.
         file: PathBuf,
         /// The kernel's answer.
         error: io::Error,
     },
-    /// A directory, pipe, socket or device where a pages file was expected.
-    #[error("opening pages file {}: expected a regular file", file.display())]
+    /// A directory, pipe, socket or device where a file was expected.
+    #[error("opening {}: expected a regular file", file.display())]
     NotRegular {
         /// Name the file was opened by.
         file: PathBuf,
     },
     /// An inherited file is not the one that was opened, or its contents may have changed.
     #[error(
-        "taking over pages file {}: {what}; restore again from an unchanged copy of the image",
+        "taking over {}: {what}; restore again from an unchanged copy of the image",
         file.display()
     )]
     Another {
@@ -104,7 +115,7 @@ pub enum StoreError {
     /// The budget is too small for a block and the demand buffers.
     #[error("making the block cache: a budget of {budget} bytes is too small; give it at least {least}")]
     Budget {
-        /// Bytes requested.
+        /// Bytes that were needed.
         budget: usize,
         /// Smallest budget that works, in bytes.
         least: usize,

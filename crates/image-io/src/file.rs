@@ -1,30 +1,46 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! One pages file: its identity, its two descriptors, and its state in the page cache.
+//! One file of an image: its identity, its two descriptors, its holes, and its state in the page cache.
 //!
 //! A session serves the contents that a file had when it was opened. After every read, this crate checks the
-//! file ([`PagesFile::check_unchanged`]) before it gives the bytes to a caller. The file may be removed,
+//! file ([`ImageFile::check_unchanged`]) before it gives the bytes to a caller. The file may be removed,
 //! renamed or linked meanwhile, and may get another owner or mode. Any other change of its change time is an
 //! error: a write, another length or modification time, a hole, an extended attribute.
 
 use std::fs::{File, OpenOptions};
+use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use crate::BLOCK;
+use nix::errno::Errno;
+use nix::fcntl::{FcntlArg, fcntl};
+use nix::unistd::{Whence, lseek};
+
 use crate::cache_regions::CacheRegions;
-use crate::engine::ReadMode;
-use crate::error::{ReadError, StoreError};
+use crate::error::{StoreError, TransferError};
 use crate::identity::{FileKey, FileState};
 use crate::page_cache::{self, Cachestat};
 use crate::shared_readers;
+use crate::units::BLOCK;
 
-/// An open pages file. Its length and key are those at open. A file that shrinks later gives
-/// [`ReadError::Short`]; one that is rewritten in place gives [`ReadError::Changed`].
+/// How to read a range of a file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ReadMode {
+    /// Through the page cache, which has all of the bytes.
+    Cached,
+    /// Through the page cache.
+    Buffered,
+    /// `O_DIRECT`: no copy and no page cache. A transfer falls back to a buffered call where the file or the
+    /// offset does not allow it.
+    Direct,
+}
+
+/// An open file of an image. Its length and key are those at open. A file that shrinks later gives
+/// [`TransferError::Short`]; one that is rewritten in place gives [`TransferError::Changed`].
 #[derive(Debug)]
-pub struct PagesFile {
+pub struct ImageFile {
     name: PathBuf,
     buffered: File,
     direct: Option<File>,
@@ -33,28 +49,19 @@ pub struct PagesFile {
     /// The state at the last check. It differs from `state` only in what [`FileState::follow`] accepts.
     seen: Mutex<FileState>,
     cachestat_works: AtomicBool,
+    /// Whether the file system has refused a direct call.
+    direct_refused: AtomicBool,
     /// Whether other readers can find this one.
-    joined: bool,
+    joined: AtomicBool,
+    is_remote: bool,
     regions: CacheRegions,
+    /// The data range that was found last. The file system scans a whole range to find its end.
+    data: Mutex<Range<u64>>,
 }
 
-impl PagesFile {
-    /// Opens a pages file for reading.
-    ///
-    /// # Errors
-    /// [`StoreError::Open`] and [`StoreError::NotRegular`], with the path.
-    pub fn open(path: impl AsRef<Path>) -> Result<Arc<Self>, StoreError> {
-        let path = path.as_ref();
-        // O_NONBLOCK: opening a FIFO by mistake must be refused below, not block here.
-        let file = OpenOptions::new()
-            .read(true)
-            .custom_flags(libc::O_NONBLOCK)
-            .open(path)
-            .map_err(|error| StoreError::Open { file: path.to_path_buf(), error })?;
-        Self::from_file(file, path)
-    }
-
-    /// Takes over a file that is already open for reading; `name` is for messages only.
+impl ImageFile {
+    /// Takes over an open file, for reading or for both directions; `name` is for messages only. It is not
+    /// joined ([`ImageFile::join`]).
     ///
     /// # Errors
     /// [`StoreError::Open`] and [`StoreError::NotRegular`], with the name.
@@ -68,14 +75,18 @@ impl PagesFile {
         Ok(Self::with(file, name, state.clone(), state))
     }
 
-    /// Takes over a file that another [`PagesFile`] had opened in `state`, from any process.
+    /// Takes over a file that another [`ImageFile`] had opened in `state`, from any process, and joins it.
     ///
     /// # Errors
     /// [`StoreError::Another`] when it is not that file, or its contents may have changed since.
     pub fn inherit(file: File, name: impl Into<PathBuf>, state: FileState) -> Result<Arc<Self>, StoreError> {
         let name = name.into();
         match state.follow(&file) {
-            Ok(now) => Ok(Self::with(file, name, state.clone(), now.unwrap_or(state))),
+            Ok(now) => {
+                let file = Self::with(file, name, state.clone(), now.unwrap_or(state));
+                file.join();
+                Ok(file)
+            }
             Err(what) => Err(StoreError::Another { file: name, what }),
         }
     }
@@ -84,32 +95,89 @@ impl PagesFile {
         // Opens by /proc: the same inode, even when the path now names another file or none.
         let direct = OpenOptions::new()
             .read(true)
+            .write(is_writable(&file))
             .custom_flags(libc::O_DIRECT)
             .open(format!("/proc/self/fd/{}", file.as_raw_fd()))
             .ok();
-        let regions = CacheRegions::new(state.key.len);
-        let (seen, cachestat_works) = (Mutex::new(seen), AtomicBool::new(true));
-        let joined = shared_readers::join(&file);
-        Arc::new(Self { name, buffered: file, direct, state, seen, cachestat_works, joined, regions })
+        let [cachestat_works, direct_refused, joined] = [true, false, false].map(AtomicBool::new);
+        Arc::new(Self {
+            regions: CacheRegions::new(state.key.len),
+            is_remote: shared_readers::is_remote(&file),
+            name,
+            buffered: file,
+            direct,
+            state,
+            seen: Mutex::new(seen),
+            cachestat_works,
+            direct_refused,
+            joined,
+            data: Mutex::default(),
+        })
+    }
+
+    /// Registers this process as a reader of the file. While several processes read it, their reads use the
+    /// page cache, so that the disk reads the bytes once. Files on remote file systems are not registered.
+    pub fn join(&self) {
+        let joined = !self.is_remote && shared_readers::join(&self.buffered);
+        self.joined.store(joined, Ordering::Relaxed);
+    }
+
+    /// Whether its bytes come from another host, or may.
+    pub fn is_remote(&self) -> bool {
+        self.is_remote
     }
 
     /// Checks that the file still has the contents that it was opened with.
     ///
     /// # Errors
-    /// [`ReadError::Changed`], with what changed. Bytes read since the last check must not be used.
-    pub fn check_unchanged(&self) -> Result<(), ReadError> {
-        let mut seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
+    /// [`TransferError::Changed`], with what changed. Bytes read since the last check must not be used.
+    pub fn check_unchanged(&self) -> Result<(), TransferError> {
+        // The lock is not held over the system call, except after a change.
+        let known = lock(&self.seen).key;
+        if self.buffered.metadata().is_ok_and(|now| FileKey::of(&now) == known) {
+            return Ok(());
+        }
+        let mut seen = lock(&self.seen);
         match seen.follow(&self.buffered) {
-            Ok(None) => Ok(()),
-            Ok(Some(now)) => {
-                *seen = now;
+            Ok(now) => {
+                *seen = now.unwrap_or_else(|| seen.clone());
                 Ok(())
             }
-            Err(what) => Err(ReadError::Changed { file: self.name.clone(), what }),
+            Err(what) => Err(TransferError::Changed { file: self.name.clone(), what }),
         }
     }
 
-    /// The state at open, for a successor's [`PagesFile::inherit`].
+    /// Returns the next range between `offset` and `end` that is not a hole.
+    ///
+    /// # Errors
+    /// The file system cannot say, or the file has changed since it was opened.
+    pub fn data(&self, offset: u64, end: u64) -> Result<Option<(u64, u64)>, TransferError> {
+        let seek = |from: u64, whence| match lseek(&self.buffered, from.cast_signed(), whence) {
+            Ok(at) => Ok(Some(at.cast_unsigned())),
+            Err(Errno::ENXIO) => Ok(None),
+            Err(errno) => Err(TransferError::Io {
+                act: "looking for holes in",
+                file: self.name.clone(),
+                offset: from,
+                expected: usize::try_from(end - offset).unwrap_or(usize::MAX),
+                tries: 1,
+                source: errno.into(),
+            }),
+        };
+        let known = lock(&self.data).clone();
+        if known.contains(&offset) {
+            return Ok(Some((offset, known.end.min(end))));
+        }
+        let start = seek(offset, Whence::SeekData)?.filter(|start| *start < end);
+        let stop = start.map(|start| seek(start, Whence::SeekHole)).transpose()?.flatten().unwrap_or(end);
+        // A file that was shortened looks like a hole.
+        self.check_unchanged()?;
+        let Some(start) = start else { return Ok(None) };
+        *lock(&self.data) = start..stop;
+        Ok(Some((start, stop.min(end))))
+    }
+
+    /// The state at open, for a successor's [`ImageFile::inherit`].
     pub fn state(&self) -> &FileState {
         &self.state
     }
@@ -134,49 +202,34 @@ impl PagesFile {
         self.state.key
     }
 
-    /// Whether the file system permits direct reads of the file.
-    pub fn has_direct(&self) -> bool {
-        self.direct.is_some()
-    }
-
-    /// Number of blocks; the last one may be shorter than [`BLOCK`].
-    pub fn blocks(&self) -> u64 {
-        self.state.key.len.div_ceil(BLOCK as u64)
-    }
-
-    /// Whether these bytes are to be read from the page cache: it has all of them, and most of the region
-    /// around them. `true` where the kernel cannot say (before 6.5, or refused): buffered reads are correct
-    /// everywhere.
+    /// Whether the page cache has all of these bytes. Of a block it must have most of the region around it,
+    /// too: chunks are longer than the kernel reads ahead. `false` where the kernel cannot say (before 6.5,
+    /// or refused).
     pub fn is_cached(&self, offset: u64, len: usize) -> bool {
-        if self.is_cold(offset) {
-            return false;
-        }
-        match self.cachestat(offset, len as u64) {
-            Some((stat, pages)) => stat.cached >= pages,
-            None => true,
-        }
+        let in_cold_region = len <= BLOCK && self.is_cold(offset);
+        !in_cold_region
+            && self.cachestat(offset, len as u64).is_some_and(|(stat, pages)| stat.cached >= pages)
     }
 
-    /// Chooses how to read these bytes, by measurement: through the page cache when it has all of them, else
-    /// past it. A range with dirty pages is read through it: a direct read would wait for the disk. While other
-    /// processes read the file, all reads go through it, so that the disk reads the bytes once.
-    pub fn how(&self, offset: u64, len: usize) -> ReadMode {
-        if self.direct.is_none() || self.is_shared() {
-            return ReadMode::Buffered;
-        }
-        if self.is_cold(offset) {
-            return ReadMode::Direct;
+    /// Chooses how to read these bytes, by measurement. A range with dirty pages is read through the page
+    /// cache: a direct read would wait for the disk. While other processes read the file, all reads go
+    /// through it, so that the disk reads the bytes once.
+    pub fn mode(&self, offset: u64, len: usize) -> ReadMode {
+        let from_disk = || {
+            if self.direct().is_none() || self.is_shared() { ReadMode::Buffered } else { ReadMode::Direct }
+        };
+        if len <= BLOCK && self.is_cold(offset) {
+            return from_disk();
         }
         match self.cachestat(offset, len as u64) {
-            Some((stat, pages)) if stat.cached < pages && stat.dirty + stat.writeback == 0 => {
-                ReadMode::Direct
-            }
+            Some((stat, pages)) if stat.cached >= pages => ReadMode::Cached,
+            Some((stat, _)) if stat.dirty + stat.writeback == 0 => from_disk(),
             _ => ReadMode::Buffered,
         }
     }
 
     fn is_shared(&self) -> bool {
-        self.joined && shared_readers::has_others(&self.buffered)
+        self.joined.load(Ordering::Relaxed) && shared_readers::has_others(&self.buffered)
     }
 
     /// Whether less than seven eighths of the region of `offset` were in the page cache at the first query.
@@ -186,20 +239,6 @@ impl PagesFile {
                 Some((stat, pages)) => stat.cached >= pages - pages / 8 || stat.dirty + stat.writeback > 0,
                 None => true,
             })
-    }
-
-    /// Checks that the file has these bytes, by its length at open.
-    ///
-    /// # Errors
-    /// [`ReadError::Short`] when the range ends beyond the file.
-    pub fn check_range(&self, offset: u64, len: usize) -> Result<(), ReadError> {
-        let rest = self.state.key.len.saturating_sub(offset);
-        match usize::try_from(rest) {
-            Ok(got) if got < len => {
-                Err(ReadError::Short { file: self.name.clone(), offset, expected: len, got })
-            }
-            _ => Ok(()),
-        }
     }
 
     /// Valid bytes of a block: [`BLOCK`], less at the end. A block beyond the end counts as whole, so that
@@ -216,8 +255,14 @@ impl PagesFile {
         &self.buffered
     }
 
+    /// The descriptor for direct calls, until the file system refuses one.
     pub(crate) fn direct(&self) -> Option<&File> {
-        self.direct.as_ref()
+        self.direct.as_ref().filter(|_| !self.direct_refused.load(Ordering::Relaxed))
+    }
+
+    /// Notes that the file system refused a direct call.
+    pub(crate) fn refuse_direct(&self) {
+        self.direct_refused.store(true, Ordering::Relaxed);
     }
 
     /// The page cache's state of a range, and the number of pages in the range; None where the kernel does
@@ -242,8 +287,17 @@ impl PagesFile {
     }
 }
 
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn is_writable(file: &File) -> bool {
+    let flags = fcntl(file, FcntlArg::F_GETFL).unwrap_or(0);
+    flags & libc::O_ACCMODE == libc::O_RDWR
+}
+
 /// The descriptor that the file was opened by.
-impl AsFd for PagesFile {
+impl AsFd for ImageFile {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.buffered.as_fd()
     }

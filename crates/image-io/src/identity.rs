@@ -23,7 +23,7 @@ pub struct FileKey {
 }
 
 impl FileKey {
-    fn of(meta: &Metadata) -> Self {
+    pub(crate) fn of(meta: &Metadata) -> Self {
         Self {
             dev: meta.dev(),
             ino: meta.ino(),

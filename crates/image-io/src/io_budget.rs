@@ -7,7 +7,8 @@ use std::time::{Duration, Instant};
 
 use rewake_process::Notifier;
 
-use crate::{BLOCK, StoreError};
+use crate::error::StoreError;
+use crate::units::BLOCK;
 
 /// Bytes of one background read while threads wait for demand reads. Adjacent blocks make one request to the
 /// disk. Below 256 KiB a request costs more by its number than by its length.
@@ -64,7 +65,7 @@ pub struct IoBudget {
     turn: [AtomicU64; 2],
     /// When a thread last waited for a demand read: nanoseconds since `start`; 0: never.
     last_demand: AtomicU64,
-    /// Demand reads in flight: see [`IoBudget::wait`].
+    /// Demand reads in flight: see [`IoBudget::demand`].
     demands: AtomicUsize,
     /// Nanoseconds in which the disk reads one block: a running mean.
     block: AtomicU64,
@@ -92,20 +93,29 @@ impl Drop for BackgroundHold {
     }
 }
 
-/// A thread waits for the disk while this exists: see [`IoBudget::wait`].
+/// A read's part in the budget, while this exists.
 #[derive(Debug)]
-pub struct DemandGuard(Arc<IoBudget>);
+pub struct Permit {
+    budget: Arc<IoBudget>,
+    /// None: a demand read.
+    background: Option<BackgroundRead>,
+}
 
-impl Drop for DemandGuard {
+impl Drop for Permit {
     fn drop(&mut self) {
-        self.0.note_demand();
-        self.0.demands.fetch_sub(1, Ordering::Release);
+        match self.background {
+            Some(read) => self.budget.end_at(read, Instant::now()),
+            None => {
+                self.budget.note_demand_at(Instant::now());
+                self.budget.demands.fetch_sub(1, Ordering::Release);
+            }
+        }
     }
 }
 
 /// A background read in flight.
-#[derive(Debug)]
-pub struct Permit {
+#[derive(Debug, Clone, Copy)]
+struct BackgroundRead {
     lane: Lane,
     bytes: usize,
     at: Instant,
@@ -166,17 +176,23 @@ impl IoBudget {
         &self.notifiers[Lane::Gpus as usize][0]
     }
 
-    /// Notes a demand read until the guard is dropped, however long it takes. I/O schedulers and disks prefer
-    /// a stream of adjacent reads to one that is far from them (mq-deadline for half a second).
+    /// Counts a demand read until the permit is dropped, however long it takes. I/O schedulers and disks
+    /// prefer a stream of adjacent reads to one that is far from them (mq-deadline for half a second).
     #[must_use]
-    pub fn wait(self: &Arc<Self>) -> DemandGuard {
+    pub fn demand(self: &Arc<Self>) -> Permit {
         self.demands.fetch_add(1, Ordering::Relaxed);
-        DemandGuard(Arc::clone(self))
+        Permit { budget: Arc::clone(self), background: None }
     }
 
-    /// Notes that a thread waits for the disk.
-    pub fn note_demand(&self) {
-        self.note_demand_at(Instant::now());
+    /// Counts a background read until the permit is dropped. Returns None if the lane may not read so many
+    /// bytes more.
+    #[must_use]
+    pub fn background(self: &Arc<Self>, lane: Lane, bytes: usize) -> Option<Permit> {
+        let now = Instant::now();
+        self.allows_at(lane, bytes, now).then(|| {
+            let background = Some(self.begin_at(lane, bytes, now));
+            Permit { budget: Arc::clone(self), background }
+        })
     }
 
     fn note_demand_at(&self, now: Instant) {
@@ -263,25 +279,17 @@ impl IoBudget {
         self.reading[lane as usize].load(Ordering::Relaxed)
     }
 
-    /// Counts a background read that is submitted.
-    pub fn begin(&self, lane: Lane, bytes: usize) -> Permit {
-        let at = Instant::now();
+    fn begin_at(&self, lane: Lane, bytes: usize, at: Instant) -> BackgroundRead {
         self.began[lane as usize].store(self.nanos(at).max(1), Ordering::Relaxed);
         self.turn[lane as usize].store(0, Ordering::Relaxed);
         self.reading[lane as usize].fetch_add(bytes, Ordering::Relaxed);
         let depth = self.reading.iter().map(|of| of.load(Ordering::Relaxed)).sum();
-        Permit { lane, bytes, at, depth }
+        BackgroundRead { lane, bytes, at, depth }
     }
 
-    /// Counts a read that finished, or that was not submitted after all.
-    pub fn end(&self, permit: Permit) {
-        self.end_at(permit, Instant::now());
-    }
-
-    #[expect(clippy::needless_pass_by_value, reason = "a read ends once")]
-    fn end_at(&self, permit: Permit, now: Instant) {
-        self.reading[permit.lane as usize].fetch_sub(permit.bytes, Ordering::Relaxed);
-        let other = permit.lane.other();
+    fn end_at(&self, read: BackgroundRead, now: Instant) {
+        self.reading[read.lane as usize].fetch_sub(read.bytes, Ordering::Relaxed);
+        let other = read.lane.other();
         // One piece for each lane, where few are in flight: otherwise the lane that checks more often would
         // get all of them.
         if self.refused[other as usize].swap(false, Ordering::Relaxed) {
@@ -289,17 +297,17 @@ impl IoBudget {
             self.notifiers[other as usize].iter().for_each(Notifier::wake);
         }
         // Reads wait for the reads before them: a block's time is its share.
-        let blocks = permit.depth.div_ceil(BLOCK).max(1) as u64;
-        let took = nanos(now.duration_since(permit.at));
+        let blocks = read.depth.div_ceil(BLOCK).max(1) as u64;
+        let took = nanos(now.duration_since(read.at));
         self.block.store(mean(self.block.load(Ordering::Relaxed), took / blocks), Ordering::Relaxed);
-        self.measure(&permit, took);
+        self.measure(&read, took);
     }
 
     /// Measures the latency of a read that waits for no other. A read that was alone sets it; the least of
     /// the other reads lowers it.
-    fn measure(&self, permit: &Permit, took: u64) {
+    fn measure(&self, read: &BackgroundRead, took: u64) {
         let least = self.least.load(Ordering::Relaxed);
-        let (latency, least) = if permit.depth == permit.bytes {
+        let (latency, least) = if read.depth == read.bytes {
             // One read may have taken long by chance.
             let most = least.saturating_mul(2).max(nanos(LOCAL_LATENCY));
             let took = if least == 0 { took } else { took.min(most) };

@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Reads pages files once, into bounded memory, with io_uring, plain reads or a simulation.
+//! Moves the bytes of an image's files, for memory of CPUs and of GPUs alike.
 //!
-//! An [`Engine`] reads a [`PagesFile`] block by block ([`BLOCK`]) into buffers that the [`BlockCache`] lends.
-//! The cache then publishes each block as a [`BlockRef`] for every session that needs it. All threads share
-//! one cache; each thread owns one engine.
+//! An [`Engine`] transfers between an [`ImageFile`] and memory, with io_uring, threads or a simulation. Each
+//! thread owns one. [`io_budget`] limits the background reads of all of them.
 //!
-//! [`files`] transfers GPU memory in both directions, in pieces of up to 2 MiB. [`io_budget`] limits the
-//! background reads of both.
+//! Memory of CPUs is read block by block ([`BLOCK`]) into buffers that the [`BlockCache`] lends. The cache
+//! then publishes each block as a [`BlockRef`] for every session that needs it. Memory of GPUs is
+//! transferred in chunks of 2 MiB, between files and staging memory that copy engines access. No other
+//! session needs a chunk after its copy, so the cache does not keep it.
 //!
 //! Invariants:
 //! - *Never invented bytes*: only the owner of a buffer can publish it, and a read that is `Ok` has filled
@@ -18,34 +19,26 @@
 mod buffer;
 mod cache;
 mod cache_regions;
-pub mod engine;
+mod engine;
 mod error;
 mod file;
-pub mod files;
 mod identity;
 pub mod io_budget;
-mod metrics;
+mod memory;
 mod page_cache;
-mod ring;
 mod shared_readers;
 mod slots;
+mod units;
 
 pub use buffer::BufferSlice;
-pub use cache::{Acquire, BlockCache, BlockRef, DEFAULT_BUDGET, DEMAND_BUFFERS, LoadGuard};
+pub use cache::{Acquire, BlockCache, BlockRef, DEFAULT_BUDGET, LoadGuard};
 pub use engine::{
-    DefaultEngine, Done, Engine, Psync, Read, ReadMode, Sim, SimPlan, Uring, default_engine, read_now,
+    Class, DEMAND_RESERVE, DEPTH, Direction, Done, Engine, MAX_EIO_RETRIES, MAX_INTERRUPTIONS,
+    MAX_SHORT_CALLS, Request, SimPlan, read_now,
 };
-pub use error::{ReadError, StoreError};
-pub use file::PagesFile;
+pub use error::{StoreError, TransferError};
+pub use file::{ImageFile, ReadMode};
 pub use identity::{FileKey, FileState};
-pub use metrics::{Counters, Metrics};
-
-/// Bytes in a page: the smallest unit of a read, and the alignment of every buffer and direct read.
-pub const PAGE: usize = 4096;
-
-/// Bytes in a block, an aligned part of a pages file: the unit of reading, caching and single flight.
-///
-/// A block has 16 pages. A page fault may wait for a whole block, so that nothing is read twice: disks that
-/// read a page in 40 µs read a block in 75 µs. Adjacent blocks are submitted together ([`Engine::flush`]),
-/// and the kernel makes one request of them: that gives a disk's full rate.
-pub const BLOCK: usize = 64 * 1024;
+pub use memory::Memory;
+pub use slots::DEMAND_BUFFERS;
+pub use units::{BLOCK, PAGE};

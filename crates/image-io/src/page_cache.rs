@@ -5,7 +5,7 @@ use std::fs::File;
 use std::io;
 use std::os::fd::AsRawFd as _;
 
-use crate::PAGE;
+use crate::units::PAGE;
 
 /// System call number; the same on every architecture but alpha.
 const SYS_CACHESTAT: libc::c_long = 451;

@@ -4,9 +4,17 @@
 
 use std::collections::HashMap;
 
-use crate::cache::DEMAND_BUFFERS;
 use crate::identity::FileKey;
+use crate::units::{BLOCK, PAGE};
 use rewake_process::Notifier;
+
+/// Number of one-page buffers for demand reads; together they take one block of the budget.
+///
+/// Most page faults load their block. These buffers serve faults in blocks that are claimed but not being
+/// read yet, and faults before background loads may begin.
+pub const DEMAND_BUFFERS: u32 = 16;
+
+const _: () = assert!(DEMAND_BUFFERS as usize * PAGE == BLOCK);
 
 /// Marks the end of the list of idle blocks.
 const NONE: u32 = u32::MAX;

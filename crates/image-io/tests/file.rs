@@ -4,12 +4,15 @@
 mod common;
 
 use std::os::unix::fs::{FileExt as _, PermissionsExt as _};
+use std::path::Path;
 use std::time::{Duration, Instant};
 
-use common::{make_cold, pages};
+use common::{make_cold, open, pages};
 use nix::fcntl::{FallocateFlags, fallocate};
-use rewake_image_io::{BLOCK, FileState, PAGE, PagesFile, ReadError, ReadMode, StoreError, read_now};
+use rewake_image_io::{BLOCK, FileState, ImageFile, PAGE, ReadMode, StoreError, TransferError, read_now};
 use rewake_skip::skip;
+
+const MIB: u64 = 1 << 20;
 
 /// How often bytes are put into the page cache until they are found there: the kernel may evict them.
 const TRIES: u32 = 10;
@@ -19,7 +22,7 @@ fn residency_is_measured_block_by_block() {
     let (temp, file, bytes) = pages(4 * BLOCK);
     let just_written = (0..TRIES).any(|_| {
         std::os::unix::fs::FileExt::write_all_at(temp.as_file(), &bytes, 0).unwrap();
-        file.is_cached(0, 4 * BLOCK)
+        file.is_cached(0, BLOCK) && file.is_cached(0, 4 * BLOCK)
     });
     assert!(just_written);
     temp.as_file().sync_all().unwrap();
@@ -32,7 +35,7 @@ fn residency_is_measured_block_by_block() {
     let again = std::fs::File::open(temp.path()).unwrap();
     // SAFETY: posix_fadvise takes no pointers.
     unsafe { libc::posix_fadvise(std::os::fd::AsRawFd::as_raw_fd(&again), 0, 0, fadv_random) };
-    let random = PagesFile::from_file(again, temp.path()).unwrap();
+    let random = ImageFile::from_file(again, temp.path()).unwrap();
     let just_read = (0..TRIES).any(|_| {
         read_now(&random, 2 * BLOCK as u64, &mut vec![0; BLOCK]).unwrap();
         file.is_cached(2 * BLOCK as u64, BLOCK)
@@ -42,11 +45,8 @@ fn residency_is_measured_block_by_block() {
     drop(random);
     assert!(!file.is_cached(BLOCK as u64, BLOCK));
     assert!(!file.is_cached(BLOCK as u64, 2 * BLOCK), "half of it is missing");
-    assert_eq!(file.how(2 * BLOCK as u64, BLOCK), ReadMode::Buffered);
-    assert_eq!(
-        file.how(BLOCK as u64, BLOCK),
-        if file.has_direct() { ReadMode::Direct } else { ReadMode::Buffered }
-    );
+    assert_eq!(file.mode(2 * BLOCK as u64, BLOCK), ReadMode::Cached);
+    assert_eq!(file.mode(BLOCK as u64, BLOCK), ReadMode::Direct);
 }
 
 #[test]
@@ -57,7 +57,7 @@ fn a_block_with_dirty_pages_is_read_through_the_cache() {
     // The kernel may write it to the disk meanwhile.
     let buffered = (0..TRIES).any(|_| {
         temp.as_file().write_all_at(&[1; PAGE], 0).unwrap();
-        file.how(0, BLOCK) == ReadMode::Buffered
+        file.mode(0, BLOCK) == ReadMode::Buffered
     });
     assert!(buffered);
 }
@@ -66,45 +66,34 @@ fn a_block_with_dirty_pages_is_read_through_the_cache() {
 fn the_end_of_the_file_counts_as_cached_whole_pages() {
     let (_temp, file, _) = pages(PAGE + 904);
     assert!(file.is_cached(PAGE as u64, BLOCK), "what lies beyond the end is not missing");
-    assert_eq!(file.blocks(), 1);
 }
 
 #[test]
 fn two_opens_of_one_file_have_one_key_until_it_changes() {
     let (temp, file, _) = pages(BLOCK);
-    assert_eq!(PagesFile::open(temp.path()).unwrap().key(), file.key());
+    assert_eq!(open(temp.path()).key(), file.key());
     std::thread::sleep(std::time::Duration::from_millis(20));
     std::fs::write(temp.path(), vec![9; BLOCK]).unwrap();
-    assert_ne!(PagesFile::open(temp.path()).unwrap().key(), file.key());
+    assert_ne!(open(temp.path()).key(), file.key());
 }
 
 #[test]
 fn an_unlinked_file_is_still_read_directly() {
     let temp = tempfile::tempfile().unwrap();
     temp.set_len(BLOCK as u64).unwrap();
-    let file = PagesFile::from_file(temp, "unlinked").unwrap();
+    let file = ImageFile::from_file(temp, "unlinked").unwrap();
     assert_eq!(file.len(), BLOCK as u64);
     read_now(&file, 0, &mut [1; PAGE]).unwrap();
 }
 
 #[test]
-fn a_range_beyond_the_end_is_refused_by_name() {
-    let (temp, file, _) = pages(BLOCK + 10);
-    file.check_range(0, BLOCK + 10).unwrap();
-    file.check_range(u64::MAX, 0).unwrap();
-    let error = file.check_range(BLOCK as u64, 11).unwrap_err();
-    assert!(matches!(error, ReadError::Short { expected: 11, got: 10, .. }));
-    assert!(error.to_string().contains(&*temp.path().to_string_lossy()));
-    file.check_range(u64::MAX, 1).unwrap_err();
-}
-
-#[test]
 fn only_regular_files_are_opened() {
     let dir = tempfile::tempdir().unwrap();
-    assert!(matches!(PagesFile::open(dir.path()), Err(StoreError::NotRegular { .. })));
-    assert!(matches!(PagesFile::open("/dev/zero"), Err(StoreError::NotRegular { .. })));
-    let missing = PagesFile::open(dir.path().join("pages-1.img")).unwrap_err();
-    assert!(missing.to_string().contains("pages-1.img"));
+    for path in [dir.path(), Path::new("/dev/zero")] {
+        let error = ImageFile::from_file(std::fs::File::open(path).unwrap(), path).unwrap_err();
+        assert!(matches!(error, StoreError::NotRegular { .. }));
+        assert!(error.to_string().contains(&*path.to_string_lossy()), "{error}");
+    }
 }
 
 /// Changes a file until its change time differs: the kernel's clock for it advances in ticks.
@@ -122,7 +111,7 @@ fn set_back(file: &std::fs::File, modified: std::time::SystemTime) {
     file.set_times(std::fs::FileTimes::new().set_modified(modified)).unwrap();
 }
 
-fn read_one(file: &PagesFile) -> Result<(), ReadError> {
+fn read_one(file: &ImageFile) -> Result<(), TransferError> {
     read_now(file, 0, &mut [0; PAGE])
 }
 
@@ -136,14 +125,10 @@ fn a_rewrite_that_restores_the_modification_time_is_noticed() {
         set_back(temp.as_file(), modified);
     });
     let error = read_one(&file).unwrap_err();
-    assert!(matches!(error, ReadError::Changed { .. }), "{error}");
+    assert!(matches!(error, TransferError::Changed { .. }), "{error}");
     assert!(error.to_string().contains(&*temp.path().to_string_lossy()), "{error}");
     assert!(error.to_string().contains("change time is another"), "{error}");
-    assert_ne!(
-        PagesFile::open(temp.path()).unwrap().key(),
-        file.key(),
-        "a cache must not take it for the old one"
-    );
+    assert_ne!(open(temp.path()).key(), file.key(), "a cache must not take it for the old one");
 }
 
 /// A part of the error, and what is done to the file.
@@ -196,7 +181,7 @@ fn only_the_unchanged_file_can_be_inherited() {
     let (temp, file, _) = pages(BLOCK);
     let (other, ..) = pages(BLOCK);
     let inherit = |from: &std::fs::File| {
-        PagesFile::inherit(from.try_clone().unwrap(), temp.path(), file.state().clone())
+        ImageFile::inherit(from.try_clone().unwrap(), temp.path(), file.state().clone())
     };
     let refused = inherit(other.as_file()).unwrap_err().to_string();
     assert!(refused.contains("it is another file"), "{refused}");
@@ -206,7 +191,29 @@ fn only_the_unchanged_file_can_be_inherited() {
     let inherited = inherit(temp.as_file()).unwrap();
     assert_eq!(inherited.key(), file.key());
     read_one(&inherited).unwrap();
+    make_cold(&temp);
+    assert_eq!(file.mode(0, BLOCK), ReadMode::Buffered, "the successor counts as a reader");
     until_change_time_differs(temp.as_file(), || temp.as_file().write_all_at(&[1], 0).unwrap());
     let refused = inherit(temp.as_file()).unwrap_err().to_string();
     assert!(refused.contains("modification time") && refused.contains("restore again"), "{refused}");
+}
+
+#[test]
+fn data_finds_the_bytes_between_holes_of_an_unchanged_file() {
+    let (temp, ..) = pages(0);
+    let [start, end] = [MIB, 2 * MIB];
+    temp.as_file().set_len(3 * MIB).unwrap();
+    assert_eq!(open(temp.path()).data(start, end).unwrap(), None);
+    temp.as_file().write_all_at(&[1; PAGE], start + 65536).unwrap();
+    let file = open(temp.path());
+    let (from, to) = file.data(start, end).unwrap().unwrap();
+    assert!(from <= start + 65536 && to >= start + 65536 + PAGE as u64, "{from}..{to}");
+    assert_eq!(file.data(to.max(start + MIB / 2), end).unwrap(), None);
+    let again = |offset, end| file.data(offset, end).unwrap();
+    assert_eq!(again(from + 5, end), Some((from + 5, to)), "from the range that is known");
+    assert_eq!(again(from, from + 9), Some((from, from + 9)));
+    assert_eq!(again(start, end), Some((from, to)), "from before the range that is known");
+    until_change_time_differs(temp.as_file(), || temp.as_file().set_len(MIB).unwrap());
+    let error = file.data(start, end).unwrap_err();
+    assert!(matches!(error, TransferError::Changed { .. }), "a shortened file looks like a hole: {error}");
 }

@@ -4,7 +4,7 @@
 use std::io;
 
 use nix::sys::resource::{Resource, getrlimit};
-use rewake_image_io::{BlockCache, DEFAULT_BUDGET, default_engine};
+use rewake_image_io::{BlockCache, BufferSlice, DEFAULT_BUDGET, Engine};
 use rewake_uffd::Uffd;
 
 use super::gpu_machine::DEFAULT;
@@ -54,8 +54,9 @@ pub fn userfaultfd_feature(bit: u64) -> bool {
 /// # Errors
 /// No engine can be set up.
 pub fn io_uring() -> Result<Option<String>, String> {
-    let engine = BlockCache::new(DEFAULT_BUDGET).and_then(|cache| default_engine(&cache));
-    engine.map(|engine| engine.note).map_err(|error| error.to_string())
+    let cache = BlockCache::new(DEFAULT_BUDGET);
+    let engine = cache.and_then(|cache| Engine::<BufferSlice>::new(Some(&cache), None));
+    engine.map(|engine| engine.note().map(str::to_owned)).map_err(|error| error.to_string())
 }
 
 /// Returns whether the kernel reports which pages of a file are in the page cache.

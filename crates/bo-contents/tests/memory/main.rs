@@ -110,13 +110,12 @@ fn load_beside_demands() -> (usize, usize) {
         let others = scope.spawn(|| {
             let (mut most, mut turns) = (0, 0);
             while !over.load(Ordering::Relaxed) {
-                budget.note_demand();
+                drop(budget.demand());
                 let _ = started.send(());
                 most = most.max(budget.in_flight(Lane::Gpus));
-                let permit = budget.allows(Lane::Cpus, PIECE).then(|| budget.begin(Lane::Cpus, PIECE));
+                let permit = budget.background(Lane::Cpus, PIECE);
                 std::thread::sleep(Duration::from_micros(200));
                 turns += usize::from(permit.is_some());
-                permit.into_iter().for_each(|permit| budget.end(permit));
             }
             (most, turns)
         });
@@ -159,13 +158,14 @@ fn order_with_held_permit(demanded: usize) -> Vec<usize> {
     }
     scene.chill();
     let (budget, over) = (one_reactor(), AtomicBool::new(false));
-    let mut permit = Some(budget.begin(Lane::Cpus, 8 * PIECE));
+    let mut permit = budget.background(Lane::Cpus, 8 * PIECE);
+    assert!(permit.is_some());
     let (started, start) = channel();
     let mut complete = Vec::new();
     std::thread::scope(|scope| {
         scope.spawn(|| {
             while !over.load(Ordering::Relaxed) {
-                budget.note_demand();
+                drop(budget.demand());
                 let _ = started.send(());
                 std::thread::sleep(Duration::from_micros(200));
             }
@@ -176,7 +176,7 @@ fn order_with_held_permit(demanded: usize) -> Vec<usize> {
             complete.push(buffer);
             if buffer == demanded {
                 over.store(true, Ordering::Relaxed);
-                permit.take().into_iter().for_each(|permit| budget.end(permit));
+                drop(permit.take());
             }
         });
     });

@@ -1,212 +1,230 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Engines read from a file into a buffer. All three follow the same rules about short reads, errors and
-//! retries (module `transfer`), so that they differ only in speed.
+//! Moves bytes between files and memory, many transfers at a time. All backends follow the same rules about
+//! short calls, errors and retries (module `transfer`), so that they differ only in speed.
 
-mod psync;
+mod backend;
+mod request;
+mod ring;
 mod sim;
+mod threads;
 mod transfer;
 mod uring;
 
-use std::os::fd::RawFd;
+use std::io;
+use std::os::fd::{AsFd as _, BorrowedFd};
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::buffer::BufferSlice;
+pub use backend::DEPTH;
+pub use request::{Class, Direction, Done, Request};
+pub use sim::SimPlan;
+pub use transfer::{MAX_EIO_RETRIES, MAX_INTERRUPTIONS, MAX_SHORT_CALLS};
+
 use crate::cache::BlockCache;
-use crate::error::{ReadError, StoreError};
-use crate::file::PagesFile;
-use crate::metrics::Metrics;
-
-pub use psync::Psync;
-pub use sim::{Sim, SimPlan};
-pub use transfer::{MAX_EIO_RETRIES, MAX_INTERRUPTIONS, MAX_SHORT_READS};
-pub use uring::Uring;
-
+use crate::error::{StoreError, TransferError};
+use crate::file::{ImageFile, ReadMode};
+use crate::io_budget::{IoBudget, Lane, PIECE, Permit};
+use crate::memory::Memory;
+use crate::slots::DEMAND_BUFFERS;
+use backend::{Backend, Flight};
 use transfer::{Step, Transfer};
 
-/// Block reads in flight in one engine. 128 x 64 KiB = 8 MiB: several times an NVMe drive's bandwidth times
-/// its latency (7 GB/s x 0.2 ms = 1.4 MB). It is still a small part of the default budget.
-pub const DEPTH_BLOCKS: usize = 128;
+/// Transfers in flight that only demand reads may have: background reads never cause the refusal of one.
+pub const DEMAND_RESERVE: usize = DEMAND_BUFFERS as usize;
 
-/// Demand reads in flight in one engine: one for each demand buffer, so that background reads never cause the
-/// refusal of a demand read.
-pub const DEPTH_DEMAND: usize = crate::cache::DEMAND_BUFFERS as usize;
+/// Cached reads of at least so many bytes are given to other threads, which copy in parallel: one copies more
+/// slowly than a GPU takes the bytes. Fewer bytes are copied sooner than a thread wakes up.
+const PARALLEL_BYTES: usize = 128 << 10;
 
-/// Whether a read passes the page cache or uses it; [`PagesFile::how`] decides by measurement.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum ReadMode {
-    /// `O_DIRECT`: no copy and no page cache. The engine falls back to a buffered read where the file or the
-    /// offset does not allow it.
-    Direct,
-    /// Through the page cache.
-    Buffered,
+/// Transfers between files and `M`. It belongs to the thread that made it.
+pub struct Engine<M: Memory> {
+    backend: Box<dyn Backend<M>>,
+    in_flight: usize,
+    /// Transfers that ended when they were submitted.
+    over: Vec<Done<M>>,
+    /// The budget of all readers of the disk. None: there is no other reader.
+    budget: Option<(Arc<IoBudget>, Lane)>,
+    note: Option<String>,
 }
 
-/// A read to be done. It owns its buffer until a [`Done`] returns it.
-#[derive(Debug)]
-pub struct Read {
-    /// The caller's number for the read, returned unchanged.
-    pub ticket: u64,
-    /// The file to read from.
-    pub file: Arc<PagesFile>,
-    /// Byte offset in the file.
-    pub offset: u64,
-    /// The buffer to fill; its length is the number of bytes wanted.
-    pub dst: BufferSlice,
-    /// Whether the read passes the page cache or uses it.
-    pub how: ReadMode,
-}
-
-/// A read that is over. Reads end in any order.
-#[derive(Debug)]
-pub struct Done {
-    /// The read's ticket.
-    pub ticket: u64,
-    /// The read's buffer: filled to its whole length when `result` is `Ok`, else not to be used as data.
-    pub dst: BufferSlice,
-    /// The outcome of the read.
-    pub result: Result<(), ReadError>,
-}
-
-/// Reads files into buffers, several at a time. One thread owns it.
-pub trait Engine {
-    /// Takes a read; it starts at the next [`Engine::flush`] or [`Engine::reap`], if not at once.
+impl<M: Memory> Engine<M> {
+    /// Makes an engine that uses io_uring where the kernel allows it, else threads. io_uring registers the
+    /// memory of `cache`, if the limits allow. Background reads of `lane` keep to the budget.
     ///
     /// # Errors
-    /// Gives the read back when [`DEPTH_BLOCKS`] block reads, or [`DEPTH_DEMAND`] demand reads, are in
-    /// flight: reap, then submit again.
-    // The read itself is the error value: boxing it would allocate on the path that is busiest.
+    /// [`StoreError::Setup`] when neither can be set up.
+    pub fn new(
+        cache: Option<&Arc<BlockCache>>,
+        budget: Option<(Arc<IoBudget>, Lane)>,
+    ) -> Result<Self, StoreError> {
+        let (backend, note): (Box<dyn Backend<M>>, _) = match uring::Uring::new(cache) {
+            Ok((ring, note)) => (Box::new(ring), note),
+            Err(error) => {
+                let note = format!("io_uring is not available ({error}); reading with threads instead");
+                (Box::new(threads::Threads::new()?), Some(note))
+            }
+        };
+        Ok(Self { budget, note, ..Self::with(backend) })
+    }
+
+    /// Makes an engine that uses threads: the one that [`Engine::new`] makes where io_uring is refused.
+    ///
+    /// # Errors
+    /// [`StoreError::Setup`] when the threads are refused.
+    pub fn with_threads() -> Result<Self, StoreError> {
+        Ok(Self::with(Box::new(threads::Threads::new()?)))
+    }
+
+    /// Makes an engine for tests, which follows `plan`. It has no descriptor to poll.
+    #[must_use]
+    pub fn simulated(plan: SimPlan) -> Self {
+        Self::with(Box::new(sim::Sim::new(plan)))
+    }
+
+    fn with(backend: Box<dyn Backend<M>>) -> Self {
+        Self { backend, in_flight: 0, over: Vec::new(), budget: None, note: None }
+    }
+
+    /// For the log: why io_uring is not used, or what it lacks. None: nothing is missing.
+    #[must_use]
+    pub fn note(&self) -> Option<&str> {
+        self.note.as_deref()
+    }
+
+    /// Number of transfers that were submitted and not reaped.
+    #[must_use]
+    pub fn in_flight(&self) -> usize {
+        self.in_flight
+    }
+
+    /// Whether `count` transfers more can be submitted.
+    #[must_use]
+    pub fn has_room(&self, count: usize) -> bool {
+        self.in_flight + count <= DEPTH - DEMAND_RESERVE
+    }
+
+    /// Whether the budget allows background reads of so many bytes more.
+    #[must_use]
+    pub fn allows(&self, bytes: usize) -> bool {
+        self.budget.as_ref().is_none_or(|(budget, lane)| budget.allows(*lane, bytes))
+    }
+
+    /// Starts a transfer, at the next [`Engine::flush`] or [`Engine::reap`] if not at once, and returns its
+    /// bytes. A background read may be cut to [`PIECE`], so that it delays no demand read for long. A small
+    /// read of bytes in the page cache is done at once.
+    ///
+    /// # Errors
+    /// Gives the request back when too many transfers are in flight ([`DEPTH`], [`DEMAND_RESERVE`]), or the
+    /// budget has no room for it.
+    // The request itself is the error value: boxing it would allocate on the path that is busiest.
     #[allow(clippy::result_large_err)]
-    fn submit(&mut self, read: Read) -> Result<(), Read>;
+    pub fn submit(&mut self, mut request: Request<M>) -> Result<usize, Request<M>> {
+        let has_room = match request.class {
+            Class::Demand => self.in_flight < DEPTH,
+            Class::Background => self.has_room(1),
+        };
+        if !has_room {
+            return Err(request);
+        }
+        let mode = match request.direction {
+            Direction::Read => request.file.mode(request.offset, request.bytes),
+            Direction::Write => ReadMode::Direct,
+        };
+        let from_disk = request.direction == Direction::Read && mode != ReadMode::Cached;
+        let Ok(permit) = self.permit(&mut request, from_disk) else { return Err(request) };
+        let bytes = request.bytes;
+        let mut flight = Flight::new(request, mode, permit);
+        self.in_flight += 1;
+        if flight.is_cached && bytes < PARALLEL_BYTES {
+            // If bytes were evicted meanwhile, the rest is read from the disk.
+            if let Ok(got @ 1..) = flight.call_cached()
+                && let Step::Finished(result) = flight.step(Ok(got))
+            {
+                self.over.push(flight.done(result));
+                self.backend.event().into_iter().for_each(rewake_process::Notifier::wake);
+                return Ok(bytes);
+            }
+            flight.is_cached = false;
+        }
+        self.backend.start(flight);
+        Ok(bytes)
+    }
 
-    /// Starts the reads submitted since the last call, without waiting for them. They are submitted together:
-    /// the kernel makes one request of adjacent reads.
-    fn flush(&mut self);
+    /// Takes the request's part of the budget. `Err`: there is no room now.
+    fn permit(&self, request: &mut Request<M>, from_disk: bool) -> Result<Option<Permit>, ()> {
+        let Some((budget, lane)) = self.budget.as_ref().filter(|_| from_disk) else { return Ok(None) };
+        if request.class == Class::Demand {
+            return Ok(Some(budget.demand()));
+        }
+        if request.file.is_remote() {
+            budget.set_remote_fs();
+        }
+        if budget.is_busy() {
+            request.bytes = request.bytes.min(PIECE);
+            request.needed = request.needed.min(request.bytes);
+        }
+        budget.background(*lane, request.bytes).map(Some).ok_or(())
+    }
 
-    /// Appends the reads that are over to `done`, without waiting.
-    fn reap(&mut self, done: &mut Vec<Done>);
+    /// Starts the transfers submitted since the last call, without waiting for them. They are submitted
+    /// together: the kernel makes one request of adjacent reads.
+    pub fn flush(&mut self) {
+        self.backend.flush();
+    }
+
+    /// Whether transfers have ended that [`Engine::reap`] has not returned: reads from the page cache.
+    #[must_use]
+    pub fn has_finished(&self) -> bool {
+        !self.over.is_empty()
+    }
+
+    /// Appends the transfers that are over to `done`, without waiting.
+    pub fn reap(&mut self, done: &mut Vec<Done<M>>) {
+        let first = done.len();
+        done.append(&mut self.over);
+        self.backend.reap(done);
+        self.in_flight -= done.len() - first;
+    }
 
     /// A descriptor that is readable (level-triggered) when `reap` has work; do not read from it. None: call
-    /// `reap` again and again while reads are in flight.
+    /// `reap` again and again while transfers are in flight.
     ///
-    /// Wait for it no longer than [`Engine::patience`], and with reads in flight no longer than a second: a
-    /// kernel without memory may have delayed a submission until the next call. Take EINTR for a wake-up:
+    /// Wait for it no longer than [`Engine::patience`], and with transfers in flight no longer than a second:
+    /// a kernel without memory may have delayed a submission until the next call. Take EINTR for a wake-up:
     /// io_uring's own work in this thread interrupts waits.
-    fn poll_fd(&self) -> Option<RawFd>;
+    #[must_use]
+    pub fn event(&self) -> Option<BorrowedFd<'_>> {
+        self.backend.event().map(|event| event.as_fd())
+    }
 
-    /// Reads submitted and not yet reaped.
-    fn in_flight(&self) -> usize;
-
-    /// How long to wait for `poll_fd` at most before the next `reap`: it may not be signalled for a read that
-    /// is over.
-    fn patience(&self) -> Duration {
-        Duration::MAX
+    /// How long to wait for `event` at most before the next `reap`: it may not be signalled for a transfer
+    /// that is over.
+    #[must_use]
+    pub fn patience(&self) -> Duration {
+        self.backend.patience()
     }
 }
 
-/// The engine that suits this machine, and the reason when it is not io_uring.
-pub struct DefaultEngine {
-    /// The engine. Use and drop it on the thread that called [`default_engine`].
-    pub engine: Box<dyn Engine>,
-    /// For the log: why io_uring is not used, or what it lacks. None: nothing is missing.
-    pub note: Option<String>,
-}
-
-impl std::fmt::Debug for DefaultEngine {
+impl<M: Memory> std::fmt::Debug for Engine<M> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("DefaultEngine").field("note", &self.note).finish_non_exhaustive()
-    }
-}
-
-/// Makes an io_uring engine where the kernel allows it, else one that reads with threads. Call it on the
-/// thread that will use the engine: a ring belongs to one thread.
-///
-/// # Errors
-/// [`StoreError::Setup`] when neither can be set up.
-pub fn default_engine(cache: &Arc<BlockCache>) -> Result<DefaultEngine, StoreError> {
-    match Uring::new(cache) {
-        Ok(ring) => {
-            let note = ring.note();
-            Ok(DefaultEngine { engine: Box::new(ring), note })
-        }
-        Err(error) => {
-            let note = Some(format!("io_uring is not available ({error}); reading with threads instead"));
-            Ok(DefaultEngine { engine: Box::new(Psync::new(cache)?), note })
-        }
+        let Self { in_flight, note, .. } = self;
+        f.debug_struct("Engine").field("in_flight", in_flight).field("note", note).finish_non_exhaustive()
     }
 }
 
 /// Reads at once, through the page cache, on the calling thread. It is for bytes that
-/// [`PagesFile::is_cached`]: for uncached bytes the caller waits for the disk.
+/// [`ImageFile::is_cached`]: for uncached bytes the caller waits for the disk.
 ///
 /// # Errors
-/// The errors of an engine's read: [`ReadError`]. The buffer is filled when `Ok`, else its contents must not
-/// be used.
-pub fn read_now(file: &PagesFile, offset: u64, dst: &mut [u8]) -> Result<(), ReadError> {
-    use std::os::unix::fs::FileExt;
-    let mut transfer = Transfer::buffered(offset, dst.len());
+/// The errors of an engine's read. The buffer is filled when `Ok`, else its contents must not be used.
+pub fn read_now(file: &ImageFile, offset: u64, dst: &mut [u8]) -> Result<(), TransferError> {
+    use std::os::unix::fs::FileExt as _;
+    let mut transfer = Transfer::new(Direction::Read, offset, dst.len(), dst.len(), false);
     loop {
         let next = transfer.next(file);
-        let got = next.file.read_at(&mut dst[next.at..next.at + next.len], next.offset);
+        let got: io::Result<usize> = next.file.read_at(&mut dst[next.at..next.at + next.len], next.offset);
         if let Step::Finished(result) = transfer.step(file, got) {
             return result;
         }
-    }
-}
-
-/// The number of reads in flight of each kind, with their bounds.
-#[derive(Debug, Default)]
-struct Depth {
-    blocks: usize,
-    demand: usize,
-}
-
-impl Depth {
-    fn total(&self) -> usize {
-        self.blocks + self.demand
-    }
-
-    /// Counts a read; returns false when the bound of its kind is reached.
-    fn enter(&mut self, dst: &BufferSlice, metrics: &Metrics) -> bool {
-        let (count, bound) =
-            if dst.is_demand() { (&mut self.demand, DEPTH_DEMAND) } else { (&mut self.blocks, DEPTH_BLOCKS) };
-        if *count >= bound {
-            Metrics::add(&metrics.refused, 1);
-            return false;
-        }
-        *count += 1;
-        true
-    }
-
-    fn leave(&mut self, dst: &BufferSlice) {
-        if dst.is_demand() {
-            self.demand -= 1;
-        } else {
-            self.blocks -= 1;
-        }
-    }
-}
-
-/// A read in flight.
-#[derive(Debug)]
-struct Flight {
-    read: Read,
-    transfer: Transfer,
-}
-
-impl Flight {
-    fn new(read: Read) -> Self {
-        let direct = read.how == ReadMode::Direct;
-        let transfer = if direct {
-            Transfer::direct(&read.file, read.offset, read.dst.len(), read.dst.capacity())
-        } else {
-            Transfer::buffered(read.offset, read.dst.len())
-        };
-        Self { read, transfer }
-    }
-
-    fn done(self, result: Result<(), ReadError>, metrics: &Metrics) -> Done {
-        self.transfer.count(metrics);
-        Done { ticket: self.read.ticket, dst: self.read.dst, result }
     }
 }

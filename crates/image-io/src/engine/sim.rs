@@ -1,19 +1,18 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A simulated engine for tests: it gives real bytes, but late, out of order, in pieces, or not at all. The
+//! A simulated backend for tests: it gives real bytes, but late, out of order, in pieces, or not at all. The
 //! same seed gives the same behaviour.
 
 use std::io;
 use std::ops::Range;
-use std::os::fd::RawFd;
-use std::os::unix::fs::FileExt;
-use std::sync::Arc;
 
+use rewake_process::Notifier;
+
+use super::backend::{Backend, Call, Flight};
+use super::request::Done;
 use super::transfer::Step;
-use super::{Depth, Done, Engine, Flight, Read};
-use crate::cache::BlockCache;
-use crate::metrics::Metrics;
+use crate::memory::Memory;
 
-/// What the simulation does to reads. The default only reorders them.
+/// What the simulation does to transfers. The default only reorders them.
 #[derive(Debug, Clone, Default)]
 pub struct SimPlan {
     /// The same seed and the same calls give the same behaviour.
@@ -24,27 +23,21 @@ pub struct SimPlan {
     pub short_percent: u8,
     /// Of 100 system calls, how many fail with EIO.
     pub eio_percent: u8,
-    /// Reads that overlap these bytes of a file fail with EIO every time, as from a bad disk.
+    /// Transfers that overlap these bytes of a file fail with EIO every time, as from a bad disk.
     pub broken: Option<Range<u64>>,
 }
 
-/// The simulated engine. See [`Engine`]; it has no descriptor to poll.
 #[derive(Debug)]
-pub struct Sim {
+pub(super) struct Sim<M> {
     plan: SimPlan,
     random: u64,
     now: u64,
-    flights: Vec<(u64, Flight)>,
-    depth: Depth,
-    metrics: Arc<Metrics>,
+    flights: Vec<(u64, Flight<M>)>,
 }
 
-impl Sim {
-    /// Makes a simulation that follows `plan`, with its counters in `cache`.
-    pub fn new(cache: &Arc<BlockCache>, plan: SimPlan) -> Self {
-        let random = plan.seed;
-        let metrics = Arc::clone(cache.metrics());
-        Self { plan, random, now: 0, flights: Vec::new(), depth: Depth::default(), metrics }
+impl<M: Memory> Sim<M> {
+    pub(super) fn new(plan: SimPlan) -> Self {
+        Self { random: plan.seed, plan, now: 0, flights: Vec::new() }
     }
 
     /// Returns a number below `bound` by SplitMix64.
@@ -61,40 +54,32 @@ impl Sim {
     }
 
     /// Makes one system call, with the plan's delays and faults.
-    fn call(&mut self, flight: &mut Flight) -> io::Result<usize> {
-        let file = Arc::clone(&flight.read.file);
-        let next = flight.transfer.next(&file);
-        let end = next.offset.saturating_add(next.len as u64);
-        let broken = self.plan.broken.as_ref().is_some_and(|bad| next.offset < bad.end && bad.start < end);
+    fn call(&mut self, flight: &Flight<M>) -> io::Result<usize> {
+        let Call { offset, len, .. } = flight.next();
+        let end = offset.saturating_add(len as u64);
+        let broken = self.plan.broken.as_ref().is_some_and(|bad| offset < bad.end && bad.start < end);
         if broken || self.below(100) < u64::from(self.plan.eio_percent) {
             return Err(io::Error::from_raw_os_error(libc::EIO));
         }
-        let mut len = next.len;
-        if len > 1 && self.below(100) < u64::from(self.plan.short_percent) {
-            // Never less than an eighth, so that chance alone does not reach the bound on short reads.
-            let least = (len / 8).max(1);
-            let more = self.below((len - least) as u64);
-            len = least + usize::try_from(more).unwrap_or(0);
+        if len <= 1 || self.below(100) >= u64::from(self.plan.short_percent) {
+            return flight.call(len);
         }
-        // Through the page cache also for direct reads: lengths need not be aligned here.
-        file.buffered().read_at(&mut flight.read.dst.whole_mut()[next.at..next.at + len], next.offset)
+        // Never less than an eighth, so that chance alone does not reach the bound on short reads.
+        let least = (len / 8).max(1);
+        let more = self.below((len - least) as u64);
+        flight.call(least + usize::try_from(more).unwrap_or(0))
     }
 }
 
-impl Engine for Sim {
-    fn submit(&mut self, read: Read) -> Result<(), Read> {
-        if !self.depth.enter(&read.dst, &self.metrics) {
-            return Err(read);
-        }
+impl<M: Memory> Backend<M> for Sim<M> {
+    fn start(&mut self, mut flight: Flight<M>) {
+        // Through the page cache: lengths need not be aligned here.
+        flight.use_page_cache();
         let due = self.due();
-        self.flights.push((due, Flight::new(read)));
-        Ok(())
+        self.flights.push((due, flight));
     }
 
-    /// Does nothing: reads start as they are submitted.
-    fn flush(&mut self) {}
-
-    fn reap(&mut self, done: &mut Vec<Done>) {
+    fn reap(&mut self, done: &mut Vec<Done<M>>) {
         self.now += 1;
         for _ in 0..self.flights.len() {
             let pick = usize::try_from(self.below(self.flights.len() as u64)).unwrap_or(0);
@@ -102,26 +87,18 @@ impl Engine for Sim {
                 continue;
             }
             let (_, mut flight) = self.flights.swap_remove(pick);
-            let got = self.call(&mut flight);
-            let file = Arc::clone(&flight.read.file);
-            match flight.transfer.step(&file, got) {
+            let got = self.call(&flight);
+            match flight.step(got) {
                 Step::Again => {
                     let due = self.due();
                     self.flights.push((due, flight));
                 }
-                Step::Finished(result) => {
-                    self.depth.leave(&flight.read.dst);
-                    done.push(flight.done(result, &self.metrics));
-                }
+                Step::Finished(result) => done.push(flight.done(result)),
             }
         }
     }
 
-    fn poll_fd(&self) -> Option<RawFd> {
+    fn event(&self) -> Option<&Notifier> {
         None
-    }
-
-    fn in_flight(&self) -> usize {
-        self.depth.total()
     }
 }

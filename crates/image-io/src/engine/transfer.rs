@@ -1,43 +1,42 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The rules of one read for all engines: what is read next, and what a result means.
+//! The rules of one transfer for all backends: what is transferred next, and what a result means.
 
 use std::fs::File;
 use std::io;
 
-use crate::PAGE;
-use crate::error::ReadError;
-use crate::file::PagesFile;
-use crate::metrics::Metrics;
+use super::request::Direction;
+use crate::error::TransferError;
+use crate::file::ImageFile;
+use crate::units::PAGE;
 
-/// Short reads that are continued within one read: as many as a block has pages. Any real file system gives
-/// at least a page at a time; more short reads are a fault of the storage.
-pub const MAX_SHORT_READS: u32 = 64;
+/// Short calls that are continued within one transfer. Any real file system moves at least a page at a time,
+/// and a chunk of 2 MiB has 512 pages; more short calls are a fault of the storage.
+pub const MAX_SHORT_CALLS: u32 = 1024;
 
-/// Times that a read is tried again after EIO. Multipath and network storage recover within a few tries, a
+/// Times that a call is tried again after EIO. Multipath and network storage recover within a few tries, a
 /// bad disk never does.
 pub const MAX_EIO_RETRIES: u32 = 3;
 
-/// Times that a read is tried again after EINTR, EAGAIN or ENOMEM, which pass by themselves.
+/// Times that a call is tried again after EINTR, EAGAIN or ENOMEM, which pass by themselves.
 pub const MAX_INTERRUPTIONS: u32 = 64;
 
-/// The progress of one read.
+/// The progress of one transfer.
 #[derive(Debug)]
 pub(crate) struct Transfer {
+    direction: Direction,
     offset: u64,
-    len: usize,
-    /// Bytes that a direct read may write: `len` rounded up to pages.
-    direct_len: usize,
-    direct: bool,
+    /// Bytes that may be transferred.
+    bytes: usize,
+    /// Bytes that must be transferred.
+    needed: usize,
+    pub(super) direct: bool,
     done: usize,
     shorts: u32,
     eio: u32,
     interruptions: u32,
-    refused_direct: bool,
-    bytes_direct: u64,
-    bytes_buffered: u64,
 }
 
-/// The next system call: read `len` bytes at `offset` of `file` to position `at` of the buffer.
+/// The next system call: `len` bytes at `offset` of `file`, from position `at` of the transfer on.
 #[derive(Debug)]
 pub(crate) struct Next<'a> {
     pub(crate) file: &'a File,
@@ -50,92 +49,71 @@ pub(crate) struct Next<'a> {
 #[derive(Debug)]
 pub(crate) enum Step {
     Again,
-    Finished(Result<(), ReadError>),
+    Finished(Result<(), TransferError>),
 }
 
 impl Transfer {
-    pub(crate) fn buffered(offset: u64, len: usize) -> Self {
-        Self {
-            offset,
-            len,
-            direct_len: 0,
-            direct: false,
-            done: 0,
-            shorts: 0,
-            eio: 0,
-            interruptions: 0,
-            refused_direct: false,
-            bytes_direct: 0,
-            bytes_buffered: 0,
-        }
+    /// A transfer of `bytes`, of which a read must get `needed`. It is direct where `direct`, the file, the
+    /// offset and the length allow it, else buffered.
+    pub(crate) fn new(direction: Direction, offset: u64, bytes: usize, needed: usize, direct: bool) -> Self {
+        let aligned = offset.is_multiple_of(PAGE as u64) && bytes.is_multiple_of(PAGE);
+        let direct = direct && aligned;
+        Self { direction, offset, bytes, needed, direct, done: 0, shorts: 0, eio: 0, interruptions: 0 }
     }
 
-    /// A direct read where the file, the offset and the buffer allow it, else a buffered one.
-    pub(crate) fn direct(file: &PagesFile, offset: u64, len: usize, capacity: usize) -> Self {
-        let direct_len = len.next_multiple_of(PAGE);
-        let aligned = offset.is_multiple_of(PAGE as u64) && direct_len <= capacity;
-        let direct = aligned && file.direct().is_some();
-        Self { direct, direct_len, ..Self::buffered(offset, len) }
-    }
-
-    pub(crate) fn next<'a>(&self, file: &'a PagesFile) -> Next<'a> {
-        // io_uring takes offset -1 for the file's cursor and would read other bytes. Here it lies beyond
+    pub(crate) fn next<'a>(&self, file: &'a ImageFile) -> Next<'a> {
+        // io_uring takes offset -1 for the file's cursor and would transfer other bytes. Here it lies beyond
         // every file, as for pread.
         let offset = self.offset.saturating_add(self.done as u64).min(i64::MAX as u64);
-        match file.direct() {
-            Some(direct) if self.direct => {
-                Next { file: direct, offset, at: self.done, len: self.direct_len - self.done }
-            }
-            _ => Next { file: file.buffered(), offset, at: self.done, len: self.len - self.done },
-        }
+        let file = file.direct().filter(|_| self.direct).unwrap_or_else(|| file.buffered());
+        Next { file, offset, at: self.done, len: self.bytes - self.done }
     }
 
     /// Takes the result of the system call that `next` returned.
-    pub(crate) fn step(&mut self, file: &PagesFile, got: io::Result<usize>) -> Step {
+    pub(crate) fn step(&mut self, file: &ImageFile, got: io::Result<usize>) -> Step {
         match got {
             Ok(n) => self.advance(file, n),
             Err(error) => self.refused(file, error),
         }
     }
 
-    fn advance(&mut self, file: &PagesFile, n: usize) -> Step {
-        if self.direct {
-            self.bytes_direct += n as u64;
-        } else {
-            self.bytes_buffered += n as u64;
-        }
+    fn advance(&mut self, file: &ImageFile, n: usize) -> Step {
         self.done += n;
-        if self.done >= self.len {
-            return Step::Finished(file.check_unchanged());
+        if self.done >= self.needed {
+            return Step::Finished(match self.direction {
+                Direction::Read => file.check_unchanged(),
+                Direction::Write => Ok(()),
+            });
         }
+        let (name, offset, expected, got) = (file.name(), self.offset, self.needed, self.done);
         if n == 0 {
-            return Step::Finished(Err(ReadError::Short {
-                file: file.name().to_path_buf(),
-                offset: self.offset,
-                expected: self.len,
-                got: self.done,
+            return Step::Finished(Err(match self.direction {
+                Direction::Read => TransferError::short(name, offset, expected, got),
+                Direction::Write => self.failed(file, io::ErrorKind::WriteZero.into()),
             }));
         }
         self.shorts += 1;
-        if self.shorts > MAX_SHORT_READS {
-            return Step::Finished(Err(ReadError::Fragmented {
-                file: file.name().to_path_buf(),
-                offset: self.offset,
-                expected: self.len,
-                got: self.done,
-                reads: self.shorts,
+        if self.shorts > MAX_SHORT_CALLS {
+            let (file, act, calls) = (name.to_path_buf(), self.direction.act(), self.shorts);
+            return Step::Finished(Err(TransferError::Fragmented {
+                file,
+                act,
+                offset,
+                expected,
+                got,
+                calls,
             }));
         }
-        // An unaligned short read is at the end of the file, or a direct read cannot continue it.
+        // An unaligned short call is at the end of the file, or a direct call cannot continue it.
         self.direct &= self.done.is_multiple_of(PAGE);
         Step::Again
     }
 
-    fn refused(&mut self, file: &PagesFile, error: io::Error) -> Step {
+    fn refused(&mut self, file: &ImageFile, error: io::Error) -> Step {
         let again = match error.raw_os_error() {
             Some(libc::EINVAL) if self.direct => {
                 self.direct = false;
-                self.refused_direct = true;
+                file.refuse_direct();
                 true
             }
             Some(libc::EIO) => {
@@ -148,37 +126,37 @@ impl Transfer {
             }
             _ => false,
         };
-        if again {
-            return Step::Again;
-        }
-        Step::Finished(Err(ReadError::Io {
-            file: file.name().to_path_buf(),
-            offset: self.offset,
-            expected: self.len,
-            tries: (self.eio + self.interruptions + u32::from(self.refused_direct)).max(1),
-            source: error,
-        }))
+        if again { Step::Again } else { Step::Finished(Err(self.failed(file, error))) }
     }
 
-    /// Adds the calls of a finished read to the counters.
-    pub(crate) fn count(&self, metrics: &Metrics) {
-        let retries = self.shorts + self.eio + self.interruptions + u32::from(self.refused_direct);
-        Metrics::add(&metrics.bytes_direct, self.bytes_direct);
-        Metrics::add(&metrics.bytes_buffered, self.bytes_buffered);
-        Metrics::add(&metrics.retries, u64::from(retries));
+    fn failed(&self, file: &ImageFile, source: io::Error) -> TransferError {
+        TransferError::Io {
+            act: self.direction.act(),
+            file: file.name().to_path_buf(),
+            offset: self.offset,
+            expected: self.needed,
+            tries: (self.eio + self.interruptions).max(1),
+            source,
+        }
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
     use super::*;
 
     const LEN: usize = 2 * PAGE;
 
-    fn file() -> std::sync::Arc<PagesFile> {
+    fn file() -> Arc<ImageFile> {
         let temp = tempfile::tempfile().unwrap();
         temp.set_len(LEN as u64).unwrap();
-        PagesFile::from_file(temp, "pages-1.img").unwrap()
+        ImageFile::from_file(temp, "pages-1.img").unwrap()
+    }
+
+    fn read(direct: bool) -> Transfer {
+        Transfer::new(Direction::Read, 0, LEN, LEN, direct)
     }
 
     fn errno(code: i32) -> io::Result<usize> {
@@ -186,56 +164,79 @@ mod tests {
     }
 
     /// Steps with the same result until the read is over; returns the number of steps.
-    fn steps(transfer: &mut Transfer, got: impl Fn() -> io::Result<usize>) -> (u32, Result<(), ReadError>) {
+    fn steps(mut transfer: Transfer, got: impl Fn() -> io::Result<usize>) -> (u32, TransferError) {
         let file = file();
-        for step in 1..1000 {
+        for step in 1..5000 {
             if let Step::Finished(result) = transfer.step(&file, got()) {
-                return (step, result);
+                return (step, result.unwrap_err());
             }
         }
-        panic!("a read without end");
+        panic!("a transfer without end");
     }
 
     #[test]
-    fn a_refused_direct_read_continues_through_the_page_cache() {
+    fn after_a_refused_direct_call_all_use_the_page_cache() {
         let file = file();
-        let mut transfer = Transfer::direct(&file, 0, LEN, LEN);
-        assert_eq!(transfer.direct, file.has_direct());
-        transfer.direct = true;
-        assert!(matches!(transfer.step(&file, errno(libc::EINVAL)), Step::Again));
-        assert!(std::ptr::eq(transfer.next(&file).file, file.buffered()));
-        assert!(matches!(transfer.step(&file, Ok(LEN)), Step::Finished(Ok(()))));
-        assert_eq!((transfer.bytes_direct, transfer.bytes_buffered), (0, LEN as u64));
+        let (mut first, other) = (read(true), read(true));
+        assert!(matches!(first.step(&file, errno(libc::EINVAL)), Step::Again));
+        for transfer in [&first, &other] {
+            assert!(std::ptr::eq(transfer.next(&file).file, file.buffered()));
+        }
+        assert!(matches!(first.step(&file, Ok(LEN)), Step::Finished(Ok(()))));
     }
 
     #[test]
-    fn an_unaligned_read_or_a_small_buffer_is_never_direct() {
-        let file = file();
-        assert!(!Transfer::direct(&file, 512, LEN, LEN).direct);
-        assert!(!Transfer::direct(&file, 0, LEN - 1, LEN - 1).direct);
-        assert!(!Transfer::direct(&file, 0, LEN + 1, LEN + 1).direct);
+    fn an_unaligned_transfer_is_never_direct() {
+        let direct = |offset, bytes| Transfer::new(Direction::Read, offset, bytes, bytes, true).direct;
+        assert!(direct(PAGE as u64, LEN) && !direct(512, LEN) && !direct(0, LEN - 1));
+    }
+
+    #[test]
+    fn a_short_call_is_continued_where_it_ended() {
+        let (file, mut transfer) = (file(), read(true));
+        assert!(matches!(transfer.step(&file, Ok(PAGE)), Step::Again));
+        let Next { offset, at, len, .. } = transfer.next(&file);
+        assert_eq!((offset, at, len, transfer.direct), (PAGE as u64, PAGE, PAGE, true));
+        assert!(matches!(transfer.step(&file, Ok(100)), Step::Again));
+        assert!(!transfer.direct, "a direct call cannot continue it");
+    }
+
+    #[test]
+    fn a_read_may_end_with_the_file_but_never_before_what_is_needed() {
+        let (file, transfer) = (file(), || Transfer::new(Direction::Read, 0, LEN, 5000, true));
+        assert!(matches!(transfer().step(&file, Ok(5000)), Step::Finished(Ok(()))));
+        let mut early = transfer();
+        assert!(matches!(early.step(&file, Ok(4999)), Step::Again));
+        let Step::Finished(Err(error)) = early.step(&file, Ok(0)) else { panic!("it is not over") };
+        assert!(matches!(error, TransferError::Short { expected: 5000, got: 4999, .. }), "{error}");
     }
 
     #[test]
     fn every_way_to_try_again_has_its_bound() {
-        let buffered = || Transfer::buffered(0, LEN);
-        let (tries, result) = steps(&mut buffered(), || errno(libc::EIO));
+        let (tries, error) = steps(read(false), || errno(libc::EIO));
         assert_eq!(tries, MAX_EIO_RETRIES + 1);
-        assert!(matches!(result, Err(ReadError::Io { tries: 4, .. })), "{result:?}");
-        let (tries, result) = steps(&mut buffered(), || errno(libc::EAGAIN));
+        assert!(matches!(error, TransferError::Io { tries: 4, .. }), "{error}");
+        let (tries, error) = steps(read(false), || errno(libc::EAGAIN));
         assert_eq!(tries, MAX_INTERRUPTIONS + 1);
-        assert!(matches!(result, Err(ReadError::Io { .. })), "{result:?}");
-        let (tries, result) = steps(&mut buffered(), || Ok(1));
-        assert_eq!(tries, MAX_SHORT_READS + 1);
-        assert!(matches!(result, Err(ReadError::Fragmented { got: 65, .. })), "{result:?}");
+        assert!(matches!(error, TransferError::Io { .. }), "{error}");
+        let (tries, error) = steps(read(false), || Ok(1));
+        assert_eq!(tries, MAX_SHORT_CALLS + 1);
+        assert!(matches!(error, TransferError::Fragmented { got: 1025, .. }), "{error}");
     }
 
     #[test]
-    fn any_other_error_ends_the_read_at_once() {
-        let (tries, result) = steps(&mut Transfer::buffered(0, LEN), || errno(libc::EBADF));
-        assert_eq!(tries, 1);
-        assert!(matches!(result, Err(ReadError::Io { tries: 1, .. })), "{result:?}");
-        let (tries, _) = steps(&mut Transfer::buffered(0, LEN), || errno(libc::EINVAL));
-        assert_eq!(tries, 1, "EINVAL of a buffered read is an error");
+    fn any_other_error_ends_the_transfer_at_once() {
+        for code in [libc::EBADF, libc::EINVAL] {
+            let (tries, error) = steps(read(false), || errno(code));
+            assert_eq!(tries, 1, "{error}");
+            assert!(matches!(error, TransferError::Io { tries: 1, .. }), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_write_that_writes_nothing_is_an_error_that_says_so() {
+        let mut write = Transfer::new(Direction::Write, 8, 9, 9, false);
+        let Step::Finished(Err(error)) = write.step(&file(), Ok(0)) else { panic!("it is not over") };
+        assert!(error.to_string().starts_with("writing 9 bytes at offset 8 of pages-1.img"), "{error}");
     }
 }

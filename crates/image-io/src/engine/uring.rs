@@ -1,30 +1,27 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Reads with io_uring: one system call starts a read, and an eventfd is signalled when it is over.
+//! Transfers with io_uring: one system call starts many, and an eventfd is signalled when one is over.
 //!
-//! The engine does not poll the ring's own descriptor. A ring with deferred completions wakes its eventfd
+//! The backend does not poll the ring's own descriptor. A ring with deferred completions wakes its eventfd
 //! when a completion waits to be run. It wakes a poller of the ring only when the completion has been run,
 //! and no thread runs it while the poller sleeps (seen on Linux 6.18).
 
 use std::io;
 use std::marker::PhantomData;
-use std::os::fd::{AsRawFd, RawFd};
+use std::os::fd::AsRawFd as _;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use io_uring::{IoUring, Probe, opcode, types};
-
-use super::transfer::Step;
-use super::{DEPTH_BLOCKS, DEPTH_DEMAND, Depth, Done, Engine, Flight, Read};
-use crate::BLOCK;
-use crate::cache::BlockCache;
-use crate::error::StoreError;
-use crate::metrics::Metrics;
-use crate::ring::{CompletionPoller, Flavour, build, flush, push, wait_readable};
+use io_uring::{IoUring, Probe, opcode, squeue, types};
 use rewake_process::Notifier;
 
-/// Reads in flight at most. The submission queue has room for all of them and the completion queue for twice
-/// as many, so neither overflows.
-const DEPTH: usize = DEPTH_BLOCKS + DEPTH_DEMAND;
+use super::backend::{Backend, Call, DEPTH, Flight};
+use super::request::{Direction, Done};
+use super::ring::{CompletionPoller, Flavour, build, flush, push, wait_readable};
+use super::transfer::Step;
+use crate::cache::BlockCache;
+use crate::error::StoreError;
+use crate::memory::Memory;
+use crate::units::BLOCK;
 
 /// Largest buffer that the kernel registers (SZ_1G); larger pools are registered in pieces. A multiple of
 /// [`BLOCK`], so that no buffer crosses from one piece to the next.
@@ -32,192 +29,171 @@ const PIECE: usize = 1 << 30;
 
 const _: () = assert!(PIECE.is_multiple_of(BLOCK));
 
-/// How long a dropped engine waits for the kernel to finish its reads before it leaks their buffers.
+/// Kernel threads that copy from the page cache at most: more exceed the bandwidth of memory.
+const MAX_WORKERS: usize = 8;
+
+/// How long a dropped ring waits for the kernel to finish its transfers before it leaks their memory.
 const DROP_PATIENCE: Duration = Duration::from_secs(10);
 
-/// Reads with io_uring. See [`Engine`]. It belongs to the thread that made it and is not `Send`: the kernel
-/// runs a ring's deferred work in that thread only.
-pub struct Uring {
-    ring: IoUring,
-    cache: Arc<BlockCache>,
-    flights: Vec<Option<Flight>>,
-    vacant: Vec<usize>,
-    depth: Depth,
-    finished: Notifier,
-    poller: CompletionPoller,
-    deferred: bool,
-    registration: io::Result<()>,
-    _one_thread: PhantomData<*mut ()>,
+/// Number of kernel threads that copy from the page cache.
+fn workers() -> u32 {
+    let processors = std::thread::available_parallelism().map_or(1, usize::from);
+    u32::try_from(processors.min(MAX_WORKERS)).unwrap_or(1)
 }
 
-impl Uring {
-    /// Sets up a ring on this thread, and registers the cache's memory with it when the limits allow.
-    ///
-    /// # Errors
-    /// [`StoreError::Setup`] when the kernel has no io_uring, forbids it, or lacks its read operation.
-    pub fn new(cache: &Arc<BlockCache>) -> Result<Self, StoreError> {
+/// It belongs to the thread that made it and is not `Send`: the kernel runs a ring's deferred work in that
+/// thread only.
+pub(super) struct Uring<M: Memory> {
+    ring: IoUring,
+    /// The transfers by slot: [`DEPTH`] of them. The submission queue has room for all, and the completion
+    /// queue for twice as many, so neither overflows.
+    flights: Vec<Option<Flight<M>>>,
+    vacant: Vec<usize>,
+    finished: Notifier,
+    poller: CompletionPoller,
+    /// The cache whose memory is registered with the ring.
+    registered: Option<Arc<BlockCache>>,
+    one_thread: PhantomData<*mut ()>,
+}
+
+impl<M: Memory> Uring<M> {
+    /// Sets up a ring on this thread, and registers the cache's memory with it when the limits allow. Returns
+    /// what the ring lacks, too.
+    pub(super) fn new(cache: Option<&Arc<BlockCache>>) -> Result<(Self, Option<String>), StoreError> {
         let setup = |act| move |error| StoreError::Setup { act, error };
         let (ring, finished, flavour) = build(DEPTH).map_err(setup("setting up an io_uring"))?;
         let mut probe = Probe::new();
         let probed = ring.submitter().register_probe(&mut probe);
         probed.map_err(setup("querying io_uring's operations"))?;
-        if !probe.is_supported(opcode::Read::CODE) || !probe.is_supported(opcode::ReadFixed::CODE) {
+        if ![opcode::Read::CODE, opcode::ReadFixed::CODE, opcode::Write::CODE]
+            .into_iter()
+            .all(|code| probe.is_supported(code))
+        {
             let error = io::Error::from_raw_os_error(libc::EOPNOTSUPP);
-            return Err(setup("looking for io_uring's read operation")(error));
+            return Err(setup("looking for io_uring's read and write operations")(error));
         }
-        let registration = register(&ring, cache);
-        Ok(Self::assemble(cache, (ring, finished, flavour), registration))
+        // An older kernel has no such limit.
+        let _ = ring.submitter().register_iowq_max_workers(&mut [workers(), 0]);
+        let registration = cache.map_or(Ok(()), |cache| register(&ring, cache));
+        let note = note(flavour, registration.as_ref().err());
+        let registered = cache.filter(|_| registration.is_ok());
+        Ok((Self::assemble(ring, finished, registered.cloned()), note))
     }
 
-    fn assemble(
-        cache: &Arc<BlockCache>,
-        (ring, finished, flavour): (IoUring, Notifier, Flavour),
-        registration: io::Result<()>,
-    ) -> Self {
+    fn assemble(ring: IoUring, finished: Notifier, registered: Option<Arc<BlockCache>>) -> Self {
         Self {
             ring,
-            cache: Arc::clone(cache),
             flights: (0..DEPTH).map(|_| None).collect(),
             vacant: (0..DEPTH).rev().collect(),
-            depth: Depth::default(),
             finished,
             poller: CompletionPoller::default(),
-            deferred: flavour == Flavour::Deferred,
-            registration,
-            _one_thread: PhantomData,
+            registered,
+            one_thread: PhantomData,
         }
     }
 
-    /// Whether completions run only when this thread enters the kernel for them, which costs least.
-    pub fn is_deferred(&self) -> bool {
-        self.deferred
-    }
-
-    /// For the log: what this ring lacks.
-    pub(super) fn note(&self) -> Option<String> {
-        let defer = (!self.deferred).then(|| "deferred completions are not available".to_owned());
-        let fixed = self.registration.as_ref().err().map(|error| {
-            format!(
-                "the cache's memory is not registered ({error}; raise RLIMIT_MEMLOCK), reads pin it each time"
-            )
-        });
-        match (defer, fixed) {
-            (None, None) => None,
-            (a, b) => Some([a, b].into_iter().flatten().collect::<Vec<_>>().join("; ")),
-        }
-    }
-
-    /// Queues the next system call of the read in `slot`. The submission queue has room: it is as long as the
-    /// number of slots, and each slot has at most one call queued or running.
+    /// Queues the next system call of the transfer in `slot`. The submission queue has room: it is as long as
+    /// the number of slots, and each slot has at most one call queued or running.
     fn queue(&mut self, slot: usize) {
-        let Some(flight) = self.flights[slot].as_mut() else { return };
-        let next = flight.transfer.next(&flight.read.file);
-        let dst = &mut flight.read.dst;
-        // SAFETY: Transfer keeps at + len within the buffer's capacity.
-        let start = unsafe { dst.as_mut_ptr_whole().add(next.at) };
-        // A buffer is at most a BLOCK long.
-        let len = u32::try_from(next.len).unwrap_or(0);
-        let fd = types::Fd(next.file.as_raw_fd());
-        let fixed = self.registration.is_ok() && Arc::ptr_eq(dst.home(), &self.cache);
-        let entry = if fixed {
-            let piece = (start.addr() - self.cache.pool().base().addr()) / PIECE;
-            let piece = u16::try_from(piece).unwrap_or(u16::MAX);
-            opcode::ReadFixed::new(fd, start, len, piece).offset(next.offset).build()
-        } else {
-            opcode::Read::new(fd, start, len).offset(next.offset).build()
+        let Some(flight) = self.flights[slot].as_ref() else { return };
+        let Call { fd, direction, offset, start, len } = flight.next();
+        // More than any transfer has: the kernel does less, and the transfer is continued.
+        let len = u32::try_from(len).unwrap_or(1 << 30);
+        let fd = types::Fd(fd);
+        let pool = self.registered.as_ref().map(|cache| cache.pool());
+        let at =
+            pool.and_then(|pool| start.addr().checked_sub(pool.base().addr()).filter(|at| *at < pool.len()));
+        let entry = match (direction, at) {
+            (Direction::Write, _) => opcode::Write::new(fd, start, len).offset(offset).build(),
+            (Direction::Read, None) => opcode::Read::new(fd, start, len).offset(offset).build(),
+            (Direction::Read, Some(at)) => {
+                let piece = u16::try_from(at / PIECE).unwrap_or(u16::MAX);
+                opcode::ReadFixed::new(fd, start, len, piece).offset(offset).build()
+            }
         };
-        // SAFETY: the slot in `flights` owns the buffer and the file, and it outlives the read (see Drop).
-        unsafe { push(&mut self.ring, &entry.user_data(slot as u64)) };
+        // Kernel threads copy what the page cache has, in parallel.
+        let flags = if flight.is_cached { squeue::Flags::ASYNC } else { squeue::Flags::empty() };
+        // SAFETY: `Flight::new` has checked that the bytes lie in the memory. The slot in `flights` owns the
+        // memory and the file until the call is over (see Drop).
+        unsafe { push(&mut self.ring, &entry.flags(flags).user_data(slot as u64)) };
     }
 
-    /// Takes completions from the ring, and queues reads again that are not over yet.
-    fn collect(&mut self, done: &mut Vec<Done>) {
+    /// Takes completions from the ring, and queues transfers again that are not over yet.
+    fn collect(&mut self, done: &mut Vec<Done<M>>) {
         loop {
             let Some(completion) = self.ring.completion().next() else { return };
             let Ok(slot) = usize::try_from(completion.user_data()) else { continue };
             let Some(flight) = self.flights.get_mut(slot).and_then(Option::as_mut) else { continue };
             let got = usize::try_from(completion.result())
                 .map_err(|_| io::Error::from_raw_os_error(-completion.result()));
-            match flight.transfer.step(&flight.read.file, got) {
+            match flight.step(got) {
                 Step::Again => self.queue(slot),
                 Step::Finished(result) => {
                     let Some(flight) = self.flights[slot].take() else { continue };
                     self.vacant.push(slot);
-                    self.depth.leave(&flight.read.dst);
-                    done.push(flight.done(result, self.cache.metrics()));
+                    done.push(flight.done(result));
                 }
             }
         }
     }
 }
 
-impl Engine for Uring {
-    fn submit(&mut self, read: Read) -> Result<(), Read> {
-        let metrics: &Metrics = self.cache.metrics();
-        if !self.depth.enter(&read.dst, metrics) {
-            return Err(read);
-        }
-        let Some(slot) = self.vacant.pop() else {
-            // Not reached: the number of slots is the sum of both depths.
-            self.depth.leave(&read.dst);
-            return Err(read);
-        };
-        self.flights[slot] = Some(Flight::new(read));
+impl<M: Memory> Backend<M> for Uring<M> {
+    fn start(&mut self, flight: Flight<M>) {
+        let Some(slot) = self.vacant.pop() else { unreachable!("the engine keeps to {DEPTH} transfers") };
+        self.flights[slot] = Some(flight);
         self.queue(slot);
-        Ok(())
     }
 
     fn flush(&mut self) {
         flush(&mut self.ring);
     }
 
-    fn reap(&mut self, done: &mut Vec<Done>) {
-        // It ends: each round takes a completion, and every read has a bounded number of them.
-        while self.poller.look(&mut self.ring, &self.finished, self.depth.total()) {
+    fn reap(&mut self, done: &mut Vec<Done<M>>) {
+        // It ends: each round takes a completion, and every transfer has a bounded number of them.
+        while self.poller.look(&mut self.ring, &self.finished, DEPTH - self.vacant.len()) {
             self.collect(done);
         }
     }
 
-    fn poll_fd(&self) -> Option<RawFd> {
-        Some(self.finished.as_raw_fd())
-    }
-
-    fn in_flight(&self) -> usize {
-        self.depth.total()
+    fn event(&self) -> Option<&Notifier> {
+        Some(&self.finished)
     }
 
     fn patience(&self) -> Duration {
-        self.poller.patience(self.in_flight())
+        self.poller.patience(DEPTH - self.vacant.len())
     }
 }
 
-impl Drop for Uring {
+impl<M: Memory> Drop for Uring<M> {
     fn drop(&mut self) {
-        // The kernel may still be writing to the buffers: they must outlive its reads.
+        // The kernel may still be writing to the memory, which must outlive its reads.
         let give_up = Instant::now() + DROP_PATIENCE;
         let mut done = Vec::new();
-        while self.depth.total() > 0 && Instant::now() < give_up {
+        while self.vacant.len() < DEPTH && Instant::now() < give_up {
             self.reap(&mut done);
             done.clear();
-            if self.depth.total() > 0 {
+            if self.vacant.len() < DEPTH {
                 wait_readable(self.finished.as_raw_fd(), Duration::from_millis(100));
             }
         }
         for flight in self.flights.iter_mut().filter_map(Option::take) {
-            // The storage does not answer: losing a buffer is better than a write to it after its reuse.
-            std::mem::forget(flight);
+            // The storage does not answer: losing memory is better than a write to it after its reuse.
+            flight.leak();
         }
     }
 }
 
-impl std::fmt::Debug for Uring {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Uring")
-            .field("depth", &self.depth)
-            .field("deferred", &self.deferred)
-            .field("registration", &self.registration)
-            .finish_non_exhaustive()
-    }
+/// For the log: what a ring lacks.
+fn note(flavour: Flavour, not_registered: Option<&io::Error>) -> Option<String> {
+    let defer = (flavour != Flavour::Deferred).then(|| "deferred completions are not available".to_owned());
+    let fixed = not_registered.map(|error| {
+        format!(
+            "the cache's memory is not registered ({error}; raise RLIMIT_MEMLOCK), reads pin it each time"
+        )
+    });
+    let parts: Vec<String> = [defer, fixed].into_iter().flatten().collect();
+    (!parts.is_empty()).then(|| parts.join("; "))
 }
 
 /// Registers the whole pool, so that reads need not find its pages each time.
@@ -233,108 +209,4 @@ fn register(ring: &IoUring, cache: &BlockCache) -> io::Result<()> {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::ring::testing::{Flag, ends};
-    use crate::ring::{TRUST_FLAG_FOR, build_as};
-    use crate::{Acquire, PagesFile, ReadMode};
-    use rewake_process::Notifier;
-    use std::io::Write;
-
-    /// Returns every kind of ring that older or stricter kernels allow.
-    fn all_kinds(cache: &Arc<BlockCache>) -> Vec<Uring> {
-        let mut kinds = Vec::new();
-        for flavour in [Flavour::Deferred, Flavour::Cooperative, Flavour::Plain] {
-            for registered in [true, false] {
-                let (ring, finished) = build_as(flavour, DEPTH).expect("this kernel has every kind of ring");
-                let refusal = || Err(io::Error::from_raw_os_error(libc::ENOMEM));
-                let registration = if registered { register(&ring, cache) } else { refusal() };
-                kinds.push(Uring::assemble(cache, (ring, finished, flavour), registration));
-            }
-        }
-        kinds
-    }
-
-    #[test]
-    fn every_kind_of_ring_reads_the_same_bytes_and_wakes_its_poller() {
-        let mut temp = tempfile::NamedTempFile::new().unwrap();
-        let content: Vec<u8> = (0..4 * BLOCK).map(|i| u8::try_from(i % 251).unwrap()).collect();
-        temp.write_all(&content).unwrap();
-        temp.as_file().sync_all().unwrap();
-        let file = PagesFile::open(temp.path()).unwrap();
-        let cache = BlockCache::new(8 * BLOCK).unwrap();
-        let notifier = Notifier::new().unwrap();
-        for mut ring in all_kinds(&cache) {
-            for how in [ReadMode::Direct, ReadMode::Buffered] {
-                let Acquire::Load(mut guard) = cache.acquire(&file, 2, &notifier) else {
-                    panic!("not a load")
-                };
-                let dst = guard.take_slice().unwrap();
-                let read = Read { ticket: 7, file: Arc::clone(&file), offset: guard.offset(), dst, how };
-                ring.submit(read).unwrap();
-                ring.flush();
-                let mut done = Vec::new();
-                while done.is_empty() {
-                    let readable = wait_readable(ring.poll_fd().unwrap(), Duration::from_secs(60));
-                    assert!(readable, "{ring:?} did not become readable");
-                    ring.reap(&mut done);
-                }
-                let over = done.pop().unwrap();
-                over.result.unwrap();
-                let block = guard.publish(over.dst);
-                assert!(*block == content[2 * BLOCK..3 * BLOCK], "{ring:?} {how:?}: wrong bytes");
-                block.discard();
-            }
-        }
-    }
-
-    #[test]
-    fn a_flag_without_completion_is_checked_once() {
-        ends(|| {
-            let cache = BlockCache::new(8 * BLOCK).unwrap();
-            let mut ring = all_kinds(&cache).swap_remove(0);
-            assert!(ring.is_deferred());
-            Flag::of(&ring.ring).keep_set_during(|| ring.reap(&mut Vec::new()));
-            assert_eq!(ring.patience(), Duration::MAX, "nothing is in flight");
-        });
-    }
-
-    #[test]
-    fn a_completed_read_without_the_flag_is_found() {
-        let temp = tempfile::NamedTempFile::new_in(env!("CARGO_MANIFEST_DIR")).unwrap();
-        // Not a hole, which would be read at once.
-        temp.as_file().write_all(&[1; BLOCK]).unwrap();
-        temp.as_file().sync_all().unwrap();
-        let (file, cache) = (PagesFile::open(temp.path()).unwrap(), BlockCache::new(8 * BLOCK).unwrap());
-        let mut ring = all_kinds(&cache).swap_remove(0);
-        let Acquire::Load(mut guard) = cache.acquire(&file, 0, &Notifier::new().unwrap()) else {
-            panic!("not a load")
-        };
-        let (dst, how) = (guard.take_slice().unwrap(), ReadMode::Direct);
-        ring.submit(Read { ticket: 7, file: Arc::clone(&file), offset: 0, dst, how }).unwrap();
-        ring.flush();
-        assert!(wait_readable(ring.poll_fd().unwrap(), Duration::from_secs(60)));
-        ring.finished.drain();
-        Flag::of(&ring.ring).clear();
-        let (mut done, start) = (Vec::new(), Instant::now());
-        while done.is_empty() {
-            let patience = ring.patience();
-            assert!(
-                patience <= TRUST_FLAG_FOR && start.elapsed() < Duration::from_secs(10),
-                "the completion is not found"
-            );
-            wait_readable(ring.poll_fd().unwrap(), patience);
-            ring.reap(&mut done);
-        }
-        assert_eq!(ring.patience(), Duration::MAX);
-    }
-
-    #[test]
-    fn the_note_names_what_a_ring_lacks_and_the_remedy() {
-        let cache = BlockCache::new(8 * BLOCK).unwrap();
-        let kinds = all_kinds(&cache);
-        assert_eq!(kinds[0].note(), None);
-        assert!(kinds[1].note().unwrap().contains("RLIMIT_MEMLOCK"));
-        assert!(kinds[2].note().unwrap().contains("deferred"));
-    }
-}
+mod tests;

@@ -9,21 +9,21 @@ fn budget(reactors: usize) -> IoBudget {
     IoBudget::new((0..reactors).map(|_| Notifier::new().unwrap()).collect()).unwrap()
 }
 
-/// Begins reads of so many bytes until no more are allowed; returns their permits.
-fn begin_all(budget: &IoBudget, lane: Lane, bytes: usize, now: Instant) -> Vec<Permit> {
-    let mut permit = Vec::new();
-    while budget.allows_at(lane, bytes, now) && permit.len() < 1000 {
-        permit.push(budget.begin(lane, bytes));
+/// Begins reads of so many bytes until no more are allowed; returns them.
+fn begin_all(budget: &IoBudget, lane: Lane, bytes: usize, now: Instant) -> Vec<BackgroundRead> {
+    let mut reads = Vec::new();
+    while budget.allows_at(lane, bytes, now) && reads.len() < 1000 {
+        reads.push(budget.begin_at(lane, bytes, Instant::now()));
     }
-    permit
+    reads
 }
 
 #[test]
 fn without_waits_every_reactor_reads_ahead() {
     let budget = budget(2);
-    let permit = begin_all(&budget, Lane::Cpus, PIECE, Instant::now());
-    assert_eq!(permit.len(), 2 * QUIET_PIECES);
-    permit.into_iter().for_each(|permit| budget.end(permit));
+    let read = begin_all(&budget, Lane::Cpus, PIECE, Instant::now());
+    assert_eq!(read.len(), 2 * QUIET_PIECES);
+    read.into_iter().for_each(|read| budget.end_at(read, Instant::now()));
     assert!(budget.allows(Lane::Cpus, PIECE));
 }
 
@@ -43,7 +43,7 @@ fn while_threads_wait_for_a_slow_disk_one_piece_is_in_flight() {
 fn the_disk_is_busy_while_a_thread_waits_for_a_read() {
     let budget = Arc::new(budget(2));
     budget.block.store(250_000, Ordering::Relaxed);
-    let waiting = [budget.wait(), budget.wait()];
+    let waiting = [budget.demand(), budget.demand()];
     let later = || Instant::now() + 100 * QUIET_AFTER;
     assert_eq!(begin_all(&budget, Lane::Gpus, PIECE, later()).len(), 1);
     let [first, second] = waiting;
@@ -71,9 +71,9 @@ fn while_threads_wait_each_lane_gets_its_turn() {
     budget.note_demand_at(now);
     for _ in 0..6 {
         assert!(budget.allows_at(lane, PIECE, now));
-        let permit = budget.begin(lane, PIECE);
+        let read = budget.begin_at(lane, PIECE, Instant::now());
         assert!(!budget.allows_at(lane.other(), PIECE, now), "one piece in all");
-        budget.end_at(permit, now);
+        budget.end_at(read, now);
         assert!(!budget.allows_at(lane, PIECE, now), "it is the other lane's turn");
         turns.push(lane);
         lane = lane.other();
@@ -90,11 +90,11 @@ fn ahead(budget: &IoBudget, bytes: usize, first: Duration, chunk: Duration) -> u
     for _ in 0..200 {
         while budget.allows_at(Lane::Gpus, bytes, now) && in_flight.len() < 64 {
             disk = disk.max(now) + chunk;
-            in_flight.push_back((Permit { at: now, ..budget.begin(Lane::Gpus, bytes) }, disk + first));
+            in_flight.push_back((budget.begin_at(Lane::Gpus, bytes, now), disk + first));
         }
-        let (permit, end) = in_flight.pop_front().unwrap();
+        let (read, end) = in_flight.pop_front().unwrap();
         now = end;
-        budget.end_at(permit, now);
+        budget.end_at(read, now);
     }
     in_flight.len() + 1
 }
@@ -127,7 +127,7 @@ struct Disk {
     budget: IoBudget,
     now: Instant,
     free: Instant,
-    in_flight: Vec<(Permit, Instant)>,
+    in_flight: Vec<(BackgroundRead, Instant)>,
 }
 
 impl Disk {
@@ -141,8 +141,8 @@ impl Disk {
     fn begin(&mut self, chunk: Duration, mut far: impl FnMut() -> Duration) {
         while self.budget.allows_at(Lane::Gpus, CHUNK, self.now) {
             self.free = self.free.max(self.now) + chunk;
-            let permit = Permit { at: self.now, ..self.budget.begin(Lane::Gpus, CHUNK) };
-            self.in_flight.push((permit, self.free + far()));
+            let read = self.budget.begin_at(Lane::Gpus, CHUNK, self.now);
+            self.in_flight.push((read, self.free + far()));
         }
     }
 
@@ -152,18 +152,18 @@ impl Disk {
         for _ in 0..chunks {
             self.begin(chunk, &mut far);
             let next = (0..self.in_flight.len()).min_by_key(|n| self.in_flight[*n].1).unwrap();
-            let (permit, end) = self.in_flight.remove(next);
+            let (read, end) = self.in_flight.remove(next);
             self.now = end;
-            self.budget.end_at(permit, end);
+            self.budget.end_at(read, end);
         }
         (self.now - start).as_secs_f64() / (chunks * chunk).as_secs_f64()
     }
 
     /// Ends all reads, and begins none.
     fn pause(&mut self) {
-        for (permit, end) in self.in_flight.drain(..) {
+        for (read, end) in self.in_flight.drain(..) {
             self.now = self.now.max(end);
-            self.budget.end_at(permit, end);
+            self.budget.end_at(read, end);
         }
     }
 
@@ -285,7 +285,7 @@ fn the_time_of_a_block_is_its_share_of_the_reads_in_flight() {
     let at = Instant::now();
     let lane = Lane::Cpus;
     budget.reading[lane as usize].store(4 * BLOCK, Ordering::Relaxed);
-    budget.end_at(Permit { lane, bytes: BLOCK, at, depth: 4 * BLOCK }, at + Duration::from_millis(8));
+    budget.end_at(BackgroundRead { lane, bytes: BLOCK, at, depth: 4 * BLOCK }, at + Duration::from_millis(8));
     let block = Duration::from_nanos(budget.block.load(Ordering::Relaxed));
     assert_eq!(block, Duration::from_millis(2));
 }

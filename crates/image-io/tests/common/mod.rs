@@ -4,11 +4,14 @@
 
 use std::io::Write;
 use std::os::fd::{AsRawFd, RawFd};
+use std::path::Path;
+use std::ptr::NonNull;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rewake_image_io::{
-    Acquire, BlockCache, BlockRef, Done, Engine, LoadGuard, PagesFile, Read, ReadError, ReadMode,
+    Acquire, BlockCache, BlockRef, BufferSlice, Class, Done, Engine, ImageFile, LoadGuard, Memory, Request,
+    TransferError,
 };
 use rewake_process::Notifier;
 use tempfile::NamedTempFile;
@@ -20,14 +23,21 @@ pub fn content(len: usize) -> Vec<u8> {
 }
 
 /// A file on disk with `content(len)`, written back so that it can be dropped from the page cache.
-pub fn pages(len: usize) -> (NamedTempFile, Arc<PagesFile>, Vec<u8>) {
+pub fn pages(len: usize) -> (NamedTempFile, Arc<ImageFile>, Vec<u8>) {
     let bytes = content(len);
     // Not in /tmp, which may be memory: that never gets cold, and is never read directly.
     let mut temp = NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     temp.write_all(&bytes).unwrap();
     temp.as_file().sync_all().unwrap();
-    let file = PagesFile::open(temp.path()).unwrap();
+    let file = open(temp.path());
     (temp, file, bytes)
+}
+
+/// Opens a file as a session does.
+pub fn open(path: &Path) -> Arc<ImageFile> {
+    let file = ImageFile::from_file(std::fs::File::open(path).unwrap(), path).unwrap();
+    file.join();
+    file
 }
 
 /// Has the kernel evict the file's pages.
@@ -53,21 +63,24 @@ pub fn readable(fd: RawFd, patience: Duration) -> bool {
 }
 
 /// Reaps until `count` reads are over. It waits for the engine's descriptor where it has one.
-pub fn finish(engine: &mut dyn Engine, count: usize) -> Vec<Done> {
+pub fn finish<M: Memory>(engine: &mut Engine<M>, count: usize) -> Vec<Done<M>> {
     engine.flush();
     let mut done = Vec::new();
     let start = Instant::now();
     while done.len() < count {
         assert!(start.elapsed() < Duration::from_secs(60), "{} of {count} reads are over", done.len());
-        if let Some(fd) = engine.poll_fd() {
-            assert!(readable(fd, Duration::from_secs(60)), "the engine's descriptor stays unreadable");
+        if let Some(fd) = engine.event() {
+            assert!(
+                readable(fd.as_raw_fd(), Duration::from_secs(60)),
+                "the engine's descriptor stays unreadable"
+            );
         }
         engine.reap(&mut done);
     }
     done
 }
 
-pub fn load(cache: &Arc<BlockCache>, file: &Arc<PagesFile>, block: u64, notifier: &Notifier) -> LoadGuard {
+pub fn load(cache: &Arc<BlockCache>, file: &Arc<ImageFile>, block: u64, notifier: &Notifier) -> LoadGuard {
     match cache.acquire(file, block, notifier) {
         Acquire::Load(guard) => guard,
         other => panic!("expected to load block {block}, got {other:?}"),
@@ -75,7 +88,7 @@ pub fn load(cache: &Arc<BlockCache>, file: &Arc<PagesFile>, block: u64, notifier
 }
 
 /// Loads a block on the calling thread and publishes it.
-pub fn fill(mut guard: LoadGuard, file: &PagesFile) -> BlockRef {
+pub fn fill(mut guard: LoadGuard, file: &ImageFile) -> BlockRef {
     let mut slice = guard.take_slice().unwrap();
     rewake_image_io::read_now(file, guard.offset(), &mut slice).unwrap();
     guard.publish(slice)
@@ -83,18 +96,51 @@ pub fn fill(mut guard: LoadGuard, file: &PagesFile) -> BlockRef {
 
 /// Reads `len` bytes with an engine, into a block buffer of `cache`.
 pub fn read_once(
-    engine: &mut dyn Engine,
+    engine: &mut Engine<BufferSlice>,
     cache: &Arc<BlockCache>,
-    file: &Arc<PagesFile>,
-    (offset, len, how): (u64, usize, ReadMode),
-) -> Result<Vec<u8>, ReadError> {
+    file: &Arc<ImageFile>,
+    (offset, len): (u64, usize),
+) -> Result<Vec<u8>, TransferError> {
     // A block number that no test uses, far beyond the file: its buffer is a whole block.
     let mut guard = load(cache, file, 1 << 40, &Notifier::new().unwrap());
-    let mut dst = guard.take_slice().unwrap();
-    dst.fill(0xEE);
-    dst.truncate(len);
-    engine.submit(Read { ticket: 1, file: Arc::clone(file), offset, dst, how }).unwrap();
+    let mut memory = guard.take_slice().unwrap();
+    memory.fill(0xEE);
+    memory.truncate(len);
+    engine.submit(Request::fill(1, file, offset, memory, Class::Background)).unwrap();
     let done = finish(engine, 1).pop().unwrap();
-    assert_eq!((done.ticket, done.dst.len(), engine.in_flight()), (1, len, 0));
-    done.result.map(|()| done.dst.to_vec())
+    assert_eq!((done.token, done.memory.len(), engine.in_flight()), (1, len, 0));
+    done.result.map(|()| done.memory.to_vec())
+}
+
+/// Pages of this process. Clones share them.
+#[derive(Debug, Clone)]
+pub struct Pages(Arc<memmap2::MmapRaw>);
+
+// SAFETY: the pages are mapped until the last clone is dropped, and never borrowed.
+unsafe impl Memory for Pages {
+    fn start(&self) -> NonNull<u8> {
+        NonNull::new(self.0.as_mut_ptr()).unwrap()
+    }
+
+    fn bytes(&self) -> usize {
+        self.0.len()
+    }
+}
+
+impl Pages {
+    pub fn new(bytes: usize) -> Self {
+        Self(Arc::new(memmap2::MmapOptions::new().len(bytes).map_anon().unwrap().into()))
+    }
+
+    pub fn put(&self, at: usize, bytes: &[u8]) {
+        assert!(at + bytes.len() <= self.bytes());
+        // SAFETY: the range lies in the mapping, and no transfer is in flight.
+        unsafe { self.start().as_ptr().add(at).copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
+    }
+
+    pub fn get(&self, at: usize, bytes: usize) -> Vec<u8> {
+        assert!(at + bytes <= self.bytes());
+        // SAFETY: as above.
+        unsafe { std::slice::from_raw_parts(self.start().as_ptr().add(at), bytes) }.to_vec()
+    }
 }

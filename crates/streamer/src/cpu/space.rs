@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use std::time::{Duration, Instant};
 
-use rewake_image_io::PagesFile;
+use rewake_image_io::ImageFile;
 use rewake_pager::{BlockIx, Locate, PAGE_SIZE, PageIx, ResidencyMap, Run};
 use rewake_uffd::{FillPort, Outcome, Stop, Uffd};
 use tracing::{info, warn};
@@ -35,7 +35,7 @@ pub struct AddressSpace {
     /// The userfaultfd of its process.
     pub uffd: Uffd,
     /// Files that the plan's extents name by index.
-    pub files: Arc<Vec<Arc<PagesFile>>>,
+    pub files: Arc<Vec<Arc<ImageFile>>>,
     /// Index of the reactor that reads its events.
     pub home: usize,
     layout: RwLock<ResidencyMap>,
@@ -75,7 +75,7 @@ impl AddressSpace {
         counts: Arc<TaskStats>,
         slot: &'static SpaceSlot,
         uffd: Uffd,
-        files: Arc<Vec<Arc<PagesFile>>>,
+        files: Arc<Vec<Arc<ImageFile>>>,
         space: ResidencyMap,
         home: usize,
     ) -> Self {

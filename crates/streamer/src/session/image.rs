@@ -17,7 +17,7 @@ use std::sync::Arc;
 
 use anyhow::Context as _;
 use rewake_criu_images::Digest;
-use rewake_image_io::PagesFile;
+use rewake_image_io::ImageFile;
 use rewake_pager::Plan;
 use tokio::sync::oneshot;
 
@@ -29,7 +29,7 @@ pub struct TaskPlan {
     /// The missing pages.
     pub plan: Arc<Plan>,
     /// The files that the plan's extents name by index.
-    pub files: Arc<Vec<Arc<PagesFile>>>,
+    pub files: Arc<Vec<Arc<ImageFile>>>,
     /// Addresses that are loaded before all others.
     pub first: Vec<Range<u64>>,
 }
@@ -40,7 +40,7 @@ pub struct Image {
     /// Tasks by the pid in the names of their images. None for those without memory (zombies).
     plans: BTreeMap<u32, Option<TaskPlan>>,
     /// The pages files of all tasks, each once.
-    files: Vec<Arc<PagesFile>>,
+    files: Vec<Arc<ImageFile>>,
     /// Device and inode of the image directory.
     directory: (u64, u64),
     digest: Digest,
@@ -79,7 +79,7 @@ impl Image {
     }
 
     /// Returns the pages files of all tasks.
-    pub(crate) fn files(&self) -> &[Arc<PagesFile>] {
+    pub(crate) fn files(&self) -> &[Arc<ImageFile>] {
         &self.files
     }
 

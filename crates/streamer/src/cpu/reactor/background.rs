@@ -3,8 +3,10 @@
 
 use std::sync::Arc;
 
-use rewake_image_io::io_budget::{Lane, PIECE, Permit};
-use rewake_image_io::{Acquire, BLOCK, BlockRef, BufferSlice, Done, LoadGuard, PagesFile, Read, read_now};
+use rewake_image_io::io_budget::PIECE;
+use rewake_image_io::{
+    Acquire, BLOCK, BlockRef, BufferSlice, Class, Done, ImageFile, LoadGuard, Request, read_now,
+};
 use rewake_pager::{BlockIx, Finish, PageIx};
 
 use super::Reactor;
@@ -57,8 +59,6 @@ pub(super) struct Claim {
 pub(super) struct Load {
     claim: Claim,
     guard: LoadGuard,
-    /// None for a demand load, which the budget of background reads does not count.
-    permit: Option<Permit>,
 }
 
 /// A block whose bytes are in a buffer or in the page cache.
@@ -116,7 +116,7 @@ impl Reactor {
             // Only reads from the disk use the budget.
             let first_only = self.shared.budget.holds_background();
             let needs_disk = self.cold && self.spaces.iter().any(|space| has_work(space, first_only));
-            self.held_back = needs_disk && !self.shared.budget.allows(Lane::Cpus, PIECE);
+            self.held_back = needs_disk && !self.engine.allows(PIECE);
             if self.held_back || !self.claim_batch() {
                 break;
             }
@@ -187,7 +187,7 @@ impl Reactor {
             }
             Acquire::Load(mut guard) => {
                 let Some(buffer) = guard.take_slice() else { unreachable!("a fresh guard has its buffer") };
-                return self.read_block(claim, &file, guard, buffer, None);
+                return self.read_block(claim, &file, guard, buffer, Class::Demand);
             }
             Acquire::Pending => self.waiting.push(claim),
             Acquire::Full => {
@@ -219,7 +219,7 @@ impl Reactor {
         true
     }
 
-    fn load(&mut self, claim: Claim, file: &Arc<PagesFile>, first: PageIx, mut guard: LoadGuard) {
+    fn load(&mut self, claim: Claim, file: &Arc<ImageFile>, first: PageIx, mut guard: LoadGuard) {
         let Some(buffer) = guard.take_slice() else { unreachable!("a fresh guard has its buffer") };
         let offset = guard.offset();
         self.cold = !file.is_cached(offset, buffer.len());
@@ -228,33 +228,26 @@ impl Reactor {
             self.ready.push_back(Work { claim, next: first, bytes });
             return;
         }
-        let permit = self.shared.budget.begin(Lane::Cpus, buffer.len());
-        self.read_block(claim, file, guard, buffer, Some(permit));
+        self.read_block(claim, file, guard, buffer, Class::Background);
     }
 
-    /// Starts to read a block from the disk. Returns false when the engine is full: the block is claimed
-    /// again later.
+    /// Starts to read a block from the disk. Returns false when the engine or the budget has no room: the
+    /// block is claimed again later.
     fn read_block(
         &mut self,
         claim: Claim,
-        file: &Arc<PagesFile>,
+        file: &Arc<ImageFile>,
         guard: LoadGuard,
-        dst: BufferSlice,
-        permit: Option<Permit>,
+        buffer: BufferSlice,
+        class: Class,
     ) -> bool {
-        let offset = guard.offset();
-        let how = file.how(offset, dst.len());
         let entry = self.loads.vacant_entry();
-        let read = Read { ticket: entry.key() as u64, file: Arc::clone(file), offset, dst, how };
-        match self.engine.submit(read) {
-            Ok(()) => {
-                entry.insert(Load { claim, guard, permit });
+        match self.engine.submit(Request::fill(entry.key() as u64, file, guard.offset(), buffer, class)) {
+            Ok(_) => {
+                entry.insert(Load { claim, guard });
                 true
             }
-            Err(_full) => {
-                if let Some(permit) = permit {
-                    self.shared.budget.end(permit);
-                }
+            Err(_no_room) => {
                 claim.space.layout().release(claim.block, Finish::Retry);
                 false
             }
@@ -262,16 +255,12 @@ impl Reactor {
     }
 
     /// Handles a finished read of a block.
-    pub(super) fn block_read(&mut self, done: Done) {
-        let Ok(key) = usize::try_from(done.ticket) else { return };
-        let Some(Load { claim, guard, permit }) = self.loads.try_remove(key) else { return };
-        let on_demand = permit.is_none();
-        if let Some(permit) = permit {
-            self.shared.budget.end(permit);
-        }
+    pub(super) fn block_read(&mut self, done: Done<BufferSlice>) {
+        let Ok(key) = usize::try_from(done.token) else { return };
+        let Some(Load { claim, guard }) = self.loads.try_remove(key) else { return };
         match done.result {
             Ok(()) => {
-                self.enqueue(claim, guard, done.dst, on_demand);
+                self.enqueue(claim, guard, done.memory, done.class == Class::Demand);
                 self.retry_blocked();
             }
             Err(error) => {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
-use rewake_image_io::{Acquire, BLOCK, Done, PagesFile, Read, read_now};
+use rewake_image_io::{Acquire, BLOCK, BufferSlice, Class, Done, ImageFile, Request, read_now};
 use rewake_pager::{Locate, PAGE_SIZE, Place};
 
 use super::Reactor;
@@ -32,8 +32,8 @@ enum Bytes {
     OnDisk,
 }
 
-/// The bit that marks tickets of demand reads. The other bits are the index of the [`Demand`].
-pub(super) const DEMAND_TICKET: u64 = 1 << 63;
+/// The bit that marks tokens of demand reads. The other bits are the index of the [`Demand`].
+pub(super) const DEMAND_TOKEN: u64 = 1 << 63;
 
 impl Reactor {
     /// Serves a page fault at once if its bytes are in memory. Otherwise reads its block from the disk, ahead
@@ -71,7 +71,6 @@ impl Reactor {
             Bytes::InFlight => self.blocked.push(demand),
             Bytes::OnDisk => {
                 drop(layout);
-                self.shared.budget.note_demand();
                 if self.demand_load(&space, place.block) {
                     self.blocked.push(demand);
                 } else {
@@ -82,7 +81,7 @@ impl Reactor {
     }
 
     /// Copies the page's bytes into `self.page` if they are in the page cache or in the block cache.
-    fn bytes_at_hand(&mut self, file: &Arc<PagesFile>, place: Place) -> Bytes {
+    fn bytes_at_hand(&mut self, file: &Arc<ImageFile>, place: Place) -> Bytes {
         // A read error is reported by the read that follows.
         if file.is_cached(place.file_offset, self.page.len())
             && read_now(file, place.file_offset, &mut self.page[..]).is_ok()
@@ -103,7 +102,7 @@ impl Reactor {
         }
     }
 
-    fn read_page(&mut self, mut demand: Demand, file: &Arc<PagesFile>, place: Place) {
+    fn read_page(&mut self, mut demand: Demand, file: &Arc<ImageFile>, place: Place) {
         let page = Some((place.file, place.file_offset));
         let same = |other: &Demand| {
             other.reading == page
@@ -113,16 +112,14 @@ impl Reactor {
         if self.demands.iter().any(|(_, other)| same(other)) {
             return; // a read is in flight; its fill wakes every thread that waits for the page
         }
-        let Some(dst) = self.shared.cache.demand_buffer() else {
+        let Some(buffer) = self.shared.cache.demand_buffer() else {
             self.deferred.push(demand);
             return;
         };
         let entry = self.demands.vacant_entry();
-        let ticket = DEMAND_TICKET | entry.key() as u64;
-        let how = file.how(place.file_offset, dst.len());
-        let read = Read { ticket, file: Arc::clone(file), offset: place.file_offset, dst, how };
-        match self.engine.submit(read) {
-            Ok(()) => {
+        let token = DEMAND_TOKEN | entry.key() as u64;
+        match self.engine.submit(Request::fill(token, file, place.file_offset, buffer, Class::Demand)) {
+            Ok(_) => {
                 demand.reading = page;
                 entry.insert(demand);
             }
@@ -131,8 +128,8 @@ impl Reactor {
     }
 
     /// Handles a finished demand read.
-    pub(super) fn page_read(&mut self, done: Done) {
-        let Ok(key) = usize::try_from(done.ticket & !DEMAND_TICKET) else { return };
+    pub(super) fn page_read(&mut self, done: Done<BufferSlice>) {
+        let Ok(key) = usize::try_from(done.token & !DEMAND_TOKEN) else { return };
         let Some(demand) = self.demands.try_remove(key) else { return };
         if let Err(error) = done.result {
             demand.space.session.fail(&error.to_string());
@@ -151,7 +148,7 @@ impl Reactor {
             drop(layout);
             return self.serve(demand);
         };
-        let filled = space.fill_demand(&layout, demand.address, Some(place.page), Some(&done.dst));
+        let filled = space.fill_demand(&layout, demand.address, Some(place.page), Some(&done.memory));
         drop(layout);
         self.served(demand, filled);
     }

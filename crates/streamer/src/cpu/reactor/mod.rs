@@ -14,9 +14,10 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
 use background::{Claim, Load, Step, Work};
-use demand::{DEMAND_TICKET, Demand};
+use demand::{DEMAND_TOKEN, Demand};
 use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
-use rewake_image_io::{Done, Engine, PAGE};
+use rewake_image_io::io_budget::Lane;
+use rewake_image_io::{BufferSlice, Done, Engine, PAGE};
 use rewake_pager::Run;
 use rewake_process::Notifier;
 use slab::Slab;
@@ -53,7 +54,7 @@ const FIRST_HOME: u64 = 2;
 pub(super) struct Reactor {
     index: usize,
     shared: Arc<Shared>,
-    engine: Box<dyn Engine>,
+    engine: Engine<BufferSlice>,
     waker: Notifier,
     epoll: Epoll,
     homes: Slab<UffdReader>,
@@ -84,7 +85,7 @@ pub(super) struct Reactor {
     unended: bool,
     /// Whether events of some address space wait for room.
     crowded: bool,
-    done: Vec<Done>,
+    done: Vec<Done<BufferSlice>>,
 }
 
 pub(super) fn run(index: usize, shared: Arc<Shared>) {
@@ -105,8 +106,9 @@ impl Reactor {
         if let Err(error) = sys::short_time_slice() {
             debug!(%error, "no short time slice");
         }
-        let best = rewake_image_io::default_engine(&shared.cache)?;
-        if let Some(note) = best.note.filter(|_| index == 0) {
+        let budget = (Arc::clone(&shared.budget), Lane::Cpus);
+        let engine = Engine::new(Some(&shared.cache), Some(budget))?;
+        if let Some(note) = engine.note().filter(|_| index == 0) {
             info!("{note}");
         }
         let epoll = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC).context("making an epoll")?;
@@ -114,7 +116,7 @@ impl Reactor {
         let reactor = Self {
             index,
             shared,
-            engine: best.engine,
+            engine,
             waker,
             epoll,
             homes: Slab::new(),
@@ -141,8 +143,8 @@ impl Reactor {
             done: Vec::new(),
         };
         reactor.watch(reactor.waker.as_raw_fd(), WAKER)?;
-        if let Some(fd) = reactor.engine.poll_fd() {
-            reactor.watch(fd, ENGINE)?;
+        if let Some(event) = reactor.engine.event() {
+            reactor.watch(event.as_raw_fd(), ENGINE)?;
         }
         Ok(reactor)
     }
@@ -369,11 +371,11 @@ impl Reactor {
         if self.engine.in_flight() == 0 && !self.engine_ready {
             return;
         }
-        let mut done: Vec<Done> = std::mem::take(&mut self.done);
+        let mut done = std::mem::take(&mut self.done);
         self.engine.reap(&mut done);
-        done.sort_by_key(|done| done.ticket & DEMAND_TICKET == 0);
+        done.sort_by_key(|done| done.token & DEMAND_TOKEN == 0);
         for done in done.drain(..) {
-            if done.ticket & DEMAND_TICKET == 0 { self.block_read(done) } else { self.page_read(done) }
+            if done.token & DEMAND_TOKEN == 0 { self.block_read(done) } else { self.page_read(done) }
         }
         self.done = done;
     }

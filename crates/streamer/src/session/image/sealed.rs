@@ -30,7 +30,7 @@ use anyhow::{Context as _, bail, ensure};
 use nix::fcntl::{FcntlArg, SealFlag, fcntl};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use rewake_criu_images::{Digest, MAX_TASKS};
-use rewake_image_io::{FileKey, FileState, PagesFile};
+use rewake_image_io::{FileKey, FileState, ImageFile};
 use rewake_pager::{Extent, PAGE_SIZE, Plan};
 
 use super::draft::{Draft, DraftTask};
@@ -250,7 +250,7 @@ impl Input<'_> {
         Ok(image)
     }
 
-    fn file(&mut self, descriptor: OwnedFd) -> anyhow::Result<Arc<PagesFile>> {
+    fn file(&mut self, descriptor: OwnedFd) -> anyhow::Result<Arc<ImageFile>> {
         let [dev, ino, len] = [self.u64()?, self.u64()?, self.u64()?];
         let mut time = || anyhow::Ok((self.u64()?.cast_signed(), self.u64()?.cast_signed()));
         let (mtime, ctime) = (time()?, time()?);
@@ -258,10 +258,10 @@ impl Input<'_> {
         let (mode, owner) = (self.u32()?, (self.u32()?, self.u32()?));
         let (name, path) = (self.text()?, PathBuf::from(self.text()?));
         let state = FileState { key: FileKey { dev, ino, len, mtime, ctime }, links, mode, owner, name };
-        Ok(PagesFile::inherit(File::from(descriptor), path, state)?)
+        Ok(ImageFile::inherit(File::from(descriptor), path, state)?)
     }
 
-    fn task(&mut self, all: &[Arc<PagesFile>]) -> anyhow::Result<TaskPlan> {
+    fn task(&mut self, all: &[Arc<ImageFile>]) -> anyhow::Result<TaskPlan> {
         let count = u64::from(self.u32()?);
         self.has_room(count, INDEX)?;
         let mut files = Vec::new();
@@ -288,7 +288,7 @@ impl Input<'_> {
         Ok(TaskPlan { plan, files: Arc::new(files), first })
     }
 
-    fn extent(&mut self, files: &[Arc<PagesFile>]) -> anyhow::Result<Extent> {
+    fn extent(&mut self, files: &[Arc<ImageFile>]) -> anyhow::Result<Extent> {
         let [target, file_offset, pages] = [self.u64()?, self.u64()?, self.u64()?];
         let extent = Extent { target, file: self.u32()?, file_offset, pages };
         let file =

@@ -197,7 +197,7 @@ pub(crate) mod testing {
     use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
     use super::*;
-    use crate::PAGE;
+    use crate::units::PAGE;
 
     /// `IORING_SQ_TASKRUN` of `sq_flags`, `IORING_OFF_SQ_RING`, and the place of `sq_off.flags` in `struct
     /// io_uring_params` (`include/uapi/linux/io_uring.h`).

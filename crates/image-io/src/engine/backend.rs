@@ -1,0 +1,134 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The interface between an engine and what carries its transfers out.
+
+use std::io;
+use std::os::fd::{AsRawFd as _, RawFd};
+use std::time::Duration;
+
+use rewake_process::Notifier;
+
+use super::request::{Class, Direction, Done, Request};
+use super::transfer::{Next, Step, Transfer};
+use crate::error::TransferError;
+use crate::file::ReadMode;
+use crate::io_budget::Permit;
+use crate::memory::Memory;
+use crate::units::PAGE;
+
+/// Transfers in flight in one engine: several times an NVMe drive's bandwidth times its latency (7 GB/s x
+/// 0.2 ms = 1.4 MB), also where each has a block only.
+pub const DEPTH: usize = 144;
+
+/// Carries transfers out, at most [`DEPTH`] at a time.
+pub(super) trait Backend<M: Memory> {
+    /// Starts a transfer, at the next `flush` or `reap` at the latest.
+    fn start(&mut self, flight: Flight<M>);
+
+    /// Starts queued transfers, without waiting for them.
+    fn flush(&mut self) {}
+
+    /// Appends the transfers that are over, without waiting.
+    fn reap(&mut self, done: &mut Vec<Done<M>>);
+
+    /// Readable when `reap` has work. None: call `reap` again and again while transfers are in flight.
+    fn event(&self) -> Option<&Notifier>;
+
+    /// How long to wait for `event` at most.
+    fn patience(&self) -> Duration {
+        Duration::MAX
+    }
+}
+
+/// A transfer in flight.
+#[derive(Debug)]
+pub(super) struct Flight<M> {
+    request: Request<M>,
+    transfer: Transfer,
+    /// The page cache has the bytes.
+    pub(super) is_cached: bool,
+    permit: Option<Permit>,
+}
+
+/// One system call of a transfer.
+#[derive(Debug)]
+pub(super) struct Call {
+    pub(super) fd: RawFd,
+    pub(super) direction: Direction,
+    pub(super) offset: u64,
+    /// The memory, which is valid for `len` bytes while the flight exists.
+    pub(super) start: *mut u8,
+    pub(super) len: usize,
+}
+
+impl<M: Memory> Flight<M> {
+    /// # Panics
+    /// The request exceeds its memory: a mistake of the program.
+    pub(super) fn new(request: Request<M>, mode: ReadMode, permit: Option<Permit>) -> Self {
+        let Request { direction, offset, at, bytes, needed, ref memory, .. } = request;
+        let inside = at.checked_add(bytes).is_some_and(|end| end <= memory.bytes());
+        assert!(inside && needed <= bytes, "{bytes} bytes at {at}, {needed} needed");
+        let direct = mode == ReadMode::Direct && at.is_multiple_of(PAGE);
+        let transfer = Transfer::new(direction, offset, bytes, needed, direct);
+        Self { request, transfer, is_cached: mode == ReadMode::Cached, permit }
+    }
+
+    /// Makes no direct calls from here on.
+    pub(super) fn use_page_cache(&mut self) {
+        self.transfer.direct = false;
+    }
+
+    pub(super) fn class(&self) -> Class {
+        self.request.class
+    }
+
+    /// Returns the next call.
+    pub(super) fn next(&self) -> Call {
+        let Next { file, offset, at, len } = self.transfer.next(&self.request.file);
+        let Request { direction, ref memory, at: first, .. } = self.request;
+        Call {
+            fd: file.as_raw_fd(),
+            direction,
+            offset,
+            start: memory.start().as_ptr().wrapping_add(first + at),
+            len,
+        }
+    }
+
+    /// Makes the next call on this thread, of at most `most` bytes.
+    pub(super) fn call(&self, most: usize) -> io::Result<usize> {
+        let Call { fd, direction, offset, start, len } = self.next();
+        let (len, offset) = (len.min(most), offset.cast_signed());
+        let got = match direction {
+            // SAFETY: `new` has checked that the bytes lie in the memory, which is writable and not borrowed.
+            Direction::Read => unsafe { libc::pread(fd, start.cast(), len, offset) },
+            // SAFETY: as above, and the memory is only read.
+            Direction::Write => unsafe { libc::pwrite(fd, start.cast(), len, offset) },
+        };
+        usize::try_from(got).map_err(|_| io::Error::last_os_error())
+    }
+
+    /// Makes the next call of a read, which must not wait for the disk.
+    pub(super) fn call_cached(&self) -> io::Result<usize> {
+        let Call { fd, offset, start, len, .. } = self.next();
+        let part = libc::iovec { iov_base: start.cast(), iov_len: len };
+        // SAFETY: `new` has checked that the bytes lie in the memory, which is writable and not borrowed.
+        let got = unsafe { libc::preadv2(fd, &raw const part, 1, offset.cast_signed(), libc::RWF_NOWAIT) };
+        usize::try_from(got).map_err(|_| io::Error::last_os_error())
+    }
+
+    /// Takes the result of a call.
+    pub(super) fn step(&mut self, got: io::Result<usize>) -> Step {
+        self.transfer.step(&self.request.file, got)
+    }
+
+    /// Keeps the memory and the file for ever: the kernel may still use them. Gives the permit back.
+    pub(super) fn leak(mut self) {
+        self.permit = None;
+        std::mem::forget(self);
+    }
+
+    pub(super) fn done(self, result: Result<(), TransferError>) -> Done<M> {
+        let Request { token, class, memory, .. } = self.request;
+        Done { token, class, memory, result }
+    }
+}
