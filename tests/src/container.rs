@@ -15,9 +15,10 @@ use tempfile::TempDir;
 
 use crate::criu::Criu;
 use crate::process::{adopt_orphans, in_group, kill_all, run, tail, until, wait_pid};
-use crate::scene::{ACT, END, built_programs};
+use crate::scene::{ACT, END};
 use crate::server::{Server, Setup};
 use crate::verdict::Verdict;
+use rewake_testkit::programs;
 
 /// Time that one runc command may take: only so that none hangs for ever.
 const LIMIT: Duration = Duration::from_secs(120);
@@ -109,7 +110,7 @@ impl Container {
 
     /// What OCI's runtimes read.
     fn bundle(&self) -> anyhow::Result<Value> {
-        let programs = built_programs()?;
+        let programs = programs::folder()?;
         let binds = LIBRARIES.iter().map(|path| (PathBuf::from(path), "ro"));
         let binds = binds.chain([(programs.clone(), "ro"), (self.files(), "rw")]).map(|(path, access)| {
             let source = path.canonicalize().with_context(|| format!("find {}", path.display()))?;

@@ -11,7 +11,7 @@ use std::time::Duration;
 use anyhow::{Context, bail, ensure};
 use nix::unistd::Pid;
 
-use crate::process::{run, tail};
+use crate::process::{output, run, tail};
 
 /// Time that one CRIU command may take: only so that none hangs for ever.
 const LIMIT: Duration = Duration::from_secs(300);
@@ -20,6 +20,12 @@ const LIMIT: Duration = Duration::from_secs(300);
 #[derive(Clone, Debug)]
 pub struct Criu {
     path: PathBuf,
+}
+
+impl AsRef<OsStr> for Criu {
+    fn as_ref(&self) -> &OsStr {
+        self.path.as_os_str()
+    }
 }
 
 impl Criu {
@@ -62,8 +68,8 @@ impl Criu {
     /// # Errors
     /// It cannot be run.
     pub fn version(&self) -> anyhow::Result<String> {
-        let output = Command::new(&self.path).arg("--version").output().context("criu --version")?;
-        Ok(String::from_utf8_lossy(&output.stdout).lines().next().unwrap_or_default().to_owned())
+        let text = output(Command::new(&self.path).arg("--version"))?;
+        Ok(text.lines().next().unwrap_or_default().to_owned())
     }
 
     /// A command of this CRIU.

@@ -4,8 +4,7 @@
 //!
 //! * [`Scene`]: one dumped target with its directories; starts servers, restores, collects the verdict.
 //! * [`Server`]: `rewake lazy-pages`, or CRIU's own with `REWAKE_TEST_SERVER=stock` (to see which tests it fails).
-//! * [`daemon`]: `rewake serve` and the commands that talk to it.
-//! * [`cgroup`]: processes that get one event together.
+//! * [`daemon`]: restores by `rewake serve`.
 //! * [`Container`]: one dumped target in a container of runc's.
 //! * [`Criu`]: the dump and restore commands, from `CRIU` (default: `criu` on the path) and `CRIU_ALT`.
 //! * [`fuse`]: a file system that hangs.
@@ -13,16 +12,14 @@
 //! * [`images`]: surgery on CRIU images, with a codec of its own so that it does not share our reader's mistakes.
 //! * [`limit`]: memory that the kernel refuses.
 //! * [`pattern`]: what the pages hold.
-//! * [`random`]: random moments.
 //! * [`sessions`]: what is left when every process of a streamer was killed, and `rewake recover`.
 //! * [`plugins`]: a target with a mapped device, and CRIU with plugins.
 //!
-//! `REWAKE_BIN` names the daemon; without it the newest `rewake` beside the test programs is taken.
+//! Without `REWAKE_BIN`, `rewake` is the one that was built beside the test programs.
 //! The tests need root. One that does not run says so by `rewake_skip`, and `cargo xtask test` compares that with a list.
 
 #![forbid(unsafe_code)]
 
-pub mod cgroup;
 pub mod container;
 pub mod criu;
 pub mod daemon;
@@ -32,8 +29,6 @@ pub mod images;
 pub mod limit;
 pub mod pattern;
 pub mod plugins;
-pub mod process;
-pub mod random;
 pub mod scene;
 pub mod server;
 pub mod sessions;
@@ -43,6 +38,7 @@ pub mod verdict;
 pub use container::Container;
 pub use criu::Criu;
 pub use rewake_skip::{need, skip};
+pub use rewake_testkit::{Random, cgroup, process, random};
 pub use scene::Scene;
 pub use server::{Refusal, Server, Setup};
 pub use verdict::Verdict;

@@ -6,8 +6,7 @@ use std::path::{Path, PathBuf};
 
 use nix::unistd::Pid;
 
-use crate::process::until;
-use crate::scene::END;
+use crate::process::{MINUTE, until};
 
 /// A control group (version 1, which has `memory.oom_control`) below this process's own. Dropping it removes it, once
 /// its processes are gone.
@@ -67,7 +66,7 @@ impl MemoryLimit {
 
 impl Drop for MemoryLimit {
     fn drop(&mut self) {
-        if until(END, || fs::remove_dir(&self.group).ok()).is_none() {
+        if until(MINUTE, || fs::remove_dir(&self.group).ok()).is_none() {
             eprintln!("{} is left behind", self.group.display());
         }
     }

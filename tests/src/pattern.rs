@@ -2,6 +2,8 @@
 //! What a page of a target holds: a function of seed, generation and page number, so that a zero page, a page
 //! of another place, a page shifted by a few bytes and a page from before the last write all look wrong.
 
+use rewake_testkit::random::mix;
+
 /// Bytes in a page.
 pub const PAGE: usize = 4096;
 const _: () = assert!(PAGE as u64 == rewake_uffd::PAGE_SIZE);
@@ -42,41 +44,6 @@ impl Pattern {
     }
 }
 
-/// A bijective scrambler (the finaliser of SplitMix64).
-#[must_use]
-pub fn mix(value: u64) -> u64 {
-    let value = (value ^ (value >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    let value = (value ^ (value >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    value ^ (value >> 31)
-}
-
-/// Small seeded generator: the tests must be repeatable from a printed seed.
-#[derive(Clone, Debug)]
-pub struct Random(u64);
-
-impl Random {
-    /// A generator that gives the same numbers for the same seed.
-    #[must_use]
-    pub fn new(seed: u64) -> Self {
-        Self(seed)
-    }
-
-    /// A number below `limit` (which must not be 0).
-    pub fn below(&mut self, limit: usize) -> usize {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        usize::try_from(mix(self.0) % limit as u64).unwrap_or(0)
-    }
-
-    /// The numbers 0 to `count` - 1 in an order of their own.
-    pub fn shuffled(&mut self, count: usize) -> Vec<usize> {
-        let mut order: Vec<usize> = (0..count).collect();
-        for last in (1..count).rev() {
-            order.swap(last, self.below(last + 1));
-        }
-        order
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -91,13 +58,5 @@ mod tests {
         seen.sort_unstable();
         seen.dedup();
         assert_eq!(seen.len(), all);
-    }
-
-    #[test]
-    fn a_shuffle_visits_every_page_once() {
-        let mut order = Random::new(3).shuffled(1000);
-        assert_ne!(order[..10], [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]);
-        order.sort_unstable();
-        assert!(order.iter().enumerate().all(|(index, page)| index == *page));
     }
 }

@@ -14,9 +14,10 @@ use nix::unistd::Pid;
 use tempfile::TempDir;
 
 use crate::criu::Criu;
-use crate::process::{adopt_orphans, kill_all, run, session, tail, until, wait_pid};
-use crate::scene::{ACT, built_programs};
+use crate::process::{adopt_orphans, kill_all, output, run, session, tail, until, wait_pid};
+use crate::scene::ACT;
 use crate::verdict::Verdict;
+use rewake_testkit::programs;
 
 /// Time that one CRIU command may take: only so that none hangs for ever.
 const LIMIT: Duration = Duration::from_secs(300);
@@ -75,7 +76,7 @@ pub fn rewake_alone(dir: &Path) -> anyhow::Result<PathBuf> {
 }
 
 fn built(name: &str) -> anyhow::Result<PathBuf> {
-    let path = built_programs()?.join(name);
+    let path = programs::folder()?.join(name);
     ensure!(
         path.exists(),
         "{} is not built: run `cargo test -p rewake-tests` without --test",
@@ -100,12 +101,9 @@ impl Loop {
         let file = dir.join("device");
         let made = File::create(&file).and_then(|file| file.set_len(DEVICE));
         made.map_err(|error| format!("create {}: {error}", file.display()))?;
-        let output = Command::new("losetup").args(["--find", "--show"]).arg(&file).output();
-        let output = output.map_err(|error| format!("losetup (package util-linux): {error}"))?;
-        if !output.status.success() {
-            return Err(format!("no loop device: {}", String::from_utf8_lossy(&output.stderr)));
-        }
-        Ok(Self { path: String::from_utf8_lossy(&output.stdout).trim().into() })
+        let device = output(Command::new("losetup").args(["--find", "--show"]).arg(&file));
+        let device = device.map_err(|error| format!("no loop device (package util-linux): {error:#}"))?;
+        Ok(Self { path: device.into() })
     }
 }
 
@@ -149,7 +147,7 @@ impl Rig {
             Ok(device) => device,
             Err(reason) => return Ok(Err(reason)),
         };
-        let mut command = Command::new(built_programs()?.join("target"));
+        let mut command = Command::new(programs::folder()?.join("target"));
         command.arg(scenario).args(["--mib", "4", "--dir"]).arg(dir.path().join("files"));
         command.arg("--device").arg(&device.path);
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());

@@ -14,25 +14,19 @@ use nix::unistd::Pid;
 use tempfile::TempDir;
 
 use crate::criu::Criu;
-use crate::process::{adopt_orphans, kill_all, session, tail, until, wait_pid, write_program};
+use crate::process::{MINUTE, adopt_orphans, kill_all, session, tail, until, wait_pid, write_program};
 use crate::server::{Server, Setup};
 use crate::verdict::Verdict;
+use rewake_testkit::programs;
 
 /// Time that a target has for its preparation, and for its act after the restore.
-pub const ACT: Duration = Duration::from_secs(60);
+pub const ACT: Duration = MINUTE;
 
 /// Time that a server has to end once its target is done or gone.
-pub const END: Duration = Duration::from_secs(60);
+pub const END: Duration = MINUTE;
 
 /// Seeds of targets differ, so that one test's pages never look right in another's.
 static SEED: AtomicU64 = AtomicU64::new(1);
-
-/// The folder of the built programs: tests lie in its `deps`.
-pub(crate) fn built_programs() -> anyhow::Result<PathBuf> {
-    let test = env::current_exe().context("find this program")?;
-    let folder = test.parent().and_then(Path::parent).context("the folder of the built programs")?;
-    Ok(folder.to_owned())
-}
 
 /// A target that was dumped, in a directory of its own. Dropping it kills what was restored from it; when the test
 /// fails, the ends of all logs are printed first.
@@ -91,7 +85,7 @@ impl Scene {
     /// # Errors
     /// The program cannot be found.
     pub fn target_as(&self, scenario: &str) -> anyhow::Result<Command> {
-        let program = built_programs()?.join("target");
+        let program = programs::folder()?.join("target");
         ensure!(program.exists(), "{} is not built", program.display());
         let mut command = Command::new(program);
         command.arg(scenario).arg("--dir").arg(self.files());

@@ -18,10 +18,8 @@ use nix::sys::wait::{WaitPidFlag, waitpid};
 use nix::unistd::{Pid, pipe2};
 
 use crate::criu::Criu;
-use crate::process::{children, kill_all, until, wait_child};
-
-/// Time until a server listens or refuses.
-const START: Duration = Duration::from_secs(60);
+use crate::process::{MINUTE, children, kill_all, stop_command, until, wait_child};
+pub use rewake_testkit::programs::rewake;
 
 /// How a server is started.
 #[derive(Clone, Debug)]
@@ -56,27 +54,6 @@ impl Refusal {
 #[must_use]
 pub fn stock() -> bool {
     env::var("REWAKE_TEST_SERVER").is_ok_and(|value| value == "stock")
-}
-
-/// The daemon under test: `REWAKE_BIN`, or the newest `rewake` that was built beside the test programs.
-///
-/// # Errors
-/// There is none.
-pub fn rewake() -> anyhow::Result<PathBuf> {
-    if let Some(path) = env::var_os("REWAKE_BIN") {
-        return Ok(path.into());
-    }
-    let profiles = crate::scene::built_programs()?;
-    let target = profiles.parent().context("the target folder")?;
-    let built = |profile: &str| {
-        let path = target.join(profile).join("rewake");
-        let modified = fs::metadata(&path).and_then(|metadata| metadata.modified()).ok()?;
-        Some((modified, path))
-    };
-    let newest = [built("debug"), built("release")].into_iter().flatten().max();
-    newest.map(|(_, path)| path).with_context(|| {
-        format!("no rewake in {}: `cargo build --release -p rewake`, or set REWAKE_BIN", target.display())
-    })
 }
 
 impl Setup {
@@ -162,10 +139,10 @@ impl Setup {
         if ready(reader)? {
             return Ok(Ok(Server { child, setup: self.clone(), seen: Vec::new() }));
         }
-        let Some(status) = wait_child(&mut child, START) else {
+        let Some(status) = wait_child(&mut child, MINUTE) else {
             child.kill()?;
             child.wait()?;
-            bail!("the server neither said that it is ready nor ended within {START:?}");
+            bail!("the server neither said that it is ready nor ended within {MINUTE:?}");
         };
         Ok(Err(Refusal { status, text: self.text() }))
     }
@@ -199,21 +176,17 @@ fn with_status_fd(command: &Command, pipe: OwnedFd) -> Command {
 
 /// A script for CRIU's `--action-script` that stops these processes once a task has arrived, which `log` says.
 pub(crate) fn stopper(processes: &[Pid], log: &Path) -> String {
-    let pids: Vec<String> = processes.iter().map(ToString::to_string).collect();
-    let threads: Vec<String> = pids.iter().map(|pid| format!("/proc/{pid}/task/*/status")).collect();
-    let (pids, threads) = (pids.join(" "), threads.join(" "));
     format!(
         "#!/bin/sh\n[ \"$CRTOOLS_SCRIPT_ACTION\" = post-restore ] || exit 0\n\
-         until grep -q 'task arrived' {}; do sleep 0.01; done\n\
-         kill -STOP {pids}\n\
-         while grep -h '^State:' {threads} | grep -qv 'T (stopped)'; do sleep 0.01; done\n",
-        log.display()
+         until grep -q 'task arrived' {}; do sleep 0.01; done\n{}\n",
+        log.display(),
+        stop_command(processes)
     )
 }
 
 /// True when the byte that means "listening" came; false when the pipe was closed without it.
 fn ready(reader: OwnedFd) -> anyhow::Result<bool> {
-    let limit = PollTimeout::try_from(START).context("time limit")?;
+    let limit = PollTimeout::try_from(MINUTE).context("time limit")?;
     let came =
         poll(&mut [PollFd::new(reader.as_fd(), PollFlags::POLLIN)], limit).context("wait for status")?;
     if came == 0 {

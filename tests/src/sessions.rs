@@ -6,11 +6,12 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::time::Duration;
 
-use anyhow::{Context, ensure};
+use anyhow::Context;
 use nix::sched::{CloneFlags, unshare};
 use nix::unistd::Pid;
 
-use crate::process::{session, until};
+pub use crate::process::waits_in_a_page_fault;
+use crate::process::{output, session, until};
 use crate::scene::ACT;
 use crate::server::rewake;
 
@@ -27,8 +28,7 @@ pub fn own_sessions() -> anyhow::Result<()> {
     fs::create_dir_all(FOLDER).context("create /run/rewake")?;
     unshare(CloneFlags::CLONE_NEWNS).context("a mount namespace of this thread's own")?;
     for arguments in [vec!["--make-rprivate", "/"], vec!["-t", "tmpfs", "tmpfs", FOLDER]] {
-        let status = Command::new("mount").args(&arguments).status().context("mount (package mount)")?;
-        ensure!(status.success(), "mount {arguments:?}: {status}");
+        output(Command::new("mount").args(&arguments)).context("package mount")?;
     }
     Ok(())
 }
@@ -68,14 +68,6 @@ fn is_traced(pid: Pid) -> bool {
 
 fn holds_a_socket(task: Pid) -> bool {
     rewake_plugin_protocol::sockets_of(task.as_raw()).is_ok_and(|sockets| !sockets.is_empty())
-}
-
-/// Whether a thread of a process sleeps in a page fault that no streamer has served.
-#[must_use]
-pub fn waits_in_a_page_fault(pid: Pid) -> bool {
-    let threads = fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();
-    let mut places = threads.filter_map(|thread| fs::read_to_string(thread.path().join("wchan")).ok());
-    places.any(|place| place.contains("userfault"))
 }
 
 /// Waits until a target that reads all of its memory meets a missing page: false when all is resident.

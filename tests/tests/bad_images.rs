@@ -164,7 +164,7 @@ fn cut_in_half(pages: &Path) {
 }
 
 #[test]
-fn a_pages_file_that_is_cut_under_the_server_kills_the_target_and_never_shows_zeros() {
+fn a_truncated_pages_file_kills_the_target_and_shows_no_zeros() {
     let criu = need!(Criu::main());
     let scene = Scene::dumped(&criu, "random", 64).unwrap();
     let (mut server, pages) = server_of_its_own_copy(&criu, &scene);

@@ -51,12 +51,12 @@ fn every_process_of_a_container_comes_back() {
 }
 
 #[test]
-fn a_container_that_forks_while_memory_is_missing_sees_right_bytes() {
+fn a_container_forks_with_missing_memory_and_sees_right_bytes() {
     comes_back(&need_runc!(Criu::main()), Network::Own, "fork");
 }
 
 #[test]
-fn without_a_work_path_the_socket_is_looked_for_beside_the_images() {
+fn without_a_work_path_the_socket_is_in_the_images_directory() {
     let criu = need_runc!(Criu::main());
     let container = Container::dumped(&criu, Network::Own, "plain", 16).unwrap();
     let mut server = container.setup().unwrap().without_work_dir().listening().unwrap();
@@ -79,7 +79,7 @@ fn without_a_page_server_nothing_runs_and_it_can_be_tried_again() {
 }
 
 #[test]
-fn a_worker_that_is_killed_is_replaced_and_the_container_sees_right_bytes() {
+fn a_successor_of_a_killed_worker_serves_the_container() {
     let criu = need_runc!(Criu::main());
     for _ in 0..MOST {
         let container = Container::dumped(&criu, Network::Own, "random", MIB).unwrap();
@@ -107,7 +107,7 @@ fn cut(images: &Path) {
 }
 
 #[test]
-fn when_bytes_cannot_be_had_every_process_of_the_container_is_killed() {
+fn unreadable_bytes_kill_every_process_of_the_container() {
     let criu = need_runc!(Criu::main());
     for _ in 0..MOST {
         let container = Container::dumped(&criu, Network::Own, "tree", MIB / 4).unwrap();
@@ -129,7 +129,7 @@ fn when_bytes_cannot_be_had_every_process_of_the_container_is_killed() {
 }
 
 #[test]
-fn a_container_that_is_dumped_while_memory_is_missing_is_dumped_whole() {
+fn a_dump_of_a_container_with_missing_memory_is_complete() {
     let criu = need_runc!(Criu::main());
     for _ in 0..MOST {
         let container = Container::dumped(&criu, Network::Own, "plain", MIB).unwrap();
@@ -153,7 +153,7 @@ fn a_container_that_is_dumped_while_memory_is_missing_is_dumped_whole() {
 }
 
 #[test]
-fn without_the_plugin_a_container_whose_memory_is_missing_is_not_dumped_and_runs_on() {
+fn without_the_plugin_a_dump_with_missing_memory_is_refused() {
     let criu = need_runc!(Criu::main());
     for _ in 0..MOST {
         let container = Container::dumped(&criu, Network::Own, "plain", MIB).unwrap();

@@ -45,7 +45,7 @@ fn said(output: &Output) -> String {
 }
 
 #[test]
-fn a_tree_without_a_gpu_is_dumped_and_restored_with_the_plugin_stepping_aside() {
+fn a_tree_without_a_gpu_is_dumped_while_the_plugin_is_inactive() {
     need_no_gpu!();
     for criu in Criu::both() {
         let criu = need!(criu);
@@ -64,7 +64,7 @@ fn a_tree_without_a_gpu_is_dumped_and_restored_with_the_plugin_stepping_aside() 
 }
 
 #[test]
-fn without_a_gpu_no_plugin_is_looked_for_and_options_are_passed_on() {
+fn without_a_gpu_no_plugin_is_needed_and_options_reach_criu() {
     need_no_gpu!();
     for criu in Criu::both() {
         let criu = need!(criu);
@@ -80,7 +80,7 @@ fn without_a_gpu_no_plugin_is_looked_for_and_options_are_passed_on() {
 }
 
 #[test]
-fn a_failed_dump_is_told_in_crius_words_with_the_log_s_name_and_the_target_goes_on() {
+fn a_failed_dump_quotes_criu_and_the_log_and_the_target_runs_on() {
     for criu in Criu::both() {
         let criu = need!(criu);
         let rig = need!(rig(&criu));
@@ -119,7 +119,7 @@ fn wrong_options_are_one_line_and_criu_is_not_started() {
 }
 
 #[test]
-fn an_image_with_gpu_state_is_restored_whole_and_without_a_page_server() {
+fn an_image_with_gpu_state_is_restored_without_a_page_server() {
     need_no_gpu!();
     for criu in Criu::both() {
         let criu = need!(criu);
@@ -138,7 +138,7 @@ fn an_image_with_gpu_state_is_restored_whole_and_without_a_page_server() {
 }
 
 #[test]
-fn a_failed_restore_of_gpu_state_is_told_in_crius_words() {
+fn a_failed_restore_of_gpu_state_quotes_criu() {
     let criu = need!(Criu::main());
     let rig = need!(rig(&criu));
     dumped(&criu, &rig);

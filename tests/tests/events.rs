@@ -220,7 +220,7 @@ fn every_event_to_a_cgroup_while_memory_is_missing() {
 
 /// `rewake park` is in the cgroup, too, and is a tracer of the target: the kernel kills a target whose tracer ends.
 #[test]
-fn a_service_manager_s_stop_while_the_target_is_parked_costs_nothing() {
+fn a_service_manager_s_stop_leaves_a_parked_target_unharmed() {
     let criu = need!(Criu::main());
     let group = need!(Cgroup::new());
     let mut scene = Scene::dumped(&criu, "random", 16).unwrap();
@@ -333,7 +333,7 @@ fn containers_end(daemon: Option<&Daemon>, mut after: impl FnMut(Phase)) {
 }
 
 #[test]
-fn when_a_container_ends_its_streamer_outside_ends_the_session_and_says_so() {
+fn the_end_of_a_container_ends_the_session_of_its_streamer() {
     if !has_namespaces() {
         skip!("no new pid namespaces here (unshare --pid)");
     }
@@ -353,7 +353,7 @@ fn when_a_container_ends_its_streamer_outside_ends_the_session_and_says_so() {
 }
 
 #[test]
-fn a_streamer_inside_a_container_ends_with_it_and_nothing_is_left() {
+fn a_streamer_inside_a_container_ends_with_it() {
     if !has_namespaces() {
         skip!("no new pid namespaces here (unshare --pid)");
     }
@@ -366,7 +366,7 @@ fn a_streamer_inside_a_container_ends_with_it_and_nothing_is_left() {
 
 /// The plugin's late hook waits for the streamer 60 s at most, and then lets the tasks run.
 #[test]
-fn a_stopped_streamer_keeps_its_targets_waiting_and_serves_them_when_it_runs_again() {
+fn targets_of_a_stopped_streamer_wait_until_it_continues() {
     let criu = need!(Criu::main());
     let mut scene = Scene::dumped(&criu, "random", MIB).unwrap();
     for plugin in [false, true] {
@@ -412,7 +412,7 @@ fn is_dumped(criu: &Criu, scene: &Scene, plugins: Option<&Path>) -> bool {
 
 /// Without the plugin CRIU refuses a target that is parked, and no other: see the threat model.
 #[test]
-fn while_a_streamer_is_stopped_its_targets_are_not_dumped_without_their_memory() {
+fn targets_of_a_stopped_streamer_are_not_dumped() {
     let criu = need!(Criu::main());
     let mut scene = Scene::dumped(&criu, "random", MIB).unwrap();
     for is_parked in [true, false] {

@@ -16,7 +16,7 @@ fn threads_that_fault_at_the_same_time_see_right_bytes() {
 }
 
 #[test]
-fn every_process_of_a_tree_gets_its_own_memory_from_its_own_pages_file() {
+fn each_process_of_a_tree_is_filled_from_its_own_pages_file() {
     let criu = need!(Criu::main());
     let scene = Scene::dumped(&criu, "tree", 8).unwrap();
     let files = fs::read_dir(scene.images()).unwrap().flatten();
@@ -31,16 +31,16 @@ fn zombies_in_the_tree_do_not_hold_anything_up() {
 }
 
 #[test]
-fn children_born_while_memory_is_missing_see_the_bytes_of_their_birth() {
+fn children_forked_with_missing_memory_see_the_fork_s_bytes() {
     plays("fork", 32);
 }
 
 #[test]
-fn a_target_that_exits_with_memory_missing_leaves_a_server_that_ends_well() {
+fn the_server_ends_well_when_a_target_exits_with_missing_memory() {
     plays("exit-early", 64);
 }
 
 #[test]
-fn a_target_that_execs_with_memory_missing_leaves_a_server_that_ends_well() {
+fn the_server_ends_well_when_a_target_execs_with_missing_memory() {
     plays("exec-early", 64);
 }

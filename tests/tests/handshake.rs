@@ -11,7 +11,7 @@ use rewake_tests::scene::{ACT, END};
 use rewake_tests::{Criu, Scene, need};
 
 #[test]
-fn a_restore_that_dies_before_its_finish_notice_kills_the_target_and_never_shows_zeros() {
+fn a_restore_that_dies_before_its_finish_notice_kills_targets() {
     let criu = need!(Criu::main());
     let scene = Scene::dumped(&criu, "plain", 64).unwrap();
     let mut server = scene.serve().unwrap();
@@ -48,7 +48,7 @@ fn a_restore_that_dies_within_a_pid_is_a_failure() {
 }
 
 #[test]
-fn a_restore_that_dies_before_it_hands_the_memory_over_is_a_failure() {
+fn a_restore_that_dies_before_it_sends_descriptors_fails() {
     cut_handshake(|scene| scene.pid().as_raw().to_ne_bytes().to_vec());
 }
 
@@ -74,7 +74,7 @@ fn a_server_to_which_no_restore_comes_ends_when_asked() {
 }
 
 #[test]
-fn a_socket_file_that_nobody_listens_on_is_replaced() {
+fn a_socket_file_without_a_listener_is_replaced() {
     let criu = need!(Criu::main());
     let scene = Scene::dumped(&criu, "plain", 16).unwrap();
     // No socket was ever bound to it: a child of another test may have a copy of one that is dropped.
@@ -83,7 +83,7 @@ fn a_socket_file_that_nobody_listens_on_is_replaced() {
 }
 
 #[test]
-fn a_second_server_on_a_live_socket_is_refused_and_the_first_still_serves() {
+fn a_second_server_on_a_live_socket_is_refused() {
     let criu = need!(Criu::main());
     let scene = Scene::dumped(&criu, "plain", 16).unwrap();
     let mut server = scene.serve().unwrap();

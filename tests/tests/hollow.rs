@@ -9,7 +9,7 @@ use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
 
-use rewake_tests::pattern::Random;
+use rewake_tests::Random;
 use rewake_tests::plugins::rewake_alone;
 use rewake_tests::process::run;
 use rewake_tests::random::{count, moment, seed};
@@ -58,7 +58,7 @@ fn dump(criu: &Criu, scene: &Scene, by: &By<'_>) -> (bool, String) {
 }
 
 #[test]
-fn with_the_plugin_or_rewake_dump_a_dump_at_any_moment_waits_and_the_image_is_whole() {
+fn a_dump_at_any_moment_waits_for_all_missing_memory() {
     for criu in Criu::both() {
         let criu = need!(criu);
         let mut random = Random::new(seed());

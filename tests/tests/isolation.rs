@@ -10,11 +10,11 @@ use std::process::{Child, Output};
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
-use rewake_tests::daemon::{Daemon, processes_naming, timeline};
+use rewake_tests::daemon::{Daemon, detached, timeline};
 use rewake_tests::fuse::SilentMount;
 use rewake_tests::held::Gate;
 use rewake_tests::limit::MemoryLimit;
-use rewake_tests::process::{children, until};
+use rewake_tests::process::{children, processes_naming, until};
 use rewake_tests::scene::{ACT, END};
 use rewake_tests::server::Setup;
 use rewake_tests::{Criu, Scene, Verdict, need};
@@ -37,14 +37,14 @@ impl Pair {
     }
 
     fn restoring_bad(&self) -> Child {
-        self.daemon.detached(&self.criu, &self.bad).unwrap().spawn().unwrap()
+        detached(&self.daemon, &self.criu, &self.bad).unwrap().spawn().unwrap()
     }
 
     /// Restores the other scene, from its first page to the verdict.
     fn play_good(&self) {
         self.good.go().unwrap();
         self.good.stop().unwrap();
-        timeline(&self.daemon.detached(&self.criu, &self.good).unwrap().output().unwrap()).unwrap();
+        timeline(&detached(&self.daemon, &self.criu, &self.good).unwrap().output().unwrap()).unwrap();
         assert_eq!(self.good.verdict(ACT).unwrap(), Verdict::Ok);
     }
 
@@ -103,7 +103,7 @@ fn an_image_whose_plan_takes_too_much_memory_is_one_clear_line() {
 }
 
 #[test]
-fn an_image_on_a_file_system_that_hangs_is_one_clear_line_within_the_time_limit() {
+fn an_image_on_a_file_system_that_hangs_is_one_clear_line() {
     let pair = Pair::new(&need!(Criu::main()));
     let mut mount = need!(SilentMount::new(&pair.bad.files().join("silent")));
     symlink(mount.path(), pair.bad.images().join("parent")).unwrap();
@@ -145,7 +145,7 @@ fn a_restore_of_another_dump_than_the_served_one_is_refused() {
 /// A restore of the bad scene that has connected. CRIU waits at the gate, and no memory is loaded before it opens.
 fn held(pair: &Pair) -> (Child, Gate) {
     let gate = Gate::closed(pair.bad.files().join("gate")).unwrap();
-    let mut command = pair.daemon.detached(&pair.criu, &pair.bad).unwrap();
+    let mut command = detached(&pair.daemon, &pair.criu, &pair.bad).unwrap();
     let restoring = command.arg("--action-script").arg(gate.script()).spawn().unwrap();
     assert!(gate.is_reached_by(1, ACT), "{}", pair.bad.logs());
     (restoring, gate)
@@ -172,7 +172,7 @@ fn workers_that_die_again_and_again_cost_their_own_session_only() {
 }
 
 #[test]
-fn a_worker_that_runs_out_of_memory_costs_no_byte_of_any_session() {
+fn a_worker_that_runs_out_of_memory_costs_no_byte() {
     let pair = Pair::new(&need!(Criu::main()));
     let limit = need!(MemoryLimit::that_kills(0));
     pair.bad.go().unwrap();

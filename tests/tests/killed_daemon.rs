@@ -8,7 +8,7 @@ use std::fmt;
 use std::thread::scope;
 use std::time::{Duration, Instant};
 
-use rewake_tests::pattern::Random;
+use rewake_tests::Random;
 use rewake_tests::random::{count, moment, seed};
 use rewake_tests::scene::END;
 use rewake_tests::{Criu, Scene, Server, Verdict, need};
@@ -168,7 +168,7 @@ fn a_killed_worker_is_replaced_and_the_target_sees_right_bytes() {
 }
 
 #[test]
-fn a_worker_killed_while_the_target_forks_drops_and_moves_memory_is_replaced() {
+fn a_worker_killed_while_the_layout_changes_is_replaced() {
     let criu = need!(Criu::main());
     campaign(&criu, "active", Victim::Worker, rounds(2));
 }

@@ -45,7 +45,7 @@ fn memory_given_back_with_free_reads_old_bytes_or_zero() {
 }
 
 #[test]
-fn reads_writes_drops_moves_and_forks_at_random_always_see_right_bytes() {
+fn random_reads_writes_drops_moves_and_forks_see_right_bytes() {
     let criu = need!(Criu::main());
     let scene = Scene::dumped(&criu, "active", 32).unwrap();
     scene.stop().unwrap();
@@ -53,17 +53,17 @@ fn reads_writes_drops_moves_and_forks_at_random_always_see_right_bytes() {
 }
 
 #[test]
-fn more_than_two_gib_of_missing_memory_can_be_unmapped_at_once() {
+fn over_two_gib_of_missing_memory_can_be_unmapped_at_once() {
     server_ends_first("sparse-unmap", 3072);
 }
 
 #[test]
-fn more_than_two_gib_of_missing_memory_can_be_given_back_at_once() {
+fn over_two_gib_of_missing_memory_can_be_dropped_at_once() {
     server_ends_first("sparse-dontneed", 3072);
 }
 
 #[test]
-fn more_than_two_gib_of_missing_memory_that_was_all_written_can_be_unmapped_at_once() {
+fn over_two_gib_of_written_memory_can_be_unmapped_at_once() {
     const MIB: usize = 2560;
     let text = fs::read_to_string("/proc/meminfo").unwrap();
     let line = text.lines().find(|line| line.starts_with("MemAvailable:")).unwrap();

@@ -23,7 +23,7 @@ fn long_options_with_an_equals_sign_and_in_words_work() {
 }
 
 #[test]
-fn without_a_work_directory_socket_and_log_are_in_the_images_directory() {
+fn without_a_work_directory_socket_and_log_are_with_the_images() {
     let criu = need!(Criu::main());
     let scene = Scene::dumped(&criu, "plain", 16).unwrap();
     let mut server = scene.setup().unwrap().without_work_dir().listening().unwrap();
@@ -46,7 +46,7 @@ impl Drop for Daemon {
 }
 
 #[test]
-fn a_daemon_listens_when_the_command_returns_and_its_pid_is_in_the_pidfile() {
+fn a_detached_server_listens_at_once_and_writes_its_pidfile() {
     let criu = need!(Criu::main());
     let scene = Scene::dumped(&criu, "plain", 16).unwrap();
     let pidfile = scene.work().join("pid");

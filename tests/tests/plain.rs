@@ -49,7 +49,7 @@ fn memory_never_written_reads_zero() {
 }
 
 #[test]
-fn stack_file_private_shared_and_locked_memory_come_back_beside_lazy_memory() {
+fn memory_that_is_not_lazy_is_restored_beside_lazy_memory() {
     let criu = need!(Criu::main());
     Scene::dumped(&criu, "mixed", 16).unwrap().play().unwrap();
 }

@@ -119,7 +119,7 @@ fn set_variable(name: &CStr, value: &Path) {
 }
 
 #[test]
-fn a_program_without_a_symbol_of_criu_can_load_them_and_gets_the_fewest_hooks() {
+fn a_program_without_criu_s_symbols_gets_the_fewest_hooks() {
     for (plugin, name) in plugins().iter().zip([c"amdgpu_plugin", c"rewake_plugin", c"observer"]) {
         alone(|| {
             let before = threads();
@@ -155,7 +155,7 @@ fn restore_file(descriptor: &Descriptor) -> RestoreFile {
 }
 
 #[test]
-fn a_later_criu_gets_all_hooks_and_an_answer_in_its_second_argument() {
+fn a_later_criu_gets_all_hooks_and_a_second_argument() {
     let images = tempfile::tempdir().unwrap();
     fs::write(images.path().join("observer-7.img"), "/dev/null").unwrap();
     for (later, id, expected) in [(false, 8, None), (true, 7, Some(true))] {
@@ -180,7 +180,7 @@ fn a_later_criu_gets_all_hooks_and_an_answer_in_its_second_argument() {
 }
 
 #[test]
-fn an_earlier_criu_is_not_written_to_through_an_argument_that_it_does_not_pass() {
+fn an_argument_that_an_earlier_criu_does_not_pass_is_not_used() {
     alone(|| {
         let descriptor = load(&observer().unwrap());
         assert_eq!((descriptor.init)(RESTORE), 0);

@@ -14,7 +14,7 @@ fn named(rig: &Rig, name: &str) -> usize {
 }
 
 #[test]
-fn a_process_without_devices_is_dumped_and_restored_as_without_the_plugin() {
+fn without_devices_dump_and_restore_are_as_without_the_plugin() {
     need_no_gpu!();
     for criu in Criu::both() {
         let criu = need!(criu);
@@ -51,7 +51,7 @@ fn devices_of_another_plugin_are_left_to_it() {
 }
 
 #[test]
-fn a_device_that_no_plugin_takes_fails_the_dump_as_without_plugins() {
+fn a_device_without_a_plugin_fails_the_dump() {
     need_no_gpu!();
     for criu in Criu::both() {
         let criu = need!(criu);

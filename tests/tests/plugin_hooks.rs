@@ -101,12 +101,12 @@ fn errors_fail_the_dump(mut rig: Rig) {
 }
 
 #[test]
-fn an_error_or_panic_in_a_hook_fails_the_dump_and_the_target_goes_on() {
+fn an_error_or_panic_in_a_hook_fails_the_dump() {
     errors_fail_the_dump(rig!(Criu::main()));
 }
 
 #[test]
-fn an_error_or_panic_in_a_hook_fails_the_dump_with_another_criu_version() {
+fn an_error_or_panic_in_a_hook_fails_the_dump_of_another_criu() {
     errors_fail_the_dump(rig!(Criu::alternative()));
 }
 
@@ -139,7 +139,7 @@ fn an_error_or_panic_in_a_hook_fails_the_restore() {
 }
 
 #[test]
-fn an_error_or_panic_in_a_hook_fails_the_restore_with_another_criu_version() {
+fn an_error_or_panic_in_a_hook_fails_the_other_criu_s_restore() {
     let criu = need!(Criu::alternative());
     let post_forking = knows_post_forking(&criu);
     errors_fail_the_restore(rig!(Ok::<_, String>(criu)), post_forking);

@@ -12,8 +12,8 @@ use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 use nix::sys::signal::{Signal, kill};
+use rewake_tests::Random;
 use rewake_tests::daemon::Daemon;
-use rewake_tests::pattern::Random;
 use rewake_tests::process::{kill_all, session, until};
 use rewake_tests::random::{count, moment, seed};
 use rewake_tests::scene::{ACT, END};
@@ -222,7 +222,7 @@ fn of_a_target_that_has_ended_nothing_is_left() {
 }
 
 #[test]
-fn a_target_that_is_killed_while_recover_serves_it_ends_the_session() {
+fn a_target_killed_while_recover_serves_it_ends_the_session() {
     let criu = need!(Criu::main());
     let scene = orphaned(&criu, "random");
     let output = recover().unwrap().arg("-d").output().unwrap();

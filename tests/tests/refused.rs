@@ -58,7 +58,7 @@ fn a_shortage_of_memory_that_passes_is_borne() {
 }
 
 #[test]
-fn a_shortage_of_memory_that_lasts_ends_the_target_with_a_clear_error() {
+fn a_lasting_shortage_of_memory_kills_the_target_with_an_error() {
     let criu = need!(Criu::main());
     let limit = need!(MemoryLimit::new(ALLOWED + 1));
     let scene = Scene::dumped(&criu, "plain", MIB).unwrap();
@@ -101,7 +101,7 @@ fn pages_file_changes(change: impl FnOnce(&Path)) -> (Verdict, String) {
 }
 
 #[test]
-fn a_pages_file_that_is_rewritten_with_its_old_length_and_time_ends_the_target_with_a_clear_error() {
+fn a_rewritten_pages_file_of_the_same_length_and_time_is_found() {
     need!(Criu::main());
     let (verdict, text) = pages_file_changes(|path| {
         let file = fs::File::options().write(true).open(path).unwrap();
@@ -133,7 +133,7 @@ fn when_the_image_is_gone_at_a_takeover_the_target_is_served_on() {
 }
 
 #[test]
-fn when_another_image_is_in_its_place_at_a_takeover_the_target_is_served_on() {
+fn a_successor_serves_on_with_another_image_at_the_path() {
     let criu = need!(Criu::main());
     let other = Scene::dumped(&criu, "plain", 4).unwrap();
     served_on(|scene| {
@@ -143,7 +143,7 @@ fn when_another_image_is_in_its_place_at_a_takeover_the_target_is_served_on() {
 }
 
 #[test]
-fn after_its_last_page_a_target_waits_for_nobody() {
+fn after_its_last_page_a_target_needs_no_server() {
     let criu = need!(Criu::main());
     let scene = Scene::dumped(&criu, "prompt", 16).unwrap();
     let daemon = rewake_tests::daemon::Daemon::start().unwrap();

@@ -114,7 +114,7 @@ fn restored_with_the_store(scenario: &str) {
 }
 
 #[test]
-fn a_restored_task_has_the_store_when_it_first_runs_and_runs_as_if_nothing_had_been() {
+fn a_restored_task_has_the_fd_store_when_it_first_runs() {
     restored_with_the_store("plain");
 }
 
@@ -202,7 +202,7 @@ impl Restored {
 }
 
 #[test]
-fn a_dump_waits_for_missing_memory_of_the_whole_tree_and_then_is_whole() {
+fn a_dump_waits_for_missing_memory_of_the_whole_tree() {
     need_no_gpu!();
     for criu in Criu::both() {
         let criu = need!(criu);
@@ -235,7 +235,7 @@ fn a_dump_waits_for_missing_memory_of_the_whole_tree_and_then_is_whole() {
 }
 
 #[test]
-fn past_its_limit_a_dump_fails_whichever_plugin_criu_has_and_the_program_runs_on() {
+fn after_the_time_limit_a_dump_fails_with_either_plugin() {
     for criu in Criu::both() {
         let criu = need!(criu);
         let of = Restored::new(&criu, "plain");
@@ -258,7 +258,7 @@ fn past_its_limit_a_dump_fails_whichever_plugin_criu_has_and_the_program_runs_on
 }
 
 #[test]
-fn criu_itself_refuses_a_task_that_holds_a_store_with_a_userfaultfd() {
+fn criu_refuses_to_dump_a_task_with_a_parked_userfaultfd() {
     for criu in Criu::both() {
         let criu = need!(criu);
         let of = Restored::new(&criu, "plain");

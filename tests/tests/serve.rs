@@ -11,7 +11,9 @@ use std::process::Child;
 use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
-use rewake_tests::daemon::{Daemon, has_namespaces, in_namespaces, processes_naming, restore, timeline};
+use rewake_tests::daemon::{
+    Daemon, detached, has_namespaces, in_namespaces, processes_naming, restore, timeline,
+};
 use rewake_tests::held::{Gate, latecomer, script};
 use rewake_tests::images::{self, Pagemap, pagemap_path, pages_path};
 use rewake_tests::process::{children, until};
@@ -62,7 +64,7 @@ fn one_daemon_serves_one_restore_after_another() {
     let daemon = Daemon::start().unwrap();
     for round in 1..=2 {
         scene.go().unwrap();
-        let output = daemon.detached(&criu, &scene).unwrap().output().unwrap();
+        let output = detached(&daemon, &criu, &scene).unwrap().output().unwrap();
         let told = timeline(&output).unwrap();
         assert_eq!(scene.verdict(ACT).unwrap(), Verdict::Ok);
         assert_eq!(told["session"], round);
@@ -148,7 +150,7 @@ fn a_failing_session_harms_no_other() {
     let bad = Scene::dumped(&criu, "plain", 64).unwrap();
     let daemon = Daemon::start().unwrap();
     good.go().unwrap();
-    let restoring = daemon.detached(&criu, &good).unwrap().spawn().unwrap();
+    let restoring = detached(&daemon, &criu, &good).unwrap().spawn().unwrap();
 
     bad.go().unwrap();
     let served = bad.images().join("served");
@@ -174,13 +176,13 @@ fn a_failing_session_harms_no_other() {
 
 /// Waits until a restore by this agent is under way in a scene; gives the restore.
 fn restoring(daemon: &Daemon, criu: &Criu, scene: &Scene) -> Child {
-    let restoring = daemon.detached(criu, scene).unwrap().spawn().unwrap();
+    let restoring = detached(daemon, criu, scene).unwrap().spawn().unwrap();
     until(ACT, || under_way(daemon)).expect("a restore under way");
     restoring
 }
 
 #[test]
-fn sessions_and_their_clients_outlive_a_killed_agent_and_the_next_one_finds_them() {
+fn sessions_and_clients_outlive_a_killed_agent() {
     let criu = need!(Criu::main());
     let scene = Scene::dumped(&criu, "random", 256).unwrap();
     let mut daemon = Daemon::start().unwrap();
@@ -199,7 +201,7 @@ fn sessions_and_their_clients_outlive_a_killed_agent_and_the_next_one_finds_them
 }
 
 #[test]
-fn a_session_and_its_client_outlive_a_killed_worker_of_the_streamer() {
+fn a_session_and_its_client_outlive_a_killed_worker() {
     let criu = need!(Criu::main());
     let scene = Scene::dumped(&criu, "random", 256).unwrap();
     let daemon = Daemon::start().unwrap();
@@ -232,7 +234,7 @@ fn a_restore_without_an_agent_starts_its_streamer() {
 }
 
 #[test]
-fn without_d_the_restore_lasts_as_long_as_the_tree_and_ends_as_criu_does() {
+fn without_d_the_restore_lasts_as_long_as_the_tree() {
     let criu = need!(Criu::main());
     let scene = Scene::dumped(&criu, "plain", 32).unwrap();
     let daemon = Daemon::start().unwrap();
@@ -252,7 +254,7 @@ fn without_d_the_restore_lasts_as_long_as_the_tree_and_ends_as_criu_does() {
 }
 
 #[test]
-fn a_failed_criu_is_told_and_leaves_no_session_and_no_directory() {
+fn a_failed_criu_is_reported_and_leaves_nothing() {
     let criu = need!(Criu::main());
     let scene = Scene::dumped(&criu, "plain", 8).unwrap();
     let daemon = Daemon::start().unwrap();
@@ -273,7 +275,7 @@ fn a_failed_criu_is_told_and_leaves_no_session_and_no_directory() {
 }
 
 #[test]
-fn an_image_that_cannot_be_served_is_one_clear_line_and_nothing_is_started() {
+fn an_image_that_cannot_be_served_is_refused_in_one_line() {
     let criu = need!(Criu::main());
     let scene = Scene::dumped(&criu, "plain", 8).unwrap();
     let daemon = Daemon::start().unwrap();
@@ -314,7 +316,7 @@ fn an_idle_daemon_asked_to_end_ends_at_once() {
 }
 
 #[test]
-fn an_interrupted_restore_leaves_no_criu_no_session_and_no_directory() {
+fn an_interrupted_restore_leaves_nothing() {
     let criu = need!(Criu::main());
     let scene = Scene::dumped(&criu, "plain", 8).unwrap();
     let daemon = Daemon::start().unwrap();
@@ -334,7 +336,7 @@ fn an_interrupted_restore_leaves_no_criu_no_session_and_no_directory() {
 }
 
 #[test]
-fn clients_that_speak_nonsense_are_given_up_and_harm_nobody() {
+fn clients_that_speak_nonsense_are_closed_and_do_no_harm() {
     need!(Criu::main());
     let daemon = Daemon::start().unwrap();
     let silent = UnixStream::connect(daemon.socket()).unwrap();

@@ -52,7 +52,7 @@ fn has_no_streamer(scene: &Scene) {
 }
 
 #[test]
-fn an_image_with_gpu_memory_has_a_streamer_that_outlives_the_agent() {
+fn the_streamer_of_an_image_with_gpu_memory_outlives_the_agent() {
     let criu = need!(Criu::main());
     let (scene, mut daemon) = (scene(&criu), Daemon::start().unwrap());
     let starter = scene.work().join("starter");

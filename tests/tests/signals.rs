@@ -8,7 +8,7 @@ use std::process::{Child, Output};
 
 use nix::sys::signal::{Signal, killpg};
 use nix::unistd::Pid;
-use rewake_tests::daemon::{Daemon, processes_naming, timeline};
+use rewake_tests::daemon::{Daemon, detached, processes_naming, timeline};
 use rewake_tests::held::{Gate, latecomer};
 use rewake_tests::process::until;
 use rewake_tests::scene::{ACT, END};
@@ -150,7 +150,7 @@ fn serve(criu: &Criu, scene: &Scene, signals: Signals, phase: Phase, outcome: Ou
     }
     if outcome != Ends {
         let gate = gate(scene);
-        let mut command = daemon.detached(criu, scene).unwrap();
+        let mut command = detached(&daemon, criu, scene).unwrap();
         let restoring = command.arg("--action-script").arg(gate.script()).spawn().unwrap();
         if phase == BeforeItReturns {
             assert!(gate.is_reached_by(1, ACT), "{}", scene.logs());
@@ -191,7 +191,7 @@ impl Restoring {
     fn start(daemon: &Daemon, criu: &Criu, scene: &Scene) -> Self {
         let (gate, starter) = (gate(scene), scene.work().join("begin"));
         let late = latecomer(criu, &scene.work(), &starter).unwrap();
-        let mut command = daemon.detached(criu, scene).unwrap();
+        let mut command = detached(daemon, criu, scene).unwrap();
         command.arg("--action-script").arg(gate.script()).env("CRIU", &late).process_group(0);
         Self { child: command.spawn().unwrap(), gate, late, starter }
     }

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use rewake_criu_images::fuzz::{FuzzKind, fuzz_one};
+use rewake_testkit::Random;
 
 /// Time for random mutations of all kinds together.
 const MUTATION_TIME: Duration = Duration::from_secs(2);
@@ -22,18 +23,6 @@ fn corpus(name: &str) -> Vec<(PathBuf, Vec<u8>)> {
     files.into_iter().map(|path| (path.clone(), std::fs::read(path).expect("a seed is read"))).collect()
 }
 
-/// xorshift64*: the same numbers on every run.
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, limit: usize) -> usize {
-        self.0 ^= self.0 >> 12;
-        self.0 ^= self.0 << 25;
-        self.0 ^= self.0 >> 27;
-        usize::try_from(self.0.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 33).expect("31 bits") % limit.max(1)
-    }
-}
-
 /// Numbers that are hard for parsers, as bytes.
 const EDGES: [&[u8]; 6] =
     [&[0], &[0xff; 4], &[0xff; 10], &[0, 0, 0, 0x80], &[0x80; 9], &[0xff, 0xff, 0xff, 0xff, 0xff, 1]];
@@ -41,11 +30,11 @@ const EDGES: [&[u8]; 6] =
 fn mutate(seed: &[u8], random: &mut Random) -> Vec<u8> {
     let mut bytes = seed.to_vec();
     for _ in 0..=random.below(4) {
-        let at = random.below(bytes.len());
+        let at = random.below(bytes.len().max(1));
         let end = (at + 1 + random.below(16)).min(bytes.len());
         match random.below(6) {
             0 if !bytes.is_empty() => bytes[at] ^= 1 << random.below(8),
-            1 if !bytes.is_empty() => bytes[at] = u8::try_from(random.below(256)).expect("a byte"),
+            1 if !bytes.is_empty() => bytes[at] = random.number().to_le_bytes()[0],
             2 => bytes.truncate(at),
             3 => drop(bytes.drain(at..end)),
             4 => {
@@ -76,7 +65,7 @@ fn mutants_neither_panic_nor_violate_a_parser_s_guarantees() {
     let share = MUTATION_TIME / u32::try_from(FuzzKind::ALL.len()).expect("a few kinds");
     for (kind, name) in FuzzKind::ALL {
         let corpus = corpus(name);
-        let mut random = Random(0x9e37_79b9_7f4a_7c15);
+        let mut random = Random::new(1);
         let (start, mut accepted, mut mutants) = (Instant::now(), 0, 0);
         while mutants < FEWEST || mutants < MUTANTS && start.elapsed() < share {
             let (_, seed) = &corpus[random.below(corpus.len())];

@@ -10,8 +10,9 @@ use std::thread;
 use std::time::Duration;
 
 use rewake_ptrace_inject::{Error, with_stopped};
+use rewake_testkit::Random;
 use support::memory::{FREE, PAGE, Scene, content};
-use support::{Random, STOP_TIMEOUT, Target, sys, within};
+use support::{STOP_TIMEOUT, Target, sys, within};
 
 const RESULT: usize = FREE;
 const GO: usize = FREE + 1;
@@ -206,7 +207,7 @@ fn a_killed_tracer_leaves_a_process_unchanged_or_killed() {
     const ROUNDS: usize = 120;
     /// The most rounds, if one of the two outcomes is missing.
     const MOST: usize = 2000;
-    let mut random = Random(11);
+    let mut random = Random::new(11);
     let (mut went_on, mut killed) = (0, 0);
     for round in 0..MOST {
         if round >= ROUNDS && went_on > 0 && killed > 0 {

@@ -10,7 +10,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use rewake_ptrace_inject::{Error, Reason, Stopped, with_stopped, with_tracer};
-use support::{Random, STOP_TIMEOUT, Shared, Target, sys, within};
+use rewake_testkit::Random;
+use support::{STOP_TIMEOUT, Shared, Target, sys, within};
 
 const RESULT: usize = 0;
 const GO: usize = 1;
@@ -99,7 +100,7 @@ fn threads_created_during_the_stop_are_stopped_too() {
             (running, threads.len(), (before, target.shared.get(RESULT)))
         })
         .unwrap();
-        assert_eq!(listed, [], "{stopped} are stopped");
+        assert!(listed.is_empty(), "{listed:?} run, {stopped} are stopped");
         assert_eq!(counts.0, counts.1);
     }
     target.shared.set(END, 1);
@@ -350,7 +351,7 @@ fn each_signal_is_delivered_once() {
     target.shared.wait(GO, |go| go == 1);
     let pid = target.pid;
     let sender = thread::spawn(move || {
-        let mut random = Random(3);
+        let mut random = Random::new(3);
         for _ in 0..SENT {
             while sys::queue(pid, signal).is_err() {
                 thread::sleep(Duration::from_millis(1));

@@ -11,9 +11,10 @@ use std::thread;
 use std::time::Duration;
 
 use rewake_ptrace_inject::{Error, Reason, Stopped, populated_ranges};
+use rewake_testkit::Random;
 use rewake_uffd::FillPort as _;
 use support::memory::{DEVICE_OFFSET, FREE, Hand, PAGE, Scene, content, count_in};
-use support::{Random, sys, within};
+use support::{sys, within};
 
 const RESULT: usize = FREE;
 const GO: usize = FREE + 1;
@@ -367,20 +368,19 @@ fn a_child_inherits_a_placeholder_and_not_the_device() {
 
 /// Accesses, moves, splits, protects and forks at random in the placeholder.
 fn act_at_random(hand: Hand, seed: u64, pages: usize) -> u64 {
-    let mut random = Random(seed);
+    let mut random = Random::new(seed);
     let mut done = 0;
     while hand.shared.get(END) == 0 {
-        let page = usize::try_from(random.below(pages as u64)).unwrap();
+        let page = random.below(pages);
         let address = hand.address + page * PAGE;
-        let any = |random: &mut Random, size: u64| usize::try_from(random.below(size)).unwrap();
         match random.below(8) {
             0..=3 => {
-                let offset = page * PAGE + any(&mut random, PAGE as u64 / 8) * 8;
+                let offset = page * PAGE + random.below(PAGE / 8) * 8;
                 let value = hand.word(offset).load(Ordering::SeqCst);
                 assert_eq!(value, content(offset), "at {offset:#x} after {done}");
             }
             4 => {
-                let protection = [libc::PROT_READ, libc::PROT_READ | libc::PROT_WRITE][any(&mut random, 2)];
+                let protection = [libc::PROT_READ, libc::PROT_READ | libc::PROT_WRITE][random.below(2)];
                 let protection = usize::try_from(protection).unwrap();
                 sys::call(libc::SYS_mprotect, [address, PAGE, protection, 0, 0, 0]).unwrap();
             }
@@ -412,7 +412,7 @@ fn act_at_random(hand: Hand, seed: u64, pages: usize) -> u64 {
 #[test]
 fn two_hundred_swaps_under_random_activity_show_the_right_bytes() {
     const PAGES: usize = 12;
-    let mut random = Random(5);
+    let mut random = Random::new(5);
     let mut swaps = 0;
     let mut round = 0;
     while swaps < 200 {
@@ -438,7 +438,7 @@ fn two_hundred_swaps_under_random_activity_show_the_right_bytes() {
             // The pages are swapped in a random order.
             let mut left: Vec<usize> = (0..=PAGES).collect();
             while !left.is_empty() {
-                let page = left.swap_remove(usize::try_from(random.below(left.len() as u64)).unwrap());
+                let page = left.swap_remove(random.below(left.len()));
                 let swapped = scene.swap_part(page * PAGE, PAGE);
                 assert!(swapped.as_ref().is_ok_and(|parts| parts.len() == 1), "{page}: {swapped:?}");
                 swaps += 1;

@@ -162,7 +162,7 @@ mod tests {
     }
 
     #[test]
-    fn answers_are_the_same_every_time_and_go_on_where_shorter_ones_end() {
+    fn answers_repeat_and_a_longer_one_begins_with_a_shorter_one() {
         let model = Model::new(&shape());
         let answer = model.generate(&[1, 2, 3], 8);
         assert_eq!(answer, Model::new(&shape()).generate(&[1, 2, 3], 8));

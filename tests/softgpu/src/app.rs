@@ -4,19 +4,18 @@
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::thread;
-use std::time::Duration;
 
-use anyhow::{Context as _, bail, ensure};
+use anyhow::{Context as _, bail};
 use gpu_app::client;
 use gpu_app::model::Model;
 use gpu_app::shape::Shape;
+use nix::sys::signal::{Signal, kill};
+use rewake_testkit::process::{ProcessId as _, output};
+use rewake_testkit::programs::beside;
+use rewake_testkit::{MINUTE, until};
 
 use crate::criu::Version;
 
-/// Looks for the server's READY, and time between them: two minutes.
-const LOOKS: u32 = 1200;
-const LOOK: Duration = Duration::from_millis(100);
 const SOCKET: &str = "app.sock";
 /// Where `cargo xtask vm` puts an older libc.
 const OLDER: &str = "/usr/local/lib/older";
@@ -60,20 +59,19 @@ impl App {
             .stderr(output)
             .spawn()
             .context("start gpu-app")?;
-        for _ in 0..LOOKS {
-            let said = std::fs::read_to_string(&log).unwrap_or_default();
-            if said.contains("READY") {
-                let pid = child.id();
-                return Ok(Self { pid, child: Some(child), socket, model: Model::new(shape), quit: false });
-            }
-            if let Some(status) = child.try_wait()? {
-                bail!("gpu-app ended, {status}: {said}");
-            }
-            thread::sleep(LOOK);
+        let said = || std::fs::read_to_string(&log).unwrap_or_default();
+        let mut ended = None;
+        until(2 * MINUTE, || {
+            ended = child.try_wait().ok().flatten();
+            (ended.is_some() || said().contains("READY")).then_some(())
+        });
+        if ended.is_some() || !said().contains("READY") {
+            // It may have ended.
+            let _ = child.kill();
+            bail!("gpu-app does not serve ({ended:?}): {}", said());
         }
-        // The error tells.
-        let _ = child.kill();
-        bail!("gpu-app does not serve: {}", std::fs::read_to_string(&log).unwrap_or_default())
+        let pid = child.id();
+        Ok(Self { pid, child: Some(child), socket, model: Model::new(shape), quit: false })
     }
 
     /// One that comes back where `folder` lies over that of the one that was dumped, in pids of its own.
@@ -156,13 +154,11 @@ impl App {
     /// One of them went wrong, or they do not come.
     pub fn goes_on(&self, more: u64) -> anyhow::Result<()> {
         let before = self.rounds()?;
-        for _ in 0..LOOKS {
-            if self.rounds()? >= before + more {
-                return Ok(());
-            }
-            thread::sleep(LOOK);
-        }
-        bail!("no {more} rounds after {before}")
+        let wrong_or_more = || match self.rounds() {
+            Ok(rounds) => (rounds >= before + more).then_some(Ok(())),
+            Err(error) => Some(Err(error)),
+        };
+        until(2 * MINUTE, wrong_or_more).with_context(|| format!("no {more} rounds after {before}"))?
     }
 
     /// Waits for the moment at which a new round begins: a dump that begins now finds GPUs at work, in the modes in
@@ -206,8 +202,7 @@ impl Drop for App {
             let _ = child.kill();
             let _ = child.wait();
         } else if !self.quit {
-            let pid = nix::unistd::Pid::from_raw(self.pid.cast_signed());
-            let _ = nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGKILL);
+            let _ = kill(self.pid.pid(), Signal::SIGKILL);
         }
     }
 }
@@ -229,17 +224,11 @@ pub fn program_for(version: Version, folder: &Path) -> anyhow::Result<PathBuf> {
     let mut command = Command::new("patchelf");
     command.arg("--set-interpreter").arg(libraries.join("ld-linux-x86-64.so.2"));
     command.arg("--set-rpath").arg(libraries).arg("--output").arg(&made).arg(program);
-    let status = command.status().context("start patchelf")?;
-    ensure!(status.success(), "{command:?}: {status}");
+    output(&mut command)?;
     Ok(made)
 }
 
 /// `GPU_APP`, or the program beside the folder of this test's own.
 pub(crate) fn program() -> anyhow::Result<PathBuf> {
-    if let Some(path) = std::env::var_os("GPU_APP") {
-        return Ok(path.into());
-    }
-    let own = std::env::current_exe().context("this program's path")?;
-    let found = own.ancestors().skip(1).map(|folder| folder.join("gpu-app")).find(|path| path.is_file());
-    found.context("no gpu-app beside the tests: build it (`cargo build -p gpu-app`), or set GPU_APP")
+    beside("GPU_APP", "gpu-app", "cargo build -p gpu-app")
 }

@@ -5,13 +5,13 @@ use std::fs::{self, Permissions};
 use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::thread;
-use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, ensure};
 use gpu_app::client;
 use gpu_app::model::Model;
 use gpu_app::shape::Shape;
+use rewake_testkit::process::output;
+use rewake_testkit::{MINUTE, until};
 use serde_json::{Value, json};
 
 use crate::app;
@@ -29,9 +29,6 @@ const DEADLY: [&str; 7] =
 /// The answer that is under way at the dump.
 const PROMPT: [u32; 2] = [7, 8];
 const TOKENS: usize = 12;
-/// Time for READY, and for the end: much, under emulation too.
-const LIMIT: Duration = Duration::from_secs(120);
-const LOOK: Duration = Duration::from_millis(100);
 
 /// A container; it goes when dropped.
 #[derive(Debug)]
@@ -181,19 +178,18 @@ impl Container {
     /// # Errors
     /// Some are.
     pub fn ends(&self) -> anyhow::Result<()> {
-        let stopped = || {
-            let state = Command::new("runc").args(["state", ID]).output().context("start runc")?;
-            let state: Value = serde_json::from_slice(&state.stdout).context("what runc says of it")?;
-            Ok(state["status"] == "stopped")
+        let state = || {
+            let state = output(Command::new("runc").args(["state", ID]))?;
+            serde_json::from_str::<Value>(&state).context("what runc says of it")
         };
-        ensure!(soon(stopped)?, "the container does not end");
-        Ok(())
+        let stopped = || state().is_ok_and(|state| state["status"] == "stopped").then_some(());
+        until(2 * MINUTE, stopped).with_context(|| format!("the container does not end: {:?}", state()))
     }
 
     fn serves(&self) -> anyhow::Result<()> {
         let said = || fs::read_to_string(self.path("files").join("log")).unwrap_or_default();
-        ensure!(soon(|| Ok(said().contains("READY")))?, "gpu-app does not serve: {}", said());
-        Ok(())
+        let ready = until(2 * MINUTE, || said().contains("READY").then_some(()));
+        ready.with_context(|| format!("gpu-app does not serve: {}", said()))
     }
 
     fn runc(&self, act: &str, with: impl FnOnce(&mut Command) -> &mut Command) -> anyhow::Result<()> {
@@ -213,18 +209,6 @@ impl Drop for Container {
         // It may be gone.
         let _ = self.runc("delete", |delete| delete.arg("--force"));
     }
-}
-
-/// Whether it is so within [`LIMIT`].
-fn soon(is_so: impl Fn() -> anyhow::Result<bool>) -> anyhow::Result<bool> {
-    let end = Instant::now() + LIMIT;
-    while !is_so()? {
-        if Instant::now() > end {
-            return Ok(false);
-        }
-        thread::sleep(LOOK);
-    }
-    Ok(true)
 }
 
 /// `/dev/kfd` and all render nodes, as runc is to make them.

@@ -4,13 +4,12 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::thread;
-use std::time::Duration;
 
 use anyhow::{Context as _, bail, ensure};
 use rewake_amdgpu_uapi::topology::{Node, Topology};
-
-use crate::streamer;
+use rewake_testkit::process::{last_lines, output};
+use rewake_testkit::programs::{beside, rewake};
+use rewake_testkit::soon;
 
 /// Where `cargo xtask vm` puts the plugin that it builds from Debian's source of CRIU.
 const STOCK_PLUGIN: &str = "/usr/local/lib/criu";
@@ -20,9 +19,6 @@ const OWN_PLUGIN: &str = "criu-plugin";
 pub const WAITS: &str = " missing pages of its memory";
 /// Lines of CRIU's log that an error quotes.
 const QUOTED: usize = 12;
-/// Looks for the end of a restored process, and time between them: a minute.
-const LOOKS: u32 = 600;
-const LOOK: Duration = Duration::from_millis(100);
 
 /// Whose plugin CRIU loads. Both read and write the same images.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -100,9 +96,7 @@ impl Criu {
     /// # Errors
     /// What it complained about.
     pub fn dump_by_rewake(&self, pid: u32) -> anyhow::Result<()> {
-        let dumped = self.of_rewake("dump")?.args(["-t", &pid.to_string()]).output()?;
-        ensure!(dumped.status.success(), "rewake dump: {}", String::from_utf8_lossy(&dumped.stderr));
-        Ok(())
+        output(self.of_rewake("dump")?.args(["-t", &pid.to_string()])).map(drop)
     }
 
     /// Dumps a process with its children; they go on.
@@ -173,7 +167,7 @@ impl Criu {
     /// # Errors
     /// There is no such program.
     pub fn of_rewake_in(&self, act: &str, work: &Path) -> anyhow::Result<Command> {
-        let mut command = Command::new(streamer::program()?);
+        let mut command = Command::new(rewake()?);
         command.arg(act).arg("--criu").arg(&self.program).arg("--plugin-dir").arg(&self.plugin);
         command.arg("-D").arg(&self.images).arg("-W").arg(work).stdin(Stdio::null());
         Ok(command)
@@ -185,7 +179,7 @@ impl Criu {
     /// It says nothing that makes sense.
     #[must_use]
     pub fn status(&self) -> serde_json::Value {
-        let program = streamer::program().unwrap();
+        let program = rewake().unwrap();
         let said = Command::new(program).args(["status", "--json", "-W"]).arg(&self.images).output().unwrap();
         serde_json::from_slice(&said.stdout).unwrap()
     }
@@ -236,20 +230,12 @@ impl Criu {
 impl Plugin {
     /// The folder that has it.
     pub(crate) fn folder(self) -> anyhow::Result<PathBuf> {
-        let (folder, remedy) = match self {
-            Self::Ours => {
-                let own = std::env::current_exe().context("this program's path")?;
-                let mut beside = own.ancestors().skip(1).map(|folder| folder.join(OWN_PLUGIN));
-                let found = place("REWAKE_PLUGIN").or_else(|| beside.find(|folder| folder.is_dir()));
-                (found.unwrap_or_else(|| OWN_PLUGIN.into()), "`cargo xtask plugin`, or set REWAKE_PLUGIN")
-            }
-            Self::Stock => (
-                place("STOCK_PLUGIN").unwrap_or_else(|| STOCK_PLUGIN.into()),
-                "set STOCK_PLUGIN to its folder",
-            ),
+        let folder = match self {
+            Self::Ours => beside("REWAKE_PLUGIN", OWN_PLUGIN, "cargo xtask plugin")?,
+            Self::Stock => place("STOCK_PLUGIN").unwrap_or_else(|| STOCK_PLUGIN.into()),
         };
         let found = folder.join("amdgpu_plugin.so").is_file();
-        ensure!(found, "no amdgpu_plugin.so in {}: {remedy}", folder.display());
+        ensure!(found, "no amdgpu_plugin.so in {}", folder.display());
         Ok(folder)
     }
 }
@@ -262,8 +248,7 @@ fn place(variable: &str) -> Option<PathBuf> {
 fn quoted(log: &str) -> String {
     let errors: Vec<&str> = log.lines().filter(|line| line.contains("Error")).take(QUOTED).collect();
     if errors.is_empty() {
-        let lines: Vec<&str> = log.lines().collect();
-        return lines[lines.len().saturating_sub(QUOTED)..].join("\n");
+        return last_lines(log, QUOTED);
     }
     errors.join("\n")
 }
@@ -298,13 +283,8 @@ pub fn queues() -> Result<(), &'static str> {
 /// # Errors
 /// It does not end.
 pub fn wait_for_the_end_of(pid: u32) -> anyhow::Result<()> {
-    for _ in 0..LOOKS {
-        if !Path::new("/proc").join(pid.to_string()).exists() {
-            return Ok(());
-        }
-        thread::sleep(LOOK);
-    }
-    bail!("the restored process {pid} does not end")
+    ensure!(soon(|| !Path::new("/proc").join(pid.to_string()).exists()), "process {pid} does not end");
+    Ok(())
 }
 
 #[cfg(test)]

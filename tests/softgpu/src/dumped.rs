@@ -9,20 +9,19 @@ use std::thread;
 use std::time::Duration;
 
 use gpu_app::shape::{Mode, Shape};
-use nix::sys::signal::{Signal, kill, killpg};
-use nix::unistd::Pid;
+use rewake_testkit::process::{children, named};
+
+pub use rewake_testkit::process::waits_in_a_page_fault as waits_for_memory;
+pub use rewake_testkit::process::{dies, signal, signal_group, streamer_of};
+pub use rewake_testkit::soon;
 
 use crate::criu::{Criu, Plugin, Version, queues, wait_for_the_end_of};
 use crate::left::runs;
 use crate::server::small;
-use crate::streamer::children;
 use crate::{Daemon, Held, Judge, Server, Streamer};
 
 /// With a ring, so that copies can be [held](Held), and they come one after the other.
 pub const ONE_RING: [(&str, &str); 1] = [("sdma_rings", "1")];
-
-/// Looks for something that comes soon: a minute.
-const LOOKS: u32 = 6000;
 
 /// Twelve MiB that no CPU reaches.
 #[must_use]
@@ -220,8 +219,10 @@ impl Restoring {
     /// # Panics
     /// It does not end, or has restored no such process.
     pub fn has_restored(&self, pid: u32, criu: &Criu) {
-        let name = |pid: u32| std::fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
-        let restoring = || children(self.pid()).into_iter().any(|child| name(child).trim() == criu.name());
+        let restoring = || {
+            let of_criu = named(criu.name());
+            children(self.pid()).iter().any(|child| of_criu.contains(child))
+        };
         assert!(soon(|| runs(pid) && !restoring()), "{}", criu.log("restore"));
     }
 
@@ -285,44 +286,6 @@ impl Restoring {
     }
 }
 
-/// The supervisor of the streamer that is a child of this process, and its workers, of which there is one at least.
-///
-/// # Panics
-/// There is none.
-#[must_use]
-pub fn streamer_of(parent: u32) -> (u32, Vec<u32>) {
-    let is_one = |pid: &u32| {
-        let line = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
-        String::from_utf8_lossy(&line).contains("streamer") && !children(*pid).is_empty()
-    };
-    let one = |_| children(parent).into_iter().find(is_one);
-    let supervisor = (0..LOOKS).filter(|_| nap()).find_map(one).expect("there is a streamer");
-    (supervisor, children(supervisor))
-}
-
-/// Kills a process that is there.
-///
-/// # Panics
-/// It is not.
-pub fn dies(pid: u32) {
-    signal(&[pid], Signal::SIGKILL);
-}
-
-/// Sends processes that are there a signal.
-///
-/// # Panics
-/// One is not.
-pub fn signal(pids: &[u32], signal: Signal) {
-    pids.iter().for_each(|pid| kill(Pid::from_raw(pid.cast_signed()), signal).unwrap());
-}
-
-/// Sends signals to a process group, one after the other. The first may end it.
-pub fn signal_group(leader: u32, signals: &[Signal]) {
-    for signal in signals {
-        let _ = killpg(Pid::from_raw(leader.cast_signed()), *signal);
-    }
-}
-
 /// Of the process, at this moment.
 #[must_use]
 pub fn is_paused(pid: u32) -> bool {
@@ -348,15 +311,7 @@ pub fn gate_files(pid: u32) -> Vec<PathBuf> {
 pub fn gate_opens(pid: u32) {
     assert!(soon(|| gate_files(pid).is_empty()), "the gate of {pid} does not open");
     // The ledger has it a moment after the file has gone.
-    nap();
-}
-
-/// Whether a thread of the process waits for memory that a userfaultfd is to bring, at this moment.
-#[must_use]
-pub fn waits_for_memory(pid: u32) -> bool {
-    let threads = std::fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();
-    let mut places = threads.filter_map(|thread| std::fs::read_to_string(thread.path().join("wchan")).ok());
-    places.any(|place| place == "handle_userfault")
+    thread::sleep(Duration::from_millis(10));
 }
 
 /// The files with the memory of buffers.
@@ -367,16 +322,4 @@ pub fn waits_for_memory(pid: u32) -> bool {
 pub fn pages(images: &Path) -> Vec<PathBuf> {
     let files = std::fs::read_dir(images).unwrap().map(|file| file.unwrap().path());
     files.filter(|path| path.file_name().unwrap().to_string_lossy().starts_with("amdgpu-pages-")).collect()
-}
-
-/// Whether it is so within a minute.
-#[must_use]
-pub fn soon(mut there: impl FnMut() -> bool) -> bool {
-    (0..LOOKS).any(|_| nap() && there())
-}
-
-/// A moment; always true.
-fn nap() -> bool {
-    thread::sleep(Duration::from_millis(10));
-    true
 }

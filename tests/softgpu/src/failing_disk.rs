@@ -5,7 +5,7 @@ use std::fs::{self, File, OpenOptions};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use anyhow::{Context as _, ensure};
+use rewake_testkit::process::output as run;
 
 /// Besides the files: what the file system needs for itself.
 const ROOM: u64 = 32 << 20;
@@ -85,11 +85,4 @@ impl Drop for FailingDisk {
             eprintln!("a disk that fails stays: {error:#}");
         }
     }
-}
-
-fn run(command: &mut Command) -> anyhow::Result<String> {
-    let output = command.output().with_context(|| format!("{command:?}"))?;
-    let said = String::from_utf8_lossy(&output.stderr);
-    ensure!(output.status.success(), "{command:?}: {}: {}", output.status, said.trim());
-    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }

@@ -7,15 +7,14 @@ use std::thread;
 use std::time::Duration;
 
 use nix::sys::signal::{Signal, kill};
-use nix::unistd::Pid;
+use rewake_testkit::process::{ProcessId as _, sleeps_or_is_stopped};
+
+pub use rewake_testkit::process::named;
 
 /// The process that the plugin leaves to look after a dump or a restore.
 pub const GUARD: &str = "rewake-watch";
 /// What CRIU's processes are called, by its version.
 const CRIUS: [&str; 2] = ["criu", "criu-4.1"];
-/// Looks at something that happens soon, and time between them: a minute.
-const LOOKS: u32 = 1200;
-const LOOK: Duration = Duration::from_millis(50);
 /// Rounds of [`sweep`], and time between looks: a minute.
 const SWEEPS: u32 = 300;
 const SWEEP: Duration = Duration::from_millis(200);
@@ -25,14 +24,10 @@ const SWEEP: Duration = Duration::from_millis(200);
 /// # Panics
 /// It is not so within a minute; with what is left of CRIU.
 pub fn soon(what: &str, there: impl Fn() -> bool) {
-    for _ in 0..LOOKS {
-        if there() {
-            return;
-        }
-        thread::sleep(LOOK);
+    if !rewake_testkit::soon(there) {
+        let left: Vec<String> = [of_criu(), named(GUARD)].concat().into_iter().map(doing).collect();
+        panic!("{what}: not after a minute; left: {left:?}");
     }
-    let left: Vec<String> = [of_criu(), named(GUARD)].concat().into_iter().map(doing).collect();
-    panic!("{what}: not after {:?}; left: {left:?}", LOOK * LOOKS);
 }
 
 /// Ends what CRIU's death can leave in its own program: children that try what the kernel can do. They wait for ever. Not the
@@ -47,20 +42,14 @@ pub fn sweep(task: u32) {
         if all.is_empty() {
             break;
         }
-        let before: Vec<u32> = all.into_iter().filter(|pid| *pid != task && waits(*pid)).collect();
+        let before: Vec<u32> =
+            all.into_iter().filter(|pid| *pid != task && sleeps_or_is_stopped(*pid)).collect();
         thread::sleep(SWEEP);
-        for pid in of_criu().into_iter().filter(|pid| before.contains(pid) && waits(*pid)) {
-            let _ = kill(Pid::from_raw(pid.cast_signed()), Signal::SIGKILL);
+        for pid in of_criu().into_iter().filter(|pid| before.contains(pid) && sleeps_or_is_stopped(*pid)) {
+            let _ = kill(pid.pid(), Signal::SIGKILL);
         }
     }
     soon("swept", || of_criu().is_empty() && named(GUARD).is_empty());
-}
-
-/// Whether a process sleeps for a signal to come, or is stopped.
-fn waits(pid: u32) -> bool {
-    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-    let state = stat.rsplit_once(") ").and_then(|(_, rest)| rest.chars().next());
-    state.is_some_and(|state| "STt".contains(state))
 }
 
 /// Whether a process has not ended, and is more than a number.
@@ -79,17 +68,4 @@ pub fn doing(pid: u32) -> String {
 /// Processes of CRIU's own program, whichever.
 fn of_criu() -> Vec<u32> {
     CRIUS.into_iter().flat_map(named).collect()
-}
-
-/// Processes by their name.
-///
-/// # Panics
-/// There is no `/proc`.
-#[must_use]
-pub fn named(name: &str) -> Vec<u32> {
-    let pids =
-        fs::read_dir("/proc").unwrap().flatten().filter_map(|entry| entry.file_name().to_str()?.parse().ok());
-    let is =
-        |pid: &u32| fs::read_to_string(format!("/proc/{pid}/comm")).is_ok_and(|comm| comm.trim() == name);
-    pids.filter(is).collect()
 }

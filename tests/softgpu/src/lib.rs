@@ -7,7 +7,6 @@
 pub mod app;
 pub mod container;
 pub mod criu;
-pub mod daemon;
 pub mod dumped;
 pub mod failing_disk;
 pub mod faults;
@@ -16,13 +15,11 @@ pub mod judge;
 pub mod left;
 pub mod machine;
 pub mod pair;
-pub mod random;
 pub mod scene;
 pub mod script;
 pub mod server;
 pub mod snapshot;
 pub mod streamer;
-
 pub mod sys;
 pub mod toucher;
 pub mod tried;
@@ -31,13 +28,13 @@ pub mod tried;
 pub const REAL_GPUS: &str = "these GPUs are real";
 
 pub use container::Container;
-pub use daemon::Daemon;
 pub use failing_disk::FailingDisk;
 pub use faults::Faults;
 pub use hold::Held;
 pub use judge::Judge;
 pub use machine::{Machine, gpus_retry_faults};
 pub use pair::Pair;
+pub use rewake_testkit::{Daemon, random};
 pub use scene::{Peer, Scene, isolated};
 pub use server::Server;
 pub use streamer::Streamer;

@@ -6,14 +6,13 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::thread;
-use std::time::Duration;
+
+use rewake_testkit::process::output;
+use rewake_testkit::soon;
 
 use crate::Judge;
 
 const PARAMETERS: &str = "/sys/module/softgpu/parameters";
-/// Tries to unload the module, and time between them: the driver takes ended processes apart in the background.
-const TRIES: u32 = 1200;
-const BETWEEN: Duration = Duration::from_millis(50);
 
 /// The machine as it was found; dropped, it is so again.
 #[derive(Debug)]
@@ -66,26 +65,19 @@ impl Machine {
         if let Some(judge) = Judge::find() {
             assert_eq!(judge.violations(), Vec::<String>::new(), "before the machine changes");
         }
-        let done = self.load(changes);
-        assert_eq!(done, Ok(()), "{changes:?}");
+        self.load(changes).unwrap_or_else(|error| panic!("{changes:?}: {error:#}"));
     }
 
-    fn load(&self, changes: &[(&str, &str)]) -> Result<(), String> {
-        let mut last = String::new();
-        let unloaded = (0..TRIES).any(|_| {
-            let unloaded = run(Command::new("rmmod").arg("softgpu"));
-            unloaded.map_err(|error| last = error).is_ok() || {
-                thread::sleep(BETWEEN);
-                false
-            }
-        });
-        if !unloaded {
-            return Err(last);
+    fn load(&self, changes: &[(&str, &str)]) -> anyhow::Result<()> {
+        let unload = || output(Command::new("rmmod").arg("softgpu"));
+        // The driver takes ended processes apart in the background.
+        if !soon(|| unload().is_ok()) {
+            unload()?;
         }
         let mut parameters = self.found.clone();
         parameters.extend(changes.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())));
         let words = parameters.iter().map(|(name, value)| format!("{name}={value}"));
-        run(Command::new("insmod").arg(&self.module).args(words))
+        output(Command::new("insmod").arg(&self.module).args(words)).map(drop)
     }
 }
 
@@ -106,15 +98,7 @@ impl Drop for Machine {
             eprintln!("the judge's list: {noted:?}; the module as it was found: {loaded:?}");
         } else {
             assert_eq!(noted, Vec::<String>::new(), "before the machine is as it was");
-            assert_eq!(loaded, Ok(()), "a process of this test still uses a GPU");
+            loaded.expect("no process of this test still uses a GPU");
         }
     }
-}
-
-fn run(command: &mut Command) -> Result<(), String> {
-    let output = command.output().map_err(|error| format!("{command:?}: {error}"))?;
-    if output.status.success() {
-        return Ok(());
-    }
-    Err(format!("{command:?}: {}: {}", output.status, String::from_utf8_lossy(&output.stderr).trim()))
 }

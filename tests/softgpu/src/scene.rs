@@ -1,15 +1,16 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! One test: its own process, and more of them in other roles if it wants.
 
+use std::any::type_name;
 use std::fs::File;
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::path::Path;
 use std::process::{Child, ChildStdin, ChildStdout, Command, ExitStatus, Stdio};
 use std::sync::{Mutex, PoisonError};
-use std::thread;
-use std::time::Duration;
 
 use rewake_amdgpu_uapi::topology::Topology;
+use rewake_testkit::process::wait_child;
+use rewake_testkit::{MINUTE, soon};
 
 use crate::faults::Faults;
 use crate::hold::Held;
@@ -25,11 +26,6 @@ const REQUIRED: &str = "SOFTGPU_REQUIRED";
 const MARK: &str = "@ ";
 /// What a process says when its body has run to the end.
 const RAN: &str = "the body ran";
-/// Looks at a process that should end, and time between them: four minutes, under emulation too.
-const LOOKS: u32 = 2400;
-const LOOK: Duration = Duration::from_millis(100);
-/// Looks at what is still alive after a process has ended: the driver takes processes apart in the background.
-const LAST_LOOKS: u32 = 600;
 
 /// What a test's body has.
 #[derive(Debug)]
@@ -46,12 +42,22 @@ pub struct Peer {
     output: BufReader<ChildStdout>,
 }
 
-/// Runs `body` in a new process, on a machine with so many GPUs; `name` is the test's own.
+/// Runs `body`, a closure of the test's own function, in a new process. The machine has at least `gpus` GPUs.
 ///
 /// # Panics
-/// The body did, did not end in time, broke a rule that the judge knows, or left something behind. Where GPUs are
-/// missing, too, if they are required.
-pub fn isolated(name: &'static str, gpus: usize, body: fn(&Scene)) {
+/// The body panics, does not end in time, breaks a rule that the judge knows, or leaves something behind. Also if
+/// GPUs are missing that [`REQUIRED`] asks for.
+pub fn isolated<F: Fn(&Scene)>(gpus: usize, body: F) {
+    isolate(test_of(type_name::<F>()), gpus, &body);
+}
+
+/// The test's name, as the test harness has it, of a closure's type: `program::module::test::{{closure}}`.
+fn test_of(closure: &'static str) -> &'static str {
+    let path = closure.split_once("::{{closure}}").map(|(path, _)| path);
+    path.and_then(|path| path.split_once("::")).expect("the type of a closure in a function").1
+}
+
+fn isolate(name: &'static str, gpus: usize, body: &dyn Fn(&Scene)) {
     static ALONE: Mutex<()> = Mutex::new(());
     if std::env::var(TEST).is_ok_and(|test| test == name) {
         let scene = Scene { name, role: std::env::var(ROLE).ok() };
@@ -77,13 +83,12 @@ pub fn isolated(name: &'static str, gpus: usize, body: fn(&Scene)) {
     peer.listen_to_the_end();
     if let (Some(judge), Some(before)) = (judge, before) {
         assert_eq!(judge.violations(), Vec::<String>::new(), "the judge's list after {name}");
-        let alike = (0..LAST_LOOKS).any(|_| {
-            judge.alive() == before || {
-                thread::sleep(LOOK);
-                false
-            }
-        });
-        assert!(alike, "left behind by {name}: {:?}, before it {before:?}", judge.alive());
+        // The driver takes processes apart in the background.
+        assert!(
+            soon(|| judge.alive() == before),
+            "left behind by {name}: {:?}, before it {before:?}",
+            judge.alive()
+        );
     }
 }
 
@@ -242,14 +247,10 @@ impl Peer {
     }
 
     fn wait(&mut self) -> ExitStatus {
-        for _ in 0..LOOKS {
-            if let Some(status) = self.child.try_wait().expect("a child to wait for") {
-                return status;
-            }
-            thread::sleep(LOOK);
-        }
-        // Best effort: the panic tells.
-        let _ = self.child.kill();
-        panic!("process {} did not end", self.child.id());
+        wait_child(&mut self.child, 4 * MINUTE).unwrap_or_else(|| {
+            // Best effort: the panic tells.
+            let _ = self.child.kill();
+            panic!("process {} did not end", self.child.id());
+        })
     }
 }

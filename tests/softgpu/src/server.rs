@@ -4,11 +4,10 @@
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::thread;
-use std::time::Duration;
 
 use gpu_app::client;
 use gpu_app::shape::{Mode, Shape};
+use rewake_testkit::soon;
 
 use crate::Judge;
 use crate::app::{App, program_for};
@@ -19,9 +18,6 @@ const PROMPT: [u32; 2] = [7, 8];
 const TOKENS: usize = 12;
 /// Servers that are dumped until one is in the middle of work: on a slow machine its work may be over before CRIU comes to it.
 const DUMPS: u32 = 10;
-/// The driver takes ended processes apart in the background; a minute is much, under emulation too.
-const LOOKS: u32 = 600;
-const LOOK: Duration = Duration::from_millis(100);
 
 /// Something small enough for emulation.
 #[must_use]
@@ -119,13 +115,9 @@ impl Server {
     fn is_gone(&mut self) {
         self.app.was_dumped();
         let Some(judge) = &self.judge else { return };
-        for _ in 0..LOOKS {
-            if judge.alive() == self.alive {
-                return;
-            }
-            thread::sleep(LOOK);
-        }
-        assert_eq!(judge.alive(), self.alive, "alive on the GPUs when the dumped processes are gone");
+        // The driver takes ended processes apart in the background.
+        let gone = soon(|| judge.alive() == self.alive);
+        assert!(gone, "{:?} of dumped processes on the GPUs, before {:?}", judge.alive(), self.alive);
     }
 
     /// The answer that was begun is right, and one that is asked for now.

@@ -6,14 +6,12 @@ use std::io::Read as _;
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
-use std::thread;
-use std::time::Duration;
 
-use anyhow::{Context as _, bail};
+use anyhow::Context as _;
+use rewake_testkit::process::{MINUTE, wait_child};
+use rewake_testkit::programs::rewake;
 
-/// Looks for its end, and time between them: a minute.
-const LOOKS: u32 = 1200;
-const LOOK: Duration = Duration::from_millis(50);
+pub use rewake_testkit::process::children;
 
 /// One of them, with a process group of its own; killed when dropped.
 #[derive(Debug)]
@@ -40,7 +38,7 @@ impl Streamer {
     }
 
     fn of_gpus(work: &Path, options: &[&str]) -> anyhow::Result<Self> {
-        let mut command = Command::new(program()?);
+        let mut command = Command::new(rewake()?);
         command.arg("streamer").arg("-W").arg(work).args(options).args(["-v4", "--status-fd", "1"]);
         Self::listens(command, work.join("streamer.log"))
     }
@@ -50,7 +48,7 @@ impl Streamer {
     /// # Errors
     /// As [`Streamer::start`].
     pub fn of_cpus(images: &Path) -> anyhow::Result<Self> {
-        let mut command = Command::new(program()?);
+        let mut command = Command::new(rewake()?);
         command.arg("lazy-pages").arg("-D").arg(images).args(["-v4", "--status-fd", "1"]);
         Self::listens(command, images.join("lazy-pages.log"))
     }
@@ -60,7 +58,7 @@ impl Streamer {
     /// # Errors
     /// As [`Streamer::start`].
     pub fn of_both(images: &Path) -> anyhow::Result<Self> {
-        let mut command = Command::new(program()?);
+        let mut command = Command::new(rewake()?);
         command.arg("streamer").arg("-D").arg(images).arg("-W").arg(images);
         command.args(["-v4", "--status-fd", "1"]);
         Self::listens(command, images.join("streamer.log"))
@@ -98,13 +96,8 @@ impl Streamer {
     /// # Errors
     /// It does not end.
     pub fn end(&mut self) -> anyhow::Result<ExitStatus> {
-        for _ in 0..LOOKS {
-            if let Some(status) = self.child.try_wait()? {
-                return Ok(status);
-            }
-            thread::sleep(LOOK);
-        }
-        bail!("it does not end: {}", self.said())
+        let status = wait_child(&mut self.child, MINUTE);
+        status.with_context(|| format!("it does not end: {}", self.said()))
     }
 
     /// Whether it has ended.
@@ -127,7 +120,7 @@ impl Streamer {
 /// # Errors
 /// There is no such program.
 pub fn recover() -> anyhow::Result<(bool, String)> {
-    let output = Command::new(program()?).args(["recover", "-v4"]).stdin(Stdio::null()).output()?;
+    let output = Command::new(rewake()?).args(["recover", "-v4"]).stdin(Stdio::null()).output()?;
     Ok((output.status.success(), String::from_utf8_lossy(&output.stderr).into_owned()))
 }
 
@@ -147,26 +140,4 @@ impl Drop for Streamer {
 pub fn told(said: &str, what: &str) -> u64 {
     let rest = said.split_once(what).unwrap_or_else(|| panic!("no {what:?}: {said}")).1;
     rest.split_whitespace().next().unwrap().parse().unwrap()
-}
-
-/// The children of all threads of a process.
-#[must_use]
-pub fn children(pid: u32) -> Vec<u32> {
-    let threads = std::fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();
-    let lists = threads.filter_map(|thread| std::fs::read_to_string(thread.path().join("children")).ok());
-    lists
-        .flat_map(|list| list.split_whitespace().map(str::to_owned).collect::<Vec<_>>())
-        .filter_map(|pid| pid.parse().ok())
-        .collect()
-}
-
-/// Programs lie in `debug`, tests in `debug/deps`.
-pub(crate) fn program() -> anyhow::Result<PathBuf> {
-    let own = std::env::current_exe().context("this program's path")?;
-    let beside = own.ancestors().skip(1).take(2).map(|folder| folder.join("rewake"));
-    let given = std::env::var_os("REWAKE_BIN").map(PathBuf::from);
-    let there = |path: &PathBuf| path.is_file();
-    given
-        .map_or_else(|| beside.into_iter().find(there), |given| Some(given).filter(there))
-        .context("no rewake: `cargo build -p rewake`, or set REWAKE_BIN")
 }

@@ -4,10 +4,10 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::thread;
 use std::time::Duration;
 
 use anyhow::{Context as _, bail};
+use rewake_testkit::{MINUTE, until};
 
 use crate::criu::{Criu, Plugin, Version, wait_for_the_end_of};
 use crate::dumped::dies;
@@ -24,8 +24,6 @@ pub const TAIL: usize = 4096;
 pub const READ: usize = (1 << 20) + 123;
 /// Between two looks at a file.
 pub const LOOK: Duration = Duration::from_millis(2);
-/// A minute.
-const LOOKS: u32 = 30_000;
 
 /// Large buffers in the place of others.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -192,12 +190,8 @@ impl Toucher {
     /// # Errors
     /// It was something else than `ok`, or did not come.
     pub fn answer(&self) -> anyhow::Result<()> {
-        for _ in 0..LOOKS {
-            if let Some(answer) = self.take_answer() {
-                return if answer == "ok" { Ok(()) } else { bail!(answer) };
-            }
-            thread::sleep(LOOK);
-        }
-        bail!("no answer: {}", self.log())
+        let answer = until(MINUTE, || self.take_answer());
+        let answer = answer.with_context(|| format!("no answer: {}", self.log()))?;
+        if answer == "ok" { Ok(()) } else { bail!(answer) }
     }
 }

@@ -3,6 +3,8 @@
 
 use std::collections::BTreeMap;
 
+use rewake_testkit::process::last_lines;
+
 use crate::criu::Criu;
 use crate::faults::{Call, Calls};
 
@@ -57,6 +59,5 @@ pub fn says_why(criu: &Criu, act: &str, call: &Tried, errno: i32) {
 /// The end of a log.
 #[must_use]
 pub fn tail(log: &str) -> String {
-    let lines: Vec<&str> = log.lines().collect();
-    lines[lines.len().saturating_sub(LAST)..].join("\n")
+    last_lines(log, LAST)
 }

@@ -50,8 +50,8 @@ fn check(fd: BorrowedFd<'_>, arena: &Mapping, cases: &[Case]) {
 }
 
 #[test]
-fn addresses_that_are_none_are_told_at_once() {
-    isolated("addresses_that_are_none_are_told_at_once", 1, |_| {
+fn invalid_addresses_are_refused_at_once() {
+    isolated(1, |_| {
         let kfd = Kfd::open().unwrap();
         let render = Render::open(Topology::read().unwrap().gpus().next().unwrap().render_minor()).unwrap();
         for address in WILD {
@@ -76,8 +76,8 @@ fn addresses_that_are_none_are_told_at_once() {
 }
 
 #[test]
-fn numbers_that_are_none_are_told() {
-    isolated("numbers_that_are_none_are_told", 1, |_| {
+fn invalid_numbers_are_refused() {
+    isolated(1, |_| {
         let arena = Mapping::anonymous(1 << 16).unwrap();
         let kfd = Kfd::open().unwrap();
         let cases: Vec<Case> = vec![
@@ -126,7 +126,7 @@ fn memory_cases(gpu: u32, handle: u64, list: u64) -> Vec<Case> {
 
 #[test]
 fn memory_is_refused_with_the_drivers_words() {
-    isolated("memory_is_refused_with_the_drivers_words", 1, |_| {
+    isolated(1, |_| {
         let arena = Mapping::anonymous(1 << 16).unwrap();
         let topology = Topology::read().unwrap();
         let node = topology.gpus().next().unwrap();
@@ -181,7 +181,7 @@ fn queue_cases(gpu: u32) -> Vec<Case> {
 
 #[test]
 fn queues_and_events_are_refused_with_the_drivers_words() {
-    isolated("queues_and_events_are_refused_with_the_drivers_words", 1, |_| {
+    isolated(1, |_| {
         let arena = Mapping::anonymous(1 << 16).unwrap();
         let topology = Topology::read().unwrap();
         let node = topology.gpus().next().unwrap();
@@ -238,7 +238,7 @@ fn render_cases(handle: u32) -> Vec<Case> {
 
 #[test]
 fn render_nodes_refuse_with_the_drivers_words() {
-    isolated("render_nodes_refuse_with_the_drivers_words", 1, |_| {
+    isolated(1, |_| {
         let arena = Mapping::anonymous(1 << 16).unwrap();
         let render = Render::open(Topology::read().unwrap().gpus().next().unwrap().render_minor()).unwrap();
         assert_eq!(render.context().unwrap(), 1, "the first context's number");
@@ -252,7 +252,7 @@ fn render_nodes_refuse_with_the_drivers_words() {
 
 #[test]
 fn mappings_of_nothing_are_refused() {
-    isolated("mappings_of_nothing_are_refused", 1, |_| {
+    isolated(1, |_| {
         let kfd = Kfd::open().unwrap();
         let node = Topology::read().unwrap().gpus().next().unwrap().clone();
         let render = Render::open(node.render_minor()).unwrap();

@@ -96,8 +96,8 @@ fn left(images: &Path) -> Option<Value> {
 }
 
 #[test]
-fn what_people_see_has_both_kinds_of_memory_and_ends_with_the_last_of_them() {
-    isolated("what_people_see_has_both_kinds_of_memory_and_ends_with_the_last_of_them", 1, |_| {
+fn status_counts_cpu_and_gpu_memory_until_all_is_resident() {
+    isolated(1, |_| {
         let _machine = need!(Machine::with(&ONE_RING), REAL_GPUS);
         let dumped = need!(Dumped::of(&Shape { processes: 2, ..unreached() }, Version::V4_2));
         let (mut both, held) = (Streamer::of_both(dumped.criu.images()).unwrap(), Held::streamers());
@@ -122,7 +122,7 @@ fn what_people_see_has_both_kinds_of_memory_and_ends_with_the_last_of_them() {
 
 #[test]
 fn buffers_come_later_still() {
-    isolated("buffers_come_later_still", 1, |_| {
+    isolated(1, |_| {
         there_and_back(&unreached());
         there_and_back(&Shape { processes: 2, ..small() });
     });
@@ -130,7 +130,7 @@ fn buffers_come_later_still() {
 
 #[test]
 fn what_rewake_has_dumped_has_holes_for_zeros() {
-    isolated("what_rewake_has_dumped_has_holes_for_zeros", 1, |_| {
+    isolated(1, |_| {
         let folder = tempfile::tempdir().unwrap();
         let mut toucher = Toucher::start(env!("CARGO_BIN_EXE_toucher"), folder.path(), None).unwrap();
         toucher.asked(&format!("allocate {OWN_PARTS}")).unwrap();
@@ -152,8 +152,8 @@ fn what_rewake_has_dumped_has_holes_for_zeros() {
 }
 
 #[test]
-fn what_is_registered_is_there_before_queues_start() {
-    isolated("what_is_registered_is_there_before_queues_start", 1, |_| {
+fn registered_memory_is_resident_before_queues_start() {
+    isolated(1, |_| {
         there_and_back(&Shape { mode: Mode::Userptr, ..small() });
         if Topology::read().unwrap().gpus().all(Node::has_svm) {
             there_and_back(&Shape { mode: Mode::Svm, ..small() });
@@ -175,7 +175,7 @@ fn registers(toucher: &Toucher, both: &mut Streamer) {
 
 #[test]
 fn memory_that_is_registered_while_it_is_missing_is_waited_for() {
-    isolated("memory_that_is_registered_while_it_is_missing_is_waited_for", 1, |_| {
+    isolated(1, |_| {
         for version in [Version::V4_2, Version::V4_1] {
             let folder = tempfile::tempdir().unwrap();
             let (toucher, criu) = about_to_register(version, folder.path());
@@ -197,7 +197,7 @@ fn memory_that_is_registered_while_it_is_missing_is_waited_for() {
 
 #[test]
 fn asked_to_stop_again_and_again_it_brings_all_to_its_end() {
-    isolated("asked_to_stop_again_and_again_it_brings_all_to_its_end", 1, |_| {
+    isolated(1, |_| {
         let folder = tempfile::tempdir().unwrap();
         let (toucher, criu) = about_to_register(Version::V4_2, folder.path());
         let mut both = Streamer::of_both(criu.images()).unwrap();
@@ -210,8 +210,8 @@ fn asked_to_stop_again_and_again_it_brings_all_to_its_end() {
 }
 
 #[test]
-fn without_lazy_pages_it_ends_when_gpus_go_on() {
-    isolated("without_lazy_pages_it_ends_when_gpus_go_on", 1, |_| {
+fn without_lazy_pages_it_ends_when_queues_are_resumed() {
+    isolated(1, |_| {
         let dumped = need!(Dumped::of(&unreached(), Version::V4_2));
         let mut both = Streamer::of_both(dumped.criu.images()).unwrap();
         dumped.criu.restore().unwrap();
@@ -233,8 +233,8 @@ const SUPERVISOR_KILLS: &str = "killed 1 restored processes whose GPUs were not 
 
 /// Workers are killed at each step of a restore before the target runs. Copies are held: no gate opens.
 #[test]
-fn whose_memory_nobody_brings_any_more_is_killed() {
-    isolated("whose_memory_nobody_brings_any_more_is_killed", 1, |_| {
+fn a_target_without_a_streamer_is_killed() {
+    isolated(1, |_| {
         let _machine = need!(Machine::with(&ONE_RING), REAL_GPUS);
         need!(queues());
         let folder = tempfile::tempdir().unwrap();
@@ -261,8 +261,8 @@ fn whose_memory_nobody_brings_any_more_is_killed() {
 }
 
 #[test]
-fn a_streamer_that_nobody_needs_ends_when_it_is_asked_to() {
-    isolated("a_streamer_that_nobody_needs_ends_when_it_is_asked_to", 1, |_| {
+fn a_streamer_without_sessions_ends_when_asked() {
+    isolated(1, |_| {
         let folder = tempfile::tempdir().unwrap();
         let (_toucher, criu) = about_to_register(Version::V4_2, folder.path());
         let mut both = Streamer::of_both(criu.images()).unwrap();

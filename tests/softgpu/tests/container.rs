@@ -35,7 +35,7 @@ fn paused() -> Result<(Machine, Container, Streamer, Held), &'static str> {
 
 #[test]
 fn a_container_with_gpus_comes_back() {
-    isolated("a_container_with_gpus_comes_back", 1, |_| {
+    isolated(1, |_| {
         there_and_back(&unreached());
         // CPUs reach these buffers: placeholders, and swaps of what the filter of system calls does not know.
         there_and_back(&Shape { layer_kib: 4096, ..small() });
@@ -44,14 +44,14 @@ fn a_container_with_gpus_comes_back() {
 
 #[test]
 fn processes_of_a_container_share_their_buffers_again() {
-    isolated("processes_of_a_container_share_their_buffers_again", 1, |_| {
+    isolated(1, |_| {
         there_and_back(&Shape { processes: 2, mode: Mode::SharedBo, ..small() });
     });
 }
 
 #[test]
 fn a_container_whose_gpus_stand_still_is_not_dumped() {
-    isolated("a_container_whose_gpus_stand_still_is_not_dumped", 1, |_| {
+    isolated(1, |_| {
         let (_machine, container, mut both, held) = need!(paused());
         let error = format!("{:#}", container.dump("again").unwrap_err());
         assert!(error.contains("has GPU queues that are stopped"), "{error}");
@@ -62,8 +62,8 @@ fn a_container_whose_gpus_stand_still_is_not_dumped() {
 }
 
 #[test]
-fn a_container_whose_streamer_was_killed_waits_and_is_killed_by_recover() {
-    isolated("a_container_whose_streamer_was_killed_waits_and_is_killed_by_recover", 1, |_| {
+fn recover_kills_a_container_whose_streamer_was_killed() {
+    isolated(1, |_| {
         let (_machine, container, both, _held) = need!(paused());
         let all: Vec<u32> = [both.pid()].into_iter().chain(both.workers()).collect();
         signal(&all, Signal::SIGKILL);

@@ -39,7 +39,7 @@ fn there_and_back(plugin: Plugin, version: Version, says: &str) {
 
 #[test]
 fn our_plugin_in_both_versions() {
-    isolated("our_plugin_in_both_versions", 0, |_| {
+    isolated(0, |_| {
         there_and_back(Plugin::Ours, Version::V4_2, "Version: 4.2");
         there_and_back(Plugin::Ours, Version::V4_1, "Version: 4.1");
     });
@@ -47,7 +47,7 @@ fn our_plugin_in_both_versions() {
 
 #[test]
 fn the_stock_plugin_in_its_own_version_only() {
-    isolated("the_stock_plugin_in_its_own_version_only", 0, |_| {
+    isolated(0, |_| {
         there_and_back(Plugin::Stock, Version::V4_2, "Version: 4.2");
         let folder = tempfile::tempdir().unwrap();
         let old = Criu::with(Plugin::Stock, Version::V4_1, folder.path()).unwrap();
@@ -62,7 +62,7 @@ fn the_stock_plugin_in_its_own_version_only() {
 
 #[test]
 fn a_failure_quotes_the_log() {
-    isolated("a_failure_quotes_the_log", 0, |_| {
+    isolated(0, |_| {
         let folder = tempfile::tempdir().unwrap();
         let criu = Criu::with(Plugin::Ours, Version::V4_2, folder.path()).unwrap();
         let error = criu.restore().unwrap_err().to_string();

@@ -33,8 +33,8 @@ fn fill(to: u64, value: u32) -> Step {
 }
 
 #[test]
-fn a_process_is_counted_and_told_to_the_last_byte() {
-    isolated("a_process_is_counted_and_told_to_the_last_byte", 1, |_| {
+fn a_process_is_counted_and_described_to_the_last_byte() {
+    isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         let lane = Lane::new(&gpus, 1, 2).unwrap();
         let local = gpus.local(0, 12288).unwrap();
@@ -93,7 +93,7 @@ fn a_process_is_counted_and_told_to_the_last_byte() {
 
 #[test]
 fn private_data_comes_back_byte_for_byte() {
-    isolated("private_data_comes_back_byte_for_byte", 1, |_| {
+    isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         let _lane = Lane::new(&gpus, 1, 2).unwrap();
         let _local = gpus.local(0, 12288).unwrap();
@@ -114,7 +114,7 @@ fn private_data_comes_back_byte_for_byte() {
 
 #[test]
 fn a_paused_process_stands_still() {
-    isolated("a_paused_process_stands_still", 1, |_| {
+    isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         let mut lane = Lane::new(&gpus, 1, 1).unwrap();
         let word = gpus.host(4096).unwrap();
@@ -132,8 +132,8 @@ fn a_paused_process_stands_still() {
 }
 
 #[test]
-fn work_in_the_middle_is_interrupted_and_goes_on() {
-    isolated("work_in_the_middle_is_interrupted_and_goes_on", 1, |_| {
+fn work_in_the_middle_is_interrupted_and_continues() {
+    isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         let mut lane = Lane::new(&gpus, 1, 1).unwrap();
         let words = 1_u64 << 18;
@@ -159,7 +159,7 @@ fn work_in_the_middle_is_interrupted_and_goes_on() {
 
 #[test]
 fn what_comes_out_of_turn_is_refused() {
-    isolated("what_comes_out_of_turn_is_refused", 1, |_| {
+    isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         let kfd = gpus.device(0).kfd().as_fd();
         let counts = criu::process_info(kfd).unwrap();
@@ -183,7 +183,7 @@ fn what_comes_out_of_turn_is_refused() {
 
 #[test]
 fn pausing_twice_is_for_ever() {
-    isolated("pausing_twice_is_for_ever", 1, |_| {
+    isolated(1, |_| {
         let judge = need!(Judge::find(), REAL_GPUS);
         let gpus = Gpus::open(1).unwrap();
         let mut lane = Lane::new(&gpus, 1, 1).unwrap();
@@ -203,7 +203,7 @@ fn pausing_twice_is_for_ever() {
 
 #[test]
 fn only_the_tracing_thread_may_ask_about_another_process() {
-    isolated("only_the_tracing_thread_may_ask_about_another_process", 1, |scene| {
+    isolated(1, |scene| {
         if scene.role().is_some() {
             let gpus = Gpus::open(1).unwrap();
             scene.say(&gpus.device(0).kfd().as_fd().as_raw_fd().to_string());
@@ -233,7 +233,7 @@ fn only_the_tracing_thread_may_ask_about_another_process() {
 
 #[test]
 fn the_capability_is_asked_for() {
-    isolated("the_capability_is_asked_for", 1, |_| {
+    isolated(1, |_| {
         let kfd = Kfd::open().unwrap();
         criu::process_info(kfd.as_fd()).unwrap();
         criu::unpause(kfd.as_fd()).unwrap();
@@ -305,8 +305,8 @@ fn summing(_: &Scene) -> (Snapshot, String) {
 }
 
 #[test]
-fn a_restored_process_goes_on_where_it_was() {
-    isolated("a_restored_process_goes_on_where_it_was", 1, |scene| {
+fn a_restored_process_continues_where_it_was() {
+    isolated(1, |scene| {
         donor_and_heir(scene, summing, |mut snapshot, told| {
             let kfd = Arc::new(Kfd::open().unwrap());
             let _memory = snapshot.put_memory().unwrap();
@@ -352,7 +352,7 @@ fn buffers(_: &Scene) -> (Snapshot, String) {
 
 #[test]
 fn a_second_resume_is_refused_and_reported() {
-    isolated("a_second_resume_is_refused_and_reported", 1, |scene| {
+    isolated(1, |scene| {
         donor_and_heir(scene, buffers, |mut snapshot, told| {
             let kfd = Arc::new(Kfd::open().unwrap());
             let _devices = snapshot.restore(&kfd).unwrap();
@@ -370,7 +370,7 @@ fn a_second_resume_is_refused_and_reported() {
 
 #[test]
 fn an_image_that_does_not_fit_is_refused() {
-    isolated("an_image_that_does_not_fit_is_refused", 1, |scene| {
+    isolated(1, |scene| {
         donor_and_heir(scene, buffers, |mut snapshot, _| {
             let kfd = Arc::new(Kfd::open().unwrap());
             let device = snapshot.image.devices.pop().unwrap();
@@ -385,8 +385,8 @@ fn an_image_that_does_not_fit_is_refused() {
 }
 
 #[test]
-fn nobody_is_resumed_who_is_not_there() {
-    isolated("nobody_is_resumed_who_is_not_there", 1, |_| {
+fn a_process_that_does_not_exist_is_not_resumed() {
+    isolated(1, |_| {
         let kfd = Kfd::open().unwrap();
         assert_eq!(errno(criu::resume(kfd.as_fd(), 0x3f_fff0)), Some(libc::ESRCH));
         assert_eq!(errno(criu::resume(kfd.as_fd(), 1)), Some(libc::ESRCH), "no process of GPUs");

@@ -209,8 +209,8 @@ fn far_end(gpus: &Arc<Gpus>) -> u64 {
 }
 
 #[test]
-fn a_demanded_buffer_at_the_far_end_waits_for_no_more_than_is_under_way() {
-    isolated("a_demanded_buffer_at_the_far_end_waits_for_no_more_than_is_under_way", 1, |scene| {
+fn a_demand_load_waits_only_for_reads_in_flight() {
+    isolated(1, |scene| {
         slowly(scene, || {
             let gpus = Gpus::open(1).unwrap();
             // Their own four chunks of the file, two on the ring, and two that went there while the first of theirs was read.
@@ -222,7 +222,7 @@ fn a_demanded_buffer_at_the_far_end_waits_for_no_more_than_is_under_way() {
 
 #[test]
 fn small_buffers_come_before_large_ones() {
-    isolated("small_buffers_come_before_large_ones", 1, |scene| {
+    isolated(1, |scene| {
         slowly(scene, || {
             let small = [made(4 * KIB); 300];
             let image = Image::new(&Gpus::open(1).unwrap(), &[&[made(5 * CHUNK); 2][..], &small].concat());
@@ -235,8 +235,8 @@ fn small_buffers_come_before_large_ones() {
 }
 
 #[test]
-fn each_buffer_is_told_once_and_progress_counts_what_is_loaded() {
-    isolated("each_buffer_is_told_once_and_progress_counts_what_is_loaded", 2, |scene| {
+fn each_buffer_is_reported_once_and_progress_counts_bytes() {
+    isolated(2, |scene| {
         seen(scene, || {
             let mut all = vec![made(64 * KIB); 40];
             all.extend([made(5 * MIB), made(3 * CHUNK), made(12 * KIB), made(3 * MIB)]);

@@ -27,7 +27,7 @@ fn rate(parts: usize, mut act: impl FnMut()) -> f64 {
 
 #[test]
 fn the_scratch_disk_has_its_rate() {
-    isolated("the_scratch_disk_has_its_rate", 0, |_| {
+    isolated(0, |_| {
         let Ok(rate_wanted) = std::env::var("DISK_MBPS") else {
             assert!(std::env::var_os("SOFTGPU_REQUIRED").is_none(), "no scratch disk in this machine");
             skip!("`cargo xtask vm --disk 256@50` gives the machine a scratch disk");

@@ -21,7 +21,7 @@ fn fill(to: u64, value: u32) -> Step {
 
 #[test]
 fn an_import_is_the_same_memory_elsewhere() {
-    isolated("an_import_is_the_same_memory_elsewhere", 1, |_| {
+    isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         let mut lane = Lane::new(&gpus, 1, 1).unwrap();
         let own = gpus.local(0, 8192).unwrap();
@@ -47,7 +47,7 @@ fn an_import_is_the_same_memory_elsewhere() {
 
 #[test]
 fn two_processes_share_a_buffer() {
-    isolated("two_processes_share_a_buffer", 1, |scene| {
+    isolated(1, |scene| {
         let gpus = Gpus::open(1).unwrap();
         let mut lane = Lane::new(&gpus, 1, 1).unwrap();
         if scene.role().is_some() {
@@ -73,7 +73,7 @@ fn two_processes_share_a_buffer() {
 
 #[test]
 fn a_render_node_and_compute_share_a_buffer() {
-    isolated("a_render_node_and_compute_share_a_buffer", 1, |_| {
+    isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         let own = gpus.host(4096).unwrap();
         own.cpu().store64(8, 0xfeed);
@@ -93,7 +93,7 @@ fn a_render_node_and_compute_share_a_buffer() {
 
 #[test]
 fn what_is_no_gpus_buffer_is_refused() {
-    isolated("what_is_no_gpus_buffer_is_refused", 1, |_| {
+    isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         let file = File::open("/proc/self/exe").unwrap();
         let error = Buffer::import(gpus.device(0), file.as_fd()).unwrap_err();

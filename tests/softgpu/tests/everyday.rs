@@ -6,15 +6,13 @@ use std::thread;
 use std::time::Duration;
 
 use nix::sys::signal::Signal;
-use nix::unistd::Pid;
 use rewake_skip::{need, skip};
-use rewake_tests::cgroup::Cgroup;
-use rewake_tests::process::until;
-use rewake_tests::scene::END;
+use rewake_testkit::cgroup::Cgroup;
+use rewake_testkit::until;
 use softgpu_tests::criu::{Criu, Version, queues, wait_for_the_end_of};
 use softgpu_tests::dumped::{
-    Dumped, ONE_RING, Restoring, dies, gate_opens, is_paused, signal, signal_group, soon, unreached,
-    waits_for_memory,
+    Dumped, ONE_RING, Restoring, dies, gate_opens, is_paused, signal, signal_group, soon, streamer_of,
+    unreached, waits_for_memory,
 };
 use softgpu_tests::streamer::recover;
 use softgpu_tests::toucher::OWN_PARTS;
@@ -134,14 +132,13 @@ impl Running {
             StreamBoth => {
                 let (streamer, group) = (Streamer::of_both(criu.images()).unwrap(), events[0].cgroup());
                 if let Some(group) = &group {
-                    let pids = streamer.processes().into_iter().map(u32::cast_signed);
-                    pids.for_each(|pid| group.take(Pid::from_raw(pid)).unwrap());
+                    streamer.processes().into_iter().for_each(|pid| group.take(pid).unwrap());
                 }
                 criu.restore_lazily().unwrap();
                 Self::Streams(streamer, group)
             }
             Serve => {
-                let daemon = Daemon::start();
+                let daemon = Daemon::start().unwrap();
                 let restoring = Restoring::by(&daemon, criu);
                 restoring.has_restored(pid, criu);
                 Self::Serves(daemon, restoring)
@@ -158,7 +155,7 @@ impl Running {
     fn streamer(&self) -> Vec<u32> {
         let (supervisor, workers) = match self {
             Self::Streams(streamer, _) => return streamer.processes(),
-            Self::Serves(daemon, _) => daemon.streamer(),
+            Self::Serves(daemon, _) => streamer_of(daemon.id()),
             Self::Restores(restoring) => restoring.streamer(),
         };
         [supervisor].into_iter().chain(workers).collect()
@@ -167,7 +164,7 @@ impl Running {
     fn send(&self, event: Event) {
         let (leader, group) = match self {
             Self::Streams(streamer, group) => (streamer.pid(), group.as_ref()),
-            Self::Serves(daemon, _) => (daemon.pid(), None),
+            Self::Serves(daemon, _) => (daemon.id(), None),
             Self::Restores(restoring) => (restoring.pid(), None),
         };
         match (event, group) {
@@ -175,8 +172,7 @@ impl Running {
             (CgroupKill, Some(group)) => group.kill().unwrap(),
             (OutOfMemory, Some(group)) => {
                 group.run_out_of_memory().unwrap();
-                until(END, || group.processes().is_empty().then_some(()))
-                    .expect("the kernel kills the group");
+                assert!(soon(|| group.processes().is_empty()), "the kernel kills the group");
                 assert_eq!(group.group_kills(), 1);
             }
             (CgroupKill | OutOfMemory, None) => panic!("{event:?} comes to a streamer's cgroup"),
@@ -265,7 +261,7 @@ fn table(phase: Phase, play: impl Fn(Command, &[Event], Outcome)) {
 
 #[test]
 fn every_event_while_a_gate_is_closed() {
-    isolated("every_event_while_a_gate_is_closed", 1, |_| {
+    isolated(1, |_| {
         let _machine = need!(Machine::with(&ONE_RING), REAL_GPUS);
         let dumped = need!(Dumped::of(&unreached(), Version::V4_2));
         let pid = dumped.server.pid;
@@ -325,7 +321,7 @@ fn comes(toucher: &Toucher, criu: &Criu, command: Command, events: &[Event], out
 
 #[test]
 fn every_event_while_memory_of_cpus_is_missing() {
-    isolated("every_event_while_memory_of_cpus_is_missing", 1, |_| {
+    isolated(1, |_| {
         let _machine = need!(Machine::with(&ONE_RING), REAL_GPUS);
         need!(queues());
         if gpus_retry_faults() {

@@ -24,7 +24,7 @@ fn errno<T>(result: Result<T, rewake_amdgpu_uapi::Error>) -> Option<Errno> {
 
 #[test]
 fn the_nth_call_fails_once() {
-    isolated("the_nth_call_fails_once", 1, |_| {
+    isolated(1, |_| {
         let faults = need!(Faults::find(), REAL_GPUS);
         let kfd = Kfd::open().unwrap();
         faults.fail(2, Fault::Errno(5), VERSIONS);
@@ -42,7 +42,7 @@ fn the_nth_call_fails_once() {
 
 #[test]
 fn a_call_that_fails_has_done_nothing() {
-    isolated("a_call_that_fails_has_done_nothing", 1, |_| {
+    isolated(1, |_| {
         let faults = need!(Faults::find(), REAL_GPUS);
         let judge = need!(Judge::find(), REAL_GPUS);
         let gpus = Gpus::open(1).unwrap();
@@ -61,7 +61,7 @@ fn a_call_that_fails_has_done_nothing() {
 
 #[test]
 fn calls_of_every_kind_are_counted_in_their_order() {
-    isolated("calls_of_every_kind_are_counted_in_their_order", 1, |_| {
+    isolated(1, |_| {
         let faults = need!(Faults::find(), REAL_GPUS);
         let judge = need!(Judge::find(), REAL_GPUS);
         let comm = fs::read_to_string("/proc/self/comm").unwrap();
@@ -89,7 +89,7 @@ fn calls_of_every_kind_are_counted_in_their_order() {
 
 #[test]
 fn other_processes_and_other_calls_are_left_alone() {
-    isolated("other_processes_and_other_calls_are_left_alone", 1, |_| {
+    isolated(1, |_| {
         let faults = need!(Faults::find(), REAL_GPUS);
         let kfd = Kfd::open().unwrap();
         for calls in [
@@ -131,21 +131,21 @@ fn pauser_killed(scene: &Scene, fault: Fault) -> bool {
 
 #[test]
 fn a_caller_that_is_killed_before_has_done_nothing() {
-    isolated("a_caller_that_is_killed_before_has_done_nothing", 1, |scene| {
+    isolated(1, |scene| {
         assert!(!pauser_killed(scene, Fault::KillBefore));
     });
 }
 
 #[test]
 fn a_caller_that_is_killed_after_has_done_it() {
-    isolated("a_caller_that_is_killed_after_has_done_it", 1, |scene| {
+    isolated(1, |scene| {
         assert!(pauser_killed(scene, Fault::KillAfter));
     });
 }
 
 #[test]
 fn orders_that_make_no_sense_are_refused() {
-    isolated("orders_that_make_no_sense_are_refused", 1, |_| {
+    isolated(1, |_| {
         need!(Judge::find(), REAL_GPUS);
         let order = |line: &str| {
             let written = fs::write("/sys/kernel/debug/softgpu/faults", line);

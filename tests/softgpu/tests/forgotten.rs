@@ -11,22 +11,15 @@ use gpu_app::gpu::Gpus;
 use gpu_app::kernel::Kernel;
 use rewake_amdgpu_uapi::criu;
 use rewake_skip::need;
+use rewake_testkit::soon;
 use softgpu_tests::{Judge, REAL_GPUS, isolated, sys};
 
 /// Longer than the judge lets a descriptor be on its way, on a machine with three GPUs.
 const FORGOTTEN: Duration = Duration::from_millis(4500);
 
-/// Whether it is so within a minute.
-fn soon(there: impl Fn() -> bool) -> bool {
-    (0..1200).any(|_| {
-        thread::sleep(Duration::from_millis(50));
-        there()
-    })
-}
-
 #[test]
 fn a_queue_that_runs_while_the_process_is_paused_is_reported() {
-    isolated("a_queue_that_runs_while_the_process_is_paused_is_reported", 1, |_| {
+    isolated(1, |_| {
         let judge = need!(Judge::find(), REAL_GPUS);
         let gpus = Gpus::open(1).unwrap();
         let mut lane = Lane::new(&gpus, 1, 1).unwrap();
@@ -50,7 +43,7 @@ fn a_queue_that_runs_while_the_process_is_paused_is_reported() {
 
 #[test]
 fn a_descriptor_that_alone_keeps_memory_is_reported() {
-    isolated("a_descriptor_that_alone_keeps_memory_is_reported", 1, |scene| {
+    isolated(1, |scene| {
         let judge = need!(Judge::find(), REAL_GPUS);
         if scene.role().is_some() {
             let gpus = Gpus::open(1).unwrap();
@@ -75,7 +68,7 @@ fn a_descriptor_that_alone_keeps_memory_is_reported() {
                 assert_eq!(judge.violations(), Vec::<String>::new(), "it has another user");
             } else {
                 // If none is reported, `take` says so.
-                soon(|| !judge.violations().is_empty());
+                let _ = soon(|| !judge.violations().is_empty());
                 assert_eq!(judge.take("leak").len(), 1);
             }
         }

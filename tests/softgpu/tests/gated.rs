@@ -12,7 +12,7 @@ use softgpu_tests::criu::{Criu, Plugin, Version, wait_for_the_end_of};
 use softgpu_tests::dumped::{
     Behind, Dumped, ONE_RING, Restoring, dies, gate_files, is_paused, pages, signal, unreached,
 };
-use softgpu_tests::random::Random;
+use softgpu_tests::random::{Random, count};
 use softgpu_tests::streamer::recover;
 use softgpu_tests::{Machine, REAL_GPUS, isolated};
 
@@ -29,7 +29,7 @@ fn again(dumped: &Dumped) -> Criu {
 
 #[test]
 fn a_dump_waits_for_a_closed_gate_and_past_its_limit_is_refused() {
-    isolated("a_dump_waits_for_a_closed_gate_and_past_its_limit_is_refused", 1, |_| {
+    isolated(1, |_| {
         let (_machine, mut dumped) = need!(dumped());
         let (mut streamer, held) = dumped.comes_back_paused();
         let again = again(&dumped);
@@ -63,10 +63,9 @@ const WAITS: [&str; 2] = ["has GPU queues that are stopped", "has memory that se
 /// `REWAKE_DUMPS` is the number of moments (default 4), `REWAKE_SEED` chooses them.
 #[test]
 fn a_dump_at_any_moment_has_all_memory() {
-    isolated("a_dump_at_any_moment_has_all_memory", 1, |_| {
-        let number = |name: &str| std::env::var(name).ok().map(|text| text.parse::<u64>().expect(name));
-        let rounds = number("REWAKE_DUMPS").unwrap_or(4);
-        let mut random = Random(number("REWAKE_SEED").unwrap_or(0x5eed_0018));
+    isolated(1, |_| {
+        let rounds = count("REWAKE_DUMPS", 4_u64);
+        let mut random = Random::new(count("REWAKE_SEED", 0x5eed_0018));
         let (machine, mut dumped) = need!(dumped());
         let mut waited = 0;
         for round in 0..rounds {
@@ -93,8 +92,8 @@ fn a_dump_at_any_moment_has_all_memory() {
 }
 
 #[test]
-fn nothing_is_told_of_those_that_have_ended() {
-    isolated("nothing_is_told_of_those_that_have_ended", 1, |_| {
+fn processes_that_have_ended_are_not_reported() {
+    isolated(1, |_| {
         let (_machine, dumped) = need!(dumped());
         for itself in [false, true] {
             let (mut streamer, held) = dumped.comes_back_paused();
@@ -112,8 +111,8 @@ fn nothing_is_told_of_those_that_have_ended() {
 }
 
 #[test]
-fn rewake_restore_says_what_became_of_it_whoever_is_left_to_know() {
-    isolated("rewake_restore_says_what_became_of_it_whoever_is_left_to_know", 1, |_| {
+fn rewake_restore_reports_the_result_after_any_death() {
+    isolated(1, |_| {
         let (_machine, dumped) = need!(dumped());
 
         let (restoring, held) = dumped.restoring();
@@ -142,8 +141,8 @@ fn rewake_restore_says_what_became_of_it_whoever_is_left_to_know() {
 }
 
 #[test]
-fn where_nobody_is_left_to_know_that_is_said_and_what_stands_still_is_not_dumped() {
-    isolated("where_nobody_is_left_to_know_that_is_said_and_what_stands_still_is_not_dumped", 1, |_| {
+fn an_unknown_result_is_reported_and_a_paused_target_not_dumped() {
+    isolated(1, |_| {
         let (_machine, mut dumped) = need!(dumped());
         let (restoring, held) = dumped.restoring();
         let (supervisor, workers) = restoring.streamer();
@@ -172,8 +171,8 @@ fn where_nobody_is_left_to_know_that_is_said_and_what_stands_still_is_not_dumped
 }
 
 #[test]
-fn rewake_restore_leaves_no_streamer_behind_that_took_nothing_over() {
-    isolated("rewake_restore_leaves_no_streamer_behind_that_took_nothing_over", 1, |_| {
+fn rewake_restore_ends_a_streamer_without_sessions() {
+    isolated(1, |_| {
         let (_machine, dumped) = need!(dumped());
         // CRIU waits for somebody who writes it.
         let tree = dumped.criu.images().join("pstree.img");

@@ -60,7 +60,7 @@ fn has_page_fault(uffd: &Uffd, limit: u16) -> bool {
 
 #[test]
 fn memory_that_is_registered_is_waited_for() {
-    isolated("memory_that_is_registered_is_waited_for", 1, |_| {
+    isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         let _hold = rewake_ioctl_filter::attach().unwrap();
         let memory = waits(&ALL, |memory| Userptr::register(gpus.device(0), memory).unwrap());
@@ -70,7 +70,7 @@ fn memory_that_is_registered_is_waited_for() {
 
 #[test]
 fn memory_with_attributes_is_waited_for() {
-    isolated("memory_with_attributes_is_waited_for", 1, |_| {
+    isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         if !gpus.device(0).node().has_svm() {
             skip!("this kernel shares no memory by attributes (SVM)");
@@ -86,7 +86,7 @@ fn memory_with_attributes_is_waited_for() {
 
 #[test]
 fn memory_of_render_nodes_is_waited_for() {
-    isolated("memory_of_render_nodes_is_waited_for", 1, |_| {
+    isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         let render = Render::open(gpus.device(0).node().render_minor()).unwrap();
         let _hold = rewake_ioctl_filter::attach().unwrap();
@@ -99,7 +99,7 @@ fn memory_of_render_nodes_is_waited_for() {
 
 #[test]
 fn pages_between_mappings_that_are_not_watched_are_waited_for() {
-    isolated("pages_between_mappings_that_are_not_watched_are_waited_for", 1, |_| {
+    isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         let _hold = rewake_ioctl_filter::attach().unwrap();
         for watched in [&[2][..], &[1, 3], &[0, 4]] {
@@ -114,7 +114,7 @@ fn pages_between_mappings_that_are_not_watched_are_waited_for() {
 
 #[test]
 fn a_call_waits_while_another_thread_changes_mappings() {
-    isolated("a_call_waits_while_another_thread_changes_mappings", 1, |_| {
+    isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         let _hold = rewake_ioctl_filter::attach().unwrap();
         thread::scope(|scope| {
@@ -150,7 +150,7 @@ fn call_in_vain(render: &Render, memory: &Mapping) {
 /// A page fault for each page would take hours.
 #[test]
 fn a_range_that_is_not_watched_costs_one_look_at_each_mapping() {
-    isolated("a_range_that_is_not_watched_costs_one_look_at_each_mapping", 1, |_| {
+    isolated(1, |_| {
         /// For 20 calls, emulated.
         const LIMIT: Duration = Duration::from_secs(2);
         let gpus = Gpus::open(1).unwrap();
@@ -205,7 +205,7 @@ fn call_with_watched(scene: &Scene, is_missing: bool) {
 
 #[test]
 fn a_process_that_is_killed_in_such_a_call_ends() {
-    isolated("a_process_that_is_killed_in_such_a_call_ends", 1, |scene| {
+    isolated(1, |scene| {
         if let Some(role) = scene.role() {
             return call_with_watched(scene, role == "missing");
         }
@@ -227,7 +227,7 @@ fn a_process_that_is_killed_in_such_a_call_ends() {
 /// It succeeds where a hook has no room for one more program.
 #[test]
 fn a_check_attaches_nothing() {
-    isolated("a_check_attaches_nothing", 1, |_| {
+    isolated(1, |_| {
         /// `BPF_MAX_TRAMP_LINKS`
         const MOST: usize = 38;
         let attached: Vec<_> = std::iter::from_fn(|| rewake_ioctl_filter::attach().ok()).collect();
@@ -238,7 +238,7 @@ fn a_check_attaches_nothing() {
 
 #[test]
 fn what_is_not_there_at_all_is_the_driver_s_to_refuse() {
-    isolated("what_is_not_there_at_all_is_the_driver_s_to_refuse", 1, |_| {
+    isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         let refused =
             || Userptr::register(gpus.device(0), Mapping::reserve(2 * PAGE).unwrap()).unwrap_err().errno();
@@ -250,7 +250,7 @@ fn what_is_not_there_at_all_is_the_driver_s_to_refuse() {
 
 #[test]
 fn other_memory_is_registered_as_ever() {
-    isolated("other_memory_is_registered_as_ever", 1, |_| {
+    isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         let (hold, _) = rewake_ioctl_filter::attach().unwrap();
         let (uffd, missing) = (Uffd::open(0).unwrap(), Mapping::anonymous(PAGE).unwrap());
@@ -275,7 +275,7 @@ fn buffer(gpus: &Gpus, gpu: usize) -> Buffer {
 
 #[test]
 fn calls_of_a_marked_process_are_kept_away() {
-    isolated("calls_of_a_marked_process_are_kept_away", 1, |_| {
+    isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         let (device, mut buffer) = (gpus.device(0), buffer(&gpus, 0));
         let kfd = device.kfd().as_fd();
@@ -326,7 +326,7 @@ fn calls_of_a_marked_process_are_kept_away() {
 
 #[test]
 fn no_access_is_given_to_mappings_of_a_marked_file() {
-    isolated("no_access_is_given_to_mappings_of_a_marked_file", 1, |_| {
+    isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         let device = gpus.device(0);
         let hidden = |device| {
@@ -359,7 +359,7 @@ fn no_access_is_given_to_mappings_of_a_marked_file() {
 
 #[test]
 fn a_marked_process_stays_the_one_that_is_marked() {
-    isolated("a_marked_process_stays_the_one_that_is_marked", 1, |_| {
+    isolated(1, |_| {
         let kfd = Kfd::open().unwrap();
         let replace = || misuse_at(kfd.as_fd(), NEW_PROCESS, 0);
         let plain = replace();
@@ -374,7 +374,7 @@ fn a_marked_process_stays_the_one_that_is_marked() {
 
 #[test]
 fn other_processes_are_not_kept_away() {
-    isolated("other_processes_are_not_kept_away", 1, |scene| {
+    isolated(1, |scene| {
         let gpus = Gpus::open(1).unwrap();
         let buffer = buffer(&gpus, 0);
         let kfd = gpus.device(0).kfd().as_fd();
@@ -403,8 +403,8 @@ fn other_processes_are_not_kept_away() {
 }
 
 #[test]
-fn other_gpus_of_a_marked_process_go_on() {
-    isolated("other_gpus_of_a_marked_process_go_on", 2, |_| {
+fn other_gpus_of_a_marked_process_run_on() {
+    isolated(2, |_| {
         let gpus = Gpus::open(2).unwrap();
         let buffers = [0, 1].map(|gpu| buffer(&gpus, gpu));
         let (kfd, gpu) = (gpus.device(1).kfd().as_fd(), gpus.device(1).gpu_id());
@@ -418,7 +418,7 @@ fn other_gpus_of_a_marked_process_go_on() {
 
 #[test]
 fn an_argument_that_cannot_be_read_is_the_driver_s_to_refuse() {
-    isolated("an_argument_that_cannot_be_read_is_the_driver_s_to_refuse", 1, |_| {
+    isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         let kfd = gpus.device(0).kfd().as_fd();
         let (_hold, marks) = rewake_ioctl_filter::attach().unwrap();
@@ -433,7 +433,7 @@ fn an_argument_that_cannot_be_read_is_the_driver_s_to_refuse() {
 
 #[test]
 fn marks_are_those_of_one_hold() {
-    isolated("marks_are_those_of_one_hold", 1, |_| {
+    isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         let buffer = buffer(&gpus, 0);
         let (kfd, gpu) = (gpus.device(0).kfd().as_fd(), gpus.device(0).gpu_id());
@@ -452,7 +452,7 @@ fn marks_are_those_of_one_hold() {
 
 #[test]
 fn there_are_so_many_marks_and_no_more() {
-    isolated("there_are_so_many_marks_and_no_more", 1, |_| {
+    isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         let kfd = gpus.device(0).kfd().as_fd();
         let (_hold, marks) = rewake_ioctl_filter::attach().unwrap();

@@ -105,7 +105,7 @@ fn restored(scene: &Scene, heir: fn(Restored)) {
 
 #[test]
 fn a_gpus_read_of_what_is_not_loaded() {
-    isolated("a_gpus_read_of_what_is_not_loaded", 1, |scene| {
+    isolated(1, |scene| {
         restored(scene, |mut restored| {
             restored.hash(8192, 4096);
             restored.assert_reported("gpu-read-not-restored", 8192, 12288);
@@ -115,7 +115,7 @@ fn a_gpus_read_of_what_is_not_loaded() {
 
 #[test]
 fn what_is_loaded_is_read_in_silence() {
-    isolated("what_is_loaded_is_read_in_silence", 1, |scene| {
+    isolated(1, |scene| {
         restored(scene, |mut restored| {
             restored.snapshot.load(|_| true).unwrap();
             restored.hash(0, BUFFER);
@@ -125,7 +125,7 @@ fn what_is_loaded_is_read_in_silence() {
 
 #[test]
 fn what_is_declared_zero_is_read_in_silence_and_the_rest_is_not() {
-    isolated("what_is_declared_zero_is_read_in_silence_and_the_rest_is_not", 1, |scene| {
+    isolated(1, |scene| {
         restored(scene, |mut restored| {
             restored.judge.declare_zero(std::process::id(), restored.gpu(), restored.address + 4096, 8192);
             let zeros = restored.hash(4096, 8192);
@@ -139,7 +139,7 @@ fn what_is_declared_zero_is_read_in_silence_and_the_rest_is_not() {
 
 #[test]
 fn a_gpus_own_writes_count_as_loaded_as_far_as_they_go() {
-    isolated("a_gpus_own_writes_count_as_loaded_as_far_as_they_go", 1, |scene| {
+    isolated(1, |scene| {
         restored(scene, |mut restored| {
             let fill = Kernel::Fill { to: restored.address, words: 512, value: 3 };
             restored.lane.run(&[on_first(fill)]).unwrap();
@@ -153,7 +153,7 @@ fn a_gpus_own_writes_count_as_loaded_as_far_as_they_go() {
 
 #[test]
 fn a_cpus_read_of_what_is_not_loaded() {
-    isolated("a_cpus_read_of_what_is_not_loaded", 1, |scene| {
+    isolated(1, |scene| {
         restored(scene, |restored| {
             let (view, at) = restored.snapshot.view(restored.address).unwrap();
             let _ = view.load64(at + 4096);
@@ -164,7 +164,7 @@ fn a_cpus_read_of_what_is_not_loaded() {
 
 #[test]
 fn the_damage_of_a_second_resume_stale_memory() {
-    isolated("the_damage_of_a_second_resume_stale_memory", 1, |scene| {
+    isolated(1, |scene| {
         restored(scene, |mut restored| {
             let kfd = Arc::clone(restored.gpus.device(0).kfd());
             // Queues run, so the first RESUME's work is done: only now does a second one do its harm.
@@ -187,7 +187,7 @@ fn the_damage_of_a_second_resume_stale_memory() {
 
 #[test]
 fn a_save_area_that_is_not_the_one_that_was_saved() {
-    isolated("a_save_area_that_is_not_the_one_that_was_saved", 1, |_| {
+    isolated(1, |_| {
         let judge = need!(Judge::find(), REAL_GPUS);
         let gpus = Gpus::open(1).unwrap();
         let mut lane = Lane::new(&gpus, 1, 1).unwrap();

@@ -18,7 +18,7 @@ const SLOW: [(&str, &str); 2] = [("copy_mbps", "24"), ("sdma_rings", "1")];
 
 #[test]
 fn a_streamer_that_dies_takes_what_stands_still_with_it() {
-    isolated("a_streamer_that_dies_takes_what_stands_still_with_it", 1, |_| {
+    isolated(1, |_| {
         let _machine = need!(Machine::with(&ONE_RING), REAL_GPUS);
         let dumped = need!(Dumped::of(&unreached(), Version::V4_2));
         let (mut streamer, held) = dumped.comes_back_paused();
@@ -37,8 +37,8 @@ fn a_streamer_that_dies_takes_what_stands_still_with_it() {
 }
 
 #[test]
-fn without_its_supervisor_it_serves_and_after_its_death_recover_kills() {
-    isolated("without_its_supervisor_it_serves_and_after_its_death_recover_kills", 1, |_| {
+fn a_worker_without_supervisor_serves_until_recover_kills() {
+    isolated(1, |_| {
         let _machine = need!(Machine::with(&ONE_RING), REAL_GPUS);
         let dumped = need!(Dumped::of(&unreached(), Version::V4_2));
         for both in [false, true] {
@@ -198,8 +198,8 @@ fn killed_at_known_moments(dumped: &Dumped) {
 
 /// `REWAKE_KILLS` is the number of moments (default 12).
 #[test]
-fn killed_at_any_moment_nobody_stands_still() {
-    isolated("killed_at_any_moment_nobody_stands_still", 1, |_| {
+fn a_streamer_killed_at_any_moment_leaves_no_paused_queue() {
+    isolated(1, |_| {
         let _machine = need!(Machine::with(&SLOW), REAL_GPUS);
         let dumped = need!(Dumped::of(&unreached(), Version::V4_2));
         let start = Instant::now();

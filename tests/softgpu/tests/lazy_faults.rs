@@ -206,22 +206,22 @@ fn killed_at(version: Version, early: &[Moment]) {
 }
 
 #[test]
-fn criu_killed_before_the_page_server_answers_leaves_nothing_and_later_harms_nobody() {
-    isolated("criu_killed_before_the_page_server_answers_leaves_nothing_and_later_harms_nobody", 1, |_| {
+fn criu_killed_before_or_after_the_page_server_answers() {
+    isolated(1, |_| {
         killed_at(Version::V4_2, &[&EARLY[..], &WHOLE].concat());
     });
 }
 
 #[test]
 fn the_older_criu_killed_when_tasks_are_whole_leaves_nothing() {
-    isolated("the_older_criu_killed_when_tasks_are_whole_leaves_nothing", 1, |_| {
+    isolated(1, |_| {
         killed_at(Version::V4_1, &WHOLE);
     });
 }
 
 #[test]
-fn criu_killed_at_any_moment_leaves_nobody_standing_still() {
-    isolated("criu_killed_at_any_moment_leaves_nobody_standing_still", 1, |_| {
+fn criu_killed_at_any_moment_leaves_no_paused_queue() {
+    isolated(1, |_| {
         let stage = need!(Stage::set(Version::V4_2));
         let whole = stage.comes_back();
         let moments: u32 = std::env::var("REWAKE_KILLS").map_or(4, |kills| kills.parse().unwrap());
@@ -233,8 +233,8 @@ fn criu_killed_at_any_moment_leaves_nobody_standing_still() {
 }
 
 #[test]
-fn a_driver_that_refuses_a_call_half_way_is_told_of_and_nothing_is_left() {
-    isolated("a_driver_that_refuses_a_call_half_way_is_told_of_and_nothing_is_left", 1, |_| {
+fn a_refused_call_is_reported_and_nothing_is_left() {
+    isolated(1, |_| {
         let stage = need!(Stage::set(Version::V4_2));
         stage.faults.count(CRIU);
         stage.comes_back();

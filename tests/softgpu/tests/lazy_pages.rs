@@ -48,15 +48,15 @@ fn there_and_back(shape: &Shape, version: Version) {
 }
 
 #[test]
-fn registered_memory_is_there_before_queues_start() {
-    isolated("registered_memory_is_there_before_queues_start", 1, |_| {
+fn registered_memory_is_resident_before_queues_start() {
+    isolated(1, |_| {
         there_and_back(&Shape { mode: Mode::Userptr, ..small() }, Version::V4_2);
     });
 }
 
 #[test]
-fn memory_with_attributes_is_there_before_queues_start() {
-    isolated("memory_with_attributes_is_there_before_queues_start", 1, |_| {
+fn memory_with_attributes_is_resident_before_queues_start() {
+    isolated(1, |_| {
         if Topology::read().unwrap().gpus().all(Node::has_svm) {
             there_and_back(&Shape { mode: Mode::Svm, ..small() }, Version::V4_2);
         }
@@ -65,15 +65,15 @@ fn memory_with_attributes_is_there_before_queues_start() {
 
 #[test]
 fn memory_of_gpus_comes_later_still() {
-    isolated("memory_of_gpus_comes_later_still", 1, |_| {
+    isolated(1, |_| {
         there_and_back(&Shape { mode: Mode::Userptr, ..unreached() }, Version::V4_2);
         there_and_back(&Shape { processes: 2, ..small() }, Version::V4_2);
     });
 }
 
 #[test]
-fn memory_that_is_registered_at_once_is_there() {
-    isolated("memory_that_is_registered_at_once_is_there", 1, |_| {
+fn memory_that_is_registered_at_once_is_resident() {
+    isolated(1, |_| {
         for version in [Version::V4_2, Version::V4_1] {
             let folder = tempfile::tempdir().unwrap();
             let program = env!("CARGO_BIN_EXE_toucher");

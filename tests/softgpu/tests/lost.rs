@@ -34,8 +34,8 @@ fn failed(mut streamer: Streamer, reasons: &[&str]) -> String {
 }
 
 #[test]
-fn a_copy_that_fails_ends_who_waits_for_it_and_nobody_else() {
-    isolated("a_copy_that_fails_ends_who_waits_for_it_and_nobody_else", 1, |_| {
+fn a_copy_that_fails_ends_only_the_processes_that_wait_for_it() {
+    isolated(1, |_| {
         let faults = need!(Faults::find(), REAL_GPUS);
         let judge = need!(Judge::find(), REAL_GPUS);
         let machine = need!(Machine::find(), REAL_GPUS);
@@ -98,7 +98,7 @@ fn the_disk_fails(toucher: &Toucher, criu: &Criu, kind: &str, order: &str) {
 
 #[test]
 fn a_disk_that_fails_is_no_zeros_to_cpus() {
-    isolated("a_disk_that_fails_is_no_zeros_to_cpus", 1, |_| {
+    isolated(1, |_| {
         need!(Judge::find(), REAL_GPUS);
         need!(queues());
         let folder = tempfile::tempdir().unwrap();
@@ -110,8 +110,8 @@ fn a_disk_that_fails_is_no_zeros_to_cpus() {
 }
 
 #[test]
-fn a_disk_that_fails_is_no_zeros_to_gpus_nor_to_who_touches_their_memory() {
-    isolated("a_disk_that_fails_is_no_zeros_to_gpus_nor_to_who_touches_their_memory", 1, |_| {
+fn a_failing_disk_shows_zeros_to_no_gpu_and_no_page_fault() {
+    isolated(1, |_| {
         need!(Judge::find(), REAL_GPUS);
         need!(queues());
         let folder = tempfile::tempdir().unwrap();

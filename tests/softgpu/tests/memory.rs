@@ -38,7 +38,7 @@ fn vm_flags(address: u64) -> Vec<String> {
 
 #[test]
 fn what_the_cpu_writes_the_gpu_reads_and_back() {
-    isolated("what_the_cpu_writes_the_gpu_reads_and_back", 1, |_| {
+    isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         let mut lane = Lane::new(&gpus, 1, 1).unwrap();
         let (host, back) = (gpus.host(8192).unwrap(), gpus.host(8192).unwrap());
@@ -61,7 +61,7 @@ fn what_the_cpu_writes_the_gpu_reads_and_back() {
 
 #[test]
 fn mappings_are_device_mappings_that_no_userfaultfd_takes() {
-    isolated("mappings_are_device_mappings_that_no_userfaultfd_takes", 1, |_| {
+    isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         let host = gpus.host(4096).unwrap();
         let local = gpus.local(0, 4096).unwrap();
@@ -80,7 +80,7 @@ fn mappings_are_device_mappings_that_no_userfaultfd_takes() {
 
 #[test]
 fn debuggers_read_mapped_buffers() {
-    isolated("debuggers_read_mapped_buffers", 1, |_| {
+    isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         let host = gpus.host(4096).unwrap();
         host.cpu().write(100, b"seen from outside");
@@ -94,7 +94,7 @@ fn debuggers_read_mapped_buffers() {
 
 #[test]
 fn a_buffer_is_mapped_through_its_own_render_node_only() {
-    isolated("a_buffer_is_mapped_through_its_own_render_node_only", 1, |_| {
+    isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         let host = gpus.host(4096).unwrap();
         let stranger = Render::open(gpus.device(0).node().render_minor()).unwrap();
@@ -106,7 +106,7 @@ fn a_buffer_is_mapped_through_its_own_render_node_only() {
 
 #[test]
 fn vram_is_counted_and_does_not_grow() {
-    isolated("vram_is_counted_and_does_not_grow", 1, |_| {
+    isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         let device = gpus.device(0);
         let before = device.available().unwrap();
@@ -122,7 +122,7 @@ fn vram_is_counted_and_does_not_grow() {
 
 #[test]
 fn a_buffer_that_a_gpu_reaches_is_not_freed() {
-    isolated("a_buffer_that_a_gpu_reaches_is_not_freed", 1, |_| {
+    isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         let buffer = gpus.host(4096).unwrap();
         let mut argument = kfd_ioctl_free_memory_of_gpu_args { handle: buffer.handle() };
@@ -136,7 +136,7 @@ fn a_buffer_that_a_gpu_reaches_is_not_freed() {
 
 #[test]
 fn memory_beyond_the_bar_is_for_gpus_alone() {
-    isolated("memory_beyond_the_bar_is_for_gpus_alone", 1, |_| {
+    isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         let device = gpus.device(0);
         if device.node().has_large_bar() {
@@ -150,7 +150,7 @@ fn memory_beyond_the_bar_is_for_gpus_alone() {
 
 #[test]
 fn a_gpu_writes_the_memory_of_another() {
-    isolated("a_gpu_writes_the_memory_of_another", 2, |_| {
+    isolated(2, |_| {
         let gpus = Gpus::open(2).unwrap();
         let mut theirs = gpus.local(0, 4096).unwrap();
         let second = gpus.device(1).gpu_id();
@@ -174,7 +174,7 @@ fn a_gpu_writes_the_memory_of_another() {
 
 #[test]
 fn a_copy_engine_fills_and_copies_across_pages() {
-    isolated("a_copy_engine_fills_and_copies_across_pages", 1, |_| {
+    isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         let mut uploader = Uploader::new(&gpus, 0).unwrap();
         let (local, host) = (gpus.local(0, 1 << 16).unwrap(), gpus.host(1 << 16).unwrap());
@@ -191,7 +191,7 @@ fn a_copy_engine_fills_and_copies_across_pages() {
 
 #[test]
 fn doorbells_and_registers_have_their_own_places() {
-    isolated("doorbells_and_registers_have_their_own_places", 1, |_| {
+    isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         let device = gpus.device(0);
         let second = Buffer::alloc(device, Spec { size: 4096, kind: Kind::Doorbell, flags: 0 }).unwrap_err();

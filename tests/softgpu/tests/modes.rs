@@ -54,10 +54,10 @@ fn every_mode(behind: Behind, version: Version) {
 
 #[test]
 fn with_all_of_its_memory_lazy() {
-    isolated("with_all_of_its_memory_lazy", 2, |_| every_mode(Behind::Both, Version::V4_2));
+    isolated(2, |_| every_mode(Behind::Both, Version::V4_2));
 }
 
 #[test]
 fn with_its_gpu_memory_lazy_by_an_older_criu() {
-    isolated("with_its_gpu_memory_lazy_by_an_older_criu", 2, |_| every_mode(Behind::Gpus, Version::V4_1));
+    isolated(2, |_| every_mode(Behind::Gpus, Version::V4_1));
 }

@@ -20,7 +20,7 @@ impl Drop for Over<'_> {
 
 #[test]
 fn a_server_answers_while_another_is_restored_on_its_gpu() {
-    isolated("a_server_answers_while_another_is_restored_on_its_gpu", 1, |_| {
+    isolated(1, |_| {
         need!(queues());
         let machine = need!(Machine::find(), REAL_GPUS);
         machine.becomes(&ONE_RING);

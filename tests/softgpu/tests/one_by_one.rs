@@ -23,8 +23,8 @@ fn comes_back(criu: &Criu) -> Streamer {
 }
 
 #[test]
-fn a_process_goes_on_while_another_waits_for_its_memory() {
-    isolated("a_process_goes_on_while_another_waits_for_its_memory", 1, |_| {
+fn a_process_runs_while_another_waits_for_its_memory() {
+    isolated(1, |_| {
         let _machine = need!(Machine::with(&ONE_RING), REAL_GPUS);
         let judge = need!(Judge::find(), REAL_GPUS);
         let dumped = need!(Dumped::of(&Shape { processes: 2, ..unreached() }, Version::V4_2));
@@ -42,8 +42,8 @@ fn a_process_goes_on_while_another_waits_for_its_memory() {
 }
 
 #[test]
-fn a_buffer_is_not_handed_over_before_it_is_there() {
-    isolated("a_buffer_is_not_handed_over_before_it_is_there", 1, |_| {
+fn a_buffer_is_not_handed_over_before_it_is_resident() {
+    isolated(1, |_| {
         let _machine = need!(Machine::with(&ONE_RING), REAL_GPUS);
         let folder = tempfile::tempdir().unwrap();
         let mut toucher = Toucher::start(env!("CARGO_BIN_EXE_toucher"), folder.path(), None).unwrap();
@@ -98,8 +98,8 @@ impl HalfResident {
 }
 
 #[test]
-fn gpus_of_a_process_are_resumed_together_when_the_memory_of_all_is_resident() {
-    isolated("gpus_of_a_process_are_resumed_together_when_the_memory_of_all_is_resident", 2, |_| {
+fn gpus_are_resumed_together_when_the_memory_of_all_is_resident() {
+    isolated(2, |_| {
         let folder = tempfile::tempdir().unwrap();
         let machine = need!(Machine::find(), REAL_GPUS);
         let half = need!(HalfResident::restored(&machine, folder.path()));
@@ -119,7 +119,7 @@ fn gpus_of_a_process_are_resumed_together_when_the_memory_of_all_is_resident() {
 
 #[test]
 fn a_process_may_destroy_queues_while_its_gate_is_closed() {
-    isolated("a_process_may_destroy_queues_while_its_gate_is_closed", 2, |_| {
+    isolated(2, |_| {
         let folder = tempfile::tempdir().unwrap();
         let machine = need!(Machine::find(), REAL_GPUS);
         let half = need!(HalfResident::restored(&machine, folder.path()));
@@ -131,8 +131,8 @@ fn a_process_may_destroy_queues_while_its_gate_is_closed() {
 }
 
 #[test]
-fn a_process_that_is_killed_while_its_gate_is_closed_is_released() {
-    isolated("a_process_that_is_killed_while_its_gate_is_closed_is_released", 2, |_| {
+fn a_process_killed_while_its_gate_is_closed_is_released() {
+    isolated(2, |_| {
         let folder = tempfile::tempdir().unwrap();
         let machine = need!(Machine::find(), REAL_GPUS);
         let half = need!(HalfResident::restored(&machine, folder.path()));
@@ -143,7 +143,7 @@ fn a_process_that_is_killed_while_its_gate_is_closed_is_released() {
 
 #[test]
 fn gpus_of_a_process_that_has_closed_their_driver_are_resumed() {
-    isolated("gpus_of_a_process_that_has_closed_their_driver_are_resumed", 2, |_| {
+    isolated(2, |_| {
         let folder = tempfile::tempdir().unwrap();
         let machine = need!(Machine::find(), REAL_GPUS);
         let half = need!(HalfResident::restored(&machine, folder.path()));
@@ -155,8 +155,8 @@ fn gpus_of_a_process_that_has_closed_their_driver_are_resumed() {
 }
 
 #[test]
-fn a_program_that_executes_another_while_its_gate_is_closed_is_released() {
-    isolated("a_program_that_executes_another_while_its_gate_is_closed_is_released", 2, |_| {
+fn a_process_that_execs_while_its_gate_is_closed_is_released() {
+    isolated(2, |_| {
         let folder = tempfile::tempdir().unwrap();
         let machine = need!(Machine::find(), REAL_GPUS);
         let half = need!(HalfResident::restored(&machine, folder.path()));

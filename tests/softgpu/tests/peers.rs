@@ -26,7 +26,7 @@ fn values<'a>(text: &'a str, field: &str) -> Vec<&'a str> {
 /// ROCr, libhsakmt and libdrm together: every GPU with its name, in the topology's order.
 #[test]
 fn rocminfo_sees_every_gpu() {
-    isolated("rocminfo_sees_every_gpu", 1, |_| {
+    isolated(1, |_| {
         let output = Command::new("rocminfo").output().expect("rocminfo is in the machine");
         let text = String::from_utf8_lossy(&output.stdout);
         assert!(output.status.success(), "rocminfo: {}: {text}", output.status);
@@ -58,7 +58,7 @@ fn symbol(name: &CStr) -> *mut c_void {
 /// It asks for what a graphics driver wants to know first: firmware, memory, registers of the shader engines.
 #[test]
 fn libdrm_initialises_every_gpu() {
-    isolated("libdrm_initialises_every_gpu", 1, |_| {
+    isolated(1, |_| {
         // SAFETY: the function of that name has this type in amdgpu.h.
         let initialize: Initialize = unsafe { std::mem::transmute(symbol(c"amdgpu_device_initialize")) };
         // SAFETY: as above.

@@ -18,7 +18,7 @@ fn gpus(nodes: &[Node]) -> Vec<u32> {
 
 #[test]
 fn every_gpu_stays_under_its_name_where_it_was() {
-    isolated("every_gpu_stays_under_its_name_where_it_was", 1, |_| {
+    isolated(1, |_| {
         let nodes = nodes();
         let mapping = Placement::find(&nodes, &gpus(&nodes), &nodes, Checks::default()).unwrap();
         assert_eq!(mapping.pairs().len(), gpus(&nodes).len());
@@ -31,8 +31,8 @@ fn every_gpu_stays_under_its_name_where_it_was() {
 }
 
 #[test]
-fn an_image_of_other_names_and_smaller_gpus_fits_and_one_of_larger_ones_does_not() {
-    isolated("an_image_of_other_names_and_smaller_gpus_fits_and_one_of_larger_ones_does_not", 1, |_| {
+fn an_image_of_smaller_gpus_fits_and_one_of_larger_does_not() {
+    isolated(1, |_| {
         let here = nodes();
         let mut image = here.clone();
         for node in image.iter_mut().filter(|node| node.properties.gpu_id != 0) {
@@ -55,8 +55,8 @@ fn an_image_of_other_names_and_smaller_gpus_fits_and_one_of_larger_ones_does_not
 }
 
 #[test]
-fn a_gpu_too_few_is_told() {
-    isolated("a_gpu_too_few_is_told", 1, |_| {
+fn a_missing_gpu_is_an_error() {
+    isolated(1, |_| {
         let image = nodes();
         let gone = gpus(&image)[0];
         let here: Vec<Node> = image.iter().filter(|node| node.properties.gpu_id != gone).cloned().collect();

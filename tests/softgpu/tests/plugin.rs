@@ -81,7 +81,7 @@ fn refused(by: Plugin, error: &str) {
 
 #[test]
 fn one_gpu() {
-    isolated("one_gpu", 1, |_| there_and_back(&small(), OURS));
+    isolated(1, |_| there_and_back(&small(), OURS));
 }
 
 /// Linux 6.13 has guard pages and glibc 2.42 puts them under threads' stacks; CRIU 4.1 does not know them, and fails.
@@ -92,52 +92,52 @@ fn threads_have_guard_pages(pid: u32) -> bool {
 
 #[test]
 fn one_gpu_with_criu_4_1() {
-    isolated("one_gpu_with_criu_4_1", 1, |_| {
+    isolated(1, |_| {
         there_and_back(&small(), Way { version: Version::V4_1, ..OURS });
     });
 }
 
 #[test]
 fn the_stock_plugin_restores_what_we_dumped() {
-    isolated("the_stock_plugin_restores_what_we_dumped", 1, |_| {
+    isolated(1, |_| {
         there_and_back(&small(), Way { restore: Plugin::Stock, ..OURS });
     });
 }
 
 #[test]
 fn we_restore_what_the_stock_plugin_dumped() {
-    isolated("we_restore_what_the_stock_plugin_dumped", 1, |_| {
+    isolated(1, |_| {
         there_and_back(&small(), Way { dump: Plugin::Stock, ..OURS });
     });
 }
 
 #[test]
 fn two_gpus() {
-    isolated("two_gpus", 2, |_| there_and_back(&Shape { gpus: 2, queues: 2, ..small() }, OURS));
+    isolated(2, |_| there_and_back(&Shape { gpus: 2, queues: 2, ..small() }, OURS));
 }
 
 #[test]
 fn in_the_middle_of_dispatches() {
-    isolated("in_the_middle_of_dispatches", 1, |_| {
+    isolated(1, |_| {
         there_and_back(&Shape { mode: Mode::MidDispatch, ..small() }, OURS);
     });
 }
 
 #[test]
 fn a_queue_full_of_work() {
-    isolated("a_queue_full_of_work", 1, |_| there_and_back(&Shape { mode: Mode::Graph, ..small() }, OURS));
+    isolated(1, |_| there_and_back(&Shape { mode: Mode::Graph, ..small() }, OURS));
 }
 
 #[test]
 fn while_buffers_come_and_go() {
-    isolated("while_buffers_come_and_go", 1, |_| {
+    isolated(1, |_| {
         there_and_back(&Shape { mode: Mode::Allocating, ..small() }, OURS);
     });
 }
 
 #[test]
 fn while_the_cpu_reads_weights() {
-    isolated("while_the_cpu_reads_weights", 1, |_| {
+    isolated(1, |_| {
         // Without a large BAR there is nothing to read; the workload's own tests see it refuse.
         if Topology::read().unwrap().gpus().all(Node::has_large_bar) {
             there_and_back(&Shape { mode: Mode::CpuReads, ..small() }, OURS);
@@ -147,33 +147,33 @@ fn while_the_cpu_reads_weights() {
 
 #[test]
 fn two_processes() {
-    isolated("two_processes", 1, |_| there_and_back(&Shape { processes: 2, ..small() }, OURS));
+    isolated(1, |_| there_and_back(&Shape { processes: 2, ..small() }, OURS));
 }
 
 #[test]
 fn two_processes_on_two_gpus() {
-    isolated("two_processes_on_two_gpus", 2, |_| {
+    isolated(2, |_| {
         there_and_back(&Shape { gpus: 2, processes: 2, layers: 5, ..small() }, OURS);
     });
 }
 
 #[test]
 fn weights_in_registered_memory() {
-    isolated("weights_in_registered_memory", 2, |_| {
+    isolated(2, |_| {
         there_and_back(&Shape { mode: Mode::Userptr, gpus: 2, ..small() }, OURS);
     });
 }
 
 #[test]
 fn while_numbers_change_in_host_memory() {
-    isolated("while_numbers_change_in_host_memory", 2, |_| {
+    isolated(2, |_| {
         there_and_back(&Shape { mode: Mode::Gtt, gpus: 2, ..small() }, OURS);
     });
 }
 
 #[test]
 fn memory_with_svm_attributes() {
-    isolated("memory_with_svm_attributes", 1, |_| {
+    isolated(1, |_| {
         // Linux 6.12 as Debian has it knows none; the workload's own tests see it refuse.
         if Topology::read().unwrap().gpus().all(Node::has_svm) {
             there_and_back(&Shape { mode: Mode::Svm, ..small() }, OURS);
@@ -183,7 +183,7 @@ fn memory_with_svm_attributes() {
 
 #[test]
 fn weights_that_the_cpu_cannot_reach() {
-    isolated("weights_that_the_cpu_cannot_reach", 1, |_| {
+    isolated(1, |_| {
         there_and_back(&Shape { mode: Mode::NoAccess, ..small() }, OURS);
     });
 }

@@ -47,7 +47,7 @@ fn said(log: &str, done: &str, word: &str) -> u64 {
 
 #[test]
 fn zeros_are_holes_of_the_file() {
-    isolated("zeros_are_holes_of_the_file", 1, |_| {
+    isolated(1, |_| {
         let folder = tempfile::tempdir().unwrap();
         let shape =
             Shape { layers: 4, layer_kib: 2048, zero_share: 75, cache_mib: 8, queues: 1, ..Shape::small() };
@@ -63,7 +63,7 @@ fn zeros_are_holes_of_the_file() {
 
 #[test]
 fn small_buffers_come_by_the_hundred() {
-    isolated("small_buffers_come_by_the_hundred", 1, |_| {
+    isolated(1, |_| {
         let folder = tempfile::tempdir().unwrap();
         let shape =
             Shape { layers: 2, layer_kib: 64, cache_mib: 1, queues: 1, small_bos: 800, ..Shape::small() };
@@ -91,7 +91,7 @@ fn small_buffers_come_by_the_hundred() {
 
 #[test]
 fn several_chunks_of_two_gpus_are_under_way_at_once() {
-    isolated("several_chunks_of_two_gpus_are_under_way_at_once", 2, |_| {
+    isolated(2, |_| {
         let folder = tempfile::tempdir().unwrap();
         let shape = Shape { gpus: 2, layers: 6, layer_kib: 3000, cache_mib: 3, queues: 1, ..Shape::small() };
         there_and_back(&shape, folder.path(), |criu| {
@@ -103,7 +103,7 @@ fn several_chunks_of_two_gpus_are_under_way_at_once() {
 
 #[test]
 fn staging_memory_may_be_as_little_as_two_chunks() {
-    isolated("staging_memory_may_be_as_little_as_two_chunks", 1, |_| {
+    isolated(1, |_| {
         let folder = tempfile::tempdir().unwrap();
         let shape = Shape { layers: 3, layer_kib: 3000, cache_mib: 2, queues: 1, ..Shape::small() };
         let criu = Criu::with(Plugin::Ours, Version::V4_2, &folder.path().join("images")).unwrap();

@@ -176,7 +176,7 @@ impl Stage {
 
 #[test]
 fn a_dump_that_fails_says_why_and_leaves_all_running() {
-    isolated("a_dump_that_fails_says_why_and_leaves_all_running", 1, |_| {
+    isolated(1, |_| {
         let mut stage = need!(Stage::set());
         let calls = stage.calls(stage.dump());
         let mut failed = 0;
@@ -196,7 +196,7 @@ fn a_dump_that_fails_says_why_and_leaves_all_running() {
 
 #[test]
 fn criu_killed_in_a_dump_leaves_all_running() {
-    isolated("criu_killed_in_a_dump_leaves_all_running", 1, |_| {
+    isolated(1, |_| {
         let mut stage = need!(Stage::set());
         let calls = stage.calls(stage.dump());
         for (index, call) in tried(&calls).iter().enumerate() {
@@ -224,7 +224,7 @@ fn criu_killed_in_a_dump_leaves_all_running() {
 
 #[test]
 fn criu_killed_at_any_moment_of_a_dump_leaves_nothing_paused() {
-    isolated("criu_killed_at_any_moment_of_a_dump_leaves_nothing_paused", 1, |_| {
+    isolated(1, |_| {
         let mut stage = need!(Stage::set());
         let start = Instant::now();
         assert!(stage.dump().status().unwrap().success());
@@ -256,7 +256,7 @@ fn criu_killed_at_any_moment_of_a_dump_leaves_nothing_paused() {
 
 #[test]
 fn a_restore_that_fails_says_why_and_leaves_nothing() {
-    isolated("a_restore_that_fails_says_why_and_leaves_nothing", 1, |_| {
+    isolated(1, |_| {
         let mut stage = need!(Stage::left());
         let calls = stage.calls(stage.restore());
         stage.goes_on("without a fault");
@@ -289,7 +289,7 @@ fn a_restore_that_fails_says_why_and_leaves_nothing() {
 
 #[test]
 fn criu_killed_in_a_restore_leaves_nothing() {
-    isolated("criu_killed_in_a_restore_leaves_nothing", 1, |_| {
+    isolated(1, |_| {
         let mut stage = need!(Stage::left());
         let calls = stage.calls(stage.restore());
         stage.end();
@@ -320,7 +320,7 @@ fn criu_killed_in_a_restore_leaves_nothing() {
 
 #[test]
 fn criu_killed_before_there_is_a_guard_leaves_nothing() {
-    isolated("criu_killed_before_there_is_a_guard_leaves_nothing", 1, |_| {
+    isolated(1, |_| {
         let mut stage = need!(Stage::left());
         let task = Path::new("/proc").join(stage.pid.to_string());
         stage.killed(&[], |criu| {
@@ -341,7 +341,7 @@ fn criu_killed_before_there_is_a_guard_leaves_nothing() {
 
 #[test]
 fn criu_killed_in_a_restore_for_its_parent_leaves_nothing() {
-    isolated("criu_killed_in_a_restore_for_its_parent_leaves_nothing", 1, |_| {
+    isolated(1, |_| {
         let mut stage = need!(Stage::left());
         // As runc does: the task is CRIU's sibling.
         stage.killed(&["--restore-sibling"], |criu| {
@@ -356,8 +356,8 @@ fn criu_killed_in_a_restore_for_its_parent_leaves_nothing() {
 }
 
 #[test]
-fn criu_killed_at_any_moment_of_a_restore_lets_nothing_run_that_is_not_whole() {
-    isolated("criu_killed_at_any_moment_of_a_restore_lets_nothing_run_that_is_not_whole", 1, |_| {
+fn criu_killed_at_any_moment_of_a_restore_runs_no_partial_task() {
+    isolated(1, |_| {
         let mut stage = need!(Stage::left());
         let start = Instant::now();
         assert!(stage.restore().status().unwrap().success());

@@ -47,7 +47,7 @@ fn end(pid: u32) {
 
 #[test]
 fn a_second_time() {
-    isolated("a_second_time", 1, |_| {
+    isolated(1, |_| {
         let folder = tempfile::tempdir().unwrap();
         let (mut app, pid, criu) = server(folder.path());
         criu.dump(pid).unwrap();
@@ -67,7 +67,7 @@ fn a_second_time() {
 
 #[test]
 fn a_restored_process_is_dumped_like_any_other() {
-    isolated("a_restored_process_is_dumped_like_any_other", 1, |_| {
+    isolated(1, |_| {
         let folder = tempfile::tempdir().unwrap();
         let (mut app, pid, criu) = server(folder.path());
         criu.dump(pid).unwrap();
@@ -87,7 +87,7 @@ fn a_restored_process_is_dumped_like_any_other() {
 
 #[test]
 fn dumped_and_left_running() {
-    isolated("dumped_and_left_running", 1, |_| {
+    isolated(1, |_| {
         let folder = tempfile::tempdir().unwrap();
         let (mut app, pid, criu) = server(folder.path());
         gpu_app::client::start(app.socket(), &[7, 8], 6).unwrap();
@@ -202,7 +202,7 @@ fn tail(log: &str) -> String {
 
 #[test]
 fn damaged_files_are_named() {
-    isolated("damaged_files_are_named", 1, |_| {
+    isolated(1, |_| {
         let dumped = need!(Dumped::new());
         let (id, image) = dumped.kfd();
         let kfd = kfd_name(id);
@@ -267,7 +267,7 @@ fn damaged_files_are_named() {
 
 #[test]
 fn random_damage_does_no_harm() {
-    isolated("random_damage_does_no_harm", 1, |_| {
+    isolated(1, |_| {
         let dumped = need!(Dumped::new());
         let judge = need!(Judge::find(), REAL_GPUS);
         let wanted = std::env::var("PLUGIN_DAMAGES").ok().and_then(|count| count.parse().ok());
@@ -311,8 +311,8 @@ fn random_damage_does_no_harm() {
 }
 
 #[test]
-fn a_mapping_of_a_buffer_that_has_another_offset_is_no_freed_one() {
-    isolated("a_mapping_of_a_buffer_that_has_another_offset_is_no_freed_one", 1, |_| {
+fn a_mapping_of_a_buffer_at_another_offset_is_no_freed_one() {
+    isolated(1, |_| {
         let dumped = need!(Dumped::new());
         let (id, mut image) = dumped.kfd();
         let vmas = ImageDir::open(dumped.criu.images()).unwrap().mm(dumped.pid).unwrap().vmas;

@@ -83,7 +83,7 @@ fn names() -> Vec<u32> {
 
 #[test]
 fn gpus_of_other_names() {
-    isolated("gpus_of_other_names", 2, |_| {
+    isolated(2, |_| {
         let mut travel = need!(Travel::start(2));
         let first = names();
         travel.dump();
@@ -105,7 +105,7 @@ fn gpus_of_other_names() {
 
 #[test]
 fn gpus_in_another_order() {
-    isolated("gpus_in_another_order", 2, |_| {
+    isolated(2, |_| {
         let mut travel = need!(Travel::start(2));
         let first = names();
         travel.dump();
@@ -126,7 +126,7 @@ fn gpus_in_another_order() {
 
 #[test]
 fn less_memory_is_refused_unless_it_is_accepted() {
-    isolated("less_memory_is_refused_unless_it_is_accepted", 1, |_| {
+    isolated(1, |_| {
         let mut travel = need!(Travel::start(1));
         travel.dump();
         let less: u64 = travel.machine.found("vram_mib").parse::<u64>().unwrap() / 2;
@@ -140,7 +140,7 @@ fn less_memory_is_refused_unless_it_is_accepted() {
 
 #[test]
 fn memory_that_does_not_suffice() {
-    isolated("memory_that_does_not_suffice", 1, |_| {
+    isolated(1, |_| {
         let mut travel = need!(Travel::start(1));
         travel.dump();
         travel.machine.becomes(&[("gpus", "1"), ("vram_mib", "1")]);
@@ -156,7 +156,7 @@ fn memory_that_does_not_suffice() {
 
 #[test]
 fn a_missing_gpu_is_named() {
-    isolated("a_missing_gpu_is_named", 2, |_| {
+    isolated(2, |_| {
         let mut travel = need!(Travel::start(2));
         let first = names();
         travel.dump();
@@ -170,7 +170,7 @@ fn a_missing_gpu_is_named() {
 
 #[test]
 fn more_gpus_than_there_were() {
-    isolated("more_gpus_than_there_were", 2, |_| {
+    isolated(2, |_| {
         let mut travel = need!(Travel::start(1));
         travel.dump();
         // Without links between them: a GPU that has more of these is another one.

@@ -72,7 +72,7 @@ impl Hand {
 
 #[test]
 fn every_built_in_kernel_computes_what_the_model_does() {
-    isolated("every_built_in_kernel_computes_what_the_model_does", 1, |_| {
+    isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         let mut lane = Lane::new(&gpus, 1, 1).unwrap();
         let memory = gpus.host(1 << 16).unwrap();
@@ -121,7 +121,7 @@ fn every_built_in_kernel_computes_what_the_model_does() {
 
 #[test]
 fn a_ring_is_used_many_times_over() {
-    isolated("a_ring_is_used_many_times_over", 1, |_| {
+    isolated(1, |_| {
         let mut hand = Hand::new();
         let counter = hand.take();
         let one = hand.take();
@@ -148,7 +148,7 @@ fn a_ring_is_used_many_times_over() {
 
 #[test]
 fn barriers_wait_for_all_or_for_any() {
-    isolated("barriers_wait_for_all_or_for_any", 1, |_| {
+    isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         for any in [false, true] {
             let mut hand = Hand::on(&gpus);
@@ -172,7 +172,7 @@ fn barriers_wait_for_all_or_for_any() {
 
 #[test]
 fn queues_wait_for_each_other_across_gpus() {
-    isolated("queues_wait_for_each_other_across_gpus", 2, |_| {
+    isolated(2, |_| {
         let gpus = Gpus::open(2).unwrap();
         let mut lane = Lane::new(&gpus, 2, 2).unwrap();
         let memory = gpus.host(4096).unwrap();
@@ -190,7 +190,7 @@ fn queues_wait_for_each_other_across_gpus() {
 
 #[test]
 fn a_queue_of_no_share_stands_still() {
-    isolated("a_queue_of_no_share_stands_still", 1, |_| {
+    isolated(1, |_| {
         let mut hand = Hand::new();
         hand.queue.update(0, 7).unwrap();
         let (signal, at) = hand.signal(1);
@@ -206,7 +206,7 @@ fn a_queue_of_no_share_stands_still() {
 
 #[test]
 fn an_invalid_packet_is_waited_for() {
-    isolated("an_invalid_packet_is_waited_for", 1, |_| {
+    isolated(1, |_| {
         let mut hand = Hand::new();
         hand.submit(&[Aql::of_kind(1)]);
         thread::sleep(A_WHILE);
@@ -221,8 +221,8 @@ fn an_invalid_packet_is_waited_for() {
 }
 
 #[test]
-fn an_unmapped_address_is_told_and_ends_the_queue() {
-    isolated("an_unmapped_address_is_told_and_ends_the_queue", 1, |_| {
+fn an_unmapped_address_is_reported_and_ends_the_queue() {
+    isolated(1, |_| {
         let mut hand = Hand::new();
         let nowhere = 0x7fff_0000_0000 - (1 << 30);
         let (signal, at) = hand.signal(1);
@@ -239,8 +239,8 @@ fn an_unmapped_address_is_told_and_ends_the_queue() {
 }
 
 #[test]
-fn a_copy_engines_fault_is_told_too() {
-    isolated("a_copy_engines_fault_is_told_too", 1, |_| {
+fn a_copy_engines_fault_is_reported_too() {
+    isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         let mut queue =
             rewake_amdgpu_uapi::SdmaQueue::new(gpus.device(0), gpus.doorbells(0), QueueSpec::default())
@@ -254,7 +254,7 @@ fn a_copy_engines_fault_is_told_too() {
 
 #[test]
 fn events_are_signalled_by_the_cpu_and_time_out_without() {
-    isolated("events_are_signalled_by_the_cpu_and_time_out_without", 1, |_| {
+    isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         let events = gpus.events();
         let (one, two) = (events.signal().unwrap(), events.signal().unwrap());
@@ -271,7 +271,7 @@ fn events_are_signalled_by_the_cpu_and_time_out_without() {
 
 #[test]
 fn copy_engines_have_queues_for_many_and_then_no_more() {
-    isolated("copy_engines_have_queues_for_many_and_then_no_more", 1, |_| {
+    isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         let node = gpus.device(0).node();
         let most = node.property("num_sdma_engines") * node.property("num_sdma_queues_per_engine");
@@ -295,7 +295,7 @@ fn copy_engines_have_queues_for_many_and_then_no_more() {
 
 #[test]
 fn a_killed_process_leaves_nothing_behind() {
-    isolated("a_killed_process_leaves_nothing_behind", 1, |scene| {
+    isolated(1, |scene| {
         if scene.role() == Some("victim") {
             let gpus = Gpus::open(1).unwrap();
             let mut lane = Lane::new(&gpus, 1, 2).unwrap();

@@ -46,8 +46,8 @@ fn runs(work: &Path) {
 }
 
 #[test]
-fn one_image_restored_three_times_at_once_is_there_three_times() {
-    isolated("one_image_restored_three_times_at_once_is_there_three_times", 1, |_| {
+fn one_image_is_restored_three_times_at_once() {
+    isolated(1, |_| {
         let _machine = need!(Machine::with(&ONE_RING), REAL_GPUS);
         let folder = tempfile::tempdir().unwrap();
         let path = |name: &str| folder.path().join(name);
@@ -79,7 +79,7 @@ fn one_image_restored_three_times_at_once_is_there_three_times() {
 
 #[test]
 fn a_server_restored_three_times_at_once_answers_three_times() {
-    isolated("a_server_restored_three_times_at_once_answers_three_times", 1, |_| {
+    isolated(1, |_| {
         let _machine = need!(Machine::with(&ONE_RING), REAL_GPUS);
         need!(queues());
         let shape = Shape { no_copiers: true, ..unreached() };

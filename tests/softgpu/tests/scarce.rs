@@ -26,7 +26,7 @@ fn takes_all(scene: &Scene) {
 
 #[test]
 fn a_gpu_whose_memory_another_program_has() {
-    isolated("a_gpu_whose_memory_another_program_has", 1, |scene| {
+    isolated(1, |scene| {
         if scene.role().is_some() {
             return takes_all(scene);
         }
@@ -49,7 +49,7 @@ fn a_gpu_whose_memory_another_program_has() {
 
 #[test]
 fn a_gpu_that_does_not_copy() {
-    isolated("a_gpu_that_does_not_copy", 1, |_| {
+    isolated(1, |_| {
         let faults = need!(Faults::find(), REAL_GPUS);
         let _machine = Machine::with(&ONE_RING).expect("a software GPU");
         let dumped = need!(Dumped::of(&unreached(), Version::V4_2));

@@ -76,7 +76,7 @@ impl Bench {
 
 #[test]
 fn packets_copy_fill_and_write_fences() {
-    isolated("packets_copy_fill_and_write_fences", 1, |_| {
+    isolated(1, |_| {
         let bench = Bench::new();
         let bytes: Vec<u8> = (0..SIZE).map(|byte| u8::try_from(byte % 253).unwrap()).collect();
         bench.one.1.write(0, &bytes);
@@ -94,7 +94,7 @@ fn packets_copy_fill_and_write_fences() {
 
 #[test]
 fn the_count_is_one_less_than_the_bytes() {
-    isolated("the_count_is_one_less_than_the_bytes", 1, |_| {
+    isolated(1, |_| {
         let bench = Bench::new();
         bench.one.1.write(0, &[9; 64]);
         bench.run(&Sdma::new().copy_with_count(TWO, ONE, 15));
@@ -106,7 +106,7 @@ fn the_count_is_one_less_than_the_bytes() {
 
 #[test]
 fn one_byte_too_many_beyond_the_buffer_is_reported() {
-    isolated("one_byte_too_many_beyond_the_buffer_is_reported", 1, |_| {
+    isolated(1, |_| {
         let judge = need!(Judge::find(), REAL_GPUS);
         let bench = Bench::new();
         let count = u32::try_from(SIZE).unwrap();
@@ -124,7 +124,7 @@ fn one_byte_too_many_beyond_the_buffer_is_reported() {
 
 #[test]
 fn two_rings_work_and_wait_for_each_other() {
-    isolated("two_rings_work_and_wait_for_each_other", 1, |_| {
+    isolated(1, |_| {
         let bench = Bench::new();
         if bench.render.engine_info(AMDGPU_HW_IP_DMA).unwrap().available_rings & 0b10 == 0 {
             skip!("a render node of this machine has less than two copy rings");
@@ -148,7 +148,7 @@ fn two_rings_work_and_wait_for_each_other() {
 
 #[test]
 fn timelines_are_waited_for_and_signalled() {
-    isolated("timelines_are_waited_for_and_signalled", 1, |_| {
+    isolated(1, |_| {
         let bench = Bench::new();
         let timeline = bench.render.create_syncobj(false).unwrap();
         let point = |point| [drm_amdgpu_cs_chunk_syncobj { handle: u32::from(timeline), flags: 0, point }];
@@ -172,7 +172,7 @@ fn timelines_are_waited_for_and_signalled() {
 
 #[test]
 fn nonsense_in_a_ring_is_a_lost_submission_not_a_lost_machine() {
-    isolated("nonsense_in_a_ring_is_a_lost_submission_not_a_lost_machine", 1, |_| {
+    isolated(1, |_| {
         let bench = Bench::new();
         let submission = bench.submit(0, &Sdma::new().word(0xff), &[]).unwrap();
         let error = bench.render.wait(submission, LATE).unwrap_err();
@@ -188,7 +188,7 @@ fn nonsense_in_a_ring_is_a_lost_submission_not_a_lost_machine() {
 
 #[test]
 fn host_memory_is_copied_from_in_place() {
-    isolated("host_memory_is_copied_from_in_place", 1, |_| {
+    isolated(1, |_| {
         let bench = Bench::new();
         let memory = Mapping::anonymous(SIZE).unwrap();
         memory.write(0, &[6; 4096]);
@@ -206,7 +206,7 @@ fn host_memory_is_copied_from_in_place() {
 
 #[test]
 fn a_list_of_buffers_serves_for_many_submissions() {
-    isolated("a_list_of_buffers_serves_for_many_submissions", 1, |_| {
+    isolated(1, |_| {
         use rewake_amdgpu_uapi::abi::{drm, drm_amdgpu_cs_chunk_ib};
         let bench = Bench::new();
         let entry = |handle| drm_amdgpu_bo_list_entry { bo_handle: handle, bo_priority: 0 };
@@ -237,7 +237,7 @@ fn a_list_of_buffers_serves_for_many_submissions() {
 
 #[test]
 fn vram_is_reached_by_copies_alone() {
-    isolated("vram_is_reached_by_copies_alone", 1, |_| {
+    isolated(1, |_| {
         let bench = Bench::new();
         let handle = bench.render.create(SIZE, AMDGPU_GEM_DOMAIN_VRAM, 0).unwrap();
         let address = 0x1_0040_0000;
@@ -262,7 +262,7 @@ const A_MINUTE: Duration = Duration::from_secs(60);
 
 #[test]
 fn every_ring_has_the_bandwidth_that_was_asked_for() {
-    isolated("every_ring_has_the_bandwidth_that_was_asked_for", 1, |_| {
+    isolated(1, |_| {
         let machine = need!(Machine::find(), REAL_GPUS);
         machine.becomes(&[("copy_mbps", &BANDWIDTH.to_string())]);
         let bench = Bench::new();
@@ -289,7 +289,7 @@ fn every_ring_has_the_bandwidth_that_was_asked_for() {
 
 #[test]
 fn what_is_held_back_waits_and_others_and_its_end_do_not() {
-    isolated("what_is_held_back_waits_and_others_and_its_end_do_not", 1, |scene| {
+    isolated(1, |scene| {
         let copy = Sdma::new().copy(TWO, ONE, SIZE);
         match scene.role() {
             Some("other") => {
@@ -364,33 +364,29 @@ fn ends(owner: Peer, judge: &Judge) {
 
 /// As a process's files close, one after the other, when it ends.
 #[test]
-fn a_descriptor_that_closes_behind_a_file_whose_jobs_are_waited_for_is_not_forgotten() {
-    isolated(
-        "a_descriptor_that_closes_behind_a_file_whose_jobs_are_waited_for_is_not_forgotten",
-        1,
-        |scene| {
-            if scene.role().is_some() {
-                return owns(scene);
-            }
-            let judge = need!(Judge::find(), REAL_GPUS);
-            let (owner, dmabuf) = owner(scene);
-            let name = std::fs::read_to_string("/proc/self/comm").unwrap();
-            let (bench, held) = (Bench::new(), Held::of(name.trim()));
-            bench.submit(0, &Sdma::new().copy(TWO, ONE, SIZE), &[]).unwrap();
-            ends(owner, &judge);
-            sleep(Duration::from_millis(200));
-            let start = Instant::now();
-            drop(bench);
-            assert!(start.elapsed() > Duration::from_millis(900), "nothing was waited for");
-            drop((dmabuf, held));
-            assert_eq!(judge.violations(), Vec::<String>::new());
-        },
-    );
+fn a_descriptor_that_closes_while_jobs_run_is_not_forgotten() {
+    isolated(1, |scene| {
+        if scene.role().is_some() {
+            return owns(scene);
+        }
+        let judge = need!(Judge::find(), REAL_GPUS);
+        let (owner, dmabuf) = owner(scene);
+        let name = std::fs::read_to_string("/proc/self/comm").unwrap();
+        let (bench, held) = (Bench::new(), Held::of(name.trim()));
+        bench.submit(0, &Sdma::new().copy(TWO, ONE, SIZE), &[]).unwrap();
+        ends(owner, &judge);
+        sleep(Duration::from_millis(200));
+        let start = Instant::now();
+        drop(bench);
+        assert!(start.elapsed() > Duration::from_millis(900), "nothing was waited for");
+        drop((dmabuf, held));
+        assert_eq!(judge.violations(), Vec::<String>::new());
+    });
 }
 
 #[test]
 fn memory_that_only_a_job_has_is_no_descriptor_s() {
-    isolated("memory_that_only_a_job_has_is_no_descriptor_s", 1, |scene| {
+    isolated(1, |scene| {
         if scene.role().is_some() {
             return owns(scene);
         }

@@ -4,7 +4,7 @@
 use rewake_skip::need;
 use serde_json::Value;
 use softgpu_tests::criu::{Version, wait_for_the_end_of};
-use softgpu_tests::dumped::{Dumped, ONE_RING, Restoring, dies, is_paused, soon, unreached};
+use softgpu_tests::dumped::{Dumped, ONE_RING, Restoring, dies, is_paused, soon, streamer_of, unreached};
 use softgpu_tests::streamer::recover;
 use softgpu_tests::{Daemon, Held, Machine, REAL_GPUS, isolated};
 
@@ -30,24 +30,24 @@ fn states(status: &Value) -> Vec<String> {
 }
 
 #[test]
-fn each_of_two_restores_at_once_has_a_streamer_and_the_agent_may_die() {
-    isolated("each_of_two_restores_at_once_has_a_streamer_and_the_agent_may_die", 1, |_| {
+fn two_restores_have_two_streamers_and_the_agent_may_die() {
+    isolated(1, |_| {
         let (_machine, both) = need!(dumped::<2>());
-        let (mut daemon, held) = (Daemon::start(), Held::streamers());
+        let (mut daemon, held) = (Daemon::start().unwrap(), Held::streamers());
         let restorings = both.each_ref().map(|dumped| paused(dumped, &daemon));
         let paused = || both.iter().all(|dumped| is_paused(dumped.server.pid));
-        let running = || states(&daemon.status()) == ["running"; 2];
-        assert!(soon(|| paused() && running()), "{}", daemon.status());
-        daemon.replace();
-        let running = || states(&daemon.status()) == ["running"; 2];
-        assert!(soon(running) && paused(), "{}", daemon.status());
+        let running = || states(&daemon.status().unwrap()) == ["running"; 2];
+        assert!(soon(|| paused() && running()), "{}", daemon.status().unwrap());
+        daemon.replace().unwrap();
+        let running = || states(&daemon.status().unwrap()) == ["running"; 2];
+        assert!(soon(running) && paused(), "{}", daemon.status().unwrap());
         drop(held);
         for restoring in restorings {
             let (well, said) = restoring.end();
             assert!(well && said.contains("GPUs run; all memory resident"), "{said}");
         }
-        assert!(soon(|| states(&daemon.status()).is_empty()), "{}", daemon.status());
-        let status = daemon.status();
+        assert!(soon(|| states(&daemon.status().unwrap()).is_empty()), "{}", daemon.status().unwrap());
+        let status = daemon.status().unwrap();
         assert_eq!(status["agent"]["sessions_served"], 2, "{status}");
         for ended in status["recent"].as_array().unwrap() {
             assert_eq!(ended["state"], "complete", "{status}");
@@ -64,12 +64,12 @@ fn each_of_two_restores_at_once_has_a_streamer_and_the_agent_may_die() {
 }
 
 #[test]
-fn a_streamer_that_dies_is_told_by_the_daemon_and_harms_no_other() {
-    isolated("a_streamer_that_dies_is_told_by_the_daemon_and_harms_no_other", 1, |_| {
+fn the_agent_reports_a_dead_streamer_and_others_serve_on() {
+    isolated(1, |_| {
         let (_machine, [one, two]) = need!(dumped());
-        let (daemon, held) = (Daemon::start(), Held::streamers());
+        let (daemon, held) = (Daemon::start().unwrap(), Held::streamers());
         let first = paused(&one, &daemon);
-        let (supervisor, workers) = daemon.streamer();
+        let (supervisor, workers) = streamer_of(daemon.id());
         let second = paused(&two, &daemon);
         dies(supervisor);
         workers.into_iter().for_each(dies);
@@ -82,8 +82,8 @@ fn a_streamer_that_dies_is_told_by_the_daemon_and_harms_no_other() {
         let (well, said) = second.end();
         assert!(well, "{said}");
         two.server.ends_well();
-        assert!(soon(|| states(&daemon.status()).is_empty()), "{}", daemon.status());
-        let status = daemon.status();
+        assert!(soon(|| states(&daemon.status().unwrap()).is_empty()), "{}", daemon.status().unwrap());
+        let status = daemon.status().unwrap();
         let ended = &status["agent"];
         assert_eq!(
             (&ended["sessions_served"], &ended["sessions_failed"]),
@@ -94,13 +94,13 @@ fn a_streamer_that_dies_is_told_by_the_daemon_and_harms_no_other() {
 }
 
 #[test]
-fn a_daemon_that_is_killed_takes_nobody_with_it() {
-    isolated("a_daemon_that_is_killed_takes_nobody_with_it", 1, |_| {
+fn a_killed_agent_ends_no_streamer() {
+    isolated(1, |_| {
         let (_machine, [dumped]) = need!(dumped());
-        let (daemon, held) = (Daemon::start(), Held::streamers());
+        let (daemon, held) = (Daemon::start().unwrap(), Held::streamers());
         let restoring = paused(&dumped, &daemon);
-        let (supervisor, _) = daemon.streamer();
-        dies(daemon.pid());
+        let (supervisor, _) = streamer_of(daemon.id());
+        dies(daemon.id());
         drop(held);
         let (well, said) = restoring.end();
         assert!(well && said.contains("GPUs run; all memory resident"), "{said}");
@@ -112,11 +112,11 @@ fn a_daemon_that_is_killed_takes_nobody_with_it() {
 
 /// The driver gives queues of copy engines back by number, and both had the first.
 #[test]
-fn a_restore_whose_copy_engine_another_process_has_says_so_and_harms_it_not() {
-    isolated("a_restore_whose_copy_engine_another_process_has_says_so_and_harms_it_not", 1, |_| {
+fn a_copy_engine_that_another_process_has_is_an_error() {
+    isolated(1, |_| {
         let (_machine, [first]) = need!(dumped());
         let second = need!(Dumped::of(&unreached(), Version::V4_2));
-        let daemon = Daemon::start();
+        let daemon = Daemon::start().unwrap();
         let (well, said) = Restoring::by(&daemon, &second.criu).end();
         assert!(well, "{said}");
         let (well, said) = Restoring::by(&daemon, &first.criu).end();
@@ -129,15 +129,15 @@ fn a_restore_whose_copy_engine_another_process_has_says_so_and_harms_it_not() {
 
 #[test]
 fn a_restore_that_fails_leaves_no_streamer() {
-    isolated("a_restore_that_fails_leaves_no_streamer", 1, |_| {
+    isolated(1, |_| {
         let (_machine, [dumped]) = need!(dumped());
-        let daemon = Daemon::start();
+        let daemon = Daemon::start().unwrap();
         std::fs::write(dumped.criu.images().join("pstree.img"), "").unwrap();
         let restoring = Restoring::by(&daemon, &dumped.criu);
         let (well, said) = restoring.end();
         assert!(!well && said.contains("criu restore failed"), "{said}");
-        assert!(soon(|| states(&daemon.status()).is_empty()), "{}", daemon.status());
-        let children = || softgpu_tests::streamer::children(daemon.pid());
-        assert!(soon(|| children().is_empty()), "{}", daemon.status());
+        assert!(soon(|| states(&daemon.status().unwrap()).is_empty()), "{}", daemon.status().unwrap());
+        let children = || softgpu_tests::streamer::children(daemon.id());
+        assert!(soon(|| children().is_empty()), "{}", daemon.status().unwrap());
     });
 }

@@ -84,42 +84,42 @@ fn there_and_back_unsound(shape: &Shape) {
 
 #[test]
 fn one_gpu() {
-    isolated("one_gpu", 1, |_| {
+    isolated(1, |_| {
         there_and_back(&small());
     });
 }
 
 #[test]
 fn two_gpus() {
-    isolated("two_gpus", 2, |_| {
+    isolated(2, |_| {
         there_and_back(&Shape { gpus: 2, queues: 2, ..small() });
     });
 }
 
 #[test]
 fn in_the_middle_of_dispatches() {
-    isolated("in_the_middle_of_dispatches", 2, |_| {
+    isolated(2, |_| {
         there_and_back_unsound(&Shape { mode: Mode::MidDispatch, gpus: 2, ..small() });
     });
 }
 
 #[test]
 fn a_queue_full_of_work() {
-    isolated("a_queue_full_of_work", 2, |_| {
+    isolated(2, |_| {
         there_and_back_unsound(&Shape { mode: Mode::Graph, gpus: 2, ..small() });
     });
 }
 
 #[test]
 fn registered_memory_that_gpus_write() {
-    isolated("registered_memory_that_gpus_write", 2, |_| {
+    isolated(2, |_| {
         there_and_back_unsound(&Shape { mode: Mode::Userptr, gpus: 2, ..small() });
     });
 }
 
 #[test]
 fn memory_with_attributes_that_gpus_write() {
-    isolated("memory_with_attributes_that_gpus_write", 2, |_| {
+    isolated(2, |_| {
         // Linux 6.12 has no SVM; the workload's own tests see it refuse.
         if Kfd::open().unwrap().xnack().is_ok() {
             there_and_back_unsound(&Shape { mode: Mode::Svm, gpus: 2, ..small() });
@@ -129,14 +129,14 @@ fn memory_with_attributes_that_gpus_write() {
 
 #[test]
 fn while_buffers_come_and_go() {
-    isolated("while_buffers_come_and_go", 1, |_| {
+    isolated(1, |_| {
         there_and_back(&Shape { mode: Mode::Allocating, ..small() });
     });
 }
 
 #[test]
 fn while_the_cpu_reads_weights() {
-    isolated("while_the_cpu_reads_weights", 1, |_| {
+    isolated(1, |_| {
         // Without a large BAR there is nothing to read; the workload's own tests see it refuse.
         if Topology::read().unwrap().gpus().all(Node::has_large_bar) {
             there_and_back(&Shape { mode: Mode::CpuReads, ..small() });
@@ -146,35 +146,35 @@ fn while_the_cpu_reads_weights() {
 
 #[test]
 fn two_processes() {
-    isolated("two_processes", 1, |_| {
+    isolated(1, |_| {
         there_and_back(&Shape { processes: 2, ..small() });
     });
 }
 
 #[test]
 fn two_processes_on_two_gpus() {
-    isolated("two_processes_on_two_gpus", 2, |_| {
+    isolated(2, |_| {
         there_and_back(&Shape { gpus: 2, processes: 2, layers: 5, ..small() });
     });
 }
 
 #[test]
 fn while_numbers_change_in_host_memory() {
-    isolated("while_numbers_change_in_host_memory", 2, |_| {
+    isolated(2, |_| {
         there_and_back(&Shape { mode: Mode::Gtt, gpus: 2, ..small() });
     });
 }
 
 #[test]
 fn weights_that_the_cpu_cannot_reach() {
-    isolated("weights_that_the_cpu_cannot_reach", 1, |_| {
+    isolated(1, |_| {
         there_and_back(&Shape { mode: Mode::NoAccess, ..small() });
     });
 }
 
 #[test]
 fn many_small_buffers_and_zeros() {
-    isolated("many_small_buffers_and_zeros", 1, |_| {
+    isolated(1, |_| {
         there_and_back(&Shape { small_bos: 301, zero_share: 40, ..small() });
     });
 }
@@ -197,7 +197,7 @@ fn dumped_running(gpus: usize, looked_at: Duration) -> Vec<Gate> {
 
 #[test]
 fn a_dump_that_leaves_it_running() {
-    isolated("a_dump_that_leaves_it_running", 1, |_| {
+    isolated(1, |_| {
         let all = Topology::read().unwrap().gpus().count();
         assert_eq!(dumped_running(all, LONG), []);
     });
@@ -205,7 +205,7 @@ fn a_dump_that_leaves_it_running() {
 
 #[test]
 fn a_dump_that_leaves_it_paused_with_fewer_gpus_than_there_are() {
-    isolated("a_dump_that_leaves_it_paused_with_fewer_gpus_than_there_are", 2, |_| {
+    isolated(2, |_| {
         need!(Judge::find(), REAL_GPUS);
         let all = Topology::read().unwrap().gpus().count();
         assert!(matches!(&dumped_running(all - 1, A_WHILE)[..], [Gate { paused: true, .. }]));
@@ -213,8 +213,8 @@ fn a_dump_that_leaves_it_paused_with_fewer_gpus_than_there_are() {
 }
 
 #[test]
-fn a_process_with_render_nodes_only_is_not_dumped_and_the_other_stays_paused() {
-    isolated("a_process_with_render_nodes_only_is_not_dumped_and_the_other_stays_paused", 1, |_| {
+fn a_process_with_render_nodes_only_is_not_dumped() {
+    isolated(1, |_| {
         let folder = tempfile::tempdir().unwrap();
         let (server, criu) = started(&Shape { mode: Mode::RenderOnly, ..small() }, folder.path());
         let pid = server.pid;
@@ -228,7 +228,7 @@ fn a_process_with_render_nodes_only_is_not_dumped_and_the_other_stays_paused() {
 
 #[test]
 fn a_shared_buffer_comes_back_as_copies() {
-    isolated("a_shared_buffer_comes_back_as_copies", 1, |_| {
+    isolated(1, |_| {
         let folder = tempfile::tempdir().unwrap();
         let shape = Shape { mode: Mode::SharedBo, processes: 2, ..small() };
         let (mut server, criu) = started(&shape, folder.path());

@@ -45,8 +45,8 @@ fn there_and_back(shape: &Shape) {
 }
 
 #[test]
-fn a_process_runs_before_its_memory_is_there_and_its_gpus_when_it_is() {
-    isolated("a_process_runs_before_its_memory_is_there_and_its_gpus_when_it_is", 1, |_| {
+fn a_process_runs_with_missing_buffers_and_its_queues_wait() {
+    isolated(1, |_| {
         let _machine = need!(Machine::with(&ONE_RING), REAL_GPUS);
         let dumped = need!(Dumped::of(&unreached(), Version::V4_2));
         let (mut streamer, held) = dumped.comes_back_paused();
@@ -64,8 +64,8 @@ fn a_process_runs_before_its_memory_is_there_and_its_gpus_when_it_is() {
 }
 
 #[test]
-fn how_long_a_restore_takes_does_not_grow_with_memory_that_only_gpus_reach() {
-    isolated("how_long_a_restore_takes_does_not_grow_with_memory_that_only_gpus_reach", 1, |_| {
+fn restore_time_does_not_grow_with_memory_that_only_gpus_reach() {
+    isolated(1, |_| {
         let machine = need!(Machine::find(), REAL_GPUS);
         let of = |layer_kib| Dumped::of(&Shape { layer_kib, ..unreached() }, Version::V4_2);
         let (small, large) = (need!(of(2 << 10)), need!(of(32 << 10)));
@@ -87,7 +87,7 @@ fn how_long_a_restore_takes_does_not_grow_with_memory_that_only_gpus_reach() {
 
 #[test]
 fn by_one_command() {
-    isolated("by_one_command", 1, |_| {
+    isolated(1, |_| {
         let _machine = need!(Machine::with(&ONE_RING), REAL_GPUS);
         let dumped = need!(Dumped::of(&unreached(), Version::V4_2));
         let held = Held::streamers();
@@ -109,7 +109,7 @@ fn by_one_command() {
 
 #[test]
 fn a_second_time_from_one_image() {
-    isolated("a_second_time_from_one_image", 1, |_| {
+    isolated(1, |_| {
         let dumped = need!(Dumped::of(&unreached(), Version::V4_2));
         dumped.comes_back();
         dumped.server.answers().unwrap();
@@ -121,7 +121,7 @@ fn a_second_time_from_one_image() {
 
 #[test]
 fn two_processes_on_two_gpus() {
-    isolated("two_processes_on_two_gpus", 2, |_| {
+    isolated(2, |_| {
         there_and_back(&Shape { gpus: 2, processes: 2, layers: 5, layer_kib: 64, ..unreached() });
     });
 }
@@ -141,8 +141,8 @@ fn holds_queues_of(pid: u32) {
 }
 
 #[test]
-fn queues_that_are_held_when_the_gate_is_open_are_told_of() {
-    isolated("queues_that_are_held_when_the_gate_is_open_are_told_of", 1, |_| {
+fn queues_still_evicted_after_the_gate_opens_are_reported() {
+    isolated(1, |_| {
         let _machine = need!(Machine::with(&ONE_RING), REAL_GPUS);
         let dumped = need!(Dumped::of(&unreached(), Version::V4_2));
         let (mut streamer, held) = dumped.comes_back_paused();
@@ -162,7 +162,7 @@ fn queues_that_are_held_when_the_gate_is_open_are_told_of() {
 
 #[test]
 fn an_image_that_gets_shorter_meanwhile_is_never_zeros() {
-    isolated("an_image_that_gets_shorter_meanwhile_is_never_zeros", 1, |_| {
+    isolated(1, |_| {
         let _machine = need!(Machine::with(&ONE_RING), REAL_GPUS);
         // More than the 16 MiB that are read ahead.
         let shape = Shape { layer_kib: 12 << 10, ..unreached() };
@@ -182,7 +182,7 @@ fn an_image_that_gets_shorter_meanwhile_is_never_zeros() {
 
 #[test]
 fn an_image_that_is_written_meanwhile_is_not_gone_on_with() {
-    isolated("an_image_that_is_written_meanwhile_is_not_gone_on_with", 1, |_| {
+    isolated(1, |_| {
         let _machine = need!(Machine::with(&ONE_RING), REAL_GPUS);
         let dumped = need!(Dumped::of(&unreached(), Version::V4_2));
         let (mut streamer, held) = dumped.comes_back_paused();
@@ -204,8 +204,8 @@ fn damage(images: &Path) {
 }
 
 #[test]
-fn an_image_that_cannot_be_streamed_is_refused_before_anything_runs() {
-    isolated("an_image_that_cannot_be_streamed_is_refused_before_anything_runs", 1, |_| {
+fn an_image_that_cannot_be_streamed_is_refused_before_it_runs() {
+    isolated(1, |_| {
         let dumped = need!(Dumped::of(&unreached(), Version::V4_2));
         let mut streamer = dumped.streamer();
         damage(dumped.criu.images());
@@ -219,8 +219,8 @@ fn an_image_that_cannot_be_streamed_is_refused_before_anything_runs() {
 }
 
 #[test]
-fn a_streamer_to_which_nobody_comes_ends_when_asked() {
-    isolated("a_streamer_to_which_nobody_comes_ends_when_asked", 1, |_| {
+fn a_streamer_without_a_restore_ends_when_asked() {
+    isolated(1, |_| {
         let folder = tempfile::tempdir().unwrap();
         let mut streamer = Streamer::start(folder.path()).unwrap();
         assert!(!streamer.has_ended().unwrap());

@@ -14,7 +14,7 @@ use rewake_amdgpu_uapi::topology::{Node, Topology};
 use rewake_skip::need;
 use softgpu_tests::criu::{Criu, Version, wait_for_the_end_of};
 use softgpu_tests::dumped::{Behind, Dumped};
-use softgpu_tests::random::Random;
+use softgpu_tests::random::{Random, count};
 use softgpu_tests::server::small;
 use softgpu_tests::toucher::BUFFERS;
 use softgpu_tests::{Machine, REAL_GPUS, Streamer, Toucher, isolated};
@@ -29,10 +29,6 @@ const LIVES: u64 = 3;
 /// What the kernel writes to a buffer.
 static GIVEN: [u8; 700_001] = [0xa5; 700_001];
 
-fn number(name: &str) -> Option<u64> {
-    std::env::var(name).ok().map(|text| text.parse().unwrap_or_else(|_| panic!("{name}={text}: a number")))
-}
-
 /// What a program may still do with a buffer.
 #[derive(Debug, Clone, Copy)]
 struct Buffer {
@@ -45,7 +41,7 @@ fn orders(random: &mut Random) -> Vec<String> {
     let mut buffers = [Buffer { writable: true, whole: true }; BUFFERS];
     (0..random.below(7))
         .map(|_| {
-            let which = usize::try_from(random.below(BUFFERS as u64)).unwrap();
+            let which = random.below(BUFFERS);
             let buffer = &mut buffers[which];
             let mut can = vec!["check", "tail", "write", "move", "fork", "protect"];
             can.extend(buffer.writable.then_some("read"));
@@ -61,12 +57,12 @@ fn orders(random: &mut Random) -> Vec<String> {
 }
 
 #[test]
-fn whatever_it_does_before_its_memory_is_there() {
-    isolated("whatever_it_does_before_its_memory_is_there", 1, |_| {
+fn random_orders_to_a_program_with_missing_memory() {
+    isolated(1, |_| {
         let machine = need!(Machine::find(), REAL_GPUS);
-        let mut random = Random(number("RESTORE_SEED").unwrap_or(SEED));
-        let rounds = number("RESTORE_ROUNDS").unwrap_or(ROUNDS);
-        assert!(random.0 != 0 && rounds > 1, "RESTORE_SEED is not 0, RESTORE_ROUNDS 2 at least");
+        let mut random = Random::new(count("RESTORE_SEED", SEED));
+        let rounds = count("RESTORE_ROUNDS", ROUNDS);
+        assert!(rounds > 1, "RESTORE_ROUNDS is 2 at least");
         for version in [Version::V4_2, Version::V4_1] {
             let folder = tempfile::tempdir().unwrap();
             let mut toucher = Toucher::start(env!("CARGO_BIN_EXE_toucher"), folder.path(), None).unwrap();
@@ -89,11 +85,11 @@ fn whatever_it_does_before_its_memory_is_there() {
 const BUSY: [Mode; 3] = [Mode::CpuReads, Mode::Allocating, Mode::NoAccess];
 
 #[test]
-fn a_server_that_is_asked_before_its_memory_is_there() {
-    isolated("a_server_that_is_asked_before_its_memory_is_there", 1, |_| {
+fn requests_to_a_server_with_missing_memory() {
+    isolated(1, |_| {
         let machine = need!(Machine::find(), REAL_GPUS);
-        let mut random = Random(number("RESTORE_SEED").unwrap_or(SEED));
-        let rounds = number("RESTORE_ROUNDS").unwrap_or(ROUNDS);
+        let mut random = Random::new(count("RESTORE_SEED", SEED));
+        let rounds = count("RESTORE_ROUNDS", ROUNDS);
         for (version, mode) in
             [Version::V4_2, Version::V4_1].into_iter().flat_map(|of| BUSY.map(|mode| (of, mode)))
         {

@@ -64,7 +64,7 @@ fn write_faults(gpus: &Arc<Gpus>, address: u64) {
 
 #[test]
 fn attributes_are_those_that_were_set() {
-    isolated("attributes_are_those_that_were_set", 1, |_| {
+    isolated(1, |_| {
         let gpus = need!(shared_gpu());
         let kfd = gpus.device(0).kfd();
         let memory = Mapping::anonymous(4 * PAGE).unwrap();
@@ -89,7 +89,7 @@ fn attributes_are_those_that_were_set() {
 
 #[test]
 fn what_is_unmapped_is_no_longer_reached_and_the_rest_is() {
-    isolated("what_is_unmapped_is_no_longer_reached_and_the_rest_is", 1, |_| {
+    isolated(1, |_| {
         let gpus = need!(shared_gpu());
         let mut lane = Lane::new(&gpus, 1, 1).unwrap();
         let (first, second) = neighbours();
@@ -107,7 +107,7 @@ fn what_is_unmapped_is_no_longer_reached_and_the_rest_is() {
 
 #[test]
 fn access_is_taken_from_a_part() {
-    isolated("access_is_taken_from_a_part", 1, |_| {
+    isolated(1, |_| {
         let gpus = need!(shared_gpu());
         let mut lane = Lane::new(&gpus, 1, 1).unwrap();
         let memory = Mapping::anonymous(3 * PAGE).unwrap();
@@ -123,7 +123,7 @@ fn access_is_taken_from_a_part() {
 
 #[test]
 fn with_retry_faults_a_touch_is_enough() {
-    isolated("with_retry_faults_a_touch_is_enough", 1, |_| {
+    isolated(1, |_| {
         let gpus = need!(retrying_gpu());
         assert!(gpus.device(0).kfd().xnack().unwrap());
         let mut lane = Lane::new(&gpus, 1, 1).unwrap();
@@ -141,7 +141,7 @@ fn with_retry_faults_a_touch_is_enough() {
 
 #[test]
 fn a_retry_fault_never_waits_for_userfaultfd() {
-    isolated("a_retry_fault_never_waits_for_userfaultfd", 1, |_| {
+    isolated(1, |_| {
         let gpus = need!(retrying_gpu());
         let memory = Mapping::anonymous(PAGE).unwrap();
         let uffd = Uffd::open(0).unwrap();

@@ -83,8 +83,8 @@ fn sum(of: &Value, name: &str) -> u64 {
 }
 
 #[test]
-fn who_asks_while_it_loads_is_told_and_what_there_was_to_see_is_left() {
-    isolated("who_asks_while_it_loads_is_told_and_what_there_was_to_see_is_left", 1, |_| {
+fn status_answers_during_the_load_and_the_timeline_stays() {
+    isolated(1, |_| {
         let _machine = need!(Machine::with(&ONE_RING), REAL_GPUS);
         let dumped = need!(dumped(&unreached()));
         let mut streamer = Streamer::start(dumped.criu.images()).unwrap();
@@ -147,7 +147,7 @@ fn is_whole(timeline: &Value, bytes: u64) {
 
 #[test]
 fn one_command_shows_it_all() {
-    isolated("one_command_shows_it_all", 2, |_| {
+    isolated(2, |_| {
         let _machine = need!(Machine::with(&ONE_RING), REAL_GPUS);
         let dumped = need!(dumped(&Shape { gpus: 2, processes: 2, layers: 6, ..unreached() }));
         let held = Held::streamers();
@@ -187,7 +187,7 @@ fn one_command_shows_it_all() {
 
 #[test]
 fn buffers_that_become_the_device_are_in_it() {
-    isolated("buffers_that_become_the_device_are_in_it", 1, |_| {
+    isolated(1, |_| {
         let dumped = need!(dumped(&small()));
         let mut streamer = Streamer::start(dumped.criu.images()).unwrap();
         dumped.criu.restore().unwrap();
@@ -204,7 +204,7 @@ fn buffers_that_become_the_device_are_in_it() {
 
 #[test]
 fn a_load_that_fails_says_why_in_what_it_leaves() {
-    isolated("a_load_that_fails_says_why_in_what_it_leaves", 1, |_| {
+    isolated(1, |_| {
         let _machine = need!(Machine::with(&ONE_RING), REAL_GPUS);
         let dumped = need!(dumped(&unreached()));
         let (mut streamer, held) = (Streamer::start(dumped.criu.images()).unwrap(), Held::streamers());

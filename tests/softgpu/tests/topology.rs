@@ -38,7 +38,7 @@ const WANTED: [&str; 22] = [
 
 #[test]
 fn every_node_shows_what_the_stock_plugin_reads() {
-    isolated("every_node_shows_what_the_stock_plugin_reads", 1, |_| {
+    isolated(1, |_| {
         let topology = Topology::read().unwrap();
         assert!(topology.nodes.iter().any(|node| !node.is_gpu()), "a CPU");
         for node in topology.gpus() {
@@ -59,8 +59,8 @@ fn every_node_shows_what_the_stock_plugin_reads() {
 }
 
 #[test]
-fn every_gpu_has_a_render_node_of_amdgpu_that_tells_the_same() {
-    isolated("every_gpu_has_a_render_node_of_amdgpu_that_tells_the_same", 1, |_| {
+fn every_gpu_has_a_render_node_of_amdgpu_with_the_same_values() {
+    isolated(1, |_| {
         for node in Topology::read().unwrap().gpus() {
             assert!((128..=255).contains(&node.render_minor()), "{}", node.render_minor());
             let render = Render::open(node.render_minor()).unwrap();
@@ -93,7 +93,7 @@ fn every_gpu_has_a_render_node_of_amdgpu_that_tells_the_same() {
 
 #[test]
 fn the_versions_are_those_of_the_kernel() {
-    isolated("the_versions_are_those_of_the_kernel", 1, |_| {
+    isolated(1, |_| {
         let release = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap();
         let kfd = Kfd::open().unwrap();
         let (major, minor) = kfd.version().unwrap();
@@ -104,7 +104,7 @@ fn the_versions_are_those_of_the_kernel() {
 
 #[test]
 fn every_gpu_has_apertures_of_its_own() {
-    isolated("every_gpu_has_apertures_of_its_own", 1, |_| {
+    isolated(1, |_| {
         let topology = Topology::read().unwrap();
         let apertures = Kfd::open().unwrap().apertures().unwrap();
         let ids: Vec<u32> = apertures.iter().map(|aperture| aperture.gpu_id).collect();
@@ -118,7 +118,7 @@ fn every_gpu_has_apertures_of_its_own() {
 
 #[test]
 fn links_between_two_gpus_go_both_ways() {
-    isolated("links_between_two_gpus_go_both_ways", 2, |_| {
+    isolated(2, |_| {
         let topology = Topology::read().unwrap();
         for node in &topology.nodes {
             for link in &node.links {

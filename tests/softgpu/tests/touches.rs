@@ -162,8 +162,8 @@ fn there(said: &str) -> Vec<usize> {
 }
 
 #[test]
-fn what_was_touched_in_a_recorded_restore_comes_first_in_later_ones() {
-    isolated("what_was_touched_in_a_recorded_restore_comes_first_in_later_ones", 1, |_| {
+fn the_recorded_working_set_is_loaded_first_in_later_restores() {
+    isolated(1, |_| {
         let dumped = need!(dumped_on(&ONE_RING, Some(FOUR), Version::V4_2));
         let (before, _) = dumped.comes_back_untouched();
         assert_eq!(before.len(), FOUR.count, "{before:?}");
@@ -195,7 +195,7 @@ fn what_was_touched_in_a_recorded_restore_comes_first_in_later_ones() {
 
 #[test]
 fn by_its_own_code() {
-    isolated("by_its_own_code", 1, |_| {
+    isolated(1, |_| {
         let dumped = need!(dumped(Version::V4_2));
         dumped.obeys(&["check 0"], SWAPPED);
     });
@@ -203,7 +203,7 @@ fn by_its_own_code() {
 
 #[test]
 fn what_is_touched_comes_before_the_rest() {
-    isolated("what_is_touched_comes_before_the_rest", 1, |_| {
+    isolated(1, |_| {
         let dumped = need!(dumped_on(&ONE_RING, Some(TWO), Version::V4_2));
         let (mut streamer, held) = dumped.comes_back();
         dumped.waits(&streamer, "tail 1");
@@ -219,7 +219,7 @@ fn what_is_touched_comes_before_the_rest() {
 
 #[test]
 fn by_the_kernel_on_behalf_of_its_only_thread() {
-    isolated("by_the_kernel_on_behalf_of_its_only_thread", 1, |_| {
+    isolated(1, |_| {
         let dumped = need!(dumped(Version::V4_2));
         // It reads, from a buffer; it writes, and the device has that afterwards.
         dumped.obeys(&["write 1", "read 0"], COPIED);
@@ -231,7 +231,7 @@ fn by_the_kernel_on_behalf_of_its_only_thread() {
 
 #[test]
 fn in_mappings_that_are_changed_meanwhile() {
-    isolated("in_mappings_that_are_changed_meanwhile", 1, |_| {
+    isolated(1, |_| {
         let dumped = need!(dumped(Version::V4_2));
         dumped.obeys(&["move 1", "halve 0", "protect 1", "fork 0"], SWAPPED);
     });
@@ -239,7 +239,7 @@ fn in_mappings_that_are_changed_meanwhile() {
 
 #[test]
 fn no_access_is_given_to_what_is_not_there() {
-    isolated("no_access_is_given_to_what_is_not_there", 1, |_| {
+    isolated(1, |_| {
         let dumped = need!(dumped_after("hide 0"));
         let (mut streamer, held) = dumped.comes_back_by(Streamer::start);
         let refused = format!("{:#}", dumped.toucher.asked("protect 0").unwrap_err());
@@ -256,8 +256,8 @@ fn no_access_is_given_to_what_is_not_there() {
 }
 
 #[test]
-fn a_mapping_whose_buffer_had_been_freed_is_there_to_be_unmapped() {
-    isolated("a_mapping_whose_buffer_had_been_freed_is_there_to_be_unmapped", 1, |_| {
+fn a_mapping_whose_buffer_was_freed_can_be_unmapped() {
+    isolated(1, |_| {
         let dumped = need!(dumped_after("free 1"));
         let looks = || {
             assert!(
@@ -280,8 +280,8 @@ fn a_mapping_whose_buffer_had_been_freed_is_there_to_be_unmapped() {
 }
 
 #[test]
-fn a_mapping_that_lost_its_buffer_after_the_dump_is_no_freed_one() {
-    isolated("a_mapping_that_lost_its_buffer_after_the_dump_is_no_freed_one", 1, |_| {
+fn a_mapping_whose_buffer_the_image_lost_is_no_freed_one() {
+    isolated(1, |_| {
         let dumped = need!(dumped_after("free 1"));
         let path = dumped.criu.images().join(SHARED_NAME);
         let mut shared = ImageDir::open(dumped.criu.images()).unwrap().shared().unwrap().unwrap();
@@ -303,7 +303,7 @@ fn a_mapping_that_lost_its_buffer_after_the_dump_is_no_freed_one() {
 
 #[test]
 fn a_program_that_executes_another_or_ends_meanwhile_is_gone() {
-    isolated("a_program_that_executes_another_or_ends_meanwhile_is_gone", 1, |_| {
+    isolated(1, |_| {
         let dumped = need!(dumped(Version::V4_2));
         let (mut streamer, held) = dumped.comes_back();
         dumped.toucher.asked("execute 0").unwrap();
@@ -319,8 +319,8 @@ fn a_program_that_executes_another_or_ends_meanwhile_is_gone() {
 }
 
 #[test]
-fn a_program_that_bequeaths_what_is_not_there_is_killed_with_its_children() {
-    isolated("a_program_that_bequeaths_what_is_not_there_is_killed_with_its_children", 1, |_| {
+fn a_program_that_forks_with_missing_buffers_is_killed() {
+    isolated(1, |_| {
         let dumped = need!(dumped(Version::V4_2));
         let (mut streamer, held) = dumped.comes_back();
         dumped.toucher.ask("bequeath 1").unwrap();
@@ -339,7 +339,7 @@ fn a_program_that_bequeaths_what_is_not_there_is_killed_with_its_children() {
 
 #[test]
 fn killed_while_it_waits() {
-    isolated("killed_while_it_waits", 1, |_| {
+    isolated(1, |_| {
         let dumped = need!(dumped(Version::V4_2));
         let (mut streamer, held) = dumped.comes_back();
         dumped.waits(&streamer, "check 1");
@@ -351,7 +351,7 @@ fn killed_while_it_waits() {
 
 #[test]
 fn killed_at_any_moment_a_streamer_leaves_nothing_wrong_to_read() {
-    isolated("killed_at_any_moment_a_streamer_leaves_nothing_wrong_to_read", 1, |_| {
+    isolated(1, |_| {
         let dumped = need!(dumped_on(&SLOW, None, Version::V4_2));
         let moments = 6;
         for moment in 0..moments {
@@ -387,7 +387,7 @@ fn killed_at_any_moment_a_streamer_leaves_nothing_wrong_to_read() {
 
 #[test]
 fn with_criu_4_1() {
-    isolated("with_criu_4_1", 1, |_| {
+    isolated(1, |_| {
         let dumped = need!(dumped(Version::V4_1));
         dumped.obeys(&["check 1", "read 0"], SWAPPED);
     });
@@ -395,7 +395,7 @@ fn with_criu_4_1() {
 
 #[test]
 fn a_server_that_reads_its_weights_by_cpu_and_gpu() {
-    isolated("a_server_that_reads_its_weights_by_cpu_and_gpu", 1, |_| {
+    isolated(1, |_| {
         let _machine = need!(Machine::with(&ONE_RING), REAL_GPUS);
         if !Topology::read().unwrap().gpus().all(Node::has_large_bar) {
             skip!("CPUs do not reach all memory of these GPUs");

@@ -33,7 +33,7 @@ fn comes_back(pair: &Pair, criu: &Criu) -> String {
 
 #[test]
 fn what_two_gpus_have_the_same_is_read_once() {
-    isolated("what_two_gpus_have_the_same_is_read_once", 2, |_| {
+    isolated(2, |_| {
         let folder = tempfile::tempdir().unwrap();
         let (pair, criu) = need!(dumped(folder.path()));
         let said = comes_back(&pair, &criu);
@@ -45,7 +45,7 @@ fn what_two_gpus_have_the_same_is_read_once() {
 
 #[test]
 fn what_was_found_in_another_dump_is_not_believed() {
-    isolated("what_was_found_in_another_dump_is_not_believed", 2, |_| {
+    isolated(2, |_| {
         let folder = tempfile::tempdir().unwrap();
         let (pair, criu) = need!(dumped(folder.path()));
         let twins = criu.images().join(DUPLICATES_FILE);

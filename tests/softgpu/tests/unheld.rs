@@ -52,8 +52,8 @@ fn comes_back(criu: &Criu) -> (Streamer, Held) {
 }
 
 #[test]
-fn all_memory_of_cpus_comes_first_and_that_of_gpus_behind() {
-    isolated("all_memory_of_cpus_comes_first_and_that_of_gpus_behind", 1, |_| {
+fn all_cpu_memory_is_loaded_before_gpu_memory() {
+    isolated(1, |_| {
         let _machine = need!(machine());
         let dumped = need!(Dumped::of(&unreached(), Version::V4_2));
         let (mut both, held) = comes_back(&dumped.criu);
@@ -73,8 +73,8 @@ fn all_memory_of_cpus_comes_first_and_that_of_gpus_behind() {
 }
 
 #[test]
-fn what_is_registered_meanwhile_is_there() {
-    isolated("what_is_registered_meanwhile_is_there", 1, |_| {
+fn memory_registered_meanwhile_is_resident() {
+    isolated(1, |_| {
         need!(unheld());
         for version in [Version::V4_2, Version::V4_1] {
             let (folder, program) = (tempfile::tempdir().unwrap(), env!("CARGO_BIN_EXE_toucher"));
@@ -90,7 +90,7 @@ fn what_is_registered_meanwhile_is_there() {
 
 #[test]
 fn by_one_command_memory_of_cpus_is_not_lazy() {
-    isolated("by_one_command_memory_of_cpus_is_not_lazy", 1, |_| {
+    isolated(1, |_| {
         let _machine = need!(machine());
         let dumped = need!(Dumped::of(&unreached(), Version::V4_2));
         let held = Held::streamers();
@@ -106,8 +106,8 @@ fn by_one_command_memory_of_cpus_is_not_lazy() {
 }
 
 #[test]
-fn processes_go_on_together() {
-    isolated("processes_go_on_together", 1, |_| {
+fn processes_are_resumed_together() {
+    isolated(1, |_| {
         let _machine = need!(machine());
         let judge = need!(Judge::find(), REAL_GPUS);
         let dumped = need!(Dumped::of(&Shape { processes: 2, ..unreached() }, Version::V4_2));
@@ -123,8 +123,8 @@ fn processes_go_on_together() {
 }
 
 #[test]
-fn gpus_of_a_process_go_on_together() {
-    isolated("gpus_of_a_process_go_on_together", 2, |_| {
+fn gpus_of_a_process_are_resumed_together() {
+    isolated(2, |_| {
         let folder = tempfile::tempdir().unwrap();
         let _machine = need!(machine());
         need!(queues());

@@ -28,7 +28,7 @@ fn missing() -> (Uffd, Mapping) {
 
 #[test]
 fn a_gpu_reads_and_writes_the_programs_memory() {
-    isolated("a_gpu_reads_and_writes_the_programs_memory", 1, |_| {
+    isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         let mut lane = Lane::new(&gpus, 1, 1).unwrap();
         let from = gpus.registered(&[7; 4096]).unwrap();
@@ -42,8 +42,8 @@ fn a_gpu_reads_and_writes_the_programs_memory() {
 }
 
 #[test]
-fn a_missing_page_refuses_registration_and_a_filled_one_does_not() {
-    isolated("a_missing_page_refuses_registration_and_a_filled_one_does_not", 1, |_| {
+fn a_missing_page_refuses_registration_and_a_resident_does_not() {
+    isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         let mut lane = Lane::new(&gpus, 1, 1).unwrap();
         let to = gpus.host(PAGE).unwrap();
@@ -62,7 +62,7 @@ fn a_missing_page_refuses_registration_and_a_filled_one_does_not() {
 
 #[test]
 fn one_missing_page_of_two_refuses_registration() {
-    isolated("one_missing_page_of_two_refuses_registration", 1, |_| {
+    isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         let (uffd, memory) = missing();
         assert!(uffd.copy(memory.address(), &[3; 4096]).complete(PAGE));
@@ -73,7 +73,7 @@ fn one_missing_page_of_two_refuses_registration() {
 
 #[test]
 fn shared_memory_with_a_missing_page_is_refused_too() {
-    isolated("shared_memory_with_a_missing_page_is_refused_too", 1, |_| {
+    isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         let (uffd, memory) = missing();
         let result = svm::map_always(gpus.device(0), &memory);
@@ -85,7 +85,7 @@ fn shared_memory_with_a_missing_page_is_refused_too() {
 
 #[test]
 fn a_page_given_back_is_followed() {
-    isolated("a_page_given_back_is_followed", 1, |_| {
+    isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         let mut lane = Lane::new(&gpus, 1, 1).unwrap();
         let to = gpus.host(PAGE).unwrap();
@@ -102,7 +102,7 @@ fn a_page_given_back_is_followed() {
 
 #[test]
 fn memory_moves_under_a_gpu_at_work() {
-    isolated("memory_moves_under_a_gpu_at_work", 1, |_| {
+    isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         let mut lane = Lane::new(&gpus, 1, 1).unwrap();
         let memory = gpus.registered(&vec![0; 1 << 20]).unwrap();
@@ -126,7 +126,7 @@ fn memory_moves_under_a_gpu_at_work() {
 
 #[test]
 fn shared_memory_is_used_in_place_where_the_kernel_can() {
-    isolated("shared_memory_is_used_in_place_where_the_kernel_can", 1, |_| {
+    isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         if !gpus.device(0).node().has_svm() {
             let error = gpus.device(0).kfd().xnack().unwrap_err();
@@ -147,7 +147,7 @@ fn shared_memory_is_used_in_place_where_the_kernel_can() {
 
 #[test]
 fn foreign_devices_are_no_memory_to_register() {
-    isolated("foreign_devices_are_no_memory_to_register", 1, |_| {
+    isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         let host = gpus.host(PAGE).unwrap();
         let render = gpus.device(0).render();

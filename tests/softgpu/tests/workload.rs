@@ -24,45 +24,45 @@ fn answers(shape: &Shape, rounds: u64) {
 
 #[test]
 fn a_server_answers() {
-    isolated("a_server_answers", 1, |_| answers(&shape(), 0));
+    isolated(1, |_| answers(&shape(), 0));
 }
 
 #[test]
 fn a_server_answers_with_several_queues() {
-    isolated("a_server_answers_with_several_queues", 1, |_| {
+    isolated(1, |_| {
         answers(&Shape { queues: 3, layers: 5, ..shape() }, 0);
     });
 }
 
 #[test]
 fn a_server_answers_on_two_gpus() {
-    isolated("a_server_answers_on_two_gpus", 2, |_| answers(&Shape { gpus: 2, ..shape() }, 0));
+    isolated(2, |_| answers(&Shape { gpus: 2, ..shape() }, 0));
 }
 
 #[test]
 fn a_server_answers_with_two_processes() {
-    isolated("a_server_answers_with_two_processes", 1, |_| {
+    isolated(1, |_| {
         answers(&Shape { processes: 2, ..shape() }, 0);
     });
 }
 
 #[test]
 fn a_server_answers_with_a_buffer_shared_by_two_processes() {
-    isolated("a_server_answers_with_a_buffer_shared_by_two_processes", 1, |_| {
+    isolated(1, |_| {
         answers(&Shape { processes: 2, mode: Mode::SharedBo, ..shape() }, 0);
     });
 }
 
 #[test]
 fn a_server_answers_while_long_dispatches_run() {
-    isolated("a_server_answers_while_long_dispatches_run", 1, |_| {
+    isolated(1, |_| {
         answers(&Shape { mode: Mode::MidDispatch, ..shape() }, 2);
     });
 }
 
 #[test]
 fn a_server_answers_while_the_cpu_reads_weights() {
-    isolated("a_server_answers_while_the_cpu_reads_weights", 1, |_| {
+    isolated(1, |_| {
         let topology = rewake_amdgpu_uapi::topology::Topology::read().unwrap();
         if topology.gpus().all(rewake_amdgpu_uapi::topology::Node::has_large_bar) {
             answers(&Shape { mode: Mode::CpuReads, ..shape() }, 20);
@@ -77,42 +77,42 @@ fn a_server_answers_while_the_cpu_reads_weights() {
 
 #[test]
 fn a_server_answers_while_buffers_come_and_go() {
-    isolated("a_server_answers_while_buffers_come_and_go", 1, |_| {
+    isolated(1, |_| {
         answers(&Shape { mode: Mode::Allocating, ..shape() }, 6);
     });
 }
 
 #[test]
 fn a_server_answers_with_all_dispatched_at_once() {
-    isolated("a_server_answers_with_all_dispatched_at_once", 1, |_| {
+    isolated(1, |_| {
         answers(&Shape { mode: Mode::Graph, queues: 2, ..shape() }, 0);
     });
 }
 
 #[test]
 fn a_server_answers_on_two_gpus_with_two_processes() {
-    isolated("a_server_answers_on_two_gpus_with_two_processes", 2, |_| {
+    isolated(2, |_| {
         answers(&Shape { gpus: 2, processes: 2, layers: 5, ..shape() }, 0);
     });
 }
 
 #[test]
 fn a_server_answers_from_registered_memory() {
-    isolated("a_server_answers_from_registered_memory", 2, |_| {
+    isolated(2, |_| {
         answers(&Shape { mode: Mode::Userptr, gpus: 2, ..shape() }, 2);
     });
 }
 
 #[test]
 fn a_server_answers_while_numbers_change_in_host_memory() {
-    isolated("a_server_answers_while_numbers_change_in_host_memory", 2, |_| {
+    isolated(2, |_| {
         answers(&Shape { mode: Mode::Gtt, gpus: 2, ..shape() }, 6);
     });
 }
 
 #[test]
-fn a_server_answers_while_numbers_change_in_memory_with_attributes() {
-    isolated("a_server_answers_while_numbers_change_in_memory_with_attributes", 2, |_| {
+fn a_server_answers_while_memory_with_attributes_changes() {
+    isolated(2, |_| {
         let shape = Shape { mode: Mode::Svm, gpus: 2, ..shape() };
         if Kfd::open().unwrap().xnack().is_ok() {
             answers(&shape, 2);
@@ -126,7 +126,7 @@ fn a_server_answers_while_numbers_change_in_memory_with_attributes() {
 
 #[test]
 fn a_server_answers_from_weights_that_the_cpu_cannot_reach() {
-    isolated("a_server_answers_from_weights_that_the_cpu_cannot_reach", 1, |_| {
+    isolated(1, |_| {
         let folder = tempfile::tempdir().unwrap();
         let app = App::start(&Shape { mode: Mode::NoAccess, ..shape() }, folder.path()).unwrap();
         app.answers(&[1, 2, 3], 4).unwrap();
@@ -139,7 +139,7 @@ fn a_server_answers_from_weights_that_the_cpu_cannot_reach() {
 
 #[test]
 fn a_server_answers_beside_a_process_with_render_nodes_only() {
-    isolated("a_server_answers_beside_a_process_with_render_nodes_only", 2, |_| {
+    isolated(2, |_| {
         let folder = tempfile::tempdir().unwrap();
         let shape = Shape { mode: Mode::RenderOnly, gpus: 2, ..shape() };
         let app = App::start(&shape, folder.path()).unwrap();
@@ -154,14 +154,14 @@ fn a_server_answers_beside_a_process_with_render_nodes_only() {
 
 #[test]
 fn a_server_answers_with_many_small_buffers_and_zeros() {
-    isolated("a_server_answers_with_many_small_buffers_and_zeros", 2, |_| {
+    isolated(2, |_| {
         answers(&Shape { small_bos: 301, zero_share: 40, gpus: 2, ..shape() }, 0);
     });
 }
 
 #[test]
-fn nonsense_is_refused_and_the_server_goes_on() {
-    isolated("nonsense_is_refused_and_the_server_goes_on", 1, |_| {
+fn nonsense_is_refused_and_the_server_runs_on() {
+    isolated(1, |_| {
         let folder = tempfile::tempdir().unwrap();
         let app = App::start(&shape(), folder.path()).unwrap();
         for request in ["", "start", "start many", "start 1 -5", "result", "fly"] {

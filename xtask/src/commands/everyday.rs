@@ -23,7 +23,7 @@ const ROWS: [Row; 9] = [
         event: "dumped again while memory is missing, CRIU has rewake_plugin.so",
         outcome: "the dump waits; its image is whole",
         program: "hollow",
-        test: "with_the_plugin_or_rewake_dump_a_dump_at_any_moment_waits_and_the_image_is_whole",
+        test: "a_dump_at_any_moment_waits_for_all_missing_memory",
     },
     Row {
         event: "the same, CRIU has no plugin",
@@ -47,7 +47,7 @@ const ROWS: [Row; 9] = [
         event: "another image in the directory's place, worker killed",
         outcome: "the successor serves the session's own image",
         program: "refused",
-        test: "when_another_image_is_in_its_place_at_a_takeover_the_target_is_served_on",
+        test: "a_successor_serves_on_with_another_image_at_the_path",
     },
     Row {
         event: "another image in the directory's place, all killed",
@@ -71,7 +71,7 @@ const ROWS: [Row; 9] = [
         event: "the end of a container's first process, streamer inside",
         outcome: "all end; nothing is left",
         program: "events",
-        test: "a_streamer_inside_a_container_ends_with_it_and_nothing_is_left",
+        test: "a_streamer_inside_a_container_ends_with_it",
     },
 ];
 

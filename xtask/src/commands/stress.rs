@@ -57,7 +57,7 @@ const CAMPAIGNS: [Campaign; 11] = [
         name: "restore-touched",
         what: "a program that touches, maps and forks while its GPUs' memory is missing",
         programs: &["stress"],
-        test: Some("whatever_it_does_before_its_memory_is_there"),
+        test: Some("random_orders_to_a_program_with_missing_memory"),
         rounds: Some(("RESTORE_ROUNDS", 200)),
         seed: Some("RESTORE_SEED"),
         ..CAMPAIGN
@@ -66,7 +66,7 @@ const CAMPAIGNS: [Campaign; 11] = [
         name: "restore-asked",
         what: "a busy server that is asked while its memory is missing",
         programs: &["stress"],
-        test: Some("a_server_that_is_asked_before_its_memory_is_there"),
+        test: Some("requests_to_a_server_with_missing_memory"),
         rounds: Some(("RESTORE_ROUNDS", 200)),
         seed: Some("RESTORE_SEED"),
         ..CAMPAIGN
@@ -75,7 +75,7 @@ const CAMPAIGNS: [Campaign; 11] = [
         name: "kill-streamer",
         what: "workers and supervisor of a streamer are killed, moment after moment of a restore",
         programs: &["killed"],
-        test: Some("killed_at_any_moment_nobody_stands_still"),
+        test: Some("a_streamer_killed_at_any_moment_leaves_no_paused_queue"),
         rounds: Some(("REWAKE_KILLS", 220)),
         ..CAMPAIGN
     },
@@ -83,7 +83,7 @@ const CAMPAIGNS: [Campaign; 11] = [
         name: "kill-criu",
         what: "CRIU is killed, moment after moment of a restore with its GPUs",
         programs: &["lazy_faults"],
-        test: Some("criu_killed_at_any_moment_leaves_nobody_standing_still"),
+        test: Some("criu_killed_at_any_moment_leaves_no_paused_queue"),
         rounds: Some(("REWAKE_KILLS", 220)),
         ..CAMPAIGN
     },

@@ -9,6 +9,8 @@ const SPDX: &str = "// SPDX-License-Identifier: MIT OR Apache-2.0";
 const FILE_LINES: usize = 500;
 /// Lines of a file with its tests, and of a file of tests.
 const WHOLE_FILE_LINES: usize = 900;
+/// Characters of a test's name.
+const NAME: usize = 60;
 /// What a library must not do with its host's terminal.
 const PRINTING: [&str; 5] = ["println!", "eprintln!", "print!", "eprint!", "dbg!"];
 /// Where tests are that depend on the machine.
@@ -23,6 +25,7 @@ pub(super) fn check(document: &Document) -> Vec<Finding> {
     }
     findings.extend(printing(document, &lines));
     findings.extend(silent_skips(document, &lines));
+    findings.extend(long_names(document, &lines));
     findings
 }
 
@@ -79,6 +82,15 @@ fn silent_skips(document: &Document, lines: &[&str]) -> Vec<Finding> {
     found.map(|(number, _)| document.finding(number, "silent-skip", advice)).collect()
 }
 
+/// Tests with names that fill a line of a report.
+fn long_names(document: &Document, lines: &[&str]) -> Vec<Finding> {
+    let in_tests = document.path.starts_with("tests/");
+    let name = |line: &str| line.trim_start().strip_prefix("fn ")?.split(['(', '<']).next().map(str::len);
+    let is_long = |line: &str| in_tests && name(line).is_some_and(|length| length > NAME);
+    let found = lines.iter().enumerate().filter(|(_, line)| is_long(line));
+    found.map(|(number, _)| document.finding(number, "long-name", "at most 60 characters")).collect()
+}
+
 /// A test file of its own: `tests/*.rs` of a package, or a test module's file. The package `tests` is code.
 fn is_test_file(path: &str) -> bool {
     let inside = path.strip_prefix("tests/").unwrap_or(path);
@@ -131,6 +143,13 @@ mod tests {
         assert_eq!(found_in("tests/softgpu/tests/a.rs", text), ["3 silent-skip"]);
         assert_eq!(found_in("tests/softgpu/tests/a.rs", "fn f() {\n    let x = need!(x());\n}\n"), [""; 0]);
         assert_eq!(found_in("crates/a/src/a.rs", text), [""; 0]);
+    }
+
+    #[test]
+    fn a_test_with_a_long_name_is_found() {
+        let named = |length| format!("fn {}() {{}}\n", "a".repeat(length));
+        assert_eq!(found_in("tests/tests/a.rs", &named(61)), ["2 long-name"]);
+        assert_eq!(found_in("tests/tests/a.rs", &named(60)), [""; 0]);
     }
 
     #[test]

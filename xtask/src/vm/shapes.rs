@@ -44,14 +44,34 @@ pub(super) struct Shape {
     pub(super) programs: Programs,
 }
 
-/// What runs on one kernel only, the newer: there are kinds of memory and questions that the older does not know.
-const NEWER_ONLY: &[&str] = &["lazy_pages", "modes", "plugin_render", "svm", "touches", "unheld"];
+// A restore takes seconds in an emulated machine, so a program runs only where its answer can differ. Programs that
+// restore servers (`gated`, `killed`, `streaming` and the like) depend on neither kernel nor kind of GPU: one machine
+// runs them. Programs that only use the driver take seconds, and run on every kind of GPU that they ask about.
 
-/// What depends on the kernel: its driver for GPUs, its userfaultfd, its hooks for calls. What is left out asks the same
-/// of both kernels as these do, or runs on the newer kernel with the GPUs of [`OF_SEVERAL_DIES`].
+/// Programs that other machines run.
+///
+/// * `lazy_pages`, `modes`, `plugin_render`, `svm`: need kinds of memory that only the newer kernel has.
+/// * `touches`: 6.12-1100 has this kernel too.
+/// * `unheld`: needs the kernel of 7-unheld.
+/// * `copy_engine`: 6.12-1100 has copies that take time, and 6.12-poison copies by the CPU.
+/// * `plugin`: 6.12-poison has this kernel and these GPUs too, and 7-90a has the copy rings.
+/// * `stock_plugin`: 7-90a restores the same queues, and has memory with attributes.
+const ELSEWHERE: &[&str] = &[
+    "copy_engine",
+    "lazy_pages",
+    "modes",
+    "plugin",
+    "plugin_render",
+    "stock_plugin",
+    "svm",
+    "touches",
+    "unheld",
+];
+
+/// What depends on the kernel: its driver for GPUs, its userfaultfd, its hooks for calls. `both` runs on this kernel
+/// in 7-xnack. `plugin_images` reads files. `modes` restores every kind of memory, shared buffers too.
 const OF_THE_KERNEL: &[&str] = &[
     "bad_use",
-    "both",
     "criu",
     "criu_ops",
     "dmabuf",
@@ -61,15 +81,15 @@ const OF_THE_KERNEL: &[&str] = &[
     "held",
     "judge",
     "lazy_pages",
-    "placement",
     "memory",
     "modes",
     "peers",
+    "placement",
     "plugin",
-    "plugin_images",
     "plugin_render",
     "queues",
     "sdma",
+    "stock_plugin",
     "svm",
     "topology",
     "touches",
@@ -77,38 +97,14 @@ const OF_THE_KERNEL: &[&str] = &[
 ];
 
 /// What depends on queues that firmware runs, on memory that CPUs do not reach, and on copies that take their time.
-const OF_FIRMWARE_AND_SMALL_BAR: &[&str] = &[
-    "copy_engine",
-    "criu",
-    "criu_ops",
-    "memory",
-    "peers",
-    "plugin",
-    "plugin_contents",
-    "queues",
-    "shared",
-    "stock_plugin",
-    "topology",
-    "touches",
-    "workload",
-];
+/// `plugin` dumps such GPUs with the stock plugin too. `touches` swaps mappings on this kernel.
+const OF_FIRMWARE_AND_SMALL_BAR: &[&str] =
+    &["copy_engine", "criu_ops", "memory", "peers", "plugin", "queues", "topology", "touches", "workload"];
 
-/// What depends on several compute dies in one GPU, and on other numbers of GPUs.
-const OF_SEVERAL_DIES: &[&str] = &[
-    "criu",
-    "criu_ops",
-    "held",
-    "judge",
-    "memory",
-    "peers",
-    "plugin",
-    "queues",
-    "shared",
-    "stock_plugin",
-    "svm",
-    "topology",
-    "workload",
-];
+/// What depends on several compute dies in one GPU, and on other numbers of GPUs. `plugin` dumps such GPUs with the
+/// stock plugin too.
+const OF_SEVERAL_DIES: &[&str] =
+    &["criu_ops", "memory", "peers", "plugin", "queues", "svm", "topology", "workload"];
 
 /// What copies contents.
 const COPIERS: &[&str] = &["copy_engine", "plugin", "plugin_contents"];
@@ -116,7 +112,7 @@ const COPIERS: &[&str] = &["copy_engine", "plugin", "plugin_contents"];
 /// What depends on whether GPUs retry faults.
 const RETRIED: &[&str] = &["both", "lazy_pages"];
 
-/// What depends on whether calls are held.
+/// What depends on whether calls are held: gates stay closed until all memory is resident.
 const UNHELD: &[&str] = &["gated", "unheld"];
 
 const SHAPE: Shape = Shape {
@@ -133,7 +129,7 @@ pub(super) const SHAPES: [Shape; 7] = [
     Shape {
         name: "6.12-90a",
         why: "Debian 13's kernel; GPUs whose queues every kernel restores",
-        programs: Programs::AllBut(NEWER_ONLY),
+        programs: Programs::AllBut(ELSEWHERE),
         ..SHAPE
     },
     Shape {

@@ -4,6 +4,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use rewake_bo_contents::{BackgroundLoad, Candidates, LoadEvent, PagesFile, Process};
+use rewake_testkit::Random;
 
 use crate::scene::{CHUNK, Scene, pattern};
 
@@ -216,39 +217,29 @@ fn a_large_set_of_duplicates_has_several_sources() {
     assert_eq!(report.moved.same, (100 - 6) * 65536);
 }
 
-/// Random numbers below a limit, from a seed.
-struct Dice(u64);
-
-impl Dice {
-    fn below(&mut self, limit: usize) -> usize {
-        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        usize::try_from(self.0 >> 33).unwrap() % limit
-    }
-}
-
 /// Loads buffers of few sizes and contents with random holes and demands. Returns the bytes that were not
 /// read.
 fn play(seed: u64) -> u64 {
-    let mut dice = Dice(seed);
+    let mut random = Random::new(seed);
     let kinds = [65536, CHUNK - 4096, CHUNK + 65536, 3 * CHUNK];
-    let sizes: Vec<usize> = (0..2 + dice.below(14)).map(|_| kinds[dice.below(kinds.len())]).collect();
+    let sizes: Vec<usize> = (0..2 + random.below(14)).map(|_| kinds[random.below(kinds.len())]).collect();
     let scene = Scene::new(&sizes);
     let mut right = Vec::new();
     for (buffer, size) in sizes.iter().enumerate() {
-        let mut bytes = pattern(dice.below(3), *size);
-        let hole = dice.below(3) * 65536;
+        let mut bytes = pattern(random.below(3), *size);
+        let hole = random.below(3) * 65536;
         bytes[..hole.min(*size)].fill(0);
         scene.put(buffer, hole.min(*size), &bytes[hole.min(*size)..]);
         right.push(bytes);
     }
-    if dice.below(2) == 0 {
+    if random.below(2) == 0 {
         scene.chill();
     }
     let sets: Vec<Vec<usize>> = same(&[Vec::from(scene.files())])
         .into_iter()
         .map(|set| set.into_iter().map(|(_, buffer)| buffer).collect())
         .collect();
-    let demanded: Vec<usize> = (0..dice.below(4)).map(|_| dice.below(sizes.len())).collect();
+    let demanded: Vec<usize> = (0..random.below(4)).map(|_| random.below(sizes.len())).collect();
     let sets: Vec<&[usize]> = sets.iter().map(Vec::as_slice).collect();
     let mut complete = Vec::new();
     let report = scene.load_with(None, &demanded, &sets, |buffer| complete.push(buffer));

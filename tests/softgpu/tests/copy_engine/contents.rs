@@ -17,7 +17,7 @@ use crate::{
 
 #[test]
 fn the_way_is_the_best_that_the_gpu_offers() {
-    isolated("contents::the_way_is_the_best_that_the_gpu_offers", 1, |_| {
+    isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         let render = render(&gpus, 0);
         let staging = Staging::new(SMALL, &[&render]).unwrap();
@@ -37,7 +37,7 @@ fn the_way_is_the_best_that_the_gpu_offers() {
 
 #[test]
 fn bytes_go_there_and_back_at_odd_places_in_every_way() {
-    isolated("contents::bytes_go_there_and_back_at_odd_places_in_every_way", 1, |_| {
+    isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         for through in ALL {
             let (staging, mut engine) = engine(&gpus, through, SMALL);
@@ -73,7 +73,7 @@ fn bytes_go_there_and_back_at_odd_places_in_every_way() {
 
 #[test]
 fn long_transfers_cross_packets_parts_of_staging_and_a_large_bo() {
-    isolated("contents::long_transfers_cross_packets_parts_of_staging_and_a_large_bo", 1, |_| {
+    isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         // The second slot lies in two dma-bufs of 32 MiB.
         let shape = Shape { slots: 3, slot_bytes: 20 * MIB };
@@ -98,7 +98,7 @@ fn long_transfers_cross_packets_parts_of_staging_and_a_large_bo() {
 
 #[test]
 fn thousands_of_small_bos_are_one_submission() {
-    isolated("contents::thousands_of_small_bos_are_one_submission", 1, |_| {
+    isolated(1, |_| {
         const COUNT: usize = 2048;
         let gpus = Gpus::open(1).unwrap();
         let shape = Shape { slots: 2, slot_bytes: COUNT as u64 * 4096 };
@@ -138,7 +138,7 @@ fn thousands_of_small_bos_are_one_submission() {
 
 #[test]
 fn without_a_ring_and_a_cpu_view_it_says_what_to_do() {
-    isolated("contents::without_a_ring_and_a_cpu_view_it_says_what_to_do", 1, |_| {
+    isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         let owner = render(&gpus, 0);
         let hidden = u64::from(AMDGPU_GEM_CREATE_NO_CPU_ACCESS);
@@ -162,7 +162,7 @@ fn without_a_ring_and_a_cpu_view_it_says_what_to_do() {
 
 #[test]
 fn gtt_staging_is_no_memory_for_direct_reads_and_pages_are() {
-    isolated("contents::gtt_staging_is_no_memory_for_direct_reads_and_pages_are", 1, |_| {
+    isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         for (through, right) in [(Through::Pages, Ok(64)), (Through::Gtt, Err(nix::Error::EFAULT))] {
             let (staging, _engine) = engine(&gpus, through, SMALL);

@@ -25,7 +25,7 @@ const TRIES: u32 = 10;
 
 #[test]
 fn many_in_flight_beat_one_at_a_time() {
-    isolated("flight::many_in_flight_beat_one_at_a_time", 1, |scene| {
+    isolated(1, |scene| {
         where_copies_wait(scene, "10", || {
             const BYTES: u64 = MIB / 2;
             let gpus = Gpus::open(1).unwrap();
@@ -64,7 +64,7 @@ fn many_in_flight_beat_one_at_a_time() {
 
 #[test]
 fn gpus_share_staging_and_do_not_wait_for_each_other() {
-    isolated("flight::gpus_share_staging_and_do_not_wait_for_each_other", 2, |_| {
+    isolated(2, |_| {
         const BYTES: u64 = 8 * MIB;
         let gpus = Gpus::open(2).unwrap();
         let renders = [render(&gpus, 0), render(&gpus, 1)];
@@ -109,8 +109,8 @@ fn gpus_share_staging_and_do_not_wait_for_each_other() {
 }
 
 #[test]
-fn a_full_engine_says_so_and_goes_on() {
-    isolated("flight::a_full_engine_says_so_and_goes_on", 1, |_| {
+fn a_full_engine_reports_that_and_copies_on() {
+    isolated(1, |_| {
         need!(bandwidth());
         let gpus = Gpus::open(1).unwrap();
         let (staging, mut engine) = engine(&gpus, Through::Pages, SMALL);
@@ -130,8 +130,8 @@ fn a_full_engine_says_so_and_goes_on() {
 }
 
 #[test]
-fn what_ends_is_told_once_and_can_be_polled_for() {
-    isolated("flight::what_ends_is_told_once_and_can_be_polled_for", 1, |_| {
+fn a_finished_copy_is_reported_once_and_can_be_polled_for() {
+    isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         for through in [Through::Pages, Through::Cpu] {
             let (staging, mut engine) = engine(&gpus, through, SMALL);
@@ -171,7 +171,7 @@ fn what_ends_is_told_once_and_can_be_polled_for() {
 
 #[test]
 fn a_late_submission_is_named_and_ends_later() {
-    isolated("flight::a_late_submission_is_named_and_ends_later", 1, |scene| {
+    isolated(1, |scene| {
         // Four seconds are the shortest of them.
         where_copies_wait(scene, "2", || {
             let gpus = Gpus::open(1).unwrap();
@@ -206,7 +206,7 @@ fn a_late_submission_is_named_and_ends_later() {
 
 #[test]
 fn a_submission_that_hangs_the_engine_is_an_error_of_its_ticket() {
-    isolated("flight::a_submission_that_hangs_the_engine_is_an_error_of_its_ticket", 1, |_| {
+    isolated(1, |_| {
         need!(rings());
         let gpus = Gpus::open(1).unwrap();
         let render = render(&gpus, 0);

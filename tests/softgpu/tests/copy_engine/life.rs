@@ -4,18 +4,12 @@
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 use std::os::fd::AsFd as _;
-use std::thread;
-use std::time::Duration;
 
 use gpu_app::gpu::Gpus;
 use rewake_sdma_copy::{Error, Transfer};
 use softgpu_tests::isolated;
 
 use crate::{ALL, MIB, SMALL, Through, engine, import, place, run, soon};
-
-/// Looks for memory that is let go of in the background: a minute.
-const LOOKS: u32 = 6000;
-const LOOK: Duration = Duration::from_millis(10);
 
 /// Counts what a thread allocates.
 struct Counting;
@@ -42,8 +36,8 @@ unsafe impl GlobalAlloc for Counting {
 static COUNTING: Counting = Counting;
 
 #[test]
-fn one_bo_imported_twice_is_released_twice_and_later_if_in_flight() {
-    isolated("life::one_bo_imported_twice_is_released_twice_and_later_if_in_flight", 1, |_| {
+fn a_bo_imported_twice_is_released_after_both_and_its_copies() {
+    isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         for through in [Through::Pages, Through::Cpu] {
             let (staging, mut engine) = engine(&gpus, through, SMALL);
@@ -66,7 +60,7 @@ fn one_bo_imported_twice_is_released_twice_and_later_if_in_flight() {
 
 #[test]
 fn memory_that_was_released_can_be_freed() {
-    isolated("life::memory_that_was_released_can_be_freed", 1, |_| {
+    isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         let device = gpus.device(0);
         let (_staging, mut engine) = engine(&gpus, Through::Pages, SMALL);
@@ -84,18 +78,15 @@ fn memory_that_was_released_can_be_freed() {
             }
             drop(buffer);
             // The driver lets go of a submission's buffers in the background, when its fence has long been signalled.
-            let mut looks = (0..LOOKS).map(|_| {
-                thread::sleep(LOOK);
-                device.available().unwrap()
-            });
-            assert!(looks.any(|available| available == before), "in flight: {in_flight}");
+            let released = rewake_testkit::soon(|| device.available().unwrap() == before);
+            assert!(released, "in flight: {in_flight}");
         }
     });
 }
 
 #[test]
 fn what_cannot_be_done_is_refused_before_anything_is() {
-    isolated("life::what_cannot_be_done_is_refused_before_anything_is", 1, |_| {
+    isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         for through in ALL {
             let (staging, mut engine) = engine(&gpus, through, SMALL);
@@ -131,7 +122,7 @@ fn what_cannot_be_done_is_refused_before_anything_is() {
 
 #[test]
 fn an_engine_closes_what_it_opens() {
-    isolated("life::an_engine_closes_what_it_opens", 1, |_| {
+    isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         let descriptors = || std::fs::read_dir("/proc/self/fd").unwrap().count();
         let mappings = || {
@@ -153,7 +144,7 @@ fn an_engine_closes_what_it_opens() {
 
 #[test]
 fn a_warm_engine_allocates_nothing() {
-    isolated("life::a_warm_engine_allocates_nothing", 1, |_| {
+    isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         let (staging, mut engine) = engine(&gpus, Through::Pages, SMALL);
         let buffer = gpus.host(256 << 10).unwrap();

@@ -6,19 +6,14 @@ use std::io::{BufRead as _, BufReader, Write as _};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::Child;
-use std::thread;
-use std::time::Duration;
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
+use rewake_testkit::{MINUTE, until};
 use softgpu_tests::Scene;
 use softgpu_tests::criu::{Criu, Plugin, Version, wait_for_the_end_of};
 
 use crate::stage::Stage;
-
-/// Looks for a process that comes up, and time between them: two minutes.
-const LOOKS: u32 = 1200;
-const LOOK: Duration = Duration::from_millis(100);
 
 /// The process.
 #[derive(Debug)]
@@ -67,16 +62,10 @@ fn serve(role: &str, socket: &Path) -> ! {
 impl Cast {
     /// Waits until it answers; false if it ends before that, or takes too long.
     fn comes_up(&mut self) -> bool {
-        for _ in 0..LOOKS {
-            if UnixStream::connect(self.socket()).is_ok() {
-                return true;
-            }
-            if self.child.as_mut().is_some_and(|child| child.try_wait().unwrap().is_some()) {
-                return false;
-            }
-            thread::sleep(LOOK);
-        }
-        false
+        let socket = self.socket();
+        let mut has_ended = || self.child.as_mut().is_some_and(|child| child.try_wait().unwrap().is_some());
+        let up = || UnixStream::connect(&socket).is_ok().then_some(true);
+        until(2 * MINUTE, || up().or_else(|| has_ended().then_some(false))).unwrap_or(false)
     }
 
     fn socket(&self) -> PathBuf {

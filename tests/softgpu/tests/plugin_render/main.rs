@@ -69,19 +69,19 @@ fn workload(version: Version) {
 
 #[test]
 fn a_process_that_renders_beside_one_that_computes() {
-    isolated("a_process_that_renders_beside_one_that_computes", 2, |_| workload(Version::V4_2));
+    isolated(2, |_| workload(Version::V4_2));
 }
 
 #[test]
 fn a_process_that_renders_with_an_older_criu() {
-    isolated("a_process_that_renders_with_an_older_criu", 2, |_| workload(older()));
+    isolated(2, |_| workload(older()));
 }
 
 /// As it restores its own: what computes is there, what was on a render node is not. Of a process that only renders it
 /// restores nothing at all.
 #[test]
 fn the_stock_plugin_restores_what_we_dumped_as_its_own() {
-    isolated("the_stock_plugin_restores_what_we_dumped_as_its_own", 1, |scene| {
+    isolated(1, |scene| {
         need!(queues());
         if !told() {
             skip!("this kernel does not say what a render node has");
@@ -120,21 +120,21 @@ fn there_and_back(cast: &mut Cast, version: Version) {
 
 #[test]
 fn numbers_places_and_contents_are_the_same() {
-    isolated("numbers_places_and_contents_are_the_same", 1, |scene| {
+    isolated(1, |scene| {
         cast::play(scene, "numbers", |cast| there_and_back(cast, older()));
     });
 }
 
 #[test]
 fn two_files_with_a_buffer_in_common() {
-    isolated("two_files_with_a_buffer_in_common", 1, |scene| {
+    isolated(1, |scene| {
         cast::play(scene, "common", |cast| there_and_back(cast, Version::V4_2));
     });
 }
 
 #[test]
 fn rendering_beside_computing_in_one_process() {
-    isolated("rendering_beside_computing_in_one_process", 1, |scene| {
+    isolated(1, |scene| {
         if queues_come_back() {
             cast::play(scene, "mixed", |cast| there_and_back(cast, Version::V4_2));
         }
@@ -143,7 +143,7 @@ fn rendering_beside_computing_in_one_process() {
 
 #[test]
 fn a_render_node_that_is_open_and_not_used() {
-    isolated("a_render_node_that_is_open_and_not_used", 1, |scene| {
+    isolated(1, |scene| {
         cast::play(scene, "idle", |cast| {
             let before = cast.ask("look");
             cast.dump(Version::V4_2);
@@ -156,7 +156,7 @@ fn a_render_node_that_is_open_and_not_used() {
 
 #[test]
 fn what_cannot_come_back_is_refused_and_stays() {
-    isolated("what_cannot_come_back_is_refused_and_stays", 1, |scene| {
+    isolated(1, |scene| {
         let all = [
             ("userptr", "is host memory of the process (GEM_USERPTR)"),
             ("always-valid", "bound to its address space (VM_ALWAYS_VALID)"),
@@ -178,7 +178,7 @@ fn what_cannot_come_back_is_refused_and_stays() {
 /// As CRIU's development branch writes images: nothing of ours beside, alignments in pages, headers without a meaning.
 #[test]
 fn images_of_later_versions_of_criu_s_plugin() {
-    isolated("images_of_later_versions_of_criu_s_plugin", 1, |scene| {
+    isolated(1, |scene| {
         cast::play(scene, "numbers", |cast| {
             if !told() {
                 skip!("this kernel does not say what a render node has");

@@ -18,13 +18,12 @@ use rewake_amdgpu_uapi::abi::{
 use rewake_amdgpu_uapi::packet::Sdma;
 use rewake_amdgpu_uapi::render::Render;
 use rewake_amdgpu_uapi::topology::Topology;
+use rewake_testkit::soon;
 
 /// `AMDGPU_GEM_CREATE_VM_ALWAYS_VALID`
 const ALWAYS_VALID: u64 = 1 << 6;
 const SEEN: u64 = AMDGPU_GEM_CREATE_CPU_ACCESS_REQUIRED as u64;
 const UNSEEN: u64 = AMDGPU_GEM_CREATE_NO_CPU_ACCESS as u64;
-/// Looks at a submission before it is given up: a minute.
-const LOOKS: u32 = 600_000;
 
 #[derive(Debug, Default)]
 pub(crate) struct Stage {
@@ -274,13 +273,8 @@ fn beside(
     let bytes = u32::try_from(packets.bytes().len())?;
     let context = render.context()?;
     let submission = render.copy_engine(context, 0, (AT[1] + size, bytes), &[buffer, own], &[])?;
-    for _ in 0..LOOKS {
-        if render.wait(submission, 0)? {
-            return Ok(view);
-        }
-        std::thread::sleep(std::time::Duration::from_micros(100));
-    }
-    bail!("a copy does not end")
+    ensure!(soon(|| render.wait(submission, 0).unwrap_or(false)), "a copy does not end");
+    Ok(view)
 }
 
 /// Fills a buffer with bytes that begin with `seed`.
@@ -312,12 +306,7 @@ fn run(render: &Render, context: u32, handle: u32) -> anyhow::Result<()> {
     view.write(0, packets.bytes());
     let bytes = u32::try_from(packets.bytes().len())?;
     let submission = render.copy_engine(context, 0, (at, bytes), &[handle], &[])?;
-    let done = (0..LOOKS).any(|_| {
-        render.wait(submission, 0).unwrap_or(false) || {
-            std::thread::sleep(std::time::Duration::from_micros(100));
-            false
-        }
-    });
+    let done = soon(|| render.wait(submission, 0).unwrap_or(false));
     ensure!(done && view.load32(PAGE - 4) == 0x1234_5678, "a submission in a context that was there");
     render.unmap_gpu(handle, at, PAGE)?;
     Ok(())

@@ -50,12 +50,12 @@ fn workload(processes: u64, version: Version) {
 
 #[test]
 fn two_processes_of_the_workload() {
-    isolated("two_processes_of_the_workload", 1, |_| workload(2, Version::V4_2));
+    isolated(1, |_| workload(2, Version::V4_2));
 }
 
 #[test]
 fn three_processes_of_the_workload() {
-    isolated("three_processes_of_the_workload", 1, |_| workload(3, older()));
+    isolated(1, |_| workload(3, older()));
 }
 
 /// What `from` exports `to` imports, under the same name; gives both ends' descriptors.
@@ -94,7 +94,7 @@ fn are_one(puppets: &[&Puppet], name: &str, first: u32) {
 
 #[test]
 fn what_one_process_writes_the_others_see() {
-    isolated("what_one_process_writes_the_others_see", 1, |scene| {
+    isolated(1, |scene| {
         play(scene, Version::V4_2, |play| {
             let (root, child) = pair(play);
             let third = play.child("start", "third");
@@ -122,7 +122,7 @@ fn what_one_process_writes_the_others_see() {
 
 #[test]
 fn an_importer_that_is_dumped_first() {
-    isolated("an_importer_that_is_dumped_first", 1, |scene| {
+    isolated(1, |scene| {
         play(scene, older(), |play| {
             let (root, child) = pair(play);
             child.tell("vram a");
@@ -141,7 +141,7 @@ fn an_importer_that_is_dumped_first() {
 
 #[test]
 fn two_processes_that_have_buffers_of_each_other() {
-    isolated("two_processes_that_have_buffers_of_each_other", 1, |scene| {
+    isolated(1, |scene| {
         play(scene, Version::V4_2, |play| {
             let (root, child) = pair(play);
             root.tell("vram a");
@@ -190,21 +190,21 @@ fn an_open_dmabuf(play: &mut Play, below: bool) {
 
 #[test]
 fn a_dma_buf_that_is_open() {
-    isolated("a_dma_buf_that_is_open", 1, |scene| {
+    isolated(1, |scene| {
         play(scene, Version::V4_2, |play| an_open_dmabuf(play, false));
     });
 }
 
 #[test]
 fn a_dma_buf_that_was_opened_before_the_gpu() {
-    isolated("a_dma_buf_that_was_opened_before_the_gpu", 1, |scene| {
+    isolated(1, |scene| {
         play(scene, older(), |play| an_open_dmabuf(play, true));
     });
 }
 
 #[test]
 fn a_dma_buf_in_a_process_that_computes_nothing() {
-    isolated("a_dma_buf_in_a_process_that_computes_nothing", 1, |scene| {
+    isolated(1, |scene| {
         play(scene, Version::V4_2, |play| {
             let (root, child) = (play.root.clone(), play.child("start", "child"));
             child.tell("gpus 1");
@@ -221,8 +221,8 @@ fn a_dma_buf_in_a_process_that_computes_nothing() {
 }
 
 #[test]
-fn a_dma_buf_whose_buffer_nobody_has_is_refused() {
-    isolated("a_dma_buf_whose_buffer_nobody_has_is_refused", 1, |scene| {
+fn a_dma_buf_whose_buffer_no_process_has_is_refused() {
+    isolated(1, |scene| {
         play(scene, Version::V4_2, |play| {
             let (root, child) = pair(play);
             child.tell("vram a");
@@ -241,8 +241,8 @@ fn a_dma_buf_whose_buffer_nobody_has_is_refused() {
 }
 
 #[test]
-fn an_image_that_does_not_tell_whose_a_dma_buf_is_is_refused() {
-    isolated("an_image_that_does_not_tell_whose_a_dma_buf_is_is_refused", 1, |scene| {
+fn an_image_that_names_no_owner_of_a_dma_buf_is_refused() {
+    isolated(1, |scene| {
         play(scene, Version::V4_2, |play| {
             let root = play.root.clone();
             root.tell("gpus 1");
@@ -267,7 +267,7 @@ fn an_image_that_does_not_tell_whose_a_dma_buf_is_is_refused() {
 
 #[test]
 fn heirs_of_an_exporter_that_has_gone() {
-    isolated("heirs_of_an_exporter_that_has_gone", 1, |scene| {
+    isolated(1, |scene| {
         play(scene, Version::V4_2, |play| {
             let (root, exporter) = pair(play);
             let heir = play.child("start", "heir");
@@ -287,7 +287,7 @@ fn heirs_of_an_exporter_that_has_gone() {
 
 #[test]
 fn an_import_that_the_cpu_has_mapped() {
-    isolated("an_import_that_the_cpu_has_mapped", 1, |scene| {
+    isolated(1, |scene| {
         play(scene, Version::V4_2, |play| {
             let (root, child) = pair(play);
             root.tell("vram a");
@@ -308,7 +308,7 @@ fn an_import_that_the_cpu_has_mapped() {
 
 #[test]
 fn one_image_twice() {
-    isolated("one_image_twice", 1, |scene| {
+    isolated(1, |scene| {
         play(scene, Version::V4_2, |play| {
             let (root, child) = pair(play);
             root.tell("vram a");
@@ -330,7 +330,7 @@ fn one_image_twice() {
 
 #[test]
 fn the_stock_plugin_makes_copies_of_it() {
-    isolated("the_stock_plugin_makes_copies_of_it", 1, |scene| {
+    isolated(1, |scene| {
         play(scene, Version::V4_2, |play| {
             let (root, child) = pair(play);
             root.tell("vram a");
@@ -349,7 +349,7 @@ fn the_stock_plugin_makes_copies_of_it() {
 
 #[test]
 fn where_nothing_is_shared_the_file_says_so() {
-    isolated("where_nothing_is_shared_the_file_says_so", 1, |scene| {
+    isolated(1, |scene| {
         play(scene, Version::V4_2, |play| {
             let (root, child) = pair(play);
             root.tell("vram a");
@@ -366,7 +366,7 @@ fn where_nothing_is_shared_the_file_says_so() {
 
 #[test]
 fn a_second_file_of_a_process() {
-    isolated("a_second_file_of_a_process", 1, |scene| {
+    isolated(1, |scene| {
         play(scene, Version::V4_2, |play| {
             let (root, child) = pair(play);
             for puppet in [&root, &child] {
@@ -388,7 +388,7 @@ fn a_second_file_of_a_process() {
 
 #[test]
 fn a_fork_has_the_files_and_the_mappings() {
-    isolated("a_fork_has_the_files_and_the_mappings", 1, |scene| {
+    isolated(1, |scene| {
         play(scene, older(), |play| {
             let root = play.root.clone();
             root.tell("gpus 1");
@@ -413,7 +413,7 @@ fn a_fork_has_the_files_and_the_mappings() {
 
 #[test]
 fn a_buffer_of_another_gpu() {
-    isolated("a_buffer_of_another_gpu", 2, |scene| {
+    isolated(2, |scene| {
         play(scene, Version::V4_2, |play| {
             let child = play.child("start", "child");
             play.root.tell("gpus 2");

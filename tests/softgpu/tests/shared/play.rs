@@ -4,19 +4,15 @@
 use std::path::{Path, PathBuf};
 use std::process::Child;
 use std::thread;
-use std::time::Duration;
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use rewake_amdgpu_uapi::topology::{Node, Topology};
+use rewake_testkit::soon;
 use softgpu_tests::criu::{Criu, Plugin, Version, queues_come_back, wait_for_the_end_of};
 use softgpu_tests::{Judge, Scene};
 
 use crate::puppet::{self, Puppet};
-
-/// Looks at what the driver does in the background, and time between them: a minute.
-const LOOKS: u32 = 600;
-const LOOK: Duration = Duration::from_millis(100);
 
 /// One test's tree, whose first process is `root`.
 #[derive(Debug)]
@@ -155,13 +151,8 @@ fn alive(what: &str) -> Option<u64> {
 }
 
 fn wait_for_the_driver(done: impl Fn() -> bool) {
-    for _ in 0..LOOKS {
-        if done() || Judge::find().is_none() {
-            return;
-        }
-        thread::sleep(LOOK);
-    }
-    panic!("the driver still has what was there: {:?}", Judge::find().map(|judge| judge.alive()));
+    let alive = || Judge::find().map(|judge| judge.alive());
+    assert!(soon(|| done() || alive().is_none()), "the driver still has what was there: {:?}", alive());
 }
 
 /// Whether a GPU reaches another one's VRAM: over XGMI only, with Debian's kernels.

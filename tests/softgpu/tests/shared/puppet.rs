@@ -9,8 +9,6 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::Child;
 use std::sync::Arc;
-use std::thread;
-use std::time::Duration;
 
 use anyhow::{Context as _, bail, ensure};
 use drm::control::Device as _;
@@ -20,13 +18,11 @@ use gpu_app::kernel::Kernel;
 use rewake_amdgpu_uapi::abi::call;
 use rewake_amdgpu_uapi::abi::memory::Mapping;
 use rewake_amdgpu_uapi::{Buffer, Kfd};
+use rewake_testkit::soon;
 use softgpu_tests::{Scene, sys};
 
 /// Bytes of every buffer.
 pub(crate) const SIZE: u64 = 8192;
-/// Looks for a program that comes up, and time between them: two minutes.
-const LOOKS: u32 = 1200;
-const LOOK: Duration = Duration::from_millis(100);
 
 /// One of them, as the test sees it.
 #[derive(Debug, Clone)]
@@ -52,13 +48,11 @@ impl Puppet {
     }
 
     fn up(self) -> Self {
-        let up = (0..LOOKS).any(|_| {
-            UnixStream::connect(&self.socket).is_ok() || {
-                thread::sleep(LOOK);
-                false
-            }
-        });
-        assert!(up, "{} does not come up", self.socket.display());
+        assert!(
+            soon(|| UnixStream::connect(&self.socket).is_ok()),
+            "{} does not come up",
+            self.socket.display()
+        );
         self
     }
 

@@ -2,7 +2,7 @@
 //! A program that reads, writes, drops, moves and forks at random while its memory streams in, and knows at
 //! any time what each page must hold.
 
-use rewake_tests::pattern::Random;
+use rewake_tests::Random;
 
 use crate::family::expect_all;
 use crate::memory::{Expect, Region, fork};

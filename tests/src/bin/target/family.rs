@@ -5,7 +5,8 @@ use anyhow::{Context, ensure};
 use nix::sys::signal::Signal;
 use nix::sys::wait::{WaitStatus, waitpid};
 use nix::unistd::Pid;
-use rewake_tests::pattern::{BASE, Pattern, Random};
+use rewake_tests::Random;
+use rewake_tests::pattern::{BASE, Pattern};
 
 use crate::memory::{Expect, Region, fork};
 use crate::stage::Stage;

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! One process, one region.
 
-use rewake_tests::pattern::{BASE, Pattern, Random};
+use rewake_tests::Random;
+use rewake_tests::pattern::{BASE, Pattern};
 
 use crate::memory::{Expect, Region};
 use crate::stage::Stage;

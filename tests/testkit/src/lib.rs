@@ -1,0 +1,20 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! What tests of several packages use.
+//!
+//! * [`process`]: commands, waiting with a limit, what `/proc` shows, signals.
+//! * [`programs`]: the programs that are built beside the tests.
+//! * [`daemon`]: `rewake serve`, and the commands that use it.
+//! * [`cgroup`]: processes that get one event together.
+//! * [`random`]: random numbers and moments that a seed repeats.
+
+#![forbid(unsafe_code)]
+
+pub mod cgroup;
+pub mod daemon;
+pub mod process;
+pub mod programs;
+pub mod random;
+
+pub use daemon::Daemon;
+pub use process::{MINUTE, soon, until};
+pub use random::Random;
