@@ -45,8 +45,13 @@ impl Session {
         sendmsg::<()>(other.as_raw_fd(), &[IoSlice::new(b"u")], &rights, MsgFlags::empty(), None).unwrap();
         let starter = ProcessId::of(std::process::id().cast_signed()).unwrap().unwrap();
         let of_note = Store { number: store.as_raw_fd(), inode: fstat(&store).unwrap().st_ino };
-        let note =
-            SessionNote { starter, work: FileId::of(work).unwrap(), store: of_note, phase: Phase::Running };
+        let note = SessionNote {
+            folder: starter.to_string(),
+            starter,
+            work: FileId::of(work).unwrap(),
+            store: of_note,
+            phase: Phase::Running,
+        };
         note.write(Path::new(SESSIONS)).unwrap();
         Self { note, sockets: (store, other) }
     }

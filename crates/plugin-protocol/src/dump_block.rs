@@ -62,6 +62,13 @@ impl ProcessId {
         Ok(Some(Self { pid, started }).filter(|_| lives))
     }
 
+    /// Whether a folder of `/run/rewake/sessions` is this process's, or of one in another pid namespace with the same
+    /// pid and start time.
+    pub(crate) fn names(self, folder: &str) -> bool {
+        let rest = folder.strip_prefix(&self.to_string());
+        rest.is_some_and(|rest| rest.is_empty() || rest.starts_with('-'))
+    }
+
     /// Makes the folders of the marks, which any user can reach.
     ///
     /// # Errors

@@ -3,7 +3,7 @@
 //! A line is `key value...`:
 //!
 //! ```text
-//! /run/rewake/sessions/<starter's pid>-<its start time>/session-1
+//! /run/rewake/sessions/<starter's pid>-<its start time>[-<number>]/session-1
 //!     version 1
 //!     starter 4711 123456
 //!     work 37 1234
@@ -11,7 +11,8 @@
 //!     phase 3
 //! ```
 //!
-//! `starter` is the process that starts the session's worker again, by pid and start time in clock ticks.
+//! `starter` is the process that starts the session's worker again, by pid and start time in clock ticks. The
+//! folder has a number too where a starter in another pid namespace has the same pid and start time.
 //! `work` is the directory in which `criu restore` expects `lazy-pages.socket` (its `-W`), by device and
 //! inode. `store` is the session's *fd store*, by its number in the starter's table of descriptors and its
 //! inode. It is a socket whose queue has the session's userfaultfds. While a target has missing memory, it
@@ -97,6 +98,8 @@ impl Phase {
 /// The note of a session.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SessionNote {
+    /// The name of the starter's folder.
+    pub folder: String,
     /// The process that starts the session's worker again.
     pub starter: ProcessId,
     /// The directory in which `criu restore` expects `lazy-pages.socket`.
@@ -278,7 +281,7 @@ impl SessionNote {
     }
 
     fn folder(&self, root: &Path) -> PathBuf {
-        root.join(self.starter.to_string())
+        root.join(&self.folder)
     }
 
     fn path(&self, root: &Path) -> PathBuf {
@@ -286,7 +289,7 @@ impl SessionNote {
     }
 
     fn text(&self) -> String {
-        let Self { starter, work, store, phase } = self;
+        let Self { folder: _, starter, work, store, phase } = self;
         let mut text = String::new();
         // Writing to a string does not fail.
         let _ = write!(
@@ -308,15 +311,15 @@ impl SessionNote {
         refuse_foreign(&file)?;
         let mut text = String::new();
         file.take(MAX_NOTE).read_to_string(&mut text).map_err(|error| error.to_string())?;
-        let note = Self::parse(&text)?;
-        let names_starter = path.parent().and_then(Path::file_name);
-        match names_starter.is_some_and(|name| *name == *note.starter.to_string()) {
+        let folder = path.parent().and_then(Path::file_name).and_then(|name| name.to_str());
+        let note = Self::parse(folder.unwrap_or_default(), &text)?;
+        match note.starter.names(&note.folder) {
             true => Ok(Some(note)),
             false => Err(format!("it is in another starter's folder, expected {}", note.starter)),
         }
     }
 
-    fn parse(text: &str) -> Result<Self, String> {
+    fn parse(folder: &str, text: &str) -> Result<Self, String> {
         let values = |key: &str| -> Result<Vec<u64>, String> {
             let line = text.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix(' '));
             let line = line.ok_or_else(|| format!("it has no line {key:?}"))?;
@@ -339,6 +342,7 @@ impl SessionNote {
             ref other => return Err(format!("line \"phase\": expected a number, found {}", other.len())),
         };
         Ok(Self {
+            folder: folder.to_owned(),
             starter: ProcessId { pid: int(pid)?, started },
             work: FileId { device, inode },
             store: Store { number: int(store_number)?, inode: store_inode },

@@ -16,11 +16,16 @@ fn own() -> ProcessId {
 /// A note of this process, whose store is `socket`.
 fn note(socket: &UnixDatagram) -> SessionNote {
     SessionNote {
+        folder: own().to_string(),
         starter: own(),
         work: FileId { device: 37, inode: 1234 },
         store: Store { number: socket.as_raw_fd(), inode: fstat(socket).unwrap().st_ino },
         phase: Phase::Running,
     }
+}
+
+fn of(starter: ProcessId, note: &SessionNote) -> SessionNote {
+    SessionNote { folder: starter.to_string(), starter, ..note.clone() }
 }
 
 fn socket() -> UnixDatagram {
@@ -49,13 +54,16 @@ fn a_note_is_read_as_written_and_only_by_this_user() {
     assert!(SessionNote::all(&root).unwrap().notes.is_empty(), "the folder does not exist yet");
     let first = note(&socket);
     first.write(&root).unwrap();
-    let second = SessionNote { starter: ProcessId { pid: 1, started: 2 }, ..first.clone() };
+    let second = of(ProcessId { pid: 1, started: 2 }, &first);
+    let same = SessionNote { folder: "1-2-1".into(), ..second.clone() };
+    same.write(&root).unwrap();
     second.write(&root).unwrap();
     let changed = SessionNote { work: FileId { device: 1, inode: 2 }, ..first.clone() };
     changed.write(&root).unwrap();
     let mut all = SessionNote::all(&root).unwrap();
-    all.notes.sort_by_key(|note| note.starter != own());
-    assert_eq!(all.notes, [changed.clone(), second.clone()]);
+    all.notes.sort_by_key(|note| (note.starter != own(), note.folder.clone()));
+    assert_eq!(all.notes, [changed.clone(), second.clone(), same.clone()]);
+    same.remove(&root).unwrap();
     assert!(all.skipped.is_empty(), "{:?}", all.skipped);
     let folder = root.join(own().to_string());
     assert_eq!((mode(&folder), mode(&folder.join(NOTE))), (0o700, 0o600));
@@ -123,7 +131,7 @@ fn a_work_directory_s_session_is_the_newest_that_is_served() {
     let root = tempfile::tempdir().unwrap();
     let (root, socket) = (root.path(), socket());
     let work = FileId::of(root).unwrap();
-    let of = |starter| SessionNote { starter, work, ..note(&socket) };
+    let of = |starter| SessionNote { work, ..of(starter, &note(&socket)) };
     assert_eq!(SessionNote::of_work_dir(root, work).unwrap(), None);
     let other = Command::new("sleep").arg("1000").spawn().unwrap();
     let other_id = ProcessId::of(other.id().cast_signed()).unwrap().unwrap();

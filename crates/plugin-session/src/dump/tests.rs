@@ -25,7 +25,13 @@ impl Session {
         let inode = fstat(&store).unwrap().st_ino;
         let store_of_note = Store { number: store.as_raw_fd(), inode };
         let work = FileId { device: 1, inode: 2 };
-        let note = SessionNote { starter, work, store: store_of_note, phase: Phase::Running };
+        let note = SessionNote {
+            folder: starter.to_string(),
+            starter,
+            work,
+            store: store_of_note,
+            phase: Phase::Running,
+        };
         note.write(root.path()).unwrap();
         let copy = store.as_fd().try_clone_to_owned().unwrap();
         let target = Command::new("sleep").arg("1000").stdin(copy).spawn().unwrap();
@@ -116,6 +122,7 @@ fn an_unserved_session_is_named_with_the_remedy() {
     let root = session.root.path();
     session.note.remove(root).unwrap();
     session.note.starter.started += 1;
+    session.note.folder = session.note.starter.to_string();
     session.note.write(root).unwrap();
     let error = session.wait(Some(0), || vec![session.pid()]).0.unwrap_err().to_string();
     assert!(error.contains("has not loaded yet and is not served: run `rewake recover`"), "{error}");

@@ -12,6 +12,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context as _, bail};
+use nix::fcntl::{AT_FDCWD, RenameFlags, renameat2};
 use nix::unistd::geteuid;
 use rewake_plugin_protocol::{ProcessId, SESSIONS};
 use tracing::warn;
@@ -49,6 +50,15 @@ pub struct Folder {
     lock: File,
 }
 
+/// The process that starts a session's worker again.
+#[derive(Debug, Clone)]
+pub struct Starter {
+    /// The process.
+    pub process: ProcessId,
+    /// The name of its folder.
+    pub folder: String,
+}
+
 /// Either `File::try_lock` or `File::try_lock_shared`.
 type TryLock = fn(&File) -> Result<(), TryLockError>;
 
@@ -65,21 +75,36 @@ impl Folder {
         Self::create_below(&root()?, &this_process()?.to_string())
     }
 
+    /// Returns this process with the name of this folder.
+    ///
+    /// # Errors
+    /// `/proc` cannot be read.
+    pub fn starter(&self) -> anyhow::Result<Starter> {
+        let folder = self.path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+        Ok(Starter { process: this_process()?, folder: folder.to_owned() })
+    }
+
     /// Renames a recovered folder, so that it is named after this process.
     ///
     /// # Errors
     /// It cannot be renamed.
     pub fn rename(&mut self) -> anyhow::Result<()> {
-        let path = self.path.with_file_name(this_process()?.to_string());
-        fs::rename(&self.path, &path).with_context(|| format!("renaming {}", self.path.display()))?;
+        let name = this_process()?.to_string();
+        let root = self.path.parent().unwrap_or_else(|| Path::new("/"));
+        let rename =
+            |path: &Path| Ok(renameat2(AT_FDCWD, &self.path, AT_FDCWD, path, RenameFlags::RENAME_NOREPLACE)?);
+        let (path, ()) = in_new_folder(root, &name, rename)
+            .with_context(|| format!("renaming {}", self.path.display()))?;
         self.path = path;
         Ok(())
     }
 
     fn create_below(root: &Path, name: &str) -> anyhow::Result<(Self, Ledger)> {
-        let path = root.join(name);
+        DirBuilder::new().recursive(true).mode(0o700).create(root)?;
+        let make = |path: &Path| DirBuilder::new().mode(0o700).create(path);
+        let (path, ()) = in_new_folder(root, name, make)
+            .with_context(|| format!("making a folder in {}", root.display()))?;
         let make = || -> anyhow::Result<(Self, Ledger)> {
-            DirBuilder::new().recursive(true).mode(0o700).create(&path)?;
             // It gets its name only when it is locked: `rewake recover` would take one that is not.
             let unfinished = path.join(UNFINISHED);
             let file = File::options().read(true).write(true).create_new(true).open(&unfinished)?;
@@ -185,10 +210,29 @@ impl Folder {
 /// Returns true if the process lives after which the folder is named.
 fn starter_lives(folder: &Path) -> bool {
     let name = folder.file_name().and_then(|name| name.to_str()).unwrap_or_default();
-    let starter =
-        name.split_once('-').and_then(|(pid, start)| Some((pid.parse().ok()?, start.parse().ok()?)));
+    let mut numbers = name.split('-');
+    let mut number = || numbers.next()?.parse::<u64>().ok();
+    let starter = number().and_then(|pid| Some((i32::try_from(pid).ok()?, number()?)));
     let lives = |(pid, started)| ProcessId::of(pid).is_ok_and(|now| now == Some(ProcessId { pid, started }));
     starter.is_some_and(lives)
+}
+
+/// Calls `make` with a path that does not exist yet: `name`, or `name` with a number. Starters in two pid namespaces
+/// can have the same pid and start time.
+fn in_new_folder<T>(
+    root: &Path,
+    name: &str,
+    make: impl Fn(&Path) -> io::Result<T>,
+) -> io::Result<(PathBuf, T)> {
+    let mut path = root.join(name);
+    for number in 1.. {
+        match make(&path) {
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
+            made => return Ok((path, made?)),
+        }
+        path = root.join(format!("{name}-{number}"));
+    }
+    Err(io::ErrorKind::AlreadyExists.into())
 }
 
 fn this_process() -> anyhow::Result<ProcessId> {
@@ -245,6 +289,20 @@ mod tests {
         assert!(Folder::take(&path).unwrap().is_err(), "one process recovers it");
         taken.remove();
         assert_eq!(Folder::below(root.path()).unwrap().len(), 0);
+    }
+
+    #[test]
+    fn starters_of_two_pid_namespaces_with_one_name_have_folders_of_their_own() {
+        let root = tempfile::tempdir().unwrap();
+        let make = || Folder::create_below(root.path(), "1-2").unwrap().0;
+        let (first, second, mut third) = (make(), make(), make());
+        let names = [&first, &second, &third].map(|folder| folder.starter().unwrap().folder);
+        assert_eq!(names, ["1-2", "1-2-1", "1-2-2"]);
+        let own = this_process().unwrap().to_string();
+        fs::create_dir_all(root.path().join(&own).join("ledger")).unwrap();
+        third.rename().unwrap();
+        assert_eq!(third.path(), root.path().join(format!("{own}-1")));
+        assert!(starter_lives(third.path()));
     }
 
     #[test]

@@ -29,7 +29,7 @@ use std::time::Duration;
 use nix::fcntl::FallocateFlags;
 use nix::time::{ClockId, clock_gettime};
 
-pub use folder::{Folder, InUse, root};
+pub use folder::{Folder, InUse, Starter, root};
 pub use gates::{Gates, NotShut};
 pub use handshake::{Inbox, Received};
 pub use journal::{Journal, Replay, forks, set_fork};

@@ -12,10 +12,10 @@ use std::path::Path;
 use std::sync::atomic::Ordering;
 
 use anyhow::Context as _;
-use rewake_plugin_protocol::{FileId, Phase, ProcessId, SessionNote, Store};
+use rewake_plugin_protocol::{FileId, Phase, SessionNote, Store};
 
-use crate::ledger::SessionSlot;
 use crate::ledger::fd_store::{Entry, FdStore, Kind, MAX_DESCRIPTORS, peek_all};
+use crate::ledger::{SessionSlot, Starter};
 use crate::session::image::Image;
 
 /// Makes an empty fd store, and puts its descriptors into the session's slot.
@@ -74,11 +74,12 @@ pub fn image(store: &FdStore) -> anyhow::Result<Image> {
 pub fn note(
     slot: &SessionSlot,
     store: &FdStore,
-    starter: ProcessId,
+    starter: &Starter,
     work: &Path,
     phase: Phase,
 ) -> io::Result<SessionNote> {
     let number = slot.store.load(Ordering::Acquire);
     let store = Store { number, inode: store.inode() };
-    Ok(SessionNote { starter, work: FileId::of(work)?, store, phase })
+    let (folder, starter) = (starter.folder.clone(), starter.process);
+    Ok(SessionNote { folder, starter, work: FileId::of(work)?, store, phase })
 }

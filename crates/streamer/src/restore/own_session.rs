@@ -25,7 +25,7 @@ impl OwnSession {
         let slot = start.ledger.session();
         slot.set_state(SessionState::Listening);
         let store = session_store::make(slot).context("making the session's fd store")?;
-        let note = session_store::note(slot, &store, start.starter, work, Phase::Running)?;
+        let note = session_store::note(slot, &store, &start.starter, work, Phase::Running)?;
         note.write(&root()?).context("writing the session's note")?;
         Ok(Self { slot, note })
     }

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use anyhow::{Context as _, bail};
-use rewake_plugin_protocol::{ProcessId, SessionNote};
+use rewake_plugin_protocol::SessionNote;
 use tracing::warn;
 
 use crate::ledger::{NO_FD, SessionSlot, SessionState};
@@ -108,13 +108,13 @@ impl OpenSession {
 }
 
 /// Takes the session's store back from processes, where a dead worker has only begun to. A thread does it, because
-/// it may take seconds. `notes` is the folder of the sessions' notes.
-pub(crate) fn finish_closing(slot: &'static SessionSlot, notes: PathBuf, starter: ProcessId) {
+/// it may take seconds. `notes` has the sessions' notes, and `folder` in it is this streamer's.
+pub(crate) fn finish_closing(slot: &'static SessionSlot, notes: PathBuf, folder: String) {
     std::thread::spawn(move || {
         drop(slot.take_store());
         parking::unpark_slot(slot);
         let left = SessionNote::all(&notes).map(|all| all.notes).unwrap_or_default();
-        for note in left.iter().filter(|note| note.starter == starter) {
+        for note in left.iter().filter(|note| note.folder == folder) {
             if let Err(error) = note.remove(&notes) {
                 warn!(%error, "removing the session's note");
             }

@@ -10,11 +10,13 @@ use std::time::Duration;
 
 use anyhow::{Context as _, bail};
 use rewake_image_io::{BlockCache, DEFAULT_BUDGET};
-use rewake_plugin_protocol::{Phase, ProcessId, SessionNote};
+use rewake_plugin_protocol::{Phase, SessionNote};
 use tracing::{info, warn};
 
 use crate::cpu::{Pool, address_spaces};
-use crate::ledger::{self, Ledger, NO_FD, Outcome, Received, SessionSlot, SessionState, session_store};
+use crate::ledger::{
+    self, Ledger, NO_FD, Outcome, Received, SessionSlot, SessionState, Starter, session_store,
+};
 use crate::session::image::{Image, TaskPlan};
 use crate::session::open::{self, OpenSession};
 use crate::session::peer::Peer;
@@ -32,7 +34,7 @@ pub struct Worker {
     /// The ledger of this streamer.
     pub ledger: Ledger,
     /// The process that starts this worker again.
-    starter: ProcessId,
+    starter: Starter,
     /// The folder of the sessions' notes.
     notes: PathBuf,
     /// The reactor threads.
@@ -59,7 +61,7 @@ impl Worker {
     ///
     /// # Errors
     /// Fails when the kernel refuses memory, descriptors or threads.
-    pub fn start(ledger: Ledger, starter: ProcessId) -> anyhow::Result<Self> {
+    pub fn start(ledger: Ledger, starter: Starter) -> anyhow::Result<Self> {
         let notes = ledger::root()?;
         let pool = Pool::start(&BlockCache::new(DEFAULT_BUDGET)?, ledger)?;
         Ok(Self { ledger, starter, notes, pool })
@@ -114,7 +116,7 @@ impl Worker {
         match slot.state() {
             SessionState::Free => return Ok(None),
             SessionState::Closing => {
-                open::finish_closing(slot, self.notes.clone(), self.starter);
+                open::finish_closing(slot, self.notes.clone(), self.starter.folder.clone());
                 return Ok(None);
             }
             SessionState::Listening
@@ -168,7 +170,7 @@ impl Worker {
                 SessionState::Handshake | SessionState::Restoring => Phase::Restoring,
                 SessionState::Running | SessionState::Closing => Phase::Running,
             };
-            let note = session_store::note(slot, store, self.starter, &slot.paths().1, phase)?;
+            let note = session_store::note(slot, store, &self.starter, &slot.paths().1, phase)?;
             note.write(&self.notes)?;
             Ok(note)
         };

@@ -14,10 +14,9 @@ use anyhow::Context as _;
 use nix::sys::signal::{SigSet, SigmaskHow, Signal, kill, sigprocmask};
 use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
 use nix::unistd::Pid;
-use rewake_plugin_protocol::ProcessId;
 use tracing::{error, info, warn};
 
-use crate::ledger::{Folder, Ledger, NO_FD};
+use crate::ledger::{Folder, Ledger, NO_FD, Starter};
 use crate::supervise::parking;
 use crate::supervise::processes;
 use crate::sys::{self, Fork};
@@ -50,7 +49,7 @@ pub struct Start {
     /// The supervisor's pid.
     pub supervisor: i32,
     /// The supervisor's identity, as in sessions' notes.
-    pub starter: ProcessId,
+    pub starter: Starter,
     /// Descriptors that a worker must not close: they were open before the first worker started.
     inherited: BTreeSet<i32>,
     /// Descriptors that get a zero byte, and are closed, when the daemon is ready.
@@ -91,8 +90,7 @@ pub fn supervise_ledger(
     // The worker closes them in the table that both share, so they are plain numbers from here on.
     let notify: Vec<RawFd> = notify.into_iter().map(IntoRawFd::into_raw_fd).collect();
     let supervisor = nix::unistd::getpid().as_raw();
-    let starter = ProcessId::of(supervisor).context("looking at this process")?;
-    let starter = starter.context("this process has ended")?;
+    let starter = folder.starter()?;
     let first = Start { ledger, successor, supervisor, starter, inherited, notify };
     let code = run_workers(first, worker);
     // No process serves what is left, even if the reason is an error of the supervisor.

@@ -40,7 +40,7 @@ pub fn block_on<T>(start: &Start, work: impl AsyncFnOnce(&Worker) -> anyhow::Res
         // All other signals stay blocked, as in the supervisor. A terminal's SIGINT reaches the supervisor
         // too, which forwards it as SIGTERM.
         take_requests().context("unblocking SIGTERM")?;
-        let worker = Worker::start(start.ledger, start.starter)?;
+        let worker = Worker::start(start.ledger, start.starter.clone())?;
         tokio::select! {
             result = work(&worker) => result,
             () = stop_requests(start.ledger, requests) => Err(AskedToStop.into()),

@@ -9,7 +9,7 @@ use rewake_plugin_protocol::ProcessId;
 
 use super::Worker;
 use crate::ledger::session_store;
-use crate::ledger::{Ledger, SessionState};
+use crate::ledger::{Ledger, SessionState, Starter};
 
 /// Time to start a process that examines all other processes.
 const LIMIT: Duration = Duration::from_secs(60);
@@ -28,7 +28,7 @@ fn a_successor_takes_back_the_store_of_a_closing_session() {
             drop(slot.take_store());
         }
         assert!(!ledger.is_depended_on());
-        let worker = Worker::start(ledger, own).unwrap();
+        let worker = Worker::start(ledger, Starter { folder: own.to_string(), process: own }).unwrap();
         assert!(worker.inherit().unwrap().is_none());
         let start = Instant::now();
         while slot.state() != SessionState::Free {
