@@ -93,7 +93,11 @@ impl<'a> Pipeline<'a> {
         let (staging, copies) = Copies::new(sink, &minors, Shape { slots, slot_bytes: CHUNK })?;
         let io_memory = match staging.memory() {
             Memory::Pages => IoMemory::Staging(staging.clone()),
-            Memory::Gtt => IoMemory::Own(Arc::new(Mapping::anonymous(u64::from(slots) * CHUNK)?)),
+            Memory::Gtt => {
+                let own = Mapping::anonymous(u64::from(slots) * CHUNK)?;
+                own.keep_from_core_dumps()?;
+                IoMemory::Own(Arc::new(own))
+            }
         };
         let sequences = entries.iter().map(|entry| (0..entry.file.chunks()).collect());
         let schedule = ChunkSchedule::new(sequences, vec![(0..entries.len()).collect()]);

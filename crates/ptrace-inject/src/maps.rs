@@ -29,9 +29,15 @@ pub(crate) type FileId = (u64, u64);
 pub(crate) const NO_FILE: FileId = (0, 0);
 
 /// Returns all mappings, by address.
+///
+/// # Errors
+/// [`Error::Ended`] also for a process that is ending, and has no memory any more.
 pub(crate) fn read(pid: Tid) -> Result<Vec<Mapping>, Error> {
     let path = format!("/proc/{pid}/maps");
-    let text = fs::read(&path).map_err(Error::read(&path))?;
+    let text = fs::read(&path).map_err(|source| match source.raw_os_error() {
+        Some(libc::ENOENT | libc::ESRCH) => Error::Ended { pid },
+        _ => Error::read(&path)(source),
+    })?;
     // File names may have any bytes. All else is ASCII.
     Ok(String::from_utf8_lossy(&text).lines().filter_map(parse).collect())
 }
@@ -62,6 +68,24 @@ fn parse(line: &str) -> Option<Mapping> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_process_without_memory_has_ended() {
+        let mut child = std::process::Command::new("sleep").arg("100").spawn().unwrap();
+        let pid = child.id().cast_signed();
+        assert!(!read(pid).unwrap().is_empty());
+        child.kill().unwrap();
+        // It is a zombie soon, and is reaped at last.
+        let ended = |read: Result<Vec<Mapping>, Error>| match read {
+            Ok(mappings) => mappings.is_empty(),
+            Err(error) => matches!(error, Error::Ended { .. }),
+        };
+        while !ended(read(pid)) {
+            std::thread::yield_now();
+        }
+        child.wait().unwrap();
+        assert!(matches!(read(pid), Err(Error::Ended { .. })));
+    }
 
     #[test]
     fn a_line_is_a_mapping() {

@@ -261,7 +261,7 @@ impl<'a> Placeholders<'a> {
         let file = self.handed.file.as_fd();
         let found = if self.moved {
             let there = match placeholder_mappings(self.pid, file, 0..u64::MAX) {
-                Err(_) if self.is_going() => return Ok(None),
+                Err(Error::Ended { .. }) => return Ok(None),
                 there => there?,
             };
             let is = |shown: &&PlaceholderMapping| {
