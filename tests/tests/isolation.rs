@@ -6,7 +6,7 @@ use std::fs::{self, File};
 use std::io::Write as _;
 use std::os::unix::fs::symlink;
 use std::path::Path;
-use std::process::{Child, Output};
+use std::process::{Child, Command, Output};
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
@@ -14,11 +14,13 @@ use rewake_tests::daemon::{Daemon, detached, timeline};
 use rewake_tests::fuse::SilentMount;
 use rewake_tests::held::Gate;
 use rewake_tests::limit::MemoryLimit;
-use rewake_tests::process::{children, processes_naming, until};
+use rewake_tests::process::{children, output, processes_naming, until};
 use rewake_tests::scene::{ACT, END};
 use rewake_tests::server::Setup;
 use rewake_tests::{Criu, Scene, Verdict, need};
 
+/// Descriptors that a worker may open for the children of a target that forks without end.
+const ROOM: usize = 8;
 /// Workers that die within ten seconds until a supervisor gives up.
 const DEATHS: usize = 8;
 
@@ -32,7 +34,11 @@ struct Pair {
 
 impl Pair {
     fn new(criu: &Criu) -> Self {
-        let [good, bad] = ["random", "plain"].map(|scenario| Scene::dumped(criu, scenario, 64).unwrap());
+        Self::with(criu, "plain")
+    }
+
+    fn with(criu: &Criu, bad: &str) -> Self {
+        let [good, bad] = ["random", bad].map(|scenario| Scene::dumped(criu, scenario, 64).unwrap());
         Self { criu: criu.clone(), daemon: Daemon::start().unwrap(), good, bad }
     }
 
@@ -166,8 +172,8 @@ fn workers_that_die_again_and_again_cost_their_own_session_only() {
     }
     pair.play_good();
     gate.open().unwrap();
-    let output = restoring.wait_with_output().unwrap();
-    assert_eq!(output.status.code(), Some(1), "{}", String::from_utf8_lossy(&output.stderr));
+    let ended = restoring.wait_with_output().unwrap();
+    assert_eq!(ended.status.code(), Some(1), "{}", String::from_utf8_lossy(&ended.stderr));
     assert_eq!(pair.bad.written(), "", "no target runs");
 }
 
@@ -184,4 +190,23 @@ fn a_worker_that_runs_out_of_memory_costs_no_byte() {
     assert_eq!(pair.bad.verdict(ACT).unwrap(), Verdict::Ok);
     let log = fs::read_to_string(pair.bad.work().join("rewake-streamer.log")).unwrap();
     assert!(log.contains("was killed by SIGKILL: starting a successor"), "{log}");
+}
+
+#[test]
+fn a_program_that_forks_without_end_costs_no_byte() {
+    let pair = Pair::with(&need!(Criu::main()), "forks");
+    pair.bad.go().unwrap();
+    let (restoring, gate) = held(&pair);
+    // The streamer has no descriptors for all children: their forks wait until others have all their memory.
+    let worker = pair.worker().unwrap();
+    let open = fs::read_dir(format!("/proc/{worker}/fd")).unwrap().count();
+    let limit = format!("--nofile={}", open + ROOM);
+    output(Command::new("prlimit").args(["--pid", &worker.to_string(), &limit])).unwrap();
+    gate.open().unwrap();
+    pair.play_good();
+    timeline(&restoring.wait_with_output().unwrap()).unwrap();
+    pair.bad.stop().unwrap();
+    assert_eq!(pair.bad.verdict(ACT).unwrap(), Verdict::Ok);
+    let log = fs::read_to_string(pair.bad.work().join("rewake-streamer.log")).unwrap();
+    assert!(log.contains("a fork waits"), "{log}");
 }

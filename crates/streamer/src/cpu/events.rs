@@ -40,16 +40,6 @@ pub(super) struct UffdReader {
 /// Reactors that may read events at once. Each may take as many slots as it reads messages.
 const READERS: usize = super::shared::MAX_REACTORS;
 
-/// Returns whether the event can be read or handled later, when there is more room. Room means slots of the
-/// ledger, descriptors, memory, or space in the session's fd store (EAGAIN, ENOBUFS, ETOOMANYREFS).
-pub(super) fn wants_room(error: &io::Error) -> bool {
-    let store = [libc::EAGAIN, libc::ENOBUFS, libc::ETOOMANYREFS];
-    let kernel = [libc::EMFILE, libc::ENFILE, libc::ENOMEM];
-    let errno = error.raw_os_error();
-    error.kind() == io::ErrorKind::QuotaExceeded
-        || errno.is_some_and(|errno| store.contains(&errno) || kernel.contains(&errno))
-}
-
 fn no_room() -> io::Error {
     let what = format!("{MAX_SPACES} address spaces are in use: a process that forks waits for one to end");
     io::Error::new(io::ErrorKind::QuotaExceeded, what)
@@ -241,6 +231,7 @@ mod tests {
 
     use super::*;
     use crate::ledger::fd_store::{Entry, FdStore, Kind};
+    use crate::ledger::wants_room;
     use crate::session::Session;
     use crate::uffd_child::{self, UffdChild};
 

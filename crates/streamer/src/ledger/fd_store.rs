@@ -17,6 +17,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use nix::errno::Errno;
+use nix::sys::eventfd::{EfdFlags, EventFd};
 use nix::sys::socket::{
     AddressFamily, ControlMessage, ControlMessageOwned, MsgFlags, SockFlag, SockType, getsockopt, recv,
     recvmsg, sendmsg, setsockopt, socketpair, sockopt,
@@ -25,8 +26,10 @@ use nix::sys::stat::fstat;
 
 use crate::sys;
 
-/// Descriptors in one message; the kernel allows 253 (`SCM_MAX_FD`, `include/net/scm.h`).
-pub const MAX_DESCRIPTORS: usize = 250;
+/// Descriptors in one message. It is small, because a rotation of the queue needs as many free ones.
+pub const MAX_DESCRIPTORS: usize = 8;
+/// Descriptors that a message can carry (`SCM_MAX_FD`, `include/net/scm.h`).
+const MOST_RECEIVED: usize = 253;
 /// Bytes that the queue may hold, as the kernel counts them: about 1 KiB a message, for as many address
 /// spaces as a ledger has.
 const QUEUE: usize = 16 << 20;
@@ -102,10 +105,30 @@ pub struct FdStore {
     writer: RawFd,
     /// The socket's inode, which identifies a target's copy in `/proc/PID/fd`.
     inode: u64,
-    /// How many rotations of the queue there were. The lock lets one rotation run at a time.
-    rotation: Mutex<u32>,
+    /// The lock lets one rotation run at a time.
+    rotation: Mutex<Rotation>,
     /// True if another put may find no room.
     full: AtomicBool,
+}
+
+#[derive(Debug, Default)]
+struct Rotation {
+    /// How many rotations of the queue there were.
+    count: u32,
+    /// Descriptors without a use. A rotation closes them, so that it finds free numbers even when forked children
+    /// have taken all others.
+    spare: Vec<EventFd>,
+}
+
+impl Rotation {
+    /// Returns false if this process has too many open descriptors.
+    fn has_spare(&mut self) -> bool {
+        while self.spare.len() < MAX_DESCRIPTORS {
+            let Ok(spare) = EventFd::from_flags(EfdFlags::EFD_CLOEXEC) else { return false };
+            self.spare.push(spare);
+        }
+        true
+    }
 }
 
 impl FdStore {
@@ -163,7 +186,8 @@ impl FdStore {
     fn measure(&self) -> io::Result<bool> {
         // SAFETY: open as long as this is used, by the contract of `of`.
         let writer = unsafe { BorrowedFd::borrow_raw(self.writer) };
-        let has_room = sys::unread_bytes(writer)? + RESERVE < getsockopt(&writer, sockopt::SndBuf)?;
+        let has_room = sys::unread_bytes(writer)? + RESERVE < getsockopt(&writer, sockopt::SndBuf)?
+            && self.rotation.try_lock().is_ok_and(|mut rotation| rotation.has_spare());
         self.full.store(!has_room, Ordering::Release);
         Ok(has_room)
     }
@@ -171,7 +195,7 @@ impl FdStore {
     /// Puts copies of at most [`MAX_DESCRIPTORS`] descriptors into the store.
     ///
     /// # Errors
-    /// EAGAIN: the queue is full. ETOOMANYREFS: this user has too many descriptors in flight (unix(7)).
+    /// EAGAIN: the queue is full, it is being rotated, or too few descriptors are free. ETOOMANYREFS: this user has too many descriptors in flight (unix(7)).
     pub fn put(&self, entry: Entry, descriptors: &[RawFd]) -> io::Result<()> {
         if !self.measure()? {
             return Err(io::Error::from_raw_os_error(libc::EAGAIN));
@@ -186,14 +210,23 @@ impl FdStore {
     /// moment.
     ///
     /// # Errors
-    /// The kernel refused descriptors. The other entries stay as they were.
+    /// The kernel refused descriptors. The other entries stay as they were, and it may be tried again.
     pub fn retain(&self, keep: impl Fn(Entry) -> bool) -> io::Result<()> {
         let mut rotation = self.rotation.lock().unwrap_or_else(PoisonError::into_inner);
-        *rotation = rotation.wrapping_add(1);
+        rotation.count = rotation.count.wrapping_add(1);
+        rotation.spare.clear();
+        let rotated = self.rotate(rotation.count, keep);
+        let has_spare = rotation.has_spare();
+        // While spare ones are missing, no fork is read that would take them.
+        self.full.fetch_or(!has_spare, Ordering::AcqRel);
+        rotated
+    }
+
+    fn rotate(&self, count: u32, keep: impl Fn(Entry) -> bool) -> io::Result<()> {
         // A CRIU that was killed while it read the queue leaves an offset. A worker that was killed here
         // leaves a mark.
         sys::set_peek_offset(self.descriptor(), None)?;
-        let mark = Entry { kind: Kind::Mark, index: *rotation, life: std::process::id().into() };
+        let mark = Entry { kind: Kind::Mark, index: count, life: std::process::id().into() };
         send(self.writer, mark, &[])?;
         loop {
             let Some(entry) = head(self.store)? else { return Ok(()) };
@@ -267,7 +300,7 @@ fn head(store: RawFd) -> io::Result<Option<Entry>> {
 
 fn receive(store: RawFd, how: MsgFlags) -> io::Result<Option<Stored>> {
     let mut bytes = [0; ENTRY];
-    let mut space = nix::cmsg_space!([RawFd; MAX_DESCRIPTORS]);
+    let mut space = nix::cmsg_space!([RawFd; MOST_RECEIVED]);
     let mut slices = [IoSliceMut::new(&mut bytes)];
     let flags = how | MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_CMSG_CLOEXEC;
     let message = match recvmsg::<()>(store, &mut slices, Some(&mut space), flags) {

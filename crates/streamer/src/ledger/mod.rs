@@ -53,6 +53,17 @@ const TAKEN: u32 = 2;
 
 /// Stands for no descriptor.
 pub const NO_FD: i32 = -1;
+/// Returns whether an act can be tried again when there is more room. Room means slots of the ledger,
+/// descriptors, memory, or space in the session's fd store (EAGAIN, ENOBUFS, ETOOMANYREFS).
+#[must_use]
+pub fn wants_room(error: &io::Error) -> bool {
+    let store = [libc::EAGAIN, libc::ENOBUFS, libc::ETOOMANYREFS];
+    let kernel = [libc::EMFILE, libc::ENFILE, libc::ENOMEM];
+    let errno = error.raw_os_error();
+    error.kind() == io::ErrorKind::QuotaExceeded
+        || errno.is_some_and(|errno| store.contains(&errno) || kernel.contains(&errno))
+}
+
 /// The whole shared memory.
 #[repr(C)]
 struct Layout {

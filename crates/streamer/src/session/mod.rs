@@ -20,7 +20,7 @@ use tracing::error;
 
 use crate::cpu::stats::{Stats, TaskStats, add};
 use crate::ledger::fd_store::{Entry, FdStore, Kind};
-use crate::ledger::{Ledger, NO_FD, SpaceSlot};
+use crate::ledger::{Ledger, NO_FD, SpaceSlot, wants_room};
 
 /// The restore that this worker serves.
 #[derive(Debug)]
@@ -90,15 +90,21 @@ impl Session {
     }
 
     /// Removes address spaces from the store that no slot of the ledger has any more. Until then their
-    /// userfaultfds are open, and no process reads their events.
-    pub fn forget_retired(&self, ledger: Ledger) {
-        let Some(store) = self.store() else { return };
+    /// userfaultfds are open, and no process reads their events. Returns false if it must be called again, for
+    /// want of descriptors.
+    pub fn forget_retired(&self, ledger: Ledger) -> bool {
+        let Some(store) = self.store() else { return true };
         let is_current = |entry: Entry| {
             let slot = ledger.spaces().get(entry.index as usize);
             entry.kind != Kind::Space || slot.is_some_and(|slot| !slot.is_free() && slot.entry() == entry)
         };
-        if let Err(error) = store.retain(is_current) {
-            self.fail(&format!("taking userfaultfds of loaded memory out of the fd store: {error}"));
+        match store.retain(is_current) {
+            Err(error) if wants_room(&error) => false,
+            Err(error) => {
+                self.fail(&format!("taking userfaultfds of loaded memory out of the fd store: {error}"));
+                true
+            }
+            Ok(()) => true,
         }
     }
 
@@ -201,7 +207,7 @@ mod tests {
         });
         retired.publish();
         retired.retire();
-        session.forget_retired(ledger);
+        assert!(session.forget_retired(ledger));
         let held = peek_all(session.store().unwrap().descriptor()).unwrap();
         let held: Vec<Entry> =
             held.into_iter().map(|(entry, _)| entry).filter(|of| of.kind == Kind::Space).collect();

@@ -140,6 +140,30 @@ pub(crate) fn fork_missing(stage: &Stage) -> anyhow::Result<()> {
     expect_all(stage, &[child])
 }
 
+/// Children are born without end, until the test says "stop"; each looks at some pages and lives on until then.
+pub(crate) fn forks_without_end(stage: &Stage) -> anyhow::Result<()> {
+    /// More than a streamer has descriptors for, by the test's limit; fewer than fill this machine.
+    const CHILDREN: u64 = 60;
+    const GLANCES: usize = 16;
+    let region = stage.filled()?;
+    stage.ready_then_go()?;
+    let mut children = Vec::new();
+    for number in 0..CHILDREN {
+        children.push(fork(|| {
+            for page in Random::new(stage.seed + number).shuffled(region.pages).into_iter().take(GLANCES) {
+                region.check(stage, page, Expect::Of(region.pattern, page));
+            }
+            while !stage.stop_asked() {
+                std::thread::sleep(std::time::Duration::from_millis(50));
+            }
+            stage.status()
+        })?);
+    }
+    region.check_all(stage);
+    stage.wait_for_stop();
+    expect_all(stage, &children)
+}
+
 /// Waits for children; the worst of their statuses. A child that was killed counts as lost.
 pub(crate) fn collect(stage: &Stage, children: &[Pid], known: u8) -> u8 {
     children.iter().fold(known, |worst, child| match waitpid(*child, None) {

@@ -70,6 +70,7 @@ fn main() -> ExitCode {
         "tree" => family::tree(stage),
         "zombies" => family::zombies(stage),
         "fork" => family::fork_missing(stage),
+        "forks" => family::forks_without_end(stage),
         "mremap" => moving::mremap(stage),
         "munmap" => discard::unmap(stage),
         "dontneed" => discard::dontneed(stage),

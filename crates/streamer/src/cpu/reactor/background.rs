@@ -47,6 +47,17 @@ impl Step {
     }
 }
 
+/// The outcome of a step.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Progress {
+    /// There is nothing to do now.
+    Idle,
+    /// Pages were read or filled, or a block is finished.
+    Made,
+    /// A program is changing its layout: no page could be filled.
+    Refused,
+}
+
 /// A block claimed for one address space.
 #[derive(Debug)]
 pub(super) struct Claim {
@@ -86,25 +97,26 @@ fn has_work(space: &Arc<AddressSpace>, first_only: bool) -> bool {
 }
 
 impl Reactor {
-    /// Does one step of background work. Returns false when there is nothing to do now.
-    pub(super) fn background(&mut self) -> bool {
+    /// Does one step of background work.
+    pub(super) fn background(&mut self) -> Progress {
         self.held_back = false;
         self.read_ahead();
-        let Some(work) = self.ready.pop_front() else { return false };
+        let Some(work) = self.ready.pop_front() else { return Progress::Idle };
         if !work.claim.space.wants_background() {
-            return true; // the process has ended: the block is dropped with its buffer
+            return Progress::Made; // the process has ended: the block is dropped with its buffer
         }
         let step = self.step(&work.claim.space);
-        match work.bytes {
+        let progress = match work.bytes {
             Bytes::Warm { guard, buffer, filled } => {
                 self.read_warm(work.claim, work.next, guard, buffer, filled, step);
+                Progress::Made
             }
             Bytes::Loaded(block) => self.fill_piece(work.claim, work.next, block, step),
-        }
+        };
         if step == Step::Brief {
             std::thread::yield_now();
         }
-        true
+        progress
     }
 
     /// Claims blocks until enough are ready or in flight.
@@ -306,20 +318,23 @@ impl Reactor {
         }
     }
 
-    fn fill_piece(&mut self, claim: Claim, from: PageIx, block: BlockRef, step: Step) {
+    fn fill_piece(&mut self, claim: Claim, from: PageIx, block: BlockRef, step: Step) -> Progress {
         let (filled, next) = claim.space.fill_piece(claim.block, from, step.pages(), &block, &mut self.runs);
         match (filled, next) {
             (Filled::All, Some(next)) => {
                 self.ready.push_front(Work { claim, next, bytes: Bytes::Loaded(block) });
             }
             (Filled::All, None) => self.finish(&claim, block),
-            (Filled::Later(next), _) => {
-                self.stalled = true;
-                self.ready.push_back(Work { claim, next, bytes: Bytes::Loaded(block) });
+            (Filled::Later(_), _) => {
+                // Other address spaces must not wait: a fork may wait for them to be finished. The block stays in
+                // the cache.
+                claim.space.layout().release(claim.block, Finish::Retry);
+                return Progress::Refused;
             }
             (Filled::Gone, _) => self.gone(&claim.space),
             (Filled::Failed(errno), _) => self.refused(&claim.space, errno),
         }
+        Progress::Made
     }
 
     fn finish(&mut self, claim: &Claim, block: BlockRef) {

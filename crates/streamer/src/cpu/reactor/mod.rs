@@ -13,7 +13,7 @@ use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
-use background::{Claim, Load, Step, Work};
+use background::{Claim, Load, Progress, Step, Work};
 use demand::{DEMAND_TOKEN, Demand};
 use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
 use rewake_image_io::io_budget::Lane;
@@ -23,10 +23,10 @@ use rewake_process::Notifier;
 use slab::Slab;
 use tracing::{debug, error, info, warn};
 
-use super::events::{EventBatch, UffdReader, wants_room};
+use super::events::{EventBatch, UffdReader};
 use super::shared::{Shared, Task};
 use super::space::AddressSpace;
-use crate::ledger::NO_FD;
+use crate::ledger::{NO_FD, wants_room};
 use crate::session::Session;
 use crate::sys;
 
@@ -71,8 +71,7 @@ pub(super) struct Reactor {
     ready: std::collections::VecDeque<Work>,
     runs: Vec<Run>,
     page: Box<[u8; PAGE]>,
-    /// Whether a fill was refused because the program is changing its layout.
-    stalled: bool,
+    /// Turns in a row in which every fill was refused because a program is changing its layout.
     spins: u32,
     served: usize,
     idle: bool,
@@ -81,8 +80,10 @@ pub(super) struct Reactor {
     engine_ready: bool,
     /// Whether the last block was not in the page cache.
     cold: bool,
-    /// Whether an address space of a failed session could not be ended yet.
+    /// Whether an address space could not be ended yet.
     unended: bool,
+    /// The session, if its fd store still has retired address spaces.
+    unforgotten: Option<Arc<Session>>,
     /// Whether events of some address space wait for room.
     crowded: bool,
     done: Vec<Done<BufferSlice>>,
@@ -131,7 +132,6 @@ impl Reactor {
             ready: std::collections::VecDeque::new(),
             runs: Vec::new(),
             page: Box::new([0; PAGE]),
-            stalled: false,
             spins: 0,
             served: 0,
             idle: false,
@@ -139,6 +139,7 @@ impl Reactor {
             engine_ready: false,
             cold: false,
             unended: false,
+            unforgotten: None,
             crowded: false,
             done: Vec::new(),
         };
@@ -155,13 +156,13 @@ impl Reactor {
         let deferred = self.retry_deferred();
         self.yield_to_faulting_threads();
         self.refresh();
-        self.stalled = deferred;
-        let busy = self.background();
-        self.spins = if self.stalled { self.spins.saturating_add(1) } else { 0 };
-        if self.stalled && self.spins < SPINS {
+        let progress = self.background();
+        let stalled = progress != Progress::Made && (deferred || progress == Progress::Refused);
+        self.spins = if stalled { self.spins.saturating_add(1) } else { 0 };
+        if stalled && self.spins < SPINS {
             std::thread::yield_now();
         }
-        self.idle = !busy && !self.stalled;
+        self.idle = progress == Progress::Idle && !stalled;
     }
 
     /// Yields the processor after a page fault was served. Its thread needs a processor, and background loads
@@ -422,9 +423,9 @@ impl Reactor {
                 self.unended |= failed || done;
             }
         }
-        if let Some(session) = retired.first() {
-            session.forget_retired(self.shared.ledger);
-        }
+        let session = retired.first().cloned().or_else(|| self.unforgotten.take());
+        self.unforgotten = session.filter(|session| !session.forget_retired(self.shared.ledger));
+        self.unended |= self.unforgotten.is_some();
         // Not before: a session without address spaces closes its fd store.
         retired.iter().for_each(|session| session.space_closed());
     }
