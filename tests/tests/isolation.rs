@@ -118,7 +118,7 @@ fn an_image_on_a_file_system_that_hangs_is_one_clear_line() {
     mount.take_request(ACT).unwrap();
     pair.play_good();
     let output = restoring.wait_with_output().unwrap();
-    assert_refused(&output, &["images: the image was not read and planned within 20 s", "file system"]);
+    assert_refused(&output, &["images: the planner did nothing for 20 s", "file system"]);
     pair.planner();
 }
 

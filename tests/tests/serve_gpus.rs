@@ -138,9 +138,11 @@ fn a_streamer_to_which_no_restore_comes_is_ended() {
         kill_all(&waiting);
     }
     drop(killed);
-    for scene in &scenes {
-        let work = format!("streamer -W {}", scene.work().display());
-        assert!(!processes_naming(&work).is_empty(), "it waits for one");
+    let works = scenes.each_ref().map(|scene| format!("streamer -W {}", scene.work().display()));
+    for work in &works {
+        assert!(!processes_naming(work).is_empty(), "it waits for one");
+    }
+    for work in works {
         until(2 * END, || processes_naming(&work).is_empty().then_some(())).expect("no streamer is left");
     }
     let status = daemon.status().unwrap();

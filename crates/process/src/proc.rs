@@ -60,6 +60,14 @@ pub fn stat(pid: i32) -> io::Result<Vec<String>> {
     Ok(fields.split_whitespace().map(str::to_owned).collect())
 }
 
+/// Returns the CPU time that a process has used, in clock ticks (fields 14 and 15 of proc(5)).
+#[must_use]
+pub fn cpu_ticks(pid: i32) -> Option<u64> {
+    let fields = stat(pid).ok()?;
+    let ticks = fields.get(11..13)?.iter().map(|field| field.parse::<u64>().ok());
+    ticks.sum()
+}
+
 /// Returns the name of a process or thread; empty if it has ended.
 #[must_use]
 pub fn name(pid: i32) -> String {

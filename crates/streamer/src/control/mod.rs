@@ -29,7 +29,7 @@ pub const MAX_MESSAGE: usize = 1 << 20;
 /// Time that one message may take to come or to go, and that a connection may be idle between requests.
 pub const MESSAGE_LIMIT: Duration = Duration::from_secs(10);
 /// Time that a session may take to be opened: the agent checks an image and starts a streamer.
-pub const OPEN_LIMIT: Duration = Duration::from_secs(60);
+pub const OPEN_LIMIT: Duration = Duration::from_secs(150);
 /// Time between two reports of a followed session.
 pub const REPORT: Duration = Duration::from_millis(100);
 /// Clients at once. More are turned away.

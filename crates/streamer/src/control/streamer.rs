@@ -22,7 +22,7 @@ use crate::supervise::launch::{self, Plan};
 
 /// Time until a streamer listens, on a machine that has much else to do. A client of the agent waits longer:
 /// [`super::OPEN_LIMIT`].
-const START_LIMIT: Duration = Duration::from_secs(30);
+const START_LIMIT: Duration = Duration::from_secs(120);
 /// Time without an answer after which a streamer is given up. A worker's successor answers within milliseconds.
 const SILENCE_LIMIT: Duration = Duration::from_secs(15);
 const RETRY: Duration = Duration::from_millis(50);

@@ -36,6 +36,7 @@ use nix::sys::stat::{SFlag, fstat, fstatat};
 use nix::sys::wait::waitpid;
 use nix::unistd::Pid;
 use rewake_plugin_protocol::Channel;
+use rewake_process::proc;
 
 use crate::session::image::{Image, sealed};
 use crate::supervise::launch;
@@ -44,8 +45,8 @@ use crate::sys;
 /// The hidden command that is the planner.
 pub const COMMAND: &str = "planner";
 
-/// Wall time, and CPU time, of a planner. A plan of 2^24 extents takes 4 s without optimisation. The agent
-/// and `rewake restore` give up a streamer that does not listen after 30 s.
+/// CPU time of a planner, and wall time in which it may use none: its file system does not answer then. A plan of
+/// 2^24 extents takes 4 s without optimisation, and longer on a busy machine.
 pub const TIME: Duration = Duration::from_secs(20);
 
 /// Address space of a planner.
@@ -109,6 +110,8 @@ struct Planner<'a> {
     /// Where it writes what a panic or the allocator says.
     words: File,
     deadline: Instant,
+    /// CPU time that it had used when the deadline was set, in clock ticks.
+    used: u64,
 }
 
 impl<'a> Planner<'a> {
@@ -123,7 +126,7 @@ impl<'a> Planner<'a> {
         let deadline = Instant::now() + TIME;
         let child = command.spawn().context("starting the planner")?;
         let channel = Channel::with_timeout(ours, TIME)?;
-        Ok(Self { images, child, channel, plan, words, deadline })
+        Ok(Self { images, child, channel, plan, words, deadline, used: 0 })
     }
 
     fn finish(mut self) -> anyhow::Result<Image> {
@@ -158,14 +161,15 @@ impl<'a> Planner<'a> {
     }
 
     /// Waits for a report, or the planner's end.
-    fn wait(&self) -> anyhow::Result<()> {
+    fn wait(&mut self) -> anyhow::Result<()> {
         loop {
             let left = self.deadline.saturating_duration_since(Instant::now());
             let limit = PollTimeout::try_from(left).unwrap_or(PollTimeout::ZERO);
             match poll(&mut [PollFd::new(self.channel.as_fd(), PollFlags::POLLIN)], limit) {
+                Ok(0) if left.is_zero() && self.has_worked() => self.deadline = Instant::now() + TIME,
                 Ok(0) if left.is_zero() => bail!(
-                    "{}: the image was not read and planned within {} s, and the planner was killed: does \
-                     its file system answer?",
+                    "{}: the image was not read and planned: the planner did nothing for {} s, and was killed: \
+                     does its file system answer?",
                     self.images.display(),
                     TIME.as_secs()
                 ),
@@ -174,6 +178,12 @@ impl<'a> Planner<'a> {
                 Err(errno) => return Err(errno).context("waiting for the planner"),
             }
         }
+    }
+
+    /// Returns whether the planner has used CPU time since this was asked last.
+    fn has_worked(&mut self) -> bool {
+        let used = proc::cpu_ticks(self.child.id().cast_signed());
+        used.is_some_and(|used| used > std::mem::replace(&mut self.used, used))
     }
 
     /// Returns why the planner ended without a plan.
