@@ -15,6 +15,8 @@ const PRIVATE: [&str; 5] = [
     concat!("/Us", "ers/"),
     concat!("/tmp/pr", "oto"),
 ];
+/// Characters of a line of a document: those of a Rust line, `max_width` in `rustfmt.toml`.
+const WIDTH: usize = 110;
 /// The document whose every path must exist.
 const ARCHITECTURE: &str = "docs/architecture.md";
 
@@ -30,8 +32,27 @@ pub(super) fn check(root: &Path, document: &Document) -> Vec<Finding> {
             findings.extend(named_files(root, document, number, line));
         }
     }
+    if document.path.ends_with(".md") {
+        findings.extend(wide_lines(document));
+    }
     if document.path.ends_with("Cargo.toml") {
         findings.extend(licence(document));
+    }
+    findings
+}
+
+/// Lines of prose, lists and tables that are too wide. Code blocks hold what programs print, however wide.
+fn wide_lines(document: &Document) -> Vec<Finding> {
+    let mut in_code = false;
+    let mut findings = Vec::new();
+    for (number, line) in document.text.lines().enumerate() {
+        let fence = line.trim_start().starts_with("```");
+        in_code ^= fence;
+        let width = line.chars().count();
+        if width > WIDTH && !in_code && !fence {
+            let advice = format!("{width} characters, at most {WIDTH}: wrap it, or make the table a list");
+            findings.push(document.finding(number, "width", advice));
+        }
     }
     findings
 }
@@ -155,6 +176,17 @@ mod tests {
             assert_eq!(found("a.md", &format!("see `{path}x`\n")), [(1, "private-path")], "{path}");
             assert_eq!(found("a.sh", &format!("cp $base{path}x .\n")), [], "{path}");
         }
+    }
+
+    #[test]
+    fn wide_lines_of_documents_are_found_but_not_those_of_code_blocks() {
+        let (fits, wide) = ("é".repeat(WIDTH), "é".repeat(WIDTH + 1));
+        assert_eq!(
+            found("docs/a.md", &format!("{fits}\n{wide}\n| {fits} |\n")),
+            [(2, "width"), (3, "width")]
+        );
+        assert_eq!(found("docs/a.md", &format!("* a\n  ```\n{wide}\n  ```\n{wide}\n")), [(5, "width")]);
+        assert_eq!(found("a.sh", &format!("{wide}\n")), [], "rustfmt and reviews look at code");
     }
 
     #[test]
