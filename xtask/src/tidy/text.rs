@@ -3,7 +3,7 @@
 
 use std::path::{Component, Path, PathBuf};
 
-use super::{Document, Finding};
+use super::{Document, Finding, SKIPPED};
 
 /// Split, so that this file does not find itself.
 const NOTES: [&str; 2] = [concat!("TO", "DO"), concat!("FIX", "ME")];
@@ -15,8 +15,10 @@ const PRIVATE: [&str; 5] = [
     concat!("/Us", "ers/"),
     concat!("/tmp/pr", "oto"),
 ];
-/// The document whose every path must exist.
-const ARCHITECTURE: &str = "docs/architecture.md";
+/// Characters of a line of a document: those of a Rust line, `max_width` in `rustfmt.toml`.
+const WIDTH: usize = 110;
+/// The document whose paths may be those of an earlier state.
+const CHANGELOG: &str = "CHANGELOG.md";
 
 pub(super) fn check(root: &Path, document: &Document) -> Vec<Finding> {
     let mut findings = Vec::new();
@@ -26,14 +28,37 @@ pub(super) fn check(root: &Path, document: &Document) -> Vec<Finding> {
         if document.path.ends_with(".md") {
             findings.extend(links(root, document, number, line));
         }
-        if document.path == ARCHITECTURE {
+        if document.path.ends_with(".md") && document.path != CHANGELOG {
             findings.extend(named_files(root, document, number, line));
         }
+    }
+    if document.path.ends_with(".md") {
+        findings.extend(wide_lines(document));
     }
     if document.path.ends_with("Cargo.toml") {
         findings.extend(licence(document));
     }
     findings
+}
+
+/// Lines of prose, lists and tables that are too wide. Code blocks hold what programs print, however wide.
+fn wide_lines(document: &Document) -> Vec<Finding> {
+    let width = |line: &str| line.chars().count();
+    let prose = lines(&document.text).filter(|(_, is_code, _)| !is_code);
+    let wide = prose.filter(|(_, _, line)| width(line) > WIDTH);
+    let advice =
+        |line| format!("{} characters, at most {WIDTH}: wrap it, or make the table a list", width(line));
+    wide.map(|(number, _, line)| document.finding(number, "width", advice(line))).collect()
+}
+
+/// The lines of a document with their numbers, and whether each is in a code block.
+pub(super) fn lines(text: &str) -> impl Iterator<Item = (usize, bool, &str)> {
+    let mut is_code = false;
+    text.lines().enumerate().map(move |(number, line)| {
+        let is_fence = line.trim_start().starts_with("```");
+        is_code ^= is_fence;
+        (number, is_code || is_fence, line)
+    })
 }
 
 fn notes(document: &Document, number: usize, line: &str) -> Option<Finding> {
@@ -87,18 +112,19 @@ fn links(root: &Path, document: &Document, number: usize, line: &str) -> Vec<Fin
     findings
 }
 
-/// Paths in backquotes that begin with a folder or file of the root.
+/// Paths in backquotes that begin with a folder or file of the root, and not with one that holds nothing of ours.
 fn named_files(root: &Path, document: &Document, number: usize, line: &str) -> Vec<Finding> {
     let mut findings = Vec::new();
     for name in line.split('`').skip(1).step_by(2) {
         let pattern = name.contains(|c: char| c.is_whitespace() || "*<>{}$:".contains(c));
         let first = name.split('/').next().unwrap_or_default();
-        if pattern || first.is_empty() || !name.contains('/') || !root.join(first).exists() {
+        let is_ours = !first.is_empty() && !SKIPPED.contains(&first) && root.join(first).exists();
+        if pattern || !is_ours || !name.contains('/') {
             continue;
         }
         if !root.join(name).exists() {
             let advice = format!("{name} does not exist: say where it went");
-            findings.push(document.finding(number, "architecture", advice));
+            findings.push(document.finding(number, "path", advice));
         }
     }
     findings
@@ -158,6 +184,17 @@ mod tests {
     }
 
     #[test]
+    fn wide_lines_of_documents_are_found_but_not_those_of_code_blocks() {
+        let (fits, wide) = ("é".repeat(WIDTH), "é".repeat(WIDTH + 1));
+        assert_eq!(
+            found("docs/a.md", &format!("{fits}\n{wide}\n| {fits} |\n")),
+            [(2, "width"), (3, "width")]
+        );
+        assert_eq!(found("docs/a.md", &format!("* a\n  ```\n{wide}\n  ```\n{wide}\n")), [(5, "width")]);
+        assert_eq!(found("a.sh", &format!("{wide}\n")), [], "rustfmt and reviews look at code");
+    }
+
+    #[test]
     fn links_to_nothing_are_found() {
         assert_eq!(found("docs/a.md", "[x](../Cargo.toml#top) [y](nowhere.md)\n"), [(1, "link")]);
         assert_eq!(found("docs/a.md", "[x](https://a.test/b) [y](#here) [z](mailto:a@b.test)\n"), []);
@@ -165,10 +202,11 @@ mod tests {
     }
 
     #[test]
-    fn files_that_the_architecture_names_must_exist() {
-        let text = "`xtask/src/main.rs` `xtask/src/gone.rs` `crates/*/src` `and/or` `Vec<u8>`\n";
-        assert_eq!(found(ARCHITECTURE, text), [(1, "architecture")]);
-        assert_eq!(found("docs/other.md", text), []);
+    fn files_that_a_document_names_must_exist() {
+        let text =
+            "`xtask/src/main.rs` `xtask/src/gone.rs` `crates/*/src` `and/or` `Vec<u8>` `target/debug/x`\n";
+        assert_eq!(found("docs/other.md", text), [(1, "path")]);
+        assert_eq!(found(CHANGELOG, text), []);
     }
 
     #[test]
