@@ -4,7 +4,7 @@
 use std::path::PathBuf;
 
 use rewake_amdgpu_uapi::topology::GfxVersion;
-use rewake_sdma_copy::{CopyPath, Memory};
+use rewake_sdma_copy::{CopyPath, StagingMemory};
 
 use super::Check;
 use rewake_streamer::units;
@@ -198,7 +198,7 @@ fn copies(gpus: &[Gpu]) -> Check {
                      no copy ring",
         );
     }
-    if any(|copies| matches!(copies.path, CopyPath::Rings { memory: Memory::Gtt, .. })) {
+    if any(|copies| matches!(copies.path, CopyPath::Rings { memory: StagingMemory::Gtt, .. })) {
         advice.push(
             "modprobe udmabuf, let this process open /dev/udmabuf, and leave its size_limit_mb at 64 or more",
         );

@@ -186,7 +186,7 @@ mod tests {
     use std::time::Duration;
 
     use nix::time::{ClockId, clock_gettime};
-    use rewake_criu_images::amdgpu::{KfdBuffer, Node, Properties};
+    use rewake_criu_images::amdgpu::{KfdBuffer, NodeImage, Properties};
 
     use super::*;
 
@@ -220,7 +220,7 @@ mod tests {
         let buffer = |(gpu_id, offset, size)| KfdBuffer { gpu_id, offset, size, ..KfdBuffer::default() };
         let gpu = |(gpu_id, drm_render_minor)| {
             let properties = Properties { gpu_id, drm_render_minor, ..Properties::default() };
-            Node { properties, links: Vec::new() }
+            NodeImage { properties, links: Vec::new() }
         };
         let nodes = [(0, 0), (1, 128), (2, 129)].map(gpu).to_vec();
         KfdImage { pid: OWN, nodes, buffers: buffers.map(buffer).collect(), ..KfdImage::default() }

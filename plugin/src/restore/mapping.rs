@@ -183,7 +183,7 @@ fn node_mapping(
 
 #[cfg(test)]
 mod tests {
-    use rewake_criu_images::amdgpu::Node;
+    use rewake_criu_images::amdgpu::NodeImage;
 
     use super::*;
 
@@ -191,8 +191,10 @@ mod tests {
     const DOORBELL: u32 = 8;
 
     fn image(names: [u32; 2], doorbells: &[(u32, u64)]) -> (u32, KfdImage) {
-        let node =
-            |gpu_id| Node { properties: Properties { gpu_id, ..Properties::default() }, links: Vec::new() };
+        let node = |gpu_id| NodeImage {
+            properties: Properties { gpu_id, ..Properties::default() },
+            links: Vec::new(),
+        };
         let buffer = |(gpu_id, machine): &(u32, u64)| KfdBuffer {
             gpu_id: *gpu_id,
             offset: 3 << 62 | machine << GPU_SHIFT,

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, ensure};
 use rewake_bo_contents::{
-    Candidates, DUPLICATES_FILE, DuplicateSets, EARLIER_DUPLICATES_FILE, PagesFile, folder,
+    Candidates, DUPLICATES_FILE, DuplicateSets, EARLIER_DUPLICATES_FILE, GpuPagesFile, folder,
 };
 use rewake_criu_images::ImageDir;
 use rewake_criu_images::amdgpu::{GpuFile, KfdImage};
@@ -91,18 +91,18 @@ pub fn find(images: &Path, begins: impl FnOnce(u64) -> Duration) -> anyhow::Resu
 /// A process's number in the image, and its image of KFD.
 type Computing = (u32, KfdImage);
 
-fn pages_files(images: &Path, folder: BorrowedFd<'_>) -> anyhow::Result<Vec<(Computing, Vec<PagesFile>)>> {
+fn pages_files(images: &Path, folder: BorrowedFd<'_>) -> anyhow::Result<Vec<(Computing, Vec<GpuPagesFile>)>> {
     let directory = ImageDir::open(images)?;
     let mut all = Vec::new();
     for file in image_files(images)? {
         let GpuFile::Kfd(id) = file else { continue };
         let Some(image) = directory.kfd(id)? else { continue };
         let gpus = image.nodes.iter().map(|node| node.properties.gpu_id).filter(|id| *id != 0);
-        let files = gpus.map(|gpu| match PagesFile::open(folder, id, &image, gpu, 0) {
+        let files = gpus.map(|gpu| match GpuPagesFile::open(folder, id, &image, gpu, 0) {
             Err(error) if error.is_missing() => Ok(None),
             file => file.map(Some),
         });
-        let files: Vec<Option<PagesFile>> = files.collect::<Result<_, _>>()?;
+        let files: Vec<Option<GpuPagesFile>> = files.collect::<Result<_, _>>()?;
         all.push(((id, image), files.into_iter().flatten().collect()));
     }
     Ok(all)

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use anyhow::{Context as _, bail, ensure};
 use rewake_amdgpu_uapi::Kfd;
 use rewake_amdgpu_uapi::topology::Topology;
-use rewake_bo_contents::{DUPLICATES_FILE, PagesFile, Process};
+use rewake_bo_contents::{DUPLICATES_FILE, GpuPagesFile, ProcessBuffers};
 use rewake_criu_images::ImageDir;
 use rewake_criu_images::amdgpu::{KfdImage, kfd_name};
 use rewake_image_io::io_budget::{BackgroundHold, IoBudget};
@@ -54,7 +54,7 @@ struct GpuProcess {
     gpus: Vec<(u32, u32)>,
     /// The process's own render node files, by the GPUs' names in the image.
     renders: Vec<(u32, OwnedFd)>,
-    files: Vec<PagesFile>,
+    files: Vec<GpuPagesFile>,
     /// The dmabufs of the buffers to load, by the image's number of the buffer.
     dmabufs: Vec<Option<OwnedFd>>,
     placeholders: Option<ReceivedPlaceholders>,
@@ -228,8 +228,8 @@ impl Handoff {
     }
 
     /// Returns the files and buffers of all processes.
-    pub(super) fn processes(&self) -> impl Iterator<Item = Process<'_>> {
-        self.processes.iter().map(|of| Process { files: &of.files, dmabufs: &of.dmabufs })
+    pub(super) fn processes(&self) -> impl Iterator<Item = ProcessBuffers<'_>> {
+        self.processes.iter().map(|of| ProcessBuffers { files: &of.files, dmabufs: &of.dmabufs })
     }
 
     /// Returns the working set that an earlier restore recorded, if any.
@@ -290,7 +290,7 @@ impl GpuProcess {
         let image = image.with_context(|| format!("{} is not in {FOLDER}", kfd_name(process.kfd)))?;
         let mut files = Vec::new();
         for gpu in &process.gpus {
-            files.push(PagesFile::open(folder.as_fd(), process.kfd, &image, gpu.gpu_id, gpu.minor)?);
+            files.push(GpuPagesFile::open(folder.as_fd(), process.kfd, &image, gpu.gpu_id, gpu.minor)?);
         }
         let dmabufs = (0..image.buffers.len()).map(|_| None).collect();
         let (count, wanted) = (with.len(), process.gpus.len() + 1);

@@ -38,7 +38,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
 use nix::sys::signal::{SigSet, SigmaskHow, Signal, sigprocmask};
-use rewake_bo_contents::{BackgroundLoad, LoadHandle, Process, Report};
+use rewake_bo_contents::{BackgroundLoad, LoadHandle, ProcessBuffers, Report};
 use rewake_criu_images::ImageDir;
 use rewake_image_io::io_budget::{BackgroundHold, IoBudget};
 use rewake_ioctl_filter::BlockList;
@@ -155,7 +155,7 @@ fn serve_handoff(
     drop(hold);
     let start = Instant::now();
     info!(processes = gates.len(), "loading memory of GPUs behind running processes");
-    let processes: Vec<Process<'_>> = handoff.processes().collect();
+    let processes: Vec<ProcessBuffers<'_>> = handoff.processes().collect();
     let count = gates.len();
     let working_set = if record { Vec::new() } else { handoff.recorded() };
     let loading = BackgroundLoad::new(&processes, Some(budget))

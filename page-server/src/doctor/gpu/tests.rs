@@ -8,12 +8,12 @@ fn gfx(major: u32, minor: u32, step: u32) -> GfxVersion {
     GfxVersion { major, minor, step }
 }
 
-fn by_rings(memory: Memory) -> CopyPath {
+fn by_rings(memory: StagingMemory) -> CopyPath {
     CopyPath::Rings { rings: 2, version: (4, 4), memory, reason: None }
 }
 
 fn best() -> Copies {
-    Copies { path: by_rings(Memory::Pages), has_event: true }
+    Copies { path: by_rings(StagingMemory::Pages), has_event: true }
 }
 
 fn gpu(gpu_id: u32, gfx: GfxVersion) -> Gpu {
@@ -130,7 +130,7 @@ fn gpus_whose_queues_cannot_be_restored_are_named_with_the_reason() {
 fn copies_on_a_slower_path_are_a_warning_with_what_is_missing() {
     let by_cpu = CopyPath::Cpu { reason: "no ring".into() };
     for (path, found, advised) in
-        [(by_cpu, "by the CPU (no ring)", "copy ring"), (by_rings(Memory::Gtt), "GTT", "udmabuf")]
+        [(by_cpu, "by the CPU (no ring)", "copy ring"), (by_rings(StagingMemory::Gtt), "GTT", "udmabuf")]
     {
         let check = odd(&with_copies(Ok(Copies { path, has_event: true })));
         assert_eq!((check.name, check.verdict), ("gpu copies", Verdict::Warning));

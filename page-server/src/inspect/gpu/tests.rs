@@ -6,8 +6,8 @@ use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 
 use rewake_criu_images::amdgpu::{
-    DmabufImage, KfdBuffer, KfdImage, Mapping, Node, Properties, RenderBuffer, RenderContents, RenderImage,
-    dmabuf_name, drm_pages_name, kfd_name, pages_name, render_name,
+    DmabufImage, KfdBuffer, KfdImage, Mapping, NodeImage, Properties, RenderBuffer, RenderContents,
+    RenderImage, dmabuf_name, drm_pages_name, kfd_name, pages_name, render_name,
 };
 use rewake_criu_images::{IMAGE_VERSION, Inventory, Task, TaskState, write};
 
@@ -21,9 +21,9 @@ const POINTERS: u64 = 0x7f00_0040_0000;
 const FIRST: u32 = 0x1234;
 const SECOND: u32 = 0xab;
 
-fn node(gpu_id: u32, device_id: u32, drm_render_minor: u32, vram_size: u64) -> Node {
+fn node(gpu_id: u32, device_id: u32, drm_render_minor: u32, vram_size: u64) -> NodeImage {
     let properties = Properties { gpu_id, device_id, drm_render_minor, vram_size, ..Properties::default() };
-    Node { properties, links: Vec::new() }
+    NodeImage { properties, links: Vec::new() }
 }
 
 fn buffer(address: u64, size: u64, alloc_flags: u32, gpu_id: u32) -> KfdBuffer {
@@ -92,7 +92,11 @@ fn image() -> KfdImage {
     KfdImage {
         pid: 77,
         gpus: 2,
-        nodes: vec![node(SECOND, 0x740c, 129, 64 << 30), node(FIRST, 0x740f, 128, 32 << 30), Node::default()],
+        nodes: vec![
+            node(SECOND, 0x740c, 129, 64 << 30),
+            node(FIRST, 0x740f, 128, 32 << 30),
+            NodeImage::default(),
+        ],
         objects: 6,
         shared_memory_size: 4 * MIB,
         shared_memory_magic: 0,

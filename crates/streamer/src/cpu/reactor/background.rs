@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use rewake_image_io::io_budget::PIECE;
 use rewake_image_io::{
-    Acquire, BLOCK, BlockRef, BufferSlice, Class, Done, ImageFile, LoadGuard, Request, read_now,
+    Acquire, BLOCK, BlockRef, BufferSlice, Class, Completion, ImageFile, LoadGuard, Request, read_now,
 };
 use rewake_pager::{BlockIx, Finish, PageIx};
 
@@ -255,7 +255,7 @@ impl Reactor {
     }
 
     /// Handles a finished read of a block.
-    pub(super) fn block_read(&mut self, done: Done<BufferSlice>) {
+    pub(super) fn block_read(&mut self, done: Completion<BufferSlice>) {
         let Ok(key) = usize::try_from(done.token) else { return };
         let Some(Load { claim, guard }) = self.loads.try_remove(key) else { return };
         match done.result {

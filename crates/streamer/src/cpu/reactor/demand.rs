@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
-use rewake_image_io::{Acquire, BLOCK, BufferSlice, Class, Done, ImageFile, Request, read_now};
+use rewake_image_io::{Acquire, BLOCK, BufferSlice, Class, Completion, ImageFile, Request, read_now};
 use rewake_pager::{Locate, PAGE_SIZE, Place};
 
 use super::Reactor;
@@ -128,7 +128,7 @@ impl Reactor {
     }
 
     /// Handles a finished demand read.
-    pub(super) fn page_read(&mut self, done: Done<BufferSlice>) {
+    pub(super) fn page_read(&mut self, done: Completion<BufferSlice>) {
         let Ok(key) = usize::try_from(done.token & !DEMAND_TOKEN) else { return };
         let Some(demand) = self.demands.try_remove(key) else { return };
         if let Err(error) = done.result {

@@ -17,7 +17,7 @@ use background::{Claim, Load, Step, Work};
 use demand::{DEMAND_TOKEN, Demand};
 use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
 use rewake_image_io::io_budget::Lane;
-use rewake_image_io::{BufferSlice, Done, Engine, PAGE};
+use rewake_image_io::{BufferSlice, Completion, Engine, PAGE};
 use rewake_pager::Run;
 use rewake_process::Notifier;
 use slab::Slab;
@@ -85,7 +85,7 @@ pub(super) struct Reactor {
     unended: bool,
     /// Whether events of some address space wait for room.
     crowded: bool,
-    done: Vec<Done<BufferSlice>>,
+    done: Vec<Completion<BufferSlice>>,
 }
 
 pub(super) fn run(index: usize, shared: Arc<Shared>) {

@@ -7,7 +7,7 @@ use std::thread;
 use std::time::Duration;
 
 use anyhow::anyhow;
-use rewake_bo_contents::{BackgroundLoad, Process};
+use rewake_bo_contents::{BackgroundLoad, ProcessBuffers};
 
 use super::super::event::event_queue;
 use super::super::process_state::BUFFERS_PER_STOP;
@@ -63,7 +63,7 @@ fn with_coordinator<'env, T>(
     timeline: &'env Timeline,
     act: impl for<'scope> FnOnce(Coordinator<'scope, 'env>, EventSender<'env>) -> T,
 ) -> T {
-    let loaded = [const { Process { files: &[], dmabufs: &[] } }];
+    let loaded = [const { ProcessBuffers { files: &[], dmabufs: &[] } }];
     let handle = BackgroundLoad::new(&loaded, None).unwrap().handle();
     let (sender, events) = event_queue().unwrap();
     let queue = (sender.clone(), events);
