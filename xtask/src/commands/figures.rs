@@ -16,6 +16,9 @@ const PRODUCT: [&str; 3] = ["crates", "plugin", "page-server"];
 /// Folders and files inside them that are no product.
 const OTHERS: [&str; 5] = ["tests", "generated", "generated.rs", "tests.rs", "examples"];
 
+/// Names that several types may have, with the reason.
+const CONVENTIONS: [(&str, &str); 1] = [("Error", "the error of a library crate, as in the standard library")];
+
 /// A product file without its tests.
 struct Source {
     /// Relative to the root.
@@ -34,7 +37,11 @@ pub(crate) fn run() -> anyhow::Result<()> {
     let sources = sources(root)?;
     let lines: usize = sources.iter().map(|source| source.text.lines().count()).sum();
     println!("{lines} product lines of Rust in {} files", sources.len());
-    let names = names(&sources);
+    let mut names = names(&sources);
+    for (name, reason) in CONVENTIONS {
+        let places = names.remove(name).unwrap_or_default();
+        println!("{} types are named {name}: {reason}", places.len());
+    }
     println!("{} type names that several types have", names.len());
     for (name, places) in names {
         println!("  {name}: {}", places.join(", "));

@@ -11,7 +11,7 @@ use rewake_image_io::io_budget::IoBudget;
 use rewake_process::Notifier;
 
 use super::reactor::run;
-use super::shared::{Handle, MAX_REACTORS, Shared, Task};
+use super::shared::{Handle, MAX_REACTORS, ReactorRequest, Shared};
 use crate::ledger::Ledger;
 
 /// Returns the number of reactors: one for each processor, [`MAX_REACTORS`] at most.
@@ -22,13 +22,13 @@ pub fn reactors() -> usize {
 
 /// The reactor threads of a worker.
 #[derive(Debug)]
-pub struct Pool {
+pub struct ReactorPool {
     shared: Arc<Shared>,
     next_home: AtomicUsize,
     _threads: Vec<JoinHandle<()>>,
 }
 
-impl Pool {
+impl ReactorPool {
     /// Starts the reactor threads: [`reactors`] of them.
     ///
     /// # Errors
@@ -69,8 +69,8 @@ impl Pool {
     }
 
     /// Hands a task to the reactor of its address space.
-    pub fn submit(&self, task: Task) {
-        let Task::Adopt { space, .. } = &task;
+    pub fn submit(&self, task: ReactorRequest) {
+        let ReactorRequest::Adopt { space, .. } = &task;
         let Some(handle) = self.shared.handles.get(space.home) else { return };
         handle.inbox.lock().unwrap_or_else(PoisonError::into_inner).push(task);
         handle.waker.wake();

@@ -20,10 +20,10 @@ use tracing::{info, warn};
 
 use super::blocked_calls::BlockedCalls;
 use super::gate::Gate;
-use super::placeholder_range::Buffer;
+use super::placeholder_range::PlaceholderBuffer;
 use super::placeholders::{Placeholders, ReceivedPlaceholders};
 use super::queue_monitor::QueueMonitor;
-use super::working_set::{self, Access, NAME};
+use super::working_set::{self, BufferId, NAME};
 use crate::gpu::duplicates_file;
 use crate::ledger::Ledger;
 
@@ -235,9 +235,9 @@ impl Handoff {
     /// Returns the working set that an earlier restore recorded, if any.
     pub(super) fn recorded(&self) -> Vec<(usize, usize)> {
         let Some(images) = &self.images else { return Vec::new() };
-        let place = |of: &Access| self.place(of.kfd);
+        let place = |of: &BufferId| self.place(of.kfd);
         let is_there =
-            |of: Access| place(&of).is_some_and(|place| of.buffer < self.processes[place].dmabufs.len());
+            |of: BufferId| place(&of).is_some_and(|place| of.buffer < self.processes[place].dmabufs.len());
         let recorded = working_set::read(images, is_there).unwrap_or_else(|error| {
             warn!("{NAME} is not used: {error:#}: remove it, or restore with --record for a new one");
             Vec::new()
@@ -261,8 +261,9 @@ impl Handoff {
 
     /// Records the working set for later restores. A failure is logged only: this restore has succeeded.
     pub(super) fn record(&self, touched: &[(usize, usize)]) {
-        let touched =
-            touched.iter().map(|(place, buffer)| Access { kfd: self.processes[*place].id, buffer: *buffer });
+        let touched = touched
+            .iter()
+            .map(|(place, buffer)| BufferId { kfd: self.processes[*place].id, buffer: *buffer });
         let Some(images) = &self.images else { return };
         match working_set::write(images, touched.collect()) {
             Ok(count) => info!("{NAME}: recorded {count} buffers that CPUs touched"),
@@ -324,12 +325,12 @@ impl GpuProcess {
     }
 
     /// Returns the buffers that have placeholders.
-    fn mapped(&self, handed: &ReceivedPlaceholders) -> anyhow::Result<Vec<Buffer<'_>>> {
+    fn mapped(&self, handed: &ReceivedPlaceholders) -> anyhow::Result<Vec<PlaceholderBuffer<'_>>> {
         let of = |number: usize| {
             let buffer = self.image.buffers.get(number)?;
             let gpu = self.gpus.iter().find(|(name, _)| *name == buffer.gpu_id)?;
             let dmabuf = self.dmabufs[number].as_ref()?.as_fd();
-            Some(Buffer { number, gpu: *gpu, dmabuf, bytes: buffer.size })
+            Some(PlaceholderBuffer { number, gpu: *gpu, dmabuf, bytes: buffer.size })
         };
         let known = |number| {
             of(number).with_context(|| format!("a placeholder came for buffer {number}, which did not"))

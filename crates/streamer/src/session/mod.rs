@@ -19,7 +19,7 @@ use tokio::sync::Notify;
 use tracing::error;
 
 use crate::cpu::stats::{Stats, TaskStats, add};
-use crate::ledger::fd_store::{Entry, FdStore, Kind};
+use crate::ledger::fd_store::{EntryKind, FdStore, StoreEntry};
 use crate::ledger::{Ledger, NO_FD, SpaceSlot};
 
 /// The restore that this worker serves.
@@ -93,9 +93,10 @@ impl Session {
     /// userfaultfds are open, and no process reads their events.
     pub fn forget_retired(&self, ledger: Ledger) {
         let Some(store) = self.store() else { return };
-        let is_current = |entry: Entry| {
+        let is_current = |entry: StoreEntry| {
             let slot = ledger.spaces().get(entry.index as usize);
-            entry.kind != Kind::Space || slot.is_some_and(|slot| !slot.is_free() && slot.entry() == entry)
+            entry.kind != EntryKind::Space
+                || slot.is_some_and(|slot| !slot.is_free() && slot.entry() == entry)
         };
         if let Err(error) = store.retain(is_current) {
             self.fail(&format!("taking userfaultfds of loaded memory out of the fd store: {error}"));
@@ -203,8 +204,8 @@ mod tests {
         retired.retire();
         session.forget_retired(ledger);
         let held = peek_all(session.store().unwrap().descriptor()).unwrap();
-        let held: Vec<Entry> =
-            held.into_iter().map(|(entry, _)| entry).filter(|of| of.kind == Kind::Space).collect();
+        let held: Vec<StoreEntry> =
+            held.into_iter().map(|(entry, _)| entry).filter(|of| of.kind == EntryKind::Space).collect();
         assert_eq!(held, [forked.entry()]);
     }
 }

@@ -11,8 +11,8 @@ use rewake_criu_images::amdgpu::{
 };
 use rewake_criu_images::{IMAGE_VERSION, Inventory, Task, TaskState, write};
 
-use super::super::{Report, Verdict, collect, text};
-use super::{Kind, KindReport};
+use super::super::{InspectReport, Verdict, collect, text};
+use super::{BufferKind, KindReport};
 
 const MIB: u64 = 1 << 20;
 /// The address of the buffer with the queues' pointers.
@@ -172,7 +172,7 @@ fn dir(root: &tempfile::TempDir) -> PathBuf {
     root.path().join("img")
 }
 
-fn read(root: &tempfile::TempDir) -> Report {
+fn read(root: &tempfile::TempDir) -> InspectReport {
     collect::collect(&dir(root)).unwrap()
 }
 
@@ -182,7 +182,7 @@ fn compare(root: &tempfile::TempDir, shown: &str, expected: &str) {
 }
 
 /// Changes one thing in the image. Returns the damage, which must be one line, and the report.
-fn damaged(change: impl FnOnce(&Path)) -> (String, Report) {
+fn damaged(change: impl FnOnce(&Path)) -> (String, InspectReport) {
     let root = gpu_image();
     change(&dir(&root));
     let report = read(&root);
@@ -220,11 +220,11 @@ fn json_has_the_documented_shape() {
 #[test]
 fn kinds_are_the_driver_s_flags() {
     assert_eq!(
-        [1, 2, 4, 8, 16].map(Kind::of),
-        [Kind::Vram, Kind::Gtt, Kind::Userptr, Kind::Doorbell, Kind::Mmio]
+        [1, 2, 4, 8, 16].map(BufferKind::of),
+        [BufferKind::Vram, BufferKind::Gtt, BufferKind::Userptr, BufferKind::Doorbell, BufferKind::Mmio]
     );
-    assert_eq!(Kind::of(0xd000_0001), Kind::Vram);
-    assert_eq!([0, 0x8000_0000].map(Kind::of), [Kind::Other; 2]);
+    assert_eq!(BufferKind::of(0xd000_0001), BufferKind::Vram);
+    assert_eq!([0, 0x8000_0000].map(BufferKind::of), [BufferKind::Other; 2]);
 }
 
 #[test]
@@ -247,7 +247,7 @@ fn pages_files_that_differ_from_the_image_are_damage() {
     let kinds = &report.gpu.processes[0].kinds;
     assert_eq!(
         kinds[0],
-        KindReport { kind: Kind::Vram, buffers: 1, bytes: 4 * MIB - 4096, zero_bytes: None }
+        KindReport { kind: BufferKind::Vram, buffers: 1, bytes: 4 * MIB - 4096, zero_bytes: None }
     );
 }
 
@@ -279,7 +279,7 @@ fn each_other_damaged_file_is_one_line() {
 
 #[test]
 fn pending_work_of_queues_is_shown_if_their_pointers_are_in_the_image() {
-    let pending = |report: &Report| {
+    let pending = |report: &InspectReport| {
         let queues = &report.gpu.processes[0].kernel.as_ref().unwrap().queues;
         queues.iter().map(|queue| queue.pending_bytes).collect::<Vec<_>>()
     };
@@ -302,6 +302,6 @@ fn sums_of_a_hostile_image_stay_in_range() {
     }));
     assert!(said.contains("checkpoint data of 0 bytes"), "{said}");
     let doorbells = &report.gpu.processes[0].kinds[3];
-    assert_eq!((doorbells.kind, doorbells.buffers, doorbells.bytes), (Kind::Doorbell, 2, u64::MAX));
+    assert_eq!((doorbells.kind, doorbells.buffers, doorbells.bytes), (BufferKind::Doorbell, 2, u64::MAX));
     text::write(&report, false, &mut Vec::new()).unwrap();
 }

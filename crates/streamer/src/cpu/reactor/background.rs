@@ -18,17 +18,17 @@ const BATCH: usize = PIECE / BLOCK;
 const READ_AHEAD: usize = 3 * BATCH;
 /// How much a reactor loads before it serves page faults again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Step {
+pub(super) enum StepSize {
     /// No thread of the address space faults: about 12 µs. Larger steps fill no faster.
     Full,
-    /// Threads of the address space fault in quick succession: half of [`Step::Full`].
+    /// Threads of the address space fault in quick succession: half of [`StepSize::Full`].
     Half,
     /// They do, and this reactor leaves its processor to them: it fills a page or two, then yields. It does
     /// not sleep: an idle processor takes longer to wake than a page takes to copy.
     Brief,
 }
 
-impl Step {
+impl StepSize {
     fn pages(self) -> u64 {
         match self {
             Self::Full => 8,
@@ -56,7 +56,7 @@ pub(super) struct Claim {
 
 /// A block whose read from the disk is in flight.
 #[derive(Debug)]
-pub(super) struct Load {
+pub(super) struct BlockRead {
     claim: Claim,
     guard: LoadGuard,
 }
@@ -66,11 +66,11 @@ pub(super) struct Load {
 pub(super) struct Work {
     claim: Claim,
     next: PageIx,
-    bytes: Bytes,
+    bytes: BlockBytes,
 }
 
 #[derive(Debug)]
-enum Bytes {
+enum BlockBytes {
     Loaded(BlockRef),
     /// In the page cache. The reactor has read `filled` bytes of it into the buffer so far.
     Warm {
@@ -96,12 +96,12 @@ impl Reactor {
         }
         let step = self.step(&work.claim.space);
         match work.bytes {
-            Bytes::Warm { guard, buffer, filled } => {
+            BlockBytes::Warm { guard, buffer, filled } => {
                 self.read_warm(work.claim, work.next, guard, buffer, filled, step);
             }
-            Bytes::Loaded(block) => self.fill_piece(work.claim, work.next, block, step),
+            BlockBytes::Loaded(block) => self.fill_piece(work.claim, work.next, block, step),
         }
-        if step == Step::Brief {
+        if step == StepSize::Brief {
             std::thread::yield_now();
         }
         true
@@ -183,7 +183,7 @@ impl Reactor {
         let claim = Claim { space: Arc::clone(space), block };
         match self.shared.cache.acquire(&file, index, &self.waker) {
             Acquire::Hit(block) => {
-                self.ready.push_front(Work { claim, next: first, bytes: Bytes::Loaded(block) });
+                self.ready.push_front(Work { claim, next: first, bytes: BlockBytes::Loaded(block) });
             }
             Acquire::Load(mut guard) => {
                 let Some(buffer) = guard.take_slice() else { unreachable!("a fresh guard has its buffer") };
@@ -207,7 +207,7 @@ impl Reactor {
         };
         match self.shared.cache.acquire(&file, index, &self.waker) {
             Acquire::Hit(block) => {
-                self.ready.push_back(Work { claim, next: first, bytes: Bytes::Loaded(block) });
+                self.ready.push_back(Work { claim, next: first, bytes: BlockBytes::Loaded(block) });
             }
             Acquire::Load(guard) => self.load(claim, &file, first, guard),
             Acquire::Pending => self.waiting.push(claim),
@@ -224,7 +224,7 @@ impl Reactor {
         let offset = guard.offset();
         self.cold = !file.is_cached(offset, buffer.len());
         if !self.cold {
-            let bytes = Bytes::Warm { guard, buffer, filled: 0 };
+            let bytes = BlockBytes::Warm { guard, buffer, filled: 0 };
             self.ready.push_back(Work { claim, next: first, bytes });
             return;
         }
@@ -244,7 +244,7 @@ impl Reactor {
         let entry = self.loads.vacant_entry();
         match self.engine.submit(Request::fill(entry.key() as u64, file, guard.offset(), buffer, class)) {
             Ok(_) => {
-                entry.insert(Load { claim, guard });
+                entry.insert(BlockRead { claim, guard });
                 true
             }
             Err(_no_room) => {
@@ -257,7 +257,7 @@ impl Reactor {
     /// Handles a finished read of a block.
     pub(super) fn block_read(&mut self, done: Completion<BufferSlice>) {
         let Ok(key) = usize::try_from(done.token) else { return };
-        let Some(Load { claim, guard }) = self.loads.try_remove(key) else { return };
+        let Some(BlockRead { claim, guard }) = self.loads.try_remove(key) else { return };
         match done.result {
             Ok(()) => {
                 self.enqueue(claim, guard, done.memory, done.class == Class::Demand);
@@ -273,7 +273,7 @@ impl Reactor {
 
     fn enqueue(&mut self, claim: Claim, guard: LoadGuard, buffer: BufferSlice, on_demand: bool) {
         let first = claim.space.layout().plan().block(claim.block).first;
-        let work = Work { claim, next: first, bytes: Bytes::Loaded(guard.publish(buffer)) };
+        let work = Work { claim, next: first, bytes: BlockBytes::Loaded(guard.publish(buffer)) };
         // The program is likely to access the neighbours of this page next.
         if on_demand { self.ready.push_front(work) } else { self.ready.push_back(work) }
     }
@@ -285,7 +285,7 @@ impl Reactor {
         guard: LoadGuard,
         mut buffer: BufferSlice,
         filled: usize,
-        step: Step,
+        step: StepSize,
     ) {
         let end = buffer.len().min(filled + step.bytes());
         let file = {
@@ -301,21 +301,21 @@ impl Reactor {
         if end == buffer.len() {
             self.enqueue(claim, guard, buffer, false);
         } else {
-            let bytes = Bytes::Warm { guard, buffer, filled: end };
+            let bytes = BlockBytes::Warm { guard, buffer, filled: end };
             self.ready.push_front(Work { claim, next, bytes });
         }
     }
 
-    fn fill_piece(&mut self, claim: Claim, from: PageIx, block: BlockRef, step: Step) {
+    fn fill_piece(&mut self, claim: Claim, from: PageIx, block: BlockRef, step: StepSize) {
         let (filled, next) = claim.space.fill_piece(claim.block, from, step.pages(), &block, &mut self.runs);
         match (filled, next) {
             (Filled::All, Some(next)) => {
-                self.ready.push_front(Work { claim, next, bytes: Bytes::Loaded(block) });
+                self.ready.push_front(Work { claim, next, bytes: BlockBytes::Loaded(block) });
             }
             (Filled::All, None) => self.finish(&claim, block),
             (Filled::Later(next), _) => {
                 self.stalled = true;
-                self.ready.push_back(Work { claim, next, bytes: Bytes::Loaded(block) });
+                self.ready.push_back(Work { claim, next, bytes: BlockBytes::Loaded(block) });
             }
             (Filled::Gone, _) => self.gone(&claim.space),
             (Filled::Failed(errno), _) => self.refused(&claim.space, errno),

@@ -13,7 +13,7 @@ use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
-use background::{Claim, Load, Step, Work};
+use background::{BlockRead, Claim, StepSize, Work};
 use demand::{DEMAND_TOKEN, Demand};
 use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
 use rewake_image_io::io_budget::Lane;
@@ -24,7 +24,7 @@ use slab::Slab;
 use tracing::{debug, error, info, warn};
 
 use super::events::{EventBatch, UffdReader, wants_room};
-use super::shared::{Shared, Task};
+use super::shared::{ReactorRequest, Shared};
 use super::space::AddressSpace;
 use crate::ledger::NO_FD;
 use crate::session::Session;
@@ -66,7 +66,7 @@ pub(super) struct Reactor {
     deferred: Vec<Demand>,
     /// Page faults whose block some reactor is reading.
     blocked: Vec<Demand>,
-    loads: Slab<Load>,
+    loads: Slab<BlockRead>,
     waiting: Vec<Claim>,
     ready: std::collections::VecDeque<Work>,
     runs: Vec<Run>,
@@ -178,12 +178,12 @@ impl Reactor {
     /// Returns how long the next step may be. The reactor after the home leaves its processor to faulting
     /// threads. If every processor filled memory, a thread would wait longer for a processor than for its
     /// page.
-    fn step(&self, space: &AddressSpace) -> Step {
+    fn step(&self, space: &AddressSpace) -> StepSize {
         let count = self.shared.handles.len();
         match space.is_faulting() {
-            false => Step::Full,
-            true if count > 1 && (space.home + 1) % count == self.index => Step::Brief,
-            true => Step::Half,
+            false => StepSize::Full,
+            true if count > 1 && (space.home + 1) % count == self.index => StepSize::Brief,
+            true => StepSize::Half,
         }
     }
 
@@ -242,7 +242,7 @@ impl Reactor {
         let Some(handle) = self.shared.handles.get(self.index) else { return };
         let tasks = std::mem::take(&mut *handle.inbox.lock().unwrap_or_else(PoisonError::into_inner));
         let attention = handle.attention.swap(false, Ordering::AcqRel);
-        for Task::Adopt { space, journal, inherited } in tasks {
+        for ReactorRequest::Adopt { space, journal, inherited } in tasks {
             let mut home = UffdReader::new(space, journal);
             if let Some(known) = inherited {
                 self.inherit(&mut home, &known);
