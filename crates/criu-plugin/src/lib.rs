@@ -48,7 +48,7 @@ mod plugin;
 mod runtime;
 
 pub use abi::{Descriptor, HOOKS, Registered};
-pub use answer::{Answer, DeviceMapping, Refusal, Restored};
+pub use answer::{Answer, MapSource, Refusal, Restored};
 pub use host::{Host, HostError};
 pub use plugin::{Plugin, Stage};
 pub use runtime::PluginSlot;

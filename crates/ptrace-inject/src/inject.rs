@@ -15,7 +15,7 @@ use std::time::Duration;
 
 use crate::abi::{self, Registers, StopReason, Tid, TraceeState};
 use crate::error::Error;
-use crate::maps::{self, ProcessMapping};
+use crate::maps::{self, MapsEntry};
 use crate::stop::{Owner, Stopped, interrupt_again};
 use crate::wait::Wait;
 use crate::{entry, proc, rseq};
@@ -148,7 +148,7 @@ impl Stopped<'_> {
     }
 
     /// Finds the means to inject calls in mappings that were read before: there may be many.
-    pub(crate) fn find_call_setup(&mut self, mappings: &[ProcessMapping]) -> Result<(), Error> {
+    pub(crate) fn find_call_setup(&mut self, mappings: &[MapsEntry]) -> Result<(), Error> {
         let tid = self.calling_thread()?;
         if self.call_setup.as_ref().is_none_or(|call_setup| call_setup.tid != tid) {
             self.call_setup = Some(self.call_setup_of(tid, mappings)?);
@@ -156,7 +156,7 @@ impl Stopped<'_> {
         Ok(())
     }
 
-    fn call_setup_of(&self, tid: Tid, mappings: &[ProcessMapping]) -> Result<CallSetup, Error> {
+    fn call_setup_of(&self, tid: Tid, mappings: &[MapsEntry]) -> Result<CallSetup, Error> {
         let pid = self.pid;
         // The first thread's file is empty if it has ended and others live.
         let path = format!("/proc/{tid}/mem");

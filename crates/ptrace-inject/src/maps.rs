@@ -8,7 +8,7 @@ use crate::error::Error;
 
 /// A mapping. Addresses and offsets are in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct ProcessMapping {
+pub(crate) struct MapsEntry {
     pub(crate) start: u64,
     pub(crate) end: u64,
     /// The current `PROT_*`.
@@ -29,14 +29,14 @@ pub(crate) type FileId = (u64, u64);
 pub(crate) const NO_FILE: FileId = (0, 0);
 
 /// Returns all mappings, by address.
-pub(crate) fn read(pid: Tid) -> Result<Vec<ProcessMapping>, Error> {
+pub(crate) fn read(pid: Tid) -> Result<Vec<MapsEntry>, Error> {
     let path = format!("/proc/{pid}/maps");
     let text = fs::read(&path).map_err(Error::read(&path))?;
     // File names may have any bytes. All else is ASCII.
     Ok(String::from_utf8_lossy(&text).lines().filter_map(parse).collect())
 }
 
-fn parse(line: &str) -> Option<ProcessMapping> {
+fn parse(line: &str) -> Option<MapsEntry> {
     let mut fields = line.splitn(6, ' ');
     let (start, end) = fields.next()?.split_once('-')?;
     let flags = fields.next()?;
@@ -47,7 +47,7 @@ fn parse(line: &str) -> Option<ProcessMapping> {
     let inode = fields.next()?.parse().ok()?;
     let protection = [('r', libc::PROT_READ), ('w', libc::PROT_WRITE), ('x', libc::PROT_EXEC)];
     let protection = protection.iter().filter(|(letter, _)| flags.contains(*letter));
-    Some(ProcessMapping {
+    Some(MapsEntry {
         start: hex(start)?,
         end: hex(end)?,
         protection: protection.fold(0, |all, (_, bit)| all | bit),

@@ -24,7 +24,7 @@ use std::os::fd::OwnedFd;
 use std::path::Path;
 
 use rewake_criu_images::rewake::FreedMapping;
-use rewake_criu_plugin::{Answer, DeviceMapping, Host, Refusal, Restored};
+use rewake_criu_plugin::{Answer, Host, MapSource, Refusal, Restored};
 
 use crate::buffers::Buffers;
 use crate::device::{CLASS, Devices};
@@ -184,7 +184,7 @@ impl Restore {
         path: &str,
         address: u64,
         offset: u64,
-    ) -> Answer<DeviceMapping> {
+    ) -> Answer<MapSource> {
         mapping::replace(self, host, path, address, offset)
     }
 

@@ -17,7 +17,8 @@ const PRODUCT: [&str; 3] = ["crates", "plugin", "page-server"];
 const OTHERS: [&str; 5] = ["tests", "generated", "generated.rs", "tests.rs", "examples"];
 
 /// Names that several types may have, with the reason.
-const CONVENTIONS: [(&str, &str); 1] = [("Error", "the error of a library crate, as in the standard library")];
+const CONVENTIONS: [(&str, &str); 1] =
+    [("Error", "the error of a library crate, as in the standard library")];
 
 /// A product file without its tests.
 struct Source {

@@ -15,7 +15,7 @@ use crate::ledger::{Journal, Ledger};
 /// The most reactors. Memory bandwidth bounds the filling: more threads would only compete for it.
 pub(super) const MAX_REACTORS: usize = 8;
 
-/// A task that another thread gives to a reactor.
+/// A request of another thread to a reactor.
 #[derive(Debug)]
 pub enum ReactorRequest {
     /// Become the home reactor of an address space.
