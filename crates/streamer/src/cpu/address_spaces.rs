@@ -46,7 +46,7 @@ pub fn is_known(ledger: Ledger, number: i32) -> bool {
     ledger.live_spaces().any(|(_, slot)| slot.uffd.load(Ordering::Acquire) == number)
 }
 
-/// Enters a new address space in the ledger and returns the task for its reactor.
+/// Enters a new address space in the ledger and returns the request to its reactor.
 ///
 /// # Errors
 /// Fails without a free slot, or when the kernel refuses descriptors. The userfaultfd is then still open and
@@ -142,7 +142,7 @@ fn abandon(ledger: Ledger, number: RawFd) {
     slot.publish();
 }
 
-/// Returns the tasks for all address spaces that a dead worker served.
+/// Returns the requests for all address spaces that a dead worker served.
 ///
 /// Where one cannot be taken over, this fails the session and kills the process.
 pub fn inherit(
@@ -156,7 +156,7 @@ pub fn inherit(
     let known = Arc::new(known);
     let take_over =
         |(_, slot): (usize, &'static SpaceSlot)| match inherit_one(slot, image, session, pool, &known) {
-            Ok(task) => Some(task),
+            Ok(request) => Some(request),
             Err(error) => {
                 session.fail(&format!("{:#}", error.context("taking over from a dead worker")));
                 kill_and_abandon(slot);

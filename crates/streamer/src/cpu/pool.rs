@@ -68,11 +68,11 @@ impl ReactorPool {
         self.next_home.fetch_add(1, Ordering::Relaxed) % self.shared.handles.len()
     }
 
-    /// Hands a task to the reactor of its address space.
-    pub fn submit(&self, task: ReactorRequest) {
-        let ReactorRequest::Adopt { space, .. } = &task;
+    /// Hands a request to the reactor of its address space.
+    pub fn submit(&self, request: ReactorRequest) {
+        let ReactorRequest::Adopt { space, .. } = &request;
         let Some(handle) = self.shared.handles.get(space.home) else { return };
-        handle.inbox.lock().unwrap_or_else(PoisonError::into_inner).push(task);
+        handle.inbox.lock().unwrap_or_else(PoisonError::into_inner).push(request);
         handle.waker.wake();
     }
 

@@ -181,7 +181,7 @@ impl<'scope, 'env> Coordinator<'scope, 'env> {
                 self.processes[process].buffer_is_resident(number);
             }
             CoordinatorEvent::Resident(LoadEvent::Process { process }) => {
-                self.processes[process].all_is_resident()
+                self.processes[process].all_is_resident();
             }
             CoordinatorEvent::Loaded => self.processes.iter_mut().for_each(ProcessState::all_is_resident),
             CoordinatorEvent::LoadFailed => self.has_load_failed = true,

@@ -153,8 +153,8 @@ impl Worker {
         // Before a reactor can close a descriptor and free its number.
         let arrived =
             slot.inbox.descriptor().is_some_and(|number| address_spaces::is_known(self.ledger, number));
-        for task in address_spaces::inherit(self.ledger, &image, &session, &self.pool) {
-            self.pool.submit(task);
+        for request in address_spaces::inherit(self.ledger, &image, &session, &self.pool) {
+            self.pool.submit(request);
         }
         let note = self.publish(&session);
         info!("taken over in state {:?}", slot.state());
@@ -347,7 +347,7 @@ impl Worker {
                 address_spaces::Arrival { image_pid, host_pid, uffd: number, home: self.pool.choose_home() };
             let plan = self.plan(open, image_pid);
             match plan.and_then(|plan| address_spaces::open(self.ledger, plan, &open.session, &arrived)) {
-                Ok(task) => self.pool.submit(task),
+                Ok(request) => self.pool.submit(request),
                 Err(error) => {
                     self.reject_task(open.slot);
                     return Err(error);

@@ -240,9 +240,9 @@ impl Reactor {
         self.waker.drain();
         self.retry_blocked();
         let Some(handle) = self.shared.handles.get(self.index) else { return };
-        let tasks = std::mem::take(&mut *handle.inbox.lock().unwrap_or_else(PoisonError::into_inner));
+        let requests = std::mem::take(&mut *handle.inbox.lock().unwrap_or_else(PoisonError::into_inner));
         let attention = handle.attention.swap(false, Ordering::AcqRel);
-        for ReactorRequest::Adopt { space, journal, inherited } in tasks {
+        for ReactorRequest::Adopt { space, journal, inherited } in requests {
             let mut home = UffdReader::new(space, journal);
             if let Some(known) = inherited {
                 self.inherit(&mut home, &known);
