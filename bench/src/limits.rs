@@ -16,7 +16,9 @@ use anyhow::{Context as _, ensure};
 use gpu_app::gpu::Gpus;
 use rewake_amdgpu_uapi::Buffer;
 use rewake_amdgpu_uapi::render::Render;
-use rewake_sdma_copy::{Bo, CopyEngine, Memory, Place, Shape, Slot, Staging, Ticket, Transfer};
+use rewake_sdma_copy::{
+    Bo, CopyEngine, Shape, Slot, Staging, StagingMemory, StagingOffset, Ticket, Transfer,
+};
 
 use crate::report::number;
 
@@ -143,7 +145,10 @@ impl Bench {
         let renders = renders?;
         let shape = Shape { slots: u32::try_from(count)?, slot_bytes: WHOLE };
         let staging = Staging::new(shape, &renders.iter().collect::<Vec<_>>())?;
-        ensure!(staging.memory() == Memory::Pages, "files cannot be read into the staging memory here");
+        ensure!(
+            staging.memory() == StagingMemory::Pages,
+            "files cannot be read into the staging memory here"
+        );
         let bytes = ((mib << 20) / count as u64).next_multiple_of(PIECE);
         let mut gpus = Vec::new();
         for (gpu, render) in renders.into_iter().enumerate() {
@@ -183,7 +188,7 @@ impl Bench {
     }
 
     /// All GPUs at once, some copies in flight on each.
-    fn copy_all(&mut self, transfer: fn(Bo, u64, Place, u64) -> Transfer) -> anyhow::Result<()> {
+    fn copy_all(&mut self, transfer: fn(Bo, u64, StagingOffset, u64) -> Transfer) -> anyhow::Result<()> {
         let deadline = || Instant::now() + PATIENCE;
         for (turn, (at, bytes)) in parts(self.bytes, PIECE).enumerate() {
             for (gpu, slot) in self.gpus.iter_mut().zip(self.staging.slots()) {
@@ -192,7 +197,7 @@ impl Bench {
                 {
                     gpu.engine.wait(ticket, deadline())?;
                 }
-                let place = Place { slot, at: (turn % DEPTH) as u64 * PIECE };
+                let place = StagingOffset { slot, at: (turn % DEPTH) as u64 * PIECE };
                 gpu.flying.push_back(gpu.engine.submit(&[transfer(gpu.bo, at, place, bytes)])?);
             }
         }
@@ -225,8 +230,8 @@ impl Bench {
     }
 
     /// One copy between a GPU's buffer and its slot, to its end.
-    fn copy(&mut self, gpu: usize, transfer: impl Fn(Bo, Place) -> Transfer) -> anyhow::Result<()> {
-        let place = Place { slot: self.slot(gpu), at: 0 };
+    fn copy(&mut self, gpu: usize, transfer: impl Fn(Bo, StagingOffset) -> Transfer) -> anyhow::Result<()> {
+        let place = StagingOffset { slot: self.slot(gpu), at: 0 };
         let Gpu { engine, bo, .. } = &mut self.gpus[gpu];
         let ticket = engine.submit(&[transfer(*bo, place)])?;
         Ok(engine.wait(ticket, Instant::now() + PATIENCE)?)
@@ -260,7 +265,7 @@ fn parts(bytes: u64, each: u64) -> impl Iterator<Item = (u64, u64)> {
 /// The start of a slot that no engine works on.
 fn memory(staging: &mut Staging, slot: Slot, bytes: u64) -> &mut [u8] {
     let bytes = usize::try_from(bytes).unwrap_or(0);
-    let start = staging.pointer(Place { slot, at: 0 }, bytes);
+    let start = staging.pointer(StagingOffset { slot, at: 0 }, bytes);
     // SAFETY: the slot's memory, which was checked to be so long, mapped as long as the staging is borrowed here. Copies are
     // waited for before this is called, so that nothing else writes or reads there.
     unsafe { std::slice::from_raw_parts_mut(start.as_ptr(), bytes) }

@@ -19,35 +19,35 @@ pub struct Cli {
 #[derive(Debug, Subcommand)]
 pub enum Command {
     /// Serves one restore, in the place of `criu lazy-pages` and with its options
-    LazyPages(LazyPages),
+    LazyPages(LazyPagesArgs),
     /// Runs the node agent, which starts a streamer for each restore
-    Serve(Serve),
+    Serve(ServeArgs),
     /// Runs `criu dump`, with the plugin for GPUs
-    Dump(Dump),
+    Dump(DumpArgs),
     /// Runs `criu restore` on demand, and shows how the memory is loaded
-    Restore(Restore),
+    Restore(RestoreArgs),
     /// For `rewake restore` and `rewake serve`: serves one restore
     #[command(hide = true)]
-    Streamer(Streamer),
+    Streamer(StreamerArgs),
     /// Shows the restores that are served, and those that wait for `rewake recover`
-    Status(Status),
+    Status(StatusArgs),
     /// For streamers: parses an image, and plans its restore, in a confined process
     #[command(hide = true)]
-    Planner(Planner),
+    Planner(PlannerArgs),
     /// For streamers: gives targets a session's fd store
     #[command(hide = true)]
-    Park(Park),
+    Park(ParkArgs),
     /// Serves restored processes all of whose streamer's processes were killed
-    Recover(Recover),
+    Recover(RecoverArgs),
     /// Shows what an image contains, and whether it can be served
-    Inspect(Inspect),
+    Inspect(InspectArgs),
     /// Checks whether this machine has what Rewake needs
-    Doctor(Doctor),
+    Doctor(DoctorArgs),
 }
 
 /// Options of `criu lazy-pages`, with CRIU's names and meanings.
 #[derive(Debug, Args)]
-pub struct LazyPages {
+pub struct LazyPagesArgs {
     /// Directory of the images
     #[arg(short = 'D', long, default_value = ".", value_name = "DIR")]
     pub images_dir: PathBuf,
@@ -120,7 +120,7 @@ impl Remote {
 
 /// Options of `rewake streamer`.
 #[derive(Debug, Args)]
-pub struct Streamer {
+pub struct StreamerArgs {
     /// CRIU's work directory (its -W, else its -D): CRIU, its plugin and clients connect there
     #[arg(short = 'W', long, default_value = ".", value_name = "DIR")]
     pub work_dir: PathBuf,
@@ -146,7 +146,7 @@ pub struct Streamer {
 
 /// Options of `rewake planner`. The socket is standard input, the plan's file standard output.
 #[derive(Debug, Args)]
-pub struct Planner {
+pub struct PlannerArgs {
     /// Directory of the images
     #[arg(value_name = "IMG")]
     pub images_dir: PathBuf,
@@ -154,7 +154,7 @@ pub struct Planner {
 
 /// Options of `rewake park`. The fd store is standard input.
 #[derive(Debug, Args)]
-pub struct Park {
+pub struct ParkArgs {
     /// Processes, each as PID-START
     #[arg(value_name = "PID-START")]
     pub targets: Vec<String>,
@@ -165,7 +165,7 @@ pub struct Park {
 
 /// Options of `rewake recover`.
 #[derive(Debug, Args)]
-pub struct Recover {
+pub struct RecoverArgs {
     /// Log file [default: stderr]
     #[arg(short = 'o', long, value_name = "FILE")]
     pub log_file: Option<PathBuf>,
@@ -179,7 +179,7 @@ pub struct Recover {
 
 /// Options of `rewake doctor`.
 #[derive(Debug, Args)]
-pub struct Doctor {
+pub struct DoctorArgs {
     /// Print everything as JSON, for programs (docs/doctor.md)
     #[arg(long)]
     pub json: bool,
@@ -187,7 +187,7 @@ pub struct Doctor {
 
 /// Options of `rewake inspect`.
 #[derive(Debug, Args)]
-pub struct Inspect {
+pub struct InspectArgs {
     /// Directory of the images
     #[arg(value_name = "IMG")]
     pub images_dir: PathBuf,
@@ -201,7 +201,7 @@ pub struct Inspect {
 
 /// Options of `rewake serve`.
 #[derive(Debug, Args)]
-pub struct Serve {
+pub struct ServeArgs {
     /// Control socket [default: /run/rewake/rewake.sock for root, else $XDG_RUNTIME_DIR/rewake.sock]
     #[arg(long, value_name = "PATH")]
     pub socket: Option<PathBuf>,
@@ -236,7 +236,7 @@ pub struct Programs {
 
 /// Options of `rewake dump`.
 #[derive(Debug, Args)]
-pub struct Dump {
+pub struct DumpArgs {
     /// The process to dump, with its children
     #[arg(short = 't', long, value_name = "PID")]
     pub tree: u32,
@@ -255,7 +255,7 @@ pub struct Dump {
 
 /// Options of `rewake restore`.
 #[derive(Debug, Args)]
-pub struct Restore {
+pub struct RestoreArgs {
     /// Directory of the images
     #[arg(short = 'D', long, value_name = "DIR")]
     pub images_dir: PathBuf,
@@ -286,7 +286,7 @@ pub struct Restore {
 
 /// Options of `rewake status`.
 #[derive(Debug, Args)]
-pub struct Status {
+pub struct StatusArgs {
     /// Control socket [default: as for `rewake serve`]
     #[arg(long, value_name = "PATH")]
     pub socket: Option<PathBuf>,

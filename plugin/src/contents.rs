@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Saves and loads the memory of buffers, and reports it to CRIU's log.
 
-use rewake_bo_contents::{Error, Process, Report};
+use rewake_bo_contents::{Error, ProcessBuffers, Report};
 use rewake_criu_plugin::{Answer, Host};
 
 /// Writes the memory of buffers. Every buffer with contents must have a dma-buf.
-pub(crate) fn save(host: &Host, processes: &[Process<'_>]) -> Answer {
+pub(crate) fn save(host: &Host, processes: &[ProcessBuffers<'_>]) -> Answer {
     log_report(host, rewake_bo_contents::save(processes))
 }
 
 /// Reads the memory of all processes' buffers.
-pub(crate) fn load(host: &Host, processes: &[Process<'_>]) -> Answer {
+pub(crate) fn load(host: &Host, processes: &[ProcessBuffers<'_>]) -> Answer {
     log_report(host, rewake_bo_contents::load(processes))
 }
 

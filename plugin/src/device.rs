@@ -36,19 +36,19 @@ impl Devices {
     }
 
     /// Returns which GPU device a file is, if it is one.
-    pub(crate) fn gpu(&self, status: &libc::stat) -> Option<Gpu> {
+    pub(crate) fn gpu(&self, status: &libc::stat) -> Option<DeviceFile> {
         if status.st_mode & libc::S_IFMT != libc::S_IFCHR {
             return None;
         }
         let (major, minor) = (libc::major(status.st_rdev), libc::minor(status.st_rdev));
         if self.kfd == Some((major, minor)) {
-            return Some(Gpu::Kfd);
+            return Some(DeviceFile::Kfd);
         }
-        (major == DRM_MAJOR && self.render.contains(&minor)).then_some(Gpu::Render(minor))
+        (major == DRM_MAJOR && self.render.contains(&minor)).then_some(DeviceFile::Render(minor))
     }
 
     /// Returns a task's descriptors of GPU devices. A descriptor that cannot be read is left out.
-    pub(crate) fn open_in(&self, pid: i32) -> io::Result<Vec<(i32, Gpu)>> {
+    pub(crate) fn open_in(&self, pid: i32) -> io::Result<Vec<(i32, DeviceFile)>> {
         let mut found = Vec::new();
         for entry in fs::read_dir(format!("/proc/{pid}/fd"))? {
             let entry = entry?;
@@ -62,14 +62,14 @@ impl Devices {
 
 /// A device file of an AMD GPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Gpu {
+pub(crate) enum DeviceFile {
     /// `/dev/kfd`, which is one file for all GPUs.
     Kfd,
     /// `/dev/dri/renderDN` of one GPU, with N.
     Render(u32),
 }
 
-impl Gpu {
+impl DeviceFile {
     /// Identifies a device by the end of its path: in a container `/dev` may be below another folder.
     pub(crate) fn of_path(path: &str) -> Option<Self> {
         if path.ends_with("/dev/kfd") {
@@ -125,8 +125,8 @@ mod tests {
         let devices = Devices::of_machine(class.path()).unwrap();
         let name = |kind, major, minor| devices.gpu(&status(kind, major, minor));
         assert!(devices.has_gpus());
-        assert_eq!(name(libc::S_IFCHR, 511, 0), Some(Gpu::Kfd));
-        assert_eq!(name(libc::S_IFCHR, 226, 129), Some(Gpu::Render(129)));
+        assert_eq!(name(libc::S_IFCHR, 511, 0), Some(DeviceFile::Kfd));
+        assert_eq!(name(libc::S_IFCHR, 226, 129), Some(DeviceFile::Render(129)));
         assert_eq!(name(libc::S_IFBLK, 511, 0), None, "a block device");
         assert_eq!(name(libc::S_IFCHR, 226, 128), None, "another maker's");
         assert_eq!(name(libc::S_IFCHR, 226, 0), None, "a CPU has no render node");
@@ -135,11 +135,11 @@ mod tests {
 
     #[test]
     fn paths_in_containers_count() {
-        assert_eq!(Gpu::of_path("/dev/kfd"), Some(Gpu::Kfd));
-        assert_eq!(Gpu::of_path("/rootfs/dev/kfd"), Some(Gpu::Kfd));
-        assert_eq!(Gpu::of_path("/dev/dri/renderD128"), Some(Gpu::Render(128)));
+        assert_eq!(DeviceFile::of_path("/dev/kfd"), Some(DeviceFile::Kfd));
+        assert_eq!(DeviceFile::of_path("/rootfs/dev/kfd"), Some(DeviceFile::Kfd));
+        assert_eq!(DeviceFile::of_path("/dev/dri/renderD128"), Some(DeviceFile::Render(128)));
         for other in ["/dev/loop0", "/srv/dev/kfd.txt", "/dev/dri/renderD", "/dev/dri/renderDx"] {
-            assert_eq!(Gpu::of_path(other), None, "{other}");
+            assert_eq!(DeviceFile::of_path(other), None, "{other}");
         }
     }
 }

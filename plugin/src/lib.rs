@@ -34,7 +34,7 @@ use std::ffi::CStr;
 use std::os::fd::BorrowedFd;
 use std::path::Path;
 
-use rewake_criu_plugin::{Answer, Host, Mapping, Plugin, Refusal, Restored, Stage, register};
+use rewake_criu_plugin::{Answer, Host, MapSource, Plugin, Refusal, Restored, Stage, register};
 use rewake_plugin_session::{Dumped, Parking};
 
 use device::Devices;
@@ -111,7 +111,7 @@ impl Plugin for Amdgpu {
         self.restoring()?.file(host, id)
     }
 
-    fn update_mapping(&mut self, host: &Host, path: &CStr, address: u64, offset: u64) -> Answer<Mapping> {
+    fn update_mapping(&mut self, host: &Host, path: &CStr, address: u64, offset: u64) -> Answer<MapSource> {
         self.restoring()?.mapping(host, &path.to_string_lossy(), address, offset)
     }
 

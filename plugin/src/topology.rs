@@ -3,11 +3,11 @@
 
 use rewake_amdgpu_uapi::abi::{HSA_IOLINK_TYPE_PCIEXPRESS, HSA_IOLINK_TYPE_XGMI};
 use rewake_amdgpu_uapi::topology;
-use rewake_criu_images::amdgpu::{Link, Node, Properties};
+use rewake_criu_images::amdgpu::{Link, NodeImage, Properties};
 
 /// Converts a node of the machine for an image. As the stock plugin, it keeps only PCIe and XGMI links.
 #[must_use]
-pub fn to_image(node: &topology::Node) -> Node {
+pub fn to_image(node: &topology::Node) -> NodeImage {
     let number = |name| u32::try_from(node.property(name)).unwrap_or(u32::MAX);
     let links = node.links.iter().map(|link| Link { kind: link.kind(), to_node: link.to() });
     let kept = |link: &Link| matches!(link.kind, HSA_IOLINK_TYPE_PCIEXPRESS | HSA_IOLINK_TYPE_XGMI);
@@ -44,5 +44,5 @@ pub fn to_image(node: &topology::Node) -> Node {
         vram_public: u32::from(node.has_large_bar()),
         vram_size: node.vram(),
     };
-    Node { properties, links: links.filter(kept).collect() }
+    NodeImage { properties, links: links.filter(kept).collect() }
 }

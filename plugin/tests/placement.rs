@@ -10,22 +10,22 @@ use machines::{PCIE, XGMI, among, change, fits_by_hand, machine, renamed, small}
 use nix::time::{ClockId, clock_gettime};
 use proptest::prelude::*;
 use rewake_criu_images::amdgpu::settings::{Checks, Switch};
-use rewake_criu_images::amdgpu::{Link, Node};
+use rewake_criu_images::amdgpu::{Link, NodeImage};
 
-fn gpu_ids(nodes: &[Node]) -> Vec<u32> {
+fn gpu_ids(nodes: &[NodeImage]) -> Vec<u32> {
     nodes.iter().map(|node| node.properties.gpu_id).filter(|id| *id != 0).collect()
 }
 
-fn find(image: &[Node], machine: &[Node]) -> Result<Placement, NoPlacement> {
+fn find(image: &[NodeImage], machine: &[NodeImage]) -> Result<Placement, NoPlacement> {
     Placement::find(image, &gpu_ids(image), machine, Checks::default())
 }
 
-fn refusal(image: &[Node], machine: &[Node]) -> String {
+fn refusal(image: &[NodeImage], machine: &[NodeImage]) -> String {
     find(image, machine).unwrap_err().to_string()
 }
 
 /// Returns the machine with one GPU changed by `change`.
-fn with(nodes: &[Node], gpu: u32, change: impl FnOnce(&mut Node)) -> Vec<Node> {
+fn with(nodes: &[NodeImage], gpu: u32, change: impl FnOnce(&mut NodeImage)) -> Vec<NodeImage> {
     let mut nodes = nodes.to_vec();
     change(nodes.iter_mut().find(|node| node.properties.gpu_id == gpu).expect("the machine has the GPU"));
     nodes
@@ -65,7 +65,7 @@ proptest! {
     ) {
         let image = machine(cpus, &hives);
         let gone = *gone.get(&gpu_ids(&image));
-        let here: Vec<Node> = image.iter().filter(|node| node.properties.gpu_id != gone).cloned().collect();
+        let here: Vec<NodeImage> = image.iter().filter(|node| node.properties.gpu_id != gone).cloned().collect();
         find(&image, &here).unwrap_err();
     }
 
@@ -98,7 +98,8 @@ proptest! {
 fn only_the_gpus_that_are_used_need_a_place() {
     let image = machine(1, &[4]);
     let ids = gpu_ids(&image);
-    let here: Vec<Node> = image.iter().filter(|node| node.properties.gpu_id != ids[0]).cloned().collect();
+    let here: Vec<NodeImage> =
+        image.iter().filter(|node| node.properties.gpu_id != ids[0]).cloned().collect();
     let used = [ids[3], ids[1], ids[3]];
     let mapping = Placement::find(&image, &used, &here, Checks::default()).unwrap();
     let pairs: Vec<_> = mapping.pairs().iter().map(|pair| (pair.old, pair.new)).collect();
@@ -163,7 +164,7 @@ fn an_impossible_placement_fails_soon() {
         (&[3; 20], &[4; 15], ended),
     ];
     for (wanted, there, expected) in cases {
-        let alike = |mut nodes: Vec<Node>| {
+        let alike = |mut nodes: Vec<NodeImage>| {
             nodes.iter_mut().for_each(|node| node.properties.io_links_count = 9);
             nodes
         };
@@ -182,7 +183,7 @@ fn an_incompatible_gpu_is_named_with_the_most_similar_one() {
     let ids = gpu_ids(&image);
     let [a, b] = [ids[0], ids[1]];
     let less = with(&image, b, |node| node.properties.vram_size = 32_752 << 20);
-    let alone: Vec<Node> = less.iter().filter(|node| node.properties.gpu_id != a).cloned().collect();
+    let alone: Vec<NodeImage> = less.iter().filter(|node| node.properties.gpu_id != a).cloned().collect();
     assert_eq!(
         Placement::find(&image, &[a], &alone, Checks::default()).unwrap_err().to_string(),
         format!(
@@ -205,7 +206,7 @@ fn an_incompatible_gpu_is_named_with_the_most_similar_one() {
         format!("GPU {a:#x} of the image: PCI device 0x740c wanted, GPU {b:#x} has 0x74a1 (and 1 more)");
     assert_eq!(reason, expected, "no hint where switches do not help");
 
-    let none: Vec<Node> = image.iter().filter(|node| node.properties.gpu_id == 0).cloned().collect();
+    let none: Vec<NodeImage> = image.iter().filter(|node| node.properties.gpu_id == 0).cloned().collect();
     let reason = refusal(&image, &none);
     let missing =
         |gpu: u32| format!("GPU {gpu:#x} of the image: this machine has no GPU that this process can use");
@@ -213,7 +214,7 @@ fn an_incompatible_gpu_is_named_with_the_most_similar_one() {
 }
 
 /// A property, a function that sets it, whether another GPU may have more of it, and the switch of its check.
-type Rule = (&'static str, fn(&mut Node, bool), bool, Option<Switch>);
+type Rule = (&'static str, fn(&mut NodeImage, bool), bool, Option<Switch>);
 
 macro_rules! rules {
     ($($name:literal $field:ident $more:literal $switch:expr;)*) => {
@@ -290,7 +291,7 @@ fn too_few_places_are_named_with_the_most_similar_gpu() {
 fn a_missing_link_is_named() {
     let image = machine(1, &[2]);
     let ids = gpu_ids(&image);
-    let pcie = |nodes: Vec<Node>| {
+    let pcie = |nodes: Vec<NodeImage>| {
         nodes
             .into_iter()
             .map(|mut node| {
@@ -320,7 +321,7 @@ fn a_link_both_ways_is_not_replaced_by_one_way() {
 
 #[test]
 fn gpus_of_one_hive_stay_in_one_hive() {
-    let unlinked = |mut nodes: Vec<Node>| {
+    let unlinked = |mut nodes: Vec<NodeImage>| {
         nodes.iter_mut().for_each(|node| node.links.retain(|link| link.kind == PCIE));
         nodes
     };
@@ -339,7 +340,7 @@ fn gpus_stay_with_their_cpus_unless_numa_is_switched_off() {
     // Two GPUs of the image are near different CPUs; here both are near the same.
     let image = machine(2, &[1, 1]);
     let here = with(&image, gpu_ids(&image)[1], |node| node.links = vec![Link { kind: PCIE, to_node: 0 }]);
-    let here: Vec<Node> = here
+    let here: Vec<NodeImage> = here
         .into_iter()
         .map(|mut node| {
             let to_second = node.properties.node_id == 1;

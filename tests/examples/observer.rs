@@ -13,7 +13,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 
 use nix::fcntl::{OFlag, openat};
 use nix::sys::stat::Mode;
-use rewake_criu_plugin::{Answer, Host, Mapping, Plugin, Refusal, Restored, Stage, register};
+use rewake_criu_plugin::{Answer, Host, MapSource, Plugin, Refusal, Restored, Stage, register};
 
 /// What is observed.
 #[derive(Debug)]
@@ -105,10 +105,10 @@ impl Plugin for Observer {
         Ok(Restored::File(host.stored_fd(id)?))
     }
 
-    fn update_mapping(&mut self, _: &Host, path: &CStr, _: u64, offset: u64) -> Answer<Mapping> {
+    fn update_mapping(&mut self, _: &Host, path: &CStr, _: u64, offset: u64) -> Answer<MapSource> {
         called("UPDATE_VMA_MAP", format_args!("{} {offset:#x}", path.to_string_lossy()))?;
         let file = OpenOptions::new().read(true).write(true).open(path.to_str()?)?;
-        Ok(Mapping { offset, file: Some(file.into()) })
+        Ok(MapSource { offset, file: Some(file.into()) })
     }
 
     fn resume_devices_late(&mut self, host: &Host, _: i32) -> Answer {

@@ -17,7 +17,7 @@ use nix::fcntl::{OFlag, openat};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};
 use nix::sys::stat::Mode;
-use rewake_criu_plugin::{Answer, Host, Mapping, Plugin, Restored, Stage, register};
+use rewake_criu_plugin::{Answer, Host, MapSource, Plugin, Restored, Stage, register};
 
 /// Bytes of a mapping.
 const STEP: u64 = 8 * 4096;
@@ -83,15 +83,15 @@ impl Plugin for Placeholders {
         Ok(Restored::File(OpenOptions::new().read(true).write(true).open(path)?.into()))
     }
 
-    fn update_mapping(&mut self, host: &Host, path: &CStr, address: u64, offset: u64) -> Answer<Mapping> {
+    fn update_mapping(&mut self, host: &Host, path: &CStr, address: u64, offset: u64) -> Answer<MapSource> {
         let chosen: u64 = env::var("PLACEHOLDERS")?.parse()?;
         let placeholder = chosen >> (offset / STEP) & 1 == 1;
         let mapping = if placeholder {
             let memfd = host.stored_fd(self.stored.ok_or("no file was restored before")?)?;
-            Mapping { offset: SHIFT + offset, file: Some(memfd) }
+            MapSource { offset: SHIFT + offset, file: Some(memfd) }
         } else {
             let device = OpenOptions::new().read(true).write(true).open(path.to_str()?)?;
-            Mapping { offset, file: Some(device.into()) }
+            MapSource { offset, file: Some(device.into()) }
         };
         host.info(format_args!("{address:#x} {offset:#x} gets {:?}", mapping.file));
         Ok(mapping)

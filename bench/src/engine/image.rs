@@ -11,9 +11,9 @@ use std::sync::Arc;
 use anyhow::{Context as _, ensure};
 use nix::fcntl::{FallocateFlags, fallocate};
 use nix::sys::memfd::{MFdFlags, memfd_create};
-use rewake_bo_contents::{MemoryDevice, PagesFile, Process};
+use rewake_bo_contents::{GpuPagesFile, MemoryDevice, ProcessBuffers};
 use rewake_criu_images::ImageDir;
-use rewake_criu_images::amdgpu::{KfdBuffer, KfdImage, Node, Properties, kfd_name, pages_name};
+use rewake_criu_images::amdgpu::{KfdBuffer, KfdImage, NodeImage, Properties, kfd_name, pages_name};
 
 use super::view::View;
 
@@ -35,7 +35,7 @@ pub(super) const MIB: u64 = 1 << 20;
 pub(super) struct Image {
     directory: PathBuf,
     kfd: KfdImage,
-    pub(super) files: Vec<PagesFile>,
+    pub(super) files: Vec<GpuPagesFile>,
     pub(super) memfds: Vec<Option<OwnedFd>>,
     device: Arc<MemoryDevice>,
 }
@@ -83,7 +83,7 @@ impl Image {
             buffer
         };
         let node =
-            Node { properties: Properties { gpu_id: GPU, ..Properties::default() }, links: Vec::new() };
+            NodeImage { properties: Properties { gpu_id: GPU, ..Properties::default() }, links: Vec::new() };
         let kfd = KfdImage {
             pid: 1,
             gpus: 1,
@@ -101,7 +101,7 @@ impl Image {
         let kfd =
             ImageDir::open(directory)?.kfd(ID)?.context("the image that was just written is not there")?;
         let folder = File::open(directory).context("open the image directory")?;
-        let file = PagesFile::open(folder.as_fd(), ID, &kfd, GPU, minor)?;
+        let file = GpuPagesFile::open(folder.as_fd(), ID, &kfd, GPU, minor)?;
         let memfds: Vec<OwnedFd> =
             kfd.buffers.iter().map(|buffer| memory(buffer.size)).collect::<anyhow::Result<_>>()?;
         let device = MemoryDevice::new(memfds.iter().map(|memfd| memfd.as_fd())).context("map the memory")?;
@@ -110,8 +110,8 @@ impl Image {
     }
 
     /// What is to be loaded, and what into.
-    pub(super) fn to_load(&self) -> ([Process<'_>; 1], &Arc<MemoryDevice>) {
-        ([Process { files: &self.files, dmabufs: &self.memfds }], &self.device)
+    pub(super) fn to_load(&self) -> ([ProcessBuffers<'_>; 1], &Arc<MemoryDevice>) {
+        ([ProcessBuffers { files: &self.files, dmabufs: &self.memfds }], &self.device)
     }
 
     /// The file that all of the buffers' bytes are in.

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, ensure};
-use rewake_bo_contents::{BackgroundLoad, Candidates, MemoryDevice, Process};
+use rewake_bo_contents::{BackgroundLoad, Candidates, MemoryDevice, ProcessBuffers};
 
 use super::image::{Image, MINOR};
 use super::pace;
@@ -69,8 +69,8 @@ fn sets(images: &mut [Image]) -> anyhow::Result<(Sets, Duration)> {
 /// Every byte is compared.
 fn load(images: &[Image], device: &Arc<MemoryDevice>, sets: Sets) -> anyhow::Result<Duration> {
     images.iter().try_for_each(Image::poison)?;
-    let processes: Vec<Process<'_>> =
-        images.iter().map(|image| Process { files: &image.files, dmabufs: &image.memfds }).collect();
+    let processes: Vec<ProcessBuffers<'_>> =
+        images.iter().map(|image| ProcessBuffers { files: &image.files, dmabufs: &image.memfds }).collect();
     let start = Instant::now();
     let loading = BackgroundLoad::into_memory(&processes, device, Some(pace()?))?.duplicates(sets);
     loading.run(|_| ())?.context("there is nothing to load")?;

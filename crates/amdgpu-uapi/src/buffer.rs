@@ -18,7 +18,7 @@ const GPU_OFFSET_SHIFT: u32 = 46;
 
 /// The place of a buffer's bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Kind {
+pub enum MemoryKind {
     /// The GPU's own memory.
     Vram,
     /// Host memory that the driver allocates.
@@ -29,7 +29,7 @@ pub enum Kind {
     MmioRemap,
 }
 
-impl Kind {
+impl MemoryKind {
     fn flags(self) -> u32 {
         KFD_IOC_ALLOC_MEM_FLAGS_WRITABLE
             | match self {
@@ -47,7 +47,7 @@ pub struct Spec {
     /// The size in bytes, rounded up to pages.
     pub size: u64,
     /// The place.
-    pub kind: Kind,
+    pub kind: MemoryKind,
     /// More `KFD_IOC_ALLOC_MEM_FLAGS_*`.
     pub flags: u32,
 }
@@ -56,13 +56,13 @@ impl Spec {
     /// Describes VRAM, which the CPU can access where the BAR is large.
     #[must_use]
     pub fn vram(size: u64) -> Self {
-        Self { size, kind: Kind::Vram, flags: KFD_IOC_ALLOC_MEM_FLAGS_PUBLIC }
+        Self { size, kind: MemoryKind::Vram, flags: KFD_IOC_ALLOC_MEM_FLAGS_PUBLIC }
     }
 
     /// Describes host memory.
     #[must_use]
     pub fn gtt(size: u64) -> Self {
-        Self { size, kind: Kind::Gtt, flags: 0 }
+        Self { size, kind: MemoryKind::Gtt, flags: 0 }
     }
 
     /// Makes the memory executable.
@@ -76,9 +76,9 @@ impl Spec {
 /// A buffer, freed on drop.
 #[derive(Debug)]
 pub struct Buffer {
-    object: Object,
+    object: BufferObject,
     offset: u64,
-    kind: Kind,
+    kind: MemoryKind,
     place: Mapping,
 }
 
@@ -100,9 +100,9 @@ impl Buffer {
         };
         let act = FailedCall::named("ALLOC_MEMORY_OF_GPU").on(device.gpu_id()).at(argument.va_addr, size);
         call::alloc_memory(device.kfd().as_fd(), &mut argument).map_err(act.failed())?;
-        let object = Object::new(device, argument.handle, argument.va_addr, size);
+        let object = BufferObject::new(device, argument.handle, argument.va_addr, size);
         let offset = match spec.kind {
-            Kind::Doorbell => DOORBELLS_OFFSET | u64::from(device.gpu_id()) << GPU_OFFSET_SHIFT,
+            MemoryKind::Doorbell => DOORBELLS_OFFSET | u64::from(device.gpu_id()) << GPU_OFFSET_SHIFT,
             _ => argument.mmap_offset,
         };
         Ok(Self { object, offset, kind: spec.kind, place })
@@ -136,8 +136,8 @@ impl Buffer {
         };
         let act = FailedCall::named("IMPORT_DMABUF").on(device.gpu_id()).at(argument.va_addr, size);
         call::import_dmabuf(kfd, &mut argument).map_err(act.failed())?;
-        let object = Object::new(device, argument.handle, argument.va_addr, size);
-        Ok(Self { object, offset: 0, kind: Kind::Vram, place })
+        let object = BufferObject::new(device, argument.handle, argument.va_addr, size);
+        Ok(Self { object, offset: 0, kind: MemoryKind::Vram, place })
     }
 
     /// Maps it into the page tables of these GPUs.
@@ -175,8 +175,8 @@ impl Buffer {
     fn place_mapping(&mut self, access: Access) -> Result<(), Error> {
         let device = &self.object.device;
         let fd = match self.kind {
-            Kind::Doorbell | Kind::MmioRemap => device.kfd().as_fd(),
-            Kind::Vram | Kind::Gtt => device.render().as_fd(),
+            MemoryKind::Doorbell | MemoryKind::MmioRemap => device.kfd().as_fd(),
+            MemoryKind::Vram | MemoryKind::Gtt => device.render().as_fd(),
         };
         let act = FailedCall::named("mmap").on(device.gpu_id()).at(self.object.address, self.object.size);
         self.place.replace(fd, self.offset, access).map_err(act.failed())
@@ -229,7 +229,7 @@ impl Buffer {
 #[derive(Debug)]
 pub struct Userptr {
     // Fields drop in order: the kernel releases the memory before it is unmapped.
-    object: Object,
+    object: BufferObject,
     memory: Mapping,
 }
 
@@ -250,7 +250,7 @@ impl Userptr {
         let act =
             FailedCall::named("ALLOC_MEMORY_OF_GPU").on(device.gpu_id()).at(memory.address(), memory.len());
         call::alloc_userptr(device.kfd().as_fd(), &memory, &mut argument).map_err(act.failed())?;
-        let mut object = Object::new(device, argument.handle, memory.address(), memory.len());
+        let mut object = BufferObject::new(device, argument.handle, memory.address(), memory.len());
         object.map(&[device.gpu_id()])?;
         Ok(Self { object, memory })
     }
@@ -278,7 +278,7 @@ impl Userptr {
 
 /// The driver's object for a buffer.
 #[derive(Debug)]
-struct Object {
+struct BufferObject {
     device: Arc<Device>,
     handle: u64,
     address: u64,
@@ -286,7 +286,7 @@ struct Object {
     gpus: Vec<u32>,
 }
 
-impl Object {
+impl BufferObject {
     fn new(device: &Arc<Device>, handle: u64, address: u64, size: u64) -> Self {
         Self { device: Arc::clone(device), handle, address, size, gpus: Vec::new() }
     }
@@ -311,7 +311,7 @@ impl Object {
     }
 }
 
-impl Drop for Object {
+impl Drop for BufferObject {
     fn drop(&mut self) {
         let gpus = std::mem::take(&mut self.gpus);
         // The driver frees a buffer only after it is unmapped. A failure here has no remedy, and the driver

@@ -28,7 +28,7 @@ pub struct Event {
 
 /// The result of a wait.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Outcome {
+pub enum WaitOutcome {
     /// An event was signalled.
     Signalled,
     /// No event was signalled in time.
@@ -88,7 +88,7 @@ impl Events {
     ///
     /// # Errors
     /// WAIT_EVENTS failed.
-    pub fn wait(&self, events: &[&Event], milliseconds: u32) -> Result<Outcome, Error> {
+    pub fn wait(&self, events: &[&Event], milliseconds: u32) -> Result<WaitOutcome, Error> {
         let mut list: Vec<kfd_event_data> = events
             .iter()
             .map(|event| kfd_event_data { event_id: event.id, ..kfd_event_data::zeroed() })
@@ -97,10 +97,13 @@ impl Events {
         let result = call::wait_events(self.device.kfd().as_fd(), &mut list, false, milliseconds)
             .map_err(act.failed())?;
         if result == KFD_IOC_WAIT_RESULT_TIMEOUT {
-            return Ok(Outcome::Timeout);
+            return Ok(WaitOutcome::Timeout);
         }
         let fault = list.iter().map(call::memory_exception).find(|fault| fault.gpu_id != 0);
-        Ok(fault.map_or(Outcome::Signalled, |fault| Outcome::Fault { gpu: fault.gpu_id, address: fault.va }))
+        Ok(fault.map_or(WaitOutcome::Signalled, |fault| WaitOutcome::Fault {
+            gpu: fault.gpu_id,
+            address: fault.va,
+        }))
     }
 }
 

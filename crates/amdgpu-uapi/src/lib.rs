@@ -32,8 +32,8 @@ mod error;
 mod event;
 mod queue;
 
-pub use buffer::{Buffer, Kind, Spec, Userptr};
+pub use buffer::{Buffer, MemoryKind, Spec, Userptr};
 pub use device::{Device, Kfd};
 pub use error::{Error, FailedCall};
-pub use event::{Event, Events, Outcome};
+pub use event::{Event, Events, WaitOutcome};
 pub use queue::{ComputeQueue, QueueSpec, SdmaQueue, doorbells};

@@ -104,19 +104,19 @@ impl Signal {
 /// The encoding of byte counts in an engine's packets, by the version of its IP. Kernel: `emit_copy_buffer`
 /// of `cik_sdma.c`, `sdma_v2_4.c`, `sdma_v3_0.c` (bytes), `sdma_v4_0.c` and newer (bytes minus one).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Rule {
+pub struct CountEncoding {
     /// The most bytes that one packet copies or fills.
     largest: u64,
     /// The difference between the bytes and the count field.
     less: u64,
 }
 
-impl Rule {
-    /// The rule of GFX9 and newer: 4 MiB, though some engines take 1 GiB. Older headers define 22 bits of
+impl CountEncoding {
+    /// The encoding of GFX9 and newer: 4 MiB, though some engines take 1 GiB. Older headers define 22 bits of
     /// count.
     pub const GFX9: Self = Self { largest: 1 << 22, less: 1 };
 
-    /// Returns the rule of an engine's IP version from INFO, or None for an unsupported version.
+    /// Returns the encoding of an engine's IP version from INFO, or None for an unsupported version.
     #[must_use]
     pub fn of(major: u32) -> Option<Self> {
         match major {
@@ -152,18 +152,18 @@ impl Rule {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Sdma {
     bytes: Vec<u8>,
-    rule: Rule,
+    encoding: CountEncoding,
 }
 
 impl Default for Sdma {
     fn default() -> Self {
-        Self::by(Rule::GFX9)
+        Self::by(CountEncoding::GFX9)
     }
 }
 
 impl Sdma {
     /// The most bytes that one packet copies or fills, on GFX9 and newer.
-    pub const LARGEST: u64 = Rule::GFX9.largest;
+    pub const LARGEST: u64 = CountEncoding::GFX9.largest;
     /// Bytes of a copy packet, the longest here.
     pub const COPY: u64 = 28;
 
@@ -173,10 +173,10 @@ impl Sdma {
         Self::default()
     }
 
-    /// Returns an empty list of packets, for engines with that rule.
+    /// Returns an empty list of packets, for engines with that encoding.
     #[must_use]
-    pub fn by(rule: Rule) -> Self {
-        Self { bytes: Vec::new(), rule }
+    pub fn by(encoding: CountEncoding) -> Self {
+        Self { bytes: Vec::new(), encoding }
     }
 
     /// Removes all packets, and keeps the allocation.
@@ -191,8 +191,8 @@ impl Sdma {
     pub fn copy(mut self, to: u64, from: u64, bytes: u64) -> Self {
         let mut done = 0;
         while done < bytes {
-            let part = (bytes - done).min(self.rule.largest);
-            let count = self.rule.count(part);
+            let part = (bytes - done).min(self.encoding.largest);
+            let count = self.encoding.count(part);
             self = self.copy_with_count(to + done, from + done, count);
             done += part;
         }
@@ -210,8 +210,8 @@ impl Sdma {
     pub fn fill(mut self, to: u64, word: u32, bytes: u64) -> Self {
         let mut done = 0;
         while done < bytes {
-            let part = (bytes - done).min(self.rule.largest_fill());
-            let count = self.rule.count(part);
+            let part = (bytes - done).min(self.encoding.largest_fill());
+            let count = self.encoding.count(part);
             self = self.word(11 | 2 << 30).address(to + done).word(word).word(count);
             done += part;
         }
@@ -279,8 +279,8 @@ mod tests {
     }
 
     #[test]
-    fn older_engines_count_bytes_and_unknown_ones_have_no_rule() {
-        let (two, three) = (Rule::of(2).unwrap(), Rule::of(3).unwrap());
+    fn older_engines_count_bytes_and_unknown_ones_have_no_encoding() {
+        let (two, three) = (CountEncoding::of(2).unwrap(), CountEncoding::of(3).unwrap());
         assert_eq!(words(&Sdma::by(three).copy(0, 0, 256))[1], 256);
         assert_eq!((two.copies(0x1f_ffff), two.copies(0x20_0000), two.fills(0x1f_ffff)), (1, 2, 2));
         assert_eq!(words(&Sdma::by(two).fill(0, 0, 0x20_0000))[4], 0x1f_fffc, "whole words");
@@ -288,7 +288,7 @@ mod tests {
         for (version, known) in
             [(0, false), (1, false), (4, true), (5, true), (6, true), (7, true), (8, false)]
         {
-            assert_eq!(Rule::of(version), known.then_some(Rule::GFX9), "version {version}");
+            assert_eq!(CountEncoding::of(version), known.then_some(CountEncoding::GFX9), "version {version}");
         }
     }
 

@@ -9,7 +9,7 @@ use std::time::Duration;
 use crate::abi::call::Argument as _;
 use crate::abi::memory::{Mapping, PAGE};
 use crate::abi::{call, *};
-use crate::buffer::{Buffer, Kind, Spec, Userptr};
+use crate::buffer::{Buffer, MemoryKind, Spec, Userptr};
 use crate::packet::Aql;
 use crate::{Device, Error, FailedCall, svm};
 
@@ -98,7 +98,7 @@ impl SavedWork {
 /// # Errors
 /// As [`Buffer::mapped`].
 pub fn doorbells(device: &Arc<Device>) -> Result<Arc<Buffer>, Error> {
-    let spec = Spec { size: DOORBELLS, kind: Kind::Doorbell, flags: 0 };
+    let spec = Spec { size: DOORBELLS, kind: MemoryKind::Doorbell, flags: 0 };
     Ok(Arc::new(Buffer::mapped(device, spec)?))
 }
 

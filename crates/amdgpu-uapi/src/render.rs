@@ -10,7 +10,7 @@ use std::path::PathBuf;
 use drm::control::Device as _;
 
 use crate::abi::call::Argument as _;
-use crate::abi::drm::{self as gem, Chunk};
+use crate::abi::drm::{self as gem, SubmissionChunk};
 use crate::abi::memory::{Mapping, PAGE};
 use crate::abi::{
     AMDGPU_CTX_OP_FREE_CTX, AMDGPU_GEM_USERPTR_ANONONLY, AMDGPU_GEM_USERPTR_REGISTER,
@@ -332,10 +332,10 @@ impl Render {
         ring: u32,
         commands: (u64, u32),
         buffers: &[u32],
-        more: &[Chunk<'_>],
+        more: &[SubmissionChunk<'_>],
     ) -> Result<Submission, Error> {
         let buffers: Vec<_> = buffers.iter().copied().map(bo_list_entry).collect();
-        let mut chunks = vec![Chunk::Buffers(&buffers)];
+        let mut chunks = vec![SubmissionChunk::Buffers(&buffers)];
         chunks.extend(more);
         self.submit(context, ring, commands, &chunks)
     }
@@ -350,7 +350,7 @@ impl Render {
         context: u32,
         ring: u32,
         (commands, bytes): (u64, u32),
-        more: &[Chunk<'_>],
+        more: &[SubmissionChunk<'_>],
     ) -> Result<Submission, Error> {
         let commands = drm_amdgpu_cs_chunk_ib {
             va_start: commands,
@@ -360,7 +360,7 @@ impl Render {
             ..drm_amdgpu_cs_chunk_ib::zeroed()
         };
         let act = FailedCall::named("AMDGPU_CS").at(commands.va_start, u64::from(bytes));
-        let mut chunks = [Chunk::Commands(&commands); gem::CHUNKS];
+        let mut chunks = [SubmissionChunk::Commands(&commands); gem::CHUNKS];
         let chunks = if let Some(rest) = chunks.get_mut(1..=more.len()) {
             rest.copy_from_slice(more);
             &chunks[..=more.len()]

@@ -10,7 +10,7 @@ use crate::copies::Sink;
 use crate::error::Error;
 use crate::handle::LoadHandle;
 use crate::load::{self, LoadEvent};
-use crate::process::{Name, Process};
+use crate::process::{Name, ProcessBuffers};
 use crate::report::Report;
 use crate::run::run;
 
@@ -32,7 +32,7 @@ use crate::run::run;
 /// * 8 fills for each ring: a fill reads nothing, and GPUs fill at the speed of their memory.
 #[derive(Debug)]
 pub struct BackgroundLoad<'a> {
-    processes: &'a [Process<'a>],
+    processes: &'a [ProcessBuffers<'a>],
     sink: Sink<'a>,
     handle: LoadHandle,
     budget: Option<Arc<IoBudget>>,
@@ -46,7 +46,7 @@ impl<'a> BackgroundLoad<'a> {
     ///
     /// # Errors
     /// No descriptor is left.
-    pub fn new(processes: &'a [Process<'a>], budget: Option<Arc<IoBudget>>) -> Result<Self, Error> {
+    pub fn new(processes: &'a [ProcessBuffers<'a>], budget: Option<Arc<IoBudget>>) -> Result<Self, Error> {
         Ok(Self {
             processes,
             sink: Sink::Gpus,
@@ -63,7 +63,7 @@ impl<'a> BackgroundLoad<'a> {
     /// # Errors
     /// No descriptor is left.
     pub fn into_memory(
-        processes: &'a [Process<'a>],
+        processes: &'a [ProcessBuffers<'a>],
         memory: &'a Arc<MemoryDevice>,
         budget: Option<Arc<IoBudget>>,
     ) -> Result<Self, Error> {

@@ -9,7 +9,7 @@ use crate::process::Name;
 
 /// A buffer that has bytes in a file.
 #[derive(Debug, Clone)]
-pub(crate) struct Buffer {
+pub(crate) struct StoredBuffer {
     /// The index of the file among all processes' files.
     pub(crate) file: usize,
     /// The chunks that hold its bytes.

@@ -40,8 +40,8 @@ struct File {
     sequence: Vec<u64>,
     /// All chunks before this index were taken.
     at: usize,
-    taken: Bits,
-    demanded: Bits,
+    taken: ChunkBitmap,
+    demanded: ChunkBitmap,
     /// Demanded chunks that were not taken: the serial number of each demand among all files, and the chunk.
     queue: VecDeque<(u64, u64)>,
 }
@@ -51,7 +51,7 @@ impl ChunkSchedule {
     /// files. Each file is in one group.
     pub(crate) fn new(sequences: impl Iterator<Item = Vec<u64>>, groups: Vec<Vec<usize>>) -> Self {
         let file = |sequence: Vec<u64>| {
-            let bits = Bits::new(sequence.len());
+            let bits = ChunkBitmap::new(sequence.len());
             File { sequence, at: 0, taken: bits.clone(), demanded: bits, queue: VecDeque::new() }
         };
         let files: Vec<File> = sequences.map(file).collect();
@@ -142,7 +142,7 @@ pub(crate) fn small_first(small: &[usize]) -> Vec<u64> {
 
 /// Moves these chunks of a file before the others, each once. Numbers beyond the file are ignored.
 pub(crate) fn prioritize(first: &[u64], sequence: Vec<u64>) -> Vec<u64> {
-    let mut is_first = Bits::new(sequence.len());
+    let mut is_first = ChunkBitmap::new(sequence.len());
     let there = |number: &&u64| **number < sequence.len() as u64;
     let mut all: Vec<u64> =
         first.iter().filter(there).copied().filter(|number| !is_first.set(*number)).collect();
@@ -152,9 +152,9 @@ pub(crate) fn prioritize(first: &[u64], sequence: Vec<u64>) -> Vec<u64> {
 
 /// A bit for each chunk.
 #[derive(Debug, Clone)]
-struct Bits(Vec<u64>);
+struct ChunkBitmap(Vec<u64>);
 
-impl Bits {
+impl ChunkBitmap {
     fn new(count: usize) -> Self {
         Self(vec![0; count.div_ceil(64)])
     }

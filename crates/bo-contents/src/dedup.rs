@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Reads the bytes of one buffer for all buffers that have the same bytes.
 
-use crate::buffer::{Buffer, Duplicates};
+use crate::buffer::{Duplicates, StoredBuffer};
 use crate::duplicate_finder::MIN_BYTES;
-use crate::process::{Name, Process};
+use crate::process::{Name, ProcessBuffers};
 
 /// The most buffers that one read serves. The copies of a chunk are one submission for each GPU, which has
 /// room for 2340, and demands may wait for them. Each of a chunk's 33 pieces that are long enough may be
@@ -16,8 +16,8 @@ const MAX_FOLLOWERS: usize = 16;
 pub(crate) fn assign_sources(
     set: &[Name],
     files: &[usize],
-    processes: &[Process<'_>],
-    buffers: &mut [Vec<Option<Buffer>>],
+    processes: &[ProcessBuffers<'_>],
+    buffers: &mut [Vec<Option<StoredBuffer>>],
 ) -> bool {
     let turn = |&(process, number): &Name| {
         let here = processes.get(process).and_then(|of| of.dmabufs.get(number)?.as_ref()).is_some();
@@ -40,7 +40,7 @@ pub(crate) fn assign_sources(
     any
 }
 
-fn assign_source(first: Name, followers: Vec<Name>, buffers: &mut [Vec<Option<Buffer>>]) -> bool {
+fn assign_source(first: Name, followers: Vec<Name>, buffers: &mut [Vec<Option<StoredBuffer>>]) -> bool {
     let any = !followers.is_empty();
     let Some(leader) = &mut buffers[first.0][first.1] else { return false };
     let left = leader.left;
@@ -55,11 +55,11 @@ fn assign_source(first: Name, followers: Vec<Name>, buffers: &mut [Vec<Option<Bu
 }
 
 /// Returns the buffer whose bytes are read for this one: itself, if it has no other source.
-pub(crate) fn source_of(buffers: &[Vec<Option<Buffer>>], name: Name) -> Option<&Buffer> {
+pub(crate) fn source_of(buffers: &[Vec<Option<StoredBuffer>>], name: Name) -> Option<&StoredBuffer> {
     let buffer = of(buffers, name)?;
     buffer.duplicates.source.map_or(Some(buffer), |first| of(buffers, first))
 }
 
-fn of(buffers: &[Vec<Option<Buffer>>], (process, number): Name) -> Option<&Buffer> {
+fn of(buffers: &[Vec<Option<StoredBuffer>>], (process, number): Name) -> Option<&StoredBuffer> {
     buffers.get(process)?.get(number)?.as_ref()
 }

@@ -10,7 +10,7 @@ use std::thread;
 use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
 use rewake_image_io::{TransferError, read_now};
 
-use crate::pages::PagesFile;
+use crate::pages::GpuPagesFile;
 use crate::process::Name;
 
 /// The smallest buffer that is compared: a smaller one is read as fast as it is compared.
@@ -32,7 +32,7 @@ const MAX_THREADS: usize = 8;
 #[derive(Debug, Clone, Copy)]
 struct Candidate<'a> {
     name: Name,
-    file: &'a PagesFile,
+    file: &'a GpuPagesFile,
     start: u64,
     bytes: u64,
 }
@@ -89,7 +89,7 @@ impl<'a> Candidates<'a> {
     ///
     /// # Errors
     /// A file cannot be read.
-    pub fn of(processes: &'a [Vec<PagesFile>]) -> Result<Self, TransferError> {
+    pub fn of(processes: &'a [Vec<GpuPagesFile>]) -> Result<Self, TransferError> {
         // Samples are far apart. What is compared later must not count as cached by other readers.
         disable_readahead(processes);
         let mut groups = group_by_size(processes)?;
@@ -140,19 +140,19 @@ impl<'a> Candidates<'a> {
     }
 }
 
-fn disable_readahead(processes: &[Vec<PagesFile>]) {
+fn disable_readahead(processes: &[Vec<GpuPagesFile>]) {
     let files = processes.iter().flatten();
     files.for_each(|file| advise(file, 0, 0, PosixFadviseAdvice::POSIX_FADV_RANDOM));
 }
 
-fn advise(file: &PagesFile, start: u64, bytes: u64, advice: PosixFadviseAdvice) {
+fn advise(file: &GpuPagesFile, start: u64, bytes: u64, advice: PosixFadviseAdvice) {
     // The advice is optional: nothing depends on it.
     let _ = posix_fadvise(&*file.file, start.cast_signed(), bytes.cast_signed(), advice);
 }
 
 /// Groups buffers by size, the largest first, so that no thread starts on a large one when the others have
 /// ended.
-fn group_by_size(processes: &[Vec<PagesFile>]) -> Result<Vec<Group<'_>>, TransferError> {
+fn group_by_size(processes: &[Vec<GpuPagesFile>]) -> Result<Vec<Group<'_>>, TransferError> {
     let mut sizes: BTreeMap<Reverse<u64>, Group<'_>> = BTreeMap::new();
     for (process, file) in
         (0..).zip(processes).flat_map(|(process, files)| files.iter().map(move |file| (process, file)))

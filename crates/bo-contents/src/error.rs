@@ -37,7 +37,7 @@ pub enum Error {
     Io(#[from] io::Error),
     /// The transfer makes no progress.
     #[error(transparent)]
-    Stuck(#[from] Stuck),
+    Stuck(#[from] Stall),
     /// The thread panicked, which is a bug in Rewake.
     #[error("the copy thread panicked: this is a bug in rewake")]
     Panicked,
@@ -54,7 +54,7 @@ impl From<Errno> for Error {
 
 /// The transfer makes no progress.
 #[derive(Debug, thiserror::Error)]
-pub enum Stuck {
+pub enum Stall {
     /// Reads or writes of files do not end.
     #[error("{0} transfers of image files have not ended for {STALL_TIMEOUT:?}: does the storage answer?")]
     Files(usize),

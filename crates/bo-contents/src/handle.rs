@@ -8,15 +8,15 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use rewake_process::Notifier;
 
-use crate::process::Process;
+use crate::process::ProcessBuffers;
 
 /// A handle of a load that another thread runs. Clones refer to the same load. Demands after its end have no
 /// effect.
 #[derive(Debug, Clone)]
-pub struct LoadHandle(Arc<Shared>);
+pub struct LoadHandle(Arc<LoadState>);
 
 #[derive(Debug)]
-struct Shared {
+struct LoadState {
     /// Whether each buffer of each process was ever demanded. Each is queued once, so the queue is no longer
     /// than the image.
     demanded: Vec<Vec<AtomicBool>>,
@@ -50,9 +50,9 @@ pub struct Progress {
 }
 
 impl LoadHandle {
-    pub(crate) fn new(processes: &[Process<'_>]) -> io::Result<Self> {
+    pub(crate) fn new(processes: &[ProcessBuffers<'_>]) -> io::Result<Self> {
         let demanded =
-            |process: &Process<'_>| process.dmabufs.iter().map(|_| AtomicBool::new(false)).collect();
+            |process: &ProcessBuffers<'_>| process.dmabufs.iter().map(|_| AtomicBool::new(false)).collect();
         let mut counts: Vec<Count> = Vec::new();
         for (process, of) in processes.iter().enumerate() {
             for file in of.files {
@@ -64,7 +64,7 @@ impl LoadHandle {
                 }
             }
         }
-        Ok(Self(Arc::new(Shared {
+        Ok(Self(Arc::new(LoadState {
             demanded: processes.iter().map(demanded).collect(),
             queue: Mutex::new(Vec::new()),
             event: Notifier::new()?,
@@ -143,7 +143,7 @@ mod tests {
 
     fn handle(buffers: usize) -> LoadHandle {
         let dmabufs: Vec<_> = (0..buffers).map(|_| None).collect();
-        LoadHandle::new(&[Process { files: &[], dmabufs: &dmabufs }]).unwrap()
+        LoadHandle::new(&[ProcessBuffers { files: &[], dmabufs: &dmabufs }]).unwrap()
     }
 
     fn wakes(handle: &LoadHandle) -> bool {

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use rewake_amdgpu_uapi::abi::memory::Mapping;
 use rewake_image_io::Memory;
-use rewake_sdma_copy::{Place, Shape, Staging};
+use rewake_sdma_copy::{Shape, Staging, StagingOffset};
 
 /// Memory that files are read into and written from, slot by slot.
 #[derive(Debug, Clone)]
@@ -24,7 +24,7 @@ unsafe impl Memory for IoMemory {
         match self {
             Self::Staging(staging) => {
                 let slot = staging.slots().next().expect("staging memory has slots");
-                staging.pointer(Place { slot, at: 0 }, 0)
+                staging.pointer(StagingOffset { slot, at: 0 }, 0)
             }
             Self::Own(mapping) => mapping.pointer(0, 0),
         }

@@ -8,7 +8,7 @@
 //! copied while another is read or written. One thread drives all of it, and its memory is limited to the
 //! staging memory.
 //!
-//! * [`PagesFile`]: the layout of a file. `pipeline`: the chunks in flight; `copies`: the copies in flight.
+//! * [`GpuPagesFile`]: the layout of a file. `pipeline`: the chunks in flight; `copies`: the copies in flight.
 //!   [`save`] and [`load`]: the two directions.
 //! * [`Candidates`]: finds buffers that have the same bytes. `dedup`: reads such bytes once.
 //! * [`BackgroundLoad`]: a load that takes demands and reports progress at its [`LoadHandle`].
@@ -41,12 +41,12 @@ mod slot_quota;
 
 pub use background_load::BackgroundLoad;
 pub use duplicate_finder::{Candidates, DuplicateSets};
-pub use error::{Error, Stuck};
+pub use error::{Error, Stall};
 pub use folder::{DUPLICATES_FILE, EARLIER_DUPLICATES_FILE};
 pub use handle::{LoadHandle, Progress};
 pub use load::LoadEvent;
-pub use pages::PagesFile;
-pub use process::Process;
+pub use pages::GpuPagesFile;
+pub use process::ProcessBuffers;
 pub use report::{Moved, Report};
 pub use rewake_sdma_copy::MemoryDevice;
 
@@ -57,7 +57,7 @@ use run::run;
 ///
 /// # Errors
 /// A GPU or a file failed or does not answer.
-pub fn save(processes: &[Process<'_>]) -> Result<Option<Report>, Error> {
+pub fn save(processes: &[ProcessBuffers<'_>]) -> Result<Option<Report>, Error> {
     run("saved", processes, Sink::Gpus, None, save::run)
 }
 
@@ -66,9 +66,9 @@ pub fn save(processes: &[Process<'_>]) -> Result<Option<Report>, Error> {
 ///
 /// # Errors
 /// A GPU or a file failed or does not answer.
-pub fn load(processes: &[Process<'_>]) -> Result<Option<Report>, Error> {
-    let any = |process: &&Process<'_>| process.dmabufs.iter().any(Option::is_some);
-    let here: Vec<Process<'_>> = processes.iter().filter(any).copied().collect();
+pub fn load(processes: &[ProcessBuffers<'_>]) -> Result<Option<Report>, Error> {
+    let any = |process: &&ProcessBuffers<'_>| process.dmabufs.iter().any(Option::is_some);
+    let here: Vec<ProcessBuffers<'_>> = processes.iter().filter(any).copied().collect();
     let handle = LoadHandle::new(&here)?;
     run("loaded", &here, Sink::Gpus, None, |pipeline| load::run(pipeline, &handle, &mut |_| ()))
 }

@@ -5,13 +5,13 @@
 use std::sync::Arc;
 
 use rewake_image_io::{Class, Direction, Request};
-use rewake_sdma_copy::{Place, Slot, Transfer};
+use rewake_sdma_copy::{Slot, StagingOffset, Transfer};
 
 use crate::chunk_schedule::Chunk;
 use crate::error::Error;
 use crate::handle::LoadHandle;
 use crate::pages::Piece;
-use crate::pipeline::{Done, Pipeline};
+use crate::pipeline::{ChunkCompletion, Pipeline};
 use crate::report::Moved;
 use crate::slot_quota::{self, Backpressure, SlotUse};
 
@@ -61,7 +61,7 @@ struct SlotRead {
 
 /// The slots of a load.
 #[derive(Debug)]
-struct Slots {
+struct LoadSlots {
     reads: Vec<Option<SlotRead>>,
     /// Slots of which some reads are not started.
     unfinished: Vec<Slot>,
@@ -73,7 +73,7 @@ struct Slots {
     skipped: Vec<usize>,
 }
 
-impl Slots {
+impl LoadSlots {
     /// Returns the reason why a chunk must wait while other GPUs need slots too.
     fn backpressure(&self, pipeline: &Pipeline<'_>, chunk: Chunk) -> Option<Backpressure> {
         let quota = pipeline.quota().filter(|_| !pipeline.is_demanded(chunk))?;
@@ -98,7 +98,7 @@ pub(crate) fn run(
     handle: &LoadHandle,
     on_event: &mut dyn FnMut(LoadEvent),
 ) -> Result<Moved, Error> {
-    let mut slots = Slots {
+    let mut slots = LoadSlots {
         reads: vec![None; pipeline.staging.slots().len()],
         unfinished: Vec::new(),
         ready: Vec::new(),
@@ -149,10 +149,10 @@ pub(crate) fn run(
 fn report_complete(
     pipeline: &Pipeline<'_>,
     handle: &LoadHandle,
-    done: &mut Vec<Done>,
+    done: &mut Vec<ChunkCompletion>,
     on_event: &mut dyn FnMut(LoadEvent),
 ) -> Result<(), Error> {
-    for Done { process, minor, bytes, complete: buffers, all } in done.drain(..) {
+    for ChunkCompletion { process, minor, bytes, complete: buffers, all } in done.drain(..) {
         if all {
             // The process's queues may run now: not with memory of an image that was replaced.
             pipeline.files().try_for_each(|file| file.file.check_unchanged())?;
@@ -168,8 +168,8 @@ fn report_complete(
 
 /// Starts copies of slots that were read, as far as engines have room. Demanded chunks are first, then the
 /// order of the reads. Returns whether it started any.
-fn copy_read(pipeline: &mut Pipeline<'_>, slots: &mut Slots) -> Result<bool, Error> {
-    let Slots { reads, ready, .. } = slots;
+fn copy_read(pipeline: &mut Pipeline<'_>, slots: &mut LoadSlots) -> Result<bool, Error> {
+    let LoadSlots { reads, ready, .. } = slots;
     let count = ready.len();
     // A chunk for several GPUs is not overtaken on any of them. Otherwise it might never find room on all of
     // them at once.
@@ -193,7 +193,7 @@ fn copy_read(pipeline: &mut Pipeline<'_>, slots: &mut Slots) -> Result<bool, Err
 
 /// Continues chunks that were started, and starts others while slots and room last. Returns whether it
 /// started a read or fill.
-fn start(pipeline: &mut Pipeline<'_>, slots: &mut Slots) -> Result<bool, Error> {
+fn start(pipeline: &mut Pipeline<'_>, slots: &mut LoadSlots) -> Result<bool, Error> {
     let mut any = false;
     slots.refused = false;
     slots.skipped.clear();
@@ -307,7 +307,7 @@ fn moved(pipeline: &Pipeline<'_>, chunk: Chunk) -> impl Iterator<Item = DataRang
 }
 
 /// Starts the reads of a slot's chunk that the budget allows. Returns whether it started any.
-fn read_on(pipeline: &mut Pipeline<'_>, slots: &mut Slots, slot: Slot) -> bool {
+fn read_on(pipeline: &mut Pipeline<'_>, slots: &mut LoadSlots, slot: Slot) -> bool {
     let size = |bytes: u64| usize::try_from(bytes).unwrap_or(usize::MAX);
     let Some(slot_read) = &mut slots.reads[slot.index() as usize] else { return false };
     let (file, demanded) = (pipeline.file(slot_read.chunk), pipeline.is_demanded(slot_read.chunk));
@@ -351,7 +351,7 @@ fn copy_in(pipeline: &mut Pipeline<'_>, slot_read: &SlotRead, slot: Slot) -> Res
             let name = pipeline.buffer_with(chunk, &piece, which);
             pipeline.count_duplicate(which, piece.bytes, zero);
             for (part, data) in parts(piece, &slot_read.ranges) {
-                let from = Place { slot, at: part.offset - first };
+                let from = StagingOffset { slot, at: part.offset - first };
                 pipeline.push(name, |bo| match data {
                     true => Transfer::Load { bo, at: part.at, from, bytes: part.bytes },
                     false => Transfer::Fill { bo, at: part.at, bytes: part.bytes, word: 0 },

@@ -21,7 +21,7 @@ pub(crate) const HEADER: u64 = 8;
 
 /// A file with the memory of buffers of one GPU.
 #[derive(Debug)]
-pub struct PagesFile {
+pub struct GpuPagesFile {
     pub(crate) name: String,
     pub(crate) file: Arc<ImageFile>,
     /// The N of the GPU's `/dev/dri/renderDN`.
@@ -71,7 +71,7 @@ struct Length {
     found: String,
 }
 
-impl PagesFile {
+impl GpuPagesFile {
     /// Creates a file of full length. It is a hole, except for the length of the contents.
     pub fn create(
         folder: BorrowedFd<'_>,
@@ -83,7 +83,7 @@ impl PagesFile {
         Self::create_with_layout(folder, pages_name(id, gpu), minor, of_gpu(image, gpu))
     }
 
-    /// As [`PagesFile::create`], for one buffer of a render node. `minor` is the GPU's number on this host.
+    /// As [`GpuPagesFile::create`], for one buffer of a render node. `minor` is the GPU's number on this host.
     pub fn create_render(
         folder: BorrowedFd<'_>,
         contents: &RenderContents,
@@ -107,7 +107,7 @@ impl PagesFile {
         Ok(pages)
     }
 
-    /// As [`PagesFile::open`], for one buffer of a render node. CRIU's plugin does not set the header of such
+    /// As [`GpuPagesFile::open`], for one buffer of a render node. CRIU's plugin does not set the header of such
     /// files.
     pub fn open_render(
         folder: BorrowedFd<'_>,
@@ -235,10 +235,10 @@ mod tests {
         KfdImage { buffers: sizes.iter().enumerate().map(buffer).collect(), ..KfdImage::default() }
     }
 
-    fn new_file(sizes: &[u64]) -> (tempfile::TempDir, PagesFile) {
+    fn new_file(sizes: &[u64]) -> (tempfile::TempDir, GpuPagesFile) {
         let folder = tempfile::tempdir().unwrap();
         let open = File::open(folder.path()).unwrap();
-        let file = PagesFile::create(open.as_fd(), 3, &image(sizes), 7, 128).unwrap();
+        let file = GpuPagesFile::create(open.as_fd(), 3, &image(sizes), 7, 128).unwrap();
         (folder, file)
     }
 
@@ -286,7 +286,7 @@ mod tests {
         let (folder, file) = new_file(&sizes);
         let open = || {
             let folder = File::open(folder.path()).unwrap();
-            PagesFile::open(folder.as_fd(), 3, &image(&sizes), 7, 128).map_err(|error| {
+            GpuPagesFile::open(folder.as_fd(), 3, &image(&sizes), 7, 128).map_err(|error| {
                 let cause = std::error::Error::source(&error).unwrap();
                 format!("{error}: {cause}")
             })

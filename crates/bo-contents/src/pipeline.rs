@@ -9,18 +9,18 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use rewake_amdgpu_uapi::abi::memory::Mapping;
 use rewake_criu_images::amdgpu::settings::max_buffer_size;
 use rewake_image_io::io_budget::{IoBudget, Lane};
-use rewake_image_io::{Done as Transferred, Engine};
-use rewake_sdma_copy::{Bo, Memory, Shape, Slot, Staging, Transfer};
+use rewake_image_io::{Completion, Engine};
+use rewake_sdma_copy::{Bo, Shape, Slot, Staging, StagingMemory, Transfer};
 
-use crate::buffer::Buffer;
+use crate::buffer::StoredBuffer;
 use crate::chunk_schedule::{Chunk, ChunkSchedule};
 use crate::copies::{Copies, Sink};
 use crate::dedup::{assign_sources, source_of};
-use crate::error::{Error, STALL_TIMEOUT, Stuck};
+use crate::error::{Error, STALL_TIMEOUT, Stall};
 use crate::io_memory::IoMemory;
 use crate::layout::{FileEntry, background_schedule, buffers, file_entries, remaining, smallest_first};
-use crate::pages::{CHUNK, PagesFile, Piece};
-use crate::process::{Name, Process};
+use crate::pages::{CHUNK, GpuPagesFile, Piece};
+use crate::process::{Name, ProcessBuffers};
 use crate::report::Moved;
 use crate::slot_quota::quota;
 
@@ -37,7 +37,7 @@ const SHORT_POLL_MS: u16 = 1;
 const LONG_POLL_MS: u16 = 1000;
 
 /// What a finished chunk completes, for a process on a GPU.
-pub(crate) struct Done {
+pub(crate) struct ChunkCompletion {
     /// The index of the process.
     pub(crate) process: usize,
     /// The GPU's render node.
@@ -56,14 +56,14 @@ pub(crate) struct Pipeline<'a> {
     pub(crate) moved: Moved,
     pub(crate) engine: Engine<IoMemory>,
     pub(crate) copies: Copies,
-    processes: &'a [Process<'a>],
+    processes: &'a [ProcessBuffers<'a>],
     entries: Vec<FileEntry<'a>>,
     /// The I/O budget of background reads. None: there is no other reader.
     budget: Option<Arc<IoBudget>>,
     /// The memory of the slots, as file transfers see it.
     io_memory: IoMemory,
     /// Buffers by process and number.
-    buffers: Vec<Vec<Option<Buffer>>>,
+    buffers: Vec<Vec<Option<StoredBuffer>>>,
     /// Incomplete buffers, by process.
     missing: Vec<usize>,
     schedule: ChunkSchedule,
@@ -78,7 +78,7 @@ pub(crate) struct Pipeline<'a> {
 impl<'a> Pipeline<'a> {
     /// Opens an engine for each GPU. The schedule is file order.
     pub(crate) fn new(
-        processes: &'a [Process<'a>],
+        processes: &'a [ProcessBuffers<'a>],
         sink: Sink<'_>,
         budget: Option<Arc<IoBudget>>,
     ) -> Result<Self, Error> {
@@ -92,8 +92,8 @@ impl<'a> Pipeline<'a> {
         let slots = u32::try_from(most.min(all.max(MIN_SLOTS))).unwrap_or(slots).min(slots);
         let (staging, copies) = Copies::new(sink, &minors, Shape { slots, slot_bytes: CHUNK })?;
         let io_memory = match staging.memory() {
-            Memory::Pages => IoMemory::Staging(staging.clone()),
-            Memory::Gtt => {
+            StagingMemory::Pages => IoMemory::Staging(staging.clone()),
+            StagingMemory::Gtt => {
                 let own = Mapping::anonymous(u64::from(slots) * CHUNK)?;
                 own.keep_from_core_dumps()?;
                 IoMemory::Own(Arc::new(own))
@@ -120,7 +120,7 @@ impl<'a> Pipeline<'a> {
         })
     }
 
-    pub(crate) fn file(&self, chunk: Chunk) -> &'a PagesFile {
+    pub(crate) fn file(&self, chunk: Chunk) -> &'a GpuPagesFile {
         self.entries[chunk.file].file
     }
 
@@ -131,7 +131,7 @@ impl<'a> Pipeline<'a> {
         none.into_iter()
     }
 
-    pub(crate) fn files(&self) -> impl Iterator<Item = &'a PagesFile> {
+    pub(crate) fn files(&self) -> impl Iterator<Item = &'a GpuPagesFile> {
         self.entries.iter().map(|entry| entry.file)
     }
 
@@ -155,7 +155,7 @@ impl<'a> Pipeline<'a> {
     /// is not loaded.
     pub(crate) fn demand(&mut self, process: usize, buffer: usize) {
         let here = self.processes[process].dmabufs[buffer].is_some();
-        if let Some(Buffer { file, chunks, .. }) =
+        if let Some(StoredBuffer { file, chunks, .. }) =
             source_of(&self.buffers, (process, buffer)).filter(|_| here)
         {
             self.schedule.demand(*file, chunks.clone());
@@ -246,7 +246,7 @@ impl<'a> Pipeline<'a> {
     pub(crate) fn buffer_with(&self, chunk: Chunk, piece: &Piece, which: usize) -> Name {
         let process = self.entries[chunk.file].process;
         let followers =
-            |buffer: &Buffer| which.checked_sub(1).map(|which| buffer.duplicates.followers[which]);
+            |buffer: &StoredBuffer| which.checked_sub(1).map(|which| buffer.duplicates.followers[which]);
         self.buffers[process][piece.buffer].as_ref().and_then(followers).unwrap_or((process, piece.buffer))
     }
 
@@ -272,7 +272,7 @@ impl<'a> Pipeline<'a> {
             return Ok((engine, bo));
         }
         let dmabuf = self.processes[process].dmabufs[number].as_ref();
-        let bo = self.copies.import(engine, dmabuf.ok_or(Stuck::NoBytes(number))?)?;
+        let bo = self.copies.import(engine, dmabuf.ok_or(Stall::NoBytes(number))?)?;
         buffer.bo = Some(bo);
         self.moved.buffers += 1;
         Ok((engine, bo))
@@ -322,16 +322,22 @@ impl<'a> Pipeline<'a> {
     }
 
     /// Counts a finished chunk, and releases buffers that are complete.
-    pub(crate) fn chunk_done(&mut self, chunk: Chunk, into: &mut Vec<Done>) -> Result<(), Error> {
+    pub(crate) fn chunk_done(&mut self, chunk: Chunk, into: &mut Vec<ChunkCompletion>) -> Result<(), Error> {
         let file = self.file(chunk);
         for piece in file.pieces(chunk.number) {
             for which in 0..self.buffers_with(chunk, &piece) {
                 let (process, number) = self.buffer_with(chunk, &piece, which);
                 let Some(buffer) = &mut self.buffers[process][number] else { continue };
-                let FileEntry { file: PagesFile { minor, .. }, engine, .. } = self.entries[buffer.file];
+                let FileEntry { file: GpuPagesFile { minor, .. }, engine, .. } = self.entries[buffer.file];
                 let of_it = into.iter().position(|done| (done.process, done.minor) == (process, *minor));
                 let of_it = of_it.unwrap_or_else(|| {
-                    into.push(Done { process, minor: *minor, bytes: 0, complete: Vec::new(), all: false });
+                    into.push(ChunkCompletion {
+                        process,
+                        minor: *minor,
+                        bytes: 0,
+                        complete: Vec::new(),
+                        all: false,
+                    });
                     into.len() - 1
                 });
                 buffer.left -= 1;
@@ -360,7 +366,7 @@ impl<'a> Pipeline<'a> {
     }
 
     /// Adds the file transfers that have ended.
-    pub(crate) fn transferred(&mut self, into: &mut Vec<Transferred<IoMemory>>) {
+    pub(crate) fn transferred(&mut self, into: &mut Vec<Completion<IoMemory>>) {
         self.engine.flush();
         self.engine.reap(into);
         if !into.is_empty() {
@@ -373,7 +379,7 @@ impl<'a> Pipeline<'a> {
         if let IoMemory::Own(own) = &self.io_memory {
             let mut copy = vec![0; usize::try_from(bytes).unwrap_or(0)];
             own.read(Self::place(slot) as u64, &mut copy);
-            self.staging.write(rewake_sdma_copy::Place { slot, at: 0 }, &copy);
+            self.staging.write(rewake_sdma_copy::StagingOffset { slot, at: 0 }, &copy);
         }
     }
 
@@ -381,7 +387,7 @@ impl<'a> Pipeline<'a> {
     pub(crate) fn copy_from_staging(&self, slot: Slot, bytes: u64) {
         if let IoMemory::Own(own) = &self.io_memory {
             let mut copy = vec![0; usize::try_from(bytes).unwrap_or(0)];
-            self.staging.read(rewake_sdma_copy::Place { slot, at: 0 }, &mut copy);
+            self.staging.read(rewake_sdma_copy::StagingOffset { slot, at: 0 }, &mut copy);
             own.write(Self::place(slot) as u64, &copy);
         }
     }
@@ -421,8 +427,8 @@ impl<'a> Pipeline<'a> {
     fn diagnose(&mut self) -> Result<(), Error> {
         self.copies.diagnose()?;
         match self.engine.in_flight() {
-            0 => Err(Stuck::Nothing.into()),
-            count => Err(Stuck::Files(count).into()),
+            0 => Err(Stall::Nothing.into()),
+            count => Err(Stall::Files(count).into()),
         }
     }
 }

@@ -3,20 +3,20 @@
 
 use std::os::fd::OwnedFd;
 
-use crate::pages::PagesFile;
+use crate::pages::GpuPagesFile;
 
 /// The buffer memory of one process or one render node. A restore skips buffers without a dma-buf.
 #[derive(Debug, Clone, Copy)]
-pub struct Process<'a> {
+pub struct ProcessBuffers<'a> {
     /// The files with the bytes of the buffers.
-    pub files: &'a [PagesFile],
+    pub files: &'a [GpuPagesFile],
     /// The dma-bufs, by the image's number of the buffer.
     pub dmabufs: &'a [Option<OwnedFd>],
 }
 
-impl Process<'_> {
+impl ProcessBuffers<'_> {
     /// Returns the bytes in one of its files of buffers that have a dma-buf.
-    pub(crate) fn bytes_in(&self, file: &PagesFile) -> u64 {
+    pub(crate) fn bytes_in(&self, file: &GpuPagesFile) -> u64 {
         let here = |buffer: usize| self.dmabufs.get(buffer).is_some_and(Option::is_some);
         let stretches = file.stretches().iter().filter(|stretch| here(stretch.buffer));
         stretches.map(|stretch| stretch.bytes).sum()

@@ -10,13 +10,13 @@ use rewake_image_io::io_budget::IoBudget;
 use crate::copies::Sink;
 use crate::error::Error;
 use crate::pipeline::Pipeline;
-use crate::process::Process;
+use crate::process::ProcessBuffers;
 use crate::report::{Moved, Report};
 
 /// Runs a save or a load on its own thread.
 pub(crate) fn run(
     done: &'static str,
-    processes: &[Process<'_>],
+    processes: &[ProcessBuffers<'_>],
     sink: Sink<'_>,
     budget: Option<Arc<IoBudget>>,
     work: impl FnOnce(&mut Pipeline<'_>) -> Result<Moved, Error> + Send,

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use nix::unistd::ftruncate;
 use rewake_image_io::{Class, Direction, Request};
-use rewake_sdma_copy::{Place, Slot, Transfer};
+use rewake_sdma_copy::{Slot, StagingOffset, Transfer};
 
 use crate::chunk_schedule::Chunk;
 use crate::error::Error;
@@ -88,7 +88,7 @@ fn copy_out(pipeline: &mut Pipeline<'_>, chunk: Chunk, slot: Slot) -> Result<(),
     let file = pipeline.file(chunk);
     let (start, _) = file.range(chunk.number);
     for piece in file.pieces(chunk.number) {
-        let to = Place { slot, at: piece.offset - start };
+        let to = StagingOffset { slot, at: piece.offset - start };
         let save = |bo| Transfer::Save { bo, at: piece.at, to, bytes: piece.bytes };
         pipeline.push(pipeline.buffer_with(chunk, &piece, 0), save)?;
     }
@@ -101,12 +101,12 @@ fn write(pipeline: &mut Pipeline<'_>, chunk: Chunk, slot: Slot) -> usize {
     let (start, end) = file.range(chunk.number);
     let bytes = end - start;
     if chunk.number == 0 {
-        pipeline.staging.write(Place { slot, at: 0 }, &(file.length - HEADER).to_le_bytes());
+        pipeline.staging.write(StagingOffset { slot, at: 0 }, &(file.length - HEADER).to_le_bytes());
     }
     // The rest of the last page is written as zeros, and cut at the end of the save.
     let whole = bytes.next_multiple_of(PAGE as u64);
     let rest = usize::try_from(whole - bytes).unwrap_or(0);
-    pipeline.staging.write(Place { slot, at: bytes }, &[0; PAGE][..rest]);
+    pipeline.staging.write(StagingOffset { slot, at: bytes }, &[0; PAGE][..rest]);
     pipeline.moved.bytes += bytes;
     let mut count = 0;
     let mut at = 0;
@@ -143,7 +143,7 @@ fn run_of(pipeline: &Pipeline<'_>, slot: Slot, at: u64, end: u64) -> u64 {
     let mut run = 0;
     while at + run < end {
         let granule = GRANULE.min(end - at - run);
-        let from = Place { slot, at: at + run };
+        let from = StagingOffset { slot, at: at + run };
         if pipeline.staging.is_zero(from, usize::try_from(granule).unwrap_or(0)) {
             break;
         }

@@ -17,7 +17,7 @@ use nix::sys::stat::Mode;
 use crate::digest::{Digest, HashingReader, ParsedFiles};
 use crate::error::{ImageError, Result};
 use crate::files;
-use crate::frame::{Kind, Records};
+use crate::frame::{FileKind, Records};
 use crate::inventory::{self, Inventory};
 use crate::mm::{self, Mm};
 use crate::pagemap::{self, Pagemap};
@@ -221,7 +221,7 @@ impl ImageDir {
         Ok(Some((path, file, meta.len())))
     }
 
-    fn records(&self, name: &str, kind: &'static Kind) -> Result<Option<Records<HashingReader<File>>>> {
+    fn records(&self, name: &str, kind: &'static FileKind) -> Result<Option<Records<HashingReader<File>>>> {
         let Some((path, file, len)) = self.file(name)? else { return Ok(None) };
         let name = "parent/".repeat(self.lineage.len() - 1) + name;
         Records::new(kind, &path, self.parsed.reader(name, file), len).map(Some)
@@ -230,7 +230,7 @@ impl ImageDir {
     fn required(
         &self,
         name: &str,
-        kind: &'static Kind,
+        kind: &'static FileKind,
         expected: &'static str,
     ) -> Result<Records<HashingReader<File>>> {
         let missing = || ImageError::Missing { file: self.path.join(name), expected };

@@ -14,7 +14,7 @@ pub(crate) const COMMON_MAGIC: u32 = 0x5456_4319;
 
 /// A kind of image file.
 #[derive(Debug)]
-pub(crate) struct Kind {
+pub(crate) struct FileKind {
     /// The name for messages.
     pub name: &'static str,
     /// The magic number of the kind.
@@ -26,26 +26,28 @@ pub(crate) struct Kind {
 }
 
 /// `inventory.img`: a few numbers and names.
-pub(crate) const INVENTORY: Kind =
-    Kind { name: "inventory", magic: 0x5831_3116, common: false, record_limit: 1 << 20 };
+pub(crate) const INVENTORY: FileKind =
+    FileKind { name: "inventory", magic: 0x5831_3116, common: false, record_limit: 1 << 20 };
 /// `pstree.img`: up to six bytes per thread.
-pub(crate) const PSTREE: Kind =
-    Kind { name: "process tree", magic: 0x5027_3030, common: true, record_limit: 32 << 20 };
+pub(crate) const PSTREE: FileKind =
+    FileKind { name: "process tree", magic: 0x5027_3030, common: true, record_limit: 32 << 20 };
 /// `core-PID.img`: registers, signals, limits; a few KiB.
-pub(crate) const CORE: Kind = Kind { name: "core", magic: 0x5505_3847, common: true, record_limit: 16 << 20 };
+pub(crate) const CORE: FileKind =
+    FileKind { name: "core", magic: 0x5505_3847, common: true, record_limit: 16 << 20 };
 /// `mm-PID.img`: about 50 bytes per mapping.
-pub(crate) const MM: Kind = Kind { name: "mm", magic: 0x5749_2820, common: true, record_limit: 256 << 20 };
+pub(crate) const MM: FileKind =
+    FileKind { name: "mm", magic: 0x5749_2820, common: true, record_limit: 256 << 20 };
 /// `files.img`: a path and some numbers per file; about 60 bytes for each file of an inotify or epoll.
-pub(crate) const FILES: Kind =
-    Kind { name: "files", magic: 0x5630_3138, common: true, record_limit: 256 << 20 };
+pub(crate) const FILES: FileKind =
+    FileKind { name: "files", magic: 0x5630_3138, common: true, record_limit: 256 << 20 };
 /// `pagemap-ID.img`: about 20 bytes per record.
-pub(crate) const PAGEMAP: Kind =
-    Kind { name: "pagemap", magic: 0x5608_4025, common: true, record_limit: 64 << 10 };
+pub(crate) const PAGEMAP: FileKind =
+    FileKind { name: "pagemap", magic: 0x5608_4025, common: true, record_limit: 64 << 10 };
 
 /// Reads the records of one file, one at a time.
 #[derive(Debug)]
 pub(crate) struct Records<R> {
-    kind: &'static Kind,
+    kind: &'static FileKind,
     file: PathBuf,
     input: BufReader<R>,
     len: u64,
@@ -55,7 +57,7 @@ pub(crate) struct Records<R> {
 
 impl<R: Read> Records<R> {
     /// Checks the header of a file of `len` bytes; `file` is for messages only.
-    pub(crate) fn new(kind: &'static Kind, file: &Path, input: R, len: u64) -> Result<Self> {
+    pub(crate) fn new(kind: &'static FileKind, file: &Path, input: R, len: u64) -> Result<Self> {
         let mut records = Self {
             kind,
             file: file.to_path_buf(),
@@ -188,7 +190,7 @@ impl<R: Read> Records<R> {
 ///
 /// # Panics
 /// A record has 4 GiB or more: no message of this crate is as long.
-pub(crate) fn file_of(kind: &Kind, records: impl IntoIterator<Item = Vec<u8>>) -> Vec<u8> {
+pub(crate) fn file_of(kind: &FileKind, records: impl IntoIterator<Item = Vec<u8>>) -> Vec<u8> {
     let mut bytes = Vec::new();
     if kind.common {
         bytes.extend_from_slice(&COMMON_MAGIC.to_le_bytes());

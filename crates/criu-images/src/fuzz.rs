@@ -5,7 +5,7 @@
 use std::io::Cursor;
 use std::path::Path;
 
-use crate::frame::{self, Kind, Records};
+use crate::frame::{self, FileKind, Records};
 use crate::{Result, amdgpu, files, inventory, mm, pagemap, rewake, tasks, write};
 
 /// An image file in memory.
@@ -120,14 +120,14 @@ fn amdgpu_round_trip<T: PartialEq + std::fmt::Debug>(
     true
 }
 
-fn open(bytes: &[u8], kind: &'static Kind) -> Result<Records<Bytes>> {
+fn open(bytes: &[u8], kind: &'static FileKind) -> Result<Records<Bytes>> {
     Records::new(kind, Path::new(kind.name), Cursor::new(bytes.to_vec()), bytes.len() as u64)
 }
 
 /// Parses, writes and parses again.
 fn round_trip<T: PartialEq + std::fmt::Debug>(
     bytes: &[u8],
-    kind: &'static Kind,
+    kind: &'static FileKind,
     parse: impl Fn(Records<Bytes>) -> Result<T>,
     write: impl Fn(&T) -> Option<Vec<u8>>,
 ) -> bool {

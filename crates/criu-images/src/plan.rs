@@ -64,9 +64,9 @@ impl ImageDir {
         let (levels, files) = self.chain(pid)?;
         let pagemap = self.path().join(pagemap_name(pid));
         let mut planner =
-            Planner { pagemap, levels: &levels, vmas: &mm.vmas, extents: Vec::new(), remote: 0 };
+            ExtentPlanner { pagemap, levels: &levels, vmas: &mm.vmas, extents: Vec::new(), remote: 0 };
         planner.run()?;
-        let Planner { mut extents, remote: remote_pages, .. } = planner;
+        let ExtentPlanner { mut extents, remote: remote_pages, .. } = planner;
         extents.shrink_to_fit();
         Ok(LazyPlan { files, extents, remote_pages })
     }
@@ -133,7 +133,7 @@ struct Level {
 }
 
 /// Places the lazy entries in order of address.
-struct Planner<'a> {
+struct ExtentPlanner<'a> {
     pagemap: PathBuf,
     levels: &'a [Level],
     /// Mappings that end after the pages placed so far.
@@ -142,7 +142,7 @@ struct Planner<'a> {
     remote: u64,
 }
 
-impl Planner<'_> {
+impl ExtentPlanner<'_> {
     fn run(&mut self) -> Result<()> {
         let levels = self.levels;
         for entry in levels.iter().take(1).flat_map(|level| &level.map.entries) {

@@ -9,8 +9,9 @@ use std::path::PathBuf;
 use common::{Images, put, refusal};
 use proptest::prelude::*;
 use rewake_criu_images::amdgpu::{
-    ContentsRange, DmabufImage, GpuFile, KfdBuffer, KfdImage, Link, Mapping, Node, Properties, RenderBuffer,
-    RenderContents, RenderImage, dmabuf_name, drm_pages_name, kfd_name, pages_name, render_name,
+    ContentsRange, DmabufImage, GpuFile, KfdBuffer, KfdImage, Link, Mapping, NodeImage, Properties,
+    RenderBuffer, RenderContents, RenderImage, dmabuf_name, drm_pages_name, kfd_name, pages_name,
+    render_name,
 };
 use rewake_criu_images::{ImageDir, PagesFile};
 
@@ -334,11 +335,11 @@ prop_compose! {
         numbers: [u32; 4],
         vram_size: u64,
         links in proptest::collection::vec(any::<(u32, u32)>(), 0..4),
-    ) -> Node {
+    ) -> NodeImage {
         let [node_id, capability, fw_version, domain] = numbers;
         let mut properties = Properties { node_id, gpu_id, vram_size, ..Properties::default() };
         (properties.capability, properties.fw_version, properties.domain) = (capability, fw_version, domain);
-        Node { properties, links: links.into_iter().map(|(kind, to_node)| Link { kind, to_node }).collect() }
+        NodeImage { properties, links: links.into_iter().map(|(kind, to_node)| Link { kind, to_node }).collect() }
     }
 }
 

@@ -14,7 +14,7 @@ use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use common::contents;
-use rewake_criu_images::write::{Place, split_into_parent};
+use rewake_criu_images::write::{PagePlace, split_into_parent};
 use rewake_criu_images::{ImageDir, PAGE, Task, TaskState};
 use rewake_skip::need;
 
@@ -103,8 +103,8 @@ fn until(what: &str, mut done: impl FnMut() -> bool) {
     }
 }
 
-fn every_second_page(vaddr: u64) -> Place {
-    if (vaddr / PAGE).is_multiple_of(2) { Place::LazyParent } else { Place::Here }
+fn every_second_page(vaddr: u64) -> PagePlace {
+    if (vaddr / PAGE).is_multiple_of(2) { PagePlace::LazyParent } else { PagePlace::Here }
 }
 
 fn check_tasks(tasks: &[Task], pid: u32) {

@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 
 use common::*;
 use proptest::prelude::*;
-use rewake_criu_images::write::{Place, split_into_parent};
+use rewake_criu_images::write::{PagePlace, split_into_parent};
 use rewake_criu_images::{Generation, ImageDir, PAGE, PageFlags, Pagemap, write};
 
 fn entries(images: &Images, name: &str) -> Vec<(u64, u64, u32)> {
@@ -15,7 +15,7 @@ fn entries(images: &Images, name: &str) -> Vec<(u64, u64, u32)> {
     map.entries.iter().map(|entry| (entry.vaddr / PAGE, entry.pages, entry.flags.0)).collect()
 }
 
-fn split(images: &Images, child: &str, parent: &str, place: impl Fn(u64) -> Place) {
+fn split(images: &Images, child: &str, parent: &str, place: impl Fn(u64) -> PagePlace) {
     split_into_parent(&images.path(child), PID, &images.path(parent), |vaddr, _| place(vaddr / PAGE))
         .unwrap();
 }
@@ -25,9 +25,9 @@ fn the_child_marks_pages_of_the_parent_and_the_parent_has_them() {
     let images = Images::new();
     images.add("a", &[anonymous(10, 20)], &[(10, 4, LAZY), (20, 2, EAGER)]);
     split(&images, "a", "b", |page| match page {
-        11 | 12 => Place::Parent,
-        13 | 21 => Place::LazyParent,
-        _ => Place::Here,
+        11 | 12 => PagePlace::Parent,
+        13 | 21 => PagePlace::LazyParent,
+        _ => PagePlace::Here,
     });
     let (lazy, eager, parent, lazy_parent) = (LAZY.0, EAGER.0, IN_PARENT.0, LAZY_IN_PARENT.0);
     let wanted = [(10, 1, lazy), (11, 2, parent), (13, 1, lazy_parent), (20, 1, eager), (21, 1, parent)];
@@ -50,7 +50,7 @@ fn entries_keep_the_generation_of_the_input() {
         let images = Images::new();
         let dir = images.add("a", &[anonymous(10, 20)], &[(10, 4, LAZY)]);
         write::pagemap(&dir, PID, &Pagemap::new(1, generation, [(10 * PAGE, 4, LAZY)])).unwrap();
-        split(&images, "a", "b", |page| if page == 11 { Place::Parent } else { Place::Here });
+        split(&images, "a", "b", |page| if page == 11 { PagePlace::Parent } else { PagePlace::Here });
         for name in ["a", "b"] {
             let map = ImageDir::open(images.path(name)).unwrap().pagemap(PID).unwrap().unwrap();
             assert_eq!(map.generation, generation, "{name}");
@@ -62,12 +62,13 @@ fn entries_keep_the_generation_of_the_input() {
 fn a_second_parent_or_a_task_that_exists_already_is_refused() {
     let images = Images::new();
     let dir = images.add("a", &[anonymous(10, 20)], &[(10, 4, LAZY)]);
-    split(&images, "a", "b", |_| Place::Parent);
-    let again = |parent: &str| split_into_parent(&dir, PID, &images.path(parent), |_, _| Place::Here);
+    split(&images, "a", "b", |_| PagePlace::Parent);
+    let again = |parent: &str| split_into_parent(&dir, PID, &images.path(parent), |_, _| PagePlace::Here);
     assert!(refusal(again("b")).contains("expected a parent without this task"));
     assert!(refusal(again("c")).contains("expected a link to"));
     assert!(
-        refusal(split_into_parent(&dir, 8, &images.path("b"), |_, _| Place::Here)).contains("pagemap-8.img")
+        refusal(split_into_parent(&dir, 8, &images.path("b"), |_, _| PagePlace::Here))
+            .contains("pagemap-8.img")
     );
 }
 
@@ -91,8 +92,8 @@ proptest! {
         images.add("a", &vmas, &placed);
         let before: BTreeMap<_, _> = contents(&images.plan("a").unwrap()).into_iter().collect();
         let level = |page: u64| levels[usize::try_from(page).unwrap() % levels.len()];
-        split(&images, "a", "b", |page| if level(page) > 0 { Place::LazyParent } else { Place::Here });
-        split(&images, "b", "c", |page| if level(page) > 1 { Place::LazyParent } else { Place::Here });
+        split(&images, "a", "b", |page| if level(page) > 0 { PagePlace::LazyParent } else { PagePlace::Here });
+        split(&images, "b", "c", |page| if level(page) > 1 { PagePlace::LazyParent } else { PagePlace::Here });
         let plan = images.plan("a").unwrap();
         for extent in &plan.extents {
             prop_assert_eq!(extent.vaddr / PAGE / 7, (extent.end() / PAGE - 1) / 7, "crosses a border");

@@ -34,7 +34,7 @@ pub enum Restored {
 
 /// How a mapping of a device is restored.
 #[derive(Debug)]
-pub struct Mapping {
+pub struct MapSource {
     /// Offset in the file, in bytes.
     pub offset: u64,
     /// The file to map; None: CRIU opens the path of the old file. CRIU closes it.

@@ -7,7 +7,7 @@ use std::marker::PhantomData;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use crate::abi::{self, Level};
+use crate::abi::{self, LogLevel};
 
 /// Whether the plugin's name is in the inventory of the image that is dumped. A process loads a plugin once.
 static RECORDED: AtomicBool = AtomicBool::new(false);
@@ -44,22 +44,22 @@ impl Host {
 
     /// Logs an error.
     pub fn error(&self, message: impl fmt::Display) {
-        abi::log(Level::Error, &format!("Error ({}): {message}", self.name()));
+        abi::log(LogLevel::Error, &format!("Error ({}): {message}", self.name()));
     }
 
     /// Logs a warning.
     pub fn warn(&self, message: impl fmt::Display) {
-        abi::log(Level::Warn, &format!("Warn  ({}): {message}", self.name()));
+        abi::log(LogLevel::Warn, &format!("Warn  ({}): {message}", self.name()));
     }
 
     /// Logs what an operator may want to know (`-v3`).
     pub fn info(&self, message: impl fmt::Display) {
-        abi::log(Level::Info, &format!("{}: {message}", self.name()));
+        abi::log(LogLevel::Info, &format!("{}: {message}", self.name()));
     }
 
     /// Logs what a developer may want to know (`-v4`).
     pub fn debug(&self, message: impl fmt::Display) {
-        abi::log(Level::Debug, &format!("{}: {message}", self.name()));
+        abi::log(LogLevel::Debug, &format!("{}: {message}", self.name()));
     }
 
     /// The file that CRIU logs to, for a process that outlives CRIU.

@@ -48,10 +48,10 @@ mod plugin;
 mod runtime;
 
 pub use abi::{Descriptor, HOOKS, Registered};
-pub use answer::{Answer, Mapping, Refusal, Restored};
+pub use answer::{Answer, MapSource, Refusal, Restored};
 pub use host::{Host, HostError};
 pub use plugin::{Plugin, Stage};
-pub use runtime::Slot;
+pub use runtime::PluginSlot;
 
 /// Makes a type the plugin of this `cdylib`: exports `CR_PLUGIN_DESC` and fits it to the CRIU that loads it.
 ///
@@ -65,10 +65,10 @@ macro_rules! register {
                 "a CRIU plugin must catch panics: build it with panic = \"unwind\""
             );
 
-            static SLOT: $crate::Slot<$plugin> = $crate::Slot::new();
+            static SLOT: $crate::PluginSlot<$plugin> = $crate::PluginSlot::new();
 
             impl $crate::Registered for $plugin {
-                fn slot() -> &'static $crate::Slot<Self> {
+                fn slot() -> &'static $crate::PluginSlot<Self> {
                     &SLOT
                 }
             }

@@ -4,7 +4,7 @@
 use std::ffi::CStr;
 use std::os::fd::{BorrowedFd, OwnedFd};
 
-use crate::answer::{Answer, Mapping, Refusal, Restored};
+use crate::answer::{Answer, MapSource, Refusal, Restored};
 use crate::host::Host;
 
 /// The command that CRIU loaded the plugin for.
@@ -100,7 +100,7 @@ pub trait Plugin: Sized + Send + 'static {
     /// called in every task with the mapping, when the task's files are restored. `address` and `offset` are
     /// those at the dump, in bytes. CRIU has no errors here: this crate returns a descriptor that cannot be
     /// mapped, so that the restore fails.
-    fn update_mapping(&mut self, host: &Host, path: &CStr, address: u64, offset: u64) -> Answer<Mapping> {
+    fn update_mapping(&mut self, host: &Host, path: &CStr, address: u64, offset: u64) -> Answer<MapSource> {
         Err(Refusal::NotMine)
     }
 

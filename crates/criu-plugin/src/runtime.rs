@@ -17,7 +17,7 @@ thread_local! {
 
 /// The place of a `cdylib`'s plugin; [`crate::register!`] makes it.
 #[derive(Debug)]
-pub struct Slot<P> {
+pub struct PluginSlot<P> {
     instance: Mutex<Option<Instance<P>>>,
     main: OnceLock<ProcessMark>,
 }
@@ -30,7 +30,7 @@ struct Instance<P> {
     panicked: bool,
 }
 
-impl<P> Slot<P> {
+impl<P> PluginSlot<P> {
     /// Makes a slot without a plugin.
     #[must_use]
     pub const fn new() -> Self {
@@ -38,7 +38,7 @@ impl<P> Slot<P> {
     }
 }
 
-impl<P> Default for Slot<P> {
+impl<P> Default for PluginSlot<P> {
     fn default() -> Self {
         Self::new()
     }

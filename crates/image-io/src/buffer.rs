@@ -15,21 +15,21 @@ use crate::units::{BLOCK, PAGE};
 
 /// The mapping of a cache: block buffers, then demand buffers of one block in all.
 #[derive(Debug)]
-pub(crate) struct Pool {
+pub(crate) struct BufferPool {
     map: MmapRaw,
     blocks: u32,
 }
 
 /// The place of a slice's buffer in the pool.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Place {
+pub(crate) enum PoolPlace {
     Block(u32),
     Demand(u32),
     /// The cache owns the buffer: a drop returns nothing.
     Cache,
 }
 
-impl Pool {
+impl BufferPool {
     pub(crate) fn new(blocks: u32) -> io::Result<Self> {
         let map = MmapMut::map_anon((blocks as usize + 1) * BLOCK)?;
         // A child must not share pages that the kernel may be reading into.
@@ -47,10 +47,10 @@ impl Pool {
         self.map.len()
     }
 
-    pub(crate) fn at(&self, place: Place) -> NonNull<u8> {
+    pub(crate) fn at(&self, place: PoolPlace) -> NonNull<u8> {
         let offset = match place {
-            Place::Block(index) if index < self.blocks => index as usize * BLOCK,
-            Place::Demand(index) if (index as usize) < BLOCK / PAGE => {
+            PoolPlace::Block(index) if index < self.blocks => index as usize * BLOCK,
+            PoolPlace::Demand(index) if (index as usize) < BLOCK / PAGE => {
                 self.blocks as usize * BLOCK + index as usize * PAGE
             }
             other => unreachable!("no buffer {other:?} in a pool of {} blocks", self.blocks),
@@ -61,12 +61,12 @@ impl Pool {
 }
 
 /// An owned buffer of the pool: only its owner can access its memory. It moves into a
-/// [`Request`](crate::Request), and a [`Done`](crate::Done) returns it. A drop returns it to the pool.
+/// [`Request`](crate::Request), and a [`Completion`](crate::Completion) returns it. A drop returns it to the pool.
 ///
 /// It is page-aligned. Before it is filled it has arbitrary old bytes (never uninitialised ones).
 pub struct BufferSlice {
     home: Arc<BlockCache>,
-    place: Place,
+    place: PoolPlace,
     start: NonNull<u8>,
     len: usize,
 }
@@ -79,7 +79,7 @@ unsafe impl Sync for BufferSlice {}
 
 impl BufferSlice {
     /// Makes a slice. `place` must be a buffer that the cache just took from its free list for this slice.
-    pub(crate) fn new(home: Arc<BlockCache>, place: Place, len: usize) -> Self {
+    pub(crate) fn new(home: Arc<BlockCache>, place: PoolPlace, len: usize) -> Self {
         let start = home.pool().at(place);
         Self { home, place, start, len }
     }
@@ -91,20 +91,20 @@ impl BufferSlice {
 
     /// Bytes of memory of the slice, a multiple of [`PAGE`] and at least `len()`.
     fn capacity(&self) -> usize {
-        if matches!(self.place, Place::Demand(_)) { PAGE } else { BLOCK }
+        if matches!(self.place, PoolPlace::Demand(_)) { PAGE } else { BLOCK }
     }
 
     pub(crate) fn home(&self) -> &Arc<BlockCache> {
         &self.home
     }
 
-    pub(crate) fn place(&self) -> Place {
+    pub(crate) fn place(&self) -> PoolPlace {
         self.place
     }
 
     /// Returns the buffer to the cache, but not to the free list.
     pub(crate) fn hand_over(mut self) {
-        self.place = Place::Cache;
+        self.place = PoolPlace::Cache;
     }
 }
 
@@ -172,7 +172,7 @@ mod tests {
 
     #[test]
     fn bytes_of_other_processes_are_in_no_core_dump_and_in_no_child() {
-        let pool = Pool::new(4).unwrap();
+        let pool = BufferPool::new(4).unwrap();
         let flags = flags_at(pool.base().addr());
         let has = |flag| flags.split(' ').any(|other| other == flag);
         assert!(has("dd") && has("dc"), "{flags}");

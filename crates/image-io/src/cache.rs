@@ -6,10 +6,10 @@ use std::ops::Deref;
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use crate::buffer::{BufferSlice, Place, Pool};
+use crate::buffer::{BufferPool, BufferSlice, PoolPlace};
 use crate::error::StoreError;
 use crate::file::ImageFile;
-use crate::slots::{Found, Key, Slots};
+use crate::slots::{Acquisition, Key, Slots};
 use crate::units::{BLOCK, PAGE};
 use rewake_process::Notifier;
 
@@ -20,7 +20,7 @@ pub const DEFAULT_BUDGET: usize = 32 * 1024 * 1024;
 
 /// A bounded cache of blocks, shared by all threads.
 pub struct BlockCache {
-    pool: Pool,
+    pool: BufferPool,
     /// Locked for table look-ups only, never during a system call.
     slots: Mutex<Slots>,
     blocks: u32,
@@ -52,7 +52,7 @@ impl BlockCache {
         }
         // More than `u32::MAX` blocks would be a pebibyte: such a budget is limited to that many.
         let blocks = u32::try_from(budget / BLOCK - 1).unwrap_or(u32::MAX - 1);
-        let pool = Pool::new(blocks)
+        let pool = BufferPool::new(blocks)
             .map_err(|error| StoreError::Setup { act: "mapping the block cache's memory", error })?;
         Ok(Arc::new(Self { pool, slots: Mutex::new(Slots::new(blocks)), blocks }))
     }
@@ -63,21 +63,21 @@ impl BlockCache {
         let len = file.block_len(block);
         let found = self.lock().acquire(Key { file: file.key(), block }, len, notifier);
         match found {
-            Found::Hit(index, len) => Acquire::Hit(self.block_ref(index, len)),
-            Found::Load(index) => {
-                let slice = BufferSlice::new(Arc::clone(self), Place::Block(index), len);
+            Acquisition::Hit(index, len) => Acquire::Hit(self.block_ref(index, len)),
+            Acquisition::Load(index) => {
+                let slice = BufferSlice::new(Arc::clone(self), PoolPlace::Block(index), len);
                 let home = Arc::clone(self);
                 Acquire::Load(LoadGuard { home, index, len, block, slice: Some(slice), is_pending: true })
             }
-            Found::Pending => Acquire::Pending,
-            Found::Full => Acquire::Full,
+            Acquisition::Pending => Acquire::Pending,
+            Acquisition::Full => Acquire::Full,
         }
     }
 
     /// Returns a one-page buffer for a demand read, or None when all [`DEMAND_BUFFERS`] are in use.
     pub fn demand_buffer(self: &Arc<Self>) -> Option<BufferSlice> {
         let index = self.lock().take_demand()?;
-        Some(BufferSlice::new(Arc::clone(self), Place::Demand(index), PAGE))
+        Some(BufferSlice::new(Arc::clone(self), PoolPlace::Demand(index), PAGE))
     }
 
     /// Number of block buffers.
@@ -85,24 +85,24 @@ impl BlockCache {
         self.blocks as usize
     }
 
-    pub(crate) fn pool(&self) -> &Pool {
+    pub(crate) fn pool(&self) -> &BufferPool {
         &self.pool
     }
 
     /// Takes back the buffer of a dropped slice.
-    pub(crate) fn take_back(&self, place: Place) {
+    pub(crate) fn take_back(&self, place: PoolPlace) {
         match place {
-            Place::Block(index) => {
+            PoolPlace::Block(index) => {
                 let wake = self.lock().return_block(index);
                 wake_all(&wake);
             }
-            Place::Demand(index) => self.lock().return_demand(index),
-            Place::Cache => {}
+            PoolPlace::Demand(index) => self.lock().return_demand(index),
+            PoolPlace::Cache => {}
         }
     }
 
     fn block_ref(self: &Arc<Self>, index: u32, len: usize) -> BlockRef {
-        let start = self.pool.at(Place::Block(index));
+        let start = self.pool.at(PoolPlace::Block(index));
         BlockRef { home: Arc::clone(self), index, start, len, discard: false }
     }
 
@@ -155,7 +155,7 @@ impl LoadGuard {
     /// # Panics
     /// `filled` is another block's buffer: its bytes would be served as this block's.
     pub fn publish(mut self, filled: BufferSlice) -> BlockRef {
-        let own = filled.place() == Place::Block(self.index) && Arc::ptr_eq(filled.home(), &self.home);
+        let own = filled.place() == PoolPlace::Block(self.index) && Arc::ptr_eq(filled.home(), &self.home);
         assert!(own, "published {filled:?} for the block that is loaded into buffer {}", self.index);
         filled.hand_over();
         self.is_pending = false;

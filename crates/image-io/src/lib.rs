@@ -33,7 +33,7 @@ mod units;
 pub use buffer::BufferSlice;
 pub use cache::{Acquire, BlockCache, BlockRef, DEFAULT_BUDGET, LoadGuard};
 pub use engine::{
-    Class, DEMAND_RESERVE, DEPTH, Direction, Done, Engine, MAX_EIO_RETRIES, MAX_INTERRUPTIONS,
+    Class, Completion, DEMAND_RESERVE, DEPTH, Direction, Engine, MAX_EIO_RETRIES, MAX_INTERRUPTIONS,
     MAX_SHORT_CALLS, Request, SimPlan, read_now,
 };
 pub use error::{StoreError, TransferError};

@@ -27,7 +27,7 @@ pub(crate) struct Key {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Phase {
+enum SlotPhase {
     /// In the free list.
     Free,
     /// A guard exists and a reader owns the buffer.
@@ -41,8 +41,8 @@ enum Phase {
 }
 
 #[derive(Debug)]
-struct Slot {
-    phase: Phase,
+struct BlockSlot {
+    phase: SlotPhase,
     key: Option<Key>,
     refs: u32,
     len: usize,
@@ -55,7 +55,7 @@ struct Slot {
 
 /// The state of a key's buffer, as [`Slots::acquire`] found or made it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Found {
+pub(crate) enum Acquisition {
     /// Ready, with one more reference: index and valid bytes.
     Hit(u32, usize),
     /// The caller must load it into the buffer with this index.
@@ -67,7 +67,7 @@ pub(crate) enum Found {
 /// The states of all buffers. An index names both the slot and its buffer.
 #[derive(Debug)]
 pub(crate) struct Slots {
-    slots: Vec<Slot>,
+    slots: Vec<BlockSlot>,
     map: HashMap<Key, u32>,
     /// Last in, first out: the CPU's caches still have the buffer that was used last.
     free: Vec<u32>,
@@ -85,8 +85,8 @@ fn add_once(waiters: &mut Vec<Notifier>, notifier: &Notifier) {
 
 impl Slots {
     pub(crate) fn new(blocks: u32) -> Self {
-        let empty = || Slot {
-            phase: Phase::Free,
+        let empty = || BlockSlot {
+            phase: SlotPhase::Free,
             key: None,
             refs: 0,
             len: 0,
@@ -107,39 +107,39 @@ impl Slots {
     }
 
     /// Finds a block or makes the caller its loader. `len` is the number of valid bytes.
-    pub(crate) fn acquire(&mut self, key: Key, len: usize, notifier: &Notifier) -> Found {
+    pub(crate) fn acquire(&mut self, key: Key, len: usize, notifier: &Notifier) -> Acquisition {
         if let Some(&index) = self.map.get(&key) {
             let slot = &mut self.slots[index as usize];
-            if slot.phase != Phase::Ready {
+            if slot.phase != SlotPhase::Ready {
                 slot.wanted = true;
                 add_once(&mut slot.waiters, notifier);
-                return Found::Pending;
+                return Acquisition::Pending;
             }
             slot.refs += 1;
             let (refs, len) = (slot.refs, slot.len);
             if refs == 1 {
                 self.unlink(index);
             }
-            return Found::Hit(index, len);
+            return Acquisition::Hit(index, len);
         }
         let Some(index) = self.free.pop().or_else(|| self.evict_oldest()) else {
             add_once(&mut self.full, notifier);
-            return Found::Full;
+            return Acquisition::Full;
         };
         let slot = &mut self.slots[index as usize];
-        slot.phase = Phase::Loading;
+        slot.phase = SlotPhase::Loading;
         slot.key = Some(key);
         slot.len = len;
         slot.refs = 0;
         slot.wanted = false;
         self.map.insert(key, index);
-        Found::Load(index)
+        Acquisition::Load(index)
     }
 
     /// Makes a filled block ready, with one reference for the loader.
     pub(crate) fn publish(&mut self, index: u32) -> Vec<Notifier> {
         let slot = &mut self.slots[index as usize];
-        slot.phase = Phase::Ready;
+        slot.phase = SlotPhase::Ready;
         slot.refs = 1;
         std::mem::take(&mut slot.waiters)
     }
@@ -151,10 +151,10 @@ impl Slots {
         if let Some(key) = slot.key.take() {
             self.map.remove(&key);
         }
-        if slot.phase == Phase::Returned {
+        if slot.phase == SlotPhase::Returned {
             self.set_free(index, &mut wake);
         } else {
-            slot.phase = Phase::Detached;
+            slot.phase = SlotPhase::Detached;
         }
         wake
     }
@@ -163,8 +163,8 @@ impl Slots {
     pub(crate) fn return_block(&mut self, index: u32) -> Vec<Notifier> {
         let mut wake = Vec::new();
         let slot = &mut self.slots[index as usize];
-        if slot.phase == Phase::Loading {
-            slot.phase = Phase::Returned;
+        if slot.phase == SlotPhase::Loading {
+            slot.phase = SlotPhase::Returned;
         } else {
             self.set_free(index, &mut wake);
         }
@@ -205,7 +205,7 @@ impl Slots {
     }
 
     fn set_free(&mut self, index: u32, wake: &mut Vec<Notifier>) {
-        self.slots[index as usize].phase = Phase::Free;
+        self.slots[index as usize].phase = SlotPhase::Free;
         self.free.push(index);
         wake.append(&mut self.full);
     }

@@ -11,8 +11,8 @@ use common::{finish, load, make_cold, open, pages, read_once, readable};
 use proptest::prelude::*;
 use rewake_image_io::io_budget::{IoBudget, Lane};
 use rewake_image_io::{
-    BLOCK, BlockCache, BufferSlice, Class, DEMAND_BUFFERS, DEMAND_RESERVE, DEPTH, Done, Engine, ImageFile,
-    MAX_EIO_RETRIES, PAGE, ReadMode, Request, SimPlan, TransferError, read_now,
+    BLOCK, BlockCache, BufferSlice, Class, Completion, DEMAND_BUFFERS, DEMAND_RESERVE, DEPTH, Engine,
+    ImageFile, MAX_EIO_RETRIES, PAGE, ReadMode, Request, SimPlan, TransferError, read_now,
 };
 use rewake_process::Notifier;
 use tempfile::NamedTempFile;
@@ -172,7 +172,7 @@ fn a_passing_eio_is_retried_and_a_lasting_one_is_reported() {
     let mut good = 0;
     for page in 0..60u64 {
         engine.submit(demand_read(&cache, &file, page)).unwrap();
-        let Done { memory, result, .. } = finish(&mut engine, 1).pop().unwrap();
+        let Completion { memory, result, .. } = finish(&mut engine, 1).pop().unwrap();
         let start = usize::try_from(page).unwrap() * PAGE;
         match result {
             Ok(()) => {

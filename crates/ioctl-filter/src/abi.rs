@@ -82,7 +82,7 @@ struct Map {
 /// The argument of BPF_PROG_LOAD.
 #[derive(Default)]
 #[repr(C)]
-struct Load {
+struct ProgLoad {
     prog_type: u32,
     insn_cnt: u32,
     insns: u64,
@@ -108,7 +108,7 @@ struct Load {
 /// The argument of BPF_BTF_LOAD.
 #[derive(Default)]
 #[repr(C)]
-struct Types {
+struct BtfLoad {
     btf: u64,
     btf_log_buf: u64,
     btf_size: u32,
@@ -120,7 +120,7 @@ struct Types {
 /// The argument of BPF_LINK_CREATE.
 #[derive(Default)]
 #[repr(C)]
-struct Link {
+struct LinkCreate {
     prog_fd: u32,
     target_fd: u32,
     attach_type: u32,
@@ -135,12 +135,12 @@ const _: () = {
     assert!(offset_of!(ControlRequest, classes) == 12);
     assert!(size_of::<Map>() == 44);
     assert!(offset_of!(Map, map_name) == 28);
-    assert!(size_of::<Load>() == 112);
-    assert!(offset_of!(Load, prog_name) == 48);
-    assert!(offset_of!(Load, func_info) == 80);
-    assert!(offset_of!(Load, attach_btf_id) == 108);
-    assert!(size_of::<Types>() == 32);
-    assert!(size_of::<Link>() == 16);
+    assert!(size_of::<ProgLoad>() == 112);
+    assert!(offset_of!(ProgLoad, prog_name) == 48);
+    assert!(offset_of!(ProgLoad, func_info) == 80);
+    assert!(offset_of!(ProgLoad, attach_btf_id) == 108);
+    assert!(size_of::<BtfLoad>() == 32);
+    assert!(size_of::<LinkCreate>() == 16);
 };
 
 /// # Safety
@@ -173,7 +173,7 @@ pub(crate) fn table(key: u32, entries: u32) -> io::Result<OwnedFd> {
 
 /// Loads a program's types (BTF).
 pub(crate) fn load_types(btf: &[u8]) -> io::Result<OwnedFd> {
-    let argument = Types { btf: address(btf), btf_size: count(btf), ..Types::default() };
+    let argument = BtfLoad { btf: address(btf), btf_size: count(btf), ..BtfLoad::default() };
     // SAFETY: the bytes outlive the call.
     unsafe { bpf(BPF_BTF_LOAD, &argument) }
 }
@@ -185,14 +185,14 @@ pub(crate) fn load(
     typed: Option<(&OwnedFd, &[Function])>,
     hook: u32,
 ) -> (io::Result<OwnedFd>, String) {
-    let mut argument = Load {
+    let mut argument = ProgLoad {
         prog_type: BPF_PROG_TYPE_LSM,
         insn_cnt: count(code),
         insns: address(code),
         license: LICENSE.as_ptr() as u64,
         expected_attach_type: BPF_LSM_MAC,
         attach_btf_id: hook,
-        ..Load::default()
+        ..ProgLoad::default()
     };
     if let Some((types, functions)) = typed {
         argument.prog_flags = BPF_F_SLEEPABLE;
@@ -223,7 +223,7 @@ pub(crate) fn load(
 
 /// Attaches a program to its hook until the returned descriptor is closed.
 pub(crate) fn attach(program: &OwnedFd) -> io::Result<OwnedFd> {
-    let argument = Link { prog_fd: number(program), attach_type: BPF_LSM_MAC, ..Link::default() };
+    let argument = LinkCreate { prog_fd: number(program), attach_type: BPF_LSM_MAC, ..LinkCreate::default() };
     // SAFETY: it has no addresses.
     unsafe { bpf(BPF_LINK_CREATE, &argument) }
 }

@@ -7,7 +7,7 @@ use crate::abi::Instruction;
 /// A register.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
-pub(crate) enum Register {
+pub(crate) enum BpfRegister {
     /// The result of a function.
     R0 = 0,
     /// R1 to R5: arguments, which a call overwrites.
@@ -98,7 +98,7 @@ pub(crate) struct Code {
 }
 
 impl Code {
-    fn push(&mut self, code: u8, to: Register, from: u8, offset: i16, immediate: i32) {
+    fn push(&mut self, code: u8, to: BpfRegister, from: u8, offset: i16, immediate: i32) {
         self.instructions.push(Instruction { code, registers: to as u8 | from << 4, offset, immediate });
     }
 
@@ -114,104 +114,104 @@ impl Code {
     }
 
     /// `to = from`.
-    pub(crate) fn copy(&mut self, to: Register, from: Register) {
+    pub(crate) fn copy(&mut self, to: BpfRegister, from: BpfRegister) {
         self.push(ALU64 | SOURCE | AluOp::Set as u8, to, from as u8, 0, 0);
     }
 
     /// `to += from`.
-    pub(crate) fn add(&mut self, to: Register, from: Register) {
+    pub(crate) fn add(&mut self, to: BpfRegister, from: BpfRegister) {
         self.push(ALU64 | SOURCE | AluOp::Add as u8, to, from as u8, 0, 0);
     }
 
     /// `to &= from`.
-    pub(crate) fn and(&mut self, to: Register, from: Register) {
+    pub(crate) fn and(&mut self, to: BpfRegister, from: BpfRegister) {
         self.push(ALU64 | SOURCE | AluOp::And as u8, to, from as u8, 0, 0);
     }
 
     /// `to -= from`.
-    pub(crate) fn subtract(&mut self, to: Register, from: Register) {
+    pub(crate) fn subtract(&mut self, to: BpfRegister, from: BpfRegister) {
         self.push(ALU64 | SOURCE | SUBTRACT, to, from as u8, 0, 0);
     }
 
     /// Applies an operation with a number, which is sign-extended to 64 bits.
-    pub(crate) fn with(&mut self, act: AluOp, to: Register, number: i32) {
+    pub(crate) fn with(&mut self, act: AluOp, to: BpfRegister, number: i32) {
         self.push(ALU64 | act as u8, to, 0, 0, number);
     }
 
     /// `to = *(from + offset)`.
-    pub(crate) fn load(&mut self, width: Width, to: Register, from: Register, offset: i16) {
+    pub(crate) fn load(&mut self, width: Width, to: BpfRegister, from: BpfRegister, offset: i16) {
         self.push(LOAD | width as u8, to, from as u8, offset, 0);
     }
 
     /// `*(to + offset) = from`.
-    pub(crate) fn store(&mut self, width: Width, to: Register, offset: i16, from: Register) {
+    pub(crate) fn store(&mut self, width: Width, to: BpfRegister, offset: i16, from: BpfRegister) {
         self.push(STORE | width as u8, to, from as u8, offset, 0);
     }
 
     /// `to = number`, of 64 bits.
-    pub(crate) fn number(&mut self, to: Register, number: u64) {
+    pub(crate) fn number(&mut self, to: BpfRegister, number: u64) {
         let [a, b, c, d, e, f, g, h] = number.to_le_bytes();
         self.push(LOAD_IMMEDIATE, to, 0, 0, i32::from_le_bytes([a, b, c, d]));
-        self.push(0, Register::R0, 0, 0, i32::from_le_bytes([e, f, g, h]));
+        self.push(0, BpfRegister::R0, 0, 0, i32::from_le_bytes([e, f, g, h]));
     }
 
     /// Loads the table with that descriptor into `to`.
-    pub(crate) fn table(&mut self, to: Register, descriptor: u32) {
+    pub(crate) fn table(&mut self, to: BpfRegister, descriptor: u32) {
         self.push(LOAD_IMMEDIATE, to, PSEUDO_MAP, 0, descriptor.cast_signed());
-        self.push(0, Register::R0, 0, 0, 0);
+        self.push(0, BpfRegister::R0, 0, 0, 0);
     }
 
     /// Loads the address of a stack slot into `to`.
-    pub(crate) fn stack(&mut self, to: Register, place: i16) {
-        self.copy(to, Register::R10);
+    pub(crate) fn stack(&mut self, to: BpfRegister, place: i16) {
+        self.copy(to, BpfRegister::R10);
         self.with(AluOp::Add, to, i32::from(place));
     }
 
     /// Loads the function at `label` into `to`.
-    pub(crate) fn function(&mut self, to: Register, label: Label) {
+    pub(crate) fn function(&mut self, to: BpfRegister, label: Label) {
         self.uses.push((self.instructions.len(), label));
         self.push(LOAD_IMMEDIATE, to, PSEUDO_FUNCTION, 0, 0);
-        self.push(0, Register::R0, 0, 0, 0);
+        self.push(0, BpfRegister::R0, 0, 0, 0);
     }
 
     /// Calls the function at `label` R1 times, with the index and the stack address in R3.
     pub(crate) fn each(&mut self, label: Label) {
-        self.function(Register::R2, label);
-        self.with(AluOp::Set, Register::R4, 0);
+        self.function(BpfRegister::R2, label);
+        self.with(AluOp::Set, BpfRegister::R4, 0);
         self.call(Helper::Loop);
     }
 
     pub(crate) fn jump(&mut self, label: Label) {
         self.uses.push((self.instructions.len(), label));
-        self.push(JUMP, Register::R0, 0, 0, 0);
+        self.push(JUMP, BpfRegister::R0, 0, 0, 0);
     }
 
     /// Jumps if the register's lower 32 bits meet the condition.
-    pub(crate) fn jump_if(&mut self, when: When, left: Register, number: i32, label: Label) {
+    pub(crate) fn jump_if(&mut self, when: When, left: BpfRegister, number: i32, label: Label) {
         self.uses.push((self.instructions.len(), label));
         self.push(JUMP32 | when as u8, left, 0, 0, number);
     }
 
     /// Jumps if all 64 bits meet the condition.
-    pub(crate) fn jump_if_all(&mut self, when: When, left: Register, number: i32, label: Label) {
+    pub(crate) fn jump_if_all(&mut self, when: When, left: BpfRegister, number: i32, label: Label) {
         self.uses.push((self.instructions.len(), label));
         self.push(JUMP | when as u8, left, 0, 0, number);
     }
 
     /// Jumps if two registers differ in any of their 64 bits.
-    pub(crate) fn jump_if_other(&mut self, left: Register, right: Register, label: Label) {
+    pub(crate) fn jump_if_other(&mut self, left: BpfRegister, right: BpfRegister, label: Label) {
         self.uses.push((self.instructions.len(), label));
         self.push(JUMP | SOURCE | When::NotEqual as u8, left, right as u8, 0, 0);
     }
 
     pub(crate) fn call(&mut self, helper: Helper) {
-        self.push(CALL, Register::R0, 0, 0, helper as i32);
+        self.push(CALL, BpfRegister::R0, 0, 0, helper as i32);
     }
 
     /// Returns `number` from the function.
     pub(crate) fn exit(&mut self, number: i32) {
-        self.with(AluOp::Set, Register::R0, number);
-        self.push(EXIT, Register::R0, 0, 0, 0);
+        self.with(AluOp::Set, BpfRegister::R0, number);
+        self.push(EXIT, BpfRegister::R0, 0, 0, 0);
     }
 
     /// Returns the code, and the positions of the `wanted` labels.
@@ -243,7 +243,7 @@ mod tests {
         let mut code = Code::default();
         let (back, end) = (code.label(), code.label());
         code.here(back);
-        code.jump_if(When::Equal, Register::R2, 7, end);
+        code.jump_if(When::Equal, BpfRegister::R2, 7, end);
         code.each(end);
         code.jump(back);
         code.here(end);
@@ -262,11 +262,11 @@ mod tests {
     fn tables_and_numbers_have_different_sources() {
         let mut code = Code::default();
         let end = code.label();
-        code.table(Register::R1, 9);
-        code.number(Register::R2, 0xfedc_ba98_7654_3210);
-        code.jump_if_other(Register::R1, Register::R2, end);
-        code.subtract(Register::R1, Register::R2);
-        code.and(Register::R1, Register::R7);
+        code.table(BpfRegister::R1, 9);
+        code.number(BpfRegister::R2, 0xfedc_ba98_7654_3210);
+        code.jump_if_other(BpfRegister::R1, BpfRegister::R2, end);
+        code.subtract(BpfRegister::R1, BpfRegister::R2);
+        code.and(BpfRegister::R1, BpfRegister::R7);
         code.here(end);
         let (code, []) = code.finish([]);
         assert_eq!(code[0], Instruction { code: 0x18, registers: 0x11, offset: 0, immediate: 9 });
@@ -281,8 +281,8 @@ mod tests {
     #[test]
     fn memory_is_addressed_by_register_and_offset() {
         let mut code = Code::default();
-        code.load(Width::Double, Register::R6, Register::R10, -8);
-        code.store(Width::Word, Register::R10, -16, Register::R7);
+        code.load(Width::Double, BpfRegister::R6, BpfRegister::R10, -8);
+        code.store(Width::Word, BpfRegister::R10, -16, BpfRegister::R7);
         let (code, []) = code.finish([]);
         assert_eq!(code[0], Instruction { code: 0x79, registers: 0xa6, offset: -8, immediate: 0 });
         assert_eq!(code[1], Instruction { code: 0x63, registers: 0x7a, offset: -16, immediate: 0 });

@@ -38,7 +38,7 @@ pub use amd::{AttachError, attach, check};
 use block_list::DenyRule;
 pub use block_list::{BlockList, CallClass, MAX_BLOCKS};
 pub use deny_rules::{ACCESS, CREATE_PROCESS, CROSS_COPY, EXPORT};
-use program::Plan;
+use program::ProgramRules;
 
 /// An ioctl of some devices that passes a range of the caller's memory to the driver.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -160,7 +160,7 @@ impl Loaded {
         let secret = abi::random().map_err(refused("random bytes"))?;
         // The programs hold the table.
         let table = abi::table(program::KEY_BYTES, MAX_BLOCKS).map_err(refused("a table for a program"))?;
-        let plan = Plan {
+        let plan = ProgramRules {
             wait_rules: &rules.wait,
             deny_rules: &rules.deny,
             offsets: found.offsets,

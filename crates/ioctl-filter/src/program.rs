@@ -3,7 +3,7 @@
 //! ([`crate::range_walk`]). A blocked call fails.
 
 use crate::abi::{Instruction, REQUEST_BYTES};
-use crate::code::Register::{R0, R1, R2, R3, R4, R6, R7, R8, R9, R10};
+use crate::code::BpfRegister::{R0, R1, R2, R3, R4, R6, R7, R8, R9, R10};
 use crate::code::{AluOp, Code, Helper, Label, When, Width};
 use crate::range_walk::{self, WALK};
 use crate::{DenyRule, MAX_ARGUMENT, WaitRule};
@@ -48,7 +48,7 @@ pub(crate) const FULL: i32 = libc::ENOSPC;
 
 /// The rules of the program.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Plan<'a> {
+pub(crate) struct ProgramRules<'a> {
     /// Calls that wait.
     pub(crate) wait_rules: &'a [WaitRule],
     /// Calls that can be blocked.
@@ -61,7 +61,7 @@ pub(crate) struct Plan<'a> {
 }
 
 /// Returns the program, and the positions of its functions. The first one is the program itself.
-pub(crate) fn code(plan: &Plan<'_>) -> (Vec<Instruction>, [u32; 4]) {
+pub(crate) fn code(plan: &ProgramRules<'_>) -> (Vec<Instruction>, [u32; 4]) {
     let mut code = Code::default();
     let [start, walk, check, control, end, step, look, page] = [(); 8].map(|()| code.label());
     code.here(start);
@@ -133,7 +133,7 @@ pub(crate) fn check_block_list(code: &mut Code, block_table: u32, end: Label) {
 }
 
 /// Handles a control request for the file whose `private_data` is in R6.
-fn handle_control(code: &mut Code, plan: &Plan<'_>, end: Label) {
+fn handle_control(code: &mut Code, plan: &ProgramRules<'_>, end: Label) {
     let (none, done) = (code.label(), code.label());
     code.stack(R1, ENTRY);
     code.with(AluOp::Set, R2, REQUEST_BYTES);
@@ -209,7 +209,7 @@ mod tests {
     fn program(deny_rules: &[DenyRule]) -> Vec<Instruction> {
         let offsets =
             Offsets { inode: 32, private: 40, device: 76, mapped: 80, flags: 16, end: 8, signals: 900 };
-        code(&Plan { wait_rules: &[], deny_rules, offsets, secret: 5, block_table: 3 }).0
+        code(&ProgramRules { wait_rules: &[], deny_rules, offsets, secret: 5, block_table: 3 }).0
     }
 
     /// Returns all results of the program's exits.

@@ -3,7 +3,7 @@
 
 use crate::CallClass;
 use crate::abi::Instruction;
-use crate::code::Register::{R1, R2, R3, R6, R7, R8, R10};
+use crate::code::BpfRegister::{R1, R2, R3, R6, R7, R8, R10};
 use crate::code::{AluOp, Code, When, Width};
 use crate::program::{Offsets, PART, check_block_list};
 

@@ -2,8 +2,8 @@
 //! The part of the program that waits until a range of the caller's memory is resident. It looks once at each
 //! mapping, and reads a byte of each page where a userfaultfd watches. No other page can be missing.
 
-use crate::code::Register::{R0, R1, R2, R3, R4, R5, R6, R7, R10};
-use crate::code::{AluOp, Code, Helper, Label, Register, When, Width};
+use crate::code::BpfRegister::{R0, R1, R2, R3, R4, R5, R6, R7, R10};
+use crate::code::{AluOp, BpfRegister, Code, Helper, Label, When, Width};
 use crate::program::Offsets;
 
 /// The most looks at mappings for one call. Distributions permit a process 65,530 to 1,048,576 mappings
@@ -124,7 +124,7 @@ pub(crate) fn page(code: &mut Code, offsets: &Offsets) {
 ///
 /// It compares their difference with 0. Otherwise the verifier concludes bounds of the addresses, which grow
 /// in each round of a loop, until it gives up ("The sequence of 8193 jumps is too complex").
-fn jump_if_at_most(code: &mut Code, left: Register, right: Register, label: Label) {
+fn jump_if_at_most(code: &mut Code, left: BpfRegister, right: BpfRegister, label: Label) {
     code.copy(R3, left);
     code.subtract(R3, right);
     code.jump_if_all(When::AtMost, R3, 0, label);

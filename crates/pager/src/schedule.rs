@@ -21,7 +21,7 @@ pub enum Finish {
 
 /// State of a block. The order matters: a block below `Loading` can be claimed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum State {
+enum BlockState {
     Missing = 0,
     Queued = 1,
     Loading = 2,
@@ -81,8 +81,8 @@ impl Schedule {
 
     /// Claims a block: the oldest promoted one, else one with priority, else the lowest.
     pub(crate) fn claim(&self) -> Option<BlockIx> {
-        let promoted =
-            std::iter::from_fn(|| self.promoted.pop()).find(|block| self.claim_in(*block, State::Queued));
+        let promoted = std::iter::from_fn(|| self.promoted.pop())
+            .find(|block| self.claim_in(*block, BlockState::Queued));
         let claimed = promoted.or_else(|| self.claim_priority()).or_else(|| self.claim_lowest());
         if claimed.is_some() {
             self.unclaimed.fetch_sub(1, Ordering::AcqRel);
@@ -125,25 +125,27 @@ impl Schedule {
                 continue;
             }
             at = at / PER_WORD * PER_WORD + claimable.trailing_zeros() as usize / 2;
-            if at < range.end && (self.claim_in(at, State::Missing) || self.claim_in(at, State::Queued)) {
+            if at < range.end
+                && (self.claim_in(at, BlockState::Missing) || self.claim_in(at, BlockState::Queued))
+            {
                 return Some(at);
             }
         }
         None
     }
 
-    fn claim_in(&self, block: usize, from: State) -> bool {
-        self.change(block, from, State::Loading)
+    fn claim_in(&self, block: usize, from: BlockState) -> bool {
+        self.change(block, from, BlockState::Loading)
     }
 
     /// Promotes `block` and the next one, unless they are claimed or done.
     pub(crate) fn promote(&self, block: BlockIx) {
         for block in block.0..self.blocks.min(block.0 + 2) {
-            if !self.change(block, State::Missing, State::Queued) {
+            if !self.change(block, BlockState::Missing, BlockState::Queued) {
                 continue;
             }
             if let Some(overwritten) = self.promoted.push(block)
-                && self.change(overwritten, State::Queued, State::Missing)
+                && self.change(overwritten, BlockState::Queued, BlockState::Missing)
             {
                 self.overflows.fetch_add(1, Ordering::Relaxed);
             }
@@ -166,7 +168,8 @@ impl Schedule {
 
     /// Claims this block. Returns false when it is claimed or done.
     pub(crate) fn claim_block(&self, block: BlockIx) -> bool {
-        let claimed = self.claim_in(block.0, State::Missing) || self.claim_in(block.0, State::Queued);
+        let claimed =
+            self.claim_in(block.0, BlockState::Missing) || self.claim_in(block.0, BlockState::Queued);
         if claimed {
             self.unclaimed.fetch_sub(1, Ordering::AcqRel);
         }
@@ -176,12 +179,12 @@ impl Schedule {
     pub(crate) fn release(&self, block: BlockIx, finish: Finish) {
         match finish {
             Finish::Done => {
-                let held = self.change(block.0, State::Loading, State::Done);
+                let held = self.change(block.0, BlockState::Loading, BlockState::Done);
                 debug_assert!(held, "{block:?} was released without being claimed");
             }
             Finish::Retry => {
                 self.unclaimed.fetch_add(1, Ordering::AcqRel);
-                if self.change(block.0, State::Loading, State::Missing) {
+                if self.change(block.0, BlockState::Loading, BlockState::Missing) {
                     self.cursor.fetch_min(block.0, Ordering::AcqRel);
                 } else {
                     self.unclaimed.fetch_sub(1, Ordering::AcqRel);
@@ -201,8 +204,8 @@ impl Schedule {
         let mut claimable = 0;
         for block in 0..self.blocks {
             let state = self.states[block / PER_WORD].load(Ordering::Acquire) >> (2 * (block % PER_WORD)) & 3;
-            claimable += usize::from(state < State::Loading as u64);
-            if state == State::Done as u64 && missing(BlockIx(block)) {
+            claimable += usize::from(state < BlockState::Loading as u64);
+            if state == BlockState::Done as u64 && missing(BlockIx(block)) {
                 return Err(format!("block {block} is done and has missing pages"));
             }
         }
@@ -214,7 +217,7 @@ impl Schedule {
         }
     }
 
-    fn change(&self, block: usize, from: State, to: State) -> bool {
+    fn change(&self, block: usize, from: BlockState, to: BlockState) -> bool {
         let shift = 2 * (block % PER_WORD);
         let change = |word: u64| {
             let held = word >> shift & 3 == from as u64;

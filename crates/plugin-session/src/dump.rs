@@ -34,7 +34,7 @@ pub struct Dumped {
 
 /// Why no dump is made. The program runs on.
 #[derive(Debug, thiserror::Error)]
-pub(crate) enum Error {
+pub(crate) enum DumpError {
     #[error(
         "{0}; the dump has waited {waited} s, {WAIT} allows no more: dump it later, or raise {WAIT}",
         waited = .1.as_secs()
@@ -73,8 +73,8 @@ impl Dumped {
     pub fn check(&self, pid: i32) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
         let look =
             notes(&self.sessions).and_then(|notes| first_missing(&self.sessions, &notes.notes, &[pid]));
-        match look.map_err(|error| Error::Find(pid, error))? {
-            Some(missing) => Err(Error::Again(missing).into()),
+        match look.map_err(|error| DumpError::Find(pid, error))? {
+            Some(missing) => Err(DumpError::Again(missing).into()),
             None => Ok(()),
         }
     }
@@ -89,13 +89,13 @@ pub fn wait_for_tree(root: i32, log: impl Fn(&str)) -> Result<(), Box<dyn std::e
     Ok(wait(Path::new(SESSIONS), limit(env::var(WAIT))?, || proc::tree(root), log)?)
 }
 
-fn limit(value: Result<String, VarError>) -> Result<Option<Duration>, Error> {
+fn limit(value: Result<String, VarError>) -> Result<Option<Duration>, DumpError> {
     match value {
         Err(VarError::NotPresent) => Ok(None),
-        Err(VarError::NotUnicode(text)) => Err(Error::Limit(text.to_string_lossy().into_owned())),
+        Err(VarError::NotUnicode(text)) => Err(DumpError::Limit(text.to_string_lossy().into_owned())),
         Ok(text) => match text.parse() {
             Ok(seconds) => Ok(Some(Duration::from_secs(seconds))),
-            Err(_) => Err(Error::Limit(text)),
+            Err(_) => Err(DumpError::Limit(text)),
         },
     }
 }
@@ -107,7 +107,7 @@ fn wait(
     limit: Option<Duration>,
     tree: impl Fn() -> Vec<i32>,
     log: impl Fn(&str),
-) -> Result<(), Error> {
+) -> Result<(), DumpError> {
     let start = Instant::now();
     let mut reported = BTreeSet::new();
     let (mut waits, mut unserved) = (false, false);
@@ -115,15 +115,15 @@ fn wait(
         let look = Instant::now();
         let processes = tree();
         let root = processes.first().copied().unwrap_or_default();
-        let notes = notes(sessions).map_err(|error| Error::Find(root, error))?;
+        let notes = notes(sessions).map_err(|error| DumpError::Find(root, error))?;
         for skipped in notes.skipped.iter().filter(|skipped| reported.insert(skipped.path.clone())) {
             log(&skipped.to_string());
         }
-        let missing =
-            first_missing(sessions, &notes.notes, &processes).map_err(|error| Error::Find(root, error))?;
+        let missing = first_missing(sessions, &notes.notes, &processes)
+            .map_err(|error| DumpError::Find(root, error))?;
         let Some(missing) = missing else { break };
         if let Some(limit) = limit.filter(|limit| start.elapsed() >= *limit) {
-            return Err(Error::TooLong(missing, limit));
+            return Err(DumpError::TooLong(missing, limit));
         }
         if !waits {
             log(&format!(

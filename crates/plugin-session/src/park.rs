@@ -32,13 +32,13 @@ pub struct Parking {
     sessions: PathBuf,
     /// The session that serves CRIU's work directory when CRIU loads its plugins; None where no session does.
     /// At that time CRIU always runs in its work directory, later perhaps not.
-    session: Result<Option<SessionNote>, Error>,
+    session: Result<Option<SessionNote>, ParkError>,
     /// Tasks that were handled.
     parked: BTreeSet<i32>,
 }
 
 #[derive(Debug, thiserror::Error)]
-enum Error {
+enum ParkError {
     #[error("find the session of CRIU's work directory: {0}")]
     Find(#[source] io::Error),
     #[error("take the fd store of streamer {0}: {1}")]
@@ -55,7 +55,7 @@ enum Error {
 }
 
 /// How to treat the tasks of a restore.
-enum Plan {
+enum Treatment {
     /// No session serves them.
     Leave,
     /// Give them the store of the session.
@@ -73,7 +73,7 @@ impl Parking {
 
     fn of(sessions: PathBuf, work: &Path) -> Self {
         let session = FileId::of(work).and_then(|work| SessionNote::of_work_dir(&sessions, work));
-        Self { sessions, session: session.map_err(Error::Find), parked: BTreeSet::new() }
+        Self { sessions, session: session.map_err(ParkError::Find), parked: BTreeSet::new() }
     }
 
     /// Parks the store in a task and its descendants, unless that is done. It must be called from CRIU's main
@@ -89,9 +89,9 @@ impl Parking {
 
     fn park(&self, host: &Host, tasks: &[i32]) {
         let (note, store) = match self.plan(host) {
-            Ok(Plan::Leave) => return,
-            Ok(Plan::Park(note, store)) => (note, store),
-            Ok(Plan::Kill(streamer)) => {
+            Ok(Treatment::Leave) => return,
+            Ok(Treatment::Park(note, store)) => (note, store),
+            Ok(Treatment::Kill(streamer)) => {
                 host.error(format_args!(
                     "every process of streamer {streamer} was killed: the tasks are killed, because they would \
                      read zeros; restore them again"
@@ -118,25 +118,25 @@ impl Parking {
     }
 
     /// Waits until the session has received what the tasks sent, and decides how to treat the tasks.
-    fn plan(&self, host: &Host) -> Result<Plan, Error> {
+    fn plan(&self, host: &Host) -> Result<Treatment, ParkError> {
         let first = match &self.session {
             Ok(Some(note)) => note,
-            Ok(None) => return Ok(Plan::Leave),
-            Err(error) => return Err(Error::Find(io::Error::other(error.to_string()))),
+            Ok(None) => return Ok(Treatment::Leave),
+            Err(error) => return Err(ParkError::Find(io::Error::other(error.to_string()))),
         };
         let start = Instant::now();
         let mut waits = false;
         loop {
             // A session that has ended has killed the targets that it could not serve.
-            let Some(note) = first.reread(&self.sessions).map_err(Error::Find)? else {
-                return Ok(Plan::Leave);
+            let Some(note) = first.reread(&self.sessions).map_err(ParkError::Find)? else {
+                return Ok(Treatment::Leave);
             };
-            let orphaned = note.is_orphaned(&self.sessions).map_err(Error::Find)?;
+            let orphaned = note.is_orphaned(&self.sessions).map_err(ParkError::Find)?;
             match note.phase {
-                Phase::Listening => return Ok(Plan::Leave),
-                _ if orphaned => return Ok(Plan::Kill(note.starter.pid)),
+                Phase::Listening => return Ok(Treatment::Leave),
+                _ if orphaned => return Ok(Treatment::Kill(note.starter.pid)),
                 Phase::Running => match note.store() {
-                    Ok(store) => return Ok(Plan::Park(note, store)),
+                    Ok(store) => return Ok(Treatment::Park(note, store)),
                     // Its last process has ended since the look: the next look says so.
                     Err(error)
                         if error.raw_os_error() == Some(nix::libc::ESRCH)
@@ -144,10 +144,10 @@ impl Parking {
                     {
                         sleep(CHECK_INTERVAL);
                     }
-                    Err(error) => return Err(Error::Store(note.starter.pid, error)),
+                    Err(error) => return Err(ParkError::Store(note.starter.pid, error)),
                 },
                 Phase::Restoring if start.elapsed() > RECEIVE_TIMEOUT => {
-                    return Err(Error::Slow(note.starter.pid));
+                    return Err(ParkError::Slow(note.starter.pid));
                 }
                 Phase::Restoring => {
                     if !waits {
@@ -168,8 +168,8 @@ impl Default for Parking {
 }
 
 /// Parks the store in a task. Returns its number there, or None where the task has it already.
-fn park(note: &SessionNote, store: &OwnedFd, pid: i32) -> Result<Option<i32>, Error> {
-    if note.held_by(pid).map_err(Error::Descriptors)?.is_some() {
+fn park(note: &SessionNote, store: &OwnedFd, pid: i32) -> Result<Option<i32>, ParkError> {
+    if note.held_by(pid).map_err(ParkError::Descriptors)?.is_some() {
         return Ok(None);
     }
     Ok(Some(with_tracee(pid, |task| task.give(store.as_fd()))??))

@@ -4,7 +4,7 @@
 use std::fs::File;
 use std::os::unix::fs::FileExt as _;
 
-use crate::maps::{Mapping, NO_FILE};
+use crate::maps::{MapsEntry, NO_FILE};
 
 const SYSCALL: [u8; 2] = [0x0f, 0x05];
 /// The most bytes of a mapping that are searched: the vdso has 8 KiB, the C library 2 MiB.
@@ -13,13 +13,13 @@ const MAX_SEARCH: u64 = 4 << 20;
 const READ_SIZE: usize = 4096;
 
 /// Returns the address of a `syscall` instruction: the vdso's, or one in an executable file mapping.
-pub(crate) fn find(mappings: &[Mapping], memory: &File) -> Option<u64> {
+pub(crate) fn find(mappings: &[MapsEntry], memory: &File) -> Option<u64> {
     let vdso = mappings.iter().filter(|mapping| mapping.vdso);
     let files = mappings.iter().filter(|mapping| mapping.file != NO_FILE);
     vdso.chain(files).filter(|mapping| mapping.executable).find_map(|mapping| search(mapping, memory))
 }
 
-fn search(mapping: &Mapping, memory: &File) -> Option<u64> {
+fn search(mapping: &MapsEntry, memory: &File) -> Option<u64> {
     let end = mapping.end.min(mapping.start + MAX_SEARCH);
     let mut piece = [0; READ_SIZE];
     (mapping.start..end).step_by(READ_SIZE).find_map(|start| {

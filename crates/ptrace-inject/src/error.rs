@@ -5,7 +5,7 @@ use std::fmt;
 use std::io;
 use std::path::PathBuf;
 
-use crate::stuck::Stuck;
+use crate::stuck::StuckThread;
 
 /// A process could not be traced, stopped or changed. It runs on unchanged, unless a variant says otherwise.
 #[derive(Debug, thiserror::Error)]
@@ -68,7 +68,7 @@ pub enum Error {
         /// The process.
         pid: i32,
         /// Threads that do not stop, and the reasons.
-        threads: Vec<Stuck>,
+        threads: Vec<StuckThread>,
     },
     /// No stopped thread can make an injected call.
     #[error("process {pid} has no {what}: nothing can be injected")]
@@ -176,6 +176,6 @@ impl Error {
     }
 }
 
-fn list(threads: &[Stuck]) -> impl fmt::Display {
+fn list(threads: &[StuckThread]) -> impl fmt::Display {
     threads.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ")
 }

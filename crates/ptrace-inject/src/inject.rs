@@ -13,9 +13,9 @@ use std::fs::File;
 use std::io;
 use std::time::Duration;
 
-use crate::abi::{self, Registers, Stop, Tid, TraceeState};
+use crate::abi::{self, Registers, StopReason, Tid, TraceeState};
 use crate::error::Error;
-use crate::maps::{self, Mapping};
+use crate::maps::{self, MapsEntry};
 use crate::stop::{Owner, Stopped, interrupt_again};
 use crate::wait::Wait;
 use crate::{entry, proc, rseq};
@@ -148,7 +148,7 @@ impl Stopped<'_> {
     }
 
     /// Finds the means to inject calls in mappings that were read before: there may be many.
-    pub(crate) fn find_call_setup(&mut self, mappings: &[Mapping]) -> Result<(), Error> {
+    pub(crate) fn find_call_setup(&mut self, mappings: &[MapsEntry]) -> Result<(), Error> {
         let tid = self.calling_thread()?;
         if self.call_setup.as_ref().is_none_or(|call_setup| call_setup.tid != tid) {
             self.call_setup = Some(self.call_setup_of(tid, mappings)?);
@@ -156,7 +156,7 @@ impl Stopped<'_> {
         Ok(())
     }
 
-    fn call_setup_of(&self, tid: Tid, mappings: &[Mapping]) -> Result<CallSetup, Error> {
+    fn call_setup_of(&self, tid: Tid, mappings: &[MapsEntry]) -> Result<CallSetup, Error> {
         let pid = self.pid;
         // The first thread's file is empty if it has ended and others live.
         let path = format!("/proc/{tid}/mem");
@@ -189,11 +189,11 @@ impl Stopped<'_> {
     fn until_call(&self, call: &'static str, tid: Tid, wait: &mut Wait) -> Result<(), Error> {
         loop {
             match abi::poll_stop(tid).map_err(Error::ptrace("poll", tid))? {
-                TraceeState::Stopped(Stop::AtCall) => return Ok(()),
-                TraceeState::Stopped(Stop::Interrupt) => {
+                TraceeState::Stopped(StopReason::AtCall) => return Ok(()),
+                TraceeState::Stopped(StopReason::Interrupt) => {
                     abi::cont_to_syscall(tid).map_err(Error::ptrace("run", tid))?;
                 }
-                TraceeState::Stopped(Stop::Signal(signal)) if signal == libc::SIGSTOP => {
+                TraceeState::Stopped(StopReason::Signal(signal)) if signal == libc::SIGSTOP => {
                     abi::cont_to_syscall_with(tid, signal).map_err(Error::ptrace("run", tid))?;
                 }
                 // This is SIGSYS in a program that turns its system calls into signals (prctl(2)).
@@ -258,11 +258,11 @@ impl Stopped<'_> {
 
     /// Waits until a thread is in the stop that the interrupt requests.
     fn until_interrupt(&self, call: &'static str, tid: Tid) -> Result<(), Error> {
-        interrupt_again(tid, Stop::AtCall);
+        interrupt_again(tid, StopReason::AtCall);
         let mut wait = Wait::of(CALL_TIMEOUT);
         loop {
             match abi::poll_stop(tid).map_err(Error::ptrace("poll", tid))? {
-                TraceeState::Stopped(Stop::Interrupt) => return Ok(()),
+                TraceeState::Stopped(StopReason::Interrupt) => return Ok(()),
                 TraceeState::Stopped(other) => interrupt_again(tid, other),
                 TraceeState::Running => self.still_waits(call, tid, &mut wait)?,
                 TraceeState::Gone => return Err(Error::Ended { pid: self.pid }),

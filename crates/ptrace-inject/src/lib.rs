@@ -43,6 +43,6 @@ mod wait;
 pub use error::Error;
 pub use placeholder::{PlaceholderMapping, placeholder_mappings, populated_ranges};
 pub use stop::{Stopped, with_stopped, with_tracee};
-pub use stuck::{Reason, Stuck};
+pub use stuck::{Reason, StuckThread};
 pub use swap::{Swap, SwapBatch};
 pub use tracer::with_tracer;

@@ -8,7 +8,7 @@ use crate::error::Error;
 
 /// A mapping. Addresses and offsets are in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Mapping {
+pub(crate) struct MapsEntry {
     pub(crate) start: u64,
     pub(crate) end: u64,
     /// The current `PROT_*`.
@@ -32,7 +32,7 @@ pub(crate) const NO_FILE: FileId = (0, 0);
 ///
 /// # Errors
 /// [`Error::Ended`] also for a process that is ending, and has no memory any more.
-pub(crate) fn read(pid: Tid) -> Result<Vec<Mapping>, Error> {
+pub(crate) fn read(pid: Tid) -> Result<Vec<MapsEntry>, Error> {
     let path = format!("/proc/{pid}/maps");
     let text = fs::read(&path).map_err(|source| match source.raw_os_error() {
         Some(libc::ENOENT | libc::ESRCH) => Error::Ended { pid },
@@ -42,7 +42,7 @@ pub(crate) fn read(pid: Tid) -> Result<Vec<Mapping>, Error> {
     Ok(String::from_utf8_lossy(&text).lines().filter_map(parse).collect())
 }
 
-fn parse(line: &str) -> Option<Mapping> {
+fn parse(line: &str) -> Option<MapsEntry> {
     let mut fields = line.splitn(6, ' ');
     let (start, end) = fields.next()?.split_once('-')?;
     let flags = fields.next()?;
@@ -53,7 +53,7 @@ fn parse(line: &str) -> Option<Mapping> {
     let inode = fields.next()?.parse().ok()?;
     let protection = [('r', libc::PROT_READ), ('w', libc::PROT_WRITE), ('x', libc::PROT_EXEC)];
     let protection = protection.iter().filter(|(letter, _)| flags.contains(*letter));
-    Some(Mapping {
+    Some(MapsEntry {
         start: hex(start)?,
         end: hex(end)?,
         protection: protection.fold(0, |all, (_, bit)| all | bit),
@@ -76,7 +76,7 @@ mod tests {
         assert!(!read(pid).unwrap().is_empty());
         child.kill().unwrap();
         // It is a zombie soon, and is reaped at last.
-        let ended = |read: Result<Vec<Mapping>, Error>| match read {
+        let ended = |read: Result<Vec<MapsEntry>, Error>| match read {
             Ok(mappings) => mappings.is_empty(),
             Err(error) => matches!(error, Error::Ended { .. }),
         };

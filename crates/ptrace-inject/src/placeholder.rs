@@ -9,7 +9,7 @@ use std::os::unix::fs::MetadataExt as _;
 
 use crate::abi;
 use crate::error::Error;
-use crate::maps::{self, FileId, Mapping};
+use crate::maps::{self, FileId, MapsEntry};
 
 /// A shared mapping of a part of the placeholder file in a process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -45,7 +45,7 @@ pub(crate) fn identity(file: BorrowedFd<'_>) -> io::Result<FileId> {
 /// Returns, for each range, its parts in shared mappings of `file`, by address. The ranges do not overlap;
 /// mappings may.
 pub(crate) fn parts(
-    mappings: &[Mapping],
+    mappings: &[MapsEntry],
     file: FileId,
     ranges: &[Range<u64>],
 ) -> Vec<Vec<PlaceholderMapping>> {
@@ -63,7 +63,7 @@ pub(crate) fn parts(
 }
 
 /// Returns the part of a range that a mapping shows.
-fn cut(mapping: &Mapping, range: &Range<u64>) -> Option<PlaceholderMapping> {
+fn cut(mapping: &MapsEntry, range: &Range<u64>) -> Option<PlaceholderMapping> {
     let first = mapping.offset.max(range.start);
     let last = (mapping.offset + (mapping.end - mapping.start)).min(range.end);
     (first < last).then(|| PlaceholderMapping {
@@ -104,9 +104,9 @@ mod tests {
 
     const FILE: FileId = (7, 70);
 
-    fn mapping(start: u64, offset: u64, length: u64) -> Mapping {
+    fn mapping(start: u64, offset: u64, length: u64) -> MapsEntry {
         let (end, protection) = (start + length, libc::PROT_READ);
-        Mapping { start, end, protection, executable: false, shared: true, offset, file: FILE, vdso: false }
+        MapsEntry { start, end, protection, executable: false, shared: true, offset, file: FILE, vdso: false }
     }
 
     #[test]
@@ -117,8 +117,8 @@ mod tests {
             // The same bytes once more.
             mapping(0x20_0000, 0x2000, 0x1000),
             mapping(0x30_0000, 0x9000, 0x1000),
-            Mapping { shared: false, ..mapping(0x40_0000, 0, 0x10000) },
-            Mapping { file: (7, 71), ..mapping(0x50_0000, 0, 0x10000) },
+            MapsEntry { shared: false, ..mapping(0x40_0000, 0, 0x10000) },
+            MapsEntry { file: (7, 71), ..mapping(0x50_0000, 0, 0x10000) },
         ];
         let ranges = [0x6000..0x8000, 0x9000..0xa000, 0xb000..0xc000, 0..0x4000];
         let found = parts(&mappings, FILE, &ranges);

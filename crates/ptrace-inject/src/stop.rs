@@ -4,10 +4,10 @@
 use std::marker::PhantomData;
 use std::time::{Duration, Instant};
 
-use crate::abi::{self, Stop, Tid, TraceeState};
+use crate::abi::{self, StopReason, Tid, TraceeState};
 use crate::error::Error;
 use crate::inject::CallSetup;
-use crate::stuck::{Reason, Stuck};
+use crate::stuck::{Reason, StuckThread};
 use crate::tracer::TraceeList;
 use crate::wait::Wait;
 use crate::{proc, restart, sharers, tracer};
@@ -154,8 +154,8 @@ impl Stopped<'_> {
     /// Returns the threads that had not stopped at the end of the last wait, with the reasons. They run none
     /// of their own code.
     #[must_use]
-    pub fn stuck(&self) -> Vec<Stuck> {
-        let stuck = |thread: &StoppingThread| Stuck { tid: thread.tid, reason: thread.reason };
+    pub fn stuck(&self) -> Vec<StuckThread> {
+        let stuck = |thread: &StoppingThread| StuckThread { tid: thread.tid, reason: thread.reason };
         self.running.iter().map(stuck).collect()
     }
 
@@ -243,7 +243,7 @@ impl Stopped<'_> {
             let looked = abi::poll_stop(tid).map_err(Error::ptrace("poll", tid))?;
             let ended = || closely && proc::status(tid).is_none_or(proc::Status::has_ended);
             match looked {
-                TraceeState::Stopped(Stop::Interrupt) => {
+                TraceeState::Stopped(StopReason::Interrupt) => {
                     restart::mark(tid);
                     self.threads.push(tid);
                     continue;
@@ -266,9 +266,9 @@ impl Stopped<'_> {
 
 /// Resumes a thread from another stop, towards the stop of the interrupt. Errors mean that the thread is
 /// being killed.
-pub(crate) fn interrupt_again(tid: Tid, stop: Stop) {
+pub(crate) fn interrupt_again(tid: Tid, stop: StopReason) {
     let signal = match stop {
-        Stop::Signal(signal) => signal,
+        StopReason::Signal(signal) => signal,
         _ => 0,
     };
     // Any stop cancels the pending interrupt.

@@ -27,7 +27,7 @@ const CHANGES_MAPPINGS: [libc::c_long; 13] = [
 
 /// An interrupted thread that has not stopped.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Stuck {
+pub struct StuckThread {
     /// The thread.
     pub tid: i32,
     /// The reason, as far as known.
@@ -45,7 +45,7 @@ pub enum Reason {
     Unknown,
 }
 
-impl Stuck {
+impl StuckThread {
     /// Returns whether mappings can be changed without this thread, because it will not change them itself. A
     /// spinning thread has run long enough to complete its change: a change begins with a lock, and a thread
     /// that waits for a lock sleeps.
@@ -59,7 +59,7 @@ impl Stuck {
     }
 }
 
-impl fmt::Display for Stuck {
+impl fmt::Display for StuckThread {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let tid = self.tid;
         match self.reason {
@@ -79,7 +79,7 @@ mod tests {
 
     #[test]
     fn only_threads_that_cannot_change_mappings_are_harmless() {
-        let harmless = |reason| Stuck { tid: 1, reason }.is_harmless();
+        let harmless = |reason| StuckThread { tid: 1, reason }.is_harmless();
         assert!(harmless(Reason::Spins));
         assert!(harmless(Reason::Sleeps(libc::SYS_read)));
         assert!(harmless(Reason::Sleeps(libc::SYS_vfork)));

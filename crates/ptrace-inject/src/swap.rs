@@ -82,7 +82,7 @@ impl<'a> Stopped<'a> {
 
     fn refuse_changing(&self) -> Result<(), Error> {
         let stuck = self.stuck();
-        if self.threads.is_empty() || !stuck.iter().all(crate::Stuck::is_harmless) {
+        if self.threads.is_empty() || !stuck.iter().all(crate::StuckThread::is_harmless) {
             return Err(Error::Unstoppable { pid: self.pid, threads: stuck });
         }
         Ok(())

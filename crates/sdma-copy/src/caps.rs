@@ -2,7 +2,7 @@
 //! What a GPU offers for copies.
 
 use rewake_amdgpu_uapi::abi::AMDGPU_HW_IP_DMA;
-use rewake_amdgpu_uapi::packet::Rule;
+use rewake_amdgpu_uapi::packet::CountEncoding;
 use rewake_amdgpu_uapi::render::Render;
 
 use crate::Error;
@@ -11,7 +11,7 @@ use crate::Error;
 #[derive(Debug)]
 pub(crate) enum SdmaCaps {
     /// Rings that Rewake can use: a bit for each.
-    Rings { mask: u32, version: (u32, u32), rule: Rule },
+    Rings { mask: u32, version: (u32, u32), encoding: CountEncoding },
     /// No usable rings, and the reason.
     None(String),
 }
@@ -21,10 +21,10 @@ impl SdmaCaps {
         let kernel = |source| Error::Kernel { minor: render.minor(), source };
         let info = render.engine_info(AMDGPU_HW_IP_DMA).map_err(kernel)?;
         let version = (info.hw_ip_version_major, info.hw_ip_version_minor);
-        Ok(match (info.available_rings, Rule::of(version.0)) {
+        Ok(match (info.available_rings, CountEncoding::of(version.0)) {
             (0, _) => Self::None("the driver offers no copy ring".to_owned()),
             (_, None) => Self::None(format!("SDMA version {}.{} is not supported", version.0, version.1)),
-            (mask, Some(rule)) => Self::Rings { mask, version, rule },
+            (mask, Some(encoding)) => Self::Rings { mask, version, encoding },
         })
     }
 }

@@ -13,7 +13,7 @@ use rewake_amdgpu_uapi::abi::memory::Mapping;
 use rewake_process::Notifier;
 
 use crate::Error;
-use crate::device::Device;
+use crate::device::CopyDevice;
 use crate::flight::Ticket;
 use crate::rings::IN_FLIGHT;
 use crate::staging::Staging;
@@ -23,13 +23,13 @@ use crate::transfer::Transfer;
 /// The copying thread and its submissions. A drop waits for all of them.
 #[derive(Debug)]
 pub(crate) struct Copier {
-    device: Device,
+    device: CopyDevice,
     /// None: the thread shall end.
     jobs: Option<SyncSender<Job>>,
     thread: Option<JoinHandle<()>>,
     ended: Arc<FinishedJobs>,
     /// Submissions in order whose end [`Copier::poll`] has not reported.
-    flights: VecDeque<Flight>,
+    flights: VecDeque<CpuSubmission>,
     /// Empty lists of finished jobs, whose allocations are reused.
     spare: Vec<Vec<(Arc<Mapping>, Transfer)>>,
 }
@@ -44,7 +44,7 @@ struct FinishedJobs {
 }
 
 #[derive(Debug)]
-struct Flight {
+struct CpuSubmission {
     ticket: Ticket,
     transfers: usize,
     bytes: u64,
@@ -60,7 +60,7 @@ struct Job {
 
 impl Copier {
     /// Starts the thread. `event` is readable when a submission has ended.
-    pub(crate) fn new(device: Device, staging: &Staging, event: Notifier) -> Result<Self, Error> {
+    pub(crate) fn new(device: CopyDevice, staging: &Staging, event: Notifier) -> Result<Self, Error> {
         let ended = Arc::new(FinishedJobs { jobs: Mutex::default(), more: Condvar::new(), event });
         let (jobs, receiver) = sync_channel(IN_FLIGHT);
         let work = {
@@ -80,7 +80,7 @@ impl Copier {
         })
     }
 
-    pub(crate) fn device(&self) -> &Device {
+    pub(crate) fn device(&self) -> &CopyDevice {
         &self.device
     }
 
@@ -120,7 +120,12 @@ impl Copier {
             return Err(Error::Lost { minor });
         }
         let bytes = transfers.iter().map(Transfer::bytes).sum();
-        self.flights.push_back(Flight { ticket, transfers: transfers.len(), bytes, since: Instant::now() });
+        self.flights.push_back(CpuSubmission {
+            ticket,
+            transfers: transfers.len(),
+            bytes,
+            since: Instant::now(),
+        });
         Ok(())
     }
 
@@ -154,7 +159,7 @@ impl Copier {
         let waited = self.ended.more.wait_timeout_while(self.ended.lock(), left, missing);
         let time = waited.unwrap_or_else(PoisonError::into_inner).1;
         Some(if time.timed_out() {
-            let Flight { transfers, bytes, since, .. } = *flight;
+            let CpuSubmission { transfers, bytes, since, .. } = *flight;
             Err(Error::Slow { minor: self.device.minor(), transfers, bytes, age: since.elapsed() })
         } else {
             Ok(())

@@ -50,13 +50,13 @@ impl MemoryDevice {
 
 /// A GPU or memory in its place.
 #[derive(Debug)]
-pub(crate) enum Device {
+pub(crate) enum CopyDevice {
     Node(Render),
     /// Memory in the place of the render node with this number.
     Memory(u32, Arc<MemoryDevice>),
 }
 
-impl Device {
+impl CopyDevice {
     pub(crate) fn minor(&self) -> u32 {
         match self {
             Self::Node(render) => render.minor(),

@@ -17,10 +17,10 @@ use rewake_process::Notifier;
 use crate::Error;
 use crate::caps::SdmaCaps;
 use crate::cpu::Copier;
-use crate::device::{Device, MemoryDevice, import};
+use crate::device::{CopyDevice, MemoryDevice, import};
 use crate::flight::Ticket;
 use crate::rings::Rings;
-use crate::staging::{Memory, Staging};
+use crate::staging::{Staging, StagingMemory};
 use crate::table::{Bo, Table};
 use crate::transfer::Transfer;
 
@@ -40,7 +40,7 @@ pub enum CopyPath {
         /// The SDMA version.
         version: (u32, u32),
         /// The kind of staging memory.
-        memory: Memory,
+        memory: StagingMemory,
         /// The reason why it is not ordinary pages.
         reason: Option<String>,
     },
@@ -57,8 +57,8 @@ impl fmt::Display for CopyPath {
             Self::Cpu { reason } => write!(f, "copies by the CPU ({reason})"),
             Self::Rings { rings, version: (major, minor), memory, reason } => {
                 let memory = match memory {
-                    Memory::Pages => "ordinary pages",
-                    Memory::Gtt => "GTT",
+                    StagingMemory::Pages => "ordinary pages",
+                    StagingMemory::Gtt => "GTT",
                 };
                 write!(f, "{rings} copy rings (SDMA {major}.{minor}), staging in {memory}")?;
                 reason.as_ref().map_or(Ok(()), |reason| write!(f, " ({reason})"))
@@ -69,7 +69,7 @@ impl fmt::Display for CopyPath {
 
 /// A submission that has ended.
 #[derive(Debug)]
-pub struct Done {
+pub struct CopyCompletion {
     /// The submission.
     pub ticket: Ticket,
     /// Whether its bytes were copied.
@@ -85,16 +85,16 @@ pub struct CopyEngine {
     staging: Staging,
     table: Table,
     path: CopyPath,
-    copies: Copies,
+    copies: CopyBackend,
     /// Submissions that have ended and were not reported.
-    done: VecDeque<Done>,
+    done: VecDeque<CopyCompletion>,
     tickets: u64,
     lost: bool,
 }
 
 /// The means of the copies.
 #[derive(Debug)]
-enum Copies {
+enum CopyBackend {
     /// The GPU's rings.
     Rings {
         render: Render,
@@ -111,11 +111,11 @@ impl CopyEngine {
     /// # Errors
     /// The kernel refused what every path needs.
     pub fn open(render: Render, staging: &Staging) -> Result<Self, Error> {
-        let (mask, version, rule) = match SdmaCaps::of(&render)? {
+        let (mask, version, encoding) = match SdmaCaps::of(&render)? {
             SdmaCaps::None(reason) => return Self::by_cpu(render, staging, &reason),
-            SdmaCaps::Rings { mask, version, rule } => (mask, version, rule),
+            SdmaCaps::Rings { mask, version, encoding } => (mask, version, encoding),
         };
-        let rings = match Rings::new(&render, mask, rule, staging) {
+        let rings = match Rings::new(&render, mask, encoding, staging) {
             Ok(rings) => Box::new(rings),
             Err(error) => return Self::by_cpu(render, staging, &error.to_string()),
         };
@@ -123,7 +123,7 @@ impl CopyEngine {
         let path = CopyPath::Rings { rings: rings.count(), version, memory: staging.memory(), reason };
         let event = event(render.minor())?;
         let event = if signals_eventfd(&render, &event)? { Some(event) } else { None };
-        Ok(Self::new(render.minor(), staging, path, Copies::Rings { render, rings, event }))
+        Ok(Self::new(render.minor(), staging, path, CopyBackend::Rings { render, rings, event }))
     }
 
     /// Opens an engine that copies by the CPU, even if the GPU has rings. `reason` appears in [`Self::path`].
@@ -131,7 +131,7 @@ impl CopyEngine {
     /// # Errors
     /// An event descriptor or a thread could not be created.
     pub fn by_cpu(render: Render, staging: &Staging, reason: &str) -> Result<Self, Error> {
-        Self::with_thread(Device::Node(render), staging, reason)
+        Self::with_thread(CopyDevice::Node(render), staging, reason)
     }
 
     /// Opens an engine for memory in the place of this render node's GPU, which need not exist.
@@ -139,22 +139,22 @@ impl CopyEngine {
     /// # Errors
     /// An event descriptor or a thread could not be created.
     pub fn in_memory(minor: u32, memory: &Arc<MemoryDevice>, staging: &Staging) -> Result<Self, Error> {
-        Self::with_thread(Device::Memory(minor, Arc::clone(memory)), staging, "memory in a GPU's place")
+        Self::with_thread(CopyDevice::Memory(minor, Arc::clone(memory)), staging, "memory in a GPU's place")
     }
 
-    fn with_thread(device: Device, staging: &Staging, reason: &str) -> Result<Self, Error> {
+    fn with_thread(device: CopyDevice, staging: &Staging, reason: &str) -> Result<Self, Error> {
         let minor = device.minor();
         let copier = Copier::new(device, staging, event(minor)?)?;
-        Ok(Self::new(minor, staging, CopyPath::Cpu { reason: reason.to_owned() }, Copies::Cpu(copier)))
+        Ok(Self::new(minor, staging, CopyPath::Cpu { reason: reason.to_owned() }, CopyBackend::Cpu(copier)))
     }
 
-    fn new(minor: u32, staging: &Staging, path: CopyPath, copies: Copies) -> Self {
+    fn new(minor: u32, staging: &Staging, path: CopyPath, copies: CopyBackend) -> Self {
         let id = ENGINES.fetch_add(1, Ordering::Relaxed);
         let (staging, table) = (staging.clone(), Table::new(id));
         // All submissions in flight may end before the next call.
         let room = match &copies {
-            Copies::Rings { rings, .. } => rings.room(),
-            Copies::Cpu(copier) => copier.room(),
+            CopyBackend::Rings { rings, .. } => rings.room(),
+            CopyBackend::Cpu(copier) => copier.room(),
         };
         let done = VecDeque::with_capacity(room);
         Self { id, minor, staging, table, path, copies, done, tickets: 0, lost: false }
@@ -186,8 +186,8 @@ impl CopyEngine {
             return Err(Error::Size { minor, size: whole, wanted: size });
         }
         let handle = match &self.copies {
-            Copies::Rings { render, .. } => import(render, dmabuf)?,
-            Copies::Cpu(copier) => copier.device().import(dmabuf)?,
+            CopyBackend::Rings { render, .. } => import(render, dmabuf)?,
+            CopyBackend::Cpu(copier) => copier.device().import(dmabuf)?,
         };
         Ok(self.table.import(handle, whole))
     }
@@ -200,8 +200,8 @@ impl CopyEngine {
         let released = self.table.release(bo).ok_or(Error::Bo { minor: self.minor })?;
         let Some(entry) = released else { return Ok(()) };
         match &mut self.copies {
-            Copies::Rings { render, rings, .. } => rings.close(render, &entry),
-            Copies::Cpu(copier) => copier.device().close(entry.handle),
+            CopyBackend::Rings { render, rings, .. } => rings.close(render, &entry),
+            CopyBackend::Cpu(copier) => copier.device().close(entry.handle),
         }
     }
 
@@ -220,11 +220,11 @@ impl CopyEngine {
         }
         let ticket = Ticket { engine: self.id, number: self.tickets };
         match &mut self.copies {
-            Copies::Rings { render, rings, event } => {
+            CopyBackend::Rings { render, rings, event } => {
                 let event = event.as_ref().map(Notifier::as_fd);
                 rings.submit(render, (&mut self.table, &self.staging), transfers, ticket, event)?;
             }
-            Copies::Cpu(copier) => copier.submit(&mut self.table, transfers, ticket)?,
+            CopyBackend::Cpu(copier) => copier.submit(&mut self.table, transfers, ticket)?,
         }
         self.tickets += 1;
         Ok(ticket)
@@ -251,8 +251,8 @@ impl CopyEngine {
     #[must_use]
     pub fn room(&self) -> usize {
         match &self.copies {
-            Copies::Rings { rings, .. } => rings.room(),
-            Copies::Cpu(copier) => copier.room(),
+            CopyBackend::Rings { rings, .. } => rings.room(),
+            CopyBackend::Cpu(copier) => copier.room(),
         }
     }
 
@@ -260,8 +260,8 @@ impl CopyEngine {
     #[must_use]
     pub fn in_flight(&self) -> usize {
         let copied = match &self.copies {
-            Copies::Rings { rings, .. } => rings.in_flight(),
-            Copies::Cpu(copier) => copier.in_flight(),
+            CopyBackend::Rings { rings, .. } => rings.in_flight(),
+            CopyBackend::Cpu(copier) => copier.in_flight(),
         };
         copied + self.done.len()
     }
@@ -276,8 +276,8 @@ impl CopyEngine {
 
     fn event(&self) -> Option<&Notifier> {
         match &self.copies {
-            Copies::Rings { event, .. } => event.as_ref(),
-            Copies::Cpu(copier) => Some(copier.event()),
+            CopyBackend::Rings { event, .. } => event.as_ref(),
+            CopyBackend::Cpu(copier) => Some(copier.event()),
         }
     }
 
@@ -286,7 +286,7 @@ impl CopyEngine {
     ///
     /// # Errors
     /// The kernel could not close a released BO. The next call returns what has ended.
-    pub fn finished(&mut self) -> Result<impl Iterator<Item = Done> + '_, Error> {
+    pub fn finished(&mut self) -> Result<impl Iterator<Item = CopyCompletion> + '_, Error> {
         if let Some(event) = self.event() {
             event.drain();
         }
@@ -297,12 +297,14 @@ impl CopyEngine {
     fn poll(&mut self) -> Result<(), Error> {
         let (done, lost) = (&mut self.done, &mut self.lost);
         match &mut self.copies {
-            Copies::Rings { render, rings, .. } => rings.poll(render, &mut self.table, |ticket, result| {
-                *lost |= result.is_err();
-                done.push_back(Done { ticket, result });
-            }),
-            Copies::Cpu(copier) => {
-                copier.poll(|ticket| done.push_back(Done { ticket, result: Ok(()) }));
+            CopyBackend::Rings { render, rings, .. } => {
+                rings.poll(render, &mut self.table, |ticket, result| {
+                    *lost |= result.is_err();
+                    done.push_back(CopyCompletion { ticket, result });
+                })
+            }
+            CopyBackend::Cpu(copier) => {
+                copier.poll(|ticket| done.push_back(CopyCompletion { ticket, result: Ok(()) }));
                 Ok(())
             }
         }
@@ -315,8 +317,10 @@ impl CopyEngine {
     /// [`Error::Failed`]: its bytes were not copied. [`Error::Late`]: it is still in flight at the deadline.
     pub fn wait(&mut self, ticket: Ticket, deadline: Instant) -> Result<(), Error> {
         let waited = match &self.copies {
-            Copies::Rings { render, rings, .. } => rings.wait(render, ticket, nanoseconds(deadline, TICK_NS)),
-            Copies::Cpu(copier) => copier.wait(ticket, deadline),
+            CopyBackend::Rings { render, rings, .. } => {
+                rings.wait(render, ticket, nanoseconds(deadline, TICK_NS))
+            }
+            CopyBackend::Cpu(copier) => copier.wait(ticket, deadline),
         };
         if let Some(waited) = waited {
             waited?;
@@ -382,9 +386,9 @@ mod tests {
             CopyPath::Rings { rings: 2, version: (4, 4), memory, reason: reason.map(str::to_owned) }
                 .to_string()
         };
-        assert_eq!(rings(Memory::Pages, None), "2 copy rings (SDMA 4.4), staging in ordinary pages");
+        assert_eq!(rings(StagingMemory::Pages, None), "2 copy rings (SDMA 4.4), staging in ordinary pages");
         assert_eq!(
-            rings(Memory::Gtt, Some("no /dev/udmabuf")),
+            rings(StagingMemory::Gtt, Some("no /dev/udmabuf")),
             "2 copy rings (SDMA 4.4), staging in GTT (no /dev/udmabuf)"
         );
         let cpu = CopyPath::Cpu { reason: "no ring".to_owned() };

@@ -16,7 +16,7 @@ pub struct Ticket {
 
 /// A submission in flight.
 #[derive(Debug)]
-pub(crate) struct Flight {
+pub(crate) struct RingSubmission {
     pub(crate) ticket: Ticket,
     pub(crate) submission: Submission,
     pub(crate) transfers: usize,
@@ -26,7 +26,7 @@ pub(crate) struct Flight {
     pub(crate) bos: Vec<u32>,
 }
 
-impl Flight {
+impl RingSubmission {
     /// Returns the facts about the submission, with the bytes in flight on its ring.
     pub(crate) fn fault(
         &self,

@@ -6,7 +6,7 @@
 //!   submission holds many transfers, and every ring has several submissions in flight.
 //!
 //! ```no_run
-//! use rewake_sdma_copy::{CopyEngine, Place, Shape, Staging, Transfer};
+//! use rewake_sdma_copy::{CopyEngine, Shape, Staging, StagingOffset, Transfer};
 //! use rewake_amdgpu_uapi::render::Render;
 //! # fn load(dmabuf: std::os::fd::BorrowedFd<'_>, contents: &[u8]) -> Result<(), Box<dyn std::error::Error>> {
 //! let render = Render::open(128)?;
@@ -14,7 +14,7 @@
 //! let mut engine = CopyEngine::open(render, &staging)?;
 //! let bo = engine.import(dmabuf, 1 << 20)?;
 //! let slot = staging.slots().next().expect("there are sixteen");
-//! let from = Place { slot, at: 0 };
+//! let from = StagingOffset { slot, at: 0 };
 //! staging.write(from, contents);
 //! let ticket = engine.submit(&[Transfer::Load { bo, at: 0, from, bytes: contents.len() as u64 }])?;
 //! engine.wait(ticket, std::time::Instant::now() + std::time::Duration::from_secs(10))?;
@@ -56,10 +56,10 @@ mod table;
 mod transfer;
 
 pub use device::MemoryDevice;
-pub use engine::{CopyEngine, CopyPath, Done};
+pub use engine::{CopyCompletion, CopyEngine, CopyPath};
 pub use error::{Error, SubmitFault};
 pub use flight::Ticket;
 pub use rings::{COPIES, IN_FLIGHT};
-pub use staging::{Memory, Place, Shape, Slot, Staging};
+pub use staging::{Shape, Slot, Staging, StagingMemory, StagingOffset};
 pub use table::Bo;
 pub use transfer::Transfer;

@@ -9,20 +9,20 @@ use std::os::fd::{AsFd as _, BorrowedFd};
 use std::time::Instant;
 
 use drm::control::{Device as _, syncobj};
-use rewake_amdgpu_uapi::abi::drm::Chunk;
+use rewake_amdgpu_uapi::abi::drm::SubmissionChunk;
 use rewake_amdgpu_uapi::abi::memory::Mapping;
 use rewake_amdgpu_uapi::abi::{
     AMDGPU_GEM_CREATE_CPU_ACCESS_REQUIRED, AMDGPU_GEM_DOMAIN_GTT, drm_amdgpu_bo_list_entry,
     drm_amdgpu_cs_chunk_syncobj,
 };
-use rewake_amdgpu_uapi::packet::{Rule, Sdma};
+use rewake_amdgpu_uapi::packet::{CountEncoding, Sdma};
 use rewake_amdgpu_uapi::render::{Render, bo_list_entry};
 
 use crate::Error;
 use crate::address::Addresses;
-use crate::flight::{Flight, Ticket};
+use crate::flight::{RingSubmission, Ticket};
 use crate::staging::Staging;
-use crate::table::{Entry, Reach, Table};
+use crate::table::{BoEntry, Reach, Table};
 use crate::transfer::Transfer;
 
 /// The most submissions in flight on one ring. The kernel blocks from the 33rd on, and forgets how older ones
@@ -55,7 +55,7 @@ pub(crate) struct Rings {
     spare: Vec<Vec<u32>>,
     /// The number of the next submission. Entries that it lists carry this number.
     stamp: u64,
-    rule: Rule,
+    encoding: CountEncoding,
 }
 
 #[derive(Debug)]
@@ -64,7 +64,7 @@ struct Ring {
     timeline: syncobj::Handle,
     /// The number of submissions so far, which is the timeline's last point.
     count: u64,
-    flights: VecDeque<Flight>,
+    flights: VecDeque<RingSubmission>,
     /// Bytes of all submissions in flight.
     bytes: u64,
 }
@@ -92,7 +92,12 @@ struct StagingPart {
 }
 
 impl Rings {
-    pub(crate) fn new(render: &Render, mask: u32, rule: Rule, staging: &Staging) -> Result<Self, Error> {
+    pub(crate) fn new(
+        render: &Render,
+        mask: u32,
+        encoding: CountEncoding,
+        staging: &Staging,
+    ) -> Result<Self, Error> {
         let kernel = |source| Error::Kernel { minor: render.minor(), source };
         let device = render.device_info().map_err(kernel)?;
         let mut addresses = Addresses::new(device.virtual_address_offset, device.virtual_address_max);
@@ -103,11 +108,11 @@ impl Rings {
             staging: StagingMap::new(render, &mut addresses, staging)?,
             rings: numbers.into_iter().map(|number| Ring::new(render, number)).collect::<Result<_, _>>()?,
             addresses,
-            packets: Sdma::by(rule),
+            packets: Sdma::by(encoding),
             list: Vec::new(),
             spare: Vec::new(),
             stamp: 0,
-            rule,
+            encoding,
         })
     }
 
@@ -158,15 +163,22 @@ impl Rings {
         };
         let since = Instant::now();
         let ring = &mut self.rings[chosen];
-        ring.flights.push_back(Flight { ticket, submission, transfers: transfers.len(), bytes, since, bos });
+        ring.flights.push_back(RingSubmission {
+            ticket,
+            submission,
+            transfers: transfers.len(),
+            bytes,
+            since,
+            bos,
+        });
         ring.bytes += bytes;
         Ok(())
     }
 
     fn packets_of(&self, transfer: &Transfer) -> u64 {
         match transfer {
-            Transfer::Fill { bytes, .. } => self.rule.fills(*bytes),
-            Transfer::Load { bytes, .. } | Transfer::Save { bytes, .. } => self.rule.copies(*bytes),
+            Transfer::Fill { bytes, .. } => self.encoding.fills(*bytes),
+            Transfer::Load { bytes, .. } | Transfer::Save { bytes, .. } => self.encoding.copies(*bytes),
         }
     }
 
@@ -293,7 +305,7 @@ impl Rings {
     }
 
     /// Unmaps a BO from the GPU's address space and closes its handle.
-    pub(crate) fn close(&mut self, render: &Render, entry: &Entry) -> Result<(), Error> {
+    pub(crate) fn close(&mut self, render: &Render, entry: &BoEntry) -> Result<(), Error> {
         let mut result = Ok(());
         if let Reach::Gpu(address) = entry.reach {
             let kernel = |source| Error::Kernel { minor: render.minor(), source };
@@ -331,7 +343,7 @@ impl Ring {
             render.syncobj_eventfd(self.timeline, point, event, false).map_err(failed)?;
         }
         let signal = [drm_amdgpu_cs_chunk_syncobj { handle: self.timeline.into(), flags: 0, point }];
-        let parts = [Chunk::Buffers(list), Chunk::TimelineSignal(&signal)];
+        let parts = [SubmissionChunk::Buffers(list), SubmissionChunk::TimelineSignal(&signal)];
         let submission = render.submit(context, self.number, commands, &parts);
         let submission = submission.map_err(|source| Error::Kernel { minor, source })?;
         self.count = point;

@@ -53,7 +53,7 @@ impl Slot {
 
 /// A byte of staging memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Place {
+pub struct StagingOffset {
     /// The slot.
     pub slot: Slot,
     /// The offset in the slot.
@@ -62,7 +62,7 @@ pub struct Place {
 
 /// The kind of staging memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Memory {
+pub enum StagingMemory {
     /// Ordinary pages: O_DIRECT can read into them, and io_uring can register them.
     Pages,
     /// Buffers of the GPU driver (GTT), mapped as device memory. O_DIRECT and io_uring fail with EFAULT: read
@@ -139,10 +139,10 @@ impl Staging {
 
     /// Returns the kind of memory.
     #[must_use]
-    pub fn memory(&self) -> Memory {
+    pub fn memory(&self) -> StagingMemory {
         match self.0.source {
-            Source::Pages { .. } => Memory::Pages,
-            Source::Gtt(_) => Memory::Gtt,
+            Source::Pages { .. } => StagingMemory::Pages,
+            Source::Gtt(_) => StagingMemory::Gtt,
         }
     }
 
@@ -167,7 +167,7 @@ impl Staging {
     ///
     /// # Panics
     /// The bytes exceed the slot.
-    pub fn read(&self, from: Place, into: &mut [u8]) {
+    pub fn read(&self, from: StagingOffset, into: &mut [u8]) {
         let (view, at) = self.view(from, into.len() as u64);
         view.read(at, into);
     }
@@ -176,7 +176,7 @@ impl Staging {
     ///
     /// # Panics
     /// The bytes exceed the slot.
-    pub fn write(&self, to: Place, bytes: &[u8]) {
+    pub fn write(&self, to: StagingOffset, bytes: &[u8]) {
         let (view, at) = self.view(to, bytes.len() as u64);
         view.write(at, bytes);
     }
@@ -186,7 +186,7 @@ impl Staging {
     /// # Panics
     /// The bytes exceed the slot.
     #[must_use]
-    pub fn is_zero(&self, from: Place, bytes: usize) -> bool {
+    pub fn is_zero(&self, from: StagingOffset, bytes: usize) -> bool {
         let (view, at) = self.view(from, bytes as u64);
         view.is_zero(at, bytes)
     }
@@ -197,7 +197,7 @@ impl Staging {
     /// # Panics
     /// The bytes exceed the slot.
     #[must_use]
-    pub fn pointer(&self, at: Place, bytes: usize) -> NonNull<u8> {
+    pub fn pointer(&self, at: StagingOffset, bytes: usize) -> NonNull<u8> {
         let (view, at) = self.view(at, bytes as u64);
         view.pointer(at, bytes)
     }
@@ -207,7 +207,7 @@ impl Staging {
     #[must_use]
     pub fn whole(&self) -> Option<(NonNull<u8>, usize)> {
         let bytes = usize::try_from(self.bytes()).ok()?;
-        (self.memory() == Memory::Pages).then(|| (self.0.views[0].pointer(0, bytes), bytes))
+        (self.memory() == StagingMemory::Pages).then(|| (self.0.views[0].pointer(0, bytes), bytes))
     }
 
     /// Returns the bytes of all slots.
@@ -216,7 +216,7 @@ impl Staging {
     }
 
     /// Returns the offset of a byte from the first slot's start.
-    pub(crate) fn offset(&self, place: Place) -> u64 {
+    pub(crate) fn offset(&self, place: StagingOffset) -> u64 {
         u64::from(place.slot.0) * self.0.shape.slot_bytes + place.at
     }
 
@@ -224,7 +224,7 @@ impl Staging {
     ///
     /// # Panics
     /// The bytes exceed the slot, which is a bug of the caller.
-    pub(crate) fn view(&self, place: Place, bytes: u64) -> (&Mapping, u64) {
+    pub(crate) fn view(&self, place: StagingOffset, bytes: u64) -> (&Mapping, u64) {
         let Shape { slots, slot_bytes } = self.0.shape;
         let fits = place.at.checked_add(bytes).is_some_and(|end| end <= slot_bytes) && place.slot.0 < slots;
         assert!(
@@ -233,16 +233,16 @@ impl Staging {
             place.at, place.slot.0
         );
         match self.memory() {
-            Memory::Pages => (&self.0.views[0], self.offset(place)),
-            Memory::Gtt => (&self.0.views[place.slot.0 as usize], place.at),
+            StagingMemory::Pages => (&self.0.views[0], self.offset(place)),
+            StagingMemory::Gtt => (&self.0.views[place.slot.0 as usize], place.at),
         }
     }
 
     /// Returns the bytes in each part of [`Self::dmabuf`], except the last.
     pub(crate) fn part_bytes(&self) -> u64 {
         match self.memory() {
-            Memory::Pages => MAX_DMABUF_BYTES,
-            Memory::Gtt => self.0.shape.slot_bytes,
+            StagingMemory::Pages => MAX_DMABUF_BYTES,
+            StagingMemory::Gtt => self.0.shape.slot_bytes,
         }
     }
 
@@ -321,16 +321,16 @@ mod tests {
         Staging::pages(Shape { slots: 3, slot_bytes: 2 * PAGE }).unwrap()
     }
 
-    fn place(slot: u32, at: u64) -> Place {
-        Place { slot: Slot(slot), at }
+    fn place(slot: u32, at: u64) -> StagingOffset {
+        StagingOffset { slot: Slot(slot), at }
     }
 
     #[test]
     fn slots_are_adjacent_and_do_not_overlap() {
         let staging = small();
         for slot in staging.slots() {
-            assert!(staging.is_zero(Place { slot, at: 0 }, 8192), "fresh memory is zero");
-            staging.write(Place { slot, at: 0 }, &[u8::try_from(slot.index()).unwrap() + 1; 8192]);
+            assert!(staging.is_zero(StagingOffset { slot, at: 0 }, 8192), "fresh memory is zero");
+            staging.write(StagingOffset { slot, at: 0 }, &[u8::try_from(slot.index()).unwrap() + 1; 8192]);
         }
         let mut read = [0; 3];
         staging.read(place(1, 8189), &mut read);

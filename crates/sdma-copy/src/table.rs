@@ -27,7 +27,7 @@ pub(crate) enum Reach {
 }
 
 #[derive(Debug)]
-pub(crate) struct Entry {
+pub(crate) struct BoEntry {
     pub(crate) handle: u32,
     /// The size in bytes.
     pub(crate) size: u64,
@@ -43,7 +43,7 @@ pub(crate) struct Entry {
 #[derive(Debug)]
 pub(crate) struct Table {
     engine: u32,
-    entries: Vec<Option<Entry>>,
+    entries: Vec<Option<BoEntry>>,
     by_handle: HashMap<u32, u32>,
     free: Vec<u32>,
     generation: u32,
@@ -64,7 +64,7 @@ impl Table {
             self.generation = self.generation.wrapping_add(1);
             let (reach, generation) = (Reach::None, self.generation);
             self.entries[free as usize] =
-                Some(Entry { handle, size, reach, stamp: 0, imports: 0, in_flight: 0, generation });
+                Some(BoEntry { handle, size, reach, stamp: 0, imports: 0, in_flight: 0, generation });
             free
         });
         let entry = self.at(index);
@@ -74,7 +74,7 @@ impl Table {
     }
 
     /// Returns an imported BO.
-    pub(crate) fn get(&mut self, bo: Bo) -> Option<&mut Entry> {
+    pub(crate) fn get(&mut self, bo: Bo) -> Option<&mut BoEntry> {
         let entry = self.entries.get_mut(bo.index as usize)?.as_mut()?;
         (bo.engine == self.engine && entry.generation == bo.generation && entry.imports > 0).then_some(entry)
     }
@@ -86,19 +86,19 @@ impl Table {
     }
 
     /// Counts the end of a submission that used a BO. Returns the entry if it must be closed now.
-    pub(crate) fn end_use(&mut self, index: u32) -> Option<Entry> {
+    pub(crate) fn end_use(&mut self, index: u32) -> Option<BoEntry> {
         self.at(index).in_flight -= 1;
         self.ended(index)
     }
 
     /// Releases an import. Returns None if the BO is not imported, and the entry if it must be closed now.
-    pub(crate) fn release(&mut self, bo: Bo) -> Option<Option<Entry>> {
+    pub(crate) fn release(&mut self, bo: Bo) -> Option<Option<BoEntry>> {
         self.get(bo)?.imports -= 1;
         Some(self.ended(bo.index))
     }
 
-    fn ended(&mut self, index: u32) -> Option<Entry> {
-        let unused = |entry: &mut Entry| entry.imports == 0 && entry.in_flight == 0;
+    fn ended(&mut self, index: u32) -> Option<BoEntry> {
+        let unused = |entry: &mut BoEntry| entry.imports == 0 && entry.in_flight == 0;
         let entry = self.entries[index as usize].take_if(unused)?;
         self.by_handle.remove(&entry.handle);
         self.free.push(index);
@@ -106,7 +106,7 @@ impl Table {
     }
 
     /// Returns an entry by an index of this table.
-    fn at(&mut self, index: u32) -> &mut Entry {
+    fn at(&mut self, index: u32) -> &mut BoEntry {
         self.entries[index as usize].as_mut().expect("the index is in use")
     }
 }

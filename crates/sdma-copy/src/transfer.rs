@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The transfers of an engine.
 
-use crate::staging::Place;
+use crate::staging::StagingOffset;
 use crate::table::Bo;
 
 /// Bytes to copy or fill.
@@ -14,7 +14,7 @@ pub enum Transfer {
         /// The first byte of the BO.
         at: u64,
         /// The first byte of the staging memory.
-        from: Place,
+        from: StagingOffset,
         /// The number of bytes, at least one.
         bytes: u64,
     },
@@ -25,7 +25,7 @@ pub enum Transfer {
         /// The first byte of the BO.
         at: u64,
         /// The first byte of the staging memory.
-        to: Place,
+        to: StagingOffset,
         /// The number of bytes, at least one.
         bytes: u64,
     },
@@ -69,7 +69,7 @@ impl Transfer {
 
     /// Returns the place in staging memory, unless it is a fill.
     #[must_use]
-    pub fn place(&self) -> Option<Place> {
+    pub fn place(&self) -> Option<StagingOffset> {
         match *self {
             Self::Load { from: place, .. } | Self::Save { to: place, .. } => Some(place),
             Self::Fill { .. } => None,

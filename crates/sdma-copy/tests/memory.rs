@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use rewake_sdma_copy::{
-    Bo, CopyEngine, Error, IN_FLIGHT, MemoryDevice, Place, Shape, Slot, Staging, Transfer,
+    Bo, CopyEngine, Error, IN_FLIGHT, MemoryDevice, Shape, Slot, Staging, StagingOffset, Transfer,
 };
 
 const SLOT: u64 = 1 << 20;
@@ -46,7 +46,7 @@ impl Scene {
     }
 
     fn load(&self, at: u64, bytes: u64) -> Transfer {
-        Transfer::Load { bo: self.bo, at, from: Place { slot: self.slot(0), at: 0 }, bytes }
+        Transfer::Load { bo: self.bo, at, from: StagingOffset { slot: self.slot(0), at: 0 }, bytes }
     }
 
     fn read(&self, at: u64, bytes: usize) -> Vec<u8> {
@@ -64,14 +64,14 @@ impl Scene {
 fn bytes_are_loaded_filled_and_saved() {
     let mut scene = Scene::new();
     let bytes: Vec<u8> = (0..9000).map(byte).collect();
-    scene.staging.write(Place { slot: scene.slot(0), at: 0 }, &bytes);
+    scene.staging.write(StagingOffset { slot: scene.slot(0), at: 0 }, &bytes);
     let loads =
         [scene.load(5, 9000), Transfer::Fill { bo: scene.bo, at: 20000, bytes: 8, word: 0x0403_0201 }];
     let ticket = scene.engine.submit(&loads).unwrap();
     scene.wait(ticket);
     assert_eq!(scene.read(5, 9000), bytes);
     assert_eq!(scene.read(20000, 9), [1, 2, 3, 4, 1, 2, 3, 4, 0]);
-    let to = Place { slot: scene.slot(1), at: 100 };
+    let to = StagingOffset { slot: scene.slot(1), at: 100 };
     let ticket = scene.engine.submit(&[Transfer::Save { bo: scene.bo, at: 6, to, bytes: 50 }]).unwrap();
     scene.wait(ticket);
     let mut saved = [0; 50];
@@ -124,7 +124,7 @@ fn released_and_unknown_bos_are_refused() {
 #[test]
 fn a_drop_waits_for_submissions() {
     let mut scene = Scene::new();
-    scene.staging.write(Place { slot: scene.slot(0), at: 0 }, &[7]);
+    scene.staging.write(StagingOffset { slot: scene.slot(0), at: 0 }, &[7]);
     for _ in 0..IN_FLIGHT - 1 {
         scene.engine.submit(&[scene.load(0, SLOT)]).unwrap();
     }

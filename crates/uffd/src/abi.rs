@@ -129,17 +129,17 @@ const _: () = {
 ///
 /// # Safety
 /// The type is `repr(C)`, has no padding and every bit pattern is valid, so the kernel may write any of it.
-unsafe trait Argument {}
+unsafe trait IoctlArgument {}
 // SAFETY: u64 fields only.
-unsafe impl Argument for Range {}
+unsafe impl IoctlArgument for Range {}
 // SAFETY: u64 fields only.
-unsafe impl Argument for Api {}
+unsafe impl IoctlArgument for Api {}
 // SAFETY: u64 fields only.
-unsafe impl Argument for Register {}
+unsafe impl IoctlArgument for Register {}
 // SAFETY: u64 and i64 fields only.
-unsafe impl Argument for Copy {}
+unsafe impl IoctlArgument for Copy {}
 // SAFETY: u64 and i64 fields only.
-unsafe impl Argument for Fill {}
+unsafe impl IoctlArgument for Fill {}
 
 macro_rules! request {
     ($(#[$doc:meta])* $name:ident, $number:ident, $arg:ty) => {
@@ -153,7 +153,7 @@ macro_rules! request {
     };
 }
 
-fn call<A: Argument>(
+fn call<A: IoctlArgument>(
     fd: std::os::fd::BorrowedFd<'_>,
     number: libc::c_ulong,
     arg: &mut A,

@@ -13,11 +13,11 @@ use std::time::{Duration, Instant};
 use anyhow::ensure;
 use tracing::{error, info, warn};
 
-use super::sessions_file::{self, Entry, Sessions};
+use super::sessions_file::{self, SessionEntry, Sessions};
 use rewake_streamer::control::client::ClientError;
 use rewake_streamer::control::proto::{self, Ended, Streaming};
 use rewake_streamer::control::streamer::{self, ABANDONED};
-use rewake_streamer::supervise::launch::Plan;
+use rewake_streamer::supervise::launch::LaunchPlan;
 
 /// The streamer's log, in the work directory.
 const LOG: &str = "rewake-streamer.log";
@@ -39,7 +39,7 @@ pub(super) struct Registry {
 /// A session that is being served.
 #[derive(Debug)]
 struct Live {
-    entry: Entry,
+    entry: SessionEntry,
     since: Instant,
     progress: Streaming,
 }
@@ -92,7 +92,7 @@ impl Registry {
             ensure!(path.is_absolute(), "{}: expected an absolute path", path.display());
         }
         let checked = images.clone();
-        let plan = tokio::task::spawn_blocking(move || Plan::of(&checked)).await??;
+        let plan = tokio::task::spawn_blocking(move || LaunchPlan::of(&checked)).await??;
         if let Some(reason) = &plan.eager {
             warn!("{}: all CPU memory is loaded before the processes run: {reason}", images.display());
         }
@@ -100,12 +100,12 @@ impl Registry {
         self.last.set(session);
         streamer::start(&images, &work, &plan, open.record, Some(&work.join(LOG))).await?;
         info!(session, "a streamer waits for a restore of {}", images.display());
-        self.follow(Entry::new(session, &images, &work));
+        self.follow(SessionEntry::new(session, &images, &work));
         self.save();
         Ok(proto::Opened { session, lazy_pages: plan.lazy_pages() })
     }
 
-    fn follow(self: &Rc<Self>, entry: Entry) {
+    fn follow(self: &Rc<Self>, entry: SessionEntry) {
         let (number, work) = (entry.session, entry.work());
         let live = Live { entry, since: Instant::now(), progress: Streaming::default() };
         self.live.borrow_mut().insert(number, live);

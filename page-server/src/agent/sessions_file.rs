@@ -12,7 +12,7 @@ use tempfile::NamedTempFile;
 
 /// A session that is being served.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Entry {
+pub(super) struct SessionEntry {
     /// Its number.
     pub(super) session: u64,
     /// The images directory: paths need not be UTF-8.
@@ -21,7 +21,7 @@ pub(super) struct Entry {
     work_dir: Vec<u8>,
 }
 
-impl Entry {
+impl SessionEntry {
     pub(super) fn new(session: u64, images: &Path, work: &Path) -> Self {
         let bytes = |path: &Path| path.as_os_str().as_bytes().to_vec();
         Self { session, images_dir: bytes(images), work_dir: bytes(work) }
@@ -41,7 +41,7 @@ impl Entry {
 pub(super) struct Sessions {
     /// The number of the last session that was opened.
     pub(super) last: u64,
-    pub(super) sessions: Vec<Entry>,
+    pub(super) sessions: Vec<SessionEntry>,
 }
 
 /// Returns the file's path.
@@ -88,7 +88,7 @@ mod tests {
         let path = path(&folder.path().join("rewake.sock"));
         assert_eq!(read(&path).unwrap(), Sessions::default());
         let odd = Path::new(std::ffi::OsStr::from_bytes(b"/images/\xff"));
-        let sessions = Sessions { last: 7, sessions: vec![Entry::new(7, odd, Path::new("/work"))] };
+        let sessions = Sessions { last: 7, sessions: vec![SessionEntry::new(7, odd, Path::new("/work"))] };
         write(&path, &sessions).unwrap();
         assert_eq!(read(&path).unwrap(), sessions);
         assert_eq!(

@@ -26,7 +26,7 @@ const LOOKED_AT: usize = 256 * 1024;
 
 /// What the options for CRIU say that matters here.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub(super) struct Options {
+pub(super) struct CriuOptions {
     /// `-d` of a restore: CRIU ends once the tree runs.
     pub(super) detached: bool,
     /// Its log, relative to the work directory.
@@ -35,7 +35,7 @@ pub(super) struct Options {
     pub(super) plugins: bool,
 }
 
-impl Options {
+impl CriuOptions {
     /// Reads the options; `ours` are those that the command has itself.
     ///
     /// # Errors
@@ -80,7 +80,7 @@ pub(super) struct CriuInvocation<'a> {
     /// Options of the user's, last.
     pub(super) given: &'a [OsString],
     /// The same, read.
-    pub(super) options: &'a Options,
+    pub(super) options: &'a CriuOptions,
 }
 
 impl CriuInvocation<'_> {
@@ -120,7 +120,7 @@ impl Programs {
     ///
     /// # Errors
     /// The chosen folder has no plugin, or there are two.
-    pub(super) fn plugins(&self, needed: bool, options: &Options) -> anyhow::Result<Option<PathBuf>> {
+    pub(super) fn plugins(&self, needed: bool, options: &CriuOptions) -> anyhow::Result<Option<PathBuf>> {
         match (&self.plugin_dir, options.plugins) {
             (Some(_), true) => bail!("--plugin-dir and CRIU's --libdir are one thing: give one of them"),
             (None, true) => Ok(None),
@@ -215,8 +215,8 @@ fn errors(log: &str) -> Vec<String> {
 mod tests {
     use super::*;
 
-    fn read(options: &[&str]) -> anyhow::Result<Options> {
-        Options::read(&strings(options), &["-D", "--images-dir", "-W", "--work-dir"])
+    fn read(options: &[&str]) -> anyhow::Result<CriuOptions> {
+        CriuOptions::read(&strings(options), &["-D", "--images-dir", "-W", "--work-dir"])
     }
 
     fn strings(options: &[&str]) -> Vec<OsString> {
@@ -239,7 +239,11 @@ mod tests {
     fn the_log_in_all_spellings() {
         for options in [&["-o", "-d"][..], &["--log-file", "-d"], &["--log-file=-d"]] {
             let found = read(options).unwrap();
-            assert_eq!(found, Options { log: Some("-d".into()), ..Options::default() }, "{options:?}");
+            assert_eq!(
+                found,
+                CriuOptions { log: Some("-d".into()), ..CriuOptions::default() },
+                "{options:?}"
+            );
         }
         assert!(read(&["-o"]).is_err());
     }
@@ -255,7 +259,7 @@ mod tests {
     #[test]
     fn a_command_line_is_ours_then_the_log_and_the_plugins_then_the_user_s() {
         let given = strings(&["-v4", "--shell-job"]);
-        let options = Options::default();
+        let options = CriuOptions::default();
         let (images, work) = (Path::new("/img"), Path::new("/jobs"));
         let act = CriuInvocation {
             name: "dump",
@@ -269,7 +273,7 @@ mod tests {
         let line = "dump -t 7 -D /img -W /jobs -o dump.log --libdir /plugins -v4 --shell-job";
         assert_eq!(words(&act.command(Path::new("criu"))), line);
         assert_eq!(act.log(), Path::new("/jobs/dump.log"));
-        let options = Options { log: Some("/tmp/x".into()), ..Options::default() };
+        let options = CriuOptions { log: Some("/tmp/x".into()), ..CriuOptions::default() };
         let act = CriuInvocation { plugins: None, options: &options, ..act };
         assert_eq!(words(&act.command(Path::new("criu"))), "dump -t 7 -D /img -W /jobs -v4 --shell-job");
         assert_eq!(act.log(), Path::new("/tmp/x"));
@@ -281,7 +285,7 @@ mod tests {
         fs::write(chosen.path().join(plugin_folder::FILE), "").unwrap();
         let none = Programs { criu: None, plugin_dir: None };
         let one = Programs { criu: None, plugin_dir: Some(chosen.path().to_owned()) };
-        let plain = Options::default();
+        let plain = CriuOptions::default();
         assert_eq!(none.plugins(false, &plain).unwrap(), None, "nothing needs it");
         assert_eq!(one.plugins(false, &plain).unwrap().as_deref(), Some(chosen.path()), "it was asked for");
         for option in [&["-L", "/x"][..], &["--libdir", "/x"], &["--libdir=/x"]] {

@@ -7,12 +7,12 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, anyhow, bail};
 use rewake_plugin_session::wait_for_tree;
 
-use super::criu::{CriuInvocation, NO_PLUGIN, Options, code, show_errors, starting};
+use super::criu::{CriuInvocation, CriuOptions, NO_PLUGIN, code, show_errors, starting};
 use super::directory;
-use crate::cli::Dump;
+use crate::cli::DumpArgs;
 use crate::sparse;
 use rewake_streamer::gpu::duplicates_file;
-use rewake_streamer::gpu::duplicates_file::Found;
+use rewake_streamer::gpu::duplicates_file::DuplicateSearch;
 use rewake_streamer::gpu::plugin_folder;
 use rewake_streamer::units;
 
@@ -28,13 +28,13 @@ const OURS: [&str; 6] = ["-t", "--tree", "-D", "--images-dir", "-W", "--work-dir
 ///
 /// # Errors
 /// Options or directories are wrong, there is no CRIU, or it failed: the last error lines of its log were shown.
-pub fn run(options: &Dump) -> anyhow::Result<u8> {
+pub fn run(options: &DumpArgs) -> anyhow::Result<u8> {
     let images = directory(&options.images_dir, "-D")?;
     let work = match &options.work_dir {
         Some(path) => directory(path, "-W")?,
         None => images.clone(),
     };
-    let given = Options::read(&options.criu_options, &OURS)?;
+    let given = CriuOptions::read(&options.criu_options, &OURS)?;
     let gpu = plugin_folder::machine_has_gpu();
     let plugins = options.programs.plugins(gpu, &given)?;
     let tree = options.tree.to_string();
@@ -83,12 +83,12 @@ fn find_twins(images: &Path, took: Duration) {
         limit
     };
     let found = duplicates_file::find(images, begins);
-    if let Ok(Found { spared: spared @ 1.., .. }) = found {
+    if let Ok(DuplicateSearch { spared: spared @ 1.., .. }) = found {
         eprintln!("rewake: {spared} buffers of GPUs have the bytes of others and need not be read");
     }
     match found {
-        Ok(Found { cut_off: false, .. }) => {}
-        Ok(Found { cut_off: true, .. }) => eprintln!(
+        Ok(DuplicateSearch { cut_off: false, .. }) => {}
+        Ok(DuplicateSearch { cut_off: true, .. }) => eprintln!(
             "rewake: not all buffers of GPUs that look the same could be compared in {}: the others will be read one by one",
             within()
         ),

@@ -7,16 +7,16 @@ use std::time::Duration;
 use anyhow::{Context as _, bail};
 
 use super::{detach, directory, to_notify};
-use crate::cli::LazyPages;
+use crate::cli::LazyPagesArgs;
 use crate::logging;
-use rewake_streamer::restore::{Options, Restore};
+use rewake_streamer::restore::{RestoreOptions, StreamedRestore};
 use rewake_streamer::supervise::supervisor::{self, asked_to_stop_is_well};
 
 /// Runs the command; gives the exit code.
 ///
 /// # Errors
 /// Options or directories are wrong, the image cannot be served, or another streamer serves there already.
-pub fn run(options: &LazyPages) -> anyhow::Result<u8> {
+pub fn run(options: &LazyPagesArgs) -> anyhow::Result<u8> {
     if let Some(option) = options.remote.refused() {
         bail!("{option}: not supported yet: `rewake lazy-pages` serves images of a local directory");
     }
@@ -34,7 +34,7 @@ pub fn run(options: &LazyPages) -> anyhow::Result<u8> {
     {
         return Ok(code);
     }
-    let restore = Restore::new(Options {
+    let restore = StreamedRestore::new(RestoreOptions {
         images: Some(images),
         work,
         records_working_set: false,
@@ -51,7 +51,7 @@ pub fn run(options: &LazyPages) -> anyhow::Result<u8> {
 }
 
 /// Writes an error for people too, unless the log is on their terminal already.
-fn complain(options: &LazyPages, error: &anyhow::Error) {
+fn complain(options: &LazyPagesArgs, error: &anyhow::Error) {
     if options.log_file.is_some() || options.verbosity == 0 {
         // The exit code says the rest if stderr is closed.
         let _ = writeln!(std::io::stderr(), "rewake: {error:#}");

@@ -13,7 +13,7 @@ use nix::sys::stat::fstat;
 use rewake_plugin_protocol::ProcessId;
 use rewake_ptrace_inject::{Error, with_stopped};
 
-use crate::cli::Park;
+use crate::cli::ParkArgs;
 use rewake_streamer::supervise::parking::{DONE, LATER, NEVER};
 use rewake_streamer::supervise::processes;
 
@@ -27,7 +27,7 @@ const PAUSE: Duration = Duration::from_millis(500);
 ///
 /// # Errors
 /// Standard input is no fd store, a target is not spelled `PID-START`, or standard output is closed.
-pub fn run(options: &Park) -> anyhow::Result<u8> {
+pub fn run(options: &ParkArgs) -> anyhow::Result<u8> {
     if let Some(inode) = options.unpark {
         return unpark(inode);
     }

@@ -3,12 +3,12 @@
 
 use rewake_streamer::planner::child;
 
-use crate::cli::Planner;
+use crate::cli::PlannerArgs;
 
 /// Runs the command; gives the exit code: 1 when the image cannot be served.
 ///
 /// # Errors
 /// No streamer listens.
-pub fn run(options: &Planner) -> anyhow::Result<u8> {
+pub fn run(options: &PlannerArgs) -> anyhow::Result<u8> {
     child::run(&options.images_dir)
 }

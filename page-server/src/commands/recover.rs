@@ -11,7 +11,7 @@ use nix::sys::wait::{WaitStatus, waitpid};
 use nix::unistd::{ForkResult, Pid, fork, setsid};
 use tracing::{error, info, warn};
 
-use crate::cli::Recover;
+use crate::cli::RecoverArgs;
 use crate::logging;
 use rewake_streamer::ledger::{Folder, Ledger};
 use rewake_streamer::restore::report;
@@ -33,7 +33,7 @@ const LOST: u8 = 1;
 ///
 /// # Errors
 /// The folder of the ledgers cannot be read, or one of them is of another version.
-pub fn run(options: &Recover) -> anyhow::Result<u8> {
+pub fn run(options: &RecoverArgs) -> anyhow::Result<u8> {
     logging::start(options.log_file.as_deref(), options.verbosity)?;
     let mut code = 0;
     let mut streamers = Vec::new();

@@ -10,7 +10,7 @@ use tracing::warn;
 
 use super::{detach, to_notify};
 use crate::agent;
-use crate::cli::Serve;
+use crate::cli::ServeArgs;
 use crate::logging;
 use rewake_streamer::session::address;
 
@@ -18,7 +18,7 @@ use rewake_streamer::session::address;
 ///
 /// # Errors
 /// The socket cannot be bound, or the agent cannot be started.
-pub fn run(options: &Serve) -> anyhow::Result<u8> {
+pub fn run(options: &ServeArgs) -> anyhow::Result<u8> {
     let socket = match &options.socket {
         Some(path) => absolute(path)?,
         None => address::default_socket()?,

@@ -12,7 +12,7 @@ use anyhow::{Context as _, bail};
 use serde_json::{Value, json};
 
 use super::picture;
-use crate::cli::Status;
+use crate::cli::StatusArgs;
 use rewake_streamer::control::client::{Client, ClientError};
 use rewake_streamer::control::proto::{self, State};
 use rewake_streamer::control::streamer;
@@ -24,7 +24,7 @@ use rewake_streamer::units;
 ///
 /// # Errors
 /// No agent runs, or it does not answer.
-pub fn run(options: &Status) -> anyhow::Result<u8> {
+pub fn run(options: &StatusArgs) -> anyhow::Result<u8> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     if let Some(work) = &options.work_dir {
         let picture = runtime.block_on(streaming(work))?;

@@ -7,9 +7,9 @@
 use std::time::Duration;
 
 use super::{directory, to_notify};
-use crate::cli::Streamer;
+use crate::cli::StreamerArgs;
 use crate::logging;
-use rewake_streamer::restore::{Options, Restore};
+use rewake_streamer::restore::{RestoreOptions, StreamedRestore};
 use rewake_streamer::supervise::supervisor;
 
 /// Runs the command; gives the exit code: 0 when all memory is resident, [`supervisor::STOPPED`] when it was asked to
@@ -17,9 +17,9 @@ use rewake_streamer::supervise::supervisor;
 ///
 /// # Errors
 /// Options or directories are wrong, or another streamer serves there already.
-pub fn run(options: &Streamer) -> anyhow::Result<u8> {
+pub fn run(options: &StreamerArgs) -> anyhow::Result<u8> {
     logging::start(options.log_file.as_deref(), options.verbosity)?;
-    let restore = Restore::new(Options {
+    let restore = StreamedRestore::new(RestoreOptions {
         images: options.images_dir.as_deref().map(|images| directory(images, "-D")).transpose()?,
         work: directory(&options.work_dir, "-W")?,
         records_working_set: options.record,

@@ -4,7 +4,7 @@
 use std::fmt;
 
 use super::Check;
-use super::program::{Answer, Criu};
+use super::program::{Answer, CriuProgram};
 
 /// The oldest CRIU that Rewake is tested with.
 pub const OLDEST: Version = Version([4, 1, 1]);
@@ -43,7 +43,7 @@ pub fn parse_version(text: &str) -> Option<Version> {
 
 /// Checks the version, `criu check`, and incremental dumps; the last two only if the version is supported.
 #[must_use]
-pub fn verdicts(criu: &Result<Criu, String>, is_root: bool) -> Vec<Check> {
+pub fn verdicts(criu: &Result<CriuProgram, String>, is_root: bool) -> Vec<Check> {
     let criu = match criu {
         Ok(criu) => criu,
         Err(reason) => return vec![Check::failed("criu", reason, SETUP)],
@@ -54,7 +54,7 @@ pub fn verdicts(criu: &Result<Criu, String>, is_root: bool) -> Vec<Check> {
     }
 }
 
-fn version(criu: &Criu) -> Result<Check, Check> {
+fn version(criu: &CriuProgram) -> Result<Check, Check> {
     let path = criu.path.display();
     let text =
         criu.version.as_ref().map_err(|error| Check::failed("criu", format!("{path}: {error}"), SETUP))?;
@@ -114,15 +114,15 @@ fn last_line(text: &str) -> &str {
 
 #[cfg(test)]
 mod tests {
-    use super::super::Verdict;
+    use super::super::CheckVerdict;
     use super::*;
 
     fn answer(success: bool, text: &str) -> Result<Answer, String> {
         Ok(Answer { success, text: text.into() })
     }
 
-    fn criu(version: &str) -> Criu {
-        Criu {
+    fn criu(version: &str) -> CriuProgram {
+        CriuProgram {
             path: "/usr/sbin/criu".into(),
             version: answer(true, &format!("Version: {version}\nGitID: x\n")),
             check: answer(true, "Looks good.\n"),
@@ -130,7 +130,7 @@ mod tests {
         }
     }
 
-    fn outcome(criu: Criu, is_root: bool) -> Vec<(&'static str, Verdict)> {
+    fn outcome(criu: CriuProgram, is_root: bool) -> Vec<(&'static str, CheckVerdict)> {
         verdicts(&Ok(criu), is_root).iter().map(|check| (check.name, check.verdict)).collect()
     }
 
@@ -153,7 +153,7 @@ mod tests {
 
     #[test]
     fn a_good_criu_passes_every_check() {
-        let ok = Verdict::Ok;
+        let ok = CheckVerdict::Ok;
         let all = [("criu", ok), ("criu check", ok), ("incremental dumps", ok)];
         assert_eq!(outcome(criu("4.1.1"), true), all);
         assert_eq!(outcome(criu("5.0"), true), all);
@@ -163,7 +163,7 @@ mod tests {
     fn bookworms_criu_fails_with_its_known_message_and_its_advice() {
         let checks = verdicts(&Ok(criu("3.17.1")), true);
         assert_eq!(checks.len(), 1);
-        assert_eq!(checks[0].verdict, Verdict::Failed);
+        assert_eq!(checks[0].verdict, CheckVerdict::Failed);
         assert!(
             checks[0].found.starts_with("CRIU 3.17.1, /usr/sbin/criu: 4.1.1 or newer is needed"),
             "{checks:?}"
@@ -175,43 +175,46 @@ mod tests {
     #[test]
     fn a_criu_just_too_old_fails_without_the_older_release_s_message() {
         let checks = verdicts(&Ok(criu("4.1")), true);
-        assert_eq!(checks[0].verdict, Verdict::Failed);
+        assert_eq!(checks[0].verdict, CheckVerdict::Failed);
         assert!(!checks[0].found.contains("vDSO"), "{checks:?}");
     }
 
     #[test]
     fn no_criu_or_one_without_a_version_fails() {
         let checks = verdicts(&Err("no `criu` on the path".into()), true);
-        assert_eq!((checks.len(), checks[0].verdict), (1, Verdict::Failed));
-        let silent = Criu { version: answer(true, "hello\n"), ..criu("4.2") };
-        assert_eq!(outcome(silent, true), [("criu", Verdict::Failed)]);
-        let stuck = Criu { version: Err("no answer within 10 s".into()), ..criu("4.2") };
-        assert_eq!(outcome(stuck, true), [("criu", Verdict::Failed)]);
+        assert_eq!((checks.len(), checks[0].verdict), (1, CheckVerdict::Failed));
+        let silent = CriuProgram { version: answer(true, "hello\n"), ..criu("4.2") };
+        assert_eq!(outcome(silent, true), [("criu", CheckVerdict::Failed)]);
+        let stuck = CriuProgram { version: Err("no answer within 10 s".into()), ..criu("4.2") };
+        assert_eq!(outcome(stuck, true), [("criu", CheckVerdict::Failed)]);
     }
 
     #[test]
     fn a_failed_criu_check_shows_criu_s_first_error() {
         let text = "Warn  (a.c:1): x\nError (b.c:2): Kernel lacks it\nError (c.c:3): more\n";
-        let failed = Criu { check: answer(false, text), ..criu("4.2.1") };
+        let failed = CriuProgram { check: answer(false, text), ..criu("4.2.1") };
         let checks = verdicts(&Ok(failed), true);
         assert_eq!(
             (checks[1].verdict, checks[1].found.as_str()),
-            (Verdict::Failed, "Error (b.c:2): Kernel lacks it")
+            (CheckVerdict::Failed, "Error (b.c:2): Kernel lacks it")
         );
     }
 
     #[test]
     fn without_root_an_unknown_answer_is_no_failure() {
         let refused = answer(false, "Error (a.c:1): You need to be root\n");
-        let criu = Criu { check: refused.clone(), dirty_tracking: refused, ..criu("4.2.1") };
-        let checks =
-            [("criu", Verdict::Ok), ("criu check", Verdict::Warning), ("incremental dumps", Verdict::Info)];
+        let criu = CriuProgram { check: refused.clone(), dirty_tracking: refused, ..criu("4.2.1") };
+        let checks = [
+            ("criu", CheckVerdict::Ok),
+            ("criu check", CheckVerdict::Warning),
+            ("incremental dumps", CheckVerdict::Info),
+        ];
         assert_eq!(outcome(criu, false), checks);
     }
 
     #[test]
     fn a_kernel_without_dirty_tracking_is_information_only() {
-        let criu = Criu { dirty_tracking: answer(false, "Warn (a.c:1): OFF\n"), ..criu("4.2.1") };
-        assert_eq!(outcome(criu, true)[2], ("incremental dumps", Verdict::Info));
+        let criu = CriuProgram { dirty_tracking: answer(false, "Warn (a.c:1): OFF\n"), ..criu("4.2.1") };
+        assert_eq!(outcome(criu, true)[2], ("incremental dumps", CheckVerdict::Info));
     }
 }

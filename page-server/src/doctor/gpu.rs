@@ -4,7 +4,7 @@
 use std::path::PathBuf;
 
 use rewake_amdgpu_uapi::topology::GfxVersion;
-use rewake_sdma_copy::{CopyPath, Memory};
+use rewake_sdma_copy::{CopyPath, StagingMemory};
 
 use super::Check;
 use rewake_streamer::units;
@@ -32,7 +32,7 @@ pub struct Facts {
     /// Whether calls that register memory can be held, or why not.
     pub call_hold: Result<(), String>,
     /// The folders with a plugin.
-    pub plugin: Plugin,
+    pub plugin: PluginFolders,
 }
 
 /// A GPU.
@@ -49,12 +49,12 @@ pub struct Gpu {
     /// N of `/dev/dri/renderDN`.
     pub minor: u32,
     /// How memory would be copied to it and from it, or why it cannot.
-    pub copies: Result<Copies, String>,
+    pub copies: Result<CopyMethod, String>,
 }
 
 /// How memory is copied to a GPU and from it.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Copies {
+pub struct CopyMethod {
     /// What copies.
     pub path: CopyPath,
     /// Whether the kernel signals the end of a copy (`SYNCOBJ_EVENTFD`).
@@ -63,7 +63,7 @@ pub struct Copies {
 
 /// The folders with a plugin.
 #[derive(Debug, Clone, Default)]
-pub struct Plugin {
+pub struct PluginFolders {
     /// The folder that `rewake dump` and `rewake restore` would give to CRIU.
     pub found: Option<PathBuf>,
     /// `$CRIU_LIBS_DIR`, if that is set.
@@ -180,13 +180,13 @@ fn copies(gpus: &[Gpu]) -> Check {
     let line = |gpu: &Gpu| {
         let (id, minor) = (gpu.gpu_id, gpu.minor);
         match &gpu.copies {
-            Ok(Copies { path, has_event: true }) => format!("{id:#x}: {path}"),
-            Ok(Copies { path, .. }) => format!("{id:#x}: {path}, without an event at the end"),
+            Ok(CopyMethod { path, has_event: true }) => format!("{id:#x}: {path}"),
+            Ok(CopyMethod { path, .. }) => format!("{id:#x}: {path}, without an event at the end"),
             Err(error) => format!("{id:#x}: renderD{minor}: {error}"),
         }
     };
     let found = gpus.iter().map(line).collect::<Vec<_>>().join("; ");
-    let any = |bad: fn(&Copies) -> bool| gpus.iter().any(|gpu| gpu.copies.as_ref().is_ok_and(bad));
+    let any = |bad: fn(&CopyMethod) -> bool| gpus.iter().any(|gpu| gpu.copies.as_ref().is_ok_and(bad));
     if gpus.iter().any(|gpu| gpu.copies.is_err()) {
         let advice = "let this process read and write /dev/dri/renderD* of each GPU, in its container too";
         return Check::failed(name, found, advice);
@@ -198,7 +198,7 @@ fn copies(gpus: &[Gpu]) -> Check {
                      no copy ring",
         );
     }
-    if any(|copies| matches!(copies.path, CopyPath::Rings { memory: Memory::Gtt, .. })) {
+    if any(|copies| matches!(copies.path, CopyPath::Rings { memory: StagingMemory::Gtt, .. })) {
         advice.push(
             "modprobe udmabuf, let this process open /dev/udmabuf, and leave its size_limit_mb at 64 or more",
         );
@@ -242,7 +242,7 @@ fn call_hold(call_hold: &Result<(), String>) -> Check {
     }
 }
 
-fn plugin(plugin: &Plugin) -> Check {
+fn plugin(plugin: &PluginFolders) -> Check {
     let name = "gpu plugin";
     let stock = plugin.stock.as_ref().map(|folder| folder.display());
     let advice = "`cargo xtask plugin` in Rewake's source tree builds it; --plugin-dir names its folder";

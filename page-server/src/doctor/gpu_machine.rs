@@ -10,7 +10,7 @@ use rewake_amdgpu_uapi::{Error, Kfd};
 use rewake_criu_images::amdgpu::settings::{Checks, Switch};
 use rewake_sdma_copy::{CopyEngine, Shape, Staging};
 
-use super::gpu::{Copies, Facts, Gpu, Plugin};
+use super::gpu::{CopyMethod, Facts, Gpu, PluginFolders};
 use rewake_streamer::gpu::plugin_folder;
 
 /// The folder where CRIU looks for plugins without `--libdir` (`CR_PLUGIN_DEFAULT`).
@@ -52,11 +52,11 @@ fn gpu(node: &Node) -> Gpu {
 }
 
 /// Sets copies up as the plugin does.
-fn copies(minor: u32) -> Result<Copies, String> {
+fn copies(minor: u32) -> Result<CopyMethod, String> {
     let render = Render::open(minor).map_err(|error| error.to_string())?;
     let staging = Staging::new(TRIAL, &[&render]).map_err(|error| error.to_string())?;
     let engine = CopyEngine::open(render, &staging).map_err(|error| error.to_string())?;
-    Ok(Copies { path: engine.path().clone(), has_event: engine.event_fd().is_some() })
+    Ok(CopyMethod { path: engine.path().clone(), has_event: engine.event_fd().is_some() })
 }
 
 fn switched_off() -> Result<Vec<&'static str>, String> {
@@ -64,9 +64,9 @@ fn switched_off() -> Result<Vec<&'static str>, String> {
     Ok(Switch::ALL.into_iter().filter(|switch| !checks.has(*switch)).map(Switch::variable).collect())
 }
 
-fn plugin() -> Plugin {
+fn plugin() -> PluginFolders {
     let stock = PathBuf::from(DEFAULT);
-    Plugin {
+    PluginFolders {
         // No folder was named that could be refused.
         found: plugin_folder::find(None).unwrap_or_default(),
         variable: plugin_folder::variable(),

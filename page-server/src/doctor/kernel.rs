@@ -199,7 +199,7 @@ fn amount(limit: u64) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::super::Verdict;
+    use super::super::CheckVerdict;
     use super::*;
 
     fn linux(release: &str) -> Check {
@@ -217,17 +217,17 @@ mod tests {
 
     #[test]
     fn kernels_before_pidfd_open_fail() {
-        assert_eq!(linux("5.3.0").verdict, Verdict::Ok);
-        assert_eq!(linux("6.18.44").verdict, Verdict::Ok);
-        assert_eq!(linux("5.2.21").verdict, Verdict::Failed);
-        assert_eq!(linux("4.19.0").verdict, Verdict::Failed);
-        assert_eq!(linux("mine").verdict, Verdict::Warning);
+        assert_eq!(linux("5.3.0").verdict, CheckVerdict::Ok);
+        assert_eq!(linux("6.18.44").verdict, CheckVerdict::Ok);
+        assert_eq!(linux("5.2.21").verdict, CheckVerdict::Failed);
+        assert_eq!(linux("4.19.0").verdict, CheckVerdict::Failed);
+        assert_eq!(linux("mine").verdict, CheckVerdict::Warning);
     }
 
     #[test]
     fn large_pages_fail() {
         let kernel = Kernel { release: "6.18.44".into(), machine: "aarch64", page_bytes: 65536 };
-        assert_eq!(version(&kernel).verdict, Verdict::Failed);
+        assert_eq!(version(&kernel).verdict, CheckVerdict::Failed);
     }
 
     #[test]
@@ -237,14 +237,14 @@ mod tests {
 
     #[test]
     fn a_userfaultfd_with_everything_passes() {
-        assert_eq!(userfaultfd(&Ok(vec![]), CAP_SYS_PTRACE).verdict, Verdict::Ok);
+        assert_eq!(userfaultfd(&Ok(vec![]), CAP_SYS_PTRACE).verdict, CheckVerdict::Ok);
     }
 
     #[test]
     fn a_refused_userfaultfd_fails_and_the_advice_fits_the_reason() {
         let refused = |errno, capabilities| {
             let check = userfaultfd(&Err(io::Error::from_raw_os_error(errno)), capabilities);
-            assert_eq!(check.verdict, Verdict::Failed);
+            assert_eq!(check.verdict, CheckVerdict::Failed);
             check.advice.unwrap()
         };
         assert!(refused(libc::EPERM, 0).contains("CAP_SYS_PTRACE"));
@@ -255,42 +255,45 @@ mod tests {
     #[test]
     fn every_event_that_criu_requests_is_needed() {
         let check = userfaultfd(&Ok(vec!["fork events"]), 0);
-        assert_eq!(check.verdict, Verdict::Failed);
+        assert_eq!(check.verdict, CheckVerdict::Failed);
         assert!(check.found.contains("without fork events"));
         assert!(check.advice.unwrap().contains("CAP_SYS_PTRACE"));
     }
 
     #[test]
     fn io_uring_is_optional_and_reading_is_not() {
-        assert_eq!(io_uring(Ok(None)).verdict, Verdict::Ok);
+        assert_eq!(io_uring(Ok(None)).verdict, CheckVerdict::Ok);
         let slow = io_uring(Ok(Some("reading with threads instead".into())));
-        assert_eq!((slow.verdict, slow.found.as_str()), (Verdict::Warning, "reading with threads instead"));
-        assert_eq!(io_uring(Err("no memory".into())).verdict, Verdict::Failed);
+        assert_eq!(
+            (slow.verdict, slow.found.as_str()),
+            (CheckVerdict::Warning, "reading with threads instead")
+        );
+        assert_eq!(io_uring(Err("no memory".into())).verdict, CheckVerdict::Failed);
     }
 
     #[test]
     fn small_pipes_matter_only_without_the_capability() {
-        assert_eq!(pipe_size(PIPE_BYTES, 0).verdict, Verdict::Ok);
-        assert_eq!(pipe_size(1 << 20, CAP_SYS_RESOURCE).verdict, Verdict::Ok);
+        assert_eq!(pipe_size(PIPE_BYTES, 0).verdict, CheckVerdict::Ok);
+        assert_eq!(pipe_size(1 << 20, CAP_SYS_RESOURCE).verdict, CheckVerdict::Ok);
         let check = pipe_size(1 << 20, 0);
-        assert_eq!(check.verdict, Verdict::Warning);
+        assert_eq!(check.verdict, CheckVerdict::Warning);
         assert_eq!(check.advice.unwrap(), "sysctl -w fs.pipe-max-size=4194304");
     }
 
     #[test]
     fn low_limits_are_warnings() {
-        assert_eq!(open_files(1 << 20).verdict, Verdict::Ok);
+        assert_eq!(open_files(1 << 20).verdict, CheckVerdict::Ok);
         assert_eq!(open_files(u64::MAX).found, "unlimited");
-        assert_eq!(open_files(1024).verdict, Verdict::Warning);
-        assert_eq!(locked_memory(8 << 20, CAP_IPC_LOCK, 8).verdict, Verdict::Ok);
-        assert_eq!(locked_memory(8 << 20, 0, 8).verdict, Verdict::Warning);
-        assert_eq!(locked_memory(256 << 20, 0, 8).verdict, Verdict::Ok);
-        assert_eq!(locked_memory(64 << 20, 0, 2).verdict, Verdict::Ok);
+        assert_eq!(open_files(1024).verdict, CheckVerdict::Warning);
+        assert_eq!(locked_memory(8 << 20, CAP_IPC_LOCK, 8).verdict, CheckVerdict::Ok);
+        assert_eq!(locked_memory(8 << 20, 0, 8).verdict, CheckVerdict::Warning);
+        assert_eq!(locked_memory(256 << 20, 0, 8).verdict, CheckVerdict::Ok);
+        assert_eq!(locked_memory(64 << 20, 0, 2).verdict, CheckVerdict::Ok);
     }
 
     #[test]
     fn poison_and_cachestat_are_optional() {
-        assert_eq!([poison(true).verdict, cachestat(true).verdict], [Verdict::Ok; 2]);
-        assert_eq!([poison(false).verdict, cachestat(false).verdict], [Verdict::Warning; 2]);
+        assert_eq!([poison(true).verdict, cachestat(true).verdict], [CheckVerdict::Ok; 2]);
+        assert_eq!([poison(false).verdict, cachestat(false).verdict], [CheckVerdict::Warning; 2]);
     }
 }

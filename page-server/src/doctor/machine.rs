@@ -88,9 +88,9 @@ pub fn pipe_max_size() -> u64 {
 
 /// Returns the folder whose plugins CRIU loads without `--libdir`.
 #[must_use]
-pub fn criu_plugins() -> plugin::Folder {
+pub fn criu_plugins() -> plugin::PluginFolder {
     let path = plugin_folder::variable().unwrap_or_else(|| DEFAULT.into());
-    plugin::Folder { has_plugin: path.join(plugin::FILE).is_file(), path }
+    plugin::PluginFolder { has_plugin: path.join(plugin::FILE).is_file(), path }
 }
 
 /// Reads a small file, without surrounding blanks; returns none if that fails.

@@ -20,7 +20,7 @@ use serde::Serialize;
 /// The result of a check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Verdict {
+pub enum CheckVerdict {
     /// Rewake has what it needs.
     Ok,
     /// A fact that users may want to know; nothing is missing.
@@ -37,7 +37,7 @@ pub struct Check {
     /// What was checked. Stable: scripts may look for it.
     pub name: &'static str,
     /// The result.
-    pub verdict: Verdict,
+    pub verdict: CheckVerdict,
     /// What was found, and what follows from it.
     pub found: String,
     /// What to do about a warning or a failure.
@@ -46,41 +46,41 @@ pub struct Check {
 
 impl Check {
     fn ok(name: &'static str, found: impl Into<String>) -> Self {
-        Self { name, verdict: Verdict::Ok, found: found.into(), advice: None }
+        Self { name, verdict: CheckVerdict::Ok, found: found.into(), advice: None }
     }
 
     fn info(name: &'static str, found: impl Into<String>) -> Self {
-        Self { name, verdict: Verdict::Info, found: found.into(), advice: None }
+        Self { name, verdict: CheckVerdict::Info, found: found.into(), advice: None }
     }
 
     fn warning(name: &'static str, found: impl Into<String>, advice: impl Into<String>) -> Self {
-        Self { name, verdict: Verdict::Warning, found: found.into(), advice: Some(advice.into()) }
+        Self { name, verdict: CheckVerdict::Warning, found: found.into(), advice: Some(advice.into()) }
     }
 
     fn failed(name: &'static str, found: impl Into<String>, advice: impl Into<String>) -> Self {
-        Self { name, verdict: Verdict::Failed, found: found.into(), advice: Some(advice.into()) }
+        Self { name, verdict: CheckVerdict::Failed, found: found.into(), advice: Some(advice.into()) }
     }
 }
 
 /// All checks. As JSON it is the stable shape of `rewake doctor --json`.
 #[derive(Debug, Serialize)]
-pub struct Report {
+pub struct DoctorReport {
     /// The worst verdict.
-    pub verdict: Verdict,
+    pub verdict: CheckVerdict,
     /// Every check, the kernel's first.
     pub checks: Vec<Check>,
 }
 
-impl Report {
+impl DoctorReport {
     fn new(checks: Vec<Check>) -> Self {
-        let verdict = checks.iter().map(|check| check.verdict).max().unwrap_or(Verdict::Ok);
+        let verdict = checks.iter().map(|check| check.verdict).max().unwrap_or(CheckVerdict::Ok);
         Self { verdict, checks }
     }
 }
 
 /// Runs all checks on this machine.
 #[must_use]
-pub fn examine() -> Report {
+pub fn examine() -> DoctorReport {
     let capabilities = machine::capabilities();
     let is_root = nix::unistd::geteuid().is_root();
     let mut checks = vec![
@@ -100,7 +100,7 @@ pub fn examine() -> Report {
     checks.extend(gpu::verdicts(gpu_machine::facts(capabilities).as_ref()));
     checks.extend(criu::verdicts(&program::examine(), is_root));
     checks.push(plugin::verdict(&machine::criu_plugins()));
-    Report::new(checks)
+    DoctorReport::new(checks)
 }
 
 #[cfg(test)]
@@ -113,18 +113,21 @@ mod tests {
         let info = Check::info("b", "");
         let warning = Check::warning("c", "", "");
         let failed = Check::failed("d", "", "");
-        let worst =
-            |checks: &[&Check]| Report::new(checks.iter().map(|check| (*check).clone()).collect()).verdict;
-        assert_eq!(worst(&[&ok]), Verdict::Ok);
-        assert_eq!(worst(&[&info, &ok]), Verdict::Info);
-        assert_eq!(worst(&[&warning, &info]), Verdict::Warning);
-        assert_eq!(worst(&[&failed, &warning, &ok]), Verdict::Failed);
+        let worst = |checks: &[&Check]| {
+            DoctorReport::new(checks.iter().map(|check| (*check).clone()).collect()).verdict
+        };
+        assert_eq!(worst(&[&ok]), CheckVerdict::Ok);
+        assert_eq!(worst(&[&info, &ok]), CheckVerdict::Info);
+        assert_eq!(worst(&[&warning, &info]), CheckVerdict::Warning);
+        assert_eq!(worst(&[&failed, &warning, &ok]), CheckVerdict::Failed);
     }
 
     #[test]
     fn json_has_the_documented_shape() {
-        let report =
-            Report::new(vec![Check::ok("kernel", "Linux 6.18"), Check::warning("criu", "old", "newer")]);
+        let report = DoctorReport::new(vec![
+            Check::ok("kernel", "Linux 6.18"),
+            Check::warning("criu", "old", "newer"),
+        ]);
         let expected = r#"{"verdict":"warning","checks":[{"name":"kernel","verdict":"ok","found":"Linux 6.18","advice":null},{"name":"criu","verdict":"warning","found":"old","advice":"newer"}]}"#;
         assert_eq!(serde_json::to_string(&report).unwrap(), expected);
     }
@@ -133,7 +136,7 @@ mod tests {
     fn on_any_machine_each_check_has_a_text_and_bad_ones_have_advice() {
         for check in examine().checks {
             assert!(!check.found.is_empty(), "{check:?}");
-            assert_eq!(check.advice.is_some(), check.verdict >= Verdict::Warning, "{check:?}");
+            assert_eq!(check.advice.is_some(), check.verdict >= CheckVerdict::Warning, "{check:?}");
         }
     }
 }

@@ -10,7 +10,7 @@ pub const FILE: &str = "rewake_plugin.so";
 
 /// The folder whose plugins CRIU loads without `--libdir`.
 #[derive(Debug, Clone)]
-pub struct Folder {
+pub struct PluginFolder {
     /// `$CRIU_LIBS_DIR`, else the default that CRIU is built with.
     pub path: PathBuf,
     /// Whether it has [`FILE`].
@@ -19,7 +19,7 @@ pub struct Folder {
 
 /// Returns the check.
 #[must_use]
-pub fn verdict(folder: &Folder) -> Check {
+pub fn verdict(folder: &PluginFolder) -> Check {
     let (name, path) = ("rewake plugin", folder.path.display());
     if folder.has_plugin {
         return Check::ok(name, format!("{path}/{FILE}: dumps wait for missing memory"));
@@ -36,17 +36,17 @@ pub fn verdict(folder: &Folder) -> Check {
 
 #[cfg(test)]
 mod tests {
-    use super::super::Verdict;
+    use super::super::CheckVerdict;
     use super::*;
 
     #[test]
     fn a_folder_without_the_plugin_is_named_with_advice() {
-        let folder = |has_plugin| Folder { path: "/usr/lib/criu".into(), has_plugin };
+        let folder = |has_plugin| PluginFolder { path: "/usr/lib/criu".into(), has_plugin };
         let check = verdict(&folder(true));
-        assert_eq!(check.verdict, Verdict::Ok);
+        assert_eq!(check.verdict, CheckVerdict::Ok);
         assert!(check.found.starts_with("/usr/lib/criu/rewake_plugin.so: dumps wait"), "{check:?}");
         let check = verdict(&folder(false));
-        assert_eq!(check.verdict, Verdict::Warning);
+        assert_eq!(check.verdict, CheckVerdict::Warning);
         assert!(check.found.starts_with("/usr/lib/criu has no rewake_plugin.so: "), "{check:?}");
         assert!(check.advice.unwrap().ends_with("builds rewake_plugin.so: copy it there"));
     }

@@ -28,7 +28,7 @@ pub struct Answer {
 
 /// The CRIU that was found, and its answers or why it gave none.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Criu {
+pub struct CriuProgram {
     /// The program.
     pub path: PathBuf,
     /// `criu --version`.
@@ -43,13 +43,13 @@ pub struct Criu {
 ///
 /// # Errors
 /// CRIU is not found; the error says where it was searched.
-pub fn examine() -> Result<Criu, String> {
+pub fn examine() -> Result<CriuProgram, String> {
     let path = locate()?;
     let run = |arguments: &[&str]| run(&path, arguments, LIMIT).map_err(|error| error.to_string());
     let version = run(&["--version"]);
     let check = run(&["check"]);
     let dirty_tracking = run(&["check", "--feature", "mem_dirty_track"]);
-    Ok(Criu { version, check, dirty_tracking, path })
+    Ok(CriuProgram { version, check, dirty_tracking, path })
 }
 
 fn locate() -> Result<PathBuf, String> {

@@ -3,13 +3,13 @@
 
 use std::io::{self, Write};
 
-use super::{Report, Verdict};
+use super::{CheckVerdict, DoctorReport};
 
 /// Writes one line for each check, and its advice below it.
 ///
 /// # Errors
 /// A write to `out` fails.
-pub fn write(report: &Report, out: &mut impl Write) -> io::Result<()> {
+pub fn write(report: &DoctorReport, out: &mut impl Write) -> io::Result<()> {
     for check in &report.checks {
         writeln!(out, "{:<8} {:<19} {}", word(check.verdict), check.name, check.found)?;
         if let Some(advice) = &check.advice {
@@ -17,7 +17,7 @@ pub fn write(report: &Report, out: &mut impl Write) -> io::Result<()> {
         }
     }
     let count = |verdict| report.checks.iter().filter(|check| check.verdict == verdict).count();
-    let (failed, warnings) = (count(Verdict::Failed), count(Verdict::Warning));
+    let (failed, warnings) = (count(CheckVerdict::Failed), count(CheckVerdict::Warning));
     match (failed, warnings) {
         (0, 0) => writeln!(out, "Rewake can work here."),
         (0, _) => writeln!(out, "Rewake can work here; warnings: {warnings}."),
@@ -25,12 +25,12 @@ pub fn write(report: &Report, out: &mut impl Write) -> io::Result<()> {
     }
 }
 
-fn word(verdict: Verdict) -> &'static str {
+fn word(verdict: CheckVerdict) -> &'static str {
     match verdict {
-        Verdict::Ok => "ok",
-        Verdict::Info => "info",
-        Verdict::Warning => "warning",
-        Verdict::Failed => "FAILED",
+        CheckVerdict::Ok => "ok",
+        CheckVerdict::Info => "info",
+        CheckVerdict::Warning => "warning",
+        CheckVerdict::Failed => "FAILED",
     }
 }
 
@@ -41,7 +41,7 @@ mod tests {
 
     fn shown(checks: Vec<Check>) -> String {
         let mut out = Vec::new();
-        write(&Report::new(checks), &mut out).unwrap();
+        write(&DoctorReport::new(checks), &mut out).unwrap();
         String::from_utf8(out).unwrap()
     }
 

@@ -6,15 +6,15 @@ use std::path::Path;
 
 use rewake_criu_images::{ImageDir, ImageError, Mm, PAGE, PageFlags, Pagemap, Task, TaskState, Vma};
 
-use super::{FileReport, Lazy, Pages, Report, TaskReport, Totals, Verdict, VmaReport, gpu};
+use super::{FileReport, InspectReport, Lazy, Pages, TaskReport, Totals, Verdict, VmaReport, gpu};
 
 /// Reads the directory.
 ///
 /// # Errors
-/// The directory cannot be opened. All other errors are in [`Report::damage`].
-pub fn collect(path: &Path) -> Result<Report, ImageError> {
+/// The directory cannot be opened. All other errors are in [`InspectReport::damage`].
+pub fn collect(path: &Path) -> Result<InspectReport, ImageError> {
     let mut reader =
-        Reader { image: ImageDir::open(path)?, damage: Damage::default(), owners: BTreeMap::new() };
+        ImageReader { image: ImageDir::open(path)?, damage: Damage::default(), owners: BTreeMap::new() };
     let parents = reader.parents();
     let inventory = reader.image.inventory();
     let inventory = reader.damage.value_or_note(inventory);
@@ -27,7 +27,7 @@ pub fn collect(path: &Path) -> Result<Report, ImageError> {
         gpu::collect::collect(&reader.image, files.iter().map(|file| file.name.as_str()), &mut reader.damage);
     let totals = Totals::of(&tasks, &files);
     let damage = reader.damage.messages;
-    Ok(Report {
+    Ok(InspectReport {
         images_dir: path.display().to_string(),
         parent_dirs: parents.iter().map(real_path).collect(),
         image_version: inventory.as_ref().map(|inventory| inventory.version),
@@ -68,14 +68,14 @@ impl Damage {
     }
 }
 
-struct Reader {
+struct ImageReader {
     image: ImageDir,
     damage: Damage,
     /// The owner of each pages file, by the number in the file's name.
     owners: BTreeMap<u32, u32>,
 }
 
-impl Reader {
+impl ImageReader {
     /// Returns the chain of parent images as far as it can be followed.
     fn parents(&mut self) -> Vec<ImageDir> {
         let mut parents: Vec<ImageDir> = Vec::new();

@@ -15,7 +15,7 @@ use serde::{Serialize, Serializer};
 /// One image directory. As JSON it is the stable shape of `rewake inspect --json`: fields are added, never
 /// renamed. What could not be read is null, and `damage` says why.
 #[derive(Debug, Serialize)]
-pub struct Report {
+pub struct InspectReport {
     /// The directory, as the caller named it.
     pub images_dir: String,
     /// Parent images, the nearest first.

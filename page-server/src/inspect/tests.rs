@@ -9,7 +9,7 @@ use rewake_criu_images::{
 };
 
 use super::collect::collect;
-use super::{Pages, Report, Verdict, text};
+use super::{InspectReport, Pages, Verdict, text};
 
 const LAZY: PageFlags = PageFlags(6);
 const EAGER: PageFlags = PageFlags(4);
@@ -101,7 +101,7 @@ fn image(root: &tempfile::TempDir) -> PathBuf {
     root.path().join("img")
 }
 
-fn shown(root: &tempfile::TempDir, report: &Report, vmas: bool) -> String {
+fn shown(root: &tempfile::TempDir, report: &InspectReport, vmas: bool) -> String {
     let mut out = Vec::new();
     text::write(report, vmas, &mut out).unwrap();
     anonymous(root, &String::from_utf8(out).unwrap())

@@ -6,7 +6,7 @@ use std::io::{self, Write};
 
 use rewake_criu_images::PAGE;
 
-use super::{Pages, Report, TaskReport, Verdict, VmaReport, gpu};
+use super::{InspectReport, Pages, TaskReport, Verdict, VmaReport, gpu};
 use rewake_streamer::units;
 
 /// Levels of the tree that are indented; deeper ones are indented as the last.
@@ -16,7 +16,7 @@ const MAX_INDENT: usize = 16;
 ///
 /// # Errors
 /// A write to `out` fails.
-pub fn write(report: &Report, vmas: bool, out: &mut impl Write) -> io::Result<()> {
+pub fn write(report: &InspectReport, vmas: bool, out: &mut impl Write) -> io::Result<()> {
     header(report, out)?;
     tasks(report, out)?;
     if vmas {
@@ -30,7 +30,7 @@ pub fn write(report: &Report, vmas: bool, out: &mut impl Write) -> io::Result<()
     Ok(())
 }
 
-fn header(report: &Report, out: &mut impl Write) -> io::Result<()> {
+fn header(report: &InspectReport, out: &mut impl Write) -> io::Result<()> {
     writeln!(out, "image:   {}", printable(&report.images_dir))?;
     for parent in &report.parent_dirs {
         writeln!(out, "parent:  {}", printable(parent))?;
@@ -57,7 +57,7 @@ fn header(report: &Report, out: &mut impl Write) -> io::Result<()> {
     writeln!(out)
 }
 
-fn tasks(report: &Report, out: &mut impl Write) -> io::Result<()> {
+fn tasks(report: &InspectReport, out: &mut impl Write) -> io::Result<()> {
     writeln!(
         out,
         "{:>10}  {:<10} {:>7} {:>10} {:>10} {:>10} {:>10} {:>10} {:>10} {:>10} {:>10}  COMMAND",
@@ -118,7 +118,7 @@ fn mappings(task: &TaskReport, out: &mut impl Write) -> io::Result<()> {
 }
 
 /// Writes a line for each pages file, and one for all other files.
-fn files(report: &Report, out: &mut impl Write) -> io::Result<()> {
+fn files(report: &InspectReport, out: &mut impl Write) -> io::Result<()> {
     let (pages, others): (Vec<_>, Vec<_>) =
         report.files.iter().partition(|file| file.name.starts_with("pages-"));
     for file in pages {

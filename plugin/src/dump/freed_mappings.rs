@@ -9,7 +9,7 @@ use rewake_criu_images::amdgpu::KfdImage;
 use rewake_criu_images::rewake::{FreedMapping, MAX_SHARED};
 
 use crate::buffers::{Buffers, gpu_of_minor};
-use crate::device::Gpu;
+use crate::device::DeviceFile;
 
 /// Finds the mappings without a buffer in stopped tasks that have the `/dev/kfd` of `image` open. Returns
 /// none if an image cannot hold so many.
@@ -31,7 +31,9 @@ fn render_node_mapping(line: &str) -> Option<FreedMapping> {
     let mut fields = line.splitn(6, ' ');
     let (start, _) = fields.next()?.split_once('-')?;
     let offset = fields.nth(1)?;
-    let Some(Gpu::Render(minor)) = Gpu::of_path(fields.nth(2)?.trim_start()) else { return None };
+    let Some(DeviceFile::Render(minor)) = DeviceFile::of_path(fields.nth(2)?.trim_start()) else {
+        return None;
+    };
     let hex = |text| u64::from_str_radix(text, 16).ok();
     Some(FreedMapping { minor, address: hex(start)?, offset: hex(offset)? })
 }

@@ -4,10 +4,10 @@
 use std::os::fd::{AsFd as _, BorrowedFd};
 
 use rewake_amdgpu_uapi::abi::{kfd_criu_bo_bucket, kfd_criu_device_bucket};
-use rewake_amdgpu_uapi::criu::{self, Counts, Image};
+use rewake_amdgpu_uapi::criu::{self, Checkpoint, Counts};
 use rewake_amdgpu_uapi::topology::Topology;
-use rewake_bo_contents::{PagesFile, Process, folder};
-use rewake_criu_images::amdgpu::{KfdBuffer, KfdImage, Node, kfd_name};
+use rewake_bo_contents::{GpuPagesFile, ProcessBuffers, folder};
+use rewake_criu_images::amdgpu::{KfdBuffer, KfdImage, NodeImage, kfd_name};
 use rewake_criu_plugin::{Answer, Host};
 
 use super::dmabuf;
@@ -75,7 +75,7 @@ pub(super) fn dump(
 
 /// Returns all nodes with the GPU ids that the process uses, in reverse order as the stock plugin writes
 /// them.
-fn nodes(machine: &Topology, gpus: &[kfd_criu_device_bucket]) -> Result<Vec<Node>, UnknownGpu> {
+fn nodes(machine: &Topology, gpus: &[kfd_criu_device_bucket]) -> Result<Vec<NodeImage>, UnknownGpu> {
     let is_unknown =
         |bucket: &&kfd_criu_device_bucket| machine.gpus().all(|gpu| gpu.gpu_id != bucket.actual_gpu_id);
     if let Some(unknown) = gpus.iter().find(is_unknown) {
@@ -107,13 +107,13 @@ fn save(
     folder: BorrowedFd<'_>,
     id: u32,
     image: &KfdImage,
-    state: &Image,
+    state: &Checkpoint,
     machine: &Topology,
 ) -> Answer {
     let mut files = Vec::new();
     for bucket in &state.devices {
         let Some(gpu) = machine.gpus().find(|gpu| gpu.gpu_id == bucket.actual_gpu_id) else { continue };
-        files.push(PagesFile::create(folder, id, image, bucket.user_gpu_id, gpu.render_minor())?);
+        files.push(GpuPagesFile::create(folder, id, image, bucket.user_gpu_id, gpu.render_minor())?);
     }
-    contents::save(host, &[Process { files: &files, dmabufs: &state.dmabufs }])
+    contents::save(host, &[ProcessBuffers { files: &files, dmabufs: &state.dmabufs }])
 }

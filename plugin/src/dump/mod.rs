@@ -21,7 +21,7 @@ use rewake_criu_plugin::{Answer, Host, Refusal};
 use rewake_plugin_protocol::ProcessId;
 
 use crate::criu_watchdog::CriuWatchdog;
-use crate::device::{Devices, Gpu};
+use crate::device::{DeviceFile, Devices};
 use crate::image;
 use dmabuf::OwnerlessDmabuf;
 use kfd::GpuName;
@@ -72,7 +72,7 @@ struct AmbiguousKfd(u32, Vec<u32>);
     "process {0} was restored while the dump began, and its GPU queues are stopped until their memory is \
      resident: an image would have zeros in its place; dump it again"
 )]
-struct MissingMemory(i32);
+struct ClosedGate(i32);
 
 impl Dump {
     pub(crate) fn new(devices: Devices) -> Self {
@@ -95,7 +95,7 @@ impl Dump {
         if let Some(process) = ProcessId::of(pid)?
             && process.is_dump_blocked()?
         {
-            return Err(MissingMemory(pid).into());
+            return Err(ClosedGate(pid).into());
         }
         self.tasks.add(pid);
         Ok(())
@@ -109,11 +109,11 @@ impl Dump {
 
     pub(crate) fn file(&mut self, host: &Host, file: BorrowedFd<'_>, id: u32) -> Answer {
         match self.devices.gpu(&fstat(file)?) {
-            Some(Gpu::Kfd) => {
+            Some(DeviceFile::Kfd) => {
                 record_gpu_state(host)?;
                 self.kfd(host, file, id)?;
             }
-            Some(Gpu::Render(minor)) => {
+            Some(DeviceFile::Render(minor)) => {
                 record_gpu_state(host)?;
                 self.render_nodes.add(file.try_clone_to_owned()?, id, minor);
             }

@@ -6,7 +6,7 @@ use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, OwnedFd};
 
 use rewake_process::kcmp::same_file;
 
-use crate::device::{Devices, Gpu};
+use crate::device::{DeviceFile, Devices};
 
 /// The tasks of the tree, stopped.
 #[derive(Debug, Default)]
@@ -71,11 +71,11 @@ fn is_same(file: BorrowedFd<'_>, pid: i32, number: i32) -> bool {
 
 /// Returns a task's descriptors of `/dev/kfd`.
 fn kfd_numbers(pid: i32, devices: &Devices) -> Vec<i32> {
-    numbers(pid, devices, |gpu| gpu == Gpu::Kfd)
+    numbers(pid, devices, |gpu| gpu == DeviceFile::Kfd)
 }
 
 /// Returns a task's descriptors of GPU files; none if the task has ended or cannot be read.
-fn numbers(pid: i32, devices: &Devices, wanted: impl Fn(Gpu) -> bool) -> Vec<i32> {
+fn numbers(pid: i32, devices: &Devices, wanted: impl Fn(DeviceFile) -> bool) -> Vec<i32> {
     let open = devices.open_in(pid).unwrap_or_default();
     open.into_iter().filter(|(_, gpu)| wanted(*gpu)).map(|(number, _)| number).collect()
 }

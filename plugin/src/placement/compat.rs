@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Compares single GPUs of the machine with a GPU of the image.
 
-use rewake_criu_images::amdgpu::Node;
+use rewake_criu_images::amdgpu::NodeImage;
 use rewake_criu_images::amdgpu::settings::Checks;
 
 use super::property::differences;
@@ -18,20 +18,25 @@ pub(super) struct Compatibility<'a> {
 
 /// A node, with its links to CPUs and to GPUs.
 struct Linked<'a> {
-    node: &'a Node,
+    node: &'a NodeImage,
     cpus: Vec<u8>,
     gpus: Vec<u8>,
 }
 
 impl<'a> Compatibility<'a> {
     /// Prepares the comparison of `wanted`, which are GPUs of `image`.
-    pub(super) fn new(image: &'a [Node], wanted: &[&'a Node], machine: &'a [Node], checks: Checks) -> Self {
-        let of_image = |gpu: &&'a Node| Linked {
+    pub(super) fn new(
+        image: &'a [NodeImage],
+        wanted: &[&'a NodeImage],
+        machine: &'a [NodeImage],
+        checks: Checks,
+    ) -> Self {
+        let of_image = |gpu: &&'a NodeImage| Linked {
             node: gpu,
             cpus: links::with(gpu, cpus(image)),
             gpus: links::with(gpu, wanted.iter().copied()),
         };
-        let of_machine = |node: &'a Node| Linked {
+        let of_machine = |node: &'a NodeImage| Linked {
             node,
             cpus: links::with(node, cpus(machine)),
             gpus: links::with(node, gpus(machine)),
@@ -77,6 +82,6 @@ fn is_gpu(linked: &Linked) -> bool {
     linked.node.properties.gpu_id != 0
 }
 
-fn cpus(nodes: &[Node]) -> impl Iterator<Item = &Node> {
+fn cpus(nodes: &[NodeImage]) -> impl Iterator<Item = &NodeImage> {
     nodes.iter().filter(|node| node.properties.gpu_id == 0)
 }

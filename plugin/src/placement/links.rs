@@ -3,7 +3,7 @@
 //! stock plugin ignores them.
 
 use rewake_amdgpu_uapi::abi::{HSA_IOLINK_TYPE_PCIEXPRESS, HSA_IOLINK_TYPE_XGMI};
-use rewake_criu_images::amdgpu::Node;
+use rewake_criu_images::amdgpu::NodeImage;
 
 /// Links of a pair of nodes: PCIe to the other and from it, XGMI to and from it, and a common hive.
 const PCIE_TO: u8 = 1;
@@ -13,12 +13,12 @@ const XGMI_FROM: u8 = 8;
 const HIVE: u8 = 16;
 
 /// Returns the links that `node` has with `other`.
-pub(super) fn between(node: &Node, other: &Node) -> u8 {
+pub(super) fn between(node: &NodeImage, other: &NodeImage) -> u8 {
     let (a, b) = (&node.properties, &other.properties);
     if a.node_id == b.node_id || a.gpu_id == 0 && b.gpu_id == 0 {
         return 0;
     }
-    let has = |from: &Node, kind, to_node| {
+    let has = |from: &NodeImage, kind, to_node| {
         from.links.iter().any(|link| link.kind == kind && link.to_node == to_node)
     };
     let links = [
@@ -32,7 +32,7 @@ pub(super) fn between(node: &Node, other: &Node) -> u8 {
 }
 
 /// Returns the links of a node with each of `others`.
-pub(super) fn with<'a>(node: &Node, others: impl IntoIterator<Item = &'a Node>) -> Vec<u8> {
+pub(super) fn with<'a>(node: &NodeImage, others: impl IntoIterator<Item = &'a NodeImage>) -> Vec<u8> {
     others.into_iter().map(|other| between(node, other)).collect()
 }
 

@@ -25,7 +25,7 @@ mod search;
 
 use std::collections::HashSet;
 
-use rewake_criu_images::amdgpu::Node;
+use rewake_criu_images::amdgpu::NodeImage;
 use rewake_criu_images::amdgpu::settings::{Checks, Switch};
 
 use compat::Compatibility;
@@ -56,16 +56,21 @@ impl Placement {
     ///
     /// # Errors
     /// No placement exists: see [`NoPlacement`].
-    pub fn find(image: &[Node], used: &[u32], machine: &[Node], checks: Checks) -> Result<Self, NoPlacement> {
+    pub fn find(
+        image: &[NodeImage],
+        used: &[u32],
+        machine: &[NodeImage],
+        checks: Checks,
+    ) -> Result<Self, NoPlacement> {
         check("this machine", machine)?;
         check("the image", image)?;
-        let is_used = |gpu: &&Node| used.contains(&gpu.properties.gpu_id);
+        let is_used = |gpu: &&NodeImage| used.contains(&gpu.properties.gpu_id);
         if let Some(unknown) =
             used.iter().filter(|id| gpus(image).all(|gpu| gpu.properties.gpu_id != **id)).min()
         {
             return Err(NoPlacement::Nodes(BadNodes::Unknown(*unknown)));
         }
-        let wanted: Vec<&Node> = gpus(image).filter(is_used).collect();
+        let wanted: Vec<&NodeImage> = gpus(image).filter(is_used).collect();
         let compatibility = Compatibility::new(image, &wanted, machine, checks);
         let fits: Vec<Places> = (0..wanted.len()).map(|gpu| compatibility.fits(gpu)).collect();
         let closest = |gpu: usize| compatibility.closest(gpu, fits[gpu]);
@@ -101,19 +106,19 @@ impl Placement {
     }
 }
 
-fn name(node: &Node) -> NodeName {
+fn name(node: &NodeImage) -> NodeName {
     match node.properties.gpu_id {
         0 => NodeName::Cpu(node.properties.node_id),
         id => NodeName::Gpu(id),
     }
 }
 
-fn gpus(nodes: &[Node]) -> impl Iterator<Item = &Node> {
+fn gpus(nodes: &[NodeImage]) -> impl Iterator<Item = &NodeImage> {
     nodes.iter().filter(|node| node.properties.gpu_id != 0)
 }
 
 /// Checks that numbers and ids are unique, and that the nodes are not too many.
-fn check(whose: &'static str, nodes: &[Node]) -> Result<(), NoPlacement> {
+fn check(whose: &'static str, nodes: &[NodeImage]) -> Result<(), NoPlacement> {
     let (mut numbers, mut names) = (HashSet::new(), HashSet::new());
     let bad = nodes.iter().map(|node| &node.properties).find_map(|node| match node {
         _ if !numbers.insert(node.node_id) => Some(BadNodes::SameNode(whose, node.node_id)),
@@ -126,23 +131,23 @@ fn check(whose: &'static str, nodes: &[Node]) -> Result<(), NoPlacement> {
 
 /// Places all GPUs, and with `numa` the CPUs that they are linked to.
 fn place(
-    image: &[Node],
-    wanted: &[&Node],
-    machine: &[Node],
+    image: &[NodeImage],
+    wanted: &[&NodeImage],
+    machine: &[NodeImage],
     fits: &[Places],
     numa: bool,
 ) -> Result<Placement, NoPlacement> {
     let mut items = wanted.to_vec();
     let mut candidates = fits.to_vec();
     if numa {
-        let linked = |node: &&Node| {
+        let linked = |node: &&NodeImage| {
             node.properties.gpu_id == 0 && wanted.iter().any(|gpu| links::between(node, gpu) != 0)
         };
         items.extend(image.iter().filter(linked));
         let cpus = places(machine.iter().map(|node| node.properties.gpu_id == 0));
         candidates.resize(items.len(), cpus);
     }
-    let same = |item: &&Node| machine.iter().position(|node| name(node) == name(item));
+    let same = |item: &&NodeImage| machine.iter().position(|node| name(node) == name(item));
     let problem = Problem {
         candidates,
         preferred: items.iter().map(same).collect(),
@@ -150,7 +155,7 @@ fn place(
         offered: machine.iter().map(|node| links::with(node, machine)).collect(),
     };
     let places = problem.solve().map_err(|failure| explain(failure, &problem, &items, machine))?;
-    let pair = |(gpu, place): (&&Node, usize)| {
+    let pair = |(gpu, place): (&&NodeImage, usize)| {
         let (old, new) = (&gpu.properties, &machine[place].properties);
         Pair { old: old.gpu_id, new: new.gpu_id, render_minor: new.drm_render_minor }
     };
@@ -158,7 +163,7 @@ fn place(
 }
 
 /// Explains a failure with the names of nodes.
-fn explain(failure: Failure, problem: &Problem, items: &[&Node], machine: &[Node]) -> NoPlacement {
+fn explain(failure: Failure, problem: &Problem, items: &[&NodeImage], machine: &[NodeImage]) -> NoPlacement {
     match failure {
         Failure::TooFew(mut crowd) => {
             crowd.sort_unstable();

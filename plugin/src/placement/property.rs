@@ -12,7 +12,7 @@ struct Property {
     name: &'static str,
     of: fn(&Properties) -> u64,
     unit: Unit,
-    rule: Rule,
+    rule: Requirement,
     switch: Option<Switch>,
 }
 
@@ -26,7 +26,7 @@ enum Unit {
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Rule {
+enum Requirement {
     Equal,
     AtLeast,
 }
@@ -51,7 +51,7 @@ macro_rules! properties {
             name: $name,
             of: |gpu| gpu.$field.into(),
             unit: Unit::$unit,
-            rule: Rule::$rule,
+            rule: Requirement::$rule,
             switch: properties!(@ $($switch)?),
         },)*]
     };
@@ -94,7 +94,7 @@ pub(super) fn differences(image: &Properties, machine: &Properties, checks: Chec
         PROPERTIES.iter().filter(|property| property.switch.is_none_or(|switch| checks.has(switch)));
     let difference = |property: &Property| {
         let (wanted, found) = ((property.of)(image), (property.of)(machine));
-        let fits = wanted == found || property.rule == Rule::AtLeast && wanted < found;
+        let fits = wanted == found || property.rule == Requirement::AtLeast && wanted < found;
         let Property { name, unit, switch, .. } = *property;
         (!fits).then_some(Difference { property: name, wanted, found, switch, unit })
     };

@@ -4,7 +4,7 @@
 use std::os::fd::BorrowedFd;
 
 use rewake_amdgpu_uapi::criu::blob::Private;
-use rewake_bo_contents::PagesFile;
+use rewake_bo_contents::GpuPagesFile;
 use rewake_criu_images::amdgpu::{KfdImage, kfd_name, render_name};
 use rewake_criu_plugin::{Answer, Host};
 
@@ -71,7 +71,7 @@ fn check_queues(image: &KfdImage, private: &Private, assignment: &GpuAssignment)
 /// Checks that the pages files of all buffers exist and are long enough.
 fn check_pages_files(folder: BorrowedFd<'_>, id: u32, image: &KfdImage) -> Answer {
     for gpu in gpus(image) {
-        PagesFile::open(folder, id, image, gpu.gpu_id, gpu.drm_render_minor)?;
+        GpuPagesFile::open(folder, id, image, gpu.gpu_id, gpu.drm_render_minor)?;
     }
     Ok(())
 }

@@ -8,7 +8,7 @@ use std::path::PathBuf;
 
 use rewake_criu_images::Vma;
 
-use crate::device::Gpu;
+use crate::device::DeviceFile;
 
 /// The device that a mapping may be one of.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -28,13 +28,13 @@ impl BackingDevice {
     pub(super) fn of(vma: &Vma, files: &FilePaths) -> Option<Self> {
         let file = vma.file().and_then(|id| files.as_ref()?.get(&id));
         let gpu = match file {
-            Some(path) => path.as_ref().and_then(|path| Gpu::of_path(&path.to_string_lossy())),
+            Some(path) => path.as_ref().and_then(|path| DeviceFile::of_path(&path.to_string_lossy())),
             None if vma.is_anonymous() && !vma.is_plugin_device() => return None,
             None => return Some(Self::Unknown),
         };
         match gpu {
-            Some(Gpu::Render(minor)) => Some(Self::Node(minor)),
-            Some(Gpu::Kfd) => None,
+            Some(DeviceFile::Render(minor)) => Some(Self::Node(minor)),
+            Some(DeviceFile::Kfd) => None,
             // A device under another name.
             None => vma.is_plugin_device().then_some(Self::Unknown),
         }
@@ -43,11 +43,11 @@ impl BackingDevice {
 
 /// All mappings that may be of buffers, by device and sorted by offset.
 #[derive(Debug, Default)]
-pub(super) struct CpuMappings(BTreeMap<BackingDevice, Vec<Mapping>>);
+pub(super) struct CpuMappings(BTreeMap<BackingDevice, Vec<CpuMapping>>);
 
 /// One mapping.
 #[derive(Debug)]
-struct Mapping {
+struct CpuMapping {
     offset: u64,
     /// The highest end of this mapping and of all before it.
     max_end: u64,
@@ -60,10 +60,10 @@ struct Mapping {
 impl CpuMappings {
     /// Sorts mappings. Each comes with its task if a placeholder can replace it.
     pub(super) fn of<'a>(all: impl Iterator<Item = (BackingDevice, &'a Vma, Option<u32>)>) -> Self {
-        let mut mappings: BTreeMap<BackingDevice, Vec<Mapping>> = BTreeMap::new();
+        let mut mappings: BTreeMap<BackingDevice, Vec<CpuMapping>> = BTreeMap::new();
         for (device, vma, task) in all {
             let max_end = vma.offset.saturating_add(vma.end - vma.start);
-            mappings.entry(device).or_default().push(Mapping {
+            mappings.entry(device).or_default().push(CpuMapping {
                 offset: vma.offset,
                 max_end,
                 task,

@@ -33,7 +33,7 @@ use crate::device::Devices;
 const MAX_PAGES: usize = 1024;
 
 #[derive(Debug, thiserror::Error)]
-enum MissingMemory {
+enum PageWaitError {
     #[error("process {pid}: read {what}: {source}")]
     Unreadable {
         pid: i32,
@@ -97,7 +97,7 @@ pub(super) fn wait(
     pid: i32,
     scope: impl FnOnce() -> Answer<WaitScope>,
 ) -> Answer {
-    let unreadable = |what| move |source| MissingMemory::Unreadable { pid, what, source };
+    let unreadable = |what| move |source| PageWaitError::Unreadable { pid, what, source };
     if devices.open_in(pid).map_err(unreadable("its files"))?.is_empty() {
         return Ok(());
     }
@@ -187,7 +187,7 @@ fn read_pages(pid: i32, range: Range<u64>) -> Answer {
             Ok(0) | Err(Errno::EFAULT) => at += PAGE,
             Ok(read) => at += read as u64 * PAGE,
             Err(Errno::EINTR) => {}
-            Err(errno) => return Err(MissingMemory::Page { pid, address: at, errno }.into()),
+            Err(errno) => return Err(PageWaitError::Page { pid, address: at, errno }.into()),
         }
     }
     Ok(())

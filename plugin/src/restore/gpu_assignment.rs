@@ -65,7 +65,7 @@ impl GpuAssignment {
             return Err(AssignmentError::NoDriver(kfd.or_else(render).unwrap_or_default()).into());
         }
         let machine = Topology::read()?;
-        let mut nodes: Vec<image::Node> = Vec::new();
+        let mut nodes: Vec<image::NodeImage> = Vec::new();
         let mut names = Vec::new();
         for (_, image) in &images.kfd {
             names.extend(gpus(image).map(|gpu| (gpu.gpu_id, gpu.node_id)));
@@ -82,7 +82,7 @@ impl GpuAssignment {
         }
         let ids = nodes.iter().map(|node| node.properties.gpu_id);
         let used: Vec<u32> = ids.filter(|gpu_id| *gpu_id != 0).collect();
-        let here: Vec<image::Node> = machine.nodes.iter().map(to_image).collect();
+        let here: Vec<image::NodeImage> = machine.nodes.iter().map(to_image).collect();
         let found = Placement::find(&nodes, &used, &here, Checks::from_environment()?);
         let found = found.map_err(AssignmentError::Placement)?;
         let mut assigned = Vec::new();

@@ -9,7 +9,7 @@ use rewake_amdgpu_uapi::Kfd;
 use rewake_amdgpu_uapi::abi::{
     KFD_INVALID_FD, KFD_IOC_ALLOC_MEM_FLAGS_AQL_QUEUE_MEM, call, kfd_criu_bo_bucket, kfd_criu_device_bucket,
 };
-use rewake_amdgpu_uapi::criu::{self, Image};
+use rewake_amdgpu_uapi::criu::{self, Checkpoint};
 use rewake_amdgpu_uapi::render::Render;
 use rewake_criu_images::amdgpu::{KfdBuffer, KfdImage, kfd_name};
 use rewake_criu_plugin::{Answer, Host};
@@ -137,7 +137,7 @@ impl Restore {
         image: &KfdImage,
         renders: &[OwnedFd],
         imports: &BTreeSet<usize>,
-    ) -> Answer<Image> {
+    ) -> Answer<Checkpoint> {
         let mut devices = Vec::new();
         for (gpu, render) in gpus(image).zip(renders) {
             devices.push(kfd_criu_device_bucket {
@@ -147,7 +147,7 @@ impl Restore {
                 pad: 0,
             });
         }
-        let mut state = Image {
+        let mut state = Checkpoint {
             devices,
             bos: image.buffers.iter().map(bucket).collect(),
             private: image.private.clone(),

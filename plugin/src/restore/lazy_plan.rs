@@ -29,7 +29,7 @@ const MIN_PLACEHOLDER: u64 = 2 << 20;
 
 /// The plan for all processes.
 #[derive(Debug)]
-pub(super) struct LazyPlan(Vec<ProcessPlan>);
+pub(super) struct LazyBufferPlan(Vec<ProcessPlan>);
 
 #[derive(Debug)]
 struct ProcessPlan {
@@ -44,13 +44,13 @@ struct ProcessPlan {
 /// A mapping and the placeholder that replaces it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Placeholder {
-    /// The mapping's index in [`LazyPlan::mappings`].
+    /// The mapping's index in [`LazyBufferPlan::mappings`].
     pub(super) number: usize,
     /// The placeholder's start in the file.
     pub(super) offset: u64,
 }
 
-impl LazyPlan {
+impl LazyBufferPlan {
     /// Returns the plan without a streamer: no buffer is lazy.
     pub(super) fn eager(images: &[(u32, KfdImage)]) -> Self {
         let of = |image: &KfdImage| ProcessPlan {
@@ -186,7 +186,7 @@ mod tests {
     use std::time::Duration;
 
     use nix::time::{ClockId, clock_gettime};
-    use rewake_criu_images::amdgpu::{KfdBuffer, Node, Properties};
+    use rewake_criu_images::amdgpu::{KfdBuffer, NodeImage, Properties};
 
     use super::*;
 
@@ -220,7 +220,7 @@ mod tests {
         let buffer = |(gpu_id, offset, size)| KfdBuffer { gpu_id, offset, size, ..KfdBuffer::default() };
         let gpu = |(gpu_id, drm_render_minor)| {
             let properties = Properties { gpu_id, drm_render_minor, ..Properties::default() };
-            Node { properties, links: Vec::new() }
+            NodeImage { properties, links: Vec::new() }
         };
         let nodes = [(0, 0), (1, 128), (2, 129)].map(gpu).to_vec();
         KfdImage { pid: OWN, nodes, buffers: buffers.map(buffer).collect(), ..KfdImage::default() }
@@ -232,10 +232,10 @@ mod tests {
         image_of(all.into_iter())
     }
 
-    fn plan_of(image: &KfdImage, tasks: &[(u32, &[Vma])], files: &FilePaths) -> LazyPlan {
+    fn plan_of(image: &KfdImage, tasks: &[(u32, &[Vma])], files: &FilePaths) -> LazyBufferPlan {
         let tasks = tasks.iter().map(|(pid, vmas)| (*pid, vmas.to_vec())).collect();
         let mappings = RenderMappings::sorted(tasks, files, true);
-        LazyPlan(vec![mappings.of_process(image, &Buffers::of(image), |_| false)])
+        LazyBufferPlan(vec![mappings.of_process(image, &Buffers::of(image), |_| false)])
     }
 
     fn files() -> FilePaths {
@@ -244,11 +244,11 @@ mod tests {
         Some(paths.map(|(id, path)| (id, Some(PathBuf::from(path)))).into())
     }
 
-    fn plan(tasks: &[(u32, &[Vma])]) -> LazyPlan {
+    fn plan(tasks: &[(u32, &[Vma])]) -> LazyBufferPlan {
         plan_of(&image(), tasks, &files())
     }
 
-    fn lazy(plan: &LazyPlan) -> [bool; 3] {
+    fn lazy(plan: &LazyBufferPlan) -> [bool; 3] {
         [0, 1, 2].map(|buffer| plan.is_lazy(0, buffer))
     }
 

@@ -11,7 +11,7 @@ use nix::sys::socket::{
     AddressFamily, ControlMessage, ControlMessageOwned, MsgFlags, SockFlag, SockType, recvmsg, sendmsg,
     setsockopt, socketpair, sockopt,
 };
-use rewake_bo_contents::{PagesFile, Process};
+use rewake_bo_contents::{GpuPagesFile, ProcessBuffers};
 use rewake_criu_plugin::{Answer, Host};
 use rewake_plugin_protocol::MAX_DESCRIPTORS;
 
@@ -72,7 +72,7 @@ impl Restore {
         if let Some(streamer) = &self.streamer {
             streamer.hand_over(host, self, &mut memory)?;
         }
-        let now: Vec<Process<'_>> = memory.iter().map(UnloadedBuffers::process).collect();
+        let now: Vec<ProcessBuffers<'_>> = memory.iter().map(UnloadedBuffers::process).collect();
         contents::load(host, &now)
     }
 
@@ -84,7 +84,7 @@ impl Restore {
             let mut files = Vec::new();
             for gpu in gpus(image) {
                 let minor = self.assignment.of(gpu)?.minor;
-                files.push(PagesFile::open(folder, *id, image, gpu.gpu_id, minor)?);
+                files.push(GpuPagesFile::open(folder, *id, image, gpu.gpu_id, minor)?);
             }
             let dmabufs = receive(&host.stored_fd(stored)?, image.buffers.len())?;
             let dmabufs = dmabufs.ok_or(HandoverError::Garbled(image.pid))?;
@@ -104,14 +104,14 @@ impl Restore {
 pub(super) struct UnloadedBuffers {
     /// The process's index, if these are buffers of a process that computes.
     pub(super) process: Option<usize>,
-    files: Vec<PagesFile>,
+    files: Vec<GpuPagesFile>,
     /// By the image's number of the buffer. A buffer without one is not loaded.
     pub(super) dmabufs: Vec<Option<OwnedFd>>,
 }
 
 impl UnloadedBuffers {
-    fn process(&self) -> Process<'_> {
-        Process { files: &self.files, dmabufs: &self.dmabufs }
+    fn process(&self) -> ProcessBuffers<'_> {
+        ProcessBuffers { files: &self.files, dmabufs: &self.dmabufs }
     }
 }
 

@@ -7,13 +7,13 @@ use std::collections::BTreeSet;
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use rewake_criu_images::amdgpu::{KfdBuffer, KfdImage, Properties};
 use rewake_criu_images::rewake::FreedMapping;
-use rewake_criu_plugin::{Answer, Host, Mapping, Refusal};
+use rewake_criu_plugin::{Answer, Host, MapSource, Refusal};
 
 use super::Restore;
 use super::gpu_assignment::gpus;
 use super::shared_state::MmapOffset;
 use crate::buffers::{gpu_of_minor, has_buffer_at_address};
-use crate::device::Gpu;
+use crate::device::DeviceFile;
 
 /// The position of the GPU id in offsets of `/dev/kfd` (`kfd_priv.h`, KFD_MMAP_GPU_ID).
 const GPU_SHIFT: u32 = 46;
@@ -43,10 +43,10 @@ pub(super) fn replace(
     path: &str,
     address: u64,
     offset: u64,
-) -> Answer<Mapping> {
-    match Gpu::of_path(path).ok_or(Refusal::NotMine)? {
-        Gpu::Kfd => kfd_mapping(restore, path, address, offset),
-        Gpu::Render(minor) => {
+) -> Answer<MapSource> {
+    match DeviceFile::of_path(path).ok_or(Refusal::NotMine)? {
+        DeviceFile::Kfd => kfd_mapping(restore, path, address, offset),
+        DeviceFile::Render(minor) => {
             let compute = process_mapping(restore, host, path, minor, address, offset)?;
             let found = compute.map_or_else(
                 || node_mapping(restore, host, path, minor, address, offset),
@@ -93,9 +93,9 @@ fn check_freed(
 /// ROCm's library frees a buffer before it unmaps it (`__fmm_release`). A process that was dumped between the
 /// two has a mapping whose bytes only the driver had. The program can unmap it, and any other access gets
 /// SIGBUS.
-fn freed_mapping() -> Result<Mapping, nix::errno::Errno> {
+fn freed_mapping() -> Result<MapSource, nix::errno::Errno> {
     let file = memfd_create(c"rewake-freed", MFdFlags::MFD_CLOEXEC)?;
-    Ok(Mapping { offset: 0, file: Some(file) })
+    Ok(MapSource { offset: 0, file: Some(file) })
 }
 
 /// Returns the replacement of a mapping of `/dev/kfd`: doorbells, registers or events. Only the GPU's id in
@@ -104,15 +104,15 @@ fn freed_mapping() -> Result<Mapping, nix::errno::Errno> {
 /// The offset has the id in the machine's topology, and not the process's. The process's buffers of that kind
 /// have the same offsets, and so identify the GPU. A task opens `/dev/kfd` itself: the driver refuses to map
 /// another process's file.
-fn kfd_mapping(restore: &Restore, path: &str, address: u64, offset: u64) -> Answer<Mapping> {
+fn kfd_mapping(restore: &Restore, path: &str, address: u64, offset: u64) -> Answer<MapSource> {
     let gpu = u32::try_from((offset & GPU_MASK) >> GPU_SHIFT).unwrap_or(0);
     if gpu == 0 {
-        return Ok(Mapping { offset, file: None });
+        return Ok(MapSource { offset, file: None });
     }
     let properties = gpu_by_machine_name(&restore.images.kfd, gpu);
     let properties = properties.ok_or_else(|| MappingError::NoGpu { path: path.to_owned(), address, gpu })?;
     let actual = u64::from(restore.assignment.of(properties)?.actual);
-    Ok(Mapping { offset: offset & !GPU_MASK | (actual << GPU_SHIFT) & GPU_MASK, file: None })
+    Ok(MapSource { offset: offset & !GPU_MASK | (actual << GPU_SHIFT) & GPU_MASK, file: None })
 }
 
 /// Returns a GPU of the dumped machine by its id in that machine's topology.
@@ -137,7 +137,7 @@ fn process_mapping(
     minor: u32,
     address: u64,
     offset: u64,
-) -> Answer<Option<Mapping>> {
+) -> Answer<Option<MapSource>> {
     let others = (0..restore.images.kfd.len()).filter(|index| restore.own != Some(*index));
     for index in restore.own.into_iter().chain(others) {
         let (_, image) = &restore.images.kfd[index];
@@ -156,7 +156,7 @@ fn process_mapping(
             return restore.placeholder(host, index, buffer, placeholder).map(Some);
         }
         let file = host.stored_fd(restore.shared_state.render(index, node))?;
-        return Ok(Some(Mapping { offset: start + within, file: Some(file) }));
+        return Ok(Some(MapSource { offset: start + within, file: Some(file) }));
     }
     Ok(None)
 }
@@ -169,7 +169,7 @@ fn node_mapping(
     minor: u32,
     address: u64,
     offset: u64,
-) -> Answer<Option<Mapping>> {
+) -> Answer<Option<MapSource>> {
     let mut nodes = restore.nodes.iter().enumerate();
     let found = nodes.find_map(|(index, node)| Some((index, node, node.mapped_at(minor, offset)?)));
     let Some((index, node, buffer)) = found else { return Ok(None) };
@@ -178,12 +178,12 @@ fn node_mapping(
         return Err(MappingError::NoBuffer { path: path.to_owned(), address, offset, why: "" }.into());
     };
     let offset = start + (offset - node.contents.buffers[buffer].offset);
-    Ok(Some(Mapping { offset, file: Some(file) }))
+    Ok(Some(MapSource { offset, file: Some(file) }))
 }
 
 #[cfg(test)]
 mod tests {
-    use rewake_criu_images::amdgpu::Node;
+    use rewake_criu_images::amdgpu::NodeImage;
 
     use super::*;
 
@@ -191,8 +191,10 @@ mod tests {
     const DOORBELL: u32 = 8;
 
     fn image(names: [u32; 2], doorbells: &[(u32, u64)]) -> (u32, KfdImage) {
-        let node =
-            |gpu_id| Node { properties: Properties { gpu_id, ..Properties::default() }, links: Vec::new() };
+        let node = |gpu_id| NodeImage {
+            properties: Properties { gpu_id, ..Properties::default() },
+            links: Vec::new(),
+        };
         let buffer = |(gpu_id, machine): &(u32, u64)| KfdBuffer {
             gpu_id: *gpu_id,
             offset: 3 << 62 | machine << GPU_SHIFT,

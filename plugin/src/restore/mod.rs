@@ -24,24 +24,24 @@ use std::os::fd::OwnedFd;
 use std::path::Path;
 
 use rewake_criu_images::rewake::FreedMapping;
-use rewake_criu_plugin::{Answer, Host, Mapping, Refusal, Restored};
+use rewake_criu_plugin::{Answer, Host, MapSource, Refusal, Restored};
 
 use crate::buffers::Buffers;
 use crate::device::{CLASS, Devices};
 use crate::image::Images;
 use cpu_page_wait::WaitScope;
 use gpu_assignment::GpuAssignment;
-use lazy_plan::LazyPlan;
+use lazy_plan::LazyBufferPlan;
 use render::RenderNode;
 use resume::QueueStart;
 use shared::Sharing;
 use shared_state::SharedState;
-use streaming::Streamer;
+use streaming::StreamerConnection;
 use watchdog_wait::WatchdogWait;
 
 /// A GPU file of the image.
 #[derive(Debug, Clone, Copy)]
-enum GpuFile {
+enum RestoredFile {
     /// `/dev/kfd`: its index in [`SharedState`] and the index of its process.
     Kfd { file: usize, process: usize },
     /// A render node: index in [`Restore::nodes`].
@@ -76,12 +76,12 @@ pub(crate) struct Restore {
     resume: QueueStart,
     watchdog_wait: WatchdogWait,
     /// Which buffers are lazy.
-    lazy_plan: LazyPlan,
+    lazy_plan: LazyBufferPlan,
     /// Mappings without a buffer, by the id of the process's `/dev/kfd`. A dump by another plugin does not
     /// list them.
     freed_mappings: BTreeMap<u32, BTreeSet<FreedMapping>>,
     /// In the main process: the streamer that loads lazy buffers, until it is responsible for all tasks.
-    streamer: Option<Streamer>,
+    streamer: Option<StreamerConnection>,
 }
 
 impl Restore {
@@ -98,11 +98,11 @@ impl Restore {
         // Without a process that computes there is no gate.
         let streamer = match buffers.is_empty() {
             true => None,
-            false => Streamer::connect_in_work_dir(host, buffers.iter().any(Buffers::has_any))?,
+            false => StreamerConnection::connect_in_work_dir(host, buffers.iter().any(Buffers::has_any))?,
         };
         let lazy_plan = match streamer {
-            Some(_) => LazyPlan::of(host, &images.kfd, &buffers, &sharing)?,
-            None => LazyPlan::eager(&images.kfd),
+            Some(_) => LazyBufferPlan::of(host, &images.kfd, &buffers, &sharing)?,
+            None => LazyBufferPlan::eager(&images.kfd),
         };
         let placeholders = (0..images.kfd.len()).map(|process| lazy_plan.mappings(process).len());
         let shared_state =
@@ -133,38 +133,41 @@ impl Restore {
         // First the task's own state, so that no other task waits for this one while it waits below.
         self.restore_own_state(host, file)?;
         let fd = match file {
-            GpuFile::Kfd { file, process } => {
+            RestoredFile::Kfd { file, process } => {
                 let pid = self.images.kfd[process].1.pid;
                 host.stored_fd(self.shared_state.file(file, process, pid)?)?
             }
-            GpuFile::Render(node) => self.render_file(host, node)?,
-            GpuFile::Dmabuf(export) => self.exported(host, export)?,
+            RestoredFile::Render(node) => self.render_file(host, node)?,
+            RestoredFile::Dmabuf(export) => self.exported(host, export)?,
         };
         Ok(Restored::File(fd))
     }
 
     /// Returns which GPU file of the image has this id.
-    fn identify(&self, host: &Host, id: u32) -> Answer<Option<GpuFile>> {
+    fn identify(&self, host: &Host, id: u32) -> Answer<Option<RestoredFile>> {
         if let Some(process) = self.images.kfd.iter().position(|(kfd, _)| *kfd == id) {
-            return Ok(Some(GpuFile::Kfd { file: process, process }));
+            return Ok(Some(RestoredFile::Kfd { file: process, process }));
         }
         if let Some(second) = self.sharing.second_files.iter().position(|(file, _)| *file == id) {
             let process = self.sharing.second_files[second].1;
-            return Ok(Some(GpuFile::Kfd { file: self.images.kfd.len() + second, process }));
+            return Ok(Some(RestoredFile::Kfd { file: self.images.kfd.len() + second, process }));
         }
         if let Some(node) = self.nodes.iter().position(|node| node.id == id) {
-            return Ok(Some(GpuFile::Render(node)));
+            return Ok(Some(RestoredFile::Render(node)));
         }
-        Ok(self.sharing.dmabuf(host, id)?.map(GpuFile::Dmabuf))
+        Ok(self.sharing.dmabuf(host, id)?.map(RestoredFile::Dmabuf))
     }
 
     /// Makes the GPU state of this task's process, if it has one that is not made yet. CRIU restores files in
     /// the order of their ids, and a file that two tasks have in either of them.
-    fn restore_own_state(&mut self, host: &Host, requested: GpuFile) -> Answer {
+    fn restore_own_state(&mut self, host: &Host, requested: RestoredFile) -> Answer {
         let task = std::process::id();
         let is_own = |process: &usize| self.images.kfd[*process].1.pid == task;
-        let requested =
-            if let GpuFile::Kfd { process, .. } = requested { Some(process).filter(is_own) } else { None };
+        let requested = if let RestoredFile::Kfd { process, .. } = requested {
+            Some(process).filter(is_own)
+        } else {
+            None
+        };
         let Some(own) = requested.or(self.own).or_else(|| (0..self.images.kfd.len()).find(is_own)) else {
             return Ok(());
         };
@@ -175,7 +178,13 @@ impl Restore {
         }
     }
 
-    pub(crate) fn mapping(&mut self, host: &Host, path: &str, address: u64, offset: u64) -> Answer<Mapping> {
+    pub(crate) fn mapping(
+        &mut self,
+        host: &Host,
+        path: &str,
+        address: u64,
+        offset: u64,
+    ) -> Answer<MapSource> {
         mapping::replace(self, host, path, address, offset)
     }
 
@@ -194,9 +203,13 @@ impl Restore {
             (&self.images, &self.devices, &self.shared_state, &self.streamer);
         let ready = || {
             loaded?;
-            cpu_page_wait::wait(host, devices, streamer.as_ref().map(Streamer::connection), pid, || {
-                wait_scope(images, streamer.as_ref(), pid)
-            })?;
+            cpu_page_wait::wait(
+                host,
+                devices,
+                streamer.as_ref().map(StreamerConnection::connection),
+                pid,
+                || wait_scope(images, streamer.as_ref(), pid),
+            )?;
             streamer.as_ref().map_or(Ok(()), |streamer| streamer.gate(host, images, state, pid))
         };
         let mut done = self.resume.task(host, pid, ready, self.shared_state.ready_count());
@@ -216,8 +229,8 @@ impl Restore {
 }
 
 /// Returns which lazy CPU memory of a task must be resident before its queues start.
-fn wait_scope(images: &Images, streamer: Option<&Streamer>, pid: i32) -> Answer<WaitScope> {
-    if !streamer.is_some_and(Streamer::holds_calls) {
+fn wait_scope(images: &Images, streamer: Option<&StreamerConnection>, pid: i32) -> Answer<WaitScope> {
+    if !streamer.is_some_and(StreamerConnection::holds_calls) {
         return Ok(WaitScope::All);
     }
     let Some(number) = streaming::pid_in_image(pid) else { return Ok(WaitScope::All) };

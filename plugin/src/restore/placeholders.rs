@@ -6,7 +6,7 @@ use std::os::fd::AsFd as _;
 
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::unistd::ftruncate;
-use rewake_criu_plugin::{Answer, Host, Mapping};
+use rewake_criu_plugin::{Answer, Host, MapSource};
 
 use super::Restore;
 use super::lazy_plan::Placeholder;
@@ -19,13 +19,13 @@ impl Restore {
         process: usize,
         buffer: usize,
         placeholder: Placeholder,
-    ) -> Answer<Mapping> {
+    ) -> Answer<MapSource> {
         let stored = match self.shared_state.placeholders(process) {
             Some((stored, _)) => stored,
             None => self.make_placeholders(host, process)?,
         };
         self.shared_state.put_placeholder(process, placeholder.number, buffer, placeholder.offset);
-        Ok(Mapping { offset: placeholder.offset, file: Some(host.stored_fd(stored)?) })
+        Ok(MapSource { offset: placeholder.offset, file: Some(host.stored_fd(stored)?) })
     }
 
     /// Makes the placeholders' file and returns its id in CRIU's store. The task may need any descriptor

@@ -25,7 +25,7 @@ const MAX_MAPPINGS: usize = 64;
 
 /// The connection to the streamer.
 #[derive(Debug)]
-pub(super) struct Streamer {
+pub(super) struct StreamerConnection {
     channel: Channel,
     /// The streamer holds calls that register memory until that memory is resident.
     holds_calls: bool,
@@ -43,7 +43,7 @@ pub(super) enum HandoffError {
     NotHandedOver(u32, usize),
 }
 
-impl Streamer {
+impl StreamerConnection {
     /// Connects to the streamer that listens in CRIU's work directory. Returns none without one: all memory
     /// is loaded before the processes run. That is a warning if some of it `could_wait`.
     pub(super) fn connect_in_work_dir(host: &Host, could_wait: bool) -> Answer<Option<Self>> {
@@ -222,7 +222,7 @@ mod tests {
     use super::*;
 
     /// Greets a streamer that sends this answer.
-    fn greeted_with(answer: to_plugin::What) -> Result<Streamer, Error> {
+    fn greeted_with(answer: to_plugin::What) -> Result<StreamerConnection, Error> {
         let (kind, flags) = (SockType::SeqPacket, SockFlag::SOCK_CLOEXEC);
         let (plugin, server) = socketpair(AddressFamily::Unix, kind, None, flags).unwrap();
         let server = Channel::new(server).unwrap();
@@ -230,7 +230,7 @@ mod tests {
             server.receive::<proto::ToServer>().unwrap();
             server.send(&proto::ToPlugin { what: Some(answer) }, &[]).unwrap();
         });
-        let greeted = Streamer::greet(Channel::new(plugin).unwrap());
+        let greeted = StreamerConnection::greet(Channel::new(plugin).unwrap());
         server.join().unwrap();
         greeted
     }

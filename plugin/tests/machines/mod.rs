@@ -3,12 +3,12 @@
 
 use proptest::prelude::*;
 use rewake_criu_images::amdgpu::settings::{Checks, Switch};
-use rewake_criu_images::amdgpu::{Link, Node, Properties};
+use rewake_criu_images::amdgpu::{Link, NodeImage, Properties};
 
 pub(super) const PCIE: u32 = 2;
 pub(super) const XGMI: u32 = 11;
 
-fn gpu(number: usize, hive: usize) -> Node {
+fn gpu(number: usize, hive: usize) -> NodeImage {
     let small = u32::try_from(number).unwrap();
     let properties = Properties {
         gpu_id: 0x1000 + 7 * small,
@@ -39,15 +39,15 @@ fn gpu(number: usize, hive: usize) -> Node {
         vram_size: 65_520 << 20,
         ..Properties::default()
     };
-    Node { properties, links: Vec::new() }
+    NodeImage { properties, links: Vec::new() }
 }
 
 /// Returns a machine with CPUs, and GPUs in hives of these sizes. The GPUs of a hive are all linked, and
 /// spread over the CPUs.
-pub(super) fn machine(cpus: usize, hives: &[usize]) -> Vec<Node> {
+pub(super) fn machine(cpus: usize, hives: &[usize]) -> Vec<NodeImage> {
     let count: usize = hives.iter().sum();
     let mut nodes = vec![
-        Node {
+        NodeImage {
             properties: Properties { cpu_cores_count: 8, ..Properties::default() },
             links: Vec::new()
         };
@@ -73,7 +73,7 @@ pub(super) fn machine(cpus: usize, hives: &[usize]) -> Vec<Node> {
     nodes
 }
 
-fn link(nodes: &mut [Node], kind: u32, from: usize, to: usize) {
+fn link(nodes: &mut [NodeImage], kind: u32, from: usize, to: usize) {
     let to_node = nodes[to].properties.node_id;
     nodes[from].links.push(Link { kind, to_node });
 }
@@ -84,7 +84,7 @@ prop_compose! {
         nodes in Just((cpus, machine(cpus.max(1), &vec![1; gpus]))),
         links in prop::collection::vec((prop::sample::select(vec![PCIE, XGMI, XGMI, 4]), 0_usize..8, 0_usize..8), 0..12),
         hives in prop::collection::vec(0_u64..3, 8),
-    ) -> Vec<Node> {
+    ) -> Vec<NodeImage> {
         let (cpus, mut nodes) = nodes;
         for (node, hive) in nodes.iter_mut().zip(hives) {
             node.properties.hive_id = hive;
@@ -115,7 +115,7 @@ pub(super) fn change() -> impl Strategy<Value = Change> {
 }
 
 impl Change {
-    pub(super) fn make(&self, nodes: &mut [Node]) {
+    pub(super) fn make(&self, nodes: &mut [NodeImage]) {
         let count = nodes.len().max(1);
         let Some(node) = nodes.get_mut(self.place % count).filter(|node| node.properties.gpu_id != 0) else {
             return;
@@ -142,7 +142,7 @@ impl Change {
 }
 
 /// Returns the same machine in another order, with other numbers, ids and render nodes.
-pub(super) fn renamed(nodes: &[Node], seed: u64) -> Vec<Node> {
+pub(super) fn renamed(nodes: &[NodeImage], seed: u64) -> Vec<NodeImage> {
     let mut nodes = nodes.to_vec();
     let mut state = seed;
     for last in (1..nodes.len()).rev() {
@@ -183,10 +183,16 @@ pub(super) fn among(old: &[u32], new: &[u32]) -> Vec<Vec<(u32, u32)>> {
 }
 
 /// Returns whether these pairs keep every rule.
-pub(super) fn fits_by_hand(image: &[Node], here: &[Node], pairs: &[(u32, u32)], checks: Checks) -> bool {
-    let node =
-        |nodes: &[Node], gpu: u32| nodes.iter().find(|node| node.properties.gpu_id == gpu).unwrap().clone();
-    let pairs: Vec<(Node, Node)> =
+pub(super) fn fits_by_hand(
+    image: &[NodeImage],
+    here: &[NodeImage],
+    pairs: &[(u32, u32)],
+    checks: Checks,
+) -> bool {
+    let node = |nodes: &[NodeImage], gpu: u32| {
+        nodes.iter().find(|node| node.properties.gpu_id == gpu).unwrap().clone()
+    };
+    let pairs: Vec<(NodeImage, NodeImage)> =
         pairs.iter().map(|(old, new)| (node(image, *old), node(here, *new))).collect();
     let different = pairs
         .iter()
@@ -194,8 +200,9 @@ pub(super) fn fits_by_hand(image: &[Node], here: &[Node], pairs: &[(u32, u32)], 
         .all(|(i, a)| pairs[..i].iter().all(|b| a.1.properties.gpu_id != b.1.properties.gpu_id));
     let alike = pairs.iter().all(|(old, new)| alike(&old.properties, &new.properties, checks));
     let linked = pairs.iter().all(|a| pairs.iter().all(|b| linked_alike(a, b) && hived_alike(a, b)));
-    let cpus =
-        |nodes: &[Node]| nodes.iter().filter(|node| node.properties.gpu_id == 0).cloned().collect::<Vec<_>>();
+    let cpus = |nodes: &[NodeImage]| {
+        nodes.iter().filter(|node| node.properties.gpu_id == 0).cloned().collect::<Vec<_>>()
+    };
     different && alike && linked && cpus_alike(&cpus(image), &cpus(here), &pairs, checks)
 }
 
@@ -225,42 +232,53 @@ fn alike(old: &Properties, new: &Properties, checks: Checks) -> bool {
         && (old.sdma_fw_version <= new.sdma_fw_version || !checks.has(Switch::SdmaFirmware))
 }
 
-fn has(from: &Node, to: &Node, kind: u32) -> bool {
+fn has(from: &NodeImage, to: &NodeImage, kind: u32) -> bool {
     from.properties.node_id != to.properties.node_id
         && from.links.iter().any(|link| link.kind == kind && link.to_node == to.properties.node_id)
 }
 
 /// Returns whether the links from `a` to `b` have equivalents.
-fn linked_alike(a: &(Node, Node), b: &(Node, Node)) -> bool {
+fn linked_alike(a: &(NodeImage, NodeImage), b: &(NodeImage, NodeImage)) -> bool {
     let xgmi = has(&a.1, &b.1, XGMI);
     (!has(&a.0, &b.0, XGMI) || xgmi) && (!has(&a.0, &b.0, PCIE) || xgmi || has(&a.1, &b.1, PCIE))
 }
 
-fn hived_alike(a: &(Node, Node), b: &(Node, Node)) -> bool {
-    let together =
-        |a: &Node, b: &Node| a.properties.hive_id == b.properties.hive_id && a.properties.hive_id != 0;
+fn hived_alike(a: &(NodeImage, NodeImage), b: &(NodeImage, NodeImage)) -> bool {
+    let together = |a: &NodeImage, b: &NodeImage| {
+        a.properties.hive_id == b.properties.hive_id && a.properties.hive_id != 0
+    };
     a.0.properties.gpu_id == b.0.properties.gpu_id || !together(&a.0, &b.0) || together(&a.1, &b.1)
 }
 
 /// Returns whether each link to a CPU has an equivalent. With the NUMA check, it must lead to the CPU's own
 /// replacement.
-fn cpus_alike(old: &[Node], new: &[Node], pairs: &[(Node, Node)], checks: Checks) -> bool {
-    let touches =
-        |gpu: &Node, cpu: &Node| [PCIE, XGMI].iter().any(|kind| has(gpu, cpu, *kind) || has(cpu, gpu, *kind));
-    let both = |gpu: &(Node, Node), cpu: &(Node, Node)| linked_alike(gpu, cpu) && linked_alike(cpu, gpu);
+fn cpus_alike(
+    old: &[NodeImage],
+    new: &[NodeImage],
+    pairs: &[(NodeImage, NodeImage)],
+    checks: Checks,
+) -> bool {
+    let touches = |gpu: &NodeImage, cpu: &NodeImage| {
+        [PCIE, XGMI].iter().any(|kind| has(gpu, cpu, *kind) || has(cpu, gpu, *kind))
+    };
+    let both = |gpu: &(NodeImage, NodeImage), cpu: &(NodeImage, NodeImage)| {
+        linked_alike(gpu, cpu) && linked_alike(cpu, gpu)
+    };
     if !checks.has(Switch::Numa) {
-        let replaced =
-            |gpu: &(Node, Node), cpu: &Node| new.iter().any(|other| both(gpu, &(cpu.clone(), other.clone())));
+        let replaced = |gpu: &(NodeImage, NodeImage), cpu: &NodeImage| {
+            new.iter().any(|other| both(gpu, &(cpu.clone(), other.clone())))
+        };
         return pairs
             .iter()
             .all(|gpu| old.iter().filter(|cpu| touches(&gpu.0, cpu)).all(|cpu| replaced(gpu, cpu)));
     }
-    let old: Vec<&Node> = old.iter().filter(|cpu| pairs.iter().any(|gpu| touches(&gpu.0, cpu))).collect();
-    let numbers = |nodes: &[&Node]| nodes.iter().map(|node| node.properties.node_id).collect::<Vec<_>>();
-    let node = |nodes: &[&Node], number| {
+    let old: Vec<&NodeImage> =
+        old.iter().filter(|cpu| pairs.iter().any(|gpu| touches(&gpu.0, cpu))).collect();
+    let numbers = |nodes: &[&NodeImage]| nodes.iter().map(|node| node.properties.node_id).collect::<Vec<_>>();
+    let node = |nodes: &[&NodeImage], number| {
         (*nodes.iter().find(|node| node.properties.node_id == number).unwrap()).clone()
     };
-    let new: Vec<&Node> = new.iter().collect();
+    let new: Vec<&NodeImage> = new.iter().collect();
     among(&numbers(&old), &numbers(&new)).iter().any(|cpus| {
         let mut cpus = cpus.iter().map(|(a, b)| (node(&old, *a), node(&new, *b)));
         cpus.all(|cpu| pairs.iter().all(|gpu| both(gpu, &cpu)))

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use anyhow::{bail, ensure};
 use rewake_amdgpu_uapi::packet::{Aql, Signal};
-use rewake_amdgpu_uapi::{Buffer, ComputeQueue, Event, Outcome, QueueSpec};
+use rewake_amdgpu_uapi::{Buffer, ComputeQueue, Event, QueueSpec, WaitOutcome};
 
 use crate::gpu::{Gpus, PATIENCE};
 use crate::kernel::{ARGUMENTS, Kernel};
@@ -123,8 +123,8 @@ impl Lane {
                 return Ok(());
             }
             match self.gpus.events().wait(&[&self.done, self.gpus.fault()], SLEEP)? {
-                Outcome::Signalled | Outcome::Timeout => {}
-                Outcome::Fault { gpu, address } => bail!("GPU {gpu:#x} found nothing at {address:#x}"),
+                WaitOutcome::Signalled | WaitOutcome::Timeout => {}
+                WaitOutcome::Fault { gpu, address } => bail!("GPU {gpu:#x} found nothing at {address:#x}"),
             }
         }
         let done =

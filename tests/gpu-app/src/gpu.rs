@@ -11,7 +11,7 @@ use rewake_amdgpu_uapi::abi::memory::{Access, Mapping, PAGE};
 use rewake_amdgpu_uapi::packet::Sdma;
 use rewake_amdgpu_uapi::topology::Topology;
 use rewake_amdgpu_uapi::{
-    Buffer, Device, Event, Events, Kfd, Kind, QueueSpec, SdmaQueue, Spec, Userptr, doorbells, svm,
+    Buffer, Device, Event, Events, Kfd, MemoryKind, QueueSpec, SdmaQueue, Spec, Userptr, doorbells, svm,
 };
 
 use crate::kernel;
@@ -64,7 +64,7 @@ impl Gpus {
             Self { devices, doorbells: Vec::new(), code: Vec::new(), events, fault, _registers: Vec::new() };
         for device in gpus.devices.clone() {
             gpus.doorbells.push(doorbells(&device)?);
-            let registers = Spec { size: 4096, kind: Kind::MmioRemap, flags: 0 };
+            let registers = Spec { size: 4096, kind: MemoryKind::MmioRemap, flags: 0 };
             gpus._registers.push(Buffer::mapped(&device, registers)?);
             let place = if device.node().has_large_bar() { Spec::vram } else { Spec::gtt };
             let code = Buffer::mapped(&device, place(kernel::CODE).executable())?;

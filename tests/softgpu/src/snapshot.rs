@@ -13,7 +13,7 @@ use rewake_amdgpu_uapi::abi::memory::{Mapping, PAGE};
 use rewake_amdgpu_uapi::abi::{
     KFD_IOC_ALLOC_MEM_FLAGS_USERPTR, call, kfd_criu_bo_bucket, kfd_criu_device_bucket,
 };
-use rewake_amdgpu_uapi::criu::{self, Image};
+use rewake_amdgpu_uapi::criu::{self, Checkpoint};
 use rewake_amdgpu_uapi::render::Render;
 use rewake_amdgpu_uapi::topology::Topology;
 use rewake_amdgpu_uapi::{Device, Kfd};
@@ -22,7 +22,7 @@ use rewake_amdgpu_uapi::{Device, Kfd};
 #[derive(Debug)]
 pub struct Snapshot {
     /// What the kernel told.
-    pub image: Image,
+    pub image: Checkpoint,
     /// Bytes of each buffer that has some of its own.
     pub contents: Vec<Option<Vec<u8>>>,
     /// Address and bytes of the program's memory that GPUs reach.
@@ -34,7 +34,7 @@ impl Snapshot {
     ///
     /// # Errors
     /// A buffer cannot be mapped, or the kernel's data makes no sense.
-    pub fn of(image: Image) -> anyhow::Result<Self> {
+    pub fn of(image: Checkpoint) -> anyhow::Result<Self> {
         let mut contents = Vec::new();
         for (bo, dmabuf) in image.bos.iter().zip(&image.dmabufs) {
             contents.push(match dmabuf {
@@ -163,7 +163,7 @@ impl Snapshot {
         let mut next = || get(&mut file);
         let (devices, bos, objects, private) = (next()?, next()?, next()?, next()?);
         ensure!(devices <= 64 && bos <= 1 << 16, "{} is no snapshot", path.display());
-        let mut image = Image {
+        let mut image = Checkpoint {
             devices: Vec::new(),
             bos: Vec::new(),
             private: vec![0; usize::try_from(private)?],

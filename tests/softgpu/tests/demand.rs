@@ -10,7 +10,9 @@ use std::thread;
 
 use gpu_app::gpu::Gpus;
 use rewake_amdgpu_uapi::Buffer;
-use rewake_bo_contents::{BackgroundLoad, LoadEvent, LoadHandle, PagesFile, Process, Progress, Report};
+use rewake_bo_contents::{
+    BackgroundLoad, GpuPagesFile, LoadEvent, LoadHandle, ProcessBuffers, Progress, Report,
+};
 use rewake_criu_images::amdgpu::{KfdBuffer, KfdImage, pages_name};
 use rewake_skip::need;
 use softgpu_tests::{Machine, REAL_GPUS, Scene, isolated};
@@ -53,7 +55,7 @@ fn made(bytes: u64) -> Made {
 struct Image {
     made: Vec<Made>,
     buffers: Vec<Buffer>,
-    files: Vec<PagesFile>,
+    files: Vec<GpuPagesFile>,
     dmabufs: Vec<Option<OwnedFd>>,
     minors: Vec<u32>,
     _folder: tempfile::TempDir,
@@ -98,7 +100,7 @@ impl Image {
             file.write_all_at(&(end - HEADER).to_le_bytes(), 0).unwrap();
             let open = File::open(folder.path()).unwrap();
             minors.push(gpus.device(gpu).node().render_minor());
-            files.push(PagesFile::open(open.as_fd(), ID, &image, gpu_id, minors[gpu]).unwrap());
+            files.push(GpuPagesFile::open(open.as_fd(), ID, &image, gpu_id, minors[gpu]).unwrap());
         }
         Self { made: made.to_vec(), buffers, files, dmabufs, minors, _folder: folder }
     }
@@ -115,7 +117,7 @@ impl Image {
         before: impl Fn(usize) + Send,
         act: impl FnOnce(&LoadHandle, &Receiver<(usize, u64)>) -> T,
     ) -> (Report, T) {
-        let processes = [Process { files: &self.files, dmabufs: &self.dmabufs }];
+        let processes = [ProcessBuffers { files: &self.files, dmabufs: &self.dmabufs }];
         let loading = BackgroundLoad::new(&processes, None).unwrap();
         let (desk, counted) = (loading.handle(), loading.handle());
         let (tell, told) = channel();
@@ -260,7 +262,7 @@ fn each_buffer_is_reported_once_and_progress_counts_bytes() {
                 };
                 vec![of(0), of(1)]
             };
-            let processes = [Process { files: &image.files, dmabufs: &image.dmabufs }];
+            let processes = [ProcessBuffers { files: &image.files, dmabufs: &image.dmabufs }];
             assert_eq!(BackgroundLoad::new(&processes, None).unwrap().handle().progress(), progress(|_| 0));
             let (report, mut order) = image.load(|desk, told| {
                 // Left alone, unknown, of no process; a hole, twice; and one that is there already.

@@ -13,7 +13,7 @@ use rewake_amdgpu_uapi::abi::kfd_ioctl_free_memory_of_gpu_args;
 use rewake_amdgpu_uapi::abi::memory::Mapping;
 use rewake_amdgpu_uapi::packet::Sdma;
 use rewake_amdgpu_uapi::render::Render;
-use rewake_amdgpu_uapi::{Buffer, Error, Kind, Spec};
+use rewake_amdgpu_uapi::{Buffer, Error, MemoryKind, Spec};
 use rewake_skip::skip;
 use softgpu_tests::isolated;
 
@@ -194,9 +194,11 @@ fn doorbells_and_registers_have_their_own_places() {
     isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         let device = gpus.device(0);
-        let second = Buffer::alloc(device, Spec { size: 4096, kind: Kind::Doorbell, flags: 0 }).unwrap_err();
+        let second =
+            Buffer::alloc(device, Spec { size: 4096, kind: MemoryKind::Doorbell, flags: 0 }).unwrap_err();
         assert_eq!(second.errno(), Some(libc::EINVAL), "half a page of doorbells");
-        let registers = Buffer::mapped(device, Spec { size: 4096, kind: Kind::MmioRemap, flags: 0 }).unwrap();
+        let registers =
+            Buffer::mapped(device, Spec { size: 4096, kind: MemoryKind::MmioRemap, flags: 0 }).unwrap();
         registers.cpu().store32(0, 1);
         assert_eq!(registers.offset() >> 62, 0, "the kind of offset of registers");
         assert_eq!(gpus.doorbells(0).offset() >> 62, 3, "the kind of offset of doorbells");

@@ -4,15 +4,15 @@
 use amdgpu_plugin::placement::{NoPlacement, Placement};
 use amdgpu_plugin::topology::to_image;
 use rewake_amdgpu_uapi::topology::Topology;
-use rewake_criu_images::amdgpu::Node;
+use rewake_criu_images::amdgpu::NodeImage;
 use rewake_criu_images::amdgpu::settings::{Checks, Switch};
 use softgpu_tests::isolated;
 
-fn nodes() -> Vec<Node> {
+fn nodes() -> Vec<NodeImage> {
     Topology::read().unwrap().nodes.iter().map(to_image).collect()
 }
 
-fn gpus(nodes: &[Node]) -> Vec<u32> {
+fn gpus(nodes: &[NodeImage]) -> Vec<u32> {
     nodes.iter().map(|node| node.properties.gpu_id).filter(|id| *id != 0).collect()
 }
 
@@ -59,7 +59,8 @@ fn a_missing_gpu_is_an_error() {
     isolated(1, |_| {
         let image = nodes();
         let gone = gpus(&image)[0];
-        let here: Vec<Node> = image.iter().filter(|node| node.properties.gpu_id != gone).cloned().collect();
+        let here: Vec<NodeImage> =
+            image.iter().filter(|node| node.properties.gpu_id != gone).cloned().collect();
         let error = Placement::find(&image, &gpus(&image), &here, Checks::default()).unwrap_err().to_string();
         assert!(error.contains(&format!("GPU {gone:#x}")), "{error}");
     });

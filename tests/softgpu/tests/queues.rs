@@ -9,7 +9,7 @@ use gpu_app::chain::{Lane, Step};
 use gpu_app::gpu::{Gpus, PATIENCE, Uploader};
 use gpu_app::kernel::{self, Kernel};
 use rewake_amdgpu_uapi::packet::{Aql, Sdma, Signal};
-use rewake_amdgpu_uapi::{Buffer, ComputeQueue, Outcome, QueueSpec};
+use rewake_amdgpu_uapi::{Buffer, ComputeQueue, QueueSpec, WaitOutcome};
 use softgpu_tests::isolated;
 
 /// Longer than any dispatch that these tests wait for in vain.
@@ -230,7 +230,7 @@ fn an_unmapped_address_is_reported_and_ends_the_queue() {
         hand.submit(&[packet]);
         let gpu = hand.gpus.device(0).gpu_id();
         let outcome = hand.gpus.events().wait(&[hand.gpus.fault()], 30_000).unwrap();
-        assert_eq!(outcome, Outcome::Fault { gpu, address: nowhere });
+        assert_eq!(outcome, WaitOutcome::Fault { gpu, address: nowhere });
         let next = hand.dispatch(Kernel::Spin { microseconds: 1 }, signal);
         hand.submit(&[next]);
         thread::sleep(A_WHILE);
@@ -248,7 +248,7 @@ fn a_copy_engines_fault_is_reported_too() {
         let nowhere = 0x7ffe_0000_0000;
         queue.submit(Sdma::new().fill(nowhere, 0, 64).bytes(), PATIENCE).unwrap();
         let outcome = gpus.events().wait(&[gpus.fault()], 30_000).unwrap();
-        assert_eq!(outcome, Outcome::Fault { gpu: gpus.device(0).gpu_id(), address: nowhere });
+        assert_eq!(outcome, WaitOutcome::Fault { gpu: gpus.device(0).gpu_id(), address: nowhere });
     });
 }
 
@@ -259,13 +259,13 @@ fn events_are_signalled_by_the_cpu_and_time_out_without() {
         let events = gpus.events();
         let (one, two) = (events.signal().unwrap(), events.signal().unwrap());
         assert_ne!((one.id(), one.mailbox()), (two.id(), two.mailbox()));
-        assert_eq!(events.wait(&[&one, &two], 20).unwrap(), Outcome::Timeout);
+        assert_eq!(events.wait(&[&one, &two], 20).unwrap(), WaitOutcome::Timeout);
         two.set().unwrap();
-        assert_eq!(events.wait(&[&one, &two], 20).unwrap(), Outcome::Signalled);
-        assert_eq!(events.wait(&[&one, &two], 20).unwrap(), Outcome::Timeout, "it went back by itself");
+        assert_eq!(events.wait(&[&one, &two], 20).unwrap(), WaitOutcome::Signalled);
+        assert_eq!(events.wait(&[&one, &two], 20).unwrap(), WaitOutcome::Timeout, "it went back by itself");
         one.set().unwrap();
         one.reset().unwrap();
-        assert_eq!(events.wait(&[&one], 20).unwrap(), Outcome::Timeout, "taken back");
+        assert_eq!(events.wait(&[&one], 20).unwrap(), WaitOutcome::Timeout, "taken back");
     });
 }
 

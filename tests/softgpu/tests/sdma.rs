@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use drm::control::Device as _;
 use gpu_app::gpu::Gpus;
-use rewake_amdgpu_uapi::abi::drm::Chunk;
+use rewake_amdgpu_uapi::abi::drm::SubmissionChunk;
 use rewake_amdgpu_uapi::abi::memory::Mapping;
 use rewake_amdgpu_uapi::abi::{
     AMDGPU_GEM_CREATE_CPU_ACCESS_REQUIRED, AMDGPU_GEM_DOMAIN_GTT, AMDGPU_GEM_DOMAIN_VRAM, AMDGPU_HW_IP_DMA,
@@ -54,7 +54,7 @@ impl Bench {
         &self,
         ring: u32,
         packets: &Sdma,
-        more: &[Chunk<'_>],
+        more: &[SubmissionChunk<'_>],
     ) -> Result<Submission, rewake_amdgpu_uapi::Error> {
         // Engines take whole groups of eight words.
         let mut packets = packets.clone();
@@ -138,7 +138,7 @@ fn two_rings_work_and_wait_for_each_other() {
                 ctx_id: bench.context,
                 handle: first.number,
             }];
-            let chunk = [Chunk::Dependencies(&after)];
+            let chunk = [SubmissionChunk::Dependencies(&after)];
             let second = bench.submit(1, &Sdma::new().copy(TWO, ONE, SIZE), &chunk).unwrap();
             assert!(bench.render.wait(second, LATE).unwrap());
             assert_eq!((bench.two.1.load32(0), bench.two.1.load32(SIZE - 4)), (round, round));
@@ -154,9 +154,9 @@ fn timelines_are_waited_for_and_signalled() {
         let point = |point| [drm_amdgpu_cs_chunk_syncobj { handle: u32::from(timeline), flags: 0, point }];
         for step in 1..=8 {
             let (before, after) = (point(step - 1), point(step));
-            let mut chunks = vec![Chunk::TimelineSignal(&after)];
+            let mut chunks = vec![SubmissionChunk::TimelineSignal(&after)];
             if step > 1 {
-                chunks.push(Chunk::TimelineWait(&before));
+                chunks.push(SubmissionChunk::TimelineWait(&before));
             }
             let fill = Sdma::new().fill(ONE, u32::try_from(step).unwrap(), 64);
             bench.submit(u32::try_from(step % 2).unwrap(), &fill, &chunks).unwrap();
@@ -224,13 +224,14 @@ fn a_list_of_buffers_serves_for_many_submissions() {
             ring: 0,
         };
         for _ in 0..3 {
-            let number = drm::submit(fd, bench.context, list, &[Chunk::Commands(&commands)]).unwrap();
+            let number =
+                drm::submit(fd, bench.context, list, &[SubmissionChunk::Commands(&commands)]).unwrap();
             let submission = Submission { context: bench.context, ring: 0, number };
             assert!(bench.render.wait(submission, LATE).unwrap());
         }
         assert_eq!(bench.one.1.load32(60), 3);
         drm::bo_list_destroy(fd, list).unwrap();
-        let gone = drm::submit(fd, bench.context, list, &[Chunk::Commands(&commands)]).unwrap_err();
+        let gone = drm::submit(fd, bench.context, list, &[SubmissionChunk::Commands(&commands)]).unwrap_err();
         assert_eq!(gone.raw_os_error(), Some(libc::ENOENT));
     });
 }

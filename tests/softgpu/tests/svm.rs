@@ -14,7 +14,7 @@ use rewake_amdgpu_uapi::abi::{
     KFD_IOCTL_SVM_FLAG_GPU_RO, KFD_IOCTL_SVM_LOCATION_UNDEFINED,
 };
 use rewake_amdgpu_uapi::packet::Sdma;
-use rewake_amdgpu_uapi::{Outcome, QueueSpec, SdmaQueue, svm};
+use rewake_amdgpu_uapi::{QueueSpec, SdmaQueue, WaitOutcome, svm};
 use rewake_skip::need;
 use rewake_uffd::{FillPort as _, Uffd};
 use softgpu_tests::isolated;
@@ -59,7 +59,7 @@ fn write_faults(gpus: &Arc<Gpus>, address: u64) {
     let mut queue = SdmaQueue::new(gpus.device(0), gpus.doorbells(0), QueueSpec::default()).unwrap();
     queue.submit(Sdma::new().fill(address, 0, 64).bytes(), PATIENCE).unwrap();
     let outcome = gpus.events().wait(&[gpus.fault()], 30_000).unwrap();
-    assert_eq!(outcome, Outcome::Fault { gpu: gpus.device(0).gpu_id(), address });
+    assert_eq!(outcome, WaitOutcome::Fault { gpu: gpus.device(0).gpu_id(), address });
 }
 
 #[test]

@@ -16,6 +16,10 @@ const PRODUCT: [&str; 3] = ["crates", "plugin", "page-server"];
 /// Folders and files inside them that are no product.
 const OTHERS: [&str; 5] = ["tests", "generated", "generated.rs", "tests.rs", "examples"];
 
+/// Names that one type of each crate may have, with the reason.
+const CONVENTIONS: [(&str, &str); 1] =
+    [("Error", "the error of a library crate, as in the standard library")];
+
 /// A product file without its tests.
 struct Source {
     /// Relative to the root.
@@ -34,7 +38,15 @@ pub(crate) fn run() -> anyhow::Result<()> {
     let sources = sources(root)?;
     let lines: usize = sources.iter().map(|source| source.text.lines().count()).sum();
     println!("{lines} product lines of Rust in {} files", sources.len());
-    let names = names(&sources);
+    let mut names = names(&sources);
+    for (name, reason) in CONVENTIONS {
+        let places = names.get(name).map_or(&[][..], Vec::as_slice);
+        let crates: BTreeSet<_> = places.iter().map(|place| place.split("/src/").next()).collect();
+        println!("{} crates have a type named {name}: {reason}", crates.len());
+        if crates.len() == places.len() {
+            names.remove(name);
+        }
+    }
     println!("{} type names that several types have", names.len());
     for (name, places) in names {
         println!("  {name}: {}", places.join(", "));
@@ -74,7 +86,7 @@ fn names(sources: &[Source]) -> BTreeMap<String, Vec<String>> {
         for line in source.text.lines() {
             let item = line.trim_start().trim_start_matches("pub(crate) ").trim_start_matches("pub(super) ");
             let item = item.strip_prefix("pub ").unwrap_or(item);
-            let kinds = ["struct ", "enum ", "trait ", "union "];
+            let kinds = ["struct ", "enum ", "trait ", "unsafe trait ", "union "];
             let Some(rest) = kinds.iter().find_map(|kind| item.strip_prefix(kind)) else { continue };
             let name: String = rest.chars().take_while(|letter| letter.is_alphanumeric()).collect();
             if name.is_empty() {

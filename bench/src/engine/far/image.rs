@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::{Context as _, ensure};
-use rewake_bo_contents::{MemoryDevice, PagesFile};
+use rewake_bo_contents::{GpuPagesFile, MemoryDevice};
 use rewake_criu_images::amdgpu::{KfdBuffer, KfdImage, pages_name};
 
 use super::super::image::{GPU, HEADER, ID, MIB, MINOR, PIECE, VRAM, Words, memory};
@@ -68,7 +68,7 @@ impl Pages {
 /// A file as that of so many buffers of one size, and memory for them.
 pub(super) struct Image<'a> {
     tail: &'a [u8],
-    pub(super) files: Vec<PagesFile>,
+    pub(super) files: Vec<GpuPagesFile>,
     /// Of all buffers, and of the last alone.
     pub(super) all: Vec<Option<OwnedFd>>,
     pub(super) alone: Vec<Option<OwnedFd>>,
@@ -81,7 +81,7 @@ impl<'a> Image<'a> {
         let (size, count) = (buffer_mib * MIB, usize::try_from(pages.mib / buffer_mib)?);
         let kfd = kfd(count, size);
         let folder = File::open(&pages.folder).context("open the image directory")?;
-        let files = vec![PagesFile::open(folder.as_fd(), ID, &kfd, GPU, MINOR)?];
+        let files = vec![GpuPagesFile::open(folder.as_fd(), ID, &kfd, GPU, MINOR)?];
         let shared = usize::try_from(SHARED_MIB / buffer_mib)?.min(count - 1);
         let memfds: Vec<OwnedFd> = (0..=shared).map(|_| memory(size)).collect::<anyhow::Result<_>>()?;
         let device = MemoryDevice::new(memfds.iter().map(|memfd| memfd.as_fd())).context("map the memory")?;

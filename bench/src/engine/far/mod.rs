@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
-use rewake_bo_contents::{BackgroundLoad, Error, LoadEvent, Process};
+use rewake_bo_contents::{BackgroundLoad, Error, LoadEvent, ProcessBuffers};
 
 use super::pace;
 use crate::cache::{drop_files, load_files};
@@ -115,7 +115,7 @@ fn far(pages: &Pages, from: From, buffer_mib: u64, rounds: u64) -> anyhow::Resul
 
 /// How long a load of all takes, and the last buffer is right then.
 fn load_all(image: &Image<'_>) -> anyhow::Result<Duration> {
-    let processes = [Process { files: &image.files, dmabufs: &image.all }];
+    let processes = [ProcessBuffers { files: &image.files, dmabufs: &image.all }];
     let start = Instant::now();
     BackgroundLoad::into_memory(&processes, &image.device, Some(pace()?))?
         .run(|_| ())?
@@ -128,7 +128,8 @@ fn load_all(image: &Image<'_>) -> anyhow::Result<Duration> {
 /// From the demand of the last buffer until the load tells that it is whole: demanded so long `after` the load began, or at once. The rest is
 /// given up.
 fn demanded(image: &Image<'_>, of: &[Option<OwnedFd>], after: Option<Duration>) -> anyhow::Result<Duration> {
-    let processes = [Process { files: &image.files, dmabufs: of }, Process { files: &[], dmabufs: &[] }];
+    let processes =
+        [ProcessBuffers { files: &image.files, dmabufs: of }, ProcessBuffers { files: &[], dmabufs: &[] }];
     let last = of.len() - 1;
     let loading = BackgroundLoad::into_memory(&processes, &image.device, Some(pace()?))?;
     let (desk, at_once) = (loading.handle(), loading.handle());

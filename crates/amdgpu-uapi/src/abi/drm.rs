@@ -231,7 +231,7 @@ fn bo_list(buffers: &[drm_amdgpu_bo_list_entry]) -> drm_amdgpu_bo_list_in {
 
 /// A part of a command submission.
 #[derive(Debug, Clone, Copy)]
-pub enum Chunk<'a> {
+pub enum SubmissionChunk<'a> {
     /// Commands to run.
     Commands(&'a drm_amdgpu_cs_chunk_ib),
     /// A 64-bit word that the GPU writes the submission's number to.
@@ -257,7 +257,12 @@ pub const CHUNKS: usize = 8;
 ///
 /// # Errors
 /// The kernel's errno; E2BIG without a call for more than [`CHUNKS`] parts.
-pub fn submit(fd: BorrowedFd<'_>, context: u32, list: u32, chunks: &[Chunk<'_>]) -> io::Result<u64> {
+pub fn submit(
+    fd: BorrowedFd<'_>,
+    context: u32,
+    list: u32,
+    chunks: &[SubmissionChunk<'_>],
+) -> io::Result<u64> {
     if chunks.len() > CHUNKS {
         return Err(io::Error::from_raw_os_error(libc::E2BIG));
     }
@@ -266,7 +271,7 @@ pub fn submit(fd: BorrowedFd<'_>, context: u32, list: u32, chunks: &[Chunk<'_>])
     let mut headers = [drm_amdgpu_cs_chunk { chunk_id: 0, length_dw: 0, chunk_data: 0 }; CHUNKS];
     let mut addresses = [0_u64; CHUNKS];
     for (index, chunk) in chunks.iter().enumerate() {
-        if let Chunk::Buffers(buffers) = chunk {
+        if let SubmissionChunk::Buffers(buffers) = chunk {
             lists[index] =
                 drm_amdgpu_bo_list_in { operation: u32::MAX, list_handle: u32::MAX, ..bo_list(buffers) };
         }
@@ -289,19 +294,19 @@ pub fn submit(fd: BorrowedFd<'_>, context: u32, list: u32, chunks: &[Chunk<'_>])
     Ok(unsafe { argument.out.handle })
 }
 
-fn header(chunk: &Chunk<'_>, list: &drm_amdgpu_bo_list_in) -> drm_amdgpu_cs_chunk {
+fn header(chunk: &SubmissionChunk<'_>, list: &drm_amdgpu_bo_list_in) -> drm_amdgpu_cs_chunk {
     fn of<T>(chunk_id: u32, entries: &[T]) -> drm_amdgpu_cs_chunk {
         let length_dw = u32::try_from(size_of_val(entries) / 4).unwrap_or(u32::MAX);
         drm_amdgpu_cs_chunk { chunk_id, length_dw, chunk_data: entries.as_ptr() as u64 }
     }
     match chunk {
-        Chunk::Commands(commands) => of(AMDGPU_CHUNK_ID_IB, std::slice::from_ref(*commands)),
-        Chunk::Fence(fence) => of(AMDGPU_CHUNK_ID_FENCE, std::slice::from_ref(*fence)),
-        Chunk::Dependencies(others) => of(AMDGPU_CHUNK_ID_DEPENDENCIES, others),
-        Chunk::Buffers(_) => of(AMDGPU_CHUNK_ID_BO_HANDLES, std::slice::from_ref(list)),
-        Chunk::TimelineWait(points) => of(AMDGPU_CHUNK_ID_SYNCOBJ_TIMELINE_WAIT, points),
-        Chunk::TimelineSignal(points) => of(AMDGPU_CHUNK_ID_SYNCOBJ_TIMELINE_SIGNAL, points),
-        Chunk::SyncobjIn(handles) => of(AMDGPU_CHUNK_ID_SYNCOBJ_IN, handles),
-        Chunk::SyncobjOut(handles) => of(AMDGPU_CHUNK_ID_SYNCOBJ_OUT, handles),
+        SubmissionChunk::Commands(commands) => of(AMDGPU_CHUNK_ID_IB, std::slice::from_ref(*commands)),
+        SubmissionChunk::Fence(fence) => of(AMDGPU_CHUNK_ID_FENCE, std::slice::from_ref(*fence)),
+        SubmissionChunk::Dependencies(others) => of(AMDGPU_CHUNK_ID_DEPENDENCIES, others),
+        SubmissionChunk::Buffers(_) => of(AMDGPU_CHUNK_ID_BO_HANDLES, std::slice::from_ref(list)),
+        SubmissionChunk::TimelineWait(points) => of(AMDGPU_CHUNK_ID_SYNCOBJ_TIMELINE_WAIT, points),
+        SubmissionChunk::TimelineSignal(points) => of(AMDGPU_CHUNK_ID_SYNCOBJ_TIMELINE_SIGNAL, points),
+        SubmissionChunk::SyncobjIn(handles) => of(AMDGPU_CHUNK_ID_SYNCOBJ_IN, handles),
+        SubmissionChunk::SyncobjOut(handles) => of(AMDGPU_CHUNK_ID_SYNCOBJ_OUT, handles),
     }
 }

@@ -34,7 +34,7 @@ pub struct Counts {
 
 /// The kernel's description of a paused process, from which it restores one.
 #[derive(Debug)]
-pub struct Image {
+pub struct Checkpoint {
     /// GPUs. A restore sets `drm_fd` and `actual_gpu_id` first.
     pub devices: Vec<kfd_criu_device_bucket>,
     /// Buffers.
@@ -69,20 +69,21 @@ pub fn process_info(kfd: BorrowedFd<'_>) -> Result<Counts, Error> {
 ///
 /// # Errors
 /// CRIU_OP failed: EINVAL if it is not paused or has other counts.
-pub fn checkpoint(kfd: BorrowedFd<'_>, counts: &Counts) -> Result<Image, Error> {
+pub fn checkpoint(kfd: BorrowedFd<'_>, counts: &Counts) -> Result<Checkpoint, Error> {
     let private = usize::try_from(counts.private).unwrap_or(usize::MAX);
-    let mut image = Image {
+    let mut checkpoint = Checkpoint {
         devices: vec![kfd_criu_device_bucket::zeroed(); counts.devices as usize],
         bos: vec![kfd_criu_bo_bucket::zeroed(); counts.bos as usize],
         private: vec![0; private],
         objects: counts.objects,
         dmabufs: Vec::new(),
     };
-    let mut argument = image.operation(KFD_CRIU_OP_CHECKPOINT);
+    let mut argument = checkpoint.operation(KFD_CRIU_OP_CHECKPOINT);
     argument.pid = counts.pid;
-    image.dmabufs = call::criu(kfd, &mut argument, &mut image.devices, &mut image.bos, &mut image.private)
-        .map_err(FailedCall::named("CRIU_OP CHECKPOINT").failed())?;
-    Ok(image)
+    checkpoint.dmabufs =
+        call::criu(kfd, &mut argument, &mut checkpoint.devices, &mut checkpoint.bos, &mut checkpoint.private)
+            .map_err(FailedCall::named("CRIU_OP CHECKPOINT").failed())?;
+    Ok(checkpoint)
 }
 
 /// Resumes a paused process's queues.
@@ -95,16 +96,17 @@ pub fn unpause(kfd: BorrowedFd<'_>) -> Result<(), Error> {
     result.map(drop).map_err(FailedCall::named("CRIU_OP UNPAUSE").failed())
 }
 
-/// Restores everything in `image` in the process that opened `kfd`, with its queues evicted. Fills in the
+/// Restores everything in `checkpoint` in the process that opened `kfd`, with its queues evicted. Fills in the
 /// buffers' dma-bufs and `restored_offset`s.
 ///
 /// # Errors
 /// CRIU_OP failed: EINVAL for other GPUs than the process sees, EBUSY for an address space or copy engine in
 /// use.
-pub fn restore(kfd: BorrowedFd<'_>, image: &mut Image) -> Result<(), Error> {
-    let mut argument = image.operation(KFD_CRIU_OP_RESTORE);
-    image.dmabufs = call::criu(kfd, &mut argument, &mut image.devices, &mut image.bos, &mut image.private)
-        .map_err(FailedCall::named("CRIU_OP RESTORE").failed())?;
+pub fn restore(kfd: BorrowedFd<'_>, checkpoint: &mut Checkpoint) -> Result<(), Error> {
+    let mut argument = checkpoint.operation(KFD_CRIU_OP_RESTORE);
+    checkpoint.dmabufs =
+        call::criu(kfd, &mut argument, &mut checkpoint.devices, &mut checkpoint.bos, &mut checkpoint.private)
+            .map_err(FailedCall::named("CRIU_OP RESTORE").failed())?;
     Ok(())
 }
 
@@ -123,7 +125,7 @@ fn operation(op: kfd_criu_op) -> kfd_ioctl_criu_args {
     kfd_ioctl_criu_args { op, ..kfd_ioctl_criu_args::zeroed() }
 }
 
-impl Image {
+impl Checkpoint {
     /// Parses the private data.
     ///
     /// # Errors

@@ -3,13 +3,13 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use rewake_bo_contents::{BackgroundLoad, Candidates, LoadEvent, PagesFile, Process};
+use rewake_bo_contents::{BackgroundLoad, Candidates, GpuPagesFile, LoadEvent, ProcessBuffers};
 use rewake_testkit::Random;
 
 use crate::scene::{CHUNK, Scene, pattern};
 
 /// Returns the sets of buffers with the same bytes, by the file's index and the image's number.
-fn same(files: &[Vec<PagesFile>]) -> Vec<Vec<(usize, usize)>> {
+fn same(files: &[Vec<GpuPagesFile>]) -> Vec<Vec<(usize, usize)>> {
     let same = Candidates::of(files).unwrap().compare(|| true).unwrap();
     assert!(!same.cut_off);
     same.sets
@@ -182,7 +182,7 @@ fn processes_with_duplicates_are_complete_together() {
         memfds.map(|memfd| memfd??.try_clone().ok()).collect::<Vec<_>>()
     };
     let dmabufs = [of(0), of(1)];
-    let processes = dmabufs.each_ref().map(|dmabufs| Process { files: &files, dmabufs });
+    let processes = dmabufs.each_ref().map(|dmabufs| ProcessBuffers { files: &files, dmabufs });
     let mut events = Vec::new();
     let loading = BackgroundLoad::into_memory(&processes, &scene.device, None).unwrap();
     let loading = loading.duplicates((0..4).map(|number| vec![(0, number), (1, 4 + number)]).collect());

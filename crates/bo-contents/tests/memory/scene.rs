@@ -7,7 +7,7 @@ use std::os::unix::fs::FileExt as _;
 use std::sync::Arc;
 
 use nix::sys::memfd::{MFdFlags, memfd_create};
-use rewake_bo_contents::{BackgroundLoad, LoadEvent, MemoryDevice, PagesFile, Process, Report};
+use rewake_bo_contents::{BackgroundLoad, GpuPagesFile, LoadEvent, MemoryDevice, ProcessBuffers, Report};
 use rewake_criu_images::amdgpu::{KfdBuffer, KfdImage, pages_name};
 use rewake_image_io::io_budget::IoBudget;
 
@@ -74,9 +74,9 @@ impl Scene {
         }
     }
 
-    pub(crate) fn files(&self) -> [PagesFile; 2] {
+    pub(crate) fn files(&self) -> [GpuPagesFile; 2] {
         let folder = File::open(self.folder.path()).unwrap();
-        let file = |gpu| PagesFile::open(folder.as_fd(), 3, &self.image, gpu, 120 + gpu).unwrap();
+        let file = |gpu| GpuPagesFile::open(folder.as_fd(), 3, &self.image, gpu, 120 + gpu).unwrap();
         [file(7), file(8)]
     }
 
@@ -105,7 +105,7 @@ impl Scene {
         mut whole: impl FnMut(usize) + Send,
     ) -> Report {
         let files = self.files();
-        let processes = [Process { files: &files, dmabufs: &self.memfds }];
+        let processes = [ProcessBuffers { files: &files, dmabufs: &self.memfds }];
         let loading = BackgroundLoad::into_memory(&processes, &self.device, budget).unwrap();
         let sets = duplicates.iter().map(|set| set.iter().map(|buffer| (0, *buffer)).collect());
         let loading = loading.duplicates(sets.collect());
@@ -132,7 +132,7 @@ impl Scene {
             memfds.map(|memfd| memfd?.as_ref()?.try_clone().ok()).collect::<Vec<_>>()
         };
         let dmabufs = [0, 1, 2].map(of);
-        let processes = dmabufs.each_ref().map(|dmabufs| Process { files: &files, dmabufs });
+        let processes = dmabufs.each_ref().map(|dmabufs| ProcessBuffers { files: &files, dmabufs });
         let mut events = Vec::new();
         let loading = BackgroundLoad::into_memory(&processes, &self.device, None).unwrap();
         loading.run(|whole| events.push(whole)).unwrap().unwrap();

@@ -6,7 +6,7 @@ use std::path::Path;
 use prost::Message;
 
 use super::contents::{HEADER, file_of};
-use super::record::{Contents, Missing, record};
+use super::record::{Contents, MissingField, record};
 use crate::error::Result;
 use crate::generated::amdgpu as raw;
 
@@ -26,7 +26,7 @@ pub struct KfdImage {
     /// Number of GPUs that the process can use: at most the number of `nodes`.
     pub gpus: u32,
     /// The topology of the dumped machine, CPUs included.
-    pub nodes: Vec<Node>,
+    pub nodes: Vec<NodeImage>,
     /// All buffers, in the order of their contents in the pages files.
     pub buffers: Vec<KfdBuffer>,
     /// Number of queues, events and ranges in `private`.
@@ -41,7 +41,7 @@ pub struct KfdImage {
 
 /// A node of the topology.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub struct Node {
+pub struct NodeImage {
     /// Its properties in `/sys/class/kfd/kfd/topology/nodes`.
     pub properties: Properties,
     /// Its links to other nodes.
@@ -179,7 +179,7 @@ impl KfdImage {
     /// Encodes the whole file.
     #[must_use]
     pub fn to_bytes(&self) -> Vec<u8> {
-        let node = |node: &Node| {
+        let node = |node: &NodeImage| {
             let links = node.links.iter().map(|link| link.to_raw().encode_to_vec()).collect();
             raw::Node { links, ..node.properties.to_raw() }.encode_to_vec()
         };
@@ -217,7 +217,7 @@ pub(crate) fn parse(file: &Path, bytes: &[u8]) -> Result<KfdImage> {
     let nodes = image.gpus.zip(image.cpus).map(|(gpus, cpus)| u64::from(gpus) + u64::from(cpus));
     contents.count("nodes", nodes, image.nodes.len(), ("MAX_NODES", MAX_NODES))?;
     contents.count("buffers", image.buffer_count, image.buffers.len(), ("MAX_BUFFERS", MAX_BUFFERS))?;
-    let need = |name, value: Option<u32>| contents.whole("a state", value.ok_or(Missing(name)));
+    let need = |name, value: Option<u32>| contents.whole("a state", value.ok_or(MissingField(name)));
     let image = KfdImage {
         pid: need("pid", image.pid)?,
         gpus: need("num_of_gpus", image.gpus)?,
@@ -225,33 +225,33 @@ pub(crate) fn parse(file: &Path, bytes: &[u8]) -> Result<KfdImage> {
         nodes: image.nodes.iter().map(|bytes| node(contents, bytes)).collect::<Result<_>>()?,
         buffers: image.buffers.iter().map(|bytes| buffer(contents, bytes)).collect::<Result<_>>()?,
         shared_memory_size: contents
-            .whole("a state", image.shared_memory_size.ok_or(Missing("shared_mem_size")))?,
+            .whole("a state", image.shared_memory_size.ok_or(MissingField("shared_mem_size")))?,
         shared_memory_magic: need("shared_mem_magic", image.shared_memory_magic)?,
-        private: contents.whole("a state", image.private_data.ok_or(Missing("priv_data")))?,
+        private: contents.whole("a state", image.private_data.ok_or(MissingField("priv_data")))?,
     };
     check_sizes(contents, &image)?;
     Ok(image)
 }
 
-fn node(contents: Contents<'_>, bytes: &[u8]) -> Result<Node> {
+fn node(contents: Contents<'_>, bytes: &[u8]) -> Result<NodeImage> {
     let raw: raw::Node = contents.decode("a node of the topology", bytes)?;
     let properties = contents.whole("a node", Properties::from_raw(&raw))?;
     let link = |bytes: &Vec<u8>| {
         let raw: raw::Link = contents.decode("a link of a node", bytes)?;
         contents.whole("a link", Link::from_raw(&raw))
     };
-    Ok(Node { properties, links: raw.links.iter().map(link).collect::<Result<_>>()? })
+    Ok(NodeImage { properties, links: raw.links.iter().map(link).collect::<Result<_>>()? })
 }
 
 fn buffer(contents: Contents<'_>, bytes: &[u8]) -> Result<KfdBuffer> {
     let raw: raw::KfdBuffer = contents.decode("a buffer", bytes)?;
     let whole = || {
         Ok(KfdBuffer {
-            address: raw.address.ok_or(Missing("addr"))?,
-            size: raw.size.ok_or(Missing("size"))?,
-            offset: raw.offset.ok_or(Missing("offset"))?,
-            alloc_flags: raw.alloc_flags.ok_or(Missing("alloc_flags"))?,
-            gpu_id: raw.gpu_id.ok_or(Missing("gpu_id"))?,
+            address: raw.address.ok_or(MissingField("addr"))?,
+            size: raw.size.ok_or(MissingField("size"))?,
+            offset: raw.offset.ok_or(MissingField("offset"))?,
+            alloc_flags: raw.alloc_flags.ok_or(MissingField("alloc_flags"))?,
+            gpu_id: raw.gpu_id.ok_or(MissingField("gpu_id"))?,
             handle: raw.handle,
         })
     };

@@ -22,7 +22,7 @@ pub mod settings;
 
 pub use contents::CONTENTS_LIMIT;
 pub use dmabuf::DmabufImage;
-pub use kfd::{ContentsRange, KfdBuffer, KfdImage, Link, MAX_BUFFERS, MAX_NODES, Node, Properties};
+pub use kfd::{ContentsRange, KfdBuffer, KfdImage, Link, MAX_BUFFERS, MAX_NODES, NodeImage, Properties};
 pub use render::{Mapping, RenderBuffer, RenderContents, RenderImage};
 
 pub(crate) use dmabuf::parse as parse_dmabuf;

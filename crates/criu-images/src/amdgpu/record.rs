@@ -10,7 +10,7 @@ use crate::error::{ImageError, Result};
 
 /// A required field that a message does not have.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Missing(pub(crate) &'static str);
+pub(crate) struct MissingField(pub(crate) &'static str);
 
 /// Defines a public struct and its conversions from and to the generated message: fields have the same names.
 macro_rules! record {
@@ -22,9 +22,9 @@ macro_rules! record {
         }
 
         impl $name {
-            pub(crate) fn from_raw(raw: &$raw) -> Result<Self, $crate::amdgpu::record::Missing> {
-                use $crate::amdgpu::record::Missing;
-                Ok(Self { $($field: raw.$field.ok_or(Missing(stringify!($field)))?,)* })
+            pub(crate) fn from_raw(raw: &$raw) -> Result<Self, $crate::amdgpu::record::MissingField> {
+                use $crate::amdgpu::record::MissingField;
+                Ok(Self { $($field: raw.$field.ok_or(MissingField(stringify!($field)))?,)* })
             }
 
             #[allow(clippy::needless_update, reason = "not every message has more than its numbers")]
@@ -51,8 +51,10 @@ impl Contents<'_> {
     }
 
     /// Returns a message's value, or an error that names its missing field.
-    pub(crate) fn whole<T>(self, what: &str, value: Result<T, Missing>) -> Result<T> {
-        value.map_err(|Missing(field)| self.damaged(format!("{what} with the field {field}"), "one without"))
+    pub(crate) fn whole<T>(self, what: &str, value: Result<T, MissingField>) -> Result<T> {
+        value.map_err(|MissingField(field)| {
+            self.damaged(format!("{what} with the field {field}"), "one without")
+        })
     }
 
     /// Checks a count in the image against the length of its list, and the list against a limit.

@@ -7,7 +7,7 @@ use prost::Message;
 
 use super::contents::{HEADER, file_of};
 use super::kfd::MAX_BUFFERS;
-use super::record::{Contents, Missing, record};
+use super::record::{Contents, MissingField, record};
 use crate::error::Result;
 use crate::generated::amdgpu as raw;
 
@@ -121,7 +121,7 @@ impl RenderBuffer {
 pub(crate) fn parse(file: &Path, bytes: &[u8]) -> Result<RenderImage> {
     let contents = Contents(file);
     let image: raw::RenderImage = contents.decode("an open render node", bytes)?;
-    let need = |name, value: Option<u32>| contents.whole("a render node", value.ok_or(Missing(name)));
+    let need = |name, value: Option<u32>| contents.whole("a render node", value.ok_or(MissingField(name)));
     let gpu_id = need("gpu_id", image.gpu_id)?;
     if (image.id, image.minor, image.buffer_count, image.buffers.len()) == (None, None, None, 0) {
         return Ok(RenderImage { gpu_id, contents: None });
@@ -146,14 +146,14 @@ fn buffer(contents: Contents<'_>, bytes: &[u8]) -> Result<RenderBuffer> {
     let mappings = raw.mappings.iter().map(mapping).collect::<Result<_>>()?;
     let whole = || {
         Ok(RenderBuffer {
-            address: raw.address.ok_or(Missing("addr"))?,
-            size: raw.size.ok_or(Missing("size"))?,
-            offset: raw.offset.ok_or(Missing("offset"))?,
-            alloc_flags: raw.alloc_flags.ok_or(Missing("alloc_flags"))?,
-            alignment: raw.alignment.ok_or(Missing("alignment"))?,
-            preferred_domains: raw.preferred_domains.ok_or(Missing("preferred_domains"))?,
-            handle: raw.handle.ok_or(Missing("handle"))?,
-            is_import: raw.is_import.ok_or(Missing("is_import"))? != 0,
+            address: raw.address.ok_or(MissingField("addr"))?,
+            size: raw.size.ok_or(MissingField("size"))?,
+            offset: raw.offset.ok_or(MissingField("offset"))?,
+            alloc_flags: raw.alloc_flags.ok_or(MissingField("alloc_flags"))?,
+            alignment: raw.alignment.ok_or(MissingField("alignment"))?,
+            preferred_domains: raw.preferred_domains.ok_or(MissingField("preferred_domains"))?,
+            handle: raw.handle.ok_or(MissingField("handle"))?,
+            is_import: raw.is_import.ok_or(MissingField("is_import"))? != 0,
             mappings,
         })
     };

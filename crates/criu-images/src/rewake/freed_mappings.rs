@@ -6,7 +6,7 @@ use std::collections::BTreeSet;
 use prost::Message;
 
 use super::buffer_user::MAX_SHARED;
-use crate::amdgpu::record::{Contents, Missing, record};
+use crate::amdgpu::record::{Contents, MissingField, record};
 use crate::error::Result;
 use crate::generated::gpu as raw;
 
@@ -54,7 +54,7 @@ pub(super) fn parse_all(contents: Contents<'_>, raw: &[Vec<u8>]) -> Result<Vec<F
 
 fn process(contents: Contents<'_>, bytes: &[u8]) -> Result<FreedMappings> {
     let raw: raw::BareMappings = contents.decode("mappings without buffers", bytes)?;
-    let kfd = contents.whole("mappings without buffers", raw.kfd.ok_or(Missing("kfd")))?;
+    let kfd = contents.whole("mappings without buffers", raw.kfd.ok_or(MissingField("kfd")))?;
     contents.limit("mappings without buffers", raw.mappings.len(), ("MAX_SHARED", MAX_SHARED))?;
     let mapping = |bytes: &Vec<u8>| {
         let raw: raw::BareMapping = contents.decode("a mapping without a buffer", bytes)?;

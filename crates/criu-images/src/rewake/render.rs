@@ -6,7 +6,7 @@ use std::collections::BTreeSet;
 use prost::Message;
 
 use super::buffer_user::{BufferUser, MAX_SHARED};
-use crate::amdgpu::record::{Contents, Missing};
+use crate::amdgpu::record::{Contents, MissingField};
 use crate::error::Result;
 use crate::generated::gpu as raw;
 
@@ -84,7 +84,7 @@ pub(super) fn parse_all(contents: Contents<'_>, raw: &[Vec<u8>]) -> Result<Vec<R
 
 fn file(contents: Contents<'_>, bytes: &[u8]) -> Result<RenderFile> {
     let raw: raw::RenderFile = contents.decode("a render node", bytes)?;
-    let id = contents.whole("a render node", raw.id.ok_or(Missing("id")))?;
+    let id = contents.whole("a render node", raw.id.ok_or(MissingField("id")))?;
     contents.limit("contexts", raw.contexts.len(), ("MAX_SHARED", MAX_SHARED))?;
     contents.limit("imports", raw.imports.len(), ("MAX_SHARED", MAX_SHARED))?;
     if raw.contexts.first() == Some(&0) || !raw.contexts.is_sorted_by(|one, next| one < next) {
@@ -105,7 +105,7 @@ fn file(contents: Contents<'_>, bytes: &[u8]) -> Result<RenderFile> {
 
 fn import(contents: Contents<'_>, bytes: &[u8]) -> Result<RenderImport> {
     let raw: raw::RenderImport = contents.decode("an import", bytes)?;
-    let need = |name, value: Option<u32>| contents.whole("an import", value.ok_or(Missing(name)));
+    let need = |name, value: Option<u32>| contents.whole("an import", value.ok_or(MissingField(name)));
     let (buffer, their_buffer) = (need("buffer", raw.buffer)?, need("there", raw.there)?);
     let owner = match (raw.kfd, raw.render) {
         (Some(kfd), None) => BufferOwner::Kfd(BufferUser { kfd, buffer: their_buffer }),

@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 
 use prost::Message;
 
-pub use split::{Place, split_into_parent};
+pub use split::{PagePlace, split_into_parent};
 
 use crate::dir::io_error;
 use crate::error::{ImageError, Result};

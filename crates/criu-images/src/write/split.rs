@@ -16,7 +16,7 @@ use crate::{PAGE, PAGE_LEN};
 
 /// The place of a page after the split.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Place {
+pub enum PagePlace {
     /// The page stays in the image.
     Here,
     /// The page moves to the parent, and is restored before the task runs: CRIU marks unchanged pages like
@@ -39,7 +39,7 @@ pub fn split_into_parent(
     dir: &Path,
     pid: u32,
     parent_dir: &Path,
-    mut place: impl FnMut(u64, PageFlags) -> Place,
+    mut place: impl FnMut(u64, PageFlags) -> PagePlace,
 ) -> Result<()> {
     let image = ImageDir::open(dir)?;
     let missing =
@@ -67,7 +67,7 @@ pub fn split_into_parent(
 type Runs = Vec<(u64, u64, PageFlags)>;
 
 /// Returns the runs of the child and of the parent.
-fn split_runs(map: &Pagemap, place: &mut impl FnMut(u64, PageFlags) -> Place) -> (Runs, Runs) {
+fn split_runs(map: &Pagemap, place: &mut impl FnMut(u64, PageFlags) -> PagePlace) -> (Runs, Runs) {
     let (mut child, mut parent) = (Runs::new(), Runs::new());
     for entry in &map.entries {
         if entry.flags.has(PageFlags::PARENT) || !entry.flags.has(PageFlags::PRESENT) {
@@ -79,12 +79,12 @@ fn split_runs(map: &Pagemap, place: &mut impl FnMut(u64, PageFlags) -> Place) ->
             let vaddr = entry.vaddr + page * PAGE;
             let lazy = PageFlags(entry.flags.0 & PageFlags::LAZY.0);
             match place(vaddr, entry.flags) {
-                Place::Here => add_page(&mut child, child_first, vaddr, entry.flags),
-                Place::Parent => {
+                PagePlace::Here => add_page(&mut child, child_first, vaddr, entry.flags),
+                PagePlace::Parent => {
                     add_page(&mut child, child_first, vaddr, PageFlags::PARENT);
                     add_page(&mut parent, parent_first, vaddr, entry.flags);
                 }
-                Place::LazyParent => {
+                PagePlace::LazyParent => {
                     add_page(&mut child, child_first, vaddr, PageFlags::PARENT | lazy);
                     add_page(&mut parent, parent_first, vaddr, entry.flags);
                 }

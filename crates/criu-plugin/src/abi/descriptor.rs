@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use super::{entry, symbols};
 use crate::plugin::Plugin;
-use crate::runtime::Slot;
+use crate::runtime::PluginSlot;
 
 /// Hooks that this crate knows (`CR_PLUGIN_HOOK__MAX` of the development branch).
 pub const HOOKS: u32 = 15;
@@ -23,7 +23,7 @@ const VERSION: c_uint = 2 << 8;
 /// A type that [`crate::register!`] made the plugin of this `cdylib`.
 pub trait Registered: Plugin {
     /// The slot of its instance.
-    fn slot() -> &'static Slot<Self>;
+    fn slot() -> &'static PluginSlot<Self>;
 }
 
 /// `cr_plugin_desc_t`; [`crate::register!`] makes it. Only [`Descriptor::of`] makes one, so that each hook is

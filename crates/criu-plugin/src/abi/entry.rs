@@ -6,7 +6,7 @@ use std::os::fd::{BorrowedFd, IntoRawFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::descriptor::{Registered, restore_file_can_wait};
-use crate::answer::{Answer, Mapping, Refusal, Restored};
+use crate::answer::{Answer, MapSource, Refusal, Restored};
 use crate::host::Host;
 use crate::plugin::Stage;
 use crate::runtime::{self, HookError, ProcessKind, hook};
@@ -169,7 +169,7 @@ pub(super) extern "C" fn update_vma_map<P: Registered>(
     let answer =
         if failing { Err(HookError::Failed) } else { hook("UPDATE_VMA_MAP", ProcessKind::Task, act) };
     let (offset, fd) = match answer {
-        Ok(Mapping { offset, file }) => (offset, file.map(IntoRawFd::into_raw_fd)),
+        Ok(MapSource { offset, file }) => (offset, file.map(IntoRawFd::into_raw_fd)),
         Err(HookError::NotMine) => return NOT_MINE,
         // CRIU has no error here: it would map the old file at the old offset.
         Err(HookError::Failed) => {

@@ -16,7 +16,7 @@ use crate::host::HostError;
 
 /// CRIU's log levels (`log.h`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Level {
+pub(crate) enum LogLevel {
     Error = 1,
     Warn = 2,
     Info = 3,
@@ -45,7 +45,7 @@ macro_rules! function {
 }
 
 /// Writes one line to CRIU's log, or to standard error if the host has no log.
-pub(crate) fn log(level: Level, line: &str) {
+pub(crate) fn log(level: LogLevel, line: &str) {
     let line = line.replace('\0', " ");
     if print(level, &line).is_err() {
         // An error here cannot be reported.
@@ -53,7 +53,7 @@ pub(crate) fn log(level: Level, line: &str) {
     }
 }
 
-fn print(level: Level, line: &str) -> Result<(), HostError> {
+fn print(level: LogLevel, line: &str) -> Result<(), HostError> {
     let print = function!(print_on_level: unsafe extern "C" fn(c_uint, *const c_char, ...));
     let Ok(line) = CString::new(line) else { return Ok(()) };
     // SAFETY: the format takes one string; both are terminated and outlive the call.

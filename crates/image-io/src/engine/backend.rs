@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use rewake_process::Notifier;
 
-use super::request::{Class, Direction, Done, Request};
-use super::transfer::{Next, Step, Transfer};
+use super::request::{Class, Completion, Direction, Request};
+use super::transfer::{FileTransfer, Next, TransferStep};
 use crate::error::TransferError;
 use crate::file::ReadMode;
 use crate::io_budget::Permit;
@@ -28,7 +28,7 @@ pub(super) trait Backend<M: Memory> {
     fn flush(&mut self) {}
 
     /// Appends the transfers that are over, without waiting.
-    fn reap(&mut self, done: &mut Vec<Done<M>>);
+    fn reap(&mut self, done: &mut Vec<Completion<M>>);
 
     /// Readable when `reap` has work. None: call `reap` again and again while transfers are in flight.
     fn event(&self) -> Option<&Notifier>;
@@ -43,7 +43,7 @@ pub(super) trait Backend<M: Memory> {
 #[derive(Debug)]
 pub(super) struct Flight<M> {
     request: Request<M>,
-    transfer: Transfer,
+    transfer: FileTransfer,
     /// The page cache has the bytes.
     pub(super) is_cached: bool,
     permit: Option<Permit>,
@@ -68,7 +68,7 @@ impl<M: Memory> Flight<M> {
         let inside = at.checked_add(bytes).is_some_and(|end| end <= memory.bytes());
         assert!(inside && needed <= bytes, "{bytes} bytes at {at}, {needed} needed");
         let direct = mode == ReadMode::Direct && at.is_multiple_of(PAGE);
-        let transfer = Transfer::new(direction, offset, bytes, needed, direct);
+        let transfer = FileTransfer::new(direction, offset, bytes, needed, direct);
         Self { request, transfer, is_cached: mode == ReadMode::Cached, permit }
     }
 
@@ -117,7 +117,7 @@ impl<M: Memory> Flight<M> {
     }
 
     /// Takes the result of a call.
-    pub(super) fn step(&mut self, got: io::Result<usize>) -> Step {
+    pub(super) fn step(&mut self, got: io::Result<usize>) -> TransferStep {
         self.transfer.step(&self.request.file, got)
     }
 
@@ -127,8 +127,8 @@ impl<M: Memory> Flight<M> {
         std::mem::forget(self);
     }
 
-    pub(super) fn done(self, result: Result<(), TransferError>) -> Done<M> {
+    pub(super) fn done(self, result: Result<(), TransferError>) -> Completion<M> {
         let Request { token, class, memory, .. } = self.request;
-        Done { token, class, memory, result }
+        Completion { token, class, memory, result }
     }
 }

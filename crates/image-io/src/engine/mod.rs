@@ -16,7 +16,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 pub use backend::DEPTH;
-pub use request::{Class, Direction, Done, Request};
+pub use request::{Class, Completion, Direction, Request};
 pub use sim::SimPlan;
 pub use transfer::{MAX_EIO_RETRIES, MAX_INTERRUPTIONS, MAX_SHORT_CALLS};
 
@@ -27,7 +27,7 @@ use crate::io_budget::{IoBudget, Lane, PIECE, Permit};
 use crate::memory::Memory;
 use crate::slots::DEMAND_BUFFERS;
 use backend::{Backend, Flight};
-use transfer::{Step, Transfer};
+use transfer::{FileTransfer, TransferStep};
 
 /// Transfers in flight that only demand reads may have: background reads never cause the refusal of one.
 pub const DEMAND_RESERVE: usize = DEMAND_BUFFERS as usize;
@@ -41,7 +41,7 @@ pub struct Engine<M: Memory> {
     backend: Box<dyn Backend<M>>,
     in_flight: usize,
     /// Transfers that ended when they were submitted.
-    over: Vec<Done<M>>,
+    over: Vec<Completion<M>>,
     /// The budget of all readers of the disk. None: there is no other reader.
     budget: Option<(Arc<IoBudget>, Lane)>,
     note: Option<String>,
@@ -138,7 +138,7 @@ impl<M: Memory> Engine<M> {
         if flight.is_cached && bytes < PARALLEL_BYTES {
             // If bytes were evicted meanwhile, the rest is read from the disk.
             if let Ok(got @ 1..) = flight.call_cached()
-                && let Step::Finished(result) = flight.step(Ok(got))
+                && let TransferStep::Finished(result) = flight.step(Ok(got))
             {
                 self.over.push(flight.done(result));
                 self.backend.event().into_iter().for_each(rewake_process::Notifier::wake);
@@ -179,7 +179,7 @@ impl<M: Memory> Engine<M> {
     }
 
     /// Appends the transfers that are over to `done`, without waiting.
-    pub fn reap(&mut self, done: &mut Vec<Done<M>>) {
+    pub fn reap(&mut self, done: &mut Vec<Completion<M>>) {
         let first = done.len();
         done.append(&mut self.over);
         self.backend.reap(done);
@@ -219,11 +219,11 @@ impl<M: Memory> std::fmt::Debug for Engine<M> {
 /// The errors of an engine's read. The buffer is filled when `Ok`, else its contents must not be used.
 pub fn read_now(file: &ImageFile, offset: u64, dst: &mut [u8]) -> Result<(), TransferError> {
     use std::os::unix::fs::FileExt as _;
-    let mut transfer = Transfer::new(Direction::Read, offset, dst.len(), dst.len(), false);
+    let mut transfer = FileTransfer::new(Direction::Read, offset, dst.len(), dst.len(), false);
     loop {
         let next = transfer.next(file);
         let got: io::Result<usize> = next.file.read_at(&mut dst[next.at..next.at + next.len], next.offset);
-        if let Step::Finished(result) = transfer.step(file, got) {
+        if let TransferStep::Finished(result) = transfer.step(file, got) {
             return result;
         }
     }

@@ -48,7 +48,7 @@ pub struct Request<M> {
     pub class: Class,
     /// First byte in the file.
     pub offset: u64,
-    /// The memory. The engine owns it until a [`Done`] returns it.
+    /// The memory. The engine owns it until a [`Completion`] returns it.
     pub memory: M,
     /// Offset of the first byte in the memory.
     pub at: usize,
@@ -71,7 +71,7 @@ impl Request<BufferSlice> {
 
 /// A transfer that is over. Transfers end in any order.
 #[derive(Debug)]
-pub struct Done<M> {
+pub struct Completion<M> {
     /// The request's token.
     pub token: u64,
     /// The request's class.

@@ -8,8 +8,8 @@ use std::ops::Range;
 use rewake_process::Notifier;
 
 use super::backend::{Backend, Call, Flight};
-use super::request::Done;
-use super::transfer::Step;
+use super::request::Completion;
+use super::transfer::TransferStep;
 use crate::memory::Memory;
 
 /// What the simulation does to transfers. The default only reorders them.
@@ -79,7 +79,7 @@ impl<M: Memory> Backend<M> for Sim<M> {
         self.flights.push((due, flight));
     }
 
-    fn reap(&mut self, done: &mut Vec<Done<M>>) {
+    fn reap(&mut self, done: &mut Vec<Completion<M>>) {
         self.now += 1;
         for _ in 0..self.flights.len() {
             let pick = usize::try_from(self.below(self.flights.len() as u64)).unwrap_or(0);
@@ -89,11 +89,11 @@ impl<M: Memory> Backend<M> for Sim<M> {
             let (_, mut flight) = self.flights.swap_remove(pick);
             let got = self.call(&flight);
             match flight.step(got) {
-                Step::Again => {
+                TransferStep::Again => {
                     let due = self.due();
                     self.flights.push((due, flight));
                 }
-                Step::Finished(result) => done.push(flight.done(result)),
+                TransferStep::Finished(result) => done.push(flight.done(result)),
             }
         }
     }

@@ -8,8 +8,8 @@ use std::thread::JoinHandle;
 use rewake_process::Notifier;
 
 use super::backend::{Backend, DEPTH, Flight};
-use super::request::{Class, Done};
-use super::transfer::Step;
+use super::request::{Class, Completion};
+use super::transfer::TransferStep;
 use crate::error::StoreError;
 use crate::memory::Memory;
 
@@ -19,24 +19,24 @@ const THREADS: usize = 4;
 
 #[derive(Debug)]
 pub(super) struct Threads<M: Memory> {
-    shared: Arc<Shared<M>>,
+    shared: Arc<WorkQueue<M>>,
     threads: Vec<JoinHandle<()>>,
     /// The list that `reap` swaps with the threads' list, so that neither allocates.
-    spare: Vec<Done<M>>,
+    spare: Vec<Completion<M>>,
 }
 
 #[derive(Debug)]
-struct Shared<M> {
-    queues: Mutex<Queues<M>>,
+struct WorkQueue<M> {
+    queues: Mutex<TransferQueues<M>>,
     work: Condvar,
     finished: Notifier,
 }
 
 #[derive(Debug)]
-struct Queues<M> {
+struct TransferQueues<M> {
     demand: VecDeque<Flight<M>>,
     background: VecDeque<Flight<M>>,
-    done: Vec<Done<M>>,
+    done: Vec<Completion<M>>,
     closing: bool,
 }
 
@@ -46,8 +46,8 @@ impl<M: Memory> Threads<M> {
         let finished = Notifier::new()
             .map_err(|error| StoreError::Setup { act: "making the read threads' eventfd", error })?;
         let [demand, background] = [(); 2].map(|()| VecDeque::with_capacity(DEPTH));
-        let queues = Queues { demand, background, done: Vec::with_capacity(DEPTH), closing: false };
-        let shared = Arc::new(Shared { queues: Mutex::new(queues), work: Condvar::new(), finished });
+        let queues = TransferQueues { demand, background, done: Vec::with_capacity(DEPTH), closing: false };
+        let shared = Arc::new(WorkQueue { queues: Mutex::new(queues), work: Condvar::new(), finished });
         let mut backend = Self { shared, threads: Vec::new(), spare: Vec::with_capacity(DEPTH) };
         for number in 0..THREADS {
             let shared = Arc::clone(&backend.shared);
@@ -61,8 +61,8 @@ impl<M: Memory> Threads<M> {
     }
 }
 
-impl<M: Memory> Shared<M> {
-    fn lock(&self) -> MutexGuard<'_, Queues<M>> {
+impl<M: Memory> WorkQueue<M> {
+    fn lock(&self) -> MutexGuard<'_, TransferQueues<M>> {
         // Under this lock only an allocation can panic.
         self.queues.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -97,10 +97,10 @@ impl<M: Memory> Shared<M> {
     }
 }
 
-fn carry_out<M: Memory>(mut flight: Flight<M>) -> Done<M> {
+fn carry_out<M: Memory>(mut flight: Flight<M>) -> Completion<M> {
     loop {
         let got = flight.call(usize::MAX);
-        if let Step::Finished(result) = flight.step(got) {
+        if let TransferStep::Finished(result) = flight.step(got) {
             return flight.done(result);
         }
     }
@@ -117,7 +117,7 @@ impl<M: Memory> Backend<M> for Threads<M> {
         self.shared.work.notify_one();
     }
 
-    fn reap(&mut self, done: &mut Vec<Done<M>>) {
+    fn reap(&mut self, done: &mut Vec<Completion<M>>) {
         self.shared.finished.drain();
         std::mem::swap(&mut self.spare, &mut self.shared.lock().done);
         done.append(&mut self.spare);

@@ -22,7 +22,7 @@ pub const MAX_INTERRUPTIONS: u32 = 64;
 
 /// The progress of one transfer.
 #[derive(Debug)]
-pub(crate) struct Transfer {
+pub(crate) struct FileTransfer {
     direction: Direction,
     offset: u64,
     /// Bytes that may be transferred.
@@ -47,12 +47,12 @@ pub(crate) struct Next<'a> {
 
 /// What to do after a system call.
 #[derive(Debug)]
-pub(crate) enum Step {
+pub(crate) enum TransferStep {
     Again,
     Finished(Result<(), TransferError>),
 }
 
-impl Transfer {
+impl FileTransfer {
     /// A transfer of `bytes`, of which a read must get `needed`. It is direct where `direct`, the file, the
     /// offset and the length allow it, else buffered.
     pub(crate) fn new(direction: Direction, offset: u64, bytes: usize, needed: usize, direct: bool) -> Self {
@@ -70,24 +70,24 @@ impl Transfer {
     }
 
     /// Takes the result of the system call that `next` returned.
-    pub(crate) fn step(&mut self, file: &ImageFile, got: io::Result<usize>) -> Step {
+    pub(crate) fn step(&mut self, file: &ImageFile, got: io::Result<usize>) -> TransferStep {
         match got {
             Ok(n) => self.advance(file, n),
             Err(error) => self.refused(file, error),
         }
     }
 
-    fn advance(&mut self, file: &ImageFile, n: usize) -> Step {
+    fn advance(&mut self, file: &ImageFile, n: usize) -> TransferStep {
         self.done += n;
         if self.done >= self.needed {
-            return Step::Finished(match self.direction {
+            return TransferStep::Finished(match self.direction {
                 Direction::Read => file.check_unchanged(),
                 Direction::Write => Ok(()),
             });
         }
         let (name, offset, expected, got) = (file.name(), self.offset, self.needed, self.done);
         if n == 0 {
-            return Step::Finished(Err(match self.direction {
+            return TransferStep::Finished(Err(match self.direction {
                 Direction::Read => TransferError::short(name, offset, expected, got),
                 Direction::Write => self.failed(file, io::ErrorKind::WriteZero.into()),
             }));
@@ -95,7 +95,7 @@ impl Transfer {
         self.shorts += 1;
         if self.shorts > MAX_SHORT_CALLS {
             let (file, act, calls) = (name.to_path_buf(), self.direction.act(), self.shorts);
-            return Step::Finished(Err(TransferError::Fragmented {
+            return TransferStep::Finished(Err(TransferError::Fragmented {
                 file,
                 act,
                 offset,
@@ -106,10 +106,10 @@ impl Transfer {
         }
         // An unaligned short call is at the end of the file, or a direct call cannot continue it.
         self.direct &= self.done.is_multiple_of(PAGE);
-        Step::Again
+        TransferStep::Again
     }
 
-    fn refused(&mut self, file: &ImageFile, error: io::Error) -> Step {
+    fn refused(&mut self, file: &ImageFile, error: io::Error) -> TransferStep {
         let again = match error.raw_os_error() {
             Some(libc::EINVAL) if self.direct => {
                 self.direct = false;
@@ -126,7 +126,7 @@ impl Transfer {
             }
             _ => false,
         };
-        if again { Step::Again } else { Step::Finished(Err(self.failed(file, error))) }
+        if again { TransferStep::Again } else { TransferStep::Finished(Err(self.failed(file, error))) }
     }
 
     fn failed(&self, file: &ImageFile, source: io::Error) -> TransferError {
@@ -155,8 +155,8 @@ mod tests {
         ImageFile::from_file(temp, "pages-1.img").unwrap()
     }
 
-    fn read(direct: bool) -> Transfer {
-        Transfer::new(Direction::Read, 0, LEN, LEN, direct)
+    fn read(direct: bool) -> FileTransfer {
+        FileTransfer::new(Direction::Read, 0, LEN, LEN, direct)
     }
 
     fn errno(code: i32) -> io::Result<usize> {
@@ -164,10 +164,10 @@ mod tests {
     }
 
     /// Steps with the same result until the read is over; returns the number of steps.
-    fn steps(mut transfer: Transfer, got: impl Fn() -> io::Result<usize>) -> (u32, TransferError) {
+    fn steps(mut transfer: FileTransfer, got: impl Fn() -> io::Result<usize>) -> (u32, TransferError) {
         let file = file();
         for step in 1..5000 {
-            if let Step::Finished(result) = transfer.step(&file, got()) {
+            if let TransferStep::Finished(result) = transfer.step(&file, got()) {
                 return (step, result.unwrap_err());
             }
         }
@@ -178,36 +178,36 @@ mod tests {
     fn after_a_refused_direct_call_all_use_the_page_cache() {
         let file = file();
         let (mut first, other) = (read(true), read(true));
-        assert!(matches!(first.step(&file, errno(libc::EINVAL)), Step::Again));
+        assert!(matches!(first.step(&file, errno(libc::EINVAL)), TransferStep::Again));
         for transfer in [&first, &other] {
             assert!(std::ptr::eq(transfer.next(&file).file, file.buffered()));
         }
-        assert!(matches!(first.step(&file, Ok(LEN)), Step::Finished(Ok(()))));
+        assert!(matches!(first.step(&file, Ok(LEN)), TransferStep::Finished(Ok(()))));
     }
 
     #[test]
     fn an_unaligned_transfer_is_never_direct() {
-        let direct = |offset, bytes| Transfer::new(Direction::Read, offset, bytes, bytes, true).direct;
+        let direct = |offset, bytes| FileTransfer::new(Direction::Read, offset, bytes, bytes, true).direct;
         assert!(direct(PAGE as u64, LEN) && !direct(512, LEN) && !direct(0, LEN - 1));
     }
 
     #[test]
     fn a_short_call_is_continued_where_it_ended() {
         let (file, mut transfer) = (file(), read(true));
-        assert!(matches!(transfer.step(&file, Ok(PAGE)), Step::Again));
+        assert!(matches!(transfer.step(&file, Ok(PAGE)), TransferStep::Again));
         let Next { offset, at, len, .. } = transfer.next(&file);
         assert_eq!((offset, at, len, transfer.direct), (PAGE as u64, PAGE, PAGE, true));
-        assert!(matches!(transfer.step(&file, Ok(100)), Step::Again));
+        assert!(matches!(transfer.step(&file, Ok(100)), TransferStep::Again));
         assert!(!transfer.direct, "a direct call cannot continue it");
     }
 
     #[test]
     fn a_read_may_end_with_the_file_but_never_before_what_is_needed() {
-        let (file, transfer) = (file(), || Transfer::new(Direction::Read, 0, LEN, 5000, true));
-        assert!(matches!(transfer().step(&file, Ok(5000)), Step::Finished(Ok(()))));
+        let (file, transfer) = (file(), || FileTransfer::new(Direction::Read, 0, LEN, 5000, true));
+        assert!(matches!(transfer().step(&file, Ok(5000)), TransferStep::Finished(Ok(()))));
         let mut early = transfer();
-        assert!(matches!(early.step(&file, Ok(4999)), Step::Again));
-        let Step::Finished(Err(error)) = early.step(&file, Ok(0)) else { panic!("it is not over") };
+        assert!(matches!(early.step(&file, Ok(4999)), TransferStep::Again));
+        let TransferStep::Finished(Err(error)) = early.step(&file, Ok(0)) else { panic!("it is not over") };
         assert!(matches!(error, TransferError::Short { expected: 5000, got: 4999, .. }), "{error}");
     }
 
@@ -235,8 +235,8 @@ mod tests {
 
     #[test]
     fn a_write_that_writes_nothing_is_an_error_that_says_so() {
-        let mut write = Transfer::new(Direction::Write, 8, 9, 9, false);
-        let Step::Finished(Err(error)) = write.step(&file(), Ok(0)) else { panic!("it is not over") };
+        let mut write = FileTransfer::new(Direction::Write, 8, 9, 9, false);
+        let TransferStep::Finished(Err(error)) = write.step(&file(), Ok(0)) else { panic!("it is not over") };
         assert!(error.to_string().starts_with("writing 9 bytes at offset 8 of pages-1.img"), "{error}");
     }
 }

@@ -15,9 +15,9 @@ use io_uring::{IoUring, Probe, opcode, squeue, types};
 use rewake_process::Notifier;
 
 use super::backend::{Backend, Call, DEPTH, Flight};
-use super::request::{Direction, Done};
+use super::request::{Completion, Direction};
 use super::ring::{CompletionPoller, Flavour, build, flush, push, wait_readable};
-use super::transfer::Step;
+use super::transfer::TransferStep;
 use crate::cache::BlockCache;
 use crate::error::StoreError;
 use crate::memory::Memory;
@@ -119,7 +119,7 @@ impl<M: Memory> Uring<M> {
     }
 
     /// Takes completions from the ring, and queues transfers again that are not over yet.
-    fn collect(&mut self, done: &mut Vec<Done<M>>) {
+    fn collect(&mut self, done: &mut Vec<Completion<M>>) {
         loop {
             let Some(completion) = self.ring.completion().next() else { return };
             let Ok(slot) = usize::try_from(completion.user_data()) else { continue };
@@ -127,8 +127,8 @@ impl<M: Memory> Uring<M> {
             let got = usize::try_from(completion.result())
                 .map_err(|_| io::Error::from_raw_os_error(-completion.result()));
             match flight.step(got) {
-                Step::Again => self.queue(slot),
-                Step::Finished(result) => {
+                TransferStep::Again => self.queue(slot),
+                TransferStep::Finished(result) => {
                     let Some(flight) = self.flights[slot].take() else { continue };
                     self.vacant.push(slot);
                     done.push(flight.done(result));
@@ -149,7 +149,7 @@ impl<M: Memory> Backend<M> for Uring<M> {
         flush(&mut self.ring);
     }
 
-    fn reap(&mut self, done: &mut Vec<Done<M>>) {
+    fn reap(&mut self, done: &mut Vec<Completion<M>>) {
         // It ends: each round takes a completion, and every transfer has a bounded number of them.
         while self.poller.look(&mut self.ring, &self.finished, DEPTH - self.vacant.len()) {
             self.collect(done);

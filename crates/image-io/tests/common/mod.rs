@@ -10,8 +10,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rewake_image_io::{
-    Acquire, BlockCache, BlockRef, BufferSlice, Class, Done, Engine, ImageFile, LoadGuard, Memory, Request,
-    TransferError,
+    Acquire, BlockCache, BlockRef, BufferSlice, Class, Completion, Engine, ImageFile, LoadGuard, Memory,
+    Request, TransferError,
 };
 use rewake_process::Notifier;
 use tempfile::NamedTempFile;
@@ -63,7 +63,7 @@ pub fn readable(fd: RawFd, patience: Duration) -> bool {
 }
 
 /// Reaps until `count` reads are over. It waits for the engine's descriptor where it has one.
-pub fn finish<M: Memory>(engine: &mut Engine<M>, count: usize) -> Vec<Done<M>> {
+pub fn finish<M: Memory>(engine: &mut Engine<M>, count: usize) -> Vec<Completion<M>> {
     engine.flush();
     let mut done = Vec::new();
     let start = Instant::now();

@@ -48,7 +48,7 @@ impl Session {
     }
 
     /// Waits for a tree; returns the log lines.
-    fn wait(&self, limit: Option<u64>, tree: impl Fn() -> Vec<i32>) -> (Result<(), Error>, Vec<String>) {
+    fn wait(&self, limit: Option<u64>, tree: impl Fn() -> Vec<i32>) -> (Result<(), DumpError>, Vec<String>) {
         let logged = RefCell::new(Vec::new());
         let log = |line: &str| logged.borrow_mut().push(line.to_owned());
         let waited = super::wait(self.root.path(), limit.map(Duration::from_secs), tree, log);

@@ -15,7 +15,7 @@ pub(crate) use ptrace::{
     Registers, cont, cont_to_syscall, cont_to_syscall_with, detach, interrupt, is_at_syscall_exit,
     is_stopped, registers, rseq, seize, set_options, set_registers, set_signal_mask, signal_mask,
 };
-pub(crate) use wait::{Stop, TraceeState, poll_stop, reap_thread};
+pub(crate) use wait::{StopReason, TraceeState, poll_stop, reap_thread};
 
 /// The number of a thread, or of a process, which is the number of its first thread.
 pub(crate) type Tid = i32;

@@ -12,7 +12,7 @@ const EVENT_STOP: i32 = 128;
 
 /// The reason of a stop.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Stop {
+pub(crate) enum StopReason {
     /// PTRACE_INTERRUPT, or a stop of the whole process (SIGSTOP), between two instructions of the thread's
     /// own code.
     Interrupt,
@@ -30,7 +30,7 @@ pub(crate) enum TraceeState {
     /// It runs, or it has ended and its parent can read that.
     Running,
     /// It has stopped since the last poll.
-    Stopped(Stop),
+    Stopped(StopReason),
     /// The tracee does not exist.
     Gone,
 }
@@ -55,10 +55,10 @@ pub(crate) fn poll_stop(tid: Tid) -> io::Result<TraceeState> {
     }
     let (signal, event) = (status & 0xff, status >> 8);
     Ok(TraceeState::Stopped(match event {
-        EVENT_STOP => Stop::Interrupt,
-        0 if signal == libc::SIGTRAP | AT_CALL => Stop::AtCall,
-        0 => Stop::Signal(signal),
-        other => Stop::Event(other),
+        EVENT_STOP => StopReason::Interrupt,
+        0 if signal == libc::SIGTRAP | AT_CALL => StopReason::AtCall,
+        0 => StopReason::Signal(signal),
+        other => StopReason::Event(other),
     }))
 }
 

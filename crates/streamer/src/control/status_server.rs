@@ -21,7 +21,7 @@ use super::frame::{FrameError, receive, send};
 use super::proto::{self, Ended, Reply, Request, State, reply, request};
 use super::{MESSAGE_LIMIT, REPORT, accept};
 use crate::record::Timeline;
-use crate::record::model::{self, Memory, Record};
+use crate::record::model::{self, ProcessMemory, Record};
 use crate::session::{address, socket};
 use crate::sys;
 
@@ -55,10 +55,10 @@ impl StatusSocket {
         let listener = loop {
             match address::bind(&path) {
                 // The streamer of the last restore in this directory may be ending.
-                Err(error) if error.is::<address::InUse>() && Instant::now() < until => {
+                Err(error) if error.is::<address::SocketInUse>() && Instant::now() < until => {
                     std::thread::sleep(ENDING_LOOK);
                 }
-                Err(error) if error.is::<address::InUse>() => bail!(
+                Err(error) if error.is::<address::SocketInUse>() => bail!(
                     "{}: another streamer listens here: end it, or give another -W directory",
                     work.join(socket::NAME).display()
                 ),
@@ -229,7 +229,7 @@ fn process(record: &Record, place: usize) -> proto::StreamedProcess {
     let of = &record.processes[place];
     // An event at 0 is reported at 1: 0 means not yet.
     let when = |at: Option<u64>| at.map_or(0, |at| at.max(1));
-    let told = |of: &Memory| proto::StreamedMemory {
+    let told = |of: &ProcessMemory| proto::StreamedMemory {
         minor: of.minor.unwrap_or_default(),
         bytes: of.bytes,
         resident: of.resident,

@@ -18,7 +18,7 @@ use super::status_server::{SOCKET, streaming};
 use crate::record::files;
 use crate::record::model::State;
 use crate::session::address;
-use crate::supervise::launch::{self, Plan};
+use crate::supervise::launch::{self, LaunchPlan};
 
 /// Time until a streamer listens, on a machine that has much else to do. A client of the agent waits longer:
 /// [`super::OPEN_LIMIT`].
@@ -39,7 +39,7 @@ pub const ABANDONED: &str = "every process of the streamer was killed: the resto
 pub async fn start(
     images: &Path,
     work: &Path,
-    plan: &Plan,
+    plan: &LaunchPlan,
     record: bool,
     log: Option<&Path>,
 ) -> anyhow::Result<()> {

@@ -14,7 +14,7 @@ use rewake_plugin_protocol::ProcessId;
 use rewake_uffd::Uffd;
 use tracing::{debug, error, warn};
 
-use crate::cpu::{AddressSpace, Pool, Task};
+use crate::cpu::{AddressSpace, ReactorPool, ReactorRequest};
 use crate::ledger::{Journal, Ledger, MAX_SPACES, SpaceSlot};
 use crate::session::Session;
 use crate::session::image::{Image, TaskPlan};
@@ -46,7 +46,7 @@ pub fn is_known(ledger: Ledger, number: i32) -> bool {
     ledger.live_spaces().any(|(_, slot)| slot.uffd.load(Ordering::Acquire) == number)
 }
 
-/// Enters a new address space in the ledger and returns the task for its reactor.
+/// Enters a new address space in the ledger and returns the request to its reactor.
 ///
 /// # Errors
 /// Fails without a free slot, or when the kernel refuses descriptors. The userfaultfd is then still open and
@@ -56,7 +56,7 @@ pub fn open(
     plan: &TaskPlan,
     session: &Arc<Session>,
     arrival: &Arrival,
-) -> anyhow::Result<Task> {
+) -> anyhow::Result<ReactorRequest> {
     let slot = ledger.take_space().and_then(|index| ledger.spaces().get(index));
     let slot = slot.with_context(|| {
         format!("more than {MAX_SPACES} address spaces at once: restore fewer processes at once")
@@ -80,7 +80,7 @@ pub fn open(
     space.set_priority(&plan.first);
     let files = Arc::clone(&plan.files);
     let space = AddressSpace::new(Arc::clone(session), counts, slot, uffd, files, space, arrival.home);
-    Ok(Task::Adopt { space: Arc::new(space), journal, inherited: None })
+    Ok(ReactorRequest::Adopt { space: Arc::new(space), journal, inherited: None })
 }
 
 fn watch_process(slot: &SpaceSlot) -> anyhow::Result<()> {
@@ -142,16 +142,21 @@ fn abandon(ledger: Ledger, number: RawFd) {
     slot.publish();
 }
 
-/// Returns the tasks for all address spaces that a dead worker served.
+/// Returns the requests for all address spaces that a dead worker served.
 ///
 /// Where one cannot be taken over, this fails the session and kills the process.
-pub fn inherit(ledger: Ledger, image: &Image, session: &Arc<Session>, pool: &Pool) -> Vec<Task> {
+pub fn inherit(
+    ledger: Ledger,
+    image: &Image,
+    session: &Arc<Session>,
+    pool: &ReactorPool,
+) -> Vec<ReactorRequest> {
     let known: BTreeSet<i32> =
         ledger.live_spaces().map(|(_, slot)| slot.uffd.load(Ordering::Acquire)).collect();
     let known = Arc::new(known);
     let take_over =
         |(_, slot): (usize, &'static SpaceSlot)| match inherit_one(slot, image, session, pool, &known) {
-            Ok(task) => Some(task),
+            Ok(request) => Some(request),
             Err(error) => {
                 session.fail(&format!("{:#}", error.context("taking over from a dead worker")));
                 kill_and_abandon(slot);
@@ -165,9 +170,9 @@ fn inherit_one(
     slot: &'static SpaceSlot,
     image: &Image,
     session: &Arc<Session>,
-    pool: &Pool,
+    pool: &ReactorPool,
     known: &Arc<BTreeSet<i32>>,
-) -> anyhow::Result<Task> {
+) -> anyhow::Result<ReactorRequest> {
     if slot.lossy.load(Ordering::Acquire) == 1 {
         bail!("a process's memory was in more pieces than its journal holds");
     }
@@ -183,7 +188,7 @@ fn inherit_one(
     let files = Arc::clone(&plan.files);
     let home = pool.choose_home();
     let space = AddressSpace::new(Arc::clone(session), counts, slot, uffd, files, space, home);
-    Ok(Task::Adopt { space: Arc::new(space), journal, inherited: Some(Arc::clone(known)) })
+    Ok(ReactorRequest::Adopt { space: Arc::new(space), journal, inherited: Some(Arc::clone(known)) })
 }
 
 /// Returns the layout that the journal describes, with every mapped page missing. Resident pages are found
@@ -322,7 +327,7 @@ mod tests {
     #[test]
     fn a_task_that_cannot_be_taken_over_is_killed_or_keeps_waiting() {
         let ledger = Ledger::new().unwrap();
-        let pool = Pool::start(&BlockCache::new(DEFAULT_BUDGET).unwrap(), ledger).unwrap();
+        let pool = ReactorPool::start(&BlockCache::new(DEFAULT_BUDGET).unwrap(), ledger).unwrap();
         let session = session();
         let [known, unknown, torn] = [(); 3].map(|()| UffdChild::start(uffd_child::touch));
         known.slot(ledger, true);

@@ -230,7 +230,7 @@ mod tests {
     use std::path::PathBuf;
 
     use super::*;
-    use crate::ledger::fd_store::{Entry, FdStore, Kind};
+    use crate::ledger::fd_store::{EntryKind, FdStore, StoreEntry};
     use crate::ledger::wants_room;
     use crate::session::Session;
     use crate::uffd_child::{self, UffdChild};
@@ -366,7 +366,7 @@ mod tests {
         nix::sys::socket::setsockopt(&writer, nix::sys::socket::sockopt::SndBuf, &(32 << 10)).unwrap();
         let (reader_number, writer_number) = (reader.as_raw_fd(), writer.as_raw_fd());
         let store = || FdStore::of(reader_number, writer_number).unwrap();
-        let other = Entry { kind: Kind::Files, index: 0, life: 0 };
+        let other = StoreEntry { kind: EntryKind::Files, index: 0, life: 0 };
         let full = std::iter::repeat_with(|| store().put(other, &[writer_number])).find_map(Result::err);
         assert_eq!(full.unwrap().raw_os_error(), Some(libc::EAGAIN));
         let session = Session::new(PathBuf::new()).with_store(store());
@@ -378,7 +378,7 @@ mod tests {
         assert!(children_of(parent.pid).is_empty(), "the fork has not returned");
         assert!(!home.space.session.has_failed());
 
-        store().retain(|entry| entry.kind != Kind::Files).unwrap();
+        store().retain(|entry| entry.kind != EntryKind::Files).unwrap();
         uffd_child::until(|| {
             home.read_events(ledger, &mut batch).unwrap();
             !batch.children.is_empty()
@@ -386,7 +386,7 @@ mod tests {
         let child = batch.children.pop().unwrap();
         let stored = crate::ledger::fd_store::peek_all(reader.as_fd()).unwrap();
         let of_child =
-            |(entry, files): &&(Entry, Vec<_>)| *entry == child.space.slot.entry() && files.len() == 2;
+            |(entry, files): &&(StoreEntry, Vec<_>)| *entry == child.space.slot.entry() && files.len() == 2;
         assert_eq!(stored.iter().filter(of_child).count(), 1, "its userfaultfd and journal, once");
     }
 

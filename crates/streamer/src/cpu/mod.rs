@@ -26,6 +26,6 @@ mod shared;
 pub mod space;
 pub mod stats;
 
-pub use pool::{Pool, reactors};
-pub use shared::Task;
+pub use pool::{ReactorPool, reactors};
+pub use shared::ReactorRequest;
 pub use space::AddressSpace;

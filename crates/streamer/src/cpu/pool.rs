@@ -11,7 +11,7 @@ use rewake_image_io::io_budget::IoBudget;
 use rewake_process::Notifier;
 
 use super::reactor::run;
-use super::shared::{Handle, MAX_REACTORS, Shared, Task};
+use super::shared::{Handle, MAX_REACTORS, ReactorRequest, Shared};
 use crate::ledger::Ledger;
 
 /// Returns the number of reactors: one for each processor, [`MAX_REACTORS`] at most.
@@ -22,13 +22,13 @@ pub fn reactors() -> usize {
 
 /// The reactor threads of a worker.
 #[derive(Debug)]
-pub struct Pool {
+pub struct ReactorPool {
     shared: Arc<Shared>,
     next_home: AtomicUsize,
     _threads: Vec<JoinHandle<()>>,
 }
 
-impl Pool {
+impl ReactorPool {
     /// Starts the reactor threads: [`reactors`] of them.
     ///
     /// # Errors
@@ -68,11 +68,11 @@ impl Pool {
         self.next_home.fetch_add(1, Ordering::Relaxed) % self.shared.handles.len()
     }
 
-    /// Hands a task to the reactor of its address space.
-    pub fn submit(&self, task: Task) {
-        let Task::Adopt { space, .. } = &task;
+    /// Hands a request to the reactor of its address space.
+    pub fn submit(&self, request: ReactorRequest) {
+        let ReactorRequest::Adopt { space, .. } = &request;
         let Some(handle) = self.shared.handles.get(space.home) else { return };
-        handle.inbox.lock().unwrap_or_else(PoisonError::into_inner).push(task);
+        handle.inbox.lock().unwrap_or_else(PoisonError::into_inner).push(request);
         handle.waker.wake();
     }
 

@@ -15,9 +15,9 @@ use crate::ledger::{Journal, Ledger};
 /// The most reactors. Memory bandwidth bounds the filling: more threads would only compete for it.
 pub(super) const MAX_REACTORS: usize = 8;
 
-/// A task that another thread gives to a reactor.
+/// A request of another thread to a reactor.
 #[derive(Debug)]
-pub enum Task {
+pub enum ReactorRequest {
     /// Become the home reactor of an address space.
     Adopt {
         /// The address space, which the ledger has already.
@@ -34,7 +34,7 @@ pub enum Task {
 #[derive(Debug)]
 pub(super) struct Handle {
     pub(super) waker: Notifier,
-    pub(super) inbox: Mutex<Vec<Task>>,
+    pub(super) inbox: Mutex<Vec<ReactorRequest>>,
     /// Whether an address space of this reactor may have failed, be finished or have lost its process.
     pub(super) attention: AtomicBool,
 }

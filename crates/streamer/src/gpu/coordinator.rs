@@ -20,7 +20,7 @@ use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use rewake_bo_contents::{LoadEvent, LoadHandle};
 
-use super::event::{Event, EventQueue, EventSender};
+use super::event::{CoordinatorEvent, EventQueue, EventSender};
 use super::gate::Gate;
 use super::placeholders::Placeholders;
 use super::process_state::{PlaceholderState, ProcessPhase, ProcessState};
@@ -175,23 +175,25 @@ impl<'scope, 'env> Coordinator<'scope, 'env> {
         Ok(())
     }
 
-    fn handle_event(&mut self, event: Event<'env>) -> anyhow::Result<()> {
+    fn handle_event(&mut self, event: CoordinatorEvent<'env>) -> anyhow::Result<()> {
         match event {
-            Event::Resident(LoadEvent::Buffer { process, number }) => {
+            CoordinatorEvent::Resident(LoadEvent::Buffer { process, number }) => {
                 self.processes[process].buffer_is_resident(number);
             }
-            Event::Resident(LoadEvent::Process { process }) => self.processes[process].all_is_resident(),
-            Event::Loaded => self.processes.iter_mut().for_each(ProcessState::all_is_resident),
-            Event::LoadFailed => self.has_load_failed = true,
-            Event::Swapped { process, placeholders, result } => {
+            CoordinatorEvent::Resident(LoadEvent::Process { process }) => {
+                self.processes[process].all_is_resident();
+            }
+            CoordinatorEvent::Loaded => self.processes.iter_mut().for_each(ProcessState::all_is_resident),
+            CoordinatorEvent::LoadFailed => self.has_load_failed = true,
+            CoordinatorEvent::Swapped { process, placeholders, result } => {
                 let loads_cpus = self.ledger.served_spaces().next().is_some();
                 self.processes[process].take_back(placeholders, result, loads_cpus)?;
             }
-            Event::GateOpened { process, opened } => {
+            CoordinatorEvent::GateOpened { process, opened } => {
                 self.processes[process].phase = opened.map_or(ProcessPhase::Ended, ProcessPhase::Open);
             }
-            Event::Failed(error) => return Err(error),
-            Event::Panicked(panic) => resume_unwind(panic),
+            CoordinatorEvent::Failed(error) => return Err(error),
+            CoordinatorEvent::Panicked(panic) => resume_unwind(panic),
         }
         Ok(())
     }
@@ -202,7 +204,7 @@ impl<'scope, 'env> Coordinator<'scope, 'env> {
             let Some((mut placeholders, task)) = self.processes[process].lend(now) else { continue };
             self.start(move || {
                 let result = task.run(&mut placeholders, timeline)?;
-                Ok(Event::Swapped { process, placeholders, result })
+                Ok(CoordinatorEvent::Swapped { process, placeholders, result })
             });
         }
     }
@@ -227,20 +229,20 @@ impl<'scope, 'env> Coordinator<'scope, 'env> {
                         None => timeline.gone(process),
                     }
                     ledger.gates().opened(gate.process);
-                    Ok(Event::GateOpened { process, opened })
+                    Ok(CoordinatorEvent::GateOpened { process, opened })
                 });
             }
         }
     }
 
     /// Starts a thread that ends with an event.
-    fn start(&self, task: impl FnOnce() -> anyhow::Result<Event<'env>> + Send + 'scope) {
+    fn start(&self, task: impl FnOnce() -> anyhow::Result<CoordinatorEvent<'env>> + Send + 'scope) {
         let sender = self.sender.clone();
         self.scope.spawn(move || {
             sender.send(match catch_unwind(AssertUnwindSafe(task)) {
                 Ok(Ok(event)) => event,
-                Ok(Err(error)) => Event::Failed(error),
-                Err(panic) => Event::Panicked(panic),
+                Ok(Err(error)) => CoordinatorEvent::Failed(error),
+                Err(panic) => CoordinatorEvent::Panicked(panic),
             });
         });
     }

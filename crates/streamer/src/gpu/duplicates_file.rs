@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, ensure};
 use rewake_bo_contents::{
-    Candidates, DUPLICATES_FILE, DuplicateSets, EARLIER_DUPLICATES_FILE, PagesFile, folder,
+    Candidates, DUPLICATES_FILE, DuplicateSets, EARLIER_DUPLICATES_FILE, GpuPagesFile, folder,
 };
 use rewake_criu_images::ImageDir;
 use rewake_criu_images::amdgpu::{GpuFile, KfdImage};
@@ -54,7 +54,7 @@ pub fn forget(images: &Path) -> anyhow::Result<()> {
 
 /// The result of [`find`].
 #[derive(Debug, PartialEq, Eq)]
-pub struct Found {
+pub struct DuplicateSearch {
     /// The number of buffers that need not be read.
     pub spared: usize,
     /// Whether the time limit ended before all were compared.
@@ -66,7 +66,7 @@ pub struct Found {
 ///
 /// # Errors
 /// The image cannot be read, or the directory not written to.
-pub fn find(images: &Path, begins: impl FnOnce(u64) -> Duration) -> anyhow::Result<Found> {
+pub fn find(images: &Path, begins: impl FnOnce(u64) -> Duration) -> anyhow::Result<DuplicateSearch> {
     let folder = File::open(images).with_context(|| images.display().to_string())?;
     let (processes, files): (Vec<_>, Vec<_>) = pages_files(images, folder.as_fd())?.into_iter().unzip();
     let start = Instant::now();
@@ -74,7 +74,7 @@ pub fn find(images: &Path, begins: impl FnOnce(u64) -> Duration) -> anyhow::Resu
     let limit = begins(alike.bytes());
     let DuplicateSets { mut sets, cut_off } = alike.compare(|| start.elapsed() < limit)?;
     if sets.is_empty() {
-        return Ok(Found { spared: 0, cut_off });
+        return Ok(DuplicateSearch { spared: 0, cut_off });
     }
     // The sets that save the most bytes first.
     sets.sort_by_key(|set| {
@@ -85,24 +85,24 @@ pub fn find(images: &Path, begins: impl FnOnce(u64) -> Duration) -> anyhow::Resu
         set.into_iter().map(|(place, buffer)| (processes[place].0, buffer)).collect()
     };
     let spared = write(folder.as_fd(), sets.into_iter().map(named).collect())?;
-    Ok(Found { spared, cut_off })
+    Ok(DuplicateSearch { spared, cut_off })
 }
 
 /// A process's number in the image, and its image of KFD.
 type Computing = (u32, KfdImage);
 
-fn pages_files(images: &Path, folder: BorrowedFd<'_>) -> anyhow::Result<Vec<(Computing, Vec<PagesFile>)>> {
+fn pages_files(images: &Path, folder: BorrowedFd<'_>) -> anyhow::Result<Vec<(Computing, Vec<GpuPagesFile>)>> {
     let directory = ImageDir::open(images)?;
     let mut all = Vec::new();
     for file in image_files(images)? {
         let GpuFile::Kfd(id) = file else { continue };
         let Some(image) = directory.kfd(id)? else { continue };
         let gpus = image.nodes.iter().map(|node| node.properties.gpu_id).filter(|id| *id != 0);
-        let files = gpus.map(|gpu| match PagesFile::open(folder, id, &image, gpu, 0) {
+        let files = gpus.map(|gpu| match GpuPagesFile::open(folder, id, &image, gpu, 0) {
             Err(error) if error.is_missing() => Ok(None),
             file => file.map(Some),
         });
-        let files: Vec<Option<PagesFile>> = files.collect::<Result<_, _>>()?;
+        let files: Vec<Option<GpuPagesFile>> = files.collect::<Result<_, _>>()?;
         all.push(((id, image), files.into_iter().flatten().collect()));
     }
     Ok(all)
@@ -237,7 +237,7 @@ mod tests {
         forget(folder.path()).unwrap();
         forget(folder.path()).unwrap();
         let found = find(folder.path(), Duration::from_secs).unwrap();
-        assert_eq!(found, Found { spared: 0, cut_off: false });
+        assert_eq!(found, DuplicateSearch { spared: 0, cut_off: false });
         assert!(!folder.path().join(DUPLICATES_FILE).exists());
     }
 }

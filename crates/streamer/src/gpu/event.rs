@@ -15,7 +15,7 @@ use super::swapping::SwapResult;
 
 /// Something that the coordinator acts on, besides page faults.
 #[derive(Debug)]
-pub(super) enum Event<'a> {
+pub(super) enum CoordinatorEvent<'a> {
     /// The load made a buffer or a process resident.
     Resident(LoadEvent),
     /// The load ended: all memory is resident.
@@ -44,14 +44,14 @@ pub(super) enum Event<'a> {
 /// Sends events. A clone sends to the same coordinator.
 #[derive(Debug, Clone)]
 pub(super) struct EventSender<'a> {
-    sender: Sender<Event<'a>>,
+    sender: Sender<CoordinatorEvent<'a>>,
     wakeup: Notifier,
 }
 
 /// Receives events. Its descriptor is readable when there may be some.
 #[derive(Debug)]
 pub(super) struct EventQueue<'a> {
-    receiver: Receiver<Event<'a>>,
+    receiver: Receiver<CoordinatorEvent<'a>>,
     wakeup: Notifier,
 }
 
@@ -63,7 +63,7 @@ pub(super) fn event_queue<'a>() -> anyhow::Result<(EventSender<'a>, EventQueue<'
 }
 
 impl<'a> EventSender<'a> {
-    pub(super) fn send(&self, event: Event<'a>) {
+    pub(super) fn send(&self, event: CoordinatorEvent<'a>) {
         // A coordinator that has failed receives nothing, and has reported that itself.
         let _ = self.sender.send(event);
         self.wakeup.wake();
@@ -72,7 +72,7 @@ impl<'a> EventSender<'a> {
 
 impl<'a> EventQueue<'a> {
     /// Takes the events so far.
-    pub(super) fn take(&self) -> impl Iterator<Item = Event<'a>> {
+    pub(super) fn take(&self) -> impl Iterator<Item = CoordinatorEvent<'a>> {
         // Drained before the events are taken: a later event wakes again.
         self.wakeup.drain();
         self.receiver.try_iter()

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use anyhow::{Context as _, bail, ensure};
 use rewake_amdgpu_uapi::Kfd;
 use rewake_amdgpu_uapi::topology::Topology;
-use rewake_bo_contents::{DUPLICATES_FILE, PagesFile, Process};
+use rewake_bo_contents::{DUPLICATES_FILE, GpuPagesFile, ProcessBuffers};
 use rewake_criu_images::ImageDir;
 use rewake_criu_images::amdgpu::{KfdImage, kfd_name};
 use rewake_image_io::io_budget::{BackgroundHold, IoBudget};
@@ -20,10 +20,10 @@ use tracing::{info, warn};
 
 use super::blocked_calls::BlockedCalls;
 use super::gate::Gate;
-use super::placeholder_range::Buffer;
+use super::placeholder_range::PlaceholderBuffer;
 use super::placeholders::{Placeholders, ReceivedPlaceholders};
 use super::queue_monitor::QueueMonitor;
-use super::working_set::{self, Access, NAME};
+use super::working_set::{self, BufferId, NAME};
 use crate::gpu::duplicates_file;
 use crate::ledger::Ledger;
 
@@ -54,7 +54,7 @@ struct GpuProcess {
     gpus: Vec<(u32, u32)>,
     /// The process's own render node files, by the GPUs' names in the image.
     renders: Vec<(u32, OwnedFd)>,
-    files: Vec<PagesFile>,
+    files: Vec<GpuPagesFile>,
     /// The dmabufs of the buffers to load, by the image's number of the buffer.
     dmabufs: Vec<Option<OwnedFd>>,
     placeholders: Option<ReceivedPlaceholders>,
@@ -228,16 +228,16 @@ impl Handoff {
     }
 
     /// Returns the files and buffers of all processes.
-    pub(super) fn processes(&self) -> impl Iterator<Item = Process<'_>> {
-        self.processes.iter().map(|of| Process { files: &of.files, dmabufs: &of.dmabufs })
+    pub(super) fn processes(&self) -> impl Iterator<Item = ProcessBuffers<'_>> {
+        self.processes.iter().map(|of| ProcessBuffers { files: &of.files, dmabufs: &of.dmabufs })
     }
 
     /// Returns the working set that an earlier restore recorded, if any.
     pub(super) fn recorded(&self) -> Vec<(usize, usize)> {
         let Some(images) = &self.images else { return Vec::new() };
-        let place = |of: &Access| self.place(of.kfd);
+        let place = |of: &BufferId| self.place(of.kfd);
         let is_there =
-            |of: Access| place(&of).is_some_and(|place| of.buffer < self.processes[place].dmabufs.len());
+            |of: BufferId| place(&of).is_some_and(|place| of.buffer < self.processes[place].dmabufs.len());
         let recorded = working_set::read(images, is_there).unwrap_or_else(|error| {
             warn!("{NAME} is not used: {error:#}: remove it, or restore with --record for a new one");
             Vec::new()
@@ -261,8 +261,9 @@ impl Handoff {
 
     /// Records the working set for later restores. A failure is logged only: this restore has succeeded.
     pub(super) fn record(&self, touched: &[(usize, usize)]) {
-        let touched =
-            touched.iter().map(|(place, buffer)| Access { kfd: self.processes[*place].id, buffer: *buffer });
+        let touched = touched
+            .iter()
+            .map(|(place, buffer)| BufferId { kfd: self.processes[*place].id, buffer: *buffer });
         let Some(images) = &self.images else { return };
         match working_set::write(images, touched.collect()) {
             Ok(count) => info!("{NAME}: recorded {count} buffers that CPUs touched"),
@@ -290,7 +291,7 @@ impl GpuProcess {
         let image = image.with_context(|| format!("{} is not in {FOLDER}", kfd_name(process.kfd)))?;
         let mut files = Vec::new();
         for gpu in &process.gpus {
-            files.push(PagesFile::open(folder.as_fd(), process.kfd, &image, gpu.gpu_id, gpu.minor)?);
+            files.push(GpuPagesFile::open(folder.as_fd(), process.kfd, &image, gpu.gpu_id, gpu.minor)?);
         }
         let dmabufs = (0..image.buffers.len()).map(|_| None).collect();
         let (count, wanted) = (with.len(), process.gpus.len() + 1);
@@ -324,12 +325,12 @@ impl GpuProcess {
     }
 
     /// Returns the buffers that have placeholders.
-    fn mapped(&self, handed: &ReceivedPlaceholders) -> anyhow::Result<Vec<Buffer<'_>>> {
+    fn mapped(&self, handed: &ReceivedPlaceholders) -> anyhow::Result<Vec<PlaceholderBuffer<'_>>> {
         let of = |number: usize| {
             let buffer = self.image.buffers.get(number)?;
             let gpu = self.gpus.iter().find(|(name, _)| *name == buffer.gpu_id)?;
             let dmabuf = self.dmabufs[number].as_ref()?.as_fd();
-            Some(Buffer { number, gpu: *gpu, dmabuf, bytes: buffer.size })
+            Some(PlaceholderBuffer { number, gpu: *gpu, dmabuf, bytes: buffer.size })
         };
         let known = |number| {
             of(number).with_context(|| format!("a placeholder came for buffer {number}, which did not"))

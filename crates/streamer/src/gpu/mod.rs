@@ -38,7 +38,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
 use nix::sys::signal::{SigSet, SigmaskHow, Signal, sigprocmask};
-use rewake_bo_contents::{BackgroundLoad, LoadHandle, Process, Report};
+use rewake_bo_contents::{BackgroundLoad, LoadHandle, ProcessBuffers, Report};
 use rewake_criu_images::ImageDir;
 use rewake_image_io::io_budget::{BackgroundHold, IoBudget};
 use rewake_ioctl_filter::BlockList;
@@ -46,7 +46,7 @@ use rewake_plugin_protocol::Listener;
 use tracing::{debug, info, warn};
 
 use coordinator::{AccessTrace, Coordinator};
-use event::{Event, event_queue};
+use event::{CoordinatorEvent, event_queue};
 use gate::Gate;
 use handoff::Handoff;
 use placeholders::Placeholders;
@@ -79,7 +79,7 @@ pub struct StreamOptions {
 
 /// The result of one restore.
 #[derive(Debug)]
-pub struct Summary {
+pub struct GpuSummary {
     /// The number of processes that use GPUs.
     pub processes: usize,
     /// What was loaded in the background; `None` if nothing was left to load.
@@ -112,9 +112,9 @@ fn load<'env>(
         let coordinator = scope.spawn(move || or_give_up(ledger, &handle, || coordinator.run()));
         let loaded = loading.run(|event| {
             debug!("there: {event:?}");
-            sender.send(Event::Resident(event));
+            sender.send(CoordinatorEvent::Resident(event));
         });
-        sender.send(if loaded.is_ok() { Event::Loaded } else { Event::LoadFailed });
+        sender.send(if loaded.is_ok() { CoordinatorEvent::Loaded } else { CoordinatorEvent::LoadFailed });
         let done = coordinator.join().and_then(|done| done).unwrap_or_else(|panic| resume_unwind(panic));
         // This error first: it is the reason why the load was given up.
         let (trace, opened) = done?;
@@ -143,7 +143,7 @@ fn serve_handoff(
     options: StreamOptions,
     ledger: Ledger,
     timeline: &Timeline,
-) -> anyhow::Result<(Summary, Vec<Opened>)> {
+) -> anyhow::Result<(GpuSummary, Vec<Opened>)> {
     let (mut gates, mut placeholders) = (Vec::new(), Vec::new());
     let StreamOptions { cpus, marks, record, .. } = options;
     let budget = cpus.map_or_else(|| IoBudget::new(Vec::new()).map(Arc::new), Ok)?;
@@ -155,7 +155,7 @@ fn serve_handoff(
     drop(hold);
     let start = Instant::now();
     info!(processes = gates.len(), "loading memory of GPUs behind running processes");
-    let processes: Vec<Process<'_>> = handoff.processes().collect();
+    let processes: Vec<ProcessBuffers<'_>> = handoff.processes().collect();
     let count = gates.len();
     let working_set = if record { Vec::new() } else { handoff.recorded() };
     let loading = BackgroundLoad::new(&processes, Some(budget))
@@ -171,7 +171,7 @@ fn serve_handoff(
         handoff.record(&trace.buffers);
     }
     let touches = trace.faults;
-    Ok((Summary { processes: count, loaded, touches, took: start.elapsed(), held: 0 }, opened))
+    Ok((GpuSummary { processes: count, loaded, touches, took: start.elapsed(), held: 0 }, opened))
 }
 
 /// Waits until the queues run whose gates are open. Logs which do not run and which are unknown, and returns
@@ -197,7 +197,7 @@ pub fn serve(
     options: StreamOptions,
     ledger: Ledger,
     timeline: &Timeline,
-) -> anyhow::Result<Option<Summary>> {
+) -> anyhow::Result<Option<GpuSummary>> {
     let holds = options.cpus.as_ref().filter(|_| options.marks.is_some());
     let Some(mut handoff) = handoff::accept(listener, holds, options.images.as_ref())? else {
         return Ok(None);

@@ -10,7 +10,7 @@ use rewake_ptrace_inject::Swap;
 
 /// A buffer that has placeholders.
 #[derive(Debug)]
-pub(super) struct Buffer<'a> {
+pub(super) struct PlaceholderBuffer<'a> {
     /// The image's number of the buffer.
     pub(super) number: usize,
     /// The buffer's GPU: the name in the image, and N of `/dev/dri/renderDN`.
@@ -22,7 +22,7 @@ pub(super) struct Buffer<'a> {
 /// The range of the placeholders' file for one buffer: from its first to its last mapped byte.
 #[derive(Debug)]
 pub(super) struct PlaceholderRange<'a> {
-    pub(super) buffer: Buffer<'a>,
+    pub(super) buffer: PlaceholderBuffer<'a>,
     /// The index among the process's render node files.
     render: usize,
     pub(super) offset: u64,
@@ -41,13 +41,13 @@ pub(super) struct PlaceholderRange<'a> {
 pub(super) fn parts<'a>(
     mappings: &[proto::Mapping],
     renders: &[(u32, OwnedFd)],
-    buffers: Vec<Buffer<'a>>,
+    buffers: Vec<PlaceholderBuffer<'a>>,
 ) -> anyhow::Result<Vec<PlaceholderRange<'a>>> {
     let mut of: BTreeMap<usize, Vec<&proto::Mapping>> = BTreeMap::new();
     for mapping in mappings {
         of.entry(mapping.buffer as usize).or_default().push(mapping);
     }
-    let part = |buffer: Buffer<'a>| {
+    let part = |buffer: PlaceholderBuffer<'a>| {
         let of = of.get(&buffer.number).context("a buffer without placeholders")?;
         PlaceholderRange::new(buffer, of, renders)
     };
@@ -66,7 +66,11 @@ pub(super) fn parts<'a>(
 }
 
 impl<'a> PlaceholderRange<'a> {
-    fn new(buffer: Buffer<'a>, of: &[&proto::Mapping], renders: &[(u32, OwnedFd)]) -> anyhow::Result<Self> {
+    fn new(
+        buffer: PlaceholderBuffer<'a>,
+        of: &[&proto::Mapping],
+        renders: &[(u32, OwnedFd)],
+    ) -> anyhow::Result<Self> {
         let number = buffer.number;
         let first =
             of.iter().min_by_key(|mapping| mapping.offset).context("a buffer without placeholders")?;
@@ -116,7 +120,7 @@ mod tests {
 
     fn told(mappings: &[proto::Mapping], buffers: &[usize]) -> anyhow::Result<Vec<(usize, u64, u64, u64)>> {
         let file = OwnedFd::from(std::fs::File::open("/dev/null").unwrap());
-        let of = |number: &usize| Buffer {
+        let of = |number: &usize| PlaceholderBuffer {
             number: *number,
             gpu: (GPU, 128),
             dmabuf: file.as_fd(),

@@ -24,8 +24,8 @@ use rewake_uffd::abi::{FEATURE_FORK, FEATURE_REMAP};
 use rewake_uffd::{FillPort as _, Message, PAGE_SIZE, RawMessage, Stop, Uffd, address_space_ended};
 
 use super::bar_mappings::BarMappings;
-use super::placeholder_range::{Buffer, PlaceholderRange, parts};
-use crate::ledger::fd_store::{Entry, FdStore, Kind};
+use super::placeholder_range::{PlaceholderBuffer, PlaceholderRange, parts};
+use crate::ledger::fd_store::{EntryKind, FdStore, StoreEntry};
 use crate::supervise::processes;
 use crate::sys;
 
@@ -87,7 +87,7 @@ pub(super) struct AccessedRange {
 
 /// The result of a swap.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) enum Outcome {
+pub(super) enum SwapOutcome {
     Done {
         /// How long the process was stopped: from the request to its threads until the swap was complete.
         stopped: Duration,
@@ -137,7 +137,7 @@ impl ReceivedPlaceholders {
         &'a self,
         process: usize,
         pidfd: RawFd,
-        buffers: Vec<Buffer<'a>>,
+        buffers: Vec<PlaceholderBuffer<'a>>,
         renders: &'a [(u32, OwnedFd)],
         store: &FdStore,
     ) -> anyhow::Result<Placeholders<'a>> {
@@ -164,7 +164,7 @@ impl ReceivedPlaceholders {
         // closed they would read zeros.
         store
             .put(
-                Entry { kind: Kind::Placeholders, index: u32::try_from(process)?, life: 0 },
+                StoreEntry { kind: EntryKind::Placeholders, index: u32::try_from(process)?, life: 0 },
                 &[uffd.as_raw_fd()],
             )
             .context("putting the userfaultfd of placeholders into the session's fd store")?;
@@ -289,11 +289,11 @@ impl<'a> Placeholders<'a> {
     ///
     /// # Errors
     /// The swap fails: the process must be killed.
-    pub(super) fn swap(&mut self, buffers: &BTreeSet<usize>) -> anyhow::Result<Outcome> {
+    pub(super) fn swap(&mut self, buffers: &BTreeSet<usize>) -> anyhow::Result<SwapOutcome> {
         let pid = self.pid;
         // The pid may belong to another process by now.
         if self.is_gone() {
-            return Ok(Outcome::Ended);
+            return Ok(SwapOutcome::Ended);
         }
         let (handed, renders, views) = (self.handed, self.renders, &mut self.bar_mappings);
         let is_one = |part: &&mut PlaceholderRange<'_>| buffers.contains(&part.buffer.number);
@@ -315,17 +315,17 @@ impl<'a> Placeholders<'a> {
                 // The process's own threads fault again without a wake; kernel threads that access memory
                 // for it do not.
                 done.iter().for_each(|part| self.wake(part.address, part.length));
-                Ok(Outcome::Done { stopped })
+                Ok(SwapOutcome::Done { stopped })
             }
             Err(error) => match error.downcast_ref::<Error>() {
-                _ if self.is_gone() => Ok(Outcome::Ended),
+                _ if self.is_gone() => Ok(SwapOutcome::Ended),
                 Some(
                     Error::Ended { .. }
                     | Error::Unstoppable { .. }
                     | Error::SharedMemory { .. }
                     | Error::Traced { .. },
-                ) => Ok(Outcome::NotNow(error.to_string())),
-                _ if self.is_going() => Ok(Outcome::Ended),
+                ) => Ok(SwapOutcome::NotNow(error.to_string())),
+                _ if self.is_going() => Ok(SwapOutcome::Ended),
                 _ => Err(error.context(format!("putting device memory in its place in process {pid}"))),
             },
         }
@@ -408,7 +408,7 @@ fn view<'v>(
     part: &PlaceholderRange<'_>,
     views: &'v mut BarMappings,
 ) -> anyhow::Result<&'v rewake_amdgpu_uapi::abi::memory::Mapping> {
-    let Buffer { number, gpu: (_, minor), dmabuf, bytes } = part.buffer;
+    let PlaceholderBuffer { number, gpu: (_, minor), dmabuf, bytes } = part.buffer;
     let view = views.of(number, minor, dmabuf, bytes);
     view.with_context(|| format!("looking at buffer {number} of renderD{minor}"))
 }

@@ -9,7 +9,7 @@ use anyhow::bail;
 use tracing::info;
 
 use super::PATIENCE;
-use super::placeholders::{Outcome, Placeholders};
+use super::placeholders::{Placeholders, SwapOutcome};
 use super::queue_monitor::Opened;
 use super::swapping::{PageFault, SwapResult, SwapTask};
 
@@ -180,14 +180,14 @@ impl<'a> ProcessState<'a> {
         let pid = placeholders.pid();
         self.waiting.extend(result.unserved.into_iter().map(|fault| (fault.address, fault)));
         match (result.outcome, &mut self.phase) {
-            (Some(Outcome::Ended), _) => {
+            (Some(SwapOutcome::Ended), _) => {
                 self.waiting.clear();
                 self.placeholders = PlaceholderState::None;
                 placeholders.close();
                 self.finish_swaps();
                 return Ok(());
             }
-            (Some(Outcome::Done { stopped }), ProcessPhase::Swapping(swaps)) => {
+            (Some(SwapOutcome::Done { stopped }), ProcessPhase::Swapping(swaps)) => {
                 swaps.stopped_at = now;
                 self.next_buffers = now + PAUSE;
                 if result.buffers > 0 {
@@ -195,7 +195,7 @@ impl<'a> ProcessState<'a> {
                     swaps.stopped += stopped;
                 }
             }
-            (Some(Outcome::NotNow(why)), phase) => {
+            (Some(SwapOutcome::NotNow(why)), phase) => {
                 (self.next_faults, self.next_buffers) = (now + PAUSE, now + PAUSE);
                 match phase {
                     ProcessPhase::Swapping(swaps) if loads_cpus => swaps.stopped_at = now,
@@ -205,7 +205,7 @@ impl<'a> ProcessState<'a> {
                     _ => {}
                 }
             }
-            (Some(Outcome::Done { .. }) | None, _) => {}
+            (Some(SwapOutcome::Done { .. }) | None, _) => {}
         }
         self.placeholders = PlaceholderState::Watched(placeholders);
         self.finish_swaps();

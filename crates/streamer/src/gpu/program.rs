@@ -10,7 +10,7 @@ use std::sync::{Mutex, PoisonError};
 use rewake_plugin_protocol::proto;
 use rewake_uffd::PAGE_SIZE as PAGE;
 
-use super::placeholder_range::Buffer;
+use super::placeholder_range::PlaceholderBuffer;
 use super::placeholders::ReceivedPlaceholders;
 use crate::sys;
 
@@ -114,9 +114,9 @@ impl Program {
     }
 
     /// Returns its buffers. No test reads the dmabufs, so any file will do.
-    pub(super) fn buffers(&self) -> Vec<Buffer<'_>> {
+    pub(super) fn buffers(&self) -> Vec<PlaceholderBuffer<'_>> {
         let dmabuf = self.files[2].as_fd();
-        let buffer = |number| Buffer { number, gpu: (GPU, 128), dmabuf, bytes: PAGE };
+        let buffer = |number| PlaceholderBuffer { number, gpu: (GPU, 128), dmabuf, bytes: PAGE };
         (0..self.buffers).map(buffer).collect()
     }
 

@@ -71,12 +71,12 @@ struct EvictionCounts(BTreeMap<(u32, u32), Queues>);
 pub(super) struct QueueMonitor {
     /// Ids in the topology, by N of `/dev/dri/renderDN`.
     gpus: BTreeMap<u32, u32>,
-    shared: Arc<Shared>,
+    shared: Arc<MonitorState>,
     thread: Option<JoinHandle<()>>,
 }
 
 #[derive(Debug)]
-struct Shared {
+struct MonitorState {
     told: Mutex<EvictionCounts>,
     news: Condvar,
     stop: Notifier,
@@ -98,7 +98,7 @@ impl QueueMonitor {
             }
         }
         let stop = Notifier::new().context("eventfd")?;
-        let shared = Arc::new(Shared { told: Mutex::default(), news: Condvar::new(), stop });
+        let shared = Arc::new(MonitorState { told: Mutex::default(), news: Condvar::new(), stop });
         let thread = {
             let shared = Arc::clone(&shared);
             // The main thread handles signals.
@@ -142,7 +142,7 @@ impl Drop for QueueMonitor {
     }
 }
 
-impl Shared {
+impl MonitorState {
     fn told(&self) -> MutexGuard<'_, EvictionCounts> {
         self.told.lock().unwrap_or_else(PoisonError::into_inner)
     }

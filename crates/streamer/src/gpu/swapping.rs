@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use rewake_uffd::PAGE_SIZE;
 use tracing::debug;
 
-use super::placeholders::{Outcome, Placeholders};
+use super::placeholders::{Placeholders, SwapOutcome};
 use crate::record::Timeline;
 
 /// A page fault that a thread waits for.
@@ -33,7 +33,7 @@ pub(super) enum SwapTask {
 #[derive(Debug)]
 pub(super) struct SwapResult {
     /// The result of the last stop; none if none was needed.
-    pub(super) outcome: Option<Outcome>,
+    pub(super) outcome: Option<SwapOutcome>,
     /// The number of buffers that were swapped while no thread waited for them.
     pub(super) buffers: usize,
     /// The page faults that were not served.
@@ -54,7 +54,7 @@ impl SwapTask {
             Self::Faults(faults) => serve(&faults, placeholders, timeline),
             Self::Buffers(buffers) => {
                 let outcome = placeholders.swap(&buffers)?;
-                if let Outcome::Done { stopped } = outcome {
+                if let SwapOutcome::Done { stopped } = outcome {
                     let share = stopped / u32::try_from(buffers.len()).unwrap_or(u32::MAX);
                     let process = placeholders.process();
                     buffers.iter().for_each(|buffer| timeline.swapped(process, *buffer, share));
@@ -82,18 +82,18 @@ fn serve(
         };
         let outcome = placeholders.swap(&BTreeSet::from([accessed.buffer]))?;
         match &outcome {
-            Outcome::Done { stopped } => {
+            SwapOutcome::Done { stopped } => {
                 placeholders.wake(address, PAGE_SIZE);
                 timeline.swapped(process, accessed.buffer, *stopped);
             }
-            Outcome::NotNow(why) => {
+            SwapOutcome::NotNow(why) => {
                 debug!("a copy for process {pid}: {why}");
                 placeholders.copy(address, accessed)?;
             }
-            Outcome::Ended => {}
+            SwapOutcome::Ended => {}
         }
-        let ended = outcome == Outcome::Ended;
-        let stopped = matches!(outcome, Outcome::Done { .. });
+        let ended = outcome == SwapOutcome::Ended;
+        let stopped = matches!(outcome, SwapOutcome::Done { .. });
         result.outcome = Some(outcome);
         if ended {
             break;

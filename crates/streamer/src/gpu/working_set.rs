@@ -25,12 +25,12 @@ const MOST_BYTES: u64 = 1 << 20;
 #[derive(Debug, Serialize, Deserialize)]
 struct WorkingSetFile {
     version: u32,
-    touched: Vec<Access>,
+    touched: Vec<BufferId>,
 }
 
 /// A buffer, by its names in the image, which are the same in each restore.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-pub(super) struct Access {
+pub(super) struct BufferId {
     /// N of its process's `amdgpu-kfd-N.img`.
     pub(super) kfd: u32,
     /// The buffer's number there.
@@ -42,7 +42,7 @@ pub(super) struct Access {
 ///
 /// # Errors
 /// The directory cannot be written to.
-pub(super) fn write(images: &OwnedFd, mut touched: Vec<Access>) -> anyhow::Result<usize> {
+pub(super) fn write(images: &OwnedFd, mut touched: Vec<BufferId>) -> anyhow::Result<usize> {
     touched.truncate(MOST);
     let count = touched.len();
     let mut text = serde_json::to_vec(&WorkingSetFile { version: VERSION, touched })?;
@@ -56,17 +56,17 @@ pub(super) fn write(images: &OwnedFd, mut touched: Vec<Access>) -> anyhow::Resul
 ///
 /// # Errors
 /// The file cannot be read, or was not written for this image.
-pub(super) fn read(images: &OwnedFd, is_there: impl Fn(Access) -> bool) -> anyhow::Result<Vec<Access>> {
+pub(super) fn read(images: &OwnedFd, is_there: impl Fn(BufferId) -> bool) -> anyhow::Result<Vec<BufferId>> {
     let names = (NAME, EARLIER_NAME);
     let parse = |text: &[u8]| parse(text, &is_there);
     Ok(sidecar_file::read_renamed(images.as_fd(), names, MOST_BYTES, parse)?.unwrap_or_default())
 }
 
-fn parse(text: &[u8], is_there: impl Fn(Access) -> bool) -> anyhow::Result<Vec<Access>> {
+fn parse(text: &[u8], is_there: impl Fn(BufferId) -> bool) -> anyhow::Result<Vec<BufferId>> {
     let WorkingSetFile { version, mut touched } = serde_json::from_slice(text).context("it is damaged")?;
     ensure!(version == VERSION, "it is of version {version}, this program knows {VERSION}");
     ensure!(touched.len() <= MOST, "it has {} buffers, where {MOST} are the most", touched.len());
-    if let Some(Access { kfd, buffer }) = touched.iter().find(|of| !is_there(**of)) {
+    if let Some(BufferId { kfd, buffer }) = touched.iter().find(|of| !is_there(**of)) {
         anyhow::bail!("the image has no buffer {buffer} of process {kfd}: is it of another dump?");
     }
     let mut seen = BTreeSet::new();
@@ -86,12 +86,12 @@ mod tests {
         (folder, open)
     }
 
-    fn of(kfd: u32, buffer: usize) -> Access {
-        Access { kfd, buffer }
+    fn of(kfd: u32, buffer: usize) -> BufferId {
+        BufferId { kfd, buffer }
     }
 
     /// The image has processes 3 and 4 with a hundred buffers each.
-    fn is_there(of: Access) -> bool {
+    fn is_there(of: BufferId) -> bool {
         [3, 4].contains(&of.kfd) && of.buffer < 100
     }
 

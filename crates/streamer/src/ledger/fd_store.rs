@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Keeps a session's descriptors in flight in the queue of a socket, as CRIU's own fdstore does.
 //!
-//! The store is one end of a SOCK_SEQPACKET pair. Each message in its queue carries one [`Entry`] and the
+//! The store is one end of a SOCK_SEQPACKET pair. Each message in its queue carries one [`StoreEntry`] and the
 //! descriptors that belong to it (SCM_RIGHTS). The kernel keeps these files open for as long as any process
 //! has the store open. Each target has it (`crate::supervise::parking`), and a forked child inherits it. So a
 //! userfaultfd stays open as long as the memory exists. When every process of the streamer is killed at once,
 //! page faults and events wait in the kernel. `rewake recover` then takes everything out of the store of any
 //! target.
 //!
-//! The other end of the pair, which puts entries in, is an entry of the queue too ([`Kind::Writer`]). Without
+//! The other end of the pair, which puts entries in, is an entry of the queue too ([`EntryKind::Writer`]). Without
 //! it `rewake recover` could not add the userfaultfd of a child that is forked later.
 
 use std::io::{self, IoSlice, IoSliceMut};
@@ -42,7 +42,7 @@ const ENTRY: usize = 16;
 /// The kind of a message in the store.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u32)]
-pub enum Kind {
+pub enum EntryKind {
     /// The end that puts entries in.
     Writer = 1,
     /// The userfaultfd of an address space, then its journal. `index` is its slot in the ledger.
@@ -58,23 +58,23 @@ pub enum Kind {
     Mark = 6,
 }
 
-impl Kind {
+impl EntryKind {
     const ALL: [Self; 6] =
         [Self::Writer, Self::Space, Self::Plan, Self::Files, Self::Placeholders, Self::Mark];
 }
 
 /// Names the descriptors that a message carries.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Entry {
+pub struct StoreEntry {
     /// The kind of the descriptors.
-    pub kind: Kind,
+    pub kind: EntryKind,
     /// Which entry of that kind this is.
     pub index: u32,
     /// Tells two users of one ledger slot apart: [`SpaceSlot::life`](crate::ledger::SpaceSlot::life).
     pub life: u64,
 }
 
-impl Entry {
+impl StoreEntry {
     fn encode(self) -> [u8; ENTRY] {
         let mut bytes = [0; ENTRY];
         bytes[..4].copy_from_slice(&(self.kind as u32).to_ne_bytes());
@@ -88,7 +88,7 @@ impl Entry {
         let (index, rest) = rest.split_first_chunk()?;
         let kind = u32::from_ne_bytes(*kind);
         Some(Self {
-            kind: Kind::ALL.into_iter().find(|known| *known as u32 == kind)?,
+            kind: EntryKind::ALL.into_iter().find(|known| *known as u32 == kind)?,
             index: u32::from_ne_bytes(*index),
             life: u64::from_ne_bytes(rest.try_into().ok()?),
         })
@@ -96,7 +96,7 @@ impl Entry {
 }
 
 /// An entry with copies of its descriptors.
-pub type Stored = (Entry, Vec<OwnedFd>);
+pub type Stored = (StoreEntry, Vec<OwnedFd>);
 
 /// The fd store of one session. The session's slot in the ledger owns both descriptors.
 #[derive(Debug)]
@@ -141,7 +141,7 @@ impl FdStore {
         let (store, writer) = socketpair(AddressFamily::Unix, SockType::SeqPacket, None, flags)?;
         // Without CAP_NET_ADMIN the queue holds some hundred entries, and a put fails when it is full.
         let _ = setsockopt(&writer, sockopt::SndBufForce, &QUEUE);
-        let entry = Entry { kind: Kind::Writer, index: 0, life: 0 };
+        let entry = StoreEntry { kind: EntryKind::Writer, index: 0, life: 0 };
         send(writer.as_raw_fd(), entry, &[writer.as_raw_fd()])?;
         Ok((store, writer))
     }
@@ -195,8 +195,9 @@ impl FdStore {
     /// Puts copies of at most [`MAX_DESCRIPTORS`] descriptors into the store.
     ///
     /// # Errors
-    /// EAGAIN: the queue is full, it is being rotated, or too few descriptors are free. ETOOMANYREFS: this user has too many descriptors in flight (unix(7)).
-    pub fn put(&self, entry: Entry, descriptors: &[RawFd]) -> io::Result<()> {
+    /// EAGAIN: the queue is full, it is being rotated, or too few descriptors are free. ETOOMANYREFS: this user
+    /// has too many descriptors in flight (unix(7)).
+    pub fn put(&self, entry: StoreEntry, descriptors: &[RawFd]) -> io::Result<()> {
         if !self.measure()? {
             return Err(io::Error::from_raw_os_error(libc::EAGAIN));
         }
@@ -211,7 +212,7 @@ impl FdStore {
     ///
     /// # Errors
     /// The kernel refused descriptors. The other entries stay as they were, and it may be tried again.
-    pub fn retain(&self, keep: impl Fn(Entry) -> bool) -> io::Result<()> {
+    pub fn retain(&self, keep: impl Fn(StoreEntry) -> bool) -> io::Result<()> {
         let mut rotation = self.rotation.lock().unwrap_or_else(PoisonError::into_inner);
         rotation.count = rotation.count.wrapping_add(1);
         rotation.spare.clear();
@@ -222,15 +223,15 @@ impl FdStore {
         rotated
     }
 
-    fn rotate(&self, count: u32, keep: impl Fn(Entry) -> bool) -> io::Result<()> {
+    fn rotate(&self, count: u32, keep: impl Fn(StoreEntry) -> bool) -> io::Result<()> {
         // A CRIU that was killed while it read the queue leaves an offset. A worker that was killed here
         // leaves a mark.
         sys::set_peek_offset(self.descriptor(), None)?;
-        let mark = Entry { kind: Kind::Mark, index: count, life: std::process::id().into() };
+        let mark = StoreEntry { kind: EntryKind::Mark, index: count, life: std::process::id().into() };
         send(self.writer, mark, &[])?;
         loop {
             let Some(entry) = head(self.store)? else { return Ok(()) };
-            if entry.kind != Kind::Mark && keep(entry) {
+            if entry.kind != EntryKind::Mark && keep(entry) {
                 let Some((entry, descriptors)) = receive(self.store, MsgFlags::MSG_PEEK)? else {
                     return Ok(());
                 };
@@ -278,7 +279,7 @@ pub fn peek_all(store: BorrowedFd<'_>) -> io::Result<Vec<Stored>> {
     done
 }
 
-fn send(writer: RawFd, entry: Entry, descriptors: &[RawFd]) -> io::Result<()> {
+fn send(writer: RawFd, entry: StoreEntry, descriptors: &[RawFd]) -> io::Result<()> {
     let bytes = entry.encode();
     let rights = [ControlMessage::ScmRights(descriptors)];
     let rights = if descriptors.is_empty() { &[][..] } else { &rights[..] };
@@ -288,10 +289,10 @@ fn send(writer: RawFd, entry: Entry, descriptors: &[RawFd]) -> io::Result<()> {
 }
 
 /// Returns the first entry without its descriptors; none if the queue is empty.
-fn head(store: RawFd) -> io::Result<Option<Entry>> {
+fn head(store: RawFd) -> io::Result<Option<StoreEntry>> {
     let mut bytes = [0; ENTRY];
     match recv(store, &mut bytes, MsgFlags::MSG_PEEK | MsgFlags::MSG_DONTWAIT) {
-        Ok(ENTRY) => Entry::decode(&bytes).map(Some).ok_or_else(foreign_message),
+        Ok(ENTRY) => StoreEntry::decode(&bytes).map(Some).ok_or_else(foreign_message),
         Ok(0) | Err(Errno::EAGAIN) => Ok(None),
         Ok(_) => Err(foreign_message()),
         Err(error) => Err(error.into()),
@@ -321,7 +322,7 @@ fn receive(store: RawFd, how: MsgFlags) -> io::Result<Option<Stored>> {
     if flags.intersects(MsgFlags::MSG_CTRUNC | MsgFlags::MSG_TRUNC) {
         return Err(io::Error::from_raw_os_error(libc::EMFILE));
     }
-    let entry = Entry::decode(&bytes[..length]).ok_or_else(foreign_message)?;
+    let entry = StoreEntry::decode(&bytes[..length]).ok_or_else(foreign_message)?;
     Ok(Some((entry, descriptors)))
 }
 
@@ -350,12 +351,12 @@ mod tests {
         fstat(file).unwrap().st_ino
     }
 
-    fn space(index: u32) -> Entry {
-        Entry { kind: Kind::Space, index, life: 7 }
+    fn space(index: u32) -> StoreEntry {
+        StoreEntry { kind: EntryKind::Space, index, life: 7 }
     }
 
     /// Kinds and indices, and the inodes of all descriptors but the writer.
-    fn held(store: &OwnedFd) -> Vec<(Kind, u32, Vec<u64>)> {
+    fn held(store: &OwnedFd) -> Vec<(EntryKind, u32, Vec<u64>)> {
         let all = peek_all(store.as_fd()).unwrap();
         let inodes = |files: &Vec<OwnedFd>| files.iter().map(inode).collect();
         all.iter().map(|(entry, files)| (entry.kind, entry.index, inodes(files))).collect()
@@ -368,9 +369,9 @@ mod tests {
         store.put(space(1), &[one.as_raw_fd(), two.as_raw_fd()]).unwrap();
         store.put(space(2), &[two.as_raw_fd()]).unwrap();
         let expected = [
-            (Kind::Writer, 0, vec![inode(&writer)]),
-            (Kind::Space, 1, vec![inode(&one), inode(&two)]),
-            (Kind::Space, 2, vec![inode(&two)]),
+            (EntryKind::Writer, 0, vec![inode(&writer)]),
+            (EntryKind::Space, 1, vec![inode(&one), inode(&two)]),
+            (EntryKind::Space, 2, vec![inode(&two)]),
         ];
         assert_eq!(held(&reading), expected);
         assert_eq!(held(&reading), expected);
@@ -402,8 +403,9 @@ mod tests {
         store.put(space(3), &[file().as_raw_fd()]).unwrap();
         drop(near);
         store.retain(|entry| entry != space(1)).unwrap();
-        let order: Vec<(Kind, u32)> = held(&reading).iter().map(|(kind, index, _)| (*kind, *index)).collect();
-        assert_eq!(order, [(Kind::Writer, 0), (Kind::Space, 2), (Kind::Space, 3)]);
+        let order: Vec<(EntryKind, u32)> =
+            held(&reading).iter().map(|(kind, index, _)| (*kind, *index)).collect();
+        assert_eq!(order, [(EntryKind::Writer, 0), (EntryKind::Space, 2), (EntryKind::Space, 3)]);
         assert_eq!(std::io::Read::read(&mut far, &mut [0]).unwrap(), 0, "its file is closed");
         store.empty().unwrap();
         assert_eq!(held(&reading), []);
@@ -433,13 +435,14 @@ mod tests {
         let file = file();
         for index in 0..3 {
             store.put(space(index), &[file.as_raw_fd()]).unwrap();
-            let mark = Entry { kind: Kind::Mark, index: 0, life: 5 };
+            let mark = StoreEntry { kind: EntryKind::Mark, index: 0, life: 5 };
             send(store.writer, mark, &[]).unwrap();
         }
         sys::set_peek_offset(reading.as_fd(), Some(2 * i32::try_from(ENTRY).unwrap())).unwrap();
         store.retain(|entry| entry != space(2)).unwrap();
-        let order: Vec<(Kind, u32)> = held(&reading).iter().map(|(kind, index, _)| (*kind, *index)).collect();
-        assert_eq!(order, [(Kind::Writer, 0), (Kind::Space, 0), (Kind::Space, 1)]);
+        let order: Vec<(EntryKind, u32)> =
+            held(&reading).iter().map(|(kind, index, _)| (*kind, *index)).collect();
+        assert_eq!(order, [(EntryKind::Writer, 0), (EntryKind::Space, 0), (EntryKind::Space, 1)]);
     }
 
     #[test]
@@ -457,7 +460,7 @@ mod tests {
         for index in 0..u32::try_from(crate::ledger::MAX_SPACES).unwrap() {
             store.put(space(index), &[file.as_raw_fd(), file.as_raw_fd()]).unwrap();
         }
-        store.retain(|entry| entry.kind != Kind::Space || entry.index % 2 == 0).unwrap();
+        store.retain(|entry| entry.kind != EntryKind::Space || entry.index % 2 == 0).unwrap();
         drop(file);
         assert_eq!(held(&reading).len(), 1 + crate::ledger::MAX_SPACES / 2);
     }

@@ -64,7 +64,7 @@ type TryLock = fn(&File) -> Result<(), TryLockError>;
 
 /// Another process of Rewake has locked the folder: it serves the sessions.
 #[derive(Debug)]
-pub struct InUse;
+pub struct FolderInUse;
 
 impl Folder {
     /// Makes the folder of this process, with an empty ledger.
@@ -142,7 +142,7 @@ impl Folder {
     ///
     /// # Errors
     /// The ledger cannot be read, or another version of this program wrote it.
-    pub fn take(path: &Path) -> anyhow::Result<Result<(Self, Ledger), InUse>> {
+    pub fn take(path: &Path) -> anyhow::Result<Result<(Self, Ledger), FolderInUse>> {
         Self::lock(path, File::try_lock)
     }
 
@@ -151,15 +151,15 @@ impl Folder {
     ///
     /// # Errors
     /// As for [`take`](Self::take).
-    pub fn look(path: &Path) -> anyhow::Result<Result<(Self, Ledger), InUse>> {
+    pub fn look(path: &Path) -> anyhow::Result<Result<(Self, Ledger), FolderInUse>> {
         Self::lock(path, File::try_lock_shared)
     }
 
-    fn lock(path: &Path, how: TryLock) -> anyhow::Result<Result<(Self, Ledger), InUse>> {
+    fn lock(path: &Path, how: TryLock) -> anyhow::Result<Result<(Self, Ledger), FolderInUse>> {
         let name = path.join(LEDGER);
         let file = match open(path) {
             // Another process has recovered it, and has renamed or removed the folder.
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Err(InUse)),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Err(FolderInUse)),
             file => file.with_context(|| format!("opening {}", name.display()))?,
         };
         let mut tries = 0;
@@ -175,10 +175,10 @@ impl Folder {
             }
             std::thread::sleep(LOCK_PAUSE);
         };
-        let Some(lock) = locked else { return Ok(Err(InUse)) };
+        let Some(lock) = locked else { return Ok(Err(FolderInUse)) };
         let lock = lock.with_context(|| format!("locking {}", name.display()))?;
         let ledger = match open(path) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Err(InUse)),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Err(FolderInUse)),
             file => file.and_then(|file| Ledger::of_file(&file)),
         };
         let ledger = ledger.with_context(|| format!("mapping {}", name.display()))?;

@@ -31,13 +31,13 @@ pub enum NotShut {
 #[derive(Debug)]
 #[repr(C)]
 pub struct Gates {
-    gates: [Gate; MAX_GATES],
+    gates: [GateSlot; MAX_GATES],
 }
 
 /// The closed gate of a process.
 #[derive(Debug)]
 #[repr(C)]
-struct Gate {
+struct GateSlot {
     /// The process's descriptor: its number plus one. 0 is none. Written last.
     process: AtomicI32,
     /// As in [`ProcessId`]; 0 if the process had ended.
@@ -117,7 +117,7 @@ impl Gates {
     }
 }
 
-impl Gate {
+impl GateSlot {
     /// Removes the note that forbids a dump of the process. It makes only a system call.
     fn allow_dump(&self) {
         let (pid, started) = (self.pid.load(Ordering::Relaxed), self.started.load(Ordering::Relaxed));

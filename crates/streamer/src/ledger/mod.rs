@@ -29,11 +29,11 @@ use std::time::Duration;
 use nix::fcntl::FallocateFlags;
 use nix::time::{ClockId, clock_gettime};
 
-pub use folder::{Folder, InUse, Starter, root};
+pub use folder::{Folder, FolderInUse, Starter, root};
 pub use gates::{Gates, NotShut};
 pub use handshake::{Inbox, Received};
 pub use journal::{Journal, Replay, forks, set_fork};
-pub use session_slot::{Outcome, SessionSlot, SessionState};
+pub use session_slot::{SessionOutcome, SessionSlot, SessionState};
 pub use space_slot::SpaceSlot;
 
 /// Address spaces that one streamer watches at once: every task of the restore, and the children that they

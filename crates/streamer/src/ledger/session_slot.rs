@@ -43,7 +43,7 @@ impl SessionState {
 /// How a session ended: a worker's successor must not serve it again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u32)]
-pub enum Outcome {
+pub enum SessionOutcome {
     /// It has not ended.
     Open = 0,
     /// All its memory is resident, or its processes have ended.
@@ -97,16 +97,16 @@ impl SessionSlot {
 
     /// Returns how the session ended.
     #[must_use]
-    pub fn outcome(&self) -> Outcome {
+    pub fn outcome(&self) -> SessionOutcome {
         match self.outcome.load(Ordering::Acquire) {
-            1 => Outcome::Served,
-            2 => Outcome::Failed,
-            _ => Outcome::Open,
+            1 => SessionOutcome::Served,
+            2 => SessionOutcome::Failed,
+            _ => SessionOutcome::Open,
         }
     }
 
     /// Notes how the session ended.
-    pub fn set_outcome(&self, outcome: Outcome) {
+    pub fn set_outcome(&self, outcome: SessionOutcome) {
         self.outcome.store(outcome as u32, Ordering::Release);
     }
 

@@ -14,7 +14,7 @@ use std::sync::atomic::Ordering;
 use anyhow::Context as _;
 use rewake_plugin_protocol::{FileId, Phase, SessionNote, Store};
 
-use crate::ledger::fd_store::{Entry, FdStore, Kind, MAX_DESCRIPTORS, peek_all};
+use crate::ledger::fd_store::{EntryKind, FdStore, MAX_DESCRIPTORS, StoreEntry, peek_all};
 use crate::ledger::{SessionSlot, Starter};
 use crate::session::image::Image;
 
@@ -39,11 +39,11 @@ pub fn make(slot: &SessionSlot) -> io::Result<FdStore> {
 pub fn of_image(slot: &SessionSlot, image: &Image) -> io::Result<FdStore> {
     let store = make(slot)?;
     let (plan, files) = image.seal()?;
-    store.put(Entry { kind: Kind::Plan, index: 0, life: 0 }, &[plan.as_raw_fd()])?;
+    store.put(StoreEntry { kind: EntryKind::Plan, index: 0, life: 0 }, &[plan.as_raw_fd()])?;
     for (number, some) in files.chunks(MAX_DESCRIPTORS).enumerate() {
         let numbers: Vec<i32> = some.iter().map(BorrowedFd::as_raw_fd).collect();
         let index = u32::try_from(number * MAX_DESCRIPTORS).map_err(io::Error::other)?;
-        store.put(Entry { kind: Kind::Files, index, life: 0 }, &numbers)?;
+        store.put(StoreEntry { kind: EntryKind::Files, index, life: 0 }, &numbers)?;
     }
     Ok(store)
 }
@@ -58,8 +58,8 @@ pub fn image(store: &FdStore) -> anyhow::Result<Image> {
     let (mut plan, mut files) = (None, BTreeMap::new());
     for (entry, descriptors) in stored {
         match entry.kind {
-            Kind::Plan => plan = descriptors.into_iter().next(),
-            Kind::Files => drop(files.insert(entry.index, descriptors)),
+            EntryKind::Plan => plan = descriptors.into_iter().next(),
+            EntryKind::Files => drop(files.insert(entry.index, descriptors)),
             _ => {}
         }
     }

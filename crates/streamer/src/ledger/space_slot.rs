@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicI32, AtomicU32, AtomicU64, Ordering};
 use rewake_uffd::RawMessage;
 
 use super::{FREE, LIVE, MAX_MESSAGES, NO_FD, TAKEN};
-use crate::ledger::fd_store::{Entry, Kind};
+use crate::ledger::fd_store::{EntryKind, StoreEntry};
 use crate::sys;
 
 /// One address space that a session serves.
@@ -55,9 +55,9 @@ impl SpaceSlot {
 
     /// Returns the address space's entry in the fd store: the slot's index, and how often the slot was taken.
     #[must_use]
-    pub fn entry(&self) -> Entry {
+    pub fn entry(&self) -> StoreEntry {
         let (index, life) = (self.index.load(Ordering::Acquire), self.life.load(Ordering::Acquire));
-        Entry { kind: Kind::Space, index, life }
+        StoreEntry { kind: EntryKind::Space, index, life }
     }
 
     /// Makes the complete slot visible to successors.

@@ -13,7 +13,7 @@ use rewake_plugin_protocol::{Channel, MAX_DESCRIPTORS};
 use rewake_process::descriptors;
 
 use super::confine::confine;
-use super::{Report, TIME, step};
+use super::{PlannerReport, TIME, step};
 use crate::session::image::draft::Draft;
 
 /// Bytes of a reason that are sent: a message has 16 KiB at most.
@@ -31,13 +31,13 @@ pub fn run(images: &Path) -> anyhow::Result<u8> {
     let Err(error) = plan(images, &stdout, &channel) else { return Ok(0) };
     let mut reason = format!("{error:#}");
     reason.truncate(reason.floor_char_boundary(MAX_REASON));
-    channel.send(&Report { step: step::REFUSED, reason }, &[])?;
+    channel.send(&PlannerReport { step: step::REFUSED, reason }, &[])?;
     Ok(1)
 }
 
 fn plan(images: &Path, out: &File, channel: &Channel) -> anyhow::Result<()> {
     let report = |step: u32, descriptors: &[BorrowedFd<'_>]| {
-        channel.send(&Report { step, reason: String::new() }, descriptors).context("reporting a plan")
+        channel.send(&PlannerReport { step, reason: String::new() }, descriptors).context("reporting a plan")
     };
     let images = ImageDir::open(images)?;
     let parents = images.ancestors();

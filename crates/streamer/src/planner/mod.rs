@@ -82,7 +82,7 @@ mod step {
 
 /// A message of the planner.
 #[derive(Clone, PartialEq, Eq, prost::Message)]
-struct Report {
+struct PlannerReport {
     /// What it has done: one of [`step`].
     #[prost(uint32, tag = "1")]
     step: u32,
@@ -152,7 +152,7 @@ impl<'a> Planner<'a> {
         }
     }
 
-    fn receive(&mut self) -> anyhow::Result<(Report, Vec<OwnedFd>)> {
+    fn receive(&mut self) -> anyhow::Result<(PlannerReport, Vec<OwnedFd>)> {
         self.wait()?;
         match self.channel.receive() {
             Err(rewake_plugin_protocol::Error::Closed) => bail!("{}", self.last_words()),

@@ -2,15 +2,21 @@
 //! Makes the record of a restore for tests: two processes with GPUs and one without. It has memory of
 //! both kinds, and page faults.
 
-use super::model::{FORMAT, Fault, Memory, PageFaults, Process, Record, State, Swap};
+use super::model::{FORMAT, Fault, PageFaults, Process, ProcessMemory, Record, State, SwapEvent};
 
 const GIB: u64 = 1 << 30;
 
 /// All of `bytes` after `resident_us`, evenly.
-fn memory(process: usize, minor: Option<u32>, bytes: u64, resident_us: u64, sampled_us: &[u64]) -> Memory {
+fn memory(
+    process: usize,
+    minor: Option<u32>,
+    bytes: u64,
+    resident_us: u64,
+    sampled_us: &[u64],
+) -> ProcessMemory {
     let at = |at: &u64| u64::try_from(u128::from(bytes) * u128::from(*at) / u128::from(resident_us)).unwrap();
     let samples = sampled_us.iter().map(|time| at(time).min(bytes)).collect();
-    Memory { process, minor, bytes, resident: bytes, resident_us: Some(resident_us), samples }
+    ProcessMemory { process, minor, bytes, resident: bytes, resident_us: Some(resident_us), samples }
 }
 
 /// Returns the record of that restore, which takes three seconds.
@@ -65,6 +71,6 @@ pub fn record() -> Record {
         sampled_faults: (0..31).map(|tick| tick * 12 / 31).collect(),
         sampled_us,
         longest_faults: (0..12).map(fault).collect(),
-        longest_swaps: vec![Swap { at_us: 700_000, process: 0, buffer: 41, stopped_us: 210 }],
+        longest_swaps: vec![SwapEvent { at_us: 700_000, process: 0, buffer: 41, stopped_us: 210 }],
     }
 }

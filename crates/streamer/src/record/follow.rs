@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use tracing::info;
 
 use super::Timeline;
-use super::model::{Memory, Record};
+use super::model::{ProcessMemory, Record};
 use crate::sys;
 use crate::units;
 
@@ -34,7 +34,7 @@ pub fn follow(timeline: Timeline) -> io::Result<()> {
     })
 }
 
-fn log(record: &Record, of: &Memory) {
+fn log(record: &Record, of: &ProcessMemory) {
     let process = record.process_of(of).map_or(0, |process| process.pid);
     info!(process, "{}: {} of {}", of.whose(), units::bytes(of.resident), units::bytes(of.bytes));
 }

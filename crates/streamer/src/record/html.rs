@@ -4,7 +4,7 @@
 use std::fmt::Write as _;
 use std::time::Duration;
 
-use super::model::{Memory, Process, Record, State};
+use super::model::{Process, ProcessMemory, Record, State};
 use super::plot::{COLOURS, class, plot};
 use super::text::{millis, moments};
 use crate::units;
@@ -112,7 +112,7 @@ fn table(page: &mut String, title: &str, columns: &[&str], rows: impl Iterator<I
 }
 
 fn memory(page: &mut String, record: &Record) {
-    let row = |(place, of): (usize, &Memory)| {
+    let row = |(place, of): (usize, &ProcessMemory)| {
         let label = record.process_of(of).map(Process::label).unwrap_or_default();
         let took =
             of.resident_us.unwrap_or(record.elapsed_us).saturating_sub(record.began_us(of.minor.is_none()));

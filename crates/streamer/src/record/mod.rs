@@ -35,10 +35,10 @@ use crate::session::Session;
 /// [`LoadHandle`], buffers those of the image. No call waits longer than for a reader that copies at most
 /// 600 KiB. [`samples`] and [`top_n`] bound the memory. CPU memory sends no events: its counts are sampled.
 #[derive(Debug, Clone, Default)]
-pub struct Timeline(Arc<Shared>);
+pub struct Timeline(Arc<TimelineState>);
 
 #[derive(Debug, Default)]
-struct Shared {
+struct TimelineState {
     recorder: Mutex<Recorder>,
     gpus: OnceLock<LoadHandle>,
     cpus: OnceLock<Cpus>,
@@ -218,7 +218,7 @@ mod tests {
         timeline.fault(0, 7, 0x1000, Duration::from_millis(3));
         timeline.look();
         let record = timeline.record();
-        let of = |of: &model::Memory| (of.process, of.minor, of.bytes, of.resident);
+        let of = |of: &model::ProcessMemory| (of.process, of.minor, of.bytes, of.resident);
         assert_eq!(record.processes[1].runs_us, record.processes[0].runs_us, "CRIU lets go of all at once");
         let wanted =
             [(0, None, 16384, 4096), (0, Some(128), 100, 0), (1, None, 16384, 0), (2, None, 16384, 0)];

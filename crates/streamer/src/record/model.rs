@@ -44,7 +44,7 @@ pub struct Record {
     /// The processes, by the numbers that the rest of the record calls them by.
     pub processes: Vec<Process>,
     /// Memory, each process's of CPUs and of each GPU.
-    pub memory: Vec<Memory>,
+    pub memory: Vec<ProcessMemory>,
     /// The page faults on CPU memory, of all processes.
     #[serde(default)]
     pub page_fault_stats: PageFaults,
@@ -55,7 +55,7 @@ pub struct Record {
     /// The faults of memory of GPUs that waited longest, in the order of their ends.
     pub longest_faults: Vec<Fault>,
     /// The swaps that stopped a process longest, in their order.
-    pub longest_swaps: Vec<Swap>,
+    pub longest_swaps: Vec<SwapEvent>,
 }
 
 /// The page faults on CPU memory that were served, and what became zeros without a read. Counts are since the
@@ -110,7 +110,7 @@ pub struct Process {
 
 /// A process's CPU memory, or its memory on one GPU.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Memory {
+pub struct ProcessMemory {
     /// Whose it is: its place in [`Record::processes`].
     pub process: usize,
     /// N of the GPU's `/dev/dri/renderDN`; none: memory of CPUs.
@@ -143,7 +143,7 @@ pub struct Fault {
 
 /// A swap of a buffer's placeholders.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Swap {
+pub struct SwapEvent {
     /// It was done.
     pub at_us: u64,
     /// Whose it was: a place in [`Record::processes`].
@@ -162,7 +162,7 @@ impl Process {
     }
 }
 
-impl Memory {
+impl ProcessMemory {
     /// For people: `CPUs` or `renderD128`.
     #[must_use]
     pub fn whose(&self) -> String {
@@ -192,7 +192,7 @@ impl Record {
 
     /// Whose memory it is.
     #[must_use]
-    pub fn process_of(&self, memory: &Memory) -> Option<&Process> {
+    pub fn process_of(&self, memory: &ProcessMemory) -> Option<&Process> {
         self.processes.get(memory.process)
     }
 
@@ -214,7 +214,7 @@ impl Record {
 
     /// Returns the rate of one memory lately, in bytes a second.
     #[must_use]
-    pub fn rate_of(&self, memory: &Memory) -> u64 {
+    pub fn rate_of(&self, memory: &ProcessMemory) -> u64 {
         self.since_lately(|sample| memory.samples.get(sample).copied().unwrap_or_default())
     }
 
@@ -294,7 +294,7 @@ mod tests {
         let sampled_us = vec![0, 1_000_000, 2_000_000, 2_500_000, 3_000_000];
         let samples = vec![0, 0, 100, 400, 500];
         let record = Record {
-            memory: vec![Memory { bytes: 900, resident: 500, samples, ..Memory::default() }],
+            memory: vec![ProcessMemory { bytes: 900, resident: 500, samples, ..ProcessMemory::default() }],
             sampled_us,
             ..Record::default()
         };
@@ -305,7 +305,7 @@ mod tests {
     #[test]
     fn where_nothing_comes_nobody_knows_how_long_it_takes() {
         let record = Record {
-            memory: vec![Memory { bytes: 9, samples: vec![0], ..Memory::default() }],
+            memory: vec![ProcessMemory { bytes: 9, samples: vec![0], ..ProcessMemory::default() }],
             sampled_us: vec![5],
             ..Record::default()
         };

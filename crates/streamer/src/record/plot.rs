@@ -6,7 +6,7 @@ use std::fmt::Write as _;
 use std::time::Duration;
 
 use super::html::escaped;
-use super::model::{Memory, Process, Record};
+use super::model::{Process, ProcessMemory, Record};
 use super::text::millis;
 use crate::units;
 
@@ -26,7 +26,7 @@ const SHORT: f64 = 10.0;
 const LONG: f64 = 10_000_000.0;
 
 /// What the memory at a place looks like: its colour's number, and which kind it is.
-pub(super) fn class(place: usize, memory: &Memory) -> String {
+pub(super) fn class(place: usize, memory: &ProcessMemory) -> String {
     format!("c{}{}", place.min(COLOURS), if memory.minor.is_none() { " cpus" } else { "" })
 }
 
@@ -126,7 +126,7 @@ fn moments(
     let _ = writeln!(svg, "<text class=\"{anchor} {class}\" x=\"{last:.1}\" y=\"24\">{name}</text>");
 }
 
-fn line(svg: &mut String, record: &Record, place: usize, memory: &Memory) {
+fn line(svg: &mut String, record: &Record, place: usize, memory: &ProcessMemory) {
     let mut points = format!("{:.1},{:.1}", x(record, 0), y(0, 1));
     for (at, there) in record.sampled_us.iter().zip(&memory.samples) {
         let _ = write!(points, " {:.1},{:.1}", x(record, *at), y(*there, memory.bytes));

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant, SystemTime};
 use rewake_bo_contents::Progress;
 
 use super::cpu_progress::{CpuProgress, CpuSnapshot};
-use super::model::{FORMAT, Fault, Memory, PageFaults, Process, Record, State, Swap};
+use super::model::{FORMAT, Fault, PageFaults, Process, ProcessMemory, Record, State, SwapEvent};
 use super::samples::{Sample, Samples};
 use super::top_n::Longest;
 
@@ -21,14 +21,14 @@ pub(super) struct Recorder {
     over: Option<u64>,
     /// The processes with gates, by their load's numbers.
     processes: Vec<Process>,
-    gpus: Vec<Memory>,
+    gpus: Vec<ProcessMemory>,
     /// The CPU memory of all processes that have some to load.
     cpus: Vec<CpuMemory>,
     page_faults: PageFaults,
     samples: Samples,
     faults: u64,
     longest_faults: Longest<Fault>,
-    longest_swaps: Longest<Swap>,
+    longest_swaps: Longest<SwapEvent>,
 }
 
 /// The CPU memory of one process.
@@ -79,7 +79,7 @@ impl Recorder {
 
     pub(super) fn swapped(&mut self, process: usize, buffer: usize, stopped: Duration) {
         let (at_us, stopped_us) = (self.now(), micros(stopped));
-        self.longest_swaps.push(stopped_us, Swap { at_us, process, buffer, stopped_us });
+        self.longest_swaps.push(stopped_us, SwapEvent { at_us, process, buffer, stopped_us });
         self.note(process, |of, _| {
             of.swaps += 1;
             of.stopped_us += stopped_us;
@@ -113,7 +113,7 @@ impl Recorder {
             self.note(process, |_, _| ());
             // The load reports them in the same order each time.
             if self.gpus.len() <= place {
-                self.gpus.push(Memory { process, minor: Some(minor), ..Memory::default() });
+                self.gpus.push(ProcessMemory { process, minor: Some(minor), ..ProcessMemory::default() });
             }
             let of = &mut self.gpus[place];
             (of.bytes, of.resident) = (all, resident);
@@ -173,18 +173,18 @@ impl Recorder {
     }
 
     /// Returns the processes, those with gates first, and each process's CPU memory before its GPU memory.
-    fn processes_and_memory(&self) -> (Vec<Process>, Vec<Memory>) {
+    fn processes_and_memory(&self) -> (Vec<Process>, Vec<ProcessMemory>) {
         let samples = |of: &dyn Fn(&Sample) -> Option<u64>| {
             self.samples.iter().map(|sample| of(sample).unwrap_or_default()).collect()
         };
         let (mut processes, mut memory) = (self.processes.clone(), Vec::new());
         for (place, of) in self.gpus.iter().enumerate() {
             let samples = samples(&|at| at.gpus.get(place).copied());
-            memory.push(Memory { samples, ..of.clone() });
+            memory.push(ProcessMemory { samples, ..of.clone() });
         }
         for (place, cpu_memory) in self.cpus.iter().enumerate() {
             let process = whose(&mut processes, self.processes.len(), cpu_memory);
-            memory.push(Memory {
+            memory.push(ProcessMemory {
                 process,
                 minor: None,
                 bytes: cpu_memory.of.bytes,

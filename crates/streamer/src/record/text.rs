@@ -129,7 +129,7 @@ pub(super) fn millis(micros: u64) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::super::example;
-    use super::super::model::Memory;
+    use super::super::model::ProcessMemory;
     use super::*;
 
     #[test]
@@ -161,7 +161,8 @@ process                 memory of       bytes    there after  there
         let mut record = example::record();
         record.processes[0].pid = 4_194_304;
         record.processes[0].name = "a".repeat(15);
-        record.memory[0] = Memory { bytes: (1 << 50) - 1, minor: Some(191), ..record.memory[0].clone() };
+        record.memory[0] =
+            ProcessMemory { bytes: (1 << 50) - 1, minor: Some(191), ..record.memory[0].clone() };
         record.memory[0].resident_us = Some(36_000_000_000);
         let last = |text: &str| text.lines().skip(9).map(|line| line.chars().count()).max();
         let text = text(&record, Duration::ZERO);
@@ -171,7 +172,7 @@ process                 memory of       bytes    there after  there
     #[test]
     fn a_failure_says_why_and_what_was_there() {
         let mut record = example::record();
-        record.memory[0] = Memory { resident: 1 << 30, resident_us: None, ..record.memory[0].clone() };
+        record.memory[0] = ProcessMemory { resident: 1 << 30, resident_us: None, ..record.memory[0].clone() };
         record.processes.iter_mut().for_each(|of| of.gate_open_us = None);
         (record.state, record.reason) = (State::Failed, Some("read amdgpu-pages-7-1.img: EIO".to_owned()));
         let text = text(&record, Duration::ZERO);

@@ -23,17 +23,17 @@ use tracing::{error, info, warn};
 use crate::control::proto;
 use crate::control::status_server::{Answers, StatusSocket, streaming};
 use crate::gpu::{self, StreamOptions, plugin_folder};
-use crate::ledger::{Ledger, Outcome};
+use crate::ledger::{Ledger, SessionOutcome};
 use crate::record::model::State;
 use crate::record::{Timeline, files, follow};
-use crate::session::serve::{Summary, Worker};
+use crate::session::serve::{SessionSummary, Worker};
 use crate::supervise::supervisor::{STOPPED, Start};
 use crate::supervise::worker::{self, AskedToStop};
 use crate::sys;
 
 /// What is restored, and how.
 #[derive(Debug)]
-pub struct Options {
+pub struct RestoreOptions {
     /// CPU memory is served from this directory; none: CRIU loads it itself.
     pub images: Option<PathBuf>,
     /// CRIU's work directory (`-W`): the sockets and the record are here.
@@ -48,8 +48,8 @@ pub struct Options {
 
 /// What all workers of a streamer share.
 #[derive(Debug)]
-pub struct Restore {
-    options: Options,
+pub struct StreamedRestore {
+    options: RestoreOptions,
     /// The plugin connects here; none if the image has no GPU memory.
     plugin: Option<Listener>,
     status: StatusSocket,
@@ -57,12 +57,12 @@ pub struct Restore {
     unconnected: OnceLock<String>,
 }
 
-impl Restore {
+impl StreamedRestore {
     /// Makes the restore of an image, and its sockets for clients and, with GPU state, for the plugin.
     ///
     /// # Errors
     /// The image cannot be read, or another streamer serves there already.
-    pub fn new(options: Options) -> anyhow::Result<Arc<Self>> {
+    pub fn new(options: RestoreOptions) -> anyhow::Result<Arc<Self>> {
         let has_gpus = |images: &PathBuf| {
             plugin_folder::image_has_gpu(images).with_context(|| format!("reading {}", images.display()))
         };
@@ -200,7 +200,7 @@ impl Restore {
         over: Option<watch::Receiver<bool>>,
     ) -> anyhow::Result<()> {
         let Some(images) = &self.options.images else { return std::future::pending().await };
-        if start.ledger.session().outcome() != Outcome::Open {
+        if start.ledger.session().outcome() != SessionOutcome::Open {
             // The last worker died when the session had ended, and may not have kept the record.
             timeline.handed_over();
         }
@@ -283,7 +283,7 @@ impl Restore {
 }
 
 /// Logs that all CPU memory of a session is resident.
-pub fn report(summary: &Summary) {
+pub fn report(summary: &SessionSummary) {
     let pages = summary.pages_copied + summary.pages_zero;
     info!(
         tasks = summary.tasks,

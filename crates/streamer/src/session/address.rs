@@ -21,7 +21,7 @@ const NAME: &str = "rewake.sock";
 /// Another process listens on a socket.
 #[derive(Debug, thiserror::Error)]
 #[error("{}: a daemon listens here: use it, or give another --socket", .0.display())]
-pub struct InUse(PathBuf);
+pub struct SocketInUse(PathBuf);
 
 /// Returns the control socket of a daemon without `--socket`: `/run/rewake/rewake.sock` for root, and
 /// `$XDG_RUNTIME_DIR/rewake.sock` for others.
@@ -56,12 +56,12 @@ pub fn bind(path: &Path) -> anyhow::Result<UnixListener> {
         .map_err(|(_, error)| error)
         .with_context(|| format!("locking {}", folder.display()))?;
     match state(path) {
-        State::Free => {}
-        State::Stale => {
+        SocketState::Free => {}
+        SocketState::Stale => {
             std::fs::remove_file(path).with_context(|| format!("replacing {}", path.display()))?;
         }
-        State::Served => return Err(InUse(path.to_owned()).into()),
-        State::Other(error) => {
+        SocketState::Served => return Err(SocketInUse(path.to_owned()).into()),
+        SocketState::Other(error) => {
             return Err(error).with_context(|| format!("{}: not a socket", path.display()));
         }
     }
@@ -88,7 +88,7 @@ pub fn within(directory: &File, name: &str) -> PathBuf {
 }
 
 /// The state of a socket file.
-enum State {
+enum SocketState {
     Free,
     Stale,
     Served,
@@ -97,18 +97,18 @@ enum State {
 
 /// Returns the state of a socket file. It connects with a datagram socket, which leaves the daemon's accept
 /// queue alone: the kernel answers "wrong type" for a bound stream socket and "refused" for a stale file.
-fn state(path: &Path) -> State {
+fn state(path: &Path) -> SocketState {
     let connected = UnixDatagram::unbound().and_then(|probe| probe.connect(path));
-    let Err(error) = connected else { return State::Served };
+    let Err(error) = connected else { return SocketState::Served };
     let is_socket = || {
         use std::os::unix::fs::FileTypeExt as _;
         std::fs::symlink_metadata(path).is_ok_and(|found| found.file_type().is_socket())
     };
     match error.raw_os_error() {
-        Some(libc::ENOENT) if std::fs::symlink_metadata(path).is_err() => State::Free,
-        Some(libc::EPROTOTYPE) => State::Served,
-        Some(libc::ECONNREFUSED) if is_socket() => State::Stale,
-        _ => State::Other(error),
+        Some(libc::ENOENT) if std::fs::symlink_metadata(path).is_err() => SocketState::Free,
+        Some(libc::EPROTOTYPE) => SocketState::Served,
+        Some(libc::ECONNREFUSED) if is_socket() => SocketState::Stale,
+        _ => SocketState::Other(error),
     }
 }
 

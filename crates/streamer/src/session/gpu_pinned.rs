@@ -49,7 +49,7 @@ fn ranges(image: &KfdImage) -> Option<Vec<Range<u64>>> {
 mod tests {
     use rewake_amdgpu_uapi::abi::KFD_IOC_ALLOC_MEM_FLAGS_USERPTR;
     use rewake_amdgpu_uapi::criu::blob;
-    use rewake_criu_images::amdgpu::{KfdBuffer, Node, Properties, kfd_name};
+    use rewake_criu_images::amdgpu::{KfdBuffer, NodeImage, Properties, kfd_name};
 
     use super::*;
 
@@ -64,7 +64,7 @@ mod tests {
         KfdImage {
             pid,
             gpus: 1,
-            nodes: vec![Node { properties, ..Node::default() }, Node::default()],
+            nodes: vec![NodeImage { properties, ..NodeImage::default() }, NodeImage::default()],
             buffers: vec![KfdBuffer { size: 0x2000, alloc_flags, gpu_id: 5, ..KfdBuffer::default() }],
             private,
             ..KfdImage::default()

@@ -19,7 +19,7 @@ use tokio::sync::Notify;
 use tracing::error;
 
 use crate::cpu::stats::{Stats, TaskStats, add};
-use crate::ledger::fd_store::{Entry, FdStore, Kind};
+use crate::ledger::fd_store::{EntryKind, FdStore, StoreEntry};
 use crate::ledger::{Ledger, NO_FD, SpaceSlot, wants_room};
 
 /// The restore that this worker serves.
@@ -94,9 +94,10 @@ impl Session {
     /// want of descriptors.
     pub fn forget_retired(&self, ledger: Ledger) -> bool {
         let Some(store) = self.store() else { return true };
-        let is_current = |entry: Entry| {
+        let is_current = |entry: StoreEntry| {
             let slot = ledger.spaces().get(entry.index as usize);
-            entry.kind != Kind::Space || slot.is_some_and(|slot| !slot.is_free() && slot.entry() == entry)
+            entry.kind != EntryKind::Space
+                || slot.is_some_and(|slot| !slot.is_free() && slot.entry() == entry)
         };
         match store.retain(is_current) {
             Err(error) if wants_room(&error) => false,
@@ -209,8 +210,8 @@ mod tests {
         retired.retire();
         assert!(session.forget_retired(ledger));
         let held = peek_all(session.store().unwrap().descriptor()).unwrap();
-        let held: Vec<Entry> =
-            held.into_iter().map(|(entry, _)| entry).filter(|of| of.kind == Kind::Space).collect();
+        let held: Vec<StoreEntry> =
+            held.into_iter().map(|(entry, _)| entry).filter(|of| of.kind == EntryKind::Space).collect();
         assert_eq!(held, [forked.entry()]);
     }
 }

@@ -15,7 +15,7 @@ use tracing::warn;
 use crate::ledger::{NO_FD, SessionSlot, SessionState};
 use crate::session::Session;
 use crate::session::image::Image;
-use crate::session::peer::Step;
+use crate::session::peer::HandshakeStep;
 use crate::session::socket;
 use crate::supervise::parking;
 use crate::sys;
@@ -43,11 +43,11 @@ impl OpenSession {
     }
 
     /// Returns the current step of its handshake.
-    pub(crate) fn step(&self) -> Step {
+    pub(crate) fn step(&self) -> HandshakeStep {
         match () {
-            () if self.slot.inbox.is_midway() => Step::Midway,
-            () if self.tasks() == 0 => Step::First,
-            () => Step::Between,
+            () if self.slot.inbox.is_midway() => HandshakeStep::Midway,
+            () if self.tasks() == 0 => HandshakeStep::First,
+            () => HandshakeStep::Between,
         }
     }
 

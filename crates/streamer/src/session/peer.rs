@@ -22,13 +22,13 @@ const STEP_LIMIT: Duration = Duration::from_secs(120);
 /// The restore's process, and the time of its last message.
 #[derive(Debug)]
 pub(crate) struct Peer {
-    process: Process,
+    process: PeerProcess,
     /// When the last message was received.
     since: Instant,
 }
 
 #[derive(Debug)]
-enum Process {
+enum PeerProcess {
     Lives(AsyncFd<OwnedFd>),
     Ended,
     /// It is in another pid namespace, or the kernel does not report it.
@@ -37,7 +37,7 @@ enum Process {
 
 /// The step of a handshake.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Step {
+pub(crate) enum HandshakeStep {
     /// No task has reported.
     First,
     /// The rest of a message is outstanding.
@@ -51,11 +51,11 @@ impl Peer {
     /// Watches the process at the other end of `connection`.
     pub(crate) fn of(connection: &AsyncFd<OwnedFd>) -> Self {
         let process = match sys::peer_process(connection.get_ref().as_fd()).and_then(sys::watch) {
-            Ok(process) => Process::Lives(process),
-            Err(error) if error.raw_os_error() == Some(libc::ESRCH) => Process::Ended,
+            Ok(process) => PeerProcess::Lives(process),
+            Err(error) if error.raw_os_error() == Some(libc::ESRCH) => PeerProcess::Ended,
             Err(error) => {
                 debug!(%error, "no process descriptor for the restore");
-                Process::Unknown
+                PeerProcess::Unknown
             }
         };
         Self { process, since: Instant::now() }
@@ -68,26 +68,26 @@ impl Peer {
 
     /// Returns whether it has ended. All that it sent is then in the connection.
     pub(crate) fn has_ended(&self) -> bool {
-        matches!(self.process, Process::Ended)
+        matches!(self.process, PeerProcess::Ended)
     }
 
     /// Waits until the process ends. A second call waits for ever.
     pub(crate) async fn ended(&mut self) {
-        if let Process::Lives(process) = &self.process
+        if let PeerProcess::Lives(process) = &self.process
             && process.readable().await.is_ok()
         {
-            self.process = Process::Ended;
+            self.process = PeerProcess::Ended;
             return;
         }
         pending::<()>().await;
     }
 
     /// Waits until the time limit of the step has passed.
-    pub(crate) fn too_long(&self, step: Step) -> impl Future<Output = ()> + use<> {
+    pub(crate) fn too_long(&self, step: HandshakeStep) -> impl Future<Output = ()> + use<> {
         let limit = match step {
-            Step::First => Some(FIRST_LIMIT),
-            Step::Midway => Some(STEP_LIMIT),
-            Step::Between => None,
+            HandshakeStep::First => Some(FIRST_LIMIT),
+            HandshakeStep::Midway => Some(STEP_LIMIT),
+            HandshakeStep::Between => None,
         };
         let end = limit.map(|limit| self.since + limit);
         async move {
@@ -155,8 +155,8 @@ mod tests {
     #[test]
     fn each_step_but_the_time_between_tasks_has_a_limit() {
         block_on(async {
-            let long_ago = |limit| Peer { process: Process::Unknown, since: Instant::now() - limit };
-            for (step, limit) in [(Step::First, FIRST_LIMIT), (Step::Midway, STEP_LIMIT)] {
+            let long_ago = |limit| Peer { process: PeerProcess::Unknown, since: Instant::now() - limit };
+            for (step, limit) in [(HandshakeStep::First, FIRST_LIMIT), (HandshakeStep::Midway, STEP_LIMIT)] {
                 timeout(AT_ONCE, long_ago(limit).too_long(step)).await.unwrap();
                 let not_yet = long_ago(limit.saturating_sub(Duration::from_secs(60)));
                 assert!(
@@ -164,11 +164,13 @@ mod tests {
                     "{step:?}"
                 );
             }
-            let between = long_ago(FIRST_LIMIT).too_long(Step::Between);
+            let between = long_ago(FIRST_LIMIT).too_long(HandshakeStep::Between);
             assert!(timeout(Duration::from_millis(20), between).await.is_err());
             let mut active = long_ago(STEP_LIMIT);
             active.note_message();
-            assert!(timeout(Duration::from_millis(20), active.too_long(Step::Midway)).await.is_err());
+            assert!(
+                timeout(Duration::from_millis(20), active.too_long(HandshakeStep::Midway)).await.is_err()
+            );
         });
     }
 }

@@ -13,9 +13,9 @@ use rewake_image_io::{BlockCache, DEFAULT_BUDGET};
 use rewake_plugin_protocol::{Phase, SessionNote};
 use tracing::{info, warn};
 
-use crate::cpu::{Pool, address_spaces};
+use crate::cpu::{ReactorPool, address_spaces};
 use crate::ledger::{
-    self, Ledger, NO_FD, Outcome, Received, SessionSlot, SessionState, Starter, session_store,
+    self, Ledger, NO_FD, Received, SessionOutcome, SessionSlot, SessionState, Starter, session_store,
 };
 use crate::session::image::{Image, TaskPlan};
 use crate::session::open::{self, OpenSession};
@@ -38,12 +38,12 @@ pub struct Worker {
     /// The folder of the sessions' notes.
     notes: PathBuf,
     /// The reactor threads.
-    pub pool: Pool,
+    pub pool: ReactorPool,
 }
 
 /// The result of a session that has ended well.
 #[derive(Debug, Clone)]
-pub struct Summary {
+pub struct SessionSummary {
     /// Tasks restored, zombies included.
     pub tasks: usize,
     /// Pages that reactors filled with bytes.
@@ -63,7 +63,7 @@ impl Worker {
     /// Fails when the kernel refuses memory, descriptors or threads.
     pub fn start(ledger: Ledger, starter: Starter) -> anyhow::Result<Self> {
         let notes = ledger::root()?;
-        let pool = Pool::start(&BlockCache::new(DEFAULT_BUDGET)?, ledger)?;
+        let pool = ReactorPool::start(&BlockCache::new(DEFAULT_BUDGET)?, ledger)?;
         Ok(Self { ledger, starter, notes, pool })
     }
 
@@ -79,9 +79,9 @@ impl Worker {
             return Ok(Some(inherited));
         }
         match self.ledger.session().outcome() {
-            Outcome::Open => self.listen(images, work).await.map(Some),
-            Outcome::Served => Ok(None),
-            Outcome::Failed => bail!("the restore had failed already: see above"),
+            SessionOutcome::Open => self.listen(images, work).await.map(Some),
+            SessionOutcome::Served => Ok(None),
+            SessionOutcome::Failed => bail!("the restore had failed already: see above"),
         }
     }
 
@@ -129,7 +129,7 @@ impl Worker {
             if !slot.inbox.descriptor().is_some_and(is_known) {
                 self.reject_task(slot);
             }
-            slot.set_outcome(Outcome::Failed);
+            slot.set_outcome(SessionOutcome::Failed);
             address_spaces::kill_session(self.ledger);
             slot.free();
         });
@@ -153,8 +153,8 @@ impl Worker {
         // Before a reactor can close a descriptor and free its number.
         let arrived =
             slot.inbox.descriptor().is_some_and(|number| address_spaces::is_known(self.ledger, number));
-        for task in address_spaces::inherit(self.ledger, &image, &session, &self.pool) {
-            self.pool.submit(task);
+        for request in address_spaces::inherit(self.ledger, &image, &session, &self.pool) {
+            self.pool.submit(request);
         }
         let note = self.publish(&session);
         info!("taken over in state {:?}", slot.state());
@@ -183,13 +183,13 @@ impl Worker {
     /// # Errors
     /// Fails when the restore or the image fails. The restored processes are then killed, or can never read a
     /// missing page.
-    pub async fn serve(&self, open: &mut OpenSession) -> anyhow::Result<Summary> {
+    pub async fn serve(&self, open: &mut OpenSession) -> anyhow::Result<SessionSummary> {
         let outcome = self.run(open).await;
-        open.slot.set_outcome(if outcome.is_ok() { Outcome::Served } else { Outcome::Failed });
+        open.slot.set_outcome(if outcome.is_ok() { SessionOutcome::Served } else { SessionOutcome::Failed });
         outcome
     }
 
-    async fn run(&self, open: &mut OpenSession) -> anyhow::Result<Summary> {
+    async fn run(&self, open: &mut OpenSession) -> anyhow::Result<SessionSummary> {
         let session = Arc::clone(&open.session);
         let outcome = self.follow(open).await;
         if let Err(error) = &outcome {
@@ -207,7 +207,7 @@ impl Worker {
             bail!("{reason}");
         }
         let count = |counter: &std::sync::atomic::AtomicU64| counter.load(Ordering::Relaxed);
-        Ok(Summary {
+        Ok(SessionSummary {
             tasks: open.tasks() as usize,
             pages_copied: count(&session.stats.pages_copied),
             pages_zero: count(&session.stats.pages_zero),
@@ -347,7 +347,7 @@ impl Worker {
                 address_spaces::Arrival { image_pid, host_pid, uffd: number, home: self.pool.choose_home() };
             let plan = self.plan(open, image_pid);
             match plan.and_then(|plan| address_spaces::open(self.ledger, plan, &open.session, &arrived)) {
-                Ok(task) => self.pool.submit(task),
+                Ok(request) => self.pool.submit(request),
                 Err(error) => {
                     self.reject_task(open.slot);
                     return Err(error);

@@ -16,14 +16,14 @@ const CONNECT_TIMEOUT: u64 = 60;
 
 /// How an image is served.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Plan {
+pub struct LaunchPlan {
     /// The image has GPU state.
     pub gpus: bool,
     /// Why CRIU must load all CPU memory before the processes run; none if the streamer loads it.
     pub eager: Option<String>,
 }
 
-impl Plan {
+impl LaunchPlan {
     /// Checks an image and this kernel.
     ///
     /// CPU memory of an image with GPU state is loaded in the background only where the kernel can hold calls that
@@ -58,7 +58,7 @@ impl Plan {
 ///
 /// # Errors
 /// The path of this program cannot be found.
-pub fn command(images: &Path, work: &Path, plan: &Plan, record: bool) -> anyhow::Result<Command> {
+pub fn command(images: &Path, work: &Path, plan: &LaunchPlan, record: bool) -> anyhow::Result<Command> {
     let mut command = Command::new(program()?);
     command.arg("streamer").arg("-W").arg(work).args(["--status-fd", "1"]).process_group(0);
     command.args(["--connect-timeout", &CONNECT_TIMEOUT.to_string()]);

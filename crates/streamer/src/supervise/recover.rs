@@ -17,7 +17,7 @@ use nix::sys::stat::fstat;
 use rewake_plugin_protocol::ProcessId;
 use tracing::{error, warn};
 
-use crate::ledger::fd_store::{self, Kind};
+use crate::ledger::fd_store::{self, EntryKind};
 use crate::ledger::{Folder, Ledger, NO_FD, SessionSlot, SessionState, SpaceSlot, forks, set_fork};
 use crate::supervise::parking;
 use crate::supervise::processes;
@@ -25,7 +25,7 @@ use crate::sys;
 
 /// What a recovery found in a ledger.
 #[derive(Debug, Default, PartialEq, Eq)]
-pub struct Found {
+pub struct RecoveryReport {
     /// How many address spaces a worker can take over; none if the session cannot be served any more.
     pub spaces: Option<usize>,
     /// The processes that were killed, with the reason for each kill.
@@ -84,8 +84,8 @@ fn holders(slot: &SessionSlot) -> Vec<i32> {
 /// Recovers the session of a ledger whose processes have all ended.
 ///
 /// It takes the descriptors from the fd store that targets have.
-pub fn take_up(ledger: Ledger) -> Found {
-    let mut found = Found::default();
+pub fn take_up(ledger: Ledger) -> RecoveryReport {
+    let mut found = RecoveryReport::default();
     for gated in ledger.gates().forget() {
         found.kill(gated.pid, gated.started, GATED);
     }
@@ -109,7 +109,7 @@ pub fn take_up(ledger: Ledger) -> Found {
     found
 }
 
-impl Found {
+impl RecoveryReport {
     fn session(&mut self, ledger: Ledger, old: &[RawFd]) {
         let slot = ledger.session();
         let holders = holders(slot);
@@ -195,10 +195,10 @@ fn restore_descriptors(ledger: Ledger, store: OwnedFd, old: &[RawFd]) -> anyhow:
     for (entry, descriptors) in stored {
         let mut descriptors = descriptors.into_iter();
         match (entry.kind, descriptors.next()) {
-            (Kind::Writer, Some(writer)) if session.writer.load(Ordering::Acquire) == NO_FD => {
+            (EntryKind::Writer, Some(writer)) if session.writer.load(Ordering::Acquire) == NO_FD => {
                 session.writer.store(writer.into_raw_fd(), Ordering::Release);
             }
-            (Kind::Space, Some(uffd)) => {
+            (EntryKind::Space, Some(uffd)) => {
                 let slot = ledger.spaces().get(entry.index as usize);
                 if slot.is_some_and(|slot| !slot.is_free() && slot.entry() == entry) {
                     spaces_found.insert(entry.index, (uffd, descriptors.next()));

@@ -18,12 +18,12 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{mpsc, watch};
 use tokio::time::{Instant as Deadline, interval, sleep_until, timeout};
 
-use self::place::Place;
-use self::timeline::{Clock, Timeline};
+use self::place::WaitingStreamer;
+use self::timeline::{Clock, RestoreTimeline};
 use self::view::{View, write};
-use super::criu::{self, Criu, CriuInvocation, Options};
+use super::criu::{self, Criu, CriuInvocation, CriuOptions};
 use super::directory;
-use crate::cli::Restore;
+use crate::cli::RestoreArgs;
 use rewake_streamer::control::REPORT;
 use rewake_streamer::control::client::ClientError;
 use rewake_streamer::control::proto::{Ended, State, Streaming};
@@ -40,8 +40,8 @@ const OURS: [&str; 4] = ["-D", "--images-dir", "-W", "--work-dir"];
 /// What to restore, and how.
 #[derive(Debug, Clone, Copy)]
 struct RestoreRequest<'a> {
-    options: &'a Restore,
-    given: &'a Options,
+    options: &'a RestoreArgs,
+    given: &'a CriuOptions,
     images: &'a Path,
     /// The image has GPU state.
     gpus: bool,
@@ -68,9 +68,9 @@ impl RestoreRequest<'_> {
 ///
 /// # Errors
 /// The image cannot be served, there is no agent or no CRIU: nothing was started. Or the restore failed.
-pub fn run(options: &Restore) -> anyhow::Result<u8> {
+pub fn run(options: &RestoreArgs) -> anyhow::Result<u8> {
     let images = directory(&options.images_dir, "-D")?;
-    let given = Options::read(&options.criu_options, &OURS)?;
+    let given = CriuOptions::read(&options.criu_options, &OURS)?;
     let gpus =
         plugin_folder::image_has_gpu(&images).with_context(|| format!("reading {}", images.display()))?;
     ensure!(
@@ -87,24 +87,24 @@ pub fn run(options: &Restore) -> anyhow::Result<u8> {
 async fn restore(request: &RestoreRequest<'_>) -> anyhow::Result<u8> {
     let mut signals = signals()?;
     let view = View::new(request.options.quiet);
-    let place = Place::make(request, &view).await?;
+    let waiting = WaitingStreamer::make(request, &view).await?;
     // Followed from the beginning: a streamer that has ended answers no client.
     let (sender, latest) = watch::channel(Streaming::default());
-    let work = place.work.clone();
+    let work = waiting.work.clone();
     let mut followed =
         tokio::spawn(async move { streamer::follow(&work, |now| drop(sender.send_replace(now))).await });
     let started = Instant::now();
-    let lazy: &[&str] = if place.lazy_pages { &["--lazy-pages"] } else { &[] };
-    let criu = match request.start(&place.work, lazy) {
+    let lazy: &[&str] = if waiting.lazy_pages { &["--lazy-pages"] } else { &[] };
+    let criu = match request.start(&waiting.work, lazy) {
         Ok(criu) => criu,
         Err(error) => {
-            streamer::ask_to_end(&place.work).await;
+            streamer::ask_to_end(&waiting.work).await;
             return Err(error);
         }
     };
-    let timeline = Timeline { session: place.session, ..Timeline::default() };
+    let timeline = RestoreTimeline { session: waiting.session, ..RestoreTimeline::default() };
     let mut run =
-        RestoreRun { request, place, started, criu, latest, view, timeline, exit: None, ended: None };
+        RestoreRun { request, waiting, started, criu, latest, view, timeline, exit: None, ended: None };
     loop {
         if let Some(signal) = run.step(&mut followed, &mut signals).await? {
             return run.interrupted(signal).await;
@@ -132,12 +132,12 @@ fn signals() -> anyhow::Result<mpsc::Receiver<Signal>> {
 /// A restore under way.
 struct RestoreRun<'a> {
     request: &'a RestoreRequest<'a>,
-    place: Place,
+    waiting: WaitingStreamer,
     started: Instant,
     criu: Criu,
     latest: watch::Receiver<Streaming>,
     view: View,
-    timeline: Timeline,
+    timeline: RestoreTimeline,
     /// How CRIU ended.
     exit: Option<ExitStatus>,
     /// How the streamer ended.
@@ -207,7 +207,7 @@ impl RestoreRun<'_> {
             Err(error) => Some(format!("following the streamer: {error}")),
         };
         self.view.clear();
-        match files::read(&self.place.work) {
+        match files::read(&self.waiting.work) {
             Ok(Some(record)) => {
                 if let Some(clock) = clock {
                     self.timeline.add(&record, clock);
@@ -231,7 +231,7 @@ impl RestoreRun<'_> {
             self.view.say(&format!("     0.0 ms  restore started\n{now:8.1} ms  process is alive\n"));
         }
         // A streamer that nothing depends on ends now.
-        streamer::ask_to_end(&self.place.work).await;
+        streamer::ask_to_end(&self.waiting.work).await;
     }
 
     /// Passes the signal on to CRIU, or kills the tree before it runs. Gives the exit code.
@@ -245,7 +245,7 @@ impl RestoreRun<'_> {
             }
             // One that does not end takes no notice of this command.
             let _ = timeout(END_LIMIT, self.criu.ended()).await;
-            streamer::ask_to_end(&self.place.work).await;
+            streamer::ask_to_end(&self.waiting.work).await;
         }
         let fate = if runs { "run on; so does their streamer" } else { "were killed" };
         write(&format!("rewake: {signal}: the restored processes {fate}\n"));

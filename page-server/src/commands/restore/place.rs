@@ -10,16 +10,16 @@ use tempfile::TempDir;
 
 use super::RestoreRequest;
 use super::view::View;
-use crate::cli::Restore;
+use crate::cli::RestoreArgs;
 use crate::commands::directory;
 use rewake_streamer::control::client::{Client, ClientError};
 use rewake_streamer::control::streamer;
 use rewake_streamer::session::address;
-use rewake_streamer::supervise::launch::Plan;
+use rewake_streamer::supervise::launch::LaunchPlan;
 
 /// A streamer that waits for the restore. Dropping this removes the work directory if it was made for the restore.
 #[derive(Debug)]
-pub(super) struct Place {
+pub(super) struct WaitingStreamer {
     /// CRIU's work directory.
     pub(super) work: PathBuf,
     /// The session's number, if the agent serves it.
@@ -31,7 +31,7 @@ pub(super) struct Place {
 
 const NOT_SERVED: &str = "this image cannot be served; nothing was started";
 
-impl Place {
+impl WaitingStreamer {
     /// Has the agent start a streamer. Without an agent, or when one that was not named refuses, this process starts it.
     ///
     /// # Errors
@@ -73,7 +73,7 @@ impl Place {
         given: Option<PathBuf>,
         view: &View,
     ) -> anyhow::Result<Self> {
-        let plan = Plan::of(request.images).context(NOT_SERVED)?;
+        let plan = LaunchPlan::of(request.images).context(NOT_SERVED)?;
         if let Some(reason) = &plan.eager {
             view.say(&format!("all CPU memory is loaded before the processes run: {reason}\n"));
         }
@@ -88,7 +88,7 @@ fn alone(socket: &Path, error: &impl std::fmt::Display) -> String {
 }
 
 /// Where an agent is looked for.
-fn socket(options: &Restore) -> anyhow::Result<PathBuf> {
+fn socket(options: &RestoreArgs) -> anyhow::Result<PathBuf> {
     Ok(match &options.socket {
         Some(path) => absolute(path)?,
         None => address::default_socket()?,

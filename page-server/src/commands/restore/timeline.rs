@@ -6,11 +6,11 @@ use std::time::Instant;
 use serde::Serialize;
 
 use rewake_streamer::control::proto::Streaming;
-use rewake_streamer::record::model::{Memory, Record, State};
+use rewake_streamer::record::model::{ProcessMemory, Record, State};
 
 /// One restore. Times are milliseconds since CRIU was started.
 #[derive(Debug, Default, Serialize, PartialEq)]
-pub(super) struct Timeline {
+pub(super) struct RestoreTimeline {
     /// Number of the session, if the agent serves it.
     pub(super) session: Option<u64>,
     /// All memory is resident, or the processes dropped it, and all gates are open.
@@ -82,7 +82,7 @@ fn millis(micros: u64) -> f64 {
     micros as f64 / 1e3
 }
 
-impl Timeline {
+impl RestoreTimeline {
     /// Takes in the streamer's record. `alive_ms` is set already when CRIU's end is known to be the time.
     pub(super) fn add(&mut self, record: &Record, clock: Clock) {
         let runs = record.processes.iter().filter_map(|of| of.runs_us).min();
@@ -114,7 +114,7 @@ impl Timeline {
 }
 
 /// Resident bytes at the last sample before a time.
-fn resident_at(record: &Record, memory: &Memory, clock: Clock, at_ms: f64) -> u64 {
+fn resident_at(record: &Record, memory: &ProcessMemory, clock: Clock, at_ms: f64) -> u64 {
     let before = record.sampled_us.partition_point(|sampled| clock.at(*sampled) <= at_ms);
     before.checked_sub(1).and_then(|last| memory.samples.get(last)).copied().unwrap_or_default()
 }
@@ -130,7 +130,7 @@ mod tests {
         record.page_fault_stats.first_us = Some(2000);
         record.page_fault_stats.p50_ns = 20_000;
         record.page_fault_stats.zero_bytes = 1 << 30;
-        let mut timeline = Timeline::default();
+        let mut timeline = RestoreTimeline::default();
         timeline.add(&record, Clock { offset_ms: 50.0 });
         assert_eq!((timeline.alive_ms, timeline.first_fault_ms), (Some(51.2), Some(52.0)));
         assert_eq!(timeline.all_resident_ms, Some(3002.0), "the last gate opens after the last buffer");
@@ -143,7 +143,7 @@ mod tests {
     #[test]
     fn a_failed_restore_has_no_end_of_memory() {
         let record = Record { state: State::Failed, ..example::record() };
-        let mut timeline = Timeline::default();
+        let mut timeline = RestoreTimeline::default();
         timeline.add(&record, Clock { offset_ms: 0.0 });
         assert_eq!((timeline.all_resident_ms, timeline.gb_per_s), (None, None));
     }

@@ -10,9 +10,9 @@ use rewake_criu_images::amdgpu::{
 use rewake_criu_images::{ImageDir, ImageError, PAGE, PagesFile};
 
 use super::super::collect::Damage;
-use super::pending::{AQL, Memory};
+use super::pending::{AQL, BufferMemory};
 use super::{
-    BufferReport, DmabufReport, GpuReport, GpuUse, KernelReport, Kind, KindReport, ProcessReport,
+    BufferKind, BufferReport, DmabufReport, GpuReport, GpuUse, KernelReport, KindReport, ProcessReport,
     QueueReport, RangeReport, RenderBufferReport, RenderReport,
 };
 
@@ -74,7 +74,7 @@ fn process(images: &ImageDir, id: u32, image: &KfdImage, damage: &mut Damage) ->
     let buffer = |(index, buffer): (usize, &rewake_criu_images::amdgpu::KfdBuffer)| BufferReport {
         address: buffer.address,
         bytes: buffer.size,
-        kind: Kind::of(buffer.alloc_flags),
+        kind: BufferKind::of(buffer.alloc_flags),
         gpu_id: buffer.gpu_id,
         mapped_on: mapped(index),
         zero_bytes: zeros[index],
@@ -87,7 +87,7 @@ fn process(images: &ImageDir, id: u32, image: &KfdImage, damage: &mut Damage) ->
         kinds: kinds(&buffers),
         buffers,
         shared_memory_bytes: image.shared_memory_size,
-        kernel: private.map(|private| kernel(&private, &Memory::new(image, &files))),
+        kernel: private.map(|private| kernel(&private, &BufferMemory::new(image, &files))),
     }
 }
 
@@ -136,7 +136,7 @@ fn gpu_use(
 
 /// Returns the sums by kind. They saturate: a damaged image can claim more than fits in 64 bits.
 fn kinds(buffers: &[BufferReport]) -> Vec<KindReport> {
-    let mut kinds: BTreeMap<Kind, KindReport> = BTreeMap::new();
+    let mut kinds: BTreeMap<BufferKind, KindReport> = BTreeMap::new();
     for buffer in buffers {
         let kind = buffer.kind;
         let none = KindReport { kind, buffers: 0, bytes: 0, zero_bytes: Some(0) };
@@ -148,7 +148,7 @@ fn kinds(buffers: &[BufferReport]) -> Vec<KindReport> {
     kinds.into_values().collect()
 }
 
-fn kernel(private: &Private, memory: &Memory<'_>) -> KernelReport {
+fn kernel(private: &Private, memory: &BufferMemory<'_>) -> KernelReport {
     let queue = |queue: &Queue| QueueReport {
         id: queue.id,
         gpu_id: queue.gpu,
@@ -205,10 +205,10 @@ fn render_buffers(
 }
 
 /// Returns the kind for `AMDGPU_GEM_DOMAIN_*` (`include/uapi/drm/amdgpu_drm.h`).
-fn domain(domains: u32) -> Kind {
+fn domain(domains: u32) -> BufferKind {
     match (domains & 4, domains & 2) {
-        (4, _) => Kind::Vram,
-        (_, 2) => Kind::Gtt,
-        _ => Kind::Other,
+        (4, _) => BufferKind::Vram,
+        (_, 2) => BufferKind::Gtt,
+        _ => BufferKind::Other,
     }
 }

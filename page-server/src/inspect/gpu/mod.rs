@@ -91,7 +91,7 @@ pub struct GpuUse {
 /// Where a buffer's memory is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Kind {
+pub enum BufferKind {
     /// In the GPU's memory.
     Vram,
     /// In host memory of the driver.
@@ -106,7 +106,7 @@ pub enum Kind {
     Other,
 }
 
-impl Kind {
+impl BufferKind {
     /// Returns the kind for `KFD_IOC_ALLOC_MEM_FLAGS_*` (`include/uapi/linux/kfd_ioctl.h`).
     #[must_use]
     pub fn of(alloc_flags: u32) -> Self {
@@ -133,7 +133,7 @@ impl Kind {
 #[derive(Debug, PartialEq, Eq, Serialize)]
 pub struct KindReport {
     /// The kind.
-    pub kind: Kind,
+    pub kind: BufferKind,
     /// The number of buffers.
     pub buffers: usize,
     /// The sum of their sizes.
@@ -151,7 +151,7 @@ pub struct BufferReport {
     /// Its size.
     pub bytes: u64,
     /// Where its memory is.
-    pub kind: Kind,
+    pub kind: BufferKind,
     /// Its GPU.
     pub gpu_id: u32,
     /// The GPUs that map it; null if that could not be read.
@@ -213,7 +213,7 @@ pub struct RenderBufferReport {
     /// Its size.
     pub bytes: u64,
     /// "vram", "gtt" or "other".
-    pub kind: Kind,
+    pub kind: BufferKind,
     /// Whether it was imported from another process or driver.
     pub imported: bool,
     /// The number of its mappings in the render node's address space.

@@ -18,13 +18,13 @@ const WORD: u64 = 4;
 
 /// A process's memory in the contents of its buffers.
 #[derive(Debug)]
-pub(super) struct Memory<'a> {
+pub(super) struct BufferMemory<'a> {
     files: &'a BTreeMap<u32, PagesFile>,
     /// Each buffer's address, size, GPU and offset in the GPU's file, sorted by address.
     ranges: Vec<(u64, u64, u32, u64)>,
 }
 
-impl<'a> Memory<'a> {
+impl<'a> BufferMemory<'a> {
     /// Collects the buffers in these files; `files` are by GPU.
     pub(super) fn new(image: &KfdImage, files: &'a BTreeMap<u32, PagesFile>) -> Self {
         let of_gpu = |gpu: &u32| {

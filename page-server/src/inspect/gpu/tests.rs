@@ -6,13 +6,13 @@ use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 
 use rewake_criu_images::amdgpu::{
-    DmabufImage, KfdBuffer, KfdImage, Mapping, Node, Properties, RenderBuffer, RenderContents, RenderImage,
-    dmabuf_name, drm_pages_name, kfd_name, pages_name, render_name,
+    DmabufImage, KfdBuffer, KfdImage, Mapping, NodeImage, Properties, RenderBuffer, RenderContents,
+    RenderImage, dmabuf_name, drm_pages_name, kfd_name, pages_name, render_name,
 };
 use rewake_criu_images::{IMAGE_VERSION, Inventory, Task, TaskState, write};
 
-use super::super::{Report, Verdict, collect, text};
-use super::{Kind, KindReport};
+use super::super::{InspectReport, Verdict, collect, text};
+use super::{BufferKind, KindReport};
 
 const MIB: u64 = 1 << 20;
 /// The address of the buffer with the queues' pointers.
@@ -21,9 +21,9 @@ const POINTERS: u64 = 0x7f00_0040_0000;
 const FIRST: u32 = 0x1234;
 const SECOND: u32 = 0xab;
 
-fn node(gpu_id: u32, device_id: u32, drm_render_minor: u32, vram_size: u64) -> Node {
+fn node(gpu_id: u32, device_id: u32, drm_render_minor: u32, vram_size: u64) -> NodeImage {
     let properties = Properties { gpu_id, device_id, drm_render_minor, vram_size, ..Properties::default() };
-    Node { properties, links: Vec::new() }
+    NodeImage { properties, links: Vec::new() }
 }
 
 fn buffer(address: u64, size: u64, alloc_flags: u32, gpu_id: u32) -> KfdBuffer {
@@ -92,7 +92,11 @@ fn image() -> KfdImage {
     KfdImage {
         pid: 77,
         gpus: 2,
-        nodes: vec![node(SECOND, 0x740c, 129, 64 << 30), node(FIRST, 0x740f, 128, 32 << 30), Node::default()],
+        nodes: vec![
+            node(SECOND, 0x740c, 129, 64 << 30),
+            node(FIRST, 0x740f, 128, 32 << 30),
+            NodeImage::default(),
+        ],
         objects: 6,
         shared_memory_size: 4 * MIB,
         shared_memory_magic: 0,
@@ -168,7 +172,7 @@ fn dir(root: &tempfile::TempDir) -> PathBuf {
     root.path().join("img")
 }
 
-fn read(root: &tempfile::TempDir) -> Report {
+fn read(root: &tempfile::TempDir) -> InspectReport {
     collect::collect(&dir(root)).unwrap()
 }
 
@@ -178,7 +182,7 @@ fn compare(root: &tempfile::TempDir, shown: &str, expected: &str) {
 }
 
 /// Changes one thing in the image. Returns the damage, which must be one line, and the report.
-fn damaged(change: impl FnOnce(&Path)) -> (String, Report) {
+fn damaged(change: impl FnOnce(&Path)) -> (String, InspectReport) {
     let root = gpu_image();
     change(&dir(&root));
     let report = read(&root);
@@ -216,11 +220,11 @@ fn json_has_the_documented_shape() {
 #[test]
 fn kinds_are_the_driver_s_flags() {
     assert_eq!(
-        [1, 2, 4, 8, 16].map(Kind::of),
-        [Kind::Vram, Kind::Gtt, Kind::Userptr, Kind::Doorbell, Kind::Mmio]
+        [1, 2, 4, 8, 16].map(BufferKind::of),
+        [BufferKind::Vram, BufferKind::Gtt, BufferKind::Userptr, BufferKind::Doorbell, BufferKind::Mmio]
     );
-    assert_eq!(Kind::of(0xd000_0001), Kind::Vram);
-    assert_eq!([0, 0x8000_0000].map(Kind::of), [Kind::Other; 2]);
+    assert_eq!(BufferKind::of(0xd000_0001), BufferKind::Vram);
+    assert_eq!([0, 0x8000_0000].map(BufferKind::of), [BufferKind::Other; 2]);
 }
 
 #[test]
@@ -243,7 +247,7 @@ fn pages_files_that_differ_from_the_image_are_damage() {
     let kinds = &report.gpu.processes[0].kinds;
     assert_eq!(
         kinds[0],
-        KindReport { kind: Kind::Vram, buffers: 1, bytes: 4 * MIB - 4096, zero_bytes: None }
+        KindReport { kind: BufferKind::Vram, buffers: 1, bytes: 4 * MIB - 4096, zero_bytes: None }
     );
 }
 
@@ -275,7 +279,7 @@ fn each_other_damaged_file_is_one_line() {
 
 #[test]
 fn pending_work_of_queues_is_shown_if_their_pointers_are_in_the_image() {
-    let pending = |report: &Report| {
+    let pending = |report: &InspectReport| {
         let queues = &report.gpu.processes[0].kernel.as_ref().unwrap().queues;
         queues.iter().map(|queue| queue.pending_bytes).collect::<Vec<_>>()
     };
@@ -298,6 +302,6 @@ fn sums_of_a_hostile_image_stay_in_range() {
     }));
     assert!(said.contains("checkpoint data of 0 bytes"), "{said}");
     let doorbells = &report.gpu.processes[0].kinds[3];
-    assert_eq!((doorbells.kind, doorbells.buffers, doorbells.bytes), (Kind::Doorbell, 2, u64::MAX));
+    assert_eq!((doorbells.kind, doorbells.buffers, doorbells.bytes), (BufferKind::Doorbell, 2, u64::MAX));
     text::write(&report, false, &mut Vec::new()).unwrap();
 }

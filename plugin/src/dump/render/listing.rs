@@ -30,7 +30,7 @@ const COPYABLE_DOMAINS: u32 = AMDGPU_GEM_DOMAIN_GTT | AMDGPU_GEM_DOMAIN_VRAM;
 
 #[derive(Debug, Default)]
 pub(super) struct Listing {
-    pub(super) buffers: Vec<Buffer>,
+    pub(super) buffers: Vec<ListedBuffer>,
     /// The kernel does not report where buffers are mapped, and there may be more buffers.
     pub(super) is_incomplete: bool,
     /// Ids of submission contexts.
@@ -38,7 +38,7 @@ pub(super) struct Listing {
 }
 
 #[derive(Debug)]
-pub(super) struct Buffer {
+pub(super) struct ListedBuffer {
     /// The buffer as the kernel reports it: `is_import` marks memory of another GPU or driver.
     pub(super) image: RenderBuffer,
     pub(super) dmabuf: OwnedFd,
@@ -106,7 +106,7 @@ pub(super) fn list(render: &Render, id: u32) -> Answer<Listing> {
 ///
 /// The statistics in `fdinfo` do not identify such files: Linux 6.12 counts page tables and compute memory
 /// there, and leaves out buffers that are not mapped.
-fn probe(render: &Render, id: u32) -> Answer<Vec<Buffer>> {
+fn probe(render: &Render, id: u32) -> Answer<Vec<ListedBuffer>> {
     let mut buffers = Vec::new();
     for handle in 1..=PROBED_HANDLES {
         let Some(info) = render.created_as(handle)? else { continue };
@@ -122,12 +122,12 @@ fn probe(render: &Render, id: u32) -> Answer<Vec<Buffer>> {
             ..RenderBuffer::default()
         };
         let inode = dmabuf::inode(dmabuf.as_fd())?;
-        buffers.push(Buffer { image, dmabuf, inode });
+        buffers.push(ListedBuffer { image, dmabuf, inode });
     }
     Ok(buffers)
 }
 
-fn buffer(render: &Render, id: u32, entry: &drm_amdgpu_gem_list_handles_entry) -> Answer<Buffer> {
+fn buffer(render: &Render, id: u32, entry: &drm_amdgpu_gem_list_handles_entry) -> Answer<ListedBuffer> {
     let handle = entry.gem_handle;
     let domains = u32::try_from(entry.preferred_domains).ok();
     let domains = domains.filter(|domains| {
@@ -151,7 +151,7 @@ fn buffer(render: &Render, id: u32, entry: &drm_amdgpu_gem_list_handles_entry) -
         mappings,
     };
     let inode = dmabuf::inode(dmabuf.as_fd())?;
-    Ok(Buffer { image, dmabuf, inode })
+    Ok(ListedBuffer { image, dmabuf, inode })
 }
 
 fn mapping(entry: &drm_amdgpu_gem_vm_entry) -> Mapping {

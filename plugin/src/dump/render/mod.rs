@@ -21,7 +21,7 @@ use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use rewake_amdgpu_uapi::abi::AMDGPU_GEM_CREATE_CPU_ACCESS_REQUIRED;
 use rewake_amdgpu_uapi::render::Render;
 use rewake_amdgpu_uapi::topology::{Node, Topology};
-use rewake_bo_contents::{PagesFile, Process, folder};
+use rewake_bo_contents::{GpuPagesFile, ProcessBuffers, folder};
 use rewake_criu_images::amdgpu::{RenderContents, RenderImage, render_name};
 use rewake_criu_images::rewake::{BufferOwner, RenderFile, RenderImport};
 use rewake_criu_plugin::{Answer, Host};
@@ -211,12 +211,12 @@ fn save(host: &Host, writing: &[NodeDump]) -> Answer {
     let mut files = Vec::new();
     for file in writing {
         let buffers = 0..file.image.buffers.len();
-        let create = |buffer| PagesFile::create_render(folder, &file.image, buffer, file.image.minor);
+        let create = |buffer| GpuPagesFile::create_render(folder, &file.image, buffer, file.image.minor);
         files.push(buffers.map(create).collect::<Result<Vec<_>, _>>()?);
     }
-    let process = |(files, writing)| -> Process<'_> {
-        let (files, writing): (&Vec<PagesFile>, &NodeDump) = (files, writing);
-        Process { files, dmabufs: &writing.dmabufs }
+    let process = |(files, writing)| -> ProcessBuffers<'_> {
+        let (files, writing): (&Vec<GpuPagesFile>, &NodeDump) = (files, writing);
+        ProcessBuffers { files, dmabufs: &writing.dmabufs }
     };
     let processes: Vec<_> = files.iter().zip(writing).map(process).collect();
     contents::save(host, &processes)

@@ -88,7 +88,7 @@ impl Restore {
             (Space::Compute(process), own) if own != Some(process) => {
                 let image = &self.images.kfd[process].1;
                 self.shared_state.wait(process, image.pid)?;
-                let here = |node: &rewake_criu_images::amdgpu::Node| {
+                let here = |node: &rewake_criu_images::amdgpu::NodeImage| {
                     let gpu = &node.properties;
                     gpu.gpu_id != 0
                         && self.assignment.of(gpu).is_ok_and(|other| other.actual == assigned.actual)

@@ -11,7 +11,7 @@ mod make;
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::{BorrowedFd, OwnedFd};
 
-use rewake_bo_contents::PagesFile;
+use rewake_bo_contents::GpuPagesFile;
 use rewake_criu_images::amdgpu::{MAX_BUFFERS, RenderBuffer, RenderContents, render_name};
 use rewake_criu_images::rewake::{BufferOwner, RenderFile, RenderImport, SHARED_NAME, SharedImage};
 use rewake_criu_plugin::Answer;
@@ -186,10 +186,10 @@ impl RenderNode {
         &self,
         folder: BorrowedFd<'_>,
         dmabufs: &[Option<OwnedFd>],
-    ) -> Result<Vec<PagesFile>, FileError> {
+    ) -> Result<Vec<GpuPagesFile>, FileError> {
         let mut files = Vec::new();
         for (buffer, _) in dmabufs.iter().enumerate().filter(|(_, dmabuf)| dmabuf.is_some()) {
-            match PagesFile::open_render(folder, &self.contents, buffer, self.gpu.minor) {
+            match GpuPagesFile::open_render(folder, &self.contents, buffer, self.gpu.minor) {
                 Err(error) if error.is_missing() && !self.contents.buffers[buffer].has_contents() => {}
                 file => files.push(file?),
             }

@@ -8,7 +8,7 @@ use gpu_app::gpu::Gpus;
 use nix::sys::uio::{RemoteIoVec, process_vm_readv};
 use rewake_amdgpu_uapi::abi::{AMDGPU_GEM_CREATE_NO_CPU_ACCESS, AMDGPU_GEM_DOMAIN_VRAM};
 use rewake_amdgpu_uapi::{Buffer, Spec};
-use rewake_sdma_copy::{Bo, COPIES, CopyEngine, CopyPath, Error, Memory, Shape, Staging, Transfer};
+use rewake_sdma_copy::{Bo, COPIES, CopyEngine, CopyPath, Error, Shape, Staging, StagingMemory, Transfer};
 use softgpu_tests::isolated;
 
 use crate::{
@@ -22,7 +22,7 @@ fn the_way_is_the_best_that_the_gpu_offers() {
         let render = render(&gpus, 0);
         let staging = Staging::new(SMALL, &[&render]).unwrap();
         let engine = CopyEngine::open(render, &staging).unwrap();
-        assert_eq!((staging.memory(), staging.reason()), (Memory::Pages, None));
+        assert_eq!((staging.memory(), staging.reason()), (StagingMemory::Pages, None));
         let way = engine.path().to_string();
         if softgpu("sdma_rings") == Some(0) {
             assert_eq!(way, "copies by the CPU (the driver offers no copy ring)");

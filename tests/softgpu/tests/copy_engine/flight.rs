@@ -11,7 +11,7 @@ use rewake_amdgpu_uapi::abi::{
     AMDGPU_CTX_QUERY2_FLAGS_GUILTY, AMDGPU_VA_OP_CLEAR, drm as gem, drm_amdgpu_gem_va,
 };
 use rewake_amdgpu_uapi::{Buffer, Spec};
-use rewake_sdma_copy::{Bo, CopyEngine, Done, Error, IN_FLIGHT, Shape, Staging, Ticket, Transfer};
+use rewake_sdma_copy::{Bo, CopyCompletion, CopyEngine, Error, IN_FLIGHT, Shape, Staging, Ticket, Transfer};
 use rewake_skip::need;
 use softgpu_tests::isolated;
 
@@ -149,8 +149,8 @@ fn a_finished_copy_is_reported_once_and_can_be_polled_for() {
             assert_eq!(engine.in_flight(), 4, "{through:?}");
             while !wanted.is_empty() {
                 assert!(readable(&engine, 60_000), "{through:?}: {wanted:?} are left");
-                let found: Vec<Done> = engine.finished().unwrap().collect();
-                for Done { ticket, result } in found {
+                let found: Vec<CopyCompletion> = engine.finished().unwrap().collect();
+                for CopyCompletion { ticket, result } in found {
                     result.unwrap();
                     let place = wanted.iter().position(|wanted| *wanted == ticket);
                     wanted.remove(place.expect("told once, and what was waited for not at all"));

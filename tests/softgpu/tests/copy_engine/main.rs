@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use gpu_app::gpu::Gpus;
 use rewake_amdgpu_uapi::Buffer;
 use rewake_amdgpu_uapi::render::Render;
-use rewake_sdma_copy::{Bo, CopyEngine, CopyPath, Memory, Place, Shape, Staging, Transfer};
+use rewake_sdma_copy::{Bo, CopyEngine, CopyPath, Shape, Staging, StagingMemory, StagingOffset, Transfer};
 use rewake_skip::need;
 use softgpu_tests::{Machine, REAL_GPUS, Scene};
 
@@ -47,7 +47,7 @@ fn engine(gpus: &Gpus, through: Through, shape: Shape) -> (Staging, CopyEngine) 
         let rings = matches!(engine.path(), CopyPath::Rings { .. });
         assert_eq!(rings, through != Through::Cpu, "{}", engine.path());
     }
-    let memory = if through == Through::Gtt { Memory::Gtt } else { Memory::Pages };
+    let memory = if through == Through::Gtt { StagingMemory::Gtt } else { StagingMemory::Pages };
     assert_eq!(staging.memory(), memory);
     (staging, engine)
 }
@@ -58,8 +58,8 @@ fn softgpu(parameter: &str) -> Option<u64> {
     text.ok().and_then(|text| text.trim().parse().ok())
 }
 
-fn place(staging: &Staging, slot: usize, at: u64) -> Place {
-    Place { slot: staging.slots().nth(slot).unwrap(), at }
+fn place(staging: &Staging, slot: usize, at: u64) -> StagingOffset {
+    StagingOffset { slot: staging.slots().nth(slot).unwrap(), at }
 }
 
 fn soon() -> Instant {
@@ -79,7 +79,7 @@ fn pattern(bytes: u64, seed: u64) -> Vec<u8> {
     (0..bytes).map(|byte| u8::try_from((byte * 7 + byte / 251 + seed) % 255).unwrap() + 1).collect()
 }
 
-fn read(staging: &Staging, from: Place, bytes: u64) -> Vec<u8> {
+fn read(staging: &Staging, from: StagingOffset, bytes: u64) -> Vec<u8> {
     let mut read = vec![0; usize::try_from(bytes).unwrap()];
     staging.read(from, &mut read);
     read

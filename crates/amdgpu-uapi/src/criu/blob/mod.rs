@@ -64,7 +64,7 @@ impl Private {
     /// # Errors
     /// [`Error::Blob`]: it has a wrong length or another version, or an unknown object.
     pub fn read(bytes: &[u8], devices: usize, bos: usize, objects: usize) -> Result<Self, Error> {
-        let mut reader = Reader { bytes, at: 0 };
+        let mut reader = BlobReader { bytes, at: 0 };
         let version = reader.word()?;
         if version != VERSION {
             return Err(reader.wrong(&format!("version {version}, expected {VERSION}")));
@@ -185,12 +185,12 @@ impl Private {
     }
 }
 
-struct Reader<'a> {
+struct BlobReader<'a> {
     bytes: &'a [u8],
     at: usize,
 }
 
-impl<'a> Reader<'a> {
+impl<'a> BlobReader<'a> {
     fn take(&mut self, length: usize) -> Result<&'a [u8], Error> {
         let taken = self.bytes.get(self.at..).and_then(|left| left.get(..length));
         let taken = taken.ok_or_else(|| self.wrong(&format!("{length} bytes expected")))?;

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use rewake_image_io::io_budget::PIECE;
 use rewake_image_io::{
-    Acquire, BLOCK, BlockRef, BufferSlice, Class, Done, ImageFile, LoadGuard, Request, read_now,
+    Acquire, BLOCK, BlockRef, BufferSlice, Class, Completion, ImageFile, LoadGuard, Request, read_now,
 };
 use rewake_pager::{BlockIx, Finish, PageIx};
 
@@ -18,17 +18,17 @@ const BATCH: usize = PIECE / BLOCK;
 const READ_AHEAD: usize = 3 * BATCH;
 /// How much a reactor loads before it serves page faults again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Step {
+pub(super) enum StepSize {
     /// No thread of the address space faults: about 12 µs. Larger steps fill no faster.
     Full,
-    /// Threads of the address space fault in quick succession: half of [`Step::Full`].
+    /// Threads of the address space fault in quick succession: half of [`StepSize::Full`].
     Half,
     /// They do, and this reactor leaves its processor to them: it fills a page or two, then yields. It does
     /// not sleep: an idle processor takes longer to wake than a page takes to copy.
     Brief,
 }
 
-impl Step {
+impl StepSize {
     fn pages(self) -> u64 {
         match self {
             Self::Full => 8,
@@ -49,7 +49,7 @@ impl Step {
 
 /// The outcome of a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Progress {
+pub(super) enum StepOutcome {
     /// There is nothing to do now.
     Idle,
     /// Pages were read or filled, or a block is finished.
@@ -67,7 +67,7 @@ pub(super) struct Claim {
 
 /// A block whose read from the disk is in flight.
 #[derive(Debug)]
-pub(super) struct Load {
+pub(super) struct BlockRead {
     claim: Claim,
     guard: LoadGuard,
 }
@@ -77,11 +77,11 @@ pub(super) struct Load {
 pub(super) struct Work {
     claim: Claim,
     next: PageIx,
-    bytes: Bytes,
+    bytes: BlockBytes,
 }
 
 #[derive(Debug)]
-enum Bytes {
+enum BlockBytes {
     Loaded(BlockRef),
     /// In the page cache. The reactor has read `filled` bytes of it into the buffer so far.
     Warm {
@@ -98,22 +98,22 @@ fn has_work(space: &Arc<AddressSpace>, first_only: bool) -> bool {
 
 impl Reactor {
     /// Does one step of background work.
-    pub(super) fn background(&mut self) -> Progress {
+    pub(super) fn background(&mut self) -> StepOutcome {
         self.held_back = false;
         self.read_ahead();
-        let Some(work) = self.ready.pop_front() else { return Progress::Idle };
+        let Some(work) = self.ready.pop_front() else { return StepOutcome::Idle };
         if !work.claim.space.wants_background() {
-            return Progress::Made; // the process has ended: the block is dropped with its buffer
+            return StepOutcome::Made; // the process has ended: the block is dropped with its buffer
         }
         let step = self.step(&work.claim.space);
         let progress = match work.bytes {
-            Bytes::Warm { guard, buffer, filled } => {
+            BlockBytes::Warm { guard, buffer, filled } => {
                 self.read_warm(work.claim, work.next, guard, buffer, filled, step);
-                Progress::Made
+                StepOutcome::Made
             }
-            Bytes::Loaded(block) => self.fill_piece(work.claim, work.next, block, step),
+            BlockBytes::Loaded(block) => self.fill_piece(work.claim, work.next, block, step),
         };
-        if step == Step::Brief {
+        if step == StepSize::Brief {
             std::thread::yield_now();
         }
         progress
@@ -195,7 +195,7 @@ impl Reactor {
         let claim = Claim { space: Arc::clone(space), block };
         match self.shared.cache.acquire(&file, index, &self.waker) {
             Acquire::Hit(block) => {
-                self.ready.push_front(Work { claim, next: first, bytes: Bytes::Loaded(block) });
+                self.ready.push_front(Work { claim, next: first, bytes: BlockBytes::Loaded(block) });
             }
             Acquire::Load(mut guard) => {
                 let Some(buffer) = guard.take_slice() else { unreachable!("a fresh guard has its buffer") };
@@ -219,7 +219,7 @@ impl Reactor {
         };
         match self.shared.cache.acquire(&file, index, &self.waker) {
             Acquire::Hit(block) => {
-                self.ready.push_back(Work { claim, next: first, bytes: Bytes::Loaded(block) });
+                self.ready.push_back(Work { claim, next: first, bytes: BlockBytes::Loaded(block) });
             }
             Acquire::Load(guard) => self.load(claim, &file, first, guard),
             Acquire::Pending => self.waiting.push(claim),
@@ -236,7 +236,7 @@ impl Reactor {
         let offset = guard.offset();
         self.cold = !file.is_cached(offset, buffer.len());
         if !self.cold {
-            let bytes = Bytes::Warm { guard, buffer, filled: 0 };
+            let bytes = BlockBytes::Warm { guard, buffer, filled: 0 };
             self.ready.push_back(Work { claim, next: first, bytes });
             return;
         }
@@ -256,7 +256,7 @@ impl Reactor {
         let entry = self.loads.vacant_entry();
         match self.engine.submit(Request::fill(entry.key() as u64, file, guard.offset(), buffer, class)) {
             Ok(_) => {
-                entry.insert(Load { claim, guard });
+                entry.insert(BlockRead { claim, guard });
                 true
             }
             Err(_no_room) => {
@@ -267,9 +267,9 @@ impl Reactor {
     }
 
     /// Handles a finished read of a block.
-    pub(super) fn block_read(&mut self, done: Done<BufferSlice>) {
+    pub(super) fn block_read(&mut self, done: Completion<BufferSlice>) {
         let Ok(key) = usize::try_from(done.token) else { return };
-        let Some(Load { claim, guard }) = self.loads.try_remove(key) else { return };
+        let Some(BlockRead { claim, guard }) = self.loads.try_remove(key) else { return };
         match done.result {
             Ok(()) => {
                 self.enqueue(claim, guard, done.memory, done.class == Class::Demand);
@@ -285,7 +285,7 @@ impl Reactor {
 
     fn enqueue(&mut self, claim: Claim, guard: LoadGuard, buffer: BufferSlice, on_demand: bool) {
         let first = claim.space.layout().plan().block(claim.block).first;
-        let work = Work { claim, next: first, bytes: Bytes::Loaded(guard.publish(buffer)) };
+        let work = Work { claim, next: first, bytes: BlockBytes::Loaded(guard.publish(buffer)) };
         // The program is likely to access the neighbours of this page next.
         if on_demand { self.ready.push_front(work) } else { self.ready.push_back(work) }
     }
@@ -297,7 +297,7 @@ impl Reactor {
         guard: LoadGuard,
         mut buffer: BufferSlice,
         filled: usize,
-        step: Step,
+        step: StepSize,
     ) {
         let end = buffer.len().min(filled + step.bytes());
         let file = {
@@ -313,28 +313,28 @@ impl Reactor {
         if end == buffer.len() {
             self.enqueue(claim, guard, buffer, false);
         } else {
-            let bytes = Bytes::Warm { guard, buffer, filled: end };
+            let bytes = BlockBytes::Warm { guard, buffer, filled: end };
             self.ready.push_front(Work { claim, next, bytes });
         }
     }
 
-    fn fill_piece(&mut self, claim: Claim, from: PageIx, block: BlockRef, step: Step) -> Progress {
+    fn fill_piece(&mut self, claim: Claim, from: PageIx, block: BlockRef, step: StepSize) -> StepOutcome {
         let (filled, next) = claim.space.fill_piece(claim.block, from, step.pages(), &block, &mut self.runs);
         match (filled, next) {
             (Filled::All, Some(next)) => {
-                self.ready.push_front(Work { claim, next, bytes: Bytes::Loaded(block) });
+                self.ready.push_front(Work { claim, next, bytes: BlockBytes::Loaded(block) });
             }
             (Filled::All, None) => self.finish(&claim, block),
             (Filled::Later(_), _) => {
                 // Other address spaces must not wait: a fork may wait for them to be finished. The block stays in
                 // the cache.
                 claim.space.layout().release(claim.block, Finish::Retry);
-                return Progress::Refused;
+                return StepOutcome::Refused;
             }
             (Filled::Gone, _) => self.gone(&claim.space),
             (Filled::Failed(errno), _) => self.refused(&claim.space, errno),
         }
-        Progress::Made
+        StepOutcome::Made
     }
 
     fn finish(&mut self, claim: &Claim, block: BlockRef) {

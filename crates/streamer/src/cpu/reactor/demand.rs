@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
-use rewake_image_io::{Acquire, BLOCK, BufferSlice, Class, Done, ImageFile, Request, read_now};
+use rewake_image_io::{Acquire, BLOCK, BufferSlice, Class, Completion, ImageFile, Request, read_now};
 use rewake_pager::{Locate, PAGE_SIZE, Place};
 
 use super::Reactor;
@@ -23,7 +23,7 @@ pub(super) struct Demand {
 }
 
 /// Where a page's bytes are.
-enum Bytes {
+enum PageSource {
     /// In the reactor's page buffer.
     Loaded,
     /// In a block that some reactor is reading.
@@ -62,14 +62,14 @@ impl Reactor {
         };
         layout.promote(place.block);
         match self.bytes_at_hand(file, place) {
-            Bytes::Loaded => {
+            PageSource::Loaded => {
                 let filled =
                     space.fill_demand(&layout, demand.address, Some(place.page), Some(&self.page[..]));
                 drop(layout);
                 self.served(demand, filled);
             }
-            Bytes::InFlight => self.blocked.push(demand),
-            Bytes::OnDisk => {
+            PageSource::InFlight => self.blocked.push(demand),
+            PageSource::OnDisk => {
                 drop(layout);
                 if self.demand_load(&space, place.block) {
                     self.blocked.push(demand);
@@ -81,24 +81,26 @@ impl Reactor {
     }
 
     /// Copies the page's bytes into `self.page` if they are in the page cache or in the block cache.
-    fn bytes_at_hand(&mut self, file: &Arc<ImageFile>, place: Place) -> Bytes {
+    fn bytes_at_hand(&mut self, file: &Arc<ImageFile>, place: Place) -> PageSource {
         // A read error is reported by the read that follows.
         if file.is_cached(place.file_offset, self.page.len())
             && read_now(file, place.file_offset, &mut self.page[..]).is_ok()
         {
-            return Bytes::Loaded;
+            return PageSource::Loaded;
         }
         match self.shared.cache.acquire(file, place.file_offset / BLOCK as u64, &self.waker) {
             Acquire::Hit(block) => {
                 let start = in_block(place.file_offset);
-                let Some(bytes) = block.get(start..start + self.page.len()) else { return Bytes::OnDisk };
+                let Some(bytes) = block.get(start..start + self.page.len()) else {
+                    return PageSource::OnDisk;
+                };
                 self.page.copy_from_slice(bytes);
-                Bytes::Loaded
+                PageSource::Loaded
             }
             // A reactor has begun to read the block: that read ends before a new one would.
-            Acquire::Pending => Bytes::InFlight,
+            Acquire::Pending => PageSource::InFlight,
             // This drops the guard of a load: no thread waits for the whole block.
-            Acquire::Load(_) | Acquire::Full => Bytes::OnDisk,
+            Acquire::Load(_) | Acquire::Full => PageSource::OnDisk,
         }
     }
 
@@ -128,7 +130,7 @@ impl Reactor {
     }
 
     /// Handles a finished demand read.
-    pub(super) fn page_read(&mut self, done: Done<BufferSlice>) {
+    pub(super) fn page_read(&mut self, done: Completion<BufferSlice>) {
         let Ok(key) = usize::try_from(done.token & !DEMAND_TOKEN) else { return };
         let Some(demand) = self.demands.try_remove(key) else { return };
         if let Err(error) = done.result {

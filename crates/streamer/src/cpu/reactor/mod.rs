@@ -13,18 +13,18 @@ use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
-use background::{Claim, Load, Progress, Step, Work};
+use background::{BlockRead, Claim, StepOutcome, StepSize, Work};
 use demand::{DEMAND_TOKEN, Demand};
 use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
 use rewake_image_io::io_budget::Lane;
-use rewake_image_io::{BufferSlice, Done, Engine, PAGE};
+use rewake_image_io::{BufferSlice, Completion, Engine, PAGE};
 use rewake_pager::Run;
 use rewake_process::Notifier;
 use slab::Slab;
 use tracing::{debug, error, info, warn};
 
 use super::events::{EventBatch, UffdReader};
-use super::shared::{Shared, Task};
+use super::shared::{ReactorRequest, Shared};
 use super::space::AddressSpace;
 use crate::ledger::{NO_FD, wants_room};
 use crate::session::Session;
@@ -66,7 +66,7 @@ pub(super) struct Reactor {
     deferred: Vec<Demand>,
     /// Page faults whose block some reactor is reading.
     blocked: Vec<Demand>,
-    loads: Slab<Load>,
+    loads: Slab<BlockRead>,
     waiting: Vec<Claim>,
     ready: std::collections::VecDeque<Work>,
     runs: Vec<Run>,
@@ -86,7 +86,7 @@ pub(super) struct Reactor {
     unforgotten: Option<Arc<Session>>,
     /// Whether events of some address space wait for room.
     crowded: bool,
-    done: Vec<Done<BufferSlice>>,
+    done: Vec<Completion<BufferSlice>>,
 }
 
 pub(super) fn run(index: usize, shared: Arc<Shared>) {
@@ -157,12 +157,12 @@ impl Reactor {
         self.yield_to_faulting_threads();
         self.refresh();
         let progress = self.background();
-        let stalled = progress != Progress::Made && (deferred || progress == Progress::Refused);
+        let stalled = progress != StepOutcome::Made && (deferred || progress == StepOutcome::Refused);
         self.spins = if stalled { self.spins.saturating_add(1) } else { 0 };
         if stalled && self.spins < SPINS {
             std::thread::yield_now();
         }
-        self.idle = progress == Progress::Idle && !stalled;
+        self.idle = progress == StepOutcome::Idle && !stalled;
     }
 
     /// Yields the processor after a page fault was served. Its thread needs a processor, and background loads
@@ -179,12 +179,12 @@ impl Reactor {
     /// Returns how long the next step may be. The reactor after the home leaves its processor to faulting
     /// threads. If every processor filled memory, a thread would wait longer for a processor than for its
     /// page.
-    fn step(&self, space: &AddressSpace) -> Step {
+    fn step(&self, space: &AddressSpace) -> StepSize {
         let count = self.shared.handles.len();
         match space.is_faulting() {
-            false => Step::Full,
-            true if count > 1 && (space.home + 1) % count == self.index => Step::Brief,
-            true => Step::Half,
+            false => StepSize::Full,
+            true if count > 1 && (space.home + 1) % count == self.index => StepSize::Brief,
+            true => StepSize::Half,
         }
     }
 
@@ -241,9 +241,9 @@ impl Reactor {
         self.waker.drain();
         self.retry_blocked();
         let Some(handle) = self.shared.handles.get(self.index) else { return };
-        let tasks = std::mem::take(&mut *handle.inbox.lock().unwrap_or_else(PoisonError::into_inner));
+        let requests = std::mem::take(&mut *handle.inbox.lock().unwrap_or_else(PoisonError::into_inner));
         let attention = handle.attention.swap(false, Ordering::AcqRel);
-        for Task::Adopt { space, journal, inherited } in tasks {
+        for ReactorRequest::Adopt { space, journal, inherited } in requests {
             let mut home = UffdReader::new(space, journal);
             if let Some(known) = inherited {
                 self.inherit(&mut home, &known);

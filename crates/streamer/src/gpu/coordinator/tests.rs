@@ -7,7 +7,7 @@ use std::thread;
 use std::time::Duration;
 
 use anyhow::anyhow;
-use rewake_bo_contents::{BackgroundLoad, Process};
+use rewake_bo_contents::{BackgroundLoad, ProcessBuffers};
 
 use super::super::event::event_queue;
 use super::super::process_state::BUFFERS_PER_STOP;
@@ -63,7 +63,7 @@ fn with_coordinator<'env, T>(
     timeline: &'env Timeline,
     act: impl for<'scope> FnOnce(Coordinator<'scope, 'env>, EventSender<'env>) -> T,
 ) -> T {
-    let loaded = [const { Process { files: &[], dmabufs: &[] } }];
+    let loaded = [const { ProcessBuffers { files: &[], dmabufs: &[] } }];
     let handle = BackgroundLoad::new(&loaded, None).unwrap().handle();
     let (sender, events) = event_queue().unwrap();
     let queue = (sender.clone(), events);
@@ -72,7 +72,7 @@ fn with_coordinator<'env, T>(
         let (_end, ended) = channel::<()>();
         scope.spawn(move || {
             if ended.recv_timeout(TIMEOUT) == Err(RecvTimeoutError::Timeout) {
-                late.send(Event::Failed(anyhow!("the coordinator is not done after {TIMEOUT:?}")));
+                late.send(CoordinatorEvent::Failed(anyhow!("the coordinator is not done after {TIMEOUT:?}")));
             }
         });
         act(Coordinator::new(scope, gates, placeholders, queue, handle, ledger, timeline), sender)
@@ -88,8 +88,8 @@ fn phase<'a>(coordinator: &'a Coordinator<'_, '_>, process: usize) -> &'a Proces
     &coordinator.processes[process].phase
 }
 
-fn resident(process: usize) -> Event<'static> {
-    Event::Resident(LoadEvent::Process { process })
+fn resident(process: usize) -> CoordinatorEvent<'static> {
+    CoordinatorEvent::Resident(LoadEvent::Process { process })
 }
 
 #[test]
@@ -162,11 +162,11 @@ fn a_page_fault_in_a_missing_buffer_is_served_when_the_buffer_is_resident() {
         });
         assert!(!coordinator.processes[0].is_busy());
         // Another buffer than the one that the program waits for.
-        sender.send(Event::Resident(LoadEvent::Buffer { process: 0, number: 0 }));
+        sender.send(CoordinatorEvent::Resident(LoadEvent::Buffer { process: 0, number: 0 }));
         coordinator.turn().unwrap();
         assert!(!coordinator.processes[0].is_busy());
         assert_eq!(program.mappings(), (2, 0));
-        sender.send(Event::Resident(LoadEvent::Buffer { process: 0, number: 1 }));
+        sender.send(CoordinatorEvent::Resident(LoadEvent::Buffer { process: 0, number: 1 }));
         until(|| {
             coordinator.turn().unwrap();
             timeline.record().faults().0 == 1 && !coordinator.processes[0].is_busy()
@@ -204,7 +204,7 @@ fn a_process_that_has_ended_has_no_gate_to_open() {
     drop(program);
     let gates = gates(&pidfds, &no_driver);
     let (_, opened) = with_coordinator(&gates, Vec::new(), &timeline, |coordinator, sender| {
-        sender.send(Event::Loaded);
+        sender.send(CoordinatorEvent::Loaded);
         coordinator.run().unwrap()
     });
     assert_eq!(opened.len(), 0);
@@ -218,7 +218,7 @@ fn when_the_load_fails_no_gate_is_opened() {
     let (pidfds, no_driver) = ([program.pidfd()], File::open("/dev/null").unwrap());
     let gates = gates(&pidfds, &no_driver);
     let (_, opened) = with_coordinator(&gates, Vec::new(), &timeline, |coordinator, sender| {
-        sender.send(Event::LoadFailed);
+        sender.send(CoordinatorEvent::LoadFailed);
         sender.send(resident(0));
         coordinator.run().unwrap()
     });
