@@ -136,7 +136,7 @@ fn happens(
     };
     if phase == MemoryMissing {
         scene.restore().unwrap();
-        if !parked(scene.pid(), || server.text().contains("all memory is back")).unwrap() {
+        if !parked(scene.pid(), || server.text().contains("all CPU memory is resident")).unwrap() {
             return None;
         }
         now(&server);
@@ -420,7 +420,7 @@ fn targets_of_a_stopped_streamer_are_not_dumped() {
         scene.go().unwrap();
         if is_parked {
             scene.restore().unwrap();
-            let came = parked(scene.pid(), || server.text().contains("all memory is back")).unwrap();
+            let came = parked(scene.pid(), || server.text().contains("all CPU memory is resident")).unwrap();
             assert!(came, "all memory was resident before the streamer was stopped: enlarge the image");
             server.processes().into_iter().for_each(|pid| kill(pid, Signal::SIGSTOP).unwrap());
             assert!(!is_dumped(&criu, &scene, None));

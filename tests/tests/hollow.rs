@@ -98,7 +98,7 @@ fn without_the_plugin_criu_refuses_and_the_program_runs_on() {
             let mut server = scene.serve().unwrap();
             scene.restore().unwrap();
             // Before that, docs/threat-model.md promises nothing without the plugin.
-            parked(scene.pid(), || server.text().contains("all memory is back")).unwrap();
+            parked(scene.pid(), || server.text().contains("all CPU memory is resident")).unwrap();
             let (dumped, log) = dump(&criu, &scene, &By::Criu);
             if dumped {
                 // All was resident by then, and the store taken back.

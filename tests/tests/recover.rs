@@ -39,7 +39,7 @@ fn rounds() -> usize {
 fn restored_and_parked(scene: &Scene, server: &mut Server) -> bool {
     scene.go().unwrap();
     scene.restore().unwrap();
-    parked(scene.pid(), || server.text().contains("all memory is back")).unwrap()
+    parked(scene.pid(), || server.text().contains("all CPU memory is resident")).unwrap()
 }
 
 /// Kills every process of a streamer at once.

@@ -241,10 +241,10 @@ fn without_d_the_restore_lasts_as_long_as_the_tree() {
     let said = scene.work().join("restore.err");
     let mut command = daemon.restore(&criu, &scene.images()).unwrap();
     let mut restoring = command.stderr(File::create(&said).unwrap()).spawn().unwrap();
-    until(ACT, || session(&daemon.status().ok()?, "complete")).expect("all memory is back");
+    until(ACT, || session(&daemon.status().ok()?, "complete")).expect("all CPU memory is resident");
     // Only when it knows of that may the tree, and CRIU with it, end.
     let knows = || fs::read_to_string(&said).unwrap().contains("all memory is resident").then_some(());
-    until(ACT, knows).expect("it tells when all memory is back");
+    until(ACT, knows).expect("it tells when all CPU memory is resident");
     assert!(restoring.try_wait().unwrap().is_none(), "the tree still runs");
     scene.go().unwrap();
     let told = timeline(&restoring.wait_with_output().unwrap()).unwrap();

@@ -115,7 +115,7 @@ fn lazy_pages(_: &Criu, scene: &Scene, signals: Signals, phase: Phase, outcome: 
         BeforeItReturns => gate(scene).restore_and(scene, send).unwrap(),
         MemoryMissing => {
             scene.restore().unwrap();
-            missing = parked(scene.pid(), || server.text().contains("all memory is back")).unwrap();
+            missing = parked(scene.pid(), || server.text().contains("all CPU memory is resident")).unwrap();
             if missing {
                 send();
             }

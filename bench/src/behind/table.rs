@@ -15,8 +15,8 @@ impl Way {
     fn name(self) -> &'static str {
         match self {
             Self::AtOnce => "at once",
-            Self::Gpu => "GPU memory behind",
-            Self::Both => "GPU and CPU memory behind",
+            Self::Gpu => "GPU memory in the background",
+            Self::Both => "GPU and CPU memory in the background",
         }
     }
 }
@@ -125,10 +125,10 @@ mod tests {
     #[test]
     fn a_way_has_its_own_times_and_rates() {
         let text = text(&run(2.6));
-        let behind = "| GPU memory behind | 0.500 (0.500 .. 0.500) | 5.00 (5.00 .. 5.00) | 4.00 (4.00 .. 4.00) \
+        let behind = "| GPU memory in the background | 0.500 (0.500 .. 0.500) | 5.00 (5.00 .. 5.00) | 4.00 (4.00 .. 4.00) \
                       | 0.750 (0.750 .. 0.750) |";
         assert!(text.contains(behind), "{text}");
-        let rates = "| GPU memory behind | 40.0 (40.0 .. 40.0) | 1.00 (1.00 .. 1.00) | 38.5 (38.5 .. 38.5) \
+        let rates = "| GPU memory in the background | 40.0 (40.0 .. 40.0) | 1.00 (1.00 .. 1.00) | 38.5 (38.5 .. 38.5) \
                      | 0.962 (0.962 .. 0.962) | 0.950 | yes | 0.125 (0.125 .. 0.125) | 1.50 (1.50 .. 1.50) | 2.75 (2.75 .. 2.75) |";
         assert!(text.contains(rates), "{text}");
         assert!(
@@ -137,7 +137,10 @@ mod tests {
             ),
             "{text}"
         );
-        assert!(text.contains("| GPU and CPU memory behind | - | - | - | - |  |  | - | - | - |"), "{text}");
+        assert!(
+            text.contains("| GPU and CPU memory in the background | - | - | - | - |  |  | - | - | - |"),
+            "{text}"
+        );
     }
 
     #[test]

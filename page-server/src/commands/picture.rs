@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! How far a restore of memory behind running processes is, for people and programs.
+//! How much of a restore is resident, for people and programs.
 
 use std::time::Duration;
 
@@ -58,7 +58,7 @@ fn label(process: &StreamedProcess) -> String {
 fn process_line(process: &StreamedProcess) -> String {
     let gate = match process {
         StreamedProcess { without_gate: true, .. } => "",
-        StreamedProcess { gate_open_us: 0, .. } => "  gate shut",
+        StreamedProcess { gate_open_us: 0, .. } => "  gate closed",
         _ => "  gate open",
     };
     format!("{:<LABEL$} {}{gate}", label(process), of_all(&[process], rate_of(process)))
@@ -217,7 +217,7 @@ mod tests {
     #[test]
     fn a_line_for_each_process_and_kind_of_its_memory_and_one_for_all() {
         let wanted = [
-            "4194304 a-long-name-  66 %  0.54 GB/s  2.00 s left  6 faults  gate shut",
+            "4194304 a-long-name-  66 %  0.54 GB/s  2.00 s left  6 faults  gate closed",
             "  renderD128    1.0 GiB /    2.0 GiB  50 %   0.27 GB/s  4.00 s left",
             "  renderD129    1.0 GiB /    1.0 GiB 100 %   0.27 GB/s  0.00 s left",
             "4712 rank?1           62 %  0.54 GB/s  3.00 s left  36 faults  gate open",

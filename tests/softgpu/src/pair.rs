@@ -88,7 +88,7 @@ impl Pair {
         Ok(())
     }
 
-    /// Whether these GPUs go on: some rounds are counted soon.
+    /// Whether these queues resumed: some rounds are counted soon.
     ///
     /// # Panics
     /// Something was wrong.

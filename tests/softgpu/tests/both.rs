@@ -40,8 +40,10 @@ fn there_and_back(shape: &Shape) {
     assert!(dumped.criu.left_buffers(), "{}", dumped.criu.log("restore"));
     let said = both.said();
     let lazy = told(&said, " lazy_pages=");
-    let back =
-        said.lines().find(|line| line.contains("all memory is back")).unwrap_or_else(|| panic!("{said}"));
+    let back = said
+        .lines()
+        .find(|line| line.contains("all CPU memory is resident"))
+        .unwrap_or_else(|| panic!("{said}"));
     let faults = told(back, " faults=");
     if gpus_retry_faults() {
         assert!(dumped.criu.log("restore").contains(RETRIES), "{}", dumped.criu.log("restore"));
@@ -63,7 +65,7 @@ fn bytes(processes_or_record: &[&Value], of_cpus: bool, name: &str) -> u64 {
 /// All of both kinds was there, of each process, and the samples lead there.
 fn is_whole(record: &Value, said: &str) {
     assert_eq!(record["state"], "complete", "{record}");
-    let back = said.lines().find(|line| line.contains("all memory is back")).unwrap();
+    let back = said.lines().find(|line| line.contains("all CPU memory is resident")).unwrap();
     assert_eq!(bytes(&[record], true, "resident"), told(back, " pages=") * 4096, "{record}");
     for kind in [true, false] {
         assert_eq!(bytes(&[record], kind, "bytes"), bytes(&[record], kind, "resident"), "{record}");
@@ -102,7 +104,7 @@ fn status_counts_cpu_and_gpu_memory_until_all_is_resident() {
         let dumped = need!(Dumped::of(&Shape { processes: 2, ..unreached() }, Version::V4_2));
         let (mut both, held) = (Streamer::of_both(dumped.criu.images()).unwrap(), Held::streamers());
         comes_back(&dumped.criu);
-        assert!(soon(|| both.said().contains("all memory is back")), "{}", both.said());
+        assert!(soon(|| both.said().contains("all CPU memory is resident")), "{}", both.said());
         // Memory of CPUs is there, and that of GPUs is not.
         let now = dumped.criu.status();
         let processes: Vec<&Value> = now["processes"].as_array().unwrap().iter().collect();

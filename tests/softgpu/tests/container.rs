@@ -17,8 +17,8 @@ fn there_and_back(shape: &Shape) {
     container.restore().unwrap();
     assert!(both.end().unwrap().success(), "{}", both.said());
     let loaded = |what: &str| assert!(both.said().contains(what), "{}", both.said());
-    loaded("all memory is back");
-    loaded("GPUs go on");
+    loaded("all CPU memory is resident");
+    loaded("queues resumed");
     container.ends_well().unwrap();
 }
 

@@ -45,7 +45,7 @@ fn a_copy_that_fails_ends_only_the_processes_that_wait_for_it() {
         let alive = judge.alive();
         let (streamer, held) = (Streamer::of_both(dumped.criu.images()).unwrap(), Held::streamers());
         dumped.criu.restore_lazily().unwrap();
-        assert!(soon(|| streamer.said().contains("all memory is back")), "{}", streamer.said());
+        assert!(soon(|| streamer.said().contains("all CPU memory is resident")), "{}", streamer.said());
         let mut both: Vec<u32> = judge.gates().iter().map(|gate| gate.pid).collect();
         both.retain(|pid| is_paused(*pid));
         held.lets_go_until_one_is_whole(&dumped.criu, &streamer);

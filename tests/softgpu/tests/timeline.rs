@@ -161,10 +161,10 @@ fn one_command_shows_it_all() {
         };
         let course = [
             "0 of 2 gates open",
-            "memory behind running processes, since",
+            "memory loaded while the processes run, since",
             "all memory is resident",
             "its GPUs run, the last of 2",
-            "there after",
+            "resident after",
         ];
         let places = course.map(line);
         assert!(places.is_sorted(), "{said}");

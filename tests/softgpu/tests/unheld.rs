@@ -62,7 +62,8 @@ fn all_cpu_memory_is_loaded_before_gpu_memory() {
         let (waited, said) = (dumped.criu.pages_waited_for(), both.said());
         // None are waited for where all of it was there when the plugin looked.
         let before = said.split_once("loading memory of GPUs behind").unwrap().0;
-        let came_first = waited >= told(&said, " lazy_pages=") || before.contains("all memory is back");
+        let came_first =
+            waited >= told(&said, " lazy_pages=") || before.contains("all CPU memory is resident");
         assert!(came_first, "{waited} pages came first: {said}");
         assert!(said.contains(SAID), "{said}");
         assert!(is_paused(dumped.server.pid), "memory of its GPUs is there");

@@ -41,7 +41,7 @@ const PALETTE: [&str; COLOURS + 1] =
 pub fn html(record: &Record) -> String {
     let mut page = String::from("<!DOCTYPE html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\"/>\n");
     page.push_str("<meta name=\"viewport\" content=\"width=device-width, initial-scale=1\"/>\n");
-    page.push_str("<title>Rewake: memory behind running processes</title>\n<style>\n");
+    page.push_str("<title>Rewake: memory loaded while the processes run</title>\n<style>\n");
     page.push_str(STYLE);
     for (number, colour) in PALETTE.iter().enumerate() {
         // Writing to a String cannot fail, here and below.
@@ -76,9 +76,9 @@ pub(super) fn escaped(text: &str) -> String {
 
 fn head(page: &mut String, record: &Record) {
     let (all, there) = record.totals();
-    let _ = writeln!(page, "<h1>Memory behind running processes</h1>");
+    let _ = writeln!(page, "<h1>Memory loaded while the processes run</h1>");
     if record.state == State::Failed {
-        let why = record.reason.as_deref().unwrap_or("nobody knows why");
+        let why = record.reason.as_deref().unwrap_or("the reason is not known");
         let _ = writeln!(page, "<p class=\"bad\">Failed: {}</p>", escaped(why));
     }
     let _ = writeln!(
@@ -124,7 +124,7 @@ fn memory(page: &mut String, record: &Record) {
             units::rate(of.resident, took.saturating_mul(1000)),
         ]
     };
-    let columns = ["process", "memory of", "bytes", "there after", "rate"];
+    let columns = ["process", "memory of", "bytes", "resident after", "rate"];
     table(page, "Memory", &columns, record.memory.iter().enumerate().map(row));
 }
 

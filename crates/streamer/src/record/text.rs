@@ -20,7 +20,7 @@ const LABEL: usize = 23;
 #[must_use]
 pub fn text(record: &Record, before: Duration) -> String {
     let before = u64::try_from(before.as_micros()).unwrap_or_default();
-    let mut text = String::from("memory behind running processes, since the restore was started:\n");
+    let mut text = String::from("memory loaded while the processes run, since the restore was started:\n");
     for (at, what) in moments(record) {
         // Writing to a String cannot fail, here and below.
         let _ = writeln!(text, "{:8.1} ms  {what}", millis(before + at));
@@ -34,8 +34,11 @@ pub fn text(record: &Record, before: Duration) -> String {
     let swaps: u64 = record.processes.iter().map(|of| of.swaps).sum();
     if swaps > 0 {
         let stopped = record.processes.iter().map(|of| of.stopped_us).sum();
-        let _ =
-            writeln!(text, "{swaps} buffers swapped, for which processes stood still {}", latency(stopped));
+        let _ = writeln!(
+            text,
+            "{swaps} buffers swapped, for which processes were stopped for {}",
+            latency(stopped)
+        );
     }
     table(&mut text, record, before);
     text
@@ -69,7 +72,7 @@ pub(super) fn moments(record: &Record) -> Vec<(u64, String)> {
         moments.push((at, format!("all memory is resident, {rate}")));
     }
     if record.state == State::Failed {
-        let why = record.reason.as_deref().unwrap_or("nobody knows why");
+        let why = record.reason.as_deref().unwrap_or("the reason is not known");
         moments.push((record.elapsed_us, format!("failed: {why}")));
     }
     // Stable: what happened at one moment stays in this order.
@@ -80,8 +83,8 @@ pub(super) fn moments(record: &Record) -> Vec<(u64, String)> {
 fn table(text: &mut String, record: &Record, before: u64) {
     let _ = writeln!(
         text,
-        "{:<LABEL$} {:<10} {:>10} {:>14}  there",
-        "process", "memory of", "bytes", "there after"
+        "{:<LABEL$} {:<10} {:>10} {:>14}  resident",
+        "process", "memory of", "bytes", "resident after"
     );
     for memory in record.memory.iter().take(MOST) {
         let label: String =
@@ -135,7 +138,7 @@ mod tests {
     #[test]
     fn what_happened_when_and_how_memory_came() {
         let wanted = "\
-memory behind running processes, since the restore was started:
+memory loaded while the processes run, since the restore was started:
     50.0 ms  5.2 GiB are to be loaded
     51.2 ms  4711 python3: runs, the first of 3
     53.5 ms  4713 logger: runs, the last of 3
@@ -144,8 +147,8 @@ memory behind running processes, since the restore was started:
   3002.0 ms  4712 <b>\"rank\" & 1: gate open, its GPUs run, the last of 2
 12 faults in memory of GPUs, 6.7 ms on average, 43.2 ms at most
 500 faults in memory of CPUs, 40 µs on average, 85 µs at most
-8 buffers swapped, for which processes stood still 1.6 ms
-process                 memory of       bytes    there after  there
+8 buffers swapped, for which processes were stopped for 1.6 ms
+process                 memory of       bytes resident after  resident
 4711 python3            renderD128    2.0 GiB      3000.1 ms  ▁▁▂▂▂▃▃▄▄▄▅▅▆▆▇▇█
 4712 <b>\"rank\" & 1      CPUs        512.0 MiB      2550.0 ms  ▁▁▂▂▃▃▄▄▅▅▆▆▇▇███
 4712 <b>\"rank\" & 1      renderD128    1.0 GiB      1450.0 ms  ▁▂▃▄▄▅▆▇█████████

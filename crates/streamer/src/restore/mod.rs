@@ -291,7 +291,7 @@ pub fn report(summary: &SessionSummary) {
         zero_pages = summary.pages_zero,
         faults = summary.faults,
         seconds = format!("{:.3}", summary.elapsed.as_secs_f64()),
-        "all memory is back"
+        "all CPU memory is resident"
     );
 }
 
@@ -351,7 +351,7 @@ fn gpus(
         touches = done.touches,
         seconds = format!("{:.3}", done.took.as_secs_f64()),
         "{}",
-        if done.held == 0 { "GPUs go on" } else { "gates are open, and not all GPUs go on" }
+        if done.held == 0 { "queues resumed" } else { "gates are open, and not all queues are resumed" }
     );
     Ok(())
 }

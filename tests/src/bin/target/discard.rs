@@ -72,7 +72,7 @@ pub(crate) fn free(stage: &Stage) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The first MADV_DONTNEED after all memory is back: nobody reads its event any more, so it must not wait for one.
+/// The first MADV_DONTNEED after all CPU memory is resident: nobody reads its event any more, so it must not wait for one.
 pub(crate) fn promptly(stage: &Stage) -> anyhow::Result<()> {
     let region = stage.filled()?;
     stage.ready_then_go()?;

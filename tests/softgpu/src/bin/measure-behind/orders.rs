@@ -58,7 +58,7 @@ pub(crate) fn table() -> anyhow::Result<()> {
         all.iter_mut().try_for_each(|order| order.measure(&image))?;
     }
     println!(
-        "\n| order of 32 x 4 MiB, not zero | GPUs go on, ms after it runs | its last four are read within, ms |"
+        "\n| order of 32 x 4 MiB, not zero | queues resumed, ms after it runs | its last four are read within, ms |"
     );
     println!("|---|---|---|");
     for Order { name, gates, touches, .. } in &mut all {
