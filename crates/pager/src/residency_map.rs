@@ -334,6 +334,11 @@ impl ResidencyMap {
         self.schedule.begin_at(block);
     }
 
+    /// Makes the background load continue at `page`, where a thread sweeps.
+    pub fn follow(&self, page: PageIx) {
+        self.schedule.follow(self.plan.block_of(page.0.min(self.plan.pages().saturating_sub(1))));
+    }
+
     /// Claims `block` for a demand load. Returns false when it is claimed, or has no missing page.
     #[must_use]
     pub fn claim_block(&self, block: BlockIx) -> bool {

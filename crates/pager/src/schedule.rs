@@ -10,6 +10,9 @@ use crate::BlockIx;
 /// older say little about the next ones.
 pub const PROMOTED_BLOCKS: usize = 64;
 
+/// How far claims in order may be ahead of a sweep: 16 MiB.
+const AHEAD: usize = 256;
+
 /// The outcome of work on a claimed block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Finish {
@@ -164,6 +167,15 @@ impl Schedule {
 
     pub(crate) fn begin_at(&self, block: BlockIx) {
         self.cursor.store(block.0, Ordering::Release);
+    }
+
+    /// Continues claims in order at `block`, where a thread sweeps, unless they are shortly ahead of it. The blocks before it
+    /// follow after the last one.
+    pub(crate) fn follow(&self, block: BlockIx) {
+        let at = self.cursor.load(Ordering::Acquire);
+        if !(block.0..block.0.saturating_add(AHEAD)).contains(&at) {
+            self.cursor.store(block.0, Ordering::Release);
+        }
     }
 
     /// Claims this block. Returns false when it is claimed or done.

@@ -347,3 +347,19 @@ fn map_page(map: &ResidencyMap, page: u64) -> PageIx {
         other => panic!("{other:?}"),
     }
 }
+
+#[test]
+fn claims_follow_a_sweep_unless_they_are_shortly_ahead_of_it() {
+    let map = map(&[extent(0, 0, 4096 * BLOCK_PAGES)]);
+    let claim = || map.claim().unwrap().0;
+    assert_eq!([claim(), claim()], [0, 1]);
+    map.follow(PageIx(1000 * BLOCK_PAGES + 3));
+    assert_eq!([claim(), claim(), claim()], [1000, 1001, 1002]);
+    map.follow(PageIx(900 * BLOCK_PAGES));
+    assert_eq!(claim(), 1003, "they are ahead already");
+    map.follow(PageIx(700 * BLOCK_PAGES));
+    assert_eq!(claim(), 700);
+    map.follow(PageIx(4095 * BLOCK_PAGES));
+    assert_eq!([claim(), claim(), claim()], [4095, 2, 3], "the blocks before it follow");
+    map.check().unwrap();
+}

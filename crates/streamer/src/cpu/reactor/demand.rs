@@ -115,8 +115,12 @@ impl Reactor {
         // A read error is reported by the read that follows.
         let read = file.read_cached(run.file_offset, bytes).ok()?;
         run.pages = read as u64 / PAGE_SIZE;
-        let is_read = address < run.target + run.pages * PAGE_SIZE;
-        is_read.then(|| space.fill_window(layout, &run, address, &self.window))
+        if address >= run.target + run.pages * PAGE_SIZE {
+            // The disk is read ahead of the sweep, in long pieces.
+            layout.follow(run.page);
+            return None;
+        }
+        Some(space.fill_window(layout, &run, address, &self.window))
     }
 
     /// Copies the page's bytes into `self.page` if they are in the page cache; else looks for their block.
