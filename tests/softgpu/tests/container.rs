@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Containers with GPUs: `runc checkpoint` and `runc restore --lazy-pages`, memory of CPUs and of GPUs behind them.
+//! Containers with GPUs: `runc checkpoint` and `runc restore --lazy-pages`, with background loads of CPU and
+//! GPU memory.
 
 use gpu_app::shape::{Mode, Shape};
 use nix::sys::signal::Signal;
@@ -22,7 +23,7 @@ fn there_and_back(shape: &Shape) {
     container.ends_well().unwrap();
 }
 
-/// Runs; its GPUs stand still for as long as copies are held.
+/// The target runs; its queues stay evicted for as long as copies are held.
 fn paused() -> Result<(Machine, Container, Streamer, Held), &'static str> {
     let machine = Machine::find().ok_or(REAL_GPUS)?;
     machine.becomes(&ONE_RING);
@@ -37,7 +38,8 @@ fn paused() -> Result<(Machine, Container, Streamer, Held), &'static str> {
 fn a_container_with_gpus_comes_back() {
     isolated(1, |_| {
         there_and_back(&unreached());
-        // CPUs reach these buffers: placeholders, and swaps of what the filter of system calls does not know.
+        // CPUs can access these buffers: placeholders, and swaps of mappings that the ioctl filter does not
+        // cover.
         there_and_back(&Shape { layer_kib: 4096, ..small() });
     });
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Checkpoint operations: what each does, who may ask for it, in what order.
+//! Checkpoint operations: what each does, which process may call it, in what order.
 
 use std::os::fd::{AsFd as _, AsRawFd as _};
 use std::sync::Arc;
@@ -47,7 +47,7 @@ fn a_process_is_counted_and_described_to_the_last_byte() {
         let ids: Vec<u32> = Topology::read().unwrap().gpus().map(|node| node.gpu_id).collect();
         assert_eq!(image.devices.iter().map(|device| device.user_gpu_id).collect::<Vec<_>>(), ids);
         assert_eq!(image.devices.iter().map(|device| device.actual_gpu_id).collect::<Vec<_>>(), ids);
-        // Reading to the last byte by the documented layout is the proof of sizes and offsets.
+        // Reading to the last byte by the documented layout proves sizes and offsets.
         let private = image.private().unwrap();
         for dmabuf in image.dmabufs.iter().flatten() {
             let flags = nix::fcntl::fcntl(dmabuf, nix::fcntl::FcntlArg::F_GETFD).unwrap();
@@ -82,7 +82,7 @@ fn a_process_is_counted_and_described_to_the_last_byte() {
             assert_eq!(queue.read_pointer - queue.write_pointer, 128);
             assert!(!queue.mqd().is_empty() && !queue.control_stack().is_empty());
         }
-        // Of the process: one for a lane's end, one for faults. The first has the page.
+        // Events of the process: one for the end of a lane, one for faults. The first has the page.
         let events: Vec<_> = private.events().collect();
         assert_eq!(events.len(), 2);
         assert_eq!(events.iter().filter(|event| event.page != 0).count(), 1, "{events:?}");
@@ -239,11 +239,11 @@ fn the_capability_is_asked_for() {
         criu::unpause(kfd.as_fd()).unwrap();
         nix::unistd::setuid(nix::unistd::Uid::from_raw(65534)).unwrap();
         assert_eq!(errno(criu::process_info(kfd.as_fd())), Some(libc::EACCES));
-        kfd.version().expect("other calls go on");
+        kfd.version().expect("other calls still succeed");
     });
 }
 
-/// Runs the body's first process as a donor, which leaves a snapshot, and a second one as its heir.
+/// Runs the body's first process as a donor, which leaves a snapshot, and a second process as its heir.
 fn donor_and_heir(scene: &Scene, donor: fn(&Scene) -> (Snapshot, String), heir: fn(Snapshot, &str)) {
     match scene.role() {
         None => {
@@ -263,7 +263,7 @@ fn donor_and_heir(scene: &Scene, donor: fn(&Scene) -> (Snapshot, String), heir: 
             let (snapshot, told) = donor(scene);
             snapshot.write(path.as_ref()).unwrap();
             scene.say(&told);
-            // It is killed here.
+            // The donor is killed here.
             let _ = scene.hear();
         }
         Some(_) => {
@@ -282,7 +282,7 @@ fn summing(_: &Scene) -> (Snapshot, String) {
     let sums = gpus.host(words * 4).unwrap();
     let sum = Kernel::Axpy { y: sums.address(), x: ones.address(), words, a: 1 };
     let kfd = gpus.device(0).kfd().as_fd();
-    // Who stands still for a while finds all of them done: the next ones take longer.
+    // A thread that the scheduler delays finds all of them done: the next ones take longer.
     let stopped = [20_000, 200_000, 1_000_000].into_iter().find_map(|microseconds| {
         sums.cpu().write(0, &vec![0; 1 << 18]);
         let busy = Kernel::Spin { microseconds };
@@ -389,6 +389,6 @@ fn a_process_that_does_not_exist_is_not_resumed() {
     isolated(1, |_| {
         let kfd = Kfd::open().unwrap();
         assert_eq!(errno(criu::resume(kfd.as_fd(), 0x3f_fff0)), Some(libc::ESRCH));
-        assert_eq!(errno(criu::resume(kfd.as_fd(), 1)), Some(libc::ESRCH), "no process of GPUs");
+        assert_eq!(errno(criu::resume(kfd.as_fd(), 1)), Some(libc::ESRCH), "no process that uses GPUs");
     });
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Memory of CPUs that comes lazily (`criu restore --lazy-pages`) in programs that use GPUs: the driver, which waits for no page, finds
-//! all of it, whether it is registered before the dump or after the restore.
+//! Lazy CPU memory (`criu restore --lazy-pages`) in programs that use GPUs. The driver waits for no page, so
+//! registered memory must be resident, whether it was registered before the dump or after the restore.
 
 use std::thread;
 use std::time::Duration;
@@ -18,10 +18,10 @@ use softgpu_tests::{Streamer, Toucher, isolated, script};
 const RESUMED: &str = "Restore finished successfully";
 /// What the plugin logs while the streamer has not received all userfaultfds. Later it logs [`WAITS`].
 const RECEIVES: &str = "waiting until it has received the userfaultfds of all tasks";
-/// For so long at least no task is resumed while the streamer is stopped.
+/// Minimum time in which no task may be resumed while the streamer is stopped.
 const A_WHILE: Duration = Duration::from_millis(200);
 
-/// Restores it with a streamer that is stopped when all tasks are restored: no task is resumed meanwhile.
+/// Restores with a streamer that is stopped when all tasks are restored: no task is resumed meanwhile.
 fn comes_back(criu: &Criu, pages: &mut Streamer) {
     let stopper = script::at(criu, script::RESTORED, &script::stops(pages));
     let mut command = criu.command(&["restore", "--restore-detached", "--lazy-pages"]);
@@ -39,7 +39,7 @@ fn comes_back(criu: &Criu, pages: &mut Streamer) {
     assert!(pages.end().unwrap().success(), "{}", pages.said());
 }
 
-/// Its memory of both kinds comes lazily.
+/// Both CPU and GPU memory are lazy.
 fn there_and_back(shape: &Shape, version: Version) {
     let dumped = need!(Dumped::of(shape, version));
     let mut pages = Streamer::of_cpus(dumped.criu.images()).unwrap();

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Whatever the workload does at the dump, it runs before its memory is resident, and all its answers are right. Each mode
-//! is restored by both versions of CRIU: by one with GPU memory lazy, by the other with all memory lazy.
+//! In every mode of the workload at the dump, it runs before its memory is resident, and all its answers are
+//! right. Each mode is restored by both versions of CRIU: by one with GPU memory lazy, by the other with all
+//! memory lazy.
 
 use std::fs;
 
@@ -13,12 +14,12 @@ use softgpu_tests::dumped::{Behind, Dumped};
 use softgpu_tests::isolated;
 use softgpu_tests::server::small;
 
-/// Whether the kernel tells what a render node has.
+/// Whether the kernel reports the buffers of a render node.
 fn told() -> bool {
     !fs::read_to_string("/proc/sys/kernel/osrelease").unwrap().starts_with("6.12")
 }
 
-/// Whether this machine has what the mode needs. Elsewhere the workload's own tests, and for render nodes the plugin's, see it refused.
+/// Whether this machine has what the mode needs. Elsewhere other tests check that it is refused.
 fn can(mode: Mode) -> bool {
     let all = |have: fn(&Node) -> bool| Topology::read().unwrap().gpus().all(have);
     match mode {
@@ -32,7 +33,7 @@ fn can(mode: Mode) -> bool {
 /// Restores it with this memory lazy.
 fn there_and_back(mode: Mode, behind: Behind, version: Version) {
     let processes = if mode == Mode::SharedBo { 2 } else { 1 };
-    // Large enough for a placeholder where CPUs reach them.
+    // Large enough for a placeholder where CPUs can access it.
     let shape = Shape { mode, processes, gpus: 2, layer_kib: 2048, ..small() };
     let dumped = need!(Dumped::of(&shape, version));
     eprintln!("{mode:?}, {behind:?}, {version:?}");

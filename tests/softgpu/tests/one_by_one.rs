@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Gates are opened one by one: each when all memory of its process is resident, whatever other processes wait for. No process receives
-//! missing memory of another. All GPUs of a process are resumed together.
+//! Each gate opens when all memory of its process is resident, whatever other processes wait for. No process
+//! receives missing memory of another. All GPUs of a process are resumed together.
 
 use std::fs;
 use std::path::Path;
@@ -13,7 +13,7 @@ use softgpu_tests::criu::{Criu, Version, queues};
 use softgpu_tests::dumped::{Dumped, ONE_RING, soon, unreached};
 use softgpu_tests::{Held, Judge, Machine, Pair, REAL_GPUS, Streamer, Toucher, isolated};
 
-/// Long enough for a gate to be opened that must not be.
+/// Long enough to notice a gate that opens too early.
 const A_WHILE: Duration = Duration::from_millis(500);
 
 fn comes_back(criu: &Criu) -> Streamer {
@@ -66,7 +66,7 @@ fn is_marked(pid: u32) -> bool {
     files.any(|name| name.to_str().unwrap().starts_with(&format!("{pid}-")))
 }
 
-/// A process with two GPUs. It is restored, and the memory of one GPU is resident; the load of the other is held.
+/// A restored process with two GPUs. The memory of one GPU is resident; the load of the other is held.
 struct HalfResident {
     pair: Pair,
     held: Held,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Programs and libraries of Debian's that know the hardware find the soft GPUs to be GPUs.
+//! Debian's programs and libraries for the hardware accept the soft GPUs as GPUs.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::fs::File;
@@ -55,7 +55,7 @@ fn symbol(name: &CStr) -> *mut c_void {
     found
 }
 
-/// It asks for what a graphics driver wants to know first: firmware, memory, registers of the shader engines.
+/// Covers what a graphics driver reads first: firmware, memory, registers of the shader engines.
 #[test]
 fn libdrm_initialises_every_gpu() {
     isolated(1, |_| {

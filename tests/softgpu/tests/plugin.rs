@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! This project's plugin dumps the workload and restores it, and takes the stock plugin's place on either side.
+//! This project's plugin dumps the workload and restores it. It replaces the stock plugin for the dump, the
+//! restore or both.
 
 use gpu_app::shape::{Mode, Shape};
 use rewake_amdgpu_uapi::topology::{Node, Topology};
@@ -7,7 +8,7 @@ use softgpu_tests::criu::{Criu, Plugin, Version, queues_come_back};
 use softgpu_tests::server::small;
 use softgpu_tests::{Server, isolated};
 
-/// Who dumps, and who restores.
+/// Which plugin dumps, and which restores.
 #[derive(Debug, Clone, Copy)]
 struct Way {
     dump: Plugin,
@@ -17,7 +18,7 @@ struct Way {
 
 const OURS: Way = Way { dump: Plugin::Ours, restore: Plugin::Ours, version: Version::V4_2 };
 
-/// Without copy rings the stock plugin copies nothing, and does not say so.
+/// Without copy rings the stock plugin copies nothing, and reports nothing.
 fn stock_can_copy() -> bool {
     let rings = std::fs::read_to_string("/sys/module/softgpu/parameters/sdma_rings");
     rings.map_or(true, |rings| rings.trim() != "0")
@@ -34,7 +35,7 @@ fn there_and_back(shape: &Shape, way: Way) {
     if guarded && way.version == Version::V4_1 {
         let error = dumped.unwrap_err().to_string();
         assert!(error.contains("Can't splice all pages to pipe"), "{error}");
-        // It goes on, queues and all.
+        // The workload continues, queues and all.
         return server.ends_well();
     }
     dumped.unwrap();
@@ -60,7 +61,8 @@ fn there_and_back(shape: &Shape, way: Way) {
     }
 }
 
-/// Nobody had started a page server: why the process ran late, and what to do, is said once however many tasks there are.
+/// No page server was started: the log says once, for any number of tasks, why the process ran late, and what
+/// to do.
 fn says_that_all_came_first(log: &str) {
     let said: Vec<&str> = log.lines().filter(|line| line.contains("no streamer listens")).collect();
     let [said] = said[..] else { panic!("{said:#?}") };
@@ -68,7 +70,8 @@ fn says_that_all_came_first(log: &str) {
     assert!(words.into_iter().all(|word| said.contains(word)), "{said}");
 }
 
-/// Queues do not come back here: the kernel's answer, in each plugin's words, but where we know it before.
+/// Queues cannot be restored here: the kernel's answer, in each plugin's words, except where ours checks it
+/// first.
 fn refused(by: Plugin, error: &str) {
     let firmware = Topology::read().unwrap().gpus().any(Node::has_mes);
     let said = match by {
@@ -84,7 +87,8 @@ fn one_gpu() {
     isolated(1, |_| there_and_back(&small(), OURS));
 }
 
-/// Linux 6.13 has guard pages and glibc 2.42 puts them under threads' stacks; CRIU 4.1 does not know them, and fails.
+/// Linux 6.13 has guard pages, and glibc 2.42 puts them under threads' stacks. CRIU 4.1 does not know them,
+/// and fails.
 fn threads_have_guard_pages(pid: u32) -> bool {
     let maps = std::fs::read_to_string(format!("/proc/{pid}/smaps")).unwrap();
     maps.lines().any(|line| line.starts_with("VmFlags:") && line.split_whitespace().any(|flag| flag == "gu"))

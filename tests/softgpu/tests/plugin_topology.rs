@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A process comes back on another machine's GPUs, if they can take the places of those that it had; if not, nothing is
-//! begun, and the log says what is missing.
+//! A process is restored on another machine's GPUs if they can replace its own. If not, nothing is begun, and
+//! the log says what is missing.
 
 use std::path::Path;
 
@@ -14,7 +14,7 @@ use softgpu_tests::{Machine, REAL_GPUS, isolated};
 /// What CRIU logs when it makes the first task.
 const FORKING: &str = "Forking task with";
 
-/// A server, and the machine that it was dumped on.
+/// A dumped server, and the machine that it was dumped on.
 struct Travel {
     machine: Machine,
     folder: tempfile::TempDir,
@@ -49,14 +49,14 @@ impl Travel {
         wait_for_the_end_of(self.pid).unwrap();
     }
 
-    /// Restores it where it computes as before.
+    /// Restores the server, which computes as before.
     fn comes_back(&self, criu: &Criu) {
         criu.restore().unwrap();
         assert!(criu.log("restore").contains(FORKING));
         self.app.answers(&[200, 3], 2).unwrap();
     }
 
-    /// Sees the restore refused before there is a task, for a reason that has these words.
+    /// Checks that the restore is refused before a task exists, for a reason that has these words.
     fn is_refused(&self, words: &[&str]) {
         let criu = self.criu();
         let error = criu.restore().unwrap_err().to_string();
@@ -91,7 +91,7 @@ fn gpus_of_other_names() {
         let second = names();
         assert!(second.iter().all(|name| !first.contains(name)), "{first:x?} {second:x?}");
         travel.comes_back(&travel.criu());
-        // The process calls them by their first names still, and its image does.
+        // The process and its image keep the first names of the GPUs.
         travel.dump();
         travel.machine.becomes(&[("seed", "12")]);
         travel.comes_back(&travel.criu());
@@ -173,7 +173,7 @@ fn more_gpus_than_there_were() {
     isolated(2, |_| {
         let mut travel = need!(Travel::start(1));
         travel.dump();
-        // Without links between them: a GPU that has more of these is another one.
+        // Without links between GPUs: a GPU that has more links is not the same.
         travel.machine.becomes(&[("gpus", "2"), ("xgmi", "0")]);
         let error = travel.criu().restore().unwrap_err().to_string();
         assert!(

@@ -1,13 +1,15 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! CRIU's stock plugin dumps the workload and restores it: it was written for the hardware, so what it needs is what
-//! the soft GPU must do. What it cannot do is here too, as the yardstick of this project's own:
+//! CRIU's stock plugin dumps the workload and restores it. It was written for the hardware, so the soft GPU
+//! must have what it needs. Its defects are here too, to compare this project's plugin with:
 //!
-//! * It lets GPUs run on as soon as it has copied their buffers, long before CRIU copies the program's memory. Save areas
-//!   of queues and registered memory are then newer than the queues: work comes back stale, or is done twice.
-//! * Unless the process uses fewer GPUs than the machine has: then it never lets them run again.
-//! * A process with render nodes only, below one that computes: no dump, and queues that stay paused for ever.
-//! * A buffer that processes share: each gets a copy.
-//! * A process that has freed a buffer, and not unmapped it yet: no restore.
+//! * It resumes queues as soon as it has copied the BOs, long before CRIU copies the program's memory. Save
+//!   areas of queues and registered memory are then newer than the queues: work is restored stale, or is done
+//!   twice.
+//! * If the process uses fewer GPUs than the machine has, it never resumes its queues.
+//! * A process with render nodes only, below one that computes: no dump, and queues that stay paused for
+//!   ever.
+//! * A BO that processes share: each gets a copy.
+//! * A process that has freed a BO, and not unmapped it yet: no restore.
 
 use std::path::Path;
 use std::time::Duration;
@@ -21,13 +23,14 @@ use softgpu_tests::judge::{A_WHILE, Gate, LONG};
 use softgpu_tests::server::small;
 use softgpu_tests::{Judge, REAL_GPUS, Server, isolated};
 
-/// A server with an answer under way, about to be dumped, and what dumps it.
+/// A server with an unfinished answer, about to be dumped, and the CRIU that dumps it.
 fn started(shape: &Shape, folder: &Path) -> (Server, Criu) {
     let criu = Criu::with(Plugin::Stock, Version::V4_2, &folder.join("images")).unwrap();
     (Server::start(shape, folder), criu)
 }
 
-/// Dumps and restores it. False where it cannot come back: where queues do not, which is seen; or when a buffer had been freed and was still mapped.
+/// Dumps and restores the server. False where it cannot be restored: where queues cannot, which is checked,
+/// or when a freed BO was still mapped.
 fn dumped_and_restored(server: &mut Server, criu: &Criu, mode: Mode) -> bool {
     criu.dump(server.pid).unwrap();
     server.was_dumped(criu);
@@ -48,8 +51,8 @@ fn dumped_and_restored(server: &mut Server, criu: &Criu, mode: Mode) -> bool {
     true
 }
 
-/// Tokens before a dump, an answer begun before it and finished after the restore, tokens after. What goes on beside
-/// goes on. Here, too, the dump may find a kernel of the answer under way, and copy its save area late.
+/// Tokens before a dump, an answer begun before it and finished after the restore, tokens after. Other work
+/// continues meanwhile. The dump may interrupt a kernel of the answer here, too, and copy its save area late.
 fn there_and_back(shape: &Shape) {
     let folder = tempfile::tempdir().unwrap();
     let (mut server, criu) = started(shape, folder.path());
@@ -68,14 +71,15 @@ fn take_what_is_stale() {
     }
 }
 
-/// The same in the middle of work: it comes back and answers; what was under way may be stale, or be done twice.
+/// The same in the middle of work: the server is restored and answers; unfinished work may be stale, or be
+/// done twice.
 fn there_and_back_unsound(shape: &Shape) {
     let folder = tempfile::tempdir().unwrap();
     let (mut server, criu) = started(shape, folder.path());
     if dumped_and_restored(&mut server, &criu, shape.mode) && shape.mode != Mode::Graph {
         server.answers().unwrap();
     }
-    // Killed: a queue that is dead does not let it quit.
+    // Killed: a dead queue keeps it from quitting.
     let pid = server.pid;
     drop(server);
     wait_for_the_end_of(pid).unwrap();
@@ -179,7 +183,8 @@ fn many_small_buffers_and_zeros() {
     });
 }
 
-/// Dumps it while it runs; gives what then stands still, of which nothing does that uses all of the machine's GPUs.
+/// Dumps the server while it runs; returns its gates that stay closed: none if it uses all of the machine's
+/// GPUs.
 fn dumped_running(gpus: usize, looked_at: Duration) -> Vec<Gate> {
     let folder = tempfile::tempdir().unwrap();
     let (server, criu) = started(&Shape { mode: Mode::MidDispatch, gpus, ..small() }, folder.path());
@@ -233,7 +238,7 @@ fn a_shared_buffer_comes_back_as_copies() {
         let shape = Shape { mode: Mode::SharedBo, processes: 2, ..small() };
         let (mut server, criu) = started(&shape, folder.path());
         if dumped_and_restored(&mut server, &criu, shape.mode) {
-            // Wrong from the first token on whose activation goes through the copies.
+            // Wrong from the first token on whose activation is in the copies.
             assert!(server.answers().unwrap_err().to_string().contains("expected"));
             server.app.quit().unwrap();
             wait_for_the_end_of(server.pid).unwrap();

@@ -6,7 +6,7 @@ use rewake_amdgpu_uapi::Kfd;
 use softgpu_tests::app::App;
 use softgpu_tests::isolated;
 
-/// Something small enough for emulation.
+/// A shape that is small enough for emulation.
 fn shape() -> Shape {
     Shape { layers: 3, layer_kib: 64, cache_mib: 2, queues: 1, ..Shape::small() }
 }

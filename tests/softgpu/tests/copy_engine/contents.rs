@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What arrives, and by which way.
+//! Which bytes arrive, and which copy method carries them.
 
 use std::os::fd::AsFd as _;
 
@@ -168,7 +168,7 @@ fn gtt_staging_is_no_memory_for_direct_reads_and_pages_are() {
             let (staging, _engine) = engine(&gpus, through, SMALL);
             let place = place(&staging, 2, 8);
             staging.write(place, &[3; 64]);
-            // It takes the pages as O_DIRECT and io_uring do.
+            // Takes the pages as O_DIRECT and io_uring do.
             let base = staging.pointer(place, 64).addr().get();
             let mut into = [0; 64];
             let taken = process_vm_readv(

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! One process of a test, in a role, dumped and restored. It is asked over a socket.
+//! One process of a test, in a role, dumped and restored. The test sends it requests over a socket.
 
 use std::fs::File;
 use std::io::{BufRead as _, BufReader, Write as _};
@@ -20,7 +20,7 @@ use crate::stage::Stage;
 pub(crate) struct Cast {
     folder: tempfile::TempDir,
     pid: u32,
-    /// None once it has been dumped: what comes back is nobody's child.
+    /// None once it has been dumped: the restored process is no child.
     child: Option<Child>,
 }
 
@@ -39,7 +39,7 @@ pub(crate) fn play(scene: &Scene, role: &str, act: impl FnOnce(&mut Cast)) {
     act(&mut cast);
 }
 
-/// The process's body: builds what its role wants, and answers until it is killed.
+/// The process's body: builds what its role needs, and answers until it is killed.
 fn serve(role: &str, socket: &Path) -> ! {
     let mut stage = Stage::new(role).unwrap();
     let listener = UnixListener::bind(socket).unwrap();
@@ -48,11 +48,11 @@ fn serve(role: &str, socket: &Path) -> ! {
         let mut line = String::new();
         BufReader::new(&stream).read_line(&mut line).unwrap();
         let answer = match line.trim() {
-            // Somebody looked whether this is up.
+            // A probe of whether this process answers yet.
             "" => continue,
             "look" => stage.look(),
             "use" => stage.use_all(),
-            other => panic!("{other:?} means nothing"),
+            other => panic!("{other:?} is no request"),
         };
         let answer = answer.unwrap_or_else(|error| format!("failed {error:#}"));
         writeln!(stream, "{}", answer.replace('\n', " ")).unwrap();
@@ -100,7 +100,7 @@ impl Cast {
         self.gone();
     }
 
-    /// Dumps it in vain; gives the reason. It goes on.
+    /// Dumps the process, which must fail; returns the reason. The process continues.
     pub(crate) fn refused(&self, version: Version) -> String {
         self.criu(version).dump(self.pid).unwrap_err().to_string()
     }
@@ -110,7 +110,7 @@ impl Cast {
     }
 
     pub(crate) fn kill(&mut self) {
-        // It may have gone.
+        // It may have ended.
         let _ = kill(Pid::from_raw(self.pid.cast_signed()), Signal::SIGKILL);
         self.gone();
     }

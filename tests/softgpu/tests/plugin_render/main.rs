@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Buffers and contexts of render nodes themselves come back: by number, place and contents. Kernels that do not tell what a
-//! render node has make a dump fail that would lose it.
+//! BOs and contexts of render nodes are restored with their number, address and contents. Where the kernel
+//! does not report them, a dump that would lose them fails.
 
 mod cast;
 mod stage;
@@ -17,7 +17,7 @@ use softgpu_tests::app::App;
 use softgpu_tests::criu::{Criu, Plugin, Version, queues, queues_come_back, wait_for_the_end_of};
 use softgpu_tests::isolated;
 
-/// Whether the kernel tells what a render node has.
+/// Whether the kernel reports the BOs of a render node.
 fn told() -> bool {
     !release().starts_with("6.12")
 }
@@ -31,7 +31,7 @@ fn older() -> Version {
     if told() { Version::V4_2 } else { Version::V4_1 }
 }
 
-/// Something small, beside a process that renders on both GPUs.
+/// A small server, beside a process that renders on both GPUs.
 fn shape() -> Shape {
     let mode = Mode::RenderOnly;
     Shape { layers: 2, layer_kib: 64, cache_mib: 2, queues: 1, gpus: 2, mode, ..Shape::small() }
@@ -77,14 +77,14 @@ fn a_process_that_renders_with_an_older_criu() {
     isolated(2, |_| workload(older()));
 }
 
-/// As it restores its own: what computes is there, what was on a render node is not. Of a process that only renders it
-/// restores nothing at all.
+/// The same as in its own images: compute BOs are restored, those of render nodes are not. Of a process that
+/// only renders it restores nothing at all.
 #[test]
 fn the_stock_plugin_restores_what_we_dumped_as_its_own() {
     isolated(1, |scene| {
         need!(queues());
         if !told() {
-            skip!("this kernel does not say what a render node has");
+            skip!("this kernel does not report the BOs of a render node");
         }
         cast::play(scene, "beside", |cast| {
             let before = cast.ask("look");
@@ -101,7 +101,8 @@ fn the_stock_plugin_restores_what_we_dumped_as_its_own() {
     });
 }
 
-/// A cast is dumped, restored, looked at, and restored a second time. Where the kernel does not tell, the dump is refused.
+/// A cast is dumped, restored, checked, and restored a second time. Where the kernel does not report BOs, the
+/// dump is refused.
 fn there_and_back(cast: &mut Cast, version: Version) {
     let before = cast.ask("look");
     if !told() {
@@ -162,7 +163,7 @@ fn what_cannot_come_back_is_refused_and_stays() {
             ("always-valid", "bound to its address space (VM_ALWAYS_VALID)"),
             ("foreign", "was imported from another driver"),
         ];
-        // One process has one role: the other ones are of the same test.
+        // One process has one role: the other roles belong to the same test.
         for (role, reason) in all {
             cast::play(scene, role, |cast| {
                 let error = cast.refused(Version::V4_2);
@@ -175,13 +176,14 @@ fn what_cannot_come_back_is_refused_and_stays() {
     });
 }
 
-/// As CRIU's development branch writes images: nothing of ours beside, alignments in pages, headers without a meaning.
+/// As CRIU's development branch writes images: without our files, alignments in pages, headers without a
+/// meaning.
 #[test]
 fn images_of_later_versions_of_criu_s_plugin() {
     isolated(1, |scene| {
         cast::play(scene, "numbers", |cast| {
             if !told() {
-                skip!("this kernel does not say what a render node has");
+                skip!("this kernel does not report the BOs of a render node");
             }
             let before = cast.ask("look");
             cast.dump(Version::V4_2);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Buffers that processes share come back as one, dma-bufs that are open as what they were, and second files of
-//! `/dev/kfd` as the same process's.
+//! Shared BOs are restored as one, open dma-bufs as such, and second files of `/dev/kfd` as files of the same
+//! process.
 
 mod play;
 mod puppet;
@@ -18,13 +18,14 @@ use softgpu_tests::app::App;
 use softgpu_tests::criu::{Criu, Plugin, Version, queues_come_back, wait_for_the_end_of};
 use softgpu_tests::isolated;
 
-/// CRIU 4.1 where it can dump: from Linux 6.13 on, glibc 2.42 guards threads' stacks by marks that it takes for pages.
+/// CRIU 4.1 where it can dump: from Linux 6.13 on, glibc 2.42 guards threads' stacks by marks that it takes
+/// for pages.
 fn older() -> Version {
     let release = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap();
     if release.starts_with("6.12") { Version::V4_1 } else { Version::V4_2 }
 }
 
-/// The workload hands activations from process to process in one buffer.
+/// Processes of the workload pass activations to each other in one BO.
 fn workload(processes: u64, version: Version) {
     let folder = tempfile::tempdir().unwrap();
     let criu = Criu::with(Plugin::Ours, version, &folder.path().join("images")).unwrap();
@@ -58,7 +59,7 @@ fn three_processes_of_the_workload() {
     isolated(1, |_| workload(3, older()));
 }
 
-/// What `from` exports `to` imports, under the same name; gives both ends' descriptors.
+/// `from` exports a BO, `to` imports it under the same name; returns both descriptors.
 fn share(from: &Puppet, to: &Puppet, name: &str) -> (String, String) {
     let exported = from.tell(&format!("export {name}"));
     let taken = to.tell(&format!("take {} {exported}", from.pid));
@@ -66,7 +67,7 @@ fn share(from: &Puppet, to: &Puppet, name: &str) -> (String, String) {
     (exported, taken)
 }
 
-/// As [`share`], and nobody keeps the dma-buf.
+/// As [`share`], and the dma-buf is closed.
 fn share_and_close(from: &Puppet, to: &Puppet, name: &str) {
     let (exported, taken) = share(from, to, name);
     from.tell(&format!("close {exported}"));
@@ -82,7 +83,7 @@ fn pair(play: &mut Play) -> (Puppet, Puppet) {
     (play.root.clone(), child)
 }
 
-/// Sees that what one of them writes is there for all.
+/// Checks that all of them read what one of them writes.
 fn are_one(puppets: &[&Puppet], name: &str, first: u32) {
     for (value, writer) in (first..).zip(puppets) {
         writer.tell(&format!("fill {name} {value} 0"));
@@ -100,7 +101,7 @@ fn what_one_process_writes_the_others_see() {
             let third = play.child("start", "third");
             third.tell("gpus 1");
             root.tell("vram a");
-            // Its number in the child is higher than the lowest that is free.
+            // Its number in the child is higher than the lowest free one.
             let gap = child.tell("vram gap");
             share_and_close(&root, &child, "a");
             child.tell("free gap");
@@ -150,7 +151,7 @@ fn two_processes_that_have_buffers_of_each_other() {
             root.tell(&format!("close {exported}"));
             let (exported, of_child) = share(&child, &root, "b");
             child.tell(&format!("close {exported}"));
-            // CRIU asks both of them for the other one's buffer before it asks for `/dev/kfd`.
+            // CRIU asks for each one's imported BO before it asks for `/dev/kfd`.
             let (first, second) =
                 (root.tell(&format!("lower {of_child}")), child.tell(&format!("lower {of_root}")));
             root.tell("fill a 7 0");
@@ -320,7 +321,7 @@ fn one_image_twice() {
                 assert!(play.restore(Plugin::Ours));
                 assert_eq!(child.tell("load a 0"), "7");
                 are_one(&[&root, &child], "a", 8);
-                // What comes from a restored tree is as good.
+                // BOs of a restored tree can be shared in the same way.
                 assert!(play.there_and_back());
                 are_one(&[&root, &child], "a", 20);
             }
@@ -356,7 +357,7 @@ fn where_nothing_is_shared_the_file_says_so() {
             child.tell("vram a");
             play.dump();
             let shared = ImageDir::open(play.images()).unwrap().shared().unwrap().unwrap();
-            // Nor had either a mapping of a buffer that was freed.
+            // Neither had a mapping of a freed BO.
             assert_eq!(shared.freed_mappings.len(), 2, "{shared:?}");
             assert!(shared.freed_mappings.iter().all(|of| of.mappings.is_empty()), "{shared:?}");
             assert!(SharedImage { freed_mappings: Vec::new(), ..shared.clone() }.is_empty(), "{shared:?}");
@@ -395,7 +396,7 @@ fn a_fork_has_the_files_and_the_mappings() {
             root.tell("vram a");
             root.tell("fill a 7 0");
             let number = root.tell("export a");
-            // The mapping of the buffer itself is not for forks.
+            // A fork does not inherit the mapping of the BO itself.
             root.tell(&format!("view seen {number}"));
             root.tell(&format!("close {number}"));
             let fork = play.child("fork", "fork");
@@ -419,7 +420,7 @@ fn a_buffer_of_another_gpu() {
             play.root.tell("gpus 2");
             child.tell("gpus 2");
             if !play::gpus_reach_each_other() {
-                skip!("these GPUs do not reach each other");
+                skip!("these GPUs cannot access each other");
             }
             child.tell("vram a");
             let number = play.root.tell(&format!("take {} {}", child.pid, child.tell("export a")));
