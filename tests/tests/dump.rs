@@ -128,9 +128,12 @@ fn an_image_with_gpu_state_is_restored_without_a_page_server() {
         add_gpu_state(&rig);
         let mut command = restore(&criu, &rig.path("images")).unwrap();
         command.arg("-W").arg(rig.path("images")).arg("--plugin-dir").arg(rig.path("plugins"));
-        let told = timeline(&command.args(["--", "-d", "-v4"]).output().unwrap()).unwrap();
-        assert_eq!(told["session"], serde_json::Value::Null, "{told}");
-        assert!(told["all_resident_ms"].is_f64() && told["alive_ms"] == told["all_resident_ms"], "{told}");
+        let result = timeline(&command.args(["--", "-d", "-v4"]).output().unwrap()).unwrap();
+        assert_eq!(result["session"], serde_json::Value::Null, "{result}");
+        assert!(
+            result["all_resident_ms"].is_f64() && result["alive_ms"] == result["all_resident_ms"],
+            "{result}"
+        );
         assert!(rig.log_lines("restore", "lazy-pages.socket").is_empty());
         assert!(!rig.log_lines("restore", "amdgpu_plugin: ").is_empty());
         assert_eq!(rig.verdict().unwrap(), Verdict::Ok);

@@ -65,11 +65,11 @@ fn one_daemon_serves_one_restore_after_another() {
     for round in 1..=2 {
         scene.go().unwrap();
         let output = detached(&daemon, &criu, &scene).unwrap().output().unwrap();
-        let told = timeline(&output).unwrap();
+        let result = timeline(&output).unwrap();
         assert_eq!(scene.verdict(ACT).unwrap(), Verdict::Ok);
-        assert_eq!(told["session"], round);
-        assert!(told["alive_ms"].is_f64() && told["all_resident_ms"].is_f64(), "{told}");
-        assert!(told["copied_bytes"].as_u64() >= Some(32 << 20), "{told}");
+        assert_eq!(result["session"], round);
+        assert!(result["alive_ms"].is_f64() && result["all_resident_ms"].is_f64(), "{result}");
+        assert!(result["copied_bytes"].as_u64() >= Some(32 << 20), "{result}");
         let status = daemon.status().unwrap();
         assert_eq!(status["agent"]["sessions_served"], round);
         assert_eq!(session(&status, "complete").unwrap()["images_dir"], scene.images().to_str().unwrap());
@@ -225,8 +225,8 @@ fn a_restore_without_an_agent_starts_its_streamer() {
     let temp = tempfile::tempdir().unwrap();
     let mut command = restore(&criu, &scene.images()).unwrap();
     let output = command.args(["--", "-d"]).env("TMPDIR", temp.path()).output().unwrap();
-    let told = timeline(&output).unwrap();
-    assert_eq!(told["session"], Value::Null);
+    let result = timeline(&output).unwrap();
+    assert_eq!(result["session"], Value::Null);
     assert_eq!(scene.verdict(ACT).unwrap(), Verdict::Ok);
     let ours = temp.path().to_str().unwrap();
     until(END, || processes_naming(ours).is_empty().then_some(())).expect("its streamer ends");
@@ -247,9 +247,9 @@ fn without_d_the_restore_lasts_as_long_as_the_tree() {
     until(ACT, knows).expect("it tells when all CPU memory is resident");
     assert!(restoring.try_wait().unwrap().is_none(), "the tree still runs");
     scene.go().unwrap();
-    let told = timeline(&restoring.wait_with_output().unwrap()).unwrap();
-    assert_eq!(told["criu_exit_code"], 0);
-    assert!(told["criu_ended_ms"].as_f64() >= told["all_resident_ms"].as_f64(), "{told}");
+    let result = timeline(&restoring.wait_with_output().unwrap()).unwrap();
+    assert_eq!(result["criu_exit_code"], 0);
+    assert!(result["criu_ended_ms"].as_f64() >= result["all_resident_ms"].as_f64(), "{result}");
     assert_eq!(scene.written(), "OK\n");
 }
 

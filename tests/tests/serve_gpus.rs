@@ -63,8 +63,8 @@ fn the_streamer_of_an_image_with_gpu_memory_outlives_the_agent() {
     daemon.replace().unwrap();
     until(ACT, || open(&daemon)).expect("the next agent has it, too");
     fs::write(&starter, "").unwrap();
-    let told = timeline(&restoring.wait_with_output().unwrap()).unwrap();
-    assert_eq!(told["session"], 1);
+    let result = timeline(&restoring.wait_with_output().unwrap()).unwrap();
+    assert_eq!(result["session"], 1);
     assert_eq!(scene.verdict(ACT).unwrap(), Verdict::Ok);
     let ended = until(END, || daemon.status().unwrap()["recent"].as_array()?.first().cloned()).unwrap();
     assert_eq!((&ended["session"], &ended["reason"]), (&1.into(), &serde_json::Value::Null), "{ended}");
@@ -116,8 +116,8 @@ fn a_tree_that_outlives_the_daemon_ends_as_it_does() {
     daemon.terminate().unwrap();
     assert!(daemon.ended(END).unwrap().success(), "{}", daemon.logs());
     scene.go().unwrap();
-    let told = timeline(&restoring.wait_with_output().unwrap()).unwrap();
-    assert_eq!(told["criu_exit_code"], 0);
+    let result = timeline(&restoring.wait_with_output().unwrap()).unwrap();
+    assert_eq!(result["criu_exit_code"], 0);
     assert_eq!(scene.written(), "OK\n");
 }
 

@@ -61,7 +61,7 @@ fn rates(run: &Run) -> String {
                     | of the slower | wanted | met | of that time before it runs, s | first process's GPU goes on, s | last one's |\n|---|---|---|---|---|---|---|---|---|---|\n"
         .to_owned();
     for way in Way::ALL {
-        let told = figures(&run.samples, way, |sample| Some(sample.contents.rate()));
+        let rates = figures(&run.samples, way, |sample| Some(sample.contents.rate()));
         let whole = figures(&run.samples, way, since_handover);
         let share = |figure: Option<Spread>| figure.map(|figure| figure.of_whole(least));
         let (wanted, met) = match (way, share(whole)) {
@@ -69,7 +69,7 @@ fn rates(run: &Run) -> String {
             (Way::Gpu, _) => (number(WANTED_SHARE), "**MISSED**"),
             _ => (String::new(), ""),
         };
-        let cells = [told, share(told), whole, share(whole)].map(spread).join(" | ");
+        let cells = [rates, share(rates), whole, share(whole)].map(spread).join(" | ");
         let of = |time: fn(&Behind) -> f64| {
             spread(figures(&run.samples, way, |sample| sample.behind.as_ref().map(time)))
         };

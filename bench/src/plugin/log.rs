@@ -25,8 +25,8 @@ impl Contents {
 
     /// `... contents saved: 9 bytes, 0 of them zero, 1 submissions for 1 buffers, 0.100 s, 0.1 MiB/s`
     fn of_line(line: &str) -> Option<Self> {
-        let (_, told) = line.split_once(" contents ")?;
-        let (_, numbers) = told.split_once(": ")?;
+        let (_, rest) = line.split_once(" contents ")?;
+        let (_, numbers) = rest.split_once(": ")?;
         let whole: Vec<u64> = numbers.split(' ').filter_map(|word| word.parse().ok()).collect();
         let [bytes, zero, submissions, buffers] = whole[..] else { return None };
         let seconds = numbers.split(", ").find_map(|part| part.strip_suffix(" s")?.parse().ok())?;

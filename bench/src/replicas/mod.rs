@@ -138,8 +138,8 @@ fn sample(options: &Options, image: &Image, served: bool, work: &Path) -> anyhow
         if !output.status.success() {
             bail!("rewake restore: {}\n{}", output.status, String::from_utf8_lossy(&output.stderr));
         }
-        let told: serde_json::Value = serde_json::from_slice(&output.stdout)?;
-        let time = |name: &str| told[name].as_f64().with_context(|| format!("no {name} in {told}"));
+        let result: serde_json::Value = serde_json::from_slice(&output.stdout)?;
+        let time = |name: &str| result[name].as_f64().with_context(|| format!("no {name} in {result}"));
         times.push((time("alive_ms")?, time("all_resident_ms")?));
     }
     let memory = memory.finish();

@@ -40,7 +40,7 @@ impl UffdChild {
             libc::mmap(std::ptr::null_mut(), LEN, libc::PROT_READ | libc::PROT_WRITE, flags, -1, 0)
         };
         assert_ne!(start, libc::MAP_FAILED);
-        let (told, tell) = nix::unistd::pipe().unwrap();
+        let (input, output) = nix::unistd::pipe().unwrap();
         let (taken, take) = nix::unistd::pipe().unwrap();
         // SAFETY: the child makes system calls only: see `child`.
         let pid = unsafe { libc::fork() };
@@ -49,11 +49,11 @@ impl UffdChild {
             // With its own copy of the other end it would outlast a test that fails before it is told to go on.
             // SAFETY: this process's own copy, not used again.
             unsafe { libc::close(take.as_raw_fd()) };
-            child(start as u64, tell.as_raw_fd(), taken.as_raw_fd(), act);
+            child(start as u64, output.as_raw_fd(), taken.as_raw_fd(), act);
         }
-        drop((tell, taken));
+        drop((output, taken));
         let mut number = [0; 4];
-        File::from(told).read_exact(&mut number).expect("the child opens a userfaultfd: needs root");
+        File::from(input).read_exact(&mut number).expect("the child opens a userfaultfd: needs root");
         let pidfd = sys::pidfd_open(pid).unwrap();
         // SAFETY: integers in, a descriptor out.
         let uffd =

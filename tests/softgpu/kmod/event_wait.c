@@ -105,7 +105,7 @@ static int sg_waiter_tell(struct sg_events *events, const struct sg_waiter *wait
 		struct kfd_hsa_memory_exception_data memory;
 		struct kfd_hsa_hw_exception_data hw;
 		u64 age;
-	} told;
+	} data;
 	size_t len = 0;
 
 	if (!event)
@@ -114,18 +114,18 @@ static int sg_waiter_tell(struct sg_events *events, const struct sg_waiter *wait
 		return 0;
 	spin_lock(&events->state);
 	if (event->type == KFD_IOC_EVENT_MEMORY) {
-		told.memory = event->memory;
-		len = sizeof(told.memory);
+		data.memory = event->memory;
+		len = sizeof(data.memory);
 	} else if (event->type == KFD_IOC_EVENT_HW_EXCEPTION) {
-		told.hw = event->hw;
-		len = sizeof(told.hw);
+		data.hw = event->hw;
+		len = sizeof(data.hw);
 	} else if (event->type == KFD_IOC_EVENT_SIGNAL && waiter->wants_age) {
-		told.age = event->age;
-		len = sizeof(told.age);
+		data.age = event->age;
+		len = sizeof(data.age);
 	}
 	spin_unlock(&events->state);
 	/* All three stand at the beginning of the union in user space. */
-	return len && copy_to_user(to, &told, len) ? -EFAULT : 0;
+	return len && copy_to_user(to, &data, len) ? -EFAULT : 0;
 }
 
 /* Leaves every event; what an interrupted wait has consumed is given back. */

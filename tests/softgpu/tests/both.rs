@@ -15,7 +15,7 @@ use serde_json::Value;
 use softgpu_tests::criu::{Criu, Plugin, Version, queues, wait_for_the_end_of};
 use softgpu_tests::dumped::{Dumped, ONE_RING, soon, unreached};
 use softgpu_tests::server::small;
-use softgpu_tests::streamer::told;
+use softgpu_tests::streamer::number_after;
 use softgpu_tests::toucher::{BYTES, OWN_PARTS};
 use softgpu_tests::{Held, Machine, REAL_GPUS, Streamer, Toucher, gpus_retry_faults, isolated, script};
 
@@ -39,12 +39,12 @@ fn there_and_back(shape: &Shape) {
     assert!(both.end().unwrap().success(), "{}", both.said());
     assert!(dumped.criu.left_buffers(), "{}", dumped.criu.log("restore"));
     let said = both.said();
-    let lazy = told(&said, " lazy_pages=");
+    let lazy = number_after(&said, " lazy_pages=");
     let back = said
         .lines()
         .find(|line| line.contains("all CPU memory is resident"))
         .unwrap_or_else(|| panic!("{said}"));
-    let faults = told(back, " faults=");
+    let faults = number_after(back, " faults=");
     if gpus_retry_faults() {
         assert!(dumped.criu.log("restore").contains(RETRIES), "{}", dumped.criu.log("restore"));
     } else {
@@ -67,7 +67,7 @@ fn bytes(processes_or_record: &[&Value], of_cpus: bool, name: &str) -> u64 {
 fn is_whole(record: &Value, said: &str) {
     assert_eq!(record["state"], "complete", "{record}");
     let back = said.lines().find(|line| line.contains("all CPU memory is resident")).unwrap();
-    assert_eq!(bytes(&[record], true, "resident"), told(back, " pages=") * 4096, "{record}");
+    assert_eq!(bytes(&[record], true, "resident"), number_after(back, " pages=") * 4096, "{record}");
     for kind in [true, false] {
         assert_eq!(bytes(&[record], kind, "bytes"), bytes(&[record], kind, "resident"), "{record}");
     }
@@ -89,7 +89,7 @@ fn is_whole(record: &Value, said: &str) {
         assert!(samples.is_sorted() && samples.last().copied() == of["resident"].as_u64(), "{record}");
     }
     let faults = record["processes"].as_array().unwrap().iter().map(|of| of["page_faults"].as_u64().unwrap());
-    assert_eq!(faults.sum::<u64>(), told(back, " faults="), "{record}");
+    assert_eq!(faults.sum::<u64>(), number_after(back, " faults="), "{record}");
 }
 
 /// Memory left for programs; none yet.

@@ -251,18 +251,18 @@ fn donor_and_heir(scene: &Scene, donor: fn(&Scene) -> (Snapshot, String), heir: 
             let path = folder.path().join("snapshot").display().to_string();
             let mut first = scene.peer("donor");
             first.say(&path);
-            let told = first.hear();
+            let message = first.hear();
             first.kill();
             let mut second = scene.peer("heir");
             second.say(&path);
-            second.say(&told);
+            second.say(&message);
             second.finish();
         }
         Some("donor") => {
             let path = scene.hear();
-            let (snapshot, told) = donor(scene);
+            let (snapshot, message) = donor(scene);
             snapshot.write(path.as_ref()).unwrap();
-            scene.say(&told);
+            scene.say(&message);
             // The donor is killed here.
             let _ = scene.hear();
         }
@@ -307,7 +307,7 @@ fn summing(_: &Scene) -> (Snapshot, String) {
 #[test]
 fn a_restored_process_continues_where_it_was() {
     isolated(1, |scene| {
-        donor_and_heir(scene, summing, |mut snapshot, told| {
+        donor_and_heir(scene, summing, |mut snapshot, message| {
             let kfd = Arc::new(Kfd::open().unwrap());
             let _memory = snapshot.put_memory().unwrap();
             let restored = snapshot.restore(&kfd);
@@ -319,7 +319,7 @@ fn a_restored_process_continues_where_it_was() {
             }
             let _devices = restored.unwrap();
             snapshot.load(|_| true).unwrap();
-            let (sums, at) = snapshot.view(told.parse().unwrap()).unwrap();
+            let (sums, at) = snapshot.view(message.parse().unwrap()).unwrap();
             let before = sums.load32(at);
             thread::sleep(A_WHILE);
             assert_eq!(sums.load32(at), before, "it runs before RESUME");
@@ -353,12 +353,12 @@ fn buffers(_: &Scene) -> (Snapshot, String) {
 #[test]
 fn a_second_resume_is_refused_and_reported() {
     isolated(1, |scene| {
-        donor_and_heir(scene, buffers, |mut snapshot, told| {
+        donor_and_heir(scene, buffers, |mut snapshot, message| {
             let kfd = Arc::new(Kfd::open().unwrap());
             let _devices = snapshot.restore(&kfd).unwrap();
             snapshot.load(|_| true).unwrap();
             criu::resume(kfd.as_fd(), std::process::id()).unwrap();
-            let (view, at) = snapshot.view(told.parse().unwrap()).unwrap();
+            let (view, at) = snapshot.view(message.parse().unwrap()).unwrap();
             assert_eq!(view.load32(at + 8188), 0x7777_7777);
             let judge = need!(Judge::find(), REAL_GPUS);
             assert_eq!(judge.violations(), Vec::<String>::new());

@@ -120,7 +120,7 @@ impl Image {
         let processes = [ProcessBuffers { files: &self.files, dmabufs: &self.dmabufs }];
         let loading = BackgroundLoad::new(&processes, None).unwrap();
         let (desk, counted) = (loading.handle(), loading.handle());
-        let (tell, told) = channel();
+        let (tell, reports) = channel();
         thread::scope(|scope| {
             let load = scope.spawn(move || {
                 loading.run(move |whole| {
@@ -130,7 +130,7 @@ impl Image {
                     }
                 })
             });
-            let answer = act(&desk, &told);
+            let answer = act(&desk, &reports);
             (load.join().unwrap().unwrap().expect("the image has bytes to load"), answer)
         })
     }
@@ -183,8 +183,8 @@ fn far_end(gpus: &Arc<Gpus>) -> u64 {
             waits.recv().unwrap();
         }
     };
-    let (_, (meanwhile, order)) = image.load_with(both_are_wanted, move |desk, told| {
-        let (first, before) = told.recv().unwrap();
+    let (_, (meanwhile, order)) = image.load_with(both_are_wanted, move |desk, reports| {
+        let (first, before) = reports.recv().unwrap();
         assert_eq!(first, 0, "in file order before the first demand load");
         let mut order = vec![first];
         desk.demand(0, 23);
@@ -193,7 +193,7 @@ fn far_end(gpus: &Arc<Gpus>) -> u64 {
         let mut by_then = before;
         for wanted in [23, 20] {
             while order.last() != Some(&wanted) {
-                let (buffer, bytes) = told.recv().unwrap();
+                let (buffer, bytes) = reports.recv().unwrap();
                 order.push(buffer);
                 by_then = bytes;
             }
@@ -201,7 +201,7 @@ fn far_end(gpus: &Arc<Gpus>) -> u64 {
         }
         let under_way = |buffer: &usize| *buffer < SLOTS || [23, 20].contains(buffer);
         assert!(order.iter().all(under_way), "before the wanted buffers, and not in flight: {order:?}");
-        order.extend(told.iter().map(|(buffer, _)| buffer));
+        order.extend(reports.iter().map(|(buffer, _)| buffer));
         ((by_then - before) / CHUNK, order)
     });
     let mut sorted = order.clone();
@@ -231,7 +231,7 @@ fn small_buffers_come_before_large_ones() {
             let small = [made(4 * KIB); 300];
             let image = Image::new(&Gpus::open(1).unwrap(), &[&[made(5 * CHUNK); 2][..], &small].concat());
             let (_, order) =
-                image.load(|_, told| told.iter().map(|(buffer, _)| buffer).collect::<Vec<usize>>());
+                image.load(|_, reports| reports.iter().map(|(buffer, _)| buffer).collect::<Vec<usize>>());
             let large = order.iter().position(|buffer| *buffer < 2);
             assert_eq!(large, Some(300), "{order:?}");
         });
@@ -266,14 +266,14 @@ fn each_buffer_is_reported_once_and_progress_counts_bytes() {
             };
             let processes = [ProcessBuffers { files: &image.files, dmabufs: &image.dmabufs }];
             assert_eq!(BackgroundLoad::new(&processes, None).unwrap().handle().progress(), progress(|_| 0));
-            let (report, mut order) = image.load(|desk, told| {
+            let (report, mut order) = image.load(|desk, reports| {
                 // Left out, unknown, of no process; a hole, twice; and a resident one.
                 for (process, buffer) in [(0, 8), (0, 43), (0, 44), (1, 0), (0, 41), (0, 41)] {
                     desk.demand(process, buffer);
                 }
-                let (first, _) = told.recv().unwrap();
+                let (first, _) = reports.recv().unwrap();
                 desk.demand(0, first);
-                let others = told.iter().map(|(buffer, _)| buffer);
+                let others = reports.iter().map(|(buffer, _)| buffer);
                 let order: Vec<usize> = std::iter::once(first).chain(others).collect();
                 assert_eq!(desk.progress(), progress(|all| all));
                 desk.demand(0, 0);

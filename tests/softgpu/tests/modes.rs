@@ -15,7 +15,7 @@ use softgpu_tests::isolated;
 use softgpu_tests::server::small;
 
 /// Whether the kernel reports the buffers of a render node.
-fn told() -> bool {
+fn reports_bos() -> bool {
     !fs::read_to_string("/proc/sys/kernel/osrelease").unwrap().starts_with("6.12")
 }
 
@@ -25,7 +25,7 @@ fn can(mode: Mode) -> bool {
     match mode {
         Mode::CpuReads => all(Node::has_large_bar),
         Mode::Svm => all(Node::has_svm),
-        Mode::RenderOnly => told(),
+        Mode::RenderOnly => reports_bos(),
         _ => true,
     }
 }

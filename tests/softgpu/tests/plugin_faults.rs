@@ -315,8 +315,8 @@ fn criu_killed_in_a_restore_leaves_nothing() {
                 if status.signal().is_some() {
                     let log = stage.criu.log("restore");
                     // The kernel kills tasks that CRIU has stopped by then.
-                    let told = log.contains("the restored tasks are killed") || log.contains(LATE);
-                    assert!(told, "{after}: {}", tail(&log));
+                    let is_reported = log.contains("the restored tasks are killed") || log.contains(LATE);
+                    assert!(is_reported, "{after}: {}", tail(&log));
                 }
             }
         }

@@ -28,7 +28,7 @@ fn restore(criu: &Criu, files: &Path, copy: &Path, work: &Path) -> Child {
 }
 
 /// The logs of a replica, for failure reports.
-fn told(work: &Path) -> String {
+fn logs(work: &Path) -> String {
     let text = |name: &str| fs::read_to_string(work.join(name)).unwrap_or_default();
     format!("{}\n{}", text("restore.err"), text("restore.log"))
 }
@@ -43,7 +43,7 @@ fn folders(of: &Path, number: usize) -> [PathBuf; 2] {
 }
 
 fn runs(work: &Path) {
-    assert!(soon(|| told(work).contains("Restore finished successfully")), "{}", told(work));
+    assert!(soon(|| logs(work).contains("Restore finished successfully")), "{}", logs(work));
 }
 
 #[test]
@@ -69,11 +69,11 @@ fn one_image_is_restored_three_times_at_once() {
         replicas.iter().for_each(|(_, toucher, _)| toucher.ask("check 1").unwrap());
         drop(held);
         for (mut child, toucher, work) in replicas {
-            toucher.answer().unwrap_or_else(|error| panic!("{error:#}\n{}", told(&work)));
+            toucher.answer().unwrap_or_else(|error| panic!("{error:#}\n{}", logs(&work)));
             toucher.asked("check 0").unwrap();
             toucher.ask("end 0").unwrap();
             let ended = child.wait().unwrap();
-            assert!(ended.success(), "{ended}: {}", told(&work));
+            assert!(ended.success(), "{ended}: {}", logs(&work));
         }
     });
 }
@@ -103,10 +103,10 @@ fn a_server_restored_three_times_at_once_answers_three_times() {
         drop(held);
         for (mut child, app, work) in replicas {
             let answered = server::answers(&app);
-            answered.unwrap_or_else(|error| panic!("{error:#}\n{}", told(&work)));
+            answered.unwrap_or_else(|error| panic!("{error:#}\n{}", logs(&work)));
             app.quit().unwrap();
             let ended = child.wait().unwrap();
-            assert!(ended.success(), "{ended}: {}", told(&work));
+            assert!(ended.success(), "{ended}: {}", logs(&work));
         }
     });
 }

@@ -287,8 +287,8 @@ fn a_mapping_whose_buffer_the_image_lost_is_no_freed_one() {
         let dumped = need!(dumped_after("free 1"));
         let path = dumped.criu.images().join(SHARED_NAME);
         let mut shared = ImageDir::open(dumped.criu.images()).unwrap().shared().unwrap().unwrap();
-        let told: Vec<usize> = shared.freed_mappings.iter().map(|of| of.mappings.len()).collect();
-        assert_eq!(told, [1], "of one process one mapping");
+        let counts: Vec<usize> = shared.freed_mappings.iter().map(|of| of.mappings.len()).collect();
+        assert_eq!(counts, [1], "of one process one mapping");
         // As if the buffer had been in the image, and were missing now.
         shared.freed_mappings[0].mappings.clear();
         fs::write(&path, shared.to_bytes()).unwrap();

@@ -11,7 +11,7 @@ use rewake_ioctl_filter::AttachError;
 use rewake_skip::need;
 use softgpu_tests::criu::{Criu, Version, queues};
 use softgpu_tests::dumped::{Dumped, ONE_RING, Restoring, is_paused, soon, unreached};
-use softgpu_tests::streamer::told;
+use softgpu_tests::streamer::number_after;
 use softgpu_tests::{Held, Judge, Machine, Pair, REAL_GPUS, Streamer, Toucher, isolated};
 
 /// What the streamer logs on such a kernel.
@@ -63,7 +63,7 @@ fn all_cpu_memory_is_loaded_before_gpu_memory() {
         // The plugin awaits no page where all of them were resident when it looked.
         let before = said.split_once("loading GPU memory in the background").unwrap().0;
         let came_first =
-            waited >= told(&said, " lazy_pages=") || before.contains("all CPU memory is resident");
+            waited >= number_after(&said, " lazy_pages=") || before.contains("all CPU memory is resident");
         assert!(came_first, "{waited} pages were loaded first: {said}");
         assert!(said.contains(SAID), "{said}");
         assert!(is_paused(dumped.server.pid), "its gate is open");

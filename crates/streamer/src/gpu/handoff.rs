@@ -133,16 +133,16 @@ impl Handoff {
                 to_server::What::Placeholders(_) => {
                     self.last()?.placeholders = Some(ReceivedPlaceholders::new(with)?);
                 }
-                to_server::What::Mappings(told) => {
+                to_server::What::Mappings(mappings) => {
                     let placeholders = self.last()?.placeholders.as_mut();
-                    placeholders.context("mappings came before their placeholders")?.add(told)?;
+                    placeholders.context("mappings came before their placeholders")?.add(mappings)?;
                 }
                 to_server::What::Ready(_) => {
                     let minors = self.processes.iter().flat_map(GpuProcess::minors);
                     let monitor = driver.and_then(|kfd| QueueMonitor::new(&kfd, minors));
                     match monitor {
                         Ok(monitor) => self.monitor = Some(monitor),
-                        Err(error) => warn!("whether queues run will not be told: {error:#}"),
+                        Err(error) => warn!("no log will show whether queues run: {error:#}"),
                     }
                     return Ok(self.send_to_plugin(to_plugin::What::Ready(proto::Ready {}))?);
                 }
@@ -396,10 +396,10 @@ mod tests {
             }
         });
         let why = accept(&listener, None, None).unwrap_err().to_string();
-        let told = plugin.join().unwrap();
+        let answer = plugin.join().unwrap();
         let wanted = format!("speaks version {}, this one {VERSION}: install", VERSION + 1);
         assert!(why.contains(&wanted), "{why}");
-        assert_eq!(told, to_plugin::What::Refused(proto::Refused { reason: why }));
+        assert_eq!(answer, to_plugin::What::Refused(proto::Refused { reason: why }));
     }
 
     #[test]

@@ -108,8 +108,8 @@ impl ReceivedPlaceholders {
     }
 
     /// Adds mappings, in the order of their addresses.
-    pub(super) fn add(&mut self, told: proto::Mappings) -> anyhow::Result<()> {
-        for mapping in told.mappings {
+    pub(super) fn add(&mut self, message: proto::Mappings) -> anyhow::Result<()> {
+        for mapping in message.mappings {
             let proto::Mapping { address, length, offset, device_offset, .. } = mapping;
             let whole = [address, length, offset, device_offset].iter().all(|number| number % PAGE_SIZE == 0);
             let ends = address.checked_add(length).is_some() && offset.checked_add(length).is_some();
@@ -143,14 +143,14 @@ impl ReceivedPlaceholders {
     ) -> anyhow::Result<Placeholders<'a>> {
         let pid = sys::pidfd_pid(pidfd).context("finding the process")?;
         let there = placeholder_mappings(pid, self.file.as_fd(), 0..u64::MAX)?;
-        let told = |shown: &PlaceholderMapping, mapping: &proto::Mapping| {
+        let matches = |shown: &PlaceholderMapping, mapping: &proto::Mapping| {
             (shown.address, shown.length, shown.offset) == (mapping.address, mapping.length, mapping.offset)
         };
         let same = there.len() == self.mappings.len()
-            && there.iter().zip(&self.mappings).all(|(shown, mapping)| told(shown, mapping));
+            && there.iter().zip(&self.mappings).all(|(shown, mapping)| matches(shown, mapping));
         ensure!(
             same,
-            "process {pid} has other placeholders than were told: {there:x?}, not {:x?}",
+            "process {pid} has other placeholders than the plugin reported: {there:x?}, not {:x?}",
             self.mappings
         );
         let there = populated_ranges(self.file.as_fd(), 0, u64::MAX).context("looking at placeholders")?;

@@ -70,19 +70,21 @@ impl Program {
         // SAFETY: a mapping that is never unmapped, used as an atomic by both processes.
         let shared = unsafe { &*byte(map(0, PAGE, anonymous, -1, 0)) };
         shared.store(NOT_READ, Ordering::SeqCst);
-        let (told, tell) = nix::unistd::pipe().unwrap();
+        let (input, output) = nix::unistd::pipe().unwrap();
         // SAFETY: the child makes system calls and reads memory only.
         let pid = unsafe { libc::fork() };
         assert!(pid >= 0);
         if pid == 0 {
-            run(tell.as_raw_fd(), address + (buffers as u64 - 1) * PAGE, shared);
+            run(output.as_raw_fd(), address + (buffers as u64 - 1) * PAGE, shared);
         }
-        drop(tell);
+        drop(output);
         let start = std::ptr::with_exposed_provenance_mut(usize::try_from(address).unwrap());
         // SAFETY: only the child uses these mappings.
         assert_eq!(unsafe { libc::munmap(start, buffers * usize::try_from(PAGE).unwrap()) }, 0);
         let mut number = [0; 4];
-        std::fs::File::from(told).read_exact(&mut number).expect("the child opens a userfaultfd: needs root");
+        std::fs::File::from(input)
+            .read_exact(&mut number)
+            .expect("the child opens a userfaultfd: needs root");
         let pidfd = sys::pidfd_open(pid).unwrap();
         let number = i32::from_ne_bytes(number);
         // SAFETY: integers in, a descriptor out.

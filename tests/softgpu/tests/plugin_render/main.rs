@@ -18,7 +18,7 @@ use softgpu_tests::criu::{Criu, Plugin, Version, queues, queues_come_back, wait_
 use softgpu_tests::isolated;
 
 /// Whether the kernel reports the BOs of a render node.
-fn told() -> bool {
+fn reports_bos() -> bool {
     !release().starts_with("6.12")
 }
 
@@ -28,7 +28,7 @@ fn release() -> String {
 
 /// CRIU 4.1 where it can dump threads: see the tests of shared buffers.
 fn older() -> Version {
-    if told() { Version::V4_2 } else { Version::V4_1 }
+    if reports_bos() { Version::V4_2 } else { Version::V4_1 }
 }
 
 /// A small server, beside a process that renders on both GPUs.
@@ -45,7 +45,7 @@ fn workload(version: Version) {
     app.rendered("kept").unwrap();
     let pid = app.pid().unwrap();
     let dumped = criu.dump(pid);
-    if !told() {
+    if !reports_bos() {
         let error = dumped.unwrap_err().to_string();
         assert!(error.contains("this kernel does not report where they are mapped"), "{error}");
         app.rendered("kept").unwrap();
@@ -83,7 +83,7 @@ fn a_process_that_renders_with_an_older_criu() {
 fn the_stock_plugin_restores_what_we_dumped_as_its_own() {
     isolated(1, |scene| {
         need!(queues());
-        if !told() {
+        if !reports_bos() {
             skip!("this kernel does not report the BOs of a render node");
         }
         cast::play(scene, "beside", |cast| {
@@ -105,7 +105,7 @@ fn the_stock_plugin_restores_what_we_dumped_as_its_own() {
 /// dump is refused.
 fn there_and_back(cast: &mut Cast, version: Version) {
     let before = cast.ask("look");
-    if !told() {
+    if !reports_bos() {
         let error = cast.refused(version);
         assert!(error.contains("this kernel does not report where they are mapped"), "{error}");
         return assert_eq!(cast.ask("look"), before);
@@ -168,7 +168,7 @@ fn what_cannot_come_back_is_refused_and_stays() {
             cast::play(scene, role, |cast| {
                 let error = cast.refused(Version::V4_2);
                 let reason =
-                    if told() { reason } else { "this kernel does not report where they are mapped" };
+                    if reports_bos() { reason } else { "this kernel does not report where they are mapped" };
                 assert!(error.contains(reason), "{role}: {error}");
                 cast.ask("look");
             });
@@ -182,7 +182,7 @@ fn what_cannot_come_back_is_refused_and_stays() {
 fn images_of_later_versions_of_criu_s_plugin() {
     isolated(1, |scene| {
         cast::play(scene, "numbers", |cast| {
-            if !told() {
+            if !reports_bos() {
                 skip!("this kernel does not report the BOs of a render node");
             }
             let before = cast.ask("look");
