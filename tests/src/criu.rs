@@ -121,7 +121,7 @@ impl Criu {
         }
     }
 
-    /// Fails unless two CRIUs are of different versions.
+    /// Checks that two CRIUs are of different versions.
     ///
     /// # Errors
     /// They are the same.

@@ -16,7 +16,8 @@ pub struct MemoryLimit {
 }
 
 impl MemoryLimit {
-    /// A group whose processes may have `mib` MiB; beyond that the kernel says ENOMEM and kills nobody.
+    /// A group whose processes may have `mib` MiB; beyond that the kernel returns ENOMEM and kills no
+    /// process.
     ///
     /// # Errors
     /// Why this machine has no such groups.

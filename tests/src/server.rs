@@ -184,7 +184,7 @@ pub(crate) fn stopper(processes: &[Pid], log: &Path) -> String {
     )
 }
 
-/// True when the byte that means "listening" came; false when the pipe was closed without it.
+/// True when the byte that means "listening" was received; false when the pipe was closed without it.
 fn ready(reader: OwnedFd) -> anyhow::Result<bool> {
     let limit = PollTimeout::try_from(MINUTE).context("time limit")?;
     let came =
@@ -203,7 +203,7 @@ fn ready(reader: OwnedFd) -> anyhow::Result<bool> {
 pub struct Server {
     child: Child,
     setup: Setup,
-    /// Every child it was seen to have: they outlive it when it is killed.
+    /// Every child it was seen to have: they may outlive it when it is killed.
     seen: Vec<Pid>,
 }
 
@@ -247,14 +247,15 @@ impl Server {
         self.ended(limit)?;
         let group = self.pid();
         until(limit, || {
-            // A worker whose starter has ended falls to this process, which has to collect it.
+            // A worker whose starter has ended becomes a child of this process, which has to collect it.
             let _ = waitpid(Pid::from_raw(-group.as_raw()), Some(WaitPidFlag::WNOHANG));
             killpg(group, None).is_err().then_some(())
         })
         .context("a worker outlives its starter")
     }
 
-    /// Lets a stopped server go on: the worker, then the process that was started, which cannot replace it before.
+    /// Resumes a stopped server: the worker, then the process that was started, which cannot replace the
+    /// worker before.
     ///
     /// # Errors
     /// One of them is gone.
@@ -263,7 +264,7 @@ impl Server {
         all.try_for_each(|pid| kill(pid, Signal::SIGCONT).context("SIGCONT to the server"))
     }
 
-    /// Kills the process that serves; false when there is none any more.
+    /// Kills the process that serves; false when it has none any more.
     pub fn kill_worker(&mut self) -> bool {
         let serving = if self.setup.stock { Some(self.pid()) } else { self.worker() };
         serving.is_some_and(|pid| kill(pid, Signal::SIGKILL).is_ok())
@@ -307,7 +308,7 @@ impl Server {
 impl Drop for Server {
     fn drop(&mut self) {
         self.worker();
-        // A supervisor that sees its child die starts another: it goes first.
+        // A supervisor whose child ends starts another, so kill it first.
         let _ = self.child.kill();
         let _ = self.child.wait();
         kill_all(&self.seen);

@@ -35,7 +35,7 @@ fn dumped(criu: &Criu, rig: &Rig) {
     wait_pid(rig.pid(), ACT).unwrap();
 }
 
-/// An open dma-buf of no file of this tree: the plugin is not asked for it.
+/// An open dma-buf of no file of this tree: CRIU does not ask the plugin for it.
 fn add_gpu_state(rig: &Rig) {
     fs::write(rig.path("images/amdgpu-dmabuf_99999.img"), b"\x02\0\0\0\0\0\0\0\x08\x05").unwrap();
 }

@@ -11,7 +11,7 @@ fn plays(scenario: &str, mib: usize) {
     Scene::dumped(&criu, scenario, mib).unwrap().play().unwrap();
 }
 
-/// The server must get done while the target lives.
+/// The server must finish while the target lives.
 fn server_ends_first(scenario: &str, mib: usize) {
     let criu = need!(Criu::main());
     let scene = Scene::dumped(&criu, scenario, mib).unwrap();

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! One process, ordinary images: every byte comes back.
+//! One process, ordinary images: every byte is restored.
 
 use rewake_tests::scene::{ACT, END};
 use rewake_tests::{Criu, Scene, Verdict, images, need};

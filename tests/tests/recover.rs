@@ -25,7 +25,7 @@ use rewake_tests::{Criu, Scene, Server, Verdict, need};
 /// Memory of a target, in MiB: loading it takes longer than killing its streamer.
 const MIB: usize = 256;
 
-/// After the parking a streamer dies within this time.
+/// After the parking a streamer is killed within this time.
 const LATEST: Duration = Duration::from_millis(40);
 
 /// Restores at most until a streamer was killed while memory was missing.
@@ -57,7 +57,7 @@ fn deaths_in_some_order(server: &mut Server, random: &mut Random) {
         _ => {}
     }
     for process in processes {
-        // One that was replaced or has ended meanwhile is as good: the last line sees to the rest.
+        // A process that was replaced or has ended meanwhile is no error: the last line kills the rest.
         let _ = kill(process, Signal::SIGKILL);
     }
     let _ = server.signal_group(Signal::SIGKILL);
@@ -70,7 +70,8 @@ fn recovered() -> Output {
     output
 }
 
-/// What `rewake recover` says when the streamer died between the read of a fork event and the put of the child's userfaultfd.
+/// What `rewake recover` logs when the streamer died between the read of a fork event and the put of the
+/// child's userfaultfd.
 const FORK_LOST: &str = "the userfaultfd of a forked process of its session is lost";
 
 /// Whether the target was killed because a child's userfaultfd was lost. The child may have read zeros until `recover` ran
@@ -150,7 +151,7 @@ fn so_do_children_that_are_born_while_memory_is_missing() {
     campaign("fork", rounds() / 2);
 }
 
-/// A restored target whose streamer is dead, and which waits for missing memory.
+/// A restored target whose streamer was killed, and which waits for missing memory.
 fn orphaned(criu: &Criu, scenario: &str) -> Scene {
     own_sessions().unwrap();
     let mut scene = Scene::dumped(criu, scenario, 2 * MIB).unwrap();
@@ -181,7 +182,7 @@ fn until_then_its_thread_waits_in_a_page_fault() {
     let criu = need!(Criu::main());
     let scene = orphaned(&criu, "random");
     sleep(Duration::from_millis(500));
-    assert!(waits_in_a_page_fault(scene.pid()) && scene.written().is_empty(), "it reads nothing else");
+    assert!(waits_in_a_page_fault(scene.pid()) && scene.written().is_empty(), "it reads no other byte");
     assert_eq!(served_again(&recovered()), 1);
     ends_well(&scene);
 }
@@ -233,7 +234,7 @@ fn a_target_killed_while_recover_serves_it_ends_the_session() {
     until(END, || folders().is_empty().then_some(())).expect("the session ends with its target");
 }
 
-/// Every byte of the pages is another.
+/// Changes every byte of the pages.
 fn change_pages(images: &Path) {
     for entry in fs::read_dir(images).unwrap().map(Result::unwrap) {
         if entry.file_name().to_string_lossy().starts_with("pages-") {
@@ -275,13 +276,14 @@ fn with_the_plugin_a_total_death_at_any_moment_costs_no_byte() {
     }
 }
 
-/// Total deaths at random moments of a restore with the plugin. At least a quarter of the targets must end well.
+/// Kills all processes at random moments of a restore with the plugin. At least a quarter of the targets must
+/// end well.
 fn deaths_at_any_moment(criu: &Criu) {
     own_sessions().unwrap();
     let seed = seed();
     let mut random = Random::new(seed);
     let mut scene = Scene::dumped(criu, "random", MIB).unwrap();
-    // How long a restore takes here and now: two thirds of the moments come after it.
+    // How long a restore takes here and now: two thirds of the moments are after its end.
     let server = scene.serve().unwrap();
     scene.go().unwrap();
     let start = Instant::now();
@@ -305,7 +307,7 @@ fn deaths_at_any_moment(criu: &Criu) {
         });
         let found = served_again(&recovered());
         scene.stop().unwrap();
-        // CRIU ignores what the hook says: the tasks may have been killed by it.
+        // CRIU ignores the hook's result: the hook may have killed the tasks.
         let killed = fs::read_to_string(scene.work().join("restore.log")).unwrap_or_default();
         let killed = killed.contains("the tasks are killed");
         if restored.is_err() || killed {

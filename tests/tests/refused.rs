@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! When the machine or the image lets the server down: memory is refused for a while or for good, and the image is
-//! not there any more when a successor takes over.
+//! Failures of the machine or the image: memory is refused for a while or for good, and a successor finds the
+//! image removed.
 
 use std::fs;
 use std::os::unix::fs::FileExt as _;
@@ -15,16 +15,16 @@ use rewake_tests::{Criu, Scene, Server, Verdict, need};
 /// Enough that most is missing when the restore has finished.
 const MIB: usize = 512;
 
-/// What the server says when it waits no longer.
+/// What the server logs when it gives up.
 const TOO_LONG: &str = "times within 2 s: raise the memory limit";
 
-/// More than the target has when it starts, less than it wants.
+/// More than the target has when it starts, less than it needs.
 const ALLOWED: usize = 48;
 
 /// Restores at most until a limit was lifted in time.
 const MOST: usize = 5;
 
-/// A restored target whose memory is refused from `ALLOWED` on, and its server.
+/// A restored target whose memory is refused beyond `ALLOWED`, and its server.
 fn starved(limit: &MemoryLimit, scene: &Scene) -> Server {
     let mut server = scene.serve().unwrap();
     scene.restore_and_stop(&mut server).unwrap();
@@ -47,7 +47,7 @@ fn a_shortage_of_memory_that_passes_is_borne() {
         limit.lift().unwrap();
         let borne = scene.expect_good_end(&mut server);
         let text = server.text();
-        // Otherwise this test itself stood still for so long.
+        // Otherwise this test itself was stopped for so long.
         if !text.contains(TOO_LONG) {
             borne.unwrap();
             assert!(text.contains("there is memory again"), "{text}");
@@ -71,8 +71,8 @@ fn a_lasting_shortage_of_memory_kills_the_target_with_an_error() {
     drop(scene);
 }
 
-/// The worker is killed when other things are at the image's path than the session was opened with: its successor serves
-/// the target from the files that the session has open.
+/// Kills the worker after another file has replaced the image. Its successor serves the target from the files
+/// that the session has open.
 fn served_on(change: impl FnOnce(&Scene)) {
     let criu = need!(Criu::main());
     let scene = Scene::dumped(&criu, "plain", MIB).unwrap();
@@ -80,7 +80,7 @@ fn served_on(change: impl FnOnce(&Scene)) {
     scene.go().unwrap();
     scene.restore_and_stop(&mut server).unwrap();
     change(&scene);
-    assert!(server.kill_worker(), "there is no worker: {}", server.text());
+    assert!(server.kill_worker(), "no worker runs: {}", server.text());
     server.goes_on().unwrap();
     scene.expect_good_end(&mut server).unwrap();
     assert!(server.text().contains("taking over"), "{}", server.text());

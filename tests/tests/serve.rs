@@ -50,7 +50,7 @@ fn work_folders(daemon: &Daemon) -> Vec<String> {
     names.filter(|name| name.starts_with("restore-")).collect()
 }
 
-/// Some once a restore has connected, and may not have ended.
+/// A directory exists once a restore has connected, and until it ends.
 fn under_way(daemon: &Daemon) -> Option<()> {
     let status = daemon.status().ok()?;
     let states = ["restoring", "running", "complete"];
@@ -77,8 +77,8 @@ fn one_daemon_serves_one_restore_after_another() {
     }
 }
 
-/// Bytes that an agent's streamers have read from the disk, all of which have ended: a process counts what the children
-/// that it has waited for have read (proc(5)).
+/// Bytes that an agent's streamers have read from the disk. All have ended: the kernel adds the bytes of
+/// awaited children to their parent's (proc(5)).
 fn read_bytes(daemon: &Daemon) -> u64 {
     let io = fs::read_to_string(format!("/proc/{}/io", daemon.pid())).unwrap();
     io.lines().find_map(|line| line.strip_prefix("read_bytes: ")).unwrap().parse().unwrap()
@@ -124,8 +124,8 @@ fn three_restores_at_once_of_an_image_read_most_of_it_once() {
         skip!("no new pid namespaces here (unshare --pid)");
     }
     for mib in [24, 256] {
-        // Alone each reads all of it: 3 images. A streamer that starts later may find that another has read past the
-        // page cache before.
+        // Alone each reads all of it: 3 images. A streamer that starts later may find that another has read
+        // past the page cache before.
         let mut rounds: Vec<(u64, u64)> = Vec::new();
         for _ in 0..3 {
             let (read, image) = restore_three_times(&criu, mib);
@@ -174,10 +174,10 @@ fn a_failing_session_harms_no_other() {
     );
 }
 
-/// Waits until a restore by this agent is under way in a scene; gives the restore.
+/// Waits until this agent serves a restore of a scene; returns the restore.
 fn restoring(daemon: &Daemon, criu: &Criu, scene: &Scene) -> Child {
     let restoring = detached(daemon, criu, scene).unwrap().spawn().unwrap();
-    until(ACT, || under_way(daemon)).expect("a restore under way");
+    until(ACT, || under_way(daemon)).expect("a running restore");
     restoring
 }
 
@@ -242,9 +242,9 @@ fn without_d_the_restore_lasts_as_long_as_the_tree() {
     let mut command = daemon.restore(&criu, &scene.images()).unwrap();
     let mut restoring = command.stderr(File::create(&said).unwrap()).spawn().unwrap();
     until(ACT, || session(&daemon.status().ok()?, "complete")).expect("all CPU memory is resident");
-    // Only when it knows of that may the tree, and CRIU with it, end.
+    // The tree, and CRIU with it, may end only after the client knows of that.
     let knows = || fs::read_to_string(&said).unwrap().contains("all memory is resident").then_some(());
-    until(ACT, knows).expect("it tells when all CPU memory is resident");
+    until(ACT, knows).expect("it prints when all CPU memory is resident");
     assert!(restoring.try_wait().unwrap().is_none(), "the tree still runs");
     scene.go().unwrap();
     let result = timeline(&restoring.wait_with_output().unwrap()).unwrap();

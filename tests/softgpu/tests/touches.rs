@@ -400,7 +400,7 @@ fn a_server_that_reads_its_weights_by_cpu_and_gpu() {
     isolated(1, |_| {
         let _machine = need!(Machine::with(&ONE_RING), REAL_GPUS);
         if !Topology::read().unwrap().gpus().all(Node::has_large_bar) {
-            skip!("CPUs do not reach all memory of these GPUs");
+            skip!("CPUs cannot access all memory of these GPUs");
         }
         let shape = Shape { mode: Mode::CpuReads, layer_kib: 4096, ..small() };
         let dumped = need!(dumped::Dumped::of(&shape, Version::V4_2));

@@ -68,7 +68,7 @@ impl Daemon {
         self.id().pid()
     }
 
-    /// Its number, as the standard library has it.
+    /// Its pid, in the standard library's type.
     #[must_use]
     pub fn id(&self) -> u32 {
         self.child.id()

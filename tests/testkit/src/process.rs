@@ -15,9 +15,9 @@ use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
 use nix::unistd::Pid;
 use rewake_process::proc;
 
-/// Time for what happens soon. It is long: machines are busy, and some are emulated.
+/// Time limit of short waits. It is long: machines are busy, and some are emulated.
 pub const MINUTE: Duration = Duration::from_secs(60);
-/// Time between two looks of a wait: a twentieth of what it has lasted, within this.
+/// Polling interval of a wait: a twentieth of its duration, within these limits.
 const POLL: [Duration; 2] = [Duration::from_millis(2), Duration::from_millis(10)];
 
 /// A number of a process, as the standard library or nix has it.
@@ -63,7 +63,7 @@ pub fn until<T>(limit: Duration, mut done: impl FnMut() -> Option<T>) -> Option<
     }
 }
 
-/// Whether it is so within a [`MINUTE`].
+/// Whether `done` becomes true within a [`MINUTE`].
 #[must_use]
 pub fn soon(mut is_so: impl FnMut() -> bool) -> bool {
     until(MINUTE, || is_so().then_some(())).is_some()
@@ -119,7 +119,7 @@ pub fn stop_command<P: ProcessId>(processes: &[P]) -> String {
 
 /// Waits for a child of this process; none when it still runs at the limit.
 pub fn wait_child(child: &mut Child, limit: Duration) -> Option<ExitStatus> {
-    // An error means that it is no child any more: nothing to wait for, the caller's time limit reports it.
+    // An error means that it is no child any more; the caller's time limit reports that.
     until(limit, || child.try_wait().ok().flatten())
 }
 
@@ -136,7 +136,8 @@ pub fn wait_pid(pid: Pid, limit: Duration) -> Result<Option<WaitStatus>, Errno> 
     .transpose()
 }
 
-/// Makes this process the one that orphans of its children fall to, so that restored targets can be waited for.
+/// Makes this process the parent of its descendants' orphans (subreaper), so that it can wait for restored
+/// targets.
 ///
 /// # Errors
 /// The kernel refuses, which it does not.
@@ -258,7 +259,7 @@ pub fn signal_group<P: ProcessId>(leader: P, signals: &[Signal]) {
 pub fn kill_all(pids: &[Pid]) {
     let pids: BTreeSet<Pid> = pids.iter().copied().collect();
     for pid in &pids {
-        // Already gone is as good.
+        // It may have ended already.
         let _ = kill(*pid, Signal::SIGKILL);
     }
     for pid in &pids {

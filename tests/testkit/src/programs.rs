@@ -22,7 +22,7 @@ pub fn beside(variable: &str, name: &str, command: &str) -> anyhow::Result<PathB
     found.with_context(|| format!("no {name} beside the tests: run `{command}`, or set {variable}"))
 }
 
-/// The program `rewake`: `REWAKE_BIN`, or the one that is built beside the tests.
+/// The program `rewake`: `REWAKE_BIN`, or `rewake` in the folder of built programs.
 ///
 /// # Errors
 /// There is none.

@@ -172,7 +172,7 @@ pub(crate) fn collect(stage: &Stage, children: &[Pid], known: u8) -> u8 {
             stage.lost(&format!("child {child} killed by {signal}"));
             worst.max(3)
         }
-        // Another signal: its own memory misled it.
+        // Another signal: wrong bytes in its own memory are the likely cause.
         Ok(WaitStatus::Signaled(_, signal, _)) => {
             stage.bad(&format!("child {child} killed by {signal}"));
             worst.max(1)

@@ -63,7 +63,7 @@ fn hand_over(stage: &Stage, pid: i32, socket: &Path) -> anyhow::Result<Region> {
     let control = [ControlMessage::ScmRights(&fds)];
     sendmsg::<()>(stream.as_raw_fd(), &[IoSlice::new(&[0])], &control, MsgFlags::empty(), None)?;
     drop((stream, uffd));
-    // Whatever the server does about it, it does now; the reads that follow are the proof.
+    // The server reacts now to the missing notice; the reads that follow check it.
     std::thread::sleep(Duration::from_millis(200));
     Ok(region)
 }

@@ -100,7 +100,7 @@ impl Region {
         }
     }
 
-    /// Checks every byte of one page, and reports what is there instead.
+    /// Checks every byte of one page, and reports what it holds instead.
     pub(crate) fn check(&self, stage: &Stage, page: usize, expect: Expect) {
         let expect = match expect {
             Expect::OfOrZero(..) if self.word(page, 0) == 0 => Expect::Zero,
