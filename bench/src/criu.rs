@@ -82,8 +82,8 @@ impl Image {
         Ok(server)
     }
 
-    /// Restores the process with `criu restore -d`, to which `more` arguments are added. `work` gets its log.
-    /// Gives the restored process and the exit of `criu restore`.
+    /// Restores the process with `criu restore -d` and the arguments `more`. `work` gets its log. Returns the
+    /// restored process and the exit of `criu restore`.
     pub(crate) fn restore(&self, criu: &Path, more: &[&str], work: &Path) -> anyhow::Result<(Process, Exit)> {
         let mut command = Command::new(criu);
         command.args(["restore", "-d"]).args(more).args(["-o", "restore.log", "-D"]).arg(&self.directory);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The figures of a run as two Markdown tables: when what is there, and how fast the GPU's memory comes.
+//! The figures of a run as two Markdown tables: times of the restore, and the rate of GPU memory.
 
 use std::fmt::Write as _;
 use std::time::Duration;
@@ -8,7 +8,8 @@ use super::Run;
 use super::round::{Behind, Sample, Way};
 use crate::report::{Spread, number, spread};
 
-/// Of the slower of disk and copies, from the hand-over to the last byte, where nothing else is on the disk.
+/// Required share of the slower of disk and copies, from the handoff to the last byte, where nothing else
+/// uses the disk.
 const WANTED_SHARE: f64 = 0.95;
 
 impl Way {
@@ -41,7 +42,7 @@ fn heading(run: &Run) -> String {
 }
 
 fn times(samples: &[Sample]) -> String {
-    let mut text = "| seconds since the start of `criu restore` | it runs | the first answer is right | all is there | an answer takes then |\n\
+    let mut text = "| seconds since the start of `criu restore` | it runs | the first answer is right | all is resident | an answer takes then |\n\
                     |---|---|---|---|---|\n"
         .to_owned();
     for way in Way::ALL {
@@ -57,8 +58,8 @@ fn times(samples: &[Sample]) -> String {
 
 fn rates(run: &Run) -> String {
     let least = run.limits.least().restore;
-    let mut text = "| GPU memory | MB/s, by whoever loads it | of the slower of disk and copies | since the hand-over, MB/s \
-                    | of the slower | wanted | met | of that time before it runs, s | first process's GPU goes on, s | last one's |\n|---|---|---|---|---|---|---|---|---|---|\n"
+    let mut text = "| GPU memory | MB/s, by the log | of the slower of disk and copies | since the handoff, MB/s \
+                    | of the slower | wanted | met | of that time before it runs, s | first process's queues resumed, s | last one's |\n|---|---|---|---|---|---|---|---|---|---|\n"
         .to_owned();
     for way in Way::ALL {
         let rates = figures(&run.samples, way, |sample| Some(sample.contents.rate()));

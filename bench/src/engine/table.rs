@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The figures of a run as a Markdown table, each with what is wanted of it. What misses it is marked.
+//! The figures of a run as a Markdown table, each with its required value. A figure that misses it is marked.
 
 use std::fmt::Write as _;
 
@@ -7,13 +7,13 @@ use super::pass::Pass;
 use super::{Cold, Comparison, Warm};
 use crate::report::{Spread, number, spread};
 
-/// Of memcpy, and of fio.
+/// Required share of memcpy, and of fio.
 const WANTED_SHARE: f64 = 0.9;
 /// 16 MiB of staging memory, and as much again for everything else.
 const WANTED_MIB: f64 = 32.0;
 const MIB: f64 = (1 << 20) as f64;
 
-/// One figure: its name, its values, and whether it is what is wanted.
+/// One figure: its name, its values, and whether they meet the requirement.
 struct Row(&'static str, Vec<f64>, Wanted);
 
 /// By the median.

@@ -18,8 +18,8 @@ pub(crate) struct Image {
     report: PathBuf,
 }
 
-/// Bound of any act that moves the whole memory once. Generous because stock's cost of a fault grows with the number
-/// of ranges that earlier faults have cut: its time grows faster than the size.
+/// Time limit of an operation that moves the whole memory once. Generous, because stock's cost of a fault
+/// grows with the number of ranges that earlier faults have split: its time grows faster than the size.
 fn time_limit(size_mib: u64) -> Duration {
     Duration::from_secs(120 + size_mib / 4)
 }
@@ -33,7 +33,7 @@ impl Image {
         Ok(Self { dumped, size_mib, report })
     }
 
-    /// What CRIU made of it.
+    /// The image that CRIU wrote.
     pub(crate) fn dumped(&self) -> &criu::Image {
         &self.dumped
     }

@@ -33,7 +33,7 @@ pub(crate) struct Sample {
     pub(crate) touched: touch::Report,
 }
 
-/// Restores the image through `program lazy-pages`, the process touching its memory meanwhile.
+/// Restores the image through `program lazy-pages`, while the process accesses its memory.
 pub(crate) fn run(
     image: &Image,
     criu: &Path,
@@ -69,7 +69,7 @@ pub(crate) fn run(
     })
 }
 
-/// Stops the touching and reads what the process found.
+/// Stops the accesses and reads the process's report.
 fn stop(target: &mut Process, image: &Image) -> anyhow::Result<touch::Report> {
     target.signal(Signal::SIGUSR2)?;
     let exit = target.wait(image.dumped().limit)?;

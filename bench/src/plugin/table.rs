@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The figures of a run as a Markdown table, each with what is wanted of it. What misses it is marked.
+//! The figures of a run as a Markdown table, each with its required value. A figure that misses it is marked.
 
 use std::fmt::Write as _;
 
@@ -9,15 +9,15 @@ use super::Comparison;
 use super::round::{Act, Sample};
 use crate::report::{Spread, number, spread};
 
-/// Of the slower of disk and copies.
+/// Required share of the slower of disk and copies.
 const WANTED_SHARE: f64 = 0.9;
-/// Above a process without a load.
+/// Memory above that of a process with tiny weights.
 const WANTED_MIB: f64 = 64.0;
 /// Submissions for each small buffer.
 const WANTED_SUBMISSIONS: f64 = 1.0 / 16.0;
 const MIB: f64 = (1 << 20) as f64;
 
-/// What a figure should be.
+/// The required value of a figure.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Wanted {
     AtLeast(f64),
@@ -49,7 +49,7 @@ impl Row {
 }
 
 impl Wanted {
-    /// By the median. What was not measured is not met.
+    /// By the median. A figure without samples is not met.
     fn is_met(self, figure: Option<Spread>) -> bool {
         figure.is_some_and(|figure| match self {
             Self::AtLeast(value) => figure.median >= value,
@@ -146,7 +146,7 @@ fn rates(comparison: &Comparison, direction: Direction) -> [Row; 3] {
     ]
 }
 
-/// Bytes that are not zero: the same for both plugins, and only one of them tells.
+/// Bytes that are not zero: the same for both plugins, and only one of them logs them.
 fn bytes(comparison: &Comparison, act: fn(&Sample) -> Act) -> Option<f64> {
     let contents = comparison.samples.iter().find_map(|sample| act(sample).contents)?;
     Some((contents.bytes - contents.zero) as f64)

@@ -11,7 +11,7 @@ use anyhow::Context as _;
 use nix::unistd::Pid;
 
 const INTERVAL: Duration = Duration::from_millis(20);
-/// A tree deeper than this is none that the bench started.
+/// The bench starts no tree deeper than this.
 const MAX_PROCESSES: usize = 256;
 
 /// All live descendants of `root`, parents before children. Empty when the kernel lacks CONFIG_PROC_CHILDREN.
@@ -74,7 +74,7 @@ impl Sampler {
         Self { stop, thread: Some(thread) }
     }
 
-    /// Stops and says what was seen.
+    /// Stops and returns the peaks.
     pub(crate) fn finish(mut self) -> PeakMemory {
         self.stop.store(true, Ordering::Relaxed);
         let thread = self.thread.take().expect("taken only here, and finish consumes");

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! One restore of a dumped program, with a client that asks from its start on.
+//! One restore of a dumped program, with a client that sends requests from its start on.
 
 use std::fmt;
 use std::path::Path;
@@ -16,7 +16,7 @@ use super::program::Program;
 use crate::criu::server_log;
 use crate::processes::{Exit, Process, page_faults};
 
-/// Time between two looks at a program that has not answered yet: has it ended?
+/// Polling interval for the end of a program that has not answered yet.
 const LOOK: Duration = Duration::from_millis(50);
 
 /// How a restore gets the program's memory.
@@ -75,7 +75,7 @@ pub(super) struct Figures {
     pub(super) faults: u64,
 }
 
-/// What the client saw of the first answer.
+/// The client's figures of the first answer.
 struct First {
     answer: String,
     at: Instant,
@@ -83,7 +83,7 @@ struct First {
     faults: u64,
 }
 
-/// What the restoring side saw.
+/// The figures of the restoring side.
 struct Restored {
     target: Process,
     returned: Exit,
@@ -92,8 +92,8 @@ struct Restored {
     served: Option<Exit>,
 }
 
-/// Restores the program and asks it from the start on, then again when all memory is resident, and ends it.
-/// `work` gets the logs.
+/// Restores the program and sends requests from the start on, then again when all memory is resident, and
+/// ends it. `work` gets the logs.
 ///
 /// # Errors
 /// A command fails or takes too long, the program ends, or an answer is wrong or missing.

@@ -12,7 +12,7 @@ use crate::processes::descendants;
 
 const INTERVAL: Duration = Duration::from_millis(20);
 
-/// Adds what each of them has at intervals; memory that several share counts once (`Pss`, proc(5)).
+/// Sums their memory at intervals; memory that several share counts once (`Pss`, proc(5)).
 #[derive(Debug)]
 pub(super) struct Sampler {
     stop: Arc<AtomicBool>,

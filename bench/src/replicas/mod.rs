@@ -41,14 +41,15 @@ pub(crate) struct Options {
     dir: Option<PathBuf>,
 }
 
-/// What n restores at once have cost.
+/// The cost of n restores at once.
 #[derive(Debug, Clone, Copy)]
 struct Sample {
-    /// Bytes that the disk was asked for, by all processes.
+    /// Bytes that all processes have read from the disk.
     read: u64,
     /// Peak memory of all processes of rewake, in bytes.
     memory: u64,
-    /// When the first and the last of the processes ran, and when the last had all its memory, in milliseconds.
+    /// When the first and the last of the processes ran, and when the last had all its memory, in
+    /// milliseconds.
     first_runs_ms: f64,
     last_runs_ms: f64,
     all_ms: f64,
@@ -61,7 +62,7 @@ pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
         "rewake-bench replicas dumps and restores with CRIU: run it as root"
     );
     catch_interrupts()?;
-    // Processes whose parents have ended are handed to this one: what they have read is counted here.
+    // Orphans become children of this process: the bytes that they have read are counted here.
     nix::sys::prctl::set_child_subreaper(true).context("PR_SET_CHILD_SUBREAPER")?;
     let parent = options.dir.clone().unwrap_or_else(std::env::temp_dir).canonicalize()?;
     let directory = tempfile::Builder::new().prefix("rewake-bench-").tempdir_in(&parent)?;
@@ -174,7 +175,7 @@ fn start_agent(program: &Path, socket: &Path, work: &Path) -> anyhow::Result<Pro
     Ok(agent)
 }
 
-/// Takes the status of every child that has ended: only then the kernel counts here what it has read.
+/// Reaps every child that has ended: only then the kernel counts here what it has read.
 fn reap() {
     while nix::sys::wait::waitpid(None, Some(nix::sys::wait::WaitPidFlag::WNOHANG))
         .is_ok_and(|status| status.pid().is_some())

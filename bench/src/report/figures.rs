@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The figures that are compared and how: spread of each server's, ratio pair by pair.
+//! The compared figures: spread of each server's, ratio pair by pair.
 
 use crate::lazy::{Sample, Server};
 
@@ -13,7 +13,7 @@ pub(crate) struct Figure<S> {
     pub(crate) value: fn(&S) -> Option<f64>,
 }
 
-/// Which of two values of a figure is the good one.
+/// Which of two values of a figure is better.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Better {
     Lower,

@@ -96,7 +96,7 @@ fn by_memory_of_gpus() -> anyhow::Result<Vec<Timed>> {
     let mut all = MEMORIES.map(|memory| Timed::new(memory, 0)).into_iter().collect::<Result<Vec<_>, _>>()?;
     rounds(&mut all, Loads::Gpus)?;
     println!(
-        "| memory of the GPU | runs after, ms: least, median, most | of the first in the same round | has seen its last page after |"
+        "| GPU memory | runs after, ms: least, median, most | of the first in the same round | has read its last page after |"
     );
     println!("|---|---|---|---|");
     rows(&mut all, |_, timed| {
@@ -113,7 +113,7 @@ fn by_memory_of_cpus() -> anyhow::Result<()> {
     rounds(&mut all, Loads::Both)?;
     all[1].image.is_whole()?;
     println!(
-        "\n| memory of the CPU, beside 1 GiB of the GPU | runs after, ms | of the first in the same round | has seen the GPU's last page after |"
+        "\n| CPU memory, beside 1 GiB of GPU memory | runs after, ms | of the first in the same round | has read the last page of GPU memory after |"
     );
     println!("|---|---|---|---|");
     rows(&mut all, |number, _| format!("{} MiB", OWN[number]));
@@ -131,7 +131,7 @@ fn at_the_far_end(mut images: Vec<Image>) -> anyhow::Result<()> {
         all.iter_mut().try_for_each(Far::measure)?;
     }
     println!(
-        "\n| the last of | alone it is loaded in, ms | alone its touch waits | its touch waits | more than loaded alone, wanted at most 5 \
+        "\n| the last of | alone it is loaded in, ms | alone its page fault waits | its page fault waits | more than loaded alone, wanted at most 5 \
          | as bytes at that rate, MiB |"
     );
     println!("|---|---|---|---|---|---|");
