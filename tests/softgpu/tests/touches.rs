@@ -32,7 +32,7 @@ const SLOW: [(&str, &str); 2] = [("copy_mbps", "6"), ("sdma_rings", "1")];
 static GIVEN: [u8; 700_001] = [0x5a; 700_001];
 
 /// What the streamer logs of a demand load: it swapped the placeholder, or first filled it.
-const SWAPPED: &str = "touched buffer";
+const SWAPPED: &str = "accessed buffer";
 const COPIED: &str = "a copy for process";
 
 /// A dumped toucher.
@@ -177,7 +177,7 @@ fn the_recorded_working_set_is_loaded_first_in_later_restores() {
         dumped.toucher.answer().unwrap_or_else(|error| panic!("{error:#}\n{}", streamer.said()));
         drop(held);
         assert!(streamer.end().unwrap().success(), "{}", streamer.said());
-        assert!(streamer.said().contains("recorded 1 buffers that CPUs touched"), "{}", streamer.said());
+        assert!(streamer.said().contains("recorded 1 buffers that CPUs accessed"), "{}", streamer.said());
         dumped.ends();
         let record = dumped.criu.images().join("rewake-working-set.json");
         let recorded: serde_json::Value =
@@ -326,7 +326,7 @@ fn a_program_that_forks_with_missing_buffers_is_killed() {
         let dumped = need!(dumped(Version::V4_2));
         let (mut streamer, held) = dumped.comes_back();
         dumped.toucher.ask("bequeath 1").unwrap();
-        let noticed = soon(|| streamer.said().contains("has forked with device memory"));
+        let noticed = soon(|| streamer.said().contains("has forked with missing device memory"));
         drop(held);
         assert!(noticed, "{}", streamer.said());
         assert!(!streamer.end().unwrap().success(), "{}", streamer.said());
@@ -412,7 +412,7 @@ fn a_server_that_reads_its_weights_by_cpu_and_gpu() {
         );
         drop(held);
         assert!(streamer.end().unwrap().success(), "{}", streamer.said());
-        assert!(streamer.said().contains("touched buffer"), "{}", streamer.said());
+        assert!(streamer.said().contains("accessed buffer"), "{}", streamer.said());
         dumped.server.ends_well();
     });
 }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! `cargo xtask stress everyday`: what everyday events cost this build. Each row of the table is a test of the suite.
+//! `cargo xtask stress everyday`: the effect of everyday events on this build. Each row of the table is a
+//! test of the suite.
 
 use std::process::Command;
 
@@ -12,7 +13,7 @@ use crate::{program, repository, setup};
 #[derive(Debug)]
 struct Row {
     event: &'static str,
-    /// What the test accepts, and nothing else.
+    /// The outcome that the test requires.
     outcome: &'static str,
     program: &'static str,
     test: &'static str,
@@ -27,7 +28,7 @@ const ROWS: [Row; 9] = [
     },
     Row {
         event: "the same, CRIU has no plugin",
-        outcome: "the dump fails; the program runs on",
+        outcome: "the dump fails; the program continues",
         program: "hollow",
         test: "without_the_plugin_criu_refuses_and_the_program_runs_on",
     },
@@ -90,7 +91,7 @@ pub(super) fn run() -> anyhow::Result<()> {
     let other = setup::run_other_than(&criu).ok();
     let environment = super::test::environment(&criu, other.as_ref())?;
     program::run(repository::cargo().args(["build", "--release", "--package", "rewake", "--bins"]))?;
-    // All targets: CRIU's plugins are among them.
+    // All targets, including CRIU's plugins.
     program::run(repository::cargo().args(["test", "--release", "--package", "rewake-tests", "--no-run"]))?;
     let results = ROWS.iter().map(|row| row.result(&environment)).collect::<anyhow::Result<Vec<_>>>()?;
     let mut git = Command::new("git");

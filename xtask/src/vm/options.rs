@@ -5,10 +5,10 @@ use std::time::Duration;
 
 use anyhow::{Context as _, bail, ensure};
 
-/// Room for the file system itself, with some to spare. MiB.
+/// Space for the file system itself, with some to spare. MiB.
 const SMALLEST_DISK: u32 = 16;
 
-/// A kernel series that Debian has; the newest of it is taken.
+/// A kernel series of Debian, of which the newest is taken.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Series {
     /// Debian 13's.
@@ -37,9 +37,9 @@ impl Series {
 /// A scratch disk of the machine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Disk {
-    /// Size, MiB; the host gives what is written.
+    /// Size, MiB; the host allocates what is written.
     pub(crate) mib: u32,
-    /// Reads and writes together, in 10^6 bytes a second; as fast as the host's without.
+    /// Reads and writes together, in 10^6 bytes a second; without one, as fast as the host's.
     pub(crate) mbps: Option<u32>,
 }
 
@@ -59,7 +59,7 @@ pub(crate) struct Options {
     pub(crate) series: Series,
     /// Virtual processors.
     pub(crate) processors: u32,
-    /// Memory, MiB; the host gives what is touched.
+    /// Memory, MiB; the host allocates what is used.
     pub(crate) memory: u32,
     /// Parameters of softgpu.ko.
     pub(crate) module_arguments: String,

@@ -118,7 +118,7 @@ pub struct Answers {
 }
 
 impl Answers {
-    /// Gives followers the last message, and waits up to [`LAST_LIMIT`] until all have taken it.
+    /// Gives followers the last message, and waits up to [`LAST_LIMIT`] until all have received it.
     pub fn finish(self, ended: Ended) {
         self.last.send_replace(Some(ended));
         let until = Instant::now() + LAST_LIMIT;
@@ -128,7 +128,7 @@ impl Answers {
     }
 }
 
-/// What clients of a streamer may know and ask.
+/// What clients of a streamer may read and request.
 struct Followed {
     timeline: Timeline,
     connected: Box<dyn Fn() -> bool + Send + Sync>,

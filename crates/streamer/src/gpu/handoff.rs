@@ -174,7 +174,7 @@ impl Handoff {
                 gated.gate.blocked_calls = None;
             }
             warn!(
-                "gates are opened together, and memory that is not there is kept from nobody who asks for it (mprotect, export): {error:#}"
+                "calls cannot be blocked, so gates are opened together, and missing memory can be exported or accessed by mprotect: {error:#}"
             );
         }
         if let Err(error) = self.send_to_plugin(to_plugin::What::Go(proto::Go {})) {
@@ -266,8 +266,8 @@ impl Handoff {
             .map(|(place, buffer)| BufferId { kfd: self.processes[*place].id, buffer: *buffer });
         let Some(images) = &self.images else { return };
         match working_set::write(images, touched.collect()) {
-            Ok(count) => info!("{NAME}: recorded {count} buffers that CPUs touched"),
-            Err(error) => warn!("what CPUs touched is not recorded: {error:#}"),
+            Ok(count) => info!("{NAME}: recorded {count} buffers that CPUs accessed"),
+            Err(error) => warn!("the working set is not recorded: {error:#}"),
         }
     }
 

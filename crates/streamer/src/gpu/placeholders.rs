@@ -156,7 +156,7 @@ impl ReceivedPlaceholders {
         let there = populated_ranges(self.file.as_fd(), 0, u64::MAX).context("looking at placeholders")?;
         ensure!(
             there.is_empty(),
-            "the placeholders of process {pid} have bytes before anybody gave them some"
+            "the placeholders of process {pid} have bytes before the streamer filled them"
         );
         let uffd = self.uffd.lock().unwrap_or_else(PoisonError::into_inner).take();
         let uffd = uffd.context("placeholders are watched already")?;
@@ -211,7 +211,7 @@ impl<'a> Placeholders<'a> {
                     Message::Fork { uffd } => {
                         self.end_child(uffd);
                         bail!(
-                            "process {} has forked with device memory that is not there yet (MADV_DOFORK?): it and its children are killed",
+                            "process {} has forked with missing device memory (MADV_DOFORK?): it and its children are killed",
                             self.pid
                         )
                     }
@@ -349,7 +349,7 @@ impl<'a> Placeholders<'a> {
         view.read(part.within(touched.offset), &mut bytes);
         let mut done = self.uffd.copy(address, &bytes);
         if done.stop == Some(Stop::NotMapped) && done.bytes == 0 {
-            // The mapping is shorter or another by now. One page is tried; later accesses look up the
+            // The mapping is shorter or replaced by now. One page is tried; later accesses look up the
             // mapping.
             self.moved = true;
             done = self.uffd.copy(address, &bytes[..usize::try_from(PAGE_SIZE)?]);

@@ -19,7 +19,7 @@ const GPU: u32 = 4711;
 const NOT_READ: u8 = 0xff;
 /// Held while a program starts: another child would inherit its placeholders.
 static STARTING: Mutex<()> = Mutex::new(());
-/// What the last buffer begins with.
+/// The first byte of the last buffer.
 pub(super) const LAST: u8 = 7;
 
 /// A child of this process. Dropping it kills and collects it.
@@ -94,7 +94,7 @@ impl Program {
         Self { pid, buffers, files: [file, uffd, render.into()], address, shared }
     }
 
-    /// Returns what the plugin would hand over for it.
+    /// Returns what the plugin would hand over for the program.
     pub(super) fn handed(&self) -> ReceivedPlaceholders {
         let files = self.files[..2].iter().map(|file| file.try_clone().unwrap());
         let mut handed = ReceivedPlaceholders::new(files.collect()).unwrap();

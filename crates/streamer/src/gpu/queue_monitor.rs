@@ -47,7 +47,7 @@ pub(super) struct QueueVerdict {
     pub(super) ran: usize,
     /// A line for each pair whose queues are evicted.
     pub(super) held: Vec<String>,
-    /// A line for each pair of which nothing is known.
+    /// A line for each pair without events.
     pub(super) unknown: Vec<String>,
 }
 

@@ -45,8 +45,8 @@ struct TimelineState {
 }
 
 impl Timeline {
-    /// Notes that the plugin has handed over what is to be loaded. Time counts from here, unless CPU memory
-    /// came first. Earlier events get time 0.
+    /// Notes that the plugin has handed over the processes. Time counts from here, unless the load of CPU
+    /// memory began earlier. Earlier events get time 0.
     pub fn handed_over(&self) {
         self.recorder().begin(Duration::ZERO);
     }
@@ -59,7 +59,7 @@ impl Timeline {
 
     /// Sets the session that loads the CPU memory.
     pub fn brings(&self, session: &Arc<Session>) {
-        // There is one.
+        // Only one session exists.
         let _ = self.0.cpus.set(Cpus::new(Arc::clone(session)));
     }
 
@@ -219,7 +219,7 @@ mod tests {
         timeline.look();
         let record = timeline.record();
         let of = |of: &model::ProcessMemory| (of.process, of.minor, of.bytes, of.resident);
-        assert_eq!(record.processes[1].runs_us, record.processes[0].runs_us, "CRIU lets go of all at once");
+        assert_eq!(record.processes[1].runs_us, record.processes[0].runs_us, "CRIU resumes all at once");
         let wanted =
             [(0, None, 16384, 4096), (0, Some(128), 100, 0), (1, None, 16384, 0), (2, None, 16384, 0)];
         assert_eq!(record.memory.iter().map(of).collect::<Vec<_>>(), wanted);
