@@ -20,7 +20,7 @@ fn bench(criu: &Path, rewake: &Path, directory: &Path) -> Output {
 }
 
 #[test]
-fn two_servers_are_measured_in_turn_and_nothing_is_left_behind() {
+fn two_servers_are_measured_in_turn_and_nothing_is_left() {
     let criu = need!(criu());
     let directory = tempfile::tempdir().unwrap();
     // The same server on both sides: pairs must exist, and no ratio may be far from one by construction.

@@ -119,7 +119,7 @@ fn a_pagemap_whose_entries_are_out_of_order() {
 }
 
 #[test]
-fn a_pagemap_entry_that_goes_round_the_address_space() {
+fn a_pagemap_entry_that_wraps_around_the_address_space() {
     refused_pagemap(|entries| entries.last_mut().unwrap().pages = u64::MAX);
 }
 

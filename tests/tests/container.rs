@@ -36,17 +36,17 @@ fn comes_back(criu: &Criu, network: Network, scenario: &str) {
 }
 
 #[test]
-fn memory_of_a_container_comes_back() {
+fn memory_of_a_container_is_restored() {
     comes_back(&need_runc!(Criu::main()), Network::Own, "plain");
 }
 
 #[test]
-fn with_another_criu_and_the_host_s_network_it_does_as_well() {
+fn a_container_in_the_host_network_is_restored_by_another_criu() {
     comes_back(&need_runc!(Criu::alternative()), Network::Hosts, "plain");
 }
 
 #[test]
-fn every_process_of_a_container_comes_back() {
+fn every_process_of_a_container_is_restored() {
     comes_back(&need_runc!(Criu::main()), Network::Own, "tree");
 }
 
@@ -66,7 +66,7 @@ fn without_a_work_path_the_socket_is_in_the_images_directory() {
 }
 
 #[test]
-fn without_a_page_server_nothing_runs_and_it_can_be_tried_again() {
+fn a_restore_without_a_page_server_fails_and_can_be_repeated() {
     let criu = need_runc!(Criu::main());
     let container = Container::dumped(&criu, Network::Own, "plain", 16).unwrap();
     container.go().unwrap();

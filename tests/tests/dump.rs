@@ -80,7 +80,7 @@ fn without_a_gpu_no_plugin_is_needed_and_options_reach_criu() {
 }
 
 #[test]
-fn a_failed_dump_quotes_criu_and_the_log_and_the_target_runs_on() {
+fn a_failed_dump_quotes_criu_s_log_and_the_target_continues() {
     for criu in Criu::both() {
         let criu = need!(criu);
         let rig = need!(rig(&criu));

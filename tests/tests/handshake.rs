@@ -63,7 +63,7 @@ fn a_task_that_is_not_in_the_images_is_a_failure() {
 }
 
 #[test]
-fn a_server_to_which_no_restore_comes_ends_when_asked() {
+fn a_server_without_a_restore_ends_when_asked() {
     let criu = need!(Criu::main());
     let scene = Scene::dumped(&criu, "plain", 4).unwrap();
     let mut server = scene.serve().unwrap();

@@ -60,14 +60,14 @@ fn hooks_come_in_order(mut rig: Rig, post_forking: bool) {
 }
 
 #[test]
-fn every_hook_comes_in_order_and_devices_come_back() {
+fn hooks_are_called_in_order_and_devices_are_restored() {
     let criu = need!(Criu::main());
     let post_forking = knows_post_forking(&criu);
     hooks_come_in_order(rig!(Ok::<_, String>(criu)), post_forking);
 }
 
 #[test]
-fn every_hook_comes_in_order_with_another_criu_version() {
+fn hooks_are_called_in_order_by_another_criu_version() {
     let criu = need!(Criu::main());
     let other = need!(Criu::alternative());
     criu.ensure_differs(&other).unwrap();

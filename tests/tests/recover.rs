@@ -132,22 +132,22 @@ fn a_target_outlives_every_process_of_its_streamer() {
 }
 
 #[test]
-fn so_does_one_that_forks_drops_and_moves_memory() {
+fn a_target_that_forks_drops_and_moves_memory_outlives_it() {
     campaign("active", rounds());
 }
 
 #[test]
-fn so_do_the_processes_of_a_tree() {
+fn the_processes_of_a_tree_outlive_their_streamer() {
     campaign("tree", rounds() / 2);
 }
 
 #[test]
-fn so_do_threads_that_wait_in_page_faults() {
+fn threads_in_page_faults_outlive_their_streamer() {
     campaign("threads", rounds() / 2);
 }
 
 #[test]
-fn so_do_children_that_are_born_while_memory_is_missing() {
+fn children_forked_with_missing_memory_outlive_their_streamer() {
     campaign("fork", rounds() / 2);
 }
 
@@ -178,7 +178,7 @@ fn ends_well(scene: &Scene) {
 }
 
 #[test]
-fn until_then_its_thread_waits_in_a_page_fault() {
+fn a_thread_waits_in_a_page_fault_until_it_is_recovered() {
     let criu = need!(Criu::main());
     let scene = orphaned(&criu, "random");
     sleep(Duration::from_millis(500));
@@ -196,7 +196,7 @@ fn a_process_whose_first_thread_has_ended_is_recovered() {
 }
 
 #[test]
-fn of_two_that_recover_at_once_one_serves() {
+fn of_two_concurrent_recovers_one_serves() {
     let criu = need!(Criu::main());
     let scene = orphaned(&criu, "random");
     let both = [recover().unwrap().spawn().unwrap(), recover().unwrap().spawn().unwrap()];
@@ -207,7 +207,7 @@ fn of_two_that_recover_at_once_one_serves() {
 }
 
 #[test]
-fn a_daemon_that_starts_serves_what_others_have_left() {
+fn a_daemon_that_starts_recovers_orphaned_sessions() {
     let criu = need!(Criu::main());
     let scene = orphaned(&criu, "random");
     let daemon = Daemon::start().unwrap();
@@ -216,7 +216,7 @@ fn a_daemon_that_starts_serves_what_others_have_left() {
 }
 
 #[test]
-fn of_a_target_that_has_ended_nothing_is_left() {
+fn nothing_is_left_of_a_target_that_has_ended() {
     let criu = need!(Criu::main());
     let scene = orphaned(&criu, "random");
     kill_all(&session(scene.pid()));
@@ -245,7 +245,7 @@ fn change_pages(images: &Path) {
 }
 
 #[test]
-fn another_image_of_the_same_pid_in_its_place_is_not_served() {
+fn another_image_at_the_same_path_is_not_served() {
     let criu = need!(Criu::main());
     let scene = orphaned(&criu, "random");
     let images = scene.images();
@@ -261,7 +261,7 @@ fn another_image_of_the_same_pid_in_its_place_is_not_served() {
 }
 
 #[test]
-fn an_image_that_was_removed_is_served_on() {
+fn a_session_continues_when_its_image_is_removed() {
     let criu = need!(Criu::main());
     let scene = orphaned(&criu, "random");
     fs::remove_dir_all(scene.images()).unwrap();

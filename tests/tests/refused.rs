@@ -37,7 +37,7 @@ fn starved(limit: &MemoryLimit, scene: &Scene) -> Server {
 }
 
 #[test]
-fn a_shortage_of_memory_that_passes_is_borne() {
+fn a_target_survives_a_short_lack_of_memory() {
     let criu = need!(Criu::main());
     for _ in 0..MOST {
         let limit = need!(MemoryLimit::new(ALLOWED));
@@ -121,19 +121,19 @@ fn a_rewritten_pages_file_of_the_same_length_and_time_is_found() {
 }
 
 #[test]
-fn a_pages_file_that_is_removed_is_served_on() {
+fn a_session_continues_when_its_pages_file_is_removed() {
     need!(Criu::main());
     let (verdict, text) = pages_file_changes(|path| fs::remove_file(path).unwrap());
     assert_eq!(verdict, Verdict::Ok, "{text}");
 }
 
 #[test]
-fn when_the_image_is_gone_at_a_takeover_the_target_is_served_on() {
+fn a_successor_serves_a_target_whose_image_was_removed() {
     served_on(|scene| fs::remove_dir_all(scene.images()).unwrap());
 }
 
 #[test]
-fn a_successor_serves_on_with_another_image_at_the_path() {
+fn a_successor_serves_with_another_image_at_the_path() {
     let criu = need!(Criu::main());
     let other = Scene::dumped(&criu, "plain", 4).unwrap();
     served_on(|scene| {

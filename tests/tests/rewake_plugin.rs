@@ -124,12 +124,12 @@ fn a_restored_task_has_the_fd_store_when_it_first_runs() {
 }
 
 #[test]
-fn a_task_with_threads_has_it_too() {
+fn a_task_with_threads_has_the_fd_store_too() {
     restored_with_the_store("threads");
 }
 
 #[test]
-fn every_task_of_a_tree_has_it() {
+fn every_task_of_a_tree_has_the_fd_store() {
     restored_with_the_store("tree");
 }
 
@@ -278,7 +278,7 @@ fn criu_refuses_to_dump_a_task_with_a_parked_userfaultfd() {
 }
 
 #[test]
-fn a_pre_dump_is_not_held_up() {
+fn a_pre_dump_does_not_wait() {
     let criu = need!(Criu::main());
     let of = Restored::new(&criu, "plain");
     // It fails where the kernel does not track writes; reaching that point is enough.

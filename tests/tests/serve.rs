@@ -336,7 +336,7 @@ fn an_interrupted_restore_leaves_nothing() {
 }
 
 #[test]
-fn clients_that_speak_nonsense_are_closed_and_do_no_harm() {
+fn clients_with_invalid_messages_are_disconnected() {
     need!(Criu::main());
     let daemon = Daemon::start().unwrap();
     let silent = UnixStream::connect(daemon.socket()).unwrap();

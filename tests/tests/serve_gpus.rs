@@ -88,7 +88,7 @@ fn a_restore_that_fails_leaves_no_streamer() {
 }
 
 #[test]
-fn what_a_streamer_complains_of_is_the_answer() {
+fn an_error_of_a_streamer_is_the_agent_s_answer() {
     let criu = need!(Criu::main());
     let (scene, daemon) = (scene(&criu), Daemon::start().unwrap());
     // A streamer of another restore already listens there.
@@ -104,7 +104,7 @@ fn what_a_streamer_complains_of_is_the_answer() {
 }
 
 #[test]
-fn a_tree_that_outlives_the_daemon_ends_as_it_does() {
+fn a_tree_that_outlives_the_daemon_ends_with_its_own_status() {
     let criu = need!(Criu::main());
     let (scene, mut daemon) = (dumped(&criu), Daemon::start().unwrap());
     let mut command = daemon.restore(&criu, &scene.images()).unwrap();
@@ -123,7 +123,7 @@ fn a_tree_that_outlives_the_daemon_ends_as_it_does() {
 
 /// Kills the daemon or the client: no other process would end the streamer.
 #[test]
-fn a_streamer_to_which_no_restore_comes_is_ended() {
+fn a_streamer_without_a_restore_is_ended() {
     let criu = need!(Criu::main());
     let never = Path::new("/never");
     let scenes = [dumped(&criu), dumped(&criu)];

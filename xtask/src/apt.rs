@@ -264,7 +264,7 @@ Signed-By: /usr/share/keyrings/debian-archive-keyring.gpg
     }
 
     #[test]
-    fn debian_comes_before_third_parties_that_use_its_suite_names() {
+    fn debian_is_before_third_parties_that_use_its_suite_names() {
         let third = "deb [signed-by=/usr/share/keyrings/vpn.gpg] https://vpn.test/stable/debian bookworm main\n\
             deb https://docker.test/linux/debian bookworm stable\n";
         let mut entries = parse_one_line(third);

@@ -127,7 +127,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn programs_tests_and_skips_are_read_from_what_cargo_and_the_harness_print() {
+    fn programs_tests_and_skips_are_read_from_the_output() {
         let output = "     Running unittests src/lib.rs (target/debug/deps/rewake_uffd-0123456789abcdef)\n\
             \nrunning 2 tests\ntest a::one ... ok\ntest two - should panic ... ok\n\
             test result: ok. 2 passed; 0 failed\n\

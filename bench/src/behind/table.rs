@@ -124,7 +124,7 @@ mod tests {
     }
 
     #[test]
-    fn a_way_has_its_own_times_and_rates() {
+    fn each_kind_of_restore_has_times_and_rates_of_its_own() {
         let text = text(&run(2.6));
         let behind = "| GPU memory in the background | 0.500 (0.500 .. 0.500) | 5.00 (5.00 .. 5.00) | 4.00 (4.00 .. 4.00) \
                       | 0.750 (0.750 .. 0.750) |";
@@ -145,7 +145,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_missed_is_marked() {
+    fn a_missed_figure_is_marked() {
         assert_eq!(text(&run(2.7)).matches("MISSED").count(), 1);
     }
 }

@@ -199,7 +199,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_image_is_what_the_engine_takes_and_a_wrong_word_is_seen() {
+    fn the_engine_loads_the_image_and_a_wrong_word_is_found() {
         let directory = tempfile::tempdir().unwrap();
         let image = Image::make(directory.path(), 24, MINOR).unwrap();
         assert_eq!(image.bytes(), 24 * MIB);

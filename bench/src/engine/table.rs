@@ -90,7 +90,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn shares_are_of_one_round_and_what_misses_the_mark_is_marked() {
+    fn shares_are_of_one_round_and_a_missed_figure_is_marked() {
         let pass = |gb_per_s| Pass { gb_per_s, cpu_s_per_gb: 0.5, memory: 40 << 20 };
         let warm = |memcpy, engine| Warm { memcpy: pass(memcpy), pread: pass(1.0), engine: pass(engine) };
         let cold = vec![Cold { fio_gb_per_s: 2.0, engine: pass(1.9) }];

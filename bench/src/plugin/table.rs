@@ -223,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn figures_stand_beside_what_is_wanted_of_them() {
+    fn figures_are_shown_with_their_required_values() {
         let text = text(&comparison(1.05, 60));
         let row = "| dump: of the slower of disk and copies | 0.625 (0.625 .. 0.625) | 0.660 | 0.952 (0.952 .. 0.952) \
                    | at least 0.900 | yes |";
@@ -236,7 +236,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_missed_or_was_not_measured_is_marked() {
+    fn a_missed_or_unmeasured_figure_is_marked() {
         let slow = text(&comparison(1.2, 60));
         assert_eq!(slow.matches("MISSED").count(), 2, "{slow}");
         let large = text(&comparison(1.0, 75));
@@ -247,7 +247,7 @@ mod tests {
     }
 
     #[test]
-    fn a_machine_that_is_not_what_it_was_made_for_is_told() {
+    fn a_machine_without_its_promised_rates_is_reported() {
         let mut busy = comparison(1.0, 60);
         busy.limits.disk.dump = 94.0;
         let text = super::text(&busy);

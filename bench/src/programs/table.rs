@@ -107,7 +107,7 @@ mod tests {
     }
 
     #[test]
-    fn rewake_is_compared_with_each_other_way_round_by_round() {
+    fn rewake_is_compared_with_the_others_round_by_round() {
         let samples = vec![
             sample(Way::Eager, false, 1, 3.0),
             sample(Way::Stock, false, 1, 8.0),
@@ -127,7 +127,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_way_does_not_have_is_a_dash() {
+    fn a_missing_figure_is_a_dash() {
         let text =
             text(&results(vec![sample(Way::Eager, false, 1, 3.0), sample(Way::Rewake, false, 1, 4.0)]));
         let cpu = text.split("### server CPU, s/GB\n").nth(1).expect("its table");

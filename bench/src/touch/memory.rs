@@ -129,7 +129,7 @@ mod tests {
     }
 
     #[test]
-    fn a_touch_reads_the_word_that_the_pattern_foretells() {
+    fn an_access_reads_the_word_of_the_pattern() {
         let memory = Memory::filled(64).unwrap();
         assert!((0..64).all(|page| memory.touch(page) == word(touched_word(page))));
         memory.spoil(touched_word(9));
@@ -137,7 +137,7 @@ mod tests {
     }
 
     #[test]
-    fn samples_come_back_as_recorded() {
+    fn samples_are_read_as_recorded() {
         let mut samples = Samples::with_capacity(3).unwrap();
         samples.make_present();
         samples.push(5);

@@ -59,7 +59,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_page_is_touched_exactly_once() {
+    fn every_page_is_accessed_exactly_once() {
         for pages in [1, 2, 3, 255, 256, 1000, 65_536, 100_003] {
             let mut seen: Vec<u64> = Permutation::new(pages).collect();
             seen.sort_unstable();

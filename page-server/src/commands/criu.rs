@@ -280,7 +280,7 @@ mod tests {
     }
 
     #[test]
-    fn a_folder_of_plugins_is_given_once_and_only_where_it_is_wanted() {
+    fn a_folder_of_plugins_is_given_once_and_only_where_needed() {
         let chosen = tempfile::tempdir().unwrap();
         fs::write(chosen.path().join(plugin_folder::FILE), "").unwrap();
         let none = Programs { criu: None, plugin_dir: None };

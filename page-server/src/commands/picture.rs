@@ -231,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn a_process_without_gate_stands_before_none() {
+    fn a_process_without_a_gate_shows_none() {
         let mut picture = picture();
         picture.processes[0] = StreamedProcess {
             without_gate: true,
@@ -246,7 +246,7 @@ mod tests {
     }
 
     #[test]
-    fn before_and_after_there_is_one_line() {
+    fn one_line_is_shown_before_and_after_the_load() {
         let of = |state: State| lines(&Streaming { state: state.into(), ..picture() });
         assert_eq!(of(State::Listening), ["waiting for criu"]);
         let early = Streaming { state: State::Running.into(), ..Streaming::default() };
@@ -278,7 +278,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_left_takes_its_bytes_at_its_rate() {
+    fn the_time_left_is_bytes_by_rate() {
         let mut picture = picture();
         picture.processes[1].memory[0].rate = 0;
         picture.processes[1].of_cpus.as_mut().unwrap().rate = 0;

@@ -79,7 +79,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn memory_is_what_anybody_expects_and_a_changed_byte_is_seen() {
+    fn memory_is_as_expected_and_a_changed_byte_is_found() {
         let shape = Shape { own_mib: 1, ..Shape::small() };
         let mut own = Own::load(&shape).unwrap();
         assert_eq!(own.start(5), start(&shape, 5));

@@ -218,7 +218,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_is_refused_by_name() {
+    fn invalid_options_are_refused_by_name() {
         let refused = |shape: Shape| shape.check().unwrap_err().to_string();
         assert!(refused(Shape { layers: 0, ..Shape::small() }).contains("--layers 0"));
         assert!(refused(Shape { processes: 5, ..Shape::small() }).contains("--processes 5"));

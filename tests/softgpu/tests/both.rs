@@ -124,7 +124,7 @@ fn status_counts_cpu_and_gpu_memory_until_all_is_resident() {
 }
 
 #[test]
-fn buffers_come_later_still() {
+fn gpu_memory_is_loaded_after_cpu_memory() {
     isolated(1, |_| {
         there_and_back(&unreached());
         there_and_back(&Shape { processes: 2, ..small() });
@@ -132,7 +132,7 @@ fn buffers_come_later_still() {
 }
 
 #[test]
-fn what_rewake_has_dumped_has_holes_for_zeros() {
+fn a_dump_by_rewake_has_holes_for_zeros() {
     isolated(1, |_| {
         let folder = tempfile::tempdir().unwrap();
         let mut toucher = Toucher::start(env!("CARGO_BIN_EXE_toucher"), folder.path(), None).unwrap();
@@ -177,7 +177,7 @@ fn registers(toucher: &Toucher, both: &mut Streamer) {
 }
 
 #[test]
-fn memory_that_is_registered_while_it_is_missing_is_waited_for() {
+fn a_registration_of_missing_memory_waits_for_it() {
     isolated(1, |_| {
         for version in [Version::V4_2, Version::V4_1] {
             let folder = tempfile::tempdir().unwrap();

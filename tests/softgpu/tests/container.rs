@@ -35,7 +35,7 @@ fn paused() -> Result<(Machine, Container, Streamer, Held), &'static str> {
 }
 
 #[test]
-fn a_container_with_gpus_comes_back() {
+fn a_container_with_gpus_is_restored() {
     isolated(1, |_| {
         there_and_back(&unreached());
         // CPUs can access these buffers: placeholders, and swaps of mappings that the ioctl filter does not
@@ -52,7 +52,7 @@ fn processes_of_a_container_share_their_buffers_again() {
 }
 
 #[test]
-fn a_container_whose_gpus_stand_still_is_not_dumped() {
+fn a_container_with_a_closed_gate_is_not_dumped() {
     isolated(1, |_| {
         let (_machine, container, mut both, held) = need!(paused());
         let error = format!("{:#}", container.dump("again").unwrap_err());

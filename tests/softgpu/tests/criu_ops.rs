@@ -92,7 +92,7 @@ fn a_process_is_counted_and_described_to_the_last_byte() {
 }
 
 #[test]
-fn private_data_comes_back_byte_for_byte() {
+fn private_data_is_restored_byte_for_byte() {
     isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         let _lane = Lane::new(&gpus, 1, 2).unwrap();
@@ -113,7 +113,7 @@ fn private_data_comes_back_byte_for_byte() {
 }
 
 #[test]
-fn a_paused_process_stands_still() {
+fn queues_of_a_paused_process_do_not_run() {
     isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         let mut lane = Lane::new(&gpus, 1, 1).unwrap();
@@ -158,7 +158,7 @@ fn work_in_the_middle_is_interrupted_and_continues() {
 }
 
 #[test]
-fn what_comes_out_of_turn_is_refused() {
+fn calls_out_of_order_are_refused() {
     isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         let kfd = gpus.device(0).kfd().as_fd();

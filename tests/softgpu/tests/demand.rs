@@ -225,7 +225,7 @@ fn a_demand_load_waits_only_for_reads_in_flight() {
 }
 
 #[test]
-fn small_buffers_come_before_large_ones() {
+fn small_buffers_are_loaded_before_large_ones() {
     isolated(1, |scene| {
         slowly(scene, || {
             let small = [made(4 * KIB); 300];

@@ -92,7 +92,7 @@ fn a_render_node_and_compute_share_a_buffer() {
 }
 
 #[test]
-fn what_is_no_gpus_buffer_is_refused() {
+fn a_foreign_buffer_is_refused() {
     isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         let file = File::open("/proc/self/exe").unwrap();

@@ -60,7 +60,7 @@ fn has_page_fault(uffd: &Uffd, limit: u16) -> bool {
 }
 
 #[test]
-fn memory_that_is_registered_is_waited_for() {
+fn a_registration_waits_for_missing_memory() {
     isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         let _hold = rewake_ioctl_filter::attach().unwrap();
@@ -70,7 +70,7 @@ fn memory_that_is_registered_is_waited_for() {
 }
 
 #[test]
-fn memory_with_attributes_is_waited_for() {
+fn setting_attributes_waits_for_missing_memory() {
     isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         if !gpus.device(0).node().has_svm() {
@@ -86,7 +86,7 @@ fn memory_with_attributes_is_waited_for() {
 }
 
 #[test]
-fn memory_of_render_nodes_is_waited_for() {
+fn render_node_calls_wait_for_missing_memory() {
     isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         let render = Render::open(gpus.device(0).node().render_minor()).unwrap();
@@ -99,7 +99,7 @@ fn memory_of_render_nodes_is_waited_for() {
 }
 
 #[test]
-fn pages_between_mappings_that_are_not_watched_are_waited_for() {
+fn calls_wait_for_watched_pages_between_unwatched_mappings() {
     isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         let _hold = rewake_ioctl_filter::attach().unwrap();
@@ -150,7 +150,7 @@ fn call_in_vain(render: &Render, memory: &Mapping) {
 
 /// A page fault for each page would take hours.
 #[test]
-fn a_range_that_is_not_watched_costs_one_look_at_each_mapping() {
+fn an_unwatched_range_costs_one_check_for_each_mapping() {
     isolated(1, |_| {
         /// The limit of 20 calls, emulated.
         const LIMIT: Duration = Duration::from_secs(2);
@@ -205,7 +205,7 @@ fn call_with_watched(scene: &Scene, is_missing: bool) {
 }
 
 #[test]
-fn a_process_that_is_killed_in_such_a_call_ends() {
+fn a_process_that_is_killed_in_a_waiting_call_ends() {
     isolated(1, |scene| {
         if let Some(role) = scene.role() {
             return call_with_watched(scene, role == "missing");
@@ -238,7 +238,7 @@ fn a_check_attaches_nothing() {
 }
 
 #[test]
-fn what_is_not_there_at_all_is_the_driver_s_to_refuse() {
+fn unmapped_memory_is_refused_by_the_driver() {
     isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         let refused =
@@ -250,7 +250,7 @@ fn what_is_not_there_at_all_is_the_driver_s_to_refuse() {
 }
 
 #[test]
-fn other_memory_is_registered_as_ever() {
+fn unwatched_memory_is_registered_without_a_wait() {
     isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         let (hold, _) = rewake_ioctl_filter::attach().unwrap();
@@ -275,7 +275,7 @@ fn buffer(gpus: &Gpus, gpu: usize) -> Buffer {
 }
 
 #[test]
-fn calls_of_a_marked_process_are_kept_away() {
+fn calls_of_a_marked_process_are_blocked() {
     isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         let (device, mut buffer) = (gpus.device(0), buffer(&gpus, 0));
@@ -374,7 +374,7 @@ fn a_marked_process_stays_the_one_that_is_marked() {
 }
 
 #[test]
-fn other_processes_are_not_kept_away() {
+fn calls_of_unmarked_processes_are_not_blocked() {
     isolated(1, |scene| {
         let gpus = Gpus::open(1).unwrap();
         let buffer = buffer(&gpus, 0);
@@ -404,7 +404,7 @@ fn other_processes_are_not_kept_away() {
 }
 
 #[test]
-fn other_gpus_of_a_marked_process_run_on() {
+fn other_gpus_of_a_marked_process_continue() {
     isolated(2, |_| {
         let gpus = Gpus::open(2).unwrap();
         let buffers = [0, 1].map(|gpu| buffer(&gpus, gpu));
@@ -452,7 +452,7 @@ fn marks_are_those_of_one_hold() {
 }
 
 #[test]
-fn there_are_so_many_marks_and_no_more() {
+fn the_number_of_marks_is_limited() {
     isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         let kfd = gpus.device(0).kfd().as_fd();

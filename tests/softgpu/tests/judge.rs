@@ -104,7 +104,7 @@ fn restored(scene: &Scene, heir: fn(Restored)) {
 }
 
 #[test]
-fn a_gpus_read_of_what_is_not_loaded() {
+fn a_gpu_that_reads_missing_memory_is_reported() {
     isolated(1, |scene| {
         restored(scene, |mut restored| {
             restored.hash(8192, 4096);
@@ -114,7 +114,7 @@ fn a_gpus_read_of_what_is_not_loaded() {
 }
 
 #[test]
-fn what_is_loaded_is_read_in_silence() {
+fn reads_of_loaded_memory_are_no_violation() {
     isolated(1, |scene| {
         restored(scene, |mut restored| {
             restored.snapshot.load(|_| true).unwrap();
@@ -124,7 +124,7 @@ fn what_is_loaded_is_read_in_silence() {
 }
 
 #[test]
-fn what_is_declared_zero_is_read_in_silence_and_the_rest_is_not() {
+fn reads_of_declared_zeros_only_are_no_violation() {
     isolated(1, |scene| {
         restored(scene, |mut restored| {
             restored.judge.declare_zero(std::process::id(), restored.gpu(), restored.address + 4096, 8192);
@@ -138,7 +138,7 @@ fn what_is_declared_zero_is_read_in_silence_and_the_rest_is_not() {
 }
 
 #[test]
-fn a_gpus_own_writes_count_as_loaded_as_far_as_they_go() {
+fn bytes_that_a_gpu_has_written_count_as_loaded() {
     isolated(1, |scene| {
         restored(scene, |mut restored| {
             let fill = Kernel::Fill { to: restored.address, words: 512, value: 3 };
@@ -152,7 +152,7 @@ fn a_gpus_own_writes_count_as_loaded_as_far_as_they_go() {
 }
 
 #[test]
-fn a_cpus_read_of_what_is_not_loaded() {
+fn a_cpu_that_reads_missing_memory_is_reported() {
     isolated(1, |scene| {
         restored(scene, |restored| {
             let (view, at) = restored.snapshot.view(restored.address).unwrap();
@@ -187,7 +187,7 @@ fn the_damage_of_a_second_resume_stale_memory() {
 }
 
 #[test]
-fn a_save_area_that_is_not_the_one_that_was_saved() {
+fn a_save_area_of_another_save_is_reported() {
     isolated(1, |_| {
         let judge = need!(Judge::find(), REAL_GPUS);
         let gpus = Gpus::open(1).unwrap();

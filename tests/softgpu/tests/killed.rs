@@ -18,7 +18,7 @@ use softgpu_tests::{Held, Machine, REAL_GPUS, Streamer, isolated};
 const SLOW: [(&str, &str); 2] = [("copy_mbps", "24"), ("sdma_rings", "1")];
 
 #[test]
-fn a_streamer_that_dies_takes_what_stands_still_with_it() {
+fn a_dying_streamer_kills_processes_with_closed_gates() {
     isolated(1, |_| {
         let _machine = need!(Machine::with(&ONE_RING), REAL_GPUS);
         let dumped = need!(Dumped::of(&unreached(), Version::V4_2));

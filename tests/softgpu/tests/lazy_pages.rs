@@ -64,7 +64,7 @@ fn memory_with_attributes_is_resident_before_queues_start() {
 }
 
 #[test]
-fn memory_of_gpus_comes_later_still() {
+fn gpu_memory_is_loaded_after_cpu_memory() {
     isolated(1, |_| {
         there_and_back(&Shape { mode: Mode::Userptr, ..unreached() }, Version::V4_2);
         there_and_back(&Shape { processes: 2, ..small() }, Version::V4_2);

@@ -37,7 +37,7 @@ fn vm_flags(address: u64) -> Vec<String> {
 }
 
 #[test]
-fn what_the_cpu_writes_the_gpu_reads_and_back() {
+fn bytes_that_the_cpu_writes_are_read_by_the_gpu_and_back() {
     isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         let mut lane = Lane::new(&gpus, 1, 1).unwrap();
@@ -121,7 +121,7 @@ fn vram_is_counted_and_does_not_grow() {
 }
 
 #[test]
-fn a_buffer_that_a_gpu_reaches_is_not_freed() {
+fn a_buffer_that_a_gpu_has_mapped_is_not_freed() {
     isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         let buffer = gpus.host(4096).unwrap();

@@ -102,14 +102,14 @@ fn one_gpu_with_criu_4_1() {
 }
 
 #[test]
-fn the_stock_plugin_restores_what_we_dumped() {
+fn the_stock_plugin_restores_our_dump() {
     isolated(1, |_| {
         there_and_back(&small(), Way { restore: Plugin::Stock, ..OURS });
     });
 }
 
 #[test]
-fn we_restore_what_the_stock_plugin_dumped() {
+fn our_plugin_restores_the_stock_plugin_s_dump() {
     isolated(1, |_| {
         there_and_back(&small(), Way { dump: Plugin::Stock, ..OURS });
     });
@@ -133,7 +133,7 @@ fn a_queue_full_of_work() {
 }
 
 #[test]
-fn while_buffers_come_and_go() {
+fn while_buffers_are_allocated_and_freed() {
     isolated(1, |_| {
         there_and_back(&Shape { mode: Mode::Allocating, ..small() }, OURS);
     });
@@ -186,7 +186,7 @@ fn memory_with_svm_attributes() {
 }
 
 #[test]
-fn weights_that_the_cpu_cannot_reach() {
+fn weights_that_the_cpu_cannot_access() {
     isolated(1, |_| {
         there_and_back(&Shape { mode: Mode::NoAccess, ..small() }, OURS);
     });

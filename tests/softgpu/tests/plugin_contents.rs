@@ -63,7 +63,7 @@ fn zeros_are_holes_of_the_file() {
 }
 
 #[test]
-fn small_buffers_come_by_the_hundred() {
+fn small_buffers_share_submissions() {
     isolated(1, |_| {
         let folder = tempfile::tempdir().unwrap();
         let shape =
@@ -91,7 +91,7 @@ fn small_buffers_come_by_the_hundred() {
 }
 
 #[test]
-fn several_chunks_of_two_gpus_are_under_way_at_once() {
+fn several_chunks_of_two_gpus_are_in_flight_at_once() {
     isolated(2, |_| {
         let folder = tempfile::tempdir().unwrap();
         let shape = Shape { gpus: 2, layers: 6, layer_kib: 3000, cache_mib: 3, queues: 1, ..Shape::small() };

@@ -326,7 +326,7 @@ fn criu_killed_in_a_restore_leaves_nothing() {
 }
 
 #[test]
-fn criu_killed_before_there_is_a_guard_leaves_nothing() {
+fn criu_killed_before_the_watchdog_starts_leaves_nothing() {
     isolated(1, |_| {
         let mut stage = need!(Stage::left());
         let task = Path::new("/proc").join(stage.pid.to_string());

@@ -169,7 +169,7 @@ fn a_missing_gpu_is_named() {
 }
 
 #[test]
-fn more_gpus_than_there_were() {
+fn more_gpus_than_at_the_dump() {
     isolated(2, |_| {
         let mut travel = need!(Travel::start(1));
         travel.dump();

@@ -189,7 +189,7 @@ fn queues_wait_for_each_other_across_gpus() {
 }
 
 #[test]
-fn a_queue_of_no_share_stands_still() {
+fn a_queue_with_a_share_of_zero_does_not_run() {
     isolated(1, |_| {
         let mut hand = Hand::new();
         hand.queue.update(0, 7).unwrap();

@@ -237,7 +237,7 @@ fn a_list_of_buffers_serves_for_many_submissions() {
 }
 
 #[test]
-fn vram_is_reached_by_copies_alone() {
+fn vram_without_a_cpu_mapping_is_filled_by_copies() {
     isolated(1, |_| {
         let bench = Bench::new();
         let handle = bench.render.create(SIZE, AMDGPU_GEM_DOMAIN_VRAM, 0).unwrap();
@@ -289,7 +289,7 @@ fn every_ring_has_the_bandwidth_that_was_asked_for() {
 }
 
 #[test]
-fn what_is_held_back_waits_and_others_and_its_end_do_not() {
+fn held_copies_wait_and_others_and_their_process_s_end_do_not() {
     isolated(1, |scene| {
         let copy = Sdma::new().copy(TWO, ONE, SIZE);
         match scene.role() {

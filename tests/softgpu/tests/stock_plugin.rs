@@ -132,7 +132,7 @@ fn memory_with_attributes_that_gpus_write() {
 }
 
 #[test]
-fn while_buffers_come_and_go() {
+fn while_buffers_are_allocated_and_freed() {
     isolated(1, |_| {
         there_and_back(&Shape { mode: Mode::Allocating, ..small() });
     });
@@ -170,7 +170,7 @@ fn while_numbers_change_in_host_memory() {
 }
 
 #[test]
-fn weights_that_the_cpu_cannot_reach() {
+fn weights_that_the_cpu_cannot_access() {
     isolated(1, |_| {
         there_and_back(&Shape { mode: Mode::NoAccess, ..small() });
     });
@@ -209,7 +209,7 @@ fn a_dump_that_leaves_it_running() {
 }
 
 #[test]
-fn a_dump_that_leaves_it_paused_with_fewer_gpus_than_there_are() {
+fn a_dump_of_fewer_gpus_than_the_machine_has_stays_paused() {
     isolated(2, |_| {
         need!(Judge::find(), REAL_GPUS);
         let all = Topology::read().unwrap().gpus().count();
@@ -232,7 +232,7 @@ fn a_process_with_render_nodes_only_is_not_dumped() {
 }
 
 #[test]
-fn a_shared_buffer_comes_back_as_copies() {
+fn a_shared_buffer_is_restored_as_copies() {
     isolated(1, |_| {
         let folder = tempfile::tempdir().unwrap();
         let shape = Shape { mode: Mode::SharedBo, processes: 2, ..small() };

@@ -65,7 +65,7 @@ fn a_process_runs_with_missing_buffers_and_its_queues_wait() {
 }
 
 #[test]
-fn restore_time_does_not_grow_with_memory_that_only_gpus_reach() {
+fn restore_time_does_not_grow_with_memory_of_gpus_alone() {
     isolated(1, |_| {
         let machine = need!(Machine::find(), REAL_GPUS);
         let of = |layer_kib| Dumped::of(&Shape { layer_kib, ..unreached() }, Version::V4_2);
@@ -162,7 +162,7 @@ fn queues_still_evicted_after_the_gate_opens_are_reported() {
 }
 
 #[test]
-fn an_image_that_gets_shorter_meanwhile_is_never_zeros() {
+fn an_image_that_gets_shorter_never_reads_as_zeros() {
     isolated(1, |_| {
         let _machine = need!(Machine::with(&ONE_RING), REAL_GPUS);
         // More than the 16 MiB that are read ahead.
@@ -182,7 +182,7 @@ fn an_image_that_gets_shorter_meanwhile_is_never_zeros() {
 }
 
 #[test]
-fn an_image_that_is_written_meanwhile_is_not_gone_on_with() {
+fn an_image_that_is_written_meanwhile_ends_the_session() {
     isolated(1, |_| {
         let _machine = need!(Machine::with(&ONE_RING), REAL_GPUS);
         let dumped = need!(Dumped::of(&unreached(), Version::V4_2));

@@ -88,7 +88,7 @@ fn attributes_are_those_that_were_set() {
 }
 
 #[test]
-fn what_is_unmapped_is_no_longer_reached_and_the_rest_is() {
+fn gpus_cannot_access_unmapped_memory_and_can_the_rest() {
     isolated(1, |_| {
         let gpus = need!(shared_gpu());
         let mut lane = Lane::new(&gpus, 1, 1).unwrap();
@@ -122,7 +122,7 @@ fn access_is_taken_from_a_part() {
 }
 
 #[test]
-fn with_retry_faults_a_touch_is_enough() {
+fn with_retry_faults_an_access_is_enough() {
     isolated(1, |_| {
         let gpus = need!(retrying_gpu());
         assert!(gpus.device(0).kfd().xnack().unwrap());

@@ -203,7 +203,7 @@ fn buffers_that_become_the_device_are_in_it() {
 }
 
 #[test]
-fn a_load_that_fails_says_why_in_what_it_leaves() {
+fn a_failed_load_leaves_its_reason_in_the_timeline() {
     isolated(1, |_| {
         let _machine = need!(Machine::with(&ONE_RING), REAL_GPUS);
         let dumped = need!(dumped(&unreached()));

@@ -204,7 +204,7 @@ fn by_its_own_code() {
 }
 
 #[test]
-fn what_is_touched_comes_before_the_rest() {
+fn demand_loads_are_before_the_background_load() {
     isolated(1, |_| {
         let dumped = need!(dumped_on(&ONE_RING, Some(TWO), Version::V4_2));
         let (mut streamer, held) = dumped.comes_back();
@@ -220,7 +220,7 @@ fn what_is_touched_comes_before_the_rest() {
 }
 
 #[test]
-fn by_the_kernel_on_behalf_of_its_only_thread() {
+fn the_kernel_accesses_missing_memory_for_the_only_thread() {
     isolated(1, |_| {
         let dumped = need!(dumped(Version::V4_2));
         // It reads from a buffer; it writes, and the device has that afterwards.
@@ -232,7 +232,7 @@ fn by_the_kernel_on_behalf_of_its_only_thread() {
 }
 
 #[test]
-fn in_mappings_that_are_changed_meanwhile() {
+fn mappings_may_change_while_their_buffer_is_missing() {
     isolated(1, |_| {
         let dumped = need!(dumped(Version::V4_2));
         dumped.obeys(&["move 1", "halve 0", "protect 1", "fork 0"], SWAPPED);
@@ -240,7 +240,7 @@ fn in_mappings_that_are_changed_meanwhile() {
 }
 
 #[test]
-fn no_access_is_given_to_what_is_not_there() {
+fn access_rights_to_missing_memory_cannot_be_added() {
     isolated(1, |_| {
         let dumped = need!(dumped_after("hide 0"));
         let (mut streamer, held) = dumped.comes_back_by(Streamer::start);
@@ -304,7 +304,7 @@ fn a_mapping_whose_buffer_the_image_lost_is_no_freed_one() {
 }
 
 #[test]
-fn a_program_that_executes_another_or_ends_meanwhile_is_gone() {
+fn a_program_that_executes_another_or_ends_is_released() {
     isolated(1, |_| {
         let dumped = need!(dumped(Version::V4_2));
         let (mut streamer, held) = dumped.comes_back();

@@ -32,7 +32,7 @@ fn comes_back(pair: &Pair, criu: &Criu) -> String {
 }
 
 #[test]
-fn what_two_gpus_have_the_same_is_read_once() {
+fn equal_bytes_of_two_gpus_are_read_once() {
     isolated(2, |_| {
         let folder = tempfile::tempdir().unwrap();
         let (pair, criu) = need!(dumped(folder.path()));
@@ -44,7 +44,7 @@ fn what_two_gpus_have_the_same_is_read_once() {
 }
 
 #[test]
-fn what_was_found_in_another_dump_is_not_believed() {
+fn duplicates_of_another_dump_are_not_used() {
     isolated(2, |_| {
         let folder = tempfile::tempdir().unwrap();
         let (pair, criu) = need!(dumped(folder.path()));

@@ -84,7 +84,7 @@ fn shared_memory_with_a_missing_page_is_refused_too() {
 }
 
 #[test]
-fn a_page_given_back_is_followed() {
+fn a_page_that_is_unmapped_and_touched_again_is_followed() {
     isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         let mut lane = Lane::new(&gpus, 1, 1).unwrap();

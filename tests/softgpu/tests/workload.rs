@@ -76,7 +76,7 @@ fn a_server_answers_while_the_cpu_reads_weights() {
 }
 
 #[test]
-fn a_server_answers_while_buffers_come_and_go() {
+fn a_server_answers_while_buffers_are_allocated_and_freed() {
     isolated(1, |_| {
         answers(&Shape { mode: Mode::Allocating, ..shape() }, 6);
     });
@@ -125,7 +125,7 @@ fn a_server_answers_while_memory_with_attributes_changes() {
 }
 
 #[test]
-fn a_server_answers_from_weights_that_the_cpu_cannot_reach() {
+fn a_server_answers_from_weights_that_the_cpu_cannot_access() {
     isolated(1, |_| {
         let folder = tempfile::tempdir().unwrap();
         let app = App::start(&Shape { mode: Mode::NoAccess, ..shape() }, folder.path()).unwrap();

@@ -48,13 +48,13 @@ const ROWS: [Row; 9] = [
         event: "another image in the directory's place, worker killed",
         outcome: "the successor serves the session's own image",
         program: "refused",
-        test: "a_successor_serves_on_with_another_image_at_the_path",
+        test: "a_successor_serves_with_another_image_at_the_path",
     },
     Row {
         event: "another image in the directory's place, all killed",
         outcome: "`rewake recover` serves the session's own image",
         program: "recover",
-        test: "another_image_of_the_same_pid_in_its_place_is_not_served",
+        test: "another_image_at_the_same_path_is_not_served",
     },
     Row {
         event: "cgroup.kill, systemctl stop while memory is missing",
@@ -148,7 +148,7 @@ mod tests {
     }
 
     #[test]
-    fn an_event_with_another_outcome_does_not_show_the_one_that_was_wanted() {
+    fn an_event_with_another_outcome_shows_that_outcome() {
         let mut results = [Result::AsWanted; ROWS.len()];
         results[0] = Result::Failed;
         let table = table("abc", &results);

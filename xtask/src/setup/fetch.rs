@@ -246,13 +246,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn another_distribution_is_told_what_to_do() {
+    fn the_error_on_another_distribution_says_what_to_do() {
         let error = sources("ID=fedora\n", Path::new("/nowhere")).unwrap_err().to_string();
         assert!(error.contains("ID=debian") && error.contains("CRIU=/path/to/criu"), "{error}");
     }
 
     #[test]
-    fn a_machine_without_an_entry_for_its_suite_is_told_what_to_do() {
+    fn the_error_without_an_entry_for_the_suite_says_what_to_do() {
         let release = "ID=debian\nVERSION_CODENAME=bookworm\n";
         let error = sources(release, Path::new("/nowhere")).unwrap_err().to_string();
         assert!(error.contains("suite bookworm") && error.contains("CRIU=/path/to/criu"), "{error}");

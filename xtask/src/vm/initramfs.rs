@@ -122,7 +122,7 @@ mod tests {
     const BUILTIN: &str = "kernel/drivers/virtio/virtio_pci.ko\n";
 
     #[test]
-    fn what_a_module_stands_on_comes_first_and_once() {
+    fn dependencies_of_a_module_are_loaded_first_and_once() {
         let order = load_order(DEPENDENCIES, BUILTIN, &["virtio_pci", "jbd2", "ext4", "virtio_blk"]).unwrap();
         let names: Vec<&str> = order.iter().filter_map(|path| path.rsplit('/').next()).collect();
         assert_eq!(names, ["crc16.ko.xz", "jbd2.ko.xz", "mbcache.ko.xz", "ext4.ko.xz", "virtio_blk.ko.xz"]);

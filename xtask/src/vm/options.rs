@@ -141,7 +141,7 @@ mod tests {
     }
 
     #[test]
-    fn options_come_before_the_dashes_and_the_commands_own_after() {
+    fn options_are_before_the_dashes_and_the_command_after() {
         let words = ["--kernel", "7", "--smp", "3", "--mem", "512", "--module-args", "gpus=2 xnack=1"];
         let more = ["--kernel-args", "lsm=yama quiet", "--disk", "512@200", "--time-limit", "9"];
         let command = ["--", "sh", "--", "--smp"];
@@ -161,7 +161,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_is_named() {
+    fn wrong_options_are_named() {
         assert!(refusal(&["ls"]).contains("after `--`"));
         assert!(refusal(&["--"]).contains("no command"));
         assert!(refusal(&["--kernel", "5", "--", "ls"]).contains("6.12 or 7"));

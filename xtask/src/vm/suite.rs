@@ -387,7 +387,7 @@ mod tests {
     }
 
     #[test]
-    fn what_failed_is_told_by_name() {
+    fn failed_programs_and_tests_are_named() {
         let output = "running 2 tests\r\n---- a::one stdout ----\r\n\r\n\
             thread 'a::one' (7) panicked at a.rs:9:1:\r\nno GPU\r\n---- two stdout ----\r\n\
             failed: /t/deps/first-1f\r\ntest three ... ok\r\nfailed: /t/deps/second-2\r\nxtask: it is late\n";

@@ -103,7 +103,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_message_that_comes_byte_by_byte_is_put_together() {
+    async fn a_message_is_received_byte_by_byte() {
         let (mut one, mut two) = tokio::io::duplex(1);
         let wanted = super::super::hello();
         let (sent, got) = tokio::join!(send(&mut one, &wanted), receive::<Hello>(&mut two, MESSAGE_LIMIT));

@@ -324,7 +324,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_streamer_whose_restore_does_not_come_is_stopped() {
+    async fn a_streamer_without_a_restore_is_stopped() {
         let (sender, stopped) = std::sync::mpsc::channel();
         let (work, _socket, _answers) = answers(&Timeline::default(), move || sender.send(()).unwrap());
         streamer::ask_to_end(work.path()).await;

@@ -383,7 +383,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_plugin_of_another_version_is_refused_and_told_why() {
+    fn a_plugin_of_another_version_is_refused_with_a_reason() {
         let folder = tempfile::tempdir().unwrap();
         let listener = Listener::new(folder.path()).unwrap();
         let plugin = thread::spawn({

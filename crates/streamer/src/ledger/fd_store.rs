@@ -363,7 +363,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_put_in_is_found_in_order_again_and_again() {
+    fn entries_are_found_in_order_again_and_again() {
         let (store, reading, writer) = store();
         let (one, two) = (file(), file());
         store.put(space(1), &[one.as_raw_fd(), two.as_raw_fd()]).unwrap();

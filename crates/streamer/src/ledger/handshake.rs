@@ -332,7 +332,7 @@ mod tests {
     }
 
     #[test]
-    fn a_successor_receives_again_what_a_dead_worker_had_received() {
+    fn a_successor_receives_the_messages_of_a_dead_worker_again() {
         let (inbox, ours, mut theirs) = pair();
         theirs.write_all(&5_i32.to_ne_bytes()).unwrap();
         inbox.receive(ours.as_fd(), 0, 4).unwrap(); // ... and died before noting that it had
@@ -382,7 +382,7 @@ mod tests {
     }
 
     #[test]
-    fn descriptors_that_come_with_a_word_are_closed() {
+    fn descriptors_that_are_sent_with_a_word_are_closed() {
         let (inbox, ours, theirs) = pair();
         let (readers, writers) = pipes(3);
         send_all(&theirs, &77_i32.to_ne_bytes(), &writers);

@@ -231,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn a_failure_stands_at_the_top() {
+    fn a_failure_is_at_the_top() {
         let mut record = example::record();
         (record.state, record.reason) = (State::Failed, Some("EIO <at> 5".to_owned()));
         let page = html(&record);

@@ -154,7 +154,7 @@ mod tests {
     }
 
     #[test]
-    fn a_restore_is_told_from_its_hand_over_to_its_end() {
+    fn a_restore_is_recorded_from_its_handoff_to_its_end() {
         let timeline = Timeline::default();
         assert_eq!(timeline.record().state, State::Waiting);
         timeline.handed_over();
@@ -191,7 +191,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_million_faults_leave_is_bounded_and_none_is_uncounted() {
+    fn a_million_faults_take_bounded_memory_and_all_are_counted() {
         let timeline = Timeline::default();
         for fault in 0..1_000_000 {
             timeline.fault(0, fault, 0, Duration::from_micros(u64::try_from(fault % 1000).unwrap()));
@@ -203,7 +203,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_of_cpus_is_its_process_s_and_that_of_others_has_no_gate() {
+    fn cpu_memory_belongs_to_its_process_with_or_without_a_gate() {
         let (timeline, session) = (Timeline::default(), Arc::new(Session::new(PathBuf::new())));
         timeline.brings(&session);
         // A pid of no process here, and one that the kernel did not report.
@@ -250,7 +250,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_forked_child_lacks_is_to_come_again() {
+    fn missing_memory_of_a_forked_child_counts_again() {
         let (timeline, session) = (Timeline::default(), Arc::new(Session::new(PathBuf::new())));
         timeline.brings(&session);
         let task = session.task_arrived(0, 1);

@@ -305,7 +305,7 @@ mod tests {
     }
 
     #[test]
-    fn where_nothing_comes_nobody_knows_how_long_it_takes() {
+    fn without_a_load_the_time_left_is_unknown() {
         let record = Record {
             memory: vec![ProcessMemory { bytes: 9, samples: vec![0], ..ProcessMemory::default() }],
             sampled_us: vec![5],
@@ -316,13 +316,13 @@ mod tests {
     }
 
     #[test]
-    fn percent_are_all_only_when_all_is_there() {
+    fn percent_are_100_only_when_all_memory_is_resident() {
         assert_eq!((percent(999, 1000), percent(1000, 1000)), (99, 100));
         assert_eq!((percent(u64::MAX - 1, u64::MAX), percent(0, 0)), (99, 100));
     }
 
     #[test]
-    fn all_is_there_when_the_last_of_it_is() {
+    fn all_is_resident_when_the_last_byte_is() {
         let mut record = example::record();
         assert_eq!(record.resident_us(), Some(2_950_100));
         record.memory[0].resident_us = None;

@@ -233,7 +233,7 @@ mod tests {
     }
 
     #[test]
-    fn each_gate_and_each_fault_is_there_and_longer_waits_are_higher() {
+    fn each_gate_and_fault_is_drawn_and_longer_waits_are_higher() {
         let record = example::record();
         let svg = plot(&record);
         assert_eq!(svg.matches("class=\"gate\"").count(), 2);
@@ -248,7 +248,7 @@ mod tests {
     }
 
     #[test]
-    fn what_took_no_time_and_has_no_memory_is_drawn_too() {
+    fn a_record_without_time_or_memory_is_drawn_too() {
         let svg = plot(&Record::default());
         assert!(!svg.contains("NaN") && !svg.contains("inf"), "{svg}");
         let mut record = example::record();

@@ -136,7 +136,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_happened_when_and_how_memory_came() {
+    fn events_and_the_growth_of_memory_are_shown() {
         let wanted = "\
 memory loaded while the processes run, since the restore was started:
     50.0 ms  5.2 GiB are to be loaded
@@ -173,7 +173,7 @@ process                 memory of       bytes resident after  resident
     }
 
     #[test]
-    fn a_failure_says_why_and_what_was_there() {
+    fn a_failure_shows_its_reason_and_the_resident_memory() {
         let mut record = example::record();
         record.memory[0] = ProcessMemory { resident: 1 << 30, resident_us: None, ..record.memory[0].clone() };
         record.processes.iter_mut().for_each(|of| of.gate_open_us = None);

@@ -86,7 +86,7 @@ fn memory_that_was_released_can_be_freed() {
 }
 
 #[test]
-fn what_cannot_be_done_is_refused_before_anything_is() {
+fn invalid_transfers_are_refused_before_any_copy() {
     isolated(1, |_| {
         let gpus = Gpus::open(1).unwrap();
         for through in ALL {

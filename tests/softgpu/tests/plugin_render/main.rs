@@ -80,7 +80,7 @@ fn a_process_that_renders_with_an_older_criu() {
 /// The same as in its own images: compute BOs are restored, those of render nodes are not. Of a process that
 /// only renders it restores nothing at all.
 #[test]
-fn the_stock_plugin_restores_what_we_dumped_as_its_own() {
+fn the_stock_plugin_restores_our_dump_like_its_own() {
     isolated(1, |scene| {
         need!(queues());
         if !reports_bos() {
@@ -156,7 +156,7 @@ fn a_render_node_that_is_open_and_not_used() {
 }
 
 #[test]
-fn what_cannot_come_back_is_refused_and_stays() {
+fn buffers_that_cannot_be_restored_are_refused_at_the_dump() {
     isolated(1, |scene| {
         let all = [
             ("userptr", "is host memory of the process (GEM_USERPTR)"),

@@ -94,7 +94,7 @@ fn are_one(puppets: &[&Puppet], name: &str, first: u32) {
 }
 
 #[test]
-fn what_one_process_writes_the_others_see() {
+fn all_processes_read_what_one_writes() {
     isolated(1, |scene| {
         play(scene, Version::V4_2, |play| {
             let (root, child) = pair(play);
@@ -267,7 +267,7 @@ fn an_image_that_names_no_owner_of_a_dma_buf_is_refused() {
 }
 
 #[test]
-fn heirs_of_an_exporter_that_has_gone() {
+fn importers_of_an_exporter_that_has_ended() {
     isolated(1, |scene| {
         play(scene, Version::V4_2, |play| {
             let (root, exporter) = pair(play);
@@ -349,7 +349,7 @@ fn the_stock_plugin_makes_copies_of_it() {
 }
 
 #[test]
-fn where_nothing_is_shared_the_file_says_so() {
+fn an_image_without_shared_buffers_says_so() {
     isolated(1, |scene| {
         play(scene, Version::V4_2, |play| {
             let (root, child) = pair(play);

@@ -115,7 +115,7 @@ pie: 202: a line without a time
     }
 
     #[test]
-    fn what_is_missing_in_a_log_is_named() {
+    fn a_line_missing_in_a_log_is_named() {
         let refused = |log| dump(log).unwrap_err().to_string();
         assert!(refused("").contains("amdgpu_plugin: process "));
         assert!(refused(DUMP.split("contents").next().unwrap()).contains("contents saved: "));
