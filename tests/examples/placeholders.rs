@@ -3,8 +3,8 @@
 //! environment, at a restore:
 //!
 //! * `PLACEHOLDERS`: bit N: the mapping of the Nth 8 pages of the device becomes a placeholder.
-//! * `PLACEHOLDERS_SERVER`: a UNIX socket. A connection brings a fresh userfaultfd of the task (byte `u`), or tells
-//!   that all memory is in place (byte `l`, process id) and waits for a byte.
+//! * `PLACEHOLDERS_SERVER`: a UNIX socket. A message has a fresh userfaultfd of the task (byte `u`), or
+//!   reports that all memory is in place (byte `l`, process id), and waits for a byte.
 
 use std::env;
 use std::ffi::CStr;

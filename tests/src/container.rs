@@ -183,7 +183,7 @@ impl Container {
     /// Has runc dump it into its images directory.
     ///
     /// # Errors
-    /// runc failed, and the container runs on.
+    /// runc failed, and the container continues.
     pub fn dump(&self) -> anyhow::Result<()> {
         let mut command = self.runc("checkpoint");
         command.arg("--image-path").arg(self.images()).arg("--work-path").arg(self.work());

@@ -80,7 +80,7 @@ impl Criu {
         command
     }
 
-    /// Dumps the tree below `pid` into `images`; the tree is gone afterwards.
+    /// Dumps the tree below `pid` into `images`; the tree ends.
     ///
     /// # Errors
     /// CRIU failed; with the end of its log.

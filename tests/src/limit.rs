@@ -9,7 +9,7 @@ use nix::unistd::Pid;
 use crate::process::{MINUTE, until};
 
 /// A control group (version 1, which has `memory.oom_control`) below this process's own. Dropping it removes it, once
-/// its processes are gone.
+/// its processes have ended.
 #[derive(Debug)]
 pub struct MemoryLimit {
     group: PathBuf,

@@ -22,7 +22,7 @@ use rewake_testkit::programs;
 /// Time that a target has for its preparation, and for its act after the restore.
 pub const ACT: Duration = MINUTE;
 
-/// Time that a server has to end once its target is done or gone.
+/// Time that a server has to end once its target is done or has ended.
 pub const END: Duration = MINUTE;
 
 /// Seeds of targets differ, so that one test's pages never look right in another's.

@@ -258,7 +258,7 @@ impl Server {
     /// worker before.
     ///
     /// # Errors
-    /// One of them is gone.
+    /// One of them has ended.
     pub fn goes_on(&mut self) -> anyhow::Result<()> {
         let mut all = self.worker().into_iter().chain([self.pid()]);
         all.try_for_each(|pid| kill(pid, Signal::SIGCONT).context("SIGCONT to the server"))
@@ -279,7 +279,7 @@ impl Server {
     /// Asks it to end.
     ///
     /// # Errors
-    /// It is gone already.
+    /// It has ended already.
     pub fn terminate(&self) -> anyhow::Result<()> {
         kill(self.pid(), Signal::SIGTERM).context("SIGTERM to the server")
     }
@@ -287,7 +287,7 @@ impl Server {
     /// Waits for its end.
     ///
     /// # Errors
-    /// It did not end in time; with what it wrote last.
+    /// It did not end in time; with its last output.
     pub fn ended(&mut self, limit: Duration) -> anyhow::Result<ExitStatus> {
         wait_child(&mut self.child, limit).with_context(|| format!("the server did not end within {limit:?}"))
     }
@@ -298,7 +298,7 @@ impl Server {
         self.setup.text()
     }
 
-    /// Waits until it has no children; its own end is not waited for.
+    /// Waits until it has no children; does not wait for its own end.
     #[must_use]
     pub fn childless(&mut self, limit: Duration) -> bool {
         until(limit, || self.worker().is_none().then_some(())).is_some()

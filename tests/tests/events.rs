@@ -251,7 +251,7 @@ fn a_service_manager_s_stop_leaves_a_parked_target_unharmed() {
 fn out_of_memory(group: &Cgroup, _: &Server) {
     group.run_out_of_memory().unwrap();
     until(END, || group.processes().is_empty().then_some(())).expect("the kernel kills the group");
-    // Twice where a process of it ran out of memory before the one that should.
+    // Twice where another process of it ran out of memory first.
     assert!((1..=2).contains(&group.group_kills()));
 }
 

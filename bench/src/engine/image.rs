@@ -185,7 +185,7 @@ fn write_pages(path: &Path, kfd: &KfdImage) -> anyhow::Result<()> {
 pub(super) fn memory(bytes: u64) -> anyhow::Result<OwnedFd> {
     let memfd = memfd_create(c"bench memory", MFdFlags::MFD_CLOEXEC).context("memfd_create")?;
     fallocate(&memfd, FallocateFlags::empty(), 0, bytes.cast_signed())
-        .context("get memory: is there enough?")?;
+        .context("get memory: does the machine have enough?")?;
     Ok(memfd)
 }
 

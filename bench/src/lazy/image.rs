@@ -71,7 +71,10 @@ fn start_toucher(base: &Path, report: &Path, size_mib: u64) -> anyhow::Result<Pr
     while !ready.exists() {
         check_interrupted()?;
         if let Ok(exit) = toucher.wait(Duration::from_millis(5)) {
-            bail!("the process to dump ended early ({}): is there memory for {size_mib} MiB?", exit.status);
+            bail!(
+                "the process to dump ended early ({}): does the machine have memory for {size_mib} MiB?",
+                exit.status
+            );
         }
         if Instant::now() > deadline {
             bail!("the process to dump was not ready within {:?}", time_limit(size_mib));

@@ -27,7 +27,7 @@ pub(crate) struct Sample {
     pub(crate) rate_from_start: f64,
     /// Rate from the restore's return to the daemon's end; none if the daemon ended first.
     pub(crate) rate_from_return: Option<f64>,
-    /// User and system seconds of the daemon and the processes that it waited for, per GB.
+    /// User and system seconds of the daemon and the processes that it reaped, per GB.
     pub(crate) cpu_s_per_gb: f64,
     pub(crate) memory: PeakMemory,
     pub(crate) touched: touch::Report,

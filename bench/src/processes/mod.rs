@@ -16,7 +16,7 @@ use nix::unistd::Pid;
 
 pub(crate) use tree::{PeakMemory, Sampler, descendants, high_water_mark, page_faults};
 
-/// Time in which a killed process must be gone.
+/// Time in which a killed process must have ended.
 const KILL_WAIT: Duration = Duration::from_secs(10);
 /// The longest time until an interruption is noticed.
 const SLICE: Duration = Duration::from_millis(200);
@@ -59,7 +59,7 @@ pub(crate) struct Process {
 pub(crate) struct Exit {
     pub(crate) success: bool,
     pub(crate) status: ExitStatus,
-    /// User and system time of the process and of those descendants that it waited for, in seconds.
+    /// User and system time of the process and of those descendants that it reaped, in seconds.
     pub(crate) cpu_seconds: f64,
     /// When the wait returned.
     pub(crate) at: Instant,

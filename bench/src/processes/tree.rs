@@ -93,7 +93,7 @@ impl Drop for Sampler {
     }
 }
 
-/// Largest resident memory of a process so far, in bytes; none if it is gone.
+/// Largest resident memory of a process so far, in bytes; None if it has ended.
 pub(crate) fn high_water_mark(pid: Pid) -> Option<u64> {
     parse_high_water_mark(&std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?)
 }
@@ -107,7 +107,7 @@ fn parse_high_water_mark(status: &str) -> Option<u64> {
 /// Page faults of all threads of a live process so far, minor and major.
 ///
 /// # Errors
-/// The process is gone.
+/// The process has ended.
 pub(crate) fn page_faults(pid: Pid) -> anyhow::Result<u64> {
     let path = format!("/proc/{pid}/stat");
     let stat = std::fs::read_to_string(&path).with_context(|| path.clone())?;

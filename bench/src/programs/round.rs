@@ -68,7 +68,7 @@ pub(super) struct Figures {
     pub(super) resident_s: f64,
     /// Seconds that an answer takes which reads all memory, when all is resident.
     pub(super) whole_answer_s: f64,
-    /// User and system seconds of the server and of the processes that it waited for, for each 10^9 bytes of the
+    /// User and system seconds of the server and of the processes that it reaped, for each 10^9 bytes of the
     /// image's pages; none without a server.
     pub(super) server_cpu_s_per_gb: Option<f64>,
     /// Page faults of the program, minor and major, from the return of `criu restore` to the first answer.

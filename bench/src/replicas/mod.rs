@@ -96,7 +96,7 @@ pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
                 values.sort_by(f64::total_cmp);
                 values[values.len() / 2]
             };
-            #[expect(clippy::cast_precision_loss, reason = "for people")]
+            #[expect(clippy::cast_precision_loss, reason = "for users")]
             let (read, memory) = (
                 median(|of| of.read as f64) / image.bytes() as f64,
                 median(|of| of.memory as f64) / f64::from(1 << 20),
@@ -175,14 +175,14 @@ fn start_agent(program: &Path, socket: &Path, work: &Path) -> anyhow::Result<Pro
     Ok(agent)
 }
 
-/// Reaps every child that has ended: only then the kernel counts here what it has read.
+/// Reaps every child that has ended: only then the kernel adds its reads here.
 fn reap() {
     while nix::sys::wait::waitpid(None, Some(nix::sys::wait::WaitPidFlag::WNOHANG))
         .is_ok_and(|status| status.pid().is_some())
     {}
 }
 
-/// Bytes that this process and the children that it has waited for have read from disks: proc(5).
+/// Bytes that this process and the children that it has reaped have read from disks: proc(5).
 fn read_bytes() -> anyhow::Result<u64> {
     let text = std::fs::read_to_string("/proc/self/io").context("/proc/self/io")?;
     let line = text.lines().find_map(|line| line.strip_prefix("read_bytes: "));

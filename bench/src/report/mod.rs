@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Makes reports for people from samples.
+//! Makes reports for users from samples.
 
 mod figures;
 mod text;

@@ -119,7 +119,7 @@ fn sleep_until(phase: u8) -> anyhow::Result<()> {
         }
         std::thread::sleep(SLEEP);
     }
-    anyhow::bail!("no process sent the signal for phase {phase}: the bench is gone");
+    anyhow::bail!("no process sent the signal for phase {phase}: the bench has ended");
 }
 
 /// (major, minor) faults of this thread so far. A missing page of a userfaultfd range usually counts as

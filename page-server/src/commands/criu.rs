@@ -21,7 +21,7 @@ use rewake_streamer::sys;
 
 /// Error lines of the log that are shown.
 const SHOWN: usize = 8;
-/// Bytes of the log's end that are looked at.
+/// Bytes of the log's end that are searched.
 const LOOKED_AT: usize = 256 * 1024;
 
 /// Options for CRIU that matter here.

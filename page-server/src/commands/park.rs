@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! `rewake park`: gives processes a descriptor of a session's fd store, or takes it from them. A streamer runs it
-//! (`rewake_streamer::supervise::parking`); it is no command for people.
+//! (`rewake_streamer::supervise::parking`); it is no command for users.
 //!
 //! One line for each target, in order: [`DONE`], [`LATER`] or [`NEVER`], and a reason.
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! How much of a restore is resident, for people and programs.
+//! How much of a restore is resident, for users and programs.
 
 use std::time::Duration;
 

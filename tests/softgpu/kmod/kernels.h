@@ -33,7 +33,7 @@ struct sg_wave {
 	u64 kernel;
 	u64 args[SG_KERNEL_ARGS];
 	u64 at;				/* how far, in the kernel's own unit */
-	u64 value;			/* what it has added up */
+	u64 value;			/* its sum so far */
 	u64 check;			/* of all words before */
 };
 

@@ -94,7 +94,7 @@ struct sg_chip {
 	u32 sdma_engines, sdma_xgmi_engines, sdma_queues_per_engine;
 	u32 cp_queues, gws;
 	u32 engine_clock_mhz, memory_clock_mhz, memory_width;
-	u32 cwsr_size, ctl_stack_size, eop_size, debug_size;	/* a compute queue must bring, for one XCC */
+	u32 cwsr_size, ctl_stack_size, eop_size, debug_size;	/* that a compute queue must have, for one XCC */
 	u32 mqd_size;			/* of one XCC */
 	u32 fw_version, sdma_fw_version;
 	u32 sdma_copy_max;		/* bytes of one linear copy */
@@ -293,7 +293,7 @@ struct sg_vm {
  * The page behind a GPU address, for reading or writing; usable inside of a
  * slice with gfp = GFP_NOWAIT | __GFP_NOWARN. A page for writing is allocated.
  *  0		ref is filled in; give back with sg_page_put()
- *  -EFAULT	not mapped, not permitted, or a host page that is not there
+ *  -EFAULT	not mapped, not permitted, or a host page that is missing
  *  -EAGAIN	not now: memory would have to be reclaimed, or host pages are being
  *		looked up again
  * A compute VM's SVM ranges are looked up as well. On -EFAULT of a compute VM
@@ -393,7 +393,7 @@ struct sg_process {
 	bool mm_gone;			/* the address space has ended */
 	struct mutex lock;
 	unsigned int n_pdds;
-	struct sg_pdd *pdds[SG_MAX_GPUS];	/* by GPU index; all are there */
+	struct sg_pdd *pdds[SG_MAX_GPUS];	/* by GPU index; all exist */
 	struct sg_events events;
 	struct sg_queues *queues;
 

@@ -71,7 +71,7 @@ impl Held {
     ///
     /// # Panics
     /// The driver refuses.
-    pub fn nobody() {
+    pub fn none() {
         drop(Self(String::new()));
     }
 }

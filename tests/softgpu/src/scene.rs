@@ -77,7 +77,7 @@ fn isolate(name: &'static str, gpus: usize, body: &dyn Fn(&Scene)) {
     }
     // Objects of an earlier test may still be alive.
     drop(Faults::find());
-    Held::nobody();
+    Held::none();
     let before = judge.as_ref().map(Judge::alive);
     let mut peer = Peer::start(name, None, Stdio::inherit());
     peer.listen_to_the_end();

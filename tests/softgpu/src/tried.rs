@@ -11,7 +11,7 @@ use crate::faults::{Call, Calls};
 
 /// CRIU's calls and those of the tasks that it restores. The driver compares the name of the caller's first thread.
 pub const CRIU: Calls<'_> = Calls { comm: Some("criu"), call: None };
-/// The errnos that calls fail with, in turn.
+/// The errnos that calls fail with, one after the other.
 pub const ERRNOS: [i32; 3] = [libc::EIO, libc::ENOMEM, libc::EINTR];
 /// Lines at the end of a log that failure reports show.
 const LAST: usize = 15;

@@ -85,7 +85,7 @@ fn invalid_numbers_are_refused() {
             ("number 0", 0xc008_4b00, zeros(8), libc::ENOTTY),
             ("number 0x2b", 0xc008_4b2b, zeros(8), libc::ENOTTY),
             ("number 0xff", 0xc008_4bff, zeros(8), libc::ENOTTY),
-            // The driver looks at the last byte alone: it ignores type and direction.
+            // The driver checks the last byte alone: it ignores type and direction.
             ("GET_VERSION of another letter", 0x8008_5801, zeros(8), 0),
             ("GET_VERSION of four bytes", 0x8004_4b01, zeros(4), 0),
             ("GET_VERSION of 128 bytes", 0x8080_4b01, zeros(128), 0),

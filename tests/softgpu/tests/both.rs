@@ -230,8 +230,7 @@ fn asked(pid: u32, signal: Signal) {
 }
 
 /// What the plugin logs when its page server has died: no task has run, and CRIU fails.
-const PLUGIN_KILLS: &str =
-    "cannot be started, all restored tasks are killed: the other end has closed the socket";
+const PLUGIN_KILLS: &str = "cannot be started, all restored tasks are killed: the peer has closed the socket";
 /// What the supervisor logs when its worker has died after the handoff: the plugin has no part any more.
 const SUPERVISOR_KILLS: &str = "killed 1 restored processes whose GPUs were not resumed yet";
 

@@ -87,7 +87,11 @@ fn a_process_is_counted_and_described_to_the_last_byte() {
         assert_eq!(events.len(), 2);
         assert_eq!(events.iter().filter(|event| event.page != 0).count(), 1, "{events:?}");
         let ranges = private.ranges().count();
-        assert_eq!(ranges > 0, gpus.device(0).node().has_svm(), "save areas are ranges where there are such");
+        assert_eq!(
+            ranges > 0,
+            gpus.device(0).node().has_svm(),
+            "save areas are SVM ranges where the kernel has SVM"
+        );
     });
 }
 

@@ -94,7 +94,7 @@ fn other_processes_and_other_calls_are_left_alone() {
         let faults = need!(Faults::find(), REAL_GPUS);
         let kfd = Kfd::open().unwrap();
         for calls in [
-            Calls { comm: Some("somebody"), ..VERSIONS },
+            Calls { comm: Some("other"), ..VERSIONS },
             Calls { call: Some("kfd/CRIU_OP"), ..Calls::default() },
             Calls { call: Some("drm/VERSION"), ..Calls::default() },
         ] {

@@ -147,7 +147,7 @@ impl Stage {
     }
 
     /// The outcome of a restore that may have ended early: true if the server answers; it is then ended.
-    /// Otherwise all of it is gone.
+    /// Otherwise no process of it is left.
     fn is_back(&self, mut streamer: Streamer, after: &str) -> bool {
         let pid = self.dumped.server.pid;
         left::sweep(pid);

@@ -130,7 +130,7 @@ impl Stage {
         self.goes_on("restored");
     }
 
-    /// The process that was to be restored is gone, from the GPUs, too.
+    /// The process that was to be restored has ended, and has no GPU state.
     fn is_gone(&self, after: &str) {
         let (task, number) =
             (Path::new("/proc").join(self.pid.to_string()), Pid::from_raw(self.pid.cast_signed()));

@@ -379,7 +379,7 @@ fn a_descriptor_that_closes_while_jobs_run_is_not_forgotten() {
         sleep(Duration::from_millis(200));
         let start = Instant::now();
         drop(bench);
-        assert!(start.elapsed() > Duration::from_millis(900), "nothing was waited for");
+        assert!(start.elapsed() > Duration::from_millis(900), "the close did not wait");
         drop((dmabuf, held));
         assert_eq!(judge.violations(), Vec::<String>::new());
     });

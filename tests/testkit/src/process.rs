@@ -48,7 +48,7 @@ impl ProcessId for u32 {
     }
 }
 
-/// Looks at `done` until it gives something or `limit` has passed.
+/// Polls `done` until it returns a value or `limit` has passed.
 pub fn until<T>(limit: Duration, mut done: impl FnMut() -> Option<T>) -> Option<T> {
     let start = Instant::now();
     loop {
@@ -83,10 +83,10 @@ pub fn run(command: &mut Command, limit: Duration) -> anyhow::Result<ExitStatus>
     bail!("{command:?} did not end within {limit:?}")
 }
 
-/// Runs a command that must succeed, and returns what it wrote to its standard output.
+/// Runs a command that must succeed, and returns its standard output.
 ///
 /// # Errors
-/// It cannot be started, or fails; with what it wrote to its standard error.
+/// It cannot be started, or fails; with its standard error.
 pub fn output(command: &mut Command) -> anyhow::Result<String> {
     let output = command.output().with_context(|| format!("start {command:?}"))?;
     let errors = String::from_utf8_lossy(&output.stderr);
@@ -151,7 +151,7 @@ pub fn parent(pid: Pid) -> Option<Pid> {
     proc::status(pid.as_raw()).map(|status| Pid::from_raw(status.parent))
 }
 
-/// Whether all threads of a process have ended, so that its descriptors are closed: it is gone or a zombie.
+/// Whether all threads of a process have ended, so that its descriptors are closed: it has ended or is a zombie.
 #[must_use]
 pub fn has_ended<P: ProcessId>(process: P) -> bool {
     let pid = process.pid().as_raw();
@@ -220,7 +220,7 @@ pub fn waits_in_a_page_fault<P: ProcessId>(process: P) -> bool {
     proc::threads(pid).into_iter().any(|thread| place(thread).contains("userfault"))
 }
 
-/// The supervisor of the streamer that is a child of this process, and its workers, of which there is one at least.
+/// The supervisor of the streamer that is a child of this process, and its workers, at least one.
 ///
 /// # Panics
 /// There is none.
@@ -278,7 +278,7 @@ pub fn last_lines(text: &str, count: usize) -> String {
 /// The last lines of a file, for failure reports.
 #[must_use]
 pub fn tail(path: &Path, lines: usize) -> String {
-    let Ok(bytes) = fs::read(path) else { return format!("--- {}: not there\n", path.display()) };
+    let Ok(bytes) = fs::read(path) else { return format!("--- {}: missing\n", path.display()) };
     let text = String::from_utf8_lossy(&bytes);
     format!("--- {} ({} lines)\n{}\n", path.display(), text.lines().count(), last_lines(&text, lines))
 }

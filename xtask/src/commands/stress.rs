@@ -147,7 +147,7 @@ const CAMPAIGNS: [Campaign; 11] = [
     },
 ];
 
-/// The list of campaigns, for people.
+/// The list of campaigns, for users.
 pub(crate) fn help() -> String {
     let mut help = "cargo xtask stress NAME [--rounds N] [--seed N] [--machine NAME]\n\n".to_owned();
     for campaign in &CAMPAIGNS {

@@ -27,7 +27,7 @@ use image::{Front, Image, Pages};
 const SHAPES: [u64; 2] = [image::LARGEST_MIB, 4];
 /// The process that is loaded, and one without buffers, which is whole as soon as the load is ready.
 const PROCESS: usize = 0;
-const NOBODY: usize = 1;
+const WITHOUT_BUFFERS: usize = 1;
 
 /// Where the bytes are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -146,7 +146,7 @@ fn demanded(image: &Image<'_>, of: &[Option<OwnedFd>], after: Option<Duration>) 
             Some(now)
         });
         let loaded = loading.run(|what| match what {
-            LoadEvent::Process { process: NOBODY } => {
+            LoadEvent::Process { process: WITHOUT_BUFFERS } => {
                 from = Some(Instant::now());
                 if after.is_none() {
                     at_once.demand(PROCESS, last);

@@ -144,7 +144,7 @@ fn parse(text: &[u8], images: BorrowedFd<'_>) -> anyhow::Result<Vec<Vec<Twin>>> 
 
 fn inventory(images: BorrowedFd<'_>) -> anyhow::Result<String> {
     let bytes = sidecar_file::read(images, INVENTORY, MOST_OF_INVENTORY).context(INVENTORY)?;
-    let bytes = bytes.with_context(|| format!("{INVENTORY} is not there"))?;
+    let bytes = bytes.with_context(|| format!("{INVENTORY} is missing"))?;
     Ok(bytes.iter().fold(String::new(), |mut text, byte| {
         // Writing to a String cannot fail.
         let _ = write!(text, "{byte:02x}");

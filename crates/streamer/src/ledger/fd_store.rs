@@ -70,7 +70,7 @@ pub struct StoreEntry {
     pub kind: EntryKind,
     /// Which entry of that kind this is.
     pub index: u32,
-    /// Tells two users of one ledger slot apart: [`SpaceSlot::life`](crate::ledger::SpaceSlot::life).
+    /// Distinguishes two users of one ledger slot: [`SpaceSlot::life`](crate::ledger::SpaceSlot::life).
     pub life: u64,
 }
 

@@ -362,7 +362,7 @@ mod tests {
         assert!(inbox.next(ours.as_fd()).is_err());
     }
 
-    /// Pipes' ends are closed when their last copy is: the other end tells.
+    /// A pipe's end is closed when its last copy is: a read or write at its other end shows that.
     fn pipes(count: usize) -> (Vec<std::io::PipeReader>, Vec<std::io::PipeWriter>) {
         (0..count).map(|_| std::io::pipe().unwrap()).unzip()
     }

@@ -134,7 +134,7 @@ fn processes(page: &mut String, record: &Record) {
         vec![
             escaped(&of.label()),
             when(of.runs_us),
-            of.gone_us.map_or_else(|| when(of.gate_open_us), |at| format!("gone, {}", milliseconds(at))),
+            of.gone_us.map_or_else(|| when(of.gate_open_us), |at| format!("ended, {}", milliseconds(at))),
             of.faults.to_string(),
             latency(of.longest_fault_us),
             of.page_faults.to_string(),

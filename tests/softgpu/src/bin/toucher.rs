@@ -151,7 +151,7 @@ impl Own {
         self.is_as_written(userptr.cpu())
     }
 
-    /// By user code, from its end: the background load begins at the other end.
+    /// By user code, from its end: the background load begins at its start.
     fn check(&self) -> anyhow::Result<()> {
         self.is_as_written(self.memory.as_ref().context("no own memory")?)
     }

@@ -103,7 +103,7 @@ fn gpus_share_staging_and_do_not_wait_for_each_other() {
                 }
                 at_work
             });
-            assert!(at_work_still, "the other GPU was waited for {TRIES} times");
+            assert!(at_work_still, "the engine waited for the other GPU {TRIES} times");
         }
     });
 }

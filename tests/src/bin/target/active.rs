@@ -11,7 +11,7 @@ use crate::stage::Stage;
 
 /// Longest run of pages that one operation drops or moves.
 const RUN: usize = 32;
-/// Pages that a forked child looks at.
+/// Pages that a forked child reads.
 const GLANCES: usize = 64;
 
 /// Random operations, two a page, again and again; one last time after the test says "stop", then a check of all.

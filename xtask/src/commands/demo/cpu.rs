@@ -142,7 +142,7 @@ mod tests {
         fs::create_dir_all(home.join("img")).unwrap();
         fs::write(home.join("img/pages-1.img"), "old").unwrap();
         let stage = Stage::new(home.clone(), PathBuf::from("criu")).unwrap();
-        assert!(image_bytes(&stage.images()).is_err(), "the old image is gone");
+        assert!(image_bytes(&stage.images()).is_err(), "the old image was removed");
         fs::write(stage.images().join("pages-1.img"), [0; 10]).unwrap();
         fs::write(stage.images().join("pages-2.img"), [0; 5]).unwrap();
         fs::write(stage.images().join("pagemap-1.img"), [0; 7]).unwrap();
