@@ -24,7 +24,7 @@ const LOG_LINES: usize = 15;
 /// A dumped process and the place of its image. The process can be restored any number of times, one after another.
 #[derive(Debug)]
 pub(crate) struct Image {
-    /// Of the process, before the dump and after every restore.
+    /// The pid of the process, before the dump and after every restore.
     pub(crate) pid: Pid,
     pub(crate) directory: PathBuf,
     /// `pages-*.img` that are not empty.

@@ -98,7 +98,7 @@ fn limits(sequential: &str, random: &str, both: &str) -> anyhow::Result<DiskLimi
     })
 }
 
-/// Of the sequential reader, in GB/s.
+/// The rate of the sequential reader, in GB/s.
 fn rate(report: &str) -> anyhow::Result<f64> {
     let rate = read_of(report, "sequential")?["bw_bytes"].as_f64();
     Ok(rate.context("fio reports no bw_bytes")? / 1e9)

@@ -48,7 +48,7 @@ pub(crate) struct Rates {
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Limits {
     pub(crate) disk: Rates,
-    /// All GPUs together.
+    /// The rates of copies, of all GPUs together.
     pub(crate) copies: Rates,
     pub(crate) serial: Rates,
 }
@@ -57,7 +57,7 @@ pub(crate) struct Limits {
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub(crate) struct MadeFor {
     pub(crate) disk: Option<f64>,
-    /// All GPUs together.
+    /// The rate of copies, of all GPUs together.
     pub(crate) copies: Option<f64>,
 }
 
@@ -122,7 +122,7 @@ struct Bench {
     /// A slot for each GPU, of a whole buffer.
     staging: Staging,
     file: File,
-    /// Of each GPU.
+    /// The bytes of each GPU.
     bytes: u64,
 }
 

@@ -46,7 +46,7 @@ pub fn runc_works(criu: &Criu) -> Result<(), String> {
     probe().map_err(|error| format!("runc makes no container here: {error:#}"))
 }
 
-/// What network a container has.
+/// The network of a container.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Network {
     /// One of its own, which CRIU must not lock while it dumps: that would need iptables. The option is in a
@@ -262,7 +262,7 @@ impl Container {
     /// How the target ended.
     ///
     /// # Errors
-    /// There is none.
+    /// No target was restored.
     pub fn verdict(&self, limit: Duration) -> anyhow::Result<Verdict> {
         let status = wait_pid(self.pid()?, limit).context("wait for the container's first process")?;
         Ok(Verdict::new(status, &self.written()))
@@ -277,7 +277,7 @@ impl Container {
     /// The target must see right bytes only, and the server end with status 0.
     ///
     /// # Errors
-    /// It is not so.
+    /// The target or the server failed.
     pub fn expect_good_end(&self, server: &mut Server) -> anyhow::Result<()> {
         let verdict = self.verdict(ACT)?;
         ensure!(verdict == Verdict::Ok, "the target: {verdict:?}");

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What a page of a target holds: a function of seed, generation and page number, so that a zero page, a page
-//! of another place, a page shifted by a few bytes and a page from before the last write all look wrong.
+//! The content of a target's page: a function of seed, generation and page number. A zero page, another
+//! place's page, a shifted page and a page from before the last write all look wrong.
 
 use rewake_testkit::random::mix;
 

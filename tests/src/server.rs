@@ -74,21 +74,21 @@ impl Setup {
         })
     }
 
-    /// With one more option.
+    /// Adds an option.
     #[must_use]
     pub fn with(mut self, option: &str) -> Self {
         self.extra.push(option.to_owned());
         self
     }
 
-    /// With options spelled `--option=value` and in words, instead of `-o value`.
+    /// Spells options as `--option=value` and in words, instead of `-o value`.
     #[must_use]
     pub fn joined(mut self) -> Self {
         self.joined = true;
         self
     }
 
-    /// With its socket and log in the images directory, as it is without a work directory.
+    /// Puts the socket and the log into the images directory, as without a work directory.
     #[must_use]
     pub fn without_work_dir(mut self) -> Self {
         self.work.clone_from(&self.images);
@@ -164,7 +164,7 @@ impl Setup {
 }
 
 /// The same command with `--status-fd`. A shell puts the pipe at a number of its choice and then becomes the
-/// command, so that only this child inherits it and nothing of ours runs between fork and exec.
+/// command. So only this child inherits the pipe, and no code of ours runs between fork and exec.
 fn with_status_fd(command: &Command, pipe: OwnedFd) -> Command {
     let mut shell = Command::new("/bin/sh");
     shell.args(["-c", "exec \"$@\" 7>&0 0</dev/null", "sh"]);

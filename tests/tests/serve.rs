@@ -33,7 +33,7 @@ fn session(status: &Value, state: &str) -> Option<Value> {
     live.chain(recent).find(|session| session["state"] == state).cloned()
 }
 
-/// A CRIU that cuts the pages file of the served copy in half, which the daemon has checked by then, and restores
+/// A CRIU that cuts the pages file of the served copy in half, after the daemon has checked it. It restores
 /// from the scene's own images: CRIU 4.2 reads a cut file in an endless loop.
 fn saboteur(criu: &Criu, scene: &Scene, served: &Path) -> PathBuf {
     let pages = served.join(pages_file(scene).file_name().unwrap());

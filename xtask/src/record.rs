@@ -28,7 +28,7 @@ pub(crate) struct Program {
 /// The events in the output so far.
 #[derive(Debug, Default)]
 pub(crate) struct Record {
-    /// In the order of their runs.
+    /// The programs, in the order of their runs.
     pub(crate) programs: Vec<Program>,
     /// Tests that the programs have run, as `PROGRAM::TEST`; those that were skipped among them.
     pub(crate) tests: BTreeSet<String>,

@@ -120,7 +120,7 @@ impl Image {
         self.directory.join(pages_name(ID, GPU))
     }
 
-    /// Of all buffers.
+    /// The bytes of all buffers.
     pub(super) fn bytes(&self) -> u64 {
         self.kfd.buffers.iter().map(|buffer| buffer.size).sum()
     }

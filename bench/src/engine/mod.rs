@@ -96,7 +96,7 @@ pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// As in a background load without CPU memory.
+/// The I/O budget of a background load without CPU memory.
 fn pace() -> anyhow::Result<Arc<IoBudget>> {
     Ok(Arc::new(IoBudget::new(Vec::new())?))
 }

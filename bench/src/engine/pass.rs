@@ -16,7 +16,7 @@ use super::pace;
 use super::view::View;
 use crate::processes::high_water_mark;
 
-/// What one pass took.
+/// The cost of one pass.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Pass {
     pub(super) gb_per_s: f64,

@@ -16,7 +16,7 @@ const MIB: f64 = (1 << 20) as f64;
 /// One figure: its name, its values, and whether they meet the requirement.
 struct Row(&'static str, Vec<f64>, Wanted);
 
-/// By the median.
+/// The required value of a figure's median.
 enum Wanted {
     AtLeast(f64),
     AtMost(f64),

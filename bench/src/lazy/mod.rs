@@ -144,7 +144,7 @@ impl Programs {
         Ok(Self { criu: absolute(&options.criu)?, rewake })
     }
 
-    /// In the order of a round.
+    /// The servers, in the order of a round.
     fn servers(&self) -> impl Iterator<Item = (Server, &Path)> {
         let rewake = self.rewake.iter().map(|path| (Server::Rewake, path.as_path()));
         std::iter::once((Server::Stock, self.criu.as_path())).chain(rewake)

@@ -14,7 +14,7 @@ use crate::criu::server_log;
 use crate::processes::{PeakMemory, Process, Sampler};
 use crate::touch;
 
-/// What one restore took. Times in seconds; GB is 10^9 bytes of the touched memory.
+/// The figures of one restore. Times in seconds; GB is 10^9 bytes of the touched memory.
 #[derive(Debug, Clone, Serialize)]
 pub(crate) struct Sample {
     pub(crate) server: Server,

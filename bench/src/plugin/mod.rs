@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! One process on GPUs, dumped and restored alternately by CRIU with its own plugin and with this project's,
-//! on a disk and with copy engines of known speed. `cargo xtask bench plugin` makes machines where both are
-//! so slow that they are the limit, and not the processor.
+//! One process on GPUs, dumped and restored alternately by CRIU with its own plugin and with this project's.
+//! Disk and copy engines have known rates. `cargo xtask bench plugin` makes machines where both are so slow
+//! that they are the limit, and not the processor.
 //!
 //! * [`round`]: a dump and a restore. [`log`]: figures from their logs.
 //! * [`table`]: the figures, and their required values.
@@ -55,10 +55,10 @@ struct Comparison {
     /// The machine's promised rates, in millions of bytes a second.
     made_for: MadeFor,
     limits: Limits,
-    /// Of a process with tiny weights, one sample of each plugin.
+    /// Samples of a process with tiny weights, one of each plugin.
     tiny: Vec<Sample>,
     samples: Vec<Sample>,
-    /// Of a process with small buffers.
+    /// A sample of a process with small buffers.
     small: Option<Sample>,
 }
 

@@ -33,13 +33,13 @@ const LIMIT: Duration = Duration::from_secs(180);
 /// A dump, or a restore.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Act {
-    /// From CRIU's start to its end, in seconds.
+    /// Time from CRIU's start to its end, in seconds.
     pub(crate) whole_s: f64,
-    /// From CRIU's start until everything is on the disk; of a dump.
+    /// Time from a dump's start until everything is on the disk.
     pub(crate) durable_s: f64,
-    /// Of this project's plugin.
+    /// The counts of this project's plugin.
     pub(crate) contents: Option<Contents>,
-    /// Of the stock plugin: how long it moved memory, in seconds.
+    /// How long the stock plugin moved memory, in seconds.
     pub(crate) phase_s: Option<f64>,
     /// Peak of resident memory of CRIU and, in a restore, of the task: bytes, the sum of both.
     pub(crate) peak: u64,

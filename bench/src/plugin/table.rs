@@ -49,7 +49,7 @@ impl Row {
 }
 
 impl Wanted {
-    /// By the median. A figure without samples is not met.
+    /// Compares the median. A figure without samples is not met.
     fn is_met(self, figure: Option<Spread>) -> bool {
         figure.is_some_and(|figure| match self {
             Self::AtLeast(value) => figure.median >= value,

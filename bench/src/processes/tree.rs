@@ -35,7 +35,7 @@ fn children(pid: Pid) -> Vec<Pid> {
 /// Peak resident memory of a tree of processes, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
 pub(crate) struct PeakMemory {
-    /// Of the largest process.
+    /// The peak of the largest process.
     pub(crate) largest: u64,
     /// Sum of every process's own peak; memory that two processes share counts twice.
     pub(crate) sum: u64,

@@ -68,11 +68,11 @@ struct ProgramImage {
     program: Program,
     /// Version of the program's runtime.
     version: String,
-    /// Of all `pages-*.img`.
+    /// The size of all `pages-*.img`.
     page_bytes: u64,
 }
 
-/// What dumps, restores and serves.
+/// The programs that dump, restore and serve.
 #[derive(Debug)]
 struct Tools {
     criu: PathBuf,

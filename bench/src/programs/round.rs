@@ -57,7 +57,8 @@ pub(super) struct Sample {
     pub(super) figures: Figures,
 }
 
-/// What one restore took; the first three in seconds since the start of `criu restore`. All answers were right.
+/// The figures of one restore; the first three in seconds since the start of `criu restore`. All answers were
+/// right.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub(super) struct Figures {
     /// The first answer had arrived.

@@ -34,7 +34,7 @@ impl Sampler {
         Self { stop, thread }
     }
 
-    /// In bytes.
+    /// Ends the sampling; returns the peak in bytes.
     pub(super) fn finish(self) -> u64 {
         self.stop.store(true, Ordering::Relaxed);
         self.thread.join().expect("the sampler cannot panic: it only reads files and adds")

@@ -33,7 +33,7 @@ macro_rules! figure {
     };
 }
 
-/// In the order of the table.
+/// The figures, in the order of the table.
 pub(crate) const FIGURES: [Figure<Sample>; 14] = [
     figure!("criu restore returns after", "s", Some(Lower), |s| Some(s.restore_s)),
     figure!("all memory resident after", "s", Some(Lower), |s| Some(s.resident_s)),
@@ -69,7 +69,7 @@ impl Spread {
         Some(Self { min, median: f64::midpoint(low, high), max })
     }
 
-    /// As shares of something.
+    /// The values as shares of `whole`.
     pub(crate) fn of_whole(self, whole: f64) -> Self {
         Self { min: self.min / whole, median: self.median / whole, max: self.max / whole }
     }

@@ -29,7 +29,7 @@ pub(crate) struct Setting {
     pub(crate) kernel: String,
     pub(crate) cpu: String,
     pub(crate) cpus: usize,
-    /// Of one process.
+    /// The memory of one process.
     pub(crate) size_mib: u64,
 }
 
@@ -54,6 +54,6 @@ impl Setting {
 pub(crate) struct Limits {
     /// UFFDIO_COPY from a cached buffer with one and with two threads.
     pub(crate) fill_gb_per_s: [f64; 2],
-    /// Only for cold runs.
+    /// Measured for cold runs only.
     pub(crate) disk: Option<DiskLimits>,
 }

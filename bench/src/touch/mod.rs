@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The process that is dumped and restored. It fills memory with a known pattern, waits, accesses its pages
-//! in random order on SIGUSR1, stops on SIGUSR2, verifies all of it and writes a [`Report`].
+//! The process that is dumped and restored. It fills memory with a known pattern and waits. On SIGUSR1 it
+//! accesses its pages in random order, on SIGUSR2 it stops. Then it verifies all of it and writes a
+//! [`Report`].
 
 mod memory;
 mod pattern;
@@ -37,7 +38,7 @@ pub(crate) struct Report {
     pub(crate) touches: u64,
     /// Accesses that took a page fault.
     pub(crate) faults: u64,
-    /// Of these, counted by the kernel as major faults.
+    /// The number of these that the kernel counted as major faults.
     pub(crate) major_faults: u64,
     /// Latency of the accesses that faulted; none without a fault.
     pub(crate) latency: Option<Percentiles>,

@@ -11,7 +11,7 @@ use crate::kernel::{axpy, dot, hash, longs, pairs, words};
 use crate::shape::{LINKS, Mode, Shape, VOCABULARY, WIDTH};
 use crate::{own, weights};
 
-/// What one layer's result is multiplied by before it is added.
+/// The factor of a layer's result before it is added.
 pub const RESIDUAL: u32 = 3;
 /// Bytes of a small buffer.
 pub const SMALL: usize = 4096;

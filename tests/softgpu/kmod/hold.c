@@ -5,10 +5,10 @@
  *   off
  *   NAME [N]
  *
- * Jobs that processes of that name (of their first thread) have submitted to
- * SDMA engines do not begin from then on, except the first N of them, until the
- * next write. Jobs of a closed file end all the same. Reading gives the name
- * and how many of N are left, or "off".
+ * Jobs in SDMA engines do not begin from then on if processes of that name (of
+ * their first thread) have submitted them. The first N of them do. The next
+ * write replaces this. Jobs of a closed file end all the same. Reading gives
+ * the name and how many of N are left, or "off".
  */
 #include <linux/debugfs.h>
 #include <linux/module.h>

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: GPL-2.0 OR MIT
 /*
  * Memory that outlives its processes. When the last process with a KFD
- * allocation of a BO ends, a dma-buf descriptor may still be in transit to a
- * process that will import it. A descriptor that after a while alone keeps the
- * BO alive was forgotten: in the image's restorer, or in a daemon.
+ * allocation of a BO ends, a dma-buf descriptor may be in transit to another
+ * process. A descriptor that after a while alone keeps the BO alive was
+ * forgotten: in the image's restorer, or in a daemon.
  */
 #include <drm/drm_gem.h>
 #include <linux/jiffies.h>

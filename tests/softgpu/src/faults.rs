@@ -30,7 +30,7 @@ pub struct Calls<'a> {
 /// A call that was counted.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Call {
-    /// From 1.
+    /// Its number, from 1.
     pub number: u64,
     /// The caller's process id.
     pub pid: u32,

@@ -122,8 +122,8 @@ impl Scene {
         Peer::start(self.name, Some(role), Stdio::piped())
     }
 
-    /// Starts the same test's body in another role as the leader of a session of its own, without a terminal, as CRIU
-    /// wants what it dumps.
+    /// Starts the same test's body in another role. It leads a session of its own, without a terminal, as
+    /// CRIU needs for a dump.
     ///
     /// # Panics
     /// It cannot be started.

@@ -33,7 +33,7 @@ pub struct Large {
     pub count: usize,
     /// Size of each.
     pub mib: usize,
-    /// All of them is pattern, not the end alone.
+    /// All bytes are pattern, not the end alone.
     pub full: bool,
 }
 
@@ -44,7 +44,7 @@ impl Large {
         if self.full { 0 } else { (self.mib << 20) - TAIL }
     }
 
-    /// As arguments of the program.
+    /// The arguments of the program.
     fn arguments(self) -> [String; 3] {
         [self.count.to_string(), self.mib.to_string(), self.full.to_string()]
     }

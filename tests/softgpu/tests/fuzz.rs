@@ -88,16 +88,16 @@ fn render_number(random: &mut Random) -> u32 {
 enum Field {
     Is(u64),
     OneOf(&'static [u64]),
-    /// Of the process's GPU.
+    /// The id of the process's GPU.
     Gpu,
     /// A buffer of KFD, a GEM handle, or a queue, event, context or syncobj that an earlier call returned.
     Given,
     /// A GPU address where a buffer may be.
     Place,
-    /// Of the mapped ring, or of the page of pointers.
+    /// An address in the mapped ring, or in the page of pointers.
     Ring,
     Pointers,
-    /// Of memory in the arena; its first word is the GPU.
+    /// An address in the arena; its first word is the GPU's id.
     Arena,
 }
 

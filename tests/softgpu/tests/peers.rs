@@ -10,7 +10,7 @@ use std::ptr;
 use rewake_amdgpu_uapi::topology::{Node, Topology};
 use softgpu_tests::isolated;
 
-/// As compilers write it: gfx90a, gfx942, gfx1100.
+/// A GPU's name as compilers write it: gfx90a, gfx942, gfx1100.
 fn gfx_name(gpu: &Node) -> String {
     let version = gpu.gfx_version();
     format!("gfx{}{:x}{:x}", version.major, version.minor, version.step)

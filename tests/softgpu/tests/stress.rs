@@ -25,7 +25,8 @@ const ROUNDS: u64 = 6;
 const SEED: u64 = 0x5eed_0005;
 /// Rates of the copy rings in 10^6 bytes a second: a load takes from nearly two seconds to an instant.
 const PACES: [&str; 4] = ["5", "10", "40", "400"];
-/// Of eight ends of a round those below this number end the program: it exits, executes another, is killed.
+/// A round has one of eight ends. Those below this number end the program: it exits, executes another, or is
+/// killed.
 const LIVES: u64 = 3;
 /// What the kernel writes to a buffer.
 static GIVEN: [u8; 700_001] = [0xa5; 700_001];

@@ -22,7 +22,7 @@ const POLL: [Duration; 2] = [Duration::from_millis(2), Duration::from_millis(10)
 
 /// A number of a process, as the standard library or nix has it.
 pub trait ProcessId: Copy {
-    /// As nix has it.
+    /// The number in nix's type.
     fn pid(self) -> Pid;
     /// The same number in this type.
     fn from_pid(pid: Pid) -> Self;
@@ -223,7 +223,7 @@ pub fn waits_in_a_page_fault<P: ProcessId>(process: P) -> bool {
 /// The supervisor of the streamer that is a child of this process, and its workers, at least one.
 ///
 /// # Panics
-/// There is none.
+/// No streamer runs.
 #[must_use]
 pub fn streamer_of<P: ProcessId>(parent: P) -> (P, Vec<P>) {
     let is_one =

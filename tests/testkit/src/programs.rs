@@ -10,7 +10,7 @@ use anyhow::{Context as _, ensure};
 /// variable, if it is set, names another place.
 ///
 /// # Errors
-/// There is none; with the command that makes it.
+/// It does not exist; the error names the command that builds it.
 pub fn beside(variable: &str, name: &str, command: &str) -> anyhow::Result<PathBuf> {
     let found = match env::var_os(variable) {
         Some(given) => Some(given.into()).filter(|path: &PathBuf| path.exists()),
@@ -25,7 +25,7 @@ pub fn beside(variable: &str, name: &str, command: &str) -> anyhow::Result<PathB
 /// The program `rewake`: `REWAKE_BIN`, or `rewake` in the folder of built programs.
 ///
 /// # Errors
-/// There is none.
+/// It is not built.
 pub fn rewake() -> anyhow::Result<PathBuf> {
     beside("REWAKE_BIN", "rewake", "cargo build -p rewake")
 }

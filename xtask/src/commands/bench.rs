@@ -56,7 +56,7 @@ pub(crate) fn engine(more: &[&str]) -> anyhow::Result<()> {
 #[derive(Debug)]
 struct Machine {
     name: &'static str,
-    /// Of the disk, in 10^6 bytes a second.
+    /// The rate of the disk, in 10^6 bytes a second.
     disk_mbps: u32,
     module_arguments: &'static str,
     options: &'static [&'static str],

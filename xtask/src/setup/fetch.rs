@@ -128,7 +128,7 @@ pub(super) fn sources(os_release: &str, etc_apt: &Path) -> anyhow::Result<Vec<ap
     Ok(candidates)
 }
 
-/// CRIU's package and all its dependencies down to libc, into `partial/apt`, by an apt that shares nothing
+/// Downloads CRIU's package and all its dependencies down to libc into `partial/apt`. The apt shares nothing
 /// with the system's except its keys, proxies and certificates.
 fn download(partial: &Path, source: &str) -> anyhow::Result<Vec<PathBuf>> {
     let state = partial.join("apt");

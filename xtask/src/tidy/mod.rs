@@ -27,7 +27,7 @@ const NAMES: [&str; 2] = ["run", "Makefile"];
 pub(crate) struct Finding {
     /// Relative to the root.
     file: String,
-    /// From 1.
+    /// The line's number, from 1.
     line: usize,
     rule: &'static str,
     /// What to do.

@@ -28,7 +28,8 @@ pub(super) fn ready(system: &Path) -> anyhow::Result<PathBuf> {
 
 /// The name by which `boot.sh` finds the scratch disk.
 const SERIAL: &str = "scratch";
-/// All of it is written before the machine boots: a file system for few and large files has little to write.
+/// All inodes are written before the machine boots: a file system for few and large files has little to
+/// write.
 const INODES: &str = "8192";
 
 /// A scratch disk for one run, in its folder.

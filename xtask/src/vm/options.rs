@@ -20,7 +20,7 @@ pub(crate) enum Series {
 impl Series {
     pub(crate) const ALL: [Self; 2] = [Self::Linux6_12, Self::Linux7];
 
-    /// As in the option, and in the root's `/kernels`.
+    /// The name in the option, and in the root's `/kernels`.
     pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Linux6_12 => "6.12",

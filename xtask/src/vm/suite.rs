@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! `cargo xtask vm test`: the tests of the software GPU, and those that need one, built here and run in machines of
-//! both kernels and of several shapes of GPU.
+//! `cargo xtask vm test`: the tests of the software GPU, and those that need one. They are built here and run
+//! in machines of both kernels and of several shapes of GPU.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};

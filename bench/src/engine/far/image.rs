@@ -15,7 +15,7 @@ use rewake_criu_images::amdgpu::{KfdBuffer, KfdImage, pages_name};
 use super::super::image::{GPU, HEADER, ID, MIB, MINOR, PIECE, VRAM, Words, memory};
 use super::super::view::View;
 
-/// Of the last buffer, at most.
+/// The largest size of the last buffer.
 pub(super) const LARGEST_MIB: u64 = 64;
 /// Memory for all buffers but the last: they are loaded into it one over the other, and never checked.
 const SHARED_MIB: u64 = 1024;
@@ -69,7 +69,7 @@ impl Pages {
 pub(super) struct Image<'a> {
     tail: &'a [u8],
     pub(super) files: Vec<GpuPagesFile>,
-    /// Of all buffers, and of the last alone.
+    /// Memory files of all buffers, and of the last alone.
     pub(super) all: Vec<Option<OwnedFd>>,
     pub(super) alone: Vec<Option<OwnedFd>>,
     pub(super) device: Arc<MemoryDevice>,

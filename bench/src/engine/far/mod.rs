@@ -52,7 +52,7 @@ struct Far {
     from: From,
     buffers: usize,
     buffer_mib: u64,
-    /// All of it, without a demand load.
+    /// Time of a load of all buffers, without a demand load.
     all: Duration,
     rounds: Vec<Round>,
 }

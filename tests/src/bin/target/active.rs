@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A program that reads, writes, drops, moves and forks at random while its memory streams in, and knows at
-//! any time what each page must hold.
+//! A program that reads, writes, drops, moves and forks at random while its memory is loaded. It knows at any
+//! time what each page must hold.
 
 use rewake_tests::Random;
 

@@ -13,7 +13,7 @@ use anyhow::{Context as _, bail, ensure};
 /// The test suite's target program: fills memory, says "ready" through a file, waits for the file "go",
 /// checks every byte, writes "OK" or what is wrong to the file "verdict".
 pub(super) struct Target {
-    /// Of the first life only.
+    /// The started process; a restored one is no child.
     child: Option<Child>,
     pid: u32,
     files: PathBuf,

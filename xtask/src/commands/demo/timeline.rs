@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What happened when, from CRIU's log: its clock starts with it, and the plugin's lines are among its own.
+//! Times of events from CRIU's log: its clock starts with CRIU, and the plugin's lines are among CRIU's.
 
 use anyhow::{Context as _, bail};
 
@@ -61,7 +61,7 @@ fn time(line: &str) -> Option<f64> {
     line.strip_prefix('(')?.split_once(')')?.0.parse().ok()
 }
 
-/// Of `N bytes, Z of them zero, S submissions for B buffers, ...`.
+/// The sizes in `N bytes, Z of them zero, S submissions for B buffers, ...`.
 fn amount(moved: &str) -> anyhow::Result<String> {
     let mut parts = moved.split(", ");
     let mut number = |before: &str, behind: &str| -> Option<f64> {
