@@ -21,7 +21,7 @@ use rewake_streamer::supervise::supervisor::{self, Start};
 use rewake_streamer::supervise::worker;
 use rewake_streamer::sys;
 
-/// Descriptors of an address space: userfaultfd, journal and process. An entry may come twice, and its userfaultfds of
+/// Descriptors of an address space: userfaultfd, journal and process. An entry may occur twice, and its userfaultfds of
 /// forked children lie in messages.
 const DESCRIPTORS: u64 = 6;
 /// Everything else: images, reactors, logs.

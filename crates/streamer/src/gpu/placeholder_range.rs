@@ -81,7 +81,7 @@ impl<'a> PlaceholderRange<'a> {
             .all(|mapping| mapping.device_offset.checked_sub(device_offset) == Some(mapping.offset - offset));
         ensure!(straight, "the placeholders of buffer {number} make no sense");
         let render = renders.iter().position(|(gpu, _)| *gpu == buffer.gpu.0);
-        let render = render.with_context(|| format!("no render node came for buffer {number}"))?;
+        let render = render.with_context(|| format!("the plugin sent no render node for buffer {number}"))?;
         let (length, within) = (end - offset, first.within);
         ensure!(
             within.checked_add(length).is_some_and(|end| end <= buffer.bytes),

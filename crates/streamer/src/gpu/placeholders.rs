@@ -101,8 +101,9 @@ pub(super) enum SwapOutcome {
 impl ReceivedPlaceholders {
     pub(super) fn new(files: Vec<OwnedFd>) -> anyhow::Result<Self> {
         let files: Result<[OwnedFd; 2], _> = files.try_into();
-        let wrong =
-            |files: Vec<OwnedFd>| anyhow!("placeholders came with {} descriptors, not 2", files.len());
+        let wrong = |files: Vec<OwnedFd>| {
+            anyhow!("the plugin sent placeholders with {} descriptors, not 2", files.len())
+        };
         let [file, uffd] = files.map_err(wrong)?;
         Ok(Self { file, uffd: Mutex::new(Some(uffd)), mappings: Vec::new() })
     }

@@ -47,7 +47,7 @@ pub enum Received {
     Closed,
     /// A word: a task's pid, `-pid` of a zombie, or the finish notice.
     Word(u32),
-    /// The userfaultfd of the task whose pid came before.
+    /// The userfaultfd of the task whose pid was received before.
     Descriptor {
         /// The pid that names the task's images.
         image_pid: i32,
@@ -97,7 +97,7 @@ impl Inbox {
         Some((descriptor?, pid.unwrap_or(0)))
     }
 
-    /// Returns the next message without waiting. A message that a predecessor had received comes first.
+    /// Returns the next message without waiting. Messages that a predecessor had received are first.
     ///
     /// After [`Received::Word`] call [`Inbox::expect_descriptor`] or [`Inbox::done`]; after
     /// [`Received::Descriptor`] call [`Inbox::done`], once the ledger has its effect.
