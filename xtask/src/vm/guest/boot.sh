@@ -78,7 +78,7 @@ for round in 1 2; do
 done 2> /dev/null
 wait
 if [ -e /sys/module/softgpu ]; then
-	# The driver takes processes apart in the background: a minute is much.
+	# The driver cleans up processes in the background; a minute is enough.
 	tries=300
 	until rmmod softgpu 2> /dev/null || [ "$tries" = 0 ]; do
 		tries=$((tries - 1))
