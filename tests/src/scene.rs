@@ -180,7 +180,7 @@ impl Scene {
     }
 
     /// Restores the target, and stops the server before it has read that the restore has finished: the target
-    /// runs then, and no memory is loaded until [`Server::goes_on`].
+    /// runs then, and no memory is loaded until [`Server::continues`].
     ///
     /// # Errors
     /// CRIU failed.

@@ -259,7 +259,7 @@ impl Server {
     ///
     /// # Errors
     /// One of them has ended.
-    pub fn goes_on(&mut self) -> anyhow::Result<()> {
+    pub fn continues(&mut self) -> anyhow::Result<()> {
         let mut all = self.worker().into_iter().chain([self.pid()]);
         all.try_for_each(|pid| kill(pid, Signal::SIGCONT).context("SIGCONT to the server"))
     }

@@ -201,7 +201,7 @@ fn a_pages_file_that_is_cut_while_it_streams_never_shows_zeros() {
     // A target that has ended has none.
     assert!((1..whole / 2).contains(&resident), "{resident} of {whole} bytes were in memory before the cut");
     images::truncate(&pages, PAGE).unwrap();
-    server.goes_on().unwrap();
+    server.continues().unwrap();
     let verdict = scene.verdict(ACT).unwrap();
     assert!(verdict.killed(), "{verdict:?}");
     assert!(!scene.written().contains("BAD"), "{}", scene.written());

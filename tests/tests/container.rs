@@ -27,7 +27,7 @@ const MIB: usize = 512;
 const MOST: usize = 5;
 
 /// Dumps and restores a container.
-fn comes_back(criu: &Criu, network: Network, scenario: &str) {
+fn restores(criu: &Criu, network: Network, scenario: &str) {
     let container = Container::dumped(criu, network, scenario, 64).unwrap();
     let mut server = container.setup().unwrap().listening().unwrap();
     container.go().unwrap();
@@ -37,22 +37,22 @@ fn comes_back(criu: &Criu, network: Network, scenario: &str) {
 
 #[test]
 fn memory_of_a_container_is_restored() {
-    comes_back(&need_runc!(Criu::main()), Network::Own, "plain");
+    restores(&need_runc!(Criu::main()), Network::Own, "plain");
 }
 
 #[test]
 fn a_container_in_the_host_network_is_restored_by_another_criu() {
-    comes_back(&need_runc!(Criu::alternative()), Network::Hosts, "plain");
+    restores(&need_runc!(Criu::alternative()), Network::Hosts, "plain");
 }
 
 #[test]
 fn every_process_of_a_container_is_restored() {
-    comes_back(&need_runc!(Criu::main()), Network::Own, "tree");
+    restores(&need_runc!(Criu::main()), Network::Own, "tree");
 }
 
 #[test]
 fn a_container_forks_with_missing_memory_and_sees_right_bytes() {
-    comes_back(&need_runc!(Criu::main()), Network::Own, "fork");
+    restores(&need_runc!(Criu::main()), Network::Own, "fork");
 }
 
 #[test]

@@ -389,7 +389,7 @@ fn targets_of_a_stopped_streamer_wait_until_it_continues() {
             // With the plugin CRIU waits, and the target has not run. Without it the target waits.
             assert_eq!((restore.is_finished(), scene.written().as_str()), (!plugin, ""));
             assert!(plugin || waits_in_a_page_fault(scene.pid()), "{}", scene.logs());
-            server.goes_on().unwrap();
+            server.continues().unwrap();
             restore.join().unwrap().unwrap();
         });
         scene.stop().unwrap();
@@ -429,7 +429,7 @@ fn targets_of_a_stopped_streamer_are_not_dumped() {
         }
         let plugins = rewake_alone(&scene.work()).unwrap();
         assert!(!is_dumped(&criu, &scene, Some(&plugins)));
-        server.goes_on().unwrap();
+        server.continues().unwrap();
         scene.stop().unwrap();
         assert_eq!(scene.verdict(ACT).unwrap(), Verdict::Ok, "{}", scene.logs());
         assert_eq!(server.ended(END).unwrap().code(), Some(0), "{}", server.text());

@@ -30,7 +30,7 @@ fn starved(limit: &MemoryLimit, scene: &Scene) -> Server {
     scene.restore_and_stop(&mut server).unwrap();
     limit.hold(scene.pid()).unwrap();
     scene.go().unwrap();
-    server.goes_on().unwrap();
+    server.continues().unwrap();
     until(END, || server.text().contains("no memory for a restored process").then_some(()))
         .expect("memory is refused");
     server
@@ -81,7 +81,7 @@ fn served_on(change: impl FnOnce(&Scene)) {
     scene.restore_and_stop(&mut server).unwrap();
     change(&scene);
     assert!(server.kill_worker(), "no worker runs: {}", server.text());
-    server.goes_on().unwrap();
+    server.continues().unwrap();
     scene.expect_good_end(&mut server).unwrap();
     assert!(server.text().contains("taking over"), "{}", server.text());
 }
@@ -94,7 +94,7 @@ fn pages_file_changes(change: impl FnOnce(&Path)) -> (Verdict, String) {
     scene.go().unwrap();
     scene.restore_and_stop(&mut server).unwrap();
     change(&scene.images().join("pages-1.img"));
-    server.goes_on().unwrap();
+    server.continues().unwrap();
     let verdict = scene.verdict(ACT).unwrap();
     server.ended(END).unwrap();
     (verdict, server.text())

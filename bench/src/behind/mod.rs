@@ -88,7 +88,7 @@ pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
     let mut samples = Vec::new();
     for round in 1..=options.rounds {
         for way in Way::ALL {
-            let sample = subject.comes_back(way);
+            let sample = subject.restores(way);
             samples.push(sample.with_context(|| format!("round {round}, {way:?}"))?);
         }
     }

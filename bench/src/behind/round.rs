@@ -111,7 +111,7 @@ impl Subject {
     }
 
     /// Restores it, sends requests, and ends it.
-    pub(super) fn comes_back(&self, way: Way) -> anyhow::Result<Sample> {
+    pub(super) fn restores(&self, way: Way) -> anyhow::Result<Sample> {
         drop_files(&self.files()?)?;
         let mut streamer = match way {
             Way::AtOnce => None,

@@ -116,7 +116,7 @@ fn rounds(shape: &Shape, options: &Options, count: u64, plugins: &[Plugin]) -> a
     let mut samples = Vec::new();
     for round in 1..=count {
         for plugin in plugins {
-            let sample = subject.there_and_back(*plugin);
+            let sample = subject.dump_and_restore(*plugin);
             samples.push(sample.with_context(|| format!("round {round} with {plugin:?}"))?);
         }
     }

@@ -78,7 +78,7 @@ impl Subject {
     }
 
     /// Dumps it and restores it. The image is not in the page cache when it is restored.
-    pub(crate) fn there_and_back(&mut self, plugin: Plugin) -> anyhow::Result<Sample> {
+    pub(crate) fn dump_and_restore(&mut self, plugin: Plugin) -> anyhow::Result<Sample> {
         let images = self.folder.join("images");
         let criu = Criu::with(plugin, Version::V4_2, &images)?;
         let pid = self.pid.to_string();

@@ -152,7 +152,7 @@ impl App {
     ///
     /// # Errors
     /// A round was wrong, or none ends.
-    pub fn goes_on(&self, more: u64) -> anyhow::Result<()> {
+    pub fn continues(&self, more: u64) -> anyhow::Result<()> {
         let before = self.rounds()?;
         let wrong_or_more = || match self.rounds() {
             Ok(rounds) => (rounds >= before + more).then_some(Ok(())),
@@ -167,7 +167,7 @@ impl App {
     /// # Errors
     /// A round went wrong, or none ends.
     pub fn gets_busy(&self) -> anyhow::Result<()> {
-        self.goes_on(1)
+        self.continues(1)
     }
 
     /// Checks a part of its process with render nodes only: `node`, `fresh` or `kept`.

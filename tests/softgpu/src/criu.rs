@@ -261,7 +261,7 @@ fn quoted(log: &str) -> String {
 /// # Panics
 /// The topology cannot be read.
 #[must_use]
-pub fn queues_come_back() -> bool {
+pub fn queues_can_be_restored() -> bool {
     let release = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap();
     let strict = fs::read_to_string("/sys/module/softgpu/parameters/strict");
     let lenient = strict.is_ok_and(|strict| strict.trim() == "N") || release.starts_with("6.12");
@@ -275,9 +275,9 @@ pub fn queues_come_back() -> bool {
 /// They cannot.
 ///
 /// # Panics
-/// As [`queues_come_back`].
+/// As [`queues_can_be_restored`].
 pub fn queues() -> Result<(), &'static str> {
-    if queues_come_back() { Ok(()) } else { Err("this kernel restores no queues of these GPUs") }
+    if queues_can_be_restored() { Ok(()) } else { Err("this kernel restores no queues of these GPUs") }
 }
 
 /// Waits until a restored process has ended.

@@ -123,7 +123,7 @@ impl Dumped {
     /// # Panics
     /// It fails, or its gate is open.
     #[must_use]
-    pub fn comes_back_paused(&self) -> (Streamer, Held) {
+    pub fn restores_paused(&self) -> (Streamer, Held) {
         let (streamer, held) = (self.streamer(), Held::streamers());
         self.criu.restore().unwrap();
         assert!(is_paused(self.server.pid), "{}", streamer.said());
@@ -134,7 +134,7 @@ impl Dumped {
     ///
     /// # Panics
     /// The restore or the load fails.
-    pub fn comes_back(&self) -> String {
+    pub fn restores(&self) -> String {
         let mut streamer = self.streamer();
         self.criu.restore().unwrap();
         let status = streamer.end().unwrap();

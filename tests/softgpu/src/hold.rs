@@ -47,7 +47,7 @@ impl Held {
     ///
     /// # Panics
     /// The driver refuses.
-    pub fn lets_go(&self, more: u32) {
+    pub fn release(&self, more: u32) {
         write(&format!("{} {more}", self.0));
     }
 
@@ -56,13 +56,13 @@ impl Held {
     ///
     /// # Panics
     /// A released copy has no effect.
-    pub fn lets_go_until_one_is_whole(&self, criu: &Criu, streamer: &Streamer) {
+    pub fn release_until_one_is_resident(&self, criu: &Criu, streamer: &Streamer) {
         loop {
             let now = criu.memory_of_gpus();
             if now.iter().any(|(there, all)| there == all && *all > 0) {
                 return;
             }
-            self.lets_go(1);
+            self.release(1);
             assert!(soon(|| criu.memory_of_gpus() != now), "no copy ends: {now:?} {}", streamer.said());
         }
     }

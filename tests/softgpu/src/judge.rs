@@ -155,16 +155,16 @@ impl Judge {
     /// # Panics
     /// As [`Judge::gates`].
     #[must_use]
-    pub fn standing_still(&self) -> Vec<Gate> {
-        self.standing_still_for(LONG)
+    pub fn stopped(&self) -> Vec<Gate> {
+        self.stopped_for(LONG)
     }
 
-    /// As [`Judge::standing_still`], for processes that are expected to be stopped: for all of `time`.
+    /// As [`Judge::stopped`], for processes that are expected to be stopped: for all of `time`.
     ///
     /// # Panics
     /// As [`Judge::gates`].
     #[must_use]
-    pub fn standing_still_for(&self, time: Duration) -> Vec<Gate> {
+    pub fn stopped_for(&self, time: Duration) -> Vec<Gate> {
         let end = Instant::now() + time;
         let still = |gate: &Gate| gate.paused || gate.evicted.iter().any(|count| *count != 0);
         let mut found: Vec<Gate> = self.gates().into_iter().filter(still).collect();

@@ -93,7 +93,7 @@ impl Pair {
     /// # Panics
     /// A copy was wrong.
     #[must_use]
-    pub fn goes_on(&self, gpus: &[usize]) -> bool {
+    pub fn continues(&self, gpus: &[usize]) -> bool {
         let before = self.counts().unwrap();
         soon(|| {
             let now = self.counts().unwrap();

@@ -136,7 +136,7 @@ impl Server {
     pub fn works(&self) {
         self.answers().unwrap();
         if self.shape.mode.has_rounds() {
-            self.app.goes_on(2).unwrap();
+            self.app.continues(2).unwrap();
         }
         if self.shape.mode == Mode::RenderOnly {
             ["node", "kept", "fresh", "kept"].iter().for_each(|part| self.app.rendered(part).unwrap());

@@ -26,16 +26,16 @@ const SLACK: u64 = 256 << 10;
 const RETRIES: &str = "its GPUs can access all of its memory";
 
 /// Restores the process. Returns how many CPU pages were awaited before any task ran.
-fn comes_back(criu: &Criu) -> u64 {
+fn restores(criu: &Criu) -> u64 {
     criu.restore_lazily().unwrap();
     criu.pages_waited_for()
 }
 
 /// Dumps and restores. Save areas of queues alone are 60 MiB of registered memory.
-fn there_and_back(shape: &Shape) {
+fn dump_and_restore(shape: &Shape) {
     let dumped = need!(Dumped::of(shape, Version::V4_2));
     let mut both = Streamer::of_both(dumped.criu.images()).unwrap();
-    let waited = comes_back(&dumped.criu);
+    let waited = restores(&dumped.criu);
     assert!(both.end().unwrap().success(), "{}", both.said());
     assert!(dumped.criu.left_buffers(), "{}", dumped.criu.log("restore"));
     let said = both.said();
@@ -104,7 +104,7 @@ fn status_counts_cpu_and_gpu_memory_until_all_is_resident() {
         let _machine = need!(Machine::with(&ONE_RING), REAL_GPUS);
         let dumped = need!(Dumped::of(&Shape { processes: 2, ..unreached() }, Version::V4_2));
         let (mut both, held) = (Streamer::of_both(dumped.criu.images()).unwrap(), Held::streamers());
-        comes_back(&dumped.criu);
+        restores(&dumped.criu);
         assert!(soon(|| both.said().contains("all CPU memory is resident")), "{}", both.said());
         // CPU memory is resident, and GPU memory is missing.
         let now = dumped.criu.status();
@@ -126,8 +126,8 @@ fn status_counts_cpu_and_gpu_memory_until_all_is_resident() {
 #[test]
 fn gpu_memory_is_loaded_after_cpu_memory() {
     isolated(1, |_| {
-        there_and_back(&unreached());
-        there_and_back(&Shape { processes: 2, ..small() });
+        dump_and_restore(&unreached());
+        dump_and_restore(&Shape { processes: 2, ..small() });
     });
 }
 
@@ -157,9 +157,9 @@ fn a_dump_by_rewake_has_holes_for_zeros() {
 #[test]
 fn registered_memory_is_resident_before_queues_start() {
     isolated(1, |_| {
-        there_and_back(&Shape { mode: Mode::Userptr, ..small() });
+        dump_and_restore(&Shape { mode: Mode::Userptr, ..small() });
         if Topology::read().unwrap().gpus().all(Node::has_svm) {
-            there_and_back(&Shape { mode: Mode::Svm, ..small() });
+            dump_and_restore(&Shape { mode: Mode::Svm, ..small() });
         }
     });
 }
@@ -183,7 +183,7 @@ fn a_registration_of_missing_memory_waits_for_it() {
             let folder = tempfile::tempdir().unwrap();
             let (toucher, criu) = about_to_register(version, folder.path());
             let mut both = Streamer::of_both(criu.images()).unwrap();
-            let (waited, log) = (comes_back(&criu), criu.log("restore"));
+            let (waited, log) = (restores(&criu), criu.log("restore"));
             if gpus_retry_faults() {
                 assert!(log.contains(RETRIES), "{log}");
                 // The streamer may have been faster than the plugin. The test checks that nothing is missing
@@ -205,7 +205,7 @@ fn asked_to_stop_again_and_again_it_brings_all_to_its_end() {
         let folder = tempfile::tempdir().unwrap();
         let (toucher, criu) = about_to_register(Version::V4_2, folder.path());
         let mut both = Streamer::of_both(criu.images()).unwrap();
-        comes_back(&criu);
+        restores(&criu);
         for _ in 0..3 {
             both.workers().into_iter().chain([both.pid()]).for_each(|pid| asked(pid, Signal::SIGTERM));
         }

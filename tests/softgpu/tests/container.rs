@@ -11,7 +11,7 @@ use softgpu_tests::server::small;
 use softgpu_tests::streamer::recover;
 use softgpu_tests::{Container, Held, Machine, REAL_GPUS, Streamer, isolated};
 
-fn there_and_back(shape: &Shape) {
+fn dump_and_restore(shape: &Shape) {
     need!(queues());
     let container = Container::dumped(shape).unwrap();
     let mut both = Streamer::of_both(&container.images()).unwrap();
@@ -37,17 +37,17 @@ fn paused() -> Result<(Machine, Container, Streamer, Held), &'static str> {
 #[test]
 fn a_container_with_gpus_is_restored() {
     isolated(1, |_| {
-        there_and_back(&unreached());
+        dump_and_restore(&unreached());
         // CPUs can access these buffers: placeholders, and swaps of mappings that the ioctl filter does not
         // cover.
-        there_and_back(&Shape { layer_kib: 4096, ..small() });
+        dump_and_restore(&Shape { layer_kib: 4096, ..small() });
     });
 }
 
 #[test]
 fn processes_of_a_container_share_their_buffers_again() {
     isolated(1, |_| {
-        there_and_back(&Shape { processes: 2, mode: Mode::SharedBo, ..small() });
+        dump_and_restore(&Shape { processes: 2, mode: Mode::SharedBo, ..small() });
     });
 }
 

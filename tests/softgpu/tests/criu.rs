@@ -19,7 +19,7 @@ fn runs(pid: u32) -> bool {
 }
 
 /// Dumps it while it runs, dumps and ends it, restores it.
-fn there_and_back(plugin: Plugin, version: Version, says: &str) {
+fn dump_and_restore(plugin: Plugin, version: Version, says: &str) {
     let folder = tempfile::tempdir().unwrap();
     let criu = Criu::with(plugin, version, &folder.path().join("images")).unwrap();
     let mut sleeper = sleeper();
@@ -41,15 +41,15 @@ fn there_and_back(plugin: Plugin, version: Version, says: &str) {
 #[test]
 fn our_plugin_in_both_versions() {
     isolated(0, |_| {
-        there_and_back(Plugin::Ours, Version::V4_2, "Version: 4.2");
-        there_and_back(Plugin::Ours, Version::V4_1, "Version: 4.1");
+        dump_and_restore(Plugin::Ours, Version::V4_2, "Version: 4.2");
+        dump_and_restore(Plugin::Ours, Version::V4_1, "Version: 4.1");
     });
 }
 
 #[test]
 fn the_stock_plugin_in_its_own_version_only() {
     isolated(0, |_| {
-        there_and_back(Plugin::Stock, Version::V4_2, "Version: 4.2");
+        dump_and_restore(Plugin::Stock, Version::V4_2, "Version: 4.2");
         let folder = tempfile::tempdir().unwrap();
         let old = Criu::with(Plugin::Stock, Version::V4_1, folder.path()).unwrap();
         let mut sleeper = sleeper();

@@ -18,7 +18,7 @@ use rewake_amdgpu_uapi::criu::{self, Counts};
 use rewake_amdgpu_uapi::topology::Topology;
 use rewake_amdgpu_uapi::{Error, Kfd};
 use rewake_skip::need;
-use softgpu_tests::criu::queues_come_back;
+use softgpu_tests::criu::queues_can_be_restored;
 use softgpu_tests::snapshot::Snapshot;
 use softgpu_tests::{Judge, REAL_GPUS, Scene, isolated, sys};
 
@@ -315,7 +315,7 @@ fn a_restored_process_continues_where_it_was() {
             let kfd = Arc::new(Kfd::open().unwrap());
             let _memory = snapshot.put_memory().unwrap();
             let restored = snapshot.restore(&kfd);
-            if !queues_come_back() {
+            if !queues_can_be_restored() {
                 let error = restored.unwrap_err();
                 let found = error.downcast_ref::<Error>().and_then(Error::errno);
                 assert_eq!(found, Some(libc::EINVAL), "{error:#}");

@@ -202,7 +202,7 @@ impl Running {
     }
 
     /// Waits for the end of a restore that received no event.
-    fn comes_to_its_end(self) {
+    fn completes(self) {
         let well = match self {
             Self::Streams(mut streamer, _) => streamer.end().unwrap().success(),
             Self::Serves(_, restoring) | Self::Restores(restoring) => restoring.end().0,
@@ -212,7 +212,7 @@ impl Running {
 
     /// Waits until the target `pid` has all memory, or is killed. Then checks the command and its streamer
     /// against this outcome.
-    fn comes_to(self, outcome: Outcome, streamer: &[u32], pid: u32) {
+    fn has_outcome(self, outcome: Outcome, streamer: &[u32], pid: u32) {
         match (self, outcome) {
             (Self::Streams(mut streamer, _), ServesThenEnds) => {
                 assert!(streamer.end().unwrap().success(), "{}", streamer.said());
@@ -273,7 +273,7 @@ fn every_event_while_a_gate_is_closed() {
             running.gets(events, outcome);
             assert!(is_paused(pid), "its gate opened while memory was missing");
             drop(held);
-            running.comes_to(outcome, &streamer, pid);
+            running.has_outcome(outcome, &streamer, pid);
             if outcome != KilledByRecover {
                 dumped.server.answers().unwrap();
                 assert!(!is_paused(pid));
@@ -309,9 +309,9 @@ fn comes(toucher: &Toucher, criu: &Criu, command: Command, events: &[Event], out
         signal(&streamer, Signal::SIGCONT);
     }
     if came {
-        running.comes_to(outcome, &streamer, pid);
+        running.has_outcome(outcome, &streamer, pid);
     } else {
-        running.comes_to_its_end();
+        running.completes();
     }
     toucher.answer().unwrap();
     ["check 0", "check 1"].into_iter().for_each(|order| toucher.asked(order).unwrap());

@@ -51,11 +51,11 @@ fn a_call_that_fails_has_done_nothing() {
         faults.fail(1, Fault::Errno(12), Calls { call: Some("kfd/CRIU_OP/UNPAUSE"), ..Calls::default() });
         criu::process_info(kfd).unwrap();
         assert_eq!(errno(criu::unpause(kfd)), Some(Errno::ENOMEM));
-        let still = judge.standing_still_for(A_WHILE);
+        let still = judge.stopped_for(A_WHILE);
         assert_eq!(still.len(), 1);
         assert_eq!((still[0].pid, still[0].paused, still[0].evicted[0]), (std::process::id(), true, 1));
         criu::unpause(kfd).unwrap();
-        assert_eq!(judge.standing_still(), []);
+        assert_eq!(judge.stopped(), []);
         assert_eq!(judge.gates().len(), 1, "the process exists, and its gate is open");
     });
 }

@@ -31,7 +31,7 @@ fn again(dumped: &Dumped) -> Criu {
 fn a_dump_waits_for_a_closed_gate_and_past_its_limit_is_refused() {
     isolated(1, |_| {
         let (_machine, mut dumped) = need!(dumped());
-        let (mut streamer, held) = dumped.comes_back_paused();
+        let (mut streamer, held) = dumped.restores_paused();
         let again = again(&dumped);
         let without_patience = again.clone().variable("REWAKE_DUMP_WAIT", "0");
         let refused = without_patience.dump(dumped.server.pid).unwrap_err().to_string();
@@ -96,7 +96,7 @@ fn processes_that_have_ended_are_not_reported() {
     isolated(1, |_| {
         let (_machine, dumped) = need!(dumped());
         for itself in [false, true] {
-            let (mut streamer, held) = dumped.comes_back_paused();
+            let (mut streamer, held) = dumped.restores_paused();
             assert_eq!(gate_files(dumped.server.pid).len(), 1);
             let dying = if itself { vec![dumped.server.pid] } else { streamer.workers() };
             dying.into_iter().for_each(dies);
@@ -105,7 +105,7 @@ fn processes_that_have_ended_are_not_reported() {
             wait_for_the_end_of(dumped.server.pid).unwrap();
             assert!(gate_files(dumped.server.pid).is_empty());
         }
-        dumped.comes_back();
+        dumped.restores();
         dumped.server.ends_well();
     });
 }
@@ -135,7 +135,7 @@ fn rewake_restore_reports_the_result_after_any_death() {
         let (well, said) = recover().unwrap();
         assert!(!well && said.contains("its GPUs were not resumed yet"), "{said}");
         wait_for_the_end_of(dumped.server.pid).unwrap();
-        dumped.comes_back();
+        dumped.restores();
         dumped.server.ends_well();
     });
 }
@@ -160,7 +160,7 @@ fn an_unknown_result_is_reported_and_a_paused_target_not_dumped() {
         dumped.ends();
         // The report of it stays, and is not shown for the next process with its pid.
         assert_eq!(gate_files(dumped.server.pid).len(), 1);
-        dumped.comes_back();
+        dumped.restores();
         assert_eq!(gate_files(dumped.server.pid).len(), 1);
         again.dump(dumped.server.pid).unwrap();
         dumped.server.was_dumped(&again);

@@ -22,7 +22,7 @@ fn a_dying_streamer_kills_processes_with_closed_gates() {
     isolated(1, |_| {
         let _machine = need!(Machine::with(&ONE_RING), REAL_GPUS);
         let dumped = need!(Dumped::of(&unreached(), Version::V4_2));
-        let (mut streamer, held) = dumped.comes_back_paused();
+        let (mut streamer, held) = dumped.restores_paused();
         streamer.workers().into_iter().for_each(dies);
         drop(held);
         assert!(!streamer.end().unwrap().success());
@@ -32,7 +32,7 @@ fn a_dying_streamer_kills_processes_with_closed_gates() {
             "{}",
             streamer.said()
         );
-        dumped.comes_back();
+        dumped.restores();
         dumped.server.ends_well();
     });
 }
@@ -43,7 +43,7 @@ fn a_worker_without_supervisor_serves_until_recover_kills() {
         let _machine = need!(Machine::with(&ONE_RING), REAL_GPUS);
         let dumped = need!(Dumped::of(&unreached(), Version::V4_2));
         for both in [false, true] {
-            let (mut streamer, held) = dumped.comes_back_paused();
+            let (mut streamer, held) = dumped.restores_paused();
             let workers = streamer.workers();
             dies(streamer.pid());
             streamer.end().unwrap();
@@ -60,7 +60,7 @@ fn a_worker_without_supervisor_serves_until_recover_kills() {
             }
             wait_for_the_end_of(dumped.server.pid).unwrap();
         }
-        dumped.comes_back();
+        dumped.restores();
         dumped.server.ends_well();
     });
 }
@@ -205,7 +205,7 @@ fn a_streamer_killed_at_any_moment_leaves_no_paused_queue() {
         let _machine = need!(Machine::with(&SLOW), REAL_GPUS);
         let dumped = need!(Dumped::of(&unreached(), Version::V4_2));
         let start = Instant::now();
-        dumped.comes_back();
+        dumped.restores();
         let whole = start.elapsed();
         dumped.ends();
         killed_at_known_moments(&dumped);
@@ -225,7 +225,7 @@ fn a_streamer_killed_at_any_moment_leaves_no_paused_queue() {
         }
         // The first moments come before the handoff, the last ones when all memory is resident.
         assert!(sum.answers > 0 && sum.failed + sum.killed > 0, "{sum:?}");
-        dumped.comes_back();
+        dumped.restores();
         dumped.server.ends_well();
     });
 }

@@ -148,7 +148,7 @@ impl Stage {
 
     /// The outcome of a restore that may have ended early: true if the server answers; it is then ended.
     /// Otherwise no process of it is left.
-    fn is_back(&self, mut streamer: Streamer, after: &str) -> bool {
+    fn is_restored(&self, mut streamer: Streamer, after: &str) -> bool {
         let pid = self.dumped.server.pid;
         left::sweep(pid);
         let log = self.log();
@@ -162,7 +162,7 @@ impl Stage {
         let back = streamed && !log.contains(KILLED) && left::runs(pid);
         if back {
             self.dumped.server.answers().unwrap_or_else(|error| panic!("{error:#} {}", said()));
-            assert_eq!(self.judge.standing_still(), [], "{}", said());
+            assert_eq!(self.judge.stopped(), [], "{}", said());
             self.dumped.ends();
         }
         wait_for_the_end_of(pid).unwrap_or_else(|error| panic!("{error:#} {}", said()));
@@ -173,18 +173,18 @@ impl Stage {
     }
 
     /// Restores it to the end; returns how long CRIU took.
-    fn comes_back(&self) -> Duration {
+    fn restores(&self) -> Duration {
         let (streamer, start) = (self.streamer(), Instant::now());
         self.dumped.criu.restore_lazily().unwrap();
         let took = start.elapsed();
-        assert!(self.is_back(streamer, "without a fault"));
+        assert!(self.is_restored(streamer, "without a fault"));
         took
     }
 
     fn is_killed_at(&self, moment: Moment) -> bool {
         let streamer = self.streamer();
         self.killed(moment);
-        self.is_back(streamer, &format!("killed: {moment:?}"))
+        self.is_restored(streamer, &format!("killed: {moment:?}"))
     }
 }
 
@@ -205,7 +205,7 @@ fn killed_at(version: Version, early: &[Moment]) {
     }
     let done = Moment::Script(script::ABOUT_TO_RUN);
     assert!(stage.is_killed_at(done), "the page server answered for it: {}", stage.log());
-    stage.comes_back();
+    stage.restores();
 }
 
 #[test]
@@ -226,12 +226,12 @@ fn the_older_criu_killed_when_tasks_are_whole_leaves_nothing() {
 fn criu_killed_at_any_moment_leaves_no_paused_queue() {
     isolated(1, |_| {
         let stage = need!(Stage::set(Version::V4_2));
-        let whole = stage.comes_back();
+        let whole = stage.restores();
         let moments: u32 = std::env::var("REWAKE_KILLS").map_or(4, |kills| kills.parse().unwrap());
         for moment in 1..moments {
             stage.is_killed_at(Moment::After(whole * moment / moments));
         }
-        stage.comes_back();
+        stage.restores();
     });
 }
 
@@ -240,7 +240,7 @@ fn a_refused_call_is_reported_and_nothing_is_left() {
     isolated(1, |_| {
         let stage = need!(Stage::set(Version::V4_2));
         stage.faults.count(CRIU);
-        stage.comes_back();
+        stage.restores();
         stage.faults.off();
         let mut calls = tried(&stage.faults.calls());
         calls.retain(|call| every() || HALF_WAY.contains(&&*call.name));
@@ -253,12 +253,12 @@ fn a_refused_call_is_reported_and_nothing_is_left() {
             let hit = stage.faults.hit();
             stage.faults.off();
             let after = format!("{errno} of {call:?}");
-            assert_eq!(stage.is_back(streamer, &after), restored, "{after}: {}", tail(&stage.log()));
+            assert_eq!(stage.is_restored(streamer, &after), restored, "{after}: {}", tail(&stage.log()));
             if !restored {
                 says_why(&stage.dumped.criu, "restore", call, errno);
             }
             assert!(every() || (hit && !restored), "{after}: {}", tail(&stage.log()));
         }
-        stage.comes_back();
+        stage.restores();
     });
 }

@@ -22,7 +22,7 @@ const RECEIVES: &str = "waiting until it has received the userfaultfds of all ta
 const A_WHILE: Duration = Duration::from_millis(200);
 
 /// Restores with a streamer that is stopped when all tasks are restored: no task is resumed meanwhile.
-fn comes_back(criu: &Criu, pages: &mut Streamer) {
+fn restores(criu: &Criu, pages: &mut Streamer) {
     let stopper = script::at(criu, script::RESTORED, &script::stops(pages));
     let mut command = criu.command(&["restore", "--restore-detached", "--lazy-pages"]);
     let mut restoring = command.arg("--action-script").arg(stopper).spawn().unwrap();
@@ -40,17 +40,17 @@ fn comes_back(criu: &Criu, pages: &mut Streamer) {
 }
 
 /// Both CPU and GPU memory are lazy.
-fn there_and_back(shape: &Shape, version: Version) {
+fn dump_and_restore(shape: &Shape, version: Version) {
     let dumped = need!(Dumped::of(shape, version));
     let mut pages = Streamer::of_cpus(dumped.criu.images()).unwrap();
-    comes_back(&dumped.criu, &mut pages);
+    restores(&dumped.criu, &mut pages);
     dumped.server.ends_well();
 }
 
 #[test]
 fn registered_memory_is_resident_before_queues_start() {
     isolated(1, |_| {
-        there_and_back(&Shape { mode: Mode::Userptr, ..small() }, Version::V4_2);
+        dump_and_restore(&Shape { mode: Mode::Userptr, ..small() }, Version::V4_2);
     });
 }
 
@@ -58,7 +58,7 @@ fn registered_memory_is_resident_before_queues_start() {
 fn memory_with_attributes_is_resident_before_queues_start() {
     isolated(1, |_| {
         if Topology::read().unwrap().gpus().all(Node::has_svm) {
-            there_and_back(&Shape { mode: Mode::Svm, ..small() }, Version::V4_2);
+            dump_and_restore(&Shape { mode: Mode::Svm, ..small() }, Version::V4_2);
         }
     });
 }
@@ -66,8 +66,8 @@ fn memory_with_attributes_is_resident_before_queues_start() {
 #[test]
 fn gpu_memory_is_loaded_after_cpu_memory() {
     isolated(1, |_| {
-        there_and_back(&Shape { mode: Mode::Userptr, ..unreached() }, Version::V4_2);
-        there_and_back(&Shape { processes: 2, ..small() }, Version::V4_2);
+        dump_and_restore(&Shape { mode: Mode::Userptr, ..unreached() }, Version::V4_2);
+        dump_and_restore(&Shape { processes: 2, ..small() }, Version::V4_2);
     });
 }
 
@@ -79,7 +79,7 @@ fn memory_that_is_registered_at_once_is_resident() {
             let program = env!("CARGO_BIN_EXE_toucher");
             let (toucher, criu) = Toucher::about_to_register(program, folder.path(), version).unwrap();
             let mut pages = Streamer::of_cpus(criu.images()).unwrap();
-            comes_back(&criu, &mut pages);
+            restores(&criu, &mut pages);
             toucher.answer().unwrap_or_else(|error| panic!("{error:#}\n{}", pages.said()));
             toucher.ends();
         }

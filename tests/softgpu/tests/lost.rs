@@ -48,9 +48,9 @@ fn a_copy_that_fails_ends_only_the_processes_that_wait_for_it() {
         assert!(soon(|| streamer.said().contains("all CPU memory is resident")), "{}", streamer.said());
         let mut both: Vec<u32> = judge.gates().iter().map(|gate| gate.pid).collect();
         both.retain(|pid| is_paused(*pid));
-        held.lets_go_until_one_is_whole(&dumped.criu, &streamer);
+        held.release_until_one_is_resident(&dumped.criu, &streamer);
         assert!(soon(|| judge.shut() == 1), "{}", streamer.said());
-        let (waits, goes_on): (Vec<u32>, Vec<u32>) = both.iter().partition(|pid| is_paused(**pid));
+        let (waits, continues): (Vec<u32>, Vec<u32>) = both.iter().partition(|pid| is_paused(**pid));
 
         faults.fail(1, Fault::Errno(libc::EIO), Calls { comm: Some("rewake"), call: Some("amdgpu/CS") });
         drop(held);
@@ -58,7 +58,7 @@ fn a_copy_that_fails_ends_only_the_processes_that_wait_for_it() {
         assert!(faults.hit());
         faults.off();
         assert!(soon(|| !runs(waits[0])), "{waits:?}");
-        assert!(runs(goes_on[0]), "the gate of {goes_on:?} was open: {said}");
+        assert!(runs(continues[0]), "the gate of {continues:?} was open: {said}");
         dies(dumped.server.pid);
         wait_for_the_end_of(dumped.server.pid).unwrap();
         assert!(soon(|| judge.alive() == alive), "{:?}, before {alive:?}", judge.alive());

@@ -31,7 +31,7 @@ fn can(mode: Mode) -> bool {
 }
 
 /// Restores it with this memory lazy.
-fn there_and_back(mode: Mode, behind: Behind, version: Version) {
+fn dump_and_restore(mode: Mode, behind: Behind, version: Version) {
     let processes = if mode == Mode::SharedBo { 2 } else { 1 };
     // Large enough for a placeholder where CPUs can access it.
     let shape = Shape { mode, processes, gpus: 2, layer_kib: 2048, ..small() };
@@ -49,7 +49,7 @@ fn there_and_back(mode: Mode, behind: Behind, version: Version) {
 
 fn every_mode(behind: Behind, version: Version) {
     for mode in Mode::value_variants().iter().filter(|mode| can(**mode)) {
-        there_and_back(*mode, behind, version);
+        dump_and_restore(*mode, behind, version);
     }
 }
 

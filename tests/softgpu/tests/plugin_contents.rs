@@ -8,11 +8,11 @@ use std::path::Path;
 
 use gpu_app::shape::Shape;
 use softgpu_tests::app::App;
-use softgpu_tests::criu::{Criu, Plugin, Version, queues_come_back, wait_for_the_end_of};
+use softgpu_tests::criu::{Criu, Plugin, Version, queues_can_be_restored, wait_for_the_end_of};
 use softgpu_tests::isolated;
 
 /// Dumps a workload, passes the dump to `look`, restores it and asks for tokens.
-fn there_and_back(shape: &Shape, folder: &Path, look: impl FnOnce(&Criu)) {
+fn dump_and_restore(shape: &Shape, folder: &Path, look: impl FnOnce(&Criu)) {
     let criu = Criu::with(Plugin::Ours, Version::V4_2, &folder.join("images")).unwrap();
     let mut app = App::start(shape, folder).unwrap();
     app.answers(&[1, 2, 3], 4).unwrap();
@@ -20,7 +20,7 @@ fn there_and_back(shape: &Shape, folder: &Path, look: impl FnOnce(&Criu)) {
     criu.dump(pid).unwrap();
     app.was_dumped();
     look(&criu);
-    if queues_come_back() {
+    if queues_can_be_restored() {
         criu.restore().unwrap();
         app.answers(&[200], 3).unwrap();
         app.quit().unwrap();
@@ -52,7 +52,7 @@ fn zeros_are_holes_of_the_file() {
         let folder = tempfile::tempdir().unwrap();
         let shape =
             Shape { layers: 4, layer_kib: 2048, zero_share: 75, cache_mib: 8, queues: 1, ..Shape::small() };
-        there_and_back(&shape, folder.path(), |criu| {
+        dump_and_restore(&shape, folder.path(), |criu| {
             let (length, disk) = pages_files(criu.images());
             // Weights are 8 MiB, a quarter of which is not zero; the cache is all zero except for some rows.
             assert!(length > 16 << 20, "{length}");
@@ -69,7 +69,7 @@ fn small_buffers_share_submissions() {
         let shape =
             Shape { layers: 2, layer_kib: 64, cache_mib: 1, queues: 1, small_bos: 800, ..Shape::small() };
         let images = folder.path().join("images");
-        there_and_back(&shape, folder.path(), |criu| {
+        dump_and_restore(&shape, folder.path(), |criu| {
             let log = criu.log("dump");
             let (submissions, buffers) =
                 (said(&log, "contents saved", "submissions"), said(&log, "contents saved", "buffers"));
@@ -78,7 +78,7 @@ fn small_buffers_share_submissions() {
                 "{submissions} submissions, {buffers} buffers"
             );
         });
-        if queues_come_back() {
+        if queues_can_be_restored() {
             let log = fs::read_to_string(images.join("restore.log")).unwrap();
             let (submissions, buffers) =
                 (said(&log, "contents loaded", "submissions"), said(&log, "contents loaded", "buffers"));
@@ -95,7 +95,7 @@ fn several_chunks_of_two_gpus_are_in_flight_at_once() {
     isolated(2, |_| {
         let folder = tempfile::tempdir().unwrap();
         let shape = Shape { gpus: 2, layers: 6, layer_kib: 3000, cache_mib: 3, queues: 1, ..Shape::small() };
-        there_and_back(&shape, folder.path(), |criu| {
+        dump_and_restore(&shape, folder.path(), |criu| {
             let log = criu.log("dump");
             assert!(said(&log, "contents saved", "submissions") >= 10, "{log}");
         });
@@ -117,7 +117,7 @@ fn staging_memory_may_be_as_little_as_two_chunks() {
         app.answers(&[1, 2, 3], 2).unwrap();
         little.dump(pid).unwrap();
         app.was_dumped();
-        if queues_come_back() {
+        if queues_can_be_restored() {
             little.restore().unwrap();
             app.answers(&[200], 3).unwrap();
             app.quit().unwrap();

@@ -107,27 +107,27 @@ impl Stage {
     }
 
     /// Nothing is stopped, and no process of CRIU is left.
-    fn goes_on(&self, after: &str) {
+    fn continues(&self, after: &str) {
         soon(after, || named("criu").is_empty() && named(GUARD).is_empty());
-        self.nothing_stands_still(after);
+        self.no_queue_stays_stopped(after);
         self.app.answers(&[3], 1).unwrap_or_else(|error| panic!("{after}: {error:#}"));
     }
 
-    fn nothing_stands_still(&self, after: &str) {
-        if (0..LONG_LOOKS).any(|_| self.judge.standing_still().is_empty()) {
+    fn no_queue_stays_stopped(&self, after: &str) {
+        if (0..LONG_LOOKS).any(|_| self.judge.stopped().is_empty()) {
             return;
         }
-        let still = self.judge.standing_still();
+        let still = self.judge.stopped();
         let tasks: Vec<String> = still.iter().map(|gate| doing(gate.pid)).collect();
         let logs = ["dump", "restore"].map(|act| tail(&self.criu.log(act)));
         panic!("{after}: {still:?}: {tasks:#?}\n{}", logs.join("\n"));
     }
 
     /// The image can be restored as before.
-    fn comes_back(&self) {
+    fn restores(&self) {
         let restored = self.restore().status().unwrap();
         assert!(restored.success(), "{}", tail(&self.criu.log("restore")));
-        self.goes_on("restored");
+        self.continues("restored");
     }
 
     /// The process that was to be restored has ended, and has no GPU state.
@@ -192,7 +192,7 @@ fn a_dump_that_fails_says_why_and_leaves_all_running() {
                 failed += 1;
                 says_why(&stage.criu, "dump", call, errno);
             }
-            stage.goes_on(&format!("{errno} of {call:?}"));
+            stage.continues(&format!("{errno} of {call:?}"));
         }
         assert!(failed > 1, "of {}", calls.len());
         stage.end();
@@ -208,7 +208,7 @@ fn criu_killed_in_a_dump_leaves_all_running() {
             for fault in kills(index) {
                 let Some(status) = stage.with(call, fault, stage.dump()) else { continue };
                 assert_eq!(status.signal(), Some(libc::SIGKILL), "{call:?}");
-                stage.goes_on(&format!("{fault:?} {call:?}"));
+                stage.continues(&format!("{fault:?} {call:?}"));
                 let log = stage.criu.log("dump");
                 assert!(
                     log.contains("the queues of a process are resumed"),
@@ -243,7 +243,7 @@ fn criu_killed_at_any_moment_of_a_dump_leaves_nothing_paused() {
             let after = format!("killed after {:?} of {whole:?}", whole * moment / moments);
             soon(&after, || named(GUARD).is_empty());
             sweep(stage.pid);
-            stage.nothing_stands_still(&after);
+            stage.no_queue_stays_stopped(&after);
             if let Err(error) = stage.app.answers(&[3], 1) {
                 // The code that CRIU injects does not survive CRIU at every moment: the task has ended, or is
                 // about to.
@@ -266,7 +266,7 @@ fn a_restore_that_fails_says_why_and_leaves_nothing() {
     isolated(1, |_| {
         let mut stage = need!(Stage::left());
         let calls = stage.calls(stage.restore());
-        stage.goes_on("without a fault");
+        stage.continues("without a fault");
         stage.end();
         let mut failed = 0;
         for (index, call) in tried(&calls).iter().enumerate() {
@@ -280,7 +280,7 @@ fn a_restore_that_fails_says_why_and_leaves_nothing() {
             let again = call.name == RESUME && stage.faults.seen() != 1;
             assert!(!again, "{after}: never a second time");
             if status.success() {
-                stage.goes_on(&after);
+                stage.continues(&after);
                 stage.end();
             } else {
                 failed += 1;
@@ -289,7 +289,7 @@ fn a_restore_that_fails_says_why_and_leaves_nothing() {
             stage.is_gone(&after);
         }
         assert!(failed > 1, "of {}", calls.len());
-        stage.comes_back();
+        stage.restores();
         stage.end();
     });
 }
@@ -320,7 +320,7 @@ fn criu_killed_in_a_restore_leaves_nothing() {
                 }
             }
         }
-        stage.comes_back();
+        stage.restores();
         stage.end();
     });
 }
@@ -341,7 +341,7 @@ fn criu_killed_before_the_watchdog_starts_leaves_nothing() {
             }
             alone
         });
-        stage.comes_back();
+        stage.restores();
         stage.end();
     });
 }
@@ -357,7 +357,7 @@ fn criu_killed_in_a_restore_for_its_parent_leaves_nothing() {
         });
         let log = stage.criu.log("restore");
         assert!(log.contains("the restored tasks are killed"), "{}", tail(&log));
-        stage.comes_back();
+        stage.restores();
         stage.end();
     });
 }
@@ -381,12 +381,12 @@ fn criu_killed_at_any_moment_of_a_restore_runs_no_partial_task() {
             soon(&after, || named(GUARD).is_empty());
             sweep(stage.pid);
             if task.exists() && !stage.criu.log("restore").contains("the restored tasks are killed") {
-                stage.goes_on(&after);
+                stage.continues(&after);
                 let _ = kill(Pid::from_raw(stage.pid.cast_signed()), Signal::SIGKILL);
             }
             stage.is_gone(&after);
         }
-        stage.comes_back();
+        stage.restores();
         stage.end();
     });
 }

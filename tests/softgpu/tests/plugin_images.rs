@@ -188,7 +188,7 @@ impl Dumped {
     }
 
     /// The image can still be restored.
-    fn comes_back(self) {
+    fn restores(self) {
         self.criu.restore().unwrap();
         assert!(self.criu.log("restore").contains(FORKING));
         self.app.answers(&[9], 2).unwrap();
@@ -263,7 +263,7 @@ fn damaged_files_are_named() {
         dumped.is_refused(render, Some(&dumped.files[render][..5]), &[render]);
         let unknown = rewake_criu_images::amdgpu::RenderImage { gpu_id: 0x99, contents: None }.to_bytes();
         dumped.is_refused(render, Some(&unknown), &[render, "GPU 0x99"]);
-        dumped.comes_back();
+        dumped.restores();
     });
 }
 
@@ -308,7 +308,7 @@ fn random_damage_does_no_harm() {
             // A program with damaged memory may do anything to itself.
             judge.clear();
         }
-        dumped.comes_back();
+        dumped.restores();
     });
 }
 
@@ -336,6 +336,6 @@ fn a_mapping_of_a_buffer_at_another_offset_is_no_freed_one() {
         };
         assert!(ended.log.lines().any(says), "{}", tail(&ended.log));
         dumped.nothing_is_left();
-        dumped.comes_back();
+        dumped.restores();
     });
 }

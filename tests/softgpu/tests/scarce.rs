@@ -42,7 +42,7 @@ fn a_gpu_whose_memory_another_program_has() {
         assert!(!streamer.end().unwrap().success(), "{}", streamer.said());
         other.say("end");
         other.finish();
-        dumped.comes_back();
+        dumped.restores();
         dumped.server.ends_well();
     });
 }
@@ -65,7 +65,7 @@ fn a_gpu_that_does_not_copy() {
             faults.off();
             wait_for_the_end_of(dumped.server.pid).unwrap();
         }
-        dumped.comes_back();
+        dumped.restores();
         dumped.server.ends_well();
     });
 }

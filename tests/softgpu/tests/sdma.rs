@@ -319,7 +319,7 @@ fn held_copies_wait_and_others_and_their_process_s_end_do_not() {
             bench.two.1.read(0, &mut read);
             assert!(!bench.render.wait(submission, 0).unwrap() && read == [0; 64], "it was done");
             let next = bench.submit(0, &copy, &[]).unwrap();
-            held.lets_go(1);
+            held.release(1);
             assert!(bench.render.wait(submission, LATE).unwrap());
             assert!(!bench.render.wait(next, 0).unwrap(), "one was not held");
             drop(held);

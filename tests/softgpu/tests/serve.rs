@@ -122,7 +122,7 @@ fn a_copy_engine_that_another_process_has_is_an_error() {
         let (well, said) = Restoring::by(&daemon, &first.criu).end();
         assert!(!well && said.contains("has a copy engine (SDMA) queue of the same number"), "{said}");
         second.server.ends_well();
-        first.comes_back();
+        first.restores();
         first.server.ends_well();
     });
 }

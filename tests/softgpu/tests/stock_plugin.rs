@@ -18,7 +18,7 @@ use gpu_app::shape::{Mode, Shape};
 use rewake_amdgpu_uapi::Kfd;
 use rewake_amdgpu_uapi::topology::{Node, Topology};
 use rewake_skip::need;
-use softgpu_tests::criu::{Criu, Plugin, Version, queues_come_back, wait_for_the_end_of};
+use softgpu_tests::criu::{Criu, Plugin, Version, queues_can_be_restored, wait_for_the_end_of};
 use softgpu_tests::judge::{A_WHILE, Gate, LONG};
 use softgpu_tests::server::small;
 use softgpu_tests::{Judge, REAL_GPUS, Server, isolated};
@@ -35,7 +35,7 @@ fn dumped_and_restored(server: &mut Server, criu: &Criu, mode: Mode) -> bool {
     criu.dump(server.pid).unwrap();
     server.was_dumped(criu);
     let restored = criu.restore();
-    if !queues_come_back() {
+    if !queues_can_be_restored() {
         let error = restored.unwrap_err().to_string();
         assert!(error.contains("Restore ioctl failed: Invalid argument"), "{error}");
         return false;
@@ -53,7 +53,7 @@ fn dumped_and_restored(server: &mut Server, criu: &Criu, mode: Mode) -> bool {
 
 /// Tokens before a dump, an answer begun before it and finished after the restore, tokens after. Other work
 /// continues meanwhile. The dump may interrupt a kernel of the answer here, too, and copy its save area late.
-fn there_and_back(shape: &Shape) {
+fn dump_and_restore(shape: &Shape) {
     let folder = tempfile::tempdir().unwrap();
     let (mut server, criu) = started(shape, folder.path());
     if dumped_and_restored(&mut server, &criu, shape.mode) {
@@ -73,7 +73,7 @@ fn take_what_is_stale() {
 
 /// The same in the middle of work: the server is restored and answers; unfinished work may be stale, or be
 /// done twice.
-fn there_and_back_unsound(shape: &Shape) {
+fn dump_and_restore_unsound(shape: &Shape) {
     let folder = tempfile::tempdir().unwrap();
     let (mut server, criu) = started(shape, folder.path());
     if dumped_and_restored(&mut server, &criu, shape.mode) && shape.mode != Mode::Graph {
@@ -89,35 +89,35 @@ fn there_and_back_unsound(shape: &Shape) {
 #[test]
 fn one_gpu() {
     isolated(1, |_| {
-        there_and_back(&small());
+        dump_and_restore(&small());
     });
 }
 
 #[test]
 fn two_gpus() {
     isolated(2, |_| {
-        there_and_back(&Shape { gpus: 2, queues: 2, ..small() });
+        dump_and_restore(&Shape { gpus: 2, queues: 2, ..small() });
     });
 }
 
 #[test]
 fn in_the_middle_of_dispatches() {
     isolated(2, |_| {
-        there_and_back_unsound(&Shape { mode: Mode::MidDispatch, gpus: 2, ..small() });
+        dump_and_restore_unsound(&Shape { mode: Mode::MidDispatch, gpus: 2, ..small() });
     });
 }
 
 #[test]
 fn a_queue_full_of_work() {
     isolated(2, |_| {
-        there_and_back_unsound(&Shape { mode: Mode::Graph, gpus: 2, ..small() });
+        dump_and_restore_unsound(&Shape { mode: Mode::Graph, gpus: 2, ..small() });
     });
 }
 
 #[test]
 fn registered_memory_that_gpus_write() {
     isolated(2, |_| {
-        there_and_back_unsound(&Shape { mode: Mode::Userptr, gpus: 2, ..small() });
+        dump_and_restore_unsound(&Shape { mode: Mode::Userptr, gpus: 2, ..small() });
     });
 }
 
@@ -126,7 +126,7 @@ fn memory_with_attributes_that_gpus_write() {
     isolated(2, |_| {
         // Linux 6.12 has no SVM; the workload's own tests see it refuse.
         if Kfd::open().unwrap().xnack().is_ok() {
-            there_and_back_unsound(&Shape { mode: Mode::Svm, gpus: 2, ..small() });
+            dump_and_restore_unsound(&Shape { mode: Mode::Svm, gpus: 2, ..small() });
         }
     });
 }
@@ -134,7 +134,7 @@ fn memory_with_attributes_that_gpus_write() {
 #[test]
 fn while_buffers_are_allocated_and_freed() {
     isolated(1, |_| {
-        there_and_back(&Shape { mode: Mode::Allocating, ..small() });
+        dump_and_restore(&Shape { mode: Mode::Allocating, ..small() });
     });
 }
 
@@ -143,7 +143,7 @@ fn while_the_cpu_reads_weights() {
     isolated(1, |_| {
         // Without a large BAR there is nothing to read; the workload's own tests see it refuse.
         if Topology::read().unwrap().gpus().all(Node::has_large_bar) {
-            there_and_back(&Shape { mode: Mode::CpuReads, ..small() });
+            dump_and_restore(&Shape { mode: Mode::CpuReads, ..small() });
         }
     });
 }
@@ -151,35 +151,35 @@ fn while_the_cpu_reads_weights() {
 #[test]
 fn two_processes() {
     isolated(1, |_| {
-        there_and_back(&Shape { processes: 2, ..small() });
+        dump_and_restore(&Shape { processes: 2, ..small() });
     });
 }
 
 #[test]
 fn two_processes_on_two_gpus() {
     isolated(2, |_| {
-        there_and_back(&Shape { gpus: 2, processes: 2, layers: 5, ..small() });
+        dump_and_restore(&Shape { gpus: 2, processes: 2, layers: 5, ..small() });
     });
 }
 
 #[test]
 fn while_numbers_change_in_host_memory() {
     isolated(2, |_| {
-        there_and_back(&Shape { mode: Mode::Gtt, gpus: 2, ..small() });
+        dump_and_restore(&Shape { mode: Mode::Gtt, gpus: 2, ..small() });
     });
 }
 
 #[test]
 fn weights_that_the_cpu_cannot_access() {
     isolated(1, |_| {
-        there_and_back(&Shape { mode: Mode::NoAccess, ..small() });
+        dump_and_restore(&Shape { mode: Mode::NoAccess, ..small() });
     });
 }
 
 #[test]
 fn many_small_buffers_and_zeros() {
     isolated(1, |_| {
-        there_and_back(&Shape { small_bos: 301, zero_share: 40, ..small() });
+        dump_and_restore(&Shape { small_bos: 301, zero_share: 40, ..small() });
     });
 }
 
@@ -191,9 +191,9 @@ fn dumped_running(gpus: usize, looked_at: Duration) -> Vec<Gate> {
     let app = &server.app;
     app.answer_is(&[7, 8], 12).unwrap();
     criu.dump_running(server.pid).unwrap();
-    let still = Judge::find().map_or_else(Vec::new, |judge| judge.standing_still_for(looked_at));
+    let still = Judge::find().map_or_else(Vec::new, |judge| judge.stopped_for(looked_at));
     if still.is_empty() {
-        app.goes_on(2).unwrap();
+        app.continues(2).unwrap();
         app.answers(&[200], 3).unwrap();
     }
     assert!(still.iter().all(|gate| gate.pid == server.pid), "{still:?}");
@@ -226,7 +226,7 @@ fn a_process_with_render_nodes_only_is_not_dumped() {
         let error = criu.dump(pid).unwrap_err().to_string();
         assert!(error.contains("Failed to unpause process: Inappropriate ioctl for device"), "{error}");
         let judge = need!(Judge::find(), REAL_GPUS);
-        let still = judge.standing_still_for(A_WHILE);
+        let still = judge.stopped_for(A_WHILE);
         assert_eq!(still.iter().map(|gate| (gate.pid, gate.paused)).collect::<Vec<_>>(), [(pid, true)]);
     });
 }

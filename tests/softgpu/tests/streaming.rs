@@ -38,9 +38,9 @@ fn time(dumped: &Dumped, streamer: Option<&mut Streamer>) -> Duration {
     took
 }
 
-fn there_and_back(shape: &Shape) {
+fn dump_and_restore(shape: &Shape) {
     let dumped = need!(Dumped::of(shape, Version::V4_2));
-    let said = dumped.comes_back();
+    let said = dumped.restores();
     assert!(said.contains("the driver lets queues run") && said.contains("queues resumed"), "{said}");
     dumped.server.ends_well();
 }
@@ -50,7 +50,7 @@ fn a_process_runs_with_missing_buffers_and_its_queues_wait() {
     isolated(1, |_| {
         let _machine = need!(Machine::with(&ONE_RING), REAL_GPUS);
         let dumped = need!(Dumped::of(&unreached(), Version::V4_2));
-        let (mut streamer, held) = dumped.comes_back_paused();
+        let (mut streamer, held) = dumped.restores_paused();
         let said = dumped.criu.log("restore");
         assert!(said.contains("buffers are loaded in the background"), "{said}");
         drop(held);
@@ -112,10 +112,10 @@ fn by_one_command() {
 fn a_second_time_from_one_image() {
     isolated(1, |_| {
         let dumped = need!(Dumped::of(&unreached(), Version::V4_2));
-        dumped.comes_back();
+        dumped.restores();
         dumped.server.answers().unwrap();
         dumped.ends();
-        dumped.comes_back();
+        dumped.restores();
         dumped.server.ends_well();
     });
 }
@@ -123,7 +123,7 @@ fn a_second_time_from_one_image() {
 #[test]
 fn two_processes_on_two_gpus() {
     isolated(2, |_| {
-        there_and_back(&Shape { gpus: 2, processes: 2, layers: 5, layer_kib: 64, ..unreached() });
+        dump_and_restore(&Shape { gpus: 2, processes: 2, layers: 5, layer_kib: 64, ..unreached() });
     });
 }
 
@@ -146,7 +146,7 @@ fn queues_still_evicted_after_the_gate_opens_are_reported() {
     isolated(1, |_| {
         let _machine = need!(Machine::with(&ONE_RING), REAL_GPUS);
         let dumped = need!(Dumped::of(&unreached(), Version::V4_2));
-        let (mut streamer, held) = dumped.comes_back_paused();
+        let (mut streamer, held) = dumped.restores_paused();
         holds_queues_of(dumped.server.pid);
         drop(held);
         assert!(streamer.end().unwrap().success(), "{}", streamer.said());
@@ -168,7 +168,7 @@ fn an_image_that_gets_shorter_never_reads_as_zeros() {
         // More than the 16 MiB that are read ahead.
         let shape = Shape { layer_kib: 12 << 10, ..unreached() };
         let dumped = need!(Dumped::of(&shape, Version::V4_2));
-        let (mut streamer, held) = dumped.comes_back_paused();
+        let (mut streamer, held) = dumped.restores_paused();
         for file in pages(dumped.criu.images()) {
             OpenOptions::new().write(true).open(file).unwrap().set_len(1 << 20).unwrap();
         }
@@ -186,7 +186,7 @@ fn an_image_that_is_written_meanwhile_ends_the_session() {
     isolated(1, |_| {
         let _machine = need!(Machine::with(&ONE_RING), REAL_GPUS);
         let dumped = need!(Dumped::of(&unreached(), Version::V4_2));
-        let (mut streamer, held) = dumped.comes_back_paused();
+        let (mut streamer, held) = dumped.restores_paused();
         for file in pages(dumped.criu.images()) {
             OpenOptions::new().write(true).open(file).unwrap().write_all_at(&[1], 1 << 20).unwrap();
         }

@@ -112,7 +112,7 @@ fn status_answers_during_the_load_and_the_timeline_stays() {
         // Values of progress that the test sees.
         for _ in 0..STEPS {
             let before = dumped.resident();
-            held.lets_go(1);
+            held.release(1);
             assert!(soon(|| dumped.resident() > before), "{}", streamer.said());
         }
         drop(held);

@@ -81,14 +81,14 @@ fn dumped_on_after(
 
 impl Dumped {
     /// Restores it; it runs, and its memory is placeholders for as long as copies are held.
-    fn comes_back(&self) -> (Streamer, Held) {
-        let back = self.comes_back_by(Streamer::start);
+    fn restores(&self) -> (Streamer, Held) {
+        let back = self.restores_by(Streamer::start);
         let said = self.criu.log("restore");
         assert!(said.contains("2 mappings are placeholders until then"), "{said}");
         back
     }
 
-    fn comes_back_by(&self, streamer: impl Fn(&Path) -> anyhow::Result<Streamer>) -> (Streamer, Held) {
+    fn restores_by(&self, streamer: impl Fn(&Path) -> anyhow::Result<Streamer>) -> (Streamer, Held) {
         let (streamer, held) = (streamer(self.criu.images()).unwrap(), Held::streamers());
         self.criu.restore().unwrap();
         assert!(is_paused(self.toucher.pid()), "{}", streamer.said());
@@ -97,8 +97,8 @@ impl Dumped {
 
     /// Restores it without a page fault, and ends it. Returns the image's numbers of buffers, in the order in
     /// which they became resident, and the streamer's log.
-    fn comes_back_untouched(&self) -> (Vec<usize>, String) {
-        let (mut streamer, held) = self.comes_back_by(Streamer::start);
+    fn restores_without_faults(&self) -> (Vec<usize>, String) {
+        let (mut streamer, held) = self.restores_by(Streamer::start);
         drop(held);
         assert!(streamer.end().unwrap().success(), "{}", streamer.said());
         let said = streamer.said();
@@ -116,7 +116,7 @@ impl Dumped {
 
     /// Restores it, and sends an order before its memory is loaded; returns the streamer's log.
     fn does_meanwhile(&self, order: &str) -> String {
-        let (mut streamer, held) = self.comes_back();
+        let (mut streamer, held) = self.restores();
         self.waits(&streamer, order);
         drop(held);
         self.toucher.answer().unwrap_or_else(|error| panic!("{order}: {error:#}\n{}", streamer.said()));
@@ -126,7 +126,7 @@ impl Dumped {
 
     /// Whether it runs with its gate open, since all memory was resident when its streamer was killed; or
     /// else it ends.
-    fn goes_on(&self) -> bool {
+    fn continues(&self) -> bool {
         let task = Path::new("/proc").join(self.toucher.pid().to_string());
         let decided = soon(|| !is_paused(self.toucher.pid()));
         assert!(decided, "its queues stay evicted, and no process kills it");
@@ -167,13 +167,13 @@ fn there(said: &str) -> Vec<usize> {
 fn the_recorded_working_set_is_loaded_first_in_later_restores() {
     isolated(1, |_| {
         let dumped = need!(dumped_on(&ONE_RING, Some(FOUR), Version::V4_2));
-        let (before, _) = dumped.comes_back_untouched();
+        let (before, _) = dumped.restores_without_faults();
         assert_eq!(before.len(), FOUR.count, "{before:?}");
         assert!(before.is_sorted(), "as in the file: {before:?}");
 
-        let (mut streamer, held) = dumped.comes_back_by(Streamer::recording);
+        let (mut streamer, held) = dumped.restores_by(Streamer::recording);
         dumped.waits(&streamer, "tail 3");
-        held.lets_go(ALL);
+        held.release(ALL);
         dumped.toucher.answer().unwrap_or_else(|error| panic!("{error:#}\n{}", streamer.said()));
         drop(held);
         assert!(streamer.end().unwrap().success(), "{}", streamer.said());
@@ -184,12 +184,12 @@ fn the_recorded_working_set_is_loaded_first_in_later_restores() {
             serde_json::from_str(&fs::read_to_string(&record).unwrap()).unwrap();
         assert_eq!(recorded["touched"][0]["buffer"], before[3], "{recorded}");
 
-        let (after, said) = dumped.comes_back_untouched();
+        let (after, said) = dumped.restores_without_faults();
         assert_eq!(after, [before[3], before[0], before[1], before[2]], "{said}");
 
         // A nonsensical file is reported, and has no effect.
         fs::write(&record, "{").unwrap();
-        let (damaged, said) = dumped.comes_back_untouched();
+        let (damaged, said) = dumped.restores_without_faults();
         assert_eq!(damaged, before, "{said}");
         assert!(said.contains("remove it, or restore with --record"), "{said}");
     });
@@ -207,10 +207,10 @@ fn by_its_own_code() {
 fn demand_loads_are_before_the_background_load() {
     isolated(1, |_| {
         let dumped = need!(dumped_on(&ONE_RING, Some(TWO), Version::V4_2));
-        let (mut streamer, held) = dumped.comes_back();
+        let (mut streamer, held) = dumped.restores();
         dumped.waits(&streamer, "tail 1");
         // Without a page fault it would be the last.
-        held.lets_go(FIRST);
+        held.release(FIRST);
         dumped.toucher.answer().unwrap_or_else(|error| panic!("{error:#}\n{}", streamer.said()));
         assert!(is_paused(dumped.toucher.pid()), "the rest is held: {}", streamer.said());
         drop(held);
@@ -243,7 +243,7 @@ fn mappings_may_change_while_their_buffer_is_missing() {
 fn access_rights_to_missing_memory_cannot_be_added() {
     isolated(1, |_| {
         let dumped = need!(dumped_after("hide 0"));
-        let (mut streamer, held) = dumped.comes_back_by(Streamer::start);
+        let (mut streamer, held) = dumped.restores_by(Streamer::start);
         let refused = format!("{:#}", dumped.toucher.asked("protect 0").unwrap_err());
         assert!(refused.contains("Resource temporarily unavailable"), "{refused}\n{}", streamer.said());
         // It is the device itself, and shows nothing.
@@ -274,7 +274,7 @@ fn a_mapping_whose_buffer_was_freed_can_be_unmapped() {
         };
         dumped.criu.restore().unwrap();
         looks();
-        let (mut streamer, held) = dumped.comes_back_by(Streamer::start);
+        let (mut streamer, held) = dumped.restores_by(Streamer::start);
         drop(held);
         assert!(streamer.end().unwrap().success(), "{}", streamer.said());
         looks();
@@ -307,12 +307,12 @@ fn a_mapping_whose_buffer_the_image_lost_is_no_freed_one() {
 fn a_program_that_executes_another_or_ends_is_released() {
     isolated(1, |_| {
         let dumped = need!(dumped(Version::V4_2));
-        let (mut streamer, held) = dumped.comes_back();
+        let (mut streamer, held) = dumped.restores();
         dumped.toucher.asked("execute 0").unwrap();
         drop(held);
         assert!(streamer.end().unwrap().success(), "{}", streamer.said());
         dumped.ends();
-        let (mut streamer, held) = dumped.comes_back();
+        let (mut streamer, held) = dumped.restores();
         dumped.toucher.ask("end 0").unwrap();
         wait_for_the_end_of(dumped.toucher.pid()).unwrap();
         drop(held);
@@ -324,7 +324,7 @@ fn a_program_that_executes_another_or_ends_is_released() {
 fn a_program_that_forks_with_missing_buffers_is_killed() {
     isolated(1, |_| {
         let dumped = need!(dumped(Version::V4_2));
-        let (mut streamer, held) = dumped.comes_back();
+        let (mut streamer, held) = dumped.restores();
         dumped.toucher.ask("bequeath 1").unwrap();
         let noticed = soon(|| streamer.said().contains("has forked with missing device memory"));
         drop(held);
@@ -343,7 +343,7 @@ fn a_program_that_forks_with_missing_buffers_is_killed() {
 fn killed_while_it_waits() {
     isolated(1, |_| {
         let dumped = need!(dumped(Version::V4_2));
-        let (mut streamer, held) = dumped.comes_back();
+        let (mut streamer, held) = dumped.restores();
         dumped.waits(&streamer, "check 1");
         dumped.ends();
         drop(held);
@@ -357,7 +357,7 @@ fn killed_at_any_moment_a_streamer_leaves_nothing_wrong_to_read() {
         let dumped = need!(dumped_on(&SLOW, None, Version::V4_2));
         let moments = 6;
         for moment in 0..moments {
-            let (mut streamer, held) = dumped.comes_back();
+            let (mut streamer, held) = dumped.restores();
             // Phases of both: while it is loaded, while its placeholder is swapped.
             dumped.waits(&streamer, if moment % 2 == 0 { "check 1" } else { "write 1" });
             drop(held);
@@ -372,7 +372,7 @@ fn killed_at_any_moment_a_streamer_leaves_nothing_wrong_to_read() {
                 // The order waits until this kills the process.
                 recover().unwrap();
             }
-            if well || dumped.goes_on() {
+            if well || dumped.continues() {
                 // The kill came too late: all was resident.
                 dumped.toucher.answer().unwrap();
                 dumped.toucher.asked("check 0").unwrap();
@@ -404,7 +404,7 @@ fn a_server_that_reads_its_weights_by_cpu_and_gpu() {
         }
         let shape = Shape { mode: Mode::CpuReads, layer_kib: 4096, ..small() };
         let dumped = need!(dumped::Dumped::of(&shape, Version::V4_2));
-        let (mut streamer, held) = dumped.comes_back_paused();
+        let (mut streamer, held) = dumped.restores_paused();
         assert!(
             soon(|| waits_for_memory(dumped.server.pid)),
             "it accesses no missing memory: {}",

@@ -21,11 +21,11 @@ fn dumped(folder: &Path) -> Result<(Pair, Criu), &'static str> {
 }
 
 /// Restores it, and checks every byte; returns the streamer's log.
-fn comes_back(pair: &Pair, criu: &Criu) -> String {
+fn restores(pair: &Pair, criu: &Criu) -> String {
     let mut both = Streamer::of_both(criu.images()).unwrap();
     criu.restore_lazily().unwrap();
     assert!(both.end().unwrap().success(), "{}", both.said());
-    assert!(pair.goes_on(&[0, 1]), "{:?}, {}", pair.counts(), both.said());
+    assert!(pair.continues(&[0, 1]), "{:?}, {}", pair.counts(), both.said());
     pair.asked("look").unwrap();
     pair.counts().unwrap();
     both.said()
@@ -36,7 +36,7 @@ fn equal_bytes_of_two_gpus_are_read_once() {
     isolated(2, |_| {
         let folder = tempfile::tempdir().unwrap();
         let (pair, criu) = need!(dumped(folder.path()));
-        let said = comes_back(&pair, &criu);
+        let said = restores(&pair, &criu);
         let spared = format!("{} of the bytes read for other buffers", BYTES[0]);
         assert!(said.contains(&spared), "{said}");
         pair.ends();
@@ -50,13 +50,13 @@ fn duplicates_of_another_dump_are_not_used() {
         let (pair, criu) = need!(dumped(folder.path()));
         let twins = criu.images().join(DUPLICATES_FILE);
         let text = fs::read_to_string(&twins).unwrap();
-        comes_back(&pair, &criu);
+        restores(&pair, &criu);
         // By `criu dump`, which does not look for duplicates.
         criu.dump(pair.pid()).unwrap();
         wait_for_the_end_of(pair.pid()).unwrap();
         assert!(!twins.exists(), "the plugin has left the list of other pages");
         fs::write(&twins, text).unwrap();
-        let said = comes_back(&pair, &criu);
+        let said = restores(&pair, &criu);
         assert!(
             said.contains("rewake-duplicates.json is not used") && said.contains("of another dump"),
             "{said}"

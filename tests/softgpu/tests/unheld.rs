@@ -45,7 +45,7 @@ fn machine() -> Result<Machine, &'static str> {
 }
 
 /// Restores the server, with copies held.
-fn comes_back(criu: &Criu) -> (Streamer, Held) {
+fn restores(criu: &Criu) -> (Streamer, Held) {
     let (both, held) = (Streamer::of_both(criu.images()).unwrap(), Held::streamers());
     criu.restore_lazily().unwrap();
     (both, held)
@@ -56,7 +56,7 @@ fn all_cpu_memory_is_loaded_before_gpu_memory() {
     isolated(1, |_| {
         let _machine = need!(machine());
         let dumped = need!(Dumped::of(&unreached(), Version::V4_2));
-        let (mut both, held) = comes_back(&dumped.criu);
+        let (mut both, held) = restores(&dumped.criu);
         // The streamer answers before it logs this.
         assert!(soon(|| both.said().contains("loading GPU memory in the background")), "{}", both.said());
         let (waited, said) = (dumped.criu.pages_waited_for(), both.said());
@@ -112,8 +112,8 @@ fn processes_are_resumed_together() {
         let _machine = need!(machine());
         let judge = need!(Judge::find(), REAL_GPUS);
         let dumped = need!(Dumped::of(&Shape { processes: 2, ..unreached() }, Version::V4_2));
-        let (mut both, held) = comes_back(&dumped.criu);
-        held.lets_go_until_one_is_whole(&dumped.criu, &both);
+        let (mut both, held) = restores(&dumped.criu);
+        held.release_until_one_is_resident(&dumped.criu, &both);
         thread::sleep(A_WHILE);
         assert_eq!(judge.shut(), 2, "{}", both.said());
         drop(held);
@@ -130,14 +130,14 @@ fn gpus_of_a_process_are_resumed_together() {
         let _machine = need!(machine());
         need!(queues());
         let (pair, criu) = Pair::dumped(env!("CARGO_BIN_EXE_pair"), folder.path()).unwrap();
-        let (mut both, held) = comes_back(&criu);
+        let (mut both, held) = restores(&criu);
         let before = pair.counts().unwrap();
-        held.lets_go_until_one_is_whole(&criu, &both);
+        held.release_until_one_is_resident(&criu, &both);
         thread::sleep(A_WHILE);
         assert_eq!(pair.counts().unwrap(), before, "{}", both.said());
         drop(held);
         assert!(both.end().unwrap().success(), "{}", both.said());
-        assert!(pair.goes_on(&[0, 1]), "{:?}, {}", pair.counts(), both.said());
+        assert!(pair.continues(&[0, 1]), "{:?}, {}", pair.counts(), both.said());
         pair.ends();
     });
 }

@@ -16,7 +16,7 @@ fn answers(shape: &Shape, rounds: u64) {
     let app = App::start(shape, folder.path()).unwrap();
     app.answers(&[1, 2, 3], 4).unwrap();
     if rounds > 0 {
-        app.goes_on(rounds).unwrap();
+        app.continues(rounds).unwrap();
     }
     app.answers(&[200], 3).unwrap();
     app.quit().unwrap();

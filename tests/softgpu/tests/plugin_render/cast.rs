@@ -35,7 +35,7 @@ pub(crate) fn play(scene: &Scene, role: &str, act: impl FnOnce(&mut Cast)) {
     let log = File::create(folder.path().join("log")).unwrap();
     let child = scene.apart(&format!("{role} {}", socket.display()), log);
     let mut cast = Cast { pid: child.id(), folder, child: Some(child) };
-    assert!(cast.comes_up(), "{role}: {}", std::fs::read_to_string(cast.folder.path().join("log")).unwrap());
+    assert!(cast.starts_up(), "{role}: {}", std::fs::read_to_string(cast.folder.path().join("log")).unwrap());
     act(&mut cast);
 }
 
@@ -61,7 +61,7 @@ fn serve(role: &str, socket: &Path) -> ! {
 
 impl Cast {
     /// Waits until it answers; false if it ends before that, or takes too long.
-    fn comes_up(&mut self) -> bool {
+    fn starts_up(&mut self) -> bool {
         let socket = self.socket();
         let mut has_ended = || self.child.as_mut().is_some_and(|child| child.try_wait().unwrap().is_some());
         let up = || UnixStream::connect(&socket).is_ok().then_some(true);

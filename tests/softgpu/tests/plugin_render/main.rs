@@ -14,7 +14,7 @@ use rewake_criu_images::ImageDir;
 use rewake_criu_images::rewake::SHARED_NAME;
 use rewake_skip::{need, skip};
 use softgpu_tests::app::App;
-use softgpu_tests::criu::{Criu, Plugin, Version, queues, queues_come_back, wait_for_the_end_of};
+use softgpu_tests::criu::{Criu, Plugin, Version, queues, queues_can_be_restored, wait_for_the_end_of};
 use softgpu_tests::isolated;
 
 /// Whether the kernel reports the BOs of a render node.
@@ -55,7 +55,7 @@ fn workload(version: Version) {
     dumped.unwrap();
     app.was_dumped();
     let restored = criu.restore();
-    if !queues_come_back() {
+    if !queues_can_be_restored() {
         return assert!(restored.is_err());
     }
     restored.unwrap();
@@ -103,7 +103,7 @@ fn the_stock_plugin_restores_our_dump_like_its_own() {
 
 /// A cast is dumped, restored, checked, and restored a second time. Where the kernel does not report BOs, the
 /// dump is refused.
-fn there_and_back(cast: &mut Cast, version: Version) {
+fn dump_and_restore(cast: &mut Cast, version: Version) {
     let before = cast.ask("look");
     if !reports_bos() {
         let error = cast.refused(version);
@@ -122,22 +122,22 @@ fn there_and_back(cast: &mut Cast, version: Version) {
 #[test]
 fn numbers_places_and_contents_are_the_same() {
     isolated(1, |scene| {
-        cast::play(scene, "numbers", |cast| there_and_back(cast, older()));
+        cast::play(scene, "numbers", |cast| dump_and_restore(cast, older()));
     });
 }
 
 #[test]
 fn two_files_with_a_buffer_in_common() {
     isolated(1, |scene| {
-        cast::play(scene, "common", |cast| there_and_back(cast, Version::V4_2));
+        cast::play(scene, "common", |cast| dump_and_restore(cast, Version::V4_2));
     });
 }
 
 #[test]
 fn rendering_beside_computing_in_one_process() {
     isolated(1, |scene| {
-        if queues_come_back() {
-            cast::play(scene, "mixed", |cast| there_and_back(cast, Version::V4_2));
+        if queues_can_be_restored() {
+            cast::play(scene, "mixed", |cast| dump_and_restore(cast, Version::V4_2));
         }
     });
 }

@@ -15,7 +15,7 @@ use rewake_criu_images::ImageDir;
 use rewake_criu_images::rewake::SharedImage;
 use rewake_skip::skip;
 use softgpu_tests::app::App;
-use softgpu_tests::criu::{Criu, Plugin, Version, queues_come_back, wait_for_the_end_of};
+use softgpu_tests::criu::{Criu, Plugin, Version, queues_can_be_restored, wait_for_the_end_of};
 use softgpu_tests::isolated;
 
 /// CRIU 4.1 where it can dump: from Linux 6.13 on, glibc 2.42 guards threads' stacks by marks that it takes
@@ -38,7 +38,7 @@ fn workload(processes: u64, version: Version) {
     criu.dump(pid).unwrap();
     app.was_dumped();
     let restored = criu.restore();
-    if !queues_come_back() {
+    if !queues_can_be_restored() {
         return assert!(restored.is_err());
     }
     restored.unwrap();
@@ -107,7 +107,7 @@ fn all_processes_read_what_one_writes() {
             child.tell("free gap");
             share_and_close(&child, &third, "a");
             root.tell("fill a 7 0");
-            if play.there_and_back() {
+            if play.dump_and_restore() {
                 for puppet in [&root, &child, &third] {
                     assert_eq!(puppet.tell("load a 0"), "7");
                     puppet.tell("remap a");
@@ -129,7 +129,7 @@ fn an_importer_that_is_dumped_first() {
             child.tell("vram a");
             share_and_close(&child, &root, "a");
             child.tell("fill a 7 0");
-            if play.there_and_back() {
+            if play.dump_and_restore() {
                 assert_eq!(root.tell("load a 0"), "7");
                 if play::cpu_reaches_vram() {
                     assert_eq!(child.tell("peek a"), "7", "the exporter's mapping");
@@ -156,7 +156,7 @@ fn two_processes_that_have_buffers_of_each_other() {
                 (root.tell(&format!("lower {of_child}")), child.tell(&format!("lower {of_root}")));
             root.tell("fill a 7 0");
             child.tell("fill b 8 0");
-            if play.there_and_back() {
+            if play.dump_and_restore() {
                 assert_eq!((child.tell("load a 0"), root.tell("load b 0")), ("7".to_owned(), "8".to_owned()));
                 are_one(&[&root, &child], "a", 10);
                 are_one(&[&root, &child], "b", 20);
@@ -181,7 +181,7 @@ fn an_open_dmabuf(play: &mut Play, below: bool) {
     if below {
         number = root.tell(&format!("lower {number}"));
     }
-    if play.there_and_back() {
+    if play.dump_and_restore() {
         root.tell(&format!("import b {number} 0"));
         assert_eq!(root.tell("load b 0"), "7", "the dma-buf is of the buffer");
         root.tell("fill b 8 0");
@@ -212,7 +212,7 @@ fn a_dma_buf_in_a_process_that_computes_nothing() {
             child.tell("vram a");
             child.tell("fill a 7 0");
             let number = root.tell(&format!("take {} {}", child.pid, child.tell("export a")));
-            if play.there_and_back() {
+            if play.dump_and_restore() {
                 root.tell("gpus 1");
                 root.tell(&format!("import a {number} 0"));
                 are_one(&[&child, &root], "a", 8);
@@ -234,7 +234,7 @@ fn a_dma_buf_whose_buffer_no_process_has_is_refused() {
             assert!(refused.contains("no process that is dumped has its buffer"), "{refused}");
             root.tell("fill b 3 0");
             root.tell(&format!("close {number}"));
-            if play.there_and_back() {
+            if play.dump_and_restore() {
                 assert_eq!(root.tell("load b 0"), "3");
             }
         });
@@ -255,7 +255,7 @@ fn an_image_that_names_no_owner_of_a_dma_buf_is_refused() {
             let bytes = fs::read(&file).unwrap();
             fs::remove_file(&file).unwrap();
             let refused = play.refused();
-            if queues_come_back() {
+            if queues_can_be_restored() {
                 assert!(refused.contains("does not name the process that has its buffer"), "{refused}");
             }
             fs::write(&file, bytes).unwrap();
@@ -278,7 +278,7 @@ fn importers_of_an_exporter_that_has_ended() {
             share_and_close(&exporter, &heir, "a");
             root.tell("fill a 7 0");
             play.leave(&exporter);
-            if play.there_and_back() {
+            if play.dump_and_restore() {
                 assert_eq!(heir.tell("load a 0"), "7");
                 are_one(&[&root, &heir], "a", 8);
             }
@@ -295,7 +295,7 @@ fn an_import_that_the_cpu_has_mapped() {
             let (_, taken) = share(&root, &child, "a");
             child.tell(&format!("view seen {taken}"));
             child.tell("poke seen 7");
-            if play.there_and_back() {
+            if play.dump_and_restore() {
                 assert_eq!(
                     (root.tell("load a 0"), child.tell("peek seen")),
                     ("7".to_owned(), "7".to_owned())
@@ -315,14 +315,14 @@ fn one_image_twice() {
             root.tell("vram a");
             share_and_close(&root, &child, "a");
             root.tell("fill a 7 0");
-            if play.there_and_back() {
+            if play.dump_and_restore() {
                 are_one(&[&root, &child], "a", 8);
                 play.kill();
                 assert!(play.restore(Plugin::Ours));
                 assert_eq!(child.tell("load a 0"), "7");
                 are_one(&[&root, &child], "a", 8);
                 // BOs of a restored tree can be shared in the same way.
-                assert!(play.there_and_back());
+                assert!(play.dump_and_restore());
                 are_one(&[&root, &child], "a", 20);
             }
         });
@@ -375,7 +375,7 @@ fn a_second_file_of_a_process() {
                 puppet.tell("fill a 7 0");
                 puppet.tell("second");
             }
-            if play.there_and_back() {
+            if play.dump_and_restore() {
                 for puppet in [&root, &child] {
                     assert_eq!(puppet.tell("load a 0"), "7");
                     let number = puppet.tell("export-by-second a");
@@ -401,7 +401,7 @@ fn a_fork_has_the_files_and_the_mappings() {
             root.tell(&format!("close {number}"));
             let fork = play.child("fork", "fork");
             assert_eq!(fork.tell("peek seen"), "7");
-            if play.there_and_back() {
+            if play.dump_and_restore() {
                 assert_eq!(fork.tell("peek seen"), "7");
                 root.tell("fill a 8 0");
                 assert_eq!(fork.tell("peek seen"), "8");
@@ -427,7 +427,7 @@ fn a_buffer_of_another_gpu() {
             play.root.tell(&format!("import a {number} 1"));
             play.root.tell(&format!("close {number}"));
             play.root.tell("fill a 7 1");
-            if play.there_and_back() {
+            if play.dump_and_restore() {
                 assert_eq!(child.tell("load a 0"), "7");
                 child.tell("fill a 8 0");
                 assert_eq!(play.root.tell("load a 1"), "8");

@@ -9,7 +9,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use rewake_amdgpu_uapi::topology::{Node, Topology};
 use rewake_testkit::soon;
-use softgpu_tests::criu::{Criu, Plugin, Version, queues_come_back, wait_for_the_end_of};
+use softgpu_tests::criu::{Criu, Plugin, Version, queues_can_be_restored, wait_for_the_end_of};
 use softgpu_tests::{Judge, Scene};
 
 use crate::puppet::{self, Puppet};
@@ -93,7 +93,7 @@ impl Play {
     /// Restores the tree; false where no queue can be restored.
     pub(crate) fn restore(&mut self, plugin: Plugin) -> bool {
         let restored = self.criu(plugin).restore();
-        if !queues_come_back() {
+        if !queues_can_be_restored() {
             assert!(restored.is_err());
             self.gone();
             return false;
@@ -111,7 +111,7 @@ impl Play {
     }
 
     /// Dumps and restores the tree: as many BOs as before are alive. False where no queue can be restored.
-    pub(crate) fn there_and_back(&mut self) -> bool {
+    pub(crate) fn dump_and_restore(&mut self) -> bool {
         let before = buffers();
         self.dump();
         if !self.restore(Plugin::Ours) {

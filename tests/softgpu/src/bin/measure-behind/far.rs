@@ -31,12 +31,12 @@ impl Far {
 
     /// One round of each.
     pub(crate) fn measure(&mut self) -> anyhow::Result<()> {
-        let running = self.all.comes_back(Loads::Gpus)?;
+        let running = self.all.restores(Loads::Gpus)?;
         thread::sleep(LATER);
         running.touches_its_end()?;
         self.waited.push(running.waited()?);
         running.ends()?;
-        let mut running = self.alone.comes_back(Loads::Gpus)?;
+        let mut running = self.alone.restores(Loads::Gpus)?;
         running.touches_its_end()?;
         let (loaded, waited) = running.loaded()?;
         self.loaded.push(loaded);

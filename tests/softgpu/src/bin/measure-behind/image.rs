@@ -60,7 +60,7 @@ impl Image {
         Ok(Self { memory, toucher, criu, _folder: folder })
     }
 
-    pub(crate) fn comes_back(&self, loads: Loads) -> anyhow::Result<Running<'_>> {
+    pub(crate) fn restores(&self, loads: Loads) -> anyhow::Result<Running<'_>> {
         let streamer = match loads {
             Loads::Gpus => Streamer::start(self.criu.images())?,
             Loads::Both => Streamer::of_both(self.criu.images())?,
@@ -76,7 +76,7 @@ impl Image {
 
     /// Checks the process's own memory, which it reads when it registers it.
     pub(crate) fn is_whole(&self) -> anyhow::Result<()> {
-        let running = self.comes_back(Loads::Both)?;
+        let running = self.restores(Loads::Both)?;
         self.toucher.asked("register 0")?;
         running.ends()
     }

@@ -58,8 +58,8 @@ impl Timed {
     }
 
     /// Does not wait for the rest of the load.
-    fn comes_back(&mut self, loads: Loads) -> anyhow::Result<()> {
-        let running = self.image.comes_back(loads)?;
+    fn restores(&mut self, loads: Loads) -> anyhow::Result<()> {
+        let running = self.image.restores(loads)?;
         self.runs.push(running.alive);
         self.touched.push(running.touches_its_end()?);
         running.ends()
@@ -74,7 +74,7 @@ impl Timed {
 /// Alternates the direction of rounds, so that no image always follows the same other one.
 fn rounds(all: &mut [Timed], loads: Loads) -> anyhow::Result<()> {
     let once = |timed: &mut Timed| {
-        timed.comes_back(loads).map_err(|error| anyhow!("{:?}: {error:#}", timed.image.memory))
+        timed.restores(loads).map_err(|error| anyhow!("{:?}: {error:#}", timed.image.memory))
     };
     for _ in 0..ROUNDS / 2 {
         all.iter_mut().try_for_each(once)?;

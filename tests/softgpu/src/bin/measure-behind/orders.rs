@@ -34,10 +34,10 @@ impl Order {
 
     fn measure(&mut self, image: &Image) -> anyhow::Result<()> {
         image.has_record(self.record.as_deref())?;
-        let mut running = image.comes_back(Loads::Gpus)?;
+        let mut running = image.restores(Loads::Gpus)?;
         self.gates.push(running.gate_opens()?);
         running.ends()?;
-        let running = image.comes_back(Loads::Gpus)?;
+        let running = image.restores(Loads::Gpus)?;
         thread::sleep(LATER);
         let start = Instant::now();
         TOUCHED.iter().try_for_each(|buffer| running.touches_end_of(*buffer))?;
