@@ -20,7 +20,7 @@ use rewake_tests::server::Setup;
 use rewake_tests::{Criu, Scene, Verdict, need};
 
 /// Descriptors that a worker may open for the children of a target that forks without end.
-const ROOM: usize = 8;
+const ROOM: usize = 3;
 /// Workers that die within ten seconds until a supervisor gives up.
 const DEATHS: usize = 8;
 
@@ -34,11 +34,11 @@ struct Pair {
 
 impl Pair {
     fn new(criu: &Criu) -> Self {
-        Self::with(criu, "plain")
+        Self::with(criu, "plain", 64)
     }
 
-    fn with(criu: &Criu, bad: &str) -> Self {
-        let [good, bad] = ["random", bad].map(|scenario| Scene::dumped(criu, scenario, 64).unwrap());
+    fn with(criu: &Criu, bad: &str, mib: usize) -> Self {
+        let [good, bad] = [("random", 64), (bad, mib)].map(|(of, mib)| Scene::dumped(criu, of, mib).unwrap());
         Self { criu: criu.clone(), daemon: Daemon::start().unwrap(), good, bad }
     }
 
@@ -118,7 +118,7 @@ fn an_image_on_a_file_system_that_hangs_is_one_clear_line() {
     mount.take_request(ACT).unwrap();
     pair.play_good();
     let output = restoring.wait_with_output().unwrap();
-    assert_refused(&output, &["images: the planner did nothing for 20 s", "file system"]);
+    assert_refused(&output, &["images: the planner of this image did nothing for 20 s", "file system"]);
     pair.planner();
 }
 
@@ -195,7 +195,7 @@ fn a_worker_that_runs_out_of_memory_costs_no_byte() {
 
 #[test]
 fn a_program_that_forks_without_end_costs_no_byte() {
-    let pair = Pair::with(&need!(Criu::main()), "forks");
+    let pair = Pair::with(&need!(Criu::main()), "forks", 640);
     pair.bad.go().unwrap();
     let (restoring, gate) = held(&pair);
     // The streamer has no descriptors for all children: their forks wait until others have all their memory.
@@ -209,5 +209,5 @@ fn a_program_that_forks_without_end_costs_no_byte() {
     pair.bad.stop().unwrap();
     assert_eq!(pair.bad.verdict(ACT).unwrap(), Verdict::Ok);
     let log = fs::read_to_string(pair.bad.work().join("rewake-streamer.log")).unwrap();
-    assert!(log.contains("a fork waits"), "{log}");
+    assert!(log.contains("a fork waits"), "limit {limit}, open {open}: {log}");
 }

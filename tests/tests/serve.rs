@@ -16,7 +16,7 @@ use rewake_tests::daemon::{
 };
 use rewake_tests::held::{Gate, latecomer, script};
 use rewake_tests::images::{self, Pagemap, pagemap_path, pages_path};
-use rewake_tests::process::{children, until};
+use rewake_tests::process::{children, streamer_of, until};
 use rewake_tests::scene::{ACT, END};
 use rewake_tests::{Criu, Scene, Verdict, need, skip};
 use serde_json::Value;
@@ -206,8 +206,8 @@ fn a_session_and_its_client_outlive_a_killed_worker() {
     let scene = Scene::dumped(&criu, "random", 256).unwrap();
     let daemon = Daemon::start().unwrap();
     let restoring = restoring(&daemon, &criu, &scene);
-    let [streamer] = children(daemon.pid())[..] else { panic!("one streamer") };
-    kill(children(streamer)[0], Signal::SIGKILL).unwrap();
+    let (_, workers) = streamer_of(daemon.pid());
+    kill(workers[0], Signal::SIGKILL).unwrap();
     scene.go().unwrap();
     timeline(&restoring.wait_with_output().unwrap()).unwrap();
     scene.stop().unwrap();

@@ -26,9 +26,9 @@ fn time_limit(size_mib: u64) -> Duration {
 
 impl Image {
     /// Starts a toucher and dumps it.
-    pub(crate) fn dump(criu: &Path, base: &Path, size_mib: u64) -> anyhow::Result<Self> {
+    pub(crate) fn dump(criu: &Path, base: &Path, size_mib: u64, pause_us: u64) -> anyhow::Result<Self> {
         let report = base.join("toucher.json");
-        let mut toucher = start_toucher(base, &report, size_mib)?;
+        let mut toucher = start_toucher(base, &report, size_mib, pause_us)?;
         let dumped = criu::Image::dump(criu, &mut toucher, base.join("img"), time_limit(size_mib))?;
         Ok(Self { dumped, size_mib, report })
     }
@@ -60,10 +60,11 @@ impl Image {
     }
 }
 
-fn start_toucher(base: &Path, report: &Path, size_mib: u64) -> anyhow::Result<Process> {
+fn start_toucher(base: &Path, report: &Path, size_mib: u64, pause_us: u64) -> anyhow::Result<Process> {
     let ready = base.join("toucher.ready");
     let mut command = Command::new(std::env::current_exe()?);
-    command.args(["toucher", "--size-mib", &size_mib.to_string(), "--ready"]).arg(&ready);
+    command.args(["toucher", "--size-mib", &size_mib.to_string(), "--pause-us", &pause_us.to_string()]);
+    command.arg("--ready").arg(&ready);
     command.arg("--report").arg(report).current_dir(base);
     quiet(&mut command);
     let mut toucher = Process::spawn(&mut command)?;

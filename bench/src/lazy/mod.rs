@@ -31,6 +31,10 @@ pub(crate) struct Options {
     /// Memory of the restored process in MiB
     #[arg(long, default_value_t = 4096, value_parser = clap::value_parser!(u64).range(1..=1 << 20))]
     size_mib: u64,
+    /// Microseconds that the process sleeps between two accesses. Without a pause, stock CRIU hardly loads in the
+    /// background.
+    #[arg(long, default_value_t = 0)]
+    pause_us: u64,
     /// Restores through each server
     #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u64).range(1..=100))]
     rounds: u64,
@@ -95,7 +99,7 @@ fn measure(options: &Options, directory: &Path) -> anyhow::Result<Comparison> {
     // An orphaned process becomes a child of the nearest such ancestor: this one can then wait for it.
     nix::sys::prctl::set_child_subreaper(true).context("PR_SET_CHILD_SUBREAPER")?;
     eprintln!("filling and dumping {} MiB", options.size_mib);
-    let image = Image::dump(&programs.criu, directory, options.size_mib)?;
+    let image = Image::dump(&programs.criu, directory, options.size_mib, options.pause_us)?;
     let limits = limits(options, &image, directory)?;
     let mut samples = Vec::new();
     for number in 1..=options.rounds {

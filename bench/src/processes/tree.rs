@@ -104,11 +104,15 @@ fn parse_high_water_mark(status: &str) -> Option<u64> {
     Some(line.trim().strip_suffix(" kB")?.parse::<u64>().ok()? << 10)
 }
 
-/// Page faults of all threads of a live process so far, minor and major.
+/// Page faults of all threads of a live process and its descendants so far, minor and major.
 ///
 /// # Errors
-/// The process has ended.
-pub(crate) fn page_faults(pid: Pid) -> anyhow::Result<u64> {
+/// A process has ended.
+pub(crate) fn page_faults(root: Pid) -> anyhow::Result<u64> {
+    [vec![root], descendants(root)].concat().into_iter().map(page_faults_of).sum()
+}
+
+fn page_faults_of(pid: Pid) -> anyhow::Result<u64> {
     let path = format!("/proc/{pid}/stat");
     let stat = std::fs::read_to_string(&path).with_context(|| path.clone())?;
     parse_page_faults(&stat).with_context(|| format!("{path} has no counts of page faults: {stat:?}"))

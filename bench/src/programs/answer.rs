@@ -13,6 +13,8 @@ const VALUE_WORDS: u32 = 16384;
 const VALUE_STRIDE: u64 = 7919;
 /// 64-bit words of one array of the Java program, which has 4 KiB.
 const ARRAY_LONGS: u32 = 512;
+/// 64-bit words of one child of the prefork program, which has 6 MiB.
+const CHILD_WORDS: u64 = 786_432;
 /// Most MiB of a program.
 pub(super) const MAX_MIB: u64 = 4096;
 // The stride is a prime and no factor of the number of values, so a question for all values reads each of them once.
@@ -21,7 +23,7 @@ const _: () = assert!(MAX_MIB < VALUE_STRIDE);
 const SPREAD_64: u64 = 0x9E37_79B9_7F4A_7C15;
 const SPREAD_32: u32 = 0x9E37_79B1;
 
-/// A request: the program reads `count` of its units in an order that depends on `seed`.
+/// A request: the program reads `count` of its units (children, in the prefork program) in an order that depends on `seed`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Question {
     /// The checksum starts with it, so that no question has the answer of an earlier one.
@@ -38,12 +40,13 @@ impl fmt::Display for Question {
 }
 
 impl Program {
-    /// Units (matrices, values, arrays) that the program holds when it fills `mib` MiB.
+    /// Units (matrices, values, arrays, children) that the program holds when it fills `mib` MiB.
     pub(super) fn units(self, mib: u64) -> u64 {
         match self {
             Self::Python => mib / 8,
             Self::Node => mib * 16,
             Self::Java => mib * 256,
+            Self::Prefork => mib / 6,
         }
     }
 
@@ -54,6 +57,7 @@ impl Program {
             Self::Python => matrix_answer(units, question).to_string(),
             Self::Node => value_answer(units, question).to_string(),
             Self::Java => array_answer(units, question).to_string(),
+            Self::Prefork => tree_answer(units, question).to_string(),
         }
     }
 }
@@ -104,6 +108,25 @@ fn array_answer(units: u64, Question { seed, count }: Question) -> u64 {
     checksum
 }
 
+fn tree_answer(units: u64, Question { seed, count }: Question) -> u64 {
+    (0..count).fold(seed.into(), |checksum: u64, step| {
+        let first = (u64::from(seed) + step) % units * CHILD_WORDS + 1;
+        let words = first..first + CHILD_WORDS;
+        checksum.wrapping_mul(31).wrapping_add(adler32(words.flat_map(u64::to_le_bytes)).into())
+    })
+}
+
+/// The checksum of zlib (RFC 1950, section 9).
+fn adler32(bytes: impl Iterator<Item = u8>) -> u32 {
+    const PRIME: u32 = 65521;
+    let add = |(sum, sums): (u32, u32), byte| {
+        let sum = (sum + u32::from(byte)) % PRIME;
+        (sum, (sums + sum) % PRIME)
+    };
+    let (sum, sums) = bytes.fold((1, 0), add);
+    sums << 16 | sum
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -115,6 +138,7 @@ mod tests {
             (Program::Python, ["13097940399195196703", "2419542225988692001", "495456643708847142"]),
             (Program::Node, ["924526795", "3729726833", "4018503507"]),
             (Program::Java, ["7552685740735618517", "1560788171790124050", "5528501666300982893"]),
+            (Program::Prefork, ["3301740741806", "2456779928445", "106454493945"]),
         ];
         for (program, answers) in expected {
             for ((seed, count), answer) in [(1001, 3), (1002, 3), (1001, 2)].into_iter().zip(answers) {

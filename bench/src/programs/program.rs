@@ -19,9 +19,10 @@ const WHOLE_SEED: u32 = 2002;
 const FIRST_VALUES: u64 = 256;
 const MATRIX_SERVER: &str = include_str!("../../programs/matrix_server.py");
 const CACHE_SERVER: &str = include_str!("../../programs/cache_server.js");
+const PREFORK_SERVER: &str = include_str!("../../programs/prefork_server.py");
 const HEAP_SERVER: &str = include_str!("../../programs/HeapServer.java");
 
-/// A program of bench/programs, by the name of its language.
+/// A program of bench/programs, by the name of its language, or of its kind.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, clap::ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub(super) enum Program {
@@ -31,6 +32,8 @@ pub(super) enum Program {
     Node,
     /// Holds a heap of small arrays; the first answer reads all of them
     Java,
+    /// A tree of Python processes of 6 MiB; for the first answer all of them read all of it at once
+    Prefork,
 }
 
 impl fmt::Display for Program {
@@ -39,17 +42,18 @@ impl fmt::Display for Program {
             Self::Python => "python",
             Self::Node => "node",
             Self::Java => "java",
+            Self::Prefork => "prefork",
         })
     }
 }
 
 impl Program {
-    pub(super) const ALL: [Self; 3] = [Self::Python, Self::Node, Self::Java];
+    pub(super) const ALL: [Self; 4] = [Self::Python, Self::Node, Self::Java, Self::Prefork];
 
     /// The package python3-numpy is for Debian's own Python only, so another one on the PATH does not count.
     fn interpreter(self) -> &'static str {
         match self {
-            Self::Python => "/usr/bin/python3",
+            Self::Python | Self::Prefork => "/usr/bin/python3",
             Self::Node => "node",
             Self::Java => "java",
         }
@@ -60,6 +64,7 @@ impl Program {
             Self::Python => "python3-numpy",
             Self::Node => "nodejs",
             Self::Java => "default-jdk-headless",
+            Self::Prefork => "python3",
         }
     }
 
@@ -76,6 +81,7 @@ impl Program {
                     "import numpy, platform; print('Python', platform.python_version(), 'numpy', numpy.__version__)",
                 ],
             ),
+            Self::Prefork => (self.interpreter(), &["--version"]),
             Self::Node => (self.interpreter(), &["-p", "'Node ' + process.version"]),
             // Without its compiler, Java alone does not suffice.
             Self::Java => ("javac", &["--version"]),
@@ -111,6 +117,7 @@ impl Program {
             Self::Python => ("matrix_server.py", MATRIX_SERVER),
             Self::Node => ("cache_server.js", CACHE_SERVER),
             Self::Java => ("HeapServer.java", HEAP_SERVER),
+            Self::Prefork => ("prefork_server.py", PREFORK_SERVER),
         };
         let path = directory.join(file);
         std::fs::write(&path, source).with_context(|| path.display().to_string())?;

@@ -66,7 +66,7 @@ pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
     nix::sys::prctl::set_child_subreaper(true).context("PR_SET_CHILD_SUBREAPER")?;
     let parent = options.dir.clone().unwrap_or_else(std::env::temp_dir).canonicalize()?;
     let directory = tempfile::Builder::new().prefix("rewake-bench-").tempdir_in(&parent)?;
-    let image = Image::dump(&options.criu.canonicalize()?, directory.path(), options.size_mib)?;
+    let image = Image::dump(&options.criu.canonicalize()?, directory.path(), options.size_mib, 0)?;
     println!(
         "{} restores at once of an image of {} MiB\n{:<28} {:>12} {:>12} {:>11} {:>10} {:>12}",
         options.count,

@@ -29,6 +29,9 @@ pub(crate) struct Options {
     /// File to write the report to
     #[arg(long)]
     pub(crate) report: PathBuf,
+    /// Microseconds to sleep between two accesses
+    #[arg(long, default_value_t = 0)]
+    pub(crate) pause_us: u64,
 }
 
 /// The process's figures of its own restore. Latencies in nanoseconds.
@@ -105,7 +108,7 @@ pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
     std::fs::write(&options.ready, b"ready").with_context(|| options.ready.display().to_string())?;
     sleep_until(TOUCH)?;
     samples.make_present();
-    let mut report = touch_all(&memory, &mut samples);
+    let mut report = touch_all(&memory, &mut samples, Duration::from_micros(options.pause_us));
     sleep_until(STOP)?;
     report.latency = Percentiles::of(samples.recorded());
     report.wrong_words = memory.wrong_words();
@@ -135,7 +138,7 @@ fn faults_so_far() -> (i64, i64) {
     (usage.ru_majflt, usage.ru_minflt)
 }
 
-fn touch_all(memory: &Memory, samples: &mut Samples) -> Report {
+fn touch_all(memory: &Memory, samples: &mut Samples, pause: Duration) -> Report {
     let mut report =
         Report { touches: 0, faults: 0, major_faults: 0, latency: None, wrong_touches: 0, wrong_words: 0 };
     // Not measured: this first pass also faults in the loop's code and stack.
@@ -144,6 +147,9 @@ fn touch_all(memory: &Memory, samples: &mut Samples) -> Report {
     for page in Permutation::new(memory.pages()) {
         if PHASE.load(Ordering::Relaxed) >= STOP {
             break;
+        }
+        if !pause.is_zero() {
+            std::thread::sleep(pause);
         }
         let start = Instant::now();
         let value = memory.touch(page);

@@ -213,8 +213,9 @@ fn a_streamer_killed_at_any_moment_leaves_no_paused_queue() {
         let victims = [Victim::Workers, Victim::Supervisor, Victim::All];
         let all = [Behind::Gpus, Behind::Both].into_iter().flat_map(|behind| victims.map(|of| (behind, of)));
         let mut sum = Sum::default();
-        for (moment, (behind, victim)) in (1..moments).zip(all.cycle()) {
-            let at = |_: &mut Child| thread::sleep(whole * moment / moments);
+        for (moment, (behind, victim)) in (1..=moments).zip(all.cycle()) {
+            // Up to twice as long as a restore takes: on a busy machine another one takes longer.
+            let at = |_: &mut Child| thread::sleep(2 * whole * moment / moments);
             let outcome = killed_at(&dumped, behind, victim, Some(&at));
             eprintln!("at {moment} of {moments}: {victim:?}, {behind:?}: {outcome:?}");
             if victim == Victim::Supervisor {

@@ -168,8 +168,7 @@ impl<'a> Planner<'a> {
             match poll(&mut [PollFd::new(self.channel.as_fd(), PollFlags::POLLIN)], limit) {
                 Ok(0) if left.is_zero() && self.has_worked() => self.deadline = Instant::now() + TIME,
                 Ok(0) if left.is_zero() => bail!(
-                    "{}: the image was not read and planned: the planner did nothing for {} s, and was killed: \
-                     does its file system answer?",
+                    "{}: the planner of this image did nothing for {} s, and was killed: does the file system answer?",
                     self.images.display(),
                     TIME.as_secs()
                 ),

@@ -144,9 +144,12 @@ fn park_targets(session: &Session, targets: &[ProcessId]) -> anyhow::Result<Vec<
     let Some(store) = session.store().filter(|_| !targets.is_empty()) else { return Ok(Vec::new()) };
     let mut command = park_command()?;
     command.args(targets.iter().map(ToString::to_string));
-    let store = store.descriptor().try_clone_to_owned().context("sharing the fd store")?;
     // A process that cannot be started now may be started later, and the targets are served meanwhile.
     let all_left = |why: String| Ok(targets.iter().map(|target| (*target, why.clone())).collect());
+    let store = match store.descriptor().try_clone_to_owned() {
+        Ok(store) => store,
+        Err(error) => return all_left(format!("sharing the fd store: {error}")),
+    };
     let output = match command.stdin(store).output() {
         Ok(output) => output,
         Err(error) => return all_left(format!("starting rewake park: {error}")),

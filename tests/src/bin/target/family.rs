@@ -143,7 +143,7 @@ pub(crate) fn fork_missing(stage: &Stage) -> anyhow::Result<()> {
 /// Forks children without end, until the test says "stop"; each reads some pages and lives until then.
 pub(crate) fn forks_without_end(stage: &Stage) -> anyhow::Result<()> {
     /// More than a streamer has descriptors for, by the test's limit; fewer than fill this machine.
-    const CHILDREN: u64 = 60;
+    const CHILDREN: u64 = 7;
     const GLANCES: usize = 16;
     let region = stage.filled()?;
     stage.ready_then_go()?;
