@@ -174,7 +174,7 @@ fn with_status_fd(command: &Command, pipe: OwnedFd) -> Command {
     shell
 }
 
-/// A script for CRIU's `--action-script` that stops these processes once a task has arrived, which `log` says.
+/// A script for CRIU's `--action-script` that stops these processes once `log` reports a task.
 pub(crate) fn stopper(processes: &[Pid], log: &Path) -> String {
     format!(
         "#!/bin/sh\n[ \"$CRTOOLS_SCRIPT_ACTION\" = post-restore ] || exit 0\n\

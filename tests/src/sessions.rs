@@ -52,7 +52,7 @@ pub fn are_parked(leader: Pid) -> bool {
 /// memory is resident before that, as `is_over` says.
 ///
 /// # Errors
-/// Neither comes.
+/// Neither happens in time.
 pub fn parked(leader: Pid, mut is_over: impl FnMut() -> bool) -> anyhow::Result<bool> {
     let is_parked = || holds_a_socket(leader) && !is_traced(leader);
     until(ACT, || (is_parked() || is_over()).then_some(())).context("it is never parked")?;

@@ -15,7 +15,7 @@ pub use rewake_testkit::process::named;
 pub const GUARD: &str = "rewake-watch";
 /// Names of CRIU's processes, by its version.
 const CRIUS: [&str; 2] = ["criu", "criu-4.1"];
-/// Rounds of [`sweep`], and time between looks: a minute.
+/// Rounds of [`sweep`], and the time between them: a minute.
 const SWEEPS: u32 = 300;
 const SWEEP: Duration = Duration::from_millis(200);
 

@@ -158,7 +158,7 @@ pub fn has_ended<P: ProcessId>(process: P) -> bool {
     proc::status(pid).is_none_or(|status| status.has_ended()) && proc::threads(pid).len() <= 1
 }
 
-/// Whether a process sleeps until a signal comes, or is stopped.
+/// Whether a process sleeps until a signal arrives, or is stopped.
 #[must_use]
 pub fn sleeps_or_is_stopped<P: ProcessId>(process: P) -> bool {
     proc::status(process.pid().as_raw()).is_some_and(|status| "STt".contains(status.state))

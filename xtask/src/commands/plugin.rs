@@ -36,7 +36,7 @@ pub(crate) fn run(profile: Profile) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Builds the plugins; gives the folder that has them and nothing else.
+/// Builds the plugins; returns the folder that has them and nothing else.
 pub(crate) fn make(profile: Profile) -> anyhow::Result<PathBuf> {
     let mut cargo = repository::cargo();
     cargo.args(["build", "--lib"]);

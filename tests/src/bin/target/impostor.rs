@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A restore that dies at the worst moment: every task has handed its userfaultfd over, and the "restore finished"
-//! notice never comes. Plays the part of both CRIU and the restored task, under the dumped task's pid.
+//! A restore that ends at the worst moment: every task has handed its userfaultfd over, and the "restore
+//! finished" notice is missing. It plays both CRIU and the restored task, under the dumped task's pid.
 
 use std::io::{IoSlice, Write};
 use std::os::fd::{AsFd, AsRawFd};

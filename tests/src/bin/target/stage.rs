@@ -104,7 +104,7 @@ impl Stage {
         }
     }
 
-    /// Writes the last verdict line and gives the exit status.
+    /// Writes the last verdict line and returns the exit status.
     pub(crate) fn end(&self, result: anyhow::Result<()>) -> ExitCode {
         let status = match result {
             Ok(()) => self.status(),
