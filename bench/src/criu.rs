@@ -12,7 +12,7 @@ use nix::fcntl::{FcntlArg, FdFlag, fcntl};
 use nix::poll::{PollFd, PollFlags, poll};
 use nix::unistd::Pid;
 
-use crate::processes::{Exit, Process, check_interrupted};
+use crate::processes::{Exit, Process, check_interrupted, descendants, reap_adopted};
 
 const SERVER_READY: Duration = Duration::from_secs(30);
 /// Time between the end of `criu dump` and that of the process it dumped.
@@ -46,6 +46,7 @@ impl Image {
     ) -> anyhow::Result<Self> {
         std::fs::create_dir(&directory).with_context(|| directory.display().to_string())?;
         let pid = process.pid();
+        let tree = descendants(pid);
         let mut dump = Command::new(criu);
         dump.args(["dump", "-o", "dump.log", "-t", &pid.to_string(), "-D"]).arg(&directory);
         let exit = Process::spawn(quiet(&mut dump))?.wait(limit)?;
@@ -53,6 +54,7 @@ impl Image {
             bail!("criu dump: {}\n{}", exit.status, log_tail(&directory.join("dump.log")));
         }
         process.wait(DUMPED_END).context("criu dump must end the process it dumped")?;
+        reap_adopted(&tree);
         let mut page_files = Vec::new();
         for entry in std::fs::read_dir(&directory)? {
             let path = entry?.path();

@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, bail};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::{SaFlags, SigAction, SigHandler, SigSet, Signal, kill, sigaction};
+use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
 use nix::unistd::Pid;
 
 pub(crate) use tree::{PeakMemory, Sampler, descendants, high_water_mark, page_faults};
@@ -143,6 +144,20 @@ impl Process {
     }
 }
 
+/// Waits for ended processes that have become children of this one, as their parent has ended. Until then their pids are
+/// in use, and a restore needs them.
+pub(crate) fn reap_adopted(pids: &[Pid]) {
+    let deadline = Instant::now() + KILL_WAIT;
+    for pid in pids {
+        // Another answer than this means that it is no child of this process any more.
+        while waitpid(*pid, Some(WaitPidFlag::WNOHANG)) == Ok(WaitStatus::StillAlive)
+            && Instant::now() < deadline
+        {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+}
+
 impl Drop for Process {
     fn drop(&mut self) {
         if self.reaped {
@@ -150,18 +165,18 @@ impl Drop for Process {
         }
         // Reads the descendants first, then kills them: their parents' death would hide them. A failure means
         // that a process has ended already.
-        let mut doomed = tree::descendants(self.pid);
-        doomed.push(self.pid);
-        for pid in doomed {
-            let _ = kill(pid, Signal::SIGKILL);
+        let descendants = tree::descendants(self.pid);
+        for pid in descendants.iter().chain([&self.pid]) {
+            let _ = kill(*pid, Signal::SIGKILL);
         }
         let deadline = Instant::now() + KILL_WAIT;
         while Instant::now() < deadline {
             if self.ends_within(SLICE).unwrap_or(true) {
                 let _ = self.reap();
-                return;
+                break;
             }
         }
+        reap_adopted(&descendants);
     }
 }
 

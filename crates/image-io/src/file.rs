@@ -7,9 +7,10 @@
 //! error: a write, another length or modification time, a hole, an extended attribute.
 
 use std::fs::{File, OpenOptions};
+use std::io;
 use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::{FileExt as _, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -49,6 +50,7 @@ pub struct ImageFile {
     /// The state at the last check. It differs from `state` only in what [`FileState::follow`] accepts.
     seen: Mutex<FileState>,
     cachestat_works: AtomicBool,
+    nowait_works: AtomicBool,
     /// Whether the file system has refused a direct call.
     direct_refused: AtomicBool,
     /// Whether other readers can find this one.
@@ -99,7 +101,8 @@ impl ImageFile {
             .custom_flags(libc::O_DIRECT)
             .open(format!("/proc/self/fd/{}", file.as_raw_fd()))
             .ok();
-        let [cachestat_works, direct_refused, joined] = [true, false, false].map(AtomicBool::new);
+        let [cachestat_works, nowait_works, direct_refused, joined] =
+            [true, true, false, false].map(AtomicBool::new);
         Arc::new(Self {
             regions: CacheRegions::new(state.key.len),
             is_remote: shared_readers::is_remote(&file),
@@ -109,6 +112,7 @@ impl ImageFile {
             state,
             seen: Mutex::new(seen),
             cachestat_works,
+            nowait_works,
             direct_refused,
             joined,
             data: Mutex::default(),
@@ -209,6 +213,35 @@ impl ImageFile {
         let in_cold_region = len <= BLOCK && self.is_cold(offset);
         !in_cold_region
             && self.cachestat(offset, len as u64).is_some_and(|(stat, pages)| stat.cached >= pages)
+    }
+
+    /// Reads bytes that the page cache has, and never waits for the disk. Returns the number of bytes up to the first
+    /// page that it does not have: 0 also in a region that is mostly on the disk.
+    ///
+    /// # Errors
+    /// The file has changed since it was opened. The bytes must not be used then.
+    pub fn read_cached(&self, offset: u64, into: &mut [u8]) -> Result<usize, TransferError> {
+        if self.is_cold(offset) {
+            return Ok(0);
+        }
+        let read = if self.nowait_works.load(Ordering::Relaxed) {
+            page_cache::read_cached(&self.buffered, offset, into)
+        } else {
+            Err(io::ErrorKind::Unsupported.into())
+        };
+        let read = match read {
+            Ok(read) => read,
+            // This file system cannot read without waiting. The answer stays the same for this file.
+            Err(_) => {
+                self.nowait_works.store(false, Ordering::Relaxed);
+                if !self.is_cached(offset, into.len()) {
+                    return Ok(0);
+                }
+                self.buffered.read_at(into, offset).unwrap_or(0)
+            }
+        };
+        self.check_unchanged()?;
+        Ok(read)
     }
 
     /// Chooses how to read these bytes, by measurement. A range with dirty pages is read through the page

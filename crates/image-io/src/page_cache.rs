@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Returns which pages of a file are in the page cache, with cachestat(2) (Linux 6.5).
+//! The page cache: which pages of a file it has (cachestat(2), Linux 6.5), and reads of them alone (RWF_NOWAIT).
 
 use std::fs::File;
 use std::io;
@@ -40,6 +40,22 @@ pub(crate) fn cachestat(file: &File, offset: u64, len: u64) -> io::Result<Caches
         libc::syscall(SYS_CACHESTAT, file.as_raw_fd(), &raw const range, &raw mut stat, 0 as libc::c_uint)
     };
     if rc == 0 { Ok(stat) } else { Err(io::Error::last_os_error()) }
+}
+
+/// Reads from the page cache. Returns the bytes up to the first page that it does not have.
+pub(crate) fn read_cached(file: &File, offset: u64, into: &mut [u8]) -> io::Result<usize> {
+    let vector = libc::iovec { iov_base: into.as_mut_ptr().cast(), iov_len: into.len() };
+    // SAFETY: the vector is one range of writable bytes that no one else uses during the call.
+    let read = unsafe {
+        libc::preadv2(file.as_raw_fd(), &raw const vector, 1, offset.cast_signed(), libc::RWF_NOWAIT)
+    };
+    match usize::try_from(read) {
+        Ok(read) => Ok(read),
+        Err(_) => match io::Error::last_os_error() {
+            error if error.raw_os_error() == Some(libc::EAGAIN) => Ok(0),
+            error => Err(error),
+        },
+    }
 }
 
 /// Number of pages that a range of at least one byte lies in.

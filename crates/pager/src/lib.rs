@@ -30,12 +30,14 @@ mod remaps;
 mod residency_map;
 mod schedule;
 mod snapshot;
+mod sweeps;
 
 pub use change::{Change, ChangeError};
 pub use plan::{Block, BlockIx, Extent, PageIx, Plan, PlanError};
-pub use residency_map::{Locate, Place, ResidencyMap, Run};
+pub use residency_map::{FileRun, Locate, Place, ResidencyMap, Run};
 pub use schedule::{Finish, PROMOTED_BLOCKS};
 pub use snapshot::{RestoreError, Segment};
+pub use sweeps::{MAX_WINDOW, Sweeps};
 
 /// Bytes in a page: the only page size that CRIU serves lazily on x86-64.
 pub const PAGE_SIZE: u64 = 4096;

@@ -66,6 +66,21 @@ pub struct Run {
     pub block_offset: usize,
 }
 
+/// Missing pages that are contiguous in the address space and in a file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct FileRun {
+    /// Address of the first page, in bytes.
+    pub target: u64,
+    /// The first page.
+    pub page: PageIx,
+    /// Number of pages.
+    pub pages: u64,
+    /// Index of the file.
+    pub file: u32,
+    /// Byte offset of the first page in the file.
+    pub file_offset: u64,
+}
+
 impl ResidencyMap {
     /// Makes the map of an address space as it was dumped, with all pages missing.
     #[must_use]
@@ -100,6 +115,31 @@ impl ResidencyMap {
             file_offset: placed.offset_of(page),
         };
         if self.settled.get(page) { Locate::Resident(place) } else { Locate::Missing(place) }
+    }
+
+    /// Returns the missing pages around the one at `address`, inside `window`, up to the next page that is not missing, or
+    /// moved, or of another extent. Returns none if the page at `address` itself is such a page.
+    #[must_use]
+    pub fn missing_run(&self, address: u64, window: &Range<u64>) -> Option<FileRun> {
+        let page = self.plan.page_at(address).filter(|_| self.remaps.at_target(address).is_none())?;
+        let is_missing = |page: &u64| !self.settled.get(*page) && !self.moved_or_dropped.get(*page);
+        if !is_missing(&page) {
+            return None;
+        }
+        let placed = self.plan.extent_of(page);
+        let before = address.saturating_sub(window.start) / PAGE_SIZE;
+        let after = window.end.saturating_sub(address) / PAGE_SIZE;
+        let lowest = page.saturating_sub(before).max(placed.first);
+        let first = (lowest..page).rev().take_while(is_missing).last().unwrap_or(page);
+        let end = placed.end().min(page + after.max(1));
+        let end = self.settled.next_set(page..self.moved_or_dropped.next_set(page..end));
+        Some(FileRun {
+            target: placed.target_of(first),
+            page: PageIx(first),
+            pages: end - first,
+            file: placed.extent.file,
+            file_offset: placed.offset_of(first),
+        })
     }
 
     fn page_at(&self, address: u64) -> Option<u64> {

@@ -317,3 +317,33 @@ fn one_huge_extent_is_dropped_and_moved_in_milliseconds() {
     println!("65 GiB changed in {took:?}");
     assert!(took < Duration::from_secs(1), "{took:?}");
 }
+
+#[test]
+fn the_missing_run_around_a_page_ends_where_a_page_is_not_missing_or_of_another_extent() {
+    let mut map = map(&[extent(100, 10, 40), extent(140, 80, 10)]);
+    // Page numbers of the window, then of the run found: its first page, its length, its page in the file.
+    let run = |map: &ResidencyMap, page: u64, window: std::ops::Range<u64>| {
+        let run = map.missing_run(page * PAGE_SIZE, &(window.start * PAGE_SIZE..window.end * PAGE_SIZE));
+        run.map(|run| (run.target / PAGE_SIZE, run.pages, run.file_offset / PAGE_SIZE))
+    };
+    assert_eq!(run(&map, 120, 120..130), Some((120, 10, 30)));
+    assert_eq!(run(&map, 120, 110..121), Some((110, 11, 20)));
+    assert_eq!(run(&map, 138, 138..150), Some((138, 2, 48)), "the next extent is elsewhere in the file");
+    assert_eq!(run(&map, 141, 100..142), Some((140, 2, 80)));
+    assert_eq!(run(&map, 99, 90..110), None, "no page of the image");
+    map.set_resident(map_page(&map, 115), 2);
+    assert_eq!(run(&map, 120, 100..125), Some((117, 8, 27)));
+    assert_eq!(run(&map, 112, 112..120), Some((112, 3, 22)));
+    assert_eq!(run(&map, 115, 110..120), None, "it is resident");
+    map.apply(&remap(122, 500, 1)).unwrap();
+    assert_eq!(run(&map, 120, 100..130), Some((117, 5, 27)), "the next page is moved");
+    assert_eq!(run(&map, 500, 500..501), None, "it is moved");
+    assert_eq!(run(&map, 122, 110..130), None, "its page has moved away");
+}
+
+fn map_page(map: &ResidencyMap, page: u64) -> PageIx {
+    match map.locate(page * PAGE_SIZE) {
+        Locate::Missing(place) => place.page,
+        other => panic!("{other:?}"),
+    }
+}

@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Fills the memory of one restored address space.
 
+use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use std::time::{Duration, Instant};
 
 use rewake_image_io::ImageFile;
-use rewake_pager::{BlockIx, Locate, PAGE_SIZE, PageIx, ResidencyMap, Run};
+use rewake_pager::{BlockIx, FileRun, Locate, PAGE_SIZE, PageIx, ResidencyMap, Run, Sweeps};
 use rewake_uffd::{FillPort, Outcome, Stop, Uffd};
 use tracing::{info, warn};
 
@@ -48,8 +49,8 @@ pub struct AddressSpace {
     since: Instant,
     /// When the last page fault was served, in microseconds from `since`. 0: never.
     last_fault: AtomicU64,
-    /// The address of the next expected fault in memory that no image has.
-    walk: AtomicU64,
+    /// Used by its home reactor only.
+    sweeps: Mutex<Sweeps>,
     shortage: EnomemRetry,
 }
 
@@ -93,7 +94,7 @@ impl AddressSpace {
             begun: AtomicBool::new(false),
             since: Instant::now(),
             last_fault: AtomicU64::new(0),
-            walk: AtomicU64::new(0),
+            sweeps: Mutex::default(),
             shortage: EnomemRetry::default(),
         }
     }
@@ -384,26 +385,36 @@ impl AddressSpace {
         }
     }
 
-    /// Fills zero pages after `target`, where a thread walks through memory that no image has. A driver that
-    /// gets such memory accesses every page of it. The caller has just served the page at `target`.
-    pub fn prefault_zero_run(&self, layout: &ResidencyMap, target: u64) {
-        let next = target + PAGE_SIZE;
-        if self.walk.swap(next, Ordering::Relaxed) != target {
-            return;
+    /// Notes a page fault, and returns the addresses to fill: its page, or more where a thread sweeps.
+    pub fn window(&self, address: u64) -> Range<u64> {
+        self.sweeps.lock().unwrap_or_else(PoisonError::into_inner).fault(address)
+    }
+
+    /// Fills missing pages, one of which a thread waits for at `address`, with the bytes of the image.
+    pub fn fill_window(&self, layout: &ResidencyMap, run: &FileRun, address: u64, bytes: &[u8]) -> Filled {
+        let run = Run { target: run.target, page: run.page, pages: run.pages, block_offset: 0 };
+        let filled = self.fill_run(layout, &run, &bytes[..pages_len(run.pages)]);
+        if filled == Filled::All {
+            // A fill wakes threads of the pages that it copies. Another reactor may have filled this page meanwhile.
+            // The next fill finds an ESRCH again.
+            let _ = self.uffd.wake(address, PAGE_SIZE);
         }
+        filled
+    }
+
+    /// Fills zero pages in `window` after `target`, where a thread sweeps through memory that no image has. A driver that
+    /// gets such memory accesses every page of it. The caller has just served the page at `target`.
+    pub fn fill_zero_window(&self, layout: &ResidencyMap, target: u64, window: &Range<u64>) {
+        let next = target + PAGE_SIZE;
         let unbacked = |page: &u64| matches!(layout.locate(next + page * PAGE_SIZE), Locate::Unbacked);
-        let pages = (0..ZERO_PREFAULT_PAGES).take_while(unbacked).count() as u64;
+        let most = window.end.saturating_sub(next) / PAGE_SIZE;
+        let pages = (0..most).take_while(unbacked).count() as u64;
         if pages > 0 {
             // The result does not matter: a page that is still missing is served at its fault.
-            let outcome = self.uffd.zero(next, pages * PAGE_SIZE);
-            self.walk.store(next + outcome.bytes, Ordering::Relaxed);
+            self.uffd.zero(next, pages * PAGE_SIZE);
         }
     }
 }
-
-/// Pages to fill ahead of a walk through memory that no image has. One call for all takes as long as a few
-/// faults.
-const ZERO_PREFAULT_PAGES: u64 = 64;
 
 #[expect(clippy::cast_possible_truncation, reason = "4096")]
 const PAGE_LEN: usize = PAGE_SIZE as usize;

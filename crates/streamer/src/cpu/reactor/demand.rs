@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Serves page faults: loads the pages that threads wait for.
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
-use rewake_image_io::{Acquire, BLOCK, BufferSlice, Class, Completion, ImageFile, Request, read_now};
-use rewake_pager::{Locate, PAGE_SIZE, Place};
+use rewake_image_io::{Acquire, BLOCK, BlockRef, BufferSlice, Class, Completion, ImageFile, PAGE, Request};
+use rewake_pager::{Locate, MAX_WINDOW, PAGE_SIZE, Place, ResidencyMap};
 
 use super::Reactor;
 use crate::cpu::space::{AddressSpace, Filled};
@@ -26,11 +27,17 @@ pub(super) struct Demand {
 enum PageSource {
     /// In the reactor's page buffer.
     Loaded,
+    /// In a block of the block cache.
+    Block(BlockRef),
     /// In a block that some reactor is reading.
     InFlight,
     /// Neither in the page cache nor in the block cache.
     OnDisk,
 }
+
+/// Bytes of the longest window of a sweep.
+pub(super) const WINDOW: usize = 64 * PAGE;
+const _: () = assert!(WINDOW as u64 == MAX_WINDOW * PAGE_SIZE);
 
 /// The bit that marks tokens of demand reads. The other bits are the index of the [`Demand`].
 pub(super) const DEMAND_TOKEN: u64 = 1 << 63;
@@ -44,6 +51,11 @@ impl Reactor {
         }
         let space = Arc::clone(&demand.space);
         let layout = space.layout();
+        let window = space.window(demand.address);
+        if let Some(filled) = self.fill_window(&space, &layout, demand.address, &window) {
+            drop(layout);
+            return self.served(demand, filled);
+        }
         let place = match layout.locate(demand.address) {
             // A resident page that faults again was never accessed, because its loss would have been an
             // event. One cause is a fork, which does not copy zero pages. The image's bytes are right.
@@ -51,7 +63,7 @@ impl Reactor {
             Locate::Unbacked => {
                 let filled = space.fill_demand(&layout, demand.address, None, None);
                 if filled == Filled::All {
-                    space.prefault_zero_run(&layout, demand.address);
+                    space.fill_zero_window(&layout, demand.address, &window);
                 }
                 drop(layout);
                 return self.served(demand, filled);
@@ -68,6 +80,11 @@ impl Reactor {
                 drop(layout);
                 self.served(demand, filled);
             }
+            PageSource::Block(block) => {
+                let filled = fill_block(&space, &layout, demand.address, place, &block);
+                drop(layout);
+                self.served(demand, filled);
+            }
             PageSource::InFlight => self.blocked.push(demand),
             PageSource::OnDisk => {
                 drop(layout);
@@ -80,23 +97,39 @@ impl Reactor {
         }
     }
 
-    /// Copies the page's bytes into `self.page` if they are in the page cache or in the block cache.
+    /// Fills the missing pages of a sweep's window. Returns none if the window is one page, or if the page cache does not
+    /// have the page that the thread waits for.
+    fn fill_window(
+        &mut self,
+        space: &AddressSpace,
+        layout: &ResidencyMap,
+        address: u64,
+        window: &Range<u64>,
+    ) -> Option<Filled> {
+        if window.end - window.start <= PAGE_SIZE {
+            return None;
+        }
+        let mut run = layout.missing_run(address, window)?;
+        let file = space.files.get(run.file as usize)?;
+        let bytes = &mut self.window[..index(run.pages * PAGE_SIZE)];
+        // A read error is reported by the read that follows.
+        let read = file.read_cached(run.file_offset, bytes).ok()?;
+        run.pages = read as u64 / PAGE_SIZE;
+        let is_read = address < run.target + run.pages * PAGE_SIZE;
+        is_read.then(|| space.fill_window(layout, &run, address, &self.window))
+    }
+
+    /// Copies the page's bytes into `self.page` if they are in the page cache; else looks for their block.
     fn bytes_at_hand(&mut self, file: &Arc<ImageFile>, place: Place) -> PageSource {
         // A read error is reported by the read that follows.
-        if file.is_cached(place.file_offset, self.page.len())
-            && read_now(file, place.file_offset, &mut self.page[..]).is_ok()
-        {
+        if file.read_cached(place.file_offset, &mut self.page[..]).is_ok_and(|read| read == self.page.len()) {
             return PageSource::Loaded;
         }
         match self.shared.cache.acquire(file, place.file_offset / BLOCK as u64, &self.waker) {
-            Acquire::Hit(block) => {
-                let start = in_block(place.file_offset);
-                let Some(bytes) = block.get(start..start + self.page.len()) else {
-                    return PageSource::OnDisk;
-                };
-                self.page.copy_from_slice(bytes);
-                PageSource::Loaded
+            Acquire::Hit(block) if block.len() >= in_block(place.file_offset) + PAGE => {
+                PageSource::Block(block)
             }
+            Acquire::Hit(_) => PageSource::OnDisk,
             // A reactor has begun to read the block: that read ends before a new one would.
             Acquire::Pending => PageSource::InFlight,
             // This drops the guard of a load: no thread waits for the whole block.
@@ -185,8 +218,36 @@ impl Reactor {
     }
 }
 
+/// Fills the missing pages of a block around the one that a thread waits for: it has waited for the disk already, and is
+/// likely to access the neighbours next.
+fn fill_block(
+    space: &AddressSpace,
+    layout: &ResidencyMap,
+    address: u64,
+    place: Place,
+    block: &BlockRef,
+) -> Filled {
+    let within = place.file_offset % BLOCK as u64;
+    let start = address.saturating_sub(within);
+    // The last block of a file may be shorter.
+    let window = start..start + block.len() as u64 / PAGE_SIZE * PAGE_SIZE;
+    match layout.missing_run(address, &window) {
+        Some(run) => space.fill_window(layout, &run, address, &block[in_block(run.file_offset)..]),
+        // The page is resident, or moved.
+        None => {
+            let at = in_block(place.file_offset);
+            space.fill_demand(layout, address, Some(place.page), Some(&block[at..at + PAGE]))
+        }
+    }
+}
+
 fn in_block(offset: u64) -> usize {
-    usize::try_from(offset % BLOCK as u64).unwrap_or(0)
+    index(offset % BLOCK as u64)
+}
+
+/// Converts a length of at most [`WINDOW`].
+fn index(bytes: u64) -> usize {
+    usize::try_from(bytes).unwrap_or(0)
 }
 
 const _: () = assert!(BLOCK as u64 == rewake_pager::BLOCK_PAGES * PAGE_SIZE);

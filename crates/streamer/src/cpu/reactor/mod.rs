@@ -14,7 +14,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
 use background::{BlockRead, Claim, StepOutcome, StepSize, Work};
-use demand::{DEMAND_TOKEN, Demand};
+use demand::{DEMAND_TOKEN, Demand, WINDOW};
+use memmap2::{Advice, MmapMut};
 use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
 use rewake_image_io::io_budget::Lane;
 use rewake_image_io::{BufferSlice, Completion, Engine, PAGE};
@@ -71,6 +72,8 @@ pub(super) struct Reactor {
     ready: std::collections::VecDeque<Work>,
     runs: Vec<Run>,
     page: Box<[u8; PAGE]>,
+    /// The bytes of a sweep's window.
+    window: MmapMut,
     /// Turns in a row in which every fill was refused because a program is changing its layout.
     spins: u32,
     served: usize,
@@ -114,6 +117,9 @@ impl Reactor {
         }
         let epoll = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC).context("making an epoll")?;
         let waker = shared.handles.get(index).context("no handle for this reactor")?.waker.clone();
+        let window = MmapMut::map_anon(WINDOW).context("mapping memory for sweeps")?;
+        // A core dump of this process must not have memory of other processes.
+        window.advise(Advice::DontDump).context("excluding memory from core dumps")?;
         let reactor = Self {
             index,
             shared,
@@ -132,6 +138,7 @@ impl Reactor {
             ready: std::collections::VecDeque::new(),
             runs: Vec::new(),
             page: Box::new([0; PAGE]),
+            window,
             spins: 0,
             served: 0,
             idle: false,
