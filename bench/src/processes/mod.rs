@@ -144,8 +144,8 @@ impl Process {
     }
 }
 
-/// Waits for ended processes that have become children of this one, as their parent has ended. Until then their pids are
-/// in use, and a restore needs them.
+/// Waits for ended processes that have become children of this one, as their parent has ended. Until then their
+/// pids are in use, and a restore needs them.
 pub(crate) fn reap_adopted(pids: &[Pid]) {
     let deadline = Instant::now() + KILL_WAIT;
     for pid in pids {

@@ -23,7 +23,8 @@ const _: () = assert!(MAX_MIB < VALUE_STRIDE);
 const SPREAD_64: u64 = 0x9E37_79B9_7F4A_7C15;
 const SPREAD_32: u32 = 0x9E37_79B1;
 
-/// A request: the program reads `count` of its units (children, in the prefork program) in an order that depends on `seed`.
+/// A request: the program reads `count` of its units (children, in the prefork program) in an order that depends
+/// on `seed`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Question {
     /// The checksum starts with it, so that no question has the answer of an earlier one.

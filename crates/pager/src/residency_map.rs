@@ -117,8 +117,8 @@ impl ResidencyMap {
         if self.settled.get(page) { Locate::Resident(place) } else { Locate::Missing(place) }
     }
 
-    /// Returns the missing pages around the one at `address`, inside `window`, up to the next page that is not missing, or
-    /// moved, or of another extent. Returns none if the page at `address` itself is such a page.
+    /// Returns the missing pages around the one at `address`, inside `window`, up to the next page that is not
+    /// missing, or moved, or of another extent. Returns none if the page at `address` itself is such a page.
     #[must_use]
     pub fn missing_run(&self, address: u64, window: &Range<u64>) -> Option<FileRun> {
         let page = self.plan.page_at(address).filter(|_| self.remaps.at_target(address).is_none())?;

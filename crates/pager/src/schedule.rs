@@ -169,8 +169,8 @@ impl Schedule {
         self.cursor.store(block.0, Ordering::Release);
     }
 
-    /// Continues claims in order at `block`, where a thread sweeps, unless they are shortly ahead of it. The blocks before it
-    /// follow after the last one.
+    /// Continues claims in order at `block`, where a thread sweeps, unless they are shortly ahead of it. The
+    /// blocks before it follow after the last one.
     pub(crate) fn follow(&self, block: BlockIx) {
         let at = self.cursor.load(Ordering::Acquire);
         if !(block.0..block.0.saturating_add(AHEAD)).contains(&at) {

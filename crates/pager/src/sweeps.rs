@@ -2,7 +2,7 @@
 //! Recognizes sweeps: threads that walk through memory, by the addresses of their page faults.
 //!
 //! The kernel's readahead does the same for files. CRIU does not ask userfaultfd for thread ids, so a sweep is
-//! known by its addresses only: a fault continues the sweep that has filled memory shortly before or behind it.
+//! known by its addresses only: a fault continues the sweep that has filled memory next to it.
 
 use std::ops::Range;
 
@@ -49,19 +49,17 @@ impl Sweeps {
     /// page for the first fault of a sweep, then a window that doubles with each fault, up to [`MAX_WINDOW`] pages.
     pub fn fault(&mut self, address: u64) -> Range<u64> {
         self.faults += 1;
-        let continued = self.sweeps.iter().position(|sweep| sweep.continues_at(address).is_some());
-        let at = continued.or_else(|| (0..SWEEPS).min_by_key(|at| self.sweeps[*at].last)).unwrap_or(0);
-        let sweep = &mut self.sweeps[at];
-        sweep.last = self.faults;
-        match sweep.continues_at(address) {
-            Some(direction) => sweep.advance(address, direction),
-            None => {
-                let range = address..address + PAGE_SIZE;
-                *sweep =
-                    Sweep { range: range.clone(), direction: Direction::Up, window: 1, last: self.faults };
-                range
-            }
+        let mut sweeps = self.sweeps.iter_mut();
+        let continued = sweeps.find_map(|sweep| Some((sweep.continues_at(address)?, sweep)));
+        if let Some((direction, sweep)) = continued {
+            sweep.last = self.faults;
+            return sweep.advance(address, direction);
         }
+        let range = address..address + PAGE_SIZE;
+        if let Some(oldest) = self.sweeps.iter_mut().min_by_key(|sweep| sweep.last) {
+            *oldest = Sweep { range: range.clone(), direction: Direction::Up, window: 1, last: self.faults };
+        }
+        range
     }
 }
 

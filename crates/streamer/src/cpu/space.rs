@@ -402,8 +402,8 @@ impl AddressSpace {
         filled
     }
 
-    /// Fills zero pages in `window` after `target`, where a thread sweeps through memory that no image has. A driver that
-    /// gets such memory accesses every page of it. The caller has just served the page at `target`.
+    /// Fills zero pages in `window` after `target`, where a thread sweeps through memory that no image has. A
+    /// driver that gets such memory accesses every page of it. The caller has just served the page at `target`.
     pub fn fill_zero_window(&self, layout: &ResidencyMap, target: u64, window: &Range<u64>) {
         let next = target + PAGE_SIZE;
         let unbacked = |page: &u64| matches!(layout.locate(next + page * PAGE_SIZE), Locate::Unbacked);
@@ -419,7 +419,7 @@ impl AddressSpace {
 #[expect(clippy::cast_possible_truncation, reason = "4096")]
 const PAGE_LEN: usize = PAGE_SIZE as usize;
 
-fn pages_len(pages: u64) -> usize {
+pub(super) fn pages_len(pages: u64) -> usize {
     bytes_len(pages * PAGE_SIZE)
 }
 

@@ -153,9 +153,7 @@ pub(crate) fn forks_without_end(stage: &Stage) -> anyhow::Result<()> {
             for page in Random::new(stage.seed + number).shuffled(region.pages).into_iter().take(GLANCES) {
                 region.check(stage, page, Expect::Of(region.pattern, page));
             }
-            while !stage.stop_asked() {
-                std::thread::sleep(std::time::Duration::from_millis(50));
-            }
+            stage.wait_for_stop();
             stage.status()
         })?);
     }

@@ -53,7 +53,7 @@ pub(super) enum StepOutcome {
     /// There is nothing to do now.
     Idle,
     /// Pages were read or filled, or a block is finished.
-    Made,
+    Worked,
     /// A program is changing its layout: no page could be filled.
     Refused,
 }
@@ -103,20 +103,20 @@ impl Reactor {
         self.read_ahead();
         let Some(work) = self.ready.pop_front() else { return StepOutcome::Idle };
         if !work.claim.space.wants_background() {
-            return StepOutcome::Made; // the process has ended: the block is dropped with its buffer
+            return StepOutcome::Worked; // the process has ended: the block is dropped with its buffer
         }
         let step = self.step(&work.claim.space);
-        let progress = match work.bytes {
+        let outcome = match work.bytes {
             BlockBytes::Warm { guard, buffer, filled } => {
                 self.read_warm(work.claim, work.next, guard, buffer, filled, step);
-                StepOutcome::Made
+                StepOutcome::Worked
             }
             BlockBytes::Loaded(block) => self.fill_piece(work.claim, work.next, block, step),
         };
         if step == StepSize::Brief {
             std::thread::yield_now();
         }
-        progress
+        outcome
     }
 
     /// Claims blocks until enough are ready or in flight.
@@ -334,7 +334,7 @@ impl Reactor {
             (Filled::Gone, _) => self.gone(&claim.space),
             (Filled::Failed(errno), _) => self.refused(&claim.space, errno),
         }
-        StepOutcome::Made
+        StepOutcome::Worked
     }
 
     fn finish(&mut self, claim: &Claim, block: BlockRef) {

@@ -10,7 +10,7 @@ use rewake_image_io::{Acquire, BLOCK, BlockRef, BufferSlice, Class, Completion, 
 use rewake_pager::{Locate, MAX_WINDOW, PAGE_SIZE, Place, ResidencyMap};
 
 use super::Reactor;
-use crate::cpu::space::{AddressSpace, Filled};
+use crate::cpu::space::{AddressSpace, Filled, pages_len};
 
 /// A page fault at `address`, which a thread waits for.
 #[derive(Debug)]
@@ -97,8 +97,8 @@ impl Reactor {
         }
     }
 
-    /// Fills the missing pages of a sweep's window. Returns none if the window is one page, or if the page cache does not
-    /// have the page that the thread waits for.
+    /// Fills the missing pages of a sweep's window. Returns none if the window is one page, or if the page cache
+    /// does not have the page that the thread waits for.
     fn fill_window(
         &mut self,
         space: &AddressSpace,
@@ -111,7 +111,7 @@ impl Reactor {
         }
         let mut run = layout.missing_run(address, window)?;
         let file = space.files.get(run.file as usize)?;
-        let bytes = &mut self.window[..index(run.pages * PAGE_SIZE)];
+        let bytes = &mut self.window[..pages_len(run.pages)];
         // A read error is reported by the read that follows.
         let read = file.read_cached(run.file_offset, bytes).ok()?;
         run.pages = read as u64 / PAGE_SIZE;
@@ -222,8 +222,8 @@ impl Reactor {
     }
 }
 
-/// Fills the missing pages of a block around the one that a thread waits for: it has waited for the disk already, and is
-/// likely to access the neighbours next.
+/// Fills the missing pages of a block around the one that a thread waits for: it has waited for the disk
+/// already, and is likely to access the neighbours next.
 fn fill_block(
     space: &AddressSpace,
     layout: &ResidencyMap,
@@ -246,12 +246,7 @@ fn fill_block(
 }
 
 fn in_block(offset: u64) -> usize {
-    index(offset % BLOCK as u64)
-}
-
-/// Converts a length of at most [`WINDOW`].
-fn index(bytes: u64) -> usize {
-    usize::try_from(bytes).unwrap_or(0)
+    usize::try_from(offset % BLOCK as u64).unwrap_or(0)
 }
 
 const _: () = assert!(BLOCK as u64 == rewake_pager::BLOCK_PAGES * PAGE_SIZE);

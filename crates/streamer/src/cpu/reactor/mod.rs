@@ -163,13 +163,13 @@ impl Reactor {
         let deferred = self.retry_deferred();
         self.yield_to_faulting_threads();
         self.refresh();
-        let progress = self.background();
-        let stalled = progress != StepOutcome::Made && (deferred || progress == StepOutcome::Refused);
+        let outcome = self.background();
+        let stalled = outcome != StepOutcome::Worked && (deferred || outcome == StepOutcome::Refused);
         self.spins = if stalled { self.spins.saturating_add(1) } else { 0 };
         if stalled && self.spins < SPINS {
             std::thread::yield_now();
         }
-        self.idle = progress == StepOutcome::Idle && !stalled;
+        self.idle = outcome == StepOutcome::Idle && !stalled;
     }
 
     /// Yields the processor after a page fault was served. Its thread needs a processor, and background loads

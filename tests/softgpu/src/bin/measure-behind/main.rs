@@ -3,7 +3,7 @@
 //! is, and in how many buffers. Images have few bytes of GPUs that are not zero, so that 8 GiB fit into memory, but for one. `cargo xtask bench behind`
 //! runs it; tables come on standard output, each cell least, median and most.
 //!
-//! * When queues resumed and how long touches wait, by the order in which buffers come. `measure-behind orders` ends after that.
+//! * When queues are resumed and how long touches wait, by the order in which buffers come. `measure-behind orders` ends after that.
 //! * How soon it runs, by the memory of its GPU, which comes behind it; its last page is asked for at once.
 //! * The same by memory of its CPU, which comes behind it, too. In the end all of that is looked at once.
 //! * How long a touch waits, as the streamer counts it: of a buffer that is all there is, and of the last one of many while others are
